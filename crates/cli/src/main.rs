@@ -1,0 +1,2 @@
+//! The `metal-candle` command.
+fn main() {}

@@ -1,0 +1,1 @@
+//! Fused operations with backward passes for fine-tuning language models on Candle.

@@ -1,0 +1,87 @@
+//! What can go wrong, as a type a caller can match on.
+
+use std::path::{Path, PathBuf};
+
+/// The result of anything in this crate that can fail.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Every error names the file, the key or the option, what was found and what was expected.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The operating system refused to read or write a path.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A file's content is not what its format or the model asks for.
+    #[error("{}: {message}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The key, what was found, and what was expected.
+        message: String,
+    },
+    /// A line of a data file cannot be used.
+    #[error("{}:{line}: {message}", path.display())]
+    Record {
+        /// The data file.
+        path: PathBuf,
+        /// The line, counted from 1.
+        line: usize,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// An option has a value that cannot work.
+    #[error("{option}: {message}")]
+    Option {
+        /// The option's name as the user writes it.
+        option: String,
+        /// What was found and what was expected.
+        message: String,
+    },
+    /// Something valid that this library does not do; the message says what it does instead.
+    #[error("not supported: {0}")]
+    Unsupported(String),
+    /// A chat template failed to parse or to render.
+    #[error("chat template: {0}")]
+    Template(String),
+    /// The tokenizer failed on a text.
+    #[error("tokenizer: {0}")]
+    Tokenizer(String),
+    /// A model could not be had from the Hugging Face hub.
+    #[error("{repository}: {message}")]
+    Hub {
+        /// The repository asked for.
+        repository: String,
+        /// What was missing and where it was looked for.
+        message: String,
+    },
+    /// Training stopped because losses or gradients kept being NaN or infinite.
+    #[error("training diverged: {0}")]
+    Diverged(String),
+    /// A tensor operation failed.
+    #[error(transparent)]
+    Tensor(#[from] candle_core::Error),
+}
+
+impl Error {
+    /// An [`Error::Io`] about `path`, for `map_err`.
+    pub fn io(path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.as_ref().to_path_buf();
+        move |source| Self::Io { path, source }
+    }
+
+    /// An [`Error::File`] about `path`.
+    pub fn file(path: impl AsRef<Path>, message: impl Into<String>) -> Self {
+        Self::File { path: path.as_ref().to_path_buf(), message: message.into() }
+    }
+
+    /// An [`Error::Option`] about an option named `option`.
+    pub fn option(option: impl Into<String>, message: impl Into<String>) -> Self {
+        Self::Option { option: option.into(), message: message.into() }
+    }
+}
