@@ -1,1 +1,14 @@
-//! Autograd.
+//! The tape: reverse-mode differentiation made for a frozen base model.
+//!
+//! A value that no trainable parameter feeds records nothing, so a frozen tensor never gets a
+//! gradient, neither computed nor allocated. Gradients move from a node to its inputs; where two
+//! meet they are added, nothing is zero-filled first, and both a node's saved tensors and its
+//! gradient are dropped as soon as the node has run. A segment can be recomputed in the backward
+//! pass instead of stored ([`Tape::checkpoint`]).
+
+mod ops;
+mod tape;
+#[cfg(test)]
+mod tests;
+
+pub use tape::{GradientSink, ParameterId, Tape, Value, Weight};

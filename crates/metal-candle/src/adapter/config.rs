@@ -1,0 +1,229 @@
+//! What LoRA trains: rank, scale, and which linear layers (Hu et al., 2021, arXiv:2106.09685;
+//! rank-stabilised scale: Kalajdzievski, 2023, arXiv:2312.03732).
+
+use crate::{Error, Result};
+use regex::Regex;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Which linear layers get an adapter.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Targets {
+    /// Names: a layer whose path is one of them or ends in `.name`.
+    Names(Vec<String>),
+    /// `all-linear`, or a regular expression that has to match the whole path.
+    Pattern(String),
+}
+
+impl Targets {
+    /// Every linear layer of the decoder, not the head.
+    pub const ALL_LINEAR: &str = "all-linear";
+
+    /// Every linear layer of the decoder, not the head.
+    pub fn all_linear() -> Self {
+        Self::Pattern(Self::ALL_LINEAR.into())
+    }
+}
+
+/// The configuration of a LoRA adapter.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LoraConfig {
+    /// The rank r of the update.
+    pub rank: usize,
+    /// The update is multiplied by alpha / r.
+    pub alpha: f64,
+    /// The probability with which an input of the low-rank path is dropped in training.
+    pub dropout: f32,
+    /// Multiply by alpha / sqrt(r) instead.
+    pub rslora: bool,
+    /// Which layers are adapted.
+    pub targets: Targets,
+    /// Layers that are left out although `targets` names them.
+    pub exclude: Option<Targets>,
+    /// Only these layers of the decoder, counted from 0.
+    pub layers: Option<Vec<usize>>,
+    /// Only the last n layers of the decoder.
+    pub last_layers: Option<usize>,
+    /// Other ranks for layers whose path matches (`(.*\.)?(key)$`).
+    pub rank_pattern: BTreeMap<String, usize>,
+    /// Other alphas, likewise.
+    pub alpha_pattern: BTreeMap<String, f64>,
+}
+
+impl Default for LoraConfig {
+    fn default() -> Self {
+        Self {
+            rank: 8,
+            alpha: 16.0,
+            dropout: 0.0,
+            rslora: false,
+            targets: Targets::all_linear(),
+            exclude: None,
+            layers: None,
+            last_layers: None,
+            rank_pattern: BTreeMap::new(),
+            alpha_pattern: BTreeMap::new(),
+        }
+    }
+}
+
+/// The adapter of one linear layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Resolved {
+    /// The path of the layer in the model, such as `model.layers.0.self_attn.q_proj`.
+    pub path: String,
+    /// Its rank.
+    pub rank: usize,
+    /// What its low-rank path is multiplied by.
+    pub scale: f64,
+}
+
+impl LoraConfig {
+    /// Checks every value that does not depend on the model.
+    pub fn validate(&self) -> Result<()> {
+        if self.rank == 0 {
+            return Err(Error::option("rank", "is 0, expected at least 1"));
+        }
+        if let Some((key, _)) = self.rank_pattern.iter().find(|(_, rank)| **rank == 0) {
+            return Err(Error::option("rank_pattern", format!("`{key}` is 0, expected at least 1")));
+        }
+        for (name, alpha) in
+            self.alpha_pattern.iter().map(|(key, alpha)| (key.as_str(), *alpha)).chain([("alpha", self.alpha)])
+        {
+            if !alpha.is_finite() || alpha <= 0.0 {
+                return Err(Error::option(name, format!("alpha is {alpha}, expected a positive number")));
+            }
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            return Err(Error::option(
+                "dropout",
+                format!("is {}, expected at least 0 and below 1", self.dropout),
+            ));
+        }
+        if self.layers.is_some() && self.last_layers.is_some() {
+            return Err(Error::option("layers", "and the last n layers were both given, expected one of them"));
+        }
+        if self.last_layers == Some(0) || self.layers.as_ref().is_some_and(Vec::is_empty) {
+            return Err(Error::option("layers", "selects no layer"));
+        }
+        Ok(())
+    }
+
+    /// The decoder layers that may be adapted, of a model with `count` of them.
+    pub fn selected_layers(&self, count: usize) -> Result<Option<Vec<usize>>> {
+        if let Some(layers) = &self.layers {
+            if let Some(layer) = layers.iter().find(|&&layer| layer >= count) {
+                return Err(Error::option(
+                    "layers",
+                    format!("names layer {layer}, but the model has layers 0 to {}", count.saturating_sub(1)),
+                ));
+            }
+            return Ok(Some(layers.clone()));
+        }
+        // More than there are means all, as in mlx-lm.
+        Ok(self.last_layers.filter(|&last| last < count).map(|last| (count - last..count).collect()))
+    }
+
+    /// Decides for each of the model's linear layers, given by path in a model of `layer_count`
+    /// decoder layers, whether and how it is adapted.
+    pub fn resolve(&self, paths: &[String], layer_count: usize) -> Result<Vec<Resolved>> {
+        self.validate()?;
+        let layers = self.selected_layers(layer_count)?;
+        let targets = Matcher::new("target_modules", &self.targets)?;
+        let exclude = self.exclude.as_ref().map(|exclude| Matcher::new("exclude_modules", exclude)).transpose()?;
+        let ranks = compile_patterns("rank_pattern", &self.rank_pattern)?;
+        let alphas = compile_patterns("alpha_pattern", &self.alpha_pattern)?;
+        if let Targets::Names(names) = &self.targets
+            && let Some(name) = names.iter().find(|name| !paths.iter().any(|path| ends_in(path, name)))
+        {
+            return Err(Error::option("target_modules", format!(
+                "`{name}` is not a linear layer of this model; it has {}",
+                layer_names(paths)
+            )));
+        }
+        let mut resolved = Vec::new();
+        for path in paths {
+            let selected = targets.matches(path)
+                && !exclude.as_ref().is_some_and(|exclude| exclude.matches(path))
+                && layers.as_ref().is_none_or(|layers| layer_index(path).is_some_and(|index| layers.contains(&index)));
+            if selected {
+                let rank = first_match(&ranks, path).unwrap_or(self.rank);
+                let alpha = first_match(&alphas, path).unwrap_or(self.alpha);
+                let divisor = if self.rslora { (rank as f64).sqrt() } else { rank as f64 };
+                resolved.push(Resolved { path: path.clone(), rank, scale: alpha / divisor });
+            }
+        }
+        if resolved.is_empty() {
+            return Err(Error::option("target_modules", format!(
+                "{} matches no linear layer of this model; it has {}",
+                serde_json::to_string(&self.targets).unwrap_or_default(),
+                layer_names(paths)
+            )));
+        }
+        Ok(resolved)
+    }
+}
+
+/// The decoder layer a path belongs to: the first number in it.
+fn layer_index(path: &str) -> Option<usize> {
+    path.split('.').find_map(|part| part.parse().ok())
+}
+
+fn ends_in(path: &str, name: &str) -> bool {
+    path == name || path.strip_suffix(name).is_some_and(|rest| rest.ends_with('.'))
+}
+
+/// The distinct last parts of the paths, for messages.
+fn layer_names(paths: &[String]) -> String {
+    let mut names: Vec<&str> = Vec::new();
+    for path in paths {
+        let name = path.rsplit('.').next().unwrap_or(path);
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    names.join(", ")
+}
+
+enum Matcher {
+    All,
+    Names(Vec<String>),
+    Pattern(Regex),
+}
+
+impl Matcher {
+    fn new(option: &str, targets: &Targets) -> Result<Self> {
+        Ok(match targets {
+            Targets::Names(names) => Self::Names(names.clone()),
+            Targets::Pattern(pattern) if pattern == Targets::ALL_LINEAR => Self::All,
+            Targets::Pattern(pattern) => Self::Pattern(compile(option, &format!("^(?:{pattern})$"))?),
+        })
+    }
+
+    fn matches(&self, path: &str) -> bool {
+        match self {
+            Self::All => true,
+            Self::Names(names) => names.iter().any(|name| ends_in(path, name)),
+            Self::Pattern(pattern) => pattern.is_match(path),
+        }
+    }
+}
+
+fn compile(option: &str, pattern: &str) -> Result<Regex> {
+    Regex::new(pattern).map_err(|error| {
+        Error::option(option, format!("is not a regular expression this program reads: {error}"))
+    })
+}
+
+fn compile_patterns<T: Copy>(option: &str, patterns: &BTreeMap<String, T>) -> Result<Vec<(Regex, T)>> {
+    patterns
+        .iter()
+        .map(|(key, value)| Ok((compile(option, &format!(r"^(?:.*\.)?(?:{key})$"))?, *value)))
+        .collect()
+}
+
+fn first_match<T: Copy>(patterns: &[(Regex, T)], path: &str) -> Option<T> {
+    patterns.iter().find(|(pattern, _)| pattern.is_match(path)).map(|(_, value)| *value)
+}

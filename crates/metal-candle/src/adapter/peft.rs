@@ -1,0 +1,231 @@
+//! PEFT's folder: `adapter_config.json` and `adapter_model.safetensors`, whose tensors are
+//! `base_model.model.<path>.lora_A.weight (r, in)` and `.lora_B.weight (out, r)`.
+
+use super::{LoraConfig, Targets};
+use crate::{Error, Result, files};
+use crate::model::Weights;
+use candle_core::{DType, Device, Tensor};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// The name of the configuration in an adapter folder.
+pub const ADAPTER_CONFIG: &str = "adapter_config.json";
+/// The name of the weights in an adapter folder.
+pub const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
+
+const PREFIX: &str = "base_model.model.";
+
+/// Keys that change nothing about what the adapter computes.
+const IRRELEVANT: &[&str] = &[
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "inference_mode",
+    "layers_pattern", "loftq_config", "megatron_core", "peft_version", "qalora_group_size",
+    "revision", "runtime_config", "task_type",
+];
+
+/// Reads an adapter's configuration and the base model it names. Anything it asks for that is
+/// not supported is an error that names the key.
+pub fn read_config(folder: &Path) -> Result<(LoraConfig, Option<String>)> {
+    let path = folder.join(ADAPTER_CONFIG);
+    let json: Map<String, Value> = files::read_json(&path)?;
+    parse_config(&json).map_err(|message| Error::file(&path, message))
+}
+
+fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>), String> {
+    match json.get("peft_type").and_then(Value::as_str) {
+        Some("LORA") => {}
+        Some(other) => return Err(format!("peft_type is \"{other}\"; only LORA adapters are supported")),
+        None => return Err("has no peft_type; expected a PEFT LoRA adapter with \"peft_type\": \"LORA\"".into()),
+    }
+    let mut config = LoraConfig { alpha: 8.0, ..LoraConfig::default() };
+    let mut base = None;
+    for (key, value) in json {
+        let wrong = |expected: &str| format!("{key} is {value}, expected {expected}");
+        match key.as_str() {
+            "peft_type" => {}
+            "r" => config.rank = as_usize(value).ok_or_else(|| wrong("a whole number"))?,
+            "lora_alpha" => config.alpha = value.as_f64().ok_or_else(|| wrong("a number"))?,
+            "lora_dropout" => {
+                config.dropout = value.as_f64().ok_or_else(|| wrong("a number"))? as f32;
+            }
+            "use_rslora" => config.rslora = value.as_bool().ok_or_else(|| wrong("true or false"))?,
+            "target_modules" => {
+                config.targets = serde_json::from_value(value.clone())
+                    .map_err(|_| wrong("a list of names, a regular expression or \"all-linear\""))?;
+            }
+            "exclude_modules" if !is_unset(value) => {
+                config.exclude = Some(
+                    serde_json::from_value(value.clone())
+                        .map_err(|_| wrong("a list of names or a regular expression"))?,
+                );
+            }
+            "layers_to_transform" if !is_unset(value) => {
+                let layers = match value {
+                    Value::Array(layers) => layers.iter().map(as_usize).collect(),
+                    one => as_usize(one).map(|layer| vec![layer]),
+                };
+                config.layers = Some(layers.ok_or_else(|| wrong("a layer or a list of layers"))?);
+            }
+            "rank_pattern" if !is_unset(value) => {
+                config.rank_pattern = serde_json::from_value(value.clone())
+                    .map_err(|_| wrong("an object of ranks"))?;
+            }
+            "alpha_pattern" if !is_unset(value) => {
+                config.alpha_pattern = serde_json::from_value(value.clone())
+                    .map_err(|_| wrong("an object of numbers"))?;
+            }
+            "bias" => {
+                if value.as_str() != Some("none") {
+                    return Err(format!("bias is {value}; only \"none\" is supported"));
+                }
+            }
+            "init_lora_weights" => {
+                // The others change the base weights too, which the file doesn't hold.
+                if !matches!(value, Value::Bool(_) | Value::Null) && value.as_str() != Some("gaussian") {
+                    return Err(format!(
+                        "init_lora_weights is {value}, which changes the base weights; only adapters \
+                         on the unchanged base are supported (true, false or \"gaussian\")"
+                    ));
+                }
+            }
+            "base_model_name_or_path" => base = value.as_str().map(String::from),
+            key if IRRELEVANT.contains(&key) => {}
+            _ if is_unset(value) => {}
+            _ => {
+                return Err(format!(
+                    "{key} is {value}, which is not supported; supported are r, lora_alpha, \
+                     lora_dropout, use_rslora, target_modules, exclude_modules, \
+                     layers_to_transform, rank_pattern and alpha_pattern"
+                ));
+            }
+        }
+    }
+    if !json.contains_key("target_modules") || json["target_modules"].is_null() {
+        return Err("has no target_modules".into());
+    }
+    config.validate().map_err(|error| error.to_string())?;
+    Ok((config, base))
+}
+
+/// A value by which PEFT says that a feature is off.
+fn is_unset(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        _ => false,
+    }
+}
+
+fn as_usize(value: &Value) -> Option<usize> {
+    value.as_u64().and_then(|number| usize::try_from(number).ok())
+}
+
+/// Reads the pair (A `(in, r)`, B `(r, out)`) of each adapted layer, in f32. `layers` gives the
+/// path, the rank and the layer's (in, out) features; a tensor that is missing, of another shape,
+/// or left over is an error.
+pub fn read_weights(
+    folder: &Path,
+    layers: &[(String, usize, (usize, usize))],
+    device: &Device,
+) -> Result<Vec<(Tensor, Tensor)>> {
+    let path = folder.join(ADAPTER_WEIGHTS);
+    let weights = Weights::from_files(&[path.clone()])?;
+    let mut pairs = Vec::with_capacity(layers.len());
+    let fits = |name: &str, expected: [usize; 2]| -> Result<()> {
+        match weights.shape(name) {
+            Some(found) if found == expected => Ok(()),
+            Some(found) => Err(Error::file(&path, format!(
+                "`{name}` has shape {found:?}, but this base model and {ADAPTER_CONFIG} ask for \
+                 {expected:?}; is this an adapter for another base model?"
+            ))),
+            None => Err(Error::file(&path, format!(
+                "has no tensor `{name}`, which {ADAPTER_CONFIG} asks for on this base model; is \
+                 this an adapter for another base model?"
+            ))),
+        }
+    };
+    for (layer, rank, (input, output)) in layers {
+        let (a, b) = names(layer);
+        fits(&a, [*rank, *input])?;
+        fits(&b, [*output, *rank])?;
+        let a = weights.tensor(&a, &[*rank, *input], DType::F32, device)?;
+        let b = weights.tensor(&b, &[*output, *rank], DType::F32, device)?;
+        pairs.push((a.t()?.contiguous()?, b.t()?.contiguous()?));
+    }
+    if let Some(name) = weights.unread().first() {
+        return Err(Error::file(&path, format!(
+            "`{name}` belongs to no layer that {ADAPTER_CONFIG} names in this base model; is this \
+             an adapter for another base model?"
+        )));
+    }
+    Ok(pairs)
+}
+
+fn names(layer: &str) -> (String, String) {
+    (format!("{PREFIX}{layer}.lora_A.weight"), format!("{PREFIX}{layer}.lora_B.weight"))
+}
+
+/// Writes the adapter into the existing `folder`, each file whole or not at all. `pairs` holds
+/// the path, A `(in, r)` and B `(r, out)` of each layer.
+pub fn write(
+    folder: &Path,
+    config: &LoraConfig,
+    layer_count: usize,
+    base_model: &str,
+    pairs: &[(String, Tensor, Tensor)],
+) -> Result<()> {
+    let mut tensors = BTreeMap::new();
+    for (layer, a, b) in pairs {
+        let (a_name, b_name) = names(layer);
+        tensors.insert(a_name, a.to_dtype(DType::F32)?.t()?.contiguous()?);
+        tensors.insert(b_name, b.to_dtype(DType::F32)?.t()?.contiguous()?);
+    }
+    let tensors: Vec<(String, Tensor)> = tensors.into_iter().collect();
+    let metadata = [("format".to_string(), "pt".to_string())].into_iter().collect();
+    files::write_safetensors(&folder.join(ADAPTER_WEIGHTS), &tensors, Some(metadata))?;
+
+    let layers = config.selected_layers(layer_count)?;
+    let targets = match &config.targets {
+        // PEFT applies a list of layers only to targets given by name.
+        Targets::Pattern(_) if layers.is_some() => Targets::Names(distinct_names(pairs)),
+        targets => targets.clone(),
+    };
+    let json = json!({
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rslora,
+        "use_dora": false,
+        "target_modules": targets,
+        "exclude_modules": config.exclude,
+        "layers_to_transform": layers,
+        "layers_pattern": layers.as_ref().map(|_| "layers"),
+        "rank_pattern": config.rank_pattern,
+        "alpha_pattern": config.alpha_pattern,
+        "bias": "none",
+        "fan_in_fan_out": false,
+        "init_lora_weights": true,
+        "inference_mode": true,
+        "modules_to_save": null,
+        "revision": null,
+    });
+    let bytes = serde_json::to_vec_pretty(&json)
+        .map_err(|error| Error::file(folder.join(ADAPTER_CONFIG), error.to_string()))?;
+    files::write_bytes_atomic(&folder.join(ADAPTER_CONFIG), &bytes)
+}
+
+fn distinct_names(pairs: &[(String, Tensor, Tensor)]) -> Vec<String> {
+    let mut names = Vec::new();
+    for (path, ..) in pairs {
+        let name = path.rsplit('.').next().unwrap_or(path).to_string();
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    names
+}

@@ -1,0 +1,138 @@
+//! The parameter store: every trainable tensor as a view of one flat f32 buffer.
+
+use crate::autograd::{GradientSink, ParameterId};
+use crate::{Error, Result};
+use candle_core::{DType, Device, Shape, Tensor};
+use metal_candle_kernels::adamw;
+use std::collections::BTreeMap;
+
+/// One trainable tensor.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// Its name in the model, such as `model.layers.0.self_attn.q_proj.lora_A`.
+    pub name: String,
+    /// Its shape.
+    pub shape: Shape,
+    /// Where it starts in the flat buffer, in elements.
+    pub offset: usize,
+}
+
+/// Values and gradients of all trainable parameters, each a flat f32 buffer with named views, so
+/// that the optimiser, the norm and the clipping are one pass each.
+///
+/// Tensors with two or more dimensions come first: weight decay applies to them and not to biases
+/// and norms.
+#[derive(Debug)]
+pub struct ParameterStore {
+    values: Tensor,
+    gradients: Tensor,
+    entries: Vec<Entry>,
+    decayed: usize,
+}
+
+impl ParameterStore {
+    /// Lays out zeroed parameters of the given names and shapes and returns the id of each, in
+    /// the order given.
+    pub fn new(parameters: &[(String, Shape)], device: &Device) -> Result<(Self, Vec<ParameterId>)> {
+        let mut names = BTreeMap::new();
+        for (index, (name, _)) in parameters.iter().enumerate() {
+            if names.insert(name, index).is_some() {
+                return Err(Error::option("parameters", format!("`{name}` is named twice")));
+            }
+        }
+        let mut order: Vec<usize> = (0..parameters.len()).collect();
+        order.sort_by_key(|&index| parameters[index].1.rank() < 2);
+        let mut ids = vec![ParameterId(0); parameters.len()];
+        let mut entries = Vec::with_capacity(parameters.len());
+        let (mut offset, mut decayed) = (0, 0);
+        for index in order {
+            let (name, shape) = &parameters[index];
+            ids[index] = ParameterId(entries.len());
+            entries.push(Entry { name: name.clone(), shape: shape.clone(), offset });
+            offset += shape.elem_count();
+            if shape.rank() >= 2 {
+                decayed = offset;
+            }
+        }
+        let values = Tensor::zeros(offset, DType::F32, device)?;
+        let gradients = Tensor::zeros(offset, DType::F32, device)?;
+        Ok((Self { values, gradients, entries, decayed }, ids))
+    }
+
+    /// How many numbers are trained.
+    pub fn len(&self) -> usize {
+        self.values.elem_count()
+    }
+
+    /// Whether nothing is trained.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// All parameters, `(len)` in f32.
+    pub fn values(&self) -> &Tensor {
+        &self.values
+    }
+
+    /// The gradients in the same layout, `(len)` in f32.
+    pub fn gradients(&self) -> &Tensor {
+        &self.gradients
+    }
+
+    /// How many of the leading elements weight decay applies to.
+    pub fn decayed(&self) -> usize {
+        self.decayed
+    }
+
+    /// The layout, in the order of the buffer.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// The parameter `id` as a view: it shares the buffer and sees every later update.
+    pub fn view(&self, id: ParameterId) -> Result<Tensor> {
+        self.slice(&self.values, self.entry(id)?)
+    }
+
+    /// The gradient of the parameter `id` as a view.
+    pub fn gradient(&self, id: ParameterId) -> Result<Tensor> {
+        self.slice(&self.gradients, self.entry(id)?)
+    }
+
+    /// Overwrites the parameter `id` with `value` of the same shape, in any float dtype.
+    pub fn set(&self, id: ParameterId, value: &Tensor) -> Result<()> {
+        let entry = self.entry(id)?;
+        if value.shape() != &entry.shape {
+            return Err(Error::option(
+                &entry.name,
+                format!("has shape {:?}, expected {:?}", value.dims(), entry.shape.dims()),
+            ));
+        }
+        let flat = value.to_dtype(DType::F32)?.flatten_all()?.contiguous()?;
+        self.values.slice_set(&flat, 0, entry.offset)?;
+        Ok(())
+    }
+
+    /// Sets every gradient to zero.
+    pub fn zero_gradients(&self) -> Result<()> {
+        Ok(adamw::fill_zero(&self.gradients)?)
+    }
+
+    fn entry(&self, id: ParameterId) -> Result<&Entry> {
+        self.entries.get(id.0).ok_or_else(|| {
+            Error::option("parameter", format!("{} of {} does not exist", id.0, self.entries.len()))
+        })
+    }
+
+    fn slice(&self, buffer: &Tensor, entry: &Entry) -> Result<Tensor> {
+        let flat = buffer.narrow(0, entry.offset, entry.shape.elem_count())?;
+        Ok(flat.reshape(entry.shape.clone())?)
+    }
+}
+
+/// Adds each contribution to the gradient buffer.
+impl GradientSink for &ParameterStore {
+    fn accept(&mut self, id: ParameterId, gradient: Tensor) -> Result<()> {
+        Ok(adamw::accumulate(&self.gradient(id)?, &gradient, 1.0)?)
+    }
+}

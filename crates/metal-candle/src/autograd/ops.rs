@@ -1,0 +1,232 @@
+//! The operations of the model as methods of the tape. Each calls one operation of
+//! `metal-candle-kernels` forward and, when recorded, its backward.
+
+use super::{Tape, Value};
+use crate::Result;
+use candle_core::{D, DType, Shape, Tensor};
+use metal_candle_kernels::{
+    attention, cross_entropy, embedding, glu, lora_linear, matmul, rms_norm, rope,
+};
+
+/// The low-rank path of a linear layer, as values of the tape.
+pub struct LoraValues<'a> {
+    /// `(in, rank)`
+    pub a: &'a Value,
+    /// `(rank, out)`
+    pub b: &'a Value,
+    /// What the path is multiplied by.
+    pub scale: f64,
+    /// Dropout on the input of the path.
+    pub dropout: Option<lora_linear::Dropout>,
+}
+
+impl Tape {
+    /// Rows of `table (vocabulary, hidden)` for `ids (batch, seq)`: `(batch, seq, hidden)`.
+    pub fn embedding(&self, table: &Value, ids: &Tensor) -> Result<Value> {
+        let output = embedding::forward(table.tensor(), ids)?;
+        let (ids, vocabulary) = (ids.clone(), table.tensor().dim(0)?);
+        Ok(self.record(&[table], output, move |dy| {
+            Ok(vec![Some(embedding::backward(&dy, &ids, vocabulary)?)])
+        }))
+    }
+
+    /// RMS norm over the last dimension, times `offset + weight`.
+    pub fn rms_norm(&self, x: &Value, weight: &Value, epsilon: f64, offset: f64) -> Result<Value> {
+        let output = rms_norm::forward(x.tensor(), weight.tensor(), epsilon, offset)?;
+        let needs = (x.needs_gradient(), weight.needs_gradient());
+        let (saved_x, saved_weight) = (x.tensor().clone(), weight.tensor().clone());
+        Ok(self.record(&[x, weight], output, move |dy| {
+            let (dx, dweight) = rms_norm::backward(
+                &saved_x,
+                &saved_weight,
+                epsilon,
+                offset,
+                &dy,
+                needs.0,
+                needs.1,
+            )?;
+            Ok(vec![dx, dweight])
+        }))
+    }
+
+    /// `x · weightᵀ + bias`, with `weight (out, in)`.
+    pub fn linear(&self, x: &Value, weight: &Value, bias: Option<&Value>) -> Result<Value> {
+        let output = matmul::linear(x.tensor(), weight.tensor(), bias.map(Value::tensor))?;
+        let mut inputs = vec![x, weight];
+        inputs.extend(bias);
+        let needs: Vec<bool> = inputs.iter().map(|value| value.needs_gradient()).collect();
+        // What a gradient will not need is not kept alive.
+        let saved_x = needs[1].then(|| x.tensor().clone());
+        let saved_weight = needs[0].then(|| weight.tensor().clone());
+        Ok(self.record(&inputs, output, move |dy| {
+            let dx = saved_weight.map(|w| matmul::linear_backward_input(&dy, &w)).transpose()?;
+            let dweight = saved_x.map(|x| matmul::linear_backward_weight(&x, &dy)).transpose()?;
+            let mut gradients = vec![dx, dweight];
+            if let Some(&needed) = needs.get(2) {
+                gradients.push(needed.then(|| matmul::linear_backward_bias(&dy)).transpose()?);
+            }
+            Ok(gradients)
+        }))
+    }
+
+    /// `x · weightᵀ + bias + scale · (dropout(x) · a) · b` with a frozen `weight` and `bias`.
+    pub fn lora_linear(
+        &self,
+        x: &Value,
+        weight: &Value,
+        bias: Option<&Value>,
+        lora: &LoraValues<'_>,
+    ) -> Result<Value> {
+        let LoraValues { scale, dropout, .. } = *lora;
+        let (a, b) = (lora.a.tensor().clone(), lora.b.tensor().clone());
+        let path = lora_linear::Lora { a: &a, b: &b, scale, dropout };
+        let (output, xa) =
+            lora_linear::forward(x.tensor(), weight.tensor(), bias.map(Value::tensor), &path)?;
+        let needs_dx = x.needs_gradient();
+        let (saved_x, saved_weight) = (x.tensor().clone(), weight.tensor().clone());
+        Ok(self.record(&[x, lora.a, lora.b], output, move |dy| {
+            let path = lora_linear::Lora { a: &a, b: &b, scale, dropout };
+            let gradients =
+                lora_linear::backward(&saved_x, &saved_weight, &xa, &path, &dy, needs_dx)?;
+            Ok(vec![gradients.dx, Some(gradients.da), Some(gradients.db)])
+        }))
+    }
+
+    /// Rotates the heads of `x (batch, seq, heads, head_dim)` by the angles whose `cos` and `sin`
+    /// are `(batch, seq, rotated / 2)`.
+    pub fn rope(&self, x: &Value, cos: &Tensor, sin: &Tensor) -> Result<Value> {
+        let output = rope::forward(x.tensor(), cos, sin)?;
+        let (cos, sin) = (cos.clone(), sin.clone());
+        Ok(self
+            .record(&[x], output, move |dy| Ok(vec![Some(rope::backward(&dy, &cos, &sin)?)])))
+    }
+
+    /// Causal attention of `q (batch, seq, heads, head_dim)` over `k` and `v`
+    /// `(batch, keys, kv_heads, head_dim)`.
+    pub fn attention(
+        &self,
+        q: &Value,
+        k: &Value,
+        v: &Value,
+        first_key: Option<&Tensor>,
+        options: &attention::Options,
+    ) -> Result<Value> {
+        let (output, log_sum_exp) =
+            attention::forward(q.tensor(), k.tensor(), v.tensor(), first_key, options)?;
+        let (saved_q, saved_k, saved_v) =
+            (q.tensor().clone(), k.tensor().clone(), v.tensor().clone());
+        let (first_key, options, saved_output) =
+            (first_key.cloned(), options.clone(), output.clone());
+        Ok(self.record(&[q, k, v], output, move |dy| {
+            let (dq, dk, dv) = attention::backward(
+                &saved_q,
+                &saved_k,
+                &saved_v,
+                &saved_output,
+                &log_sum_exp,
+                first_key.as_ref(),
+                &options,
+                &dy,
+            )?;
+            Ok(vec![Some(dq), Some(dk), Some(dv)])
+        }))
+    }
+
+    /// `activation(gate) · up`.
+    pub fn glu(&self, gate: &Value, up: &Value, activation: glu::Activation) -> Result<Value> {
+        let output = glu::forward(gate.tensor(), up.tensor(), activation)?;
+        let (saved_gate, saved_up) = (gate.tensor().clone(), up.tensor().clone());
+        Ok(self.record(&[gate, up], output, move |dy| {
+            let (dgate, dup) = glu::backward(&saved_gate, &saved_up, activation, &dy)?;
+            Ok(vec![Some(dgate), Some(dup)])
+        }))
+    }
+
+    /// The cross entropy of `hidden (n, hidden)` through the head `weight (vocabulary, hidden)`,
+    /// summed over the rows whose target counts. Returns the scalar sum and the number of rows.
+    /// The gradients are made in the forward pass, chunk by chunk, so that the logits of a whole
+    /// batch never exist.
+    pub fn cross_entropy(
+        &self,
+        hidden: &Value,
+        weight: &Value,
+        targets: &Tensor,
+        options: &cross_entropy::Options,
+    ) -> Result<(Value, usize)> {
+        let output = cross_entropy::forward(
+            hidden.tensor(),
+            weight.tensor(),
+            targets,
+            options,
+            hidden.needs_gradient(),
+            weight.needs_gradient(),
+        )?;
+        let (dhidden, dweight) = (output.dhidden, output.dweight);
+        let loss = self.record(&[hidden, weight], output.loss, move |dy| {
+            let seed = f64::from(dy.to_dtype(DType::F32)?.flatten_all()?.get(0)?.to_scalar::<f32>()?);
+            let scaled = |gradient: Option<Tensor>| {
+                gradient.map(|gradient| gradient.affine(seed, 0.0)).transpose()
+            };
+            Ok(vec![scaled(dhidden)?, scaled(dweight)?])
+        });
+        Ok((loss, output.count))
+    }
+
+    /// `x + y`, of the same shape.
+    pub fn add(&self, x: &Value, y: &Value) -> Result<Value> {
+        let output = (x.tensor() + y.tensor())?;
+        Ok(self.record(&[x, y], output, |dy| Ok(vec![Some(dy.clone()), Some(dy)])))
+    }
+
+    /// `factor · x`.
+    pub fn scale(&self, x: &Value, factor: f64) -> Result<Value> {
+        let output = x.tensor().affine(factor, 0.0)?;
+        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(dy.affine(factor, 0.0)?)])))
+    }
+
+    /// The same elements in another shape.
+    pub fn reshape(&self, x: &Value, shape: impl Into<Shape>) -> Result<Value> {
+        let output = x.tensor().reshape(shape.into())?;
+        let original = x.shape().clone();
+        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(dy.reshape(original)?)])))
+    }
+
+    /// The same numbers in another dtype; the gradient comes back in the original one.
+    pub fn cast(&self, x: &Value, dtype: DType) -> Result<Value> {
+        let original = x.tensor().dtype();
+        if original == dtype {
+            return Ok(x.clone());
+        }
+        let output = x.tensor().to_dtype(dtype)?;
+        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(dy.to_dtype(original)?)])))
+    }
+
+    /// Cuts the last dimension into pieces of the given sizes.
+    pub fn split(&self, x: &Value, sizes: &[usize]) -> Result<Vec<Value>> {
+        let mut outputs = Vec::with_capacity(sizes.len());
+        let mut start = 0;
+        for &size in sizes {
+            outputs.push(x.tensor().narrow(D::Minus1, start, size)?);
+            start += size;
+        }
+        let whole = x.shape().clone();
+        let (dtype, device) = (x.tensor().dtype(), x.tensor().device().clone());
+        let sizes = sizes.to_vec();
+        Ok(self.record_many(&[x], outputs, move |gradients| {
+            let mut dims = whole.dims().to_vec();
+            let mut pieces = Vec::with_capacity(sizes.len());
+            for (gradient, size) in gradients.into_iter().zip(sizes) {
+                pieces.push(match gradient {
+                    Some(gradient) => gradient,
+                    None => {
+                        if let Some(last) = dims.last_mut() {
+                            *last = size;
+                        }
+                        Tensor::zeros(dims.as_slice(), dtype, &device)?
+                    }
+                });
+            }
+            Ok(vec![Some(Tensor::cat(&pieces, D::Minus1)?)])
+        }))
+    }
+}
