@@ -11,4 +11,5 @@ mod tape;
 #[cfg(test)]
 mod tests;
 
-pub use tape::{GradientSink, ParameterId, Tape, Value, Weight};
+pub use ops::LoraValues;
+pub use tape::{GradientSink, ParameterId, Segment, Tape, Value, Weight};

@@ -1,8 +1,555 @@
-//! Model.
+//! Models: `config.json` becomes one decoder for all supported families, its weights are read,
+//! and one forward serves training, evaluation and generation.
 
+mod cache;
 pub mod config;
+mod decoder;
+mod linear;
 pub mod rope;
+#[cfg(test)]
+mod tests;
 pub mod weights;
 
+pub use cache::KvCache;
 pub use config::Config;
 pub use weights::Weights;
+
+use crate::adapter::{self, LoraConfig, ParameterStore};
+use crate::autograd::{ParameterId, Tape, Value, Weight};
+use crate::data::Batch;
+use crate::random::SplitMix64;
+use crate::{Error, Result, files};
+use candle_core::{DType, Device, Shape, Tensor};
+use decoder::{Kind, Layer, Norm, Pass, Source};
+use linear::{Linear, Lora, weight_as};
+use metal_candle_kernels::{cross_entropy, matmul};
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Rows of logits that exist at a time in training.
+const LOSS_CHUNK: usize = 128;
+
+/// The files beside the weights that a copy of a model needs.
+const COMPANIONS: &[&str] = &[
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+];
+
+/// A decoder-only language model on a device.
+#[derive(Debug)]
+pub struct Model {
+    config: Config,
+    dtype: DType,
+    device: Device,
+    embedding: Weight,
+    layers: Vec<Arc<Layer>>,
+    norm: Norm,
+    /// `None` where the head is the embedding.
+    head: Option<Weight>,
+    training: Option<Training>,
+}
+
+/// What of a model is trained.
+#[derive(Debug)]
+struct Training {
+    store: ParameterStore,
+    /// The adapter's configuration; `None` when every weight is trained.
+    adapter: Option<LoraConfig>,
+}
+
+/// Tokens for one forward pass, each `(batch, seq)`.
+#[derive(Debug, Clone)]
+pub struct Input {
+    ids: Tensor,
+    positions: Vec<u32>,
+    first_key: Option<Tensor>,
+}
+
+impl Input {
+    /// One text whose first token stands at position `start`.
+    pub fn sequence(ids: &[u32], start: usize, device: &Device) -> Result<Self> {
+        let positions = (start..start + ids.len())
+            .map(|position| u32::try_from(position).map_err(candle_core::Error::wrap))
+            .collect::<candle_core::Result<_>>()?;
+        Ok(Self { ids: Tensor::new(ids, device)?.unsqueeze(0)?, positions, first_key: None })
+    }
+
+    /// The rows of a batch, with attention kept inside each record.
+    pub fn batch(batch: &Batch, device: &Device) -> Result<Self> {
+        let shape = (batch.rows, batch.length);
+        Ok(Self {
+            ids: Tensor::from_slice(&batch.input_ids, shape, device)?,
+            positions: batch.positions.clone(),
+            first_key: Some(Tensor::from_slice(&batch.first_key, shape, device)?),
+        })
+    }
+}
+
+/// How a training forward pass runs.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PassOptions {
+    /// Where dropout begins; `None` switches it off.
+    pub dropout_seed: Option<u64>,
+    /// Recompute each layer in the backward pass instead of storing its activations.
+    pub checkpoint: bool,
+}
+
+/// The loss of a batch, before it is divided by the number of tokens.
+#[derive(Debug)]
+pub struct Loss {
+    /// The cross entropy summed over the target tokens, a scalar in nats.
+    pub sum: Value,
+    /// How many target tokens there were.
+    pub tokens: usize,
+}
+
+impl Model {
+    /// Reads a model from a folder with `config.json` and safetensors, as `dtype` on `device`.
+    ///
+    /// # Errors
+    /// For a file that is missing or malformed, a tensor of another shape than the configuration
+    /// asks for or with a NaN in it, and an architecture that is not supported.
+    pub fn load(folder: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Self> {
+        let folder = folder.as_ref();
+        let config = Config::load(folder)?;
+        let weights = Weights::open(folder)?.check_finite(true);
+        let mut source = Stored { weights, dtype, device: device.clone() };
+        let model = Self::build(config, dtype, device, &mut source)?;
+        let unread: Vec<&str> = source
+            .weights
+            .unread()
+            .into_iter()
+            // Written by some tools although they can be derived or, with tied embeddings, are
+            // the embedding again.
+            .filter(|name| !name.ends_with("rotary_emb.inv_freq") && !name.ends_with("lm_head.weight"))
+            .collect();
+        if let Some(first) = unread.first() {
+            return Err(Error::file(
+                folder,
+                format!(
+                    "{} tensors of the checkpoint, such as `{first}`, belong to no part of a {} \
+                     model as its config.json describes it",
+                    unread.len(),
+                    model.config.architecture.model_type(),
+                ),
+            ));
+        }
+        Ok(model)
+    }
+
+    /// A model with random weights: normal with the configuration's `initializer_range` (0.02 if
+    /// it has none), norms at one, biases at zero.
+    pub fn random(config: Config, dtype: DType, device: &Device, seed: u64) -> Result<Self> {
+        let deviation = match config.raw.get("initializer_range") {
+            None => 0.02,
+            Some(value) => value.as_f64().filter(|value| value.is_finite() && *value >= 0.0).ok_or_else(|| {
+                Error::option("initializer_range", format!("is {value}, expected a number of at least 0"))
+            })?,
+        };
+        let norm = 1.0 - config.norm_weight_offset;
+        let mut source = Random { deviation, norm, dtype, device: device.clone(), seed, index: 0 };
+        Self::build(config, dtype, device, &mut source)
+    }
+
+    fn build(config: Config, dtype: DType, device: &Device, source: &mut dyn Source) -> Result<Self> {
+        let table = [config.vocab_size, config.hidden_size];
+        let embedding = source.weight("model.embed_tokens.weight".into(), &table, Kind::Matrix)?;
+        let layers = (0..config.layers.len())
+            .map(|index| Ok(Arc::new(Layer::build(&config, index, source)?)))
+            .collect::<Result<_>>()?;
+        let norm = decoder::build_norm(&config, "model.norm".into(), config.hidden_size, source)?;
+        let head = (!config.tie_word_embeddings)
+            .then(|| source.weight("lm_head.weight".into(), &table, Kind::Matrix))
+            .transpose()?;
+        let device = device.clone();
+        Ok(Self { config, dtype, device, embedding, layers, norm, head, training: None })
+    }
+
+    /// The shape of the decoder.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The device the model is on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The dtype of the weights and activations.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The trainable parameters, once [`Self::add_lora`] or [`Self::train_all`] has made some.
+    pub fn parameters(&self) -> Option<&ParameterStore> {
+        self.training.as_ref().map(|training| &training.store)
+    }
+
+    /// The configuration of the adapter, if there is one.
+    pub fn adapter(&self) -> Option<&LoraConfig> {
+        self.training.as_ref().and_then(|training| training.adapter.as_ref())
+    }
+
+    /// How many weights the model has, the adapter's not counted.
+    pub fn weight_count(&self) -> usize {
+        self.named_weights().map(|(_, weight)| weight.tensor().elem_count()).sum()
+    }
+
+    /// The paths of the decoder's linear layers, which adapters can target.
+    pub fn linear_paths(&self) -> Vec<String> {
+        self.linears().map(|linear| linear.path.clone()).collect()
+    }
+
+    /// An empty KV cache for this model.
+    pub fn new_cache(&self) -> KvCache {
+        KvCache::new(self.layers.len())
+    }
+
+    /// Puts LoRA adapters on the layers that `config` selects and makes them what is trained. A
+    /// starts Kaiming-uniform with `a = √5` as in PEFT, which is uniform in ±1/√in, and B at zero.
+    pub fn add_lora(&mut self, config: &LoraConfig, seed: u64) -> Result<()> {
+        self.attach(config, |index, _path, (input, rank), (_, output)| {
+            let bound = 1.0 / (input as f64).sqrt();
+            let mut random = SplitMix64::stream(seed, index as u64);
+            let a: Vec<f32> = (0..input * rank)
+                .map(|_| ((2.0 * random.uniform() - 1.0) * bound) as f32)
+                .collect();
+            let a = Tensor::from_vec(a, (input, rank), &Device::Cpu)?;
+            Ok((a, Tensor::zeros((rank, output), DType::F32, &Device::Cpu)?))
+        })
+    }
+
+    /// Puts the adapter of a PEFT folder on the model.
+    pub fn load_adapter(&mut self, folder: impl AsRef<Path>) -> Result<()> {
+        let folder = folder.as_ref();
+        let (config, _) = adapter::read_config(folder)?;
+        let resolved = config
+            .resolve(&self.linear_paths(), self.layers.len())
+            .map_err(|error| Error::file(folder.join(adapter::ADAPTER_CONFIG), error.to_string()))?;
+        let features: HashMap<&str, (usize, usize)> = self
+            .linears()
+            .map(|linear| Ok((linear.path.as_str(), linear.features()?)))
+            .collect::<Result<_>>()?;
+        let mut layers = Vec::with_capacity(resolved.len());
+        for layer in resolved {
+            if let Some(&features) = features.get(layer.path.as_str()) {
+                layers.push((layer.path, layer.rank, features));
+            }
+        }
+        let pairs = adapter::read_weights(folder, &layers, &Device::Cpu)?;
+        let mut pairs: HashMap<String, (Tensor, Tensor)> =
+            layers.into_iter().map(|(path, ..)| path).zip(pairs).collect();
+        self.attach(&config, |_, path, _, _| {
+            pairs.remove(path).ok_or_else(|| {
+                Error::file(folder.join(adapter::ADAPTER_WEIGHTS), format!("has nothing for `{path}`"))
+            })
+        })
+    }
+
+    /// Writes the adapter into `folder` as PEFT does. `base_model` is what the file names as the
+    /// model it belongs to.
+    pub fn save_adapter(&self, folder: impl AsRef<Path>, base_model: &str) -> Result<()> {
+        let Some(config) = self.adapter() else {
+            return Err(Error::option("adapter", "the model has none to save"));
+        };
+        let pairs: Vec<(String, Tensor, Tensor)> = self
+            .linears()
+            .filter_map(|linear| {
+                let lora = linear.lora.as_ref()?;
+                Some((linear.path.clone(), lora.a.tensor().clone(), lora.b.tensor().clone()))
+            })
+            .collect();
+        adapter::write(folder.as_ref(), config, self.layers.len(), base_model, &pairs)
+    }
+
+    fn attach<F>(&mut self, config: &LoraConfig, mut initial: F) -> Result<()>
+    where
+        F: FnMut(usize, &str, (usize, usize), (usize, usize)) -> Result<(Tensor, Tensor)>,
+    {
+        if self.training.is_some() {
+            return Err(Error::option("adapter", "the model is being trained already"));
+        }
+        let resolved = config.resolve(&self.linear_paths(), self.layers.len())?;
+        let mut wanted: HashMap<String, adapter::Resolved> =
+            resolved.into_iter().map(|layer| (layer.path.clone(), layer)).collect();
+        let mut parameters: Vec<(String, Shape)> = Vec::new();
+        for linear in self.linears() {
+            if let Some(layer) = wanted.get(&linear.path) {
+                let (input, output) = linear.features()?;
+                if layer.rank > input.min(output) {
+                    return Err(Error::option("rank", format!(
+                        "is {}, but `{}` is {output} by {input}; expected at most {}",
+                        layer.rank, linear.path, input.min(output)
+                    )));
+                }
+                parameters.push((format!("{}.lora_A", linear.path), (input, layer.rank).into()));
+                parameters.push((format!("{}.lora_B", linear.path), (layer.rank, output).into()));
+            }
+        }
+        let (store, ids) = ParameterStore::new(&parameters, &self.device)?;
+        let mut ids = ids.into_iter();
+        let mut stream = 0;
+        for linear in self.linears_mut()? {
+            let Some(layer) = wanted.remove(&linear.path) else { continue };
+            let (Some(a), Some(b)) = (ids.next(), ids.next()) else { continue };
+            let (input, output) = linear.features()?;
+            let (a_value, b_value) =
+                initial(stream, &linear.path, (input, layer.rank), (layer.rank, output))?;
+            store.set(a, &a_value.to_device(store.values().device())?)?;
+            store.set(b, &b_value.to_device(store.values().device())?)?;
+            linear.lora = Some(Lora {
+                a: Weight::trainable(store.view(a)?, a),
+                b: Weight::trainable(store.view(b)?, b),
+                scale: layer.scale,
+                dropout: config.dropout,
+                stream: stream as u64,
+            });
+            stream += 1;
+        }
+        self.training = Some(Training { store, adapter: Some(config.clone()) });
+        Ok(())
+    }
+
+    /// Makes every weight trainable: they move into the flat f32 buffer.
+    pub fn train_all(&mut self) -> Result<()> {
+        if self.training.is_some() {
+            return Err(Error::option("fine_tune_type", "the model is being trained already"));
+        }
+        let parameters: Vec<(String, Shape)> = self
+            .named_weights()
+            .map(|(name, weight)| (name, weight.tensor().shape().clone()))
+            .collect();
+        let (store, ids) = ParameterStore::new(&parameters, &self.device)?;
+        let ids: Vec<ParameterId> = ids;
+        for (weight, id) in self.weights_mut()?.into_iter().zip(ids) {
+            store.set(id, weight.tensor())?;
+            *weight = Weight::trainable(store.view(id)?, id);
+        }
+        self.training = Some(Training { store, adapter: None });
+        Ok(())
+    }
+
+    /// Adds the adapter into the weights it belongs to and removes it.
+    pub fn merge_adapter(&mut self) -> Result<()> {
+        if self.adapter().is_none() {
+            return Err(Error::option("adapter", "the model has none to merge"));
+        }
+        for linear in self.linears_mut()? {
+            if linear.lora.is_some() {
+                linear.weight = Weight::frozen(linear.merged_weight()?);
+                linear.lora = None;
+            }
+        }
+        self.training = None;
+        Ok(())
+    }
+
+    /// Writes `config.json` and `model.safetensors` in `dtype` into `folder`, and copies the
+    /// tokenizer's files from `companions`.
+    pub fn save(&self, folder: impl AsRef<Path>, dtype: DType, companions: Option<&Path>) -> Result<()> {
+        let folder = folder.as_ref();
+        if self.adapter().is_some() {
+            return Err(Error::option("adapter", "merge it before the model is saved"));
+        }
+        let tensors = self
+            .named_weights()
+            .map(|(name, weight)| Ok((name, weight.tensor().to_dtype(dtype)?.contiguous()?)))
+            .collect::<Result<Vec<_>>>()?;
+        let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+        files::write_safetensors(folder.join("model.safetensors"), &tensors, Some(metadata))?;
+        let mut raw = self.config.raw.clone();
+        if let Some(map) = raw.as_object_mut() {
+            let key = if map.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+            let name = match dtype {
+                DType::F16 => "float16",
+                DType::BF16 => "bfloat16",
+                _ => "float32",
+            };
+            map.insert(key.into(), name.into());
+            map.remove("quantization_config");
+        }
+        let path = folder.join("config.json");
+        let bytes = serde_json::to_vec_pretty(&raw).map_err(|error| Error::file(&path, error.to_string()))?;
+        files::write_bytes_atomic(&path, &bytes)?;
+        for name in companions.into_iter().flat_map(|_| COMPANIONS) {
+            let Some(from) = companions.map(|folder| folder.join(name)).filter(|path| path.is_file()) else {
+                continue;
+            };
+            let bytes = std::fs::read(&from).map_err(Error::io(&from))?;
+            files::write_bytes_atomic(folder.join(name), &bytes)?;
+        }
+        Ok(())
+    }
+
+    /// The hidden states after the last norm, `(batch, seq, hidden)`. With a cache, the tokens
+    /// follow those it holds, and are added to it.
+    pub fn forward(
+        &self,
+        tape: &Tape,
+        input: &Input,
+        cache: Option<&mut KvCache>,
+        options: PassOptions,
+    ) -> Result<Value> {
+        let (batch, seq) = input.ids.dims2()?;
+        let total = input.positions.iter().max().map_or(0, |&last| last as usize + 1);
+        let ropes = self
+            .config
+            .ropes
+            .iter()
+            .map(|rope| {
+                let (cos, sin) = rope.cos_sin(&input.positions, total);
+                let shape = (batch, seq, cos.len() / (batch * seq).max(1));
+                Ok((
+                    Tensor::from_vec(cos, shape, &self.device)?,
+                    Tensor::from_vec(sin, shape, &self.device)?,
+                ))
+            })
+            .collect::<Result<_>>()?;
+        let pass = Arc::new(Pass {
+            ropes,
+            first_key: input.first_key.clone(),
+            dropout_seed: options.dropout_seed,
+        });
+        let table = tape.weight(&self.embedding);
+        let x = tape.cast(&tape.embedding(&table, &input.ids)?, self.dtype)?;
+        let x = if self.config.embedding_scale == 1.0 {
+            x
+        } else {
+            tape.scale(&x, self.config.embedding_scale)?
+        };
+        let caches = cache.map(|cache| cache.layers.as_mut_slice());
+        let x = decoder::run_layers(&self.layers, tape, x, &pass, caches, options.checkpoint)?;
+        self.norm.forward(tape, &x)
+    }
+
+    /// The logits `(batch, seq, vocabulary)` of hidden states, in f32.
+    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        let head = self.head.as_ref().unwrap_or(&self.embedding).tensor();
+        let head = head.to_dtype(hidden.dtype())?;
+        let logits = matmul::linear(hidden, &head, None)?.to_dtype(DType::F32)?;
+        let logits = logits.affine(self.config.logits_scale, 0.0)?;
+        Ok(match self.config.final_softcap {
+            Some(cap) => logits.affine(1.0 / cap, 0.0)?.tanh()?.affine(cap, 0.0)?,
+            None => logits,
+        })
+    }
+
+    /// The cross entropy of a batch, summed over its target tokens.
+    pub fn loss(&self, tape: &Tape, batch: &Batch, options: PassOptions) -> Result<Loss> {
+        let input = Input::batch(batch, &self.device)?;
+        let hidden = self.forward(tape, &input, None, options)?;
+        let rows = batch.rows * batch.length;
+        let hidden = tape.reshape(&hidden, (rows, self.config.hidden_size))?;
+        let head = weight_as(tape, self.head.as_ref().unwrap_or(&self.embedding), self.dtype)?;
+        let targets = Tensor::from_slice(&batch.targets, rows, &self.device)?;
+        let options = cross_entropy::Options {
+            softcap: self.config.final_softcap,
+            logit_scale: self.config.logits_scale,
+            chunk: LOSS_CHUNK,
+        };
+        let (sum, tokens) = tape.cross_entropy(&hidden, &head, &targets, &options)?;
+        Ok(Loss { sum, tokens })
+    }
+
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        self.layers.iter().flat_map(|layer| layer.linears())
+    }
+
+    fn linears_mut(&mut self) -> Result<Vec<&mut Linear>> {
+        let mut linears = Vec::new();
+        for layer in &mut self.layers {
+            linears.extend(exclusive(layer)?.linears_mut());
+        }
+        Ok(linears)
+    }
+
+    /// Every weight under its name in the checkpoint. The order is that of [`Self::weights_mut`].
+    fn named_weights(&self) -> impl Iterator<Item = (String, &Weight)> {
+        let mut weights = vec![("model.embed_tokens.weight".to_string(), &self.embedding)];
+        for layer in &self.layers {
+            for linear in layer.linears() {
+                weights.push((format!("{}.weight", linear.path), &linear.weight));
+                weights.extend(linear.bias.as_ref().map(|bias| (format!("{}.bias", linear.path), bias)));
+            }
+            weights.extend(layer.norms().map(|norm| (format!("{}.weight", norm.path), &norm.weight)));
+        }
+        weights.push((format!("{}.weight", self.norm.path), &self.norm.weight));
+        weights.extend(self.head.as_ref().map(|head| ("lm_head.weight".to_string(), head)));
+        weights.into_iter()
+    }
+
+    fn weights_mut(&mut self) -> Result<Vec<&mut Weight>> {
+        let mut weights = vec![&mut self.embedding];
+        for layer in &mut self.layers {
+            // Linear layers before norms, as in `named_weights`.
+            let layer = exclusive(layer)?;
+            let (linears, norms) = layer.linears_and_norms_mut();
+            for linear in linears {
+                weights.push(&mut linear.weight);
+                weights.extend(&mut linear.bias);
+            }
+            weights.extend(norms.into_iter().map(|norm| &mut norm.weight));
+        }
+        weights.push(&mut self.norm.weight);
+        weights.extend(&mut self.head);
+        Ok(weights)
+    }
+}
+
+/// A layer for changing; only a backward pass that is still to run would share it.
+fn exclusive(layer: &mut Arc<Layer>) -> Result<&mut Layer> {
+    Arc::get_mut(layer)
+        .ok_or_else(|| Error::option("model", "is in use by a tape and cannot be changed now"))
+}
+
+/// Weights from a checkpoint.
+struct Stored {
+    weights: Weights,
+    dtype: DType,
+    device: Device,
+}
+
+impl Source for Stored {
+    fn weight(&mut self, name: String, shape: &[usize], _kind: Kind) -> Result<Weight> {
+        // A checkpoint of the decoder without its head has no `model.` before its names.
+        let bare = name.strip_prefix("model.").filter(|bare| {
+            !self.weights.contains(&name) && self.weights.contains(bare)
+        });
+        let name = bare.unwrap_or(&name);
+        Ok(Weight::frozen(self.weights.tensor(name, shape, self.dtype, &self.device)?))
+    }
+}
+
+/// Weights for a model that is trained from nothing.
+struct Random {
+    deviation: f64,
+    norm: f64,
+    dtype: DType,
+    device: Device,
+    seed: u64,
+    index: u64,
+}
+
+impl Source for Random {
+    fn weight(&mut self, _name: String, shape: &[usize], kind: Kind) -> Result<Weight> {
+        let tensor = match kind {
+            Kind::Bias => Tensor::zeros(shape, DType::F32, &Device::Cpu)?,
+            Kind::Norm => Tensor::full(self.norm as f32, shape, &Device::Cpu)?,
+            Kind::Matrix => {
+                let mut random = SplitMix64::stream(self.seed, self.index);
+                let count = shape.iter().product();
+                let values: Vec<f32> =
+                    (0..count).map(|_| (random.normal() * self.deviation) as f32).collect();
+                Tensor::from_vec(values, shape, &Device::Cpu)?
+            }
+        };
+        self.index += 1;
+        Ok(Weight::frozen(tensor.to_dtype(self.dtype)?.to_device(&self.device)?))
+    }
+}

@@ -1,0 +1,74 @@
+//! The KV cache: the keys and values of the tokens a model has read.
+
+use crate::Result;
+use candle_core::Tensor;
+
+/// Keys and values of every layer, each `(batch, tokens, kv_heads, head_dim)`, in buffers that
+/// double when they are full.
+#[derive(Debug)]
+pub struct KvCache {
+    pub(crate) layers: Vec<LayerCache>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct LayerCache {
+    keys: Option<Tensor>,
+    values: Option<Tensor>,
+    length: usize,
+}
+
+impl KvCache {
+    /// An empty cache for a model of `layers` layers.
+    pub fn new(layers: usize) -> Self {
+        Self { layers: (0..layers).map(|_| LayerCache::default()).collect() }
+    }
+
+    /// How many tokens are held.
+    pub fn len(&self) -> usize {
+        self.layers.first().map_or(0, |layer| layer.length)
+    }
+
+    /// Whether nothing is held.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Forgets every token and keeps the buffers.
+    pub fn clear(&mut self) {
+        for layer in &mut self.layers {
+            layer.length = 0;
+        }
+    }
+}
+
+impl LayerCache {
+    /// Adds the keys and values of new tokens and returns those of all tokens.
+    pub fn append(&mut self, keys: &Tensor, values: &Tensor) -> Result<(Tensor, Tensor)> {
+        let added = keys.dim(1)?;
+        let all_keys = grow(&mut self.keys, keys, self.length)?;
+        let all_values = grow(&mut self.values, values, self.length)?;
+        self.length += added;
+        Ok((all_keys, all_values))
+    }
+}
+
+fn grow(buffer: &mut Option<Tensor>, new: &Tensor, length: usize) -> Result<Tensor> {
+    let (batch, added, heads, width) = new.dims4()?;
+    let needed = length + added;
+    let full = match buffer.take() {
+        Some(full) if full.dim(1)? >= needed => full,
+        old => {
+            let capacity = needed.next_power_of_two().max(64);
+            let larger =
+                Tensor::zeros((batch, capacity, heads, width), new.dtype(), new.device())?;
+            if let Some(old) = old.filter(|_| length > 0) {
+                larger.slice_set(&old.narrow(1, 0, length)?.contiguous()?, 1, 0)?;
+            }
+            larger
+        }
+    };
+    full.slice_set(&new.contiguous()?, 1, length)?;
+    let used = full.narrow(1, 0, needed)?;
+    *buffer = Some(full);
+    Ok(used)
+}

@@ -1,0 +1,76 @@
+//! A linear layer of the decoder, with or without a LoRA adapter on it.
+
+use super::Pass;
+use crate::Result;
+use crate::autograd::{LoraValues, Tape, Value, Weight};
+use candle_core::{DType, Tensor};
+use metal_candle_kernels::lora_linear::Dropout;
+use metal_candle_kernels::matmul;
+
+/// `x · weightᵀ + bias`, plus the adapter's `scale · (x · A) · B` if there is one.
+#[derive(Debug)]
+pub(crate) struct Linear {
+    /// The layer's path in the model, such as `model.layers.0.self_attn.q_proj`.
+    pub path: String,
+    /// `(out, in)`
+    pub weight: Weight,
+    /// `(out)`
+    pub bias: Option<Weight>,
+    pub lora: Option<Lora>,
+}
+
+/// The adapter of one linear layer.
+#[derive(Debug)]
+pub(crate) struct Lora {
+    /// `(in, rank)`
+    pub a: Weight,
+    /// `(rank, out)`
+    pub b: Weight,
+    pub scale: f64,
+    /// The probability of dropping an input in training.
+    pub dropout: f32,
+    /// Sets this layer's dropout apart from the other layers'.
+    pub stream: u64,
+}
+
+impl Linear {
+    /// (in, out)
+    pub fn features(&self) -> Result<(usize, usize)> {
+        let (output, input) = self.weight.tensor().dims2()?;
+        Ok((input, output))
+    }
+
+    pub fn forward(&self, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
+        let dtype = x.tensor().dtype();
+        let weight = weight_as(tape, &self.weight, dtype)?;
+        let bias = self.bias.as_ref().map(|bias| weight_as(tape, bias, dtype)).transpose()?;
+        let Some(lora) = &self.lora else {
+            return tape.linear(x, &weight, bias.as_ref());
+        };
+        let dropout = pass.dropout_seed.filter(|_| lora.dropout > 0.0).map(|seed| Dropout {
+            probability: lora.dropout,
+            seed: crate::random::SplitMix64::stream(seed, lora.stream).next_u64(),
+        });
+        let (a, b) = (tape.weight(&lora.a), tape.weight(&lora.b));
+        let values = LoraValues { a: &a, b: &b, scale: lora.scale, dropout };
+        tape.lora_linear(x, &weight, bias.as_ref(), &values)
+    }
+
+    /// The weight with the adapter added into it, in the weight's dtype; the sum is made in f32.
+    pub fn merged_weight(&self) -> Result<Tensor> {
+        let weight = self.weight.tensor();
+        let Some(lora) = &self.lora else {
+            return Ok(weight.clone());
+        };
+        // (A · B)ᵀ = Bᵀ · Aᵀ, which `linear` reads as Bᵀ times the rows of A.
+        let update = matmul::linear(&lora.b.tensor().t()?.contiguous()?, lora.a.tensor(), None)?;
+        let update = update.affine(lora.scale, 0.0)?;
+        Ok((weight.to_dtype(DType::F32)? + update)?.to_dtype(weight.dtype())?)
+    }
+}
+
+/// A weight as a value of the dtype that the activations have.
+pub(crate) fn weight_as(tape: &Tape, weight: &Weight, dtype: DType) -> Result<Value> {
+    tape.cast(&tape.weight(weight), dtype)
+}
+
