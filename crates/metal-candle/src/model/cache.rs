@@ -33,10 +33,10 @@ impl KvCache {
         self.len() == 0
     }
 
-    /// Forgets every token and keeps the buffers.
-    pub fn clear(&mut self) {
+    /// Forgets every token after the first `length` and keeps the buffers.
+    pub fn truncate(&mut self, length: usize) {
         for layer in &mut self.layers {
-            layer.length = 0;
+            layer.length = layer.length.min(length);
         }
     }
 }

@@ -268,6 +268,42 @@ impl Model {
         adapter::write(folder.as_ref(), config, self.layers.len(), base_model, &pairs)
     }
 
+    /// Reads the values of the trainable parameters from a folder that [`Self::save_adapter`] or,
+    /// in full fine-tuning, [`Self::save`] has written for the same parameters.
+    pub fn load_parameters(&self, folder: impl AsRef<Path>) -> Result<()> {
+        let folder = folder.as_ref();
+        let Some(Training { store, adapter }) = &self.training else {
+            return Err(Error::option("model", "has no trainable parameters to read"));
+        };
+        let set = |weight: &Weight, value: &Tensor| match weight.parameter() {
+            Some(id) => store.set(id, value),
+            None => Ok(()),
+        };
+        if adapter.is_some() {
+            let mut layers = Vec::new();
+            let mut weights = Vec::new();
+            for linear in self.linears() {
+                if let Some(lora) = &linear.lora {
+                    let rank = lora.a.tensor().dim(1)?;
+                    layers.push((linear.path.clone(), rank, linear.features()?));
+                    weights.push((&lora.a, &lora.b));
+                }
+            }
+            let pairs = adapter::read_weights(folder, &layers, &self.device)?;
+            for ((a, b), (a_value, b_value)) in weights.into_iter().zip(pairs) {
+                set(a, &a_value)?;
+                set(b, &b_value)?;
+            }
+        } else {
+            let saved = Weights::open(folder)?;
+            for (name, weight) in self.named_weights() {
+                let value = saved.tensor(&name, weight.tensor().dims(), DType::F32, &self.device)?;
+                set(weight, &value)?;
+            }
+        }
+        Ok(())
+    }
+
     fn attach<F>(&mut self, config: &LoraConfig, mut initial: F) -> Result<()>
     where
         F: FnMut(usize, &str, (usize, usize), (usize, usize)) -> Result<(Tensor, Tensor)>,

@@ -1,0 +1,3 @@
+//! What the operations share for one device.
+
+pub(crate) mod cpu;

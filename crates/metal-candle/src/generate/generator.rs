@@ -1,0 +1,257 @@
+//! Text from a model: prefill the prompt, then decode a token at a time.
+
+use super::sampler::{Sampler, SamplingOptions};
+use super::stop::StopStrings;
+use crate::autograd::Tape;
+use crate::model::{Input, KvCache, Model, PassOptions};
+use crate::text::{DecodeStream, Tokenizer};
+use crate::{Error, Result};
+use candle_core::{IndexOp, Tensor};
+use serde::Serialize;
+
+/// Tokens of the prompt that go through the model at a time, which bounds the memory it takes.
+const PREFILL: usize = 512;
+
+/// When and how a text is continued.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GenerateOptions {
+    /// Tokens at most.
+    pub max_tokens: usize,
+    /// How tokens are drawn.
+    pub sampling: SamplingOptions,
+    /// The text ends before the first of these.
+    pub stop: Vec<String>,
+    /// Go on after an end-of-sequence token.
+    pub ignore_eos: bool,
+}
+
+impl Default for GenerateOptions {
+    fn default() -> Self {
+        Self { max_tokens: 256, sampling: SamplingOptions::default(), stop: Vec::new(), ignore_eos: false }
+    }
+}
+
+/// Why a text ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    /// The model wrote an end-of-sequence token.
+    EndOfSequence,
+    /// It wrote a stop string.
+    Stop,
+    /// It wrote as many tokens as were allowed.
+    Length,
+}
+
+/// What one step of decoding gives.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Piece {
+    /// Text that is complete: never a part of a character, never a part of a stop string. Often
+    /// empty.
+    pub text: String,
+    /// The token drawn; `None` for text that was held back and came free at the end.
+    pub token: Option<u32>,
+    /// The token's log-probability, in nats.
+    pub logprob: f64,
+}
+
+/// The hidden state of the last token, as logits.
+fn last_logits(model: &Model, hidden: &Tensor) -> Result<Vec<f32>> {
+    let last = hidden.dim(1)? - 1;
+    let logits = model.logits(&hidden.narrow(1, last, 1)?.contiguous()?)?;
+    Ok(logits.i((0, 0))?.to_vec1::<f32>()?)
+}
+
+/// A conversation with a model, token by token: the tokens it has read and its KV cache.
+pub struct Session<'a> {
+    model: &'a Model,
+    cache: KvCache,
+    tokens: Vec<u32>,
+}
+
+impl<'a> Session<'a> {
+    /// Nothing read yet.
+    pub fn new(model: &'a Model) -> Self {
+        Self { model, cache: model.new_cache(), tokens: Vec::new() }
+    }
+
+    /// The tokens read so far.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Reads tokens and returns the logits `(vocabulary)` of what comes next.
+    pub fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
+        if tokens.is_empty() {
+            return Err(Error::option("prompt", "is empty; expected at least one token"));
+        }
+        let vocabulary = self.model.config().vocab_size;
+        if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocabulary) {
+            return Err(Error::option("prompt", format!(
+                "has token {token}, but the model's vocabulary has {vocabulary}; the tokenizer is \
+                 not this model's"
+            )));
+        }
+        self.tokens.extend(tokens);
+        // LongRoPE turns every key differently once the text is long.
+        let held = self.cache.len();
+        let changed = |rope: &crate::model::rope::RopeConfig| rope.changes_between(held, self.tokens.len());
+        if held > 0 && self.model.config().ropes.iter().any(changed) {
+            self.cache.truncate(0);
+        }
+        let mut logits = Vec::new();
+        let total = self.tokens.len();
+        while self.cache.len() < total {
+            let start = self.cache.len();
+            let end = total.min(start + self.chunk(start, total));
+            let input = Input::sequence(&self.tokens[start..end], start, self.model.device())?;
+            let tape = Tape::inference();
+            let hidden =
+                self.model.forward(&tape, &input, Some(&mut self.cache), PassOptions::default())?;
+            if end == total {
+                logits = last_logits(self.model, hidden.tensor())?;
+            }
+        }
+        Ok(logits)
+    }
+
+    /// How many tokens to read at once; all, where the positions depend on the text's length.
+    fn chunk(&self, start: usize, total: usize) -> usize {
+        let ropes = &self.model.config().ropes;
+        if ropes.iter().any(|rope| rope.changes_between(start + 1, total)) { total } else { PREFILL }
+    }
+
+    /// Keeps only the first `length` tokens that it shares with `tokens` and reads the rest, so
+    /// that the next turn of a conversation pays only for what is new.
+    pub fn continue_with(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
+        let shared = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+        let shared = shared.min(tokens.len().saturating_sub(1)).min(self.cache.len());
+        self.cache.truncate(shared);
+        self.tokens.truncate(shared);
+        self.read(&tokens[shared..])
+    }
+}
+
+/// An iterator over the pieces of a text that a model writes.
+pub struct Generation<'s, 'a> {
+    session: &'s mut Session<'a>,
+    options: GenerateOptions,
+    eos: Vec<u32>,
+    sampler: Sampler,
+    stops: StopStrings,
+    stream: Option<DecodeStream<'a>>,
+    logits: Vec<f32>,
+    generated: Vec<u32>,
+    finished: Option<FinishReason>,
+}
+
+impl<'s, 'a> Generation<'s, 'a> {
+    /// Continues `prompt`, the whole text so far. What the session has read of it already is not
+    /// read again.
+    pub fn new(
+        session: &'s mut Session<'a>,
+        tokenizer: &'a Tokenizer,
+        prompt: &[u32],
+        options: GenerateOptions,
+    ) -> Result<Self> {
+        if options.max_tokens == 0 {
+            return Err(Error::option("max_tokens", "is 0, expected at least 1"));
+        }
+        let sampler = Sampler::new(options.sampling.clone())?;
+        let stops = StopStrings::new(options.stop.iter().map(String::as_str))?;
+        let eos = if options.ignore_eos { Vec::new() } else { tokenizer.eos_ids().to_vec() };
+        let logits = session.continue_with(prompt)?;
+        Ok(Self {
+            session,
+            options,
+            eos,
+            sampler,
+            stops,
+            stream: Some(tokenizer.decode_stream()),
+            logits,
+            generated: Vec::new(),
+            finished: None,
+        })
+    }
+
+    /// Why the text ended, once it has.
+    pub fn finish_reason(&self) -> Option<FinishReason> {
+        self.finished
+    }
+
+    /// The tokens written so far, without the end-of-sequence token.
+    pub fn tokens(&self) -> &[u32] {
+        &self.generated
+    }
+
+    fn step(&mut self) -> Result<Piece> {
+        let sampled = self.sampler.sample(&self.logits, self.session.tokens(), &self.generated)?;
+        if self.eos.contains(&sampled.id) {
+            self.finished = Some(FinishReason::EndOfSequence);
+            let text = self.flush()?;
+            return Ok(Piece { text, token: Some(sampled.id), logprob: sampled.logprob });
+        }
+        self.generated.push(sampled.id);
+        let decoded = match &mut self.stream {
+            Some(stream) => stream.push(sampled.id)?.unwrap_or_default(),
+            None => String::new(),
+        };
+        let mut result = self.stops.push(&decoded);
+        if result.stopped {
+            self.finished = Some(FinishReason::Stop);
+        } else if self.generated.len() >= self.options.max_tokens {
+            self.finished = Some(FinishReason::Length);
+            result.emit.push_str(&self.flush()?);
+        } else {
+            self.logits = self.session.read(&[sampled.id])?;
+        }
+        Ok(Piece { text: result.emit, token: Some(sampled.id), logprob: sampled.logprob })
+    }
+
+    /// What was held back, at the end of the text.
+    fn flush(&mut self) -> Result<String> {
+        let rest = match self.stream.take() {
+            Some(stream) => stream.finish()?.unwrap_or_default(),
+            None => String::new(),
+        };
+        let result = self.stops.push(&rest);
+        let mut text = result.emit;
+        if result.stopped {
+            self.finished = Some(FinishReason::Stop);
+        } else {
+            text.push_str(&std::mem::take(&mut self.stops).finish());
+        }
+        Ok(text)
+    }
+}
+
+impl Iterator for Generation<'_, '_> {
+    type Item = Result<Piece>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.finished.is_some() {
+            return None;
+        }
+        let piece = self.step();
+        if piece.is_err() {
+            self.finished = Some(FinishReason::Stop);
+        }
+        Some(piece)
+    }
+}
+
+/// Continues `prompt` and returns the whole text.
+pub fn generate(
+    model: &Model,
+    tokenizer: &Tokenizer,
+    prompt: &[u32],
+    options: GenerateOptions,
+) -> Result<(String, FinishReason)> {
+    let mut session = Session::new(model);
+    let mut generation = Generation::new(&mut session, tokenizer, prompt, options)?;
+    let mut text = String::new();
+    for piece in &mut generation {
+        text.push_str(&piece?.text);
+    }
+    Ok((text, generation.finish_reason().unwrap_or(FinishReason::Length)))
+}

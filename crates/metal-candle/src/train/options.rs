@@ -1,0 +1,152 @@
+//! What a training run is told.
+
+use super::schedule::LearningRate;
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// How AdamW updates the parameters (Loshchilov and Hutter, 2019, arXiv:1711.05101). Weight decay
+/// applies to tensors with two or more dimensions.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AdamWOptions {
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub epsilon: f64,
+    /// The share of a parameter that a step at rate 1 removes.
+    pub weight_decay: f64,
+}
+
+impl Default for AdamWOptions {
+    fn default() -> Self {
+        Self { beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.01 }
+    }
+}
+
+/// How long a run is.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Duration {
+    /// Optimiser steps.
+    Steps(u64),
+    /// Passes over the training data; a fraction is allowed.
+    Epochs(f64),
+}
+
+/// What a training run is told, beside the model and the data.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TrainOptions {
+    /// Optimiser steps of the whole run; see [`total_steps`].
+    pub steps: u64,
+    /// Batches that are added up to one optimiser step. Every target token weighs the same,
+    /// whichever batch it is in.
+    pub accumulation: usize,
+    /// The rate of each step.
+    pub learning_rate: LearningRate,
+    /// The optimiser.
+    pub adamw: AdamWOptions,
+    /// Gradients with a larger L2 norm are scaled down to it.
+    pub clip_norm: Option<f64>,
+    /// Steps in a row whose loss or gradient may be NaN or infinite before the run stops.
+    pub skip_limit: u64,
+    /// Recompute each layer in the backward pass instead of storing its activations.
+    pub gradient_checkpointing: bool,
+    /// Where dropout and samples get their random numbers from.
+    pub seed: u64,
+    /// Steps between reports.
+    pub report_every: u64,
+    /// Steps between evaluations, if there is validation data; 0 for only at the end.
+    pub evaluate_every: u64,
+    /// Batches of the validation data that an evaluation reads; `None` for all.
+    pub evaluate_batches: Option<usize>,
+    /// Steps between checkpoints; 0 for only at the end.
+    pub save_every: u64,
+    /// Checkpoints that are kept, the newest, beside the best.
+    pub keep: usize,
+    /// End with the parameters of the best evaluation instead of the last.
+    pub keep_best: bool,
+    /// Evaluations in a row that may pass without a better loss before the run stops.
+    pub patience: Option<u64>,
+    /// Steps between samples; 0 for none.
+    pub sample_every: u64,
+}
+
+impl Default for TrainOptions {
+    fn default() -> Self {
+        Self {
+            steps: 1000,
+            accumulation: 1,
+            learning_rate: LearningRate::default(),
+            adamw: AdamWOptions::default(),
+            clip_norm: Some(1.0),
+            skip_limit: 5,
+            gradient_checkpointing: false,
+            seed: 0,
+            report_every: 10,
+            evaluate_every: 200,
+            evaluate_batches: None,
+            save_every: 100,
+            keep: 3,
+            keep_best: false,
+            patience: None,
+            sample_every: 0,
+        }
+    }
+}
+
+impl TrainOptions {
+    /// Checks every value.
+    pub fn validate(&self) -> Result<()> {
+        for (name, value) in [
+            ("steps", self.steps),
+            ("report_every", self.report_every),
+            ("skip_limit", self.skip_limit),
+            ("keep", self.keep as u64),
+            ("accumulation", self.accumulation as u64),
+            ("patience", self.patience.unwrap_or(1)),
+            ("evaluate_batches", self.evaluate_batches.unwrap_or(1) as u64),
+        ] {
+            if value == 0 {
+                return Err(Error::option(name, "is 0, expected at least 1"));
+            }
+        }
+        let AdamWOptions { beta1, beta2, epsilon, weight_decay } = self.adamw;
+        for (name, beta) in [("beta1", beta1), ("beta2", beta2)] {
+            if !(0.0..1.0).contains(&beta) {
+                return Err(Error::option(name, format!("is {beta}, expected at least 0 and below 1")));
+            }
+        }
+        if !(epsilon.is_finite() && epsilon > 0.0) {
+            return Err(Error::option("epsilon", format!("is {epsilon}, expected a positive number")));
+        }
+        if !(weight_decay.is_finite() && weight_decay >= 0.0) {
+            return Err(Error::option(
+                "weight_decay",
+                format!("is {weight_decay}, expected a number of at least 0"),
+            ));
+        }
+        if let Some(norm) = self.clip_norm
+            && !(norm.is_finite() && norm > 0.0)
+        {
+            return Err(Error::option("clip_norm", format!("is {norm}, expected a positive number")));
+        }
+        Ok(())
+    }
+}
+
+/// Optimiser steps of a run over an epoch of `batches` batches. The batches of one step are all
+/// of one epoch, so its last step may have fewer.
+pub fn total_steps(duration: Duration, batches: usize, accumulation: usize) -> Result<u64> {
+    let per_epoch = batches.div_ceil(accumulation.max(1)) as f64;
+    match duration {
+        Duration::Steps(steps) => Ok(steps),
+        Duration::Epochs(epochs) if epochs.is_finite() && epochs > 0.0 => {
+            Ok(((epochs * per_epoch).round() as u64).max(1))
+        }
+        Duration::Epochs(epochs) => {
+            Err(Error::option("epochs", format!("is {epochs}, expected a positive number")))
+        }
+    }
+}

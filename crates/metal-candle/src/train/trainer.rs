@@ -1,0 +1,456 @@
+//! The loop: batches, loss, gradients, one optimiser step; evaluation, samples and checkpoints
+//! between steps.
+
+use super::checkpoint::{self, Fingerprint, Moments, State};
+use super::evaluate::{Evaluation, evaluate};
+use super::memory::peak_resident_bytes;
+use super::metrics::{Metric, MetricsSink};
+use super::options::TrainOptions;
+use crate::autograd::Tape;
+use crate::data::{BatchPlan, Batcher};
+use crate::model::{Model, PassOptions};
+use crate::random::SplitMix64;
+use crate::{Error, Result, files};
+use metal_candle_kernels::adamw;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// Keeps the norm's reciprocal finite, as `torch.nn.utils.clip_grad_norm_` does.
+const CLIP_EPSILON: f64 = 1e-6;
+
+/// Why a run ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// All steps were taken.
+    Finished,
+    /// The validation loss stopped falling.
+    StoppedEarly,
+    /// The caller asked for it; a checkpoint was written first.
+    Interrupted,
+}
+
+/// What a run came to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Summary {
+    /// Why it ended.
+    pub outcome: Outcome,
+    /// Optimiser steps taken.
+    pub step: u64,
+    /// Target tokens trained on.
+    pub trained_tokens: u64,
+    /// The last evaluation.
+    pub evaluation: Option<Evaluation>,
+    /// The best evaluation's loss and step.
+    pub best: Option<(f64, u64)>,
+    /// How long this process trained, in seconds.
+    pub seconds: f64,
+}
+
+/// Writes texts with the model as it is, to be shown while it trains: pairs of prompt and text.
+pub type SampleFn<'a> = Box<dyn FnMut(&Model, u64) -> Result<Vec<(String, String)>> + 'a>;
+
+/// One training run of a model with trainable parameters.
+pub struct Trainer<'a> {
+    model: &'a Model,
+    batches: &'a Batcher,
+    validation: Option<&'a Batcher>,
+    options: TrainOptions,
+    output: PathBuf,
+    base_model: String,
+    companions: Option<PathBuf>,
+    sample: Option<SampleFn<'a>>,
+    stop: Arc<AtomicBool>,
+    saving: Option<Box<dyn FnMut(&Path) + 'a>>,
+    state: State,
+    moments: Moments,
+    plans: Option<(usize, Vec<BatchPlan>)>,
+    last_evaluation: Option<Evaluation>,
+}
+
+impl<'a> Trainer<'a> {
+    /// A run that trains `model` on `batches` and writes into the folder `output`. `base_model` is
+    /// what a saved adapter names as the model it belongs to.
+    pub fn new(
+        model: &'a Model,
+        batches: &'a Batcher,
+        options: TrainOptions,
+        output: impl Into<PathBuf>,
+        base_model: impl Into<String>,
+    ) -> Result<Self> {
+        options.validate()?;
+        let store = model.parameters().ok_or_else(|| {
+            Error::option("model", "has nothing to train; add an adapter or train all weights")
+        })?;
+        let data = batches.options();
+        let dataset = batches.dataset();
+        let fingerprint = Fingerprint {
+            seed: options.seed,
+            batch_size: data.batch_size,
+            accumulation: options.accumulation,
+            max_seq_length: data.max_seq_length,
+            packing: data.packing,
+            examples: dataset.examples.len(),
+            tokens: dataset.examples.iter().map(|example| example.ids.len() as u64).sum(),
+            data_hash: format!("{:016x}", dataset.fingerprint()),
+            trainable_parameters: store.len(),
+            total_steps: options.steps,
+            learning_rate: format!("{:?}", options.learning_rate),
+            optimizer: format!("{:?}, clipped to {:?}", options.adamw, options.clip_norm),
+        };
+        let moments = Moments::zeros(store.len(), model.device())?;
+        Ok(Self {
+            model,
+            batches,
+            validation: None,
+            options,
+            output: output.into(),
+            base_model: base_model.into(),
+            companions: None,
+            sample: None,
+            stop: Arc::default(),
+            saving: None,
+            state: State::new(fingerprint),
+            moments,
+            plans: None,
+            last_evaluation: None,
+        })
+    }
+
+    /// Evaluates on this data, every [`TrainOptions::evaluate_every`] steps and at the end.
+    #[must_use]
+    pub fn with_validation(mut self, validation: &'a Batcher) -> Self {
+        self.validation = Some(validation);
+        self
+    }
+
+    /// Shows texts of the model every [`TrainOptions::sample_every`] steps. The function gets the
+    /// model and a seed that depends on the step alone.
+    #[must_use]
+    pub fn with_samples(mut self, sample: SampleFn<'a>) -> Self {
+        self.sample = Some(sample);
+        self
+    }
+
+    /// In full fine-tuning, copies the tokenizer's files from this folder beside saved weights.
+    #[must_use]
+    pub fn with_companions(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.companions = Some(folder.into());
+        self
+    }
+
+    /// Ends the run after the step under way, with a checkpoint, once this is true.
+    #[must_use]
+    pub fn with_stop(mut self, stop: Arc<AtomicBool>) -> Self {
+        self.stop = stop;
+        self
+    }
+
+    /// Is told of the staging folder of a checkpoint before and after each of its files.
+    #[must_use]
+    pub fn with_saving(mut self, saving: impl FnMut(&Path) + 'a) -> Self {
+        self.saving = Some(Box::new(saving));
+        self
+    }
+
+    /// Optimiser steps taken so far.
+    pub fn step(&self) -> u64 {
+        self.state.step
+    }
+
+    /// Continues from a checkpoint: every later step is the same, bit for bit, as if the run had
+    /// never stopped.
+    ///
+    /// # Errors
+    /// For a checkpoint that is not whole, and for one of a run with other options or data.
+    pub fn resume(&mut self, checkpoint: impl AsRef<Path>) -> Result<()> {
+        let checkpoint = checkpoint.as_ref();
+        (self.state, self.moments) =
+            checkpoint::load(checkpoint, &self.state.fingerprint, self.model)?;
+        self.plans = None;
+        Ok(())
+    }
+
+    /// Trains to the end and writes the parameters into the output folder.
+    pub fn run(&mut self, metrics: &mut dyn MetricsSink) -> Result<Summary> {
+        let started = Instant::now();
+        std::fs::create_dir_all(&self.output).map_err(Error::io(&self.output))?;
+        let parent = self.output.join("checkpoints");
+        if parent.is_dir() {
+            files::remove_stale_partials(&parent)?;
+        }
+        let outcome = self.steps(metrics)?;
+        if outcome == Outcome::Interrupted {
+            self.save(metrics)?;
+        } else {
+            if self.validation.is_some() && !self.evaluated_now() {
+                self.evaluate(metrics)?;
+            }
+            self.save(metrics)?;
+            self.finish()?;
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        let reason = match outcome {
+            Outcome::Finished => "all steps were taken",
+            Outcome::StoppedEarly => "the validation loss stopped falling",
+            Outcome::Interrupted => "interrupted",
+        };
+        metrics.record(&Metric::Finished { step: self.state.step, reason: reason.into(), seconds })?;
+        Ok(Summary {
+            outcome,
+            step: self.state.step,
+            trained_tokens: self.state.trained_tokens,
+            evaluation: self.last_evaluation,
+            best: self.state.best_loss.zip(self.state.best_step),
+            seconds,
+        })
+    }
+
+    fn steps(&mut self, metrics: &mut dyn MetricsSink) -> Result<Outcome> {
+        let mut timer = Instant::now();
+        let mut timed_tokens = 0;
+        while self.state.step < self.options.steps {
+            if self.stop.load(Ordering::Relaxed) {
+                return Ok(Outcome::Interrupted);
+            }
+            if self.patience_is_over() {
+                return Ok(Outcome::StoppedEarly);
+            }
+            let learning_rate = self.options.learning_rate.at(self.state.step);
+            let step = self.one_step(learning_rate)?;
+            timed_tokens += step.tokens;
+            if let Some(reason) = &step.skipped {
+                metrics.record(&Metric::Skipped { step: self.state.step, reason: reason.clone() })?;
+                if self.state.skipped_in_a_row >= self.options.skip_limit {
+                    return Err(Error::Diverged(format!(
+                        "{} steps in a row were skipped, the last at step {}: {reason}; a lower \
+                         learning rate, clipping or f32 may help, and the checkpoints so far are in {}",
+                        self.state.skipped_in_a_row,
+                        self.state.step,
+                        self.output.display()
+                    )));
+                }
+            }
+            let last = self.state.step == self.options.steps;
+            if self.state.step.is_multiple_of(self.options.report_every) || last {
+                let seconds = timer.elapsed().as_secs_f64();
+                metrics.record(&Metric::Train {
+                    step: self.state.step,
+                    epoch: self.epoch_progress(),
+                    loss: self.state.loss_sum / self.state.loss_tokens as f64,
+                    learning_rate,
+                    gradient_norm: step.norm,
+                    tokens: self.state.loss_tokens,
+                    tokens_per_second: timed_tokens as f64 / seconds,
+                    trained_tokens: self.state.trained_tokens,
+                    skipped: self.state.skipped,
+                    peak_memory: peak_resident_bytes(),
+                })?;
+                (self.state.loss_sum, self.state.loss_tokens) = (0.0, 0);
+                (timer, timed_tokens) = (Instant::now(), 0);
+            }
+            let paused = Instant::now();
+            if self.validation.is_some() && !last && self.is_due(self.options.evaluate_every) {
+                self.evaluate(metrics)?;
+            }
+            if self.is_due(self.options.sample_every) {
+                self.show_samples(metrics)?;
+            }
+            if !last && self.is_due(self.options.save_every) {
+                self.save(metrics)?;
+            }
+            timer += paused.elapsed();
+        }
+        Ok(Outcome::Finished)
+    }
+
+    fn is_due(&self, every: u64) -> bool {
+        every > 0 && self.state.step.is_multiple_of(every)
+    }
+
+    fn patience_is_over(&self) -> bool {
+        self.options
+            .patience
+            .is_some_and(|patience| self.state.evaluations_without_gain >= patience)
+    }
+
+    /// Whether the last evaluation was of the parameters as they are.
+    fn evaluated_now(&self) -> bool {
+        self.last_evaluation.is_some() && self.patience_is_over()
+    }
+
+    fn epoch_progress(&self) -> f64 {
+        let batches = self.plans.as_ref().map_or(1, |(_, plans)| plans.len().max(1));
+        self.state.epoch as f64 + self.state.batch as f64 / batches as f64
+    }
+
+    /// The batches of the next step, all of one epoch.
+    fn next_batches(&mut self) -> Result<Vec<BatchPlan>> {
+        let spent = match &self.plans {
+            Some((epoch, plans)) if *epoch == self.state.epoch => self.state.batch >= plans.len(),
+            _ => {
+                self.plans = Some((self.state.epoch, self.batches.epoch(self.state.epoch)));
+                false
+            }
+        };
+        if spent {
+            self.state.epoch += 1;
+            self.state.batch = 0;
+            self.plans = Some((self.state.epoch, self.batches.epoch(self.state.epoch)));
+        }
+        let chosen: Vec<BatchPlan> = self
+            .plans
+            .iter()
+            .flat_map(|(_, plans)| plans.iter().skip(self.state.batch))
+            .take(self.options.accumulation)
+            .cloned()
+            .collect();
+        if chosen.is_empty() {
+            return Err(Error::option("data", "gave an epoch without batches"));
+        }
+        self.state.batch += chosen.len();
+        Ok(chosen)
+    }
+
+    fn one_step(&mut self, learning_rate: f64) -> Result<Step> {
+        let store = self.model.parameters().ok_or_else(|| Error::option("model", "has nothing to train"))?;
+        let batches: Vec<_> =
+            self.next_batches()?.iter().map(|plan| self.batches.batch(plan)).collect();
+        let tokens: usize = batches.iter().map(|batch| batch.target_tokens).sum();
+        store.zero_gradients()?;
+        let mut loss = 0.0;
+        for (index, batch) in batches.iter().enumerate() {
+            let seed = SplitMix64::stream(self.options.seed, self.state.step)
+                .next_u64()
+                .wrapping_add(index as u64);
+            let tape = Tape::recording();
+            let options = PassOptions {
+                dropout_seed: Some(seed),
+                checkpoint: self.options.gradient_checkpointing,
+            };
+            let sum = self.model.loss(&tape, batch, options)?.sum;
+            loss += f64::from(sum.tensor().to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?);
+            if !loss.is_finite() {
+                break;
+            }
+            tape.backward(&sum, 1.0 / tokens as f64, &mut &*store)?;
+        }
+        self.state.step += 1;
+        let norm = if loss.is_finite() { adamw::norm(store.gradients())? } else { f64::NAN };
+        let skipped = if !loss.is_finite() {
+            Some(format!("the loss is {loss}"))
+        } else if !norm.is_finite() {
+            Some(format!("the norm of the gradient is {norm}"))
+        } else {
+            None
+        };
+        if skipped.is_some() {
+            self.state.skipped += 1;
+            self.state.skipped_in_a_row += 1;
+            return Ok(Step { tokens, norm, skipped });
+        }
+        let scale = match self.options.clip_norm {
+            Some(limit) => (limit / (norm + CLIP_EPSILON)).min(1.0),
+            None => 1.0,
+        };
+        self.state.updates += 1;
+        let adamw = self.options.adamw;
+        adamw::step(
+            store.values(),
+            store.gradients(),
+            &self.moments.first,
+            &self.moments.second,
+            self.state.updates as usize,
+            scale as f32,
+            store.decayed(),
+            &adamw::Options {
+                learning_rate,
+                beta1: adamw.beta1,
+                beta2: adamw.beta2,
+                epsilon: adamw.epsilon,
+                weight_decay: adamw.weight_decay,
+            },
+        )?;
+        self.state.skipped_in_a_row = 0;
+        self.state.loss_sum += loss;
+        self.state.loss_tokens += tokens as u64;
+        self.state.trained_tokens += tokens as u64;
+        Ok(Step { tokens, norm, skipped: None })
+    }
+
+    fn evaluate(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
+        let Some(validation) = self.validation else { return Ok(()) };
+        let evaluation = evaluate(self.model, validation, self.options.evaluate_batches)?;
+        metrics.record(&Metric::Evaluation {
+            step: self.state.step,
+            loss: evaluation.loss,
+            perplexity: evaluation.perplexity,
+            tokens: evaluation.tokens,
+            seconds: evaluation.seconds,
+        })?;
+        self.last_evaluation = Some(evaluation);
+        if self.state.best_loss.is_none_or(|best| evaluation.loss < best) {
+            self.state.best_loss = Some(evaluation.loss);
+            self.state.best_step = Some(self.state.step);
+            self.state.evaluations_without_gain = 0;
+            if self.options.keep_best {
+                self.save(metrics)?;
+            }
+        } else {
+            self.state.evaluations_without_gain += 1;
+        }
+        Ok(())
+    }
+
+    fn show_samples(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
+        let step = self.state.step;
+        let seed = SplitMix64::stream(self.options.seed, step).next_u64();
+        let Some(sample) = &mut self.sample else { return Ok(()) };
+        for (prompt, text) in sample(self.model, seed)? {
+            metrics.record(&Metric::Sample { step, prompt, text })?;
+        }
+        Ok(())
+    }
+
+    fn save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
+        let mut nothing = |_: &Path| {};
+        let saving: &mut dyn FnMut(&Path) = match &mut self.saving {
+            Some(saving) => saving,
+            None => &mut nothing,
+        };
+        let path = checkpoint::save(
+            &self.output,
+            &self.state,
+            self.model,
+            &self.moments,
+            &self.base_model,
+            self.companions.as_deref(),
+            saving,
+        )?;
+        metrics.record(&Metric::Checkpoint { step: self.state.step, path })?;
+        let best = self.state.best_step.filter(|_| self.options.keep_best);
+        checkpoint::prune(&self.output, self.options.keep, best)
+    }
+
+    /// Leaves the last, or the best, parameters in the output folder.
+    fn finish(&mut self) -> Result<()> {
+        if let (true, Some(best)) = (self.options.keep_best, self.state.best_step)
+            && best != self.state.step
+        {
+            self.model.load_parameters(checkpoint::folder(&self.output, best))?;
+        }
+        checkpoint::save_parameters(
+            &self.output,
+            self.model,
+            &self.base_model,
+            self.companions.as_deref(),
+        )
+    }
+}
+
+struct Step {
+    tokens: usize,
+    norm: f64,
+    skipped: Option<String>,
+}
