@@ -187,7 +187,7 @@ pub struct Config {
     /// With `Some(c)`, logits `l` become `c * tanh(l / c)`.
     pub final_softcap: Option<f64>,
     /// What embeddings are multiplied with. `transformers` rounds Gemma's `sqrt(hidden_size)` to
-    /// the weights' dtype first, which in bf16 makes 48 of 47.9.
+    /// the weights' dtype first: of 59.87 for a width of 3584, bf16 makes 59.75.
     pub embedding_scale: f64,
     /// What the attention's and the MLP's outputs are multiplied with before they are added.
     pub residual_multiplier: f64,
@@ -762,7 +762,7 @@ fn single_rope(
         ));
     }
     let rotary_dim = (head_dim as f64 * partial) as usize;
-    if rotary_dim == 0 || rotary_dim % 2 != 0 {
+    if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
         return Err(keys.invalid(
             "partial_rotary_factor",
             format!("{partial} of head_dim {head_dim} is {rotary_dim}; expected an even number"),
