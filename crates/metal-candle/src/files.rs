@@ -485,6 +485,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.txt");
         write_bytes_atomic(&path, "old").unwrap();
+        // A second name of the old file sees whether its bytes are ever touched.
+        let other_name = folder.path().join("b.txt");
+        fs::hard_link(&path, &other_name).unwrap();
         write_atomic(&path, |writer| {
             writer.write_all(b"new")?;
             writer.flush()?;
@@ -492,6 +495,8 @@ mod tests {
             Ok(())
         })
         .unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "new");
+        assert_eq!(fs::read_to_string(&other_name).unwrap(), "old");
     }
 
     #[test]

@@ -187,7 +187,7 @@ pub struct Config {
     /// With `Some(c)`, logits `l` become `c * tanh(l / c)`.
     pub final_softcap: Option<f64>,
     /// What embeddings are multiplied with. `transformers` rounds Gemma's `sqrt(hidden_size)` to
-    /// the weights' dtype first, which in bf16 makes 48 of 47.9.
+    /// the weights' dtype first: of 59.87 for a width of 3584, bf16 makes 59.75.
     pub embedding_scale: f64,
     /// What the attention's and the MLP's outputs are multiplied with before they are added.
     pub residual_multiplier: f64,
@@ -762,7 +762,7 @@ fn single_rope(
         ));
     }
     let rotary_dim = (head_dim as f64 * partial) as usize;
-    if rotary_dim == 0 || rotary_dim % 2 != 0 {
+    if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
         return Err(keys.invalid(
             "partial_rotary_factor",
             format!("{partial} of head_dim {head_dim} is {rotary_dim}; expected an even number"),
@@ -1061,5 +1061,439 @@ fn kind(value: &Value) -> &'static str {
         Value::String(_) => "a string",
         Value::Array(_) => "a list",
         Value::Object(_) => "an object",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use serde_json::json;
+
+    fn fixture(name: &str, file: &str) -> Config {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(name);
+        let text = std::fs::read_to_string(folder.join(file)).unwrap();
+        let config = Config::from_json(&text).unwrap_or_else(|e| panic!("{name}/{file}: {e}"));
+        assert_eq!(config.raw, serde_json::from_str::<Value>(&text).unwrap());
+        config
+    }
+
+    fn parse(value: Value) -> Result<Config> {
+        Config::from_json(&value.to_string())
+    }
+
+    fn windows_of(config: &Config) -> Vec<Option<usize>> {
+        config.layers.iter().map(|layer| layer.window).collect()
+    }
+
+    fn ropes_of(config: &Config) -> Vec<Option<usize>> {
+        config.layers.iter().map(|layer| layer.rope).collect()
+    }
+
+    #[test]
+    fn both_formats_of_every_family_mean_the_same() {
+        let names = [
+            ("llama", Architecture::Llama),
+            ("llama-f16", Architecture::Llama),
+            ("llama-linear-rope", Architecture::Llama),
+            ("llama-odd", Architecture::Llama),
+            ("llama-sharded", Architecture::Llama),
+            ("llama3", Architecture::Llama),
+            ("mistral", Architecture::Mistral),
+            ("qwen2", Architecture::Qwen2),
+            ("qwen3", Architecture::Qwen3),
+            ("gemma2", Architecture::Gemma2),
+            ("gemma3-text", Architecture::Gemma3),
+            ("phi3", Architecture::Phi3),
+            ("phi3-longrope", Architecture::Phi3),
+            ("smollm3", Architecture::SmolLM3),
+            ("olmo2", Architecture::Olmo2),
+            ("granite", Architecture::Granite),
+        ];
+        for (name, architecture) in names {
+            let mut new = fixture(name, "config.json");
+            let mut old = fixture(name, "config_v4.json");
+            assert_eq!(new.architecture, architecture);
+            assert!(new.dtype.is_some());
+            new.raw = Value::Null;
+            old.raw = Value::Null;
+            assert_eq!(new, old, "{name}");
+        }
+    }
+
+    #[test]
+    fn what_distinguishes_a_family_is_read() {
+        let config = fixture("llama-odd", "config.json");
+        assert_eq!(
+            (config.hidden_size, config.heads, config.kv_heads, config.head_dim),
+            (40, 5, 1, 10)
+        );
+        assert!(config.attention_bias && config.attention_output_bias && config.mlp_bias);
+        assert_eq!(config.attention_scale, 10f64.powf(-0.5));
+        assert_eq!(config.activation, Activation::Silu);
+        assert_eq!(config.norm_placement, NormPlacement::Pre);
+        assert_eq!((config.norm_weight_offset, config.embedding_scale), (0.0, 1.0));
+        assert_eq!((config.residual_multiplier, config.logits_scale), (1.0, 1.0));
+        assert_eq!(fixture("llama-f16", "config.json").dtype, Some(DType::F16));
+
+        let llama3 = fixture("llama3", "config.json");
+        assert_eq!(
+            llama3.ropes,
+            [RopeConfig {
+                theta: 1e4,
+                rotary_dim: 12,
+                scaling: RopeScaling::Llama3 {
+                    factor: 8.0,
+                    low_freq_factor: 1.0,
+                    high_freq_factor: 4.0,
+                    original_max_position_embeddings: 64,
+                },
+            }]
+        );
+        assert!(llama3.tie_word_embeddings);
+        let linear = fixture("llama-linear-rope", "config.json");
+        assert_eq!(linear.ropes[0].scaling, RopeScaling::Linear { factor: 4.0 });
+
+        let mistral = fixture("mistral", "config.json");
+        assert_eq!(windows_of(&mistral), [Some(8); 3]);
+        assert!(!mistral.attention_bias);
+
+        let qwen2 = fixture("qwen2", "config.json");
+        assert!(qwen2.attention_bias && !qwen2.attention_output_bias);
+        assert_eq!(windows_of(&qwen2), [None; 3]);
+
+        let qwen3 = fixture("qwen3", "config.json");
+        assert_eq!((qwen3.query_key_norm, qwen3.head_dim), (QueryKeyNorm::PerHead, 12));
+
+        let gemma2 = fixture("gemma2", "config.json");
+        assert_eq!(windows_of(&gemma2), [Some(6), None, Some(6)]);
+        assert_eq!((gemma2.attention_softcap, gemma2.final_softcap), (Some(0.8), Some(2.0)));
+        assert_eq!(gemma2.norm_placement, NormPlacement::Sandwich);
+        assert_eq!((gemma2.norm_weight_offset, gemma2.query_key_norm), (1.0, QueryKeyNorm::None));
+        assert_eq!(gemma2.activation, Activation::GeluTanh);
+        assert_eq!(gemma2.attention_scale, 5f64.powf(-0.5));
+        assert_eq!(gemma2.embedding_scale, 32f64.sqrt());
+
+        let gemma3 = fixture("gemma3-text", "config.json");
+        assert_eq!(windows_of(&gemma3), [Some(6), Some(6), None, Some(6)]);
+        assert_eq!(ropes_of(&gemma3), [Some(1), Some(1), Some(0), Some(1)]);
+        let rope = |theta, scaling| RopeConfig { theta, rotary_dim: 12, scaling };
+        assert_eq!(
+            gemma3.ropes,
+            [rope(1e6, RopeScaling::Linear { factor: 8.0 }), rope(1e3, RopeScaling::Default)]
+        );
+        assert_eq!(
+            (gemma3.query_key_norm, gemma3.attention_softcap),
+            (QueryKeyNorm::PerHead, None)
+        );
+
+        let phi3 = fixture("phi3", "config.json");
+        assert!(phi3.fused_projections);
+        assert_eq!((phi3.ropes[0].rotary_dim, phi3.head_dim), (6, 8));
+        assert_eq!(windows_of(&phi3), [Some(10); 3]);
+        let longrope = fixture("phi3-longrope", "config.json");
+        let RopeScaling::LongRope { long_factor, attention_factor, .. } =
+            &longrope.ropes[0].scaling
+        else {
+            panic!("{:?}", longrope.ropes);
+        };
+        assert_eq!(long_factor[7], 9.0);
+        // sqrt(1 + ln(64 / 16) / ln(16))
+        assert!((attention_factor - 1.5f64.sqrt()).abs() < 1e-12);
+
+        let smollm3 = fixture("smollm3", "config.json");
+        assert_eq!(ropes_of(&smollm3), [Some(0), Some(0), None, Some(0)]);
+
+        let olmo2 = fixture("olmo2", "config.json");
+        assert_eq!(olmo2.norm_placement, NormPlacement::Post);
+        assert_eq!(olmo2.query_key_norm, QueryKeyNorm::FullWidth);
+
+        let granite = fixture("granite", "config.json");
+        assert_eq!((granite.attention_scale, granite.embedding_scale), (0.21, 2.5));
+        assert_eq!((granite.residual_multiplier, granite.logits_scale), (0.7, 1.0 / 3.0));
+    }
+
+    #[test]
+    fn missing_keys_have_the_defaults_of_transformers() {
+        // What the configuration classes of transformers 5.23 hold when made without arguments:
+        // model_type, vocabulary, hidden, intermediate, layers, heads, kv_heads, head_dim,
+        // positions, eps, thetas, layers with a window, layers without positions, tied.
+        type Row = (&'static str, [usize; 8], f64, &'static [f64], usize, usize, bool);
+        let rows: [Row; 10] = [
+            ("llama", [32000, 4096, 11008, 32, 32, 32, 128, 2048], 1e-6, &[1e4], 0, 0, false),
+            ("mistral", [32000, 4096, 14336, 32, 32, 8, 128, 131072], 1e-6, &[1e4], 32, 0, false),
+            ("qwen2", [151936, 4096, 22016, 32, 32, 32, 128, 32768], 1e-6, &[1e4], 0, 0, false),
+            ("qwen3", [151936, 4096, 22016, 32, 32, 32, 128, 32768], 1e-6, &[1e4], 0, 0, false),
+            ("gemma2", [256000, 2304, 9216, 26, 8, 4, 256, 8192], 1e-6, &[1e4], 13, 0, true),
+            (
+                "gemma3_text",
+                [262208, 2304, 9216, 26, 8, 4, 256, 131072],
+                1e-6,
+                &[1e6, 1e4],
+                22,
+                0,
+                true,
+            ),
+            ("phi3", [32064, 3072, 8192, 32, 32, 32, 96, 4096], 1e-5, &[1e4], 0, 0, false),
+            ("smollm3", [128256, 2048, 11008, 36, 16, 4, 128, 32768], 1e-6, &[2e6], 0, 9, true),
+            ("olmo2", [50304, 4096, 11008, 32, 32, 32, 128, 2048], 1e-5, &[1e4], 0, 0, false),
+            ("granite", [32000, 4096, 11008, 32, 32, 32, 128, 2048], 1e-6, &[1e4], 0, 0, false),
+        ];
+        for (model_type, sizes, eps, thetas, windowed, unturned, tied) in rows {
+            let config = parse(json!({ "model_type": model_type })).unwrap();
+            let found = [
+                config.vocab_size,
+                config.hidden_size,
+                config.intermediate_size,
+                config.layers.len(),
+                config.heads,
+                config.kv_heads,
+                config.head_dim,
+                config.max_position_embeddings,
+            ];
+            assert_eq!(found, sizes, "{model_type}");
+            assert_eq!((config.rms_norm_eps, config.tie_word_embeddings), (eps, tied));
+            assert_eq!(config.ropes.iter().map(|rope| rope.theta).collect::<Vec<_>>(), thetas);
+            let windows = windows_of(&config);
+            assert_eq!(windows.iter().flatten().count(), windowed, "{model_type}");
+            assert!(windows.iter().flatten().all(|window| *window == 4096));
+            assert_eq!(ropes_of(&config).iter().filter(|rope| rope.is_none()).count(), unturned);
+            assert!(!config.attention_output_bias && !config.mlp_bias);
+            assert_eq!(config.attention_bias, model_type == "qwen2");
+            assert_eq!(config.dtype, None);
+        }
+        let gemma2 = parse(json!({ "model_type": "gemma2" })).unwrap();
+        assert_eq!((gemma2.attention_softcap, gemma2.final_softcap), (Some(50.0), Some(30.0)));
+        assert_eq!(gemma2.attention_scale, 1.0 / 16.0);
+        let off = json!({ "model_type": "gemma2", "final_logit_softcapping": null, "attn_logit_softcapping": null });
+        let off = parse(off).unwrap();
+        assert_eq!((off.attention_softcap, off.final_softcap), (None, None));
+        let granite = parse(json!({ "model_type": "granite" })).unwrap();
+        assert_eq!((granite.attention_scale, granite.embedding_scale), (1.0, 1.0));
+    }
+
+    #[test]
+    fn windows_follow_each_familys_switches() {
+        let windows = |value: Value| windows_of(&parse(value).unwrap());
+        let some = Some(16);
+        let qwen = |model_type: &str, on: bool| {
+            json!({ "model_type": model_type, "num_hidden_layers": 4, "use_sliding_window": on,
+                    "sliding_window": 16, "max_window_layers": 3 })
+        };
+        for model_type in ["qwen2", "qwen3"] {
+            assert_eq!(windows(qwen(model_type, true)), [None, None, None, some]);
+            assert_eq!(windows(qwen(model_type, false)), [None; 4]);
+        }
+        let mut listed = qwen("qwen2", true);
+        listed["layer_types"] =
+            json!(["sliding_attention", "full_attention", "sliding_attention", "full_attention"]);
+        assert_eq!(windows(listed), [some, None, some, None]);
+        for model_type in ["mistral", "phi3"] {
+            let none =
+                json!({ "model_type": model_type, "num_hidden_layers": 2, "sliding_window": null });
+            assert_eq!(windows(none), [None; 2]);
+        }
+        let smollm3 = json!({ "model_type": "smollm3", "num_hidden_layers": 4,
+            "use_sliding_window": true, "sliding_window": 16, "no_rope_layer_interval": 2 });
+        assert_eq!(windows(smollm3), [None, some, None, some]);
+        let gemma3 =
+            json!({ "model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 16 });
+        assert_eq!(windows(gemma3), [some, some, some, some, some, None, some]);
+    }
+
+    #[test]
+    fn the_ropes_of_known_checkpoints_are_read() {
+        // Llama 3.2, Gemma 3 4B's text part, Phi 3 mini 128k and Phi 4 mini as the hub has them.
+        let llama = parse(json!({ "model_type": "llama", "hidden_size": 2048, "head_dim": 64,
+            "max_position_embeddings": 131072, "rope_theta": 500000.0,
+            "rope_scaling": { "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3" } }))
+        .unwrap();
+        assert_eq!(llama.ropes[0].theta, 500_000.0);
+        assert!(matches!(
+            llama.ropes[0].scaling,
+            RopeScaling::Llama3 { original_max_position_embeddings: 8192, .. }
+        ));
+        let gemma = parse(json!({ "model_type": "gemma3_text",
+            "rope_scaling": { "factor": 8.0, "rope_type": "linear" } }))
+        .unwrap();
+        assert_eq!(gemma.ropes[0].scaling, RopeScaling::Linear { factor: 8.0 });
+        assert_eq!(gemma.ropes[1].scaling, RopeScaling::Default);
+        let phi = |kind: &str| {
+            parse(json!({ "model_type": "phi3", "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
+                "rope_scaling": { "type": kind, "short_factor": vec![1.0; 48],
+                    "long_factor": vec![2.0; 48] } }))
+            .unwrap()
+        };
+        assert_eq!(phi("su").ropes, phi("longrope").ropes);
+        assert_eq!(phi("yarn").ropes, phi("longrope").ropes);
+        let RopeScaling::LongRope { attention_factor, original_max_position_embeddings, .. } =
+            phi("longrope").ropes[0].scaling
+        else {
+            panic!("not a longrope");
+        };
+        assert_eq!(original_max_position_embeddings, 4096);
+        assert_eq!(attention_factor, 1.1902380714238083);
+        let phi4 = parse(json!({ "model_type": "phi3", "hidden_size": 3072,
+            "num_attention_heads": 24, "num_key_value_heads": 8, "partial_rotary_factor": 0.75 }))
+        .unwrap();
+        assert_eq!((phi4.head_dim, phi4.ropes[0].rotary_dim), (128, 96));
+    }
+
+    #[test]
+    fn an_architecture_is_found_by_type_or_class_and_others_are_refused_by_name() {
+        let by_class = parse(json!({ "architectures": ["Gemma3ForCausalLM"] })).unwrap();
+        assert_eq!(by_class.architecture, Architecture::Gemma3);
+        for (value, expected) in [
+            (json!({ "model_type": "gpt2" }), "\"gpt2\""),
+            (json!({ "architectures": ["MambaForCausalLM"] }), "MambaForCausalLM"),
+            (json!({ "model_type": "gemma3" }), "text-only"),
+            (
+                json!({ "model_type": "llama", "architectures": ["LlamaForSequenceClassification"] }),
+                "LlamaForSequenceClassification",
+            ),
+        ] {
+            let error = parse(value).unwrap_err();
+            assert!(matches!(error, Error::Unsupported(_)));
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+        let error = parse(json!({ "model_type": "gpt2" })).unwrap_err().to_string();
+        for architecture in Architecture::ALL {
+            assert!(error.contains(architecture.model_type()), "{error}");
+        }
+        assert!(parse(json!({})).unwrap_err().to_string().contains("model_type: missing"));
+    }
+
+    #[test]
+    fn what_is_not_supported_is_named_with_its_value() {
+        for (model_type, extra, expected) in [
+            (
+                "llama",
+                json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }),
+                "rope_scaling.type = \"dynamic\"",
+            ),
+            (
+                "qwen3",
+                json!({ "rope_parameters": { "rope_type": "yarn" } }),
+                "rope_parameters.rope_type = \"yarn\"",
+            ),
+            ("phi3", json!({ "rope_scaling": { "type": "linear" } }), "default and longrope"),
+            (
+                "llama",
+                json!({ "rope_scaling": { "type": "default", "mrope_section": [1] } }),
+                "mrope_section",
+            ),
+            ("llama", json!({ "partial_rotary_factor": 0.5 }), "partial_rotary_factor = 0.5"),
+            (
+                "llama",
+                json!({ "quantization_config": { "quant_method": "gptq" } }),
+                "quant_method = \"gptq\"",
+            ),
+            ("llama", json!({ "quantization": { "group_size": 64, "bits": 4 } }), "bits = 4"),
+            ("llama", json!({ "hidden_act": "relu2" }), "hidden_act = \"relu2\""),
+            ("gemma2", json!({ "hidden_activation": "relu" }), "hidden_activation = \"relu\""),
+            (
+                "gemma3_text",
+                json!({ "use_bidirectional_attention": true }),
+                "use_bidirectional_attention = true",
+            ),
+            ("gemma3_text", json!({ "attn_logit_softcapping": 50.0 }), "attn_logit_softcapping"),
+            (
+                "qwen2",
+                json!({ "num_hidden_layers": 1, "layer_types": ["linear_attention"] }),
+                "linear_attention",
+            ),
+            (
+                "mistral",
+                json!({ "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"] }),
+                "layer_types",
+            ),
+            ("llama", json!({ "torch_dtype": "float8_e4m3fn" }), "torch_dtype"),
+        ] {
+            let mut value = json!({ "model_type": model_type });
+            value.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+            let error = parse(value).unwrap_err();
+            assert!(matches!(error, Error::Unsupported(_)), "{error}");
+            assert!(error.to_string().contains(expected), "{error} lacks {expected}");
+        }
+    }
+
+    #[test]
+    fn impossible_values_are_refused_by_key() {
+        for (model_type, extra, expected) in [
+            ("llama", json!({ "hidden_size": 0 }), "hidden_size: expected a whole number from 1"),
+            ("llama", json!({ "hidden_size": -64 }), "found -64"),
+            ("llama", json!({ "hidden_size": 64.5 }), "found 64.5"),
+            ("llama", json!({ "hidden_size": "64" }), "hidden_size"),
+            ("llama", json!({ "hidden_size": null }), "found null"),
+            ("llama", json!({ "hidden_size": u64::MAX }), "hidden_size"),
+            ("llama", json!({ "vocab_size": 1u64 << 40 }), "vocab_size"),
+            ("llama", json!({ "num_hidden_layers": 1_000_000_000 }), "num_hidden_layers"),
+            (
+                "llama",
+                json!({ "num_key_value_heads": 5 }),
+                "does not divide num_attention_heads = 32",
+            ),
+            ("llama", json!({ "num_attention_heads": 24 }), "does not divide hidden_size"),
+            ("llama", json!({ "head_dim": 7 }), "head_dim: found 7"),
+            ("llama", json!({ "rms_norm_eps": -1.0 }), "rms_norm_eps"),
+            ("llama", json!({ "rope_theta": 0 }), "rope_theta"),
+            ("llama", json!({ "tie_word_embeddings": "yes" }), "true or false"),
+            ("llama", json!({ "rope_scaling": "linear" }), "rope_scaling: expected an object"),
+            (
+                "llama",
+                json!({ "rope_scaling": { "type": "linear" } }),
+                "rope_scaling.factor: missing",
+            ),
+            (
+                "llama",
+                json!({ "rope_scaling": { "type": "linear", "factor": 0 } }),
+                "rope_scaling.factor",
+            ),
+            (
+                "llama",
+                json!({ "rope_scaling": { "type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4 } }),
+                "high_freq_factor",
+            ),
+            (
+                "phi3",
+                json!({ "rope_scaling": { "type": "longrope", "short_factor": [1], "long_factor": [1] } }),
+                "has 1 entries",
+            ),
+            ("phi3", json!({ "partial_rotary_factor": 0.01 }), "partial_rotary_factor"),
+            ("granite", json!({ "logits_scaling": 0 }), "logits_scaling"),
+            ("qwen2", json!({ "layer_types": [] }), "layer_types: has 0 entries"),
+            ("gemma2", json!({ "sliding_window": null }), "sliding_window is null"),
+            ("smollm3", json!({ "no_rope_layers": [1, 0] }), "no_rope_layers: has 2 entries"),
+            ("smollm3", json!({ "no_rope_layer_interval": 0 }), "no_rope_layer_interval"),
+            (
+                "gemma3_text",
+                json!({ "rope_parameters": { "rope_theta": 1e4 } }),
+                "rope_theta: unexpected",
+            ),
+        ] {
+            let mut value = json!({ "model_type": model_type });
+            value.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+            let error = parse(value).unwrap_err();
+            assert!(matches!(error, Error::File { .. }), "{error}");
+            let text = error.to_string();
+            assert!(
+                text.starts_with("config.json: ") && text.contains(expected),
+                "{text} lacks {expected}"
+            );
+        }
+        assert!(Config::from_json("[]").unwrap_err().to_string().contains("found a list"));
+        assert!(Config::from_json("{").unwrap_err().to_string().contains("malformed"));
+    }
+
+    #[test]
+    fn a_folder_without_a_config_says_what_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let message = |path: &Path| Config::load(path).unwrap_err().to_string();
+        assert!(message(folder.path()).contains("no config.json here"));
+        std::fs::write(folder.path().join("adapter_config.json"), "{}").unwrap();
+        assert!(message(folder.path()).contains("an adapter"));
+        assert!(message(&folder.path().join("no")).contains("no such folder"));
     }
 }

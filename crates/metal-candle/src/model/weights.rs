@@ -618,3 +618,258 @@ fn no_weights(folder: &Path) -> Error {
     };
     Error::file(folder, format!("there is neither {SINGLE} nor {INDEX} here: {found}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use crate::files::write_safetensors;
+
+    /// A file of this header and so many bytes of data.
+    fn file(folder: &Path, header: &str, data: usize) -> PathBuf {
+        let path = folder.join("model.safetensors");
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.resize(bytes.len() + data, 0);
+        fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    fn refusal(folder: &Path) -> String {
+        Weights::open(folder).unwrap_err().to_string()
+    }
+
+    fn named(name: &str, values: &[f32], dtype: DType) -> (String, Tensor) {
+        let tensor = Tensor::new(values, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        (name.to_string(), tensor)
+    }
+
+    #[test]
+    fn every_conversion_gives_what_candle_gives() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let floats = [DType::F32, DType::F16, DType::BF16];
+        // More than one chunk, and a rest.
+        let values = (0..CHUNK + 7).map(|i| (i as f32 - 500.0) / 77.0).collect::<Vec<_>>();
+        // The odd byte in front leaves the data of the last tensors unaligned.
+        let odd = ("odd".to_string(), Tensor::new(&[1u8], &Device::Cpu).unwrap());
+        for stored in floats {
+            let tensors = [odd.clone(), named("x", &values, stored)];
+            write_safetensors(&path, &tensors, None).unwrap();
+            let weights = Weights::open(folder.path()).unwrap();
+            assert_eq!(weights.shape("x"), Some(&[values.len()][..]));
+            assert_eq!(weights.dtype("x").unwrap(), stored);
+            assert_eq!(weights.unread(), ["odd", "x"]);
+            for dtype in floats {
+                let read = weights.tensor("x", &[values.len()], dtype, &Device::Cpu).unwrap();
+                let expected = tensors[1].1.to_dtype(dtype).unwrap();
+                assert_eq!(read.dtype(), dtype);
+                let f32s = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+                assert_eq!(f32s(&read), f32s(&expected), "{stored:?} to {dtype:?}");
+            }
+            assert_eq!(weights.unread(), ["odd"]);
+        }
+    }
+
+    #[test]
+    fn unaligned_data_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let header = r#"{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}} "#;
+        assert_ne!((8 + header.len()) % 4, 0);
+        let path = file(folder.path(), header, 0);
+        let mut bytes = fs::read(&path).unwrap();
+        bytes.extend(1.5f32.to_le_bytes());
+        fs::write(&path, bytes).unwrap();
+        let weights = Weights::open(folder.path()).unwrap();
+        let tensor = weights.tensor("x", &[1], DType::F32, &Device::Cpu).unwrap();
+        assert_eq!(tensor.to_vec1::<f32>().unwrap(), [1.5]);
+    }
+
+    #[test]
+    fn a_scalar_and_an_empty_tensor_are_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let tensors = [
+            ("scalar".to_string(), Tensor::new(2f32, &Device::Cpu).unwrap()),
+            ("empty".to_string(), Tensor::zeros((0, 3), DType::F32, &Device::Cpu).unwrap()),
+        ];
+        write_safetensors(&path, &tensors, None).unwrap();
+        let weights = Weights::open(folder.path()).unwrap();
+        let scalar = weights.tensor("scalar", &[], DType::BF16, &Device::Cpu).unwrap();
+        assert_eq!(scalar.dims(), [0usize; 0]);
+        let empty = weights.tensor("empty", &[0, 3], DType::F32, &Device::Cpu).unwrap();
+        assert_eq!(empty.dims(), [0, 3]);
+    }
+
+    #[test]
+    fn headers_that_lie_are_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let refused = |header: &str, data: usize, expected: &str| {
+            file(folder, header, data);
+            let message = refusal(folder);
+            assert!(message.contains("model.safetensors"), "{message}");
+            assert!(message.contains(expected), "{message} lacks {expected:?}");
+        };
+        let good = r#"{"x":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}"#;
+        file(folder, good, 24);
+        assert_eq!(Weights::open(folder).unwrap().names().collect::<Vec<_>>(), ["x"]);
+        refused(good, 23, "truncated");
+        refused(good, 25, "accounts for");
+        refused("{", 0, "malformed");
+        refused("[]", 0, "malformed");
+        refused(r#"{"x":{"dtype":"F32","shape":[2,3]}}"#, 24, "missing field");
+        refused(r#"{"x":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}"#, 8, "malformed");
+        refused(r#"{"x":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#, 8, "12 bytes");
+        refused(r#"{"x":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}}"#, 8, "\"x\"");
+        refused(
+            r#"{"x":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}}"#,
+            0,
+            "overflows",
+        );
+        refused(
+            r#"{"x":{"dtype":"U8","shape":[2305843009213693951],"data_offsets":[0,2305843009213693951]}}"#,
+            0,
+            "truncated",
+        );
+        refused(r#"{"x":{"dtype":"Q4","shape":[1],"data_offsets":[0,1]}}"#, 1, "unknown");
+        let entry = |range: &str| format!(r#"{{"dtype":"U8","shape":[4],"data_offsets":{range}}}"#);
+        let (a, b, c) = (entry("[0,4]"), entry("[2,6]"), entry("[5,9]"));
+        refused(&format!(r#"{{"x":{a},"y":{b}}}"#), 6, "starts at byte");
+        refused(&format!(r#"{{"x":{a},"y":{c}}}"#), 9, "starts at byte");
+        refused(&format!(r#"{{"x":{a},"x":{a}}}"#), 4, "comes twice");
+
+        let path = folder.join("model.safetensors");
+        for (bytes, expected) in [
+            (&b""[..], "has 0 bytes"),
+            (b"1234567", "has 7 bytes"),
+            (&u64::MAX.to_le_bytes(), "not a safetensors file"),
+            (&1000u64.to_le_bytes(), "truncated"),
+        ] {
+            fs::write(&path, bytes).unwrap();
+            let message = refusal(folder);
+            assert!(message.contains(expected), "{message} lacks {expected:?}");
+        }
+    }
+
+    #[test]
+    fn a_truncation_at_any_byte_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let tensors = [named("x", &[1.0, 2.0], DType::F32), named("y", &[3.0], DType::F16)];
+        write_safetensors(&path, &tensors, None).unwrap();
+        let bytes = fs::read(&path).unwrap();
+        for length in 0..bytes.len() {
+            fs::write(&path, &bytes[..length]).unwrap();
+            assert!(Weights::open(folder.path()).is_err(), "{length} bytes");
+        }
+    }
+
+    #[test]
+    fn wrong_requests_name_the_tensor_and_what_was_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let byte = ("packed".to_string(), Tensor::new(&[1u8], &Device::Cpu).unwrap());
+        let name = "model.layers.0.mlp.up_proj.weight";
+        write_safetensors(&path, &[byte, named(name, &[1.0, 2.0], DType::F32)], None).unwrap();
+        let weights = Weights::open(folder.path()).unwrap();
+        let refusal = |name: &str, shape: &[usize], dtype| {
+            weights.tensor(name, shape, dtype, &Device::Cpu).unwrap_err().to_string()
+        };
+        let message = refusal(name, &[2, 1], DType::F32);
+        assert!(message.contains(name) && message.contains("[2]") && message.contains("[2, 1]"));
+        let message = refusal("layers.0.mlp.up_proj.weight", &[2], DType::F32);
+        assert!(message.contains("missing") && message.contains(name), "{message}");
+        assert!(refusal("lm_head", &[2], DType::F32).contains("none of its 2 tensors"));
+        let message = refusal("packed", &[1], DType::F32);
+        assert!(message.contains("stored as U8") && message.contains("quantised"), "{message}");
+        assert!(refusal(name, &[2], DType::I64).contains("f32, f16 and bf16"));
+        assert_eq!(weights.unread(), [name, "packed"]);
+    }
+
+    #[test]
+    fn values_that_are_not_finite_are_refused_with_their_place() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let floats = [DType::F32, DType::F16, DType::BF16];
+        for (bad, text) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (-f32::INFINITY, "-inf")] {
+            for stored in floats {
+                let mut values = vec![1.0; CHUNK + 10];
+                values[CHUNK + 3] = bad;
+                values[CHUNK + 5] = bad;
+                write_safetensors(&path, &[named("x", &values, stored)], None).unwrap();
+                for dtype in floats {
+                    let weights = Weights::open(folder.path()).unwrap();
+                    let read = |weights: &Weights| {
+                        weights.tensor("x", &[values.len()], dtype, &Device::Cpu)
+                    };
+                    let message = read(&weights).unwrap_err().to_string();
+                    let expected = format!("\"x\" has {text} at flat index {}", CHUNK + 3);
+                    assert!(message.contains(&expected), "{message}");
+                    assert!(read(&weights.check_finite(false)).is_ok());
+                }
+            }
+        }
+        write_safetensors(&path, &[named("x", &[1.0, 1e6], DType::F32)], None).unwrap();
+        let weights = Weights::open(folder.path()).unwrap();
+        let message = weights.tensor("x", &[2], DType::F16, &Device::Cpu).unwrap_err().to_string();
+        assert!(message.contains("1000000 at flat index 1, which does not fit"), "{message}");
+        assert!(weights.tensor("x", &[2], DType::BF16, &Device::Cpu).is_ok());
+    }
+
+    #[test]
+    fn shards_are_read_as_one_and_checked_against_the_index() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        write_safetensors(at("a.safetensors"), &[named("x", &[1.0], DType::F32)], None).unwrap();
+        write_safetensors(at("b.safetensors"), &[named("y", &[2.0], DType::BF16)], None).unwrap();
+        let index = |map: &str| {
+            fs::write(at(INDEX), format!(r#"{{"metadata":{{}},"weight_map":{map}}}"#)).unwrap();
+        };
+        index(r#"{"x":"a.safetensors","y":"b.safetensors"}"#);
+        let weights = Weights::open(folder.path()).unwrap();
+        assert_eq!(weights.names().collect::<Vec<_>>(), ["x", "y"]);
+        let y = weights.tensor("y", &[1], DType::F32, &Device::Cpu).unwrap();
+        assert_eq!(y.to_vec1::<f32>().unwrap(), [2.0]);
+
+        let refused = |map: &str, expected: &str| {
+            index(map);
+            let message = refusal(folder.path());
+            assert!(message.contains(expected), "{message} lacks {expected:?}");
+        };
+        refused(r#"{"x":"a.safetensors","y":"c.safetensors"}"#, "c.safetensors; download");
+        refused(r#"{"x":"a.safetensors","z":"b.safetensors"}"#, "\"z\" should be in b");
+        refused(r#"{"x":"b.safetensors","y":"a.safetensors"}"#, "\"x\" should be in b");
+        refused(r#"{"x":"../a.safetensors"}"#, "without folders");
+        refused(r#"{"x":".."}"#, "without folders");
+        refused("{}", "weight_map is empty");
+        refused("3", "expected a map");
+        write_safetensors(at("b.safetensors"), &[named("x", &[2.0], DType::F32)], None).unwrap();
+        refused(r#"{"x":"a.safetensors","y":"b.safetensors"}"#, "each tensor once");
+    }
+
+    #[test]
+    fn a_folder_without_safetensors_is_told_what_it_has() {
+        for (name, expected) in [
+            ("pytorch_model.bin", "safe_serialization=True"),
+            ("model-q4.gguf", "GGUF"),
+            ("adapter_model.safetensors", "base model"),
+            ("consolidated.safetensors", "found consolidated.safetensors"),
+            ("notes.txt", "no weights in any format"),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            fs::write(folder.path().join(name), "x").unwrap();
+            let message = refusal(folder.path());
+            assert!(message.contains(expected), "{message}");
+        }
+        assert!(matches!(Weights::open("no/such/folder"), Err(Error::Io { .. })));
+    }
+
+    #[test]
+    fn edit_distance_counts_the_edits() {
+        assert_eq!(edit_distance(b"kitten", b"sitting"), 3);
+        assert_eq!(edit_distance(b"", b"abc"), 3);
+        assert_eq!(edit_distance(b"abc", b""), 3);
+        assert_eq!(edit_distance(b"abc", b"abc"), 0);
+    }
+}
