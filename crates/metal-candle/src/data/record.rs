@@ -262,6 +262,7 @@ fn message(value: Value) -> std::result::Result<Message, String> {
         return Err(format!("{}, expected an object with \"role\" and \"content\"", kind(&value)));
     };
     let message = Message::from_fields(fields)?;
+    message.check_text()?;
     let role = message.role();
     if !KNOWN_ROLES.contains(&role) {
         return Err(format!("unknown role {role:?}; known are {}", KNOWN_ROLES.join(", ")));

@@ -30,10 +30,11 @@ impl Message {
         Self { fields }
     }
 
-    /// A message from a JSON object.
+    /// A message from a JSON object with a role. What the content may be is up to the template; see
+    /// [`Message::check_text`].
     ///
     /// # Errors
-    /// What is wrong with the object, in words: no role, a content that is not text, a part that is not text.
+    /// What is wrong with the object, in words: no role, or one that is not a string.
     pub fn from_fields(fields: Map<String, Value>) -> Result<Self, String> {
         match fields.get("role") {
             Some(Value::String(_)) => {}
@@ -45,7 +46,15 @@ impl Message {
                 ));
             }
         }
-        match fields.get("content") {
+        Ok(Self { fields })
+    }
+
+    /// Checks that the content is text, which is all that language models here read.
+    ///
+    /// # Errors
+    /// What the content is instead, in words: a value that is not text, a part that is not text.
+    pub fn check_text(&self) -> Result<(), String> {
+        match self.fields.get("content") {
             None | Some(Value::Null | Value::String(_)) => {}
             Some(Value::Array(parts)) => {
                 for part in parts {
@@ -79,20 +88,16 @@ impl Message {
                 ));
             }
         }
-        Ok(Self { fields })
+        Ok(())
     }
 
     /// The same message with another key set, for instance `tool_calls`.
     pub fn with(mut self, key: impl Into<String>, value: Value) -> Self {
-        let key = key.into();
-        if key == "role" && !value.is_string() {
-            return self;
-        }
-        self.fields.insert(key, value);
+        self.fields.insert(key.into(), value);
         self
     }
 
-    /// Who speaks.
+    /// Who speaks; empty if [`Message::with`] put something else than a string there.
     pub fn role(&self) -> &str {
         self.fields.get("role").and_then(Value::as_str).unwrap_or_default()
     }

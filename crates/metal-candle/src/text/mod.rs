@@ -12,4 +12,4 @@ pub(crate) use message::{key_list, kind};
 pub use spans::Rendered;
 pub use stream::DecodeStream;
 pub use template::{ChatTemplate, RenderOptions};
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{Encoded, Tokenizer};

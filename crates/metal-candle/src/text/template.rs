@@ -303,16 +303,16 @@ fn holds_mark(value: &serde_json::Value) -> bool {
 /// second its right one, so the text around stays what it would be. `with` gives the block a scope of its own, which
 /// it has in `transformers`. Tags in comments and raw blocks stay as they are.
 fn mark_generation_blocks(source: &str) -> (String, bool) {
-    static TAGS: LazyLock<std::result::Result<Regex, regex::Error>> = LazyLock::new(|| {
+    static TAGS: LazyLock<Regex> = LazyLock::new(|| {
         Regex::new(
             r"(?s)\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}|\{%(?<left>[-+]?)\s*(?<end>end)?(?<tag>generation)\s*(?<right>[-+]?)%\}",
         )
+        .expect("the expression is a constant")
     });
     // Jinja reads every kind of line end as a newline.
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
-    let Ok(tags) = TAGS.as_ref() else { return (source, false) };
     let mut found = false;
-    let marked = tags.replace_all(&source, |captures: &Captures| {
+    let marked = TAGS.replace_all(&source, |captures: &Captures| {
         let part = |name: &str| captures.name(name).map_or("", |part| part.as_str());
         let (left, right) = (part("left"), part("right"));
         if part("tag").is_empty() {

@@ -22,6 +22,9 @@ use crate::{Error, Result};
 const NAMED_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
+/// Token ids, and for each the bytes `start..end` of the text that it stands for.
+pub type Encoded = (Vec<u32>, Vec<(usize, usize)>);
+
 /// Text to token ids and back.
 #[derive(Debug)]
 pub struct Tokenizer {
@@ -150,11 +153,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// [`Error::Tokenizer`]: the text cannot be tokenized.
-    pub fn encode_with_offsets(
-        &self,
-        text: &str,
-        add_special: bool,
-    ) -> Result<(Vec<u32>, Vec<(usize, usize)>)> {
+    pub fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<Encoded> {
         let encoding = self.inner.encode(text, add_special).map_err(failed)?;
         Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
     }
