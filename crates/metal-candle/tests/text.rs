@@ -523,6 +523,11 @@ fn generation_tags_keep_their_white_space_control() {
             "a{% generation %}b",
             "b",
         ),
+        (
+            "{% for m in messages %}\n    {% generation %}\n    {%- if true -%}\n      {{ 'x' }}\n    {%- endif %}\n    {% endgeneration %}\n{% endfor %}\nend\n",
+            "xend",
+            "x",
+        ),
     ] {
         assert_eq!(
             render(&mut tokenizer, source),
@@ -564,6 +569,26 @@ fn variables_reasoning_and_nulls_reach_the_template() {
         render("{{ tools }}{{ documents }}{{ true }}{{ 1.5 }}", user.clone()).unwrap(),
         "NoneNoneTrue1.5"
     );
+    for (source, expected) in [
+        (
+            "{{ [1, 'a', none, {'b': 1.0}] }}{{ {'a': 1}.items()|list }}{{ (1, 2) }}",
+            "[1, 'a', None, {'b': 1.0}][('a', 1)](1, 2)",
+        ),
+        (
+            "{{ '%s-%d'|format('x', 3) }}{{ 'a' 'b' }}{{ 'ab' * 2 }}{{ [1] + [2] }}",
+            "x-3ababab[1, 2]",
+        ),
+        (
+            "{{ messages[0].content[0] }}{{ 7 / 2 }}{{ messages[0].get('zz') }}{{ messages[0]['zz'] }}|",
+            "x3.5None|",
+        ),
+        (
+            "{{ 'a,b'.split(',') }}{{ 'x' if false }}{{ [3, 1]|sort }}{{ messages|length > 0 and 'y' }}",
+            "['a', 'b'][1, 3]y",
+        ),
+    ] {
+        assert_eq!(render(source, user.clone()).unwrap(), expected, "{source}");
+    }
     let message =
         render("\n\n{{ messages[0].missing.key }}", user.clone()).unwrap_err().to_string();
     assert!(message.contains("line 3"), "{message}");

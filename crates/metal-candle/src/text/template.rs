@@ -4,7 +4,7 @@
 //! functions `raise_exception` and `strftime_now`, `transformers`' own `tojson`, and the block
 //! `{% generation %}...{% endgeneration %}` around what the model writes. Its variables are `messages`, `tools`,
 //! `documents`, `add_generation_prompt`, the special tokens (`bos_token`, `eos_token`, ...) and whatever the caller
-//! adds.
+//! adds. Not all of Python is there: `"%s" % x`, for one, is an error.
 
 use std::fmt::Write as _;
 use std::ops::Range;
