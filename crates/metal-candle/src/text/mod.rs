@@ -1,1 +1,15 @@
-//! Text.
+//! Text to tokens and back: tokenizers, chat templates, and streaming that never splits a character.
+
+mod json;
+mod message;
+mod spans;
+mod stream;
+mod template;
+mod tokenizer;
+
+pub use message::{Message, is_model_role};
+pub(crate) use message::{key_list, kind};
+pub use spans::Rendered;
+pub use stream::DecodeStream;
+pub use template::{ChatTemplate, RenderOptions};
+pub use tokenizer::{Encoded, Tokenizer};

@@ -1,0 +1,234 @@
+//! Examples to batches: by length, or packed several to a row.
+//!
+//! An example of n tokens takes n - 1 places of a row: place i reads token i and is to predict token i + 1. In a packed
+//! row the examples stand one behind the other; positions start again at 0 with each, and `first_key` tells attention
+//! the first place a place may look back to.
+
+use std::sync::Arc;
+
+use super::dataset::{Dataset, Example};
+use super::random::SplitMix64;
+use crate::{Error, Result};
+
+/// The target of a place whose prediction the loss does not count.
+pub const IGNORED: u32 = u32::MAX;
+
+/// Rows that packing keeps open at once. More find tighter fits, at more comparisons an example.
+const OPEN_ROWS: usize = 64;
+
+/// Row lengths are rounded up to a multiple of this, so that kernels meet few different ones.
+const LENGTH_STEP: usize = 8;
+
+/// How examples become batches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchOptions {
+    /// Rows of a batch; the last one of an epoch may have fewer.
+    pub batch_size: usize,
+    /// The longest row; also what packing fills rows up to.
+    pub max_seq_length: usize,
+    /// Put several examples in a row.
+    pub packing: bool,
+    /// What the order of each epoch is drawn from.
+    pub seed: u64,
+    /// Draw a new order each epoch; otherwise every epoch is the same.
+    pub shuffle: bool,
+}
+
+/// Which examples, by index, stand in each row of a batch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BatchPlan {
+    /// The rows; each holds at least one example.
+    pub rows: Vec<Vec<usize>>,
+}
+
+/// A batch: arrays of `(rows, length)`, row-major.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// Number of rows.
+    pub rows: usize,
+    /// Places in a row.
+    pub length: usize,
+    /// The token at each place; 0 in padding.
+    pub input_ids: Vec<u32>,
+    /// The token to predict at each place, or [`IGNORED`].
+    pub targets: Vec<u32>,
+    /// The position in its example of each place, from 0; 0 in padding.
+    pub positions: Vec<u32>,
+    /// The place in its row where the example of each place starts: a place attends to those from there to itself. In
+    /// padding, the place itself.
+    pub first_key: Vec<u32>,
+    /// Places that are not padding.
+    pub tokens: usize,
+    /// Places whose target counts.
+    pub target_tokens: usize,
+}
+
+/// Makes the batches of each epoch, the same from the same options on every platform.
+#[derive(Debug, Clone)]
+pub struct Batcher {
+    dataset: Arc<Dataset>,
+    options: BatchOptions,
+}
+
+impl Batcher {
+    /// A batcher over a data set.
+    ///
+    /// # Errors
+    /// [`Error::Option`]: `batch_size` is 0, the data set is empty, an example has fewer than 2 tokens, or not
+    /// as many mask values as tokens, or does not fit a row of `max_seq_length`.
+    pub fn new(dataset: Arc<Dataset>, options: BatchOptions) -> Result<Self> {
+        if options.batch_size == 0 {
+            return Err(Error::option("batch_size", "is 0, expected at least 1"));
+        }
+        if u32::try_from(options.max_seq_length).is_err() {
+            return Err(Error::option(
+                "max_seq_length",
+                format!("is {}, expected below 2^32", options.max_seq_length),
+            ));
+        }
+        if dataset.examples.is_empty() {
+            return Err(Error::option("data", "there are no examples"));
+        }
+        for (index, example) in dataset.examples.iter().enumerate() {
+            if example.ids.len() < 2 || example.ids.len() != example.trainable.len() {
+                return Err(Error::option(
+                    "data",
+                    format!(
+                        "example {index} has {} tokens and {} mask values, expected 2 or more of each, as many of one \
+                         as of the other",
+                        example.ids.len(),
+                        example.trainable.len()
+                    ),
+                ));
+            }
+            if places(example) > options.max_seq_length {
+                return Err(Error::option(
+                    "max_seq_length",
+                    format!(
+                        "is {}, but example {index} has {} tokens; build the data set with the same limit",
+                        options.max_seq_length,
+                        example.ids.len()
+                    ),
+                ));
+            }
+        }
+        Ok(Self { dataset, options })
+    }
+
+    /// The data set.
+    pub fn dataset(&self) -> &Arc<Dataset> {
+        &self.dataset
+    }
+
+    /// The batches of an epoch. Every example is in exactly one of them.
+    ///
+    /// Packed: the examples in random order, each into the first open row with room. Otherwise: the examples by length,
+    /// those of the same length in random order, cut into batches, and the batches in random order. The random numbers
+    /// are a [`SplitMix64`] stream of the seed and the epoch.
+    pub fn epoch(&self, epoch: usize) -> Vec<BatchPlan> {
+        let mut random = SplitMix64::stream(self.options.seed, epoch as u64);
+        let mut order: Vec<usize> = (0..self.dataset.examples.len()).collect();
+        if self.options.shuffle {
+            random.shuffle(&mut order);
+        }
+        let rows = if self.options.packing {
+            self.pack(&order)
+        } else {
+            order.sort_by_key(|index| self.places_of(*index));
+            order.into_iter().map(|index| vec![index]).collect()
+        };
+        let mut plans: Vec<BatchPlan> = rows
+            .chunks(self.options.batch_size)
+            .map(|rows| BatchPlan { rows: rows.to_vec() })
+            .collect();
+        if self.options.shuffle && !self.options.packing {
+            random.shuffle(&mut plans);
+        }
+        plans
+    }
+
+    /// First fit into rows of `max_seq_length`, the oldest row closing when too many are open.
+    fn pack(&self, order: &[usize]) -> Vec<Vec<usize>> {
+        let mut rows: Vec<Vec<usize>> = Vec::new();
+        let mut open: Vec<(usize, usize)> = Vec::new();
+        for &index in order {
+            let needed = self.places_of(index);
+            match open.iter().position(|(_, room)| *room >= needed) {
+                Some(place) => {
+                    if let Some((row, room)) = open.get_mut(place) {
+                        *room -= needed;
+                        if let Some(row) = rows.get_mut(*row) {
+                            row.push(index);
+                        }
+                        if *room == 0 {
+                            open.remove(place);
+                        }
+                    }
+                }
+                None => {
+                    if open.len() == OPEN_ROWS {
+                        open.remove(0);
+                    }
+                    open.push((rows.len(), self.options.max_seq_length.saturating_sub(needed)));
+                    rows.push(vec![index]);
+                }
+            }
+        }
+        rows
+    }
+
+    fn places_of(&self, index: usize) -> usize {
+        self.dataset.examples.get(index).map_or(0, places)
+    }
+
+    /// The arrays of a batch. Rows are padded on the right to the longest one, rounded up to a multiple of 8 but not
+    /// past `max_seq_length`.
+    ///
+    /// The plan is one of this batcher's; indices that are not in the data set are passed over.
+    pub fn batch(&self, plan: &BatchPlan) -> Batch {
+        let used = |row: &Vec<usize>| row.iter().map(|index| self.places_of(*index)).sum::<usize>();
+        let longest = plan.rows.iter().map(used).max().unwrap_or(0);
+        let length =
+            longest.next_multiple_of(LENGTH_STEP).min(self.options.max_seq_length).max(longest);
+        let size = plan.rows.len() * length;
+        let mut batch = Batch {
+            rows: plan.rows.len(),
+            length,
+            input_ids: Vec::with_capacity(size),
+            targets: Vec::with_capacity(size),
+            positions: Vec::with_capacity(size),
+            first_key: Vec::with_capacity(size),
+            tokens: 0,
+            target_tokens: 0,
+        };
+        for (number, row) in plan.rows.iter().enumerate() {
+            let mut place = 0;
+            for example in row.iter().filter_map(|index| self.dataset.examples.get(*index)) {
+                let first = place;
+                let predicted = example.ids.iter().zip(&example.trainable).skip(1);
+                for (position, (input, (target, trainable))) in
+                    example.ids.iter().zip(predicted).enumerate()
+                {
+                    batch.input_ids.push(*input);
+                    batch.targets.push(if *trainable { *target } else { IGNORED });
+                    batch.positions.push(position as u32);
+                    batch.first_key.push(first as u32);
+                    batch.target_tokens += usize::from(*trainable);
+                    place += 1;
+                }
+            }
+            batch.tokens += place;
+            let end = (number + 1) * length;
+            batch.input_ids.resize(end, 0);
+            batch.targets.resize(end, IGNORED);
+            batch.positions.resize(end, 0);
+            batch.first_key.extend((place..length).map(|place| place as u32));
+        }
+        batch
+    }
+}
+
+/// The places an example takes in a row.
+fn places(example: &Example) -> usize {
+    example.ids.len().saturating_sub(1)
+}

@@ -1,0 +1,417 @@
+//! Chat templates: a conversation to the text a model was trained on, as `transformers` renders it.
+//!
+//! A template is Jinja with `trim_blocks`, `lstrip_blocks`, loop controls, Python's string and dict methods, the
+//! functions `raise_exception` and `strftime_now`, `transformers`' own `tojson`, and the block
+//! `{% generation %}...{% endgeneration %}` around what the model writes. Its variables are `messages`, `tools`,
+//! `documents`, `add_generation_prompt`, the special tokens (`bos_token`, `eos_token`, ...) and whatever the caller
+//! adds. Not all of Python is there: `"%s" % x`, for one, is an error.
+
+use std::fmt::Write as _;
+use std::ops::Range;
+use std::sync::LazyLock;
+
+use chrono::NaiveDateTime;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::from_args;
+use minijinja::{Environment, ErrorKind, State, Value};
+use regex::{Captures, Regex};
+use serde_json::Map;
+
+use super::json::{to_template_value, tojson};
+use super::message::Message;
+use crate::{Error, Result};
+
+/// Marks the start of a generation block in a rendering. Unicode keeps these code points out of text
+/// (noncharacters), and no template trims them as white space.
+const BLOCK_START: char = '\u{fdd0}';
+/// Marks the end of a generation block.
+const BLOCK_END: char = '\u{fdd1}';
+/// Marks the start of a message's content; see the spans.
+pub(super) const CONTENT_START: char = '\u{fdd2}';
+/// Marks the end of a message's content.
+pub(super) const CONTENT_END: char = '\u{fdd3}';
+
+fn is_mark(character: char) -> bool {
+    (BLOCK_START..=CONTENT_END).contains(&character)
+}
+
+/// How to render a conversation.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct RenderOptions<'a> {
+    /// End with the header of the turn that the model is to write.
+    pub add_generation_prompt: bool,
+    /// The tools the model may call, as JSON schemas. With several templates, `tool_use` is taken when these are given.
+    pub tools: Option<&'a [serde_json::Value]>,
+    /// More variables for the template, such as `enable_thinking` or `documents`; they win over the special tokens.
+    pub variables: Option<&'a Map<String, serde_json::Value>>,
+    /// What `strftime_now` says the time is; `None` is the time of the call. A run that must repeat gives one.
+    pub now: Option<NaiveDateTime>,
+}
+
+/// The chat templates of one tokenizer: usually one, sometimes several by name.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    templates: Vec<Named>,
+    special_variables: Vec<(String, String)>,
+    /// The texts of special tokens, longest first.
+    pub(super) special_tokens: Vec<String>,
+    /// The texts of the tokens that end a generation.
+    pub(super) end_tokens: Vec<String>,
+}
+
+/// One template. A parse error is kept and given when it is first used, so that a folder whose template this engine
+/// can't parse still serves for plain text.
+#[derive(Debug)]
+struct Named {
+    name: String,
+    environment: std::result::Result<Environment<'static>, String>,
+    has_blocks: bool,
+}
+
+/// A rendering and the byte ranges of its generation blocks.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Marked {
+    pub(super) text: String,
+    pub(super) blocks: Vec<Range<usize>>,
+}
+
+impl ChatTemplate {
+    /// A template from its source.
+    ///
+    /// `special_variables` are the special tokens by the names templates know them by (`bos_token`, `eos_token`, ...).
+    /// `special_tokens` are the texts of all special tokens and `end_tokens` those that end a generation; the spans of
+    /// [`ChatTemplate::render_with_spans`] need them.
+    ///
+    /// # Errors
+    /// [`Error::Template`] when the source does not parse.
+    pub fn new(
+        source: &str,
+        special_variables: Vec<(String, String)>,
+        special_tokens: Vec<String>,
+        end_tokens: Vec<String>,
+    ) -> Result<Self> {
+        let named = vec![("default".to_string(), "chat template".to_string(), source.to_string())];
+        let template = Self::from_named(named, special_variables, special_tokens, end_tokens);
+        template.pick(None)?;
+        Ok(template)
+    }
+
+    /// Templates as `(name, origin, source)`; one that does not parse is an error only when it is used.
+    pub(super) fn from_named(
+        sources: Vec<(String, String, String)>,
+        special_variables: Vec<(String, String)>,
+        mut special_tokens: Vec<String>,
+        end_tokens: Vec<String>,
+    ) -> Self {
+        special_tokens.retain(|token| !token.is_empty());
+        special_tokens.sort_by_key(|token| std::cmp::Reverse(token.len()));
+        let templates = sources
+            .into_iter()
+            .map(|(name, origin, source)| {
+                let (source, has_blocks) = mark_generation_blocks(&source);
+                Named { name, environment: compile(origin, source), has_blocks }
+            })
+            .collect();
+        Self { templates, special_variables, special_tokens, end_tokens }
+    }
+
+    /// Renders a conversation.
+    ///
+    /// As in `transformers` 5, a message's keys that are null are left out, and reasoning given under one of the names
+    /// `reasoning_content`, `thinking`, `reasoning` is there under the first two.
+    ///
+    /// # Errors
+    /// [`Error::Template`]: the template does not parse, refuses the conversation, or the conversation holds a code
+    /// point from U+FDD0 to U+FDD3, which this library marks spans with.
+    pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String> {
+        self.check_marks(messages, options)?;
+        Ok(self.render_marked(messages, options)?.text)
+    }
+
+    /// Whether the template that these options choose says itself what the model writes.
+    pub(super) fn has_generation_blocks(&self, options: &RenderOptions) -> Result<bool> {
+        Ok(self.pick(options.tools)?.0.has_blocks)
+    }
+
+    /// Refuses marks in the input: they would be taken for our own.
+    pub(super) fn check_marks(&self, messages: &[Message], options: &RenderOptions) -> Result<()> {
+        let in_messages =
+            messages.iter().flat_map(|message| message.fields().values()).any(holds_mark);
+        let in_tools = options.tools.into_iter().flatten().any(holds_mark);
+        let in_variables = options.variables.into_iter().flat_map(Map::values).any(holds_mark);
+        if in_messages || in_tools || in_variables {
+            return Err(Error::Template(
+                "the conversation holds a code point from U+FDD0 to U+FDD3; Unicode keeps these out of text, and spans \
+                 are marked with them here: remove it"
+                    .into(),
+            ));
+        }
+        Ok(())
+    }
+
+    pub(super) fn render_marked(
+        &self,
+        messages: &[Message],
+        options: &RenderOptions,
+    ) -> Result<Marked> {
+        let (template, environment) = self.pick(options.tools)?;
+        let now = options.now.unwrap_or_else(|| chrono::Local::now().naive_local());
+        let mut context: Vec<(String, Value)> = Vec::new();
+        for (name, token) in &self.special_variables {
+            context.push((name.clone(), Value::from(token.as_str())));
+        }
+        let tools = options
+            .tools
+            .map(|tools| Value::from(tools.iter().map(to_template_value).collect::<Vec<_>>()));
+        context.push(("strftime_now".into(), strftime_now(now)));
+        context.push((
+            "messages".into(),
+            Value::from(messages.iter().map(message_value).collect::<Vec<_>>()),
+        ));
+        context.push(("tools".into(), tools.unwrap_or_else(|| Value::from(()))));
+        context.push(("documents".into(), Value::from(())));
+        context.push(("add_generation_prompt".into(), Value::from(options.add_generation_prompt)));
+        for (name, value) in options.variables.into_iter().flatten() {
+            context.push((name.clone(), to_template_value(value)));
+        }
+        let rendered = environment
+            .get_template(TEMPLATE)
+            .and_then(|parsed| parsed.render(Value::from_pairs(context)))
+            .map_err(|error| Error::Template(in_words(&error)))?;
+        if template.has_blocks {
+            split_blocks(&rendered)
+        } else {
+            Ok(Marked { text: rendered, blocks: Vec::new() })
+        }
+    }
+
+    fn pick(&self, tools: Option<&[serde_json::Value]>) -> Result<(&Named, &Environment<'static>)> {
+        let by_name = |name: &str| self.templates.iter().find(|template| template.name == name);
+        let found = tools.and_then(|_| by_name("tool_use")).or_else(|| by_name("default")).ok_or_else(|| {
+            let names: Vec<_> = self.templates.iter().map(|template| template.name.as_str()).collect();
+            Error::Template(format!(
+                "the tokenizer has the templates {} but none is named \"default\": pass the one to use",
+                names.join(", ")
+            ))
+        })?;
+        match &found.environment {
+            Ok(environment) => Ok((found, environment)),
+            Err(message) => Err(Error::Template(message.clone())),
+        }
+    }
+}
+
+/// What the one template of an environment is called in it.
+const TEMPLATE: &str = "chat template";
+
+fn compile(origin: String, source: String) -> std::result::Result<Environment<'static>, String> {
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder()
+        .trim_blocks(true)
+        .lstrip_blocks(true)
+        .build()
+        .map_err(|error| format!("{origin}: {error}"))?;
+    environment.set_syntax(syntax);
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_unknown_method_callback(python_method);
+    environment.add_filter("tojson", tojson);
+    environment.add_function(
+        "raise_exception",
+        |message: String| -> std::result::Result<String, minijinja::Error> {
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, format!("{REFUSED}{message}")))
+        },
+    );
+    environment
+        .add_template_owned(TEMPLATE, source)
+        .map_err(|error| format!("{origin}: {}", in_words(&error)))?;
+    Ok(environment)
+}
+
+/// What an error of `raise_exception` begins with, to tell it from a mistake in the template.
+const REFUSED: &str = "the template refused the conversation: ";
+
+/// The error a person can act on: the innermost one, with the template's line.
+fn in_words(error: &minijinja::Error) -> String {
+    let mut innermost = error;
+    let mut next = std::error::Error::source(error);
+    while let Some(source) = next {
+        if let Some(inner) = source.downcast_ref::<minijinja::Error>() {
+            innermost = inner;
+        }
+        next = source.source();
+    }
+    if let Some(detail) = innermost.detail().filter(|detail| detail.starts_with(REFUSED)) {
+        return detail.to_string();
+    }
+    let line = innermost.line().or_else(|| error.line());
+    let mut words = String::new();
+    if let Some(line) = line {
+        let _ = write!(words, "line {line}: ");
+    }
+    let _ = match innermost.detail() {
+        Some(detail) => write!(words, "{}: {detail}", innermost.kind()),
+        None => write!(words, "{}", innermost.kind()),
+    };
+    words
+}
+
+fn strftime_now(now: NaiveDateTime) -> Value {
+    Value::from_function(move |format: String| -> std::result::Result<String, minijinja::Error> {
+        let mut text = String::new();
+        // chrono reports a format it does not know, or a time zone's (there is none here), as an error of the write.
+        write!(text, "{}", now.format(&format)).map_err(|_| {
+            minijinja::Error::new(
+                ErrorKind::InvalidOperation,
+                format!("strftime_now: cannot format a time as {format:?}"),
+            )
+        })?;
+        Ok(text)
+    })
+}
+
+/// The message as templates see it.
+fn message_value(message: &Message) -> Value {
+    let given = |name: &str| message.get(name).filter(|value| !value.is_null());
+    let reasoning = ["reasoning_content", "thinking", "reasoning"].into_iter().find_map(given);
+    let mut fields = Map::new();
+    if let Some(reasoning) = reasoning {
+        fields.insert("thinking".into(), reasoning.clone());
+    }
+    for (key, value) in message.fields().iter().filter(|(_, value)| !value.is_null()) {
+        fields.insert(key.clone(), value.clone());
+    }
+    if let Some(reasoning) = reasoning {
+        fields.insert("reasoning_content".into(), reasoning.clone());
+    }
+    to_template_value(&serde_json::Value::Object(fields))
+}
+
+fn holds_mark(value: &serde_json::Value) -> bool {
+    match value {
+        serde_json::Value::String(text) => text.contains(is_mark),
+        serde_json::Value::Array(items) => items.iter().any(holds_mark),
+        serde_json::Value::Object(fields) => {
+            fields.iter().any(|(key, value)| key.contains(is_mark) || holds_mark(value))
+        }
+        _ => false,
+    }
+}
+
+/// Rewrites `{% generation %}` and `{% endgeneration %}` to statements the engine knows that print a mark.
+///
+/// Each becomes two statements with the mark between them: the first keeps the tag's left white space control and the
+/// second its right one, so the text around stays what it would be. `with` gives the block a scope of its own, which
+/// it has in `transformers`. Tags in comments and raw blocks stay as they are.
+fn mark_generation_blocks(source: &str) -> (String, bool) {
+    static TAGS: LazyLock<Regex> = LazyLock::new(|| {
+        Regex::new(
+            r"(?s)\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}|\{%(?<left>[-+]?)\s*(?<end>end)?(?<tag>generation)\s*(?<right>[-+]?)%\}",
+        )
+        .expect("the expression is a constant")
+    });
+    // Jinja reads every kind of line end as a newline.
+    let source = source.replace("\r\n", "\n").replace('\r', "\n");
+    let mut found = false;
+    let marked = TAGS.replace_all(&source, |captures: &Captures| {
+        let part = |name: &str| captures.name(name).map_or("", |part| part.as_str());
+        let (left, right) = (part("left"), part("right"));
+        if part("tag").is_empty() {
+            return captures.get(0).map_or(String::new(), |whole| whole.as_str().to_string());
+        }
+        found = true;
+        if part("end").is_empty() {
+            format!("{{%{left} with %}}{{{{ \"{BLOCK_START}\" }}}}{{% if true {right}%}}")
+        } else {
+            format!("{{%{left} endif %}}{{{{ \"{BLOCK_END}\" }}}}{{% endwith {right}%}}")
+        }
+    });
+    (marked.into_owned(), found)
+}
+
+/// Takes the marks of generation blocks out of a rendering and says where they were.
+fn split_blocks(rendered: &str) -> Result<Marked> {
+    let mut text = String::with_capacity(rendered.len());
+    let mut blocks = Vec::new();
+    let mut open = None;
+    for character in rendered.chars() {
+        match (character, open) {
+            (BLOCK_START, None) => open = Some(text.len()),
+            (BLOCK_END, Some(start)) => {
+                blocks.push(start..text.len());
+                open = None;
+            }
+            (BLOCK_START | BLOCK_END, _) => {
+                return Err(Error::Template(
+                    "generation blocks are nested; one must end before the next starts".into(),
+                ));
+            }
+            (other, _) => text.push(other),
+        }
+    }
+    match open {
+        None => Ok(Marked { text, blocks }),
+        Some(_) => Err(Error::Template(
+            "a generation block's end was cut away from the rendered text".into(),
+        )),
+    }
+}
+
+/// Python's methods of strings, lists and dicts, beyond those of `minijinja_contrib::pycompat`.
+fn python_method(
+    state: &mut State,
+    value: &Value,
+    method: &str,
+    arguments: &[Value],
+) -> std::result::Result<Value, minijinja::Error> {
+    let Some(text) = value.as_str() else {
+        return minijinja_contrib::pycompat::unknown_method_callback(
+            state, value, method, arguments,
+        );
+    };
+    match method {
+        "removeprefix" => {
+            let (prefix,): (&str,) = from_args(arguments)?;
+            Ok(Value::from(text.strip_prefix(prefix).unwrap_or(text)))
+        }
+        "removesuffix" => {
+            let (suffix,): (&str,) = from_args(arguments)?;
+            Ok(Value::from(text.strip_suffix(suffix).unwrap_or(text)))
+        }
+        "partition" | "rpartition" => {
+            let (separator,): (&str,) = from_args(arguments)?;
+            if separator.is_empty() {
+                return Err(minijinja::Error::new(
+                    ErrorKind::InvalidOperation,
+                    format!("{method}: empty separator"),
+                ));
+            }
+            let found = if method == "partition" {
+                text.split_once(separator)
+            } else {
+                text.rsplit_once(separator)
+            };
+            let parts = match found {
+                Some((before, after)) => [before, separator, after],
+                None if method == "partition" => [text, "", ""],
+                None => ["", "", text],
+            };
+            Ok(parts.into_iter().map(Value::from).collect())
+        }
+        "rsplit" => {
+            let (separator, most): (&str, Option<i64>) = from_args(arguments)?;
+            if separator.is_empty() {
+                return Err(minijinja::Error::new(
+                    ErrorKind::InvalidOperation,
+                    "rsplit: empty separator",
+                ));
+            }
+            let mut parts: Vec<&str> = match most.and_then(|most| usize::try_from(most).ok()) {
+                Some(most) => text.rsplitn(most.saturating_add(1), separator).collect(),
+                None => text.rsplit(separator).collect(),
+            };
+            parts.reverse();
+            Ok(parts.into_iter().map(Value::from).collect())
+        }
+        _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments),
+    }
+}

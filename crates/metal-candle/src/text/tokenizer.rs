@@ -1,0 +1,410 @@
+//! A model folder's tokenizer: `tokenizer.json`, its special tokens, its chat templates, and the tokens that end a text.
+//!
+//! | what | from |
+//! |---|---|
+//! | vocabulary, merges, normalisation | `tokenizer.json` |
+//! | `bos_token`, `eos_token`, `pad_token`, `unk_token`, ... | `tokenizer_config.json`, then `special_tokens_map.json` |
+//! | chat templates | `chat_template.jinja` and `additional_chat_templates/*.jinja`, then `chat_template` in `tokenizer_config.json`, then `chat_template.json` |
+//! | token ids that end a generation | `eos_token_id` (one or a list) in `generation_config.json`, then in `config.json`, then the id of `eos_token` |
+//! | ids of the beginning and of padding | `bos_token_id`, `pad_token_id` in the same order |
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+use tokenizers::PostProcessorWrapper;
+
+use super::message::kind;
+use super::stream::DecodeStream;
+use super::template::ChatTemplate;
+use crate::{Error, Result};
+
+/// The special tokens templates know by name.
+const NAMED_TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// Token ids, and for each the bytes `start..end` of the text that it stands for.
+pub type Encoded = (Vec<u32>, Vec<(usize, usize)>);
+
+/// Text to token ids and back.
+#[derive(Debug)]
+pub struct Tokenizer {
+    folder: PathBuf,
+    inner: tokenizers::Tokenizer,
+    named: Vec<(String, String)>,
+    special_tokens: Vec<String>,
+    eos_ids: Vec<u32>,
+    eos_id: Option<u32>,
+    bos_id: Option<u32>,
+    pad_id: Option<u32>,
+    chat_template: Option<ChatTemplate>,
+}
+
+impl Tokenizer {
+    /// Reads the tokenizer of a model folder.
+    ///
+    /// # Errors
+    /// [`Error::Io`] or [`Error::File`]: no `tokenizer.json`, or one of the files is not what it should be. A chat
+    /// template that does not parse is an error only when it is used.
+    pub fn load(folder: &Path) -> Result<Self> {
+        let path = folder.join("tokenizer.json");
+        if !path.is_file() {
+            let hint = if folder.join("tokenizer.model").is_file() {
+                "; there is a SentencePiece tokenizer.model, which is not read: save the tokenizer as tokenizer.json \
+                 with transformers (AutoTokenizer.from_pretrained(folder).save_pretrained(folder))"
+            } else {
+                "; a model folder needs one"
+            };
+            return Err(Error::file(&path, format!("no such file{hint}")));
+        }
+        let bytes = std::fs::read(&path).map_err(Error::io(&path))?;
+        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| {
+            Error::file(&path, format!("not a tokenizer this library can read: {error}"))
+        })?;
+        // What the file says about training lengths is not for us: rows are cut and padded elsewhere.
+        inner.with_padding(None);
+        inner.with_truncation(None).map_err(|error| {
+            Error::file(&path, format!("truncation cannot be switched off: {error}"))
+        })?;
+        keep_spaces_in_offsets(&mut inner, &path)?;
+
+        let tokenizer_config = read_object(&folder.join("tokenizer_config.json"))?;
+        let special_tokens_map = read_object(&folder.join("special_tokens_map.json"))?;
+        let mut named = Vec::new();
+        for name in NAMED_TOKENS {
+            let found = match token_text(&tokenizer_config, name)? {
+                Some(token) => Some(token),
+                None => token_text(&special_tokens_map, name)?,
+            };
+            if let Some(token) = found {
+                named.push((name.to_string(), token));
+            }
+        }
+
+        let sources = [
+            read_object(&folder.join("generation_config.json"))?,
+            read_object(&folder.join("config.json"))?,
+        ];
+        let id_of = |name: &str| {
+            named
+                .iter()
+                .find(|(other, _)| other == name)
+                .and_then(|(_, token)| inner.token_to_id(token))
+        };
+        let ids = |key: &str, name: &str| -> Result<Vec<u32>> {
+            for source in &sources {
+                if let Some(ids) = token_ids(source, key)? {
+                    return Ok(ids);
+                }
+            }
+            Ok(id_of(name).into_iter().collect())
+        };
+        let eos_ids = ids("eos_token_id", "eos_token")?;
+        let eos_id = id_of("eos_token").or(eos_ids.first().copied());
+        let bos_id = ids("bos_token_id", "bos_token")?.first().copied();
+        let pad_id = ids("pad_token_id", "pad_token")?.first().copied();
+
+        let mut special_tokens: Vec<String> = inner
+            .get_added_tokens_decoder()
+            .into_values()
+            .filter(|token| token.special)
+            .map(|token| token.content)
+            .collect();
+        special_tokens.extend(named.iter().map(|(_, token)| token.clone()));
+        special_tokens.sort();
+        special_tokens.dedup();
+
+        let mut tokenizer = Self {
+            folder: folder.to_path_buf(),
+            inner,
+            named,
+            special_tokens,
+            eos_ids,
+            eos_id,
+            bos_id,
+            pad_id,
+            chat_template: None,
+        };
+        let sources = read_templates(folder, &tokenizer_config)?;
+        if !sources.is_empty() {
+            tokenizer.chat_template = Some(ChatTemplate::from_named(
+                sources,
+                tokenizer.named.clone(),
+                tokenizer.special_tokens.clone(),
+                tokenizer.end_tokens(),
+            ));
+        }
+        Ok(tokenizer)
+    }
+
+    /// Token ids of a text. `add_special` adds what the tokenizer puts around a text, such as the BOS token; a rendered
+    /// conversation has these already.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`]: the text cannot be tokenized, for instance for want of an unknown token.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
+        let encoding = self.inner.encode_fast(text, add_special).map_err(failed)?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Token ids of a text, and the bytes `(start, end)` of the text that each stands for.
+    ///
+    /// A character spread over several tokens gives each of them its whole range; a token that was added around the
+    /// text has an empty range at 0. The spaces that belong to a token are in its range.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`]: the text cannot be tokenized.
+    pub fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<Encoded> {
+        let encoding = self.inner.encode(text, add_special).map_err(failed)?;
+        Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
+    }
+
+    /// The text of token ids; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves special tokens out.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`]: the decoder fails.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
+        self.inner.decode(ids, skip_special).map_err(failed)
+    }
+
+    /// Decodes tokens as they come, without special tokens and without splitting a character.
+    pub fn decode_stream(&self) -> DecodeStream<'_> {
+        DecodeStream::new(self, true)
+    }
+
+    /// The ids that end a generation, in the order the folder gives them; empty when it names none.
+    pub fn eos_ids(&self) -> &[u32] {
+        &self.eos_ids
+    }
+
+    /// The id that ends a text in training: that of the tokenizer's `eos_token`, else the first of
+    /// [`Tokenizer::eos_ids`].
+    pub fn eos_id(&self) -> Option<u32> {
+        self.eos_id
+    }
+
+    /// The id that begins a text, if the model has one.
+    pub fn bos_id(&self) -> Option<u32> {
+        self.bos_id
+    }
+
+    /// The id for padding, if the model has one.
+    pub fn pad_id(&self) -> Option<u32> {
+        self.pad_id
+    }
+
+    /// The id of a token given as it stands in the vocabulary.
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// A token as it stands in the vocabulary.
+    pub fn id_to_token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
+    }
+
+    /// How many tokens there are, added ones included. A model's embedding may have more rows.
+    pub fn vocab_size(&self) -> usize {
+        self.inner.get_vocab_size(true)
+    }
+
+    /// The chat template, if the folder has one or [`Tokenizer::set_chat_template`] gave one.
+    pub fn chat_template(&self) -> Option<&ChatTemplate> {
+        self.chat_template.as_ref()
+    }
+
+    /// The chat template.
+    ///
+    /// # Errors
+    /// [`Error::File`] when there is none.
+    pub fn require_chat_template(&self) -> Result<&ChatTemplate> {
+        self.chat_template.as_ref().ok_or_else(|| {
+            Error::file(
+                &self.folder,
+                "the tokenizer has no chat template (looked for chat_template.jinja, \"chat_template\" in \
+                 tokenizer_config.json, and chat_template.json), so conversations cannot be rendered: use records with \
+                 \"text\" or with \"prompt\" and \"completion\" strings, or pass a template",
+            )
+        })
+    }
+
+    /// Takes a chat template's source in place of the folder's.
+    ///
+    /// # Errors
+    /// [`Error::Template`] when the source does not parse.
+    pub fn set_chat_template(&mut self, source: &str) -> Result<()> {
+        let template = ChatTemplate::new(
+            source,
+            self.named.clone(),
+            self.special_tokens.clone(),
+            self.end_tokens(),
+        )?;
+        self.chat_template = Some(template);
+        Ok(())
+    }
+
+    fn end_tokens(&self) -> Vec<String> {
+        self.eos_ids
+            .iter()
+            .chain(&self.eos_id)
+            .filter_map(|id| self.inner.id_to_token(*id))
+            .collect()
+    }
+}
+
+fn failed(error: tokenizers::Error) -> Error {
+    Error::Tokenizer(error.to_string())
+}
+
+/// Makes byte-level post-processors leave a token's spaces in its range. By default they cut them off, and then a
+/// token of spaces has no place, and a loss mask would lose it.
+fn keep_spaces_in_offsets(inner: &mut tokenizers::Tokenizer, path: &Path) -> Result<()> {
+    fn untrim(value: &mut Value) {
+        match value {
+            Value::Object(fields) => fields.iter_mut().for_each(|(key, value)| {
+                if key == "trim_offsets" {
+                    *value = Value::Bool(false);
+                } else {
+                    untrim(value);
+                }
+            }),
+            Value::Array(items) => items.iter_mut().for_each(untrim),
+            _ => {}
+        }
+    }
+    let Some(processor) = inner.get_post_processor() else { return Ok(()) };
+    let broken = |error: serde_json::Error| Error::file(path, format!("post_processor: {error}"));
+    let mut description = serde_json::to_value(processor).map_err(broken)?;
+    untrim(&mut description);
+    let processor: PostProcessorWrapper = serde_json::from_value(description).map_err(broken)?;
+    inner.with_post_processor(Some(processor));
+    Ok(())
+}
+
+/// A JSON file's object with the file's path; empty when there is no such file.
+struct Source {
+    path: PathBuf,
+    fields: Map<String, Value>,
+}
+
+fn read_object(path: &Path) -> Result<Source> {
+    if !path.is_file() {
+        return Ok(Source { path: path.to_path_buf(), fields: Map::new() });
+    }
+    let bytes = std::fs::read(path).map_err(Error::io(path))?;
+    match serde_json::from_slice(&bytes) {
+        Ok(Value::Object(fields)) => Ok(Source { path: path.to_path_buf(), fields }),
+        Ok(other) => {
+            Err(Error::file(path, format!("expected a JSON object, found {}", kind(&other))))
+        }
+        Err(error) => Err(Error::file(path, format!("malformed JSON: {error}"))),
+    }
+}
+
+/// The text of a special token: a string, or an object with its text under `content`.
+fn token_text(source: &Source, name: &str) -> Result<Option<String>> {
+    match source.fields.get(name) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(token)) => Ok(Some(token.clone())),
+        Some(Value::Object(fields)) => match fields.get("content") {
+            Some(Value::String(token)) => Ok(Some(token.clone())),
+            _ => Err(Error::file(
+                &source.path,
+                format!("{name:?} is an object without a string under \"content\""),
+            )),
+        },
+        Some(other) => Err(Error::file(
+            &source.path,
+            format!("{name:?} is {}, expected a string or an object with \"content\"", kind(other)),
+        )),
+    }
+}
+
+/// One token id or a list of them; `None` when the key is absent, null, or an empty list.
+fn token_ids(source: &Source, key: &str) -> Result<Option<Vec<u32>>> {
+    let value = match source.fields.get(key) {
+        None | Some(Value::Null) => return Ok(None),
+        Some(value) => value,
+    };
+    let items = match value {
+        Value::Array(items) => items.as_slice(),
+        single => std::slice::from_ref(single),
+    };
+    // A negative id is how some configurations say that there is none.
+    let ids = items
+        .iter()
+        .filter(|item| item.as_i64().is_none_or(|id| id >= 0))
+        .map(|item| {
+            item.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(|| {
+                Error::file(
+                    &source.path,
+                    format!("{key:?} holds {item}, expected a token id or a list of them"),
+                )
+            })
+        })
+        .collect::<Result<Vec<_>>>()?;
+    Ok(if ids.is_empty() { None } else { Some(ids) })
+}
+
+/// The folder's chat templates as `(name, where from, source)`.
+fn read_templates(
+    folder: &Path,
+    tokenizer_config: &Source,
+) -> Result<Vec<(String, String, String)>> {
+    let read = |path: &Path| std::fs::read_to_string(path).map_err(Error::io(path));
+    let mut found = Vec::new();
+    let single = folder.join("chat_template.jinja");
+    if single.is_file() {
+        found.push(("default".to_string(), single.display().to_string(), read(&single)?));
+    }
+    let more = folder.join("additional_chat_templates");
+    if more.is_dir() {
+        let mut paths = Vec::new();
+        for entry in std::fs::read_dir(&more).map_err(Error::io(&more))? {
+            paths.push(entry.map_err(Error::io(&more))?.path());
+        }
+        paths.sort();
+        for path in paths
+            .iter()
+            .filter(|path| path.extension().is_some_and(|extension| extension == "jinja"))
+        {
+            let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            found.push((name, path.display().to_string(), read(path)?));
+        }
+    }
+    if !found.is_empty() {
+        return Ok(found);
+    }
+    found = templates_of(tokenizer_config)?;
+    if !found.is_empty() {
+        return Ok(found);
+    }
+    templates_of(&read_object(&folder.join("chat_template.json"))?)
+}
+
+/// The value under `chat_template`: a template, or a list of `{"name": ..., "template": ...}`.
+fn templates_of(source: &Source) -> Result<Vec<(String, String, String)>> {
+    let wrong = |found: &str| {
+        Error::file(
+            &source.path,
+            format!(
+                "\"chat_template\" is {found}, expected a string or a list of {{\"name\": ..., \"template\": ...}}"
+            ),
+        )
+    };
+    let origin = source.path.display().to_string();
+    match source.fields.get("chat_template") {
+        None | Some(Value::Null) => Ok(Vec::new()),
+        Some(Value::String(template)) => Ok(vec![("default".into(), origin, template.clone())]),
+        Some(Value::Array(items)) => items
+            .iter()
+            .map(|item| {
+                let part = |key: &str| item.get(key).and_then(Value::as_str).map(str::to_string);
+                match (part("name"), part("template")) {
+                    (Some(name), Some(template)) => Ok((name, origin.clone(), template)),
+                    _ => Err(wrong("a list with something else in it")),
+                }
+            })
+            .collect(),
+        Some(other) => Err(wrong(kind(other))),
+    }
+}
