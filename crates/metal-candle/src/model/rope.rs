@@ -1,0 +1,326 @@
+//! Rotary position embeddings: the angles by which queries and keys are turned.
+//!
+//! With a rotary width `d` (the head's width, or its first part) and pair `i` of `d/2`,
+//!
+//! ```text
+//! inverse_frequency[i] = 1 / theta^(2i/d)
+//! angle[position, i]   = position * inverse_frequency[i]
+//! ```
+//!
+//! ([RoFormer](https://arxiv.org/abs/2104.09864)). A model that was stretched to a longer context
+//! changes the inverse frequencies by one of [`RopeScaling`]'s rules. A pair is `(i, i + d/2)`, the
+//! split-half layout of `transformers`.
+//!
+//! The inverse frequencies and the angles are rounded to f32 at the places where `transformers`
+//! rounds them. At position 100 000 an angle in f32 is only known to 0.004, so an implementation
+//! that is more exact than the one a model was trained with gives other logits.
+
+/// How one or more layers of a model turn their queries and keys.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RopeConfig {
+    /// The base `theta` of the frequencies.
+    pub theta: f64,
+    /// The number of a head's leading elements that are turned; even, at most the head's width.
+    /// The others pass unchanged.
+    pub rotary_dim: usize,
+    /// The change made for a longer context.
+    pub scaling: RopeScaling,
+}
+
+/// A change of the inverse frequencies for a context longer than the one first trained on.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// None.
+    Default,
+    /// Every frequency divided by `factor` ([position interpolation](https://arxiv.org/abs/2306.15595)).
+    Linear {
+        /// How many times longer the context became.
+        factor: f64,
+    },
+    /// Llama 3.1's rule: wavelengths above `original_max_position_embeddings / low_freq_factor` are
+    /// stretched by `factor`, those below `original_max_position_embeddings / high_freq_factor`
+    /// stay, and a linear blend of both lies between.
+    Llama3 {
+        /// How many times longer the context became.
+        factor: f64,
+        /// Sets the wavelength above which everything is stretched.
+        low_freq_factor: f64,
+        /// Sets the wavelength below which nothing is stretched.
+        high_freq_factor: f64,
+        /// The context length before the stretch, in tokens.
+        original_max_position_embeddings: usize,
+    },
+    /// One divisor a pair, of which there is a list for short and one for long texts
+    /// ([LongRoPE](https://arxiv.org/abs/2402.13753)).
+    LongRope {
+        /// Divisors for texts of up to `original_max_position_embeddings` tokens; `rotary_dim / 2`.
+        short_factor: Vec<f64>,
+        /// Divisors for longer texts; `rotary_dim / 2`.
+        long_factor: Vec<f64>,
+        /// The context length before the stretch, in tokens.
+        original_max_position_embeddings: usize,
+        /// What the cosines and sines are multiplied with.
+        attention_factor: f64,
+    },
+}
+
+impl RopeConfig {
+    /// The inverse frequencies, `(rotary_dim / 2,)` in radians a token, and the factor that
+    /// belongs on the cosines and sines, for a text of `total_len` tokens.
+    ///
+    /// `total_len` counts everything the attention sees, with what is in a KV cache. It matters to
+    /// LongRoPE alone, where keys cached under the short divisors do not fit a text that has grown
+    /// beyond `original_max_position_embeddings`: see [`Self::changes_between`].
+    pub fn inverse_frequencies(&self, total_len: usize) -> (Vec<f32>, f64) {
+        let dim = self.rotary_dim as f32;
+        // The power is taken in f64 and rounded to f32, which is within the last bit of an f32
+        // power function and does not depend on the platform's.
+        let powers = (0..self.rotary_dim / 2)
+            .map(|pair| self.theta.powf(f64::from((2 * pair) as f32 / dim)) as f32);
+        match &self.scaling {
+            RopeScaling::Default => (powers.map(|power| 1.0 / power).collect(), 1.0),
+            RopeScaling::Linear { factor } => {
+                (powers.map(|power| (1.0 / power) / *factor as f32).collect(), 1.0)
+            }
+            RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings,
+            } => {
+                let length = *original_max_position_embeddings as f64;
+                let longest = (length / low_freq_factor) as f32;
+                let shortest = (length / high_freq_factor) as f32;
+                let stretch = |frequency: f32| {
+                    let wavelength = std::f64::consts::TAU as f32 / frequency;
+                    if wavelength > longest {
+                        frequency / *factor as f32
+                    } else if wavelength < shortest {
+                        frequency
+                    } else {
+                        let blend = (length as f32 / wavelength - *low_freq_factor as f32)
+                            / (high_freq_factor - low_freq_factor) as f32;
+                        (1.0 - blend) * frequency / *factor as f32 + blend * frequency
+                    }
+                };
+                (powers.map(|power| stretch(1.0 / power)).collect(), 1.0)
+            }
+            RopeScaling::LongRope {
+                short_factor,
+                long_factor,
+                original_max_position_embeddings,
+                attention_factor,
+            } => {
+                let long = total_len > *original_max_position_embeddings;
+                let divisors = if long { long_factor } else { short_factor };
+                let frequencies = powers
+                    .zip(divisors)
+                    .map(|(power, divisor)| 1.0 / (*divisor as f32 * power))
+                    .collect();
+                (frequencies, *attention_factor)
+            }
+        }
+    }
+
+    /// Whether a text of `a` and one of `b` tokens have different inverse frequencies, so that keys
+    /// turned for one do not fit the other.
+    pub fn changes_between(&self, a: usize, b: usize) -> bool {
+        match &self.scaling {
+            RopeScaling::LongRope { original_max_position_embeddings, .. } => {
+                (a > *original_max_position_embeddings) != (b > *original_max_position_embeddings)
+            }
+            RopeScaling::Default | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } => false,
+        }
+    }
+
+    /// The cosines and sines of the angles at `positions`, each `(positions, rotary_dim / 2)` in
+    /// row-major order, with the attention factor multiplied in. `total_len` is as for
+    /// [`Self::inverse_frequencies`].
+    pub fn cos_sin(&self, positions: &[u32], total_len: usize) -> (Vec<f32>, Vec<f32>) {
+        let (frequencies, factor) = self.inverse_frequencies(total_len);
+        let factor = factor as f32;
+        positions
+            .iter()
+            .flat_map(|position| frequencies.iter().map(move |f| *position as f32 * f))
+            .map(|angle| {
+                // The angle is an f32; its cosine is taken in f64 to be right to the last bit.
+                let (sin, cos) = f64::from(angle).sin_cos();
+                (cos as f32 * factor, sin as f32 * factor)
+            })
+            .unzip()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // The expected values are what transformers 5.23 computes with torch on the CPU, printed as
+    // the shortest decimal of the f64 that equals the f32.
+
+    fn assert_close(found: &[f32], expected: &[f64], tolerance: f64) {
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.iter().zip(expected) {
+            let difference = (f64::from(*found) - expected).abs();
+            assert!(difference <= tolerance * expected.abs(), "{found} is not {expected}");
+        }
+    }
+
+    fn llama3() -> RopeConfig {
+        RopeConfig {
+            theta: 500_000.0,
+            rotary_dim: 16,
+            scaling: RopeScaling::Llama3 {
+                factor: 32.0,
+                low_freq_factor: 1.0,
+                high_freq_factor: 4.0,
+                original_max_position_embeddings: 8192,
+            },
+        }
+    }
+
+    fn longrope() -> RopeConfig {
+        RopeConfig {
+            theta: 10_000.0,
+            rotary_dim: 12,
+            scaling: RopeScaling::LongRope {
+                short_factor: vec![1.0, 1.02, 1.1, 1.25, 1.5, 2.0],
+                long_factor: vec![1.05, 1.5, 3.25, 9.5, 23.0, 40.7],
+                original_max_position_embeddings: 4096,
+                attention_factor: 1.1902380714238083,
+            },
+        }
+    }
+
+    #[test]
+    fn inverse_frequencies_are_those_of_transformers() {
+        let default =
+            RopeConfig { theta: 500_000.0, rotary_dim: 16, scaling: RopeScaling::Default };
+        let expected = [
+            1.0,
+            0.193922758102417,
+            0.03760603070259094,
+            0.00729266507551074,
+            0.001414213445968926,
+            0.00027424818836152554,
+            5.3182957344688475e-05,
+            1.0313385246263351e-05,
+        ];
+        assert_close(&default.inverse_frequencies(1).0, &expected, 1e-7);
+
+        let linear = RopeConfig {
+            theta: 10_000.0,
+            rotary_dim: 16,
+            scaling: RopeScaling::Linear { factor: 8.0 },
+        };
+        let expected = [
+            0.125,
+            0.03952847048640251,
+            0.012500000186264515,
+            0.0039528473280370235,
+            0.0012499999720603228,
+            0.00039528473280370235,
+            0.0001250000059371814,
+            3.9528473280370235e-05,
+        ];
+        assert_close(&linear.inverse_frequencies(1).0, &expected, 1e-7);
+
+        let expected = [
+            1.0,
+            0.193922758102417,
+            0.03760603070259094,
+            0.00729266507551074,
+            0.000429556705057621,
+            8.570255886297673e-06,
+            1.6619674170215148e-06,
+            3.2229328894572973e-07,
+        ];
+        assert_close(&llama3().inverse_frequencies(1).0, &expected, 1e-7);
+    }
+
+    #[test]
+    fn longrope_changes_its_divisors_beyond_the_original_length() {
+        let rope = longrope();
+        let (short, factor) = rope.inverse_frequencies(4096);
+        let expected = [
+            1.0,
+            0.21121908724308014,
+            0.042196255177259445,
+            0.00800000037997961,
+            0.0014362895162776113,
+            0.00023207947378978133,
+        ];
+        assert_close(&short, &expected, 2e-7);
+        assert_eq!(factor, 1.1902380714238083);
+        let (long, factor) = rope.inverse_frequencies(4097);
+        let expected = [
+            0.9523810148239136,
+            0.14362896978855133,
+            0.014281810261309147,
+            0.0010526315309107304,
+            9.367105667479336e-05,
+            1.140439690061612e-05,
+        ];
+        assert_close(&long, &expected, 2e-7);
+        assert_eq!(factor, 1.1902380714238083);
+        assert!(rope.changes_between(4096, 4097) && !rope.changes_between(1, 4096));
+        assert!(!llama3().changes_between(1, 100_000));
+    }
+
+    #[test]
+    fn cosines_and_sines_match_transformers_at_long_positions() {
+        let (cos, sin) = llama3().cos_sin(&[0, 77_777, 131_071], 131_072);
+        assert_eq!((&cos[..8], &sin[..8]), (&[1.0f32; 8][..], &[0.0f32; 8][..]));
+        let expected_cos = [
+            -0.8305649161338806,
+            -0.998440146446228,
+            -0.998108446598053,
+            -0.14362670481204987,
+            -0.41041651368141174,
+            0.7859477400779724,
+            0.9916571974754333,
+            0.9996858239173889,
+            -0.8179835081100464,
+            -0.5605309009552002,
+            -0.9951217770576477,
+            0.687491774559021,
+            0.9698352217674255,
+            0.43269893527030945,
+            0.9763674736022949,
+            0.9991078972816467,
+        ];
+        for (found, expected) in cos[8..].iter().zip(expected_cos) {
+            assert!((f64::from(*found) - expected).abs() < 1e-6, "{found} is not {expected}");
+        }
+        let expected_sin = [-0.5569218397140503, 0.055832087993621826, -0.061478059738874435];
+        for (found, expected) in sin[8..].iter().zip(expected_sin) {
+            assert!((f64::from(*found) - expected).abs() < 1e-6, "{found} is not {expected}");
+        }
+    }
+
+    #[test]
+    fn the_attention_factor_is_in_the_cosines_and_sines() {
+        let (cos, sin) = longrope().cos_sin(&[4095], 4096);
+        let expected_cos = [
+            -0.07852714508771896,
+            -0.6389174461364746,
+            -1.1902161836624146,
+            0.26754575967788696,
+            1.0955482721328735,
+            0.6919875144958496,
+        ];
+        let expected_sin = [
+            -1.1876448392868042,
+            -1.0042167901992798,
+            -0.007230302784591913,
+            1.1597784757614136,
+            -0.4652317464351654,
+            0.9684110879898071,
+        ];
+        for (found, expected) in
+            cos.iter().chain(&sin).zip(expected_cos.into_iter().chain(expected_sin))
+        {
+            assert!((f64::from(*found) - expected).abs() < 1e-6, "{found} is not {expected}");
+        }
+    }
+}

@@ -1,0 +1,875 @@
+//! A checkpoint's tensors, read from safetensors files.
+//!
+//! A [safetensors](https://github.com/huggingface/safetensors) file is eight bytes of header
+//! length, a JSON header that gives each tensor its dtype, shape and place, and the values. The
+//! files are mapped into memory, so opening a checkpoint costs its headers alone. Everything a
+//! header claims is checked against the file before a byte of data is touched or allocated for.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_core::{DType, Device, Shape, Tensor};
+use half::vec::HalfBitsVecExt;
+use half::{bf16, f16};
+use memmap2::Mmap;
+use rayon::prelude::*;
+use serde::Deserialize;
+use serde::de::{Deserializer, MapAccess, Visitor};
+
+use crate::{Error, Result, files};
+
+/// The largest header that is read, in bytes; the format's own limit.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+const INDEX: &str = "model.safetensors.index.json";
+const SINGLE: &str = "model.safetensors";
+
+/// The tensors of one or more safetensors files, by name.
+///
+/// The files must not be changed or shortened while this exists: they are mapped, not read.
+pub struct Weights {
+    files: Vec<(PathBuf, Mmap)>,
+    entries: BTreeMap<String, Entry>,
+    check_finite: bool,
+}
+
+struct Entry {
+    file: usize,
+    /// Byte range in the file.
+    start: usize,
+    end: usize,
+    dtype: String,
+    shape: Vec<usize>,
+    read: AtomicBool,
+}
+
+impl fmt::Debug for Weights {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let files = self.files.iter().map(|(path, _)| path).collect::<Vec<_>>();
+        f.debug_struct("Weights")
+            .field("files", &files)
+            .field("tensors", &self.entries.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Weights {
+    /// Opens the checkpoint in a model's folder: `model.safetensors`, or the shards that
+    /// `model.safetensors.index.json` lists.
+    ///
+    /// # Errors
+    /// [`Error::File`] when there is neither, saying what there is instead; when the index names a
+    /// shard or a tensor that is not there; and those of [`Self::from_files`].
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
+        let folder = folder.as_ref();
+        let single = folder.join(SINGLE);
+        if single.exists() {
+            return Self::from_files([single]);
+        }
+        let index_path = folder.join(INDEX);
+        if !index_path.exists() {
+            return Err(no_weights(folder));
+        }
+        let index: Index = files::read_json(&index_path)?;
+        let names = index.weight_map.values().collect::<BTreeSet<_>>();
+        if names.is_empty() {
+            return Err(Error::file(&index_path, "weight_map is empty; it should list tensors"));
+        }
+        let mut shards = Vec::new();
+        let mut absent = Vec::new();
+        for name in names {
+            // A shard lies beside its index. Anything else would read files the model has no
+            // business with.
+            if Path::new(name).file_name() != Some(name.as_ref()) || name.contains('\\') {
+                return Err(Error::file(
+                    &index_path,
+                    format!("weight_map names the file {name:?}; expected a name without folders"),
+                ));
+            }
+            let path = folder.join(name);
+            if path.exists() { shards.push(path) } else { absent.push(name.as_str()) }
+        }
+        if !absent.is_empty() {
+            return Err(Error::file(
+                &index_path,
+                format!(
+                    "{} of {} shards are missing from {}: {}; download them again",
+                    absent.len(),
+                    absent.len() + shards.len(),
+                    folder.display(),
+                    absent.join(", ")
+                ),
+            ));
+        }
+        let weights = Self::from_files(shards)?;
+        for (name, file) in &index.weight_map {
+            let found = weights.entries.get(name).map(|entry| weights.path(entry));
+            if found != Some(&folder.join(file)) {
+                let found = found.map_or("no file".into(), |path| path.display().to_string());
+                return Err(Error::file(
+                    &index_path,
+                    format!("tensor {name:?} should be in {file}, but {found} has it"),
+                ));
+            }
+        }
+        Ok(weights)
+    }
+
+    /// Opens the checkpoint made of these files.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when a file cannot be read; [`Error::File`] when a header is not JSON, claims
+    /// sizes that the file or the shapes contradict, the file is truncated, or two files have a
+    /// tensor of one name.
+    pub fn from_files(paths: impl IntoIterator<Item = impl AsRef<Path>>) -> Result<Self> {
+        let mut weights = Self { files: Vec::new(), entries: BTreeMap::new(), check_finite: true };
+        for path in paths {
+            let path = path.as_ref();
+            let file = File::open(path).map_err(Error::io(path))?;
+            let metadata = file.metadata().map_err(Error::io(path))?;
+            if !metadata.is_file() {
+                return Err(Error::file(path, "is not a file; a safetensors file was expected"));
+            }
+            if metadata.len() < 8 {
+                return Err(Error::file(
+                    path,
+                    format!(
+                        "has {} bytes; a safetensors file has at least 8. Download it again",
+                        metadata.len()
+                    ),
+                ));
+            }
+            // SAFETY: a mapping is only unsound to read when the file changes meanwhile. Like
+            // every program that maps checkpoints, this one asks its user not to do that.
+            let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
+            let index = weights.files.len();
+            for (name, mut entry) in parse(path, &map)? {
+                if let Some(other) = weights.entries.get(&name) {
+                    return Err(Error::file(
+                        path,
+                        format!(
+                            "tensor {name:?} is also in {}; a checkpoint has each tensor once",
+                            weights.path(other).display()
+                        ),
+                    ));
+                }
+                entry.file = index;
+                weights.entries.insert(name, entry);
+            }
+            weights.files.push((path.to_path_buf(), map));
+        }
+        Ok(weights)
+    }
+
+    /// Whether [`Self::tensor`] refuses NaN and infinite values, and finite ones that become
+    /// infinite in the dtype asked for. It does unless told otherwise; the check is part of the
+    /// copy.
+    pub fn check_finite(mut self, check: bool) -> Self {
+        self.check_finite = check;
+        self
+    }
+
+    /// The names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.entries.keys().map(String::as_str)
+    }
+
+    /// Whether there is a tensor of this name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.entries.contains_key(name)
+    }
+
+    /// A tensor's shape.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        Some(&self.entries.get(name)?.shape)
+    }
+
+    /// The dtype a tensor is stored in.
+    ///
+    /// # Errors
+    /// [`Error::File`] when there is no such tensor, [`Error::Unsupported`] when its dtype is not
+    /// f32, f16 or bf16.
+    pub fn dtype(&self, name: &str) -> Result<DType> {
+        let entry = self.entry(name)?;
+        self.float_dtype(name, entry)
+    }
+
+    /// The names of the tensors that [`Self::tensor`] has not given yet. After a model is built,
+    /// these are what it does not use.
+    pub fn unread(&self) -> Vec<&str> {
+        self.entries
+            .iter()
+            .filter(|(_, entry)| !entry.read.load(Ordering::Relaxed))
+            .map(|(name, _)| name.as_str())
+            .collect()
+    }
+
+    /// Reads a tensor of f32, f16 or bf16, converted to `dtype` (one of these too) on `device`.
+    ///
+    /// # Errors
+    /// [`Error::File`] naming the file and the tensor, when it is missing (with names that are
+    /// close), has another shape, or has a NaN or infinite value (with its place);
+    /// [`Error::Unsupported`] for another dtype on either side, such as those of quantised
+    /// checkpoints; [`Error::Tensor`] when the device has no room.
+    pub fn tensor(
+        &self,
+        name: &str,
+        expected_shape: &[usize],
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let entry = self.entry(name)?;
+        let stored = self.float_dtype(name, entry)?;
+        let path = self.path(entry);
+        if entry.shape != expected_shape {
+            return Err(Error::file(
+                path,
+                format!(
+                    "tensor {name:?} has shape {:?}; config.json asks for {expected_shape:?}",
+                    entry.shape
+                ),
+            ));
+        }
+        let bytes = self
+            .files
+            .get(entry.file)
+            .and_then(|(_, map)| map.get(entry.start..entry.end))
+            .ok_or_else(|| Error::file(path, format!("tensor {name:?} lies outside the file")))?;
+        let shape = Shape::from(expected_shape.to_vec());
+        let (tensor, all_finite) = match dtype {
+            DType::F32 => {
+                let (values, finite) = to_f32(bytes, stored);
+                (Tensor::from_vec(values, shape, &Device::Cpu)?, finite)
+            }
+            DType::F16 => {
+                let (bits, finite) = to_f16_bits(bytes, stored);
+                (Tensor::from_vec(bits.reinterpret_into::<f16>(), shape, &Device::Cpu)?, finite)
+            }
+            DType::BF16 => {
+                let (bits, finite) = to_bf16_bits(bytes, stored);
+                (Tensor::from_vec(bits.reinterpret_into::<bf16>(), shape, &Device::Cpu)?, finite)
+            }
+            other => {
+                return Err(Error::Unsupported(format!(
+                    "weights in {other:?}; f32, f16 and bf16 are supported"
+                )));
+            }
+        };
+        if self.check_finite && !all_finite {
+            return Err(Error::file(path, not_finite(name, bytes, stored, dtype)));
+        }
+        let tensor = tensor.to_device(device)?;
+        entry.read.store(true, Ordering::Relaxed);
+        Ok(tensor)
+    }
+
+    fn path(&self, entry: &Entry) -> &PathBuf {
+        // An entry is only made together with its file.
+        &self.files[entry.file].0
+    }
+
+    /// The files, for an error that is about all of them.
+    fn place(&self) -> PathBuf {
+        match self.files.as_slice() {
+            [] => PathBuf::from("checkpoint"),
+            [(path, _)] => path.clone(),
+            [(path, _), ..] => path.parent().unwrap_or(path).to_path_buf(),
+        }
+    }
+
+    fn entry(&self, name: &str) -> Result<&Entry> {
+        self.entries.get(name).ok_or_else(|| {
+            let close = close_names(name, self.names());
+            let hint = if close.is_empty() {
+                format!("none of its {} tensors has a name like it", self.entries.len())
+            } else {
+                format!("close names are {}", close.join(", "))
+            };
+            Error::file(self.place(), format!("tensor {name:?} is missing; {hint}"))
+        })
+    }
+
+    fn float_dtype(&self, name: &str, entry: &Entry) -> Result<DType> {
+        match entry.dtype.as_str() {
+            "F32" => Ok(DType::F32),
+            "F16" => Ok(DType::F16),
+            "BF16" => Ok(DType::BF16),
+            other => Err(Error::Unsupported(format!(
+                "{}: tensor {name:?} is stored as {other}; quantised checkpoints cannot be used, \
+                 only weights in F32, F16 and BF16. Take the unquantised checkpoint of this model",
+                self.path(entry).display()
+            ))),
+        }
+    }
+}
+
+/// `model.safetensors.index.json`.
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+/// A tensor in a safetensors header.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Info {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
+}
+
+/// A safetensors header, in which a name that comes twice is an error and not the last one wins.
+struct Header(Vec<(String, Info)>);
+
+impl<'de> Deserialize<'de> for Header {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct HeaderVisitor;
+        impl<'de> Visitor<'de> for HeaderVisitor {
+            type Value = Header;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("an object of tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
+                let mut tensors = Vec::new();
+                let mut seen = BTreeSet::new();
+                while let Some(name) = map.next_key::<String>()? {
+                    if !seen.insert(name.clone()) {
+                        return Err(serde::de::Error::custom(format!("{name:?} comes twice")));
+                    }
+                    if name == "__metadata__" {
+                        map.next_value::<Option<HashMap<String, String>>>()?;
+                    } else {
+                        tensors.push((name, map.next_value()?));
+                    }
+                }
+                Ok(Header(tensors))
+            }
+        }
+        deserializer.deserialize_map(HeaderVisitor)
+    }
+}
+
+/// The bits of an element, for the dtypes that the format has.
+fn element_bits(dtype: &str) -> Option<u64> {
+    Some(match dtype {
+        "F4" => 4,
+        "F6_E2M3" | "F6_E3M2" => 6,
+        "BOOL" | "U8" | "I8" | "F8_E5M2" | "F8_E4M3" | "F8_E8M0" | "F8_E4M3FNUZ"
+        | "F8_E5M2FNUZ" => 8,
+        "U16" | "I16" | "F16" | "BF16" => 16,
+        "U32" | "I32" | "F32" => 32,
+        "U64" | "I64" | "F64" | "C64" => 64,
+        _ => return None,
+    })
+}
+
+/// Reads and checks a file's header. `file` of the entries is left at 0.
+fn parse(path: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>> {
+    let invalid = |message: String| Error::file(path, message);
+    let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
+        return Err(invalid(format!("has {} bytes; expected at least 8", bytes.len())));
+    };
+    let length = u64::from_le_bytes(*length);
+    if length > MAX_HEADER_BYTES {
+        return Err(invalid(format!(
+            "claims a header of {length} bytes, more than the {MAX_HEADER_BYTES} of the format; \
+             this is not a safetensors file"
+        )));
+    }
+    let header_len = length as usize;
+    let Some((header, data)) = rest.split_at_checked(header_len) else {
+        return Err(invalid(format!(
+            "claims a header of {length} bytes, but only {} follow; the file is truncated or not a \
+             safetensors file. Download it again",
+            rest.len()
+        )));
+    };
+    let Header(tensors) = serde_json::from_slice(header)
+        .map_err(|error| invalid(format!("the safetensors header is malformed: {error}")))?;
+
+    let mut entries = Vec::with_capacity(tensors.len());
+    for (name, info) in tensors {
+        let (start, end) = info.data_offsets;
+        let invalid = |message: String| invalid(format!("tensor {name:?}: {message}"));
+        let Some(bits) = element_bits(&info.dtype) else {
+            return Err(invalid(format!("has dtype {:?}, which is unknown", info.dtype)));
+        };
+        let size = info
+            .shape
+            .iter()
+            .try_fold(bits, |product, dim| product.checked_mul(*dim))
+            .ok_or_else(|| invalid(format!("its shape {:?} overflows", info.shape)))?;
+        if size % 8 != 0 || end.checked_sub(start) != Some(size / 8) {
+            return Err(invalid(format!(
+                "shape {:?} of {} is {} bytes, but data_offsets are [{start}, {end}]",
+                info.shape,
+                info.dtype,
+                size.div_ceil(8)
+            )));
+        }
+        if end > data.len() as u64 {
+            return Err(invalid(format!(
+                "ends at byte {end} of the data, but the file has {}; it is truncated. Download it \
+                 again",
+                data.len()
+            )));
+        }
+        // Both are at most the file's length, which fits.
+        let offset = 8 + header_len;
+        entries.push((
+            name,
+            Entry {
+                file: 0,
+                start: offset + start as usize,
+                end: offset + end as usize,
+                dtype: info.dtype,
+                shape: info.shape.iter().map(|dim| *dim as usize).collect(),
+                read: AtomicBool::new(false),
+            },
+        ));
+    }
+    // The format allows neither gaps nor overlaps: both hide a wrong header.
+    entries.sort_by_key(|(_, entry)| (entry.start, entry.end));
+    let mut expected = 8 + header_len;
+    for (name, entry) in &entries {
+        if entry.start != expected {
+            return Err(invalid(format!(
+                "tensor {name:?} starts at byte {}; expected {expected}, where the one before ends",
+                entry.start
+            )));
+        }
+        expected = entry.end;
+    }
+    if expected != bytes.len() {
+        return Err(invalid(format!(
+            "has {} bytes; its header accounts for {expected}. Download it again",
+            bytes.len()
+        )));
+    }
+    Ok(entries)
+}
+
+/// Elements a thread converts at a time.
+const CHUNK: usize = 1 << 15;
+
+/// Converts little-endian elements of `N` bytes into `out`, in parallel. Gives whether all that
+/// were written are finite.
+fn convert<T: Copy + Send, const N: usize>(
+    bytes: &[u8],
+    out: &mut [T],
+    element: impl Fn([u8; N]) -> T + Sync,
+    finite: impl Fn(T) -> bool + Sync,
+) -> bool {
+    out.par_chunks_mut(CHUNK)
+        .zip(bytes.par_chunks(CHUNK * N))
+        .map(|(out, bytes)| {
+            let (elements, _) = bytes.as_chunks::<N>();
+            let mut all_finite = true;
+            for (out, bytes) in out.iter_mut().zip(elements) {
+                *out = element(*bytes);
+                all_finite &= finite(*out);
+            }
+            all_finite
+        })
+        .reduce(|| true, |a, b| a & b)
+}
+
+fn bf16_to_f32(bytes: [u8; 2]) -> f32 {
+    f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
+}
+
+fn f16_to_f32(bytes: [u8; 2]) -> f32 {
+    f16::from_le_bytes(bytes).to_f32()
+}
+
+fn f16_is_finite(bits: u16) -> bool {
+    bits & 0x7c00 != 0x7c00
+}
+
+fn bf16_is_finite(bits: u16) -> bool {
+    bits & 0x7f80 != 0x7f80
+}
+
+// The vectors below start as zeros of a primitive type, which the system gives without writing
+// them, so each byte is written once.
+
+fn to_f32(bytes: &[u8], stored: DType) -> (Vec<f32>, bool) {
+    let mut out = vec![0f32; bytes.len() / stored.size_in_bytes()];
+    let finite = match stored {
+        DType::F16 => convert(bytes, &mut out, f16_to_f32, f32::is_finite),
+        DType::BF16 => convert(bytes, &mut out, bf16_to_f32, f32::is_finite),
+        _ => convert(bytes, &mut out, f32::from_le_bytes, f32::is_finite),
+    };
+    (out, finite)
+}
+
+fn to_f16_bits(bytes: &[u8], stored: DType) -> (Vec<u16>, bool) {
+    let mut out = vec![0u16; bytes.len() / stored.size_in_bytes()];
+    let round = |value: f32| f16::from_f32(value).to_bits();
+    let finite = match stored {
+        DType::F16 => convert(bytes, &mut out, u16::from_le_bytes, f16_is_finite),
+        DType::BF16 => convert(bytes, &mut out, |b| round(bf16_to_f32(b)), f16_is_finite),
+        _ => convert(bytes, &mut out, |b| round(f32::from_le_bytes(b)), f16_is_finite),
+    };
+    (out, finite)
+}
+
+fn to_bf16_bits(bytes: &[u8], stored: DType) -> (Vec<u16>, bool) {
+    let mut out = vec![0u16; bytes.len() / stored.size_in_bytes()];
+    let round = |value: f32| bf16::from_f32(value).to_bits();
+    let finite = match stored {
+        DType::F16 => convert(bytes, &mut out, |b| round(f16_to_f32(b)), bf16_is_finite),
+        DType::BF16 => convert(bytes, &mut out, u16::from_le_bytes, bf16_is_finite),
+        _ => convert(bytes, &mut out, |b| round(f32::from_le_bytes(b)), bf16_is_finite),
+    };
+    (out, finite)
+}
+
+/// The message about the first value that is not finite, as stored or once converted.
+fn not_finite(name: &str, bytes: &[u8], stored: DType, dtype: DType) -> String {
+    let becomes = |value: f32| match dtype {
+        DType::F16 => f16::from_f32(value).to_f32(),
+        DType::BF16 => bf16::from_f32(value).to_f32(),
+        _ => value,
+    };
+    let (values, _) = to_f32(bytes, stored);
+    match values.iter().enumerate().find(|(_, value)| !becomes(**value).is_finite()) {
+        Some((index, value)) if value.is_finite() => format!(
+            "tensor {name:?} has {value} at flat index {index}, which does not fit into {dtype:?}; \
+             load the model as f32 or bf16"
+        ),
+        Some((index, value)) => format!(
+            "tensor {name:?} has {value} at flat index {index}; the checkpoint is damaged or comes \
+             from a training that diverged"
+        ),
+        None => format!("tensor {name:?} has values that are not finite"),
+    }
+}
+
+/// Up to three names that differ little from `name`, closest first.
+fn close_names<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let limit = name.len() / 3;
+    let mut close = names
+        .filter(|other| other.len().abs_diff(name.len()) <= limit)
+        .map(|other| (edit_distance(name.as_bytes(), other.as_bytes()), other))
+        .filter(|(distance, _)| *distance <= limit)
+        .collect::<Vec<_>>();
+    close.sort();
+    close.into_iter().take(3).map(|(_, name)| name).collect()
+}
+
+/// The number of bytes to insert, remove or change to make `b` of `a`.
+fn edit_distance(a: &[u8], b: &[u8]) -> usize {
+    let mut row = (0..=b.len()).collect::<Vec<_>>();
+    for (i, x) in a.iter().enumerate() {
+        let mut diagonal = i;
+        let mut left = i + 1;
+        for (y, cell) in b.iter().zip(row.iter_mut().skip(1)) {
+            let above = *cell;
+            left = (diagonal + usize::from(x != y)).min(above + 1).min(left + 1);
+            diagonal = above;
+            *cell = left;
+        }
+        if let Some(first) = row.first_mut() {
+            *first = i + 1;
+        }
+    }
+    row.last().copied().unwrap_or(a.len())
+}
+
+/// The error for a folder without safetensors, saying what it has instead.
+fn no_weights(folder: &Path) -> Error {
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) => return Error::io(folder)(error),
+    };
+    let mut names = entries
+        .flatten()
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .collect::<Vec<_>>();
+    names.sort();
+    let some = |test: fn(&str) -> bool| names.iter().find(|name| test(name));
+    let found = if let Some(name) = some(|name| name.starts_with("adapter_model.")) {
+        format!("found {name}, an adapter; give the folder of its base model")
+    } else if let Some(name) = some(|name| name.ends_with(".safetensors")) {
+        format!(
+            "found {name}; one file must be called {SINGLE}, and several need {INDEX} beside them"
+        )
+    } else if let Some(name) = some(|name| name.ends_with(".gguf")) {
+        format!("found {name}, in GGUF; take the model's safetensors checkpoint instead")
+    } else if let Some(name) =
+        some(|name| [".bin", ".pt", ".pth"].iter().any(|ending| name.ends_with(ending)))
+    {
+        format!(
+            "found {name}, in PyTorch's format; convert it with transformers: \
+             AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder, \
+             safe_serialization=True)"
+        )
+    } else if let Some(name) =
+        some(|name| [".npz", ".h5", ".msgpack", ".onnx"].iter().any(|end| name.ends_with(end)))
+    {
+        format!("found {name}; take the model's safetensors checkpoint instead")
+    } else {
+        "no weights in any format were found".to_string()
+    };
+    Error::file(folder, format!("there is neither {SINGLE} nor {INDEX} here: {found}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use crate::files::write_safetensors;
+
+    /// A file of this header and so many bytes of data.
+    fn file(folder: &Path, header: &str, data: usize) -> PathBuf {
+        let path = folder.join("model.safetensors");
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.resize(bytes.len() + data, 0);
+        fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    fn refusal(folder: &Path) -> String {
+        Weights::open(folder).unwrap_err().to_string()
+    }
+
+    fn named(name: &str, values: &[f32], dtype: DType) -> (String, Tensor) {
+        let tensor = Tensor::new(values, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        (name.to_string(), tensor)
+    }
+
+    #[test]
+    fn every_conversion_gives_what_candle_gives() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let floats = [DType::F32, DType::F16, DType::BF16];
+        // More than one chunk, and a rest.
+        let values = (0..CHUNK + 7).map(|i| (i as f32 - 500.0) / 77.0).collect::<Vec<_>>();
+        // The odd byte in front leaves the data of the last tensors unaligned.
+        let odd = ("odd".to_string(), Tensor::new(&[1u8], &Device::Cpu).unwrap());
+        for stored in floats {
+            let tensors = [odd.clone(), named("x", &values, stored)];
+            write_safetensors(&path, &tensors, None).unwrap();
+            let weights = Weights::open(folder.path()).unwrap();
+            assert_eq!(weights.shape("x"), Some(&[values.len()][..]));
+            assert_eq!(weights.dtype("x").unwrap(), stored);
+            assert_eq!(weights.unread(), ["odd", "x"]);
+            for dtype in floats {
+                let read = weights.tensor("x", &[values.len()], dtype, &Device::Cpu).unwrap();
+                let expected = tensors[1].1.to_dtype(dtype).unwrap();
+                assert_eq!(read.dtype(), dtype);
+                let f32s = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+                assert_eq!(f32s(&read), f32s(&expected), "{stored:?} to {dtype:?}");
+            }
+            assert_eq!(weights.unread(), ["odd"]);
+        }
+    }
+
+    #[test]
+    fn unaligned_data_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let header = r#"{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}} "#;
+        assert_ne!((8 + header.len()) % 4, 0);
+        let path = file(folder.path(), header, 0);
+        let mut bytes = fs::read(&path).unwrap();
+        bytes.extend(1.5f32.to_le_bytes());
+        fs::write(&path, bytes).unwrap();
+        let weights = Weights::open(folder.path()).unwrap();
+        let tensor = weights.tensor("x", &[1], DType::F32, &Device::Cpu).unwrap();
+        assert_eq!(tensor.to_vec1::<f32>().unwrap(), [1.5]);
+    }
+
+    #[test]
+    fn a_scalar_and_an_empty_tensor_are_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let tensors = [
+            ("scalar".to_string(), Tensor::new(2f32, &Device::Cpu).unwrap()),
+            ("empty".to_string(), Tensor::zeros((0, 3), DType::F32, &Device::Cpu).unwrap()),
+        ];
+        write_safetensors(&path, &tensors, None).unwrap();
+        let weights = Weights::open(folder.path()).unwrap();
+        let scalar = weights.tensor("scalar", &[], DType::BF16, &Device::Cpu).unwrap();
+        assert_eq!(scalar.dims(), [0usize; 0]);
+        let empty = weights.tensor("empty", &[0, 3], DType::F32, &Device::Cpu).unwrap();
+        assert_eq!(empty.dims(), [0, 3]);
+    }
+
+    #[test]
+    fn headers_that_lie_are_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let refused = |header: &str, data: usize, expected: &str| {
+            file(folder, header, data);
+            let message = refusal(folder);
+            assert!(message.contains("model.safetensors"), "{message}");
+            assert!(message.contains(expected), "{message} lacks {expected:?}");
+        };
+        let good = r#"{"x":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}"#;
+        file(folder, good, 24);
+        assert_eq!(Weights::open(folder).unwrap().names().collect::<Vec<_>>(), ["x"]);
+        refused(good, 23, "truncated");
+        refused(good, 25, "accounts for");
+        refused("{", 0, "malformed");
+        refused("[]", 0, "malformed");
+        refused(r#"{"x":{"dtype":"F32","shape":[2,3]}}"#, 24, "missing field");
+        refused(r#"{"x":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}"#, 8, "malformed");
+        refused(r#"{"x":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#, 8, "12 bytes");
+        refused(r#"{"x":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}}"#, 8, "\"x\"");
+        refused(
+            r#"{"x":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}}"#,
+            0,
+            "overflows",
+        );
+        refused(
+            r#"{"x":{"dtype":"U8","shape":[2305843009213693951],"data_offsets":[0,2305843009213693951]}}"#,
+            0,
+            "truncated",
+        );
+        refused(r#"{"x":{"dtype":"Q4","shape":[1],"data_offsets":[0,1]}}"#, 1, "unknown");
+        let entry = |range: &str| format!(r#"{{"dtype":"U8","shape":[4],"data_offsets":{range}}}"#);
+        let (a, b, c) = (entry("[0,4]"), entry("[2,6]"), entry("[5,9]"));
+        refused(&format!(r#"{{"x":{a},"y":{b}}}"#), 6, "starts at byte");
+        refused(&format!(r#"{{"x":{a},"y":{c}}}"#), 9, "starts at byte");
+        refused(&format!(r#"{{"x":{a},"x":{a}}}"#), 4, "comes twice");
+
+        let path = folder.join("model.safetensors");
+        for (bytes, expected) in [
+            (&b""[..], "has 0 bytes"),
+            (b"1234567", "has 7 bytes"),
+            (&u64::MAX.to_le_bytes(), "not a safetensors file"),
+            (&1000u64.to_le_bytes(), "truncated"),
+        ] {
+            fs::write(&path, bytes).unwrap();
+            let message = refusal(folder);
+            assert!(message.contains(expected), "{message} lacks {expected:?}");
+        }
+    }
+
+    #[test]
+    fn a_truncation_at_any_byte_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let tensors = [named("x", &[1.0, 2.0], DType::F32), named("y", &[3.0], DType::F16)];
+        write_safetensors(&path, &tensors, None).unwrap();
+        let bytes = fs::read(&path).unwrap();
+        for length in 0..bytes.len() {
+            fs::write(&path, &bytes[..length]).unwrap();
+            assert!(Weights::open(folder.path()).is_err(), "{length} bytes");
+        }
+    }
+
+    #[test]
+    fn wrong_requests_name_the_tensor_and_what_was_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let byte = ("packed".to_string(), Tensor::new(&[1u8], &Device::Cpu).unwrap());
+        let name = "model.layers.0.mlp.up_proj.weight";
+        write_safetensors(&path, &[byte, named(name, &[1.0, 2.0], DType::F32)], None).unwrap();
+        let weights = Weights::open(folder.path()).unwrap();
+        let refusal = |name: &str, shape: &[usize], dtype| {
+            weights.tensor(name, shape, dtype, &Device::Cpu).unwrap_err().to_string()
+        };
+        let message = refusal(name, &[2, 1], DType::F32);
+        assert!(message.contains(name) && message.contains("[2]") && message.contains("[2, 1]"));
+        let message = refusal("layers.0.mlp.up_proj.weight", &[2], DType::F32);
+        assert!(message.contains("missing") && message.contains(name), "{message}");
+        assert!(refusal("lm_head", &[2], DType::F32).contains("none of its 2 tensors"));
+        let message = refusal("packed", &[1], DType::F32);
+        assert!(message.contains("stored as U8") && message.contains("quantised"), "{message}");
+        assert!(refusal(name, &[2], DType::I64).contains("f32, f16 and bf16"));
+        assert_eq!(weights.unread(), [name, "packed"]);
+    }
+
+    #[test]
+    fn values_that_are_not_finite_are_refused_with_their_place() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let floats = [DType::F32, DType::F16, DType::BF16];
+        for (bad, text) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (-f32::INFINITY, "-inf")] {
+            for stored in floats {
+                let mut values = vec![1.0; CHUNK + 10];
+                values[CHUNK + 3] = bad;
+                values[CHUNK + 5] = bad;
+                write_safetensors(&path, &[named("x", &values, stored)], None).unwrap();
+                for dtype in floats {
+                    let weights = Weights::open(folder.path()).unwrap();
+                    let read = |weights: &Weights| {
+                        weights.tensor("x", &[values.len()], dtype, &Device::Cpu)
+                    };
+                    let message = read(&weights).unwrap_err().to_string();
+                    let expected = format!("\"x\" has {text} at flat index {}", CHUNK + 3);
+                    assert!(message.contains(&expected), "{message}");
+                    assert!(read(&weights.check_finite(false)).is_ok());
+                }
+            }
+        }
+        write_safetensors(&path, &[named("x", &[1.0, 1e6], DType::F32)], None).unwrap();
+        let weights = Weights::open(folder.path()).unwrap();
+        let message = weights.tensor("x", &[2], DType::F16, &Device::Cpu).unwrap_err().to_string();
+        assert!(message.contains("1000000 at flat index 1, which does not fit"), "{message}");
+        assert!(weights.tensor("x", &[2], DType::BF16, &Device::Cpu).is_ok());
+    }
+
+    #[test]
+    fn shards_are_read_as_one_and_checked_against_the_index() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        write_safetensors(at("a.safetensors"), &[named("x", &[1.0], DType::F32)], None).unwrap();
+        write_safetensors(at("b.safetensors"), &[named("y", &[2.0], DType::BF16)], None).unwrap();
+        let index = |map: &str| {
+            fs::write(at(INDEX), format!(r#"{{"metadata":{{}},"weight_map":{map}}}"#)).unwrap();
+        };
+        index(r#"{"x":"a.safetensors","y":"b.safetensors"}"#);
+        let weights = Weights::open(folder.path()).unwrap();
+        assert_eq!(weights.names().collect::<Vec<_>>(), ["x", "y"]);
+        let y = weights.tensor("y", &[1], DType::F32, &Device::Cpu).unwrap();
+        assert_eq!(y.to_vec1::<f32>().unwrap(), [2.0]);
+
+        let refused = |map: &str, expected: &str| {
+            index(map);
+            let message = refusal(folder.path());
+            assert!(message.contains(expected), "{message} lacks {expected:?}");
+        };
+        refused(r#"{"x":"a.safetensors","y":"c.safetensors"}"#, "c.safetensors; download");
+        refused(r#"{"x":"a.safetensors","z":"b.safetensors"}"#, "\"z\" should be in b");
+        refused(r#"{"x":"b.safetensors","y":"a.safetensors"}"#, "\"x\" should be in b");
+        refused(r#"{"x":"../a.safetensors"}"#, "without folders");
+        refused(r#"{"x":".."}"#, "without folders");
+        refused("{}", "weight_map is empty");
+        refused("3", "expected a map");
+        write_safetensors(at("b.safetensors"), &[named("x", &[2.0], DType::F32)], None).unwrap();
+        refused(r#"{"x":"a.safetensors","y":"b.safetensors"}"#, "each tensor once");
+    }
+
+    #[test]
+    fn a_folder_without_safetensors_is_told_what_it_has() {
+        for (name, expected) in [
+            ("pytorch_model.bin", "safe_serialization=True"),
+            ("model-q4.gguf", "GGUF"),
+            ("adapter_model.safetensors", "base model"),
+            ("consolidated.safetensors", "found consolidated.safetensors"),
+            ("notes.txt", "no weights in any format"),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            fs::write(folder.path().join(name), "x").unwrap();
+            let message = refusal(folder.path());
+            assert!(message.contains(expected), "{message}");
+        }
+        assert!(matches!(Weights::open("no/such/folder"), Err(Error::Io { .. })));
+    }
+
+    #[test]
+    fn edit_distance_counts_the_edits() {
+        assert_eq!(edit_distance(b"kitten", b"sitting"), 3);
+        assert_eq!(edit_distance(b"", b"abc"), 3);
+        assert_eq!(edit_distance(b"abc", b""), 3);
+        assert_eq!(edit_distance(b"abc", b"abc"), 0);
+    }
+}
