@@ -1,0 +1,366 @@
+//! From the logits of one position to one token.
+//!
+//! In this order, as transformers does it, with each part left out that the options leave off:
+//!
+//! ```text
+//! logit bias            l[i] += bias[i]
+//! repetition penalty    l[i] = l[i] / r if l[i] > 0, else l[i] · r     for i in the context
+//! presence, frequency   l[i] -= presence · (n[i] > 0) + frequency · n[i]     n: counts generated
+//! temperature           l = l / t;  t = 0 takes the largest l, of equals the lowest id
+//! top-k                 keep l[i] >= the k-th largest
+//! top-p                 keep the most likely until their probabilities reach p
+//! min-p                 keep p[i] >= m · max p
+//! draw                  from softmax(l) over what was kept
+//! ```
+//!
+//! The repetition penalty is that of CTRL (Keskar et al., 2019), presence and frequency are those
+//! of OpenAI's API, top-p is nucleus sampling (Holtzman et al., 2020) and min-p is that of Nguyen
+//! et al., 2024. Sums are in f64.
+//!
+//! Draw `n` of seed `s` is output `n` of SplitMix64 (Steele, Lea and Flood, 2014) started at
+//! `mix(s)`, its upper 53 bits read as a fraction. It is integer arithmetic only, so the same seed
+//! gives the same draws on every platform; the text is the same as far as the logits are.
+
+use std::cmp::Ordering;
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+/// How the next token is chosen. The default is greedy: the most likely token, every time.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SamplingOptions {
+    /// Divides the logits, 0 or more: below 1 favours the likely, 0 is greedy.
+    pub temperature: f64,
+    /// How many of the most likely tokens remain; those as likely as the last of them remain too.
+    /// 0 is off.
+    pub top_k: usize,
+    /// The most likely tokens remain whose probabilities together reach this, above 0 and at
+    /// most 1. 1 is off.
+    pub top_p: f64,
+    /// Tokens remain that are at least this share as likely as the likeliest, 0 to 1. 0 is off.
+    pub min_p: f64,
+    /// Divides the positive and multiplies the negative logits of tokens in the prompt and the
+    /// text so far, 0.001 to 1000. 1 is off; above 1 discourages repetition.
+    pub repetition_penalty: f64,
+    /// How many of the last tokens the repetition penalty looks at; `None` is all of them.
+    pub repetition_context: Option<usize>,
+    /// Taken from the logit of every token generated before, -2 to 2. 0 is off.
+    pub presence_penalty: f64,
+    /// Taken from the logit of a token for each time it was generated, -2 to 2. 0 is off.
+    pub frequency_penalty: f64,
+    /// Added to the logits of these token ids.
+    pub logit_bias: BTreeMap<u32, f32>,
+    /// What the random draws follow from.
+    pub seed: u64,
+}
+
+impl Default for SamplingOptions {
+    fn default() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            repetition_context: None,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: BTreeMap::new(),
+            seed: 0,
+        }
+    }
+}
+
+impl SamplingOptions {
+    /// Checks every option's range.
+    ///
+    /// # Errors
+    /// [`Error::Option`] that names the first option out of its range, what was found and what was
+    /// expected.
+    pub fn validate(&self) -> Result<()> {
+        let check = |option, value: f64, holds: bool, expected: &str| {
+            if holds && value.is_finite() {
+                return Ok(());
+            }
+            Err(Error::option(option, format!("expected {expected}, found {value}")))
+        };
+        let t = self.temperature;
+        check("temperature", t, t >= 0.0, "0 (greedy) or more")?;
+        let p = self.top_p;
+        check("top_p", p, p > 0.0 && p <= 1.0, "a probability above 0 and at most 1 (1 is off)")?;
+        let p = self.min_p;
+        check("min_p", p, (0.0..=1.0).contains(&p), "a share from 0 (off) to 1")?;
+        let r = self.repetition_penalty;
+        // The bounds keep every adjusted logit finite.
+        let holds = (1e-3..=1e3).contains(&r);
+        check("repetition_penalty", r, holds, "a number from 0.001 to 1000 (1 is off)")?;
+        for (option, value) in [
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+        ] {
+            check(option, value, (-2.0..=2.0).contains(&value), "a number from -2 to 2 (0 is off)")?;
+        }
+        if self.repetition_context == Some(0) {
+            return Err(Error::option(
+                "repetition_context",
+                "expected 1 token or more, or none for the whole text; found 0",
+            ));
+        }
+        for (id, bias) in &self.logit_bias {
+            if !bias.is_finite() {
+                return Err(Error::option(
+                    "logit_bias",
+                    format!("expected a finite number for token {id}, found {bias}"),
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One chosen token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sampled {
+    /// The token's id.
+    pub id: u32,
+    /// Its natural log probability as the model gave it: before bias, penalties, temperature and
+    /// truncation.
+    pub logprob: f64,
+}
+
+/// Chooses tokens by [`SamplingOptions`].
+#[derive(Debug, Clone)]
+pub struct Sampler {
+    options: SamplingOptions,
+    random: Random,
+    // One entry a token, kept so that a step allocates nothing of the vocabulary's size.
+    scores: Vec<f64>,
+    candidates: Vec<Candidate>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Candidate {
+    id: u32,
+    // The adjusted logit over the temperature, then the probability up to a factor.
+    weight: f64,
+}
+
+impl Sampler {
+    /// A sampler at the start of the random draws of `options.seed`.
+    ///
+    /// # Errors
+    /// As [`SamplingOptions::validate`].
+    pub fn new(options: SamplingOptions) -> Result<Self> {
+        options.validate()?;
+        let random = Random::new(options.seed);
+        Ok(Self { options, random, scores: Vec::new(), candidates: Vec::new() })
+    }
+
+    /// The options this sampler was made with.
+    pub fn options(&self) -> &SamplingOptions {
+        &self.options
+    }
+
+    /// Chooses the next token.
+    ///
+    /// `logits` holds one number a token of the vocabulary, where negative infinity forbids a
+    /// token. `history` is the prompt followed by what was generated, `generated` only the latter.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] when a logit is NaN or positive infinity, when there is none above
+    /// negative infinity, or when `history` or `generated` holds an id outside the vocabulary;
+    /// [`Error::Option`] when `logit_bias` does.
+    pub fn sample(
+        &mut self,
+        logits: &[f32],
+        history: &[u32],
+        generated: &[u32],
+    ) -> Result<Sampled> {
+        let log_sum = log_sum_exp(logits)?;
+        self.scores.clear();
+        self.scores.extend(logits.iter().map(|&logit| f64::from(logit)));
+        self.adjust(history, generated)?;
+        let id = if self.options.temperature == 0.0 { argmax(&self.scores) } else { self.draw() };
+        let logit = logits.get(id as usize).copied().map_or(f64::NAN, f64::from);
+        Ok(Sampled { id, logprob: logit - log_sum })
+    }
+
+    /// Bias and penalties, on `self.scores`.
+    fn adjust(&mut self, history: &[u32], generated: &[u32]) -> Result<()> {
+        let options = &self.options;
+        let vocabulary = self.scores.len();
+        for (&id, &bias) in &options.logit_bias {
+            let score = self.scores.get_mut(id as usize).ok_or_else(|| {
+                Error::option(
+                    "logit_bias",
+                    format!("token {id} is outside the vocabulary of {vocabulary}"),
+                )
+            })?;
+            *score += f64::from(bias);
+        }
+        let outside = |id: u32| {
+            broken(format!("token {id} of the text is outside the vocabulary of {vocabulary}"))
+        };
+        if options.repetition_penalty != 1.0 {
+            let length = options.repetition_context.unwrap_or(usize::MAX).min(history.len());
+            for id in counts(&history[history.len() - length..]).into_keys() {
+                let score = self.scores.get_mut(id as usize).ok_or_else(|| outside(id))?;
+                if *score < 0.0 {
+                    *score *= options.repetition_penalty;
+                } else {
+                    *score /= options.repetition_penalty;
+                }
+            }
+        }
+        if options.presence_penalty != 0.0 || options.frequency_penalty != 0.0 {
+            for (id, count) in counts(generated) {
+                let score = self.scores.get_mut(id as usize).ok_or_else(|| outside(id))?;
+                *score -= options.presence_penalty + options.frequency_penalty * count as f64;
+            }
+        }
+        Ok(())
+    }
+
+    /// Temperature, truncation and the draw, from `self.scores`.
+    fn draw(&mut self) -> u32 {
+        self.keep();
+        let mass: f64 = self.candidates.iter().map(|candidate| candidate.weight).sum();
+        let mut left = self.random.next() * mass;
+        for candidate in &self.candidates {
+            left -= candidate.weight;
+            if left < 0.0 {
+                return candidate.id;
+            }
+        }
+        // Rounding can leave a rest of the mass after the last: the likeliest stands in for it.
+        argmax(&self.scores)
+    }
+
+    /// Leaves in `self.candidates` what top-k, top-p and min-p keep, at least the most likely,
+    /// with weights in proportion to the probabilities.
+    fn keep(&mut self) {
+        let Self { options, scores, candidates, .. } = self;
+        let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        candidates.clear();
+        // A score is far below the largest where exp gives 0: such a token cannot be drawn.
+        candidates.extend((0u32..).zip(scores.iter()).filter_map(|(id, &score)| {
+            let weight = ((score - largest) / options.temperature).exp();
+            (weight > 0.0).then_some(Candidate { id, weight })
+        }));
+
+        if options.top_k > 0 && options.top_k < candidates.len() {
+            let (_, last, _) = candidates.select_nth_unstable_by(options.top_k - 1, likelier);
+            let threshold = last.weight;
+            candidates.retain(|candidate| candidate.weight >= threshold);
+        }
+        if options.top_p < 1.0 {
+            keep_nucleus(candidates, options.top_p);
+        }
+        // The likeliest has weight 1.
+        candidates.retain(|candidate| candidate.weight >= options.min_p);
+        // Selection leaves no order; one is needed for the draw to mean the same everywhere.
+        candidates.sort_unstable_by_key(|candidate| candidate.id);
+    }
+}
+
+/// Keeps the shortest run of the most likely whose probabilities reach `p`. A sort of the whole
+/// vocabulary is rarely needed: ever larger heads of it are, until one holds the mass.
+fn keep_nucleus(candidates: &mut Vec<Candidate>, p: f64) {
+    let mass: f64 = candidates.iter().map(|candidate| candidate.weight).sum();
+    let mut head = 64;
+    loop {
+        let whole = head >= candidates.len();
+        if !whole {
+            candidates.select_nth_unstable_by(head, likelier);
+        }
+        let length = candidates.len().min(head);
+        let Some(first) = candidates.get_mut(..length) else { return };
+        first.sort_unstable_by(likelier);
+        let mut before = 0.0;
+        let kept = first.iter().take_while(|candidate| {
+            let keep = before < p * mass;
+            before += candidate.weight;
+            keep
+        });
+        let kept = kept.count();
+        if whole || kept < length {
+            candidates.truncate(kept);
+            return;
+        }
+        head *= 8;
+    }
+}
+
+/// The most likely first, of equals the lowest id.
+fn likelier(a: &Candidate, b: &Candidate) -> Ordering {
+    b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
+}
+
+fn counts(ids: &[u32]) -> BTreeMap<u32, usize> {
+    let mut counts = BTreeMap::new();
+    for &id in ids {
+        *counts.entry(id).or_insert(0) += 1;
+    }
+    counts
+}
+
+/// The id of the largest score, the lowest of equals.
+fn argmax(scores: &[f64]) -> u32 {
+    let mut best = (0, f64::NEG_INFINITY);
+    for (id, &score) in (0u32..).zip(scores) {
+        if score > best.1 {
+            best = (id, score);
+        }
+    }
+    best.0
+}
+
+fn log_sum_exp(logits: &[f32]) -> Result<f64> {
+    let mut largest = f32::NEG_INFINITY;
+    for (id, &logit) in logits.iter().enumerate() {
+        if logit.is_nan() || logit == f32::INFINITY {
+            return Err(broken(format!("the logit of token {id} is {logit}")));
+        }
+        largest = largest.max(logit);
+    }
+    if largest == f32::NEG_INFINITY {
+        return Err(broken(format!(
+            "none of the {} logits is above negative infinity",
+            logits.len()
+        )));
+    }
+    let largest = f64::from(largest);
+    let sum: f64 = logits.iter().map(|&logit| (f64::from(logit) - largest).exp()).sum();
+    Ok(largest + sum.ln())
+}
+
+fn broken(message: String) -> Error {
+    Error::Tensor(candle_core::Error::Msg(format!("sampling: {message}")))
+}
+
+/// SplitMix64: draw `n` depends on the seed and `n` alone.
+#[derive(Debug, Clone)]
+struct Random {
+    state: u64,
+}
+
+impl Random {
+    fn new(seed: u64) -> Self {
+        Self { state: mix(seed) }
+    }
+
+    /// A number from 0 up to and without 1.
+    fn next(&mut self) -> f64 {
+        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        (mix(self.state) >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+fn mix(value: u64) -> u64 {
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}

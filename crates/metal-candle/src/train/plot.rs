@@ -1,0 +1,469 @@
+//! A run's loss over its steps: as a picture (SVG, PNG) and in the terminal.
+//!
+//! Where the training losses are many, the strong line is their exponential moving average and the
+//! single values stand behind it in a lighter tone. A loss that is not finite is a gap in the line.
+
+use std::sync::OnceLock;
+
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::register_font;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+use super::metrics::Metric;
+use crate::{Error, Result};
+
+/// What a loss curve shows.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct LossCurve {
+    /// The heading, such as the run's name.
+    pub title: String,
+    /// Step and loss of the training reports.
+    pub train: Vec<(u64, f64)>,
+    /// Step and loss of the evaluations.
+    pub evaluation: Vec<(u64, f64)>,
+}
+
+impl LossCurve {
+    /// The curve of a run's events.
+    pub fn from_metrics<'a>(
+        title: impl Into<String>,
+        metrics: impl IntoIterator<Item = &'a Metric>,
+    ) -> Self {
+        let mut curve = Self { title: title.into(), ..Self::default() };
+        for metric in metrics {
+            match metric {
+                Metric::Train { step, loss, .. } => curve.train.push((*step, *loss)),
+                Metric::Evaluation { step, loss, .. } => curve.evaluation.push((*step, *loss)),
+                _ => {}
+            }
+        }
+        curve
+    }
+
+    fn drawable(&self) -> impl Iterator<Item = (u64, f64)> {
+        self.train.iter().chain(&self.evaluation).copied().filter(|&(_, loss)| can_draw(loss))
+    }
+}
+
+const WIDTH: u32 = 1200;
+const HEIGHT: u32 = 700;
+// Plotters draws on whole pixels; a finer grid makes the lines of both pictures smooth.
+const SCALE: u32 = 3;
+
+// The name under which the font is known to Plotters is also what the SVG asks its viewer for.
+const FONT: &str = "Ubuntu, Helvetica, Arial, sans-serif";
+
+const TRAIN: RGBColor = RGBColor(37, 99, 235);
+const TRAIN_LIGHT: RGBColor = RGBColor(190, 208, 250);
+const EVALUATION: RGBColor = RGBColor(234, 88, 12);
+const GRID: RGBColor = RGBColor(229, 231, 235);
+const AXIS: RGBColor = RGBColor(156, 163, 175);
+const TEXT: RGBColor = RGBColor(75, 85, 99);
+const HEADING: RGBColor = RGBColor(17, 24, 39);
+
+/// The loss curve as an SVG document of 1200 x 700. Its text asks for common fonts and falls back
+/// to the viewer's sans-serif.
+///
+/// # Errors
+/// [`Error::Io`] when drawing fails, which no curve makes it do.
+pub fn loss_curve_svg(curve: &LossCurve) -> Result<String> {
+    let size = (WIDTH * SCALE, HEIGHT * SCALE);
+    let mut svg = String::new();
+    draw(curve, SVGBackend::with_string(&mut svg, size).into_drawing_area())?;
+    // The fine grid stays inside, as the view box; outside the picture has its own size.
+    let fine = format!(r#"width="{}" height="{}""#, size.0, size.1);
+    Ok(svg.replacen(&fine, &format!(r#"width="{WIDTH}" height="{HEIGHT}""#), 1))
+}
+
+/// The loss curve as a PNG file of 1200 x 700, 8-bit RGB.
+///
+/// # Errors
+/// [`Error::Io`] when drawing or encoding fails, which no curve makes it do.
+pub fn loss_curve_png(curve: &LossCurve) -> Result<Vec<u8>> {
+    let (width, height) = (WIDTH * SCALE, HEIGHT * SCALE);
+    let mut fine = vec![255; (width * height * 3) as usize];
+    draw(curve, BitMapBackend::with_buffer(&mut fine, (width, height)).into_drawing_area())?;
+
+    let mut file = Vec::new();
+    let mut encoder = png::Encoder::new(&mut file, WIDTH, HEIGHT);
+    encoder.set_color(png::ColorType::Rgb);
+    encoder.set_depth(png::BitDepth::Eight);
+    let mut writer = encoder.write_header().map_err(drawing)?;
+    writer.write_image_data(&shrink(&fine)).map_err(drawing)?;
+    writer.finish().map_err(drawing)?;
+    Ok(file)
+}
+
+/// Each pixel the mean of `SCALE` x `SCALE` of the fine image.
+fn shrink(fine: &[u8]) -> Vec<u8> {
+    let row = (WIDTH * SCALE * 3) as usize;
+    let scale = SCALE as usize;
+    let mut image = Vec::with_capacity((WIDTH * HEIGHT * 3) as usize);
+    for rows in fine.chunks_exact(row * scale) {
+        for x in 0..WIDTH as usize {
+            for channel in 0..3 {
+                let pixels = rows.chunks_exact(row).flat_map(|row| {
+                    row.iter().skip(x * scale * 3 + channel).step_by(3).take(scale)
+                });
+                let sum: u32 = pixels.map(|&value| u32::from(value)).sum();
+                image.push((sum / (SCALE * SCALE)) as u8);
+            }
+        }
+    }
+    image
+}
+
+fn drawing(error: impl std::fmt::Display) -> Error {
+    Error::io("loss curve")(std::io::Error::other(error.to_string()))
+}
+
+fn font_is_registered() -> Result<()> {
+    static REGISTERED: OnceLock<bool> = OnceLock::new();
+    let register =
+        || register_font(FONT, FontStyle::Normal, epaint_default_fonts::UBUNTU_LIGHT).is_ok();
+    if *REGISTERED.get_or_init(register) { Ok(()) } else { Err(drawing("the font is damaged")) }
+}
+
+/// Draws on an area of `WIDTH · SCALE` by `HEIGHT · SCALE`.
+fn draw<B: DrawingBackend>(curve: &LossCurve, area: DrawingArea<B, Shift>) -> Result<()> {
+    font_is_registered()?;
+    draw_all(curve, &area).and_then(|()| area.present()).map_err(drawing)
+}
+
+type Drawn<B> = Result<(), DrawingAreaErrorKind<<B as DrawingBackend>::ErrorType>>;
+
+fn draw_all<B: DrawingBackend>(curve: &LossCurve, area: &DrawingArea<B, Shift>) -> Drawn<B> {
+    let scale = f64::from(SCALE);
+    let at = |x: f64, y: f64| ((x * scale).round() as i32, (y * scale).round() as i32);
+    let write = |text: &str, (x, y): (f64, f64), size: f64, color: RGBColor, anchor: Pos| {
+        let style = (FONT, size * scale).into_font().color(&color).pos(anchor);
+        area.draw(&Text::new(text.to_owned(), at(x, y), style))
+    };
+    let stroke = |color: RGBColor, width: f64| color.stroke_width((width * scale).round() as u32);
+    let line = |points: &[(f64, f64)], color: RGBColor, width: f64| {
+        let points: Vec<_> = points.iter().map(|&(x, y)| at(x, y)).collect();
+        area.draw(&PathElement::new(points, stroke(color, width)))
+    };
+    let dot = |(x, y): (f64, f64), radius: f64, color: RGBColor| {
+        area.draw(&Circle::new(at(x, y), (radius * scale).round() as i32, color.filled()))
+    };
+    const LEFT: Pos = Pos { h_pos: HPos::Left, v_pos: VPos::Center };
+    const RIGHT: Pos = Pos { h_pos: HPos::Right, v_pos: VPos::Center };
+    const CENTER: Pos = Pos { h_pos: HPos::Center, v_pos: VPos::Center };
+
+    area.fill(&WHITE)?;
+    write(&curve.title, (84.0, 44.0), 27.0, HEADING, LEFT)?;
+    write(&summary(curve), (84.0, 77.0), 18.0, TEXT, LEFT)?;
+
+    let (left, right, top, bottom) = (84.0, 1164.0, 112.0, 620.0);
+    let frame = Frame::of(curve);
+    let place = |(step, loss): (f64, f64)| {
+        let (x, y) = frame.place(step, loss);
+        (left + x * (right - left), bottom - y * (bottom - top))
+    };
+    for (tick, label) in frame.loss_ticks(7) {
+        let y = place((frame.first, tick)).1;
+        line(&[(left, y), (right, y)], GRID, 1.0)?;
+        write(&label, (left - 12.0, y), 17.0, TEXT, RIGHT)?;
+    }
+    line(&[(left, bottom), (right, bottom)], AXIS, 1.0)?;
+    for (tick, label) in frame.step_ticks(9) {
+        let x = place((tick, frame.low)).0;
+        line(&[(x, bottom), (x, bottom + 6.0)], AXIS, 1.0)?;
+        write(&label, (x, bottom + 22.0), 17.0, TEXT, CENTER)?;
+    }
+    write("Step", ((left + right) / 2.0, 670.0), 18.0, TEXT, CENTER)?;
+    let upright = (FONT, 18.0 * scale).into_font().transform(FontTransform::Rotate270);
+    let upright = upright.color(&TEXT).pos(CENTER);
+    area.draw(&Text::new("Loss", at(24.0, (top + bottom) / 2.0), upright))?;
+
+    let series = |points: &[(u64, f64)], color: RGBColor, width: f64, dots: f64| -> Drawn<B> {
+        for run in runs(points) {
+            let points: Vec<_> = run.iter().copied().map(place).collect();
+            line(&points, color, width)?;
+            // A line of one point has no length and would not be seen.
+            if dots > 0.0 || points.len() == 1 {
+                for &point in &points {
+                    dot(point, dots.max(width + 1.0), color)?;
+                }
+            }
+        }
+        Ok(())
+    };
+    let smoothed = smooth(&curve.train);
+    match &smoothed {
+        Some(smoothed) => {
+            series(&curve.train, TRAIN_LIGHT, 1.5, 0.0)?;
+            series(smoothed, TRAIN, 2.5, 0.0)?;
+        }
+        None => series(&curve.train, TRAIN, 2.5, 0.0)?,
+    }
+    // Beyond this many, dots would run into each other.
+    let dots = if curve.evaluation.len() <= 60 { 4.5 } else { 0.0 };
+    series(&curve.evaluation, EVALUATION, 2.5, dots)?;
+
+    let mut legend = Vec::new();
+    if !curve.train.is_empty() {
+        let smooth = if smoothed.is_some() { "Training (smoothed)" } else { "Training" };
+        legend.push((smooth, TRAIN, 0.0));
+    }
+    if !curve.evaluation.is_empty() {
+        legend.push(("Evaluation", EVALUATION, dots));
+    }
+    let mut x = right;
+    for (label, color, dots) in legend.into_iter().rev() {
+        write(label, (x, 77.0), 18.0, TEXT, RIGHT)?;
+        let font = (FONT, 18.0 * scale).into_font();
+        // The size cannot fail to be known for a registered font.
+        let (width, _) = font.box_size(label).unwrap_or_default();
+        x -= f64::from(width) / scale + 10.0;
+        line(&[(x - 30.0, 77.0), (x, 77.0)], color, 2.5)?;
+        if dots > 0.0 {
+            dot((x - 15.0, 77.0), dots, color)?;
+        }
+        x -= 30.0 + 28.0;
+    }
+    Ok(())
+}
+
+/// The last training loss and the lowest evaluation, in words.
+fn summary(curve: &LossCurve) -> String {
+    let last = curve.train.iter().rfind(|point| can_draw(point.1));
+    let lowest = curve.evaluation.iter().filter(|point| can_draw(point.1));
+    let lowest = lowest.min_by(|a, b| a.1.total_cmp(&b.1));
+    let mut parts = Vec::new();
+    if let Some((step, loss)) = last {
+        parts.push(format!("training {loss:.3} at step {}", grouped(*step)));
+    }
+    if let Some((step, loss)) = lowest {
+        parts.push(format!("lowest evaluation {loss:.3} at step {}", grouped(*step)));
+    }
+    if parts.is_empty() { "no losses yet".into() } else { parts.join("   ·   ") }
+}
+
+/// The loss curve in characters, `width` columns wide (from 24 to 400) and 15 lines high, each
+/// ended by a line feed. Training is drawn in braille dots, evaluations as `●`.
+pub fn terminal_curve(curve: &LossCurve, width: usize) -> String {
+    const ROWS: usize = 12;
+    let frame = Frame::of(curve);
+    // A row's label is a tick where one falls into it.
+    let row_of = |y: f64| ((1.0 - y) * (ROWS as f64 - 1e-9)).max(0.0) as usize;
+    let mut labels = vec![String::new(); ROWS];
+    for (tick, label) in frame.loss_ticks(5) {
+        if let Some(row) = labels.get_mut(row_of(frame.place(frame.first, tick).1)) {
+            *row = label;
+        }
+    }
+    let margin = labels.iter().map(String::len).max().unwrap_or(0);
+    let columns = width.clamp(24, 400).saturating_sub(margin + 2).max(1);
+
+    let mut canvas = Canvas::new(columns, ROWS);
+    let smoothed = smooth(&curve.train);
+    for run in runs(smoothed.as_ref().unwrap_or(&curve.train)) {
+        let points: Vec<_> = run.iter().map(|&(step, loss)| frame.place(step, loss)).collect();
+        canvas.line(&points);
+    }
+    for point in runs(&curve.evaluation).iter().flatten() {
+        let (x, y) = frame.place(point.0, point.1);
+        canvas.mark(x, y, '●');
+    }
+
+    let mut text = String::new();
+    for (label, cells) in labels.iter().zip(canvas.rows()) {
+        let tick = if label.is_empty() { '│' } else { '┤' };
+        text.push_str(format!("{label:>margin$} {tick}{cells}").trim_end());
+        text.push('\n');
+    }
+    text.push_str(&format!("{:margin$} └{}\n", "", "─".repeat(columns)));
+    let (first, last) = (grouped(frame.first as u64), grouped(frame.last as u64));
+    let gap = columns.saturating_sub(first.len() + last.len()).max(1);
+    text.push_str(&format!("{:margin$}  {first}{:gap$}{last}\n", "", ""));
+    let training = if smoothed.is_some() { "training (smoothed)" } else { "training" };
+    text.push_str(&format!("{:margin$}  ⠒⠒ {training}   ● evaluation\n", ""));
+    text
+}
+
+/// Dots of a quarter by a half of a character, in Unicode's braille patterns.
+struct Canvas {
+    columns: usize,
+    rows: usize,
+    dots: Vec<u8>,
+    marks: Vec<Option<char>>,
+}
+
+impl Canvas {
+    fn new(columns: usize, rows: usize) -> Self {
+        let cells = columns * rows;
+        Self { columns, rows, dots: vec![0; cells], marks: vec![None; cells] }
+    }
+
+    /// The dot of a place in the unit square, with y upwards.
+    fn dot_at(&self, (x, y): (f64, f64)) -> (i64, i64) {
+        let (width, height) = ((self.columns * 2) as f64, (self.rows * 4) as f64);
+        ((x * (width - 1.0)).round() as i64, ((1.0 - y) * (height - 1.0)).round() as i64)
+    }
+
+    fn cell(&self, x: i64, y: i64) -> usize {
+        (y / 4) as usize * self.columns + (x / 2) as usize
+    }
+
+    fn set(&mut self, x: i64, y: i64) {
+        // Bit n of a pattern is dot n + 1: three down on each side, then the bottom row.
+        const BITS: [[u8; 2]; 4] = [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]];
+        let cell = self.cell(x, y);
+        if let Some(dots) = self.dots.get_mut(cell) {
+            *dots |= BITS[(y % 4) as usize][(x % 2) as usize];
+        }
+    }
+
+    fn mark(&mut self, x: f64, y: f64, mark: char) {
+        let (x, y) = self.dot_at((x, y));
+        let cell = self.cell(x, y);
+        if let Some(slot) = self.marks.get_mut(cell) {
+            *slot = Some(mark);
+        }
+    }
+
+    fn line(&mut self, points: &[(f64, f64)]) {
+        let mut before = None;
+        for &point in points {
+            let (x1, y1) = self.dot_at(point);
+            let (x0, y0) = before.unwrap_or((x1, y1));
+            let length = (x1 - x0).abs().max((y1 - y0).abs()).max(1);
+            for step in 0..=length {
+                let part = step as f64 / length as f64;
+                let between = |from: i64, to: i64| from + ((to - from) as f64 * part).round() as i64;
+                self.set(between(x0, x1), between(y0, y1));
+            }
+            before = Some((x1, y1));
+        }
+    }
+
+    fn rows(&self) -> impl Iterator<Item = String> {
+        let cell = |(&dots, &mark): (&u8, &Option<char>)| match (mark, dots) {
+            (Some(mark), _) => mark,
+            (None, 0) => ' ',
+            (None, dots) => char::from_u32(0x2800 + u32::from(dots)).unwrap_or(' '),
+        };
+        let rows = self.dots.chunks(self.columns).zip(self.marks.chunks(self.columns));
+        rows.map(move |(dots, marks)| dots.iter().zip(marks).map(cell).collect())
+    }
+}
+
+/// The range of steps and losses that a picture shows; neither is empty.
+struct Frame {
+    first: f64,
+    last: f64,
+    low: f64,
+    high: f64,
+}
+
+impl Frame {
+    fn of(curve: &LossCurve) -> Self {
+        let (mut first, mut last) = (u64::MAX, u64::MIN);
+        let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
+        for (step, loss) in curve.drawable() {
+            (first, last) = (first.min(step), last.max(step));
+            (low, high) = (low.min(loss), high.max(loss));
+        }
+        if first > last {
+            return Self { first: 0.0, last: 1.0, low: 0.0, high: 1.0 };
+        }
+        if first == last {
+            (first, last) = (first.saturating_sub(1), last.saturating_add(1));
+        }
+        // Losses that differ by less than an f64 of their size can tell are one line.
+        let size = low.abs().max(high.abs());
+        let margin =
+            if high - low > 1e-6 * size { 0.06 * (high - low) } else { (0.1 * size).max(0.05) };
+        // A cross entropy has nothing below 0.
+        let floor = if low >= 0.0 { 0.0 } else { f64::NEG_INFINITY };
+        Self {
+            first: first as f64,
+            // Steps beyond 2^53 are equal as f64 although they differ.
+            last: (last as f64).max(first as f64 * (1.0 + 1e-12)),
+            low: (low - margin).max(floor),
+            high: high + margin,
+        }
+    }
+
+    /// A point's place in the unit square, with y upwards.
+    fn place(&self, step: f64, loss: f64) -> (f64, f64) {
+        let x = (step - self.first) / (self.last - self.first);
+        let y = (loss - self.low) / (self.high - self.low);
+        (x.clamp(0.0, 1.0), y.clamp(0.0, 1.0))
+    }
+
+    fn loss_ticks(&self, about: u32) -> Vec<(f64, String)> {
+        let step = nice_step((self.high - self.low) / f64::from(about));
+        let digits = (-step.log10().floor()).clamp(0.0, 9.0) as usize;
+        let label = |tick: f64| match tick.abs() {
+            size if size >= 1e6 => format!("{tick:.2e}"),
+            _ => format!("{tick:.digits$}"),
+        };
+        ticks(self.low, self.high, step).map(|tick| (tick, label(tick))).collect()
+    }
+
+    fn step_ticks(&self, about: u32) -> Vec<(f64, String)> {
+        let step = nice_step((self.last - self.first) / f64::from(about)).max(1.0);
+        ticks(self.first, self.last, step).map(|tick| (tick, grouped(tick as u64))).collect()
+    }
+}
+
+/// The multiples of `step` from `low` to `high`.
+fn ticks(low: f64, high: f64, step: f64) -> impl Iterator<Item = f64> {
+    let first = (low / step).ceil();
+    // Some two dozen at most whatever the numbers are: each is a line and a text.
+    (0..24).map(move |n| (first + f64::from(n)) * step).take_while(move |&tick| tick <= high)
+}
+
+/// The smallest of 1, 2 or 5 times a power of ten that is not below `least`.
+fn nice_step(least: f64) -> f64 {
+    let power = 10f64.powf(least.log10().floor());
+    [1.0, 2.0, 5.0].into_iter().map(|n| n * power).find(|&n| n >= least).unwrap_or(10.0 * power)
+}
+
+/// A number with its thousands apart.
+fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// Whether a loss has a place in a picture. Beyond 10^12 it is a divergence, not a curve.
+fn can_draw(loss: f64) -> bool {
+    loss.abs() <= 1e12
+}
+
+/// The stretches between the gaps.
+fn runs(points: &[(u64, f64)]) -> Vec<Vec<(f64, f64)>> {
+    let stretches = points.split(|point| !can_draw(point.1)).filter(|run| !run.is_empty());
+    stretches.map(|run| run.iter().map(|&(step, loss)| (step as f64, loss)).collect()).collect()
+}
+
+/// The exponential moving average over about a thirtieth of the points, with the bias towards its
+/// start removed as Adam does; `None` for so few points that each can be seen.
+fn smooth(points: &[(u64, f64)]) -> Option<Vec<(u64, f64)>> {
+    const ENOUGH: usize = 60;
+    if points.len() < ENOUGH {
+        return None;
+    }
+    let keep = 1.0 - 2.0 / (points.len() as f64 / 30.0 + 1.0);
+    let (mut mean, mut weight) = (0.0, 0.0);
+    let smoothed = points.iter().map(|&(step, loss)| {
+        if !can_draw(loss) {
+            return (step, f64::NAN);
+        }
+        mean = keep * mean + (1.0 - keep) * loss;
+        weight = keep * weight + (1.0 - keep);
+        (step, mean / weight)
+    });
+    Some(smoothed.collect())
+}
