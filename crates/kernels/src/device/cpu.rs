@@ -129,7 +129,12 @@ pub(crate) fn check_device(operation: &str, tensors: &[&Tensor]) -> Result<()> {
 }
 
 /// Checks that `tensor` has dtype `dtype`.
-pub(crate) fn check_dtype(operation: &str, name: &str, tensor: &Tensor, dtype: DType) -> Result<()> {
+pub(crate) fn check_dtype(
+    operation: &str,
+    name: &str,
+    tensor: &Tensor,
+    dtype: DType,
+) -> Result<()> {
     if tensor.dtype() != dtype {
         bail!("{operation}: {name} is {:?}, expected {dtype:?}", tensor.dtype());
     }
@@ -137,7 +142,12 @@ pub(crate) fn check_dtype(operation: &str, name: &str, tensor: &Tensor, dtype: D
 }
 
 /// Checks that `tensor` has the dimensions `dims`.
-pub(crate) fn check_shape(operation: &str, name: &str, tensor: &Tensor, dims: &[usize]) -> Result<()> {
+pub(crate) fn check_shape(
+    operation: &str,
+    name: &str,
+    tensor: &Tensor,
+    dims: &[usize],
+) -> Result<()> {
     if tensor.dims() != dims {
         bail!("{operation}: {name} has shape {:?}, expected {dims:?}", tensor.dims());
     }
@@ -145,7 +155,11 @@ pub(crate) fn check_shape(operation: &str, name: &str, tensor: &Tensor, dims: &[
 }
 
 /// All dimensions but the last, multiplied, and the last.
-pub(crate) fn rows_and_width(operation: &str, name: &str, tensor: &Tensor) -> Result<(usize, usize)> {
+pub(crate) fn rows_and_width(
+    operation: &str,
+    name: &str,
+    tensor: &Tensor,
+) -> Result<(usize, usize)> {
     match tensor.dims().split_last() {
         Some((&width, rows)) => Ok((rows.iter().product(), width)),
         None => bail!("{operation}: {name} is a scalar, expected at least one dimension"),
@@ -301,7 +315,13 @@ impl<F: Fn(&mut [f32], &[f32]) -> Result<()>> InplaceOp2 for Mutate<F> {
         self.0
     }
 
-    fn cpu_fwd(&self, s1: &mut CpuStorage, l1: &Layout, s2: &CpuStorage, l2: &Layout) -> Result<()> {
+    fn cpu_fwd(
+        &self,
+        s1: &mut CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+    ) -> Result<()> {
         (self.1)(slice_mut(s1, l1)?, slice_of(s2, l2)?)
     }
 }

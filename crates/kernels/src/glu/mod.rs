@@ -15,12 +15,18 @@ pub enum Activation {
 fn act<A: Accumulator>(a: Activation, x: A) -> (A, A) {
     let one = A::one();
     match a {
-        Activation::Silu => { let s = one / (one + (-x).exp()); (x * s, s * (one + x * (one - s))) }
+        Activation::Silu => {
+            let s = one / (one + (-x).exp());
+            (x * s, s * (one + x * (one - s)))
+        }
         Activation::GeluTanh => {
             let (k, c): (A, A) = (constant(0.797_884_560_802_865_4), constant(0.044715));
             let t = (k * (x + c * x * x * x)).tanh();
             let h: A = constant(0.5);
-            (h * x * (one + t), h * (one + t) + h * x * (one - t * t) * k * (one + constant::<A>(3.0) * c * x * x))
+            (
+                h * x * (one + t),
+                h * (one + t) + h * x * (one - t * t) * k * (one + constant::<A>(3.0) * c * x * x),
+            )
         }
         Activation::Gelu => {
             let xf: f64 = num_traits::ToPrimitive::to_f64(&x).unwrap_or(f64::NAN);
@@ -30,7 +36,9 @@ fn act<A: Accumulator>(a: Activation, x: A) -> (A, A) {
         }
     }
 }
-fn libm_erf(x: f64) -> f64 { libm::erf(x) }
+fn libm_erf(x: f64) -> f64 {
+    libm::erf(x)
+}
 /// act(gate)·up
 pub fn forward(gate: &Tensor, up: &Tensor, a: Activation) -> Result<Tensor> {
     dispatch!(gate.dtype(), "glu", T => {
@@ -43,7 +51,12 @@ pub fn forward(gate: &Tensor, up: &Tensor, a: Activation) -> Result<Tensor> {
     })
 }
 /// dgate, dup
-pub fn backward(gate: &Tensor, up: &Tensor, a: Activation, dy: &Tensor) -> Result<(Tensor, Tensor)> {
+pub fn backward(
+    gate: &Tensor,
+    up: &Tensor,
+    a: Activation,
+    dy: &Tensor,
+) -> Result<(Tensor, Tensor)> {
     dispatch!(gate.dtype(), "glu", T => {
         let dims = gate.dims().to_vec();
         read!(g: T = gate);

@@ -1,7 +1,7 @@
 //! LoRA linear on the CPU.
 use super::{Dropout, Gradients, Lora};
-use crate::device::cpu::{Element, for_each_row, read, tensor, constant, up};
-use crate::matmul::{Matrix, gemm, finish, multiply};
+use crate::device::cpu::{Element, constant, for_each_row, read, tensor, up};
+use crate::matmul::{Matrix, finish, gemm, multiply};
 use candle_core::{Result, Tensor};
 use num_traits::{One, Zero};
 
@@ -18,11 +18,18 @@ fn factor(d: &Dropout, index: usize) -> f64 {
 fn drop<T: Element>(x: &mut [T::Acc], d: Option<Dropout>) {
     if let Some(d) = d {
         for_each_row(x, 256, |row, chunk| {
-            for (i, x) in chunk.iter_mut().enumerate() { *x = *x * constant(factor(&d, row * 256 + i)); }
+            for (i, x) in chunk.iter_mut().enumerate() {
+                *x = *x * constant(factor(&d, row * 256 + i));
+            }
         });
     }
 }
-pub(super) fn forward<T: Element>(x: &Tensor, base: Tensor, lora: &Lora<'_>, rows: usize) -> Result<(Tensor, Tensor)> {
+pub(super) fn forward<T: Element>(
+    x: &Tensor,
+    base: Tensor,
+    lora: &Lora<'_>,
+    rows: usize,
+) -> Result<(Tensor, Tensor)> {
     let (input, rank) = lora.a.dims2()?;
     let (_, output) = lora.b.dims2()?;
     let shape = base.dims().to_vec();
@@ -34,13 +41,35 @@ pub(super) fn forward<T: Element>(x: &Tensor, base: Tensor, lora: &Lora<'_>, row
     let mut dropped = up(x);
     drop::<T>(&mut dropped, lora.dropout);
     let mut xa = vec![T::Acc::zero(); rows * rank];
-    gemm(&mut xa, rank, Matrix::new(&dropped, rows, input), Matrix::new(a, input, rank), T::Acc::one(), false);
+    gemm(
+        &mut xa,
+        rank,
+        Matrix::new(&dropped, rows, input),
+        Matrix::new(a, input, rank),
+        T::Acc::one(),
+        false,
+    );
     read!(base: T = base);
     let mut y = up(base);
-    gemm(&mut y, output, Matrix::new(&xa, rows, rank), Matrix::new(b, rank, output), constant(lora.scale), true);
+    gemm(
+        &mut y,
+        output,
+        Matrix::new(&xa, rows, rank),
+        Matrix::new(b, rank, output),
+        constant(lora.scale),
+        true,
+    );
     Ok((finish::<T>(y, &shape)?, tensor(xa, &[rows, rank])?))
 }
-pub(super) fn backward<T: Element>(x: &Tensor, weight: &Tensor, xa: &Tensor, lora: &Lora<'_>, dy: &Tensor, need_dx: bool, rows: usize) -> Result<Gradients> {
+pub(super) fn backward<T: Element>(
+    x: &Tensor,
+    weight: &Tensor,
+    xa: &Tensor,
+    lora: &Lora<'_>,
+    dy: &Tensor,
+    need_dx: bool,
+    rows: usize,
+) -> Result<Gradients> {
     let (input, rank) = lora.a.dims2()?;
     let (_, output) = lora.b.dims2()?;
     let shape = x.dims().to_vec();
@@ -62,15 +91,33 @@ pub(super) fn backward<T: Element>(x: &Tensor, weight: &Tensor, xa: &Tensor, lor
     let mut dxa = vec![T::Acc::zero(); rows * rank];
     gemm(&mut dxa, rank, dy_m, Matrix::new(b, rank, output).t(), scale, false);
     let mut da = vec![T::Acc::zero(); input * rank];
-    gemm(&mut da, rank, Matrix::new(&dropped, rows, input).t(), Matrix::new(&dxa, rows, rank), one, false);
+    gemm(
+        &mut da,
+        rank,
+        Matrix::new(&dropped, rows, input).t(),
+        Matrix::new(&dxa, rows, rank),
+        one,
+        false,
+    );
     let dx = if need_dx {
         let mut path = vec![T::Acc::zero(); rows * input];
-        gemm(&mut path, input, Matrix::new(&dxa, rows, rank), Matrix::new(a, input, rank).t(), one, false);
+        gemm(
+            &mut path,
+            input,
+            Matrix::new(&dxa, rows, rank),
+            Matrix::new(a, input, rank).t(),
+            one,
+            false,
+        );
         drop::<T>(&mut path, lora.dropout);
         let mut dx = vec![T::Acc::zero(); rows * input];
         multiply(&mut dx, &dy, rows, w, (output, input));
-        for (dx, p) in dx.iter_mut().zip(&path) { *dx += *p; }
+        for (dx, p) in dx.iter_mut().zip(&path) {
+            *dx += *p;
+        }
         Some(finish::<T>(dx, &shape)?)
-    } else { None };
+    } else {
+        None
+    };
     Ok(Gradients { dx, da: tensor(da, &[input, rank])?, db: tensor(db, &[rank, output])? })
 }

@@ -33,14 +33,26 @@ pub struct Gradients {
     pub db: Tensor,
 }
 /// Returns y and `drop(x)·A`.
-pub fn forward(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, lora: &Lora<'_>) -> Result<(Tensor, Tensor)> {
+pub fn forward(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    lora: &Lora<'_>,
+) -> Result<(Tensor, Tensor)> {
     check_device("lora_linear", &[x, weight])?;
     let base = crate::matmul::linear(x, weight, bias)?;
     let (rows, _) = rows_and_width("lora_linear", "x", x)?;
     dispatch!(x.dtype(), "lora_linear", T => cpu::forward::<T>(x, base, lora, rows))
 }
 /// Gives dx, dA and dB.
-pub fn backward(x: &Tensor, weight: &Tensor, xa: &Tensor, lora: &Lora<'_>, dy: &Tensor, need_dx: bool) -> Result<Gradients> {
+pub fn backward(
+    x: &Tensor,
+    weight: &Tensor,
+    xa: &Tensor,
+    lora: &Lora<'_>,
+    dy: &Tensor,
+    need_dx: bool,
+) -> Result<Gradients> {
     let (rows, _) = rows_and_width("lora_linear", "x", x)?;
     dispatch!(x.dtype(), "lora_linear", T => cpu::backward::<T>(x, weight, xa, lora, dy, need_dx, rows))
 }

@@ -1,7 +1,9 @@
 //! The linear layer on the CPU: `gemm` for many rows, dot products for one. Half-precision weights
 //! are widened a tile of rows at a time.
 
-use crate::device::cpu::{Accumulator, Element, dot_mixed, down_into, for_each_row, read, sum_rows, tensor, up};
+use crate::device::cpu::{
+    Accumulator, Element, dot_mixed, down_into, for_each_row, read, sum_rows, tensor, up,
+};
 use candle_core::{Result, Tensor};
 
 /// Rows of a half-precision weight that are widened at a time.
@@ -88,7 +90,10 @@ pub(crate) fn gemm<A: Accumulator>(
 }
 
 /// The elements as accumulators: themselves if they are, else a widened copy in `buffer`.
-pub(crate) fn widen<'a, T: Element>(elements: &'a [T], buffer: &'a mut Vec<T::Acc>) -> &'a [T::Acc] {
+pub(crate) fn widen<'a, T: Element>(
+    elements: &'a [T],
+    buffer: &'a mut Vec<T::Acc>,
+) -> &'a [T::Acc] {
     match same(elements) {
         Some(elements) => elements,
         None => {
@@ -168,7 +173,14 @@ pub(crate) fn multiply<T: Element>(
 ) {
     let one = <T::Acc as num_traits::One>::one();
     match same(w) {
-        Some(w) => gemm(dx, input, Matrix::new(dy, rows, output), Matrix::new(w, output, input), one, false),
+        Some(w) => gemm(
+            dx,
+            input,
+            Matrix::new(dy, rows, output),
+            Matrix::new(w, output, input),
+            one,
+            false,
+        ),
         None => {
             for start in (0..output).step_by(TILE) {
                 let count = TILE.min(output - start);
@@ -236,7 +248,14 @@ pub(super) fn backward_weight<T: Element>(
     let (x, dy) = (widen(x, &mut x_buffer), widen(dy, &mut dy_buffer));
     let mut dw = vec![<T::Acc as num_traits::Zero>::zero(); output * input];
     let left = Matrix::new(dy, rows, output).t();
-    gemm(&mut dw, input, left, Matrix::new(x, rows, input), <T::Acc as num_traits::One>::one(), false);
+    gemm(
+        &mut dw,
+        input,
+        left,
+        Matrix::new(x, rows, input),
+        <T::Acc as num_traits::One>::one(),
+        false,
+    );
     tensor(dw, &[output, input])
 }
 

@@ -24,7 +24,8 @@ fn run<T: Element>(x: &Tensor, cos: &Tensor, sin: &Tensor, sign: f64) -> Result<
         for y in y.chunks_mut(d) {
             for i in 0..half {
                 let (p, q) = (y[i].up(), y[i + half].up());
-                let (c, s): (T::Acc, T::Acc) = (constant(f64::from(c[i])), constant(sign * f64::from(s[i])));
+                let (c, s): (T::Acc, T::Acc) =
+                    (constant(f64::from(c[i])), constant(sign * f64::from(s[i])));
                 y[i] = T::down(p * c - q * s);
                 y[i + half] = T::down(q * c + p * s);
             }

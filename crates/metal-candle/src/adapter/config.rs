@@ -87,13 +87,22 @@ impl LoraConfig {
             return Err(Error::option("rank", "is 0, expected at least 1"));
         }
         if let Some((key, _)) = self.rank_pattern.iter().find(|(_, rank)| **rank == 0) {
-            return Err(Error::option("rank_pattern", format!("`{key}` is 0, expected at least 1")));
+            return Err(Error::option(
+                "rank_pattern",
+                format!("`{key}` is 0, expected at least 1"),
+            ));
         }
-        for (name, alpha) in
-            self.alpha_pattern.iter().map(|(key, alpha)| (key.as_str(), *alpha)).chain([("alpha", self.alpha)])
+        for (name, alpha) in self
+            .alpha_pattern
+            .iter()
+            .map(|(key, alpha)| (key.as_str(), *alpha))
+            .chain([("alpha", self.alpha)])
         {
             if !alpha.is_finite() || alpha <= 0.0 {
-                return Err(Error::option(name, format!("alpha is {alpha}, expected a positive number")));
+                return Err(Error::option(
+                    name,
+                    format!("alpha is {alpha}, expected a positive number"),
+                ));
             }
         }
         if !(0.0..1.0).contains(&self.dropout) {
@@ -103,7 +112,10 @@ impl LoraConfig {
             ));
         }
         if self.layers.is_some() && self.last_layers.is_some() {
-            return Err(Error::option("layers", "and the last n layers were both given, expected one of them"));
+            return Err(Error::option(
+                "layers",
+                "and the last n layers were both given, expected one of them",
+            ));
         }
         if self.last_layers == Some(0) || self.layers.as_ref().is_some_and(Vec::is_empty) {
             return Err(Error::option("layers", "selects no layer"));
@@ -117,13 +129,19 @@ impl LoraConfig {
             if let Some(layer) = layers.iter().find(|&&layer| layer >= count) {
                 return Err(Error::option(
                     "layers",
-                    format!("names layer {layer}, but the model has layers 0 to {}", count.saturating_sub(1)),
+                    format!(
+                        "names layer {layer}, but the model has layers 0 to {}",
+                        count.saturating_sub(1)
+                    ),
                 ));
             }
             return Ok(Some(layers.clone()));
         }
         // More than there are means all, as in mlx-lm.
-        Ok(self.last_layers.filter(|&last| last < count).map(|last| (count - last..count).collect()))
+        Ok(self
+            .last_layers
+            .filter(|&last| last < count)
+            .map(|last| (count - last..count).collect()))
     }
 
     /// Decides for each of the model's linear layers, given by path in a model of `layer_count`
@@ -132,22 +150,32 @@ impl LoraConfig {
         self.validate()?;
         let layers = self.selected_layers(layer_count)?;
         let targets = Matcher::new("target_modules", &self.targets)?;
-        let exclude = self.exclude.as_ref().map(|exclude| Matcher::new("exclude_modules", exclude)).transpose()?;
+        let exclude = self
+            .exclude
+            .as_ref()
+            .map(|exclude| Matcher::new("exclude_modules", exclude))
+            .transpose()?;
         let ranks = compile_patterns("rank_pattern", &self.rank_pattern)?;
         let alphas = compile_patterns("alpha_pattern", &self.alpha_pattern)?;
         if let Targets::Names(names) = &self.targets
-            && let Some(name) = names.iter().find(|name| !paths.iter().any(|path| ends_in(path, name)))
+            && let Some(name) =
+                names.iter().find(|name| !paths.iter().any(|path| ends_in(path, name)))
         {
-            return Err(Error::option("target_modules", format!(
-                "`{name}` is not a linear layer of this model; it has {}",
-                layer_names(paths)
-            )));
+            return Err(Error::option(
+                "target_modules",
+                format!(
+                    "`{name}` is not a linear layer of this model; it has {}",
+                    layer_names(paths)
+                ),
+            ));
         }
         let mut resolved = Vec::new();
         for path in paths {
             let selected = targets.matches(path)
                 && !exclude.as_ref().is_some_and(|exclude| exclude.matches(path))
-                && layers.as_ref().is_none_or(|layers| layer_index(path).is_some_and(|index| layers.contains(&index)));
+                && layers.as_ref().is_none_or(|layers| {
+                    layer_index(path).is_some_and(|index| layers.contains(&index))
+                });
             if selected {
                 let rank = first_match(&ranks, path).unwrap_or(self.rank);
                 let alpha = first_match(&alphas, path).unwrap_or(self.alpha);
@@ -156,11 +184,14 @@ impl LoraConfig {
             }
         }
         if resolved.is_empty() {
-            return Err(Error::option("target_modules", format!(
-                "{} matches no linear layer of this model; it has {}",
-                serde_json::to_string(&self.targets).unwrap_or_default(),
-                layer_names(paths)
-            )));
+            return Err(Error::option(
+                "target_modules",
+                format!(
+                    "{} matches no linear layer of this model; it has {}",
+                    serde_json::to_string(&self.targets).unwrap_or_default(),
+                    layer_names(paths)
+                ),
+            ));
         }
         Ok(resolved)
     }
@@ -198,7 +229,9 @@ impl Matcher {
         Ok(match targets {
             Targets::Names(names) => Self::Names(names.clone()),
             Targets::Pattern(pattern) if pattern == Targets::ALL_LINEAR => Self::All,
-            Targets::Pattern(pattern) => Self::Pattern(compile(option, &format!("^(?:{pattern})$"))?),
+            Targets::Pattern(pattern) => {
+                Self::Pattern(compile(option, &format!("^(?:{pattern})$"))?)
+            }
         })
     }
 
@@ -217,7 +250,10 @@ fn compile(option: &str, pattern: &str) -> Result<Regex> {
     })
 }
 
-fn compile_patterns<T: Copy>(option: &str, patterns: &BTreeMap<String, T>) -> Result<Vec<(Regex, T)>> {
+fn compile_patterns<T: Copy>(
+    option: &str,
+    patterns: &BTreeMap<String, T>,
+) -> Result<Vec<(Regex, T)>> {
     patterns
         .iter()
         .map(|(key, value)| Ok((compile(option, &format!(r"^(?:.*\.)?(?:{key})$"))?, *value)))

@@ -2,8 +2,8 @@
 //! `base_model.model.<path>.lora_A.weight (r, in)` and `.lora_B.weight (out, r)`.
 
 use super::{LoraConfig, Targets};
-use crate::{Error, Result, files};
 use crate::model::Weights;
+use crate::{Error, Result, files};
 use candle_core::{DType, Device, Tensor};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -18,9 +18,18 @@ const PREFIX: &str = "base_model.model.";
 
 /// Keys that change nothing about what the adapter computes.
 const IRRELEVANT: &[&str] = &[
-    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "inference_mode",
-    "layers_pattern", "loftq_config", "megatron_core", "peft_version", "qalora_group_size",
-    "revision", "runtime_config", "task_type",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "inference_mode",
+    "layers_pattern",
+    "loftq_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
 ];
 
 /// Reads an adapter's configuration and the base model it names. Anything it asks for that is
@@ -34,8 +43,15 @@ pub fn read_config(folder: &Path) -> Result<(LoraConfig, Option<String>)> {
 fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>), String> {
     match json.get("peft_type").and_then(Value::as_str) {
         Some("LORA") => {}
-        Some(other) => return Err(format!("peft_type is \"{other}\"; only LORA adapters are supported")),
-        None => return Err("has no peft_type; expected a PEFT LoRA adapter with \"peft_type\": \"LORA\"".into()),
+        Some(other) => {
+            return Err(format!("peft_type is \"{other}\"; only LORA adapters are supported"));
+        }
+        None => {
+            return Err(
+                "has no peft_type; expected a PEFT LoRA adapter with \"peft_type\": \"LORA\""
+                    .into(),
+            );
+        }
     }
     let mut config = LoraConfig { alpha: 8.0, ..LoraConfig::default() };
     let mut base = None;
@@ -48,10 +64,13 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
             "lora_dropout" => {
                 config.dropout = value.as_f64().ok_or_else(|| wrong("a number"))? as f32;
             }
-            "use_rslora" => config.rslora = value.as_bool().ok_or_else(|| wrong("true or false"))?,
+            "use_rslora" => {
+                config.rslora = value.as_bool().ok_or_else(|| wrong("true or false"))?
+            }
             "target_modules" => {
-                config.targets = serde_json::from_value(value.clone())
-                    .map_err(|_| wrong("a list of names, a regular expression or \"all-linear\""))?;
+                config.targets = serde_json::from_value(value.clone()).map_err(|_| {
+                    wrong("a list of names, a regular expression or \"all-linear\"")
+                })?;
             }
             "exclude_modules" if !is_unset(value) => {
                 config.exclude = Some(
@@ -81,7 +100,9 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
             }
             "init_lora_weights" => {
                 // The others change the base weights too, which the file doesn't hold.
-                if !matches!(value, Value::Bool(_) | Value::Null) && value.as_str() != Some("gaussian") {
+                if !matches!(value, Value::Bool(_) | Value::Null)
+                    && value.as_str() != Some("gaussian")
+                {
                     return Err(format!(
                         "init_lora_weights is {value}, which changes the base weights; only adapters \
                          on the unchanged base are supported (true, false or \"gaussian\")"
@@ -136,14 +157,20 @@ pub fn read_weights(
     let fits = |name: &str, expected: [usize; 2]| -> Result<()> {
         match weights.shape(name) {
             Some(found) if found == expected => Ok(()),
-            Some(found) => Err(Error::file(&path, format!(
-                "`{name}` has shape {found:?}, but this base model and {ADAPTER_CONFIG} ask for \
+            Some(found) => Err(Error::file(
+                &path,
+                format!(
+                    "`{name}` has shape {found:?}, but this base model and {ADAPTER_CONFIG} ask for \
                  {expected:?}; is this an adapter for another base model?"
-            ))),
-            None => Err(Error::file(&path, format!(
-                "has no tensor `{name}`, which {ADAPTER_CONFIG} asks for on this base model; is \
+                ),
+            )),
+            None => Err(Error::file(
+                &path,
+                format!(
+                    "has no tensor `{name}`, which {ADAPTER_CONFIG} asks for on this base model; is \
                  this an adapter for another base model?"
-            ))),
+                ),
+            )),
         }
     };
     for (layer, rank, (input, output)) in layers {
@@ -155,10 +182,13 @@ pub fn read_weights(
         pairs.push((a.t()?.contiguous()?, b.t()?.contiguous()?));
     }
     if let Some(name) = weights.unread().first() {
-        return Err(Error::file(&path, format!(
-            "`{name}` belongs to no layer that {ADAPTER_CONFIG} names in this base model; is this \
+        return Err(Error::file(
+            &path,
+            format!(
+                "`{name}` belongs to no layer that {ADAPTER_CONFIG} names in this base model; is this \
              an adapter for another base model?"
-        )));
+            ),
+        ));
     }
     Ok(pairs)
 }

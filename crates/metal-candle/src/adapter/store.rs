@@ -33,7 +33,10 @@ pub struct ParameterStore {
 impl ParameterStore {
     /// Lays out zeroed parameters of the given names and shapes and returns the id of each, in
     /// the order given.
-    pub fn new(parameters: &[(String, Shape)], device: &Device) -> Result<(Self, Vec<ParameterId>)> {
+    pub fn new(
+        parameters: &[(String, Shape)],
+        device: &Device,
+    ) -> Result<(Self, Vec<ParameterId>)> {
         let mut names = BTreeMap::new();
         for (index, (name, _)) in parameters.iter().enumerate() {
             if names.insert(name, index).is_some() {

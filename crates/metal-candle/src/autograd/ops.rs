@@ -97,8 +97,7 @@ impl Tape {
     pub fn rope(&self, x: &Value, cos: &Tensor, sin: &Tensor) -> Result<Value> {
         let output = rope::forward(x.tensor(), cos, sin)?;
         let (cos, sin) = (cos.clone(), sin.clone());
-        Ok(self
-            .record(&[x], output, move |dy| Ok(vec![Some(rope::backward(&dy, &cos, &sin)?)])))
+        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(rope::backward(&dy, &cos, &sin)?)])))
     }
 
     /// Causal attention of `q (batch, seq, heads, head_dim)` over `k` and `v`
@@ -163,7 +162,8 @@ impl Tape {
         )?;
         let (dhidden, dweight) = (output.dhidden, output.dweight);
         let loss = self.record(&[hidden, weight], output.loss, move |dy| {
-            let seed = f64::from(dy.to_dtype(DType::F32)?.flatten_all()?.get(0)?.to_scalar::<f32>()?);
+            let seed =
+                f64::from(dy.to_dtype(DType::F32)?.flatten_all()?.get(0)?.to_scalar::<f32>()?);
             let scaled = |gradient: Option<Tensor>| {
                 gradient.map(|gradient| gradient.affine(seed, 0.0)).transpose()
             };

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use super::dataset::{Dataset, Example};
-use super::random::SplitMix64;
+use crate::random::SplitMix64;
 use crate::{Error, Result};
 
 /// The target of a place whose prediction the loss does not count.
@@ -113,6 +113,11 @@ impl Batcher {
             }
         }
         Ok(Self { dataset, options })
+    }
+
+    /// How the examples become batches.
+    pub fn options(&self) -> &BatchOptions {
+        &self.options
     }
 
     /// The data set.

@@ -114,6 +114,24 @@ pub struct Dataset {
 }
 
 impl Dataset {
+    /// A hash of every token and mask (FNV-1a), by which a resumed run knows its data.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        let mut add = |word: u32| {
+            for byte in word.to_le_bytes() {
+                hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+            }
+        };
+        for example in &self.examples {
+            add(example.ids.len() as u32);
+            for (&id, &trainable) in example.ids.iter().zip(&example.trainable) {
+                add(id);
+                add(u32::from(trainable));
+            }
+        }
+        hash
+    }
+
     /// Tokenizes records, in parallel and in a stable order.
     ///
     /// Conversations go through the tokenizer's chat template. A prompt and completion of plain text do too, as a

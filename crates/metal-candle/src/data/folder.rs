@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use super::random::SplitMix64;
 use super::record::{Record, read_records};
+use crate::random::SplitMix64;
 use crate::{Error, Result};
 
 /// How much of the training records to keep for validation when the data brings none.

@@ -5,11 +5,9 @@
 mod batch;
 mod dataset;
 mod folder;
-mod random;
 mod record;
 
 pub use batch::{Batch, BatchOptions, BatchPlan, Batcher, IGNORED};
 pub use dataset::{DataOptions, Dataset, Example, LossOn, Report};
 pub use folder::{DataFolder, HeldOut};
-pub use random::SplitMix64;
 pub use record::{Body, KNOWN_ROLES, Origin, Record, read_records};

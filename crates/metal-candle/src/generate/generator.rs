@@ -27,7 +27,12 @@ pub struct GenerateOptions {
 
 impl Default for GenerateOptions {
     fn default() -> Self {
-        Self { max_tokens: 256, sampling: SamplingOptions::default(), stop: Vec::new(), ignore_eos: false }
+        Self {
+            max_tokens: 256,
+            sampling: SamplingOptions::default(),
+            stop: Vec::new(),
+            ignore_eos: false,
+        }
     }
 }
 
@@ -87,16 +92,17 @@ impl<'a> Session<'a> {
         }
         let vocabulary = self.model.config().vocab_size;
         if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocabulary) {
-            return Err(Error::option("prompt", format!(
-                "has token {token}, but the model's vocabulary has {vocabulary}; the tokenizer is \
+            return Err(Error::option(
+                "prompt",
+                format!(
+                    "has token {token}, but the model's vocabulary has {vocabulary}; the tokenizer is \
                  not this model's"
-            )));
+                ),
+            ));
         }
         self.tokens.extend(tokens);
         // LongRoPE turns every key differently once the text is long.
-        let held = self.cache.len();
-        let changed = |rope: &crate::model::rope::RopeConfig| rope.changes_between(held, self.tokens.len());
-        if held > 0 && self.model.config().ropes.iter().any(changed) {
+        if self.ropes_change(self.cache.len(), self.tokens.len()) {
             self.cache.truncate(0);
         }
         let mut logits = Vec::new();
@@ -117,15 +123,21 @@ impl<'a> Session<'a> {
 
     /// How many tokens to read at once; all, where the positions depend on the text's length.
     fn chunk(&self, start: usize, total: usize) -> usize {
-        let ropes = &self.model.config().ropes;
-        if ropes.iter().any(|rope| rope.changes_between(start + 1, total)) { total } else { PREFILL }
+        if self.ropes_change(start + 1, total) { total } else { PREFILL }
+    }
+
+    fn ropes_change(&self, from: usize, to: usize) -> bool {
+        self.model.config().ropes.iter().any(|rope| rope.changes_between(from, to))
     }
 
     /// Keeps only the first `length` tokens that it shares with `tokens` and reads the rest, so
     /// that the next turn of a conversation pays only for what is new.
     pub fn continue_with(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
         let shared = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
-        let shared = shared.min(tokens.len().saturating_sub(1)).min(self.cache.len());
+        let mut shared = shared.min(tokens.len().saturating_sub(1)).min(self.cache.len());
+        if self.ropes_change(self.cache.len(), tokens.len()) {
+            shared = 0;
+        }
         self.cache.truncate(shared);
         self.tokens.truncate(shared);
         self.read(&tokens[shared..])
@@ -219,7 +231,7 @@ impl<'s, 'a> Generation<'s, 'a> {
         if result.stopped {
             self.finished = Some(FinishReason::Stop);
         } else {
-            text.push_str(&std::mem::take(&mut self.stops).finish());
+            text.push_str(&self.stops.finish());
         }
         Ok(text)
     }

@@ -101,7 +101,12 @@ impl SamplingOptions {
             ("presence_penalty", self.presence_penalty),
             ("frequency_penalty", self.frequency_penalty),
         ] {
-            check(option, value, (-2.0..=2.0).contains(&value), "a number from -2 to 2 (0 is off)")?;
+            check(
+                option,
+                value,
+                (-2.0..=2.0).contains(&value),
+                "a number from -2 to 2 (0 is off)",
+            )?;
         }
         if self.repetition_context == Some(0) {
             return Err(Error::option(

@@ -55,8 +55,8 @@ impl StopStrings {
     }
 
     /// The end of the stream: gives what was held back, since no stop string can follow.
-    pub fn finish(self) -> String {
-        self.held
+    pub fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
     }
 
     /// Whether a stop string has been found.

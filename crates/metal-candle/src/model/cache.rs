@@ -59,8 +59,7 @@ fn grow(buffer: &mut Option<Tensor>, new: &Tensor, length: usize) -> Result<Tens
         Some(full) if full.dim(1)? >= needed => full,
         old => {
             let capacity = needed.next_power_of_two().max(64);
-            let larger =
-                Tensor::zeros((batch, capacity, heads, width), new.dtype(), new.device())?;
+            let larger = Tensor::zeros((batch, capacity, heads, width), new.dtype(), new.device())?;
             if let Some(old) = old.filter(|_| length > 0) {
                 larger.slice_set(&old.narrow(1, 0, length)?.contiguous()?, 1, 0)?;
             }

@@ -16,6 +16,8 @@ use candle_core::DType;
 use serde_json::{Map, Value};
 
 use super::rope::{RopeConfig, RopeScaling};
+pub use metal_candle_kernels::glu::Activation;
+
 use crate::{Error, Result, files};
 
 /// A family of models that the decoder can be.
@@ -114,17 +116,6 @@ pub enum QueryKeyNorm {
     PerHead,
     /// All heads together; weights of `(heads * head_dim,)` and `(kv_heads * head_dim,)`.
     FullWidth,
-}
-
-/// The activation of the MLP's gate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Activation {
-    /// `x * sigmoid(x)`.
-    Silu,
-    /// GELU by its tanh approximation.
-    GeluTanh,
-    /// GELU by the error function.
-    Gelu,
 }
 
 /// What distinguishes one layer from another.

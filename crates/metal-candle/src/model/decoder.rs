@@ -105,7 +105,8 @@ impl Layer {
             build_norm(config, path, width, source)
         };
         let hidden = config.hidden_size;
-        let (before_attention, after_attention, before_mlp, after_mlp) = match config.norm_placement {
+        let (before_attention, after_attention, before_mlp, after_mlp) = match config.norm_placement
+        {
             NormPlacement::Pre => (
                 Some(norm("input_layernorm", hidden)?),
                 None,
@@ -298,23 +299,27 @@ impl Attention {
         cache: Option<&mut LayerCache>,
     ) -> Result<Value> {
         let (batch, seq, _) = x.tensor().dims3()?;
-        let (query_width, key_width) =
-            (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let (query_width, key_width) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let (q, k, v) = match &self.projections {
             QueryKeyValue::Separate { q, k, v } => {
                 (q.forward(tape, x, pass)?, k.forward(tape, x, pass)?, v.forward(tape, x, pass)?)
             }
             QueryKeyValue::Fused(qkv) => {
                 let fused = qkv.forward(tape, x, pass)?;
-                let mut parts = tape.split(&fused, &[query_width, key_width, key_width])?.into_iter();
+                let mut parts =
+                    tape.split(&fused, &[query_width, key_width, key_width])?.into_iter();
                 match (parts.next(), parts.next(), parts.next()) {
                     (Some(q), Some(k), Some(v)) => (q, k, v),
-                    _ => return Err(candle_core::Error::msg("split gave fewer than 3 parts").into()),
+                    _ => {
+                        return Err(candle_core::Error::msg("split gave fewer than 3 parts").into());
+                    }
                 }
             }
         };
-        let q = self.heads_of(tape, &q, self.query_norm.as_ref(), (batch, seq, self.heads), pass)?;
-        let k = self.heads_of(tape, &k, self.key_norm.as_ref(), (batch, seq, self.kv_heads), pass)?;
+        let q =
+            self.heads_of(tape, &q, self.query_norm.as_ref(), (batch, seq, self.heads), pass)?;
+        let k =
+            self.heads_of(tape, &k, self.key_norm.as_ref(), (batch, seq, self.kv_heads), pass)?;
         let v = tape.reshape(&v, (batch, seq, self.kv_heads, self.head_dim))?;
         let (k, v) = match cache {
             Some(cache) => {
@@ -361,7 +366,9 @@ impl Mlp {
                 let mut parts = tape.split(&fused, &[self.width, self.width])?.into_iter();
                 match (parts.next(), parts.next()) {
                     (Some(gate), Some(up)) => (gate, up),
-                    _ => return Err(candle_core::Error::msg("split gave fewer than 2 parts").into()),
+                    _ => {
+                        return Err(candle_core::Error::msg("split gave fewer than 2 parts").into());
+                    }
                 }
             }
         };

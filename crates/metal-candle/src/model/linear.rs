@@ -73,4 +73,3 @@ impl Linear {
 pub(crate) fn weight_as(tape: &Tape, weight: &Weight, dtype: DType) -> Result<Value> {
     tape.cast(&tape.weight(weight), dtype)
 }
-

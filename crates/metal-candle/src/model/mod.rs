@@ -127,7 +127,9 @@ impl Model {
             .into_iter()
             // Written by some tools although they can be derived or, with tied embeddings, are
             // the embedding again.
-            .filter(|name| !name.ends_with("rotary_emb.inv_freq") && !name.ends_with("lm_head.weight"))
+            .filter(|name| {
+                !name.ends_with("rotary_emb.inv_freq") && !name.ends_with("lm_head.weight")
+            })
             .collect();
         if let Some(first) = unread.first() {
             return Err(Error::file(
@@ -148,16 +150,27 @@ impl Model {
     pub fn random(config: Config, dtype: DType, device: &Device, seed: u64) -> Result<Self> {
         let deviation = match config.raw.get("initializer_range") {
             None => 0.02,
-            Some(value) => value.as_f64().filter(|value| value.is_finite() && *value >= 0.0).ok_or_else(|| {
-                Error::option("initializer_range", format!("is {value}, expected a number of at least 0"))
-            })?,
+            Some(value) => value
+                .as_f64()
+                .filter(|value| value.is_finite() && *value >= 0.0)
+                .ok_or_else(|| {
+                    Error::option(
+                        "initializer_range",
+                        format!("is {value}, expected a number of at least 0"),
+                    )
+                })?,
         };
         let norm = 1.0 - config.norm_weight_offset;
         let mut source = Random { deviation, norm, dtype, device: device.clone(), seed, index: 0 };
         Self::build(config, dtype, device, &mut source)
     }
 
-    fn build(config: Config, dtype: DType, device: &Device, source: &mut dyn Source) -> Result<Self> {
+    fn build(
+        config: Config,
+        dtype: DType,
+        device: &Device,
+        source: &mut dyn Source,
+    ) -> Result<Self> {
         let table = [config.vocab_size, config.hidden_size];
         let embedding = source.weight("model.embed_tokens.weight".into(), &table, Kind::Matrix)?;
         let layers = (0..config.layers.len())
@@ -229,9 +242,10 @@ impl Model {
     pub fn load_adapter(&mut self, folder: impl AsRef<Path>) -> Result<()> {
         let folder = folder.as_ref();
         let (config, _) = adapter::read_config(folder)?;
-        let resolved = config
-            .resolve(&self.linear_paths(), self.layers.len())
-            .map_err(|error| Error::file(folder.join(adapter::ADAPTER_CONFIG), error.to_string()))?;
+        let resolved =
+            config.resolve(&self.linear_paths(), self.layers.len()).map_err(|error| {
+                Error::file(folder.join(adapter::ADAPTER_CONFIG), error.to_string())
+            })?;
         let features: HashMap<&str, (usize, usize)> = self
             .linears()
             .map(|linear| Ok((linear.path.as_str(), linear.features()?)))
@@ -247,7 +261,10 @@ impl Model {
             layers.into_iter().map(|(path, ..)| path).zip(pairs).collect();
         self.attach(&config, |_, path, _, _| {
             pairs.remove(path).ok_or_else(|| {
-                Error::file(folder.join(adapter::ADAPTER_WEIGHTS), format!("has nothing for `{path}`"))
+                Error::file(
+                    folder.join(adapter::ADAPTER_WEIGHTS),
+                    format!("has nothing for `{path}`"),
+                )
             })
         })
     }
@@ -297,7 +314,8 @@ impl Model {
         } else {
             let saved = Weights::open(folder)?;
             for (name, weight) in self.named_weights() {
-                let value = saved.tensor(&name, weight.tensor().dims(), DType::F32, &self.device)?;
+                let value =
+                    saved.tensor(&name, weight.tensor().dims(), DType::F32, &self.device)?;
                 set(weight, &value)?;
             }
         }
@@ -319,10 +337,15 @@ impl Model {
             if let Some(layer) = wanted.get(&linear.path) {
                 let (input, output) = linear.features()?;
                 if layer.rank > input.min(output) {
-                    return Err(Error::option("rank", format!(
-                        "is {}, but `{}` is {output} by {input}; expected at most {}",
-                        layer.rank, linear.path, input.min(output)
-                    )));
+                    return Err(Error::option(
+                        "rank",
+                        format!(
+                            "is {}, but `{}` is {output} by {input}; expected at most {}",
+                            layer.rank,
+                            linear.path,
+                            input.min(output)
+                        ),
+                    ));
                 }
                 parameters.push((format!("{}.lora_A", linear.path), (input, layer.rank).into()));
                 parameters.push((format!("{}.lora_B", linear.path), (layer.rank, output).into()));
@@ -388,7 +411,12 @@ impl Model {
 
     /// Writes `config.json` and `model.safetensors` in `dtype` into `folder`, and copies the
     /// tokenizer's files from `companions`.
-    pub fn save(&self, folder: impl AsRef<Path>, dtype: DType, companions: Option<&Path>) -> Result<()> {
+    pub fn save(
+        &self,
+        folder: impl AsRef<Path>,
+        dtype: DType,
+        companions: Option<&Path>,
+    ) -> Result<()> {
         let folder = folder.as_ref();
         if self.adapter().is_some() {
             return Err(Error::option("adapter", "merge it before the model is saved"));
@@ -411,10 +439,13 @@ impl Model {
             map.remove("quantization_config");
         }
         let path = folder.join("config.json");
-        let bytes = serde_json::to_vec_pretty(&raw).map_err(|error| Error::file(&path, error.to_string()))?;
+        let bytes = serde_json::to_vec_pretty(&raw)
+            .map_err(|error| Error::file(&path, error.to_string()))?;
         files::write_bytes_atomic(&path, &bytes)?;
         for name in companions.into_iter().flat_map(|_| COMPANIONS) {
-            let Some(from) = companions.map(|folder| folder.join(name)).filter(|path| path.is_file()) else {
+            let Some(from) =
+                companions.map(|folder| folder.join(name)).filter(|path| path.is_file())
+            else {
                 continue;
             };
             let bytes = std::fs::read(&from).map_err(Error::io(&from))?;
@@ -511,9 +542,12 @@ impl Model {
         for layer in &self.layers {
             for linear in layer.linears() {
                 weights.push((format!("{}.weight", linear.path), &linear.weight));
-                weights.extend(linear.bias.as_ref().map(|bias| (format!("{}.bias", linear.path), bias)));
+                weights.extend(
+                    linear.bias.as_ref().map(|bias| (format!("{}.bias", linear.path), bias)),
+                );
             }
-            weights.extend(layer.norms().map(|norm| (format!("{}.weight", norm.path), &norm.weight)));
+            weights
+                .extend(layer.norms().map(|norm| (format!("{}.weight", norm.path), &norm.weight)));
         }
         weights.push((format!("{}.weight", self.norm.path), &self.norm.weight));
         weights.extend(self.head.as_ref().map(|head| ("lm_head.weight".to_string(), head)));
@@ -554,9 +588,9 @@ struct Stored {
 impl Source for Stored {
     fn weight(&mut self, name: String, shape: &[usize], _kind: Kind) -> Result<Weight> {
         // A checkpoint of the decoder without its head has no `model.` before its names.
-        let bare = name.strip_prefix("model.").filter(|bare| {
-            !self.weights.contains(&name) && self.weights.contains(bare)
-        });
+        let bare = name
+            .strip_prefix("model.")
+            .filter(|bare| !self.weights.contains(&name) && self.weights.contains(bare));
         let name = bare.unwrap_or(&name);
         Ok(Weight::frozen(self.weights.tensor(name, shape, self.dtype, &self.device)?))
     }

@@ -92,10 +92,13 @@ impl Fingerprint {
         for (key, now) in as_map(self) {
             let before = as_map(saved).remove(&key).unwrap_or_default();
             if before != now {
-                return Err(Error::file(path, format!(
-                    "cannot be resumed: {key} was {before} and is now {now}; resume with the same \
+                return Err(Error::file(
+                    path,
+                    format!(
+                        "cannot be resumed: {key} was {before} and is now {now}; resume with the same \
                      options and data, or start a new run in another folder"
-                )));
+                    ),
+                ));
             }
         }
         Ok(())
@@ -201,14 +204,21 @@ pub(super) fn save_parameters(
 }
 
 /// Reads a checkpoint into the model and gives back the state and the moments.
-pub(super) fn load(folder: &Path, fingerprint: &Fingerprint, model: &Model) -> Result<(State, Moments)> {
+pub(super) fn load(
+    folder: &Path,
+    fingerprint: &Fingerprint,
+    model: &Model,
+) -> Result<(State, Moments)> {
     let path = folder.join(STATE);
     let state: State = files::read_json(&path)?;
     if state.version != VERSION {
-        return Err(Error::file(&path, format!(
-            "version is {}, expected {VERSION}; it was written by another version of this program",
-            state.version
-        )));
+        return Err(Error::file(
+            &path,
+            format!(
+                "version is {}, expected {VERSION}; it was written by another version of this program",
+                state.version
+            ),
+        ));
     }
     fingerprint.check(&state.fingerprint, &path)?;
     model.load_parameters(folder)?;

@@ -34,5 +34,10 @@ pub fn evaluate(model: &Model, batches: &Batcher, limit: Option<usize>) -> Resul
         return Err(Error::option("data", "has no token to evaluate on"));
     }
     let loss = sum / tokens as f64;
-    Ok(Evaluation { loss, perplexity: loss.exp(), tokens, seconds: started.elapsed().as_secs_f64() })
+    Ok(Evaluation {
+        loss,
+        perplexity: loss.exp(),
+        tokens,
+        seconds: started.elapsed().as_secs_f64(),
+    })
 }

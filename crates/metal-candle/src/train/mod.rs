@@ -1,12 +1,22 @@
-//! Train.
+//! Training: the loop, the optimiser's options, schedules, checkpoints, metrics and curves.
 
+mod checkpoint;
+mod evaluate;
 pub mod memory;
 pub mod metrics;
+mod options;
 pub mod plot;
 pub mod schedule;
 pub mod tensorboard;
+#[cfg(test)]
+mod tests;
+mod trainer;
 
+pub use checkpoint::latest as latest_checkpoint;
+pub use evaluate::{Evaluation, evaluate};
 pub use metrics::{FanOut, JsonLines, Metric, MetricsSink};
+pub use options::{AdamWOptions, Duration, TrainOptions, total_steps};
 pub use plot::LossCurve;
 pub use schedule::{LearningRate, MlxSchedule, Schedule, ScheduleOptions, Warmup};
 pub use tensorboard::TensorBoard;
+pub use trainer::{Outcome, SampleFn, Summary, Trainer};

@@ -73,12 +73,13 @@ pub struct TrainOptions {
     pub sample_every: u64,
 }
 
-impl Default for TrainOptions {
-    fn default() -> Self {
+impl TrainOptions {
+    /// A run of `steps` optimiser steps at these rates, with the usual values for the rest.
+    pub fn new(steps: u64, learning_rate: LearningRate) -> Self {
         Self {
-            steps: 1000,
+            steps,
             accumulation: 1,
-            learning_rate: LearningRate::default(),
+            learning_rate,
             adamw: AdamWOptions::default(),
             clip_norm: Some(1.0),
             skip_limit: 5,
@@ -94,9 +95,7 @@ impl Default for TrainOptions {
             sample_every: 0,
         }
     }
-}
 
-impl TrainOptions {
     /// Checks every value.
     pub fn validate(&self) -> Result<()> {
         for (name, value) in [
@@ -115,11 +114,17 @@ impl TrainOptions {
         let AdamWOptions { beta1, beta2, epsilon, weight_decay } = self.adamw;
         for (name, beta) in [("beta1", beta1), ("beta2", beta2)] {
             if !(0.0..1.0).contains(&beta) {
-                return Err(Error::option(name, format!("is {beta}, expected at least 0 and below 1")));
+                return Err(Error::option(
+                    name,
+                    format!("is {beta}, expected at least 0 and below 1"),
+                ));
             }
         }
         if !(epsilon.is_finite() && epsilon > 0.0) {
-            return Err(Error::option("epsilon", format!("is {epsilon}, expected a positive number")));
+            return Err(Error::option(
+                "epsilon",
+                format!("is {epsilon}, expected a positive number"),
+            ));
         }
         if !(weight_decay.is_finite() && weight_decay >= 0.0) {
             return Err(Error::option(
@@ -130,7 +135,10 @@ impl TrainOptions {
         if let Some(norm) = self.clip_norm
             && !(norm.is_finite() && norm > 0.0)
         {
-            return Err(Error::option("clip_norm", format!("is {norm}, expected a positive number")));
+            return Err(Error::option(
+                "clip_norm",
+                format!("is {norm}, expected a positive number"),
+            ));
         }
         Ok(())
     }

@@ -333,7 +333,8 @@ impl Canvas {
             let length = (x1 - x0).abs().max((y1 - y0).abs()).max(1);
             for step in 0..=length {
                 let part = step as f64 / length as f64;
-                let between = |from: i64, to: i64| from + ((to - from) as f64 * part).round() as i64;
+                let between =
+                    |from: i64, to: i64| from + ((to - from) as f64 * part).round() as i64;
                 self.set(between(x0, x1), between(y0, y1));
             }
             before = Some((x1, y1));

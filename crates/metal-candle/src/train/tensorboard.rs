@@ -139,7 +139,8 @@ impl MetricsSink for TensorBoard {
                     ("performance/tokens_per_second", *tokens_per_second),
                 ];
                 if let Some(bytes) = peak_memory {
-                    values.push(("performance/peak_memory_gib", *bytes as f64 / (1u64 << 30) as f64));
+                    values
+                        .push(("performance/peak_memory_gib", *bytes as f64 / (1u64 << 30) as f64));
                 }
                 self.scalars(*step, &values)
             }
@@ -191,7 +192,8 @@ fn variable(mut value: u64) -> Vec<u8> {
 
 fn record(data: &[u8]) -> Vec<u8> {
     let length = (data.len() as u64).to_le_bytes();
-    [&length[..], &masked_crc(&length).to_le_bytes(), data, &masked_crc(data).to_le_bytes()].concat()
+    [&length[..], &masked_crc(&length).to_le_bytes(), data, &masked_crc(data).to_le_bytes()]
+        .concat()
 }
 
 fn masked_crc(bytes: &[u8]) -> u32 {

@@ -196,7 +196,11 @@ impl<'a> Trainer<'a> {
             Outcome::StoppedEarly => "the validation loss stopped falling",
             Outcome::Interrupted => "interrupted",
         };
-        metrics.record(&Metric::Finished { step: self.state.step, reason: reason.into(), seconds })?;
+        metrics.record(&Metric::Finished {
+            step: self.state.step,
+            reason: reason.into(),
+            seconds,
+        })?;
         Ok(Summary {
             outcome,
             step: self.state.step,
@@ -221,7 +225,8 @@ impl<'a> Trainer<'a> {
             let step = self.one_step(learning_rate)?;
             timed_tokens += step.tokens;
             if let Some(reason) = &step.skipped {
-                metrics.record(&Metric::Skipped { step: self.state.step, reason: reason.clone() })?;
+                metrics
+                    .record(&Metric::Skipped { step: self.state.step, reason: reason.clone() })?;
                 if self.state.skipped_in_a_row >= self.options.skip_limit {
                     return Err(Error::Diverged(format!(
                         "{} steps in a row were skipped, the last at step {}: {reason}; a lower \
@@ -314,7 +319,10 @@ impl<'a> Trainer<'a> {
     }
 
     fn one_step(&mut self, learning_rate: f64) -> Result<Step> {
-        let store = self.model.parameters().ok_or_else(|| Error::option("model", "has nothing to train"))?;
+        let store = self
+            .model
+            .parameters()
+            .ok_or_else(|| Error::option("model", "has nothing to train"))?;
         let batches: Vec<_> =
             self.next_batches()?.iter().map(|plan| self.batches.batch(plan)).collect();
         let tokens: usize = batches.iter().map(|batch| batch.target_tokens).sum();
