@@ -54,7 +54,9 @@ mod system {
         let code = unsafe { libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) };
         // SAFETY: zeroed integers are valid, and the call has filled them when it returns 0.
         // macOS counts ru_maxrss in bytes, where other systems count kibibytes.
-        (code == 0).then(|| unsafe { usage.assume_init() }.ru_maxrss).and_then(|b| b.try_into().ok())
+        (code == 0)
+            .then(|| unsafe { usage.assume_init() }.ru_maxrss)
+            .and_then(|b| b.try_into().ok())
     }
 }
 
