@@ -8,7 +8,7 @@ pub mod files;
 pub mod generate;
 pub mod hub;
 pub mod model;
-mod random;
+pub mod random;
 pub mod text;
 pub mod train;
 

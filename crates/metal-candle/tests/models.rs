@@ -67,11 +67,8 @@ fn rows(ids: &Tensor) -> Vec<Vec<u32>> {
 /// A batch of rows of one length. `targets` are already shifted, negative where they don't count.
 fn batch(ids: &[Vec<u32>], targets: &[Vec<i64>]) -> Batch {
     let (count, length) = (ids.len(), ids[0].len());
-    let targets: Vec<u32> = targets
-        .iter()
-        .flatten()
-        .map(|&target| u32::try_from(target).unwrap_or(IGNORED))
-        .collect();
+    let targets: Vec<u32> =
+        targets.iter().flatten().map(|&target| u32::try_from(target).unwrap_or(IGNORED)).collect();
     Batch {
         rows: count,
         length,
@@ -95,8 +92,7 @@ fn next_token_batch(ids: &[Vec<u32>]) -> Batch {
 
 fn logits(model: &Model, ids: &[Vec<u32>]) -> Tensor {
     let input = Input::batch(&next_token_batch(ids), &Device::Cpu).unwrap();
-    let hidden =
-        model.forward(&Tape::inference(), &input, None, PassOptions::default()).unwrap();
+    let hidden = model.forward(&Tape::inference(), &input, None, PassOptions::default()).unwrap();
     model.logits(hidden.tensor()).unwrap()
 }
 
