@@ -456,3 +456,47 @@ fn options_that_cannot_work_are_refused_by_name() {
     let untrained = Model::load(base(), DType::F32, &Device::Cpu).unwrap();
     assert!(Trainer::new(&untrained, &batches, options(), "nowhere", "llama").is_err());
 }
+
+/// Unmounts when it goes.
+struct Mounted(PathBuf);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).status();
+    }
+}
+
+fn mount(folder: &Path, options: &str) -> bool {
+    let mut command = Command::new("mount");
+    command.args(["-t", "tmpfs", "-o", options, "tmpfs"]).arg(folder);
+    command.output().is_ok_and(|output| output.status.success())
+}
+
+#[test]
+fn a_full_disk_is_an_error_and_loses_nothing() {
+    let whole = tempfile::tempdir().unwrap();
+    let reference = train_quietly(whole.path(), false);
+    let small = tempfile::tempdir().unwrap();
+    if !mount(small.path(), "size=160k") {
+        eprintln!("skipped: mounting a small tmpfs takes root");
+        return;
+    }
+    let _mounted = Mounted(small.path().to_path_buf());
+    let model = model(false);
+    let (batches, validation) =
+        (batcher(dataset(24, 1), 3, true), batcher(dataset(9, 2), 4, false));
+    let error = Trainer::new(&model, &batches, options(), small.path(), "llama")
+        .unwrap()
+        .with_validation(&validation)
+        .run(&mut |_: &Metric| -> Result<()> { Ok(()) })
+        .unwrap_err();
+    assert!(matches!(&error, Error::Io { .. }), "{error}");
+    let message = error.to_string();
+    assert!(message.contains("space") && message.contains("checkpoints"), "{message}");
+    assert!(latest_checkpoint(small.path()).unwrap().is_some(), "the first checkpoint is lost");
+    // With room again the run goes on as if nothing had happened.
+    assert!(mount(small.path(), "remount,size=16m"));
+    let rest = train_quietly(small.path(), false);
+    assert_continues(&reference, &rest, "after a full disk");
+    assert_eq!(parameters_file(whole.path(), false), parameters_file(small.path(), false));
+}
