@@ -1,0 +1,1 @@
+//! lora_linear
