@@ -1,1 +1,218 @@
-//! attention
+//! Causal attention with grouped key and value heads, in tiles: the scores of a whole sequence never
+//! exist (FlashAttention-2, Dao 2023, <https://arxiv.org/abs/2307.08691>).
+//!
+//! ```text
+//! raw = scale·q·kᵀ         z = raw, or c·tanh(raw / c) with soft-capping at c (Gemma 2)
+//! lse = ln Σ_j e^{z_j}     p = e^{z - lse}           o = p·v
+//!
+//! D  = Σ do·o      dp = do·vᵀ      dz = p·(dp - D)      draw = dz·(1 - (z/c)²)
+//! dq = scale·draw·k        dk = scale·drawᵀ·q           dv = pᵀ·do
+//! ```
+//!
+//! Query `i` of `t` stands at key position `pos = s - t + i` of `s` and sees the keys `j` with
+//! `first_key <= j <= pos`, and `pos - j < window` with a sliding window. A query that sees no key
+//! gives zeros.
+
+mod cpu;
+#[cfg(test)]
+mod tests;
+
+use crate::device::cpu::{Input, Sum, dispatch, zeros};
+use crate::device::{require_cpu, require_dtype, require_rank, require_shape};
+use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
+
+/// How scores are made and which keys are seen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Options {
+    /// What `q·k` is multiplied by, usually `1 / √head_dim`.
+    pub scale: f64,
+    /// Scores `z` become `c·tanh(z / c)` (Gemma 2).
+    pub softcap: Option<f64>,
+    /// A query sees this many keys at most: its own and the ones just before it.
+    pub window: Option<usize>,
+}
+
+const LAYOUT: &str = "(batch, seq, heads, head_dim)";
+
+/// `(o, log_sum_exp)`: `q` `(batch, t, heads, head_dim)`, `k` and `v` `(batch, s, kv_heads, head_dim)`
+/// of the same dtype, `first_key` `(batch, t)` u32, the first key that each query may see (the start of
+/// its record in a packed row). `o` is like `q`; `log_sum_exp` `(batch, heads, t)` is f32 (f64 for
+/// f64), `-inf` where no key is seen; [`backward`] wants both back.
+///
+/// `k` and `v` may be views into a cache: they aren't copied when their last dimension is contiguous.
+///
+/// # Errors
+/// When shapes don't fit, `heads` isn't a multiple of `kv_heads`, `s < t`, the window is 0, the
+/// softcap isn't positive, dtypes differ, or a tensor isn't on the CPU.
+pub fn forward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    first_key: Option<&Tensor>,
+    options: &Options,
+) -> Result<(Tensor, Tensor)> {
+    const OPERATION: &str = "attention::forward";
+    let sizes = check(OPERATION, q, k, v, first_key, options)?;
+    let (k, v) = (Input::strided_rows(k)?, Input::strided_rows(v)?);
+    let q = Input::contiguous(q)?;
+    let (q, k, v) = (q.read(), k.read(), v.read());
+    dispatch!(OPERATION, q.dtype(), T => {
+        let problem = cpu::Problem {
+            sizes,
+            q: q.values()?,
+            keys: cpu::Cache::new(k.storage_values()?, k.layout)?,
+            values: cpu::Cache::new(v.storage_values()?, v.layout)?,
+            ranges: visible_keys(&sizes, first_key, options)?,
+            scale: Sum::<T>::from_f64(options.scale),
+            softcap: options.softcap.map(Sum::<T>::from_f64),
+        };
+        let mut o = zeros::<T>(sizes.q_elements());
+        let mut log_sum_exp = zeros::<Sum<T>>(sizes.batch * sizes.heads * sizes.queries);
+        problem.forward(&mut o, &mut log_sum_exp);
+        Ok((
+            Tensor::from_vec(o, &sizes.q_shape(), &Device::Cpu)?,
+            Tensor::from_vec(log_sum_exp, &sizes.row_shape(), &Device::Cpu)?,
+        ))
+    })
+}
+
+/// `(dq, dk, dv)` in the shapes and dtype of `q`, `k` and `v`: `o` and `log_sum_exp` from [`forward`],
+/// `d_o` like `o`. Probabilities are computed again from `log_sum_exp`.
+///
+/// # Errors
+/// Like [`forward`].
+#[allow(clippy::too_many_arguments)]
+pub fn backward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    o: &Tensor,
+    log_sum_exp: &Tensor,
+    first_key: Option<&Tensor>,
+    options: &Options,
+    d_o: &Tensor,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    const OPERATION: &str = "attention::backward";
+    let sizes = check(OPERATION, q, k, v, first_key, options)?;
+    require_cpu(OPERATION, &[o, log_sum_exp, d_o])?;
+    for (name, tensor) in [("o", o), ("d_o", d_o)] {
+        require_shape(OPERATION, name, tensor, &sizes.q_shape())?;
+        require_dtype(OPERATION, name, tensor, q.dtype())?;
+    }
+    require_shape(OPERATION, "log_sum_exp", log_sum_exp, &sizes.row_shape())?;
+    let (k, v) = (Input::strided_rows(k)?, Input::strided_rows(v)?);
+    let (q, o, d_o) = (Input::contiguous(q)?, Input::contiguous(o)?, Input::contiguous(d_o)?);
+    let log_sum_exp = Input::contiguous(log_sum_exp)?;
+    let (q, k, v, o, d_o) = (q.read(), k.read(), v.read(), o.read(), d_o.read());
+    let log_sum_exp = log_sum_exp.read();
+    dispatch!(OPERATION, q.dtype(), T => {
+        let problem = cpu::Problem {
+            sizes,
+            q: q.values()?,
+            keys: cpu::Cache::new(k.storage_values()?, k.layout)?,
+            values: cpu::Cache::new(v.storage_values()?, v.layout)?,
+            ranges: visible_keys(&sizes, first_key, options)?,
+            scale: Sum::<T>::from_f64(options.scale),
+            softcap: options.softcap.map(Sum::<T>::from_f64),
+        };
+        let (dq, dk, dv) =
+            problem.backward::<T>(o.values()?, log_sum_exp.slice()?, d_o.values()?);
+        Ok((
+            Tensor::from_vec(dq, &sizes.q_shape(), &Device::Cpu)?,
+            Tensor::from_vec(dk, &sizes.k_shape(), &Device::Cpu)?,
+            Tensor::from_vec(dv, &sizes.k_shape(), &Device::Cpu)?,
+        ))
+    })
+}
+
+/// The sizes of a call, checked.
+#[derive(Clone, Copy)]
+struct Sizes {
+    batch: usize,
+    queries: usize,
+    keys: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+}
+
+impl Sizes {
+    fn q_shape(&self) -> [usize; 4] {
+        [self.batch, self.queries, self.heads, self.head_dim]
+    }
+
+    fn k_shape(&self) -> [usize; 4] {
+        [self.batch, self.keys, self.kv_heads, self.head_dim]
+    }
+
+    fn row_shape(&self) -> [usize; 3] {
+        [self.batch, self.heads, self.queries]
+    }
+
+    fn q_elements(&self) -> usize {
+        self.q_shape().iter().product()
+    }
+}
+
+fn check(
+    operation: &str,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    first_key: Option<&Tensor>,
+    options: &Options,
+) -> Result<Sizes> {
+    require_cpu(operation, &[q, k, v])?;
+    for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
+        require_rank(operation, name, tensor, 4, LAYOUT)?;
+        require_dtype(operation, name, tensor, q.dtype())?;
+    }
+    let (batch, queries, heads, head_dim) = q.dims4()?;
+    let (_, keys, kv_heads, _) = k.dims4()?;
+    require_shape(operation, "k", k, &[batch, keys, kv_heads, head_dim])?;
+    require_shape(operation, "v", v, &[batch, keys, kv_heads, head_dim])?;
+    if kv_heads == 0 || heads % kv_heads != 0 {
+        bail!(
+            "metal-candle-kernels: {operation}: q has {heads} heads and k has {kv_heads}, expected a multiple"
+        )
+    }
+    if keys < queries {
+        bail!(
+            "metal-candle-kernels: {operation}: {queries} queries but only {keys} keys, expected at least as many keys"
+        )
+    }
+    if let Some(first_key) = first_key {
+        require_cpu(operation, &[first_key])?;
+        require_shape(operation, "first_key", first_key, &[batch, queries])?;
+        require_dtype(operation, "first_key", first_key, DType::U32)?;
+    }
+    if options.window == Some(0) {
+        bail!("metal-candle-kernels: {operation}: the window is 0, expected at least 1 key")
+    }
+    if let Some(softcap) = options.softcap
+        && !(softcap > 0.0 && softcap.is_finite())
+    {
+        bail!(
+            "metal-candle-kernels: {operation}: the softcap is {softcap}, expected a positive number"
+        )
+    }
+    Ok(Sizes { batch, queries, keys, heads, kv_heads, head_dim })
+}
+
+/// For every query of every row, `[first, last)` of the keys it sees.
+fn visible_keys(
+    sizes: &Sizes,
+    first_key: Option<&Tensor>,
+    options: &Options,
+) -> Result<Vec<(usize, usize)>> {
+    let first_key = first_key.map(Input::contiguous).transpose()?;
+    let first_key = first_key.as_ref().map(Input::read);
+    let first_key = first_key.as_ref().map(|read| read.slice::<u32>()).transpose()?;
+    let ranges = (0..sizes.batch * sizes.queries).map(|row| {
+        let end = sizes.keys - sizes.queries + row % sizes.queries + 1;
+        let start = first_key.and_then(|first| first.get(row)).map_or(0, |first| *first as usize);
+        let window = options.window.map_or(0, |window| end.saturating_sub(window));
+        (start.max(window).min(end), end)
+    });
+    Ok(ranges.collect())
+}

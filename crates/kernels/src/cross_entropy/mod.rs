@@ -1,1 +1,117 @@
-//! cross_entropy
+//! The language model head and the cross entropy as one operation, a chunk of rows at a time, so that
+//! the logits of a whole batch never exist.
+//!
+//! ```text
+//! raw  = scale·h·Wᵀ           z = raw, or c·tanh(raw / c) with soft-capping at c
+//! loss = Σ_rows lse(z) - z[target]
+//! draw = (softmax(z) - onehot(target))·(1 - (z/c)²)
+//! dh   = scale·draw·W         dW = scale·drawᵀ·h
+//! ```
+//!
+//! Rows whose target is [`IGNORE`] cost nothing and have a zero gradient.
+
+mod cpu;
+#[cfg(test)]
+mod tests;
+
+use crate::device::cpu::{Input, Sum, dispatch, zeros};
+use crate::device::{require_cpu, require_dtype, require_rank, require_shape};
+use crate::matmul::output_size;
+use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
+
+/// The target of a row that doesn't count.
+pub const IGNORE: u32 = u32::MAX;
+
+/// How logits are made and how many exist at a time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Options {
+    /// Logits `z` become `c·tanh(z / c)` (Gemma 2).
+    pub softcap: Option<f64>,
+    /// Logits are this times `h·Wᵀ`, before the softcap (Granite divides them); usually 1.
+    pub logit_scale: f64,
+    /// Rows whose logits exist at the same time.
+    pub chunk: usize,
+}
+
+/// What [`forward`] returns.
+#[derive(Debug)]
+pub struct Output {
+    /// A scalar: the sum over the counted rows, in nats; f32 (f64 for f64).
+    pub loss: Tensor,
+    /// The number of counted rows.
+    pub count: usize,
+    /// The gradient of the sum with respect to hidden, `(n, d)` in its dtype.
+    pub dhidden: Option<Tensor>,
+    /// The gradient of the sum with respect to the weight, `(v, d)`, f32 (f64 for f64).
+    pub dweight: Option<Tensor>,
+}
+
+/// The loss and, when needed, its gradients: `hidden` `(n, d)`, `weight` `(v, d)`, `targets` `(n)` u32
+/// below `v` or [`IGNORE`].
+///
+/// # Errors
+/// When shapes or dtypes don't fit, a target isn't below `v`, the chunk is 0, the softcap isn't
+/// positive, or a tensor isn't on the CPU.
+pub fn forward(
+    hidden: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    options: &Options,
+    need_dhidden: bool,
+    need_dweight: bool,
+) -> Result<Output> {
+    const OPERATION: &str = "cross_entropy";
+    require_cpu(OPERATION, &[hidden, weight, targets])?;
+    require_rank(OPERATION, "hidden", hidden, 2, "(n, d)")?;
+    let (n, d) = hidden.dims2()?;
+    let v = output_size(OPERATION, weight, d)?;
+    require_shape(OPERATION, "targets", targets, &[n])?;
+    require_dtype(OPERATION, "targets", targets, DType::U32)?;
+    if options.chunk == 0 {
+        bail!("metal-candle-kernels: {OPERATION}: the chunk is 0, expected at least 1 row")
+    }
+    if let Some(softcap) = options.softcap
+        && !(softcap > 0.0 && softcap.is_finite())
+    {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: the softcap is {softcap}, expected a positive number"
+        )
+    }
+    let (hidden, weight, targets) =
+        (Input::contiguous(hidden)?, Input::contiguous(weight)?, Input::contiguous(targets)?);
+    let (hidden, weight, targets) = (hidden.read(), weight.read(), targets.read());
+    let mut counted = Vec::new();
+    for (row, target) in targets.slice::<u32>()?.iter().enumerate() {
+        if *target == IGNORE {
+            continue;
+        }
+        if *target as usize >= v {
+            bail!(
+                "metal-candle-kernels: {OPERATION}: target {target} of row {row} is outside the vocabulary, expected less than {v}"
+            )
+        }
+        counted.push((row, *target as usize));
+    }
+    dispatch!(OPERATION, hidden.dtype(), T => {
+        let problem = cpu::Problem {
+            d,
+            v,
+            hidden: hidden.values::<Sum<T>>()?,
+            weight: weight.values()?,
+            counted: &counted,
+            options,
+        };
+        let mut dhidden = need_dhidden.then(|| zeros::<T>(n * d));
+        let mut dweight = need_dweight.then(|| zeros::<Sum<T>>(v * d));
+        let loss = problem.run(dhidden.as_deref_mut(), dweight.as_deref_mut());
+        let loss = Tensor::from_vec(vec![Sum::<T>::from_f64(loss)], (), &Device::Cpu)?;
+        let dhidden = dhidden.map(|dhidden| Tensor::from_vec(dhidden, (n, d), &Device::Cpu));
+        let dweight = dweight.map(|dweight| Tensor::from_vec(dweight, (v, d), &Device::Cpu));
+        Ok(Output {
+            loss,
+            count: counted.len(),
+            dhidden: dhidden.transpose()?,
+            dweight: dweight.transpose()?,
+        })
+    })
+}

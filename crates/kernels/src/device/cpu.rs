@@ -4,10 +4,14 @@
 //! Bits never depend on the number of threads: work is cut by fixed sizes taken from shapes alone,
 //! every output element is written by one task, and sums run in a fixed order inside it.
 
-use candle_core::{CpuStorage, DType, Layout, Result, Storage, StorageRef, Tensor, WithDType, bail};
+use candle_core::{
+    CpuStorage, DType, InplaceOp1, InplaceOp2, Layout, Result, Storage, StorageRef, Tensor,
+    WithDType, bail,
+};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
+use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::{Neg, Range};
 
@@ -19,8 +23,6 @@ pub(crate) trait Element: WithDType {
     fn widen(source: &[Self], target: &mut [Self::Acc]);
     /// Converts for storage, rounding to the nearest.
     fn narrow(source: &[Self::Acc], target: &mut [Self]);
-    /// The slice as it is, when storage and arithmetic use the same type.
-    fn native(slice: &[Self]) -> Option<&[Self::Acc]>;
     /// The mutable slice as it is, when storage and arithmetic use the same type.
     fn native_mut(slice: &mut [Self]) -> Option<&mut [Self::Acc]>;
 }
@@ -43,6 +45,8 @@ pub(crate) trait Real: Element<Acc = Self> + Neg<Output = Self> {
     fn tanh(self) -> Self;
     fn erf(self) -> Self;
     fn sqrt(self) -> Self;
+    /// The numbers of a storage of this type, to be changed.
+    fn storage_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
     /// Reads a storage of any float type that is not wider than this one.
     fn values(storage: &CpuStorage) -> Option<Values<'_, Self>>;
 }
@@ -54,9 +58,6 @@ impl Element for f32 {
     }
     fn narrow(source: &[f32], target: &mut [f32]) {
         target.copy_from_slice(source)
-    }
-    fn native(slice: &[f32]) -> Option<&[f32]> {
-        Some(slice)
     }
     fn native_mut(slice: &mut [f32]) -> Option<&mut [f32]> {
         Some(slice)
@@ -70,9 +71,6 @@ impl Element for f64 {
     }
     fn narrow(source: &[f64], target: &mut [f64]) {
         target.copy_from_slice(source)
-    }
-    fn native(slice: &[f64]) -> Option<&[f64]> {
-        Some(slice)
     }
     fn native_mut(slice: &mut [f64]) -> Option<&mut [f64]> {
         Some(slice)
@@ -96,9 +94,6 @@ impl Element for bf16 {
             *target = bf16::from_bits(if is_nan { quiet_nan } else { rounded } as u16);
         }
     }
-    fn native(_: &[bf16]) -> Option<&[f32]> {
-        None
-    }
     fn native_mut(_: &mut [bf16]) -> Option<&mut [f32]> {
         None
     }
@@ -111,9 +106,6 @@ impl Element for f16 {
     }
     fn narrow(source: &[f32], target: &mut [f16]) {
         target.convert_from_f32_slice(source)
-    }
-    fn native(_: &[f16]) -> Option<&[f32]> {
-        None
     }
     fn native_mut(_: &mut [f16]) -> Option<&mut [f32]> {
         None
@@ -146,6 +138,12 @@ impl Real for f32 {
     fn sqrt(self) -> f32 {
         f32::sqrt(self)
     }
+    fn storage_mut(storage: &mut CpuStorage) -> Option<&mut [f32]> {
+        match storage {
+            CpuStorage::F32(values) => Some(values),
+            _ => None,
+        }
+    }
     fn values(storage: &CpuStorage) -> Option<Values<'_, f32>> {
         match storage {
             CpuStorage::F32(values) => Some(Values::Native(values)),
@@ -175,6 +173,12 @@ impl Real for f64 {
     #[inline(always)]
     fn sqrt(self) -> f64 {
         f64::sqrt(self)
+    }
+    fn storage_mut(storage: &mut CpuStorage) -> Option<&mut [f64]> {
+        match storage {
+            CpuStorage::F64(values) => Some(values),
+            _ => None,
+        }
     }
     fn values(storage: &CpuStorage) -> Option<Values<'_, f64>> {
         match storage {
@@ -483,7 +487,7 @@ pub(crate) fn contiguous_values<'a, A: Real>(
     Ok(storage_values(storage)?.slice(start..end))
 }
 
-fn storage_values<A: Real>(storage: &CpuStorage) -> Result<Values<'_, A>> {
+pub(crate) fn storage_values<A: Real>(storage: &CpuStorage) -> Result<Values<'_, A>> {
     use candle_core::backend::BackendStorage;
     match A::values(storage) {
         Some(values) => Ok(values),
@@ -493,6 +497,109 @@ fn storage_values<A: Real>(storage: &CpuStorage) -> Result<Values<'_, A>> {
             A::DTYPE
         ),
     }
+}
+
+/// Rows, elements in a row and distance between rows of a layout whose last dimension is contiguous
+/// and whose leading ones collapse into one: a contiguous tensor or a narrowed last dimension.
+pub(crate) fn collapsed_rows(layout: &Layout) -> Option<(usize, usize, usize)> {
+    let (columns, leading) = layout.dims().split_last()?;
+    let (last_stride, strides) = layout.stride().split_last()?;
+    if *last_stride != 1 && *columns > 1 {
+        return None;
+    }
+    let mut rows = 1;
+    let mut row_stride = None;
+    for (size, stride) in leading.iter().zip(strides).rev() {
+        if *size != 1 {
+            let first = *row_stride.get_or_insert(*stride);
+            if *stride != first * rows {
+                return None;
+            }
+        }
+        rows *= size;
+    }
+    Some((rows, *columns, row_stride.unwrap_or(*columns)))
+}
+
+/// Lets `compute` fill `out`: in place when it is stored as it is computed, else through `scratch`.
+pub(crate) fn write_through<T: Element>(
+    out: &mut [T],
+    scratch: &mut Vec<T::Acc>,
+    compute: impl FnOnce(&mut [T::Acc]),
+) {
+    match T::native_mut(out) {
+        Some(out) => compute(out),
+        None => {
+            scratch.resize(out.len(), T::Acc::ZERO);
+            compute(scratch);
+            T::narrow(scratch, out);
+        }
+    }
+}
+
+/// Lets `change` work on the numbers of a contiguous tensor in place.
+pub(crate) fn change_in_place<A: Real>(
+    operation: &'static str,
+    tensor: &Tensor,
+    change: impl FnOnce(&mut [A]) -> Result<()>,
+) -> Result<()> {
+    struct Change<A, F> {
+        operation: &'static str,
+        change: Cell<Option<F>>,
+        element: PhantomData<A>,
+    }
+    impl<A: Real, F: FnOnce(&mut [A]) -> Result<()>> InplaceOp1 for Change<A, F> {
+        fn name(&self) -> &'static str {
+            self.operation
+        }
+        fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+            let (start, end) = contiguous_range(layout)?;
+            match (A::storage_mut(storage), self.change.take()) {
+                (Some(values), Some(change)) => change(&mut values[start..end]),
+                _ => bail!(
+                    "metal-candle-kernels: {}: expected {:?} numbers to change in place",
+                    self.operation,
+                    A::DTYPE
+                ),
+            }
+        }
+    }
+    tensor.inplace_op1(&Change {
+        operation,
+        change: Cell::new(Some(change)),
+        element: PhantomData::<A>,
+    })
+}
+
+/// An error when two tensors share storage: locking both for change would never return.
+pub(crate) fn require_separate(
+    operation: &'static str,
+    names: &str,
+    a: &Tensor,
+    b: &Tensor,
+) -> Result<()> {
+    struct Nothing(&'static str);
+    impl InplaceOp2 for Nothing {
+        fn name(&self) -> &'static str {
+            self.0
+        }
+        fn cpu_fwd(
+            &self,
+            _: &mut CpuStorage,
+            _: &Layout,
+            _: &CpuStorage,
+            _: &Layout,
+        ) -> Result<()> {
+            Ok(())
+        }
+    }
+    // Candle keeps the identity of a storage to itself, but refuses such pairs before it locks them.
+    if let Err(error) = a.inplace_op2(b, &Nothing(operation)) {
+        bail!(
+            "metal-candle-kernels: {operation}: {names} must be tensors of their own, with every element stored once ({error})"
+        )
+    }
+    Ok(())
 }
 
 /// A mutable slice that tasks write to at places that don't overlap.
