@@ -131,9 +131,7 @@ pub fn accumulate(dst: &Tensor, src: &Tensor, scale: f64) -> Result<()> {
     match dst.dtype() {
         DType::F32 => accumulate_in::<f32>(OPERATION, dst, src, scale),
         DType::F64 => accumulate_in::<f64>(OPERATION, dst, src, scale),
-        other => bail!(
-            "metal-candle-kernels: {OPERATION}: dst is {other:?}, expected F32 or F64"
-        ),
+        other => bail!("metal-candle-kernels: {OPERATION}: dst is {other:?}, expected F32 or F64"),
     }
 }
 

@@ -48,7 +48,8 @@ impl<'a, A: Real> Cache<'a, A> {
         scratch: &'b mut Vec<A>,
     ) -> Matrix<'b, A> {
         let [batch_stride, seq_stride, head_stride] = self.strides;
-        let start = self.start + batch * batch_stride + head * head_stride + keys.start * seq_stride;
+        let start =
+            self.start + batch * batch_stride + head * head_stride + keys.start * seq_stride;
         if let Values::Native(storage) = self.storage {
             return Matrix::new(&storage[start..], keys.len(), head_dim, seq_stride);
         }
@@ -293,7 +294,8 @@ impl<A: Real> Problem<'_, A> {
                 let columns = COLUMNS.min(range.end - start);
                 let tile = start..start + columns;
                 let k = self.keys.tile(batch, kv_head, tile.clone(), head_dim, &mut key_scratch);
-                let v = self.values.tile(batch, kv_head, tile.clone(), head_dim, &mut value_scratch);
+                let v =
+                    self.values.tile(batch, kv_head, tile.clone(), head_dim, &mut value_scratch);
                 let (p, dp) = (&mut p[..rows * columns], &mut dp[..rows * columns]);
                 let one = Threads::One;
                 multiply(

@@ -439,7 +439,9 @@ impl Read<'_> {
     fn cpu(&self) -> Result<&CpuStorage> {
         match &*self.storage {
             Storage::Cpu(storage) => Ok(storage),
-            _ => bail!("metal-candle-kernels: the CPU operation was given a tensor that is elsewhere"),
+            _ => bail!(
+                "metal-candle-kernels: the CPU operation was given a tensor that is elsewhere"
+            ),
         }
     }
 

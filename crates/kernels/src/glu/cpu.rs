@@ -35,7 +35,8 @@ fn silu<A: Real>(x: A) -> (A, A) {
 fn gelu<A: Real>(x: A) -> (A, A) {
     let half = A::from_f64(0.5);
     let cumulative = half * (A::ONE + (x * A::from_f64(std::f64::consts::FRAC_1_SQRT_2)).erf());
-    let density = (-half * x * x).exp() * A::from_f64(0.5 * std::f64::consts::FRAC_2_SQRT_PI)
+    let density = (-half * x * x).exp()
+        * A::from_f64(0.5 * std::f64::consts::FRAC_2_SQRT_PI)
         * A::from_f64(std::f64::consts::FRAC_1_SQRT_2);
     (x * cumulative, cumulative + x * density)
 }

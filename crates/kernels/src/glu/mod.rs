@@ -88,12 +88,14 @@ fn rows(tensor: &Tensor) -> Result<Tensor> {
     }
 }
 
-fn strided(layout: &Layout) -> Result<cpu::Strided> {
+fn row_places(layout: &Layout) -> Result<cpu::Strided> {
     match collapsed_rows(layout) {
         Some((_, columns, stride)) => {
             Ok(cpu::Strided { start: layout.start_offset(), columns, stride })
         }
-        None => bail!("metal-candle-kernels: {OPERATION}: expected contiguous rows, found {layout:?}"),
+        None => {
+            bail!("metal-candle-kernels: {OPERATION}: expected contiguous rows, found {layout:?}")
+        }
     }
 }
 
@@ -113,7 +115,7 @@ impl CustomOp2 for Glu {
         up: &CpuStorage,
         up_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (gate_rows, up_rows) = (strided(gate_layout)?, strided(up_layout)?);
+        let (gate_rows, up_rows) = (row_places(gate_layout)?, row_places(up_layout)?);
         dispatch!(OPERATION, gate.dtype(), T => {
             let mut out = zeros::<T>(gate_layout.shape().elem_count());
             let gate = (storage_values(gate)?, gate_rows);
@@ -153,7 +155,7 @@ impl CustomOp3 for GluBackward {
         d_out: &CpuStorage,
         d_out_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let layouts = [strided(gate_layout)?, strided(up_layout)?, strided(d_out_layout)?];
+        let layouts = [row_places(gate_layout)?, row_places(up_layout)?, row_places(d_out_layout)?];
         let count = gate_layout.shape().elem_count();
         let mut shape = vec![2];
         shape.extend_from_slice(gate_layout.dims());

@@ -64,7 +64,8 @@ impl Case {
 
 #[test]
 fn forward_is_the_base_plus_the_scaled_adapter() {
-    for case in [Case::new(1, 7, 5, 2), Case::new(9, 33, 140, 3), Case::new(300, 20, 17, 1).with_dropout()]
+    for case in
+        [Case::new(1, 7, 5, 2), Case::new(9, 33, 140, 3), Case::new(300, 20, 17, 1).with_dropout()]
     {
         let (y, xa) = case.forward();
         let dropped = match case.dropout {
@@ -82,7 +83,8 @@ fn forward_is_the_base_plus_the_scaled_adapter() {
 
 #[test]
 fn backward_matches_finite_differences() {
-    for case in [Case::new(5, 7, 6, 2), Case::new(1, 7, 6, 3), Case::new(5, 7, 6, 2).with_dropout()] {
+    for case in [Case::new(5, 7, 6, 2), Case::new(1, 7, 6, 3), Case::new(5, 7, 6, 2).with_dropout()]
+    {
         let gradients = case.backward(true);
         let loss = |x: &Tensor, a: &Tensor, b: &Tensor| {
             inner_product(&case.forward_with(x, a, b)?.0, &case.dy)
@@ -95,8 +97,11 @@ fn backward_matches_finite_differences() {
 
 #[test]
 fn other_precisions_match_f64() {
-    for case in [Case::new(300, 70, 140, 4), Case::new(3, 70, 140, 4), Case::new(300, 70, 140, 4).with_dropout()]
-    {
+    for case in [
+        Case::new(300, 70, 140, 4),
+        Case::new(3, 70, 140, 4),
+        Case::new(300, 70, 140, 4).with_dropout(),
+    ] {
         for (dtype, tolerance) in PRECISIONS {
             let low = case.to_dtype(dtype);
             let exact = low.to_dtype(DType::F64);
@@ -184,9 +189,13 @@ fn no_rows_give_zero_gradients() {
 fn wrong_arguments_are_errors() {
     let case = Case::new(5, 7, 6, 2);
     let wrong = message(case.forward_with(&case.x, &case.b, &case.a));
-    assert!(wrong.contains("A has shape [2, 6] and B [7, 2], expected (7, rank) and (rank, 6)"), "{wrong}");
+    assert!(
+        wrong.contains("A has shape [2, 6] and B [7, 2], expected (7, rank) and (rank, 6)"),
+        "{wrong}"
+    );
     for probability in [1.0, -0.1, f32::NAN] {
-        let case = Case { dropout: Some(Dropout { probability, seed: 0 }), ..Case::new(5, 7, 6, 2) };
+        let case =
+            Case { dropout: Some(Dropout { probability, seed: 0 }), ..Case::new(5, 7, 6, 2) };
         assert!(message(case.forward_with(&case.x, &case.a, &case.b)).contains("probability"));
     }
     let lora = Lora { a: &case.a, b: &case.b, scale: SCALE, dropout: None };

@@ -3,8 +3,8 @@
 //! held in f32. A few rows (decoding) are dot products: one pass over the weight, bound by memory.
 
 use crate::device::cpu::{
-    Disjoint, Element, Matrix, MatrixMut, Real, Threads, Values, for_each_chunk,
-    for_each_index, multiply, rows_per_task,
+    Disjoint, Element, Matrix, MatrixMut, Real, Threads, Values, for_each_chunk, for_each_index,
+    multiply, rows_per_task,
 };
 
 /// Rows of `x` that are converted at a time.
@@ -179,7 +179,15 @@ impl<A: Real> Product<'_, A> {
                 }
                 if let Some(low_rank) = &self.low_rank {
                     let threads = Threads::One;
-                    low_rank.add(&mut result, rows, columns, first_row, first_column, outer, threads);
+                    low_rank.add(
+                        &mut result,
+                        rows,
+                        columns,
+                        first_row,
+                        first_column,
+                        outer,
+                        threads,
+                    );
                 }
                 for row in 0..rows {
                     let result = &mut result[row * columns..][..columns];
@@ -306,4 +314,3 @@ pub(crate) fn narrow_product<A: Real>(
         multiply(MatrixMut::new(out, rows, columns, columns), false, x, right, scale, Threads::One);
     });
 }
-

@@ -51,7 +51,8 @@ fn half_precision_sums_are_kept_in_f32() {
     let weight = Tensor::ones((3, 4096), DType::BF16, &Device::Cpu).unwrap();
     let y = linear(&x, &weight, None).unwrap();
     assert!(values(&y).iter().all(|y| *y == 4096.0));
-    let dw = linear_backward_weight(&x.t().unwrap().contiguous().unwrap(), &x.t().unwrap()).unwrap();
+    let dw =
+        linear_backward_weight(&x.t().unwrap().contiguous().unwrap(), &x.t().unwrap()).unwrap();
     assert!(values(&dw).iter().all(|dw| *dw == 4096.0));
 }
 

@@ -19,13 +19,7 @@ fn row_inverse_rms<A: Real>(x: &[A], eps: f64) -> A {
     A::ONE / (mean + A::from_f64(eps)).sqrt()
 }
 
-pub(super) fn forward<T: Element>(
-    hidden: usize,
-    x: &[T],
-    scale: &[T::Acc],
-    eps: f64,
-    y: &mut [T],
-) {
+pub(super) fn forward<T: Element>(hidden: usize, x: &[T], scale: &[T::Acc], eps: f64, y: &mut [T]) {
     let block = rows_per_task(hidden) * hidden;
     for_each_chunk(y, block, |index, y| {
         let mut row = vec![T::Acc::ZERO; hidden];
