@@ -268,6 +268,7 @@ fn random_dataset(count: usize, longest: u64) -> Arc<Dataset> {
             next += length as u32;
             let mut trainable: Vec<bool> = (0..length).map(|_| random.below(3) > 0).collect();
             trainable[0] = false;
+            trainable[length - 1] = true;
             Example { ids, trainable }
         })
         .collect();
@@ -392,13 +393,16 @@ fn batches_that_cannot_be_are_refused() {
     let options =
         BatchOptions { batch_size: 1, max_seq_length: 8, packing: false, seed: 0, shuffle: false };
     let dataset = |ids: usize, trainable: usize| {
-        let examples = vec![Example { ids: vec![1; ids], trainable: vec![false; trainable] }];
+        let examples = vec![Example { ids: vec![1; ids], trainable: vec![true; trainable] }];
         Arc::new(Dataset { examples, report: Report::default() })
     };
     let error = |dataset, options| Batcher::new(dataset, options).unwrap_err().to_string();
     assert!(Batcher::new(dataset(9, 9), options).is_ok());
     assert!(error(dataset(10, 10), options).contains("example 0 has 10 tokens"));
     assert!(error(dataset(1, 1), options).contains("2 or more"));
+    let nothing = Example { ids: vec![1; 3], trainable: vec![true, false, false] };
+    let nothing = Arc::new(Dataset { examples: vec![nothing], report: Report::default() });
+    assert!(error(nothing, options).contains("example 0 has no token to learn"));
     assert!(error(dataset(3, 2), options).contains("2 mask values"));
     assert!(
         error(dataset(3, 3), BatchOptions { batch_size: 0, ..options })

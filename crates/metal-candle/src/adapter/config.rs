@@ -2,9 +2,9 @@
 //! rank-stabilised scale: Kalajdzievski, 2023, arXiv:2312.03732).
 
 use crate::{Error, Result};
+use indexmap::IndexMap;
 use regex::Regex;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 
 /// Which linear layers get an adapter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,10 +46,10 @@ pub struct LoraConfig {
     pub layers: Option<Vec<usize>>,
     /// Only the last n layers of the decoder.
     pub last_layers: Option<usize>,
-    /// Other ranks for layers whose path matches (`(.*\.)?(key)$`).
-    pub rank_pattern: BTreeMap<String, usize>,
+    /// Other ranks for layers whose path matches (`(.*\.)?(key)$`); of several keys the first.
+    pub rank_pattern: IndexMap<String, usize>,
     /// Other alphas, likewise.
-    pub alpha_pattern: BTreeMap<String, f64>,
+    pub alpha_pattern: IndexMap<String, f64>,
 }
 
 impl Default for LoraConfig {
@@ -63,8 +63,8 @@ impl Default for LoraConfig {
             exclude: None,
             layers: None,
             last_layers: None,
-            rank_pattern: BTreeMap::new(),
-            alpha_pattern: BTreeMap::new(),
+            rank_pattern: IndexMap::new(),
+            alpha_pattern: IndexMap::new(),
         }
     }
 }
@@ -252,7 +252,7 @@ fn compile(option: &str, pattern: &str) -> Result<Regex> {
 
 fn compile_patterns<T: Copy>(
     option: &str,
-    patterns: &BTreeMap<String, T>,
+    patterns: &IndexMap<String, T>,
 ) -> Result<Vec<(Regex, T)>> {
     patterns
         .iter()

@@ -219,10 +219,13 @@ pub fn write(
     files::write_safetensors(&folder.join(ADAPTER_WEIGHTS), &tensors, Some(metadata))?;
 
     let layers = config.selected_layers(layer_count)?;
-    let targets = match &config.targets {
+    let (targets, layers) = match &config.targets {
         // PEFT applies a list of layers only to targets given by name.
-        Targets::Pattern(_) if layers.is_some() => Targets::Names(distinct_names(pairs)),
-        targets => targets.clone(),
+        Targets::Pattern(pattern) if layers.is_some() && pattern != Targets::ALL_LINEAR => {
+            (Targets::Names(pairs.iter().map(|(path, ..)| path.clone()).collect()), None)
+        }
+        Targets::Pattern(_) if layers.is_some() => (Targets::Names(distinct_names(pairs)), layers),
+        targets => (targets.clone(), layers),
     };
     let json = json!({
         "peft_type": "LORA",

@@ -3,7 +3,7 @@
 use super::{LoraConfig, ParameterStore, Targets};
 use crate::autograd::GradientSink;
 use candle_core::{DType, Device, Tensor};
-use std::collections::BTreeMap;
+use indexmap::IndexMap;
 
 fn paths() -> Vec<String> {
     let names = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"];
@@ -60,14 +60,20 @@ fn patterns_change_rank_and_scale() {
     let config = LoraConfig {
         rank: 8,
         alpha: 16.0,
-        rank_pattern: BTreeMap::from([("q_proj".into(), 2)]),
-        alpha_pattern: BTreeMap::from([(r"layers\.0\..*".into(), 4.0)]),
+        rank_pattern: IndexMap::from([("q_proj".into(), 2)]),
+        alpha_pattern: IndexMap::from([(r"layers\.0\..*".into(), 4.0)]),
         ..LoraConfig::default()
     };
     let resolved = config.resolve(&paths(), 12).unwrap();
     let found: Vec<(usize, f64)> =
         resolved.iter().take(4).map(|layer| (layer.rank, layer.scale)).collect();
     assert_eq!(found, [(2, 2.0), (8, 0.5), (8, 0.5), (2, 8.0)]);
+    // Of several patterns the first in the file decides.
+    let ordered = LoraConfig {
+        rank_pattern: IndexMap::from([("q_proj".into(), 2), (r"0\.self_attn\.q_proj".into(), 4)]),
+        ..LoraConfig::default()
+    };
+    assert_eq!(ordered.resolve(&paths(), 12).unwrap()[0].rank, 2);
     let stabilised = LoraConfig { rank: 4, alpha: 6.0, rslora: true, ..LoraConfig::default() };
     assert_eq!(stabilised.resolve(&paths(), 12).unwrap()[0].scale, 3.0);
 }
@@ -81,7 +87,7 @@ fn values_that_cannot_work_are_refused_by_name() {
         ("layers", LoraConfig { last_layers: Some(0), ..LoraConfig::default() }),
         (
             "rank_pattern",
-            LoraConfig { rank_pattern: BTreeMap::from([("a".into(), 0)]), ..LoraConfig::default() },
+            LoraConfig { rank_pattern: IndexMap::from([("a".into(), 0)]), ..LoraConfig::default() },
         ),
     ] {
         assert!(error(&config).contains(name), "{}", error(&config));

@@ -119,6 +119,11 @@ impl Tape {
         Self { recording: false, ..Self::recording() }
     }
 
+    /// Whether this tape records what depends on a trainable weight.
+    pub fn is_recording(&self) -> bool {
+        self.recording
+    }
+
     /// How many nodes are recorded.
     pub fn len(&self) -> usize {
         self.nodes.borrow().len()

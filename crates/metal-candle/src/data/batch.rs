@@ -101,6 +101,12 @@ impl Batcher {
                     ),
                 ));
             }
+            if !example.trainable.iter().skip(1).any(|&trainable| trainable) {
+                return Err(Error::option(
+                    "data",
+                    format!("example {index} has no token to learn"),
+                ));
+            }
             if places(example) > options.max_seq_length {
                 return Err(Error::option(
                     "max_seq_length",

@@ -100,7 +100,19 @@ impl<'a> Session<'a> {
                 ),
             ));
         }
+        let before = self.tokens.len();
         self.tokens.extend(tokens);
+        let result = self.advance();
+        if result.is_err() {
+            // Layers may hold different numbers of tokens now; only whole ones are kept.
+            self.tokens.truncate(before);
+            self.cache.truncate(self.cache.len().min(before));
+        }
+        result
+    }
+
+    /// Reads those of `tokens` that the cache does not hold.
+    fn advance(&mut self) -> Result<Vec<f32>> {
         // LongRoPE turns every key differently once the text is long.
         if self.ropes_change(self.cache.len(), self.tokens.len()) {
             self.cache.truncate(0);
@@ -155,6 +167,7 @@ pub struct Generation<'s, 'a> {
     logits: Vec<f32>,
     generated: Vec<u32>,
     finished: Option<FinishReason>,
+    failed: bool,
 }
 
 impl<'s, 'a> Generation<'s, 'a> {
@@ -183,6 +196,7 @@ impl<'s, 'a> Generation<'s, 'a> {
             logits,
             generated: Vec::new(),
             finished: None,
+            failed: false,
         })
     }
 
@@ -241,13 +255,11 @@ impl Iterator for Generation<'_, '_> {
     type Item = Result<Piece>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.finished.is_some() {
+        if self.finished.is_some() || self.failed {
             return None;
         }
         let piece = self.step();
-        if piece.is_err() {
-            self.finished = Some(FinishReason::Stop);
-        }
+        self.failed = piece.is_err();
         Some(piece)
     }
 }

@@ -25,7 +25,8 @@ impl KvCache {
 
     /// How many tokens are held.
     pub fn len(&self) -> usize {
-        self.layers.first().map_or(0, |layer| layer.length)
+        // A forward pass that failed halfway leaves the later layers behind.
+        self.layers.iter().map(|layer| layer.length).min().unwrap_or(0)
     }
 
     /// Whether nothing is held.

@@ -334,14 +334,14 @@ impl Model {
         for linear in self.linears() {
             if let Some(layer) = wanted.get(&linear.path) {
                 let (input, output) = linear.features()?;
-                if layer.rank > input.min(output) {
+                if layer.rank > input.max(output) {
                     return Err(Error::option(
                         "rank",
                         format!(
                             "is {}, but `{}` is {output} by {input}; expected at most {}",
                             layer.rank,
                             linear.path,
-                            input.min(output)
+                            input.max(output)
                         ),
                     ));
                 }
@@ -419,23 +419,42 @@ impl Model {
         if self.adapter().is_some() {
             return Err(Error::option("adapter", "merge it before the model is saved"));
         }
-        let tensors = self
-            .named_weights()
-            .map(|(name, weight)| Ok((name, weight.tensor().to_dtype(dtype)?.contiguous()?)))
-            .collect::<Result<Vec<_>>>()?;
+        let name = match dtype {
+            DType::F32 => "float32",
+            DType::F16 => "float16",
+            DType::BF16 => "bfloat16",
+            other => {
+                return Err(Error::Unsupported(format!(
+                    "weights in {other:?}; f32, f16 and bf16 are"
+                )));
+            }
+        };
+        let mut raw = self.config.raw.clone();
+        let Some(map) = raw.as_object_mut() else {
+            return Err(Error::option("config", "has no JSON object to write as config.json"));
+        };
+        let key = if map.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+        map.insert(key.into(), name.into());
+        let index = folder.join("model.safetensors.index.json");
+        if index.exists() {
+            return Err(Error::file(
+                index,
+                "belongs to another model in this folder; give another one",
+            ));
+        }
+        let mut tensors = Vec::new();
+        for (name, weight) in self.named_weights() {
+            let tensor = weight.tensor().to_dtype(dtype)?.contiguous()?;
+            if dtype == DType::F16 && !is_finite(&tensor)? {
+                return Err(Error::option(
+                    "dtype",
+                    format!("f16 cannot hold the values of `{name}`; use bf16 or f32"),
+                ));
+            }
+            tensors.push((name, tensor));
+        }
         let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
         files::write_safetensors(folder.join("model.safetensors"), &tensors, Some(metadata))?;
-        let mut raw = self.config.raw.clone();
-        if let Some(map) = raw.as_object_mut() {
-            let key = if map.contains_key("dtype") { "dtype" } else { "torch_dtype" };
-            let name = match dtype {
-                DType::F16 => "float16",
-                DType::BF16 => "bfloat16",
-                _ => "float32",
-            };
-            map.insert(key.into(), name.into());
-            map.remove("quantization_config");
-        }
         let path = folder.join("config.json");
         let bytes = serde_json::to_vec_pretty(&raw)
             .map_err(|error| Error::file(&path, error.to_string()))?;
@@ -461,6 +480,9 @@ impl Model {
         cache: Option<&mut KvCache>,
         options: PassOptions,
     ) -> Result<Value> {
+        if let Some(cache) = cache.as_deref() {
+            self.check_cache(tape, input, cache)?;
+        }
         let (batch, seq) = input.ids.dims2()?;
         let total = input.positions.iter().max().map_or(0, |&last| last as usize + 1);
         let ropes = self
@@ -491,6 +513,43 @@ impl Model {
         let caches = cache.map(|cache| cache.layers.as_mut_slice());
         let x = decoder::run_layers(&self.layers, tape, x, &pass, caches, options.checkpoint)?;
         self.norm.forward(tape, &x)
+    }
+
+    fn check_cache(&self, tape: &Tape, input: &Input, cache: &KvCache) -> Result<()> {
+        let problem = if cache.layers.len() != self.layers.len() {
+            format!("has {} layers, the model has {}", cache.layers.len(), self.layers.len())
+        } else if tape.is_recording() {
+            "cannot be used while gradients are recorded".into()
+        } else if input.positions.first().is_some_and(|&first| first as usize != cache.len()) {
+            format!("holds {} tokens; the input has to start at that position", cache.len())
+        } else {
+            return Ok(());
+        };
+        Err(Error::option("cache", problem))
+    }
+
+    /// A hash of the configuration and of the beginning of every frozen weight (FNV-1a), by which
+    /// a resumed run knows its base.
+    pub fn fingerprint(&self) -> Result<u64> {
+        const SAMPLE: usize = 256;
+        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        let mut add = |bytes: &[u8]| {
+            for &byte in bytes {
+                hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+            }
+        };
+        add(format!("{:?} {}", self.dtype, self.config.raw).as_bytes());
+        for (name, weight) in
+            self.named_weights().filter(|(_, weight)| weight.parameter().is_none())
+        {
+            add(name.as_bytes());
+            let flat = weight.tensor().flatten_all()?;
+            let sample = flat.narrow(0, 0, SAMPLE.min(flat.elem_count()))?.to_dtype(DType::F32)?;
+            for value in sample.to_vec1::<f32>()? {
+                add(&value.to_le_bytes());
+            }
+        }
+        Ok(hash)
     }
 
     /// The logits `(batch, seq, vocabulary)` of hidden states, in f32.
@@ -570,6 +629,11 @@ impl Model {
     }
 }
 
+fn is_finite(tensor: &Tensor) -> Result<bool> {
+    let largest = tensor.to_dtype(DType::F32)?.abs()?.flatten_all()?.max(0)?;
+    Ok(largest.to_scalar::<f32>()?.is_finite())
+}
+
 /// A layer for changing; only a backward pass that is still to run would share it.
 fn exclusive(layer: &mut Arc<Layer>) -> Result<&mut Layer> {
     Arc::get_mut(layer)
@@ -605,15 +669,21 @@ struct Random {
 }
 
 impl Source for Random {
-    fn weight(&mut self, _name: String, shape: &[usize], kind: Kind) -> Result<Weight> {
+    fn weight(&mut self, name: String, shape: &[usize], kind: Kind) -> Result<Weight> {
         let tensor = match kind {
             Kind::Bias => Tensor::zeros(shape, DType::F32, &Device::Cpu)?,
             Kind::Norm => Tensor::full(self.norm as f32, shape, &Device::Cpu)?,
             Kind::Matrix => {
                 let mut random = SplitMix64::stream(self.seed, self.index);
-                let count = shape.iter().product();
-                let values: Vec<f32> =
-                    (0..count).map(|_| (random.normal() * self.deviation) as f32).collect();
+                let count: usize = shape.iter().product();
+                let mut values: Vec<f32> = Vec::new();
+                values.try_reserve_exact(count).map_err(|_| {
+                    Error::option(
+                        "config.json",
+                        format!("{name} of {shape:?} does not fit into memory"),
+                    )
+                })?;
+                values.extend((0..count).map(|_| (random.normal() * self.deviation) as f32));
                 Tensor::from_vec(values, shape, &Device::Cpu)?
             }
         };

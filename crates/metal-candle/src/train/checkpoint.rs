@@ -51,14 +51,20 @@ pub(super) struct Fingerprint {
     pub accumulation: usize,
     pub max_seq_length: usize,
     pub packing: bool,
+    pub shuffle: bool,
+    pub data_seed: u64,
     /// Examples, their tokens, and a hash of them.
     pub examples: usize,
     pub tokens: u64,
     pub data_hash: String,
+    pub validation_hash: Option<String>,
+    pub model_hash: String,
+    pub adapter: String,
     pub trainable_parameters: usize,
     pub total_steps: u64,
     pub learning_rate: String,
     pub optimizer: String,
+    pub evaluation: String,
 }
 
 impl State {
@@ -108,6 +114,11 @@ impl Fingerprint {
 /// The folder of the checkpoint of a step.
 pub(super) fn folder(output: &Path, step: u64) -> PathBuf {
     output.join(FOLDER).join(format!("step-{step:08}"))
+}
+
+/// The folder of all checkpoints.
+pub(super) fn parent(output: &Path) -> PathBuf {
+    output.join(FOLDER)
 }
 
 /// The complete checkpoints of a run and their steps, oldest first.
@@ -221,12 +232,37 @@ pub(super) fn load(
         ));
     }
     fingerprint.check(&state.fingerprint, &path)?;
+    let State { step, updates, epoch, batch, .. } = state;
+    let most = fingerprint.total_steps.saturating_mul(fingerprint.accumulation as u64);
+    if updates > step
+        || step > fingerprint.total_steps
+        || epoch as u64 > most
+        || batch as u64 > most
+    {
+        return Err(Error::file(
+            &path,
+            format!(
+                "step {step}, updates {updates}, epoch {epoch} and batch {batch} cannot be of a run of {} steps",
+                fingerprint.total_steps
+            ),
+        ));
+    }
     model.load_parameters(folder)?;
     let weights = Weights::from_files([folder.join(OPTIMIZER)])?;
     let count = [fingerprint.trainable_parameters];
     let read = |name| weights.tensor(name, &count, DType::F32, model.device());
     let moments = Moments { first: read("first_moment")?, second: read("second_moment")? };
     Ok((state, moments))
+}
+
+/// Removes the checkpoints of later steps, which a run that continues from `step` makes again.
+pub(super) fn remove_after(output: &Path, step: u64) -> Result<()> {
+    for (found, path) in list(output)? {
+        if found > step {
+            std::fs::remove_dir_all(&path).map_err(Error::io(&path))?;
+        }
+    }
+    Ok(())
 }
 
 /// Removes the oldest checkpoints until `keep` are left, not counting the one of step `best`.

@@ -21,7 +21,8 @@ pub struct Evaluation {
     pub seconds: f64,
 }
 
-/// The mean loss over the target tokens of `batches`, or of the first `limit` of them.
+/// The mean loss over the target tokens of `batches`, or of the first `limit` of them; shuffled
+/// batches make those a fair sample.
 pub fn evaluate(model: &Model, batches: &Batcher, limit: Option<usize>) -> Result<Evaluation> {
     let started = Instant::now();
     let (mut sum, mut tokens) = (0.0, 0);

@@ -63,6 +63,7 @@ pub struct Trainer<'a> {
     sample: Option<SampleFn<'a>>,
     stop: Arc<AtomicBool>,
     saving: Option<Box<dyn FnMut(&Path) + 'a>>,
+    resumed: bool,
     state: State,
     moments: Moments,
     plans: Option<(usize, Vec<BatchPlan>)>,
@@ -91,14 +92,27 @@ impl<'a> Trainer<'a> {
             accumulation: options.accumulation,
             max_seq_length: data.max_seq_length,
             packing: data.packing,
+            shuffle: data.shuffle,
+            data_seed: data.seed,
             examples: dataset.examples.len(),
             tokens: dataset.examples.iter().map(|example| example.ids.len() as u64).sum(),
             data_hash: format!("{:016x}", dataset.fingerprint()),
+            validation_hash: None,
+            model_hash: format!("{:016x}", model.fingerprint()?),
+            adapter: format!("{:?}", model.adapter()),
             trainable_parameters: store.len(),
             total_steps: options.steps,
             learning_rate: format!("{:?}", options.learning_rate),
             optimizer: format!("{:?}, clipped to {:?}", options.adamw, options.clip_norm),
+            evaluation: format!(
+                "every {}, {:?} batches, patience {:?}, keep best {}",
+                options.evaluate_every,
+                options.evaluate_batches,
+                options.patience,
+                options.keep_best
+            ),
         };
+        check_vocabulary(model, batches)?;
         let moments = Moments::zeros(store.len(), model.device())?;
         Ok(Self {
             model,
@@ -111,6 +125,7 @@ impl<'a> Trainer<'a> {
             sample: None,
             stop: Arc::default(),
             saving: None,
+            resumed: false,
             state: State::new(fingerprint),
             moments,
             plans: None,
@@ -121,6 +136,9 @@ impl<'a> Trainer<'a> {
     /// Evaluates on this data, every [`TrainOptions::evaluate_every`] steps and at the end.
     #[must_use]
     pub fn with_validation(mut self, validation: &'a Batcher) -> Self {
+        let hash = validation.dataset().fingerprint();
+        self.state.fingerprint.validation_hash =
+            Some(format!("{hash:016x} {:?}", validation.options()));
         self.validation = Some(validation);
         self
     }
@@ -160,7 +178,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// Continues from a checkpoint: every later step is the same, bit for bit, as if the run had
-    /// never stopped.
+    /// never stopped. Call it after the other `with_` functions.
     ///
     /// # Errors
     /// For a checkpoint that is not whole, and for one of a run with other options or data.
@@ -169,6 +187,7 @@ impl<'a> Trainer<'a> {
         (self.state, self.moments) =
             checkpoint::load(checkpoint, &self.state.fingerprint, self.model)?;
         self.plans = None;
+        self.resumed = true;
         Ok(())
     }
 
@@ -176,10 +195,13 @@ impl<'a> Trainer<'a> {
     pub fn run(&mut self, metrics: &mut dyn MetricsSink) -> Result<Summary> {
         let started = Instant::now();
         std::fs::create_dir_all(&self.output).map_err(Error::io(&self.output))?;
-        let parent = self.output.join("checkpoints");
-        if parent.is_dir() {
-            files::remove_stale_partials(&parent)?;
+        self.check()?;
+        for folder in [checkpoint::parent(&self.output), self.output.clone()] {
+            if folder.is_dir() {
+                files::remove_stale_partials(&folder)?;
+            }
         }
+        checkpoint::remove_after(&self.output, self.state.step)?;
         let outcome = self.steps(metrics)?;
         if outcome == Outcome::Interrupted {
             self.save(metrics)?;
@@ -209,6 +231,52 @@ impl<'a> Trainer<'a> {
             best: self.state.best_loss.zip(self.state.best_step),
             seconds,
         })
+    }
+
+    /// What has to hold before the first step.
+    fn check(&self) -> Result<()> {
+        if let Some(validation) = self.validation {
+            check_vocabulary(self.model, validation)?;
+        } else {
+            for (name, wanted) in [
+                ("patience", self.options.patience.is_some()),
+                ("keep_best", self.options.keep_best),
+            ] {
+                if wanted {
+                    return Err(Error::option(name, "needs validation data, and there is none"));
+                }
+            }
+        }
+        if self.options.patience.is_some() && self.options.evaluate_every == 0 {
+            return Err(Error::option("patience", "needs evaluate_every, which is 0"));
+        }
+        if self.options.sample_every > 0 && self.sample.is_none() {
+            return Err(Error::option(
+                "sample_every",
+                "needs something to sample, and there is nothing",
+            ));
+        }
+        if !self.resumed
+            && let Some((step, path)) = checkpoint::list(&self.output)?.pop()
+        {
+            return Err(Error::file(
+                path,
+                format!(
+                    "is step {step} of an earlier run; resume it, or give another output folder"
+                ),
+            ));
+        }
+        let canonical = |path: &Path| path.canonicalize().ok();
+        if self.model.adapter().is_none()
+            && let Some(companions) = self.companions.as_deref().and_then(canonical)
+            && canonical(&self.output) == Some(companions)
+        {
+            return Err(Error::file(
+                &self.output,
+                "is the folder of the base model, which would be overwritten; give another output folder",
+            ));
+        }
+        Ok(())
     }
 
     fn steps(&mut self, metrics: &mut dyn MetricsSink) -> Result<Outcome> {
@@ -399,7 +467,8 @@ impl<'a> Trainer<'a> {
             seconds: evaluation.seconds,
         })?;
         self.last_evaluation = Some(evaluation);
-        if self.state.best_loss.is_none_or(|best| evaluation.loss < best) {
+        let better = self.state.best_loss.is_none_or(|best| evaluation.loss < best);
+        if evaluation.loss.is_finite() && better {
             self.state.best_loss = Some(evaluation.loss);
             self.state.best_step = Some(self.state.step);
             self.state.evaluations_without_gain = 0;
@@ -455,6 +524,21 @@ impl<'a> Trainer<'a> {
             &self.base_model,
             self.companions.as_deref(),
         )
+    }
+}
+
+/// Every token of the data has to be a row of the embedding.
+fn check_vocabulary(model: &Model, batches: &Batcher) -> Result<()> {
+    let vocabulary = model.config().vocab_size;
+    let mut ids = batches.dataset().examples.iter().flat_map(|example| &example.ids);
+    match ids.find(|&&id| id as usize >= vocabulary) {
+        Some(id) => Err(Error::option(
+            "data",
+            format!(
+                "has token {id}, but the model's vocabulary has {vocabulary}; the tokenizer is not this model's"
+            ),
+        )),
+        None => Ok(()),
     }
 }
 
