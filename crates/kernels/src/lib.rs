@@ -1,17 +1,22 @@
 //! Fused operations with backward passes for fine-tuning language models on Candle.
 //!
-//! One folder an operation. Each is a pair of plain functions on Candle tensors, forward and
-//! backward, that Candle's own autograd never records; storage is f32, bf16, f16 or f64, and sums
-//! are made in f32 (in f64 for f64).
-
-mod device;
+//! Every operation is a plain function on [`candle_core::Tensor`]s with its backward beside it.
+//! Nothing is recorded in Candle's autograd, except by the functions named `differentiable`.
+//! Shapes are written as `(batch, seq, hidden)`. Activations are f32, bf16, f16 or f64; sums are
+//! kept in f32, or in f64 for f64 tensors. Gradients of activations have the dtype of the
+//! activation, gradients of parameters are f32 (f64 for f64).
+//!
+//! Same inputs, same build, same machine: the same bits, whatever the number of threads.
 
 pub mod adamw;
 pub mod attention;
 pub mod cross_entropy;
+mod device;
 pub mod embedding;
 pub mod glu;
 pub mod lora_linear;
 pub mod matmul;
 pub mod rms_norm;
 pub mod rope;
+#[cfg(test)]
+mod testing;

@@ -1,4 +1,7 @@
 //! Fine-tune language models with LoRA and run them, on Candle.
+//!
+//! The way of a training run is [`data`] → [`model`] with an [`adapter`] → [`train`], that of a text
+//! [`text`] → [`model`] → [`generate`]. Models come from a folder or, through [`hub`], by name.
 
 pub mod adapter;
 pub mod autograd;
@@ -8,8 +11,14 @@ pub mod files;
 pub mod generate;
 pub mod hub;
 pub mod model;
-mod random;
+pub mod random;
 pub mod text;
 pub mod train;
 
+pub use candle_core::{DType, Device};
 pub use error::{Error, Result};
+
+/// The README's example, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+pub struct Readme;

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use metal_candle::data::{
     Batch, BatchOptions, Batcher, Body, DataOptions, Dataset, Example, IGNORED, LossOn, Record,
-    Report, SplitMix64, read_records,
+    Report, read_records,
 };
+use metal_candle::random::SplitMix64;
 use metal_candle::text::{Message, Tokenizer};
 use serde_json::{Value, json};
 

@@ -1,214 +1,218 @@
-//! Causal attention.
-use crate::device::cpu::*;
-use candle_core::{Result, Tensor};
-use num_traits::{Float, One, Zero};
-use rayon::prelude::*;
-/// Options.
-#[derive(Clone, Debug)]
+//! Causal attention with grouped key and value heads, in tiles: the scores of a whole sequence never
+//! exist (FlashAttention-2, Dao 2023, <https://arxiv.org/abs/2307.08691>).
+//!
+//! ```text
+//! raw = scale·q·kᵀ         z = raw, or c·tanh(raw / c) with soft-capping at c (Gemma 2)
+//! lse = ln Σ_j e^{z_j}     p = e^{z - lse}           o = p·v
+//!
+//! D  = Σ do·o      dp = do·vᵀ      dz = p·(dp - D)      draw = dz·(1 - (z/c)²)
+//! dq = scale·draw·k        dk = scale·drawᵀ·q           dv = pᵀ·do
+//! ```
+//!
+//! Query `i` of `t` stands at key position `pos = s - t + i` of `s` and sees the keys `j` with
+//! `first_key <= j <= pos`, and `pos - j < window` with a sliding window. A query that sees no key
+//! gives zeros.
+
+mod cpu;
+#[cfg(test)]
+mod tests;
+
+use crate::device::cpu::{Input, Sum, dispatch, zeros};
+use crate::device::{require_cpu, require_dtype, require_rank, require_shape};
+use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
+
+/// How scores are made and which keys are seen.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
-    /// scale
+    /// What `q·k` is multiplied by, usually `1 / √head_dim`.
     pub scale: f64,
-    /// cap
+    /// Scores `z` become `c·tanh(z / c)` (Gemma 2).
     pub softcap: Option<f64>,
-    /// window
+    /// A query sees this many keys at most: its own and the ones just before it.
     pub window: Option<usize>,
 }
-/// o and log-sum-exp.
+
+const LAYOUT: &str = "(batch, seq, heads, head_dim)";
+
+/// `(o, log_sum_exp)`: `q` `(batch, t, heads, head_dim)`, `k` and `v` `(batch, s, kv_heads, head_dim)`
+/// of the same dtype, `first_key` `(batch, t)` u32, the first key that each query may see (the start of
+/// its record in a packed row). `o` is like `q`; `log_sum_exp` `(batch, heads, t)` is f32 (f64 for
+/// f64), `-inf` where no key is seen; [`backward`] wants both back.
+///
+/// `k` and `v` may be views into a cache: they aren't copied when their last dimension is contiguous.
+///
+/// # Errors
+/// When shapes don't fit, `heads` isn't a multiple of `kv_heads`, `s < t`, the window is 0, the
+/// softcap isn't positive, dtypes differ, or a tensor isn't on the CPU.
 pub fn forward(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    first: Option<&Tensor>,
-    o: &Options,
+    first_key: Option<&Tensor>,
+    options: &Options,
 ) -> Result<(Tensor, Tensor)> {
-    dispatch!(q.dtype(), "attention", T => fwd::<T>(q, k, v, first, o))
+    const OPERATION: &str = "attention::forward";
+    let sizes = check(OPERATION, q, k, v, first_key, options)?;
+    let (k, v) = (Input::strided_rows(k)?, Input::strided_rows(v)?);
+    let q = Input::contiguous(q)?;
+    let (q, k, v) = (q.read(), k.read(), v.read());
+    dispatch!(OPERATION, q.dtype(), T => {
+        let problem = cpu::Problem {
+            sizes,
+            q: q.values()?,
+            keys: cpu::Cache::new(k.storage_values()?, k.layout)?,
+            values: cpu::Cache::new(v.storage_values()?, v.layout)?,
+            ranges: visible_keys(&sizes, first_key, options)?,
+            scale: Sum::<T>::from_f64(options.scale),
+            softcap: options.softcap.map(Sum::<T>::from_f64),
+        };
+        let mut o = zeros::<T>(sizes.q_elements());
+        let mut log_sum_exp = zeros::<Sum<T>>(sizes.batch * sizes.heads * sizes.queries);
+        problem.forward(&mut o, &mut log_sum_exp);
+        Ok((
+            Tensor::from_vec(o, &sizes.q_shape(), &Device::Cpu)?,
+            Tensor::from_vec(log_sum_exp, &sizes.row_shape(), &Device::Cpu)?,
+        ))
+    })
 }
-/// dq, dk, dv.
+
+/// `(dq, dk, dv)` in the shapes and dtype of `q`, `k` and `v`: `o` and `log_sum_exp` from [`forward`],
+/// `d_o` like `o`. Probabilities are computed again from `log_sum_exp`.
+///
+/// # Errors
+/// Like [`forward`].
 #[allow(clippy::too_many_arguments)]
 pub fn backward(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    out: &Tensor,
-    lse: &Tensor,
-    first: Option<&Tensor>,
-    o: &Options,
+    o: &Tensor,
+    log_sum_exp: &Tensor,
+    first_key: Option<&Tensor>,
+    options: &Options,
     d_o: &Tensor,
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    dispatch!(q.dtype(), "attention", T => bwd::<T>(q, k, v, out, lse, first, o, d_o))
-}
-fn head<T: Element>(
-    x: &[T],
-    b: usize,
-    t: usize,
-    h: usize,
-    d: usize,
-    bi: usize,
-    hi: usize,
-) -> Vec<T::Acc> {
-    let mut out = Vec::with_capacity(t * d);
-    for i in 0..t {
-        let s = ((bi * t + i) * h + hi) * d;
-        out.extend(x[s..s + d].iter().map(|x| x.up()));
+    const OPERATION: &str = "attention::backward";
+    let sizes = check(OPERATION, q, k, v, first_key, options)?;
+    require_cpu(OPERATION, &[o, log_sum_exp, d_o])?;
+    for (name, tensor) in [("o", o), ("d_o", d_o)] {
+        require_shape(OPERATION, name, tensor, &sizes.q_shape())?;
+        require_dtype(OPERATION, name, tensor, q.dtype())?;
     }
-    let _ = b;
-    out
+    require_shape(OPERATION, "log_sum_exp", log_sum_exp, &sizes.row_shape())?;
+    let (k, v) = (Input::strided_rows(k)?, Input::strided_rows(v)?);
+    let (q, o, d_o) = (Input::contiguous(q)?, Input::contiguous(o)?, Input::contiguous(d_o)?);
+    let log_sum_exp = Input::contiguous(log_sum_exp)?;
+    let (q, k, v, o, d_o) = (q.read(), k.read(), v.read(), o.read(), d_o.read());
+    let log_sum_exp = log_sum_exp.read();
+    dispatch!(OPERATION, q.dtype(), T => {
+        let problem = cpu::Problem {
+            sizes,
+            q: q.values()?,
+            keys: cpu::Cache::new(k.storage_values()?, k.layout)?,
+            values: cpu::Cache::new(v.storage_values()?, v.layout)?,
+            ranges: visible_keys(&sizes, first_key, options)?,
+            scale: Sum::<T>::from_f64(options.scale),
+            softcap: options.softcap.map(Sum::<T>::from_f64),
+        };
+        let (dq, dk, dv) =
+            problem.backward::<T>(o.values()?, log_sum_exp.slice()?, d_o.values()?);
+        Ok((
+            Tensor::from_vec(dq, &sizes.q_shape(), &Device::Cpu)?,
+            Tensor::from_vec(dk, &sizes.k_shape(), &Device::Cpu)?,
+            Tensor::from_vec(dv, &sizes.k_shape(), &Device::Cpu)?,
+        ))
+    })
 }
-fn from(first: Option<&[u32]>, row: usize, pos: usize, o: &Options) -> usize {
-    let a = first.map_or(0, |f| f[row] as usize);
-    let w = o.window.map_or(0, |w| (pos + 1).saturating_sub(w));
-    a.max(w)
+
+/// The sizes of a call, checked.
+#[derive(Clone, Copy)]
+struct Sizes {
+    batch: usize,
+    queries: usize,
+    keys: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
 }
-fn fwd<T: Element>(
+
+impl Sizes {
+    fn q_shape(&self) -> [usize; 4] {
+        [self.batch, self.queries, self.heads, self.head_dim]
+    }
+
+    fn k_shape(&self) -> [usize; 4] {
+        [self.batch, self.keys, self.kv_heads, self.head_dim]
+    }
+
+    fn row_shape(&self) -> [usize; 3] {
+        [self.batch, self.heads, self.queries]
+    }
+
+    fn q_elements(&self) -> usize {
+        self.q_shape().iter().product()
+    }
+}
+
+fn check(
+    operation: &str,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    first: Option<&Tensor>,
-    o: &Options,
-) -> Result<(Tensor, Tensor)> {
-    let (b, t, h, d) = q.dims4()?;
-    let (_, s, hk, _) = k.dims4()?;
-    read!(q: T = q);
-    read!(k: T = k);
-    read!(v: T = v);
-    let first: Option<Vec<u32>> = first.map(|f| f.flatten_all()?.to_vec1()).transpose()?;
-    let first = first.as_deref();
-    let scale: T::Acc = constant(o.scale);
-    let parts: Vec<(Vec<T::Acc>, Vec<T::Acc>)> = (0..b * h)
-        .into_par_iter()
-        .map(|bh| {
-            let (bi, hi) = (bh / h, bh % h);
-            let (q, k, v) = (
-                head(q, b, t, h, d, bi, hi),
-                head(k, b, s, hk, d, bi, hi * hk / h),
-                head(v, b, s, hk, d, bi, hi * hk / h),
-            );
-            let mut out = vec![T::Acc::zero(); t * d];
-            let mut lse = vec![T::Acc::zero(); t];
-            let mut z = vec![T::Acc::zero(); s];
-            for i in 0..t {
-                let pos = s - t + i;
-                let a = from(first, bi * t + i, pos, o);
-                let mut m = T::Acc::neg_infinity();
-                for j in a..=pos {
-                    let mut x = dot(&q[i * d..(i + 1) * d], &k[j * d..(j + 1) * d]) * scale;
-                    if let Some(c) = o.softcap {
-                        let c: T::Acc = constant(c);
-                        x = (x / c).tanh() * c;
-                    }
-                    z[j] = x;
-                    m = m.max(x);
-                }
-                let mut sum = T::Acc::zero();
-                for z in &mut z[a..=pos] {
-                    *z = (*z - m).exp();
-                    sum += *z;
-                }
-                for j in a..=pos {
-                    add_scaled(&mut out[i * d..(i + 1) * d], z[j] / sum, &v[j * d..(j + 1) * d]);
-                }
-                lse[i] = m + sum.ln();
-            }
-            (out, lse)
-        })
-        .collect();
-    let mut out = vec![T::down(T::Acc::zero()); b * t * h * d];
-    let mut lse = Vec::with_capacity(b * h * t);
-    for (bh, (o, l)) in parts.into_iter().enumerate() {
-        scatter::<T>(&mut out, &o, t, h, d, bh / h, bh % h);
-        lse.extend(l);
+    first_key: Option<&Tensor>,
+    options: &Options,
+) -> Result<Sizes> {
+    require_cpu(operation, &[q, k, v])?;
+    for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
+        require_rank(operation, name, tensor, 4, LAYOUT)?;
+        require_dtype(operation, name, tensor, q.dtype())?;
     }
-    Ok((tensor(out, &[b, t, h, d])?, tensor(lse, &[b, h, t])?))
+    let (batch, queries, heads, head_dim) = q.dims4()?;
+    let (_, keys, kv_heads, _) = k.dims4()?;
+    require_shape(operation, "k", k, &[batch, keys, kv_heads, head_dim])?;
+    require_shape(operation, "v", v, &[batch, keys, kv_heads, head_dim])?;
+    if kv_heads == 0 || heads % kv_heads != 0 {
+        bail!(
+            "metal-candle-kernels: {operation}: q has {heads} heads and k has {kv_heads}, expected a multiple"
+        )
+    }
+    if keys < queries {
+        bail!(
+            "metal-candle-kernels: {operation}: {queries} queries but only {keys} keys, expected at least as many keys"
+        )
+    }
+    if let Some(first_key) = first_key {
+        require_cpu(operation, &[first_key])?;
+        require_shape(operation, "first_key", first_key, &[batch, queries])?;
+        require_dtype(operation, "first_key", first_key, DType::U32)?;
+    }
+    if options.window == Some(0) {
+        bail!("metal-candle-kernels: {operation}: the window is 0, expected at least 1 key")
+    }
+    if let Some(softcap) = options.softcap
+        && !(softcap > 0.0 && softcap.is_finite())
+    {
+        bail!(
+            "metal-candle-kernels: {operation}: the softcap is {softcap}, expected a positive number"
+        )
+    }
+    Ok(Sizes { batch, queries, keys, heads, kv_heads, head_dim })
 }
-fn scatter<T: Element>(
-    out: &mut [T],
-    x: &[T::Acc],
-    t: usize,
-    h: usize,
-    d: usize,
-    bi: usize,
-    hi: usize,
-) {
-    for i in 0..t {
-        let s = ((bi * t + i) * h + hi) * d;
-        down_into(&mut out[s..s + d], &x[i * d..(i + 1) * d]);
-    }
-}
-#[allow(clippy::too_many_arguments)]
-fn bwd<T: Element>(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    out: &Tensor,
-    lse: &Tensor,
-    first: Option<&Tensor>,
-    o: &Options,
-    d_o: &Tensor,
-) -> Result<(Tensor, Tensor, Tensor)> {
-    let (b, t, h, d) = q.dims4()?;
-    let (_, s, hk, _) = k.dims4()?;
-    read!(q: T = q);
-    read!(k: T = k);
-    read!(v: T = v);
-    read!(out: T = out);
-    read!(d_o: T = d_o);
-    read!(lse: T::Acc = lse);
-    let first: Option<Vec<u32>> = first.map(|f| f.flatten_all()?.to_vec1()).transpose()?;
-    let first = first.as_deref();
-    let scale: T::Acc = constant(o.scale);
-    let group = h / hk;
-    let parts: Vec<(Vec<Vec<T::Acc>>, Vec<T::Acc>, Vec<T::Acc>)> = (0..b * hk)
-        .into_par_iter()
-        .map(|bk| {
-            let (bi, ki) = (bk / hk, bk % hk);
-            let (k, v) = (head(k, b, s, hk, d, bi, ki), head(v, b, s, hk, d, bi, ki));
-            let mut dk = vec![T::Acc::zero(); s * d];
-            let mut dv = vec![T::Acc::zero(); s * d];
-            let mut dqs = Vec::new();
-            for hi in ki * group..(ki + 1) * group {
-                let (q, out, d_o) = (
-                    head(q, b, t, h, d, bi, hi),
-                    head(out, b, t, h, d, bi, hi),
-                    head(d_o, b, t, h, d, bi, hi),
-                );
-                let mut dq = vec![T::Acc::zero(); t * d];
-                for i in 0..t {
-                    let pos = s - t + i;
-                    let r = i * d..(i + 1) * d;
-                    let delta = dot(&out[r.clone()], &d_o[r.clone()]);
-                    let l = lse[(bi * h + hi) * t + i];
-                    for j in from(first, bi * t + i, pos, o)..=pos {
-                        let c = j * d..(j + 1) * d;
-                        let mut x = dot(&q[r.clone()], &k[c.clone()]) * scale;
-                        let mut g = scale;
-                        if let Some(cap) = o.softcap {
-                            let cap: T::Acc = constant(cap);
-                            let th = (x / cap).tanh();
-                            x = cap * th;
-                            g = g * (T::Acc::one() - th * th);
-                        }
-                        let p = (x - l).exp();
-                        add_scaled(&mut dv[c.clone()], p, &d_o[r.clone()]);
-                        let ds = p * (dot(&d_o[r.clone()], &v[c.clone()]) - delta) * g;
-                        add_scaled(&mut dq[r.clone()], ds, &k[c.clone()]);
-                        add_scaled(&mut dk[c], ds, &q[r.clone()]);
-                    }
-                }
-                dqs.push(dq);
-            }
-            (dqs, dk, dv)
-        })
-        .collect();
-    let z = T::down(T::Acc::zero());
-    let (mut dq, mut dk, mut dv) =
-        (vec![z; b * t * h * d], vec![z; b * s * hk * d], vec![z; b * s * hk * d]);
-    for (bk, (q, k, v)) in parts.into_iter().enumerate() {
-        let (bi, ki) = (bk / hk, bk % hk);
-        for (g, q) in q.iter().enumerate() {
-            scatter::<T>(&mut dq, q, t, h, d, bi, ki * group + g);
-        }
-        scatter::<T>(&mut dk, &k, s, hk, d, bi, ki);
-        scatter::<T>(&mut dv, &v, s, hk, d, bi, ki);
-    }
-    Ok((tensor(dq, &[b, t, h, d])?, tensor(dk, &[b, s, hk, d])?, tensor(dv, &[b, s, hk, d])?))
+
+/// For every query of every row, `[first, last)` of the keys it sees.
+fn visible_keys(
+    sizes: &Sizes,
+    first_key: Option<&Tensor>,
+    options: &Options,
+) -> Result<Vec<(usize, usize)>> {
+    let first_key = first_key.map(Input::contiguous).transpose()?;
+    let first_key = first_key.as_ref().map(Input::read);
+    let first_key = first_key.as_ref().map(|read| read.slice::<u32>()).transpose()?;
+    let ranges = (0..sizes.batch * sizes.queries).map(|row| {
+        let end = sizes.keys - sizes.queries + row % sizes.queries + 1;
+        let start = first_key.and_then(|first| first.get(row)).map_or(0, |first| *first as usize);
+        let window = options.window.map_or(0, |window| end.saturating_sub(window));
+        (start.max(window).min(end), end)
+    });
+    Ok(ranges.collect())
 }

@@ -1,125 +1,117 @@
-//! Head + cross entropy.
-use crate::device::cpu::*;
-use crate::matmul::{Matrix, finish, gemm, multiply, multiply_transposed};
-use candle_core::{Result, Tensor, bail};
-use num_traits::{Float, One, Zero};
-/// Not counted.
+//! The language model head and the cross entropy as one operation, a chunk of rows at a time, so that
+//! the logits of a whole batch never exist.
+//!
+//! ```text
+//! raw  = scale·h·Wᵀ           z = raw, or c·tanh(raw / c) with soft-capping at c
+//! loss = Σ_rows lse(z) - z[target]
+//! draw = (softmax(z) - onehot(target))·(1 - (z/c)²)
+//! dh   = scale·draw·W         dW = scale·drawᵀ·h
+//! ```
+//!
+//! Rows whose target is [`IGNORE`] cost nothing and have a zero gradient.
+
+mod cpu;
+#[cfg(test)]
+mod tests;
+
+use crate::device::cpu::{Input, Sum, dispatch, zeros};
+use crate::device::{require_cpu, require_dtype, require_rank, require_shape};
+use crate::matmul::output_size;
+use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
+
+/// The target of a row that doesn't count.
 pub const IGNORE: u32 = u32::MAX;
-/// Options.
-#[derive(Clone, Copy, Debug)]
+
+/// How logits are made and how many exist at a time.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
-    /// cap
+    /// Logits `z` become `c·tanh(z / c)` (Gemma 2).
     pub softcap: Option<f64>,
-    /// scale
+    /// Logits are this times `h·Wᵀ`, before the softcap (Granite divides them); usually 1.
     pub logit_scale: f64,
-    /// rows at a time
+    /// Rows whose logits exist at the same time.
     pub chunk: usize,
 }
-/// Output.
+
+/// What [`forward`] returns.
 #[derive(Debug)]
 pub struct Output {
-    /// sum
+    /// A scalar: the sum over the counted rows, in nats; f32 (f64 for f64).
     pub loss: Tensor,
-    /// rows
+    /// The number of counted rows.
     pub count: usize,
-    /// gradient
+    /// The gradient of the sum with respect to hidden, `(n, d)` in its dtype.
     pub dhidden: Option<Tensor>,
-    /// gradient
+    /// The gradient of the sum with respect to the weight, `(v, d)`, f32 (f64 for f64).
     pub dweight: Option<Tensor>,
 }
-/// Forward with gradients.
+
+/// The loss and, when needed, its gradients: `hidden` `(n, d)`, `weight` `(v, d)`, `targets` `(n)` u32
+/// below `v` or [`IGNORE`].
+///
+/// # Errors
+/// When shapes or dtypes don't fit, a target isn't below `v`, the chunk is 0, the softcap isn't
+/// positive, or a tensor isn't on the CPU.
 pub fn forward(
     hidden: &Tensor,
     weight: &Tensor,
     targets: &Tensor,
-    o: &Options,
-    need_dh: bool,
-    need_dw: bool,
+    options: &Options,
+    need_dhidden: bool,
+    need_dweight: bool,
 ) -> Result<Output> {
-    dispatch!(hidden.dtype(), "cross_entropy", T => run::<T>(hidden, weight, targets, o, need_dh, need_dw))
-}
-fn run<T: Element>(
-    hidden: &Tensor,
-    weight: &Tensor,
-    targets: &Tensor,
-    o: &Options,
-    need_dh: bool,
-    need_dw: bool,
-) -> Result<Output> {
+    const OPERATION: &str = "cross_entropy";
+    require_cpu(OPERATION, &[hidden, weight, targets])?;
+    require_rank(OPERATION, "hidden", hidden, 2, "(n, d)")?;
     let (n, d) = hidden.dims2()?;
-    let (v, _) = weight.dims2()?;
-    read!(h: T = hidden);
-    read!(w: T = weight);
-    read!(t: u32 = targets);
-    let rows: Vec<usize> = (0..n).filter(|&i| t[i] != IGNORE).collect();
-    if let Some(&r) = rows.iter().find(|&&r| t[r] as usize >= v) {
-        bail!("cross_entropy: target {} is not below {v}", t[r])
+    let v = output_size(OPERATION, weight, d)?;
+    require_shape(OPERATION, "targets", targets, &[n])?;
+    require_dtype(OPERATION, "targets", targets, DType::U32)?;
+    if options.chunk == 0 {
+        bail!("metal-candle-kernels: {OPERATION}: the chunk is 0, expected at least 1 row")
     }
-    let zero = T::Acc::zero();
-    let scale: T::Acc = constant(o.logit_scale);
-    let mut dh = need_dh.then(|| vec![zero; n * d]);
-    let mut dw = need_dw.then(|| vec![zero; v * d]);
-    let mut loss = 0.0f64;
-    for rows in rows.chunks(o.chunk.max(1)) {
-        let k = rows.len();
-        let mut x = Vec::with_capacity(k * d);
-        for &r in rows {
-            x.extend(h[r * d..(r + 1) * d].iter().map(|h| h.up()));
-        }
-        let mut logits = vec![zero; k * v];
-        multiply_transposed(&mut logits, &x, k, w, (v, d));
-        let mut losses = vec![zero; k];
-        for_each_row2((&mut logits, v), (&mut losses, 1), |i, z, l| {
-            let target = t[rows[i]] as usize;
-            let mut caps = Vec::new();
-            for z in z.iter_mut() {
-                *z = *z * scale;
-            }
-            if let Some(c) = o.softcap {
-                let c: T::Acc = constant(c);
-                caps = z.iter().map(|z| (*z / c).tanh()).collect();
-                for (z, t) in z.iter_mut().zip(&caps) {
-                    *z = c * *t;
-                }
-            }
-            let m = z.iter().copied().fold(T::Acc::neg_infinity(), T::Acc::max);
-            let own = z[target];
-            let mut s = zero;
-            for z in z.iter_mut() {
-                *z = (*z - m).exp();
-                s += *z;
-            }
-            l[0] = m + s.ln() - own;
-            for z in z.iter_mut() {
-                *z = *z / s;
-            }
-            z[target] = z[target] - T::Acc::one();
-            for (z, t) in z.iter_mut().zip(&caps) {
-                *z = *z * (T::Acc::one() - *t * *t);
-            }
-            for z in z.iter_mut() {
-                *z = *z * scale;
-            }
-        });
-        loss += losses
-            .iter()
-            .map(|l| num_traits::ToPrimitive::to_f64(l).unwrap_or(f64::NAN))
-            .sum::<f64>();
-        if let Some(dh) = &mut dh {
-            let mut g = vec![zero; k * d];
-            multiply(&mut g, &logits, k, w, (v, d));
-            for (i, &r) in rows.iter().enumerate() {
-                dh[r * d..(r + 1) * d].copy_from_slice(&g[i * d..(i + 1) * d]);
-            }
-        }
-        if let Some(dw) = &mut dw {
-            gemm(dw, d, Matrix::new(&logits, k, v).t(), Matrix::new(&x, k, d), T::Acc::one(), true);
-        }
+    if let Some(softcap) = options.softcap
+        && !(softcap > 0.0 && softcap.is_finite())
+    {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: the softcap is {softcap}, expected a positive number"
+        )
     }
-    Ok(Output {
-        loss: Tensor::new(loss as f32, hidden.device())?,
-        count: rows.len(),
-        dhidden: dh.map(|g| finish::<T>(g, &[n, d])).transpose()?,
-        dweight: dw.map(|g| tensor(g, &[v, d])).transpose()?,
+    let (hidden, weight, targets) =
+        (Input::contiguous(hidden)?, Input::contiguous(weight)?, Input::contiguous(targets)?);
+    let (hidden, weight, targets) = (hidden.read(), weight.read(), targets.read());
+    let mut counted = Vec::new();
+    for (row, target) in targets.slice::<u32>()?.iter().enumerate() {
+        if *target == IGNORE {
+            continue;
+        }
+        if *target as usize >= v {
+            bail!(
+                "metal-candle-kernels: {OPERATION}: target {target} of row {row} is outside the vocabulary, expected less than {v}"
+            )
+        }
+        counted.push((row, *target as usize));
+    }
+    dispatch!(OPERATION, hidden.dtype(), T => {
+        let problem = cpu::Problem {
+            d,
+            v,
+            hidden: hidden.values::<Sum<T>>()?,
+            weight: weight.values()?,
+            counted: &counted,
+            options,
+        };
+        let mut dhidden = need_dhidden.then(|| zeros::<T>(n * d));
+        let mut dweight = need_dweight.then(|| zeros::<Sum<T>>(v * d));
+        let loss = problem.run(dhidden.as_deref_mut(), dweight.as_deref_mut());
+        let loss = Tensor::from_vec(vec![Sum::<T>::from_f64(loss)], (), &Device::Cpu)?;
+        let dhidden = dhidden.map(|dhidden| Tensor::from_vec(dhidden, (n, d), &Device::Cpu));
+        let dweight = dweight.map(|dweight| Tensor::from_vec(dweight, (v, d), &Device::Cpu));
+        Ok(Output {
+            loss,
+            count: counted.len(),
+            dhidden: dhidden.transpose()?,
+            dweight: dweight.transpose()?,
+        })
     })
 }

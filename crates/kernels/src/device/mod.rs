@@ -1,3 +1,83 @@
-//! What the operations share for one device.
+//! What the operations share: where a tensor lives, shape and dtype checks, and the CPU's tools.
 
 pub(crate) mod cpu;
+
+use candle_core::{DType, DeviceLocation, Result, Tensor, bail};
+
+/// An error unless every tensor is on the CPU.
+pub(crate) fn require_cpu(operation: &str, tensors: &[&Tensor]) -> Result<()> {
+    for tensor in tensors {
+        let device = match tensor.device().location() {
+            DeviceLocation::Cpu => continue,
+            DeviceLocation::Cuda { .. } => "CUDA",
+            DeviceLocation::Metal { .. } => "Metal",
+        };
+        bail!(
+            "metal-candle-kernels: {operation} has no {device} kernel in this build; move the tensors to the CPU"
+        )
+    }
+    Ok(())
+}
+
+/// An error unless `tensor` has exactly these dimensions.
+pub(crate) fn require_shape(
+    operation: &str,
+    name: &str,
+    tensor: &Tensor,
+    expected: &[usize],
+) -> Result<()> {
+    if tensor.dims() != expected {
+        bail!(
+            "metal-candle-kernels: {operation}: {name} has shape {:?}, expected {expected:?}",
+            tensor.dims()
+        )
+    }
+    Ok(())
+}
+
+/// An error unless `tensor` has this dtype.
+pub(crate) fn require_dtype(
+    operation: &str,
+    name: &str,
+    tensor: &Tensor,
+    expected: DType,
+) -> Result<()> {
+    if tensor.dtype() != expected {
+        bail!(
+            "metal-candle-kernels: {operation}: {name} is {:?}, expected {expected:?}",
+            tensor.dtype()
+        )
+    }
+    Ok(())
+}
+
+/// An error unless `tensor` has as many dimensions as `layout`, such as `(batch, seq, hidden)`, names.
+pub(crate) fn require_rank(
+    operation: &str,
+    name: &str,
+    tensor: &Tensor,
+    rank: usize,
+    layout: &str,
+) -> Result<()> {
+    if tensor.rank() != rank {
+        bail!(
+            "metal-candle-kernels: {operation}: {name} has shape {:?}, expected {rank} dimensions {layout}",
+            tensor.dims()
+        )
+    }
+    Ok(())
+}
+
+/// `(product of the leading dimensions, last dimension)`; an error for a scalar.
+pub(crate) fn rows_and_columns(
+    operation: &str,
+    name: &str,
+    tensor: &Tensor,
+) -> Result<(usize, usize)> {
+    match tensor.dims().split_last() {
+        Some((columns, leading)) => Ok((leading.iter().product(), *columns)),
+        None => bail!(
+            "metal-candle-kernels: {operation}: {name} is a scalar, expected at least one dimension"
+        ),
+    }
+}

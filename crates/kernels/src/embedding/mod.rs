@@ -1,31 +1,73 @@
-//! Embedding.
-use crate::device::cpu::*;
-use candle_core::{Result, Tensor, bail};
-use num_traits::Zero;
-/// Rows of the table.
+//! Token embedding: rows of a table.
+//!
+//! ```text
+//! y[b, t] = table[ids[b, t]]        dtable[i] = Σ_{ids[b, t] = i} dy[b, t]
+//! ```
+
+mod cpu;
+#[cfg(test)]
+mod tests;
+
+use crate::device::cpu::{Input, Sum, dispatch, zeros};
+use crate::device::{require_cpu, require_dtype, require_rank, require_shape};
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+const OPERATION: &str = "embedding";
+
+/// `table` `(v, d)`, `ids` `(batch, seq)` u32 below `v`, result `(batch, seq, d)` in the table's dtype.
+///
+/// # Errors
+/// When an id isn't below `v`, shapes or dtypes don't fit, or a tensor isn't on the CPU.
 pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
-    dispatch!(table.dtype(), "embedding", T => {
-        let (v, d) = table.dims2()?;
-        let mut dims = ids.dims().to_vec();
-        dims.push(d);
-        read!(table: T = table);
-        read!(ids: u32 = ids);
-        if let Some(id) = ids.iter().find(|&&id| id as usize >= v) { bail!("embedding: id {id} is not below {v}") }
-        let mut out = Vec::with_capacity(ids.len() * d);
-        for &id in ids { out.extend_from_slice(&table[id as usize * d..(id as usize + 1) * d]); }
-        tensor(out, &dims)
+    require_cpu(OPERATION, &[table, ids])?;
+    require_rank(OPERATION, "table", table, 2, "(v, d)")?;
+    let (v, d) = table.dims2()?;
+    let (batch, seq) = check_ids(ids)?;
+    let (table, ids) = (Input::contiguous(table)?, Input::contiguous(ids)?);
+    let (table, ids) = (table.read(), ids.read());
+    let ids = ids.slice::<u32>()?;
+    check_range(ids, v)?;
+    dispatch!(OPERATION, table.dtype(), T => {
+        let mut out = zeros::<T>(ids.len() * d);
+        cpu::forward(d, table.slice::<T>()?, ids, &mut out);
+        Tensor::from_vec(out, (batch, seq, d), &Device::Cpu)
     })
 }
-/// dtable
-pub fn backward(dy: &Tensor, ids: &Tensor, v: usize) -> Result<Tensor> {
-    dispatch!(dy.dtype(), "embedding", T => {
-        let (_, d) = rows_and_width("embedding", "dy", dy)?;
-        read!(dy: T = dy);
-        read!(ids: u32 = ids);
-        let mut out = vec![<T as Element>::Acc::zero(); v * d];
-        for (i, &id) in ids.iter().enumerate() {
-            for (o, g) in out[id as usize * d..(id as usize + 1) * d].iter_mut().zip(&dy[i * d..]) { *o += g.up(); }
-        }
-        tensor(out, &[v, d])
+
+/// The gradient of the table: `dy` `(batch, seq, d)`, `ids` `(batch, seq)` u32 below
+/// `vocabulary_size`, result `(vocabulary_size, d)` in f32 (f64 for f64).
+///
+/// # Errors
+/// Like [`forward`].
+pub fn backward(dy: &Tensor, ids: &Tensor, vocabulary_size: usize) -> Result<Tensor> {
+    require_cpu(OPERATION, &[dy, ids])?;
+    require_rank(OPERATION, "dy", dy, 3, "(batch, seq, d)")?;
+    let (batch, seq) = check_ids(ids)?;
+    let d = dy.dim(2)?;
+    require_shape(OPERATION, "dy", dy, &[batch, seq, d])?;
+    let (dy, ids) = (Input::contiguous(dy)?, Input::contiguous(ids)?);
+    let (dy, ids) = (dy.read(), ids.read());
+    let ids = ids.slice::<u32>()?;
+    check_range(ids, vocabulary_size)?;
+    dispatch!(OPERATION, dy.dtype(), T => {
+        let mut out = zeros::<Sum<T>>(vocabulary_size * d);
+        cpu::backward(d, dy.values()?, ids, &mut out);
+        Tensor::from_vec(out, (vocabulary_size, d), &Device::Cpu)
     })
+}
+
+fn check_ids(ids: &Tensor) -> Result<(usize, usize)> {
+    require_rank(OPERATION, "ids", ids, 2, "(batch, seq)")?;
+    require_dtype(OPERATION, "ids", ids, DType::U32)?;
+    ids.dims2()
+}
+
+fn check_range(ids: &[u32], v: usize) -> Result<()> {
+    if let Some(position) = ids.iter().position(|id| *id as usize >= v) {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: token id {} at position {position} is outside the table, expected less than {v}",
+            ids[position]
+        )
+    }
+    Ok(())
 }

@@ -1,123 +1,70 @@
-//! LoRA linear on the CPU.
-use super::{Dropout, Gradients, Lora};
-use crate::device::cpu::{Element, constant, for_each_row, read, tensor, up};
-use crate::matmul::{Matrix, finish, gemm, multiply};
-use candle_core::{Result, Tensor};
-use num_traits::{One, Zero};
+//! The dropout mask, and the products that need it, on the CPU.
 
-fn hash(seed: u64, index: u64) -> u64 {
-    let mut bits = seed ^ index.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    bits ^ (bits >> 31)
-}
-fn factor(d: &Dropout, index: usize) -> f64 {
-    let u = (hash(d.seed, index as u64) >> 40) as f64 / (1u64 << 24) as f64;
-    if u < f64::from(d.probability) { 0.0 } else { 1.0 / (1.0 - f64::from(d.probability)) }
-}
-fn drop<T: Element>(x: &mut [T::Acc], d: Option<Dropout>) {
-    if let Some(d) = d {
-        for_each_row(x, 256, |row, chunk| {
-            for (i, x) in chunk.iter_mut().enumerate() {
-                *x = *x * constant(factor(&d, row * 256 + i));
-            }
-        });
+use super::Dropout;
+use crate::device::cpu::{Element, PARALLEL_CHUNK, Real, Values, for_each_chunk};
+use crate::matmul::cpu::outer_products;
+
+/// Rows of x that are converted and masked at a time.
+const ROW_BLOCK: usize = 256;
+
+/// A function `mask(index of the first element, elements)` that drops and rescales elements in
+/// place; `None` when nothing is ever dropped.
+pub(super) fn mask<A: Real>(dropout: Dropout) -> Option<impl Fn(usize, &mut [A]) + Sync> {
+    if dropout.probability == 0.0 {
+        return None;
     }
-}
-pub(super) fn forward<T: Element>(
-    x: &Tensor,
-    base: Tensor,
-    lora: &Lora<'_>,
-    rows: usize,
-) -> Result<(Tensor, Tensor)> {
-    let (input, rank) = lora.a.dims2()?;
-    let (_, output) = lora.b.dims2()?;
-    let shape = base.dims().to_vec();
-    read!(x: T = x);
-    let a = lora.a.to_dtype(<T::Acc as candle_core::WithDType>::DTYPE)?;
-    let b = lora.b.to_dtype(<T::Acc as candle_core::WithDType>::DTYPE)?;
-    read!(a: T::Acc = a);
-    read!(b: T::Acc = b);
-    let mut dropped = up(x);
-    drop::<T>(&mut dropped, lora.dropout);
-    let mut xa = vec![T::Acc::zero(); rows * rank];
-    gemm(
-        &mut xa,
-        rank,
-        Matrix::new(&dropped, rows, input),
-        Matrix::new(a, input, rank),
-        T::Acc::one(),
-        false,
-    );
-    read!(base: T = base);
-    let mut y = up(base);
-    gemm(
-        &mut y,
-        output,
-        Matrix::new(&xa, rows, rank),
-        Matrix::new(b, rank, output),
-        constant(lora.scale),
-        true,
-    );
-    Ok((finish::<T>(y, &shape)?, tensor(xa, &[rows, rank])?))
-}
-pub(super) fn backward<T: Element>(
-    x: &Tensor,
-    weight: &Tensor,
-    xa: &Tensor,
-    lora: &Lora<'_>,
-    dy: &Tensor,
-    need_dx: bool,
-    rows: usize,
-) -> Result<Gradients> {
-    let (input, rank) = lora.a.dims2()?;
-    let (_, output) = lora.b.dims2()?;
-    let shape = x.dims().to_vec();
-    read!(x: T = x);
-    read!(dy: T = dy);
-    read!(w: T = weight);
-    let a = lora.a.to_dtype(<T::Acc as candle_core::WithDType>::DTYPE)?;
-    let b = lora.b.to_dtype(<T::Acc as candle_core::WithDType>::DTYPE)?;
-    read!(a: T::Acc = a);
-    read!(b: T::Acc = b);
-    read!(xa: T::Acc = xa);
-    let (one, scale) = (T::Acc::one(), constant::<T::Acc>(lora.scale));
-    let mut dropped = up(x);
-    drop::<T>(&mut dropped, lora.dropout);
-    let dy = up(dy);
-    let dy_m = Matrix::new(&dy, rows, output);
-    let mut db = vec![T::Acc::zero(); rank * output];
-    gemm(&mut db, output, Matrix::new(xa, rows, rank).t(), dy_m, scale, false);
-    let mut dxa = vec![T::Acc::zero(); rows * rank];
-    gemm(&mut dxa, rank, dy_m, Matrix::new(b, rank, output).t(), scale, false);
-    let mut da = vec![T::Acc::zero(); input * rank];
-    gemm(
-        &mut da,
-        rank,
-        Matrix::new(&dropped, rows, input).t(),
-        Matrix::new(&dxa, rows, rank),
-        one,
-        false,
-    );
-    let dx = if need_dx {
-        let mut path = vec![T::Acc::zero(); rows * input];
-        gemm(
-            &mut path,
-            input,
-            Matrix::new(&dxa, rows, rank),
-            Matrix::new(a, input, rank).t(),
-            one,
-            false,
-        );
-        drop::<T>(&mut path, lora.dropout);
-        let mut dx = vec![T::Acc::zero(); rows * input];
-        multiply(&mut dx, &dy, rows, w, (output, input));
-        for (dx, p) in dx.iter_mut().zip(&path) {
-            *dx += *p;
+    let probability = dropout.probability as f64;
+    // A random 32-bit number below this one drops its element.
+    let threshold = (probability * 2f64.powi(32)) as u64;
+    let scale = A::from_f64(1.0 / (1.0 - probability));
+    Some(move |first: usize, values: &mut [A]| {
+        for (offset, value) in values.iter_mut().enumerate() {
+            let random = hash(dropout.seed, (first + offset) as u64) >> 32;
+            *value = if random < threshold { A::ZERO } else { *value * scale };
         }
-        Some(finish::<T>(dx, &shape)?)
-    } else {
-        None
+    })
+}
+
+/// The `index`-th number of the SplitMix64 generator (Steele, Lea and Flood 2014).
+fn hash(seed: u64, index: u64) -> u64 {
+    let mut z = seed.wrapping_add(index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+pub(super) fn apply_mask<T: Element>(out: &mut [T], mask: &(impl Fn(usize, &mut [T::Acc]) + Sync)) {
+    for_each_chunk(out, PARALLEL_CHUNK, |index, out| {
+        let mut scratch = vec![T::Acc::ZERO; out.len()];
+        T::widen(out, &mut scratch);
+        mask(index * PARALLEL_CHUNK, &mut scratch);
+        T::narrow(&scratch, out);
+    });
+}
+
+/// `da += dropout(x)ᵀ·g`: `x` `(rows, inner)`, `g` `(rows, rank)`, `da` `(inner, rank)`.
+pub(super) fn gradient_of_a<A: Real>(
+    rows: usize,
+    inner: usize,
+    rank: usize,
+    x: Values<A>,
+    g: &[A],
+    mask: Option<&(dyn Fn(usize, &mut [A]) + Sync)>,
+    da: &mut [A],
+) {
+    let Some(mask) = mask else {
+        outer_products(rows, inner, rank, x, Values::Native(g), 1.0, da);
+        return;
     };
-    Ok(Gradients { dx, da: tensor(da, &[input, rank])?, db: tensor(db, &[rank, output])? })
+    for first in (0..rows).step_by(ROW_BLOCK) {
+        let rows = ROW_BLOCK.min(rows - first);
+        let mut dropped = vec![A::ZERO; rows * inner];
+        for_each_chunk(&mut dropped, PARALLEL_CHUNK, |index, chunk| {
+            let start = first * inner + index * PARALLEL_CHUNK;
+            x.read(start, chunk);
+            mask(start, chunk);
+        });
+        let g = &g[first * rank..(first + rows) * rank];
+        outer_products(rows, inner, rank, Values::Native(&dropped), Values::Native(g), 1.0, da);
+    }
 }

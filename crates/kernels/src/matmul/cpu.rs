@@ -1,270 +1,316 @@
-//! The linear layer on the CPU: `gemm` for many rows, dot products for one. Half-precision weights
-//! are widened a tile of rows at a time.
+//! Products with a weight on the CPU. Operands that are stored as they are computed with go to one
+//! `gemm` call; half-precision ones are converted tile by tile, so that no whole weight is ever
+//! held in f32. A few rows (decoding) are dot products: one pass over the weight, bound by memory.
 
 use crate::device::cpu::{
-    Accumulator, Element, dot_mixed, down_into, for_each_row, read, sum_rows, tensor, up,
+    Disjoint, Element, Matrix, MatrixMut, Real, Threads, Values, for_each_chunk, for_each_index,
+    multiply, rows_per_task,
 };
-use candle_core::{Result, Tensor};
 
-/// Rows of a half-precision weight that are widened at a time.
+/// Rows of `x` that are converted at a time.
+const ROW_BLOCK: usize = 256;
+/// Outputs of one task: as many weight rows (or columns) are converted at a time.
 const TILE: usize = 128;
+/// Up to this many rows, dot products beat packing the weight for `gemm`.
+const FEW_ROWS: usize = 4;
+/// Multiplications below which threads cost more than they bring.
+const PARALLEL_MULTIPLICATIONS: usize = 64 * 1024;
 
-/// A matrix in memory that `gemm` reads.
-#[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a, A> {
-    pub data: &'a [A],
-    pub rows: usize,
-    pub columns: usize,
-    pub row_stride: usize,
-    pub column_stride: usize,
+/// How the weight is stored.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Orientation {
+    /// `(outer, inner)`: the forward pass of a linear layer.
+    OutputMajor,
+    /// `(inner, outer)`: its backward pass.
+    InputMajor,
 }
 
-impl<'a, A> Matrix<'a, A> {
-    pub fn new(data: &'a [A], rows: usize, columns: usize) -> Self {
-        Self { data, rows, columns, row_stride: columns, column_stride: 1 }
-    }
+/// `scale·left·right`, to be added to a product. `left` is `(rows, rank)`; `right` is
+/// `(rank, outer)`, or `(outer, rank)` when `transposed`.
+pub(crate) struct LowRank<'a, A> {
+    pub left: &'a [A],
+    pub right: &'a [A],
+    pub transposed: bool,
+    pub rank: usize,
+    pub scale: A,
+    /// Applied to the low-rank part: `mask(index of the first element, elements of one row)`.
+    pub mask: Option<&'a (dyn Fn(usize, &mut [A]) + Sync)>,
+}
 
-    pub fn t(self) -> Self {
-        Self {
-            data: self.data,
-            rows: self.columns,
-            columns: self.rows,
-            row_stride: self.column_stride,
-            column_stride: self.row_stride,
+impl<A: Real> LowRank<'_, A> {
+    /// Adds this to rows `first_row..` and columns `first_column..` of a result `outer` wide.
+    #[allow(clippy::too_many_arguments)]
+    fn add(
+        &self,
+        out: &mut [A],
+        rows: usize,
+        columns: usize,
+        first_row: usize,
+        first_column: usize,
+        outer: usize,
+        threads: Threads,
+    ) {
+        if rows == 0 || columns == 0 || self.rank == 0 {
+            return;
+        }
+        let left = &self.left[first_row * self.rank..(first_row + rows) * self.rank];
+        let left = Matrix::new(left, rows, self.rank, self.rank);
+        let right = if self.transposed {
+            let right = &self.right[first_column * self.rank..];
+            Matrix::new(right, columns, self.rank, self.rank).transpose()
+        } else {
+            Matrix::new(&self.right[first_column..], self.rank, columns, outer)
+        };
+        match self.mask {
+            None => {
+                let target = MatrixMut::new(out, rows, columns, columns);
+                multiply(target, true, left, right, self.scale, threads);
+            }
+            Some(mask) => {
+                let mut part = vec![A::ZERO; rows * columns];
+                let target = MatrixMut::new(&mut part, rows, columns, columns);
+                multiply(target, false, left, right, self.scale, threads);
+                for row in 0..rows {
+                    let part = &mut part[row * columns..][..columns];
+                    mask((first_row + row) * outer + first_column, part);
+                    for (out, part) in out[row * columns..].iter_mut().zip(part) {
+                        *out += *part;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// `x·R + low rank part + bias`, where `R` is the weight or its transpose: `x` `(rows, inner)`,
+/// result `(rows, outer)`.
+pub(crate) struct Product<'a, A> {
+    pub x: Values<'a, A>,
+    pub weight: Values<'a, A>,
+    pub orientation: Orientation,
+    pub rows: usize,
+    pub inner: usize,
+    pub outer: usize,
+    pub bias: Option<&'a [A]>,
+    pub low_rank: Option<LowRank<'a, A>>,
+}
+
+impl<A: Real> Product<'_, A> {
+    pub(crate) fn run<T: Element<Acc = A>>(&self, out: &mut [T]) {
+        let few_rows = self.rows <= FEW_ROWS && self.orientation == Orientation::OutputMajor;
+        if !few_rows
+            && let (Values::Native(x), Values::Native(weight)) = (self.x, self.weight)
+            && let Some(out) = T::native_mut(out)
+        {
+            self.run_whole(x, weight, out);
+        } else {
+            self.run_tiled(out);
         }
     }
 
-    fn fits(&self) -> bool {
-        self.rows == 0
-            || self.columns == 0
-            || (self.rows - 1) * self.row_stride + (self.columns - 1) * self.column_stride
-                < self.data.len()
+    /// The right-hand side `(inner, columns)` from a `(columns, inner)` or `(inner, columns)` block.
+    fn right<'a>(&self, block: &'a [A], columns: usize, stride: usize) -> Matrix<'a, A> {
+        match self.orientation {
+            Orientation::OutputMajor => Matrix::new(block, columns, self.inner, stride).transpose(),
+            Orientation::InputMajor => Matrix::new(block, self.inner, columns, stride),
+        }
+    }
+
+    fn run_whole(&self, x: &[A], weight: &[A], out: &mut [A]) {
+        let (rows, inner, outer) = (self.rows, self.inner, self.outer);
+        let stride = match self.orientation {
+            Orientation::OutputMajor => inner,
+            Orientation::InputMajor => outer,
+        };
+        multiply(
+            MatrixMut::new(out, rows, outer, outer),
+            false,
+            Matrix::new(x, rows, inner, inner),
+            self.right(weight, outer, stride),
+            A::ONE,
+            Threads::All,
+        );
+        if let Some(low_rank) = &self.low_rank {
+            if low_rank.mask.is_none() {
+                low_rank.add(out, rows, outer, 0, 0, outer, Threads::All);
+            } else {
+                // Row blocks bound the scratch that the mask needs.
+                let block = rows_per_task(outer).min(ROW_BLOCK);
+                for_each_chunk(out, block * outer, |index, out| {
+                    let rows = out.len() / outer.max(1);
+                    low_rank.add(out, rows, outer, index * block, 0, outer, Threads::One);
+                });
+            }
+        }
+        if let Some(bias) = self.bias {
+            for_each_chunk(out, rows_per_task(outer) * outer, |_, out| {
+                for out in out.chunks_mut(outer.max(1)) {
+                    add(out, bias);
+                }
+            });
+        }
+    }
+
+    fn run_tiled<T: Element<Acc = A>>(&self, out: &mut [T]) {
+        let (inner, outer) = (self.inner, self.outer);
+        let few_rows = self.rows <= FEW_ROWS && self.orientation == Orientation::OutputMajor;
+        let parallel = self.rows * inner * outer > PARALLEL_MULTIPLICATIONS;
+        let out = Disjoint::new(out);
+        let mut x_scratch = Vec::new();
+        for first_row in (0..self.rows).step_by(ROW_BLOCK) {
+            let rows = ROW_BLOCK.min(self.rows - first_row);
+            let x = self.x.block(first_row * inner..(first_row + rows) * inner, &mut x_scratch);
+            for_each_index(outer.div_ceil(TILE), parallel, |tile| {
+                let first_column = tile * TILE;
+                let columns = TILE.min(outer - first_column);
+                let mut result = vec![A::ZERO; rows * columns];
+                if few_rows {
+                    let mut scratch = Vec::new();
+                    for column in 0..columns {
+                        let start = (first_column + column) * inner;
+                        for row in 0..rows {
+                            let x = &x[row * inner..][..inner];
+                            result[row * columns + column] =
+                                self.weight.dot(start, x, &mut scratch);
+                        }
+                    }
+                } else {
+                    self.multiply_tile(x, rows, first_column, columns, &mut result);
+                }
+                if let Some(low_rank) = &self.low_rank {
+                    let threads = Threads::One;
+                    low_rank.add(
+                        &mut result,
+                        rows,
+                        columns,
+                        first_row,
+                        first_column,
+                        outer,
+                        threads,
+                    );
+                }
+                for row in 0..rows {
+                    let result = &mut result[row * columns..][..columns];
+                    if let Some(bias) = self.bias {
+                        add(result, &bias[first_column..][..columns]);
+                    }
+                    let start = (first_row + row) * outer + first_column;
+                    // SAFETY: every task writes its own columns of each row.
+                    T::narrow(result, unsafe { out.slice(start..start + columns) });
+                }
+            });
+        }
+    }
+
+    fn multiply_tile(
+        &self,
+        x: &[A],
+        rows: usize,
+        first_column: usize,
+        columns: usize,
+        result: &mut [A],
+    ) {
+        let (inner, outer) = (self.inner, self.outer);
+        let mut scratch = Vec::new();
+        let right = match (self.orientation, self.weight) {
+            (Orientation::OutputMajor, weight) => {
+                let start = first_column * inner;
+                if let Values::Native(weight) = weight {
+                    self.right(&weight[start..], columns, inner)
+                } else {
+                    scratch.resize(columns * inner, A::ZERO);
+                    weight.read(start, &mut scratch);
+                    self.right(&scratch, columns, inner)
+                }
+            }
+            (Orientation::InputMajor, Values::Native(weight)) => {
+                // With no inner dimension the weight is empty, and there is nothing to start at.
+                self.right(weight.get(first_column..).unwrap_or_default(), columns, outer)
+            }
+            (Orientation::InputMajor, weight) => {
+                scratch.resize(inner * columns, A::ZERO);
+                for (row, target) in scratch.chunks_mut(columns).enumerate() {
+                    weight.read(row * outer + first_column, target);
+                }
+                self.right(&scratch, columns, columns)
+            }
+        };
+        let target = MatrixMut::new(result, rows, columns, columns);
+        multiply(target, false, Matrix::new(x, rows, inner, inner), right, A::ONE, Threads::One);
     }
 }
 
-/// `out = alpha · left · right + (add ? out : 0)`; `out` is row-major with rows `row_stride` apart.
-pub(crate) fn gemm<A: Accumulator>(
-    out: &mut [A],
-    row_stride: usize,
-    left: Matrix<'_, A>,
-    right: Matrix<'_, A>,
-    alpha: A,
-    add: bool,
-) {
-    let (m, n, k) = (left.rows, right.columns, left.columns);
-    if m == 0 || n == 0 {
-        return;
+fn add<A: Real>(out: &mut [A], addend: &[A]) {
+    for (out, addend) in out.iter_mut().zip(addend) {
+        *out += *addend;
     }
-    assert_eq!(k, right.rows, "gemm: inner dimensions differ");
-    assert!(left.fits() && right.fits() && (m - 1) * row_stride + n <= out.len());
-    let parallelism = if m * n * k < 1 << 16 || rayon::current_num_threads() == 1 {
-        gemm::Parallelism::None
-    } else {
-        gemm::Parallelism::Rayon(rayon::current_num_threads())
-    };
-    // SAFETY: the assertions above keep every access inside the slices; `out` is borrowed
-    // mutably, so it overlaps neither operand.
-    unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            out.as_mut_ptr(),
-            1,
-            row_stride as isize,
-            add,
-            left.data.as_ptr(),
-            left.column_stride as isize,
-            left.row_stride as isize,
-            right.data.as_ptr(),
-            right.column_stride as isize,
-            right.row_stride as isize,
-            if add { A::one() } else { A::zero() },
-            alpha,
-            false,
-            false,
-            false,
-            parallelism,
+}
+
+/// `out += scale·leftᵀ·right` with `left` `(rows, a)`, `right` `(rows, b)` and `out` `(a, b)`:
+/// the gradient of a weight. Rows are added in blocks of a fixed size.
+pub(crate) fn outer_products<A: Real>(
+    rows: usize,
+    a: usize,
+    b: usize,
+    left: Values<A>,
+    right: Values<A>,
+    scale: f64,
+    out: &mut [A],
+) {
+    let scale = A::from_f64(scale);
+    let native = matches!((left, right), (Values::Native(_), Values::Native(_)));
+    let block = if native { rows.max(1) } else { ROW_BLOCK };
+    let (mut left_scratch, mut right_scratch) = (Vec::new(), Vec::new());
+    for first in (0..rows).step_by(block) {
+        let rows = block.min(rows - first);
+        let left = left.block(first * a..(first + rows) * a, &mut left_scratch);
+        let right = right.block(first * b..(first + rows) * b, &mut right_scratch);
+        multiply(
+            MatrixMut::new(out, a, b, b),
+            true,
+            Matrix::new(left, rows, a, a).transpose(),
+            Matrix::new(right, rows, b, b),
+            scale,
+            Threads::All,
         );
     }
 }
 
-/// The elements as accumulators: themselves if they are, else a widened copy in `buffer`.
-pub(crate) fn widen<'a, T: Element>(
-    elements: &'a [T],
-    buffer: &'a mut Vec<T::Acc>,
-) -> &'a [T::Acc] {
-    match same(elements) {
-        Some(elements) => elements,
-        None => {
-            *buffer = up(elements);
-            buffer
-        }
-    }
-}
-
-/// The elements as accumulators where the two are the same type.
-pub(crate) fn same<T: Element>(elements: &[T]) -> Option<&[T::Acc]> {
-    (T::DTYPE == <T::Acc as candle_core::WithDType>::DTYPE).then(|| {
-        // SAFETY: equal dtypes mean that `T` and `T::Acc` are the same type.
-        unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), elements.len()) }
-    })
-}
-
-pub(super) fn linear<T: Element>(
-    x: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
+/// `out = scale·x·right` for a narrow `right` `(inner, columns)` given whole, or `(columns, inner)`
+/// when `transposed`: the products with the matrices of a LoRA adapter. `x` is `(rows, inner)`.
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn narrow_product<A: Real>(
     rows: usize,
-    shape: &[usize],
-) -> Result<Tensor> {
-    let (output, input) = weight.dims2()?;
-    read!(x: T = x);
-    read!(w: T = weight);
-    let mut buffer = Vec::new();
-    let x = widen(x, &mut buffer);
-    let mut y = vec![<T::Acc as num_traits::Zero>::zero(); rows * output];
-    if rows == 1 {
-        for_each_row(&mut y, 1, |row, y| y[0] = dot_mixed(x, &w[row * input..(row + 1) * input]));
+    inner: usize,
+    columns: usize,
+    x: Values<A>,
+    right: &[A],
+    transposed: bool,
+    scale: A,
+    mask: Option<&(dyn Fn(usize, &mut [A]) + Sync)>,
+    out: &mut [A],
+) {
+    let right = if transposed {
+        Matrix::new(right, columns, inner, inner).transpose()
     } else {
-        multiply_transposed(&mut y, x, rows, w, (output, input));
+        Matrix::new(right, inner, columns, columns)
+    };
+    if let (Values::Native(x), None) = (x, mask) {
+        let x = Matrix::new(x, rows, inner, inner);
+        multiply(MatrixMut::new(out, rows, columns, columns), false, x, right, scale, Threads::All);
+        return;
     }
-    if let Some(bias) = bias {
-        read!(bias: T = bias);
-        for_each_row(&mut y, output, |_, y| {
-            for (y, &bias) in y.iter_mut().zip(bias) {
-                *y += bias.up();
-            }
-        });
-    }
-    finish::<T>(y, shape)
-}
-
-/// `y (rows, out) = x (rows, in) · w (out, in)ᵀ`
-pub(crate) fn multiply_transposed<T: Element>(
-    y: &mut [T::Acc],
-    x: &[T::Acc],
-    rows: usize,
-    w: &[T],
-    (output, input): (usize, usize),
-) {
-    let one = <T::Acc as num_traits::One>::one();
-    let left = Matrix::new(x, rows, input);
-    match same(w) {
-        Some(w) => gemm(y, output, left, Matrix::new(w, output, input).t(), one, false),
-        None => {
-            for start in (0..output).step_by(TILE) {
-                let count = TILE.min(output - start);
-                let tile = widen_parallel(&w[start * input..(start + count) * input]);
-                let right = Matrix::new(&tile, count, input).t();
-                gemm(&mut y[start..], output, left, right, one, false);
-            }
+    // Enough rows for `gemm` to be worth its call, few enough for all threads to have some.
+    let block = rows_per_task(inner).clamp(16, ROW_BLOCK);
+    for_each_chunk(out, block * columns, |index, out| {
+        let rows = out.len() / columns.max(1);
+        let first = index * block;
+        let mut scratch = vec![A::ZERO; rows * inner];
+        x.read(first * inner, &mut scratch);
+        if let Some(mask) = mask {
+            mask(first * inner, &mut scratch);
         }
-    }
-}
-
-/// `dx (rows, in) = dy (rows, out) · w (out, in)`
-pub(crate) fn multiply<T: Element>(
-    dx: &mut [T::Acc],
-    dy: &[T::Acc],
-    rows: usize,
-    w: &[T],
-    (output, input): (usize, usize),
-) {
-    let one = <T::Acc as num_traits::One>::one();
-    match same(w) {
-        Some(w) => gemm(
-            dx,
-            input,
-            Matrix::new(dy, rows, output),
-            Matrix::new(w, output, input),
-            one,
-            false,
-        ),
-        None => {
-            for start in (0..output).step_by(TILE) {
-                let count = TILE.min(output - start);
-                let tile = widen_parallel(&w[start * input..(start + count) * input]);
-                let left = Matrix {
-                    data: &dy[start..],
-                    rows,
-                    columns: count,
-                    row_stride: output,
-                    column_stride: 1,
-                };
-                gemm(dx, input, left, Matrix::new(&tile, count, input), one, start > 0);
-            }
-        }
-    }
-}
-
-fn widen_parallel<T: Element>(elements: &[T]) -> Vec<T::Acc> {
-    let mut wide = vec![<T::Acc as num_traits::Zero>::zero(); elements.len()];
-    const CHUNK: usize = 4096;
-    for_each_row(&mut wide, CHUNK, |index, chunk| {
-        for (wide, element) in chunk.iter_mut().zip(&elements[index * CHUNK..]) {
-            *wide = element.up();
-        }
+        let x = Matrix::new(&scratch, rows, inner, inner);
+        multiply(MatrixMut::new(out, rows, columns, columns), false, x, right, scale, Threads::One);
     });
-    wide
-}
-
-/// Accumulators as a tensor of elements.
-pub(crate) fn finish<T: Element>(values: Vec<T::Acc>, shape: &[usize]) -> Result<Tensor> {
-    if T::DTYPE == <T::Acc as candle_core::WithDType>::DTYPE {
-        return tensor(values, shape);
-    }
-    const CHUNK: usize = 4096;
-    let mut out = vec![T::down(<T::Acc as num_traits::Zero>::zero()); values.len()];
-    for_each_row(&mut out, CHUNK, |index, chunk| down_into(chunk, &values[index * CHUNK..]));
-    tensor(out, shape)
-}
-
-pub(super) fn backward_input<T: Element>(
-    dy: &Tensor,
-    weight: &Tensor,
-    rows: usize,
-    shape: &[usize],
-) -> Result<Tensor> {
-    let (output, input) = weight.dims2()?;
-    read!(dy: T = dy);
-    read!(w: T = weight);
-    let mut buffer = Vec::new();
-    let mut dx = vec![<T::Acc as num_traits::Zero>::zero(); rows * input];
-    multiply(&mut dx, widen(dy, &mut buffer), rows, w, (output, input));
-    finish::<T>(dx, shape)
-}
-
-pub(super) fn backward_weight<T: Element>(
-    x: &Tensor,
-    dy: &Tensor,
-    rows: usize,
-    input: usize,
-    output: usize,
-) -> Result<Tensor> {
-    read!(x: T = x);
-    read!(dy: T = dy);
-    let (mut x_buffer, mut dy_buffer) = (Vec::new(), Vec::new());
-    let (x, dy) = (widen(x, &mut x_buffer), widen(dy, &mut dy_buffer));
-    let mut dw = vec![<T::Acc as num_traits::Zero>::zero(); output * input];
-    let left = Matrix::new(dy, rows, output).t();
-    gemm(
-        &mut dw,
-        input,
-        left,
-        Matrix::new(x, rows, input),
-        <T::Acc as num_traits::One>::one(),
-        false,
-    );
-    tensor(dw, &[output, input])
-}
-
-pub(super) fn backward_bias<T: Element>(dy: &Tensor, rows: usize, output: usize) -> Result<Tensor> {
-    read!(dy: T = dy);
-    let sums = sum_rows(rows, output, |row, sums: &mut [T::Acc]| {
-        for (sum, dy) in sums.iter_mut().zip(&dy[row * output..]) {
-            *sum += dy.up();
-        }
-    });
-    tensor(sums, &[output])
 }

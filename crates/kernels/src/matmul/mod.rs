@@ -1,82 +1,156 @@
-//! The linear layer: `y = x · Wᵀ + b`, with `W (out, in)` as checkpoints store it.
+//! Linear layers: `y = x·Wᵀ + b` with `W` stored `(out, in)`, as checkpoints hold it.
 //!
-//! Backward: `dx = dy · W`, `dW = dyᵀ · x`, `db = Σ dy`. The sums are f32 (f64 for f64).
+//! With `dy = ∂loss/∂y`, rows `n` flattened over the leading dimensions:
+//!
+//! ```text
+//! dx = dy·W        dW = dyᵀ·x = Σ_n dy_n ⊗ x_n        db = Σ_n dy_n
+//! ```
+//!
+//! The functions are apart because a frozen weight needs `dx` only.
 
-mod cpu;
+pub(crate) mod cpu;
+#[cfg(test)]
+mod tests;
 
-use crate::device::cpu::{check_device, check_dtype, check_shape, dispatch, rows_and_width};
-use candle_core::{Result, Tensor};
+use crate::device::cpu::{Element, Input, Sum, dispatch, zeros};
+use crate::device::{require_cpu, require_dtype, require_rank, require_shape, rows_and_columns};
+use candle_core::{Device, Result, Tensor, bail};
+use cpu::Orientation;
 
-pub(crate) use cpu::{Matrix, finish, gemm, multiply, multiply_transposed};
+/// `x` with its last dimension replaced.
+pub(crate) fn with_last_dimension(tensor: &Tensor, last: usize) -> Vec<usize> {
+    let mut dimensions = tensor.dims().to_vec();
+    if let Some(dimension) = dimensions.last_mut() {
+        *dimension = last;
+    }
+    dimensions
+}
 
-const NAME: &str = "linear";
-
-/// `x (.., in) · weight (out, in)ᵀ + bias (out)`, all of one dtype: `(.., out)`.
+/// `x·Wᵀ + bias`: `x` `(.., in)`, `weight` `(out, in)`, `bias` `(out)`, result `(.., out)` in the
+/// dtype of `x`.
+///
+/// The weight and the bias may have another dtype than `x` (f64 only goes with f64 `x`).
 ///
 /// # Errors
-/// For shapes or dtypes that don't fit together.
+/// When shapes don't fit, a dtype isn't a float, or a tensor isn't on the CPU.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let (output, input) = weight.dims2()?;
-    let (rows, width) = rows_and_width(NAME, "x", x)?;
-    check_device(NAME, &[x, weight])?;
-    check_dtype(NAME, "x", x, weight.dtype())?;
-    if width != input {
-        candle_core::bail!("{NAME}: x has {width} features, the weight reads {input}");
-    }
-    if let Some(bias) = bias {
-        check_dtype(NAME, "bias", bias, weight.dtype())?;
-        check_shape(NAME, "bias", bias, &[output])?;
-    }
-    let shape = with_last(x, output);
-    dispatch!(weight.dtype(), "linear", T => cpu::linear::<T>(x, weight, bias, rows, &shape))
+    const OPERATION: &str = "linear";
+    require_cpu(OPERATION, &[x, weight])?;
+    let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
+    let outer = output_size(OPERATION, weight, inner)?;
+    let shape = with_last_dimension(x, outer);
+    let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
+    let (x, weight) = (x.read(), weight.read());
+    dispatch!(OPERATION, x.dtype(), T => {
+        let bias = read_bias::<T>(OPERATION, bias, outer)?;
+        let mut out = zeros::<T>(rows * outer);
+        let product = cpu::Product {
+            x: x.values()?,
+            weight: weight.values()?,
+            orientation: Orientation::OutputMajor,
+            rows,
+            inner,
+            outer,
+            bias: bias.as_deref(),
+            low_rank: None,
+        };
+        product.run(&mut out);
+        Tensor::from_vec(out, shape, &Device::Cpu)
+    })
 }
 
-/// The gradient of [`linear`]'s input: `dy (.., out) · weight (out, in)`, `(.., in)`.
+/// The gradient of [`linear`]'s `x`: `dy` `(.., out)`, `weight` `(out, in)`, result `(.., in)` in the
+/// dtype of `dy`.
 ///
 /// # Errors
-/// For shapes or dtypes that don't fit together.
+/// When shapes don't fit, a dtype isn't a float, or a tensor isn't on the CPU.
 pub fn linear_backward_input(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    let (output, input) = weight.dims2()?;
-    let (rows, width) = rows_and_width(NAME, "dy", dy)?;
-    check_device(NAME, &[dy, weight])?;
-    check_dtype(NAME, "dy", dy, weight.dtype())?;
-    if width != output {
-        candle_core::bail!("{NAME}: dy has {width} features, the weight gives {output}");
-    }
-    let shape = with_last(dy, input);
-    dispatch!(weight.dtype(), "linear", T => cpu::backward_input::<T>(dy, weight, rows, &shape))
+    const OPERATION: &str = "linear_backward_input";
+    require_cpu(OPERATION, &[dy, weight])?;
+    require_rank(OPERATION, "weight", weight, 2, "(out, in)")?;
+    let (rows, inner) = rows_and_columns(OPERATION, "dy", dy)?;
+    let (_, outer) = weight.dims2()?;
+    require_shape(OPERATION, "weight", weight, &[inner, outer])?;
+    let shape = with_last_dimension(dy, outer);
+    let (dy, weight) = (Input::contiguous(dy)?, Input::contiguous(weight)?);
+    let (dy, weight) = (dy.read(), weight.read());
+    dispatch!(OPERATION, dy.dtype(), T => {
+        let mut out = zeros::<T>(rows * outer);
+        let product = cpu::Product {
+            x: dy.values()?,
+            weight: weight.values()?,
+            orientation: Orientation::InputMajor,
+            rows,
+            inner,
+            outer,
+            bias: None,
+            low_rank: None,
+        };
+        product.run(&mut out);
+        Tensor::from_vec(out, shape, &Device::Cpu)
+    })
 }
 
-/// The gradient of [`linear`]'s weight: `dyᵀ · x`, `(out, in)` in f32 (f64 for f64).
+/// The gradient of [`linear`]'s weight: `x` `(.., in)`, `dy` `(.., out)`, result `(out, in)` in f32
+/// (f64 for f64).
 ///
 /// # Errors
-/// For shapes or dtypes that don't fit together.
+/// When shapes or dtypes don't fit, or a tensor isn't on the CPU.
 pub fn linear_backward_weight(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
-    let (rows, input) = rows_and_width(NAME, "x", x)?;
-    let (dy_rows, output) = rows_and_width(NAME, "dy", dy)?;
-    check_device(NAME, &[x, dy])?;
-    check_dtype(NAME, "dy", dy, x.dtype())?;
-    if rows != dy_rows {
-        candle_core::bail!("{NAME}: x has {rows} rows, dy has {dy_rows}");
-    }
-    dispatch!(x.dtype(), "linear", T => cpu::backward_weight::<T>(x, dy, rows, input, output))
+    const OPERATION: &str = "linear_backward_weight";
+    require_cpu(OPERATION, &[x, dy])?;
+    let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
+    let (_, outer) = rows_and_columns(OPERATION, "dy", dy)?;
+    require_shape(OPERATION, "dy", dy, &with_last_dimension(x, outer))?;
+    require_dtype(OPERATION, "dy", dy, x.dtype())?;
+    let (x, dy) = (Input::contiguous(x)?, Input::contiguous(dy)?);
+    let (x, dy) = (x.read(), dy.read());
+    dispatch!(OPERATION, x.dtype(), T => {
+        let mut out = zeros::<Sum<T>>(outer * inner);
+        cpu::outer_products(rows, outer, inner, dy.values()?, x.values()?, 1.0, &mut out);
+        Tensor::from_vec(out, (outer, inner), &Device::Cpu)
+    })
 }
 
-/// The gradient of [`linear`]'s bias: `dy` summed over its rows, `(out)` in f32 (f64 for f64).
+/// The gradient of [`linear`]'s bias: `dy` `(.., out)`, result `(out)` in f32 (f64 for f64).
 ///
 /// # Errors
-/// For a dtype that isn't supported.
+/// When `dy` is a scalar or no float, or isn't on the CPU.
 pub fn linear_backward_bias(dy: &Tensor) -> Result<Tensor> {
-    let (rows, output) = rows_and_width(NAME, "dy", dy)?;
-    check_device(NAME, &[dy])?;
-    dispatch!(dy.dtype(), "linear", T => cpu::backward_bias::<T>(dy, rows, output))
+    const OPERATION: &str = "linear_backward_bias";
+    require_cpu(OPERATION, &[dy])?;
+    let (rows, outer) = rows_and_columns(OPERATION, "dy", dy)?;
+    let dy = Input::contiguous(dy)?;
+    let dy = dy.read();
+    dispatch!(OPERATION, dy.dtype(), T => {
+        let dy = dy.values::<Sum<T>>()?;
+        let mut out = zeros::<Sum<T>>(outer);
+        crate::device::cpu::sum_rows(rows, outer, &mut out, |row, columns, target| {
+            dy.read(row * outer + columns.start, target)
+        });
+        Tensor::from_vec(out, outer, &Device::Cpu)
+    })
 }
 
-/// The dimensions of `tensor` with another last one.
-pub(crate) fn with_last(tensor: &Tensor, last: usize) -> Vec<usize> {
-    let mut dims = tensor.dims().to_vec();
-    if let Some(dim) = dims.last_mut() {
-        *dim = last;
+/// The number of outputs of a `(out, in)` weight; an error when it doesn't take `inner` inputs.
+pub(crate) fn output_size(operation: &str, weight: &Tensor, inner: usize) -> Result<usize> {
+    match weight.dims() {
+        [outer, inputs] if *inputs == inner => Ok(*outer),
+        other => bail!(
+            "metal-candle-kernels: {operation}: weight has shape {other:?}, expected (out, {inner}) to fit x's last dimension"
+        ),
     }
-    dims
+}
+
+/// The bias as numbers of the type sums are kept in.
+pub(crate) fn read_bias<T: Element>(
+    operation: &str,
+    bias: Option<&Tensor>,
+    outer: usize,
+) -> Result<Option<Vec<T::Acc>>> {
+    let Some(bias) = bias else { return Ok(None) };
+    require_cpu(operation, &[bias])?;
+    require_shape(operation, "bias", bias, &[outer])?;
+    let bias = Input::contiguous(bias)?;
+    Ok(Some(bias.read().values()?.to_vec()))
 }

@@ -1,88 +1,144 @@
-//! RMS norm (Zhang and Sennrich, 2019, arXiv:1910.07467): `y = x / sqrt(mean(x²) + ε) · (o + w)`.
-use crate::device::cpu::*;
-use candle_core::{Result, Tensor};
-use num_traits::{Float, One, Zero};
-/// `(.., d)` normalised.
-pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, offset: f64) -> Result<Tensor> {
-    dispatch!(x.dtype(), "rms_norm", T => fwd::<T>(x, weight, eps, offset))
+//! RMS norm (Zhang and Sennrich 2019, <https://arxiv.org/abs/1910.07467>) over the last dimension.
+//!
+//! ```text
+//! r  = 1 / √(mean(x²) + eps)         u = offset + w
+//! y  = x·r·u
+//! dx = r·(dy·u) - x·r³·mean(dy·u·x)
+//! dw = Σ_rows dy·x·r
+//! ```
+//!
+//! The offset is 0 for Llama and its kin, and 1 for Gemma, which stores `w - 1`.
+
+mod cpu;
+#[cfg(test)]
+mod tests;
+
+use crate::device::cpu::{Input, Sum, contiguous_slice, contiguous_values, dispatch, zeros};
+use crate::device::{require_cpu, require_dtype, require_shape, rows_and_columns};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, Device, Layout, Result, Shape, Tensor, WithDType};
+
+const OPERATION: &str = "rms_norm";
+
+/// `x / rms(x) · (weight_offset + weight)`: `x` `(.., hidden)`, `weight` `(hidden)`, result like `x`.
+///
+/// # Errors
+/// When shapes don't fit, a dtype isn't a float, or a tensor isn't on the CPU.
+pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, weight_offset: f64) -> Result<Tensor> {
+    check(x, weight)?;
+    let operation = RmsNorm { eps, weight_offset };
+    x.detach().contiguous()?.apply_op2_no_bwd(&weight.detach().contiguous()?, &operation)
 }
-/// dx and dweight.
+
+/// Like [`forward`], recorded in Candle's autograd.
+///
+/// # Errors
+/// Like [`forward`].
+pub fn differentiable(x: &Tensor, weight: &Tensor, eps: f64, weight_offset: f64) -> Result<Tensor> {
+    check(x, weight)?;
+    x.contiguous()?.apply_op2(&weight.contiguous()?, RmsNorm { eps, weight_offset })
+}
+
+/// `(dx, dweight)`: `x` and `dy` `(.., hidden)`, `weight` `(hidden)`; `dx` in the dtype of `x`,
+/// `dweight` `(hidden)` in f32 (f64 for f64). What isn't needed isn't computed.
+///
+/// # Errors
+/// When shapes or dtypes don't fit, or a tensor isn't on the CPU.
 pub fn backward(
     x: &Tensor,
     weight: &Tensor,
     eps: f64,
-    offset: f64,
+    weight_offset: f64,
     dy: &Tensor,
     need_dx: bool,
-    need_dw: bool,
+    need_dweight: bool,
 ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-    dispatch!(x.dtype(), "rms_norm", T => bwd::<T>(x, weight, eps, offset, dy, need_dx, need_dw))
+    let (rows, hidden) = check(x, weight)?;
+    require_cpu(OPERATION, &[dy])?;
+    require_shape(OPERATION, "dy", dy, x.dims())?;
+    require_dtype(OPERATION, "dy", dy, x.dtype())?;
+    let shape = x.dims();
+    let (x, weight, dy) =
+        (Input::contiguous(x)?, Input::contiguous(weight)?, Input::contiguous(dy)?);
+    let (x, weight, dy) = (x.read(), weight.read(), dy.read());
+    dispatch!(OPERATION, x.dtype(), T => {
+        let (x, dy) = (x.values::<Sum<T>>()?, dy.values()?);
+        let inverse_rms = cpu::inverse_rms(rows, hidden, x, eps);
+        let dx = if need_dx {
+            let scale = cpu::scale(weight.values()?, weight_offset);
+            let mut dx = zeros::<T>(rows * hidden);
+            cpu::backward_input(hidden, x, &scale, &inverse_rms, dy, &mut dx);
+            Some(Tensor::from_vec(dx, shape, &Device::Cpu)?)
+        } else {
+            None
+        };
+        let dweight = if need_dweight {
+            let mut dweight = zeros::<Sum<T>>(hidden);
+            cpu::backward_weight(rows, hidden, x, &inverse_rms, dy, &mut dweight);
+            Some(Tensor::from_vec(dweight, hidden, &Device::Cpu)?)
+        } else {
+            None
+        };
+        Ok((dx, dweight))
+    })
 }
-fn inv<T: Element>(x: &[T], eps: f64) -> T::Acc {
-    let s: T::Acc = x.iter().map(|x| x.up() * x.up()).sum();
-    T::Acc::one() / (s / constant(x.len() as f64) + constant(eps)).sqrt()
+
+fn check(x: &Tensor, weight: &Tensor) -> Result<(usize, usize)> {
+    require_cpu(OPERATION, &[x, weight])?;
+    let (rows, hidden) = rows_and_columns(OPERATION, "x", x)?;
+    require_shape(OPERATION, "weight", weight, &[hidden])?;
+    Ok((rows, hidden))
 }
-fn fwd<T: Element>(x: &Tensor, w: &Tensor, eps: f64, offset: f64) -> Result<Tensor> {
-    let (_, d) = rows_and_width("rms_norm", "x", x)?;
-    check_shape("rms_norm", "weight", w, &[d])?;
-    let dims = x.dims().to_vec();
-    read!(x: T = x);
-    read!(w: T = w);
-    let o: T::Acc = constant(offset);
-    let mut y = vec![T::down(T::Acc::zero()); x.len()];
-    for_each_row(&mut y, d, |r, y| {
-        let x = &x[r * d..(r + 1) * d];
-        let i = inv(x, eps);
-        for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
-            *y = T::down(x.up() * i * (o + w.up()));
+
+/// The operation for Candle's `apply_op2(x, weight)`, on contiguous tensors; [`differentiable`]
+/// checks and prepares its inputs.
+#[derive(Clone, Copy, Debug)]
+pub struct RmsNorm {
+    /// Added to the mean of squares.
+    pub eps: f64,
+    /// Added to the weight: 1 for Gemma, else 0.
+    pub weight_offset: f64,
+}
+
+impl CustomOp2 for RmsNorm {
+    fn name(&self) -> &'static str {
+        OPERATION
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let shape = x_layout.shape();
+        let hidden = weight_layout.shape().elem_count();
+        if shape.dims().last() != Some(&hidden) {
+            candle_core::bail!(
+                "metal-candle-kernels: {OPERATION}: x has shape {shape:?}, expected a last dimension of {hidden} to fit the weight"
+            )
         }
-    });
-    tensor(y, &dims)
-}
-fn bwd<T: Element>(
-    x: &Tensor,
-    w: &Tensor,
-    eps: f64,
-    offset: f64,
-    dy: &Tensor,
-    need_dx: bool,
-    need_dw: bool,
-) -> Result<(Option<Tensor>, Option<Tensor>)> {
-    let (rows, d) = rows_and_width("rms_norm", "x", x)?;
-    let dims = x.dims().to_vec();
-    read!(x: T = x);
-    read!(w: T = w);
-    read!(dy: T = dy);
-    let o: T::Acc = constant(offset);
-    let dx = if need_dx {
-        let mut dx = vec![T::down(T::Acc::zero()); x.len()];
-        for_each_row(&mut dx, d, |r, dx| {
-            let (x, dy) = (&x[r * d..(r + 1) * d], &dy[r * d..(r + 1) * d]);
-            let i = inv(x, eps);
-            let s: T::Acc =
-                x.iter().zip(dy).zip(w).map(|((x, dy), w)| x.up() * dy.up() * (o + w.up())).sum();
-            let c = s * i * i * i / constant(d as f64);
-            for (((dx, x), dy), w) in dx.iter_mut().zip(x).zip(dy).zip(w) {
-                *dx = T::down(dy.up() * (o + w.up()) * i - x.up() * c);
-            }
-        });
-        Some(tensor(dx, &dims)?)
-    } else {
-        None
-    };
-    let dw = if need_dw {
-        Some(tensor(
-            sum_rows(rows, d, |r, s: &mut [T::Acc]| {
-                let (x, dy) = (&x[r * d..(r + 1) * d], &dy[r * d..(r + 1) * d]);
-                let i = inv(x, eps);
-                for ((s, x), dy) in s.iter_mut().zip(x).zip(dy) {
-                    *s += x.up() * i * dy.up();
-                }
-            }),
-            &[d],
-        )?)
-    } else {
-        None
-    };
-    Ok((dx, dw))
+        dispatch!(OPERATION, x.dtype(), T => {
+            let x = contiguous_slice::<T>(x, x_layout)?;
+            let weight = contiguous_values(weight, weight_layout)?;
+            let mut y = zeros::<T>(x.len());
+            cpu::forward(hidden, x, &cpu::scale(weight, self.weight_offset), self.eps, &mut y);
+            Ok((T::to_cpu_storage_owned(y), shape.clone()))
+        })
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (need_dx, need_dweight) = (x.track_op(), weight.track_op());
+        let (dx, dweight) =
+            backward(x, weight, self.eps, self.weight_offset, dy, need_dx, need_dweight)?;
+        let dweight = dweight.map(|dweight| dweight.to_dtype(weight.dtype())).transpose()?;
+        Ok((dx, dweight))
+    }
 }

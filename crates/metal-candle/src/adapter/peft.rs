@@ -23,13 +23,11 @@ const IRRELEVANT: &[&str] = &[
     "ensure_weight_tying",
     "inference_mode",
     "layers_pattern",
-    "loftq_config",
     "megatron_core",
     "peft_version",
     "qalora_group_size",
     "revision",
     "runtime_config",
-    "task_type",
 ];
 
 /// Reads an adapter's configuration and the base model it names. Anything it asks for that is
@@ -109,6 +107,10 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
                     ));
                 }
             }
+            "task_type" if !matches!(value.as_str(), None | Some("CAUSAL_LM")) => {
+                return Err(format!("task_type is {value}; only \"CAUSAL_LM\" is supported"));
+            }
+            "task_type" => {}
             "base_model_name_or_path" => base = value.as_str().map(String::from),
             key if IRRELEVANT.contains(&key) => {}
             _ if is_unset(value) => {}

@@ -1,1 +1,227 @@
+//! The tape by itself, and the whole of it against Candle's own gradients.
 
+use super::{ParameterId, Tape, Value, Weight};
+use crate::Result;
+use crate::random::SplitMix64;
+use candle_core::{DType, Device, Tensor, Var};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+fn random(shape: &[usize], seed: u64) -> Tensor {
+    let mut random = SplitMix64::new(seed);
+    let values: Vec<f64> = (0..shape.iter().product()).map(|_| random.normal()).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+}
+
+fn weight(tensor: Tensor, id: usize) -> Weight {
+    Weight::trainable(tensor, ParameterId(id))
+}
+
+fn values(tensor: &Tensor) -> Vec<f64> {
+    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Sums all elements, weighted so that every one has another gradient.
+fn weighted_sum(tape: &Tape, x: &Value) -> Value {
+    let count = x.tensor().elem_count();
+    let weights: Vec<f64> = (0..count).map(|index| ((index as f64) * 0.7).sin() + 0.3).collect();
+    let weights = Tensor::from_vec(weights, x.shape().clone(), &Device::Cpu).unwrap();
+    let sum = (x.tensor() * &weights).unwrap().sum_all().unwrap();
+    tape.record(&[x], sum, move |dy| Ok(vec![Some(weights.affine(dy.to_scalar::<f64>()?, 0.0)?)]))
+}
+
+type Found = BTreeMap<usize, Vec<f64>>;
+
+fn backward(tape: Tape, root: &Value) -> Found {
+    let mut found: Found = BTreeMap::new();
+    tape.backward(root, 1.0, &mut |id: ParameterId, gradient: Tensor| -> Result<()> {
+        let gradient = values(&gradient);
+        match found.entry(id.0) {
+            std::collections::btree_map::Entry::Vacant(entry) => {
+                entry.insert(gradient);
+            }
+            std::collections::btree_map::Entry::Occupied(mut entry) => {
+                for (sum, value) in entry.get_mut().iter_mut().zip(gradient) {
+                    *sum += value;
+                }
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+    found
+}
+
+/// Compares the gradient of every weight with central differences.
+fn check(weights: &[Tensor], forward: impl Fn(&Tape, &[Weight]) -> Value) {
+    let trainable = |tensors: &[Tensor]| -> Vec<Weight> {
+        tensors.iter().enumerate().map(|(id, tensor)| weight(tensor.clone(), id)).collect()
+    };
+    let tape = Tape::recording();
+    let root = forward(&tape, &trainable(weights));
+    let found = backward(tape, &root);
+    assert_eq!(found.len(), weights.len());
+    let step = 1e-5;
+    for (id, tensor) in weights.iter().enumerate() {
+        for index in 0..tensor.elem_count() {
+            let moved = |by: f64| {
+                let mut changed = values(tensor);
+                changed[index] += by;
+                let mut tensors = weights.to_vec();
+                tensors[id] = Tensor::from_vec(changed, tensor.shape(), &Device::Cpu).unwrap();
+                let root = forward(&Tape::inference(), &trainable(&tensors));
+                root.tensor().to_scalar::<f64>().unwrap()
+            };
+            let wanted = (moved(step) - moved(-step)) / (2.0 * step);
+            let gradient = found[&id][index];
+            assert!(
+                (gradient - wanted).abs() < 1e-6 * (1.0 + wanted.abs()),
+                "weight {id}, element {index}: {gradient}, expected {wanted}"
+            );
+        }
+    }
+}
+
+#[test]
+fn views_and_sums_have_the_gradients_of_finite_differences() {
+    let (x, y) = (random(&[2, 3, 5], 1), random(&[2, 3, 5], 2));
+    check(&[x, y], |tape, weights| {
+        let (x, y) = (tape.weight(&weights[0]), tape.weight(&weights[1]));
+        let sum = tape.add(&tape.scale(&x, -1.7).unwrap(), &y).unwrap();
+        // One piece is used twice, one not at all.
+        let pieces = tape.split(&sum, &[2, 1, 2]).unwrap();
+        let twice = tape.add(&pieces[0], &pieces[0]).unwrap();
+        let both = tape.add(&twice, &pieces[2]).unwrap();
+        let flat = tape.reshape(&both, (4, 3)).unwrap();
+        weighted_sum(tape, &tape.cast(&flat, DType::F64).unwrap())
+    });
+}
+
+#[test]
+fn a_small_network_has_the_gradients_of_finite_differences() {
+    use metal_candle_kernels::attention::Options;
+    use metal_candle_kernels::glu::Activation;
+    let ids = Tensor::new(&[[1_u32, 0, 3], [2, 2, 1]], &Device::Cpu).unwrap();
+    let (cos, sin) = {
+        let angles = random(&[2, 3, 2], 20).to_dtype(DType::F32).unwrap();
+        (angles.cos().unwrap(), angles.sin().unwrap())
+    };
+    let weights = [
+        random(&[4, 8], 1),
+        random(&[8], 2),
+        random(&[8, 8], 3),
+        random(&[8], 4),
+        random(&[8, 2], 5),
+        random(&[2, 8], 6),
+    ];
+    check(&weights, |tape, weights| {
+        let value = |index: usize| tape.weight(&weights[index]);
+        let x = tape.embedding(&value(0), &ids).unwrap();
+        let x = tape.rms_norm(&x, &value(1), 1e-5, 1.0).unwrap();
+        let frozen = tape.constant(random(&[8, 8], 7));
+        let (a, b) = (value(4), value(5));
+        let lora = super::LoraValues { a: &a, b: &b, scale: 0.5, dropout: None };
+        let q = tape.lora_linear(&x, &frozen, None, &lora).unwrap();
+        let k = tape.linear(&x, &value(2), Some(&value(3))).unwrap();
+        let heads = |x: &Value, count: usize| tape.reshape(x, (2, 3, count, 8 / count)).unwrap();
+        let q = tape.rope(&heads(&q, 2), &cos, &sin).unwrap();
+        let k = tape.rope(&heads(&k, 2), &cos, &sin).unwrap();
+        let options = Options { scale: 0.4, softcap: Some(3.0), window: Some(2) };
+        let attended = tape.attention(&q, &k, &k, None, &options).unwrap();
+        let gated = tape.glu(&heads(&x, 2), &attended, Activation::GeluTanh).unwrap();
+        weighted_sum(tape, &gated)
+    });
+}
+
+#[test]
+fn nothing_is_recorded_that_no_parameter_feeds() {
+    let tape = Tape::recording();
+    let frozen = tape.weight(&Weight::frozen(random(&[3, 4], 1)));
+    let x = tape.constant(random(&[2, 4], 2));
+    let y = tape.linear(&x, &frozen, None).unwrap();
+    let y = tape.add(&y, &y).unwrap();
+    assert!(tape.is_empty());
+    assert!(!y.needs_gradient());
+    assert!(
+        tape.backward(&y, 1.0, &mut |_: ParameterId, _: Tensor| -> Result<()> { Ok(()) }).is_err()
+    );
+}
+
+#[test]
+fn backward_starts_from_a_scalar_only() {
+    let tape = Tape::recording();
+    let x = tape.weight(&weight(random(&[2, 4], 2), 0));
+    let error = tape
+        .backward(&x, 1.0, &mut |_: ParameterId, _: Tensor| -> Result<()> { Ok(()) })
+        .unwrap_err();
+    assert!(error.to_string().contains("scalar"), "{error}");
+}
+
+#[test]
+fn a_recomputed_segment_gives_the_same_gradients_and_stores_one_node() {
+    let tensors = [random(&[5, 4], 1), random(&[4, 4], 2), random(&[4, 4], 3)];
+    let run = |recompute: bool| {
+        let tape = Tape::recording();
+        let weights: Vec<Weight> =
+            tensors.iter().enumerate().map(|(id, tensor)| weight(tensor.clone(), id)).collect();
+        let mut x = tape.weight(&weights[0]);
+        let before = tape.len();
+        for layer in &weights[1..] {
+            let layer = layer.clone();
+            // Two outputs, of which only one is used further on.
+            let segment: super::Segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
+                let y = tape.linear(&inputs[0], &tape.weight(&layer), None)?;
+                let y = tape.add(&y, &inputs[0])?;
+                Ok(vec![tape.scale(&y, 2.0)?, y])
+            });
+            let mut outputs = if recompute {
+                tape.checkpoint(&[&x], segment).unwrap()
+            } else {
+                segment(&tape, &[x]).unwrap()
+            };
+            x = outputs.remove(1);
+        }
+        if recompute {
+            assert_eq!(tape.len() - before, 2);
+        }
+        let root = weighted_sum(&tape, &x);
+        backward(tape, &root)
+    };
+    assert_eq!(run(false), run(true));
+}
+
+#[test]
+fn a_segment_whose_parameters_are_inside_is_recorded_though_its_input_is_frozen() {
+    let tape = Tape::recording();
+    let inner = weight(random(&[3, 3], 1), 0);
+    let segment: super::Segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
+        Ok(vec![tape.linear(&inputs[0], &tape.weight(&inner), None)?])
+    });
+    let x = tape.constant(random(&[2, 3], 2));
+    let y = tape.checkpoint(&[&x], segment).unwrap().remove(0);
+    let root = weighted_sum(&tape, &y);
+    assert_eq!(backward(tape, &root).len(), 1);
+}
+
+#[test]
+fn a_linear_chain_matches_candles_autograd() {
+    let (w, x) = (random(&[4, 4], 1), random(&[3, 4], 2));
+    let variable = Var::from_tensor(&w).unwrap();
+    let hidden = x.matmul(&variable.t().unwrap()).unwrap();
+    let output = hidden.matmul(&variable.t().unwrap()).unwrap().sum_all().unwrap();
+    let wanted = values(output.backward().unwrap().get(&variable).unwrap());
+
+    let tape = Tape::recording();
+    let w = weight(w, 0);
+    let hidden = tape.linear(&tape.constant(x), &tape.weight(&w), None).unwrap();
+    let output = tape.linear(&hidden, &tape.weight(&w), None).unwrap();
+    let sum = output.tensor().sum_all().unwrap();
+    let shape = output.shape().clone();
+    let root = tape.record(&[&output], sum, move |_| {
+        Ok(vec![Some(Tensor::ones(shape, DType::F64, &Device::Cpu)?)])
+    });
+    let found = backward(tape, &root);
+    for (a, b) in found[&0].iter().zip(&wanted) {
+        assert!((a - b).abs() < 1e-12, "{a} {b}");
+    }
+}

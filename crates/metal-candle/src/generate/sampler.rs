@@ -369,3 +369,280 @@ fn mix(value: u64) -> u64 {
     let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     value ^ (value >> 31)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sampler(options: SamplingOptions) -> Sampler {
+        Sampler::new(options).expect("valid")
+    }
+
+    fn warm() -> SamplingOptions {
+        SamplingOptions { temperature: 1.0, ..Default::default() }
+    }
+
+    fn random_logits(random: &mut Random, count: usize) -> Vec<f32> {
+        // Rounded, so that ties occur; some are forbidden.
+        let mut logit = || match random.next() {
+            x if x < 0.05 => f32::NEG_INFINITY,
+            _ => ((random.next() - 0.5) * 40.0).round() as f32 / 4.0,
+        };
+        (0..count).map(|_| logit()).collect()
+    }
+
+    #[test]
+    fn draws_are_those_of_split_mix_64() {
+        // Reference output of the published algorithm for seed 0; seed 42 by an independent
+        // implementation in Python's integers.
+        let mut random = Random::new(0);
+        let top = |random: &mut Random| (random.next() * (1u64 << 53) as f64) as u64;
+        assert_eq!(top(&mut random), 0xe220_a839_7b1d_cdaf >> 11);
+        assert_eq!(top(&mut random), 0x6e78_9e6a_a1b9_65f4 >> 11);
+        assert_eq!(top(&mut random), 0x06c4_5d18_8009_454f >> 11);
+        let mut random = Random::new(42);
+        let draws = [(); 3].map(|()| top(&mut random));
+        assert_eq!(draws, [5369361458086087, 1444442999664155, 1498778176012342]);
+    }
+
+    #[test]
+    fn greedy_takes_the_largest_and_of_equals_the_lowest_id() {
+        let mut greedy = sampler(SamplingOptions::default());
+        let mut id = |logits: &[f32]| greedy.sample(logits, &[], &[]).expect("valid").id;
+        assert_eq!(id(&[1.0, 3.0, 3.0, 2.0]), 1);
+        assert_eq!(id(&[f32::NEG_INFINITY, -5.0]), 1);
+        assert_eq!(id(&[-0.0, 0.0]), 0);
+        assert_eq!(id(&[f32::MIN]), 0);
+    }
+
+    #[test]
+    fn penalties_and_bias_follow_their_definitions() {
+        let options = SamplingOptions {
+            repetition_penalty: 2.0,
+            presence_penalty: 0.5,
+            frequency_penalty: 0.25,
+            logit_bias: BTreeMap::from([(0, 1.0), (4, -100.0)]),
+            ..Default::default()
+        };
+        // Prompt 0, 1; generated 2, 2, 3.
+        let history = [0, 1, 2, 2, 3];
+        let adjusted = |options: &SamplingOptions| {
+            let mut sampler = sampler(options.clone());
+            let logits = [3.0, -1.0, 4.0, -4.0, 1.0, 7.0];
+            sampler.sample(&logits, &history, &history[2..]).expect("valid");
+            sampler.scores
+        };
+        // Bias, then half or double, then 0.5 and 0.25 for each time it was generated.
+        assert_eq!(adjusted(&options), [2.0, -2.0, 1.0, -8.75, -99.0, 7.0]);
+        let last_two = SamplingOptions { repetition_context: Some(2), ..options.clone() };
+        assert_eq!(adjusted(&last_two), [4.0, -1.0, 1.0, -8.75, -99.0, 7.0]);
+        let more_than_all = SamplingOptions { repetition_context: Some(99), ..options.clone() };
+        assert_eq!(adjusted(&more_than_all), adjusted(&options));
+        let praise = SamplingOptions { presence_penalty: -2.0, ..Default::default() };
+        assert_eq!(adjusted(&praise), [3.0, -1.0, 6.0, -2.0, 1.0, 7.0]);
+    }
+
+    /// Probabilities after top-k, top-p and min-p, as the logits processors of transformers
+    /// define them: each sets what it removes to negative infinity, on a full ascending sort.
+    fn reference(logits: &[f32], options: &SamplingOptions) -> Vec<f64> {
+        let mut scores: Vec<f64> =
+            logits.iter().map(|&logit| f64::from(logit) / options.temperature).collect();
+        let softmax = |scores: &[f64]| -> Vec<f64> {
+            let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let sum: f64 = scores.iter().map(|score| (score - largest).exp()).sum();
+            scores.iter().map(|score| (score - largest).exp() / sum).collect()
+        };
+        if options.top_k > 0 {
+            let mut sorted = scores.clone();
+            sorted.sort_by(|a, b| b.total_cmp(a));
+            let last = sorted[options.top_k.min(sorted.len()) - 1];
+            scores.iter_mut().filter(|score| **score < last).for_each(|s| *s = f64::NEG_INFINITY);
+        }
+        if options.top_p < 1.0 {
+            let probabilities = softmax(&scores);
+            let mut ids: Vec<usize> = (0..scores.len()).collect();
+            // Ascending; of equals the highest id goes first, so the lowest stays longest.
+            ids.sort_by(|&a, &b| probabilities[a].total_cmp(&probabilities[b]).then(b.cmp(&a)));
+            let mut cumulative = 0.0;
+            for &id in &ids[..ids.len() - 1] {
+                cumulative += probabilities[id];
+                if cumulative <= 1.0 - options.top_p {
+                    scores[id] = f64::NEG_INFINITY;
+                }
+            }
+        }
+        if options.min_p > 0.0 {
+            let probabilities = softmax(&scores);
+            let largest = probabilities.iter().copied().fold(0.0, f64::max);
+            for (score, probability) in scores.iter_mut().zip(probabilities) {
+                if probability < options.min_p * largest {
+                    *score = f64::NEG_INFINITY;
+                }
+            }
+        }
+        softmax(&scores)
+    }
+
+    fn kept(logits: &[f32], options: &SamplingOptions) -> Vec<f64> {
+        let mut sampler = sampler(options.clone());
+        sampler.sample(logits, &[], &[]).expect("valid");
+        let mass: f64 = sampler.candidates.iter().map(|candidate| candidate.weight).sum();
+        let mut probabilities = vec![0.0; logits.len()];
+        for candidate in &sampler.candidates {
+            probabilities[candidate.id as usize] = candidate.weight / mass;
+        }
+        probabilities
+    }
+
+    #[test]
+    fn truncation_keeps_what_a_full_sort_keeps() {
+        let mut random = Random::new(7);
+        for round in 0..600 {
+            let count = [1, 2, 5, 40, 700, 3000][round % 6];
+            let mut logits = random_logits(&mut random, count);
+            logits[0] = 0.5;
+            let options = SamplingOptions {
+                // Hot enough that the nucleus of the larger ones is longer than one head.
+                temperature: 0.3 + random.next() * 30.0,
+                top_k: if round % 3 == 0 { 0 } else { 1 + (random.next() * 60.0) as usize },
+                top_p: if round % 2 == 0 { 1.0 } else { 0.01 + 0.98 * random.next() },
+                min_p: if round % 5 < 3 { 0.0 } else { random.next() },
+                ..warm()
+            };
+            let (found, expected) = (kept(&logits, &options), reference(&logits, &options));
+            for (id, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                let close = (found - expected).abs() <= 1e-12;
+                assert!(close, "{options:?}, token {id} of {count}: {found} is not {expected}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_most_likely_token_always_remains() {
+        let options = SamplingOptions { top_k: 1, top_p: 1e-300, min_p: 1.0, ..warm() };
+        for temperature in [f64::MIN_POSITIVE, 1e-3, 1.0, 1e30] {
+            let mut sampler = sampler(SamplingOptions { temperature, ..options.clone() });
+            let logits = [f32::MIN, 1.0, 2.0, f32::NEG_INFINITY, f32::MAX, 0.0];
+            assert_eq!(sampler.sample(&logits, &[], &[]).expect("valid").id, 4);
+        }
+    }
+
+    #[test]
+    fn frequencies_follow_the_probabilities() {
+        let logits = [0.0, 1.0, 2.0, -1.0, 0.5, -3.0, f32::NEG_INFINITY, 2.0];
+        for options in [
+            warm(),
+            SamplingOptions { temperature: 0.7, seed: 3, ..warm() },
+            SamplingOptions { temperature: 2.0, top_k: 4, seed: 4, ..warm() },
+            SamplingOptions { top_p: 0.8, seed: 5, ..warm() },
+            SamplingOptions { min_p: 0.1, seed: 6, ..warm() },
+        ] {
+            let expected = reference(&logits, &options);
+            let mut sampler = sampler(options.clone());
+            let mut counts = [0.0; 8];
+            const DRAWS: usize = 100_000;
+            for _ in 0..DRAWS {
+                counts[sampler.sample(&logits, &[], &[]).expect("valid").id as usize] += 1.0;
+            }
+            let mut chi_square = 0.0;
+            for (count, probability) in counts.iter().zip(&expected) {
+                let expected = probability * DRAWS as f64;
+                if expected == 0.0 {
+                    assert_eq!(*count, 0.0, "{options:?}");
+                } else {
+                    chi_square += (count - expected) * (count - expected) / expected;
+                }
+            }
+            // The 99.9 % point for six degrees of freedom, the most there are here.
+            assert!(chi_square < 22.46, "{options:?}: {chi_square}");
+        }
+    }
+
+    #[test]
+    fn the_same_seed_gives_the_same_tokens_and_another_seed_others() {
+        let tokens = |seed| {
+            let mut sampler = sampler(SamplingOptions { seed, ..warm() });
+            let sample = |_| sampler.sample(&[0.0; 50], &[], &[]).expect("valid").id;
+            (0..20).map(sample).collect::<Vec<_>>()
+        };
+        assert_eq!(tokens(1), tokens(1));
+        assert_ne!(tokens(1), tokens(2));
+        // A change here changes the text that every seed gives.
+        assert_eq!(tokens(0)[..3], [44, 21, 1]);
+    }
+
+    #[test]
+    fn the_log_probability_is_the_models_own() {
+        let options = SamplingOptions {
+            temperature: 0.5,
+            top_k: 1,
+            logit_bias: BTreeMap::from([(0, 9.0)]),
+            ..Default::default()
+        };
+        let logits = [1.0f32, 2.0, 3.0];
+        let sampled = sampler(options).sample(&logits, &[], &[]).expect("valid");
+        let sum: f64 = logits.iter().map(|&logit| f64::from(logit).exp()).sum();
+        assert_eq!(sampled.id, 0);
+        assert!((sampled.logprob - (1.0 - sum.ln())).abs() < 1e-12);
+    }
+
+    #[test]
+    fn logits_that_give_no_distribution_are_an_error() {
+        let no = f32::NEG_INFINITY;
+        for temperature in [0.0, 1.0] {
+            let mut sampler = sampler(SamplingOptions { temperature, ..warm() });
+            let mut error =
+                |logits: &[f32]| sampler.sample(logits, &[], &[]).expect_err("bad").to_string();
+            assert!(error(&[1.0, f32::NAN]).contains("token 1 is NaN"));
+            assert!(error(&[f32::INFINITY, 0.0]).contains("token 0 is inf"));
+            assert!(error(&[no, no, no]).contains("none of the 3 logits"));
+            assert!(error(&[]).contains("none of the 0 logits"));
+        }
+    }
+
+    #[test]
+    fn an_id_outside_the_vocabulary_is_an_error() {
+        let error = |options, history: &[u32]| {
+            let mut sampler = sampler(options);
+            sampler.sample(&[0.0, 1.0], history, history).expect_err("outside").to_string()
+        };
+        let bias = BTreeMap::from([(2, 1.0)]);
+        let options = SamplingOptions { logit_bias: bias, ..Default::default() };
+        assert!(error(options, &[]).starts_with("logit_bias: token 2 is outside"));
+        let options = SamplingOptions { repetition_penalty: 1.1, ..Default::default() };
+        assert!(error(options, &[1, 5]).contains("token 5 of the text"));
+        let options = SamplingOptions { presence_penalty: 1.1, ..Default::default() };
+        assert!(error(options, &[u32::MAX]).contains("token 4294967295 of the text"));
+    }
+
+    #[test]
+    fn an_option_out_of_range_is_named() {
+        let d = SamplingOptions::default;
+        for (option, options) in [
+            ("temperature", SamplingOptions { temperature: -0.1, ..d() }),
+            ("temperature", SamplingOptions { temperature: f64::INFINITY, ..d() }),
+            ("top_p", SamplingOptions { top_p: 0.0, ..d() }),
+            ("top_p", SamplingOptions { top_p: f64::NAN, ..d() }),
+            ("min_p", SamplingOptions { min_p: 1.5, ..d() }),
+            ("repetition_penalty", SamplingOptions { repetition_penalty: 0.0, ..d() }),
+            ("repetition_context", SamplingOptions { repetition_context: Some(0), ..d() }),
+            ("presence_penalty", SamplingOptions { presence_penalty: 2.5, ..d() }),
+            ("frequency_penalty", SamplingOptions { frequency_penalty: -3.0, ..d() }),
+            ("logit_bias", SamplingOptions { logit_bias: [(1, f32::NAN)].into(), ..d() }),
+        ] {
+            let error = Sampler::new(options).expect_err(option).to_string();
+            assert!(error.starts_with(option) && error.contains("found"), "{error}");
+        }
+    }
+
+    #[test]
+    fn options_are_read_from_json() {
+        let options: SamplingOptions =
+            serde_json::from_str(r#"{"temperature": 0.7, "logit_bias": {"12": -100}}"#)
+                .expect("read");
+        let logit_bias = BTreeMap::from([(12, -100.0)]);
+        let expected = SamplingOptions { temperature: 0.7, logit_bias, ..Default::default() };
+        assert_eq!(options, expected);
+        assert!(serde_json::from_str::<SamplingOptions>(r#"{"topp": 0.7}"#).is_err());
+    }
+}

@@ -84,3 +84,114 @@ impl StopStrings {
         self.stops.iter().filter_map(longest).max().unwrap_or(0)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What was shown of all `pieces`, and whether it stopped.
+    fn run(stops: &[&str], pieces: &[&str]) -> (String, bool) {
+        let mut stream = StopStrings::new(stops.iter().copied()).expect("valid");
+        let mut shown = String::new();
+        for piece in pieces {
+            let result = stream.push(piece);
+            shown.push_str(&result.emit);
+            assert_eq!(result.stopped, stream.stopped());
+        }
+        let stopped = stream.stopped();
+        shown.push_str(&stream.finish());
+        (shown, stopped)
+    }
+
+    #[test]
+    fn text_ends_before_the_stop_that_is_complete_first() {
+        for (stops, pieces, shown, stopped) in [
+            (&["</s>"][..], &["a</", "s", ">b"][..], "a", true),
+            (&["</s>"], &["a</", "s"], "a</s", false),
+            (&["\n\n"], &["a\n", "b\n", "\nc"], "a\nb", true),
+            (&["aab"], &["a", "a", "a", "b"], "a", true),
+            (&["abab", "x"], &["ab", "ax"], "aba", true),
+            (&["abcd", "bc"], &["abcd"], "a", true),
+            (&["bc", "abc"], &["zabcd"], "z", true),
+            (&["END", "E"], &["the END"], "the ", true),
+            (&["é\u{1f600}"], &["caf", "é", "\u{1f600}!"], "caf", true),
+            (&["é\u{1f600}"], &["caf", "é", "\u{1f601}"], "café\u{1f601}", false),
+            (&["stop"], &["stop"], "", true),
+            (&[], &["any", "thing"], "anything", false),
+        ] {
+            assert_eq!(run(stops, pieces), (shown.to_owned(), stopped), "{stops:?} {pieces:?}");
+        }
+    }
+
+    #[test]
+    fn nothing_comes_after_the_stop() {
+        let mut stream = StopStrings::new(["."]).expect("valid");
+        assert_eq!(stream.push("a.b"), StopResult { emit: "a".into(), stopped: true });
+        assert_eq!(stream.push("c."), StopResult { emit: String::new(), stopped: true });
+        assert_eq!(stream.finish(), "");
+    }
+
+    #[test]
+    fn an_empty_stop_string_is_an_error() {
+        let error = StopStrings::new(["a", ""]).expect_err("empty").to_string();
+        assert!(error.starts_with("stop: "), "{error}");
+    }
+
+    /// A stop ends at the earliest byte; of those that end there, the longest counts.
+    fn naive(stops: &[String], text: &str) -> Option<usize> {
+        let mut found: Vec<(usize, usize)> = Vec::new();
+        for stop in stops {
+            for (start, _) in text.char_indices() {
+                if text[start..].starts_with(stop.as_str()) {
+                    found.push((start + stop.len(), start));
+                }
+            }
+        }
+        found.into_iter().min().map(|(_, start)| start)
+    }
+
+    #[test]
+    fn any_split_gives_what_a_search_of_the_whole_text_gives() {
+        let mut state = 1u64;
+        let mut below = |n: usize| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) as usize % n
+        };
+        // é and è share their first byte, so a search by bytes alone would be caught.
+        let letters = ["a", "b", "é", "è", "\u{1f600}"];
+        let (mut stops_found, mut held_back) = (0, 0);
+        for _ in 0..20_000 {
+            let mut word = |least: usize, most: usize| -> String {
+                let length = least + below(most - least + 1);
+                (0..length).map(|_| letters[below(letters.len())]).collect()
+            };
+            let text = word(0, 16);
+            let stops: Vec<String> =
+                (0..text.len() % 4).map(|_| word(1, 4)).filter(|stop| !stop.is_empty()).collect();
+            let mut stream = StopStrings::new(stops.clone()).expect("valid");
+            let mut shown = String::new();
+            let mut rest = text.as_str();
+            while !rest.is_empty() && !stream.stopped() {
+                let count = 1 + below(4);
+                let cut = rest.char_indices().nth(count).map_or(rest.len(), |(index, _)| index);
+                let (piece, after) = rest.split_at(cut);
+                rest = after;
+                shown.push_str(&stream.push(piece).emit);
+                if !stream.stopped() {
+                    // What is held back is the beginning of a stop string, and nothing else is.
+                    let held = &text[shown.len()..text.len() - rest.len()];
+                    assert_eq!(held, stream.held);
+                    let begins = |stop: &String| stop.len() > held.len() && stop.starts_with(held);
+                    assert!(held.is_empty() || stops.iter().any(begins), "{stops:?} {held}");
+                    held_back += usize::from(!held.is_empty());
+                }
+            }
+            let expected = naive(&stops, &text);
+            assert_eq!(stream.stopped(), expected.is_some(), "{stops:?} {text}");
+            shown.push_str(&stream.finish());
+            assert_eq!(shown, text[..expected.unwrap_or(text.len())], "{stops:?} {text}");
+            stops_found += usize::from(expected.is_some());
+        }
+        assert!(stops_found > 2000 && held_back > 2000, "{stops_found} {held_back}");
+    }
+}

@@ -6,8 +6,6 @@ pub mod config;
 mod decoder;
 mod linear;
 pub mod rope;
-#[cfg(test)]
-mod tests;
 pub mod weights;
 
 pub use cache::KvCache;

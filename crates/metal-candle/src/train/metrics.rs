@@ -257,3 +257,145 @@ fn parse<'a, T: Deserialize<'a>>(path: &Path, line: usize, content: &'a [u8]) ->
         message: format!("not an event of a metrics file: {error}"),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn train(step: u64, loss: f64) -> Metric {
+        Metric::Train {
+            step,
+            epoch: 0.25,
+            loss,
+            learning_rate: 1e-4,
+            gradient_norm: 0.5,
+            tokens: 128,
+            tokens_per_second: 1000.0,
+            trained_tokens: 128 * step,
+            skipped: 0,
+            peak_memory: None,
+        }
+    }
+
+    fn every_kind(step: u64) -> Vec<Metric> {
+        vec![
+            train(step, 1.5),
+            Metric::Evaluation { step, loss: 1.0, perplexity: 2.7, tokens: 9, seconds: 0.1 },
+            Metric::Skipped { step, reason: "the loss is NaN".into() },
+            Metric::Sample { step, prompt: "a\nb".into(), text: "\"ü\u{1f600}\"\r\n".into() },
+            Metric::Checkpoint { step, path: "out/checkpoint-3".into() },
+            Metric::Finished { step, reason: "all steps are done".into(), seconds: 3.5 },
+        ]
+    }
+
+    fn written(path: &Path, metrics: &[Metric]) {
+        let mut lines = JsonLines::create(path).expect("created");
+        for metric in metrics {
+            lines.record(metric).expect("recorded");
+        }
+    }
+
+    #[test]
+    fn events_are_one_line_each_and_read_back_the_same() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("metrics.jsonl");
+        written(&path, &every_kind(3));
+        let text = std::fs::read_to_string(&path).expect("UTF-8");
+        assert_eq!(text.lines().count(), every_kind(3).len());
+        assert!(text.starts_with(r#"{"event":"train","step":3,"#), "{text}");
+        assert_eq!(read(&path).expect("read"), every_kind(3));
+        assert!(every_kind(3).iter().all(|metric| metric.step() == 3));
+    }
+
+    #[test]
+    fn numbers_that_json_lacks_become_null_and_then_nan() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("metrics.jsonl");
+        written(&path, &[train(1, f64::INFINITY)]);
+        let text = std::fs::read_to_string(&path).expect("UTF-8");
+        assert!(text.contains(r#""loss":null"#), "{text}");
+        let read = read(&path).expect("read");
+        assert!(matches!(read[..], [Metric::Train { loss, .. }] if loss.is_nan()));
+    }
+
+    #[test]
+    fn truncation_removes_later_steps_and_an_incomplete_line() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("metrics.jsonl");
+        let metrics: Vec<_> = (1..=5).flat_map(every_kind).collect();
+        for incomplete in ["", "{", r#"{"event":"train","step":2"#, "\0\0\0", "\u{fffd}"] {
+            written(&path, &metrics);
+            let mut file = OpenOptions::new().append(true).open(&path).expect("open");
+            file.write_all(incomplete.as_bytes()).expect("written");
+            assert_eq!(read(&path).expect("read"), metrics, "{incomplete:?}");
+
+            truncate_after(&path, u64::MAX).expect("truncated");
+            assert_eq!(read(&path).expect("read"), metrics, "{incomplete:?}");
+            let mut lines = JsonLines::resume(&path, 3).expect("resumed");
+            lines.record(&train(4, 9.0)).expect("recorded");
+            let mut expected: Vec<_> = (1..=3).flat_map(every_kind).collect();
+            expected.push(train(4, 9.0));
+            assert_eq!(read(&path).expect("read"), expected);
+            assert_eq!(std::fs::read(&path).expect("read").last(), Some(&b'\n'));
+        }
+    }
+
+    #[test]
+    fn a_file_cut_at_any_byte_can_be_resumed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("metrics.jsonl");
+        written(&path, &every_kind(1));
+        let whole = std::fs::read(&path).expect("read");
+        for length in 0..=whole.len() {
+            std::fs::write(&path, &whole[..length]).expect("written");
+            let mut lines = JsonLines::resume(&path, 1).expect("resumed");
+            lines.record(&train(2, 1.0)).expect("recorded");
+            let complete = whole[..length].iter().filter(|&&byte| byte == b'\n').count();
+            assert_eq!(read(&path).expect("read").len(), complete + 1, "cut at {length}");
+        }
+    }
+
+    #[test]
+    fn a_missing_file_is_an_empty_one() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("metrics.jsonl");
+        truncate_after(&path, 3).expect("nothing to do");
+        assert!(!path.exists());
+        assert_eq!(read(&path).expect("read"), []);
+        JsonLines::resume(&path, 3).expect("begun").record(&train(4, 1.0)).expect("recorded");
+        assert_eq!(read(&path).expect("read"), [train(4, 1.0)]);
+    }
+
+    #[test]
+    fn a_line_that_is_no_event_is_named_and_nothing_is_lost() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("metrics.jsonl");
+        for bad in ["oops", "{}", "[]", r#"{"event":"train","step":-1}"#, ""] {
+            let content = format!("{{\"event\":\"skipped\",\"step\":9,\"reason\":\"\"}}\n{bad}\n");
+            std::fs::write(&path, &content).expect("written");
+            let error = truncate_after(&path, 1).expect_err(bad).to_string();
+            assert!(error.contains("metrics.jsonl:2: not an event"), "{error}");
+            assert!(read(&path).is_err(), "{bad}");
+            assert_eq!(std::fs::read_to_string(&path).expect("read"), content);
+        }
+    }
+
+    #[test]
+    fn every_sink_gets_every_event_also_after_one_failed() {
+        let (mut first, mut last) = (Vec::new(), Vec::new());
+        let mut sinks = FanOut::new();
+        sinks.push(|metric: &Metric| {
+            first.push(metric.step());
+            Ok(())
+        });
+        sinks.push(|_: &Metric| Err(Error::Unsupported("this".into())));
+        sinks.push(|metric: &Metric| {
+            last.push(metric.step());
+            Ok(())
+        });
+        assert!(sinks.record(&train(1, 1.0)).is_err());
+        assert!(sinks.record(&train(2, 1.0)).is_err());
+        drop(sinks);
+        assert_eq!((first, last), (vec![1, 2], vec![1, 2]));
+    }
+}

@@ -8,8 +8,6 @@ mod options;
 pub mod plot;
 pub mod schedule;
 pub mod tensorboard;
-#[cfg(test)]
-mod tests;
 mod trainer;
 
 pub use checkpoint::latest as latest_checkpoint;

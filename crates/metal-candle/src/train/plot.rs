@@ -59,7 +59,7 @@ const TRAIN_LIGHT: RGBColor = RGBColor(190, 208, 250);
 const EVALUATION: RGBColor = RGBColor(234, 88, 12);
 const GRID: RGBColor = RGBColor(229, 231, 235);
 const AXIS: RGBColor = RGBColor(156, 163, 175);
-const TEXT: RGBColor = RGBColor(75, 85, 99);
+const TEXT: RGBColor = RGBColor(55, 65, 81);
 const HEADING: RGBColor = RGBColor(17, 24, 39);
 
 /// The loss curve as an SVG document of 1200 x 700. Its text asks for common fonts and falls back
@@ -70,7 +70,7 @@ const HEADING: RGBColor = RGBColor(17, 24, 39);
 pub fn loss_curve_svg(curve: &LossCurve) -> Result<String> {
     let size = (WIDTH * SCALE, HEIGHT * SCALE);
     let mut svg = String::new();
-    draw(curve, SVGBackend::with_string(&mut svg, size).into_drawing_area())?;
+    draw(curve, SVGBackend::with_string(&mut svg, size).into_drawing_area(), 0.0)?;
     // The fine grid stays inside, as the view box; outside the picture has its own size.
     let fine = format!(r#"width="{}" height="{}""#, size.0, size.1);
     Ok(svg.replacen(&fine, &format!(r#"width="{WIDTH}" height="{HEIGHT}""#), 1))
@@ -83,7 +83,9 @@ pub fn loss_curve_svg(curve: &LossCurve) -> Result<String> {
 pub fn loss_curve_png(curve: &LossCurve) -> Result<Vec<u8>> {
     let (width, height) = (WIDTH * SCALE, HEIGHT * SCALE);
     let mut fine = vec![255; (width * height * 3) as usize];
-    draw(curve, BitMapBackend::with_buffer(&mut fine, (width, height)).into_drawing_area())?;
+    // On a bitmap, Plotters centres text by its em box and it stands a sixth of its size too high.
+    let area = BitMapBackend::with_buffer(&mut fine, (width, height)).into_drawing_area();
+    draw(curve, area, 1.0 / 6.0)?;
 
     let mut file = Vec::new();
     let mut encoder = png::Encoder::new(&mut file, WIDTH, HEIGHT);
@@ -125,20 +127,29 @@ fn font_is_registered() -> Result<()> {
     if *REGISTERED.get_or_init(register) { Ok(()) } else { Err(drawing("the font is damaged")) }
 }
 
-/// Draws on an area of `WIDTH · SCALE` by `HEIGHT · SCALE`.
-fn draw<B: DrawingBackend>(curve: &LossCurve, area: DrawingArea<B, Shift>) -> Result<()> {
+/// Draws on an area of `WIDTH · SCALE` by `HEIGHT · SCALE`, with text lowered by `lower` of its
+/// size.
+fn draw<B: DrawingBackend>(
+    curve: &LossCurve,
+    area: DrawingArea<B, Shift>,
+    lower: f64,
+) -> Result<()> {
     font_is_registered()?;
-    draw_all(curve, &area).and_then(|()| area.present()).map_err(drawing)
+    draw_all(curve, &area, lower).and_then(|()| area.present()).map_err(drawing)
 }
 
 type Drawn<B> = Result<(), DrawingAreaErrorKind<<B as DrawingBackend>::ErrorType>>;
 
-fn draw_all<B: DrawingBackend>(curve: &LossCurve, area: &DrawingArea<B, Shift>) -> Drawn<B> {
+fn draw_all<B: DrawingBackend>(
+    curve: &LossCurve,
+    area: &DrawingArea<B, Shift>,
+    lower: f64,
+) -> Drawn<B> {
     let scale = f64::from(SCALE);
     let at = |x: f64, y: f64| ((x * scale).round() as i32, (y * scale).round() as i32);
     let write = |text: &str, (x, y): (f64, f64), size: f64, color: RGBColor, anchor: Pos| {
         let style = (FONT, size * scale).into_font().color(&color).pos(anchor);
-        area.draw(&Text::new(text.to_owned(), at(x, y), style))
+        area.draw(&Text::new(text.to_owned(), at(x, y + lower * size), style))
     };
     let stroke = |color: RGBColor, width: f64| color.stroke_width((width * scale).round() as u32);
     let line = |points: &[(f64, f64)], color: RGBColor, width: f64| {
@@ -153,7 +164,7 @@ fn draw_all<B: DrawingBackend>(curve: &LossCurve, area: &DrawingArea<B, Shift>) 
     const CENTER: Pos = Pos { h_pos: HPos::Center, v_pos: VPos::Center };
 
     area.fill(&WHITE)?;
-    write(&curve.title, (84.0, 44.0), 27.0, HEADING, LEFT)?;
+    write(&shortened(&curve.title), (84.0, 44.0), 27.0, HEADING, LEFT)?;
     write(&summary(curve), (84.0, 77.0), 18.0, TEXT, LEFT)?;
 
     let (left, right, top, bottom) = (84.0, 1164.0, 112.0, 620.0);
@@ -176,7 +187,7 @@ fn draw_all<B: DrawingBackend>(curve: &LossCurve, area: &DrawingArea<B, Shift>) 
     write("Step", ((left + right) / 2.0, 670.0), 18.0, TEXT, CENTER)?;
     let upright = (FONT, 18.0 * scale).into_font().transform(FontTransform::Rotate270);
     let upright = upright.color(&TEXT).pos(CENTER);
-    area.draw(&Text::new("Loss", at(24.0, (top + bottom) / 2.0), upright))?;
+    area.draw(&Text::new("Loss", at(24.0 + lower * 18.0, (top + bottom) / 2.0), upright))?;
 
     let series = |points: &[(u64, f64)], color: RGBColor, width: f64, dots: f64| -> Drawn<B> {
         for run in runs(points) {
@@ -185,7 +196,7 @@ fn draw_all<B: DrawingBackend>(curve: &LossCurve, area: &DrawingArea<B, Shift>) 
             // A line of one point has no length and would not be seen.
             if dots > 0.0 || points.len() == 1 {
                 for &point in &points {
-                    dot(point, dots.max(width + 1.0), color)?;
+                    dot(point, dots.max(4.0), color)?;
                 }
             }
         }
@@ -227,6 +238,16 @@ fn draw_all<B: DrawingBackend>(curve: &LossCurve, area: &DrawingArea<B, Shift>) 
     Ok(())
 }
 
+/// A heading that fits the picture's width on one line.
+fn shortened(title: &str) -> String {
+    const LONGEST: usize = 84;
+    let line: String = title.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    match line.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}…", line.get(..end).unwrap_or_default().trim_end()),
+        None => line,
+    }
+}
+
 /// The last training loss and the lowest evaluation, in words.
 fn summary(curve: &LossCurve) -> String {
     let last = curve.train.iter().rfind(|point| can_draw(point.1));
@@ -242,45 +263,63 @@ fn summary(curve: &LossCurve) -> String {
     if parts.is_empty() { "no losses yet".into() } else { parts.join("   ·   ") }
 }
 
-/// The loss curve in characters, `width` columns wide (from 24 to 400) and 15 lines high, each
+/// The loss curve in characters, `width` columns wide (from 48 to 400) and 15 lines high, each
 /// ended by a line feed. Training is drawn in braille dots, evaluations as `●`.
 pub fn terminal_curve(curve: &LossCurve, width: usize) -> String {
     const ROWS: usize = 12;
     let frame = Frame::of(curve);
-    // A row's label is a tick where one falls into it.
-    let row_of = |y: f64| ((1.0 - y) * (ROWS as f64 - 1e-9)).max(0.0) as usize;
-    let mut labels = vec![String::new(); ROWS];
-    for (tick, label) in frame.loss_ticks(5) {
-        if let Some(row) = labels.get_mut(row_of(frame.place(frame.first, tick).1)) {
-            *row = label;
-        }
-    }
-    let margin = labels.iter().map(String::len).max().unwrap_or(0);
-    let columns = width.clamp(24, 400).saturating_sub(margin + 2).max(1);
+    let ticks = frame.loss_ticks(5);
+    let margin = ticks.iter().map(|(_, label)| label.len()).max().unwrap_or(0);
+    let columns = width.clamp(48, 400).saturating_sub(margin + 2).max(1);
 
     let mut canvas = Canvas::new(columns, ROWS);
     let smoothed = smooth(&curve.train);
     for run in runs(smoothed.as_ref().unwrap_or(&curve.train)) {
         let points: Vec<_> = run.iter().map(|&(step, loss)| frame.place(step, loss)).collect();
         canvas.line(&points);
+        // A single dot would hardly be seen.
+        if let &[(x, y)] = points.as_slice() {
+            canvas.mark(x, y, '•');
+        }
     }
     for point in runs(&curve.evaluation).iter().flatten() {
         let (x, y) = frame.place(point.0, point.1);
         canvas.mark(x, y, '●');
     }
 
+    let mut labels = vec![""; ROWS];
+    for (tick, label) in &ticks {
+        let (x, y) = canvas.dot_at(frame.place(frame.first, *tick));
+        if let Some(row) = labels.get_mut(canvas.cell(x, y) / columns) {
+            *row = label;
+        }
+    }
     let mut text = String::new();
-    for (label, cells) in labels.iter().zip(canvas.rows()) {
+    for (label, cells) in labels.into_iter().zip(canvas.rows()) {
         let tick = if label.is_empty() { '│' } else { '┤' };
         text.push_str(format!("{label:>margin$} {tick}{cells}").trim_end());
         text.push('\n');
     }
     text.push_str(&format!("{:margin$} └{}\n", "", "─".repeat(columns)));
     let (first, last) = (grouped(frame.first as u64), grouped(frame.last as u64));
-    let gap = columns.saturating_sub(first.len() + last.len()).max(1);
-    text.push_str(&format!("{:margin$}  {first}{:gap$}{last}\n", "", ""));
-    let training = if smoothed.is_some() { "training (smoothed)" } else { "training" };
-    text.push_str(&format!("{:margin$}  ⠒⠒ {training}   ● evaluation\n", ""));
+    let ends = match columns.checked_sub(first.len() + last.len()) {
+        Some(gap @ 1..) => format!("{first}{:gap$}{last}", ""),
+        _ => format!("{last:>columns$}"),
+    };
+    text.push_str(&format!("{:margin$}  {ends}\n", ""));
+    let mut legend = Vec::new();
+    if !curve.train.is_empty() {
+        legend.push(if smoothed.is_some() {
+            "⠒⠒ training (smoothed)"
+        } else {
+            "⠒⠒ training"
+        });
+    }
+    if !curve.evaluation.is_empty() {
+        legend.push("● evaluation");
+    }
+    text.push_str(format!("{:margin$}  {}", "", legend.join("   ")).trim_end());
+    text.push('\n');
     text
 }
 
@@ -467,4 +506,181 @@ fn smooth(points: &[(u64, f64)]) -> Option<Vec<(u64, f64)>> {
         (step, mean / weight)
     });
     Some(smoothed.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn decay(count: u64) -> LossCurve {
+        let noise = |step: u64| (step.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as f64 / 2e7;
+        let loss = |step: u64| 0.4 + 2.4 * (-4.0 * step as f64 / count as f64).exp();
+        LossCurve {
+            title: "a <title> & \"more\"".into(),
+            train: (1..=count).map(|step| (step * 10, loss(step) + 0.3 * noise(step))).collect(),
+            evaluation: (0..=10).map(|n| (n * count, loss(n * count / 10) + 0.15)).collect(),
+        }
+    }
+
+    fn shapes() -> Vec<(&'static str, LossCurve)> {
+        let train =
+            |points: &[(u64, f64)]| LossCurve { train: points.to_vec(), ..LossCurve::default() };
+        vec![
+            ("empty", LossCurve::default()),
+            ("one point", train(&[(5, 1.25)])),
+            ("one point at 0", train(&[(0, 0.0)])),
+            ("last step", train(&[(u64::MAX, 1.0), (u64::MAX - 1, 2.0)])),
+            ("constant", train(&[(1, 2.0), (2, 2.0), (3, 2.0)])),
+            ("almost constant", train(&[(1, 1.0), (2, 1.0 + f64::EPSILON)])),
+            ("only gaps", train(&[(1, f64::NAN), (2, f64::INFINITY)])),
+            ("gaps", train(&[(1, 1.0), (2, f64::NAN), (3, 3.0), (4, 2.0), (5, f64::NAN)])),
+            ("enormous", train(&[(1, 1e300), (2, -1e12), (3, 1e12)])),
+            ("tiny", train(&[(1, 1e-300), (2, 3e-300)])),
+            ("many", decay(200)),
+            ("evaluation only", LossCurve { train: vec![], ..decay(20) }),
+        ]
+    }
+
+    #[test]
+    fn every_shape_can_be_drawn() {
+        for (name, curve) in shapes() {
+            let svg = loss_curve_svg(&curve).expect(name);
+            assert!(svg.starts_with("<svg width=\"1200\" height=\"700\" viewBox"), "{name}");
+            assert!(svg.trim_end().ends_with("</svg>"), "{name}");
+            assert!(!svg.contains("NaN") && !svg.contains("inf"), "{name}");
+            for width in [0, 48, 60, 100, usize::MAX] {
+                let text = terminal_curve(&curve, width);
+                assert_eq!(text.lines().count(), 15, "{name}");
+                let widest = text.lines().map(|line| line.chars().count()).max();
+                assert!(widest <= Some(width.clamp(48, 400)), "{name} {width}: {widest:?}\n{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_png_is_a_picture_with_both_series_in_it() {
+        let file = loss_curve_png(&decay(200)).expect("drawn");
+        let mut reader =
+            png::Decoder::new(std::io::Cursor::new(file)).read_info().expect("a PNG file");
+        let mut pixels = vec![0; (WIDTH * HEIGHT * 3) as usize];
+        let info = reader.next_frame(&mut pixels).expect("pixels");
+        assert_eq!((info.width, info.height), (WIDTH, HEIGHT));
+        assert_eq!((info.color_type, info.bit_depth), (png::ColorType::Rgb, png::BitDepth::Eight));
+        let count = |color: RGBColor| {
+            pixels.chunks_exact(3).filter(|pixel| **pixel == [color.0, color.1, color.2]).count()
+        };
+        for color in [TRAIN, TRAIN_LIGHT, EVALUATION, GRID] {
+            assert!(count(color) > 300, "{color:?}: {}", count(color));
+        }
+        assert!(count(WHITE) > pixels.len() / 3 * 8 / 10);
+        // Text: the heading's strokes are thin, so few of its pixels are of its whole colour.
+        let dark = pixels.chunks_exact(3).filter(|pixel| pixel.iter().all(|&v| v < 110)).count();
+        assert!(dark > 300, "{dark}");
+    }
+
+    #[test]
+    fn the_svg_escapes_text_and_asks_for_fonts_that_exist() {
+        let svg = loss_curve_svg(&decay(20)).expect("drawn");
+        assert!(svg.contains("a &lt;title&gt; &amp; &quot;more&quot;"), "{svg}");
+        let families = svg.matches("font-family").count();
+        assert!(families > 10);
+        let expected = r#"font-family="Ubuntu, Helvetica, Arial, sans-serif""#;
+        assert_eq!(svg.matches(expected).count(), families);
+    }
+
+    #[test]
+    fn a_long_heading_is_shortened_and_stays_on_one_line() {
+        assert_eq!(shortened("a\nb"), "a b");
+        assert_eq!(shortened(&"é".repeat(84)), "é".repeat(84));
+        assert_eq!(shortened(&"é".repeat(85)), "é".repeat(84) + "…");
+    }
+
+    #[test]
+    fn a_gap_divides_the_line_and_a_lone_point_is_a_dot() {
+        let points = [(1, 1.0), (2, 2.0), (3, f64::NAN), (4, 1.0), (5, 1e13), (6, 1.5), (7, 2.0)];
+        let stretches = runs(&points);
+        assert_eq!(stretches.iter().map(Vec::len).collect::<Vec<_>>(), [2, 1, 2]);
+        let curve = LossCurve { train: points.to_vec(), ..Default::default() };
+        let svg = loss_curve_svg(&curve).expect("drawn");
+        let color = "#2563EB";
+        let lines = svg.matches("<polyline").count();
+        let whole = LossCurve { train: vec![(1, 1.0), (7, 2.0)], ..Default::default() };
+        let svg_whole = loss_curve_svg(&whole).expect("drawn");
+        assert!(svg.contains(color));
+        assert_eq!(svg.matches("<circle").count(), 1);
+        assert_eq!(svg_whole.matches("<circle").count(), 0);
+        assert!(lines > svg_whole.matches("<polyline").count());
+    }
+
+    #[test]
+    fn a_flat_line_is_at_its_label_in_the_middle_of_the_terminal() {
+        let curve =
+            LossCurve { train: (0..30).map(|step| (step, 2.0)).collect(), ..Default::default() };
+        let text = terminal_curve(&curve, 60);
+        let rows: Vec<_> = (0..12)
+            .zip(text.lines())
+            .filter(|(_, line)| {
+                line.contains("⠒⠒")
+                    || line.contains("⣀⣀")
+                    || line.contains("⠉⠉")
+                    || line.contains("⠤⠤")
+            })
+            .collect();
+        assert!(matches!(rows[..], [(5 | 6, row)] if row.starts_with("2.0 ┤")), "{text}");
+    }
+    #[test]
+    fn a_falling_loss_goes_from_the_upper_left_to_the_lower_right() {
+        let curve = LossCurve {
+            train: (0..=50).map(|step| (step, 5.0 - 0.08 * step as f64)).collect(),
+            evaluation: vec![(0, 5.0), (50, 1.0)],
+            ..Default::default()
+        };
+        let text = terminal_curve(&curve, 60);
+        let columns: Vec<_> = text
+            .lines()
+            .take(12)
+            .filter_map(|line| line.chars().skip(7).position(|c| c != ' '))
+            .collect();
+        assert!(columns.len() > 9 && columns.is_sorted(), "{columns:?}\n{text}");
+        assert_eq!(text.lines().take(12).filter(|line| line.contains('●')).count(), 2, "{text}");
+    }
+
+    #[test]
+    fn the_moving_average_keeps_a_constant_and_its_gaps() {
+        let mut points: Vec<_> = (0..100).map(|step| (step, 3.0)).collect();
+        points[40].1 = f64::NAN;
+        let smoothed = smooth(&points).expect("enough");
+        assert!(smoothed[40].1.is_nan());
+        assert!(smoothed.iter().all(|&(step, loss)| step == 40 || (loss - 3.0).abs() < 1e-12));
+        assert_eq!(smooth(&points[..59]), None);
+    }
+
+    #[test]
+    fn ticks_are_round_numbers_inside_the_range() {
+        for (low, high, about) in [(0.0, 1.0, 5), (0.3, 3.7, 7), (1e-6, 3e-6, 7), (10.0, 12.0, 9)] {
+            let frame = Frame { first: 0.0, last: 1.0, low, high };
+            let ticks = frame.loss_ticks(about);
+            assert!((3..=2 * about as usize).contains(&ticks.len()), "{ticks:?}");
+            for (tick, label) in &ticks {
+                assert!(*tick >= low && *tick <= high, "{ticks:?}");
+                let read: f64 = label.parse().expect("a number");
+                assert!((read - tick).abs() <= 1e-9 * (1.0 + tick.abs()), "{ticks:?}");
+            }
+        }
+        assert_eq!(grouped(0), "0");
+        assert_eq!(grouped(999), "999");
+        assert_eq!(grouped(1000), "1,000");
+        assert_eq!(grouped(1234567), "1,234,567");
+    }
+
+    #[test]
+    fn a_curve_takes_the_losses_of_the_events() {
+        let metrics = [
+            Metric::Evaluation { step: 0, loss: 3.0, perplexity: 20.0, tokens: 1, seconds: 0.0 },
+            Metric::Skipped { step: 1, reason: "a NaN".into() },
+        ];
+        let curve = LossCurve::from_metrics("run", &metrics);
+        assert_eq!(curve.evaluation, [(0, 3.0)]);
+        assert_eq!(curve.train, []);
+    }
 }

@@ -281,3 +281,188 @@ fn check_rate(option: &str, rate: f64) -> Result<()> {
     }
     Err(Error::option(option, format!("expected a finite rate of 0 or more, found {rate}")))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(schedule: Schedule, warmup: u64) -> ScheduleOptions {
+        let warmup = Warmup::Steps(warmup);
+        ScheduleOptions { schedule, learning_rate: 1.0, warmup, ..Default::default() }
+    }
+
+    fn assert_close(found: f64, expected: f64, tolerance: f64, what: &str) {
+        assert!((found - expected).abs() <= tolerance, "{what}: {found} is not {expected}");
+    }
+
+    /// The factors that `transformers.optimization` 5.23.0 gives for steps 0 to 10 of 10 with 3
+    /// steps of warm-up, and 0 to 7 of 7 with none.
+    #[test]
+    fn rates_are_those_of_transformers() {
+        const UP: [f64; 3] = [0.0, 0.3333333333333333, 0.6666666666666666];
+        const LINEAR: [f64; 8] = [
+            1.0,
+            0.8571428571428571,
+            0.7142857142857143,
+            0.5714285714285714,
+            0.42857142857142855,
+            0.2857142857142857,
+            0.14285714285714285,
+            0.0,
+        ];
+        const COSINE: [f64; 8] = [
+            1.0,
+            0.9504844339512095,
+            0.8117449009293668,
+            0.6112604669781572,
+            0.38873953302184283,
+            0.18825509907063326,
+            0.04951556604879048,
+            0.0,
+        ];
+        for (schedule, course) in
+            [(Schedule::Constant, [1.0; 8]), (Schedule::Linear, LINEAR), (Schedule::Cosine, COSINE)]
+        {
+            let warm = options(schedule, 3).build(10).expect("valid");
+            let expected = UP.iter().chain(&course);
+            for (step, &expected) in (0..).zip(expected) {
+                assert_close(warm.at(step), expected, 1e-15, &format!("{schedule:?} {step}"));
+            }
+            let cold = options(schedule, 0).build(7).expect("valid");
+            for (step, &expected) in (0..).zip(&course) {
+                assert_close(cold.at(step), expected, 1e-15, &format!("{schedule:?} {step}"));
+            }
+        }
+    }
+
+    /// What mlx-lm's `build_schedule` gives with MLX 0.32.4, which counts in f32.
+    #[test]
+    fn rates_are_those_of_mlx_lm() {
+        let cosine_warm = "{name: cosine_decay, warmup: 3, warmup_init: 1e-7, \
+                           arguments: [1e-5, 6, 1e-7]}";
+        let cosine = "{name: cosine_decay, arguments: [2e-4, 5]}";
+        let linear = "{name: linear_schedule, warmup: 2, arguments: [1e-4, 1e-5, 4]}";
+        let cases: [(&str, &[f64]); 3] = [
+            (
+                cosine_warm,
+                &[
+                    1e-7,
+                    3.4e-6,
+                    6.7e-6,
+                    1e-5,
+                    1e-5,
+                    9.336825314676389e-6,
+                    7.525e-6,
+                    5.05e-6,
+                    2.575e-6,
+                    7.631746257175109e-7,
+                    1e-7,
+                    1e-7,
+                ],
+            ),
+            (
+                cosine,
+                &[
+                    2e-4,
+                    1.8090168305207044e-4,
+                    1.309016952291131e-4,
+                    6.909829244250432e-5,
+                    1.909829916257877e-5,
+                    0.0,
+                    0.0,
+                ],
+            ),
+            (linear, &[0.0, 5e-5, 1e-4, 1e-4, 7.75e-5, 5.5e-5, 3.25e-5, 1e-5, 1e-5]),
+        ];
+        for (yaml, expected) in cases {
+            let schedule: MlxSchedule = serde_yaml_ng::from_str(yaml).expect("parses");
+            let rate = schedule.build().expect("valid");
+            for (step, &expected) in (0..).zip(expected) {
+                let tolerance = 1e-6 * expected + 1e-11;
+                assert_close(rate.at(step), expected, tolerance, &format!("{yaml} {step}"));
+            }
+        }
+    }
+
+    #[test]
+    fn the_course_goes_from_the_start_over_the_peak_to_the_minimum_and_stays() {
+        for schedule in [Schedule::Linear, Schedule::Cosine] {
+            let options = ScheduleOptions {
+                schedule,
+                learning_rate: 3e-4,
+                min_learning_rate: 3e-5,
+                warmup: Warmup::Ratio(0.101),
+                warmup_init: 1e-6,
+            };
+            let rate = options.build(100).expect("valid");
+            assert_eq!(rate.at(0), 1e-6);
+            assert_close(rate.at(11), 3e-4, 1e-18, "the share is rounded up to 11 steps");
+            assert!(rate.at(10) < 3e-4 && rate.at(12) < 3e-4);
+            assert!((0..11).all(|step| rate.at(step) < rate.at(step + 1)));
+            assert!((11..100).all(|step| rate.at(step) > rate.at(step + 1)));
+            for step in [100, 101, 150, 10_000, u64::MAX] {
+                assert_close(rate.at(step), 3e-5, 1e-18, "the minimum");
+            }
+        }
+    }
+
+    #[test]
+    fn runs_without_a_course_or_without_steps_have_finite_rates() {
+        for schedule in [Schedule::Constant, Schedule::Linear, Schedule::Cosine] {
+            for (warmup, total) in [(0, 0), (0, 1), (1, 1), (5, 5)] {
+                let rate = options(schedule, warmup).build(total).expect("valid");
+                assert!((0..=total + 1).all(|step| (0.0..=1.0).contains(&rate.at(step))));
+            }
+        }
+        assert_eq!(LearningRate::constant(0.5).expect("valid").at(u64::MAX), 0.5);
+    }
+
+    #[test]
+    fn a_schedule_survives_serde() {
+        let rate = options(Schedule::Cosine, 3).build(10).expect("valid");
+        let text = serde_json::to_string(&rate).expect("written");
+        assert_eq!(serde_json::from_str::<LearningRate>(&text).expect("read"), rate);
+        let written: ScheduleOptions =
+            serde_yaml_ng::from_str("schedule: cosine\nwarmup: !ratio 0.1\nlearning_rate: 1e-5")
+                .expect("read");
+        assert_eq!(written.warmup, Warmup::Ratio(0.1));
+        assert!(serde_yaml_ng::from_str::<ScheduleOptions>("peak: 1").is_err());
+    }
+
+    #[test]
+    fn an_option_out_of_range_is_named() {
+        let valid = options(Schedule::Linear, 0);
+        let cases = [
+            ("learning_rate", ScheduleOptions { learning_rate: f64::NAN, ..valid.clone() }),
+            ("learning_rate", ScheduleOptions { learning_rate: -1.0, ..valid.clone() }),
+            ("min_learning_rate", ScheduleOptions { min_learning_rate: 2.0, ..valid.clone() }),
+            ("warmup_init", ScheduleOptions { warmup_init: 1.5, ..valid.clone() }),
+            ("warmup_ratio", ScheduleOptions { warmup: Warmup::Ratio(1.01), ..valid.clone() }),
+            ("warmup_ratio", ScheduleOptions { warmup: Warmup::Ratio(f64::NAN), ..valid.clone() }),
+            ("warmup_steps", ScheduleOptions { warmup: Warmup::Steps(11), ..valid.clone() }),
+        ];
+        for (option, options) in cases {
+            let error = options.build(10).expect_err(option).to_string();
+            assert!(error.starts_with(option), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_mlx_schedule_that_cannot_be_followed_says_what_can() {
+        for (yaml, expected) in [
+            ("{name: step_decay, arguments: [1e-1, 0.9, 10]}", "use cosine_decay or"),
+            ("{name: exponential_decay, arguments: [1e-1, 0.9]}", "not supported"),
+            ("{name: cosine, arguments: [1e-1, 10]}", "unknown schedule \"cosine\""),
+            ("{name: cosine_decay, arguments: [1e-1]}", "found 1 numbers"),
+            ("{name: linear_schedule, arguments: [1e-1, 10]}", "[init, end, steps]"),
+            ("{name: cosine_decay, arguments: [1e-1, 10.5]}", "found 10.5"),
+            ("{name: cosine_decay, arguments: [1e-1, 0]}", "found 0"),
+            ("{name: cosine_decay, arguments: [-1e-1, 10]}", "found -0.1"),
+            ("{name: linear_schedule, arguments: [1, .nan, 10]}", "found NaN"),
+        ] {
+            let schedule: MlxSchedule = serde_yaml_ng::from_str(yaml).expect(yaml);
+            let error = schedule.build().expect_err(yaml).to_string();
+            assert!(error.contains(expected), "{yaml}: {error}");
+        }
+    }
+}

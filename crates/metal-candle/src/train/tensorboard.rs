@@ -51,7 +51,7 @@ impl TensorBoard {
             match OpenOptions::new().append(true).create_new(true).open(&path) {
                 Ok(file) => {
                     let mut writer = Self { path, file };
-                    writer.event(0, &bytes_field(3, b"brain.Event:2"))?;
+                    writer.event(0, &file_version())?;
                     return Ok(writer);
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
@@ -68,8 +68,7 @@ impl TensorBoard {
     /// As [`TensorBoard::create`].
     pub fn resume(folder: impl AsRef<Path>, step: u64) -> Result<Self> {
         let mut writer = Self::create(folder)?;
-        let start = integer_field(1, 1);
-        writer.event(step.saturating_add(1), &bytes_field(7, &start))?;
+        writer.event(step.saturating_add(1), &session_start())?;
         Ok(writer)
     }
 
@@ -83,14 +82,7 @@ impl TensorBoard {
     /// # Errors
     /// [`Error::Io`] when the file cannot be written.
     pub fn scalars(&mut self, step: u64, values: &[(&str, f64)]) -> Result<()> {
-        let mut summary = Vec::new();
-        for &(tag, number) in values {
-            let mut value = bytes_field(1, tag.as_bytes());
-            value.extend(key(2, FIXED_32));
-            value.extend((number as f32).to_le_bytes());
-            summary.extend(bytes_field(1, &value));
-        }
-        self.event(step, &bytes_field(5, &summary))
+        self.event(step, &scalar_summary(values))
     }
 
     /// Records a text, shown as Markdown, under its tag.
@@ -98,23 +90,12 @@ impl TensorBoard {
     /// # Errors
     /// [`Error::Io`] when the file cannot be written.
     pub fn text(&mut self, step: u64, tag: &str, text: &str) -> Result<()> {
-        let shape = bytes_field(2, &integer_field(1, 1));
-        let tensor = [integer_field(1, 7), bytes_field(2, &shape), bytes_field(8, text.as_bytes())];
-        let plugin = bytes_field(1, &bytes_field(1, b"text"));
-        let value = [
-            bytes_field(1, tag.as_bytes()),
-            bytes_field(8, &tensor.concat()),
-            bytes_field(9, &plugin),
-        ];
-        self.event(step, &bytes_field(5, &bytes_field(1, &value.concat())))
+        self.event(step, &text_summary(tag, text))
     }
 
     fn event(&mut self, step: u64, content: &[u8]) -> Result<()> {
-        let mut event = key(1, FIXED_64);
-        event.extend(wall_time().to_le_bytes());
-        event.extend(integer_field(2, step));
-        event.extend(content);
-        self.file.write_all(&record(&event)).map_err(Error::io(&self.path))
+        let record = record(&event(wall_time(), step, content));
+        self.file.write_all(&record).map_err(Error::io(&self.path))
     }
 }
 
@@ -158,6 +139,36 @@ impl MetricsSink for TensorBoard {
             Metric::Checkpoint { .. } | Metric::Finished { .. } => Ok(()),
         }
     }
+}
+
+fn event(wall_time: f64, step: u64, content: &[u8]) -> Vec<u8> {
+    [&key(1, FIXED_64), &wall_time.to_le_bytes()[..], &integer_field(2, step), content].concat()
+}
+
+fn file_version() -> Vec<u8> {
+    bytes_field(3, b"brain.Event:2")
+}
+
+fn session_start() -> Vec<u8> {
+    bytes_field(7, &integer_field(1, 1))
+}
+
+fn scalar_summary(values: &[(&str, f64)]) -> Vec<u8> {
+    let value = |&(tag, number): &(&str, f64)| {
+        let number = (number as f32).to_le_bytes();
+        let value = [&bytes_field(1, tag.as_bytes()), &key(2, FIXED_32), &number[..]].concat();
+        bytes_field(1, &value)
+    };
+    bytes_field(5, &values.iter().flat_map(value).collect::<Vec<u8>>())
+}
+
+fn text_summary(tag: &str, text: &str) -> Vec<u8> {
+    let shape = bytes_field(2, &integer_field(1, 1));
+    let tensor = [integer_field(1, 7), bytes_field(2, &shape), bytes_field(8, text.as_bytes())];
+    let plugin = bytes_field(1, &bytes_field(1, b"text"));
+    let value =
+        [bytes_field(1, tag.as_bytes()), bytes_field(8, &tensor.concat()), bytes_field(9, &plugin)];
+    bytes_field(5, &bytes_field(1, &value.concat()))
 }
 
 const VARIABLE: u64 = 0;
@@ -225,4 +236,168 @@ fn host_name() -> String {
     let allowed = |c: char| if c.is_ascii_alphanumeric() || c == '-' { c } else { '-' };
     let name: String = name.trim().chars().take(64).map(allowed).collect();
     if name.is_empty() { "localhost".into() } else { name }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    #[test]
+    fn checksums_are_those_of_rfc_3720() {
+        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
+        assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
+        assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
+        assert_eq!(crc32c(&(0..32).collect::<Vec<u8>>()), 0x46dd_794e);
+    }
+
+    /// Written by `RecordWriter` and the protobuf classes of tensorboard 2.21.0.
+    #[test]
+    fn records_are_those_of_tensorboard() {
+        let scalar = event(1.5, 300, &scalar_summary(&[("train/loss", 0.25)]));
+        let text = event(1.5, 300, &text_summary("sample", "hi"));
+        let start = event(1.5, 41, &session_start());
+        for (event, expected) in [
+            (
+                scalar,
+                "2100000000000000017becf609000000000000f83f10ac022a130a110a0a747261696e2f6c6f7373\
+                 150000803e6557981f",
+            ),
+            (
+                text,
+                "300000000000000095f5d05f09000000000000f83f10ac022a220a200a0673616d706c65420c0807\
+                 120412020801420268694a080a060a047465787422c65a7c",
+            ),
+            (start, "0f000000000000006d532b0909000000000000f83f10293a020801a6ac353d"),
+        ] {
+            let found: String = record(&event).iter().map(|byte| format!("{byte:02x}")).collect();
+            assert_eq!(found, expected);
+        }
+    }
+
+    /// The data of each record, with lengths and checksums checked.
+    fn records(mut file: &[u8]) -> Vec<Vec<u8>> {
+        let mut records = Vec::new();
+        let number = |bytes: &[u8]| u32::from_le_bytes(bytes.try_into().expect("four bytes"));
+        while !file.is_empty() {
+            let length = u64::from_le_bytes(file[..8].try_into().expect("eight bytes")) as usize;
+            assert_eq!(number(&file[8..12]), masked_crc(&file[..8]));
+            let data = &file[12..12 + length];
+            assert_eq!(number(&file[12 + length..16 + length]), masked_crc(data));
+            records.push(data.to_vec());
+            file = &file[16 + length..];
+        }
+        records
+    }
+
+    /// A message's fields: a number for integers, the bytes for the rest.
+    fn fields(mut message: &[u8]) -> Vec<(u64, u64, Vec<u8>)> {
+        fn integer(message: &mut &[u8]) -> u64 {
+            let mut value = 0;
+            for shift in (0..64).step_by(7) {
+                let byte = message[0];
+                *message = &message[1..];
+                value |= u64::from(byte & 0x7f) << shift;
+                if byte < 0x80 {
+                    break;
+                }
+            }
+            value
+        }
+        let mut fields = Vec::new();
+        while !message.is_empty() {
+            let key = integer(&mut message);
+            let (number, length) = match key & 7 {
+                VARIABLE => (integer(&mut message), 0),
+                FIXED_64 => (0, 8),
+                FIXED_32 => (0, 4),
+                BYTES => (0, integer(&mut message) as usize),
+                other => panic!("wire type {other}"),
+            };
+            fields.push((key >> 3, number, message[..length].to_vec()));
+            message = &message[length..];
+        }
+        fields
+    }
+
+    /// Step, tag and number of every scalar in a file.
+    fn scalars(path: &Path) -> Vec<(u64, String, f32)> {
+        let mut found = Vec::new();
+        for event in records(&std::fs::read(path).expect("the file is there")) {
+            let event = fields(&event);
+            let step = event.iter().find(|field| field.0 == 2).expect("a step").1;
+            for (_, _, summary) in event.iter().filter(|field| field.0 == 5) {
+                for (_, _, value) in fields(summary) {
+                    let value: BTreeMap<_, _> =
+                        fields(&value).into_iter().map(|field| (field.0, field.2)).collect();
+                    if let Some(number) = value.get(&2) {
+                        let number = number.as_slice().try_into().expect("four bytes");
+                        let tag = String::from_utf8(value[&1].clone()).expect("UTF-8");
+                        found.push((step, tag, f32::from_le_bytes(number)));
+                    }
+                }
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn a_file_holds_every_number_of_its_events() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut board = TensorBoard::create(folder.path().join("new")).expect("created");
+        let (step, epoch, skipped) = (300, 0.5, 1);
+        board
+            .record(&Metric::Train {
+                step,
+                epoch,
+                loss: 1.25,
+                learning_rate: 1e-4,
+                gradient_norm: 0.75,
+                tokens: 10,
+                tokens_per_second: 99.0,
+                trained_tokens: 20,
+                skipped,
+                peak_memory: Some(3 << 29),
+            })
+            .expect("recorded");
+        let (loss, perplexity) = (2.0, 2f64.exp());
+        let (tokens, seconds) = (5, 0.5);
+        board
+            .record(&Metric::Evaluation { step, loss, perplexity, tokens, seconds })
+            .expect("recorded");
+        board
+            .record(&Metric::Sample { step, prompt: "a\nb".into(), text: "c".into() })
+            .expect("recorded");
+
+        let name = board.path().file_name().and_then(|name| name.to_str()).expect("a name");
+        assert!(name.starts_with("events.out.tfevents.") && name.ends_with(".0"), "{name}");
+        let first = &records(&std::fs::read(board.path()).expect("read"))[0];
+        assert!(fields(first).iter().any(|field| field.0 == 3 && field.2 == b"brain.Event:2"));
+        let expected = [
+            ("train/loss", 1.25),
+            ("train/learning_rate", 1e-4),
+            ("train/gradient_norm", 0.75),
+            ("train/epoch", 0.5),
+            ("performance/tokens_per_second", 99.0),
+            ("performance/peak_memory_gib", 1.5),
+            ("evaluation/loss", 2.0),
+            ("evaluation/perplexity", perplexity as f32),
+        ];
+        let expected = expected.map(|(tag, number)| (300, tag.to_owned(), number));
+        assert_eq!(scalars(board.path()), expected);
+    }
+
+    #[test]
+    fn a_resumed_run_has_a_file_of_its_own_that_names_the_next_step() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let first = TensorBoard::create(folder.path()).expect("created");
+        let second = TensorBoard::resume(folder.path(), 40).expect("created");
+        assert_ne!(first.path(), second.path());
+        assert!(first.path() < second.path());
+        let records = records(&std::fs::read(second.path()).expect("read"));
+        let start = fields(&records[1]);
+        assert!(start.iter().any(|field| field.0 == 2 && field.1 == 41));
+        assert!(start.iter().any(|field| field.0 == 7 && field.2 == [8, 1]));
+    }
 }

@@ -290,19 +290,20 @@ impl<'a> Trainer<'a> {
         self.state.epoch as f64 + self.state.batch as f64 / batches as f64
     }
 
+    /// Lays out the batches of the epoch under way, unless they are.
+    fn plan_epoch(&mut self) {
+        if self.plans.as_ref().is_none_or(|(epoch, _)| *epoch != self.state.epoch) {
+            self.plans = Some((self.state.epoch, self.batches.epoch(self.state.epoch)));
+        }
+    }
+
     /// The batches of the next step, all of one epoch.
     fn next_batches(&mut self) -> Result<Vec<BatchPlan>> {
-        let spent = match &self.plans {
-            Some((epoch, plans)) if *epoch == self.state.epoch => self.state.batch >= plans.len(),
-            _ => {
-                self.plans = Some((self.state.epoch, self.batches.epoch(self.state.epoch)));
-                false
-            }
-        };
-        if spent {
+        self.plan_epoch();
+        if self.plans.as_ref().is_some_and(|(_, plans)| self.state.batch >= plans.len()) {
             self.state.epoch += 1;
             self.state.batch = 0;
-            self.plans = Some((self.state.epoch, self.batches.epoch(self.state.epoch)));
+            self.plan_epoch();
         }
         let chosen: Vec<BatchPlan> = self
             .plans

@@ -1,0 +1,102 @@
+//! The passes over flat parameters on the CPU, in chunks of a fixed size.
+
+use super::Options;
+use crate::device::cpu::{
+    Disjoint, PARALLEL_CHUNK, Real, Values, dot, for_each_chunk, for_each_index,
+};
+
+/// What is the same for all elements of one step.
+pub(super) struct Update {
+    decay: f64,
+    beta1: f64,
+    beta2: f64,
+    epsilon: f64,
+    step_size: f64,
+    correction: f64,
+    grad_scale: f64,
+    decayed: usize,
+}
+
+impl Update {
+    pub(super) fn new(step: usize, grad_scale: f32, decayed: usize, options: &Options) -> Self {
+        let step = step as f64;
+        Update {
+            decay: 1.0 - options.learning_rate * options.weight_decay,
+            beta1: options.beta1,
+            beta2: options.beta2,
+            epsilon: options.epsilon,
+            step_size: options.learning_rate / (1.0 - options.beta1.powf(step)),
+            correction: (1.0 - options.beta2.powf(step)).sqrt(),
+            grad_scale: grad_scale as f64,
+            decayed,
+        }
+    }
+}
+
+pub(super) fn step<A: Real>(
+    update: &Update,
+    params: &mut [A],
+    grads: &[A],
+    m: &mut [A],
+    v: &mut [A],
+) {
+    let count = params.len();
+    let (params, m, v) = (Disjoint::new(params), Disjoint::new(m), Disjoint::new(v));
+    for_each_index(count.div_ceil(PARALLEL_CHUNK), true, |index| {
+        let start = index * PARALLEL_CHUNK;
+        let end = (start + PARALLEL_CHUNK).min(count);
+        let boundary = update.decayed.clamp(start, end);
+        for (range, decay) in [(start..boundary, update.decay), (boundary..end, 1.0)] {
+            // SAFETY: chunks don't overlap.
+            let (params, m, v) = unsafe {
+                (params.slice(range.clone()), m.slice(range.clone()), v.slice(range.clone()))
+            };
+            step_chunk(update, A::from_f64(decay), params, &grads[range], m, v);
+        }
+    });
+}
+
+fn step_chunk<A: Real>(
+    update: &Update,
+    decay: A,
+    params: &mut [A],
+    grads: &[A],
+    m: &mut [A],
+    v: &mut [A],
+) {
+    let number = A::from_f64;
+    let one_minus_beta1 = number(1.0 - update.beta1);
+    let (beta2, one_minus_beta2) = (number(update.beta2), number(1.0 - update.beta2));
+    let (epsilon, step_size) = (number(update.epsilon), number(update.step_size));
+    let (correction, grad_scale) = (number(update.correction), number(update.grad_scale));
+    for (((p, g), m), v) in params.iter_mut().zip(grads).zip(m).zip(v) {
+        let g = *g * grad_scale;
+        *m += (g - *m) * one_minus_beta1;
+        *v = *v * beta2 + one_minus_beta2 * g * g;
+        let denominator = v.sqrt() / correction + epsilon;
+        *p = *p * decay - step_size * (*m / denominator);
+    }
+}
+
+pub(super) fn norm(grads: Values<f64>) -> f64 {
+    let mut parts = vec![0f64; grads.len().div_ceil(PARALLEL_CHUNK)];
+    for_each_chunk(&mut parts, 1, |index, part| {
+        let start = index * PARALLEL_CHUNK;
+        let end = (start + PARALLEL_CHUNK).min(grads.len());
+        let mut scratch = Vec::new();
+        let values = grads.block(start..end, &mut scratch);
+        part[0] = dot(values, values);
+    });
+    parts.iter().sum::<f64>().sqrt()
+}
+
+pub(super) fn accumulate<A: Real>(dst: &mut [A], src: Values<A>, scale: A) {
+    for_each_chunk(dst, PARALLEL_CHUNK, |index, dst| {
+        let start = index * PARALLEL_CHUNK;
+        let mut scratch = Vec::new();
+        let src = src.block(start..start + dst.len(), &mut scratch);
+        for (dst, src) in dst.iter_mut().zip(src) {
+            *dst += scale * *src;
+        }
+    });
+}

@@ -1,0 +1,166 @@
+use super::*;
+use crate::testing::*;
+use candle_core::Device;
+
+const OPTIONS: Options =
+    Options { learning_rate: 1e-2, beta1: 0.9, beta2: 0.99, epsilon: 1e-8, weight_decay: 0.1 };
+
+/// The algorithm as its paper writes it, one element.
+fn reference(p: &mut f64, m: &mut f64, v: &mut f64, g: f64, step: i32, decays: bool) {
+    let Options { learning_rate, beta1, beta2, epsilon, weight_decay } = OPTIONS;
+    if decays {
+        *p -= learning_rate * weight_decay * *p;
+    }
+    *m = beta1 * *m + (1.0 - beta1) * g;
+    *v = beta2 * *v + (1.0 - beta2) * g * g;
+    let m_hat = *m / (1.0 - beta1.powi(step));
+    let v_hat = *v / (1.0 - beta2.powi(step));
+    *p -= learning_rate * m_hat / (v_hat.sqrt() + epsilon);
+}
+
+fn zeros(n: usize, dtype: DType) -> Tensor {
+    Tensor::zeros(n, dtype, &Device::Cpu).unwrap()
+}
+
+/// A tensor with a storage of its own.
+fn own(tensor: &Tensor, dtype: DType) -> Tensor {
+    tensor.to_dtype(dtype).unwrap().copy().unwrap()
+}
+
+#[test]
+fn steps_match_reference_and_decay_only_what_they_should() {
+    let (n, decayed, grad_scale) = (40_000, 20_011, 0.5f32);
+    for (dtype, tolerance) in [(DType::F64, 1e-13), (DType::F32, 1e-6)] {
+        let params = own(&random(&[n], 1), dtype);
+        let (m, v) = (zeros(n, dtype), zeros(n, dtype));
+        let (mut p_exact, mut m_exact, mut v_exact) = (values(&params), vec![0.0; n], vec![0.0; n]);
+        for number in 1..=20 {
+            let grads = own(&random(&[n], 10 + number as u64), dtype);
+            step(&params, &grads, &m, &v, number, grad_scale, decayed, &OPTIONS).unwrap();
+            for (i, g) in values(&grads).iter().enumerate() {
+                let (p, m, v) = (&mut p_exact[i], &mut m_exact[i], &mut v_exact[i]);
+                reference(p, m, v, g * grad_scale as f64, number as i32, i < decayed);
+            }
+        }
+        for (actual, expected) in [(&params, p_exact), (&m, m_exact), (&v, v_exact)] {
+            let expected = Tensor::from_vec(expected, n, &Device::Cpu).unwrap();
+            assert_close(actual, &expected, tolerance);
+        }
+    }
+}
+
+#[test]
+fn views_of_larger_buffers_change_in_place_and_nothing_else_does() {
+    let buffers: Vec<Tensor> = (0..3).map(|_| zeros(10, DType::F32)).collect();
+    let views: Vec<Tensor> = buffers.iter().map(|b| b.narrow(0, 3, 4).unwrap()).collect();
+    let grads = strided(&Tensor::ones(4, DType::F32, &Device::Cpu).unwrap());
+    step(&views[0], &grads, &views[1], &views[2], 1, 1.0, 0, &OPTIONS).unwrap();
+    for buffer in &buffers {
+        let changed: Vec<bool> = values(buffer).iter().map(|value| *value != 0.0).collect();
+        assert_eq!(changed, [0, 0, 0, 1, 1, 1, 1, 0, 0, 0].map(|bit| bit == 1));
+    }
+    assert_eq!(values(&grads), [1.0; 4]);
+}
+
+#[test]
+fn norm_is_euclidean_and_shows_what_is_not_finite() {
+    for dtype in [DType::F64, DType::F32, DType::BF16] {
+        let grads = random(&[300, 200], 1).to_dtype(dtype).unwrap();
+        let expected = values(&grads).iter().map(|g| g * g).sum::<f64>().sqrt();
+        assert!((norm(&grads).unwrap() - expected).abs() < 1e-12 * expected);
+        assert!((norm(&strided(&grads)).unwrap() - expected).abs() < 1e-12 * expected);
+    }
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let grads = Tensor::new(&[1.0, bad, 2.0], &Device::Cpu).unwrap();
+        assert!(!norm(&grads).unwrap().is_finite());
+    }
+    // The square of this number has no f32.
+    assert_eq!(norm(&Tensor::new(&[3e30f32, 4e30], &Device::Cpu).unwrap()).unwrap() as f32, 5e30);
+    assert_eq!(norm(&zeros(0, DType::F32)).unwrap(), 0.0);
+}
+
+#[test]
+fn accumulate_adds_into_a_view() {
+    for dtype in [DType::F64, DType::F32, DType::BF16] {
+        let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let buffer = zeros(50, wide);
+        let dst = buffer.narrow(0, 7, 35).unwrap().reshape((5, 7)).unwrap();
+        let src = random(&[5, 7], 1).to_dtype(dtype).unwrap();
+        accumulate(&dst, &src, 2.0).unwrap();
+        accumulate(&dst, &strided(&src), 0.5).unwrap();
+        let expected = (src.to_dtype(wide).unwrap() * 2.5).unwrap();
+        assert_close(&buffer.narrow(0, 7, 35).unwrap().reshape((5, 7)).unwrap(), &expected, 1e-6);
+        assert_eq!(max_abs(&buffer.narrow(0, 0, 7).unwrap()), 0.0);
+        assert_eq!(max_abs(&buffer.narrow(0, 42, 8).unwrap()), 0.0);
+    }
+}
+
+#[test]
+fn fill_zero_clears_a_view_only() {
+    let buffer = Tensor::ones(10, DType::F32, &Device::Cpu).unwrap();
+    fill_zero(&buffer.narrow(0, 2, 3).unwrap()).unwrap();
+    assert_eq!(values(&buffer), [1., 1., 0., 0., 0., 1., 1., 1., 1., 1.]);
+}
+
+#[test]
+fn threads_do_not_change_bits() {
+    let n = 100_000;
+    let grads = own(&random(&[n], 1), DType::F32);
+    assert_independent_of_threads(|| {
+        let (params, m, v) =
+            (own(&random(&[n], 2), DType::F32), zeros(n, DType::F32), zeros(n, DType::F32));
+        step(&params, &grads, &m, &v, 1, 1.0, n / 3, &OPTIONS).unwrap();
+        accumulate(&m, &grads, 0.3).unwrap();
+        let norm = Tensor::new(norm(&grads).unwrap(), &Device::Cpu).unwrap();
+        vec![params, m, v, norm]
+    });
+}
+
+#[test]
+fn nothing_to_train_is_fine() {
+    let none = || zeros(0, DType::F32);
+    step(&none(), &none(), &none(), &none(), 1, 1.0, 0, &OPTIONS).unwrap();
+    accumulate(&none(), &none(), 1.0).unwrap();
+}
+
+#[test]
+fn shared_storage_is_an_error_and_no_deadlock() {
+    let buffer = zeros(12, DType::F32);
+    let part = |index: usize| buffer.narrow(0, 3 * index, 3).unwrap();
+    let own = || zeros(3, DType::F32);
+    for (params, grads, m, v) in [
+        (part(0), part(1), own(), own()),
+        (part(0), own(), part(2), own()),
+        (part(0), own(), own(), part(3)),
+        (own(), part(1), part(2), own()),
+        (own(), part(1), own(), part(3)),
+        (own(), own(), part(2), part(3)),
+    ] {
+        let wrong = message(step(&params, &grads, &m, &v, 1, 1.0, 0, &OPTIONS));
+        assert!(wrong.contains("must be tensors of their own"), "{wrong}");
+    }
+    assert!(message(accumulate(&part(0), &part(1), 1.0)).contains("tensors of their own"));
+}
+
+#[test]
+fn wrong_arguments_are_errors_and_change_nothing() {
+    let own = |n| Tensor::ones(n, DType::F32, &Device::Cpu).unwrap();
+    let (params, grads, m, v) = (own(4), own(4), own(4), own(4));
+    assert!(message(step(&params, &grads, &m, &v, 0, 1.0, 0, &OPTIONS)).contains("step is 0"));
+    assert!(message(step(&params, &grads, &m, &v, 1, 1.0, 5, &OPTIONS)).contains("at most 4"));
+    let wrong = message(step(&params, &own(5), &m, &v, 1, 1.0, 0, &OPTIONS));
+    assert!(wrong.contains("grads has shape [5], expected [4]"), "{wrong}");
+    let half = |tensor: &Tensor| tensor.to_dtype(DType::BF16).unwrap();
+    let wrong =
+        message(step(&half(&params), &half(&grads), &half(&m), &half(&v), 1, 1.0, 0, &OPTIONS));
+    assert!(wrong.contains("params are BF16"), "{wrong}");
+    let spread = Tensor::ones((4, 2), DType::F32, &Device::Cpu).unwrap();
+    let spread = spread.narrow(1, 0, 1).unwrap().squeeze(1).unwrap();
+    let wrong = message(step(&params, &grads, &spread, &v, 1, 1.0, 0, &OPTIONS));
+    assert!(wrong.contains("m is not contiguous"), "{wrong}");
+    assert!(message(accumulate(&params, &own(5), 1.0)).contains("src has shape [5]"));
+    assert!(message(accumulate(&half(&params), &grads, 1.0)).contains("dst is BF16"));
+    for tensor in [&params, &grads, &m, &v] {
+        assert_eq!(values(tensor), [1.0; 4]);
+    }
+}

@@ -1,0 +1,302 @@
+use super::*;
+use crate::testing::*;
+
+#[derive(Clone)]
+struct Case {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_o: Tensor,
+    first_key: Option<Tensor>,
+    options: Options,
+}
+
+impl Case {
+    fn new(
+        batch: usize,
+        queries: usize,
+        keys: usize,
+        heads: usize,
+        kv_heads: usize,
+        d: usize,
+    ) -> Case {
+        Case {
+            q: random(&[batch, queries, heads, d], 1),
+            k: random(&[batch, keys, kv_heads, d], 2),
+            v: random(&[batch, keys, kv_heads, d], 3),
+            d_o: random(&[batch, queries, heads, d], 4),
+            first_key: None,
+            options: Options { scale: 0.8, softcap: None, window: None },
+        }
+    }
+
+    fn softcap(mut self, softcap: f64) -> Case {
+        self.options.softcap = Some(softcap);
+        self
+    }
+
+    fn window(mut self, window: usize) -> Case {
+        self.options.window = Some(window);
+        self
+    }
+
+    /// Records of a few tokens each packed into every row, starting at other places in each.
+    fn packed(mut self, record: usize) -> Case {
+        let (batch, queries, ..) = self.q.dims4().unwrap();
+        let before = self.k.dim(1).unwrap() - queries;
+        let mut first = Vec::new();
+        for row in 0..batch {
+            for query in 0..queries {
+                first.push(((before + query + row) / record * record).saturating_sub(row) as u32);
+            }
+        }
+        self.first_key = Some(Tensor::from_vec(first, (batch, queries), &Device::Cpu).unwrap());
+        self
+    }
+
+    fn to_dtype(&self, dtype: DType) -> Case {
+        let to = |tensor: &Tensor| tensor.to_dtype(dtype).unwrap();
+        Case { q: to(&self.q), k: to(&self.k), v: to(&self.v), d_o: to(&self.d_o), ..self.clone() }
+    }
+
+    fn forward(&self) -> (Tensor, Tensor) {
+        forward(&self.q, &self.k, &self.v, self.first_key.as_ref(), &self.options).unwrap()
+    }
+
+    fn backward(&self) -> (Tensor, Tensor, Tensor) {
+        let (o, lse) = self.forward();
+        let first_key = self.first_key.as_ref();
+        backward(&self.q, &self.k, &self.v, &o, &lse, first_key, &self.options, &self.d_o).unwrap()
+    }
+
+    fn reference(&self) -> (Tensor, Tensor) {
+        let (batch, queries, heads, d) = self.q.dims4().unwrap();
+        let (_, keys, kv_heads, _) = self.k.dims4().unwrap();
+        let (q, k, v) = (values(&self.q), values(&self.k), values(&self.v));
+        let first_key = self.first_key.as_ref().map(values);
+        let mut o = vec![0.0; q.len()];
+        let mut lse = vec![f64::NEG_INFINITY; batch * heads * queries];
+        for b in 0..batch {
+            for i in 0..queries {
+                let position = keys - queries + i;
+                let first = first_key.as_ref().map_or(0, |first| first[b * queries + i] as usize);
+                for h in 0..heads {
+                    let kv = h / (heads / kv_heads);
+                    let q = &q[((b * queries + i) * heads + h) * d..][..d];
+                    let place = |j: usize| ((b * keys + j) * kv_heads + kv) * d;
+                    let seen: Vec<usize> = (first..=position)
+                        .filter(|j| self.options.window.is_none_or(|w| position - j < w))
+                        .collect();
+                    let score = |j: usize| {
+                        let raw: f64 = q.iter().zip(&k[place(j)..]).map(|(q, k)| q * k).sum();
+                        let raw = raw * self.options.scale;
+                        self.options.softcap.map_or(raw, |c| c * (raw / c).tanh())
+                    };
+                    let total: f64 = seen.iter().map(|j| score(*j).exp()).sum();
+                    lse[(b * heads + h) * queries + i] = total.ln();
+                    for j in seen {
+                        let p = score(j).exp() / total;
+                        for e in 0..d {
+                            o[((b * queries + i) * heads + h) * d + e] += p * v[place(j) + e];
+                        }
+                    }
+                }
+            }
+        }
+        (
+            Tensor::from_vec(o, self.q.dims(), &Device::Cpu).unwrap(),
+            Tensor::from_vec(lse, (batch, heads, queries), &Device::Cpu).unwrap(),
+        )
+    }
+}
+
+/// Sizes within a tile, over several of them, and of decoding.
+fn cases() -> Vec<Case> {
+    vec![
+        Case::new(1, 1, 1, 1, 1, 1),
+        Case::new(2, 5, 9, 4, 2, 7),
+        Case::new(2, 5, 9, 4, 2, 7).packed(3),
+        Case::new(1, 5, 9, 3, 1, 7).window(2),
+        Case::new(1, 5, 5, 2, 2, 33).softcap(0.7),
+        Case::new(2, 7, 9, 4, 2, 3).softcap(1.3).window(3).packed(4),
+        Case::new(1, 1, 300, 6, 2, 16),
+        Case::new(2, 150, 290, 6, 2, 16),
+        Case::new(2, 200, 200, 3, 3, 8).packed(70).window(150),
+        Case::new(1, 200, 200, 2, 1, 8).window(20).softcap(2.0),
+    ]
+}
+
+#[test]
+fn forward_matches_reference() {
+    for case in cases() {
+        let ((o, lse), (exact_o, exact_lse)) = (case.forward(), case.reference());
+        assert_close(&o, &exact_o, 1e-13);
+        assert_close(&lse, &exact_lse, 1e-13);
+    }
+}
+
+#[test]
+fn backward_matches_finite_differences() {
+    for case in cases().into_iter().take(6) {
+        let (dq, dk, dv) = case.backward();
+        let loss = |case: Case| inner_product(&case.forward().0, &case.d_o);
+        assert_gradient(&case.q, &dq, |q| loss(Case { q: q.clone(), ..case.clone() }));
+        assert_gradient(&case.k, &dk, |k| loss(Case { k: k.clone(), ..case.clone() }));
+        assert_gradient(&case.v, &dv, |v| loss(Case { v: v.clone(), ..case.clone() }));
+    }
+}
+
+#[test]
+fn backward_over_several_tiles_matches_finite_differences_along_a_direction() {
+    for case in cases().into_iter().skip(6) {
+        let (dq, dk, dv) = case.backward();
+        let loss = |step: f64| {
+            let moved = |tensor: &Tensor, seed| {
+                (tensor + (random(tensor.dims(), seed) * step).unwrap()).unwrap()
+            };
+            let (q, k, v) = (moved(&case.q, 5), moved(&case.k, 6), moved(&case.v, 7));
+            inner_product(&Case { q, k, v, ..case.clone() }.forward().0, &case.d_o).unwrap()
+        };
+        let expected = (loss(1e-5) - loss(-1e-5)) / 2e-5;
+        let along = |gradient: &Tensor, seed| {
+            inner_product(gradient, &random(gradient.dims(), seed)).unwrap()
+        };
+        let actual = along(&dq, 5) + along(&dk, 6) + along(&dv, 7);
+        assert!((actual - expected).abs() < 1e-6 * (1.0 + expected.abs()), "{actual} {expected}");
+    }
+}
+
+#[test]
+fn other_precisions_match_f64() {
+    for case in cases() {
+        for (dtype, tolerance) in PRECISIONS {
+            let low = case.to_dtype(dtype);
+            let exact = low.to_dtype(DType::F64);
+            let ((o, lse), (exact_o, exact_lse)) = (low.forward(), exact.forward());
+            assert_eq!((o.dtype(), lse.dtype()), (dtype, DType::F32));
+            assert_close(&o, &exact_o, tolerance);
+            assert_close(&lse, &exact_lse, 2e-6);
+            let ((dq, dk, dv), (exact_dq, exact_dk, exact_dv)) = (low.backward(), exact.backward());
+            // The output enters the gradient rounded.
+            assert_close(&dq, &exact_dq, 2.0 * tolerance);
+            assert_close(&dk, &exact_dk, 2.0 * tolerance);
+            assert_close(&dv, &exact_dv, 2.0 * tolerance);
+        }
+    }
+}
+
+#[test]
+fn large_scores_do_not_overflow() {
+    let mut case = Case::new(1, 9, 9, 2, 1, 7).to_dtype(DType::F32);
+    case.options.scale = 1000.0;
+    let (o, lse) = case.forward();
+    assert!(values(&o).iter().chain(&values(&lse)).all(|value| value.is_finite()));
+    let (dq, dk, dv) = case.backward();
+    for gradient in [dq, dk, dv] {
+        assert!(values(&gradient).iter().all(|value| value.is_finite()));
+    }
+}
+
+#[test]
+fn a_narrowed_cache_gives_the_same_as_a_copy() {
+    for dtype in [DType::F64, DType::BF16] {
+        let case = Case::new(2, 5, 9, 4, 2, 7).to_dtype(dtype);
+        // Room for more tokens than are there, tokens first and heads first.
+        let room = random(&[2, 20, 2, 7], 8).to_dtype(dtype).unwrap();
+        let in_cache =
+            |tensor: &Tensor| Tensor::cat(&[tensor, &room], 1).unwrap().narrow(1, 0, 9).unwrap();
+        let heads_first = |tensor: &Tensor| {
+            let cache = Tensor::cat(&[tensor, &room], 1).unwrap();
+            let cache = cache.transpose(1, 2).unwrap().contiguous().unwrap();
+            cache.narrow(2, 0, 9).unwrap().transpose(1, 2).unwrap()
+        };
+        let (o, lse) = case.forward();
+        let gradients = case.backward();
+        let views: [&dyn Fn(&Tensor) -> Tensor; 3] = [&in_cache, &heads_first, &strided];
+        for view in views {
+            let other = Case { k: view(&case.k), v: view(&case.v), ..case.clone() };
+            assert!(!other.k.is_contiguous());
+            assert_identical(&other.forward().0, &o);
+            assert_identical(&other.forward().1, &lse);
+            assert_identical(&other.backward().1, &gradients.1);
+        }
+        let other = Case { q: strided(&case.q), d_o: strided(&case.d_o), ..case.clone() };
+        assert_identical(&other.forward().0, &o);
+        assert_identical(&other.backward().0, &gradients.0);
+    }
+}
+
+#[test]
+fn a_query_without_keys_gives_zeros() {
+    let mut case = Case::new(1, 3, 3, 2, 1, 4);
+    case.first_key = Some(Tensor::new(&[[0u32, u32::MAX, 0]], &Device::Cpu).unwrap());
+    let (o, lse) = case.forward();
+    assert_eq!(max_abs(&o.narrow(1, 1, 1).unwrap()), 0.0);
+    assert!(values(&lse)[1] == f64::NEG_INFINITY);
+    let (dq, dk, dv) = case.backward();
+    assert_eq!(max_abs(&dq.narrow(1, 1, 1).unwrap()), 0.0);
+    assert!(values(&dk).iter().chain(&values(&dv)).all(|value| value.is_finite()));
+}
+
+#[test]
+fn threads_do_not_change_bits() {
+    for dtype in [DType::F32, DType::BF16] {
+        let case = Case::new(2, 150, 290, 6, 2, 16).packed(100).to_dtype(dtype);
+        assert_independent_of_threads(|| {
+            let (o, lse) = case.forward();
+            let (dq, dk, dv) = case.backward();
+            vec![o, lse, dq, dk, dv]
+        });
+    }
+}
+
+#[test]
+fn decoding_one_by_one_gives_what_the_whole_sequence_gives() {
+    let case = Case::new(1, 9, 9, 4, 2, 7).window(4);
+    let (whole, _) = case.forward();
+    for token in 0..9 {
+        let one = Case {
+            q: case.q.narrow(1, token, 1).unwrap(),
+            k: case.k.narrow(1, 0, token + 1).unwrap(),
+            v: case.v.narrow(1, 0, token + 1).unwrap(),
+            ..case.clone()
+        };
+        assert_close(&one.forward().0, &whole.narrow(1, token, 1).unwrap(), 1e-14);
+    }
+}
+
+#[test]
+fn empty_sizes_are_handled() {
+    for case in
+        [Case::new(0, 2, 3, 2, 1, 4), Case::new(1, 0, 3, 2, 1, 4), Case::new(1, 2, 3, 2, 1, 0)]
+    {
+        let (o, _) = case.forward();
+        assert_eq!(o.dims(), case.q.dims());
+        let (dq, dk, _) = case.backward();
+        assert_eq!((dq.dims(), dk.dims()), (case.q.dims(), case.k.dims()));
+    }
+}
+
+#[test]
+fn wrong_arguments_are_errors() {
+    let run = |case: Case| {
+        message(forward(&case.q, &case.k, &case.v, case.first_key.as_ref(), &case.options))
+    };
+    assert!(run(Case::new(1, 2, 3, 3, 2, 4)).contains("q has 3 heads and k has 2"));
+    assert!(run(Case::new(1, 4, 3, 2, 2, 4)).contains("4 queries but only 3 keys"));
+    assert!(run(Case::new(1, 2, 3, 2, 2, 4).window(0)).contains("window is 0"));
+    assert!(run(Case::new(1, 2, 3, 2, 2, 4).softcap(0.0)).contains("softcap is 0"));
+    let case = Case::new(1, 2, 3, 2, 2, 4);
+    let other = Case::new(1, 2, 4, 2, 2, 4);
+    assert!(run(Case { v: other.v, ..case.clone() }).contains("v has shape [1, 4, 2, 4]"));
+    let single = case.k.to_dtype(DType::F32).unwrap();
+    assert!(run(Case { k: single, ..case.clone() }).contains("k is F32, expected F64"));
+    let first_key = Some(Tensor::zeros((1, 3), DType::U32, &Device::Cpu).unwrap());
+    assert!(run(Case { first_key, ..case.clone() }).contains("first_key has shape [1, 3]"));
+    let (o, lse) = case.forward();
+    let options = &case.options;
+    let wrong = message(backward(&case.q, &case.k, &case.v, &o, &o, None, options, &case.d_o));
+    assert!(wrong.contains("log_sum_exp has shape"), "{wrong}");
+    let wrong = message(backward(&case.q, &case.k, &case.v, &o, &lse, None, options, &lse));
+    assert!(wrong.contains("d_o has shape"), "{wrong}");
+}

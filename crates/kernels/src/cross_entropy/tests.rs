@@ -1,0 +1,207 @@
+use super::*;
+use crate::testing::*;
+
+#[derive(Clone)]
+struct Case {
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    options: Options,
+}
+
+impl Case {
+    /// Every third row is ignored.
+    fn new(n: usize, d: usize, v: usize, chunk: usize) -> Case {
+        let targets: Vec<u32> =
+            (0..n).map(|row| if row % 3 == 1 { IGNORE } else { (row * 7 % v) as u32 }).collect();
+        Case {
+            hidden: random(&[n, d], 1),
+            weight: random(&[v, d], 2),
+            targets: Tensor::from_vec(targets, n, &Device::Cpu).unwrap(),
+            options: Options { softcap: None, logit_scale: 1.0, chunk },
+        }
+    }
+
+    fn options(mut self, softcap: Option<f64>, logit_scale: f64) -> Case {
+        self.options = Options { softcap, logit_scale, ..self.options };
+        self
+    }
+
+    fn to_dtype(&self, dtype: DType) -> Case {
+        Case {
+            hidden: self.hidden.to_dtype(dtype).unwrap(),
+            weight: self.weight.to_dtype(dtype).unwrap(),
+            ..self.clone()
+        }
+    }
+
+    fn run(&self) -> Output {
+        self.run_with(&self.hidden, &self.weight).unwrap()
+    }
+
+    fn run_with(&self, hidden: &Tensor, weight: &Tensor) -> Result<Output> {
+        forward(hidden, weight, &self.targets, &self.options, true, true)
+    }
+
+    fn loss(&self, hidden: &Tensor, weight: &Tensor) -> Result<f64> {
+        let output = forward(hidden, weight, &self.targets, &self.options, false, false)?;
+        assert!(output.dhidden.is_none() && output.dweight.is_none());
+        Ok(values(&output.loss)[0])
+    }
+
+    fn reference(&self) -> f64 {
+        let (n, d) = self.hidden.dims2().unwrap();
+        let v = self.weight.dim(0).unwrap();
+        let (hidden, weight) = (values(&self.hidden), values(&self.weight));
+        let targets = self.targets.to_vec1::<u32>().unwrap();
+        let mut loss = 0.0;
+        for row in 0..n {
+            if targets[row] == IGNORE {
+                continue;
+            }
+            let logit = |token: usize| {
+                let product: f64 =
+                    (0..d).map(|i| hidden[row * d + i] * weight[token * d + i]).sum();
+                let raw = product * self.options.logit_scale;
+                self.options.softcap.map_or(raw, |c| c * (raw / c).tanh())
+            };
+            let total: f64 = (0..v).map(|token| logit(token).exp()).sum();
+            loss += total.ln() - logit(targets[row] as usize);
+        }
+        loss
+    }
+}
+
+fn cases() -> Vec<Case> {
+    vec![
+        Case::new(5, 7, 33, 2),
+        Case::new(5, 7, 33, 100).options(None, 0.25),
+        Case::new(8, 3, 11, 3).options(Some(0.8), 1.0),
+        Case::new(8, 3, 11, 1).options(Some(1.5), 3.0),
+    ]
+}
+
+#[test]
+fn loss_matches_reference() {
+    let larger =
+        [Case::new(100, 33, 1000, 32), Case::new(100, 33, 1000, 32).options(Some(5.0), 4.0)];
+    for case in cases().into_iter().chain(larger) {
+        let output = case.run();
+        let expected = case.reference();
+        assert!((values(&output.loss)[0] - expected).abs() < 1e-12 * expected);
+        let counted =
+            case.targets.to_vec1::<u32>().unwrap().iter().filter(|t| **t != IGNORE).count();
+        assert_eq!(output.count, counted);
+        assert_eq!(case.loss(&case.hidden, &case.weight).unwrap(), values(&output.loss)[0]);
+    }
+}
+
+#[test]
+fn gradients_match_finite_differences() {
+    for case in cases() {
+        let output = case.run();
+        let dhidden = output.dhidden.unwrap();
+        assert_gradient(&case.hidden, &dhidden, |hidden| case.loss(hidden, &case.weight));
+        let dweight = output.dweight.unwrap();
+        assert_gradient(&case.weight, &dweight, |weight| case.loss(&case.hidden, weight));
+    }
+}
+
+#[test]
+fn other_precisions_match_f64() {
+    let larger = Case::new(100, 33, 1000, 32);
+    for case in cases().into_iter().chain([larger]) {
+        for (dtype, tolerance) in PRECISIONS {
+            let low = case.to_dtype(dtype);
+            let exact = low.to_dtype(DType::F64).run();
+            let low = low.run();
+            assert_eq!(low.loss.dtype(), DType::F32);
+            assert_close(&low.loss, &exact.loss, 2e-6);
+            let (dhidden, dweight) = (low.dhidden.unwrap(), low.dweight.unwrap());
+            assert_eq!((dhidden.dtype(), dweight.dtype()), (dtype, DType::F32));
+            assert_close(&dhidden, &exact.dhidden.unwrap(), tolerance);
+            assert_close(&dweight, &exact.dweight.unwrap(), 2e-6);
+        }
+    }
+}
+
+#[test]
+fn ignored_rows_do_not_matter_at_all() {
+    let mut case = Case::new(6, 7, 33, 2);
+    let expected = case.run();
+    // Row 1 is ignored, so not even a NaN in it is seen.
+    let mut hidden = values(&case.hidden);
+    hidden[7..14].fill(f64::NAN);
+    case.hidden = Tensor::from_vec(hidden, (6, 7), &Device::Cpu).unwrap();
+    let actual = case.run();
+    assert_identical(&actual.loss, &expected.loss);
+    assert_identical(actual.dhidden.as_ref().unwrap(), &expected.dhidden.unwrap());
+    assert_identical(&actual.dweight.unwrap(), &expected.dweight.unwrap());
+    assert_eq!(max_abs(&actual.dhidden.unwrap().narrow(0, 1, 1).unwrap()), 0.0);
+}
+
+#[test]
+fn nothing_counted_is_a_zero_loss() {
+    let mut case = Case::new(4, 7, 33, 2);
+    case.targets = Tensor::full(IGNORE, 4, &Device::Cpu).unwrap();
+    let output = case.run();
+    assert_eq!((output.count, values(&output.loss)[0]), (0, 0.0));
+    assert_eq!(max_abs(&output.dhidden.unwrap()), 0.0);
+    assert_eq!(max_abs(&output.dweight.unwrap()), 0.0);
+    let empty = Case::new(0, 7, 33, 2).run();
+    assert_eq!((empty.count, values(&empty.loss)[0]), (0, 0.0));
+}
+
+#[test]
+fn large_logits_do_not_overflow() {
+    let case = Case::new(5, 7, 33, 2).options(None, 1e4).to_dtype(DType::F32);
+    let output = case.run();
+    for tensor in [output.loss, output.dhidden.unwrap(), output.dweight.unwrap()] {
+        assert!(values(&tensor).iter().all(|value| value.is_finite()));
+    }
+}
+
+#[test]
+fn a_nan_is_not_hidden() {
+    let case = Case::new(5, 7, 33, 2).to_dtype(DType::F32);
+    let hidden = (&case.hidden * f64::NAN).unwrap();
+    assert!(values(&case.run_with(&hidden, &case.weight).unwrap().loss)[0].is_nan());
+}
+
+#[test]
+fn threads_and_strides_do_not_change_bits() {
+    for dtype in [DType::F32, DType::BF16] {
+        let case = Case::new(100, 33, 1000, 32).to_dtype(dtype);
+        let run = |case: &Case| {
+            let output = case.run();
+            vec![output.loss, output.dhidden.unwrap(), output.dweight.unwrap()]
+        };
+        assert_independent_of_threads(|| run(&case));
+        let other = Case {
+            hidden: strided(&case.hidden),
+            weight: strided(&case.weight),
+            targets: strided(&case.targets),
+            options: case.options,
+        };
+        for (a, b) in run(&case).iter().zip(run(&other)) {
+            assert_identical(a, &b);
+        }
+    }
+}
+
+#[test]
+fn wrong_arguments_are_errors() {
+    let case = Case::new(3, 7, 33, 2);
+    let run = |case: &Case| message(case.run_with(&case.hidden, &case.weight));
+    let targets = Tensor::new(&[0u32, 33, 1], &Device::Cpu).unwrap();
+    let wrong = run(&Case { targets, ..case.clone() });
+    assert!(wrong.contains("target 33 of row 1") && wrong.contains("less than 33"), "{wrong}");
+    let options = Options { chunk: 0, ..case.options };
+    assert!(run(&Case { options, ..case.clone() }).contains("chunk is 0"));
+    let options = Options { softcap: Some(-1.0), ..case.options };
+    assert!(run(&Case { options, ..case.clone() }).contains("softcap is -1"));
+    let targets = Tensor::new(&[0i64, 1, 2], &Device::Cpu).unwrap();
+    assert!(run(&Case { targets, ..case.clone() }).contains("targets is I64, expected U32"));
+    let weight = random(&[33, 8], 1);
+    assert!(run(&Case { weight, ..case.clone() }).contains("weight has shape [33, 8]"));
+}

@@ -1,0 +1,36 @@
+//! Embedding on the CPU. In the backward pass the positions of one token belong to one task, which
+//! adds them in order.
+
+use crate::device::cpu::{
+    Disjoint, Element, PARALLEL_CHUNK, Real, Values, for_each_chunk, for_each_index, rows_per_task,
+};
+
+pub(super) fn forward<T: Element>(d: usize, table: &[T], ids: &[u32], out: &mut [T]) {
+    let block = rows_per_task(d);
+    for_each_chunk(out, block * d, |index, out| {
+        for (out, id) in out.chunks_exact_mut(d).zip(&ids[index * block..]) {
+            out.copy_from_slice(&table[*id as usize * d..][..d]);
+        }
+    });
+}
+
+pub(super) fn backward<A: Real>(d: usize, dy: Values<A>, ids: &[u32], out: &mut [A]) {
+    let mut order: Vec<(u32, usize)> =
+        ids.iter().enumerate().map(|(position, id)| (*id, position)).collect();
+    order.sort_unstable();
+    let tokens: Vec<&[(u32, usize)]> = order.chunk_by(|a, b| a.0 == b.0).collect();
+    let parallel = ids.len() * d > PARALLEL_CHUNK;
+    let out = Disjoint::new(out);
+    for_each_index(tokens.len(), parallel, |index| {
+        let mut row = vec![A::ZERO; d];
+        let start = tokens[index][0].0 as usize * d;
+        // SAFETY: every token has one task, and writes its own row.
+        let out = unsafe { out.slice(start..start + d) };
+        for (_, position) in tokens[index] {
+            dy.read(position * d, &mut row);
+            for (out, row) in out.iter_mut().zip(&row) {
+                *out += *row;
+            }
+        }
+    });
+}

@@ -1,0 +1,169 @@
+use super::*;
+use crate::testing::*;
+use candle_core::{DType, Device, Var};
+
+const ACTIVATIONS: [Activation; 3] = [Activation::Silu, Activation::GeluTanh, Activation::Gelu];
+
+fn reference(gate: &Tensor, up: &Tensor, activation: Activation) -> Tensor {
+    let gate_values = values(gate);
+    let out: Vec<f64> = gate_values
+        .iter()
+        .zip(values(up))
+        .map(|(x, up)| {
+            let x = *x;
+            let value = match activation {
+                Activation::Silu => x / (1.0 + (-x).exp()),
+                Activation::GeluTanh => {
+                    let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
+                    0.5 * x * (1.0 + u.tanh())
+                }
+                Activation::Gelu => x * normal_distribution(x),
+            };
+            value * up
+        })
+        .collect();
+    Tensor::from_vec(out, gate.dims(), &Device::Cpu).unwrap()
+}
+
+/// Φ(x) by Simpson's rule.
+fn normal_distribution(x: f64) -> f64 {
+    let density = |x: f64| (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt();
+    let steps = 2000;
+    let h = x / steps as f64;
+    let inner: f64 =
+        (1..steps).map(|i| if i % 2 == 1 { 4.0 } else { 2.0 } * density(i as f64 * h)).sum();
+    0.5 + h / 3.0 * (density(0.0) + inner + density(x))
+}
+
+fn wide(shape: &[usize], seed: u64) -> Tensor {
+    (random(shape, seed) * 4.0).unwrap()
+}
+
+#[test]
+fn forward_matches_reference_in_every_dtype() {
+    for activation in ACTIVATIONS {
+        for shape in [vec![7], vec![2, 5, 33], vec![40, 1000]] {
+            let (gate, up) = (wide(&shape, 1), wide(&shape, 2));
+            let y = forward(&gate, &up, activation).unwrap();
+            assert_close(&y, &reference(&gate, &up, activation), 1e-12);
+            for (dtype, tolerance) in PRECISIONS {
+                let (gate, up) = (rounded(&gate, dtype), rounded(&up, dtype));
+                let low = |tensor: &Tensor| tensor.to_dtype(dtype).unwrap();
+                let y = forward(&low(&gate), &low(&up), activation).unwrap();
+                assert_eq!(y.dtype(), dtype);
+                assert_close(&y, &reference(&gate, &up, activation), tolerance);
+            }
+        }
+    }
+}
+
+#[test]
+fn backward_matches_finite_differences() {
+    for activation in ACTIVATIONS {
+        let (gate, up, d_out) = (wide(&[5, 7], 1), wide(&[5, 7], 2), random(&[5, 7], 3));
+        let (dgate, dup) = backward(&gate, &up, activation, &d_out).unwrap();
+        let loss =
+            |gate: &Tensor, up: &Tensor| inner_product(&forward(gate, up, activation)?, &d_out);
+        assert_gradient(&gate, &dgate, |gate| loss(gate, &up));
+        assert_gradient(&up, &dup, |up| loss(&gate, up));
+    }
+}
+
+#[test]
+fn backward_in_other_precisions_matches_f64() {
+    for activation in ACTIVATIONS {
+        let (gate, up, d_out) = (wide(&[9, 33], 1), wide(&[9, 33], 2), random(&[9, 33], 3));
+        for (dtype, tolerance) in PRECISIONS {
+            let low = |tensor: &Tensor| tensor.to_dtype(dtype).unwrap();
+            let (a, b) = backward(&low(&gate), &low(&up), activation, &low(&d_out)).unwrap();
+            let round = |tensor: &Tensor| rounded(tensor, dtype);
+            let (exact_a, exact_b) =
+                backward(&round(&gate), &round(&up), activation, &round(&d_out)).unwrap();
+            assert_eq!((a.dtype(), b.dtype()), (dtype, dtype));
+            assert_close(&a, &exact_a, tolerance);
+            assert_close(&b, &exact_b, tolerance);
+        }
+    }
+}
+
+#[test]
+fn halves_of_a_fused_projection_give_what_copies_give() {
+    for dtype in [DType::F32, DType::BF16] {
+        let fused = random(&[2, 5, 14], 1).to_dtype(dtype).unwrap();
+        let d_out = random(&[2, 5, 7], 2).to_dtype(dtype).unwrap();
+        let (gate, up) = (fused.narrow(2, 0, 7).unwrap(), fused.narrow(2, 7, 7).unwrap());
+        assert!(collapsed_rows(gate.layout()) == Some((10, 7, 14)));
+        let copies = (gate.contiguous().unwrap(), up.contiguous().unwrap());
+        let silu = Activation::Silu;
+        let expected = forward(&copies.0, &copies.1, silu).unwrap();
+        assert_identical(&forward(&gate, &up, silu).unwrap(), &expected);
+        let (dgate, dup) = backward(&copies.0, &copies.1, silu, &d_out).unwrap();
+        let (other_dgate, other_dup) = backward(&gate, &up, silu, &strided(&d_out)).unwrap();
+        assert_identical(&other_dgate, &dgate);
+        assert_identical(&other_dup, &dup);
+        // Rows that don't lie at one distance are copied.
+        assert!(collapsed_rows(strided(&gate).layout()).is_none());
+        assert_identical(&forward(&strided(&gate), &strided(&up), silu).unwrap(), &expected);
+    }
+}
+
+#[test]
+fn candles_autograd_gets_the_same_gradients() {
+    for activation in ACTIVATIONS {
+        let gate = Var::from_tensor(&wide(&[5, 7], 1)).unwrap();
+        let up = Var::from_tensor(&wide(&[5, 7], 2)).unwrap();
+        let d_out = random(&[5, 7], 3);
+        let gradients = |y: Tensor| (y * &d_out).unwrap().sum_all().unwrap().backward().unwrap();
+        let ours = gradients(differentiable(&gate, &up, activation).unwrap());
+        let activated = match activation {
+            Activation::Silu => gate.silu(),
+            Activation::GeluTanh => gate.gelu(),
+            Activation::Gelu => gate.gelu_erf(),
+        };
+        let theirs = gradients((activated.unwrap() * up.as_tensor()).unwrap());
+        for variable in [&gate, &up] {
+            // Candle writes the constants of GELU's derivative with eight digits.
+            assert_close(ours.get(variable).unwrap(), theirs.get(variable).unwrap(), 1e-7);
+        }
+        assert!(!forward(&gate, &up, activation).unwrap().track_op());
+    }
+}
+
+#[test]
+fn extreme_gates_stay_finite() {
+    for activation in ACTIVATIONS {
+        let gate =
+            Tensor::new(&[-1e4f32, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4], &Device::Cpu).unwrap();
+        let one = gate.ones_like().unwrap();
+        let y = values(&forward(&gate, &one, activation).unwrap());
+        assert!(y[0] == 0.0 && y[6] == 1e4, "{y:?}");
+        let (dgate, _) = backward(&gate, &one, activation, &one).unwrap();
+        let dgate = values(&dgate);
+        assert!(dgate[0].abs() < 1e-6 && (dgate[6] - 1.0).abs() < 1e-6, "{dgate:?}");
+    }
+}
+
+#[test]
+fn threads_do_not_change_bits() {
+    let single = |seed| random(&[300, 200], seed).to_dtype(DType::F32).unwrap();
+    let (gate, up, d_out) = (single(1), single(2), single(3));
+    assert_independent_of_threads(|| {
+        let (dgate, dup) = backward(&gate, &up, Activation::Silu, &d_out).unwrap();
+        vec![forward(&gate, &up, Activation::Silu).unwrap(), dgate, dup]
+    });
+}
+
+#[test]
+fn empty_and_wrong_shapes_are_handled() {
+    for shape in [[0, 7], [5, 0]] {
+        let empty = random(&shape, 1);
+        assert_eq!(forward(&empty, &empty, Activation::Silu).unwrap().dims(), &shape);
+        let (dgate, dup) = backward(&empty, &empty, Activation::Silu, &empty).unwrap();
+        assert_eq!((dgate.dims(), dup.dims()), (&shape[..], &shape[..]));
+    }
+    let wrong = message(forward(&random(&[5, 7], 1), &random(&[5, 6], 1), Activation::Silu));
+    assert!(wrong.contains("up has shape [5, 6], expected [5, 7]"), "{wrong}");
+    let single = random(&[5, 7], 1).to_dtype(DType::F32).unwrap();
+    let wrong = message(forward(&random(&[5, 7], 1), &single, Activation::Silu));
+    assert!(wrong.contains("up is F32, expected F64"), "{wrong}");
+}

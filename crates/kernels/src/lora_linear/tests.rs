@@ -1,0 +1,204 @@
+use super::*;
+use crate::matmul::linear;
+use crate::testing::*;
+use candle_core::DType;
+
+struct Case {
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dy: Tensor,
+    dropout: Option<Dropout>,
+}
+
+const SCALE: f64 = 1.7;
+
+impl Case {
+    fn new(rows: usize, inner: usize, outer: usize, rank: usize) -> Case {
+        Case {
+            x: random(&[1, rows, inner], 1),
+            weight: random(&[outer, inner], 2),
+            bias: random(&[outer], 3),
+            a: random(&[inner, rank], 4),
+            b: random(&[rank, outer], 5),
+            dy: random(&[1, rows, outer], 6),
+            dropout: None,
+        }
+    }
+
+    fn with_dropout(self) -> Case {
+        Case { dropout: Some(Dropout { probability: 0.3, seed: 42 }), ..self }
+    }
+
+    /// The same numbers, rounded to the dtype; adapters stay f32 in half precision.
+    fn to_dtype(&self, dtype: DType) -> Case {
+        let adapter = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        Case {
+            x: self.x.to_dtype(dtype).unwrap(),
+            weight: self.weight.to_dtype(dtype).unwrap(),
+            bias: self.bias.to_dtype(dtype).unwrap(),
+            a: self.a.to_dtype(adapter).unwrap(),
+            b: self.b.to_dtype(adapter).unwrap(),
+            dy: self.dy.to_dtype(dtype).unwrap(),
+            dropout: self.dropout,
+        }
+    }
+
+    fn forward(&self) -> (Tensor, Tensor) {
+        self.forward_with(&self.x, &self.a, &self.b).unwrap()
+    }
+
+    fn forward_with(&self, x: &Tensor, a: &Tensor, b: &Tensor) -> Result<(Tensor, Tensor)> {
+        let lora = Lora { a, b, scale: SCALE, dropout: self.dropout };
+        forward(x, &self.weight, Some(&self.bias), &lora)
+    }
+
+    fn backward(&self, need_dx: bool) -> Gradients {
+        let lora = Lora { a: &self.a, b: &self.b, scale: SCALE, dropout: self.dropout };
+        let (_, xa) = self.forward();
+        backward(&self.x, &self.weight, &xa, &lora, &self.dy, need_dx).unwrap()
+    }
+}
+
+#[test]
+fn forward_is_the_base_plus_the_scaled_adapter() {
+    for case in
+        [Case::new(1, 7, 5, 2), Case::new(9, 33, 140, 3), Case::new(300, 20, 17, 1).with_dropout()]
+    {
+        let (y, xa) = case.forward();
+        let dropped = match case.dropout {
+            Some(mask) => dropout(&case.x, mask).unwrap(),
+            None => case.x.clone(),
+        };
+        let a = case.a.t().unwrap();
+        let expected_xa = linear(&dropped, &a, None).unwrap();
+        assert_close(&xa, &expected_xa, 1e-13);
+        let adapter = linear(&expected_xa, &case.b.t().unwrap(), None).unwrap();
+        let base = linear(&case.x, &case.weight, Some(&case.bias)).unwrap();
+        assert_close(&y, &(base + (adapter * SCALE).unwrap()).unwrap(), 1e-13);
+    }
+}
+
+#[test]
+fn backward_matches_finite_differences() {
+    for case in [Case::new(5, 7, 6, 2), Case::new(1, 7, 6, 3), Case::new(5, 7, 6, 2).with_dropout()]
+    {
+        let gradients = case.backward(true);
+        let loss = |x: &Tensor, a: &Tensor, b: &Tensor| {
+            inner_product(&case.forward_with(x, a, b)?.0, &case.dy)
+        };
+        assert_gradient(&case.x, &gradients.dx.unwrap(), |x| loss(x, &case.a, &case.b));
+        assert_gradient(&case.a, &gradients.da, |a| loss(&case.x, a, &case.b));
+        assert_gradient(&case.b, &gradients.db, |b| loss(&case.x, &case.a, b));
+    }
+}
+
+#[test]
+fn other_precisions_match_f64() {
+    for case in [
+        Case::new(300, 70, 140, 4),
+        Case::new(3, 70, 140, 4),
+        Case::new(300, 70, 140, 4).with_dropout(),
+    ] {
+        for (dtype, tolerance) in PRECISIONS {
+            let low = case.to_dtype(dtype);
+            let exact = low.to_dtype(DType::F64);
+            let ((y, xa), (exact_y, exact_xa)) = (low.forward(), exact.forward());
+            assert_eq!((y.dtype(), xa.dtype()), (dtype, DType::F32));
+            assert_close(&y, &exact_y, tolerance);
+            assert_close(&xa, &exact_xa, 2e-6);
+            let (low, exact) = (low.backward(true), exact.backward(true));
+            assert_eq!(low.da.dtype(), DType::F32);
+            assert_close(&low.dx.unwrap(), &exact.dx.unwrap(), tolerance);
+            assert_close(&low.da, &exact.da, 2e-6);
+            assert_close(&low.db, &exact.db, 2e-6);
+        }
+    }
+}
+
+#[test]
+fn dx_is_computed_only_when_asked_for() {
+    assert!(Case::new(5, 7, 6, 2).backward(false).dx.is_none());
+}
+
+#[test]
+fn dropout_drops_the_asked_share_and_keeps_the_mean() {
+    let x = Tensor::ones(100_000, DType::F32, &Device::Cpu).unwrap();
+    let y = dropout(&x, Dropout { probability: 0.25, seed: 7 }).unwrap();
+    let y = values(&y);
+    let dropped = y.iter().filter(|y| **y == 0.0).count() as f64 / y.len() as f64;
+    assert!((dropped - 0.25).abs() < 0.01, "{dropped}");
+    let mean = y.iter().sum::<f64>() / y.len() as f64;
+    assert!((mean - 1.0).abs() < 0.01, "{mean}");
+}
+
+#[test]
+fn dropout_repeats_with_its_seed_and_changes_with_another() {
+    let x = random(&[1000], 1);
+    let with = |seed| values(&dropout(&x, Dropout { probability: 0.5, seed }).unwrap());
+    assert_eq!(with(1), with(1));
+    assert_ne!(with(1), with(2));
+    assert_eq!(values(&dropout(&x, Dropout { probability: 0.0, seed: 1 }).unwrap()), values(&x));
+}
+
+#[test]
+fn threads_do_not_change_bits() {
+    for dtype in [DType::F32, DType::BF16] {
+        for case in [Case::new(300, 200, 500, 8), Case::new(300, 200, 500, 8).with_dropout()] {
+            let case = case.to_dtype(dtype);
+            assert_independent_of_threads(|| {
+                let (y, xa) = case.forward();
+                let gradients = case.backward(true);
+                vec![y, xa, gradients.dx.unwrap(), gradients.da, gradients.db]
+            });
+        }
+    }
+}
+
+#[test]
+fn strides_do_not_matter() {
+    let case = Case::new(5, 7, 6, 2);
+    let other = Case {
+        x: strided(&case.x),
+        weight: strided(&case.weight),
+        bias: strided(&case.bias),
+        a: strided(&case.a),
+        b: strided(&case.b),
+        dy: strided(&case.dy),
+        dropout: None,
+    };
+    assert_identical(&case.forward().0, &other.forward().0);
+    let (case, other) = (case.backward(true), other.backward(true));
+    assert_identical(&case.dx.unwrap(), &other.dx.unwrap());
+    assert_identical(&case.da, &other.da);
+    assert_identical(&case.db, &other.db);
+}
+
+#[test]
+fn no_rows_give_zero_gradients() {
+    let case = Case::new(0, 7, 6, 2);
+    assert_eq!(case.forward().0.dims(), &[1, 0, 6]);
+    let gradients = case.backward(true);
+    assert_eq!(max_abs(&gradients.da), 0.0);
+    assert_eq!(gradients.dx.unwrap().dims(), &[1, 0, 7]);
+}
+
+#[test]
+fn wrong_arguments_are_errors() {
+    let case = Case::new(5, 7, 6, 2);
+    let wrong = message(case.forward_with(&case.x, &case.b, &case.a));
+    assert!(
+        wrong.contains("A has shape [2, 6] and B [7, 2], expected (7, rank) and (rank, 6)"),
+        "{wrong}"
+    );
+    for probability in [1.0, -0.1, f32::NAN] {
+        let case =
+            Case { dropout: Some(Dropout { probability, seed: 0 }), ..Case::new(5, 7, 6, 2) };
+        assert!(message(case.forward_with(&case.x, &case.a, &case.b)).contains("probability"));
+    }
+    let lora = Lora { a: &case.a, b: &case.b, scale: SCALE, dropout: None };
+    let wrong = message(backward(&case.x, &case.weight, &case.x, &lora, &case.dy, true));
+    assert!(wrong.contains("xa has shape [1, 5, 7], expected [1, 5, 2]"), "{wrong}");
+}

@@ -1,0 +1,142 @@
+use super::*;
+use crate::testing::*;
+use candle_core::{DType, Var};
+
+const EPS: f64 = 1e-3;
+
+fn reference(x: &Tensor, weight: &Tensor, offset: f64) -> Tensor {
+    let hidden = weight.elem_count();
+    let weight = values(weight);
+    let mut out = Vec::new();
+    for row in values(x).chunks(hidden) {
+        let mean = row.iter().map(|x| x * x).sum::<f64>() / hidden as f64;
+        let rms = (mean + EPS).sqrt();
+        out.extend(row.iter().zip(&weight).map(|(x, w)| x / rms * (offset + w)));
+    }
+    Tensor::from_vec(out, x.dims(), &Device::Cpu).unwrap()
+}
+
+#[test]
+fn forward_matches_reference_in_every_dtype() {
+    for (rows, hidden) in [(1, 1), (5, 7), (3, 33), (40, 1000)] {
+        for offset in [0.0, 1.0] {
+            let (x, weight) = (random(&[1, rows, hidden], 1), random(&[hidden], 2));
+            let exact = reference(&x, &weight, offset);
+            assert_close(&forward(&x, &weight, EPS, offset).unwrap(), &exact, 1e-14);
+            for (dtype, tolerance) in PRECISIONS {
+                let (x, weight) = (rounded(&x, dtype), rounded(&weight, dtype));
+                let exact = reference(&x, &weight, offset);
+                let x = x.to_dtype(dtype).unwrap();
+                let y = forward(&x, &weight.to_dtype(dtype).unwrap(), EPS, offset).unwrap();
+                assert_eq!(y.dtype(), dtype);
+                assert_close(&y, &exact, tolerance);
+                // Weights that are being trained are f32.
+                let y = forward(&x, &weight.to_dtype(DType::F32).unwrap(), EPS, offset).unwrap();
+                assert_close(&y, &exact, tolerance);
+            }
+        }
+    }
+}
+
+#[test]
+fn backward_matches_finite_differences() {
+    for (rows, hidden, offset) in [(5, 7, 0.0), (2, 33, 1.0), (1, 1, 0.0)] {
+        let (x, weight) = (random(&[rows, hidden], 1), random(&[hidden], 2));
+        let dy = random(&[rows, hidden], 3);
+        let loss = |x: &Tensor, w: &Tensor| inner_product(&forward(x, w, EPS, offset)?, &dy);
+        let (dx, dweight) = backward(&x, &weight, EPS, offset, &dy, true, true).unwrap();
+        assert_gradient(&x, &dx.unwrap(), |x| loss(x, &weight));
+        assert_gradient(&weight, &dweight.unwrap(), |weight| loss(&x, weight));
+    }
+}
+
+#[test]
+fn other_precisions_match_f64() {
+    let (x, weight, dy) = (random(&[50, 300], 1), random(&[300], 2), random(&[50, 300], 3));
+    for (dtype, tolerance) in PRECISIONS {
+        let (x, weight, dy) = (rounded(&x, dtype), rounded(&weight, dtype), rounded(&dy, dtype));
+        let (dx, dw) = backward(&x, &weight, EPS, 0.0, &dy, true, true).unwrap();
+        let low = |tensor: &Tensor| tensor.to_dtype(dtype).unwrap();
+        let (low_dx, low_dw) =
+            backward(&low(&x), &low(&weight), EPS, 0.0, &low(&dy), true, true).unwrap();
+        assert_close(&low_dx.unwrap(), &dx.unwrap(), tolerance);
+        let low_dw = low_dw.unwrap();
+        assert_eq!(low_dw.dtype(), DType::F32);
+        assert_close(&low_dw, &dw.unwrap(), 2e-6);
+    }
+}
+
+#[test]
+fn only_what_is_needed_is_computed() {
+    let (x, weight) = (random(&[5, 7], 1), random(&[7], 2));
+    let (dx, dw) = backward(&x, &weight, EPS, 0.0, &x, true, false).unwrap();
+    assert!(dx.is_some() && dw.is_none());
+    let (dx, dw) = backward(&x, &weight, EPS, 0.0, &x, false, true).unwrap();
+    assert!(dx.is_none() && dw.is_some());
+}
+
+#[test]
+fn threads_and_strides_do_not_change_bits() {
+    let (x, weight, dy) = (random(&[300, 200], 1), random(&[200], 2), random(&[300, 200], 3));
+    let single = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap();
+    let (x, weight, dy) = (single(&x), single(&weight), single(&dy));
+    let run = |x: &Tensor, weight: &Tensor, dy: &Tensor| {
+        let (dx, dw) = backward(x, weight, EPS, 0.0, dy, true, true).unwrap();
+        vec![forward(x, weight, EPS, 0.0).unwrap(), dx.unwrap(), dw.unwrap()]
+    };
+    assert_independent_of_threads(|| run(&x, &weight, &dy));
+    let other = run(&strided(&x), &strided(&weight), &strided(&dy));
+    for (a, b) in run(&x, &weight, &dy).iter().zip(&other) {
+        assert_identical(a, b);
+    }
+}
+
+#[test]
+fn candles_autograd_gets_the_same_gradients() {
+    let x = Var::from_tensor(&random(&[2, 5, 7], 1)).unwrap();
+    let weight = Var::from_tensor(&random(&[7], 2)).unwrap();
+    let dy = random(&[2, 5, 7], 3);
+    let loss = |y: &Tensor| (y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+    let ours = loss(&differentiable(&x, &weight, EPS, 1.0).unwrap());
+    let mean = x.sqr().unwrap().mean_keepdim(2).unwrap();
+    let normed = x.broadcast_div(&(mean + EPS).unwrap().sqrt().unwrap()).unwrap();
+    let theirs = loss(&normed.broadcast_mul(&(weight.as_tensor() + 1.0).unwrap()).unwrap());
+    for variable in [&x, &weight] {
+        assert_close(ours.get(variable).unwrap(), theirs.get(variable).unwrap(), 1e-12);
+    }
+    assert!(!forward(&x, &weight, EPS, 1.0).unwrap().track_op());
+}
+
+#[test]
+fn training_in_candle_learns_the_weight() {
+    let x = random(&[16, 7], 1).to_dtype(DType::F32).unwrap();
+    let target = forward(&x, &random(&[7], 2).to_dtype(DType::F32).unwrap(), EPS, 0.0).unwrap();
+    let weight = Var::zeros(7, DType::F32, &Device::Cpu).unwrap();
+    let mut losses = Vec::new();
+    for _ in 0..100 {
+        let y = differentiable(&x, &weight, EPS, 0.0).unwrap();
+        let loss = (y - &target).unwrap().sqr().unwrap().mean_all().unwrap();
+        losses.push(loss.to_scalar::<f32>().unwrap());
+        let gradients = loss.backward().unwrap();
+        let step = (gradients.get(&weight).unwrap() * 2.0).unwrap();
+        weight.set(&(weight.as_tensor() - step).unwrap()).unwrap();
+    }
+    assert!(losses[99] < 1e-6 * losses[0], "{} -> {}", losses[0], losses[99]);
+}
+
+#[test]
+fn empty_and_wrong_shapes_are_handled() {
+    let empty = random(&[0, 7], 1);
+    assert_eq!(forward(&empty, &random(&[7], 1), EPS, 0.0).unwrap().dims(), &[0, 7]);
+    let (dx, dw) = backward(&empty, &random(&[7], 1), EPS, 0.0, &empty, true, true).unwrap();
+    assert_eq!(dx.unwrap().dims(), &[0, 7]);
+    assert_eq!(max_abs(&dw.unwrap()), 0.0);
+    let narrow = random(&[5, 0], 1);
+    assert_eq!(forward(&narrow, &random(&[0], 1), EPS, 0.0).unwrap().dims(), &[5, 0]);
+    let wrong = message(forward(&random(&[5, 7], 1), &random(&[6], 1), EPS, 0.0));
+    assert!(wrong.contains("weight has shape [6], expected [7]"), "{wrong}");
+    let x = random(&[5, 7], 1);
+    let single = x.to_dtype(DType::F32).unwrap();
+    let wrong = message(backward(&x, &random(&[7], 1), EPS, 0.0, &single, true, true));
+    assert!(wrong.contains("dy is F32, expected F64"), "{wrong}");
+}

@@ -1,0 +1,439 @@
+//! Every family against fixtures made with transformers and PEFT: logits, cached decoding,
+//! greedy continuations, adapters, gradients and training.
+
+use candle_core::{DType, Device, Tensor};
+use metal_candle::adapter::{self, LoraConfig};
+use metal_candle::autograd::{ParameterId, Tape};
+use metal_candle::data::{Batch, IGNORED};
+use metal_candle::generate::Session;
+use metal_candle::model::{Config, Input, Model, PassOptions};
+use metal_candle_kernels::adamw;
+use serde_json::Value;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+const FAMILIES: &[&str] = &[
+    "gemma2",
+    "gemma3-text",
+    "granite",
+    "llama",
+    "llama-f16",
+    "llama-linear-rope",
+    "llama-odd",
+    "llama-sharded",
+    "llama3",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "phi3-longrope",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+];
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures")
+}
+
+fn folder(name: &str) -> PathBuf {
+    fixtures().join("models").join(name)
+}
+
+fn load(name: &str) -> Model {
+    Model::load(folder(name), DType::F32, &Device::Cpu).unwrap()
+}
+
+fn tensors(path: impl AsRef<Path>) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(path, &Device::Cpu).unwrap()
+}
+
+fn json(path: impl AsRef<Path>) -> Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+fn numbers(value: &Value) -> Vec<f64> {
+    value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
+}
+
+fn tokens(value: &Value) -> Vec<u32> {
+    numbers(value).into_iter().map(|number| number as u32).collect()
+}
+
+fn rows(ids: &Tensor) -> Vec<Vec<u32>> {
+    let ids = ids.to_dtype(DType::I64).unwrap().to_vec2::<i64>().unwrap();
+    ids.iter().map(|row| row.iter().map(|&id| id as u32).collect()).collect()
+}
+
+/// A batch of rows of one length. `targets` are already shifted, negative where they don't count.
+fn batch(ids: &[Vec<u32>], targets: &[Vec<i64>]) -> Batch {
+    let (count, length) = (ids.len(), ids[0].len());
+    let targets: Vec<u32> =
+        targets.iter().flatten().map(|&target| u32::try_from(target).unwrap_or(IGNORED)).collect();
+    Batch {
+        rows: count,
+        length,
+        input_ids: ids.concat(),
+        target_tokens: targets.iter().filter(|&&target| target != IGNORED).count(),
+        targets,
+        positions: (0..count).flat_map(|_| 0..length as u32).collect(),
+        first_key: vec![0; count * length],
+        tokens: count * length,
+    }
+}
+
+/// Every token predicts the next one in its row.
+fn next_token_batch(ids: &[Vec<u32>]) -> Batch {
+    let targets: Vec<Vec<i64>> = ids
+        .iter()
+        .map(|row| row[1..].iter().map(|&id| i64::from(id)).chain([-100]).collect())
+        .collect();
+    batch(ids, &targets)
+}
+
+fn logits(model: &Model, ids: &[Vec<u32>]) -> Tensor {
+    let input = Input::batch(&next_token_batch(ids), &Device::Cpu).unwrap();
+    let hidden = model.forward(&Tape::inference(), &input, None, PassOptions::default()).unwrap();
+    model.logits(hidden.tensor()).unwrap()
+}
+
+fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
+    assert_eq!(a.dims(), b.dims());
+    let difference = (a.to_dtype(DType::F64).unwrap() - b.to_dtype(DType::F64).unwrap()).unwrap();
+    let values = difference.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+    // `max` would pass over a NaN.
+    values.iter().map(|value| value.abs()).fold(0.0, |a, b| if b.is_nan() || b > a { b } else { a })
+}
+
+fn assert_close(name: &str, a: &Tensor, b: &Tensor, tolerance: f64) {
+    let difference = largest_difference(a, b);
+    assert!(difference <= tolerance, "{name}: differs by {difference:e}, allowed {tolerance:e}");
+}
+
+#[test]
+fn logits_equal_those_of_transformers() {
+    for name in FAMILIES {
+        let model = load(name);
+        let expected = tensors(folder(name).join("expected.safetensors"));
+        let found = logits(&model, &rows(&expected["input_ids"]));
+        assert_close(name, &found, &expected["logits"], 1e-4);
+        if let Some(short) = expected.get("input_ids_short") {
+            let found = logits(&model, &rows(short));
+            assert_close(name, &found, &expected["logits_short"], 1e-4);
+        }
+    }
+}
+
+#[test]
+fn half_precision_stays_near_the_f32_logits() {
+    for (dtype, tolerance) in [(DType::BF16, 0.15), (DType::F16, 0.02)] {
+        for name in ["llama", "gemma2", "qwen3", "phi3"] {
+            let model = Model::load(folder(name), dtype, &Device::Cpu).unwrap();
+            let expected = tensors(folder(name).join("expected.safetensors"));
+            let found = logits(&model, &rows(&expected["input_ids"]));
+            assert_close(name, &found, &expected["logits"], tolerance * 4.0);
+        }
+    }
+}
+
+#[test]
+fn both_formats_of_config_json_give_the_same_shape() {
+    for name in FAMILIES {
+        let new = Config::load(folder(name)).unwrap();
+        let text = std::fs::read_to_string(folder(name).join("config_v4.json")).unwrap();
+        let mut old = Config::from_json(&text).unwrap();
+        old.raw = new.raw.clone();
+        assert_eq!(new, old, "{name}");
+    }
+}
+
+#[test]
+fn greedy_continuation_equals_that_of_transformers() {
+    for name in FAMILIES {
+        let model = load(name);
+        let expected = &json(folder(name).join("expected.json"))["greedy"];
+        let (prompt, continuation) = (tokens(&expected["prompt"]), tokens(&expected["tokens"]));
+        let mut session = Session::new(&model);
+        let mut logits = session.read(&prompt).unwrap();
+        let mut found = Vec::new();
+        for _ in 0..continuation.len() {
+            let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
+            found.push(best as u32);
+            logits = session.read(&[best as u32]).unwrap();
+        }
+        assert_eq!(found, continuation, "{name}");
+    }
+}
+
+#[test]
+fn cached_decoding_equals_a_full_forward() {
+    for name in FAMILIES {
+        let model = load(name);
+        let expected = tensors(folder(name).join("expected.safetensors"));
+        let ids = &rows(&expected["input_ids"])[0];
+        let mut session = Session::new(&model);
+        // In uneven pieces: a prompt, single tokens, and several at once.
+        let mut start = 0;
+        for size in [11, 1, 1, 3, 1, 7, 2, 6] {
+            let end = (start + size).min(ids.len());
+            let found = session.read(&ids[start..end]).unwrap();
+            let full = logits(&model, &[ids[..end].to_vec()]);
+            let full = full.narrow(1, end - 1, 1).unwrap().flatten_all().unwrap();
+            let found = Tensor::new(found, &Device::Cpu).unwrap();
+            assert_close(&format!("{name} after {end}"), &found, &full, 1e-4);
+            start = end;
+        }
+        assert_eq!(start, ids.len());
+    }
+}
+
+#[test]
+fn a_session_keeps_what_a_new_prompt_shares_with_the_old() {
+    let model = load("phi3-longrope");
+    let ids: Vec<u32> = (0..30).map(|index| (index * 7 + 3) % 90).collect();
+    let mut session = Session::new(&model);
+    session.continue_with(&ids).unwrap();
+    // Shorter than the length at which the rope changes, so nothing cached can be used.
+    for length in [9, 14, 12, 25] {
+        let mut prompt = ids[..length].to_vec();
+        prompt[length - 1] = 5;
+        let found = session.continue_with(&prompt).unwrap();
+        let fresh = Session::new(&model).read(&prompt).unwrap();
+        let (found, fresh) =
+            (Tensor::new(found, &Device::Cpu).unwrap(), Tensor::new(fresh, &Device::Cpu).unwrap());
+        assert_close("logits", &found, &fresh, 1e-4);
+    }
+}
+
+/// The gradients of a batch's mean loss, by the name of the tensor in PEFT's file.
+fn gradients(model: &Model, batch: &Batch, options: PassOptions) -> (f64, HashMap<String, Tensor>) {
+    let store = model.parameters().unwrap();
+    store.zero_gradients().unwrap();
+    let tape = Tape::recording();
+    let loss = model.loss(&tape, batch, options).unwrap();
+    assert_eq!(loss.tokens, batch.target_tokens);
+    let sum = f64::from(loss.sum.tensor().to_scalar::<f32>().unwrap());
+    tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &*store).unwrap();
+    let gradients = store
+        .entries()
+        .iter()
+        .enumerate()
+        .map(|(index, entry)| {
+            let gradient = store.gradient(ParameterId(index)).unwrap().copy().unwrap();
+            (entry.name.clone(), gradient)
+        })
+        .collect();
+    (sum / loss.tokens as f64, gradients)
+}
+
+fn lora_batch(expected: &HashMap<String, Tensor>) -> Batch {
+    let labels = expected["labels"].to_dtype(DType::I64).unwrap().to_vec2::<i64>().unwrap();
+    batch(&rows(&expected["input_ids"]), &labels)
+}
+
+/// Compares every gradient of `lora_expected.safetensors` and returns how many there were.
+fn compare_gradients(
+    name: &str,
+    expected: &HashMap<String, Tensor>,
+    found: &HashMap<String, Tensor>,
+) -> usize {
+    let mut compared = 0;
+    for (key, tensor) in expected {
+        let Some(path) = key.strip_prefix("grad.base_model.model.") else { continue };
+        let path = path.strip_suffix(".weight").unwrap();
+        let gradient = found[path].t().unwrap().contiguous().unwrap();
+        let size = tensor.abs().unwrap().flatten_all().unwrap().max(0).unwrap();
+        let size = f64::from(size.to_scalar::<f32>().unwrap());
+        assert!(size > 0.0, "{name} {path}: the fixture's gradient is zero");
+        assert_close(&format!("{name} {path}"), &gradient, tensor, 1e-4 * size);
+        compared += 1;
+    }
+    compared
+}
+
+#[test]
+fn lora_logits_loss_and_gradients_equal_those_of_peft() {
+    for name in FAMILIES {
+        let mut model = load(name);
+        model.load_adapter(folder(name).join("adapter")).unwrap();
+        let expected = tensors(folder(name).join("lora_expected.safetensors"));
+        let found = logits(&model, &rows(&expected["input_ids"]));
+        assert_close(name, &found, &expected["logits"], 1e-4);
+        for checkpoint in [false, true] {
+            let options = PassOptions { checkpoint, ..PassOptions::default() };
+            let (loss, gradients) = gradients(&model, &lora_batch(&expected), options);
+            let wanted = f64::from(
+                expected["loss"].flatten_all().unwrap().get(0).unwrap().to_scalar::<f32>().unwrap(),
+            );
+            assert!((loss - wanted).abs() < 1e-4, "{name}: loss {loss}, expected {wanted}");
+            let compared = compare_gradients(name, &expected, &gradients);
+            assert_eq!(compared, model.parameters().unwrap().entries().len(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn every_way_of_choosing_layers_equals_peft() {
+    for variant in ["adapter-rslora", "adapter-patterns", "adapter-layers", "adapter-regex"] {
+        let mut model = load("llama");
+        let path = folder("llama").join(variant);
+        model.load_adapter(&path).unwrap();
+        let expected = tensors(path.join("lora_expected.safetensors"));
+        let found = logits(&model, &rows(&expected["input_ids"]));
+        assert_close(variant, &found, &expected["logits"], 1e-4);
+        let (_, gradients) = gradients(&model, &lora_batch(&expected), PassOptions::default());
+        let compared = compare_gradients(variant, &expected, &gradients);
+        assert_eq!(compared, model.parameters().unwrap().entries().len(), "{variant}");
+    }
+}
+
+#[test]
+fn what_peft_can_ask_for_and_is_not_supported_is_named() {
+    let folder = fixtures().join("peft-unsupported");
+    let index = json(folder.join("index.json"));
+    for (file, reason) in index.as_object().unwrap() {
+        let temporary = tempfile::tempdir().unwrap();
+        std::fs::copy(folder.join(file), temporary.path().join(adapter::ADAPTER_CONFIG)).unwrap();
+        let message = adapter::read_config(temporary.path()).unwrap_err().to_string();
+        let key = reason["key"].as_str().unwrap();
+        assert!(message.contains(key), "{file}: `{message}` does not name {key}");
+    }
+}
+
+#[test]
+fn an_adapter_survives_being_written_and_read() {
+    for (name, variant) in [
+        ("llama", "adapter"),
+        ("llama", "adapter-rslora"),
+        ("llama", "adapter-patterns"),
+        ("llama", "adapter-layers"),
+        ("llama", "adapter-regex"),
+        ("phi3", "adapter"),
+    ] {
+        let mut model = load(name);
+        model.load_adapter(folder(name).join(variant)).unwrap();
+        let written = tempfile::tempdir().unwrap();
+        model.save_adapter(written.path(), name).unwrap();
+        let mut again = load(name);
+        again.load_adapter(written.path()).unwrap();
+        let ids = rows(&tensors(folder(name).join("expected.safetensors"))["input_ids"]);
+        assert_close(variant, &logits(&model, &ids), &logits(&again, &ids), 0.0);
+    }
+}
+
+#[test]
+fn merging_keeps_the_logits_and_the_merged_model_can_be_read_again() {
+    for name in FAMILIES {
+        let mut model = load(name);
+        model.load_adapter(folder(name).join("adapter")).unwrap();
+        let expected = tensors(folder(name).join("lora_expected.safetensors"));
+        let ids = rows(&expected["input_ids"]);
+        model.merge_adapter().unwrap();
+        assert_close(name, &logits(&model, &ids), &expected["logits"], 2e-4);
+        let written = tempfile::tempdir().unwrap();
+        model.save(written.path(), DType::F32, Some(&folder(name))).unwrap();
+        let again = Model::load(written.path(), DType::F32, &Device::Cpu).unwrap();
+        assert_close(name, &logits(&model, &ids), &logits(&again, &ids), 0.0);
+    }
+}
+
+#[test]
+fn an_adapter_for_another_base_is_an_error_that_says_so() {
+    let mut model = load("llama-odd");
+    let error = model.load_adapter(folder("llama").join("adapter")).unwrap_err().to_string();
+    assert!(error.contains("another base model"), "{error}");
+    assert!(model.adapter().is_none());
+}
+
+fn adamw_step(
+    model: &Model,
+    moments: &(Tensor, Tensor),
+    step: usize,
+    scale: f32,
+    options: &adamw::Options,
+) {
+    let store = model.parameters().unwrap();
+    adamw::step(
+        store.values(),
+        store.gradients(),
+        &moments.0,
+        &moments.1,
+        step,
+        scale,
+        store.decayed(),
+        options,
+    )
+    .unwrap();
+}
+
+fn follow(model: &Model, run: &Value, batches: &Tensor, clip: Option<f64>, weight_decay: f64) {
+    let count = model.parameters().unwrap().len();
+    let zeros = || Tensor::zeros(count, DType::F32, &Device::Cpu).unwrap();
+    let moments = (zeros(), zeros());
+    let losses = numbers(&run["losses"]);
+    let norms = run.get("gradient_norms").map(numbers);
+    let rates = run.get("learning_rates").map(numbers);
+    for (index, wanted) in losses.iter().enumerate() {
+        let ids = rows(&batches.get(index).unwrap());
+        let (loss, _) = gradients(model, &next_token_batch(&ids), PassOptions::default());
+        assert!((loss - wanted).abs() <= 1e-3 * wanted, "step {index}: {loss}, expected {wanted}");
+        let norm = adamw::norm(model.parameters().unwrap().gradients()).unwrap();
+        if let Some(norms) = &norms {
+            let wanted = norms[index];
+            assert!((norm - wanted).abs() <= 5e-3 * wanted, "step {index}: norm {norm}, {wanted}");
+        }
+        let scale = clip.map_or(1.0, |clip| (clip / (norm + 1e-6)).min(1.0)) as f32;
+        let learning_rate = rates.as_ref().map_or(5e-3, |rates| rates[index]);
+        let options =
+            adamw::Options { learning_rate, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay };
+        adamw_step(model, &moments, index + 1, scale, &options);
+    }
+}
+
+#[test]
+fn twenty_adamw_steps_follow_peft() {
+    for name in ["llama", "gemma2", "phi3"] {
+        let training = json(folder(name).join("training.json"));
+        let batches = &tensors(folder(name).join("training.safetensors"))["input_ids"];
+        for run in ["constant", "clipped_cosine"] {
+            let mut model = load(name);
+            model.load_adapter(folder(name).join("adapter-init")).unwrap();
+            let clip = training[run]["clip_norm"].as_f64();
+            assert_eq!(clip.is_some(), run == "clipped_cosine");
+            assert_eq!(numbers(&training[run]["losses"]).len(), 20);
+            follow(&model, &training[run], batches, clip, 0.01);
+        }
+    }
+}
+
+#[test]
+fn full_fine_tuning_follows_transformers() {
+    for name in ["llama", "llama3"] {
+        let training = json(folder(name).join("training_full.json"));
+        let batches = &tensors(folder(name).join("training_full.safetensors"))["input_ids"];
+        let mut model = load(name);
+        model.train_all().unwrap();
+        follow(&model, &training["constant"], batches, None, 0.0);
+    }
+}
+
+#[test]
+fn only_the_adapter_gets_gradients_and_only_its_path_is_recorded() {
+    let mut model = load("llama");
+    let config = LoraConfig { last_layers: Some(1), rank: 2, ..LoraConfig::default() };
+    model.add_lora(&config, 1).unwrap();
+    let ids = rows(&tensors(folder("llama").join("expected.safetensors"))["input_ids"]);
+    let batch = next_token_batch(&ids);
+    let tape = Tape::recording();
+    model.loss(&tape, &batch, PassOptions::default()).unwrap();
+    let last_layer = tape.len();
+    let mut model = load("llama");
+    model.add_lora(&LoraConfig { rank: 2, ..LoraConfig::default() }, 1).unwrap();
+    let tape = Tape::recording();
+    model.loss(&tape, &batch, PassOptions::default()).unwrap();
+    let layers = model.config().layers.len();
+    // Everything before the first adapter records nothing.
+    assert!(last_layer * layers <= tape.len() + layers * 2, "{last_layer} of {}", tape.len());
+    let tape = Tape::inference();
+    model.loss(&tape, &batch, PassOptions::default()).unwrap();
+    assert!(tape.is_empty());
+}

@@ -1,0 +1,502 @@
+//! The training loop: resuming bit for bit, also after SIGKILL, and what happens between steps.
+
+use candle_core::{DType, Device};
+use metal_candle::adapter::LoraConfig;
+use metal_candle::autograd::ParameterId;
+use metal_candle::data::{BatchOptions, Batcher, Dataset, Example, Report};
+use metal_candle::model::Model;
+use metal_candle::random::SplitMix64;
+use metal_candle::train::{
+    LearningRate, Metric, Outcome, Schedule, ScheduleOptions, Summary, TrainOptions, Trainer,
+    Warmup, latest_checkpoint,
+};
+use metal_candle::{Error, Result};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+const STEPS: u64 = 12;
+
+fn base() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models/llama")
+}
+
+/// Texts over few tokens, so that there is something to learn.
+fn dataset(count: usize, seed: u64) -> Arc<Dataset> {
+    let mut random = SplitMix64::new(seed);
+    let examples = (0..count)
+        .map(|_| {
+            let length = 4 + random.below(14) as usize;
+            let first = random.below(20) as u32;
+            let ids: Vec<u32> = (0..length as u32).map(|index| (first + 3 * index) % 60).collect();
+            Example { trainable: (0..length).map(|index| index > 1).collect(), ids }
+        })
+        .collect();
+    Arc::new(Dataset { examples, report: Report::default() })
+}
+
+fn batcher(dataset: Arc<Dataset>, batch_size: usize, packing: bool) -> Batcher {
+    let options = BatchOptions { batch_size, max_seq_length: 32, packing, seed: 7, shuffle: true };
+    Batcher::new(dataset, options).unwrap()
+}
+
+fn learning_rate(peak: f64, steps: u64) -> LearningRate {
+    ScheduleOptions {
+        schedule: Schedule::Cosine,
+        learning_rate: peak,
+        warmup: Warmup::Steps(2),
+        ..ScheduleOptions::default()
+    }
+    .build(steps)
+    .unwrap()
+}
+
+fn options() -> TrainOptions {
+    TrainOptions {
+        accumulation: 2,
+        report_every: 1,
+        evaluate_every: 4,
+        save_every: 3,
+        keep: 2,
+        keep_best: true,
+        seed: 11,
+        ..TrainOptions::new(STEPS, learning_rate(2e-2, STEPS))
+    }
+}
+
+fn model(full: bool) -> Model {
+    let mut model = Model::load(base(), DType::F32, &Device::Cpu).unwrap();
+    if full {
+        model.train_all().unwrap();
+    } else {
+        let config = LoraConfig { rank: 4, dropout: 0.1, ..LoraConfig::default() };
+        model.add_lora(&config, 5).unwrap();
+    }
+    model
+}
+
+/// The events that must be the same in every run with the same seed: all but timings and paths.
+fn steady(metric: &Metric) -> Option<String> {
+    match metric {
+        Metric::Train {
+            step, epoch, loss, learning_rate, gradient_norm, trained_tokens, ..
+        } => Some(format!(
+            "{step} {epoch} {loss:?} {learning_rate:?} {gradient_norm:?} {trained_tokens}"
+        )),
+        Metric::Evaluation { step, loss, tokens, .. } => {
+            Some(format!("{step} evaluation {loss:?} {tokens}"))
+        }
+        Metric::Skipped { step, reason } => Some(format!("{step} skipped {reason}")),
+        _ => None,
+    }
+}
+
+/// Trains in `output`, from the newest checkpoint there if there is one.
+fn train(
+    output: &Path,
+    full: bool,
+    mut event: impl FnMut(&Metric),
+    saving: impl FnMut(&Path),
+    stop: Arc<AtomicBool>,
+) -> (Vec<String>, Summary) {
+    let model = model(full);
+    let (batches, validation) =
+        (batcher(dataset(24, 1), 3, true), batcher(dataset(9, 2), 4, false));
+    let mut trainer = Trainer::new(&model, &batches, options(), output, "llama")
+        .unwrap()
+        .with_validation(&validation)
+        .with_saving(saving)
+        .with_stop(stop);
+    if let Some(checkpoint) = latest_checkpoint(output).unwrap() {
+        trainer.resume(checkpoint).unwrap();
+    }
+    let mut events = Vec::new();
+    let summary = trainer
+        .run(&mut |metric: &Metric| -> Result<()> {
+            events.extend(steady(metric));
+            event(metric);
+            Ok(())
+        })
+        .unwrap();
+    (events, summary)
+}
+
+fn train_quietly(output: &Path, full: bool) -> Vec<String> {
+    train(output, full, |_| (), |_| (), Arc::default()).0
+}
+
+fn parameters_file(output: &Path, full: bool) -> Vec<u8> {
+    let name = if full { "model.safetensors" } else { "adapter_model.safetensors" };
+    std::fs::read(output.join(name)).unwrap()
+}
+
+/// Every event after the resume is the same as in the run that was never stopped.
+fn assert_continues(reference: &[String], resumed: &[String], moment: &str) {
+    assert!(!resumed.is_empty(), "{moment}: nothing was left to do");
+    assert_eq!(&reference[reference.len() - resumed.len()..], resumed, "{moment}");
+}
+
+#[test]
+fn training_lowers_the_loss_and_repeats_bit_for_bit() {
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let mut losses = Vec::new();
+    let collect = |metric: &Metric| {
+        if let Metric::Train { loss, .. } = metric {
+            losses.push(*loss);
+        }
+    };
+    let (events, summary) = train(first.path(), false, collect, |_| (), Arc::default());
+    assert_eq!(summary.outcome, Outcome::Finished);
+    assert_eq!(losses.len() as u64, STEPS);
+    assert!(losses[losses.len() - 1] < 0.8 * losses[0], "{losses:?}");
+    assert_eq!(events, train_quietly(second.path(), false));
+    assert_eq!(parameters_file(first.path(), false), parameters_file(second.path(), false));
+}
+
+#[test]
+fn an_interrupted_run_continues_bit_for_bit() {
+    for full in [false, true] {
+        let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let reference = train_quietly(whole.path(), full);
+        for stop_at in [1, 5, 8] {
+            let stop = Arc::new(AtomicBool::new(false));
+            let signal = stop.clone();
+            let event = move |metric: &Metric| {
+                if matches!(metric, Metric::Train { step, .. } if *step == stop_at) {
+                    signal.store(true, Ordering::Relaxed);
+                }
+            };
+            let (events, summary) = train(parts.path(), full, event, |_| (), stop);
+            assert_eq!(summary.outcome, Outcome::Interrupted);
+            assert_eq!(summary.step, stop_at);
+            let done = reference.iter().position(|event| *event == events[0]).unwrap();
+            assert_eq!(&reference[done..done + events.len()], events);
+        }
+        let rest = train_quietly(parts.path(), full);
+        assert_continues(&reference, &rest, "after three interruptions");
+        assert_eq!(parameters_file(whole.path(), full), parameters_file(parts.path(), full));
+    }
+}
+
+const KILL_AT: &str = "METAL_CANDLE_TEST_KILL_AT";
+const OUTPUT: &str = "METAL_CANDLE_TEST_OUTPUT";
+const FULL: &str = "METAL_CANDLE_TEST_FULL";
+
+/// Not a test of its own: the process that `a_killed_run_continues_bit_for_bit` starts and that
+/// kills itself at the moment it was told.
+#[test]
+fn child_process_that_is_killed() {
+    let (Ok(moment), Ok(output)) = (std::env::var(KILL_AT), std::env::var(OUTPUT)) else { return };
+    let full = std::env::var(FULL).is_ok();
+    let die = || {
+        let id = std::process::id().to_string();
+        Command::new("kill").args(["-KILL", &id]).status().unwrap();
+        // The signal is on its way.
+        std::thread::sleep(std::time::Duration::from_secs(60));
+    };
+    let mut files = 0;
+    train(
+        Path::new(&output),
+        full,
+        |metric| {
+            if matches!(metric, Metric::Train { step, .. } if moment == format!("step {step}")) {
+                die();
+            }
+        },
+        |_| {
+            files += 1;
+            if moment == format!("file {files}") {
+                die();
+            }
+        },
+        Arc::default(),
+    );
+    panic!("the process outlived `{moment}`");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_killed_run_continues_bit_for_bit() {
+    use std::os::unix::process::ExitStatusExt;
+    for full in [false, true] {
+        let whole = tempfile::tempdir().unwrap();
+        let reference = train_quietly(whole.path(), full);
+        // Steps before, between and after checkpoints, and within the first, second and third save,
+        // before and after each of its files.
+        let moments = ["step 1", "step 4", "step 7", "step 11"]
+            .map(String::from)
+            .into_iter()
+            .chain((1..=12).map(|file| format!("file {file}")));
+        for moment in moments {
+            let parts = tempfile::tempdir().unwrap();
+            let mut child = Command::new(std::env::current_exe().unwrap());
+            child
+                .args(["--exact", "child_process_that_is_killed", "--nocapture"])
+                .env(KILL_AT, &moment)
+                .env(OUTPUT, parts.path());
+            if full {
+                child.env(FULL, "1");
+            }
+            let output = child.output().unwrap();
+            assert_eq!(output.status.signal(), Some(9), "{moment}: {output:?}");
+            let rest = train_quietly(parts.path(), full);
+            assert_continues(&reference, &rest, &moment);
+            assert_eq!(
+                parameters_file(whole.path(), full),
+                parameters_file(parts.path(), full),
+                "{moment}"
+            );
+            let leftovers: Vec<_> = std::fs::read_dir(parts.path().join("checkpoints"))
+                .unwrap()
+                .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+                .filter(|name| !name.starts_with("step-"))
+                .collect();
+            assert!(leftovers.is_empty(), "{moment}: {leftovers:?}");
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_of_another_run_is_refused_with_what_differs() {
+    let output = tempfile::tempdir().unwrap();
+    train_quietly(output.path(), false);
+    let checkpoint = latest_checkpoint(output.path()).unwrap().unwrap();
+    let model = model(false);
+    let cases: [(&str, Batcher, TrainOptions); 3] = [
+        ("batch_size", batcher(dataset(24, 1), 4, true), options()),
+        ("data_hash", batcher(dataset(24, 3), 3, true), options()),
+        ("seed", batcher(dataset(24, 1), 3, true), TrainOptions { seed: 12, ..options() }),
+    ];
+    for (key, batches, options) in cases {
+        let mut trainer = Trainer::new(&model, &batches, options, output.path(), "llama").unwrap();
+        let error = trainer.resume(&checkpoint).unwrap_err().to_string();
+        assert!(
+            error.contains(key) || error.contains("examples") || error.contains("tokens"),
+            "{key}: {error}"
+        );
+        assert!(error.contains("trainer_state.json"), "{error}");
+    }
+}
+
+#[test]
+fn a_damaged_checkpoint_is_an_error_that_names_the_file() {
+    let output = tempfile::tempdir().unwrap();
+    train_quietly(output.path(), false);
+    let checkpoint = latest_checkpoint(output.path()).unwrap().unwrap();
+    let model = model(false);
+    let batches = batcher(dataset(24, 1), 3, true);
+    for name in ["optimizer.safetensors", "adapter_model.safetensors", "trainer_state.json"] {
+        let path = checkpoint.join(name);
+        let whole = std::fs::read(&path).unwrap();
+        std::fs::write(&path, &whole[..whole.len() / 2]).unwrap();
+        let mut trainer =
+            Trainer::new(&model, &batches, options(), output.path(), "llama").unwrap();
+        let error = trainer.resume(&checkpoint).unwrap_err().to_string();
+        assert!(error.contains(name), "{error}");
+        std::fs::write(&path, whole).unwrap();
+    }
+}
+
+fn snapshot(model: &Model) -> Vec<f32> {
+    model.parameters().unwrap().values().to_vec1().unwrap()
+}
+
+#[test]
+fn steps_with_a_nan_are_skipped_and_the_run_stops_at_the_limit() {
+    let model = model(false);
+    let store = model.parameters().unwrap();
+    let broken = store.view(ParameterId(0)).unwrap().affine(0.0, f64::NAN).unwrap();
+    store.set(ParameterId(0), &broken).unwrap();
+    let before = snapshot(&model);
+    let output = tempfile::tempdir().unwrap();
+    let batches = batcher(dataset(24, 1), 3, true);
+    let options = TrainOptions { skip_limit: 3, ..options() };
+    let mut trainer = Trainer::new(&model, &batches, options, output.path(), "llama").unwrap();
+    let mut skipped = Vec::new();
+    let error = trainer
+        .run(&mut |metric: &Metric| -> Result<()> {
+            if let Metric::Skipped { step, reason } = metric {
+                skipped.push((*step, reason.clone()));
+            }
+            Ok(())
+        })
+        .unwrap_err();
+    assert!(matches!(error, Error::Diverged(_)), "{error}");
+    assert_eq!(skipped.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3]);
+    assert!(skipped[0].1.contains("NaN"), "{skipped:?}");
+    let after = snapshot(&model);
+    assert!(before.iter().zip(&after).all(|(a, b)| a.to_bits() == b.to_bits()));
+}
+
+/// The parameters after a run without evaluation or checkpoints in between.
+fn trained(options: TrainOptions, batches: &Batcher, config: &LoraConfig) -> Vec<f32> {
+    let mut model = Model::load(base(), DType::F32, &Device::Cpu).unwrap();
+    model.add_lora(config, 5).unwrap();
+    let output = tempfile::tempdir().unwrap();
+    Trainer::new(&model, batches, options, output.path(), "llama")
+        .unwrap()
+        .run(&mut |_: &Metric| -> Result<()> { Ok(()) })
+        .unwrap();
+    snapshot(&model)
+}
+
+fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[test]
+fn accumulated_batches_weigh_every_token_the_same() {
+    let config = LoraConfig { rank: 4, ..LoraConfig::default() };
+    // One batch of all rows, or one row at a time with very different numbers of tokens.
+    let data = dataset(6, 3);
+    let run = |batch_size, accumulation| {
+        let options = TrainOptions {
+            accumulation,
+            adamw: metal_candle::train::AdamWOptions {
+                // A large epsilon keeps AdamW from blowing up rounding in tiny gradients.
+                epsilon: 1e-2,
+                ..Default::default()
+            },
+            save_every: 0,
+            ..TrainOptions::new(4, learning_rate(1e-2, 4))
+        };
+        trained(options, &batcher(data.clone(), batch_size, false), &config)
+    };
+    let (whole, parts) = (run(6, 1), run(1, 6));
+    let difference = largest_difference(&whole, &parts);
+    assert!(difference < 1e-5, "{difference}");
+    assert!(largest_difference(&whole, &run(1, 1)) > 1e-3);
+}
+
+#[test]
+fn gradient_checkpointing_changes_nothing_also_with_dropout() {
+    let config = LoraConfig { rank: 4, dropout: 0.3, ..LoraConfig::default() };
+    let batches = batcher(dataset(24, 1), 3, true);
+    let run = |gradient_checkpointing, seed| {
+        let options = TrainOptions { gradient_checkpointing, seed, save_every: 0, ..options() };
+        trained(options, &batches, &config)
+    };
+    let stored = run(false, 1);
+    assert!(largest_difference(&stored, &run(true, 1)) < 1e-6);
+    // Another seed drops other inputs.
+    assert!(largest_difference(&stored, &run(false, 2)) > 1e-4);
+}
+
+#[test]
+fn old_checkpoints_go_and_the_best_stays() {
+    let output = tempfile::tempdir().unwrap();
+    let (_, summary) = train(output.path(), false, |_| (), |_| (), Arc::default());
+    let (_, best) = summary.best.unwrap();
+    let mut names: Vec<String> = std::fs::read_dir(output.path().join("checkpoints"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    let mut expected = vec![best, 9, STEPS];
+    expected.sort_unstable();
+    expected.dedup();
+    let expected: Vec<String> = expected.iter().map(|step| format!("step-{step:08}")).collect();
+    // The two newest, and the best if it is none of them.
+    for name in &expected {
+        assert!(names.contains(name), "{names:?} lacks {name}");
+    }
+    assert!(names.len() <= 3, "{names:?}");
+}
+
+#[test]
+fn training_stops_early_when_the_validation_loss_stops_falling() {
+    let model = model(false);
+    let output = tempfile::tempdir().unwrap();
+    // Data to validate on that contradicts the data to learn from.
+    let (batches, contrary) = (batcher(dataset(24, 1), 3, true), {
+        let examples = (0..6u32)
+            .map(|row| {
+                let ids: Vec<u32> =
+                    (0..12).map(|index| (row * 31 + index * index * 17) % 96).collect();
+                Example { trainable: (0..12).map(|index| index > 0).collect(), ids }
+            })
+            .collect();
+        batcher(Arc::new(Dataset { examples, report: Report::default() }), 4, false)
+    });
+    let options = TrainOptions {
+        evaluate_every: 2,
+        patience: Some(2),
+        ..TrainOptions::new(400, learning_rate(3e-2, 400))
+    };
+    let summary = Trainer::new(&model, &batches, options, output.path(), "llama")
+        .unwrap()
+        .with_validation(&contrary)
+        .run(&mut |_: &Metric| -> Result<()> { Ok(()) })
+        .unwrap();
+    assert_eq!(summary.outcome, Outcome::StoppedEarly);
+    let (_, best) = summary.best.unwrap();
+    assert!(
+        best + 4 <= summary.step && summary.step < 400,
+        "best {best}, stopped {}",
+        summary.step
+    );
+}
+
+#[test]
+fn options_that_cannot_work_are_refused_by_name() {
+    let model = model(false);
+    let batches = batcher(dataset(4, 1), 2, false);
+    let cases: [(&str, TrainOptions); 4] = [
+        ("steps", TrainOptions { steps: 0, ..options() }),
+        ("accumulation", TrainOptions { accumulation: 0, ..options() }),
+        ("clip_norm", TrainOptions { clip_norm: Some(-1.0), ..options() }),
+        ("keep", TrainOptions { keep: 0, ..options() }),
+    ];
+    for (name, options) in cases {
+        let error = Trainer::new(&model, &batches, options, "nowhere", "llama").err().unwrap();
+        assert!(error.to_string().contains(name), "{error}");
+    }
+    let untrained = Model::load(base(), DType::F32, &Device::Cpu).unwrap();
+    assert!(Trainer::new(&untrained, &batches, options(), "nowhere", "llama").is_err());
+}
+
+/// Unmounts when it goes.
+struct Mounted(PathBuf);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).status();
+    }
+}
+
+fn mount(folder: &Path, options: &str) -> bool {
+    let mut command = Command::new("mount");
+    command.args(["-t", "tmpfs", "-o", options, "tmpfs"]).arg(folder);
+    command.output().is_ok_and(|output| output.status.success())
+}
+
+#[test]
+fn a_full_disk_is_an_error_and_loses_nothing() {
+    let whole = tempfile::tempdir().unwrap();
+    let reference = train_quietly(whole.path(), false);
+    let small = tempfile::tempdir().unwrap();
+    if !mount(small.path(), "size=160k") {
+        eprintln!("skipped: mounting a small tmpfs takes root");
+        return;
+    }
+    let _mounted = Mounted(small.path().to_path_buf());
+    let model = model(false);
+    let (batches, validation) =
+        (batcher(dataset(24, 1), 3, true), batcher(dataset(9, 2), 4, false));
+    let error = Trainer::new(&model, &batches, options(), small.path(), "llama")
+        .unwrap()
+        .with_validation(&validation)
+        .run(&mut |_: &Metric| -> Result<()> { Ok(()) })
+        .unwrap_err();
+    assert!(matches!(&error, Error::Io { .. }), "{error}");
+    let message = error.to_string();
+    assert!(message.contains("space") && message.contains("checkpoints"), "{message}");
+    assert!(latest_checkpoint(small.path()).unwrap().is_some(), "the first checkpoint is lost");
+    // With room again the run goes on as if nothing had happened.
+    assert!(mount(small.path(), "remount,size=16m"));
+    let rest = train_quietly(small.path(), false);
+    assert_continues(&reference, &rest, "after a full disk");
+    assert_eq!(parameters_file(whole.path(), false), parameters_file(small.path(), false));
+}
