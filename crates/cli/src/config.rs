@@ -50,8 +50,19 @@ const ALIASES: &[(&str, &str)] = &[
 
 /// Keys that are understood without being settings of their own.
 const OTHERS: &[&str] = &[
-    "bias", "lora_parameters", "mask_prompt", "optim", "optimizer", "optimizer_config",
-    "peft_type", "project_name", "report_to", "task_type", "train", "training_mode", "use_dora",
+    "bias",
+    "lora_parameters",
+    "mask_prompt",
+    "optim",
+    "optimizer",
+    "optimizer_config",
+    "peft_type",
+    "project_name",
+    "report_to",
+    "task_type",
+    "train",
+    "training_mode",
+    "use_dora",
     "wandb",
 ];
 
@@ -73,11 +84,14 @@ pub fn read(path: &Path) -> anyhow::Result<Mapping> {
     const LIMIT: u64 = 1 << 20;
     let bytes = metal_candle::files::read_limited(path, LIMIT).map_err(usage)?;
     let wrong = |message: String| usage(format!("{}: {message}", path.display()));
-    let value: Value = serde_yaml_ng::from_slice(&bytes).map_err(|error| wrong(error.to_string()))?;
+    let value: Value =
+        serde_yaml_ng::from_slice(&bytes).map_err(|error| wrong(error.to_string()))?;
     match value {
         Value::Mapping(map) => canonical(map).map_err(wrong),
         Value::Null => Ok(Mapping::new()),
-        other => Err(wrong(format!("expected a mapping of keys to values, found {}", kind(&other)))),
+        other => {
+            Err(wrong(format!("expected a mapping of keys to values, found {}", kind(&other))))
+        }
     }
 }
 
@@ -117,7 +131,8 @@ struct Canonical {
 impl Canonical {
     fn insert(&mut self, key: &str, written: &str, value: Value) -> Result<(), String> {
         let conflicts = |other: &str| {
-            other == key || GROUPS.iter().any(|group| group.contains(&key) && group.contains(&other))
+            other == key
+                || GROUPS.iter().any(|group| group.contains(&key) && group.contains(&other))
         };
         if let Some((_, other)) = self.origins.iter().find(|(other, _)| conflicts(other)) {
             return Err(format!("`{other}` and `{written}` say the same thing; keep one of them"));
@@ -191,7 +206,10 @@ fn special(canonical: &mut Canonical, key: &str, value: Value) -> Result<(), Str
                     _ => {
                         return Err(format!(
                             "unknown key `{inner}` in lora_parameters{}",
-                            suggestion(inner, ["rank", "scale", "dropout", "keys", "alpha"].into_iter())
+                            suggestion(
+                                inner,
+                                ["rank", "scale", "dropout", "keys", "alpha"].into_iter()
+                            )
                         ));
                     }
                 };
@@ -250,21 +268,31 @@ fn special(canonical: &mut Canonical, key: &str, value: Value) -> Result<(), Str
 /// mlx-lm's options of its optimisers.
 fn optimizer_config(canonical: &mut Canonical, value: Value) -> Result<(), String> {
     let Value::Mapping(optimizers) = value else {
-        return Err(format!("optimizer_config: is {}, expected a mapping such as adamw: {{weight_decay: 0.01}}", kind(&value)));
+        return Err(format!(
+            "optimizer_config: is {}, expected a mapping such as adamw: {{weight_decay: 0.01}}",
+            kind(&value)
+        ));
     };
     for (optimizer, options) in optimizers {
         let optimizer = optimizer.as_str().unwrap_or_default();
         let options = match options {
             Value::Mapping(options) => options,
             Value::Null => Mapping::new(),
-            other => return Err(format!("optimizer_config.{optimizer}: is {}, expected a mapping", kind(&other))),
+            other => {
+                return Err(format!(
+                    "optimizer_config.{optimizer}: is {}, expected a mapping",
+                    kind(&other)
+                ));
+            }
         };
         // mlx-lm reads only those of the optimiser that it uses.
         if optimizer != "adamw" {
             if options.is_empty() {
                 continue;
             }
-            return Err(format!("optimizer_config.{optimizer}: {optimizer} is not supported; adamw is"));
+            return Err(format!(
+                "optimizer_config.{optimizer}: {optimizer} is not supported; adamw is"
+            ));
         }
         for (key, value) in options {
             let key = key.as_str().unwrap_or_default();
@@ -285,7 +313,10 @@ fn optimizer_config(canonical: &mut Canonical, value: Value) -> Result<(), Strin
                 _ => {
                     return Err(format!(
                         "unknown key `{written}`{}",
-                        suggestion(key, ["weight_decay", "eps", "betas", "bias_correction"].into_iter())
+                        suggestion(
+                            key,
+                            ["weight_decay", "eps", "betas", "bias_correction"].into_iter()
+                        )
                     ));
                 }
             }
@@ -312,7 +343,8 @@ fn suggestion<'a>(key: &str, names: impl Iterator<Item = &'a str>) -> String {
     let mut close: Vec<(usize, &str)> = names
         .filter_map(|name| {
             let distance = edits(key, name);
-            let related = name.len() >= 4 && key.len() >= 4 && (name.contains(key) || key.contains(name));
+            let related =
+                name.len() >= 4 && key.len() >= 4 && (name.contains(key) || key.contains(name));
             (distance <= 1 + key.len() / 4 || related).then_some((distance, name))
         })
         .collect();
@@ -360,7 +392,9 @@ mod tests {
 
     #[test]
     fn words_of_mlx_peft_and_transformers_mean_the_same() {
-        let own = parse("rank: 4\nalpha: 8\ndropout: 0.1\nsteps: 10\nbatch_size: 2\nschedule: linear").unwrap();
+        let own =
+            parse("rank: 4\nalpha: 8\ndropout: 0.1\nsteps: 10\nbatch_size: 2\nschedule: linear")
+                .unwrap();
         let peft = "r: 4\nlora_alpha: 8\nlora_dropout: 0.1\nmax_steps: 10\n\
                     per_device_train_batch_size: 2\nlr_scheduler_type: linear";
         assert_eq!(parse(peft).unwrap(), own);
@@ -399,7 +433,10 @@ mod tests {
             ("optimizer: adam", "optimizer: adam is not supported; adamw is"),
             ("fine_tune_type: dora", "fine_tune_type: unknown variant `dora`"),
             ("wandb: project", "wandb: project is not supported"),
-            ("lr_schedule: {name: cosine_decay, arguments: [1, 2]}\nschedule: linear", "`lr_schedule` and `schedule`"),
+            (
+                "lr_schedule: {name: cosine_decay, arguments: [1, 2]}\nschedule: linear",
+                "`lr_schedule` and `schedule`",
+            ),
             ("rank: 0", "rank: is 0"),
             ("learning_rate: .nan", "learning_rate"),
             ("num_layers: 0", "num_layers: is 0"),
@@ -417,7 +454,8 @@ mod tests {
         .unwrap() else {
             panic!()
         };
-        let flags = Mapping::from_iter([("steps".into(), 5.into()), ("learning_rate".into(), 2e-3.into())]);
+        let flags =
+            Mapping::from_iter([("steps".into(), 5.into()), ("learning_rate".into(), 2e-3.into())]);
         let settings = merge(file, flags).unwrap();
         assert_eq!((settings.steps, settings.epochs), (Some(5), None));
         assert_eq!(settings.learning_rate(5).unwrap().peak(), 2e-3);

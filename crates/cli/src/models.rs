@@ -1,7 +1,7 @@
 //! Models for commands: where they lie, their dtype and device, and the flags that say so.
 
 use crate::errors::usage;
-use crate::output::{BARS, Terminal, bytes, say};
+use crate::output::{BARS, Terminal, bytes};
 use crate::settings::{Precision, Processor};
 use anyhow::Context;
 use candle_core::{DType, Device};
@@ -74,7 +74,10 @@ impl Source {
         let folder = resolve(&named, self.revision.as_deref(), terminal);
         match (&self.model, &self.adapter) {
             (None, Some(adapter)) => folder.with_context(|| {
-                format!("the base model that {} names; --model gives another place", adapter.display())
+                format!(
+                    "the base model that {} names; --model gives another place",
+                    adapter.display()
+                )
             }),
             _ => folder,
         }
@@ -181,7 +184,8 @@ pub fn resolve(model: &str, revision: Option<&str>, terminal: Terminal) -> anyho
 }
 
 fn style() -> ProgressStyle {
-    let template = "{msg}  [{bar:30}] {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
+    let template =
+        "{msg}  [{bar:30}] {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
     ProgressStyle::with_template(template)
         .unwrap_or_else(|_| ProgressStyle::default_bar())
         .progress_chars("=> ")
@@ -191,8 +195,6 @@ fn style() -> ProgressStyle {
 pub fn warn_of_length(model: &Model, tokens: usize) {
     let limit = model.config().max_position_embeddings;
     if tokens > limit {
-        say(format!(
-            "warning: {tokens} tokens are more than the {limit} that this model was made for"
-        ));
+        tracing::warn!("{tokens} tokens are more than the {limit} that this model was made for");
     }
 }

@@ -19,7 +19,7 @@ impl Progress {
     /// For a run of `total` steps of which `done` are taken.
     pub fn new(terminal: Terminal, total: u64, done: u64) -> Self {
         let bar = terminal.draws_bars().then(|| {
-            let template = "{bar:24} step {pos}/{len}  {msg}  {elapsed} elapsed, {eta} left";
+            let template = "{bar:12} {pos}/{len}  {wide_msg} {elapsed}, {eta} left";
             let style = ProgressStyle::with_template(template)
                 .unwrap_or_else(|_| ProgressStyle::default_bar())
                 .progress_chars("━╸─");
@@ -56,7 +56,7 @@ impl MetricsSink for Progress {
         match metric {
             Metric::Train { step, loss, learning_rate, tokens_per_second, .. } => {
                 let rate = grouped(tokens_per_second.max(0.0) as u64);
-                let message = format!("loss {loss:.4}  lr {learning_rate:.2e}  {rate} tokens/s");
+                let message = format!("loss {loss:.4}  lr {learning_rate:.1e}  {rate} tokens/s");
                 match &self.bar {
                     Some(bar) => {
                         bar.set_position(*step);

@@ -5,7 +5,12 @@ use metal_candle::text::{Message, RenderOptions, Tokenizer};
 
 /// The tokens of a prompt: through the chat template as a user's message, if there is a template,
 /// otherwise, or when `raw`, as it is.
-pub fn encode(tokenizer: &Tokenizer, prompt: &str, system: Option<&str>, raw: bool) -> Result<Vec<u32>> {
+pub fn encode(
+    tokenizer: &Tokenizer,
+    prompt: &str,
+    system: Option<&str>,
+    raw: bool,
+) -> Result<Vec<u32>> {
     if raw || tokenizer.chat_template().is_none() {
         return tokenizer.encode(prompt, true);
     }

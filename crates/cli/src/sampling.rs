@@ -11,7 +11,9 @@ const DEFAULT_TEMPERATURE: f64 = 0.7;
 
 /// How tokens are drawn. What is not given comes from the model's `generation_config.json`.
 #[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Sampling (defaults are those of the model's generation_config.json)")]
+#[command(
+    next_help_heading = "Sampling (defaults are those of the model's generation_config.json)"
+)]
 pub struct Sampling {
     /// Tokens at most
     #[arg(short = 'n', long, value_name = "N", default_value_t = 256)]

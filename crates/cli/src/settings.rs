@@ -270,13 +270,11 @@ impl Settings {
             }
         }
         if self.fine_tune_type == FineTuneType::Full {
-            const LORA_ONLY: &[&str] =
-                &["num_layers", "layers", "exclude_modules", "init_adapter"];
+            const LORA_ONLY: &[&str] = &["num_layers", "layers", "exclude_modules", "init_adapter"];
             let all = self.num_layers == Some(-1);
-            if let Some(key) = LORA_ONLY
-                .iter()
-                .find(|key| given.iter().any(|given| given == *key) && !(**key == "num_layers" && all))
-            {
+            if let Some(key) = LORA_ONLY.iter().find(|key| {
+                given.iter().any(|given| given == *key) && !(**key == "num_layers" && all)
+            }) {
                 return Err(usage(format!(
                     "{key}: only LoRA can be on a part of the model; with fine_tune_type full every weight is trained"
                 )));
@@ -288,7 +286,8 @@ impl Settings {
         if self.epochs.is_none() && self.steps.is_none() {
             self.epochs = Some(1.0);
         }
-        if self.lr_schedule.is_none() && self.warmup_steps.is_none() && self.warmup_ratio.is_none() {
+        if self.lr_schedule.is_none() && self.warmup_steps.is_none() && self.warmup_ratio.is_none()
+        {
             self.warmup_ratio = Some(DEFAULT_WARMUP_RATIO);
         }
         if let Some(scale) = self.scale.take() {
@@ -379,9 +378,13 @@ impl Settings {
                 self.max_seq_length
             )));
         }
-        for (key, batches) in [("eval_batches", self.eval_batches), ("test_batches", self.test_batches)] {
+        for (key, batches) in
+            [("eval_batches", self.eval_batches), ("test_batches", self.test_batches)]
+        {
             if batches != -1 && batches < 1 {
-                return Err(usage(format!("{key}: is {batches}, expected at least 1, or -1 for all")));
+                return Err(usage(format!(
+                    "{key}: is {batches}, expected at least 1, or -1 for all"
+                )));
             }
         }
         if self.sample_every > 0 && self.sample_prompt.is_empty() {
@@ -486,10 +489,19 @@ impl Settings {
     /// The settings as a YAML file that `-c` accepts, without keys that others make meaningless.
     pub fn to_yaml(&self) -> anyhow::Result<String> {
         const LORA: &[&str] = &[
-            "rank", "alpha", "dropout", "rslora", "target_modules", "exclude_modules",
-            "num_layers", "layers", "rank_pattern", "alpha_pattern",
+            "rank",
+            "alpha",
+            "dropout",
+            "rslora",
+            "target_modules",
+            "exclude_modules",
+            "num_layers",
+            "layers",
+            "rank_pattern",
+            "alpha_pattern",
         ];
-        const SCHEDULE: &[&str] = &["schedule", "warmup_steps", "warmup_ratio", "min_learning_rate"];
+        const SCHEDULE: &[&str] =
+            &["schedule", "warmup_steps", "warmup_ratio", "min_learning_rate"];
         let mut value = serde_yaml_ng::to_value(self)?;
         if let serde_yaml_ng::Value::Mapping(map) = &mut value {
             let mut skipped: Vec<&str> = Vec::new();
@@ -519,7 +531,10 @@ pub fn parse_targets(text: &str) -> Targets {
         Targets::Pattern(text.to_string())
     } else {
         Targets::Names(
-            text.split(',').map(|name| name.trim().to_string()).filter(|name| !name.is_empty()).collect(),
+            text.split(',')
+                .map(|name| name.trim().to_string())
+                .filter(|name| !name.is_empty())
+                .collect(),
         )
     }
 }

@@ -141,7 +141,11 @@ pub struct Best {
 
 impl Run {
     /// Reads the data and the model and checks that the run can be made.
-    pub fn prepare(mut settings: Settings, start: Start, terminal: Terminal) -> anyhow::Result<Self> {
+    pub fn prepare(
+        mut settings: Settings,
+        start: Start,
+        terminal: Terminal,
+    ) -> anyhow::Result<Self> {
         let device = device(settings.device)?;
         let dtype = models::dtype(settings.dtype);
         let data = settings.data.clone().ok_or_else(|| usage("no data: give --data"))?;
@@ -200,8 +204,11 @@ impl Run {
             Ok(Batcher::new(Arc::new(dataset), options)?)
         };
         let train = build(train_records, true, "training")?;
-        let valid =
-            records.valid.as_deref().map(|records| build(records, false, "validation")).transpose()?;
+        let valid = records
+            .valid
+            .as_deref()
+            .map(|records| build(records, false, "validation"))
+            .transpose()?;
         let test = match (&records.test, settings.test) {
             (Some(records), true) => Some(build(records, false, "test")?),
             (None, true) => {
@@ -211,8 +218,7 @@ impl Run {
         };
         let batches = train.epoch(0).len();
         let steps = total_steps(settings.duration(), batches, settings.grad_accumulation)?;
-        let options =
-            settings.train_options(steps, settings.learning_rate(steps).map_err(usage)?);
+        let options = settings.train_options(steps, settings.learning_rate(steps).map_err(usage)?);
         options.validate().map_err(usage)?;
 
         let mut model = if settings.from_config.is_some() {
@@ -280,16 +286,11 @@ impl Run {
     pub fn train(&self, terminal: Terminal) -> anyhow::Result<Summary> {
         let settings = &self.settings;
         let output = &settings.output;
-        let mut trainer = Trainer::new(
-            &self.model,
-            &self.train,
-            self.options.clone(),
-            output,
-            &self.base_model,
-        )?
-        .with_stop(interrupt::watch(
-            "stopping after this step and saving a checkpoint; Ctrl-C again stops at once",
-        ));
+        let mut trainer =
+            Trainer::new(&self.model, &self.train, self.options.clone(), output, &self.base_model)?
+                .with_stop(interrupt::watch(
+                    "stopping after this step and saving a checkpoint; Ctrl-C again stops at once",
+                ));
         if let Some(valid) = &self.valid {
             trainer = trainer.with_validation(valid);
         }
@@ -349,8 +350,7 @@ impl Run {
             files::write_bytes_atomic(output.join(svg), plot::loss_curve_svg(&curve)?)?;
             files::write_bytes_atomic(output.join(png), plot::loss_curve_png(&curve)?)?;
         }
-        let checkpoint =
-            if interrupted { latest_checkpoint(output)? } else { None };
+        let checkpoint = if interrupted { latest_checkpoint(output)? } else { None };
         let train_loss = events.iter().rev().find_map(|metric| match metric {
             Metric::Train { loss, .. } => Some(*loss),
             _ => None,
@@ -379,7 +379,8 @@ impl Run {
 
     /// What the model makes of the sample prompts.
     fn samples(&self, model: &Model, seed: u64) -> metal_candle::Result<Vec<(String, String)>> {
-        let mut options = GenerateOptions { max_tokens: self.settings.sample_tokens, ..Default::default() };
+        let mut options =
+            GenerateOptions { max_tokens: self.settings.sample_tokens, ..Default::default() };
         options.sampling.seed = seed;
         self.settings
             .sample_prompt
@@ -509,13 +510,14 @@ fn layers(layers: &[usize]) -> String {
         [] => "no layer".into(),
         [one] => format!("layer {one}"),
         [first, .., last] if contiguous => format!("layers {first} to {last}"),
-        _ => format!("layers {}", layers.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")),
+        _ => {
+            format!("layers {}", layers.iter().map(usize::to_string).collect::<Vec<_>>().join(", "))
+        }
     }
 }
 
 fn lora_plan(settings: &Settings, model: &Model) -> anyhow::Result<LoraPlan> {
-    let resolved =
-        settings.lora()?.resolve(&model.linear_paths(), model.config().layers.len())?;
+    let resolved = settings.lora()?.resolve(&model.linear_paths(), model.config().layers.len())?;
     let (mut modules, mut layers) = (Vec::new(), Vec::new());
     for linear in &resolved {
         let name = linear.path.rsplit('.').next().unwrap_or_default().to_string();
@@ -532,7 +534,13 @@ fn lora_plan(settings: &Settings, model: &Model) -> anyhow::Result<LoraPlan> {
 
 /// How much memory a step takes, from what each layer keeps for its backward pass: the inputs of
 /// two norms, of the projections and of the activation, and the attention's own.
-fn memory(settings: &Settings, model: &Model, parameters: u64, trainable: u64, longest: usize) -> Memory {
+fn memory(
+    settings: &Settings,
+    model: &Model,
+    parameters: u64,
+    trainable: u64,
+    longest: usize,
+) -> Memory {
     let config = model.config();
     let full = settings.fine_tune_type == FineTuneType::Full;
     let element = model.dtype().size_in_bytes() as u64;
@@ -567,14 +575,14 @@ pub fn check_vocabulary(dataset: &Dataset, vocabulary: usize) -> anyhow::Result<
 /// the adapter can be used from anywhere.
 fn base_name(settings: &Settings, folder: &Path) -> String {
     match &settings.model {
-        Some(model) if !Path::new(model).is_dir() && model.split('/').count() == 2 && !model.starts_with(['.', '~', '/']) => {
+        Some(model)
+            if !Path::new(model).is_dir()
+                && model.split('/').count() == 2
+                && !model.starts_with(['.', '~', '/']) =>
+        {
             model.clone()
         }
-        _ => folder
-            .canonicalize()
-            .unwrap_or_else(|_| folder.to_path_buf())
-            .display()
-            .to_string(),
+        _ => folder.canonicalize().unwrap_or_else(|_| folder.to_path_buf()).display().to_string(),
     }
 }
 
@@ -605,7 +613,8 @@ fn check_output(settings: &Settings, start: &Start) -> anyhow::Result<()> {
     if start.resume.is_some() || start.overwrite {
         return Ok(());
     }
-    let model = settings.fine_tune_type == FineTuneType::Full && output.join("config.json").exists();
+    let model =
+        settings.fine_tune_type == FineTuneType::Full && output.join("config.json").exists();
     if model || latest_checkpoint(output)?.is_some() || output.join(METRICS).exists() {
         return Err(usage(format!(
             "output: {} holds a run already; continue it with --resume, choose another folder with --output, \
@@ -635,7 +644,8 @@ fn remove_run(output: &Path) -> anyhow::Result<()> {
 
 /// What a run has left, in the order it is read.
 fn written(output: &Path, finished: bool) -> anyhow::Result<Vec<PathBuf>> {
-    let weights = ["adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"];
+    let weights =
+        ["adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"];
     let names = weights
         .iter()
         .filter(|_| finished)

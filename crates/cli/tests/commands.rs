@@ -16,14 +16,21 @@ fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
 #[test]
 fn a_trained_adapter_generates_fuses_and_evaluates() {
     let place = Place::with_model();
-    let summary = place.json(&with(&["--report-every", "1", "--save-every", "2", "--test", "--json"]));
+    let summary =
+        place.json(&with(&["--report-every", "1", "--save-every", "2", "--test", "--json"]));
     assert_eq!(summary["outcome"], "finished");
     assert_eq!(summary["step"], 5);
     assert!(summary["validation"]["loss"].as_f64().unwrap() > 0.0);
     assert!(summary["test"]["loss"].as_f64().unwrap() > 0.0);
     for name in [
-        "adapter_config.json", "adapter_model.safetensors", "metrics.jsonl", "tensorboard",
-        "loss.svg", "loss.png", "train_config.yaml", "checkpoints/step-00000004",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "metrics.jsonl",
+        "tensorboard",
+        "loss.svg",
+        "loss.png",
+        "train_config.yaml",
+        "checkpoints/step-00000004",
     ] {
         assert!(place.path("adapters").join(name).exists(), "{name}");
     }
@@ -32,17 +39,37 @@ fn a_trained_adapter_generates_fuses_and_evaluates() {
 
     // The adapter names its base by a full path, so it works from anywhere without --model.
     let generated = place.json(&[
-        "generate", "--adapter", "adapters", "--prompt", "What is 3?", "-t", "0", "-n", "8", "--json",
+        "generate",
+        "--adapter",
+        "adapters",
+        "--prompt",
+        "What is 3?",
+        "-t",
+        "0",
+        "-n",
+        "8",
+        "--json",
     ]);
     let tokens = generated["tokens"].as_array().unwrap().len();
     assert!((1..=8).contains(&tokens), "{generated}");
     let again = place.ok(&[
-        "generate", "-m", "base", "-a", "adapters", "-p", "What is 3?", "-t", "0", "-n", "8",
+        "generate",
+        "-m",
+        "base",
+        "-a",
+        "adapters",
+        "-p",
+        "What is 3?",
+        "-t",
+        "0",
+        "-n",
+        "8",
     ]);
     assert_eq!(again, format!("{}\n", generated["text"].as_str().unwrap()));
 
     let base = place.json(&["evaluate", "-m", "base", "-d", "data", "--split", "train", "--json"]);
-    let tuned = place.json(&["evaluate", "-a", "adapters", "-d", "data", "--split", "train", "--json"]);
+    let tuned =
+        place.json(&["evaluate", "-a", "adapters", "-d", "data", "--split", "train", "--json"]);
     let loss = |report: &serde_json::Value| report["loss"].as_f64().unwrap();
     assert!(loss(&tuned) < loss(&base), "{tuned} {base}");
 
@@ -58,7 +85,10 @@ fn a_trained_adapter_generates_fuses_and_evaluates() {
     let adapter = place.json(&["inspect", "adapters", "--json"]);
     assert_eq!((&adapter["kind"], &adapter["rank"]), (&"adapter".into(), &16.into()));
     let checkpoint = place.json(&["inspect", "adapters/checkpoints/step-00000004", "--json"]);
-    assert_eq!((&checkpoint["kind"], &checkpoint["state"]["step"]), (&"checkpoint".into(), &4.into()));
+    assert_eq!(
+        (&checkpoint["kind"], &checkpoint["state"]["step"]),
+        (&"checkpoint".into(), &4.into())
+    );
     assert!(place.ok(&["inspect", "base"]).contains("LlamaForCausalLM"));
 }
 
@@ -69,7 +99,8 @@ fn the_settings_a_run_leaves_make_the_same_run() {
     assert!(!place.path("adapters/loss.svg").exists());
     assert!(!place.path("adapters/tensorboard").exists());
     place.ok(&["train", "-c", "adapters/train_config.yaml", "--output", "second", "-q"]);
-    let bytes = |run: &str| std::fs::read(place.path(run).join("adapter_model.safetensors")).unwrap();
+    let bytes =
+        |run: &str| std::fs::read(place.path(run).join("adapter_model.safetensors")).unwrap();
     assert!(bytes("adapters") == bytes("second"));
 }
 
@@ -93,7 +124,8 @@ fn a_finished_run_can_be_taken_up_as_a_new_one() {
     let more = ["--init-adapter", "adapters", "--output", "more", "-q", "--json"];
     let summary = place.json(&with(&more));
     assert_eq!(summary["step"], 5);
-    let stderr = place.fails(2, &with(&["--init-adapter", "adapters", "--output", "x", "--rank", "8"]));
+    let stderr =
+        place.fails(2, &with(&["--init-adapter", "adapters", "--output", "x", "--rank", "8"]));
     assert!(stderr.contains("rank: is not that of the adapter"), "{stderr}");
 }
 
@@ -101,7 +133,12 @@ fn a_finished_run_can_be_taken_up_as_a_new_one() {
 fn samples_are_shown_while_it_trains() {
     let place = Place::with_model();
     let output = place.run(&with(&[
-        "--sample-every", "2", "--sample-prompt", "What is 1?", "--sample-tokens", "4",
+        "--sample-every",
+        "2",
+        "--sample-prompt",
+        "What is 1?",
+        "--sample-tokens",
+        "4",
     ]));
     assert!(output.status.success());
     let stderr = text(&output.stderr);
@@ -124,7 +161,7 @@ fn bad_input_is_named() {
     let stderr = place.fails(1, &["train", "-m", "base", "-d", "empty.jsonl", "-o", "c"]);
     assert!(stderr.contains("empty.jsonl"), "{stderr}");
     place.write("file", "");
-    let stderr = place.fails(1, &["train", "-m", "base", "-d", "data", "-o", "file/run"]);
+    let stderr = place.fails(1, &["train", "-m", "none/model", "-d", "data", "-o", "file/run"]);
     assert!(stderr.contains("output folder"), "{stderr}");
     let stderr = place.fails(1, &with(&["--target-modules", "w_proj", "-o", "d"]));
     assert!(stderr.contains("`w_proj` is not a linear layer"), "{stderr}");
@@ -135,7 +172,8 @@ fn bad_input_is_named() {
     let stderr = place.fails(1, &["train", "--resume", "-o", "data"]);
     assert!(stderr.contains("has no checkpoint"), "{stderr}");
     place.write("shape/config.json", &place.read("shape/config.json").replace("400", "100"));
-    let full = ["train", "--from-config", "shape", "--fine-tune-type", "full", "-d", "data", "-o", "e"];
+    let full =
+        ["train", "--from-config", "shape", "--fine-tune-type", "full", "-d", "data", "-o", "e"];
     let stderr = place.fails(1, &full);
     assert!(stderr.contains("vocabulary has 100"), "{stderr}");
 }
@@ -156,7 +194,8 @@ fn stdin_is_a_prompt_and_a_conversation() {
     let raw = run(&[&generate[..], &["--raw"]].concat(), "What is 1?\n");
     assert!(!raw.is_empty());
     let chat = ["chat", "-m", "base", "-t", "0", "-n", "4", "--ignore-eos"];
-    let answers = run(&chat, "What is 1?\n/reset\nWhat is 1?\n/system Be brief.\nWhat is 1?\n/exit\nno\n");
+    let answers =
+        run(&chat, "What is 1?\n/reset\nWhat is 1?\n/system Be brief.\nWhat is 1?\n/exit\nno\n");
     let one = place.ok(&[&generate[..], &["--ignore-eos", "-p", "What is 1?"]].concat());
     assert!(answers.starts_with(&one.repeat(2)), "{answers:?} {one:?}");
 }
@@ -181,8 +220,19 @@ fn a_closed_pipe_is_no_failure() {
 fn an_interrupted_run_leaves_a_checkpoint_and_can_be_resumed() {
     let place = Place::with_model();
     let arguments = [
-        "train", "--model", "base", "--data", "data", "--steps", "400", "--report-every", "1",
-        "--save-every", "0", "--eval-every", "0",
+        "train",
+        "--model",
+        "base",
+        "--data",
+        "data",
+        "--steps",
+        "400",
+        "--report-every",
+        "1",
+        "--save-every",
+        "0",
+        "--eval-every",
+        "0",
     ];
     let child = place.command(&arguments).spawn().unwrap();
     let metrics = place.path("adapters/metrics.jsonl");
@@ -199,7 +249,8 @@ fn an_interrupted_run_leaves_a_checkpoint_and_can_be_resumed() {
     assert!(stderr.contains("metal-candle train --resume --output adapters"), "{stderr}");
     assert!(!place.path("adapters/adapter_model.safetensors").exists());
 
-    let checkpoints: Vec<_> = std::fs::read_dir(place.path("adapters/checkpoints")).unwrap().collect();
+    let checkpoints: Vec<_> =
+        std::fs::read_dir(place.path("adapters/checkpoints")).unwrap().collect();
     assert_eq!(checkpoints.len(), 1);
     let summary = place.json(&["train", "--resume", "--json", "-q"]);
     assert_eq!((&summary["outcome"], &summary["step"]), (&"finished".into(), &400.into()));

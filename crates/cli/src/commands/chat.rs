@@ -142,7 +142,8 @@ struct Conversation<'a> {
 impl<'a> Conversation<'a> {
     fn new(loaded: &'a Loaded, options: GenerateOptions, system: Option<String>) -> Self {
         let session = Session::new(&loaded.model);
-        let mut conversation = Self { loaded, options, session, system, messages: Vec::new(), turn: 0 };
+        let mut conversation =
+            Self { loaded, options, session, system, messages: Vec::new(), turn: 0 };
         conversation.reset();
         conversation
     }

@@ -6,7 +6,9 @@ use clap_complete::Shell;
 
 /// What the command is told.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  metal-candle completions bash > ~/.local/share/bash-completion/completions/metal-candle")]
+#[command(
+    after_help = "Example:\n  metal-candle completions bash > ~/.local/share/bash-completion/completions/metal-candle"
+)]
 pub struct Arguments {
     /// The shell
     shell: Shell,

@@ -7,7 +7,9 @@ use crate::output::{self, Terminal, grouped};
 use crate::settings::{Loss, limit};
 use crate::training::check_vocabulary;
 use clap::{Args, ValueEnum};
-use metal_candle::data::{BatchOptions, Batcher, DataFolder, DataOptions, Dataset, Report as DataReport};
+use metal_candle::data::{
+    BatchOptions, Batcher, DataFolder, DataOptions, Dataset, Report as DataReport,
+};
 use metal_candle::train::{Evaluation, evaluate};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -71,7 +73,10 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         return Err(usage("batch_size: is 0, expected at least 1"));
     }
     if arguments.batches != -1 && arguments.batches < 1 {
-        return Err(usage(format!("batches: is {}, expected at least 1, or -1 for all", arguments.batches)));
+        return Err(usage(format!(
+            "batches: is {}, expected at least 1, or -1 for all",
+            arguments.batches
+        )));
     }
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
@@ -84,7 +89,10 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             None => ("test.jsonl or valid.jsonl", folder.test.or(folder.valid)),
         };
         records.ok_or_else(|| {
-            anyhow::anyhow!("{}: there is no {name}; --split names another", arguments.data.display())
+            anyhow::anyhow!(
+                "{}: there is no {name}; --split names another",
+                arguments.data.display()
+            )
         })?
     } else if arguments.split.is_some() {
         return Err(usage(format!(

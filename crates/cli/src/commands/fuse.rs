@@ -8,8 +8,8 @@ use crate::settings::{Precision, Processor};
 use crate::training::same_folder;
 use candle_core::DType;
 use clap::Args;
-use metal_candle::model::{Config, Model, Weights};
 use metal_candle::files;
+use metal_candle::model::{Config, Model, Weights};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 

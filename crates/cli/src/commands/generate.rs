@@ -75,7 +75,10 @@ impl Arguments {
         let mut text = String::new();
         std::io::stdin().read_to_string(&mut text).context("cannot read the prompt from stdin")?;
         // The line feed that echo and editors put at the end is not part of it.
-        let text = text.strip_suffix('\n').map(|text| text.strip_suffix('\r').unwrap_or(text)).unwrap_or(&text);
+        let text = text
+            .strip_suffix('\n')
+            .map(|text| text.strip_suffix('\r').unwrap_or(text))
+            .unwrap_or(&text);
         Ok(text.to_string())
     }
 }
@@ -93,7 +96,6 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     }
     let ids =
         prompts::encode(&loaded.tokenizer, &prompt, arguments.system.as_deref(), arguments.raw)?;
-    warn_of_length(&loaded.model, ids.len() + options.max_tokens);
 
     let stream = arguments.stream && !terminal.json;
     let mut session = Session::new(&loaded.model);
@@ -125,6 +127,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         report.tokens.len(),
         report.decode_tokens_per_second
     );
+    warn_of_length(&loaded.model, ids.len() + report.tokens.len());
     if terminal.json {
         output::json(&report)?;
     } else if stream {

@@ -113,9 +113,10 @@ fn describe_adapter(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     let (config, base) = adapter::read_config(folder)?;
     let weights = Weights::from_files([folder.join(adapter::ADAPTER_WEIGHTS)])?;
     let (parameters, dtypes) = count(&weights)?;
-    let modules = linear_layers(weights.names().filter_map(|name| {
-        name.strip_prefix("base_model.model.")?.strip_suffix(".lora_A.weight")
-    }));
+    let modules =
+        linear_layers(weights.names().filter_map(|name| {
+            name.strip_prefix("base_model.model.")?.strip_suffix(".lora_A.weight")
+        }));
     let adapted: usize = modules.values().sum();
     let targets = |targets: &Targets| match targets {
         Targets::Names(names) => names.join(", "),
@@ -164,9 +165,10 @@ fn describe_model(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     let config = Config::load(folder)?;
     let weights = Weights::open(folder)?;
     let (parameters, dtypes) = count(&weights)?;
-    let linears = linear_layers(weights.names().filter_map(|name| {
-        name.strip_suffix(".weight").filter(|path| path.ends_with("_proj"))
-    }));
+    let linears =
+        linear_layers(weights.names().filter_map(|name| {
+            name.strip_suffix(".weight").filter(|path| path.ends_with("_proj"))
+        }));
     report.row("Model", folder.display());
     report.row(
         "Family",
@@ -271,7 +273,8 @@ fn count(weights: &Weights) -> anyhow::Result<(u64, BTreeMap<String, u64>)> {
         let count = weights.shape(name).map_or(0, |shape| shape.iter().product::<usize>()) as u64;
         let dtype = weights.dtype(name)?;
         parameters += count;
-        *dtypes.entry(dtype.as_str().to_string()).or_default() += count * dtype.size_in_bytes() as u64;
+        *dtypes.entry(dtype.as_str().to_string()).or_default() +=
+            count * dtype.size_in_bytes() as u64;
     }
     Ok((parameters, dtypes))
 }
@@ -287,7 +290,8 @@ fn linear_layers<'a>(paths: impl Iterator<Item = &'a str>) -> BTreeMap<String, u
 }
 
 fn listed(layers: &BTreeMap<String, usize>) -> String {
-    let parts: Vec<String> = layers.iter().map(|(name, count)| format!("{name} x {count}")).collect();
+    let parts: Vec<String> =
+        layers.iter().map(|(name, count)| format!("{name} x {count}")).collect();
     if parts.is_empty() { "none".into() } else { parts.join(", ") }
 }
 

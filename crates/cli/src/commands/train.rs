@@ -71,7 +71,13 @@ pub struct Flags {
     #[arg(short, long, value_name = "PATH", help_heading = "Model and data")]
     data: Option<PathBuf>,
     /// Where everything is written [default: adapters]
-    #[arg(short, long, value_name = "DIR", visible_alias = "adapter-path", help_heading = "Output")]
+    #[arg(
+        short,
+        long,
+        value_name = "DIR",
+        visible_alias = "adapter-path",
+        help_heading = "Output"
+    )]
     output: Option<PathBuf>,
 
     /// What is trained [default: lora]
@@ -96,7 +102,13 @@ pub struct Flags {
     #[arg(long, value_name = "NAMES|REGEX", help_heading = "LoRA")]
     exclude_modules: Option<String>,
     /// Only the last N decoder layers; -1 is all [default: -1]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, conflicts_with = "layers", help_heading = "LoRA")]
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        conflicts_with = "layers",
+        help_heading = "LoRA"
+    )]
     num_layers: Option<i64>,
     /// Only these decoder layers, counted from 0, with commas between
     #[arg(long, value_name = "N,N..", value_delimiter = ',', help_heading = "LoRA")]
@@ -177,13 +189,29 @@ pub struct Flags {
     valid_fraction: Option<f64>,
 
     /// Steps between evaluations on the validation data; 0 for only at the end [default: 200]
-    #[arg(long, value_name = "N", visible_alias = "steps-per-eval", help_heading = "While it trains")]
+    #[arg(
+        long,
+        value_name = "N",
+        visible_alias = "steps-per-eval",
+        help_heading = "While it trains"
+    )]
     eval_every: Option<u64>,
     /// Batches of an evaluation; -1 is all [default: -1]
-    #[arg(long, value_name = "N", visible_alias = "val-batches", allow_negative_numbers = true, help_heading = "While it trains")]
+    #[arg(
+        long,
+        value_name = "N",
+        visible_alias = "val-batches",
+        allow_negative_numbers = true,
+        help_heading = "While it trains"
+    )]
     eval_batches: Option<i64>,
     /// Steps between reports [default: 10]
-    #[arg(long, value_name = "N", visible_alias = "steps-per-report", help_heading = "While it trains")]
+    #[arg(
+        long,
+        value_name = "N",
+        visible_alias = "steps-per-report",
+        help_heading = "While it trains"
+    )]
     report_every: Option<u64>,
     /// Steps between checkpoints; 0 for only at the end [default: 100]
     #[arg(long, value_name = "N", help_heading = "While it trains")]
@@ -256,7 +284,8 @@ fn settings(mut arguments: Arguments) -> anyhow::Result<(Settings, Start)> {
     let mut start =
         Start { resume: None, overwrite: arguments.overwrite, dry_run: arguments.dry_run };
     if let Some(given) = &arguments.resume {
-        let in_file = file.as_ref().and_then(|file| file.get("output")?.as_str().map(PathBuf::from));
+        let in_file =
+            file.as_ref().and_then(|file| file.get("output")?.as_str().map(PathBuf::from));
         let output = arguments.flags.output.clone().or(in_file);
         let folder = output.clone().unwrap_or_else(|| Settings::default().output);
         let (checkpoint, run) = find_checkpoint(given.as_deref(), &folder)?;
@@ -292,8 +321,12 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     interrupt::install()?;
     let run = Run::prepare(settings, start, terminal)?;
     if dry_run {
-        return if terminal.json { output::json(&run.plan) } else { output::write(&run.plan.describe()) }
-            .map(|()| SUCCESS);
+        return if terminal.json {
+            output::json(&run.plan)
+        } else {
+            output::write(&run.plan.describe())
+        }
+        .map(|()| SUCCESS);
     }
     terminal.note(run.plan.describe());
     let summary = run.train(terminal)?;
