@@ -1,0 +1,136 @@
+//! `evaluate`: loss and perplexity of a model on data.
+
+use crate::errors::{SUCCESS, usage};
+use crate::interrupt;
+use crate::models::{Runtime, Source, set_threads};
+use crate::output::{self, Terminal, grouped};
+use crate::settings::{Loss, limit};
+use crate::training::check_vocabulary;
+use clap::{Args, ValueEnum};
+use metal_candle::data::{
+    BatchOptions, Batcher, DataFolder, DataOptions, Dataset, Report as DataReport,
+};
+use metal_candle::train::{Evaluation, evaluate};
+use serde::Serialize;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+const EXAMPLES: &str = "\
+Examples:
+  metal-candle evaluate --model model/ --data data/test.jsonl
+  metal-candle evaluate --adapter adapters --data data/ --split valid --json";
+
+/// A file of a data folder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Split {
+    Train,
+    Valid,
+    Test,
+}
+
+/// What the command is told.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Arguments {
+    #[command(flatten)]
+    source: Source,
+    /// A .jsonl file, or a folder with train.jsonl, valid.jsonl or test.jsonl
+    #[arg(short, long, value_name = "PATH", help_heading = "Data")]
+    data: PathBuf,
+    /// Which file of a folder [default: test if there is one, else valid]
+    #[arg(long, value_enum, help_heading = "Data")]
+    split: Option<Split>,
+    /// Tokens of an example at most; what is longer is cut, and counted
+    #[arg(long, value_name = "N", default_value_t = 2048, help_heading = "Data")]
+    max_seq_length: usize,
+    /// The tokens that the loss counts
+    #[arg(long, value_enum, default_value_t, help_heading = "Data")]
+    loss_on: Loss,
+    /// Rows of a batch
+    #[arg(short, long, value_name = "N", default_value_t = 4, help_heading = "Data")]
+    batch_size: usize,
+    /// Batches to read; -1 is all
+    #[arg(long, value_name = "N", default_value_t = -1, allow_negative_numbers = true, help_heading = "Data")]
+    batches: i64,
+    #[command(flatten)]
+    runtime: Runtime,
+    /// Report as one JSON object on stdout
+    #[arg(long, help_heading = "Output")]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Report {
+    #[serde(flatten)]
+    evaluation: Evaluation,
+    data: DataReport,
+}
+
+/// Evaluates.
+pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
+    let terminal = terminal(arguments.json);
+    if arguments.batch_size == 0 {
+        return Err(usage("batch_size: is 0, expected at least 1"));
+    }
+    if arguments.batches != -1 && arguments.batches < 1 {
+        return Err(usage(format!(
+            "batches: is {}, expected at least 1, or -1 for all",
+            arguments.batches
+        )));
+    }
+    set_threads(arguments.runtime.threads)?;
+    interrupt::install()?;
+    let folder = DataFolder::open(&arguments.data, None)?;
+    let records = if arguments.data.is_dir() {
+        let (name, records) = match arguments.split {
+            Some(Split::Train) => ("train.jsonl", folder.train),
+            Some(Split::Valid) => ("valid.jsonl", folder.valid),
+            Some(Split::Test) => ("test.jsonl", folder.test),
+            None => ("test.jsonl or valid.jsonl", folder.test.or(folder.valid)),
+        };
+        records.ok_or_else(|| {
+            anyhow::anyhow!(
+                "{}: there is no {name}; --split names another",
+                arguments.data.display()
+            )
+        })?
+    } else if arguments.split.is_some() {
+        return Err(usage(format!(
+            "split: {} is one file; a folder has splits",
+            arguments.data.display()
+        )));
+    } else {
+        folder.require_train()?.to_vec()
+    };
+    let loaded = arguments.source.load(&arguments.runtime, terminal)?;
+    let options = DataOptions {
+        max_seq_length: arguments.max_seq_length,
+        loss_on: arguments.loss_on.for_data(),
+        ..DataOptions::default()
+    };
+    let dataset = Dataset::build(&records, &loaded.tokenizer, &options)?;
+    check_vocabulary(&dataset, loaded.model.config().vocab_size)?;
+    let data = dataset.report.clone();
+    let options = BatchOptions {
+        batch_size: arguments.batch_size,
+        max_seq_length: arguments.max_seq_length,
+        packing: false,
+        seed: 0,
+        shuffle: false,
+    };
+    let batches = Batcher::new(Arc::new(dataset), options)?;
+    terminal.note(format!("{data}"));
+    let evaluation = evaluate(&loaded.model, &batches, limit(arguments.batches))?;
+    if terminal.json {
+        output::json(&Report { evaluation, data })?;
+    } else {
+        output::line(format!(
+            "loss {:.4}, perplexity {:.4}, on {} tokens in {:.1} s",
+            evaluation.loss,
+            evaluation.perplexity,
+            grouped(evaluation.tokens),
+            evaluation.seconds
+        ))?;
+    }
+    Ok(SUCCESS)
+}

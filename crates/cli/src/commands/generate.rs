@@ -1,0 +1,139 @@
+//! `generate`: write one text.
+
+use crate::errors::{SUCCESS, usage};
+use crate::models::{Runtime, Source, set_threads, warn_of_length};
+use crate::output::{self, Terminal};
+use crate::sampling::Sampling;
+use crate::{interrupt, prompts};
+use anyhow::Context;
+use clap::Args;
+use metal_candle::generate::{FinishReason, Generation, Session};
+use serde::Serialize;
+use std::io::{IsTerminal, Read};
+use std::path::PathBuf;
+use std::time::Instant;
+
+const EXAMPLES: &str = "\
+Examples:
+  metal-candle generate --model model/ --prompt 'Why is the sky blue?'
+  metal-candle generate --adapter adapters --prompt-file question.txt --temperature 0
+  echo 'Once upon a time' | metal-candle generate -m model/ --raw --max-tokens 50
+
+With a chat template the prompt is a user's message; --raw continues the text as it is.";
+
+/// What the command is told.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Arguments {
+    #[command(flatten)]
+    source: Source,
+    /// The prompt; without it, and without --prompt-file, it is read from stdin
+    #[arg(short, long, value_name = "TEXT", help_heading = "Prompt")]
+    prompt: Option<String>,
+    /// A file that holds the prompt
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt", help_heading = "Prompt")]
+    prompt_file: Option<PathBuf>,
+    /// A system message before the prompt
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw", help_heading = "Prompt")]
+    system: Option<String>,
+    /// Continue the prompt as it is, without the chat template
+    #[arg(long, help_heading = "Prompt")]
+    raw: bool,
+    #[command(flatten)]
+    sampling: Sampling,
+    #[command(flatten)]
+    runtime: Runtime,
+    /// Show the text while it is written; --stream=false shows it at the end
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set, help_heading = "Output")]
+    stream: bool,
+    /// Report as one JSON object on stdout
+    #[arg(long, help_heading = "Output")]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Report {
+    text: String,
+    tokens: Vec<u32>,
+    finish_reason: Option<FinishReason>,
+    prompt_tokens: usize,
+    prefill_tokens_per_second: f64,
+    decode_tokens_per_second: f64,
+}
+
+impl Arguments {
+    fn prompt(&self) -> anyhow::Result<String> {
+        if let Some(prompt) = &self.prompt {
+            return Ok(prompt.clone());
+        }
+        if let Some(path) = &self.prompt_file {
+            return Ok(std::fs::read_to_string(path).map_err(metal_candle::Error::io(path))?);
+        }
+        if std::io::stdin().is_terminal() {
+            return Err(usage("no prompt: give --prompt or --prompt-file, or write it to stdin"));
+        }
+        let mut text = String::new();
+        std::io::stdin().read_to_string(&mut text).context("cannot read the prompt from stdin")?;
+        // The line feed that echo and editors put at the end is not part of it.
+        let text = text
+            .strip_suffix('\n')
+            .map(|text| text.strip_suffix('\r').unwrap_or(text))
+            .unwrap_or(&text);
+        Ok(text.to_string())
+    }
+}
+
+/// Writes a text.
+pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
+    let terminal = terminal(arguments.json);
+    set_threads(arguments.runtime.threads)?;
+    interrupt::install()?;
+    let prompt = arguments.prompt()?;
+    let loaded = arguments.source.load(&arguments.runtime, terminal)?;
+    let options = arguments.sampling.resolve(&loaded.folder)?;
+    if arguments.system.is_some() && loaded.tokenizer.chat_template().is_none() {
+        return Err(usage("system: this model has no chat template to put a system message in"));
+    }
+    let ids =
+        prompts::encode(&loaded.tokenizer, &prompt, arguments.system.as_deref(), arguments.raw)?;
+
+    let stream = arguments.stream && !terminal.json;
+    let mut session = Session::new(&loaded.model);
+    let started = Instant::now();
+    let mut generation = Generation::new(&mut session, &loaded.tokenizer, &ids, options)?;
+    let prefill = started.elapsed().as_secs_f64();
+    let started = Instant::now();
+    let mut text = String::new();
+    for piece in &mut generation {
+        let piece = piece?.text;
+        if stream && !piece.is_empty() {
+            output::write(&piece)?;
+        }
+        text.push_str(&piece);
+    }
+    let decode = started.elapsed().as_secs_f64();
+    let report = Report {
+        tokens: generation.tokens().to_vec(),
+        finish_reason: generation.finish_reason(),
+        prompt_tokens: ids.len(),
+        prefill_tokens_per_second: ids.len() as f64 / prefill,
+        decode_tokens_per_second: generation.tokens().len() as f64 / decode,
+        text,
+    };
+    tracing::info!(
+        "{} prompt tokens at {:.1} a second, {} tokens at {:.1} a second",
+        report.prompt_tokens,
+        report.prefill_tokens_per_second,
+        report.tokens.len(),
+        report.decode_tokens_per_second
+    );
+    warn_of_length(&loaded.model, ids.len() + report.tokens.len());
+    if terminal.json {
+        output::json(&report)?;
+    } else if stream {
+        output::write("\n")?;
+    } else {
+        output::line(&report.text)?;
+    }
+    Ok(SUCCESS)
+}

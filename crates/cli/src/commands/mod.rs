@@ -1,0 +1,9 @@
+//! One file a command.
+
+pub mod chat;
+pub mod completions;
+pub mod evaluate;
+pub mod fuse;
+pub mod generate;
+pub mod inspect;
+pub mod train;

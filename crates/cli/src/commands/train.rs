@@ -1,0 +1,350 @@
+//! `train`: fine-tune a model.
+
+use crate::config;
+use crate::errors::{INTERRUPTED, SUCCESS};
+use crate::interrupt;
+use crate::models::set_threads;
+use crate::output::{self, Terminal, say, shell_word};
+use crate::settings::{Course, FineTuneType, Loss, Precision, Processor, Settings};
+use crate::training::{CONFIG, Run, Start, find_checkpoint};
+use clap::Args;
+use metal_candle::train::plot::terminal_curve;
+use serde::Serialize;
+use serde_yaml_ng::{Mapping, Value};
+use std::collections::BTreeMap;
+use std::io::IsTerminal;
+use std::path::PathBuf;
+
+const EXAMPLES: &str = "\
+Examples:
+  metal-candle train --model HuggingFaceTB/SmolLM2-135M-Instruct --data data/
+  metal-candle train -m model/ -d data.jsonl --valid-fraction 0.1 --epochs 3 --rank 8
+  metal-candle train -c lora_config.yaml --learning-rate 1e-4
+  metal-candle train --resume --output adapters
+
+Every flag is a key of the YAML file too, with _ for -; flags win over the file. mlx-lm's keys, and
+those of PEFT and transformers, are understood as well. A run leaves the adapter, checkpoints/,
+metrics.jsonl, tensorboard/, loss.svg, loss.png and train_config.yaml in its output folder.";
+
+/// What the command is told.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Arguments {
+    /// Settings in a YAML file
+    #[arg(short, long, value_name = "YAML")]
+    config: Option<PathBuf>,
+    #[command(flatten)]
+    flags: Flags,
+    /// Continue a run: from this checkpoint or run folder, or from the newest checkpoint of the output folder
+    #[arg(long, value_name = "DIR", num_args = 0..=1, conflicts_with = "overwrite", help_heading = "Output")]
+    resume: Option<Option<PathBuf>>,
+    /// Begin again in a folder that holds a run
+    #[arg(long, help_heading = "Output")]
+    overwrite: bool,
+    /// Write no event files for TensorBoard
+    #[arg(long, help_heading = "Output")]
+    no_tensorboard: bool,
+    /// Draw no loss curve
+    #[arg(long, help_heading = "Output")]
+    no_plot: bool,
+    /// Show what would be trained, and stop
+    #[arg(long, help_heading = "Output")]
+    dry_run: bool,
+    /// Report as one JSON object on stdout
+    #[arg(long, help_heading = "Output")]
+    json: bool,
+}
+
+/// The settings that flags can give; what is not given is null.
+#[derive(Debug, Default, Args, Serialize)]
+pub struct Flags {
+    /// A model's folder, or its id on the Hugging Face hub
+    #[arg(short, long, value_name = "DIR|ID", help_heading = "Model and data")]
+    model: Option<String>,
+    /// The branch, tag or commit of a model on the hub [default: main]
+    #[arg(long, value_name = "REVISION", help_heading = "Model and data")]
+    revision: Option<String>,
+    /// Train random weights of this config.json's shape; its folder holds the tokenizer. Needs --fine-tune-type full
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    from_config: Option<PathBuf>,
+    /// A folder with train.jsonl, and if wanted valid.jsonl and test.jsonl; or one .jsonl file
+    #[arg(short, long, value_name = "PATH", help_heading = "Model and data")]
+    data: Option<PathBuf>,
+    /// Where everything is written [default: adapters]
+    #[arg(
+        short,
+        long,
+        value_name = "DIR",
+        visible_alias = "adapter-path",
+        help_heading = "Output"
+    )]
+    output: Option<PathBuf>,
+
+    /// What is trained [default: lora]
+    #[arg(long, value_enum, help_heading = "LoRA")]
+    fine_tune_type: Option<FineTuneType>,
+    /// The rank r of the update [default: 16]
+    #[arg(short, long, value_name = "N", help_heading = "LoRA")]
+    rank: Option<usize>,
+    /// The update is multiplied by alpha / rank [default: twice the rank]
+    #[arg(long, value_name = "X", help_heading = "LoRA")]
+    alpha: Option<f64>,
+    /// The probability of dropping an input of the update [default: 0]
+    #[arg(long, value_name = "P", help_heading = "LoRA")]
+    dropout: Option<f32>,
+    /// Multiply by alpha / sqrt(rank) instead
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "LoRA")]
+    rslora: Option<bool>,
+    /// The adapted linear layers: names with commas between, a regular expression of the whole path, or all-linear [default: all-linear]
+    #[arg(long, value_name = "NAMES|REGEX", help_heading = "LoRA")]
+    target_modules: Option<String>,
+    /// Layers that are left out, likewise
+    #[arg(long, value_name = "NAMES|REGEX", help_heading = "LoRA")]
+    exclude_modules: Option<String>,
+    /// Only the last N decoder layers; -1 is all [default: -1]
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        conflicts_with = "layers",
+        help_heading = "LoRA"
+    )]
+    num_layers: Option<i64>,
+    /// Only these decoder layers, counted from 0, with commas between
+    #[arg(long, value_name = "N,N..", value_delimiter = ',', help_heading = "LoRA")]
+    layers: Option<Vec<usize>>,
+    /// Other ranks for layers whose path ends so
+    #[arg(long, value_name = "NAME=N,..", value_parser = patterns::<usize>, help_heading = "LoRA")]
+    rank_pattern: Option<BTreeMap<String, usize>>,
+    /// Other alphas, likewise
+    #[arg(long, value_name = "NAME=X,..", value_parser = patterns::<f64>, help_heading = "LoRA")]
+    alpha_pattern: Option<BTreeMap<String, f64>>,
+    /// Start from this adapter's weights, and take its LoRA settings
+    #[arg(long, value_name = "DIR", visible_alias = "resume-adapter-file", help_heading = "LoRA")]
+    init_adapter: Option<PathBuf>,
+
+    /// Passes over the data; fractions are allowed [default: 1]
+    #[arg(long, value_name = "X", conflicts_with = "steps", help_heading = "Training")]
+    epochs: Option<f64>,
+    /// Optimiser steps, instead of epochs
+    #[arg(long, value_name = "N", visible_alias = "iters", help_heading = "Training")]
+    steps: Option<u64>,
+    /// Rows of a batch [default: 4]
+    #[arg(short, long, value_name = "N", help_heading = "Training")]
+    batch_size: Option<usize>,
+    /// Batches that make one step [default: 1]
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    grad_accumulation: Option<usize>,
+    /// The highest learning rate [default: 2e-4]
+    #[arg(short, long, value_name = "X", help_heading = "Training")]
+    learning_rate: Option<f64>,
+    /// How it moves after the warm-up [default: cosine]
+    #[arg(long, value_enum, help_heading = "Training")]
+    schedule: Option<Course>,
+    /// Steps of the warm-up
+    #[arg(long, value_name = "N", conflicts_with = "warmup_ratio", help_heading = "Training")]
+    warmup_steps: Option<u64>,
+    /// The warm-up's share of all steps [default: 0.03]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    warmup_ratio: Option<f64>,
+    /// The learning rate at the end [default: 0]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    min_learning_rate: Option<f64>,
+    /// AdamW's weight decay [default: 0.01]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    weight_decay: Option<f64>,
+    /// AdamW's decay of the first moment [default: 0.9]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    beta1: Option<f64>,
+    /// AdamW's decay of the second moment [default: 0.999]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    beta2: Option<f64>,
+    /// AdamW's epsilon [default: 1e-8]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    epsilon: Option<f64>,
+    /// Gradients with a larger norm are scaled down to it; 0 is off [default: 1]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    clip_norm: Option<f64>,
+    /// Steps in a row with a NaN or infinite loss or gradient after which the run ends [default: 5]
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    skip_limit: Option<u64>,
+    /// Recompute each layer in the backward pass: less memory, more time
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "Training")]
+    grad_checkpoint: Option<bool>,
+    /// What all random numbers follow from [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    seed: Option<u64>,
+
+    /// Tokens of an example at most; what is longer is cut, and counted [default: 2048]
+    #[arg(long, value_name = "N", help_heading = "Model and data")]
+    max_seq_length: Option<usize>,
+    /// Put several examples in a row, with attention kept inside each
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "Model and data")]
+    packing: Option<bool>,
+    /// The tokens that the loss counts [default: auto]
+    #[arg(long, value_enum, help_heading = "Model and data")]
+    loss_on: Option<Loss>,
+    /// The share of the training records that is held out when there is no valid.jsonl [default: 0]
+    #[arg(long, value_name = "X", help_heading = "Model and data")]
+    valid_fraction: Option<f64>,
+
+    /// Steps between evaluations on the validation data; 0 for only at the end [default: 200]
+    #[arg(
+        long,
+        value_name = "N",
+        visible_alias = "steps-per-eval",
+        help_heading = "While it trains"
+    )]
+    eval_every: Option<u64>,
+    /// Batches of an evaluation; -1 is all [default: -1]
+    #[arg(
+        long,
+        value_name = "N",
+        visible_alias = "val-batches",
+        allow_negative_numbers = true,
+        help_heading = "While it trains"
+    )]
+    eval_batches: Option<i64>,
+    /// Steps between reports [default: 10]
+    #[arg(
+        long,
+        value_name = "N",
+        visible_alias = "steps-per-report",
+        help_heading = "While it trains"
+    )]
+    report_every: Option<u64>,
+    /// Steps between checkpoints; 0 for only at the end [default: 100]
+    #[arg(long, value_name = "N", help_heading = "While it trains")]
+    save_every: Option<u64>,
+    /// Checkpoints that are kept, beside the best [default: 3]
+    #[arg(long, value_name = "N", help_heading = "While it trains")]
+    keep: Option<usize>,
+    /// End with the parameters of the best evaluation
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "While it trains")]
+    keep_best: Option<bool>,
+    /// Evaluations without a better loss after which the run ends
+    #[arg(long, value_name = "N", help_heading = "While it trains")]
+    patience: Option<u64>,
+    /// Steps between samples; 0 for none [default: 0]
+    #[arg(long, value_name = "N", help_heading = "While it trains")]
+    sample_every: Option<u64>,
+    /// A prompt to sample with; may be given several times
+    #[arg(long, value_name = "TEXT", help_heading = "While it trains")]
+    sample_prompt: Option<Vec<String>>,
+    /// Tokens of a sample at most [default: 64]
+    #[arg(long, value_name = "N", help_heading = "While it trains")]
+    sample_tokens: Option<usize>,
+    /// Evaluate on test.jsonl at the end
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "While it trains")]
+    test: Option<bool>,
+    /// Batches of that evaluation; -1 is all [default: -1]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "While it trains")]
+    test_batches: Option<i64>,
+
+    /// The dtype of weights and activations [default: auto]
+    #[arg(long, value_enum, help_heading = "Device")]
+    dtype: Option<Precision>,
+    /// The device that computes [default: cpu]
+    #[arg(long, value_enum, help_heading = "Device")]
+    device: Option<Processor>,
+    /// Threads that compute [default: one a core]
+    #[arg(long, value_name = "N", help_heading = "Device")]
+    threads: Option<usize>,
+
+    #[arg(skip)]
+    tensorboard: Option<bool>,
+    #[arg(skip)]
+    plot: Option<bool>,
+}
+
+/// `NAME=VALUE` with commas between.
+fn patterns<T: std::str::FromStr>(text: &str) -> Result<BTreeMap<String, T>, String>
+where
+    T::Err: std::fmt::Display,
+{
+    text.split(',')
+        .map(|pair| {
+            let (name, value) =
+                pair.rsplit_once('=').ok_or_else(|| format!("`{pair}` is not NAME=VALUE"))?;
+            let value = value.parse().map_err(|error| format!("`{value}`: {error}"))?;
+            Ok((name.trim().to_string(), value))
+        })
+        .collect()
+}
+
+/// The settings, and what happens to what is in the output folder.
+fn settings(mut arguments: Arguments) -> anyhow::Result<(Settings, Start)> {
+    if arguments.no_tensorboard {
+        arguments.flags.tensorboard = Some(false);
+    }
+    if arguments.no_plot {
+        arguments.flags.plot = Some(false);
+    }
+    let mut file = arguments.config.as_deref().map(config::read).transpose()?;
+    let mut start =
+        Start { resume: None, overwrite: arguments.overwrite, dry_run: arguments.dry_run };
+    if let Some(given) = &arguments.resume {
+        let in_file =
+            file.as_ref().and_then(|file| file.get("output")?.as_str().map(PathBuf::from));
+        let output = arguments.flags.output.clone().or(in_file);
+        let folder = output.clone().unwrap_or_else(|| Settings::default().output);
+        let (checkpoint, run) = find_checkpoint(given.as_deref(), &folder)?;
+        start.resume = Some(checkpoint);
+        // Without another file, the run goes on as it was told when it began.
+        let saved = run.join(CONFIG);
+        if saved.is_file() {
+            let saved = config::read(&saved)?;
+            match &mut file {
+                None => file = Some(saved),
+                Some(file) => {
+                    if let Some(time) = saved.get("template_time") {
+                        file.insert("template_time".into(), time.clone());
+                    }
+                }
+            }
+        }
+        arguments.flags.output = Some(output.unwrap_or(run));
+    }
+    let flags = match serde_yaml_ng::to_value(&arguments.flags)? {
+        Value::Mapping(flags) => flags,
+        _ => Mapping::new(),
+    };
+    Ok((config::merge(file.unwrap_or_default(), flags)?, start))
+}
+
+/// Trains.
+pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
+    let terminal = terminal(arguments.json);
+    let dry_run = arguments.dry_run;
+    let (settings, start) = settings(arguments)?;
+    set_threads(settings.threads)?;
+    interrupt::install()?;
+    let run = Run::prepare(settings, start, terminal)?;
+    if dry_run {
+        return if terminal.json {
+            output::json(&run.plan)
+        } else {
+            output::write(&run.plan.describe())
+        }
+        .map(|()| SUCCESS);
+    }
+    terminal.note(run.plan.describe());
+    let summary = run.train(terminal)?;
+    if terminal.json {
+        output::json(&summary)?;
+    } else {
+        if !terminal.quiet && std::io::stdout().is_terminal() {
+            output::write(&terminal_curve(&summary.curve, 80))?;
+        }
+        output::write(&summary.describe())?;
+    }
+    if summary.interrupted {
+        say(format!(
+            "A checkpoint was saved. To continue: metal-candle train --resume --output {}",
+            shell_word(&summary.output.display().to_string())
+        ));
+        return Ok(INTERRUPTED);
+    }
+    terminal.note(format!("Next: {}", run.next_command()));
+    Ok(SUCCESS)
+}

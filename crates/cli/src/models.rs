@@ -1,0 +1,200 @@
+//! Models for commands: where they lie, their dtype and device, and the flags that say so.
+
+use crate::errors::usage;
+use crate::output::{BARS, Terminal, bytes};
+use crate::settings::{Precision, Processor};
+use anyhow::Context;
+use candle_core::{DType, Device};
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use metal_candle::adapter;
+use metal_candle::hub::{self, HubOptions};
+use metal_candle::model::Model;
+use metal_candle::text::Tokenizer;
+use std::path::{Path, PathBuf};
+
+/// How a model computes.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Device")]
+pub struct Runtime {
+    /// The dtype of weights and activations
+    #[arg(long, value_enum, default_value_t)]
+    pub dtype: Precision,
+    /// The device that computes
+    #[arg(long, value_enum, default_value_t)]
+    pub device: Processor,
+    /// Threads that compute [default: one a core]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+}
+
+/// Which model, and which adapter on it.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Model")]
+pub struct Source {
+    /// A model's folder, or its id on the Hugging Face hub; without it, the one that the adapter names
+    #[arg(short, long, value_name = "DIR|ID")]
+    pub model: Option<String>,
+    /// The branch, tag or commit of a model on the hub [default: main]
+    #[arg(long, value_name = "REVISION")]
+    pub revision: Option<String>,
+    /// A LoRA adapter to put on the model: a folder as `train` or PEFT writes it
+    #[arg(short, long, value_name = "DIR", alias = "adapter-path")]
+    pub adapter: Option<PathBuf>,
+}
+
+/// A model that is ready to run.
+pub struct Loaded {
+    pub model: Model,
+    pub tokenizer: Tokenizer,
+    /// Where the model's files are.
+    pub folder: PathBuf,
+}
+
+impl Source {
+    /// The folder of the model.
+    pub fn folder(&self, terminal: Terminal) -> anyhow::Result<PathBuf> {
+        let named = match (&self.model, &self.adapter) {
+            (Some(model), _) => model.clone(),
+            (None, Some(folder)) => {
+                let (_, base) = adapter::read_config(folder)?;
+                base.filter(|base| !base.is_empty()).ok_or_else(|| {
+                    usage(format!(
+                        "no model: {} names no base_model_name_or_path; give --model",
+                        folder.join(adapter::ADAPTER_CONFIG).display()
+                    ))
+                })?
+            }
+            (None, None) => {
+                return Err(usage(
+                    "no model: give --model a model's folder or an id on the hub, or --adapter an adapter that names one",
+                ));
+            }
+        };
+        let folder = resolve(&named, self.revision.as_deref(), terminal);
+        match (&self.model, &self.adapter) {
+            (None, Some(adapter)) => folder.with_context(|| {
+                format!(
+                    "the base model that {} names; --model gives another place",
+                    adapter.display()
+                )
+            }),
+            _ => folder,
+        }
+    }
+
+    /// The model with its adapter, and its tokenizer.
+    pub fn load(&self, runtime: &Runtime, terminal: Terminal) -> anyhow::Result<Loaded> {
+        let device = device(runtime.device)?;
+        if let Some(folder) = &self.adapter {
+            check_adapter(folder)?;
+        }
+        let folder = self.folder(terminal)?;
+        let tokenizer = Tokenizer::load(&folder)?;
+        let mut model = Model::load(&folder, dtype(runtime.dtype), &device)?;
+        if let Some(folder) = &self.adapter {
+            model.load_adapter(folder)?;
+        }
+        Ok(Loaded { model, tokenizer, folder })
+    }
+}
+
+/// That a folder looks like an adapter, before a model is loaded for it.
+fn check_adapter(folder: &Path) -> anyhow::Result<()> {
+    if !folder.join(adapter::ADAPTER_CONFIG).is_file() {
+        let found = if !folder.is_dir() {
+            "there is no such folder"
+        } else if folder.join("config.json").is_file() {
+            "this is a whole model; give it as --model"
+        } else {
+            "there is no adapter_config.json in it"
+        };
+        anyhow::bail!("{}: not an adapter: {found}", folder.display());
+    }
+    adapter::read_config(folder)?;
+    Ok(())
+}
+
+/// The device, if this build has it.
+pub fn device(processor: Processor) -> anyhow::Result<Device> {
+    match processor {
+        Processor::Cpu => Ok(Device::Cpu),
+        Processor::Cuda => Err(usage("device: this build has no CUDA; use --device cpu")),
+        Processor::Metal => Err(usage("device: this build has no Metal; use --device cpu")),
+    }
+}
+
+/// The dtype, where `auto` is what the CPU is best at.
+pub fn dtype(precision: Precision) -> DType {
+    match precision {
+        Precision::Auto | Precision::F32 => DType::F32,
+        Precision::Bf16 => DType::BF16,
+        Precision::F16 => DType::F16,
+    }
+}
+
+/// Sets how many threads compute. Nothing may run in another thread yet.
+pub fn set_threads(threads: Option<usize>) -> anyhow::Result<()> {
+    match threads {
+        None => Ok(()),
+        Some(0) => Err(usage("threads: is 0, expected at least 1")),
+        Some(threads) => {
+            // SAFETY: the commands call this before they start a thread, so nobody reads the
+            // environment meanwhile. Both rayon and candle take the number from here.
+            unsafe { std::env::set_var("RAYON_NUM_THREADS", threads.to_string()) };
+            Ok(())
+        }
+    }
+}
+
+/// The folder of a model, downloaded with progress if needed.
+pub fn resolve(model: &str, revision: Option<&str>, terminal: Terminal) -> anyhow::Result<PathBuf> {
+    let mut current: Option<(String, ProgressBar)> = None;
+    let options = HubOptions::from_env()?;
+    let folder = hub::resolve_with(model, revision, &options, &mut |download| {
+        let is_new = current.as_ref().is_none_or(|(file, _)| file != download.file);
+        if is_new {
+            if let Some((_, bar)) = current.take() {
+                bar.finish_and_clear();
+            }
+            let bar = if terminal.draws_bars() {
+                BARS.add(ProgressBar::new(download.total).with_style(style()))
+            } else {
+                terminal.note(format!(
+                    "downloading {} ({} of {}, {})",
+                    download.file,
+                    download.index + 1,
+                    download.files,
+                    bytes(download.total)
+                ));
+                ProgressBar::hidden()
+            };
+            bar.set_message(download.file.to_string());
+            current = Some((download.file.to_string(), bar));
+        }
+        if let Some((_, bar)) = &current {
+            bar.set_length(download.total);
+            bar.set_position(download.bytes);
+        }
+    });
+    if let Some((_, bar)) = current {
+        bar.finish_and_clear();
+    }
+    Ok(folder?)
+}
+
+fn style() -> ProgressStyle {
+    let template =
+        "{msg}  [{bar:30}] {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
+    ProgressStyle::with_template(template)
+        .unwrap_or_else(|_| ProgressStyle::default_bar())
+        .progress_chars("=> ")
+}
+
+/// Says that a text is longer than the model was made for.
+pub fn warn_of_length(model: &Model, tokens: usize) {
+    let limit = model.config().max_position_embeddings;
+    if tokens > limit {
+        tracing::warn!("{tokens} tokens are more than the {limit} that this model was made for");
+    }
+}

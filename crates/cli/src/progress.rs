@@ -1,0 +1,107 @@
+//! Training as a person sees it: a bar in a terminal, one line a report elsewhere.
+
+use crate::output::{BARS, Terminal, grouped, say};
+use indicatif::{ProgressBar, ProgressStyle};
+use metal_candle::Result;
+use metal_candle::train::{Metric, MetricsSink};
+use std::time::{Duration, Instant};
+
+/// Shows a run's events.
+pub struct Progress {
+    quiet: bool,
+    bar: Option<ProgressBar>,
+    total: u64,
+    first: u64,
+    started: Instant,
+}
+
+impl Progress {
+    /// For a run of `total` steps of which `done` are taken.
+    pub fn new(terminal: Terminal, total: u64, done: u64) -> Self {
+        let bar = terminal.draws_bars().then(|| {
+            let template = "{bar:12} {pos}/{len}  {wide_msg} {elapsed}, {eta} left";
+            let style = ProgressStyle::with_template(template)
+                .unwrap_or_else(|_| ProgressStyle::default_bar())
+                .progress_chars("━╸─");
+            let bar = BARS.add(ProgressBar::new(total).with_style(style).with_position(done));
+            bar.reset_eta();
+            bar.enable_steady_tick(Duration::from_millis(500));
+            bar
+        });
+        Self { quiet: terminal.quiet, bar, total, first: done, started: Instant::now() }
+    }
+
+    fn left(&self, step: u64) -> String {
+        let done = step.saturating_sub(self.first).max(1);
+        let seconds = self.started.elapsed().as_secs_f64() / done as f64
+            * self.total.saturating_sub(step) as f64;
+        clock(seconds)
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+impl MetricsSink for Progress {
+    fn record(&mut self, metric: &Metric) -> Result<()> {
+        if self.quiet {
+            return Ok(());
+        }
+        let total = self.total;
+        match metric {
+            Metric::Train { step, loss, learning_rate, tokens_per_second, .. } => {
+                let rate = grouped(tokens_per_second.max(0.0) as u64);
+                let message = format!("loss {loss:.4}  lr {learning_rate:.1e}  {rate} tokens/s");
+                match &self.bar {
+                    Some(bar) => {
+                        bar.set_position(*step);
+                        bar.set_message(message);
+                    }
+                    None => say(format!(
+                        "step {step}/{total}  {message}  {} elapsed, {} left",
+                        clock(self.started.elapsed().as_secs_f64()),
+                        self.left(*step)
+                    )),
+                }
+            }
+            Metric::Evaluation { step, loss, perplexity, .. } => say(format!(
+                "step {step}/{total}  validation loss {loss:.4}, perplexity {perplexity:.3}"
+            )),
+            Metric::Skipped { step, reason } => {
+                say(format!("warning: step {step} changed nothing: {reason}"));
+            }
+            Metric::Sample { step, prompt, text } => {
+                say(format!("step {step}/{total}  {prompt} → {}", text.trim()));
+            }
+            Metric::Checkpoint { path, .. } => tracing::info!("saved {}", path.display()),
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+/// Seconds as hours, minutes and seconds.
+pub fn clock(seconds: f64) -> String {
+    let seconds = seconds.max(0.0).round() as u64;
+    let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    match (hours, minutes) {
+        (0, 0) => format!("{seconds}s"),
+        (0, _) => format!("{minutes}m{seconds:02}s"),
+        _ => format!("{hours}h{minutes:02}m"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn times_are_short() {
+        assert_eq!(super::clock(4.4), "4s");
+        assert_eq!(super::clock(64.0), "1m04s");
+        assert_eq!(super::clock(7260.0), "2h01m");
+    }
+}

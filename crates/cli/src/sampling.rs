@@ -1,0 +1,125 @@
+//! The flags that say how a text is drawn.
+
+use crate::errors::usage;
+use clap::Args;
+use metal_candle::files;
+use metal_candle::generate::{GenerateOptions, SamplingOptions};
+use serde_json::{Map, Value};
+use std::path::Path;
+
+const DEFAULT_TEMPERATURE: f64 = 0.7;
+
+/// How tokens are drawn. What is not given comes from the model's `generation_config.json`.
+#[derive(Debug, Clone, Args)]
+#[command(
+    next_help_heading = "Sampling (defaults are those of the model's generation_config.json)"
+)]
+pub struct Sampling {
+    /// Tokens at most
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 256)]
+    max_tokens: usize,
+    /// Divides the logits; 0 takes the likeliest token every time [default: 0.7 if the model doesn't say]
+    #[arg(short, long, value_name = "X")]
+    temperature: Option<f64>,
+    /// Only the K likeliest tokens; 0 is off
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Only the likeliest tokens that reach this probability together; 1 is off
+    #[arg(long, value_name = "P")]
+    top_p: Option<f64>,
+    /// Only tokens at least this share as likely as the likeliest; 0 is off
+    #[arg(long, value_name = "P")]
+    min_p: Option<f64>,
+    /// Makes tokens of the text so far less likely; 1 is off
+    #[arg(long, value_name = "X")]
+    repetition_penalty: Option<f64>,
+    /// Taken from the logits of tokens written before, -2 to 2 [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    presence_penalty: Option<f64>,
+    /// Taken from them for each time they were written, -2 to 2 [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    frequency_penalty: Option<f64>,
+    /// Added to a token's logit; may be given several times
+    #[arg(long, value_name = "ID=X", value_parser = bias)]
+    logit_bias: Vec<(u32, f32)>,
+    /// What the random draws follow from: the same seed gives the same text
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// End the text before this; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Go on after an end-of-sequence token
+    #[arg(long)]
+    ignore_eos: bool,
+}
+
+fn bias(text: &str) -> Result<(u32, f32), String> {
+    let (id, bias) = text.split_once('=').ok_or("expected a token's id, = and a number")?;
+    Ok((
+        id.trim().parse().map_err(|error| format!("`{id}`: {error}"))?,
+        bias.trim().parse().map_err(|error| format!("`{bias}`: {error}"))?,
+    ))
+}
+
+impl Sampling {
+    /// The options for the model in `folder`.
+    pub fn resolve(&self, folder: &Path) -> anyhow::Result<GenerateOptions> {
+        let path = folder.join("generation_config.json");
+        let config: Map<String, Value> =
+            if path.is_file() { files::read_json(&path)? } else { Map::new() };
+        let number = |key: &str| -> anyhow::Result<Option<f64>> {
+            match config.get(key) {
+                None | Some(Value::Null) => Ok(None),
+                Some(value) => value.as_f64().map(Some).ok_or_else(|| {
+                    metal_candle::Error::file(&path, format!("{key} is {value}, expected a number"))
+                        .into()
+                }),
+            }
+        };
+        let off = SamplingOptions::default();
+        let sampled = config.get("do_sample").and_then(Value::as_bool) != Some(false);
+        // What the file says of drawing does not hold where it says that nothing is drawn.
+        let drawn = |given: Option<f64>, key: &str, default: f64| -> anyhow::Result<f64> {
+            Ok(match given {
+                Some(given) => given,
+                None if sampled => number(key)?.unwrap_or(default),
+                None => default,
+            })
+        };
+        let temperature = match self.temperature {
+            None if !sampled => 0.0,
+            given => drawn(given, "temperature", DEFAULT_TEMPERATURE)?,
+        };
+        let options = GenerateOptions {
+            max_tokens: self.max_tokens,
+            sampling: SamplingOptions {
+                temperature,
+                top_k: match self.top_k {
+                    Some(top_k) => top_k,
+                    None => drawn(None, "top_k", 0.0)? as usize,
+                },
+                top_p: drawn(self.top_p, "top_p", off.top_p)?,
+                min_p: drawn(self.min_p, "min_p", off.min_p)?,
+                repetition_penalty: match self.repetition_penalty {
+                    Some(penalty) => penalty,
+                    None => number("repetition_penalty")?.unwrap_or(off.repetition_penalty),
+                },
+                repetition_context: None,
+                presence_penalty: self.presence_penalty.unwrap_or(off.presence_penalty),
+                frequency_penalty: self.frequency_penalty.unwrap_or(off.frequency_penalty),
+                logit_bias: self.logit_bias.iter().copied().collect(),
+                seed: self.seed,
+            },
+            stop: self.stop.clone(),
+            ignore_eos: self.ignore_eos,
+        };
+        options.sampling.validate().map_err(usage)?;
+        if self.max_tokens == 0 {
+            return Err(usage("max_tokens: is 0, expected at least 1"));
+        }
+        if self.stop.iter().any(String::is_empty) {
+            return Err(usage("stop: an empty text would end every text before it begins"));
+        }
+        Ok(options)
+    }
+}

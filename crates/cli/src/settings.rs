@@ -1,0 +1,574 @@
+//! The settings of a training run: one field is one key of the YAML file and one flag.
+
+use crate::errors::usage;
+use clap::ValueEnum;
+use metal_candle::adapter::{self, LoraConfig, Targets};
+use metal_candle::data::LossOn;
+use metal_candle::train::{
+    AdamWOptions, Duration, LearningRate, MlxSchedule, Schedule, ScheduleOptions, TrainOptions,
+    Warmup,
+};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// What is trained.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum FineTuneType {
+    /// Low-rank adapters on a frozen model
+    #[default]
+    Lora,
+    /// Every weight
+    Full,
+}
+
+/// Which tokens the loss counts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Loss {
+    /// Conversations: assistant; prompts: completion; texts: all
+    #[default]
+    Auto,
+    /// Every token
+    All,
+    /// What follows the prompt; in a conversation, the last turn of the assistant
+    Completion,
+    /// Every turn of the assistant
+    Assistant,
+}
+
+impl Loss {
+    /// The library's word for it.
+    pub fn for_data(self) -> Option<LossOn> {
+        match self {
+            Self::Auto => None,
+            Self::All => Some(LossOn::All),
+            Self::Completion => Some(LossOn::Completion),
+            Self::Assistant => Some(LossOn::Assistant),
+        }
+    }
+}
+
+/// How the learning rate moves after the warm-up.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Course {
+    /// Stays at the peak
+    #[serde(alias = "constant_with_warmup")]
+    Constant,
+    /// Falls in a straight line
+    Linear,
+    /// Falls along half a cosine
+    #[default]
+    Cosine,
+}
+
+/// The dtype of weights and activations.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// f32 on the CPU
+    #[default]
+    Auto,
+    /// 32-bit float
+    #[serde(alias = "float32")]
+    #[value(alias = "float32")]
+    F32,
+    /// Brain float, 16 bits
+    #[serde(alias = "bfloat16")]
+    #[value(alias = "bfloat16")]
+    Bf16,
+    /// 16-bit float
+    #[serde(alias = "float16")]
+    #[value(alias = "float16")]
+    F16,
+}
+
+/// The device that computes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Processor {
+    /// The processor
+    #[default]
+    Cpu,
+    /// An NVIDIA GPU; not in this build
+    Cuda,
+    /// An Apple GPU; not in this build
+    Metal,
+}
+
+/// The settings of a training run, as the YAML file and the flags give them over the defaults.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Settings {
+    pub model: Option<String>,
+    pub revision: Option<String>,
+    pub from_config: Option<PathBuf>,
+    pub data: Option<PathBuf>,
+    pub output: PathBuf,
+
+    pub fine_tune_type: FineTuneType,
+    pub rank: usize,
+    pub alpha: Option<f64>,
+    /// mlx-lm's word: alpha over rank.
+    pub scale: Option<f64>,
+    pub dropout: f32,
+    pub rslora: bool,
+    pub target_modules: Targets,
+    pub exclude_modules: Option<Targets>,
+    pub num_layers: Option<i64>,
+    pub layers: Option<Vec<usize>>,
+    pub rank_pattern: BTreeMap<String, usize>,
+    pub alpha_pattern: BTreeMap<String, f64>,
+    pub init_adapter: Option<PathBuf>,
+
+    pub epochs: Option<f64>,
+    pub steps: Option<u64>,
+    pub batch_size: usize,
+    pub grad_accumulation: usize,
+    pub learning_rate: f64,
+    pub schedule: Course,
+    pub warmup_steps: Option<u64>,
+    pub warmup_ratio: Option<f64>,
+    pub min_learning_rate: f64,
+    pub lr_schedule: Option<MlxSchedule>,
+    pub weight_decay: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub epsilon: f64,
+    pub clip_norm: f64,
+    pub skip_limit: u64,
+
+    pub max_seq_length: usize,
+    pub packing: bool,
+    pub loss_on: Loss,
+    pub valid_fraction: f64,
+    /// The time that a chat template that prints the date is told, kept over a resume.
+    pub template_time: Option<String>,
+
+    pub eval_every: u64,
+    pub eval_batches: i64,
+    pub report_every: u64,
+    pub save_every: u64,
+    pub keep: usize,
+    pub keep_best: bool,
+    pub patience: Option<u64>,
+    pub sample_every: u64,
+    pub sample_prompt: Vec<String>,
+    pub sample_tokens: usize,
+    pub test: bool,
+    pub test_batches: i64,
+    pub tensorboard: bool,
+    pub plot: bool,
+
+    pub grad_checkpoint: bool,
+    pub seed: u64,
+    pub dtype: Precision,
+    pub device: Processor,
+    pub threads: Option<usize>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        let adamw = AdamWOptions::default();
+        Self {
+            model: None,
+            revision: None,
+            from_config: None,
+            data: None,
+            output: "adapters".into(),
+            fine_tune_type: FineTuneType::default(),
+            rank: 16,
+            alpha: None,
+            scale: None,
+            dropout: 0.0,
+            rslora: false,
+            target_modules: Targets::all_linear(),
+            exclude_modules: None,
+            num_layers: None,
+            layers: None,
+            rank_pattern: BTreeMap::new(),
+            alpha_pattern: BTreeMap::new(),
+            init_adapter: None,
+            epochs: None,
+            steps: None,
+            batch_size: 4,
+            grad_accumulation: 1,
+            learning_rate: 2e-4,
+            schedule: Course::default(),
+            warmup_steps: None,
+            warmup_ratio: None,
+            min_learning_rate: 0.0,
+            lr_schedule: None,
+            weight_decay: adamw.weight_decay,
+            beta1: adamw.beta1,
+            beta2: adamw.beta2,
+            epsilon: adamw.epsilon,
+            clip_norm: 1.0,
+            skip_limit: 5,
+            max_seq_length: 2048,
+            packing: false,
+            loss_on: Loss::default(),
+            valid_fraction: 0.0,
+            template_time: None,
+            eval_every: 200,
+            eval_batches: -1,
+            report_every: 10,
+            save_every: 100,
+            keep: 3,
+            keep_best: false,
+            patience: None,
+            sample_every: 0,
+            sample_prompt: Vec::new(),
+            sample_tokens: 64,
+            test: false,
+            test_batches: -1,
+            tensorboard: true,
+            plot: true,
+            grad_checkpoint: false,
+            seed: 0,
+            dtype: Precision::default(),
+            device: Processor::default(),
+            threads: None,
+        }
+    }
+}
+
+const DEFAULT_WARMUP_RATIO: f64 = 0.03;
+
+impl Settings {
+    /// Fills in what follows from other settings and checks everything that neither the model nor
+    /// the data decides. `given` are the keys that were written down, not defaults.
+    pub fn complete(mut self, given: &[String]) -> anyhow::Result<Self> {
+        if self.data.is_none() {
+            return Err(usage("no data: give --data a folder with train.jsonl, or a .jsonl file"));
+        }
+        match (&self.model, &self.from_config, self.fine_tune_type) {
+            (None, None, _) => {
+                return Err(usage(
+                    "no model: give --model a model's folder or an id such as HuggingFaceTB/SmolLM2-135M-Instruct",
+                ));
+            }
+            (Some(_), Some(_), _) => {
+                return Err(usage(
+                    "model and from_config: random weights are no model's; keep one of them",
+                ));
+            }
+            (None, Some(_), FineTuneType::Lora) => {
+                return Err(usage(
+                    "from_config: random weights have nothing for LoRA to build on; add --fine-tune-type full",
+                ));
+            }
+            _ => {}
+        }
+        for targets in [Some(&mut self.target_modules), self.exclude_modules.as_mut()] {
+            if let Some(targets) = targets {
+                if let Targets::Pattern(text) = &targets {
+                    *targets = parse_targets(text);
+                }
+            }
+        }
+        if self.fine_tune_type == FineTuneType::Full {
+            const LORA_ONLY: &[&str] = &["num_layers", "layers", "exclude_modules", "init_adapter"];
+            let all = self.num_layers == Some(-1);
+            if let Some(key) = LORA_ONLY.iter().find(|key| {
+                given.iter().any(|given| given == *key) && !(**key == "num_layers" && all)
+            }) {
+                return Err(usage(format!(
+                    "{key}: only LoRA can be on a part of the model; with fine_tune_type full every weight is trained"
+                )));
+            }
+        }
+        if let Some(folder) = self.init_adapter.clone() {
+            self.take_adapter(&folder, given)?;
+        }
+        if self.epochs.is_none() && self.steps.is_none() {
+            self.epochs = Some(1.0);
+        }
+        if self.lr_schedule.is_none() && self.warmup_steps.is_none() && self.warmup_ratio.is_none()
+        {
+            self.warmup_ratio = Some(DEFAULT_WARMUP_RATIO);
+        }
+        if let Some(scale) = self.scale.take() {
+            if !self.rank_pattern.is_empty() {
+                return Err(usage(
+                    "scale and rank_pattern: a scale holds for one rank; give alpha and alpha_pattern instead",
+                ));
+            }
+            let rank = self.rank as f64;
+            self.alpha = Some(scale * if self.rslora { rank.sqrt() } else { rank });
+        }
+        self.alpha.get_or_insert(2.0 * self.rank as f64);
+        self.check()?;
+        Ok(self)
+    }
+
+    /// Takes LoRA's settings from the adapter that training starts from.
+    fn take_adapter(&mut self, folder: &Path, given: &[String]) -> anyhow::Result<()> {
+        let folder = adapter_folder(folder)?;
+        let (config, _) = adapter::read_config(&folder)?;
+        let scale = self.scale.map(|scale| scale * self.rank as f64);
+        let differs = [
+            ("rank", self.rank != config.rank),
+            ("alpha", self.alpha.is_some_and(|alpha| alpha != config.alpha)),
+            ("scale", scale.is_some_and(|alpha| alpha != config.alpha)),
+            ("dropout", self.dropout != config.dropout),
+            ("rslora", self.rslora != config.rslora),
+            ("target_modules", self.target_modules != config.targets),
+            ("exclude_modules", self.exclude_modules != config.exclude),
+            ("layers", self.layers != config.layers),
+            ("num_layers", self.num_layers.is_some_and(|layers| layers != -1)),
+            ("rank_pattern", self.rank_pattern != config.rank_pattern),
+            ("alpha_pattern", self.alpha_pattern != config.alpha_pattern),
+        ];
+        for (key, differs) in differs {
+            if differs && given.iter().any(|given| given == key) {
+                return Err(usage(format!(
+                    "{key}: is not that of the adapter in {}, which training starts from; leave it out",
+                    folder.display()
+                )));
+            }
+        }
+        self.rank = config.rank;
+        self.alpha = Some(config.alpha);
+        self.scale = None;
+        self.dropout = config.dropout;
+        self.rslora = config.rslora;
+        self.target_modules = config.targets;
+        self.exclude_modules = config.exclude;
+        self.layers = config.layers;
+        self.num_layers = None;
+        self.rank_pattern = config.rank_pattern;
+        self.alpha_pattern = config.alpha_pattern;
+        self.init_adapter = Some(folder);
+        Ok(())
+    }
+
+    fn check(&self) -> anyhow::Result<()> {
+        if self.fine_tune_type == FineTuneType::Lora {
+            if let Some(layers) = self.num_layers.filter(|&layers| layers != -1 && layers < 1) {
+                return Err(usage(format!(
+                    "num_layers: is {layers}, expected at least 1, or -1 for all layers"
+                )));
+            }
+            self.lora()?.validate().map_err(usage)?;
+        }
+        if let Some(epochs) = self.epochs.filter(|epochs| !(epochs.is_finite() && *epochs > 0.0)) {
+            return Err(usage(format!("epochs: is {epochs}, expected a positive number")));
+        }
+        if !(0.0..1.0).contains(&self.valid_fraction) {
+            return Err(usage(format!(
+                "valid_fraction: is {}, expected a share from 0 (none) to below 1",
+                self.valid_fraction
+            )));
+        }
+        for (key, value) in [
+            ("batch_size", self.batch_size as u64),
+            ("threads", self.threads.unwrap_or(1) as u64),
+            ("sample_tokens", self.sample_tokens as u64),
+        ] {
+            if value == 0 {
+                return Err(usage(format!("{key}: is 0, expected at least 1")));
+            }
+        }
+        if self.max_seq_length < 2 {
+            return Err(usage(format!(
+                "max_seq_length: is {}, but a token and its prediction are 2",
+                self.max_seq_length
+            )));
+        }
+        for (key, batches) in
+            [("eval_batches", self.eval_batches), ("test_batches", self.test_batches)]
+        {
+            if batches != -1 && batches < 1 {
+                return Err(usage(format!(
+                    "{key}: is {batches}, expected at least 1, or -1 for all"
+                )));
+            }
+        }
+        if self.sample_every > 0 && self.sample_prompt.is_empty() {
+            return Err(usage("sample_every: there is nothing to continue; give a sample_prompt"));
+        }
+        // The length of the run is not known yet; everything else is checked as it will be used.
+        let schedule = self.schedule_options();
+        let steps = self.steps.unwrap_or(u64::MAX >> 12);
+        match &self.lr_schedule {
+            Some(schedule) => schedule.build(),
+            None => schedule.build(steps),
+        }
+        .map_err(usage)?;
+        self.train_options(steps, LearningRate::constant(self.learning_rate).map_err(usage)?)
+            .validate()
+            .map_err(usage)?;
+        Ok(())
+    }
+
+    /// What LoRA is told.
+    pub fn lora(&self) -> anyhow::Result<LoraConfig> {
+        let last_layers = match self.num_layers {
+            None | Some(-1) => None,
+            Some(layers) => Some(usize::try_from(layers).map_err(|_| {
+                usage(format!("num_layers: is {layers}, expected at least 1, or -1 for all layers"))
+            })?),
+        };
+        Ok(LoraConfig {
+            rank: self.rank,
+            alpha: self.alpha.unwrap_or(2.0 * self.rank as f64),
+            dropout: self.dropout,
+            rslora: self.rslora,
+            targets: self.target_modules.clone(),
+            exclude: self.exclude_modules.clone(),
+            layers: self.layers.clone(),
+            last_layers,
+            rank_pattern: self.rank_pattern.clone(),
+            alpha_pattern: self.alpha_pattern.clone(),
+        })
+    }
+
+    fn schedule_options(&self) -> ScheduleOptions {
+        ScheduleOptions {
+            schedule: match self.schedule {
+                Course::Constant => Schedule::Constant,
+                Course::Linear => Schedule::Linear,
+                Course::Cosine => Schedule::Cosine,
+            },
+            learning_rate: self.learning_rate,
+            min_learning_rate: self.min_learning_rate,
+            warmup: match (self.warmup_steps, self.warmup_ratio) {
+                (Some(steps), _) => Warmup::Steps(steps),
+                (None, ratio) => Warmup::Ratio(ratio.unwrap_or(DEFAULT_WARMUP_RATIO)),
+            },
+            warmup_init: 0.0,
+        }
+    }
+
+    /// The learning rate of a run of `steps` steps.
+    pub fn learning_rate(&self, steps: u64) -> metal_candle::Result<LearningRate> {
+        match &self.lr_schedule {
+            Some(schedule) => schedule.build(),
+            None => self.schedule_options().build(steps),
+        }
+    }
+
+    /// How long the run is.
+    pub fn duration(&self) -> Duration {
+        match (self.steps, self.epochs) {
+            (Some(steps), _) => Duration::Steps(steps),
+            (None, epochs) => Duration::Epochs(epochs.unwrap_or(1.0)),
+        }
+    }
+
+    /// What the trainer is told, for a run of `steps` steps.
+    pub fn train_options(&self, steps: u64, learning_rate: LearningRate) -> TrainOptions {
+        TrainOptions {
+            steps,
+            accumulation: self.grad_accumulation,
+            learning_rate,
+            adamw: AdamWOptions {
+                beta1: self.beta1,
+                beta2: self.beta2,
+                epsilon: self.epsilon,
+                weight_decay: self.weight_decay,
+            },
+            clip_norm: (self.clip_norm != 0.0).then_some(self.clip_norm),
+            skip_limit: self.skip_limit,
+            gradient_checkpointing: self.grad_checkpoint,
+            seed: self.seed,
+            report_every: self.report_every,
+            evaluate_every: self.eval_every,
+            evaluate_batches: limit(self.eval_batches),
+            save_every: self.save_every,
+            keep: self.keep,
+            keep_best: self.keep_best,
+            patience: self.patience,
+            sample_every: self.sample_every,
+        }
+    }
+
+    /// The settings as a YAML file that `-c` accepts, without keys that others make meaningless.
+    pub fn to_yaml(&self) -> anyhow::Result<String> {
+        const LORA: &[&str] = &[
+            "rank",
+            "alpha",
+            "dropout",
+            "rslora",
+            "target_modules",
+            "exclude_modules",
+            "num_layers",
+            "layers",
+            "rank_pattern",
+            "alpha_pattern",
+        ];
+        const SCHEDULE: &[&str] =
+            &["schedule", "warmup_steps", "warmup_ratio", "min_learning_rate"];
+        let mut value = serde_yaml_ng::to_value(self)?;
+        if let serde_yaml_ng::Value::Mapping(map) = &mut value {
+            let mut skipped: Vec<&str> = Vec::new();
+            if self.fine_tune_type == FineTuneType::Full || self.init_adapter.is_some() {
+                skipped.extend(LORA);
+            }
+            if self.lr_schedule.is_some() {
+                skipped.extend(SCHEDULE);
+            }
+            map.retain(|key, value| {
+                !value.is_null() && !key.as_str().is_some_and(|key| skipped.contains(&key))
+            });
+        }
+        Ok(serde_yaml_ng::to_string(&value)?)
+    }
+}
+
+/// A number of batches, where -1 is all of them.
+pub fn limit(batches: i64) -> Option<usize> {
+    usize::try_from(batches).ok()
+}
+
+/// Targets as a person writes them: `all-linear`, a list of names, or a regular expression, which
+/// is recognised by a character that no name has.
+pub fn parse_targets(text: &str) -> Targets {
+    if text == Targets::ALL_LINEAR || text.chars().any(|c| r"\*+?()[]{}^$|".contains(c)) {
+        Targets::Pattern(text.to_string())
+    } else {
+        Targets::Names(
+            text.split(',')
+                .map(|name| name.trim().to_string())
+                .filter(|name| !name.is_empty())
+                .collect(),
+        )
+    }
+}
+
+/// The folder of an adapter that is given as a folder or, as mlx-lm does, as the file of weights.
+fn adapter_folder(path: &Path) -> anyhow::Result<PathBuf> {
+    if path.is_dir() {
+        return Ok(path.to_path_buf());
+    }
+    match (path.file_name().and_then(|name| name.to_str()), path.parent()) {
+        (Some(adapter::ADAPTER_WEIGHTS), Some(folder)) if path.is_file() => {
+            Ok(if folder.as_os_str().is_empty() { ".".into() } else { folder.to_path_buf() })
+        }
+        _ if path.exists() => Err(usage(format!(
+            "init_adapter: {} is not supported; expected a PEFT folder with {} and {}",
+            path.display(),
+            adapter::ADAPTER_CONFIG,
+            adapter::ADAPTER_WEIGHTS
+        ))),
+        _ => Err(usage(format!("init_adapter: there is no {}", path.display()))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_are_names_or_a_pattern() {
+        assert_eq!(parse_targets("all-linear"), Targets::all_linear());
+        assert_eq!(
+            parse_targets("q_proj, self_attn.v_proj"),
+            Targets::Names(vec!["q_proj".into(), "self_attn.v_proj".into()])
+        );
+        assert_eq!(parse_targets(r".*\.q_proj"), Targets::Pattern(r".*\.q_proj".into()));
+    }
+}

@@ -1,0 +1,679 @@
+//! A training run from its settings to its files, in two parts: [`Run::prepare`] reads and checks
+//! everything, [`Run::train`] trains. Between them the model can be used as it is.
+
+use crate::errors::usage;
+use crate::interrupt;
+use crate::models::{self, device};
+use crate::output::{Terminal, bytes, grouped, plural, shell_word, table};
+use crate::progress::{Progress, clock};
+use crate::prompts;
+use crate::settings::{FineTuneType, Settings, limit};
+use anyhow::Context;
+use candle_core::DType;
+use chrono::NaiveDateTime;
+use metal_candle::data::{
+    BatchOptions, Batcher, DataFolder, DataOptions, Dataset, HeldOut, Record, Report,
+};
+use metal_candle::generate::{GenerateOptions, generate};
+use metal_candle::model::{Config, Model};
+use metal_candle::text::Tokenizer;
+use metal_candle::train::{
+    Evaluation, FanOut, JsonLines, LossCurve, Metric, Outcome, TensorBoard, TrainOptions, Trainer,
+    evaluate, latest_checkpoint, metrics, plot, total_steps,
+};
+use metal_candle::{Error, files};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The settings of a run, in its output folder.
+pub const CONFIG: &str = "train_config.yaml";
+const METRICS: &str = "metrics.jsonl";
+const CHECKPOINTS: &str = "checkpoints";
+const EVENTS: &str = "tensorboard";
+const PICTURES: [&str; 2] = ["loss.svg", "loss.png"];
+const TIME_FORMAT: &str = "%Y-%m-%dT%H:%M:%S";
+
+/// What happens to what is in the output folder.
+#[derive(Debug, Clone, Default)]
+pub struct Start {
+    /// Continue from this checkpoint.
+    pub resume: Option<PathBuf>,
+    /// Remove an earlier run.
+    pub overwrite: bool,
+    /// Nothing is to be written.
+    pub dry_run: bool,
+}
+
+/// A run that is ready to train.
+pub struct Run {
+    pub settings: Settings,
+    pub model: Model,
+    pub tokenizer: Tokenizer,
+    pub plan: Plan,
+    train: Batcher,
+    valid: Option<Batcher>,
+    test: Option<Batcher>,
+    options: TrainOptions,
+    folder: PathBuf,
+    base_model: String,
+    start: Start,
+}
+
+/// What will be trained.
+#[derive(Debug, Clone, Serialize)]
+pub struct Plan {
+    pub model: String,
+    pub family: &'static str,
+    pub parameters: u64,
+    pub trainable_parameters: u64,
+    pub trainable_share: f64,
+    pub lora: Option<LoraPlan>,
+    pub data: DataPlan,
+    pub steps: u64,
+    pub batches_per_epoch: u64,
+    pub tokens_per_epoch: u64,
+    pub peak_learning_rate: f64,
+    pub memory: Memory,
+    pub settings: Settings,
+}
+
+/// Where adapters go.
+#[derive(Debug, Clone, Serialize)]
+pub struct LoraPlan {
+    pub modules: Vec<String>,
+    pub layers: Vec<usize>,
+    pub adapted: usize,
+}
+
+/// What became of the records.
+#[derive(Debug, Clone, Serialize)]
+pub struct DataPlan {
+    pub train: Report,
+    pub valid: Option<Report>,
+    pub test: Option<Report>,
+}
+
+/// Estimated memory, in bytes.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Memory {
+    /// The frozen weights.
+    pub weights: u64,
+    /// Trained parameters, their gradients and AdamW's two moments, all f32.
+    pub training: u64,
+    /// What a batch of the longest examples keeps for its backward pass.
+    pub activations: u64,
+}
+
+impl Memory {
+    fn total(self) -> u64 {
+        self.weights + self.training + self.activations
+    }
+}
+
+/// What a run came to.
+#[derive(Debug, Clone, Serialize)]
+pub struct Summary {
+    pub outcome: &'static str,
+    pub step: u64,
+    pub steps: u64,
+    pub trained_tokens: u64,
+    pub seconds: f64,
+    pub train_loss: Option<f64>,
+    pub validation: Option<Evaluation>,
+    pub best: Option<Best>,
+    pub test: Option<Evaluation>,
+    pub output: PathBuf,
+    pub checkpoint: Option<PathBuf>,
+    pub files: Vec<PathBuf>,
+    #[serde(skip)]
+    pub curve: LossCurve,
+    #[serde(skip)]
+    pub interrupted: bool,
+}
+
+/// The best evaluation.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Best {
+    pub loss: f64,
+    pub step: u64,
+}
+
+impl Run {
+    /// Reads the data and the model and checks that the run can be made.
+    pub fn prepare(
+        mut settings: Settings,
+        start: Start,
+        terminal: Terminal,
+    ) -> anyhow::Result<Self> {
+        let device = device(settings.device)?;
+        let dtype = models::dtype(settings.dtype);
+        let data = settings.data.clone().ok_or_else(|| usage("no data: give --data"))?;
+        if !start.dry_run {
+            check_output(&settings, &start)?;
+        }
+        let held_out = (settings.valid_fraction > 0.0)
+            .then_some(HeldOut { fraction: settings.valid_fraction, seed: settings.seed });
+        let records = DataFolder::open(&data, held_out)?;
+        let train_records = records.require_train()?;
+        if records.valid.is_none() {
+            for (key, wanted) in
+                [("keep_best", settings.keep_best), ("patience", settings.patience.is_some())]
+            {
+                if wanted {
+                    return Err(usage(format!(
+                        "{key}: there is no validation data; add valid.jsonl, or hold some out with --valid-fraction"
+                    )));
+                }
+            }
+        }
+        let folder = match (&settings.from_config, &settings.model) {
+            (Some(path), _) if path.is_file() => path.parent().unwrap_or(Path::new(".")).into(),
+            (Some(folder), _) => folder.clone(),
+            (None, Some(model)) => models::resolve(model, settings.revision.as_deref(), terminal)?,
+            (None, None) => return Err(usage("no model: give --model")),
+        };
+        let full = settings.fine_tune_type == FineTuneType::Full;
+        if full && same_folder(&settings.output, &folder) {
+            return Err(usage(format!(
+                "output: {} is the model's own folder, which would be overwritten; choose another",
+                settings.output.display()
+            )));
+        }
+        let config = Config::load(&folder)?;
+        let tokenizer = Tokenizer::load(&folder)?;
+
+        let now = template_time(&mut settings)?;
+        let data_options = DataOptions {
+            max_seq_length: settings.max_seq_length,
+            loss_on: settings.loss_on.for_data(),
+            now: Some(now),
+            ..DataOptions::default()
+        };
+        let build = |records: &[Record], shuffle, name: &str| -> anyhow::Result<Batcher> {
+            let dataset = Dataset::build(records, &tokenizer, &data_options)
+                .with_context(|| format!("{name} data of {}", data.display()))?;
+            check_vocabulary(&dataset, config.vocab_size)?;
+            let options = BatchOptions {
+                batch_size: settings.batch_size,
+                max_seq_length: settings.max_seq_length,
+                packing: settings.packing && shuffle,
+                seed: settings.seed,
+                shuffle,
+            };
+            Ok(Batcher::new(Arc::new(dataset), options)?)
+        };
+        let train = build(train_records, true, "training")?;
+        let valid = records
+            .valid
+            .as_deref()
+            .map(|records| build(records, false, "validation"))
+            .transpose()?;
+        let test = match (&records.test, settings.test) {
+            (Some(records), true) => Some(build(records, false, "test")?),
+            (None, true) => {
+                return Err(usage(format!("test: there is no test.jsonl in {}", data.display())));
+            }
+            _ => None,
+        };
+        let batches = train.epoch(0).len();
+        let steps = total_steps(settings.duration(), batches, settings.grad_accumulation)?;
+        let options = settings.train_options(steps, settings.learning_rate(steps).map_err(usage)?);
+        options.validate().map_err(usage)?;
+
+        let mut model = if settings.from_config.is_some() {
+            Model::random(config, dtype, &device, settings.seed)?
+        } else {
+            Model::load(&folder, dtype, &device)?
+        };
+        let parameters = model.weight_count() as u64;
+        let lora = match (full, &settings.init_adapter) {
+            (true, _) => {
+                model.train_all()?;
+                None
+            }
+            (false, Some(adapter)) => {
+                model.load_adapter(adapter)?;
+                Some(lora_plan(&settings, &model)?)
+            }
+            (false, None) => {
+                model.add_lora(&settings.lora()?, settings.seed)?;
+                Some(lora_plan(&settings, &model)?)
+            }
+        };
+        let trainable = model.parameters().map_or(0, |store| store.len() as u64);
+        let dataset = train.dataset();
+        let plan = Plan {
+            model: match (&settings.model, &settings.from_config) {
+                (Some(model), _) => model.clone(),
+                (None, _) => format!("random weights by {}", folder.join("config.json").display()),
+            },
+            family: model.config().architecture.class_name(),
+            parameters,
+            trainable_parameters: trainable,
+            trainable_share: trainable as f64
+                / (parameters + if full { 0 } else { trainable }).max(1) as f64,
+            lora,
+            data: DataPlan {
+                train: dataset.report.clone(),
+                valid: valid.as_ref().map(|batches| batches.dataset().report.clone()),
+                test: test.as_ref().map(|batches| batches.dataset().report.clone()),
+            },
+            steps,
+            batches_per_epoch: batches as u64,
+            tokens_per_epoch: dataset.report.tokens as u64,
+            peak_learning_rate: options.learning_rate.peak(),
+            memory: memory(&settings, &model, parameters, trainable, dataset.report.longest),
+            settings: settings.clone(),
+        };
+        let base_model = base_name(&settings, &folder);
+        Ok(Self {
+            settings,
+            model,
+            tokenizer,
+            plan,
+            train,
+            valid,
+            test,
+            options,
+            folder,
+            base_model,
+            start,
+        })
+    }
+
+    /// Trains, shows it, and leaves the run's files in the output folder.
+    pub fn train(&self, terminal: Terminal) -> anyhow::Result<Summary> {
+        let settings = &self.settings;
+        let output = &settings.output;
+        let mut trainer =
+            Trainer::new(&self.model, &self.train, self.options.clone(), output, &self.base_model)?
+                .with_stop(interrupt::watch(
+                    "stopping after this step and saving a checkpoint; Ctrl-C again stops at once",
+                ));
+        if let Some(valid) = &self.valid {
+            trainer = trainer.with_validation(valid);
+        }
+        if settings.fine_tune_type == FineTuneType::Full {
+            trainer = trainer.with_companions(&self.folder);
+        }
+        if settings.sample_every > 0 {
+            trainer = trainer.with_samples(Box::new(|model, seed| self.samples(model, seed)));
+        }
+        if let Some(checkpoint) = &self.start.resume {
+            trainer.resume(checkpoint)?;
+        } else if self.start.overwrite {
+            remove_run(output)?;
+        }
+        let step = trainer.step();
+        let resumed = self.start.resume.is_some();
+        files::write_bytes_atomic(output.join(CONFIG), settings.to_yaml()?)?;
+
+        let outcome = {
+            let mut sinks = FanOut::new();
+            let path = output.join(METRICS);
+            let events = output.join(EVENTS);
+            sinks.push(if resumed {
+                JsonLines::resume(&path, step)?
+            } else {
+                JsonLines::create(&path)?
+            });
+            if settings.tensorboard {
+                sinks.push(if resumed && events.is_dir() {
+                    TensorBoard::resume(&events, step)?
+                } else {
+                    TensorBoard::create(&events)?
+                });
+            }
+            sinks.push(Progress::new(terminal, self.options.steps, step));
+            trainer.run(&mut sinks)?
+        };
+        let interrupted = outcome.outcome == Outcome::Interrupted;
+        let test = match &self.test {
+            Some(batches) if !interrupted => {
+                Some(evaluate(&self.model, batches, limit(settings.test_batches))?)
+            }
+            _ => None,
+        };
+        interrupt::unwatch();
+
+        let events = metrics::read(output.join(METRICS))?;
+        let curve = LossCurve::from_metrics(
+            Path::new(&self.plan.model).file_name().map_or_else(
+                || self.plan.model.clone(),
+                |name| name.to_string_lossy().into_owned(),
+            ),
+            &events,
+        );
+        if settings.plot {
+            let [svg, png] = PICTURES;
+            files::write_bytes_atomic(output.join(svg), plot::loss_curve_svg(&curve)?)?;
+            files::write_bytes_atomic(output.join(png), plot::loss_curve_png(&curve)?)?;
+        }
+        let checkpoint = if interrupted { latest_checkpoint(output)? } else { None };
+        let train_loss = events.iter().rev().find_map(|metric| match metric {
+            Metric::Train { loss, .. } => Some(*loss),
+            _ => None,
+        });
+        Ok(Summary {
+            outcome: match outcome.outcome {
+                Outcome::Finished => "finished",
+                Outcome::StoppedEarly => "stopped_early",
+                Outcome::Interrupted => "interrupted",
+            },
+            step: outcome.step,
+            steps: self.options.steps,
+            trained_tokens: outcome.trained_tokens,
+            seconds: outcome.seconds,
+            train_loss,
+            validation: outcome.evaluation,
+            best: outcome.best.map(|(loss, step)| Best { loss, step }),
+            test,
+            output: output.clone(),
+            checkpoint,
+            files: written(output, !interrupted)?,
+            curve,
+            interrupted,
+        })
+    }
+
+    /// What the model makes of the sample prompts.
+    fn samples(&self, model: &Model, seed: u64) -> metal_candle::Result<Vec<(String, String)>> {
+        let mut options =
+            GenerateOptions { max_tokens: self.settings.sample_tokens, ..Default::default() };
+        options.sampling.seed = seed;
+        self.settings
+            .sample_prompt
+            .iter()
+            .map(|prompt| {
+                let ids = prompts::encode(&self.tokenizer, prompt, None, false)?;
+                let (text, _) = generate(model, &self.tokenizer, &ids, options.clone())?;
+                Ok((prompt.clone(), text))
+            })
+            .collect()
+    }
+
+    /// The command to try on what was trained.
+    pub fn next_command(&self) -> String {
+        let output = shell_word(&self.settings.output.display().to_string());
+        match self.settings.fine_tune_type {
+            FineTuneType::Full => format!("metal-candle chat --model {output}"),
+            FineTuneType::Lora => format!("metal-candle chat --adapter {output}"),
+        }
+    }
+}
+
+impl Plan {
+    /// The plan as a person reads it.
+    pub fn describe(&self) -> String {
+        let settings = &self.settings;
+        let share = 100.0 * self.trainable_share;
+        let mut rows = vec![
+            ("Model", format!("{} ({})", self.model, self.family)),
+            ("Parameters", grouped(self.parameters)),
+            ("Trained", format!("{} ({share:.2} %)", grouped(self.trainable_parameters))),
+        ];
+        if let Some(lora) = &self.lora {
+            rows.push((
+                "LoRA",
+                format!(
+                    "rank {}, alpha {}{}, dropout {}, on {} in {}",
+                    settings.rank,
+                    settings.alpha.unwrap_or_default(),
+                    if settings.rslora { ", rank-stabilised" } else { "" },
+                    settings.dropout,
+                    lora.modules.join(", "),
+                    layers(&lora.layers),
+                ),
+            ));
+        }
+        rows.push(("Data", format!("training: {}", self.data.train)));
+        for (name, report) in [("validation", &self.data.valid), ("test", &self.data.test)] {
+            if let Some(report) = report {
+                rows.push(("", format!("{name}: {report}")));
+            }
+        }
+        if self.data.valid.is_none() {
+            rows.push(("", "validation: none".into()));
+        }
+        rows.push((
+            "Run",
+            format!(
+                "{} of {} x {} rows{}, {} and {} tokens an epoch",
+                plural(self.steps, "step"),
+                settings.grad_accumulation,
+                settings.batch_size,
+                if settings.packing { " (packed)" } else { "" },
+                plural(self.batches_per_epoch, "batch").replace("batchs", "batches"),
+                grouped(self.tokens_per_epoch),
+            ),
+        ));
+        rows.push(("Learning rate", format!("{:e} at its peak", self.peak_learning_rate)));
+        rows.push((
+            "Memory",
+            format!(
+                "about {}: weights {}, training {}, activations {}",
+                bytes(self.memory.total()),
+                bytes(self.memory.weights),
+                bytes(self.memory.training),
+                bytes(self.memory.activations)
+            ),
+        ));
+        rows.push(("Output", settings.output.display().to_string()));
+        table(&rows)
+    }
+}
+
+impl Summary {
+    /// The summary as a person reads it.
+    pub fn describe(&self) -> String {
+        let what = match self.outcome {
+            "stopped_early" => "Stopped early",
+            "interrupted" => "Interrupted",
+            _ => "Finished",
+        };
+        let mut text = format!(
+            "{what} after {} of {} in {}",
+            grouped(self.step),
+            plural(self.steps, "step"),
+            clock(self.seconds)
+        );
+        if let Some(loss) = self.train_loss {
+            text.push_str(&format!(": loss {loss:.4}"));
+        }
+        if let Some(found) = &self.validation {
+            text.push_str(&format!(
+                ", validation loss {:.4} (perplexity {:.3})",
+                found.loss, found.perplexity
+            ));
+        }
+        if let Some(best) = self.best {
+            text.push_str(&format!(", best {:.4} at step {}", best.loss, best.step));
+        }
+        if let Some(found) = &self.test {
+            text.push_str(&format!(
+                ", test loss {:.4} (perplexity {:.3})",
+                found.loss, found.perplexity
+            ));
+        }
+        text.push('\n');
+        for file in &self.files {
+            text.push_str(&format!("  {}\n", file.display()));
+        }
+        text
+    }
+}
+
+fn layers(layers: &[usize]) -> String {
+    let contiguous = layers.windows(2).all(|pair| matches!(pair, [a, b] if *b == a + 1));
+    match layers {
+        [] => "no layer".into(),
+        [one] => format!("layer {one}"),
+        [first, .., last] if contiguous => format!("layers {first} to {last}"),
+        _ => {
+            format!("layers {}", layers.iter().map(usize::to_string).collect::<Vec<_>>().join(", "))
+        }
+    }
+}
+
+fn lora_plan(settings: &Settings, model: &Model) -> anyhow::Result<LoraPlan> {
+    let resolved = settings.lora()?.resolve(&model.linear_paths(), model.config().layers.len())?;
+    let (mut modules, mut layers) = (Vec::new(), Vec::new());
+    for linear in &resolved {
+        let name = linear.path.rsplit('.').next().unwrap_or_default().to_string();
+        if !modules.contains(&name) {
+            modules.push(name);
+        }
+        let layer = linear.path.split('.').find_map(|part| part.parse().ok());
+        if let Some(layer) = layer.filter(|layer| !layers.contains(layer)) {
+            layers.push(layer);
+        }
+    }
+    Ok(LoraPlan { modules, layers, adapted: resolved.len() })
+}
+
+/// How much memory a step takes, from what each layer keeps for its backward pass: the inputs of
+/// two norms, of the projections and of the activation, and the attention's own.
+fn memory(
+    settings: &Settings,
+    model: &Model,
+    parameters: u64,
+    trainable: u64,
+    longest: usize,
+) -> Memory {
+    let config = model.config();
+    let full = settings.fine_tune_type == FineTuneType::Full;
+    let element = model.dtype().size_in_bytes() as u64;
+    let row = if settings.packing { settings.max_seq_length } else { longest };
+    let tokens = (settings.batch_size * row) as u64;
+    let heads = ((2 * config.heads + 2 * config.kv_heads) * config.head_dim) as u64;
+    let hidden = config.hidden_size as u64;
+    let layer = 5 * hidden + heads + 4 * config.intermediate_size as u64;
+    let layers = config.layers.len() as u64;
+    let kept = if settings.grad_checkpoint { layers * hidden + layer } else { layers * layer };
+    // The loss looks at some rows of logits at a time.
+    let logits = tokens.min(128) * config.vocab_size as u64 * 8;
+    Memory {
+        weights: if full { 0 } else { parameters * element },
+        training: 4 * trainable * DType::F32.size_in_bytes() as u64,
+        activations: tokens * kept * element + logits,
+    }
+}
+
+/// The tokenizer's ids have to be rows of the embedding.
+pub fn check_vocabulary(dataset: &Dataset, vocabulary: usize) -> anyhow::Result<()> {
+    let largest = dataset.examples.iter().flat_map(|example| &example.ids).max();
+    match largest {
+        Some(&id) if id as usize >= vocabulary => Err(anyhow::anyhow!(
+            "the tokenizer gives token {id}, but the model's vocabulary has {vocabulary}; the tokenizer is not this model's"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// What a saved adapter names as its model: a hub id as it is, a folder by its full path, so that
+/// the adapter can be used from anywhere.
+fn base_name(settings: &Settings, folder: &Path) -> String {
+    match &settings.model {
+        Some(model)
+            if !Path::new(model).is_dir()
+                && model.split('/').count() == 2
+                && !model.starts_with(['.', '~', '/']) =>
+        {
+            model.clone()
+        }
+        _ => folder.canonicalize().unwrap_or_else(|_| folder.to_path_buf()).display().to_string(),
+    }
+}
+
+/// Whether two paths are one folder.
+pub fn same_folder(a: &Path, b: &Path) -> bool {
+    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
+}
+
+/// The time that chat templates are told: the one of the settings, or of now.
+fn template_time(settings: &mut Settings) -> anyhow::Result<NaiveDateTime> {
+    let text = settings
+        .template_time
+        .get_or_insert_with(|| chrono::Local::now().format(TIME_FORMAT).to_string());
+    NaiveDateTime::parse_from_str(text, TIME_FORMAT).map_err(|error| {
+        usage(format!(
+            "template_time: is {text:?}, expected a time such as 2025-01-31T12:00:00 ({error})"
+        ))
+    })
+}
+
+/// That the output folder can be written and holds no other run.
+fn check_output(settings: &Settings, start: &Start) -> anyhow::Result<()> {
+    let output = &settings.output;
+    std::fs::create_dir_all(output).map_err(Error::io(output)).context("the output folder")?;
+    let probe = output.join(".write-test");
+    files::write_bytes_atomic(&probe, b"").context("the output folder cannot be written")?;
+    std::fs::remove_file(&probe).map_err(Error::io(&probe))?;
+    if start.resume.is_some() || start.overwrite {
+        return Ok(());
+    }
+    let model =
+        settings.fine_tune_type == FineTuneType::Full && output.join("config.json").exists();
+    if model || latest_checkpoint(output)?.is_some() || output.join(METRICS).exists() {
+        return Err(usage(format!(
+            "output: {} holds a run already; continue it with --resume, choose another folder with --output, \
+             or remove it with --overwrite",
+            output.display()
+        )));
+    }
+    Ok(())
+}
+
+/// Removes what an earlier run left.
+fn remove_run(output: &Path) -> anyhow::Result<()> {
+    for name in [CHECKPOINTS, EVENTS] {
+        let path = output.join(name);
+        if path.is_dir() {
+            std::fs::remove_dir_all(&path).map_err(Error::io(&path))?;
+        }
+    }
+    for name in [METRICS, CONFIG].iter().chain(&PICTURES) {
+        let path = output.join(name);
+        if path.is_file() {
+            std::fs::remove_file(&path).map_err(Error::io(&path))?;
+        }
+    }
+    Ok(())
+}
+
+/// What a run has left, in the order it is read.
+fn written(output: &Path, finished: bool) -> anyhow::Result<Vec<PathBuf>> {
+    let weights =
+        ["adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"];
+    let names = weights
+        .iter()
+        .filter(|_| finished)
+        .chain(&[CHECKPOINTS, METRICS, EVENTS])
+        .chain(&PICTURES)
+        .chain(&[CONFIG]);
+    Ok(names.map(|name| output.join(name)).filter(|path| path.exists()).collect())
+}
+
+/// The checkpoint to continue from. `given` is a checkpoint, a run's folder, or nothing for the
+/// newest checkpoint of `output`. The second path is the run's folder.
+pub fn find_checkpoint(given: Option<&Path>, output: &Path) -> anyhow::Result<(PathBuf, PathBuf)> {
+    let newest = |run: &Path| -> anyhow::Result<(PathBuf, PathBuf)> {
+        match latest_checkpoint(run)? {
+            Some(checkpoint) => Ok((checkpoint, run.to_path_buf())),
+            None => Err(anyhow::anyhow!(
+                "resume: {} has no checkpoint; start the run without --resume",
+                run.display()
+            )),
+        }
+    };
+    let Some(given) = given else { return newest(output) };
+    if given.join("trainer_state.json").is_file() {
+        let run = given.parent().and_then(Path::parent).filter(|run| !run.as_os_str().is_empty());
+        return Ok((given.to_path_buf(), run.unwrap_or(Path::new(".")).to_path_buf()));
+    }
+    if given.is_dir() {
+        return newest(given);
+    }
+    Err(anyhow::anyhow!("resume: there is no checkpoint {}", given.display()))
+}

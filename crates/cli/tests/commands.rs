@@ -1,0 +1,282 @@
+//! The commands, one after the other on a tiny model.
+
+mod common;
+
+use common::{Place, text};
+use std::io::{Read, Write};
+use std::process::Stdio;
+
+const TRAIN: [&str; 9] =
+    ["train", "--model", "base", "--data", "data", "--steps", "5", "--learning-rate", "1e-2"];
+
+fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&TRAIN[..], more].concat()
+}
+
+#[test]
+fn a_trained_adapter_generates_fuses_and_evaluates() {
+    let place = Place::with_model();
+    let summary =
+        place.json(&with(&["--report-every", "1", "--save-every", "2", "--test", "--json"]));
+    assert_eq!(summary["outcome"], "finished");
+    assert_eq!(summary["step"], 5);
+    assert!(summary["validation"]["loss"].as_f64().unwrap() > 0.0);
+    assert!(summary["test"]["loss"].as_f64().unwrap() > 0.0);
+    for name in [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "metrics.jsonl",
+        "tensorboard",
+        "loss.svg",
+        "loss.png",
+        "train_config.yaml",
+        "checkpoints/step-00000004",
+    ] {
+        assert!(place.path("adapters").join(name).exists(), "{name}");
+    }
+    let metrics = place.read("adapters/metrics.jsonl");
+    assert_eq!(metrics.lines().filter(|line| line.contains("\"event\":\"train\"")).count(), 5);
+
+    // The adapter names its base by a full path, so it works from anywhere without --model.
+    let generated = place.json(&[
+        "generate",
+        "--adapter",
+        "adapters",
+        "--prompt",
+        "What is 3?",
+        "-t",
+        "0",
+        "-n",
+        "8",
+        "--json",
+    ]);
+    let tokens = generated["tokens"].as_array().unwrap().len();
+    assert!((1..=8).contains(&tokens), "{generated}");
+    let again = place.ok(&[
+        "generate",
+        "-m",
+        "base",
+        "-a",
+        "adapters",
+        "-p",
+        "What is 3?",
+        "-t",
+        "0",
+        "-n",
+        "8",
+    ]);
+    assert_eq!(again, format!("{}\n", generated["text"].as_str().unwrap()));
+
+    let base = place.json(&["evaluate", "-m", "base", "-d", "data", "--split", "train", "--json"]);
+    let tuned =
+        place.json(&["evaluate", "-a", "adapters", "-d", "data", "--split", "train", "--json"]);
+    let loss = |report: &serde_json::Value| report["loss"].as_f64().unwrap();
+    assert!(loss(&tuned) < loss(&base), "{tuned} {base}");
+
+    let fused = place.json(&["fuse", "-m", "base", "-a", "adapters", "-o", "fused", "--json"]);
+    assert_eq!(fused["dtype"], "f32");
+    let merged = place.json(&["evaluate", "-m", "fused", "-d", "data/train.jsonl", "--json"]);
+    assert!((loss(&merged) - loss(&tuned)).abs() < 1e-5, "{merged} {tuned}");
+
+    let model = place.json(&["inspect", "fused", "--json"]);
+    assert_eq!((&model["kind"], &model["family"]), (&"model".into(), &"llama".into()));
+    assert_eq!(model["chat_template"], true);
+    assert_eq!(model["linear_layers"]["q_proj"], 3);
+    let adapter = place.json(&["inspect", "adapters", "--json"]);
+    assert_eq!((&adapter["kind"], &adapter["rank"]), (&"adapter".into(), &16.into()));
+    let checkpoint = place.json(&["inspect", "adapters/checkpoints/step-00000004", "--json"]);
+    assert_eq!(
+        (&checkpoint["kind"], &checkpoint["state"]["step"]),
+        (&"checkpoint".into(), &4.into())
+    );
+    assert!(place.ok(&["inspect", "base"]).contains("LlamaForCausalLM"));
+}
+
+#[test]
+fn the_settings_a_run_leaves_make_the_same_run() {
+    let place = Place::with_model();
+    place.ok(&with(&["-q", "--rank", "4", "--layers", "0,2", "--no-plot", "--no-tensorboard"]));
+    assert!(!place.path("adapters/loss.svg").exists());
+    assert!(!place.path("adapters/tensorboard").exists());
+    place.ok(&["train", "-c", "adapters/train_config.yaml", "--output", "second", "-q"]);
+    let bytes =
+        |run: &str| std::fs::read(place.path(run).join("adapter_model.safetensors")).unwrap();
+    assert!(bytes("adapters") == bytes("second"));
+}
+
+#[test]
+fn a_folder_with_a_run_is_not_overwritten_by_accident() {
+    let place = Place::with_model();
+    place.ok(&with(&["-q"]));
+    let before = place.read("adapters/metrics.jsonl");
+    let stderr = place.fails(2, &with(&["-q"]));
+    assert!(stderr.contains("--resume") && stderr.contains("--overwrite"), "{stderr}");
+    assert_eq!(place.read("adapters/metrics.jsonl"), before);
+    place.ok(&with(&["-q", "--overwrite", "--seed", "3"]));
+    let stderr = place.fails(1, &["train", "--resume", "-q", "--seed", "4"]);
+    assert!(stderr.contains("seed was 3 and is now 4"), "{stderr}");
+}
+
+#[test]
+fn a_finished_run_can_be_taken_up_as_a_new_one() {
+    let place = Place::with_model();
+    place.ok(&with(&["-q", "--rank", "4"]));
+    let more = ["--init-adapter", "adapters", "--output", "more", "-q", "--json"];
+    let summary = place.json(&with(&more));
+    assert_eq!(summary["step"], 5);
+    let stderr =
+        place.fails(2, &with(&["--init-adapter", "adapters", "--output", "x", "--rank", "8"]));
+    assert!(stderr.contains("rank: is not that of the adapter"), "{stderr}");
+}
+
+#[test]
+fn samples_are_shown_while_it_trains() {
+    let place = Place::with_model();
+    let output = place.run(&with(&[
+        "--sample-every",
+        "2",
+        "--sample-prompt",
+        "What is 1?",
+        "--sample-tokens",
+        "4",
+    ]));
+    assert!(output.status.success());
+    let stderr = text(&output.stderr);
+    assert_eq!(stderr.matches("What is 1? →").count(), 2, "{stderr}");
+    assert!(stderr.contains("step 5/5") && stderr.contains("tokens/s"), "{stderr}");
+    assert!(stderr.contains("validation loss") && stderr.contains("12 examples"), "{stderr}");
+}
+
+#[test]
+fn bad_input_is_named() {
+    let place = Place::with_model();
+    let stderr = place.fails(1, &["train", "-m", "none/model/here", "-d", "data"]);
+    assert!(stderr.contains("none/model/here"), "{stderr}");
+    let stderr = place.fails(1, &["train", "-m", "base", "-d", "nothing", "-o", "a"]);
+    assert!(stderr.contains("nothing"), "{stderr}");
+    place.write("bad.jsonl", "{\"text\": \"one\"}\n{\"text\": \n");
+    let stderr = place.fails(1, &["train", "-m", "base", "-d", "bad.jsonl", "-o", "b"]);
+    assert!(stderr.contains("bad.jsonl:2:"), "{stderr}");
+    place.write("empty.jsonl", "");
+    let stderr = place.fails(1, &["train", "-m", "base", "-d", "empty.jsonl", "-o", "c"]);
+    assert!(stderr.contains("empty.jsonl"), "{stderr}");
+    place.write("file", "");
+    let stderr = place.fails(1, &["train", "-m", "none/model", "-d", "data", "-o", "file/run"]);
+    assert!(stderr.contains("output folder"), "{stderr}");
+    let stderr = place.fails(1, &with(&["--target-modules", "w_proj", "-o", "d"]));
+    assert!(stderr.contains("`w_proj` is not a linear layer"), "{stderr}");
+    let stderr = place.fails(1, &["generate", "-m", "base", "-a", "data", "-p", "x"]);
+    assert!(stderr.contains("not an adapter"), "{stderr}");
+    let stderr = place.fails(2, &["fuse", "-m", "base", "-a", "base", "-o", "base"]);
+    assert!(stderr.contains("own folder"), "{stderr}");
+    let stderr = place.fails(1, &["train", "--resume", "-o", "data"]);
+    assert!(stderr.contains("has no checkpoint"), "{stderr}");
+    place.write("shape/config.json", &place.read("shape/config.json").replace("400", "100"));
+    let full =
+        ["train", "--from-config", "shape", "--fine-tune-type", "full", "-d", "data", "-o", "e"];
+    let stderr = place.fails(1, &full);
+    assert!(stderr.contains("vocabulary has 100"), "{stderr}");
+}
+
+#[test]
+fn stdin_is_a_prompt_and_a_conversation() {
+    let place = Place::with_model();
+    let run = |arguments: &[&str], input: &str| {
+        let mut child = place.command(arguments).stdin(Stdio::piped()).spawn().unwrap();
+        child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    let generate = ["generate", "-m", "base", "-t", "0", "-n", "4"];
+    let piped = run(&generate, "What is 1?\n");
+    assert_eq!(piped, place.ok(&[&generate[..], &["-p", "What is 1?"]].concat()));
+    let raw = run(&[&generate[..], &["--raw"]].concat(), "What is 1?\n");
+    assert!(!raw.is_empty());
+    let chat = ["chat", "-m", "base", "-t", "0", "-n", "4", "--ignore-eos"];
+    let answers =
+        run(&chat, "What is 1?\n/reset\nWhat is 1?\n/system Be brief.\nWhat is 1?\n/exit\nno\n");
+    let one = place.ok(&[&generate[..], &["--ignore-eos", "-p", "What is 1?"]].concat());
+    assert!(answers.starts_with(&one.repeat(2)), "{answers:?} {one:?}");
+}
+
+#[test]
+fn a_closed_pipe_is_no_failure() {
+    let place = Place::with_model();
+    let mut child = place
+        .command(&["generate", "-m", "base", "-p", "x", "-n", "200", "--ignore-eos", "--raw"])
+        .spawn()
+        .unwrap();
+    let mut first = [0];
+    let mut stdout = child.stdout.take().unwrap();
+    stdout.read_exact(&mut first).unwrap();
+    drop(stdout);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), text(&output.stderr)), (Some(0), String::new()));
+}
+
+#[cfg(unix)]
+#[test]
+fn an_interrupted_run_leaves_a_checkpoint_and_can_be_resumed() {
+    let place = Place::with_model();
+    let arguments = [
+        "train",
+        "--model",
+        "base",
+        "--data",
+        "data",
+        "--steps",
+        "400",
+        "--report-every",
+        "1",
+        "--save-every",
+        "0",
+        "--eval-every",
+        "0",
+    ];
+    let child = place.command(&arguments).spawn().unwrap();
+    let metrics = place.path("adapters/metrics.jsonl");
+    let started = std::time::Instant::now();
+    while std::fs::read_to_string(&metrics).unwrap_or_default().lines().count() < 3 {
+        assert!(started.elapsed().as_secs() < 120, "training does not start");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    // SAFETY: sends a signal to a child that has not been waited for.
+    unsafe { libc::kill(i32::try_from(child.id()).unwrap(), libc::SIGINT) };
+    let output = child.wait_with_output().unwrap();
+    let stderr = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(130), "{stderr}");
+    assert!(stderr.contains("metal-candle train --resume --output adapters"), "{stderr}");
+    assert!(!place.path("adapters/adapter_model.safetensors").exists());
+
+    let checkpoints: Vec<_> =
+        std::fs::read_dir(place.path("adapters/checkpoints")).unwrap().collect();
+    assert_eq!(checkpoints.len(), 1);
+    let summary = place.json(&["train", "--resume", "--json", "-q"]);
+    assert_eq!((&summary["outcome"], &summary["step"]), (&"finished".into(), &400.into()));
+    let steps: Vec<u64> = place
+        .read("adapters/metrics.jsonl")
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap())
+        .filter(|event| event["event"] == "train")
+        .map(|event| event["step"].as_u64().unwrap())
+        .collect();
+    assert_eq!(steps, (1..=400).collect::<Vec<_>>());
+}
+
+#[cfg(unix)]
+#[test]
+fn a_folder_that_cannot_be_written_is_found_before_the_model_is_read() {
+    use std::os::unix::fs::PermissionsExt;
+    let place = Place::with_model();
+    std::fs::create_dir(place.path("locked")).unwrap();
+    let permissions = |mode| std::fs::Permissions::from_mode(mode);
+    std::fs::set_permissions(place.path("locked"), permissions(0o555)).unwrap();
+    // An administrator can write anywhere.
+    let refused = std::fs::write(place.path("locked/probe"), "").is_err();
+    if refused {
+        let stderr = place.fails(1, &["train", "-m", "none/model", "-d", "data", "-o", "locked"]);
+        assert!(stderr.contains("locked") && stderr.contains("cannot be written"), "{stderr}");
+    }
+    std::fs::set_permissions(place.path("locked"), permissions(0o755)).unwrap();
+}

@@ -1,0 +1,136 @@
+//! A folder with a tiny model and data, and the program to run on them.
+
+// Not every test program needs all of it.
+#![allow(dead_code)]
+
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+/// The repository's fixtures.
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures")
+}
+
+/// A temporary folder for one test.
+pub struct Place {
+    folder: tempfile::TempDir,
+}
+
+impl Place {
+    /// An empty folder.
+    pub fn new() -> Self {
+        Self { folder: tempfile::tempdir().unwrap() }
+    }
+
+    /// A folder with `shape/` (a configuration and a tokenizer), `data/` and `base/`, a model.
+    pub fn with_model() -> Self {
+        let place = Self::new();
+        place.write_data();
+        place.write_shape();
+        let made = place.run(&[
+            "train",
+            "--from-config",
+            "shape",
+            "--fine-tune-type",
+            "full",
+            "--data",
+            "data",
+            "--output",
+            "base",
+            "--steps",
+            "1",
+            "-q",
+        ]);
+        assert!(made.status.success(), "{}", text(&made.stderr));
+        place
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, content: &str) {
+        let path = self.path(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, content).unwrap();
+    }
+
+    pub fn read(&self, name: &str) -> String {
+        std::fs::read_to_string(self.path(name)).unwrap()
+    }
+
+    pub fn write_data(&self) {
+        let lines = |count: usize, from: usize| -> String {
+            (from..from + count)
+                .map(|n| {
+                    format!(
+                        "{{\"messages\": [{{\"role\": \"user\", \"content\": \"What is {n}?\"}}, \
+                         {{\"role\": \"assistant\", \"content\": \"A number.\"}}]}}\n"
+                    )
+                })
+                .collect()
+        };
+        self.write("data/train.jsonl", &lines(12, 0));
+        self.write("data/valid.jsonl", &lines(3, 20));
+        self.write("data/test.jsonl", &lines(3, 30));
+    }
+
+    pub fn write_shape(&self) {
+        let config = std::fs::read_to_string(fixtures().join("models/llama/config.json")).unwrap();
+        let mut config: Value = serde_json::from_str(&config).unwrap();
+        config["vocab_size"] = 400.into();
+        config["max_position_embeddings"] = 256.into();
+        // The tokenizer says which token ends a text.
+        config.as_object_mut().unwrap().remove("eos_token_id");
+        self.write("shape/config.json", &config.to_string());
+        for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
+            let content = std::fs::read_to_string(fixtures().join("tokenizer").join(name)).unwrap();
+            self.write(&format!("shape/{name}"), &content);
+        }
+    }
+
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_metal-candle"));
+        command
+            .args(arguments)
+            .current_dir(self.folder.path())
+            .env("HF_HUB_OFFLINE", "1")
+            .env("HF_HOME", self.path("hub"))
+            .env_remove("METAL_CANDLE_LOG")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+
+    pub fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    /// Runs what must succeed and gives stdout.
+    pub fn ok(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+        text(&output.stdout)
+    }
+
+    /// Runs what must succeed with nothing but JSON on stdout.
+    pub fn json(&self, arguments: &[&str]) -> Value {
+        let stdout = self.ok(arguments);
+        serde_json::from_str(&stdout).unwrap_or_else(|error| panic!("{error}: {stdout}"))
+    }
+
+    /// Runs what must end with `code` and gives stderr.
+    pub fn fails(&self, code: i32, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stderr}");
+        assert!(!stderr.contains("panicked"), "{stderr}");
+        stderr
+    }
+}
+
+pub fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
