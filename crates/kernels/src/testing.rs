@@ -73,7 +73,7 @@ pub fn assert_gradient(x: &Tensor, gradient: &Tensor, loss: impl Fn(&Tensor) -> 
         let expected = (at(index, STEP) - at(index, -STEP)) / (2.0 * STEP);
         let error = (gradient - expected).abs();
         assert!(
-            error <= 1e-6 * (1.0 + expected.abs()),
+            error <= 2e-8 * (1.0 + expected.abs()),
             "element {index}: gradient {gradient}, differences say {expected}"
         );
     }

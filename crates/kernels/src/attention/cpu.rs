@@ -6,7 +6,7 @@
 use super::Sizes;
 use crate::device::cpu::{
     Disjoint, Element, Matrix, MatrixMut, Real, Threads, Values, dot, for_each_chunk2,
-    for_each_index, multiply, sum,
+    for_each_index, multiply, rows_per_task, sum, zeros,
 };
 use candle_core::{Layout, Result};
 use rayon::prelude::*;
@@ -206,7 +206,7 @@ impl<A: Real> Problem<'_, A> {
     ) -> (Vec<T>, Vec<T>, Vec<T>) {
         let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
         let group = heads / kv_heads;
-        let mut dq = crate::device::cpu::zeros::<T>(self.sizes.q_elements());
+        let mut dq = zeros::<T>(self.sizes.q_elements());
         // One (keys, head_dim) matrix for every head, before the groups are added up.
         let head_size = keys * head_dim;
         let mut dk_heads = vec![A::ZERO; batch * heads * head_size];
@@ -225,10 +225,10 @@ impl<A: Real> Problem<'_, A> {
                 heads.enumerate().for_each(|(index, (dk, dv))| task(index, dk, dv));
             }
         }
-        let mut dk = crate::device::cpu::zeros::<T>(batch * keys * kv_heads * head_dim);
-        let mut dv = crate::device::cpu::zeros::<T>(batch * keys * kv_heads * head_dim);
+        let mut dk = zeros::<T>(batch * keys * kv_heads * head_dim);
+        let mut dv = zeros::<T>(batch * keys * kv_heads * head_dim);
         let token = kv_heads * head_dim;
-        let tokens = crate::device::cpu::rows_per_task(token);
+        let tokens = rows_per_task(token);
         for_each_chunk2(&mut dk, tokens * token, &mut dv, tokens * token, |index, dk, dv| {
             let mut total = vec![A::ZERO; head_dim];
             let first_row = index * tokens * kv_heads;
@@ -271,19 +271,19 @@ impl<A: Real> Problem<'_, A> {
         let mut dq = vec![A::ZERO; ROWS * head_dim];
         let mut row_o = vec![A::ZERO; head_dim];
         let mut correction = [A::ZERO; ROWS];
-        let mut p = vec![A::ZERO; ROWS * COLUMNS];
-        let mut dp = vec![A::ZERO; ROWS * COLUMNS];
+        let mut scores = zeros::<A>(2 * ROWS * COLUMNS);
+        let (p, dp) = scores.split_at_mut(ROWS * COLUMNS);
         let (mut key_scratch, mut value_scratch) = (Vec::new(), Vec::new());
         for first in (0..queries).step_by(ROWS) {
             let rows = ROWS.min(queries - first);
-            for row in 0..rows {
+            for (row, correction) in correction[..rows].iter_mut().enumerate() {
                 let start = self.row_start(batch, first + row, head);
                 let place = row * head_dim..(row + 1) * head_dim;
                 self.q.read(start, &mut q[place.clone()]);
                 q[place.clone()].iter_mut().for_each(|q| *q *= self.scale);
                 d_o.read(start, &mut grad[place.clone()]);
                 o.read(start, &mut row_o);
-                correction[row] = dot(&grad[place], &row_o);
+                *correction = dot(&grad[place], &row_o);
             }
             let ranges = &self.ranges[batch * queries + first..][..rows];
             let q = Matrix::new(&q, rows, head_dim, head_dim);

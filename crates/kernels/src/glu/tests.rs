@@ -121,9 +121,10 @@ fn candles_autograd_gets_the_same_gradients() {
             Activation::Gelu => gate.gelu_erf(),
         };
         let theirs = gradients((activated.unwrap() * up.as_tensor()).unwrap());
+        // Candle writes the constants of GELU's derivatives with six digits.
+        let tolerance = if activation == Activation::Silu { 1e-12 } else { 2e-6 };
         for variable in [&gate, &up] {
-            // Candle writes the constants of GELU's derivative with eight digits.
-            assert_close(ours.get(variable).unwrap(), theirs.get(variable).unwrap(), 1e-7);
+            assert_close(ours.get(variable).unwrap(), theirs.get(variable).unwrap(), tolerance);
         }
         assert!(!forward(&gate, &up, activation).unwrap().track_op());
     }

@@ -2,7 +2,7 @@
 
 use super::Dropout;
 use crate::device::cpu::{Element, PARALLEL_CHUNK, Real, Values, for_each_chunk};
-use crate::matmul::cpu::outer_products;
+use crate::matmul::cpu::{Mask, outer_products};
 
 /// Rows of x that are converted and masked at a time.
 const ROW_BLOCK: usize = 256;
@@ -49,7 +49,7 @@ pub(super) fn gradient_of_a<A: Real>(
     rank: usize,
     x: Values<A>,
     g: &[A],
-    mask: Option<&(dyn Fn(usize, &mut [A]) + Sync)>,
+    mask: Option<&Mask<A>>,
     da: &mut [A],
 ) {
     let Some(mask) = mask else {

@@ -19,7 +19,7 @@ mod tests;
 
 use crate::device::cpu::{Input, Real, Sum, Values, dispatch, zeros};
 use crate::device::{require_cpu, require_dtype, require_shape, rows_and_columns};
-use crate::matmul::cpu::{LowRank, Orientation, Product, narrow_product, outer_products};
+use crate::matmul::cpu::{LowRank, Mask, Orientation, Product, narrow_product, outer_products};
 use crate::matmul::{output_size, read_bias, with_last_dimension};
 use candle_core::{Device, Result, Tensor, WithDType, bail};
 
@@ -146,7 +146,7 @@ pub fn backward(
         let b = Input::contiguous(lora.b)?.read().values::<Sum<T>>()?.to_vec();
         let scale = Sum::<T>::from_f64(lora.scale);
         let mask = lora.dropout.and_then(cpu::mask::<Sum<T>>);
-        let mask = mask.as_ref().map(|mask| mask as &(dyn Fn(usize, &mut [Sum<T>]) + Sync));
+        let mask = mask.as_ref().map(|mask| mask as &Mask<Sum<T>>);
 
         let mut g = zeros::<Sum<T>>(rows * rank);
         narrow_product(rows, outer, rank, dy.values()?, &b, true, scale, None, &mut g);

@@ -11,6 +11,8 @@ use crate::device::cpu::{
 const ROW_BLOCK: usize = 256;
 /// Outputs of one task: as many weight rows (or columns) are converted at a time.
 const TILE: usize = 128;
+/// Inputs of a tile that are converted at a time, so that they stay in the cache.
+const INNER_BLOCK: usize = 1024;
 /// Up to this many rows, dot products beat packing the weight for `gemm`.
 const FEW_ROWS: usize = 4;
 /// Multiplications below which threads cost more than they bring.
@@ -25,6 +27,9 @@ pub(crate) enum Orientation {
     InputMajor,
 }
 
+/// A dropout mask: `mask(index of the first element, elements)` changes them in place.
+pub(crate) type Mask<'a, A> = dyn Fn(usize, &mut [A]) + Sync + 'a;
+
 /// `scale·left·right`, to be added to a product. `left` is `(rows, rank)`; `right` is
 /// `(rank, outer)`, or `(outer, rank)` when `transposed`.
 pub(crate) struct LowRank<'a, A> {
@@ -33,8 +38,8 @@ pub(crate) struct LowRank<'a, A> {
     pub transposed: bool,
     pub rank: usize,
     pub scale: A,
-    /// Applied to the low-rank part: `mask(index of the first element, elements of one row)`.
-    pub mask: Option<&'a (dyn Fn(usize, &mut [A]) + Sync)>,
+    /// Applied to the rows of the low-rank part.
+    pub mask: Option<&'a Mask<'a, A>>,
 }
 
 impl<A: Real> LowRank<'_, A> {
@@ -109,10 +114,16 @@ impl<A: Real> Product<'_, A> {
     }
 
     /// The right-hand side `(inner, columns)` from a `(columns, inner)` or `(inner, columns)` block.
-    fn right<'a>(&self, block: &'a [A], columns: usize, stride: usize) -> Matrix<'a, A> {
+    fn right<'a>(
+        &self,
+        block: &'a [A],
+        inner: usize,
+        columns: usize,
+        stride: usize,
+    ) -> Matrix<'a, A> {
         match self.orientation {
-            Orientation::OutputMajor => Matrix::new(block, columns, self.inner, stride).transpose(),
-            Orientation::InputMajor => Matrix::new(block, self.inner, columns, stride),
+            Orientation::OutputMajor => Matrix::new(block, columns, inner, stride).transpose(),
+            Orientation::InputMajor => Matrix::new(block, inner, columns, stride),
         }
     }
 
@@ -126,7 +137,7 @@ impl<A: Real> Product<'_, A> {
             MatrixMut::new(out, rows, outer, outer),
             false,
             Matrix::new(x, rows, inner, inner),
-            self.right(weight, outer, stride),
+            self.right(weight, inner, outer, stride),
             A::ONE,
             Threads::All,
         );
@@ -211,32 +222,36 @@ impl<A: Real> Product<'_, A> {
         result: &mut [A],
     ) {
         let (inner, outer) = (self.inner, self.outer);
-        let mut scratch = Vec::new();
-        let right = match (self.orientation, self.weight) {
-            (Orientation::OutputMajor, weight) => {
-                let start = first_column * inner;
-                if let Values::Native(weight) = weight {
-                    self.right(&weight[start..], columns, inner)
+        let output_major = self.orientation == Orientation::OutputMajor;
+        if let Values::Native(weight) = self.weight {
+            let (start, stride) =
+                if output_major { (first_column * inner, inner) } else { (first_column, outer) };
+            // With no inner dimension the weight is empty, and there is nothing to start at.
+            let weight = weight.get(start..).unwrap_or_default();
+            let right = self.right(weight, inner, columns, stride);
+            let x = Matrix::new(x, rows, inner, inner);
+            let target = MatrixMut::new(result, rows, columns, columns);
+            multiply(target, false, x, right, A::ONE, Threads::One);
+            return;
+        }
+        let mut scratch = vec![A::ZERO; INNER_BLOCK.min(inner) * columns];
+        for first in (0..inner).step_by(INNER_BLOCK) {
+            let depth = INNER_BLOCK.min(inner - first);
+            let scratch = &mut scratch[..depth * columns];
+            let stride = if output_major { depth } else { columns };
+            for (line, target) in scratch.chunks_exact_mut(stride).enumerate() {
+                let start = if output_major {
+                    (first_column + line) * inner + first
                 } else {
-                    scratch.resize(columns * inner, A::ZERO);
-                    weight.read(start, &mut scratch);
-                    self.right(&scratch, columns, inner)
-                }
+                    (first + line) * outer + first_column
+                };
+                self.weight.read(start, target);
             }
-            (Orientation::InputMajor, Values::Native(weight)) => {
-                // With no inner dimension the weight is empty, and there is nothing to start at.
-                self.right(weight.get(first_column..).unwrap_or_default(), columns, outer)
-            }
-            (Orientation::InputMajor, weight) => {
-                scratch.resize(inner * columns, A::ZERO);
-                for (row, target) in scratch.chunks_mut(columns).enumerate() {
-                    weight.read(row * outer + first_column, target);
-                }
-                self.right(&scratch, columns, columns)
-            }
-        };
-        let target = MatrixMut::new(result, rows, columns, columns);
-        multiply(target, false, Matrix::new(x, rows, inner, inner), right, A::ONE, Threads::One);
+            let right = self.right(scratch, depth, columns, stride);
+            let x = Matrix::new(&x[first..], rows, depth, inner);
+            let target = MatrixMut::new(&mut *result, rows, columns, columns);
+            multiply(target, true, x, right, A::ONE, Threads::One);
+        }
     }
 }
 
@@ -287,7 +302,7 @@ pub(crate) fn narrow_product<A: Real>(
     right: &[A],
     transposed: bool,
     scale: A,
-    mask: Option<&(dyn Fn(usize, &mut [A]) + Sync)>,
+    mask: Option<&Mask<A>>,
     out: &mut [A],
 ) {
     let right = if transposed {
