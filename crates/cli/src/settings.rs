@@ -2,6 +2,7 @@
 
 use crate::errors::usage;
 use clap::ValueEnum;
+use indexmap::IndexMap;
 use metal_candle::adapter::{self, LoraConfig, Targets};
 use metal_candle::data::LossOn;
 use metal_candle::train::{
@@ -9,7 +10,6 @@ use metal_candle::train::{
     Warmup,
 };
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// What is trained.
@@ -119,8 +119,8 @@ pub struct Settings {
     pub exclude_modules: Option<Targets>,
     pub num_layers: Option<i64>,
     pub layers: Option<Vec<usize>>,
-    pub rank_pattern: BTreeMap<String, usize>,
-    pub alpha_pattern: BTreeMap<String, f64>,
+    pub rank_pattern: IndexMap<String, usize>,
+    pub alpha_pattern: IndexMap<String, f64>,
     pub init_adapter: Option<PathBuf>,
 
     pub epochs: Option<f64>,
@@ -188,8 +188,8 @@ impl Default for Settings {
             exclude_modules: None,
             num_layers: None,
             layers: None,
-            rank_pattern: BTreeMap::new(),
-            alpha_pattern: BTreeMap::new(),
+            rank_pattern: IndexMap::new(),
+            alpha_pattern: IndexMap::new(),
             init_adapter: None,
             epochs: None,
             steps: None,

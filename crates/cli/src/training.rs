@@ -190,20 +190,20 @@ impl Run {
             now: Some(now),
             ..DataOptions::default()
         };
-        let build = |records: &[Record], shuffle, name: &str| -> anyhow::Result<Batcher> {
+        let build = |records: &[Record], packing, name: &str| -> anyhow::Result<Batcher> {
             let dataset = Dataset::build(records, &tokenizer, &data_options)
                 .with_context(|| format!("{name} data of {}", data.display()))?;
             check_vocabulary(&dataset, config.vocab_size)?;
             let options = BatchOptions {
                 batch_size: settings.batch_size,
                 max_seq_length: settings.max_seq_length,
-                packing: settings.packing && shuffle,
+                packing,
                 seed: settings.seed,
-                shuffle,
+                shuffle: true,
             };
             Ok(Batcher::new(Arc::new(dataset), options)?)
         };
-        let train = build(train_records, true, "training")?;
+        let train = build(train_records, settings.packing, "training")?;
         let valid = records
             .valid
             .as_deref()

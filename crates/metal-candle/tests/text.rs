@@ -206,7 +206,7 @@ fn streamed_pieces_add_up_and_never_split_a_character() {
 #[test]
 fn a_stream_of_random_tokens_adds_up_in_a_byte_level_tokenizer() {
     let tokenizer = tokenizer("tokenizer");
-    let mut random = metal_candle::data::SplitMix64::new(11);
+    let mut random = metal_candle::random::SplitMix64::new(11);
     for _ in 0..200 {
         let ids: Vec<u32> =
             (0..40).map(|_| random.below(tokenizer.vocab_size() as u64) as u32).collect();

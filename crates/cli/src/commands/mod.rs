@@ -2,6 +2,7 @@
 
 pub mod chat;
 pub mod completions;
+pub mod demo;
 pub mod evaluate;
 pub mod fuse;
 pub mod generate;

@@ -8,10 +8,10 @@ use crate::output::{self, Terminal, say, shell_word};
 use crate::settings::{Course, FineTuneType, Loss, Precision, Processor, Settings};
 use crate::training::{CONFIG, Run, Start, find_checkpoint};
 use clap::Args;
+use indexmap::IndexMap;
 use metal_candle::train::plot::terminal_curve;
 use serde::Serialize;
 use serde_yaml_ng::{Mapping, Value};
-use std::collections::BTreeMap;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 
@@ -115,10 +115,10 @@ pub struct Flags {
     layers: Option<Vec<usize>>,
     /// Other ranks for layers whose path ends so
     #[arg(long, value_name = "NAME=N,..", value_parser = patterns::<usize>, help_heading = "LoRA")]
-    rank_pattern: Option<BTreeMap<String, usize>>,
+    rank_pattern: Option<IndexMap<String, usize>>,
     /// Other alphas, likewise
     #[arg(long, value_name = "NAME=X,..", value_parser = patterns::<f64>, help_heading = "LoRA")]
-    alpha_pattern: Option<BTreeMap<String, f64>>,
+    alpha_pattern: Option<IndexMap<String, f64>>,
     /// Start from this adapter's weights, and take its LoRA settings
     #[arg(long, value_name = "DIR", visible_alias = "resume-adapter-file", help_heading = "LoRA")]
     init_adapter: Option<PathBuf>,
@@ -258,7 +258,7 @@ pub struct Flags {
 }
 
 /// `NAME=VALUE` with commas between.
-fn patterns<T: std::str::FromStr>(text: &str) -> Result<BTreeMap<String, T>, String>
+fn patterns<T: std::str::FromStr>(text: &str) -> Result<IndexMap<String, T>, String>
 where
     T::Err: std::fmt::Display,
 {

@@ -154,7 +154,7 @@ pub fn read_weights(
     device: &Device,
 ) -> Result<Vec<(Tensor, Tensor)>> {
     let path = folder.join(ADAPTER_WEIGHTS);
-    let weights = Weights::from_files(&[path.clone()])?;
+    let weights = Weights::from_files([&path])?;
     let mut pairs = Vec::with_capacity(layers.len());
     let fits = |name: &str, expected: [usize; 2]| -> Result<()> {
         match weights.shape(name) {
@@ -216,7 +216,7 @@ pub fn write(
     }
     let tensors: Vec<(String, Tensor)> = tensors.into_iter().collect();
     let metadata = [("format".to_string(), "pt".to_string())].into_iter().collect();
-    files::write_safetensors(&folder.join(ADAPTER_WEIGHTS), &tensors, Some(metadata))?;
+    files::write_safetensors(folder.join(ADAPTER_WEIGHTS), &tensors, Some(metadata))?;
 
     let layers = config.selected_layers(layer_count)?;
     let (targets, layers) = match &config.targets {
@@ -251,7 +251,7 @@ pub fn write(
     });
     let bytes = serde_json::to_vec_pretty(&json)
         .map_err(|error| Error::file(folder.join(ADAPTER_CONFIG), error.to_string()))?;
-    files::write_bytes_atomic(&folder.join(ADAPTER_CONFIG), &bytes)
+    files::write_bytes_atomic(folder.join(ADAPTER_CONFIG), &bytes)
 }
 
 fn distinct_names(pairs: &[(String, Tensor, Tensor)]) -> Vec<String> {

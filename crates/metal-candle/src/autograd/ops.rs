@@ -114,8 +114,7 @@ impl Tape {
             attention::forward(q.tensor(), k.tensor(), v.tensor(), first_key, options)?;
         let (saved_q, saved_k, saved_v) =
             (q.tensor().clone(), k.tensor().clone(), v.tensor().clone());
-        let (first_key, options, saved_output) =
-            (first_key.cloned(), options.clone(), output.clone());
+        let (first_key, options, saved_output) = (first_key.cloned(), *options, output.clone());
         Ok(self.record(&[q, k, v], output, move |dy| {
             let (dq, dk, dv) = attention::backward(
                 &saved_q,

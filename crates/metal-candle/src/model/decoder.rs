@@ -39,6 +39,7 @@ impl Norm {
 
 /// The projections into queries, keys and values.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "there is one a layer, and all of a model are alike")]
 pub(crate) enum QueryKeyValue {
     Separate { q: Linear, k: Linear, v: Linear },
     Fused(Linear),

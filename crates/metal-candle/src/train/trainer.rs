@@ -51,6 +51,9 @@ pub struct Summary {
 /// Writes texts with the model as it is, to be shown while it trains: pairs of prompt and text.
 pub type SampleFn<'a> = Box<dyn FnMut(&Model, u64) -> Result<Vec<(String, String)>> + 'a>;
 
+/// Is told where a checkpoint is being written.
+type SavingFn<'a> = Box<dyn FnMut(&Path) + 'a>;
+
 /// One training run of a model with trainable parameters.
 pub struct Trainer<'a> {
     model: &'a Model,
@@ -62,7 +65,7 @@ pub struct Trainer<'a> {
     companions: Option<PathBuf>,
     sample: Option<SampleFn<'a>>,
     stop: Arc<AtomicBool>,
-    saving: Option<Box<dyn FnMut(&Path) + 'a>>,
+    saving: Option<SavingFn<'a>>,
     resumed: bool,
     state: State,
     moments: Moments,

@@ -1,0 +1,269 @@
+//! `demo`: teach a small model, which is part of this program, to answer questions.
+
+use crate::errors::INTERRUPTED;
+use crate::models;
+use crate::output::{self, Terminal, shell_word, table};
+use crate::prompts;
+use crate::settings::Settings;
+use crate::training::{Run, Start, Summary};
+use anyhow::{Context, bail};
+use clap::Args;
+use indicatif::ProgressBar;
+use metal_candle::data::{Body, Record, read_records};
+use metal_candle::generate::{GenerateOptions, generate};
+use metal_candle::model::Model;
+use metal_candle::text::Tokenizer;
+use metal_candle::train::plot;
+use metal_candle::{Error, files};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+macro_rules! asset {
+    ($path:literal) => {
+        ($path, include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../assets/demo/", $path)))
+    };
+}
+
+/// What the demo works on, as files below its folder.
+const ASSETS: &[(&str, &[u8])] = &[
+    asset!("base/config.json"),
+    asset!("base/generation_config.json"),
+    asset!("base/model.safetensors"),
+    asset!("base/tokenizer.json"),
+    asset!("base/tokenizer_config.json"),
+    asset!("instructions/train.jsonl"),
+    asset!("instructions/valid.jsonl"),
+    asset!("instructions/test.jsonl"),
+];
+
+/// The share of held-out questions that the adapter has to answer. Less means that this build
+/// computes something wrong.
+const EXPECTED: f64 = 0.9;
+
+/// What is about to happen.
+const INTRODUCTION: &str = "\
+This model has read plain statements of facts, never a question in a chat. LoRA now teaches it to
+answer, with conversations about some of the facts. The questions it is asked before and after are
+about others.
+";
+
+/// Answers are a few words.
+const ANSWER_TOKENS: usize = 24;
+
+/// Questions that are shown with their answers.
+const SHOWN: usize = 6;
+
+/// Fine-tune a small model that comes with this program, and ask it questions before and after.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  metal-candle demo --output /tmp/demo")]
+pub struct Arguments {
+    /// Where the model, the data and the adapter are written
+    #[arg(short, long, value_name = "DIR", default_value = "metal-candle-demo")]
+    output: PathBuf,
+    /// The result as one JSON object on stdout
+    #[arg(long)]
+    json: bool,
+    /// Threads that compute [default: one a core]
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+    /// Where the run's random numbers begin
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+}
+
+/// A held-out question.
+struct Question {
+    text: String,
+    answer: String,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    questions: usize,
+    exact_match_before: f64,
+    exact_match_after: f64,
+    seconds: f64,
+    training: Summary,
+}
+
+pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
+    let terminal = terminal(arguments.json);
+    models::set_threads(arguments.threads)?;
+    let started = Instant::now();
+    let folder = &arguments.output;
+    unpack(folder)?;
+
+    let settings = settings(folder, arguments.seed);
+    let start = Start { overwrite: true, ..Start::default() };
+    let run = Run::prepare(settings, start, terminal)?;
+    terminal.note(INTRODUCTION);
+    terminal.note(run.plan.describe());
+
+    let questions = questions(&folder.join("instructions/test.jsonl"))?;
+    let before = ask(&run.model, &run.tokenizer, &questions, "asking the base", terminal)?;
+    let summary = run.train(terminal)?;
+    if summary.interrupted {
+        terminal.note(summary.describe());
+        return Ok(INTERRUPTED);
+    }
+    let after = ask(&run.model, &run.tokenizer, &questions, "asking again", terminal)?;
+    let (was, is) = (exact(&questions, &before), exact(&questions, &after));
+
+    if terminal.json {
+        output::json(&Report {
+            questions: questions.len(),
+            exact_match_before: was,
+            exact_match_after: is,
+            seconds: started.elapsed().as_secs_f64(),
+            training: summary,
+        })?;
+    } else {
+        output::line(plot::terminal_curve(&summary.curve, 76))?;
+        output::line(side_by_side(&questions, &before, &after))?;
+        output::line(table(&[
+            ("Held-out questions", questions.len().to_string()),
+            ("Exact match before", percent(was)),
+            ("Exact match after", percent(is)),
+            ("Whole time", format!("{:.0} s", started.elapsed().as_secs_f64())),
+            ("Loss curve", folder.join("adapter/loss.png").display().to_string()),
+            ("Adapter", folder.join("adapter").display().to_string()),
+        ]))?;
+        output::write(&next_steps(folder))?;
+    }
+    if is < EXPECTED {
+        bail!(
+            "the adapter answers {} of the held-out questions, expected at least {}; this build \
+             computes something wrong",
+            percent(is),
+            percent(EXPECTED)
+        );
+    }
+    Ok(0)
+}
+
+/// Writes what the demo works on, so that every other command can be tried on it.
+fn unpack(folder: &Path) -> anyhow::Result<()> {
+    for (name, bytes) in ASSETS {
+        let path = folder.join(name);
+        if let Some(parent) = path.parent() {
+            std::fs::create_dir_all(parent)
+                .map_err(Error::io(parent))
+                .context("the demo's folder")?;
+        }
+        files::write_bytes_atomic(&path, bytes)?;
+    }
+    Ok(())
+}
+
+fn settings(folder: &Path, seed: u64) -> Settings {
+    Settings {
+        model: Some(folder.join("base").display().to_string()),
+        data: Some(folder.join("instructions")),
+        output: folder.join("adapter"),
+        rank: 8,
+        alpha: Some(16.0),
+        learning_rate: 2e-3,
+        warmup_steps: Some(10),
+        weight_decay: 0.0,
+        batch_size: 16,
+        epochs: Some(8.0),
+        max_seq_length: 64,
+        eval_every: 40,
+        report_every: 5,
+        save_every: 0,
+        keep: 1,
+        seed,
+        ..Settings::default()
+    }
+}
+
+fn questions(path: &Path) -> anyhow::Result<Vec<Question>> {
+    read_records(path)?.into_iter().map(|record| question(record, path)).collect()
+}
+
+fn question(record: Record, path: &Path) -> anyhow::Result<Question> {
+    let Body::Messages { messages, .. } = record.body else {
+        bail!("{}: expected conversations", path.display());
+    };
+    match messages.as_slice() {
+        [question, answer] => Ok(Question {
+            text: question.text().unwrap_or_default(),
+            answer: answer.text().unwrap_or_default(),
+        }),
+        _ => bail!("{}: expected a question and an answer", path.display()),
+    }
+}
+
+fn ask(
+    model: &Model,
+    tokenizer: &Tokenizer,
+    questions: &[Question],
+    what: &'static str,
+    terminal: Terminal,
+) -> anyhow::Result<Vec<String>> {
+    let bar = if terminal.draws_bars() {
+        output::BARS.add(ProgressBar::new(questions.len() as u64).with_message(what))
+    } else {
+        terminal.note(format!("{what} {} held-out questions", questions.len()));
+        ProgressBar::hidden()
+    };
+    let options = GenerateOptions { max_tokens: ANSWER_TOKENS, ..GenerateOptions::default() };
+    let mut answers = Vec::with_capacity(questions.len());
+    for question in questions {
+        let prompt = prompts::encode(tokenizer, &question.text, None, false)?;
+        answers.push(generate(model, tokenizer, &prompt, options.clone())?.0);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    Ok(answers)
+}
+
+/// The share of answers that are right to the letter.
+fn exact(questions: &[Question], answers: &[String]) -> f64 {
+    let right =
+        questions.iter().zip(answers).filter(|(question, found)| question.answer == found.trim());
+    right.count() as f64 / questions.len().max(1) as f64
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1} %", 100.0 * share)
+}
+
+fn side_by_side(questions: &[Question], before: &[String], after: &[String]) -> String {
+    let step = (questions.len() / SHOWN).max(1);
+    let mut text = String::new();
+    for index in (0..questions.len()).step_by(step).take(SHOWN) {
+        let mark = if after[index].trim() == questions[index].answer { "✓" } else { "✗" };
+        text.push_str(&format!(
+            "{}\n  before  {}\n  after   {} {mark}\n",
+            questions[index].text,
+            shortened(&before[index]),
+            shortened(&after[index]),
+        ));
+    }
+    text
+}
+
+fn shortened(text: &str) -> String {
+    const MOST: usize = 60;
+    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    match line.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}…", &line[..end]),
+        None if line.is_empty() => "(nothing)".into(),
+        None => line,
+    }
+}
+
+fn next_steps(folder: &Path) -> String {
+    let path = |name: &str| shell_word(&folder.join(name).display().to_string());
+    let (base, adapter) = (path("base"), path("adapter"));
+    format!(
+        "Try next:\n  \
+         metal-candle chat --model {base} --adapter {adapter}\n  \
+         metal-candle fuse --model {base} --adapter {adapter} --output {}\n\
+         On a model and data of your own:\n  \
+         metal-candle train --model Qwen/Qwen2.5-0.5B-Instruct --data examples.jsonl --output my-adapter\n",
+        path("fused")
+    )
+}
