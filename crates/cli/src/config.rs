@@ -462,6 +462,14 @@ mod tests {
     }
 
     #[test]
+    fn a_masked_prompt_leaves_the_loss_on_the_assistant() {
+        use crate::settings::Loss;
+        assert_eq!(parse("mask_prompt: true").unwrap().loss_on, Loss::Assistant);
+        assert_eq!(parse("mask_prompt: false").unwrap().loss_on, Loss::All);
+        assert_eq!(parse("mask_prompt: null").unwrap().loss_on, Loss::Auto);
+    }
+
+    #[test]
     fn edits_are_counted() {
         assert_eq!(edits("kitten", "sitting"), 3);
         assert_eq!(edits("", "abc"), 3);

@@ -262,11 +262,10 @@ impl Settings {
             }
             _ => {}
         }
-        for targets in [Some(&mut self.target_modules), self.exclude_modules.as_mut()] {
-            if let Some(targets) = targets {
-                if let Targets::Pattern(text) = &targets {
-                    *targets = parse_targets(text);
-                }
+        let written = [Some(&mut self.target_modules), self.exclude_modules.as_mut()];
+        for targets in written.into_iter().flatten() {
+            if let Targets::Pattern(text) = targets {
+                *targets = parse_targets(text);
             }
         }
         if self.fine_tune_type == FineTuneType::Full {
