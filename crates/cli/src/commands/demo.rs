@@ -1,6 +1,7 @@
 //! `demo`: teach a small model, which is part of this program, to answer questions.
 
 use crate::errors::INTERRUPTED;
+use crate::interrupt;
 use crate::models;
 use crate::output::{self, Terminal, shell_word, table};
 use crate::prompts;
@@ -94,7 +95,8 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     let folder = &arguments.output;
     unpack(folder)?;
 
-    let settings = settings(folder, arguments.seed);
+    interrupt::install()?;
+    let settings = settings(folder, arguments.seed).complete(&[])?;
     let start = Start { overwrite: true, ..Start::default() };
     let run = Run::prepare(settings, start, terminal)?;
     terminal.note(INTRODUCTION);
