@@ -19,19 +19,19 @@ pub struct Sampling {
     #[arg(short = 'n', long, value_name = "N", default_value_t = 256)]
     max_tokens: usize,
     /// Divides the logits; 0 takes the likeliest token every time [default: 0.7 if the model doesn't say]
-    #[arg(short, long, value_name = "X")]
+    #[arg(short, long, value_name = "X", allow_negative_numbers = true)]
     temperature: Option<f64>,
     /// Only the K likeliest tokens; 0 is off
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
     /// Only the likeliest tokens that reach this probability together; 1 is off
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f64>,
     /// Only tokens at least this share as likely as the likeliest; 0 is off
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     min_p: Option<f64>,
     /// Makes tokens of the text so far less likely; 1 is off
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     repetition_penalty: Option<f64>,
     /// Taken from the logits of tokens written before, -2 to 2 [default: 0]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]

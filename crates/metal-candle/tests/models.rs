@@ -321,6 +321,35 @@ fn an_adapter_survives_being_written_and_read() {
 }
 
 #[test]
+fn every_choice_of_layers_can_be_read_again() {
+    use metal_candle::adapter::Targets;
+    let pattern = Targets::Pattern(r".*layers\.0\..*q_proj|.*layers\.1\..*up_proj".into());
+    let names = Targets::Names(vec!["k_proj".into(), "down_proj".into()]);
+    for (targets, layers, last_layers, adapted) in [
+        (Targets::all_linear(), None, None, 14),
+        (Targets::all_linear(), None, Some(1), 7),
+        (pattern.clone(), Some(vec![0, 1]), None, 2),
+        (pattern, None, None, 2),
+        (names, Some(vec![1]), None, 2),
+    ] {
+        let config = LoraConfig { rank: 2, targets, layers, last_layers, ..LoraConfig::default() };
+        let mut model = load("llama");
+        model.add_lora(&config, 3).unwrap();
+        assert_eq!(model.parameters().unwrap().entries().len(), 2 * adapted, "{config:?}");
+        let written = tempfile::tempdir().unwrap();
+        model.save_adapter(written.path(), "llama").unwrap();
+        let mut again = load("llama");
+        again.load_adapter(written.path()).unwrap();
+        let values = |model: &Model| model.parameters().unwrap().values().to_vec1::<f32>().unwrap();
+        assert_eq!(values(&model), values(&again), "{config:?}");
+        // Readers other than PEFT know lists of names only, and whole alphas.
+        let json = json(written.path().join(adapter::ADAPTER_CONFIG));
+        assert_eq!(json["lora_alpha"], 16);
+        assert!(json["target_modules"].is_array() || json["layers_to_transform"].is_null());
+    }
+}
+
+#[test]
 fn merging_keeps_the_logits_and_the_merged_model_can_be_read_again() {
     for name in FAMILIES {
         let mut model = load(name);

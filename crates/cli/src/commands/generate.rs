@@ -89,6 +89,9 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
     let prompt = arguments.prompt()?;
+    if prompt.trim().is_empty() {
+        return Err(usage("prompt: is empty"));
+    }
     let loaded = arguments.source.load(&arguments.runtime, terminal)?;
     let options = arguments.sampling.resolve(&loaded.folder)?;
     if arguments.system.is_some() && loaded.tokenizer.chat_template().is_none() {

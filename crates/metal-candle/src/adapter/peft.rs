@@ -220,19 +220,27 @@ pub fn write(
 
     let layers = config.selected_layers(layer_count)?;
     let (targets, layers) = match &config.targets {
+        // As PEFT does, since other readers of its files know lists only.
+        Targets::Pattern(pattern) if pattern == Targets::ALL_LINEAR => {
+            (Targets::Names(distinct_names(pairs)), layers)
+        }
         // PEFT applies a list of layers only to targets given by name.
-        Targets::Pattern(pattern) if layers.is_some() && pattern != Targets::ALL_LINEAR => {
+        Targets::Pattern(_) if layers.is_some() => {
             (Targets::Names(pairs.iter().map(|(path, ..)| path.clone()).collect()), None)
         }
-        Targets::Pattern(_) if layers.is_some() => (Targets::Names(distinct_names(pairs)), layers),
         targets => (targets.clone(), layers),
+    };
+    // PEFT's alpha is a whole number, though it takes others.
+    let alpha = match config.alpha {
+        whole if whole.fract() == 0.0 && whole < 1e15 => json!(whole as i64),
+        other => json!(other),
     };
     let json = json!({
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": config.rank,
-        "lora_alpha": config.alpha,
+        "lora_alpha": alpha,
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
         "use_dora": false,
