@@ -326,7 +326,7 @@ fn every_choice_of_layers_can_be_read_again() {
     let pattern = Targets::Pattern(r".*layers\.0\..*q_proj|.*layers\.1\..*up_proj".into());
     let names = Targets::Names(vec!["k_proj".into(), "down_proj".into()]);
     for (targets, layers, last_layers, adapted) in [
-        (Targets::all_linear(), None, None, 14),
+        (Targets::all_linear(), None, None, 21),
         (Targets::all_linear(), None, Some(1), 7),
         (pattern.clone(), Some(vec![0, 1]), None, 2),
         (pattern, None, None, 2),

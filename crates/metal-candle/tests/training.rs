@@ -59,7 +59,6 @@ fn options() -> TrainOptions {
         evaluate_every: 4,
         save_every: 3,
         keep: 2,
-        keep_best: true,
         seed: 11,
         ..TrainOptions::new(STEPS, learning_rate(2e-2, STEPS))
     }
@@ -92,6 +91,11 @@ fn steady(metric: &Metric) -> Option<String> {
     }
 }
 
+/// Those of `train`, which has validation data.
+fn with_best() -> TrainOptions {
+    TrainOptions { keep_best: true, ..options() }
+}
+
 /// Trains in `output`, from the newest checkpoint there if there is one.
 fn train(
     output: &Path,
@@ -103,7 +107,7 @@ fn train(
     let model = model(full);
     let (batches, validation) =
         (batcher(dataset(24, 1), 3, true), batcher(dataset(9, 2), 4, false));
-    let mut trainer = Trainer::new(&model, &batches, options(), output, "llama")
+    let mut trainer = Trainer::new(&model, &batches, with_best(), output, "llama")
         .unwrap()
         .with_validation(&validation)
         .with_saving(saving)
@@ -263,13 +267,16 @@ fn a_checkpoint_of_another_run_is_refused_with_what_differs() {
     train_quietly(output.path(), false);
     let checkpoint = latest_checkpoint(output.path()).unwrap().unwrap();
     let model = model(false);
+    let validation = batcher(dataset(9, 2), 4, false);
     let cases: [(&str, Batcher, TrainOptions); 3] = [
-        ("batch_size", batcher(dataset(24, 1), 4, true), options()),
-        ("data_hash", batcher(dataset(24, 3), 3, true), options()),
-        ("seed", batcher(dataset(24, 1), 3, true), TrainOptions { seed: 12, ..options() }),
+        ("batch_size", batcher(dataset(24, 1), 4, true), with_best()),
+        ("data_hash", batcher(dataset(24, 3), 3, true), with_best()),
+        ("seed", batcher(dataset(24, 1), 3, true), TrainOptions { seed: 12, ..with_best() }),
     ];
     for (key, batches, options) in cases {
-        let mut trainer = Trainer::new(&model, &batches, options, output.path(), "llama").unwrap();
+        let mut trainer = Trainer::new(&model, &batches, options, output.path(), "llama")
+            .unwrap()
+            .with_validation(&validation);
         let error = trainer.resume(&checkpoint).unwrap_err().to_string();
         assert!(
             error.contains(key) || error.contains("examples") || error.contains("tokens"),
@@ -286,16 +293,68 @@ fn a_damaged_checkpoint_is_an_error_that_names_the_file() {
     let checkpoint = latest_checkpoint(output.path()).unwrap().unwrap();
     let model = model(false);
     let batches = batcher(dataset(24, 1), 3, true);
+    let validation = batcher(dataset(9, 2), 4, false);
     for name in ["optimizer.safetensors", "adapter_model.safetensors", "trainer_state.json"] {
         let path = checkpoint.join(name);
         let whole = std::fs::read(&path).unwrap();
         std::fs::write(&path, &whole[..whole.len() / 2]).unwrap();
-        let mut trainer =
-            Trainer::new(&model, &batches, options(), output.path(), "llama").unwrap();
+        let mut trainer = Trainer::new(&model, &batches, with_best(), output.path(), "llama")
+            .unwrap()
+            .with_validation(&validation);
         let error = trainer.resume(&checkpoint).unwrap_err().to_string();
         assert!(error.contains(name), "{error}");
         std::fs::write(&path, whole).unwrap();
     }
+}
+
+#[test]
+fn another_adapter_or_base_is_another_run() {
+    let output = tempfile::tempdir().unwrap();
+    let batches = batcher(dataset(24, 1), 3, true);
+    let resume = |config: &LoraConfig, change_base: bool| -> Result<()> {
+        let mut model = Model::load(base(), DType::F32, &Device::Cpu)?;
+        if change_base {
+            model.load_adapter(base().join("adapter"))?;
+            model.merge_adapter()?;
+        }
+        model.add_lora(config, 5)?;
+        let mut trainer = Trainer::new(&model, &batches, options(), output.path(), "llama")?;
+        match latest_checkpoint(output.path())? {
+            Some(checkpoint) => trainer.resume(checkpoint),
+            None => trainer.run(&mut |_: &Metric| -> Result<()> { Ok(()) }).map(|_| ()),
+        }
+    };
+    let config = LoraConfig { rank: 4, ..LoraConfig::default() };
+    resume(&config, false).unwrap();
+    resume(&config, false).unwrap();
+    let error = resume(&LoraConfig { alpha: 32.0, ..config.clone() }, false).unwrap_err();
+    assert!(error.to_string().contains("adapter was"), "{error}");
+    let error = resume(&config, true).unwrap_err();
+    assert!(error.to_string().contains("model_hash was"), "{error}");
+}
+
+#[test]
+fn a_new_run_does_not_begin_over_an_old_one_or_over_its_base() {
+    let output = tempfile::tempdir().unwrap();
+    train_quietly(output.path(), false);
+    let batches = batcher(dataset(24, 1), 3, true);
+    let mut quiet = |_: &Metric| -> Result<()> { Ok(()) };
+    let adapted = model(false);
+    let mut trainer = Trainer::new(&adapted, &batches, options(), output.path(), "llama").unwrap();
+    let error = trainer.run(&mut quiet).unwrap_err().to_string();
+    assert!(error.contains("earlier run"), "{error}");
+
+    let full = model(true);
+    let mut trainer =
+        Trainer::new(&full, &batches, options(), base(), "llama").unwrap().with_companions(base());
+    let error = trainer.run(&mut quiet).unwrap_err().to_string();
+    assert!(error.contains("overwritten"), "{error}");
+
+    let patient = TrainOptions { patience: Some(2), ..options() };
+    let empty = tempfile::tempdir().unwrap();
+    let mut trainer = Trainer::new(&adapted, &batches, patient, empty.path(), "llama").unwrap();
+    let error = trainer.run(&mut quiet).unwrap_err().to_string();
+    assert!(error.contains("patience") && error.contains("validation"), "{error}");
 }
 
 fn snapshot(model: &Model) -> Vec<f32> {
@@ -485,7 +544,7 @@ fn a_full_disk_is_an_error_and_loses_nothing() {
     let model = model(false);
     let (batches, validation) =
         (batcher(dataset(24, 1), 3, true), batcher(dataset(9, 2), 4, false));
-    let error = Trainer::new(&model, &batches, options(), small.path(), "llama")
+    let error = Trainer::new(&model, &batches, with_best(), small.path(), "llama")
         .unwrap()
         .with_validation(&validation)
         .run(&mut |_: &Metric| -> Result<()> { Ok(()) })
