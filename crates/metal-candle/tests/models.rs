@@ -321,6 +321,44 @@ fn an_adapter_survives_being_written_and_read() {
 }
 
 #[test]
+fn a_written_adapter_is_the_one_that_peft_wrote() {
+    for name in FAMILIES {
+        let original = folder(name).join("adapter");
+        let mut model = load(name);
+        model.load_adapter(&original).unwrap();
+        let written = tempfile::tempdir().unwrap();
+        model.save_adapter(written.path(), name).unwrap();
+        let (theirs, ours) = (
+            tensors(original.join(adapter::ADAPTER_WEIGHTS)),
+            tensors(written.path().join(adapter::ADAPTER_WEIGHTS)),
+        );
+        assert_eq!(theirs.len(), ours.len(), "{name}");
+        for (key, tensor) in &theirs {
+            assert_close(&format!("{name} {key}"), tensor, &ours[key], 0.0);
+        }
+        let (theirs, ours) = (
+            json(original.join(adapter::ADAPTER_CONFIG)),
+            json(written.path().join(adapter::ADAPTER_CONFIG)),
+        );
+        for (key, value) in ours.as_object().unwrap() {
+            let sorted = |value: &Value| {
+                let mut names: Vec<String> =
+                    value.as_array().unwrap().iter().map(Value::to_string).collect();
+                names.sort();
+                names
+            };
+            if key == "target_modules" {
+                assert_eq!(sorted(value), sorted(&theirs[key]), "{name}");
+            } else if value.is_number() {
+                assert_eq!(value.as_f64(), theirs[key].as_f64(), "{name} {key}");
+            } else {
+                assert_eq!(value, &theirs[key], "{name} {key}");
+            }
+        }
+    }
+}
+
+#[test]
 fn every_choice_of_layers_can_be_read_again() {
     use metal_candle::adapter::Targets;
     let pattern = Targets::Pattern(r".*layers\.0\..*q_proj|.*layers\.1\..*up_proj".into());

@@ -9,7 +9,7 @@ use crate::settings::Settings;
 use crate::training::{Run, Start, Summary};
 use anyhow::{Context, bail};
 use clap::Args;
-use indicatif::ProgressBar;
+use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::data::{Body, Record, read_records};
 use metal_candle::generate::{GenerateOptions, generate};
 use metal_candle::model::Model;
@@ -172,7 +172,7 @@ fn settings(folder: &Path, seed: u64) -> Settings {
         epochs: Some(8.0),
         max_seq_length: 64,
         eval_every: 40,
-        report_every: 5,
+        report_every: 8,
         save_every: 0,
         keep: 1,
         seed,
@@ -205,7 +205,11 @@ fn ask(
     terminal: Terminal,
 ) -> anyhow::Result<Vec<String>> {
     let bar = if terminal.draws_bars() {
-        output::BARS.add(ProgressBar::new(questions.len() as u64).with_message(what))
+        let style = ProgressStyle::with_template("{bar:24} {msg}: {pos}/{len} questions")
+            .unwrap_or_else(|_| ProgressStyle::default_bar())
+            .progress_chars("━╸─");
+        let bar = ProgressBar::new(questions.len() as u64).with_style(style).with_message(what);
+        output::BARS.add(bar)
     } else {
         terminal.note(format!("{what} {} held-out questions", questions.len()));
         ProgressBar::hidden()

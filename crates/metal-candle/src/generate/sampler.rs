@@ -17,15 +17,15 @@
 //! of OpenAI's API, top-p is nucleus sampling (Holtzman et al., 2020) and min-p is that of Nguyen
 //! et al., 2024. Sums are in f64.
 //!
-//! Draw `n` of seed `s` is output `n` of SplitMix64 (Steele, Lea and Flood, 2014) started at
-//! `mix(s)`, its upper 53 bits read as a fraction. It is integer arithmetic only, so the same seed
-//! gives the same draws on every platform; the text is the same as far as the logits are.
+//! The draws are those of [`SplitMix64`], the same on every platform for a seed; the text is the
+//! same as far as the logits are.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::random::SplitMix64;
 use crate::{Error, Result};
 
 /// How the next token is chosen. The default is greedy: the most likely token, every time.
@@ -140,7 +140,7 @@ pub struct Sampled {
 #[derive(Debug, Clone)]
 pub struct Sampler {
     options: SamplingOptions,
-    random: Random,
+    random: SplitMix64,
     // One entry a token, kept so that a step allocates nothing of the vocabulary's size.
     scores: Vec<f64>,
     candidates: Vec<Candidate>,
@@ -160,7 +160,7 @@ impl Sampler {
     /// As [`SamplingOptions::validate`].
     pub fn new(options: SamplingOptions) -> Result<Self> {
         options.validate()?;
-        let random = Random::new(options.seed);
+        let random = SplitMix64::new(options.seed);
         Ok(Self { options, random, scores: Vec::new(), candidates: Vec::new() })
     }
 
@@ -233,7 +233,7 @@ impl Sampler {
     fn draw(&mut self) -> u32 {
         self.keep();
         let mass: f64 = self.candidates.iter().map(|candidate| candidate.weight).sum();
-        let mut left = self.random.next() * mass;
+        let mut left = self.random.uniform() * mass;
         for candidate in &self.candidates {
             left -= candidate.weight;
             if left < 0.0 {
@@ -346,30 +346,6 @@ fn broken(message: String) -> Error {
     Error::Tensor(candle_core::Error::Msg(format!("sampling: {message}")))
 }
 
-/// SplitMix64: draw `n` depends on the seed and `n` alone.
-#[derive(Debug, Clone)]
-struct Random {
-    state: u64,
-}
-
-impl Random {
-    fn new(seed: u64) -> Self {
-        Self { state: mix(seed) }
-    }
-
-    /// A number from 0 up to and without 1.
-    fn next(&mut self) -> f64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        (mix(self.state) >> 11) as f64 / (1u64 << 53) as f64
-    }
-}
-
-fn mix(value: u64) -> u64 {
-    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    value ^ (value >> 31)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -382,27 +358,13 @@ mod tests {
         SamplingOptions { temperature: 1.0, ..Default::default() }
     }
 
-    fn random_logits(random: &mut Random, count: usize) -> Vec<f32> {
+    fn random_logits(random: &mut SplitMix64, count: usize) -> Vec<f32> {
         // Rounded, so that ties occur; some are forbidden.
-        let mut logit = || match random.next() {
+        let mut logit = || match random.uniform() {
             x if x < 0.05 => f32::NEG_INFINITY,
-            _ => ((random.next() - 0.5) * 40.0).round() as f32 / 4.0,
+            _ => ((random.uniform() - 0.5) * 40.0).round() as f32 / 4.0,
         };
         (0..count).map(|_| logit()).collect()
-    }
-
-    #[test]
-    fn draws_are_those_of_split_mix_64() {
-        // Reference output of the published algorithm for seed 0; seed 42 by an independent
-        // implementation in Python's integers.
-        let mut random = Random::new(0);
-        let top = |random: &mut Random| (random.next() * (1u64 << 53) as f64) as u64;
-        assert_eq!(top(&mut random), 0xe220_a839_7b1d_cdaf >> 11);
-        assert_eq!(top(&mut random), 0x6e78_9e6a_a1b9_65f4 >> 11);
-        assert_eq!(top(&mut random), 0x06c4_5d18_8009_454f >> 11);
-        let mut random = Random::new(42);
-        let draws = [(); 3].map(|()| top(&mut random));
-        assert_eq!(draws, [5369361458086087, 1444442999664155, 1498778176012342]);
     }
 
     #[test]
@@ -496,17 +458,17 @@ mod tests {
 
     #[test]
     fn truncation_keeps_what_a_full_sort_keeps() {
-        let mut random = Random::new(7);
+        let mut random = SplitMix64::new(7);
         for round in 0..600 {
             let count = [1, 2, 5, 40, 700, 3000][round % 6];
             let mut logits = random_logits(&mut random, count);
             logits[0] = 0.5;
             let options = SamplingOptions {
                 // Hot enough that the nucleus of the larger ones is longer than one head.
-                temperature: 0.3 + random.next() * 30.0,
-                top_k: if round % 3 == 0 { 0 } else { 1 + (random.next() * 60.0) as usize },
-                top_p: if round % 2 == 0 { 1.0 } else { 0.01 + 0.98 * random.next() },
-                min_p: if round % 5 < 3 { 0.0 } else { random.next() },
+                temperature: 0.3 + random.uniform() * 30.0,
+                top_k: if round % 3 == 0 { 0 } else { 1 + (random.uniform() * 60.0) as usize },
+                top_p: if round % 2 == 0 { 1.0 } else { 0.01 + 0.98 * random.uniform() },
+                min_p: if round % 5 < 3 { 0.0 } else { random.uniform() },
                 ..warm()
             };
             let (found, expected) = (kept(&logits, &options), reference(&logits, &options));
