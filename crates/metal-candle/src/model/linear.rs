@@ -73,3 +73,37 @@ impl Linear {
 pub(crate) fn weight_as(tape: &Tape, weight: &Weight, dtype: DType) -> Result<Value> {
     tape.cast(&tape.weight(weight), dtype)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn dropout_follows_the_seed_and_the_layer_and_is_off_outside_training() {
+        let (device, zeros) = (Device::Cpu, Tensor::zeros((8, 16), DType::F32, &Device::Cpu));
+        let layer = |stream| Linear {
+            path: "layer".into(),
+            weight: Weight::frozen(zeros.as_ref().unwrap().clone()),
+            bias: None,
+            lora: Some(Lora {
+                a: Weight::frozen(Tensor::ones((16, 4), DType::F32, &device).unwrap()),
+                b: Weight::frozen(Tensor::ones((4, 8), DType::F32, &device).unwrap()),
+                scale: 1.0,
+                dropout: 0.5,
+                stream,
+            }),
+        };
+        let tape = Tape::inference();
+        let x = tape.constant(Tensor::ones((6, 16), DType::F32, &device).unwrap());
+        let output = |layer: &Linear, dropout_seed| {
+            let pass = Pass { ropes: Vec::new(), first_key: None, dropout_seed };
+            layer.forward(&tape, &x, &pass).unwrap().into_tensor().to_vec2::<f32>().unwrap()
+        };
+        let (first, second) = (layer(0), layer(1));
+        assert_eq!(output(&first, Some(3)), output(&layer(0), Some(3)));
+        assert_ne!(output(&first, Some(3)), output(&first, Some(4)));
+        assert_ne!(output(&first, Some(3)), output(&second, Some(3)));
+        assert_eq!(output(&first, None), vec![vec![64.0; 8]; 6]);
+    }
+}
