@@ -174,9 +174,9 @@ impl Run {
             (None, None) => return Err(usage("no model: give --model")),
         };
         let full = settings.fine_tune_type == FineTuneType::Full;
-        if full && same_folder(&settings.output, &folder) {
+        if same_folder(&settings.output, &folder) {
             return Err(usage(format!(
-                "output: {} is the model's own folder, which would be overwritten; choose another",
+                "output: {} is the model's own folder, where the run's files do not belong; choose another",
                 settings.output.display()
             )));
         }
@@ -328,6 +328,8 @@ impl Run {
             sinks.push(Progress::new(terminal, self.options.steps, step));
             trainer.run(&mut sinks)?
         };
+        // The run's files are written; from here on Ctrl-C has nothing left to save.
+        interrupt::unwatch();
         let interrupted = outcome.outcome == Outcome::Interrupted;
         let test = match &self.test {
             Some(batches) if !interrupted => {
@@ -335,7 +337,6 @@ impl Run {
             }
             _ => None,
         };
-        interrupt::unwatch();
 
         let events = metrics::read(output.join(METRICS))?;
         let curve = LossCurve::from_metrics(
@@ -615,7 +616,8 @@ fn check_output(settings: &Settings, start: &Start) -> anyhow::Result<()> {
     }
     let model =
         settings.fine_tune_type == FineTuneType::Full && output.join("config.json").exists();
-    if model || latest_checkpoint(output)?.is_some() || output.join(METRICS).exists() {
+    let adapter = output.join(metal_candle::adapter::ADAPTER_WEIGHTS).exists();
+    if model || adapter || latest_checkpoint(output)?.is_some() || output.join(METRICS).exists() {
         return Err(usage(format!(
             "output: {} holds a run already; continue it with --resume, choose another folder with --output, \
              or remove it with --overwrite",

@@ -112,6 +112,16 @@ fn a_folder_with_a_run_is_not_overwritten_by_accident() {
     let stderr = place.fails(2, &with(&["-q"]));
     assert!(stderr.contains("--resume") && stderr.contains("--overwrite"), "{stderr}");
     assert_eq!(place.read("adapters/metrics.jsonl"), before);
+    // An adapter alone, as other tools leave it, is as precious.
+    std::fs::create_dir(place.path("peft")).unwrap();
+    for name in ["adapter_config.json", "adapter_model.safetensors"] {
+        std::fs::copy(place.path(&format!("adapters/{name}")), place.path(&format!("peft/{name}")))
+            .unwrap();
+    }
+    let stderr = place.fails(2, &with(&["-q", "-o", "peft"]));
+    assert!(stderr.contains("--overwrite"), "{stderr}");
+    let stderr = place.fails(2, &with(&["-q", "-o", "base", "--overwrite"]));
+    assert!(stderr.contains("model's own folder"), "{stderr}");
     place.ok(&with(&["-q", "--overwrite", "--seed", "3"]));
     let stderr = place.fails(1, &["train", "--resume", "-q", "--seed", "4"]);
     assert!(stderr.contains("seed was 3 and is now 4"), "{stderr}");

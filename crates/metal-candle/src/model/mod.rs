@@ -435,6 +435,9 @@ impl Model {
         };
         let key = if map.contains_key("dtype") { "dtype" } else { "torch_dtype" };
         map.insert(key.into(), name.into());
+        if map.contains_key("torch_dtype") {
+            map.insert("torch_dtype".into(), name.into());
+        }
         let index = folder.join("model.safetensors.index.json");
         if index.exists() {
             return Err(Error::file(

@@ -101,7 +101,8 @@ impl ScheduleOptions {
         let warmup_steps = match self.warmup {
             Warmup::Steps(steps) => steps,
             Warmup::Ratio(ratio) if (0.0..=1.0).contains(&ratio) => {
-                (ratio * total_steps as f64).ceil() as u64
+                // At least the last step is not part of the warm-up, whose first rate may be 0.
+                ((ratio * total_steps as f64).ceil() as u64).min(total_steps.saturating_sub(1))
             }
             Warmup::Ratio(ratio) => {
                 return Err(Error::option(
@@ -297,6 +298,15 @@ mod tests {
 
     /// The factors that `transformers.optimization` 5.23.0 gives for steps 0 to 10 of 10 with 3
     /// steps of warm-up, and 0 to 7 of 7 with none.
+    #[test]
+    fn a_short_run_with_a_warm_up_ratio_still_learns() {
+        for steps in [1, 2, 3] {
+            let options = ScheduleOptions { warmup: Warmup::Ratio(0.03), ..Default::default() };
+            let rate = options.build(steps).unwrap();
+            assert!((0..steps).any(|step| rate.at(step) > 0.0), "{steps} steps");
+        }
+    }
+
     #[test]
     fn rates_are_those_of_transformers() {
         const UP: [f64; 3] = [0.0, 0.3333333333333333, 0.6666666666666666];
