@@ -193,7 +193,7 @@ impl Run {
         let build = |records: &[Record], packing, name: &str| -> anyhow::Result<Batcher> {
             let dataset = Dataset::build(records, &tokenizer, &data_options)
                 .with_context(|| format!("{name} data of {}", data.display()))?;
-            check_vocabulary(&dataset, config.vocab_size)?;
+            dataset.check_vocabulary(config.vocab_size)?;
             let options = BatchOptions {
                 batch_size: settings.batch_size,
                 max_seq_length: settings.max_seq_length,
@@ -558,17 +558,6 @@ fn memory(
         weights: if full { 0 } else { parameters * element },
         training: 4 * trainable * DType::F32.size_in_bytes() as u64,
         activations: tokens * kept * element + logits,
-    }
-}
-
-/// The tokenizer's ids have to be rows of the embedding.
-pub fn check_vocabulary(dataset: &Dataset, vocabulary: usize) -> anyhow::Result<()> {
-    let largest = dataset.examples.iter().flat_map(|example| &example.ids).max();
-    match largest {
-        Some(&id) if id as usize >= vocabulary => Err(anyhow::anyhow!(
-            "the tokenizer gives token {id}, but the model's vocabulary has {vocabulary}; the tokenizer is not this model's"
-        )),
-        _ => Ok(()),
     }
 }
 

@@ -9,6 +9,7 @@ pub mod data;
 mod error;
 pub mod files;
 pub mod generate;
+mod hash;
 pub mod hub;
 pub mod model;
 pub mod random;

@@ -5,7 +5,6 @@ use crate::interrupt;
 use crate::models::{Runtime, Source, set_threads};
 use crate::output::{self, Terminal, grouped};
 use crate::settings::{Loss, limit};
-use crate::training::check_vocabulary;
 use clap::{Args, ValueEnum};
 use metal_candle::data::{
     BatchOptions, Batcher, DataFolder, DataOptions, Dataset, Report as DataReport,
@@ -109,7 +108,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         ..DataOptions::default()
     };
     let dataset = Dataset::build(&records, &loaded.tokenizer, &options)?;
-    check_vocabulary(&dataset, loaded.model.config().vocab_size)?;
+    dataset.check_vocabulary(loaded.model.config().vocab_size)?;
     let data = dataset.report.clone();
     let options = BatchOptions {
         batch_size: arguments.batch_size,

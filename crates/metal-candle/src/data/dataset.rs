@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::record::{Body, Record};
+use crate::hash::Fnv;
 use crate::text::{Message, RenderOptions, Tokenizer};
 use crate::{Error, Result};
 
@@ -116,12 +117,8 @@ pub struct Dataset {
 impl Dataset {
     /// A hash of every token and mask (FNV-1a), by which a resumed run knows its data.
     pub fn fingerprint(&self) -> u64 {
-        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
-        let mut add = |word: u32| {
-            for byte in word.to_le_bytes() {
-                hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-            }
-        };
+        let mut hash = Fnv::new();
+        let mut add = |word: u32| hash.add(&word.to_le_bytes());
         for example in &self.examples {
             add(example.ids.len() as u32);
             for (&id, &trainable) in example.ids.iter().zip(&example.trainable) {
@@ -129,7 +126,24 @@ impl Dataset {
                 add(u32::from(trainable));
             }
         }
-        hash
+        hash.finish()
+    }
+
+    /// That every token is a row of an embedding of `vocabulary` rows.
+    ///
+    /// # Errors
+    /// [`Error::Option`] naming the first token that is not.
+    pub fn check_vocabulary(&self, vocabulary: usize) -> Result<()> {
+        let mut ids = self.examples.iter().flat_map(|example| &example.ids);
+        match ids.find(|&&id| id as usize >= vocabulary) {
+            Some(id) => Err(Error::option(
+                "data",
+                format!(
+                    "has token {id}, but the model's vocabulary has {vocabulary}; the tokenizer is not this model's"
+                ),
+            )),
+            None => Ok(()),
+        }
     }
 
     /// Tokenizes records, in parallel and in a stable order.

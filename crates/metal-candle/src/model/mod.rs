@@ -15,6 +15,7 @@ pub use weights::Weights;
 use crate::adapter::{self, LoraConfig, ParameterStore};
 use crate::autograd::{ParameterId, Tape, Value, Weight};
 use crate::data::Batch;
+use crate::hash::Fnv;
 use crate::random::SplitMix64;
 use crate::{Error, Result, files};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -535,12 +536,8 @@ impl Model {
     /// a resumed run knows its base.
     pub fn fingerprint(&self) -> Result<u64> {
         const SAMPLE: usize = 256;
-        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
-        let mut add = |bytes: &[u8]| {
-            for &byte in bytes {
-                hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-            }
-        };
+        let mut hash = Fnv::new();
+        let mut add = |bytes: &[u8]| hash.add(bytes);
         add(format!("{:?} {}", self.dtype, self.config.raw).as_bytes());
         for (name, weight) in
             self.named_weights().filter(|(_, weight)| weight.parameter().is_none())
@@ -552,7 +549,7 @@ impl Model {
                 add(&value.to_le_bytes());
             }
         }
-        Ok(hash)
+        Ok(hash.finish())
     }
 
     /// The logits `(batch, seq, vocabulary)` of hidden states, in f32.

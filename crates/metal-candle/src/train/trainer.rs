@@ -115,7 +115,7 @@ impl<'a> Trainer<'a> {
                 options.keep_best
             ),
         };
-        check_vocabulary(model, batches)?;
+        batches.dataset().check_vocabulary(model.config().vocab_size)?;
         let moments = Moments::zeros(store.len(), model.device())?;
         Ok(Self {
             model,
@@ -239,7 +239,7 @@ impl<'a> Trainer<'a> {
     /// What has to hold before the first step.
     fn check(&self) -> Result<()> {
         if let Some(validation) = self.validation {
-            check_vocabulary(self.model, validation)?;
+            validation.dataset().check_vocabulary(self.model.config().vocab_size)?;
         } else {
             for (name, wanted) in [
                 ("patience", self.options.patience.is_some()),
@@ -527,21 +527,6 @@ impl<'a> Trainer<'a> {
             &self.base_model,
             self.companions.as_deref(),
         )
-    }
-}
-
-/// Every token of the data has to be a row of the embedding.
-fn check_vocabulary(model: &Model, batches: &Batcher) -> Result<()> {
-    let vocabulary = model.config().vocab_size;
-    let mut ids = batches.dataset().examples.iter().flat_map(|example| &example.ids);
-    match ids.find(|&&id| id as usize >= vocabulary) {
-        Some(id) => Err(Error::option(
-            "data",
-            format!(
-                "has token {id}, but the model's vocabulary has {vocabulary}; the tokenizer is not this model's"
-            ),
-        )),
-        None => Ok(()),
     }
 }
 
