@@ -42,18 +42,23 @@ pub(super) fn step<A: Real>(
 ) {
     let count = params.len();
     let (params, m, v) = (Disjoint::new(params), Disjoint::new(m), Disjoint::new(v));
-    for_each_index(count.div_ceil(PARALLEL_CHUNK), true, |index| {
-        let start = index * PARALLEL_CHUNK;
-        let end = (start + PARALLEL_CHUNK).min(count);
-        let boundary = update.decayed.clamp(start, end);
-        for (range, decay) in [(start..boundary, update.decay), (boundary..end, 1.0)] {
-            // SAFETY: chunks don't overlap.
-            let (params, m, v) = unsafe {
-                (params.slice(range.clone()), m.slice(range.clone()), v.slice(range.clone()))
-            };
-            step_chunk(update, A::from_f64(decay), params, &grads[range], m, v);
-        }
-    });
+    for_each_index(
+        count.div_ceil(PARALLEL_CHUNK),
+        true,
+        #[inline(always)]
+        |index| {
+            let start = index * PARALLEL_CHUNK;
+            let end = (start + PARALLEL_CHUNK).min(count);
+            let boundary = update.decayed.clamp(start, end);
+            for (range, decay) in [(start..boundary, update.decay), (boundary..end, 1.0)] {
+                // SAFETY: chunks don't overlap.
+                let (params, m, v) = unsafe {
+                    (params.slice(range.clone()), m.slice(range.clone()), v.slice(range.clone()))
+                };
+                step_chunk(update, A::from_f64(decay), params, &grads[range], m, v);
+            }
+        },
+    );
 }
 
 fn step_chunk<A: Real>(
@@ -80,23 +85,33 @@ fn step_chunk<A: Real>(
 
 pub(super) fn norm(grads: Values<f64>) -> f64 {
     let mut parts = vec![0f64; grads.len().div_ceil(PARALLEL_CHUNK)];
-    for_each_chunk(&mut parts, 1, |index, part| {
-        let start = index * PARALLEL_CHUNK;
-        let end = (start + PARALLEL_CHUNK).min(grads.len());
-        let mut scratch = Vec::new();
-        let values = grads.block(start..end, &mut scratch);
-        part[0] = dot(values, values);
-    });
+    for_each_chunk(
+        &mut parts,
+        1,
+        #[inline(always)]
+        |index, part| {
+            let start = index * PARALLEL_CHUNK;
+            let end = (start + PARALLEL_CHUNK).min(grads.len());
+            let mut scratch = Vec::new();
+            let values = grads.block(start..end, &mut scratch);
+            part[0] = dot(values, values);
+        },
+    );
     parts.iter().sum::<f64>().sqrt()
 }
 
 pub(super) fn accumulate<A: Real>(dst: &mut [A], src: Values<A>, scale: A) {
-    for_each_chunk(dst, PARALLEL_CHUNK, |index, dst| {
-        let start = index * PARALLEL_CHUNK;
-        let mut scratch = Vec::new();
-        let src = src.block(start..start + dst.len(), &mut scratch);
-        for (dst, src) in dst.iter_mut().zip(src) {
-            *dst += scale * *src;
-        }
-    });
+    for_each_chunk(
+        dst,
+        PARALLEL_CHUNK,
+        #[inline(always)]
+        |index, dst| {
+            let start = index * PARALLEL_CHUNK;
+            let mut scratch = Vec::new();
+            let src = src.block(start..start + dst.len(), &mut scratch);
+            for (dst, src) in dst.iter_mut().zip(src) {
+                *dst += scale * *src;
+            }
+        },
+    );
 }

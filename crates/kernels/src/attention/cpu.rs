@@ -9,7 +9,6 @@ use crate::device::cpu::{
     for_each_index, multiply, rows_per_task, sum, zeros,
 };
 use candle_core::{Layout, Result};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Queries times heads of a tile.
@@ -102,12 +101,17 @@ impl<A: Real> Problem<'_, A> {
         let blocks = queries.div_ceil(block);
         let parallel = batch * heads * queries * keys > PARALLEL_SCORES;
         let (o, log_sum_exp) = (Disjoint::new(o), Disjoint::new(log_sum_exp));
-        for_each_index(batch * kv_heads * blocks, parallel, |task| {
-            let (row, block_index) = (task / blocks, task % blocks);
-            let first = block_index * block;
-            let count = block.min(queries - first);
-            self.forward_block(row / kv_heads, row % kv_heads, first, count, &o, &log_sum_exp);
-        });
+        for_each_index(
+            batch * kv_heads * blocks,
+            parallel,
+            #[inline(always)]
+            |task| {
+                let (row, block_index) = (task / blocks, task % blocks);
+                let first = block_index * block;
+                let count = block.min(queries - first);
+                self.forward_block(row / kv_heads, row % kv_heads, first, count, &o, &log_sum_exp);
+            },
+        );
     }
 
     /// Rows are `head in the group · count + query in the block`.
@@ -213,41 +217,41 @@ impl<A: Real> Problem<'_, A> {
         let mut dv_heads = vec![A::ZERO; batch * heads * head_size];
         if head_size > 0 {
             let dq = Disjoint::new(&mut dq);
-            let parallel = batch * heads * queries * keys > PARALLEL_SCORES;
             let task = |index: usize, dk: &mut [A], dv: &mut [A]| {
                 self.backward_head(index / heads, index % heads, o, log_sum_exp, d_o, &dq, dk, dv)
             };
-            let heads = dk_heads.chunks_mut(head_size).zip(dv_heads.chunks_mut(head_size));
-            if parallel {
-                let heads: Vec<_> = heads.enumerate().collect();
-                heads.into_par_iter().for_each(|(index, (dk, dv))| task(index, dk, dv));
-            } else {
-                heads.enumerate().for_each(|(index, (dk, dv))| task(index, dk, dv));
-            }
+            for_each_chunk2(&mut dk_heads, head_size, &mut dv_heads, head_size, task);
         }
         let mut dk = zeros::<T>(batch * keys * kv_heads * head_dim);
         let mut dv = zeros::<T>(batch * keys * kv_heads * head_dim);
         let token = kv_heads * head_dim;
         let tokens = rows_per_task(token);
-        for_each_chunk2(&mut dk, tokens * token, &mut dv, tokens * token, |index, dk, dv| {
-            let mut total = vec![A::ZERO; head_dim];
-            let first_row = index * tokens * kv_heads;
-            for (parts, out) in [(&dk_heads, dk), (&dv_heads, dv)] {
-                for (row, out) in out.chunks_exact_mut(head_dim).enumerate() {
-                    let (token, kv_head) =
-                        ((first_row + row) / kv_heads, (first_row + row) % kv_heads);
-                    let (batch, key) = (token / keys, token % keys);
-                    total.fill(A::ZERO);
-                    for head in kv_head * group..(kv_head + 1) * group {
-                        let start = ((batch * heads + head) * keys + key) * head_dim;
-                        for (total, part) in total.iter_mut().zip(&parts[start..]) {
-                            *total += *part;
+        for_each_chunk2(
+            &mut dk,
+            tokens * token,
+            &mut dv,
+            tokens * token,
+            #[inline(always)]
+            |index, dk, dv| {
+                let mut total = vec![A::ZERO; head_dim];
+                let first_row = index * tokens * kv_heads;
+                for (parts, out) in [(&dk_heads, dk), (&dv_heads, dv)] {
+                    for (row, out) in out.chunks_exact_mut(head_dim).enumerate() {
+                        let (token, kv_head) =
+                            ((first_row + row) / kv_heads, (first_row + row) % kv_heads);
+                        let (batch, key) = (token / keys, token % keys);
+                        total.fill(A::ZERO);
+                        for head in kv_head * group..(kv_head + 1) * group {
+                            let start = ((batch * heads + head) * keys + key) * head_dim;
+                            for (total, part) in total.iter_mut().zip(&parts[start..]) {
+                                *total += *part;
+                            }
                         }
+                        T::narrow(&total, out);
                     }
-                    T::narrow(&total, out);
                 }
-            }
-        });
+            },
+        );
         (dq, dk, dv)
     }
 

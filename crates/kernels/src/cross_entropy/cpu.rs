@@ -49,9 +49,16 @@ impl<A: Real> Problem<'_, A> {
             };
             head.run(logits);
             let losses = &mut losses[..rows];
-            for_each_chunk2(losses, 1, logits, v, |index, loss, logits| {
-                loss[0] = self.row(logits, counted[index].1, need_gradient);
-            });
+            for_each_chunk2(
+                losses,
+                1,
+                logits,
+                v,
+                #[inline(always)]
+                |index, loss, logits| {
+                    loss[0] = self.row(logits, counted[index].1, need_gradient);
+                },
+            );
             loss += losses.iter().sum::<f64>();
             if let Some(dhidden) = dhidden.as_deref_mut() {
                 let gradient = &mut gradient[..rows * d];

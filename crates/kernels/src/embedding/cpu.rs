@@ -7,11 +7,16 @@ use crate::device::cpu::{
 
 pub(super) fn forward<T: Element>(d: usize, table: &[T], ids: &[u32], out: &mut [T]) {
     let block = rows_per_task(d);
-    for_each_chunk(out, block * d, |index, out| {
-        for (out, id) in out.chunks_exact_mut(d).zip(&ids[index * block..]) {
-            out.copy_from_slice(&table[*id as usize * d..][..d]);
-        }
-    });
+    for_each_chunk(
+        out,
+        block * d,
+        #[inline(always)]
+        |index, out| {
+            for (out, id) in out.chunks_exact_mut(d).zip(&ids[index * block..]) {
+                out.copy_from_slice(&table[*id as usize * d..][..d]);
+            }
+        },
+    );
 }
 
 pub(super) fn backward<A: Real>(d: usize, dy: Values<A>, ids: &[u32], out: &mut [A]) {
@@ -21,16 +26,21 @@ pub(super) fn backward<A: Real>(d: usize, dy: Values<A>, ids: &[u32], out: &mut 
     let tokens: Vec<&[(u32, usize)]> = order.chunk_by(|a, b| a.0 == b.0).collect();
     let parallel = ids.len() * d > PARALLEL_CHUNK;
     let out = Disjoint::new(out);
-    for_each_index(tokens.len(), parallel, |index| {
-        let mut row = vec![A::ZERO; d];
-        let start = tokens[index][0].0 as usize * d;
-        // SAFETY: every token has one task, and writes its own row.
-        let out = unsafe { out.slice(start..start + d) };
-        for (_, position) in tokens[index] {
-            dy.read(position * d, &mut row);
-            for (out, row) in out.iter_mut().zip(&row) {
-                *out += *row;
+    for_each_index(
+        tokens.len(),
+        parallel,
+        #[inline(always)]
+        |index| {
+            let mut row = vec![A::ZERO; d];
+            let start = tokens[index][0].0 as usize * d;
+            // SAFETY: every token has one task, and writes its own row.
+            let out = unsafe { out.slice(start..start + d) };
+            for (_, position) in tokens[index] {
+                dy.read(position * d, &mut row);
+                for (out, row) in out.iter_mut().zip(&row) {
+                    *out += *row;
+                }
             }
-        }
-    });
+        },
+    );
 }

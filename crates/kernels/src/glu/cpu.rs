@@ -72,18 +72,24 @@ fn forward_with<T: Element>(
 ) {
     let columns = gate.1.columns;
     let block = rows_per_task(columns);
-    for_each_chunk(out, block * columns, |index, out| {
-        let (mut gate_scratch, mut up_scratch, mut scratch) = (Vec::new(), Vec::new(), Vec::new());
-        for (offset, out) in out.chunks_exact_mut(columns).enumerate() {
-            let gate = row(&gate, index * block + offset, &mut gate_scratch);
-            let up = row(&up, index * block + offset, &mut up_scratch);
-            write_through(out, &mut scratch, |out| {
-                for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
-                    *out = function(*gate).0 * *up;
-                }
-            });
-        }
-    });
+    for_each_chunk(
+        out,
+        block * columns,
+        #[inline(always)]
+        |index, out| {
+            let (mut gate_scratch, mut up_scratch, mut scratch) =
+                (Vec::new(), Vec::new(), Vec::new());
+            for (offset, out) in out.chunks_exact_mut(columns).enumerate() {
+                let gate = row(&gate, index * block + offset, &mut gate_scratch);
+                let up = row(&up, index * block + offset, &mut up_scratch);
+                write_through(out, &mut scratch, |out| {
+                    for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+                        *out = function(*gate).0 * *up;
+                    }
+                });
+            }
+        },
+    );
 }
 
 pub(super) fn backward<T: Element>(
@@ -111,23 +117,30 @@ fn backward_with<T: Element>(
 ) {
     let columns = gate.1.columns;
     let block = rows_per_task(columns);
-    for_each_chunk2(dgate, block * columns, dup, block * columns, |index, dgate, dup| {
-        let mut scratch = [const { Vec::new() }; 5];
-        let [gate_scratch, up_scratch, d_scratch, dgate_scratch, dup_scratch] = &mut scratch;
-        let pairs = dgate.chunks_exact_mut(columns).zip(dup.chunks_exact_mut(columns));
-        for (offset, (dgate, dup)) in pairs.enumerate() {
-            let gate = row(&gate, index * block + offset, gate_scratch);
-            let up = row(&up, index * block + offset, up_scratch);
-            let d = row(&d_out, index * block + offset, d_scratch);
-            write_through(dgate, dgate_scratch, |dgate| {
-                write_through(dup, dup_scratch, |dup| {
-                    for i in 0..columns {
-                        let (value, slope) = function(gate[i]);
-                        dgate[i] = d[i] * up[i] * slope;
-                        dup[i] = d[i] * value;
-                    }
+    for_each_chunk2(
+        dgate,
+        block * columns,
+        dup,
+        block * columns,
+        #[inline(always)]
+        |index, dgate, dup| {
+            let mut scratch = [const { Vec::new() }; 5];
+            let [gate_scratch, up_scratch, d_scratch, dgate_scratch, dup_scratch] = &mut scratch;
+            let pairs = dgate.chunks_exact_mut(columns).zip(dup.chunks_exact_mut(columns));
+            for (offset, (dgate, dup)) in pairs.enumerate() {
+                let gate = row(&gate, index * block + offset, gate_scratch);
+                let up = row(&up, index * block + offset, up_scratch);
+                let d = row(&d_out, index * block + offset, d_scratch);
+                write_through(dgate, dgate_scratch, |dgate| {
+                    write_through(dup, dup_scratch, |dup| {
+                        for i in 0..columns {
+                            let (value, slope) = function(gate[i]);
+                            dgate[i] = d[i] * up[i] * slope;
+                            dup[i] = d[i] * value;
+                        }
+                    });
                 });
-            });
-        }
-    });
+            }
+        },
+    );
 }

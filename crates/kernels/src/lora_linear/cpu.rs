@@ -34,12 +34,17 @@ fn hash(seed: u64, index: u64) -> u64 {
 }
 
 pub(super) fn apply_mask<T: Element>(out: &mut [T], mask: &(impl Fn(usize, &mut [T::Acc]) + Sync)) {
-    for_each_chunk(out, PARALLEL_CHUNK, |index, out| {
-        let mut scratch = vec![T::Acc::ZERO; out.len()];
-        T::widen(out, &mut scratch);
-        mask(index * PARALLEL_CHUNK, &mut scratch);
-        T::narrow(&scratch, out);
-    });
+    for_each_chunk(
+        out,
+        PARALLEL_CHUNK,
+        #[inline(always)]
+        |index, out| {
+            let mut scratch = vec![T::Acc::ZERO; out.len()];
+            T::widen(out, &mut scratch);
+            mask(index * PARALLEL_CHUNK, &mut scratch);
+            T::narrow(&scratch, out);
+        },
+    );
 }
 
 /// `da += dropout(x)ᵀ·g`: `x` `(rows, inner)`, `g` `(rows, rank)`, `da` `(inner, rank)`.
@@ -59,11 +64,16 @@ pub(super) fn gradient_of_a<A: Real>(
     for first in (0..rows).step_by(ROW_BLOCK) {
         let rows = ROW_BLOCK.min(rows - first);
         let mut dropped = vec![A::ZERO; rows * inner];
-        for_each_chunk(&mut dropped, PARALLEL_CHUNK, |index, chunk| {
-            let start = first * inner + index * PARALLEL_CHUNK;
-            x.read(start, chunk);
-            mask(start, chunk);
-        });
+        for_each_chunk(
+            &mut dropped,
+            PARALLEL_CHUNK,
+            #[inline(always)]
+            |index, chunk| {
+                let start = first * inner + index * PARALLEL_CHUNK;
+                x.read(start, chunk);
+                mask(start, chunk);
+            },
+        );
         let g = &g[first * rank..(first + rows) * rank];
         outer_products(rows, inner, rank, Values::Native(&dropped), Values::Native(g), 1.0, da);
     }

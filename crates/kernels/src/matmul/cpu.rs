@@ -147,18 +147,28 @@ impl<A: Real> Product<'_, A> {
             } else {
                 // Row blocks bound the scratch that the mask needs.
                 let block = rows_per_task(outer).min(ROW_BLOCK);
-                for_each_chunk(out, block * outer, |index, out| {
-                    let rows = out.len() / outer.max(1);
-                    low_rank.add(out, rows, outer, index * block, 0, outer, Threads::One);
-                });
+                for_each_chunk(
+                    out,
+                    block * outer,
+                    #[inline(always)]
+                    |index, out| {
+                        let rows = out.len() / outer.max(1);
+                        low_rank.add(out, rows, outer, index * block, 0, outer, Threads::One);
+                    },
+                );
             }
         }
         if let Some(bias) = self.bias {
-            for_each_chunk(out, rows_per_task(outer) * outer, |_, out| {
-                for out in out.chunks_mut(outer.max(1)) {
-                    add(out, bias);
-                }
-            });
+            for_each_chunk(
+                out,
+                rows_per_task(outer) * outer,
+                #[inline(always)]
+                |_, out| {
+                    for out in out.chunks_mut(outer.max(1)) {
+                        add(out, bias);
+                    }
+                },
+            );
         }
     }
 
@@ -171,45 +181,50 @@ impl<A: Real> Product<'_, A> {
         for first_row in (0..self.rows).step_by(ROW_BLOCK) {
             let rows = ROW_BLOCK.min(self.rows - first_row);
             let x = self.x.block(first_row * inner..(first_row + rows) * inner, &mut x_scratch);
-            for_each_index(outer.div_ceil(TILE), parallel, |tile| {
-                let first_column = tile * TILE;
-                let columns = TILE.min(outer - first_column);
-                let mut result = vec![A::ZERO; rows * columns];
-                if few_rows {
-                    let mut scratch = Vec::new();
-                    for column in 0..columns {
-                        let start = (first_column + column) * inner;
-                        for row in 0..rows {
-                            let x = &x[row * inner..][..inner];
-                            result[row * columns + column] =
-                                self.weight.dot(start, x, &mut scratch);
+            for_each_index(
+                outer.div_ceil(TILE),
+                parallel,
+                #[inline(always)]
+                |tile| {
+                    let first_column = tile * TILE;
+                    let columns = TILE.min(outer - first_column);
+                    let mut result = vec![A::ZERO; rows * columns];
+                    if few_rows {
+                        let mut scratch = Vec::new();
+                        for column in 0..columns {
+                            let start = (first_column + column) * inner;
+                            for row in 0..rows {
+                                let x = &x[row * inner..][..inner];
+                                result[row * columns + column] =
+                                    self.weight.dot(start, x, &mut scratch);
+                            }
                         }
+                    } else {
+                        self.multiply_tile(x, rows, first_column, columns, &mut result);
                     }
-                } else {
-                    self.multiply_tile(x, rows, first_column, columns, &mut result);
-                }
-                if let Some(low_rank) = &self.low_rank {
-                    let threads = Threads::One;
-                    low_rank.add(
-                        &mut result,
-                        rows,
-                        columns,
-                        first_row,
-                        first_column,
-                        outer,
-                        threads,
-                    );
-                }
-                for row in 0..rows {
-                    let result = &mut result[row * columns..][..columns];
-                    if let Some(bias) = self.bias {
-                        add(result, &bias[first_column..][..columns]);
+                    if let Some(low_rank) = &self.low_rank {
+                        let threads = Threads::One;
+                        low_rank.add(
+                            &mut result,
+                            rows,
+                            columns,
+                            first_row,
+                            first_column,
+                            outer,
+                            threads,
+                        );
                     }
-                    let start = (first_row + row) * outer + first_column;
-                    // SAFETY: every task writes its own columns of each row.
-                    T::narrow(result, unsafe { out.slice(start..start + columns) });
-                }
-            });
+                    for row in 0..rows {
+                        let result = &mut result[row * columns..][..columns];
+                        if let Some(bias) = self.bias {
+                            add(result, &bias[first_column..][..columns]);
+                        }
+                        let start = (first_row + row) * outer + first_column;
+                        // SAFETY: every task writes its own columns of each row.
+                        T::narrow(result, unsafe { out.slice(start..start + columns) });
+                    }
+                },
+            );
         }
     }
 
@@ -317,15 +332,27 @@ pub(crate) fn narrow_product<A: Real>(
     }
     // Enough rows for `gemm` to be worth its call, few enough for all threads to have some.
     let block = rows_per_task(inner).clamp(16, ROW_BLOCK);
-    for_each_chunk(out, block * columns, |index, out| {
-        let rows = out.len() / columns.max(1);
-        let first = index * block;
-        let mut scratch = vec![A::ZERO; rows * inner];
-        x.read(first * inner, &mut scratch);
-        if let Some(mask) = mask {
-            mask(first * inner, &mut scratch);
-        }
-        let x = Matrix::new(&scratch, rows, inner, inner);
-        multiply(MatrixMut::new(out, rows, columns, columns), false, x, right, scale, Threads::One);
-    });
+    for_each_chunk(
+        out,
+        block * columns,
+        #[inline(always)]
+        |index, out| {
+            let rows = out.len() / columns.max(1);
+            let first = index * block;
+            let mut scratch = vec![A::ZERO; rows * inner];
+            x.read(first * inner, &mut scratch);
+            if let Some(mask) = mask {
+                mask(first * inner, &mut scratch);
+            }
+            let x = Matrix::new(&scratch, rows, inner, inner);
+            multiply(
+                MatrixMut::new(out, rows, columns, columns),
+                false,
+                x,
+                right,
+                scale,
+                Threads::One,
+            );
+        },
+    );
 }

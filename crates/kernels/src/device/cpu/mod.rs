@@ -1,0 +1,274 @@
+//! What the CPU operations share: element types and the types their sums are kept in, reading a
+//! tensor's storage, matrix products, parallel loops, and the instruction set they run with.
+
+mod element;
+mod matrix;
+mod parallel;
+mod simd;
+
+use candle_core::{
+    CpuStorage, DType, InplaceOp1, InplaceOp2, Layout, Result, Storage, StorageRef, Tensor,
+    WithDType, bail,
+};
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+pub(crate) use element::{Element, Real, Sum, Values, buffer, dot, sum, zeros};
+pub(crate) use matrix::{Matrix, MatrixMut, Threads, multiply};
+pub(crate) use parallel::{
+    Disjoint, PARALLEL_CHUNK, for_each_chunk, for_each_chunk2, for_each_index, rows_per_task,
+};
+
+/// Runs `$body` with the type `$element` standing for the stored type of dtype `$dtype`.
+macro_rules! dispatch {
+    ($operation:expr, $dtype:expr, $element:ident => $body:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => {
+                type $element = f32;
+                $body
+            }
+            candle_core::DType::BF16 => {
+                type $element = half::bf16;
+                $body
+            }
+            candle_core::DType::F16 => {
+                type $element = half::f16;
+                $body
+            }
+            candle_core::DType::F64 => {
+                type $element = f64;
+                $body
+            }
+            other => candle_core::bail!(
+                "metal-candle-kernels: {} does not support {other:?} tensors, expected F32, BF16, F16 or F64",
+                $operation
+            ),
+        }
+    };
+}
+pub(crate) use dispatch;
+
+/// A CPU tensor made ready to be read: contiguous unless asked otherwise.
+pub(crate) struct Input(Tensor);
+
+impl Input {
+    /// Copies only when the tensor isn't contiguous.
+    pub(crate) fn contiguous(tensor: &Tensor) -> Result<Input> {
+        Ok(Input(tensor.detach().contiguous()?))
+    }
+
+    /// Copies only when the last dimension isn't contiguous; the others keep their strides.
+    pub(crate) fn strided_rows(tensor: &Tensor) -> Result<Input> {
+        match (tensor.stride().last(), tensor.dims().last()) {
+            (Some(stride), Some(size)) if *stride == 1 || *size <= 1 => Ok(Input(tensor.detach())),
+            _ => Self::contiguous(tensor),
+        }
+    }
+
+    pub(crate) fn read(&self) -> Read<'_> {
+        let (storage, layout) = self.0.storage_and_layout();
+        Read { storage, layout }
+    }
+}
+
+/// A tensor's storage, locked for reading.
+pub(crate) struct Read<'a> {
+    storage: StorageRef<'a>,
+    pub(crate) layout: &'a Layout,
+}
+
+impl Read<'_> {
+    fn cpu(&self) -> Result<&CpuStorage> {
+        match &*self.storage {
+            Storage::Cpu(storage) => Ok(storage),
+            _ => bail!(
+                "metal-candle-kernels: the CPU operation was given a tensor that is elsewhere"
+            ),
+        }
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.storage.dtype()
+    }
+
+    /// The elements of a contiguous tensor.
+    pub(crate) fn slice<T: WithDType>(&self) -> Result<&[T]> {
+        contiguous_slice(self.cpu()?, self.layout)
+    }
+
+    /// The elements of a contiguous tensor, to be read as `A`.
+    pub(crate) fn values<A: Real>(&self) -> Result<Values<'_, A>> {
+        let (start, end) = contiguous_range(self.layout)?;
+        Ok(storage_values(self.cpu()?)?.slice(start..end))
+    }
+
+    /// The whole storage, to be read as `A` through the layout's offset and strides.
+    pub(crate) fn storage_values<A: Real>(&self) -> Result<Values<'_, A>> {
+        storage_values(self.cpu()?)
+    }
+}
+
+fn contiguous_range(layout: &Layout) -> Result<(usize, usize)> {
+    match layout.contiguous_offsets() {
+        Some(range) => Ok(range),
+        None => bail!("metal-candle-kernels: expected a contiguous tensor, found {layout:?}"),
+    }
+}
+
+pub(crate) fn contiguous_slice<'a, T: WithDType>(
+    storage: &'a CpuStorage,
+    layout: &Layout,
+) -> Result<&'a [T]> {
+    let (start, end) = contiguous_range(layout)?;
+    Ok(&storage.as_slice::<T>()?[start..end])
+}
+
+pub(crate) fn contiguous_values<'a, A: Real>(
+    storage: &'a CpuStorage,
+    layout: &Layout,
+) -> Result<Values<'a, A>> {
+    let (start, end) = contiguous_range(layout)?;
+    Ok(storage_values(storage)?.slice(start..end))
+}
+
+pub(crate) fn storage_values<A: Real>(storage: &CpuStorage) -> Result<Values<'_, A>> {
+    use candle_core::backend::BackendStorage;
+    match A::values(storage) {
+        Some(values) => Ok(values),
+        None => bail!(
+            "metal-candle-kernels: a {:?} tensor cannot be combined with tensors computed in {:?}",
+            storage.dtype(),
+            A::DTYPE
+        ),
+    }
+}
+
+/// Rows, elements in a row and distance between rows of a layout whose last dimension is contiguous
+/// and whose leading ones collapse into one: a contiguous tensor or a narrowed last dimension.
+pub(crate) fn collapsed_rows(layout: &Layout) -> Option<(usize, usize, usize)> {
+    let (columns, leading) = layout.dims().split_last()?;
+    let (last_stride, strides) = layout.stride().split_last()?;
+    if *last_stride != 1 && *columns > 1 {
+        return None;
+    }
+    let mut rows = 1;
+    let mut row_stride = None;
+    for (size, stride) in leading.iter().zip(strides).rev() {
+        if *size != 1 {
+            let first = *row_stride.get_or_insert(*stride);
+            if *stride != first * rows {
+                return None;
+            }
+        }
+        rows *= size;
+    }
+    Some((rows, *columns, row_stride.unwrap_or(*columns)))
+}
+
+/// Lets `compute` fill `out`: in place when it is stored as it is computed, else through `scratch`.
+#[inline(always)]
+pub(crate) fn write_through<T: Element>(
+    out: &mut [T],
+    scratch: &mut Vec<T::Acc>,
+    compute: impl FnOnce(&mut [T::Acc]),
+) {
+    match T::native_mut(out) {
+        Some(out) => compute(out),
+        None => {
+            scratch.resize(out.len(), T::Acc::ZERO);
+            compute(scratch);
+            T::narrow(scratch, out);
+        }
+    }
+}
+
+/// Lets `change` work on the numbers of a contiguous tensor in place.
+pub(crate) fn change_in_place<A: Real>(
+    operation: &'static str,
+    tensor: &Tensor,
+    change: impl FnOnce(&mut [A]) -> Result<()>,
+) -> Result<()> {
+    struct Change<A, F> {
+        operation: &'static str,
+        change: Cell<Option<F>>,
+        element: PhantomData<A>,
+    }
+    impl<A: Real, F: FnOnce(&mut [A]) -> Result<()>> InplaceOp1 for Change<A, F> {
+        fn name(&self) -> &'static str {
+            self.operation
+        }
+        fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+            let (start, end) = contiguous_range(layout)?;
+            match (A::storage_mut(storage), self.change.take()) {
+                (Some(values), Some(change)) => change(&mut values[start..end]),
+                _ => bail!(
+                    "metal-candle-kernels: {}: expected {:?} numbers to change in place",
+                    self.operation,
+                    A::DTYPE
+                ),
+            }
+        }
+    }
+    tensor.inplace_op1(&Change {
+        operation,
+        change: Cell::new(Some(change)),
+        element: PhantomData::<A>,
+    })
+}
+
+/// An error when two tensors share storage: locking both for change would never return.
+pub(crate) fn require_separate(
+    operation: &'static str,
+    names: &str,
+    a: &Tensor,
+    b: &Tensor,
+) -> Result<()> {
+    struct Nothing(&'static str);
+    impl InplaceOp2 for Nothing {
+        fn name(&self) -> &'static str {
+            self.0
+        }
+        fn cpu_fwd(
+            &self,
+            _: &mut CpuStorage,
+            _: &Layout,
+            _: &CpuStorage,
+            _: &Layout,
+        ) -> Result<()> {
+            Ok(())
+        }
+    }
+    // Candle keeps the identity of a storage to itself, but refuses such pairs before it locks them.
+    if let Err(error) = a.inplace_op2(b, &Nothing(operation)) {
+        bail!(
+            "metal-candle-kernels: {operation}: {names} must be tensors of their own, with every element stored once ({error})"
+        )
+    }
+    Ok(())
+}
+
+/// Adds the rows of `(rows, columns)` in order: one task a block of columns.
+pub(crate) fn sum_rows<A: Real>(
+    rows: usize,
+    columns: usize,
+    out: &mut [A],
+    read_row: impl Fn(usize, Range<usize>, &mut [A]) + Sync,
+) {
+    let block = if rows * columns <= PARALLEL_CHUNK { columns } else { 128 };
+    for_each_chunk(
+        out,
+        block,
+        #[inline(always)]
+        |index, out| {
+            let mut scratch = vec![A::ZERO; out.len()];
+            let start = index * block;
+            for row in 0..rows {
+                read_row(row, start..start + out.len(), &mut scratch);
+                for (out, value) in out.iter_mut().zip(&scratch) {
+                    *out += *value;
+                }
+            }
+        },
+    );
+}

@@ -1,0 +1,127 @@
+//! The instruction set that the operations run with, chosen once, when the program runs.
+//!
+//! A closure given to [`vectorize`] is compiled for every level of the target and the best one that
+//! the machine has is called. Arithmetic is not contracted, so the levels give the same bits; only
+//! the matrix products of `gemm`, which use fused multiply-add, differ between machines.
+
+use std::sync::OnceLock;
+
+/// What the machine has beyond the target's baseline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Level {
+    /// SSE2 on x86-64, NEON on AArch64.
+    Baseline,
+    /// AVX2, FMA and F16C.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// And the dot product of bf16 pairs.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    /// And tiles of bf16 (AMX), which the operating system lets this process use.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
+}
+
+/// The best level of this machine, or a lower one that `METAL_CANDLE_SIMD` names.
+pub(crate) fn level() -> Level {
+    static LEVEL: OnceLock<Level> = OnceLock::new();
+    *LEVEL.get_or_init(|| {
+        let best = detect();
+        match std::env::var("METAL_CANDLE_SIMD").ok().and_then(|name| named(&name)) {
+            Some(wanted) if wanted < best => wanted,
+            _ => best,
+        }
+    })
+}
+
+fn named(name: &str) -> Option<Level> {
+    match name {
+        "baseline" => Some(Level::Baseline),
+        #[cfg(target_arch = "x86_64")]
+        "avx2" => Some(Level::Avx2),
+        #[cfg(target_arch = "x86_64")]
+        "avx512" => Some(Level::Avx512),
+        #[cfg(target_arch = "x86_64")]
+        "avx512bf16" => Some(Level::Avx512Bf16),
+        #[cfg(target_arch = "x86_64")]
+        "amx" => Some(Level::Amx),
+        _ => None,
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn detect() -> Level {
+    Level::Baseline
+}
+
+#[cfg(target_arch = "x86_64")]
+fn detect() -> Level {
+    if !(is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c"))
+    {
+        return Level::Baseline;
+    }
+    if !(is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl"))
+    {
+        return Level::Avx2;
+    }
+    if !is_x86_feature_detected!("avx512bf16") {
+        return Level::Avx512;
+    }
+    if tiles_allowed() { Level::Amx } else { Level::Avx512Bf16 }
+}
+
+/// Whether the machine has bf16 tiles and Linux grants them, which it does on request only
+/// (`Documentation/arch/x86/xstate.rst`).
+#[cfg(target_arch = "x86_64")]
+fn tiles_allowed() -> bool {
+    // CPUID leaf 7, EDX: bit 22 is AMX-BF16, bit 24 AMX-TILE.
+    const TILES: u32 = 1 << 22 | 1 << 24;
+    if std::arch::x86_64::__cpuid_count(7, 0).edx & TILES != TILES {
+        return false;
+    }
+    #[cfg(target_os = "linux")]
+    {
+        const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+        const XFEATURE_XTILEDATA: libc::c_long = 18;
+        // SAFETY: the call takes two numbers and changes what this process may use, nothing else.
+        unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        false
+    }
+}
+
+/// Calls `body`, compiled for the machine's instruction set. What it calls is compiled so as well
+/// where it is inlined: mark closures and helpers `#[inline(always)]`.
+#[inline(always)]
+pub(crate) fn vectorize<R>(body: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+        fn avx512<R>(body: impl FnOnce() -> R) -> R {
+            body()
+        }
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn avx2<R>(body: impl FnOnce() -> R) -> R {
+            body()
+        }
+        match level() {
+            Level::Baseline => body(),
+            // SAFETY: the level says that the machine has these instructions.
+            Level::Avx2 => unsafe { avx2(body) },
+            // SAFETY: as above; the higher levels include this one.
+            Level::Avx512 | Level::Avx512Bf16 | Level::Amx => unsafe { avx512(body) },
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    body()
+}
