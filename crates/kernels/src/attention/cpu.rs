@@ -1,22 +1,26 @@
-//! Attention on the CPU. A task of the forward pass is a block of queries of all heads that share a
-//! key head, so that a key tile is read once for all of them; a task of the backward pass is one
-//! head, whose key and value gradients are then added up over the group in order. Tiles are
-//! products of `gemm` on one thread.
+//! Attention on the CPU. Keys and values are laid out once for all heads that share them; a task of
+//! the forward pass is a block of queries of one head, a task of the backward pass one head, whose
+//! key and value gradients are then added up over the group in order. A few queries (decoding) are
+//! passes over the keys and values as they are stored.
 
 use super::Sizes;
+use crate::device::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, sum_stride};
+use crate::device::cpu::scratch::Scratch;
+use crate::device::cpu::simd::vectorize;
 use crate::device::cpu::{
-    Disjoint, Element, Matrix, MatrixMut, Real, Threads, Values, dot, for_each_chunk2,
-    for_each_index, multiply, rows_per_task, sum, zeros,
+    Disjoint, Element, Real, Values, buffer, dot, for_each_chunk2, for_each_index, rows_per_task,
+    sum,
 };
+use crate::matmul::few_rows::{FEW_ROWS, add_combinations, dots};
 use candle_core::{Layout, Result};
 use std::ops::Range;
 
-/// Queries times heads of a tile.
-const ROWS: usize = 64;
+/// Queries of a tile.
+const ROWS: usize = 128;
 /// Keys of a tile.
 const COLUMNS: usize = 128;
 /// Score elements below which threads cost more than they bring.
-const PARALLEL_SCORES: usize = 4 * 1024;
+const PARALLEL_SCORES: usize = 2 * 1024;
 
 /// Keys or values `(batch, seq, kv_heads, head_dim)`, read through their strides.
 pub(super) struct Cache<'a, A> {
@@ -37,27 +41,26 @@ impl<'a, A: Real> Cache<'a, A> {
         Ok(Cache { storage, start: layout.start_offset(), strides })
     }
 
-    /// Some keys of one head as a `(keys, head_dim)` matrix, converted into `scratch` if need be.
-    fn tile<'b>(
-        &'b self,
-        batch: usize,
-        head: usize,
-        keys: Range<usize>,
-        head_dim: usize,
-        scratch: &'b mut Vec<A>,
-    ) -> Matrix<'b, A> {
+    /// Where the element of a key begins.
+    fn place(&self, batch: usize, head: usize, key: usize) -> usize {
         let [batch_stride, seq_stride, head_stride] = self.strides;
-        let start =
-            self.start + batch * batch_stride + head * head_stride + keys.start * seq_stride;
-        if let Values::Native(storage) = self.storage {
-            return Matrix::new(&storage[start..], keys.len(), head_dim, seq_stride);
-        }
-        scratch.resize(keys.len() * head_dim, A::ZERO);
-        for (key, target) in scratch.chunks_exact_mut(head_dim.max(1)).enumerate() {
-            self.storage.read(start + key * seq_stride, target);
-        }
-        Matrix::new(scratch, keys.len(), head_dim, head_dim)
+        self.start + batch * batch_stride + head * head_stride + key * seq_stride
     }
+
+    /// The keys from `key` on: lines of a product over the head's dimension, or its inner
+    /// dimension.
+    fn operand(&self, batch: usize, head: usize, key: usize, along_depth: bool) -> Operand<'a, A> {
+        let start = self.place(batch, head, key);
+        Operand { values: self.storage, start, stride: self.strides[1], along_depth }
+    }
+}
+
+/// The keys or values of one head, laid out for products.
+struct Side<A> {
+    /// Lines are keys.
+    by_key: Option<Panels<A>>,
+    /// For every tile of keys, those are the inner dimension.
+    across: Vec<Panels<A>>,
 }
 
 pub(super) struct Problem<'a, A> {
@@ -78,14 +81,39 @@ impl<A: Real> Problem<'_, A> {
         ((batch * self.sizes.queries + query) * self.sizes.heads + head) * self.sizes.head_dim
     }
 
-    /// The first and last key that any query of a block sees; empty when none sees any.
-    fn block_range(ranges: &[(usize, usize)]) -> Range<usize> {
+    /// The rows of a head from query `first` on in a tensor of the shape of `q`.
+    fn rows<'b>(
+        &self,
+        values: Values<'b, A>,
+        batch: usize,
+        head: usize,
+        first: usize,
+        along_depth: bool,
+    ) -> Operand<'b, A> {
+        let start = self.row_start(batch, first, head);
+        let stride = self.sizes.heads * self.sizes.head_dim;
+        Operand { values, start, stride, along_depth }
+    }
+
+    fn kind(&self) -> Kind {
+        match (self.q, self.keys.storage, self.values.storage) {
+            (Values::Bf16(_), Values::Bf16(_), Values::Bf16(_)) => Kind::for_bf16(),
+            _ => Kind::Plain,
+        }
+    }
+
+    /// The tiles of keys that any query of a block sees.
+    fn tiles(&self, ranges: &[(usize, usize)]) -> impl Iterator<Item = Range<usize>> + use<A> {
+        let keys = self.sizes.keys;
         let seen = ranges.iter().filter(|(first, last)| first < last);
         let first = seen.clone().map(|(first, _)| *first).min().unwrap_or(0);
         let last = seen.map(|(_, last)| *last).max().unwrap_or(0);
-        first..last
+        (first / COLUMNS * COLUMNS..last)
+            .step_by(COLUMNS)
+            .map(move |start| start..(start + COLUMNS).min(keys))
     }
 
+    #[inline(always)]
     fn cap(&self, scores: &mut [A]) {
         if let Some(cap) = self.softcap {
             for score in scores {
@@ -94,112 +122,204 @@ impl<A: Real> Problem<'_, A> {
         }
     }
 
-    pub(super) fn forward<T: Element<Acc = A>>(&self, o: &mut [T], log_sum_exp: &mut [A]) {
-        let Sizes { batch, queries, keys, heads, kv_heads, .. } = self.sizes;
-        let group = heads / kv_heads;
-        let block = (ROWS / group.max(1)).max(1);
-        let blocks = queries.div_ceil(block);
-        let parallel = batch * heads * queries * keys > PARALLEL_SCORES;
-        let (o, log_sum_exp) = (Disjoint::new(o), Disjoint::new(log_sum_exp));
+    /// Lays out the keys or values of every head, for the products that are asked for.
+    fn lay_out(&self, cache: &Cache<A>, by_key: bool, across: bool) -> Vec<Side<A>> {
+        let Sizes { batch, keys, kv_heads, head_dim, .. } = self.sizes;
+        let kind = self.kind();
+        let mut sides: Vec<_> = (0..batch * kv_heads).map(|_| None).collect();
+        let targets = Disjoint::new(&mut sides);
         for_each_index(
-            batch * kv_heads * blocks,
-            parallel,
+            batch * kv_heads,
+            keys * head_dim > PARALLEL_SCORES,
             #[inline(always)]
-            |task| {
-                let (row, block_index) = (task / blocks, task % blocks);
-                let first = block_index * block;
-                let count = block.min(queries - first);
-                self.forward_block(row / kv_heads, row % kv_heads, first, count, &o, &log_sum_exp);
+            |index| {
+                let (batch, head) = (index / kv_heads, index % kv_heads);
+                let by_key = by_key.then(|| {
+                    Panels::pack(kind, keys, head_dim, cache.operand(batch, head, 0, true))
+                });
+                let tiles = (0..if across { keys } else { 0 }).step_by(COLUMNS);
+                let across = tiles
+                    .map(|start| {
+                        let depth = COLUMNS.min(keys - start);
+                        let operand = cache.operand(batch, head, start, false);
+                        Panels::pack(kind, head_dim, depth, operand)
+                    })
+                    .collect();
+                // SAFETY: every task fills its own place.
+                let target = unsafe { targets.slice(index..index + 1) };
+                target[0] = Some(Side { by_key, across });
             },
         );
+        sides.into_iter().flatten().collect()
     }
 
-    /// Rows are `head in the group · count + query in the block`.
-    fn forward_block<T: Element<Acc = A>>(
+    pub(super) fn forward<T: Element<Acc = A>>(&self, o: &mut [T], log_sum_exp: &mut [A]) {
+        let Sizes { batch, queries, keys, heads, .. } = self.sizes;
+        let parallel = batch * heads * queries * keys > PARALLEL_SCORES;
+        let (o, log_sum_exp) = (Disjoint::new(o), Disjoint::new(log_sum_exp));
+        if queries <= FEW_ROWS {
+            for_each_index(
+                batch * heads * queries,
+                parallel,
+                #[inline(always)]
+                |task| {
+                    let (row, query) = (task / queries, task % queries);
+                    self.forward_row(row / heads, row % heads, query, &o, &log_sum_exp);
+                },
+            );
+            return;
+        }
+        let keys = self.lay_out(&self.keys, true, false);
+        let values = self.lay_out(&self.values, false, true);
+        let blocks = queries.div_ceil(ROWS);
+        for_each_index(batch * heads * blocks, parallel, |task| {
+            let (row, first) = (task / blocks, task % blocks * ROWS);
+            let count = ROWS.min(queries - first);
+            let (batch, head) = (row / heads, row % heads);
+            let place = self.kv_place(batch, head);
+            self.forward_block(
+                batch,
+                head,
+                first,
+                count,
+                &keys[place],
+                &values[place],
+                &o,
+                &log_sum_exp,
+            );
+        });
+    }
+
+    /// The key head of a head, counted over the batch.
+    fn kv_place(&self, batch: usize, head: usize) -> usize {
+        let Sizes { heads, kv_heads, .. } = self.sizes;
+        batch * kv_heads + head / (heads / kv_heads)
+    }
+
+    /// One query of one head.
+    #[inline(always)]
+    fn forward_row<T: Element<Acc = A>>(
         &self,
         batch: usize,
-        kv_head: usize,
-        first: usize,
-        count: usize,
+        head: usize,
+        query: usize,
         o: &Disjoint<T>,
         log_sum_exp: &Disjoint<A>,
     ) {
         let Sizes { queries, heads, kv_heads, head_dim, .. } = self.sizes;
-        let group = heads / kv_heads;
-        let rows = group * count;
-        let place = |row: usize| (kv_head * group + row / count, first + row % count);
-        let mut q = vec![A::ZERO; rows * head_dim];
-        for row in 0..rows {
-            let (head, query) = place(row);
-            let q = &mut q[row * head_dim..][..head_dim];
-            self.q.read(self.row_start(batch, query, head), q);
-            q.iter_mut().for_each(|q| *q *= self.scale);
+        let kv_head = head / (heads / kv_heads);
+        let (first, last) = self.ranges[batch * queries + query];
+        let count = last - first;
+        let start = self.row_start(batch, query, head);
+        let mut row = Scratch::new(head_dim);
+        self.q.read(start, &mut row);
+        let mut scores = Scratch::new(count);
+        let (keys, values) = (&self.keys, &self.values);
+        let lines = keys.storage.from(keys.place(batch, kv_head, first));
+        dots(1, head_dim, &row, lines, keys.strides[1], 0..count, &mut scores);
+        scores.iter_mut().for_each(|score| *score *= self.scale);
+        self.cap(&mut scores);
+        let max = maximum(&scores);
+        for score in scores.iter_mut() {
+            *score = (*score - max).exp();
         }
-        let ranges = &self.ranges[batch * queries + first..][..count];
-        let mut max = vec![A::NEG_INFINITY; rows];
-        let mut total = vec![A::ZERO; rows];
-        let mut result = vec![A::ZERO; rows * head_dim];
-        let (mut key_scratch, mut value_scratch) = (Vec::new(), Vec::new());
-        let mut scores = vec![A::ZERO; rows * COLUMNS];
-        let range = Self::block_range(ranges);
-        for start in range.clone().step_by(COLUMNS) {
-            let columns = COLUMNS.min(range.end - start);
-            let tile = start..start + columns;
-            let k = self.keys.tile(batch, kv_head, tile.clone(), head_dim, &mut key_scratch);
-            let v = self.values.tile(batch, kv_head, tile, head_dim, &mut value_scratch);
-            let queries = Matrix::new(&q, rows, head_dim, head_dim);
-            let scores = &mut scores[..rows * columns];
-            let target = MatrixMut::new(scores, rows, columns, columns);
-            multiply(target, false, queries, k.transpose(), A::ONE, Threads::One);
-            for (row, scores) in scores.chunks_exact_mut(columns).enumerate() {
-                let (seen_first, seen_last) = ranges[row % count];
-                let seen = clip(seen_first, seen_last, start, columns);
-                scores[..seen.start].fill(A::ZERO);
-                scores[seen.end..].fill(A::ZERO);
-                if seen.is_empty() {
-                    continue;
-                }
-                let scores = &mut scores[seen];
-                self.cap(scores);
-                let mut new_max = max[row];
-                for score in scores.iter() {
-                    new_max = if *score > new_max { *score } else { new_max };
-                }
-                for score in scores.iter_mut() {
-                    *score = (*score - new_max).exp();
-                }
-                let shrink = (max[row] - new_max).exp();
-                if total[row] != A::ZERO {
-                    for value in &mut result[row * head_dim..][..head_dim] {
-                        *value *= shrink;
+        let total = sum(&scores);
+        row.fill(A::ZERO);
+        let lines = values.storage.from(values.place(batch, kv_head, first));
+        add_combinations(1, count, &scores, lines, values.strides[1], 0..head_dim, &mut row);
+        if count > 0 {
+            let inverse = A::ONE / total;
+            row.iter_mut().for_each(|value| *value *= inverse);
+        }
+        let index = (batch * heads + head) * queries + query;
+        // SAFETY: every row of a head belongs to one task.
+        unsafe {
+            T::narrow(&row, o.slice(start..start + head_dim));
+            log_sum_exp.slice(index..index + 1)[0] =
+                if count > 0 { max + total.ln() } else { A::NEG_INFINITY };
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn forward_block<T: Element<Acc = A>>(
+        &self,
+        batch: usize,
+        head: usize,
+        first: usize,
+        rows: usize,
+        keys: &Side<A>,
+        values: &Side<A>,
+        o: &Disjoint<T>,
+        log_sum_exp: &Disjoint<A>,
+    ) {
+        let Sizes { queries, heads, head_dim, .. } = self.sizes;
+        let Some(by_key) = &keys.by_key else { return };
+        let kind = self.kind();
+        let q = Lhs::pack_here(kind, rows, head_dim, self.rows(self.q, batch, head, first, true));
+        let ranges = &self.ranges[batch * queries + first..][..rows];
+        let mut max = [A::NEG_INFINITY; ROWS];
+        let mut total = [A::ZERO; ROWS];
+        let width = sum_stride(head_dim);
+        let mut result = Scratch::zeros(sum_count(rows, width));
+        let mut scores = Scratch::new(sum_count(rows, COLUMNS));
+        for tile in self.tiles(ranges) {
+            let columns = tile.len();
+            multiply(&q, 0..rows, by_key, tile.clone(), &mut scores, COLUMNS, false);
+            vectorize(
+                #[inline(always)]
+                || {
+                    for (row, scores) in scores.chunks_exact_mut(COLUMNS).take(rows).enumerate() {
+                        let seen = clip(ranges[row], tile.start, columns);
+                        scores[..seen.start].fill(A::ZERO);
+                        scores[seen.end..columns].fill(A::ZERO);
+                        if seen.is_empty() {
+                            continue;
+                        }
+                        let scores = &mut scores[seen];
+                        scores.iter_mut().for_each(|score| *score *= self.scale);
+                        self.cap(scores);
+                        let largest = maximum(scores);
+                        let new_max = if largest > max[row] { largest } else { max[row] };
+                        for score in scores.iter_mut() {
+                            *score = (*score - new_max).exp();
+                        }
+                        let shrink = (max[row] - new_max).exp();
+                        if total[row] != A::ZERO && shrink != A::ONE {
+                            for value in &mut result[row * width..][..head_dim] {
+                                *value *= shrink;
+                            }
+                            total[row] *= shrink;
+                        }
+                        total[row] += sum(scores);
+                        max[row] = new_max;
                     }
-                    total[row] *= shrink;
+                },
+            );
+            let probabilities = Lhs::pack_here(kind, rows, columns, tile_lines(&scores));
+            let values = &values.across[tile.start / COLUMNS];
+            multiply(&probabilities, 0..rows, values, 0..head_dim, &mut result, width, true);
+        }
+        vectorize(
+            #[inline(always)]
+            || {
+                for row in 0..rows {
+                    let result = &mut result[row * width..][..head_dim];
+                    let seen = ranges[row].0 < ranges[row].1;
+                    if seen {
+                        let inverse = A::ONE / total[row];
+                        result.iter_mut().for_each(|value| *value *= inverse);
+                    }
+                    let start = self.row_start(batch, first + row, head);
+                    let index = (batch * heads + head) * queries + first + row;
+                    // SAFETY: every row of a head belongs to one task.
+                    unsafe {
+                        T::narrow(result, o.slice(start..start + head_dim));
+                        log_sum_exp.slice(index..index + 1)[0] =
+                            if seen { max[row] + total[row].ln() } else { A::NEG_INFINITY };
+                    }
                 }
-                total[row] += sum(scores);
-                max[row] = new_max;
-            }
-            let probabilities = Matrix::new(scores, rows, columns, columns);
-            let target = MatrixMut::new(&mut result, rows, head_dim, head_dim);
-            multiply(target, true, probabilities, v, A::ONE, Threads::One);
-        }
-        for row in 0..rows {
-            let (head, query) = place(row);
-            let result = &mut result[row * head_dim..][..head_dim];
-            let (seen_first, seen_last) = ranges[row % count];
-            let seen = seen_first < seen_last;
-            if seen {
-                let inverse = A::ONE / total[row];
-                result.iter_mut().for_each(|value| *value *= inverse);
-            }
-            let start = self.row_start(batch, query, head);
-            let index = (batch * heads + head) * queries + query;
-            // SAFETY: every row of a head belongs to one task.
-            unsafe {
-                T::narrow(result, o.slice(start..start + head_dim));
-                log_sum_exp.slice(index..index + 1)[0] =
-                    if seen { max[row] + total[row].ln() } else { A::NEG_INFINITY };
-            }
-        }
+            },
+        );
     }
 
     pub(super) fn backward<T: Element<Acc = A>>(
@@ -208,22 +328,35 @@ impl<A: Real> Problem<'_, A> {
         log_sum_exp: &[A],
         d_o: Values<A>,
     ) -> (Vec<T>, Vec<T>, Vec<T>) {
-        let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
+        let Sizes { batch, keys, heads, kv_heads, head_dim, .. } = self.sizes;
         let group = heads / kv_heads;
-        let mut dq = zeros::<T>(self.sizes.q_elements());
+        let mut dq = buffer::<T>(self.sizes.q_elements());
         // One (keys, head_dim) matrix for every head, before the groups are added up.
         let head_size = keys * head_dim;
         let mut dk_heads = vec![A::ZERO; batch * heads * head_size];
         let mut dv_heads = vec![A::ZERO; batch * heads * head_size];
         if head_size > 0 {
+            let (keys, values) =
+                (self.lay_out(&self.keys, true, true), self.lay_out(&self.values, true, false));
             let dq = Disjoint::new(&mut dq);
-            let task = |index: usize, dk: &mut [A], dv: &mut [A]| {
-                self.backward_head(index / heads, index % heads, o, log_sum_exp, d_o, &dq, dk, dv)
-            };
-            for_each_chunk2(&mut dk_heads, head_size, &mut dv_heads, head_size, task);
+            for_each_chunk2(&mut dk_heads, head_size, &mut dv_heads, head_size, |row, dk, dv| {
+                let place = self.kv_place(row / heads, row % heads);
+                let sides = (&keys[place], &values[place]);
+                self.backward_head(
+                    row / heads,
+                    row % heads,
+                    sides,
+                    o,
+                    log_sum_exp,
+                    d_o,
+                    &dq,
+                    dk,
+                    dv,
+                );
+            });
         }
-        let mut dk = zeros::<T>(batch * keys * kv_heads * head_dim);
-        let mut dv = zeros::<T>(batch * keys * kv_heads * head_dim);
+        let mut dk = buffer::<T>(batch * keys * kv_heads * head_dim);
+        let mut dv = buffer::<T>(batch * keys * kv_heads * head_dim);
         let token = kv_heads * head_dim;
         let tokens = rows_per_task(token);
         for_each_chunk2(
@@ -233,7 +366,7 @@ impl<A: Real> Problem<'_, A> {
             tokens * token,
             #[inline(always)]
             |index, dk, dv| {
-                let mut total = vec![A::ZERO; head_dim];
+                let mut total = Scratch::new(head_dim);
                 let first_row = index * tokens * kv_heads;
                 for (parts, out) in [(&dk_heads, dk), (&dv_heads, dv)] {
                     for (row, out) in out.chunks_exact_mut(head_dim).enumerate() {
@@ -260,6 +393,7 @@ impl<A: Real> Problem<'_, A> {
         &self,
         batch: usize,
         head: usize,
+        (keys, values): (&Side<A>, &Side<A>),
         o: Values<A>,
         log_sum_exp: &[A],
         d_o: Values<A>,
@@ -267,102 +401,130 @@ impl<A: Real> Problem<'_, A> {
         dk: &mut [A],
         dv: &mut [A],
     ) {
-        let Sizes { queries, heads, kv_heads, head_dim, .. } = self.sizes;
-        let kv_head = head / (heads / kv_heads);
+        let Sizes { queries, heads, head_dim, .. } = self.sizes;
+        let (Some(keys_by_key), Some(values_by_key)) = (&keys.by_key, &values.by_key) else {
+            return;
+        };
+        let kind = self.kind();
         let log_sum_exp = &log_sum_exp[(batch * heads + head) * queries..][..queries];
-        let mut q = vec![A::ZERO; ROWS * head_dim];
-        let mut grad = vec![A::ZERO; ROWS * head_dim];
-        let mut dq = vec![A::ZERO; ROWS * head_dim];
-        let mut row_o = vec![A::ZERO; head_dim];
+        let width = sum_stride(head_dim);
+        let mut rows_of = [Scratch::new(head_dim), Scratch::new(head_dim)];
         let mut correction = [A::ZERO; ROWS];
-        let mut scores = zeros::<A>(2 * ROWS * COLUMNS);
-        let (p, dp) = scores.split_at_mut(ROWS * COLUMNS);
-        let (mut key_scratch, mut value_scratch) = (Vec::new(), Vec::new());
+        let mut p = Scratch::new(sum_count(ROWS, COLUMNS));
+        let mut dp = Scratch::new(sum_count(ROWS, COLUMNS));
+        let mut part = Scratch::new(sum_count(COLUMNS, width));
+        let mut dq = Scratch::new(sum_count(ROWS, width));
         for first in (0..queries).step_by(ROWS) {
             let rows = ROWS.min(queries - first);
             for (row, correction) in correction[..rows].iter_mut().enumerate() {
                 let start = self.row_start(batch, first + row, head);
-                let place = row * head_dim..(row + 1) * head_dim;
-                self.q.read(start, &mut q[place.clone()]);
-                q[place.clone()].iter_mut().for_each(|q| *q *= self.scale);
-                d_o.read(start, &mut grad[place.clone()]);
-                o.read(start, &mut row_o);
-                *correction = dot(&grad[place], &row_o);
+                let [grad, out] = &mut rows_of;
+                d_o.read(start, grad);
+                o.read(start, out);
+                *correction = dot(grad, out);
             }
+            let lines = |values| self.rows(values, batch, head, first, true);
+            let across = |values| self.rows(values, batch, head, first, false);
+            let q = Lhs::pack_here(kind, rows, head_dim, lines(self.q));
+            let grad = Lhs::pack_here(kind, rows, head_dim, lines(d_o));
+            let q_across = Panels::pack(kind, head_dim, rows, across(self.q));
+            let grad_across = Panels::pack(kind, head_dim, rows, across(d_o));
             let ranges = &self.ranges[batch * queries + first..][..rows];
-            let q = Matrix::new(&q, rows, head_dim, head_dim);
-            let grad = Matrix::new(&grad, rows, head_dim, head_dim);
             dq.fill(A::ZERO);
-            let range = Self::block_range(ranges);
-            for start in range.clone().step_by(COLUMNS) {
-                let columns = COLUMNS.min(range.end - start);
-                let tile = start..start + columns;
-                let k = self.keys.tile(batch, kv_head, tile.clone(), head_dim, &mut key_scratch);
-                let v =
-                    self.values.tile(batch, kv_head, tile.clone(), head_dim, &mut value_scratch);
-                let (p, dp) = (&mut p[..rows * columns], &mut dp[..rows * columns]);
-                let one = Threads::One;
-                multiply(
-                    MatrixMut::new(p, rows, columns, columns),
-                    false,
-                    q,
-                    k.transpose(),
-                    A::ONE,
-                    one,
-                );
-                multiply(
-                    MatrixMut::new(dp, rows, columns, columns),
-                    false,
-                    grad,
-                    v.transpose(),
-                    A::ONE,
-                    one,
-                );
+            for tile in self.tiles(ranges) {
+                let columns = tile.len();
+                multiply(&q, 0..rows, keys_by_key, tile.clone(), &mut p, COLUMNS, false);
+                multiply(&grad, 0..rows, values_by_key, tile.clone(), &mut dp, COLUMNS, false);
                 // p becomes the probabilities and dp the gradient of the raw scores.
-                let pairs = p.chunks_exact_mut(columns).zip(dp.chunks_exact_mut(columns));
-                for (row, (p, dp)) in pairs.enumerate() {
-                    let (seen_first, seen_last) = ranges[row];
-                    let seen = clip(seen_first, seen_last, start, columns);
-                    for hidden in [0..seen.start, seen.end..columns] {
-                        p[hidden.clone()].fill(A::ZERO);
-                        dp[hidden].fill(A::ZERO);
-                    }
-                    let (p, dp) = (&mut p[seen.clone()], &mut dp[seen]);
-                    self.cap(p);
-                    let (total, correction) = (log_sum_exp[first + row], correction[row]);
-                    for (p, dp) in p.iter_mut().zip(dp) {
-                        let score = *p;
-                        *p = (score - total).exp();
-                        *dp = *p * (*dp - correction);
-                        if let Some(cap) = self.softcap {
-                            let ratio = score / cap;
-                            *dp *= A::ONE - ratio * ratio;
+                vectorize(
+                    #[inline(always)]
+                    || {
+                        let pairs = p.chunks_exact_mut(COLUMNS).zip(dp.chunks_exact_mut(COLUMNS));
+                        for (row, (p, dp)) in pairs.take(rows).enumerate() {
+                            let seen = clip(ranges[row], tile.start, columns);
+                            for hidden in [0..seen.start, seen.end..columns] {
+                                p[hidden.clone()].fill(A::ZERO);
+                                dp[hidden].fill(A::ZERO);
+                            }
+                            let (p, dp) = (&mut p[seen.clone()], &mut dp[seen]);
+                            let (total, correction) = (log_sum_exp[first + row], correction[row]);
+                            p.iter_mut().for_each(|score| *score *= self.scale);
+                            let Some(cap) = self.softcap else {
+                                for (p, dp) in p.iter_mut().zip(dp) {
+                                    *p = (*p - total).exp();
+                                    *dp = *p * (*dp - correction) * self.scale;
+                                }
+                                continue;
+                            };
+                            self.cap(p);
+                            for (p, dp) in p.iter_mut().zip(dp) {
+                                let ratio = *p / cap;
+                                *p = (*p - total).exp();
+                                *dp = *p * (*dp - correction) * self.scale;
+                                *dp *= A::ONE - ratio * ratio;
+                            }
+                        }
+                    },
+                );
+                let place = tile.start * head_dim..tile.end * head_dim;
+                for (scores, right, out) in
+                    [(&p, &grad_across, &mut *dv), (&dp, &q_across, &mut *dk)]
+                {
+                    let turned = Lhs::pack_here(kind, columns, rows, tile_columns(scores));
+                    multiply(&turned, 0..columns, right, 0..head_dim, &mut part, width, false);
+                    let rows = out[place.clone()].chunks_exact_mut(head_dim);
+                    for (out, part) in rows.zip(part.chunks_exact(width)) {
+                        for (out, part) in out.iter_mut().zip(part) {
+                            *out += *part;
                         }
                     }
                 }
-                let p = Matrix::new(p, rows, columns, columns);
-                let dp = Matrix::new(dp, rows, columns, columns);
-                let place = start * head_dim..(start + columns) * head_dim;
-                let target = MatrixMut::new(&mut dv[place.clone()], columns, head_dim, head_dim);
-                multiply(target, true, p.transpose(), grad, A::ONE, one);
-                // q carries the scale already.
-                let target = MatrixMut::new(&mut dk[place], columns, head_dim, head_dim);
-                multiply(target, true, dp.transpose(), q, A::ONE, one);
-                let target = MatrixMut::new(&mut dq, rows, head_dim, head_dim);
-                multiply(target, true, dp, k, self.scale, one);
+                let scores = Lhs::pack_here(kind, rows, columns, tile_lines(&dp));
+                let keys = &keys.across[tile.start / COLUMNS];
+                multiply(&scores, 0..rows, keys, 0..head_dim, &mut dq, width, true);
             }
             for row in 0..rows {
                 let start = self.row_start(batch, first + row, head);
                 // SAFETY: every head belongs to one task.
                 let target = unsafe { dq_out.slice(start..start + head_dim) };
-                T::narrow(&dq[row * head_dim..][..head_dim], target);
+                T::narrow(&dq[row * width..][..head_dim], target);
             }
         }
     }
 }
 
-/// The part of the keys `[first, last)` that lies in the tile at `start`, counted from there.
-fn clip(first: usize, last: usize, start: usize, columns: usize) -> Range<usize> {
+/// The rows of a tile as lines of a left side.
+fn tile_lines<A>(scores: &[A]) -> Operand<'_, A> {
+    Operand { values: Values::Native(scores), start: 0, stride: COLUMNS, along_depth: true }
+}
+
+/// The columns of a tile as lines of a left side.
+fn tile_columns<A>(scores: &[A]) -> Operand<'_, A> {
+    Operand { values: Values::Native(scores), start: 0, stride: COLUMNS, along_depth: false }
+}
+
+/// The largest number, over several lanes so that it vectorises; NaN is never larger.
+#[inline(always)]
+fn maximum<A: Real>(values: &[A]) -> A {
+    const LANES: usize = 16;
+    let larger = |a: A, b: A| if b > a { b } else { a };
+    let mut lanes = [A::NEG_INFINITY; LANES];
+    let chunks = values.chunks_exact(LANES);
+    let mut max = A::NEG_INFINITY;
+    for value in chunks.remainder() {
+        max = larger(max, *value);
+    }
+    for chunk in chunks {
+        for lane in 0..LANES {
+            lanes[lane] = larger(lanes[lane], chunk[lane]);
+        }
+    }
+    lanes.into_iter().fold(max, larger)
+}
+
+/// The part of the visible keys that lies in the tile at `start`, counted from there.
+#[inline(always)]
+fn clip((first, last): (usize, usize), start: usize, columns: usize) -> Range<usize> {
     let begin = first.clamp(start, start + columns) - start;
     let end = last.clamp(start, start + columns) - start;
     begin..end.max(begin)

@@ -2,52 +2,47 @@
 //! their gradients in place, and losses are added up in f64 in the order of the rows.
 
 use super::Options;
-use crate::device::cpu::{Element, Real, Values, for_each_chunk2, sum};
-use crate::matmul::cpu::{Orientation, Product, outer_products};
+use crate::device::cpu::{Element, Real, Values, buffer, for_each_chunk2, sum};
+use crate::matmul::cpu::{Layer, add_weight_gradient, forward, input_gradient, kind_of};
+use candle_core::WithDType;
 
-pub(super) struct Problem<'a, A> {
+pub(super) struct Problem<'a, T: Element> {
     pub d: usize,
     pub v: usize,
-    pub hidden: Values<'a, A>,
-    pub weight: Values<'a, A>,
+    /// `(n, d)`
+    pub hidden: &'a [T],
+    pub weight: Values<'a, T::Acc>,
     /// Row and target of every row that counts.
     pub counted: &'a [(usize, usize)],
     pub options: &'a Options,
 }
 
-impl<A: Real> Problem<'_, A> {
+impl<T: Element> Problem<'_, T> {
     /// The summed loss; gradients are written to (`dhidden`) and added to (`dweight`) zeroed buffers.
-    pub(super) fn run<T: Element<Acc = A>>(
+    pub(super) fn run(
         &self,
         mut dhidden: Option<&mut [T]>,
-        mut dweight: Option<&mut [A]>,
+        mut dweight: Option<&mut [T::Acc]>,
     ) -> f64 {
         let (d, v) = (self.d, self.v);
         let need_gradient = dhidden.is_some() || dweight.is_some();
         let rows = self.options.chunk.min(self.counted.len());
-        let mut hidden = vec![A::ZERO; rows * d];
-        let mut gradient = vec![A::ZERO; if dhidden.is_some() { rows * d } else { 0 }];
-        let mut logits = vec![A::ZERO; rows * v];
+        let mut hidden = buffer::<T>(rows * d);
+        let mut gradient = buffer::<T>(if dhidden.is_some() { rows * d } else { 0 });
+        let mut logits = [buffer::<T::Acc>(rows * v)];
         let mut losses = vec![0f64; rows];
         let mut loss = 0.0;
         for counted in self.counted.chunks(self.options.chunk) {
             let rows = counted.len();
             let hidden = &mut hidden[..rows * d];
-            for (index, (row, _)) in counted.iter().enumerate() {
-                self.hidden.read(row * d, &mut hidden[index * d..][..d]);
+            for (hidden, (row, _)) in hidden.chunks_exact_mut(d.max(1)).zip(counted) {
+                hidden.copy_from_slice(&self.hidden[row * d..][..d]);
             }
-            let logits = &mut logits[..rows * v];
-            let head = Product {
-                x: Values::Native(hidden),
-                weight: self.weight,
-                orientation: Orientation::OutputMajor,
-                rows,
-                inner: d,
-                outer: v,
-                bias: None,
-                low_rank: None,
-            };
-            head.run(logits);
+            let hidden = T::values(hidden);
+            let kind = kind_of(hidden, self.weight);
+            let head = Layer { weight: self.weight, outer: v, bias: None, adapter: None };
+            forward(rows, d, hidden, &[head], &mut logits, &mut [Vec::new()]);
+            let logits = &mut logits[0][..rows * v];
             let losses = &mut losses[..rows];
             for_each_chunk2(
                 losses,
@@ -60,32 +55,25 @@ impl<A: Real> Problem<'_, A> {
                 },
             );
             loss += losses.iter().sum::<f64>();
+            let logits = Values::Native(logits);
             if let Some(dhidden) = dhidden.as_deref_mut() {
                 let gradient = &mut gradient[..rows * d];
-                let backward = Product {
-                    x: Values::Native(logits),
-                    orientation: Orientation::InputMajor,
-                    inner: v,
-                    outer: d,
-                    ..head
-                };
-                backward.run(gradient);
-                for (index, (row, _)) in counted.iter().enumerate() {
-                    T::narrow(&gradient[index * d..][..d], &mut dhidden[row * d..][..d]);
+                input_gradient(kind, rows, (v, d), logits, self.weight, gradient);
+                for (gradient, (row, _)) in gradient.chunks_exact(d.max(1)).zip(counted) {
+                    dhidden[row * d..][..d].copy_from_slice(gradient);
                 }
             }
             if let Some(dweight) = dweight.as_deref_mut() {
-                let (logits, hidden) = (Values::Native(logits), Values::Native(hidden));
-                outer_products(rows, v, d, logits, hidden, 1.0, dweight);
+                add_weight_gradient(kind, rows, v, d, logits, hidden, dweight);
             }
         }
         loss
     }
 
     /// The loss of one row; its products become the gradient with respect to them when needed.
-    fn row(&self, logits: &mut [A], target: usize, need_gradient: bool) -> f64 {
-        let scale = A::from_f64(self.options.logit_scale);
-        let softcap = self.options.softcap.map(A::from_f64);
+    fn row(&self, logits: &mut [T::Acc], target: usize, need_gradient: bool) -> f64 {
+        let scale = T::Acc::from_f64(self.options.logit_scale);
+        let softcap = self.options.softcap.map(T::Acc::from_f64);
         for logit in logits.iter_mut() {
             *logit *= scale;
         }
@@ -94,7 +82,7 @@ impl<A: Real> Problem<'_, A> {
                 *logit = cap * (*logit / cap).tanh();
             }
         }
-        let mut max = A::NEG_INFINITY;
+        let mut max = T::Acc::NEG_INFINITY;
         for logit in logits.iter() {
             max = if *logit > max { *logit } else { max };
         }
@@ -111,8 +99,8 @@ impl<A: Real> Problem<'_, A> {
             }
             // Exactly p - 1 rather than p minus a rounded product.
             let probability = (target_logit - log_sum_exp).exp();
-            let slope = softcap.map_or(A::ONE, |cap| slope(target_logit, cap));
-            logits[target] = (probability - A::ONE) * slope * scale;
+            let slope = softcap.map_or(T::Acc::ONE, |cap| slope(target_logit, cap));
+            logits[target] = (probability - T::Acc::ONE) * slope * scale;
         }
         loss.to_f64()
     }

@@ -96,7 +96,7 @@ pub fn forward(
         let problem = cpu::Problem {
             d,
             v,
-            hidden: hidden.values::<Sum<T>>()?,
+            hidden: hidden.slice::<T>()?,
             weight: weight.values()?,
             counted: &counted,
             options,

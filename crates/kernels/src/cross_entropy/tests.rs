@@ -120,7 +120,9 @@ fn other_precisions_match_f64() {
             let (dhidden, dweight) = (low.dhidden.unwrap(), low.dweight.unwrap());
             assert_eq!((dhidden.dtype(), dweight.dtype()), (dtype, DType::F32));
             assert_close(&dhidden, &exact.dhidden.unwrap(), tolerance);
-            assert_close(&dweight, &exact.dweight.unwrap(), 2e-6);
+            // Where bf16 is multiplied as such, the gradients of the logits are rounded to it.
+            let tolerance = if dtype == DType::BF16 { 4e-3 } else { 2e-6 };
+            assert_close(&dweight, &exact.dweight.unwrap(), tolerance);
         }
     }
 }

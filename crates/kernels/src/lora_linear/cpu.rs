@@ -1,28 +1,27 @@
-//! The dropout mask, and the products that need it, on the CPU.
+//! The dropout mask on the CPU.
 
 use super::Dropout;
-use crate::device::cpu::{Element, PARALLEL_CHUNK, Real, Values, for_each_chunk};
-use crate::matmul::cpu::{Mask, outer_products};
+use crate::device::cpu::{Element, PARALLEL_CHUNK, Real, for_each_chunk};
 
-/// Rows of x that are converted and masked at a time.
-const ROW_BLOCK: usize = 256;
-
-/// A function `mask(index of the first element, elements)` that drops and rescales elements in
+/// A function `mask(index of the first element, elements)` that sets dropped elements to zero in
 /// place; `None` when nothing is ever dropped.
 pub(super) fn mask<A: Real>(dropout: Dropout) -> Option<impl Fn(usize, &mut [A]) + Sync> {
     if dropout.probability == 0.0 {
         return None;
     }
-    let probability = dropout.probability as f64;
     // A random 32-bit number below this one drops its element.
-    let threshold = (probability * 2f64.powi(32)) as u64;
-    let scale = A::from_f64(1.0 / (1.0 - probability));
+    let threshold = (dropout.probability as f64 * 2f64.powi(32)) as u64;
     Some(move |first: usize, values: &mut [A]| {
         for (offset, value) in values.iter_mut().enumerate() {
             let random = hash(dropout.seed, (first + offset) as u64) >> 32;
-            *value = if random < threshold { A::ZERO } else { *value * scale };
+            *value = if random < threshold { A::ZERO } else { *value };
         }
     })
+}
+
+/// What the elements that are kept are multiplied by.
+pub(super) fn kept<A: Real>(dropout: Dropout) -> A {
+    A::from_f64(1.0 / (1.0 - dropout.probability as f64))
 }
 
 /// The `index`-th number of the SplitMix64 generator (Steele, Lea and Flood 2014).
@@ -33,7 +32,12 @@ fn hash(seed: u64, index: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-pub(super) fn apply_mask<T: Element>(out: &mut [T], mask: &(impl Fn(usize, &mut [T::Acc]) + Sync)) {
+/// Drops elements and multiplies the others by `kept`.
+pub(super) fn apply<T: Element>(
+    out: &mut [T],
+    mask: &(impl Fn(usize, &mut [T::Acc]) + Sync),
+    kept: T::Acc,
+) {
     for_each_chunk(
         out,
         PARALLEL_CHUNK,
@@ -42,39 +46,8 @@ pub(super) fn apply_mask<T: Element>(out: &mut [T], mask: &(impl Fn(usize, &mut 
             let mut scratch = vec![T::Acc::ZERO; out.len()];
             T::widen(out, &mut scratch);
             mask(index * PARALLEL_CHUNK, &mut scratch);
+            scratch.iter_mut().for_each(|value| *value *= kept);
             T::narrow(&scratch, out);
         },
     );
-}
-
-/// `da += dropout(x)ᵀ·g`: `x` `(rows, inner)`, `g` `(rows, rank)`, `da` `(inner, rank)`.
-pub(super) fn gradient_of_a<A: Real>(
-    rows: usize,
-    inner: usize,
-    rank: usize,
-    x: Values<A>,
-    g: &[A],
-    mask: Option<&Mask<A>>,
-    da: &mut [A],
-) {
-    let Some(mask) = mask else {
-        outer_products(rows, inner, rank, x, Values::Native(g), 1.0, da);
-        return;
-    };
-    for first in (0..rows).step_by(ROW_BLOCK) {
-        let rows = ROW_BLOCK.min(rows - first);
-        let mut dropped = vec![A::ZERO; rows * inner];
-        for_each_chunk(
-            &mut dropped,
-            PARALLEL_CHUNK,
-            #[inline(always)]
-            |index, chunk| {
-                let start = first * inner + index * PARALLEL_CHUNK;
-                x.read(start, chunk);
-                mask(start, chunk);
-            },
-        );
-        let g = &g[first * rank..(first + rows) * rank];
-        outer_products(rows, inner, rank, Values::Native(&dropped), Values::Native(g), 1.0, da);
-    }
 }

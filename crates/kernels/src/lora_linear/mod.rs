@@ -17,11 +17,12 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Real, Sum, Values, dispatch, zeros};
+use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, zeros};
 use crate::device::{require_cpu, require_dtype, require_shape, rows_and_columns};
-use crate::matmul::cpu::{LowRank, Mask, Orientation, Product, narrow_product, outer_products};
-use crate::matmul::{output_size, read_bias, with_last_dimension};
-use candle_core::{Device, Result, Tensor, WithDType, bail};
+use crate::matmul::cpu::{self as matmul, Adapter, Dropped, Incoming, Layer};
+use crate::matmul::{bias_input, numbers, output_size, with_last_dimension};
+use candle_core::{Device, Result, Tensor, bail};
+use std::borrow::Cow;
 
 /// A low-rank adapter in the orientation that the forward pass reads.
 #[derive(Clone, Copy, Debug)]
@@ -45,6 +46,18 @@ pub struct Dropout {
     pub seed: u64,
 }
 
+/// One of several layers that read the same input: a frozen weight and bias, with or without an
+/// adapter.
+#[derive(Clone, Copy, Debug)]
+pub struct Projection<'a> {
+    /// `(out, in)`
+    pub weight: &'a Tensor,
+    /// `(out)`
+    pub bias: Option<&'a Tensor>,
+    /// The adapter.
+    pub lora: Option<Lora<'a>>,
+}
+
 /// What [`backward`] returns.
 #[derive(Debug)]
 pub struct Gradients {
@@ -54,6 +67,26 @@ pub struct Gradients {
     pub da: Tensor,
     /// The gradient of B, `(rank, out)`, f32 (f64 for f64).
     pub db: Tensor,
+}
+
+/// What [`forward_shared`] returns for one projection.
+#[derive(Clone, Debug)]
+pub struct Output {
+    /// `(.., out)` in the dtype of `x`.
+    pub y: Tensor,
+    /// `dropout(x)·A`, `(.., rank)` in f32 (f64 for f64), which [`backward_shared`] wants back; `None`
+    /// without an adapter.
+    pub xa: Option<Tensor>,
+}
+
+/// What [`backward_shared`] returns.
+#[derive(Debug)]
+pub struct SharedGradients {
+    /// The sum over the projections, `(.., in)` in the dtype of `dy`; `None` unless asked for.
+    pub dx: Option<Tensor>,
+    /// For every projection with an adapter the gradients of A `(in, rank)` and B `(rank, out)`, f32
+    /// (f64 for f64).
+    pub adapters: Vec<Option<(Tensor, Tensor)>>,
 }
 
 /// `(y, xa)`: `x` `(.., in)`, `weight` `(out, in)`, `bias` `(out)`; `y` `(.., out)` in the dtype of
@@ -68,48 +101,47 @@ pub fn forward(
     bias: Option<&Tensor>,
     lora: &Lora,
 ) -> Result<(Tensor, Tensor)> {
+    let projection = Projection { weight, bias, lora: Some(*lora) };
+    match forward_shared(x, &[projection])?.pop() {
+        Some(Output { y, xa: Some(xa) }) => Ok((y, xa)),
+        _ => bail!("metal-candle-kernels: lora_linear: a projection gave no output"),
+    }
+}
+
+/// Several projections of the same `x` `(.., in)`, which is read and laid out once for all.
+///
+/// # Errors
+/// Like [`forward`].
+pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Output>> {
     const OPERATION: &str = "lora_linear::forward";
-    require_cpu(OPERATION, &[x, weight, lora.a, lora.b])?;
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
-    let outer = output_size(OPERATION, weight, inner)?;
-    let rank = lora_rank(OPERATION, lora, inner, outer)?;
-    check_dropout(OPERATION, lora.dropout)?;
-    let (y_shape, xa_shape) = (with_last_dimension(x, outer), with_last_dimension(x, rank));
-    let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
-    let (x, weight) = (x.read(), weight.read());
+    let inputs = Inputs::new(OPERATION, x, inner, projections)?;
+    let (x_input, reads) = (Input::contiguous(x)?, inputs.read());
+    let x_read = x_input.read();
     dispatch!(OPERATION, x.dtype(), T => {
-        let bias = read_bias::<T>(OPERATION, bias, outer)?;
-        let a = Input::contiguous(lora.a)?.read().values::<Sum<T>>()?.to_vec();
-        let b = Input::contiguous(lora.b)?.read().values::<Sum<T>>()?.to_vec();
-        let mut xa = zeros::<Sum<T>>(rows * rank);
-        let mask = lora.dropout.and_then(cpu::mask::<Sum<T>>);
-        let one = Sum::<T>::ONE;
-        let mask = mask.as_ref().map(|mask| mask as _);
-        narrow_product(rows, inner, rank, x.values()?, &a, false, one, mask, &mut xa);
-        let mut y = zeros::<T>(rows * outer);
-        let low_rank = LowRank {
-            left: &xa,
-            right: &b,
-            transposed: false,
-            rank,
-            scale: Sum::<T>::from_f64(lora.scale),
-            mask: None,
-        };
-        let product = Product {
-            x: x.values()?,
-            weight: weight.values()?,
-            orientation: Orientation::OutputMajor,
-            rows,
-            inner,
-            outer,
-            bias: bias.as_deref(),
-            low_rank: Some(low_rank),
-        };
-        product.run(&mut y);
-        Ok((
-            Tensor::from_vec(y, y_shape, &Device::Cpu)?,
-            Tensor::from_vec(xa, xa_shape, &Device::Cpu)?,
-        ))
+        let numbers = reads.iter().map(Reads::numbers::<Sum<T>>).collect::<Result<Vec<_>>>()?;
+        let layers = inputs.layers(&reads, &numbers)?;
+        let mut ys: Vec<_> =
+            layers.iter().map(|layer| buffer::<T>(rows * layer.outer)).collect();
+        let mut xas: Vec<_> = layers
+            .iter()
+            .map(|layer| {
+                let rank = layer.adapter.as_ref().map_or(0, |adapter| adapter.rank);
+                zeros::<Sum<T>>(rows * rank)
+            })
+            .collect();
+        matmul::forward(rows, inner, x_read.values()?, &layers, &mut ys, &mut xas);
+        layers
+            .iter()
+            .zip(ys.into_iter().zip(xas))
+            .map(|(layer, (y, xa))| {
+                let y = Tensor::from_vec(y, with_last_dimension(x, layer.outer), &Device::Cpu)?;
+                let xa = layer.adapter.as_ref().map(|adapter| {
+                    Tensor::from_vec(xa, with_last_dimension(x, adapter.rank), &Device::Cpu)
+                });
+                Ok(Output { y, xa: xa.transpose()? })
+            })
+            .collect()
     })
 }
 
@@ -126,65 +158,198 @@ pub fn backward(
     dy: &Tensor,
     need_dx: bool,
 ) -> Result<Gradients> {
-    const OPERATION: &str = "lora_linear::backward";
-    require_cpu(OPERATION, &[x, weight, xa, lora.a, lora.b, dy])?;
-    let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
-    let outer = output_size(OPERATION, weight, inner)?;
-    let rank = lora_rank(OPERATION, lora, inner, outer)?;
-    check_dropout(OPERATION, lora.dropout)?;
-    require_shape(OPERATION, "dy", dy, &with_last_dimension(x, outer))?;
-    require_shape(OPERATION, "xa", xa, &with_last_dimension(x, rank))?;
-    require_dtype(OPERATION, "dy", dy, x.dtype())?;
-    let shape = x.dims();
-    let (x, weight, dy) =
-        (Input::contiguous(x)?, Input::contiguous(weight)?, Input::contiguous(dy)?);
-    let xa = Input::contiguous(xa)?;
-    let (x, weight, dy, xa) = (x.read(), weight.read(), dy.read(), xa.read());
-    dispatch!(OPERATION, x.dtype(), T => {
-        let xa = xa.slice::<Sum<T>>()?;
-        let a = Input::contiguous(lora.a)?.read().values::<Sum<T>>()?.to_vec();
-        let b = Input::contiguous(lora.b)?.read().values::<Sum<T>>()?.to_vec();
-        let scale = Sum::<T>::from_f64(lora.scale);
-        let mask = lora.dropout.and_then(cpu::mask::<Sum<T>>);
-        let mask = mask.as_ref().map(|mask| mask as &Mask<Sum<T>>);
+    let projection = Projection { weight, bias: None, lora: Some(*lora) };
+    let SharedGradients { dx, mut adapters } =
+        backward_shared(x, &[projection], &[Some(xa)], &[dy], need_dx)?;
+    match adapters.pop() {
+        Some(Some((da, db))) => Ok(Gradients { dx, da, db }),
+        _ => bail!("metal-candle-kernels: lora_linear: a projection gave no gradients"),
+    }
+}
 
-        let mut g = zeros::<Sum<T>>(rows * rank);
-        narrow_product(rows, outer, rank, dy.values()?, &b, true, scale, None, &mut g);
-        let mut da = zeros::<Sum<T>>(inner * rank);
-        cpu::gradient_of_a(rows, inner, rank, x.values()?, &g, mask, &mut da);
-        let mut db = zeros::<Sum<T>>(rank * outer);
-        outer_products(rows, rank, outer, Values::Native(xa), dy.values()?, lora.scale, &mut db);
-        let dx = if need_dx {
-            let mut dx = zeros::<T>(rows * inner);
-            let low_rank = LowRank {
-                left: &g,
-                right: &a,
-                transposed: true,
-                rank,
-                scale: Sum::<T>::ONE,
-                mask,
-            };
-            let product = Product {
-                x: dy.values()?,
-                weight: weight.values()?,
-                orientation: Orientation::InputMajor,
-                rows,
-                inner: outer,
-                outer: inner,
-                bias: None,
-                low_rank: Some(low_rank),
-            };
-            product.run(&mut dx);
-            Some(Tensor::from_vec(dx, shape, &Device::Cpu)?)
-        } else {
-            None
+/// The gradients of the adapters of several projections of `x` `(.., in)`, and of `x` when
+/// `need_dx`: `xas` as [`forward_shared`] gave them, `dys` `(.., out)` in the dtype of `x`.
+///
+/// # Errors
+/// Like [`forward`], and when there aren't as many `xas` and `dys` as projections.
+pub fn backward_shared(
+    x: &Tensor,
+    projections: &[Projection],
+    xas: &[Option<&Tensor>],
+    dys: &[&Tensor],
+    need_dx: bool,
+) -> Result<SharedGradients> {
+    const OPERATION: &str = "lora_linear::backward";
+    let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
+    let inputs = Inputs::new(OPERATION, x, inner, projections)?;
+    if xas.len() != projections.len() || dys.len() != projections.len() {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: found {} xa and {} dy, expected one for each of {} projections",
+            xas.len(),
+            dys.len(),
+            projections.len()
+        )
+    }
+    let mut incoming = Vec::with_capacity(dys.len());
+    for ((projection, xa), dy) in projections.iter().zip(xas).zip(dys) {
+        require_cpu(OPERATION, &[*dy])?;
+        require_shape(OPERATION, "dy", dy, &with_last_dimension(x, projection.weight.dim(0)?))?;
+        require_dtype(OPERATION, "dy", dy, x.dtype())?;
+        let xa = match (&projection.lora, xa) {
+            (None, _) => None,
+            (Some(lora), Some(xa)) => {
+                require_cpu(OPERATION, &[*xa])?;
+                require_shape(OPERATION, "xa", xa, &with_last_dimension(x, lora.a.dim(1)?))?;
+                Some(Input::contiguous(xa)?)
+            }
+            (Some(_), None) => {
+                bail!("metal-candle-kernels: {OPERATION}: a projection with an adapter has no xa")
+            }
         };
-        Ok(Gradients {
-            dx,
-            da: Tensor::from_vec(da, (inner, rank), &Device::Cpu)?,
-            db: Tensor::from_vec(db, (rank, outer), &Device::Cpu)?,
-        })
+        incoming.push((Input::contiguous(dy)?, xa));
+    }
+    let (x_input, reads) = (Input::contiguous(x)?, inputs.read());
+    let x_read = x_input.read();
+    let incoming: Vec<_> =
+        incoming.iter().map(|(dy, xa)| (dy.read(), xa.as_ref().map(Input::read))).collect();
+    dispatch!(OPERATION, x.dtype(), T => {
+        let numbers = reads.iter().map(Reads::numbers::<Sum<T>>).collect::<Result<Vec<_>>>()?;
+        let layers = inputs.layers(&reads, &numbers)?;
+        let incoming = incoming
+            .iter()
+            .map(|(dy, xa)| {
+                let xa = xa.as_ref().map_or(Ok(&[][..]), |xa| xa.slice::<Sum<T>>())?;
+                Ok(Incoming { dy: dy.values()?, xa })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let mut dx = need_dx.then(|| buffer::<T>(rows * inner));
+        let x_values = Some(x_read.values()?);
+        let gradients =
+            matmul::backward(rows, inner, x_values, &layers, &incoming, dx.as_deref_mut());
+        let adapters = layers
+            .iter()
+            .zip(gradients)
+            .map(|(layer, gradients)| {
+                let Some((adapter, gradients)) = layer.adapter.as_ref().zip(gradients) else {
+                    return Ok(None);
+                };
+                let (rank, outer) = (adapter.rank, layer.outer);
+                Ok(Some((
+                    Tensor::from_vec(gradients.da, (inner, rank), &Device::Cpu)?,
+                    Tensor::from_vec(gradients.db, (rank, outer), &Device::Cpu)?,
+                )))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let dx = dx.map(|dx| Tensor::from_vec(dx, x.dims(), &Device::Cpu)).transpose()?;
+        Ok(SharedGradients { dx, adapters })
     })
+}
+
+/// The tensors of some projections, checked and made ready to be read.
+struct Inputs {
+    projections: Vec<InputsOfOne>,
+}
+
+struct InputsOfOne {
+    weight: Input,
+    outer: usize,
+    bias: Option<Input>,
+    lora: Option<LoraInputs>,
+}
+
+struct LoraInputs {
+    a: Input,
+    b: Input,
+    rank: usize,
+    scale: f64,
+    dropout: Option<Dropout>,
+}
+
+/// What is locked for reading of one projection.
+struct Reads<'a> {
+    weight: Read<'a>,
+    bias: Option<Read<'a>>,
+    a: Option<Read<'a>>,
+    b: Option<Read<'a>>,
+}
+
+/// The numbers of one projection's bias, A and B, as the type that sums are kept in.
+struct Numbers<'a, A: Real> {
+    bias: Option<Cow<'a, [A]>>,
+    a: Option<Cow<'a, [A]>>,
+    b: Option<Cow<'a, [A]>>,
+}
+
+impl Inputs {
+    fn new(operation: &str, x: &Tensor, inner: usize, projections: &[Projection]) -> Result<Self> {
+        require_cpu(operation, &[x])?;
+        let projections = projections.iter().map(|Projection { weight, bias, lora }| {
+            require_cpu(operation, &[*weight])?;
+            let outer = output_size(operation, weight, inner)?;
+            let lora: Option<Result<_>> = lora.map(|lora| {
+                require_cpu(operation, &[lora.a, lora.b])?;
+                let rank = lora_rank(operation, &lora, inner, outer)?;
+                check_dropout(operation, lora.dropout)?;
+                let (a, b) = (Input::contiguous(lora.a)?, Input::contiguous(lora.b)?);
+                Ok(LoraInputs { a, b, rank, scale: lora.scale, dropout: lora.dropout })
+            });
+            Ok(InputsOfOne {
+                weight: Input::contiguous(weight)?,
+                outer,
+                bias: bias_input(operation, *bias, outer)?,
+                lora: lora.transpose()?,
+            })
+        });
+        Ok(Inputs { projections: projections.collect::<Result<_>>()? })
+    }
+
+    fn read(&self) -> Vec<Reads<'_>> {
+        self.projections
+            .iter()
+            .map(|projection| Reads {
+                weight: projection.weight.read(),
+                bias: projection.bias.as_ref().map(Input::read),
+                a: projection.lora.as_ref().map(|lora| lora.a.read()),
+                b: projection.lora.as_ref().map(|lora| lora.b.read()),
+            })
+            .collect()
+    }
+
+    fn layers<'a, A: Real>(
+        &self,
+        reads: &'a [Reads<'_>],
+        numbers: &'a [Numbers<'_, A>],
+    ) -> Result<Vec<Layer<'a, A>>> {
+        let parts = self.projections.iter().zip(reads).zip(numbers);
+        parts
+            .map(|((projection, read), numbers)| {
+                let low_rank = numbers.a.as_deref().zip(numbers.b.as_deref());
+                let adapter =
+                    projection.lora.as_ref().zip(low_rank).map(|(lora, (a, b))| Adapter {
+                        a,
+                        b,
+                        rank: lora.rank,
+                        scale: A::from_f64(lora.scale),
+                        dropout: lora.dropout.and_then(|dropout| {
+                            let mask = Box::new(cpu::mask(dropout)?);
+                            Some(Dropped { mask, kept: cpu::kept(dropout) })
+                        }),
+                    });
+                Ok(Layer {
+                    weight: read.weight.values()?,
+                    outer: projection.outer,
+                    bias: numbers.bias.as_deref(),
+                    adapter,
+                })
+            })
+            .collect()
+    }
+}
+
+impl Reads<'_> {
+    fn numbers<A: Real>(&self) -> Result<Numbers<'_, A>> {
+        Ok(Numbers { bias: numbers(&self.bias)?, a: numbers(&self.a)?, b: numbers(&self.b)? })
+    }
 }
 
 /// Inverted dropout: `x` of any shape, result of the same shape and dtype. It is its own backward
@@ -202,7 +367,7 @@ pub fn dropout(x: &Tensor, dropout: Dropout) -> Result<Tensor> {
     dispatch!(OPERATION, x.dtype(), T => {
         let mut out = x.slice::<T>()?.to_vec();
         if let Some(mask) = cpu::mask::<Sum<T>>(dropout) {
-            cpu::apply_mask(&mut out, &mask);
+            cpu::apply(&mut out, &mask, cpu::kept(dropout));
         }
         Tensor::from_vec(out, shape, &Device::Cpu)
     })

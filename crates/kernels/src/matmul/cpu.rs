@@ -1,358 +1,987 @@
-//! Products with a weight on the CPU. Operands that are stored as they are computed with go to one
-//! `gemm` call; half-precision ones are converted tile by tile, so that no whole weight is ever
-//! held in f32. A few rows (decoding) are dot products: one pass over the weight, bound by memory.
+//! Linear layers on the CPU, with and without low-rank adapters. Several layers that read the same
+//! input share its packing, and in the backward pass the sum of their input gradients.
+//!
+//! Where bf16 is multiplied as such, the adapter's f32 matrices take part as sums of two bf16
+//! numbers (`high + low`, 16 bits of precision), so that nothing of them is lost beside the
+//! rounding of the result.
 
+use super::few_rows::{FEW_ROWS, add_combinations, dots};
+use crate::device::cpu::gemm::{Block, Change, Job, Kind, Lhs, Operand, Term};
+use crate::device::cpu::gemm::{add_terms, products, sum_count, sum_stride};
+use crate::device::cpu::scratch::Scratch;
+use crate::device::cpu::simd::vectorize;
 use crate::device::cpu::{
-    Disjoint, Element, Matrix, MatrixMut, Real, Threads, Values, for_each_chunk, for_each_index,
-    multiply, rows_per_task,
+    Disjoint, Element, PARALLEL_CHUNK, Real, Values, for_each_chunk, for_each_index, rows_per_task,
 };
+use half::bf16;
 
-/// Rows of `x` that are converted at a time.
-const ROW_BLOCK: usize = 256;
-/// Outputs of one task: as many weight rows (or columns) are converted at a time.
-const TILE: usize = 128;
-/// Inputs of a tile that are converted at a time, so that they stay in the cache.
-const INNER_BLOCK: usize = 1024;
-/// Up to this many rows, dot products beat packing the weight for `gemm`.
-const FEW_ROWS: usize = 4;
-/// Multiplications below which threads cost more than they bring.
-const PARALLEL_MULTIPLICATIONS: usize = 64 * 1024;
-
-/// How the weight is stored.
-#[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Orientation {
-    /// `(outer, inner)`: the forward pass of a linear layer.
-    OutputMajor,
-    /// `(inner, outer)`: its backward pass.
-    InputMajor,
+/// Dropout of an adapter's input.
+pub(crate) struct Dropped<'a, A> {
+    /// Sets dropped elements to zero.
+    pub mask: Box<Change<'a, A>>,
+    /// What the elements that are kept are multiplied by.
+    pub kept: A,
 }
 
-/// A dropout mask: `mask(index of the first element, elements)` changes them in place.
-pub(crate) type Mask<'a, A> = dyn Fn(usize, &mut [A]) + Sync + 'a;
-
-/// `scale·left·right`, to be added to a product. `left` is `(rows, rank)`; `right` is
-/// `(rank, outer)`, or `(outer, rank)` when `transposed`.
-pub(crate) struct LowRank<'a, A> {
-    pub left: &'a [A],
-    pub right: &'a [A],
-    pub transposed: bool,
+/// The low-rank path of a layer: `a` `(inner, rank)`, `b` `(rank, outer)`.
+pub(crate) struct Adapter<'a, A> {
+    pub a: &'a [A],
+    pub b: &'a [A],
     pub rank: usize,
     pub scale: A,
-    /// Applied to the rows of the low-rank part.
-    pub mask: Option<&'a Mask<'a, A>>,
+    pub dropout: Option<Dropped<'a, A>>,
 }
 
-impl<A: Real> LowRank<'_, A> {
-    /// Adds this to rows `first_row..` and columns `first_column..` of a result `outer` wide.
-    #[allow(clippy::too_many_arguments)]
-    fn add(
-        &self,
-        out: &mut [A],
-        rows: usize,
-        columns: usize,
-        first_row: usize,
-        first_column: usize,
-        outer: usize,
-        threads: Threads,
-    ) {
-        if rows == 0 || columns == 0 || self.rank == 0 {
-            return;
+impl<A: Real> Adapter<'_, A> {
+    fn kept(&self) -> A {
+        self.dropout.as_ref().map_or(A::ONE, |dropout| dropout.kept)
+    }
+
+    fn mask(&self) -> Option<&Change<'_, A>> {
+        self.dropout.as_ref().map(|dropout| &*dropout.mask)
+    }
+}
+
+/// A layer: `weight` `(outer, inner)`.
+pub(crate) struct Layer<'a, A> {
+    pub weight: Values<'a, A>,
+    pub outer: usize,
+    pub bias: Option<&'a [A]>,
+    pub adapter: Option<Adapter<'a, A>>,
+}
+
+/// How `x` by a weight is multiplied.
+pub(crate) fn kind_of<A>(x: Values<A>, weight: Values<A>) -> Kind {
+    match (x, weight) {
+        (Values::Bf16(_), Values::Bf16(_)) => Kind::for_bf16(),
+        _ => Kind::Plain,
+    }
+}
+
+/// A left side, packed once for each kind that asks for it.
+struct Packs<'a, A> {
+    rows: usize,
+    depth: usize,
+    values: Values<'a, A>,
+    packed: Vec<(Kind, Lhs<A>)>,
+}
+
+impl<'a, A: Real> Packs<'a, A> {
+    fn new(rows: usize, depth: usize, values: Values<'a, A>) -> Self {
+        Packs { rows, depth, values, packed: Vec::new() }
+    }
+
+    fn add(&mut self, kind: Kind) {
+        if self.packed.iter().all(|(packed, _)| *packed != kind) {
+            let operand = Operand::lines(self.values, self.depth);
+            self.packed.push((kind, Lhs::pack(kind, self.rows, self.depth, operand, None)));
         }
-        let left = &self.left[first_row * self.rank..(first_row + rows) * self.rank];
-        let left = Matrix::new(left, rows, self.rank, self.rank);
-        let right = if self.transposed {
-            let right = &self.right[first_column * self.rank..];
-            Matrix::new(right, columns, self.rank, self.rank).transpose()
-        } else {
-            Matrix::new(&self.right[first_column..], self.rank, columns, outer)
-        };
-        match self.mask {
-            None => {
-                let target = MatrixMut::new(out, rows, columns, columns);
-                multiply(target, true, left, right, self.scale, threads);
-            }
-            Some(mask) => {
-                let mut part = vec![A::ZERO; rows * columns];
-                let target = MatrixMut::new(&mut part, rows, columns, columns);
-                multiply(target, false, left, right, self.scale, threads);
-                for row in 0..rows {
-                    let part = &mut part[row * columns..][..columns];
-                    mask((first_row + row) * outer + first_column, part);
-                    for (out, part) in out[row * columns..].iter_mut().zip(part) {
-                        *out += *part;
+    }
+
+    /// The one that was added for `kind`.
+    fn get(&self, kind: Kind) -> &Lhs<A> {
+        let found = self.packed.iter().find(|(packed, _)| *packed == kind);
+        &found.unwrap_or_else(|| unreachable!("packed for {kind:?} before")).1
+    }
+}
+
+/// Splits numbers into the nearest bf16 and the nearest bf16 to what that leaves.
+#[inline(always)]
+fn split<A: Real>(value: A) -> (bf16, bf16) {
+    let mut high = [bf16::ZERO];
+    bf16::narrow(&[value.to_f32()], &mut high);
+    let mut wide = [0f32];
+    bf16::widen(&high, &mut wide);
+    let mut low = [bf16::ZERO];
+    bf16::narrow(&[value.to_f32() - wide[0]], &mut low);
+    (high[0], low[0])
+}
+
+/// Which part of its numbers a bf16 copy of a matrix holds.
+#[derive(Clone, Copy)]
+enum Part {
+    High,
+    Low,
+}
+
+/// A narrow matrix `(lines, width)` as it takes part in products: itself, or bf16 copies beside each
+/// other in every line, `(lines, parts · width)`.
+enum Factor<'a, A> {
+    Plain(&'a [A]),
+    Split(Vec<bf16>),
+}
+
+impl<'a, A: Real> Factor<'a, A> {
+    fn new(kind: Kind, matrix: &'a [A], width: usize, scale: A, parts: &[Part]) -> Self {
+        if !kind.is_bf16() {
+            return Factor::Plain(matrix);
+        }
+        let lines = matrix.len() / width.max(1);
+        let mut copies = vec![bf16::ZERO; lines * parts.len() * width];
+        let line = (parts.len() * width).max(1);
+        let block = rows_per_task(line);
+        for_each_chunk(
+            &mut copies,
+            block * line,
+            #[inline(always)]
+            |index, copies| {
+                let matrix = matrix[index * block * width..].chunks_exact(width.max(1));
+                for (copies, numbers) in copies.chunks_exact_mut(line).zip(matrix) {
+                    for (part, copy) in parts.iter().zip(copies.chunks_exact_mut(width)) {
+                        for (copy, number) in copy.iter_mut().zip(numbers) {
+                            let (high, low) = split(*number * scale);
+                            *copy = match part {
+                                Part::High => high,
+                                Part::Low => low,
+                            };
+                        }
                     }
+                }
+            },
+        );
+        Factor::Split(copies)
+    }
+
+    fn values(&self) -> Values<'_, A> {
+        match self {
+            Factor::Plain(matrix) => Values::Native(matrix),
+            Factor::Split(copies) => Values::Bf16(copies),
+        }
+    }
+}
+
+const BOTH: &[Part] = &[Part::High, Part::Low];
+/// With [`LEFT`] beside it: `high·high + low·high + high·low`.
+const RIGHT: &[Part] = &[Part::High, Part::High, Part::Low];
+const LEFT: &[Part] = &[Part::High, Part::Low, Part::High];
+
+/// A product with a narrow matrix of an adapter, `rank` wide, whose two bf16 halves are columns (or
+/// rows) beside each other in one result, `2·rank` wide, or terms of a sum when that is too wide for
+/// one task.
+#[derive(Clone, Copy)]
+struct Halves {
+    rank: usize,
+    /// Widths that follow one another in the result.
+    beside: usize,
+    terms: usize,
+}
+
+impl Halves {
+    fn new(kind: Kind, rank: usize) -> Self {
+        match kind.is_bf16() {
+            false => Halves { rank, beside: 1, terms: 1 },
+            true if 2 * rank <= 32 => Halves { rank, beside: 2, terms: 1 },
+            true => Halves { rank, beside: 1, terms: 2 },
+        }
+    }
+
+    fn width(self) -> usize {
+        self.rank * self.beside
+    }
+
+    /// The operand of term `term` in a matrix whose lines lie `along_depth` and hold both halves.
+    fn columns<A: Real>(self, values: Values<'_, A>, term: usize) -> Operand<'_, A> {
+        Operand {
+            values,
+            start: term * self.rank,
+            stride: self.rank * self.beside.max(self.terms),
+            along_depth: false,
+        }
+    }
+
+    /// Adds the halves of a row up.
+    #[inline(always)]
+    fn sum<A: Real>(self, sums: &[A], column: usize) -> A {
+        match self.beside {
+            1 => sums[column],
+            _ => sums[column] + sums[self.rank + column],
+        }
+    }
+}
+
+/// `y = x·Wᵀ + bias + scale·(dropout(x)·a)·b` for every layer: `x` `(rows, inner)`, `ys`
+/// `(rows, outer)`, `xas` `(rows, rank)` where there is an adapter, else empty.
+pub(crate) fn forward<T: Element>(
+    rows: usize,
+    inner: usize,
+    x: Values<T::Acc>,
+    layers: &[Layer<T::Acc>],
+    ys: &mut [Vec<T>],
+    xas: &mut [Vec<T::Acc>],
+) {
+    if rows <= FEW_ROWS {
+        return forward_few(rows, inner, x, layers, ys, xas);
+    }
+    let mut packs = Packs::new(rows, inner, x);
+    layers.iter().for_each(|layer| packs.add(kind_of(x, layer.weight)));
+    project(rows, inner, x, &packs, layers, xas);
+    let paths: Vec<_> = layers
+        .iter()
+        .zip(xas.iter())
+        .map(|(layer, xa)| {
+            let adapter = layer.adapter.as_ref().filter(|adapter| adapter.rank > 0)?;
+            let kind = kind_of(x, layer.weight);
+            let left = low_rank_left(kind, rows, xa, adapter.rank, adapter.scale);
+            Some((left, LowRankRight::new(kind, adapter.b, adapter.rank, layer.outer)))
+        })
+        .collect();
+    let terms: Vec<Vec<Term<T::Acc>>> = layers
+        .iter()
+        .zip(&paths)
+        .map(|(layer, path)| {
+            let lhs = packs.get(kind_of(x, layer.weight));
+            let mut terms = vec![Term { lhs, rhs: Operand::lines(layer.weight, inner) }];
+            if let Some((left, right)) = path {
+                terms.push(Term { lhs: left, rhs: right.operand() });
+            }
+            terms
+        })
+        .collect();
+    let targets: Vec<_> = ys.iter_mut().map(|y| Disjoint::new(y)).collect();
+    let finishes: Vec<_> = layers
+        .iter()
+        .zip(&targets)
+        .map(|(layer, target)| {
+            move |block: Block<T::Acc>| store(block, layer.outer, layer.bias, target)
+        })
+        .collect();
+    let jobs: Vec<_> = layers
+        .iter()
+        .zip(terms.iter().zip(&finishes))
+        .map(|(layer, (terms, finish))| Job { rows, columns: layer.outer, terms, finish })
+        .collect();
+    products(&jobs);
+}
+
+/// The left side of the low-rank term, `(rows, rank)` times `scale`.
+fn low_rank_left<A: Real>(kind: Kind, rows: usize, left: &[A], rank: usize, scale: A) -> Lhs<A> {
+    let factor = Factor::new(kind, left, rank, scale, LEFT);
+    let depth = if kind.is_bf16() { LEFT.len() * rank } else { rank };
+    let multiply = |_: usize, row: &mut [A]| row.iter_mut().for_each(|left| *left *= scale);
+    let change = (!kind.is_bf16()).then_some(&multiply as &Change<A>);
+    Lhs::pack(kind, rows, depth, Operand::lines(factor.values(), depth), change)
+}
+
+/// The right side of the low-rank term in the forward pass: `b` `(rank, outer)`.
+enum LowRankRight<'a, A> {
+    Plain { b: &'a [A], outer: usize },
+    Split { lines: Vec<bf16>, outer: usize },
+}
+
+impl<'a, A: Real> LowRankRight<'a, A> {
+    fn new(kind: Kind, b: &'a [A], rank: usize, outer: usize) -> Self {
+        if !kind.is_bf16() {
+            return LowRankRight::Plain { b, outer };
+        }
+        let count = rank * outer;
+        let mut lines = vec![bf16::ZERO; RIGHT.len() * count];
+        vectorize(
+            #[inline(always)]
+            || {
+                let (high, rest) = lines.split_at_mut(count);
+                let (again, low) = rest.split_at_mut(count);
+                for ((b, high), low) in b.iter().zip(high.iter_mut()).zip(low) {
+                    (*high, *low) = split(*b);
+                }
+                again.copy_from_slice(high);
+            },
+        );
+        LowRankRight::Split { lines, outer }
+    }
+
+    fn operand(&self) -> Operand<'_, A> {
+        match self {
+            LowRankRight::Plain { b, outer } => Operand::columns(Values::Native(b), *outer),
+            LowRankRight::Split { lines, outer } => Operand::columns(Values::Bf16(lines), *outer),
+        }
+    }
+}
+
+/// Rounds a part of a result, with the bias, to its place.
+fn store<T: Element>(
+    mut block: Block<T::Acc>,
+    outer: usize,
+    bias: Option<&[T::Acc]>,
+    target: &Disjoint<T>,
+) {
+    let columns = block.columns.clone();
+    vectorize(
+        #[inline(always)]
+        || {
+            for (row, sums) in block.rows_mut() {
+                if let Some(bias) = bias {
+                    for (sum, bias) in sums.iter_mut().zip(&bias[columns.clone()]) {
+                        *sum += *bias;
+                    }
+                }
+                let start = row * outer + columns.start;
+                // SAFETY: every block is a part of the result of its own.
+                T::narrow(sums, unsafe { target.slice(start..start + sums.len()) });
+            }
+        },
+    );
+}
+
+/// `xa = kept·mask(x)·a` for the layers with an adapter.
+fn project<A: Real>(
+    rows: usize,
+    inner: usize,
+    x: Values<A>,
+    packs: &Packs<A>,
+    layers: &[Layer<A>],
+    xas: &mut [Vec<A>],
+) {
+    struct Prepared<'a, A> {
+        masked: Option<Lhs<A>>,
+        kind: Kind,
+        halves: Halves,
+        factor: Factor<'a, A>,
+        kept: A,
+    }
+    let prepared: Vec<_> = layers
+        .iter()
+        .map(|layer| {
+            let adapter = layer.adapter.as_ref().filter(|adapter| adapter.rank > 0)?;
+            let kind = kind_of(x, layer.weight);
+            let masked = adapter
+                .mask()
+                .map(|mask| Lhs::pack(kind, rows, inner, Operand::lines(x, inner), Some(mask)));
+            Some(Prepared {
+                masked,
+                kind,
+                halves: Halves::new(kind, adapter.rank),
+                factor: Factor::new(kind, adapter.a, adapter.rank, A::ONE, BOTH),
+                kept: adapter.kept(),
+            })
+        })
+        .collect();
+    let targets: Vec<_> = xas.iter_mut().map(|xa| Disjoint::new(xa)).collect();
+    let prepared: Vec<_> = prepared
+        .iter()
+        .zip(&targets)
+        .filter_map(|(prepared, target)| Some((prepared.as_ref()?, target)))
+        .collect();
+    let terms: Vec<Vec<Term<A>>> = prepared
+        .iter()
+        .map(|(prepared, _)| {
+            let lhs = prepared.masked.as_ref().unwrap_or_else(|| packs.get(prepared.kind));
+            let rhs = |term| prepared.halves.columns(prepared.factor.values(), term);
+            (0..prepared.halves.terms).map(|term| Term { lhs, rhs: rhs(term) }).collect()
+        })
+        .collect();
+    let finishes: Vec<_> = prepared
+        .iter()
+        .map(|(prepared, target)| store_halves(prepared.halves, prepared.kept, target))
+        .collect();
+    let jobs: Vec<_> = prepared
+        .iter()
+        .zip(terms.iter().zip(&finishes))
+        .map(|((prepared, _), (terms, finish))| Job {
+            rows,
+            columns: prepared.halves.width(),
+            terms,
+            finish,
+        })
+        .collect();
+    products(&jobs);
+}
+
+/// Writes a narrow result `(rows, rank)` times `factor`.
+fn store_halves<'a, A: Real>(
+    halves: Halves,
+    factor: A,
+    target: &'a Disjoint<'a, A>,
+) -> impl Fn(Block<A>) + Sync + 'a {
+    move |mut block| {
+        let first = block.columns.start;
+        let count = block.columns.len() / halves.beside;
+        for (row, sums) in block.rows_mut() {
+            let start = row * halves.rank + first;
+            // SAFETY: every block is a part of the result of its own.
+            let out = unsafe { target.slice(start..start + count) };
+            for (column, out) in out.iter_mut().enumerate() {
+                *out = factor * halves.sum(sums, column);
+            }
+        }
+    }
+}
+
+/// Multiplications below which threads cost more than they bring.
+const PARALLEL_MULTIPLICATIONS: usize = 32 * 1024;
+/// Outputs of one task of a pass over a weight.
+const OUTPUTS: usize = 32;
+/// Columns of one task of a pass across a weight.
+const COLUMNS: usize = 128;
+
+fn forward_few<T: Element>(
+    rows: usize,
+    inner: usize,
+    x: Values<T::Acc>,
+    layers: &[Layer<T::Acc>],
+    ys: &mut [Vec<T>],
+    xas: &mut [Vec<T::Acc>],
+) {
+    let mut scratch = Scratch::new(rows * inner);
+    let x = widened(x, &mut scratch);
+    for (layer, xa) in layers.iter().zip(xas.iter_mut()) {
+        let Some(adapter) = &layer.adapter else { continue };
+        let a = Values::Native(adapter.a);
+        match &adapter.dropout {
+            None => combine(rows, inner, x, a, adapter.rank, xa),
+            Some(dropout) => {
+                let mut dropped = Scratch::new(x.len());
+                dropped.copy_from_slice(x);
+                (dropout.mask)(0, &mut dropped);
+                combine(rows, inner, &dropped, a, adapter.rank, xa);
+                xa.iter_mut().for_each(|xa| *xa *= dropout.kept);
+            }
+        }
+    }
+    let targets: Vec<_> = ys.iter_mut().map(|y| Disjoint::new(y)).collect();
+    let tasks = |layer: &Layer<T::Acc>| layer.outer.div_ceil(OUTPUTS);
+    let total: usize = layers.iter().map(|layer| layer.outer).sum();
+    let parallel = rows * inner * total > PARALLEL_MULTIPLICATIONS;
+    for_each_index(
+        layers.iter().map(tasks).sum(),
+        parallel,
+        #[inline(always)]
+        |mut task| {
+            let mut index = 0;
+            while task >= tasks(&layers[index]) {
+                task -= tasks(&layers[index]);
+                index += 1;
+            }
+            let layer = &layers[index];
+            let outputs = task * OUTPUTS..(task * OUTPUTS + OUTPUTS).min(layer.outer);
+            let count = outputs.len();
+            let mut sums = [T::Acc::ZERO; FEW_ROWS * OUTPUTS];
+            let sums = &mut sums[..rows * count];
+            dots(rows, inner, x, layer.weight, inner, outputs.clone(), sums);
+            if let Some(adapter) = &layer.adapter {
+                let mut left = [T::Acc::ZERO; 64];
+                for row in 0..rows {
+                    let sums = &mut sums[row * count..][..count];
+                    for first in (0..adapter.rank).step_by(left.len()) {
+                        let last = (first + left.len()).min(adapter.rank);
+                        let left = &mut left[..last - first];
+                        let xa = &xas[index][row * adapter.rank + first..];
+                        for (left, xa) in left.iter_mut().zip(xa) {
+                            *left = *xa * adapter.scale;
+                        }
+                        let b = Values::Native(&adapter.b[first * layer.outer..]);
+                        let depth = left.len();
+                        add_combinations(1, depth, left, b, layer.outer, outputs.clone(), sums);
+                    }
+                }
+            }
+            for row in 0..rows {
+                let sums = &mut sums[row * count..][..count];
+                if let Some(bias) = layer.bias {
+                    for (sum, bias) in sums.iter_mut().zip(&bias[outputs.clone()]) {
+                        *sum += *bias;
+                    }
+                }
+                let start = row * layer.outer + outputs.start;
+                // SAFETY: every task writes its own columns of each row.
+                T::narrow(sums, unsafe { targets[index].slice(start..start + count) });
+            }
+        },
+    );
+}
+
+/// The numbers as they are computed with.
+fn widened<'a, A: Real>(values: Values<'a, A>, scratch: &'a mut [A]) -> &'a [A] {
+    match values {
+        Values::Native(values) => values,
+        _ => {
+            values.read(0, scratch);
+            scratch
+        }
+    }
+}
+
+/// `out = x·matrix` for a few rows: `x` `(rows, depth)`, `matrix` `(depth, width)`.
+fn combine<A: Real>(
+    rows: usize,
+    depth: usize,
+    x: &[A],
+    matrix: Values<A>,
+    width: usize,
+    out: &mut [A],
+) {
+    let out = Disjoint::new(out);
+    let parallel = rows * depth * width > PARALLEL_MULTIPLICATIONS && width > COLUMNS;
+    for_each_index(
+        width.div_ceil(COLUMNS),
+        parallel,
+        #[inline(always)]
+        |task| {
+            let columns = task * COLUMNS..(task * COLUMNS + COLUMNS).min(width);
+            let count = columns.len();
+            let mut sums = [A::ZERO; FEW_ROWS * COLUMNS];
+            let sums = &mut sums[..rows * count];
+            add_combinations(rows, depth, x, matrix, width, columns.clone(), sums);
+            for row in 0..rows {
+                let start = row * width + columns.start;
+                // SAFETY: every task writes its own columns of each row.
+                let out = unsafe { out.slice(start..start + count) };
+                out.copy_from_slice(&sums[row * count..][..count]);
+            }
+        },
+    );
+}
+
+/// The gradients of one adapter.
+pub(crate) struct AdapterGradients<A> {
+    /// `(inner, rank)`
+    pub da: Vec<A>,
+    /// `(rank, outer)`
+    pub db: Vec<A>,
+}
+
+/// Where a layer's output gradient comes from.
+pub(crate) struct Incoming<'a, A> {
+    pub dy: Values<'a, A>,
+    /// `(rows, rank)` as [`forward`] gave it; empty without an adapter.
+    pub xa: &'a [A],
+}
+
+/// The gradients of all layers' adapters, and with `dx` their shared input's.
+///
+/// ```text
+/// g  = scale·dy·bᵀ      dx = Σ_layers dy·W + dropout(g·aᵀ)
+/// da = dropout(x)ᵀ·g    db = scale·xaᵀ·dy
+/// ```
+pub(crate) fn backward<T: Element>(
+    rows: usize,
+    inner: usize,
+    x: Option<Values<T::Acc>>,
+    layers: &[Layer<T::Acc>],
+    incoming: &[Incoming<T::Acc>],
+    dx: Option<&mut [T]>,
+) -> Vec<Option<AdapterGradients<T::Acc>>> {
+    if rows <= FEW_ROWS {
+        return backward_few(rows, inner, x, layers, incoming, dx);
+    }
+    let kinds: Vec<_> =
+        layers.iter().zip(incoming).map(|(layer, from)| kind_of(from.dy, layer.weight)).collect();
+    let kinds_of = || layers.iter().zip(incoming).zip(&kinds);
+    let lefts: Vec<_> = kinds_of()
+        .map(|((layer, from), kind)| {
+            let operand = Operand::lines(from.dy, layer.outer);
+            Lhs::pack(*kind, rows, layer.outer, operand, None)
+        })
+        .collect();
+    let gs = project_gradients(rows, layers, &kinds, &lefts);
+
+    // What the products read: copies of narrow matrices, and x with its dropped elements.
+    struct Prepared<'a, A> {
+        halves: Halves,
+        xa: Vec<Lhs<A>>,
+        g: Vec<Lhs<A>>,
+        path: Option<Lhs<A>>,
+        a: Factor<'a, A>,
+        dropped: Option<Vec<A>>,
+        da: Vec<A>,
+        db: Vec<A>,
+    }
+    let need_dx = dx.is_some();
+    let mut prepared: Vec<_> = kinds_of()
+        .zip(&gs)
+        .map(|(((layer, from), kind), g)| {
+            let adapter = layer.adapter.as_ref()?;
+            let (rank, halves) = (adapter.rank, Halves::new(*kind, adapter.rank));
+            let transposed = |matrix: &[A_<T>]| -> Vec<Lhs<A_<T>>> {
+                let factor = Factor::new(*kind, matrix, rank, A_::<T>::ONE, BOTH);
+                (0..halves.terms)
+                    .map(|term| {
+                        let operand = halves.columns(factor.values(), term);
+                        Lhs::pack(*kind, halves.width(), rows, operand, None)
+                    })
+                    .collect()
+            };
+            let path = need_dx.then(|| low_rank_left(*kind, rows, g, rank, adapter.kept()));
+            let dropped = adapter.mask().zip(x).map(|(mask, x)| {
+                let mut dropped = vec![A_::<T>::ZERO; rows * inner];
+                for_each_chunk(
+                    &mut dropped,
+                    PARALLEL_CHUNK,
+                    #[inline(always)]
+                    |index, chunk| {
+                        x.read(index * PARALLEL_CHUNK, chunk);
+                        mask(index * PARALLEL_CHUNK, chunk);
+                    },
+                );
+                dropped
+            });
+            Some(Prepared {
+                halves,
+                xa: transposed(from.xa),
+                g: transposed(g),
+                path,
+                a: Factor::new(*kind, adapter.a, rank, A_::<T>::ONE, RIGHT),
+                dropped,
+                da: vec![A_::<T>::ZERO; inner * rank],
+                db: vec![A_::<T>::ZERO; rank * layer.outer],
+            })
+        })
+        .collect();
+    let mut outputs: Vec<_> = prepared
+        .iter_mut()
+        .map(|prepared| {
+            let prepared = prepared.as_mut()?;
+            Some((std::mem::take(&mut prepared.da), std::mem::take(&mut prepared.db)))
+        })
+        .collect();
+
+    // One loop over all products: dx, and da and db of every adapter.
+    let mut dx_terms = Vec::new();
+    let mut masked_terms = Vec::new();
+    if need_dx {
+        for ((layer, left), prepared) in layers.iter().zip(&lefts).zip(&prepared) {
+            dx_terms.push(Term { lhs: left, rhs: Operand::columns(layer.weight, inner) });
+            let adapter = layer.adapter.as_ref();
+            if let Some((prepared, adapter)) = prepared.as_ref().zip(adapter)
+                && let Some(path) = &prepared.path
+            {
+                let width = match &prepared.a {
+                    Factor::Plain(_) => adapter.rank,
+                    Factor::Split(_) => RIGHT.len() * adapter.rank,
+                };
+                let term = Term { lhs: path, rhs: Operand::lines(prepared.a.values(), width) };
+                match adapter.mask() {
+                    None => dx_terms.push(term),
+                    Some(mask) => masked_terms.push((term, mask)),
                 }
             }
         }
     }
-}
-
-/// `x·R + low rank part + bias`, where `R` is the weight or its transpose: `x` `(rows, inner)`,
-/// result `(rows, outer)`.
-pub(crate) struct Product<'a, A> {
-    pub x: Values<'a, A>,
-    pub weight: Values<'a, A>,
-    pub orientation: Orientation,
-    pub rows: usize,
-    pub inner: usize,
-    pub outer: usize,
-    pub bias: Option<&'a [A]>,
-    pub low_rank: Option<LowRank<'a, A>>,
-}
-
-impl<A: Real> Product<'_, A> {
-    pub(crate) fn run<T: Element<Acc = A>>(&self, out: &mut [T]) {
-        let few_rows = self.rows <= FEW_ROWS && self.orientation == Orientation::OutputMajor;
-        if !few_rows
-            && let (Values::Native(x), Values::Native(weight)) = (self.x, self.weight)
-            && let Some(out) = T::native_mut(out)
-        {
-            self.run_whole(x, weight, out);
-        } else {
-            self.run_tiled(out);
+    let mut none = Vec::new();
+    let dx_target = Disjoint::new(dx.unwrap_or(&mut none));
+    let finish_dx = |mut block: Block<A_<T>>| {
+        let (rows, columns, stride) = (block.rows.clone(), block.columns.clone(), block.stride);
+        for (term, mask) in &masked_terms {
+            let mut path = Scratch::new(sum_count(rows.len(), sum_stride(columns.len())));
+            let width = sum_stride(columns.len());
+            add_terms(&[*term], rows.clone(), columns.clone(), &mut path, width);
+            for (row, path) in rows.clone().zip(path.chunks_mut(width)) {
+                let path = &mut path[..columns.len()];
+                mask(row * inner + columns.start, path);
+                let sums = &mut block.sums[(row - rows.start) * stride..];
+                for (sum, path) in sums.iter_mut().zip(path) {
+                    *sum += *path;
+                }
+            }
         }
-    }
+        block.stride = stride;
+        store(block, inner, None, &dx_target);
+    };
 
-    /// The right-hand side `(inner, columns)` from a `(columns, inner)` or `(inner, columns)` block.
-    fn right<'a>(
-        &self,
-        block: &'a [A],
-        inner: usize,
-        columns: usize,
-        stride: usize,
-    ) -> Matrix<'a, A> {
-        match self.orientation {
-            Orientation::OutputMajor => Matrix::new(block, columns, inner, stride).transpose(),
-            Orientation::InputMajor => Matrix::new(block, inner, columns, stride),
-        }
-    }
-
-    fn run_whole(&self, x: &[A], weight: &[A], out: &mut [A]) {
-        let (rows, inner, outer) = (self.rows, self.inner, self.outer);
-        let stride = match self.orientation {
-            Orientation::OutputMajor => inner,
-            Orientation::InputMajor => outer,
+    let mut terms = Vec::new();
+    let mut finishes: Vec<Box<dyn Fn(Block<A_<T>>) + Sync>> = Vec::new();
+    let mut shapes = Vec::new();
+    let parts = layers.iter().zip(incoming).zip(&prepared).zip(&mut outputs);
+    for (((layer, from), prepared), output) in parts {
+        let (Some(prepared), Some((da, db)), Some(adapter)) = (prepared, output, &layer.adapter)
+        else {
+            continue;
         };
-        multiply(
-            MatrixMut::new(out, rows, outer, outer),
-            false,
-            Matrix::new(x, rows, inner, inner),
-            self.right(weight, inner, outer, stride),
-            A::ONE,
-            Threads::All,
-        );
-        if let Some(low_rank) = &self.low_rank {
-            if low_rank.mask.is_none() {
-                low_rank.add(out, rows, outer, 0, 0, outer, Threads::All);
-            } else {
-                // Row blocks bound the scratch that the mask needs.
-                let block = rows_per_task(outer).min(ROW_BLOCK);
-                for_each_chunk(
-                    out,
-                    block * outer,
-                    #[inline(always)]
-                    |index, out| {
-                        let rows = out.len() / outer.max(1);
-                        low_rank.add(out, rows, outer, index * block, 0, outer, Threads::One);
-                    },
-                );
-            }
-        }
-        if let Some(bias) = self.bias {
-            for_each_chunk(
-                out,
-                rows_per_task(outer) * outer,
-                #[inline(always)]
-                |_, out| {
-                    for out in out.chunks_mut(outer.max(1)) {
-                        add(out, bias);
-                    }
-                },
-            );
-        }
+        let (halves, rank, outer) = (prepared.halves, adapter.rank, layer.outer);
+        let dy = Operand::columns(from.dy, outer);
+        terms.push(prepared.xa.iter().map(|lhs| Term { lhs, rhs: dy }).collect::<Vec<_>>());
+        shapes.push((halves.width(), outer));
+        let db = Disjoint::new(db);
+        let scale = adapter.scale;
+        finishes.push(Box::new(move |block| {
+            add_rows_of_halves(block, halves, |row, columns, sums| {
+                let start = row * outer + columns.start;
+                // SAFETY: every block is a part of the result of its own.
+                let db = unsafe { db.slice(start..start + columns.len()) };
+                for (db, sum) in db.iter_mut().zip(sums) {
+                    *db = scale * *sum;
+                }
+            })
+        }));
+        let Some(x) = x else { continue };
+        let x = match &prepared.dropped {
+            Some(dropped) => Values::Native(&dropped[..]),
+            None => x,
+        };
+        let operand = Operand::columns(x, inner);
+        terms.push(prepared.g.iter().map(|lhs| Term { lhs, rhs: operand }).collect());
+        shapes.push((halves.width(), inner));
+        let (da, kept) = (Disjoint::new(da), adapter.kept());
+        finishes.push(Box::new(move |block| {
+            add_rows_of_halves(block, halves, |row, columns, sums| {
+                for (column, sum) in columns.zip(sums) {
+                    let place = column * rank + row;
+                    // SAFETY: every block is a part of the result of its own.
+                    let da = unsafe { da.slice(place..place + 1) };
+                    da[0] = kept * *sum;
+                }
+            })
+        }));
     }
-
-    fn run_tiled<T: Element<Acc = A>>(&self, out: &mut [T]) {
-        let (inner, outer) = (self.inner, self.outer);
-        let few_rows = self.rows <= FEW_ROWS && self.orientation == Orientation::OutputMajor;
-        let parallel = self.rows * inner * outer > PARALLEL_MULTIPLICATIONS;
-        let out = Disjoint::new(out);
-        let mut x_scratch = Vec::new();
-        for first_row in (0..self.rows).step_by(ROW_BLOCK) {
-            let rows = ROW_BLOCK.min(self.rows - first_row);
-            let x = self.x.block(first_row * inner..(first_row + rows) * inner, &mut x_scratch);
-            for_each_index(
-                outer.div_ceil(TILE),
-                parallel,
-                #[inline(always)]
-                |tile| {
-                    let first_column = tile * TILE;
-                    let columns = TILE.min(outer - first_column);
-                    let mut result = vec![A::ZERO; rows * columns];
-                    if few_rows {
-                        let mut scratch = Vec::new();
-                        for column in 0..columns {
-                            let start = (first_column + column) * inner;
-                            for row in 0..rows {
-                                let x = &x[row * inner..][..inner];
-                                result[row * columns + column] =
-                                    self.weight.dot(start, x, &mut scratch);
-                            }
-                        }
-                    } else {
-                        self.multiply_tile(x, rows, first_column, columns, &mut result);
-                    }
-                    if let Some(low_rank) = &self.low_rank {
-                        let threads = Threads::One;
-                        low_rank.add(
-                            &mut result,
-                            rows,
-                            columns,
-                            first_row,
-                            first_column,
-                            outer,
-                            threads,
-                        );
-                    }
-                    for row in 0..rows {
-                        let result = &mut result[row * columns..][..columns];
-                        if let Some(bias) = self.bias {
-                            add(result, &bias[first_column..][..columns]);
-                        }
-                        let start = (first_row + row) * outer + first_column;
-                        // SAFETY: every task writes its own columns of each row.
-                        T::narrow(result, unsafe { out.slice(start..start + columns) });
-                    }
-                },
-            );
-        }
+    let mut jobs: Vec<_> = terms
+        .iter()
+        .zip(&finishes)
+        .zip(&shapes)
+        .map(|((terms, finish), (rows, columns))| Job {
+            rows: *rows,
+            columns: *columns,
+            terms,
+            finish: &**finish,
+        })
+        .collect();
+    if need_dx {
+        jobs.push(Job { rows, columns: inner, terms: &dx_terms, finish: &finish_dx });
     }
+    products(&jobs);
+    drop(jobs);
+    drop(finishes);
+    outputs.into_iter().map(|output| output.map(|(da, db)| AdapterGradients { da, db })).collect()
+}
 
-    fn multiply_tile(
-        &self,
-        x: &[A],
-        rows: usize,
-        first_column: usize,
-        columns: usize,
-        result: &mut [A],
-    ) {
-        let (inner, outer) = (self.inner, self.outer);
-        let output_major = self.orientation == Orientation::OutputMajor;
-        if let Values::Native(weight) = self.weight {
-            let (start, stride) =
-                if output_major { (first_column * inner, inner) } else { (first_column, outer) };
-            // With no inner dimension the weight is empty, and there is nothing to start at.
-            let weight = weight.get(start..).unwrap_or_default();
-            let right = self.right(weight, inner, columns, stride);
-            let x = Matrix::new(x, rows, inner, inner);
-            let target = MatrixMut::new(result, rows, columns, columns);
-            multiply(target, false, x, right, A::ONE, Threads::One);
-            return;
+type A_<T> = <T as Element>::Acc;
+
+/// Calls `take(row, columns, sums)` for the rows of a result whose halves are below each other.
+fn add_rows_of_halves<A: Real>(
+    mut block: Block<A>,
+    halves: Halves,
+    take: impl Fn(usize, std::ops::Range<usize>, &[A]),
+) {
+    let columns = block.columns.clone();
+    let stride = block.stride;
+    if halves.beside == 2 {
+        // Both halves are in this block: it is at most 32 rows high.
+        let (high, low) = block.sums.split_at_mut(halves.rank * stride);
+        for (high, low) in high.iter_mut().zip(low) {
+            *high += *low;
         }
-        let mut scratch = vec![A::ZERO; INNER_BLOCK.min(inner) * columns];
-        for first in (0..inner).step_by(INNER_BLOCK) {
-            let depth = INNER_BLOCK.min(inner - first);
-            let scratch = &mut scratch[..depth * columns];
-            let stride = if output_major { depth } else { columns };
-            for (line, target) in scratch.chunks_exact_mut(stride).enumerate() {
-                let start = if output_major {
-                    (first_column + line) * inner + first
-                } else {
-                    (first + line) * outer + first_column
+        block.rows.end = block.rows.start + halves.rank;
+    }
+    for (row, sums) in block.rows_mut() {
+        take(row, columns.clone(), sums);
+    }
+}
+
+/// `g = scale·dy·bᵀ` `(rows, rank)` for the layers with an adapter.
+fn project_gradients<A: Real>(
+    rows: usize,
+    layers: &[Layer<A>],
+    kinds: &[Kind],
+    lefts: &[Lhs<A>],
+) -> Vec<Vec<A>> {
+    let rank = |layer: &Layer<A>| layer.adapter.as_ref().map_or(0, |adapter| adapter.rank);
+    let mut gs: Vec<_> = layers.iter().map(|layer| vec![A::ZERO; rows * rank(layer)]).collect();
+    // The halves of b are lines below each other.
+    let factors: Vec<_> = layers
+        .iter()
+        .zip(kinds)
+        .map(|(layer, kind)| {
+            let adapter = layer.adapter.as_ref()?;
+            Some(Factor::new(*kind, adapter.b, adapter.b.len(), A::ONE, BOTH))
+        })
+        .collect();
+    let targets: Vec<_> = gs.iter_mut().map(|g| Disjoint::new(g)).collect();
+    let mut terms: Vec<Vec<Term<A>>> = Vec::new();
+    let mut shapes = Vec::new();
+    let mut finishes = Vec::new();
+    for (index, layer) in layers.iter().enumerate() {
+        let (Some(adapter), Some(factor)) = (&layer.adapter, &factors[index]) else { continue };
+        let halves = Halves::new(kinds[index], adapter.rank);
+        let rhs = |term| Operand {
+            values: factor.values(),
+            start: term * adapter.b.len(),
+            stride: layer.outer,
+            along_depth: true,
+        };
+        let lhs = &lefts[index];
+        terms.push((0..halves.terms).map(|term| Term { lhs, rhs: rhs(term) }).collect());
+        shapes.push(halves.width());
+        finishes.push(store_halves(halves, adapter.scale, &targets[index]));
+    }
+    let jobs: Vec<_> = terms
+        .iter()
+        .zip(&finishes)
+        .zip(&shapes)
+        .map(|((terms, finish), columns)| Job { rows, columns: *columns, terms, finish })
+        .collect();
+    products(&jobs);
+    drop(jobs);
+    drop(finishes);
+    drop(targets);
+    gs
+}
+
+fn backward_few<T: Element>(
+    rows: usize,
+    inner: usize,
+    x: Option<Values<T::Acc>>,
+    layers: &[Layer<T::Acc>],
+    incoming: &[Incoming<T::Acc>],
+    dx: Option<&mut [T]>,
+) -> Vec<Option<AdapterGradients<T::Acc>>> {
+    let mut scratch = Scratch::new(rows * inner);
+    let x = x.map(|x| widened(x, &mut scratch));
+    let mut total = dx.as_ref().map(|_| Scratch::<T::Acc>::zeros(rows * inner));
+    let mut gradients = Vec::new();
+    for (layer, from) in layers.iter().zip(incoming) {
+        let outer = layer.outer;
+        let mut scratch = Scratch::new(rows * outer);
+        let dy = widened(from.dy, &mut scratch);
+        let mut g = Vec::new();
+        gradients.push(layer.adapter.as_ref().map(|adapter| {
+            let rank = adapter.rank;
+            g = vec![T::Acc::ZERO; rows * rank];
+            dots_of_lines(rows, outer, dy, adapter.b, rank, &mut g);
+            g.iter_mut().for_each(|g| *g *= adapter.scale);
+            let mut da = vec![T::Acc::ZERO; inner * rank];
+            if let Some(x) = x {
+                let mut dropped = Scratch::new(x.len());
+                let x = match &adapter.dropout {
+                    None => x,
+                    Some(dropout) => {
+                        dropped.copy_from_slice(x);
+                        (dropout.mask)(0, &mut dropped);
+                        dropped.iter_mut().for_each(|x| *x *= dropout.kept);
+                        &dropped
+                    }
                 };
-                self.weight.read(start, target);
+                add_outer_products(rows, inner, rank, x, &g, T::Acc::ONE, &mut da);
             }
-            let right = self.right(scratch, depth, columns, stride);
-            let x = Matrix::new(&x[first..], rows, depth, inner);
-            let target = MatrixMut::new(&mut *result, rows, columns, columns);
-            multiply(target, true, x, right, A::ONE, Threads::One);
+            let mut db = vec![T::Acc::ZERO; rank * outer];
+            add_outer_products(rows, rank, outer, from.xa, dy, adapter.scale, &mut db);
+            AdapterGradients { da, db }
+        }));
+        let Some(total) = &mut total else { continue };
+        let mut part = Scratch::new(rows * inner);
+        combine(rows, outer, dy, layer.weight, inner, &mut part);
+        add(total, &part);
+        if let Some(adapter) = &layer.adapter {
+            dots_of_lines(rows, adapter.rank, &g, adapter.a, inner, &mut part);
+            if let Some(dropout) = &adapter.dropout {
+                (dropout.mask)(0, &mut part);
+                part.iter_mut().for_each(|part| *part *= dropout.kept);
+            }
+            add(total, &part);
         }
     }
+    if let Some((dx, total)) = dx.zip(total) {
+        T::narrow(&total, dx);
+    }
+    gradients
+}
+
+/// `out = x·linesᵀ` for a few rows: `x` `(rows, depth)`, `matrix` `(lines, depth)`.
+fn dots_of_lines<A: Real>(
+    rows: usize,
+    depth: usize,
+    x: &[A],
+    matrix: &[A],
+    lines: usize,
+    out: &mut [A],
+) {
+    let out = Disjoint::new(out);
+    let task = OUTPUTS.min(lines.div_ceil(8).max(1));
+    let parallel = rows * depth * lines > PARALLEL_MULTIPLICATIONS;
+    for_each_index(
+        lines.div_ceil(task),
+        parallel,
+        #[inline(always)]
+        |index| {
+            let part = index * task..(index * task + task).min(lines);
+            let count = part.len();
+            let mut sums = [A::ZERO; FEW_ROWS * OUTPUTS];
+            let sums = &mut sums[..rows * count];
+            dots(rows, depth, x, Values::Native(matrix), depth, part.clone(), sums);
+            for row in 0..rows {
+                let start = row * lines + part.start;
+                // SAFETY: every task writes its own columns of each row.
+                let out = unsafe { out.slice(start..start + count) };
+                out.copy_from_slice(&sums[row * count..][..count]);
+            }
+        },
+    );
 }
 
 fn add<A: Real>(out: &mut [A], addend: &[A]) {
-    for (out, addend) in out.iter_mut().zip(addend) {
-        *out += *addend;
-    }
+    vectorize(
+        #[inline(always)]
+        || {
+            for (out, addend) in out.iter_mut().zip(addend) {
+                *out += *addend;
+            }
+        },
+    );
 }
 
-/// `out += scale·leftᵀ·right` with `left` `(rows, a)`, `right` `(rows, b)` and `out` `(a, b)`:
-/// the gradient of a weight. Rows are added in blocks of a fixed size.
-pub(crate) fn outer_products<A: Real>(
+/// `out += scale·leftᵀ·right` for a few rows: `left` `(rows, a)`, `right` `(rows, b)`, `out` `(a, b)`.
+fn add_outer_products<A: Real>(
+    rows: usize,
+    a: usize,
+    b: usize,
+    left: &[A],
+    right: &[A],
+    scale: A,
+    out: &mut [A],
+) {
+    let block = rows_per_task(b);
+    for_each_chunk(
+        out,
+        block * b,
+        #[inline(always)]
+        |index, out| {
+            for (offset, out) in out.chunks_exact_mut(b).enumerate() {
+                for row in 0..rows {
+                    let left = left[row * a + index * block + offset] * scale;
+                    for (out, right) in out.iter_mut().zip(&right[row * b..][..b]) {
+                        *out += left * *right;
+                    }
+                }
+            }
+        },
+    );
+}
+
+/// `out += leftᵀ·right` with `left` `(rows, a)`, `right` `(rows, b)` and `out` `(a, b)`: the gradient
+/// of a weight.
+pub(crate) fn add_weight_gradient<A: Real>(
+    kind: Kind,
     rows: usize,
     a: usize,
     b: usize,
     left: Values<A>,
     right: Values<A>,
-    scale: f64,
     out: &mut [A],
 ) {
-    let scale = A::from_f64(scale);
-    let native = matches!((left, right), (Values::Native(_), Values::Native(_)));
-    let block = if native { rows.max(1) } else { ROW_BLOCK };
-    let (mut left_scratch, mut right_scratch) = (Vec::new(), Vec::new());
-    for first in (0..rows).step_by(block) {
-        let rows = block.min(rows - first);
-        let left = left.block(first * a..(first + rows) * a, &mut left_scratch);
-        let right = right.block(first * b..(first + rows) * b, &mut right_scratch);
-        multiply(
-            MatrixMut::new(out, a, b, b),
-            true,
-            Matrix::new(left, rows, a, a).transpose(),
-            Matrix::new(right, rows, b, b),
-            scale,
-            Threads::All,
-        );
-    }
+    let lhs = Lhs::pack(kind, a, rows, Operand::columns(left, a), None);
+    let out = Disjoint::new(out);
+    let terms = [Term { lhs: &lhs, rhs: Operand::columns(right, b) }];
+    let finish = |mut block: Block<A>| {
+        let columns = block.columns.clone();
+        for (row, sums) in block.rows_mut() {
+            let start = row * b + columns.start;
+            // SAFETY: every block is a part of the result of its own.
+            let out = unsafe { out.slice(start..start + sums.len()) };
+            add(out, sums);
+        }
+    };
+    products(&[Job { rows: a, columns: b, terms: &terms, finish: &finish }]);
 }
 
-/// `out = scale·x·right` for a narrow `right` `(inner, columns)` given whole, or `(columns, inner)`
-/// when `transposed`: the products with the matrices of a LoRA adapter. `x` is `(rows, inner)`.
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn narrow_product<A: Real>(
+/// `out = x·weight` with `x` `(rows, outer)` and `weight` `(outer, inner)`.
+pub(crate) fn input_gradient<T: Element>(
+    kind: Kind,
     rows: usize,
-    inner: usize,
-    columns: usize,
-    x: Values<A>,
-    right: &[A],
-    transposed: bool,
-    scale: A,
-    mask: Option<&Mask<A>>,
-    out: &mut [A],
+    (outer, inner): (usize, usize),
+    dy: Values<T::Acc>,
+    weight: Values<T::Acc>,
+    out: &mut [T],
 ) {
-    let right = if transposed {
-        Matrix::new(right, columns, inner, inner).transpose()
-    } else {
-        Matrix::new(right, inner, columns, columns)
-    };
-    if let (Values::Native(x), None) = (x, mask) {
-        let x = Matrix::new(x, rows, inner, inner);
-        multiply(MatrixMut::new(out, rows, columns, columns), false, x, right, scale, Threads::All);
-        return;
-    }
-    // Enough rows for `gemm` to be worth its call, few enough for all threads to have some.
-    let block = rows_per_task(inner).clamp(16, ROW_BLOCK);
-    for_each_chunk(
-        out,
-        block * columns,
-        #[inline(always)]
-        |index, out| {
-            let rows = out.len() / columns.max(1);
-            let first = index * block;
-            let mut scratch = vec![A::ZERO; rows * inner];
-            x.read(first * inner, &mut scratch);
-            if let Some(mask) = mask {
-                mask(first * inner, &mut scratch);
-            }
-            let x = Matrix::new(&scratch, rows, inner, inner);
-            multiply(
-                MatrixMut::new(out, rows, columns, columns),
-                false,
-                x,
-                right,
-                scale,
-                Threads::One,
-            );
-        },
-    );
+    let lhs = Lhs::pack(kind, rows, outer, Operand::lines(dy, outer), None);
+    let out = Disjoint::new(out);
+    let terms = [Term { lhs: &lhs, rhs: Operand::columns(weight, inner) }];
+    let finish = |block: Block<T::Acc>| store(block, inner, None, &out);
+    products(&[Job { rows, columns: inner, terms: &terms, finish: &finish }]);
 }

@@ -9,13 +9,15 @@
 //! The functions are apart because a frozen weight needs `dx` only.
 
 pub(crate) mod cpu;
+pub(crate) mod few_rows;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Element, Input, Sum, dispatch, zeros};
+use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, zeros};
 use crate::device::{require_cpu, require_dtype, require_rank, require_shape, rows_and_columns};
 use candle_core::{Device, Result, Tensor, bail};
-use cpu::Orientation;
+use cpu::{Incoming, Layer};
+use std::borrow::Cow;
 
 /// `x` with its last dimension replaced.
 pub(crate) fn with_last_dimension(tensor: &Tensor, last: usize) -> Vec<usize> {
@@ -40,21 +42,15 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     let outer = output_size(OPERATION, weight, inner)?;
     let shape = with_last_dimension(x, outer);
     let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
-    let (x, weight) = (x.read(), weight.read());
+    let bias = bias_input(OPERATION, bias, outer)?;
+    let (x, weight, bias) = (x.read(), weight.read(), bias.as_ref().map(Input::read));
     dispatch!(OPERATION, x.dtype(), T => {
-        let bias = read_bias::<T>(OPERATION, bias, outer)?;
-        let mut out = zeros::<T>(rows * outer);
-        let product = cpu::Product {
-            x: x.values()?,
-            weight: weight.values()?,
-            orientation: Orientation::OutputMajor,
-            rows,
-            inner,
-            outer,
-            bias: bias.as_deref(),
-            low_rank: None,
-        };
-        product.run(&mut out);
+        let bias = numbers::<Sum<T>>(&bias)?;
+        let layer =
+            Layer { weight: weight.values()?, outer, bias: bias.as_deref(), adapter: None };
+        let mut out = [buffer::<T>(rows * outer)];
+        cpu::forward(rows, inner, x.values()?, &[layer], &mut out, &mut [Vec::new()]);
+        let [out] = out;
         Tensor::from_vec(out, shape, &Device::Cpu)
     })
 }
@@ -68,26 +64,18 @@ pub fn linear_backward_input(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
     const OPERATION: &str = "linear_backward_input";
     require_cpu(OPERATION, &[dy, weight])?;
     require_rank(OPERATION, "weight", weight, 2, "(out, in)")?;
-    let (rows, inner) = rows_and_columns(OPERATION, "dy", dy)?;
-    let (_, outer) = weight.dims2()?;
-    require_shape(OPERATION, "weight", weight, &[inner, outer])?;
-    let shape = with_last_dimension(dy, outer);
+    let (rows, outer) = rows_and_columns(OPERATION, "dy", dy)?;
+    let (_, inner) = weight.dims2()?;
+    require_shape(OPERATION, "weight", weight, &[outer, inner])?;
+    let shape = with_last_dimension(dy, inner);
     let (dy, weight) = (Input::contiguous(dy)?, Input::contiguous(weight)?);
     let (dy, weight) = (dy.read(), weight.read());
     dispatch!(OPERATION, dy.dtype(), T => {
-        let mut out = zeros::<T>(rows * outer);
-        let product = cpu::Product {
-            x: dy.values()?,
-            weight: weight.values()?,
-            orientation: Orientation::InputMajor,
-            rows,
-            inner,
-            outer,
-            bias: None,
-            low_rank: None,
-        };
-        product.run(&mut out);
-        Tensor::from_vec(out, shape, &Device::Cpu)
+        let layer = Layer { weight: weight.values()?, outer, bias: None, adapter: None };
+        let incoming = Incoming { dy: dy.values()?, xa: &[] };
+        let mut dx = buffer::<T>(rows * inner);
+        cpu::backward(rows, inner, None, &[layer], &[incoming], Some(&mut dx));
+        Tensor::from_vec(dx, shape, &Device::Cpu)
     })
 }
 
@@ -107,7 +95,8 @@ pub fn linear_backward_weight(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     let (x, dy) = (x.read(), dy.read());
     dispatch!(OPERATION, x.dtype(), T => {
         let mut out = zeros::<Sum<T>>(outer * inner);
-        cpu::outer_products(rows, outer, inner, dy.values()?, x.values()?, 1.0, &mut out);
+        let (dy, x) = (dy.values::<Sum<T>>()?, x.values()?);
+        cpu::add_weight_gradient(cpu::kind_of(dy, x), rows, outer, inner, dy, x, &mut out);
         Tensor::from_vec(out, (outer, inner), &Device::Cpu)
     })
 }
@@ -142,15 +131,19 @@ pub(crate) fn output_size(operation: &str, weight: &Tensor, inner: usize) -> Res
     }
 }
 
-/// The bias as numbers of the type sums are kept in.
-pub(crate) fn read_bias<T: Element>(
+/// The bias, checked and made ready to be read.
+pub(crate) fn bias_input(
     operation: &str,
     bias: Option<&Tensor>,
     outer: usize,
-) -> Result<Option<Vec<T::Acc>>> {
+) -> Result<Option<Input>> {
     let Some(bias) = bias else { return Ok(None) };
     require_cpu(operation, &[bias])?;
     require_shape(operation, "bias", bias, &[outer])?;
-    let bias = Input::contiguous(bias)?;
-    Ok(Some(bias.read().values()?.to_vec()))
+    Ok(Some(Input::contiguous(bias)?))
+}
+
+/// The numbers of a tensor that may not be there, as the type that sums are kept in.
+pub(crate) fn numbers<'a, A: Real>(read: &'a Option<Read<'_>>) -> Result<Option<Cow<'a, [A]>>> {
+    read.as_ref().map(|read| Ok(read.values()?.to_cow())).transpose()
 }

@@ -11,5 +11,5 @@ mod tape;
 #[cfg(test)]
 mod tests;
 
-pub use ops::LoraValues;
+pub use ops::{LoraValues, ProjectionValues};
 pub use tape::{GradientSink, ParameterId, Segment, Tape, Value, Weight};

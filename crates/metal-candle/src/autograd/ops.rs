@@ -20,6 +20,53 @@ pub struct LoraValues<'a> {
     pub dropout: Option<lora_linear::Dropout>,
 }
 
+/// One of the linear layers that [`Tape::projections`] computes, as values of the tape.
+pub struct ProjectionValues<'a> {
+    /// `(out, in)`
+    pub weight: &'a Value,
+    /// `(out)`
+    pub bias: Option<&'a Value>,
+    /// The adapter, on a frozen weight.
+    pub lora: Option<LoraValues<'a>>,
+}
+
+/// What the backward pass needs of a projection.
+struct SavedProjection {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    lora: Option<SavedLora>,
+}
+
+struct SavedLora {
+    a: Tensor,
+    b: Tensor,
+    scale: f64,
+    dropout: Option<lora_linear::Dropout>,
+}
+
+impl SavedProjection {
+    fn new(layer: &ProjectionValues<'_>) -> Self {
+        let lora = layer.lora.as_ref().map(|lora| SavedLora {
+            a: lora.a.tensor().clone(),
+            b: lora.b.tensor().clone(),
+            scale: lora.scale,
+            dropout: lora.dropout,
+        });
+        let bias = layer.bias.map(|bias| bias.tensor().clone());
+        Self { weight: layer.weight.tensor().clone(), bias, lora }
+    }
+
+    fn borrow(&self) -> lora_linear::Projection<'_> {
+        let lora = self.lora.as_ref().map(|lora| lora_linear::Lora {
+            a: &lora.a,
+            b: &lora.b,
+            scale: lora.scale,
+            dropout: lora.dropout,
+        });
+        lora_linear::Projection { weight: &self.weight, bias: self.bias.as_ref(), lora }
+    }
+}
+
 impl Tape {
     /// Rows of `table (vocabulary, hidden)` for `ids (batch, seq)`: `(batch, seq, hidden)`.
     pub fn embedding(&self, table: &Value, ids: &Tensor) -> Result<Value> {
@@ -69,26 +116,64 @@ impl Tape {
         }))
     }
 
-    /// `x · weightᵀ + bias + scale · (dropout(x) · a) · b` with a frozen `weight` and `bias`.
-    pub fn lora_linear(
-        &self,
-        x: &Value,
-        weight: &Value,
-        bias: Option<&Value>,
-        lora: &LoraValues<'_>,
-    ) -> Result<Value> {
-        let LoraValues { scale, dropout, .. } = *lora;
-        let (a, b) = (lora.a.tensor().clone(), lora.b.tensor().clone());
-        let path = lora_linear::Lora { a: &a, b: &b, scale, dropout };
-        let (output, xa) =
-            lora_linear::forward(x.tensor(), weight.tensor(), bias.map(Value::tensor), &path)?;
-        let needs_dx = x.needs_gradient();
-        let (saved_x, saved_weight) = (x.tensor().clone(), weight.tensor().clone());
-        Ok(self.record(&[x, lora.a, lora.b], output, move |dy| {
-            let path = lora_linear::Lora { a: &a, b: &b, scale, dropout };
-            let gradients =
-                lora_linear::backward(&saved_x, &saved_weight, &xa, &path, &dy, needs_dx)?;
-            Ok(vec![gradients.dx, Some(gradients.da), Some(gradients.db)])
+    /// Several linear layers of the same `x (.., in)`, which is read once for all:
+    /// `x · weightᵀ + bias`, and where there is an adapter `+ scale · (dropout(x) · a) · b` on a frozen
+    /// `weight` and `bias`.
+    pub fn projections(&self, x: &Value, layers: &[ProjectionValues<'_>]) -> Result<Vec<Value>> {
+        let trained = |layer: &ProjectionValues<'_>| {
+            layer.weight.needs_gradient() || layer.bias.is_some_and(Value::needs_gradient)
+        };
+        if layers.iter().any(trained) {
+            let mut outputs = Vec::with_capacity(layers.len());
+            for layer in layers {
+                outputs.extend(match (&layer.lora, trained(layer)) {
+                    (None, _) => vec![self.linear(x, layer.weight, layer.bias)?],
+                    (Some(_), false) => self.projections(x, std::slice::from_ref(layer))?,
+                    (Some(_), true) => {
+                        return Err(candle_core::Error::msg(
+                            "a linear layer with an adapter has a weight or bias that is trained, \
+                             expected both frozen",
+                        )
+                        .into());
+                    }
+                });
+            }
+            return Ok(outputs);
+        }
+        let projections: Vec<_> = layers.iter().map(SavedProjection::new).collect();
+        let borrowed: Vec<_> = projections.iter().map(SavedProjection::borrow).collect();
+        let outputs = lora_linear::forward_shared(x.tensor(), &borrowed)?;
+        let (outputs, xas): (Vec<_>, Vec<_>) =
+            outputs.into_iter().map(|output| (output.y, output.xa)).unzip();
+        let mut inputs = vec![x];
+        for lora in layers.iter().filter_map(|layer| layer.lora.as_ref()) {
+            inputs.extend([lora.a, lora.b]);
+        }
+        let (needs_dx, saved_x) = (x.needs_gradient(), x.tensor().clone());
+        Ok(self.record_many(&inputs, outputs, move |dys| {
+            // An output that nothing used adds nothing to any gradient.
+            let used = || dys.iter().map(Option::is_some);
+            let mut borrowed = Vec::with_capacity(dys.len());
+            let mut saved_xas = Vec::with_capacity(dys.len());
+            for ((projection, xa), used) in projections.iter().zip(&xas).zip(used()) {
+                if used {
+                    borrowed.push(projection.borrow());
+                    saved_xas.push(xa.as_ref());
+                }
+            }
+            let incoming: Vec<_> = dys.iter().flatten().collect();
+            let found =
+                lora_linear::backward_shared(&saved_x, &borrowed, &saved_xas, &incoming, needs_dx)?;
+            let mut adapters = found.adapters.into_iter();
+            let mut gradients = vec![found.dx];
+            for (projection, used) in projections.iter().zip(used()) {
+                let adapter = if used { adapters.next().flatten() } else { None };
+                if projection.lora.is_some() {
+                    let (da, db) = adapter.unzip();
+                    gradients.extend([da, db]);
+                }
+            }
+            Ok(gradients)
         }))
     }
 

@@ -121,13 +121,21 @@ fn a_small_network_has_the_gradients_of_finite_differences() {
         let frozen = tape.constant(random(&[8, 8], 7));
         let (a, b) = (value(4), value(5));
         let lora = super::LoraValues { a: &a, b: &b, scale: 0.5, dropout: None };
-        let q = tape.lora_linear(&x, &frozen, None, &lora).unwrap();
-        let k = tape.linear(&x, &value(2), Some(&value(3))).unwrap();
+        let other = tape.constant(random(&[8, 8], 8));
+        let layers = [
+            super::ProjectionValues { weight: &frozen, bias: None, lora: Some(lora) },
+            super::ProjectionValues { weight: &other, bias: None, lora: None },
+        ];
+        let [q, v] = tape.projections(&x, &layers).unwrap().try_into().unwrap();
+        let (weight, bias) = (value(2), value(3));
+        let layer = super::ProjectionValues { weight: &weight, bias: Some(&bias), lora: None };
+        let [k] = tape.projections(&x, &[layer]).unwrap().try_into().unwrap();
         let heads = |x: &Value, count: usize| tape.reshape(x, (2, 3, count, 8 / count)).unwrap();
         let q = tape.rope(&heads(&q, 2), &cos, &sin).unwrap();
         let k = tape.rope(&heads(&k, 2), &cos, &sin).unwrap();
         let options = Options { scale: 0.4, softcap: Some(3.0), window: Some(2) };
-        let attended = tape.attention(&q, &k, &k, None, &options).unwrap();
+        let v = heads(&v, 2);
+        let attended = tape.attention(&q, &k, &v, None, &options).unwrap();
         let gated = tape.glu(&heads(&x, 2), &attended, Activation::GeluTanh).unwrap();
         weighted_sum(tape, &gated)
     });

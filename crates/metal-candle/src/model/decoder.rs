@@ -3,7 +3,7 @@
 
 use super::cache::LayerCache;
 use super::config::{Config, NormPlacement, QueryKeyNorm};
-use super::linear::{Linear, weight_as};
+use super::linear::{Linear, forward_shared, weight_as};
 use crate::Result;
 use crate::autograd::{Tape, Value, Weight};
 use candle_core::Tensor;
@@ -301,16 +301,14 @@ impl Attention {
     ) -> Result<Value> {
         let (batch, seq, _) = x.tensor().dims3()?;
         let (query_width, key_width) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-        let (q, k, v) = match &self.projections {
-            QueryKeyValue::Separate { q, k, v } => {
-                (q.forward(tape, x, pass)?, k.forward(tape, x, pass)?, v.forward(tape, x, pass)?)
-            }
+        let [q, k, v] = match &self.projections {
+            QueryKeyValue::Separate { q, k, v } => forward_shared([q, k, v], tape, x, pass)?,
             QueryKeyValue::Fused(qkv) => {
                 let fused = qkv.forward(tape, x, pass)?;
                 let mut parts =
                     tape.split(&fused, &[query_width, key_width, key_width])?.into_iter();
                 match (parts.next(), parts.next(), parts.next()) {
-                    (Some(q), Some(k), Some(v)) => (q, k, v),
+                    (Some(q), Some(k), Some(v)) => [q, k, v],
                     _ => {
                         return Err(candle_core::Error::msg("split gave fewer than 3 parts").into());
                     }
@@ -358,15 +356,13 @@ impl Attention {
 
 impl Mlp {
     fn forward(&self, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
-        let (gate, up) = match &self.projections {
-            GateUp::Separate { gate, up } => {
-                (gate.forward(tape, x, pass)?, up.forward(tape, x, pass)?)
-            }
+        let [gate, up] = match &self.projections {
+            GateUp::Separate { gate, up } => forward_shared([gate, up], tape, x, pass)?,
             GateUp::Fused(gate_up) => {
                 let fused = gate_up.forward(tape, x, pass)?;
                 let mut parts = tape.split(&fused, &[self.width, self.width])?.into_iter();
                 match (parts.next(), parts.next()) {
-                    (Some(gate), Some(up)) => (gate, up),
+                    (Some(gate), Some(up)) => [gate, up],
                     _ => {
                         return Err(candle_core::Error::msg("split gave fewer than 2 parts").into());
                     }

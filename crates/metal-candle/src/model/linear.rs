@@ -2,7 +2,7 @@
 
 use super::Pass;
 use crate::Result;
-use crate::autograd::{LoraValues, Tape, Value, Weight};
+use crate::autograd::{LoraValues, ProjectionValues, Tape, Value, Weight};
 use candle_core::{DType, Tensor};
 use metal_candle_kernels::lora_linear::Dropout;
 use metal_candle_kernels::matmul;
@@ -41,19 +41,8 @@ impl Linear {
     }
 
     pub fn forward(&self, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
-        let dtype = x.tensor().dtype();
-        let weight = weight_as(tape, &self.weight, dtype)?;
-        let bias = self.bias.as_ref().map(|bias| weight_as(tape, bias, dtype)).transpose()?;
-        let Some(lora) = &self.lora else {
-            return tape.linear(x, &weight, bias.as_ref());
-        };
-        let dropout = pass.dropout_seed.filter(|_| lora.dropout > 0.0).map(|seed| Dropout {
-            probability: lora.dropout,
-            seed: crate::random::SplitMix64::stream(seed, lora.stream).next_u64(),
-        });
-        let (a, b) = (tape.weight(&lora.a), tape.weight(&lora.b));
-        let values = LoraValues { a: &a, b: &b, scale: lora.scale, dropout };
-        tape.lora_linear(x, &weight, bias.as_ref(), &values)
+        let [output] = forward_shared([self], tape, x, pass)?;
+        Ok(output)
     }
 
     /// The weight with the adapter added into it, in the weight's dtype; the sum is made in f32.
@@ -67,6 +56,43 @@ impl Linear {
         let update = update.affine(lora.scale, 0.0)?;
         Ok((weight.to_dtype(DType::F32)? + update)?.to_dtype(weight.dtype())?)
     }
+}
+
+/// Several layers that read the same `x`, which is read once for all.
+pub(crate) fn forward_shared<const N: usize>(
+    layers: [&Linear; N],
+    tape: &Tape,
+    x: &Value,
+    pass: &Pass,
+) -> Result<[Value; N]> {
+    let dtype = x.tensor().dtype();
+    let values = layers.iter().map(|layer| {
+        let weight = weight_as(tape, &layer.weight, dtype)?;
+        let bias = layer.bias.as_ref().map(|bias| weight_as(tape, bias, dtype)).transpose()?;
+        let lora = layer.lora.as_ref().map(|lora| (tape.weight(&lora.a), tape.weight(&lora.b)));
+        Ok((weight, bias, lora))
+    });
+    let values = values.collect::<Result<Vec<_>>>()?;
+    let projections: Vec<_> = layers
+        .iter()
+        .zip(&values)
+        .map(|(layer, (weight, bias, factors))| {
+            let lora = layer.lora.as_ref().zip(factors.as_ref()).map(|(lora, (a, b))| {
+                let seed = pass.dropout_seed.filter(|_| lora.dropout > 0.0);
+                let dropout = seed.map(|seed| Dropout {
+                    probability: lora.dropout,
+                    seed: crate::random::SplitMix64::stream(seed, lora.stream).next_u64(),
+                });
+                LoraValues { a, b, scale: lora.scale, dropout }
+            });
+            ProjectionValues { weight, bias: bias.as_ref(), lora }
+        })
+        .collect();
+    let outputs = tape.projections(x, &projections)?;
+    outputs.try_into().map_err(|outputs: Vec<Value>| {
+        let found = outputs.len();
+        candle_core::Error::msg(format!("{N} projections gave {found} outputs")).into()
+    })
 }
 
 /// A weight as a value of the dtype that the activations have.

@@ -5,6 +5,7 @@ use super::parallel::{PARALLEL_CHUNK, for_each_chunk};
 use candle_core::{CpuStorage, DType, WithDType};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use std::borrow::Cow;
 use std::ops::{Neg, Range};
 
 /// A floating-point type that tensors are stored in.
@@ -17,6 +18,8 @@ pub(crate) trait Element: WithDType {
     fn narrow(source: &[Self::Acc], target: &mut [Self]);
     /// The mutable slice as it is, when storage and arithmetic use the same type.
     fn native_mut(slice: &mut [Self]) -> Option<&mut [Self::Acc]>;
+    /// The slice, to be read as the type that sums are kept in.
+    fn values(slice: &[Self]) -> Values<'_, Self::Acc>;
 }
 
 /// The type that sums over `T`s are kept in.
@@ -47,10 +50,16 @@ pub(crate) trait Real: Element<Acc = Self> + Neg<Output = Self> {
     fn tanh(self) -> Self;
     fn erf(self) -> Self;
     fn sqrt(self) -> Self;
+    fn to_f32(self) -> f32;
+    fn from_f32(value: f32) -> Self;
+    fn from_bf16(value: bf16) -> Self;
+    fn from_f16(value: f16) -> Self;
+    /// The number itself: what the other conversions are for numbers that need none.
+    fn itself(value: Self) -> Self;
     /// The numbers of a storage of this type, to be changed.
     fn storage_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
     /// Reads a storage of any float type that is not wider than this one.
-    fn values(storage: &CpuStorage) -> Option<Values<'_, Self>>;
+    fn stored_values(storage: &CpuStorage) -> Option<Values<'_, Self>>;
 }
 
 impl Element for f32 {
@@ -67,6 +76,10 @@ impl Element for f32 {
     fn native_mut(slice: &mut [f32]) -> Option<&mut [f32]> {
         Some(slice)
     }
+    #[inline(always)]
+    fn values(slice: &[f32]) -> Values<'_, f32> {
+        Values::Native(slice)
+    }
 }
 
 impl Element for f64 {
@@ -82,6 +95,10 @@ impl Element for f64 {
     #[inline(always)]
     fn native_mut(slice: &mut [f64]) -> Option<&mut [f64]> {
         Some(slice)
+    }
+    #[inline(always)]
+    fn values(slice: &[f64]) -> Values<'_, f64> {
+        Values::Native(slice)
     }
 }
 
@@ -108,6 +125,10 @@ impl Element for bf16 {
     fn native_mut(_: &mut [bf16]) -> Option<&mut [f32]> {
         None
     }
+    #[inline(always)]
+    fn values(slice: &[bf16]) -> Values<'_, f32> {
+        Values::Bf16(slice)
+    }
 }
 
 impl Element for f16 {
@@ -123,6 +144,10 @@ impl Element for f16 {
     #[inline(always)]
     fn native_mut(_: &mut [f16]) -> Option<&mut [f32]> {
         None
+    }
+    #[inline(always)]
+    fn values(slice: &[f16]) -> Values<'_, f32> {
+        Values::F16(slice)
     }
 }
 
@@ -152,13 +177,33 @@ impl Real for f32 {
     fn sqrt(self) -> f32 {
         f32::sqrt(self)
     }
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn from_f32(value: f32) -> f32 {
+        value
+    }
+    #[inline(always)]
+    fn from_bf16(value: bf16) -> f32 {
+        bf16_to_f32(value)
+    }
+    #[inline(always)]
+    fn from_f16(value: f16) -> f32 {
+        value.to_f32()
+    }
+    #[inline(always)]
+    fn itself(value: f32) -> f32 {
+        value
+    }
     fn storage_mut(storage: &mut CpuStorage) -> Option<&mut [f32]> {
         match storage {
             CpuStorage::F32(values) => Some(values),
             _ => None,
         }
     }
-    fn values(storage: &CpuStorage) -> Option<Values<'_, f32>> {
+    fn stored_values(storage: &CpuStorage) -> Option<Values<'_, f32>> {
         match storage {
             CpuStorage::F32(values) => Some(Values::Native(values)),
             CpuStorage::BF16(values) => Some(Values::Bf16(values)),
@@ -188,13 +233,33 @@ impl Real for f64 {
     fn sqrt(self) -> f64 {
         f64::sqrt(self)
     }
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self as f32
+    }
+    #[inline(always)]
+    fn from_f32(value: f32) -> f64 {
+        f64::from(value)
+    }
+    #[inline(always)]
+    fn from_bf16(value: bf16) -> f64 {
+        f64::from(bf16_to_f32(value))
+    }
+    #[inline(always)]
+    fn from_f16(value: f16) -> f64 {
+        value.to_f64()
+    }
+    #[inline(always)]
+    fn itself(value: f64) -> f64 {
+        value
+    }
     fn storage_mut(storage: &mut CpuStorage) -> Option<&mut [f64]> {
         match storage {
             CpuStorage::F64(values) => Some(values),
             _ => None,
         }
     }
-    fn values(storage: &CpuStorage) -> Option<Values<'_, f64>> {
+    fn stored_values(storage: &CpuStorage) -> Option<Values<'_, f64>> {
         match storage {
             CpuStorage::F64(values) => Some(Values::Native(values)),
             CpuStorage::F32(values) => Some(Values::F32(values)),
@@ -246,6 +311,12 @@ pub(crate) enum Values<'a, A> {
 }
 
 impl<'a, A: Real> Values<'a, A> {
+    /// The numbers from `start` on; none when there is nothing there.
+    #[inline(always)]
+    pub(crate) fn from(self, start: usize) -> Values<'a, A> {
+        self.slice(start.min(self.len())..self.len())
+    }
+
     #[inline(always)]
     pub(crate) fn slice(self, range: Range<usize>) -> Values<'a, A> {
         match self {
@@ -297,6 +368,14 @@ impl<'a, A: Real> Values<'a, A> {
                 });
                 scratch
             }
+        }
+    }
+
+    /// All numbers: borrowed when they are stored as `A`, else converted.
+    pub(crate) fn to_cow(self) -> Cow<'a, [A]> {
+        match self {
+            Values::Native(values) => Cow::Borrowed(values),
+            _ => Cow::Owned(self.to_vec()),
         }
     }
 

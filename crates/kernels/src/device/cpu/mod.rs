@@ -2,9 +2,10 @@
 //! tensor's storage, matrix products, parallel loops, and the instruction set they run with.
 
 mod element;
-mod matrix;
+pub(crate) mod gemm;
 mod parallel;
-mod simd;
+pub(crate) mod scratch;
+pub(crate) mod simd;
 
 use candle_core::{
     CpuStorage, DType, InplaceOp1, InplaceOp2, Layout, Result, Storage, StorageRef, Tensor,
@@ -15,7 +16,6 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 pub(crate) use element::{Element, Real, Sum, Values, buffer, dot, sum, zeros};
-pub(crate) use matrix::{Matrix, MatrixMut, Threads, multiply};
 pub(crate) use parallel::{
     Disjoint, PARALLEL_CHUNK, for_each_chunk, for_each_chunk2, for_each_index, rows_per_task,
 };
@@ -134,7 +134,7 @@ pub(crate) fn contiguous_values<'a, A: Real>(
 
 pub(crate) fn storage_values<A: Real>(storage: &CpuStorage) -> Result<Values<'_, A>> {
     use candle_core::backend::BackendStorage;
-    match A::values(storage) {
+    match A::stored_values(storage) {
         Some(values) => Ok(values),
         None => bail!(
             "metal-candle-kernels: a {:?} tensor cannot be combined with tensors computed in {:?}",

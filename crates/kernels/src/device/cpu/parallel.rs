@@ -391,7 +391,11 @@ mod tests {
                 scope.spawn(|| {
                     on_threads(4, || {
                         for _ in 0..100 {
-                            run(8, |_| run(8, |_| drop(total.fetch_add(1, Ordering::Relaxed))));
+                            run(8, |_| {
+                                run(8, |_| {
+                                    total.fetch_add(1, Ordering::Relaxed);
+                                })
+                            });
                         }
                     })
                 });
@@ -425,7 +429,11 @@ mod tests {
             });
             assert!(result.is_err());
             let ran = AtomicU32::new(0);
-            on_threads(3, || run(64, |_| drop(ran.fetch_add(1, Ordering::Relaxed))));
+            on_threads(3, || {
+                run(64, |_| {
+                    ran.fetch_add(1, Ordering::Relaxed);
+                })
+            });
             assert_eq!(ran.into_inner(), 64);
         }
     }

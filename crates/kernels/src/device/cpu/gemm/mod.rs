@@ -1,0 +1,202 @@
+//! Matrix products on the CPU, with several terms added up in one pass over the result and a last
+//! step that sees every part of it while it is in the cache.
+//!
+//! ```text
+//! result (rows, columns) = Σ_terms lhs (rows, depth) · rhs (depth, columns)
+//! ```
+//!
+//! Left sides are packed once, whole, and may be shared by products; right sides (the weights) stay
+//! as they are stored and are packed a block at a time, next to their use. bf16 by bf16 is multiplied
+//! as such where the machine can; everything else in the type that sums are kept in. The order of a
+//! sum follows from its terms alone.
+
+mod kernels;
+mod pack;
+#[cfg(test)]
+mod tests;
+
+use super::element::Real;
+use super::parallel::run;
+use super::scratch::Scratch;
+use kernels::{PANEL, Panel, SPARE_ROWS};
+use std::ops::Range;
+
+pub(crate) use kernels::Kind;
+pub(crate) use pack::{Change, Lhs, Operand, Panels};
+
+/// Rows of a task at most: their packed block stays in the second cache.
+const ROWS: usize = 512;
+/// Columns of a task.
+const COLUMNS: usize = 64;
+
+/// One product of a sum.
+#[derive(Clone, Copy)]
+pub(crate) struct Term<'a, A> {
+    pub lhs: &'a Lhs<A>,
+    pub rhs: Operand<'a, A>,
+}
+
+/// A part of a result.
+pub(crate) struct Block<'a, A> {
+    pub rows: Range<usize>,
+    pub columns: Range<usize>,
+    /// The sums, `stride` numbers to a row.
+    pub sums: &'a mut [A],
+    pub stride: usize,
+}
+
+impl<A> Block<'_, A> {
+    /// The sums of each row, with the row's number.
+    #[inline(always)]
+    pub(crate) fn rows_mut(&mut self) -> impl Iterator<Item = (usize, &mut [A])> {
+        let width = self.columns.len();
+        self.rows.clone().zip(self.sums.chunks_mut(self.stride).map(move |sums| &mut sums[..width]))
+    }
+}
+
+/// A product to be computed, and what becomes of it.
+pub(crate) struct Job<'a, A> {
+    pub rows: usize,
+    pub columns: usize,
+    pub terms: &'a [Term<'a, A>],
+    /// Called once for every part of the result, on any thread.
+    pub finish: &'a (dyn Fn(Block<A>) + Sync),
+}
+
+impl<A: Real> Job<'_, A> {
+    /// Rows and columns of a task, from the shape alone.
+    fn task_size(&self) -> (usize, usize) {
+        const ENOUGH_TASKS: usize = 8;
+        let columns = if self.columns >= 8 * COLUMNS { COLUMNS } else { PANEL };
+        let tasks = self.columns.div_ceil(columns);
+        let mut rows = self.rows.clamp(1, ROWS);
+        while tasks * self.rows.div_ceil(rows) < ENOUGH_TASKS && rows > 2 * PANEL {
+            rows = rows.div_ceil(2).next_multiple_of(PANEL);
+        }
+        (rows, columns)
+    }
+
+    fn tasks(&self) -> usize {
+        let (rows, columns) = self.task_size();
+        self.rows.div_ceil(rows) * self.columns.div_ceil(columns)
+    }
+
+    fn run_task(&self, task: usize) {
+        let (rows, columns) = self.task_size();
+        let across = self.columns.div_ceil(columns);
+        let (row, column) = (task / across * rows, task % across * columns);
+        let rows = row..(row + rows).min(self.rows);
+        let columns = column..(column + columns).min(self.columns);
+        let stride = sum_stride(columns.len());
+        let mut sums = Scratch::new(sum_count(rows.len(), stride));
+        add_terms(self.terms, rows.clone(), columns.clone(), &mut sums, stride);
+        (self.finish)(Block { rows, columns, sums: &mut sums, stride });
+    }
+}
+
+/// Numbers from one row of sums to the next.
+pub(crate) fn sum_stride(columns: usize) -> usize {
+    columns.next_multiple_of(PANEL)
+}
+
+/// Numbers that the sums of so many rows need.
+pub(crate) fn sum_count(rows: usize, stride: usize) -> usize {
+    (rows + SPARE_ROWS) * stride
+}
+
+/// Computes the products in one parallel loop.
+pub(crate) fn products<A: Real>(jobs: &[Job<A>]) {
+    match jobs {
+        [job] => run(job.tasks(), |task| job.run_task(task)),
+        _ => run(jobs.iter().map(Job::tasks).sum(), |mut task| {
+            for job in jobs {
+                if task < job.tasks() {
+                    return job.run_task(task);
+                }
+                task -= job.tasks();
+            }
+        }),
+    }
+}
+
+/// `sums = lhs·rhs` for some rows and columns, or added to them when `accumulate`, on this thread.
+/// The columns begin with a panel; `sums` has [`sum_count`] numbers, and what is beyond the rows and
+/// columns in it is overwritten.
+pub(crate) fn multiply<A: Real>(
+    lhs: &Lhs<A>,
+    rows: Range<usize>,
+    rhs: &Panels<A>,
+    columns: Range<usize>,
+    sums: &mut [A],
+    stride: usize,
+    accumulate: bool,
+) {
+    assert!(lhs.kind == rhs.kind && lhs.blocks == rhs.blocks && columns.start % PANEL == 0);
+    assert!(rows.end <= lhs.rows && columns.end <= rhs.lines);
+    assert!(sums.len() >= sum_count(rows.len(), stride) && stride >= sum_stride(columns.len()));
+    for block in 0..lhs.blocks.count() {
+        for line in columns.clone().step_by(PANEL) {
+            let panel = Panel {
+                words: lhs.blocks.words(block).len(),
+                rows: rows.len(),
+                lhs: lhs.data[lhs.place(block, rows.start)..].as_ptr(),
+                rhs: rhs.data[rhs.place(block, line)..].as_ptr(),
+                sums: sums[line - columns.start..].as_mut_ptr(),
+                stride,
+                first: block == 0 && !accumulate,
+            };
+            // SAFETY: both sides were packed for this kind and these blocks, the left one with its
+            // spare rows; the sums have spare rows as asserted.
+            unsafe { panel.multiply(lhs.kind) };
+        }
+    }
+    if lhs.blocks.count() == 0 && !accumulate {
+        sums.fill(A::ZERO);
+    }
+}
+
+/// Sets a part of the sum of the terms, on this thread. `sums` has [`sum_count`] numbers.
+pub(crate) fn add_terms<A: Real>(
+    terms: &[Term<A>],
+    rows: Range<usize>,
+    columns: Range<usize>,
+    sums: &mut [A],
+    stride: usize,
+) {
+    assert!(sums.len() >= sum_count(rows.len(), stride) && stride >= sum_stride(columns.len()));
+    let mut first = true;
+    for Term { lhs, rhs } in terms {
+        assert!(rows.end <= lhs.rows);
+        for block in 0..lhs.blocks.count() {
+            let words = lhs.blocks.words(block);
+            let mut panels = Scratch::new(columns.len().div_ceil(PANEL) * PANEL * words.len());
+            pack::pack_panels(
+                lhs.kind,
+                *rhs,
+                lhs.depth,
+                columns.clone(),
+                words.clone(),
+                &mut panels,
+            );
+            let left = &lhs.data[lhs.place(block, rows.start)..];
+            for (panel, right) in panels.chunks_exact(words.len() * PANEL).enumerate() {
+                let panel = Panel {
+                    words: words.len(),
+                    rows: rows.len(),
+                    lhs: left.as_ptr(),
+                    rhs: right.as_ptr(),
+                    sums: sums[panel * PANEL..].as_mut_ptr(),
+                    stride,
+                    first,
+                };
+                // SAFETY: the left side was packed with its spare rows, for this kind, which
+                // `Kind::for_bf16` found on this machine; the sums have spare rows as asserted.
+                unsafe { panel.multiply(lhs.kind) };
+            }
+            first = false;
+        }
+    }
+    if first {
+        sums.fill(A::ZERO);
+    }
+}

@@ -1,0 +1,117 @@
+use super::*;
+use crate::device::cpu::element::Values;
+use half::bf16;
+use std::sync::Mutex;
+
+/// Small whole numbers, exact in every type and sum.
+fn number(index: usize) -> f32 {
+    ((index * 7919 + 13) % 17) as f32 - 8.0
+}
+
+fn product<A: Real>(
+    kind: Kind,
+    (rows, depth, columns): (usize, usize, usize),
+    lhs: Operand<A>,
+    rhs: Operand<A>,
+) -> Vec<f64> {
+    let lhs = Lhs::pack(kind, rows, depth, lhs, None);
+    let out = Mutex::new(vec![f64::NAN; rows * columns]);
+    let finish = |mut block: Block<A>| {
+        let mut out = out.lock().unwrap();
+        let first = block.columns.start;
+        for (row, sums) in block.rows_mut() {
+            for (column, sum) in sums.iter().enumerate() {
+                out[row * columns + first + column] = sum.to_f64();
+            }
+        }
+    };
+    products(&[Job { rows, columns, terms: &[Term { lhs: &lhs, rhs }], finish: &finish }]);
+    out.into_inner().unwrap()
+}
+
+fn kinds() -> Vec<Kind> {
+    let mut kinds = vec![Kind::Plain];
+    #[cfg(target_arch = "x86_64")]
+    {
+        use crate::device::cpu::simd::{Level, level};
+        if level() >= Level::Avx512Bf16 {
+            kinds.push(Kind::Pairs);
+        }
+        if level() >= Level::Amx {
+            kinds.push(Kind::Tiles);
+        }
+    }
+    kinds
+}
+
+#[test]
+fn every_kind_and_orientation_gives_the_exact_product() {
+    for (rows, depth, columns) in [
+        (1, 1, 1),
+        (5, 3, 7),
+        (12, 16, 32),
+        (13, 17, 33),
+        (33, 257, 31),
+        (70, 1000, 65),
+        (600, 40, 20),
+        (16, 700, 600),
+    ] {
+        let left: Vec<f32> = (0..rows * depth).map(number).collect();
+        let right: Vec<f32> = (0..depth * columns).map(|i| number(i + 5)).collect();
+        let transposed = |data: &[f32], rows: usize, columns: usize| -> Vec<f32> {
+            (0..rows * columns).map(|i| data[i % rows * columns + i / rows]).collect()
+        };
+        let mut exact = vec![0.0; rows * columns];
+        for row in 0..rows {
+            for k in 0..depth {
+                for column in 0..columns {
+                    exact[row * columns + column] +=
+                        f64::from(left[row * depth + k]) * f64::from(right[k * columns + column]);
+                }
+            }
+        }
+        let left_columns = transposed(&left, rows, depth);
+        let right_lines = transposed(&right, depth, columns);
+        let half = |data: &[f32]| data.iter().map(|x| bf16::from_f32(*x)).collect::<Vec<_>>();
+        let halves = [half(&left), half(&left_columns), half(&right_lines), half(&right)];
+        for kind in kinds() {
+            for stored_as_bf16 in [false, true] {
+                let [a, b, c, d]: [Values<f32>; 4] = if stored_as_bf16 {
+                    [0, 1, 2, 3].map(|i| Values::Bf16(&halves[i]))
+                } else {
+                    [&left, &left_columns, &right_lines, &right].map(|x| Values::Native(&x[..]))
+                };
+                for lhs in [Operand::lines(a, depth), Operand::columns(b, rows)] {
+                    for rhs in [Operand::lines(c, depth), Operand::columns(d, columns)] {
+                        let result = product(kind, (rows, depth, columns), lhs, rhs);
+                        assert_eq!(result, exact, "{kind:?} {rows} {depth} {columns}");
+                    }
+                }
+            }
+        }
+        let wide = |data: &[f32]| data.iter().map(|x| f64::from(*x)).collect::<Vec<_>>();
+        let (left, right) = (wide(&left), wide(&right));
+        let lhs = Operand::lines(Values::Native(&left), depth);
+        let rhs = Operand::columns(Values::Native(&right), columns);
+        assert_eq!(product::<f64>(Kind::Plain, (rows, depth, columns), lhs, rhs), exact);
+    }
+}
+
+#[test]
+fn terms_add_up_and_no_term_is_zero() {
+    let ones = vec![1f32; 40 * 40];
+    let operand = Operand::lines(Values::Native(&ones), 40);
+    let lhs = Lhs::pack(Kind::Plain, 40, 40, operand, None);
+    let twice = Lhs::pack(Kind::Plain, 40, 40, operand, Some(&|_, row| row.fill(2.0)));
+    let (stride, mut seen) = (sum_stride(40), Vec::new());
+    for terms in [
+        vec![],
+        vec![Term { lhs: &lhs, rhs: operand }],
+        vec![Term { lhs: &lhs, rhs: operand }, Term { lhs: &twice, rhs: operand }],
+    ] {
+        let mut sums = vec![f32::NAN; sum_count(40, stride)];
+        add_terms(&terms, 0..40, 0..40, &mut sums, stride);
+        seen.push(sums[39 * stride + 39]);
+    }
+    assert_eq!(seen, [0.0, 40.0, 120.0]);
+}

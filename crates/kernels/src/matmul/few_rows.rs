@@ -1,0 +1,200 @@
+//! Products of a few rows with a matrix: one pass over the matrix, bound by memory.
+
+use crate::device::cpu::{Real, Values};
+use std::ops::Range;
+
+/// Up to this many rows a pass over the weight as it is stored beats packing it.
+pub(crate) const FEW_ROWS: usize = 4;
+
+/// Partial sums of a dot product.
+const LANES: usize = 32;
+
+/// Runs `$body` with `$slice` the stored numbers of `$values` and `$widen` their conversion.
+macro_rules! with_stored {
+    ($values:expr, $real:ident, ($slice:ident, $widen:ident) => $body:expr) => {
+        match $values {
+            Values::Native($slice) => {
+                let $widen = $real::itself;
+                $body
+            }
+            Values::F32($slice) => {
+                let $widen = $real::from_f32;
+                $body
+            }
+            Values::Bf16($slice) => {
+                let $widen = $real::from_bf16;
+                $body
+            }
+            Values::F16($slice) => {
+                let $widen = $real::from_f16;
+                $body
+            }
+        }
+    };
+}
+
+/// `out[row][line] = Σ_k x[row][k]·matrix[line][k]` for some lines of a matrix whose lines start
+/// `stride` apart: `x` `(rows, depth)`, `out` `(rows, lines.len())`.
+#[inline(always)]
+pub(crate) fn dots<A: Real>(
+    rows: usize,
+    depth: usize,
+    x: &[A],
+    matrix: Values<A>,
+    stride: usize,
+    lines: Range<usize>,
+    out: &mut [A],
+) {
+    with_stored!(matrix, A, (matrix, widen) => {
+        let line = |index: usize| &matrix[(lines.start + index) * stride..][..depth];
+        for row in 0..rows {
+            let x = &x[row * depth..][..depth];
+            let out = &mut out[row * lines.len()..][..lines.len()];
+            let mut fours = out.chunks_exact_mut(4);
+            let mut index = 0;
+            for out in &mut fours {
+                let lines = [line(index), line(index + 1), line(index + 2), line(index + 3)];
+                out.copy_from_slice(&dot_lines(lines, x, widen));
+                index += 4;
+            }
+            for out in fours.into_remainder() {
+                *out = dot_lines([line(index)], x, widen)[0];
+                index += 1;
+            }
+        }
+    });
+}
+
+/// The dot products of some lines with `x`, each in an order given by the length alone.
+#[inline(always)]
+fn dot_lines<A: Real, S: Copy, const N: usize>(
+    lines: [&[S]; N],
+    x: &[A],
+    widen: impl Fn(S) -> A + Copy,
+) -> [A; N] {
+    let whole = x.len() / LANES * LANES;
+    let lines = lines.map(|line| &line[..x.len()]);
+    let mut sums = [[A::ZERO; LANES]; N];
+    for start in (0..whole).step_by(LANES) {
+        let x = &x[start..start + LANES];
+        for (sums, line) in sums.iter_mut().zip(&lines) {
+            let line = &line[start..start + LANES];
+            for lane in 0..LANES {
+                sums[lane] += x[lane] * widen(line[lane]);
+            }
+        }
+    }
+    let mut out = [A::ZERO; N];
+    for ((out, mut sums), line) in out.iter_mut().zip(sums).zip(&lines) {
+        let mut tail = A::ZERO;
+        for (x, line) in x[whole..].iter().zip(&line[whole..]) {
+            tail += *x * widen(*line);
+        }
+        let mut width = LANES / 2;
+        while width > 0 {
+            for lane in 0..width {
+                let other = sums[lane + width];
+                sums[lane] += other;
+            }
+            width /= 2;
+        }
+        *out = sums[0] + tail;
+    }
+    out
+}
+
+/// `out[row][column] += Σ_k x[row][k]·matrix[k][column]` for some columns of a matrix `width` wide:
+/// `x` `(rows, depth)`, `out` `(rows, columns.len())`.
+#[inline(always)]
+pub(crate) fn add_combinations<A: Real>(
+    rows: usize,
+    depth: usize,
+    x: &[A],
+    matrix: Values<A>,
+    width: usize,
+    columns: Range<usize>,
+    out: &mut [A],
+) {
+    with_stored!(matrix, A, (matrix, widen) => {
+        for row in 0..rows {
+            let x = &x[row * depth..][..depth];
+            let out = &mut out[row * columns.len()..][..columns.len()];
+            let line = |k: usize| &matrix[k * width + columns.start..k * width + columns.end];
+            match columns.len() {
+                4 => add_lines_fixed::<A, _, 4>(x, line, widen, out),
+                8 => add_lines_fixed::<A, _, 8>(x, line, widen, out),
+                16 => add_lines_fixed::<A, _, 16>(x, line, widen, out),
+                32 => add_lines_fixed::<A, _, 32>(x, line, widen, out),
+                64 => add_lines_fixed::<A, _, 64>(x, line, widen, out),
+                128 => add_lines_fixed::<A, _, 128>(x, line, widen, out),
+                _ => add_lines(x, line, widen, out),
+            }
+        }
+    });
+}
+
+#[inline(always)]
+fn add_lines_fixed<'a, A: Real, S: Copy + 'a, const N: usize>(
+    x: &[A],
+    line: impl Fn(usize) -> &'a [S],
+    widen: impl Fn(S) -> A + Copy,
+    out: &mut [A],
+) {
+    let mut sums = [A::ZERO; N];
+    add_lines(x, |k| &line(k)[..N], widen, &mut sums);
+    for (out, sum) in out.iter_mut().zip(&sums) {
+        *out += *sum;
+    }
+}
+
+#[inline(always)]
+fn add_lines<'a, A: Real, S: Copy + 'a>(
+    x: &[A],
+    line: impl Fn(usize) -> &'a [S],
+    widen: impl Fn(S) -> A + Copy,
+    out: &mut [A],
+) {
+    let whole = x.len() / 4 * 4;
+    for k in (0..whole).step_by(4) {
+        let (a, b, c, d) = (line(k), line(k + 1), line(k + 2), line(k + 3));
+        let lines = a.iter().zip(b).zip(c).zip(d);
+        for (out, (((a, b), c), d)) in out.iter_mut().zip(lines) {
+            let first = x[k] * widen(*a) + x[k + 1] * widen(*b);
+            let second = x[k + 2] * widen(*c) + x[k + 3] * widen(*d);
+            *out += first + second;
+        }
+    }
+    for k in whole..x.len() {
+        for (out, a) in out.iter_mut().zip(line(k)) {
+            *out += x[k] * widen(*a);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_size_gives_the_exact_product() {
+        for (rows, depth, width) in [(1, 0, 3), (1, 1, 1), (2, 33, 5), (3, 70, 8), (4, 128, 130)] {
+            let number = |i: usize| ((i * 31 + 7) % 13) as f64 - 6.0;
+            let x: Vec<f64> = (0..rows * depth).map(number).collect();
+            let matrix: Vec<f64> = (0..depth * width).map(|i| number(i + 3)).collect();
+            let mut by_lines = vec![f64::NAN; rows * width];
+            dots(rows, depth, &x, Values::Native(&matrix), depth, 0..width, &mut by_lines);
+            let mut by_columns = vec![1.0; rows * width];
+            let values = Values::Native(&matrix[..]);
+            add_combinations(rows, depth, &x, values, width, 0..width, &mut by_columns);
+            for row in 0..rows {
+                for column in 0..width {
+                    let x = &x[row * depth..][..depth];
+                    let line: f64 = (0..depth).map(|k| x[k] * matrix[column * depth + k]).sum();
+                    assert_eq!(by_lines[row * width + column], line);
+                    let across: f64 = (0..depth).map(|k| x[k] * matrix[k * width + column]).sum();
+                    assert_eq!(by_columns[row * width + column], 1.0 + across);
+                }
+            }
+        }
+    }
+}
