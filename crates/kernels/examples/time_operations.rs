@@ -6,7 +6,7 @@
 //! ```
 
 use candle_core::{DType, Device, Result, Tensor};
-use metal_candle_kernels::{glu, layer_norm, rms_norm, rope, softmax};
+use metal_candle_kernels::{adamw, cross_entropy, glu, layer_norm, rms_norm, rope, softmax};
 use std::time::{Duration, Instant};
 
 fn time(name: &str, mut call: impl FnMut() -> Result<()>) -> Result<()> {
@@ -21,6 +21,46 @@ fn time(name: &str, mut call: impl FnMut() -> Result<()>) -> Result<()> {
     }
     times.sort_by(f64::total_cmp);
     println!("{name:60} {:10.2} {:10.2}", times[0], times[times.len() / 2]);
+    Ok(())
+}
+
+/// The optimiser over 10 million parameters, and one pass over its bytes for comparison.
+fn time_adamw() -> Result<()> {
+    let n = 10_000_000;
+    let random = || Tensor::randn(0f32, 1.0, n, &Device::Cpu);
+    let (params, grads, m) = (random()?, random()?, random()?);
+    let v = random()?.sqr()?;
+    let options = adamw::Options {
+        learning_rate: 1e-6,
+        beta1: 0.9,
+        beta2: 0.999,
+        epsilon: 1e-8,
+        weight_decay: 0.01,
+    };
+    time("adamw norm 10M", || adamw::norm(&grads).map(drop))?;
+    time("adamw step 10M", || adamw::step(&params, &grads, &m, &v, 9, 1.0, n, &options))?;
+    time("adamw clipped_step 10M", || {
+        adamw::clipped_step(&params, &grads, &m, &v, 9, Some(1.0), n, &options).map(drop)
+    })?;
+    time("adamw fill_zero 10M", || adamw::fill_zero(&grads))?;
+    time("adamw accumulate 10M", || adamw::accumulate(&params, &grads, 1.0))
+}
+
+/// The rows of the head's cross entropy: the head itself has one input, so that it costs little.
+fn time_cross_entropy() -> Result<()> {
+    let hidden = Tensor::randn(0f32, 1.0, (64, 1), &Device::Cpu)?;
+    let weight = Tensor::randn(0f32, 1.0, (49152, 1), &Device::Cpu)?;
+    let targets = Tensor::zeros(64, DType::U32, &Device::Cpu)?;
+    for (name, softcap, need) in [
+        ("cross_entropy (64, 49152) loss only", None, false),
+        ("cross_entropy (64, 49152)", None, true),
+        ("cross_entropy (64, 49152) softcap", Some(30.0), true),
+    ] {
+        let options = cross_entropy::Options { softcap, logit_scale: 1.0, chunk: 64 };
+        time(name, || {
+            cross_entropy::forward(&hidden, &weight, &targets, &options, need, false).map(drop)
+        })?;
+    }
     Ok(())
 }
 
@@ -63,7 +103,7 @@ fn main() -> Result<()> {
                 glu::forward(&x, &dy, activation).map(drop)
             })?;
             time(&name(&format!("glu {activation:?} backward")), || {
-                glu::backward(&x, &dy, activation, &dsum).map(drop)
+                glu::backward(&x, &dy, activation, &dsum, true, true).map(drop)
             })?;
         }
         let heads = x.reshape((4, 16, 16, 64))?;
@@ -71,5 +111,6 @@ fn main() -> Result<()> {
         let (cos, sin) = (angles.cos()?, angles.sin()?);
         time(&name("rope"), || rope::forward(&heads, &cos, &sin).map(drop))?;
     }
-    Ok(())
+    time_cross_entropy()?;
+    time_adamw()
 }

@@ -4,6 +4,7 @@
 mod element;
 mod matrix;
 mod parallel;
+mod record;
 mod simd;
 
 use candle_core::{
@@ -21,6 +22,8 @@ pub(crate) use matrix::{Matrix, MatrixMut, Threads, multiply};
 pub(crate) use parallel::{
     Disjoint, PARALLEL_CHUNK, for_each_chunk, for_each_chunk2, for_each_index, rows_per_task,
 };
+
+pub(crate) use record::{record1, record2, record3};
 
 /// Runs `$body` with the type `$element` standing for the stored type of dtype `$dtype`.
 macro_rules! dispatch {
@@ -68,6 +71,14 @@ impl Input {
         }
     }
 
+    /// Copies only when the rows don't lie at one distance from each other: see [`collapsed_rows`].
+    pub(crate) fn collapsed_rows(tensor: &Tensor) -> Result<Input> {
+        match collapsed_rows(tensor.layout()) {
+            Some(_) => Ok(Input(tensor.detach())),
+            None => Self::contiguous(tensor),
+        }
+    }
+
     pub(crate) fn read(&self) -> Read<'_> {
         let (storage, layout) = self.0.storage_and_layout();
         Read { storage, layout }
@@ -103,6 +114,11 @@ impl Read<'_> {
     pub(crate) fn values<A: Real>(&self) -> Result<Values<'_, A>> {
         let (start, end) = contiguous_range(self.layout)?;
         Ok(storage_values(self.cpu()?)?.slice(start..end))
+    }
+
+    /// The whole storage, to be read through the layout's offset and strides.
+    pub(crate) fn storage_slice<T: WithDType>(&self) -> Result<&[T]> {
+        self.cpu()?.as_slice()
     }
 
     /// The whole storage, to be read as `A` through the layout's offset and strides.
