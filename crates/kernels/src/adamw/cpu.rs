@@ -33,15 +33,27 @@ impl Update {
     }
 }
 
+/// The gradients of a step.
+pub(super) enum Gradients<'a, A> {
+    /// They stay as they are.
+    Kept(&'a [A]),
+    /// They are zero afterwards.
+    Cleared(&'a mut [A]),
+}
+
 pub(super) fn step<A: Real>(
     update: &Update,
     params: &mut [A],
-    grads: &[A],
+    grads: Gradients<A>,
     m: &mut [A],
     v: &mut [A],
 ) {
     let count = params.len();
     let (params, m, v) = (Disjoint::new(params), Disjoint::new(m), Disjoint::new(v));
+    let (kept, cleared) = match grads {
+        Gradients::Kept(grads) => (grads, None),
+        Gradients::Cleared(grads) => (&[][..], Some(Disjoint::new(grads))),
+    };
     for_each_index(
         count.div_ceil(PARALLEL_CHUNK),
         true,
@@ -55,12 +67,23 @@ pub(super) fn step<A: Real>(
                 let (params, m, v) = unsafe {
                     (params.slice(range.clone()), m.slice(range.clone()), v.slice(range.clone()))
                 };
-                step_chunk(update, A::from_f64(decay), params, &grads[range], m, v);
+                let decay = A::from_f64(decay);
+                match &cleared {
+                    None => step_chunk(update, decay, params, &kept[range], m, v),
+                    Some(grads) => {
+                        // SAFETY: as above.
+                        let grads = unsafe { grads.slice(range) };
+                        step_chunk(update, decay, params, grads, m, v);
+                        // While they are in the cache.
+                        grads.fill(A::ZERO);
+                    }
+                }
             }
         },
     );
 }
 
+#[inline(always)]
 fn step_chunk<A: Real>(
     update: &Update,
     decay: A,
@@ -90,11 +113,15 @@ pub(super) fn norm(grads: Values<f64>) -> f64 {
         1,
         #[inline(always)]
         |index, part| {
-            let start = index * PARALLEL_CHUNK;
-            let end = (start + PARALLEL_CHUNK).min(grads.len());
-            let mut scratch = Vec::new();
-            let values = grads.block(start..end, &mut scratch);
-            part[0] = dot(values, values);
+            let end = ((index + 1) * PARALLEL_CHUNK).min(grads.len());
+            let mut block = [0f64; 512];
+            part[0] = 0.0;
+            for start in (index * PARALLEL_CHUNK..end).step_by(block.len()) {
+                let count = (end - start).min(block.len());
+                let block = &mut block[..count];
+                grads.read(start, block);
+                part[0] += dot(block, block);
+            }
         },
     );
     parts.iter().sum::<f64>().sqrt()
@@ -113,5 +140,14 @@ pub(super) fn accumulate<A: Real>(dst: &mut [A], src: Values<A>, scale: A) {
                 *dst += scale * *src;
             }
         },
+    );
+}
+
+pub(super) fn fill_zero<A: Real>(dst: &mut [A]) {
+    for_each_chunk(
+        dst,
+        PARALLEL_CHUNK,
+        #[inline(always)]
+        |_, dst| dst.fill(A::ZERO),
     );
 }

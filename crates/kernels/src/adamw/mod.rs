@@ -51,37 +51,94 @@ pub fn step(
     options: &Options,
 ) -> Result<()> {
     const OPERATION: &str = "adamw::step";
-    require_cpu(OPERATION, &[params, grads, m, v])?;
-    require_rank(OPERATION, "params", params, 1, "(n)")?;
+    check(OPERATION, [params, grads, m, v], step, decayed)?;
+    let update = cpu::Update::new(step, grad_scale, decayed, options);
+    match params.dtype() {
+        DType::F64 => step_in::<f64>(OPERATION, params, grads, m, v, &update),
+        _ => step_in::<f32>(OPERATION, params, grads, m, v, &update),
+    }
+}
+
+/// [`norm`] of the gradients, then one [`step`] with them scaled to a norm of at most `max_norm`, as
+/// `torch.nn.utils.clip_grad_norm_` does it. Afterwards the gradients are zero, which is cheaper here
+/// than later. Returns the norm before clipping; when that isn't finite, no step is made.
+///
+/// # Errors
+/// Like [`step`]; the gradients must be contiguous, too.
+#[allow(clippy::too_many_arguments)]
+pub fn clipped_step(
+    params: &Tensor,
+    grads: &Tensor,
+    m: &Tensor,
+    v: &Tensor,
+    step: usize,
+    max_norm: Option<f64>,
+    decayed: usize,
+    options: &Options,
+) -> Result<f64> {
+    const OPERATION: &str = "adamw::clipped_step";
+    check(OPERATION, [params, grads, m, v], step, decayed)?;
+    require_contiguous(OPERATION, "grads", grads)?;
+    let norm = norm(grads)?;
+    if !norm.is_finite() {
+        fill_zero(grads)?;
+        return Ok(norm);
+    }
+    let scale = max_norm.map_or(1.0, |max_norm| (max_norm / (norm + CLIP_EPSILON)).min(1.0));
+    let update = cpu::Update::new(step, scale as f32, decayed, options);
+    match params.dtype() {
+        DType::F64 => step_and_clear::<f64>(OPERATION, params, grads, m, v, &update)?,
+        _ => step_and_clear::<f32>(OPERATION, params, grads, m, v, &update)?,
+    }
+    Ok(norm)
+}
+
+/// Keeps the norm's reciprocal finite.
+const CLIP_EPSILON: f64 = 1e-6;
+
+fn check(
+    operation: &'static str,
+    [params, grads, m, v]: [&Tensor; 4],
+    step: usize,
+    decayed: usize,
+) -> Result<()> {
+    require_cpu(operation, &[params, grads, m, v])?;
+    require_rank(operation, "params", params, 1, "(n)")?;
     let n = params.elem_count();
     for (name, tensor) in [("params", params), ("grads", grads), ("m", m), ("v", v)] {
-        require_shape(OPERATION, name, tensor, &[n])?;
-        require_dtype(OPERATION, name, tensor, params.dtype())?;
-        // Gradients are only read, and copied if need be.
-        if name != "grads" && !tensor.is_contiguous() {
-            bail!("metal-candle-kernels: {OPERATION}: {name} is not contiguous, expected it to be")
+        require_shape(operation, name, tensor, &[n])?;
+        require_dtype(operation, name, tensor, params.dtype())?;
+        // Gradients that are only read are copied if need be.
+        if name != "grads" {
+            require_contiguous(operation, name, tensor)?;
         }
     }
+    if !matches!(params.dtype(), DType::F32 | DType::F64) {
+        bail!(
+            "metal-candle-kernels: {operation}: params are {:?}, expected F32 or F64: keep trainable parameters in full precision",
+            params.dtype()
+        )
+    }
     if step == 0 {
-        bail!("metal-candle-kernels: {OPERATION}: the step is 0, expected 1 for the first")
+        bail!("metal-candle-kernels: {operation}: the step is 0, expected 1 for the first")
     }
     if decayed > n {
         bail!(
-            "metal-candle-kernels: {OPERATION}: {decayed} elements are to decay, expected at most {n}"
+            "metal-candle-kernels: {operation}: {decayed} elements are to decay, expected at most {n}"
         )
     }
     const ALL: &str = "params, grads, m and v";
     for (a, b) in [(params, m), (params, v), (params, grads), (m, v), (m, grads), (v, grads)] {
-        require_separate(OPERATION, ALL, a, b)?;
+        require_separate(operation, ALL, a, b)?;
     }
-    let update = cpu::Update::new(step, grad_scale, decayed, options);
-    match params.dtype() {
-        DType::F32 => step_in::<f32>(OPERATION, params, grads, m, v, &update),
-        DType::F64 => step_in::<f64>(OPERATION, params, grads, m, v, &update),
-        other => bail!(
-            "metal-candle-kernels: {OPERATION}: params are {other:?}, expected F32 or F64: keep trainable parameters in full precision"
-        ),
+    Ok(())
+}
+
+fn require_contiguous(operation: &str, name: &str, tensor: &Tensor) -> Result<()> {
+    if !tensor.is_contiguous() {
+        bail!("metal-candle-kernels: {operation}: {name} is not contiguous, expected it to be")
     }
+    Ok(())
 }
 
 fn step_in<A: Real>(
@@ -98,8 +155,28 @@ fn step_in<A: Real>(
     change_in_place::<A>(operation, params, |params| {
         change_in_place::<A>(operation, m, |m| {
             change_in_place::<A>(operation, v, |v| {
-                cpu::step(update, params, grads, m, v);
+                cpu::step(update, params, cpu::Gradients::Kept(grads), m, v);
                 Ok(())
+            })
+        })
+    })
+}
+
+fn step_and_clear<A: Real>(
+    operation: &'static str,
+    params: &Tensor,
+    grads: &Tensor,
+    m: &Tensor,
+    v: &Tensor,
+    update: &cpu::Update,
+) -> Result<()> {
+    change_in_place::<A>(operation, params, |params| {
+        change_in_place::<A>(operation, grads, |grads| {
+            change_in_place::<A>(operation, m, |m| {
+                change_in_place::<A>(operation, v, |v| {
+                    cpu::step(update, params, cpu::Gradients::Cleared(grads), m, v);
+                    Ok(())
+                })
             })
         })
     })
@@ -155,6 +232,13 @@ fn accumulate_in<A: Real>(
 /// # Errors
 /// When the tensor isn't on the CPU.
 pub fn fill_zero(dst: &Tensor) -> Result<()> {
-    require_cpu("adamw::fill_zero", &[dst])?;
-    dst.zero_set()
+    const OPERATION: &str = "adamw::fill_zero";
+    require_cpu(OPERATION, &[dst])?;
+    match dst.dtype() {
+        DType::F32 if dst.is_contiguous() => change_in_place::<f32>(OPERATION, dst, |dst| {
+            cpu::fill_zero(dst);
+            Ok(())
+        }),
+        _ => dst.zero_set(),
+    }
 }

@@ -164,3 +164,53 @@ fn wrong_arguments_are_errors_and_change_nothing() {
         assert_eq!(values(tensor), [1.0; 4]);
     }
 }
+
+#[test]
+fn a_clipped_step_is_a_norm_a_scaled_step_and_cleared_gradients() {
+    for dtype in [DType::F32, DType::F64] {
+        for max_norm in [None, Some(0.5), Some(1e6)] {
+            let n = 40_000;
+            let made = || [own(&random(&[n], 1), dtype), zeros(n, dtype), zeros(n, dtype)];
+            let (grads, [params, m, v]) = (own(&random(&[n], 2), dtype), made());
+            let expected = norm(&grads).unwrap();
+            let scale = max_norm.map_or(1.0, |limit| (limit / (expected + 1e-6)).min(1.0));
+            step(&params, &grads, &m, &v, 1, scale as f32, n / 3, &OPTIONS).unwrap();
+            let [other_params, other_m, other_v] = made();
+            let found = clipped_step(
+                &other_params,
+                &grads,
+                &other_m,
+                &other_v,
+                1,
+                max_norm,
+                n / 3,
+                &OPTIONS,
+            );
+            assert_eq!(found.unwrap(), expected);
+            for (a, b) in [(&params, &other_params), (&m, &other_m), (&v, &other_v)] {
+                assert_identical(a, b);
+            }
+            assert_eq!(max_abs(&grads), 0.0);
+        }
+    }
+}
+
+#[test]
+fn broken_gradients_make_no_clipped_step() {
+    let ones = || Tensor::ones(3, DType::F32, &Device::Cpu).unwrap();
+    for bad in [f32::NAN, f32::INFINITY] {
+        let (params, m, v) = (ones(), ones(), ones());
+        let grads = Tensor::new(&[1.0, bad, 2.0], &Device::Cpu).unwrap();
+        let norm = clipped_step(&params, &grads, &m, &v, 1, Some(1.0), 3, &OPTIONS).unwrap();
+        assert!(!norm.is_finite());
+        for tensor in [&params, &m, &v] {
+            assert_eq!(values(tensor), [1.0; 3]);
+        }
+        assert_eq!(values(&grads), [0.0; 3]);
+    }
+    let spread = Tensor::ones((3, 2), DType::F32, &Device::Cpu).unwrap();
+    let spread = spread.narrow(1, 0, 1).unwrap().squeeze(1).unwrap();
+    let (params, m, v) = (ones(), ones(), ones());
+    let wrong = message(clipped_step(&params, &spread, &m, &v, 1, None, 0, &OPTIONS));
+    assert!(wrong.contains("grads is not contiguous"), "{wrong}");
+}

@@ -8,8 +8,8 @@ use crate::device::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, 
 use crate::device::cpu::scratch::Scratch;
 use crate::device::cpu::simd::vectorize;
 use crate::device::cpu::{
-    Disjoint, Element, Real, Values, buffer, dot, for_each_chunk2, for_each_index, rows_per_task,
-    sum,
+    Disjoint, Element, Real, Values, buffer, dot, for_each_chunk2, for_each_index,
+    max as largest_of, rows_per_task, sum,
 };
 use crate::matmul::few_rows::{FEW_ROWS, add_combinations, dots};
 use candle_core::{Layout, Result};
@@ -219,9 +219,9 @@ impl<A: Real> Problem<'_, A> {
         dots(1, head_dim, &row, lines, keys.strides[1], 0..count, &mut scores);
         scores.iter_mut().for_each(|score| *score *= self.scale);
         self.cap(&mut scores);
-        let max = maximum(&scores);
+        let max = largest_of(&scores);
         for score in scores.iter_mut() {
-            *score = (*score - max).exp();
+            *score = (*score - max).exp_nonpositive();
         }
         let total = sum(&scores);
         row.fill(A::ZERO);
@@ -278,10 +278,10 @@ impl<A: Real> Problem<'_, A> {
                         let scores = &mut scores[seen];
                         scores.iter_mut().for_each(|score| *score *= self.scale);
                         self.cap(scores);
-                        let largest = maximum(scores);
+                        let largest = largest_of(scores);
                         let new_max = if largest > max[row] { largest } else { max[row] };
                         for score in scores.iter_mut() {
-                            *score = (*score - new_max).exp();
+                            *score = (*score - new_max).exp_nonpositive();
                         }
                         let shrink = (max[row] - new_max).exp();
                         if total[row] != A::ZERO && shrink != A::ONE {
@@ -501,25 +501,6 @@ fn tile_lines<A>(scores: &[A]) -> Operand<'_, A> {
 /// The columns of a tile as lines of a left side.
 fn tile_columns<A>(scores: &[A]) -> Operand<'_, A> {
     Operand { values: Values::Native(scores), start: 0, stride: COLUMNS, along_depth: false }
-}
-
-/// The largest number, over several lanes so that it vectorises; NaN is never larger.
-#[inline(always)]
-fn maximum<A: Real>(values: &[A]) -> A {
-    const LANES: usize = 16;
-    let larger = |a: A, b: A| if b > a { b } else { a };
-    let mut lanes = [A::NEG_INFINITY; LANES];
-    let chunks = values.chunks_exact(LANES);
-    let mut max = A::NEG_INFINITY;
-    for value in chunks.remainder() {
-        max = larger(max, *value);
-    }
-    for chunk in chunks {
-        for lane in 0..LANES {
-            lanes[lane] = larger(lanes[lane], chunk[lane]);
-        }
-    }
-    lanes.into_iter().fold(max, larger)
 }
 
 /// The part of the visible keys that lies in the tile at `start`, counted from there.

@@ -17,7 +17,7 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Sum, dispatch, zeros};
+use crate::device::cpu::{Input, Sum, dispatch, record3, zeros};
 use crate::device::{require_cpu, require_dtype, require_rank, require_shape};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 
@@ -73,6 +73,25 @@ pub fn forward(
             Tensor::from_vec(o, &sizes.q_shape(), &Device::Cpu)?,
             Tensor::from_vec(log_sum_exp, &sizes.row_shape(), &Device::Cpu)?,
         ))
+    })
+}
+
+/// `o` like [`forward`], recorded in Candle's autograd for `q`, `k` and `v`.
+///
+/// # Errors
+/// Like [`forward`].
+pub fn differentiable(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    first_key: Option<&Tensor>,
+    options: &Options,
+) -> Result<Tensor> {
+    let (o, log_sum_exp) = forward(q, k, v, first_key, options)?;
+    let (first_key, options) = (first_key.map(Tensor::detach), *options);
+    record3("attention", [q, k, v], o, move |[q, k, v], o, d_o| {
+        let (dq, dk, dv) = backward(q, k, v, o, &log_sum_exp, first_key.as_ref(), &options, d_o)?;
+        Ok([Some(dq), Some(dk), Some(dv)])
     })
 }
 

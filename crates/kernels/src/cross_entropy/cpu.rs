@@ -2,7 +2,7 @@
 //! their gradients in place, and losses are added up in f64 in the order of the rows.
 
 use super::Options;
-use crate::device::cpu::{Element, Real, Values, buffer, for_each_chunk2, sum};
+use crate::device::cpu::{Element, Real, Values, buffer, for_each_chunk2, max, sum};
 use crate::matmul::cpu::{Layer, add_weight_gradient, forward, input_gradient, kind_of};
 use candle_core::WithDType;
 
@@ -71,55 +71,94 @@ impl<T: Element> Problem<'_, T> {
     }
 
     /// The loss of one row; its products become the gradient with respect to them when needed.
+    ///
+    /// The first pass leaves `e^{z - largest}`, times the slope of the softcap, with the largest of
+    /// the blocks so far; the second brings all blocks to one scale. So every exponential is taken
+    /// once, and a block is read and written while it is in the nearest cache.
+    #[inline(always)]
     fn row(&self, logits: &mut [T::Acc], target: usize, need_gradient: bool) -> f64 {
+        const BLOCK: usize = 2048;
         let scale = T::Acc::from_f64(self.options.logit_scale);
-        let softcap = self.options.softcap.map(T::Acc::from_f64);
-        for logit in logits.iter_mut() {
-            *logit *= scale;
-        }
-        if let Some(cap) = softcap {
-            for logit in logits.iter_mut() {
-                *logit = cap * (*logit / cap).tanh();
+        let cap =
+            self.options.softcap.map(|cap| (T::Acc::from_f64(cap), T::Acc::from_f64(1.0 / cap)));
+        let raw_target = logits[target];
+        // Finite, so that a block of negative infinities adds nothing.
+        let mut largest = T::Acc::from_f64(f32::MIN as f64);
+        let mut total = T::Acc::ZERO;
+        let mut maxima = vec![T::Acc::ZERO; logits.len().div_ceil(BLOCK)];
+        for (logits, maximum) in logits.chunks_mut(BLOCK).zip(&mut maxima) {
+            if let Some((cap, inverse)) = cap {
+                for logit in logits.iter_mut() {
+                    *logit = cap * (*logit * scale * inverse).tanh();
+                }
+            } else if self.options.logit_scale != 1.0 {
+                for logit in logits.iter_mut() {
+                    *logit *= scale;
+                }
             }
+            let before = largest;
+            let of_block = max(logits);
+            largest = if of_block > largest { of_block } else { largest };
+            *maximum = largest;
+            let added = match cap {
+                Some((_, inverse)) if need_gradient => exponentials(
+                    logits,
+                    #[inline(always)]
+                    |logit| {
+                        let probability = (logit - largest).exp_nonpositive();
+                        (probability, probability * slope(logit, inverse))
+                    },
+                ),
+                _ => exponentials(
+                    logits,
+                    #[inline(always)]
+                    |logit| {
+                        let probability = (logit - largest).exp_nonpositive();
+                        (probability, probability)
+                    },
+                ),
+            };
+            total = total * (before - largest).exp_nonpositive() + added;
         }
-        let mut max = T::Acc::NEG_INFINITY;
-        for logit in logits.iter() {
-            max = if *logit > max { *logit } else { max };
-        }
-        let log_sum_exp = max + sum_of_exponentials(logits, max).ln();
-        let loss = log_sum_exp - logits[target];
+        let log_sum_exp = largest + total.ln();
+        let (target_logit, target_slope) = match cap {
+            Some((cap, inverse)) => {
+                let logit = cap * (raw_target * scale * inverse).tanh();
+                (logit, slope(logit, inverse))
+            }
+            None => (raw_target * scale, T::Acc::ONE),
+        };
         if need_gradient {
-            let target_logit = logits[target];
-            for logit in logits.iter_mut() {
-                let probability = (*logit - log_sum_exp).exp();
-                *logit = match softcap {
-                    Some(cap) => probability * slope(*logit, cap) * scale,
-                    None => probability * scale,
-                };
+            for (logits, maximum) in logits.chunks_mut(BLOCK).zip(maxima) {
+                let factor = (maximum - log_sum_exp).exp() * scale;
+                for logit in logits.iter_mut() {
+                    *logit *= factor;
+                }
             }
             // Exactly p - 1 rather than p minus a rounded product.
             let probability = (target_logit - log_sum_exp).exp();
-            let slope = softcap.map_or(T::Acc::ONE, |cap| slope(target_logit, cap));
-            logits[target] = (probability - T::Acc::ONE) * slope * scale;
+            logits[target] = (probability - T::Acc::ONE) * target_slope * scale;
         }
-        loss.to_f64()
+        (log_sum_exp - target_logit).to_f64()
     }
 }
 
 /// The derivative of `c·tanh(x / c)` where its value is `capped`.
-fn slope<A: Real>(capped: A, cap: A) -> A {
-    let ratio = capped / cap;
+#[inline(always)]
+fn slope<A: Real>(capped: A, inverse_cap: A) -> A {
+    let ratio = capped * inverse_cap;
     A::ONE - ratio * ratio
 }
 
-/// `Σ e^{x - max}`, in blocks so that the exponentials vectorise and the order is fixed.
-fn sum_of_exponentials<A: Real>(values: &[A], max: A) -> A {
+/// Replaces every value by the second of its terms and adds up the first.
+#[inline(always)]
+fn exponentials<A: Real>(values: &mut [A], terms: impl Fn(A) -> (A, A)) -> A {
     let mut total = A::ZERO;
     let mut block = [A::ZERO; 256];
-    for values in values.chunks(256) {
+    for values in values.chunks_mut(256) {
         let block = &mut block[..values.len()];
-        for (target, value) in block.iter_mut().zip(values) {
-            *target = (*value - max).exp();
+        for (value, added) in values.iter_mut().zip(block.iter_mut()) {
+            (*added, *value) = terms(*value);
         }
         total += sum(block);
     }

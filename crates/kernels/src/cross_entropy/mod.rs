@@ -14,7 +14,7 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Sum, dispatch, zeros};
+use crate::device::cpu::{Input, Sum, dispatch, record2, zeros};
 use crate::device::{require_cpu, require_dtype, require_rank, require_shape};
 use crate::matmul::output_size;
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
@@ -114,4 +114,28 @@ pub fn forward(
             dweight: dweight.transpose()?,
         })
     })
+}
+
+/// The loss and the number of counted rows like [`forward`], recorded in Candle's autograd for `hidden`
+/// and `weight`. Their gradients are made here already, as far as they are variables or follow from
+/// some.
+///
+/// # Errors
+/// Like [`forward`].
+pub fn differentiable(
+    hidden: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    options: &Options,
+) -> Result<(Tensor, usize)> {
+    let needs = (hidden.track_op(), weight.track_op());
+    let output = forward(hidden, weight, targets, options, needs.0, needs.1)?;
+    let Output { loss, count, dhidden, dweight } = output;
+    let loss = record2("cross_entropy", [hidden, weight], loss, move |[_, weight], _, dy| {
+        let factor = dy.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+        let scaled = |gradient: &Tensor| gradient.affine(factor, 0.0);
+        let dweight = dweight.as_ref().map(|dweight| scaled(dweight)?.to_dtype(weight.dtype()));
+        Ok([dhidden.as_ref().map(scaled).transpose()?, dweight.transpose()?])
+    })?;
+    Ok((loss, count))
 }

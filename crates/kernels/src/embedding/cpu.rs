@@ -31,13 +31,13 @@ pub(super) fn backward<A: Real>(d: usize, dy: Values<A>, ids: &[u32], out: &mut 
         parallel,
         #[inline(always)]
         |index| {
-            let mut row = vec![A::ZERO; d];
+            let mut scratch = Vec::new();
             let start = tokens[index][0].0 as usize * d;
             // SAFETY: every token has one task, and writes its own row.
             let out = unsafe { out.slice(start..start + d) };
             for (_, position) in tokens[index] {
-                dy.read(position * d, &mut row);
-                for (out, row) in out.iter_mut().zip(&row) {
+                let row = dy.block(position * d..(position + 1) * d, &mut scratch);
+                for (out, row) in out.iter_mut().zip(row) {
                     *out += *row;
                 }
             }

@@ -8,7 +8,7 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Sum, dispatch, zeros};
+use crate::device::cpu::{Input, Sum, buffer, dispatch, record1, zeros};
 use crate::device::{require_cpu, require_dtype, require_rank, require_shape};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -28,9 +28,21 @@ pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let ids = ids.slice::<u32>()?;
     check_range(ids, v)?;
     dispatch!(OPERATION, table.dtype(), T => {
-        let mut out = zeros::<T>(ids.len() * d);
+        let mut out = buffer::<T>(ids.len() * d);
         cpu::forward(d, table.slice::<T>()?, ids, &mut out);
         Tensor::from_vec(out, (batch, seq, d), &Device::Cpu)
+    })
+}
+
+/// Like [`forward`], recorded in Candle's autograd.
+///
+/// # Errors
+/// Like [`forward`].
+pub fn differentiable(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    let (y, ids) = (forward(table, ids)?, ids.detach());
+    record1(OPERATION, table, y, move |table, _, dy| {
+        let dtable = backward(dy, &ids, table.dim(0)?)?;
+        Ok(Some(dtable.to_dtype(table.dtype())?))
     })
 }
 

@@ -2,24 +2,29 @@
 
 use super::Activation;
 use crate::device::cpu::{
-    Element, Real, Values, for_each_chunk, for_each_chunk2, rows_per_task, write_through,
+    Disjoint, Element, Real, for_each_chunk, for_each_index, read_row, rows_per_task, write_through,
 };
 
 /// Rows at one distance from each other inside a storage.
 #[derive(Clone, Copy)]
-pub(super) struct Strided {
+pub(super) struct Strided<'a, T> {
+    pub storage: &'a [T],
     pub start: usize,
     pub columns: usize,
     pub stride: usize,
 }
 
-type Rows<'a, A> = (Values<'a, A>, Strided);
-
-fn row<'b, 'a: 'b, A: Real>(rows: &Rows<'a, A>, index: usize, scratch: &'b mut Vec<A>) -> &'b [A] {
-    let start = rows.1.start + index * rows.1.stride;
-    rows.0.block(start..start + rows.1.columns, scratch)
+impl<'a, T: Element> Strided<'a, T> {
+    #[inline(always)]
+    fn row<'b>(&self, index: usize, scratch: &'b mut Vec<T::Acc>) -> &'b [T::Acc]
+    where
+        'a: 'b,
+    {
+        read_row(&self.storage[self.start + index * self.stride..][..self.columns], scratch)
+    }
 }
 
+#[inline(always)]
 fn sigmoid<A: Real>(x: A) -> A {
     A::ONE / (A::ONE + (-x).exp())
 }
@@ -33,60 +38,78 @@ fn silu<A: Real>(x: A) -> (A, A) {
 
 #[inline(always)]
 fn gelu<A: Real>(x: A) -> (A, A) {
-    let half = A::from_f64(0.5);
-    let cumulative = half * (A::ONE + (x * A::from_f64(std::f64::consts::FRAC_1_SQRT_2)).erf());
-    let density = (-half * x * x).exp()
-        * A::from_f64(0.5 * std::f64::consts::FRAC_2_SQRT_PI)
-        * A::from_f64(std::f64::consts::FRAC_1_SQRT_2);
+    let (cumulative, density) = x.normal();
     (x * cumulative, cumulative + x * density)
 }
 
+/// With `(1 + tanh u) / 2 = σ(2u)`.
 #[inline(always)]
 fn gelu_tanh<A: Real>(x: A) -> (A, A) {
-    let half = A::from_f64(0.5);
     let cubic = A::from_f64(0.044715);
-    let factor = A::from_f64(std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2);
-    let t = (factor * (x + cubic * x * x * x)).tanh();
-    let du = factor * (A::ONE + A::from_f64(3.0) * cubic * x * x);
-    (half * x * (A::ONE + t), half * (A::ONE + t) + half * x * (A::ONE - t * t) * du)
+    let factor = A::from_f64(std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::SQRT_2);
+    let square = x * x;
+    let s = sigmoid(factor * (x + cubic * square * x));
+    let slope = factor * (A::ONE + A::from_f64(3.0) * cubic * square);
+    (x * s, s + x * s * (A::ONE - s) * slope)
+}
+
+/// Calls `$body` with the activation as a function of its own type, so that it is inlined.
+macro_rules! with_function {
+    ($activation:expr, $function:ident => $body:expr) => {
+        match $activation {
+            Activation::Silu => {
+                let $function = silu;
+                $body
+            }
+            Activation::Gelu => {
+                let $function = gelu;
+                $body
+            }
+            Activation::GeluTanh => {
+                let $function = gelu_tanh;
+                $body
+            }
+        }
+    };
 }
 
 pub(super) fn forward<T: Element>(
     activation: Activation,
-    gate: Rows<T::Acc>,
-    up: Rows<T::Acc>,
+    gate: Strided<T>,
+    up: Strided<T>,
     out: &mut [T],
 ) {
-    match activation {
-        Activation::Silu => forward_with(silu, gate, up, out),
-        Activation::Gelu => forward_with(gelu, gate, up, out),
-        Activation::GeluTanh => forward_with(gelu_tanh, gate, up, out),
-    }
+    with_function!(activation, function => forward_with(function, gate, up, out))
 }
 
 fn forward_with<T: Element>(
     function: impl Fn(T::Acc) -> (T::Acc, T::Acc) + Sync,
-    gate: Rows<T::Acc>,
-    up: Rows<T::Acc>,
+    gate: Strided<T>,
+    up: Strided<T>,
     out: &mut [T],
 ) {
-    let columns = gate.1.columns;
+    let columns = gate.columns.max(1);
     let block = rows_per_task(columns);
     for_each_chunk(
         out,
         block * columns,
         #[inline(always)]
         |index, out| {
-            let (mut gate_scratch, mut up_scratch, mut scratch) =
-                (Vec::new(), Vec::new(), Vec::new());
+            let mut scratch = [const { Vec::new() }; 3];
+            let [gate_scratch, up_scratch, out_scratch] = &mut scratch;
             for (offset, out) in out.chunks_exact_mut(columns).enumerate() {
-                let gate = row(&gate, index * block + offset, &mut gate_scratch);
-                let up = row(&up, index * block + offset, &mut up_scratch);
-                write_through(out, &mut scratch, |out| {
-                    for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
-                        *out = function(*gate).0 * *up;
-                    }
-                });
+                let gate = gate.row(index * block + offset, gate_scratch);
+                let up = up.row(index * block + offset, up_scratch);
+                write_through(
+                    out,
+                    out_scratch,
+                    #[inline(always)]
+                    |out| {
+                        for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+                            *out = function(*gate).0 * *up;
+                        }
+                    },
+                );
             }
         },
     );
@@ -94,52 +117,89 @@ fn forward_with<T: Element>(
 
 pub(super) fn backward<T: Element>(
     activation: Activation,
-    gate: Rows<T::Acc>,
-    up: Rows<T::Acc>,
-    d_out: Rows<T::Acc>,
-    dgate: &mut [T],
-    dup: &mut [T],
+    gate: Strided<T>,
+    up: Strided<T>,
+    d_out: Strided<T>,
+    rows: usize,
+    dgate: Option<&mut [T]>,
+    dup: Option<&mut [T]>,
 ) {
-    match activation {
-        Activation::Silu => backward_with(silu, gate, up, d_out, dgate, dup),
-        Activation::Gelu => backward_with(gelu, gate, up, d_out, dgate, dup),
-        Activation::GeluTanh => backward_with(gelu_tanh, gate, up, d_out, dgate, dup),
-    }
+    let inputs = [gate, up, d_out];
+    with_function!(activation, function => backward_with(function, inputs, rows, dgate, dup))
 }
 
 fn backward_with<T: Element>(
     function: impl Fn(T::Acc) -> (T::Acc, T::Acc) + Sync,
-    gate: Rows<T::Acc>,
-    up: Rows<T::Acc>,
-    d_out: Rows<T::Acc>,
-    dgate: &mut [T],
-    dup: &mut [T],
+    [gate, up, d_out]: [Strided<T>; 3],
+    rows: usize,
+    dgate: Option<&mut [T]>,
+    dup: Option<&mut [T]>,
 ) {
-    let columns = gate.1.columns;
+    let columns = gate.columns;
     let block = rows_per_task(columns);
-    for_each_chunk2(
-        dgate,
-        block * columns,
-        dup,
-        block * columns,
+    let (dgate, dup) = (dgate.map(Disjoint::new), dup.map(Disjoint::new));
+    for_each_index(
+        rows.div_ceil(block),
+        true,
         #[inline(always)]
-        |index, dgate, dup| {
+        |index| {
             let mut scratch = [const { Vec::new() }; 5];
             let [gate_scratch, up_scratch, d_scratch, dgate_scratch, dup_scratch] = &mut scratch;
-            let pairs = dgate.chunks_exact_mut(columns).zip(dup.chunks_exact_mut(columns));
-            for (offset, (dgate, dup)) in pairs.enumerate() {
-                let gate = row(&gate, index * block + offset, gate_scratch);
-                let up = row(&up, index * block + offset, up_scratch);
-                let d = row(&d_out, index * block + offset, d_scratch);
-                write_through(dgate, dgate_scratch, |dgate| {
-                    write_through(dup, dup_scratch, |dup| {
-                        for i in 0..columns {
-                            let (value, slope) = function(gate[i]);
-                            dgate[i] = d[i] * up[i] * slope;
-                            dup[i] = d[i] * value;
-                        }
-                    });
-                });
+            for row in index * block..rows.min((index + 1) * block) {
+                let gate = gate.row(row, gate_scratch);
+                let up = up.row(row, up_scratch);
+                let d = d_out.row(row, d_scratch);
+                let place = row * columns..(row + 1) * columns;
+                // SAFETY: every task has rows of its own.
+                let dgate = dgate.as_ref().map(|all| unsafe { all.slice(place.clone()) });
+                // SAFETY: as above.
+                let dup = dup.as_ref().map(|all| unsafe { all.slice(place) });
+                match (dgate, dup) {
+                    (Some(dgate), Some(dup)) => write_through(
+                        dgate,
+                        dgate_scratch,
+                        #[inline(always)]
+                        |dgate| {
+                            write_through(
+                                dup,
+                                dup_scratch,
+                                #[inline(always)]
+                                |dup| {
+                                    let inputs = gate.iter().zip(up).zip(d);
+                                    let outputs = dgate.iter_mut().zip(dup);
+                                    for (((gate, up), d), (dgate, dup)) in inputs.zip(outputs) {
+                                        let (value, slope) = function(*gate);
+                                        *dgate = *d * *up * slope;
+                                        *dup = *d * value;
+                                    }
+                                },
+                            );
+                        },
+                    ),
+                    (Some(dgate), None) => write_through(
+                        dgate,
+                        dgate_scratch,
+                        #[inline(always)]
+                        |dgate| {
+                            for (((dgate, gate), up), d) in
+                                dgate.iter_mut().zip(gate).zip(up).zip(d)
+                            {
+                                *dgate = *d * *up * function(*gate).1;
+                            }
+                        },
+                    ),
+                    (None, Some(dup)) => write_through(
+                        dup,
+                        dup_scratch,
+                        #[inline(always)]
+                        |dup| {
+                            for ((dup, gate), d) in dup.iter_mut().zip(gate).zip(d) {
+                                *dup = *d * function(*gate).0;
+                            }
+                        },
+                    ),
+                    (None, None) => {}
+                }
             }
         },
     );

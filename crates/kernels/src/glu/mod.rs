@@ -13,12 +13,10 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{collapsed_rows, dispatch, storage_values, zeros};
+use crate::device::cpu::{Input, buffer, collapsed_rows, dispatch};
 use crate::device::{require_cpu, require_dtype, require_shape, rows_and_columns};
 use candle_core::backend::BackendStorage;
-use candle_core::{
-    CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, WithDType, bail,
-};
+use candle_core::{CpuStorage, CustomOp2, Device, Layout, Result, Shape, Tensor, WithDType, bail};
 
 const OPERATION: &str = "glu";
 
@@ -53,7 +51,8 @@ pub fn differentiable(gate: &Tensor, up: &Tensor, activation: Activation) -> Res
     rows(gate)?.apply_op2(&rows(up)?, Glu { activation })
 }
 
-/// `(dgate, dup)` like `gate` and `up`, from `d_out` of their shape and dtype.
+/// `(dgate, dup)` like `gate` and `up`, from `d_out` of their shape and dtype, in one pass. What isn't
+/// needed isn't computed.
 ///
 /// # Errors
 /// Like [`forward`].
@@ -62,15 +61,33 @@ pub fn backward(
     up: &Tensor,
     activation: Activation,
     d_out: &Tensor,
-) -> Result<(Tensor, Tensor)> {
+    need_dgate: bool,
+    need_dup: bool,
+) -> Result<(Option<Tensor>, Option<Tensor>)> {
     check(gate, up)?;
     require_cpu(OPERATION, &[d_out])?;
     require_shape(OPERATION, "d_out", d_out, gate.dims())?;
     require_dtype(OPERATION, "d_out", d_out, gate.dtype())?;
-    let (gate, up) = (rows(&gate.detach())?, rows(&up.detach())?);
-    // Both gradients in one pass, next to each other.
-    let both = gate.apply_op3_no_bwd(&up, &rows(&d_out.detach())?, &GluBackward { activation })?;
-    Ok((both.get(0)?, both.get(1)?))
+    let (row_count, _) = rows_and_columns(OPERATION, "gate", gate)?;
+    let (shape, count) = (gate.dims(), gate.elem_count());
+    let [gate, up, d_out] = [gate, up, d_out].map(Input::collapsed_rows);
+    let (gate, up, d_out) = (gate?, up?, d_out?);
+    let (gate, up, d_out) = (gate.read(), up.read(), d_out.read());
+    dispatch!(OPERATION, gate.dtype(), T => {
+        let mut dgate = need_dgate.then(|| buffer::<T>(count));
+        let mut dup = need_dup.then(|| buffer::<T>(count));
+        cpu::backward(
+            activation,
+            row_places(gate.storage_slice::<T>()?, gate.layout)?,
+            row_places(up.storage_slice()?, up.layout)?,
+            row_places(d_out.storage_slice()?, d_out.layout)?,
+            row_count,
+            dgate.as_deref_mut(),
+            dup.as_deref_mut(),
+        );
+        let tensor = |gradient| Tensor::from_vec(gradient, shape, &Device::Cpu);
+        Ok((dgate.map(tensor).transpose()?, dup.map(tensor).transpose()?))
+    })
 }
 
 fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
@@ -88,10 +105,10 @@ fn rows(tensor: &Tensor) -> Result<Tensor> {
     }
 }
 
-fn row_places(layout: &Layout) -> Result<cpu::Strided> {
+fn row_places<'a, T>(storage: &'a [T], layout: &Layout) -> Result<cpu::Strided<'a, T>> {
     match collapsed_rows(layout) {
         Some((_, columns, stride)) => {
-            Ok(cpu::Strided { start: layout.start_offset(), columns, stride })
+            Ok(cpu::Strided { storage, start: layout.start_offset(), columns, stride })
         }
         None => {
             bail!("metal-candle-kernels: {OPERATION}: expected contiguous rows, found {layout:?}")
@@ -115,11 +132,11 @@ impl CustomOp2 for Glu {
         up: &CpuStorage,
         up_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (gate_rows, up_rows) = (row_places(gate_layout)?, row_places(up_layout)?);
         dispatch!(OPERATION, gate.dtype(), T => {
-            let mut out = zeros::<T>(gate_layout.shape().elem_count());
-            let gate = (storage_values(gate)?, gate_rows);
-            cpu::forward(self.activation, gate, (storage_values(up)?, up_rows), &mut out);
+            let mut out = buffer::<T>(gate_layout.shape().elem_count());
+            let gate = row_places(gate.as_slice::<T>()?, gate_layout)?;
+            let up = row_places(up.as_slice::<T>()?, up_layout)?;
+            cpu::forward(self.activation, gate, up, &mut out);
             Ok((T::to_cpu_storage_owned(out), gate_layout.shape().clone()))
         })
     }
@@ -131,42 +148,6 @@ impl CustomOp2 for Glu {
         _out: &Tensor,
         d_out: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (dgate, dup) = backward(gate, up, self.activation, d_out)?;
-        Ok((Some(dgate), Some(dup)))
-    }
-}
-
-/// `(gate, up, d_out) -> (2, ..)`: the gradients of gate and up.
-struct GluBackward {
-    activation: Activation,
-}
-
-impl CustomOp3 for GluBackward {
-    fn name(&self) -> &'static str {
-        OPERATION
-    }
-
-    fn cpu_fwd(
-        &self,
-        gate: &CpuStorage,
-        gate_layout: &Layout,
-        up: &CpuStorage,
-        up_layout: &Layout,
-        d_out: &CpuStorage,
-        d_out_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let layouts = [row_places(gate_layout)?, row_places(up_layout)?, row_places(d_out_layout)?];
-        let count = gate_layout.shape().elem_count();
-        let mut shape = vec![2];
-        shape.extend_from_slice(gate_layout.dims());
-        dispatch!(OPERATION, gate.dtype(), T => {
-            let mut out = zeros::<T>(2 * count);
-            let (dgate, dup) = out.split_at_mut(count);
-            let gate = (storage_values(gate)?, layouts[0]);
-            let up = (storage_values(up)?, layouts[1]);
-            let d_out = (storage_values(d_out)?, layouts[2]);
-            cpu::backward(self.activation, gate, up, d_out, dgate, dup);
-            Ok((T::to_cpu_storage_owned(out), Shape::from(shape)))
-        })
+        backward(gate, up, self.activation, d_out, gate.track_op(), up.track_op())
     }
 }

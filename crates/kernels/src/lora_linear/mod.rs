@@ -17,7 +17,7 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, zeros};
+use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, record3, zeros};
 use crate::device::{require_cpu, require_dtype, require_shape, rows_and_columns};
 use crate::matmul::cpu::{self as matmul, Adapter, Dropped, Incoming, Layer};
 use crate::matmul::{bias_input, numbers, output_size, with_last_dimension};
@@ -142,6 +142,25 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
                 Ok(Output { y, xa: xa.transpose()? })
             })
             .collect()
+    })
+}
+
+/// `y` like [`forward`], recorded in Candle's autograd for `x`, A and B; `weight` and `bias` are frozen.
+///
+/// # Errors
+/// Like [`forward`].
+pub fn differentiable(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    lora: &Lora,
+) -> Result<Tensor> {
+    let (y, xa) = forward(x, weight, bias, lora)?;
+    let (weight, scale, dropout) = (weight.detach(), lora.scale, lora.dropout);
+    record3("lora_linear", [x, lora.a, lora.b], y, move |[x, a, b], _, dy| {
+        let lora = Lora { a, b, scale, dropout };
+        let Gradients { dx, da, db } = backward(x, &weight, &xa, &lora, dy, x.track_op())?;
+        Ok([dx, Some(da.to_dtype(a.dtype())?), Some(db.to_dtype(b.dtype())?)])
     })
 }
 

@@ -13,7 +13,7 @@ pub(crate) mod few_rows;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, zeros};
+use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, record2, record3, zeros};
 use crate::device::{require_cpu, require_dtype, require_rank, require_shape, rows_and_columns};
 use candle_core::{Device, Result, Tensor, bail};
 use cpu::{Incoming, Layer};
@@ -52,6 +52,28 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
         cpu::forward(rows, inner, x.values()?, &[layer], &mut out, &mut [Vec::new()]);
         let [out] = out;
         Tensor::from_vec(out, shape, &Device::Cpu)
+    })
+}
+
+/// Like [`linear`], recorded in Candle's autograd. No gradient is computed for what is no variable and
+/// doesn't follow from any, such as a frozen weight.
+///
+/// # Errors
+/// Like [`linear`].
+pub fn differentiable(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    fn gradients(x: &Tensor, weight: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        let dx = x.track_op().then(|| linear_backward_input(dy, weight)).transpose()?;
+        let dweight = weight.track_op().then(|| linear_backward_weight(x, dy)).transpose()?;
+        Ok([dx, dweight.map(|dweight| dweight.to_dtype(weight.dtype())).transpose()?])
+    }
+    let y = linear(x, weight, bias)?;
+    let Some(bias) = bias else {
+        return record2("linear", [x, weight], y, |[x, weight], _, dy| gradients(x, weight, dy));
+    };
+    record3("linear", [x, weight, bias], y, |[x, weight, bias], _, dy| {
+        let [dx, dweight] = gradients(x, weight, dy)?;
+        let dbias = bias.track_op().then(|| linear_backward_bias(dy)).transpose()?;
+        Ok([dx, dweight, dbias.map(|dbias| dbias.to_dtype(bias.dtype())).transpose()?])
     })
 }
 

@@ -1,6 +1,8 @@
 //! Rotary embedding on the CPU: a task is a block of tokens.
 
-use crate::device::cpu::{Element, Real, Values, for_each_chunk, rows_per_task, write_through};
+use crate::device::cpu::{
+    Element, Real, Values, for_each_chunk, read_row, rows_per_task, write_through,
+};
 
 #[derive(Clone, Copy)]
 pub(super) struct Sizes {
@@ -27,28 +29,37 @@ pub(super) fn rotate<T: Element>(
         #[inline(always)]
         |index, y| {
             let x = &x[index * tokens * token..][..y.len()];
-            let mut row = vec![T::Acc::ZERO; head_dim];
-            let (mut c, mut s) = (vec![T::Acc::ZERO; half], vec![T::Acc::ZERO; half]);
-            let mut scratch = Vec::new();
+            let (mut c_scratch, mut s_scratch) = (Vec::new(), Vec::new());
+            let (mut x_scratch, mut y_scratch) = (Vec::new(), Vec::new());
             for (offset, (x, y)) in x.chunks_exact(token).zip(y.chunks_exact_mut(token)).enumerate()
             {
-                let start = (index * tokens + offset) * half;
-                cos.read(start, &mut c);
-                sin.read(start, &mut s);
+                let angles = (index * tokens + offset) * half..(index * tokens + offset + 1) * half;
+                let c = cos.block(angles.clone(), &mut c_scratch);
+                s_scratch.resize(half, T::Acc::ZERO);
+                sin.read(angles.start, &mut s_scratch);
                 if inverse {
-                    s.iter_mut().for_each(|s| *s = -*s);
+                    s_scratch.iter_mut().for_each(|s| *s = -*s);
                 }
                 for (x, y) in x.chunks_exact(head_dim).zip(y.chunks_exact_mut(head_dim)) {
-                    T::widen(x, &mut row);
-                    write_through(y, &mut scratch, |y| {
-                        y[2 * half..].copy_from_slice(&row[2 * half..]);
-                        let (x1, x2) = (&row[..half], &row[half..2 * half]);
-                        let (y1, y2) = y[..2 * half].split_at_mut(half);
-                        for i in 0..half {
-                            y1[i] = x1[i] * c[i] - x2[i] * s[i];
-                            y2[i] = x2[i] * c[i] + x1[i] * s[i];
-                        }
-                    });
+                    let x = read_row(x, &mut x_scratch);
+                    write_through(
+                        y,
+                        &mut y_scratch,
+                        #[inline(always)]
+                        |y| {
+                            let (turned, rest) = x.split_at(2 * half);
+                            let (x1, x2) = turned.split_at(half);
+                            let (y_turned, y_rest) = y.split_at_mut(2 * half);
+                            let (y1, y2) = y_turned.split_at_mut(half);
+                            let angles = c.iter().zip(&s_scratch);
+                            let (inputs, outputs) = (x1.iter().zip(x2), y1.iter_mut().zip(y2));
+                            for (((x1, x2), (y1, y2)), (c, s)) in inputs.zip(outputs).zip(angles) {
+                                *y1 = *x1 * *c - *x2 * *s;
+                                *y2 = *x2 * *c + *x1 * *s;
+                            }
+                            y_rest.copy_from_slice(rest);
+                        },
+                    );
                 }
             }
         },

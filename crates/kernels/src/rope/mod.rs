@@ -13,7 +13,7 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, contiguous_slice, dispatch, zeros};
+use crate::device::cpu::{Input, buffer, contiguous_slice, dispatch};
 use crate::device::{require_cpu, require_rank, require_shape};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
@@ -88,7 +88,7 @@ impl CustomOp1 for Rope {
         dispatch!(OPERATION, x.dtype(), T => {
             let x = contiguous_slice::<T>(x, layout)?;
             let (cos, sin) = (cos.values()?, sin.values()?);
-            let mut y = zeros::<T>(x.len());
+            let mut y = buffer::<T>(x.len());
             let sizes = cpu::Sizes { heads, head_dim, half };
             cpu::rotate(sizes, x, cos, sin, self.inverse, &mut y);
             Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))

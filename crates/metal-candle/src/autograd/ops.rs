@@ -96,6 +96,62 @@ impl Tape {
         }))
     }
 
+    /// `x + residual` and its RMS norm over the last dimension, times `offset + weight`.
+    pub fn rms_norm_residual(
+        &self,
+        x: &Value,
+        residual: &Value,
+        weight: &Value,
+        epsilon: f64,
+        offset: f64,
+    ) -> Result<(Value, Value)> {
+        let (sum, normed) = rms_norm::forward_residual(
+            x.tensor(),
+            residual.tensor(),
+            weight.tensor(),
+            epsilon,
+            offset,
+        )?;
+        let needs_dx = x.needs_gradient() || residual.needs_gradient();
+        let needs_dweight = weight.needs_gradient();
+        let (saved_sum, saved_weight) = (sum.clone(), weight.tensor().clone());
+        let inputs = [x, residual, weight];
+        let mut outputs = self.record_many(&inputs, vec![sum, normed], move |gradients| {
+            let mut gradients = gradients.into_iter();
+            let (dsum, dy) = (gradients.next().flatten(), gradients.next().flatten());
+            let (dx, dweight) = match dy {
+                Some(dy) if needs_dx => {
+                    let (dx, dweight) = rms_norm::backward_residual(
+                        &saved_sum,
+                        &saved_weight,
+                        epsilon,
+                        offset,
+                        &dy,
+                        dsum.as_ref(),
+                        needs_dweight,
+                    )?;
+                    (Some(dx), dweight)
+                }
+                Some(dy) => rms_norm::backward(
+                    &saved_sum,
+                    &saved_weight,
+                    epsilon,
+                    offset,
+                    &dy,
+                    false,
+                    needs_dweight,
+                )?,
+                None => (dsum, None),
+            };
+            Ok(vec![dx.clone(), dx, dweight])
+        });
+        let normed = outputs.pop();
+        match (outputs.pop(), normed) {
+            (Some(sum), Some(normed)) => Ok((sum, normed)),
+            _ => Err(candle_core::Error::msg("rms_norm_residual gave fewer than 2 values").into()),
+        }
+    }
+
     /// `x · weightᵀ + bias`, with `weight (out, in)`.
     pub fn linear(&self, x: &Value, weight: &Value, bias: Option<&Value>) -> Result<Value> {
         let output = matmul::linear(x.tensor(), weight.tensor(), bias.map(Value::tensor))?;
@@ -219,9 +275,11 @@ impl Tape {
     pub fn glu(&self, gate: &Value, up: &Value, activation: glu::Activation) -> Result<Value> {
         let output = glu::forward(gate.tensor(), up.tensor(), activation)?;
         let (saved_gate, saved_up) = (gate.tensor().clone(), up.tensor().clone());
+        let needs = (gate.needs_gradient(), up.needs_gradient());
         Ok(self.record(&[gate, up], output, move |dy| {
-            let (dgate, dup) = glu::backward(&saved_gate, &saved_up, activation, &dy)?;
-            Ok(vec![Some(dgate), Some(dup)])
+            let (dgate, dup) =
+                glu::backward(&saved_gate, &saved_up, activation, &dy, needs.0, needs.1)?;
+            Ok(vec![dgate, dup])
         }))
     }
 

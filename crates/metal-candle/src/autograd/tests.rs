@@ -142,6 +142,35 @@ fn a_small_network_has_the_gradients_of_finite_differences() {
 }
 
 #[test]
+fn a_norm_of_a_residual_sum_has_the_gradients_of_finite_differences() {
+    let weights = [random(&[2, 3, 8], 1), random(&[2, 3, 8], 2), random(&[8], 3)];
+    // What follows uses the sum, its norm, or both.
+    for (use_sum, use_norm) in [(true, true), (false, true), (true, false)] {
+        // What is trained: all, one of the addends, the norm's weight.
+        for trained in [&[0, 1, 2][..], &[0], &[1], &[2]] {
+            if trained == [2] && !use_norm || trained.len() == 3 && !use_norm {
+                continue;
+            }
+            let tensors: Vec<Tensor> = trained.iter().map(|&id| weights[id].clone()).collect();
+            check(&tensors, |tape, weights_in_test| {
+                let value = |id: usize| match trained.iter().position(|&other| other == id) {
+                    Some(index) => tape.weight(&weights_in_test[index]),
+                    None => tape.constant(weights[id].clone()),
+                };
+                let (x, residual, weight) = (value(0), value(1), value(2));
+                let (sum, normed) =
+                    tape.rms_norm_residual(&x, &residual, &weight, 1e-5, 1.0).unwrap();
+                match (use_sum, use_norm) {
+                    (true, true) => weighted_sum(tape, &tape.add(&sum, &normed).unwrap()),
+                    (true, false) => weighted_sum(tape, &sum),
+                    _ => weighted_sum(tape, &normed),
+                }
+            });
+        }
+    }
+}
+
+#[test]
 fn nothing_is_recorded_that_no_parameter_feeds() {
     let tape = Tape::recording();
     let frozen = tape.weight(&Weight::frozen(random(&[3, 4], 1)));

@@ -35,6 +35,17 @@ impl Norm {
         let weight = weight_as(tape, &self.weight, x.tensor().dtype())?;
         tape.rms_norm(x, &weight, self.epsilon, self.offset)
     }
+
+    /// `x + branch` and its norm.
+    pub fn forward_residual(
+        &self,
+        tape: &Tape,
+        x: &Value,
+        branch: &Value,
+    ) -> Result<(Value, Value)> {
+        let weight = weight_as(tape, &self.weight, x.tensor().dtype())?;
+        tape.rms_norm_residual(x, branch, &weight, self.epsilon, self.offset)
+    }
 }
 
 /// The projections into queries, keys and values.
@@ -207,17 +218,26 @@ impl Layer {
         let normed = apply(self.before_attention.as_ref(), tape, x)?;
         let attended = self.attention.forward(tape, &normed, pass, cache)?;
         drop(normed);
-        let x = self.residual(tape, x, &apply(self.after_attention.as_ref(), tape, &attended)?)?;
-        let normed = apply(self.before_mlp.as_ref(), tape, &x)?;
+        let attended = self.branch(tape, self.after_attention.as_ref(), &attended)?;
+        let (x, normed) = match &self.before_mlp {
+            Some(norm) => norm.forward_residual(tape, x, &attended)?,
+            None => {
+                let x = tape.add(x, &attended)?;
+                (x.clone(), x)
+            }
+        };
+        drop(attended);
         let output = self.mlp.forward(tape, &normed, pass)?;
-        self.residual(tape, &x, &apply(self.after_mlp.as_ref(), tape, &output)?)
+        tape.add(&x, &self.branch(tape, self.after_mlp.as_ref(), &output)?)
     }
 
-    fn residual(&self, tape: &Tape, x: &Value, branch: &Value) -> Result<Value> {
+    /// What a branch adds to the residual stream.
+    fn branch(&self, tape: &Tape, norm: Option<&Norm>, output: &Value) -> Result<Value> {
+        let normed = apply(norm, tape, output)?;
         if self.residual_multiplier == 1.0 {
-            tape.add(x, branch)
+            Ok(normed)
         } else {
-            tape.add(x, &tape.scale(branch, self.residual_multiplier)?)
+            tape.scale(&normed, self.residual_multiplier)
         }
     }
 

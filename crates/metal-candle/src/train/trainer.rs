@@ -17,9 +17,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// Keeps the norm's reciprocal finite, as `torch.nn.utils.clip_grad_norm_` does.
-const CLIP_EPSILON: f64 = 1e-6;
-
 /// Why a run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
@@ -285,6 +282,10 @@ impl<'a> Trainer<'a> {
     fn steps(&mut self, metrics: &mut dyn MetricsSink) -> Result<Outcome> {
         let mut timer = Instant::now();
         let mut timed_tokens = 0;
+        // Every step leaves them so, unless it fails.
+        if let Some(store) = self.model.parameters() {
+            store.zero_gradients()?;
+        }
         while self.state.step < self.options.steps {
             if self.stop.load(Ordering::Relaxed) {
                 return Ok(Outcome::Interrupted);
@@ -398,7 +399,6 @@ impl<'a> Trainer<'a> {
         let batches: Vec<_> =
             self.next_batches()?.iter().map(|plan| self.batches.batch(plan)).collect();
         let tokens: usize = batches.iter().map(|batch| batch.target_tokens).sum();
-        store.zero_gradients()?;
         let mut loss = 0.0;
         for (index, batch) in batches.iter().enumerate() {
             let seed = SplitMix64::stream(self.options.seed, self.state.step)
@@ -417,7 +417,29 @@ impl<'a> Trainer<'a> {
             tape.backward(&sum, 1.0 / tokens as f64, &mut &*store)?;
         }
         self.state.step += 1;
-        let norm = if loss.is_finite() { adamw::norm(store.gradients())? } else { f64::NAN };
+        let adamw = self.options.adamw;
+        // Leaves the gradients zero for the next step.
+        let norm = if loss.is_finite() {
+            adamw::clipped_step(
+                store.values(),
+                store.gradients(),
+                &self.moments.first,
+                &self.moments.second,
+                self.state.updates as usize + 1,
+                self.options.clip_norm,
+                store.decayed(),
+                &adamw::Options {
+                    learning_rate,
+                    beta1: adamw.beta1,
+                    beta2: adamw.beta2,
+                    epsilon: adamw.epsilon,
+                    weight_decay: adamw.weight_decay,
+                },
+            )?
+        } else {
+            store.zero_gradients()?;
+            f64::NAN
+        };
         let skipped = if !loss.is_finite() {
             Some(format!("the loss is {loss}"))
         } else if !norm.is_finite() {
@@ -430,28 +452,7 @@ impl<'a> Trainer<'a> {
             self.state.skipped_in_a_row += 1;
             return Ok(Step { tokens, norm, skipped });
         }
-        let scale = match self.options.clip_norm {
-            Some(limit) => (limit / (norm + CLIP_EPSILON)).min(1.0),
-            None => 1.0,
-        };
         self.state.updates += 1;
-        let adamw = self.options.adamw;
-        adamw::step(
-            store.values(),
-            store.gradients(),
-            &self.moments.first,
-            &self.moments.second,
-            self.state.updates as usize,
-            scale as f32,
-            store.decayed(),
-            &adamw::Options {
-                learning_rate,
-                beta1: adamw.beta1,
-                beta2: adamw.beta2,
-                epsilon: adamw.epsilon,
-                weight_decay: adamw.weight_decay,
-            },
-        )?;
         self.state.skipped_in_a_row = 0;
         self.state.loss_sum += loss;
         self.state.loss_tokens += tokens as u64;

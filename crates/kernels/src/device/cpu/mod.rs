@@ -4,6 +4,7 @@
 mod element;
 pub(crate) mod gemm;
 mod parallel;
+mod record;
 pub(crate) mod scratch;
 pub(crate) mod simd;
 
@@ -15,10 +16,14 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-pub(crate) use element::{Element, Real, Sum, Values, buffer, dot, sum, zeros};
+pub(crate) use element::{
+    Element, Real, Sum, Values, buffer, dot, map_and_sum, max, sum, sums, zeros,
+};
 pub(crate) use parallel::{
     Disjoint, PARALLEL_CHUNK, for_each_chunk, for_each_chunk2, for_each_index, rows_per_task,
 };
+
+pub(crate) use record::{record1, record2, record3};
 
 /// Runs `$body` with the type `$element` standing for the stored type of dtype `$dtype`.
 macro_rules! dispatch {
@@ -66,6 +71,14 @@ impl Input {
         }
     }
 
+    /// Copies only when the rows don't lie at one distance from each other: see [`collapsed_rows`].
+    pub(crate) fn collapsed_rows(tensor: &Tensor) -> Result<Input> {
+        match collapsed_rows(tensor.layout()) {
+            Some(_) => Ok(Input(tensor.detach())),
+            None => Self::contiguous(tensor),
+        }
+    }
+
     pub(crate) fn read(&self) -> Read<'_> {
         let (storage, layout) = self.0.storage_and_layout();
         Read { storage, layout }
@@ -101,6 +114,11 @@ impl Read<'_> {
     pub(crate) fn values<A: Real>(&self) -> Result<Values<'_, A>> {
         let (start, end) = contiguous_range(self.layout)?;
         Ok(storage_values(self.cpu()?)?.slice(start..end))
+    }
+
+    /// The whole storage, to be read through the layout's offset and strides.
+    pub(crate) fn storage_slice<T: WithDType>(&self) -> Result<&[T]> {
+        self.cpu()?.as_slice()
     }
 
     /// The whole storage, to be read as `A` through the layout's offset and strides.
@@ -164,6 +182,20 @@ pub(crate) fn collapsed_rows(layout: &Layout) -> Option<(usize, usize, usize)> {
         rows *= size;
     }
     Some((rows, *columns, row_stride.unwrap_or(*columns)))
+}
+
+/// The numbers of a row: borrowed when they are stored as they are computed with, else converted into
+/// `scratch`.
+#[inline(always)]
+pub(crate) fn read_row<'a, T: Element>(row: &'a [T], scratch: &'a mut Vec<T::Acc>) -> &'a [T::Acc] {
+    match T::native(row) {
+        Some(row) => row,
+        None => {
+            scratch.resize(row.len(), T::Acc::ZERO);
+            T::widen(row, scratch);
+            scratch
+        }
+    }
 }
 
 /// Lets `compute` fill `out`: in place when it is stored as it is computed, else through `scratch`.
@@ -246,6 +278,28 @@ pub(crate) fn require_separate(
         )
     }
     Ok(())
+}
+
+/// Rows of one task that keeps sums over its rows: at most 64 tasks, so that their sums stay small
+/// beside the rows.
+pub(crate) fn rows_per_sum(rows: usize, columns: usize) -> usize {
+    rows_per_task(columns).max(rows.div_ceil(64))
+}
+
+/// Adds up the tasks' sums `(tasks, columns)` in order.
+pub(crate) fn add_sums<A: Real>(sums: &[A], columns: usize) -> Vec<A> {
+    let mut total = zeros(columns);
+    simd::vectorize(
+        #[inline(always)]
+        || {
+            for sums in sums.chunks_exact(columns.max(1)) {
+                for (total, sum) in total.iter_mut().zip(sums) {
+                    *total += *sum;
+                }
+            }
+        },
+    );
+    total
 }
 
 /// Adds the rows of `(rows, columns)` in order: one task a block of columns.

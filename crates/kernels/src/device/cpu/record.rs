@@ -1,0 +1,157 @@
+//! Operations in Candle's autograd whose result is there already: for those that have more results than
+//! one, or inputs that are no tensors of the graph.
+
+use candle_core::{
+    CpuStorage, CustomOp1, CustomOp2, CustomOp3, InplaceOp1, Layout, Result, Shape, Tensor, bail,
+};
+use std::sync::{Mutex, PoisonError};
+
+/// `output` as a node with the input `x`. `backward(x, y, dy)` gives the gradient of `x`.
+pub(crate) fn record1(
+    name: &'static str,
+    x: &Tensor,
+    output: Tensor,
+    backward: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    x.apply_op1(Recorded::new(name, output, backward)?)
+}
+
+/// `output` as a node with two inputs. `backward(inputs, y, dy)` gives their gradients.
+pub(crate) fn record2(
+    name: &'static str,
+    [a, b]: [&Tensor; 2],
+    output: Tensor,
+    backward: impl Fn([&Tensor; 2], &Tensor, &Tensor) -> Result<[Option<Tensor>; 2]>
+    + Send
+    + Sync
+    + 'static,
+) -> Result<Tensor> {
+    a.apply_op2(b, Recorded::new(name, output, backward)?)
+}
+
+/// `output` as a node with three inputs. `backward(inputs, y, dy)` gives their gradients.
+pub(crate) fn record3(
+    name: &'static str,
+    [a, b, c]: [&Tensor; 3],
+    output: Tensor,
+    backward: impl Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]>
+    + Send
+    + Sync
+    + 'static,
+) -> Result<Tensor> {
+    a.apply_op3(b, c, Recorded::new(name, output, backward)?)
+}
+
+struct Recorded<F> {
+    name: &'static str,
+    output: Mutex<Option<(CpuStorage, Shape)>>,
+    backward: F,
+}
+
+impl<F> Recorded<F> {
+    fn new(name: &'static str, output: Tensor, backward: F) -> Result<Self> {
+        let shape = output.shape().clone();
+        let output = Mutex::new(Some((into_storage(output)?, shape)));
+        Ok(Recorded { name, output, backward })
+    }
+
+    fn take(&self) -> Result<(CpuStorage, Shape)> {
+        match self.output.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(output) => Ok(output),
+            None => bail!("metal-candle-kernels: {}: the result was taken before", self.name),
+        }
+    }
+}
+
+/// Moves the numbers out of a fresh result that nothing else refers to.
+fn into_storage(tensor: Tensor) -> Result<CpuStorage> {
+    struct Take(Mutex<Option<CpuStorage>>);
+    impl InplaceOp1 for Take {
+        fn name(&self) -> &'static str {
+            "take"
+        }
+        fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
+            let taken = std::mem::replace(storage, CpuStorage::U8(Vec::new()));
+            *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(taken);
+            Ok(())
+        }
+    }
+    let take = Take(Mutex::new(None));
+    tensor.inplace_op1(&take)?;
+    match take.0.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some(storage) => Ok(storage),
+        None => bail!("metal-candle-kernels: a result was not on the CPU"),
+    }
+}
+
+impl<F> CustomOp1 for Recorded<F>
+where
+    F: Fn(&Tensor, &Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync,
+{
+    fn name(&self) -> &'static str {
+        self.name
+    }
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.take()
+    }
+    fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        (self.backward)(x, y, dy)
+    }
+}
+
+impl<F> CustomOp2 for Recorded<F>
+where
+    F: Fn([&Tensor; 2], &Tensor, &Tensor) -> Result<[Option<Tensor>; 2]> + Send + Sync,
+{
+    fn name(&self) -> &'static str {
+        self.name
+    }
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.take()
+    }
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        Ok((self.backward)([a, b], y, dy)?.into())
+    }
+}
+
+impl<F> CustomOp3 for Recorded<F>
+where
+    F: Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync,
+{
+    fn name(&self) -> &'static str {
+        self.name
+    }
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.take()
+    }
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        c: &Tensor,
+        y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        Ok((self.backward)([a, b, c], y, dy)?.into())
+    }
+}
