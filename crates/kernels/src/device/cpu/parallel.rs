@@ -29,32 +29,29 @@ pub(crate) fn threads() -> usize {
 /// Calls `task(index)` for `0..count`, on threads when there are several.
 pub(crate) fn run(count: usize, task: impl Fn(usize) + Sync) {
     let threads = threads().min(count);
-    let serial = || {
-        (0..count).for_each(|index| {
-            vectorize(
-                #[inline(always)]
-                || task(index),
-            )
-        })
-    };
-    if threads <= 1 {
-        return serial();
-    }
     let body = |range: &AtomicUsize, end: usize| {
         loop {
             let index = range.fetch_add(1, Ordering::Relaxed);
             if index >= end {
                 return;
             }
-            vectorize(
-                #[inline(always)]
-                || task(index),
-            );
+            run_one(&task, index);
         }
     };
-    // Another loop is under way, perhaps the one that this call is inside of.
-    let Some(busy) = Busy::acquire() else { return serial() };
-    busy.pool.run(threads, count, &body);
+    // Perhaps another loop is under way, or this call is inside of one.
+    match (threads > 1).then(Busy::acquire).flatten() {
+        Some(busy) => busy.pool.run(threads, count, &body),
+        None => body(&AtomicUsize::new(0), count),
+    }
+}
+
+/// One task, compiled for the machine's instruction set, in one place for all callers.
+#[inline(never)]
+fn run_one(task: &impl Fn(usize), index: usize) {
+    vectorize(
+        #[inline(always)]
+        || task(index),
+    );
 }
 
 /// Works through the tasks from a counter up to an end.
@@ -347,12 +344,7 @@ pub(crate) fn for_each_index(count: usize, parallel: bool, task: impl Fn(usize) 
     if parallel {
         run(count, task);
     } else {
-        (0..count).for_each(|index| {
-            vectorize(
-                #[inline(always)]
-                || task(index),
-            )
-        });
+        (0..count).for_each(|index| run_one(&task, index));
     }
 }
 
