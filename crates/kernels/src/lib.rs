@@ -14,9 +14,11 @@ pub mod cross_entropy;
 mod device;
 pub mod embedding;
 pub mod glu;
+pub mod layer_norm;
 pub mod lora_linear;
 pub mod matmul;
 pub mod rms_norm;
 pub mod rope;
+pub mod softmax;
 #[cfg(test)]
 mod testing;

@@ -20,6 +20,7 @@ fn row<'b, 'a: 'b, A: Real>(rows: &Rows<'a, A>, index: usize, scratch: &'b mut V
     rows.0.block(start..start + rows.1.columns, scratch)
 }
 
+#[inline(always)]
 fn sigmoid<A: Real>(x: A) -> A {
     A::ONE / (A::ONE + (-x).exp())
 }
@@ -33,22 +34,19 @@ fn silu<A: Real>(x: A) -> (A, A) {
 
 #[inline(always)]
 fn gelu<A: Real>(x: A) -> (A, A) {
-    let half = A::from_f64(0.5);
-    let cumulative = half * (A::ONE + (x * A::from_f64(std::f64::consts::FRAC_1_SQRT_2)).erf());
-    let density = (-half * x * x).exp()
-        * A::from_f64(0.5 * std::f64::consts::FRAC_2_SQRT_PI)
-        * A::from_f64(std::f64::consts::FRAC_1_SQRT_2);
+    let (cumulative, density) = x.normal();
     (x * cumulative, cumulative + x * density)
 }
 
+/// With `(1 + tanh u) / 2 = σ(2u)`.
 #[inline(always)]
 fn gelu_tanh<A: Real>(x: A) -> (A, A) {
-    let half = A::from_f64(0.5);
     let cubic = A::from_f64(0.044715);
-    let factor = A::from_f64(std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2);
-    let t = (factor * (x + cubic * x * x * x)).tanh();
-    let du = factor * (A::ONE + A::from_f64(3.0) * cubic * x * x);
-    (half * x * (A::ONE + t), half * (A::ONE + t) + half * x * (A::ONE - t * t) * du)
+    let factor = A::from_f64(std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::SQRT_2);
+    let square = x * x;
+    let s = sigmoid(factor * (x + cubic * square * x));
+    let slope = factor * (A::ONE + A::from_f64(3.0) * cubic * square);
+    (x * s, s + x * s * (A::ONE - s) * slope)
 }
 
 pub(super) fn forward<T: Element>(

@@ -1,128 +1,188 @@
-//! RMS norm on the CPU: a task is a block of rows; for the weight's gradient, a block of columns.
+//! RMS norm on the CPU: a task is a block of rows. In the backward pass each keeps its own sum for
+//! the weight's gradient; they are added up in order at the end.
 
 use crate::device::cpu::{
-    Element, Real, Values, dot, for_each_chunk, rows_per_task, sum_rows, write_through,
+    Disjoint, Element, Real, Values, dot, for_each_chunk, for_each_chunk2, for_each_index,
+    read_row, rows_per_sum, rows_per_task, sums, write_through,
 };
 use candle_core::WithDType;
 
 /// `offset + weight`.
-pub(super) fn scale<A: Real>(weight: Values<A>, offset: f64) -> Vec<A> {
-    let mut scale = weight.to_vec();
-    for scale in &mut scale {
+pub(super) fn scale<'a, A: Real>(
+    weight: Values<'a, A>,
+    offset: f64,
+    scratch: &'a mut Vec<A>,
+) -> &'a [A] {
+    if offset == 0.0 {
+        return weight.block(0..weight.len(), scratch);
+    }
+    *scratch = weight.to_vec();
+    for scale in &mut *scratch {
         *scale += A::from_f64(offset);
     }
-    scale
+    scratch
 }
 
-fn row_inverse_rms<A: Real>(x: &[A], eps: f64) -> A {
-    let mean = dot(x, x) / A::from_f64(x.len() as f64);
-    A::ONE / (mean + A::from_f64(eps)).sqrt()
+#[inline(always)]
+fn inverse_rms<A: Real>(squares: A, count: usize, eps: f64) -> A {
+    A::ONE / (squares / A::from_f64(count as f64) + A::from_f64(eps)).sqrt()
+}
+
+#[inline(always)]
+fn row<A: Real>(x: &[A], scale: &[A], eps: f64, y: &mut [A]) {
+    let r = inverse_rms(dot(x, x), x.len(), eps);
+    for ((y, x), scale) in y.iter_mut().zip(x).zip(scale) {
+        *y = *x * r * *scale;
+    }
 }
 
 pub(super) fn forward<T: Element>(hidden: usize, x: &[T], scale: &[T::Acc], eps: f64, y: &mut [T]) {
+    let hidden = hidden.max(1);
     let block = rows_per_task(hidden) * hidden;
     for_each_chunk(
         y,
         block,
         #[inline(always)]
         |index, y| {
-            let mut row = vec![T::Acc::ZERO; hidden];
-            let mut scratch = Vec::new();
+            let (mut x_scratch, mut y_scratch) = (Vec::new(), Vec::new());
             let x = &x[index * block..][..y.len()];
             for (x, y) in x.chunks_exact(hidden).zip(y.chunks_exact_mut(hidden)) {
-                T::widen(x, &mut row);
-                let r = row_inverse_rms(&row, eps);
-                write_through(y, &mut scratch, |y| {
-                    for ((y, x), scale) in y.iter_mut().zip(&row).zip(scale) {
-                        *y = *x * r * *scale;
-                    }
-                });
+                let x = read_row(x, &mut x_scratch);
+                write_through(
+                    y,
+                    &mut y_scratch,
+                    #[inline(always)]
+                    |y| row(x, scale, eps, y),
+                );
             }
         },
     );
 }
 
-/// `1 / rms` of every row.
-pub(super) fn inverse_rms<A: Real>(rows: usize, hidden: usize, x: Values<A>, eps: f64) -> Vec<A> {
-    let mut out = vec![A::ZERO; rows];
-    let block = rows_per_task(hidden);
-    for_each_chunk(
-        &mut out,
+pub(super) fn forward_residual<T: Element>(
+    hidden: usize,
+    (x, residual): (&[T], &[T]),
+    scale: &[T::Acc],
+    eps: f64,
+    sum: &mut [T],
+    y: &mut [T],
+) {
+    let hidden = hidden.max(1);
+    let block = rows_per_task(hidden) * hidden;
+    for_each_chunk2(
+        sum,
+        block,
+        y,
         block,
         #[inline(always)]
-        |index, out| {
-            let mut row = vec![A::ZERO; hidden];
-            for (offset, out) in out.iter_mut().enumerate() {
-                x.read((index * block + offset) * hidden, &mut row);
-                *out = row_inverse_rms(&row, eps);
+        |index, sum, y| {
+            let mut scratch = [const { Vec::new() }; 3];
+            let [x_scratch, residual_scratch, y_scratch] = &mut scratch;
+            let place = index * block..index * block + y.len();
+            let inputs = x[place.clone()].chunks_exact(hidden).zip(residual[place].chunks(hidden));
+            let outputs = sum.chunks_exact_mut(hidden).zip(y.chunks_exact_mut(hidden));
+            for ((x, residual), (sum, y)) in inputs.zip(outputs) {
+                let (x, residual) = (read_row(x, x_scratch), read_row(residual, residual_scratch));
+                write_through(
+                    sum,
+                    y_scratch,
+                    #[inline(always)]
+                    |sum| {
+                        for ((sum, x), residual) in sum.iter_mut().zip(x).zip(residual) {
+                            *sum = *x + *residual;
+                        }
+                    },
+                );
+                // The norm is that of the sum as it is stored.
+                let sum = read_row(sum, x_scratch);
+                write_through(
+                    y,
+                    y_scratch,
+                    #[inline(always)]
+                    |y| row(sum, scale, eps, y),
+                );
             }
         },
     );
-    out
 }
 
-pub(super) fn backward_input<T: Element>(
-    hidden: usize,
-    x: Values<T::Acc>,
-    scale: &[T::Acc],
-    inverse_rms: &[T::Acc],
-    dy: Values<T::Acc>,
-    dx: &mut [T],
-) {
-    let rows_in_block = rows_per_task(hidden);
-    for_each_chunk(
-        dx,
-        rows_in_block * hidden,
-        #[inline(always)]
-        |index, dx| {
-            let mut row = vec![T::Acc::ZERO; hidden];
-            let mut g = vec![T::Acc::ZERO; hidden];
-            let mut scratch = Vec::new();
-            for (offset, dx) in dx.chunks_exact_mut(hidden).enumerate() {
-                let number = index * rows_in_block + offset;
-                let r = inverse_rms[number];
-                x.read(number * hidden, &mut row);
-                dy.read(number * hidden, &mut g);
-                for (g, scale) in g.iter_mut().zip(scale) {
-                    *g *= *scale;
+pub(super) struct Backward<'a, T: Element> {
+    pub rows: usize,
+    pub hidden: usize,
+    pub x: &'a [T],
+    pub scale: &'a [T::Acc],
+    pub eps: f64,
+    pub dy: &'a [T],
+    /// Another gradient of `x`, to be added.
+    pub dsum: Option<&'a [T]>,
+}
+
+impl<T: Element> Backward<'_, T> {
+    /// Writes `dx` and the sums of every task over its rows `(tasks, hidden)`, where there are any.
+    pub(super) fn run(&self, mut dx: Option<&mut [T]>, mut dweight: Option<&mut [T::Acc]>) {
+        let Self { rows, hidden, x, scale, eps, dy, dsum } = *self;
+        if hidden == 0 {
+            return;
+        }
+        let block = rows_per_sum(rows, hidden);
+        let dx = dx.as_deref_mut().map(Disjoint::new);
+        let dweight = dweight.as_deref_mut().map(Disjoint::new);
+        for_each_index(
+            rows.div_ceil(block),
+            true,
+            #[inline(always)]
+            |index| {
+                let mut scratch = [const { Vec::new() }; 4];
+                let [x_scratch, dy_scratch, dsum_scratch, dx_scratch] = &mut scratch;
+                let sums_of_task = index * hidden..(index + 1) * hidden;
+                // SAFETY: every task has sums of its own.
+                let mut dweight = dweight.as_ref().map(|all| unsafe { all.slice(sums_of_task) });
+                if let Some(dweight) = &mut dweight {
+                    dweight.fill(T::Acc::ZERO);
                 }
-                let mean = dot(&g, &row) / T::Acc::from_f64(hidden as f64);
-                let correction = r * r * r * mean;
-                write_through(dx, &mut scratch, |dx| {
-                    for ((dx, g), x) in dx.iter_mut().zip(&g).zip(&row) {
-                        *dx = r * *g - *x * correction;
+                for row in index * block..rows.min((index + 1) * block) {
+                    let place = row * hidden..(row + 1) * hidden;
+                    let x = read_row(&x[place.clone()], x_scratch);
+                    let dy = read_row(&dy[place.clone()], dy_scratch);
+                    let [squares, product] = sums(
+                        [x, scale, dy],
+                        #[inline(always)]
+                        |[x, scale, dy]| [x * x, dy * scale * x],
+                    );
+                    let r = inverse_rms(squares, hidden, eps);
+                    if let Some(dweight) = &mut dweight {
+                        for ((dweight, dy), x) in dweight.iter_mut().zip(dy).zip(x) {
+                            *dweight += *dy * (*x * r);
+                        }
                     }
-                });
-            }
-        },
-    );
-}
-
-pub(super) fn backward_weight<A: Real>(
-    rows: usize,
-    hidden: usize,
-    x: Values<A>,
-    inverse_rms: &[A],
-    dy: Values<A>,
-    dweight: &mut [A],
-) {
-    sum_rows(
-        rows,
-        hidden,
-        dweight,
-        #[inline(always)]
-        |row, columns, target| {
-            let mut xs = [A::ZERO; 128];
-            let r = inverse_rms[row];
-            let start = row * hidden + columns.start;
-            for (block, target) in target.chunks_mut(128).enumerate() {
-                let xs = &mut xs[..target.len()];
-                x.read(start + block * 128, xs);
-                dy.read(start + block * 128, target);
-                for (target, x) in target.iter_mut().zip(xs) {
-                    *target *= *x * r;
+                    let Some(dx) = &dx else { continue };
+                    let mean = product / T::Acc::from_f64(hidden as f64);
+                    let correction = r * r * r * mean;
+                    let dsum = dsum.map(|dsum| read_row(&dsum[place.clone()], dsum_scratch));
+                    // SAFETY: every task has rows of its own.
+                    let dx = unsafe { dx.slice(place) };
+                    write_through(
+                        dx,
+                        dx_scratch,
+                        #[inline(always)]
+                        |dx| {
+                            let gradient = dx.iter_mut().zip(x).zip(dy).zip(scale);
+                            match dsum {
+                                Some(dsum) => {
+                                    for ((((dx, x), dy), scale), dsum) in gradient.zip(dsum) {
+                                        *dx = r * (*dy * *scale) - *x * correction + *dsum;
+                                    }
+                                }
+                                None => {
+                                    for (((dx, x), dy), scale) in gradient {
+                                        *dx = r * (*dy * *scale) - *x * correction;
+                                    }
+                                }
+                            }
+                        },
+                    );
                 }
-            }
-        },
-    );
+            },
+        );
+    }
 }

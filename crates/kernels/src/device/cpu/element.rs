@@ -3,8 +3,8 @@
 
 use super::parallel::{PARALLEL_CHUNK, for_each_chunk};
 use candle_core::{CpuStorage, DType, WithDType};
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use std::hint::black_box;
 use std::ops::{Neg, Range};
 
 /// A floating-point type that tensors are stored in.
@@ -15,6 +15,8 @@ pub(crate) trait Element: WithDType {
     fn widen(source: &[Self], target: &mut [Self::Acc]);
     /// Converts for storage, rounding to the nearest.
     fn narrow(source: &[Self::Acc], target: &mut [Self]);
+    /// The slice as it is, when storage and arithmetic use the same type.
+    fn native(slice: &[Self]) -> Option<&[Self::Acc]>;
     /// The mutable slice as it is, when storage and arithmetic use the same type.
     fn native_mut(slice: &mut [Self]) -> Option<&mut [Self::Acc]>;
 }
@@ -43,9 +45,12 @@ pub(crate) trait Real: Element<Acc = Self> + Neg<Output = Self> {
     const ONE: Self;
     const NEG_INFINITY: Self;
     fn exp(self) -> Self;
+    /// `e^x` for `x <= 0`, as exact as if `x` had been rounded to its type once more.
+    fn exp_nonpositive(self) -> Self;
     fn ln(self) -> Self;
     fn tanh(self) -> Self;
-    fn erf(self) -> Self;
+    /// The normal distribution at `x`: `Φ(x)` and the density `φ(x)`.
+    fn normal(self) -> (Self, Self);
     fn sqrt(self) -> Self;
     /// The numbers of a storage of this type, to be changed.
     fn storage_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
@@ -64,6 +69,10 @@ impl Element for f32 {
         target.copy_from_slice(source)
     }
     #[inline(always)]
+    fn native(slice: &[f32]) -> Option<&[f32]> {
+        Some(slice)
+    }
+    #[inline(always)]
     fn native_mut(slice: &mut [f32]) -> Option<&mut [f32]> {
         Some(slice)
     }
@@ -78,6 +87,10 @@ impl Element for f64 {
     #[inline(always)]
     fn narrow(source: &[f64], target: &mut [f64]) {
         target.copy_from_slice(source)
+    }
+    #[inline(always)]
+    fn native(slice: &[f64]) -> Option<&[f64]> {
+        Some(slice)
     }
     #[inline(always)]
     fn native_mut(slice: &mut [f64]) -> Option<&mut [f64]> {
@@ -105,6 +118,10 @@ impl Element for bf16 {
         }
     }
     #[inline(always)]
+    fn native(_: &[bf16]) -> Option<&[f32]> {
+        None
+    }
+    #[inline(always)]
     fn native_mut(_: &mut [bf16]) -> Option<&mut [f32]> {
         None
     }
@@ -114,11 +131,19 @@ impl Element for f16 {
     type Acc = f32;
     #[inline(always)]
     fn widen(source: &[f16], target: &mut [f32]) {
-        source.convert_to_f32_slice(target)
+        for (target, source) in target.iter_mut().zip(source) {
+            *target = f16_to_f32(*source);
+        }
     }
     #[inline(always)]
     fn narrow(source: &[f32], target: &mut [f16]) {
-        target.convert_from_f32_slice(source)
+        for (target, source) in target.iter_mut().zip(source) {
+            *target = f32_to_f16(*source);
+        }
+    }
+    #[inline(always)]
+    fn native(_: &[f16]) -> Option<&[f32]> {
+        None
     }
     #[inline(always)]
     fn native_mut(_: &mut [f16]) -> Option<&mut [f32]> {
@@ -131,6 +156,36 @@ fn bf16_to_f32(value: bf16) -> f32 {
     f32::from_bits((value.to_bits() as u32) << 16)
 }
 
+/// Exact, and without branches so that loops vectorise.
+#[inline(always)]
+fn f16_to_f32(value: f16) -> f32 {
+    let bits = value.to_bits() as u32;
+    let magnitude = (bits & 0x7fff) << 13;
+    let normal = magnitude + (112 << 23);
+    // Below the normal numbers the value is that many 2^-24: add 2^-14 to align, and take it off.
+    let subnormal = f32::from_bits(magnitude + (113 << 23)) - f32::from_bits(113 << 23);
+    let finite = if magnitude < (1 << 23) { subnormal.to_bits() } else { normal };
+    let special = magnitude | 0x7f80_0000;
+    let unsigned = if magnitude < (0x1f << 23) { finite } else { special };
+    f32::from_bits(unsigned | (bits & 0x8000) << 16)
+}
+
+/// Rounds to the nearest, of two to the even one, without branches so that loops vectorise.
+#[inline(always)]
+fn f32_to_f16(value: f32) -> f16 {
+    // One unit of this number is 2^-24, the unit of f16's subnormal numbers.
+    const ALIGN: u32 = (127 - 15 + 23 - 10 + 1) << 23;
+    let bits = value.to_bits();
+    let magnitude = bits & 0x7fff_ffff;
+    let odd = (magnitude >> 13) & 1;
+    let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + odd) >> 13;
+    let subnormal = (f32::from_bits(magnitude) + f32::from_bits(ALIGN)).to_bits();
+    let finite = if magnitude < (113 << 23) { subnormal.wrapping_sub(ALIGN) } else { normal };
+    let special = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
+    let unsigned = if magnitude < (143 << 23) { finite } else { special };
+    f16::from_bits((unsigned | (bits >> 16) & 0x8000) as u16)
+}
+
 impl Real for f32 {
     const ZERO: f32 = 0.0;
     const ONE: f32 = 1.0;
@@ -139,14 +194,20 @@ impl Real for f32 {
     fn exp(self) -> f32 {
         exp_f32(self)
     }
+    #[inline(always)]
+    fn exp_nonpositive(self) -> f32 {
+        exp_nonpositive_f32(self)
+    }
     fn ln(self) -> f32 {
         f32::ln(self)
     }
+    #[inline(always)]
     fn tanh(self) -> f32 {
-        f32::tanh(self)
+        tanh_f32(self)
     }
-    fn erf(self) -> f32 {
-        candle_core::cpu::erf::erf_f32(self)
+    #[inline(always)]
+    fn normal(self) -> (f32, f32) {
+        normal_f32(self)
     }
     #[inline(always)]
     fn sqrt(self) -> f32 {
@@ -175,14 +236,19 @@ impl Real for f64 {
     fn exp(self) -> f64 {
         f64::exp(self)
     }
+    fn exp_nonpositive(self) -> f64 {
+        f64::exp(self)
+    }
     fn ln(self) -> f64 {
         f64::ln(self)
     }
     fn tanh(self) -> f64 {
         f64::tanh(self)
     }
-    fn erf(self) -> f64 {
-        candle_core::cpu::erf::erf_f64(self)
+    fn normal(self) -> (f64, f64) {
+        let scaled = self * std::f64::consts::FRAC_1_SQRT_2;
+        let cumulative = 0.5 * (1.0 + candle_core::cpu::erf::erf_f64(scaled));
+        (cumulative, INVERSE_SQRT_TAU * (-scaled * scaled).exp())
     }
     #[inline(always)]
     fn sqrt(self) -> f64 {
@@ -205,35 +271,107 @@ impl Real for f64 {
     }
 }
 
+/// `1 / √(2π)`
+const INVERSE_SQRT_TAU: f64 = 0.398_942_280_401_432_7;
+
+/// Adding it rounds an f32 to an integer and leaves that in the lowest bits.
+const ROUND: f32 = 12_582_912.0;
+
 /// `e^x` within 2 units in the last place, without branches or calls so that loops vectorise.
 /// Below -86 (4.5e-38) the result is 0.
 ///
-/// `x = n·ln 2 + r` with `|r| <= ln 2 / 2`, so `e^x = 2^n·e^r`; the polynomial is that of the
-/// Cephes library (Moshier).
+/// `x = n·ln 2 + r` with `|r| <= ln 2 / 2`, so `e^x = 2^n·e^r`; the polynomial is the best one of
+/// its degree for `(e^r - 1 - r) / r²`.
 #[inline(always)]
-#[allow(clippy::excessive_precision)]
 fn exp_f32(x: f32) -> f32 {
     const LOW: f32 = -86.0;
     const HIGH: f32 = 88.8;
-    // Adding 1.5·2^23 rounds to an integer and leaves it in the lowest bits.
-    const ROUND: f32 = 12_582_912.0;
+    // The exponent's bias less one comes with the rounding: 2^128 has no f32, but twice 2^127
+    // overflows to infinity as it should.
+    const ROUND_BIASED: f32 = ROUND + 126.0;
     let clamped = if x < LOW { LOW } else { x };
     let clamped = if clamped > HIGH { HIGH } else { clamped };
-    let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
-    let n = shifted - ROUND;
-    let r = clamped - n * 0.693_359_375 + n * 2.121_944_40e-4;
-    let mut p = 1.987_569_150_0e-4;
-    p = p * r + 1.398_199_950_7e-3;
-    p = p * r + 8.333_451_907_3e-3;
-    p = p * r + 4.166_579_589_4e-2;
-    p = p * r + 1.666_666_545_9e-1;
-    p = p * r + 5.000_000_120_1e-1;
+    let shifted = clamped * std::f32::consts::LOG2_E + ROUND_BIASED;
+    let n = shifted - ROUND_BIASED;
+    let r = clamped - n * 0.693_359_375 + n * 2.121_944_4e-4;
+    let mut p = 1.392_620_3e-3;
+    p = p * r + 8.363_195e-3;
+    p = p * r + 4.166_655_4e-2;
+    p = p * r + 1.666_657_7e-1;
+    p = p * r + 0.5;
     let fraction = p * (r * r) + r + 1.0;
-    // 2^(n-1) first: 2^128 has no f32, twice 2^127 overflows to infinity as it should.
-    let exponent = shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_sub(1) << 23;
-    let scaled = f32::from_bits(fraction.to_bits().wrapping_add(exponent)) * 2.0;
-    let scaled = if x < LOW { 0.0 } else { scaled };
-    if x.is_nan() { x } else { scaled }
+    let half = f32::from_bits(shifted.to_bits() << 23);
+    // Products rather than sums of exponents: they keep NaN.
+    let result = fraction * half * 2.0;
+    if x < LOW { 0.0 } else { result }
+}
+
+/// `e^x` for `x <= 0`, without branches or calls so that loops vectorise, with a relative error of
+/// at most `(4 + 1.25·|x|)·2^-24`: what matters is the error relative to `e^0`, and that is below two
+/// units in the last place everywhere. Below -87.7 (8e-39) the result is 0.
+///
+/// `x·log2 e = n + f` with `|f| <= 1/2`, so `e^x = 2^n·2^f`; the polynomial is the best one of its
+/// degree for `2^f` that is 1 at 0.
+#[inline(always)]
+fn exp_nonpositive_f32(x: f32) -> f32 {
+    // The exponent's bias comes with the rounding, so the bits of 2^-127 are those of 0.
+    const LOW: f32 = -127.0;
+    const ROUND_BIASED: f32 = ROUND + 127.0;
+    let scaled = x * std::f32::consts::LOG2_E;
+    let scaled = if scaled < LOW { LOW } else { scaled };
+    let shifted = scaled + ROUND_BIASED;
+    let f = scaled - (shifted - ROUND_BIASED);
+    let mut p = 1.326_472_3e-3;
+    p = p * f + 9.671_513e-3;
+    p = p * f + 5.550_733_8e-2;
+    p = p * f + 2.402_224_2e-1;
+    p = p * f + 6.931_47e-1;
+    p = p * f + 1.0;
+    p * f32::from_bits(shifted.to_bits() << 23)
+}
+
+/// `tanh x` within 4 units in the last place, without branches or calls so that loops vectorise:
+/// `1 - 2 / (e^{2x} + 1)`, and an odd polynomial where that cancels.
+#[inline(always)]
+fn tanh_f32(x: f32) -> f32 {
+    const SMALL: f32 = 0.625;
+    let magnitude = x.abs();
+    let large = 1.0 - 2.0 / (exp_f32(magnitude * 2.0) + 1.0);
+    let z = x * x;
+    let mut p = -6.096_714e-3;
+    p = p * z + 2.099_718e-2;
+    p = p * z - 5.385_091e-2;
+    p = p * z + 1.333_277e-1;
+    p = p * z - 3.333_333e-1;
+    let small = x + x * (z * p);
+    if magnitude < SMALL { small } else { large.copysign(x) }
+}
+
+/// `Φ(x)` and `φ(x)`, with a relative error of at most 1e-6 for `|x| <= 4` and more where they
+/// vanish; without branches or calls so that loops vectorise.
+///
+/// `Φ(-|x|) = t·P(t)·e^{-x²/2} / 2` with `t = 1 / (1 + |x| / √8)`, where `t·P(t)` stands for
+/// `e^{u²}·erfc u` at `u = |x| / √2 <= 10`; the polynomial is the best one of its degree.
+#[inline(always)]
+fn normal_f32(x: f32) -> (f32, f32) {
+    const INVERSE_SQRT_8: f32 = 0.353_553_4;
+    let magnitude = x.abs();
+    let exponential = exp_f32(x * x * -0.5);
+    let t = 1.0 / (1.0 + magnitude * INVERSE_SQRT_8);
+    let mut p = 3.239_865e-2;
+    p = p * t - 1.716_289e-1;
+    p = p * t + 3.325_686_6e-1;
+    p = p * t - 2.189_932_8e-1;
+    p = p * t - 8.664_944e-2;
+    p = p * t + 7.456_795e-2;
+    p = p * t + 3.905_751_8e-2;
+    p = p * t + 1.897_954_7e-1;
+    p = p * t + 2.444_791_1e-1;
+    p = p * t + 2.823_184_2e-1;
+    p = p * t + 2.820_858_5e-1;
+    let tail = 0.5 * (t * p) * exponential;
+    let cumulative = if x < 0.0 { tail } else { 1.0 - tail };
+    (cumulative, exponential * INVERSE_SQRT_TAU as f32)
 }
 
 /// Stored numbers that are read as `A`, whatever their storage type.
@@ -349,53 +487,143 @@ fn as_f32_mut<A: Real>(slice: &mut [A]) -> Option<&mut [f32]> {
     }
 }
 
-/// The dot product, summed over 32 lanes so that it vectorises, in an order given by the length alone.
+/// Numbers that sums take side by side, so that they vectorise, in an order given by the length alone.
+const LANES: usize = 32;
+
+/// `Σ terms(a, b, ..)` over slices of one length: several sums in one pass.
 #[inline(always)]
-pub(crate) fn dot<A: Real>(a: &[A], b: &[A]) -> A {
-    const LANES: usize = 32;
-    let mut lanes = [A::ZERO; LANES];
-    let (a_chunks, b_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    let mut tail = A::ZERO;
-    for (a, b) in a_chunks.remainder().iter().zip(b_chunks.remainder()) {
-        tail += *a * *b;
-    }
-    for (a, b) in a_chunks.zip(b_chunks) {
+pub(crate) fn sums<A: Real, const INPUTS: usize, const SUMS: usize>(
+    inputs: [&[A]; INPUTS],
+    terms: impl Fn([A; INPUTS]) -> [A; SUMS],
+) -> [A; SUMS] {
+    let len = inputs.first().map_or(0, |input| input.len());
+    let inputs = inputs.map(
+        #[inline(always)]
+        |input| &input[..len],
+    );
+    let mut lanes = [[A::ZERO; LANES]; SUMS];
+    let whole = len / LANES * LANES;
+    for start in (0..whole).step_by(LANES) {
+        let blocks = inputs.map(
+            #[inline(always)]
+            |input| &input[start..start + LANES],
+        );
         for lane in 0..LANES {
-            lanes[lane] += a[lane] * b[lane];
+            let terms = terms(blocks.map(
+                #[inline(always)]
+                |block| block[lane],
+            ));
+            for (lanes, term) in lanes.iter_mut().zip(terms) {
+                lanes[lane] += term;
+            }
         }
     }
-    sum_lanes(lanes) + tail
+    let mut tail = [A::ZERO; SUMS];
+    for index in whole..len {
+        let terms = terms(inputs.map(
+            #[inline(always)]
+            |input| input[index],
+        ));
+        for (tail, term) in tail.iter_mut().zip(terms) {
+            *tail += term;
+        }
+    }
+    for (tail, lanes) in tail.iter_mut().zip(lanes) {
+        *tail += sum_lanes(lanes);
+    }
+    tail
+}
+
+/// The dot product, in an order given by the length alone.
+#[inline(always)]
+pub(crate) fn dot<A: Real>(a: &[A], b: &[A]) -> A {
+    let [sum] = sums(
+        [a, b],
+        #[inline(always)]
+        |[a, b]| [a * b],
+    );
+    sum
 }
 
 /// The sum, in an order given by the length alone.
 #[inline(always)]
 pub(crate) fn sum<A: Real>(values: &[A]) -> A {
-    const LANES: usize = 32;
-    let mut lanes = [A::ZERO; LANES];
+    let [sum] = sums(
+        [values],
+        #[inline(always)]
+        |[value]| [value],
+    );
+    sum
+}
+
+/// The largest of the values; NaN is none of them. Negative infinity when there is none.
+#[inline(always)]
+pub(crate) fn max<A: Real>(values: &[A]) -> A {
+    #[inline(always)]
+    fn larger<A: Real>(a: A, b: A) -> A {
+        if a > b { a } else { b }
+    }
+    let mut lanes = [A::NEG_INFINITY; LANES];
     let chunks = values.chunks_exact(LANES);
-    let mut tail = A::ZERO;
+    let mut largest = A::NEG_INFINITY;
     for value in chunks.remainder() {
-        tail += *value;
+        largest = larger(*value, largest);
     }
     for chunk in chunks {
         for lane in 0..LANES {
-            lanes[lane] += chunk[lane];
+            lanes[lane] = larger(chunk[lane], lanes[lane]);
         }
+    }
+    fold_lanes(lanes, larger, largest)
+}
+
+/// Writes `map(x)` for every `x` and returns their sum, in an order given by the length alone.
+#[inline(always)]
+pub(crate) fn map_and_sum<A: Real>(x: &[A], y: &mut [A], map: impl Fn(A) -> A) -> A {
+    let mut lanes = [A::ZERO; LANES];
+    let mut tail = A::ZERO;
+    let (mut x_chunks, mut y_chunks) = (x.chunks_exact(LANES), y.chunks_exact_mut(LANES));
+    for (x, y) in (&mut x_chunks).zip(&mut y_chunks) {
+        for lane in 0..LANES {
+            let value = map(x[lane]);
+            y[lane] = value;
+            lanes[lane] += value;
+        }
+    }
+    for (x, y) in x_chunks.remainder().iter().zip(y_chunks.into_remainder()) {
+        *y = map(*x);
+        tail += *y;
     }
     sum_lanes(lanes) + tail
 }
 
 #[inline(always)]
-fn sum_lanes<A: Real>(mut lanes: [A; 32]) -> A {
-    let mut width = 16;
-    while width > 0 {
-        for lane in 0..width {
-            let other = lanes[lane + width];
-            lanes[lane] += other;
-        }
-        width /= 2;
-    }
-    lanes[0]
+fn sum_lanes<A: Real>(lanes: [A; LANES]) -> A {
+    fold_lanes(
+        lanes,
+        #[inline(always)]
+        |a, b| a + b,
+        A::ZERO,
+    )
+}
+
+/// Halves the lanes until one is left.
+///
+/// They go through memory on the way: else the compiler would conclude from here to keep pairs of
+/// lanes rather than whole registers in the loop before.
+#[inline(always)]
+fn fold_lanes<A: Real>(lanes: [A; LANES], fold: impl Fn(A, A) -> A, first: A) -> A {
+    let lanes = black_box(lanes);
+    let eight: [A; 8] = std::array::from_fn(
+        #[inline(always)]
+        |lane| {
+            let pair = fold(lanes[lane], lanes[lane + 16]);
+            fold(pair, fold(lanes[lane + 8], lanes[lane + 24]))
+        },
+    );
+    let [a, b, c, d, e, f, g, h] = black_box(eight);
+    let four = fold(fold(fold(a, e), fold(c, g)), fold(fold(b, f), fold(d, h)));
+    fold(first, four)
 }
 
 #[cfg(test)]
@@ -420,6 +648,115 @@ mod tests {
     }
 
     #[test]
+    fn exp_of_what_is_not_positive_is_as_exact_as_its_argument() {
+        let mut x = -86.5f32;
+        while x <= 0.0 {
+            let exact = (x as f64).exp();
+            let error = ((exp_nonpositive_f32(x) as f64 - exact) / exact).abs();
+            let limit = (4.0 - 1.25 * x as f64) * 2f64.powi(-24);
+            assert!(error < limit, "exp({x}) is off by {error:e}");
+            x += 0.0013;
+        }
+        assert_eq!(exp_nonpositive_f32(0.0), 1.0);
+        assert_eq!(exp_nonpositive_f32(-0.0), 1.0);
+        assert_eq!(exp_nonpositive_f32(f32::NEG_INFINITY), 0.0);
+        assert_eq!(exp_nonpositive_f32(f32::MIN), 0.0);
+        assert_eq!(exp_nonpositive_f32(-1e-30), 1.0);
+        assert!(exp_nonpositive_f32(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn tanh_is_within_four_units_in_the_last_place() {
+        let mut magnitude = 1e-30f32;
+        while magnitude < 100.0 {
+            for x in [magnitude, -magnitude] {
+                let exact = (x as f64).tanh();
+                let error = ((tanh_f32(x) as f64 - exact) / exact).abs();
+                assert!(error < 2.4e-7, "tanh({x}) is off by {error:e}");
+            }
+            magnitude *= 1.00037;
+        }
+        assert_eq!(tanh_f32(0.0), 0.0);
+        assert_eq!(tanh_f32(f32::INFINITY), 1.0);
+        assert_eq!(tanh_f32(f32::NEG_INFINITY), -1.0);
+        assert!(tanh_f32(f32::NAN).is_nan());
+    }
+
+    /// `Φ(x)` for `x <= 0` by the continued fraction of Laplace, or the series around 0.
+    fn lower_tail(x: f64) -> f64 {
+        let density = INVERSE_SQRT_TAU * (-0.5 * x * x).exp();
+        if x < -3.0 {
+            let fraction = (1..=200).rev().fold(-x, |rest, k| -x + k as f64 / rest);
+            return density / fraction;
+        }
+        let (mut term, mut sum) = (x, x);
+        for k in 1..200 {
+            term *= x * x / (2 * k + 1) as f64;
+            sum += term;
+        }
+        0.5 + density * sum
+    }
+
+    #[test]
+    fn the_normal_distribution_is_within_a_few_units_in_the_last_place() {
+        let mut magnitude = 1e-6f32;
+        while magnitude < 20.0 {
+            for x in [magnitude, -magnitude] {
+                let below = lower_tail(-magnitude as f64);
+                let exact = if x < 0.0 { below } else { 1.0 - below };
+                let density = INVERSE_SQRT_TAU * (-0.5 * x as f64 * x as f64).exp();
+                let (cumulative, slope) = normal_f32(x);
+                for (found, exact) in [(cumulative, exact), (slope, density)] {
+                    let error = (found as f64 - exact).abs();
+                    let limit = if x >= -4.0 && x <= 4.0 { 1e-6 * exact } else { 1e-10 };
+                    let limit = if exact > 0.5 { 2e-7 } else { limit };
+                    assert!(error < limit, "{found} is not {exact} at {x}, off by {error:e}");
+                }
+            }
+            magnitude *= 1.0007;
+        }
+        assert_eq!(normal_f32(0.0).0, 0.5);
+        assert_eq!(normal_f32(f32::INFINITY), (1.0, 0.0));
+        assert_eq!(normal_f32(f32::NEG_INFINITY), (0.0, 0.0));
+        assert!(normal_f32(f32::NAN).0.is_nan());
+    }
+
+    #[test]
+    fn f16_converts_as_half_does() {
+        for bits in 0..=u16::MAX {
+            let value = f16::from_bits(bits);
+            let ours = f16_to_f32(value);
+            assert!(
+                ours.to_bits() == value.to_f32().to_bits() || ours.is_nan() && value.is_nan(),
+                "{bits:#x}: {ours} is not {value}"
+            );
+        }
+        let check = |value: f32| {
+            let (ours, theirs) = (f32_to_f16(value), f16::from_f32(value));
+            assert!(
+                ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan(),
+                "{value}: {ours} is not {theirs}"
+            );
+        };
+        let mut bits = 1u32;
+        for _ in 0..200_000 {
+            bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            check(f32::from_bits(bits));
+            // And where f16 has numbers: exponents from -30 to 17.
+            let exponent = 97 + (bits >> 7) % 48;
+            check(f32::from_bits(bits & 0x807f_ffff | exponent << 23));
+        }
+        // Halfway between two numbers, and around.
+        for low in 0..2048u32 {
+            for exponent in [97, 101, 102, 103, 104, 112, 113, 126, 141, 142, 143] {
+                for rest in [0, 1, 0xfff, 0x1000, 0x1001] {
+                    check(f32::from_bits(exponent << 23 | (low << 12 & 0x7f_ffff) | rest));
+                }
+            }
+        }
+    }
+
+    #[test]
     fn bf16_rounds_as_half_does() {
         let mut bits = 1u32;
         for _ in 0..100_000 {
@@ -438,6 +775,14 @@ mod tests {
             let exact: f64 = a.iter().map(|a| a * a).sum();
             assert_eq!(dot(&a, &a), exact);
             assert_eq!(sum(&a), a.iter().sum::<f64>());
+            let [once, twice] = sums([&a, &a], |[a, b]| [a, a + b]);
+            assert_eq!((once, twice), (sum(&a), 2.0 * sum(&a)));
+            let mut twice = vec![0.0; len];
+            assert_eq!(map_and_sum(&a, &mut twice, |a| 2.0 * a), 2.0 * sum(&a));
+            assert!(twice.iter().zip(&a).all(|(twice, a)| *twice == 2.0 * a));
+            assert_eq!(max(&a), a.iter().copied().fold(f64::NEG_INFINITY, f64::max));
+            let negated: Vec<f64> = a.iter().map(|a| -a).collect();
+            assert_eq!(max(&negated), if len == 0 { f64::NEG_INFINITY } else { 0.0 });
         }
     }
 }

@@ -14,7 +14,9 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-pub(crate) use element::{Element, Real, Sum, Values, buffer, dot, sum, zeros};
+pub(crate) use element::{
+    Element, Real, Sum, Values, buffer, dot, map_and_sum, max, sum, sums, zeros,
+};
 pub(crate) use matrix::{Matrix, MatrixMut, Threads, multiply};
 pub(crate) use parallel::{
     Disjoint, PARALLEL_CHUNK, for_each_chunk, for_each_chunk2, for_each_index, rows_per_task,
@@ -166,6 +168,20 @@ pub(crate) fn collapsed_rows(layout: &Layout) -> Option<(usize, usize, usize)> {
     Some((rows, *columns, row_stride.unwrap_or(*columns)))
 }
 
+/// The numbers of a row: borrowed when they are stored as they are computed with, else converted into
+/// `scratch`.
+#[inline(always)]
+pub(crate) fn read_row<'a, T: Element>(row: &'a [T], scratch: &'a mut Vec<T::Acc>) -> &'a [T::Acc] {
+    match T::native(row) {
+        Some(row) => row,
+        None => {
+            scratch.resize(row.len(), T::Acc::ZERO);
+            T::widen(row, scratch);
+            scratch
+        }
+    }
+}
+
 /// Lets `compute` fill `out`: in place when it is stored as it is computed, else through `scratch`.
 #[inline(always)]
 pub(crate) fn write_through<T: Element>(
@@ -246,6 +262,28 @@ pub(crate) fn require_separate(
         )
     }
     Ok(())
+}
+
+/// Rows of one task that keeps sums over its rows: at most 64 tasks, so that their sums stay small
+/// beside the rows.
+pub(crate) fn rows_per_sum(rows: usize, columns: usize) -> usize {
+    rows_per_task(columns).max(rows.div_ceil(64))
+}
+
+/// Adds up the tasks' sums `(tasks, columns)` in order.
+pub(crate) fn add_sums<A: Real>(sums: &[A], columns: usize) -> Vec<A> {
+    let mut total = zeros(columns);
+    simd::vectorize(
+        #[inline(always)]
+        || {
+            for sums in sums.chunks_exact(columns.max(1)) {
+                for (total, sum) in total.iter_mut().zip(sums) {
+                    *total += *sum;
+                }
+            }
+        },
+    );
+    total
 }
 
 /// Adds the rows of `(rows, columns)` in order: one task a block of columns.
