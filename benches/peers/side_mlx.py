@@ -212,4 +212,6 @@ def generation(row: Row, ids: np.ndarray, folder: str | None) -> Work:
 if __name__ == "__main__":
     if sys.argv[1] == "cpu":
         mx.set_default_device(mx.cpu)
+    elif mx.default_device() == mx.Device(mx.cpu):
+        sys.exit(f"this MLX has no {sys.argv[1]}")
     serve(Mlx())

@@ -5,6 +5,7 @@ Backward rows time `torch.autograd.grad` on a graph that was built before.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -33,6 +34,7 @@ class Torch:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
 
     def version(self) -> str:
         return torch.__version__

@@ -136,8 +136,8 @@ impl Peaks {
         }
     }
 
-    /// The seconds that a call has to take on this machine. A model's weights are more than a cache
-    /// holds, so `working_set` says what is read between two uses of the same byte.
+    /// The seconds that a call has to take on this machine when it reads again what `working_set` bytes
+    /// (see [`Work::working_set`](crate::Work::working_set)) came after.
     pub fn floor(&self, cost: Cost, working_set: f64, dtype: Precision) -> f64 {
         let reading = cost.bytes / self.bandwidth(working_set);
         reading.max(cost.operations / self.arithmetic(dtype))

@@ -341,6 +341,17 @@ impl Work {
         }
     }
 
+    /// The bytes that pass between two uses of the same byte: whether they fit a cache decides how
+    /// fast they can be read.
+    ///
+    /// # Errors
+    /// For a shape that has no such name.
+    pub fn working_set(&self) -> Result<f64> {
+        // A decoded token reads every weight once.
+        let turns = if let Self::Decode { tokens, .. } = self { *tokens as f64 } else { 1.0 };
+        Ok(self.cost()?.bytes / turns.max(1.0))
+    }
+
     /// What a call costs at least, whoever computes it: every input read once, every result written
     /// once, and the operations of the formula. Recomputed activations don't count.
     ///
