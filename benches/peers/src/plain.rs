@@ -4,7 +4,7 @@
 //! `Σ y·dy`, because Candle starts from scalars only. The fast normalisations of `candle_nn` have no
 //! backward, so there the graph is that of the composed ones.
 
-use candle_core::{Tensor, Var, backprop::GradStore};
+use candle_core::{D, Tensor, Var, backprop::GradStore};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, ops};
 use metal_candle::{Error, Result};
 use metal_candle_bench::Workload;
@@ -25,6 +25,26 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Option<Box<dyn Workload>>
                 (variable(inputs, "x")?, variable(inputs, "a")?, variable(inputs, "b")?);
             let y = lora(x.as_tensor(), &inputs.get("weight")?, a.as_tensor(), b.as_tensor())?;
             backward(&y, inputs, vec![x, a, b])?
+        }
+        Work::Softmax { pass: Pass::Forward, .. } => {
+            let x = inputs.get("x")?;
+            Box::new(move || Ok(vec![ops::softmax_last_dim(&x)?]))
+        }
+        Work::Softmax { pass: Pass::Backward, .. } => {
+            let x = variable(inputs, "x")?;
+            let y = ops::softmax(x.as_tensor(), D::Minus1)?;
+            backward(&y, inputs, vec![x])?
+        }
+        Work::LayerNorm { pass: Pass::Forward, .. } => {
+            let (x, weight, bias) = (inputs.get("x")?, inputs.get("weight")?, inputs.get("bias")?);
+            Box::new(move || Ok(vec![ops::layer_norm(&x, &weight, &bias, EPSILON as f32)?]))
+        }
+        Work::LayerNorm { pass: Pass::Backward, .. } => {
+            let (x, weight) = (variable(inputs, "x")?, variable(inputs, "weight")?);
+            let bias = variable(inputs, "bias")?;
+            let (scale, shift) = (weight.as_tensor(), bias.as_tensor());
+            let y = ops::layer_norm_slow(x.as_tensor(), scale, shift, EPSILON as f32)?;
+            backward(&y, inputs, vec![x, weight, bias])?
         }
         Work::RmsNorm { pass: Pass::Forward, .. } => {
             let (x, weight) = (inputs.get("x")?, inputs.get("weight")?);

@@ -7,7 +7,7 @@ use crate::rows::{
 use candle_core::Tensor;
 use metal_candle::{Error, Result};
 use metal_candle_kernels::lora_linear::{self, Lora};
-use metal_candle_kernels::{adamw, rms_norm};
+use metal_candle_kernels::{adamw, layer_norm, rms_norm, softmax};
 
 /// As in `torch.nn.utils.clip_grad_norm_`.
 pub(crate) const CLIP_EPSILON: f64 = 1e-6;
@@ -42,6 +42,32 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Box<dyn Workload>> {
                         let lora = adapter(&a, &b);
                         let found = lora_linear::backward(&x, &weight, &xa, &lora, &dy, true)?;
                         Ok(found.dx.into_iter().chain([found.da, found.db]).collect())
+                    })
+                }
+            }
+        }
+        Work::Softmax { pass, .. } => {
+            let x = inputs.get("x")?;
+            match pass {
+                Pass::Forward => Box::new(move || Ok(vec![softmax::forward(&x)?])),
+                Pass::Backward => {
+                    let (y, dy) = (softmax::forward(&x)?, inputs.get("dy")?);
+                    Box::new(move || Ok(vec![softmax::backward(&y, &dy)?]))
+                }
+            }
+        }
+        Work::LayerNorm { pass, .. } => {
+            let (x, weight, bias) = (inputs.get("x")?, inputs.get("weight")?, inputs.get("bias")?);
+            match pass {
+                Pass::Forward => Box::new(move || {
+                    Ok(vec![layer_norm::forward(&x, &weight, Some(&bias), EPSILON)?])
+                }),
+                Pass::Backward => {
+                    let dy = inputs.get("dy")?;
+                    let needs = layer_norm::Needs { dx: true, dweight: true, dbias: true };
+                    Box::new(move || {
+                        let found = layer_norm::backward(&x, &weight, EPSILON, &dy, needs)?;
+                        Ok([found.dx, found.dweight, found.dbias].into_iter().flatten().collect())
                     })
                 }
             }

@@ -71,6 +71,20 @@ pub enum Work {
         /// Forward or backward.
         pass: Pass,
     },
+    /// Softmax over the last dimension.
+    Softmax {
+        /// Of x.
+        shape: Vec<usize>,
+        /// Forward or backward.
+        pass: Pass,
+    },
+    /// Layer norm over the last dimension; backward gives dx and the gradients of weight and bias.
+    LayerNorm {
+        /// Of x.
+        shape: Vec<usize>,
+        /// Forward or backward.
+        pass: Pass,
+    },
     /// RMS norm over the last dimension; backward gives dx and the weight's gradient.
     RmsNorm {
         /// Of x.
@@ -163,6 +177,18 @@ impl Row {
         Self::new(name, Work::LoraLinear { tokens, hidden, rank, pass })
     }
 
+    /// A row of a softmax.
+    pub fn softmax(shape: &[usize], pass: Pass) -> Self {
+        let name = format!("softmax-{}{}", joined(shape), suffix(pass));
+        Self::new(name, Work::Softmax { shape: shape.to_vec(), pass })
+    }
+
+    /// A row of a layer norm.
+    pub fn layer_norm(shape: &[usize], pass: Pass) -> Self {
+        let name = format!("layer-norm-{}{}", joined(shape), suffix(pass));
+        Self::new(name, Work::LayerNorm { shape: shape.to_vec(), pass })
+    }
+
     /// A row of an RMS norm.
     pub fn rms_norm(shape: &[usize], pass: Pass) -> Self {
         let name = format!("rms-norm-{}{}", joined(shape), suffix(pass));
@@ -212,7 +238,7 @@ fn joined(shape: &[usize]) -> String {
     shape.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
 }
 
-/// The shape that the norms are timed with.
+/// The shape that softmax and the norms are timed with.
 const NORM_SHAPE: [usize; 3] = [4, 16, 1024];
 
 /// The rows of single operations.
@@ -221,6 +247,8 @@ pub fn operations() -> Vec<Row> {
     for pass in [Pass::Forward, Pass::Backward] {
         rows.extend([512, 1024, 2048].map(|hidden| Row::lora(1, hidden, 8, pass)));
         rows.extend([4, 16, 32, 64].map(|rank| Row::lora(1, 1024, rank, pass)));
+        rows.push(Row::softmax(&NORM_SHAPE, pass));
+        rows.push(Row::layer_norm(&NORM_SHAPE, pass));
         rows.push(Row::rms_norm(&NORM_SHAPE, pass));
         rows.push(Row::lora(128, 2048, 16, pass));
     }
@@ -269,6 +297,22 @@ impl Work {
                 }
                 inputs
             }
+            Self::Softmax { shape, pass } => {
+                let mut inputs = vec![input("x", shape, 4.0)];
+                if *pass == Pass::Backward {
+                    inputs.push(input("dy", shape, 1.0));
+                }
+                inputs
+            }
+            Self::LayerNorm { shape, pass } => {
+                let size = last(shape);
+                let mut inputs =
+                    vec![input("x", shape, 2.0), weight(size), input("bias", &[size], 0.5)];
+                if *pass == Pass::Backward {
+                    inputs.push(input("dy", shape, 1.0));
+                }
+                inputs
+            }
             Self::RmsNorm { shape, pass } => {
                 let mut inputs = vec![input("x", shape, 2.0), weight(last(shape))];
                 if *pass == Pass::Backward {
@@ -290,7 +334,11 @@ impl Work {
     pub fn outputs(&self) -> &'static [&'static str] {
         match self {
             Self::LoraLinear { pass: Pass::Forward, .. }
+            | Self::Softmax { pass: Pass::Forward, .. }
+            | Self::LayerNorm { pass: Pass::Forward, .. }
             | Self::RmsNorm { pass: Pass::Forward, .. } => &["y"],
+            Self::Softmax { pass: Pass::Backward, .. } => &["dx"],
+            Self::LayerNorm { pass: Pass::Backward, .. } => &["dx", "dweight", "dbias"],
             Self::LoraLinear { pass: Pass::Backward, .. } => &["dx", "da", "db"],
             Self::RmsNorm { pass: Pass::Backward, .. } => &["dx", "dweight"],
             Self::AdamW { .. } => &["parameters"],
@@ -336,7 +384,9 @@ impl Work {
         match self {
             Self::LoraLinear { tokens, hidden, pass: Pass::Forward, .. } => F32 * tokens * hidden,
             Self::LoraLinear { tokens, hidden, rank, .. } => F32 * hidden * (tokens + 2 * rank),
-            Self::RmsNorm { shape, .. } => F32 * shape.iter().product::<usize>(),
+            Self::Softmax { shape, .. }
+            | Self::LayerNorm { shape, .. }
+            | Self::RmsNorm { shape, .. } => F32 * shape.iter().product::<usize>(),
             _ => 0,
         }
     }
@@ -375,8 +425,11 @@ impl Work {
                     },
                 }
             }
-            Self::RmsNorm { shape, pass } => {
+            Self::Softmax { shape, pass }
+            | Self::LayerNorm { shape, pass }
+            | Self::RmsNorm { shape, pass } => {
                 let n = shape.iter().product::<usize>() as f64;
+                // Around this many an element, the exponential not counted; memory decides.
                 let (arrays, operations) = match pass {
                     Pass::Forward => (2.0, 4.0),
                     Pass::Backward => (3.0, 10.0),

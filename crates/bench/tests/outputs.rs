@@ -72,6 +72,69 @@ fn expected(work: &Work, inputs: &Inputs) -> Vec<Matrix> {
                 }
             }
         }
+        Work::Softmax { pass, .. } => {
+            let x = get("x");
+            let exponentials: Vec<f64> = x.values.iter().map(|value| value.exp()).collect();
+            let sums: Vec<f64> =
+                exponentials.chunks(x.columns).map(|row| row.iter().sum()).collect();
+            let y = Matrix::make(x.rows, x.columns, |row, column| {
+                exponentials[row * x.columns + column] / sums[row]
+            });
+            match pass {
+                Pass::Forward => vec![y],
+                Pass::Backward => {
+                    let dy = get("dy");
+                    let products: Vec<f64> = (0..x.rows)
+                        .map(|row| (0..x.columns).map(|c| y.at(row, c) * dy.at(row, c)).sum())
+                        .collect();
+                    vec![Matrix::make(x.rows, x.columns, |row, column| {
+                        y.at(row, column) * (dy.at(row, column) - products[row])
+                    })]
+                }
+            }
+        }
+        Work::LayerNorm { pass, .. } => {
+            let (x, w) = (get("x"), get("weight"));
+            let n = x.columns as f64;
+            let mean_of = |row: usize, at: &dyn Fn(usize, usize) -> f64| -> f64 {
+                (0..x.columns).map(|column| at(row, column)).sum::<f64>() / n
+            };
+            let means: Vec<f64> = (0..x.rows).map(|row| mean_of(row, &|r, c| x.at(r, c))).collect();
+            let inverse: Vec<f64> = (0..x.rows)
+                .map(|row| {
+                    let variance = mean_of(row, &|r, c| (x.at(r, c) - means[r]).powi(2));
+                    1.0 / (variance + EPSILON).sqrt()
+                })
+                .collect();
+            let normed = Matrix::make(x.rows, x.columns, |row, column| {
+                (x.at(row, column) - means[row]) * inverse[row]
+            });
+            match pass {
+                Pass::Forward => {
+                    let bias = get("bias");
+                    vec![Matrix::make(x.rows, x.columns, |row, column| {
+                        normed.at(row, column) * w.at(0, column) + bias.at(0, column)
+                    })]
+                }
+                Pass::Backward => {
+                    let dy = get("dy");
+                    let u = |row: usize, column: usize| dy.at(row, column) * w.at(0, column);
+                    let dx = Matrix::make(x.rows, x.columns, |row, column| {
+                        let product = mean_of(row, &|r, c| u(r, c) * normed.at(r, c));
+                        let mean = mean_of(row, &u);
+                        inverse[row] * (u(row, column) - mean - normed.at(row, column) * product)
+                    });
+                    let over_rows = |at: &dyn Fn(usize, usize) -> f64| {
+                        Matrix::make(1, x.columns, |_, column| {
+                            (0..x.rows).map(|row| at(row, column)).sum()
+                        })
+                    };
+                    let dweight =
+                        over_rows(&|row, column| dy.at(row, column) * normed.at(row, column));
+                    vec![dx, dweight, over_rows(&|row, column| dy.at(row, column))]
+                }
+            }
+        }
         Work::RmsNorm { pass, .. } => {
             let (x, w) = (get("x"), get("weight"));
             let n = x.columns as f64;
@@ -128,7 +191,9 @@ fn smaller(work: &Work) -> Work {
         Work::LoraLinear { tokens, hidden, rank, .. } => {
             (*tokens, *hidden, *rank) = (*tokens % 7 + 2, *hidden / 16 + 5, *rank / 4 + 1);
         }
-        Work::RmsNorm { shape, .. } => *shape = vec![2, 3, 37],
+        Work::Softmax { shape, .. }
+        | Work::LayerNorm { shape, .. }
+        | Work::RmsNorm { shape, .. } => *shape = vec![2, 3, 37],
         Work::AdamW { parameters } => *parameters = 4099,
         other => panic!("{other:?} is work on a model"),
     }
