@@ -161,8 +161,7 @@ def check(row: Row, process: Process, expected: Arrays, limit: float) -> dict[st
             # A token that follows from other logits by a hair changes all after it.
             wrong = row["dtype"] == "f32" and errors[name] > 0
         else:
-            values = values.reshape(found[name].shape) if values.size == found[name].size else values
-            errors[name] = reference.error(found[name], values)
+            errors[name] = reference.error(found[name].reshape(-1), values.reshape(-1))
             wrong = errors[name] > reference.tolerance(row, name)
         if wrong:
             limit_of = 0 if name == "tokens" else reference.tolerance(row, name)
@@ -375,7 +374,8 @@ def describe(sides: Sides, options: argparse.Namespace) -> dict[str, Any]:
     process = Process("about", [str(options.worker), "metal-candle", "cpu"], options.threads)
     about["machine"] = process.ask(60, ask="describe")["machine"]
     about["rows"] = process.ask(60, ask="rows", shape=options.shape)["rows"]
-    about["peaks"] = process.ask(600, ask="peaks")
+    if not options.list:
+        about["peaks"] = process.ask(600, ask="peaks")
     process.end()
     about["date"] = date.today().isoformat()
     about["command"] = "python3 benches/peers/run.py " + shlex.join(options.given)
@@ -400,7 +400,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", default="", help="only rows that match this regular expression")
     parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
     parser.add_argument("--device", choices=["cpu", "metal", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    parser.add_argument("--threads", type=int, default=cores(), help="of every side")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--model-rounds", type=int, default=5, help="rounds of rows on models")
     parser.add_argument("--shape", default="smollm2-135m", help="of the rows on models")
@@ -418,6 +418,13 @@ def parse() -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     return options
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def given_words() -> list[str]:

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, default=ROOT / "target" / "peers" / "venv")
     options, rest = parser.parse_known_args()
     python = environment(options.venv.absolute())
-    worker = build()
+    worker = build() if not {"-h", "--help"} & set(rest) else Path("metal-candle-peers")
     arguments = [str(python), str(HERE / "driver.py"), "--worker", str(worker), *rest]
     os.execv(arguments[0], arguments)
 

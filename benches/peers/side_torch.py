@@ -89,7 +89,8 @@ class Torch:
     def load(self, row: Row, folder: str | None) -> Any:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[row["dtype"]]).to(self.device)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[row["dtype"]])
+        return model.to(self.device)
 
     def train(self, row: Row, ids: np.ndarray, folder: str | None, adapter: str | None) -> Work:
         from peft import PeftModel

@@ -132,8 +132,8 @@ class Worker:
         work = self.ready()
         work.reset()
         arrays = work.arrays(work.call())
-        named = {name: np.ascontiguousarray(array) for name, array in zip(self.row["outputs"], arrays)}
-        save_file(named, path)
+        arrays = [np.ascontiguousarray(array) for array in arrays]
+        save_file(dict(zip(self.row["outputs"], arrays)), path)
         return {}
 
     def time(self, queue: bool, calls: int, warm_up: float) -> dict[str, Any]:

@@ -141,7 +141,9 @@ impl Arguments {
 
     fn plan(&self, row: &Row) -> Plan {
         if row.work.is_operation() {
-            Plan { warm_up: Duration::from_millis(50), samples: self.samples }
+            // Whoever wants few samples wants them soon.
+            let milliseconds = self.samples.min(50) as u64;
+            Plan { warm_up: Duration::from_millis(milliseconds), samples: self.samples }
         } else {
             Plan { warm_up: Duration::ZERO, samples: self.steps }
         }
