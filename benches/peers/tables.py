@@ -29,12 +29,21 @@ SEEDS = [
 ]
 
 
-def seconds(value: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+def unit_of(value: float) -> tuple[float, str]:
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if value >= unit:
-            break
+            return unit, name
+    return 1e-6, "µs"
+
+
+def digits(value: float, unit: float) -> str:
     scaled = value / unit
-    return f"{scaled:.{max(0, 2 - int(math.log10(max(scaled, 1))))}f} {name}"
+    return f"{scaled:.{max(0, 2 - int(math.log10(max(scaled, 1))))}f}"
+
+
+def seconds(value: float) -> str:
+    unit, name = unit_of(value)
+    return f"{digits(value, unit)} {name}"
 
 
 def gibibytes(value: float) -> str:
@@ -59,12 +68,10 @@ def cell(result: dict[str, Any] | None, kind: str) -> str:
     if kind not in result:
         return "–"
     found = result[kind]
-    text = f"{seconds(found['median'])} ({number(found['p10'])}–{number(found['p90'])})"
+    unit, _ = unit_of(found["median"])
+    spread = f"{digits(found['p10'], unit)}–{digits(found['p90'], unit)}"
+    text = f"{seconds(found['median'])} ({spread})"
     return text + (f", {gibibytes(result['peak'])}" if result.get("peak") else "")
-
-
-def number(value: float) -> str:
-    return seconds(value).split()[0]
 
 
 def shortened(text: str) -> str:
