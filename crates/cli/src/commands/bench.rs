@@ -190,7 +190,7 @@ fn heading(report: &Report) -> String {
     let read: Vec<String> = peaks
         .read
         .iter()
-        .map(|&(size, rate)| format!("{} from {}", giga(rate), bytes(size as u64)))
+        .map(|&(size, rate)| format!("{} GB/s from {}", giga(rate), bytes(size as u64)))
         .collect();
     let rows = [
         (
@@ -204,7 +204,7 @@ fn heading(report: &Report) -> String {
             ),
         ),
         ("Threads", peaks.threads.to_string()),
-        ("Reading", format!("{} GB/s", read.join(", "))),
+        ("Reading", read.join(", ")),
         ("Copying", format!("{} GB/s", giga(peaks.copy))),
         (
             "Arithmetic",
