@@ -52,6 +52,8 @@ enum Command {
     Evaluate(commands::evaluate::Arguments),
     /// Show what a model, an adapter or a checkpoint is
     Inspect(commands::inspect::Arguments),
+    /// Time operations, training and generation on this machine
+    Bench(commands::bench::Arguments),
     /// Fine-tune a small model that comes with this program
     Demo(commands::demo::Arguments),
     /// Write a shell's completions
@@ -89,6 +91,7 @@ fn run(cli: Cli) -> anyhow::Result<u8> {
         Command::Fuse(arguments) => commands::fuse::run(arguments, terminal),
         Command::Evaluate(arguments) => commands::evaluate::run(arguments, terminal),
         Command::Inspect(arguments) => commands::inspect::run(arguments, terminal),
+        Command::Bench(arguments) => commands::bench::run(arguments, terminal),
         Command::Demo(arguments) => commands::demo::run(arguments, terminal),
         Command::Completions(arguments) => {
             commands::completions::run(arguments, <Cli as clap::CommandFactory>::command())

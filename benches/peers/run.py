@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""Times metal-candle beside plain Candle, MLX and PyTorch: `python3 benches/peers/run.py`.
+
+This file needs nothing but Python itself. It makes a virtual environment with the pinned peers,
+builds the Rust sides, and hands over to driver.py, whose options `--help` lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+def environment(folder: Path) -> Path:
+    """The Python of a virtual environment that has the pinned packages."""
+    requirements = (HERE / "requirements.txt").read_bytes()
+    stamp = folder / "requirements.sha256"
+    wanted = hashlib.sha256(requirements).hexdigest()
+    python = folder / "bin" / "python"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return python
+    if not python.exists():
+        print(f"making a virtual environment in {folder}", file=sys.stderr)
+        venv.create(folder, with_pip=True)
+    packages = ["-r", str(HERE / "requirements.txt")]
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run(command + packages, check=True)
+    stamp.write_text(wanted)
+    return python
+
+
+def build() -> Path:
+    """The program with the Rust sides."""
+    command = ["cargo", "build", "--release", "--locked", "-p", "metal-candle-peers"]
+    subprocess.run(command, check=True, cwd=ROOT)
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    return target / "release" / "metal-candle-peers"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--venv", type=Path, default=ROOT / "target" / "peers" / "venv")
+    options, rest = parser.parse_known_args()
+    python = environment(options.venv.absolute())
+    worker = build() if not {"-h", "--help"} & set(rest) else Path("metal-candle-peers")
+    arguments = [str(python), str(HERE / "driver.py"), "--worker", str(worker), *rest]
+    os.execv(arguments[0], arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+//! One side of the comparison as a process: requests and answers are JSON objects, one a line, on
+//! stdin and stdout. `benches/peers/peers/worker.py` is the same for the sides in Python, and says
+//! what each request means.
+
+mod plain;
+
+use anyhow::{Context, bail};
+use candle_core::{DType, Device, Tensor, safetensors};
+use metal_candle::model::Model;
+use metal_candle::train::memory::peak_resident_bytes;
+use metal_candle_bench::machine::{Machine, Peaks};
+use metal_candle_bench::rows::{self, Inputs, Row};
+use metal_candle_bench::timing::{in_a_queue, one_by_one, queue_length, warm_up};
+use metal_candle_bench::{Work, Workload, model, operations, shapes};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::io::{BufRead, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Whose code does the work.
+#[derive(Clone, Copy, PartialEq)]
+enum Side {
+    MetalCandle,
+    Candle,
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "ask", rename_all = "snake_case")]
+enum Request {
+    Describe,
+    Rows { shape: Option<String> },
+    Peaks,
+    Checkpoint { shape: String, seed: u64, folder: PathBuf },
+    Prepare { row: Row, inputs: PathBuf, model: Option<PathBuf>, adapter: Option<PathBuf> },
+    Outputs { path: PathBuf },
+    Time { queue: bool, calls: usize, warm_up: f64 },
+    Memory,
+    Release,
+}
+
+fn main() -> anyhow::Result<()> {
+    let mut arguments = std::env::args().skip(1);
+    let side = match arguments.next().as_deref() {
+        Some("metal-candle") => Side::MetalCandle,
+        Some("candle") => Side::Candle,
+        other => bail!("side: is {other:?}, expected metal-candle or candle"),
+    };
+    let device = arguments.next().unwrap_or_else(|| "cpu".into());
+    let mut workload: Option<Box<dyn Workload>> = None;
+    let mut row: Option<Row> = None;
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
+        let answer = if device == "cpu" {
+            serde_json::from_str(&line)
+                .context("cannot read the request")
+                .and_then(|request| answer(side, request, &mut workload, &mut row))
+                .unwrap_or_else(|error| json!({"error": format!("{error:#}")}))
+        } else {
+            json!({"unsupported": format!("not supported in this build: {device}")})
+        };
+        let mut stdout = std::io::stdout().lock();
+        writeln!(stdout, "{answer}")?;
+        stdout.flush()?;
+    }
+    Ok(())
+}
+
+fn answer(
+    side: Side,
+    request: Request,
+    workload: &mut Option<Box<dyn Workload>>,
+    row: &mut Option<Row>,
+) -> anyhow::Result<Value> {
+    let ready = "nothing is prepared";
+    Ok(match request {
+        Request::Describe => json!({
+            "version": match side {
+                Side::MetalCandle => env!("CARGO_PKG_VERSION"),
+                Side::Candle => "0.11.1",
+            },
+            "threads": rayon::current_num_threads(),
+            "machine": Machine::this(),
+        }),
+        Request::Rows { shape } => all_rows(shape.as_deref())?,
+        Request::Peaks => json!(Peaks::measure(1 << 30)?),
+        Request::Checkpoint { shape, seed, folder } => {
+            write_checkpoint(&shape, seed, &folder)?;
+            json!({})
+        }
+        Request::Prepare { row: wanted, inputs, model, adapter } => {
+            *workload = None;
+            let inputs = Inputs(safetensors::load(inputs, &Device::Cpu)?);
+            *workload = match side {
+                Side::MetalCandle if wanted.work.is_operation() => {
+                    Some(operations::prepare(&wanted.work, &inputs)?)
+                }
+                Side::MetalCandle => Some(on_a_model(&wanted.work, &inputs, model, adapter)?),
+                Side::Candle => plain::prepare(&wanted.work, &inputs)?,
+            };
+            *row = Some(wanted);
+            match workload {
+                Some(_) => json!({}),
+                None => json!({"unsupported": "plain Candle has no LoRA models"}),
+            }
+        }
+        Request::Outputs { path } => {
+            let (Some(workload), Some(row)) = (workload, row) else { bail!(ready) };
+            workload.reset()?;
+            let results = workload.call()?;
+            let named: HashMap<&str, Tensor> =
+                row.work.outputs().iter().copied().zip(results).collect();
+            safetensors::save(&named, path)?;
+            json!({})
+        }
+        Request::Time { queue, calls, warm_up: seconds } => {
+            let Some(workload) = workload else { bail!(ready) };
+            let workload = workload.as_mut();
+            if seconds > 0.0 {
+                warm_up(workload, Duration::from_secs_f64(seconds))?;
+            }
+            let seconds = if queue {
+                vec![in_a_queue(workload, calls)?]
+            } else {
+                one_by_one(workload, calls)?
+            };
+            json!({"seconds": seconds})
+        }
+        Request::Memory => json!({"peak": peak_resident_bytes()}),
+        Request::Release => {
+            *workload = None;
+            json!({})
+        }
+    })
+}
+
+/// Every row with what the driver has to know of it.
+fn all_rows(shape: Option<&str>) -> anyhow::Result<Value> {
+    let rows = rows::operations().into_iter().chain(rows::models(shape.unwrap_or("smollm2-135m")));
+    let rows = rows.map(|row| {
+        let mut value = serde_json::to_value(&row)?;
+        if let Some(map) = value.as_object_mut() {
+            map.insert("inputs".into(), json!(row.work.inputs()));
+            map.insert("outputs".into(), json!(row.work.outputs()));
+            map.insert("cost".into(), json!(row.work.cost()?));
+            let calls = row.work.can_queue().then(|| queue_length(row.work.result_bytes()));
+            map.insert("queue".into(), json!(calls));
+            map.insert("ids".into(), json!(model::id_count(&row.work)));
+        }
+        Ok(value)
+    });
+    Ok(json!({"rows": rows.collect::<anyhow::Result<Vec<_>>>()?}))
+}
+
+/// A model with random weights in bf16, so that those who compute in f32 read the same numbers.
+fn write_checkpoint(shape: &str, seed: u64, folder: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(folder)?;
+    let model = Model::random(shapes::config(shape)?, DType::BF16, &Device::Cpu, seed)?;
+    Ok(model.save(folder, DType::BF16, None)?)
+}
+
+fn on_a_model(
+    work: &Work,
+    inputs: &Inputs,
+    folder: Option<PathBuf>,
+    adapter: Option<PathBuf>,
+) -> anyhow::Result<Box<dyn Workload>> {
+    let folder = folder.context("no model: expected its folder")?;
+    let mut model = Model::load(folder, work.precision().dtype(), &Device::Cpu)?;
+    if let (Work::Train { .. }, Some(adapter)) = (work, adapter) {
+        model.load_adapter(adapter)?;
+    }
+    let ids = inputs.get("ids")?.flatten_all()?.to_vec1::<u32>()?;
+    Ok(model::prepare(work, model, &ids)?)
+}

@@ -1,0 +1,186 @@
+//! metal-candle's side of the rows on a whole model: a LoRA training step, prefill and decode.
+
+use crate::operations::Optimiser;
+use crate::rows::{LORA_SCALE, Precision, Work, random_ids};
+use crate::{Workload, shapes};
+use candle_core::{DType, Device, IndexOp, Tensor};
+use metal_candle::adapter::{LoraConfig, Targets};
+use metal_candle::autograd::Tape;
+use metal_candle::data::Batch;
+use metal_candle::model::{Input, KvCache, Model, PassOptions};
+use metal_candle::{Error, Result};
+
+/// A model of that shape with random weights.
+///
+/// # Errors
+/// For a name that [`shapes`] doesn't know, or a model that doesn't fit into memory.
+pub fn random(shape: &str, dtype: Precision, seed: u64) -> Result<Model> {
+    Model::random(shapes::config(shape)?, dtype.dtype(), &Device::Cpu, seed)
+}
+
+/// The adapter that every training row has: on every linear layer of the decoder.
+pub fn adapter(rank: usize) -> LoraConfig {
+    LoraConfig {
+        rank,
+        alpha: LORA_SCALE * rank as f64,
+        targets: Targets::all_linear(),
+        ..LoraConfig::default()
+    }
+}
+
+/// How many token ids the work reads.
+pub fn id_count(work: &Work) -> usize {
+    match work {
+        // One more in each row: the inputs are all but the last, the targets all but the first.
+        Work::Train { batch, seq, .. } => batch * (seq + 1),
+        Work::Prefill { tokens, .. } => *tokens,
+        Work::Decode { prompt, .. } => *prompt,
+        _ => 0,
+    }
+}
+
+/// The work on a model and tokens made up from a seed.
+///
+/// # Errors
+/// Like [`random`], and for work that isn't on a model.
+pub fn prepare_random(work: &Work, seed: u64) -> Result<Box<dyn Workload>> {
+    let (Work::Train { shape, dtype, .. }
+    | Work::Prefill { shape, dtype, .. }
+    | Work::Decode { shape, dtype, .. }) = work
+    else {
+        return Err(not_on_a_model());
+    };
+    let mut model = random(shape, *dtype, seed)?;
+    if let Work::Train { rank, .. } = work {
+        model.add_lora(&adapter(*rank), seed)?;
+    }
+    let ids = random_ids(id_count(work), model.config().vocab_size, seed);
+    prepare(work, model, &ids)
+}
+
+/// The work on this model, which has its adapter already, and these tokens ([`id_count`] of them).
+///
+/// # Errors
+/// For work that isn't on a model, and another number of tokens.
+pub fn prepare(work: &Work, model: Model, ids: &[u32]) -> Result<Box<dyn Workload>> {
+    if ids.len() != id_count(work) || ids.is_empty() {
+        return Err(Error::option(
+            "ids",
+            format!("are {}, expected {} and at least 1", ids.len(), id_count(work)),
+        ));
+    }
+    match *work {
+        Work::Train { batch, seq, checkpointing, .. } => {
+            let optimiser = Optimiser::new(store(&model)?.values())?;
+            let batch = batch_of(ids, batch, seq);
+            Ok(Box::new(TrainingStep { model, batch, checkpointing, optimiser }))
+        }
+        Work::Prefill { .. } => {
+            let ids = ids.to_vec();
+            Ok(Box::new(move || {
+                let mut cache = model.new_cache();
+                Ok(vec![read(&model, &mut cache, &ids)?])
+            }))
+        }
+        Work::Decode { tokens, .. } => {
+            let cache = model.new_cache();
+            Ok(Box::new(Decode { model, prompt: ids.to_vec(), tokens, cache, next: 0 }))
+        }
+        _ => Err(not_on_a_model()),
+    }
+}
+
+fn not_on_a_model() -> Error {
+    Error::option("row", "is a single operation, expected work on a model")
+}
+
+fn store(model: &Model) -> Result<&metal_candle::adapter::ParameterStore> {
+    model.parameters().ok_or_else(|| Error::option("model", "has nothing to train"))
+}
+
+/// Rows of `seq + 1` ids as a batch in which every token but the first is a target.
+fn batch_of(ids: &[u32], rows: usize, seq: usize) -> Batch {
+    let pick = |skip: usize| {
+        ids.chunks(seq + 1).flat_map(|row| row.iter().skip(skip).take(seq)).copied().collect()
+    };
+    Batch {
+        rows,
+        length: seq,
+        input_ids: pick(0),
+        targets: pick(1),
+        positions: (0..rows).flat_map(|_| 0..seq as u32).collect(),
+        first_key: vec![0; rows * seq],
+        tokens: rows * seq,
+        target_tokens: rows * seq,
+    }
+}
+
+/// What the trainer does at every step, without its files and reports.
+struct TrainingStep {
+    model: Model,
+    batch: Batch,
+    checkpointing: bool,
+    optimiser: Optimiser,
+}
+
+impl Workload for TrainingStep {
+    fn call(&mut self) -> Result<Vec<Tensor>> {
+        let mut store = store(&self.model)?;
+        store.zero_gradients()?;
+        let tape = Tape::recording();
+        let options = PassOptions { dropout_seed: Some(0), checkpoint: self.checkpointing };
+        let loss = self.model.loss(&tape, &self.batch, options)?;
+        let mean = f64::from(loss.sum.tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?)
+            / loss.tokens as f64;
+        tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut store)?;
+        let norm = self.optimiser.step(store.values(), store.gradients(), store.decayed())?;
+        Ok(vec![Tensor::new(&[mean], &Device::Cpu)?, Tensor::new(&[norm], &Device::Cpu)?])
+    }
+}
+
+/// The logits `(vocabulary)` after tokens that follow those in the cache.
+fn read(model: &Model, cache: &mut KvCache, tokens: &[u32]) -> Result<Tensor> {
+    let input = Input::sequence(tokens, cache.len(), model.device())?;
+    let tape = Tape::inference();
+    let hidden = model.forward(&tape, &input, Some(cache), PassOptions::default())?.into_tensor();
+    let last = hidden.narrow(1, tokens.len() - 1, 1)?.contiguous()?;
+    Ok(model.logits(&last)?.i((0, 0))?)
+}
+
+/// One stream of greedy tokens.
+struct Decode {
+    model: Model,
+    prompt: Vec<u32>,
+    tokens: usize,
+    cache: KvCache,
+    next: u32,
+}
+
+impl Workload for Decode {
+    fn reset(&mut self) -> Result<()> {
+        self.cache = self.model.new_cache();
+        self.next = largest(&read(&self.model, &mut self.cache, &self.prompt)?)?;
+        Ok(())
+    }
+
+    fn call(&mut self) -> Result<Vec<Tensor>> {
+        let mut decoded = Vec::with_capacity(self.tokens);
+        for _ in 0..self.tokens {
+            self.next = largest(&read(&self.model, &mut self.cache, &[self.next])?)?;
+            decoded.push(self.next);
+        }
+        Ok(vec![Tensor::new(decoded, &Device::Cpu)?])
+    }
+}
+
+/// The index of the largest logit, the first of several.
+fn largest(logits: &Tensor) -> Result<u32> {
+    let logits = logits.to_vec1::<f32>()?;
+    let mut best = (0, f32::NEG_INFINITY);
+    for (index, &logit) in logits.iter().enumerate() {
+        if logit > best.1 {
+            best = (index as u32, logit);
+        }
+    }
+    Ok(best.0)
+}

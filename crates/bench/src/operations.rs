@@ -1,0 +1,137 @@
+//! metal-candle's side of the rows of single operations.
+
+use crate::Workload;
+use crate::rows::{
+    CLIP_NORM, EPSILON, Inputs, LEARNING_RATE, LORA_SCALE, Pass, WEIGHT_DECAY, Work,
+};
+use candle_core::Tensor;
+use metal_candle::{Error, Result};
+use metal_candle_kernels::lora_linear::{self, Lora};
+use metal_candle_kernels::{adamw, layer_norm, rms_norm, softmax};
+
+/// As in `torch.nn.utils.clip_grad_norm_`.
+pub(crate) const CLIP_EPSILON: f64 = 1e-6;
+
+/// The settings of AdamW in every row.
+pub const ADAMW: adamw::Options = adamw::Options {
+    learning_rate: LEARNING_RATE,
+    beta1: 0.9,
+    beta2: 0.999,
+    epsilon: 1e-8,
+    weight_decay: WEIGHT_DECAY,
+};
+
+/// The work on these inputs, ready to be called.
+///
+/// # Errors
+/// When an input is missing or has a shape that doesn't fit, and for work on a model.
+pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Box<dyn Workload>> {
+    Ok(match *work {
+        Work::LoraLinear { pass, .. } => {
+            let (x, weight) = (inputs.get("x")?, inputs.get("weight")?);
+            let (a, b) = (inputs.get("a")?, inputs.get("b")?);
+            match pass {
+                Pass::Forward => Box::new(move || {
+                    let (y, _) = lora_linear::forward(&x, &weight, None, &adapter(&a, &b))?;
+                    Ok(vec![y])
+                }),
+                Pass::Backward => {
+                    let dy = inputs.get("dy")?;
+                    let (_, xa) = lora_linear::forward(&x, &weight, None, &adapter(&a, &b))?;
+                    Box::new(move || {
+                        let lora = adapter(&a, &b);
+                        let found = lora_linear::backward(&x, &weight, &xa, &lora, &dy, true)?;
+                        Ok(found.dx.into_iter().chain([found.da, found.db]).collect())
+                    })
+                }
+            }
+        }
+        Work::Softmax { pass, .. } => {
+            let x = inputs.get("x")?;
+            match pass {
+                Pass::Forward => Box::new(move || Ok(vec![softmax::forward(&x)?])),
+                Pass::Backward => {
+                    let (y, dy) = (softmax::forward(&x)?, inputs.get("dy")?);
+                    Box::new(move || Ok(vec![softmax::backward(&y, &dy)?]))
+                }
+            }
+        }
+        Work::LayerNorm { pass, .. } => {
+            let (x, weight, bias) = (inputs.get("x")?, inputs.get("weight")?, inputs.get("bias")?);
+            match pass {
+                Pass::Forward => Box::new(move || {
+                    Ok(vec![layer_norm::forward(&x, &weight, Some(&bias), EPSILON)?])
+                }),
+                Pass::Backward => {
+                    let dy = inputs.get("dy")?;
+                    let needs = layer_norm::Needs { dx: true, dweight: true, dbias: true };
+                    Box::new(move || {
+                        let found = layer_norm::backward(&x, &weight, EPSILON, &dy, needs)?;
+                        Ok([found.dx, found.dweight, found.dbias].into_iter().flatten().collect())
+                    })
+                }
+            }
+        }
+        Work::RmsNorm { pass, .. } => {
+            let (x, weight) = (inputs.get("x")?, inputs.get("weight")?);
+            match pass {
+                Pass::Forward => {
+                    Box::new(move || Ok(vec![rms_norm::forward(&x, &weight, EPSILON, 0.0)?]))
+                }
+                Pass::Backward => {
+                    let dy = inputs.get("dy")?;
+                    Box::new(move || {
+                        let (dx, dweight) =
+                            rms_norm::backward(&x, &weight, EPSILON, 0.0, &dy, true, true)?;
+                        Ok(dx.into_iter().chain(dweight).collect())
+                    })
+                }
+            }
+        }
+        Work::AdamW { .. } => {
+            // A copy: the step changes it in place.
+            let parameters = inputs.get("parameters")?.copy()?;
+            let gradients = inputs.get("gradients")?;
+            let mut state = Optimiser::new(&parameters)?;
+            Box::new(move || {
+                state.step(&parameters, &gradients, parameters.elem_count())?;
+                Ok(vec![parameters.clone()])
+            })
+        }
+        Work::Train { .. } | Work::Prefill { .. } | Work::Decode { .. } => {
+            return Err(Error::option("row", "is work on a model, expected a single operation"));
+        }
+    })
+}
+
+fn adapter<'a>(a: &'a Tensor, b: &'a Tensor) -> Lora<'a> {
+    Lora { a, b, scale: LORA_SCALE, dropout: None }
+}
+
+/// AdamW's state, and its step with clipping.
+pub(crate) struct Optimiser {
+    first: Tensor,
+    second: Tensor,
+    steps: usize,
+}
+
+impl Optimiser {
+    pub(crate) fn new(parameters: &Tensor) -> Result<Self> {
+        Ok(Self { first: parameters.zeros_like()?, second: parameters.zeros_like()?, steps: 0 })
+    }
+
+    /// Clips and updates; returns the norm of the gradients before clipping.
+    pub(crate) fn step(
+        &mut self,
+        parameters: &Tensor,
+        gradients: &Tensor,
+        decayed: usize,
+    ) -> Result<f64> {
+        let norm = adamw::norm(gradients)?;
+        let scale = (CLIP_NORM / (norm + CLIP_EPSILON)).min(1.0) as f32;
+        self.steps += 1;
+        let (m, v) = (&self.first, &self.second);
+        adamw::step(parameters, gradients, m, v, self.steps, scale, decayed, &ADAMW)?;
+        Ok(norm)
+    }
+}

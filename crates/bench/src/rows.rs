@@ -1,0 +1,591 @@
+//! The rows of the benchmark: what each computes, from which inputs, and what it costs at least.
+
+use crate::shapes;
+use candle_core::{DType, Device, Tensor};
+use metal_candle::random::SplitMix64;
+use metal_candle::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+
+/// What the low-rank path is multiplied by in every row: alpha is twice the rank.
+pub const LORA_SCALE: f64 = 2.0;
+/// Added to the mean square or the variance in every norm.
+pub const EPSILON: f64 = 1e-5;
+/// The L2 norm that gradients are clipped to.
+pub const CLIP_NORM: f64 = 1.0;
+/// The learning rate of every optimiser step.
+pub const LEARNING_RATE: f64 = 1e-4;
+/// The weight decay of every optimiser step.
+pub const WEIGHT_DECAY: f64 = 0.01;
+
+/// Which way through an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pass {
+    /// Inputs to outputs.
+    Forward,
+    /// The gradient of the outputs to those of the inputs.
+    Backward,
+}
+
+/// The dtype of a model's weights and activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Precision {
+    /// 32-bit float.
+    F32,
+    /// Brain float, 16 bits.
+    Bf16,
+}
+
+impl Precision {
+    /// Candle's name for it.
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+        }
+    }
+
+    /// As rows are named.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        }
+    }
+}
+
+/// What a row computes. Operations are in f32.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "work", rename_all = "snake_case")]
+pub enum Work {
+    /// `y = x·Wᵀ + s·(x·A)·B` with a square W; backward gives dx, dA and dB.
+    LoraLinear {
+        /// Rows of x.
+        tokens: usize,
+        /// W is `(hidden, hidden)`.
+        hidden: usize,
+        /// A is `(hidden, rank)`, B `(rank, hidden)`.
+        rank: usize,
+        /// Forward or backward.
+        pass: Pass,
+    },
+    /// Softmax over the last dimension.
+    Softmax {
+        /// Of x.
+        shape: Vec<usize>,
+        /// Forward or backward.
+        pass: Pass,
+    },
+    /// Layer norm over the last dimension; backward gives dx and the gradients of weight and bias.
+    LayerNorm {
+        /// Of x.
+        shape: Vec<usize>,
+        /// Forward or backward.
+        pass: Pass,
+    },
+    /// RMS norm over the last dimension; backward gives dx and the weight's gradient.
+    RmsNorm {
+        /// Of x.
+        shape: Vec<usize>,
+        /// Forward or backward.
+        pass: Pass,
+    },
+    /// The norm of the gradient, clipping and one step of AdamW on flat parameters.
+    AdamW {
+        /// How many there are.
+        parameters: usize,
+    },
+    /// Forward, backward, clipping and AdamW with LoRA on every linear layer of the decoder.
+    Train {
+        /// A name of [`shapes`].
+        shape: String,
+        /// Sequences in the batch.
+        batch: usize,
+        /// Tokens in a sequence.
+        seq: usize,
+        /// Of every adapter.
+        rank: usize,
+        /// Of weights and activations; the adapter is f32.
+        dtype: Precision,
+        /// Activations are computed again instead of stored.
+        checkpointing: bool,
+    },
+    /// A prompt to the logits after it.
+    Prefill {
+        /// A name of [`shapes`].
+        shape: String,
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Of weights and activations.
+        dtype: Precision,
+    },
+    /// Greedy tokens one after the other, each from a forward pass of one token.
+    Decode {
+        /// A name of [`shapes`].
+        shape: String,
+        /// Tokens in the cache before the first.
+        prompt: usize,
+        /// Tokens decoded in a call.
+        tokens: usize,
+        /// Of weights and activations.
+        dtype: Precision,
+    },
+}
+
+/// A named piece of work.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// Such as `lora-1x512-r8`.
+    pub name: String,
+    /// What it computes.
+    #[serde(flatten)]
+    pub work: Work,
+}
+
+/// An input of an operation: uniform numbers around `offset`, at most `scale` away.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct InputSpec {
+    /// As the operation's formula names it.
+    pub name: &'static str,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Half the width of the distribution.
+    pub scale: f64,
+    /// Its mean.
+    pub offset: f64,
+}
+
+/// What a call costs at least.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Cost {
+    /// Bytes that have to be read or written once.
+    pub bytes: f64,
+    /// Multiplications and additions of f32, or of the model's dtype.
+    pub operations: f64,
+}
+
+impl Row {
+    fn new(name: String, work: Work) -> Self {
+        Self { name, work }
+    }
+
+    /// A row of a LoRA linear layer.
+    pub fn lora(tokens: usize, hidden: usize, rank: usize, pass: Pass) -> Self {
+        let name = format!("lora-{tokens}x{hidden}-r{rank}{}", suffix(pass));
+        Self::new(name, Work::LoraLinear { tokens, hidden, rank, pass })
+    }
+
+    /// A row of a softmax.
+    pub fn softmax(shape: &[usize], pass: Pass) -> Self {
+        let name = format!("softmax-{}{}", joined(shape), suffix(pass));
+        Self::new(name, Work::Softmax { shape: shape.to_vec(), pass })
+    }
+
+    /// A row of a layer norm.
+    pub fn layer_norm(shape: &[usize], pass: Pass) -> Self {
+        let name = format!("layer-norm-{}{}", joined(shape), suffix(pass));
+        Self::new(name, Work::LayerNorm { shape: shape.to_vec(), pass })
+    }
+
+    /// A row of an RMS norm.
+    pub fn rms_norm(shape: &[usize], pass: Pass) -> Self {
+        let name = format!("rms-norm-{}{}", joined(shape), suffix(pass));
+        Self::new(name, Work::RmsNorm { shape: shape.to_vec(), pass })
+    }
+
+    /// A row of the optimiser.
+    pub fn adamw(parameters: usize) -> Self {
+        Self::new(format!("adamw-{parameters}"), Work::AdamW { parameters })
+    }
+
+    /// A row of a training step.
+    pub fn train(
+        shape: &str,
+        (batch, seq): (usize, usize),
+        rank: usize,
+        dtype: Precision,
+        checkpointing: bool,
+    ) -> Self {
+        let suffix = if checkpointing { "-checkpointing" } else { "" };
+        let name = format!("train-{shape}-{batch}x{seq}-r{rank}-{}{suffix}", dtype.name());
+        let shape = shape.to_string();
+        Self::new(name, Work::Train { shape, batch, seq, rank, dtype, checkpointing })
+    }
+
+    /// A row of a prefill.
+    pub fn prefill(shape: &str, tokens: usize, dtype: Precision) -> Self {
+        let name = format!("prefill-{shape}-{tokens}-{}", dtype.name());
+        Self::new(name, Work::Prefill { shape: shape.to_string(), tokens, dtype })
+    }
+
+    /// A row of a decode.
+    pub fn decode(shape: &str, prompt: usize, tokens: usize, dtype: Precision) -> Self {
+        let name = format!("decode-{shape}-{tokens}-{}", dtype.name());
+        Self::new(name, Work::Decode { shape: shape.to_string(), prompt, tokens, dtype })
+    }
+}
+
+fn suffix(pass: Pass) -> &'static str {
+    match pass {
+        Pass::Forward => "",
+        Pass::Backward => "-backward",
+    }
+}
+
+fn joined(shape: &[usize]) -> String {
+    shape.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
+}
+
+/// The shape that softmax and the norms are timed with.
+const NORM_SHAPE: [usize; 3] = [4, 16, 1024];
+
+/// The rows of single operations.
+pub fn operations() -> Vec<Row> {
+    let mut rows = Vec::new();
+    for pass in [Pass::Forward, Pass::Backward] {
+        rows.extend([512, 1024, 2048].map(|hidden| Row::lora(1, hidden, 8, pass)));
+        rows.extend([4, 16, 32, 64].map(|rank| Row::lora(1, 1024, rank, pass)));
+        rows.push(Row::softmax(&NORM_SHAPE, pass));
+        rows.push(Row::layer_norm(&NORM_SHAPE, pass));
+        rows.push(Row::rms_norm(&NORM_SHAPE, pass));
+        rows.push(Row::lora(128, 2048, 16, pass));
+    }
+    rows.push(Row::adamw(10_000_000));
+    rows
+}
+
+/// The rows on a model of that shape that `benches/peers` compares.
+pub fn models(shape: &str) -> Vec<Row> {
+    use Precision::{Bf16, F32};
+    let mut rows = vec![
+        Row::train(shape, (1, 512), 16, Bf16, false),
+        Row::train(shape, (1, 512), 16, F32, false),
+        Row::train(shape, (4, 512), 16, Bf16, true),
+        Row::train(shape, (1, 2048), 16, Bf16, true),
+    ];
+    for dtype in [Bf16, F32] {
+        rows.push(Row::prefill(shape, 512, dtype));
+        rows.push(Row::decode(shape, 16, 64, dtype));
+    }
+    rows
+}
+
+impl Work {
+    /// The inputs of an operation; empty for work on a model.
+    pub fn inputs(&self) -> Vec<InputSpec> {
+        let input = |name, shape: &[usize], scale: f64| InputSpec {
+            name,
+            shape: shape.to_vec(),
+            scale,
+            offset: 0.0,
+        };
+        let weight =
+            |size| InputSpec { name: "weight", shape: vec![size], scale: 0.5, offset: 1.0 };
+        match self {
+            &Self::LoraLinear { tokens, hidden, rank, pass } => {
+                let scale = 1.0 / (hidden as f64).sqrt();
+                let mut inputs = vec![
+                    input("x", &[tokens, hidden], 1.0),
+                    input("weight", &[hidden, hidden], scale),
+                    input("a", &[hidden, rank], scale),
+                    input("b", &[rank, hidden], 1.0 / (rank as f64).sqrt()),
+                ];
+                if pass == Pass::Backward {
+                    inputs.push(input("dy", &[tokens, hidden], 1.0));
+                }
+                inputs
+            }
+            Self::Softmax { shape, pass } => {
+                let mut inputs = vec![input("x", shape, 4.0)];
+                if *pass == Pass::Backward {
+                    inputs.push(input("dy", shape, 1.0));
+                }
+                inputs
+            }
+            Self::LayerNorm { shape, pass } => {
+                let size = last(shape);
+                let mut inputs =
+                    vec![input("x", shape, 2.0), weight(size), input("bias", &[size], 0.5)];
+                if *pass == Pass::Backward {
+                    inputs.push(input("dy", shape, 1.0));
+                }
+                inputs
+            }
+            Self::RmsNorm { shape, pass } => {
+                let mut inputs = vec![input("x", shape, 2.0), weight(last(shape))];
+                if *pass == Pass::Backward {
+                    inputs.push(input("dy", shape, 1.0));
+                }
+                inputs
+            }
+            &Self::AdamW { parameters } => {
+                vec![
+                    input("parameters", &[parameters], 1e-3),
+                    input("gradients", &[parameters], 1e-2),
+                ]
+            }
+            Self::Train { .. } | Self::Prefill { .. } | Self::Decode { .. } => Vec::new(),
+        }
+    }
+
+    /// The names of what a call returns.
+    pub fn outputs(&self) -> &'static [&'static str] {
+        match self {
+            Self::LoraLinear { pass: Pass::Forward, .. }
+            | Self::Softmax { pass: Pass::Forward, .. }
+            | Self::LayerNorm { pass: Pass::Forward, .. }
+            | Self::RmsNorm { pass: Pass::Forward, .. } => &["y"],
+            Self::Softmax { pass: Pass::Backward, .. } => &["dx"],
+            Self::LayerNorm { pass: Pass::Backward, .. } => &["dx", "dweight", "dbias"],
+            Self::LoraLinear { pass: Pass::Backward, .. } => &["dx", "da", "db"],
+            Self::RmsNorm { pass: Pass::Backward, .. } => &["dx", "dweight"],
+            Self::AdamW { .. } => &["parameters"],
+            Self::Train { .. } => &["loss", "gradient_norm"],
+            Self::Prefill { .. } => &["logits"],
+            Self::Decode { .. } => &["tokens"],
+        }
+    }
+
+    /// Whether the work is a single operation, which can also be timed in a queue.
+    pub fn is_operation(&self) -> bool {
+        !matches!(self, Self::Train { .. } | Self::Prefill { .. } | Self::Decode { .. })
+    }
+
+    /// Whether a queue of calls makes sense: each is of the same inputs, and leaves results of its
+    /// own.
+    pub fn can_queue(&self) -> bool {
+        self.is_operation() && !matches!(self, Self::AdamW { .. })
+    }
+
+    /// Tokens that one call processes, of work on a model.
+    pub fn tokens(&self) -> Option<usize> {
+        match self {
+            Self::Train { batch, seq, .. } => Some(batch * seq),
+            Self::Prefill { tokens, .. } | Self::Decode { tokens, .. } => Some(*tokens),
+            _ => None,
+        }
+    }
+
+    /// The dtype that the work computes in.
+    pub fn precision(&self) -> Precision {
+        match self {
+            Self::Train { dtype, .. }
+            | Self::Prefill { dtype, .. }
+            | Self::Decode { dtype, .. } => *dtype,
+            _ => Precision::F32,
+        }
+    }
+
+    /// The bytes of a call's results.
+    pub fn result_bytes(&self) -> usize {
+        const F32: usize = size_of::<f32>();
+        match self {
+            Self::LoraLinear { tokens, hidden, pass: Pass::Forward, .. } => F32 * tokens * hidden,
+            Self::LoraLinear { tokens, hidden, rank, .. } => F32 * hidden * (tokens + 2 * rank),
+            Self::Softmax { shape, .. }
+            | Self::LayerNorm { shape, .. }
+            | Self::RmsNorm { shape, .. } => F32 * shape.iter().product::<usize>(),
+            _ => 0,
+        }
+    }
+
+    /// The bytes that pass between two uses of the same byte: whether they fit a cache decides how
+    /// fast they can be read.
+    ///
+    /// # Errors
+    /// For a shape that has no such name.
+    pub fn working_set(&self) -> Result<f64> {
+        // A decoded token reads every weight once.
+        let turns = if let Self::Decode { tokens, .. } = self { *tokens as f64 } else { 1.0 };
+        Ok(self.cost()?.bytes / turns.max(1.0))
+    }
+
+    /// What a call costs at least, whoever computes it: every input read once, every result written
+    /// once, and the operations of the formula. Recomputed activations don't count.
+    ///
+    /// # Errors
+    /// For a shape that has no such name.
+    pub fn cost(&self) -> Result<Cost> {
+        const F32: f64 = 4.0;
+        Ok(match self {
+            &Self::LoraLinear { tokens, hidden, rank, pass } => {
+                let (n, h, r) = (tokens as f64, hidden as f64, rank as f64);
+                let matrix = h * h;
+                match pass {
+                    Pass::Forward => Cost {
+                        bytes: F32 * (matrix + 2.0 * h * r + 2.0 * n * h),
+                        operations: 2.0 * n * (matrix + 2.0 * h * r),
+                    },
+                    // dx has three products with the adapter's matrices, dA and dB one each.
+                    Pass::Backward => Cost {
+                        bytes: F32 * (matrix + 4.0 * h * r + 3.0 * n * h),
+                        operations: 2.0 * n * (matrix + 4.0 * h * r),
+                    },
+                }
+            }
+            Self::Softmax { shape, pass }
+            | Self::LayerNorm { shape, pass }
+            | Self::RmsNorm { shape, pass } => {
+                let n = shape.iter().product::<usize>() as f64;
+                // Around this many an element, the exponential not counted; memory decides.
+                let (arrays, operations) = match pass {
+                    Pass::Forward => (2.0, 4.0),
+                    Pass::Backward => (3.0, 10.0),
+                };
+                Cost { bytes: F32 * arrays * n, operations: operations * n }
+            }
+            &Self::AdamW { parameters } => {
+                let n = parameters as f64;
+                // The norm reads every gradient before the step can read it again.
+                Cost { bytes: F32 * 8.0 * n, operations: 16.0 * n }
+            }
+            Self::Train { shape, batch, seq, rank, dtype, .. } => {
+                let model = Sizes::of(shape)?;
+                let tokens = (batch * seq) as f64;
+                // Forward and the gradient of the input through every frozen matrix; forward and
+                // three gradients' worth through A and B.
+                let matrices = 4.0 * (model.linears + model.head) * tokens;
+                let adapters = 6.0 * model.adapter_width * *rank as f64 * tokens;
+                let attention = 3.0 * model.attention(*seq as f64) * *batch as f64;
+                Cost {
+                    bytes: 2.0 * (model.linears + model.head) * bytes_of(*dtype),
+                    operations: matrices + adapters + attention,
+                }
+            }
+            Self::Prefill { shape, tokens, dtype } => {
+                let model = Sizes::of(shape)?;
+                let n = *tokens as f64;
+                Cost {
+                    bytes: (model.linears + model.head) * bytes_of(*dtype),
+                    operations: 2.0 * (model.linears * n + model.head) + model.attention(n),
+                }
+            }
+            Self::Decode { shape, tokens, dtype, .. } => {
+                let model = Sizes::of(shape)?;
+                let n = *tokens as f64;
+                let weights = model.linears + model.head;
+                Cost { bytes: n * weights * bytes_of(*dtype), operations: 2.0 * n * weights }
+            }
+        })
+    }
+}
+
+fn last(shape: &[usize]) -> usize {
+    shape.last().copied().unwrap_or(1)
+}
+
+fn bytes_of(dtype: Precision) -> f64 {
+    dtype.dtype().size_in_bytes() as f64
+}
+
+/// What a model's cost follows from.
+struct Sizes {
+    /// Weights in the decoder's linear layers.
+    linears: f64,
+    /// Weights of the head.
+    head: f64,
+    /// Inputs and outputs of all linear layers, added up.
+    adapter_width: f64,
+    /// Layers times the width of all query heads.
+    query_width: f64,
+}
+
+impl Sizes {
+    fn of(shape: &str) -> Result<Self> {
+        let config = shapes::config(shape)?;
+        let layers = config.layers.len() as f64;
+        let hidden = config.hidden_size as f64;
+        let queries = (config.heads * config.head_dim) as f64;
+        let keys = (config.kv_heads * config.head_dim) as f64;
+        let inner = config.intermediate_size as f64;
+        let pairs = [
+            (hidden, queries),
+            (hidden, keys),
+            (hidden, keys),
+            (queries, hidden),
+            (hidden, inner),
+            (hidden, inner),
+            (inner, hidden),
+        ];
+        Ok(Self {
+            linears: layers * pairs.iter().map(|(input, output)| input * output).sum::<f64>(),
+            head: config.vocab_size as f64 * hidden,
+            adapter_width: layers * pairs.iter().map(|(input, output)| input + output).sum::<f64>(),
+            query_width: layers * queries,
+        })
+    }
+
+    /// Operations of the attention of one causal sequence: scores and values, half of each square.
+    fn attention(&self, seq: f64) -> f64 {
+        2.0 * seq * seq * self.query_width
+    }
+}
+
+/// Tensors by name.
+#[derive(Debug, Default)]
+pub struct Inputs(pub HashMap<String, Tensor>);
+
+impl Inputs {
+    /// Made up from a seed.
+    ///
+    /// # Errors
+    /// When a tensor doesn't fit into memory.
+    pub fn random(work: &Work, seed: u64) -> Result<Self> {
+        let mut inputs = HashMap::new();
+        for (index, spec) in work.inputs().into_iter().enumerate() {
+            let mut random = SplitMix64::stream(seed, index as u64);
+            let count = spec.shape.iter().product();
+            let values: Vec<f32> = (0..count)
+                .map(|_| (spec.offset + spec.scale * (2.0 * random.uniform() - 1.0)) as f32)
+                .collect();
+            let tensor = Tensor::from_vec(values, spec.shape, &Device::Cpu)?;
+            inputs.insert(spec.name.to_string(), tensor);
+        }
+        Ok(Self(inputs))
+    }
+
+    /// The tensor of that name.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn get(&self, name: &str) -> Result<Tensor> {
+        self.0.get(name).cloned().ok_or_else(|| {
+            Error::option("inputs", format!("have no `{name}`, expected one of that name"))
+        })
+    }
+}
+
+/// Token ids in `0..vocabulary` that follow from a seed.
+pub fn random_ids(count: usize, vocabulary: usize, seed: u64) -> Vec<u32> {
+    let mut random = SplitMix64::new(seed);
+    (0..count).map(|_| random.below(vocabulary as u64) as u32).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_have_names_of_their_own_and_survive_json() {
+        let rows: Vec<Row> = operations().into_iter().chain(models("tiny")).collect();
+        let names: std::collections::HashSet<&str> =
+            rows.iter().map(|row| row.name.as_str()).collect();
+        assert_eq!(names.len(), rows.len());
+        for row in rows {
+            let text = serde_json::to_string(&row).unwrap();
+            assert_eq!(serde_json::from_str::<Row>(&text).unwrap(), row);
+        }
+    }
+
+    #[test]
+    fn a_training_step_of_512_tokens_is_275_gflop_in_the_frozen_matrices() {
+        let row = Row::train("smollm2-135m", (1, 512), 16, Precision::F32, false);
+        let operations = row.work.cost().unwrap().operations;
+        let sizes = Sizes::of("smollm2-135m").unwrap();
+        let matrices = 4.0 * (sizes.linears + sizes.head) * 512.0;
+        assert!((matrices / 1e9 - 275.4).abs() < 0.1, "{matrices}");
+        assert!(operations > matrices && operations < 1.2 * matrices, "{operations}");
+    }
+}

@@ -1,0 +1,83 @@
+//! Models by name, as their published `config.json` describes them. Weights are random: what a step
+//! costs does not depend on them.
+
+use metal_candle::model::Config;
+use metal_candle::{Error, Result};
+use serde_json::{Value, json};
+
+/// The names that [`config`] knows.
+pub const NAMES: [&str; 4] = ["smollm2-135m", "llama-3.2-1b", "llama-3-8b", "tiny"];
+
+/// The `config.json` of a shape. `tiny` is made up, for trying things out.
+///
+/// # Errors
+/// For a name that is not one of [`NAMES`].
+pub fn config_json(name: &str) -> Result<Value> {
+    let llama3_rope = json!({
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    });
+    let shape = match name {
+        "smollm2-135m" => json!({
+            "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+            "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 1536,
+            "vocab_size": 49152, "tie_word_embeddings": true, "rope_theta": 100000.0,
+            "max_position_embeddings": 8192,
+        }),
+        "llama-3.2-1b" => json!({
+            "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192,
+            "vocab_size": 128256, "tie_word_embeddings": true, "rope_theta": 500000.0,
+            "rope_scaling": llama3_rope, "max_position_embeddings": 131072,
+        }),
+        "llama-3-8b" => json!({
+            "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336,
+            "vocab_size": 128256, "tie_word_embeddings": false, "rope_theta": 500000.0,
+            "max_position_embeddings": 8192,
+        }),
+        "tiny" => json!({
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
+            "vocab_size": 128, "tie_word_embeddings": true, "rope_theta": 10000.0,
+            "max_position_embeddings": 512,
+        }),
+        other => {
+            return Err(Error::option(
+                "shape",
+                format!("is {other}, expected one of {}", NAMES.join(", ")),
+            ));
+        }
+    };
+    let mut config = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "attention_bias": false, "mlp_bias": false, "bos_token_id": 1,
+        "eos_token_id": 2, "initializer_range": 0.02, "torch_dtype": "bfloat16",
+    });
+    if let (Some(config), Value::Object(shape)) = (config.as_object_mut(), shape) {
+        config.extend(shape);
+    }
+    Ok(config)
+}
+
+/// The shape's configuration.
+///
+/// # Errors
+/// Like [`config_json`].
+pub fn config(name: &str) -> Result<Config> {
+    Config::from_json(&config_json(name)?.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_shape_is_a_configuration_and_others_are_named() {
+        for name in NAMES {
+            config(name).unwrap();
+        }
+        let error = config("gpt-5").unwrap_err().to_string();
+        assert!(error.contains("gpt-5") && error.contains("smollm2-135m"), "{error}");
+    }
+}

@@ -1,0 +1,288 @@
+//! `bench`: what this machine takes for operations, a training step, prefill and decode.
+
+use crate::errors::{SUCCESS, usage};
+use crate::models::{Runtime, device, dtype, set_threads};
+use crate::output::{self, Terminal, bytes};
+use candle_core::DType;
+use clap::{Args, ValueEnum};
+use metal_candle::files;
+use metal_candle_bench::machine::{Machine, Peaks};
+use metal_candle_bench::report::{Measured, measure};
+use metal_candle_bench::rows::{Precision, operations};
+use metal_candle_bench::timing::{Plan, Summary};
+use metal_candle_bench::{Row, shapes};
+use serde::Serialize;
+use std::path::PathBuf;
+use std::time::Duration;
+
+const EXAMPLES: &str = "\
+Examples:
+  metal-candle bench
+  metal-candle bench --only train,decode --shape llama-3.2-1b --dtype bf16 --seq 1024
+  metal-candle bench --only ops --json results.json
+
+Weights are random: what a step costs does not depend on them. A share of peak is the time that
+the bytes and operations of a call need at the bandwidth and arithmetic measured first, over the
+time it took. To compare with MLX, PyTorch and Candle: python3 benches/peers/run.py";
+
+/// Bytes of the largest buffer that the machine's bandwidth is measured on.
+const LARGEST_BUFFER: usize = 1 << 30;
+/// Tokens of the prompt before a decode.
+const PROMPT: usize = 16;
+
+/// A part of the benchmark.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// Single operations, forward and backward
+    Ops,
+    /// A LoRA training step
+    Train,
+    /// A prompt to the logits after it
+    Prefill,
+    /// Greedy tokens, one after the other
+    Decode,
+}
+
+/// What the command is told.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Arguments {
+    /// The parts to time, with commas between [default: all]
+    #[arg(long, value_enum, value_name = "PART", value_delimiter = ',', help_heading = "Work")]
+    only: Vec<Part>,
+    /// The model: smollm2-135m, llama-3.2-1b, llama-3-8b or tiny
+    #[arg(long, value_name = "NAME", default_value = "smollm2-135m", help_heading = "Work")]
+    shape: String,
+    /// Rows of the training batch
+    #[arg(short, long, value_name = "N", default_value_t = 1, help_heading = "Work")]
+    batch: usize,
+    /// Tokens of a row, and of the prompt of the prefill
+    #[arg(long, value_name = "N", default_value_t = 512, help_heading = "Work")]
+    seq: usize,
+    /// Rank of the adapters, one on every linear layer
+    #[arg(long, value_name = "N", default_value_t = 16, help_heading = "Work")]
+    rank: usize,
+    /// Recompute activations in the backward pass instead of storing them
+    #[arg(long, help_heading = "Work")]
+    gradient_checkpointing: bool,
+    /// Tokens to decode
+    #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Work")]
+    tokens: usize,
+    /// Timed calls of an operation
+    #[arg(long, value_name = "N", default_value_t = 50, help_heading = "Timing")]
+    samples: usize,
+    /// Timed calls of work on the model, after one that is not timed
+    #[arg(long, value_name = "N", default_value_t = 5, help_heading = "Timing")]
+    steps: usize,
+    #[command(flatten)]
+    runtime: Runtime,
+    /// Report as one JSON object on stdout, or into a file
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-", help_heading = "Output")]
+    json: Option<PathBuf>,
+}
+
+#[derive(Serialize)]
+struct Report {
+    version: &'static str,
+    machine: Machine,
+    peaks: Peaks,
+    rows: Vec<Measured>,
+}
+
+impl Arguments {
+    fn check(&self) -> anyhow::Result<()> {
+        for (name, value) in [
+            ("batch", self.batch),
+            ("seq", self.seq),
+            ("rank", self.rank),
+            ("tokens", self.tokens),
+            ("samples", self.samples),
+            ("steps", self.steps),
+        ] {
+            if value == 0 {
+                return Err(usage(format!("{name}: is 0, expected at least 1")));
+            }
+        }
+        let config = shapes::config(&self.shape).map_err(usage)?;
+        let longest = self.seq.max(PROMPT + self.tokens);
+        if longest > config.max_position_embeddings {
+            return Err(usage(format!(
+                "seq: {longest} tokens are more than the {} of {}",
+                config.max_position_embeddings, self.shape
+            )));
+        }
+        Ok(())
+    }
+
+    fn precision(&self) -> anyhow::Result<Precision> {
+        match dtype(self.runtime.dtype) {
+            DType::F32 => Ok(Precision::F32),
+            DType::BF16 => Ok(Precision::Bf16),
+            other => Err(usage(format!("dtype: {other:?} is not timed, expected f32 or bf16"))),
+        }
+    }
+
+    fn rows(&self) -> anyhow::Result<Vec<Row>> {
+        let (shape, dtype) = (self.shape.as_str(), self.precision()?);
+        let parts = [Part::Ops, Part::Train, Part::Prefill, Part::Decode];
+        let chosen = parts.iter().filter(|part| self.only.is_empty() || self.only.contains(part));
+        Ok(chosen
+            .flat_map(|part| match part {
+                Part::Ops => operations(),
+                Part::Train => {
+                    let size = (self.batch, self.seq);
+                    vec![Row::train(shape, size, self.rank, dtype, self.gradient_checkpointing)]
+                }
+                Part::Prefill => vec![Row::prefill(shape, self.seq, dtype)],
+                Part::Decode => vec![Row::decode(shape, PROMPT, self.tokens, dtype)],
+            })
+            .collect())
+    }
+
+    fn plan(&self, row: &Row) -> Plan {
+        if row.work.is_operation() {
+            // Whoever wants few samples wants them soon.
+            let milliseconds = self.samples.min(50) as u64;
+            Plan { warm_up: Duration::from_millis(milliseconds), samples: self.samples }
+        } else {
+            Plan { warm_up: Duration::ZERO, samples: self.steps }
+        }
+    }
+}
+
+/// Times.
+pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
+    let to_stdout = arguments.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
+    let terminal = terminal(to_stdout);
+    arguments.check()?;
+    set_threads(arguments.runtime.threads)?;
+    device(arguments.runtime.device)?;
+    let rows = arguments.rows()?;
+    terminal.note("measuring what the machine can do");
+    let mut report = Report {
+        version: env!("CARGO_PKG_VERSION"),
+        machine: Machine::this(),
+        peaks: Peaks::measure(LARGEST_BUFFER)?,
+        rows: Vec::with_capacity(rows.len()),
+    };
+    if !to_stdout {
+        output::write(&heading(&report))?;
+    }
+    for row in &rows {
+        let measured = measure(row, arguments.plan(row), &report.peaks, 0)?;
+        if !to_stdout {
+            output::line(line(&measured))?;
+        }
+        report.rows.push(measured);
+    }
+    match arguments.json {
+        Some(_) if to_stdout => output::json(&report)?,
+        Some(path) => files::write_bytes_atomic(&path, &serde_json::to_vec_pretty(&report)?)?,
+        None => {}
+    }
+    Ok(SUCCESS)
+}
+
+/// The machine, its peaks and the names of the columns.
+fn heading(report: &Report) -> String {
+    let (machine, peaks) = (&report.machine, &report.peaks);
+    let giga = |rate: f64| format!("{:.0}", rate / 1e9);
+    let read: Vec<String> = peaks
+        .read
+        .iter()
+        .map(|&(size, rate)| format!("{} GB/s from {}", giga(rate), bytes(size as u64)))
+        .collect();
+    let rows = [
+        (
+            "Machine",
+            format!(
+                "{}, {} cores, {}, {}",
+                machine.processor,
+                machine.cores,
+                bytes(machine.memory),
+                machine.system
+            ),
+        ),
+        ("Threads", peaks.threads.to_string()),
+        ("Reading", read.join(", ")),
+        ("Copying", format!("{} GB/s", giga(peaks.copy))),
+        (
+            "Arithmetic",
+            format!(
+                "{} GFLOP/s of f32 multiply-adds; linear {} in f32, {} in bf16",
+                giga(peaks.fma),
+                giga(peaks.linear_f32),
+                giga(peaks.linear_bf16)
+            ),
+        ),
+    ];
+    let table = output::table(&rows);
+    let (name, call, spread) = ("", "one call", "10-90 %");
+    format!(
+        "{table}\n{name:NAME$} {call:>TIME$} {spread:>SPREAD$} {:>TIME$} {:>SHARE$}\n",
+        "in a queue", "of peak"
+    )
+}
+
+/// Widths of the columns.
+const NAME: usize = 44;
+const TIME: usize = 10;
+const SPREAD: usize = 17;
+const SHARE: usize = 8;
+
+fn line(measured: &Measured) -> String {
+    let Summary { median, p10, p90, .. } = measured.call;
+    let spread = format!("{} - {}", bare(p10, median), bare(p90, median));
+    let queue = measured.queue.map_or(String::new(), |queue| time(queue.median));
+    let share = format!("{:.0} %", 100.0 * measured.share_of_peak);
+    let more =
+        measured.tokens_per_second.map_or(String::new(), |rate| format!("  {rate:.0} tokens/s"));
+    let memory =
+        measured.peak_memory.map_or(String::new(), |peak| format!(", {} at most", bytes(peak)));
+    format!(
+        "{:NAME$} {:>TIME$} {spread:>SPREAD$} {queue:>TIME$} {share:>SHARE$}{more}{memory}",
+        measured.row.name,
+        time(median),
+    )
+}
+
+/// The unit that reads best, and its name.
+fn unit(seconds: f64) -> (f64, &'static str) {
+    if seconds >= 1.0 {
+        (1.0, "s")
+    } else if seconds >= 1e-3 {
+        (1e-3, "ms")
+    } else {
+        (1e-6, "µs")
+    }
+}
+
+fn time(seconds: f64) -> String {
+    format!("{} {}", bare(seconds, seconds), unit(seconds).1)
+}
+
+/// `seconds` in the unit of `other`, with three digits.
+fn bare(seconds: f64, other: f64) -> String {
+    let value = seconds / unit(other).0;
+    let digits = if value < 10.0 {
+        2
+    } else if value < 100.0 {
+        1
+    } else {
+        0
+    };
+    format!("{value:.digits$}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_three_digits_and_one_unit() {
+        assert_eq!(time(12.34e-6), "12.3 µs");
+        assert_eq!(time(1.5e-3), "1.50 ms");
+        assert_eq!(time(2.592), "2.59 s");
+        assert_eq!(bare(0.9e-3, 1.2e-3), "0.90");
+    }
+}

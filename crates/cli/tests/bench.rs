@@ -1,0 +1,62 @@
+//! Timing this machine: that it runs and says what it should, never how fast.
+
+mod common;
+
+use common::Place;
+
+#[test]
+fn every_part_is_timed_and_reported() {
+    let place = Place::new();
+    let parts = ["bench", "--shape", "tiny", "--seq", "16", "--tokens", "4", "--rank", "2"];
+    let few = ["--steps", "2", "--samples", "2", "--batch", "2", "--gradient-checkpointing", "-q"];
+    let only = ["--only", "train,prefill,decode", "--json"];
+    let report = place.json(&[&parts[..], &few, &only].concat());
+    let names: Vec<&str> = report["rows"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|row| row["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        names,
+        ["train-tiny-2x16-r2-f32-checkpointing", "prefill-tiny-16-f32", "decode-tiny-4-f32"]
+    );
+    for row in report["rows"].as_array().unwrap() {
+        for value in ["tokens_per_second", "floor", "share_of_peak"] {
+            assert!(row[value].as_f64().unwrap() > 0.0, "{row}");
+        }
+        assert_eq!(row["call"]["samples"], 2);
+    }
+    assert!(report["peaks"]["fma"].as_f64().unwrap() > 0.0);
+
+    let ops =
+        ["bench", "--only", "ops", "--samples", "1", "-q", "--threads", "1", "--json", "ops.json"];
+    let table = place.ok(&ops);
+    assert!(table.contains("GFLOP/s") && table.contains("of peak"), "{table}");
+    let report: serde_json::Value = serde_json::from_str(&place.read("ops.json")).unwrap();
+    assert_eq!(report["peaks"]["threads"], 1);
+    for row in report["rows"].as_array().unwrap() {
+        let name = row["name"].as_str().unwrap();
+        assert!(table.contains(name), "{name}");
+        assert_eq!(row["queue"].is_object(), !name.starts_with("adamw"), "{name}");
+    }
+}
+
+#[test]
+fn what_cannot_be_timed_is_wrong_usage() {
+    let place = Place::new();
+    for (flags, expected) in [
+        (&["--shape", "gpt-5"][..], "shape: is gpt-5"),
+        (&["--seq", "0"], "seq: is 0"),
+        (&["--rank", "0"], "rank: is 0"),
+        (&["--samples", "0"], "samples: is 0"),
+        (&["--shape", "tiny", "--seq", "4096"], "more than the 512"),
+        (&["--dtype", "f16"], "expected f32 or bf16"),
+        (&["--only", "chat"], "invalid value 'chat'"),
+        (&["--threads", "0"], "threads: is 0"),
+        (&["--device", "cuda"], "no CUDA"),
+    ] {
+        let stderr = place.fails(2, &[&["bench"], flags].concat());
+        assert!(stderr.contains(expected), "{flags:?}: {stderr}");
+    }
+}
