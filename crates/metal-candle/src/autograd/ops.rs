@@ -5,7 +5,7 @@ use super::{Tape, Value};
 use crate::Result;
 use candle_core::{D, DType, Shape, Tensor};
 use metal_candle_kernels::{
-    attention, cross_entropy, embedding, glu, lora_linear, matmul, rms_norm, rope,
+    arithmetic, attention, cross_entropy, embedding, glu, lora_linear, matmul, rms_norm, rope,
 };
 
 /// The low-rank path of a linear layer, as values of the tape.
@@ -307,7 +307,7 @@ impl Tape {
             let seed =
                 f64::from(dy.to_dtype(DType::F32)?.flatten_all()?.get(0)?.to_scalar::<f32>()?);
             let scaled = |gradient: Option<Tensor>| {
-                gradient.map(|gradient| gradient.affine(seed, 0.0)).transpose()
+                gradient.map(|gradient| arithmetic::scale(&gradient, seed)).transpose()
             };
             Ok(vec![scaled(dhidden)?, scaled(dweight)?])
         });
@@ -316,14 +316,14 @@ impl Tape {
 
     /// `x + y`, of the same shape.
     pub fn add(&self, x: &Value, y: &Value) -> Result<Value> {
-        let output = (x.tensor() + y.tensor())?;
+        let output = arithmetic::add(x.tensor(), y.tensor())?;
         Ok(self.record(&[x, y], output, |dy| Ok(vec![Some(dy.clone()), Some(dy)])))
     }
 
     /// `factor · x`.
     pub fn scale(&self, x: &Value, factor: f64) -> Result<Value> {
-        let output = x.tensor().affine(factor, 0.0)?;
-        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(dy.affine(factor, 0.0)?)])))
+        let output = arithmetic::scale(x.tensor(), factor)?;
+        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(arithmetic::scale(&dy, factor)?)])))
     }
 
     /// The same elements in another shape.

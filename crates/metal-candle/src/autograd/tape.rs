@@ -2,6 +2,7 @@
 
 use crate::Result;
 use candle_core::{Shape, Tensor};
+use metal_candle_kernels::arithmetic;
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
@@ -315,7 +316,7 @@ fn accumulate(gradients: &mut [Gradients], slot: Slot, gradient: Tensor) -> Resu
     *held = Some(match held.take() {
         None => gradient,
         // Out of place: the same tensor may be on its way to other inputs.
-        Some(first) => (first + gradient)?,
+        Some(first) => arithmetic::add(&first, &gradient)?,
     });
     Ok(())
 }

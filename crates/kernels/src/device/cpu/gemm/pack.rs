@@ -276,9 +276,19 @@ fn read_across<A: Real>(
     word: usize,
     target: &mut [A],
 ) {
+    let start = |depth: usize| operand.start + depth * operand.stride + lines.start;
+    if !kind.is_bf16()
+        && let Values::Native(values) = operand.values
+        && let Some((values, _)) = values[start(word)..].split_first_chunk::<PANEL>()
+        && let Some((target, _)) = target.split_first_chunk_mut::<PANEL>()
+        && lines.len() == PANEL
+    {
+        // Of a size known here: no call for every copy.
+        *target = *values;
+        return;
+    }
     let (target, rest) = target.split_at_mut(lines.len());
     rest.fill(A::ZERO);
-    let start = |depth: usize| operand.start + depth * operand.stride + lines.start;
     if !kind.is_bf16() {
         operand.values.read(start(word), target);
         return;

@@ -1,0 +1,51 @@
+//! Sums and multiples of tensors, for residual connections and for gradients that meet.
+//!
+//! ```text
+//! add: z = x + y, dx = dy = dz        scale: z = f·x, dx = f·dz
+//! ```
+
+mod cpu;
+#[cfg(test)]
+mod tests;
+
+use crate::device::cpu::{Input, buffer, dispatch};
+use crate::device::{require_cpu, require_dtype, require_shape};
+use candle_core::{Device, Result, Tensor};
+
+/// `x + y`, of one shape and dtype.
+///
+/// # Errors
+/// When shapes or dtypes differ, a dtype isn't a float, or a tensor isn't on the CPU.
+pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    const OPERATION: &str = "add";
+    require_cpu(OPERATION, &[x, y])?;
+    require_shape(OPERATION, "y", y, x.dims())?;
+    require_dtype(OPERATION, "y", y, x.dtype())?;
+    let shape = x.dims();
+    let (x, y) = (Input::contiguous(x)?, Input::contiguous(y)?);
+    let (x, y) = (x.read(), y.read());
+    dispatch!(OPERATION, x.dtype(), T => {
+        let (x, y) = (x.slice::<T>()?, y.slice::<T>()?);
+        let mut out = buffer::<T>(x.len());
+        cpu::add(x, y, &mut out);
+        Tensor::from_vec(out, shape, &Device::Cpu)
+    })
+}
+
+/// `factor·x`, in the shape and dtype of `x`.
+///
+/// # Errors
+/// When `x` isn't a float or isn't on the CPU.
+pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
+    const OPERATION: &str = "scale";
+    require_cpu(OPERATION, &[x])?;
+    let shape = x.dims();
+    let x = Input::contiguous(x)?;
+    let x = x.read();
+    dispatch!(OPERATION, x.dtype(), T => {
+        let x = x.slice::<T>()?;
+        let mut out = buffer::<T>(x.len());
+        cpu::scale(x, factor, &mut out);
+        Tensor::from_vec(out, shape, &Device::Cpu)
+    })
+}

@@ -1,0 +1,48 @@
+use super::*;
+use crate::testing::*;
+use candle_core::DType;
+
+const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
+
+#[test]
+fn sums_and_multiples_are_candles_rounded_once() {
+    for dtype in DTYPES {
+        for shape in [vec![], vec![0, 3], vec![5, 7], vec![3, 20_000]] {
+            let x = random(&shape, 1).to_dtype(dtype).unwrap();
+            let y = random(&shape, 2).to_dtype(dtype).unwrap();
+            let wide = |tensor: &Tensor| tensor.to_dtype(DType::F64).unwrap();
+            let sum = (wide(&x) + wide(&y)).unwrap();
+            let limit = match dtype {
+                DType::F64 => 0.0,
+                DType::F32 => 6e-8,
+                DType::F16 => 5e-4,
+                _ => 4e-3,
+            };
+            assert_close(&add(&x, &y).unwrap(), &sum, limit);
+            let multiple = (wide(&x) * 0.37).unwrap();
+            assert_close(&scale(&x, 0.37).unwrap(), &multiple, limit);
+            assert_eq!(add(&x, &y).unwrap().dtype(), dtype);
+        }
+    }
+}
+
+#[test]
+fn threads_and_strides_do_not_change_bits() {
+    for dtype in DTYPES {
+        let x = random(&[40, 1000], 1).to_dtype(dtype).unwrap();
+        let y = random(&[40, 1000], 2).to_dtype(dtype).unwrap();
+        let expected = add(&x, &y).unwrap();
+        assert_identical(&add(&strided(&x), &strided(&y)).unwrap(), &expected);
+        assert_identical(&scale(&strided(&x), 0.3).unwrap(), &scale(&x, 0.3).unwrap());
+        assert_independent_of_threads(|| vec![add(&x, &y).unwrap(), scale(&x, 0.3).unwrap()]);
+    }
+}
+
+#[test]
+fn wrong_arguments_are_errors() {
+    let x = random(&[2, 3], 1);
+    assert!(message(add(&x, &random(&[3, 2], 1))).contains("y has shape [3, 2], expected [2, 3]"));
+    assert!(message(add(&x, &x.to_dtype(DType::F32).unwrap())).contains("y is F32, expected F64"));
+    let integers = Tensor::zeros((2, 3), DType::U32, &Device::Cpu).unwrap();
+    assert!(message(scale(&integers, 2.0)).contains("does not support U32"));
+}
