@@ -6,7 +6,9 @@
 //! ```
 
 use candle_core::{DType, Device, Result, Tensor};
-use metal_candle_kernels::{adamw, cross_entropy, glu, layer_norm, rms_norm, rope, softmax};
+use metal_candle_kernels::{
+    adamw, cross_entropy, glu, layer_norm, rms_norm, rope, sampling, softmax,
+};
 use std::time::{Duration, Instant};
 
 fn time(name: &str, mut call: impl FnMut() -> Result<()>) -> Result<()> {
@@ -22,6 +24,31 @@ fn time(name: &str, mut call: impl FnMut() -> Result<()>) -> Result<()> {
     times.sort_by(f64::total_cmp);
     println!("{name:60} {:10.2} {:10.2}", times[0], times[times.len() / 2]);
     Ok(())
+}
+
+/// One token from a vocabulary of 150 000.
+fn time_sampling() -> Result<()> {
+    let logits = Tensor::randn(0f32, 4.0, 150_000, &Device::Cpu)?.to_vec1::<f32>()?;
+    let scores: Vec<f64> = logits.iter().map(|logit| f64::from(*logit)).collect();
+    let mut workspace = sampling::Workspace::default();
+    let off = sampling::Options { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
+    for (name, options) in [
+        ("greedy", sampling::Options { temperature: 0.0, ..off }),
+        ("all", off),
+        ("top-k 50", sampling::Options { top_k: 50, ..off }),
+        ("top-p 0.9", sampling::Options { top_p: 0.9, ..off }),
+        ("top-p 0.9, hot", sampling::Options { temperature: 3.0, top_p: 0.9, ..off }),
+        ("min-p 0.05", sampling::Options { min_p: 0.05, ..off }),
+    ] {
+        time(&format!("sampling 150k {name}"), || {
+            std::hint::black_box(workspace.draw(&scores, &options, 0.5));
+            Ok(())
+        })?;
+    }
+    time("sampling 150k log_sum_exp", || {
+        std::hint::black_box(sampling::log_sum_exp(&logits));
+        Ok(())
+    })
 }
 
 /// The optimiser over 10 million parameters, and one pass over its bytes for comparison.
@@ -112,5 +139,6 @@ fn main() -> Result<()> {
         time(&name("rope"), || rope::forward(&heads, &cos, &sin).map(drop))?;
     }
     time_cross_entropy()?;
+    time_sampling()?;
     time_adamw()
 }

@@ -6,9 +6,26 @@
 //! kept in f32, or in f64 for f64 tensors. Gradients of activations have the dtype of the
 //! activation, gradients of parameters are f32 (f64 for f64).
 //!
+//! | Module | Operation |
+//! |---|---|
+//! | [`matmul`] | linear layers |
+//! | [`lora_linear`] | frozen linear layers with a low-rank adapter, and dropout |
+//! | [`rms_norm`] | RMS norm, also of a residual sum |
+//! | [`layer_norm`] | layer norm |
+//! | [`softmax`] | softmax over the last dimension |
+//! | [`rope`] | rotary position embedding |
+//! | [`attention`] | causal attention with grouped heads, windows and packed rows |
+//! | [`glu`] | gated units: SiLU, GELU |
+//! | [`embedding`] | rows of a table |
+//! | [`arithmetic`] | sums and multiples of tensors |
+//! | [`cross_entropy`] | the head and its loss, in chunks |
+//! | [`adamw`] | the optimiser's passes over flat parameters |
+//! | [`sampling`] | from logits to a token |
+//!
 //! Same inputs, same build, same machine: the same bits, whatever the number of threads.
 
 pub mod adamw;
+pub mod arithmetic;
 pub mod attention;
 pub mod cross_entropy;
 mod device;
@@ -19,6 +36,7 @@ pub mod lora_linear;
 pub mod matmul;
 pub mod rms_norm;
 pub mod rope;
+pub mod sampling;
 pub mod softmax;
 #[cfg(test)]
 mod testing;

@@ -97,6 +97,38 @@ fn loss_matches_reference() {
 }
 
 #[test]
+fn rows_of_many_blocks_match_f64() {
+    for (softcap, logit_scale) in [(None, 1.0), (Some(5.0), 2.0)] {
+        let mut case = Case::new(5, 3, 7001, 2).options(softcap, logit_scale);
+        // Logits that grow and fall along the row, so that the largest moves from block to block.
+        let slopes: Vec<f64> = (0..7001).map(|i| 9.0 * (i as f64 / 1500.0).sin()).collect();
+        let slopes = Tensor::from_vec(slopes, (7001, 1), &Device::Cpu).unwrap();
+        case.weight = case.weight.broadcast_mul(&slopes).unwrap();
+        let single = case.to_dtype(DType::F32);
+        let case = single.to_dtype(DType::F64);
+        let (exact, found) = (case.run(), single.run());
+        let expected = case.reference();
+        assert!((values(&exact.loss)[0] - expected).abs() < 1e-12 * expected);
+        assert!((values(&found.loss)[0] - expected).abs() < 1e-5 * expected);
+        assert_close(&found.dhidden.unwrap(), &exact.dhidden.unwrap(), 1e-5);
+        let dweight = exact.dweight.unwrap();
+        assert_close(&found.dweight.unwrap(), &dweight, 1e-5);
+        // Finite differences of single elements in several blocks.
+        for index in [0, 3 * 2047, 3 * 2048 + 1, 3 * 5000, 3 * 7000 + 2] {
+            let moved = |step: f64| {
+                let mut weight = values(&case.weight);
+                weight[index] += step;
+                let weight = Tensor::from_vec(weight, (7001, 3), &Device::Cpu).unwrap();
+                case.loss(&case.hidden, &weight).unwrap()
+            };
+            let slope = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+            let gradient = values(&dweight)[index];
+            assert!((gradient - slope).abs() < 2e-8 * (1.0 + slope.abs()), "{gradient} {slope}");
+        }
+    }
+}
+
+#[test]
 fn gradients_match_finite_differences() {
     for case in cases() {
         let output = case.run();

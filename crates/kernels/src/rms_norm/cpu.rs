@@ -119,14 +119,14 @@ pub(super) struct Backward<'a, T: Element> {
 
 impl<T: Element> Backward<'_, T> {
     /// Writes `dx` and the sums of every task over its rows `(tasks, hidden)`, where there are any.
-    pub(super) fn run(&self, mut dx: Option<&mut [T]>, mut dweight: Option<&mut [T::Acc]>) {
+    pub(super) fn run(&self, dx: Option<&mut [T]>, dweight: Option<&mut [T::Acc]>) {
         let Self { rows, hidden, x, scale, eps, dy, dsum } = *self;
         if hidden == 0 {
             return;
         }
         let block = rows_per_sum(rows, hidden);
-        let dx = dx.as_deref_mut().map(Disjoint::new);
-        let dweight = dweight.as_deref_mut().map(Disjoint::new);
+        let dx = dx.map(Disjoint::new);
+        let dweight = dweight.map(Disjoint::new);
         for_each_index(
             rows.div_ceil(block),
             true,

@@ -20,9 +20,9 @@
 //! The draws are those of [`SplitMix64`], the same on every platform for a seed; the text is the
 //! same as far as the logits are.
 
-use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
+use metal_candle_kernels::sampling;
 use serde::{Deserialize, Serialize};
 
 use crate::random::SplitMix64;
@@ -141,16 +141,9 @@ pub struct Sampled {
 pub struct Sampler {
     options: SamplingOptions,
     random: SplitMix64,
-    // One entry a token, kept so that a step allocates nothing of the vocabulary's size.
+    // Kept so that a step allocates nothing of the vocabulary's size.
     scores: Vec<f64>,
-    candidates: Vec<Candidate>,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Candidate {
-    id: u32,
-    // The adjusted logit over the temperature, then the probability up to a factor.
-    weight: f64,
+    workspace: sampling::Workspace,
 }
 
 impl Sampler {
@@ -161,7 +154,8 @@ impl Sampler {
     pub fn new(options: SamplingOptions) -> Result<Self> {
         options.validate()?;
         let random = SplitMix64::new(options.seed);
-        Ok(Self { options, random, scores: Vec::new(), candidates: Vec::new() })
+        let workspace = sampling::Workspace::default();
+        Ok(Self { options, random, scores: Vec::new(), workspace })
     }
 
     /// The options this sampler was made with.
@@ -188,7 +182,7 @@ impl Sampler {
         self.scores.clear();
         self.scores.extend(logits.iter().map(|&logit| f64::from(logit)));
         self.adjust(history, generated)?;
-        let id = if self.options.temperature == 0.0 { argmax(&self.scores) } else { self.draw() };
+        let id = self.draw();
         let logit = logits.get(id as usize).copied().map_or(f64::NAN, f64::from);
         Ok(Sampled { id, logprob: logit - log_sum })
     }
@@ -231,77 +225,12 @@ impl Sampler {
 
     /// Temperature, truncation and the draw, from `self.scores`.
     fn draw(&mut self) -> u32 {
-        self.keep();
-        let mass: f64 = self.candidates.iter().map(|candidate| candidate.weight).sum();
-        let mut left = self.random.uniform() * mass;
-        for candidate in &self.candidates {
-            left -= candidate.weight;
-            if left < 0.0 {
-                return candidate.id;
-            }
-        }
-        // Rounding can leave a rest of the mass after the last: the likeliest stands in for it.
-        argmax(&self.scores)
+        let SamplingOptions { temperature, top_k, top_p, min_p, .. } = self.options;
+        let options = sampling::Options { temperature, top_k, top_p, min_p };
+        // The greedy choice takes no number from the generator.
+        let uniform = if temperature == 0.0 { 0.0 } else { self.random.uniform() };
+        self.workspace.draw(&self.scores, &options, uniform)
     }
-
-    /// Leaves in `self.candidates` what top-k, top-p and min-p keep, at least the most likely,
-    /// with weights in proportion to the probabilities.
-    fn keep(&mut self) {
-        let Self { options, scores, candidates, .. } = self;
-        let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        candidates.clear();
-        // A score is far below the largest where exp gives 0: such a token cannot be drawn.
-        candidates.extend((0u32..).zip(scores.iter()).filter_map(|(id, &score)| {
-            let weight = ((score - largest) / options.temperature).exp();
-            (weight > 0.0).then_some(Candidate { id, weight })
-        }));
-
-        if options.top_k > 0 && options.top_k < candidates.len() {
-            let (_, last, _) = candidates.select_nth_unstable_by(options.top_k - 1, likelier);
-            let threshold = last.weight;
-            candidates.retain(|candidate| candidate.weight >= threshold);
-        }
-        if options.top_p < 1.0 {
-            keep_nucleus(candidates, options.top_p);
-        }
-        // The likeliest has weight 1.
-        candidates.retain(|candidate| candidate.weight >= options.min_p);
-        // Selection leaves no order; one is needed for the draw to mean the same everywhere.
-        candidates.sort_unstable_by_key(|candidate| candidate.id);
-    }
-}
-
-/// Keeps the shortest run of the most likely whose probabilities reach `p`. A sort of the whole
-/// vocabulary is rarely needed: ever larger heads of it are, until one holds the mass.
-fn keep_nucleus(candidates: &mut Vec<Candidate>, p: f64) {
-    let mass: f64 = candidates.iter().map(|candidate| candidate.weight).sum();
-    let mut head = 64;
-    loop {
-        let whole = head >= candidates.len();
-        if !whole {
-            candidates.select_nth_unstable_by(head, likelier);
-        }
-        let length = candidates.len().min(head);
-        let Some(first) = candidates.get_mut(..length) else { return };
-        first.sort_unstable_by(likelier);
-        let mut before = 0.0;
-        let kept = first.iter().take_while(|candidate| {
-            let keep = before < p * mass;
-            before += candidate.weight;
-            keep
-        });
-        let kept = kept.count();
-        if whole || kept < length {
-            candidates.truncate(kept);
-            return;
-        }
-        head *= 8;
-    }
-}
-
-/// The most likely first, of equals the lowest id.
-fn likelier(a: &Candidate, b: &Candidate) -> Ordering {
-    b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
 }
 
 fn counts(ids: &[u32]) -> BTreeMap<u32, usize> {
@@ -312,34 +241,16 @@ fn counts(ids: &[u32]) -> BTreeMap<u32, usize> {
     counts
 }
 
-/// The id of the largest score, the lowest of equals.
-fn argmax(scores: &[f64]) -> u32 {
-    let mut best = (0, f64::NEG_INFINITY);
-    for (id, &score) in (0u32..).zip(scores) {
-        if score > best.1 {
-            best = (id, score);
-        }
-    }
-    best.0
-}
-
 fn log_sum_exp(logits: &[f32]) -> Result<f64> {
-    let mut largest = f32::NEG_INFINITY;
-    for (id, &logit) in logits.iter().enumerate() {
-        if logit.is_nan() || logit == f32::INFINITY {
-            return Err(broken(format!("the logit of token {id} is {logit}")));
-        }
-        largest = largest.max(logit);
+    let log_sum = sampling::log_sum_exp(logits);
+    if log_sum.is_finite() {
+        return Ok(log_sum);
     }
-    if largest == f32::NEG_INFINITY {
-        return Err(broken(format!(
-            "none of the {} logits is above negative infinity",
-            logits.len()
-        )));
-    }
-    let largest = f64::from(largest);
-    let sum: f64 = logits.iter().map(|&logit| (f64::from(logit) - largest).exp()).sum();
-    Ok(largest + sum.ln())
+    let offender = logits.iter().position(|logit| logit.is_nan() || *logit == f32::INFINITY);
+    Err(broken(match offender.and_then(|id| Some((id, logits.get(id)?))) {
+        Some((id, logit)) => format!("the logit of token {id} is {logit}"),
+        None => format!("none of the {} logits is above negative infinity", logits.len()),
+    }))
 }
 
 fn broken(message: String) -> Error {
@@ -356,15 +267,6 @@ mod tests {
 
     fn warm() -> SamplingOptions {
         SamplingOptions { temperature: 1.0, ..Default::default() }
-    }
-
-    fn random_logits(random: &mut SplitMix64, count: usize) -> Vec<f32> {
-        // Rounded, so that ties occur; some are forbidden.
-        let mut logit = || match random.uniform() {
-            x if x < 0.05 => f32::NEG_INFINITY,
-            _ => ((random.uniform() - 0.5) * 40.0).round() as f32 / 4.0,
-        };
-        (0..count).map(|_| logit()).collect()
     }
 
     #[test]
@@ -443,40 +345,6 @@ mod tests {
             }
         }
         softmax(&scores)
-    }
-
-    fn kept(logits: &[f32], options: &SamplingOptions) -> Vec<f64> {
-        let mut sampler = sampler(options.clone());
-        sampler.sample(logits, &[], &[]).expect("valid");
-        let mass: f64 = sampler.candidates.iter().map(|candidate| candidate.weight).sum();
-        let mut probabilities = vec![0.0; logits.len()];
-        for candidate in &sampler.candidates {
-            probabilities[candidate.id as usize] = candidate.weight / mass;
-        }
-        probabilities
-    }
-
-    #[test]
-    fn truncation_keeps_what_a_full_sort_keeps() {
-        let mut random = SplitMix64::new(7);
-        for round in 0..600 {
-            let count = [1, 2, 5, 40, 700, 3000][round % 6];
-            let mut logits = random_logits(&mut random, count);
-            logits[0] = 0.5;
-            let options = SamplingOptions {
-                // Hot enough that the nucleus of the larger ones is longer than one head.
-                temperature: 0.3 + random.uniform() * 30.0,
-                top_k: if round % 3 == 0 { 0 } else { 1 + (random.uniform() * 60.0) as usize },
-                top_p: if round % 2 == 0 { 1.0 } else { 0.01 + 0.98 * random.uniform() },
-                min_p: if round % 5 < 3 { 0.0 } else { random.uniform() },
-                ..warm()
-            };
-            let (found, expected) = (kept(&logits, &options), reference(&logits, &options));
-            for (id, (found, expected)) in found.iter().zip(&expected).enumerate() {
-                let close = (found - expected).abs() <= 1e-12;
-                assert!(close, "{options:?}, token {id} of {count}: {found} is not {expected}");
-            }
-        }
     }
 
     #[test]
