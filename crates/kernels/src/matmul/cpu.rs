@@ -13,6 +13,7 @@ use crate::device::cpu::simd::vectorize;
 use crate::device::cpu::{
     Disjoint, Element, PARALLEL_CHUNK, Real, Values, for_each_chunk, for_each_index, rows_per_task,
 };
+use candle_core::DType;
 use half::bf16;
 
 /// Dropout of an adapter's input.
@@ -51,9 +52,10 @@ pub(crate) struct Layer<'a, A> {
 }
 
 /// How `x` by a weight is multiplied.
-pub(crate) fn kind_of<A>(x: Values<A>, weight: Values<A>) -> Kind {
+pub(crate) fn kind_of<A: Real>(x: Values<A>, weight: Values<A>) -> Kind {
     match (x, weight) {
         (Values::Bf16(_), Values::Bf16(_)) => Kind::for_bf16(),
+        _ if A::DTYPE == DType::F32 => Kind::for_f32(),
         _ => Kind::Plain,
     }
 }
@@ -113,7 +115,7 @@ enum Factor<'a, A> {
 
 impl<'a, A: Real> Factor<'a, A> {
     fn new(kind: Kind, matrix: &'a [A], width: usize, scale: A, parts: &[Part]) -> Self {
-        if !kind.is_bf16() {
+        if !kind.rounds() {
             return Factor::Plain(matrix);
         }
         let lines = matrix.len() / width.max(1);
@@ -168,7 +170,7 @@ struct Halves {
 
 impl Halves {
     fn new(kind: Kind, rank: usize) -> Self {
-        match kind.is_bf16() {
+        match kind.rounds() {
             false => Halves { rank, beside: 1, terms: 1 },
             true if 2 * rank <= 32 => Halves { rank, beside: 2, terms: 1 },
             true => Halves { rank, beside: 1, terms: 2 },
@@ -256,9 +258,9 @@ pub(crate) fn forward<T: Element>(
 /// The left side of the low-rank term, `(rows, rank)` times `scale`.
 fn low_rank_left<A: Real>(kind: Kind, rows: usize, left: &[A], rank: usize, scale: A) -> Lhs<A> {
     let factor = Factor::new(kind, left, rank, scale, LEFT);
-    let depth = if kind.is_bf16() { LEFT.len() * rank } else { rank };
+    let depth = if kind.rounds() { LEFT.len() * rank } else { rank };
     let multiply = |_: usize, row: &mut [A]| row.iter_mut().for_each(|left| *left *= scale);
-    let change = (!kind.is_bf16()).then_some(&multiply as &Change<A>);
+    let change = (!kind.rounds()).then_some(&multiply as &Change<A>);
     Lhs::pack(kind, rows, depth, Operand::lines(factor.values(), depth), change)
 }
 
@@ -270,7 +272,7 @@ enum LowRankRight<'a, A> {
 
 impl<'a, A: Real> LowRankRight<'a, A> {
     fn new(kind: Kind, b: &'a [A], rank: usize, outer: usize) -> Self {
-        if !kind.is_bf16() {
+        if !kind.rounds() {
             return LowRankRight::Plain { b, outer };
         }
         let count = rank * outer;

@@ -1,5 +1,6 @@
 //! Products of a few rows with a matrix: one pass over the matrix, bound by memory.
 
+use crate::device::cpu::simd::prefetch;
 use crate::device::cpu::{Real, Values};
 use std::ops::Range;
 
@@ -72,19 +73,6 @@ pub(crate) fn dots<A: Real>(
 /// next to each other, but what the processor sees is several short streams, which it does not
 /// foresee; of longer ones it does.
 const SHORT: usize = 16 * 1024;
-
-/// Asks for the cache line at an address, which need not be one of this process.
-#[inline(always)]
-fn prefetch<S>(address: *const S) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: the instruction reads nothing and is there on every x86-64.
-    unsafe {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T0>(address.cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = address;
-}
 
 /// The dot products of some lines with `x`, each in an order given by the length alone. As many
 /// numbers from `ahead` on will be read next.

@@ -6,10 +6,10 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 
-/// Bytes of the largest buffer that is kept; larger ones go back to the system.
-const LARGEST_KEPT: usize = 64 << 20;
+/// Bytes that a thread keeps at most; what is beyond goes back to the system.
+const KEPT_BYTES: usize = 256 << 20;
 /// Buffers that a thread keeps at most.
-const KEPT: usize = 8;
+const KEPT: usize = 64;
 
 /// One cache line, which is also what vector and tile loads like to be aligned to.
 #[derive(Clone, Copy)]
@@ -19,7 +19,12 @@ struct Line {
 }
 
 thread_local! {
+    /// By size.
     static BUFFERS: RefCell<Vec<Vec<Line>>> = const { RefCell::new(Vec::new()) };
+}
+
+fn bytes(lines: &[Line]) -> usize {
+    size_of_val(lines)
 }
 
 /// Numbers in working memory, aligned to 64 bytes, with whatever was left there.
@@ -32,14 +37,11 @@ pub(crate) struct Scratch<A> {
 impl<A: Real> Scratch<A> {
     pub(crate) fn new(count: usize) -> Self {
         let needed = (count * size_of::<A>()).div_ceil(64);
-        let mut lines = BUFFERS.with_borrow_mut(|buffers| {
-            let fits = buffers.iter().position(|lines| lines.len() >= needed);
-            let index = fits.or_else(|| buffers.len().checked_sub(1));
-            index.map_or_else(Vec::new, |index| buffers.swap_remove(index))
+        let kept = BUFFERS.with_borrow_mut(|buffers| {
+            let index = buffers.partition_point(|lines| lines.len() < needed);
+            (index < buffers.len()).then(|| buffers.remove(index))
         });
-        if lines.len() < needed {
-            lines = vec![Line { _bytes: [0; 64] }; needed];
-        }
+        let lines = kept.unwrap_or_else(|| uninitialised(needed));
         Scratch { lines, count, element: PhantomData }
     }
 
@@ -68,14 +70,44 @@ impl<A> DerefMut for Scratch<A> {
 impl<A> Drop for Scratch<A> {
     fn drop(&mut self) {
         let lines = std::mem::take(&mut self.lines);
-        if lines.len() * size_of::<Line>() <= LARGEST_KEPT {
-            // At the end of a thread there may be nowhere to keep it.
-            let _ = BUFFERS.try_with(|buffers| {
-                let mut buffers = buffers.borrow_mut();
-                if buffers.len() < KEPT {
-                    buffers.push(lines);
-                }
-            });
-        }
+        // At the end of a thread there may be nowhere to keep it.
+        let _ = BUFFERS.try_with(|buffers| {
+            let mut buffers = buffers.borrow_mut();
+            let index = buffers.partition_point(|kept| kept.len() < lines.len());
+            buffers.insert(index, lines);
+            while buffers.len() > KEPT {
+                buffers.remove(0);
+            }
+            let mut total: usize = buffers.iter().map(|lines| bytes(lines)).sum();
+            while total > KEPT_BYTES {
+                total -= buffers.pop().map_or(total, |lines| bytes(&lines));
+            }
+        });
+    }
+}
+
+#[allow(clippy::uninit_vec)]
+fn uninitialised(count: usize) -> Vec<Line> {
+    let mut lines = Vec::with_capacity(count);
+    // SAFETY: the capacity is there, and every bit pattern is a line.
+    unsafe { lines.set_len(count) };
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_aligned_and_used_again() {
+        let first = Scratch::<f32>::new(1000);
+        let address = first.as_ptr();
+        assert!(address.align_offset(64) == 0 && first.len() == 1000);
+        drop(first);
+        let larger = Scratch::<f64>::new(1_000_000);
+        let again = Scratch::<f32>::new(900);
+        assert_eq!(again.as_ptr(), address);
+        drop((larger, again));
+        assert!(Scratch::<f32>::zeros(1000).iter().all(|number| *number == 0.0));
     }
 }

@@ -125,3 +125,16 @@ pub(crate) fn vectorize<R>(body: impl FnOnce() -> R) -> R {
     #[cfg(not(target_arch = "x86_64"))]
     body()
 }
+
+/// Asks for the cache line at an address, which need not be one of this process.
+#[inline(always)]
+pub(crate) fn prefetch<S>(address: *const S) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: the instruction reads nothing and is there on every x86-64.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}

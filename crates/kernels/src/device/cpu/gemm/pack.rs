@@ -8,7 +8,7 @@ use super::kernels::{Kind, PANEL, SPARE_ROWS, STRIDE};
 use crate::device::cpu::element::{Element, Real, Values};
 use crate::device::cpu::parallel::{Disjoint, run};
 use crate::device::cpu::scratch::Scratch;
-use crate::device::cpu::simd::{Level, level, vectorize};
+use crate::device::cpu::simd::{Level, level, prefetch, vectorize};
 use half::bf16;
 use std::ops::Range;
 
@@ -46,7 +46,7 @@ pub(super) struct Blocks {
 
 impl Blocks {
     pub(super) fn new(kind: Kind, depth: usize) -> Self {
-        let words = if kind.is_bf16() { depth.div_ceil(2).next_multiple_of(16) } else { depth };
+        let words = if kind.in_pairs() { depth.div_ceil(2).next_multiple_of(16) } else { depth };
         let count = words.div_ceil(kind.block()).max(1);
         Blocks { depth, words, block: words.div_ceil(count).next_multiple_of(16) }
     }
@@ -89,10 +89,23 @@ impl<A: Real> Lhs<A> {
         run(rows.div_ceil(ROWS), |task| {
             let rows = task * ROWS..(task * ROWS + ROWS).min(rows);
             for block in 0..blocks.count() {
-                let start = (block * padded + rows.start) * STRIDE;
-                // SAFETY: every task writes its own rows of each block.
-                let target = unsafe { target.slice(start..start + rows.len() * STRIDE) };
-                pack_rows(kind, operand, depth, rows.clone(), blocks.words(block), change, target);
+                let words = blocks.words(block);
+                let target = |part: usize| {
+                    let start = ((part * blocks.count() + block) * padded + rows.start) * STRIDE;
+                    // SAFETY: every task writes its own rows of each block and part, one after the
+                    // other.
+                    unsafe { target.slice(start..start + rows.len() * STRIDE) }
+                };
+                if kind.parts() == 1 {
+                    pack_rows(kind, operand, depth, rows.clone(), words, change, target(0));
+                    continue;
+                }
+                let region = Region::split(operand, depth, rows.clone(), words.clone(), change);
+                for part in 0..kind.parts() {
+                    let (rows, words) = (0..rows.len(), 0..words.len());
+                    let operand = region.operand(part);
+                    pack_rows(kind, operand, region.depth, rows, words, None, target(part));
+                }
             }
         });
         lhs
@@ -100,9 +113,10 @@ impl<A: Real> Lhs<A> {
 
     /// Packs `(rows, depth)` on this thread.
     pub(crate) fn pack_here(kind: Kind, rows: usize, depth: usize, operand: Operand<A>) -> Self {
+        assert!(kind.parts() == 1);
         let mut lhs = Self::empty(kind, rows, depth);
         for block in 0..lhs.blocks.count() {
-            let start = lhs.place(block, 0);
+            let start = lhs.place(0, block, 0);
             let target = &mut lhs.data[start..start + rows * STRIDE];
             pack_rows(kind, operand, depth, 0..rows, lhs.blocks.words(block), None, target);
         }
@@ -111,13 +125,13 @@ impl<A: Real> Lhs<A> {
 
     fn empty(kind: Kind, rows: usize, depth: usize) -> Self {
         let blocks = Blocks::new(kind, depth);
-        let data = Scratch::new(blocks.count() * (rows + SPARE_ROWS) * STRIDE);
+        let data = Scratch::new(kind.parts() * blocks.count() * (rows + SPARE_ROWS) * STRIDE);
         Lhs { data, kind, rows, depth, blocks }
     }
 
-    /// Where the words of a block start in row `row`.
-    pub(super) fn place(&self, block: usize, row: usize) -> usize {
-        (block * (self.rows + SPARE_ROWS) + row) * STRIDE
+    /// Where the words of a block of a part start in row `row`.
+    pub(super) fn place(&self, part: usize, block: usize, row: usize) -> usize {
+        ((part * self.blocks.count() + block) * (self.rows + SPARE_ROWS) + row) * STRIDE
     }
 }
 
@@ -160,6 +174,7 @@ pub(crate) struct Panels<A> {
 impl<A: Real> Panels<A> {
     /// Packs `(depth, lines)` on this thread.
     pub(crate) fn pack(kind: Kind, lines: usize, depth: usize, operand: Operand<A>) -> Self {
+        assert!(kind.parts() == 1);
         let blocks = Blocks::new(kind, depth);
         let padded = lines.next_multiple_of(PANEL);
         let mut data = Scratch::new(padded * blocks.words);
@@ -178,9 +193,104 @@ impl<A: Real> Panels<A> {
     }
 }
 
+/// A part of an operand, its numbers split into three bf16 numbers each.
+struct Region {
+    numbers: Scratch<f32>,
+    count: usize,
+    /// Neighbours in memory.
+    width: usize,
+    along_depth: bool,
+    /// How much of the inner dimension it has.
+    depth: usize,
+}
+
+impl Region {
+    fn split<A: Real>(
+        operand: Operand<A>,
+        depth: usize,
+        lines: Range<usize>,
+        words: Range<usize>,
+        change: Option<&Change<A>>,
+    ) -> Region {
+        let depths = 2 * words.start..(2 * words.end).min(depth);
+        let region_depth = depths.len();
+        let (outer, inner) = if operand.along_depth { (lines, depths) } else { (depths, lines) };
+        let (count, width) = (outer.len() * inner.len(), inner.len());
+        let mut numbers = Scratch::<f32>::new((3 * count).div_ceil(2));
+        let (high, rest) = as_bf16(&mut numbers).split_at_mut(count);
+        let (middle, low) = rest.split_at_mut(count);
+        let mut row = Scratch::<A>::new(width);
+        vectorize(
+            #[inline(always)]
+            || {
+                for (index, outer) in outer.enumerate() {
+                    operand
+                        .values
+                        .read(operand.start + outer * operand.stride + inner.start, &mut row);
+                    if let Some(change) = change {
+                        change(outer * depth + inner.start, &mut row);
+                    }
+                    let place = index * width..(index + 1) * width;
+                    let parts = high[place.clone()]
+                        .iter_mut()
+                        .zip(&mut middle[place.clone()])
+                        .zip(&mut low[place]);
+                    for (((high, middle), low), number) in parts.zip(row.iter()) {
+                        let number = number.to_f32();
+                        *high = round_to_bf16(number);
+                        let rest = number - f32::from_bits(u32::from(high.to_bits()) << 16);
+                        *middle = round_to_bf16(rest);
+                        let rest = rest - f32::from_bits(u32::from(middle.to_bits()) << 16);
+                        *low = round_to_bf16(rest);
+                    }
+                }
+            },
+        );
+        Region { numbers, count, width, along_depth: operand.along_depth, depth: region_depth }
+    }
+
+    fn operand<A: Real>(&self, part: usize) -> Operand<'_, A> {
+        let start = part * self.count;
+        // SAFETY: the words hold bf16 numbers, two each.
+        let numbers = unsafe {
+            std::slice::from_raw_parts(self.numbers.as_ptr().cast::<bf16>(), 3 * self.count)
+        };
+        let values = Values::Bf16(&numbers[start..start + self.count]);
+        Operand { values, start: 0, stride: self.width, along_depth: self.along_depth }
+    }
+}
+
+/// The nearest bf16 number, as [`bf16::narrow`] rounds.
+#[inline(always)]
+fn round_to_bf16(number: f32) -> bf16 {
+    let mut out = [bf16::ZERO];
+    bf16::narrow(&[number], &mut out);
+    out[0]
+}
+
+/// Packs a block of the right side, with all its parts, as panels one part after the other.
+pub(super) fn pack_parts<A: Real>(
+    kind: Kind,
+    operand: Operand<A>,
+    depth: usize,
+    lines: Range<usize>,
+    words: Range<usize>,
+    target: &mut [A],
+) {
+    if kind.parts() == 1 {
+        return pack_panels(kind, operand, depth, lines, words, target);
+    }
+    let region = Region::split(operand, depth, lines.clone(), words.clone(), None);
+    let part_len = target.len() / kind.parts();
+    for (part, target) in target.chunks_exact_mut(part_len).enumerate() {
+        let (lines, words) = (0..lines.len(), 0..words.len());
+        pack_panels(kind, region.operand(part), region.depth, lines, words, target);
+    }
+}
+
 /// Elements along the depth in one word.
 fn per_word(kind: Kind) -> usize {
-    if kind.is_bf16() { 2 } else { 1 }
+    if kind.in_pairs() { 2 } else { 1 }
 }
 
 /// The bf16 numbers that `target`'s words hold.
@@ -217,9 +327,7 @@ fn read_bf16<A: Real>(values: Values<A>, start: usize, target: &mut [bf16]) {
 #[inline(always)]
 fn narrow_to_bf16<A: Real>(wide: &[A], target: &mut [bf16]) {
     for (target, wide) in target.iter_mut().zip(wide) {
-        let mut one = [bf16::ZERO];
-        bf16::narrow(&[wide.to_f32()], &mut one);
-        *target = one[0];
+        *target = round_to_bf16(wide.to_f32());
     }
 }
 
@@ -236,7 +344,7 @@ fn read_line<A: Real>(
     let first = words.start * per_word(kind);
     let count = (words.end * per_word(kind)).min(depth).saturating_sub(first);
     let start = operand.start + line * operand.stride + first;
-    if kind.is_bf16() {
+    if kind.in_pairs() {
         let (numbers, rest) = as_bf16(target).split_at_mut(count);
         read_bf16(operand.values, start, numbers);
         rest.fill(bf16::ZERO);
@@ -277,7 +385,7 @@ fn read_across<A: Real>(
     target: &mut [A],
 ) {
     let start = |depth: usize| operand.start + depth * operand.stride + lines.start;
-    if !kind.is_bf16()
+    if !kind.in_pairs()
         && let Values::Native(values) = operand.values
         && let Some((values, _)) = values[start(word)..].split_first_chunk::<PANEL>()
         && let Some((target, _)) = target.split_first_chunk_mut::<PANEL>()
@@ -289,7 +397,7 @@ fn read_across<A: Real>(
     }
     let (target, rest) = target.split_at_mut(lines.len());
     rest.fill(A::ZERO);
-    if !kind.is_bf16() {
+    if !kind.in_pairs() {
         operand.values.read(start(word), target);
         return;
     }
@@ -331,7 +439,7 @@ fn read_across<A: Real>(
 }
 
 /// Packs a block of the right side `(depth, lines)` as panels.
-pub(super) fn pack_panels<A: Real>(
+fn pack_panels<A: Real>(
     kind: Kind,
     operand: Operand<A>,
     depth: usize,
@@ -339,19 +447,25 @@ pub(super) fn pack_panels<A: Real>(
     words: Range<usize>,
     target: &mut [A],
 ) {
+    let panel_len = words.len() * PANEL;
+    let panels = || (lines.start..lines.end).step_by(PANEL).enumerate();
     vectorize(
         #[inline(always)]
         || {
-            let panel_len = words.len() * PANEL;
-            for (panel, target) in target.chunks_exact_mut(panel_len).enumerate() {
-                let first = lines.start + panel * PANEL;
-                let lines = first..(first + PANEL).min(lines.end);
-                if operand.along_depth {
+            if operand.along_depth {
+                for (panel, first) in panels() {
+                    let target = &mut target[panel * panel_len..][..panel_len];
+                    let lines = first..(first + PANEL).min(lines.end);
                     transpose(kind, operand, depth, lines, words.clone(), target, PANEL);
-                } else {
-                    for (word, target) in words.clone().zip(target.chunks_exact_mut(PANEL)) {
-                        read_across(kind, operand, depth, lines.clone(), word, target);
-                    }
+                }
+                return;
+            }
+            // What is neighbouring in memory goes to all panels before the next word.
+            for (index, word) in words.clone().enumerate() {
+                for (panel, first) in panels() {
+                    let target = &mut target[panel * panel_len + index * PANEL..][..PANEL];
+                    let lines = first..(first + PANEL).min(lines.end);
+                    read_across(kind, operand, depth, lines, word, target);
                 }
             }
         },
@@ -390,6 +504,11 @@ fn transpose<A: Real>(
                 let place = (first_word - words.start) * stride + first_line - lines.start;
                 let target = &mut target[place..];
                 assert!(target.len() >= (SQUARE - 1) * stride + SQUARE);
+                // The next lines are neighbours in memory, but their pieces come from as many places:
+                // nothing the processor foresees.
+                for line in 0..SQUARE {
+                    prefetch(source.wrapping_add((SQUARE + line) * source_stride));
+                }
                 // SAFETY: `words_in_place` vouches for the source; the target is long enough.
                 unsafe { transpose_square(source, source_stride, target.as_mut_ptr(), stride) };
                 continue;
@@ -446,10 +565,10 @@ fn words_in_place<A: Real>(
         return None;
     }
     match operand.values {
-        Values::Native(values) if !kind.is_bf16() => {
+        Values::Native(values) if !kind.in_pairs() => {
             Some((values[first..last].as_ptr().cast(), operand.stride * size_of::<A>()))
         }
-        Values::Bf16(values) if kind.is_bf16() => {
+        Values::Bf16(values) if kind.in_pairs() => {
             Some((values[first..last].as_ptr().cast(), operand.stride * size_of::<bf16>()))
         }
         _ => None,
