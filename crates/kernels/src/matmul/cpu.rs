@@ -52,10 +52,10 @@ pub(crate) struct Layer<'a, A> {
 }
 
 /// How `x` by a weight is multiplied.
-pub(crate) fn kind_of<A: Real>(x: Values<A>, weight: Values<A>) -> Kind {
+pub(crate) fn kind_of<A: Real>(rows: usize, x: Values<A>, weight: Values<A>) -> Kind {
     match (x, weight) {
         (Values::Bf16(_), Values::Bf16(_)) => Kind::for_bf16(),
-        _ if A::DTYPE == DType::F32 => Kind::for_f32(),
+        _ if A::DTYPE == DType::F32 => Kind::for_f32(rows),
         _ => Kind::Plain,
     }
 }
@@ -215,14 +215,14 @@ pub(crate) fn forward<T: Element>(
         return forward_few(rows, inner, x, layers, ys, xas);
     }
     let mut packs = Packs::new(rows, inner, x);
-    layers.iter().for_each(|layer| packs.add(kind_of(x, layer.weight)));
+    layers.iter().for_each(|layer| packs.add(kind_of(rows, x, layer.weight)));
     project(rows, inner, x, &packs, layers, xas);
     let paths: Vec<_> = layers
         .iter()
         .zip(xas.iter())
         .map(|(layer, xa)| {
             let adapter = layer.adapter.as_ref().filter(|adapter| adapter.rank > 0)?;
-            let kind = kind_of(x, layer.weight);
+            let kind = kind_of(rows, x, layer.weight);
             let left = low_rank_left(kind, rows, xa, adapter.rank, adapter.scale);
             Some((left, LowRankRight::new(kind, adapter.b, adapter.rank, layer.outer)))
         })
@@ -231,7 +231,7 @@ pub(crate) fn forward<T: Element>(
         .iter()
         .zip(&paths)
         .map(|(layer, path)| {
-            let lhs = packs.get(kind_of(x, layer.weight));
+            let lhs = packs.get(kind_of(rows, x, layer.weight));
             let mut terms = vec![Term { lhs, rhs: Operand::lines(layer.weight, inner) }];
             if let Some((left, right)) = path {
                 terms.push(Term { lhs: left, rhs: right.operand() });
@@ -344,7 +344,7 @@ fn project<A: Real>(
         .iter()
         .map(|layer| {
             let adapter = layer.adapter.as_ref().filter(|adapter| adapter.rank > 0)?;
-            let kind = kind_of(x, layer.weight);
+            let kind = kind_of(rows, x, layer.weight);
             let masked = adapter
                 .mask()
                 .map(|mask| Lhs::pack(kind, rows, inner, Operand::lines(x, inner), Some(mask)));
@@ -565,8 +565,11 @@ pub(crate) fn backward<T: Element>(
     if rows <= FEW_ROWS {
         return backward_few(rows, inner, x, layers, incoming, dx);
     }
-    let kinds: Vec<_> =
-        layers.iter().zip(incoming).map(|(layer, from)| kind_of(from.dy, layer.weight)).collect();
+    let kinds: Vec<_> = layers
+        .iter()
+        .zip(incoming)
+        .map(|(layer, from)| kind_of(rows, from.dy, layer.weight))
+        .collect();
     let kinds_of = || layers.iter().zip(incoming).zip(&kinds);
     let lefts: Vec<_> = kinds_of()
         .map(|((layer, from), kind)| {

@@ -7,6 +7,9 @@ use std::ops::Range;
 /// Up to this many rows a pass over the weight as it is stored beats packing it.
 pub(crate) const FEW_ROWS: usize = 4;
 
+/// Lines that pieces are asked for ahead: as long as memory takes.
+const AHEAD: usize = 16;
+
 /// Partial sums of a dot product.
 const LANES: usize = 32;
 
@@ -174,6 +177,12 @@ fn add_lines<'a, A: Real, S: Copy + 'a>(
     let whole = x.len() / 4 * 4;
     for k in (0..whole).step_by(4) {
         let (a, b, c, d) = (line(k), line(k + 1), line(k + 2), line(k + 3));
+        // Pieces of lines that are far apart: nothing the processor foresees.
+        for ahead in k + AHEAD..(k + AHEAD + 4).min(x.len()) {
+            for piece in line(ahead).chunks((64 / size_of::<S>()).max(1)) {
+                prefetch(piece.as_ptr());
+            }
+        }
         let lines = a.iter().zip(b).zip(c).zip(d);
         for (out, (((a, b), c), d)) in out.iter_mut().zip(lines) {
             let first = x[k] * widen(*a) + x[k + 1] * widen(*b);

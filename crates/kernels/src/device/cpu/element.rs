@@ -2,6 +2,7 @@
 //! stored in.
 
 use super::parallel::{PARALLEL_CHUNK, for_each_chunk};
+use super::simd::prefetch;
 use candle_core::{CpuStorage, DType, WithDType};
 use half::{bf16, f16};
 use std::borrow::Cow;
@@ -523,6 +524,21 @@ impl<'a, A: Real> Values<'a, A> {
             }
             Values::Bf16(values) => widen_half(&values[range], target),
             Values::F16(values) => widen_half(&values[range], target),
+        }
+    }
+
+    /// Asks for the numbers of a range, which may be beyond the end, ahead of their use.
+    #[inline(always)]
+    pub(crate) fn prefetch(self, start: usize, count: usize) {
+        let (base, size) = match self {
+            Values::Native(values) => (values.as_ptr().cast::<u8>(), size_of::<A>()),
+            Values::F32(values) => (values.as_ptr().cast(), 4),
+            Values::Bf16(values) => (values.as_ptr().cast(), 2),
+            Values::F16(values) => (values.as_ptr().cast(), 2),
+        };
+        let first = base.wrapping_add(start * size);
+        for offset in (0..count * size).step_by(64) {
+            prefetch(first.wrapping_add(offset));
         }
     }
 

@@ -15,6 +15,10 @@ pub(super) const STRIDE: usize = 336;
 /// Rows beyond the last that kernels may read of the left side and write of the sums.
 pub(super) const SPARE_ROWS: usize = 32;
 
+/// Rows from which on tiles are faster for f32 than f32 arithmetic, split operands included.
+#[cfg(target_arch = "x86_64")]
+const ENOUGH_ROWS: usize = 96;
+
 /// How numbers are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -45,13 +49,19 @@ impl Kind {
         }
     }
 
-    /// The fastest way to multiply f32 numbers as exactly as f32 arithmetic does.
-    pub(crate) fn for_f32() -> Kind {
+    /// The fastest way to multiply f32 numbers as exactly as f32 arithmetic does, when so many rows
+    /// share the work of splitting a weight.
+    pub(crate) fn for_f32(rows: usize) -> Kind {
         match level() {
             #[cfg(target_arch = "x86_64")]
-            Level::Amx => Kind::SplitTiles,
+            Level::Amx if rows >= ENOUGH_ROWS => Kind::SplitTiles,
             _ => Kind::Plain,
         }
+    }
+
+    /// Rows that are multiplied at a time, so that all parts of them stay in the second cache.
+    pub(super) fn row_chunk(self) -> usize {
+        if self.parts() == 1 { usize::MAX } else { 128 }
     }
 
     /// Whether a word is a pair of bf16 numbers.

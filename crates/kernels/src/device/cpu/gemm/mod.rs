@@ -180,25 +180,32 @@ pub(crate) fn add_terms<A: Real>(
                 words.clone(),
                 &mut panels,
             );
-            for (left, right) in lhs.kind.part_products() {
-                let left = &lhs.data[lhs.place(*left, block, rows.start)..];
-                let right = &panels[right * part_len..(right + 1) * part_len];
-                for (panel, right) in right.chunks_exact(words.len() * PANEL).enumerate() {
-                    let panel = Panel {
-                        words: words.len(),
-                        rows: rows.len(),
-                        lhs: left.as_ptr(),
-                        rhs: right.as_ptr(),
-                        sums: sums[panel * PANEL..].as_mut_ptr(),
-                        stride,
-                        first,
-                    };
-                    // SAFETY: the left side was packed with its spare rows, for a kind that was
-                    // found on this machine; the sums have spare rows as asserted.
-                    unsafe { panel.multiply(lhs.kind) };
+            let chunk = lhs.kind.row_chunk();
+            for row in (rows.start..rows.end).step_by(chunk) {
+                let mut first = first;
+                for (left, right) in lhs.kind.part_products() {
+                    let left = &lhs.data[lhs.place(*left, block, row)..];
+                    let right = &panels[right * part_len..(right + 1) * part_len];
+                    for (panel, right) in right.chunks_exact(words.len() * PANEL).enumerate() {
+                        let sums = &mut sums[(row - rows.start) * stride + panel * PANEL..];
+                        let panel = Panel {
+                            words: words.len(),
+                            rows: chunk.min(rows.end - row),
+                            lhs: left.as_ptr(),
+                            rhs: right.as_ptr(),
+                            sums: sums.as_mut_ptr(),
+                            stride,
+                            first,
+                        };
+                        // SAFETY: the left side was packed with its spare rows, for a kind that was
+                        // found on this machine; the sums have spare rows as asserted, and a chunk
+                        // is whole tiles, so that the next one's rows are not touched.
+                        unsafe { panel.multiply(lhs.kind) };
+                    }
+                    first = false;
                 }
-                first = false;
             }
+            first = false;
         }
     }
     if first {

@@ -9,6 +9,7 @@ use crate::device::cpu::element::{Element, Real, Values};
 use crate::device::cpu::parallel::{Disjoint, run};
 use crate::device::cpu::scratch::Scratch;
 use crate::device::cpu::simd::{Level, level, prefetch, vectorize};
+use candle_core::DType;
 use half::bf16;
 use std::ops::Range;
 
@@ -231,18 +232,8 @@ impl Region {
                         change(outer * depth + inner.start, &mut row);
                     }
                     let place = index * width..(index + 1) * width;
-                    let parts = high[place.clone()]
-                        .iter_mut()
-                        .zip(&mut middle[place.clone()])
-                        .zip(&mut low[place]);
-                    for (((high, middle), low), number) in parts.zip(row.iter()) {
-                        let number = number.to_f32();
-                        *high = round_to_bf16(number);
-                        let rest = number - f32::from_bits(u32::from(high.to_bits()) << 16);
-                        *middle = round_to_bf16(rest);
-                        let rest = rest - f32::from_bits(u32::from(middle.to_bits()) << 16);
-                        *low = round_to_bf16(rest);
-                    }
+                    let (middle, low) = (&mut middle[place.clone()], &mut low[place.clone()]);
+                    split_line(&row, &mut high[place], middle, low);
                 }
             },
         );
@@ -260,6 +251,39 @@ impl Region {
     }
 }
 
+/// Splits numbers into the nearest bf16 numbers, the nearest to what those leave, and the nearest to
+/// what is left then.
+#[inline(always)]
+fn split_line<A: Real>(line: &[A], high: &mut [bf16], middle: &mut [bf16], low: &mut [bf16]) {
+    #[cfg(target_arch = "x86_64")]
+    let done = if A::DTYPE == DType::F32 && level() >= Level::Avx512Bf16 {
+        assert!(high.len() == line.len() && middle.len() == line.len() && low.len() == line.len());
+        let whole = line.len() / SQUARE * SQUARE;
+        for start in (0..whole).step_by(SQUARE) {
+            let (high, middle) = (high[start..].as_mut_ptr(), middle[start..].as_mut_ptr());
+            // SAFETY: the level says that the machine has the instructions; all have 16 numbers from
+            // here on.
+            unsafe {
+                let line = line[start..].as_ptr().cast();
+                x86::split_vector(line, high, middle, low[start..].as_mut_ptr());
+            }
+        }
+        whole
+    } else {
+        0
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    let done = 0;
+    let wide = |number: bf16| f32::from_bits(u32::from(number.to_bits()) << 16);
+    for (index, number) in line.iter().enumerate().skip(done) {
+        let number = number.to_f32();
+        high[index] = round_to_bf16(number);
+        let rest = number - wide(high[index]);
+        middle[index] = round_to_bf16(rest);
+        low[index] = round_to_bf16(rest - wide(middle[index]));
+    }
+}
+
 /// The nearest bf16 number, as [`bf16::narrow`] rounds.
 #[inline(always)]
 fn round_to_bf16(number: f32) -> bf16 {
@@ -267,6 +291,9 @@ fn round_to_bf16(number: f32) -> bf16 {
     bf16::narrow(&[number], &mut out);
     out[0]
 }
+
+/// Words ahead that short pieces of far apart rows are asked for: as long as memory takes.
+const AHEAD: usize = 12;
 
 /// Packs a block of the right side, with all its parts, as panels one part after the other.
 pub(super) fn pack_parts<A: Real>(
@@ -462,6 +489,11 @@ fn pack_panels<A: Real>(
             }
             // What is neighbouring in memory goes to all panels before the next word.
             for (index, word) in words.clone().enumerate() {
+                for row in 0..per_word(kind) {
+                    let depth = (word + AHEAD) * per_word(kind) + row;
+                    let start = operand.start + depth * operand.stride + lines.start;
+                    operand.values.prefetch(start, lines.len());
+                }
                 for (panel, first) in panels() {
                     let target = &mut target[panel * panel_len + index * PANEL..][..PANEL];
                     let lines = first..(first + PANEL).min(lines.end);
@@ -607,7 +639,33 @@ unsafe fn transpose_square<A: Real>(
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::SQUARE;
+    use half::bf16;
     use std::arch::x86_64::*;
+
+    /// Splits 16 numbers.
+    ///
+    /// # Safety
+    /// There must be 16 numbers at every pointer.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+    pub(super) unsafe fn split_vector(
+        line: *const f32,
+        high: *mut bf16,
+        middle: *mut bf16,
+        low: *mut bf16,
+    ) {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let mut rest = _mm512_loadu_ps(line);
+            for target in [high, middle, low] {
+                let rounded = _mm512_cvtneps_pbh(rest);
+                let bits = std::mem::transmute::<__m256bh, __m256i>(rounded);
+                _mm256_storeu_si256(target.cast(), bits);
+                let wide = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits));
+                rest = _mm512_sub_ps(rest, _mm512_castsi512_ps(wide));
+            }
+        }
+    }
 
     /// # Safety
     /// As [`super::transpose_square`], with words of four bytes.

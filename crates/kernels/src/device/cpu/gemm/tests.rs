@@ -125,7 +125,7 @@ fn products_of_f32_are_as_exact_as_f32() {
     };
     let (left, right): (Vec<f32>, Vec<f32>) =
         (numbers(rows * depth, 1), numbers(depth * columns, 2));
-    for kind in [Kind::Plain, Kind::for_f32()] {
+    for kind in [Kind::Plain, Kind::for_f32(1000)] {
         let lhs = Operand::lines(Values::Native(&left), depth);
         let rhs = Operand::columns(Values::Native(&right), columns);
         let result = product(kind, (rows, depth, columns), lhs, rhs);
