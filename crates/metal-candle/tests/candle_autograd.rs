@@ -2,7 +2,7 @@
 //! LoRA and a head, written twice over the same kernels.
 
 use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
-use metal_candle::autograd::{LoraValues, ParameterId, Tape, Value, Weight};
+use metal_candle::autograd::{LoraValues, ParameterId, ProjectionValues, Tape, Value, Weight};
 use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::lora_linear::{Dropout, Lora};
 use metal_candle_kernels::{
@@ -122,7 +122,9 @@ fn tape_loss(tape: &Tape, frozen: &Frozen, p: &[Weight]) -> metal_candle::Result
     let lora = |x: &Value, index: usize| {
         let (a, b) = (tape.weight(&p[6 + 2 * index]), tape.weight(&p[7 + 2 * index]));
         let lora = LoraValues { a: &a, b: &b, scale: SCALE, dropout: dropout(index) };
-        tape.lora_linear(x, &tape.constant(frozen.linears[index].clone()), None, &lora)
+        let weight = tape.constant(frozen.linears[index].clone());
+        let layer = ProjectionValues { weight: &weight, bias: None, lora: Some(lora) };
+        Ok(tape.projections(x, &[layer])?.remove(0)) as metal_candle::Result<Value>
     };
     let heads = |x: &Value, count: usize| tape.reshape(x, (BATCH, SEQ, count, 4));
     let value = |index: usize| tape.weight(&p[index]);
