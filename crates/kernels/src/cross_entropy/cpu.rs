@@ -2,6 +2,7 @@
 //! their gradients in place, and losses are added up in f64 in the order of the rows.
 
 use super::Options;
+use crate::device::cpu::scratch::Scratch;
 use crate::device::cpu::{Element, Real, Values, buffer, for_each_chunk2, max, sum};
 use crate::matmul::cpu::{Layer, add_weight_gradient, forward, input_gradient, kind_of};
 use candle_core::WithDType;
@@ -29,7 +30,7 @@ impl<T: Element> Problem<'_, T> {
         let rows = self.options.chunk.min(self.counted.len());
         let mut hidden = buffer::<T>(rows * d);
         let mut gradient = buffer::<T>(if dhidden.is_some() { rows * d } else { 0 });
-        let mut logits = [buffer::<T::Acc>(rows * v)];
+        let mut logits = Scratch::new(rows * v);
         let mut losses = vec![0f64; rows];
         let mut loss = 0.0;
         for counted in self.counted.chunks(self.options.chunk) {
@@ -41,8 +42,8 @@ impl<T: Element> Problem<'_, T> {
             let hidden = T::values(hidden);
             let kind = kind_of(rows, hidden, self.weight);
             let head = Layer { weight: self.weight, outer: v, bias: None, adapter: None };
-            forward(rows, d, hidden, &[head], &mut logits, &mut [Vec::new()]);
-            let logits = &mut logits[0][..rows * v];
+            let logits = &mut logits[..rows * v];
+            forward(rows, d, hidden, &[head], &mut [logits], &mut [Vec::new()]);
             let losses = &mut losses[..rows];
             for_each_chunk2(
                 losses,

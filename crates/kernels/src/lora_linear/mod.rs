@@ -130,7 +130,8 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
                 zeros::<Sum<T>>(rows * rank)
             })
             .collect();
-        matmul::forward(rows, inner, x_read.values()?, &layers, &mut ys, &mut xas);
+        let mut targets: Vec<_> = ys.iter_mut().map(|y| &mut y[..]).collect();
+        matmul::forward(rows, inner, x_read.values()?, &layers, &mut targets, &mut xas);
         layers
             .iter()
             .zip(ys.into_iter().zip(xas))

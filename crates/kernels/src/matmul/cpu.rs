@@ -208,7 +208,7 @@ pub(crate) fn forward<T: Element>(
     inner: usize,
     x: Values<T::Acc>,
     layers: &[Layer<T::Acc>],
-    ys: &mut [Vec<T>],
+    ys: &mut [&mut [T]],
     xas: &mut [Vec<T::Acc>],
 ) {
     if rows <= FEW_ROWS {
@@ -420,7 +420,7 @@ fn forward_few<T: Element>(
     inner: usize,
     x: Values<T::Acc>,
     layers: &[Layer<T::Acc>],
-    ys: &mut [Vec<T>],
+    ys: &mut [&mut [T]],
     xas: &mut [Vec<T::Acc>],
 ) {
     let mut scratch = Scratch::new(rows * inner);
@@ -683,7 +683,7 @@ pub(crate) fn backward<T: Element>(
     };
 
     let mut terms = Vec::new();
-    let mut finishes: Vec<Box<dyn Fn(Block<A_<T>>) + Sync>> = Vec::new();
+    let mut finishes: Vec<Finish<A_<T>>> = Vec::new();
     let mut shapes = Vec::new();
     let parts = layers.iter().zip(incoming).zip(&prepared).zip(&mut outputs);
     for (((layer, from), prepared), output) in parts {
@@ -748,6 +748,9 @@ pub(crate) fn backward<T: Element>(
 }
 
 type A_<T> = <T as Element>::Acc;
+
+/// What becomes of a part of a result.
+type Finish<'a, A> = Box<dyn Fn(Block<A>) + Sync + 'a>;
 
 /// Calls `take(row, columns, sums)` for the rows of a result whose halves are below each other.
 fn add_rows_of_halves<A: Real>(

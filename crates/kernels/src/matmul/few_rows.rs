@@ -190,9 +190,9 @@ fn add_lines<'a, A: Real, S: Copy + 'a>(
             *out += first + second;
         }
     }
-    for k in whole..x.len() {
+    for (k, x) in x.iter().enumerate().skip(whole) {
         for (out, a) in out.iter_mut().zip(line(k)) {
-            *out += x[k] * widen(*a);
+            *out += *x * widen(*a);
         }
     }
 }

@@ -48,9 +48,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
         let bias = numbers::<Sum<T>>(&bias)?;
         let layer =
             Layer { weight: weight.values()?, outer, bias: bias.as_deref(), adapter: None };
-        let mut out = [buffer::<T>(rows * outer)];
-        cpu::forward(rows, inner, x.values()?, &[layer], &mut out, &mut [Vec::new()]);
-        let [out] = out;
+        let mut out = buffer::<T>(rows * outer);
+        cpu::forward(rows, inner, x.values()?, &[layer], &mut [&mut out], &mut [Vec::new()]);
         Tensor::from_vec(out, shape, &Device::Cpu)
     })
 }

@@ -148,7 +148,7 @@ fn a_norm_of_a_residual_sum_has_the_gradients_of_finite_differences() {
     for (use_sum, use_norm) in [(true, true), (false, true), (true, false)] {
         // What is trained: all, one of the addends, the norm's weight.
         for trained in [&[0, 1, 2][..], &[0], &[1], &[2]] {
-            if trained == [2] && !use_norm || trained.len() == 3 && !use_norm {
+            if !use_norm && (trained == [2] || trained.len() == 3) {
                 continue;
             }
             let tensors: Vec<Tensor> = trained.iter().map(|&id| weights[id].clone()).collect();

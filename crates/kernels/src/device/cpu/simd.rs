@@ -75,7 +75,18 @@ fn detect() -> Level {
     if !is_x86_feature_detected!("avx512bf16") {
         return Level::Avx512;
     }
-    if tiles_allowed() { Level::Amx } else { Level::Avx512Bf16 }
+    match (tiles_allowed(), by_intel()) {
+        (true, _) => Level::Amx,
+        // Its dot product of bf16 pairs does half the work of a multiply-add in f32.
+        (false, true) => Level::Avx512,
+        (false, false) => Level::Avx512Bf16,
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn by_intel() -> bool {
+    let vendor = std::arch::x86_64::__cpuid(0);
+    [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat() == b"GenuineIntel"
 }
 
 /// Whether the machine has bf16 tiles and Linux grants them, which it does on request only

@@ -132,7 +132,9 @@ pub(crate) fn multiply<A: Real>(
     stride: usize,
     accumulate: bool,
 ) {
-    assert!(lhs.kind == rhs.kind && lhs.blocks == rhs.blocks && columns.start % PANEL == 0);
+    assert!(
+        lhs.kind == rhs.kind && lhs.blocks == rhs.blocks && columns.start.is_multiple_of(PANEL)
+    );
     assert!(rows.end <= lhs.rows && columns.end <= rhs.lines);
     assert!(sums.len() >= sum_count(rows.len(), stride) && stride >= sum_stride(columns.len()));
     for block in 0..lhs.blocks.count() {
