@@ -226,7 +226,7 @@ impl<A: Real> Problem<'_, A> {
         let total = sum(&scores);
         row.fill(A::ZERO);
         let lines = values.storage.from(values.place(batch, kv_head, first));
-        add_combinations(1, count, &scores, lines, values.strides[1], 0..head_dim, &mut row);
+        add_combinations(1, count, count, &scores, lines, values.strides[1], 0..head_dim, &mut row);
         if count > 0 {
             let inverse = A::ONE / total;
             row.iter_mut().for_each(|value| *value *= inverse);

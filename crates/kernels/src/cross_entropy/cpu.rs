@@ -40,7 +40,7 @@ impl<T: Element> Problem<'_, T> {
                 hidden.copy_from_slice(&self.hidden[row * d..][..d]);
             }
             let hidden = T::values(hidden);
-            let kind = kind_of(rows, hidden, self.weight);
+            let kind = kind_of(hidden, self.weight);
             let head = Layer { weight: self.weight, outer: v, bias: None, adapter: None };
             let logits = &mut logits[..rows * v];
             forward(rows, d, hidden, &[head], &mut [logits], &mut [Vec::new()]);

@@ -11,9 +11,9 @@ use crate::device::cpu::gemm::{add_terms, products, sum_count, sum_stride};
 use crate::device::cpu::scratch::Scratch;
 use crate::device::cpu::simd::vectorize;
 use crate::device::cpu::{
-    Disjoint, Element, PARALLEL_CHUNK, Real, Values, for_each_chunk, for_each_index, rows_per_task,
+    Disjoint, Element, PARALLEL_CHUNK, Real, Values, buffer, for_each_chunk, for_each_index,
+    rows_per_task,
 };
-use candle_core::DType;
 use half::bf16;
 
 /// Dropout of an adapter's input.
@@ -52,10 +52,9 @@ pub(crate) struct Layer<'a, A> {
 }
 
 /// How `x` by a weight is multiplied.
-pub(crate) fn kind_of<A: Real>(rows: usize, x: Values<A>, weight: Values<A>) -> Kind {
+pub(crate) fn kind_of<A>(x: Values<A>, weight: Values<A>) -> Kind {
     match (x, weight) {
         (Values::Bf16(_), Values::Bf16(_)) => Kind::for_bf16(),
-        _ if A::DTYPE == DType::F32 => Kind::for_f32(rows),
         _ => Kind::Plain,
     }
 }
@@ -115,7 +114,7 @@ enum Factor<'a, A> {
 
 impl<'a, A: Real> Factor<'a, A> {
     fn new(kind: Kind, matrix: &'a [A], width: usize, scale: A, parts: &[Part]) -> Self {
-        if !kind.rounds() {
+        if !kind.is_bf16() {
             return Factor::Plain(matrix);
         }
         let lines = matrix.len() / width.max(1);
@@ -170,7 +169,7 @@ struct Halves {
 
 impl Halves {
     fn new(kind: Kind, rank: usize) -> Self {
-        match kind.rounds() {
+        match kind.is_bf16() {
             false => Halves { rank, beside: 1, terms: 1 },
             true if 2 * rank <= 32 => Halves { rank, beside: 2, terms: 1 },
             true => Halves { rank, beside: 1, terms: 2 },
@@ -215,14 +214,14 @@ pub(crate) fn forward<T: Element>(
         return forward_few(rows, inner, x, layers, ys, xas);
     }
     let mut packs = Packs::new(rows, inner, x);
-    layers.iter().for_each(|layer| packs.add(kind_of(rows, x, layer.weight)));
+    layers.iter().for_each(|layer| packs.add(kind_of(x, layer.weight)));
     project(rows, inner, x, &packs, layers, xas);
     let paths: Vec<_> = layers
         .iter()
         .zip(xas.iter())
         .map(|(layer, xa)| {
             let adapter = layer.adapter.as_ref().filter(|adapter| adapter.rank > 0)?;
-            let kind = kind_of(rows, x, layer.weight);
+            let kind = kind_of(x, layer.weight);
             let left = low_rank_left(kind, rows, xa, adapter.rank, adapter.scale);
             Some((left, LowRankRight::new(kind, adapter.b, adapter.rank, layer.outer)))
         })
@@ -231,7 +230,7 @@ pub(crate) fn forward<T: Element>(
         .iter()
         .zip(&paths)
         .map(|(layer, path)| {
-            let lhs = packs.get(kind_of(rows, x, layer.weight));
+            let lhs = packs.get(kind_of(x, layer.weight));
             let mut terms = vec![Term { lhs, rhs: Operand::lines(layer.weight, inner) }];
             if let Some((left, right)) = path {
                 terms.push(Term { lhs: left, rhs: right.operand() });
@@ -258,9 +257,9 @@ pub(crate) fn forward<T: Element>(
 /// The left side of the low-rank term, `(rows, rank)` times `scale`.
 fn low_rank_left<A: Real>(kind: Kind, rows: usize, left: &[A], rank: usize, scale: A) -> Lhs<A> {
     let factor = Factor::new(kind, left, rank, scale, LEFT);
-    let depth = if kind.rounds() { LEFT.len() * rank } else { rank };
+    let depth = if kind.is_bf16() { LEFT.len() * rank } else { rank };
     let multiply = |_: usize, row: &mut [A]| row.iter_mut().for_each(|left| *left *= scale);
-    let change = (!kind.rounds()).then_some(&multiply as &Change<A>);
+    let change = (!kind.is_bf16()).then_some(&multiply as &Change<A>);
     Lhs::pack(kind, rows, depth, Operand::lines(factor.values(), depth), change)
 }
 
@@ -272,7 +271,7 @@ enum LowRankRight<'a, A> {
 
 impl<'a, A: Real> LowRankRight<'a, A> {
     fn new(kind: Kind, b: &'a [A], rank: usize, outer: usize) -> Self {
-        if !kind.rounds() {
+        if !kind.is_bf16() {
             return LowRankRight::Plain { b, outer };
         }
         let count = rank * outer;
@@ -344,7 +343,7 @@ fn project<A: Real>(
         .iter()
         .map(|layer| {
             let adapter = layer.adapter.as_ref().filter(|adapter| adapter.rank > 0)?;
-            let kind = kind_of(rows, x, layer.weight);
+            let kind = kind_of(x, layer.weight);
             let masked = adapter
                 .mask()
                 .map(|mask| Lhs::pack(kind, rows, inner, Operand::lines(x, inner), Some(mask)));
@@ -412,8 +411,9 @@ fn store_halves<'a, A: Real>(
 const PARALLEL_MULTIPLICATIONS: usize = 32 * 1024;
 /// Outputs of one task of a pass over a weight.
 const OUTPUTS: usize = 32;
-/// Columns of one task of a pass across a weight.
-const COLUMNS: usize = 128;
+/// Tasks of a pass across a weight, and lines of one at least.
+const TASKS_ACROSS: usize = 16;
+const LINES: usize = 64;
 
 fn forward_few<T: Element>(
     rows: usize,
@@ -472,7 +472,16 @@ fn forward_few<T: Element>(
                         }
                         let b = Values::Native(&adapter.b[first * layer.outer..]);
                         let depth = left.len();
-                        add_combinations(1, depth, left, b, layer.outer, outputs.clone(), sums);
+                        add_combinations(
+                            1,
+                            depth,
+                            depth,
+                            left,
+                            b,
+                            layer.outer,
+                            outputs.clone(),
+                            sums,
+                        );
                     }
                 }
             }
@@ -502,7 +511,9 @@ fn widened<'a, A: Real>(values: Values<'a, A>, scratch: &'a mut [A]) -> &'a [A] 
     }
 }
 
-/// `out = x·matrix` for a few rows: `x` `(rows, depth)`, `matrix` `(depth, width)`.
+/// `out = x·matrix` for a few rows: `x` `(rows, depth)`, `matrix` `(depth, width)`. A task reads some
+/// lines of the matrix from end to end, as they lie in memory, and what they add to the result is
+/// summed in their order.
 fn combine<A: Real>(
     rows: usize,
     depth: usize,
@@ -511,23 +522,40 @@ fn combine<A: Real>(
     width: usize,
     out: &mut [A],
 ) {
-    let out = Disjoint::new(out);
-    let parallel = rows * depth * width > PARALLEL_MULTIPLICATIONS && width > COLUMNS;
-    for_each_index(
-        width.div_ceil(COLUMNS),
-        parallel,
+    let lines = depth.div_ceil(TASKS_ACROSS).max(LINES);
+    let (tasks, count) = (depth.div_ceil(lines), rows * width);
+    if tasks <= 1 || depth * count <= PARALLEL_MULTIPLICATIONS {
+        out.fill(A::ZERO);
+        vectorize(
+            #[inline(always)]
+            || add_combinations(rows, depth, depth, x, matrix, width, 0..width, out),
+        );
+        return;
+    }
+    let mut parts = Scratch::new(tasks * count);
+    for_each_chunk(
+        &mut parts,
+        count,
         #[inline(always)]
-        |task| {
-            let columns = task * COLUMNS..(task * COLUMNS + COLUMNS).min(width);
-            let count = columns.len();
-            let mut sums = [A::ZERO; FEW_ROWS * COLUMNS];
-            let sums = &mut sums[..rows * count];
-            add_combinations(rows, depth, x, matrix, width, columns.clone(), sums);
-            for row in 0..rows {
-                let start = row * width + columns.start;
-                // SAFETY: every task writes its own columns of each row.
-                let out = unsafe { out.slice(start..start + count) };
-                out.copy_from_slice(&sums[row * count..][..count]);
+        |task, part| {
+            let first = task * lines;
+            let depth_of_part = lines.min(depth - first);
+            let (x, matrix) = (&x[first..], matrix.from(first * width));
+            part.fill(A::ZERO);
+            add_combinations(rows, depth_of_part, depth, x, matrix, width, 0..width, part);
+        },
+    );
+    for_each_chunk(
+        out,
+        PARALLEL_CHUNK,
+        #[inline(always)]
+        |index, out| {
+            let start = index * PARALLEL_CHUNK;
+            out.copy_from_slice(&parts[start..start + out.len()]);
+            for part in parts.chunks_exact(count).skip(1) {
+                for (out, part) in out.iter_mut().zip(&part[start..]) {
+                    *out += *part;
+                }
             }
         },
     );
@@ -565,11 +593,8 @@ pub(crate) fn backward<T: Element>(
     if rows <= FEW_ROWS {
         return backward_few(rows, inner, x, layers, incoming, dx);
     }
-    let kinds: Vec<_> = layers
-        .iter()
-        .zip(incoming)
-        .map(|(layer, from)| kind_of(rows, from.dy, layer.weight))
-        .collect();
+    let kinds: Vec<_> =
+        layers.iter().zip(incoming).map(|(layer, from)| kind_of(from.dy, layer.weight)).collect();
     let kinds_of = || layers.iter().zip(incoming).zip(&kinds);
     let lefts: Vec<_> = kinds_of()
         .map(|((layer, from), kind)| {
@@ -626,8 +651,8 @@ pub(crate) fn backward<T: Element>(
                 path,
                 a: Factor::new(*kind, adapter.a, rank, A_::<T>::ONE, RIGHT),
                 dropped,
-                da: vec![A_::<T>::ZERO; inner * rank],
-                db: vec![A_::<T>::ZERO; rank * layer.outer],
+                da: gradient_of_a(inner * rank, x.is_some()),
+                db: buffer(rank * layer.outer),
             })
         })
         .collect();
@@ -844,7 +869,7 @@ fn backward_few<T: Element>(
             g = vec![T::Acc::ZERO; rows * rank];
             dots_of_lines(rows, outer, dy, adapter.b, rank, &mut g);
             g.iter_mut().for_each(|g| *g *= adapter.scale);
-            let mut da = vec![T::Acc::ZERO; inner * rank];
+            let mut da = gradient_of_a(inner * rank, x.is_some());
             if let Some(x) = x {
                 let mut dropped = Scratch::new(x.len());
                 let x = match &adapter.dropout {
@@ -856,10 +881,10 @@ fn backward_few<T: Element>(
                         &dropped
                     }
                 };
-                add_outer_products(rows, inner, rank, x, &g, T::Acc::ONE, &mut da);
+                outer_products(rows, inner, rank, x, &g, T::Acc::ONE, &mut da);
             }
-            let mut db = vec![T::Acc::ZERO; rank * outer];
-            add_outer_products(rows, rank, outer, from.xa, dy, adapter.scale, &mut db);
+            let mut db = buffer(rank * outer);
+            outer_products(rows, rank, outer, from.xa, dy, adapter.scale, &mut db);
             AdapterGradients { da, db }
         }));
         let Some(total) = &mut total else { continue };
@@ -879,6 +904,11 @@ fn backward_few<T: Element>(
         T::narrow(&total, dx);
     }
     gradients
+}
+
+/// A buffer for the gradient of A, which stays zero where there is no x.
+fn gradient_of_a<A: Real>(count: usize, written: bool) -> Vec<A> {
+    if written { buffer(count) } else { vec![A::ZERO; count] }
 }
 
 /// `out = x·linesᵀ` for a few rows: `x` `(rows, depth)`, `matrix` `(lines, depth)`.
@@ -924,8 +954,8 @@ fn add<A: Real>(out: &mut [A], addend: &[A]) {
     );
 }
 
-/// `out += scale·leftᵀ·right` for a few rows: `left` `(rows, a)`, `right` `(rows, b)`, `out` `(a, b)`.
-fn add_outer_products<A: Real>(
+/// `out = scale·leftᵀ·right` for a few rows: `left` `(rows, a)`, `right` `(rows, b)`, `out` `(a, b)`.
+fn outer_products<A: Real>(
     rows: usize,
     a: usize,
     b: usize,
@@ -934,6 +964,9 @@ fn add_outer_products<A: Real>(
     scale: A,
     out: &mut [A],
 ) {
+    if rows == 0 {
+        return out.fill(A::ZERO);
+    }
     let block = rows_per_task(b);
     for_each_chunk(
         out,
@@ -941,8 +974,13 @@ fn add_outer_products<A: Real>(
         #[inline(always)]
         |index, out| {
             for (offset, out) in out.chunks_exact_mut(b).enumerate() {
-                for row in 0..rows {
-                    let left = left[row * a + index * block + offset] * scale;
+                let left = |row: usize| left[row * a + index * block + offset] * scale;
+                let first = left(0);
+                for (out, right) in out.iter_mut().zip(right) {
+                    *out = first * *right;
+                }
+                for row in 1..rows {
+                    let left = left(row);
                     for (out, right) in out.iter_mut().zip(&right[row * b..][..b]) {
                         *out += left * *right;
                     }

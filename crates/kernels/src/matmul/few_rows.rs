@@ -10,6 +10,9 @@ pub(crate) const FEW_ROWS: usize = 4;
 /// Lines that pieces are asked for ahead: as long as memory takes.
 const AHEAD: usize = 16;
 
+/// Bytes of such pieces at most.
+const PIECE: usize = 1024;
+
 /// Partial sums of a dot product.
 const LANES: usize = 32;
 
@@ -124,11 +127,13 @@ fn dot_lines<A: Real, S: Copy, const N: usize>(
 }
 
 /// `out[row][column] += Σ_k x[row][k]·matrix[k][column]` for some columns of a matrix `width` wide:
-/// `x` `(rows, depth)`, `out` `(rows, columns.len())`.
+/// the rows of `x` `(rows, depth)` start `x_stride` apart; `out` is `(rows, columns.len())`.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn add_combinations<A: Real>(
     rows: usize,
     depth: usize,
+    x_stride: usize,
     x: &[A],
     matrix: Values<A>,
     width: usize,
@@ -137,7 +142,7 @@ pub(crate) fn add_combinations<A: Real>(
 ) {
     with_stored!(matrix, A, (matrix, widen) => {
         for row in 0..rows {
-            let x = &x[row * depth..][..depth];
+            let x = &x[row * x_stride..][..depth];
             let out = &mut out[row * columns.len()..][..columns.len()];
             let line = |k: usize| &matrix[k * width + columns.start..k * width + columns.end];
             match columns.len() {
@@ -178,7 +183,8 @@ fn add_lines<'a, A: Real, S: Copy + 'a>(
     for k in (0..whole).step_by(4) {
         let (a, b, c, d) = (line(k), line(k + 1), line(k + 2), line(k + 3));
         // Pieces of lines that are far apart: nothing the processor foresees.
-        for ahead in k + AHEAD..(k + AHEAD + 4).min(x.len()) {
+        let ahead = if size_of_val(a) <= PIECE { k + AHEAD..k + AHEAD + 4 } else { 0..0 };
+        for ahead in ahead.start..ahead.end.min(x.len()) {
             for piece in line(ahead).chunks((64 / size_of::<S>()).max(1)) {
                 prefetch(piece.as_ptr());
             }
@@ -211,7 +217,7 @@ mod tests {
             dots(rows, depth, &x, Values::Native(&matrix), depth, 0..width, &mut by_lines);
             let mut by_columns = vec![1.0; rows * width];
             let values = Values::Native(&matrix[..]);
-            add_combinations(rows, depth, &x, values, width, 0..width, &mut by_columns);
+            add_combinations(rows, depth, depth, &x, values, width, 0..width, &mut by_columns);
             for row in 0..rows {
                 for column in 0..width {
                     let x = &x[row * depth..][..depth];

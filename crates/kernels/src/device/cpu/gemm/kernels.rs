@@ -15,10 +15,6 @@ pub(super) const STRIDE: usize = 336;
 /// Rows beyond the last that kernels may read of the left side and write of the sums.
 pub(super) const SPARE_ROWS: usize = 32;
 
-/// Rows from which on tiles are faster for f32 than f32 arithmetic, split operands included.
-#[cfg(target_arch = "x86_64")]
-const ENOUGH_ROWS: usize = 96;
-
 /// How numbers are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -30,11 +26,6 @@ pub(crate) enum Kind {
     /// As bf16 tiles.
     #[cfg(target_arch = "x86_64")]
     Tiles,
-    /// f32 numbers as sums of three bf16 numbers, which hold all of their 24 bits, by tiles. Of the
-    /// nine products the three smallest are left out: they are below the rounding of an f32 product.
-    /// Infinities come out as NaN.
-    #[cfg(target_arch = "x86_64")]
-    SplitTiles,
 }
 
 impl Kind {
@@ -49,51 +40,14 @@ impl Kind {
         }
     }
 
-    /// The fastest way to multiply f32 numbers as exactly as f32 arithmetic does, when so many rows
-    /// share the work of splitting a weight.
-    pub(crate) fn for_f32(rows: usize) -> Kind {
-        match level() {
-            #[cfg(target_arch = "x86_64")]
-            Level::Amx if rows >= ENOUGH_ROWS => Kind::SplitTiles,
-            _ => Kind::Plain,
-        }
-    }
-
-    /// Rows that are multiplied at a time, so that all parts of them stay in the second cache.
-    pub(super) fn row_chunk(self) -> usize {
-        if self.parts() == 1 { usize::MAX } else { 128 }
-    }
-
-    /// Whether a word is a pair of bf16 numbers.
-    pub(super) fn in_pairs(self) -> bool {
+    /// Whether operands are bf16 numbers, two to a word.
+    pub(crate) fn is_bf16(self) -> bool {
         self != Kind::Plain
-    }
-
-    /// Whether operands are rounded to bf16.
-    pub(crate) fn rounds(self) -> bool {
-        self.in_pairs() && self.parts() == 1
-    }
-
-    /// Copies of an operand.
-    pub(super) fn parts(self) -> usize {
-        match self {
-            #[cfg(target_arch = "x86_64")]
-            Kind::SplitTiles => 3,
-            _ => 1,
-        }
-    }
-
-    /// Which parts of the left and the right side are multiplied, the smallest products first.
-    pub(super) fn part_products(self) -> &'static [(usize, usize)] {
-        match self.parts() {
-            1 => &[(0, 0)],
-            _ => &[(2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)],
-        }
     }
 
     /// Words that are multiplied at a time at most: so many that a panel stays in the first cache.
     pub(super) fn block(self) -> usize {
-        if self.in_pairs() { 320 } else { 256 }
+        if self.is_bf16() { 320 } else { 256 }
     }
 }
 
@@ -138,7 +92,7 @@ impl<A: Real> Panel<A> {
                 #[cfg(target_arch = "x86_64")]
                 Kind::Pairs => x86::pairs(panel),
                 #[cfg(target_arch = "x86_64")]
-                Kind::Tiles | Kind::SplitTiles => x86::tiles(panel),
+                Kind::Tiles => x86::tiles(panel),
             }
         }
     }

@@ -7,8 +7,7 @@
 //!
 //! Left sides are packed once, whole, and may be shared by products; right sides (the weights) stay
 //! as they are stored and are packed a block at a time, next to their use. bf16 by bf16 is multiplied
-//! as such where the machine can, f32 as sums of bf16 numbers where that is faster at the same
-//! precision, and everything else in the type that sums are kept in. The order of a
+//! as such where the machine can, everything else in the type that sums are kept in. The order of a
 //! sum follows from its terms alone.
 
 mod kernels;
@@ -142,7 +141,7 @@ pub(crate) fn multiply<A: Real>(
             let panel = Panel {
                 words: lhs.blocks.words(block).len(),
                 rows: rows.len(),
-                lhs: lhs.data[lhs.place(0, block, rows.start)..].as_ptr(),
+                lhs: lhs.data[lhs.place(block, rows.start)..].as_ptr(),
                 rhs: rhs.data[rhs.place(block, line)..].as_ptr(),
                 sums: sums[line - columns.start..].as_mut_ptr(),
                 stride,
@@ -172,9 +171,8 @@ pub(crate) fn add_terms<A: Real>(
         assert!(rows.end <= lhs.rows);
         for block in 0..lhs.blocks.count() {
             let words = lhs.blocks.words(block);
-            let part_len = columns.len().next_multiple_of(PANEL) * words.len();
-            let mut panels = Scratch::new(lhs.kind.parts() * part_len);
-            pack::pack_parts(
+            let mut panels = Scratch::new(columns.len().next_multiple_of(PANEL) * words.len());
+            pack::pack_panels(
                 lhs.kind,
                 *rhs,
                 lhs.depth,
@@ -182,30 +180,20 @@ pub(crate) fn add_terms<A: Real>(
                 words.clone(),
                 &mut panels,
             );
-            let chunk = lhs.kind.row_chunk();
-            for row in (rows.start..rows.end).step_by(chunk) {
-                let mut first = first;
-                for (left, right) in lhs.kind.part_products() {
-                    let left = &lhs.data[lhs.place(*left, block, row)..];
-                    let right = &panels[right * part_len..(right + 1) * part_len];
-                    for (panel, right) in right.chunks_exact(words.len() * PANEL).enumerate() {
-                        let sums = &mut sums[(row - rows.start) * stride + panel * PANEL..];
-                        let panel = Panel {
-                            words: words.len(),
-                            rows: chunk.min(rows.end - row),
-                            lhs: left.as_ptr(),
-                            rhs: right.as_ptr(),
-                            sums: sums.as_mut_ptr(),
-                            stride,
-                            first,
-                        };
-                        // SAFETY: the left side was packed with its spare rows, for a kind that was
-                        // found on this machine; the sums have spare rows as asserted, and a chunk
-                        // is whole tiles, so that the next one's rows are not touched.
-                        unsafe { panel.multiply(lhs.kind) };
-                    }
-                    first = false;
-                }
+            let left = &lhs.data[lhs.place(block, rows.start)..];
+            for (panel, right) in panels.chunks_exact(words.len() * PANEL).enumerate() {
+                let panel = Panel {
+                    words: words.len(),
+                    rows: rows.len(),
+                    lhs: left.as_ptr(),
+                    rhs: right.as_ptr(),
+                    sums: sums[panel * PANEL..].as_mut_ptr(),
+                    stride,
+                    first,
+                };
+                // SAFETY: the left side was packed with its spare rows, for a kind that was found on
+                // this machine; the sums have spare rows as asserted.
+                unsafe { panel.multiply(lhs.kind) };
             }
             first = false;
         }

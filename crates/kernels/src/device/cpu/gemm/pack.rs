@@ -47,7 +47,7 @@ pub(super) struct Blocks {
 
 impl Blocks {
     pub(super) fn new(kind: Kind, depth: usize) -> Self {
-        let words = if kind.in_pairs() { depth.div_ceil(2).next_multiple_of(16) } else { depth };
+        let words = if kind.is_bf16() { depth.div_ceil(2).next_multiple_of(16) } else { depth };
         let count = words.div_ceil(kind.block()).max(1);
         Blocks { depth, words, block: words.div_ceil(count).next_multiple_of(16) }
     }
@@ -90,23 +90,10 @@ impl<A: Real> Lhs<A> {
         run(rows.div_ceil(ROWS), |task| {
             let rows = task * ROWS..(task * ROWS + ROWS).min(rows);
             for block in 0..blocks.count() {
-                let words = blocks.words(block);
-                let target = |part: usize| {
-                    let start = ((part * blocks.count() + block) * padded + rows.start) * STRIDE;
-                    // SAFETY: every task writes its own rows of each block and part, one after the
-                    // other.
-                    unsafe { target.slice(start..start + rows.len() * STRIDE) }
-                };
-                if kind.parts() == 1 {
-                    pack_rows(kind, operand, depth, rows.clone(), words, change, target(0));
-                    continue;
-                }
-                let region = Region::split(operand, depth, rows.clone(), words.clone(), change);
-                for part in 0..kind.parts() {
-                    let (rows, words) = (0..rows.len(), 0..words.len());
-                    let operand = region.operand(part);
-                    pack_rows(kind, operand, region.depth, rows, words, None, target(part));
-                }
+                let start = (block * padded + rows.start) * STRIDE;
+                // SAFETY: every task writes its own rows of each block.
+                let target = unsafe { target.slice(start..start + rows.len() * STRIDE) };
+                pack_rows(kind, operand, depth, rows.clone(), blocks.words(block), change, target);
             }
         });
         lhs
@@ -114,10 +101,9 @@ impl<A: Real> Lhs<A> {
 
     /// Packs `(rows, depth)` on this thread.
     pub(crate) fn pack_here(kind: Kind, rows: usize, depth: usize, operand: Operand<A>) -> Self {
-        assert!(kind.parts() == 1);
         let mut lhs = Self::empty(kind, rows, depth);
         for block in 0..lhs.blocks.count() {
-            let start = lhs.place(0, block, 0);
+            let start = lhs.place(block, 0);
             let target = &mut lhs.data[start..start + rows * STRIDE];
             pack_rows(kind, operand, depth, 0..rows, lhs.blocks.words(block), None, target);
         }
@@ -126,13 +112,13 @@ impl<A: Real> Lhs<A> {
 
     fn empty(kind: Kind, rows: usize, depth: usize) -> Self {
         let blocks = Blocks::new(kind, depth);
-        let data = Scratch::new(kind.parts() * blocks.count() * (rows + SPARE_ROWS) * STRIDE);
+        let data = Scratch::new(blocks.count() * (rows + SPARE_ROWS) * STRIDE);
         Lhs { data, kind, rows, depth, blocks }
     }
 
-    /// Where the words of a block of a part start in row `row`.
-    pub(super) fn place(&self, part: usize, block: usize, row: usize) -> usize {
-        ((part * self.blocks.count() + block) * (self.rows + SPARE_ROWS) + row) * STRIDE
+    /// Where the words of a block start in row `row`.
+    pub(super) fn place(&self, block: usize, row: usize) -> usize {
+        (block * (self.rows + SPARE_ROWS) + row) * STRIDE
     }
 }
 
@@ -175,7 +161,6 @@ pub(crate) struct Panels<A> {
 impl<A: Real> Panels<A> {
     /// Packs `(depth, lines)` on this thread.
     pub(crate) fn pack(kind: Kind, lines: usize, depth: usize, operand: Operand<A>) -> Self {
-        assert!(kind.parts() == 1);
         let blocks = Blocks::new(kind, depth);
         let padded = lines.next_multiple_of(PANEL);
         let mut data = Scratch::new(padded * blocks.words);
@@ -194,94 +179,19 @@ impl<A: Real> Panels<A> {
     }
 }
 
-/// A part of an operand, its numbers split into three bf16 numbers each.
-struct Region {
-    numbers: Scratch<f32>,
-    count: usize,
-    /// Neighbours in memory.
-    width: usize,
-    along_depth: bool,
-    /// How much of the inner dimension it has.
-    depth: usize,
-}
-
-impl Region {
-    fn split<A: Real>(
-        operand: Operand<A>,
-        depth: usize,
-        lines: Range<usize>,
-        words: Range<usize>,
-        change: Option<&Change<A>>,
-    ) -> Region {
-        let depths = 2 * words.start..(2 * words.end).min(depth);
-        let region_depth = depths.len();
-        let (outer, inner) = if operand.along_depth { (lines, depths) } else { (depths, lines) };
-        let (count, width) = (outer.len() * inner.len(), inner.len());
-        let mut numbers = Scratch::<f32>::new((3 * count).div_ceil(2));
-        let (high, rest) = as_bf16(&mut numbers).split_at_mut(count);
-        let (middle, low) = rest.split_at_mut(count);
-        let mut row = Scratch::<A>::new(width);
-        vectorize(
-            #[inline(always)]
-            || {
-                for (index, outer) in outer.enumerate() {
-                    operand
-                        .values
-                        .read(operand.start + outer * operand.stride + inner.start, &mut row);
-                    if let Some(change) = change {
-                        change(outer * depth + inner.start, &mut row);
-                    }
-                    let place = index * width..(index + 1) * width;
-                    let (middle, low) = (&mut middle[place.clone()], &mut low[place.clone()]);
-                    split_line(&row, &mut high[place], middle, low);
-                }
-            },
-        );
-        Region { numbers, count, width, along_depth: operand.along_depth, depth: region_depth }
-    }
-
-    fn operand<A: Real>(&self, part: usize) -> Operand<'_, A> {
-        let start = part * self.count;
-        // SAFETY: the words hold bf16 numbers, two each.
-        let numbers = unsafe {
-            std::slice::from_raw_parts(self.numbers.as_ptr().cast::<bf16>(), 3 * self.count)
-        };
-        let values = Values::Bf16(&numbers[start..start + self.count]);
-        Operand { values, start: 0, stride: self.width, along_depth: self.along_depth }
-    }
-}
-
-/// Splits numbers into the nearest bf16 numbers, the nearest to what those leave, and the nearest to
-/// what is left then.
+/// Rounds numbers to bf16 as far as there are instructions for it; returns how many.
 #[inline(always)]
-fn split_line<A: Real>(line: &[A], high: &mut [bf16], middle: &mut [bf16], low: &mut [bf16]) {
+fn round_vectors<A: Real>(wide: &[A], target: &mut [bf16]) -> usize {
     #[cfg(target_arch = "x86_64")]
-    let done = if A::DTYPE == DType::F32 && level() >= Level::Avx512Bf16 {
-        assert!(high.len() == line.len() && middle.len() == line.len() && low.len() == line.len());
-        let whole = line.len() / SQUARE * SQUARE;
-        for start in (0..whole).step_by(SQUARE) {
-            let (high, middle) = (high[start..].as_mut_ptr(), middle[start..].as_mut_ptr());
-            // SAFETY: the level says that the machine has the instructions; all have 16 numbers from
-            // here on.
-            unsafe {
-                let line = line[start..].as_ptr().cast();
-                x86::split_vector(line, high, middle, low[start..].as_mut_ptr());
-            }
-        }
-        whole
-    } else {
-        0
-    };
-    #[cfg(not(target_arch = "x86_64"))]
-    let done = 0;
-    let wide = |number: bf16| f32::from_bits(u32::from(number.to_bits()) << 16);
-    for (index, number) in line.iter().enumerate().skip(done) {
-        let number = number.to_f32();
-        high[index] = round_to_bf16(number);
-        let rest = number - wide(high[index]);
-        middle[index] = round_to_bf16(rest);
-        low[index] = round_to_bf16(rest - wide(middle[index]));
+    if A::DTYPE == DType::F32 && level() >= Level::Avx512Bf16 {
+        let whole = wide.len() / SQUARE * SQUARE;
+        assert!(target.len() >= whole);
+        // SAFETY: the level says that the machine has the instructions; both have as many numbers.
+        unsafe { x86::round_vectors(wide.as_ptr().cast(), whole, target.as_mut_ptr()) };
+        return whole;
     }
+    let _ = (wide, target);
+    0
 }
 
 /// The nearest bf16 number, as [`bf16::narrow`] rounds.
@@ -295,29 +205,9 @@ fn round_to_bf16(number: f32) -> bf16 {
 /// Words ahead that short pieces of far apart rows are asked for: as long as memory takes.
 const AHEAD: usize = 12;
 
-/// Packs a block of the right side, with all its parts, as panels one part after the other.
-pub(super) fn pack_parts<A: Real>(
-    kind: Kind,
-    operand: Operand<A>,
-    depth: usize,
-    lines: Range<usize>,
-    words: Range<usize>,
-    target: &mut [A],
-) {
-    if kind.parts() == 1 {
-        return pack_panels(kind, operand, depth, lines, words, target);
-    }
-    let region = Region::split(operand, depth, lines.clone(), words.clone(), None);
-    let part_len = target.len() / kind.parts();
-    for (part, target) in target.chunks_exact_mut(part_len).enumerate() {
-        let (lines, words) = (0..lines.len(), 0..words.len());
-        pack_panels(kind, region.operand(part), region.depth, lines, words, target);
-    }
-}
-
 /// Elements along the depth in one word.
 fn per_word(kind: Kind) -> usize {
-    if kind.in_pairs() { 2 } else { 1 }
+    if kind.is_bf16() { 2 } else { 1 }
 }
 
 /// The bf16 numbers that `target`'s words hold.
@@ -343,6 +233,9 @@ fn read_bf16<A: Real>(values: Values<A>, start: usize, target: &mut [bf16]) {
         target.copy_from_slice(&values[start..start + target.len()]);
         return;
     }
+    if let Values::Native(values) = values {
+        return narrow_to_bf16(&values[start..start + target.len()], target);
+    }
     let mut wide = [A::ZERO; 64];
     for (index, target) in target.chunks_mut(64).enumerate() {
         let wide = &mut wide[..target.len()];
@@ -353,7 +246,8 @@ fn read_bf16<A: Real>(values: Values<A>, start: usize, target: &mut [bf16]) {
 
 #[inline(always)]
 fn narrow_to_bf16<A: Real>(wide: &[A], target: &mut [bf16]) {
-    for (target, wide) in target.iter_mut().zip(wide) {
+    let done = round_vectors(wide, target);
+    for (target, wide) in target.iter_mut().zip(wide).skip(done) {
         *target = round_to_bf16(wide.to_f32());
     }
 }
@@ -371,7 +265,7 @@ fn read_line<A: Real>(
     let first = words.start * per_word(kind);
     let count = (words.end * per_word(kind)).min(depth).saturating_sub(first);
     let start = operand.start + line * operand.stride + first;
-    if kind.in_pairs() {
+    if kind.is_bf16() {
         let (numbers, rest) = as_bf16(target).split_at_mut(count);
         read_bf16(operand.values, start, numbers);
         rest.fill(bf16::ZERO);
@@ -412,7 +306,7 @@ fn read_across<A: Real>(
     target: &mut [A],
 ) {
     let start = |depth: usize| operand.start + depth * operand.stride + lines.start;
-    if !kind.in_pairs()
+    if !kind.is_bf16()
         && let Values::Native(values) = operand.values
         && let Some((values, _)) = values[start(word)..].split_first_chunk::<PANEL>()
         && let Some((target, _)) = target.split_first_chunk_mut::<PANEL>()
@@ -424,7 +318,7 @@ fn read_across<A: Real>(
     }
     let (target, rest) = target.split_at_mut(lines.len());
     rest.fill(A::ZERO);
-    if !kind.in_pairs() {
+    if !kind.is_bf16() {
         operand.values.read(start(word), target);
         return;
     }
@@ -466,7 +360,7 @@ fn read_across<A: Real>(
 }
 
 /// Packs a block of the right side `(depth, lines)` as panels.
-fn pack_panels<A: Real>(
+pub(super) fn pack_panels<A: Real>(
     kind: Kind,
     operand: Operand<A>,
     depth: usize,
@@ -597,10 +491,10 @@ fn words_in_place<A: Real>(
         return None;
     }
     match operand.values {
-        Values::Native(values) if !kind.in_pairs() => {
+        Values::Native(values) if !kind.is_bf16() => {
             Some((values[first..last].as_ptr().cast(), operand.stride * size_of::<A>()))
         }
-        Values::Bf16(values) if kind.in_pairs() => {
+        Values::Bf16(values) if kind.is_bf16() => {
             Some((values[first..last].as_ptr().cast(), operand.stride * size_of::<bf16>()))
         }
         _ => None,
@@ -642,27 +536,19 @@ mod x86 {
     use half::bf16;
     use std::arch::x86_64::*;
 
-    /// Splits 16 numbers.
+    /// Rounds `count` numbers, a multiple of 16.
     ///
     /// # Safety
-    /// There must be 16 numbers at every pointer.
+    /// There must be as many numbers at both pointers.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-    pub(super) unsafe fn split_vector(
-        line: *const f32,
-        high: *mut bf16,
-        middle: *mut bf16,
-        low: *mut bf16,
-    ) {
-        // SAFETY: as promised by the caller.
-        unsafe {
-            let mut rest = _mm512_loadu_ps(line);
-            for target in [high, middle, low] {
-                let rounded = _mm512_cvtneps_pbh(rest);
+    pub(super) unsafe fn round_vectors(wide: *const f32, count: usize, target: *mut bf16) {
+        for start in (0..count).step_by(SQUARE) {
+            // SAFETY: as promised by the caller.
+            unsafe {
+                let rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(wide.add(start)));
                 let bits = std::mem::transmute::<__m256bh, __m256i>(rounded);
-                _mm256_storeu_si256(target.cast(), bits);
-                let wide = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits));
-                rest = _mm512_sub_ps(rest, _mm512_castsi512_ps(wide));
+                _mm256_storeu_si256(target.add(start).cast(), bits);
             }
         }
     }
