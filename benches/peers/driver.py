@@ -378,7 +378,7 @@ def describe(sides: Sides, options: argparse.Namespace) -> dict[str, Any]:
         about["peaks"] = process.ask(600, ask="peaks")
     process.end()
     about["date"] = date.today().isoformat()
-    about["command"] = "python3 benches/peers/run.py " + shlex.join(options.given)
+    about["commands"] = ["python3 benches/peers/run.py " + shlex.join(options.given)]
     return about
 
 

@@ -119,7 +119,7 @@ def render(report: Report) -> str:
         "",
         f"{machine['system']}, {report['device']}, {report['threads']} threads, {report['date']}.",
         f"{versions}.",
-        f"`{report['command'].strip()}`",
+        *(f"`{command.strip()}`  " for command in report["commands"]),
         "",
         f"Measured peaks: {peaks['fma'] / 1e9:.0f} GFLOP/s of f32 multiply-adds; our linear"
         f" {peaks['linear_f32'] / 1e9:.0f} GFLOP/s in f32 and {peaks['linear_bf16'] / 1e9:.0f} in"
@@ -146,13 +146,18 @@ def slug(report: Report) -> str:
 
 
 def write(report: Report, folder: Path, document: Path) -> None:
-    """Keeps the report of this machine and renders those of all machines into the document. Rows
-    that were not measured now stay as they were."""
+    """Keeps the report of this machine and renders those of all machines into the document. Rows and
+    sides that were not measured now stay as they were."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{slug(report)}.json"
     if path.is_file():
-        kept = json.loads(path.read_text())["results"]
-        report = report | {"results": kept | report["results"]}
+        kept = json.loads(path.read_text())
+        commands = [line for line in kept["commands"] if line not in report["commands"]]
+        report = report | {
+            "results": kept["results"] | report["results"],
+            "versions": kept["versions"] | report["versions"],
+            "commands": commands + report["commands"],
+        }
     path.write_text(json.dumps(report, indent=1) + "\n")
     reports = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
     text = document.read_text()
