@@ -11,7 +11,7 @@ use crate::device::cpu::gemm::{add_terms, products, sum_count, sum_stride};
 use crate::device::cpu::scratch::Scratch;
 use crate::device::cpu::simd::vectorize;
 use crate::device::cpu::{
-    Disjoint, Element, PARALLEL_CHUNK, Real, Values, buffer, for_each_chunk, for_each_index,
+    Disjoint, Element, PARALLEL_CHUNK, Real, Sum, Values, buffer, for_each_chunk, for_each_index,
     rows_per_task,
 };
 use half::bf16;
@@ -621,8 +621,8 @@ pub(crate) fn backward<T: Element>(
         .map(|(((layer, from), kind), g)| {
             let adapter = layer.adapter.as_ref()?;
             let (rank, halves) = (adapter.rank, Halves::new(*kind, adapter.rank));
-            let transposed = |matrix: &[A_<T>]| -> Vec<Lhs<A_<T>>> {
-                let factor = Factor::new(*kind, matrix, rank, A_::<T>::ONE, BOTH);
+            let transposed = |matrix: &[Sum<T>]| -> Vec<Lhs<Sum<T>>> {
+                let factor = Factor::new(*kind, matrix, rank, Sum::<T>::ONE, BOTH);
                 (0..halves.terms)
                     .map(|term| {
                         let operand = halves.columns(factor.values(), term);
@@ -632,7 +632,7 @@ pub(crate) fn backward<T: Element>(
             };
             let path = need_dx.then(|| low_rank_left(*kind, rows, g, rank, adapter.kept()));
             let dropped = adapter.mask().zip(x).map(|(mask, x)| {
-                let mut dropped = vec![A_::<T>::ZERO; rows * inner];
+                let mut dropped = vec![Sum::<T>::ZERO; rows * inner];
                 for_each_chunk(
                     &mut dropped,
                     PARALLEL_CHUNK,
@@ -649,7 +649,7 @@ pub(crate) fn backward<T: Element>(
                 xa: transposed(from.xa),
                 g: transposed(g),
                 path,
-                a: Factor::new(*kind, adapter.a, rank, A_::<T>::ONE, RIGHT),
+                a: Factor::new(*kind, adapter.a, rank, Sum::<T>::ONE, RIGHT),
                 dropped,
                 da: gradient_of_a(inner * rank, x.is_some()),
                 db: buffer(rank * layer.outer),
@@ -688,7 +688,7 @@ pub(crate) fn backward<T: Element>(
     }
     let mut none = Vec::new();
     let dx_target = Disjoint::new(dx.unwrap_or(&mut none));
-    let finish_dx = |mut block: Block<A_<T>>| {
+    let finish_dx = |mut block: Block<Sum<T>>| {
         let (rows, columns, stride) = (block.rows.clone(), block.columns.clone(), block.stride);
         for (term, mask) in &masked_terms {
             let mut path = Scratch::new(sum_count(rows.len(), sum_stride(columns.len())));
@@ -708,7 +708,7 @@ pub(crate) fn backward<T: Element>(
     };
 
     let mut terms = Vec::new();
-    let mut finishes: Vec<Finish<A_<T>>> = Vec::new();
+    let mut finishes: Vec<Finish<Sum<T>>> = Vec::new();
     let mut shapes = Vec::new();
     let parts = layers.iter().zip(incoming).zip(&prepared).zip(&mut outputs);
     for (((layer, from), prepared), output) in parts {
@@ -771,8 +771,6 @@ pub(crate) fn backward<T: Element>(
     drop(finishes);
     outputs.into_iter().map(|output| output.map(|(da, db)| AdapterGradients { da, db })).collect()
 }
-
-type A_<T> = <T as Element>::Acc;
 
 /// What becomes of a part of a result.
 type Finish<'a, A> = Box<dyn Fn(Block<A>) + Sync + 'a>;
