@@ -4,7 +4,9 @@
 //! neighbouring bf16 numbers for the kinds that multiply those in pairs.
 
 use crate::device::cpu::element::Real;
-use crate::device::cpu::simd::{Level, level};
+#[cfg(target_arch = "x86_64")]
+use crate::device::cpu::simd::Level;
+use crate::device::cpu::simd::level;
 use candle_core::DType;
 
 /// Columns of a panel of the right side.

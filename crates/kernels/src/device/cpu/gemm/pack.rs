@@ -8,7 +8,10 @@ use super::kernels::{Kind, PANEL, SPARE_ROWS, STRIDE};
 use crate::device::cpu::element::{Element, Real, Values};
 use crate::device::cpu::parallel::{Disjoint, run};
 use crate::device::cpu::scratch::Scratch;
-use crate::device::cpu::simd::{Level, level, prefetch, vectorize};
+#[cfg(target_arch = "x86_64")]
+use crate::device::cpu::simd::{Level, level};
+use crate::device::cpu::simd::{prefetch, vectorize};
+#[cfg(target_arch = "x86_64")]
 use candle_core::DType;
 use half::bf16;
 use std::ops::Range;
