@@ -17,7 +17,7 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Sum, dispatch, record3, zeros};
+use crate::device::cpu::{Input, Sum, buffer, dispatch, record3};
 use crate::device::{require_cpu, require_dtype, require_rank, require_shape};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 
@@ -66,8 +66,8 @@ pub fn forward(
             scale: Sum::<T>::from_f64(options.scale),
             softcap: options.softcap.map(Sum::<T>::from_f64),
         };
-        let mut o = zeros::<T>(sizes.q_elements());
-        let mut log_sum_exp = zeros::<Sum<T>>(sizes.batch * sizes.heads * sizes.queries);
+        let mut o = buffer::<T>(sizes.q_elements());
+        let mut log_sum_exp = buffer::<Sum<T>>(sizes.batch * sizes.heads * sizes.queries);
         problem.forward(&mut o, &mut log_sum_exp);
         Ok((
             Tensor::from_vec(o, &sizes.q_shape(), &Device::Cpu)?,

@@ -3,8 +3,8 @@
 
 use super::Needs;
 use crate::device::cpu::{
-    Disjoint, Element, Real, for_each_chunk, for_each_index, read_row, rows_per_sum, rows_per_task,
-    sum, sums, write_through,
+    Disjoint, Element, Real, for_each_index, map_rows, read_row, rows_per_sum, sum, sums,
+    write_through,
 };
 
 /// `(mean, 1 / √(variance + eps))` of a row.
@@ -28,35 +28,24 @@ pub(super) fn forward<T: Element>(
     eps: f64,
     y: &mut [T],
 ) {
-    let hidden = hidden.max(1);
-    let block = rows_per_task(hidden) * hidden;
-    for_each_chunk(
+    map_rows(
+        hidden,
+        x,
         y,
-        block,
         #[inline(always)]
-        |index, y| {
-            let (mut x_scratch, mut y_scratch) = (Vec::new(), Vec::new());
-            let x = &x[index * block..][..y.len()];
-            for (x, y) in x.chunks_exact(hidden).zip(y.chunks_exact_mut(hidden)) {
-                let x = read_row(x, &mut x_scratch);
-                let (mean, r) = statistics(x, eps);
-                write_through(
-                    y,
-                    &mut y_scratch,
-                    #[inline(always)]
-                    |y| match bias {
-                        Some(bias) => {
-                            for (((y, x), w), b) in y.iter_mut().zip(x).zip(weight).zip(bias) {
-                                *y = (*x - mean) * r * *w + *b;
-                            }
-                        }
-                        None => {
-                            for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
-                                *y = (*x - mean) * r * *w;
-                            }
-                        }
-                    },
-                );
+        |x, y| {
+            let (mean, r) = statistics(x, eps);
+            match bias {
+                Some(bias) => {
+                    for (((y, x), w), b) in y.iter_mut().zip(x).zip(weight).zip(bias) {
+                        *y = (*x - mean) * r * *w + *b;
+                    }
+                }
+                None => {
+                    for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+                        *y = (*x - mean) * r * *w;
+                    }
+                }
             }
         },
     );

@@ -17,7 +17,7 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, record3, zeros};
+use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, record3};
 use crate::device::{require_cpu, require_dtype, require_shape, rows_and_columns};
 use crate::matmul::cpu::{self as matmul, Adapter, Dropped, Incoming, Layer};
 use crate::matmul::{bias_input, numbers, output_size, with_last_dimension};
@@ -127,7 +127,7 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
             .iter()
             .map(|layer| {
                 let rank = layer.adapter.as_ref().map_or(0, |adapter| adapter.rank);
-                zeros::<Sum<T>>(rows * rank)
+                buffer::<Sum<T>>(rows * rank)
             })
             .collect();
         let mut targets: Vec<_> = ys.iter_mut().map(|y| &mut y[..]).collect();

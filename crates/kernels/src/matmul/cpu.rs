@@ -223,7 +223,9 @@ pub(crate) fn forward<T: Element>(
             let adapter = layer.adapter.as_ref().filter(|adapter| adapter.rank > 0)?;
             let kind = kind_of(x, layer.weight);
             let left = low_rank_left(kind, rows, xa, adapter.rank, adapter.scale);
-            Some((left, LowRankRight::new(kind, adapter.b, adapter.rank, layer.outer)))
+            // One line, so that the parts follow each other along the depth.
+            let right = Factor::new(kind, adapter.b, adapter.b.len(), T::Acc::ONE, RIGHT);
+            Some((left, right))
         })
         .collect();
     let terms: Vec<Vec<Term<T::Acc>>> = layers
@@ -233,7 +235,7 @@ pub(crate) fn forward<T: Element>(
             let lhs = packs.get(kind_of(x, layer.weight));
             let mut terms = vec![Term { lhs, rhs: Operand::lines(layer.weight, inner) }];
             if let Some((left, right)) = path {
-                terms.push(Term { lhs: left, rhs: right.operand() });
+                terms.push(Term { lhs: left, rhs: Operand::columns(right.values(), layer.outer) });
             }
             terms
         })
@@ -261,41 +263,6 @@ fn low_rank_left<A: Real>(kind: Kind, rows: usize, left: &[A], rank: usize, scal
     let multiply = |_: usize, row: &mut [A]| row.iter_mut().for_each(|left| *left *= scale);
     let change = (!kind.is_bf16()).then_some(&multiply as &Change<A>);
     Lhs::pack(kind, rows, depth, Operand::lines(factor.values(), depth), change)
-}
-
-/// The right side of the low-rank term in the forward pass: `b` `(rank, outer)`.
-enum LowRankRight<'a, A> {
-    Plain { b: &'a [A], outer: usize },
-    Split { lines: Vec<bf16>, outer: usize },
-}
-
-impl<'a, A: Real> LowRankRight<'a, A> {
-    fn new(kind: Kind, b: &'a [A], rank: usize, outer: usize) -> Self {
-        if !kind.is_bf16() {
-            return LowRankRight::Plain { b, outer };
-        }
-        let count = rank * outer;
-        let mut lines = vec![bf16::ZERO; RIGHT.len() * count];
-        vectorize(
-            #[inline(always)]
-            || {
-                let (high, rest) = lines.split_at_mut(count);
-                let (again, low) = rest.split_at_mut(count);
-                for ((b, high), low) in b.iter().zip(high.iter_mut()).zip(low) {
-                    (*high, *low) = split(*b);
-                }
-                again.copy_from_slice(high);
-            },
-        );
-        LowRankRight::Split { lines, outer }
-    }
-
-    fn operand(&self) -> Operand<'_, A> {
-        match self {
-            LowRankRight::Plain { b, outer } => Operand::columns(Values::Native(b), *outer),
-            LowRankRight::Split { lines, outer } => Operand::columns(Values::Bf16(lines), *outer),
-        }
-    }
 }
 
 /// Rounds a part of a result, with the bias, to its place.
@@ -612,11 +579,9 @@ pub(crate) fn backward<T: Element>(
         path: Option<Lhs<A>>,
         a: Factor<'a, A>,
         dropped: Option<Vec<A>>,
-        da: Vec<A>,
-        db: Vec<A>,
     }
     let need_dx = dx.is_some();
-    let mut prepared: Vec<_> = kinds_of()
+    let prepared: Vec<_> = kinds_of()
         .zip(&gs)
         .map(|(((layer, from), kind), g)| {
             let adapter = layer.adapter.as_ref()?;
@@ -651,16 +616,15 @@ pub(crate) fn backward<T: Element>(
                 path,
                 a: Factor::new(*kind, adapter.a, rank, Sum::<T>::ONE, RIGHT),
                 dropped,
-                da: gradient_of_a(inner * rank, x.is_some()),
-                db: buffer(rank * layer.outer),
             })
         })
         .collect();
-    let mut outputs: Vec<_> = prepared
-        .iter_mut()
-        .map(|prepared| {
-            let prepared = prepared.as_mut()?;
-            Some((std::mem::take(&mut prepared.da), std::mem::take(&mut prepared.db)))
+    let mut outputs: Vec<_> = layers
+        .iter()
+        .map(|layer| {
+            let rank = layer.adapter.as_ref()?.rank;
+            let da = gradient_of_a(inner * rank, x.is_some());
+            Some(AdapterGradients { da, db: buffer(rank * layer.outer) })
         })
         .collect();
 
@@ -688,7 +652,7 @@ pub(crate) fn backward<T: Element>(
     }
     let mut none = Vec::new();
     let dx_target = Disjoint::new(dx.unwrap_or(&mut none));
-    let finish_dx = |mut block: Block<Sum<T>>| {
+    let finish_dx = |block: Block<Sum<T>>| {
         let (rows, columns, stride) = (block.rows.clone(), block.columns.clone(), block.stride);
         for (term, mask) in &masked_terms {
             let mut path = Scratch::new(sum_count(rows.len(), sum_stride(columns.len())));
@@ -703,7 +667,6 @@ pub(crate) fn backward<T: Element>(
                 }
             }
         }
-        block.stride = stride;
         store(block, inner, None, &dx_target);
     };
 
@@ -712,7 +675,8 @@ pub(crate) fn backward<T: Element>(
     let mut shapes = Vec::new();
     let parts = layers.iter().zip(incoming).zip(&prepared).zip(&mut outputs);
     for (((layer, from), prepared), output) in parts {
-        let (Some(prepared), Some((da, db)), Some(adapter)) = (prepared, output, &layer.adapter)
+        let (Some(prepared), Some(AdapterGradients { da, db }), Some(adapter)) =
+            (prepared, output, &layer.adapter)
         else {
             continue;
         };
@@ -769,7 +733,7 @@ pub(crate) fn backward<T: Element>(
     products(&jobs);
     drop(jobs);
     drop(finishes);
-    outputs.into_iter().map(|output| output.map(|(da, db)| AdapterGradients { da, db })).collect()
+    outputs
 }
 
 /// What becomes of a part of a result.

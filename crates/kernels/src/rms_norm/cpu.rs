@@ -2,8 +2,8 @@
 //! the weight's gradient; they are added up in order at the end.
 
 use crate::device::cpu::{
-    Disjoint, Element, Real, Values, dot, for_each_chunk, for_each_chunk2, for_each_index,
-    read_row, rows_per_sum, rows_per_task, sums, write_through,
+    Disjoint, Element, Real, Values, dot, for_each_chunk2, for_each_index, map_rows, read_row,
+    rows_per_sum, rows_per_task, sums, write_through,
 };
 use candle_core::WithDType;
 
@@ -37,25 +37,12 @@ fn row<A: Real>(x: &[A], scale: &[A], eps: f64, y: &mut [A]) {
 }
 
 pub(super) fn forward<T: Element>(hidden: usize, x: &[T], scale: &[T::Acc], eps: f64, y: &mut [T]) {
-    let hidden = hidden.max(1);
-    let block = rows_per_task(hidden) * hidden;
-    for_each_chunk(
+    map_rows(
+        hidden,
+        x,
         y,
-        block,
         #[inline(always)]
-        |index, y| {
-            let (mut x_scratch, mut y_scratch) = (Vec::new(), Vec::new());
-            let x = &x[index * block..][..y.len()];
-            for (x, y) in x.chunks_exact(hidden).zip(y.chunks_exact_mut(hidden)) {
-                let x = read_row(x, &mut x_scratch);
-                write_through(
-                    y,
-                    &mut y_scratch,
-                    #[inline(always)]
-                    |y| row(x, scale, eps, y),
-                );
-            }
-        },
+        |x, y| row(x, scale, eps, y),
     );
 }
 

@@ -1,39 +1,27 @@
 //! Softmax on the CPU: a task is a block of rows.
 
 use crate::device::cpu::{
-    Element, Real, dot, for_each_chunk, map_and_sum, max, read_row, rows_per_task, write_through,
+    Element, Real, dot, for_each_chunk, map_and_sum, map_rows, max, read_row, rows_per_task,
+    write_through,
 };
 
 pub(super) fn forward<T: Element>(size: usize, x: &[T], y: &mut [T]) {
-    let size = size.max(1);
-    let block = rows_per_task(size) * size;
-    for_each_chunk(
+    map_rows(
+        size,
+        x,
         y,
-        block,
         #[inline(always)]
-        |index, y| {
-            let (mut x_scratch, mut y_scratch) = (Vec::new(), Vec::new());
-            let x = &x[index * block..][..y.len()];
-            for (x, y) in x.chunks_exact(size).zip(y.chunks_exact_mut(size)) {
-                let x = read_row(x, &mut x_scratch);
-                write_through(
-                    y,
-                    &mut y_scratch,
-                    #[inline(always)]
-                    |y| {
-                        let largest = max(x);
-                        let total = map_and_sum(
-                            x,
-                            y,
-                            #[inline(always)]
-                            |x| (x - largest).exp_nonpositive(),
-                        );
-                        let factor = T::Acc::ONE / total;
-                        for y in y {
-                            *y *= factor;
-                        }
-                    },
-                );
+        |x, y| {
+            let largest = max(x);
+            let total = map_and_sum(
+                x,
+                y,
+                #[inline(always)]
+                |x| (x - largest).exp_nonpositive(),
+            );
+            let factor = T::Acc::ONE / total;
+            for y in y {
+                *y *= factor;
             }
         },
     );

@@ -302,6 +302,36 @@ pub(crate) fn add_sums<A: Real>(sums: &[A], columns: usize) -> Vec<A> {
     total
 }
 
+/// Lets `map` write every row of `y` from that row of `x`, both `(rows, size)`.
+#[inline(always)]
+pub(crate) fn map_rows<T: Element>(
+    size: usize,
+    x: &[T],
+    y: &mut [T],
+    map: impl Fn(&[T::Acc], &mut [T::Acc]) + Sync,
+) {
+    let size = size.max(1);
+    let block = rows_per_task(size) * size;
+    for_each_chunk(
+        y,
+        block,
+        #[inline(always)]
+        |index, y| {
+            let (mut x_scratch, mut y_scratch) = (Vec::new(), Vec::new());
+            let x = &x[index * block..][..y.len()];
+            for (x, y) in x.chunks_exact(size).zip(y.chunks_exact_mut(size)) {
+                let x = read_row(x, &mut x_scratch);
+                write_through(
+                    y,
+                    &mut y_scratch,
+                    #[inline(always)]
+                    |y| map(x, y),
+                );
+            }
+        },
+    );
+}
+
 /// Adds the rows of `(rows, columns)` in order: one task a block of columns.
 pub(crate) fn sum_rows<A: Real>(
     rows: usize,
