@@ -21,6 +21,7 @@
 //! | [`cross_entropy`] | the head and its loss, in chunks |
 //! | [`adamw`] | the optimiser's passes over flat parameters |
 //! | [`sampling`] | from logits to a token |
+//! | [`devices`] | GPUs and their memory |
 //!
 //! Same inputs, same build, same machine: the same bits, whatever the number of threads.
 
@@ -29,6 +30,7 @@ pub mod arithmetic;
 pub mod attention;
 pub mod cross_entropy;
 mod device;
+pub mod devices;
 pub mod embedding;
 pub mod glu;
 pub mod layer_norm;

@@ -117,3 +117,19 @@ pub fn message<T>(result: Result<T>) -> String {
         Err(error) => error.to_string(),
     }
 }
+
+/// The first CUDA device, for tests that compare it with the CPU; `None`, said once, where there is
+/// none.
+#[cfg(feature = "cuda")]
+pub fn cuda() -> Option<Device> {
+    use std::sync::OnceLock;
+    static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
+    let open = || {
+        if crate::devices::cuda_count() == 0 {
+            eprintln!("SKIPPED: there is no CUDA device, so no CUDA kernel was tested");
+            return None;
+        }
+        Some(crate::devices::cuda(0).unwrap())
+    };
+    DEVICE.get_or_init(open).clone()
+}

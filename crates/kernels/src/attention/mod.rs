@@ -17,8 +17,8 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Sum, buffer, dispatch, record3};
-use crate::device::{require_cpu, require_dtype, require_rank, require_shape};
+use crate::device::cpu::{Input, Sum, buffer, dispatch};
+use crate::device::{record3, require_cpu, require_dtype, require_rank, require_shape};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 
 /// How scores are made and which keys are seen.

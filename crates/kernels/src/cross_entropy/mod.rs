@@ -14,8 +14,8 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Sum, dispatch, record2, zeros};
-use crate::device::{require_cpu, require_dtype, require_rank, require_shape};
+use crate::device::cpu::{Input, Sum, dispatch, zeros};
+use crate::device::{record2, require_cpu, require_dtype, require_rank, require_shape};
 use crate::matmul::output_size;
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 

@@ -1,8 +1,40 @@
 //! What the operations share: where a tensor lives, shape and dtype checks, and the CPU's tools.
 
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
+mod record;
+
+pub(crate) use record::{record1, record2, record3};
 
 use candle_core::{DType, DeviceLocation, Result, Tensor, bail};
+
+/// An error unless all tensors are on one device, and this build computes there.
+pub(crate) fn require_together(operation: &str, tensors: &[&Tensor]) -> Result<()> {
+    let mut first: Option<DeviceLocation> = None;
+    for tensor in tensors {
+        let here = tensor.device().location();
+        match here {
+            DeviceLocation::Cpu => {}
+            DeviceLocation::Cuda { .. } if cfg!(feature = "cuda") => {
+                if tensor.dtype() == DType::F64 {
+                    bail!(
+                        "metal-candle-kernels: {operation} on CUDA does not support F64 tensors, expected F32, BF16 or F16; F64 is computed on the CPU"
+                    )
+                }
+            }
+            DeviceLocation::Cuda { .. } => return require_cpu(operation, &[tensor]),
+            DeviceLocation::Metal { .. } => return require_cpu(operation, &[tensor]),
+        }
+        let first = *first.get_or_insert(here);
+        if first != here {
+            bail!(
+                "metal-candle-kernels: {operation}: a tensor is on {first:?} and another on {here:?}, expected all on one device"
+            )
+        }
+    }
+    Ok(())
+}
 
 /// An error unless every tensor is on the CPU.
 pub(crate) fn require_cpu(operation: &str, tensors: &[&Tensor]) -> Result<()> {

@@ -8,8 +8,8 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Sum, buffer, dispatch, record1, zeros};
-use crate::device::{require_cpu, require_dtype, require_rank, require_shape};
+use crate::device::cpu::{Input, Sum, buffer, dispatch, zeros};
+use crate::device::{record1, require_cpu, require_dtype, require_rank, require_shape};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 const OPERATION: &str = "embedding";

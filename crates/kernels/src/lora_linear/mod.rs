@@ -17,8 +17,8 @@ mod cpu;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, record3};
-use crate::device::{require_cpu, require_dtype, require_shape, rows_and_columns};
+use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch};
+use crate::device::{record3, require_cpu, require_dtype, require_shape, rows_and_columns};
 use crate::matmul::cpu::{self as matmul, Adapter, Dropped, Incoming, Layer};
 use crate::matmul::{bias_input, numbers, output_size, with_last_dimension};
 use candle_core::{Device, Result, Tensor, bail};

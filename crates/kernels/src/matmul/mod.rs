@@ -13,8 +13,10 @@ pub(crate) mod few_rows;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, record2, record3, zeros};
-use crate::device::{require_cpu, require_dtype, require_rank, require_shape, rows_and_columns};
+use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, zeros};
+use crate::device::{
+    record2, record3, require_cpu, require_dtype, require_rank, require_shape, rows_and_columns,
+};
 use candle_core::{Device, Result, Tensor, bail};
 use cpu::{Incoming, Layer};
 use std::borrow::Cow;

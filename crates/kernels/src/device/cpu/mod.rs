@@ -4,7 +4,6 @@
 mod element;
 pub(crate) mod gemm;
 mod parallel;
-mod record;
 pub(crate) mod scratch;
 pub(crate) mod simd;
 
@@ -22,8 +21,6 @@ pub(crate) use element::{
 pub(crate) use parallel::{
     Disjoint, PARALLEL_CHUNK, for_each_chunk, for_each_chunk2, for_each_index, rows_per_task,
 };
-
-pub(crate) use record::{record1, record2, record3};
 
 /// Runs `$body` with the type `$element` standing for the stored type of dtype `$dtype`.
 macro_rules! dispatch {

@@ -2,7 +2,8 @@
 //! one, or inputs that are no tensors of the graph.
 
 use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, CustomOp3, InplaceOp1, Layout, Result, Shape, Tensor, bail,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, InplaceOp1, Layout, Result, Shape,
+    Storage, Tensor, bail,
 };
 use std::sync::{Mutex, PoisonError};
 
@@ -44,7 +45,7 @@ pub(crate) fn record3(
 
 struct Recorded<F> {
     name: &'static str,
-    output: Mutex<Option<(CpuStorage, Shape)>>,
+    output: Mutex<Option<(Storage, Shape)>>,
     backward: F,
 }
 
@@ -55,24 +56,49 @@ impl<F> Recorded<F> {
         Ok(Recorded { name, output, backward })
     }
 
-    fn take(&self) -> Result<(CpuStorage, Shape)> {
+    fn take(&self) -> Result<(Storage, Shape)> {
         match self.output.lock().unwrap_or_else(PoisonError::into_inner).take() {
             Some(output) => Ok(output),
             None => bail!("metal-candle-kernels: {}: the result was taken before", self.name),
         }
     }
+
+    fn take_cpu(&self) -> Result<(CpuStorage, Shape)> {
+        match self.take()? {
+            (Storage::Cpu(storage), shape) => Ok((storage, shape)),
+            _ => bail!("metal-candle-kernels: {}: the result is not on the CPU", self.name),
+        }
+    }
+
+    fn take_cuda(&self) -> Result<(CudaStorage, Shape)> {
+        match self.take()? {
+            (Storage::Cuda(storage), shape) => Ok((storage, shape)),
+            _ => bail!("metal-candle-kernels: {}: the result is not on a CUDA device", self.name),
+        }
+    }
 }
 
 /// Moves the numbers out of a fresh result that nothing else refers to.
-fn into_storage(tensor: Tensor) -> Result<CpuStorage> {
-    struct Take(Mutex<Option<CpuStorage>>);
+fn into_storage(tensor: Tensor) -> Result<Storage> {
+    struct Take(Mutex<Option<Storage>>);
+    impl Take {
+        fn put(&self, storage: Storage) {
+            *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(storage);
+        }
+    }
     impl InplaceOp1 for Take {
         fn name(&self) -> &'static str {
             "take"
         }
         fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
-            let taken = std::mem::replace(storage, CpuStorage::U8(Vec::new()));
-            *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(taken);
+            self.put(Storage::Cpu(std::mem::replace(storage, CpuStorage::U8(Vec::new()))));
+            Ok(())
+        }
+        #[cfg(feature = "cuda")]
+        fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> Result<()> {
+            let device = storage.device.clone();
+            let nothing = CudaStorage::wrap_cuda_slice(device.alloc_zeros::<u8>(1)?, device);
+            self.put(Storage::Cuda(std::mem::replace(storage, nothing)));
             Ok(())
         }
     }
@@ -80,7 +106,7 @@ fn into_storage(tensor: Tensor) -> Result<CpuStorage> {
     tensor.inplace_op1(&take)?;
     match take.0.into_inner().unwrap_or_else(PoisonError::into_inner) {
         Some(storage) => Ok(storage),
-        None => bail!("metal-candle-kernels: a result was not on the CPU"),
+        None => bail!("metal-candle-kernels: a result was on no device that this build has"),
     }
 }
 
@@ -92,7 +118,10 @@ where
         self.name
     }
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.take()
+        self.take_cpu()
+    }
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.take_cuda()
     }
     fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         (self.backward)(x, y, dy)
@@ -113,7 +142,16 @@ where
         _: &CpuStorage,
         _: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        self.take()
+        self.take_cpu()
+    }
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.take_cuda()
     }
     fn bwd(
         &self,
@@ -142,7 +180,18 @@ where
         _: &CpuStorage,
         _: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        self.take()
+        self.take_cpu()
+    }
+    fn cuda_fwd(
+        &self,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.take_cuda()
     }
     fn bwd(
         &self,

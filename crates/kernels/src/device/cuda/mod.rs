@@ -1,0 +1,169 @@
+//! What the CUDA operations share: where the elements of a tensor lie, results, and launches.
+//!
+//! All work of a device goes to one stream, in order, and memory is given back to the stream as well,
+//! so nothing here waits for the device.
+
+mod module;
+mod open;
+
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DeviceRepr};
+use candle_core::cuda_backend::{CudaDevice, CudaStorage, CudaStorageSlice, WrapErr};
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+use half::{bf16, f16};
+use std::sync::Arc;
+
+pub(crate) use module::{Launch, Module, by_dtype, module};
+pub(crate) use open::{count, memory, open, reset_peak};
+
+/// The device of some tensors.
+#[derive(Clone)]
+pub(crate) struct Cuda {
+    pub(crate) device: CudaDevice,
+    pub(crate) stream: Arc<CudaStream>,
+}
+
+/// The elements of a tensor on the device, which lives as long as this. Work that is launched before
+/// it is dropped still finds them: memory is given back in the order of the stream.
+pub(crate) struct Array {
+    /// The address of the first element.
+    pub(crate) pointer: u64,
+    pub(crate) dtype: DType,
+    pub(crate) tensor: Tensor,
+}
+
+impl Array {
+    /// Elements between the starts of dimension `index`.
+    pub(crate) fn stride(&self, index: usize) -> i64 {
+        self.tensor.stride()[index] as i64
+    }
+}
+
+impl Cuda {
+    pub(crate) fn of(tensor: &Tensor) -> Result<Cuda> {
+        match tensor.device() {
+            Device::Cuda(device) => {
+                Ok(Cuda { device: device.clone(), stream: device.cuda_stream() })
+            }
+            _ => bail!(
+                "metal-candle-kernels: the CUDA operation was given a tensor that is elsewhere"
+            ),
+        }
+    }
+
+    /// The elements of a tensor, copied only when they aren't contiguous.
+    pub(crate) fn contiguous(&self, tensor: &Tensor) -> Result<Array> {
+        if tensor.is_contiguous() {
+            self.strided(tensor)
+        } else {
+            self.strided(&tensor.contiguous()?)
+        }
+    }
+
+    /// The elements of a tensor, copied only when its last dimension isn't contiguous.
+    pub(crate) fn strided_rows(&self, tensor: &Tensor) -> Result<Array> {
+        match (tensor.stride().last(), tensor.dims().last()) {
+            (Some(stride), Some(size)) if *stride == 1 || *size <= 1 => self.strided(tensor),
+            _ => self.contiguous(tensor),
+        }
+    }
+
+    /// The elements of a tensor as they lie, to be found by its strides.
+    pub(crate) fn strided(&self, tensor: &Tensor) -> Result<Array> {
+        let tensor = tensor.detach();
+        let (pointer, dtype) = {
+            let (storage, layout) = tensor.storage_and_layout();
+            match &*storage {
+                Storage::Cuda(storage) => (self.address(storage, layout)?, tensor.dtype()),
+                _ => bail!(
+                    "metal-candle-kernels: the CUDA operation was given a tensor that is elsewhere"
+                ),
+            }
+        };
+        Ok(Array { pointer, dtype, tensor })
+    }
+
+    /// The address of the first element of a layout.
+    pub(crate) fn address(&self, storage: &CudaStorage, layout: &Layout) -> Result<u64> {
+        fn start<T>(stream: &CudaStream, slice: &impl DevicePtr<T>) -> u64 {
+            slice.device_ptr(stream).0
+        }
+        let stream = &*self.stream;
+        let (start, size) = match &storage.slice {
+            CudaStorageSlice::U8(slice) => (start(stream, slice), 1),
+            CudaStorageSlice::U32(slice) => (start(stream, slice), 4),
+            CudaStorageSlice::I64(slice) => (start(stream, slice), 8),
+            CudaStorageSlice::BF16(slice) => (start(stream, slice), 2),
+            CudaStorageSlice::F16(slice) => (start(stream, slice), 2),
+            CudaStorageSlice::F32(slice) => (start(stream, slice), 4),
+            CudaStorageSlice::F64(slice) => (start(stream, slice), 8),
+            _ => bail!(
+                "metal-candle-kernels: the CUDA operation does not support this dtype, expected F32, BF16, F16 or U32"
+            ),
+        };
+        Ok(start + (layout.start_offset() * size) as u64)
+    }
+
+    /// Memory for `count` elements, not yet written, as Candle stores it.
+    pub(crate) fn storage(&self, count: usize, dtype: DType) -> Result<CudaStorage> {
+        // CUDA has no allocation of nothing.
+        let count = count.max(1);
+        let device = self.device.clone();
+        // SAFETY: whoever asks for a result launches the work that writes all of it.
+        unsafe {
+            Ok(match dtype {
+                DType::U32 => CudaStorage::wrap_cuda_slice(device.alloc::<u32>(count)?, device),
+                DType::BF16 => CudaStorage::wrap_cuda_slice(device.alloc::<bf16>(count)?, device),
+                DType::F16 => CudaStorage::wrap_cuda_slice(device.alloc::<f16>(count)?, device),
+                DType::F32 => CudaStorage::wrap_cuda_slice(device.alloc::<f32>(count)?, device),
+                DType::F64 => CudaStorage::wrap_cuda_slice(device.alloc::<f64>(count)?, device),
+                other => bail!("metal-candle-kernels: no CUDA operation gives {other:?} tensors"),
+            })
+        }
+    }
+
+    /// A tensor that is not yet written.
+    pub(crate) fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Array> {
+        let shape = shape.into();
+        let storage = self.storage(shape.elem_count(), dtype)?;
+        let pointer = self.address(&storage, &Layout::contiguous(&shape))?;
+        let tensor = Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false);
+        Ok(Array { pointer, dtype, tensor })
+    }
+
+    /// A tensor of zeros.
+    pub(crate) fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Array> {
+        let array = self.empty(shape, dtype)?;
+        self.clear(&array)?;
+        Ok(array)
+    }
+
+    /// Sets every byte of a contiguous tensor to zero.
+    pub(crate) fn clear(&self, array: &Array) -> Result<()> {
+        let bytes = array.tensor.elem_count() * array.dtype.size_in_bytes();
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the memory belongs to the array, which is alive, and later work comes later in
+        // the stream.
+        unsafe {
+            candle_core::cuda_backend::cudarc::driver::result::memset_d8_async(
+                array.pointer,
+                0,
+                bytes,
+                self.stream.cu_stream(),
+            )
+        }
+        .w()
+    }
+
+    /// Numbers of the host on the device.
+    pub(crate) fn upload<T: DeviceRepr + candle_core::WithDType>(
+        &self,
+        values: &[T],
+        shape: impl Into<Shape>,
+    ) -> Result<Array> {
+        let tensor = Tensor::from_slice(values, shape, &Device::Cuda(self.device.clone()))?;
+        self.strided(&tensor)
+    }
+}

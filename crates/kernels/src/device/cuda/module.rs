@@ -1,0 +1,140 @@
+//! The compiled kernels of an operation, loaded when they are first used, and their launch.
+
+use super::Cuda;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaFunction, CudaModule, CudaStream, LaunchArgs, LaunchConfig,
+};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
+use candle_core::{Result, bail};
+use std::collections::BTreeMap;
+use std::sync::{Arc, RwLock};
+
+/// The kernels of one operation, embedded in the binary.
+pub(crate) struct Module {
+    image: &'static [u8],
+    loaded: RwLock<Loaded>,
+}
+
+struct Loaded {
+    /// By the ordinal of the device.
+    modules: BTreeMap<usize, Arc<CudaModule>>,
+    kernels: BTreeMap<(usize, &'static str), Arc<CudaFunction>>,
+}
+
+/// The kernels of the operation in the folder of this name.
+macro_rules! module {
+    ($name:literal) => {
+        $crate::device::cuda::Module::new(include_bytes!(concat!(
+            env!("OUT_DIR"),
+            "/",
+            $name,
+            ".fatbin"
+        )))
+    };
+}
+pub(crate) use module;
+
+/// The kernel `$name` for elements of dtype `$dtype`.
+macro_rules! by_dtype {
+    ($name:literal, $dtype:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => Ok(concat!($name, "_f32")),
+            candle_core::DType::BF16 => Ok(concat!($name, "_bf16")),
+            candle_core::DType::F16 => Ok(concat!($name, "_f16")),
+            other => Err(candle_core::Error::Msg(format!(
+                "metal-candle-kernels: {} on CUDA does not support {other:?} tensors, expected F32, BF16 or F16",
+                $name
+            ))),
+        }
+    };
+}
+pub(crate) use by_dtype;
+
+/// Above this, a kernel has to be allowed its shared memory.
+const SHARED_BY_DEFAULT: u32 = 48 << 10;
+
+impl Module {
+    pub(crate) const fn new(image: &'static [u8]) -> Self {
+        let loaded = Loaded { modules: BTreeMap::new(), kernels: BTreeMap::new() };
+        Module { image, loaded: RwLock::new(loaded) }
+    }
+
+    fn kernel(&self, cuda: &Cuda, name: &'static str, shared: u32) -> Result<Arc<CudaFunction>> {
+        let context = cuda.stream.context();
+        let key = (context.ordinal(), name);
+        if let Ok(loaded) = self.loaded.read()
+            && let Some(kernel) = loaded.kernels.get(&key)
+        {
+            return Ok(kernel.clone());
+        }
+        let Ok(mut loaded) = self.loaded.write() else {
+            bail!("metal-candle-kernels: another thread failed while it loaded kernels")
+        };
+        let module = match loaded.modules.get(&key.0) {
+            Some(module) => module.clone(),
+            None => {
+                let module = context.load_module(Ptx::from_binary(self.image.to_vec())).w()?;
+                loaded.modules.insert(key.0, module.clone());
+                module
+            }
+        };
+        let kernel = module.load_function(name).w()?;
+        if shared > SHARED_BY_DEFAULT {
+            kernel
+                .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)
+                .w()?;
+        }
+        let kernel = Arc::new(kernel);
+        loaded.kernels.insert(key, kernel.clone());
+        Ok(kernel)
+    }
+
+    /// Prepares a launch of the kernel `name`, which always needs the same `shared` bytes of shared
+    /// memory if more than 48 KiB.
+    pub(crate) fn launch(
+        &self,
+        cuda: &Cuda,
+        name: &'static str,
+        grid: (u32, u32, u32),
+        block: u32,
+        shared: u32,
+    ) -> Result<Launch> {
+        Ok(Launch {
+            kernel: self.kernel(cuda, name, shared)?,
+            stream: cuda.stream.clone(),
+            config: LaunchConfig {
+                grid_dim: grid,
+                block_dim: (block, 1, 1),
+                shared_mem_bytes: shared,
+            },
+        })
+    }
+}
+
+/// A kernel about to be launched.
+pub(crate) struct Launch {
+    kernel: Arc<CudaFunction>,
+    stream: Arc<CudaStream>,
+    config: LaunchConfig,
+}
+
+impl Launch {
+    /// Launches with the arguments that `push` gives; nothing when the grid is empty.
+    ///
+    /// # Safety
+    /// The arguments have to be those of the kernel in number, order and size, and its accesses within
+    /// memory that stays allocated until later work of the stream.
+    pub(crate) unsafe fn with<'a>(&'a self, push: impl FnOnce(&mut LaunchArgs<'a>)) -> Result<()> {
+        let (x, y, z) = self.config.grid_dim;
+        if x == 0 || y == 0 || z == 0 {
+            return Ok(());
+        }
+        let mut arguments = self.stream.launch_builder(&self.kernel);
+        push(&mut arguments);
+        // SAFETY: as the caller promises.
+        unsafe { arguments.launch(self.config) }.w()?;
+        Ok(())
+    }
+}

@@ -1,0 +1,110 @@
+//! Finding and opening devices, and how much memory is in use.
+
+use super::Cuda;
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    self, CUmemPool_attribute_enum as PoolAttribute, CUmemoryPool,
+};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, result};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{Device, Result, bail};
+use std::ffi::c_void;
+
+/// Whether NVIDIA's libraries can be loaded. Loading one that is missing would panic.
+#[cfg(feature = "dynamic-loading")]
+fn missing_library() -> Option<&'static str> {
+    use candle_core::cuda_backend::cudarc::{cublas, cublaslt, curand};
+    // SAFETY: these only try to open libraries.
+    unsafe {
+        let libraries = [
+            ("the driver, libcuda", sys::is_culib_present()),
+            ("libcublas", cublas::sys::is_culib_present()),
+            ("libcublasLt", cublaslt::sys::is_culib_present()),
+            ("libcurand", curand::sys::is_culib_present()),
+        ];
+        libraries.into_iter().find(|(_, found)| !found).map(|(name, _)| name)
+    }
+}
+
+/// A program that is linked with them would not have started.
+#[cfg(not(feature = "dynamic-loading"))]
+fn missing_library() -> Option<&'static str> {
+    None
+}
+
+/// The number of devices; 0 without a driver.
+pub(crate) fn count() -> usize {
+    if missing_library().is_some() || result::init().is_err() {
+        return 0;
+    }
+    CudaContext::device_count().map_or(0, |count| count.max(0) as usize)
+}
+
+/// A device with a stream of its own, whose memory stays with the process once it is taken.
+pub(crate) fn open(ordinal: usize) -> Result<Device> {
+    if let Some(library) = missing_library() {
+        bail!(
+            "metal-candle-kernels: CUDA cannot be used: {library} was not found; install NVIDIA's driver and CUDA 13's libraries, or name their folder in LD_LIBRARY_PATH"
+        )
+    }
+    let count = count();
+    if ordinal >= count {
+        bail!("metal-candle-kernels: there is no CUDA device {ordinal}; {count} were found")
+    }
+    let device = CudaDevice::new_with_stream(ordinal)?;
+    let stream = device.cuda_stream();
+    let (major, minor) = stream.context().compute_capability().w()?;
+    if major < 8 {
+        bail!(
+            "metal-candle-kernels: CUDA device {ordinal} has compute capability {major}.{minor}, expected at least 8.0 (Ampere)"
+        )
+    }
+    // SAFETY: everything of this device is launched on its one stream.
+    unsafe { device.disable_event_tracking() };
+    // What is freed is kept for the next allocation instead of going back to the system.
+    let everything = u64::MAX;
+    set(pool(ordinal)?, PoolAttribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, everything)?;
+    Ok(Device::Cuda(device))
+}
+
+/// Bytes in use now and at most since the device was opened or [`reset_peak`] was called.
+pub(crate) fn memory(device: &Device) -> Result<(u64, u64)> {
+    let pool = pool(ordinal(device)?)?;
+    Ok((
+        get(pool, PoolAttribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
+        get(pool, PoolAttribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
+    ))
+}
+
+/// Starts to look for the peak anew.
+pub(crate) fn reset_peak(device: &Device) -> Result<()> {
+    set(pool(ordinal(device)?)?, PoolAttribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)
+}
+
+fn ordinal(device: &Device) -> Result<usize> {
+    match device {
+        Device::Cuda(device) => Ok(device.cuda_stream().context().ordinal()),
+        _ => bail!("metal-candle-kernels: expected a CUDA device"),
+    }
+}
+
+/// The pool that memory comes from.
+fn pool(ordinal: usize) -> Result<CUmemoryPool> {
+    let device = result::device::get(ordinal as i32).w()?;
+    let mut pool: CUmemoryPool = std::ptr::null_mut();
+    // SAFETY: the pointer is to a live place for the answer.
+    unsafe { sys::cuDeviceGetDefaultMemPool(&mut pool, device) }.result().w()?;
+    Ok(pool)
+}
+
+fn set(pool: CUmemoryPool, attribute: PoolAttribute, mut value: u64) -> Result<()> {
+    let value: *mut c_void = (&raw mut value).cast();
+    // SAFETY: the attributes used here are 64-bit numbers.
+    unsafe { sys::cuMemPoolSetAttribute(pool, attribute, value) }.result().w()
+}
+
+fn get(pool: CUmemoryPool, attribute: PoolAttribute) -> Result<u64> {
+    let mut value = 0u64;
+    // SAFETY: the attributes used here are 64-bit numbers.
+    unsafe { sys::cuMemPoolGetAttribute(pool, attribute, (&raw mut value).cast()) }.result().w()?;
+    Ok(value)
+}

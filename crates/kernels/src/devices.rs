@@ -1,0 +1,62 @@
+//! The GPUs of this machine, and how much of their memory is in use.
+
+use candle_core::{Device, Result};
+
+/// How many CUDA devices there are; 0 when this build has no CUDA, or the machine no driver.
+pub fn cuda_count() -> usize {
+    #[cfg(feature = "cuda")]
+    return crate::device::cuda::count();
+    #[cfg(not(feature = "cuda"))]
+    0
+}
+
+/// The CUDA device `ordinal`. Its work goes to one stream of its own, and memory that is freed is kept
+/// for the next tensor.
+///
+/// # Errors
+/// When this build has no CUDA, NVIDIA's libraries or the device are missing, or the device is older
+/// than compute capability 8.0.
+pub fn cuda(ordinal: usize) -> Result<Device> {
+    #[cfg(feature = "cuda")]
+    return crate::device::cuda::open(ordinal);
+    #[cfg(not(feature = "cuda"))]
+    candle_core::bail!(
+        "metal-candle-kernels: there is no CUDA device {ordinal} in this build; build it with the feature `cuda`"
+    )
+}
+
+/// Memory of a device that tensors take, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Now.
+    pub current: u64,
+    /// At most, since the device was opened or [`reset_peak_memory`] was called.
+    pub peak: u64,
+}
+
+/// The memory that tensors on `device` take; `None` for the CPU.
+///
+/// # Errors
+/// When the driver doesn't answer.
+pub fn memory(device: &Device) -> Result<Option<MemoryUse>> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => {
+            let (current, peak) = crate::device::cuda::memory(device)?;
+            Ok(Some(MemoryUse { current, peak }))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// Starts to look for the peak of [`memory`] anew.
+///
+/// # Errors
+/// When the driver doesn't answer.
+pub fn reset_peak_memory(device: &Device) -> Result<()> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => crate::device::cuda::reset_peak(device),
+        _ => Ok(()),
+    }
+}
