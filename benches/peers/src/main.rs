@@ -6,12 +6,13 @@ mod plain;
 
 use anyhow::{Context, bail};
 use candle_core::{DType, Device, Tensor, safetensors};
+use metal_candle::devices;
 use metal_candle::model::Model;
 use metal_candle::train::memory::peak_resident_bytes;
 use metal_candle_bench::machine::{Machine, Peaks};
-use metal_candle_bench::rows::{self, Inputs, Row};
+use metal_candle_bench::rows::{self, Inputs, Precision, Row};
 use metal_candle_bench::timing::{in_a_queue, one_by_one, queue_length, warm_up};
-use metal_candle_bench::{Work, Workload, model, operations, shapes};
+use metal_candle_bench::{Work, Workload, model, operations};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -47,18 +48,21 @@ fn main() -> anyhow::Result<()> {
         Some("candle") => Side::Candle,
         other => bail!("side: is {other:?}, expected metal-candle or candle"),
     };
-    let device = arguments.next().unwrap_or_else(|| "cpu".into());
+    let device = match arguments.next().as_deref() {
+        None | Some("cpu") => Ok(Device::Cpu),
+        Some("cuda") => devices::cuda(0).map_err(|error| error.to_string()),
+        Some(other) => Err(format!("not supported in this build: {other}")),
+    };
     let mut workload: Option<Box<dyn Workload>> = None;
     let mut row: Option<Row> = None;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
-        let answer = if device == "cpu" {
-            serde_json::from_str(&line)
+        let answer = match &device {
+            Ok(device) => serde_json::from_str(&line)
                 .context("cannot read the request")
-                .and_then(|request| answer(side, request, &mut workload, &mut row))
-                .unwrap_or_else(|error| json!({"error": format!("{error:#}")}))
-        } else {
-            json!({"unsupported": format!("not supported in this build: {device}")})
+                .and_then(|request| answer(side, device, request, &mut workload, &mut row))
+                .unwrap_or_else(|error| json!({"error": format!("{error:#}")})),
+            Err(problem) => json!({"unsupported": problem}),
         };
         let mut stdout = std::io::stdout().lock();
         writeln!(stdout, "{answer}")?;
@@ -69,6 +73,7 @@ fn main() -> anyhow::Result<()> {
 
 fn answer(
     side: Side,
+    device: &Device,
     request: Request,
     workload: &mut Option<Box<dyn Workload>>,
     row: &mut Option<Row>,
@@ -84,22 +89,27 @@ fn answer(
             "machine": Machine::this(),
         }),
         Request::Rows { shape } => all_rows(shape.as_deref())?,
-        Request::Peaks => json!(Peaks::measure(1 << 30)?),
+        Request::Peaks if device.is_cpu() => json!(Peaks::measure(1 << 30)?),
+        Request::Peaks => json!(Peaks::of_gpu(device)?),
         Request::Checkpoint { shape, seed, folder } => {
-            write_checkpoint(&shape, seed, &folder)?;
+            write_checkpoint(&shape, device, seed, &folder)?;
             json!({})
         }
         Request::Prepare { row: wanted, inputs, model, adapter } => {
             *workload = None;
             let inputs = Inputs(safetensors::load(inputs, &Device::Cpu)?);
+            let on_device = || Inputs(inputs.0.clone()).on(device);
             *workload = match side {
                 Side::MetalCandle if wanted.work.is_operation() => {
-                    Some(operations::prepare(&wanted.work, &inputs)?)
+                    Some(operations::prepare(&wanted.work, &on_device()?)?)
                 }
-                Side::MetalCandle => Some(on_a_model(&wanted.work, &inputs, model, adapter)?),
-                Side::Candle => plain::prepare(&wanted.work, &inputs)?,
+                Side::MetalCandle => {
+                    Some(on_a_model(&wanted.work, device, &inputs, model, adapter)?)
+                }
+                Side::Candle => plain::prepare(&wanted.work, &on_device()?)?,
             };
             *row = Some(wanted);
+            devices::reset_peak_memory(device)?;
             match workload {
                 Some(_) => json!({}),
                 None => json!({"unsupported": "plain Candle has no LoRA models"}),
@@ -109,6 +119,8 @@ fn answer(
             let (Some(workload), Some(row)) = (workload, row) else { bail!(ready) };
             workload.reset()?;
             let results = workload.call()?;
+            let results = results.iter().map(|result| result.to_device(&Device::Cpu));
+            let results = results.collect::<candle_core::Result<Vec<_>>>()?;
             let named: HashMap<&str, Tensor> =
                 row.work.outputs().iter().copied().zip(results).collect();
             safetensors::save(&named, path)?;
@@ -118,16 +130,19 @@ fn answer(
             let Some(workload) = workload else { bail!(ready) };
             let workload = workload.as_mut();
             if seconds > 0.0 {
-                warm_up(workload, Duration::from_secs_f64(seconds))?;
+                warm_up(workload, device, Duration::from_secs_f64(seconds))?;
             }
             let seconds = if queue {
-                vec![in_a_queue(workload, calls)?]
+                vec![in_a_queue(workload, device, calls)?]
             } else {
-                one_by_one(workload, calls)?
+                one_by_one(workload, device, calls)?
             };
             json!({"seconds": seconds})
         }
-        Request::Memory => json!({"peak": peak_resident_bytes()}),
+        Request::Memory => match devices::memory(device)? {
+            Some(memory) => json!({"peak": memory.peak}),
+            None => json!({"peak": peak_resident_bytes()}),
+        },
         Request::Release => {
             *workload = None;
             json!({})
@@ -154,20 +169,21 @@ fn all_rows(shape: Option<&str>) -> anyhow::Result<Value> {
 }
 
 /// A model with random weights in bf16, so that those who compute in f32 read the same numbers.
-fn write_checkpoint(shape: &str, seed: u64, folder: &Path) -> anyhow::Result<()> {
+fn write_checkpoint(shape: &str, device: &Device, seed: u64, folder: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(folder)?;
-    let model = Model::random(shapes::config(shape)?, DType::BF16, &Device::Cpu, seed)?;
+    let model = model::random(shape, Precision::Bf16, device, seed)?;
     Ok(model.save(folder, DType::BF16, None)?)
 }
 
 fn on_a_model(
     work: &Work,
+    device: &Device,
     inputs: &Inputs,
     folder: Option<PathBuf>,
     adapter: Option<PathBuf>,
 ) -> anyhow::Result<Box<dyn Workload>> {
     let folder = folder.context("no model: expected its folder")?;
-    let mut model = Model::load(folder, work.precision().dtype(), &Device::Cpu)?;
+    let mut model = Model::load(folder, work.precision().dtype(), device)?;
     if let (Work::Train { .. }, Some(adapter)) = (work, adapter) {
         model.load_adapter(adapter)?;
     }

@@ -5,7 +5,7 @@
 
 use crate::rows::{Cost, Precision, random_ids};
 use crate::timing::{Plan, Workload, latency};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use metal_candle::Result;
 use metal_candle_kernels::matmul;
 use serde::Serialize;
@@ -117,6 +117,27 @@ impl Peaks {
         })
     }
 
+    /// Measures a GPU: reads are those of copies within its memory, and f32 multiply-adds those of the
+    /// product in f32.
+    ///
+    /// # Errors
+    /// When the matrices don't fit into memory.
+    pub fn of_gpu(device: &Device) -> Result<Self> {
+        let read = READ_SIZES[1..]
+            .iter()
+            .map(|&size| Ok((size, device_copy_bandwidth(device, size)?)))
+            .collect::<Result<Vec<_>>>()?;
+        let linear_f32 = device_linear_rate(device, Precision::F32)?;
+        Ok(Self {
+            threads: 1,
+            copy: read.last().map_or(0.0, |&(_, rate)| rate),
+            read,
+            fma: linear_f32,
+            linear_f32,
+            linear_bf16: device_linear_rate(device, Precision::Bf16)?,
+        })
+    }
+
     /// Bytes a second of reading `bytes` again and again: that of the measured size that is nearest
     /// by ratio.
     pub fn bandwidth(&self, bytes: f64) -> f64 {
@@ -210,18 +231,41 @@ fn fma_rate(threads: usize) -> f64 {
 }
 
 fn linear_rate(dtype: Precision) -> Result<f64> {
-    const ROWS: usize = 1024;
-    const SIZE: usize = 2048;
+    linear_rate_of(&Device::Cpu, dtype, 1024, 2048)
+}
+
+/// `x·Wᵀ` with x `(8192, 8192)` and W the same, operations a second.
+fn device_linear_rate(device: &Device, dtype: Precision) -> Result<f64> {
+    linear_rate_of(device, dtype, 8192, 8192)
+}
+
+fn linear_rate_of(device: &Device, dtype: Precision, rows: usize, size: usize) -> Result<f64> {
     let matrix = |rows: usize, seed| -> Result<Tensor> {
         let values: Vec<f32> =
-            random_ids(rows * SIZE, 1000, seed).into_iter().map(|id| id as f32 / 1e3).collect();
-        Ok(Tensor::from_vec(values, (rows, SIZE), &Device::Cpu)?.to_dtype(dtype.dtype())?)
+            random_ids(rows * size, 1000, seed).into_iter().map(|id| id as f32 / 1e3).collect();
+        let matrix = Tensor::from_vec(values, (rows, size), &Device::Cpu)?;
+        Ok(matrix.to_dtype(dtype.dtype())?.to_device(device)?)
     };
-    let (x, weight) = (matrix(ROWS, 0)?, matrix(SIZE, 1)?);
+    let (x, weight) = (matrix(rows, 0)?, matrix(size, 1)?);
     let mut product = || Ok(vec![matmul::linear(&x, &weight, None)?]);
     let plan = Plan { warm_up: Duration::ZERO, samples: TRIES };
-    let seconds = latency(&mut product as &mut dyn Workload, plan)?.p10;
-    Ok((2 * ROWS * SIZE * SIZE) as f64 / seconds)
+    let seconds = latency(&mut product as &mut dyn Workload, device, plan)?.p10;
+    Ok((2 * rows * size * size) as f64 / seconds)
+}
+
+/// Bytes read plus bytes written a second.
+fn device_copy_bandwidth(device: &Device, bytes: usize) -> Result<f64> {
+    let from = Tensor::zeros(bytes / 2 / size_of::<f32>(), DType::F32, device)?;
+    let calls = READ_AT_LEAST.div_ceil(bytes).max(8);
+    let mut copies = || {
+        for _ in 0..calls {
+            from.copy()?;
+        }
+        Ok(Vec::new())
+    };
+    let plan = Plan { warm_up: Duration::ZERO, samples: TRIES };
+    let seconds = latency(&mut copies as &mut dyn Workload, device, plan)?.p10;
+    Ok((bytes * calls) as f64 / seconds)
 }
 
 /// Numbers side by side in one accumulator: a register of the widest kind.

@@ -14,8 +14,19 @@ use metal_candle::{Error, Result};
 ///
 /// # Errors
 /// For a name that [`shapes`] doesn't know, or a model that doesn't fit into memory.
-pub fn random(shape: &str, dtype: Precision, seed: u64) -> Result<Model> {
-    Model::random(shapes::config(shape)?, dtype.dtype(), &Device::Cpu, seed)
+pub fn random(shape: &str, dtype: Precision, device: &Device, seed: u64) -> Result<Model> {
+    let (config, dtype) = (shapes::config(shape)?, dtype.dtype());
+    if device.is_cpu() {
+        return Model::random(config, dtype, device, seed);
+    }
+    // A GPU draws them itself, much faster.
+    device.set_seed(seed)?;
+    Model::from_fn(config, dtype, device, |name, shape| {
+        if name.ends_with("norm.weight") {
+            return Ok(Tensor::ones(shape, dtype, device)?);
+        }
+        Ok(Tensor::randn(0f32, 0.02, shape, device)?)
+    })
 }
 
 /// The adapter that every training row has: on every linear layer of the decoder.
@@ -43,14 +54,14 @@ pub fn id_count(work: &Work) -> usize {
 ///
 /// # Errors
 /// Like [`random`], and for work that isn't on a model.
-pub fn prepare_random(work: &Work, seed: u64) -> Result<Box<dyn Workload>> {
+pub fn prepare_random(work: &Work, device: &Device, seed: u64) -> Result<Box<dyn Workload>> {
     let (Work::Train { shape, dtype, .. }
     | Work::Prefill { shape, dtype, .. }
     | Work::Decode { shape, dtype, .. }) = work
     else {
         return Err(not_on_a_model());
     };
-    let mut model = random(shape, *dtype, seed)?;
+    let mut model = random(shape, *dtype, device, seed)?;
     if let Work::Train { rank, .. } = work {
         model.add_lora(&adapter(*rank), seed)?;
     }
@@ -130,9 +141,9 @@ impl Workload for TrainingStep {
         let tape = Tape::recording();
         let options = PassOptions { dropout_seed: Some(0), checkpoint: self.checkpointing };
         let loss = self.model.loss(&tape, &self.batch, options)?;
-        let mean = f64::from(loss.sum.tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?)
-            / loss.tokens as f64;
         tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut store)?;
+        let sum = loss.sum.into_tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?;
+        let mean = f64::from(sum) / loss.tokens as f64;
         let norm = self.optimiser.step(store.values(), store.gradients(), store.decayed())?;
         Ok(vec![Tensor::new(&[mean], &Device::Cpu)?, Tensor::new(&[norm], &Device::Cpu)?])
     }

@@ -4,8 +4,10 @@ use crate::machine::Peaks;
 use crate::rows::{Inputs, Row};
 use crate::timing::{Plan, Summary, latency, queue_length, queued};
 use crate::{Workload, model, operations};
+use candle_core::Device;
 use metal_candle::Result;
 use metal_candle::train::memory::peak_resident_bytes;
+use metal_candle_kernels::devices;
 use serde::Serialize;
 
 /// What a row took.
@@ -24,8 +26,8 @@ pub struct Measured {
     pub floor: f64,
     /// The floor over the median call.
     pub share_of_peak: f64,
-    /// The most resident bytes while a model was at work; `None` where the system can't forget what
-    /// there was before.
+    /// The most bytes that tensors took on a GPU, or that were resident, while a model was at work;
+    /// `None` where the system can't forget what there was before.
     pub peak_memory: Option<u64>,
 }
 
@@ -33,20 +35,32 @@ pub struct Measured {
 ///
 /// # Errors
 /// For a model or inputs that don't fit into memory, and when the work fails.
-pub fn measure(row: &Row, plan: Plan, peaks: &Peaks, seed: u64) -> Result<Measured> {
+pub fn measure(
+    row: &Row,
+    plan: Plan,
+    peaks: &Peaks,
+    device: &Device,
+    seed: u64,
+) -> Result<Measured> {
     let operation = row.work.is_operation();
     let forgotten = !operation && forget_peak_memory();
     let mut workload: Box<dyn Workload> = if operation {
-        operations::prepare(&row.work, &Inputs::random(&row.work, seed)?)?
+        operations::prepare(&row.work, &Inputs::random(&row.work, seed)?.on(device)?)?
     } else {
-        model::prepare_random(&row.work, seed)?
+        model::prepare_random(&row.work, device, seed)?
     };
-    let call = latency(workload.as_mut(), plan)?;
+    devices::reset_peak_memory(device)?;
+    let call = latency(workload.as_mut(), device, plan)?;
     let queue = row
         .work
         .can_queue()
-        .then(|| queued(workload.as_mut(), queue_length(row.work.result_bytes()), plan))
+        .then(|| queued(workload.as_mut(), device, queue_length(row.work.result_bytes()), plan))
         .transpose()?;
+    let peak_memory = match devices::memory(device)? {
+        Some(memory) => (!operation).then_some(memory.peak),
+        None if forgotten => peak_resident_bytes(),
+        None => None,
+    };
     let floor = peaks.floor(row.work.cost()?, row.work.working_set()?, row.work.precision());
     Ok(Measured {
         row: row.clone(),
@@ -55,7 +69,7 @@ pub fn measure(row: &Row, plan: Plan, peaks: &Peaks, seed: u64) -> Result<Measur
         tokens_per_second: row.work.tokens().map(|tokens| tokens as f64 / call.median),
         floor,
         share_of_peak: floor / call.median,
-        peak_memory: if forgotten { peak_resident_bytes() } else { None },
+        peak_memory,
     })
 }
 

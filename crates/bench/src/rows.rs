@@ -546,6 +546,15 @@ impl Inputs {
         Ok(Self(inputs))
     }
 
+    /// The same on `device`.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn on(self, device: &Device) -> Result<Self> {
+        let moved = self.0.into_iter().map(|(name, tensor)| Ok((name, tensor.to_device(device)?)));
+        Ok(Self(moved.collect::<Result<_>>()?))
+    }
+
     /// The tensor of that name.
     ///
     /// # Errors

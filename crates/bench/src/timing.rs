@@ -1,7 +1,7 @@
 //! How a call is timed: alone, from the call until its result is complete, and as one of many in
 //! sequence whose results are all kept until the clock has stopped.
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use metal_candle::Result;
 use serde::Serialize;
 use std::time::{Duration, Instant};
@@ -18,8 +18,9 @@ pub trait Workload {
         Ok(())
     }
 
-    /// Does the work and returns its complete results, in the order of
-    /// [`Work::outputs`](crate::Work::outputs).
+    /// Does the work and returns its results, in the order of
+    /// [`Work::outputs`](crate::Work::outputs). On a GPU they may be under way: the clock stops when
+    /// the device has been waited for.
     fn call(&mut self) -> Result<Vec<Tensor>>;
 }
 
@@ -69,11 +70,12 @@ impl Summary {
 }
 
 /// Calls without a clock for `duration`, at least once.
-pub fn warm_up(workload: &mut dyn Workload, duration: Duration) -> Result<()> {
+pub fn warm_up(workload: &mut dyn Workload, device: &Device, duration: Duration) -> Result<()> {
     let started = Instant::now();
     loop {
         workload.reset()?;
         workload.call()?;
+        device.synchronize()?;
         if started.elapsed() >= duration {
             return Ok(());
         }
@@ -81,12 +83,14 @@ pub fn warm_up(workload: &mut dyn Workload, duration: Duration) -> Result<()> {
 }
 
 /// The seconds of each of `calls` calls, every one alone.
-pub fn one_by_one(workload: &mut dyn Workload, calls: usize) -> Result<Vec<f64>> {
+pub fn one_by_one(workload: &mut dyn Workload, device: &Device, calls: usize) -> Result<Vec<f64>> {
     let mut seconds = Vec::with_capacity(calls);
     for _ in 0..calls {
         workload.reset()?;
+        device.synchronize()?;
         let started = Instant::now();
         let results = workload.call()?;
+        device.synchronize()?;
         seconds.push(started.elapsed().as_secs_f64());
         drop(results);
     }
@@ -94,13 +98,15 @@ pub fn one_by_one(workload: &mut dyn Workload, calls: usize) -> Result<Vec<f64>>
 }
 
 /// The seconds of `calls` calls in sequence, together. All results exist when the clock stops.
-pub fn in_a_queue(workload: &mut dyn Workload, calls: usize) -> Result<f64> {
+pub fn in_a_queue(workload: &mut dyn Workload, device: &Device, calls: usize) -> Result<f64> {
     let mut results = Vec::with_capacity(calls);
     workload.reset()?;
+    device.synchronize()?;
     let started = Instant::now();
     for _ in 0..calls {
         results.push(workload.call()?);
     }
+    device.synchronize()?;
     Ok(started.elapsed().as_secs_f64())
 }
 
@@ -110,16 +116,21 @@ pub fn queue_length(bytes: usize) -> usize {
 }
 
 /// Times one call alone after warming up.
-pub fn latency(workload: &mut dyn Workload, plan: Plan) -> Result<Summary> {
-    warm_up(workload, plan.warm_up)?;
-    Ok(Summary::of(&one_by_one(workload, plan.samples)?))
+pub fn latency(workload: &mut dyn Workload, device: &Device, plan: Plan) -> Result<Summary> {
+    warm_up(workload, device, plan.warm_up)?;
+    Ok(Summary::of(&one_by_one(workload, device, plan.samples)?))
 }
 
 /// Times a call in a queue of `calls`, after warming up.
-pub fn queued(workload: &mut dyn Workload, calls: usize, plan: Plan) -> Result<Summary> {
-    warm_up(workload, plan.warm_up)?;
+pub fn queued(
+    workload: &mut dyn Workload,
+    device: &Device,
+    calls: usize,
+    plan: Plan,
+) -> Result<Summary> {
+    warm_up(workload, device, plan.warm_up)?;
     let samples = (0..plan.samples)
-        .map(|_| Ok(in_a_queue(workload, calls)? / calls.max(1) as f64))
+        .map(|_| Ok(in_a_queue(workload, device, calls)? / calls.max(1) as f64))
         .collect::<Result<Vec<_>>>()?;
     Ok(Summary::of(&samples))
 }

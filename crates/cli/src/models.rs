@@ -8,6 +8,7 @@ use candle_core::{DType, Device};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::adapter;
+use metal_candle::devices;
 use metal_candle::hub::{self, HubOptions};
 use metal_candle::model::Model;
 use metal_candle::text::Tokenizer;
@@ -91,7 +92,7 @@ impl Source {
         }
         let folder = self.folder(terminal)?;
         let tokenizer = Tokenizer::load(&folder)?;
-        let mut model = Model::load(&folder, dtype(runtime.dtype), &device)?;
+        let mut model = Model::load(&folder, dtype(runtime.dtype, &device), &device)?;
         if let Some(folder) = &self.adapter {
             model.load_adapter(folder)?;
         }
@@ -118,15 +119,20 @@ fn check_adapter(folder: &Path) -> anyhow::Result<()> {
 /// The device, if this build has it.
 pub fn device(processor: Processor) -> anyhow::Result<Device> {
     match processor {
+        Processor::Auto if devices::cuda_count() == 0 => Ok(Device::Cpu),
         Processor::Cpu => Ok(Device::Cpu),
-        Processor::Cuda => Err(usage("device: this build has no CUDA; use --device cpu")),
+        Processor::Cuda if !cfg!(feature = "cuda") => {
+            Err(usage("device: this build has no CUDA; use --device cpu"))
+        }
+        Processor::Auto | Processor::Cuda => Ok(devices::cuda(0)?),
         Processor::Metal => Err(usage("device: this build has no Metal; use --device cpu")),
     }
 }
 
-/// The dtype, where `auto` is what the CPU is best at.
-pub fn dtype(precision: Precision) -> DType {
+/// The dtype, where `auto` is what the device is best at.
+pub fn dtype(precision: Precision, device: &Device) -> DType {
     match precision {
+        Precision::Auto if device.is_cuda() => DType::BF16,
         Precision::Auto | Precision::F32 => DType::F32,
         Precision::Bf16 => DType::BF16,
         Precision::F16 => DType::F16,

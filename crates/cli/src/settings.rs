@@ -89,10 +89,12 @@ pub enum Precision {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Processor {
-    /// The processor
+    /// The GPU if this build and this machine have one, else the processor
     #[default]
+    Auto,
+    /// The processor
     Cpu,
-    /// An NVIDIA GPU; not in this build
+    /// An NVIDIA GPU, in a build with the feature `cuda`
     Cuda,
     /// An Apple GPU; not in this build
     Metal,

@@ -18,6 +18,7 @@ pub mod train;
 
 pub use candle_core::{DType, Device};
 pub use error::{Error, Result};
+pub use metal_candle_kernels::devices;
 
 /// The README's example, compiled.
 #[cfg(doctest)]

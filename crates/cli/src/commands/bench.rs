@@ -3,7 +3,7 @@
 use crate::errors::{SUCCESS, usage};
 use crate::models::{Runtime, device, dtype, set_threads};
 use crate::output::{self, Terminal, bytes};
-use candle_core::DType;
+use candle_core::{DType, Device};
 use clap::{Args, ValueEnum};
 use metal_candle::files;
 use metal_candle_bench::machine::{Machine, Peaks};
@@ -114,16 +114,16 @@ impl Arguments {
         Ok(())
     }
 
-    fn precision(&self) -> anyhow::Result<Precision> {
-        match dtype(self.runtime.dtype) {
+    fn precision(&self, device: &Device) -> anyhow::Result<Precision> {
+        match dtype(self.runtime.dtype, device) {
             DType::F32 => Ok(Precision::F32),
             DType::BF16 => Ok(Precision::Bf16),
             other => Err(usage(format!("dtype: {other:?} is not timed, expected f32 or bf16"))),
         }
     }
 
-    fn rows(&self) -> anyhow::Result<Vec<Row>> {
-        let (shape, dtype) = (self.shape.as_str(), self.precision()?);
+    fn rows(&self, device: &Device) -> anyhow::Result<Vec<Row>> {
+        let (shape, dtype) = (self.shape.as_str(), self.precision(device)?);
         let parts = [Part::Ops, Part::Train, Part::Prefill, Part::Decode];
         let chosen = parts.iter().filter(|part| self.only.is_empty() || self.only.contains(part));
         Ok(chosen
@@ -156,20 +156,24 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     let terminal = terminal(to_stdout);
     arguments.check()?;
     set_threads(arguments.runtime.threads)?;
-    device(arguments.runtime.device)?;
-    let rows = arguments.rows()?;
+    let device = device(arguments.runtime.device)?;
+    let rows = arguments.rows(&device)?;
     terminal.note("measuring what the machine can do");
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION"),
         machine: Machine::this(),
-        peaks: Peaks::measure(LARGEST_BUFFER)?,
+        peaks: if device.is_cpu() {
+            Peaks::measure(LARGEST_BUFFER)?
+        } else {
+            Peaks::of_gpu(&device)?
+        },
         rows: Vec::with_capacity(rows.len()),
     };
     if !to_stdout {
         output::write(&heading(&report))?;
     }
     for row in &rows {
-        let measured = measure(row, arguments.plan(row), &report.peaks, 0)?;
+        let measured = measure(row, arguments.plan(row), &report.peaks, &device, 0)?;
         if !to_stdout {
             output::line(line(&measured))?;
         }

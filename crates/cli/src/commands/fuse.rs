@@ -72,10 +72,12 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         )));
     }
     let stored = stored_dtype(&folder)?;
-    let target = if arguments.dtype == Precision::Auto { stored } else { dtype(arguments.dtype) };
+    let device = device(Processor::Cpu)?;
+    let target =
+        if arguments.dtype == Precision::Auto { stored } else { dtype(arguments.dtype, &device) };
     // The sum loses nothing that the file written could hold.
     let loaded = if stored == target { stored } else { DType::F32 };
-    let mut model = Model::load(&folder, loaded, &device(Processor::Cpu)?)?;
+    let mut model = Model::load(&folder, loaded, &device)?;
     model.load_adapter(adapter)?;
     model.merge_adapter()?;
     files::write_folder_atomic(output, |staging| model.save(staging, target, Some(&folder)))?;

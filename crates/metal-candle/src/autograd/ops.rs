@@ -67,6 +67,17 @@ impl SavedProjection {
     }
 }
 
+/// Makes the RMS norm of `x` again.
+fn normed_again(
+    x: &Tensor,
+    weight: &Tensor,
+    epsilon: f64,
+    offset: f64,
+) -> impl Fn() -> Result<Tensor> + 'static {
+    let (x, weight) = (x.clone(), weight.clone());
+    move || Ok(rms_norm::forward(&x, &weight, epsilon, offset)?)
+}
+
 impl Tape {
     /// Rows of `table (vocabulary, hidden)` for `ids (batch, seq)`: `(batch, seq, hidden)`.
     pub fn embedding(&self, table: &Value, ids: &Tensor) -> Result<Value> {
@@ -82,7 +93,8 @@ impl Tape {
         let output = rms_norm::forward(x.tensor(), weight.tensor(), epsilon, offset)?;
         let needs = (x.needs_gradient(), weight.needs_gradient());
         let (saved_x, saved_weight) = (x.tensor().clone(), weight.tensor().clone());
-        Ok(self.record(&[x, weight], output, move |dy| {
+        let again = normed_again(&saved_x, &saved_weight, epsilon, offset);
+        let normed = self.record(&[x, weight], output, move |dy| {
             let (dx, dweight) = rms_norm::backward(
                 &saved_x,
                 &saved_weight,
@@ -93,7 +105,8 @@ impl Tape {
                 needs.1,
             )?;
             Ok(vec![dx, dweight])
-        }))
+        });
+        Ok(normed.with_recipe(again))
     }
 
     /// `x + residual` and its RMS norm over the last dimension, times `offset + weight`.
@@ -115,6 +128,7 @@ impl Tape {
         let needs_dx = x.needs_gradient() || residual.needs_gradient();
         let needs_dweight = weight.needs_gradient();
         let (saved_sum, saved_weight) = (sum.clone(), weight.tensor().clone());
+        let again = normed_again(&saved_sum, &saved_weight, epsilon, offset);
         let inputs = [x, residual, weight];
         let mut outputs = self.record_many(&inputs, vec![sum, normed], move |gradients| {
             let mut gradients = gradients.into_iter();
@@ -147,7 +161,7 @@ impl Tape {
         });
         let normed = outputs.pop();
         match (outputs.pop(), normed) {
-            (Some(sum), Some(normed)) => Ok((sum, normed)),
+            (Some(sum), Some(normed)) => Ok((sum, normed.with_recipe(again))),
             _ => Err(candle_core::Error::msg("rms_norm_residual gave fewer than 2 values").into()),
         }
     }
@@ -205,7 +219,7 @@ impl Tape {
         for lora in layers.iter().filter_map(|layer| layer.lora.as_ref()) {
             inputs.extend([lora.a, lora.b]);
         }
-        let (needs_dx, saved_x) = (x.needs_gradient(), x.tensor().clone());
+        let (needs_dx, saved_x) = (x.needs_gradient(), x.saved());
         Ok(self.record_many(&inputs, outputs, move |dys| {
             // An output that nothing used adds nothing to any gradient.
             let used = || dys.iter().map(Option::is_some);
@@ -218,8 +232,9 @@ impl Tape {
                 }
             }
             let incoming: Vec<_> = dys.iter().flatten().collect();
+            let x = saved_x.tensor()?;
             let found =
-                lora_linear::backward_shared(&saved_x, &borrowed, &saved_xas, &incoming, needs_dx)?;
+                lora_linear::backward_shared(&x, &borrowed, &saved_xas, &incoming, needs_dx)?;
             let mut adapters = found.adapters.into_iter();
             let mut gradients = vec![found.dx];
             for (projection, used) in projections.iter().zip(used()) {
@@ -276,11 +291,13 @@ impl Tape {
         let output = glu::forward(gate.tensor(), up.tensor(), activation)?;
         let (saved_gate, saved_up) = (gate.tensor().clone(), up.tensor().clone());
         let needs = (gate.needs_gradient(), up.needs_gradient());
-        Ok(self.record(&[gate, up], output, move |dy| {
+        let (again_gate, again_up) = (saved_gate.clone(), saved_up.clone());
+        let gated = self.record(&[gate, up], output, move |dy| {
             let (dgate, dup) =
                 glu::backward(&saved_gate, &saved_up, activation, &dy, needs.0, needs.1)?;
             Ok(vec![dgate, dup])
-        }))
+        });
+        Ok(gated.with_recipe(move || Ok(glu::forward(&again_gate, &again_up, activation)?)))
     }
 
     /// The cross entropy of `hidden (n, hidden)` through the head `weight (vocabulary, hidden)`,

@@ -4,6 +4,7 @@ use crate::Result;
 use candle_core::{Shape, Tensor};
 use metal_candle_kernels::arithmetic;
 use std::cell::{Cell, RefCell};
+use std::fmt;
 use std::sync::Arc;
 
 /// Names one trainable tensor in the parameter store.
@@ -65,6 +66,32 @@ struct Slot {
 pub struct Value {
     tensor: Tensor,
     slot: Option<Slot>,
+    recipe: Option<Recipe>,
+}
+
+/// How a value that costs little is made again from tensors that a backward pass keeps anyway.
+#[derive(Clone)]
+pub(super) struct Recipe(Arc<dyn Fn() -> Result<Tensor>>);
+
+impl fmt::Debug for Recipe {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Recipe")
+    }
+}
+
+/// A value as a backward pass keeps it.
+pub(super) enum Saved {
+    Kept(Tensor),
+    MadeAgain(Recipe),
+}
+
+impl Saved {
+    pub(super) fn tensor(&self) -> Result<Tensor> {
+        match self {
+            Self::Kept(tensor) => Ok(tensor.clone()),
+            Self::MadeAgain(recipe) => (recipe.0)(),
+        }
+    }
 }
 
 impl Value {
@@ -81,6 +108,21 @@ impl Value {
     /// Whether a gradient will reach this value.
     pub fn needs_gradient(&self) -> bool {
         self.slot.is_some()
+    }
+
+    /// Adds how the value can be made again from tensors that are kept anyway.
+    pub(super) fn with_recipe(mut self, make: impl Fn() -> Result<Tensor> + 'static) -> Self {
+        self.recipe = Some(Recipe(Arc::new(make)));
+        self
+    }
+
+    /// The value for a backward pass. On a GPU, where memory is what bounds the batch, it is made
+    /// again rather than kept if there is a way.
+    pub(super) fn saved(&self) -> Saved {
+        match &self.recipe {
+            Some(recipe) if !self.tensor.device().is_cpu() => Saved::MadeAgain(recipe.clone()),
+            _ => Saved::Kept(self.tensor.clone()),
+        }
     }
 
     /// The dimensions of the tensor.
@@ -137,7 +179,7 @@ impl Tape {
 
     /// A value that gets no gradient.
     pub fn constant(&self, tensor: Tensor) -> Value {
-        Value { tensor, slot: None }
+        Value { tensor, slot: None, recipe: None }
     }
 
     /// A weight of the model as a value; a trainable one becomes a leaf.
@@ -146,7 +188,7 @@ impl Tape {
             self.touched.set(true);
             self.recording.then(|| self.push(Node::Parameter(id)))
         });
-        Value { tensor: weight.tensor.clone(), slot }
+        Value { tensor: weight.tensor.clone(), slot, recipe: None }
     }
 
     /// Records an operation with one output. `backward` turns the gradient of the output into one
@@ -167,7 +209,7 @@ impl Tape {
                 None => Ok(Vec::new()),
             }),
         });
-        Value { tensor: output, slot: Some(slot) }
+        Value { tensor: output, slot: Some(slot), recipe: None }
     }
 
     /// Records an operation with several outputs. The gradient of an output that nothing used is
@@ -246,7 +288,7 @@ impl Tape {
     fn input(&self, tensor: Tensor) -> Value {
         let backward: Backward = Box::new(|_, _| Ok(Vec::new()));
         let slot = self.push(Node::Operation { inputs: Vec::new(), outputs: 1, backward });
-        Value { tensor, slot: Some(slot) }
+        Value { tensor, slot: Some(slot), recipe: None }
     }
 
     fn push(&self, node: Node) -> Slot {
@@ -264,7 +306,11 @@ impl Tape {
         outputs
             .into_iter()
             .enumerate()
-            .map(|(output, tensor)| Value { tensor, slot: Some(Slot { node, output }) })
+            .map(|(output, tensor)| Value {
+                tensor,
+                slot: Some(Slot { node, output }),
+                recipe: None,
+            })
             .collect()
     }
 

@@ -22,6 +22,7 @@ use candle_core::{DType, Device, Shape, Tensor};
 use decoder::{Kind, Layer, Norm, Pass, Source};
 use linear::{Linear, Lora, weight_as};
 use metal_candle_kernels::{cross_entropy, matmul};
+use rope::RopeTables;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -52,6 +53,7 @@ pub struct Model {
     /// `None` where the head is the embedding.
     head: Option<Weight>,
     training: Option<Training>,
+    rope_tables: RopeTables,
 }
 
 /// What of a model is trained.
@@ -164,6 +166,19 @@ impl Model {
         Self::build(config, dtype, device, &mut source)
     }
 
+    /// A model whose weights `weight(name, shape)` gives, under the names of a checkpoint. They are
+    /// brought to `dtype` and `device` if need be.
+    ///
+    /// # Errors
+    /// When a weight has another shape than the configuration asks for.
+    pub fn from_fn<F>(config: Config, dtype: DType, device: &Device, weight: F) -> Result<Self>
+    where
+        F: FnMut(&str, &[usize]) -> Result<Tensor>,
+    {
+        let mut source = Given { weight, dtype, device: device.clone() };
+        Self::build(config, dtype, device, &mut source)
+    }
+
     fn build(
         config: Config,
         dtype: DType,
@@ -180,7 +195,17 @@ impl Model {
             .then(|| source.weight("lm_head.weight".into(), &table, Kind::Matrix))
             .transpose()?;
         let device = device.clone();
-        Ok(Self { config, dtype, device, embedding, layers, norm, head, training: None })
+        Ok(Self {
+            config,
+            dtype,
+            device,
+            embedding,
+            layers,
+            norm,
+            head,
+            training: None,
+            rope_tables: RopeTables::default(),
+        })
     }
 
     /// The shape of the decoder.
@@ -489,18 +514,10 @@ impl Model {
         }
         let (batch, seq) = input.ids.dims2()?;
         let total = input.positions.iter().max().map_or(0, |&last| last as usize + 1);
-        let ropes = self
-            .config
-            .ropes
-            .iter()
-            .map(|rope| {
-                let (cos, sin) = rope.cos_sin(&input.positions, total);
-                let shape = (batch, seq, cos.len() / (batch * seq).max(1));
-                Ok((
-                    Tensor::from_vec(cos, shape, &self.device)?,
-                    Tensor::from_vec(sin, shape, &self.device)?,
-                ))
-            })
+        let positions = Tensor::from_slice(&input.positions, (batch, seq), &self.device)?;
+        let ropes = self.config.ropes.iter().enumerate();
+        let ropes = ropes
+            .map(|(index, rope)| self.rope_tables.cos_sin(index, rope, &positions, total))
             .collect::<Result<_>>()?;
         let pass = Arc::new(Pass {
             ropes,
@@ -638,6 +655,24 @@ fn is_finite(tensor: &Tensor) -> Result<bool> {
 fn exclusive(layer: &mut Arc<Layer>) -> Result<&mut Layer> {
     Arc::get_mut(layer)
         .ok_or_else(|| Error::option("model", "is in use by a tape and cannot be changed now"))
+}
+
+/// Weights that the caller gives.
+struct Given<F> {
+    weight: F,
+    dtype: DType,
+    device: Device,
+}
+
+impl<F: FnMut(&str, &[usize]) -> Result<Tensor>> Source for Given<F> {
+    fn weight(&mut self, name: String, shape: &[usize], _kind: Kind) -> Result<Weight> {
+        let tensor = (self.weight)(&name, shape)?;
+        if tensor.dims() != shape {
+            let problem = format!("has shape {:?}, expected {shape:?}", tensor.dims());
+            return Err(Error::option(name, problem));
+        }
+        Ok(Weight::frozen(tensor.to_dtype(self.dtype)?.to_device(&self.device)?))
+    }
 }
 
 /// Weights from a checkpoint.

@@ -15,6 +15,12 @@
 //! rounds them. At position 100 000 an angle in f32 is only known to 0.004, so an implementation
 //! that is more exact than the one a model was trained with gives other logits.
 
+use crate::{Error, Result};
+use candle_core::Tensor;
+use metal_candle_kernels::embedding;
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
 /// How one or more layers of a model turn their queries and keys.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
@@ -148,6 +154,59 @@ impl RopeConfig {
                 (cos as f32 * factor, sin as f32 * factor)
             })
             .unzip()
+    }
+}
+
+/// Cosines and sines of the first positions of a model's ropes on its device. They are made when they
+/// are first asked for, and again, longer, when a text needs more.
+#[derive(Debug, Default)]
+pub(crate) struct RopeTables(Mutex<HashMap<usize, Table>>);
+
+#[derive(Debug)]
+struct Table {
+    /// `(positions, rotary_dim / 2)`
+    cos: Tensor,
+    sin: Tensor,
+    positions: usize,
+    /// The length of a text that they are right for.
+    total_len: usize,
+}
+
+impl RopeTables {
+    /// The cosines and sines of the rope `index`, each `(batch, seq, rotary_dim / 2)`, at `positions`
+    /// `(batch, seq)` u32, which are below `total_len`. That is as for
+    /// [`RopeConfig::inverse_frequencies`].
+    pub(crate) fn cos_sin(
+        &self,
+        index: usize,
+        rope: &RopeConfig,
+        positions: &Tensor,
+        total_len: usize,
+    ) -> Result<(Tensor, Tensor)> {
+        const FEWEST: usize = 512;
+        let mut tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |table: &&Table| {
+            table.positions >= total_len && !rope.changes_between(table.total_len, total_len)
+        };
+        if tables.get(&index).filter(fits).is_none() {
+            let count = total_len.next_power_of_two().max(FEWEST);
+            let places: Vec<u32> = (0..count as u32).collect();
+            let (cos, sin) = rope.cos_sin(&places, total_len);
+            let shape = (count, cos.len() / count);
+            let table = Table {
+                cos: Tensor::from_vec(cos, shape, positions.device())?,
+                sin: Tensor::from_vec(sin, shape, positions.device())?,
+                positions: count,
+                total_len,
+            };
+            tables.insert(index, table);
+        }
+        match tables.get(&index) {
+            Some(Table { cos, sin, .. }) => {
+                Ok((embedding::forward(cos, positions)?, embedding::forward(sin, positions)?))
+            }
+            None => Err(Error::option("rope", "has no table")),
+        }
     }
 }
 

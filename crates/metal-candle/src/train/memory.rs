@@ -1,7 +1,24 @@
-//! How much memory the process holds, as the operating system counts it.
+//! How much memory a run takes: what tensors take on a GPU, or else what the process holds as the
+//! operating system counts it.
 //!
 //! Linux: `VmRSS` and `VmHWM` of `/proc/self/status` (proc_pid_status(5)). macOS: the resident
 //! size of `proc_pid_rusage` and the `ru_maxrss` of `getrusage(2)`. Elsewhere nothing is known.
+
+use crate::Result;
+use candle_core::Device;
+use metal_candle_kernels::devices;
+
+/// The most memory a model on `device` has taken so far, in bytes: that of its tensors on a GPU, the
+/// resident memory of the process on the CPU; `None` where the system does not say.
+///
+/// # Errors
+/// When the device's driver doesn't answer.
+pub fn peak_bytes(device: &Device) -> Result<Option<u64>> {
+    Ok(match devices::memory(device)? {
+        Some(memory) => Some(memory.peak),
+        None => peak_resident_bytes(),
+    })
+}
 
 /// The resident memory of this process now, in bytes; `None` where the system does not say.
 pub fn resident_bytes() -> Option<u64> {

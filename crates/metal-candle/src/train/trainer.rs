@@ -3,7 +3,7 @@
 
 use super::checkpoint::{self, Fingerprint, Moments, State};
 use super::evaluate::{Evaluation, evaluate};
-use super::memory::peak_resident_bytes;
+use super::memory::peak_bytes;
 use super::metrics::{Metric, MetricsSink};
 use super::options::TrainOptions;
 use crate::autograd::Tape;
@@ -322,7 +322,7 @@ impl<'a> Trainer<'a> {
                     tokens_per_second: timed_tokens as f64 / seconds,
                     trained_tokens: self.state.trained_tokens,
                     skipped: self.state.skipped,
-                    peak_memory: peak_resident_bytes(),
+                    peak_memory: peak_bytes(self.model.device())?,
                 })?;
                 (self.state.loss_sum, self.state.loss_tokens) = (0.0, 0);
                 (timer, timed_tokens) = (Instant::now(), 0);
@@ -399,7 +399,7 @@ impl<'a> Trainer<'a> {
         let batches: Vec<_> =
             self.next_batches()?.iter().map(|plan| self.batches.batch(plan)).collect();
         let tokens: usize = batches.iter().map(|batch| batch.target_tokens).sum();
-        let mut loss = 0.0;
+        let mut sums = Vec::with_capacity(batches.len());
         for (index, batch) in batches.iter().enumerate() {
             let seed = SplitMix64::stream(self.options.seed, self.state.step)
                 .next_u64()
@@ -410,11 +410,13 @@ impl<'a> Trainer<'a> {
                 checkpoint: self.options.gradient_checkpointing,
             };
             let sum = self.model.loss(&tape, batch, options)?.sum;
-            loss += f64::from(sum.tensor().to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?);
-            if !loss.is_finite() {
-                break;
-            }
             tape.backward(&sum, 1.0 / tokens as f64, &mut &*store)?;
+            sums.push(sum.into_tensor());
+        }
+        // Read when everything is under way: a GPU would wait for the next pass otherwise.
+        let mut loss = 0.0;
+        for sum in sums {
+            loss += f64::from(sum.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?);
         }
         self.state.step += 1;
         let adamw = self.options.adamw;
