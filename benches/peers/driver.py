@@ -34,7 +34,9 @@ from worker import Arrays, Row
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 WORK = ROOT / "target" / "peers"
-SIDES = ["metal-candle", "candle", "mlx", "torch"]
+SIDES = ["metal-candle", "candle", "mlx", "torch", "torch-compiled"]
+# Compiling takes minutes, and pays on a GPU.
+USUAL = SIDES[:4]
 SEED = 0
 
 # Seconds: of warm-up and of single calls in each round of an operation, and of the longest queue.
@@ -112,7 +114,9 @@ class Sides:
     def command(self, side: str) -> list[str]:
         if side in ("metal-candle", "candle"):
             return [str(self.options.worker), side, self.options.device]
-        return [sys.executable, str(HERE / f"side_{side}.py"), self.options.device]
+        script = "side_torch.py" if side == "torch-compiled" else f"side_{side}.py"
+        command = [sys.executable, str(HERE / script), self.options.device]
+        return command + ["compiled"] * (side == "torch-compiled")
 
     def start(self, side: str) -> Process:
         return Process(side, self.command(side), self.options.threads)
@@ -304,12 +308,14 @@ def model_inputs(row: Row, model: Path) -> Path:
 
 
 def model_reference(row: Row, request: dict[str, Any], sides: Sides) -> Arrays:
-    """What transformers and PEFT compute in f64, kept for the next time."""
+    """What transformers and PEFT compute in f64, or f32 on a GPU, kept for the next time."""
     name = re.sub(r"-(bf16|f32)(-checkpointing)?$", "", row["name"])
     path = WORK / "references" / f"{name}.safetensors"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        exact = row | {"dtype": "f64"}
+        # What a GPU's models need in f64 is more than it has.
+        large = sides.options.device != "cpu"
+        exact = row | ({"dtype": "f32", "checkpointing": True} if large else {"dtype": "f64"})
         process = Process("torch", sides.command("torch"), sides.options.threads)
         try:
             process.ask(3600, **request | {"row": exact})
@@ -373,8 +379,12 @@ def describe(sides: Sides, options: argparse.Namespace) -> dict[str, Any]:
             about["versions"][side] = str(reason)
     process = Process("about", [str(options.worker), "metal-candle", "cpu"], options.threads)
     about["machine"] = process.ask(60, ask="describe")["machine"]
-    about["rows"] = process.ask(60, ask="rows", shape=options.shape)["rows"]
+    gpu = options.device != "cpu"
+    about["rows"] = process.ask(60, ask="rows", shape=options.shape, gpu=gpu)["rows"]
     if not options.list:
+        if gpu:
+            process.end()
+            process = sides.start("metal-candle")
         about["peaks"] = process.ask(600, ask="peaks")
     process.end()
     about["date"] = date.today().isoformat()
@@ -398,7 +408,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--venv", help="the peers' virtual environment [target/peers/venv]")
     parser.add_argument("--worker", type=Path, required=True, help=argparse.SUPPRESS)
     parser.add_argument("--rows", default="", help="only rows that match this regular expression")
-    parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--sides", default=",".join(USUAL), help=f"of {', '.join(SIDES)}")
     parser.add_argument("--device", choices=["cpu", "metal", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=cores(), help="of every side")
     parser.add_argument("--rounds", type=int, default=15)

@@ -13,6 +13,7 @@ from worker import CLIP_NORM, EPSILON, LEARNING_RATE, LORA_SCALE, WEIGHT_DECAY, 
 
 # The largest |found - expected| over the largest |expected|, for each output.
 OPERATION_TOLERANCE = 1e-5
+BF16_TOLERANCE = 2e-2
 # A step is a tenth of the largest parameter, so this is a hundredth of a step. Where a gradient is
 # as small as AdamW's epsilon, the step follows from the norm, and f32 sums of ten million squares
 # differ in the third digit.
@@ -29,6 +30,8 @@ MODEL_TOLERANCE = {
 
 def tolerance(row: Row, output: str) -> float:
     usual = ADAMW_TOLERANCE if row["work"] == "adam_w" else OPERATION_TOLERANCE
+    if row.get("dtype") == "bf16":
+        usual = BF16_TOLERANCE
     return MODEL_TOLERANCE.get((output, row.get("dtype", "")), usual)
 
 
@@ -43,15 +46,25 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
 
 def operation(row: Row, inputs: Arrays) -> Arrays:
     """The outputs of a single operation in f64."""
-    numbers = {name: array.astype(np.float64) for name, array in inputs.items()}
+    numbers = {name: rounded(array, row).astype(np.float64) for name, array in inputs.items()}
     kind: Any = {
         "lora_linear": lora_linear,
         "softmax": softmax,
         "layer_norm": layer_norm,
         "rms_norm": rms_norm,
+        "attention": attention,
         "adam_w": adamw,
     }[row["work"]]
     return kind(numbers, row.get("pass") == "backward")
+
+
+def rounded(array: np.ndarray, row: Row) -> np.ndarray:
+    """As the row's dtype holds the numbers."""
+    if row.get("dtype") != "bf16":
+        return array
+    bits = array.astype(np.float32).view(np.uint32)
+    even = (bits >> 16) & 1
+    return ((bits + 0x7FFF + even) & 0xFFFF0000).view(np.float32)
 
 
 def lora_linear(t: Arrays, backward: bool) -> Arrays:
@@ -97,6 +110,32 @@ def rms_norm(t: Arrays, backward: bool) -> Arrays:
     u = t["dy"] * w
     dx = inverse * (u - normed * (u * normed).mean(-1, keepdims=True))
     return {"dx": dx, "dweight": over_rows(t["dy"] * normed)}
+
+
+def attention(t: Arrays, backward: bool) -> Arrays:
+    """A head at a time: the scores of one fit into memory."""
+    q, k, v = t["q"], t["k"], t["v"]
+    batch, seq, heads, width = q.shape
+    group = heads // k.shape[2]
+    scale = width**-0.5
+    y, dq, dk, dv = (np.zeros_like(array) for array in (q, q, k, v))
+    future = np.triu(np.ones((seq, seq), dtype=bool), 1)
+    for row in range(batch):
+        for head in range(heads):
+            own = (row, slice(None), head)
+            shared = (row, slice(None), head // group)
+            p = scale * q[own] @ k[shared].T
+            p[future] = -np.inf
+            p = np.exp(p - p.max(-1, keepdims=True))
+            p /= p.sum(-1, keepdims=True)
+            y[own] = p @ v[shared]
+            if backward:
+                dy = t["dy"][own]
+                dv[shared] += p.T @ dy
+                dz = scale * p * (dy @ v[shared].T - (dy * y[own]).sum(-1, keepdims=True))
+                dq[own] = dz @ k[shared]
+                dk[shared] += dz.T @ q[own]
+    return {"dq": dq, "dk": dk, "dv": dv} if backward else {"y": y}
 
 
 def over_rows(values: np.ndarray) -> np.ndarray:

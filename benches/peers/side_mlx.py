@@ -42,13 +42,18 @@ class Mlx:
     def version(self) -> str:
         return version("mlx")
 
+    def peak(self) -> int | None:
+        """The most bytes that arrays took on a GPU."""
+        return None if mx.default_device() == mx.Device(mx.cpu) else mx.get_peak_memory()
+
     def prepare(self, row: Row, inputs: Arrays, model: str | None, adapter: str | None) -> Work:
         kind = row["work"]
         if kind == "train":
             return train(row, inputs["ids"], model, adapter)
         if kind in ("prefill", "decode"):
             return generation(row, inputs["ids"], model)
-        tensors = {name: mx.array(array) for name, array in inputs.items()}
+        dtype = DTYPES[row.get("dtype", "f32")]
+        tensors = {name: mx.array(array).astype(dtype) for name, array in inputs.items()}
         mx.eval(*tensors.values())
         if kind == "adam_w":
             return adamw_row(tensors["parameters"], tensors["gradients"])
@@ -89,11 +94,18 @@ def lora_linear(x: mx.array, weight: mx.array, a: mx.array, b: mx.array) -> mx.a
     return x @ weight.T + LORA_SCALE * ((x @ a) @ b)
 
 
+def causal_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    q, k, v = (array.swapaxes(1, 2) for array in (q, k, v))
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask="causal")
+    return out.swapaxes(1, 2)
+
+
 FORWARD = {
     "lora_linear": (["x", "weight", "a", "b"], lora_linear),
     "softmax": (["x"], partial(mx.softmax, axis=-1)),
     "layer_norm": (["x", "weight", "bias"], lambda x, w, b: mx.fast.layer_norm(x, w, b, EPSILON)),
     "rms_norm": (["x", "weight"], lambda x, w: mx.fast.rms_norm(x, w, EPSILON)),
+    "attention": (["q", "k", "v"], causal_attention),
 }
 
 

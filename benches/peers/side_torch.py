@@ -32,12 +32,17 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f64": torch.float64}
 class Torch:
     """The side on one device: cpu, mps or cuda."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, compiled: bool) -> None:
+        self.compiled = compiled
         self.device = torch.device(device)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
 
     def version(self) -> str:
         return torch.__version__
+
+    def peak(self) -> int | None:
+        """The most bytes that tensors took on a GPU."""
+        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -54,12 +59,16 @@ class Torch:
             return self.train(row, inputs["ids"], model, adapter)
         if kind in ("prefill", "decode"):
             return self.generation(row, inputs["ids"], model)
-        tensors = {name: torch.from_numpy(array).to(self.device) for name, array in inputs.items()}
+        dtype = DTYPES[row.get("dtype", "f32")]
+        tensors = {
+            name: torch.from_numpy(array).to(self.device, dtype) for name, array in inputs.items()
+        }
         if kind == "adam_w":
             return self.adamw(tensors["parameters"], tensors["gradients"])
         forward = FORWARD.get(kind)
         if forward is None:
             raise Unsupported(f"no {kind} here")
+        forward = torch.compile(forward) if self.compiled else forward
         if row["pass"] == "forward":
 
             def launch() -> list[torch.Tensor]:
@@ -107,11 +116,16 @@ class Torch:
         batch = torch.from_numpy(ids.astype(np.int64)).to(self.device)
         tokens, targets = batch[:, :-1].contiguous(), batch[:, 1:].reshape(-1)
 
-        def launch() -> list[torch.Tensor]:
-            optimiser.zero_grad(set_to_none=True)
+        def loss_of() -> torch.Tensor:
             logits = model(input_ids=tokens, use_cache=False).logits
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            loss = F.cross_entropy(logits.flatten(0, 1), targets)
+            return F.cross_entropy(logits.flatten(0, 1), targets)
+
+        loss_of = torch.compile(loss_of) if self.compiled else loss_of
+
+        def launch() -> list[torch.Tensor]:
+            optimiser.zero_grad(set_to_none=True)
+            loss = loss_of()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
             optimiser.step()
@@ -164,6 +178,9 @@ FORWARD = {
         t["x"], t["weight"].shape, t["weight"], t["bias"], EPSILON
     ),
     "rms_norm": lambda t: F.rms_norm(t["x"], t["weight"].shape, t["weight"], EPSILON),
+    "attention": lambda t: F.scaled_dot_product_attention(
+        *(t[name].transpose(1, 2) for name in "qkv"), is_causal=True, enable_gqa=True
+    ).transpose(1, 2),
 }
 
 WANTED = {
@@ -171,6 +188,7 @@ WANTED = {
     "softmax": ["x"],
     "layer_norm": ["x", "weight", "bias"],
     "rms_norm": ["x", "weight"],
+    "attention": ["q", "k", "v"],
 }
 
 
@@ -183,4 +201,4 @@ def arrays(results: list[torch.Tensor]) -> list[np.ndarray]:
 
 if __name__ == "__main__":
     device = {"cpu": "cpu", "metal": "mps", "cuda": "cuda"}[sys.argv[1]]
-    serve(Torch(device))
+    serve(Torch(device, "compiled" in sys.argv[2:]))

@@ -4,7 +4,7 @@
     prepare     row, inputs (a safetensors file), model and adapter (folders) -> {}
     outputs     path: one call, its results written there as safetensors -> {}
     time        queue, calls, warm_up (seconds) -> {seconds}: of each call alone, or of a queue
-    memory      -> {peak}: the most resident bytes this process has had
+    memory      -> {peak}: the most bytes that tensors took on a GPU, or that were resident
     release     forgets what was prepared -> {}
 
 An answer may be {error} or {unsupported} instead. The Rust sides (src/main.rs) speak the same.
@@ -63,6 +63,8 @@ class Side(Protocol):
     """What a side has to know."""
 
     def version(self) -> str: ...
+
+    def peak(self) -> int | None: ...
 
     def prepare(self, row: Row, inputs: Arrays, model: str | None, adapter: str | None) -> Work: ...
 
@@ -146,7 +148,7 @@ class Worker:
         return {"seconds": seconds}
 
     def memory(self) -> dict[str, Any]:
-        return {"peak": peak_memory()}
+        return {"peak": self.side.peak() or peak_memory()}
 
     def release(self) -> dict[str, Any]:
         self.work = None

@@ -31,12 +31,31 @@ enum Side {
 #[serde(tag = "ask", rename_all = "snake_case")]
 enum Request {
     Describe,
-    Rows { shape: Option<String> },
+    Rows {
+        shape: Option<String>,
+        #[serde(default)]
+        gpu: bool,
+    },
     Peaks,
-    Checkpoint { shape: String, seed: u64, folder: PathBuf },
-    Prepare { row: Row, inputs: PathBuf, model: Option<PathBuf>, adapter: Option<PathBuf> },
-    Outputs { path: PathBuf },
-    Time { queue: bool, calls: usize, warm_up: f64 },
+    Checkpoint {
+        shape: String,
+        seed: u64,
+        folder: PathBuf,
+    },
+    Prepare {
+        row: Row,
+        inputs: PathBuf,
+        model: Option<PathBuf>,
+        adapter: Option<PathBuf>,
+    },
+    Outputs {
+        path: PathBuf,
+    },
+    Time {
+        queue: bool,
+        calls: usize,
+        warm_up: f64,
+    },
     Memory,
     Release,
 }
@@ -88,7 +107,7 @@ fn answer(
             "threads": rayon::current_num_threads(),
             "machine": Machine::this(),
         }),
-        Request::Rows { shape } => all_rows(shape.as_deref())?,
+        Request::Rows { shape, gpu } => all_rows(shape.as_deref(), gpu)?,
         Request::Peaks if device.is_cpu() => json!(Peaks::measure(1 << 30)?),
         Request::Peaks => json!(Peaks::of_gpu(device)?),
         Request::Checkpoint { shape, seed, folder } => {
@@ -98,7 +117,7 @@ fn answer(
         Request::Prepare { row: wanted, inputs, model, adapter } => {
             *workload = None;
             let inputs = Inputs(safetensors::load(inputs, &Device::Cpu)?);
-            let on_device = || Inputs(inputs.0.clone()).on(device);
+            let on_device = || inputs.of(&wanted.work, device);
             *workload = match side {
                 Side::MetalCandle if wanted.work.is_operation() => {
                     Some(operations::prepare(&wanted.work, &on_device()?)?)
@@ -119,7 +138,12 @@ fn answer(
             let (Some(workload), Some(row)) = (workload, row) else { bail!(ready) };
             workload.reset()?;
             let results = workload.call()?;
-            let results = results.iter().map(|result| result.to_device(&Device::Cpu));
+            // Readers in Python know no bf16.
+            let readable = |result: &Tensor| match result.dtype() {
+                DType::BF16 => result.to_device(&Device::Cpu)?.to_dtype(DType::F32),
+                _ => result.to_device(&Device::Cpu),
+            };
+            let results = results.iter().map(readable);
             let results = results.collect::<candle_core::Result<Vec<_>>>()?;
             let named: HashMap<&str, Tensor> =
                 row.work.outputs().iter().copied().zip(results).collect();
@@ -151,8 +175,9 @@ fn answer(
 }
 
 /// Every row with what the driver has to know of it.
-fn all_rows(shape: Option<&str>) -> anyhow::Result<Value> {
-    let rows = rows::operations().into_iter().chain(rows::models(shape.unwrap_or("smollm2-135m")));
+fn all_rows(shape: Option<&str>, gpu: bool) -> anyhow::Result<Value> {
+    let operations = if gpu { rows::gpu_operations() } else { rows::operations() };
+    let rows = operations.into_iter().chain(rows::models(shape.unwrap_or("smollm2-135m")));
     let rows = rows.map(|row| {
         let mut value = serde_json::to_value(&row)?;
         if let Some(map) = value.as_object_mut() {

@@ -55,6 +55,8 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Option<Box<dyn Workload>>
             let y = ops::rms_norm_slow(x.as_tensor(), weight.as_tensor(), EPSILON as f32)?;
             backward(&y, inputs, vec![x, weight])?
         }
+        // Its attention on CUDA is a crate of its own, and has no backward.
+        Work::Attention { .. } => return Ok(None),
         Work::AdamW { .. } => {
             let parameters = variable(inputs, "parameters")?;
             let gradients = inputs.get("gradients")?;

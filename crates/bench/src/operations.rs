@@ -7,7 +7,7 @@ use crate::rows::{
 use candle_core::Tensor;
 use metal_candle::{Error, Result};
 use metal_candle_kernels::lora_linear::{self, Lora};
-use metal_candle_kernels::{adamw, layer_norm, rms_norm, softmax};
+use metal_candle_kernels::{adamw, attention, layer_norm, rms_norm, softmax};
 
 /// As in `torch.nn.utils.clip_grad_norm_`.
 pub(crate) const CLIP_EPSILON: f64 = 1e-6;
@@ -84,6 +84,25 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Box<dyn Workload>> {
                         let (dx, dweight) =
                             rms_norm::backward(&x, &weight, EPSILON, 0.0, &dy, true, true)?;
                         Ok(dx.into_iter().chain(dweight).collect())
+                    })
+                }
+            }
+        }
+        Work::Attention { head_dim, pass, .. } => {
+            let (q, k, v) = (inputs.get("q")?, inputs.get("k")?, inputs.get("v")?);
+            let scale = 1.0 / (head_dim as f64).sqrt();
+            let options = attention::Options { scale, softcap: None, window: None };
+            match pass {
+                Pass::Forward => {
+                    Box::new(move || Ok(vec![attention::forward(&q, &k, &v, None, &options)?.0]))
+                }
+                Pass::Backward => {
+                    let dy = inputs.get("dy")?;
+                    let (o, log_sum_exp) = attention::forward(&q, &k, &v, None, &options)?;
+                    Box::new(move || {
+                        let (dq, dk, dv) =
+                            attention::backward(&q, &k, &v, &o, &log_sum_exp, None, &options, &dy)?;
+                        Ok(vec![dq, dk, dv])
                     })
                 }
             }

@@ -45,7 +45,7 @@ pub fn measure(
     let operation = row.work.is_operation();
     let forgotten = !operation && forget_peak_memory();
     let mut workload: Box<dyn Workload> = if operation {
-        operations::prepare(&row.work, &Inputs::random(&row.work, seed)?.on(device)?)?
+        operations::prepare(&row.work, &Inputs::random(&row.work, seed)?.of(&row.work, device)?)?
     } else {
         model::prepare_random(&row.work, device, seed)?
     };

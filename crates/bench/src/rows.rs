@@ -29,10 +29,11 @@ pub enum Pass {
 }
 
 /// The dtype of a model's weights and activations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
     /// 32-bit float.
+    #[default]
     F32,
     /// Brain float, 16 bits.
     Bf16,
@@ -56,7 +57,7 @@ impl Precision {
     }
 }
 
-/// What a row computes. Operations are in f32.
+/// What a row computes. Operations are in f32 unless they say otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "work", rename_all = "snake_case")]
 pub enum Work {
@@ -77,6 +78,9 @@ pub enum Work {
         shape: Vec<usize>,
         /// Forward or backward.
         pass: Pass,
+        /// Of x, the result and their gradients.
+        #[serde(default)]
+        dtype: Precision,
     },
     /// Layer norm over the last dimension; backward gives dx and the gradients of weight and bias.
     LayerNorm {
@@ -84,6 +88,9 @@ pub enum Work {
         shape: Vec<usize>,
         /// Forward or backward.
         pass: Pass,
+        /// Of x, the result and their gradients.
+        #[serde(default)]
+        dtype: Precision,
     },
     /// RMS norm over the last dimension; backward gives dx and the weight's gradient.
     RmsNorm {
@@ -91,6 +98,27 @@ pub enum Work {
         shape: Vec<usize>,
         /// Forward or backward.
         pass: Pass,
+        /// Of x, the result and their gradients.
+        #[serde(default)]
+        dtype: Precision,
+    },
+    /// Causal attention over q `(batch, seq, heads, head_dim)` and k and v `(batch, seq, kv_heads,
+    /// head_dim)`; backward gives dq, dk and dv.
+    Attention {
+        /// Sequences.
+        batch: usize,
+        /// Tokens of each.
+        seq: usize,
+        /// Of the queries.
+        heads: usize,
+        /// Of keys and values.
+        kv_heads: usize,
+        /// Width of a head.
+        head_dim: usize,
+        /// Forward or backward.
+        pass: Pass,
+        /// Of all tensors.
+        dtype: Precision,
     },
     /// The norm of the gradient, clipping and one step of AdamW on flat parameters.
     AdamW {
@@ -178,21 +206,28 @@ impl Row {
     }
 
     /// A row of a softmax.
-    pub fn softmax(shape: &[usize], pass: Pass) -> Self {
-        let name = format!("softmax-{}{}", joined(shape), suffix(pass));
-        Self::new(name, Work::Softmax { shape: shape.to_vec(), pass })
+    pub fn softmax(shape: &[usize], pass: Pass, dtype: Precision) -> Self {
+        let name = format!("softmax-{}{}{}", joined(shape), in_dtype(dtype), suffix(pass));
+        Self::new(name, Work::Softmax { shape: shape.to_vec(), pass, dtype })
     }
 
     /// A row of a layer norm.
-    pub fn layer_norm(shape: &[usize], pass: Pass) -> Self {
-        let name = format!("layer-norm-{}{}", joined(shape), suffix(pass));
-        Self::new(name, Work::LayerNorm { shape: shape.to_vec(), pass })
+    pub fn layer_norm(shape: &[usize], pass: Pass, dtype: Precision) -> Self {
+        let name = format!("layer-norm-{}{}{}", joined(shape), in_dtype(dtype), suffix(pass));
+        Self::new(name, Work::LayerNorm { shape: shape.to_vec(), pass, dtype })
     }
 
     /// A row of an RMS norm.
-    pub fn rms_norm(shape: &[usize], pass: Pass) -> Self {
-        let name = format!("rms-norm-{}{}", joined(shape), suffix(pass));
-        Self::new(name, Work::RmsNorm { shape: shape.to_vec(), pass })
+    pub fn rms_norm(shape: &[usize], pass: Pass, dtype: Precision) -> Self {
+        let name = format!("rms-norm-{}{}{}", joined(shape), in_dtype(dtype), suffix(pass));
+        Self::new(name, Work::RmsNorm { shape: shape.to_vec(), pass, dtype })
+    }
+
+    /// A row of causal attention, with as many heads of keys and values as of queries.
+    pub fn attention(seq: usize, heads: usize, head_dim: usize, pass: Pass) -> Self {
+        let name = format!("attention-{seq}x{heads}x{head_dim}-bf16{}", suffix(pass));
+        let (batch, kv_heads, dtype) = (1, heads, Precision::Bf16);
+        Self::new(name, Work::Attention { batch, seq, heads, kv_heads, head_dim, pass, dtype })
     }
 
     /// A row of the optimiser.
@@ -234,6 +269,13 @@ fn suffix(pass: Pass) -> &'static str {
     }
 }
 
+fn in_dtype(dtype: Precision) -> &'static str {
+    match dtype {
+        Precision::F32 => "",
+        Precision::Bf16 => "-bf16",
+    }
+}
+
 fn joined(shape: &[usize]) -> String {
     shape.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
 }
@@ -247,18 +289,46 @@ pub fn operations() -> Vec<Row> {
     for pass in [Pass::Forward, Pass::Backward] {
         rows.extend([512, 1024, 2048].map(|hidden| Row::lora(1, hidden, 8, pass)));
         rows.extend([4, 16, 32, 64].map(|rank| Row::lora(1, 1024, rank, pass)));
-        rows.push(Row::softmax(&NORM_SHAPE, pass));
-        rows.push(Row::layer_norm(&NORM_SHAPE, pass));
-        rows.push(Row::rms_norm(&NORM_SHAPE, pass));
+        rows.push(Row::softmax(&NORM_SHAPE, pass, Precision::F32));
+        rows.push(Row::layer_norm(&NORM_SHAPE, pass, Precision::F32));
+        rows.push(Row::rms_norm(&NORM_SHAPE, pass, Precision::F32));
         rows.push(Row::lora(128, 2048, 16, pass));
     }
     rows.push(Row::adamw(10_000_000));
     rows
 }
 
+/// The rows of single operations that are worth a GPU.
+pub fn gpu_operations() -> Vec<Row> {
+    const SHAPE: [usize; 2] = [8192, 4096];
+    let mut rows = operations();
+    for pass in [Pass::Forward, Pass::Backward] {
+        rows.push(Row::softmax(&SHAPE, pass, Precision::Bf16));
+        rows.push(Row::layer_norm(&SHAPE, pass, Precision::Bf16));
+        rows.push(Row::rms_norm(&SHAPE, pass, Precision::Bf16));
+        rows.push(Row::attention(2048, 16, 128, pass));
+        rows.push(Row::attention(16384, 16, 128, pass));
+    }
+    rows
+}
+
 /// The rows on a model of that shape that `benches/peers` compares.
 pub fn models(shape: &str) -> Vec<Row> {
     use Precision::{Bf16, F32};
+    // Models for a GPU, in what fits one.
+    let large = match shape {
+        "llama-3-8b" => vec![
+            Row::train(shape, (4, 2048), 16, Bf16, false),
+            Row::train(shape, (4, 2048), 16, Bf16, true),
+            Row::train(shape, (1, 32768), 16, Bf16, true),
+        ],
+        "llama-3.2-1b" => vec![Row::train(shape, (8, 1024), 16, Bf16, false)],
+        _ => Vec::new(),
+    };
+    if !large.is_empty() {
+        let generation = [Row::prefill(shape, 2048, Bf16), Row::decode(shape, 16, 64, Bf16)];
+        return large.into_iter().chain(generation).collect();
+    }
     let mut rows = vec![
         Row::train(shape, (1, 512), 16, Bf16, false),
         Row::train(shape, (1, 512), 16, F32, false),
@@ -297,14 +367,14 @@ impl Work {
                 }
                 inputs
             }
-            Self::Softmax { shape, pass } => {
+            Self::Softmax { shape, pass, .. } => {
                 let mut inputs = vec![input("x", shape, 4.0)];
                 if *pass == Pass::Backward {
                     inputs.push(input("dy", shape, 1.0));
                 }
                 inputs
             }
-            Self::LayerNorm { shape, pass } => {
+            Self::LayerNorm { shape, pass, .. } => {
                 let size = last(shape);
                 let mut inputs =
                     vec![input("x", shape, 2.0), weight(size), input("bias", &[size], 0.5)];
@@ -313,10 +383,20 @@ impl Work {
                 }
                 inputs
             }
-            Self::RmsNorm { shape, pass } => {
+            Self::RmsNorm { shape, pass, .. } => {
                 let mut inputs = vec![input("x", shape, 2.0), weight(last(shape))];
                 if *pass == Pass::Backward {
                     inputs.push(input("dy", shape, 1.0));
+                }
+                inputs
+            }
+            &Self::Attention { batch, seq, heads, kv_heads, head_dim, pass, .. } => {
+                let keys = [batch, seq, kv_heads, head_dim];
+                let queries = [batch, seq, heads, head_dim];
+                let mut inputs =
+                    vec![input("q", &queries, 2.0), input("k", &keys, 2.0), input("v", &keys, 2.0)];
+                if pass == Pass::Backward {
+                    inputs.push(input("dy", &queries, 1.0));
                 }
                 inputs
             }
@@ -336,7 +416,9 @@ impl Work {
             Self::LoraLinear { pass: Pass::Forward, .. }
             | Self::Softmax { pass: Pass::Forward, .. }
             | Self::LayerNorm { pass: Pass::Forward, .. }
-            | Self::RmsNorm { pass: Pass::Forward, .. } => &["y"],
+            | Self::RmsNorm { pass: Pass::Forward, .. }
+            | Self::Attention { pass: Pass::Forward, .. } => &["y"],
+            Self::Attention { pass: Pass::Backward, .. } => &["dq", "dk", "dv"],
             Self::Softmax { pass: Pass::Backward, .. } => &["dx"],
             Self::LayerNorm { pass: Pass::Backward, .. } => &["dx", "dweight", "dbias"],
             Self::LoraLinear { pass: Pass::Backward, .. } => &["dx", "da", "db"],
@@ -371,7 +453,11 @@ impl Work {
     /// The dtype that the work computes in.
     pub fn precision(&self) -> Precision {
         match self {
-            Self::Train { dtype, .. }
+            Self::Softmax { dtype, .. }
+            | Self::LayerNorm { dtype, .. }
+            | Self::RmsNorm { dtype, .. }
+            | Self::Attention { dtype, .. }
+            | Self::Train { dtype, .. }
             | Self::Prefill { dtype, .. }
             | Self::Decode { dtype, .. } => *dtype,
             _ => Precision::F32,
@@ -384,9 +470,18 @@ impl Work {
         match self {
             Self::LoraLinear { tokens, hidden, pass: Pass::Forward, .. } => F32 * tokens * hidden,
             Self::LoraLinear { tokens, hidden, rank, .. } => F32 * hidden * (tokens + 2 * rank),
-            Self::Softmax { shape, .. }
-            | Self::LayerNorm { shape, .. }
-            | Self::RmsNorm { shape, .. } => F32 * shape.iter().product::<usize>(),
+            Self::Softmax { shape, dtype, .. }
+            | Self::LayerNorm { shape, dtype, .. }
+            | Self::RmsNorm { shape, dtype, .. } => {
+                dtype.dtype().size_in_bytes() * shape.iter().product::<usize>()
+            }
+            Self::Attention { batch, seq, heads, kv_heads, head_dim, pass, dtype } => {
+                let width = match pass {
+                    Pass::Forward => *heads,
+                    Pass::Backward => heads + 2 * kv_heads,
+                };
+                dtype.dtype().size_in_bytes() * batch * seq * head_dim * width
+            }
             _ => 0,
         }
     }
@@ -425,16 +520,34 @@ impl Work {
                     },
                 }
             }
-            Self::Softmax { shape, pass }
-            | Self::LayerNorm { shape, pass }
-            | Self::RmsNorm { shape, pass } => {
+            &Self::Attention { batch, seq, heads, kv_heads, head_dim, pass, dtype } => {
+                let (tokens, width) = ((batch * seq) as f64, head_dim as f64);
+                let (queries, keys) =
+                    (tokens * heads as f64 * width, tokens * kv_heads as f64 * width);
+                // Two products forward and five backward, half of each square.
+                let products = match pass {
+                    Pass::Forward => 2.0,
+                    Pass::Backward => 5.0,
+                };
+                let arrays = match pass {
+                    Pass::Forward => 2.0 * queries + 2.0 * keys,
+                    Pass::Backward => 4.0 * queries + 4.0 * keys,
+                };
+                Cost {
+                    bytes: bytes_of(dtype) * arrays,
+                    operations: products * queries * seq as f64,
+                }
+            }
+            Self::Softmax { shape, pass, dtype }
+            | Self::LayerNorm { shape, pass, dtype }
+            | Self::RmsNorm { shape, pass, dtype } => {
                 let n = shape.iter().product::<usize>() as f64;
                 // Around this many an element, the exponential not counted; memory decides.
                 let (arrays, operations) = match pass {
                     Pass::Forward => (2.0, 4.0),
                     Pass::Backward => (3.0, 10.0),
                 };
-                Cost { bytes: F32 * arrays * n, operations: operations * n }
+                Cost { bytes: bytes_of(*dtype) * arrays * n, operations: operations * n }
             }
             &Self::AdamW { parameters } => {
                 let n = parameters as f64;
@@ -546,12 +659,16 @@ impl Inputs {
         Ok(Self(inputs))
     }
 
-    /// The same on `device`.
+    /// The same in the dtype of an operation, on `device`.
     ///
     /// # Errors
     /// When the device has no room.
-    pub fn on(self, device: &Device) -> Result<Self> {
-        let moved = self.0.into_iter().map(|(name, tensor)| Ok((name, tensor.to_device(device)?)));
+    pub fn of(&self, work: &Work, device: &Device) -> Result<Self> {
+        let dtype = work.precision().dtype();
+        let moved = self
+            .0
+            .iter()
+            .map(|(name, tensor)| Ok((name.clone(), tensor.to_dtype(dtype)?.to_device(device)?)));
         Ok(Self(moved.collect::<Result<_>>()?))
     }
 
@@ -578,7 +695,7 @@ mod tests {
 
     #[test]
     fn rows_have_names_of_their_own_and_survive_json() {
-        let rows: Vec<Row> = operations().into_iter().chain(models("tiny")).collect();
+        let rows: Vec<Row> = gpu_operations().into_iter().chain(models("tiny")).collect();
         let names: std::collections::HashSet<&str> =
             rows.iter().map(|row| row.name.as_str()).collect();
         assert_eq!(names.len(), rows.len());

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use metal_candle::files;
 use metal_candle_bench::machine::{Machine, Peaks};
 use metal_candle_bench::report::{Measured, measure};
-use metal_candle_bench::rows::{Precision, operations};
+use metal_candle_bench::rows::{Precision, gpu_operations, operations};
 use metal_candle_bench::timing::{Plan, Summary};
 use metal_candle_bench::{Row, shapes};
 use serde::Serialize;
@@ -128,7 +128,8 @@ impl Arguments {
         let chosen = parts.iter().filter(|part| self.only.is_empty() || self.only.contains(part));
         Ok(chosen
             .flat_map(|part| match part {
-                Part::Ops => operations(),
+                Part::Ops if device.is_cpu() => operations(),
+                Part::Ops => gpu_operations(),
                 Part::Train => {
                     let size = (self.batch, self.seq);
                     vec![Row::train(shape, size, self.rank, dtype, self.gradient_checkpointing)]
