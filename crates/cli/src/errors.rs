@@ -52,6 +52,10 @@ pub fn describe(error: &anyhow::Error) -> String {
             text = format!("{text}: {cause}");
         }
     }
+    if text.contains("is out of memory") || text.contains("CUDA_ERROR_OUT_OF_MEMORY") {
+        text += "; a smaller --batch-size or --max-seq-length, --gradient-checkpointing, or \
+                 --dtype bf16 take less";
+    }
     text
 }
 

@@ -1,16 +1,19 @@
 //! Every family against fixtures made with transformers and PEFT: logits, cached decoding,
-//! greedy continuations, adapters, gradients and training.
+//! greedy continuations, adapters, gradients and training. They run on the GPU where this build and
+//! the machine have one.
 
 use candle_core::{DType, Device, Tensor};
 use metal_candle::adapter::{self, LoraConfig};
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::{Batch, IGNORED};
+use metal_candle::devices;
 use metal_candle::generate::Session;
 use metal_candle::model::{Config, Input, Model, PassOptions};
 use metal_candle_kernels::adamw;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 const FAMILIES: &[&str] = &[
     "gemma2",
@@ -39,8 +42,18 @@ fn folder(name: &str) -> PathBuf {
     fixtures().join("models").join(name)
 }
 
+/// The GPU if there is one.
+fn device() -> Device {
+    static DEVICE: OnceLock<Device> = OnceLock::new();
+    let open = || match devices::cuda_count() {
+        0 => Device::Cpu,
+        _ => devices::cuda(0).unwrap(),
+    };
+    DEVICE.get_or_init(open).clone()
+}
+
 fn load(name: &str) -> Model {
-    Model::load(folder(name), DType::F32, &Device::Cpu).unwrap()
+    Model::load(folder(name), DType::F32, &device()).unwrap()
 }
 
 fn tensors(path: impl AsRef<Path>) -> HashMap<String, Tensor> {
@@ -91,14 +104,15 @@ fn next_token_batch(ids: &[Vec<u32>]) -> Batch {
 }
 
 fn logits(model: &Model, ids: &[Vec<u32>]) -> Tensor {
-    let input = Input::batch(&next_token_batch(ids), &Device::Cpu).unwrap();
+    let input = Input::batch(&next_token_batch(ids), model.device()).unwrap();
     let hidden = model.forward(&Tape::inference(), &input, None, PassOptions::default()).unwrap();
     model.logits(hidden.tensor()).unwrap()
 }
 
 fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
     assert_eq!(a.dims(), b.dims());
-    let difference = (a.to_dtype(DType::F64).unwrap() - b.to_dtype(DType::F64).unwrap()).unwrap();
+    let exact = |x: &Tensor| x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+    let difference = (exact(a) - exact(b)).unwrap();
     let values = difference.flatten_all().unwrap().to_vec1::<f64>().unwrap();
     // `max` would pass over a NaN.
     values.iter().map(|value| value.abs()).fold(0.0, |a, b| if b.is_nan() || b > a { b } else { a })
@@ -127,7 +141,7 @@ fn logits_equal_those_of_transformers() {
 fn half_precision_stays_near_the_f32_logits() {
     for (dtype, tolerance) in [(DType::BF16, 0.15), (DType::F16, 0.02)] {
         for name in ["llama", "gemma2", "qwen3", "phi3"] {
-            let model = Model::load(folder(name), dtype, &Device::Cpu).unwrap();
+            let model = Model::load(folder(name), dtype, &device()).unwrap();
             let expected = tensors(folder(name).join("expected.safetensors"));
             let found = logits(&model, &rows(&expected["input_ids"]));
             assert_close(name, &found, &expected["logits"], tolerance * 4.0);
@@ -219,6 +233,7 @@ fn gradients(model: &Model, batch: &Batch, options: PassOptions) -> (f64, HashMa
         .enumerate()
         .map(|(index, entry)| {
             let gradient = store.gradient(ParameterId(index)).unwrap().copy().unwrap();
+            let gradient = gradient.to_device(&Device::Cpu).unwrap();
             (entry.name.clone(), gradient)
         })
         .collect();
@@ -398,7 +413,7 @@ fn merging_keeps_the_logits_and_the_merged_model_can_be_read_again() {
         assert_close(name, &logits(&model, &ids), &expected["logits"], 2e-4);
         let written = tempfile::tempdir().unwrap();
         model.save(written.path(), DType::F32, Some(&folder(name))).unwrap();
-        let again = Model::load(written.path(), DType::F32, &Device::Cpu).unwrap();
+        let again = Model::load(written.path(), DType::F32, &device()).unwrap();
         assert_close(name, &logits(&model, &ids), &logits(&again, &ids), 0.0);
     }
 }
@@ -434,7 +449,7 @@ fn adamw_step(
 
 fn follow(model: &Model, run: &Value, batches: &Tensor, clip: Option<f64>, weight_decay: f64) {
     let count = model.parameters().unwrap().len();
-    let zeros = || Tensor::zeros(count, DType::F32, &Device::Cpu).unwrap();
+    let zeros = || Tensor::zeros(count, DType::F32, model.device()).unwrap();
     let moments = (zeros(), zeros());
     let losses = numbers(&run["losses"]);
     let norms = run.get("gradient_norms").map(numbers);

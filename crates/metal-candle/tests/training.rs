@@ -4,6 +4,7 @@ use candle_core::{DType, Device};
 use metal_candle::adapter::LoraConfig;
 use metal_candle::autograd::ParameterId;
 use metal_candle::data::{BatchOptions, Batcher, Dataset, Example, Report};
+use metal_candle::devices;
 use metal_candle::model::Model;
 use metal_candle::random::SplitMix64;
 use metal_candle::train::{
@@ -13,7 +14,7 @@ use metal_candle::train::{
 use metal_candle::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 const STEPS: u64 = 12;
@@ -64,8 +65,18 @@ fn options() -> TrainOptions {
     }
 }
 
+/// The GPU if there is one.
+fn device() -> Device {
+    static DEVICE: OnceLock<Device> = OnceLock::new();
+    let open = || match devices::cuda_count() {
+        0 => Device::Cpu,
+        _ => devices::cuda(0).unwrap(),
+    };
+    DEVICE.get_or_init(open).clone()
+}
+
 fn model(full: bool) -> Model {
-    let mut model = Model::load(base(), DType::F32, &Device::Cpu).unwrap();
+    let mut model = Model::load(base(), DType::F32, &device()).unwrap();
     if full {
         model.train_all().unwrap();
     } else {
@@ -314,7 +325,7 @@ fn another_adapter_or_base_is_another_run() {
     let output = tempfile::tempdir().unwrap();
     let batches = batcher(dataset(24, 1), 3, true);
     let resume = |config: &LoraConfig, change_base: bool| -> Result<()> {
-        let mut model = Model::load(base(), DType::F32, &Device::Cpu)?;
+        let mut model = Model::load(base(), DType::F32, &device())?;
         if change_base {
             model.load_adapter(base().join("adapter"))?;
             model.merge_adapter()?;
@@ -392,7 +403,7 @@ fn steps_with_a_nan_are_skipped_and_the_run_stops_at_the_limit() {
 
 /// The parameters after a run without evaluation or checkpoints in between.
 fn trained(options: TrainOptions, batches: &Batcher, config: &LoraConfig) -> Vec<f32> {
-    let mut model = Model::load(base(), DType::F32, &Device::Cpu).unwrap();
+    let mut model = Model::load(base(), DType::F32, &device()).unwrap();
     model.add_lora(config, 5).unwrap();
     let output = tempfile::tempdir().unwrap();
     Trainer::new(&model, batches, options, output.path(), "llama")
@@ -514,7 +525,7 @@ fn options_that_cannot_work_are_refused_by_name() {
         let error = Trainer::new(&model, &batches, options, "nowhere", "llama").err().unwrap();
         assert!(error.to_string().contains(name), "{error}");
     }
-    let untrained = Model::load(base(), DType::F32, &Device::Cpu).unwrap();
+    let untrained = Model::load(base(), DType::F32, &device()).unwrap();
     assert!(Trainer::new(&untrained, &batches, options(), "nowhere", "llama").is_err());
 }
 

@@ -6,7 +6,8 @@
 mod module;
 mod open;
 
-use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DeviceRepr};
+use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DeviceRepr};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage, CudaStorageSlice, WrapErr};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
@@ -109,17 +110,32 @@ impl Cuda {
         // CUDA has no allocation of nothing.
         let count = count.max(1);
         let device = self.device.clone();
+        Ok(match dtype {
+            DType::U32 => CudaStorage::wrap_cuda_slice(self.slice::<u32>(count)?, device),
+            DType::BF16 => CudaStorage::wrap_cuda_slice(self.slice::<bf16>(count)?, device),
+            DType::F16 => CudaStorage::wrap_cuda_slice(self.slice::<f16>(count)?, device),
+            DType::F32 => CudaStorage::wrap_cuda_slice(self.slice::<f32>(count)?, device),
+            DType::F64 => CudaStorage::wrap_cuda_slice(self.slice::<f64>(count)?, device),
+            other => bail!("metal-candle-kernels: no CUDA operation gives {other:?} tensors"),
+        })
+    }
+
+    fn slice<T: DeviceRepr>(&self, count: usize) -> Result<CudaSlice<T>> {
         // SAFETY: whoever asks for a result launches the work that writes all of it.
-        unsafe {
-            Ok(match dtype {
-                DType::U32 => CudaStorage::wrap_cuda_slice(device.alloc::<u32>(count)?, device),
-                DType::BF16 => CudaStorage::wrap_cuda_slice(device.alloc::<bf16>(count)?, device),
-                DType::F16 => CudaStorage::wrap_cuda_slice(device.alloc::<f16>(count)?, device),
-                DType::F32 => CudaStorage::wrap_cuda_slice(device.alloc::<f32>(count)?, device),
-                DType::F64 => CudaStorage::wrap_cuda_slice(device.alloc::<f64>(count)?, device),
-                other => bail!("metal-candle-kernels: no CUDA operation gives {other:?} tensors"),
-            })
-        }
+        unsafe { self.stream.alloc::<T>(count) }.or_else(|error| {
+            if error.0 != CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+                return Err(error).w();
+            }
+            let context = self.stream.context();
+            let total = context.total_mem().unwrap_or(0) >> 20;
+            let used = open::memory(&Device::Cuda(self.device.clone())).map_or(0, |(used, _)| used);
+            bail!(
+                "metal-candle-kernels: CUDA device {} is out of memory: {} MiB were asked for while tensors take {} of its {total} MiB",
+                context.ordinal(),
+                (count * size_of::<T>()) >> 20,
+                used >> 20
+            )
+        })
     }
 
     /// A tensor that is not yet written.
