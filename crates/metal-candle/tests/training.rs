@@ -14,8 +14,8 @@ use metal_candle::train::{
 use metal_candle::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 const STEPS: u64 = 12;
 

@@ -211,24 +211,19 @@ impl Layer {
     pub fn forward(
         &self,
         tape: &Tape,
-        x: &Value,
+        stream: Stream,
         pass: &Pass,
         cache: Option<&mut LayerCache>,
-    ) -> Result<Value> {
-        let normed = apply(self.before_attention.as_ref(), tape, x)?;
+    ) -> Result<Stream> {
+        let (x, normed) = stream.normed(tape, self.before_attention.as_ref())?;
         let attended = self.attention.forward(tape, &normed, pass, cache)?;
         drop(normed);
-        let attended = self.branch(tape, self.after_attention.as_ref(), &attended)?;
-        let (x, normed) = match &self.before_mlp {
-            Some(norm) => norm.forward_residual(tape, x, &attended)?,
-            None => {
-                let x = tape.add(x, &attended)?;
-                (x.clone(), x)
-            }
-        };
+        let branch = Some(self.branch(tape, self.after_attention.as_ref(), &attended)?);
         drop(attended);
+        let (x, normed) = Stream { x, branch }.normed(tape, self.before_mlp.as_ref())?;
         let output = self.mlp.forward(tape, &normed, pass)?;
-        tape.add(&x, &self.branch(tape, self.after_mlp.as_ref(), &output)?)
+        let branch = Some(self.branch(tape, self.after_mlp.as_ref(), &output)?);
+        Ok(Stream { x, branch })
     }
 
     /// What a branch adds to the residual stream.
@@ -393,6 +388,37 @@ impl Mlp {
     }
 }
 
+/// The residual stream between two parts of the decoder. What the last branch gave is added together
+/// with the norm that follows, in one pass.
+pub(crate) struct Stream {
+    x: Value,
+    branch: Option<Value>,
+}
+
+impl Stream {
+    /// The stream with the branch added, and what `norm` makes of it.
+    pub fn normed(self, tape: &Tape, norm: Option<&Norm>) -> Result<(Value, Value)> {
+        match (self.branch, norm) {
+            (Some(branch), Some(norm)) => norm.forward_residual(tape, &self.x, &branch),
+            (None, Some(norm)) => {
+                let normed = norm.forward(tape, &self.x)?;
+                Ok((self.x, normed))
+            }
+            (branch, None) => {
+                let x = Stream { x: self.x, branch }.joined(tape)?;
+                Ok((x.clone(), x))
+            }
+        }
+    }
+
+    fn joined(self, tape: &Tape) -> Result<Value> {
+        match self.branch {
+            Some(branch) => tape.add(&self.x, &branch),
+            None => Ok(self.x),
+        }
+    }
+}
+
 /// Runs all layers, storing or recomputing their activations.
 pub(crate) fn run_layers(
     layers: &[Arc<Layer>],
@@ -401,22 +427,27 @@ pub(crate) fn run_layers(
     pass: &Arc<Pass>,
     mut caches: Option<&mut [LayerCache]>,
     recompute: bool,
-) -> Result<Value> {
-    let mut x = x;
+) -> Result<Stream> {
+    let mut stream = Stream { x, branch: None };
     for (index, layer) in layers.iter().enumerate() {
         let cache = caches.as_mut().and_then(|caches| caches.get_mut(index));
-        x = if recompute && cache.is_none() {
+        stream = if recompute && cache.is_none() {
             let (layer, pass) = (layer.clone(), pass.clone());
             let segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
-                inputs.iter().map(|x| layer.forward(tape, x, &pass, None)).collect()
+                let layers = inputs.iter().map(|x| {
+                    let stream = Stream { x: x.clone(), branch: None };
+                    layer.forward(tape, stream, &pass, None)?.joined(tape)
+                });
+                layers.collect()
             });
-            match tape.checkpoint(&[&x], segment)?.pop() {
-                Some(x) => x,
+            // Only the sum is kept for the backward pass.
+            match tape.checkpoint(&[&stream.joined(tape)?], segment)?.pop() {
+                Some(x) => Stream { x, branch: None },
                 None => return Err(candle_core::Error::msg("a segment gave no output").into()),
             }
         } else {
-            layer.forward(tape, &x, pass, cache)?
+            layer.forward(tape, stream, pass, cache)?
         };
     }
-    Ok(x)
+    Ok(stream)
 }

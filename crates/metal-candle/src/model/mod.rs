@@ -532,8 +532,8 @@ impl Model {
             tape.scale(&x, self.config.embedding_scale)?
         };
         let caches = cache.map(|cache| cache.layers.as_mut_slice());
-        let x = decoder::run_layers(&self.layers, tape, x, &pass, caches, options.checkpoint)?;
-        self.norm.forward(tape, &x)
+        let stream = decoder::run_layers(&self.layers, tape, x, &pass, caches, options.checkpoint)?;
+        Ok(stream.normed(tape, Some(&self.norm))?.1)
     }
 
     fn check_cache(&self, tape: &Tape, input: &Input, cache: &KvCache) -> Result<()> {
