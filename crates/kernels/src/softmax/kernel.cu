@@ -126,6 +126,8 @@ __device__ __forceinline__ void softmax_backward(const T *y, const T *dy, T *dx,
                 total[0] += to_float(y_packs[p].at[i]) * to_float(dy_packs[p].at[i]);
         }
     }
+    keep_packed(y_packs);
+    keep_packed(dy_packs);
     row_sums(total, row_threads, scratch);
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, memory, open, reset_peak};
-pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan};
+pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, any_groups};
 
 /// The device of some tensors.
 #[derive(Clone)]

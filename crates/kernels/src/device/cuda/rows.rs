@@ -52,8 +52,8 @@ impl RowPlan {
     /// Fewer blocks, which take several rows each in turn and keep sums over them: the number of groups
     /// of threads that have such sums.
     pub(crate) fn share_rows(&mut self, rows: usize) -> usize {
-        // Four blocks of 256 threads on every multiprocessor of an H200.
-        const THREADS: usize = 132 * 1024;
+        // What the multiprocessors of an H200 hold at once: a thread has some hundred registers.
+        const THREADS: usize = 132 * 512;
         // So that the sums stay small beside the rows.
         const ROWS_OF_GROUP: usize = 8;
         let groups = (THREADS / self.row_threads as usize).min(rows.div_ceil(ROWS_OF_GROUP));
@@ -61,6 +61,16 @@ impl RowPlan {
         self.grid = blocks as u32;
         blocks * self.rows_at_once
     }
+}
+
+/// For sums over rows, a thread a column: `(grid, groups of rows, rows in a group)`.
+pub(crate) fn any_groups(rows: usize, columns: usize) -> ((u32, u32, u32), usize, usize) {
+    const ROWS_OF_GROUP: usize = 32;
+    const GROUPS: usize = 256;
+    let rows_of_group = rows.div_ceil(GROUPS).max(ROWS_OF_GROUP);
+    let groups = rows.div_ceil(rows_of_group);
+    let blocks = columns.div_ceil(ANY_THREADS as usize);
+    ((blocks as u32, groups as u32, 1), groups, rows_of_group)
 }
 
 /// A norm's parameter as the kernels take it.
