@@ -13,26 +13,37 @@
 //! The offset is 0 for Llama and its kin, and 1 for Gemma, which stores `w - 1`.
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{
-    Input, Sum, add_sums, buffer, contiguous_slice, contiguous_values, dispatch, rows_per_sum,
-};
-use crate::device::{require_cpu, require_dtype, require_shape, rows_and_columns};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Device, Layout, Result, Shape, Tensor, WithDType, bail};
+use crate::device::cpu::{Input, Sum, add_sums, buffer, dispatch, rows_per_sum};
+use crate::device::{record2, require_dtype, require_shape, require_together, rows_and_columns};
+use candle_core::{Device, Result, Tensor, bail};
 
 const OPERATION: &str = "rms_norm";
 
 /// `x / rms(x) · (weight_offset + weight)`: `x` `(.., hidden)`, `weight` `(hidden)`, result like `x`.
 ///
 /// # Errors
-/// When shapes don't fit, a dtype isn't a float, or a tensor isn't on the CPU.
+/// When shapes don't fit, a dtype isn't a float, or the tensors aren't on one device.
 pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, weight_offset: f64) -> Result<Tensor> {
-    check(x, weight)?;
-    let operation = RmsNorm { eps, weight_offset };
-    x.detach().contiguous()?.apply_op2_no_bwd(&weight.detach().contiguous()?, &operation)
+    let (rows, hidden) = check(x, weight)?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::forward(rows, hidden, x, weight, eps, weight_offset);
+    }
+    let shape = x.dims();
+    let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
+    let (x, weight) = (x.read(), weight.read());
+    dispatch!(OPERATION, x.dtype(), T => {
+        let mut y = buffer::<T>(rows * hidden);
+        let mut scratch = Vec::new();
+        let scale = cpu::scale(weight.values()?, weight_offset, &mut scratch);
+        cpu::forward(hidden, x.slice::<T>()?, scale, eps, &mut y);
+        Tensor::from_vec(y, shape, &Device::Cpu)
+    })
 }
 
 /// Like [`forward`], recorded in Candle's autograd.
@@ -40,15 +51,19 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, weight_offset: f64) -> Res
 /// # Errors
 /// Like [`forward`].
 pub fn differentiable(x: &Tensor, weight: &Tensor, eps: f64, weight_offset: f64) -> Result<Tensor> {
-    check(x, weight)?;
-    x.contiguous()?.apply_op2(&weight.contiguous()?, RmsNorm { eps, weight_offset })
+    let y = forward(x, weight, eps, weight_offset)?;
+    record2(OPERATION, [x, weight], y, move |[x, weight], _, dy| {
+        let (need_dx, need_dweight) = (x.track_op(), weight.track_op());
+        let (dx, dweight) = backward(x, weight, eps, weight_offset, dy, need_dx, need_dweight)?;
+        Ok([dx, dweight.map(|dweight| dweight.to_dtype(weight.dtype())).transpose()?])
+    })
 }
 
 /// `(sum, y)` with `sum = x + residual` and `y` its RMS norm as [`forward`] makes it, in one pass: `x`
 /// and `residual` `(.., hidden)` of one dtype, `weight` `(hidden)`; both results like `x`.
 ///
 /// # Errors
-/// When shapes or dtypes don't fit, or a tensor isn't on the CPU.
+/// When shapes or dtypes don't fit, or the tensors aren't on one device.
 pub fn forward_residual(
     x: &Tensor,
     residual: &Tensor,
@@ -58,6 +73,10 @@ pub fn forward_residual(
 ) -> Result<(Tensor, Tensor)> {
     let (rows, hidden) = check(x, weight)?;
     check_like_x("residual", residual, x)?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::forward_residual(rows, hidden, x, residual, weight, eps, weight_offset);
+    }
     let shape = x.dims();
     let (x, residual) = (Input::contiguous(x)?, Input::contiguous(residual)?);
     let weight = Input::contiguous(weight)?;
@@ -79,7 +98,7 @@ pub fn forward_residual(
 /// `dweight` `(hidden)` in f32 (f64 for f64). What isn't needed isn't computed.
 ///
 /// # Errors
-/// When shapes or dtypes don't fit, or a tensor isn't on the CPU.
+/// When shapes or dtypes don't fit, or the tensors aren't on one device.
 pub fn backward(
     x: &Tensor,
     weight: &Tensor,
@@ -129,6 +148,12 @@ fn gradients(
     if let Some(dsum) = dsum {
         check_like_x("dsum", dsum, x)?;
     }
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        let (rows, columns) = (rows, hidden);
+        return cuda::Backward { rows, columns, x, weight, eps, weight_offset, dy, dsum }
+            .run(need_dx, need_dweight);
+    }
     let shape = x.dims();
     let (x, weight, dy) =
         (Input::contiguous(x)?, Input::contiguous(weight)?, Input::contiguous(dy)?);
@@ -158,69 +183,14 @@ fn gradients(
 }
 
 fn check(x: &Tensor, weight: &Tensor) -> Result<(usize, usize)> {
-    require_cpu(OPERATION, &[x, weight])?;
+    require_together(OPERATION, &[x, weight])?;
     let (rows, hidden) = rows_and_columns(OPERATION, "x", x)?;
     require_shape(OPERATION, "weight", weight, &[hidden])?;
     Ok((rows, hidden))
 }
 
 fn check_like_x(name: &str, tensor: &Tensor, x: &Tensor) -> Result<()> {
-    require_cpu(OPERATION, &[tensor])?;
+    require_together(OPERATION, &[x, tensor])?;
     require_shape(OPERATION, name, tensor, x.dims())?;
     require_dtype(OPERATION, name, tensor, x.dtype())
-}
-
-/// The operation for Candle's `apply_op2(x, weight)`, on contiguous tensors; [`differentiable`]
-/// checks and prepares its inputs.
-#[derive(Clone, Copy, Debug)]
-pub struct RmsNorm {
-    /// Added to the mean of squares.
-    pub eps: f64,
-    /// Added to the weight: 1 for Gemma, else 0.
-    pub weight_offset: f64,
-}
-
-impl CustomOp2 for RmsNorm {
-    fn name(&self) -> &'static str {
-        OPERATION
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let shape = x_layout.shape();
-        let hidden = weight_layout.shape().elem_count();
-        if shape.dims().last() != Some(&hidden) {
-            bail!(
-                "metal-candle-kernels: {OPERATION}: x has shape {shape:?}, expected a last dimension of {hidden} to fit the weight"
-            )
-        }
-        dispatch!(OPERATION, x.dtype(), T => {
-            let x = contiguous_slice::<T>(x, x_layout)?;
-            let weight = contiguous_values(weight, weight_layout)?;
-            let mut scratch = Vec::new();
-            let scale = cpu::scale(weight, self.weight_offset, &mut scratch);
-            let mut y = buffer::<T>(x.len());
-            cpu::forward(hidden, x, scale, self.eps, &mut y);
-            Ok((T::to_cpu_storage_owned(y), shape.clone()))
-        })
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (need_dx, need_dweight) = (x.track_op(), weight.track_op());
-        let (dx, dweight) =
-            backward(x, weight, self.eps, self.weight_offset, dy, need_dx, need_dweight)?;
-        let dweight = dweight.map(|dweight| dweight.to_dtype(weight.dtype())).transpose()?;
-        Ok((dx, dweight))
-    }
 }

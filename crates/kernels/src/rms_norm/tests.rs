@@ -224,3 +224,166 @@ fn empty_and_wrong_shapes_are_handled() {
     let (sum, y) = forward_residual(&empty, &empty, &weight, EPS, 0.0).unwrap();
     assert_eq!((sum.dims(), y.dims()), (&[0, 7][..], &[0, 7][..]));
 }
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+
+    /// Rows that are kept in registers, by a warp and by a block, and others; more rows than blocks.
+    const SHAPES: [(usize, usize); 10] = [
+        (1, 1),
+        (5, 8),
+        (3001, 24),
+        (64, 1024),
+        (40, 1000),
+        (700, 2056),
+        (9, 33),
+        (3, 8192),
+        (300, 203),
+        (2, 20_011),
+    ];
+
+    fn back(tensor: &Tensor) -> Tensor {
+        tensor.to_device(&Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn cuda_forward_matches_the_cpu() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for (rows, hidden) in SHAPES {
+            for (dtype, tolerance) in PRECISIONS {
+                for (weight_dtype, offset) in [(dtype, 0.0), (DType::F32, 1.0), (DType::F16, 0.0)] {
+                    let x = rounded(&random(&[rows, hidden], 1), dtype);
+                    let weight = rounded(&random(&[hidden], 2), weight_dtype);
+                    let exact = forward(&x, &weight, EPS, offset).unwrap();
+                    let x = x.to_dtype(dtype).unwrap().to_device(&device).unwrap();
+                    let weight = weight.to_dtype(weight_dtype).unwrap();
+                    let weight = weight.to_device(&device).unwrap();
+                    let y = forward(&x, &weight, EPS, offset).unwrap();
+                    assert_eq!(y.dtype(), dtype);
+                    assert_close(&back(&y), &exact, tolerance);
+                    let again = forward(&x, &weight, EPS, offset).unwrap();
+                    assert_identical(&back(&again), &back(&y));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_residual_forward_is_the_sum_and_its_norm() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for (rows, hidden) in SHAPES {
+            for (dtype, _) in PRECISIONS {
+                let low = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
+                let (x, residual) = (low(&[rows, hidden], 1), low(&[rows, hidden], 2));
+                let put = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+                let weight = put(&low(&[hidden], 3));
+                let (x, residual) = (put(&x), put(&residual));
+                let (sum, y) = forward_residual(&x, &residual, &weight, EPS, 1.0).unwrap();
+                assert_identical(&back(&sum), &(&back(&x) + &back(&residual)).unwrap());
+                let norm = forward(&sum, &weight, EPS, 1.0).unwrap();
+                assert_identical(&back(&y), &back(&norm));
+                let views = (strided(&x), strided(&residual));
+                let other = forward_residual(&views.0, &views.1, &weight, EPS, 1.0).unwrap();
+                assert_identical(&back(&other.0), &back(&sum));
+                assert_identical(&back(&other.1), &back(&y));
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_backward_matches_the_cpu() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for (rows, hidden) in SHAPES {
+            for (dtype, tolerance) in PRECISIONS {
+                let made = |seed| rounded(&random(&[rows, hidden], seed), dtype);
+                let (x, dy, dsum) = (made(1), made(2), made(3));
+                let weight = rounded(&random(&[hidden], 4), dtype);
+                let put =
+                    |tensor: &Tensor| tensor.to_dtype(dtype).unwrap().to_device(&device).unwrap();
+                let (low_x, low_dy, low_dsum) = (put(&x), put(&dy), put(&dsum));
+                let low_weight = put(&weight);
+                for dsum in [None, Some((&dsum, &low_dsum))] {
+                    let run = |need_dweight| {
+                        let dsum = dsum.map(|(_, low)| low);
+                        backward_residual(
+                            &low_x,
+                            &low_weight,
+                            EPS,
+                            1.0,
+                            &low_dy,
+                            dsum,
+                            need_dweight,
+                        )
+                        .unwrap()
+                    };
+                    let exact = dsum.map(|(exact, _)| exact);
+                    let (dx, dw) =
+                        backward_residual(&x, &weight, EPS, 1.0, &dy, exact, true).unwrap();
+                    let (low_dx, low_dw) = run(true);
+                    assert_eq!(low_dx.dtype(), dtype);
+                    assert_close(&back(&low_dx), &dx, tolerance);
+                    let low_dw = back(&low_dw.unwrap());
+                    assert_eq!(low_dw.dtype(), DType::F32);
+                    assert_close(&low_dw, &dw.unwrap(), 4e-6);
+                    let (again, again_dw) = run(true);
+                    assert_identical(&back(&again), &back(&low_dx));
+                    assert_identical(&back(&again_dw.unwrap()), &low_dw);
+                    let (other, none) = run(false);
+                    assert!(none.is_none());
+                    assert_close(&back(&other), &dx, tolerance);
+                }
+                let (none, low_dw) =
+                    backward(&low_x, &low_weight, EPS, 1.0, &low_dy, false, true).unwrap();
+                assert!(none.is_none());
+                let (_, dw) = backward(&x, &weight, EPS, 1.0, &dy, false, true).unwrap();
+                assert_close(&back(&low_dw.unwrap()), &dw.unwrap(), 4e-6);
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_reads_rows_that_start_anywhere() {
+        let Some(device) = crate::testing::cuda() else { return };
+        let x = random(&[2000], 1).to_dtype(DType::BF16).unwrap();
+        let weight = random(&[200], 2).to_dtype(DType::BF16).unwrap();
+        let odd = |start| x.narrow(0, start, 1000).unwrap().reshape((5, 200)).unwrap();
+        let put = |start| {
+            let x = x.to_device(&device).unwrap();
+            x.narrow(0, start, 1000).unwrap().reshape((5, 200)).unwrap()
+        };
+        let low_weight = weight.to_device(&device).unwrap();
+        let y = forward(&put(3), &low_weight, EPS, 0.0).unwrap();
+        assert_close(&back(&y), &forward(&odd(3), &weight, EPS, 0.0).unwrap(), 1e-2);
+        let (dx, dw) = backward(&put(3), &low_weight, EPS, 0.0, &put(8), true, true).unwrap();
+        let exact = backward(&odd(3), &weight, EPS, 0.0, &odd(8), true, true).unwrap();
+        assert_close(&back(&dx.unwrap()), &exact.0.unwrap(), 1e-2);
+        assert_close(&back(&dw.unwrap()), &exact.1.unwrap(), 4e-6);
+    }
+
+    #[test]
+    fn cuda_handles_nothing_and_trains_in_candle() {
+        let Some(device) = crate::testing::cuda() else { return };
+        let weight = Tensor::ones(7, DType::F32, &device).unwrap();
+        let empty = Tensor::zeros((0, 7), DType::F32, &device).unwrap();
+        assert_eq!(forward(&empty, &weight, EPS, 0.0).unwrap().dims(), &[0, 7]);
+        let (dx, dw) = backward(&empty, &weight, EPS, 0.0, &empty, true, true).unwrap();
+        assert_eq!(dx.unwrap().dims(), &[0, 7]);
+        assert_eq!(max_abs(&back(&dw.unwrap())), 0.0);
+        let (sum, y) = forward_residual(&empty, &empty, &weight, EPS, 0.0).unwrap();
+        assert_eq!((sum.dims(), y.dims()), (&[0, 7][..], &[0, 7][..]));
+        let x = Var::from_tensor(&random(&[2, 5, 7], 1).to_dtype(DType::F32).unwrap()).unwrap();
+        let low_x = Var::from_tensor(&x.to_device(&device).unwrap()).unwrap();
+        let weight = Var::from_tensor(&random(&[7], 2).to_dtype(DType::F32).unwrap()).unwrap();
+        let low_weight = Var::from_tensor(&weight.to_device(&device).unwrap()).unwrap();
+        let loss = |x: &Tensor, weight: &Tensor| {
+            let y = differentiable(x, weight, EPS, 1.0).unwrap();
+            y.sqr().unwrap().sum_all().unwrap().backward().unwrap()
+        };
+        let (exact, found) = (loss(&x, &weight), loss(&low_x, &low_weight));
+        for (exact_of, found_of) in [(&x, &low_x), (&weight, &low_weight)] {
+            let (exact, found) = (exact.get(exact_of).unwrap(), found.get(found_of).unwrap());
+            assert_close(&back(found), exact, 1e-5);
+        }
+    }
+}

@@ -135,3 +135,131 @@ fn empty_and_wrong_shapes_are_handled() {
     let wrong = message(forward(&Tensor::new(&[1u32], &Device::Cpu).unwrap()));
     assert!(wrong.contains("does not support U32"), "{wrong}");
 }
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+
+    /// Lengths that are kept in registers, by a warp and by a block, and others; many short rows.
+    const SHAPES: [&[usize]; 12] = [
+        &[1],
+        &[64],
+        &[2, 5, 33],
+        &[5, 8],
+        &[3001, 24],
+        &[4, 16, 1024],
+        &[3, 1000],
+        &[7, 2056],
+        &[2, 8192],
+        &[2, 16384],
+        &[3, 20_011],
+        &[2, 100_000],
+    ];
+
+    #[test]
+    fn cuda_matches_the_cpu() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for shape in SHAPES {
+            for (dtype, tolerance) in PRECISIONS {
+                let (x, dy) = (wide(shape, 1), random(shape, 2));
+                let put =
+                    |tensor: &Tensor| tensor.to_dtype(dtype).unwrap().to_device(&device).unwrap();
+                let y = forward(&put(&x)).unwrap();
+                assert_eq!(y.dtype(), dtype);
+                let exact = forward(&rounded(&x, dtype)).unwrap();
+                assert_close(&y.to_device(&Device::Cpu).unwrap(), &exact, tolerance);
+                // The sums of long rows have many terms.
+                let dx = backward(&put(&exact), &put(&dy)).unwrap();
+                let exact = backward(&rounded(&exact, dtype), &rounded(&dy, dtype)).unwrap();
+                assert_close(&dx.to_device(&Device::Cpu).unwrap(), &exact, tolerance);
+                assert_identical(
+                    &forward(&put(&x)).unwrap().to_device(&Device::Cpu).unwrap(),
+                    &y.to_device(&Device::Cpu).unwrap(),
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_reads_views() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for dtype in [DType::F32, DType::BF16] {
+            let low = |seed| wide(&[30, 200], seed).to_dtype(dtype).unwrap();
+            let (x, dy) = (low(1), low(2));
+            let put = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+            let (y, views) = (forward(&put(&x)).unwrap(), [strided(&put(&x)), strided(&put(&dy))]);
+            let back = |tensor: &Tensor| tensor.to_device(&Device::Cpu).unwrap();
+            assert_identical(&back(&forward(&views[0]).unwrap()), &back(&y));
+            let dx = backward(&y, &put(&dy)).unwrap();
+            assert_identical(&back(&backward(&strided(&y), &views[1]).unwrap()), &back(&dx));
+            // Rows that start where no pack can be loaded.
+            let odd =
+                Tensor::cat(&[&x.flatten_all().unwrap(), &x.flatten_all().unwrap()], 0).unwrap();
+            let odd = put(&odd).narrow(0, 1, 1000).unwrap().reshape((5, 200)).unwrap();
+            assert!(odd.is_contiguous());
+            let exact = forward(&back(&odd)).unwrap();
+            assert_close(&back(&forward(&odd).unwrap()), &exact, 1e-2);
+        }
+    }
+
+    #[test]
+    fn cuda_small_probabilities_are_relatively_exact() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for columns in [300, 333] {
+            let x = (random(&[5, columns], 1) * 40.0).unwrap();
+            let exact = values(&reference(&rounded(&x, DType::F32)));
+            let x = x.to_dtype(DType::F32).unwrap().to_device(&device).unwrap();
+            let y = values(&forward(&x).unwrap().to_device(&Device::Cpu).unwrap());
+            for (y, exact) in y.iter().zip(exact) {
+                assert!((y - exact).abs() <= 1e-5 * exact, "{y} is not {exact}");
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_forbidden_gets_nothing_and_broken_shows() {
+        let Some(device) = crate::testing::cuda() else { return };
+        let no = f32::NEG_INFINITY;
+        // With whole packs and without, in one warp and in several.
+        for size in [4, 5, 400, 4000, 4001] {
+            let row = |values: [f32; 4]| {
+                let mut row = vec![no; size];
+                for (index, value) in values.into_iter().enumerate() {
+                    row[index * (size - 1) / 3] = value;
+                }
+                let y = forward(&Tensor::from_vec(row, size, &device).unwrap()).unwrap();
+                let y = y.to_vec1::<f32>().unwrap();
+                [0, 1, 2, 3].map(|index| y[index * (size - 1) / 3])
+            };
+            assert_eq!(row([no, 3.0, no, 3.0]), [0.0, 0.5, 0.0, 0.5]);
+            assert_eq!(row([0.0, 3e38, -3e38, 0.0]), [0.0, 1.0, 0.0, 0.0]);
+            for broken in [[0.0, f32::NAN, 1.0, 2.0], [no; 4], [f32::INFINITY, 0.0, 0.0, 0.0]] {
+                assert!(row(broken).iter().all(|y| y.is_nan()), "{size}: {broken:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_handles_nothing_and_errors() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for shape in [[0, 7], [5, 0]] {
+            let empty = Tensor::zeros(&shape, DType::BF16, &device).unwrap();
+            assert_eq!(forward(&empty).unwrap().dims(), &shape);
+            assert_eq!(backward(&empty, &empty).unwrap().dims(), &shape);
+        }
+        let x = Tensor::zeros((2, 3), DType::F32, &device).unwrap();
+        let wrong =
+            message(backward(&x, &Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap()));
+        assert!(wrong.contains("expected all on one device"), "{wrong}");
+        let wrong = message(forward(&Tensor::zeros(3, DType::U32, &device).unwrap()));
+        assert!(wrong.contains("does not support U32"), "{wrong}");
+        let wrong = message(forward(&Tensor::zeros(3, DType::F64, &device).unwrap()));
+        assert!(wrong.contains("does not support F64"), "{wrong}");
+        let x = candle_core::Var::from_tensor(&Tensor::ones((2, 8), DType::F32, &device).unwrap());
+        let x = x.unwrap();
+        let y = differentiable(&x).unwrap();
+        let gradients = (y * 3.0).unwrap().sum_all().unwrap().backward().unwrap();
+        let dx = gradients.get(&x).unwrap().to_device(&Device::Cpu).unwrap();
+        assert!(max_abs(&dx) < 1e-6);
+    }
+}

@@ -5,6 +5,7 @@
 
 mod module;
 mod open;
+mod rows;
 
 use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DeviceRepr};
@@ -16,6 +17,7 @@ use std::sync::Arc;
 
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, memory, open, reset_peak};
+pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, any_groups};
 
 /// The device of some tensors.
 #[derive(Clone)]

@@ -1,0 +1,126 @@
+//! The host's side of `rows.cuh`: which threads have which row, and adding up what blocks have summed.
+
+use super::{Array, Cuda, Module, module};
+use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, PushKernelArg};
+use candle_core::{DType, Result, bail};
+
+static SUMS: Module = module!("sums");
+
+const WARP: usize = 32;
+/// As in `rows.cuh`.
+const ROW_THREADS: usize = 512;
+pub(crate) const ANY_THREADS: u32 = 256;
+
+/// How rows in registers are spread over threads.
+pub(crate) struct RowPlan {
+    pub(crate) row_threads: i32,
+    pub(crate) block: u32,
+    /// Blocks that have one row for every warp or block.
+    pub(crate) grid: u32,
+    /// Rows that a block has at a time.
+    rows_at_once: usize,
+}
+
+impl RowPlan {
+    /// Where a row of `columns` elements of `dtype` fits in registers, `packs` packs of 16 bytes a
+    /// thread, and every address allows to load packs.
+    pub(crate) fn new(
+        rows: usize,
+        columns: usize,
+        dtype: DType,
+        packs: usize,
+        addresses: &[u64],
+    ) -> Option<RowPlan> {
+        let pack = 16 / dtype.size_in_bytes();
+        if !columns.is_multiple_of(pack) || addresses.iter().any(|address| address % 16 != 0) {
+            return None;
+        }
+        let row_threads = (columns / pack).div_ceil(packs).next_multiple_of(WARP);
+        if row_threads > ROW_THREADS {
+            return None;
+        }
+        // Few rows are spread over as many multiprocessors as there are.
+        let rows_at_once = if row_threads == WARP && rows >= 2048 { 4 } else { 1 };
+        Some(RowPlan {
+            row_threads: row_threads as i32,
+            block: (row_threads * rows_at_once) as u32,
+            grid: u32::try_from(rows.div_ceil(rows_at_once)).ok()?,
+            rows_at_once,
+        })
+    }
+
+    /// Fewer blocks, which take several rows each in turn and keep sums over them: the number of groups
+    /// of threads that have such sums.
+    pub(crate) fn share_rows(&mut self, rows: usize) -> usize {
+        // What the multiprocessors of an H200 hold at once: a thread has some hundred registers.
+        const THREADS: usize = 132 * 512;
+        // So that the sums stay small beside the rows.
+        const ROWS_OF_GROUP: usize = 8;
+        let groups = (THREADS / self.row_threads as usize).min(rows.div_ceil(ROWS_OF_GROUP));
+        let blocks = groups.div_ceil(self.rows_at_once).max(1);
+        self.grid = blocks as u32;
+        blocks * self.rows_at_once
+    }
+}
+
+/// For sums over rows, a thread a column: `(grid, groups of rows, rows in a group)`.
+pub(crate) fn any_groups(rows: usize, columns: usize) -> ((u32, u32, u32), usize, usize) {
+    const ROWS_OF_GROUP: usize = 32;
+    const GROUPS: usize = 256;
+    let rows_of_group = rows.div_ceil(GROUPS).max(ROWS_OF_GROUP);
+    let groups = rows.div_ceil(rows_of_group);
+    let blocks = columns.div_ceil(ANY_THREADS as usize);
+    ((blocks as u32, groups as u32, 1), groups, rows_of_group)
+}
+
+/// A norm's parameter as the kernels take it.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Parameter {
+    address: u64,
+    dtype: i32,
+}
+
+// SAFETY: it has the layout of the kernels' struct of that name.
+unsafe impl DeviceRepr for Parameter {}
+
+impl Parameter {
+    pub(crate) fn new(operation: &str, array: &Array) -> Result<Parameter> {
+        let dtype = match array.dtype {
+            DType::F32 => 0,
+            DType::BF16 => 1,
+            DType::F16 => 2,
+            other => bail!(
+                "metal-candle-kernels: {operation} on CUDA does not support {other:?} parameters, expected F32, BF16 or F16"
+            ),
+        };
+        Ok(Parameter { address: array.pointer, dtype })
+    }
+
+    /// No parameter.
+    pub(crate) fn none() -> Parameter {
+        Parameter { address: 0, dtype: 0 }
+    }
+}
+
+impl Cuda {
+    /// The sums over `(groups, columns)` f32 `(columns)`, always added in the same order.
+    pub(crate) fn sum_groups(
+        &self,
+        partial: &Array,
+        groups: usize,
+        columns: usize,
+    ) -> Result<Array> {
+        let out = self.empty(columns, DType::F32)?;
+        let grid = (columns.div_ceil(WARP) as u32, 1, 1);
+        let launch = SUMS.launch(self, "sum_groups", grid, 1024, 0)?;
+        let (groups, columns) = (groups as i64, columns as i64);
+        // SAFETY: the kernel reads (groups, columns) and writes (columns).
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&partial.pointer).arg(&groups).arg(&columns).arg(&out.pointer);
+            })?;
+        }
+        Ok(out)
+    }
+}
