@@ -10,13 +10,14 @@
 //! ```
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, buffer, collapsed_rows, dispatch};
-use crate::device::{require_cpu, require_dtype, require_shape, rows_and_columns};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Device, Layout, Result, Shape, Tensor, WithDType, bail};
+use crate::device::cpu::{Input, Read, buffer, collapsed_rows, dispatch};
+use crate::device::{record2, require_dtype, require_shape, require_together, rows_and_columns};
+use candle_core::{Device, Result, Tensor, WithDType, bail};
 
 const OPERATION: &str = "glu";
 
@@ -35,11 +36,21 @@ pub enum Activation {
 /// The halves of a fused projection can be given as `narrow`ed views; they aren't copied.
 ///
 /// # Errors
-/// When shapes or dtypes don't fit, or a tensor isn't on the CPU.
+/// When shapes or dtypes don't fit, or the tensors aren't on one device.
 pub fn forward(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
     check(gate, up)?;
-    let (gate, up) = (rows(&gate.detach())?, rows(&up.detach())?);
-    gate.apply_op2_no_bwd(&up, &Glu { activation })
+    #[cfg(feature = "cuda")]
+    if gate.device().is_cuda() {
+        return cuda::forward(gate, up, activation);
+    }
+    let (shape, count) = (gate.dims(), gate.elem_count());
+    let (gate, up) = (Input::collapsed_rows(gate)?, Input::collapsed_rows(up)?);
+    let (gate, up) = (gate.read(), up.read());
+    dispatch!(OPERATION, gate.dtype(), T => {
+        let mut out = buffer::<T>(count);
+        cpu::forward(activation, row_places::<T>(&gate)?, row_places(&up)?, &mut out);
+        Tensor::from_vec(out, shape, &Device::Cpu)
+    })
 }
 
 /// Like [`forward`], recorded in Candle's autograd.
@@ -47,8 +58,11 @@ pub fn forward(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Ten
 /// # Errors
 /// Like [`forward`].
 pub fn differentiable(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
-    check(gate, up)?;
-    rows(gate)?.apply_op2(&rows(up)?, Glu { activation })
+    let out = forward(gate, up, activation)?;
+    record2(OPERATION, [gate, up], out, move |[gate, up], _, d_out| {
+        let (need_dgate, need_dup) = (gate.track_op(), up.track_op());
+        Ok(backward(gate, up, activation, d_out, need_dgate, need_dup)?.into())
+    })
 }
 
 /// `(dgate, dup)` like `gate` and `up`, from `d_out` of their shape and dtype, in one pass. What isn't
@@ -65,9 +79,13 @@ pub fn backward(
     need_dup: bool,
 ) -> Result<(Option<Tensor>, Option<Tensor>)> {
     check(gate, up)?;
-    require_cpu(OPERATION, &[d_out])?;
+    require_together(OPERATION, &[gate, d_out])?;
     require_shape(OPERATION, "d_out", d_out, gate.dims())?;
     require_dtype(OPERATION, "d_out", d_out, gate.dtype())?;
+    #[cfg(feature = "cuda")]
+    if gate.device().is_cuda() {
+        return cuda::backward(gate, up, activation, d_out, need_dgate, need_dup);
+    }
     let (row_count, _) = rows_and_columns(OPERATION, "gate", gate)?;
     let (shape, count) = (gate.dims(), gate.elem_count());
     let [gate, up, d_out] = [gate, up, d_out].map(Input::collapsed_rows);
@@ -78,9 +96,9 @@ pub fn backward(
         let mut dup = need_dup.then(|| buffer::<T>(count));
         cpu::backward(
             activation,
-            row_places(gate.storage_slice::<T>()?, gate.layout)?,
-            row_places(up.storage_slice()?, up.layout)?,
-            row_places(d_out.storage_slice()?, d_out.layout)?,
+            row_places::<T>(&gate)?,
+            row_places(&up)?,
+            row_places(&d_out)?,
             row_count,
             dgate.as_deref_mut(),
             dup.as_deref_mut(),
@@ -91,21 +109,14 @@ pub fn backward(
 }
 
 fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
-    require_cpu(OPERATION, &[gate, up])?;
+    require_together(OPERATION, &[gate, up])?;
     rows_and_columns(OPERATION, "gate", gate)?;
     require_shape(OPERATION, "up", up, gate.dims())?;
     require_dtype(OPERATION, "up", up, gate.dtype())
 }
 
-/// The tensor itself when its rows lie at one distance from each other, else a contiguous copy.
-fn rows(tensor: &Tensor) -> Result<Tensor> {
-    match collapsed_rows(tensor.layout()) {
-        Some(_) => Ok(tensor.clone()),
-        None => tensor.contiguous(),
-    }
-}
-
-fn row_places<'a, T>(storage: &'a [T], layout: &Layout) -> Result<cpu::Strided<'a, T>> {
+fn row_places<'a, T: WithDType>(tensor: &'a Read) -> Result<cpu::Strided<'a, T>> {
+    let (storage, layout) = (tensor.storage_slice::<T>()?, tensor.layout);
     match collapsed_rows(layout) {
         Some((_, columns, stride)) => {
             Ok(cpu::Strided { storage, start: layout.start_offset(), columns, stride })
@@ -113,41 +124,5 @@ fn row_places<'a, T>(storage: &'a [T], layout: &Layout) -> Result<cpu::Strided<'
         None => {
             bail!("metal-candle-kernels: {OPERATION}: expected contiguous rows, found {layout:?}")
         }
-    }
-}
-
-struct Glu {
-    activation: Activation,
-}
-
-impl CustomOp2 for Glu {
-    fn name(&self) -> &'static str {
-        OPERATION
-    }
-
-    fn cpu_fwd(
-        &self,
-        gate: &CpuStorage,
-        gate_layout: &Layout,
-        up: &CpuStorage,
-        up_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        dispatch!(OPERATION, gate.dtype(), T => {
-            let mut out = buffer::<T>(gate_layout.shape().elem_count());
-            let gate = row_places(gate.as_slice::<T>()?, gate_layout)?;
-            let up = row_places(up.as_slice::<T>()?, up_layout)?;
-            cpu::forward(self.activation, gate, up, &mut out);
-            Ok((T::to_cpu_storage_owned(out), gate_layout.shape().clone()))
-        })
-    }
-
-    fn bwd(
-        &self,
-        gate: &Tensor,
-        up: &Tensor,
-        _out: &Tensor,
-        d_out: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        backward(gate, up, self.activation, d_out, gate.track_op(), up.track_op())
     }
 }

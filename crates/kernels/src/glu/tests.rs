@@ -191,3 +191,96 @@ fn empty_and_wrong_shapes_are_handled() {
     let wrong = message(forward(&random(&[5, 7], 1), &single, Activation::Silu));
     assert!(wrong.contains("up is F32, expected F64"), "{wrong}");
 }
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+
+    fn back(tensor: &Tensor) -> Tensor {
+        tensor.to_device(&Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn cuda_matches_the_cpu() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for activation in ACTIVATIONS {
+            for shape in [&[7][..], &[2, 5, 33], &[40, 1000], &[3, 20_016], &[70, 8]] {
+                for (dtype, tolerance) in PRECISIONS {
+                    let made = |seed| rounded(&wide(shape, seed), dtype);
+                    let [gate, up, d_out] = [made(1), made(2), made(3)];
+                    let put = |tensor: &Tensor| {
+                        tensor.to_dtype(dtype).unwrap().to_device(&device).unwrap()
+                    };
+                    let [low_gate, low_up, low_d] = [&gate, &up, &d_out].map(put);
+                    let out = forward(&low_gate, &low_up, activation).unwrap();
+                    assert_eq!(out.dtype(), dtype);
+                    let exact = forward(&gate, &up, activation).unwrap();
+                    assert_close(&back(&out), &exact, tolerance);
+                    let (dgate, dup) = both(&low_gate, &low_up, activation, &low_d);
+                    let (exact_dgate, exact_dup) = both(&gate, &up, activation, &d_out);
+                    assert_close(&back(&dgate), &exact_dgate, tolerance);
+                    assert_close(&back(&dup), &exact_dup, tolerance);
+                    let run = |need_dgate, need_dup| {
+                        let inputs = (&low_gate, &low_up);
+                        backward(inputs.0, inputs.1, activation, &low_d, need_dgate, need_dup)
+                            .unwrap()
+                    };
+                    let (found, none) = run(true, false);
+                    assert_identical(&back(&found.unwrap()), &back(&dgate));
+                    assert!(none.is_none());
+                    let (none, found) = run(false, true);
+                    assert_identical(&back(&found.unwrap()), &back(&dup));
+                    assert!(none.is_none());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_halves_of_a_fused_projection_give_what_copies_give() {
+        let Some(device) = crate::testing::cuda() else { return };
+        // Halves that start where packs can be loaded, and where they can't.
+        for half in [7, 64, 4096] {
+            for dtype in [DType::F32, DType::BF16] {
+                let put = |shape: &[usize], seed| {
+                    let tensor = random(shape, seed).to_dtype(dtype).unwrap();
+                    tensor.to_device(&device).unwrap()
+                };
+                let (fused, d_out) = (put(&[2, 5, 2 * half], 1), put(&[2, 5, half], 2));
+                let gate = fused.narrow(2, 0, half).unwrap();
+                let up = fused.narrow(2, half, half).unwrap();
+                let copies = (gate.contiguous().unwrap(), up.contiguous().unwrap());
+                let silu = Activation::Silu;
+                let expected = back(&forward(&copies.0, &copies.1, silu).unwrap());
+                assert_identical(&back(&forward(&gate, &up, silu).unwrap()), &expected);
+                let (dgate, dup) = both(&copies.0, &copies.1, silu, &d_out);
+                let (other_dgate, other_dup) = both(&gate, &up, silu, &strided(&d_out));
+                assert_identical(&back(&other_dgate), &back(&dgate));
+                assert_identical(&back(&other_dup), &back(&dup));
+                let other = forward(&strided(&gate), &strided(&up), silu).unwrap();
+                assert_identical(&back(&other), &expected);
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_extreme_gates_stay_finite_and_nothing_is_nothing() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for activation in ACTIVATIONS {
+            let gate = [-1e4f32, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4];
+            let gate = Tensor::new(&gate, &device).unwrap();
+            let one = Tensor::new(&[1f32; 7], &device).unwrap();
+            let y = values(&back(&forward(&gate, &one, activation).unwrap()));
+            assert!(y[0] == 0.0 && y[6] == 1e4, "{y:?}");
+            let (dgate, _) = both(&gate, &one, activation, &one);
+            let dgate = values(&back(&dgate));
+            assert!(dgate[0].abs() < 1e-6 && (dgate[6] - 1.0).abs() < 1e-6, "{dgate:?}");
+        }
+        for shape in [[0, 7], [5, 0]] {
+            let empty = Tensor::zeros(&shape, DType::F16, &device).unwrap();
+            assert_eq!(forward(&empty, &empty, Activation::Silu).unwrap().dims(), &shape);
+            let (dgate, dup) = both(&empty, &empty, Activation::Silu, &empty);
+            assert_eq!((dgate.dims(), dup.dims()), (&shape[..], &shape[..]));
+        }
+    }
+}

@@ -9,17 +9,16 @@
 //! ```
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{
-    Input, Sum, add_sums, buffer, contiguous_slice, contiguous_values, dispatch, rows_per_sum,
+use crate::device::cpu::{Input, Sum, add_sums, buffer, dispatch, rows_per_sum};
+use crate::device::{
+    record2, record3, require_dtype, require_shape, require_together, rows_and_columns,
 };
-use crate::device::{require_cpu, require_dtype, require_shape, rows_and_columns};
-use candle_core::backend::BackendStorage;
-use candle_core::{
-    CpuStorage, CustomOp2, CustomOp3, Device, Layout, Result, Shape, Tensor, WithDType, bail,
-};
+use candle_core::{Device, Result, Tensor};
 
 const OPERATION: &str = "layer_norm";
 
@@ -27,15 +26,28 @@ const OPERATION: &str = "layer_norm";
 /// `(hidden)`, result like `x`.
 ///
 /// # Errors
-/// When shapes don't fit, a dtype isn't a float, or a tensor isn't on the CPU.
+/// When shapes don't fit, a dtype isn't a float, or the tensors aren't on one device.
 pub fn forward(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-    check(x, weight, bias)?;
-    let (x, weight) = (x.detach().contiguous()?, weight.detach().contiguous()?);
-    let operation = LayerNorm { eps };
-    match bias {
-        Some(bias) => x.apply_op3_no_bwd(&weight, &bias.detach().contiguous()?, &operation),
-        None => x.apply_op2_no_bwd(&weight, &operation),
+    let (rows, hidden) = check(x, weight, bias)?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::forward(rows, hidden, x, weight, bias, eps);
     }
+    let shape = x.dims();
+    let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
+    let bias = bias.map(Input::contiguous).transpose()?;
+    let (x, weight) = (x.read(), weight.read());
+    let bias = bias.as_ref().map(Input::read);
+    dispatch!(OPERATION, x.dtype(), T => {
+        let (mut weight_scratch, mut bias_scratch) = (Vec::new(), Vec::new());
+        let weight = weight.values()?;
+        let weight = weight.block(0..hidden, &mut weight_scratch);
+        let bias = bias.as_ref().map(|bias| bias.values()).transpose()?;
+        let bias = bias.as_ref().map(|bias| bias.block(0..hidden, &mut bias_scratch));
+        let mut y = buffer::<T>(rows * hidden);
+        cpu::forward(hidden, x.slice::<T>()?, weight, bias, eps, &mut y);
+        Tensor::from_vec(y, shape, &Device::Cpu)
+    })
 }
 
 /// Like [`forward`], recorded in Candle's autograd.
@@ -48,12 +60,37 @@ pub fn differentiable(
     bias: Option<&Tensor>,
     eps: f64,
 ) -> Result<Tensor> {
-    check(x, weight, bias)?;
-    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    let y = forward(x, weight, bias, eps)?;
     match bias {
-        Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, LayerNorm { eps }),
-        None => x.apply_op2(&weight, LayerNorm { eps }),
+        Some(bias) => record3(OPERATION, [x, weight, bias], y, move |[x, weight, bias], _, dy| {
+            let Gradients { dx, dweight, dbias } = tracked(x, weight, Some(bias), eps, dy)?;
+            Ok([dx, dweight, dbias])
+        }),
+        None => record2(OPERATION, [x, weight], y, move |[x, weight], _, dy| {
+            let Gradients { dx, dweight, .. } = tracked(x, weight, None, eps, dy)?;
+            Ok([dx, dweight])
+        }),
     }
+}
+
+/// The gradients that Candle's autograd asks for, in the dtypes that it expects.
+fn tracked(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    eps: f64,
+    dy: &Tensor,
+) -> Result<Gradients> {
+    let needs = Needs {
+        dx: x.track_op(),
+        dweight: weight.track_op(),
+        dbias: bias.is_some_and(Tensor::track_op),
+    };
+    let Gradients { dx, dweight, dbias } = backward(x, weight, eps, dy, needs)?;
+    let dweight = dweight.map(|dweight| dweight.to_dtype(weight.dtype())).transpose()?;
+    let dtype = bias.map_or(x.dtype(), Tensor::dtype);
+    let dbias = dbias.map(|dbias| dbias.to_dtype(dtype)).transpose()?;
+    Ok(Gradients { dx, dweight, dbias })
 }
 
 /// Which gradients [`backward`] computes.
@@ -82,7 +119,7 @@ pub struct Gradients {
 /// isn't needed isn't computed.
 ///
 /// # Errors
-/// When shapes or dtypes don't fit, or a tensor isn't on the CPU.
+/// When shapes or dtypes don't fit, or the tensors aren't on one device.
 pub fn backward(
     x: &Tensor,
     weight: &Tensor,
@@ -91,9 +128,13 @@ pub fn backward(
     needs: Needs,
 ) -> Result<Gradients> {
     let (rows, hidden) = check(x, weight, None)?;
-    require_cpu(OPERATION, &[dy])?;
+    require_together(OPERATION, &[x, dy])?;
     require_shape(OPERATION, "dy", dy, x.dims())?;
     require_dtype(OPERATION, "dy", dy, x.dtype())?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::backward(rows, hidden, x, weight, eps, dy, needs);
+    }
     let shape = x.dims();
     let (x, weight, dy) =
         (Input::contiguous(x)?, Input::contiguous(weight)?, Input::contiguous(dy)?);
@@ -124,129 +165,12 @@ pub fn backward(
 }
 
 fn check(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<(usize, usize)> {
-    require_cpu(OPERATION, &[x, weight])?;
+    require_together(OPERATION, &[x, weight])?;
     let (rows, hidden) = rows_and_columns(OPERATION, "x", x)?;
     require_shape(OPERATION, "weight", weight, &[hidden])?;
     if let Some(bias) = bias {
-        require_cpu(OPERATION, &[bias])?;
+        require_together(OPERATION, &[x, bias])?;
         require_shape(OPERATION, "bias", bias, &[hidden])?;
     }
     Ok((rows, hidden))
-}
-
-/// The operation for Candle's `apply_op2(x, weight)` and `apply_op3(x, weight, bias)`, on contiguous
-/// tensors; [`differentiable`] checks and prepares its inputs.
-#[derive(Clone, Copy, Debug)]
-pub struct LayerNorm {
-    /// Added to the variance.
-    pub eps: f64,
-}
-
-impl LayerNorm {
-    fn run(
-        &self,
-        (x, x_layout): (&CpuStorage, &Layout),
-        (weight, weight_layout): (&CpuStorage, &Layout),
-        bias: Option<(&CpuStorage, &Layout)>,
-    ) -> Result<(CpuStorage, Shape)> {
-        let shape = x_layout.shape();
-        let hidden = weight_layout.shape().elem_count();
-        let bias_size = bias.map_or(hidden, |(_, layout)| layout.shape().elem_count());
-        if shape.dims().last() != Some(&hidden) || bias_size != hidden {
-            bail!(
-                "metal-candle-kernels: {OPERATION}: x has shape {shape:?}, the weight {hidden} and the bias {bias_size} elements, expected as many as x's last dimension"
-            )
-        }
-        dispatch!(OPERATION, x.dtype(), T => {
-            let x = contiguous_slice::<T>(x, x_layout)?;
-            let (mut weight_scratch, mut bias_scratch) = (Vec::new(), Vec::new());
-            let weight = contiguous_values(weight, weight_layout)?;
-            let weight = weight.block(0..hidden, &mut weight_scratch);
-            let bias = match bias {
-                Some((bias, layout)) => {
-                    Some(contiguous_values(bias, layout)?.block(0..hidden, &mut bias_scratch))
-                }
-                None => None,
-            };
-            let mut y = buffer::<T>(x.len());
-            cpu::forward(hidden, x, weight, bias, self.eps, &mut y);
-            Ok((T::to_cpu_storage_owned(y), shape.clone()))
-        })
-    }
-
-    fn gradients(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        dy: &Tensor,
-    ) -> Result<Gradients> {
-        let needs = Needs {
-            dx: x.track_op(),
-            dweight: weight.track_op(),
-            dbias: bias.is_some_and(Tensor::track_op),
-        };
-        let Gradients { dx, dweight, dbias } = backward(x, weight, self.eps, dy, needs)?;
-        let dweight = dweight.map(|dweight| dweight.to_dtype(weight.dtype())).transpose()?;
-        let dtype = bias.map_or(x.dtype(), Tensor::dtype);
-        let dbias = dbias.map(|dbias| dbias.to_dtype(dtype)).transpose()?;
-        Ok(Gradients { dx, dweight, dbias })
-    }
-}
-
-impl CustomOp2 for LayerNorm {
-    fn name(&self) -> &'static str {
-        OPERATION
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.run((x, x_layout), (weight, weight_layout), None)
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let Gradients { dx, dweight, .. } = self.gradients(x, weight, None, dy)?;
-        Ok((dx, dweight))
-    }
-}
-
-impl CustomOp3 for LayerNorm {
-    fn name(&self) -> &'static str {
-        OPERATION
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-        bias: &CpuStorage,
-        bias_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.run((x, x_layout), (weight, weight_layout), Some((bias, bias_layout)))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Gradients { dx, dweight, dbias } = self.gradients(x, weight, Some(bias), dy)?;
-        Ok((dx, dweight, dbias))
-    }
 }

@@ -184,3 +184,131 @@ fn empty_and_wrong_shapes_are_handled() {
     let wrong = message(backward(&x, &weight, EPS, &single, ALL));
     assert!(wrong.contains("dy is F32, expected F64"), "{wrong}");
 }
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+
+    /// Rows that are kept in registers, by a warp and by a block, and others; more rows than blocks.
+    const SHAPES: [(usize, usize); 10] = [
+        (1, 1),
+        (5, 8),
+        (3001, 24),
+        (64, 1024),
+        (40, 1000),
+        (700, 2056),
+        (9, 33),
+        (3, 8192),
+        (300, 203),
+        (2, 20_011),
+    ];
+
+    fn back(tensor: &Tensor) -> Tensor {
+        tensor.to_device(&Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn cuda_forward_matches_the_cpu() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for (rows, hidden) in SHAPES {
+            for (dtype, tolerance) in PRECISIONS {
+                for (parameter_dtype, with_bias) in
+                    [(dtype, true), (DType::F32, true), (DType::BF16, false)]
+                {
+                    let x = rounded(&random(&[rows, hidden], 1), dtype);
+                    let weight = rounded(&random(&[hidden], 2), parameter_dtype);
+                    let bias = with_bias.then(|| rounded(&random(&[hidden], 3), parameter_dtype));
+                    let exact = forward(&x, &weight, bias.as_ref(), EPS).unwrap();
+                    let put = |tensor: &Tensor, dtype| {
+                        tensor.to_dtype(dtype).unwrap().to_device(&device).unwrap()
+                    };
+                    let (x, weight) = (put(&x, dtype), put(&weight, parameter_dtype));
+                    let bias = bias.map(|bias| put(&bias, parameter_dtype));
+                    let y = forward(&x, &weight, bias.as_ref(), EPS).unwrap();
+                    assert_eq!(y.dtype(), dtype);
+                    assert_close(&back(&y), &exact, 2.0 * tolerance);
+                    let again = forward(&strided(&x), &weight, bias.as_ref(), EPS).unwrap();
+                    assert_identical(&back(&again), &back(&y));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_backward_matches_the_cpu() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for (rows, hidden) in SHAPES {
+            for (dtype, tolerance) in PRECISIONS {
+                let made = |seed| rounded(&random(&[rows, hidden], seed), dtype);
+                let (x, dy) = (made(1), made(2));
+                let weight = rounded(&random(&[hidden], 3), dtype);
+                let exact = backward(&x, &weight, EPS, &dy, ALL).unwrap();
+                let put =
+                    |tensor: &Tensor| tensor.to_dtype(dtype).unwrap().to_device(&device).unwrap();
+                let (low_x, low_dy, low_weight) = (put(&x), put(&dy), put(&weight));
+                let run = |needs| backward(&low_x, &low_weight, EPS, &low_dy, needs).unwrap();
+                let (found, again) = (run(ALL), run(ALL));
+                let (exact_dx, dx) = (exact.dx.unwrap(), found.dx.unwrap());
+                assert_eq!(dx.dtype(), dtype);
+                assert_close(&back(&dx), &exact_dx, 2.0 * tolerance);
+                assert_identical(&back(&again.dx.unwrap()), &back(&dx));
+                for (found, again, exact) in [
+                    (found.dweight, again.dweight, exact.dweight),
+                    (found.dbias, again.dbias, exact.dbias),
+                ] {
+                    let found = back(&found.unwrap());
+                    assert_eq!(found.dtype(), DType::F32);
+                    assert_close(&found, &exact.unwrap(), 4e-6);
+                    assert_identical(&back(&again.unwrap()), &found);
+                }
+                let only = run(Needs { dx: true, dweight: false, dbias: false });
+                assert!(only.dweight.is_none() && only.dbias.is_none());
+                assert_close(&back(&only.dx.unwrap()), &exact_dx, 2.0 * tolerance);
+                let only = run(Needs { dx: false, dweight: false, dbias: true });
+                assert!(only.dx.is_none() && only.dweight.is_none() && only.dbias.is_some());
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_large_means_cost_no_digits_of_the_variance() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for hidden in [300, 303] {
+            let x = rounded(&(random(&[5, hidden], 1) + 1000.0).unwrap(), DType::F32);
+            let weight = rounded(&random(&[hidden], 2), DType::F32);
+            let put =
+                |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap().to_device(&device).unwrap();
+            let y = forward(&put(&x), &put(&weight), None, EPS).unwrap();
+            assert_close(&back(&y), &reference(&x, &weight, None), 2e-4);
+        }
+    }
+
+    #[test]
+    fn cuda_handles_nothing_and_trains_in_candle() {
+        let Some(device) = crate::testing::cuda() else { return };
+        let weight = Tensor::ones(7, DType::F32, &device).unwrap();
+        let empty = Tensor::zeros((0, 7), DType::F32, &device).unwrap();
+        assert_eq!(forward(&empty, &weight, Some(&weight), EPS).unwrap().dims(), &[0, 7]);
+        let found = backward(&empty, &weight, EPS, &empty, ALL).unwrap();
+        assert_eq!(found.dx.unwrap().dims(), &[0, 7]);
+        for sum in [found.dweight, found.dbias] {
+            assert_eq!(values(&back(&sum.unwrap())), [0.0; 7]);
+        }
+        let variable = |shape: &[usize], seed| {
+            Var::from_tensor(&random(shape, seed).to_dtype(DType::F32).unwrap()).unwrap()
+        };
+        let on_cpu = [variable(&[2, 5, 7], 1), variable(&[7], 2), variable(&[7], 3)];
+        let on_cuda = on_cpu
+            .each_ref()
+            .map(|variable| Var::from_tensor(&variable.to_device(&device).unwrap()).unwrap());
+        let gradients = |[x, weight, bias]: &[Var; 3]| {
+            let y = differentiable(x, weight, Some(bias), EPS).unwrap();
+            y.sqr().unwrap().sum_all().unwrap().backward().unwrap()
+        };
+        let (exact, found) = (gradients(&on_cpu), gradients(&on_cuda));
+        for (exact_of, found_of) in on_cpu.iter().zip(&on_cuda) {
+            let (exact, found) = (exact.get(exact_of).unwrap(), found.get(found_of).unwrap());
+            assert_close(&back(found), exact, 1e-5);
+        }
+    }
+}

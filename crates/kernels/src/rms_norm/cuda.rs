@@ -172,7 +172,8 @@ impl Backward<'_> {
             }
             None => problem.any(need_dweight)?,
         };
-        Ok((dx.map(|dx| dx.tensor), dweight.map(|dweight| dweight.tensor)))
+        let dweight = dweight.map(|dweight| dweight.tensor.get(0)).transpose()?;
+        Ok((dx.map(|dx| dx.tensor), dweight))
     }
 }
 
@@ -221,7 +222,7 @@ impl Problem<'_> {
                 arguments.arg(&partial.pointer).arg(&rows).arg(&columns).arg(&plan.row_threads);
             })?;
         }
-        self.cuda.sum_groups(&partial, groups, self.columns)
+        self.cuda.sum_groups(&partial, 1, groups, self.columns)
     }
 
     /// For rows that aren't kept in registers.
@@ -253,6 +254,6 @@ impl Problem<'_> {
                 arguments.arg(&partial.pointer).arg(&rows).arg(&columns).arg(&rows_of_group);
             })?;
         }
-        Ok(Some(cuda.sum_groups(&partial, groups, self.columns)?))
+        Ok(Some(cuda.sum_groups(&partial, 1, groups, self.columns)?))
     }
 }

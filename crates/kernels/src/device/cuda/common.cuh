@@ -30,11 +30,13 @@ template <typename T> struct alignas(16) Pack {
 };
 
 template <typename T> __device__ __forceinline__ Pack<T> load_pack(const T *address) {
-    return *reinterpret_cast<const Pack<T> *>(address);
+    // As one number of 16 bytes: the compiler might split a copy of the struct.
+    const uint4 bits = *reinterpret_cast<const uint4 *>(address);
+    return *reinterpret_cast<const Pack<T> *>(&bits);
 }
 
 template <typename T> __device__ __forceinline__ void store_pack(T *address, const Pack<T> &pack) {
-    *reinterpret_cast<Pack<T> *>(address) = pack;
+    *reinterpret_cast<uint4 *>(address) = *reinterpret_cast<const uint4 *>(&pack);
 }
 
 __device__ __forceinline__ float warp_sum(float x) {

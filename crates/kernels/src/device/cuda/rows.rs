@@ -104,18 +104,20 @@ impl Parameter {
 }
 
 impl Cuda {
-    /// The sums over `(groups, columns)` f32 `(columns)`, always added in the same order.
+    /// The sums `(sets, columns)` over the groups of `(sets, groups, columns)`, f32, always added in
+    /// the same order; for at least one column.
     pub(crate) fn sum_groups(
         &self,
         partial: &Array,
+        sets: usize,
         groups: usize,
         columns: usize,
     ) -> Result<Array> {
-        let out = self.empty(columns, DType::F32)?;
-        let grid = (columns.div_ceil(WARP) as u32, 1, 1);
+        let out = self.empty((sets, columns), DType::F32)?;
+        let grid = (columns.div_ceil(WARP) as u32, sets as u32, 1);
         let launch = SUMS.launch(self, "sum_groups", grid, 1024, 0)?;
         let (groups, columns) = (groups as i64, columns as i64);
-        // SAFETY: the kernel reads (groups, columns) and writes (columns).
+        // SAFETY: the kernel reads (sets, groups, columns) and writes (sets, columns).
         unsafe {
             launch.with(|arguments| {
                 arguments.arg(&partial.pointer).arg(&groups).arg(&columns).arg(&out.pointer);

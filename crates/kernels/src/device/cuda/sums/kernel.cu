@@ -1,8 +1,8 @@
-// Adds up the rows of `(groups, columns)` in a fixed order: what the blocks of a kernel have each summed
-// on their own.
+// Adds up the rows of each of some matrices `(groups, columns)` in a fixed order: what the blocks of a
+// kernel have each summed on their own.
 //
 // A block has 32 columns. Slice s of 32 adds up groups s, s + 32, .. of every column; then the slices
-// are added up in order.
+// are added up in order. `blockIdx.y` counts the matrices.
 #include "common.cuh"
 
 constexpr int SLICES = 32;
@@ -12,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(WARP *SLICES)
     __shared__ float sums[SLICES][WARP];
     const int lane = threadIdx.x % WARP, slice = threadIdx.x / WARP;
     const int64_t column = int64_t(blockIdx.x) * WARP + lane;
+    partial += blockIdx.y * groups * columns;
     float sum = 0.0f;
     if (column < columns) {
 #pragma unroll 8
@@ -24,6 +25,6 @@ extern "C" __global__ void __launch_bounds__(WARP *SLICES)
         float total = 0.0f;
 #pragma unroll
         for (int s = 0; s < SLICES; s++) total += sums[s][lane];
-        out[column] = total;
+        out[blockIdx.y * columns + column] = total;
     }
 }

@@ -1,0 +1,299 @@
+// Layer norm over rows, see mod.rs for the formulas.
+//
+// The variance is the mean of squares of what is left when the mean is taken away, so a large mean costs
+// no digits. The gradients of the parameters: every warp or block keeps sums over the rows that it has,
+// which are then added up by `sum_groups`. For rows that aren't kept in registers, the first pass leaves
+// the mean and 1 / deviation of every row, and a thread of a second pass has a column and a range of
+// rows.
+#include "rows.cuh"
+
+template <typename T>
+__device__ __forceinline__ void layer_norm_forward(const T *x, Parameter weight, Parameter bias,
+                                                   float eps, T *y, int64_t rows, int columns,
+                                                   int row_threads) {
+    constexpr int PACKS = 4, N = Pack<T>::N;
+    __shared__ float scratch[2][1][WARP];
+    const Place place = place_in_rows(row_threads);
+    // Whole warps only, and none that others wait for.
+    if (place.row >= rows) return;
+    const int packs = columns / N;
+    const int64_t start = place.row * columns;
+    Pack<T> loaded[PACKS];
+    load_row(x + start, packs, place.index, row_threads, loaded);
+    // Asked for before the sums, so that they don't have to be waited for afterwards.
+    float scale[PACKS][N];
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        const int pack = place.index + p * row_threads;
+        if (pack < packs) load_parameters<N>(weight, pack * N, scale[p]);
+    }
+    float sum[1] = {0.0f};
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        if (place.index + p * row_threads < packs) {
+#pragma unroll
+            for (int i = 0; i < N; i++) sum[0] += to_float(loaded[p].at[i]);
+        }
+    }
+    keep_packed(loaded);
+    row_sums(sum, row_threads, scratch[0]);
+    const float mean = sum[0] / float(columns);
+    float squares[1] = {0.0f};
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        if (place.index + p * row_threads < packs) {
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const float centred = to_float(loaded[p].at[i]) - mean;
+                squares[0] += centred * centred;
+            }
+        }
+    }
+    keep_packed(loaded);
+    row_sums(squares, row_threads, scratch[1]);
+    const float r = rsqrtf(squares[0] / float(columns) + eps);
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        const int pack = place.index + p * row_threads;
+        if (pack < packs) {
+            float shift[N];
+#pragma unroll
+            for (int i = 0; i < N; i++) shift[i] = 0.0f;
+            if (bias.address) load_parameters<N>(bias, pack * N, shift);
+            Pack<T> out;
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const float normed = (to_float(loaded[p].at[i]) - mean) * r;
+                out.at[i] = from_float<T>(normed * scale[p][i] + shift[i]);
+            }
+            store_pack(y + start + pack * N, out);
+        }
+    }
+}
+
+/// `(mean, 1 / deviation)` of a row.
+template <typename T>
+__device__ __forceinline__ float2 statistics_any(const T *x, float eps, int64_t columns,
+                                                 float (*scratch)[1][WARP]) {
+    float sum[1] = {0.0f};
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < columns; i += ANY_THREADS) sum[0] += to_float(x[i]);
+    row_sums(sum, ANY_THREADS, scratch[0]);
+    const float mean = sum[0] / float(columns);
+    float squares[1] = {0.0f};
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < columns; i += ANY_THREADS) {
+        const float centred = to_float(x[i]) - mean;
+        squares[0] += centred * centred;
+    }
+    row_sums(squares, ANY_THREADS, scratch[1]);
+    return make_float2(mean, rsqrtf(squares[0] / float(columns) + eps));
+}
+
+template <typename T>
+__device__ __forceinline__ void layer_norm_forward_any(const T *x, Parameter weight,
+                                                       Parameter bias, float eps, T *y,
+                                                       int64_t columns) {
+    __shared__ float scratch[2][1][WARP];
+    x += blockIdx.x * columns;
+    y += blockIdx.x * columns;
+    const float2 statistics = statistics_any(x, eps, columns, scratch);
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < columns; i += ANY_THREADS) {
+        const float normed = (to_float(x[i]) - statistics.x) * statistics.y;
+        const float shift = bias.address ? parameter(bias, i) : 0.0f;
+        y[i] = from_float<T>(normed * parameter(weight, i) + shift);
+    }
+}
+
+/// `dx` may be null. With `SUMS`, `partial` is `(2, groups, columns)` with a group for every warp or
+/// block: first the sums for the weight, then those for the bias.
+template <typename T, bool SUMS>
+__device__ __forceinline__ void backward(const T *x, const T *dy, Parameter weight, float eps,
+                                         T *dx, float *partial, int64_t groups, int64_t rows,
+                                         int columns, int row_threads) {
+    constexpr int N = Pack<T>::N, PACKS = 16 / N;
+    // A barrier lies between two uses of the same scratch.
+    __shared__ float mean_scratch[1][WARP], scratch[3][WARP];
+    const Place place = place_in_rows(row_threads);
+    const int packs = columns / N;
+    float dweight[PACKS][N], dbias[PACKS][N];
+    if constexpr (SUMS) {
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+#pragma unroll
+            for (int i = 0; i < N; i++) dweight[p][i] = dbias[p][i] = 0.0f;
+        }
+    }
+    for (int64_t row = place.row; row < rows; row += place.step) {
+        const int64_t start = row * columns;
+        Pack<T> x_packs[PACKS], dy_packs[PACKS];
+        load_row(x + start, packs, place.index, row_threads, x_packs);
+        load_row(dy + start, packs, place.index, row_threads, dy_packs);
+        float sum[1] = {0.0f};
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            if (place.index + p * row_threads < packs) {
+#pragma unroll
+                for (int i = 0; i < N; i++) sum[0] += to_float(x_packs[p].at[i]);
+            }
+        }
+        keep_packed(x_packs);
+        row_sums(sum, row_threads, mean_scratch);
+        const float mean = sum[0] / float(columns);
+        // Squares, g and g times what is left without the mean.
+        float sums[3] = {0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            const int pack = place.index + p * row_threads;
+            if (pack < packs) {
+                float scale[N];
+                load_parameters<N>(weight, pack * N, scale);
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    const float centred = to_float(x_packs[p].at[i]) - mean;
+                    const float g = to_float(dy_packs[p].at[i]) * scale[i];
+                    sums[0] += centred * centred;
+                    sums[1] += g;
+                    sums[2] += g * centred;
+                }
+            }
+        }
+        keep_packed(x_packs);
+        keep_packed(dy_packs);
+        row_sums(sums, row_threads, scratch);
+        const float count = float(columns);
+        const float r = rsqrtf(sums[0] / count + eps);
+        const float g_mean = sums[1] / count, gn_mean = sums[2] * r / count;
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            const int pack = place.index + p * row_threads;
+            if (pack < packs) {
+                // Read again rather than kept: registers are scarcer than the cache's bandwidth.
+                float scale[N];
+                load_parameters<N>(weight, pack * N, scale);
+                Pack<T> out;
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    const float dy_i = to_float(dy_packs[p].at[i]);
+                    const float n = (to_float(x_packs[p].at[i]) - mean) * r;
+                    if constexpr (SUMS) {
+                        dweight[p][i] += dy_i * n;
+                        dbias[p][i] += dy_i;
+                    }
+                    out.at[i] = from_float<T>(r * (dy_i * scale[i] - g_mean - n * gn_mean));
+                }
+                if (dx) store_pack(dx + start + pack * N, out);
+            }
+        }
+    }
+    if constexpr (SUMS) {
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            const int pack = place.index + p * row_threads;
+            if (pack < packs) {
+                // place.row is where the warp or block began: its number.
+                float *of_weight = partial + place.row * columns + pack * N;
+                float *of_bias = of_weight + groups * columns;
+#pragma unroll
+                for (int i = 0; i < N; i += 4) {
+                    const float *w = dweight[p] + i, *b = dbias[p] + i;
+                    *reinterpret_cast<float4 *>(of_weight + i) =
+                        make_float4(w[0], w[1], w[2], w[3]);
+                    *reinterpret_cast<float4 *>(of_bias + i) =
+                        make_float4(b[0], b[1], b[2], b[3]);
+                }
+            }
+        }
+    }
+}
+
+/// `dx` and `statistics` `(rows, 2)` may be null.
+template <typename T>
+__device__ __forceinline__ void layer_norm_backward_any(const T *x, const T *dy, Parameter weight,
+                                                        float eps, T *dx, float2 *statistics,
+                                                        int64_t columns) {
+    __shared__ float scratch[2][1][WARP], sums_scratch[2][WARP];
+    const int64_t start = blockIdx.x * columns;
+    const float2 of_row = statistics_any(x + start, eps, columns, scratch);
+    const float mean = of_row.x, r = of_row.y;
+    if (statistics && threadIdx.x == 0) statistics[blockIdx.x] = of_row;
+    if (!dx) return;
+    float sums[2] = {0.0f, 0.0f};
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < columns; i += ANY_THREADS) {
+        const float g = to_float(dy[start + i]) * parameter(weight, i);
+        sums[0] += g;
+        sums[1] += g * ((to_float(x[start + i]) - mean) * r);
+    }
+    row_sums(sums, ANY_THREADS, sums_scratch);
+    const float g_mean = sums[0] / float(columns), gn_mean = sums[1] / float(columns);
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < columns; i += ANY_THREADS) {
+        const float n = (to_float(x[start + i]) - mean) * r;
+        const float g = to_float(dy[start + i]) * parameter(weight, i);
+        dx[start + i] = from_float<T>(r * (g - g_mean - n * gn_mean));
+    }
+}
+
+/// Block `(c, g)` adds up columns from `c·ANY_THREADS` on over the rows from `g·rows_of_group` on, into
+/// `partial` `(2, groups, columns)`.
+template <typename T>
+__device__ __forceinline__ void
+layer_norm_parameters_any(const T *x, const T *dy, const float2 *statistics, float *partial,
+                          int64_t rows, int64_t columns, int64_t rows_of_group) {
+    const int64_t column = int64_t(blockIdx.x) * ANY_THREADS + threadIdx.x;
+    if (column >= columns) return;
+    const int64_t first = blockIdx.y * rows_of_group;
+    const int64_t end = min(first + rows_of_group, rows);
+    float of_weight = 0.0f, of_bias = 0.0f;
+#pragma unroll 4
+    for (int64_t row = first; row < end; row++) {
+        const int64_t i = row * columns + column;
+        const float2 of_row = statistics[row];
+        const float dy_i = to_float(dy[i]);
+        of_weight += dy_i * ((to_float(x[i]) - of_row.x) * of_row.y);
+        of_bias += dy_i;
+    }
+    partial[blockIdx.y * columns + column] = of_weight;
+    partial[(int64_t(gridDim.y) + blockIdx.y) * columns + column] = of_bias;
+}
+
+template <typename T>
+__device__ __forceinline__ void layer_norm_backward(const T *x, const T *dy, Parameter weight,
+                                                    float eps, T *dx, int64_t rows, int columns,
+                                                    int row_threads) {
+    backward<T, false>(x, dy, weight, eps, dx, nullptr, 0, rows, columns, row_threads);
+}
+
+template <typename T>
+__device__ __forceinline__ void
+layer_norm_backward_parameters(const T *x, const T *dy, Parameter weight, float eps, T *dx,
+                               float *partial, int64_t groups, int64_t rows, int columns,
+                               int row_threads) {
+    backward<T, true>(x, dy, weight, eps, dx, partial, groups, rows, columns, row_threads);
+}
+
+FOR_EACH_DTYPE(layer_norm_forward, ROW_THREADS,
+               (const T *x, Parameter weight, Parameter bias, float eps, T *y, int64_t rows,
+                int columns, int row_threads),
+               (x, weight, bias, eps, y, rows, columns, row_threads))
+FOR_EACH_DTYPE(layer_norm_forward_any, ANY_THREADS,
+               (const T *x, Parameter weight, Parameter bias, float eps, T *y, int64_t columns),
+               (x, weight, bias, eps, y, columns))
+FOR_EACH_DTYPE(layer_norm_backward, ROW_THREADS,
+               (const T *x, const T *dy, Parameter weight, float eps, T *dx, int64_t rows,
+                int columns, int row_threads),
+               (x, dy, weight, eps, dx, rows, columns, row_threads))
+FOR_EACH_DTYPE(layer_norm_backward_parameters, ROW_THREADS,
+               (const T *x, const T *dy, Parameter weight, float eps, T *dx, float *partial,
+                int64_t groups, int64_t rows, int columns, int row_threads),
+               (x, dy, weight, eps, dx, partial, groups, rows, columns, row_threads))
+FOR_EACH_DTYPE(layer_norm_backward_any, ANY_THREADS,
+               (const T *x, const T *dy, Parameter weight, float eps, T *dx, float2 *statistics,
+                int64_t columns),
+               (x, dy, weight, eps, dx, statistics, columns))
+FOR_EACH_DTYPE(layer_norm_parameters_any, ANY_THREADS,
+               (const T *x, const T *dy, const float2 *statistics, float *partial, int64_t rows,
+                int64_t columns, int64_t rows_of_group),
+               (x, dy, statistics, partial, rows, columns, rows_of_group))
