@@ -133,3 +133,9 @@ pub fn cuda() -> Option<Device> {
     };
     DEVICE.get_or_init(open).clone()
 }
+
+/// A tensor of another device on the CPU.
+#[cfg(feature = "cuda")]
+pub fn here(tensor: &Tensor) -> Tensor {
+    tensor.to_device(&Device::Cpu).unwrap()
+}

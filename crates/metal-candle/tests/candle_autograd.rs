@@ -40,7 +40,7 @@ fn random(shape: &[usize], seed: u64) -> Tensor {
 struct Frozen {
     linears: Vec<Tensor>,
     ids: Tensor,
-    targets: Tensor,
+    targets: Vec<u32>,
     cos: Tensor,
     sin: Tensor,
 }
@@ -67,7 +67,7 @@ impl Frozen {
         Frozen {
             linears: linears.collect(),
             ids: Tensor::from_vec(ids, (BATCH, SEQ), &Device::Cpu).unwrap(),
-            targets: Tensor::from_vec(targets, BATCH * SEQ, &Device::Cpu).unwrap(),
+            targets,
             cos: angles.cos().unwrap(),
             sin: angles.sin().unwrap(),
         }

@@ -14,7 +14,7 @@ pub(super) struct Problem<'a, T: Element> {
     pub hidden: &'a [T],
     pub weight: Values<'a, T::Acc>,
     /// Row and target of every row that counts.
-    pub counted: &'a [(usize, usize)],
+    pub counted: &'a [(usize, u32)],
     pub options: &'a Options,
 }
 
@@ -52,7 +52,7 @@ impl<T: Element> Problem<'_, T> {
                 v,
                 #[inline(always)]
                 |index, loss, logits| {
-                    loss[0] = self.row(logits, counted[index].1, need_gradient);
+                    loss[0] = self.row(logits, counted[index].1 as usize, need_gradient);
                 },
             );
             loss += losses.iter().sum::<f64>();

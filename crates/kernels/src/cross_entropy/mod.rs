@@ -8,14 +8,17 @@
 //! dh   = scale·draw·W         dW = scale·drawᵀ·h
 //! ```
 //!
-//! Rows whose target is [`IGNORE`] cost nothing and have a zero gradient.
+//! Rows whose target is [`IGNORE`] cost nothing and have a zero gradient. Targets come from the host,
+//! which knows them, so that nothing has to be read back to find those rows.
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 #[cfg(test)]
 mod tests;
 
 use crate::device::cpu::{Input, Sum, dispatch, zeros};
-use crate::device::{record2, require_cpu, require_dtype, require_rank, require_shape};
+use crate::device::{record2, require_rank, require_together};
 use crate::matmul::output_size;
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 
@@ -29,7 +32,7 @@ pub struct Options {
     pub softcap: Option<f64>,
     /// Logits are this times `h·Wᵀ`, before the softcap (Granite divides them); usually 1.
     pub logit_scale: f64,
-    /// Rows whose logits exist at the same time.
+    /// Rows whose logits exist at the same time; on CUDA as many as fit half a GiB instead.
     pub chunk: usize,
 }
 
@@ -46,27 +49,31 @@ pub struct Output {
     pub dweight: Option<Tensor>,
 }
 
-/// The loss and, when needed, its gradients: `hidden` `(n, d)`, `weight` `(v, d)`, `targets` `(n)` u32
+/// The loss and, when needed, its gradients: `hidden` `(n, d)`, `weight` `(v, d)`, `targets` `n` of them
 /// below `v` or [`IGNORE`].
 ///
 /// # Errors
 /// When shapes or dtypes don't fit, a target isn't below `v`, the chunk is 0, the softcap isn't
-/// positive, or a tensor isn't on the CPU.
+/// positive, or the tensors aren't on one device.
 pub fn forward(
     hidden: &Tensor,
     weight: &Tensor,
-    targets: &Tensor,
+    targets: &[u32],
     options: &Options,
     need_dhidden: bool,
     need_dweight: bool,
 ) -> Result<Output> {
     const OPERATION: &str = "cross_entropy";
-    require_cpu(OPERATION, &[hidden, weight, targets])?;
+    require_together(OPERATION, &[hidden, weight])?;
     require_rank(OPERATION, "hidden", hidden, 2, "(n, d)")?;
     let (n, d) = hidden.dims2()?;
     let v = output_size(OPERATION, weight, d)?;
-    require_shape(OPERATION, "targets", targets, &[n])?;
-    require_dtype(OPERATION, "targets", targets, DType::U32)?;
+    if targets.len() != n {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: found {} targets, expected one for each of {n} rows of hidden",
+            targets.len()
+        )
+    }
     if options.chunk == 0 {
         bail!("metal-candle-kernels: {OPERATION}: the chunk is 0, expected at least 1 row")
     }
@@ -77,11 +84,8 @@ pub fn forward(
             "metal-candle-kernels: {OPERATION}: the softcap is {softcap}, expected a positive number"
         )
     }
-    let (hidden, weight, targets) =
-        (Input::contiguous(hidden)?, Input::contiguous(weight)?, Input::contiguous(targets)?);
-    let (hidden, weight, targets) = (hidden.read(), weight.read(), targets.read());
     let mut counted = Vec::new();
-    for (row, target) in targets.slice::<u32>()?.iter().enumerate() {
+    for (row, target) in targets.iter().enumerate() {
         if *target == IGNORE {
             continue;
         }
@@ -90,8 +94,17 @@ pub fn forward(
                 "metal-candle-kernels: {OPERATION}: target {target} of row {row} is outside the vocabulary, expected less than {v}"
             )
         }
-        counted.push((row, *target as usize));
+        counted.push((row, *target));
     }
+    #[cfg(feature = "cuda")]
+    if hidden.device().is_cuda() {
+        let counted = &counted;
+        let chunk = cuda::rows_of_chunk(counted.len(), v);
+        return cuda::Problem { hidden, weight, counted, options, need_dhidden, need_dweight }
+            .run(OPERATION, chunk);
+    }
+    let (hidden, weight) = (Input::contiguous(hidden)?, Input::contiguous(weight)?);
+    let (hidden, weight) = (hidden.read(), weight.read());
     dispatch!(OPERATION, hidden.dtype(), T => {
         let problem = cpu::Problem {
             d,
@@ -125,7 +138,7 @@ pub fn forward(
 pub fn differentiable(
     hidden: &Tensor,
     weight: &Tensor,
-    targets: &Tensor,
+    targets: &[u32],
     options: &Options,
 ) -> Result<(Tensor, usize)> {
     let needs = (hidden.track_op(), weight.track_op());

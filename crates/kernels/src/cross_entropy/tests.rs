@@ -5,7 +5,7 @@ use crate::testing::*;
 struct Case {
     hidden: Tensor,
     weight: Tensor,
-    targets: Tensor,
+    targets: Vec<u32>,
     options: Options,
 }
 
@@ -17,7 +17,7 @@ impl Case {
         Case {
             hidden: random(&[n, d], 1),
             weight: random(&[v, d], 2),
-            targets: Tensor::from_vec(targets, n, &Device::Cpu).unwrap(),
+            targets,
             options: Options { softcap: None, logit_scale: 1.0, chunk },
         }
     }
@@ -53,7 +53,7 @@ impl Case {
         let (n, d) = self.hidden.dims2().unwrap();
         let v = self.weight.dim(0).unwrap();
         let (hidden, weight) = (values(&self.hidden), values(&self.weight));
-        let targets = self.targets.to_vec1::<u32>().unwrap();
+        let targets = &self.targets;
         let mut loss = 0.0;
         for row in 0..n {
             if targets[row] == IGNORE {
@@ -89,8 +89,7 @@ fn loss_matches_reference() {
         let output = case.run();
         let expected = case.reference();
         assert!((values(&output.loss)[0] - expected).abs() < 1e-12 * expected);
-        let counted =
-            case.targets.to_vec1::<u32>().unwrap().iter().filter(|t| **t != IGNORE).count();
+        let counted = case.targets.iter().filter(|target| **target != IGNORE).count();
         assert_eq!(output.count, counted);
         assert_eq!(case.loss(&case.hidden, &case.weight).unwrap(), values(&output.loss)[0]);
     }
@@ -177,7 +176,7 @@ fn ignored_rows_do_not_matter_at_all() {
 #[test]
 fn nothing_counted_is_a_zero_loss() {
     let mut case = Case::new(4, 7, 33, 2);
-    case.targets = Tensor::full(IGNORE, 4, &Device::Cpu).unwrap();
+    case.targets = vec![IGNORE; 4];
     let output = case.run();
     assert_eq!((output.count, values(&output.loss)[0]), (0, 0.0));
     assert_eq!(max_abs(&output.dhidden.unwrap()), 0.0);
@@ -211,12 +210,8 @@ fn threads_and_strides_do_not_change_bits() {
             vec![output.loss, output.dhidden.unwrap(), output.dweight.unwrap()]
         };
         assert_independent_of_threads(|| run(&case));
-        let other = Case {
-            hidden: strided(&case.hidden),
-            weight: strided(&case.weight),
-            targets: strided(&case.targets),
-            options: case.options,
-        };
+        let other =
+            Case { hidden: strided(&case.hidden), weight: strided(&case.weight), ..case.clone() };
         for (a, b) in run(&case).iter().zip(run(&other)) {
             assert_identical(a, &b);
         }
@@ -227,15 +222,149 @@ fn threads_and_strides_do_not_change_bits() {
 fn wrong_arguments_are_errors() {
     let case = Case::new(3, 7, 33, 2);
     let run = |case: &Case| message(case.run_with(&case.hidden, &case.weight));
-    let targets = Tensor::new(&[0u32, 33, 1], &Device::Cpu).unwrap();
-    let wrong = run(&Case { targets, ..case.clone() });
+    let wrong = run(&Case { targets: vec![0, 33, 1], ..case.clone() });
     assert!(wrong.contains("target 33 of row 1") && wrong.contains("less than 33"), "{wrong}");
     let options = Options { chunk: 0, ..case.options };
     assert!(run(&Case { options, ..case.clone() }).contains("chunk is 0"));
     let options = Options { softcap: Some(-1.0), ..case.options };
     assert!(run(&Case { options, ..case.clone() }).contains("softcap is -1"));
-    let targets = Tensor::new(&[0i64, 1, 2], &Device::Cpu).unwrap();
-    assert!(run(&Case { targets, ..case.clone() }).contains("targets is I64, expected U32"));
+    let wrong = run(&Case { targets: vec![0, 1], ..case.clone() });
+    assert!(wrong.contains("found 2 targets, expected one for each of 3 rows"), "{wrong}");
     let weight = random(&[33, 8], 1);
     assert!(run(&Case { weight, ..case.clone() }).contains("weight has shape [33, 8]"));
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+
+    fn on(case: &Case, device: &Device) -> Case {
+        Case {
+            hidden: case.hidden.to_device(device).unwrap(),
+            weight: case.weight.to_device(device).unwrap(),
+            ..case.clone()
+        }
+    }
+
+    fn results(output: Output) -> Vec<Tensor> {
+        [Some(output.loss), output.dhidden, output.dweight].iter().flatten().map(here).collect()
+    }
+
+    fn in_chunks(case: &Case, chunk: usize) -> Output {
+        let rows = case.targets.iter().enumerate();
+        let counted: Vec<_> =
+            rows.filter(|(_, target)| **target != IGNORE).map(|(row, id)| (row, *id)).collect();
+        let (hidden, weight, options) = (&case.hidden, &case.weight, &case.options);
+        let (need_dhidden, need_dweight) = (true, true);
+        let counted = &counted;
+        let problem = super::super::cuda::Problem {
+            hidden,
+            weight,
+            counted,
+            options,
+            need_dhidden,
+            need_dweight,
+        };
+        problem.run("cross_entropy", chunk).unwrap()
+    }
+
+    #[test]
+    fn cuda_matches_the_cpu_in_every_dtype() {
+        let Some(device) = crate::testing::cuda() else { return };
+        let mut all = cases();
+        all.extend([
+            Case::new(100, 33, 1000, 32),
+            Case::new(100, 64, 7001, 32).options(Some(5.0), 4.0),
+            Case::new(37, 40, 3003, 32).options(None, 0.25),
+            Case::new(1, 8, 1, 1),
+        ]);
+        // All rows count.
+        let mut whole = Case::new(70, 40, 515, 32);
+        whole.targets.iter_mut().for_each(|target| *target = (*target).min(514));
+        all.push(whole);
+        for case in all {
+            for (dtype, tolerance) in PRECISIONS {
+                let low = case.to_dtype(dtype);
+                let exact = low.to_dtype(DType::F64).run();
+                let there = on(&low, &device);
+                let found = there.run();
+                assert_eq!(found.count, exact.count);
+                let loss = there.loss(&there.hidden, &there.weight).unwrap();
+                assert_eq!(loss, values(&here(&found.loss))[0]);
+                for (output, tolerance) in [(found, tolerance), (in_chunks(&there, 16), tolerance)]
+                {
+                    let output = results(output);
+                    assert_eq!(output[0].dtype(), DType::F32);
+                    assert_close(&output[0], &exact.loss, 4e-6);
+                    assert_eq!((output[1].dtype(), output[2].dtype()), (dtype, DType::F32));
+                    assert_close(&output[1], exact.dhidden.as_ref().unwrap(), 2.0 * tolerance);
+                    // The gradients of the logits are rounded to the dtype.
+                    let dweight = exact.dweight.as_ref().unwrap();
+                    assert_close(&output[2], dweight, tolerance.max(4e-6));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_repeats_its_bits_and_takes_views() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for dtype in [DType::F32, DType::BF16] {
+            let case = on(&Case::new(100, 40, 1000, 32).to_dtype(dtype), &device);
+            let found = results(case.run());
+            for (a, b) in found.iter().zip(results(case.run())) {
+                assert_identical(a, &b);
+            }
+            let views = Case {
+                hidden: strided(&case.hidden),
+                weight: strided(&case.weight),
+                ..case.clone()
+            };
+            for (a, b) in found.iter().zip(results(views.run())) {
+                assert_close(a, &b, 1e-6);
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_gives_ignored_rows_no_gradient() {
+        let Some(device) = crate::testing::cuda() else { return };
+        let mut case = Case::new(6, 7, 33, 2).to_dtype(DType::F32);
+        let expected = results(on(&case, &device).run());
+        let mut hidden = values(&case.hidden);
+        hidden[7..14].fill(f64::NAN);
+        let hidden = Tensor::from_vec(hidden, (6, 7), &Device::Cpu).unwrap();
+        case.hidden = hidden.to_dtype(DType::F32).unwrap();
+        for (a, b) in expected.iter().zip(results(on(&case, &device).run())) {
+            assert_identical(a, &b);
+        }
+        assert_eq!(max_abs(&expected[1].narrow(0, 1, 1).unwrap()), 0.0);
+        case.targets.fill(IGNORE);
+        let nothing = on(&case, &device).run();
+        assert_eq!(nothing.count, 0);
+        assert!(results(nothing).iter().all(|tensor| max_abs(tensor) == 0.0));
+        let empty = on(&Case::new(0, 7, 33, 2).to_dtype(DType::F32), &device).run();
+        assert!(results(empty).iter().all(|tensor| max_abs(tensor) == 0.0));
+    }
+
+    #[test]
+    fn cuda_neither_overflows_nor_hides_a_nan() {
+        let Some(device) = crate::testing::cuda() else { return };
+        let case = Case::new(5, 7, 33, 2).options(None, 1e4).to_dtype(DType::F32);
+        for tensor in results(on(&case, &device).run()) {
+            assert!(values(&tensor).iter().all(|value| value.is_finite()));
+        }
+        let broken = Case { hidden: (&case.hidden * f64::NAN).unwrap(), ..case };
+        assert!(values(&results(on(&broken, &device).run())[0])[0].is_nan());
+    }
+
+    #[test]
+    fn cuda_chunks_fit_the_memory_and_are_alike() {
+        for (counted, v) in [(1, 128_256), (8192, 128_256), (5000, 49_152), (3, 5), (1 << 20, 32)] {
+            let rows = super::super::cuda::rows_of_chunk(counted, v);
+            assert!(rows > 0 && rows % 128 == 0 && (rows == 128 || rows * v * 4 <= 512 << 20));
+            let last = counted % rows;
+            assert!(counted <= rows || last == 0 || last + 128 * counted.div_ceil(rows) >= rows);
+        }
+    }
 }

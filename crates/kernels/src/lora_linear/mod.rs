@@ -14,13 +14,15 @@
 //! index, so the backward pass and a recomputed forward pass see the same one without storing it.
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 #[cfg(test)]
 mod tests;
 
 use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch};
-use crate::device::{record3, require_cpu, require_dtype, require_shape, rows_and_columns};
+use crate::device::{record3, require_dtype, require_shape, require_together, rows_and_columns};
 use crate::matmul::cpu::{self as matmul, Adapter, Dropped, Incoming, Layer};
-use crate::matmul::{bias_input, numbers, output_size, with_last_dimension};
+use crate::matmul::{check_bias, numbers, output_size, with_last_dimension};
 use candle_core::{Device, Result, Tensor, bail};
 use std::borrow::Cow;
 
@@ -74,8 +76,8 @@ pub struct Gradients {
 pub struct Output {
     /// `(.., out)` in the dtype of `x`.
     pub y: Tensor,
-    /// `dropout(x)·A`, `(.., rank)` in f32 (f64 for f64), which [`backward_shared`] wants back; `None`
-    /// without an adapter.
+    /// `dropout(x)·A`, `(.., rank)` in f32 (f64 for f64) on the CPU and the dtype of `x` on CUDA, which
+    /// [`backward_shared`] wants back; `None` without an adapter.
     pub xa: Option<Tensor>,
 }
 
@@ -90,11 +92,11 @@ pub struct SharedGradients {
 }
 
 /// `(y, xa)`: `x` `(.., in)`, `weight` `(out, in)`, `bias` `(out)`; `y` `(.., out)` in the dtype of
-/// `x`, and `xa = dropout(x)·A` `(.., rank)` in f32 (f64 for f64), which [`backward`] wants back.
+/// `x`, and `xa = dropout(x)·A` `(.., rank)`, which [`backward`] wants back, as [`Output::xa`].
 ///
 /// # Errors
-/// When shapes don't fit, a dtype isn't a float, the dropout probability isn't in `0..1`, or a
-/// tensor isn't on the CPU.
+/// When shapes don't fit, a dtype isn't a float, the dropout probability isn't in `0..1`, or the
+/// tensors aren't on one device.
 pub fn forward(
     x: &Tensor,
     weight: &Tensor,
@@ -115,7 +117,12 @@ pub fn forward(
 pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Output>> {
     const OPERATION: &str = "lora_linear::forward";
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
-    let inputs = Inputs::new(OPERATION, x, inner, projections)?;
+    check(OPERATION, x, inner, projections)?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::forward(OPERATION, x, (rows, inner), projections);
+    }
+    let inputs = Inputs::new(projections)?;
     let (x_input, reads) = (Input::contiguous(x)?, inputs.read());
     let x_read = x_input.read();
     dispatch!(OPERATION, x.dtype(), T => {
@@ -201,7 +208,7 @@ pub fn backward_shared(
 ) -> Result<SharedGradients> {
     const OPERATION: &str = "lora_linear::backward";
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
-    let inputs = Inputs::new(OPERATION, x, inner, projections)?;
+    check(OPERATION, x, inner, projections)?;
     if xas.len() != projections.len() || dys.len() != projections.len() {
         bail!(
             "metal-candle-kernels: {OPERATION}: found {} xa and {} dy, expected one for each of {} projections",
@@ -210,24 +217,31 @@ pub fn backward_shared(
             projections.len()
         )
     }
-    let mut incoming = Vec::with_capacity(dys.len());
     for ((projection, xa), dy) in projections.iter().zip(xas).zip(dys) {
-        require_cpu(OPERATION, &[*dy])?;
+        require_together(OPERATION, &[x, dy])?;
         require_shape(OPERATION, "dy", dy, &with_last_dimension(x, projection.weight.dim(0)?))?;
         require_dtype(OPERATION, "dy", dy, x.dtype())?;
-        let xa = match (&projection.lora, xa) {
-            (None, _) => None,
+        match (&projection.lora, xa) {
+            (None, _) => {}
             (Some(lora), Some(xa)) => {
-                require_cpu(OPERATION, &[*xa])?;
+                require_together(OPERATION, &[x, xa])?;
                 require_shape(OPERATION, "xa", xa, &with_last_dimension(x, lora.a.dim(1)?))?;
-                Some(Input::contiguous(xa)?)
             }
             (Some(_), None) => {
                 bail!("metal-candle-kernels: {OPERATION}: a projection with an adapter has no xa")
             }
-        };
-        incoming.push((Input::contiguous(dy)?, xa));
+        }
     }
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::backward(OPERATION, x, (rows, inner), projections, xas, dys, need_dx);
+    }
+    let inputs = Inputs::new(projections)?;
+    let incoming = projections.iter().zip(xas).zip(dys).map(|((projection, xa), dy)| {
+        let xa = xa.filter(|_| projection.lora.is_some());
+        Ok((Input::contiguous(dy)?, xa.map(Input::contiguous).transpose()?))
+    });
+    let incoming = incoming.collect::<Result<Vec<_>>>()?;
     let (x_input, reads) = (Input::contiguous(x)?, inputs.read());
     let x_read = x_input.read();
     let incoming: Vec<_> =
@@ -265,7 +279,23 @@ pub fn backward_shared(
     })
 }
 
-/// The tensors of some projections, checked and made ready to be read.
+/// An error unless the tensors of all projections fit `x` `(.., inner)` and are where it is.
+fn check(operation: &str, x: &Tensor, inner: usize, projections: &[Projection]) -> Result<()> {
+    require_together(operation, &[x])?;
+    for Projection { weight, bias, lora } in projections {
+        require_together(operation, &[x, weight])?;
+        let outer = output_size(operation, weight, inner)?;
+        check_bias(operation, x, *bias, outer)?;
+        if let Some(lora) = lora {
+            require_together(operation, &[x, lora.a, lora.b])?;
+            check_rank(operation, lora, inner, outer)?;
+            check_dropout(operation, lora.dropout)?;
+        }
+    }
+    Ok(())
+}
+
+/// The tensors of some projections, made ready to be read.
 struct Inputs {
     projections: Vec<InputsOfOne>,
 }
@@ -301,22 +331,18 @@ struct Numbers<'a, A: Real> {
 }
 
 impl Inputs {
-    fn new(operation: &str, x: &Tensor, inner: usize, projections: &[Projection]) -> Result<Self> {
-        require_cpu(operation, &[x])?;
+    /// Of projections that [`check`] found good.
+    fn new(projections: &[Projection]) -> Result<Self> {
         let projections = projections.iter().map(|Projection { weight, bias, lora }| {
-            require_cpu(operation, &[*weight])?;
-            let outer = output_size(operation, weight, inner)?;
-            let lora: Option<Result<_>> = lora.map(|lora| {
-                require_cpu(operation, &[lora.a, lora.b])?;
-                let rank = lora_rank(operation, &lora, inner, outer)?;
-                check_dropout(operation, lora.dropout)?;
-                let (a, b) = (Input::contiguous(lora.a)?, Input::contiguous(lora.b)?);
-                Ok(LoraInputs { a, b, rank, scale: lora.scale, dropout: lora.dropout })
+            let lora: Option<Result<_>> = lora.map(|Lora { a, b, scale, dropout }| {
+                let rank = a.dim(1)?;
+                let (a, b) = (Input::contiguous(a)?, Input::contiguous(b)?);
+                Ok(LoraInputs { a, b, rank, scale, dropout })
             });
             Ok(InputsOfOne {
                 weight: Input::contiguous(weight)?,
-                outer,
-                bias: bias_input(operation, *bias, outer)?,
+                outer: weight.dim(0)?,
+                bias: bias.map(Input::contiguous).transpose()?,
                 lora: lora.transpose()?,
             })
         });
@@ -376,11 +402,15 @@ impl Reads<'_> {
 /// pass: apply it to the gradient.
 ///
 /// # Errors
-/// When the probability isn't in `0..1`, `x` isn't a float, or isn't on the CPU.
+/// When the probability isn't in `0..1`, `x` isn't a float, or this build doesn't compute on its device.
 pub fn dropout(x: &Tensor, dropout: Dropout) -> Result<Tensor> {
     const OPERATION: &str = "dropout";
-    require_cpu(OPERATION, &[x])?;
+    require_together(OPERATION, &[x])?;
     check_dropout(OPERATION, Some(dropout))?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::dropout(OPERATION, x, dropout);
+    }
     let shape = x.dims();
     let x = Input::contiguous(x)?;
     let x = x.read();
@@ -393,12 +423,12 @@ pub fn dropout(x: &Tensor, dropout: Dropout) -> Result<Tensor> {
     })
 }
 
-fn lora_rank(operation: &str, lora: &Lora, inner: usize, outer: usize) -> Result<usize> {
+fn check_rank(operation: &str, lora: &Lora, inner: usize, outer: usize) -> Result<()> {
     match (lora.a.dims(), lora.b.dims()) {
         ([inputs, rank], [rank_of_b, outputs])
             if *inputs == inner && *outputs == outer && rank == rank_of_b =>
         {
-            Ok(*rank)
+            Ok(())
         }
         (a, b) => bail!(
             "metal-candle-kernels: {operation}: A has shape {a:?} and B {b:?}, expected ({inner}, rank) and (rank, {outer})"

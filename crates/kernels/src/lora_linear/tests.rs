@@ -264,3 +264,210 @@ fn projections_that_share_their_input_match_one_at_a_time() {
         }
     }
 }
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+
+    /// Some projections of one input: `(out, rank)`, rank 0 for none; the first has a bias.
+    struct Group {
+        x: Tensor,
+        weights: Vec<Tensor>,
+        bias: Tensor,
+        factors: Vec<Option<(Tensor, Tensor)>>,
+        dys: Vec<Tensor>,
+        dropouts: Vec<Option<Dropout>>,
+    }
+
+    impl Group {
+        fn new(rows: usize, inner: usize, sizes: &[(usize, usize)], dropout: bool) -> Group {
+            let seeds = || sizes.iter().zip(0u64..);
+            let factors = seeds().map(|((out, rank), seed)| {
+                let of = |shape: &[usize], seed| random(shape, seed);
+                (*rank > 0).then(|| (of(&[inner, *rank], seed + 20), of(&[*rank, *out], seed + 30)))
+            });
+            // All but the last of several, so that some have none.
+            let dropouts = seeds().map(|(_, seed)| {
+                let has = dropout && (seed == 0 || seed + 1 < sizes.len() as u64);
+                has.then_some(Dropout { probability: 0.3, seed: seed + 7 })
+            });
+            Group {
+                x: random(&[1, rows, inner], 1),
+                weights: seeds().map(|((out, _), seed)| random(&[*out, inner], seed + 2)).collect(),
+                bias: random(&[sizes[0].0], 9),
+                factors: factors.collect(),
+                dys: seeds().map(|((out, _), seed)| random(&[1, rows, *out], seed + 40)).collect(),
+                dropouts: dropouts.collect(),
+            }
+        }
+
+        /// Activations and weights in `dtype`, adapters in `adapters`.
+        fn to(&self, dtype: DType, adapters: DType, device: &Device) -> Group {
+            let to =
+                |tensor: &Tensor, dtype| tensor.to_dtype(dtype).unwrap().to_device(device).unwrap();
+            let all = |tensors: &[Tensor]| tensors.iter().map(|tensor| to(tensor, dtype)).collect();
+            let factors = self
+                .factors
+                .iter()
+                .map(|factors| factors.as_ref().map(|(a, b)| (to(a, adapters), to(b, adapters))));
+            Group {
+                x: to(&self.x, dtype),
+                weights: all(&self.weights),
+                bias: to(&self.bias, dtype),
+                factors: factors.collect(),
+                dys: all(&self.dys),
+                dropouts: self.dropouts.clone(),
+            }
+        }
+
+        /// y and xa of all projections, then dx and the adapters' gradients, on the CPU.
+        fn run(&self, need_dx: bool) -> [Vec<Tensor>; 2] {
+            let projections: Vec<_> = (0..self.weights.len())
+                .map(|index| Projection {
+                    weight: &self.weights[index],
+                    bias: (index == 0).then_some(&self.bias),
+                    lora: self.factors[index].as_ref().map(|(a, b)| Lora {
+                        a,
+                        b,
+                        scale: SCALE,
+                        dropout: self.dropouts[index],
+                    }),
+                })
+                .collect();
+            let outputs = forward_shared(&self.x, &projections).unwrap();
+            let xas: Vec<_> = outputs.iter().map(|output| output.xa.as_ref()).collect();
+            let dys: Vec<_> = self.dys.iter().collect();
+            let found = backward_shared(&self.x, &projections, &xas, &dys, need_dx).unwrap();
+            assert_eq!(found.dx.is_some(), need_dx);
+            let adapters = found.adapters.into_iter().flatten().flat_map(|(da, db)| [da, db]);
+            let mut forward: Vec<_> = outputs.iter().map(|output| here(&output.y)).collect();
+            forward.extend(xas.into_iter().flatten().map(here));
+            [forward, found.dx.into_iter().chain(adapters).map(|tensor| here(&tensor)).collect()]
+        }
+    }
+
+    fn groups() -> Vec<Group> {
+        vec![
+            // A few rows, where 16 bytes fit and where they don't.
+            Group::new(1, 512, &[(512, 8)], false),
+            Group::new(1, 1024, &[(264, 64)], false),
+            Group::new(1, 70, &[(33, 3), (7, 0), (20, 8)], false),
+            Group::new(2, 256, &[(100, 12), (40, 4), (24, 1), (8, 0), (50, 16)], false),
+            Group::new(3, 33, &[(17, 2)], false),
+            Group::new(4, 2048, &[(40, 16), (40, 16)], false),
+            Group::new(7, 136, &[(50, 256), (9, 8)], false),
+            Group::new(8, 640, &[(130, 24), (64, 8), (30, 40)], false),
+            // Enough of A that it has a launch of its own.
+            Group::new(1, 8192, &[(3000, 128), (40, 100)], false),
+            // More rows.
+            Group::new(300, 72, &[(140, 4)], false),
+            Group::new(300, 72, &[(140, 16), (64, 16), (64, 16)], false),
+            Group::new(65, 70, &[(33, 3), (7, 0), (20, 8)], false),
+            Group::new(40, 64, &[(48, 0), (16, 0)], false),
+            Group::new(33, 64, &[(80, 8)], true),
+            Group::new(3, 70, &[(33, 3), (7, 0), (20, 8)], true),
+            Group::new(120, 136, &[(40, 8), (40, 16), (24, 5)], true),
+        ]
+    }
+
+    #[test]
+    fn cuda_matches_the_cpu_in_every_dtype() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for group in groups() {
+            for (dtype, tolerance) in PRECISIONS {
+                for adapters in [DType::F32, dtype] {
+                    let low = group.to(dtype, adapters, &Device::Cpu);
+                    let exact = low.to(DType::F64, DType::F64, &Device::Cpu).run(true);
+                    let found = low.to(dtype, adapters, &device).run(true);
+                    // The adapter's factors, xa and g are rounded to the dtype of the activations.
+                    let tolerance = 2.0 * tolerance;
+                    for (exact, found) in exact.iter().flatten().zip(found.iter().flatten()) {
+                        assert_close(found, exact, tolerance);
+                    }
+                    let forward = group.weights.len();
+                    assert!(found[0].iter().all(|tensor| tensor.dtype() == dtype));
+                    assert_eq!(found[0][..forward].len(), forward);
+                    assert!(found[1][1..].iter().all(|tensor| tensor.dtype() == DType::F32));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_repeats_its_bits_and_leaves_out_dx() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for group in groups() {
+            let group = group.to(DType::BF16, DType::F32, &device);
+            let ([forward, backward], [again, without]) = (group.run(true), group.run(false));
+            for (a, b) in forward.iter().zip(&again).chain(backward[1..].iter().zip(&without)) {
+                assert_identical(a, b);
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_takes_views_and_no_rows() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for rows in [0, 2, 40] {
+            let group = Group::new(rows, 72, &[(40, 8), (30, 4)], false);
+            let group = group.to(DType::BF16, DType::F32, &device);
+            let all = |tensors: &[Tensor]| tensors.iter().map(strided).collect();
+            let views = Group {
+                x: strided(&group.x),
+                weights: all(&group.weights),
+                bias: strided(&group.bias),
+                factors: group
+                    .factors
+                    .iter()
+                    .map(|factors| factors.as_ref().map(|(a, b)| (strided(a), strided(b))))
+                    .collect(),
+                dys: all(&group.dys),
+                dropouts: group.dropouts.clone(),
+            };
+            let (plain, views) = (group.run(true), views.run(true));
+            for (a, b) in plain.iter().flatten().zip(views.iter().flatten()) {
+                assert_close(a, b, 1e-6);
+            }
+            if rows == 0 {
+                assert!(plain[1].iter().all(|gradient| max_abs(gradient) == 0.0));
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_dropout_is_that_of_the_cpu() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            for count in [0, 1, 1000, 70_003] {
+                let x = random(&[count], 1).to_dtype(dtype).unwrap();
+                for (probability, seed) in [(0.0, 1), (0.25, 7), (0.9, u64::MAX)] {
+                    let mask = Dropout { probability, seed };
+                    let found = dropout(&x.to_device(&device).unwrap(), mask).unwrap();
+                    assert_identical(&here(&found), &dropout(&x, mask).unwrap());
+                }
+            }
+            let x = random(&[7, 33], 1).to_dtype(dtype).unwrap();
+            let mask = Dropout { probability: 0.5, seed: 3 };
+            let found = dropout(&strided(&x.to_device(&device).unwrap()), mask).unwrap();
+            assert_identical(&here(&found), &dropout(&x, mask).unwrap());
+        }
+    }
+
+    #[test]
+    fn cuda_layers_are_differentiable() {
+        let Some(device) = crate::testing::cuda() else { return };
+        let case = Case::new(5, 7, 6, 2).to_dtype(DType::F32);
+        let run = |device: &Device| {
+            let to = |tensor: &Tensor| tensor.to_device(device).unwrap();
+            let variable = |tensor: &Tensor| candle_core::Var::from_tensor(&to(tensor)).unwrap();
+            let [x, a, b] = [&case.x, &case.a, &case.b].map(variable);
+            let lora = Lora { a: &a, b: &b, scale: SCALE, dropout: None };
+            let y = differentiable(&x, &to(&case.weight), Some(&to(&case.bias)), &lora).unwrap();
+            let gradients = (y * to(&case.dy)).unwrap().sum_all().unwrap().backward().unwrap();
+            [&x, &a, &b].map(|variable| here(gradients.get(variable).unwrap()))
+        };
+        for (found, expected) in run(&device).iter().zip(run(&Device::Cpu)) {
+            assert_close(found, &expected, 2e-6);
+        }
+    }
+}

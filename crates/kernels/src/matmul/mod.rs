@@ -9,13 +9,16 @@
 //! The functions are apart because a frozen weight needs `dx` only.
 
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 pub(crate) mod few_rows;
 #[cfg(test)]
 mod tests;
 
 use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, zeros};
 use crate::device::{
-    record2, record3, require_cpu, require_dtype, require_rank, require_shape, rows_and_columns,
+    record2, record3, require_dtype, require_rank, require_shape, require_together,
+    rows_and_columns,
 };
 use candle_core::{Device, Result, Tensor, bail};
 use cpu::{Incoming, Layer};
@@ -33,18 +36,24 @@ pub(crate) fn with_last_dimension(tensor: &Tensor, last: usize) -> Vec<usize> {
 /// `x·Wᵀ + bias`: `x` `(.., in)`, `weight` `(out, in)`, `bias` `(out)`, result `(.., out)` in the
 /// dtype of `x`.
 ///
-/// The weight and the bias may have another dtype than `x` (f64 only goes with f64 `x`).
+/// The weight and the bias may have another dtype than `x` (f64 only goes with f64 `x`); on CUDA they are
+/// rounded to that of `x`.
 ///
 /// # Errors
-/// When shapes don't fit, a dtype isn't a float, or a tensor isn't on the CPU.
+/// When shapes don't fit, a dtype isn't a float, or the tensors aren't on one device.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     const OPERATION: &str = "linear";
-    require_cpu(OPERATION, &[x, weight])?;
+    require_together(OPERATION, &[x, weight])?;
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     let outer = output_size(OPERATION, weight, inner)?;
+    check_bias(OPERATION, x, bias, outer)?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::linear(OPERATION, x, weight, bias, [rows, outer, inner]);
+    }
     let shape = with_last_dimension(x, outer);
     let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
-    let bias = bias_input(OPERATION, bias, outer)?;
+    let bias = bias.map(Input::contiguous).transpose()?;
     let (x, weight, bias) = (x.read(), weight.read(), bias.as_ref().map(Input::read));
     dispatch!(OPERATION, x.dtype(), T => {
         let bias = numbers::<Sum<T>>(&bias)?;
@@ -82,14 +91,18 @@ pub fn differentiable(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
 /// dtype of `dy`.
 ///
 /// # Errors
-/// When shapes don't fit, a dtype isn't a float, or a tensor isn't on the CPU.
+/// When shapes don't fit, a dtype isn't a float, or the tensors aren't on one device.
 pub fn linear_backward_input(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
     const OPERATION: &str = "linear_backward_input";
-    require_cpu(OPERATION, &[dy, weight])?;
+    require_together(OPERATION, &[dy, weight])?;
     require_rank(OPERATION, "weight", weight, 2, "(out, in)")?;
     let (rows, outer) = rows_and_columns(OPERATION, "dy", dy)?;
     let (_, inner) = weight.dims2()?;
     require_shape(OPERATION, "weight", weight, &[outer, inner])?;
+    #[cfg(feature = "cuda")]
+    if dy.device().is_cuda() {
+        return cuda::backward_input(OPERATION, dy, weight, [rows, outer, inner]);
+    }
     let shape = with_last_dimension(dy, inner);
     let (dy, weight) = (Input::contiguous(dy)?, Input::contiguous(weight)?);
     let (dy, weight) = (dy.read(), weight.read());
@@ -106,14 +119,18 @@ pub fn linear_backward_input(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
 /// (f64 for f64).
 ///
 /// # Errors
-/// When shapes or dtypes don't fit, or a tensor isn't on the CPU.
+/// When shapes or dtypes don't fit, or the tensors aren't on one device.
 pub fn linear_backward_weight(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     const OPERATION: &str = "linear_backward_weight";
-    require_cpu(OPERATION, &[x, dy])?;
+    require_together(OPERATION, &[x, dy])?;
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     let (_, outer) = rows_and_columns(OPERATION, "dy", dy)?;
     require_shape(OPERATION, "dy", dy, &with_last_dimension(x, outer))?;
     require_dtype(OPERATION, "dy", dy, x.dtype())?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::backward_weight(OPERATION, x, dy, [rows, outer, inner]);
+    }
     let (x, dy) = (Input::contiguous(x)?, Input::contiguous(dy)?);
     let (x, dy) = (x.read(), dy.read());
     dispatch!(OPERATION, x.dtype(), T => {
@@ -127,11 +144,15 @@ pub fn linear_backward_weight(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
 /// The gradient of [`linear`]'s bias: `dy` `(.., out)`, result `(out)` in f32 (f64 for f64).
 ///
 /// # Errors
-/// When `dy` is a scalar or no float, or isn't on the CPU.
+/// When `dy` is a scalar or no float, or this build doesn't compute on its device.
 pub fn linear_backward_bias(dy: &Tensor) -> Result<Tensor> {
     const OPERATION: &str = "linear_backward_bias";
-    require_cpu(OPERATION, &[dy])?;
+    require_together(OPERATION, &[dy])?;
     let (rows, outer) = rows_and_columns(OPERATION, "dy", dy)?;
+    #[cfg(feature = "cuda")]
+    if dy.device().is_cuda() {
+        return cuda::backward_bias(OPERATION, dy, rows, outer);
+    }
     let dy = Input::contiguous(dy)?;
     let dy = dy.read();
     dispatch!(OPERATION, dy.dtype(), T => {
@@ -154,16 +175,16 @@ pub(crate) fn output_size(operation: &str, weight: &Tensor, inner: usize) -> Res
     }
 }
 
-/// The bias, checked and made ready to be read.
-pub(crate) fn bias_input(
+/// An error unless the bias, if there is one, is `(outer)` and where `x` is.
+pub(crate) fn check_bias(
     operation: &str,
+    x: &Tensor,
     bias: Option<&Tensor>,
     outer: usize,
-) -> Result<Option<Input>> {
-    let Some(bias) = bias else { return Ok(None) };
-    require_cpu(operation, &[bias])?;
-    require_shape(operation, "bias", bias, &[outer])?;
-    Ok(Some(Input::contiguous(bias)?))
+) -> Result<()> {
+    let Some(bias) = bias else { return Ok(()) };
+    require_together(operation, &[x, bias])?;
+    require_shape(operation, "bias", bias, &[outer])
 }
 
 /// The numbers of a tensor that may not be there, as the type that sums are kept in.

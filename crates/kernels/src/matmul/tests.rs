@@ -186,3 +186,140 @@ fn wrong_shapes_and_dtypes_are_errors() {
     let single = x.to_dtype(DType::F32).unwrap();
     assert!(message(linear(&single, &weight, None)).contains("a F64 tensor cannot be combined"));
 }
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+
+    /// Sizes on both sides of where the kernels for a few rows end, with and without whole 16 bytes.
+    const SHAPES: [(usize, usize, usize); 14] = [
+        (1, 7, 5),
+        (1, 264, 1000),
+        (1, 4096, 520),
+        (2, 512, 33),
+        (3, 33, 129),
+        (4, 640, 130),
+        (5, 40, 9),
+        (8, 1032, 70),
+        (8, 33, 3),
+        (9, 64, 64),
+        (37, 64, 300),
+        (300, 70, 140),
+        (130, 129, 7),
+        (64, 2100, 130),
+    ];
+
+    #[test]
+    fn cuda_matches_the_cpu_in_every_dtype() {
+        let Some(device) = cuda() else { return };
+        for (rows, inner, outer) in SHAPES {
+            let x = random(&[1, rows, inner], 1);
+            let weight = random(&[outer, inner], 2);
+            let bias = random(&[outer], 3);
+            let dy = random(&[1, rows, outer], 4);
+            for (dtype, tolerance) in PRECISIONS {
+                let [x, weight, bias, dy] =
+                    [&x, &weight, &bias, &dy].map(|tensor| rounded(tensor, dtype));
+                let there =
+                    |tensor: &Tensor| tensor.to_dtype(dtype).unwrap().to_device(&device).unwrap();
+                for bias in [None, Some(&bias)] {
+                    let y = linear(&there(&x), &there(&weight), bias.map(there).as_ref()).unwrap();
+                    assert_eq!(y.dtype(), dtype);
+                    assert_close(&here(&y), &linear(&x, &weight, bias).unwrap(), tolerance);
+                }
+                let dx = linear_backward_input(&there(&dy), &there(&weight)).unwrap();
+                assert_eq!(dx.dtype(), dtype);
+                let expected = linear_backward_input(&dy, &weight).unwrap();
+                assert_close(&here(&dx), &expected, tolerance);
+                let dweight = linear_backward_weight(&there(&x), &there(&dy)).unwrap();
+                assert_eq!(dweight.dtype(), DType::F32);
+                let expected = linear_backward_weight(&x, &dy).unwrap();
+                assert_close(&here(&dweight), &expected, 4e-6);
+                let dbias = linear_backward_bias(&there(&dy)).unwrap();
+                assert_eq!(dbias.dtype(), DType::F32);
+                assert_close(&here(&dbias), &linear_backward_bias(&dy).unwrap(), 4e-6);
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_sums_half_precision_in_f32() {
+        let Some(device) = cuda() else { return };
+        for rows in [1, 8, 64] {
+            let x = Tensor::ones((rows, 4096), DType::BF16, &device).unwrap();
+            let weight = Tensor::ones((3, 4096), DType::BF16, &device).unwrap();
+            let y = linear(&x, &weight, None).unwrap();
+            assert!(values(&here(&y)).iter().all(|y| *y == 4096.0));
+        }
+        let dy = Tensor::ones((5000, 3), DType::BF16, &device).unwrap();
+        let dbias = linear_backward_bias(&dy).unwrap();
+        assert!(values(&here(&dbias)).iter().all(|db| *db == 5000.0));
+    }
+
+    #[test]
+    fn cuda_takes_views_and_other_dtypes_and_repeats_its_bits() {
+        let Some(device) = cuda() else { return };
+        for (rows, dtype) in
+            [(3, DType::F32), (3, DType::BF16), (40, DType::F32), (40, DType::BF16)]
+        {
+            let there =
+                |tensor: Tensor| tensor.to_dtype(dtype).unwrap().to_device(&device).unwrap();
+            let x = there(random(&[rows, 72], 1));
+            let weight = there(random(&[40, 72], 2));
+            let dy = there(random(&[rows, 40], 3));
+            let (xs, weights, dys) = (strided(&x), strided(&weight), strided(&dy));
+            // Narrowed, so that rows lie further apart than they are long.
+            let wide = Tensor::cat(&[&x, &x], 1).unwrap();
+            let narrow = wide.narrow(1, 72, 72).unwrap();
+            let y = here(&linear(&x, &weight, None).unwrap());
+            assert_identical(&y, &here(&linear(&x, &weight, None).unwrap()));
+            assert_close(&here(&linear(&xs, &weights, None).unwrap()), &y, 1e-6);
+            assert_close(&here(&linear(&narrow, &weight, None).unwrap()), &y, 1e-6);
+            let dx = here(&linear_backward_input(&dy, &weight).unwrap());
+            let views = linear_backward_input(&dys, &weights).unwrap();
+            assert_close(&here(&views), &dx, 1e-6);
+            let dweight = here(&linear_backward_weight(&x, &dy).unwrap());
+            assert_close(&here(&linear_backward_weight(&xs, &dys).unwrap()), &dweight, 1e-6);
+            let dbias = here(&linear_backward_bias(&dy).unwrap());
+            assert_identical(&here(&linear_backward_bias(&dys).unwrap()), &dbias);
+
+            let single = weight.to_dtype(DType::F32).unwrap();
+            let mixed = linear(&x, &single, None).unwrap();
+            assert_eq!(mixed.dtype(), dtype);
+            assert_close(&here(&mixed), &y, 1e-6);
+        }
+    }
+
+    #[test]
+    fn cuda_gives_empty_or_zero_results_for_empty_sizes() {
+        let Some(device) = cuda() else { return };
+        for (rows, inner, outer) in [(0, 3, 4), (2, 0, 4), (9, 0, 4), (2, 3, 0), (9, 3, 0)] {
+            let x = Tensor::ones((rows, inner), DType::BF16, &device).unwrap();
+            let weight = Tensor::ones((outer, inner), DType::BF16, &device).unwrap();
+            let y = linear(&x, &weight, None).unwrap();
+            assert_eq!(y.dims(), &[rows, outer]);
+            assert!(values(&here(&y)).iter().all(|y| *y == inner as f64));
+            let dx = here(&linear_backward_input(&y, &weight).unwrap());
+            assert_eq!(dx.dims(), &[rows, inner]);
+            let dweight = here(&linear_backward_weight(&x, &y).unwrap());
+            assert_eq!(dweight.dims(), &[outer, inner]);
+            assert!(rows > 0 || max_abs(&dweight) == 0.0);
+            assert_eq!(linear_backward_bias(&y).unwrap().dims(), &[outer]);
+        }
+    }
+
+    #[test]
+    fn cuda_refuses_wrong_arguments() {
+        let Some(device) = cuda() else { return };
+        let there = |shape: &[usize], dtype| {
+            random(shape, 1).to_dtype(dtype).unwrap().to_device(&device).unwrap()
+        };
+        let x = there(&[2, 3], DType::F32);
+        let wrong = message(linear(&x, &random(&[4, 3], 1), None));
+        assert!(wrong.contains("expected all on one device"), "{wrong}");
+        let wrong = message(linear(&x, &there(&[4, 3], DType::U32), None));
+        assert!(wrong.contains("does not support U32"), "{wrong}");
+        let wrong = message(linear(&x, &there(&[4, 5], DType::F32), None));
+        assert!(wrong.contains("expected (out, 3)"), "{wrong}");
+    }
+}

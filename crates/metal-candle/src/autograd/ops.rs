@@ -308,7 +308,7 @@ impl Tape {
         &self,
         hidden: &Value,
         weight: &Value,
-        targets: &Tensor,
+        targets: &[u32],
         options: &cross_entropy::Options,
     ) -> Result<(Value, usize)> {
         let output = cross_entropy::forward(

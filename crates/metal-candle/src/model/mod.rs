@@ -588,13 +588,12 @@ impl Model {
         let rows = batch.rows * batch.length;
         let hidden = tape.reshape(&hidden, (rows, self.config.hidden_size))?;
         let head = weight_as(tape, self.head.as_ref().unwrap_or(&self.embedding), self.dtype)?;
-        let targets = Tensor::from_slice(&batch.targets, rows, &self.device)?;
         let options = cross_entropy::Options {
             softcap: self.config.final_softcap,
             logit_scale: self.config.logits_scale,
             chunk: LOSS_CHUNK,
         };
-        let (sum, tokens) = tape.cross_entropy(&hidden, &head, &targets, &options)?;
+        let (sum, tokens) = tape.cross_entropy(&hidden, &head, &batch.targets, &options)?;
         Ok(Loss { sum, tokens })
     }
 

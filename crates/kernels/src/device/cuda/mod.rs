@@ -3,6 +3,7 @@
 //! All work of a device goes to one stream, in order, and memory is given back to the stream as well,
 //! so nothing here waits for the device.
 
+mod blas;
 mod module;
 mod open;
 mod rows;
@@ -15,6 +16,7 @@ use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 use half::{bf16, f16};
 use std::sync::Arc;
 
+pub(crate) use blas::{Matrix, Rows, require_floats};
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, memory, open, reset_peak};
 pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, any_groups};

@@ -1,0 +1,160 @@
+// The passes of the head and cross entropy beside the matrix products: gathering the rows that count,
+// the loss and gradient of a row of logits, and the sum of the losses.
+#include "common.cuh"
+
+#include <float.h>
+
+namespace {
+
+constexpr int THREADS = 512;
+constexpr uint32_t NOWHERE = 0xffffffffu;
+
+/// Copies a row, with 16 bytes at a time where they fit.
+template <typename T>
+__device__ __forceinline__ void copy_row(const T *from, T *to, int columns, bool aligned) {
+    constexpr int N = Pack<T>::N;
+    if (aligned) {
+        for (int i = threadIdx.x * N; i < columns; i += blockDim.x * N)
+            store_pack(to + i, load_pack(from + i));
+    } else {
+        for (int i = threadIdx.x; i < columns; i += blockDim.x) to[i] = from[i];
+    }
+}
+
+/// out[i] = x[rows[i]]: block i copies a row.
+template <typename T>
+__device__ __forceinline__ void gather_rows(const T *x, int64_t stride, const uint32_t *rows, T *out,
+                                            int columns, int aligned) {
+    const int64_t row = rows[blockIdx.x];
+    copy_row(x + row * stride, out + (int64_t)blockIdx.x * columns, columns, aligned);
+}
+
+/// out[n] = x[places[n]], or zeros where that is nowhere: block n writes a row.
+template <typename T>
+__device__ __forceinline__ void scatter_rows(const T *x, const uint32_t *places, T *out, int columns,
+                                             int aligned) {
+    const uint32_t place = places[blockIdx.x];
+    T *to = out + (int64_t)blockIdx.x * columns;
+    if (place != NOWHERE) {
+        copy_row(x + (int64_t)place * columns, to, columns, aligned);
+    } else {
+        for (int i = threadIdx.x; i < columns; i += blockDim.x) to[i] = from_float<T>(0.0f);
+    }
+}
+
+/// What a product of the head becomes: times the scale, then capped.
+struct Logit {
+    float scale, cap, inverse;
+
+    __device__ __forceinline__ float operator()(float product) const {
+        const float raw = product * scale;
+        return cap > 0.0f ? cap * tanhf(raw * inverse) : raw;
+    }
+
+    /// The derivative of the logit with respect to the product.
+    __device__ __forceinline__ float slope(float logit) const {
+        if (!(cap > 0.0f)) return scale;
+        const float ratio = logit * inverse;
+        return scale * (1.0f - ratio * ratio);
+    }
+};
+
+/// Four elements at once.
+__device__ __forceinline__ void store_four(float *to, const float (&value)[4]) {
+    *reinterpret_cast<float4 *>(to) = make_float4(value[0], value[1], value[2], value[3]);
+}
+template <typename T> __device__ __forceinline__ void store_four(T *to, const float (&value)[4]) {
+    alignas(8) T four[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) four[e] = from_float<T>(value[e]);
+    *reinterpret_cast<uint2 *>(to) = *reinterpret_cast<const uint2 *>(four);
+}
+
+/// The loss of row blockIdx.x and, unless `gradient` is null, its gradient with respect to the products
+/// of the head. The gradient may lie where the products do. Rows of both are `stride` elements apart
+/// and begin at 16 bytes.
+template <typename T>
+__device__ __forceinline__ void loss_rows(const float *products, T *gradient, const uint32_t *targets,
+                                          float *losses, int64_t stride, int columns, Logit logit) {
+    __shared__ float scratch[WARP];
+    const float *row = products + blockIdx.x * stride;
+    const int target = targets[blockIdx.x];
+    const float target_logit = logit(row[target]);
+    const int fours = columns / 4;
+
+    // The largest, and the sum of e to the differences from it, so far. It starts finite, so that
+    // negative infinities add nothing.
+    float largest = -FLT_MAX, total = 0.0f;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < fours; i += THREADS) {
+        const float4 four = reinterpret_cast<const float4 *>(row)[i];
+        const float z[4] = {logit(four.x), logit(four.y), logit(four.z), logit(four.w)};
+        const float most = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
+        if (most > largest) {
+            total *= __expf(largest - most);
+            largest = most;
+        }
+        total += __expf(z[0] - largest) + __expf(z[1] - largest) + __expf(z[2] - largest) +
+                 __expf(z[3] - largest);
+    }
+    for (int i = fours * 4 + threadIdx.x; i < columns; i += THREADS) {
+        const float z = logit(row[i]);
+        if (z > largest) {
+            total *= __expf(largest - z);
+            largest = z;
+        }
+        total += __expf(z - largest);
+    }
+    const float most = block_max(largest, scratch);
+    const float sum = block_sum(total * __expf(largest - most), scratch);
+    const float log_sum_exp = most + logf(sum);
+    if (threadIdx.x == 0) losses[blockIdx.x] = log_sum_exp - target_logit;
+    if (gradient == nullptr) return;
+
+    T *to = gradient + blockIdx.x * stride;
+    auto of = [&](float product, int column) {
+        const float z = logit(product);
+        const float probability = __expf(z - log_sum_exp);
+        // Exactly p - 1 rather than p minus a rounded product.
+        return (column == target ? probability - 1.0f : probability) * logit.slope(z);
+    };
+    // From the end, which was read last and may still be near.
+    for (int i = fours * 4 + threadIdx.x; i < columns; i += THREADS)
+        to[i] = from_float<T>(of(row[i], i));
+#pragma unroll 4
+    for (int i = fours - 1 - threadIdx.x; i >= 0; i -= THREADS) {
+        const float4 four = reinterpret_cast<const float4 *>(row)[i];
+        const float value[4] = {of(four.x, 4 * i), of(four.y, 4 * i + 1), of(four.z, 4 * i + 2),
+                                of(four.w, 4 * i + 3)};
+        store_four(to + 4 * i, value);
+    }
+}
+
+} // namespace
+
+FOR_EACH_DTYPE(gather_rows, 256,
+               (const T *x, int64_t stride, const uint32_t *rows, T *out, int columns, int aligned),
+               (x, stride, rows, out, columns, aligned))
+FOR_EACH_DTYPE(scatter_rows, 256,
+               (const T *x, const uint32_t *places, T *out, int columns, int aligned),
+               (x, places, out, columns, aligned))
+FOR_EACH_DTYPE(loss_rows, THREADS,
+               (const float *products, T *gradient, const uint32_t *targets, float *losses,
+                int64_t stride, int columns, float scale, float cap),
+               (products, gradient, targets, losses, stride, columns,
+                Logit{scale, cap, cap > 0.0f ? 1.0f / cap : 0.0f}))
+
+/// The sum of all losses, by one block, in f64 and always in the same order.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sum_losses(const float *__restrict__ losses, float *__restrict__ out, int count) {
+    __shared__ double parts[THREADS];
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < count; i += THREADS) sum += losses[i];
+    parts[threadIdx.x] = sum;
+    __syncthreads();
+    for (int half = THREADS / 2; half > 0; half /= 2) {
+        if (threadIdx.x < half) parts[threadIdx.x] += parts[threadIdx.x + half];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) out[0] = static_cast<float>(parts[0]);
+}

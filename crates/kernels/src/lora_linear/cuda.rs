@@ -1,0 +1,516 @@
+//! LoRA layers on CUDA. The adapters of all projections of an input stand side by side in the dtype of
+//! the activations, so that one product makes all x·A; an output is first `s·xa·B`, to which the large
+//! product adds. A few rows have a kernel of their own, beside those of linear layers.
+
+use super::{Dropout, Lora, Output, Projection, SharedGradients};
+use crate::device::cuda::{Array, Cuda, Matrix, Module, Rows, by_dtype, module, require_floats};
+use crate::matmul::cuda::{
+    Adapter, Layer, bias_as, few_rows, multiprocessors, takes_few_rows, write_bias,
+};
+use crate::matmul::with_last_dimension;
+use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, PushKernelArg};
+use candle_core::{D, DType, Result, Tensor, bail};
+
+static MODULE: Module = module!("lora_linear");
+
+const THREADS: usize = 256;
+
+/// Matrices that a launch copies.
+const MOST: usize = 8;
+
+/// Columns of an adapter begin at a multiple of this, so that they do at 16 bytes.
+const ALIGNMENT: usize = 8;
+
+/// A matrix to be copied and converted, as the kernel takes it.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Segment {
+    from: u64,
+    to: u64,
+    from_stride: i64,
+    to_stride: i64,
+    rows: i32,
+    columns: i32,
+    width: i32,
+    single: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Segments {
+    at: [Segment; MOST],
+}
+
+// SAFETY: it is plain numbers, laid out as the kernel declares them.
+unsafe impl DeviceRepr for Segments {}
+
+impl Segment {
+    fn new(from: Matrix, to: Matrix, [rows, columns, width]: [usize; 3]) -> Result<Self> {
+        let (Ok(rows), Ok(columns), Ok(width), Ok(_)) = (
+            i32::try_from(rows),
+            i32::try_from(columns),
+            i32::try_from(width),
+            // Indices into a segment are as small.
+            i32::try_from(rows.saturating_mul(width).saturating_add(1 << 24)),
+        ) else {
+            bail!(
+                "metal-candle-kernels: an adapter on CUDA has a ({rows}, {columns}) matrix, expected fewer than 2^31 elements"
+            )
+        };
+        Ok(Segment {
+            from: from.pointer,
+            to: to.pointer,
+            from_stride: from.stride as i64,
+            to_stride: to.stride as i64,
+            rows,
+            columns,
+            width,
+            single: i32::from(from.dtype == DType::F32),
+        })
+    }
+}
+
+/// Copies matrices to such of `dtype`.
+fn copy(cuda: &Cuda, dtype: DType, segments: &[Segment]) -> Result<()> {
+    let name = by_dtype!("pack", dtype)?;
+    for segments in segments.chunks(MOST) {
+        let mut all = Segments::default();
+        all.at[..segments.len()].copy_from_slice(segments);
+        let largest = segments.iter().map(|segment| segment.rows * segment.width).max();
+        let largest = largest.unwrap_or(0).max(0) as usize;
+        let blocks = largest.div_ceil(4 * THREADS).min(4 * multiprocessors(cuda)?);
+        let grid = (blocks as u32, segments.len() as u32, 1);
+        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, 0)?;
+        // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&all);
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// One projection, ready for products in the dtype of the activations.
+struct Ready {
+    weight: Rows,
+    outer: usize,
+    bias: Option<Array>,
+    factors: Option<Factors>,
+}
+
+/// An adapter's place and factors.
+struct Factors {
+    /// Where its columns begin among those of all adapters.
+    column: usize,
+    rank: usize,
+    scale: f64,
+    dropout: Option<Dropout>,
+    /// `(inner, rank)`
+    a: Matrix,
+    /// `(rank, outer)`
+    b: Matrix,
+}
+
+/// Some projections of one input.
+struct All {
+    projections: Vec<Ready>,
+    /// `(inner, columns)`, with zeros where an adapter's columns don't fill their place.
+    a: Option<Matrix>,
+    columns: usize,
+    /// Whether there are such zeros.
+    padded: bool,
+    /// Whether an adapter has dropout.
+    dropout: bool,
+    /// What the matrices point into.
+    _memory: Vec<Tensor>,
+}
+
+impl All {
+    fn new(
+        operation: &str,
+        cuda: &Cuda,
+        dtype: DType,
+        inner: usize,
+        projections: &[Projection],
+    ) -> Result<Self> {
+        let mut memory = Vec::new();
+        let adapters = || projections.iter().filter_map(|projection| projection.lora);
+        for Lora { a, b, .. } in adapters() {
+            require_floats(operation, &[a, b])?;
+        }
+        // A single A of the right dtype is read where it is.
+        let mut lone = adapters();
+        let lone = match (lone.next(), lone.next()) {
+            (Some(lora), None) if lora.a.dtype() == dtype => Some(lora.a),
+            _ => None,
+        };
+        let place = |rank: usize| {
+            if lone.is_some() { rank } else { rank.next_multiple_of(ALIGNMENT) }
+        };
+        let (mut columns, mut padded, mut converted) = (0, false, 0);
+        for Lora { a, b, .. } in adapters() {
+            let rank = a.dim(1)?;
+            columns += place(rank);
+            padded |= place(rank) != rank;
+            if b.dtype() != dtype {
+                converted += b.elem_count().next_multiple_of(ALIGNMENT);
+            }
+        }
+        let side_by_side = if lone.is_some() { 0 } else { inner * columns };
+        let packed = match side_by_side + converted {
+            0 => None,
+            count => Some(cuda.empty(count, dtype)?),
+        };
+        let mut next = packed.as_ref().map_or(0, |packed| packed.pointer);
+        let mut take = |count: usize, stride: usize| {
+            let matrix = Matrix::new(next, dtype, stride);
+            next += (count * dtype.size_in_bytes()) as u64;
+            matrix
+        };
+        let all_a = match lone {
+            Some(a) => {
+                let a = cuda.contiguous(a)?;
+                let matrix = Matrix::of(&a, columns);
+                memory.push(a.tensor);
+                Some(matrix)
+            }
+            None if columns > 0 => Some(take(side_by_side, columns)),
+            None => None,
+        };
+        let mut segments = Vec::new();
+        let mut column = 0;
+        let mut ready = Vec::with_capacity(projections.len());
+        for Projection { weight, bias, lora } in projections {
+            require_floats(operation, &[*weight])?;
+            let outer = weight.dim(0)?;
+            let mut factors = None;
+            if let (Some(lora), Some(all_a)) = (lora, all_a) {
+                let rank = lora.a.dim(1)?;
+                let a = all_a.from_column(column);
+                if lone.is_none() {
+                    let source = source(cuda, lora.a, dtype)?;
+                    let sizes = [inner, rank, place(rank)];
+                    segments.push(Segment::new(Matrix::of(&source, rank), a, sizes)?);
+                    memory.push(source.tensor);
+                }
+                let source = source(cuda, lora.b, dtype)?;
+                let mut b = Matrix::of(&source, outer);
+                if lora.b.dtype() != dtype {
+                    let place = take((rank * outer).next_multiple_of(ALIGNMENT), outer);
+                    // What was converted on the way already is only copied.
+                    segments.push(Segment::new(b, place, [rank, outer, outer])?);
+                    b = place;
+                }
+                memory.push(source.tensor);
+                let dropout = lora.dropout.filter(|dropout| dropout.probability > 0.0);
+                factors = Some(Factors { column, rank, scale: lora.scale, dropout, a, b });
+                column += place(rank);
+            }
+            let bias = bias.map(|bias| bias_as(operation, cuda, bias, dtype)).transpose()?;
+            let weight = cuda.rows_as(weight, dtype)?;
+            ready.push(Ready { weight, outer, bias, factors });
+        }
+        copy(cuda, dtype, &segments)?;
+        memory.extend(packed.map(|packed| packed.tensor));
+        let dropout = ready.iter().filter_map(|ready| ready.factors.as_ref());
+        let dropout = dropout.into_iter().any(|factors| factors.dropout.is_some());
+        Ok(All { projections: ready, a: all_a, columns, padded, dropout, _memory: memory })
+    }
+
+    fn factors(&self) -> impl Iterator<Item = &Factors> {
+        self.projections.iter().filter_map(|projection| projection.factors.as_ref())
+    }
+}
+
+/// A factor as the kernel that converts it takes it: in f32 or the dtype of the activations.
+fn source(cuda: &Cuda, factor: &Tensor, dtype: DType) -> Result<Array> {
+    if factor.dtype() == DType::F32 || factor.dtype() == dtype {
+        return cuda.contiguous(factor);
+    }
+    cuda.contiguous(&factor.detach().to_dtype(dtype)?)
+}
+
+pub(super) fn forward(
+    operation: &str,
+    x: &Tensor,
+    (rows, inner): (usize, usize),
+    projections: &[Projection],
+) -> Result<Vec<Output>> {
+    require_floats(operation, &[x])?;
+    let cuda = Cuda::of(x)?;
+    let dtype = x.dtype();
+    let dropout = |projection: &Projection| {
+        projection.lora.and_then(|lora| lora.dropout).is_some_and(|drop| drop.probability > 0.0)
+    };
+    let ranks = projections.iter().filter_map(|projection| projection.lora);
+    let ranks = ranks.map(|lora| lora.a.dims().last().copied().unwrap_or(0));
+    if !projections.iter().any(dropout) && takes_few_rows(rows, inner, ranks) {
+        return forward_few_rows(operation, &cuda, x, (rows, inner), projections);
+    }
+    let all = All::new(operation, &cuda, dtype, inner, projections)?;
+    let x_rows = cuda.rows(x)?;
+    let xa = cuda.empty(with_last_dimension(x, all.columns), dtype)?;
+    let all_xa = Matrix::of(&xa, all.columns);
+    if all.dropout {
+        for factors in all.factors() {
+            let [rank, column] = [factors.rank, factors.column];
+            let (masked, kept) = masked(&cuda, x, factors.dropout)?;
+            let source = masked.as_ref().map_or(x_rows.matrix, |masked| Matrix::of(masked, inner));
+            let to = all_xa.from_column(column);
+            cuda.gemm([rows, rank, inner], kept, (source, factors.a), 0.0, to)?;
+        }
+    } else if let Some(a) = all.a {
+        cuda.gemm([rows, all.columns, inner], 1.0, (x_rows.matrix, a), 0.0, all_xa)?;
+    }
+    let mut outputs = Vec::with_capacity(projections.len());
+    for Ready { weight, outer, bias, factors } in &all.projections {
+        let outer = *outer;
+        let y = cuda.empty(with_last_dimension(x, outer), dtype)?;
+        let to = Matrix::of(&y, outer);
+        let mut beta = 0.0;
+        if let Some(bias) = bias {
+            write_bias(&cuda, bias, &y, rows, outer)?;
+            beta = 1.0;
+        }
+        let mut of_adapter = None;
+        if let Some(Factors { column, rank, scale, b, .. }) = factors {
+            let xa_of_adapter = all_xa.from_column(*column);
+            cuda.gemm([rows, outer, *rank], *scale, (xa_of_adapter, *b), beta, to)?;
+            beta = 1.0;
+            of_adapter = Some(xa.tensor.narrow(D::Minus1, *column, *rank)?);
+        }
+        let product = (x_rows.matrix, weight.matrix.t());
+        cuda.gemm([rows, outer, inner], 1.0, product, beta, to)?;
+        outputs.push(Output { y: y.tensor, xa: of_adapter });
+    }
+    Ok(outputs)
+}
+
+fn forward_few_rows(
+    operation: &str,
+    cuda: &Cuda,
+    x: &Tensor,
+    (rows, inner): (usize, usize),
+    projections: &[Projection],
+) -> Result<Vec<Output>> {
+    let dtype = x.dtype();
+    let x_rows = cuda.rows(x)?;
+    // What the layers point into.
+    let (mut weights, mut arrays) = (Vec::new(), Vec::new());
+    let mut layers = Vec::with_capacity(projections.len());
+    for Projection { weight, bias, lora } in projections {
+        require_floats(operation, &[*weight])?;
+        let outer = weight.dim(0)?;
+        let weight = cuda.rows_as(weight, dtype)?;
+        let mut layer = Layer { weight: weight.matrix, outer, bias: None, adapter: None };
+        weights.push(weight);
+        if let Some(bias) = bias {
+            let bias = bias_as(operation, cuda, bias, dtype)?;
+            layer.bias = Some(bias.pointer);
+            arrays.push(bias);
+        }
+        if let Some(Lora { a, b, scale, .. }) = lora {
+            require_floats(operation, &[a, b])?;
+            let rank = a.dim(1)?;
+            let (a, b) = (source(cuda, a, DType::F32)?, source(cuda, b, DType::F32)?);
+            layer.adapter = Some(Adapter { a: a.pointer, b: b.pointer, rank, scale: *scale });
+            arrays.extend([a, b]);
+        }
+        layers.push(layer);
+    }
+    let outputs = few_rows(cuda, x, x_rows.matrix, (rows, inner), &layers)?;
+    Ok(outputs.into_iter().map(|(y, xa)| Output { y, xa }).collect())
+}
+
+pub(super) fn backward(
+    operation: &str,
+    x: &Tensor,
+    (rows, inner): (usize, usize),
+    projections: &[Projection],
+    xas: &[Option<&Tensor>],
+    dys: &[&Tensor],
+    need_dx: bool,
+) -> Result<SharedGradients> {
+    require_floats(operation, &[x])?;
+    let cuda = Cuda::of(x)?;
+    let dtype = x.dtype();
+    let all = All::new(operation, &cuda, dtype, inner, projections)?;
+    let x_rows = cuda.rows(x)?;
+    let dys = dys.iter().map(|dy| cuda.rows(dy)).collect::<Result<Vec<_>>>()?;
+    let each = || all.projections.iter().zip(&dys).zip(xas);
+
+    // g = s·dy·Bᵀ of all adapters, side by side.
+    let g = cuda.empty((rows, all.columns), dtype)?;
+    if all.padded {
+        cuda.clear(&g)?;
+    }
+    let all_g = Matrix::of(&g, all.columns);
+    let mut dbs = Vec::with_capacity(projections.len());
+    for ((Ready { outer, factors, .. }, dy), xa) in each() {
+        let Some((Factors { column, rank, scale, b, .. }, xa)) = factors.as_ref().zip(*xa) else {
+            dbs.push(None);
+            continue;
+        };
+        let (outer, rank) = (*outer, *rank);
+        let to = all_g.from_column(*column);
+        cuda.gemm([rows, rank, outer], *scale, (dy.matrix, b.t()), 0.0, to)?;
+        let xa = cuda.rows_as(xa, dtype)?;
+        let db = cuda.empty((rank, outer), DType::F32)?;
+        let factors = (xa.matrix.t(), dy.matrix);
+        cuda.gemm([rank, outer, rows], *scale, factors, 0.0, Matrix::of(&db, outer))?;
+        dbs.push(Some(db.tensor));
+    }
+
+    let mut dx = match need_dx {
+        true => Some(Sum { to: cuda.empty(x.dims(), dtype)?, beta: 0.0 }),
+        false => None,
+    };
+    let mut das = Vec::with_capacity(projections.len());
+    if all.dropout {
+        for ready in &all.projections {
+            let Some(Factors { column, rank, dropout, a, .. }) = &ready.factors else { continue };
+            let (rank, g) = (*rank, all_g.from_column(*column));
+            let (masked, kept) = masked(&cuda, x, *dropout)?;
+            let source = masked.as_ref().map_or(x_rows.matrix, |masked| Matrix::of(masked, inner));
+            let da = cuda.empty((inner, rank), DType::F32)?;
+            let to = Matrix::of(&da, rank);
+            cuda.gemm([inner, rank, rows], kept, (source.t(), g), 0.0, to)?;
+            das.push(da.tensor);
+            drop(masked);
+            let Some(dx) = &mut dx else { continue };
+            match dropout {
+                Some(dropout) => {
+                    let part = cuda.empty((rows, inner), dtype)?;
+                    let to = Matrix::of(&part, inner);
+                    cuda.gemm([rows, inner, rank], 1.0, (g, a.t()), 0.0, to)?;
+                    dx.add_dropped(&cuda, &part, *dropout)?;
+                }
+                None => dx.add(&cuda, [rows, inner, rank], (g, a.t()))?,
+            }
+        }
+    } else if let Some(a) = all.a {
+        let columns = all.columns;
+        let da = cuda.empty((inner, columns), DType::F32)?;
+        let all_da = Matrix::of(&da, columns);
+        let factors = (x_rows.matrix.t(), all_g);
+        cuda.gemm([inner, columns, rows], 1.0, factors, 0.0, all_da)?;
+        if !all.padded && all.factors().count() == 1 {
+            das.push(da.tensor);
+        } else {
+            let mut segments = Vec::new();
+            for Factors { column, rank, .. } in all.factors() {
+                let own = cuda.empty((inner, *rank), DType::F32)?;
+                let (from, to) = (all_da.from_column(*column), Matrix::of(&own, *rank));
+                segments.push(Segment::new(from, to, [inner, *rank, *rank])?);
+                das.push(own.tensor);
+            }
+            copy(&cuda, DType::F32, &segments)?;
+        }
+        if let Some(dx) = &mut dx {
+            dx.add(&cuda, [rows, inner, columns], (all_g, a.t()))?;
+        }
+    }
+    if let Some(dx) = &mut dx {
+        for (Ready { weight, outer, .. }, dy) in all.projections.iter().zip(&dys) {
+            dx.add(&cuda, [rows, inner, *outer], (dy.matrix, weight.matrix))?;
+        }
+        if dx.beta == 0.0 {
+            cuda.clear(&dx.to)?;
+        }
+    }
+    let mut das = das.into_iter();
+    let adapters = dbs.into_iter().map(|db| db.and_then(|db| Some((das.next()?, db)))).collect();
+    Ok(SharedGradients { dx: dx.map(|dx| dx.to.tensor), adapters })
+}
+
+/// A contiguous matrix that products are added to.
+struct Sum {
+    to: Array,
+    /// 0 while nothing was written.
+    beta: f64,
+}
+
+impl Sum {
+    fn add(
+        &mut self,
+        cuda: &Cuda,
+        [rows, columns, inner]: [usize; 3],
+        factors: (Matrix, Matrix),
+    ) -> Result<()> {
+        let to = Matrix::of(&self.to, columns);
+        cuda.gemm([rows, columns, inner], 1.0, factors, self.beta, to)?;
+        self.beta = 1.0;
+        Ok(())
+    }
+
+    /// Adds the backward pass of dropout of `part`.
+    fn add_dropped(&mut self, cuda: &Cuda, part: &Array, dropout: Dropout) -> Result<()> {
+        let name = by_dtype!("dropout_add", part.dtype)?;
+        let count = part.tensor.elem_count();
+        let launch =
+            MODULE.launch(cuda, name, elements(cuda, count, part.dtype)?, THREADS as u32, 0)?;
+        let Mask { seed, threshold, kept } = Mask::new(dropout);
+        let (count, first) = (count as i64, i32::from(self.beta == 0.0));
+        // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&part.pointer).arg(&self.to.pointer).arg(&count).arg(&seed);
+                arguments.arg(&threshold).arg(&kept).arg(&first);
+            })?;
+        }
+        self.beta = 1.0;
+        Ok(())
+    }
+}
+
+/// A mask as the kernels take it.
+struct Mask {
+    seed: u64,
+    threshold: u32,
+    kept: f32,
+}
+
+impl Mask {
+    fn new(Dropout { probability, seed }: Dropout) -> Self {
+        let threshold = (f64::from(probability) * 2f64.powi(32)) as u32;
+        Mask { seed, threshold, kept: (1.0 / (1.0 - f64::from(probability))) as f32 }
+    }
+}
+
+/// The grid of a kernel that goes over elements, 16 bytes a thread.
+fn elements(cuda: &Cuda, count: usize, dtype: DType) -> Result<(u32, u32, u32)> {
+    let blocks = count.div_ceil(THREADS * 16 / dtype.size_in_bytes());
+    Ok((blocks.min(16 * multiprocessors(cuda)?) as u32, 1, 1))
+}
+
+/// `x` with zeros where elements are dropped, and what the others are still to be multiplied by; no copy
+/// without dropout.
+fn masked(cuda: &Cuda, x: &Tensor, dropout: Option<Dropout>) -> Result<(Option<Array>, f64)> {
+    let Some(dropout) = dropout else { return Ok((None, 1.0)) };
+    let kept = 1.0 / (1.0 - f64::from(dropout.probability));
+    Ok((Some(drop_elements(cuda, x, &Mask { kept: 1.0, ..Mask::new(dropout) })?), kept))
+}
+
+fn drop_elements(cuda: &Cuda, x: &Tensor, mask: &Mask) -> Result<Array> {
+    let x = cuda.contiguous(x)?;
+    let out = cuda.empty(x.tensor.dims(), x.dtype)?;
+    let name = by_dtype!("dropout", x.dtype)?;
+    let count = x.tensor.elem_count();
+    let launch = MODULE.launch(cuda, name, elements(cuda, count, x.dtype)?, THREADS as u32, 0)?;
+    let Mask { seed, threshold, kept } = mask;
+    let count = count as i64;
+    // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
+    unsafe {
+        launch.with(|arguments| {
+            arguments.arg(&x.pointer).arg(&out.pointer).arg(&count).arg(seed);
+            arguments.arg(threshold).arg(kept);
+        })?;
+    }
+    Ok(out)
+}
+
+pub(super) fn dropout(operation: &str, x: &Tensor, dropout: Dropout) -> Result<Tensor> {
+    require_floats(operation, &[x])?;
+    Ok(drop_elements(&Cuda::of(x)?, x, &Mask::new(dropout))?.tensor)
+}
