@@ -3,6 +3,7 @@
 //! All work of a device goes to one stream, in order, and memory is given back to the stream as well,
 //! so nothing here waits for the device.
 
+mod copy;
 mod module;
 mod open;
 mod rows;
@@ -55,11 +56,7 @@ impl Cuda {
 
     /// The elements of a tensor, copied only when they aren't contiguous.
     pub(crate) fn contiguous(&self, tensor: &Tensor) -> Result<Array> {
-        if tensor.is_contiguous() {
-            self.strided(tensor)
-        } else {
-            self.strided(&tensor.contiguous()?)
-        }
+        if tensor.is_contiguous() { self.strided(tensor) } else { self.copy(tensor) }
     }
 
     /// The elements of a tensor, copied only when its last dimension isn't contiguous.
@@ -114,7 +111,9 @@ impl Cuda {
         // SAFETY: whoever asks for a result launches the work that writes all of it.
         unsafe {
             Ok(match dtype {
+                DType::U8 => CudaStorage::wrap_cuda_slice(device.alloc::<u8>(count)?, device),
                 DType::U32 => CudaStorage::wrap_cuda_slice(device.alloc::<u32>(count)?, device),
+                DType::I64 => CudaStorage::wrap_cuda_slice(device.alloc::<i64>(count)?, device),
                 DType::BF16 => CudaStorage::wrap_cuda_slice(device.alloc::<bf16>(count)?, device),
                 DType::F16 => CudaStorage::wrap_cuda_slice(device.alloc::<f16>(count)?, device),
                 DType::F32 => CudaStorage::wrap_cuda_slice(device.alloc::<f32>(count)?, device),
