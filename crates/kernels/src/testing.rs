@@ -139,3 +139,10 @@ pub fn cuda() -> Option<Device> {
 pub fn here(tensor: &Tensor) -> Tensor {
     tensor.to_device(&Device::Cpu).unwrap()
 }
+
+/// A tensor of this shape, which has no element: a view, as Candle has no CUDA storage of nothing.
+#[cfg(feature = "cuda")]
+pub fn empty(shape: [usize; 2], dtype: DType, device: &Device) -> Tensor {
+    let wide = Tensor::zeros((shape[0].max(1), shape[1].max(1)), dtype, device).unwrap();
+    wide.narrow(0, 0, shape[0]).unwrap().narrow(1, 0, shape[1]).unwrap()
+}

@@ -5,22 +5,28 @@
 //! ```
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 #[cfg(test)]
 mod tests;
 
 use crate::device::cpu::{Input, buffer, dispatch};
-use crate::device::{require_cpu, require_dtype, require_shape};
+use crate::device::{require_dtype, require_shape, require_together};
 use candle_core::{Device, Result, Tensor};
 
 /// `x + y`, of one shape and dtype.
 ///
 /// # Errors
-/// When shapes or dtypes differ, a dtype isn't a float, or a tensor isn't on the CPU.
+/// When shapes or dtypes differ, a dtype isn't a float, or the tensors aren't on one device.
 pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     const OPERATION: &str = "add";
-    require_cpu(OPERATION, &[x, y])?;
+    require_together(OPERATION, &[x, y])?;
     require_shape(OPERATION, "y", y, x.dims())?;
     require_dtype(OPERATION, "y", y, x.dtype())?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::add(x, y);
+    }
     let shape = x.dims();
     let (x, y) = (Input::contiguous(x)?, Input::contiguous(y)?);
     let (x, y) = (x.read(), y.read());
@@ -35,10 +41,14 @@ pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
 /// `factor·x`, in the shape and dtype of `x`.
 ///
 /// # Errors
-/// When `x` isn't a float or isn't on the CPU.
+/// When `x` isn't a float, or on a device that this build has no kernels for.
 pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
     const OPERATION: &str = "scale";
-    require_cpu(OPERATION, &[x])?;
+    require_together(OPERATION, &[x])?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::scale(x, factor);
+    }
     let shape = x.dims();
     let x = Input::contiguous(x)?;
     let x = x.read();

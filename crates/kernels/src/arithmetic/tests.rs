@@ -46,3 +46,37 @@ fn wrong_arguments_are_errors() {
     let integers = Tensor::zeros((2, 3), DType::U32, &Device::Cpu).unwrap();
     assert!(message(scale(&integers, 2.0)).contains("does not support U32"));
 }
+
+#[cfg(feature = "cuda")]
+#[test]
+fn cuda_gives_the_bits_of_the_cpu() {
+    use candle_core::Device;
+    let Some(device) = crate::testing::cuda() else { return };
+    let back = |tensor: &Tensor| tensor.to_device(&Device::Cpu).unwrap();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for shape in [vec![], vec![1], vec![5, 7], vec![8, 64], vec![3, 20_001]] {
+            let x = random(&shape, 1).to_dtype(dtype).unwrap();
+            let y = random(&shape, 2).to_dtype(dtype).unwrap();
+            let (sum, multiple) = (add(&x, &y).unwrap(), scale(&x, 0.37).unwrap());
+            let (x, y) = (x.to_device(&device).unwrap(), y.to_device(&device).unwrap());
+            assert_identical(&back(&add(&x, &y).unwrap()), &sum);
+            assert_identical(&back(&scale(&x, 0.37).unwrap()), &multiple);
+            if shape.len() == 2 {
+                let other = add(&strided(&x), &strided(&y)).unwrap();
+                assert_identical(&back(&other), &sum);
+                // A start where no pack can be loaded.
+                let (rows, columns) = x.dims2().unwrap();
+                let (x, y) = (x.flatten_all().unwrap(), y.flatten_all().unwrap());
+                let count = rows * columns - 3;
+                let part = |tensor: &Tensor| tensor.narrow(0, 3, count).unwrap();
+                let expected = part(&sum.flatten_all().unwrap());
+                assert_identical(&back(&add(&part(&x), &part(&y)).unwrap()), &expected);
+                let expected = part(&multiple.flatten_all().unwrap());
+                assert_identical(&back(&scale(&part(&x), 0.37).unwrap()), &expected);
+            }
+        }
+        let nothing = empty([0, 3], dtype, &device);
+        assert_eq!(add(&nothing, &nothing).unwrap().dims(), &[0, 3]);
+        assert_eq!(scale(&nothing, 2.0).unwrap().dims(), &[0, 3]);
+    }
+}

@@ -5,24 +5,33 @@
 //! ```
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 #[cfg(test)]
 mod tests;
 
 use crate::device::cpu::{Input, Sum, buffer, dispatch, zeros};
-use crate::device::{record1, require_cpu, require_dtype, require_rank, require_shape};
+use crate::device::{record1, require_dtype, require_rank, require_shape, require_together};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 const OPERATION: &str = "embedding";
 
 /// `table` `(v, d)`, `ids` `(batch, seq)` u32 below `v`, result `(batch, seq, d)` in the table's dtype.
 ///
+/// On CUDA the ids aren't looked at from the host: one that isn't below `v` gives a row of NaN.
+///
 /// # Errors
-/// When an id isn't below `v`, shapes or dtypes don't fit, or a tensor isn't on the CPU.
+/// When an id isn't below `v` (on the CPU), shapes or dtypes don't fit, or the tensors aren't on one
+/// device.
 pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
-    require_cpu(OPERATION, &[table, ids])?;
+    require_together(OPERATION, &[table, ids])?;
     require_rank(OPERATION, "table", table, 2, "(v, d)")?;
     let (v, d) = table.dims2()?;
     let (batch, seq) = check_ids(ids)?;
+    #[cfg(feature = "cuda")]
+    if table.device().is_cuda() {
+        return cuda::forward(table, ids);
+    }
     let (table, ids) = (Input::contiguous(table)?, Input::contiguous(ids)?);
     let (table, ids) = (table.read(), ids.read());
     let ids = ids.slice::<u32>()?;
@@ -47,16 +56,20 @@ pub fn differentiable(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
 }
 
 /// The gradient of the table: `dy` `(batch, seq, d)`, `ids` `(batch, seq)` u32 below
-/// `vocabulary_size`, result `(vocabulary_size, d)` in f32 (f64 for f64).
+/// `vocabulary_size`, result `(vocabulary_size, d)` in f32 (f64 for f64). On CUDA other ids add nothing.
 ///
 /// # Errors
 /// Like [`forward`].
 pub fn backward(dy: &Tensor, ids: &Tensor, vocabulary_size: usize) -> Result<Tensor> {
-    require_cpu(OPERATION, &[dy, ids])?;
+    require_together(OPERATION, &[dy, ids])?;
     require_rank(OPERATION, "dy", dy, 3, "(batch, seq, d)")?;
     let (batch, seq) = check_ids(ids)?;
     let d = dy.dim(2)?;
     require_shape(OPERATION, "dy", dy, &[batch, seq, d])?;
+    #[cfg(feature = "cuda")]
+    if dy.device().is_cuda() {
+        return cuda::backward(dy, ids, vocabulary_size);
+    }
     let (dy, ids) = (Input::contiguous(dy)?, Input::contiguous(ids)?);
     let (dy, ids) = (dy.read(), ids.read());
     let ids = ids.slice::<u32>()?;

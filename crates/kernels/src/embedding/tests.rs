@@ -59,3 +59,58 @@ fn empty_and_wrong_arguments_are_handled() {
     let signed = ids().to_dtype(DType::I64).unwrap();
     assert!(message(forward(&table, &signed)).contains("ids is I64, expected U32"));
 }
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+
+    fn back(tensor: &Tensor) -> Tensor {
+        tensor.to_device(&Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn cuda_gives_the_bits_of_the_cpu() {
+        let Some(device) = crate::testing::cuda() else { return };
+        // Few tokens that occur often, one of them very often, and many that occur once.
+        let token = |i: u32| if i.is_multiple_of(3) { 5 } else { i * i % 997 };
+        let many: Vec<u32> = (0..5000).map(token).collect();
+        let many = Tensor::from_vec(many, (2, 2500), &Device::Cpu).unwrap();
+        let one: Vec<u32> = vec![7; 3000];
+        let one = Tensor::from_vec(one, (1, 3000), &Device::Cpu).unwrap();
+        for (ids, v) in [(ids(), 9), (many, 1000), (one, 8)] {
+            let (batch, seq) = ids.dims2().unwrap();
+            let low_ids = ids.to_device(&device).unwrap();
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                for d in [1, 7, 32, 1100] {
+                    let table = random(&[v, d], 1).to_dtype(dtype).unwrap();
+                    let low_table = table.to_device(&device).unwrap();
+                    let y = forward(&low_table, &low_ids).unwrap();
+                    assert_identical(&back(&y), &forward(&table, &ids).unwrap());
+                    let dy = random(&[batch, seq, d], 2).to_dtype(dtype).unwrap();
+                    let low_dy = dy.to_device(&device).unwrap();
+                    let dtable = backward(&low_dy, &low_ids, v).unwrap();
+                    assert_identical(&back(&dtable), &backward(&dy, &ids, v).unwrap());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_ids_outside_the_table_show() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for d in [7, 8, 10] {
+                let table = random(&[8, d], 1).to_dtype(dtype).unwrap().to_device(&device).unwrap();
+                let low_ids = ids().to_device(&device).unwrap();
+                let y = values(&back(&forward(&table, &low_ids).unwrap()));
+                for (row, id) in y.chunks(d).zip(values(&ids())) {
+                    assert!(row.iter().all(|y| y.is_nan() == (id == 8.0)), "{id}: {row:?}");
+                }
+                let dy = random(&[2, 5, d], 2).to_dtype(dtype).unwrap().to_device(&device).unwrap();
+                let dtable = back(&backward(&dy, &low_ids, 8).unwrap());
+                let all = back(&backward(&dy, &low_ids, 9).unwrap());
+                assert_identical(&dtable, &all.narrow(0, 0, 8).unwrap());
+            }
+        }
+    }
+}

@@ -277,7 +277,7 @@ mod cuda {
             assert!(dgate[0].abs() < 1e-6 && (dgate[6] - 1.0).abs() < 1e-6, "{dgate:?}");
         }
         for shape in [[0, 7], [5, 0]] {
-            let empty = Tensor::zeros(&shape, DType::F16, &device).unwrap();
+            let empty = empty(shape, DType::F16, &device);
             assert_eq!(forward(&empty, &empty, Activation::Silu).unwrap().dims(), &shape);
             let (dgate, dup) = both(&empty, &empty, Activation::Silu, &empty);
             assert_eq!((dgate.dims(), dup.dims()), (&shape[..], &shape[..]));

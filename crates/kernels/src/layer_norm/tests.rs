@@ -287,7 +287,7 @@ mod cuda {
     fn cuda_handles_nothing_and_trains_in_candle() {
         let Some(device) = crate::testing::cuda() else { return };
         let weight = Tensor::ones(7, DType::F32, &device).unwrap();
-        let empty = Tensor::zeros((0, 7), DType::F32, &device).unwrap();
+        let empty = empty([0, 7], DType::F32, &device);
         assert_eq!(forward(&empty, &weight, Some(&weight), EPS).unwrap().dims(), &[0, 7]);
         let found = backward(&empty, &weight, EPS, &empty, ALL).unwrap();
         assert_eq!(found.dx.unwrap().dims(), &[0, 7]);

@@ -365,7 +365,7 @@ mod cuda {
     fn cuda_handles_nothing_and_trains_in_candle() {
         let Some(device) = crate::testing::cuda() else { return };
         let weight = Tensor::ones(7, DType::F32, &device).unwrap();
-        let empty = Tensor::zeros((0, 7), DType::F32, &device).unwrap();
+        let empty = empty([0, 7], DType::F32, &device);
         assert_eq!(forward(&empty, &weight, EPS, 0.0).unwrap().dims(), &[0, 7]);
         let (dx, dw) = backward(&empty, &weight, EPS, 0.0, &empty, true, true).unwrap();
         assert_eq!(dx.unwrap().dims(), &[0, 7]);

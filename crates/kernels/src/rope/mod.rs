@@ -10,13 +10,14 @@
 //! The gradient is turned back: the same with `-sin`.
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, buffer, contiguous_slice, dispatch};
-use crate::device::{require_cpu, require_rank, require_shape};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
+use crate::device::cpu::{Input, buffer, dispatch};
+use crate::device::{record1, require_rank, require_shape, require_together};
+use candle_core::{Device, Result, Tensor, bail};
 
 const OPERATION: &str = "rope";
 
@@ -25,10 +26,9 @@ const OPERATION: &str = "rope";
 /// result is like `x`.
 ///
 /// # Errors
-/// When shapes don't fit, a dtype isn't a float, or a tensor isn't on the CPU.
+/// When shapes don't fit, a dtype isn't a float, or the tensors aren't on one device.
 pub fn forward(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    let rope = Rope::new(x, cos, sin, false)?;
-    x.detach().contiguous()?.apply_op1_no_bwd(&rope)
+    rotate(x, cos, sin, false)
 }
 
 /// The gradient of [`forward`]'s `x`, from `dy` of its shape.
@@ -36,8 +36,7 @@ pub fn forward(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// Like [`forward`].
 pub fn backward(dy: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    let rope = Rope::new(dy, cos, sin, true)?;
-    dy.detach().contiguous()?.apply_op1_no_bwd(&rope)
+    rotate(dy, cos, sin, true)
 }
 
 /// Like [`forward`], recorded in Candle's autograd. `cos` and `sin` are constants.
@@ -45,62 +44,37 @@ pub fn backward(dy: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// Like [`forward`].
 pub fn differentiable(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    let rope = Rope::new(x, cos, sin, false)?;
-    x.contiguous()?.apply_op1(rope)
+    let y = forward(x, cos, sin)?;
+    let (cos, sin) = (cos.detach(), sin.detach());
+    record1(OPERATION, x, y, move |_, _, dy| Ok(Some(backward(dy, &cos, &sin)?)))
 }
 
-struct Rope {
-    cos: Tensor,
-    sin: Tensor,
-    /// Turn the other way: the backward pass.
-    inverse: bool,
-}
-
-impl Rope {
-    fn new(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> Result<Rope> {
-        require_cpu(OPERATION, &[x, cos, sin])?;
-        require_rank(OPERATION, "x", x, 4, "(batch, seq, heads, head_dim)")?;
-        require_rank(OPERATION, "cos", cos, 3, "(batch, seq, rot / 2)")?;
-        let (batch, seq, _, head_dim) = x.dims4()?;
-        let half = cos.dim(2)?;
-        require_shape(OPERATION, "cos", cos, &[batch, seq, half])?;
-        require_shape(OPERATION, "sin", sin, &[batch, seq, half])?;
-        if 2 * half > head_dim {
-            bail!(
-                "metal-candle-kernels: {OPERATION}: cos has {half} angles, expected at most {} for a head_dim of {head_dim}",
-                head_dim / 2
-            )
-        }
-        Ok(Rope { cos: cos.detach(), sin: sin.detach(), inverse })
+/// `inverse` turns the other way.
+fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> Result<Tensor> {
+    require_together(OPERATION, &[x, cos, sin])?;
+    require_rank(OPERATION, "x", x, 4, "(batch, seq, heads, head_dim)")?;
+    require_rank(OPERATION, "cos", cos, 3, "(batch, seq, rot / 2)")?;
+    let (batch, seq, heads, head_dim) = x.dims4()?;
+    let half = cos.dim(2)?;
+    require_shape(OPERATION, "cos", cos, &[batch, seq, half])?;
+    require_shape(OPERATION, "sin", sin, &[batch, seq, half])?;
+    if 2 * half > head_dim {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: cos has {half} angles, expected at most {} for a head_dim of {head_dim}",
+            head_dim / 2
+        )
     }
-}
-
-impl CustomOp1 for Rope {
-    fn name(&self) -> &'static str {
-        OPERATION
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::rotate(x, cos, sin, inverse);
     }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (_, _, heads, head_dim) = layout.shape().dims4()?;
-        let half = self.cos.dim(2)?;
-        let (cos, sin) = (Input::contiguous(&self.cos)?, Input::contiguous(&self.sin)?);
-        let (cos, sin) = (cos.read(), sin.read());
-        dispatch!(OPERATION, x.dtype(), T => {
-            let x = contiguous_slice::<T>(x, layout)?;
-            let (cos, sin) = (cos.values()?, sin.values()?);
-            let mut y = buffer::<T>(x.len());
-            let sizes = cpu::Sizes { heads, head_dim, half };
-            cpu::rotate(sizes, x, cos, sin, self.inverse, &mut y);
-            Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
-        })
-    }
-
-    fn bwd(&self, _x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let turned = if self.inverse {
-            forward(dy, &self.cos, &self.sin)?
-        } else {
-            backward(dy, &self.cos, &self.sin)?
-        };
-        Ok(Some(turned))
-    }
+    let (shape, count) = (x.dims(), x.elem_count());
+    let (x, cos, sin) = (Input::contiguous(x)?, Input::contiguous(cos)?, Input::contiguous(sin)?);
+    let (x, cos, sin) = (x.read(), cos.read(), sin.read());
+    dispatch!(OPERATION, x.dtype(), T => {
+        let mut y = buffer::<T>(count);
+        let sizes = cpu::Sizes { heads, head_dim, half };
+        cpu::rotate(sizes, x.slice::<T>()?, cos.values()?, sin.values()?, inverse, &mut y);
+        Tensor::from_vec(y, shape, &Device::Cpu)
+    })
 }

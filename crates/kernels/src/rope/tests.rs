@@ -80,3 +80,47 @@ fn empty_and_wrong_shapes_are_handled() {
     assert!(wrong.contains("cos has shape [2, 5, 4], expected [2, 6, 4]"), "{wrong}");
     assert!(message(forward(&random(&[2, 5, 8], 1), &cos, &sin)).contains("expected 4 dimensions"));
 }
+
+#[cfg(feature = "cuda")]
+#[test]
+fn cuda_matches_the_cpu() {
+    let Some(device) = crate::testing::cuda() else { return };
+    let back = |tensor: &Tensor| tensor.to_device(&Device::Cpu).unwrap();
+    // Heads that are turned by packs, wholly and in part, and others.
+    let sizes =
+        [(1, 2, 1), (3, 7, 3), (3, 7, 2), (2, 64, 32), (5, 64, 16), (32, 128, 64), (2, 5, 1)];
+    for (heads, head_dim, half) in sizes {
+        let (cos, sin) = angles(2, 9, half);
+        let (cos, sin) = (rounded(&cos, DType::F32), rounded(&sin, DType::F32));
+        let single =
+            |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap().to_device(&device).unwrap();
+        let (low_cos, low_sin) = (single(&cos), single(&sin));
+        for (dtype, tolerance) in PRECISIONS {
+            let x = rounded(&random(&[2, 9, heads, head_dim], 1), dtype);
+            let low = x.to_dtype(dtype).unwrap().to_device(&device).unwrap();
+            let y = forward(&low, &low_cos, &low_sin).unwrap();
+            assert_eq!(y.dtype(), dtype);
+            assert_close(&back(&y), &reference(&x, &cos, &sin), tolerance);
+            let dx = backward(&low, &low_cos, &low_sin).unwrap();
+            assert_close(&back(&dx), &backward(&x, &cos, &sin).unwrap(), tolerance);
+            // Heads inside the rows of a larger projection, and other strides.
+            let wide = Tensor::cat(&[&low, &low], 2).unwrap().narrow(2, heads, heads).unwrap();
+            let views = [wide, strided(&low), low.transpose(1, 2).unwrap().contiguous().unwrap()];
+            let [wide, strided_x, turned] = &views;
+            for view in [wide, strided_x, &turned.transpose(1, 2).unwrap()] {
+                let other = forward(view, &strided(&low_cos), &low_sin).unwrap();
+                assert_identical(&back(&other), &back(&y));
+            }
+        }
+    }
+    let x = random(&[2, 5, 3, 8], 1).to_dtype(DType::F32).unwrap();
+    let x = Var::from_tensor(&x.to_device(&device).unwrap()).unwrap();
+    let (cos, sin) = angles(2, 5, 3);
+    let single = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap().to_device(&device).unwrap();
+    let (cos, sin) = (single(&cos), single(&sin));
+    let y = differentiable(&x, &cos, &sin).unwrap();
+    let dy = y.ones_like().unwrap();
+    let gradients = y.sum_all().unwrap().backward().unwrap();
+    let expected = backward(&dy, &cos, &sin).unwrap();
+    assert_identical(&back(gradients.get(&x).unwrap()), &back(&expected));
+}

@@ -14,11 +14,13 @@
 //! what is above goes on.
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 #[cfg(test)]
 mod tests;
 
 use crate::device::cpu::{Input, Sum, dispatch};
-use crate::device::{require_cpu, require_rank, rows_and_columns};
+use crate::device::{require_rank, require_together, rows_and_columns};
 use candle_core::{Device, Result, Tensor, bail};
 
 const OPERATION: &str = "sampling";
@@ -72,15 +74,19 @@ impl Workspace {
 }
 
 /// The index of the largest number of each row of `logits` `(.., v)`, the first of equals, as u32
-/// `(..)`. NaN and negative infinity are never chosen; 0 when nothing else is there.
+/// `(..)`, where the logits are. NaN and negative infinity are never chosen; 0 when nothing else is there.
 ///
 /// # Errors
-/// When `logits` is a scalar or no float, or isn't on the CPU.
+/// When `logits` is a scalar or no float, or this build doesn't compute on its device.
 pub fn greedy(logits: &Tensor) -> Result<Tensor> {
-    require_cpu(OPERATION, &[logits])?;
+    require_together(OPERATION, &[logits])?;
     let (rows, columns) = rows_and_columns(OPERATION, "logits", logits)?;
     if columns == 0 {
         bail!("metal-candle-kernels: {OPERATION}: logits have no columns, expected at least 1")
+    }
+    #[cfg(feature = "cuda")]
+    if logits.device().is_cuda() {
+        return cuda::greedy(logits, (rows, columns));
     }
     let shape = &logits.dims()[..logits.rank() - 1];
     let logits = Input::contiguous(logits)?;
@@ -92,13 +98,14 @@ pub fn greedy(logits: &Tensor) -> Result<Tensor> {
 }
 
 /// The token that the number `uniform` in `[0, 1)` chooses from `logits` `(v)`; see
-/// [`Workspace::draw`].
+/// [`Workspace::draw`]. On CUDA only the greedy choice is made there; for a draw the logits come to the
+/// host.
 ///
 /// # Errors
-/// When `logits` has other than one dimension or is no float, an option is out of its range, or a
-/// tensor isn't on the CPU.
+/// When `logits` has other than one dimension or is no float, an option is out of its range, or this
+/// build doesn't compute on its device.
 pub fn sample(logits: &Tensor, options: &Options, uniform: f64) -> Result<u32> {
-    require_cpu(OPERATION, &[logits])?;
+    require_together(OPERATION, &[logits])?;
     require_rank(OPERATION, "logits", logits, 1, "(v)")?;
     for (name, value, holds, expected) in [
         ("temperature", options.temperature, options.temperature >= 0.0, "0 or more"),
@@ -109,6 +116,13 @@ pub fn sample(logits: &Tensor, options: &Options, uniform: f64) -> Result<u32> {
         if !holds || value.is_nan() {
             bail!("metal-candle-kernels: {OPERATION}: {name} is {value}, expected {expected}")
         }
+    }
+    #[cfg(feature = "cuda")]
+    if logits.device().is_cuda() {
+        if options.temperature == 0.0 && logits.elem_count() > 0 {
+            return greedy(logits)?.to_scalar();
+        }
+        return sample(&logits.to_device(&Device::Cpu)?, options, uniform);
     }
     let logits = Input::contiguous(logits)?;
     let scores = logits.read().values::<f64>()?.to_vec();

@@ -196,3 +196,36 @@ fn wrong_arguments_are_errors() {
     let wrong = message(greedy(&random(&[5, 0], 1)));
     assert!(wrong.contains("no columns"), "{wrong}");
 }
+
+#[cfg(feature = "cuda")]
+#[test]
+fn cuda_chooses_what_the_cpu_does() {
+    let Some(device) = cuda() else { return };
+    let no = f32::NEG_INFINITY;
+    let rows = [[1.0, 3.0, 3.0, 2.0], [no, -5.0, f32::NAN, no], [-0.0, 0.0, no, no], [no; 4]];
+    let small = Tensor::new(&rows, &device).unwrap();
+    let ties =
+        [150_001, 4096, 4100, 1].map(|count| Tensor::new(&logits(count, 3)[..], &Device::Cpu));
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let small = small.to_dtype(dtype).unwrap();
+        for logits in [small.clone(), strided(&small)] {
+            assert_eq!(greedy(&logits).unwrap().to_vec1::<u32>().unwrap(), [1, 1, 0, 0]);
+        }
+        let large = random(&[3, 2, 20_011], 1).to_dtype(dtype).unwrap();
+        let found = greedy(&large.to_device(&device).unwrap()).unwrap();
+        assert_eq!((found.dims(), found.dtype()), (&[3, 2][..], DType::U32));
+        let found = found.flatten_all().unwrap().to_vec1::<u32>().unwrap();
+        let expected = greedy(&large).unwrap().flatten_all().unwrap().to_vec1::<u32>().unwrap();
+        assert_eq!(found, expected);
+        for ties in &ties {
+            let ties = ties.as_ref().unwrap().to_dtype(dtype).unwrap();
+            let there = ties.to_device(&device).unwrap();
+            for temperature in [0.0, 0.8] {
+                let options = Options { temperature, top_k: 50, top_p: 0.9, min_p: 0.0 };
+                let found = sample(&there, &options, 0.37).unwrap();
+                assert_eq!(found, sample(&ties, &options, 0.37).unwrap());
+            }
+        }
+    }
+    assert_eq!(greedy(&small.narrow(0, 0, 0).unwrap()).unwrap().dims(), &[0]);
+}

@@ -104,7 +104,8 @@ impl Read<'_> {
 
     /// The elements of a contiguous tensor.
     pub(crate) fn slice<T: WithDType>(&self) -> Result<&[T]> {
-        contiguous_slice(self.cpu()?, self.layout)
+        let (start, end) = contiguous_range(self.layout)?;
+        Ok(&self.cpu()?.as_slice::<T>()?[start..end])
     }
 
     /// The elements of a contiguous tensor, to be read as `A`.
@@ -131,23 +132,7 @@ fn contiguous_range(layout: &Layout) -> Result<(usize, usize)> {
     }
 }
 
-pub(crate) fn contiguous_slice<'a, T: WithDType>(
-    storage: &'a CpuStorage,
-    layout: &Layout,
-) -> Result<&'a [T]> {
-    let (start, end) = contiguous_range(layout)?;
-    Ok(&storage.as_slice::<T>()?[start..end])
-}
-
-pub(crate) fn contiguous_values<'a, A: Real>(
-    storage: &'a CpuStorage,
-    layout: &Layout,
-) -> Result<Values<'a, A>> {
-    let (start, end) = contiguous_range(layout)?;
-    Ok(storage_values(storage)?.slice(start..end))
-}
-
-pub(crate) fn storage_values<A: Real>(storage: &CpuStorage) -> Result<Values<'_, A>> {
+fn storage_values<A: Real>(storage: &CpuStorage) -> Result<Values<'_, A>> {
     use candle_core::backend::BackendStorage;
     match A::stored_values(storage) {
         Some(values) => Ok(values),

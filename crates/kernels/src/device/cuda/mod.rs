@@ -4,6 +4,7 @@
 //! so nothing here waits for the device.
 
 mod blas;
+mod copy;
 mod module;
 mod open;
 mod rows;
@@ -58,11 +59,7 @@ impl Cuda {
 
     /// The elements of a tensor, copied only when they aren't contiguous.
     pub(crate) fn contiguous(&self, tensor: &Tensor) -> Result<Array> {
-        if tensor.is_contiguous() {
-            self.strided(tensor)
-        } else {
-            self.strided(&tensor.contiguous()?)
-        }
+        if tensor.is_contiguous() { self.strided(tensor) } else { self.copy(tensor) }
     }
 
     /// The elements of a tensor, copied only when its last dimension isn't contiguous.
@@ -115,7 +112,9 @@ impl Cuda {
         let count = count.max(1);
         let device = self.device.clone();
         Ok(match dtype {
+            DType::U8 => CudaStorage::wrap_cuda_slice(self.slice::<u8>(count)?, device),
             DType::U32 => CudaStorage::wrap_cuda_slice(self.slice::<u32>(count)?, device),
+            DType::I64 => CudaStorage::wrap_cuda_slice(self.slice::<i64>(count)?, device),
             DType::BF16 => CudaStorage::wrap_cuda_slice(self.slice::<bf16>(count)?, device),
             DType::F16 => CudaStorage::wrap_cuda_slice(self.slice::<f16>(count)?, device),
             DType::F32 => CudaStorage::wrap_cuda_slice(self.slice::<f32>(count)?, device),

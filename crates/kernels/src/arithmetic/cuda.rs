@@ -1,0 +1,59 @@
+//! Sums and multiples on CUDA: a thread has two packs of elements.
+
+use crate::device::cuda::{Array, Cuda, Module, by_dtype, module};
+use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
+use candle_core::{Result, Tensor, bail};
+
+static MODULE: Module = module!("arithmetic");
+
+const THREADS: usize = 256;
+/// Vectors of a thread, as in `kernel.cu`.
+const AHEAD: usize = 2;
+
+/// Whether the elements can be read as packs, and how many blocks have them all.
+fn plan(inputs: &[&Array]) -> Result<(bool, u32)> {
+    let count = inputs[0].tensor.elem_count();
+    let pack = 16 / inputs[0].dtype.size_in_bytes();
+    let packed = inputs.iter().all(|input| input.pointer % 16 == 0);
+    let vectors = count / if packed { pack } else { 1 };
+    // The first block has what is left over, too.
+    let blocks = vectors.div_ceil(AHEAD * THREADS).max(count.min(1));
+    match i32::try_from(blocks) {
+        Ok(blocks) => Ok((packed, blocks as u32)),
+        Err(_) => bail!("metal-candle-kernels: {count} elements are too many for one launch"),
+    }
+}
+
+pub(super) fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    let cuda = Cuda::of(x)?;
+    let (x, y) = (cuda.contiguous(x)?, cuda.contiguous(y)?);
+    let (packed, grid) = plan(&[&x, &y])?;
+    let name = if packed { by_dtype!("add", x.dtype)? } else { by_dtype!("add_any", x.dtype)? };
+    let out = cuda.empty(x.tensor.shape(), x.dtype)?;
+    let count = x.tensor.elem_count() as i64;
+    let launch = MODULE.launch(&cuda, name, (grid, 1, 1), THREADS as u32, 0)?;
+    // SAFETY: all three have so many elements.
+    unsafe {
+        launch.with(|arguments| {
+            arguments.arg(&x.pointer).arg(&y.pointer).arg(&out.pointer).arg(&count);
+        })?;
+    }
+    Ok(out.tensor)
+}
+
+pub(super) fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
+    let cuda = Cuda::of(x)?;
+    let x = cuda.contiguous(x)?;
+    let (packed, grid) = plan(&[&x])?;
+    let name = if packed { by_dtype!("scale", x.dtype)? } else { by_dtype!("scale_any", x.dtype)? };
+    let out = cuda.empty(x.tensor.shape(), x.dtype)?;
+    let (count, factor) = (x.tensor.elem_count() as i64, factor as f32);
+    let launch = MODULE.launch(&cuda, name, (grid, 1, 1), THREADS as u32, 0)?;
+    // SAFETY: both have so many elements.
+    unsafe {
+        launch.with(|arguments| {
+            arguments.arg(&x.pointer).arg(&factor).arg(&out.pointer).arg(&count);
+        })?;
+    }
+    Ok(out.tensor)
+}

@@ -1,0 +1,95 @@
+// Rotary position embedding, see mod.rs for the formulas.
+//
+// A block has a token. A thread has `VECTOR` neighbouring angles, whose cosines and sines it reads once,
+// or `VECTOR` elements that pass through, and goes over the heads with them. x may have any strides but
+// for its last dimension, which is contiguous; y is contiguous.
+#include "vector.cuh"
+
+constexpr int THREADS = 256;
+
+template <typename T, int VECTOR>
+__device__ __forceinline__ void rotate(const T *x, const float *cosines, const float *sines, T *y,
+                                       int seq, int heads, int head_dim, int half,
+                                       int64_t batch_stride, int64_t seq_stride,
+                                       int64_t head_stride, int lanes, float sign) {
+    const int64_t token = blockIdx.x;
+    x += token / seq * batch_stride + token % seq * seq_stride;
+    y += token * heads * head_dim;
+    cosines += token * half;
+    sines += token * half;
+    // `lanes` threads have a head, and the block several heads at a time.
+    const int lane = threadIdx.x % lanes, first_head = threadIdx.x / lanes;
+    const int step = blockDim.x / lanes;
+    const int turning = half / VECTOR, units = turning + (head_dim - 2 * half) / VECTOR;
+    for (int unit = lane; unit < units; unit += lanes) {
+        if (unit < turning) {
+            const int i = unit * VECTOR;
+            float c[VECTOR], s[VECTOR];
+            if constexpr (VECTOR == 1) {
+                c[0] = cosines[i];
+                s[0] = sign * sines[i];
+            } else {
+#pragma unroll
+                for (int start = 0; start < VECTOR; start += 4) {
+                    const Vector<float, 4> c4 = load_vector<4>(cosines + i + start);
+                    const Vector<float, 4> s4 = load_vector<4>(sines + i + start);
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        c[start + k] = c4.at[k];
+                        s[start + k] = sign * s4.at[k];
+                    }
+                }
+            }
+#pragma unroll 2
+            for (int head = first_head; head < heads; head += step) {
+                const T *in = x + head * head_stride + i;
+                T *out = y + int64_t(head) * head_dim + i;
+                const Vector<T, VECTOR> a = load_vector<VECTOR>(in);
+                const Vector<T, VECTOR> b = load_vector<VECTOR>(in + half);
+                Vector<T, VECTOR> turned_a, turned_b;
+#pragma unroll
+                for (int k = 0; k < VECTOR; k++) {
+                    const float x1 = to_float(a.at[k]), x2 = to_float(b.at[k]);
+                    turned_a.at[k] = from_float<T>(x1 * c[k] - x2 * s[k]);
+                    turned_b.at[k] = from_float<T>(x2 * c[k] + x1 * s[k]);
+                }
+                store_vector(out, turned_a);
+                store_vector(out + half, turned_b);
+            }
+        } else {
+            const int i = 2 * half + (unit - turning) * VECTOR;
+            for (int head = first_head; head < heads; head += step)
+                store_vector(y + int64_t(head) * head_dim + i,
+                             load_vector<VECTOR>(x + head * head_stride + i));
+        }
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void rope(const T *x, const float *cosines, const float *sines, T *y,
+                                     int seq, int heads, int head_dim, int half,
+                                     int64_t batch_stride, int64_t seq_stride,
+                                     int64_t head_stride, int lanes, float sign) {
+    rotate<T, Pack<T>::N>(x, cosines, sines, y, seq, heads, head_dim, half, batch_stride,
+                          seq_stride, head_stride, lanes, sign);
+}
+
+template <typename T>
+__device__ __forceinline__ void rope_any(const T *x, const float *cosines, const float *sines,
+                                         T *y, int seq, int heads, int head_dim, int half,
+                                         int64_t batch_stride, int64_t seq_stride,
+                                         int64_t head_stride, int lanes, float sign) {
+    rotate<T, 1>(x, cosines, sines, y, seq, heads, head_dim, half, batch_stride, seq_stride,
+                 head_stride, lanes, sign);
+}
+
+#define PARAMETERS                                                                                 \
+    (const T *x, const float *cosines, const float *sines, T *y, int seq, int heads, int head_dim, \
+     int half, int64_t batch_stride, int64_t seq_stride, int64_t head_stride, int lanes,           \
+     float sign)
+#define ARGUMENTS                                                                                  \
+    (x, cosines, sines, y, seq, heads, head_dim, half, batch_stride, seq_stride, head_stride,      \
+     lanes, sign)
+
+FOR_EACH_DTYPE(rope, THREADS, PARAMETERS, ARGUMENTS)
+FOR_EACH_DTYPE(rope_any, THREADS, PARAMETERS, ARGUMENTS)
