@@ -7,14 +7,14 @@ use crate::device::cpu::{
 
 /// What is the same for all elements of one step.
 pub(super) struct Update {
-    decay: f64,
-    beta1: f64,
-    beta2: f64,
-    epsilon: f64,
-    step_size: f64,
-    correction: f64,
-    grad_scale: f64,
-    decayed: usize,
+    pub(super) decay: f64,
+    pub(super) beta1: f64,
+    pub(super) beta2: f64,
+    pub(super) epsilon: f64,
+    pub(super) step_size: f64,
+    pub(super) correction: f64,
+    pub(super) grad_scale: f64,
+    pub(super) decayed: usize,
 }
 
 impl Update {

@@ -10,12 +10,14 @@
 //! in the order of operations of `torch.optim.AdamW`.
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 #[cfg(test)]
 mod tests;
 
 use crate::device::cpu::{Input, Real, change_in_place, require_separate};
-use crate::device::{require_cpu, require_dtype, require_rank, require_shape};
-use candle_core::{DType, Result, Tensor, bail};
+use crate::device::{require_dtype, require_rank, require_shape, require_together};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// AdamW's settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -38,7 +40,7 @@ pub struct Options {
 ///
 /// # Errors
 /// When shapes or dtypes don't fit, `step` is 0, `decayed > n`, two of the tensors share storage,
-/// `params`, `m` or `v` isn't contiguous, or a tensor isn't on the CPU. Nothing is changed then.
+/// `params`, `m` or `v` isn't contiguous, or the tensors aren't on one device. Nothing is changed then.
 #[allow(clippy::too_many_arguments)]
 pub fn step(
     params: &Tensor,
@@ -53,6 +55,10 @@ pub fn step(
     const OPERATION: &str = "adamw::step";
     check(OPERATION, [params, grads, m, v], step, decayed)?;
     let update = cpu::Update::new(step, grad_scale, decayed, options);
+    #[cfg(feature = "cuda")]
+    if params.device().is_cuda() {
+        return cuda::step(params, grads, m, v, &update);
+    }
     match params.dtype() {
         DType::F64 => step_in::<f64>(OPERATION, params, grads, m, v, &update),
         _ => step_in::<f32>(OPERATION, params, grads, m, v, &update),
@@ -61,7 +67,8 @@ pub fn step(
 
 /// [`norm`] of the gradients, then one [`step`] with them scaled to a norm of at most `max_norm`, as
 /// `torch.nn.utils.clip_grad_norm_` does it. Afterwards the gradients are zero, which is cheaper here
-/// than later. Returns the norm before clipping; when that isn't finite, no step is made.
+/// than later. Returns the norm before clipping; when that isn't finite, no step is made. On CUDA this
+/// waits for the device, and the norm is an f32: see [`clipped_step_deferred`].
 ///
 /// # Errors
 /// Like [`step`]; the gradients must be contiguous, too.
@@ -76,6 +83,11 @@ pub fn clipped_step(
     decayed: usize,
     options: &Options,
 ) -> Result<f64> {
+    #[cfg(feature = "cuda")]
+    if params.device().is_cuda() {
+        let norm = clipped_step_deferred(params, grads, m, v, step, max_norm, decayed, options)?;
+        return Ok(f64::from(norm.to_scalar::<f32>()?));
+    }
     const OPERATION: &str = "adamw::clipped_step";
     check(OPERATION, [params, grads, m, v], step, decayed)?;
     require_contiguous(OPERATION, "grads", grads)?;
@@ -93,6 +105,35 @@ pub fn clipped_step(
     Ok(norm)
 }
 
+/// Like [`clipped_step`], with the norm as a scalar f32 tensor on the device of the parameters. On CUDA
+/// nothing waits for the device until the norm is read.
+///
+/// # Errors
+/// Like [`clipped_step`].
+#[allow(clippy::too_many_arguments)]
+pub fn clipped_step_deferred(
+    params: &Tensor,
+    grads: &Tensor,
+    m: &Tensor,
+    v: &Tensor,
+    step: usize,
+    max_norm: Option<f64>,
+    decayed: usize,
+    options: &Options,
+) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if params.device().is_cuda() {
+        const OPERATION: &str = "adamw::clipped_step";
+        check(OPERATION, [params, grads, m, v], step, decayed)?;
+        require_contiguous(OPERATION, "grads", grads)?;
+        // The scale of the gradients follows from the norm, on the device.
+        let update = cpu::Update::new(step, 1.0, decayed, options);
+        return cuda::clipped_step(params, grads, m, v, max_norm, &update);
+    }
+    let norm = clipped_step(params, grads, m, v, step, max_norm, decayed, options)?;
+    Tensor::new(norm as f32, &Device::Cpu)
+}
+
 /// Keeps the norm's reciprocal finite.
 const CLIP_EPSILON: f64 = 1e-6;
 
@@ -102,7 +143,7 @@ fn check(
     step: usize,
     decayed: usize,
 ) -> Result<()> {
-    require_cpu(operation, &[params, grads, m, v])?;
+    require_together(operation, &[params, grads, m, v])?;
     require_rank(operation, "params", params, 1, "(n)")?;
     let n = params.elem_count();
     for (name, tensor) in [("params", params), ("grads", grads), ("m", m), ("v", v)] {
@@ -183,12 +224,16 @@ fn step_and_clear<A: Real>(
 }
 
 /// The Euclidean norm of a tensor of any shape, added up in f64. A NaN or infinite element gives a
-/// result that isn't finite.
+/// result that isn't finite. On CUDA this waits for the device.
 ///
 /// # Errors
-/// When the tensor isn't a float or isn't on the CPU.
+/// When the tensor isn't a float, or on a device that this build has no kernels for.
 pub fn norm(grads: &Tensor) -> Result<f64> {
-    require_cpu("adamw::norm", &[grads])?;
+    require_together("adamw::norm", &[grads])?;
+    #[cfg(feature = "cuda")]
+    if grads.device().is_cuda() {
+        return cuda::norm(grads);
+    }
     let grads = Input::contiguous(grads)?;
     let grads = grads.read();
     Ok(cpu::norm(grads.values()?))
@@ -198,14 +243,17 @@ pub fn norm(grads: &Tensor) -> Result<f64> {
 /// a float tensor of its shape that shares no storage with it.
 ///
 /// # Errors
-/// When shapes or dtypes don't fit, `dst` isn't contiguous, storage is shared, or a tensor isn't on the
-/// CPU.
+/// When shapes or dtypes don't fit, `dst` isn't contiguous, storage is shared, or the tensors aren't
+/// on one device.
 pub fn accumulate(dst: &Tensor, src: &Tensor, scale: f64) -> Result<()> {
     const OPERATION: &str = "adamw::accumulate";
-    require_cpu(OPERATION, &[dst, src])?;
+    require_together(OPERATION, &[dst, src])?;
     require_shape(OPERATION, "src", src, dst.dims())?;
+    require_contiguous(OPERATION, "dst", dst)?;
     require_separate(OPERATION, "dst and src", dst, src)?;
     match dst.dtype() {
+        #[cfg(feature = "cuda")]
+        DType::F32 if dst.device().is_cuda() => cuda::accumulate(dst, src, scale),
         DType::F32 => accumulate_in::<f32>(OPERATION, dst, src, scale),
         DType::F64 => accumulate_in::<f64>(OPERATION, dst, src, scale),
         other => bail!("metal-candle-kernels: {OPERATION}: dst is {other:?}, expected F32 or F64"),
@@ -230,10 +278,14 @@ fn accumulate_in<A: Real>(
 /// Sets every element to zero, in place.
 ///
 /// # Errors
-/// When the tensor isn't on the CPU.
+/// When the tensor is on a device that this build has no kernels for.
 pub fn fill_zero(dst: &Tensor) -> Result<()> {
     const OPERATION: &str = "adamw::fill_zero";
-    require_cpu(OPERATION, &[dst])?;
+    require_together(OPERATION, &[dst])?;
+    #[cfg(feature = "cuda")]
+    if dst.device().is_cuda() && dst.is_contiguous() {
+        return cuda::fill_zero(dst);
+    }
     match dst.dtype() {
         DType::F32 if dst.is_contiguous() => change_in_place::<f32>(OPERATION, dst, |dst| {
             cpu::fill_zero(dst);

@@ -214,3 +214,140 @@ fn broken_gradients_make_no_clipped_step() {
     let wrong = message(clipped_step(&params, &spread, &m, &v, 1, None, 0, &OPTIONS));
     assert!(wrong.contains("grads is not contiguous"), "{wrong}");
 }
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+
+    fn back(tensor: &Tensor) -> Tensor {
+        tensor.to_device(&Device::Cpu).unwrap()
+    }
+
+    /// Buffers of their own on the device, from element `start` on, so that packs fit or don't.
+    fn put(tensor: &Tensor, start: usize, device: &Device) -> Tensor {
+        let n = tensor.elem_count();
+        let padded = tensor.pad_with_zeros(0, start, 1).unwrap().to_device(device).unwrap();
+        padded.narrow(0, start, n).unwrap()
+    }
+
+    #[test]
+    fn cuda_steps_match_the_cpu() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for (n, start) in [(1, 0), (7, 4), (40_001, 0), (40_001, 3), (3_000_003, 0)] {
+            let decayed = n / 3;
+            let single = |seed| random(&[n], seed).to_dtype(DType::F32).unwrap();
+            let params = own(&single(1), DType::F32);
+            let [m, v] = [zeros(n, DType::F32), zeros(n, DType::F32)];
+            let [low_params, low_m, low_v] = [&params, &m, &v].map(|t| put(t, start, &device));
+            for number in 1..=3 {
+                let grads = own(&single(10 + number as u64), DType::F32);
+                let low_grads = put(&grads, start, &device);
+                step(&params, &grads, &m, &v, number, 0.5, decayed, &OPTIONS).unwrap();
+                step(&low_params, &low_grads, &low_m, &low_v, number, 0.5, decayed, &OPTIONS)
+                    .unwrap();
+                assert_identical(&back(&low_grads), &grads);
+            }
+            for (low, exact) in [(&low_params, &params), (&low_m, &m), (&low_v, &v)] {
+                assert_close(&back(low), exact, 1e-6);
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_clipped_steps_match_the_cpu() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for (n, start) in [(1, 0), (7, 4), (40_001, 0), (40_001, 3), (3_000_003, 0)] {
+            for max_norm in [None, Some(0.5), Some(1e6)] {
+                let single = |seed| own(&random(&[n], seed), DType::F32);
+                let made = || [single(1), single(2), zeros(n, DType::F32), zeros(n, DType::F32)];
+                let run = |[params, grads, m, v]: &[Tensor; 4]| {
+                    clipped_step_deferred(params, grads, m, v, 1, max_norm, n / 3, &OPTIONS)
+                        .unwrap()
+                };
+                let on_cpu = made();
+                let all = |buffers: [Tensor; 4]| buffers.map(|t| put(&t, start, &device));
+                let (first, second) = (all(made()), all(made()));
+                let exact = run(&on_cpu).to_scalar::<f32>().unwrap();
+                let norm = run(&first);
+                assert_eq!((norm.dims(), norm.dtype()), (&[][..], DType::F32));
+                let norm = norm.to_scalar::<f32>().unwrap();
+                assert!((norm - exact).abs() <= 1e-6 * exact, "{norm} is not {exact}");
+                assert_eq!(run(&second).to_scalar::<f32>().unwrap(), norm);
+                for ((first, second), exact) in first.iter().zip(&second).zip(&on_cpu) {
+                    assert_close(&back(first), exact, 1e-6);
+                    assert_identical(&back(second), &back(first));
+                }
+                assert_eq!(max_abs(&back(&first[1])), 0.0);
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_broken_gradients_make_no_clipped_step() {
+        let Some(device) = crate::testing::cuda() else { return };
+        let ones = || Tensor::ones(3, DType::F32, &device).unwrap();
+        for bad in [f32::NAN, f32::INFINITY] {
+            let (params, m, v) = (ones(), ones(), ones());
+            let grads = Tensor::new(&[1.0, bad, 2.0], &device).unwrap();
+            let norm = clipped_step(&params, &grads, &m, &v, 1, Some(1.0), 3, &OPTIONS).unwrap();
+            assert!(!norm.is_finite());
+            for tensor in [&params, &m, &v] {
+                assert_eq!(values(&back(tensor)), [1.0; 3]);
+            }
+            assert_eq!(values(&back(&grads)), [0.0; 3]);
+        }
+        let wrong =
+            message(step(&ones(), &ones(), &zeros(3, DType::F32), &ones(), 1, 1.0, 0, &OPTIONS));
+        assert!(wrong.contains("on one device"), "{wrong}");
+        let buffer = Tensor::ones(6, DType::F32, &device).unwrap();
+        let part = |index: usize| buffer.narrow(0, 3 * index, 3).unwrap();
+        let wrong = message(step(&part(0), &part(1), &ones(), &ones(), 1, 1.0, 0, &OPTIONS));
+        assert!(wrong.contains("must be tensors of their own"), "{wrong}");
+    }
+
+    #[test]
+    fn cuda_norms_are_added_up_in_f64() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for shape in [[1, 1], [300, 203], [1000, 5000]] {
+                let grads = random(&shape, 1).to_dtype(dtype).unwrap();
+                let expected = norm(&grads).unwrap();
+                let low = grads.to_device(&device).unwrap();
+                for low in [&low, &strided(&low)] {
+                    let found = norm(low).unwrap();
+                    assert!((found - expected).abs() < 1e-12 * expected, "{found}: {expected}");
+                }
+            }
+        }
+        let large = Tensor::new(&[3e30f32, 4e30], &device).unwrap();
+        assert_eq!(norm(&large).unwrap() as f32, 5e30);
+        assert_eq!(norm(&large.narrow(0, 0, 0).unwrap()).unwrap(), 0.0);
+    }
+
+    #[test]
+    fn cuda_adds_into_views_and_clears_them() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (start, rows, columns) in [(7, 5, 7), (8, 40, 1000), (1, 3, 1024)] {
+                let n = rows * columns;
+                let buffer = Tensor::zeros(start + n + 8, DType::F32, &device).unwrap();
+                let dst = buffer.narrow(0, start, n).unwrap().reshape((rows, columns)).unwrap();
+                let src = random(&[rows, columns], 1).to_dtype(dtype).unwrap();
+                let low = src.to_device(&device).unwrap();
+                accumulate(&dst, &low, 2.0).unwrap();
+                accumulate(&dst, &strided(&low), 0.5).unwrap();
+                let expected = (src.to_dtype(DType::F32).unwrap() * 2.5).unwrap();
+                assert_close(&back(&dst), &expected, 1e-6);
+                let before = buffer.narrow(0, 0, start).unwrap();
+                let after = buffer.narrow(0, start + n, 8).unwrap();
+                assert_eq!(max_abs(&back(&before)), 0.0);
+                assert_eq!(max_abs(&back(&after)), 0.0);
+                fill_zero(&dst.narrow(0, 0, 1).unwrap()).unwrap();
+                assert_eq!(max_abs(&back(&dst.narrow(0, 0, 1).unwrap())), 0.0);
+                let (rest, expected) =
+                    (dst.narrow(0, 1, rows - 1).unwrap(), expected.narrow(0, 1, rows - 1).unwrap());
+                assert_close(&back(&rest), &expected, 1e-6);
+            }
+        }
+    }
+}

@@ -8,8 +8,8 @@ pub(crate) mod scratch;
 pub(crate) mod simd;
 
 use candle_core::{
-    CpuStorage, DType, InplaceOp1, InplaceOp2, Layout, Result, Storage, StorageRef, Tensor,
-    WithDType, bail,
+    CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, Result, Storage, StorageRef,
+    Tensor, WithDType, bail,
 };
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -248,6 +248,15 @@ pub(crate) fn require_separate(
             _: &mut CpuStorage,
             _: &Layout,
             _: &CpuStorage,
+            _: &Layout,
+        ) -> Result<()> {
+            Ok(())
+        }
+        fn cuda_fwd(
+            &self,
+            _: &mut CudaStorage,
+            _: &Layout,
+            _: &CudaStorage,
             _: &Layout,
         ) -> Result<()> {
             Ok(())
