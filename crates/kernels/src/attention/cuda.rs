@@ -396,7 +396,7 @@ fn strided(cuda: &Cuda, tensor: &Tensor, aligned: bool) -> Result<Array> {
     let array = cuda.strided_rows(tensor)?;
     let rows = array.tensor.dims().iter().zip(array.tensor.stride()).take(3);
     let whole = rows.filter(|(size, _)| **size > 1).all(|(_, stride)| stride % 8 == 0);
-    if !aligned || (whole && array.pointer % 16 == 0) {
+    if !aligned || (whole && array.pointer % 16 == 0) || tensor.elem_count() == 0 {
         return Ok(array);
     }
     cuda.strided(&array.tensor.force_contiguous()?)
@@ -405,7 +405,7 @@ fn strided(cuda: &Cuda, tensor: &Tensor, aligned: bool) -> Result<Array> {
 /// Contiguous elements, starting at a multiple of 16 bytes.
 fn contiguous(cuda: &Cuda, tensor: &Tensor) -> Result<Array> {
     let array = cuda.contiguous(tensor)?;
-    if array.pointer % 16 == 0 {
+    if array.pointer % 16 == 0 || tensor.elem_count() == 0 {
         return Ok(array);
     }
     cuda.strided(&array.tensor.force_contiguous()?)

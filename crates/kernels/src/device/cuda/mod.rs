@@ -53,7 +53,8 @@ impl Cuda {
 
     /// The elements of a tensor, copied only when they aren't contiguous.
     pub(crate) fn contiguous(&self, tensor: &Tensor) -> Result<Array> {
-        if tensor.is_contiguous() {
+        // Nothing cannot be copied.
+        if tensor.is_contiguous() || tensor.elem_count() == 0 {
             self.strided(tensor)
         } else {
             self.strided(&tensor.contiguous()?)
