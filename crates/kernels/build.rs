@@ -34,6 +34,9 @@ fn compile_all() -> Result<(), String> {
     println!("cargo::rerun-if-changed={}", shared.display());
     for kernel in &kernels {
         println!("cargo::rerun-if-changed={}", kernel.display());
+        for header in headers(kernel).map_err(|error| format!("{}: {error}", kernel.display()))? {
+            println!("cargo::rerun-if-changed={}", header.display());
+        }
     }
     let waiting = Mutex::new(kernels.into_iter());
     let next = || waiting.lock().ok()?.next();
@@ -96,6 +99,15 @@ fn kernels(source: &Path) -> io::Result<Vec<PathBuf>> {
     }
     found.sort();
     Ok(found)
+}
+
+/// The headers beside a kernel.
+fn headers(kernel: &Path) -> io::Result<Vec<PathBuf>> {
+    let folder = kernel.parent().unwrap_or(Path::new("."));
+    let paths: Vec<PathBuf> =
+        fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>()?;
+    let is_header = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "cuh");
+    Ok(paths.into_iter().filter(is_header).collect())
 }
 
 fn compiler() -> OsString {

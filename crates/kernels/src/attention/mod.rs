@@ -14,11 +14,13 @@
 //! gives zeros.
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 #[cfg(test)]
 mod tests;
 
 use crate::device::cpu::{Input, Sum, buffer, dispatch};
-use crate::device::{record3, require_cpu, require_dtype, require_rank, require_shape};
+use crate::device::{record3, require_dtype, require_rank, require_shape, require_together};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 
 /// How scores are made and which keys are seen.
@@ -43,7 +45,7 @@ const LAYOUT: &str = "(batch, seq, heads, head_dim)";
 ///
 /// # Errors
 /// When shapes don't fit, `heads` isn't a multiple of `kv_heads`, `s < t`, the window is 0, the
-/// softcap isn't positive, dtypes differ, or a tensor isn't on the CPU.
+/// softcap isn't positive, dtypes differ, or the tensors aren't on one device.
 pub fn forward(
     q: &Tensor,
     k: &Tensor,
@@ -53,6 +55,10 @@ pub fn forward(
 ) -> Result<(Tensor, Tensor)> {
     const OPERATION: &str = "attention::forward";
     let sizes = check(OPERATION, q, k, v, first_key, options)?;
+    #[cfg(feature = "cuda")]
+    if q.device().is_cuda() {
+        return cuda::forward(OPERATION, sizes, q, k, v, first_key, options);
+    }
     let (k, v) = (Input::strided_rows(k)?, Input::strided_rows(v)?);
     let q = Input::contiguous(q)?;
     let (q, k, v) = (q.read(), k.read(), v.read());
@@ -113,12 +119,16 @@ pub fn backward(
 ) -> Result<(Tensor, Tensor, Tensor)> {
     const OPERATION: &str = "attention::backward";
     let sizes = check(OPERATION, q, k, v, first_key, options)?;
-    require_cpu(OPERATION, &[o, log_sum_exp, d_o])?;
+    require_together(OPERATION, &[q, o, log_sum_exp, d_o])?;
     for (name, tensor) in [("o", o), ("d_o", d_o)] {
         require_shape(OPERATION, name, tensor, &sizes.q_shape())?;
         require_dtype(OPERATION, name, tensor, q.dtype())?;
     }
     require_shape(OPERATION, "log_sum_exp", log_sum_exp, &sizes.row_shape())?;
+    #[cfg(feature = "cuda")]
+    if q.device().is_cuda() {
+        return cuda::backward(OPERATION, sizes, q, k, v, o, log_sum_exp, first_key, options, d_o);
+    }
     let (k, v) = (Input::strided_rows(k)?, Input::strided_rows(v)?);
     let (q, o, d_o) = (Input::contiguous(q)?, Input::contiguous(o)?, Input::contiguous(d_o)?);
     let log_sum_exp = Input::contiguous(log_sum_exp)?;
@@ -181,7 +191,7 @@ fn check(
     first_key: Option<&Tensor>,
     options: &Options,
 ) -> Result<Sizes> {
-    require_cpu(operation, &[q, k, v])?;
+    require_together(operation, &[q, k, v])?;
     for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
         require_rank(operation, name, tensor, 4, LAYOUT)?;
         require_dtype(operation, name, tensor, q.dtype())?;
@@ -201,7 +211,7 @@ fn check(
         )
     }
     if let Some(first_key) = first_key {
-        require_cpu(operation, &[first_key])?;
+        require_together(operation, &[q, first_key])?;
         require_shape(operation, "first_key", first_key, &[batch, queries])?;
         require_dtype(operation, "first_key", first_key, DType::U32)?;
     }

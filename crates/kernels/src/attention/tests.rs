@@ -300,3 +300,262 @@ fn wrong_arguments_are_errors() {
     let wrong = message(backward(&case.q, &case.k, &case.v, &o, &lse, None, options, &lse));
     assert!(wrong.contains("d_o has shape"), "{wrong}");
 }
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+
+    impl Case {
+        fn scale(mut self, scale: f64) -> Case {
+            self.options.scale = scale;
+            self
+        }
+
+        fn to_device(&self, device: &Device) -> Case {
+            let to = |tensor: &Tensor| tensor.to_device(device).unwrap();
+            Case {
+                q: to(&self.q),
+                k: to(&self.k),
+                v: to(&self.v),
+                d_o: to(&self.d_o),
+                first_key: self.first_key.as_ref().map(to),
+                ..self.clone()
+            }
+        }
+    }
+
+    fn on_cpu(tensor: &Tensor) -> Tensor {
+        tensor.to_device(&Device::Cpu).unwrap()
+    }
+
+    /// The same numbers, compared by their bits.
+    #[track_caller]
+    fn assert_same(a: &Tensor, b: &Tensor) {
+        assert_identical(&on_cpu(a), &on_cpu(b));
+    }
+
+    /// Head dimensions of every kernel, over several tiles, with all options.
+    fn many_queries() -> Vec<Case> {
+        vec![
+            Case::new(1, 128, 128, 1, 1, 64).scale(0.125),
+            Case::new(2, 200, 200, 4, 2, 64).scale(0.125),
+            Case::new(1, 130, 391, 3, 3, 64).scale(0.2).packed(50),
+            Case::new(1, 300, 300, 2, 1, 32).scale(0.3).window(70),
+            Case::new(2, 77, 200, 6, 2, 96).scale(0.1).softcap(1.5).window(40).packed(30),
+            Case::new(1, 150, 150, 2, 2, 80).scale(-0.2),
+            Case::new(1, 257, 300, 8, 2, 128).scale(0.09),
+            Case::new(2, 129, 129, 2, 1, 128).scale(0.09).packed(33),
+            Case::new(1, 200, 270, 2, 1, 104).scale(0.1).window(100).softcap(2.0),
+            Case::new(1, 140, 140, 2, 1, 256).scale(0.06),
+            Case::new(2, 90, 130, 4, 2, 136).scale(0.1).window(50).packed(40).softcap(3.0),
+            Case::new(1, 65, 65, 2, 2, 300).scale(0.05),
+            Case::new(1, 70, 90, 4, 2, 30).scale(0.2).packed(20),
+        ]
+    }
+
+    /// As in decoding, also with keys enough to be split.
+    fn few_queries() -> Vec<Case> {
+        vec![
+            Case::new(1, 1, 1, 4, 2, 64).scale(0.125),
+            Case::new(1, 1, 2000, 8, 2, 64).scale(0.125),
+            Case::new(2, 1, 1025, 4, 1, 128).scale(0.09),
+            Case::new(1, 1, 700, 3, 3, 96).scale(0.1).window(300),
+            Case::new(1, 1, 3000, 8, 1, 256).scale(0.06).softcap(2.0),
+            Case::new(2, 7, 900, 6, 2, 128).scale(0.09).packed(250),
+            Case::new(1, 16, 600, 4, 2, 64).scale(0.125).window(400),
+            Case::new(1, 16, 16, 4, 4, 72).scale(0.1),
+            Case::new(1, 4, 1500, 5, 1, 128).scale(-0.05),
+            Case::new(1, 1, 1300, 6, 2, 33).scale(0.2),
+        ]
+    }
+
+    #[test]
+    fn cuda_matches_the_cpu() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for (index, case) in
+            cases().into_iter().chain(many_queries()).chain(few_queries()).enumerate()
+        {
+            for (dtype, tolerance) in PRECISIONS {
+                let low = case.to_dtype(dtype);
+                let exact = low.to_dtype(DType::F64);
+                let there = low.to_device(&device);
+                eprintln!("case {index} {dtype:?} {:?} {:?}", case.q.dims(), case.k.dims());
+                let ((o, lse), (exact_o, exact_lse)) = (there.forward(), exact.forward());
+                assert_eq!((o.dtype(), lse.dtype()), (dtype, DType::F32));
+                assert_close(&on_cpu(&o), &exact_o, tolerance);
+                assert_close(&on_cpu(&lse), &exact_lse, 5e-6);
+                let (dq, dk, dv) = there.backward();
+                let (exact_dq, exact_dk, exact_dv) = exact.backward();
+                assert_close(&on_cpu(&dq), &exact_dq, 2.0 * tolerance);
+                assert_close(&on_cpu(&dk), &exact_dk, 2.0 * tolerance);
+                assert_close(&on_cpu(&dv), &exact_dv, 2.0 * tolerance);
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_gives_the_same_bits_again() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for case in many_queries().into_iter().chain(few_queries()) {
+            for dtype in [DType::F32, DType::BF16] {
+                let case = case.to_dtype(dtype).to_device(&device);
+                let ((o, lse), (dq, dk, dv)) = (case.forward(), case.backward());
+                for _ in 0..3 {
+                    let (again, lse_again) = case.forward();
+                    assert_same(&again, &o);
+                    assert_same(&lse_again, &lse);
+                    let (dq_again, dk_again, dv_again) = case.backward();
+                    assert_same(&dq_again, &dq);
+                    assert_same(&dk_again, &dk);
+                    assert_same(&dv_again, &dv);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_reads_views_as_it_reads_copies() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (queries, d) in [(70, 64), (70, 9), (1, 64), (1, 9), (40, 128)] {
+                let case = Case::new(2, queries, 90, 4, 2, d).scale(0.1).to_dtype(dtype);
+                let room = random(&[2, 20, 2, d], 8).to_dtype(dtype).unwrap();
+                let room = room.to_device(&device).unwrap();
+                let case = case.to_device(&device);
+                let in_cache = |tensor: &Tensor| {
+                    Tensor::cat(&[tensor, &room], 1).unwrap().narrow(1, 0, 90).unwrap()
+                };
+                let heads_first = |tensor: &Tensor| {
+                    let cache = Tensor::cat(&[tensor, &room], 1).unwrap();
+                    let cache = cache.transpose(1, 2).unwrap().contiguous().unwrap();
+                    cache.narrow(2, 0, 90).unwrap().transpose(1, 2).unwrap()
+                };
+                // Rows that don't start at multiples of 16 bytes.
+                let unaligned = |tensor: &Tensor| {
+                    let wide = Tensor::cat(&[tensor, tensor], 3).unwrap();
+                    let shifted = Tensor::cat(&[&wide.narrow(3, d - 1, 1).unwrap(), tensor], 3);
+                    shifted.unwrap().narrow(3, 1, d).unwrap()
+                };
+                let turned = |tensor: &Tensor| {
+                    let turned = tensor.transpose(1, 3).unwrap().contiguous().unwrap();
+                    turned.transpose(1, 3).unwrap()
+                };
+                let (o, lse) = case.forward();
+                let (dq, dk, dv) = case.backward();
+                let views: [&dyn Fn(&Tensor) -> Tensor; 5] =
+                    [&in_cache, &heads_first, &strided, &unaligned, &turned];
+                for view in views {
+                    let other = Case { k: view(&case.k), v: view(&case.v), ..case.clone() };
+                    assert_same(&other.forward().0, &o);
+                    assert_same(&other.forward().1, &lse);
+                    let (dq_of_view, dk_of_view, dv_of_view) = other.backward();
+                    assert_same(&dq_of_view, &dq);
+                    assert_same(&dk_of_view, &dk);
+                    assert_same(&dv_of_view, &dv);
+                }
+                let views: [&dyn Fn(&Tensor) -> Tensor; 3] = [&strided, &unaligned, &turned];
+                for view in views {
+                    let other = Case { q: view(&case.q), d_o: view(&case.d_o), ..case.clone() };
+                    assert_same(&other.forward().0, &o);
+                    assert_same(&other.backward().1, &dk);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_queries_without_keys_give_zeros() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for (queries, d) in [(3, 4), (3, 64), (40, 64), (40, 4), (40, 256)] {
+            let mut case = Case::new(1, queries, queries, 2, 1, d);
+            let mut first = vec![0u32; queries];
+            first[1] = u32::MAX;
+            case.first_key = Some(Tensor::from_vec(first, (1, queries), &Device::Cpu).unwrap());
+            for dtype in [DType::F32, DType::BF16] {
+                let case = case.to_dtype(dtype).to_device(&device);
+                let (o, lse) = case.forward();
+                assert_eq!(max_abs(&on_cpu(&o).narrow(1, 1, 1).unwrap()), 0.0);
+                assert!(values(&on_cpu(&lse))[1] == f64::NEG_INFINITY);
+                let (dq, dk, dv) = case.backward();
+                assert_eq!(max_abs(&on_cpu(&dq).narrow(1, 1, 1).unwrap()), 0.0);
+                let (dk, dv) = (values(&on_cpu(&dk)), values(&on_cpu(&dv)));
+                assert!(dk.iter().chain(&dv).all(|value| value.is_finite()));
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_large_scores_do_not_overflow() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for queries in [9, 40] {
+                let case = Case::new(1, queries, 40, 2, 1, 64).scale(1000.0).to_dtype(dtype);
+                let case = case.to_device(&device);
+                let (o, lse) = case.forward();
+                let (dq, dk, dv) = case.backward();
+                for tensor in [o, lse, dq, dk, dv] {
+                    assert!(values(&on_cpu(&tensor)).iter().all(|value| value.is_finite()));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_handles_empty_sizes() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for d in [0, 3, 64] {
+            for (batch, queries, keys) in [(0, 2, 3), (1, 0, 3), (1, 0, 0), (1, 20, 30)] {
+                for dtype in [DType::F32, DType::BF16] {
+                    // An empty tensor on the device is a part of one that isn't.
+                    let whole = Case::new(1, queries.max(1), keys.max(1), 2, 1, d.max(1));
+                    let whole = whole.window(2).to_dtype(dtype).to_device(&device);
+                    let part = |tensor: &Tensor, tokens| {
+                        let part = tensor.narrow(0, 0, batch).unwrap();
+                        part.narrow(1, 0, tokens).unwrap().narrow(3, 0, d).unwrap()
+                    };
+                    let case = Case {
+                        q: part(&whole.q, queries),
+                        k: part(&whole.k, keys),
+                        v: part(&whole.v, keys),
+                        d_o: part(&whole.d_o, queries),
+                        ..whole
+                    };
+                    let ((o, lse), (dq, dk, dv)) = (case.forward(), case.backward());
+                    assert_eq!(o.dims(), case.q.dims());
+                    assert_eq!(lse.dims(), [batch, 2, queries]);
+                    assert_eq!((dq.dims(), dk.dims()), (case.q.dims(), case.k.dims()));
+                    if queries == 0 {
+                        assert_eq!((max_abs(&on_cpu(&dk)), max_abs(&on_cpu(&dv))), (0.0, 0.0));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_refuses_what_it_cannot_compute() {
+        let Some(device) = crate::testing::cuda() else { return };
+        let run = |case: Case| {
+            message(forward(&case.q, &case.k, &case.v, case.first_key.as_ref(), &case.options))
+        };
+        let case = Case::new(1, 2, 3, 2, 2, 8).packed(2);
+        assert!(run(case.to_device(&device)).contains("does not support F64"));
+        let case = case.to_dtype(DType::BF16);
+        let there = case.to_device(&device);
+        assert!(run(Case { k: case.k.clone(), ..there.clone() }).contains("all on one device"));
+        let first_key = case.first_key.clone();
+        assert!(run(Case { first_key, ..there.clone() }).contains("all on one device"));
+        let (o, lse) = there.forward();
+        let wrong = message(backward(
+            &there.q,
+            &there.k,
+            &there.v,
+            &o,
+            &lse.to_dtype(DType::BF16).unwrap(),
+            None,
+            &there.options,
+            &there.d_o,
+        ));
+        assert!(wrong.contains("log_sum_exp is BF16, expected F32"), "{wrong}");
+    }
+}

@@ -1,0 +1,441 @@
+//! Attention on CUDA: which kernel a call goes to, and how its work is split; see kernel.cu.
+
+use super::{Options, Sizes};
+use crate::device::cuda::{Array, Cuda, Launch, Module, by_dtype, module};
+use crate::device::require_dtype;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
+use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, PushKernelArg};
+use candle_core::{DType, Result, Tensor, bail};
+use std::f64::consts::LOG2_E;
+
+static MODULE: Module = module!("attention");
+
+/// What every kernel is given: `Parameters` in tiles.cuh, field by field.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Parameters {
+    q: u64,
+    k: u64,
+    v: u64,
+    o: u64,
+    d_o: u64,
+    dq: u64,
+    dk: u64,
+    dv: u64,
+    first_key: u64,
+    log_sum_exp: u64,
+    scaled_sums: u64,
+    corrections: u64,
+    lowest: u64,
+    tile_lowest: u64,
+    partial_o: u64,
+    partial_sums: u64,
+    q_strides: [i64; 3],
+    k_strides: [i64; 3],
+    v_strides: [i64; 3],
+    batch: i32,
+    queries: i32,
+    keys: i32,
+    heads: i32,
+    kv_heads: i32,
+    head_dim: i32,
+    window: i32,
+    ragged: i32,
+    mode: i32,
+    factor: f32,
+    inner: f32,
+    scale: f32,
+    splits: i32,
+    split_start: i32,
+    split_keys: i32,
+    tiles: i32,
+    stages: i32,
+}
+
+const _: () = assert!(size_of::<Parameters>() == 272);
+
+// SAFETY: plain numbers, laid out as in C.
+unsafe impl DeviceRepr for Parameters {}
+
+/// How scores are made: `Scores` in tiles.cuh.
+const AS_IS: i32 = 0;
+const CAPPED: i32 = 1;
+const SCALED: i32 = 2;
+
+/// The kernels of an element type and a head dimension.
+#[derive(Clone, Copy, PartialEq)]
+enum Kernels {
+    /// On tensor cores, with the head's dimension padded to this.
+    Tiles(usize),
+    /// Without, for all else.
+    Plain,
+}
+
+/// The tensor core kernel `$name` for elements `$dtype` and heads padded to `$size`.
+macro_rules! tile_kernel {
+    ($name:literal, $dtype:expr, $size:expr) => {
+        match ($dtype == DType::BF16, $size) {
+            (true, 64) => concat!("attention_", $name, "_bf16_64"),
+            (true, 96) => concat!("attention_", $name, "_bf16_96"),
+            (true, 128) => concat!("attention_", $name, "_bf16_128"),
+            (true, _) => concat!("attention_", $name, "_bf16_256"),
+            (false, 64) => concat!("attention_", $name, "_f16_64"),
+            (false, 96) => concat!("attention_", $name, "_f16_96"),
+            (false, 128) => concat!("attention_", $name, "_f16_128"),
+            (false, _) => concat!("attention_", $name, "_f16_256"),
+        }
+    };
+}
+
+/// Queries up to which the keys are split, for the two kinds of kernels.
+const FEW_QUERIES: usize = 16;
+const PLAIN_FEW_QUERIES: usize = 4;
+/// Keys that are worth a block of their own.
+const SPLIT_KEYS: usize = 256;
+/// Parts that are combined at most.
+const MOST_SPLITS: usize = 128;
+
+/// The bytes of a tile in shared memory: `tile_bytes` in tiles.cuh.
+fn tile_bytes(rows: usize, size: usize) -> usize {
+    size.div_ceil(64) * rows * 128
+}
+
+/// The sizes of plain.cuh.
+const PLAIN_TILE: usize = 64;
+const PLAIN_THREADS: u32 = 256;
+const PLAIN_SHARED: u32 = 4 * (2 * 32 + 64) * (64 + 4);
+
+struct Call {
+    cuda: Cuda,
+    sizes: Sizes,
+    dtype: DType,
+    kernels: Kernels,
+    parameters: Parameters,
+    /// Copies and views that the parameters point into.
+    _inputs: [Option<Array>; 4],
+}
+
+impl Call {
+    fn new(
+        operation: &str,
+        sizes: Sizes,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        first_key: Option<&Tensor>,
+        options: &Options,
+    ) -> Result<Call> {
+        let cuda = Cuda::of(q)?;
+        let dtype = q.dtype();
+        by_dtype!("attention", dtype)?;
+        let number = |name: &str, value: usize| match i32::try_from(value) {
+            Ok(value) => Ok(value),
+            Err(_) => {
+                bail!("metal-candle-kernels: {operation}: {value} {name} are too many on CUDA")
+            }
+        };
+        let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = sizes;
+        number("heads of all rows", batch * heads)?;
+        let half = matches!(dtype, DType::BF16 | DType::F16);
+        let kernels = match head_dim {
+            8..=256 if half && head_dim % 8 == 0 => {
+                let sizes = [64, 96, 128, 256];
+                Kernels::Tiles(sizes.into_iter().find(|size| head_dim <= *size).unwrap_or(256))
+            }
+            _ => Kernels::Plain,
+        };
+        let aligned = matches!(kernels, Kernels::Tiles(_));
+        let [q, k, v] =
+            [strided(&cuda, q, aligned)?, strided(&cuda, k, aligned)?, strided(&cuda, v, aligned)?];
+        let first_key = first_key.map(|first_key| cuda.contiguous(first_key)).transpose()?;
+        let strides = |array: &Array| [array.stride(0), array.stride(1), array.stride(2)];
+        let (mode, factor, inner) = match options.softcap {
+            Some(softcap) => (CAPPED, softcap * LOG2_E, options.scale / softcap),
+            None if options.scale > 0.0 => (AS_IS, options.scale * LOG2_E, 1.0),
+            None => (SCALED, 1.0, options.scale * LOG2_E),
+        };
+        let parameters = Parameters {
+            q: q.pointer,
+            k: k.pointer,
+            v: v.pointer,
+            first_key: first_key.as_ref().map_or(0, |first_key| first_key.pointer),
+            q_strides: strides(&q),
+            k_strides: strides(&k),
+            v_strides: strides(&v),
+            batch: number("rows", batch)?,
+            queries: number("queries", queries)?,
+            keys: number("keys", keys)?,
+            heads: number("heads", heads)?,
+            kv_heads: number("heads", kv_heads)?,
+            head_dim: number("elements of a head", head_dim)?,
+            window: options
+                .window
+                .map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX)),
+            ragged: i32::from(first_key.is_some() || options.window.is_some()),
+            mode,
+            factor: factor as f32,
+            inner: inner as f32,
+            scale: options.scale as f32,
+            splits: 1,
+            ..Parameters::default()
+        };
+        let _inputs = [Some(q), Some(k), Some(v), first_key];
+        Ok(Call { cuda, sizes, dtype, kernels, parameters, _inputs })
+    }
+
+    fn attribute(&self, attribute: Attribute) -> Result<usize> {
+        Ok(self.cuda.stream.context().attribute(attribute).w()?.max(0) as usize)
+    }
+
+    fn prepare(
+        &self,
+        name: &'static str,
+        grid: (usize, usize, usize),
+        block: u32,
+        shared: u32,
+    ) -> Result<Launch> {
+        let (x, y, z) = grid;
+        if u32::try_from(x).is_err() || y > 65535 || z > 65535 {
+            bail!(
+                "metal-candle-kernels: attention on CUDA: a grid of {x} x {y} x {z} blocks is too large"
+            )
+        }
+        MODULE.launch(&self.cuda, name, (x as u32, y as u32, z as u32), block, shared)
+    }
+
+    fn run(
+        &self,
+        name: &'static str,
+        grid: (usize, usize, usize),
+        block: u32,
+        shared: usize,
+    ) -> Result<()> {
+        let launch = self.prepare(name, grid, block, shared as u32)?;
+        // SAFETY: the kernel takes the parameters, which describe arrays that this call holds.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&self.parameters);
+            })
+        }
+    }
+
+    /// Blocks that give the columns of a head, and how many columns each, in plain kernels.
+    fn plain_columns(&self) -> (usize, bool) {
+        let head_dim = self.sizes.head_dim;
+        (head_dim.div_ceil(128).max(1), head_dim > 64)
+    }
+
+    fn forward(mut self) -> Result<(Tensor, Tensor)> {
+        let Sizes { batch, queries, heads, head_dim, .. } = self.sizes;
+        let o = self.cuda.empty(&self.sizes.q_shape(), self.dtype)?;
+        let log_sum_exp = self.cuda.empty(&self.sizes.row_shape(), DType::F32)?;
+        self.parameters.o = o.pointer;
+        self.parameters.log_sum_exp = log_sum_exp.pointer;
+        let few = match self.kernels {
+            Kernels::Tiles(_) => queries <= FEW_QUERIES,
+            Kernels::Plain => queries <= PLAIN_FEW_QUERIES && head_dim <= 256,
+        };
+        match self.kernels {
+            _ if few => self.forward_few()?,
+            Kernels::Tiles(size) => {
+                let rows = if size <= 128 { 128 } else { 64 };
+                let shared = tile_bytes(rows, size) + 2 * tile_bytes(64, size) + 4 * (rows + 8);
+                let name = tile_kernel!("forward", self.dtype, size);
+                self.run(name, (batch * heads, queries.div_ceil(rows), 1), 128, shared)?;
+            }
+            Kernels::Plain => {
+                let (blocks, wide) = self.plain_columns();
+                let name = if wide {
+                    by_dtype!("plain_forward_128", self.dtype)?
+                } else {
+                    by_dtype!("plain_forward_64", self.dtype)?
+                };
+                let grid = (batch * heads, queries.div_ceil(PLAIN_TILE), blocks);
+                self.run(name, grid, PLAIN_THREADS, PLAIN_SHARED as usize)?;
+            }
+        }
+        Ok((o.tensor, log_sum_exp.tensor))
+    }
+
+    fn forward_few(&mut self) -> Result<()> {
+        let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
+        let (name, rows, warps, shared) = match self.kernels {
+            Kernels::Tiles(size) => {
+                let (warps, stages) =
+                    (if size <= 128 { 4 } else { 2 }, if size <= 64 { 4 } else { 2 });
+                let shared = tile_bytes(16, size) * (1 + warps * stages * 2) + warps * 16 * 8;
+                (tile_kernel!("few", self.dtype, size), 16, warps, shared)
+            }
+            Kernels::Plain => {
+                let shared = 4 * (4 * 256 + 4 * 4 * 32 + 4 * 4 * 256 + 2 * 4 * 4);
+                (by_dtype!("plain_few", self.dtype)?, 4, 4, shared)
+            }
+        };
+        // Keys before the first query's window are seen by none.
+        let span = keys.min(self.parameters.window as usize + queries.max(1) - 1);
+        let blocks = batch * kv_heads * (queries * (heads / kv_heads)).div_ceil(rows);
+        // Two blocks for every multiprocessor keep it busy.
+        let wanted = 2 * self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let splits = wanted.div_ceil(blocks.max(1)).min(span.div_ceil(SPLIT_KEYS)).min(MOST_SPLITS);
+        let step = 16 * warps;
+        let split_keys = span.div_ceil(splits.max(1)).div_ceil(step).max(1) * step;
+        let splits = span.div_ceil(split_keys).max(1);
+        self.parameters.splits = splits as i32;
+        self.parameters.split_start = (keys - span) as i32;
+        self.parameters.split_keys = split_keys as i32;
+        let grid = (blocks, splits, 1);
+        let threads = 32 * warps as u32;
+        if splits == 1 {
+            return self.run(name, grid, threads, shared);
+        }
+        let partial_o = self.cuda.empty((batch, queries, heads, splits, head_dim), DType::F32)?;
+        let partial_sums = self.cuda.empty((batch, queries, heads, splits, 2), DType::F32)?;
+        self.parameters.partial_o = partial_o.pointer;
+        self.parameters.partial_sums = partial_sums.pointer;
+        self.run(name, grid, threads, shared)?;
+        let combine = by_dtype!("combine_parts", self.dtype)?;
+        self.run(combine, (batch * queries * heads, 1, 1), 128, 4 * (splits + 1))
+    }
+
+    fn backward(
+        mut self,
+        o: &Tensor,
+        log_sum_exp: &Tensor,
+        d_o: &Tensor,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        let Sizes { batch, queries, keys, heads, kv_heads, .. } = self.sizes;
+        let (o, d_o) = (contiguous(&self.cuda, o)?, contiguous(&self.cuda, d_o)?);
+        let log_sum_exp = self.cuda.contiguous(log_sum_exp)?;
+        let dq = self.cuda.empty(&self.sizes.q_shape(), self.dtype)?;
+        let dk = self.cuda.empty(&self.sizes.k_shape(), self.dtype)?;
+        let dv = self.cuda.empty(&self.sizes.k_shape(), self.dtype)?;
+        let rows = batch * heads * queries;
+        let sums = self.cuda.empty((2, batch, heads, queries), DType::F32)?;
+        let parameters = &mut self.parameters;
+        parameters.o = o.pointer;
+        parameters.d_o = d_o.pointer;
+        parameters.log_sum_exp = log_sum_exp.pointer;
+        parameters.dq = dq.pointer;
+        parameters.dk = dk.pointer;
+        parameters.dv = dv.pointer;
+        parameters.scaled_sums = sums.pointer;
+        parameters.corrections = sums.pointer + 4 * rows as u64;
+        let name = by_dtype!("backward_rows_sums", self.dtype)?;
+        self.run(name, (rows.div_ceil(8), 1, 1), 256, 0)?;
+        match self.kernels {
+            Kernels::Tiles(size) => {
+                let (rows, columns) = if size <= 128 { (128, 64) } else { (64, 32) };
+                let lowest = self.tile_ranges(columns)?;
+                let most = self
+                    .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+                let shared = |stages| {
+                    2 * tile_bytes(rows, size)
+                        + stages * (2 * tile_bytes(columns, size) + 3 * 4 * columns)
+                };
+                let stages = if shared(2) <= most { 2 } else { 1 };
+                self.parameters.stages = stages as i32;
+                let (threads, shared) = (2 * rows as u32, shared(stages));
+                let name = tile_kernel!("backward_queries", self.dtype, size);
+                self.run(name, (batch * heads, queries.div_ceil(rows), 1), threads, shared)?;
+                let name = tile_kernel!("backward_keys", self.dtype, size);
+                let passes = if size <= 128 { 1 } else { 2 };
+                self.run(name, (batch * kv_heads, keys.div_ceil(rows), passes), threads, shared)?;
+                drop(lowest);
+            }
+            Kernels::Plain => {
+                let (blocks, wide) = self.plain_columns();
+                let (of_queries, of_keys) = if wide {
+                    (
+                        by_dtype!("plain_backward_queries_128", self.dtype)?,
+                        by_dtype!("plain_backward_keys_128", self.dtype)?,
+                    )
+                } else {
+                    (
+                        by_dtype!("plain_backward_queries_64", self.dtype)?,
+                        by_dtype!("plain_backward_keys_64", self.dtype)?,
+                    )
+                };
+                let shared = PLAIN_SHARED as usize;
+                let grid = (batch * heads, queries.div_ceil(PLAIN_TILE), blocks);
+                self.run(of_queries, grid, PLAIN_THREADS, shared)?;
+                let grid = (batch * kv_heads, keys.div_ceil(PLAIN_TILE), blocks);
+                self.run(of_keys, grid, PLAIN_THREADS, shared)?;
+            }
+        }
+        Ok((dq.tensor, dk.tensor, dv.tensor))
+    }
+
+    /// The lowest keys that queries and tiles of `size` of them see, which are written when asked for.
+    fn tile_ranges(&mut self, size: usize) -> Result<Option<Array>> {
+        let Sizes { batch, queries, .. } = self.sizes;
+        let tiles = queries.div_ceil(size);
+        self.parameters.tiles = tiles as i32;
+        if self.parameters.ragged == 0 {
+            return Ok(None);
+        }
+        // The pairs of the tiles first, for their alignment.
+        let lowest = self.cuda.empty(batch * (2 * tiles + queries), DType::U32)?;
+        self.parameters.tile_lowest = lowest.pointer;
+        self.parameters.lowest = lowest.pointer + 8 * (batch * tiles) as u64;
+        let grid = ((batch * tiles).div_ceil(8), 1, 1);
+        let launch = self.prepare("attention_backward_tile_ranges", grid, 256, 0)?;
+        let size = size as i32;
+        // SAFETY: the kernel takes the parameters and the size.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&self.parameters).arg(&size);
+            })
+        }?;
+        Ok(Some(lowest))
+    }
+}
+
+/// The elements by their strides; with `aligned`, rows start at multiples of 16 bytes.
+fn strided(cuda: &Cuda, tensor: &Tensor, aligned: bool) -> Result<Array> {
+    let array = cuda.strided_rows(tensor)?;
+    let rows = array.tensor.dims().iter().zip(array.tensor.stride()).take(3);
+    let whole = rows.filter(|(size, _)| **size > 1).all(|(_, stride)| stride % 8 == 0);
+    if !aligned || (whole && array.pointer % 16 == 0) || tensor.elem_count() == 0 {
+        return Ok(array);
+    }
+    cuda.strided(&array.tensor.force_contiguous()?)
+}
+
+/// Contiguous elements, starting at a multiple of 16 bytes.
+fn contiguous(cuda: &Cuda, tensor: &Tensor) -> Result<Array> {
+    let array = cuda.contiguous(tensor)?;
+    if array.pointer % 16 == 0 || tensor.elem_count() == 0 {
+        return Ok(array);
+    }
+    cuda.strided(&array.tensor.force_contiguous()?)
+}
+
+pub(super) fn forward(
+    operation: &str,
+    sizes: Sizes,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    first_key: Option<&Tensor>,
+    options: &Options,
+) -> Result<(Tensor, Tensor)> {
+    Call::new(operation, sizes, q, k, v, first_key, options)?.forward()
+}
+
+#[allow(clippy::too_many_arguments)]
+pub(super) fn backward(
+    operation: &str,
+    sizes: Sizes,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    o: &Tensor,
+    log_sum_exp: &Tensor,
+    first_key: Option<&Tensor>,
+    options: &Options,
+    d_o: &Tensor,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    require_dtype(operation, "log_sum_exp", log_sum_exp, DType::F32)?;
+    Call::new(operation, sizes, q, k, v, first_key, options)?.backward(o, log_sum_exp, d_o)
+}

@@ -1,0 +1,183 @@
+// The forward pass for many queries on tensor cores: a block of warps takes a tile of queries of one
+// head, 16·M queries a warp, and goes over the tiles of keys that any of them sees. The keys of the
+// next tile are on their way while the values of this one are used, and the other way round.
+#pragma once
+
+#include "tiles.cuh"
+
+/// Keys of a tile.
+constexpr int FORWARD_KEYS = 64;
+
+template <typename T, int D, int M, int WARPS>
+__device__ __forceinline__ void forward_tiles(const Parameters &p) {
+    constexpr int BM = 16 * M * WARPS, BN = FORWARD_KEYS, THREADS = WARP * WARPS;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    unsigned char *const q_tile = shared;
+    const uint32_t q_shared = shared_address(q_tile);
+    const uint32_t k_shared = q_shared + tile_bytes(BM, D);
+    const uint32_t v_shared = k_shared + tile_bytes(BN, D);
+    // The lowest key that each query sees, then the smallest and the largest of every warp.
+    int *const lowest =
+        reinterpret_cast<int *>(shared + tile_bytes(BM, D) + 2 * tile_bytes(BN, D));
+    int *const of_warps = lowest + BM;
+
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
+    const int kv_head = head / (p.heads / p.kv_heads);
+    // The queries that see the most keys first.
+    const int first_query = (gridDim.y - 1 - blockIdx.y) * BM;
+    const int rows = min(BM, p.queries - first_query);
+    const int first_position = p.keys - p.queries + first_query;
+
+    const T *const q = head_start(static_cast<const T *>(p.q), p.q_strides, batch, head) +
+                       first_query * p.q_strides[1];
+    const T *const k = head_start(static_cast<const T *>(p.k), p.k_strides, batch, kv_head);
+    const T *const v = head_start(static_cast<const T *>(p.v), p.v_strides, batch, kv_head);
+
+    int smallest = 0, largest = 0;
+    if (p.ragged) {
+        smallest = INT_MAX;
+        for (int row = threadIdx.x; row < BM; row += THREADS) {
+            int low = 0;
+            if (row < rows) {
+                low = lowest_key(p, batch, first_query + row);
+                largest = max(largest, low);
+                if (low <= first_position + row) smallest = min(smallest, low);
+            }
+            lowest[row] = low;
+        }
+        smallest = warp_min(smallest);
+        largest = warp_max(largest);
+        if (lane == 0) {
+            of_warps[warp] = smallest;
+            of_warps[WARPS + warp] = largest;
+        }
+        __syncthreads();
+        for (int other = 0; other < WARPS; other++) {
+            smallest = min(smallest, of_warps[other]);
+            largest = max(largest, of_warps[WARPS + other]);
+        }
+        smallest = max(smallest, 0);
+    }
+    const int first_tile = smallest / BN, end_tile = (first_position + rows - 1) / BN + 1;
+
+    float out[M][D / 8][4] = {};
+    float top[M][2], total[M][2] = {};
+#pragma unroll
+    for (int m = 0; m < M; m++) top[m][0] = top[m][1] = -INFINITY;
+
+    const auto load_keys = [&](int tile) {
+        load_tile<T, BN, D, THREADS>(k_shared, k + tile * BN * p.k_strides[1], p.k_strides[1],
+                                     p.keys - tile * BN, p.head_dim, threadIdx.x);
+        copy_async_commit();
+    };
+    if (first_tile < end_tile) {
+        load_tile<T, BM, D, THREADS>(q_shared, q, p.q_strides[1], rows, p.head_dim, threadIdx.x);
+        load_keys(first_tile);
+    }
+    for (int tile = first_tile; tile < end_tile; tile++) {
+        const int first_key = tile * BN;
+        copy_async_wait<0>();
+        // The keys are there, and every warp is done with the values of the tile before.
+        __syncthreads();
+        load_tile<T, BN, D, THREADS>(v_shared, v + first_key * p.v_strides[1], p.v_strides[1],
+                                     p.keys - first_key, p.head_dim, threadIdx.x);
+        copy_async_commit();
+
+        float scores[M][BN / 8][4] = {};
+        multiply_rows<T, D, BM, BN, M>(scores, q_shared, warp * 16 * M, k_shared, lane);
+
+        if (p.mode != AS_IS) {
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+#pragma unroll
+                for (int n = 0; n < BN / 8; n++) {
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const float x = scores[m][n][e] * p.inner;
+                        scores[m][n][e] = p.mode == CAPPED ? fast_tanh(x) : x;
+                    }
+                }
+            }
+        }
+        // Not every query sees all of the tile.
+        if (first_key < largest || first_key + BN - 1 > first_position) {
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int row = (warp * M + m) * 16 + half * 8 + lane / 4;
+                    const int position = first_position + row, low = p.ragged ? lowest[row] : 0;
+#pragma unroll
+                    for (int n = 0; n < BN / 8; n++) {
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            const int key = first_key + n * 8 + lane % 4 * 2 + e;
+                            if (key < low || key > position) scores[m][n][half * 2 + e] = -INFINITY;
+                        }
+                    }
+                }
+            }
+        }
+        // Scores become e^(score - top), and what is there shrinks to the new top.
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float best = -INFINITY;
+#pragma unroll
+                for (int n = 0; n < BN / 8; n++)
+                    best = fmaxf(best, fmaxf(scores[m][n][half * 2], scores[m][n][half * 2 + 1]));
+                const float new_top = fmaxf(top[m][half], row_max(best) * p.factor);
+                // Nothing seen yet: every power has to be zero.
+                const float base = new_top == -INFINITY ? 0.0f : new_top;
+                const float shrink = fast_exp2(top[m][half] - base);
+                top[m][half] = new_top;
+                float sum = 0.0f;
+#pragma unroll
+                for (int n = 0; n < BN / 8; n++) {
+#pragma unroll
+                    for (int e = half * 2; e < half * 2 + 2; e++) {
+                        scores[m][n][e] = fast_exp2(fmaf(scores[m][n][e], p.factor, -base));
+                        sum += scores[m][n][e];
+                    }
+                }
+                total[m][half] = fmaf(total[m][half], shrink, sum);
+#pragma unroll
+                for (int n = 0; n < D / 8; n++) {
+                    out[m][n][half * 2] *= shrink;
+                    out[m][n][half * 2 + 1] *= shrink;
+                }
+            }
+        }
+        uint32_t weights[M][BN / 16][4];
+        pack_weights<T, BN, M>(weights, scores);
+
+        copy_async_wait<0>();
+        // The values are there, and every warp is done with the keys.
+        __syncthreads();
+        if (tile + 1 < end_tile) load_keys(tile + 1);
+        multiply_columns<T, D, BN, M>(out, weights, v_shared, lane);
+    }
+
+    float inverse[M][2];
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float sum = row_sum(total[m][half]);
+            inverse[m][half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            const int row = (warp * M + m) * 16 + half * 8 + lane / 4;
+            if (lane % 4 == 0 && row < rows)
+                p.log_sum_exp[sum_row(p, batch, first_query + row, head)] =
+                    sum == 0.0f ? -INFINITY : (top[m][half] + log2f(sum)) * LN_2;
+        }
+    }
+    // A warp's queries are read by no other, so their place serves for the result.
+    store_rows<T, D, BM, M>(
+        q_tile, warp * 16 * M, out, inverse, p.head_dim, lane, [&](int row) -> T * {
+            const int query = first_query + warp * 16 * M + row;
+            if (query >= p.queries) return nullptr;
+            return static_cast<T *>(p.o) + query_row(p, batch, query, head) * p.head_dim;
+        });
+}

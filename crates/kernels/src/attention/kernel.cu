@@ -1,0 +1,71 @@
+// Attention on CUDA. bf16 and f16 with head dimensions up to 256 that are multiples of 8 go to tensor
+// cores, padded with zeros to 64, 96, 128 or 256; everything else to plain kernels.
+
+#include "few_queries.cuh"
+#include "forward.cuh"
+#include "plain.cuh"
+
+#define FOR_EACH_TILE_KERNEL(define)                                                               \
+    define(bf16, 64) define(bf16, 96) define(bf16, 128) define(bf16, 256)                          \
+    define(f16, 64) define(f16, 96) define(f16, 128) define(f16, 256)
+
+#define FORWARD(element, d)                                                                        \
+    extern "C" __global__ void __launch_bounds__(128)                                              \
+        attention_forward_##element##_##d(const __grid_constant__ Parameters p) {                  \
+        forward_tiles<element, d, (d) <= 128 ? 2 : 1, 4>(p);                                       \
+    }
+FOR_EACH_TILE_KERNEL(FORWARD)
+
+#define BACKWARD_QUERIES(element, d)                                                               \
+    extern "C" __global__ void __launch_bounds__(backward_rows(d) * 2, 1)                          \
+        attention_backward_queries_##element##_##d(const __grid_constant__ Parameters p) {         \
+        backward_tiles<element, d, QUERIES>(p);                                                    \
+    }
+FOR_EACH_TILE_KERNEL(BACKWARD_QUERIES)
+
+// With 256 columns, dk and dv together are more than the registers hold: `z` says which.
+#define BACKWARD_KEYS(element, d)                                                                  \
+    extern "C" __global__ void __launch_bounds__(backward_rows(d) * 2, 1)                          \
+        attention_backward_keys_##element##_##d(const __grid_constant__ Parameters p) {            \
+        if constexpr ((d) <= 128) {                                                                \
+            backward_tiles<element, d, KEYS>(p);                                                   \
+        } else if (blockIdx.z == 0) {                                                              \
+            backward_tiles<element, d, KEYS_FIRST>(p);                                             \
+        } else {                                                                                   \
+            backward_tiles<element, d, KEYS_SECOND>(p);                                            \
+        }                                                                                          \
+    }
+FOR_EACH_TILE_KERNEL(BACKWARD_KEYS)
+
+FOR_EACH_DTYPE(backward_rows_sums, 256, (const __grid_constant__ Parameters p), (p))
+
+extern "C" __global__ void __launch_bounds__(256)
+    attention_backward_tile_ranges(const __grid_constant__ Parameters p, int size) {
+    backward_tile_ranges(p, size);
+}
+
+#define FEW(element, d)                                                                            \
+    extern "C" __global__ void __launch_bounds__(few_warps(d) * WARP)                              \
+        attention_few_##element##_##d(const __grid_constant__ Parameters p) {                      \
+        few_tiles<element, d>(p);                                                                  \
+    }
+FOR_EACH_TILE_KERNEL(FEW)
+
+FOR_EACH_DTYPE(plain_few, 128, (const __grid_constant__ Parameters p), (p))
+FOR_EACH_DTYPE(combine_parts, 128, (const __grid_constant__ Parameters p), (p))
+
+#define PLAIN(element, columns)                                                                    \
+    extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1)                                    \
+        plain_forward_##columns##_##element(const __grid_constant__ Parameters p) {                \
+        plain_forward<element, columns>(p);                                                        \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1)                                    \
+        plain_backward_queries_##columns##_##element(const __grid_constant__ Parameters p) {       \
+        plain_backward<element, columns, QUERIES>(p);                                              \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1)                                    \
+        plain_backward_keys_##columns##_##element(const __grid_constant__ Parameters p) {          \
+        plain_backward<element, columns, KEYS>(p);                                                 \
+    }
+using f32 = float;
+PLAIN(f32, 64) PLAIN(f32, 128) PLAIN(bf16, 64) PLAIN(bf16, 128) PLAIN(f16, 64) PLAIN(f16, 128)

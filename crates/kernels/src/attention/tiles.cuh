@@ -1,0 +1,254 @@
+// What the attention kernels share: their parameters, which keys a query sees, tiles of rows in shared
+// memory, and products of such tiles on tensor cores.
+#pragma once
+
+#include "tensor.cuh"
+#include <limits.h>
+
+/// What every kernel is given. `Parameters` in cuda.rs has the same fields in the same order.
+struct Parameters {
+    /// (batch, queries, heads, head_dim) and twice (batch, keys, kv_heads, head_dim), found by strides.
+    const void *q, *k, *v;
+    /// Contiguous, like q; `o` is written forward and read backward.
+    void *o;
+    const void *d_o;
+    /// Contiguous, like q, k and v.
+    void *dq, *dk, *dv;
+    /// (batch, queries), or null.
+    const uint32_t *first_key;
+    /// (batch, heads, queries), written forward and read backward.
+    float *log_sum_exp;
+    /// For the backward pass, (batch, heads, queries): log2(e)·log_sum_exp and Σ do·o.
+    float *scaled_sums, *corrections;
+    /// For the backward pass, when `ragged`, (batch, queries): the lowest key that a query sees; and
+    /// (batch, tiles): of a tile of queries, the smallest of those that see any, and the largest.
+    int *lowest;
+    int2 *tile_lowest;
+    /// For split keys, (batch, queries, heads, splits, head_dim): unnormalised outputs; and without the
+    /// last dimension: the largest score, in log2 units, and the sum.
+    float *partial_o;
+    float2 *partial_sums;
+    /// In elements, of batch, seq and heads.
+    int64_t q_strides[3], k_strides[3], v_strides[3];
+    int batch, queries, keys, heads, kv_heads, head_dim;
+    /// At least 1; INT_MAX for all.
+    int window;
+    /// Whether there are a window or first keys: otherwise every query sees from key 0 on.
+    int ragged;
+    /// One of the `Scores`; then a score in log2 units is `factor·f(inner·q·k)`.
+    int mode;
+    float factor, inner;
+    /// What q·k is multiplied by.
+    float scale;
+    /// Keys from `split_start` on are split into this many ranges of `split_keys`.
+    int splits, split_start, split_keys;
+    /// Tiles of queries that `tile_lowest` counts.
+    int tiles;
+    /// Tiles that the backward kernels hold at once, 1 or 2.
+    int stages;
+};
+
+static_assert(sizeof(Parameters) == 272, "the size that cuda.rs has");
+
+/// How a product becomes a score, before `factor`: as it is, `tanh(inner·x)`, or `inner·x`, which is for
+/// scales that aren't positive.
+enum Scores { AS_IS, CAPPED, SCALED };
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+
+/// tanh with an absolute error of about 1e-7.
+__device__ __forceinline__ float fast_tanh(float x) {
+    return 1.0f - __fdividef(2.0f, 1.0f + fast_exp2(2.0f * LOG2_E * x));
+}
+
+/// The lowest key that a query sees, if it is not above its position.
+__device__ __forceinline__ int lowest_key(const Parameters &p, int batch, int query) {
+    const int after_window = p.keys - p.queries + query - p.window + 1;
+    const int64_t row = static_cast<int64_t>(batch) * p.queries + query;
+    const unsigned first = p.first_key == nullptr ? 0 : p.first_key[row];
+    return max(after_window, static_cast<int>(min(first, static_cast<unsigned>(p.keys))));
+}
+
+template <typename T> __device__ __forceinline__ T *head_start(T *tensor, const int64_t (&strides)[3],
+                                                               int batch, int head) {
+    return tensor + batch * strides[0] + head * strides[2];
+}
+
+/// The row of a query's head in q-like contiguous tensors, in rows.
+__device__ __forceinline__ int64_t query_row(const Parameters &p, int batch, int query, int head) {
+    return (static_cast<int64_t>(batch) * p.queries + query) * p.heads + head;
+}
+
+/// The same in (batch, heads, queries).
+__device__ __forceinline__ int64_t sum_row(const Parameters &p, int batch, int query, int head) {
+    return (static_cast<int64_t>(batch) * p.heads + head) * p.queries + query;
+}
+
+__device__ __forceinline__ int warp_min(int x) {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) x = min(x, __shfl_xor_sync(FULL, x, offset));
+    return x;
+}
+
+__device__ __forceinline__ int warp_max(int x) {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) x = max(x, __shfl_xor_sync(FULL, x, offset));
+    return x;
+}
+
+/// The sum, or the largest, over the four lanes that hold a row of a 16 x 8 tile.
+__device__ __forceinline__ float row_sum(float x) {
+    x += __shfl_xor_sync(FULL, x, 1);
+    return x + __shfl_xor_sync(FULL, x, 2);
+}
+
+__device__ __forceinline__ float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(FULL, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL, x, 2));
+}
+
+// A tile is `ROWS` rows of D elements of 2 bytes in shared memory, as panels of 64 columns: a row of a
+// panel is 128 bytes, eight chunks of 16 bytes, and chunk `c` of row `r` lies at place `c ^ r % 8`, so
+// that neither eight rows of a chunk nor eight chunks of a row share banks. Elements beyond the head's
+// dimension or the last row are zeros.
+
+constexpr int ROW_BYTES = 128;
+
+/// The bytes of a tile.
+constexpr int tile_bytes(int rows, int d) { return (d + 63) / 64 * rows * ROW_BYTES; }
+
+/// Where a chunk of a row lies in a tile.
+template <int ROWS> __device__ __forceinline__ uint32_t place(int row, int chunk) {
+    return chunk / 8 * (ROWS * ROW_BYTES) + row * ROW_BYTES + (chunk % 8 ^ row % 8) * 16;
+}
+
+/// Starts to copy `rows` rows, `stride` elements apart, into a tile.
+template <typename T, int ROWS, int D, int THREADS>
+__device__ __forceinline__ void load_tile(uint32_t tile, const T *source, int64_t stride, int rows,
+                                          int head_dim, int thread) {
+    constexpr int CHUNKS = D / 8;
+    if constexpr (THREADS % CHUNKS == 0) {
+        // A thread keeps to one chunk, so there is one address to move on.
+        constexpr int STEP = THREADS / CHUNKS;
+        static_assert(ROWS % STEP == 0, "whole steps");
+        const int row = thread / CHUNKS, chunk = thread % CHUNKS;
+        const T *from = source + row * stride + chunk * 8;
+        const int end = chunk * 8 < head_dim ? rows : 0;
+#pragma unroll
+        for (int start = 0; start < ROWS; start += STEP) {
+            copy_async(tile + place<ROWS>(start + row, chunk), from, start + row < end);
+            from += STEP * stride;
+        }
+    } else {
+#pragma unroll
+        for (int start = 0; start < ROWS * CHUNKS; start += THREADS) {
+            const int index = start + thread;
+            if (ROWS * CHUNKS % THREADS != 0 && index >= ROWS * CHUNKS) break;
+            const int row = index / CHUNKS, chunk = index % CHUNKS;
+            const bool valid = row < rows && chunk * 8 < head_dim;
+            copy_async(tile + place<ROWS>(row, chunk), source + row * stride + chunk * 8, valid);
+        }
+    }
+}
+
+/// `scores += a·bᵀ` over D, for 16·M rows of tile `a` from `first` on and all N rows of tile `b`.
+template <typename T, int D, int ROWS, int N, int M>
+__device__ __forceinline__ void multiply_rows(float (&scores)[M][N / 8][4], uint32_t a, int first,
+                                              uint32_t b, int lane) {
+    const uint32_t a_row = a + (first + lane % 16) * ROW_BYTES;
+    const uint32_t a_chunk = (lane / 16 ^ lane % 8) * 16;
+    const uint32_t b_row = b + (lane % 8 + lane / 16 * 8) * ROW_BYTES;
+    const uint32_t b_chunk = (lane / 8 % 2 ^ lane % 8) * 16;
+    // Unrolled further, addresses take the registers that sums need.
+#pragma unroll 4
+    for (int k = 0; k < D / 16; k++) {
+        const uint32_t step = k % 4 * 32;
+        uint32_t x[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++)
+            load_tiles(x[m], a_row + m * 16 * ROW_BYTES + k / 4 * (ROWS * ROW_BYTES) +
+                                 (a_chunk ^ step));
+#pragma unroll
+        for (int n = 0; n < N / 16; n++) {
+            uint32_t y[4];
+            load_tiles(y, b_row + n * 16 * ROW_BYTES + k / 4 * (N * ROW_BYTES) + (b_chunk ^ step));
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                multiply_add<T>(scores[m][2 * n], x[m], y[0], y[1]);
+                multiply_add<T>(scores[m][2 * n + 1], x[m], y[2], y[3]);
+            }
+        }
+    }
+}
+
+/// `out += weights·b` over the N rows of tile `b`.
+template <typename T, int D, int N, int M>
+__device__ __forceinline__ void multiply_columns(float (&out)[M][D / 8][4],
+                                                 const uint32_t (&weights)[M][N / 16][4], uint32_t b,
+                                                 int lane) {
+    const uint32_t b_row = b + lane % 16 * ROW_BYTES;
+    const uint32_t b_chunk = (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+    for (int k = 0; k < N / 16; k++) {
+#pragma unroll
+        for (int c = 0; c < D / 16; c++) {
+            uint32_t y[4];
+            load_tiles_transposed(y, b_row + k * 16 * ROW_BYTES + c / 4 * (N * ROW_BYTES) +
+                                         (b_chunk ^ c % 4 * 32));
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                multiply_add<T>(out[m][2 * c], weights[m][k], y[0], y[1]);
+                multiply_add<T>(out[m][2 * c + 1], weights[m][k], y[2], y[3]);
+            }
+        }
+    }
+}
+
+/// Scores as the left side of `multiply_columns`.
+template <typename T, int N, int M>
+__device__ __forceinline__ void pack_weights(uint32_t (&weights)[M][N / 16][4],
+                                             const float (&scores)[M][N / 8][4]) {
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int k = 0; k < N / 16; k++) {
+#pragma unroll
+            for (int part = 0; part < 4; part++) {
+                const float *pair = &scores[m][2 * k + part / 2][part % 2 * 2];
+                weights[m][k][part] = pack_pair<T>(pair[0], pair[1]);
+            }
+        }
+    }
+}
+
+/// Writes a warp's 16·M rows, row `r` multiplied by `by`, where `target(r)` says, if not null. They go
+/// through the rows from `first` on of a tile that no other warp reads or writes.
+template <typename T, int D, int ROWS, int M, typename Target>
+__device__ __forceinline__ void store_rows(unsigned char *tile, int first,
+                                           const float (&out)[M][D / 8][4], const float (&by)[M][2],
+                                           int head_dim, int lane, Target target) {
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = first + m * 16 + half * 8 + lane / 4;
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) {
+                const float *pair = &out[m][n][half * 2];
+                *reinterpret_cast<uint32_t *>(tile + place<ROWS>(row, n) + lane % 4 * 4) =
+                    pack_pair<T>(pair[0] * by[m][half], pair[1] * by[m][half]);
+            }
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int index = lane; index < 16 * M * (D / 8); index += WARP) {
+        const int row = index / (D / 8), chunk = index % (D / 8);
+        T *to = target(row);
+        if (to == nullptr || chunk * 8 >= head_dim) continue;
+        store_pack(to + chunk * 8,
+                   load_pack(reinterpret_cast<const T *>(tile + place<ROWS>(first + row, chunk))));
+    }
+}
