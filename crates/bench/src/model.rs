@@ -83,6 +83,7 @@ pub fn prepare(work: &Work, model: Model, ids: &[u32]) -> Result<Box<dyn Workloa
     match *work {
         Work::Train { batch, seq, checkpointing, .. } => {
             let optimiser = Optimiser::new(store(&model)?.values())?;
+            store(&model)?.zero_gradients()?;
             let batch = batch_of(ids, batch, seq);
             Ok(Box::new(TrainingStep { model, batch, checkpointing, optimiser }))
         }
@@ -137,14 +138,13 @@ struct TrainingStep {
 impl Workload for TrainingStep {
     fn call(&mut self) -> Result<Vec<Tensor>> {
         let mut store = store(&self.model)?;
-        store.zero_gradients()?;
         let tape = Tape::recording();
         let options = PassOptions { dropout_seed: Some(0), checkpoint: self.checkpointing };
         let loss = self.model.loss(&tape, &self.batch, options)?;
         tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut store)?;
         let sum = loss.sum.into_tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?;
         let mean = f64::from(sum) / loss.tokens as f64;
-        let norm = self.optimiser.step(store.values(), store.gradients(), store.decayed())?;
+        let norm = self.optimiser.step_and_clear(store.values(), store.gradients(), store.decayed())?;
         Ok(vec![Tensor::new(&[mean], &Device::Cpu)?, Tensor::new(&[norm], &Device::Cpu)?])
     }
 }

@@ -153,4 +153,18 @@ impl Optimiser {
         adamw::step(parameters, gradients, m, v, self.steps, scale, decayed, &ADAMW)?;
         Ok(norm)
     }
+
+    /// The same as training does it: the gradients are zero afterwards.
+    pub(crate) fn step_and_clear(
+        &mut self,
+        parameters: &Tensor,
+        gradients: &Tensor,
+        decayed: usize,
+    ) -> Result<f64> {
+        self.steps += 1;
+        let (m, v, clip) = (&self.first, &self.second, Some(CLIP_NORM));
+        let norm =
+            adamw::clipped_step(parameters, gradients, m, v, self.steps, clip, decayed, &ADAMW)?;
+        Ok(norm)
+    }
 }

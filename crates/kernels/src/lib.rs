@@ -18,6 +18,7 @@
 //! | [`glu`] | gated units: SiLU, GELU |
 //! | [`embedding`] | rows of a table |
 //! | [`arithmetic`] | sums and multiples of tensors |
+//! | [`copy`] | copies in another dtype and into a part of a tensor |
 //! | [`cross_entropy`] | the head and its loss, in chunks |
 //! | [`adamw`] | the optimiser's passes over flat parameters |
 //! | [`sampling`] | from logits to a token |
@@ -28,6 +29,7 @@
 pub mod adamw;
 pub mod arithmetic;
 pub mod attention;
+pub mod copy;
 pub mod cross_entropy;
 mod device;
 pub mod devices;

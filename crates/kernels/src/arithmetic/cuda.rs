@@ -57,3 +57,21 @@ pub(super) fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
     }
     Ok(out.tensor)
 }
+
+pub(super) fn scale_by(x: &Tensor, factor: &Tensor) -> Result<Tensor> {
+    let cuda = Cuda::of(x)?;
+    let (x, factor) = (cuda.contiguous(x)?, cuda.strided(factor)?);
+    let (packed, grid) = plan(&[&x])?;
+    let name =
+        if packed { by_dtype!("scale_by", x.dtype)? } else { by_dtype!("scale_by_any", x.dtype)? };
+    let out = cuda.empty(x.tensor.shape(), x.dtype)?;
+    let count = x.tensor.elem_count() as i64;
+    let launch = MODULE.launch(&cuda, name, (grid, 1, 1), THREADS as u32, 0)?;
+    // SAFETY: x and the result have so many elements, and the factor has one.
+    unsafe {
+        launch.with(|arguments| {
+            arguments.arg(&x.pointer).arg(&factor.pointer).arg(&out.pointer).arg(&count);
+        })?;
+    }
+    Ok(out.tensor)
+}

@@ -75,10 +75,25 @@ __device__ __forceinline__ void scale_any(const T *x, float factor, T *out, int6
     map<T, 1, false>(x, static_cast<const T *>(nullptr), out, count, Scale{factor});
 }
 
+template <typename T>
+__device__ __forceinline__ void scale_by(const T *x, const float *factor, T *out, int64_t count) {
+    scale(x, *factor, out, count);
+}
+
+template <typename T>
+__device__ __forceinline__ void scale_by_any(const T *x, const float *factor, T *out,
+                                             int64_t count) {
+    scale_any(x, *factor, out, count);
+}
+
 FOR_EACH_DTYPE(add, THREADS, (const T *x, const T *y, T *out, int64_t count), (x, y, out, count))
 FOR_EACH_DTYPE(add_any, THREADS, (const T *x, const T *y, T *out, int64_t count),
                (x, y, out, count))
 FOR_EACH_DTYPE(scale, THREADS, (const T *x, float factor, T *out, int64_t count),
                (x, factor, out, count))
 FOR_EACH_DTYPE(scale_any, THREADS, (const T *x, float factor, T *out, int64_t count),
+               (x, factor, out, count))
+FOR_EACH_DTYPE(scale_by, THREADS, (const T *x, const float *factor, T *out, int64_t count),
+               (x, factor, out, count))
+FOR_EACH_DTYPE(scale_by_any, THREADS, (const T *x, const float *factor, T *out, int64_t count),
                (x, factor, out, count))

@@ -12,7 +12,7 @@ mod tests;
 
 use crate::device::cpu::{Input, buffer, dispatch};
 use crate::device::{require_dtype, require_shape, require_together};
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// `x + y`, of one shape and dtype.
 ///
@@ -58,4 +58,28 @@ pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
         cpu::scale(x, factor, &mut out);
         Tensor::from_vec(out, shape, &Device::Cpu)
     })
+}
+
+/// `factor·x`, in the shape and dtype of `x`, with a `factor` of one element in f32 (f64 for f64) that is
+/// on the device of `x`, and stays there.
+///
+/// # Errors
+/// Like [`scale`], and when `factor` has more elements or another dtype.
+pub fn scale_by(x: &Tensor, factor: &Tensor) -> Result<Tensor> {
+    const OPERATION: &str = "scale_by";
+    require_together(OPERATION, &[x, factor])?;
+    if factor.elem_count() != 1 {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: the factor has shape {:?}, expected one element",
+            factor.dims()
+        )
+    }
+    let expected = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    require_dtype(OPERATION, "factor", factor, expected)?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::scale_by(x, factor);
+    }
+    let factor = factor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+    scale(x, factor[0])
 }

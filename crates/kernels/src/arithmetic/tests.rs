@@ -21,6 +21,11 @@ fn sums_and_multiples_are_candles_rounded_once() {
             assert_close(&add(&x, &y).unwrap(), &sum, limit);
             let multiple = (wide(&x) * 0.37).unwrap();
             assert_close(&scale(&x, 0.37).unwrap(), &multiple, limit);
+            let factor = Tensor::new(&[0.375], &Device::Cpu).unwrap();
+            let factor =
+                if dtype == DType::F64 { factor } else { factor.to_dtype(DType::F32).unwrap() };
+            let multiple = scale(&x, 0.375).unwrap();
+            assert_identical(&scale_by(&x, &factor).unwrap(), &multiple);
             assert_eq!(add(&x, &y).unwrap().dtype(), dtype);
         }
     }
@@ -45,6 +50,11 @@ fn wrong_arguments_are_errors() {
     assert!(message(add(&x, &x.to_dtype(DType::F32).unwrap())).contains("y is F32, expected F64"));
     let integers = Tensor::zeros((2, 3), DType::U32, &Device::Cpu).unwrap();
     assert!(message(scale(&integers, 2.0)).contains("does not support U32"));
+    assert!(
+        message(scale_by(&x, &x)).contains("the factor has shape [2, 3], expected one element")
+    );
+    let single = Tensor::new(2f32, &Device::Cpu).unwrap();
+    assert!(message(scale_by(&x, &single)).contains("factor is F32, expected F64"));
 }
 
 #[cfg(feature = "cuda")]
@@ -61,6 +71,8 @@ fn cuda_gives_the_bits_of_the_cpu() {
             let (x, y) = (x.to_device(&device).unwrap(), y.to_device(&device).unwrap());
             assert_identical(&back(&add(&x, &y).unwrap()), &sum);
             assert_identical(&back(&scale(&x, 0.37).unwrap()), &multiple);
+            let factor = Tensor::new(0.37f32, &device).unwrap();
+            assert_identical(&back(&scale_by(&x, &factor).unwrap()), &multiple);
             if shape.len() == 2 {
                 let other = add(&strided(&x), &strided(&y)).unwrap();
                 assert_identical(&back(&other), &sum);

@@ -3,7 +3,7 @@
 use crate::autograd::{GradientSink, ParameterId};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
-use metal_candle_kernels::adamw;
+use metal_candle_kernels::{adamw, copy};
 use std::collections::BTreeMap;
 
 /// One trainable tensor.
@@ -111,8 +111,8 @@ impl ParameterStore {
                 format!("has shape {:?}, expected {:?}", value.dims(), entry.shape.dims()),
             ));
         }
-        let flat = value.to_dtype(DType::F32)?.flatten_all()?.contiguous()?;
-        self.values.slice_set(&flat, 0, entry.offset)?;
+        let flat = copy::cast(value, DType::F32)?.contiguous()?.flatten_all()?;
+        copy::write(&self.values, &flat, 0, entry.offset)?;
         Ok(())
     }
 

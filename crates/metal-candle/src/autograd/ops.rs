@@ -5,7 +5,7 @@ use super::{Tape, Value};
 use crate::Result;
 use candle_core::{D, DType, Shape, Tensor};
 use metal_candle_kernels::{
-    arithmetic, attention, cross_entropy, embedding, glu, lora_linear, matmul, rms_norm, rope,
+    arithmetic, attention, copy, cross_entropy, embedding, glu, lora_linear, matmul, rms_norm, rope,
 };
 
 /// The low-rank path of a linear layer, as values of the tape.
@@ -321,10 +321,9 @@ impl Tape {
         )?;
         let (dhidden, dweight) = (output.dhidden, output.dweight);
         let loss = self.record(&[hidden, weight], output.loss, move |dy| {
-            let seed =
-                f64::from(dy.to_dtype(DType::F32)?.flatten_all()?.get(0)?.to_scalar::<f32>()?);
+            // Never read: on a GPU that would wait for the forward pass.
             let scaled = |gradient: Option<Tensor>| {
-                gradient.map(|gradient| arithmetic::scale(&gradient, seed)).transpose()
+                gradient.map(|gradient| arithmetic::scale_by(&gradient, &dy)).transpose()
             };
             Ok(vec![scaled(dhidden)?, scaled(dweight)?])
         });
@@ -356,8 +355,8 @@ impl Tape {
         if original == dtype {
             return Ok(x.clone());
         }
-        let output = x.tensor().to_dtype(dtype)?;
-        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(dy.to_dtype(original)?)])))
+        let output = copy::cast(x.tensor(), dtype)?;
+        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(copy::cast(&dy, original)?)])))
     }
 
     /// Cuts the last dimension into pieces of the given sizes.

@@ -1,7 +1,7 @@
 //! Values, nodes and the walk back through them.
 
 use crate::Result;
-use candle_core::{Shape, Tensor};
+use candle_core::{Device, Shape, Tensor};
 use metal_candle_kernels::arithmetic;
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -279,7 +279,8 @@ impl Tape {
             )
             .into());
         };
-        let gradient = root.tensor.ones_like()?.affine(seed, 0.0)?;
+        let seed = Tensor::full(seed, root.shape(), &Device::Cpu)?.to_dtype(root.tensor.dtype())?;
+        let gradient = seed.to_device(root.tensor.device())?;
         self.walk(vec![(slot, gradient)], sink, 0)?;
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use crate::Result;
 use candle_core::Tensor;
+use metal_candle_kernels::copy;
 
 /// Keys and values of every layer, each `(batch, tokens, kv_heads, head_dim)`, in buffers that
 /// double when they are full.
@@ -62,12 +63,12 @@ fn grow(buffer: &mut Option<Tensor>, new: &Tensor, length: usize) -> Result<Tens
             let capacity = needed.next_power_of_two().max(64);
             let larger = Tensor::zeros((batch, capacity, heads, width), new.dtype(), new.device())?;
             if let Some(old) = old.filter(|_| length > 0) {
-                larger.slice_set(&old.narrow(1, 0, length)?.contiguous()?, 1, 0)?;
+                copy::write(&larger, &old.narrow(1, 0, length)?, 1, 0)?;
             }
             larger
         }
     };
-    full.slice_set(&new.contiguous()?, 1, length)?;
+    copy::write(&full, new, 1, length)?;
     let used = full.narrow(1, 0, needed)?;
     *buffer = Some(full);
     Ok(used)

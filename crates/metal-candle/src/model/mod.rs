@@ -21,7 +21,7 @@ use crate::{Error, Result, files};
 use candle_core::{DType, Device, Shape, Tensor};
 use decoder::{Kind, Layer, Norm, Pass, Source};
 use linear::{Linear, Lora, weight_as};
-use metal_candle_kernels::{cross_entropy, matmul};
+use metal_candle_kernels::{arithmetic, copy, cross_entropy, matmul};
 use rope::RopeTables;
 use std::collections::HashMap;
 use std::path::Path;
@@ -572,9 +572,12 @@ impl Model {
     /// The logits `(batch, seq, vocabulary)` of hidden states, in f32.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         let head = self.head.as_ref().unwrap_or(&self.embedding).tensor();
-        let head = head.to_dtype(hidden.dtype())?;
-        let logits = matmul::linear(hidden, &head, None)?.to_dtype(DType::F32)?;
-        let logits = logits.affine(self.config.logits_scale, 0.0)?;
+        let head = copy::cast(head, hidden.dtype())?;
+        let logits = copy::cast(&matmul::linear(hidden, &head, None)?, DType::F32)?;
+        let logits = match self.config.logits_scale {
+            1.0 => logits,
+            factor => arithmetic::scale(&logits, factor)?,
+        };
         Ok(match self.config.final_softcap {
             Some(cap) => logits.affine(1.0 / cap, 0.0)?.tanh()?.affine(cap, 0.0)?,
             None => logits,

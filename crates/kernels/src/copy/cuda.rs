@@ -1,0 +1,43 @@
+//! Copies on CUDA: its kernels are in `device/cuda/copy`, which makes tensors contiguous, too.
+
+use crate::device::cuda::Cuda;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUDA_MEMCPY2D, CUmemorytype, cuMemcpy2DAsync_v2,
+};
+use candle_core::{DType, Result, Tensor};
+
+pub(super) fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    let cuda = Cuda::of(x)?;
+    Ok(cuda.cast(&cuda.strided(x)?, dtype)?.tensor)
+}
+
+pub(super) fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<()> {
+    let cuda = Cuda::of(whole)?;
+    let (to, from) = (cuda.strided(whole)?, cuda.contiguous(part)?);
+    let size = from.dtype.size_in_bytes();
+    let inner = size * whole.dims()[dim + 1..].iter().product::<usize>();
+    let width = inner * part.dim(dim)?;
+    let device = CUmemorytype::CU_MEMORYTYPE_DEVICE;
+    let copy = CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: device,
+        srcHost: std::ptr::null(),
+        srcDevice: from.pointer,
+        srcArray: std::ptr::null_mut(),
+        srcPitch: width,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: device,
+        dstHost: std::ptr::null_mut(),
+        dstDevice: to.pointer + (inner * start) as u64,
+        dstArray: std::ptr::null_mut(),
+        dstPitch: inner * whole.dim(dim)?,
+        WidthInBytes: width,
+        Height: whole.dims()[..dim].iter().product(),
+    };
+    cuda.stream.context().bind_to_thread().w()?;
+    // SAFETY: the part has so many rows of `width` bytes, and fits into the whole, which both live on.
+    unsafe { cuMemcpy2DAsync_v2(&copy, cuda.stream.cu_stream()) }.result().w()
+}

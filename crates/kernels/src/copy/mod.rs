@@ -1,0 +1,66 @@
+//! Copies: in another dtype, and into a part of another tensor.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(test)]
+mod tests;
+
+use crate::device::{require_dtype, require_rank, require_shape, require_together};
+use candle_core::{DType, Result, Tensor, bail};
+
+/// The numbers of `x` in `dtype`, in its shape; `x` itself when it has that dtype already.
+///
+/// # Errors
+/// When a dtype isn't a float, or the device is none that this build has kernels for.
+pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    const OPERATION: &str = "cast";
+    require_together(OPERATION, &[x])?;
+    if x.dtype() == dtype {
+        return Ok(x.detach());
+    }
+    if !x.dtype().is_float() || !dtype.is_float() {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: found {:?} to {dtype:?}, expected floats",
+            x.dtype()
+        )
+    }
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::cast(x, dtype);
+    }
+    x.detach().to_dtype(dtype)
+}
+
+/// Overwrites `whole` `(.., n, ..)` with `part` `(.., k, ..)` in place, from index `start` of dimension
+/// `dim` on, in which alone they differ.
+///
+/// # Errors
+/// When shapes or dtypes don't fit, `start + k > n`, `whole` isn't contiguous, or they aren't on one
+/// device.
+pub fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<()> {
+    const OPERATION: &str = "write";
+    require_together(OPERATION, &[whole, part])?;
+    require_dtype(OPERATION, "part", part, whole.dtype())?;
+    require_rank(OPERATION, "part", part, whole.rank(), "as many as the whole has")?;
+    let mut expected = whole.dims().to_vec();
+    match expected.get_mut(dim) {
+        Some(size) if start + part.dim(dim)? <= *size => *size = part.dim(dim)?,
+        _ => bail!(
+            "metal-candle-kernels: {OPERATION}: {:?} does not fit into {:?} at {start} of dimension {dim}",
+            part.dims(),
+            whole.dims()
+        ),
+    }
+    require_shape(OPERATION, "part", part, &expected)?;
+    if !whole.is_contiguous() {
+        bail!("metal-candle-kernels: {OPERATION}: the whole is not contiguous, expected it to be")
+    }
+    if part.elem_count() == 0 {
+        return Ok(());
+    }
+    #[cfg(feature = "cuda")]
+    if whole.device().is_cuda() {
+        return cuda::write(whole, part, dim, start);
+    }
+    whole.slice_set(&part.detach().contiguous()?, dim, start)
+}

@@ -1,0 +1,57 @@
+use super::*;
+use crate::testing::*;
+use candle_core::Device;
+
+fn devices() -> Vec<Device> {
+    #[cfg(feature = "cuda")]
+    return [Device::Cpu].into_iter().chain(cuda()).collect();
+    #[cfg(not(feature = "cuda"))]
+    vec![Device::Cpu]
+}
+
+#[test]
+fn a_part_is_written_where_it_belongs_and_nothing_else_changes_also_by_cuda() {
+    for device in devices() {
+        for dtype in [DType::F32, DType::BF16] {
+            for (dim, start) in [(0, 1), (1, 0), (1, 3), (2, 2)] {
+                let low = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
+                let (mut sizes, whole) = ([2, 5, 7], low(&[2, 5, 7], 1));
+                sizes[dim] = if dim == 0 { 1 } else { 2 };
+                let part = low(&sizes, 2);
+                let expected = whole.copy().unwrap();
+                expected.slice_set(&part, dim, start).unwrap();
+                let found = whole.to_device(&device).unwrap().copy().unwrap();
+                let given = strided(&part.to_device(&device).unwrap());
+                write(&found, &given, dim, start).unwrap();
+                assert_identical(&found.to_device(&Device::Cpu).unwrap(), &expected);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_named() {
+    let (whole, part) = (random(&[2, 5], 1), random(&[2, 3], 2));
+    let wrong = message(write(&whole, &part, 1, 3));
+    assert!(wrong.contains("[2, 3] does not fit into [2, 5] at 3 of dimension 1"), "{wrong}");
+    let wrong = message(write(&whole, &part, 2, 0));
+    assert!(wrong.contains("dimension 2"), "{wrong}");
+    let wrong = message(write(&whole, &part, 0, 0));
+    assert!(wrong.contains("part has shape [2, 3], expected [2, 5]"), "{wrong}");
+    let wrong = message(write(&whole.t().unwrap(), &part.t().unwrap(), 0, 0));
+    assert!(wrong.contains("not contiguous"), "{wrong}");
+    let wrong = message(cast(&Tensor::new(&[1u32], &Device::Cpu).unwrap(), DType::F32));
+    assert!(wrong.contains("found U32 to F32, expected floats"), "{wrong}");
+}
+
+#[test]
+fn a_cast_rounds_like_candle_also_by_cuda() {
+    for device in devices() {
+        let x = random(&[3, 5], 1).to_dtype(DType::F32).unwrap();
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let found = cast(&strided(&x.to_device(&device).unwrap()), dtype).unwrap();
+            let found = found.to_device(&Device::Cpu).unwrap();
+            assert_identical(&found, &x.to_dtype(dtype).unwrap());
+        }
+    }
+}
