@@ -184,7 +184,7 @@ fn all_rows(shape: Option<&str>, gpu: bool) -> anyhow::Result<Value> {
             map.insert("inputs".into(), json!(row.work.inputs()));
             map.insert("outputs".into(), json!(row.work.outputs()));
             map.insert("cost".into(), json!(row.work.cost()?));
-            let calls = row.work.can_queue().then(|| queue_length(row.work.result_bytes()));
+            let calls = row.work.can_queue().then(|| queue_length(row.work.result_bytes(), gpu));
             map.insert("queue".into(), json!(calls));
             map.insert("ids".into(), json!(model::id_count(&row.work)));
         }

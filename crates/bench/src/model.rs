@@ -144,7 +144,8 @@ impl Workload for TrainingStep {
         tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut store)?;
         let sum = loss.sum.into_tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?;
         let mean = f64::from(sum) / loss.tokens as f64;
-        let norm = self.optimiser.step_and_clear(store.values(), store.gradients(), store.decayed())?;
+        let norm =
+            self.optimiser.step_and_clear(store.values(), store.gradients(), store.decayed())?;
         Ok(vec![Tensor::new(&[mean], &Device::Cpu)?, Tensor::new(&[norm], &Device::Cpu)?])
     }
 }

@@ -54,7 +54,14 @@ pub fn measure(
     let queue = row
         .work
         .can_queue()
-        .then(|| queued(workload.as_mut(), device, queue_length(row.work.result_bytes()), plan))
+        .then(|| {
+            queued(
+                workload.as_mut(),
+                device,
+                queue_length(row.work.result_bytes(), !device.is_cpu()),
+                plan,
+            )
+        })
         .transpose()?;
     let peak_memory = match devices::memory(device)? {
         Some(memory) => (!operation).then_some(memory.peak),

@@ -6,8 +6,10 @@ use metal_candle::Result;
 use serde::Serialize;
 use std::time::{Duration, Instant};
 
-/// Results that a queue of calls keeps at most, in bytes.
+/// Results that a queue of calls keeps at most, in bytes: on the CPU, and on a GPU, where a short queue
+/// would time the way there.
 const QUEUE_BYTES: usize = 64 << 20;
+const GPU_QUEUE_BYTES: usize = 4 << 30;
 /// Calls in a queue at most.
 const QUEUE_CALLS: usize = 100;
 
@@ -111,8 +113,9 @@ pub fn in_a_queue(workload: &mut dyn Workload, device: &Device, calls: usize) ->
 }
 
 /// How many calls a queue has when each leaves `bytes` of results.
-pub fn queue_length(bytes: usize) -> usize {
-    (QUEUE_BYTES / bytes.max(1)).clamp(1, QUEUE_CALLS)
+pub fn queue_length(bytes: usize, gpu: bool) -> usize {
+    let most = if gpu { GPU_QUEUE_BYTES } else { QUEUE_BYTES };
+    (most / bytes.max(1)).clamp(1, QUEUE_CALLS)
 }
 
 /// Times one call alone after warming up.
@@ -150,8 +153,9 @@ mod tests {
 
     #[test]
     fn a_queue_is_bounded_by_calls_and_by_bytes() {
-        assert_eq!(queue_length(0), 100);
-        assert_eq!(queue_length(1 << 20), 64);
-        assert_eq!(queue_length(1 << 40), 1);
+        assert_eq!(queue_length(0, false), 100);
+        assert_eq!(queue_length(1 << 20, false), 64);
+        assert_eq!(queue_length(1 << 26, true), 64);
+        assert_eq!(queue_length(1 << 40, true), 1);
     }
 }

@@ -1,6 +1,5 @@
 //! Finding and opening devices, and how much memory is in use.
 
-use super::Cuda;
 use candle_core::cuda_backend::cudarc::driver::sys::{
     self, CUmemPool_attribute_enum as PoolAttribute, CUmemoryPool,
 };
