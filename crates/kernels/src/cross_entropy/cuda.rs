@@ -104,14 +104,14 @@ impl Problem<'_> {
         };
         for start in (0..count).step_by(chunk) {
             let rows = chunk.min(count - start);
-            let hidden = hidden.from_row(start);
+            let hidden = hidden.at_row(start);
             cuda.gemm([rows, v, d], 1.0, (hidden, weight.matrix.t()), 0.0, all_products)?;
             let offset = (start * size_of::<u32>()) as u64;
             let gradient = if need_gradient { all_gradients.pointer } else { 0 };
             let places = (products.pointer, gradient, targets + offset, losses.pointer + offset);
             self.losses(&cuda, dtype, places, stride, rows)?;
             if let Some(dhidden) = &dhidden {
-                let to = Matrix::of(dhidden, d).from_row(start);
+                let to = Matrix::of(dhidden, d).at_row(start);
                 cuda.gemm([rows, d, v], 1.0, (all_gradients, weight.matrix), 0.0, to)?;
             }
             if let Some(dweight) = &dweight {

@@ -362,7 +362,9 @@ mod cuda {
     fn cuda_chunks_fit_the_memory_and_are_alike() {
         for (counted, v) in [(1, 128_256), (8192, 128_256), (5000, 49_152), (3, 5), (1 << 20, 32)] {
             let rows = super::super::cuda::rows_of_chunk(counted, v);
-            assert!(rows > 0 && rows % 128 == 0 && (rows == 128 || rows * v * 4 <= 512 << 20));
+            assert!(
+                rows > 0 && rows.is_multiple_of(128) && (rows == 128 || rows * v * 4 <= 512 << 20)
+            );
             let last = counted % rows;
             assert!(counted <= rows || last == 0 || last + 128 * counted.div_ceil(rows) >= rows);
         }

@@ -1,7 +1,8 @@
 //! LoRA layers on CUDA. The adapters of all projections of an input stand side by side in the dtype of
 //! the activations, so that one product makes all x·A; an output is first `s·xa·B`, to which the large
-//! product adds. A few rows have a kernel of their own, beside those of linear layers.
+//! product adds. Products with the rank as a side, and layers of a few rows, have kernels of their own.
 
+use super::skinny::Skinny;
 use super::{Dropout, Lora, Output, Projection, SharedGradients};
 use crate::device::cuda::{Array, Cuda, Matrix, Module, Rows, by_dtype, module, require_floats};
 use crate::matmul::cuda::{
@@ -27,11 +28,12 @@ const ALIGNMENT: usize = 8;
 struct Segment {
     from: u64,
     to: u64,
-    from_stride: i64,
-    to_stride: i64,
+    from_row: i64,
+    from_column: i64,
+    to_row: i64,
     rows: i32,
     columns: i32,
-    width: i32,
+    height: i32,
     single: i32,
 }
 
@@ -45,29 +47,45 @@ struct Segments {
 unsafe impl DeviceRepr for Segments {}
 
 impl Segment {
-    fn new(from: Matrix, to: Matrix, [rows, columns, width]: [usize; 3]) -> Result<Self> {
-        let (Ok(rows), Ok(columns), Ok(width), Ok(_)) = (
+    /// A copy of `rows` by `columns`, with rows of zeros below to `height`.
+    fn new(from: Matrix, to: Matrix, [rows, columns, height]: [usize; 3]) -> Result<Self> {
+        let (Ok(rows), Ok(columns), Ok(height), Ok(_)) = (
             i32::try_from(rows),
             i32::try_from(columns),
-            i32::try_from(width),
-            // Indices into a segment are as small.
-            i32::try_from(rows.saturating_mul(width).saturating_add(1 << 24)),
+            i32::try_from(height),
+            // A thread's last index goes beyond by no more than this.
+            i32::try_from(height.saturating_mul(columns).saturating_add(1 << 24)),
         ) else {
             bail!(
                 "metal-candle-kernels: an adapter on CUDA has a ({rows}, {columns}) matrix, expected fewer than 2^31 elements"
             )
         };
+        let (from_row, from_column) = from.distances();
         Ok(Segment {
             from: from.pointer,
             to: to.pointer,
-            from_stride: from.stride as i64,
-            to_stride: to.stride as i64,
+            from_row: from_row as i64,
+            from_column: from_column as i64,
+            to_row: to.stride as i64,
             rows,
             columns,
-            width,
+            height,
             single: i32::from(from.dtype == DType::F32),
         })
     }
+}
+
+/// Copies gradients of A out of `from` `(inner, columns)`, where they stand side by side.
+pub(super) fn copy_gradients(
+    cuda: &Cuda,
+    from: Matrix,
+    inner: usize,
+    parts: &[(usize, usize, &Array)],
+) -> Result<()> {
+    let segments = parts.iter().map(|(column, rank, to)| {
+        Segment::new(from.at_column(*column), Matrix::of(to, *rank), [inner, *rank, inner])
+    });
+    copy(cuda, DType::F32, &segments.collect::<Result<Vec<_>>>()?)
 }
 
 /// Copies matrices to such of `dtype`.
@@ -76,7 +94,7 @@ fn copy(cuda: &Cuda, dtype: DType, segments: &[Segment]) -> Result<()> {
     for segments in segments.chunks(MOST) {
         let mut all = Segments::default();
         all.at[..segments.len()].copy_from_slice(segments);
-        let largest = segments.iter().map(|segment| segment.rows * segment.width).max();
+        let largest = segments.iter().map(|segment| segment.height * segment.columns).max();
         let largest = largest.unwrap_or(0).max(0) as usize;
         let blocks = largest.div_ceil(4 * THREADS).min(4 * multiprocessors(cuda)?);
         let grid = (blocks as u32, segments.len() as u32, 1);
@@ -106,7 +124,7 @@ struct Factors {
     rank: usize,
     scale: f64,
     dropout: Option<Dropout>,
-    /// `(inner, rank)`
+    /// Aᵀ, `(rank, inner)`
     a: Matrix,
     /// `(rank, outer)`
     b: Matrix,
@@ -115,8 +133,9 @@ struct Factors {
 /// Some projections of one input.
 struct All {
     projections: Vec<Ready>,
-    /// `(inner, columns)`, with zeros where an adapter's columns don't fill their place.
+    /// The Aᵀ of all adapters, `(columns, inner)`, with zeros where one doesn't fill its place.
     a: Option<Matrix>,
+    /// Of x·A.
     columns: usize,
     /// Whether there are such zeros.
     padded: bool,
@@ -139,10 +158,10 @@ impl All {
         for Lora { a, b, .. } in adapters() {
             require_floats(operation, &[a, b])?;
         }
-        // A single A of the right dtype is read where it is.
+        // A single A in f32 is read where it is.
         let mut lone = adapters();
         let lone = match (lone.next(), lone.next()) {
-            (Some(lora), None) if lora.a.dtype() == dtype => Some(lora.a),
+            (Some(lora), None) if [lora.a.dtype(), dtype] == [DType::F32; 2] => Some(lora.a),
             _ => None,
         };
         let place = |rank: usize| {
@@ -158,12 +177,14 @@ impl All {
             }
         }
         let side_by_side = if lone.is_some() { 0 } else { inner * columns };
-        let packed = match side_by_side + converted {
+        let of_all_a = side_by_side.next_multiple_of(ALIGNMENT);
+        let packed = match of_all_a + converted {
             0 => None,
             count => Some(cuda.empty(count, dtype)?),
         };
         let mut next = packed.as_ref().map_or(0, |packed| packed.pointer);
         let mut take = |count: usize, stride: usize| {
+            let count = count.next_multiple_of(ALIGNMENT);
             let matrix = Matrix::new(next, dtype, stride);
             next += (count * dtype.size_in_bytes()) as u64;
             matrix
@@ -171,11 +192,11 @@ impl All {
         let all_a = match lone {
             Some(a) => {
                 let a = cuda.contiguous(a)?;
-                let matrix = Matrix::of(&a, columns);
+                let matrix = Matrix::of(&a, columns).t();
                 memory.push(a.tensor);
                 Some(matrix)
             }
-            None if columns > 0 => Some(take(side_by_side, columns)),
+            None if columns > 0 => Some(take(side_by_side, inner)),
             None => None,
         };
         let mut segments = Vec::new();
@@ -187,19 +208,19 @@ impl All {
             let mut factors = None;
             if let (Some(lora), Some(all_a)) = (lora, all_a) {
                 let rank = lora.a.dim(1)?;
-                let a = all_a.from_column(column);
+                let a = all_a.at_row(column);
                 if lone.is_none() {
                     let source = source(cuda, lora.a, dtype)?;
-                    let sizes = [inner, rank, place(rank)];
-                    segments.push(Segment::new(Matrix::of(&source, rank), a, sizes)?);
+                    let sizes = [rank, inner, place(rank)];
+                    segments.push(Segment::new(Matrix::of(&source, rank).t(), a, sizes)?);
                     memory.push(source.tensor);
                 }
                 let source = source(cuda, lora.b, dtype)?;
                 let mut b = Matrix::of(&source, outer);
                 if lora.b.dtype() != dtype {
-                    let place = take((rank * outer).next_multiple_of(ALIGNMENT), outer);
+                    let place = take(rank * outer, outer);
                     // What was converted on the way already is only copied.
-                    segments.push(Segment::new(b, place, [rank, outer, outer])?);
+                    segments.push(Segment::new(b, place, [rank, outer, rank])?);
                     b = place;
                 }
                 memory.push(source.tensor);
@@ -252,33 +273,33 @@ pub(super) fn forward(
     let x_rows = cuda.rows(x)?;
     let xa = cuda.empty(with_last_dimension(x, all.columns), dtype)?;
     let all_xa = Matrix::of(&xa, all.columns);
+    let mut skinny = Skinny::new(&cuda, dtype, rows)?;
     if all.dropout {
         for factors in all.factors() {
-            let [rank, column] = [factors.rank, factors.column];
             let (masked, kept) = masked(&cuda, x, factors.dropout)?;
             let source = masked.as_ref().map_or(x_rows.matrix, |masked| Matrix::of(masked, inner));
-            let to = all_xa.from_column(column);
-            cuda.gemm([rows, rank, inner], kept, (source, factors.a), 0.0, to)?;
+            let to = all_xa.at_column(factors.column);
+            skinny.down(source, [rows, inner], (factors.a, factors.rank), kept, to)?;
         }
     } else if let Some(a) = all.a {
-        cuda.gemm([rows, all.columns, inner], 1.0, (x_rows.matrix, a), 0.0, all_xa)?;
+        skinny.down(x_rows.matrix, [rows, inner], (a, all.columns), 1.0, all_xa)?;
     }
+    skinny.finish()?;
     let mut outputs = Vec::with_capacity(projections.len());
     for Ready { weight, outer, bias, factors } in &all.projections {
         let outer = *outer;
         let y = cuda.empty(with_last_dimension(x, outer), dtype)?;
         let to = Matrix::of(&y, outer);
         let mut beta = 0.0;
-        if let Some(bias) = bias {
-            write_bias(&cuda, bias, &y, rows, outer)?;
-            beta = 1.0;
-        }
         let mut of_adapter = None;
         if let Some(Factors { column, rank, scale, b, .. }) = factors {
-            let xa_of_adapter = all_xa.from_column(*column);
-            cuda.gemm([rows, outer, *rank], *scale, (xa_of_adapter, *b), beta, to)?;
+            let left = all_xa.at_column(*column);
+            skinny.up(left, (*b, *rank), bias.as_ref(), *scale, (&y, [rows, outer]))?;
             beta = 1.0;
             of_adapter = Some(xa.tensor.narrow(D::Minus1, *column, *rank)?);
+        } else if let Some(bias) = bias {
+            write_bias(&cuda, bias, &y, rows, outer)?;
+            beta = 1.0;
         }
         let product = (x_rows.matrix, weight.matrix.t());
         cuda.gemm([rows, outer, inner], 1.0, product, beta, to)?;
@@ -346,71 +367,60 @@ pub(super) fn backward(
         cuda.clear(&g)?;
     }
     let all_g = Matrix::of(&g, all.columns);
+    let mut skinny = Skinny::new(&cuda, dtype, rows)?;
     let mut dbs = Vec::with_capacity(projections.len());
+    let mut xa_rows = Vec::with_capacity(projections.len());
     for ((Ready { outer, factors, .. }, dy), xa) in each() {
         let Some((Factors { column, rank, scale, b, .. }, xa)) = factors.as_ref().zip(*xa) else {
             dbs.push(None);
             continue;
         };
-        let (outer, rank) = (*outer, *rank);
-        let to = all_g.from_column(*column);
-        cuda.gemm([rows, rank, outer], *scale, (dy.matrix, b.t()), 0.0, to)?;
         let xa = cuda.rows_as(xa, dtype)?;
-        let db = cuda.empty((rank, outer), DType::F32)?;
-        let factors = (xa.matrix.t(), dy.matrix);
-        cuda.gemm([rank, outer, rows], *scale, factors, 0.0, Matrix::of(&db, outer))?;
+        let db = cuda.empty((*rank, *outer), DType::F32)?;
+        let (to, left) = (all_g.at_column(*column), xa.matrix);
+        skinny.both(dy.matrix, [rows, *outer], (*b, *rank), left, *scale, (to, &db))?;
+        xa_rows.push(xa);
         dbs.push(Some(db.tensor));
     }
+    skinny.finish()?;
 
     let mut dx = match need_dx {
-        true => Some(Sum { to: cuda.empty(x.dims(), dtype)?, beta: 0.0 }),
+        true => Some(Gathered { to: cuda.empty(x.dims(), dtype)?, beta: 0.0 }),
         false => None,
     };
     let mut das = Vec::with_capacity(projections.len());
+    for Factors { rank, .. } in all.factors() {
+        das.push(cuda.empty((inner, *rank), DType::F32)?);
+    }
     if all.dropout {
-        for ready in &all.projections {
-            let Some(Factors { column, rank, dropout, a, .. }) = &ready.factors else { continue };
-            let (rank, g) = (*rank, all_g.from_column(*column));
+        for (Factors { column, rank, dropout, a, .. }, da) in all.factors().zip(&das) {
+            let (rank, g) = (*rank, all_g.at_column(*column));
             let (masked, kept) = masked(&cuda, x, *dropout)?;
             let source = masked.as_ref().map_or(x_rows.matrix, |masked| Matrix::of(masked, inner));
-            let da = cuda.empty((inner, rank), DType::F32)?;
-            let to = Matrix::of(&da, rank);
-            cuda.gemm([inner, rank, rows], kept, (source.t(), g), 0.0, to)?;
-            das.push(da.tensor);
-            drop(masked);
+            skinny.gradient(source, [rows, inner], (g, rank), kept, &[(0, rank, da)])?;
             let Some(dx) = &mut dx else { continue };
             match dropout {
                 Some(dropout) => {
                     let part = cuda.empty((rows, inner), dtype)?;
-                    let to = Matrix::of(&part, inner);
-                    cuda.gemm([rows, inner, rank], 1.0, (g, a.t()), 0.0, to)?;
+                    skinny.up(g, (*a, rank), None, 1.0, (&part, [rows, inner]))?;
                     dx.add_dropped(&cuda, &part, *dropout)?;
                 }
-                None => dx.add(&cuda, [rows, inner, rank], (g, a.t()))?,
+                None => dx.add(&cuda, [rows, inner, rank], (g, *a))?,
             }
         }
     } else if let Some(a) = all.a {
-        let columns = all.columns;
-        let da = cuda.empty((inner, columns), DType::F32)?;
-        let all_da = Matrix::of(&da, columns);
-        let factors = (x_rows.matrix.t(), all_g);
-        cuda.gemm([inner, columns, rows], 1.0, factors, 0.0, all_da)?;
-        if !all.padded && all.factors().count() == 1 {
-            das.push(da.tensor);
-        } else {
-            let mut segments = Vec::new();
-            for Factors { column, rank, .. } in all.factors() {
-                let own = cuda.empty((inner, *rank), DType::F32)?;
-                let (from, to) = (all_da.from_column(*column), Matrix::of(&own, *rank));
-                segments.push(Segment::new(from, to, [inner, *rank, *rank])?);
-                das.push(own.tensor);
-            }
-            copy(&cuda, DType::F32, &segments)?;
-        }
+        let parts: Vec<_> = all
+            .factors()
+            .zip(&das)
+            .map(|(Factors { column, rank, .. }, da)| (*column, *rank, da))
+            .collect();
+        skinny.gradient(x_rows.matrix, [rows, inner], (all_g, all.columns), 1.0, &parts)?;
         if let Some(dx) = &mut dx {
-            dx.add(&cuda, [rows, inner, columns], (all_g, a.t()))?;
+            skinny.up(all_g, (a, all.columns), None, 1.0, (&dx.to, [rows, inner]))?;
+            dx.beta = 1.0;
         }
     }
+    skinny.finish()?;
     if let Some(dx) = &mut dx {
         for (Ready { weight, outer, .. }, dy) in all.projections.iter().zip(&dys) {
             dx.add(&cuda, [rows, inner, *outer], (dy.matrix, weight.matrix))?;
@@ -419,19 +429,19 @@ pub(super) fn backward(
             cuda.clear(&dx.to)?;
         }
     }
-    let mut das = das.into_iter();
+    let mut das = das.into_iter().map(|da| da.tensor);
     let adapters = dbs.into_iter().map(|db| db.and_then(|db| Some((das.next()?, db)))).collect();
     Ok(SharedGradients { dx: dx.map(|dx| dx.to.tensor), adapters })
 }
 
 /// A contiguous matrix that products are added to.
-struct Sum {
+struct Gathered {
     to: Array,
     /// 0 while nothing was written.
     beta: f64,
 }
 
-impl Sum {
+impl Gathered {
     fn add(
         &mut self,
         cuda: &Cuda,

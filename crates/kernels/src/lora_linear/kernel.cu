@@ -9,12 +9,13 @@ constexpr int THREADS = 256;
 /// Matrices that a launch copies.
 constexpr int MOST = 8;
 
-/// A matrix to be copied and converted: `rows` of `columns`, and zeros from there to `width`.
+/// A matrix to be copied and converted: `rows` of `columns`, and zeros from there to `height`. An element
+/// is from_row elements from that of the next row, and from_column from that of the next column.
 struct Segment {
     const void *from;
     void *to;
-    int64_t from_stride, to_stride;
-    int rows, columns, width;
+    int64_t from_row, from_column, to_row;
+    int rows, columns, height;
     int single; // whether it is in f32
 };
 
@@ -25,15 +26,15 @@ struct Segments {
 /// Block `(b, s)` copies every gridDim.x-th part of segment s.
 template <typename T> __device__ __forceinline__ void pack(const Segments &segments) {
     const Segment &segment = segments.at[blockIdx.y];
-    const int width = segment.width, count = segment.rows * width;
+    const int columns = segment.columns, count = segment.height * columns;
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < count; i += gridDim.x * THREADS) {
-        const int row = i / width, column = i - row * width;
-        const int64_t from = row * segment.from_stride + column;
+        const int row = i / columns, column = i - row * columns;
+        const int64_t from = row * segment.from_row + column * segment.from_column;
         float value = 0.0f;
-        if (column < segment.columns)
+        if (row < segment.rows)
             value = segment.single ? static_cast<const float *>(segment.from)[from]
                                    : to_float(static_cast<const T *>(segment.from)[from]);
-        static_cast<T *>(segment.to)[row * segment.to_stride + column] = from_float<T>(value);
+        static_cast<T *>(segment.to)[row * segment.to_row + column] = from_float<T>(value);
     }
 }
 

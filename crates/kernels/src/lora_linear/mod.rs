@@ -16,6 +16,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+mod skinny;
 #[cfg(test)]
 mod tests;
 

@@ -364,6 +364,12 @@ mod cuda {
             Group::new(300, 72, &[(140, 16), (64, 16), (64, 16)], false),
             Group::new(65, 70, &[(33, 3), (7, 0), (20, 8)], false),
             Group::new(40, 64, &[(48, 0), (16, 0)], false),
+            // Where the products with the rank as a side have kernels of their own.
+            Group::new(300, 72, &[(136, 16)], false),
+            Group::new(70, 264, &[(72, 8), (40, 16), (8, 24)], false),
+            Group::new(600, 648, &[(520, 64)], false),
+            Group::new(515, 136, &[(1032, 40), (16, 0), (200, 8)], false),
+            Group::new(300, 136, &[(144, 16), (64, 32), (40, 8)], true),
             Group::new(33, 64, &[(80, 8)], true),
             Group::new(3, 70, &[(33, 3), (7, 0), (20, 8)], true),
             Group::new(120, 136, &[(40, 8), (40, 16), (24, 5)], true),
@@ -388,6 +394,23 @@ mod cuda {
                     assert!(found[0].iter().all(|tensor| tensor.dtype() == dtype));
                     assert_eq!(found[0][..forward].len(), forward);
                     assert!(found[1][1..].iter().all(|tensor| tensor.dtype() == DType::F32));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_kernels_for_half_precision_match_f32_at_size() {
+        let Some(device) = crate::testing::cuda() else { return };
+        let sizes = [(1544, 16), (1032, 24), (264, 8)];
+        for (rows, dropout) in [(2500, false), (5000, false), (2500, true)] {
+            let group = Group::new(rows, 1032, &sizes, dropout);
+            for (dtype, tolerance) in [(DType::F16, 4e-3), (DType::BF16, 3.2e-2)] {
+                let low = group.to(dtype, DType::F32, &device);
+                let exact = low.to(DType::F32, DType::F32, &device).run(true);
+                let found = low.run(true);
+                for (exact, found) in exact.iter().flatten().zip(found.iter().flatten()) {
+                    assert_close(found, exact, tolerance);
                 }
             }
         }

@@ -2,7 +2,7 @@
 // of columns.
 //
 // With a few rows a linear layer costs the reading of its weight. Every warp keeps several 16-byte loads
-// of it in flight, two batches in turn, and computes one or a few outputs of all rows; the grid is as
+// of it in flight, and computes one or a few outputs of all rows; the grid is as
 // large as what fits the GPU at once, and warps go from output to output. Several projections of the
 // same x share a launch, and their low-rank parts are some more terms of the same sums.
 #include "common.cuh"
@@ -46,34 +46,48 @@ struct Projections {
     int aligned; // whether 16-byte loads fit x and all weights
 };
 
-/// What a lane loads at once.
-template <typename T, bool ALIGNED> struct Piece {
-    static constexpr int N = ALIGNED ? Pack<T>::N : 1;
-    T at[N];
-};
+/// One of the elements that share a register.
+template <typename T> __device__ __forceinline__ float element(uint32_t word, int index);
+template <> __device__ __forceinline__ float element<float>(uint32_t word, int) {
+    return __uint_as_float(word);
+}
+template <> __device__ __forceinline__ float element<bf16>(uint32_t word, int index) {
+    return __uint_as_float(index == 0 ? word << 16 : word & 0xffff0000u);
+}
+template <> __device__ __forceinline__ float element<f16>(uint32_t word, int index) {
+    return __half2float(__ushort_as_half(index == 0 ? word & 0xffff : word >> 16));
+}
 
-/// Elements of a weight, which are read once: they need no place in the first cache, where x is.
-template <typename T> __device__ __forceinline__ void stream(Piece<T, true> &piece, const T *address) {
+/// What a lane loads at once. It stays as it was loaded until it is used: taking it apart would wait for
+/// it.
+template <typename T, bool ALIGNED> struct Piece;
+template <typename T> struct Piece<T, true> {
+    static constexpr int N = Pack<T>::N;
     uint32_t words[4];
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-        : "l"(address));
-    memcpy(piece.at, words, 16);
-}
-template <typename T> __device__ __forceinline__ void stream(Piece<T, false> &piece, const T *address) {
-    piece.at[0] = *address;
-}
 
-template <typename T>
-__device__ __forceinline__ void load(Piece<T, true> &piece, const T *address) {
-    const Pack<T> pack = load_pack(address);
-#pragma unroll
-    for (int e = 0; e < Pack<T>::N; e++) piece.at[e] = pack.at[e];
-}
-template <typename T>
-__device__ __forceinline__ void load(Piece<T, false> &piece, const T *address) {
-    piece.at[0] = *address;
-}
+    __device__ __forceinline__ float operator[](int e) const {
+        constexpr int OF_WORD = N / 4;
+        return element<T>(words[e / OF_WORD], e % OF_WORD);
+    }
+    __device__ __forceinline__ void load(const T *address) {
+        const uint4 four = *reinterpret_cast<const uint4 *>(address);
+        words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+    }
+    /// Elements of a weight, which are read once: they need no place in the first cache, where x is.
+    __device__ __forceinline__ void stream(const T *address) {
+        asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+            : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+            : "l"(address));
+    }
+};
+template <typename T> struct Piece<T, false> {
+    static constexpr int N = 1;
+    T value;
+
+    __device__ __forceinline__ float operator[](int) const { return to_float(value); }
+    __device__ __forceinline__ void load(const T *address) { value = *address; }
+    __device__ __forceinline__ void stream(const T *address) { value = *address; }
+};
 
 /// x·A of the inner indices from `begin` to `end` for one adapter: `out[row·out_stride + column]`, in
 /// shared or global memory. Threads are set out over A as it lies, so that its elements are read in
@@ -193,6 +207,41 @@ __device__ __forceinline__ void inputs_of_adapters(const Projections &all, const
     cluster_sync();
 }
 
+/// Adds to the sums what a batch of loads from index `k` of the weight's rows on gives. Where it is
+/// WHOLE, there are no branches that keep the loads of x apart.
+template <typename T, bool WHOLE, int OUTPUTS, int ROWS, int STEPS, typename Loaded>
+__device__ __forceinline__ void add_loads(float (&sum)[OUTPUTS][ROWS],
+                                          const Loaded (&batch)[OUTPUTS][STEPS], const T *x,
+                                          int64_t x_stride, int rows, int inner, int k) {
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+        const int at = k + (s * WARP + threadIdx.x % WARP) * Loaded::N;
+        if (WHOLE || at < inner) {
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                Loaded xs;
+                xs.load(x + min(r, rows - 1) * x_stride + at);
+#pragma unroll
+                for (int e = 0; e < Loaded::N; e++) {
+#pragma unroll
+                    for (int j = 0; j < OUTPUTS; j++) sum[j][r] += batch[j][s][e] * xs[e];
+                }
+            }
+        }
+    }
+}
+
+template <typename T, int OUTPUTS, int ROWS, int STEPS, typename Loaded>
+__device__ __forceinline__ void add_batch(float (&sum)[OUTPUTS][ROWS],
+                                          const Loaded (&batch)[OUTPUTS][STEPS], const T *x,
+                                          int64_t x_stride, int rows, int inner, int k) {
+    if (STEPS > 1 && k + STEPS * WARP * Loaded::N <= inner) {
+        add_loads<T, true>(sum, batch, x, x_stride, rows, inner, k);
+    } else {
+        add_loads<T, false>(sum, batch, x, x_stride, rows, inner, k);
+    }
+}
+
 /// y = x·Wᵀ + bias + scale·(x·A)·B of up to ROWS rows. A task is OUTPUTS outputs of one projection.
 /// Where the grid has no clusters, `parts` holds x·A of `slices` slices of the inner indices,
 /// `(slices, ROWS, ranks)`.
@@ -203,7 +252,9 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
     using Loaded = Piece<T, ALIGNED>;
     constexpr int N = Loaded::N;
     constexpr int OUTPUTS = ROWS >= 4 ? ROWS / 2 : 1;
-    constexpr int STEPS = 4 / OUTPUTS;
+    // 16-byte loads of an output in a batch; there are registers for two batches.
+    constexpr int STEPS = (ROWS == 1 ? 8 : 4) / OUTPUTS;
+    constexpr int BATCH = STEPS * WARP * N;
     extern __shared__ float4 shared[];
     float *scratch = reinterpret_cast<float *>(shared);
     float *xa = CLUSTERED ? scratch + 4 * THREADS * ROWS : scratch;
@@ -214,8 +265,11 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
 
     // What the task is: its projection, its first output, and the rows of the weight it reads.
     int p = 0, first = 0;
-    const T *weights[OUTPUTS];
-    // What comes first is loaded before x·A is there, where there are registers for it.
+    // Its first row, and elements from there to the others: 32 bits less than an address each.
+    const T *weights;
+    uint32_t offsets[OUTPUTS];
+    // With few rows loads come long before they are used. With more there are no registers for that, but
+    // enough to do meanwhile for other warps.
     constexpr bool EARLY = ROWS < 8;
     float b[OUTPUTS];
     auto begin_task = [&]() {
@@ -223,10 +277,11 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
         while (p + 1 < all.count && task >= all.at[p + 1].first_task) p++;
         const Projection &projection = all.at[p];
         first = (task - projection.first_task) * OUTPUTS;
+        weights = static_cast<const T *>(projection.weight) + first * projection.stride;
 #pragma unroll
         for (int j = 0; j < OUTPUTS; j++) {
             const int output = min(first + j, projection.outer - 1);
-            weights[j] = static_cast<const T *>(projection.weight) + output * projection.stride;
+            offsets[j] = (output - first) * static_cast<uint32_t>(projection.stride);
             if (EARLY && lane < projection.rank)
                 b[j] = __ldg(projection.b + (int64_t)lane * projection.outer + output);
         }
@@ -237,7 +292,7 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
             const int at = k + (s * WARP + lane) * N;
 #pragma unroll
             for (int j = 0; j < OUTPUTS; j++) {
-                if (at < inner) stream(batch[j][s], weights[j] + at);
+                if (at < inner) batch[j][s].stream(weights + offsets[j] + at);
             }
         }
     };
@@ -265,10 +320,7 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
                 xa_out[i] = from_float<T>(xa[i]);
         }
     }
-    if (!EARLY && task < all.tasks) {
-        begin_task();
-        load_batch(now, 0);
-    }
+    if (!EARLY && task < all.tasks) begin_task();
 
     while (task < all.tasks) {
         float sum[OUTPUTS][ROWS];
@@ -277,29 +329,18 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
 #pragma unroll
             for (int r = 0; r < ROWS; r++) sum[j][r] = 0.0f;
         }
-        for (int k = 0; k < inner; k += STEPS * WARP * N) {
-            load_batch(next, k + STEPS * WARP * N);
-#pragma unroll
-            for (int s = 0; s < STEPS; s++) {
-                const int at = k + (s * WARP + lane) * N;
-                if (at < inner) {
-#pragma unroll
-                    for (int r = 0; r < ROWS; r++) {
-                        Loaded xs;
-                        load(xs, x + min(r, rows - 1) * x_stride + at);
-#pragma unroll
-                        for (int e = 0; e < N; e++) {
-#pragma unroll
-                            for (int j = 0; j < OUTPUTS; j++)
-                                sum[j][r] += to_float(now[j][s].at[e]) * to_float(xs.at[e]);
-                        }
-                    }
-                }
+        if constexpr (EARLY) {
+            // Two batches in turn: copying one to the other would wait for it.
+            for (int k = 0; k < inner; k += 2 * BATCH) {
+                load_batch(next, k + BATCH);
+                add_batch<T>(sum, now, x, x_stride, rows, inner, k);
+                load_batch(now, k + 2 * BATCH);
+                add_batch<T>(sum, next, x, x_stride, rows, inner, k + BATCH);
             }
-#pragma unroll
-            for (int j = 0; j < OUTPUTS; j++) {
-#pragma unroll
-                for (int s = 0; s < STEPS; s++) now[j][s] = next[j][s];
+        } else {
+            for (int k = 0; k < inner; k += BATCH) {
+                load_batch(now, k);
+                add_batch<T>(sum, now, x, x_stride, rows, inner, k);
             }
         }
 
@@ -341,7 +382,7 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
         task += tasks_at_once;
         if (task < all.tasks) {
             begin_task();
-            load_batch(now, 0);
+            if (EARLY) load_batch(now, 0);
         }
     }
 }

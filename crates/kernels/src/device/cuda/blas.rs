@@ -37,14 +37,25 @@ impl Matrix {
         Matrix { transposed: !self.transposed, ..self }
     }
 
-    /// The part from column `columns` on.
-    pub(crate) fn from_column(self, column: usize) -> Self {
-        self.skip(column)
+    /// The part from column `column` on.
+    pub(crate) fn at_column(self, column: usize) -> Self {
+        self.skip(if self.transposed { column * self.stride } else { column })
     }
 
     /// The part from row `row` on.
-    pub(crate) fn from_row(self, row: usize) -> Self {
-        self.skip(row * self.stride)
+    pub(crate) fn at_row(self, row: usize) -> Self {
+        self.skip(if self.transposed { row } else { row * self.stride })
+    }
+
+    /// Elements from one row to the next, and from one column to the next.
+    pub(crate) fn distances(self) -> (usize, usize) {
+        if self.transposed { (1, self.stride) } else { (self.stride, 1) }
+    }
+
+    /// Whether its rows lie as they are, and begin at 16 bytes.
+    pub(crate) fn has_aligned_rows(self) -> bool {
+        let row = self.stride * self.dtype.size_in_bytes();
+        !self.transposed && self.pointer.is_multiple_of(16) && row.is_multiple_of(16)
     }
 
     fn skip(self, elements: usize) -> Self {

@@ -1,0 +1,436 @@
+// The products of LoRA that have the rank as a side, for bf16 and f16. They do little arithmetic and are
+// as fast as the large matrices are read or written, each once:
+//
+//   down      x·Fᵀ   (rows, wide) by (rank, wide) to (rows, rank)     xa = x·A, g = s·dy·Bᵀ
+//   gradient  Lᵀ·x   (rows, rank) by (rows, wide) to (rank, wide)     dAᵀ = gᵀ·x, dB = s·xaᵀ·dy
+//   both      of one x, here dy, in one reading
+//   up        L·F    (rows, rank) by (rank, wide) to (rows, wide)     s·xa·B, g·Aᵀ
+//
+// The first three go over tiles of x that asynchronous copies bring into shared memory. Blocks share the
+// tiles; what they found is added up by `add_up`, always in the same order. Sizes and distances of rows
+// are multiples of 8 elements and matrices begin at 16 bytes; the rank is at most 64 and a multiple of 8.
+#include "common.cuh"
+
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / WARP;
+
+// The tile of x: each warp takes 32 of its rows for `down` and 8 of its columns for `gradient`.
+constexpr int ROWS = 32 * WARPS;
+constexpr int COLUMNS = 8 * WARPS;
+
+/// Tiles on their way to shared memory at a time: three where they fit.
+#if __CUDA_ARCH__ >= 900
+constexpr int SHARED = 227 << 10;
+#else
+constexpr int SHARED = 163 << 10;
+#endif
+
+// The tile of the result of `up`: four by two warps of 32 rows and 64 columns.
+constexpr int UP_ROWS = 128;
+constexpr int UP_COLUMNS = 128;
+
+struct Pass {
+    const void *x;      // (rows, wide)
+    const void *factor; // (rank, wide), of `down`
+    const void *left;   // (rows, rank), of `gradient`
+    float *down;        // (gridDim.y, rows, R) with R the rank rounded up to 16
+    float *gradient;    // (gridDim.x, R, wide)
+    int64_t x_stride, factor_stride, left_stride;
+    int rows, wide, rank;
+    int unused;
+};
+
+struct Up {
+    const void *left;   // (rows, rank)
+    const void *factor; // (rank, wide)
+    const void *bias;   // (wide), or null
+    void *out;          // (rows, wide), contiguous
+    int64_t left_stride, factor_stride;
+    int rows, wide, rank;
+    float alpha;
+};
+
+/// to[row·row_stride + column·column_stride] = alpha·Σ_slot from[slot·slot_stride + row·pitch + column]
+struct Sum {
+    const float *from;
+    void *to;
+    int64_t slot_stride, row_stride, column_stride;
+    int slots, rows, columns, pitch;
+    float alpha;
+    int unused;
+};
+constexpr int MOST = 8;
+struct Sums {
+    Sum at[MOST];
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+/// Starts to copy 16 bytes to shared memory, zeros unless `valid`.
+__device__ __forceinline__ void copy_16(uint32_t to, const void *from, bool valid) {
+    const int bytes = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/// Waits until at most N of the groups of copies that were ended last are under way.
+template <int N> __device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+/// Four 8 by 8 matrices, of which lane l gives row l % 8 of matrix l / 8. A lane gets elements 2·(l % 4)
+/// and the next of row l / 4 of each.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+}
+/// The same of the transposed matrices.
+__device__ __forceinline__ void load_transposed(uint32_t (&to)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+/// c += a·b: a 16 by 16, b 16 by 8. A lane has rows l / 4 and 8 more, columns 2·(l % 4) and the next of c.
+template <typename T>
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1);
+template <>
+__device__ __forceinline__ void multiply<bf16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                               uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void multiply<f16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                              uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// Where 16 bytes number `chunk` of row `row` lie in a tile whose rows are 128 bytes: turned about, so
+/// that 8 rows of one column of chunks are in different banks.
+__device__ __forceinline__ uint32_t turned(int row, int chunk) {
+    return row * 128 + ((chunk ^ (row & 7)) << 4);
+}
+
+/// `down` and `gradient`, one or both, for a rank of up to 16·TILES. With `down` every block has one tile
+/// of rows and a part of the columns; else it has a part of the rows' tiles too, and goes over them for
+/// one tile of columns after the other.
+template <typename T, int TILES, bool DOWN, bool GRADIENT>
+__device__ __forceinline__ void pass(const Pass &p) {
+    constexpr int R = 16 * TILES;
+    // A tile of x, of the factor, and of the left matrix, whose rows are set apart by 16 bytes more
+    // than they have, against bank conflicts.
+    constexpr int X_BYTES = ROWS * COLUMNS * 2;
+    constexpr int FACTOR_BYTES = DOWN ? R * COLUMNS * 2 : 0;
+    constexpr int LEFT_ROW = 2 * R + 16;
+    constexpr int LEFT_BYTES = GRADIENT ? ROWS * LEFT_ROW : 0;
+    constexpr int STAGE = X_BYTES + FACTOR_BYTES + LEFT_BYTES;
+    constexpr int STAGES = 3 * STAGE <= SHARED ? 3 : 2;
+    extern __shared__ uint4 shared[];
+    const uint32_t base = shared_address(shared);
+    const T *x = static_cast<const T *>(p.x);
+    const T *factor = static_cast<const T *>(p.factor);
+    const T *left = static_cast<const T *>(p.left);
+
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int row_tiles = (p.rows + ROWS - 1) / ROWS;
+    const int column_tiles = (p.wide + COLUMNS - 1) / COLUMNS;
+    const int first_row = blockIdx.x * row_tiles / gridDim.x;
+    const int own_rows = (blockIdx.x + 1) * row_tiles / gridDim.x - first_row;
+    const int first_column = blockIdx.y * column_tiles / gridDim.y;
+    const int own_columns = (blockIdx.y + 1) * column_tiles / gridDim.y - first_column;
+    const int steps = own_rows * own_columns;
+
+    auto copy_tiles = [&](int step) {
+        const uint32_t stage = base + step % STAGES * STAGE;
+        const int row = (first_row + step % own_rows) * ROWS;
+        const int column = (first_column + step / own_rows) * COLUMNS;
+#pragma unroll
+        for (int i = 0; i < ROWS / (THREADS / 8); i++) {
+            const int r = threadIdx.x / 8 + i * (THREADS / 8), chunk = threadIdx.x % 8;
+            const bool valid = row + r < p.rows && column + chunk * 8 < p.wide;
+            const T *from = valid ? x + (row + r) * p.x_stride + column + chunk * 8 : x;
+            copy_16(stage + turned(r, chunk), from, valid);
+        }
+        if (DOWN) {
+            for (int i = threadIdx.x; i < R * 8; i += THREADS) {
+                const int r = i / 8, chunk = i % 8;
+                const bool valid = r < p.rank && column + chunk * 8 < p.wide;
+                const T *from = valid ? factor + r * p.factor_stride + column + chunk * 8 : factor;
+                copy_16(stage + X_BYTES + turned(r, chunk), from, valid);
+            }
+        }
+        if (GRADIENT) {
+            constexpr int CHUNKS = R / 8;
+            for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+                const int r = i / CHUNKS, chunk = i % CHUNKS;
+                const bool valid = row + r < p.rows && chunk * 8 < p.rank;
+                const T *from = valid ? left + (row + r) * p.left_stride + chunk * 8 : left;
+                copy_16(stage + X_BYTES + FACTOR_BYTES + r * LEFT_ROW + chunk * 16, from, valid);
+            }
+        }
+    };
+
+    float down[2][2 * TILES][4];
+    float gradient[TILES][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+        for (int j = 0; j < 2 * TILES; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) down[i][j][e] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) gradient[i][e] = 0.0f;
+    }
+
+#pragma unroll
+    for (int step = 0; step < STAGES - 1; step++) {
+        if (step < steps) copy_tiles(step);
+        end_copies();
+    }
+    for (int step = 0; step < steps; step++) {
+        wait_copies<STAGES - 2>();
+        // The tiles of this step are there, and those of the step before are free to be written over.
+        __syncthreads();
+        if (step + STAGES - 1 < steps) copy_tiles(step + STAGES - 1);
+        end_copies();
+
+        const uint32_t tile = base + step % STAGES * STAGE;
+        if (DOWN) {
+            const uint32_t factors = tile + X_BYTES;
+#pragma unroll
+            for (int k = 0; k < COLUMNS / 16; k++) {
+                uint32_t a[2][4];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int r = warp * 32 + i * 16 + lane % 16;
+                    load_matrices(a[i], tile + turned(r, 2 * k + lane / 16));
+                }
+#pragma unroll
+                for (int j = 0; j < TILES; j++) {
+                    uint32_t b[4];
+                    const int r = j * 16 + lane % 8 + lane / 16 * 8;
+                    load_matrices(b, factors + turned(r, 2 * k + lane / 8 % 2));
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        multiply<T>(down[i][2 * j], a[i], b[0], b[1]);
+                        multiply<T>(down[i][2 * j + 1], a[i], b[2], b[3]);
+                    }
+                }
+            }
+        }
+        if (GRADIENT) {
+            const uint32_t lefts = tile + X_BYTES + FACTOR_BYTES;
+#pragma unroll 4
+            for (int k = 0; k < ROWS / 32; k++) {
+                uint32_t b[4];
+                load_transposed(b, tile + turned(k * 32 + lane, warp));
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int r = k * 32 + half * 16 + lane % 8 + lane / 16 * 8;
+#pragma unroll
+                    for (int i = 0; i < TILES; i++) {
+                        uint32_t a[4];
+                        load_transposed(a, lefts + r * LEFT_ROW + i * 32 + lane / 8 % 2 * 16);
+                        multiply<T>(gradient[i], a, b[2 * half], b[2 * half + 1]);
+                    }
+                }
+            }
+            // The last of the block's rows for this tile of columns.
+            if (step % own_rows == own_rows - 1) {
+                const int column =
+                    (first_column + step / own_rows) * COLUMNS + warp * 8 + lane % 4 * 2;
+#pragma unroll
+                for (int i = 0; i < TILES; i++) {
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const int r = i * 16 + half * 8 + lane / 4;
+                        if (r < p.rank && column < p.wide) {
+                            float *to = p.gradient + ((int64_t)blockIdx.x * R + r) * p.wide + column;
+                            *reinterpret_cast<float2 *>(to) =
+                                make_float2(gradient[i][2 * half], gradient[i][2 * half + 1]);
+                        }
+                        gradient[i][2 * half] = 0.0f;
+                        gradient[i][2 * half + 1] = 0.0f;
+                    }
+                }
+            }
+        }
+    }
+    if (DOWN) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = first_row * ROWS + warp * 32 + i * 16 + half * 8 + lane / 4;
+                if (row >= p.rows) continue;
+                float *to = p.down + ((int64_t)blockIdx.y * p.rows + row) * R + lane % 4 * 2;
+#pragma unroll
+                for (int j = 0; j < 2 * TILES; j++)
+                    *reinterpret_cast<float2 *>(to + j * 8) =
+                        make_float2(down[i][j][2 * half], down[i][j][2 * half + 1]);
+            }
+        }
+    }
+}
+
+/// out = alpha·left·factor + bias, for a rank of up to 16·TILES.
+template <typename T, int TILES> __device__ __forceinline__ void up(const Up &p) {
+    constexpr int R = 16 * TILES;
+    // Rows are set apart by 16 bytes more than they have, against bank conflicts.
+    constexpr int LEFT_ROW = 2 * R + 16;
+    constexpr int WIDE_ROW = 2 * UP_COLUMNS + 16;
+    constexpr int LEFT_BYTES = UP_ROWS * LEFT_ROW;
+    constexpr int FACTOR_BYTES = R * WIDE_ROW;
+    extern __shared__ uint4 shared[];
+    const uint32_t lefts = shared_address(shared), factors = lefts + LEFT_BYTES;
+    char *result = reinterpret_cast<char *>(shared) + LEFT_BYTES + FACTOR_BYTES;
+    const T *left = static_cast<const T *>(p.left);
+    const T *factor = static_cast<const T *>(p.factor);
+    const T *bias = static_cast<const T *>(p.bias);
+    T *out = static_cast<T *>(p.out);
+
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int row = blockIdx.y * UP_ROWS, column = blockIdx.x * UP_COLUMNS;
+    for (int i = threadIdx.x; i < UP_ROWS * (R / 8); i += THREADS) {
+        const int r = i / (R / 8), chunk = i % (R / 8);
+        const bool valid = row + r < p.rows && chunk * 8 < p.rank;
+        const T *from = valid ? left + (row + r) * p.left_stride + chunk * 8 : left;
+        copy_16(lefts + r * LEFT_ROW + chunk * 16, from, valid);
+    }
+    for (int i = threadIdx.x; i < R * (UP_COLUMNS / 8); i += THREADS) {
+        const int r = i / (UP_COLUMNS / 8), chunk = i % (UP_COLUMNS / 8);
+        const bool valid = r < p.rank && column + chunk * 8 < p.wide;
+        const T *from = valid ? factor + r * p.factor_stride + column + chunk * 8 : factor;
+        copy_16(factors + r * WIDE_ROW + chunk * 16, from, valid);
+    }
+    end_copies();
+    wait_copies<0>();
+    __syncthreads();
+
+    const int warp_row = warp % 4 * 32, warp_column = warp / 4 * 64;
+    float sum[2][8][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) sum[i][j][e] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < TILES; k++) {
+        uint32_t a[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int r = warp_row + i * 16 + lane % 16;
+            load_matrices(a[i], lefts + r * LEFT_ROW + k * 32 + lane / 16 * 16);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            uint32_t b[4];
+            const int r = k * 16 + lane % 16;
+            load_transposed(b, factors + r * WIDE_ROW + (warp_column + j * 16) * 2 + lane / 16 * 16);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                multiply<T>(sum[i][2 * j], a[i], b[0], b[1]);
+                multiply<T>(sum[i][2 * j + 1], a[i], b[2], b[3]);
+            }
+        }
+    }
+
+    // By way of shared memory, so that rows are written in whole.
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const int c = warp_column + j * 8 + lane % 4 * 2;
+        float first = 0.0f, second = 0.0f;
+        if (bias != nullptr && column + c < p.wide) {
+            first = to_float(bias[column + c]);
+            second = to_float(bias[column + c + 1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int r = warp_row + i * 16 + half * 8 + lane / 4;
+                alignas(4) T pair[2] = {from_float<T>(p.alpha * sum[i][j][2 * half] + first),
+                                        from_float<T>(p.alpha * sum[i][j][2 * half + 1] + second)};
+                *reinterpret_cast<uint32_t *>(result + r * WIDE_ROW + c * 2) =
+                    *reinterpret_cast<const uint32_t *>(pair);
+            }
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < UP_ROWS / (THREADS / 16); i++) {
+        const int r = threadIdx.x / 16 + i * (THREADS / 16), chunk = threadIdx.x % 16;
+        if (row + r < p.rows && column + chunk * 8 < p.wide) {
+            const uint4 piece = *reinterpret_cast<const uint4 *>(result + r * WIDE_ROW + chunk * 16);
+            *reinterpret_cast<uint4 *>(out + (int64_t)(row + r) * p.wide + column + chunk * 8) = piece;
+        }
+    }
+}
+
+/// Sum number blockIdx.y, in the order in which its result lies.
+template <typename T> __device__ __forceinline__ void add_up(const Sums &sums) {
+    const Sum &sum = sums.at[blockIdx.y];
+    T *to = static_cast<T *>(sum.to);
+    const int count = sum.rows * sum.columns;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < count; i += gridDim.x * THREADS) {
+        const bool by_columns = sum.row_stride == 1;
+        const int row = by_columns ? i % sum.rows : i / sum.columns;
+        const int column = by_columns ? i / sum.rows : i % sum.columns;
+        const float *from = sum.from + (int64_t)row * sum.pitch + column;
+        float total = 0.0f;
+#pragma unroll 8
+        for (int slot = 0; slot < sum.slots; slot++) total += from[slot * sum.slot_stride];
+        to[row * sum.row_stride + column * sum.column_stride] = from_float<T>(sum.alpha * total);
+    }
+}
+
+} // namespace
+
+#define SKINNY(TILES, suffix, element)                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                       \
+        down_##TILES##_##suffix(const __grid_constant__ Pass p) {                                  \
+        pass<element, TILES, true, false>(p);                                                      \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                       \
+        gradient_##TILES##_##suffix(const __grid_constant__ Pass p) {                              \
+        pass<element, TILES, false, true>(p);                                                      \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                       \
+        both_##TILES##_##suffix(const __grid_constant__ Pass p) {                                  \
+        pass<element, TILES, true, true>(p);                                                       \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                       \
+        up_##TILES##_##suffix(const __grid_constant__ Up p) {                                      \
+        up<element, TILES>(p);                                                                     \
+    }
+#define SKINNY_OF_RANK(TILES)                                                                      \
+    SKINNY(TILES, bf16, bf16)                                                                      \
+    SKINNY(TILES, f16, f16)
+
+SKINNY_OF_RANK(1)
+SKINNY_OF_RANK(2)
+SKINNY_OF_RANK(3)
+SKINNY_OF_RANK(4)
+
+FOR_EACH_DTYPE(add_up, THREADS, (const __grid_constant__ Sums sums), (sums))
