@@ -42,12 +42,12 @@ __device__ __forceinline__ void store_part(const Parameters &p, int batch, const
                                            float total) {
     const int64_t at = query_row(p, batch, row.query, row.head);
     if (p.splits == 1) {
-        const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+        const float inverse = inverse_of(total);
         T *const o = static_cast<T *>(p.o) + at * p.head_dim + column;
         for (int i = 0; i < columns; i++) o[i] = from_float<T>(values[i] * inverse);
         if (column == 0)
             p.log_sum_exp[sum_row(p, batch, row.query, row.head)] =
-                total == 0.0f ? -INFINITY : (top + log2f(total)) * LN_2;
+                log_of_sum(top, total);
     } else {
         const int64_t part = at * p.splits + blockIdx.y;
         for (int i = 0; i < columns; i++) p.partial_o[part * p.head_dim + column + i] = values[i];
@@ -122,43 +122,13 @@ template <typename T, int D> __device__ __forceinline__ void few_tiles(const Par
         const int first_key = seen.x + (step * WARPS + warp) * 16;
         float scores[1][2][4] = {};
         multiply_rows<T, D, ROWS, 16, 1>(scores, q_shared, 0, keys, lane);
+        shape_scores<16>(p, scores[0]);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float best = -INFINITY;
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float &score = scores[0][n][half * 2 + e];
-                    if (p.mode != AS_IS) {
-                        const float x = score * p.inner;
-                        score = p.mode == CAPPED ? fast_tanh(x) : x;
-                    }
-                    const int key = first_key + n * 8 + lane % 4 * 2 + e;
-                    if (key < lowest[half] || key > position[half]) score = -INFINITY;
-                    best = fmaxf(best, score);
-                }
-            }
-            const float new_top = fmaxf(top[half], row_max(best) * p.factor);
-            const float base = new_top == -INFINITY ? 0.0f : new_top;
-            const float shrink = fast_exp2(top[half] - base);
-            top[half] = new_top;
-            float sum = 0.0f;
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float &score = scores[0][n][half * 2 + e];
-                    score = fast_exp2(fmaf(score, p.factor, -base));
-                    sum += score;
-                }
-            }
-            total[half] = fmaf(total[half], shrink, sum);
-#pragma unroll
-            for (int n = 0; n < D / 8; n++) {
-                out[0][n][half * 2] *= shrink;
-                out[0][n][half * 2 + 1] *= shrink;
-            }
+            hide_scores<16>(scores[0], half, first_key, lowest[half], position[half], lane);
+            const float shrink =
+                soften_scores<16>(scores[0], half, p.factor, top[half], total[half]);
+            scale_row<D>(out[0], half, shrink);
         }
         uint32_t weights[1][1][4];
         pack_weights<T, 16, 1>(weights, scores);
@@ -371,11 +341,11 @@ template <typename T> __device__ __forceinline__ void combine_parts(const Parame
             const int head = row % p.heads;
             const int64_t token = row / p.heads;
             p.log_sum_exp[sum_row(p, token / p.queries, token % p.queries, head)] =
-                sum == 0.0f ? -INFINITY : (best + log2f(sum)) * LN_2;
+                log_of_sum(best, sum);
         }
     }
     __syncthreads();
-    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+    const float inverse = inverse_of(total);
     const float *const parts = p.partial_o + row * p.splits * p.head_dim;
     for (int column = threadIdx.x; column < p.head_dim; column += blockDim.x) {
         float value = 0.0f;

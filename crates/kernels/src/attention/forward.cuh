@@ -16,10 +16,9 @@ __device__ __forceinline__ void forward_tiles(const Parameters &p) {
     const uint32_t q_shared = shared_address(q_tile);
     const uint32_t k_shared = q_shared + tile_bytes(BM, D);
     const uint32_t v_shared = k_shared + tile_bytes(BN, D);
-    // The lowest key that each query sees, then the smallest and the largest of every warp.
+    // The lowest key that each query sees.
     int *const lowest =
         reinterpret_cast<int *>(shared + tile_bytes(BM, D) + 2 * tile_bytes(BN, D));
-    int *const of_warps = lowest + BM;
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
@@ -34,31 +33,8 @@ __device__ __forceinline__ void forward_tiles(const Parameters &p) {
     const T *const k = head_start(static_cast<const T *>(p.k), p.k_strides, batch, kv_head);
     const T *const v = head_start(static_cast<const T *>(p.v), p.v_strides, batch, kv_head);
 
-    int smallest = 0, largest = 0;
-    if (p.ragged) {
-        smallest = INT_MAX;
-        for (int row = threadIdx.x; row < BM; row += THREADS) {
-            int low = 0;
-            if (row < rows) {
-                low = lowest_key(p, batch, first_query + row);
-                largest = max(largest, low);
-                if (low <= first_position + row) smallest = min(smallest, low);
-            }
-            lowest[row] = low;
-        }
-        smallest = warp_min(smallest);
-        largest = warp_max(largest);
-        if (lane == 0) {
-            of_warps[warp] = smallest;
-            of_warps[WARPS + warp] = largest;
-        }
-        __syncthreads();
-        for (int other = 0; other < WARPS; other++) {
-            smallest = min(smallest, of_warps[other]);
-            largest = max(largest, of_warps[WARPS + other]);
-        }
-        smallest = max(smallest, 0);
-    }
+    const int2 range = lowest_keys<BM, THREADS>(p, batch, first_query, lowest);
+    const int smallest = range.x, largest = range.y;
     const int first_tile = smallest / BN, end_tile = (first_position + rows - 1) / BN + 1;
 
     float out[M][D / 8][4] = {};
@@ -87,67 +63,21 @@ __device__ __forceinline__ void forward_tiles(const Parameters &p) {
         float scores[M][BN / 8][4] = {};
         multiply_rows<T, D, BM, BN, M>(scores, q_shared, warp * 16 * M, k_shared, lane);
 
-        if (p.mode != AS_IS) {
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-#pragma unroll
-                for (int n = 0; n < BN / 8; n++) {
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const float x = scores[m][n][e] * p.inner;
-                        scores[m][n][e] = p.mode == CAPPED ? fast_tanh(x) : x;
-                    }
-                }
-            }
-        }
         // Not every query sees all of the tile.
-        if (first_key < largest || first_key + BN - 1 > first_position) {
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int row = (warp * M + m) * 16 + half * 8 + lane / 4;
-                    const int position = first_position + row, low = p.ragged ? lowest[row] : 0;
-#pragma unroll
-                    for (int n = 0; n < BN / 8; n++) {
-#pragma unroll
-                        for (int e = 0; e < 2; e++) {
-                            const int key = first_key + n * 8 + lane % 4 * 2 + e;
-                            if (key < low || key > position) scores[m][n][half * 2 + e] = -INFINITY;
-                        }
-                    }
-                }
-            }
-        }
-        // Scores become e^(score - top), and what is there shrinks to the new top.
+        const bool hides = first_key < largest || first_key + BN - 1 > first_position;
 #pragma unroll
         for (int m = 0; m < M; m++) {
+            shape_scores<BN>(p, scores[m]);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                float best = -INFINITY;
-#pragma unroll
-                for (int n = 0; n < BN / 8; n++)
-                    best = fmaxf(best, fmaxf(scores[m][n][half * 2], scores[m][n][half * 2 + 1]));
-                const float new_top = fmaxf(top[m][half], row_max(best) * p.factor);
-                // Nothing seen yet: every power has to be zero.
-                const float base = new_top == -INFINITY ? 0.0f : new_top;
-                const float shrink = fast_exp2(top[m][half] - base);
-                top[m][half] = new_top;
-                float sum = 0.0f;
-#pragma unroll
-                for (int n = 0; n < BN / 8; n++) {
-#pragma unroll
-                    for (int e = half * 2; e < half * 2 + 2; e++) {
-                        scores[m][n][e] = fast_exp2(fmaf(scores[m][n][e], p.factor, -base));
-                        sum += scores[m][n][e];
-                    }
+                if (hides) {
+                    const int row = (warp * M + m) * 16 + half * 8 + lane / 4;
+                    hide_scores<BN>(scores[m], half, first_key, p.ragged ? lowest[row] : 0,
+                                    first_position + row, lane);
                 }
-                total[m][half] = fmaf(total[m][half], shrink, sum);
-#pragma unroll
-                for (int n = 0; n < D / 8; n++) {
-                    out[m][n][half * 2] *= shrink;
-                    out[m][n][half * 2 + 1] *= shrink;
-                }
+                const float shrink = soften_scores<BN>(scores[m], half, p.factor, top[m][half],
+                                                       total[m][half]);
+                scale_row<D>(out[m], half, shrink);
             }
         }
         uint32_t weights[M][BN / 16][4];
@@ -166,11 +96,11 @@ __device__ __forceinline__ void forward_tiles(const Parameters &p) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const float sum = row_sum(total[m][half]);
-            inverse[m][half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            inverse[m][half] = inverse_of(sum);
             const int row = (warp * M + m) * 16 + half * 8 + lane / 4;
             if (lane % 4 == 0 && row < rows)
                 p.log_sum_exp[sum_row(p, batch, first_query + row, head)] =
-                    sum == 0.0f ? -INFINITY : (top[m][half] + log2f(sum)) * LN_2;
+                    log_of_sum(top[m][half], sum);
         }
     }
     // A warp's queries are read by no other, so their place serves for the result.

@@ -222,11 +222,10 @@ template <typename T, int COLUMNS> __device__ __forceinline__ void plain_forward
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const float sum = plain_row_sum(total[i]);
-        inverse[i] = sum == 0.0f ? 0.0f : 1.0f / sum;
+        inverse[i] = inverse_of(sum);
         const int query = first_query + threadIdx.x / 16 * 4 + i;
         if (threadIdx.x % 16 == 0 && blockIdx.z == 0 && query < p.queries)
-            p.log_sum_exp[sum_row(p, batch, query, head)] =
-                sum == 0.0f ? -INFINITY : (top[i] + log2f(sum)) * LN_2;
+            p.log_sum_exp[sum_row(p, batch, query, head)] = log_of_sum(top[i], sum);
     }
     plain_store<T, COLUMNS>(p.o, out, inverse, batch, p.queries, p.heads, head, first_query,
                             first_column, p.head_dim);

@@ -108,6 +108,41 @@ __device__ __forceinline__ float row_max(float x) {
     return fmaxf(x, __shfl_xor_sync(FULL, x, 2));
 }
 
+/// The smallest and the largest lowest key of a tile of queries, of the smallest only those that see any;
+/// in `lowest` those of the queries, then room for two of every warp. For a whole block; when not
+/// `ragged`, zeros, and `lowest` isn't written.
+template <int ROWS, int THREADS>
+__device__ __forceinline__ int2 lowest_keys(const Parameters &p, int batch, int first_query,
+                                            int *lowest) {
+    if (!p.ragged) return make_int2(0, 0);
+    constexpr int WARPS = THREADS / WARP;
+    int *const of_warps = lowest + ROWS;
+    int smallest = INT_MAX, largest = 0;
+    for (int row = threadIdx.x; row < ROWS; row += THREADS) {
+        const int query = first_query + row;
+        int low = 0;
+        if (query < p.queries) {
+            low = max(0, lowest_key(p, batch, query));
+            largest = max(largest, low);
+            if (low <= p.keys - p.queries + query) smallest = min(smallest, low);
+        }
+        lowest[row] = low;
+    }
+    smallest = warp_min(smallest);
+    largest = warp_max(largest);
+    if (threadIdx.x % WARP == 0) {
+        of_warps[threadIdx.x / WARP] = smallest;
+        of_warps[WARPS + threadIdx.x / WARP] = largest;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) {
+        smallest = min(smallest, of_warps[warp]);
+        largest = max(largest, of_warps[WARPS + warp]);
+    }
+    return make_int2(smallest, largest);
+}
+
 // A tile is `ROWS` rows of D elements of 2 bytes in shared memory, as panels of 64 columns: a row of a
 // panel is 128 bytes, eight chunks of 16 bytes, and chunk `c` of row `r` lies at place `c ^ r % 8`, so
 // that neither eight rows of a chunk nor eight chunks of a row share banks. Elements beyond the head's
@@ -251,4 +286,80 @@ __device__ __forceinline__ void store_rows(unsigned char *tile, int first,
         store_pack(to + chunk * 8,
                    load_pack(reinterpret_cast<const T *>(tile + place<ROWS>(first + row, chunk))));
     }
+}
+
+/// Products become scores, but for `factor`.
+template <int N>
+__device__ __forceinline__ void shape_scores(const Parameters &p, float (&scores)[N / 8][4]) {
+    if (p.mode == AS_IS) return;
+#pragma unroll
+    for (int n = 0; n < N / 8; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float x = scores[n][e] * p.inner;
+            scores[n][e] = p.mode == CAPPED ? fast_tanh(x) : x;
+        }
+    }
+}
+
+/// Hides the keys, `first_key` that of the first score, below `lowest` or above `highest` of a thread's
+/// row `half`.
+template <int N>
+__device__ __forceinline__ void hide_scores(float (&scores)[N / 8][4], int half, int first_key,
+                                            int lowest, int highest, int lane) {
+#pragma unroll
+    for (int n = 0; n < N / 8; n++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int key = first_key + n * 8 + lane % 4 * 2 + e;
+            if (key < lowest || key > highest) scores[n][half * 2 + e] = -INFINITY;
+        }
+    }
+}
+
+/// Scores of a thread's row `half` become powers relative to the new `top`, in log2 units, and are added
+/// to its part of `total`. Gives what earlier powers have to be multiplied by.
+template <int N>
+__device__ __forceinline__ float soften_scores(float (&scores)[N / 8][4], int half, float factor,
+                                               float &top, float &total) {
+    float best = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+        best = fmaxf(best, fmaxf(scores[n][half * 2], scores[n][half * 2 + 1]));
+    const float new_top = fmaxf(top, row_max(best) * factor);
+    // Nothing seen yet: every power has to be zero.
+    const float base = new_top == -INFINITY ? 0.0f : new_top;
+    const float shrink = fast_exp2(top - base);
+    top = new_top;
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < N / 8; n++) {
+#pragma unroll
+        for (int e = half * 2; e < half * 2 + 2; e++) {
+            scores[n][e] = fast_exp2(fmaf(scores[n][e], factor, -base));
+            sum += scores[n][e];
+        }
+    }
+    total = fmaf(total, shrink, sum);
+    return shrink;
+}
+
+/// Multiplies a thread's row `half`.
+template <int COLUMNS>
+__device__ __forceinline__ void scale_row(float (&out)[COLUMNS / 8][4], int half, float by) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; n++) {
+        out[n][half * 2] *= by;
+        out[n][half * 2 + 1] *= by;
+    }
+}
+
+/// What `log_sum_exp` holds.
+__device__ __forceinline__ float log_of_sum(float top, float total) {
+    return total == 0.0f ? -INFINITY : (top + log2f(total)) * LN_2;
+}
+
+/// What sums of powers times values are multiplied by; 0 where no key is seen.
+__device__ __forceinline__ float inverse_of(float total) {
+    return total == 0.0f ? 0.0f : 1.0f / total;
 }
