@@ -134,6 +134,21 @@ pub fn cuda() -> Option<Device> {
     DEVICE.get_or_init(open).clone()
 }
 
+/// A tensor of the CPU on another device, which has no memory of no bytes: nothing is a part of something.
+#[cfg(feature = "cuda")]
+pub fn there(tensor: &Tensor, device: &Device) -> Tensor {
+    if tensor.elem_count() > 0 {
+        return tensor.to_device(device).unwrap();
+    }
+    let dims: Vec<usize> = tensor.dims().iter().map(|size| (*size).max(1)).collect();
+    let zeros = Tensor::zeros(dims, tensor.dtype(), &Device::Cpu).unwrap();
+    let mut part = zeros.to_device(device).unwrap();
+    for (dimension, size) in tensor.dims().iter().enumerate() {
+        part = part.narrow(dimension, 0, *size).unwrap();
+    }
+    part
+}
+
 /// A tensor of another device on the CPU.
 #[cfg(feature = "cuda")]
 pub fn here(tensor: &Tensor) -> Tensor {

@@ -2,7 +2,7 @@
 
 use super::cpu;
 use crate::device::cuda::{Array, Cuda, Module, by_dtype, module};
-use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor, bail};
 
 static MODULE: Module = module!("adamw");

@@ -1,7 +1,6 @@
 //! Sums and multiples on CUDA: a thread has two packs of elements.
 
 use crate::device::cuda::{Array, Cuda, Module, by_dtype, module};
-use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::{Result, Tensor, bail};
 
 static MODULE: Module = module!("arithmetic");

@@ -3,7 +3,6 @@
 
 use super::{Options, Output};
 use crate::device::cuda::{Array, Cuda, Matrix, Module, by_dtype, module, require_floats};
-use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::{DType, Result, Tensor, bail};
 
 static MODULE: Module = module!("cross_entropy");

@@ -240,8 +240,8 @@ mod cuda {
 
     fn on(case: &Case, device: &Device) -> Case {
         Case {
-            hidden: case.hidden.to_device(device).unwrap(),
-            weight: case.weight.to_device(device).unwrap(),
+            hidden: there(&case.hidden, device),
+            weight: there(&case.weight, device),
             ..case.clone()
         }
     }
@@ -286,12 +286,12 @@ mod cuda {
             for (dtype, tolerance) in PRECISIONS {
                 let low = case.to_dtype(dtype);
                 let exact = low.to_dtype(DType::F64).run();
-                let there = on(&low, &device);
-                let found = there.run();
+                let moved = on(&low, &device);
+                let found = moved.run();
                 assert_eq!(found.count, exact.count);
-                let loss = there.loss(&there.hidden, &there.weight).unwrap();
+                let loss = moved.loss(&moved.hidden, &moved.weight).unwrap();
                 assert_eq!(loss, values(&here(&found.loss))[0]);
-                for (output, tolerance) in [(found, tolerance), (in_chunks(&there, 16), tolerance)]
+                for (output, tolerance) in [(found, tolerance), (in_chunks(&moved, 16), tolerance)]
                 {
                     let output = results(output);
                     assert_eq!(output[0].dtype(), DType::F32);
@@ -321,7 +321,7 @@ mod cuda {
                 ..case.clone()
             };
             for (a, b) in found.iter().zip(results(views.run())) {
-                assert_close(a, &b, 1e-6);
+                assert_close(a, &b, if dtype == DType::F32 { 2e-6 } else { 8e-3 });
             }
         }
     }

@@ -3,7 +3,6 @@
 use super::{Activation, OPERATION};
 use crate::device::cpu::collapsed_rows;
 use crate::device::cuda::{Array, Cuda, Module, by_dtype, module};
-use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::{Result, Tensor, bail};
 
 static MODULE: Module = module!("glu");

@@ -9,7 +9,7 @@ use crate::matmul::cuda::{
     Adapter, Layer, bias_as, few_rows, multiprocessors, takes_few_rows, write_bias,
 };
 use crate::matmul::with_last_dimension;
-use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{D, DType, Result, Tensor, bail};
 
 static MODULE: Module = module!("lora_linear");

@@ -3,8 +3,8 @@
 use super::with_last_dimension;
 use crate::device::cuda::{Array, Cuda, Matrix, Module, by_dtype, module, require_floats};
 use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, PushKernelArg};
 use candle_core::{D, DType, Result, Tensor, bail};
 
 static MODULE: Module = module!("matmul");

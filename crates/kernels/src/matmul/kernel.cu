@@ -155,8 +155,8 @@ __device__ __forceinline__ void times_a(const T *__restrict__ x, int64_t x_strid
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n"
-                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release;\n"
+                 "barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 __device__ __forceinline__ int cluster_rank() {

@@ -264,6 +264,8 @@ mod cuda {
         {
             let there =
                 |tensor: Tensor| tensor.to_dtype(dtype).unwrap().to_device(&device).unwrap();
+            // cuBLAS may take another kernel for matrices that lie otherwise.
+            let tolerance = if dtype == DType::F32 { 2e-6 } else { 8e-3 };
             let x = there(random(&[rows, 72], 1));
             let weight = there(random(&[40, 72], 2));
             let dy = there(random(&[rows, 40], 3));
@@ -273,20 +275,20 @@ mod cuda {
             let narrow = wide.narrow(1, 72, 72).unwrap();
             let y = here(&linear(&x, &weight, None).unwrap());
             assert_identical(&y, &here(&linear(&x, &weight, None).unwrap()));
-            assert_close(&here(&linear(&xs, &weights, None).unwrap()), &y, 1e-6);
-            assert_close(&here(&linear(&narrow, &weight, None).unwrap()), &y, 1e-6);
+            assert_close(&here(&linear(&xs, &weights, None).unwrap()), &y, tolerance);
+            assert_close(&here(&linear(&narrow, &weight, None).unwrap()), &y, tolerance);
             let dx = here(&linear_backward_input(&dy, &weight).unwrap());
             let views = linear_backward_input(&dys, &weights).unwrap();
-            assert_close(&here(&views), &dx, 1e-6);
+            assert_close(&here(&views), &dx, tolerance);
             let dweight = here(&linear_backward_weight(&x, &dy).unwrap());
-            assert_close(&here(&linear_backward_weight(&xs, &dys).unwrap()), &dweight, 1e-6);
+            assert_close(&here(&linear_backward_weight(&xs, &dys).unwrap()), &dweight, tolerance);
             let dbias = here(&linear_backward_bias(&dy).unwrap());
             assert_identical(&here(&linear_backward_bias(&dys).unwrap()), &dbias);
 
             let single = weight.to_dtype(DType::F32).unwrap();
             let mixed = linear(&x, &single, None).unwrap();
             assert_eq!(mixed.dtype(), dtype);
-            assert_close(&here(&mixed), &y, 1e-6);
+            assert_close(&here(&mixed), &y, tolerance);
         }
     }
 
@@ -294,11 +296,9 @@ mod cuda {
     fn cuda_gives_empty_or_zero_results_for_empty_sizes() {
         let Some(device) = cuda() else { return };
         for (rows, inner, outer) in [(0, 3, 4), (2, 0, 4), (9, 0, 4), (2, 3, 0), (9, 3, 0)] {
-            let ones = |shape: [usize; 2]| match shape.contains(&0) {
-                true => empty(shape, DType::BF16, &device),
-                false => Tensor::ones(&shape, DType::BF16, &device).unwrap(),
-            };
-            let (x, weight) = (ones([rows, inner]), ones([outer, inner]));
+            let ones = |shape| Tensor::ones(shape, DType::BF16, &Device::Cpu).unwrap();
+            let x = there(&ones((rows, inner)), &device);
+            let weight = there(&ones((outer, inner)), &device);
             let y = linear(&x, &weight, None).unwrap();
             assert_eq!(y.dims(), &[rows, outer]);
             assert!(values(&here(&y)).iter().all(|y| *y == inner as f64));

@@ -4,7 +4,6 @@ use super::OPERATION;
 use crate::device::cuda::{
     ANY_THREADS, Array, Cuda, Module, Parameter, RowPlan, any_groups, by_dtype, module,
 };
-use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::{DType, Result, Tensor};
 
 static MODULE: Module = module!("rms_norm");

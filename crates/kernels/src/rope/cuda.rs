@@ -1,7 +1,6 @@
 //! Rotary embedding on CUDA: a block has a token, see `kernel.cu`.
 
 use crate::device::cuda::{Array, Cuda, Module, by_dtype, module};
-use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::{DType, Result, Tensor};
 
 static MODULE: Module = module!("rope");

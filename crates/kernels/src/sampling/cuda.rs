@@ -2,7 +2,6 @@
 
 use super::OPERATION;
 use crate::device::cuda::{Cuda, Module, by_dtype, module, require_floats};
-use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::{DType, Result, Tensor, bail};
 
 static MODULE: Module = module!("sampling");

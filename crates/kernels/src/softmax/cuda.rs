@@ -1,7 +1,6 @@
 //! Softmax on CUDA: a warp or a block has a row, see `kernel.cu`.
 
 use crate::device::cuda::{ANY_THREADS, Cuda, Module, RowPlan, by_dtype, module};
-use candle_core::cuda_backend::cudarc::driver::PushKernelArg;
 use candle_core::{Result, Tensor};
 
 static MODULE: Module = module!("softmax");

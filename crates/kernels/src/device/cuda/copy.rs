@@ -1,7 +1,7 @@
 //! Copies of tensors that aren't contiguous, and conversions between dtypes.
 
 use super::{Array, Cuda, Module, module};
-use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor, bail};
 
 static MODULE: Module = module!("copy");

@@ -72,7 +72,7 @@ impl Cuda {
 
     /// The elements of a tensor as they lie, to be found by its strides.
     pub(crate) fn strided(&self, tensor: &Tensor) -> Result<Array> {
-        let tensor = tensor.detach();
+        let tensor = tensor.clone();
         let (pointer, dtype) = {
             let (storage, layout) = tensor.storage_and_layout();
             match &*storage {

@@ -4,11 +4,12 @@ use super::Cuda;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaFunction, CudaModule, CudaStream, LaunchArgs, LaunchConfig,
+    CudaFunction, CudaModule, CudaStream, DeviceRepr, result,
 };
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::{Result, bail};
-use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::marker::PhantomData;
 use std::sync::{Arc, RwLock};
 
 /// The kernels of one operation, embedded in the binary.
@@ -18,9 +19,10 @@ pub(crate) struct Module {
 }
 
 struct Loaded {
-    /// By the ordinal of the device.
-    modules: BTreeMap<usize, Arc<CudaModule>>,
-    kernels: BTreeMap<(usize, &'static str), Arc<CudaFunction>>,
+    /// With the ordinals of their devices.
+    modules: Vec<(usize, Arc<CudaModule>)>,
+    /// There are few: a search that compares addresses of names is faster than one that reads them.
+    kernels: Vec<(usize, &'static str, Arc<CudaFunction>)>,
 }
 
 /// The kernels of the operation in the folder of this name.
@@ -57,26 +59,30 @@ const SHARED_BY_DEFAULT: u32 = 48 << 10;
 
 impl Module {
     pub(crate) const fn new(image: &'static [u8]) -> Self {
-        let loaded = Loaded { modules: BTreeMap::new(), kernels: BTreeMap::new() };
+        let loaded = Loaded { modules: Vec::new(), kernels: Vec::new() };
         Module { image, loaded: RwLock::new(loaded) }
     }
 
     fn kernel(&self, cuda: &Cuda, name: &'static str, shared: u32) -> Result<Arc<CudaFunction>> {
         let context = cuda.stream.context();
-        let key = (context.ordinal(), name);
-        if let Ok(loaded) = self.loaded.read()
-            && let Some(kernel) = loaded.kernels.get(&key)
-        {
-            return Ok(kernel.clone());
+        let ordinal = context.ordinal();
+        if let Ok(loaded) = self.loaded.read() {
+            let found = loaded.kernels.iter().find(|(device, known, _)| {
+                *device == ordinal && std::ptr::eq(known.as_ptr(), name.as_ptr())
+            });
+            if let Some((_, _, kernel)) = found {
+                return Ok(kernel.clone());
+            }
         }
         let Ok(mut loaded) = self.loaded.write() else {
             bail!("metal-candle-kernels: another thread failed while it loaded kernels")
         };
-        let module = match loaded.modules.get(&key.0) {
-            Some(module) => module.clone(),
+        let known = loaded.modules.iter().find(|(device, _)| *device == ordinal);
+        let module = match known.map(|(_, module)| module.clone()) {
+            Some(module) => module,
             None => {
                 let module = context.load_module(Ptx::from_binary(self.image.to_vec())).w()?;
-                loaded.modules.insert(key.0, module.clone());
+                loaded.modules.push((ordinal, module.clone()));
                 module
             }
         };
@@ -87,7 +93,7 @@ impl Module {
                 .w()?;
         }
         let kernel = Arc::new(kernel);
-        loaded.kernels.insert(key, kernel.clone());
+        loaded.kernels.push((ordinal, name, kernel.clone()));
         Ok(kernel)
     }
 
@@ -104,11 +110,9 @@ impl Module {
         Ok(Launch {
             kernel: self.kernel(cuda, name, shared)?,
             stream: cuda.stream.clone(),
-            config: LaunchConfig {
-                grid_dim: grid,
-                block_dim: (block, 1, 1),
-                shared_mem_bytes: shared,
-            },
+            grid,
+            block: (block, 1, 1),
+            shared,
         })
     }
 }
@@ -117,7 +121,28 @@ impl Module {
 pub(crate) struct Launch {
     kernel: Arc<CudaFunction>,
     stream: Arc<CudaStream>,
-    config: LaunchConfig,
+    grid: (u32, u32, u32),
+    block: (u32, u32, u32),
+    shared: u32,
+}
+
+/// Arguments that a kernel has at most.
+const MOST_ARGUMENTS: usize = 48;
+
+/// The arguments of a launch, in order.
+pub(crate) struct Arguments<'a> {
+    pointers: [*mut c_void; MOST_ARGUMENTS],
+    count: usize,
+    borrowed: PhantomData<&'a ()>,
+}
+
+impl<'a> Arguments<'a> {
+    /// Adds an argument, which the launch copies.
+    pub(crate) fn arg<T: DeviceRepr>(&mut self, argument: &'a T) -> &mut Self {
+        self.pointers[self.count] = std::ptr::from_ref(argument).cast_mut().cast();
+        self.count += 1;
+        self
+    }
 }
 
 impl Launch {
@@ -126,15 +151,24 @@ impl Launch {
     /// # Safety
     /// The arguments have to be those of the kernel in number, order and size, and its accesses within
     /// memory that stays allocated until later work of the stream.
-    pub(crate) unsafe fn with<'a>(&'a self, push: impl FnOnce(&mut LaunchArgs<'a>)) -> Result<()> {
-        let (x, y, z) = self.config.grid_dim;
+    pub(crate) unsafe fn with<'a>(&'a self, push: impl FnOnce(&mut Arguments<'a>)) -> Result<()> {
+        let (x, y, z) = self.grid;
         if x == 0 || y == 0 || z == 0 {
             return Ok(());
         }
-        let mut arguments = self.stream.launch_builder(&self.kernel);
+        let mut arguments = Arguments {
+            pointers: [std::ptr::null_mut(); MOST_ARGUMENTS],
+            count: 0,
+            borrowed: PhantomData,
+        };
         push(&mut arguments);
+        self.stream.context().bind_to_thread().w()?;
+        let given = &mut arguments.pointers[..arguments.count];
+        let (function, stream) = (self.kernel.cu_function(), self.stream.cu_stream());
         // SAFETY: as the caller promises.
-        unsafe { arguments.launch(self.config) }.w()?;
-        Ok(())
+        unsafe {
+            result::launch_kernel(function, self.grid, self.block, self.shared, stream, given)
+        }
+        .w()
     }
 }

@@ -1,7 +1,7 @@
 //! The host's side of `rows.cuh`: which threads have which row, and adding up what blocks have summed.
 
 use super::{Array, Cuda, Module, module};
-use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, bail};
 
 static SUMS: Module = module!("sums");
@@ -52,11 +52,14 @@ impl RowPlan {
     /// Fewer blocks, which take several rows each in turn and keep sums over them: the number of groups
     /// of threads that have such sums.
     pub(crate) fn share_rows(&mut self, rows: usize) -> usize {
-        // What the multiprocessors of an H200 hold at once: a thread has some hundred registers.
-        const THREADS: usize = 132 * 512;
-        // So that the sums stay small beside the rows.
+        const MULTIPROCESSORS: usize = 132;
+        // What those of an H200 hold at once: a thread has some hundred registers.
+        const THREADS: usize = MULTIPROCESSORS * 512;
+        // So that the sums stay small beside the rows, unless there are few.
         const ROWS_OF_GROUP: usize = 8;
-        let groups = (THREADS / self.row_threads as usize).min(rows.div_ceil(ROWS_OF_GROUP));
+        let few = rows.min(MULTIPROCESSORS);
+        let wanted = rows.div_ceil(ROWS_OF_GROUP).max(few);
+        let groups = (THREADS / self.row_threads as usize).min(wanted);
         let blocks = groups.div_ceil(self.rows_at_once).max(1);
         self.grid = blocks as u32;
         blocks * self.rows_at_once

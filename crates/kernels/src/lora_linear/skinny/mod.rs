@@ -7,8 +7,8 @@ use super::cuda::copy_gradients;
 use crate::device::cuda::{Array, Cuda, Matrix, Module, by_dtype, module};
 use crate::matmul::cuda::{multiprocessors, write_bias};
 use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
-use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, PushKernelArg};
 use candle_core::{DType, Result, bail};
 
 static MODULE: Module = module!("skinny");
