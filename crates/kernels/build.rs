@@ -14,6 +14,7 @@ const ARCHITECTURES: &str = "METAL_CANDLE_CUDA_ARCHITECTURES";
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rustc-check-cfg=cfg(hopper)");
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
         return;
     }
@@ -29,6 +30,10 @@ fn compile_all() -> Result<(), String> {
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
     let compiler = compiler();
     let targets = targets();
+    // Some kernels are only for Hopper's own instruction set.
+    if targets.iter().any(|target| target.ends_with("code=sm_90a")) {
+        println!("cargo::rustc-cfg=hopper");
+    }
     let kernels = kernels(Path::new("src")).map_err(|error| format!("src: {error}"))?;
     let shared = Path::new("src/device/cuda");
     println!("cargo::rerun-if-changed={}", shared.display());

@@ -88,6 +88,20 @@ macro_rules! tile_kernel {
     };
 }
 
+/// The same of a kernel for Hopper.
+macro_rules! hopper_kernel {
+    ($name:literal, $dtype:expr, $size:expr) => {
+        match ($dtype == DType::BF16, $size) {
+            (true, 64) => concat!("attention_hopper_", $name, "_bf16_64"),
+            (true, 128) => concat!("attention_hopper_", $name, "_bf16_128"),
+            (true, _) => concat!("attention_hopper_", $name, "_bf16_256"),
+            (false, 64) => concat!("attention_hopper_", $name, "_f16_64"),
+            (false, 128) => concat!("attention_hopper_", $name, "_f16_128"),
+            (false, _) => concat!("attention_hopper_", $name, "_f16_256"),
+        }
+    };
+}
+
 /// Queries up to which the keys are split, for the two kinds of kernels.
 const FEW_QUERIES: usize = 16;
 const PLAIN_FEW_QUERIES: usize = 4;
@@ -99,6 +113,21 @@ const MOST_SPLITS: usize = 128;
 /// The bytes of a tile in shared memory: `tile_bytes` in tiles.cuh.
 fn tile_bytes(rows: usize, size: usize) -> usize {
     size.div_ceil(64) * rows * 128
+}
+
+/// The sizes of hopper.cuh.
+const HOPPER_ROWS: usize = 128;
+const HOPPER_THREADS: u32 = 384;
+const HOPPER_STAGES: usize = 3;
+
+/// For tests: whether a Hopper device is used as an Ampere one.
+#[cfg(test)]
+pub(super) mod ampere {
+    use std::cell::Cell;
+
+    thread_local! {
+        pub(in crate::attention) static ONLY: Cell<bool> = const { Cell::new(false) };
+    }
 }
 
 /// The sizes of plain.cuh.
@@ -188,6 +217,15 @@ impl Call {
         Ok(self.cuda.stream.context().attribute(attribute).w()?.max(0) as usize)
     }
 
+    /// Whether this build and the device have Hopper's products of warpgroups.
+    fn hopper(&self) -> Result<bool> {
+        #[cfg(test)]
+        if ampere::ONLY.get() {
+            return Ok(false);
+        }
+        Ok(cfg!(hopper) && self.cuda.stream.context().compute_capability().w()? == (9, 0))
+    }
+
     fn prepare(
         &self,
         name: &'static str,
@@ -238,6 +276,17 @@ impl Call {
         };
         match self.kernels {
             _ if few => self.forward_few()?,
+            Kernels::Tiles(size) if self.hopper()? => {
+                let size = if size == 96 { 128 } else { size };
+                let columns = if size <= 128 { 128 } else { 64 };
+                let shared = tile_bytes(HOPPER_ROWS, size)
+                    + 4 * tile_bytes(columns, size)
+                    + 8 * 8
+                    + 4 * (HOPPER_ROWS + 2 * HOPPER_THREADS as usize / 32);
+                let name = hopper_kernel!("forward", self.dtype, size);
+                let grid = (batch * heads, queries.div_ceil(HOPPER_ROWS), 1);
+                self.run(name, grid, HOPPER_THREADS, shared)?;
+            }
             Kernels::Tiles(size) => {
                 let rows = if size <= 128 { 128 } else { 64 };
                 let shared = tile_bytes(rows, size) + 2 * tile_bytes(64, size) + 4 * (rows + 8);
@@ -324,6 +373,20 @@ impl Call {
         let name = by_dtype!("backward_rows_sums", self.dtype)?;
         self.run(name, (rows.div_ceil(8), 1, 1), 256, 0)?;
         match self.kernels {
+            Kernels::Tiles(size) if size <= 128 && self.hopper()? => {
+                let size = if size == 96 { 128 } else { size };
+                let columns = 64;
+                let lowest = self.tile_ranges(columns)?;
+                let shared = 2 * tile_bytes(HOPPER_ROWS, size)
+                    + HOPPER_STAGES * (2 * tile_bytes(columns, size) + 3 * 4 * columns + 2 * 8);
+                let name = hopper_kernel!("backward_queries", self.dtype, size);
+                let grid = (batch * heads, queries.div_ceil(HOPPER_ROWS), 1);
+                self.run(name, grid, HOPPER_THREADS, shared)?;
+                let name = hopper_kernel!("backward_keys", self.dtype, size);
+                let grid = (batch * kv_heads, keys.div_ceil(HOPPER_ROWS), 1);
+                self.run(name, grid, HOPPER_THREADS, shared)?;
+                drop(lowest);
+            }
             Kernels::Tiles(size) => {
                 let (rows, columns) = if size <= 128 { (128, 64) } else { (64, 32) };
                 let lowest = self.tile_ranges(columns)?;

@@ -1,7 +1,7 @@
-// The forward pass for few queries, as in decoding, where reading keys and values is all the time: a
-// block takes the queries of all heads that share a key head, so that it reads that once, and one of
-// `splits` ranges of the keys. Each warp goes over every fourth group of keys by itself; their results,
-// and then those of the ranges, are combined in order.
+// The forward pass for few queries, as in decoding, where reading keys and values is all the time:
+// a block takes the queries of all heads that share a key head, so that it reads that once, and one
+// of `splits` ranges of the keys. Each warp goes over every fourth group of keys by itself; their
+// results, and then those of the ranges, are combined in order.
 #pragma once
 
 #include "tiles.cuh"
@@ -46,8 +46,7 @@ __device__ __forceinline__ void store_part(const Parameters &p, int batch, const
         T *const o = static_cast<T *>(p.o) + at * p.head_dim + column;
         for (int i = 0; i < columns; i++) o[i] = from_float<T>(values[i] * inverse);
         if (column == 0)
-            p.log_sum_exp[sum_row(p, batch, row.query, row.head)] =
-                log_of_sum(top, total);
+            p.log_sum_exp[sum_row(p, batch, row.query, row.head)] = log_of_sum(top, total);
     } else {
         const int64_t part = at * p.splits + blockIdx.y;
         for (int i = 0; i < columns; i++) p.partial_o[part * p.head_dim + column + i] = values[i];
@@ -79,7 +78,8 @@ template <typename T, int D> __device__ __forceinline__ void few_tiles(const Par
         const bool valid = from.inside && chunk * 8 < p.head_dim;
         const T *q = static_cast<const T *>(p.q);
         if (valid)
-            q = head_start(q, p.q_strides, batch, from.head) + from.query * p.q_strides[1] + chunk * 8;
+            q = head_start(q, p.q_strides, batch, from.head) + from.query * p.q_strides[1] +
+                chunk * 8;
         copy_async(q_shared + place<ROWS>(row, chunk), q, valid);
     }
     copy_async_commit();
@@ -186,14 +186,14 @@ template <typename T, int D> __device__ __forceinline__ void few_tiles(const Par
 
 constexpr int PLAIN_FEW_ROWS = 4, PLAIN_FEW_WARPS = 4, PLAIN_FEW_COLUMNS = 256;
 
-/// For any element type and up to 256 columns, four rows: a warp takes 32 keys at a time, eight lanes a
-/// key for the scores, all lanes a row of values.
+/// For any element type and up to 256 columns, four rows: a warp takes 32 keys at a time, eight
+/// lanes a key for the scores, all lanes a row of values.
 template <typename T> __device__ __forceinline__ void plain_few(const Parameters &p) {
     constexpr int ROWS = PLAIN_FEW_ROWS, WARPS = PLAIN_FEW_WARPS, COLUMNS = PLAIN_FEW_COLUMNS;
     constexpr int PER_LANE = COLUMNS / WARP;
     extern __shared__ __align__(1024) unsigned char shared[];
-    // (ROWS, COLUMNS) queries, (WARPS, ROWS, WARP) scores, (WARPS, ROWS, COLUMNS) parts, and their tops
-    // and totals.
+    // (ROWS, COLUMNS) queries, (WARPS, ROWS, WARP) scores, (WARPS, ROWS, COLUMNS) parts, and their
+    // tops and totals.
     float *const q = reinterpret_cast<float *>(shared);
     float *const scores = q + ROWS * COLUMNS;
     float *const parts = scores + WARPS * ROWS * WARP;
@@ -281,7 +281,8 @@ template <typename T> __device__ __forceinline__ void plain_few(const Parameters
                 const int column = i * WARP + lane;
                 const float x = column < d ? to_float(line[column]) : 0.0f;
 #pragma unroll
-                for (int row = 0; row < ROWS; row++) out[row][i] = fmaf(weight[row], x, out[row][i]);
+                for (int row = 0; row < ROWS; row++)
+                    out[row][i] = fmaf(weight[row], x, out[row][i]);
             }
         }
         __syncwarp();

@@ -1,6 +1,6 @@
-// The forward pass for many queries on tensor cores: a block of warps takes a tile of queries of one
-// head, 16·M queries a warp, and goes over the tiles of keys that any of them sees. The keys of the
-// next tile are on their way while the values of this one are used, and the other way round.
+// The forward pass for many queries on tensor cores: a block of warps takes a tile of queries of
+// one head, 16·M queries a warp, and goes over the tiles of keys that any of them sees. The keys of
+// the next tile are on their way while the values of this one are used, and the other way round.
 #pragma once
 
 #include "tiles.cuh"
@@ -17,8 +17,7 @@ __device__ __forceinline__ void forward_tiles(const Parameters &p) {
     const uint32_t k_shared = q_shared + tile_bytes(BM, D);
     const uint32_t v_shared = k_shared + tile_bytes(BN, D);
     // The lowest key that each query sees.
-    int *const lowest =
-        reinterpret_cast<int *>(shared + tile_bytes(BM, D) + 2 * tile_bytes(BN, D));
+    int *const lowest = reinterpret_cast<int *>(shared + tile_bytes(BM, D) + 2 * tile_bytes(BN, D));
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
@@ -75,8 +74,8 @@ __device__ __forceinline__ void forward_tiles(const Parameters &p) {
                     hide_scores<BN>(scores[m], half, first_key, p.ragged ? lowest[row] : 0,
                                     first_position + row, lane);
                 }
-                const float shrink = soften_scores<BN>(scores[m], half, p.factor, top[m][half],
-                                                       total[m][half]);
+                const float shrink =
+                    soften_scores<BN>(scores[m], half, p.factor, top[m][half], total[m][half]);
                 scale_row<D>(out[m], half, shrink);
             }
         }

@@ -1,13 +1,14 @@
-// Attention on CUDA. bf16 and f16 with head dimensions up to 256 that are multiples of 8 go to tensor
-// cores, padded with zeros to 64, 96, 128 or 256; everything else to plain kernels.
+// Attention on CUDA. bf16 and f16 with head dimensions up to 256 that are multiples of 8 go to
+// tensor cores, padded with zeros to 64, 96, 128 or 256; everything else to plain kernels.
 
 #include "few_queries.cuh"
 #include "forward.cuh"
+#include "hopper.cuh"
 #include "plain.cuh"
 
 #define FOR_EACH_TILE_KERNEL(define)                                                               \
-    define(bf16, 64) define(bf16, 96) define(bf16, 128) define(bf16, 256)                          \
-    define(f16, 64) define(f16, 96) define(f16, 128) define(f16, 256)
+    define(bf16, 64) define(bf16, 96) define(bf16, 128) define(bf16, 256) define(f16, 64)          \
+        define(f16, 96) define(f16, 128) define(f16, 256)
 
 #define FORWARD(element, d)                                                                        \
     extern "C" __global__ void __launch_bounds__(128)                                              \
@@ -55,17 +56,50 @@ FOR_EACH_DTYPE(plain_few, 128, (const __grid_constant__ Parameters p), (p))
 FOR_EACH_DTYPE(combine_parts, 128, (const __grid_constant__ Parameters p), (p))
 
 #define PLAIN(element, columns)                                                                    \
-    extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1)                                    \
+    extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1)                                 \
         plain_forward_##columns##_##element(const __grid_constant__ Parameters p) {                \
         plain_forward<element, columns>(p);                                                        \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1)                                    \
+    extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1)                                 \
         plain_backward_queries_##columns##_##element(const __grid_constant__ Parameters p) {       \
         plain_backward<element, columns, QUERIES>(p);                                              \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1)                                    \
+    extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1)                                 \
         plain_backward_keys_##columns##_##element(const __grid_constant__ Parameters p) {          \
         plain_backward<element, columns, KEYS>(p);                                                 \
     }
 using f32 = float;
-PLAIN(f32, 64) PLAIN(f32, 128) PLAIN(bf16, 64) PLAIN(bf16, 128) PLAIN(f16, 64) PLAIN(f16, 128)
+PLAIN(f32, 64)
+PLAIN(f32, 128)
+PLAIN(bf16, 64)
+PLAIN(bf16, 128)
+PLAIN(f16, 64)
+PLAIN(f16, 128)
+
+#if defined(HOPPER)
+#define HOPPER_FORWARD(element, d)                                                                 \
+    extern "C" __global__ void __launch_bounds__(HOPPER_THREADS, 1)                                \
+        attention_hopper_forward_##element##_##d(const __grid_constant__ Parameters p) {           \
+        hopper_forward<element, d>(p);                                                             \
+    }
+HOPPER_FORWARD(bf16, 64)
+HOPPER_FORWARD(bf16, 128)
+HOPPER_FORWARD(bf16, 256)
+HOPPER_FORWARD(f16, 64)
+HOPPER_FORWARD(f16, 128)
+HOPPER_FORWARD(f16, 256)
+
+#define HOPPER_BACKWARD(element, d)                                                                \
+    extern "C" __global__ void __launch_bounds__(HOPPER_THREADS, 1)                                \
+        attention_hopper_backward_queries_##element##_##d(const __grid_constant__ Parameters p) {  \
+        hopper_backward<element, d, QUERIES>(p);                                                   \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(HOPPER_THREADS, 1)                                \
+        attention_hopper_backward_keys_##element##_##d(const __grid_constant__ Parameters p) {     \
+        hopper_backward<element, d, KEYS>(p);                                                      \
+    }
+HOPPER_BACKWARD(bf16, 64)
+HOPPER_BACKWARD(bf16, 128)
+HOPPER_BACKWARD(f16, 64)
+HOPPER_BACKWARD(f16, 128)
+#endif

@@ -1,6 +1,7 @@
-// Attention without tensor cores, for f32 and for head dimensions of any size: 64 x 64 tiles of scores,
-// four by four a thread, from slices of the head's dimension in shared memory. A block gives COLUMNS
-// columns of the result; with more, `z` says which, and the scores are computed again.
+// Attention without tensor cores, for f32 and for head dimensions of any size: 64 x 64 tiles of
+// scores, four by four a thread, from slices of the head's dimension in shared memory. A block
+// gives COLUMNS columns of the result; with more, `z` says which, and the scores are computed
+// again.
 #pragma once
 
 #include "backward.cuh"
@@ -23,8 +24,8 @@ __device__ __forceinline__ PlainRows<T> plain_rows(const void *tensor, const int
             strides[1], end - first};
 }
 
-/// `scores += a·bᵀ`: a thread's rows of `a` are the four from `threadIdx.x / 16 * 4` on, of `b` those
-/// from `threadIdx.x % 16 * 4` on.
+/// `scores += a·bᵀ`: a thread's rows of `a` are the four from `threadIdx.x / 16 * 4` on, of `b`
+/// those from `threadIdx.x % 16 * 4` on.
 template <typename T>
 __device__ __forceinline__ void plain_multiply_rows(float (&scores)[4][4], const PlainRows<T> &a,
                                                     const PlainRows<T> &b, int d, float *slices) {
@@ -38,9 +39,11 @@ __device__ __forceinline__ void plain_multiply_rows(float (&scores)[4][4], const
              line += PLAIN_THREADS / PLAIN_DEPTH) {
             const bool inside = start + depth < d;
             of_a[depth * PLAIN_PITCH + line] =
-                inside && line < a.count ? to_float(a.start[line * a.stride + start + depth]) : 0.0f;
+                inside && line < a.count ? to_float(a.start[line * a.stride + start + depth])
+                                         : 0.0f;
             of_b[depth * PLAIN_PITCH + line] =
-                inside && line < b.count ? to_float(b.start[line * b.stride + start + depth]) : 0.0f;
+                inside && line < b.count ? to_float(b.start[line * b.stride + start + depth])
+                                         : 0.0f;
         }
         __syncthreads();
 #pragma unroll 8
@@ -60,10 +63,9 @@ __device__ __forceinline__ void plain_multiply_rows(float (&scores)[4][4], const
 /// `out += weights·b`, of `b` the columns from `first_column` on: a thread's rows are as above, its
 /// columns four of every 64.
 template <typename T, int COLUMNS>
-__device__ __forceinline__ void plain_multiply_columns(float (&out)[4][COLUMNS / 64][4],
-                                                       const float (&weights)[4][4],
-                                                       const PlainRows<T> &b, int first_column,
-                                                       int d, float *slices) {
+__device__ __forceinline__ void
+plain_multiply_columns(float (&out)[4][COLUMNS / 64][4], const float (&weights)[4][4],
+                       const PlainRows<T> &b, int first_column, int d, float *slices) {
     constexpr int PITCH = COLUMNS + 4;
     static_assert(PLAIN_DEPTH * PITCH <= 2 * PLAIN_DEPTH * PLAIN_PITCH, "values fit");
     // (column of the scores, row)
@@ -108,9 +110,9 @@ __device__ __forceinline__ void plain_multiply_columns(float (&out)[4][COLUMNS /
 
 /// Writes a thread's part of rows of a contiguous tensor (batch, size, heads, head_dim).
 template <typename T, int COLUMNS>
-__device__ __forceinline__ void plain_store(void *result, const float (&out)[4][COLUMNS / 64][4],
-                                            const float (&by)[4], int64_t batch, int size, int heads,
-                                            int head, int first_row, int first_column, int d) {
+__device__ __forceinline__ void
+plain_store(void *result, const float (&out)[4][COLUMNS / 64][4], const float (&by)[4],
+            int64_t batch, int size, int heads, int head, int first_row, int first_column, int d) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int row = first_row + threadIdx.x / 16 * 4 + i;
@@ -158,7 +160,8 @@ __device__ __forceinline__ float plain_score(const Parameters &p, float product)
     return p.mode == SCALED ? product * p.inner : product;
 }
 
-template <typename T, int COLUMNS> __device__ __forceinline__ void plain_forward(const Parameters &p) {
+template <typename T, int COLUMNS>
+__device__ __forceinline__ void plain_forward(const Parameters &p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     float *const slices = reinterpret_cast<float *>(shared);
     const int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
@@ -167,8 +170,7 @@ template <typename T, int COLUMNS> __device__ __forceinline__ void plain_forward
     const int first_column = blockIdx.z * COLUMNS;
     const int before = p.keys - p.queries;
     const int last_position = before + min(first_query + PLAIN_TILE, p.queries) - 1;
-    const PlainRows<T> q =
-        plain_rows<T>(p.q, p.q_strides, batch, head, first_query, p.queries);
+    const PlainRows<T> q = plain_rows<T>(p.q, p.q_strides, batch, head, first_query, p.queries);
 
     int position[4], lowest[4];
     float top[4], total[4] = {}, out[4][COLUMNS / 64][4] = {};
@@ -184,9 +186,9 @@ template <typename T, int COLUMNS> __device__ __forceinline__ void plain_forward
     for (int tile = smallest / PLAIN_TILE; tile <= last_position / PLAIN_TILE; tile++) {
         const int first_key = tile * PLAIN_TILE;
         float scores[4][4] = {};
-        plain_multiply_rows<T>(
-            scores, q, plain_rows<T>(p.k, p.k_strides, batch, kv_head, first_key, p.keys),
-            p.head_dim, slices);
+        plain_multiply_rows<T>(scores, q,
+                               plain_rows<T>(p.k, p.k_strides, batch, kv_head, first_key, p.keys),
+                               p.head_dim, slices);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float best = -INFINITY;
@@ -253,8 +255,8 @@ __device__ __forceinline__ void plain_backward(const Parameters &p) {
     const int tile_lowest = BY_KEYS ? 0 : plain_tile_lowest(p, batch, first_row);
     const int first_tile = (BY_KEYS ? max(0, first_row - before) : tile_lowest) / PLAIN_TILE;
     const int last_position = before + min(first_row + PLAIN_TILE, p.queries) - 1;
-    const int end_tile = BY_KEYS ? (p.queries + PLAIN_TILE - 1) / PLAIN_TILE
-                                 : last_position / PLAIN_TILE + 1;
+    const int end_tile =
+        BY_KEYS ? (p.queries + PLAIN_TILE - 1) / PLAIN_TILE : last_position / PLAIN_TILE + 1;
     for (int head = first_head; head < end_head; head++) {
         for (int tile = first_tile; tile < end_tile; tile++) {
             const int first_query = BY_KEYS ? tile * PLAIN_TILE : first_row;
@@ -292,7 +294,8 @@ __device__ __forceinline__ void plain_backward(const Parameters &p) {
                 }
             }
             if constexpr (BY_KEYS)
-                plain_multiply_columns<T, COLUMNS>(second, s, d_o, first_column, p.head_dim, slices);
+                plain_multiply_columns<T, COLUMNS>(second, s, d_o, first_column, p.head_dim,
+                                                   slices);
             plain_multiply_columns<T, COLUMNS>(first, dp, BY_KEYS ? q : k, first_column, p.head_dim,
                                                slices);
         }

@@ -334,6 +334,15 @@ mod cuda {
         assert_identical(&on_cpu(a), &on_cpu(b));
     }
 
+    /// Runs `task` with the kernels of the device, and with those that every device has.
+    fn with_all_kernels(task: impl Fn()) {
+        for only in [false, true] {
+            crate::attention::cuda::ampere::ONLY.set(only);
+            task();
+        }
+        crate::attention::cuda::ampere::ONLY.set(false);
+    }
+
     /// Head dimensions of every kernel, over several tiles, with all options.
     fn many_queries() -> Vec<Case> {
         vec![
@@ -379,16 +388,19 @@ mod cuda {
                 let low = case.to_dtype(dtype);
                 let exact = low.to_dtype(DType::F64);
                 let there = low.to_device(&device);
-                eprintln!("case {index} {dtype:?} {:?} {:?}", case.q.dims(), case.k.dims());
-                let ((o, lse), (exact_o, exact_lse)) = (there.forward(), exact.forward());
-                assert_eq!((o.dtype(), lse.dtype()), (dtype, DType::F32));
-                assert_close(&on_cpu(&o), &exact_o, tolerance);
-                assert_close(&on_cpu(&lse), &exact_lse, 5e-6);
-                let (dq, dk, dv) = there.backward();
+                let (exact_o, exact_lse) = exact.forward();
                 let (exact_dq, exact_dk, exact_dv) = exact.backward();
-                assert_close(&on_cpu(&dq), &exact_dq, 2.0 * tolerance);
-                assert_close(&on_cpu(&dk), &exact_dk, 2.0 * tolerance);
-                assert_close(&on_cpu(&dv), &exact_dv, 2.0 * tolerance);
+                with_all_kernels(|| {
+                    eprintln!("case {index} {dtype:?} {:?} {:?}", case.q.dims(), case.k.dims());
+                    let (o, lse) = there.forward();
+                    assert_eq!((o.dtype(), lse.dtype()), (dtype, DType::F32));
+                    assert_close(&on_cpu(&o), &exact_o, tolerance);
+                    assert_close(&on_cpu(&lse), &exact_lse, 5e-6);
+                    let (dq, dk, dv) = there.backward();
+                    assert_close(&on_cpu(&dq), &exact_dq, 2.0 * tolerance);
+                    assert_close(&on_cpu(&dk), &exact_dk, 2.0 * tolerance);
+                    assert_close(&on_cpu(&dv), &exact_dv, 2.0 * tolerance);
+                });
             }
         }
     }
@@ -399,16 +411,18 @@ mod cuda {
         for case in many_queries().into_iter().chain(few_queries()) {
             for dtype in [DType::F32, DType::BF16] {
                 let case = case.to_dtype(dtype).to_device(&device);
-                let ((o, lse), (dq, dk, dv)) = (case.forward(), case.backward());
-                for _ in 0..3 {
-                    let (again, lse_again) = case.forward();
-                    assert_same(&again, &o);
-                    assert_same(&lse_again, &lse);
-                    let (dq_again, dk_again, dv_again) = case.backward();
-                    assert_same(&dq_again, &dq);
-                    assert_same(&dk_again, &dk);
-                    assert_same(&dv_again, &dv);
-                }
+                with_all_kernels(|| {
+                    let ((o, lse), (dq, dk, dv)) = (case.forward(), case.backward());
+                    for _ in 0..3 {
+                        let (again, lse_again) = case.forward();
+                        assert_same(&again, &o);
+                        assert_same(&lse_again, &lse);
+                        let (dq_again, dk_again, dv_again) = case.backward();
+                        assert_same(&dq_again, &dq);
+                        assert_same(&dk_again, &dk);
+                        assert_same(&dv_again, &dv);
+                    }
+                });
             }
         }
     }
@@ -473,13 +487,15 @@ mod cuda {
             case.first_key = Some(Tensor::from_vec(first, (1, queries), &Device::Cpu).unwrap());
             for dtype in [DType::F32, DType::BF16] {
                 let case = case.to_dtype(dtype).to_device(&device);
-                let (o, lse) = case.forward();
-                assert_eq!(max_abs(&on_cpu(&o).narrow(1, 1, 1).unwrap()), 0.0);
-                assert!(values(&on_cpu(&lse))[1] == f64::NEG_INFINITY);
-                let (dq, dk, dv) = case.backward();
-                assert_eq!(max_abs(&on_cpu(&dq).narrow(1, 1, 1).unwrap()), 0.0);
-                let (dk, dv) = (values(&on_cpu(&dk)), values(&on_cpu(&dv)));
-                assert!(dk.iter().chain(&dv).all(|value| value.is_finite()));
+                with_all_kernels(|| {
+                    let (o, lse) = case.forward();
+                    assert_eq!(max_abs(&on_cpu(&o).narrow(1, 1, 1).unwrap()), 0.0);
+                    assert!(values(&on_cpu(&lse))[1] == f64::NEG_INFINITY);
+                    let (dq, dk, dv) = case.backward();
+                    assert_eq!(max_abs(&on_cpu(&dq).narrow(1, 1, 1).unwrap()), 0.0);
+                    let (dk, dv) = (values(&on_cpu(&dk)), values(&on_cpu(&dv)));
+                    assert!(dk.iter().chain(&dv).all(|value| value.is_finite()));
+                });
             }
         }
     }
@@ -491,11 +507,13 @@ mod cuda {
             for queries in [9, 40] {
                 let case = Case::new(1, queries, 40, 2, 1, 64).scale(1000.0).to_dtype(dtype);
                 let case = case.to_device(&device);
-                let (o, lse) = case.forward();
-                let (dq, dk, dv) = case.backward();
-                for tensor in [o, lse, dq, dk, dv] {
-                    assert!(values(&on_cpu(&tensor)).iter().all(|value| value.is_finite()));
-                }
+                with_all_kernels(|| {
+                    let (o, lse) = case.forward();
+                    let (dq, dk, dv) = case.backward();
+                    for tensor in [o, lse, dq, dk, dv] {
+                        assert!(values(&on_cpu(&tensor)).iter().all(|value| value.is_finite()));
+                    }
+                });
             }
         }
     }

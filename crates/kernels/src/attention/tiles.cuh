@@ -1,5 +1,5 @@
-// What the attention kernels share: their parameters, which keys a query sees, tiles of rows in shared
-// memory, and products of such tiles on tensor cores.
+// What the attention kernels share: their parameters, which keys a query sees, tiles of rows in
+// shared memory, and products of such tiles on tensor cores.
 #pragma once
 
 #include "tensor.cuh"
@@ -7,7 +7,8 @@
 
 /// What every kernel is given. `Parameters` in cuda.rs has the same fields in the same order.
 struct Parameters {
-    /// (batch, queries, heads, head_dim) and twice (batch, keys, kv_heads, head_dim), found by strides.
+    /// (batch, queries, heads, head_dim) and twice (batch, keys, kv_heads, head_dim), found by
+    /// strides.
     const void *q, *k, *v;
     /// Contiguous, like q; `o` is written forward and read backward.
     void *o;
@@ -20,12 +21,13 @@ struct Parameters {
     float *log_sum_exp;
     /// For the backward pass, (batch, heads, queries): log2(e)·log_sum_exp and Σ do·o.
     float *scaled_sums, *corrections;
-    /// For the backward pass, when `ragged`, (batch, queries): the lowest key that a query sees; and
-    /// (batch, tiles): of a tile of queries, the smallest of those that see any, and the largest.
+    /// For the backward pass, when `ragged`, (batch, queries): the lowest key that a query sees;
+    /// and (batch, tiles): of a tile of queries, the smallest of those that see any, and the
+    /// largest.
     int *lowest;
     int2 *tile_lowest;
-    /// For split keys, (batch, queries, heads, splits, head_dim): unnormalised outputs; and without the
-    /// last dimension: the largest score, in log2 units, and the sum.
+    /// For split keys, (batch, queries, heads, splits, head_dim): unnormalised outputs; and without
+    /// the last dimension: the largest score, in log2 units, and the sum.
     float *partial_o;
     float2 *partial_sums;
     /// In elements, of batch, seq and heads.
@@ -50,8 +52,8 @@ struct Parameters {
 
 static_assert(sizeof(Parameters) == 272, "the size that cuda.rs has");
 
-/// How a product becomes a score, before `factor`: as it is, `tanh(inner·x)`, or `inner·x`, which is for
-/// scales that aren't positive.
+/// How a product becomes a score, before `factor`: as it is, `tanh(inner·x)`, or `inner·x`, which
+/// is for scales that aren't positive.
 enum Scores { AS_IS, CAPPED, SCALED };
 
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -70,8 +72,9 @@ __device__ __forceinline__ int lowest_key(const Parameters &p, int batch, int qu
     return max(after_window, static_cast<int>(min(first, static_cast<unsigned>(p.keys))));
 }
 
-template <typename T> __device__ __forceinline__ T *head_start(T *tensor, const int64_t (&strides)[3],
-                                                               int batch, int head) {
+template <typename T>
+__device__ __forceinline__ T *head_start(T *tensor, const int64_t (&strides)[3], int batch,
+                                         int head) {
     return tensor + batch * strides[0] + head * strides[2];
 }
 
@@ -87,13 +90,15 @@ __device__ __forceinline__ int64_t sum_row(const Parameters &p, int batch, int q
 
 __device__ __forceinline__ int warp_min(int x) {
 #pragma unroll
-    for (int offset = WARP / 2; offset > 0; offset /= 2) x = min(x, __shfl_xor_sync(FULL, x, offset));
+    for (int offset = WARP / 2; offset > 0; offset /= 2)
+        x = min(x, __shfl_xor_sync(FULL, x, offset));
     return x;
 }
 
 __device__ __forceinline__ int warp_max(int x) {
 #pragma unroll
-    for (int offset = WARP / 2; offset > 0; offset /= 2) x = max(x, __shfl_xor_sync(FULL, x, offset));
+    for (int offset = WARP / 2; offset > 0; offset /= 2)
+        x = max(x, __shfl_xor_sync(FULL, x, offset));
     return x;
 }
 
@@ -108,9 +113,9 @@ __device__ __forceinline__ float row_max(float x) {
     return fmaxf(x, __shfl_xor_sync(FULL, x, 2));
 }
 
-/// The smallest and the largest lowest key of a tile of queries, of the smallest only those that see any;
-/// in `lowest` those of the queries, then room for two of every warp. For a whole block; when not
-/// `ragged`, zeros, and `lowest` isn't written.
+/// The smallest and the largest lowest key of a tile of queries, of the smallest only those that
+/// see any; in `lowest` those of the queries, then room for two of every warp. For a whole block;
+/// when not `ragged`, zeros, and `lowest` isn't written.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ int2 lowest_keys(const Parameters &p, int batch, int first_query,
                                             int *lowest) {
@@ -143,10 +148,10 @@ __device__ __forceinline__ int2 lowest_keys(const Parameters &p, int batch, int 
     return make_int2(smallest, largest);
 }
 
-// A tile is `ROWS` rows of D elements of 2 bytes in shared memory, as panels of 64 columns: a row of a
-// panel is 128 bytes, eight chunks of 16 bytes, and chunk `c` of row `r` lies at place `c ^ r % 8`, so
-// that neither eight rows of a chunk nor eight chunks of a row share banks. Elements beyond the head's
-// dimension or the last row are zeros.
+// A tile is `ROWS` rows of D elements of 2 bytes in shared memory, as panels of 64 columns: a row
+// of a panel is 128 bytes, eight chunks of 16 bytes, and chunk `c` of row `r` lies at place `c ^ r
+// % 8`, so that neither eight rows of a chunk nor eight chunks of a row share banks. Elements
+// beyond the head's dimension or the last row are zeros.
 
 constexpr int ROW_BYTES = 128;
 
@@ -158,8 +163,9 @@ template <int ROWS> __device__ __forceinline__ uint32_t place(int row, int chunk
     return chunk / 8 * (ROWS * ROW_BYTES) + row * ROW_BYTES + (chunk % 8 ^ row % 8) * 16;
 }
 
-/// Starts to copy `rows` rows, `stride` elements apart, into a tile.
-template <typename T, int ROWS, int D, int THREADS>
+/// Starts to copy `rows` rows, `stride` elements apart, into a tile. `UNROLL` copies at once cost
+/// registers.
+template <typename T, int ROWS, int D, int THREADS, int UNROLL = ROWS>
 __device__ __forceinline__ void load_tile(uint32_t tile, const T *source, int64_t stride, int rows,
                                           int head_dim, int thread) {
     constexpr int CHUNKS = D / 8;
@@ -170,13 +176,13 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const T *source, int64_
         const int row = thread / CHUNKS, chunk = thread % CHUNKS;
         const T *from = source + row * stride + chunk * 8;
         const int end = chunk * 8 < head_dim ? rows : 0;
-#pragma unroll
+#pragma unroll(UNROLL)
         for (int start = 0; start < ROWS; start += STEP) {
             copy_async(tile + place<ROWS>(start + row, chunk), from, start + row < end);
             from += STEP * stride;
         }
     } else {
-#pragma unroll
+#pragma unroll(UNROLL)
         for (int start = 0; start < ROWS * CHUNKS; start += THREADS) {
             const int index = start + thread;
             if (ROWS * CHUNKS % THREADS != 0 && index >= ROWS * CHUNKS) break;
@@ -202,8 +208,8 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[M][N / 8][4], uint
         uint32_t x[M][4];
 #pragma unroll
         for (int m = 0; m < M; m++)
-            load_tiles(x[m], a_row + m * 16 * ROW_BYTES + k / 4 * (ROWS * ROW_BYTES) +
-                                 (a_chunk ^ step));
+            load_tiles(x[m],
+                       a_row + m * 16 * ROW_BYTES + k / 4 * (ROWS * ROW_BYTES) + (a_chunk ^ step));
 #pragma unroll
         for (int n = 0; n < N / 16; n++) {
             uint32_t y[4];
@@ -220,8 +226,8 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[M][N / 8][4], uint
 /// `out += weights·b` over the N rows of tile `b`.
 template <typename T, int D, int N, int M>
 __device__ __forceinline__ void multiply_columns(float (&out)[M][D / 8][4],
-                                                 const uint32_t (&weights)[M][N / 16][4], uint32_t b,
-                                                 int lane) {
+                                                 const uint32_t (&weights)[M][N / 16][4],
+                                                 uint32_t b, int lane) {
     const uint32_t b_row = b + lane % 16 * ROW_BYTES;
     const uint32_t b_chunk = (lane / 16 ^ lane % 8) * 16;
 #pragma unroll
@@ -257,8 +263,8 @@ __device__ __forceinline__ void pack_weights(uint32_t (&weights)[M][N / 16][4],
     }
 }
 
-/// Writes a warp's 16·M rows, row `r` multiplied by `by`, where `target(r)` says, if not null. They go
-/// through the rows from `first` on of a tile that no other warp reads or writes.
+/// Writes a warp's 16·M rows, row `r` multiplied by `by`, where `target(r)` says, if not null. They
+/// go through the rows from `first` on of a tile that no other warp reads or writes.
 template <typename T, int D, int ROWS, int M, typename Target>
 __device__ __forceinline__ void store_rows(unsigned char *tile, int first,
                                            const float (&out)[M][D / 8][4], const float (&by)[M][2],
@@ -302,8 +308,8 @@ __device__ __forceinline__ void shape_scores(const Parameters &p, float (&scores
     }
 }
 
-/// Hides the keys, `first_key` that of the first score, below `lowest` or above `highest` of a thread's
-/// row `half`.
+/// Hides the keys, `first_key` that of the first score, below `lowest` or above `highest` of a
+/// thread's row `half`.
 template <int N>
 __device__ __forceinline__ void hide_scores(float (&scores)[N / 8][4], int half, int first_key,
                                             int lowest, int highest, int lane) {
@@ -317,8 +323,8 @@ __device__ __forceinline__ void hide_scores(float (&scores)[N / 8][4], int half,
     }
 }
 
-/// Scores of a thread's row `half` become powers relative to the new `top`, in log2 units, and are added
-/// to its part of `total`. Gives what earlier powers have to be multiplied by.
+/// Scores of a thread's row `half` become powers relative to the new `top`, in log2 units, and are
+/// added to its part of `total`. Gives what earlier powers have to be multiplied by.
 template <int N>
 __device__ __forceinline__ float soften_scores(float (&scores)[N / 8][4], int half, float factor,
                                                float &top, float &total) {

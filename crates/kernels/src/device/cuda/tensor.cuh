@@ -44,8 +44,8 @@ __device__ __forceinline__ void multiply_add<bf16>(float (&c)[4], const uint32_t
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <>
-__device__ __forceinline__ void multiply_add<f16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                  uint32_t b1) {
+__device__ __forceinline__ void multiply_add<f16>(float (&c)[4], const uint32_t (&a)[4],
+                                                  uint32_t b0, uint32_t b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
                  "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -63,7 +63,8 @@ template <> __device__ __forceinline__ uint32_t pack_pair<f16>(float low, float 
     return *reinterpret_cast<const uint32_t *>(&pair);
 }
 
-/// Starts to copy 16 aligned bytes into shared memory; zeros when not `valid`, then nothing is read.
+/// Starts to copy 16 aligned bytes into shared memory; zeros when not `valid`, then nothing is
+/// read.
 __device__ __forceinline__ void copy_async(uint32_t target, const void *source, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                  "r"(valid ? 16 : 0)
