@@ -64,6 +64,18 @@ template <class To, class From> constexpr To convert(From from) {
       from, std::integral_constant<bool, (is_half<To>::value && is_bfloat<From>::value) ||
                                              (is_bfloat<To>::value && is_half<From>::value)>());
 }
+template <class To, class From> constexpr To cast(From&& from, std::true_type) {
+  return convert<To>(typename std::decay<From>::type(from));
+}
+template <class To, class From> constexpr To cast(From&& from, std::false_type) {
+  return static_cast<To>(static_cast<From&&>(from));
+}
+// static_cast, also between half and bfloat.
+template <class To, class From> constexpr To cast(From&& from) {
+  return cast<To>(
+      static_cast<From&&>(from),
+      std::integral_constant<bool, is_number<To> && is_number<typename std::decay<From>::type>>());
+}
 }  // namespace msl
 
 namespace metal {
@@ -126,30 +138,23 @@ constexpr int sum() { return 0; }
 template <class... R> constexpr int sum(int first, R... rest) { return first + sum(rest...); }
 
 template <class T, int N> struct Storage;
-template <class T> struct alignas(2 * sizeof(T)) Storage<T, 2> {
-  union {
-    T at[2];
-    struct {
-      T x, y;
-    };
+template <class T, int N> struct PackedStorage;
+#define MSL_STORAGE(name, count, places, alignment, ...)                       \
+  template <class T> struct alignment name<T, count> {                         \
+    union {                                                                    \
+      T at[places];                                                            \
+      struct {                                                                 \
+        T __VA_ARGS__;                                                         \
+      };                                                                       \
+    };                                                                         \
   };
-};
-template <class T> struct alignas(4 * sizeof(T)) Storage<T, 3> {
-  union {
-    T at[4];
-    struct {
-      T x, y, z;
-    };
-  };
-};
-template <class T> struct alignas(4 * sizeof(T)) Storage<T, 4> {
-  union {
-    T at[4];
-    struct {
-      T x, y, z, w;
-    };
-  };
-};
+MSL_STORAGE(Storage, 2, 2, alignas(2 * sizeof(T)), x, y)
+MSL_STORAGE(Storage, 3, 4, alignas(4 * sizeof(T)), x, y, z)
+MSL_STORAGE(Storage, 4, 4, alignas(4 * sizeof(T)), x, y, z, w)
+MSL_STORAGE(PackedStorage, 2, 2, , x, y)
+MSL_STORAGE(PackedStorage, 3, 3, , x, y, z)
+MSL_STORAGE(PackedStorage, 4, 4, , x, y, z, w)
+#undef MSL_STORAGE
 
 // `v.xz = ...`, which the translation writes as v.swizzled<0, 2>() = ...
 template <class T, int N, int... I> struct Swizzled {
@@ -283,15 +288,13 @@ template <class T, int C, int R> inline vec<T, C> operator*(vec<T, R> x, matrix<
 }
 
 // packed_float4 and its kin: the alignment is that of a component.
-template <class T, int N> struct packed_vec {
-  T at[N];
+template <class T, int N> struct packed_vec : msl::PackedStorage<T, N> {
+  using msl::PackedStorage<T, N>::at;
   packed_vec() = default;
   MSL_INLINE packed_vec(vec<T, N> from) {
     for (int i = 0; i < N; i++) at[i] = from.at[i];
   }
-  template <class... V> MSL_INLINE packed_vec(T a, T b, V... rest) : at{a, b, rest...} {
-    static_assert(sizeof...(V) + 2 == N, "the components given are not as many as the vector has");
-  }
+  template <class... V> MSL_INLINE packed_vec(T a, T b, V... rest) : packed_vec(vec<T, N>(a, b, rest...)) {}
   MSL_INLINE operator vec<T, N>() const {
     vec<T, N> result;
     for (int i = 0; i < N; i++) result.at[i] = at[i];

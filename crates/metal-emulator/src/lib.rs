@@ -36,6 +36,8 @@ pub use element::{Constant, Element};
 pub use error::{Error, Fault, Finding};
 pub use library::{Library, Source};
 
+use std::io::{self, Write};
+use std::sync::Once;
 use std::{fmt, thread};
 
 /// What a run looks for, beside what every mode does: wrong arguments, barriers that not all threads
@@ -70,13 +72,18 @@ impl fmt::Display for Mode {
 /// Orders of threads that find most of what an order can find: up, down, and shuffled twice.
 pub const SEEDS: [u64; 4] = [0, 1, 2, 3];
 
-/// Whether kernels can be run here. If not, says on the standard error that tests are skipped, why,
-/// and how to change that.
+/// Whether kernels can be run here. If not, says once on the standard error that tests are skipped,
+/// why, and how to change that.
 pub fn available() -> bool {
     match compiler::Compiler::get() {
         Ok(_) => true,
         Err(error) => {
-            eprintln!("SKIPPED: no Metal kernel was tested: {error}");
+            static SAID: Once = Once::new();
+            SAID.call_once(|| {
+                // Not with `eprintln`, of which a test that passes shows nothing.
+                let message = format!("SKIPPED: no Metal kernel was tested: {error}\n");
+                let _ = io::stderr().write_all(message.as_bytes());
+            });
             false
         }
     }

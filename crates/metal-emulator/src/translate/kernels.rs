@@ -64,7 +64,7 @@ pub fn kernels(text: &mut Text) -> Result<Vec<Kernel>, Wrong> {
             continue;
         }
         let is_template = before.is_some_and(|at| text.is(at, ">"));
-        let definition = definition(text, before.map_or(0, |at| at + 1), mark)?;
+        let definition = definition(text, before.map_or(0, |at| at + 1), mark, is_template)?;
         if definitions.contains_key(&definition.function) {
             let message = format!("there are two kernels named `{}`", definition.function);
             return Err(text.wrong(mark, message));
@@ -94,26 +94,51 @@ fn host_name(attributes: &str) -> Option<String> {
     Some(name.replace('"', ""))
 }
 
-fn definition(text: &Text, from: usize, mark: usize) -> Result<Kernel, Wrong> {
+fn definition(text: &Text, from: usize, mark: usize, is_template: bool) -> Result<Kernel, Wrong> {
     let open = text.find(mark, &["("]).ok_or_else(|| text.wrong(mark, "a kernel without `(`"))?;
     let close = text.closing(open)?;
     let name_at = text.before(open).ok_or_else(|| text.wrong(open, "a kernel without a name"))?;
     let function = text.text(name_at).to_string();
     let attributes = text.attributes_in(from, open);
-    let mut arguments = Vec::new();
-    for (start, end) in text.pieces(open + 1, close) {
-        arguments.push(argument(text, start, end)?);
+    let pieces = text.pieces(open + 1, close);
+    let mut taken = Taken::default();
+    for &(start, end) in &pieces {
+        let attributes = text.attributes_in(start, end);
+        taken.buffers.extend(argument_of(&attributes, "buffer"));
+        taken.threadgroup.extend(argument_of(&attributes, "threadgroup"));
     }
+    let mut arguments = Vec::new();
+    for (start, end) in pieces {
+        arguments.push(argument(text, start, end, &mut taken)?);
+    }
+    // What a template's parameters say isn't known here, and isn't checked.
+    let most_threads = argument_of(&attributes, "max_total_threads_per_threadgroup")
+        .filter(|count| !is_template || count.parse::<u32>().is_ok());
     Ok(Kernel {
         name: host_name(&attributes).unwrap_or_else(|| function.clone()),
         function,
-        most_threads: argument_of(&attributes, "max_total_threads_per_threadgroup")
-            .unwrap_or_else(|| "0".into()),
+        most_threads: most_threads.unwrap_or_else(|| "0".into()),
         arguments,
     })
 }
 
-fn argument(text: &Text, start: usize, end: usize) -> Result<String, Wrong> {
+/// The indices that attributes name. Metal gives the others to the parameters without one, in order.
+#[derive(Default)]
+struct Taken {
+    buffers: Vec<String>,
+    threadgroup: Vec<String>,
+}
+
+fn next_free(taken: &mut Vec<String>) -> String {
+    let mut index = 0_u32;
+    while taken.contains(&index.to_string()) {
+        index += 1;
+    }
+    taken.push(index.to_string());
+    index.to_string()
+}
+
+fn argument(text: &Text, start: usize, end: usize, taken: &mut Taken) -> Result<String, Wrong> {
     let attributes = text.attributes_in(start, end);
     let wrong = |message: &str| {
         let parameter = text.normal(start, end);
@@ -125,13 +150,15 @@ fn argument(text: &Text, start: usize, end: usize) -> Result<String, Wrong> {
     }
     let bound = argument_of(&attributes, "function_constant")
         .map_or(String::new(), |constant| format!(", [] {{ return bool({constant}); }}"));
-    let (kind, index) = if let Some(index) = argument_of(&attributes, "buffer") {
-        if !text.counting(start, end).any(|at| text.is_any(at, &["device", "constant"])) {
-            return Err(wrong("is a buffer, but neither `device` nor `constant`"));
-        }
-        ("buffer", index)
-    } else if let Some(index) = argument_of(&attributes, "threadgroup") {
+    let is = |spaces: &[&str]| text.counting(start, end).any(|at| text.is_any(at, spaces));
+    let named = |kind: &str| argument_of(&attributes, kind);
+    let (kind, index) = if is(&["threadgroup"]) {
+        let index = named("threadgroup").unwrap_or_else(|| next_free(&mut taken.threadgroup));
         ("threadgroup", index)
+    } else if is(&["device", "constant"]) {
+        ("buffer", named("buffer").unwrap_or_else(|| next_free(&mut taken.buffers)))
+    } else if named("buffer").is_some() {
+        return Err(wrong("is a buffer, but neither `device` nor `constant`"));
     } else {
         return Err(wrong(
             "has no attribute that is known: buffer(n), threadgroup(n), or a position",

@@ -134,6 +134,7 @@ pub fn translate(text: &mut Text) -> Result<(), Wrong> {
         match text.text(at) {
             "device" | "thread" => text.set(at, ""),
             "constant" => constant(text, at)?,
+            "static_cast" => text.set(at, "msl::cast"),
             "threadgroup" => threadgroup(text, at, &mut variables)?,
             word if is_swizzle(word) && text.before_is(at, ".") && !text.after_is(at, "(") => {
                 swizzle(text, at);
@@ -237,13 +238,16 @@ fn threadgroup(text: &mut Text, at: usize, variables: &mut usize) -> Result<(), 
             let base = base.get_or_insert_with(|| text.inline(at + 1, name_at));
             let (name, rest) = (text.text(name_at), text.inline(name_at, stop));
             *variables += 1;
+            if !declared.is_empty() {
+                declared += "; ";
+            }
             let holder = format!("msl_variable_{variables}");
             declared += &format!(
                 "struct {holder} {{ {base} {rest}; }}; \
-                 auto& {name} = msl::threadgroup_variable<{holder}>(\"{name}\").{name}; "
+                 auto& {name} = msl::threadgroup_variable<{holder}>(\"{name}\").{name}"
             );
         }
-        text.blank(at + 1, end + 1);
+        text.blank(at + 1, end);
         text.set(at, declared);
         return Ok(());
     }
@@ -253,8 +257,10 @@ fn threadgroup(text: &mut Text, at: usize, variables: &mut usize) -> Result<(), 
         let last = if text.is(here, "<") { text.closing(here)? } else { here };
         next = text.after(last);
     }
+    let is_parameter = matches!(before, "(" | ",");
     let points = next.is_some_and(|next| {
         text.is_any(next, &["*", "&"])
+            || (is_parameter && text.is(next, "["))
             || (text.is(next, "(") && (text.after_is(next, "*") || text.after_is(next, "&")))
     });
     let of_method = |at: usize| text.before_is(at, ")");
@@ -290,7 +296,13 @@ fn drop_twins(text: &mut Text, from: usize, to: usize) -> Result<(), Wrong> {
                     matches!(word, "namespace" | "struct" | "class" | "union" | "extern")
                 });
                 if holds && !header.contains(')') {
-                    drop_twins(text, at + 1, end)?;
+                    let is_type = !header.contains("namespace") && !header.contains("extern");
+                    let new_body = bodies.insert(format!("{header} {}", text.normal(at, end)));
+                    if is_type && !seen.insert(header) && !new_body {
+                        text.blank(start, end + 1);
+                    } else {
+                        drop_twins(text, at + 1, end)?;
+                    }
                 } else if header.contains(')') {
                     let new_body = bodies.insert(format!("{header} {}", text.normal(at, end)));
                     if !seen.insert(header) {

@@ -34,9 +34,13 @@ fn literals_have_the_types_of_metal() {
 
 #[test]
 fn every_threadgroup_variable_has_its_own_memory() {
-    let code = code("void f() { threadgroup float a[4], b; threadgroup float* p = a; }");
+    let code = code(
+        "void f() { threadgroup float a[4], b; threadgroup N::T c[N::size]; \
+         threadgroup float* p = a; }",
+    );
     assert!(code.contains("struct msl_variable_1 { float a[4]; };"), "{code}");
     assert!(code.contains("struct msl_variable_2 { float b; };"), "{code}");
+    assert!(code.contains("struct msl_variable_3 { N::T c[N::size]; };"), "{code}");
     assert!(code.contains("float* p = a;"), "{code}");
 }
 
@@ -63,6 +67,17 @@ fn instantiations_are_kernels_of_their_own() {
 }
 
 #[test]
+fn parameters_without_an_index_take_the_next_that_is_free() {
+    let code = code(
+        "kernel void k(device float* a, device float* b [[buffer(0)]], constant uint& c, \
+         threadgroup float* d, uint e [[thread_position_in_grid]]) {}",
+    );
+    assert!(
+        code.contains("0, msl::buffer(1), msl::buffer(0), msl::buffer(2), msl::threadgroup(0), ")
+    );
+}
+
+#[test]
 fn functions_that_differ_in_address_space_become_one() {
     let code = code(
         "float f(device float* p) { return *p; }\nfloat f(threadgroup float* p) { return *p; }\n\
@@ -82,7 +97,7 @@ fn what_metal_refuses_is_refused_with_its_place() {
         ),
         ("void f() { float* p = 0; }", "a.metal:7: the declaration of `p` has no address space"),
         ("void f() { double x; }", "a.metal:7: Metal has no `double`"),
-        ("kernel void k(device float* x) {}", "has no attribute that is known"),
+        ("kernel void k(float x [[stage_in]]) {}", "has no attribute that is known"),
         ("kernel void k(float x [[buffer(0)]]) {}", "neither `device` nor `constant`"),
         ("void f() { const threadgroup float x[4] = 0; }", "at the start of a statement"),
         (
