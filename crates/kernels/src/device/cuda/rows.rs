@@ -9,6 +9,8 @@ static SUMS: Module = module!("sums");
 const WARP: usize = 32;
 /// As in `rows.cuh`.
 const ROW_THREADS: usize = 512;
+/// Fewer rows than this leave multiprocessors without work.
+const FEW_ROWS: usize = 132;
 pub(crate) const ANY_THREADS: u32 = 256;
 
 /// How rows in registers are spread over threads.
@@ -22,7 +24,7 @@ pub(crate) struct RowPlan {
 }
 
 impl RowPlan {
-    /// Where a row of `columns` elements of `dtype` fits in registers, `packs` packs of 16 bytes a
+    /// Where a row of `columns` elements of `dtype` fits in registers, at most `packs` packs of 16 bytes a
     /// thread, and every address allows to load packs.
     pub(crate) fn new(
         rows: usize,
@@ -35,7 +37,14 @@ impl RowPlan {
         if !columns.is_multiple_of(pack) || addresses.iter().any(|address| address % 16 != 0) {
             return None;
         }
-        let row_threads = (columns / pack).div_ceil(packs).next_multiple_of(WARP);
+        let threads = |packs: usize| (columns / pack).div_ceil(packs).next_multiple_of(WARP);
+        // A row alone on its multiprocessor is done sooner by more threads.
+        let packs = match rows {
+            0..FEW_ROWS => (1..packs).find(|packs| threads(*packs) <= ROW_THREADS),
+            _ => None,
+        }
+        .unwrap_or(packs);
+        let row_threads = threads(packs);
         if row_threads > ROW_THREADS {
             return None;
         }
