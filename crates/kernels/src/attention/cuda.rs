@@ -343,8 +343,10 @@ impl Call {
         self.parameters.partial_o = partial_o.pointer;
         self.parameters.partial_sums = partial_sums.pointer;
         self.run(name, grid, threads, shared)?;
+        // The compiler reads weights ahead, eight at a time.
+        let shared = (splits + 1).next_multiple_of(8) + 8;
         let combine = by_dtype!("combine_parts", self.dtype)?;
-        self.run(combine, (batch * queries * heads, 1, 1), 128, 4 * (splits + 1))
+        self.run(combine, (batch * queries * heads, 1, 1), 128, 4 * shared)
     }
 
     fn backward(

@@ -5,6 +5,7 @@
 use super::skinny::Skinny;
 use super::{Dropout, Lora, Output, Projection, SharedGradients};
 use crate::device::cuda::{Array, Cuda, Matrix, Module, Rows, by_dtype, module, require_floats};
+use crate::device::rows_and_columns;
 use crate::matmul::cuda::{
     Adapter, Layer, bias_as, few_rows, multiprocessors, takes_few_rows, write_bias,
 };
@@ -261,51 +262,97 @@ pub(super) fn forward(
     require_floats(operation, &[x])?;
     let cuda = Cuda::of(x)?;
     let dtype = x.dtype();
-    let dropout = |projection: &Projection| {
-        projection.lora.and_then(|lora| lora.dropout).is_some_and(|drop| drop.probability > 0.0)
-    };
-    let ranks = projections.iter().filter_map(|projection| projection.lora);
-    let ranks = ranks.map(|lora| lora.a.dims().last().copied().unwrap_or(0));
-    if !projections.iter().any(dropout) && takes_few_rows(rows, inner, ranks) {
+    if few(rows, inner, projections) {
         return forward_few_rows(operation, &cuda, x, (rows, inner), projections);
     }
     let all = All::new(operation, &cuda, dtype, inner, projections)?;
     let x_rows = cuda.rows(x)?;
-    let xa = cuda.empty(with_last_dimension(x, all.columns), dtype)?;
-    let all_xa = Matrix::of(&xa, all.columns);
     let mut skinny = Skinny::new(&cuda, dtype, rows)?;
-    if all.dropout {
-        for factors in all.factors() {
-            let (masked, kept) = masked(&cuda, x, factors.dropout)?;
-            let source = masked.as_ref().map_or(x_rows.matrix, |masked| Matrix::of(masked, inner));
-            let to = all_xa.at_column(factors.column);
-            skinny.down(source, [rows, inner], (factors.a, factors.rank), kept, to)?;
-        }
-    } else if let Some(a) = all.a {
-        skinny.down(x_rows.matrix, [rows, inner], (a, all.columns), 1.0, all_xa)?;
-    }
-    skinny.finish()?;
+    let xa = all.low_rank(&cuda, x, &x_rows, &mut skinny)?;
+    let all_xa = Matrix::of(&xa, all.columns);
     let mut outputs = Vec::with_capacity(projections.len());
-    for Ready { weight, outer, bias, factors } in &all.projections {
+    for ready in &all.projections {
+        let Ready { weight, outer, bias, factors } = ready;
         let outer = *outer;
         let y = cuda.empty(with_last_dimension(x, outer), dtype)?;
         let to = Matrix::of(&y, outer);
         let mut beta = 0.0;
-        let mut of_adapter = None;
         if let Some(Factors { column, rank, scale, b, .. }) = factors {
             let left = all_xa.at_column(*column);
             skinny.up(left, (*b, *rank), bias.as_ref(), *scale, (&y, [rows, outer]))?;
             beta = 1.0;
-            of_adapter = Some(xa.tensor.narrow(D::Minus1, *column, *rank)?);
         } else if let Some(bias) = bias {
             write_bias(&cuda, bias, &y, rows, outer)?;
             beta = 1.0;
         }
         let product = (x_rows.matrix, weight.matrix.t());
         cuda.gemm([rows, outer, inner], 1.0, product, beta, to)?;
-        outputs.push(Output { y: y.tensor, xa: of_adapter });
+        outputs.push(Output { y: y.tensor, xa: ready.part_of(&xa)? });
     }
     Ok(outputs)
+}
+
+/// The `xa` of [`forward`].
+pub(super) fn low_rank(
+    operation: &str,
+    x: &Tensor,
+    (rows, inner): (usize, usize),
+    projections: &[Projection],
+) -> Result<Vec<Option<Tensor>>> {
+    require_floats(operation, &[x])?;
+    let cuda = Cuda::of(x)?;
+    if few(rows, inner, projections) {
+        let outputs = forward_few_rows(operation, &cuda, x, (rows, inner), projections)?;
+        return Ok(outputs.into_iter().map(|output| output.xa).collect());
+    }
+    let all = All::new(operation, &cuda, x.dtype(), inner, projections)?;
+    let mut skinny = Skinny::new(&cuda, x.dtype(), rows)?;
+    let xa = all.low_rank(&cuda, x, &cuda.rows(x)?, &mut skinny)?;
+    all.projections.iter().map(|ready| ready.part_of(&xa)).collect()
+}
+
+/// Whether the kernels for a few rows take these layers.
+fn few(rows: usize, inner: usize, projections: &[Projection]) -> bool {
+    let adapters = || projections.iter().filter_map(|projection| projection.lora);
+    let drops = adapters().any(|lora| lora.dropout.is_some_and(|drop| drop.probability > 0.0));
+    let ranks = adapters().map(|lora| lora.a.dims().last().copied().unwrap_or(0));
+    !drops && takes_few_rows(rows, inner, ranks)
+}
+
+impl Ready {
+    /// The columns of this projection's adapter.
+    fn part_of(&self, xa: &Array) -> Result<Option<Tensor>> {
+        let narrow = |factors: &Factors| xa.tensor.narrow(D::Minus1, factors.column, factors.rank);
+        self.factors.as_ref().map(narrow).transpose()
+    }
+}
+
+impl All {
+    /// x·A of all adapters side by side, `(.., columns)`.
+    fn low_rank(
+        &self,
+        cuda: &Cuda,
+        x: &Tensor,
+        x_rows: &Rows,
+        skinny: &mut Skinny,
+    ) -> Result<Array> {
+        let (rows, inner) = rows_and_columns("lora_linear", "x", x)?;
+        let xa = cuda.empty(with_last_dimension(x, self.columns), x.dtype())?;
+        let all_xa = Matrix::of(&xa, self.columns);
+        if self.dropout {
+            for factors in self.factors() {
+                let (masked, kept) = masked(cuda, x, factors.dropout)?;
+                let source =
+                    masked.as_ref().map_or(x_rows.matrix, |masked| Matrix::of(masked, inner));
+                let to = all_xa.at_column(factors.column);
+                skinny.down(source, [rows, inner], (factors.a, factors.rank), kept, to)?;
+            }
+        } else if let Some(a) = self.a {
+            skinny.down(x_rows.matrix, [rows, inner], (a, self.columns), 1.0, all_xa)?;
+        }
+        skinny.finish()?;
+        Ok(xa)
+    }
 }
 
 fn forward_few_rows(

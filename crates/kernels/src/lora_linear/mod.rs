@@ -155,6 +155,22 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
     })
 }
 
+/// The `xa` of [`forward_shared`] alone, with the same bits, for a forward pass that is run again and whose
+/// `y` nothing reads. On the CPU it is found along with `y`, and takes as long.
+///
+/// # Errors
+/// Like [`forward`].
+pub fn forward_again(x: &Tensor, projections: &[Projection]) -> Result<Vec<Option<Tensor>>> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        const OPERATION: &str = "lora_linear::forward_again";
+        let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
+        check(OPERATION, x, inner, projections)?;
+        return cuda::low_rank(OPERATION, x, (rows, inner), projections);
+    }
+    Ok(forward_shared(x, projections)?.into_iter().map(|output| output.xa).collect())
+}
+
 /// `y` like [`forward`], recorded in Candle's autograd for `x`, A and B; `weight` and `bias` are frozen.
 ///
 /// # Errors

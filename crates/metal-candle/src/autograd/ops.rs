@@ -190,6 +190,25 @@ impl Tape {
     /// `x · weightᵀ + bias`, and where there is an adapter `+ scale · (dropout(x) · a) · b` on a frozen
     /// `weight` and `bias`.
     pub fn projections(&self, x: &Value, layers: &[ProjectionValues<'_>]) -> Result<Vec<Value>> {
+        self.project(x, layers, None)
+    }
+
+    /// Like [`Self::projections`], of layers whose outputs nothing reads: `stand_in` stands for them.
+    pub fn unread_projections(
+        &self,
+        x: &Value,
+        layers: &[ProjectionValues<'_>],
+        stand_in: &Tensor,
+    ) -> Result<Vec<Value>> {
+        self.project(x, layers, Some(stand_in))
+    }
+
+    fn project(
+        &self,
+        x: &Value,
+        layers: &[ProjectionValues<'_>],
+        stand_in: Option<&Tensor>,
+    ) -> Result<Vec<Value>> {
         let trained = |layer: &ProjectionValues<'_>| {
             layer.weight.needs_gradient() || layer.bias.is_some_and(Value::needs_gradient)
         };
@@ -212,9 +231,16 @@ impl Tape {
         }
         let projections: Vec<_> = layers.iter().map(SavedProjection::new).collect();
         let borrowed: Vec<_> = projections.iter().map(SavedProjection::borrow).collect();
-        let outputs = lora_linear::forward_shared(x.tensor(), &borrowed)?;
-        let (outputs, xas): (Vec<_>, Vec<_>) =
-            outputs.into_iter().map(|output| (output.y, output.xa)).unzip();
+        let (outputs, xas): (Vec<_>, Vec<_>) = match stand_in {
+            Some(stand_in) => {
+                let xas = lora_linear::forward_again(x.tensor(), &borrowed)?;
+                (vec![stand_in.clone(); xas.len()], xas)
+            }
+            None => {
+                let outputs = lora_linear::forward_shared(x.tensor(), &borrowed)?;
+                outputs.into_iter().map(|output| (output.y, output.xa)).unzip()
+            }
+        };
         let mut inputs = vec![x];
         for lora in layers.iter().filter_map(|layer| layer.lora.as_ref()) {
             inputs.extend([lora.a, lora.b]);
@@ -332,7 +358,15 @@ impl Tape {
 
     /// `x + y`, of the same shape.
     pub fn add(&self, x: &Value, y: &Value) -> Result<Value> {
-        let output = arithmetic::add(x.tensor(), y.tensor())?;
+        self.sum(x, y, arithmetic::add(x.tensor(), y.tensor())?)
+    }
+
+    /// Like [`Self::add`], of a sum that nothing reads: `x` stands for it.
+    pub fn unread_add(&self, x: &Value, y: &Value) -> Result<Value> {
+        self.sum(x, y, x.tensor().clone())
+    }
+
+    fn sum(&self, x: &Value, y: &Value, output: Tensor) -> Result<Value> {
         Ok(self.record(&[x, y], output, |dy| Ok(vec![Some(dy.clone()), Some(dy)])))
     }
 

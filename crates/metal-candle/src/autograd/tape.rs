@@ -147,6 +147,8 @@ pub type Segment = Arc<dyn Fn(&Tape, &[Value]) -> Result<Vec<Value>>>;
 pub struct Tape {
     nodes: RefCell<Vec<Node>>,
     recording: bool,
+    /// Set while a segment is run again for its gradients: nothing reads its results.
+    replaying: bool,
     /// Set when a trainable weight was read, also while nothing is recorded.
     touched: Cell<bool>,
 }
@@ -154,7 +156,12 @@ pub struct Tape {
 impl Tape {
     /// A tape that records whatever depends on a trainable weight.
     pub fn recording() -> Self {
-        Self { nodes: RefCell::default(), recording: true, touched: Cell::new(false) }
+        Self {
+            nodes: RefCell::default(),
+            recording: true,
+            replaying: false,
+            touched: Cell::new(false),
+        }
     }
 
     /// A tape that records nothing, for evaluation and generation.
@@ -165,6 +172,12 @@ impl Tape {
     /// Whether this tape records what depends on a trainable weight.
     pub fn is_recording(&self) -> bool {
         self.recording
+    }
+
+    /// Whether a segment is run again for its gradients. Its results are not read then, so an operation
+    /// that gives nothing but them may leave them out.
+    pub fn is_replaying(&self) -> bool {
+        self.replaying
     }
 
     /// How many nodes are recorded.
@@ -239,7 +252,7 @@ impl Tape {
         }
         let needs: Vec<bool> = inputs.iter().map(|input| input.slot.is_some()).collect();
         let backward = move |gradients: Gradients, sink: &mut dyn GradientSink| {
-            let tape = Tape::recording();
+            let tape = Tape { replaying: true, ..Tape::recording() };
             let leaves: Vec<Value> = detached
                 .into_iter()
                 .zip(&needs)

@@ -221,7 +221,11 @@ impl Layer {
         let branch = Some(self.branch(tape, self.after_attention.as_ref(), &attended)?);
         drop(attended);
         let (x, normed) = Stream { x, branch }.normed(tape, self.before_mlp.as_ref())?;
-        let output = self.mlp.forward(tape, &normed, pass)?;
+        // A layer that is run again ends in what nothing reads, unless a norm or a factor comes after.
+        let unread =
+            tape.is_replaying() && self.after_mlp.is_none() && self.residual_multiplier == 1.0;
+        let stand_in = unread.then(|| x.tensor());
+        let output = self.mlp.forward(tape, &normed, pass, stand_in)?;
         let branch = Some(self.branch(tape, self.after_mlp.as_ref(), &output)?);
         Ok(Stream { x, branch })
     }
@@ -370,7 +374,14 @@ impl Attention {
 }
 
 impl Mlp {
-    fn forward(&self, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
+    /// `stand_in` stands for the result where nothing reads that.
+    fn forward(
+        &self,
+        tape: &Tape,
+        x: &Value,
+        pass: &Pass,
+        stand_in: Option<&Tensor>,
+    ) -> Result<Value> {
         let [gate, up] = match &self.projections {
             GateUp::Separate { gate, up } => forward_shared([gate, up], tape, x, pass)?,
             GateUp::Fused(gate_up) => {
@@ -384,7 +395,11 @@ impl Mlp {
                 }
             }
         };
-        self.down.forward(tape, &tape.glu(&gate, &up, self.activation)?, pass)
+        let gated = tape.glu(&gate, &up, self.activation)?;
+        match stand_in {
+            Some(stand_in) => self.down.forward_unread(tape, &gated, pass, stand_in),
+            None => self.down.forward(tape, &gated, pass),
+        }
     }
 }
 
@@ -405,14 +420,19 @@ impl Stream {
                 Ok((self.x, normed))
             }
             (branch, None) => {
-                let x = Stream { x: self.x, branch }.joined(tape)?;
+                let x = match branch {
+                    Some(branch) => tape.add(&self.x, &branch)?,
+                    None => self.x,
+                };
                 Ok((x.clone(), x))
             }
         }
     }
 
+    /// The stream with the branch added, at the end of a segment.
     fn joined(self, tape: &Tape) -> Result<Value> {
         match self.branch {
+            Some(branch) if tape.is_replaying() => tape.unread_add(&self.x, &branch),
             Some(branch) => tape.add(&self.x, &branch),
             None => Ok(self.x),
         }

@@ -45,6 +45,18 @@ impl Linear {
         Ok(output)
     }
 
+    /// Like [`Self::forward`], where nothing reads the result: `stand_in` stands for it.
+    pub fn forward_unread(
+        &self,
+        tape: &Tape,
+        x: &Value,
+        pass: &Pass,
+        stand_in: &Tensor,
+    ) -> Result<Value> {
+        let [output] = project([self], tape, x, pass, Some(stand_in))?;
+        Ok(output)
+    }
+
     /// The weight with the adapter added into it, in the weight's dtype; the sum is made in f32.
     pub fn merged_weight(&self) -> Result<Tensor> {
         let weight = self.weight.tensor();
@@ -64,6 +76,16 @@ pub(crate) fn forward_shared<const N: usize>(
     tape: &Tape,
     x: &Value,
     pass: &Pass,
+) -> Result<[Value; N]> {
+    project(layers, tape, x, pass, None)
+}
+
+fn project<const N: usize>(
+    layers: [&Linear; N],
+    tape: &Tape,
+    x: &Value,
+    pass: &Pass,
+    stand_in: Option<&Tensor>,
 ) -> Result<[Value; N]> {
     let dtype = x.tensor().dtype();
     let values = layers.iter().map(|layer| {
@@ -88,7 +110,10 @@ pub(crate) fn forward_shared<const N: usize>(
             ProjectionValues { weight, bias: bias.as_ref(), lora }
         })
         .collect();
-    let outputs = tape.projections(x, &projections)?;
+    let outputs = match stand_in {
+        Some(stand_in) => tape.unread_projections(x, &projections, stand_in)?,
+        None => tape.projections(x, &projections)?,
+    };
     outputs.try_into().map_err(|outputs: Vec<Value>| {
         let found = outputs.len();
         candle_core::Error::msg(format!("{N} projections gave {found} outputs")).into()
