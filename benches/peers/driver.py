@@ -387,6 +387,10 @@ def describe(sides: Sides, options: argparse.Namespace) -> dict[str, Any]:
             process = sides.start("metal-candle")
         about["peaks"] = process.ask(600, ask="peaks")
     process.end()
+    if options.device == "cuda":
+        question = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        answer = subprocess.run(question, capture_output=True, text=True)
+        about["gpu"] = answer.stdout.strip().split("\n")[0]
     about["date"] = date.today().isoformat()
     about["commands"] = ["python3 benches/peers/run.py " + shlex.join(options.given)]
     return about

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-TITLES = {"metal-candle": "metal-candle", "candle": "Candle", "mlx": "MLX", "torch": "PyTorch"}
+TITLES = {
+    "metal-candle": "metal-candle",
+    "candle": "Candle",
+    "mlx": "MLX",
+    "torch": "PyTorch",
+    "torch-compiled": "PyTorch, compiled",
+}
 
 Report = dict[str, Any]
 
@@ -115,7 +121,7 @@ def render(report: Report) -> str:
     reads = ", ".join(f"{rate / 1e9:.0f} GB/s from {size >> 20} MiB" for size, rate in peaks["read"])
     versions = ", ".join(f"{TITLES[side]} {text}" for side, text in report["versions"].items())
     lines = [
-        f"## {machine['processor']}, {machine['cores']} cores, {gibibytes(machine['memory'])}",
+        f"## {name_of(report)}, {machine['cores']} cores, {gibibytes(machine['memory'])}",
         "",
         f"{machine['system']}, {report['device']}, {report['threads']} threads, {report['date']}.",
         f"{versions}.",
@@ -139,9 +145,15 @@ def render(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
+def name_of(report: Report) -> str:
+    """The GPU if it did the work, else the processor."""
+    processor = report["machine"]["processor"]
+    return f"{report['gpu']} ({processor})" if report.get("gpu") else processor
+
+
 def slug(report: Report) -> str:
     machine = report["machine"]
-    text = f"{machine['processor']} {machine['cores']} cores {report['device']}"
+    text = f"{name_of(report)} {machine['cores']} cores {report['device']}"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 

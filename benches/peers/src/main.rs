@@ -131,7 +131,7 @@ fn answer(
             devices::reset_peak_memory(device)?;
             match workload {
                 Some(_) => json!({}),
-                None => json!({"unsupported": "plain Candle has no LoRA models"}),
+                None => json!({"unsupported": "plain Candle has nothing for this"}),
             }
         }
         Request::Outputs { path } => {

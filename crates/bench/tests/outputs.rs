@@ -1,7 +1,7 @@
 //! What is timed is right: every operation against its formula in f64, and the work on models
 //! against each other.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use metal_candle_bench::rows::{
     CLIP_NORM, EPSILON, Inputs, LEARNING_RATE, LORA_SCALE, Pass, Precision, Row, WEIGHT_DECAY,
     Work, operations as rows, random_ids,
@@ -239,8 +239,8 @@ fn scalars(results: &[Tensor]) -> Vec<f64> {
 #[test]
 fn a_training_step_learns_and_recomputing_changes_nothing() {
     let row = |checkpointing| Row::train("tiny", (2, 12), 4, Precision::F32, checkpointing).work;
-    let mut stored = model::prepare_random(&row(false), 5).unwrap();
-    let mut computed_again = model::prepare_random(&row(true), 5).unwrap();
+    let mut stored = model::prepare_random(&row(false), &Device::Cpu, 5).unwrap();
+    let mut computed_again = model::prepare_random(&row(true), &Device::Cpu, 5).unwrap();
     let losses: Vec<f64> = (0..6)
         .map(|_| {
             let results = scalars(&stored.call().unwrap());
@@ -257,7 +257,7 @@ fn a_training_step_learns_and_recomputing_changes_nothing() {
 #[test]
 fn decoding_takes_the_largest_logit_that_a_prefill_of_the_same_text_gives() {
     let decode = Row::decode("tiny", 5, 7, Precision::F32).work;
-    let mut workload = model::prepare_random(&decode, 9).unwrap();
+    let mut workload = model::prepare_random(&decode, &Device::Cpu, 9).unwrap();
     let mut run = || {
         workload.reset().unwrap();
         workload.call().unwrap()[0].to_vec1::<u32>().unwrap()
@@ -267,7 +267,7 @@ fn decoding_takes_the_largest_logit_that_a_prefill_of_the_same_text_gives() {
     let mut text = random_ids(5, 128, 9);
     for step in 0..=7 {
         let prefill = Row::prefill("tiny", text.len(), Precision::F32).work;
-        let model = model::random("tiny", Precision::F32, 9).unwrap();
+        let model = model::random("tiny", Precision::F32, &Device::Cpu, 9).unwrap();
         let results = model::prepare(&prefill, model, &text).unwrap().call().unwrap();
         let logits = Matrix::of(&results[0]).values;
         let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
