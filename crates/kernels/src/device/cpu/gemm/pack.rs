@@ -391,7 +391,10 @@ pub(super) fn pack_panels<A: Real>(
                     let start = operand.start + depth * operand.stride + lines.start;
                     operand.values.prefetch(start, lines.len());
                 }
-                for (panel, first) in panels() {
+                let whole = interleave(kind, operand, depth, lines.clone(), word, |panel| {
+                    target[panel * panel_len + index * PANEL..][..PANEL].as_mut_ptr()
+                });
+                for (panel, first) in panels().skip(whole) {
                     let target = &mut target[panel * panel_len + index * PANEL..][..PANEL];
                     let lines = first..(first + PANEL).min(lines.end);
                     read_across(kind, operand, depth, lines, word, target);
@@ -399,6 +402,40 @@ pub(super) fn pack_panels<A: Real>(
             }
         },
     );
+}
+
+/// Packs a word of as many whole panels of lines as there are instructions for it; returns how many.
+#[inline(always)]
+fn interleave<A: Real>(
+    kind: Kind,
+    operand: Operand<A>,
+    depth: usize,
+    lines: Range<usize>,
+    word: usize,
+    mut target: impl FnMut(usize) -> *mut A,
+) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if kind.is_bf16()
+        && 2 * word + 1 < depth
+        && level() >= Level::Avx512
+        && let Values::Bf16(values) = operand.values
+    {
+        let whole = lines.len() / PANEL;
+        let row = |depth: usize| {
+            let start = operand.start + depth * operand.stride + lines.start;
+            &values[start..start + whole * PANEL]
+        };
+        let (even, odd) = (row(2 * word), row(2 * word + 1));
+        for panel in 0..whole {
+            let (even, odd) = (even[panel * PANEL..].as_ptr(), odd[panel * PANEL..].as_ptr());
+            // SAFETY: the level says that the machine has the instructions; there are as many numbers
+            // in both rows and in the target.
+            unsafe { x86::interleave(even, odd, target(panel).cast()) };
+        }
+        return whole;
+    }
+    let _ = (kind, operand, depth, lines, word, &mut target);
+    0
 }
 
 /// Words and lines of a block that is transposed at a time.
@@ -535,7 +572,7 @@ unsafe fn transpose_square<A: Real>(
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::SQUARE;
+    use super::{PANEL, SQUARE};
     use half::bf16;
     use std::arch::x86_64::*;
 
@@ -553,6 +590,27 @@ mod x86 {
                 let bits = std::mem::transmute::<__m256bh, __m256i>(rounded);
                 _mm256_storeu_si256(target.add(start).cast(), bits);
             }
+        }
+    }
+
+    /// Words of the numbers of two rows, [`PANEL`] of each: the first in the low half.
+    ///
+    /// # Safety
+    /// There must be as many numbers in the rows, and words in the target.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) unsafe fn interleave(even: *const bf16, odd: *const bf16, target: *mut u32) {
+        const { assert!(PANEL == 32) };
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let (even, odd) = (_mm512_loadu_si512(even.cast()), _mm512_loadu_si512(odd.cast()));
+            // Words in the order of quarters of the registers, half of each quarter here and there.
+            let (low, high) = (_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd));
+            let first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+            let second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+            _mm512_storeu_si512(target.cast(), _mm512_permutex2var_epi64(low, first, high));
+            let target = target.add(16);
+            _mm512_storeu_si512(target.cast(), _mm512_permutex2var_epi64(low, second, high));
         }
     }
 
