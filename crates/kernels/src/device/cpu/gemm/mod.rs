@@ -160,6 +160,7 @@ pub(crate) fn multiply<A: Real>(
     );
     assert!(rows.end <= lhs.rows && columns.end <= rhs.lines);
     assert!(sums.len() >= sum_count(rows.len(), stride) && stride >= sum_stride(columns.len()));
+    let _prepared = lhs.kind.prepare();
     for block in 0..lhs.blocks.count() {
         for line in columns.clone().step_by(PANEL) {
             let panel = Panel {
@@ -172,7 +173,7 @@ pub(crate) fn multiply<A: Real>(
                 first: block == 0 && !accumulate,
             };
             // SAFETY: both sides were packed for this kind and these blocks, the left one with its
-            // spare rows; the sums have spare rows as asserted.
+            // spare rows; the thread is prepared and the sums have spare rows as asserted.
             unsafe { panel.multiply(lhs.kind) };
         }
     }
@@ -204,6 +205,7 @@ pub(crate) fn add_terms<A: Real>(
                 words.clone(),
                 &mut panels,
             );
+            let _prepared = lhs.kind.prepare();
             let left = &lhs.data[lhs.place(block, rows.start)..];
             for (panel, right) in panels.chunks_exact(words.len() * PANEL).enumerate() {
                 let panel = Panel {
@@ -216,7 +218,7 @@ pub(crate) fn add_terms<A: Real>(
                     first,
                 };
                 // SAFETY: the left side was packed with its spare rows, for a kind that was found on
-                // this machine; the sums have spare rows as asserted.
+                // this machine; the thread is prepared and the sums have spare rows as asserted.
                 unsafe { panel.multiply(lhs.kind) };
             }
             first = false;

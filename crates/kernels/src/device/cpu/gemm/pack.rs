@@ -197,6 +197,36 @@ fn round_vectors<A: Real>(wide: &[A], target: &mut [bf16]) -> usize {
     0
 }
 
+/// Reads a square whose lines are neighbours in memory, as its words are packed, where there are
+/// instructions for it: a word of every line in each of its rows.
+#[inline(always)]
+fn round_square<A: Real>(
+    kind: Kind,
+    operand: Operand<A>,
+    depth: usize,
+    first_line: usize,
+    words: Range<usize>,
+    square: &mut [A; SQUARE * SQUARE],
+) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if kind.is_bf16()
+        && A::DTYPE == DType::F32
+        && level() >= Level::Avx512Bf16
+        && words.len() == SQUARE
+        && 2 * words.end <= depth
+        && let Values::Native(values) = operand.values
+    {
+        let first = operand.start + 2 * words.start * operand.stride + first_line;
+        let last = first + (2 * SQUARE - 1) * operand.stride + SQUARE;
+        let source = values[first..last].as_ptr().cast();
+        // SAFETY: the level says that the machine has the instructions; the rows are in the slice.
+        unsafe { x86::round_square(source, operand.stride, square.as_mut_ptr().cast()) };
+        return true;
+    }
+    let _ = (kind, operand, depth, first_line, words, square);
+    false
+}
+
 /// The nearest bf16 number, as [`bf16::narrow`] rounds.
 #[inline(always)]
 fn round_to_bf16(number: f32) -> bf16 {
@@ -479,7 +509,10 @@ fn transpose<A: Real>(
                 unsafe { transpose_square(source, source_stride, target.as_mut_ptr(), stride) };
                 continue;
             }
-            square.fill(A::ZERO);
+            let whole = count == SQUARE && word_count == SQUARE;
+            if !whole {
+                square.fill(A::ZERO);
+            }
             if operand.along_depth {
                 for (line, target) in
                     (first_line..).zip(square.chunks_exact_mut(SQUARE)).take(count)
@@ -487,24 +520,34 @@ fn transpose<A: Real>(
                     let target = &mut target[..word_count];
                     read_line(kind, operand, depth, line, part.clone(), target);
                 }
-            } else {
+            } else if !whole
+                || !round_square(kind, operand, depth, first_line, part.clone(), &mut square)
+            {
                 for (word, target) in part.zip(square.chunks_exact_mut(SQUARE)) {
                     let lines = first_line..first_line + count;
                     read_across(kind, operand, depth, lines, word, &mut target[..count]);
                 }
             }
-            let mut turned = [A::ZERO; SQUARE * SQUARE];
-            let (source, into) = (square.as_ptr().cast(), turned.as_mut_ptr());
-            // SAFETY: both are whole squares.
-            unsafe { transpose_square(source, SQUARE * size_of::<A>(), into, SQUARE) };
             // A right side is filled with zeros beyond its lines, a left side ends there.
             let (rows, columns, place) = if operand.along_depth {
                 (word_count, SQUARE, (first_word - words.start) * stride + first_line - lines.start)
             } else {
                 (count, word_count, (first_line - lines.start) * stride + first_word - words.start)
             };
+            let target = &mut target[place..];
+            let source = square.as_ptr().cast();
+            let source_stride = SQUARE * size_of::<A>();
+            if whole {
+                assert!(target.len() >= (SQUARE - 1) * stride + SQUARE);
+                // SAFETY: the source is a whole square; the target is long enough.
+                unsafe { transpose_square(source, source_stride, target.as_mut_ptr(), stride) };
+                continue;
+            }
+            let mut turned = [A::ZERO; SQUARE * SQUARE];
+            // SAFETY: both are whole squares.
+            unsafe { transpose_square(source, source_stride, turned.as_mut_ptr(), SQUARE) };
             for (row, turned) in turned.chunks_exact(SQUARE).take(rows).enumerate() {
-                target[place + row * stride..][..columns].copy_from_slice(&turned[..columns]);
+                target[row * stride..][..columns].copy_from_slice(&turned[..columns]);
             }
         }
     }
@@ -589,6 +632,32 @@ mod x86 {
                 let rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(wide.add(start)));
                 let bits = std::mem::transmute::<__m256bh, __m256i>(rounded);
                 _mm256_storeu_si256(target.add(start).cast(), bits);
+            }
+        }
+    }
+
+    /// Words of the numbers of pairs of rows, [`SQUARE`] of each, rounded: the first in the low half.
+    ///
+    /// # Safety
+    /// There must be two rows for every word of the square, `stride` numbers apart.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+    pub(super) unsafe fn round_square(source: *const f32, stride: usize, square: *mut u32) {
+        // From halves of a register to halves of words.
+        let mut places = [0u16; 2 * SQUARE];
+        for (word, places) in places.chunks_exact_mut(2).enumerate() {
+            places.copy_from_slice(&[word as u16, (SQUARE + word) as u16]);
+        }
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let places = _mm512_loadu_si512(places.as_ptr().cast());
+            for word in 0..SQUARE {
+                let even = _mm512_loadu_ps(source.add(2 * word * stride));
+                let odd = _mm512_loadu_ps(source.add((2 * word + 1) * stride));
+                let halves = _mm512_cvtne2ps_pbh(odd, even);
+                let halves = std::mem::transmute::<__m512bh, __m512i>(halves);
+                let words = _mm512_permutexvar_epi16(places, halves);
+                _mm512_storeu_si512(square.add(word * SQUARE).cast(), words);
             }
         }
     }
