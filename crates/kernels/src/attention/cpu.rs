@@ -1,6 +1,6 @@
 //! Attention on the CPU. Keys and values are laid out once for all heads that share them; a task of
-//! the forward pass is a block of queries of one head, a task of the backward pass one head, whose
-//! key and value gradients are then added up over the group in order. A few queries (decoding) are
+//! the forward pass is a block of queries of one head, a task of the backward pass half of one head,
+//! whose key and value gradients are then added up over the group in order. A few queries (decoding) are
 //! passes over the keys and values as they are stored.
 
 use super::Sizes;
@@ -19,6 +19,8 @@ use std::ops::Range;
 const ROWS: usize = 128;
 /// Keys of a tile.
 const COLUMNS: usize = 128;
+/// Parts that the queries of a head are cut into in the backward pass at most.
+const PARTS: usize = 2;
 /// Score elements below which threads cost more than they bring.
 const PARALLEL_SCORES: usize = 2 * 1024;
 
@@ -328,32 +330,49 @@ impl<A: Real> Problem<'_, A> {
         log_sum_exp: &[A],
         d_o: Values<A>,
     ) -> (Vec<T>, Vec<T>, Vec<T>) {
-        let Sizes { batch, keys, heads, kv_heads, head_dim, .. } = self.sizes;
+        let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
         let group = heads / kv_heads;
         let mut dq = buffer::<T>(self.sizes.q_elements());
-        // One (keys, head_dim) matrix for every head, before the groups are added up.
-        let head_size = keys * head_dim;
-        let mut dk_heads = vec![A::ZERO; batch * heads * head_size];
-        let mut dv_heads = vec![A::ZERO; batch * heads * head_size];
-        if head_size > 0 {
+        // Parts of a head, for an even load; what each adds to the gradients of keys and values, in
+        // tiles with their spare rows.
+        let blocks = queries.div_ceil(ROWS);
+        let part = blocks.div_ceil(PARTS).max(1) * ROWS;
+        let parts = queries.div_ceil(part);
+        let width = sum_stride(head_dim);
+        let tile_size = sum_count(COLUMNS, width);
+        let part_size = keys.div_ceil(COLUMNS) * tile_size;
+        let mut dk_parts = Scratch::new(batch * heads * parts * part_size);
+        let mut dv_parts = Scratch::new(batch * heads * parts * part_size);
+        if keys * head_dim > 0 {
             let (keys, values) =
                 (self.lay_out(&self.keys, true, true), self.lay_out(&self.values, true, false));
             let dq = Disjoint::new(&mut dq);
-            for_each_chunk2(&mut dk_heads, head_size, &mut dv_heads, head_size, |row, dk, dv| {
-                let place = self.kv_place(row / heads, row % heads);
-                let sides = (&keys[place], &values[place]);
-                self.backward_head(
-                    row / heads,
-                    row % heads,
-                    sides,
-                    o,
-                    log_sum_exp,
-                    d_o,
-                    &dq,
-                    dk,
-                    dv,
-                );
-            });
+            for_each_chunk2(
+                &mut dk_parts,
+                part_size,
+                &mut dv_parts,
+                part_size,
+                #[inline(always)]
+                |index, dk, dv| {
+                    let (row, first) = (index / parts, index % parts * part);
+                    let place = self.kv_place(row / heads, row % heads);
+                    let sides = (&keys[place], &values[place]);
+                    dk.fill(A::ZERO);
+                    dv.fill(A::ZERO);
+                    self.backward_part(
+                        row / heads,
+                        row % heads,
+                        first..(first + part).min(queries),
+                        sides,
+                        o,
+                        log_sum_exp,
+                        d_o,
+                        &dq,
+                        dk,
+                        dv,
+                    );
+                },
+            );
         }
         let mut dk = buffer::<T>(batch * keys * kv_heads * head_dim);
         let mut dv = buffer::<T>(batch * keys * kv_heads * head_dim);
@@ -368,16 +387,18 @@ impl<A: Real> Problem<'_, A> {
             |index, dk, dv| {
                 let mut total = Scratch::new(head_dim);
                 let first_row = index * tokens * kv_heads;
-                for (parts, out) in [(&dk_heads, dk), (&dv_heads, dv)] {
+                for (sums, out) in [(&dk_parts, dk), (&dv_parts, dv)] {
                     for (row, out) in out.chunks_exact_mut(head_dim).enumerate() {
                         let (token, kv_head) =
                             ((first_row + row) / kv_heads, (first_row + row) % kv_heads);
                         let (batch, key) = (token / keys, token % keys);
+                        let place = key / COLUMNS * tile_size + key % COLUMNS * width;
+                        let first = (batch * heads + kv_head * group) * parts;
                         total.fill(A::ZERO);
-                        for head in kv_head * group..(kv_head + 1) * group {
-                            let start = ((batch * heads + head) * keys + key) * head_dim;
-                            for (total, part) in total.iter_mut().zip(&parts[start..]) {
-                                *total += *part;
+                        for part in first..first + group * parts {
+                            let sums = &sums[part * part_size + place..];
+                            for (total, sum) in total.iter_mut().zip(sums) {
+                                *total += *sum;
                             }
                         }
                         T::narrow(&total, out);
@@ -389,10 +410,11 @@ impl<A: Real> Problem<'_, A> {
     }
 
     #[allow(clippy::too_many_arguments)]
-    fn backward_head<T: Element<Acc = A>>(
+    fn backward_part<T: Element<Acc = A>>(
         &self,
         batch: usize,
         head: usize,
+        part: Range<usize>,
         (keys, values): (&Side<A>, &Side<A>),
         o: Values<A>,
         log_sum_exp: &[A],
@@ -412,17 +434,21 @@ impl<A: Real> Problem<'_, A> {
         let mut correction = [A::ZERO; ROWS];
         let mut p = Scratch::new(sum_count(ROWS, COLUMNS));
         let mut dp = Scratch::new(sum_count(ROWS, COLUMNS));
-        let mut part = Scratch::new(sum_count(COLUMNS, width));
         let mut dq = Scratch::new(sum_count(ROWS, width));
-        for first in (0..queries).step_by(ROWS) {
-            let rows = ROWS.min(queries - first);
-            for (row, correction) in correction[..rows].iter_mut().enumerate() {
-                let start = self.row_start(batch, first + row, head);
-                let [grad, out] = &mut rows_of;
-                d_o.read(start, grad);
-                o.read(start, out);
-                *correction = dot(grad, out);
-            }
+        for first in part.clone().step_by(ROWS) {
+            let rows = ROWS.min(part.end - first);
+            vectorize(
+                #[inline(always)]
+                || {
+                    for (row, correction) in correction[..rows].iter_mut().enumerate() {
+                        let start = self.row_start(batch, first + row, head);
+                        let [grad, out] = &mut rows_of;
+                        d_o.read(start, grad);
+                        o.read(start, out);
+                        *correction = dot(grad, out);
+                    }
+                },
+            );
             let lines = |values| self.rows(values, batch, head, first, true);
             let across = |values| self.rows(values, batch, head, first, false);
             let q = Lhs::pack_here(kind, rows, head_dim, lines(self.q));
@@ -466,18 +492,13 @@ impl<A: Real> Problem<'_, A> {
                         }
                     },
                 );
-                let place = tile.start * head_dim..tile.end * head_dim;
+                let place = tile.start / COLUMNS * sum_count(COLUMNS, width);
                 for (scores, right, out) in
                     [(&p, &grad_across, &mut *dv), (&dp, &q_across, &mut *dk)]
                 {
                     let turned = Lhs::pack_here(kind, columns, rows, tile_columns(scores));
-                    multiply(&turned, 0..columns, right, 0..head_dim, &mut part, width, false);
-                    let rows = out[place.clone()].chunks_exact_mut(head_dim);
-                    for (out, part) in rows.zip(part.chunks_exact(width)) {
-                        for (out, part) in out.iter_mut().zip(part) {
-                            *out += *part;
-                        }
-                    }
+                    let out = &mut out[place..];
+                    multiply(&turned, 0..columns, right, 0..head_dim, out, width, true);
                 }
                 let scores = Lhs::pack_here(kind, rows, columns, tile_lines(&dp));
                 let keys = &keys.across[tile.start / COLUMNS];
@@ -485,7 +506,7 @@ impl<A: Real> Problem<'_, A> {
             }
             for row in 0..rows {
                 let start = self.row_start(batch, first + row, head);
-                // SAFETY: every head belongs to one task.
+                // SAFETY: every row of a head belongs to one task.
                 let target = unsafe { dq_out.slice(start..start + head_dim) };
                 T::narrow(&dq[row * width..][..head_dim], target);
             }

@@ -47,9 +47,34 @@ impl Kind {
         self != Kind::Plain
     }
 
+    /// Makes this thread ready to multiply, for as long as the result lives.
+    pub(super) fn prepare(self) -> Prepared {
+        #[cfg(target_arch = "x86_64")]
+        if self == Kind::Tiles {
+            // SAFETY: tiles are chosen on machines that have them.
+            unsafe { x86::configure_tiles() };
+        }
+        Prepared { kind: self }
+    }
+
     /// Words that are multiplied at a time at most: so many that a panel stays in the first cache.
     pub(super) fn block(self) -> usize {
         if self.is_bf16() { 320 } else { 256 }
+    }
+}
+
+/// A thread that is ready to multiply: tile registers have their shapes.
+pub(super) struct Prepared {
+    kind: Kind,
+}
+
+impl Drop for Prepared {
+    fn drop(&mut self) {
+        #[cfg(target_arch = "x86_64")]
+        if self.kind == Kind::Tiles {
+            // SAFETY: as in `prepare`.
+            unsafe { x86::release_tiles() };
+        }
     }
 }
 
@@ -68,7 +93,7 @@ pub(super) struct Panel<A> {
 
 impl<A: Real> Panel<A> {
     /// # Safety
-    /// The left side must have `rows + SPARE_ROWS` rows of `words`, the right side `words` times
+    /// The thread must be prepared for `kind`. The left side must have `rows + SPARE_ROWS` rows of `words`, the right side `words` times
     /// [`PANEL`] words, and the sums `rows + SPARE_ROWS` rows that no one else touches. A kind other
     /// than [`Kind::Plain`] needs f32 sums, a machine that has it, and for tiles a multiple of 16
     /// words.
@@ -339,6 +364,20 @@ mod x86 {
         rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
     };
 
+    /// # Safety
+    /// The machine must have tiles that this process may use.
+    pub(super) unsafe fn configure_tiles() {
+        // SAFETY: the tile registers belong to this thread alone.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &TILES, options(nostack, readonly)) };
+    }
+
+    /// # Safety
+    /// As [`configure_tiles`].
+    pub(super) unsafe fn release_tiles() {
+        // SAFETY: the tile registers belong to this thread alone.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    }
+
     /// Blocks of 32 by 32 in four tiles. The instructions have no stable intrinsics.
     ///
     /// # Safety
@@ -347,7 +386,6 @@ mod x86 {
         let Panel { words, rows, lhs, rhs, sums, stride, first } = panel;
         // SAFETY: the tile registers belong to this thread alone; the caller promised the memory.
         unsafe {
-            asm!("ldtilecfg [{}]", in(reg) &TILES, options(nostack, readonly));
             for row in (0..rows).step_by(32) {
                 let (lhs, sums) = (lhs.add(row * STRIDE), sums.add(row * stride));
                 let sums_below = sums.add(16 * stride);
@@ -405,7 +443,6 @@ mod x86 {
                     options(nostack)
                 );
             }
-            asm!("tilerelease", options(nostack, nomem));
         }
     }
 }

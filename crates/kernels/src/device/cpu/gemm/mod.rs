@@ -26,8 +26,13 @@ pub(crate) use pack::{Change, Lhs, Operand, Panels};
 
 /// Rows of a task at most: their packed block stays in the second cache.
 const ROWS: usize = 512;
-/// Columns of a task.
-const COLUMNS: usize = 64;
+/// Columns of a task. A left side of many blocks comes from beyond the second cache once for every
+/// task, so the wider the better, as long as there are tasks for several threads.
+const COLUMNS: Range<usize> = 2 * PANEL..6 * PANEL;
+/// Columns of a task of few rows beside others of many, which is over soon whatever it is cut into.
+const COLUMNS_OF_FEW_ROWS: usize = 8 * PANEL;
+/// Tasks of a loop at least, where it is large enough.
+const ENOUGH_TASKS: usize = 6;
 
 /// One product of a sum.
 #[derive(Clone, Copy)]
@@ -63,30 +68,49 @@ pub(crate) struct Job<'a, A> {
     pub finish: &'a (dyn Fn(Block<A>) + Sync),
 }
 
-impl<A: Real> Job<'_, A> {
-    /// Rows and columns of a task, from the shape alone.
-    fn task_size(&self) -> (usize, usize) {
-        const ENOUGH_TASKS: usize = 8;
-        let columns = if self.columns >= 8 * COLUMNS { COLUMNS } else { PANEL };
-        let tasks = self.columns.div_ceil(columns);
-        let mut rows = self.rows.clamp(1, ROWS);
-        while tasks * self.rows.div_ceil(rows) < ENOUGH_TASKS && rows > 2 * PANEL {
-            rows = rows.div_ceil(2).next_multiple_of(PANEL);
+/// Rows and columns of a task.
+#[derive(Clone, Copy)]
+struct Cut {
+    rows: usize,
+    columns: usize,
+}
+
+impl Cut {
+    /// The cut of each job of a loop, from their shapes alone.
+    fn of_jobs<A>(jobs: &[Job<A>]) -> Vec<Cut> {
+        let most_rows = jobs.iter().map(|job| job.rows).max().unwrap_or(0);
+        let tall = |job: &&Job<A>| 2 * job.rows > most_rows;
+        let blocks = most_rows.div_ceil(ROWS).max(1);
+        let total: usize = jobs.iter().filter(tall).map(|job| job.columns * blocks).sum();
+        let columns = total.div_ceil(ENOUGH_TASKS).next_multiple_of(PANEL);
+        let columns = columns.clamp(COLUMNS.start, COLUMNS.end);
+        let tasks =
+            |cut: Cut| -> usize { jobs.iter().filter(tall).map(|job| job.tasks(cut)).sum() };
+        let mut cut = Cut { rows: most_rows.clamp(1, ROWS), columns };
+        while tasks(cut) < ENOUGH_TASKS && cut.columns > PANEL {
+            cut.columns -= PANEL;
         }
-        (rows, columns)
+        while tasks(cut) < ENOUGH_TASKS && cut.rows > 2 * PANEL {
+            cut.rows = cut.rows.div_ceil(2).next_multiple_of(PANEL);
+        }
+        let of_job =
+            |job| if tall(&job) { cut } else { Cut { columns: COLUMNS_OF_FEW_ROWS, ..cut } };
+        jobs.iter().map(of_job).collect()
     }
+}
 
-    fn tasks(&self) -> usize {
-        let (rows, columns) = self.task_size();
-        self.rows.div_ceil(rows) * self.columns.div_ceil(columns)
+impl<A> Job<'_, A> {
+    fn tasks(&self, cut: Cut) -> usize {
+        self.rows.div_ceil(cut.rows) * self.columns.div_ceil(cut.columns)
     }
+}
 
-    fn run_task(&self, task: usize) {
-        let (rows, columns) = self.task_size();
-        let across = self.columns.div_ceil(columns);
-        let (row, column) = (task / across * rows, task % across * columns);
-        let rows = row..(row + rows).min(self.rows);
-        let columns = column..(column + columns).min(self.columns);
+impl<A: Real> Job<'_, A> {
+    fn run_task(&self, cut: Cut, task: usize) {
+        let across = self.columns.div_ceil(cut.columns);
+        let (row, column) = (task / across * cut.rows, task % across * cut.columns);
+        let rows = row..(row + cut.rows).min(self.rows);
+        let columns = column..(column + cut.columns).min(self.columns);
         let stride = sum_stride(columns.len());
         let mut sums = Scratch::new(sum_count(rows.len(), stride));
         add_terms(self.terms, rows.clone(), columns.clone(), &mut sums, stride);
@@ -106,17 +130,17 @@ pub(crate) fn sum_count(rows: usize, stride: usize) -> usize {
 
 /// Computes the products in one parallel loop.
 pub(crate) fn products<A: Real>(jobs: &[Job<A>]) {
-    match jobs {
-        [job] => run(job.tasks(), |task| job.run_task(task)),
-        _ => run(jobs.iter().map(Job::tasks).sum(), |mut task| {
-            for job in jobs {
-                if task < job.tasks() {
-                    return job.run_task(task);
-                }
-                task -= job.tasks();
+    let cuts = Cut::of_jobs(jobs);
+    let parts = || jobs.iter().zip(&cuts);
+    run(parts().map(|(job, cut)| job.tasks(*cut)).sum(), |mut task| {
+        for (job, cut) in parts() {
+            let tasks = job.tasks(*cut);
+            if task < tasks {
+                return job.run_task(*cut, task);
             }
-        }),
-    }
+            task -= tasks;
+        }
+    });
 }
 
 /// `sums = lhs·rhs` for some rows and columns, or added to them when `accumulate`, on this thread.
@@ -136,6 +160,7 @@ pub(crate) fn multiply<A: Real>(
     );
     assert!(rows.end <= lhs.rows && columns.end <= rhs.lines);
     assert!(sums.len() >= sum_count(rows.len(), stride) && stride >= sum_stride(columns.len()));
+    let _prepared = lhs.kind.prepare();
     for block in 0..lhs.blocks.count() {
         for line in columns.clone().step_by(PANEL) {
             let panel = Panel {
@@ -148,7 +173,7 @@ pub(crate) fn multiply<A: Real>(
                 first: block == 0 && !accumulate,
             };
             // SAFETY: both sides were packed for this kind and these blocks, the left one with its
-            // spare rows; the sums have spare rows as asserted.
+            // spare rows; the thread is prepared and the sums have spare rows as asserted.
             unsafe { panel.multiply(lhs.kind) };
         }
     }
@@ -180,6 +205,7 @@ pub(crate) fn add_terms<A: Real>(
                 words.clone(),
                 &mut panels,
             );
+            let _prepared = lhs.kind.prepare();
             let left = &lhs.data[lhs.place(block, rows.start)..];
             for (panel, right) in panels.chunks_exact(words.len() * PANEL).enumerate() {
                 let panel = Panel {
@@ -192,7 +218,7 @@ pub(crate) fn add_terms<A: Real>(
                     first,
                 };
                 // SAFETY: the left side was packed with its spare rows, for a kind that was found on
-                // this machine; the sums have spare rows as asserted.
+                // this machine; the thread is prepared and the sums have spare rows as asserted.
                 unsafe { panel.multiply(lhs.kind) };
             }
             first = false;

@@ -197,6 +197,36 @@ fn round_vectors<A: Real>(wide: &[A], target: &mut [bf16]) -> usize {
     0
 }
 
+/// Reads a square whose lines are neighbours in memory, as its words are packed, where there are
+/// instructions for it: a word of every line in each of its rows.
+#[inline(always)]
+fn round_square<A: Real>(
+    kind: Kind,
+    operand: Operand<A>,
+    depth: usize,
+    first_line: usize,
+    words: Range<usize>,
+    square: &mut [A; SQUARE * SQUARE],
+) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if kind.is_bf16()
+        && A::DTYPE == DType::F32
+        && level() >= Level::Avx512Bf16
+        && words.len() == SQUARE
+        && 2 * words.end <= depth
+        && let Values::Native(values) = operand.values
+    {
+        let first = operand.start + 2 * words.start * operand.stride + first_line;
+        let last = first + (2 * SQUARE - 1) * operand.stride + SQUARE;
+        let source = values[first..last].as_ptr().cast();
+        // SAFETY: the level says that the machine has the instructions; the rows are in the slice.
+        unsafe { x86::round_square(source, operand.stride, square.as_mut_ptr().cast()) };
+        return true;
+    }
+    let _ = (kind, operand, depth, first_line, words, square);
+    false
+}
+
 /// The nearest bf16 number, as [`bf16::narrow`] rounds.
 #[inline(always)]
 fn round_to_bf16(number: f32) -> bf16 {
@@ -391,7 +421,10 @@ pub(super) fn pack_panels<A: Real>(
                     let start = operand.start + depth * operand.stride + lines.start;
                     operand.values.prefetch(start, lines.len());
                 }
-                for (panel, first) in panels() {
+                let whole = interleave(kind, operand, depth, lines.clone(), word, |panel| {
+                    target[panel * panel_len + index * PANEL..][..PANEL].as_mut_ptr()
+                });
+                for (panel, first) in panels().skip(whole) {
                     let target = &mut target[panel * panel_len + index * PANEL..][..PANEL];
                     let lines = first..(first + PANEL).min(lines.end);
                     read_across(kind, operand, depth, lines, word, target);
@@ -399,6 +432,40 @@ pub(super) fn pack_panels<A: Real>(
             }
         },
     );
+}
+
+/// Packs a word of as many whole panels of lines as there are instructions for it; returns how many.
+#[inline(always)]
+fn interleave<A: Real>(
+    kind: Kind,
+    operand: Operand<A>,
+    depth: usize,
+    lines: Range<usize>,
+    word: usize,
+    mut target: impl FnMut(usize) -> *mut A,
+) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if kind.is_bf16()
+        && 2 * word + 1 < depth
+        && level() >= Level::Avx512
+        && let Values::Bf16(values) = operand.values
+    {
+        let whole = lines.len() / PANEL;
+        let row = |depth: usize| {
+            let start = operand.start + depth * operand.stride + lines.start;
+            &values[start..start + whole * PANEL]
+        };
+        let (even, odd) = (row(2 * word), row(2 * word + 1));
+        for panel in 0..whole {
+            let (even, odd) = (even[panel * PANEL..].as_ptr(), odd[panel * PANEL..].as_ptr());
+            // SAFETY: the level says that the machine has the instructions; there are as many numbers
+            // in both rows and in the target.
+            unsafe { x86::interleave(even, odd, target(panel).cast()) };
+        }
+        return whole;
+    }
+    let _ = (kind, operand, depth, lines, word, &mut target);
+    0
 }
 
 /// Words and lines of a block that is transposed at a time.
@@ -442,7 +509,10 @@ fn transpose<A: Real>(
                 unsafe { transpose_square(source, source_stride, target.as_mut_ptr(), stride) };
                 continue;
             }
-            square.fill(A::ZERO);
+            let whole = count == SQUARE && word_count == SQUARE;
+            if !whole {
+                square.fill(A::ZERO);
+            }
             if operand.along_depth {
                 for (line, target) in
                     (first_line..).zip(square.chunks_exact_mut(SQUARE)).take(count)
@@ -450,24 +520,34 @@ fn transpose<A: Real>(
                     let target = &mut target[..word_count];
                     read_line(kind, operand, depth, line, part.clone(), target);
                 }
-            } else {
+            } else if !whole
+                || !round_square(kind, operand, depth, first_line, part.clone(), &mut square)
+            {
                 for (word, target) in part.zip(square.chunks_exact_mut(SQUARE)) {
                     let lines = first_line..first_line + count;
                     read_across(kind, operand, depth, lines, word, &mut target[..count]);
                 }
             }
-            let mut turned = [A::ZERO; SQUARE * SQUARE];
-            let (source, into) = (square.as_ptr().cast(), turned.as_mut_ptr());
-            // SAFETY: both are whole squares.
-            unsafe { transpose_square(source, SQUARE * size_of::<A>(), into, SQUARE) };
             // A right side is filled with zeros beyond its lines, a left side ends there.
             let (rows, columns, place) = if operand.along_depth {
                 (word_count, SQUARE, (first_word - words.start) * stride + first_line - lines.start)
             } else {
                 (count, word_count, (first_line - lines.start) * stride + first_word - words.start)
             };
+            let target = &mut target[place..];
+            let source = square.as_ptr().cast();
+            let source_stride = SQUARE * size_of::<A>();
+            if whole {
+                assert!(target.len() >= (SQUARE - 1) * stride + SQUARE);
+                // SAFETY: the source is a whole square; the target is long enough.
+                unsafe { transpose_square(source, source_stride, target.as_mut_ptr(), stride) };
+                continue;
+            }
+            let mut turned = [A::ZERO; SQUARE * SQUARE];
+            // SAFETY: both are whole squares.
+            unsafe { transpose_square(source, source_stride, turned.as_mut_ptr(), SQUARE) };
             for (row, turned) in turned.chunks_exact(SQUARE).take(rows).enumerate() {
-                target[place + row * stride..][..columns].copy_from_slice(&turned[..columns]);
+                target[row * stride..][..columns].copy_from_slice(&turned[..columns]);
             }
         }
     }
@@ -535,7 +615,7 @@ unsafe fn transpose_square<A: Real>(
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::SQUARE;
+    use super::{PANEL, SQUARE};
     use half::bf16;
     use std::arch::x86_64::*;
 
@@ -553,6 +633,53 @@ mod x86 {
                 let bits = std::mem::transmute::<__m256bh, __m256i>(rounded);
                 _mm256_storeu_si256(target.add(start).cast(), bits);
             }
+        }
+    }
+
+    /// Words of the numbers of pairs of rows, [`SQUARE`] of each, rounded: the first in the low half.
+    ///
+    /// # Safety
+    /// There must be two rows for every word of the square, `stride` numbers apart.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+    pub(super) unsafe fn round_square(source: *const f32, stride: usize, square: *mut u32) {
+        // From halves of a register to halves of words.
+        let mut places = [0u16; 2 * SQUARE];
+        for (word, places) in places.chunks_exact_mut(2).enumerate() {
+            places.copy_from_slice(&[word as u16, (SQUARE + word) as u16]);
+        }
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let places = _mm512_loadu_si512(places.as_ptr().cast());
+            for word in 0..SQUARE {
+                let even = _mm512_loadu_ps(source.add(2 * word * stride));
+                let odd = _mm512_loadu_ps(source.add((2 * word + 1) * stride));
+                let halves = _mm512_cvtne2ps_pbh(odd, even);
+                let halves = std::mem::transmute::<__m512bh, __m512i>(halves);
+                let words = _mm512_permutexvar_epi16(places, halves);
+                _mm512_storeu_si512(square.add(word * SQUARE).cast(), words);
+            }
+        }
+    }
+
+    /// Words of the numbers of two rows, [`PANEL`] of each: the first in the low half.
+    ///
+    /// # Safety
+    /// There must be as many numbers in the rows, and words in the target.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) unsafe fn interleave(even: *const bf16, odd: *const bf16, target: *mut u32) {
+        const { assert!(PANEL == 32) };
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let (even, odd) = (_mm512_loadu_si512(even.cast()), _mm512_loadu_si512(odd.cast()));
+            // Words in the order of quarters of the registers, half of each quarter here and there.
+            let (low, high) = (_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd));
+            let first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+            let second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+            _mm512_storeu_si512(target.cast(), _mm512_permutex2var_epi64(low, first, high));
+            let target = target.add(16);
+            _mm512_storeu_si512(target.cast(), _mm512_permutex2var_epi64(low, second, high));
         }
     }
 
