@@ -10,6 +10,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "metal")]
+mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -29,6 +31,10 @@ pub fn forward(x: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::forward(rows, size, x);
+    }
+    #[cfg(feature = "metal")]
+    if x.device().is_metal() {
+        return metal::forward(rows, size, x);
     }
     let shape = x.dims();
     let x = Input::contiguous(x)?;
@@ -61,6 +67,10 @@ pub fn backward(y: &Tensor, dy: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if y.device().is_cuda() {
         return cuda::backward(rows, size, y, dy);
+    }
+    #[cfg(feature = "metal")]
+    if y.device().is_metal() {
+        return metal::backward(rows, size, y, dy);
     }
     let shape = y.dims();
     let (y, dy) = (Input::contiguous(y)?, Input::contiguous(dy)?);
