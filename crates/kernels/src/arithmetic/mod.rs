@@ -7,7 +7,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(feature = "metal")]
+#[cfg(any(feature = "metal", test))]
 mod metal;
 #[cfg(test)]
 mod tests;
@@ -29,8 +29,8 @@ pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     if x.device().is_cuda() {
         return cuda::add(x, y);
     }
-    #[cfg(feature = "metal")]
-    if x.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
         return metal::add(x, y);
     }
     let shape = x.dims();
@@ -55,8 +55,8 @@ pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
     if x.device().is_cuda() {
         return cuda::scale(x, factor);
     }
-    #[cfg(feature = "metal")]
-    if x.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
         return metal::scale(x, factor);
     }
     let shape = x.dims();
@@ -90,8 +90,8 @@ pub fn scale_by(x: &Tensor, factor: &Tensor) -> Result<Tensor> {
     if x.device().is_cuda() {
         return cuda::scale_by(x, factor);
     }
-    #[cfg(feature = "metal")]
-    if x.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
         return metal::scale_by(x, factor);
     }
     let factor = factor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;

@@ -2,7 +2,7 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(feature = "metal")]
+#[cfg(any(feature = "metal", test))]
 mod metal;
 #[cfg(test)]
 mod tests;
@@ -30,8 +30,8 @@ pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     if x.device().is_cuda() {
         return cuda::cast(x, dtype);
     }
-    #[cfg(feature = "metal")]
-    if x.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
         return metal::cast(x, dtype);
     }
     x.detach().to_dtype(dtype)
@@ -68,8 +68,8 @@ pub fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<
     if whole.device().is_cuda() {
         return cuda::write(whole, part, dim, start);
     }
-    #[cfg(feature = "metal")]
-    if whole.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(whole) {
         return metal::write(whole, part, dim, start);
     }
     whole.slice_set(&part.detach().contiguous()?, dim, start)

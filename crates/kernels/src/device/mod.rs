@@ -3,7 +3,7 @@
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
-#[cfg(feature = "metal")]
+#[cfg(any(feature = "metal", test))]
 pub(crate) mod metal;
 mod record;
 

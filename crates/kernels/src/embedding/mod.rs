@@ -7,7 +7,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(feature = "metal")]
+#[cfg(any(feature = "metal", test))]
 mod metal;
 #[cfg(test)]
 mod tests;
@@ -34,8 +34,8 @@ pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     if table.device().is_cuda() {
         return cuda::forward(table, ids);
     }
-    #[cfg(feature = "metal")]
-    if table.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(table) {
         return metal::forward(table, ids);
     }
     let (table, ids) = (Input::contiguous(table)?, Input::contiguous(ids)?);
@@ -76,8 +76,8 @@ pub fn backward(dy: &Tensor, ids: &Tensor, vocabulary_size: usize) -> Result<Ten
     if dy.device().is_cuda() {
         return cuda::backward(dy, ids, vocabulary_size);
     }
-    #[cfg(feature = "metal")]
-    if dy.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(dy) {
         return metal::backward(dy, ids, vocabulary_size);
     }
     let (dy, ids) = (Input::contiguous(dy)?, Input::contiguous(ids)?);

@@ -12,7 +12,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(feature = "metal")]
+#[cfg(any(feature = "metal", test))]
 mod metal;
 #[cfg(test)]
 mod tests;
@@ -45,8 +45,8 @@ pub fn forward(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Ten
     if gate.device().is_cuda() {
         return cuda::forward(gate, up, activation);
     }
-    #[cfg(feature = "metal")]
-    if gate.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(gate) {
         return metal::forward(gate, up, activation);
     }
     let (shape, count) = (gate.dims(), gate.elem_count());
@@ -92,8 +92,8 @@ pub fn backward(
     if gate.device().is_cuda() {
         return cuda::backward(gate, up, activation, d_out, need_dgate, need_dup);
     }
-    #[cfg(feature = "metal")]
-    if gate.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(gate) {
         return metal::backward(gate, up, activation, d_out, need_dgate, need_dup);
     }
     let (row_count, _) = rows_and_columns(OPERATION, "gate", gate)?;

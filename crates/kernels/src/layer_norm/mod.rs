@@ -11,7 +11,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(feature = "metal")]
+#[cfg(any(feature = "metal", test))]
 mod metal;
 #[cfg(test)]
 mod tests;
@@ -35,8 +35,8 @@ pub fn forward(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> 
     if x.device().is_cuda() {
         return cuda::forward(rows, hidden, x, weight, bias, eps);
     }
-    #[cfg(feature = "metal")]
-    if x.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
         return metal::forward(rows, hidden, x, weight, bias, eps);
     }
     let shape = x.dims();
@@ -141,8 +141,8 @@ pub fn backward(
     if x.device().is_cuda() {
         return cuda::backward(rows, hidden, x, weight, eps, dy, needs);
     }
-    #[cfg(feature = "metal")]
-    if x.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
         return metal::backward(rows, hidden, x, weight, eps, dy, needs);
     }
     let shape = x.dims();

@@ -15,7 +15,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(feature = "metal")]
+#[cfg(any(feature = "metal", test))]
 mod metal;
 #[cfg(test)]
 mod tests;
@@ -36,8 +36,8 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, weight_offset: f64) -> Res
     if x.device().is_cuda() {
         return cuda::forward(rows, hidden, x, weight, eps, weight_offset);
     }
-    #[cfg(feature = "metal")]
-    if x.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
         return metal::forward(rows, hidden, x, weight, eps, weight_offset);
     }
     let shape = x.dims();
@@ -83,8 +83,8 @@ pub fn forward_residual(
     if x.device().is_cuda() {
         return cuda::forward_residual(rows, hidden, x, residual, weight, eps, weight_offset);
     }
-    #[cfg(feature = "metal")]
-    if x.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
         return metal::forward_residual(rows, hidden, x, residual, weight, eps, weight_offset);
     }
     let shape = x.dims();
@@ -164,8 +164,8 @@ fn gradients(
         return cuda::Backward { rows, columns, x, weight, eps, weight_offset, dy, dsum }
             .run(need_dx, need_dweight);
     }
-    #[cfg(feature = "metal")]
-    if x.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
         let (rows, columns) = (rows, hidden);
         return metal::Backward { rows, columns, x, weight, eps, weight_offset, dy, dsum }
             .run(need_dx, need_dweight);

@@ -12,7 +12,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(feature = "metal")]
+#[cfg(any(feature = "metal", test))]
 mod metal;
 #[cfg(test)]
 mod tests;
@@ -70,8 +70,8 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> Result<Tenso
     if x.device().is_cuda() {
         return cuda::rotate(x, cos, sin, inverse);
     }
-    #[cfg(feature = "metal")]
-    if x.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
         return metal::rotate(x, cos, sin, inverse);
     }
     let (shape, count) = (x.dims(), x.elem_count());

@@ -10,7 +10,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(feature = "metal")]
+#[cfg(any(feature = "metal", test))]
 mod metal;
 #[cfg(test)]
 mod tests;
@@ -32,8 +32,8 @@ pub fn forward(x: &Tensor) -> Result<Tensor> {
     if x.device().is_cuda() {
         return cuda::forward(rows, size, x);
     }
-    #[cfg(feature = "metal")]
-    if x.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
         return metal::forward(rows, size, x);
     }
     let shape = x.dims();
@@ -68,8 +68,8 @@ pub fn backward(y: &Tensor, dy: &Tensor) -> Result<Tensor> {
     if y.device().is_cuda() {
         return cuda::backward(rows, size, y, dy);
     }
-    #[cfg(feature = "metal")]
-    if y.device().is_metal() {
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(y) {
         return metal::backward(rows, size, y, dy);
     }
     let shape = y.dims();

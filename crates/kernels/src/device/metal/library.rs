@@ -1,29 +1,13 @@
 //! The kernels of all operations as one library a device, compiled when the first is used, and their
 //! pipelines.
 
-use super::metal_error;
+use super::encode::metal_error;
 use super::source::source;
 use candle_core::metal_backend::{DeviceId, MetalDevice};
 use candle_core::{Result, bail};
 use candle_metal_kernels::metal::{ComputePipeline, Library};
 use objc2_metal::MTLCompileOptions;
 use std::sync::RwLock;
-
-/// The kernel `$name` for elements of dtype `$dtype`.
-macro_rules! by_dtype {
-    ($name:literal, $dtype:expr) => {
-        match $dtype {
-            candle_core::DType::F32 => Ok(concat!($name, "_f32")),
-            candle_core::DType::BF16 => Ok(concat!($name, "_bf16")),
-            candle_core::DType::F16 => Ok(concat!($name, "_f16")),
-            other => Err(candle_core::Error::Msg(format!(
-                "metal-candle-kernels: {} on Metal does not support {other:?} tensors, expected F32, BF16 or F16",
-                $name
-            ))),
-        }
-    };
-}
-pub(crate) use by_dtype;
 
 struct Compiled {
     libraries: Vec<(DeviceId, Library)>,

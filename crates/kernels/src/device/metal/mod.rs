@@ -4,21 +4,46 @@
 //! is said to read and to write, so every buffer is passed as what it is. An operation encodes all its
 //! kernels under one lock of the encoder.
 //!
-//! The kernels were run in an emulator and this code was type-checked; neither ran on a Mac yet.
+//! Tests run the kernels, and what is passed to them, in an emulator; `encode.rs` and `library.rs`, which
+//! speak to Metal, were type-checked only. Nothing ran on a Mac yet.
 
 mod copy;
+#[cfg(feature = "metal")]
+mod encode;
+#[cfg(feature = "metal")]
 mod library;
 mod source;
 mod sums;
+// The tests of machines without Metal run the kernels in an emulator, with tensors of the CPU.
+#[cfg(not(feature = "metal"))]
+#[path = "emulated.rs"]
+mod encode;
+#[cfg(all(test, not(feature = "metal")))]
+mod tests;
 
-use candle_core::metal_backend::{MetalDevice, MetalError, MetalStorage};
-use candle_core::op::BackpropOp;
-use candle_core::{DType, Device, Result, Shape, Storage, Tensor, bail};
-use candle_metal_kernels::metal::{Buffer, ComputePipeline};
-use objc2_metal::MTLSize;
+use candle_core::{DType, Result, Tensor, bail};
+use encode::{Buffer, Pipeline};
 
-pub(crate) use library::by_dtype;
+pub(crate) use encode::{Metal, computes};
+#[cfg(feature = "metal")]
+pub(crate) use encode::{count, nothing, open};
 pub(crate) use sums::Groups;
+
+/// The kernel `$name` for elements of dtype `$dtype`.
+macro_rules! by_dtype {
+    ($name:literal, $dtype:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => Ok(concat!($name, "_f32")),
+            candle_core::DType::BF16 => Ok(concat!($name, "_bf16")),
+            candle_core::DType::F16 => Ok(concat!($name, "_f16")),
+            other => Err(candle_core::Error::Msg(format!(
+                "metal-candle-kernels: {} on Metal does not support {other:?} tensors, expected F32, BF16 or F16",
+                $name
+            ))),
+        }
+    };
+}
+pub(crate) use by_dtype;
 
 /// Elements of a thread in kernels that have one thread for some elements; as in `common.metal.h`.
 const AHEAD: usize = 4;
@@ -26,12 +51,6 @@ const AHEAD: usize = 4;
 const SIMDGROUP: usize = 32;
 /// Threads of a threadgroup that shares no sums.
 const THREADS: usize = 256;
-
-/// The device of some tensors.
-#[derive(Clone)]
-pub(crate) struct Metal {
-    device: MetalDevice,
-}
 
 /// The elements of a tensor on the device. The tensor keeps its buffer out of Candle's pool until the
 /// work with it is encoded; work that is encoded later waits for it.
@@ -68,22 +87,13 @@ pub(crate) enum Argument<'a> {
 
 /// A kernel that is ready to be encoded.
 pub(crate) struct Dispatch<'a> {
-    pipeline: ComputePipeline,
+    pipeline: Pipeline,
     arguments: &'a [Argument<'a>],
     groups: [usize; 3],
     threads: usize,
 }
 
 impl Metal {
-    pub(crate) fn of(tensor: &Tensor) -> Result<Metal> {
-        match tensor.device() {
-            Device::Metal(device) => Ok(Metal { device: device.clone() }),
-            _ => bail!(
-                "metal-candle-kernels: the Metal operation was given a tensor that is elsewhere"
-            ),
-        }
-    }
-
     /// The elements of a tensor, copied only when they aren't contiguous.
     pub(crate) fn contiguous(&self, tensor: &Tensor) -> Result<Array> {
         if tensor.is_contiguous() { self.strided(tensor) } else { self.copy(tensor) }
@@ -95,36 +105,6 @@ impl Metal {
             (Some(stride), Some(size)) if *stride == 1 || *size <= 1 => self.strided(tensor),
             _ => self.contiguous(tensor),
         }
-    }
-
-    /// The elements of a tensor as they lie, to be found by its strides.
-    pub(crate) fn strided(&self, tensor: &Tensor) -> Result<Array> {
-        let tensor = tensor.clone();
-        let dtype = tensor.dtype();
-        let (buffer, offset) = {
-            let (storage, layout) = tensor.storage_and_layout();
-            match &*storage {
-                Storage::Metal(storage) => {
-                    (storage.buffer().clone(), layout.start_offset() * dtype.size_in_bytes())
-                }
-                _ => bail!(
-                    "metal-candle-kernels: the Metal operation was given a tensor that is elsewhere"
-                ),
-            }
-        };
-        Ok(Array { buffer, offset, dtype, tensor })
-    }
-
-    /// A tensor that is not yet written.
-    pub(crate) fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Array> {
-        let shape = shape.into();
-        let count = shape.elem_count();
-        // Metal has no buffer of nothing.
-        let buffer = self.device.new_buffer_builder().with_size_for(count.max(1), dtype).build()?;
-        let storage = MetalStorage::new(buffer.clone(), self.device.clone(), count, dtype);
-        let storage = Storage::Metal(storage);
-        let tensor = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
-        Ok(Array { buffer: (*buffer).clone(), offset: 0, dtype, tensor })
     }
 
     /// The kernel `name`, a threadgroup for each of `rows`, whose threads share its `columns`.
@@ -173,7 +153,7 @@ impl Metal {
         groups: impl Fn(usize) -> [usize; 3],
         arguments: &'a [Argument<'a>],
     ) -> Result<Dispatch<'a>> {
-        let pipeline = library::pipeline(&self.device, name)?;
+        let pipeline = self.pipeline(name)?;
         let threads = wanted.min(pipeline.max_total_threads_per_threadgroup()).max(1);
         let groups = groups(threads);
         if groups.iter().any(|groups| u32::try_from(*groups).is_err()) {
@@ -182,52 +162,6 @@ impl Metal {
             )
         }
         Ok(Dispatch { pipeline, arguments, groups, threads })
-    }
-
-    /// Encodes kernels, which run in this order where one reads what another writes. Those without
-    /// threadgroups are left out.
-    pub(crate) fn run(&self, dispatches: &[Dispatch]) -> Result<()> {
-        let guard = self.device.command_encoder()?;
-        let encoder = guard.as_ref();
-        for Dispatch { pipeline, arguments, groups, threads } in dispatches {
-            if groups.contains(&0) {
-                continue;
-            }
-            encoder.set_compute_pipeline_state(pipeline);
-            for (index, argument) in arguments.iter().enumerate() {
-                match *argument {
-                    Argument::Input(array) => {
-                        encoder.set_input_buffer(index, Some(&array.buffer), array.offset);
-                    }
-                    Argument::Output(array) => {
-                        encoder.set_output_buffer(index, Some(&array.buffer), array.offset);
-                    }
-                    Argument::U32(value) => encoder.set_bytes(index, &value),
-                    Argument::U64(value) => encoder.set_bytes(index, &value),
-                    Argument::F32(value) => encoder.set_bytes(index, &value),
-                    Argument::U32s(values) => {
-                        encoder.set_bytes_directly(
-                            index,
-                            size_of_val(values),
-                            values.as_ptr().cast(),
-                        );
-                    }
-                    Argument::U64s(values) => {
-                        encoder.set_bytes_directly(
-                            index,
-                            size_of_val(values),
-                            values.as_ptr().cast(),
-                        );
-                    }
-                }
-            }
-            let [width, height, depth] = *groups;
-            encoder.dispatch_thread_groups(
-                MTLSize { width, height, depth },
-                MTLSize { width: *threads, height: 1, depth: 1 },
-            );
-        }
-        Ok(())
     }
 }
 
@@ -251,33 +185,4 @@ pub(crate) fn parameter_code(operation: &str, parameter: &Array) -> Result<Argum
             "metal-candle-kernels: {operation} on Metal does not support {other:?} parameters, expected F32, BF16 or F16"
         ),
     }
-}
-
-/// How many Metal devices there are.
-pub(crate) fn count() -> usize {
-    candle_metal_kernels::metal::Device::all().len()
-}
-
-/// The Metal device `ordinal`, with the library of kernels, so that a failure to compile it shows here.
-pub(crate) fn open(ordinal: usize) -> Result<Device> {
-    let count = count();
-    if ordinal >= count {
-        bail!("metal-candle-kernels: there is no Metal device {ordinal}; {count} were found")
-    }
-    let device = Device::new_metal(ordinal)?;
-    if let Device::Metal(device) = &device {
-        library::pipeline(device, "fill_zeros")?;
-    }
-    Ok(device)
-}
-
-/// A small storage that takes the place of one that is moved out of its tensor.
-pub(crate) fn nothing(device: &MetalDevice) -> Result<MetalStorage> {
-    let buffer = device.new_buffer_builder().with_size_for(1, DType::U8).build()?;
-    Ok(MetalStorage::new(buffer, device.clone(), 1, DType::U8))
-}
-
-/// What Candle's Metal backend reports, as its errors.
-fn metal_error(error: candle_metal_kernels::MetalKernelError) -> candle_core::Error {
-    MetalError::from(error).into()
 }
