@@ -125,7 +125,11 @@ pub fn device(processor: Processor) -> anyhow::Result<Device> {
             Err(usage("device: this build has no CUDA; use --device cpu"))
         }
         Processor::Auto | Processor::Cuda => Ok(devices::cuda(0)?),
-        Processor::Metal => Err(usage("device: this build has no Metal; use --device cpu")),
+        Processor::Metal if !cfg!(feature = "metal") => {
+            Err(usage("device: this build has no Metal; use --device cpu"))
+        }
+        // `auto` doesn't take it while there are operations without a Metal kernel.
+        Processor::Metal => Ok(devices::metal(0)?),
     }
 }
 

@@ -25,6 +25,29 @@ pub fn cuda(ordinal: usize) -> Result<Device> {
     )
 }
 
+/// How many Metal devices there are; 0 when this build has no Metal.
+pub fn metal_count() -> usize {
+    #[cfg(feature = "metal")]
+    return crate::device::metal::count();
+    #[cfg(not(feature = "metal"))]
+    0
+}
+
+/// The Metal device `ordinal`, with this crate's kernels compiled for it. The operations that have none yet
+/// say so when they are given its tensors.
+///
+/// # Errors
+/// When this build has no Metal, the device is missing, or its macOS (expected: 14 or later) does not
+/// compile the kernels.
+pub fn metal(ordinal: usize) -> Result<Device> {
+    #[cfg(feature = "metal")]
+    return crate::device::metal::open(ordinal);
+    #[cfg(not(feature = "metal"))]
+    candle_core::bail!(
+        "metal-candle-kernels: there is no Metal device {ordinal} in this build; build it with the feature `metal` on a Mac"
+    )
+}
+
 /// Memory of a device that tensors take, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryUse {
@@ -34,7 +57,7 @@ pub struct MemoryUse {
     pub peak: u64,
 }
 
-/// The memory that tensors on `device` take; `None` for the CPU.
+/// The memory that tensors on `device` take; `None` for the CPU and for Metal.
 ///
 /// # Errors
 /// When the driver doesn't answer.

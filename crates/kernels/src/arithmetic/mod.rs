@@ -7,6 +7,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "metal", test))]
+mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -26,6 +28,10 @@ pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::add(x, y);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::add(x, y);
     }
     let shape = x.dims();
     let (x, y) = (Input::contiguous(x)?, Input::contiguous(y)?);
@@ -48,6 +54,10 @@ pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::scale(x, factor);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::scale(x, factor);
     }
     let shape = x.dims();
     let x = Input::contiguous(x)?;
@@ -79,6 +89,10 @@ pub fn scale_by(x: &Tensor, factor: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::scale_by(x, factor);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::scale_by(x, factor);
     }
     let factor = factor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
     scale(x, factor[0])

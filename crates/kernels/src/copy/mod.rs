@@ -2,6 +2,8 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "metal", test))]
+mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -27,6 +29,10 @@ pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::cast(x, dtype);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::cast(x, dtype);
     }
     x.detach().to_dtype(dtype)
 }
@@ -61,6 +67,10 @@ pub fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<
     #[cfg(feature = "cuda")]
     if whole.device().is_cuda() {
         return cuda::write(whole, part, dim, start);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(whole) {
+        return metal::write(whole, part, dim, start);
     }
     whole.slice_set(&part.detach().contiguous()?, dim, start)
 }

@@ -3,11 +3,28 @@
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+#[cfg(any(feature = "metal", test))]
+pub(crate) mod metal;
 mod record;
 
 pub(crate) use record::{record1, record2, record3};
 
 use candle_core::{DType, DeviceLocation, Result, Tensor, bail};
+
+/// The operations that have a Metal kernel.
+const ON_METAL: [&str; 11] = [
+    "add",
+    "cast",
+    "embedding",
+    "glu",
+    "layer_norm",
+    "rms_norm",
+    "rope",
+    "scale",
+    "scale_by",
+    "softmax",
+    "write",
+];
 
 /// An error unless all tensors are on one device, and this build computes there.
 pub(crate) fn require_together(operation: &str, tensors: &[&Tensor]) -> Result<()> {
@@ -24,6 +41,15 @@ pub(crate) fn require_together(operation: &str, tensors: &[&Tensor]) -> Result<(
                 }
             }
             DeviceLocation::Cuda { .. } => return require_cpu(operation, &[tensor]),
+            DeviceLocation::Metal { .. }
+                if cfg!(feature = "metal") && ON_METAL.contains(&operation) =>
+            {
+                if tensor.dtype() == DType::F64 {
+                    bail!(
+                        "metal-candle-kernels: {operation} on Metal does not support F64 tensors, expected F32, BF16 or F16; F64 is computed on the CPU"
+                    )
+                }
+            }
             DeviceLocation::Metal { .. } => return require_cpu(operation, &[tensor]),
         }
         let first = *first.get_or_insert(here);

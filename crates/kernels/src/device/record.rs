@@ -2,8 +2,8 @@
 //! one, or inputs that are no tensors of the graph.
 
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, InplaceOp1, Layout, Result, Shape,
-    Storage, Tensor, bail,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, InplaceOp1, Layout, MetalStorage,
+    Result, Shape, Storage, Tensor, bail,
 };
 use std::sync::{Mutex, PoisonError};
 
@@ -76,6 +76,13 @@ impl<F> Recorded<F> {
             _ => bail!("metal-candle-kernels: {}: the result is not on a CUDA device", self.name),
         }
     }
+
+    fn take_metal(&self) -> Result<(MetalStorage, Shape)> {
+        match self.take()? {
+            (Storage::Metal(storage), shape) => Ok((storage, shape)),
+            _ => bail!("metal-candle-kernels: {}: the result is not on a Metal device", self.name),
+        }
+    }
 }
 
 /// Moves the numbers out of a fresh result that nothing else refers to.
@@ -101,6 +108,13 @@ fn into_storage(tensor: Tensor) -> Result<Storage> {
             self.put(Storage::Cuda(std::mem::replace(storage, nothing)));
             Ok(())
         }
+        #[cfg(feature = "metal")]
+        fn metal_fwd(&self, storage: &mut MetalStorage, _: &Layout) -> Result<()> {
+            use candle_core::backend::BackendStorage;
+            let nothing = super::metal::nothing(storage.device())?;
+            self.put(Storage::Metal(std::mem::replace(storage, nothing)));
+            Ok(())
+        }
     }
     let take = Take(Mutex::new(None));
     tensor.inplace_op1(&take)?;
@@ -122,6 +136,9 @@ where
     }
     fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
         self.take_cuda()
+    }
+    fn metal_fwd(&self, _: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
+        self.take_metal()
     }
     fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         (self.backward)(x, y, dy)
@@ -152,6 +169,15 @@ where
         _: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         self.take_cuda()
+    }
+    fn metal_fwd(
+        &self,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
+        self.take_metal()
     }
     fn bwd(
         &self,
@@ -192,6 +218,17 @@ where
         _: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         self.take_cuda()
+    }
+    fn metal_fwd(
+        &self,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
+        self.take_metal()
     }
     fn bwd(
         &self,

@@ -7,6 +7,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "metal", test))]
+mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -18,7 +20,7 @@ const OPERATION: &str = "embedding";
 
 /// `table` `(v, d)`, `ids` `(batch, seq)` u32 below `v`, result `(batch, seq, d)` in the table's dtype.
 ///
-/// On CUDA the ids aren't looked at from the host: one that isn't below `v` gives a row of NaN.
+/// On a GPU the ids aren't looked at from the host: one that isn't below `v` gives a row of NaN.
 ///
 /// # Errors
 /// When an id isn't below `v` (on the CPU), shapes or dtypes don't fit, or the tensors aren't on one
@@ -31,6 +33,10 @@ pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if table.device().is_cuda() {
         return cuda::forward(table, ids);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(table) {
+        return metal::forward(table, ids);
     }
     let (table, ids) = (Input::contiguous(table)?, Input::contiguous(ids)?);
     let (table, ids) = (table.read(), ids.read());
@@ -56,7 +62,7 @@ pub fn differentiable(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
 }
 
 /// The gradient of the table: `dy` `(batch, seq, d)`, `ids` `(batch, seq)` u32 below
-/// `vocabulary_size`, result `(vocabulary_size, d)` in f32 (f64 for f64). On CUDA other ids add nothing.
+/// `vocabulary_size`, result `(vocabulary_size, d)` in f32 (f64 for f64). On a GPU other ids add nothing.
 ///
 /// # Errors
 /// Like [`forward`].
@@ -69,6 +75,10 @@ pub fn backward(dy: &Tensor, ids: &Tensor, vocabulary_size: usize) -> Result<Ten
     #[cfg(feature = "cuda")]
     if dy.device().is_cuda() {
         return cuda::backward(dy, ids, vocabulary_size);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(dy) {
+        return metal::backward(dy, ids, vocabulary_size);
     }
     let (dy, ids) = (Input::contiguous(dy)?, Input::contiguous(ids)?);
     let (dy, ids) = (dy.read(), ids.read());

@@ -12,6 +12,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "metal", test))]
+mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -42,6 +44,10 @@ pub fn forward(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Ten
     #[cfg(feature = "cuda")]
     if gate.device().is_cuda() {
         return cuda::forward(gate, up, activation);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(gate) {
+        return metal::forward(gate, up, activation);
     }
     let (shape, count) = (gate.dims(), gate.elem_count());
     let (gate, up) = (Input::collapsed_rows(gate)?, Input::collapsed_rows(up)?);
@@ -85,6 +91,10 @@ pub fn backward(
     #[cfg(feature = "cuda")]
     if gate.device().is_cuda() {
         return cuda::backward(gate, up, activation, d_out, need_dgate, need_dup);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(gate) {
+        return metal::backward(gate, up, activation, d_out, need_dgate, need_dup);
     }
     let (row_count, _) = rows_and_columns(OPERATION, "gate", gate)?;
     let (shape, count) = (gate.dims(), gate.elem_count());

@@ -11,6 +11,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "metal", test))]
+mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -32,6 +34,10 @@ pub fn forward(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> 
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::forward(rows, hidden, x, weight, bias, eps);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::forward(rows, hidden, x, weight, bias, eps);
     }
     let shape = x.dims();
     let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
@@ -134,6 +140,10 @@ pub fn backward(
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::backward(rows, hidden, x, weight, eps, dy, needs);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::backward(rows, hidden, x, weight, eps, dy, needs);
     }
     let shape = x.dims();
     let (x, weight, dy) =

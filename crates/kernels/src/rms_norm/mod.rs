@@ -15,6 +15,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "metal", test))]
+mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -33,6 +35,10 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, weight_offset: f64) -> Res
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::forward(rows, hidden, x, weight, eps, weight_offset);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::forward(rows, hidden, x, weight, eps, weight_offset);
     }
     let shape = x.dims();
     let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
@@ -76,6 +82,10 @@ pub fn forward_residual(
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::forward_residual(rows, hidden, x, residual, weight, eps, weight_offset);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::forward_residual(rows, hidden, x, residual, weight, eps, weight_offset);
     }
     let shape = x.dims();
     let (x, residual) = (Input::contiguous(x)?, Input::contiguous(residual)?);
@@ -152,6 +162,12 @@ fn gradients(
     if x.device().is_cuda() {
         let (rows, columns) = (rows, hidden);
         return cuda::Backward { rows, columns, x, weight, eps, weight_offset, dy, dsum }
+            .run(need_dx, need_dweight);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        let (rows, columns) = (rows, hidden);
+        return metal::Backward { rows, columns, x, weight, eps, weight_offset, dy, dsum }
             .run(need_dx, need_dweight);
     }
     let shape = x.dims();

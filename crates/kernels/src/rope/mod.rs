@@ -12,6 +12,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "metal", test))]
+mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -67,6 +69,10 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> Result<Tenso
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::rotate(x, cos, sin, inverse);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::rotate(x, cos, sin, inverse);
     }
     let (shape, count) = (x.dims(), x.elem_count());
     let (x, cos, sin) = (Input::contiguous(x)?, Input::contiguous(cos)?, Input::contiguous(sin)?);

@@ -10,6 +10,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "metal", test))]
+mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -29,6 +31,10 @@ pub fn forward(x: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::forward(rows, size, x);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::forward(rows, size, x);
     }
     let shape = x.dims();
     let x = Input::contiguous(x)?;
@@ -61,6 +67,10 @@ pub fn backward(y: &Tensor, dy: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if y.device().is_cuda() {
         return cuda::backward(rows, size, y, dy);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(y) {
+        return metal::backward(rows, size, y, dy);
     }
     let shape = y.dims();
     let (y, dy) = (Input::contiguous(y)?, Input::contiguous(dy)?);

@@ -1,0 +1,31 @@
+//! Sums and multiples on Metal, see `kernel.metal`.
+
+use crate::device::metal::{Argument, Metal, by_dtype};
+use candle_core::{Result, Tensor};
+
+pub(super) fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    let metal = Metal::of(x)?;
+    let y = metal.contiguous(y)?;
+    map(&metal, by_dtype!("arithmetic_add", x.dtype())?, x, Argument::Input(&y))
+}
+
+pub(super) fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
+    let metal = Metal::of(x)?;
+    map(&metal, by_dtype!("arithmetic_scale", x.dtype())?, x, Argument::F32(factor as f32))
+}
+
+pub(super) fn scale_by(x: &Tensor, factor: &Tensor) -> Result<Tensor> {
+    let metal = Metal::of(x)?;
+    let factor = metal.strided(factor)?;
+    map(&metal, by_dtype!("arithmetic_scale_by", x.dtype())?, x, Argument::Input(&factor))
+}
+
+fn map(metal: &Metal, name: &'static str, x: &Tensor, other: Argument) -> Result<Tensor> {
+    let x = metal.contiguous(x)?;
+    let out = metal.empty(x.tensor.shape(), x.dtype)?;
+    let count = x.tensor.elem_count();
+    let arguments =
+        [Argument::Input(&x), other, Argument::Output(&out), Argument::U64(count as u64)];
+    metal.run(&[metal.by_elements(name, count, 1, &arguments)?])?;
+    Ok(out.tensor)
+}

@@ -1,0 +1,140 @@
+//! The device of some tensors: its memory, and how kernels are encoded.
+
+use super::{Argument, Array, Dispatch, library};
+use candle_core::metal_backend::{MetalDevice, MetalError, MetalStorage};
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Device, Result, Shape, Storage, Tensor, bail};
+use objc2_metal::MTLSize;
+
+pub(super) use candle_metal_kernels::metal::{Buffer, ComputePipeline as Pipeline};
+
+/// Whether the tensor's device is one that Metal's operations compute on.
+pub(crate) fn computes(tensor: &Tensor) -> bool {
+    tensor.device().is_metal()
+}
+
+/// The device of some tensors.
+#[derive(Clone)]
+pub(crate) struct Metal {
+    device: MetalDevice,
+}
+
+impl Metal {
+    pub(crate) fn of(tensor: &Tensor) -> Result<Metal> {
+        match tensor.device() {
+            Device::Metal(device) => Ok(Metal { device: device.clone() }),
+            _ => bail!(
+                "metal-candle-kernels: the Metal operation was given a tensor that is elsewhere"
+            ),
+        }
+    }
+
+    /// The elements of a tensor as they lie, to be found by its strides.
+    pub(crate) fn strided(&self, tensor: &Tensor) -> Result<Array> {
+        let tensor = tensor.clone();
+        let dtype = tensor.dtype();
+        let (buffer, offset) = {
+            let (storage, layout) = tensor.storage_and_layout();
+            match &*storage {
+                Storage::Metal(storage) => {
+                    (storage.buffer().clone(), layout.start_offset() * dtype.size_in_bytes())
+                }
+                _ => bail!(
+                    "metal-candle-kernels: the Metal operation was given a tensor that is elsewhere"
+                ),
+            }
+        };
+        Ok(Array { buffer, offset, dtype, tensor })
+    }
+
+    /// A tensor that is not yet written.
+    pub(crate) fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Array> {
+        let shape = shape.into();
+        let count = shape.elem_count();
+        // Metal has no buffer of nothing.
+        let buffer = self.device.new_buffer_builder().with_size_for(count.max(1), dtype).build()?;
+        let storage = MetalStorage::new(buffer.clone(), self.device.clone(), count, dtype);
+        let storage = Storage::Metal(storage);
+        let tensor = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
+        Ok(Array { buffer: (*buffer).clone(), offset: 0, dtype, tensor })
+    }
+
+    pub(super) fn pipeline(&self, name: &'static str) -> Result<Pipeline> {
+        library::pipeline(&self.device, name)
+    }
+
+    /// Encodes kernels, which run in this order where one reads what another writes. Those without
+    /// threadgroups are left out.
+    pub(crate) fn run(&self, dispatches: &[Dispatch]) -> Result<()> {
+        let guard = self.device.command_encoder()?;
+        let encoder = guard.as_ref();
+        for Dispatch { pipeline, arguments, groups, threads } in dispatches {
+            if groups.contains(&0) {
+                continue;
+            }
+            encoder.set_compute_pipeline_state(pipeline);
+            for (index, argument) in arguments.iter().enumerate() {
+                match *argument {
+                    Argument::Input(array) => {
+                        encoder.set_input_buffer(index, Some(&array.buffer), array.offset);
+                    }
+                    Argument::Output(array) => {
+                        encoder.set_output_buffer(index, Some(&array.buffer), array.offset);
+                    }
+                    Argument::U32(value) => encoder.set_bytes(index, &value),
+                    Argument::U64(value) => encoder.set_bytes(index, &value),
+                    Argument::F32(value) => encoder.set_bytes(index, &value),
+                    Argument::U32s(values) => {
+                        encoder.set_bytes_directly(
+                            index,
+                            size_of_val(values),
+                            values.as_ptr().cast(),
+                        );
+                    }
+                    Argument::U64s(values) => {
+                        encoder.set_bytes_directly(
+                            index,
+                            size_of_val(values),
+                            values.as_ptr().cast(),
+                        );
+                    }
+                }
+            }
+            let [width, height, depth] = *groups;
+            encoder.dispatch_thread_groups(
+                MTLSize { width, height, depth },
+                MTLSize { width: *threads, height: 1, depth: 1 },
+            );
+        }
+        Ok(())
+    }
+}
+
+/// How many Metal devices there are.
+pub(crate) fn count() -> usize {
+    candle_metal_kernels::metal::Device::all().len()
+}
+
+/// The Metal device `ordinal`, with the library of kernels, so that a failure to compile it shows here.
+pub(crate) fn open(ordinal: usize) -> Result<Device> {
+    let count = count();
+    if ordinal >= count {
+        bail!("metal-candle-kernels: there is no Metal device {ordinal}; {count} were found")
+    }
+    let device = Device::new_metal(ordinal)?;
+    if let Device::Metal(device) = &device {
+        library::pipeline(device, "fill_zeros")?;
+    }
+    Ok(device)
+}
+
+/// A small storage that takes the place of one that is moved out of its tensor.
+pub(crate) fn nothing(device: &MetalDevice) -> Result<MetalStorage> {
+    let buffer = device.new_buffer_builder().with_size_for(1, DType::U8).build()?;
+    Ok(MetalStorage::new(buffer, device.clone(), 1, DType::U8))
+}
+
+/// What Candle's Metal backend reports, as its errors.
+pub(super) fn metal_error(error: candle_metal_kernels::MetalKernelError) -> candle_core::Error {
+    MetalError::from(error).into()
+}

@@ -1,0 +1,188 @@
+//! What the Metal operations share: where the elements of a tensor lie, results, and dispatches.
+//!
+//! Candle encodes everything of a device concurrently and looks for hazards by the buffers that a kernel
+//! is said to read and to write, so every buffer is passed as what it is. An operation encodes all its
+//! kernels under one lock of the encoder.
+//!
+//! Tests run the kernels, and what is passed to them, in an emulator; `encode.rs` and `library.rs`, which
+//! speak to Metal, were type-checked only. Nothing ran on a Mac yet.
+
+mod copy;
+#[cfg(feature = "metal")]
+mod encode;
+#[cfg(feature = "metal")]
+mod library;
+mod source;
+mod sums;
+// The tests of machines without Metal run the kernels in an emulator, with tensors of the CPU.
+#[cfg(not(feature = "metal"))]
+#[path = "emulated.rs"]
+mod encode;
+#[cfg(all(test, not(feature = "metal")))]
+mod tests;
+
+use candle_core::{DType, Result, Tensor, bail};
+use encode::{Buffer, Pipeline};
+
+pub(crate) use encode::{Metal, computes};
+#[cfg(feature = "metal")]
+pub(crate) use encode::{count, nothing, open};
+pub(crate) use sums::Groups;
+
+/// The kernel `$name` for elements of dtype `$dtype`.
+macro_rules! by_dtype {
+    ($name:literal, $dtype:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => Ok(concat!($name, "_f32")),
+            candle_core::DType::BF16 => Ok(concat!($name, "_bf16")),
+            candle_core::DType::F16 => Ok(concat!($name, "_f16")),
+            other => Err(candle_core::Error::Msg(format!(
+                "metal-candle-kernels: {} on Metal does not support {other:?} tensors, expected F32, BF16 or F16",
+                $name
+            ))),
+        }
+    };
+}
+pub(crate) use by_dtype;
+
+/// Elements of a thread in kernels that have one thread for some elements; as in `common.metal.h`.
+const AHEAD: usize = 4;
+/// Threads of a simdgroup on all of Apple's GPUs.
+const SIMDGROUP: usize = 32;
+/// Threads of a threadgroup that shares no sums.
+const THREADS: usize = 256;
+
+/// The elements of a tensor on the device. The tensor keeps its buffer out of Candle's pool until the
+/// work with it is encoded; work that is encoded later waits for it.
+pub(crate) struct Array {
+    buffer: Buffer,
+    /// Where the first element is, in bytes.
+    offset: usize,
+    pub(crate) dtype: DType,
+    pub(crate) tensor: Tensor,
+}
+
+impl Array {
+    /// The same buffer from `bytes` further on.
+    pub(crate) fn at(&self, bytes: usize) -> Array {
+        let Array { buffer, offset, dtype, tensor } = self;
+        let (buffer, tensor) = (buffer.clone(), tensor.clone());
+        Array { buffer, offset: offset + bytes, dtype: *dtype, tensor }
+    }
+}
+
+/// What a kernel is given, in the order of its buffers.
+#[derive(Clone, Copy)]
+pub(crate) enum Argument<'a> {
+    /// It only reads these elements, or doesn't touch them.
+    Input(&'a Array),
+    /// It writes these elements.
+    Output(&'a Array),
+    U32(u32),
+    U64(u64),
+    F32(f32),
+    U32s(&'a [u32]),
+    U64s(&'a [u64]),
+}
+
+/// A kernel that is ready to be encoded.
+pub(crate) struct Dispatch<'a> {
+    pipeline: Pipeline,
+    arguments: &'a [Argument<'a>],
+    groups: [usize; 3],
+    threads: usize,
+}
+
+impl Metal {
+    /// The elements of a tensor, copied only when they aren't contiguous.
+    pub(crate) fn contiguous(&self, tensor: &Tensor) -> Result<Array> {
+        if tensor.is_contiguous() { self.strided(tensor) } else { self.copy(tensor) }
+    }
+
+    /// The elements of a tensor, copied only when its last dimension isn't contiguous.
+    pub(crate) fn strided_rows(&self, tensor: &Tensor) -> Result<Array> {
+        match (tensor.stride().last(), tensor.dims().last()) {
+            (Some(stride), Some(size)) if *stride == 1 || *size <= 1 => self.strided(tensor),
+            _ => self.contiguous(tensor),
+        }
+    }
+
+    /// The kernel `name`, a threadgroup for each of `rows`, whose threads share its `columns`.
+    pub(crate) fn by_row<'a>(
+        &self,
+        name: &'static str,
+        rows: usize,
+        columns: usize,
+        arguments: &'a [Argument<'a>],
+    ) -> Result<Dispatch<'a>> {
+        const ELEMENTS: usize = 8;
+        const MOST_THREADS: usize = 1024;
+        let wanted = columns.div_ceil(ELEMENTS).next_multiple_of(SIMDGROUP).min(MOST_THREADS);
+        self.dispatch(name, wanted, |_| [rows, 1, 1], arguments)
+    }
+
+    /// The kernel `name` for `rows` of `count` elements each, of which a thread has `AHEAD`.
+    pub(crate) fn by_elements<'a>(
+        &self,
+        name: &'static str,
+        count: usize,
+        rows: usize,
+        arguments: &'a [Argument<'a>],
+    ) -> Result<Dispatch<'a>> {
+        let wanted = count.div_ceil(AHEAD).next_multiple_of(SIMDGROUP).min(THREADS);
+        self.dispatch(name, wanted, |threads| [count.div_ceil(AHEAD * threads), rows, 1], arguments)
+    }
+
+    /// The kernel `name` for `rows` of `count` things each, of which a thread has one.
+    pub(crate) fn by_thread<'a>(
+        &self,
+        name: &'static str,
+        count: usize,
+        rows: usize,
+        arguments: &'a [Argument<'a>],
+    ) -> Result<Dispatch<'a>> {
+        let wanted = count.next_multiple_of(SIMDGROUP).min(THREADS);
+        self.dispatch(name, wanted, |threads| [count.div_ceil(threads), rows, 1], arguments)
+    }
+
+    /// `groups` says how many threadgroups there are of so many threads.
+    fn dispatch<'a>(
+        &self,
+        name: &'static str,
+        wanted: usize,
+        groups: impl Fn(usize) -> [usize; 3],
+        arguments: &'a [Argument<'a>],
+    ) -> Result<Dispatch<'a>> {
+        let pipeline = self.pipeline(name)?;
+        let threads = wanted.min(pipeline.max_total_threads_per_threadgroup()).max(1);
+        let groups = groups(threads);
+        if groups.iter().any(|groups| u32::try_from(*groups).is_err()) {
+            bail!(
+                "metal-candle-kernels: `{name}` would need {groups:?} threadgroups, expected less than 2^32"
+            )
+        }
+        Ok(Dispatch { pipeline, arguments, groups, threads })
+    }
+}
+
+/// A size as kernels take it.
+pub(crate) fn size(operation: &str, size: usize) -> Result<u32> {
+    match u32::try_from(size) {
+        Ok(size) => Ok(size),
+        Err(_) => bail!(
+            "metal-candle-kernels: {operation} on Metal: a size is {size}, expected less than 2^32"
+        ),
+    }
+}
+
+/// The code of a norm's parameter's dtype, as `parameter_at` in `common.metal.h` knows it.
+pub(crate) fn parameter_code(operation: &str, parameter: &Array) -> Result<Argument<'static>> {
+    match parameter.dtype {
+        DType::F32 => Ok(Argument::U32(0)),
+        DType::F16 => Ok(Argument::U32(1)),
+        DType::BF16 => Ok(Argument::U32(2)),
+        other => bail!(
+            "metal-candle-kernels: {operation} on Metal does not support {other:?} parameters, expected F32, BF16 or F16"
+        ),
+    }
+}

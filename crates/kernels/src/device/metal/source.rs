@@ -1,0 +1,24 @@
+//! The text of all Metal kernels, as one library of a device has it.
+
+const HEADER: &str = include_str!("common.metal.h");
+
+const SOURCES: [&str; 9] = [
+    include_str!("kernel.metal"),
+    include_str!("../../arithmetic/kernel.metal"),
+    include_str!("../../copy/kernel.metal"),
+    include_str!("../../embedding/kernel.metal"),
+    include_str!("../../glu/kernel.metal"),
+    include_str!("../../layer_norm/kernel.metal"),
+    include_str!("../../rms_norm/kernel.metal"),
+    include_str!("../../rope/kernel.metal"),
+    include_str!("../../softmax/kernel.metal"),
+];
+
+/// The header and the operations' kernels, with nothing left to include but Metal's own library.
+pub(crate) fn source() -> String {
+    let mut text: String = HEADER.replace("#pragma once\n", "");
+    for source in SOURCES {
+        text.push_str(&source.replace("#include \"common.metal.h\"\n", ""));
+    }
+    text
+}
