@@ -120,14 +120,10 @@ const HOPPER_ROWS: usize = 128;
 const HOPPER_THREADS: u32 = 384;
 const HOPPER_STAGES: usize = 3;
 
-/// For tests: whether a Hopper device is used as an Ampere one.
 #[cfg(test)]
-pub(super) mod ampere {
-    use std::cell::Cell;
-
-    thread_local! {
-        pub(in crate::attention) static ONLY: Cell<bool> = const { Cell::new(false) };
-    }
+thread_local! {
+    /// For tests: whether a Hopper device is used as an Ampere one.
+    pub(super) static AMPERE_ONLY: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
 /// The sizes of plain.cuh.
@@ -220,7 +216,7 @@ impl Call {
     /// Whether this build and the device have Hopper's products of warpgroups.
     fn hopper(&self) -> Result<bool> {
         #[cfg(test)]
-        if ampere::ONLY.get() {
+        if AMPERE_ONLY.get() {
             return Ok(false);
         }
         Ok(cfg!(hopper) && self.cuda.stream.context().compute_capability().w()? == (9, 0))

@@ -337,10 +337,10 @@ mod cuda {
     /// Runs `task` with the kernels of the device, and with those that every device has.
     fn with_all_kernels(task: impl Fn()) {
         for only in [false, true] {
-            crate::attention::cuda::ampere::ONLY.set(only);
+            crate::attention::cuda::AMPERE_ONLY.set(only);
             task();
         }
-        crate::attention::cuda::ampere::ONLY.set(false);
+        crate::attention::cuda::AMPERE_ONLY.set(false);
     }
 
     /// Head dimensions of every kernel, over several tiles, with all options.

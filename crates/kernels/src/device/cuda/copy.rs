@@ -175,6 +175,8 @@ mod tests {
     use crate::testing::*;
     use candle_core::Device;
 
+    type View<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
+
     #[test]
     fn cuda_copies_any_layout() {
         let Some(device) = cuda() else { return };
@@ -184,7 +186,7 @@ mod tests {
                 let base = ((random(&shape, 1) + 1.0).unwrap() * 100.0).unwrap();
                 let base = base.to_dtype(dtype).unwrap();
                 let on_device = base.to_device(&device).unwrap();
-                let views: [&dyn Fn(&Tensor) -> Result<Tensor>; 9] = [
+                let views: [View; 9] = [
                     &|t| t.transpose(1, 2),
                     &|t| t.transpose(2, 3),
                     &|t| t.transpose(0, 3),
