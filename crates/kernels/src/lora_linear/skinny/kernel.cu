@@ -9,7 +9,7 @@
 // The first three go over tiles of x that asynchronous copies bring into shared memory. Blocks share the
 // tiles; what they found is added up by `add_up`, always in the same order. Sizes and distances of rows
 // are multiples of 8 elements and matrices begin at 16 bytes; the rank is at most 64 and a multiple of 8.
-#include "common.cuh"
+#include "tensor.cuh"
 
 namespace {
 
@@ -66,59 +66,6 @@ struct Sums {
     Sum at[MOST];
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-/// Starts to copy 16 bytes to shared memory, zeros unless `valid`.
-__device__ __forceinline__ void copy_16(uint32_t to, const void *from, bool valid) {
-    const int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
-                 : "memory");
-}
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/// Waits until at most N of the groups of copies that were ended last are under way.
-template <int N> __device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
-/// Four 8 by 8 matrices, of which lane l gives row l % 8 of matrix l / 8. A lane gets elements 2·(l % 4)
-/// and the next of row l / 4 of each.
-__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address)
-                 : "memory");
-}
-/// The same of the transposed matrices.
-__device__ __forceinline__ void load_transposed(uint32_t (&to)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-/// c += a·b: a 16 by 16, b 16 by 8. A lane has rows l / 4 and 8 more, columns 2·(l % 4) and the next of c.
-template <typename T>
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                         uint32_t b1);
-template <>
-__device__ __forceinline__ void multiply<bf16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                               uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void multiply<f16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                              uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 /// Where 16 bytes number `chunk` of row `row` lie in a tile whose rows are 128 bytes: turned about, so
 /// that 8 rows of one column of chunks are in different banks.
 __device__ __forceinline__ uint32_t turned(int row, int chunk) {
@@ -163,14 +110,14 @@ __device__ __forceinline__ void pass(const Pass &p) {
             const int r = threadIdx.x / 8 + i * (THREADS / 8), chunk = threadIdx.x % 8;
             const bool valid = row + r < p.rows && column + chunk * 8 < p.wide;
             const T *from = valid ? x + (row + r) * p.x_stride + column + chunk * 8 : x;
-            copy_16(stage + turned(r, chunk), from, valid);
+            copy_async(stage + turned(r, chunk), from, valid);
         }
         if (DOWN) {
             for (int i = threadIdx.x; i < R * 8; i += THREADS) {
                 const int r = i / 8, chunk = i % 8;
                 const bool valid = r < p.rank && column + chunk * 8 < p.wide;
                 const T *from = valid ? factor + r * p.factor_stride + column + chunk * 8 : factor;
-                copy_16(stage + X_BYTES + turned(r, chunk), from, valid);
+                copy_async(stage + X_BYTES + turned(r, chunk), from, valid);
             }
         }
         if (GRADIENT) {
@@ -179,7 +126,7 @@ __device__ __forceinline__ void pass(const Pass &p) {
                 const int r = i / CHUNKS, chunk = i % CHUNKS;
                 const bool valid = row + r < p.rows && chunk * 8 < p.rank;
                 const T *from = valid ? left + (row + r) * p.left_stride + chunk * 8 : left;
-                copy_16(stage + X_BYTES + FACTOR_BYTES + r * LEFT_ROW + chunk * 16, from, valid);
+                copy_async(stage + X_BYTES + FACTOR_BYTES + r * LEFT_ROW + chunk * 16, from, valid);
             }
         }
     };
@@ -203,14 +150,14 @@ __device__ __forceinline__ void pass(const Pass &p) {
 #pragma unroll
     for (int step = 0; step < STAGES - 1; step++) {
         if (step < steps) copy_tiles(step);
-        end_copies();
+        copy_async_commit();
     }
     for (int step = 0; step < steps; step++) {
-        wait_copies<STAGES - 2>();
+        copy_async_wait<STAGES - 2>();
         // The tiles of this step are there, and those of the step before are free to be written over.
         __syncthreads();
         if (step + STAGES - 1 < steps) copy_tiles(step + STAGES - 1);
-        end_copies();
+        copy_async_commit();
 
         const uint32_t tile = base + step % STAGES * STAGE;
         if (DOWN) {
@@ -221,17 +168,17 @@ __device__ __forceinline__ void pass(const Pass &p) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int r = warp * 32 + i * 16 + lane % 16;
-                    load_matrices(a[i], tile + turned(r, 2 * k + lane / 16));
+                    load_tiles(a[i], tile + turned(r, 2 * k + lane / 16));
                 }
 #pragma unroll
                 for (int j = 0; j < TILES; j++) {
                     uint32_t b[4];
                     const int r = j * 16 + lane % 8 + lane / 16 * 8;
-                    load_matrices(b, factors + turned(r, 2 * k + lane / 8 % 2));
+                    load_tiles(b, factors + turned(r, 2 * k + lane / 8 % 2));
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        multiply<T>(down[i][2 * j], a[i], b[0], b[1]);
-                        multiply<T>(down[i][2 * j + 1], a[i], b[2], b[3]);
+                        multiply_add<T>(down[i][2 * j], a[i], b[0], b[1]);
+                        multiply_add<T>(down[i][2 * j + 1], a[i], b[2], b[3]);
                     }
                 }
             }
@@ -241,15 +188,15 @@ __device__ __forceinline__ void pass(const Pass &p) {
 #pragma unroll 4
             for (int k = 0; k < ROWS / 32; k++) {
                 uint32_t b[4];
-                load_transposed(b, tile + turned(k * 32 + lane, warp));
+                load_tiles_transposed(b, tile + turned(k * 32 + lane, warp));
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int r = k * 32 + half * 16 + lane % 8 + lane / 16 * 8;
 #pragma unroll
                     for (int i = 0; i < TILES; i++) {
                         uint32_t a[4];
-                        load_transposed(a, lefts + r * LEFT_ROW + i * 32 + lane / 8 % 2 * 16);
-                        multiply<T>(gradient[i], a, b[2 * half], b[2 * half + 1]);
+                        load_tiles_transposed(a, lefts + r * LEFT_ROW + i * 32 + lane / 8 % 2 * 16);
+                        multiply_add<T>(gradient[i], a, b[2 * half], b[2 * half + 1]);
                     }
                 }
             }
@@ -313,16 +260,16 @@ template <typename T, int TILES> __device__ __forceinline__ void up(const Up &p)
         const int r = i / (R / 8), chunk = i % (R / 8);
         const bool valid = row + r < p.rows && chunk * 8 < p.rank;
         const T *from = valid ? left + (row + r) * p.left_stride + chunk * 8 : left;
-        copy_16(lefts + r * LEFT_ROW + chunk * 16, from, valid);
+        copy_async(lefts + r * LEFT_ROW + chunk * 16, from, valid);
     }
     for (int i = threadIdx.x; i < R * (UP_COLUMNS / 8); i += THREADS) {
         const int r = i / (UP_COLUMNS / 8), chunk = i % (UP_COLUMNS / 8);
         const bool valid = r < p.rank && column + chunk * 8 < p.wide;
         const T *from = valid ? factor + r * p.factor_stride + column + chunk * 8 : factor;
-        copy_16(factors + r * WIDE_ROW + chunk * 16, from, valid);
+        copy_async(factors + r * WIDE_ROW + chunk * 16, from, valid);
     }
-    end_copies();
-    wait_copies<0>();
+    copy_async_commit();
+    copy_async_wait<0>();
     __syncthreads();
 
     const int warp_row = warp % 4 * 32, warp_column = warp / 4 * 64;
@@ -341,17 +288,17 @@ template <typename T, int TILES> __device__ __forceinline__ void up(const Up &p)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int r = warp_row + i * 16 + lane % 16;
-            load_matrices(a[i], lefts + r * LEFT_ROW + k * 32 + lane / 16 * 16);
+            load_tiles(a[i], lefts + r * LEFT_ROW + k * 32 + lane / 16 * 16);
         }
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             uint32_t b[4];
             const int r = k * 16 + lane % 16;
-            load_transposed(b, factors + r * WIDE_ROW + (warp_column + j * 16) * 2 + lane / 16 * 16);
+            load_tiles_transposed(b, factors + r * WIDE_ROW + (warp_column + j * 16) * 2 + lane / 16 * 16);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                multiply<T>(sum[i][2 * j], a[i], b[0], b[1]);
-                multiply<T>(sum[i][2 * j + 1], a[i], b[2], b[3]);
+                multiply_add<T>(sum[i][2 * j], a[i], b[0], b[1]);
+                multiply_add<T>(sum[i][2 * j + 1], a[i], b[2], b[3]);
             }
         }
     }
