@@ -43,6 +43,12 @@ fn compile_all() -> Result<(), String> {
             println!("cargo::rerun-if-changed={}", header.display());
         }
     }
+    let mut names: Vec<_> =
+        kernels.iter().filter_map(|kernel| kernel.parent()?.file_name()).collect();
+    names.sort();
+    if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(format!("two folders with a kernel.cu are named {}", pair[0].display()));
+    }
     let waiting = Mutex::new(kernels.into_iter());
     let next = || waiting.lock().ok()?.next();
     let workers = thread::available_parallelism().map_or(1, usize::from);
