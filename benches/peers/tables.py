@@ -158,8 +158,8 @@ def slug(report: Report) -> str:
 
 
 def write(report: Report, folder: Path, document: Path) -> None:
-    """Keeps the report of this machine and renders those of all machines into the document. Rows and
-    sides that were not measured now stay as they were."""
+    """Keeps the report of this machine and renders those of all machines into the document. Rows that
+    were not measured now stay as they were."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{slug(report)}.json"
     if path.is_file():
