@@ -3,7 +3,7 @@
 // An id outside the table can't be reported from here: its row of the result is NaN, and it has no
 // gradient.
 //
-// Backward: `count_tokens` notes for every id how often and where first it occurs, which doesn't depend
+// Backward: `embedding_count` notes for every id how often and where first it occurs, which doesn't depend
 // on the order in which threads come. The block of the first position adds up the gradients of all
 // positions with its id, in order.
 #include "vector.cuh"
@@ -14,7 +14,7 @@ constexpr int COLUMNS = 4 * THREADS;
 /// Positions of one id that are added up at a time.
 constexpr int MATCHES = 1024;
 
-/// The table's rows as numbers of `BITS` bits, `width` of them in a row; a thread has some of one row.
+/// The table's rows as numbers of type `Bits`, `width` of them in a row; a thread has some of one row.
 template <typename Bits>
 __device__ __forceinline__ void copy_rows(const Bits *table, const unsigned *ids, Bits *out,
                                           int64_t width, int64_t vocabulary, Bits nan) {

@@ -70,7 +70,8 @@ __device__ __forceinline__ void load_row(const T *row, int packs, int index, int
 
 /// Lets the compiler forget what it has converted from packs, so that they, and not the f32 numbers, are
 /// what is kept in registers from here on.
-template <int PACKS, typename T> __device__ __forceinline__ void keep_packed(Pack<T> (&packs)[PACKS]) {
+template <int PACKS, typename T>
+__device__ __forceinline__ void keep_packed(Pack<T> (&packs)[PACKS]) {
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         uint4 bits = *reinterpret_cast<uint4 *>(&packs[p]);
