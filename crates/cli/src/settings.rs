@@ -96,7 +96,7 @@ pub enum Processor {
     Cpu,
     /// An NVIDIA GPU, in a build with the feature `cuda`
     Cuda,
-    /// An Apple GPU; not in this build
+    /// The GPU of a Mac, in a build with the feature `metal`
     Metal,
 }
 
