@@ -108,8 +108,7 @@ fn answer(
             "machine": Machine::this(),
         }),
         Request::Rows { shape, gpu } => all_rows(shape.as_deref(), gpu)?,
-        Request::Peaks if device.is_cpu() => json!(Peaks::measure(1 << 30)?),
-        Request::Peaks => json!(Peaks::of_gpu(device)?),
+        Request::Peaks => json!(Peaks::measure(device, 1 << 30)?),
         Request::Checkpoint { shape, seed, folder } => {
             write_checkpoint(&shape, device, seed, &folder)?;
             json!({})

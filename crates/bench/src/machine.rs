@@ -93,11 +93,17 @@ pub struct Peaks {
 }
 
 impl Peaks {
-    /// Measures with as many threads as rayon has, on buffers of at most `largest` bytes.
+    /// Measures a device: the CPU with as many threads as rayon has, on buffers of at most `largest`
+    /// bytes; a GPU by copies within its memory instead of reads, and by the product in f32 instead of
+    /// multiply-adds.
     ///
     /// # Errors
     /// When the matrices don't fit into memory.
-    pub fn measure(largest: usize) -> Result<Self> {
+    pub fn measure(device: &Device, largest: usize) -> Result<Self> {
+        if device.is_cpu() { Self::of_cpu(largest) } else { Self::of_gpu(device) }
+    }
+
+    fn of_cpu(largest: usize) -> Result<Self> {
         let threads = rayon::current_num_threads();
         let largest = largest.clamp(READ_SIZES[0], READ_SIZES[3]);
         let buffer = vec![1.0f32; largest / size_of::<f32>()];
@@ -117,12 +123,7 @@ impl Peaks {
         })
     }
 
-    /// Measures a GPU: reads are those of copies within its memory, and f32 multiply-adds those of the
-    /// product in f32.
-    ///
-    /// # Errors
-    /// When the matrices don't fit into memory.
-    pub fn of_gpu(device: &Device) -> Result<Self> {
+    fn of_gpu(device: &Device) -> Result<Self> {
         let read = READ_SIZES[1..]
             .iter()
             .map(|&size| Ok((size, device_copy_bandwidth(device, size)?)))

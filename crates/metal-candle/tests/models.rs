@@ -2,18 +2,19 @@
 //! greedy continuations, adapters, gradients and training. They run on the GPU where this build and
 //! the machine have one.
 
+mod common;
+
 use candle_core::{DType, Device, Tensor};
+use common::device;
 use metal_candle::adapter::{self, LoraConfig};
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::{Batch, IGNORED};
-use metal_candle::devices;
 use metal_candle::generate::Session;
 use metal_candle::model::{Config, Input, Model, PassOptions};
 use metal_candle_kernels::adamw;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 
 const FAMILIES: &[&str] = &[
     "gemma2",
@@ -40,16 +41,6 @@ fn fixtures() -> PathBuf {
 
 fn folder(name: &str) -> PathBuf {
     fixtures().join("models").join(name)
-}
-
-/// The GPU if there is one.
-fn device() -> Device {
-    static DEVICE: OnceLock<Device> = OnceLock::new();
-    let open = || match devices::cuda_count() {
-        0 => Device::Cpu,
-        _ => devices::cuda(0).unwrap(),
-    };
-    DEVICE.get_or_init(open).clone()
 }
 
 fn load(name: &str) -> Model {

@@ -1,10 +1,12 @@
 //! The training loop: resuming bit for bit, also after SIGKILL, and what happens between steps.
 
-use candle_core::{DType, Device};
+mod common;
+
+use candle_core::DType;
+use common::device;
 use metal_candle::adapter::LoraConfig;
 use metal_candle::autograd::ParameterId;
 use metal_candle::data::{BatchOptions, Batcher, Dataset, Example, Report};
-use metal_candle::devices;
 use metal_candle::model::Model;
 use metal_candle::random::SplitMix64;
 use metal_candle::train::{
@@ -14,8 +16,8 @@ use metal_candle::train::{
 use metal_candle::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
 
 const STEPS: u64 = 12;
 
@@ -63,16 +65,6 @@ fn options() -> TrainOptions {
         seed: 11,
         ..TrainOptions::new(STEPS, learning_rate(2e-2, STEPS))
     }
-}
-
-/// The GPU if there is one.
-fn device() -> Device {
-    static DEVICE: OnceLock<Device> = OnceLock::new();
-    let open = || match devices::cuda_count() {
-        0 => Device::Cpu,
-        _ => devices::cuda(0).unwrap(),
-    };
-    DEVICE.get_or_init(open).clone()
 }
 
 fn model(full: bool) -> Model {

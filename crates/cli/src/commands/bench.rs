@@ -163,11 +163,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION"),
         machine: Machine::this(),
-        peaks: if device.is_cpu() {
-            Peaks::measure(LARGEST_BUFFER)?
-        } else {
-            Peaks::of_gpu(&device)?
-        },
+        peaks: Peaks::measure(&device, LARGEST_BUFFER)?,
         rows: Vec::with_capacity(rows.len()),
     };
     if !to_stdout {
