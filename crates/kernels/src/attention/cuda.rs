@@ -209,10 +209,6 @@ impl Call {
         Ok(Call { cuda, sizes, dtype, kernels, parameters, _inputs })
     }
 
-    fn attribute(&self, attribute: Attribute) -> Result<usize> {
-        Ok(self.cuda.stream.context().attribute(attribute).w()?.max(0) as usize)
-    }
-
     /// Whether this build and the device have Hopper's products of warpgroups.
     fn hopper(&self) -> Result<bool> {
         #[cfg(test)]
@@ -321,7 +317,7 @@ impl Call {
         let span = keys.min(self.parameters.window as usize + queries.max(1) - 1);
         let blocks = batch * kv_heads * (queries * (heads / kv_heads)).div_ceil(rows);
         // Two blocks for every multiprocessor keep it busy.
-        let wanted = 2 * self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let wanted = 2 * self.cuda.multiprocessors()?;
         let splits = wanted.div_ceil(blocks.max(1)).min(span.div_ceil(SPLIT_KEYS)).min(MOST_SPLITS);
         let step = 16 * warps;
         let split_keys = span.div_ceil(splits.max(1)).div_ceil(step).max(1) * step;
@@ -389,6 +385,7 @@ impl Call {
                 let (rows, columns) = if size <= 128 { (128, 64) } else { (64, 32) };
                 let lowest = self.tile_ranges(columns)?;
                 let most = self
+                    .cuda
                     .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
                 let shared = |stages| {
                     2 * tile_bytes(rows, size)

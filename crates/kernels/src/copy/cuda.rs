@@ -8,8 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::sys::{
 use candle_core::{DType, Result, Tensor};
 
 pub(super) fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
-    let cuda = Cuda::of(x)?;
-    Ok(cuda.cast(&cuda.strided(x)?, dtype)?.tensor)
+    Ok(Cuda::of(x)?.contiguous_as(x, dtype)?.tensor)
 }
 
 pub(super) fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<()> {

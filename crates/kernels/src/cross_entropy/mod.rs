@@ -17,10 +17,11 @@ mod cuda;
 #[cfg(test)]
 mod tests;
 
+use crate::arithmetic;
 use crate::device::cpu::{Input, Sum, dispatch, zeros};
 use crate::device::{record2, require_rank, require_together};
 use crate::matmul::output_size;
-use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
+use candle_core::{Device, Result, Tensor, WithDType, bail};
 
 /// The target of a row that doesn't count.
 pub const IGNORE: u32 = u32::MAX;
@@ -145,8 +146,7 @@ pub fn differentiable(
     let output = forward(hidden, weight, targets, options, needs.0, needs.1)?;
     let Output { loss, count, dhidden, dweight } = output;
     let loss = record2("cross_entropy", [hidden, weight], loss, move |[_, weight], _, dy| {
-        let factor = dy.to_dtype(DType::F64)?.to_scalar::<f64>()?;
-        let scaled = |gradient: &Tensor| gradient.affine(factor, 0.0);
+        let scaled = |gradient: &Tensor| arithmetic::scale_by(gradient, dy);
         let dweight = dweight.as_ref().map(|dweight| scaled(dweight)?.to_dtype(weight.dtype()));
         Ok([dhidden.as_ref().map(scaled).transpose()?, dweight.transpose()?])
     })?;

@@ -1,5 +1,6 @@
 use super::*;
 use crate::testing::*;
+use candle_core::DType;
 
 #[derive(Clone)]
 struct Case {

@@ -11,6 +11,24 @@ pub(crate) use record::{record1, record2, record3};
 
 use candle_core::{DType, DeviceLocation, Result, Tensor, bail};
 
+/// The kernel `$name` for elements of dtype `$dtype` on `$device`.
+#[cfg(any(feature = "cuda", feature = "metal", test))]
+macro_rules! kernel_name {
+    ($device:literal, $name:literal, $dtype:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => Ok(concat!($name, "_f32")),
+            candle_core::DType::BF16 => Ok(concat!($name, "_bf16")),
+            candle_core::DType::F16 => Ok(concat!($name, "_f16")),
+            other => Err(candle_core::Error::Msg(format!(
+                "metal-candle-kernels: {} on {} does not support {other:?} tensors, expected F32, BF16 or F16",
+                $name, $device
+            ))),
+        }
+    };
+}
+#[cfg(any(feature = "cuda", feature = "metal", test))]
+pub(crate) use kernel_name;
+
 /// The operations that have a Metal kernel.
 const ON_METAL: [&str; 11] = [
     "add",
@@ -26,31 +44,26 @@ const ON_METAL: [&str; 11] = [
     "write",
 ];
 
-/// An error unless all tensors are on one device, and this build computes there.
+/// An error unless all tensors are on one device, and this build has a kernel of the operation there.
 pub(crate) fn require_together(operation: &str, tensors: &[&Tensor]) -> Result<()> {
     let mut first: Option<DeviceLocation> = None;
     for tensor in tensors {
         let here = tensor.device().location();
-        match here {
-            DeviceLocation::Cpu => {}
-            DeviceLocation::Cuda { .. } if cfg!(feature = "cuda") => {
-                if tensor.dtype() == DType::F64 {
-                    bail!(
-                        "metal-candle-kernels: {operation} on CUDA does not support F64 tensors, expected F32, BF16 or F16; F64 is computed on the CPU"
-                    )
-                }
+        let gpu = match here {
+            DeviceLocation::Cpu => None,
+            DeviceLocation::Cuda { .. } => Some(("CUDA", cfg!(feature = "cuda"))),
+            DeviceLocation::Metal { .. } => {
+                Some(("Metal", cfg!(feature = "metal") && ON_METAL.contains(&operation)))
             }
-            DeviceLocation::Cuda { .. } => return require_cpu(operation, &[tensor]),
-            DeviceLocation::Metal { .. }
-                if cfg!(feature = "metal") && ON_METAL.contains(&operation) =>
-            {
-                if tensor.dtype() == DType::F64 {
-                    bail!(
-                        "metal-candle-kernels: {operation} on Metal does not support F64 tensors, expected F32, BF16 or F16; F64 is computed on the CPU"
-                    )
-                }
-            }
-            DeviceLocation::Metal { .. } => return require_cpu(operation, &[tensor]),
+        };
+        match gpu {
+            Some((device, false)) => bail!(
+                "metal-candle-kernels: {operation} has no {device} kernel in this build; move the tensors to the CPU"
+            ),
+            Some((device, true)) if tensor.dtype() == DType::F64 => bail!(
+                "metal-candle-kernels: {operation} on {device} does not support F64 tensors, expected F32, BF16 or F16; F64 is computed on the CPU"
+            ),
+            _ => {}
         }
         let first = *first.get_or_insert(here);
         if first != here {
@@ -58,21 +71,6 @@ pub(crate) fn require_together(operation: &str, tensors: &[&Tensor]) -> Result<(
                 "metal-candle-kernels: {operation}: a tensor is on {first:?} and another on {here:?}, expected all on one device"
             )
         }
-    }
-    Ok(())
-}
-
-/// An error unless every tensor is on the CPU.
-pub(crate) fn require_cpu(operation: &str, tensors: &[&Tensor]) -> Result<()> {
-    for tensor in tensors {
-        let device = match tensor.device().location() {
-            DeviceLocation::Cpu => continue,
-            DeviceLocation::Cuda { .. } => "CUDA",
-            DeviceLocation::Metal { .. } => "Metal",
-        };
-        bail!(
-            "metal-candle-kernels: {operation} has no {device} kernel in this build; move the tensors to the CPU"
-        )
     }
     Ok(())
 }

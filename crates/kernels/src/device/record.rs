@@ -124,22 +124,38 @@ fn into_storage(tensor: Tensor) -> Result<Storage> {
     }
 }
 
+/// The name and the forward passes of an operation with as many inputs as there are `_`.
+macro_rules! forward {
+    ($($input:tt)+) => {
+        fn name(&self) -> &'static str {
+            self.name
+        }
+        fn cpu_fwd(
+            &self,
+            $($input: &CpuStorage, _: &Layout),+
+        ) -> Result<(CpuStorage, Shape)> {
+            self.take_cpu()
+        }
+        fn cuda_fwd(
+            &self,
+            $($input: &CudaStorage, _: &Layout),+
+        ) -> Result<(CudaStorage, Shape)> {
+            self.take_cuda()
+        }
+        fn metal_fwd(
+            &self,
+            $($input: &MetalStorage, _: &Layout),+
+        ) -> Result<(MetalStorage, Shape)> {
+            self.take_metal()
+        }
+    };
+}
+
 impl<F> CustomOp1 for Recorded<F>
 where
     F: Fn(&Tensor, &Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync,
 {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.take_cpu()
-    }
-    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.take_cuda()
-    }
-    fn metal_fwd(&self, _: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
-        self.take_metal()
-    }
+    forward!(_);
     fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         (self.backward)(x, y, dy)
     }
@@ -149,36 +165,7 @@ impl<F> CustomOp2 for Recorded<F>
 where
     F: Fn([&Tensor; 2], &Tensor, &Tensor) -> Result<[Option<Tensor>; 2]> + Send + Sync,
 {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.take_cpu()
-    }
-    fn cuda_fwd(
-        &self,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        self.take_cuda()
-    }
-    fn metal_fwd(
-        &self,
-        _: &MetalStorage,
-        _: &Layout,
-        _: &MetalStorage,
-        _: &Layout,
-    ) -> Result<(MetalStorage, Shape)> {
-        self.take_metal()
-    }
+    forward!(_ _);
     fn bwd(
         &self,
         a: &Tensor,
@@ -194,42 +181,7 @@ impl<F> CustomOp3 for Recorded<F>
 where
     F: Fn([&Tensor; 3], &Tensor, &Tensor) -> Result<[Option<Tensor>; 3]> + Send + Sync,
 {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.take_cpu()
-    }
-    fn cuda_fwd(
-        &self,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        self.take_cuda()
-    }
-    fn metal_fwd(
-        &self,
-        _: &MetalStorage,
-        _: &Layout,
-        _: &MetalStorage,
-        _: &Layout,
-        _: &MetalStorage,
-        _: &Layout,
-    ) -> Result<(MetalStorage, Shape)> {
-        self.take_metal()
-    }
+    forward!(_ _ _);
     fn bwd(
         &self,
         a: &Tensor,

@@ -34,6 +34,18 @@ pub enum Activation {
     Gelu,
 }
 
+#[cfg(any(feature = "cuda", feature = "metal", test))]
+impl Activation {
+    /// As kernels of a GPU know it.
+    fn code(self) -> u32 {
+        match self {
+            Activation::Silu => 0,
+            Activation::GeluTanh => 1,
+            Activation::Gelu => 2,
+        }
+    }
+}
+
 /// `activation(gate)·up`: `gate` and `up` of the same shape `(.., size)` and dtype, like the result.
 /// The halves of a fused projection can be given as `narrow`ed views; they aren't copied.
 ///
@@ -123,6 +135,25 @@ fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
     rows_and_columns(OPERATION, "gate", gate)?;
     require_shape(OPERATION, "up", up, gate.dims())?;
     require_dtype(OPERATION, "up", up, gate.dtype())
+}
+
+/// `(rows, columns)` that inputs of one shape are read as, and the distances of their rows, which lie at
+/// one each. What is contiguous is one long row.
+#[cfg(any(feature = "cuda", feature = "metal", test))]
+fn places<const N: usize>(inputs: [&Tensor; N]) -> Result<(usize, usize, [usize; N])> {
+    let mut sizes = (0, 0);
+    let mut strides = [0; N];
+    for (stride, input) in strides.iter_mut().zip(inputs) {
+        let Some((rows, columns, distance)) = collapsed_rows(input.layout()) else {
+            bail!("metal-candle-kernels: {OPERATION}: expected rows at one distance")
+        };
+        (sizes, *stride) = ((rows, columns), distance);
+    }
+    let (rows, columns) = sizes;
+    match strides.iter().all(|stride| *stride == columns) {
+        true => Ok((1, rows * columns, strides)),
+        false => Ok((rows, columns, strides)),
+    }
 }
 
 fn row_places<'a, T: WithDType>(tensor: &'a Read) -> Result<cpu::Strided<'a, T>> {

@@ -9,19 +9,13 @@ pub(super) fn mask<A: Real>(dropout: Dropout) -> Option<impl Fn(usize, &mut [A])
     if dropout.probability == 0.0 {
         return None;
     }
-    // A random 32-bit number below this one drops its element.
-    let threshold = (dropout.probability as f64 * 2f64.powi(32)) as u64;
+    let threshold = dropout.threshold();
     Some(move |first: usize, values: &mut [A]| {
         for (offset, value) in values.iter_mut().enumerate() {
             let random = hash(dropout.seed, (first + offset) as u64) >> 32;
             *value = if random < threshold { A::ZERO } else { *value };
         }
     })
-}
-
-/// What the elements that are kept are multiplied by.
-pub(super) fn kept<A: Real>(dropout: Dropout) -> A {
-    A::from_f64(1.0 / (1.0 - dropout.probability as f64))
 }
 
 /// The `index`-th number of the SplitMix64 generator (Steele, Lea and Flood 2014).

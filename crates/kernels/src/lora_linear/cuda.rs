@@ -6,9 +6,7 @@ use super::skinny::Skinny;
 use super::{Dropout, Lora, Output, Projection, SharedGradients};
 use crate::device::cuda::{Array, Cuda, Matrix, Module, Rows, by_dtype, module, require_floats};
 use crate::device::rows_and_columns;
-use crate::matmul::cuda::{
-    Adapter, Layer, bias_as, few_rows, multiprocessors, takes_few_rows, write_bias,
-};
+use crate::matmul::cuda::{Adapter, Layer, bias_as, few_rows, takes_few_rows, write_bias};
 use crate::matmul::with_last_dimension;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{D, DType, Result, Tensor, bail};
@@ -97,7 +95,7 @@ fn copy(cuda: &Cuda, dtype: DType, segments: &[Segment]) -> Result<()> {
         all.at[..segments.len()].copy_from_slice(segments);
         let largest = segments.iter().map(|segment| segment.height * segment.columns).max();
         let largest = largest.unwrap_or(0).max(0) as usize;
-        let blocks = largest.div_ceil(4 * THREADS).min(4 * multiprocessors(cuda)?);
+        let blocks = largest.div_ceil(4 * THREADS).min(4 * cuda.multiprocessors()?);
         let grid = (blocks as u32, segments.len() as u32, 1);
         let launch = MODULE.launch(cuda, name, grid, THREADS as u32, 0)?;
         // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
@@ -247,10 +245,10 @@ impl All {
 
 /// A factor as the kernel that converts it takes it: in f32 or the dtype of the activations.
 fn source(cuda: &Cuda, factor: &Tensor, dtype: DType) -> Result<Array> {
-    if factor.dtype() == DType::F32 || factor.dtype() == dtype {
-        return cuda.contiguous(factor);
+    match factor.dtype() {
+        DType::F32 => cuda.contiguous(factor),
+        _ => cuda.contiguous_as(factor, dtype),
     }
-    cuda.contiguous(&factor.detach().to_dtype(dtype)?)
 }
 
 pub(super) fn forward(
@@ -529,24 +527,24 @@ struct Mask {
 }
 
 impl Mask {
-    fn new(Dropout { probability, seed }: Dropout) -> Self {
-        let threshold = (f64::from(probability) * 2f64.powi(32)) as u32;
-        Mask { seed, threshold, kept: (1.0 / (1.0 - f64::from(probability))) as f32 }
+    fn new(dropout: Dropout) -> Self {
+        let (threshold, kept) = (dropout.threshold() as u32, dropout.kept() as f32);
+        Mask { seed: dropout.seed, threshold, kept }
     }
 }
 
 /// The grid of a kernel that goes over elements, 16 bytes a thread.
 fn elements(cuda: &Cuda, count: usize, dtype: DType) -> Result<(u32, u32, u32)> {
     let blocks = count.div_ceil(THREADS * 16 / dtype.size_in_bytes());
-    Ok((blocks.min(16 * multiprocessors(cuda)?) as u32, 1, 1))
+    Ok((blocks.min(16 * cuda.multiprocessors()?) as u32, 1, 1))
 }
 
 /// `x` with zeros where elements are dropped, and what the others are still to be multiplied by; no copy
 /// without dropout.
 fn masked(cuda: &Cuda, x: &Tensor, dropout: Option<Dropout>) -> Result<(Option<Array>, f64)> {
     let Some(dropout) = dropout else { return Ok((None, 1.0)) };
-    let kept = 1.0 / (1.0 - f64::from(dropout.probability));
-    Ok((Some(drop_elements(cuda, x, &Mask { kept: 1.0, ..Mask::new(dropout) })?), kept))
+    let mask = Mask { kept: 1.0, ..Mask::new(dropout) };
+    Ok((Some(drop_elements(cuda, x, &mask)?), dropout.kept()))
 }
 
 fn drop_elements(cuda: &Cuda, x: &Tensor, mask: &Mask) -> Result<Array> {

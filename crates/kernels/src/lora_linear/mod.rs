@@ -25,7 +25,7 @@ use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch};
 use crate::device::{record3, require_dtype, require_shape, require_together, rows_and_columns};
 use crate::matmul::cpu::{self as matmul, Adapter, Dropped, Incoming, Layer};
 use crate::matmul::{check_bias, numbers, output_size, with_last_dimension};
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, WithDType, bail};
 use std::borrow::Cow;
 
 /// A low-rank adapter in the orientation that the forward pass reads.
@@ -48,6 +48,18 @@ pub struct Dropout {
     pub probability: f32,
     /// Give every layer and step its own.
     pub seed: u64,
+}
+
+impl Dropout {
+    /// A random 32-bit number below this one drops its element.
+    fn threshold(self) -> u64 {
+        (f64::from(self.probability) * 2f64.powi(32)) as u64
+    }
+
+    /// What the elements that are kept are multiplied by.
+    fn kept(self) -> f64 {
+        1.0 / (1.0 - f64::from(self.probability))
+    }
 }
 
 /// One of several layers that read the same input: a frozen weight and bias, with or without an
@@ -396,7 +408,7 @@ impl Inputs {
                         scale: A::from_f64(lora.scale),
                         dropout: lora.dropout.and_then(|dropout| {
                             let mask = Box::new(cpu::mask(dropout)?);
-                            Some(Dropped { mask, kept: cpu::kept(dropout) })
+                            Some(Dropped { mask, kept: A::from_f64(dropout.kept()) })
                         }),
                     });
                 Ok(Layer {
@@ -435,7 +447,7 @@ pub fn dropout(x: &Tensor, dropout: Dropout) -> Result<Tensor> {
     dispatch!(OPERATION, x.dtype(), T => {
         let mut out = x.slice::<T>()?.to_vec();
         if let Some(mask) = cpu::mask::<Sum<T>>(dropout) {
-            cpu::apply(&mut out, &mask, cpu::kept(dropout));
+            cpu::apply(&mut out, &mask, Sum::<T>::from_f64(dropout.kept()));
         }
         Tensor::from_vec(out, shape, &Device::Cpu)
     })

@@ -2,9 +2,7 @@
 
 use super::with_last_dimension;
 use crate::device::cuda::{Array, Cuda, Matrix, Module, by_dtype, module, require_floats};
-use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
 use candle_core::{D, DType, Result, Tensor, bail};
 
 static MODULE: Module = module!("matmul");
@@ -186,7 +184,7 @@ fn launch_few_rows(
     let padded = rows.next_power_of_two();
     let (tasks, ranks) = (all.tasks as usize, all.ranks as usize);
     // Not without a block: the first one writes x·A.
-    let blocks = tasks.div_ceil(WARPS).clamp(1, 2 * multiprocessors(cuda)?);
+    let blocks = tasks.div_ceil(WARPS).clamp(1, 2 * cuda.multiprocessors()?);
     let (stride, rows, inner_size) = (x.stride as i64, rows as i32, size(inner)?);
     let xa = xa.map_or(0, |xa| xa.pointer);
     let places = padded * ranks * size_of::<f32>();
@@ -330,7 +328,7 @@ pub(super) fn backward_bias(
     let dy = cuda.rows(dy)?;
     let dbias = cuda.empty(outer, DType::F32)?;
     let blocks = outer.div_ceil(32);
-    let most = (8 * multiprocessors(&cuda)?).div_ceil(blocks.max(1));
+    let most = (8 * cuda.multiprocessors()?).div_ceil(blocks.max(1));
     let slices = rows.div_ceil(64).min(most).max(1);
     if slices == 1 {
         column_sums(&cuda, dy.matrix, (rows, outer), 1, &dbias)?;
@@ -373,7 +371,7 @@ pub(crate) fn write_bias(
     let name = by_dtype!("bias_rows", out.dtype)?;
     let of_block = THREADS * 16 / out.dtype.size_in_bytes();
     let across = columns.div_ceil(of_block);
-    let down = rows.min((8 * multiprocessors(cuda)?).div_ceil(across.max(1)));
+    let down = rows.min((8 * cuda.multiprocessors()?).div_ceil(across.max(1)));
     let launch = MODULE.launch(cuda, name, (across as u32, down as u32, 1), THREADS as u32, 0)?;
     let (rows, columns) = (size(rows)?, size(columns)?);
     // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
@@ -387,16 +385,7 @@ pub(crate) fn write_bias(
 /// A bias ready for the kernels, in the dtype of the activations.
 pub(crate) fn bias_as(operation: &str, cuda: &Cuda, bias: &Tensor, dtype: DType) -> Result<Array> {
     require_floats(operation, &[bias])?;
-    if bias.dtype() == dtype {
-        return cuda.contiguous(bias);
-    }
-    cuda.contiguous(&bias.detach().to_dtype(dtype)?)
-}
-
-/// How many blocks can run side by side, at one each.
-pub(crate) fn multiprocessors(cuda: &Cuda) -> Result<usize> {
-    let count = cuda.stream.context().attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT).w()?;
-    Ok(count.max(1) as usize)
+    cuda.contiguous_as(bias, dtype)
 }
 
 /// A size as the kernels take it.

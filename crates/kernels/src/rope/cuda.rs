@@ -1,6 +1,6 @@
 //! Rotary embedding on CUDA: a block has a token, see `kernel.cu`.
 
-use crate::device::cuda::{Array, Cuda, Module, by_dtype, module};
+use crate::device::cuda::{Cuda, Module, by_dtype, module};
 use candle_core::{DType, Result, Tensor};
 
 static MODULE: Module = module!("rope");
@@ -17,7 +17,7 @@ pub(super) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> R
     if x.tensor.elem_count() == 0 {
         return Ok(y.tensor);
     }
-    let (cos, sin) = (single(&cuda, cos)?, single(&cuda, sin)?);
+    let (cos, sin) = (cuda.contiguous_as(cos, DType::F32)?, cuda.contiguous_as(sin, DType::F32)?);
     let strides = [x.stride(0), x.stride(1), x.stride(2)];
     let pack = 16 / x.dtype.size_in_bytes();
     let fits = half.is_multiple_of(pack)
@@ -49,10 +49,4 @@ pub(super) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> R
         })?;
     }
     Ok(y.tensor)
-}
-
-/// Contiguous, in f32.
-fn single(cuda: &Cuda, tensor: &Tensor) -> Result<Array> {
-    let array = cuda.contiguous(tensor)?;
-    if array.dtype == DType::F32 { Ok(array) } else { cuda.cast(&array, DType::F32) }
 }

@@ -88,7 +88,7 @@ impl Cuda {
         if tensor.dtype() == dtype {
             return self.rows(tensor);
         }
-        self.rows(&tensor.detach().to_dtype(dtype)?)
+        self.rows(&self.contiguous_as(tensor, dtype)?.tensor)
     }
 
     /// `c = alpha·a·b + beta·c`: `a` `(m, k)`, `b` `(k, n)` of one dtype, `c` `(m, n)` of theirs or f32.

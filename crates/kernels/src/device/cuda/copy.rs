@@ -131,8 +131,13 @@ impl Cuda {
         Ok(out)
     }
 
+    /// Contiguous elements in `dtype`, copied only if they aren't so already.
+    pub(crate) fn contiguous_as(&self, tensor: &Tensor, dtype: DType) -> Result<Array> {
+        self.cast(&self.strided(tensor)?, dtype)
+    }
+
     /// Contiguous elements in another dtype: f32, bf16 or f16.
-    pub(crate) fn cast(&self, array: &Array, dtype: DType) -> Result<Array> {
+    fn cast(&self, array: &Array, dtype: DType) -> Result<Array> {
         let array = self.contiguous(&array.tensor)?;
         if array.dtype == dtype {
             return Ok(array);

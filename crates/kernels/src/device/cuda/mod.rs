@@ -9,7 +9,8 @@ mod module;
 mod open;
 mod rows;
 
-use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
+use super::cpu::collapsed_rows;
+use candle_core::cuda_backend::cudarc::driver::sys::{CUdevice_attribute, CUresult};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DeviceRepr};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage, CudaStorageSlice, WrapErr};
 use candle_core::op::BackpropOp;
@@ -57,9 +58,27 @@ impl Cuda {
         }
     }
 
+    /// What the driver says of the device.
+    pub(crate) fn attribute(&self, attribute: CUdevice_attribute) -> Result<usize> {
+        Ok(self.stream.context().attribute(attribute).w()?.max(0) as usize)
+    }
+
+    /// How many blocks can run side by side, at one each.
+    pub(crate) fn multiprocessors(&self) -> Result<usize> {
+        Ok(self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1))
+    }
+
     /// The elements of a tensor, copied only when they aren't contiguous.
     pub(crate) fn contiguous(&self, tensor: &Tensor) -> Result<Array> {
         if tensor.is_contiguous() { self.strided(tensor) } else { self.copy(tensor) }
+    }
+
+    /// The elements of a tensor, copied only when its rows don't lie at one distance from each other.
+    pub(crate) fn collapsed_rows(&self, tensor: &Tensor) -> Result<Array> {
+        match collapsed_rows(tensor.layout()) {
+            Some(_) => self.strided(tensor),
+            None => self.contiguous(tensor),
+        }
     }
 
     /// The elements of a tensor, copied only when its last dimension isn't contiguous.

@@ -41,15 +41,7 @@ pub(crate) use module;
 /// The kernel `$name` for elements of dtype `$dtype`.
 macro_rules! by_dtype {
     ($name:literal, $dtype:expr) => {
-        match $dtype {
-            candle_core::DType::F32 => Ok(concat!($name, "_f32")),
-            candle_core::DType::BF16 => Ok(concat!($name, "_bf16")),
-            candle_core::DType::F16 => Ok(concat!($name, "_f16")),
-            other => Err(candle_core::Error::Msg(format!(
-                "metal-candle-kernels: {} on CUDA does not support {other:?} tensors, expected F32, BF16 or F16",
-                $name
-            ))),
-        }
+        $crate::device::kernel_name!("CUDA", $name, $dtype)
     };
 }
 pub(crate) use by_dtype;

@@ -21,6 +21,7 @@ mod encode;
 #[cfg(all(test, not(feature = "metal")))]
 mod tests;
 
+use super::cpu::collapsed_rows;
 use candle_core::{DType, Result, Tensor, bail};
 use encode::{Buffer, Pipeline};
 
@@ -32,15 +33,7 @@ pub(crate) use sums::Groups;
 /// The kernel `$name` for elements of dtype `$dtype`.
 macro_rules! by_dtype {
     ($name:literal, $dtype:expr) => {
-        match $dtype {
-            candle_core::DType::F32 => Ok(concat!($name, "_f32")),
-            candle_core::DType::BF16 => Ok(concat!($name, "_bf16")),
-            candle_core::DType::F16 => Ok(concat!($name, "_f16")),
-            other => Err(candle_core::Error::Msg(format!(
-                "metal-candle-kernels: {} on Metal does not support {other:?} tensors, expected F32, BF16 or F16",
-                $name
-            ))),
-        }
+        $crate::device::kernel_name!("Metal", $name, $dtype)
     };
 }
 pub(crate) use by_dtype;
@@ -97,6 +90,14 @@ impl Metal {
     /// The elements of a tensor, copied only when they aren't contiguous.
     pub(crate) fn contiguous(&self, tensor: &Tensor) -> Result<Array> {
         if tensor.is_contiguous() { self.strided(tensor) } else { self.copy(tensor) }
+    }
+
+    /// The elements of a tensor, copied only when its rows don't lie at one distance from each other.
+    pub(crate) fn collapsed_rows(&self, tensor: &Tensor) -> Result<Array> {
+        match collapsed_rows(tensor.layout()) {
+            Some(_) => self.strided(tensor),
+            None => self.contiguous(tensor),
+        }
     }
 
     /// The elements of a tensor, copied only when its last dimension isn't contiguous.

@@ -5,7 +5,7 @@
 
 use super::cuda::copy_gradients;
 use crate::device::cuda::{Array, Cuda, Matrix, Module, by_dtype, module};
-use crate::matmul::cuda::{multiprocessors, write_bias};
+use crate::matmul::cuda::write_bias;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
@@ -148,7 +148,7 @@ impl<'a> Skinny<'a> {
             cuda,
             dtype,
             fits: dtype != DType::F32 && rows >= FEWEST_ROWS,
-            multiprocessors: multiprocessors(cuda)?,
+            multiprocessors: cuda.multiprocessors()?,
             shared: (shared.max(0) as usize, made_for),
             narrow: Vec::new(),
             wide: Vec::new(),
