@@ -70,10 +70,11 @@ pub(super) struct Prepared {
 
 impl Drop for Prepared {
     fn drop(&mut self) {
-        #[cfg(target_arch = "x86_64")]
-        if self.kind == Kind::Tiles {
+        match self.kind {
+            #[cfg(target_arch = "x86_64")]
             // SAFETY: as in `prepare`.
-            unsafe { x86::release_tiles() };
+            Kind::Tiles => unsafe { x86::release_tiles() },
+            _ => {}
         }
     }
 }
