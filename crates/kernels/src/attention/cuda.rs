@@ -384,9 +384,7 @@ impl Call {
             Kernels::Tiles(size) => {
                 let (rows, columns) = if size <= 128 { (128, 64) } else { (64, 32) };
                 let lowest = self.tile_ranges(columns)?;
-                let most = self
-                    .cuda
-                    .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+                let most = self.cuda.most_shared_memory()?;
                 let shared = |stages| {
                     2 * tile_bytes(rows, size)
                         + stages * (2 * tile_bytes(columns, size) + 3 * 4 * columns)

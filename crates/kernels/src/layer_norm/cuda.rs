@@ -96,14 +96,19 @@ pub(super) fn backward(
         };
         let packs = BACKWARD_ELEMENTS * x.dtype.size_in_bytes() / 16;
         let addresses = [x.pointer, weight.pointer, dy.pointer];
-        match RowPlan::new(rows, columns, x.dtype, packs, &addresses) {
+        let plan = RowPlan::new(rows, columns, x.dtype, packs, &addresses);
+        let ahead = match &plan {
+            Some(plan) if need_sums => plan.rows_ahead(&cuda, 2, packs)?,
+            _ => None,
+        };
+        match (plan, ahead) {
             _ if !(needs.dx || need_sums) => None,
-            Some(plan) if need_sums => Some(problem.packed_with_sums(plan)?),
-            Some(plan) => {
+            (Some(plan), Some(ahead)) if need_sums => Some(problem.packed_with_sums(plan, ahead)?),
+            (Some(plan), _) if !need_sums => {
                 problem.packed(plan)?;
                 None
             }
-            None => problem.any(need_sums)?,
+            _ => problem.any(need_sums)?,
         }
     };
     let parameter = |needed: bool, index| {
@@ -144,12 +149,13 @@ impl Problem<'_> {
         }
     }
 
-    /// The sums `(2, columns)` for the weight and the bias.
-    fn packed_with_sums(&self, mut plan: RowPlan) -> Result<Array> {
+    /// The sums `(2, columns)` for the weight and the bias. `ahead`: bytes of shared memory for rows that
+    /// are asked for in advance.
+    fn packed_with_sums(&self, mut plan: RowPlan, ahead: u32) -> Result<Array> {
         let name = by_dtype!("layer_norm_backward_parameters", self.x.dtype)?;
         let groups = plan.share_rows(self.rows);
         let partial = self.cuda.empty((2, groups, self.columns), DType::F32)?;
-        let launch = MODULE.launch(self.cuda, name, (plan.grid, 1, 1), plan.block, 0)?;
+        let launch = MODULE.launch(self.cuda, name, (plan.grid, 1, 1), plan.block, ahead)?;
         let (rows, columns, group_count) = (self.rows as i64, self.columns as i32, groups as i64);
         // SAFETY: as in `packed`, and every warp or block has a row in each half of the partial sums.
         unsafe {

@@ -1,18 +1,78 @@
 // Layer norm over rows, see mod.rs for the formulas.
 //
 // The variance is the mean of squares of what is left when the mean is taken away, so a large mean costs
-// no digits. The gradients of the parameters: every warp or block keeps sums over the rows that it has,
+// no digits. A row in registers is summed about the means of its warps' parts, which are then merged
+// (Chan, Golub and LeVeque, 1979), so that its threads meet once. The gradients of the parameters: every warp or block keeps sums over the rows that it has,
 // which are then added up by `sum_groups`. For rows that aren't kept in registers, the first pass leaves
 // the mean and 1 / deviation of every row, and a thread of a second pass has a column and a range of
 // rows.
 #include "rows.cuh"
+
+/// What is known of a row, or of the part of it that a warp has.
+struct Part {
+    float count, mean;
+    /// The sum of `(x - mean)²`.
+    float squares;
+    /// The sums of `g` and of `g·(x - mean)`.
+    float g, gx;
+};
+
+/// Elements of a row that warp `warp` has.
+template <int PACKS, int N>
+__device__ __forceinline__ int elements_of_warp(int packs, int warp, int row_threads) {
+    int count = 0;
+#pragma unroll
+    for (int p = 0; p < PACKS; p++)
+        count += min(max(packs - warp * WARP - p * row_threads, 0), WARP) * N;
+    return count;
+}
+
+/// The whole row, in all of its threads. With `G`, also the sums with `g`. `scratch` may be used again
+/// after another barrier that comes after this.
+template <bool G>
+__device__ __forceinline__ Part merged(Part part, int row_threads, int columns,
+                                       Part (&scratch)[ROW_THREADS / WARP]) {
+    if (row_threads == WARP) return part;
+    const int warps = row_threads / WARP;
+    if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = part;
+    __syncthreads();
+    Part row = {float(columns), 0.0f, 0.0f, 0.0f, 0.0f};
+    for (int w = 0; w < warps; w++) row.mean += scratch[w].count * scratch[w].mean;
+    row.mean /= row.count;
+    for (int w = 0; w < warps; w++) {
+        const float apart = scratch[w].mean - row.mean;
+        row.squares += scratch[w].squares + scratch[w].count * apart * apart;
+        if constexpr (G) {
+            row.g += scratch[w].g;
+            row.gx += scratch[w].gx + scratch[w].g * apart;
+        }
+    }
+    return row;
+}
+
+/// The mean of a warp's part of a row.
+template <typename T, int PACKS>
+__device__ __forceinline__ Part part_with_mean(const Pack<T> (&loaded)[PACKS], int packs,
+                                               int index, int row_threads) {
+    constexpr int N = Pack<T>::N;
+    float sum = 0.0f;
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        if (index + p * row_threads < packs) {
+#pragma unroll
+            for (int i = 0; i < N; i++) sum += to_float(loaded[p].at[i]);
+        }
+    }
+    const int count = elements_of_warp<PACKS, N>(packs, index / WARP, row_threads);
+    return {float(count), count ? warp_sum(sum) / float(count) : 0.0f, 0.0f, 0.0f, 0.0f};
+}
 
 template <typename T>
 __device__ __forceinline__ void layer_norm_forward(const T *x, Parameter weight, Parameter bias,
                                                    float eps, T *y, int64_t rows, int columns,
                                                    int row_threads) {
     constexpr int PACKS = 4, N = Pack<T>::N;
-    __shared__ float scratch[2][1][WARP];
+    __shared__ Part scratch[ROW_THREADS / WARP];
     const Place place = place_in_rows(row_threads);
     // Whole warps only, and none that others wait for.
     if (place.row >= rows) return;
@@ -27,31 +87,22 @@ __device__ __forceinline__ void layer_norm_forward(const T *x, Parameter weight,
         const int pack = place.index + p * row_threads;
         if (pack < packs) load_parameters<N>(weight, pack * N, scale[p]);
     }
-    float sum[1] = {0.0f};
-#pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        if (place.index + p * row_threads < packs) {
-#pragma unroll
-            for (int i = 0; i < N; i++) sum[0] += to_float(loaded[p].at[i]);
-        }
-    }
+    Part part = part_with_mean(loaded, packs, place.index, row_threads);
     keep_packed(loaded);
-    row_sums(sum, row_threads, scratch[0]);
-    const float mean = sum[0] / float(columns);
-    float squares[1] = {0.0f};
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         if (place.index + p * row_threads < packs) {
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                const float centred = to_float(loaded[p].at[i]) - mean;
-                squares[0] += centred * centred;
+                const float centred = to_float(loaded[p].at[i]) - part.mean;
+                part.squares += centred * centred;
             }
         }
     }
     keep_packed(loaded);
-    row_sums(squares, row_threads, scratch[1]);
-    const float r = rsqrtf(squares[0] / float(columns) + eps);
+    part.squares = warp_sum(part.squares);
+    const Part all = merged<false>(part, row_threads, columns, scratch);
+    const float mean = all.mean, r = rsqrtf(all.squares / all.count + eps);
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         const int pack = place.index + p * row_threads;
@@ -113,8 +164,7 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, Parameter weig
                                          T *dx, float *partial, int64_t groups, int64_t rows,
                                          int columns, int row_threads) {
     constexpr int N = Pack<T>::N, PACKS = 16 / N;
-    // A barrier lies between two uses of the same scratch.
-    __shared__ float mean_scratch[1][WARP], scratch[3][WARP];
+    __shared__ Part scratch[2][ROW_THREADS / WARP];
     const Place place = place_in_rows(row_threads);
     const int packs = columns / N;
     float dweight[PACKS][N], dbias[PACKS][N];
@@ -125,24 +175,32 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, Parameter weig
             for (int i = 0; i < N; i++) dweight[p][i] = dbias[p][i] = 0.0f;
         }
     }
-    for (int64_t row = place.row; row < rows; row += place.step) {
+    // What is summed over rows leaves few threads to a multiprocessor, so they ask for rows in advance.
+    extern __shared__ uint4 memory[];
+    const RowsAhead<T, PACKS, 2> ahead = {memory, 2};
+    const T *const from[2] = {x, dy};
+    const auto request = [&](int64_t row, int slot) {
+        ahead.request(from, row < rows, row * columns, slot, packs, place.index, row_threads);
+    };
+    if constexpr (SUMS) {
+        request(place.row, 0);
+        request(place.row + place.step, 1);
+    }
+    // Rows in turn use the one scratch and the other: a barrier lies between two uses of the same.
+    int turn = 0;
+    for (int64_t row = place.row; row < rows; row += place.step, turn ^= 1) {
         const int64_t start = row * columns;
         Pack<T> x_packs[PACKS], dy_packs[PACKS];
-        load_row(x + start, packs, place.index, row_threads, x_packs);
-        load_row(dy + start, packs, place.index, row_threads, dy_packs);
-        float sum[1] = {0.0f};
-#pragma unroll
-        for (int p = 0; p < PACKS; p++) {
-            if (place.index + p * row_threads < packs) {
-#pragma unroll
-                for (int i = 0; i < N; i++) sum[0] += to_float(x_packs[p].at[i]);
-            }
+        if constexpr (SUMS) {
+            ahead.wait();
+            ahead.take(turn, 0, x_packs);
+            ahead.take(turn, 1, dy_packs);
+        } else {
+            load_row(x + start, packs, place.index, row_threads, x_packs);
+            load_row(dy + start, packs, place.index, row_threads, dy_packs);
         }
+        Part part = part_with_mean(x_packs, packs, place.index, row_threads);
         keep_packed(x_packs);
-        row_sums(sum, row_threads, mean_scratch);
-        const float mean = sum[0] / float(columns);
-        // Squares, g and g times what is left without the mean.
-        float sums[3] = {0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             const int pack = place.index + p * row_threads;
@@ -151,20 +209,24 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, Parameter weig
                 load_parameters<N>(weight, pack * N, scale);
 #pragma unroll
                 for (int i = 0; i < N; i++) {
-                    const float centred = to_float(x_packs[p].at[i]) - mean;
+                    const float centred = to_float(x_packs[p].at[i]) - part.mean;
                     const float g = to_float(dy_packs[p].at[i]) * scale[i];
-                    sums[0] += centred * centred;
-                    sums[1] += g;
-                    sums[2] += g * centred;
+                    part.squares += centred * centred;
+                    part.g += g;
+                    part.gx += g * centred;
                 }
             }
         }
         keep_packed(x_packs);
         keep_packed(dy_packs);
-        row_sums(sums, row_threads, scratch);
-        const float count = float(columns);
-        const float r = rsqrtf(sums[0] / count + eps);
-        const float g_mean = sums[1] / count, gn_mean = sums[2] * r / count;
+        part.squares = warp_sum(part.squares);
+        part.g = warp_sum(part.g);
+        part.gx = warp_sum(part.gx);
+        const Part all = merged<true>(part, row_threads, columns, scratch[turn]);
+        // What the slot held is in registers by now.
+        if constexpr (SUMS) request(row + 2 * place.step, turn);
+        const float mean = all.mean, r = rsqrtf(all.squares / all.count + eps);
+        const float g_mean = all.g / all.count, gn_mean = all.gx * r / all.count;
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             const int pack = place.index + p * row_threads;

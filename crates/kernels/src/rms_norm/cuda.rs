@@ -163,13 +163,21 @@ impl Backward<'_> {
         };
         let packs = BACKWARD_ELEMENTS * x.dtype.size_in_bytes() / 16;
         let addresses = [x.pointer, weight.pointer, dy.pointer, problem.dsum];
-        let dweight = match RowPlan::new(rows, columns, x.dtype, packs, &addresses) {
-            Some(plan) if need_dweight => Some(problem.packed_with_weight(plan)?),
-            Some(plan) => {
+        let plan = RowPlan::new(rows, columns, x.dtype, packs, &addresses);
+        let tensors = if dsum.is_some() { 3 } else { 2 };
+        let ahead = match &plan {
+            Some(plan) if need_dweight => plan.rows_ahead(&cuda, tensors, packs)?,
+            _ => None,
+        };
+        let dweight = match (plan, ahead) {
+            (Some(plan), Some(ahead)) if need_dweight => {
+                Some(problem.packed_with_weight(plan, ahead)?)
+            }
+            (Some(plan), _) if !need_dweight => {
                 problem.packed(plan)?;
                 None
             }
-            None => problem.any(need_dweight)?,
+            _ => problem.any(need_dweight)?,
         };
         let dweight = dweight.map(|dweight| dweight.tensor.get(0)).transpose()?;
         Ok((dx.map(|dx| dx.tensor), dweight))
@@ -207,11 +215,12 @@ impl Problem<'_> {
         }
     }
 
-    fn packed_with_weight(&self, mut plan: RowPlan) -> Result<Array> {
+    /// `ahead`: bytes of shared memory for rows that are asked for in advance.
+    fn packed_with_weight(&self, mut plan: RowPlan, ahead: u32) -> Result<Array> {
         let name = by_dtype!("rms_norm_backward_weight", self.x.dtype)?;
         let groups = plan.share_rows(self.rows);
         let partial = self.cuda.empty((groups, self.columns), DType::F32)?;
-        let launch = MODULE.launch(self.cuda, name, (plan.grid, 1, 1), plan.block, 0)?;
+        let launch = MODULE.launch(self.cuda, name, (plan.grid, 1, 1), plan.block, ahead)?;
         let (rows, columns) = (self.rows as i64, self.columns as i32);
         // SAFETY: as in `packed`, and every warp or block has a row of the partial sums.
         unsafe {

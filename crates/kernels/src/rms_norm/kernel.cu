@@ -117,14 +117,32 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, const T *dsum,
             for (int i = 0; i < N; i++) dweight[p][i] = 0.0f;
         }
     }
+    // What is summed over rows leaves few threads to a multiprocessor, so they ask for rows in advance.
+    extern __shared__ uint4 memory[];
+    const RowsAhead<T, PACKS, 3> ahead = {memory, dsum ? 3 : 2};
+    const T *const from[3] = {x, dy, dsum};
+    const auto request = [&](int64_t row, int slot) {
+        ahead.request(from, row < rows, row * columns, slot, packs, place.index, row_threads);
+    };
+    if constexpr (DWEIGHT) {
+        request(place.row, 0);
+        request(place.row + place.step, 1);
+    }
     // Rows in turn use the one scratch and the other: a barrier lies between two uses of the same.
     int turn = 0;
     for (int64_t row = place.row; row < rows; row += place.step, turn ^= 1) {
         const int64_t start = row * columns;
         Pack<T> x_packs[PACKS], dy_packs[PACKS], dsum_packs[PACKS];
-        load_row(x + start, packs, place.index, row_threads, x_packs);
-        load_row(dy + start, packs, place.index, row_threads, dy_packs);
-        if (dsum) load_row(dsum + start, packs, place.index, row_threads, dsum_packs);
+        if constexpr (DWEIGHT) {
+            ahead.wait();
+            ahead.take(turn, 0, x_packs);
+            ahead.take(turn, 1, dy_packs);
+            if (dsum) ahead.take(turn, 2, dsum_packs);
+        } else {
+            load_row(x + start, packs, place.index, row_threads, x_packs);
+            load_row(dy + start, packs, place.index, row_threads, dy_packs);
+            if (dsum) load_row(dsum + start, packs, place.index, row_threads, dsum_packs);
+        }
         float sums[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
@@ -144,6 +162,8 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, const T *dsum,
         keep_packed(dy_packs);
         keep_packed(dsum_packs);
         row_sums(sums, row_threads, scratch[turn]);
+        // What the slot held is in registers by now.
+        if constexpr (DWEIGHT) request(row + 2 * place.step, turn);
         const float r = inverse_rms(sums[0], columns, eps);
         const float correction = r * r * r * (sums[1] / float(columns));
 #pragma unroll

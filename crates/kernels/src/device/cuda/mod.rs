@@ -68,6 +68,11 @@ impl Cuda {
         Ok(self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1))
     }
 
+    /// Bytes of shared memory that a block may have at most.
+    pub(crate) fn most_shared_memory(&self) -> Result<usize> {
+        self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+    }
+
     /// The elements of a tensor, copied only when they aren't contiguous.
     pub(crate) fn contiguous(&self, tensor: &Tensor) -> Result<Array> {
         if tensor.is_contiguous() { self.strided(tensor) } else { self.copy(tensor) }

@@ -2,7 +2,9 @@
 
 use super::Cuda;
 use candle_core::cuda_backend::WrapErr;
-use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum::{
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+};
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaModule, CudaStream, DeviceRepr, result,
 };
@@ -46,9 +48,6 @@ macro_rules! by_dtype {
 }
 pub(crate) use by_dtype;
 
-/// Above this, a kernel has to be allowed its shared memory.
-const SHARED_BY_DEFAULT: u32 = 48 << 10;
-
 impl Module {
     pub(crate) const fn new(image: &'static [u8]) -> Self {
         let loaded = Loaded { modules: Vec::new(), kernels: Vec::new() };
@@ -79,18 +78,19 @@ impl Module {
             }
         };
         let kernel = module.load_function(name).w()?;
-        if shared > SHARED_BY_DEFAULT {
-            kernel
-                .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)
-                .w()?;
+        if shared > 0 {
+            // Without asking, a kernel has 48 KiB at most.
+            let fixed = kernel.get_attribute(CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES).w()?;
+            let most = cuda.most_shared_memory()? as i32 - fixed;
+            kernel.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most).w()?;
         }
         let kernel = Arc::new(kernel);
         loaded.kernels.push((ordinal, name, kernel.clone()));
         Ok(kernel)
     }
 
-    /// Prepares a launch of the kernel `name`, which always needs the same `shared` bytes of shared
-    /// memory if more than 48 KiB.
+    /// Prepares a launch of the kernel `name` with `shared` bytes of shared memory beside what it declares;
+    /// a kernel that is given some is always given some.
     pub(crate) fn launch(
         &self,
         cuda: &Cuda,

@@ -6,6 +6,7 @@
 // such as those of odd lengths, go element by element through the kernels named `.._any`, a block a row.
 #pragma once
 
+#include "async.cuh"
 #include "common.cuh"
 
 /// Threads that a row in registers has at most.
@@ -67,6 +68,51 @@ __device__ __forceinline__ void load_row(const T *row, int packs, int index, int
         if (pack < packs) out[p] = load_once(row + pack * Pack<T>::N);
     }
 }
+
+/// Rows that are on their way while one before them is worked on. A thread copies into shared memory what
+/// it reads itself, so there is no barrier. `TENSORS` have rows; the memory is what `rows_ahead` of
+/// `rows.rs` says.
+template <typename T, int PACKS, int TENSORS> struct RowsAhead {
+    static constexpr int ROWS = 2, N = Pack<T>::N;
+    uint4 *memory;
+    int tensors;
+
+    __device__ __forceinline__ uint4 *place(int slot, int tensor, int p) const {
+        return memory + ((slot * tensors + tensor) * PACKS + p) * blockDim.x + threadIdx.x;
+    }
+
+    /// Asks for a row at `offset` of every tensor; a row that isn't there is asked for too, for groups
+    /// of copies are counted.
+    __device__ __forceinline__ void request(const T *const (&from)[TENSORS], bool there,
+                                            int64_t offset, int slot, int packs, int index,
+                                            int row_threads) const {
+        if (there) {
+#pragma unroll
+            for (int tensor = 0; tensor < TENSORS; tensor++) {
+                if (tensor >= tensors) break;
+#pragma unroll
+                for (int p = 0; p < PACKS; p++) {
+                    const int pack = index + p * row_threads;
+                    if (pack < packs)
+                        copy_async(shared_address(place(slot, tensor, p)),
+                                   from[tensor] + offset + pack * N, true);
+                }
+            }
+        }
+        copy_async_commit();
+    }
+
+    /// Waits for the row that was asked for `ROWS` requests ago.
+    __device__ __forceinline__ void wait() const { copy_async_wait<ROWS - 1>(); }
+
+    __device__ __forceinline__ void take(int slot, int tensor, Pack<T> (&out)[PACKS]) const {
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            const uint4 bits = *place(slot, tensor, p);
+            out[p] = *reinterpret_cast<const Pack<T> *>(&bits);
+        }
+    }
+};
 
 /// Lets the compiler forget what it has converted from packs, so that they, and not the f32 numbers, are
 /// what is kept in registers from here on.

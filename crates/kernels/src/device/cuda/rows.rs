@@ -58,6 +58,22 @@ impl RowPlan {
         })
     }
 
+    /// Bytes of shared memory for the rows of `tensors` that a block has asked for in advance, `packs` packs
+    /// a thread and tensor; nothing when the device has less.
+    pub(crate) fn rows_ahead(
+        &self,
+        cuda: &Cuda,
+        tensors: usize,
+        packs: usize,
+    ) -> Result<Option<u32>> {
+        /// As in `rows.cuh`.
+        const ROWS: usize = 2;
+        /// More than what the kernels declare.
+        const FIXED: usize = 1 << 10;
+        let bytes = ROWS * tensors * packs * 16 * self.block as usize;
+        Ok((bytes + FIXED <= cuda.most_shared_memory()?).then_some(bytes as u32))
+    }
+
     /// Fewer blocks, which take several rows each in turn and keep sums over them: the number of groups
     /// of threads that have such sums.
     pub(crate) fn share_rows(&mut self, rows: usize) -> usize {

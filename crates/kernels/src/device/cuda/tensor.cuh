@@ -1,4 +1,4 @@
-// Tensor cores and asynchronous copies, as compute capability 8.0 has them.
+// Tensor cores, as compute capability 8.0 has them.
 //
 // A warp multiplies a 16 x 16 tile A by a 16 x 8 tile B into a 16 x 8 tile C of f32. With
 // `group = lane / 4` and `pair = lane % 4 * 2`, a thread holds of
@@ -8,11 +8,8 @@
 // so that two neighbouring C, rounded, are one A.
 #pragma once
 
+#include "async.cuh"
 #include "common.cuh"
-
-__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 /// Four 8 x 8 tiles of 2-byte elements: lane `8·i + r` gives the address of row `r` of tile `i`; a
 /// thread gets the pair (lane / 4, lane % 4 * 2) of each.
@@ -61,31 +58,6 @@ template <> __device__ __forceinline__ uint32_t pack_pair<bf16>(float low, float
 template <> __device__ __forceinline__ uint32_t pack_pair<f16>(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t *>(&pair);
-}
-
-/// Starts to copy 16 aligned bytes into shared memory; zeros when not `valid`, then nothing is
-/// read.
-__device__ __forceinline__ void copy_async(uint32_t target, const void *source, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
-                 "r"(valid ? 16 : 0)
-                 : "memory");
-}
-
-/// Like `copy_async`, of 4 bytes.
-__device__ __forceinline__ void copy_async_word(uint32_t target, const void *source, bool valid) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source),
-                 "r"(valid ? 4 : 0)
-                 : "memory");
-}
-
-/// Ends a group of this thread's copies.
-__device__ __forceinline__ void copy_async_commit() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-/// Waits for all but the latest `PENDING` groups of this thread's copies.
-template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 /// `2^x` by the special function unit, with an error of about two units in the last place.

@@ -8,7 +8,6 @@ use crate::device::cuda::{Array, Cuda, Matrix, Module, by_dtype, module};
 use crate::matmul::cuda::write_bias;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
 use candle_core::{DType, Result, bail};
 
 static MODULE: Module = module!("skinny");
@@ -140,8 +139,6 @@ pub(super) struct Skinny<'a> {
 impl<'a> Skinny<'a> {
     pub(super) fn new(cuda: &'a Cuda, dtype: DType, rows: usize) -> Result<Self> {
         let context = cuda.stream.context();
-        let shared =
-            context.attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN).w()?;
         let (major, _) = context.compute_capability().w()?;
         let made_for = if major >= 9 { 227 << 10 } else { 163 << 10 };
         Ok(Skinny {
@@ -149,7 +146,7 @@ impl<'a> Skinny<'a> {
             dtype,
             fits: dtype != DType::F32 && rows >= FEWEST_ROWS,
             multiprocessors: cuda.multiprocessors()?,
-            shared: (shared.max(0) as usize, made_for),
+            shared: (cuda.most_shared_memory()?, made_for),
             narrow: Vec::new(),
             wide: Vec::new(),
             memory: Vec::new(),
