@@ -130,8 +130,9 @@ fn tape_loss(tape: &Tape, frozen: &Frozen, p: &[Weight]) -> metal_candle::Result
     let value = |index: usize| tape.weight(&p[index]);
     let x = tape.embedding(&value(0), &frozen.ids)?;
     let normed = tape.rms_norm(&x, &value(1), EPSILON, 1.0)?;
-    let q = tape.rope(&heads(&lora(&normed, 0)?, 3)?, &frozen.cos, &frozen.sin)?;
-    let k = tape.rope(&heads(&lora(&normed, 1)?, 1)?, &frozen.cos, &frozen.sin)?;
+    let q = heads(&lora(&normed, 0)?, 3)?;
+    let k = heads(&lora(&normed, 1)?, 1)?;
+    let (q, k) = tape.rope(&q, &k, &frozen.cos, &frozen.sin)?;
     let v = heads(&lora(&normed, 2)?, 1)?;
     let attended = tape.attention(&q, &k, &v, None, &ATTENTION)?;
     let attended = lora(&tape.reshape(&attended, (BATCH, SEQ, HIDDEN))?, 3)?;

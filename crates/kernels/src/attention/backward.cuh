@@ -66,18 +66,24 @@ __device__ __forceinline__ void backward_tile_ranges(const Parameters &p, int si
     if (lane == 0) p.tile_lowest[index] = make_int2(smallest, largest);
 }
 
-/// A product becomes the probability, and with `dp` the gradient of the unscaled product.
+/// A product becomes the probability, and with `dp` the gradient of the unscaled product. PLAIN are
+/// scores that are seen and are neither capped nor scaled by `inner`.
+template <bool PLAIN>
 __device__ __forceinline__ void score_gradient(const Parameters &p, float &s, float &dp, bool seen,
                                                float scaled_sum, float correction) {
     float slope = 1.0f;
-    if (p.mode == CAPPED) {
-        s = fast_tanh(s * p.inner);
-        slope = 1.0f - s * s;
-    } else if (p.mode == SCALED) {
-        s *= p.inner;
+    if constexpr (!PLAIN) {
+        if (p.mode == CAPPED) {
+            s = fast_tanh(s * p.inner);
+            slope = 1.0f - s * s;
+        } else if (p.mode == SCALED) {
+            s *= p.inner;
+        }
     }
-    s = seen ? fast_exp2(fmaf(s, p.factor, -scaled_sum)) : 0.0f;
-    dp = s * (dp - correction) * slope;
+    s = fast_exp2(fmaf(s, p.factor, -scaled_sum));
+    if (!PLAIN && !seen) s = 0.0f;
+    dp = s * (dp - correction);
+    if constexpr (!PLAIN) dp *= slope;
 }
 
 /// What a block of BM rows does, in tiles of BN columns.
@@ -219,6 +225,71 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
         }
     }
 
+    /// Whether every row sees every column of a tile.
+    __device__ __forceinline__ bool sees_whole(int tile) const {
+        const int first_column = tile * BN;
+        if constexpr (BY_KEYS)
+            return first_row >= (p.ragged ? tile_lowest(tile).y : 0) &&
+                   first_row + BM - 1 <= before + first_column;
+        return first_column >= largest && first_column + BN - 1 <= before + first_row;
+    }
+
+    /// The half of `gradients` that needs no `dp`, for rows of keys and scores that aren't capped.
+    __device__ __forceinline__ void probabilities(float (&s)[BN / 8][4], int tile,
+                                                  const unsigned char *of_columns, int warp_row,
+                                                  int lane) const {
+        static_assert(BY_KEYS, "their sums are those of columns");
+        const int first_column = tile * BN, row = first_row + warp_row + lane / 4;
+        const float *const sums = reinterpret_cast<const float *>(of_columns);
+        const int *const lowest = reinterpret_cast<const int *>(sums + 2 * BN);
+        const bool whole = sees_whole(tile);
+        const float factor = p.mode == SCALED ? p.factor * p.inner : p.factor;
+#pragma unroll
+        for (int n = 0; n < BN / 8; n++) {
+            const int pair = n * 8 + lane % 4 * 2;
+            const float2 of_sums = *reinterpret_cast<const float2 *>(sums + pair);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                s[n][half * 2] = fast_exp2(fmaf(s[n][half * 2], factor, -of_sums.x));
+                s[n][half * 2 + 1] = fast_exp2(fmaf(s[n][half * 2 + 1], factor, -of_sums.y));
+            }
+        }
+        if (whole) return;
+#pragma unroll
+        for (int n = 0; n < BN / 8; n++) {
+            const int pair = n * 8 + lane % 4 * 2;
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int position = before + first_column + pair + e;
+                const int low = p.ragged ? lowest[pair + e] : 0;
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int key = row + half * 8;
+                    if (key < low || key > position) s[n][half * 2 + e] = 0.0f;
+                }
+            }
+        }
+    }
+
+    /// The other half, from the probabilities as they are packed for `second`.
+    __device__ __forceinline__ void score_gradients(float (&dp)[BN / 8][4],
+                                                    const uint32_t (&weights)[BN / 16][4],
+                                                    const unsigned char *of_columns,
+                                                    int lane) const {
+        const float *const corrections = reinterpret_cast<const float *>(of_columns) + BN;
+#pragma unroll
+        for (int n = 0; n < BN / 8; n++) {
+            const int pair = n * 8 + lane % 4 * 2;
+            const float2 correction = *reinterpret_cast<const float2 *>(corrections + pair);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float2 weight = unpack_pair<T>(weights[n / 2][n % 2 * 2 + half]);
+                dp[n][half * 2] = weight.x * (dp[n][half * 2] - correction.x);
+                dp[n][half * 2 + 1] = weight.y * (dp[n][half * 2 + 1] - correction.y);
+            }
+        }
+    }
+
     /// Products with the columns of a tile become probabilities and gradients; `warp_row` is the
     /// first of the warp's rows in the block.
     __device__ __forceinline__ void gradients(float (&s)[BN / 8][4], float (&dp)[BN / 8][4],
@@ -226,13 +297,27 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
                                               int warp_row, const float (&row_sums)[2],
                                               const float (&row_corrections)[2],
                                               const int (&row_lowest)[2], int lane) const {
-        const int first_column = tile * BN, row = first_row + warp_row + lane / 4;
+        const int first_column = tile * BN;
+        const bool whole = sees_whole(tile);
+        // Most tiles are such, and cost half the instructions without masks.
+        if (whole && p.mode == AS_IS)
+            gradients_as<true>(s, dp, whole, first_column, of_columns, warp_row, row_sums,
+                               row_corrections, row_lowest, lane);
+        else
+            gradients_as<false>(s, dp, whole, first_column, of_columns, warp_row, row_sums,
+                                row_corrections, row_lowest, lane);
+    }
+
+    template <bool PLAIN>
+    __device__ __forceinline__ void
+    gradients_as(float (&s)[BN / 8][4], float (&dp)[BN / 8][4], bool whole, int first_column,
+                 const unsigned char *of_columns, int warp_row, const float (&row_sums)[2],
+                 const float (&row_corrections)[2], const int (&row_lowest)[2], int lane) const {
+        const int row = first_row + warp_row + lane / 4;
         if constexpr (BY_KEYS) {
             const float *const sums = reinterpret_cast<const float *>(of_columns);
             const float *const corrections = sums + BN;
             const int *const lowest = reinterpret_cast<const int *>(sums + 2 * BN);
-            const bool whole = first_row >= (p.ragged ? tile_lowest(tile).y : 0) &&
-                               first_row + BM - 1 <= before + first_column;
 #pragma unroll
             for (int n = 0; n < BN / 8; n++) {
                 const int pair = n * 8 + lane % 4 * 2;
@@ -241,21 +326,19 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const int position = before + first_column + pair + e;
-                    const int low = p.ragged && !whole ? lowest[pair + e] : 0;
+                    const int low = !PLAIN && p.ragged && !whole ? lowest[pair + e] : 0;
                     const float sum = e == 0 ? of_sums.x : of_sums.y;
                     const float correction = e == 0 ? of_corrections.x : of_corrections.y;
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         const int key = row + half * 8;
                         const bool seen = whole || (key >= low && key <= position);
-                        score_gradient(p, s[n][half * 2 + e], dp[n][half * 2 + e], seen, sum,
-                                       correction);
+                        score_gradient<PLAIN>(p, s[n][half * 2 + e], dp[n][half * 2 + e], seen,
+                                              sum, correction);
                     }
                 }
             }
         } else {
-            const bool whole =
-                first_column >= largest && first_column + BN - 1 <= before + first_row;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int position = before + row + half * 8;
@@ -265,8 +348,8 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
                     for (int e = 0; e < 2; e++) {
                         const int key = first_column + n * 8 + lane % 4 * 2 + e;
                         const bool seen = whole || (key >= row_lowest[half] && key <= position);
-                        score_gradient(p, s[n][half * 2 + e], dp[n][half * 2 + e], seen,
-                                       row_sums[half], row_corrections[half]);
+                        score_gradient<PLAIN>(p, s[n][half * 2 + e], dp[n][half * 2 + e], seen,
+                                              row_sums[half], row_corrections[half]);
                     }
                 }
             }

@@ -241,7 +241,10 @@ impl Call {
         block: u32,
         shared: usize,
     ) -> Result<()> {
-        let launch = self.prepare(name, grid, block, shared as u32)?;
+        self.launch(self.prepare(name, grid, block, shared as u32)?)
+    }
+
+    fn launch(&self, launch: Launch) -> Result<()> {
         // SAFETY: the kernel takes the parameters, which describe arrays that this call holds.
         unsafe {
             launch.with(|arguments| {
@@ -327,18 +330,20 @@ impl Call {
         self.parameters.split_keys = split_keys as i32;
         let grid = (blocks, splits, 1);
         let threads = 32 * warps as u32;
+        let few = self.prepare(name, grid, threads, shared as u32)?.overlapping();
         if splits == 1 {
-            return self.run(name, grid, threads, shared);
+            return self.launch(few);
         }
         let partial_o = self.cuda.empty((batch, queries, heads, splits, head_dim), DType::F32)?;
         let partial_sums = self.cuda.empty((batch, queries, heads, splits, 2), DType::F32)?;
         self.parameters.partial_o = partial_o.pointer;
         self.parameters.partial_sums = partial_sums.pointer;
-        self.run(name, grid, threads, shared)?;
+        self.launch(few)?;
         // The compiler reads weights ahead, eight at a time.
-        let shared = (splits + 1).next_multiple_of(8) + 8;
+        let shared = 4 * ((splits + 1).next_multiple_of(8) + 8);
         let combine = by_dtype!("combine_parts", self.dtype)?;
-        self.run(combine, (batch * queries * heads, 1, 1), 128, 4 * shared)
+        let grid = (batch * queries * heads, 1, 1);
+        self.launch(self.prepare(combine, grid, 128, shared as u32)?.overlapping())
     }
 
     fn backward(
@@ -376,7 +381,12 @@ impl Call {
                 let name = hopper_kernel!("backward_queries", self.dtype, size);
                 let grid = (batch * heads, queries.div_ceil(HOPPER_ROWS), 1);
                 self.run(name, grid, HOPPER_THREADS, shared)?;
-                let name = hopper_kernel!("backward_keys", self.dtype, size);
+                // What a capped score needs of itself leaves too few registers for the other kernel's ways.
+                let name = if size == 128 && self.parameters.mode == CAPPED {
+                    hopper_kernel!("backward_capped_keys", self.dtype, size)
+                } else {
+                    hopper_kernel!("backward_keys", self.dtype, size)
+                };
                 let grid = (batch * kv_heads, keys.div_ceil(HOPPER_ROWS), 1);
                 self.run(name, grid, HOPPER_THREADS, shared)?;
                 drop(lowest);

@@ -59,6 +59,7 @@ constexpr int few_stages(int d) { return d <= 64 ? 4 : 2; }
 
 /// On tensor cores, sixteen rows.
 template <typename T, int D> __device__ __forceinline__ void few_tiles(const Parameters &p) {
+    follow_previous();
     constexpr int ROWS = 16, WARPS = few_warps(D), STAGES = few_stages(D), THREADS = WARP * WARPS;
     constexpr int TILE = tile_bytes(16, D), CHUNKS = D / 8;
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -189,6 +190,7 @@ constexpr int PLAIN_FEW_ROWS = 4, PLAIN_FEW_WARPS = 4, PLAIN_FEW_COLUMNS = 256;
 /// For any element type and up to 256 columns, four rows: a warp takes 32 keys at a time, eight
 /// lanes a key for the scores, all lanes a row of values.
 template <typename T> __device__ __forceinline__ void plain_few(const Parameters &p) {
+    follow_previous();
     constexpr int ROWS = PLAIN_FEW_ROWS, WARPS = PLAIN_FEW_WARPS, COLUMNS = PLAIN_FEW_COLUMNS;
     constexpr int PER_LANE = COLUMNS / WARP;
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -319,6 +321,7 @@ template <typename T> __device__ __forceinline__ void plain_few(const Parameters
 
 /// Combines the parts of a row, a block a row, with `splits + 1` floats of shared memory.
 template <typename T> __device__ __forceinline__ void combine_parts(const Parameters &p) {
+    follow_previous();
     extern __shared__ __align__(1024) unsigned char shared[];
     float *const weights = reinterpret_cast<float *>(shared);
     float &total = weights[p.splits];

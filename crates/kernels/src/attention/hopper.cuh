@@ -241,8 +241,9 @@ template <typename T, int D> __device__ __forceinline__ void hopper_forward(cons
 /// Tiles of columns at once in the backward pass.
 constexpr int HOPPER_STAGES = 3, HOPPER_COLUMNS = 64;
 
-/// The backward pass, as in backward.cuh.
-template <typename T, int D, Role ROLE>
+/// The backward pass, as in backward.cuh. Only with ANY_SCORES may those of keys with 128 columns be
+/// capped.
+template <typename T, int D, Role ROLE, bool ANY_SCORES>
 __device__ __forceinline__ void hopper_backward(const Parameters &p) {
     constexpr int BM = HOPPER_ROWS, BN = HOPPER_COLUMNS, STAGES = HOPPER_STAGES;
     using Block = BackwardBlock<T, D, BM, BN, ROLE>;
@@ -356,6 +357,28 @@ __device__ __forceinline__ void hopper_backward(const Parameters &p) {
             }
             start_sums(before);
             finish_sums();
+        }
+    } else if constexpr (!ANY_SCORES) {
+        // Probabilities are made beside the product that gives dp, and gradients of scores beside the
+        // sum of dv.
+        while (head < block.end_head) {
+            const unsigned char *const columns = of_columns + stage * Block::OF_COLUMNS_BYTES;
+            start_products();
+            warpgroup_wait<1>();
+            warpgroup_hold(s[0]);
+            block.probabilities(s[0], tile, columns, warp_row, lane);
+            pack_weights<T, BN, 1>(of_s, s);
+            const uint32_t y = y_shared + stage * 2 * COLUMNS_BYTES;
+            start_columns<T, D, BN>(second[0], of_s[0], y + COLUMNS_BYTES);
+            warpgroup_wait<1>();
+            warpgroup_hold(dp[0]);
+            block.score_gradients(dp[0], of_s[0], columns, lane);
+            pack_weights<T, BN, 1>(of_dp, dp);
+            start_columns<T, D, BN>(first[0], of_dp[0], y);
+            finish_sums();
+            if (lane == 0) barrier_arrive(empty(stage));
+            next_stage();
+            block.advance(head, tile, start_tile);
         }
     } else {
         while (head < block.end_head) {

@@ -92,14 +92,23 @@ HOPPER_FORWARD(f16, 256)
 #define HOPPER_BACKWARD(element, d)                                                                \
     extern "C" __global__ void __launch_bounds__(HOPPER_THREADS, 1)                                \
         attention_hopper_backward_queries_##element##_##d(const __grid_constant__ Parameters p) {  \
-        hopper_backward<element, d, QUERIES>(p);                                                   \
+        hopper_backward<element, d, QUERIES, true>(p);                                             \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(HOPPER_THREADS, 1)                                \
         attention_hopper_backward_keys_##element##_##d(const __grid_constant__ Parameters p) {     \
-        hopper_backward<element, d, KEYS>(p);                                                      \
+        hopper_backward<element, d, KEYS, false>(p);                                               \
     }
 HOPPER_BACKWARD(bf16, 64)
 HOPPER_BACKWARD(bf16, 128)
 HOPPER_BACKWARD(f16, 64)
 HOPPER_BACKWARD(f16, 128)
+
+#define HOPPER_CAPPED_KEYS(element)                                                                \
+    extern "C" __global__ void __launch_bounds__(HOPPER_THREADS, 1)                                \
+        attention_hopper_backward_capped_keys_##element##_128(                                     \
+            const __grid_constant__ Parameters p) {                                                \
+        hopper_backward<element, 128, KEYS, true>(p);                                              \
+    }
+HOPPER_CAPPED_KEYS(bf16)
+HOPPER_CAPPED_KEYS(f16)
 #endif

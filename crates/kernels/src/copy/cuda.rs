@@ -11,6 +11,32 @@ pub(super) fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     Ok(Cuda::of(x)?.contiguous_as(x, dtype)?.tensor)
 }
 
+/// Both parts, of one shape, into wholes of one shape.
+pub(super) fn write_both(
+    wholes: [&Tensor; 2],
+    parts: [&Tensor; 2],
+    dim: usize,
+    start: usize,
+) -> Result<()> {
+    let cuda = Cuda::of(wholes[0])?;
+    let [first, second] = parts.map(|part| cuda.contiguous(part));
+    let [first_whole, second_whole] = wholes.map(|whole| cuda.strided(whole));
+    let (first, second, first_whole, second_whole) = (first?, second?, first_whole?, second_whole?);
+    let inner = first.dtype.size_in_bytes() * wholes[0].dims()[dim + 1..].iter().product::<usize>();
+    let (width, pitch) = (inner * parts[0].dim(dim)?, inner * wholes[0].dim(dim)?);
+    let offset = (inner * start) as u64;
+    let from = [first.pointer, second.pointer];
+    let to = [first_whole.pointer + offset, second_whole.pointer + offset];
+    let whole_packs = [width, pitch].iter().all(|size| size % 16 == 0);
+    if !whole_packs || from.iter().chain(&to).any(|address| address % 16 != 0) {
+        write(wholes[0], parts[0], dim, start)?;
+        return write(wholes[1], parts[1], dim, start);
+    }
+    let rows = wholes[0].dims()[..dim].iter().product();
+    // SAFETY: both parts have so many rows of `width` bytes, and fit into the wholes, which both live on.
+    unsafe { cuda.write_both(from, to, [rows, width, pitch]) }
+}
+
 pub(super) fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<()> {
     let cuda = Cuda::of(whole)?;
     let (to, from) = (cuda.strided(whole)?, cuda.contiguous(part)?);

@@ -44,6 +44,48 @@ pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
 /// When shapes or dtypes don't fit, `start + k > n`, `whole` isn't contiguous, or they aren't on one
 /// device.
 pub fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<()> {
+    check(whole, part, dim, start)?;
+    if part.elem_count() == 0 {
+        return Ok(());
+    }
+    #[cfg(feature = "cuda")]
+    if whole.device().is_cuda() {
+        return cuda::write(whole, part, dim, start);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(whole) {
+        return metal::write(whole, part, dim, start);
+    }
+    whole.slice_set(&part.detach().contiguous()?, dim, start)
+}
+
+/// [`write`] of two parts, such as keys and values, of one shape and dtype, into two wholes, which a GPU
+/// does at once.
+///
+/// # Errors
+/// Like [`write`].
+pub fn write_both(
+    wholes: [&Tensor; 2],
+    parts: [&Tensor; 2],
+    dim: usize,
+    start: usize,
+) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if wholes[0].device().is_cuda() {
+        check(wholes[0], parts[0], dim, start)?;
+        check(wholes[1], parts[1], dim, start)?;
+        let same = wholes[0].dtype() == wholes[1].dtype()
+            && wholes[0].dims() == wholes[1].dims()
+            && parts[0].dims() == parts[1].dims();
+        if same && parts[0].elem_count() > 0 {
+            return cuda::write_both(wholes, parts, dim, start);
+        }
+    }
+    write(wholes[0], parts[0], dim, start)?;
+    write(wholes[1], parts[1], dim, start)
+}
+
+fn check(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<()> {
     const OPERATION: &str = "write";
     require_together(OPERATION, &[whole, part])?;
     require_dtype(OPERATION, "part", part, whole.dtype())?;
@@ -61,16 +103,5 @@ pub fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<
     if !whole.is_contiguous() {
         bail!("metal-candle-kernels: {OPERATION}: the whole is not contiguous, expected it to be")
     }
-    if part.elem_count() == 0 {
-        return Ok(());
-    }
-    #[cfg(feature = "cuda")]
-    if whole.device().is_cuda() {
-        return cuda::write(whole, part, dim, start);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(whole) {
-        return metal::write(whole, part, dim, start);
-    }
-    whole.slice_set(&part.detach().contiguous()?, dim, start)
+    Ok(())
 }

@@ -55,3 +55,27 @@ fn a_cast_rounds_like_candle_also_by_cuda() {
         }
     }
 }
+
+#[test]
+fn both_parts_are_written_as_each_alone_also_by_cuda() {
+    for device in devices() {
+        for (dtype, width) in [(DType::F32, 8), (DType::BF16, 8), (DType::F16, 7)] {
+            let given = |shape: &[usize], seed| {
+                let tensor = random(shape, seed).to_dtype(dtype).unwrap();
+                tensor.to_device(&device).unwrap()
+            };
+            for (added, start) in [(1, 4), (3, 0), (0, 2)] {
+                let wholes = [1, 2].map(|seed| given(&[2, 5, 3, width], seed));
+                let parts = [3, 4].map(|seed| strided(&given(&[2, added, 3, width], seed)));
+                let expected = wholes.clone().map(|whole| whole.copy().unwrap());
+                for (whole, part) in expected.iter().zip(&parts) {
+                    write(whole, part, 1, start).unwrap();
+                }
+                write_both([&wholes[0], &wholes[1]], [&parts[0], &parts[1]], 1, start).unwrap();
+                for (found, expected) in wholes.iter().zip(&expected) {
+                    assert_identical(found, expected);
+                }
+            }
+        }
+    }
+}

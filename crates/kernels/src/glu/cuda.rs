@@ -58,7 +58,7 @@ pub(super) fn forward(gate: &Tensor, up: &Tensor, activation: Activation) -> Res
     }
     let plan = Plan::new([&gate, &up])?;
     let name = if plan.packed { packed } else { any };
-    let launch = MODULE.launch(&cuda, name, (plan.grid, 1, 1), plan.block, 0)?;
+    let launch = MODULE.launch(&cuda, name, (plan.grid, 1, 1), plan.block, 0)?.overlapping();
     let activation = activation.code() as i32;
     // SAFETY: the inputs have rows of that many columns at these distances, and the result as many.
     unsafe {

@@ -79,6 +79,7 @@ template <typename T, int VECTOR>
 __device__ __forceinline__ void forward(const T *gate, const T *up, T *out, int64_t columns,
                                         int64_t gate_stride, int64_t up_stride, int chunks,
                                         int activation) {
+    follow_previous();
     const Stretch s = stretch(chunks);
     gate += s.row * gate_stride;
     up += s.row * up_stride;

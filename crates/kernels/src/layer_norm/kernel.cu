@@ -80,13 +80,6 @@ __device__ __forceinline__ void layer_norm_forward(const T *x, Parameter weight,
     const int64_t start = place.row * columns;
     Pack<T> loaded[PACKS];
     load_row(x + start, packs, place.index, row_threads, loaded);
-    // Asked for before the sums, so that they don't have to be waited for afterwards.
-    float scale[PACKS][N];
-#pragma unroll
-    for (int p = 0; p < PACKS; p++) {
-        const int pack = place.index + p * row_threads;
-        if (pack < packs) load_parameters<N>(weight, pack * N, scale[p]);
-    }
     Part part = part_with_mean(loaded, packs, place.index, row_threads);
     keep_packed(loaded);
 #pragma unroll
@@ -107,7 +100,9 @@ __device__ __forceinline__ void layer_norm_forward(const T *x, Parameter weight,
     for (int p = 0; p < PACKS; p++) {
         const int pack = place.index + p * row_threads;
         if (pack < packs) {
-            float shift[N];
+            // Not before the sums: rows in flight are worth more than the registers.
+            float scale[N], shift[N];
+            load_parameters<N>(weight, pack * N, scale);
 #pragma unroll
             for (int i = 0; i < N; i++) shift[i] = 0.0f;
             if (bias.address) load_parameters<N>(bias, pack * N, shift);
@@ -115,7 +110,7 @@ __device__ __forceinline__ void layer_norm_forward(const T *x, Parameter weight,
 #pragma unroll
             for (int i = 0; i < N; i++) {
                 const float normed = (to_float(loaded[p].at[i]) - mean) * r;
-                out.at[i] = from_float<T>(normed * scale[p][i] + shift[i]);
+                out.at[i] = from_float<T>(normed * scale[i] + shift[i]);
             }
             store_pack(y + start + pack * N, out);
         }

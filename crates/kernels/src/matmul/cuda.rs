@@ -200,7 +200,7 @@ fn launch_few_rows(
         };
         let grid = ((clusters * CLUSTER) as u32, 1, 1);
         let shared = (scratch + 2 * places) as u32;
-        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, shared)?;
+        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, shared)?.overlapping();
         let (parts, slices) = (0u64, 0i32);
         // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
         return unsafe {
@@ -221,7 +221,7 @@ fn launch_few_rows(
         slices = (inner / 256).clamp(1, 32);
         let sums = cuda.empty(slices * padded * ranks, DType::F32)?;
         let grid = (slices as u32, all.count as u32, 1);
-        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, scratch as u32)?;
+        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, scratch as u32)?.overlapping();
         // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
         unsafe {
             launch.with(|arguments| {
@@ -237,7 +237,8 @@ fn launch_few_rows(
         4 => by_dtype!("few_rows_4", x.dtype)?,
         _ => by_dtype!("few_rows_8", x.dtype)?,
     };
-    let launch = MODULE.launch(cuda, name, (blocks as u32, 1, 1), THREADS as u32, places as u32)?;
+    let grid = (blocks as u32, 1, 1);
+    let launch = MODULE.launch(cuda, name, grid, THREADS as u32, places as u32)?.overlapping();
     let (parts, slices) = (parts.as_ref().map_or(0, |parts| parts.pointer), slices as i32);
     // SAFETY: as the kernel declares them; the caller holds what the pointers point into, and the sums
     // are given back in the order of the stream.

@@ -272,6 +272,17 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
     // enough to do meanwhile for other warps.
     constexpr bool EARLY = ROWS < 8;
     float b[OUTPUTS];
+    // What the first task reads of the weight may be asked for before its x is there.
+    if (task < all.tasks) {
+        constexpr int LINE = 128 / sizeof(T), LINES = 64;
+        while (p + 1 < all.count && task >= all.at[p + 1].first_task) p++;
+        const Projection &projection = all.at[p];
+        const int output = (task - projection.first_task) * OUTPUTS;
+        const T *row = static_cast<const T *>(projection.weight) + output * projection.stride;
+        for (int at = lane * LINE; at < min(inner, LINES * LINE); at += WARP * LINE)
+            fetch_ahead(row + at);
+    }
+    follow_previous();
     auto begin_task = [&]() {
         p = 0;
         while (p + 1 < all.count && task >= all.at[p + 1].first_task) p++;
@@ -391,6 +402,7 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
 template <typename T, int ROWS>
 __device__ __forceinline__ void adapter_slices(const Projections &all, const T *x, int64_t x_stride,
                                                int rows, int inner, float *parts) {
+    follow_previous();
     extern __shared__ float4 shared[];
     const Projection &projection = all.at[blockIdx.y];
     if (projection.rank == 0) return;

@@ -33,7 +33,8 @@ pub(super) fn forward(
     match RowPlan::new(rows, columns, x.dtype, PACKS, &[x.pointer, weight.pointer]) {
         Some(plan) => {
             let (rows, columns) = (rows as i64, columns as i32);
-            let launch = MODULE.launch(&cuda, name, (plan.grid, 1, 1), plan.block, 0)?;
+            let launch =
+                MODULE.launch(&cuda, name, (plan.grid, 1, 1), plan.block, 0)?.overlapping();
             // SAFETY: x and y have (rows, columns) elements and the weight (columns); every row has
             // its threads.
             unsafe {
@@ -73,7 +74,8 @@ pub(super) fn forward_residual(
     match RowPlan::new(rows, columns, x.dtype, PACKS, &addresses) {
         Some(plan) => {
             let (rows, columns) = (rows as i64, columns as i32);
-            let launch = MODULE.launch(&cuda, name, (plan.grid, 1, 1), plan.block, 0)?;
+            let launch =
+                MODULE.launch(&cuda, name, (plan.grid, 1, 1), plan.block, 0)?.overlapping();
             // SAFETY: as in `forward`; the residual and the sum have the size of x.
             unsafe {
                 launch.with(|arguments| {

@@ -14,6 +14,7 @@ template <typename T, bool RESIDUAL>
 __device__ __forceinline__ void forward(const T *x, const T *residual, Parameter weight,
                                         float offset, float eps, T *sum, T *y, int64_t rows,
                                         int columns, int row_threads) {
+    follow_previous();
     constexpr int PACKS = 4, N = Pack<T>::N;
     __shared__ float scratch[1][WARP];
     const Place place = place_in_rows(row_threads);

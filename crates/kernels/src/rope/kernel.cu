@@ -7,14 +7,30 @@
 
 constexpr int THREADS = 256;
 
+/// `y`, contiguous, is `x` turned. Strides are in elements, of batch, seq and heads.
+struct Turned {
+    const void *x;
+    void *y;
+    int64_t strides[3];
+    int64_t heads;
+};
+
+/// Tensors of the same tokens, as queries and keys are, which share a launch: `blockIdx.y` says which.
+struct Both {
+    Turned at[2];
+};
+
 template <typename T, int VECTOR>
-__device__ __forceinline__ void rotate(const T *x, const float *cosines, const float *sines, T *y,
-                                       int seq, int heads, int head_dim, int half,
-                                       int64_t batch_stride, int64_t seq_stride,
-                                       int64_t head_stride, int lanes, float sign) {
+__device__ __forceinline__ void rotate(const Both &both, const float *cosines, const float *sines,
+                                       int seq, int head_dim, int half, int lanes, float sign) {
+    follow_previous();
+    const Turned &turned = both.at[blockIdx.y];
+    const int heads = int(turned.heads);
+    const int64_t head_stride = turned.strides[2];
     const int64_t token = blockIdx.x;
-    x += token / seq * batch_stride + token % seq * seq_stride;
-    y += token * heads * head_dim;
+    const T *const x = static_cast<const T *>(turned.x) + token / seq * turned.strides[0] +
+                       token % seq * turned.strides[1];
+    T *const y = static_cast<T *>(turned.y) + token * heads * head_dim;
     cosines += token * half;
     sines += token * half;
     // `lanes` threads have a head, and the block several heads at a time.
@@ -66,30 +82,22 @@ __device__ __forceinline__ void rotate(const T *x, const float *cosines, const f
 }
 
 template <typename T>
-__device__ __forceinline__ void rope(const T *x, const float *cosines, const float *sines, T *y,
-                                     int seq, int heads, int head_dim, int half,
-                                     int64_t batch_stride, int64_t seq_stride,
-                                     int64_t head_stride, int lanes, float sign) {
-    rotate<T, Pack<T>::N>(x, cosines, sines, y, seq, heads, head_dim, half, batch_stride,
-                          seq_stride, head_stride, lanes, sign);
+__device__ __forceinline__ void rope(const Both &both, const float *cosines, const float *sines,
+                                     int seq, int head_dim, int half, int lanes, float sign) {
+    rotate<T, Pack<T>::N>(both, cosines, sines, seq, head_dim, half, lanes, sign);
 }
 
 template <typename T>
-__device__ __forceinline__ void rope_any(const T *x, const float *cosines, const float *sines,
-                                         T *y, int seq, int heads, int head_dim, int half,
-                                         int64_t batch_stride, int64_t seq_stride,
-                                         int64_t head_stride, int lanes, float sign) {
-    rotate<T, 1>(x, cosines, sines, y, seq, heads, head_dim, half, batch_stride, seq_stride,
-                 head_stride, lanes, sign);
+__device__ __forceinline__ void rope_any(const Both &both, const float *cosines,
+                                         const float *sines, int seq, int head_dim, int half,
+                                         int lanes, float sign) {
+    rotate<T, 1>(both, cosines, sines, seq, head_dim, half, lanes, sign);
 }
 
 #define PARAMETERS                                                                                 \
-    (const T *x, const float *cosines, const float *sines, T *y, int seq, int heads, int head_dim, \
-     int half, int64_t batch_stride, int64_t seq_stride, int64_t head_stride, int lanes,           \
-     float sign)
-#define ARGUMENTS                                                                                  \
-    (x, cosines, sines, y, seq, heads, head_dim, half, batch_stride, seq_stride, head_stride,      \
-     lanes, sign)
+    (const __grid_constant__ Both both, const float *cosines, const float *sines, int seq,         \
+     int head_dim, int half, int lanes, float sign)
+#define ARGUMENTS (both, cosines, sines, seq, head_dim, half, lanes, sign)
 
 FOR_EACH_DTYPE(rope, THREADS, PARAMETERS, ARGUMENTS)
 FOR_EACH_DTYPE(rope_any, THREADS, PARAMETERS, ARGUMENTS)

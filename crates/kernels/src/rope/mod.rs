@@ -33,6 +33,29 @@ pub fn forward(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     rotate(x, cos, sin, false)
 }
 
+/// [`forward`] of queries and keys, `(batch, seq, heads, head_dim)` and `(batch, seq, kv_heads, head_dim)`,
+/// which a GPU turns at once.
+///
+/// # Errors
+/// Like [`forward`].
+pub fn forward_both(
+    queries: &Tensor,
+    keys: &Tensor,
+    cos: &Tensor,
+    sin: &Tensor,
+) -> Result<(Tensor, Tensor)> {
+    #[cfg(feature = "cuda")]
+    if queries.device().is_cuda() && queries.dtype() == keys.dtype() {
+        check(queries, cos, sin)?;
+        check(keys, cos, sin)?;
+        let mut turned = cuda::rotate(&[queries, keys], cos, sin, false)?;
+        if let (Some(keys), Some(queries)) = (turned.pop(), turned.pop()) {
+            return Ok((queries, keys));
+        }
+    }
+    Ok((forward(queries, cos, sin)?, forward(keys, cos, sin)?))
+}
+
 /// The gradient of [`forward`]'s `x`, from `dy` of its shape.
 ///
 /// # Errors
@@ -51,8 +74,8 @@ pub fn differentiable(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> 
     record1(OPERATION, x, y, move |_, _, dy| Ok(Some(backward(dy, &cos, &sin)?)))
 }
 
-/// `inverse` turns the other way.
-fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> Result<Tensor> {
+/// `(heads, head_dim, half)`.
+fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(usize, usize, usize)> {
     require_together(OPERATION, &[x, cos, sin])?;
     require_rank(OPERATION, "x", x, 4, "(batch, seq, heads, head_dim)")?;
     require_rank(OPERATION, "cos", cos, 3, "(batch, seq, rot / 2)")?;
@@ -66,9 +89,18 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> Result<Tenso
             head_dim / 2
         )
     }
+    Ok((heads, head_dim, half))
+}
+
+/// `inverse` turns the other way.
+fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> Result<Tensor> {
+    let (heads, head_dim, half) = check(x, cos, sin)?;
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
-        return cuda::rotate(x, cos, sin, inverse);
+        return match cuda::rotate(&[x], cos, sin, inverse)?.pop() {
+            Some(y) => Ok(y),
+            None => bail!("metal-candle-kernels: {OPERATION} gave nothing"),
+        };
     }
     #[cfg(any(feature = "metal", test))]
     if crate::device::metal::computes(x) {

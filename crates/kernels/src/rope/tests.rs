@@ -124,3 +124,30 @@ fn cuda_matches_the_cpu() {
     let expected = backward(&dy, &cos, &sin).unwrap();
     assert_identical(&back(gradients.get(&x).unwrap()), &back(&expected));
 }
+
+#[test]
+fn queries_and_keys_turn_as_each_alone_also_by_cuda() {
+    let devices = [Device::Cpu].into_iter();
+    #[cfg(feature = "cuda")]
+    let devices = devices.chain(cuda());
+    for device in devices {
+        let (cos, sin) = angles(2, 5, 8);
+        let [cos, sin] = [cos, sin]
+            .map(|angles| angles.to_dtype(DType::F32).unwrap().to_device(&device).unwrap());
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let given = |heads, seed| {
+                strided(&random(&[2, 5, heads, 21], seed).to_dtype(dtype).unwrap())
+                    .to_device(&device)
+                    .unwrap()
+            };
+            let wide = |heads, seed| given(heads, seed).narrow(3, 0, 16).unwrap();
+            for (queries, keys) in
+                [(given(6, 1), given(2, 2)), (wide(1, 1), wide(3, 2)), (wide(0, 1), given(2, 2))]
+            {
+                let (q, k) = forward_both(&queries, &keys, &cos, &sin).unwrap();
+                assert_identical(&q, &forward(&queries, &cos, &sin).unwrap());
+                assert_identical(&k, &forward(&keys, &cos, &sin).unwrap());
+            }
+        }
+    }
+}

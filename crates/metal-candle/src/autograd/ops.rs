@@ -274,12 +274,22 @@ impl Tape {
         }))
     }
 
-    /// Rotates the heads of `x (batch, seq, heads, head_dim)` by the angles whose `cos` and `sin`
-    /// are `(batch, seq, rotated / 2)`.
-    pub fn rope(&self, x: &Value, cos: &Tensor, sin: &Tensor) -> Result<Value> {
-        let output = rope::forward(x.tensor(), cos, sin)?;
-        let (cos, sin) = (cos.clone(), sin.clone());
-        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(rope::backward(&dy, &cos, &sin)?)])))
+    /// Rotates the heads of `queries (batch, seq, heads, head_dim)` and of
+    /// `keys (batch, seq, kv_heads, head_dim)` by the angles whose `cos` and `sin` are
+    /// `(batch, seq, rotated / 2)`.
+    pub fn rope(
+        &self,
+        queries: &Value,
+        keys: &Value,
+        cos: &Tensor,
+        sin: &Tensor,
+    ) -> Result<(Value, Value)> {
+        let turned = rope::forward_both(queries.tensor(), keys.tensor(), cos, sin)?;
+        let record = |x: &Value, output: Tensor| {
+            let (cos, sin) = (cos.clone(), sin.clone());
+            self.record(&[x], output, move |dy| Ok(vec![Some(rope::backward(&dy, &cos, &sin)?)]))
+        };
+        Ok((record(queries, turned.0), record(keys, turned.1)))
     }
 
     /// Causal attention of `q (batch, seq, heads, head_dim)` over `k` and `v`

@@ -131,8 +131,7 @@ fn a_small_network_has_the_gradients_of_finite_differences() {
         let layer = super::ProjectionValues { weight: &weight, bias: Some(&bias), lora: None };
         let [k] = tape.projections(&x, &[layer]).unwrap().try_into().unwrap();
         let heads = |x: &Value, count: usize| tape.reshape(x, (2, 3, count, 8 / count)).unwrap();
-        let q = tape.rope(&heads(&q, 2), &cos, &sin).unwrap();
-        let k = tape.rope(&heads(&k, 2), &cos, &sin).unwrap();
+        let (q, k) = tape.rope(&heads(&q, 2), &heads(&k, 2), &cos, &sin).unwrap();
         let options = Options { scale: 0.4, softcap: Some(3.0), window: Some(2) };
         let v = heads(&v, 2);
         let attended = tape.attention(&q, &k, &v, None, &options).unwrap();

@@ -46,14 +46,16 @@ impl KvCache {
 impl LayerCache {
     /// Adds the keys and values of new tokens and returns those of all tokens.
     pub fn append(&mut self, keys: &Tensor, values: &Tensor) -> Result<(Tensor, Tensor)> {
-        let added = keys.dim(1)?;
-        let all_keys = grow(&mut self.keys, keys, self.length)?;
-        let all_values = grow(&mut self.values, values, self.length)?;
-        self.length += added;
-        Ok((all_keys, all_values))
+        let (start, length) = (self.length, self.length + keys.dim(1)?);
+        let all_keys = grow(&mut self.keys, keys, start)?;
+        let all_values = grow(&mut self.values, values, start)?;
+        copy::write_both([&all_keys, &all_values], [keys, values], 1, start)?;
+        self.length = length;
+        Ok((all_keys.narrow(1, 0, length)?, all_values.narrow(1, 0, length)?))
     }
 }
 
+/// The buffer, with room for the new tokens after `length`.
 fn grow(buffer: &mut Option<Tensor>, new: &Tensor, length: usize) -> Result<Tensor> {
     let (batch, added, heads, width) = new.dims4()?;
     let needed = length + added;
@@ -68,8 +70,6 @@ fn grow(buffer: &mut Option<Tensor>, new: &Tensor, length: usize) -> Result<Tens
             larger
         }
     };
-    copy::write(&full, new, 1, length)?;
-    let used = full.narrow(1, 0, needed)?;
-    *buffer = Some(full);
-    Ok(used)
+    *buffer = Some(full.clone());
+    Ok(full)
 }

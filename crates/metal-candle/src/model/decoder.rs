@@ -334,10 +334,12 @@ impl Attention {
                 }
             }
         };
-        let q =
-            self.heads_of(tape, &q, self.query_norm.as_ref(), (batch, seq, self.heads), pass)?;
-        let k =
-            self.heads_of(tape, &k, self.key_norm.as_ref(), (batch, seq, self.kv_heads), pass)?;
+        let q = self.heads_of(tape, &q, self.query_norm.as_ref(), (batch, seq, self.heads))?;
+        let k = self.heads_of(tape, &k, self.key_norm.as_ref(), (batch, seq, self.kv_heads))?;
+        let (q, k) = match self.rope.and_then(|index| pass.ropes.get(index)) {
+            Some((cos, sin)) => tape.rope(&q, &k, cos, sin)?,
+            None => (q, k),
+        };
         let v = tape.reshape(&v, (batch, seq, self.kv_heads, self.head_dim))?;
         let (k, v) = match cache {
             Some(cache) => {
@@ -351,24 +353,19 @@ impl Attention {
         self.output.forward(tape, &attended, pass)
     }
 
-    /// Queries or keys as heads, normalised and rotated.
+    /// Queries or keys as heads, normalised.
     fn heads_of(
         &self,
         tape: &Tape,
         x: &Value,
         norm: Option<&Norm>,
         (batch, seq, heads): (usize, usize, usize),
-        pass: &Pass,
     ) -> Result<Value> {
         let shape = (batch, seq, heads, self.head_dim);
-        let x = if self.norm_per_head {
-            apply(norm, tape, &tape.reshape(x, shape)?)?
+        if self.norm_per_head {
+            apply(norm, tape, &tape.reshape(x, shape)?)
         } else {
-            tape.reshape(&apply(norm, tape, x)?, shape)?
-        };
-        match self.rope.and_then(|index| pass.ropes.get(index)) {
-            Some((cos, sin)) => tape.rope(&x, cos, sin),
-            None => Ok(x),
+            tape.reshape(&apply(norm, tape, x)?, shape)
         }
     }
 }

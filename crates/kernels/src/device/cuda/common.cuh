@@ -23,6 +23,21 @@ template <> __device__ __forceinline__ float from_float<float>(float x) { return
 template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
 template <> __device__ __forceinline__ f16 from_float<f16>(float x) { return __float2half_rn(x); }
 
+/// Lets the stream's next kernel start beside this one, and waits until what came before is done. Until
+/// then nothing may be written, and nothing read that a kernel writes. Kernels begin with it that are
+/// launched as `overlapping`; before Hopper it does nothing, as kernels follow each other there.
+__device__ __forceinline__ void follow_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Brings the line of `address` nearer, whoever writes it.
+__device__ __forceinline__ void fetch_ahead(const void *address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 /// 16 bytes of elements.
 template <typename T> struct alignas(16) Pack {
     static constexpr int N = 16 / sizeof(T);

@@ -23,6 +23,13 @@ struct Layout {
 // SAFETY: it has the layout of the kernels' struct of that name.
 unsafe impl DeviceRepr for Layout {}
 
+/// Two tensors as `write_both` takes them: where they are read and written.
+#[repr(C)]
+struct Both([[u64; 2]; 2]);
+
+// SAFETY: it has the layout of the kernel's struct of that name.
+unsafe impl DeviceRepr for Both {}
+
 /// A dimension: its size and its stride.
 type Dimension = (usize, usize);
 
@@ -51,6 +58,32 @@ fn width(dimensions: &[Dimension], element: usize, address: u64) -> usize {
 }
 
 impl Cuda {
+    /// Two times `rows` rows of `width` bytes, one behind the other, become rows `pitch` bytes apart.
+    ///
+    /// # Safety
+    /// From the addresses on there is so much of both, and all are multiples of 16.
+    pub(crate) unsafe fn write_both(
+        &self,
+        from: [u64; 2],
+        to: [u64; 2],
+        [rows, width, pitch]: [usize; 3],
+    ) -> Result<()> {
+        const PACK: usize = 16;
+        /// Of a tensor; threads then have several packs.
+        const MOST_BLOCKS: usize = 1024;
+        let count = rows * (width / PACK);
+        let grid = (count.div_ceil(THREADS).min(MOST_BLOCKS) as u32, 2, 1);
+        let launch = MODULE.launch(self, "write_both", grid, THREADS as u32, 0)?.overlapping();
+        let [width, pitch, count] = [width / PACK, pitch / PACK, count].map(|size| size as i64);
+        let both = Both([from, to]);
+        // SAFETY: as the caller promises.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&both).arg(&width).arg(&pitch).arg(&count);
+            })
+        }
+    }
+
     /// A contiguous copy.
     pub(super) fn copy(&self, tensor: &Tensor) -> Result<Array> {
         let source = self.strided(tensor)?;

@@ -5,6 +5,9 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum::{
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
 };
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUlaunchAttribute, CUlaunchAttributeID, CUlaunchConfig, cuLaunchKernelEx,
+};
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaModule, CudaStream, DeviceRepr, result,
 };
@@ -24,7 +27,14 @@ struct Loaded {
     /// With the ordinals of their devices.
     modules: Vec<(usize, Arc<CudaModule>)>,
     /// There are few: a search that compares addresses of names is faster than one that reads them.
-    kernels: Vec<(usize, &'static str, Arc<CudaFunction>)>,
+    kernels: Vec<(usize, &'static str, Kernel)>,
+}
+
+#[derive(Clone)]
+struct Kernel {
+    function: Arc<CudaFunction>,
+    /// Whether the device can start it while what comes before still runs.
+    overlaps: bool,
 }
 
 /// The kernels of the operation in the folder of this name.
@@ -54,7 +64,7 @@ impl Module {
         Module { image, loaded: RwLock::new(loaded) }
     }
 
-    fn kernel(&self, cuda: &Cuda, name: &'static str, shared: u32) -> Result<Arc<CudaFunction>> {
+    fn kernel(&self, cuda: &Cuda, name: &'static str, shared: u32) -> Result<Kernel> {
         let context = cuda.stream.context();
         let ordinal = context.ordinal();
         if let Ok(loaded) = self.loaded.read() {
@@ -77,14 +87,15 @@ impl Module {
                 module
             }
         };
-        let kernel = module.load_function(name).w()?;
+        let function = module.load_function(name).w()?;
         if shared > 0 {
             // Without asking, a kernel has 48 KiB at most.
-            let fixed = kernel.get_attribute(CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES).w()?;
+            let fixed = function.get_attribute(CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES).w()?;
             let most = cuda.most_shared_memory()? as i32 - fixed;
-            kernel.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most).w()?;
+            function.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most).w()?;
         }
-        let kernel = Arc::new(kernel);
+        let (major, _) = context.compute_capability().w()?;
+        let kernel = Kernel { function: Arc::new(function), overlaps: major >= 9 };
         loaded.kernels.push((ordinal, name, kernel.clone()));
         Ok(kernel)
     }
@@ -105,17 +116,19 @@ impl Module {
             grid,
             block: (block, 1, 1),
             shared,
+            overlapping: false,
         })
     }
 }
 
 /// A kernel about to be launched.
 pub(crate) struct Launch {
-    kernel: Arc<CudaFunction>,
+    kernel: Kernel,
     stream: Arc<CudaStream>,
     grid: (u32, u32, u32),
     block: (u32, u32, u32),
     shared: u32,
+    overlapping: bool,
 }
 
 /// Arguments that a kernel has at most.
@@ -138,6 +151,13 @@ impl<'a> Arguments<'a> {
 }
 
 impl Launch {
+    /// The kernel, which begins with `follow_previous`, may start while what comes before it still runs
+    /// (programmatic dependent launch).
+    pub(crate) fn overlapping(mut self) -> Launch {
+        self.overlapping = self.kernel.overlaps;
+        self
+    }
+
     /// Launches with the arguments that `push` gives; nothing when the grid is empty.
     ///
     /// # Safety
@@ -156,7 +176,32 @@ impl Launch {
         push(&mut arguments);
         self.stream.context().bind_to_thread().w()?;
         let given = &mut arguments.pointers[..arguments.count];
-        let (function, stream) = (self.kernel.cu_function(), self.stream.cu_stream());
+        let (function, stream) = (self.kernel.function.cu_function(), self.stream.cu_stream());
+        if self.overlapping {
+            let (block_x, block_y, block_z) = self.block;
+            // SAFETY: all bits zero are a value of these structs of C.
+            let mut attribute: CUlaunchAttribute = unsafe { std::mem::zeroed() };
+            attribute.id =
+                CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            attribute.value.programmaticStreamSerializationAllowed = 1;
+            let configuration = CUlaunchConfig {
+                gridDimX: x,
+                gridDimY: y,
+                gridDimZ: z,
+                blockDimX: block_x,
+                blockDimY: block_y,
+                blockDimZ: block_z,
+                sharedMemBytes: self.shared,
+                hStream: stream,
+                attrs: &raw mut attribute,
+                numAttrs: 1,
+            };
+            let (pointers, extra) = (given.as_mut_ptr(), std::ptr::null_mut());
+            // SAFETY: as the caller promises; the kernel waits for what came before.
+            return unsafe { cuLaunchKernelEx(&configuration, function, pointers, extra) }
+                .result()
+                .w();
+        }
         // SAFETY: as the caller promises.
         unsafe {
             result::launch_kernel(function, self.grid, self.block, self.shared, stream, given)

@@ -143,7 +143,7 @@ impl Cuda {
     ) -> Result<Array> {
         let out = self.empty((sets, columns), DType::F32)?;
         let grid = (columns.div_ceil(WARP) as u32, sets as u32, 1);
-        let launch = SUMS.launch(self, "sum_groups", grid, 1024, 0)?;
+        let launch = SUMS.launch(self, "sum_groups", grid, 1024, 0)?.overlapping();
         let (groups, columns) = (groups as i64, columns as i64);
         // SAFETY: the kernel reads (sets, groups, columns) and writes (sets, columns).
         unsafe {

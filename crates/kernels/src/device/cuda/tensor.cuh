@@ -60,6 +60,15 @@ template <> __device__ __forceinline__ uint32_t pack_pair<f16>(float low, float 
     return *reinterpret_cast<const uint32_t *>(&pair);
 }
 
+/// The floats of such a pair.
+template <typename T> __device__ __forceinline__ float2 unpack_pair(uint32_t pair);
+template <> __device__ __forceinline__ float2 unpack_pair<bf16>(uint32_t pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+template <> __device__ __forceinline__ float2 unpack_pair<f16>(uint32_t pair) {
+    return __half22float2(*reinterpret_cast<const __half2 *>(&pair));
+}
+
 /// `2^x` by the special function unit, with an error of about two units in the last place.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;

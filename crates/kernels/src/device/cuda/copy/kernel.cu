@@ -67,6 +67,23 @@ COPY(4, unsigned)
 COPY(8, uint2)
 COPY(16, uint4)
 
+/// Two tensors that are written at once: `blockIdx.y` says which.
+struct Both {
+    const uint4 *from[2];
+    uint4 *to[2];
+};
+
+/// Rows of `width` packs one behind the other become rows `pitch` packs apart.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    write_both(const __grid_constant__ Both both, int64_t width, int64_t pitch, int64_t count) {
+    follow_previous();
+    const uint4 *const from = both.from[blockIdx.y];
+    uint4 *const to = both.to[blockIdx.y];
+    const int64_t step = int64_t(gridDim.x) * THREADS;
+    for (int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x; i < count; i += step)
+        to[i / width * pitch + i % width] = from[i];
+}
+
 /// Matrices `(rows, columns)` whose columns are contiguous, to be written by rows: by tiles of 32 by 32
 /// through shared memory, so that both sides are read and written in stretches. `blockIdx.z` counts
 /// matrices.

@@ -9,6 +9,7 @@ constexpr int SLICES = 32;
 
 extern "C" __global__ void __launch_bounds__(WARP *SLICES)
     sum_groups(const float *partial, int64_t groups, int64_t columns, float *out) {
+    follow_previous();
     __shared__ float sums[SLICES][WARP];
     const int lane = threadIdx.x % WARP, slice = threadIdx.x / WARP;
     const int64_t column = int64_t(blockIdx.x) * WARP + lane;
