@@ -5,7 +5,6 @@ use crate::device::cuda::{Array, Cuda, Launch, Module, by_dtype, module};
 use crate::device::require_dtype;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
 use candle_core::{DType, Result, Tensor, bail};
 use std::f64::consts::LOG2_E;
 

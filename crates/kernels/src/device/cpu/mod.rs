@@ -126,6 +126,10 @@ impl Read<'_> {
 }
 
 fn contiguous_range(layout: &Layout) -> Result<(usize, usize)> {
+    // The offset of nothing may lie beyond the storage.
+    if layout.shape().elem_count() == 0 {
+        return Ok((0, 0));
+    }
     match layout.contiguous_offsets() {
         Some(range) => Ok(range),
         None => bail!("metal-candle-kernels: expected a contiguous tensor, found {layout:?}"),
