@@ -23,13 +23,14 @@ template <> __device__ __forceinline__ float from_float<float>(float x) { return
 template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
 template <> __device__ __forceinline__ f16 from_float<f16>(float x) { return __float2half_rn(x); }
 
-/// Lets the stream's next kernel start beside this one, and waits until what came before is done. Until
-/// then nothing may be written, and nothing read that a kernel writes. Kernels begin with it that are
-/// launched as `overlapping`; before Hopper it does nothing, as kernels follow each other there.
+/// Waits until what came before is done, and lets the stream's next kernel start beside this one, not
+/// sooner: three kernels under way are slower than two. Until then nothing may be written, and nothing
+/// read that a kernel writes. Kernels begin with it that are launched as `overlapping`; before Hopper it
+/// does nothing, as kernels follow each other there.
 __device__ __forceinline__ void follow_previous() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
