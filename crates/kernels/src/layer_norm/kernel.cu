@@ -33,19 +33,26 @@ template <bool G>
 __device__ __forceinline__ Part merged(Part part, int row_threads, int columns,
                                        Part (&scratch)[ROW_THREADS / WARP]) {
     if (row_threads == WARP) return part;
-    const int warps = row_threads / WARP;
+    constexpr int MOST = ROW_THREADS / WARP;
     if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = part;
     __syncthreads();
+    // A lane has the part of a warp, so that no sum waits for one part after the other.
+    const auto sum = [](float x) {
+#pragma unroll
+        for (int offset = MOST / 2; offset > 0; offset /= 2)
+            x += __shfl_xor_sync(FULL, x, offset);
+        return x;
+    };
+    const int warp = threadIdx.x % MOST;
+    Part of_warp = {};
+    if (warp < row_threads / WARP) of_warp = scratch[warp];
     Part row = {float(columns), 0.0f, 0.0f, 0.0f, 0.0f};
-    for (int w = 0; w < warps; w++) row.mean += scratch[w].count * scratch[w].mean;
-    row.mean /= row.count;
-    for (int w = 0; w < warps; w++) {
-        const float apart = scratch[w].mean - row.mean;
-        row.squares += scratch[w].squares + scratch[w].count * apart * apart;
-        if constexpr (G) {
-            row.g += scratch[w].g;
-            row.gx += scratch[w].gx + scratch[w].g * apart;
-        }
+    row.mean = sum(of_warp.count * of_warp.mean) / row.count;
+    const float apart = of_warp.mean - row.mean;
+    row.squares = sum(of_warp.squares + of_warp.count * apart * apart);
+    if constexpr (G) {
+        row.g = sum(of_warp.g);
+        row.gx = sum(of_warp.gx + of_warp.g * apart);
     }
     return row;
 }
@@ -71,6 +78,7 @@ template <typename T>
 __device__ __forceinline__ void layer_norm_forward(const T *x, Parameter weight, Parameter bias,
                                                    float eps, T *y, int64_t rows, int columns,
                                                    int row_threads) {
+    follow_previous();
     constexpr int PACKS = 4, N = Pack<T>::N;
     __shared__ Part scratch[ROW_THREADS / WARP];
     const Place place = place_in_rows(row_threads);
@@ -158,6 +166,7 @@ template <typename T, bool SUMS>
 __device__ __forceinline__ void backward(const T *x, const T *dy, Parameter weight, float eps,
                                          T *dx, float *partial, int64_t groups, int64_t rows,
                                          int columns, int row_threads) {
+    follow_previous();
     constexpr int N = Pack<T>::N, PACKS = 16 / N;
     __shared__ Part scratch[2][ROW_THREADS / WARP];
     const Place place = place_in_rows(row_threads);

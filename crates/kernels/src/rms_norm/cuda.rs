@@ -205,7 +205,8 @@ struct Problem<'a> {
 impl Problem<'_> {
     fn packed(&self, plan: RowPlan) -> Result<()> {
         let name = by_dtype!("rms_norm_backward", self.x.dtype)?;
-        let launch = MODULE.launch(self.cuda, name, (plan.grid, 1, 1), plan.block, 0)?;
+        let launch =
+            MODULE.launch(self.cuda, name, (plan.grid, 1, 1), plan.block, 0)?.overlapping();
         let (rows, columns) = (self.rows as i64, self.columns as i32);
         // SAFETY: x, dy, dsum and dx have (rows, columns) elements, where they aren't null.
         unsafe {
@@ -222,7 +223,8 @@ impl Problem<'_> {
         let name = by_dtype!("rms_norm_backward_weight", self.x.dtype)?;
         let groups = plan.share_rows(self.rows);
         let partial = self.cuda.empty((groups, self.columns), DType::F32)?;
-        let launch = MODULE.launch(self.cuda, name, (plan.grid, 1, 1), plan.block, ahead)?;
+        let launch =
+            MODULE.launch(self.cuda, name, (plan.grid, 1, 1), plan.block, ahead)?.overlapping();
         let (rows, columns) = (self.rows as i64, self.columns as i32);
         // SAFETY: as in `packed`, and every warp or block has a row of the partial sums.
         unsafe {

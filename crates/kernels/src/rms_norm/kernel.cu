@@ -106,6 +106,7 @@ template <typename T, bool DWEIGHT>
 __device__ __forceinline__ void backward(const T *x, const T *dy, const T *dsum, Parameter weight,
                                          float offset, float eps, T *dx, float *partial,
                                          int64_t rows, int columns, int row_threads) {
+    follow_previous();
     constexpr int N = Pack<T>::N, PACKS = 16 / N;
     __shared__ float scratch[2][2][WARP];
     const Place place = place_in_rows(row_threads);
