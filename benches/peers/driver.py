@@ -336,19 +336,21 @@ def measure_model(row: Row, sides: Sides, options: argparse.Namespace) -> Result
     }
     expected = model_reference(row, request, sides)
     results: Results = {}
+    rounds = 1 + min(options.rounds, options.model_rounds)
     # Each in a process of its own, so that its peak memory is that of this row.
-    ready: list[Process] = []
     samples: dict[str, list[float]] = {}
-    for side in options.sides:
+
+    def ready(side: str) -> Process | None:
         process = sides.start(side)
         try:
             process.ask(options.limit, **request)
             results[side] = {"errors": check(row, process, expected, options.limit)}
-            ready.append(process)
-            samples[side] = []
         except NotTimed as reason:
             results[side] = {"not_timed": str(reason)}
             process.end()
+            return None
+        samples[side] = []
+        return process
 
     def one(process: Process) -> None:
         try:
@@ -357,14 +359,21 @@ def measure_model(row: Row, sides: Sides, options: argparse.Namespace) -> Result
         except NotTimed as reason:
             results[process.side] = {"not_timed": str(reason)}
 
-    # The first round is the warm-up.
-    interleave(ready, 1 + min(options.rounds, options.model_rounds), options.pause, one)
-    for process in ready:
-        result = results[process.side]
-        if "not_timed" not in result:
-            result["call"] = summary(samples[process.side][1:])
-            result["peak"] = process.ask(options.limit, ask="memory")["peak"]
-        process.end()
+    def run(together: list[Process]) -> None:
+        # The first round is the warm-up.
+        interleave(together, rounds, options.pause, one)
+        for process in together:
+            result = results[process.side]
+            if "not_timed" not in result:
+                result["call"] = summary(samples[process.side][1:])
+                result["peak"] = process.ask(options.limit, ask="memory")["peak"]
+            process.end()
+
+    if options.apart:
+        for side in options.sides:
+            run([process for process in [ready(side)] if process])
+    else:
+        run([process for process in map(ready, options.sides) if process])
     return results
 
 
@@ -417,6 +426,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=cores(), help="of every side")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--model-rounds", type=int, default=5, help="rounds of rows on models")
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="one side of a row on a model after the other, where memory holds no two of them",
+    )
     parser.add_argument("--shape", default="smollm2-135m", help="of the rows on models")
     parser.add_argument("--pause", type=float, default=0.1, help="seconds before each turn")
     parser.add_argument("--limit", type=float, default=300, help="seconds that an answer may take")
