@@ -18,7 +18,7 @@ mod sums;
 #[cfg(not(feature = "metal"))]
 #[path = "emulated.rs"]
 mod encode;
-#[cfg(all(test, not(feature = "metal")))]
+#[cfg(test)]
 mod tests;
 
 use super::cpu::collapsed_rows;
