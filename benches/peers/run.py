@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+FEATURES = {
+    "cpu": [],
+    "metal": ["--features", "metal"],
+    "cuda": ["--features", "cuda", "--config", "crates/kernels/cuda.toml"],
+}
 
 
 def environment(folder: Path) -> Path:
@@ -37,20 +43,24 @@ def environment(folder: Path) -> Path:
     return python
 
 
-def build() -> Path:
-    """The program with the Rust sides."""
+def build(device: str) -> Path:
+    """The program with the Rust sides, for this device."""
     command = ["cargo", "build", "--release", "--locked", "-p", "metal-candle-peers"]
-    subprocess.run(command, check=True, cwd=ROOT)
-    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    return target / "release" / "metal-candle-peers"
+    command += ["--message-format=json-render-diagnostics", *FEATURES[device]]
+    built = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    messages = [json.loads(line) for line in built.stdout.splitlines()]
+    return next(Path(path) for message in messages if (path := message.get("executable")))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--venv", type=Path, default=ROOT / "target" / "peers" / "venv")
     options, rest = parser.parse_known_args()
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--device", choices=list(FEATURES), default="cpu")
+    device = shared.parse_known_args(rest)[0].device
     python = environment(options.venv.absolute())
-    worker = build() if not {"-h", "--help"} & set(rest) else Path("metal-candle-peers")
+    worker = build(device) if not {"-h", "--help"} & set(rest) else Path("metal-candle-peers")
     arguments = [str(python), str(HERE / "driver.py"), "--worker", str(worker), *rest]
     os.execv(arguments[0], arguments)
 

@@ -70,6 +70,7 @@ fn main() -> anyhow::Result<()> {
     let device = match arguments.next().as_deref() {
         None | Some("cpu") => Ok(Device::Cpu),
         Some("cuda") => devices::cuda(0).map_err(|error| error.to_string()),
+        Some("metal") => devices::metal(0).map_err(|error| error.to_string()),
         Some(other) => Err(format!("not supported in this build: {other}")),
     };
     let mut workload: Option<Box<dyn Workload>> = None;

@@ -43,6 +43,12 @@ fn every_part_is_timed_and_reported() {
 }
 
 #[test]
+fn floors_of_apples_chips_are_printed_without_timing() {
+    let table = Place::new().ok(&["bench", "--floors"]);
+    assert!(table.contains("| M1: 68.25 GB/s | 15.9 |"), "{table}");
+}
+
+#[test]
 fn what_cannot_be_timed_is_wrong_usage() {
     let place = Place::new();
     for (flags, expected) in [
@@ -55,6 +61,7 @@ fn what_cannot_be_timed_is_wrong_usage() {
         (&["--only", "chat"], "invalid value 'chat'"),
         (&["--threads", "0"], "threads: is 0"),
         (&["--device", "cuda"], "no CUDA"),
+        (&["--floors", "--json"], "cannot be used with"),
     ] {
         let stderr = place.fails(2, &[&["bench"], flags].concat());
         assert!(stderr.contains(expected), "{flags:?}: {stderr}");

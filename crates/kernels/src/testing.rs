@@ -134,8 +134,25 @@ pub fn cuda() -> Option<Device> {
     DEVICE.get_or_init(open).clone()
 }
 
+/// The first Metal device, for tests that compare it with the CPU; `None`, said once, where there is none.
+#[cfg(feature = "metal")]
+pub fn metal() -> Option<Device> {
+    use std::io::Write;
+    use std::sync::OnceLock;
+    static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
+    let open = || {
+        if crate::devices::metal_count() == 0 {
+            // Not with `eprintln`, of which a test that passes shows nothing.
+            let message = b"SKIPPED: there is no Metal device, so no Metal kernel was tested\n";
+            let _ = std::io::stderr().write_all(message);
+            return None;
+        }
+        Some(crate::devices::metal(0).unwrap())
+    };
+    DEVICE.get_or_init(open).clone()
+}
+
 /// A tensor of the CPU on another device, which has no memory of no bytes: nothing is a part of something.
-#[cfg(feature = "cuda")]
 pub fn there(tensor: &Tensor, device: &Device) -> Tensor {
     if tensor.elem_count() > 0 {
         return tensor.to_device(device).unwrap();
@@ -150,8 +167,11 @@ pub fn there(tensor: &Tensor, device: &Device) -> Tensor {
 }
 
 /// A tensor of another device on the CPU.
-#[cfg(feature = "cuda")]
+#[cfg(any(feature = "cuda", feature = "metal"))]
 pub fn here(tensor: &Tensor) -> Tensor {
+    if tensor.elem_count() == 0 {
+        return Tensor::zeros(tensor.shape(), tensor.dtype(), &Device::Cpu).unwrap();
+    }
     tensor.to_device(&Device::Cpu).unwrap()
 }
 

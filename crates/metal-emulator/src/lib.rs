@@ -81,7 +81,7 @@ pub fn available() -> bool {
             static SAID: Once = Once::new();
             SAID.call_once(|| {
                 // Not with `eprintln`, of which a test that passes shows nothing.
-                let message = format!("SKIPPED: no Metal kernel was tested: {error}\n");
+                let message = format!("SKIPPED: the emulator ran no Metal kernel: {error}\n");
                 let _ = io::stderr().write_all(message.as_bytes());
             });
             false

@@ -10,7 +10,7 @@ use metal_candle_bench::machine::{Machine, Peaks};
 use metal_candle_bench::report::{Measured, measure};
 use metal_candle_bench::rows::{Precision, gpu_operations, operations};
 use metal_candle_bench::timing::{Plan, Summary};
-use metal_candle_bench::{Row, shapes};
+use metal_candle_bench::{Row, chips, shapes};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -79,6 +79,10 @@ pub struct Arguments {
     /// Report as one JSON object on stdout, or into a file
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-", help_heading = "Output")]
     json: Option<PathBuf>,
+    /// Instead of timing anything, print what Apple's chips need at least for the first eleven rows, by
+    /// the memory bandwidth that Apple publishes
+    #[arg(long, conflicts_with = "json", help_heading = "Output")]
+    floors: bool,
 }
 
 #[derive(Serialize)]
@@ -146,6 +150,10 @@ impl Arguments {
 
 /// Times.
 pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
+    if arguments.floors {
+        output::write(&chips::floors()?)?;
+        return Ok(SUCCESS);
+    }
     let to_stdout = arguments.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
     let terminal = terminal(to_stdout);
     arguments.check()?;

@@ -4,8 +4,9 @@
 //! is said to read and to write, so every buffer is passed as what it is. An operation encodes all its
 //! kernels under one lock of the encoder.
 //!
-//! Tests run the kernels, and what is passed to them, in an emulator; `encode.rs` and `library.rs`, which
-//! speak to Metal, were type-checked only. Nothing ran on a Mac yet.
+//! Tests run the kernels, and what is passed to them, in an emulator, or on a Mac's GPU with the feature
+//! `metal`; `encode.rs` and `library.rs`, which speak to Metal, were type-checked only. Nothing ran on a Mac
+//! yet.
 
 mod copy;
 #[cfg(feature = "metal")]
@@ -18,7 +19,7 @@ mod sums;
 #[cfg(not(feature = "metal"))]
 #[path = "emulated.rs"]
 mod encode;
-#[cfg(all(test, not(feature = "metal")))]
+#[cfg(test)]
 mod tests;
 
 use super::cpu::collapsed_rows;

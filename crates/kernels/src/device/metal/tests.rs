@@ -1,35 +1,22 @@
-//! What the host passes to the kernels, tried in the emulator: the public operations, computed by Metal's
-//! side of them on tensors of the CPU, against the CPU's own.
+//! What the host passes to the kernels: the public operations, computed by Metal's side of them, against the
+//! CPU's own. With the feature `metal` by a Mac's GPU, without it by the emulator, on tensors of the CPU.
 
-use super::encode::{Emulator, emulate};
-use super::source::source;
 use crate::glu::{self, Activation};
 use crate::layer_norm::{self, Needs};
 use crate::testing::*;
 use crate::{arithmetic, copy, embedding, rms_norm, rope, softmax};
 use candle_core::{DType, Device, Tensor};
-use metal_emulator::{Mode, Source};
-use std::sync::{Arc, OnceLock};
 
-/// Asserts that `task` gives the same by the kernels as by the CPU, within the precision of each dtype it
-/// is called with, and with few threads as with many.
-fn assert_same(task: impl Fn(DType) -> Vec<Tensor>) {
-    static EMULATOR: OnceLock<Option<Emulator>> = OnceLock::new();
-    let open = || {
-        metal_emulator::available().then(|| {
-            let name = format!("metal-candle-{}.metal", std::process::id());
-            let path = std::env::temp_dir().join(name);
-            std::fs::write(&path, source()).unwrap();
-            let library = Arc::new(Source::file(&path).compile(Mode::Asan).unwrap());
-            std::fs::remove_file(path).unwrap();
-            Emulator { library, seed: 2, most_threads: 1024 }
-        })
-    };
-    let Some(emulator) = EMULATOR.get_or_init(open) else { return };
+/// Asserts that `task` gives the same by the kernels as by the CPU, within the precision of each dtype. It
+/// is called with the dtype, and with the device that its inputs have to be on.
+fn assert_same(task: impl Fn(DType, &Device) -> Vec<Tensor>) {
     for (dtype, tolerance) in PRECISIONS {
-        let expected = task(dtype);
-        for most_threads in [33, 1024] {
-            let found = emulate(Emulator { most_threads, ..emulator.clone() }, || task(dtype));
+        let runs = by_kernels(|device| task(dtype, device));
+        if runs.is_empty() {
+            return;
+        }
+        let expected = task(dtype, &Device::Cpu);
+        for found in runs {
             assert_eq!(found.len(), expected.len());
             for (found, expected) in found.iter().zip(&expected) {
                 assert_eq!(found.dtype(), expected.dtype());
@@ -39,19 +26,62 @@ fn assert_same(task: impl Fn(DType) -> Vec<Tensor>) {
     }
 }
 
+/// What `task` gives on the GPU, which has to be the same bits each time; nothing, said once, where there is
+/// none.
+#[cfg(feature = "metal")]
+fn by_kernels(task: impl Fn(&Device) -> Vec<Tensor>) -> Vec<Vec<Tensor>> {
+    let Some(device) = metal() else { return Vec::new() };
+    let run = || -> Vec<Tensor> { task(&device).iter().map(here).collect() };
+    let (found, again) = (run(), run());
+    for (found, again) in found.iter().zip(&again) {
+        assert_identical(found, again);
+    }
+    vec![found]
+}
+
+/// What `task` gives in the emulator, with few threads and with many; nothing, said once, where there is no
+/// emulator.
+#[cfg(not(feature = "metal"))]
+fn by_kernels(task: impl Fn(&Device) -> Vec<Tensor>) -> Vec<Vec<Tensor>> {
+    use super::encode::{Emulator, emulate};
+    use metal_emulator::{Mode, Source};
+    use std::sync::{Arc, OnceLock};
+    static EMULATOR: OnceLock<Option<Emulator>> = OnceLock::new();
+    let open = || {
+        metal_emulator::available().then(|| {
+            let name = format!("metal-candle-{}.metal", std::process::id());
+            let path = std::env::temp_dir().join(name);
+            std::fs::write(&path, super::source::source()).unwrap();
+            let library = Arc::new(Source::file(&path).compile(Mode::Asan).unwrap());
+            std::fs::remove_file(path).unwrap();
+            Emulator { library, seed: 2, most_threads: 1024 }
+        })
+    };
+    let Some(emulator) = EMULATOR.get_or_init(open) else { return Vec::new() };
+    let run = |most_threads| {
+        emulate(Emulator { most_threads, ..emulator.clone() }, || task(&Device::Cpu))
+    };
+    [33, 1024].map(run).into()
+}
+
 /// Not contiguous.
-fn input(shape: &[usize], seed: u64, dtype: DType) -> Tensor {
-    strided(&random(shape, seed).to_dtype(dtype).unwrap())
+fn input(shape: &[usize], seed: u64, dtype: DType, device: &Device) -> Tensor {
+    there(&strided(&random(shape, seed).to_dtype(dtype).unwrap()), device)
+}
+
+/// As [`input`], contiguous.
+fn contiguous(shape: &[usize], seed: u64, dtype: DType, device: &Device) -> Tensor {
+    there(&random(shape, seed).to_dtype(dtype).unwrap(), device)
 }
 
 #[test]
 fn metal_host_of_norms_and_softmax_agrees_with_the_kernels() {
     for shape in [[2, 3, 37], [1, 70, 45]] {
-        assert_same(|dtype| {
-            let [x, dy, other] = [1, 2, 3].map(|seed| input(&shape, seed, dtype));
+        assert_same(|dtype, device| {
+            let [x, dy, other] = [1, 2, 3].map(|seed| input(&shape, seed, dtype, device));
             let size = shape[2];
-            let weight = random(&[size], 4).to_dtype(DType::BF16).unwrap();
-            let bias = random(&[size], 5).to_dtype(DType::F16).unwrap();
+            let weight = contiguous(&[size], 4, DType::BF16, device);
+            let bias = contiguous(&[size], 5, DType::F16, device);
             let y = softmax::forward(&x).unwrap();
             let mut results = vec![softmax::backward(&y, &dy).unwrap(), y];
             results.push(rms_norm::forward(&x, &weight, 0.01, 1.0).unwrap());
@@ -82,11 +112,11 @@ fn metal_host_of_norms_and_softmax_agrees_with_the_kernels() {
 
 #[test]
 fn metal_host_of_gates_rope_and_tokens_agrees_with_the_kernels() {
-    assert_same(|dtype| {
+    assert_same(|dtype, device| {
         let mut results = Vec::new();
-        let wide = input(&[3, 4, 90], 1, dtype).contiguous().unwrap();
+        let wide = contiguous(&[3, 4, 90], 1, dtype, device);
         let (gate, up) = (wide.narrow(2, 0, 41).unwrap(), wide.narrow(2, 45, 41).unwrap());
-        let d_out = input(&[3, 4, 41], 2, dtype);
+        let d_out = input(&[3, 4, 41], 2, dtype, device);
         for activation in [Activation::Silu, Activation::GeluTanh, Activation::Gelu] {
             results.push(glu::forward(&gate, &up, activation).unwrap());
             for (dgate, dup) in [(true, true), (true, false), (false, true)] {
@@ -95,23 +125,23 @@ fn metal_host_of_gates_rope_and_tokens_agrees_with_the_kernels() {
                 results.extend(dgate.into_iter().chain(dup));
             }
         }
-        let x = random(&[2, 3, 5, 12], 3).to_dtype(dtype).unwrap().transpose(1, 2).unwrap();
-        let [cos, sin] = [4, 5].map(|seed| random(&[2, 5, 4], seed).to_dtype(DType::F32).unwrap());
+        let x = contiguous(&[2, 3, 5, 12], 3, dtype, device).transpose(1, 2).unwrap();
+        let [cos, sin] = [4, 5].map(|seed| contiguous(&[2, 5, 4], seed, DType::F32, device));
         results.push(rope::forward(&x, &cos, &sin).unwrap());
         results.push(rope::backward(&x, &cos, &sin).unwrap());
-        let ids = Tensor::new(&[[3u32, 1, 3, 0, 3], [6, 1, 3, 5, 0]], &Device::Cpu).unwrap();
-        let table = input(&[7, 21], 6, dtype);
+        let ids = Tensor::new(&[[3u32, 1, 3, 0, 3], [6, 1, 3, 5, 0]], device).unwrap();
+        let table = input(&[7, 21], 6, dtype, device);
         results.push(embedding::forward(&table, &ids).unwrap());
-        results.push(embedding::backward(&input(&[2, 5, 21], 7, dtype), &ids, 7).unwrap());
+        results.push(embedding::backward(&input(&[2, 5, 21], 7, dtype, device), &ids, 7).unwrap());
         results
     });
 }
 
 #[test]
 fn metal_host_of_arithmetic_and_copies_agrees_with_the_kernels() {
-    assert_same(|dtype| {
-        let [x, y] = [1, 2].map(|seed| input(&[3, 5, 70], seed, dtype));
-        let factor = Tensor::new(&[0.5f32, 3.0], &Device::Cpu).unwrap().narrow(0, 1, 1).unwrap();
+    assert_same(|dtype, device| {
+        let [x, y] = [1, 2].map(|seed| input(&[3, 5, 70], seed, dtype, device));
+        let factor = Tensor::new(&[0.5f32, 3.0], device).unwrap().narrow(0, 1, 1).unwrap();
         let mut results = vec![
             arithmetic::add(&x, &y).unwrap(),
             arithmetic::scale(&x, 0.7).unwrap(),
@@ -121,7 +151,7 @@ fn metal_host_of_arithmetic_and_copies_agrees_with_the_kernels() {
         for dim in 0..3 {
             let mut shape = [3, 5, 70];
             shape[dim] += 4;
-            let whole = random(&shape, 3).to_dtype(dtype).unwrap();
+            let whole = contiguous(&shape, 3, dtype, device);
             copy::write(&whole, &x, dim, 3).unwrap();
             results.push(whole);
         }

@@ -30,18 +30,17 @@ fn product<A: Real>(
 }
 
 fn kinds() -> Vec<Kind> {
-    let mut kinds = vec![Kind::Plain];
+    let fast: &[Kind] = &[];
     #[cfg(target_arch = "x86_64")]
-    {
+    let fast = {
         use crate::device::cpu::simd::{Level, level};
-        if level() >= Level::Avx512Bf16 {
-            kinds.push(Kind::Pairs);
+        match level() {
+            level if level >= Level::Amx => &[Kind::Pairs, Kind::Tiles][..],
+            level if level >= Level::Avx512Bf16 => &[Kind::Pairs],
+            _ => fast,
         }
-        if level() >= Level::Amx {
-            kinds.push(Kind::Tiles);
-        }
-    }
-    kinds
+    };
+    [&[Kind::Plain], fast].concat()
 }
 
 #[test]
