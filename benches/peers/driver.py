@@ -187,6 +187,9 @@ def interleave(
 
 Results = dict[str, dict[str, Any]]
 
+# Tokens of a row beyond which PyTorch's attention in f32 needs more than a GPU has.
+LONGEST_IN_F32 = 8192
+
 
 def measure_operation(row: Row, sides: Sides, options: argparse.Namespace) -> Results:
     path = WORK / "inputs.safetensors"
@@ -308,7 +311,8 @@ def model_inputs(row: Row, model: Path) -> Path:
 
 
 def model_reference(row: Row, request: dict[str, Any], sides: Sides) -> Arrays:
-    """What transformers and PEFT compute in f64, or f32 on a GPU, kept for the next time."""
+    """What transformers and PEFT compute in f64, on a GPU in f32 or, of long rows, in their own dtype,
+    kept for the next time."""
     name = re.sub(r"-(bf16|f32)(-checkpointing)?$", "", row["name"])
     path = WORK / "references" / f"{name}.safetensors"
     if not path.is_file():
@@ -316,6 +320,8 @@ def model_reference(row: Row, request: dict[str, Any], sides: Sides) -> Arrays:
         # What a GPU's models need in f64 is more than it has.
         large = sides.options.device != "cpu"
         exact = row | ({"dtype": "f32", "checkpointing": True} if large else {"dtype": "f64"})
+        if large and row.get("seq", 0) > LONGEST_IN_F32:
+            exact["dtype"] = row["dtype"]
         process = Process("torch", sides.command("torch"), sides.options.threads)
         try:
             process.ask(3600, **request | {"row": exact})
