@@ -11,11 +11,11 @@ use std::sync::Arc;
 
 /// What a test runs kernels with.
 #[derive(Clone)]
-pub(super) struct Emulator {
-    pub(super) library: Arc<Library>,
-    pub(super) seed: u64,
+pub(crate) struct Emulator {
+    pub(crate) library: Arc<Library>,
+    pub(crate) seed: u64,
     /// Threads that a threadgroup may have.
-    pub(super) most_threads: usize,
+    pub(crate) most_threads: usize,
 }
 
 thread_local! {
@@ -23,7 +23,7 @@ thread_local! {
 }
 
 /// What `task` gives when Metal's operations compute on tensors of the CPU.
-pub(super) fn emulate<R>(emulator: Emulator, task: impl FnOnce() -> R) -> R {
+pub(crate) fn emulate<R>(emulator: Emulator, task: impl FnOnce() -> R) -> R {
     EMULATOR.set(Some(emulator));
     let result = task();
     EMULATOR.set(None);
