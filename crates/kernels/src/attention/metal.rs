@@ -127,9 +127,9 @@ impl Call {
         ])
     }
 
-    /// What isn't there isn't touched, but something has to be passed.
-    fn first_key(&self) -> Argument<'_> {
-        Argument::Input(self.first_key.as_ref().unwrap_or(&self.q))
+    /// What isn't there isn't touched, but something has to be passed, aligned for every type.
+    fn first_key<'a>(&'a self, unused: &'a Array) -> Argument<'a> {
+        Argument::Input(self.first_key.as_ref().unwrap_or(unused))
     }
 
     /// Bytes of a padded row.
@@ -158,7 +158,7 @@ impl Call {
             Argument::Input(&self.q),
             Argument::Input(&self.k),
             Argument::Input(&self.v),
-            self.first_key(),
+            self.first_key(log_sum_exp),
             Argument::Output(o),
             Argument::Output(log_sum_exp),
             Argument::U32s(&numbers),
@@ -190,7 +190,7 @@ impl Call {
                 ))
             }
         };
-        let unused = Argument::Input(&self.q);
+        let unused = Argument::Input(log_sum_exp);
         let (partial_o, partial_sums) = match &parts {
             Some((partial_o, sums)) => (Argument::Output(partial_o), Argument::Output(sums)),
             None => (unused, unused),
@@ -199,7 +199,7 @@ impl Call {
             Argument::Input(&self.q),
             Argument::Input(&self.k),
             Argument::Input(&self.v),
-            self.first_key(),
+            self.first_key(log_sum_exp),
             if parts.is_some() { unused } else { Argument::Output(o) },
             if parts.is_some() { unused } else { Argument::Output(log_sum_exp) },
             partial_o,
@@ -254,13 +254,13 @@ impl Call {
         let corrections_pass = metal.by_simdgroups(name, 8, by_row, &arguments)?;
 
         // A gradient that a pass doesn't give is not touched by it.
-        let unused = Argument::Input(&self.q);
+        let unused = Argument::Input(&corrections);
         let arguments_for = |first, second| {
             [
                 Argument::Input(&self.q),
                 Argument::Input(&self.k),
                 Argument::Input(&self.v),
-                self.first_key(),
+                self.first_key(&corrections),
                 Argument::Input(&d_o),
                 Argument::Input(&log_sum_exp),
                 Argument::Input(&corrections),

@@ -47,7 +47,8 @@ const LAYOUT: &str = "(batch, seq, heads, head_dim)";
 ///
 /// # Errors
 /// When shapes don't fit, `heads` isn't a multiple of `kv_heads`, `s < t`, the window is 0, the
-/// softcap isn't positive, dtypes differ, or the tensors aren't on one device.
+/// softcap isn't positive, dtypes differ, or the tensors aren't on one device; on Metal also when
+/// `head_dim` is above 256.
 pub fn forward(
     q: &Tensor,
     k: &Tensor,

@@ -105,7 +105,9 @@ impl Metal {
             let size = [*threads as u32, 1, 1];
             let found = run.threadgroups(groups.map(|count| count as u32), size).unwrap();
             for (index, argument) in (0..).zip(*arguments) {
-                if let Argument::Output(array) = argument {
+                if let Argument::Output(array) = argument
+                    && array.tensor.elem_count() > 0
+                {
                     array.tensor.inplace_op1(&Write(found.read::<u8>(index).unwrap()))?;
                 }
             }
