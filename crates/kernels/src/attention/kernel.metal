@@ -25,7 +25,7 @@ struct AttentionSizes {
     /// At least 1; NO_KEY for all.
     uint window;
     uint has_first_key;
-    /// Whether all rows start at multiples of four elements and have so many.
+    /// Whether all rows start at multiples of four elements and have a multiple of four of them.
     uint quads;
     /// A score is `factor·x`, or `factor·tanh(inner·x)` where `capped`.
     uint capped;
@@ -75,17 +75,40 @@ template <typename T> inline float4 to_floats(Quad<T> x) {
     return float4(float(x.x), float(x.y), float(x.z), float(x.w));
 }
 
-/// Four elements of a row from `column` on, zeros beyond its end.
+/// Four elements of a row from `column` on, zeros beyond its end, which is a multiple of four.
+template <typename T>
+inline Quad<T> whole_quad(device const T *row, uint column, constant AttentionSizes &p) {
+    // Without a branch, so that reads don't wait for each other.
+    device const T *const from = row + min(column, p.head_dim - 4);
+    const Quad<T> x = *reinterpret_cast<device const Quad<T> *>(from);
+    return column < p.head_dim ? x : Quad<T>(static_cast<T>(0.0f));
+}
+
+/// The same one by one, for rows of any length that start anywhere.
+template <typename T>
+inline Quad<T> gathered_quad(device const T *row, uint column, constant AttentionSizes &p) {
+    Quad<T> x = Quad<T>(static_cast<T>(0.0f));
+    for (uint i = 0; i < 4; i++)
+        if (column + i < p.head_dim) x[i] = row[column + i];
+    return x;
+}
+
 template <typename T>
 inline Quad<T> read_quad(device const T *row, uint column, constant AttentionSizes &p) {
-    Quad<T> x = Quad<T>(static_cast<T>(0.0f));
+    return p.quads ? whole_quad(row, column, p) : gathered_quad(row, column, p);
+}
+
+/// COUNT of them, at once, from rows that start so many elements after `from`.
+template <typename T, uint COUNT>
+inline void read_quads(thread Quad<T> *x, device const T *from, thread const ulong *rows,
+                       thread const uint *columns, constant AttentionSizes &p) {
     if (p.quads) {
-        if (column < p.head_dim) x = *reinterpret_cast<device const Quad<T> *>(row + column);
+        UNROLL for (uint i = 0; i < COUNT; i++)
+            x[i] = whole_quad(from + rows[i], columns[i], p);
     } else {
-        for (uint i = 0; i < 4; i++)
-            if (column + i < p.head_dim) x[i] = row[column + i];
+        UNROLL for (uint i = 0; i < COUNT; i++)
+            x[i] = gathered_quad(from + rows[i], columns[i], p);
     }
-    return x;
 }
 
 template <typename T>
@@ -103,21 +126,26 @@ inline void write_quad(device T *row, uint column, float4 x, constant AttentionS
 /// Quads from a row of a tile to the next.
 template <typename T, uint D> constexpr uint tile_pitch() { return D / 4 + 4 / sizeof(T); }
 
-/// The threadgroup reads `rows` rows, zeros from the row `count` on. A thread has four reads under way.
+/// The threadgroup reads `rows` rows, zeros from the row `count` on; there has to be one.
 template <typename T, uint D>
 inline void read_tile(threadgroup Quad<T> *tile, uint rows, device const T *from, ulong stride,
                       uint count, constant AttentionSizes &p, uint thread_index, uint threads) {
     constexpr uint QUADS = D / 4;
     for (uint start = thread_index; start < rows * QUADS; start += AHEAD * threads) {
         Quad<T> x[AHEAD];
-        UNROLL for (uint a = 0; a < AHEAD; a++) {
-            const uint i = start + a * threads, row = i / QUADS, column = i % QUADS * 4;
-            x[a] = Quad<T>(static_cast<T>(0.0f));
-            if (row < min(rows, count)) x[a] = read_quad(from + row * stride, column, p);
-        }
+        ulong row_starts[AHEAD];
+        uint columns[AHEAD];
         UNROLL for (uint a = 0; a < AHEAD; a++) {
             const uint i = start + a * threads;
-            if (i < rows * QUADS) tile[i / QUADS * tile_pitch<T, D>() + i % QUADS] = x[a];
+            row_starts[a] = min(i / QUADS, min(rows, count) - 1) * stride;
+            columns[a] = i % QUADS * 4;
+        }
+        read_quads<T, AHEAD>(x, from, row_starts, columns, p);
+        UNROLL for (uint a = 0; a < AHEAD; a++) {
+            const uint i = start + a * threads, row = i / QUADS;
+            if (row < rows)
+                tile[row * tile_pitch<T, D>() + i % QUADS] =
+                    row < count ? x[a] : Quad<T>(static_cast<T>(0.0f));
         }
     }
 }
@@ -232,7 +260,7 @@ inline float inverse_of(float total) { return total == 0.0f ? 0.0f : 1.0f / tota
 /// A threadgroup has 8·simdgroups queries of a head, and goes over tiles of the keys that they see.
 ///
 /// Rows of tiles: 32 of queries, 16 in f32 with D = 256; of keys and of values as many as COLUMNS, which
-/// follow each other in one tile where they are SHARED. That is 26 112 bytes at most.
+/// follow each other in one tile where they are SHARED. That is 25 616 bytes at most.
 template <typename T, uint D>
 [[kernel, max_total_threads_per_threadgroup(128)]] void attention_forward(
     device const T *q [[buffer(0)]], device const T *k [[buffer(1)]],
@@ -343,7 +371,7 @@ enum AttentionRole : uint { GIVE_DQ, GIVE_DK_DV, GIVE_DK, GIVE_DV };
 
 /// Rows of tiles: 8·MOST_SIMDGROUPS of x₁ and x₂ each, COLUMNS of y₁ and y₂ each. With D = 256, where dk
 /// and dv together are more than the registers hold, each role needs y₁ and y₂ one after the other only,
-/// and they are SHARED. That is 26 112 bytes at most, and 16 for each column.
+/// and they are SHARED. That is 26 112 bytes at most, and 12 for each column.
 template <typename T, uint D, AttentionRole ROLE>
 [[kernel, max_total_threads_per_threadgroup(128)]] void attention_backward(
     device const T *q [[buffer(0)]], device const T *k [[buffer(1)]],
@@ -551,6 +579,8 @@ template <typename T, uint D>
     constant AttentionSizes &p [[buffer(8)]], constant AttentionStrides &strides [[buffer(9)]],
     PLACE, SIMD_PLACE) {
     constexpr uint N = 2, MOST_SIMDGROUPS = D <= 128 ? 4 : 2, PITCH = D / 4 + 1;
+    // Of so many times 32 columns a lane reads its quads at once.
+    constexpr uint BLOCKS = D == 96 ? 3 : 2, QUADS = BLOCKS * N * 2;
     // The simdgroups' results, each of 8 rows; before that the queries, in the first's place.
     threadgroup float4 parts[MOST_SIMDGROUPS * 8 * PITCH];
     threadgroup float tops[MOST_SIMDGROUPS * 8], totals[MOST_SIMDGROUPS * 8];
@@ -595,31 +625,40 @@ template <typename T, uint D>
         const uint first = uint(turn);
         float2 scores[N];
         UNROLL for (uint n = 0; n < N; n++) scores[n] = float2(0.0f);
-        UNROLL for (uint b = 0; b < D / 32; b++) {
-            threadgroup const float4 *const x = parts + at.row * PITCH + b * 8 + at.column;
-            const float4 x0 = x[0], x1 = x[1];
-            UNROLL for (uint n = 0; n < N; n++) {
+        Quad<T> y[QUADS];
+        ulong row_starts[QUADS];
+        uint columns[QUADS];
+        UNROLL for (uint b = 0; b < D / 32; b += BLOCKS) {
+            UNROLL for (uint i = 0; i < QUADS; i++) {
                 // Beyond the last key, a key that exists, whose score doesn't count.
-                const uint key = first + n * 8 + at.column, column = (b * 8 + at.row) * 4;
-                const float4 y0 =
-                    to_floats(read_quad(k + min(key, stop - 1) * strides.k[1], column, p));
-                const float4 y1 =
-                    to_floats(read_quad(k + min(key + 1, stop - 1) * strides.k[1], column, p));
+                const uint key = min(first + i / 2 % N * 8 + at.column + i % 2, stop - 1);
+                row_starts[i] = key * strides.k[1];
+                columns[i] = ((b + i / 2 / N) * 8 + at.row) * 4;
+            }
+            read_quads<T, QUADS>(y, k, row_starts, columns, p);
+            UNROLL for (uint i = 0; i < QUADS / 2; i++) {
+                threadgroup const float4 *const x =
+                    parts + at.row * PITCH + (b + i / N) * 8 + at.column;
+                const float4 x0 = x[0], x1 = x[1];
+                const float4 y0 = to_floats(y[i * 2]), y1 = to_floats(y[i * 2 + 1]);
                 UNROLL for (uint j = 0; j < 4; j++)
-                    multiply_add(scores[n], float2(x0[j], x1[j]), float2(y0[j], y1[j]));
+                    multiply_add(scores[i % N], float2(x0[j], x1[j]), float2(y0[j], y1[j]));
             }
         }
         soften<D, N>(scores, sums, top, total, true, first + at.column, low, end, p);
-        UNROLL for (uint b = 0; b < D / 32; b++) {
-            UNROLL for (uint n = 0; n < N; n++) {
-                const uint key = min(first + n * 8 + at.row, stop - 1);
-                const uint column = (b * 8 + at.column / 2) * 4;
-                const float4 y0 = to_floats(read_quad(v + key * strides.v[1], column, p));
-                const float4 y1 = to_floats(read_quad(v + key * strides.v[1], column + 16, p));
-                multiply_add(sums[b * 4], scores[n], y0.xy);
-                multiply_add(sums[b * 4 + 1], scores[n], y0.zw);
-                multiply_add(sums[b * 4 + 2], scores[n], y1.xy);
-                multiply_add(sums[b * 4 + 3], scores[n], y1.zw);
+        UNROLL for (uint b = 0; b < D / 32; b += BLOCKS) {
+            UNROLL for (uint i = 0; i < QUADS; i++) {
+                row_starts[i] = min(first + i / 2 % N * 8 + at.row, stop - 1) * strides.v[1];
+                columns[i] = ((b + i / 2 / N) * 8 + i % 2 * 4 + at.column / 2) * 4;
+            }
+            read_quads<T, QUADS>(y, v, row_starts, columns, p);
+            UNROLL for (uint i = 0; i < QUADS / 2; i++) {
+                const float4 y0 = to_floats(y[i * 2]), y1 = to_floats(y[i * 2 + 1]);
+                thread float2 *const to = sums + (b + i / N) * 4;
+                multiply_add(to[0], scores[i % N], y0.xy);
+                multiply_add(to[1], scores[i % N], y0.zw);
+                multiply_add(to[2], scores[i % N], y1.xy);
+                multiply_add(to[3], scores[i % N], y1.zw);
             }
         }
     }

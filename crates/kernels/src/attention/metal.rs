@@ -106,7 +106,8 @@ impl Call {
             None => (scale * LOG2_E, 1.0),
         };
         let quads = [&self.q, &self.k, &self.v].into_iter().chain(others);
-        let quads = head_dim % 4 == 0 && { quads }.all(|array| array.rows_start_at_multiples_of(4));
+        let quads = head_dim > 0 && head_dim % 4 == 0 && { quads }
+            .all(|array| array.rows_start_at_multiples_of(4));
         Ok([
             size(OPERATION, queries)?,
             size(OPERATION, keys)?,
