@@ -114,7 +114,7 @@ inline void read_quads(thread Quad<T> *x, device const T *from, thread const ulo
 template <typename T>
 inline void write_quad(device T *row, uint column, float4 x, constant AttentionSizes &p) {
     const Quad<T> stored = Quad<T>(static_cast<T>(x.x), static_cast<T>(x.y),
-                                       static_cast<T>(x.z), static_cast<T>(x.w));
+                                   static_cast<T>(x.z), static_cast<T>(x.w));
     if (p.quads) {
         if (column < p.head_dim) *reinterpret_cast<device Quad<T> *>(row + column) = stored;
     } else {

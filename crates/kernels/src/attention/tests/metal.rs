@@ -22,25 +22,31 @@ fn library(mode: Mode) -> Option<Emulator> {
 }
 
 impl Case {
+    /// `[o, log_sum_exp]`.
+    fn run_forward(&self) -> Vec<Tensor> {
+        let (o, lse) = self.forward();
+        vec![o, lse]
+    }
+
     /// `[o, log_sum_exp, dq, dk, dv]`.
-    fn run(&self) -> [Tensor; 5] {
+    fn run(&self) -> Vec<Tensor> {
         let ((o, lse), (dq, dk, dv)) = (self.forward(), self.backward());
-        [o, lse, dq, dk, dv]
+        vec![o, lse, dq, dk, dv]
     }
 }
 
-/// Asserts that forward and backward are right in every mode and order of threads, and that the order
+/// Asserts that what `run` gives is right in every mode and several orders of threads, and that the order
 /// doesn't change a bit; with one, two or all simdgroups. Dtypes take turns.
-fn assert_right_everywhere(cases: &[Case]) {
+fn assert_right_everywhere(cases: &[Case], run: fn(&Case) -> Vec<Tensor>) {
     for mode in Mode::ALL {
         let Some(emulator) = library(mode) else { return };
         for (index, case) in cases.iter().enumerate() {
-            for (seed, most_threads) in SEEDS.into_iter().zip([33, 1024, 90, 1024]) {
+            for (seed, most_threads) in SEEDS.into_iter().zip([33, 1024, 90]) {
                 let emulator = Emulator { seed, most_threads, ..emulator.clone() };
                 let (dtype, tolerance) = PRECISIONS[(index + seed as usize) % PRECISIONS.len()];
                 let case = case.to_dtype(dtype);
-                let exact = case.to_dtype(DType::F64).run();
-                let found = emulate(emulator.clone(), || case.run());
+                let exact = run(&case.to_dtype(DType::F64));
+                let found = emulate(emulator.clone(), || run(&case));
                 let what = format!("{mode} {dtype:?} {:?} {:?}", case.q.dims(), case.k.dims());
                 assert_eq!((found[0].dtype(), found[1].dtype()), (dtype, DType::F32), "{what}");
                 for (name, (found, exact)) in
@@ -58,7 +64,7 @@ fn assert_right_everywhere(cases: &[Case]) {
                     assert!(off <= limit, "{what}: {name} is off by {off:e}");
                 }
                 if mode == Mode::Plain && seed == 1 {
-                    let again = emulate(Emulator { seed: 3, ..emulator }, || case.run());
+                    let again = emulate(Emulator { seed: 3, ..emulator }, || run(&case));
                     for (again, found) in again.iter().zip(&found) {
                         assert_identical(again, found);
                     }
@@ -70,34 +76,37 @@ fn assert_right_everywhere(cases: &[Case]) {
 
 #[test]
 fn metal_tiles_are_right_in_every_mode_and_order() {
-    assert_right_everywhere(&[
-        Case::new(2, 37, 50, 4, 2, 64).packed(13).scale(0.2),
-        Case::new(1, 70, 70, 2, 1, 40).window(20).softcap(2.0),
+    let cases = [
+        Case::new(2, 33, 37, 4, 2, 64).packed(13).scale(0.2),
+        Case::new(1, 70, 70, 1, 1, 40).window(20).softcap(2.0),
         Case::new(1, 20, 33, 2, 2, 33).scale(-0.3),
-        Case::new(1, 33, 60, 3, 1, 80).packed(10).window(9),
-    ]);
+        Case::new(1, 33, 50, 3, 1, 80).packed(10).window(9),
+    ];
+    assert_right_everywhere(&cases, Case::run);
 }
 
 #[test]
 fn metal_tiles_of_long_heads_are_right_in_every_mode_and_order() {
-    assert_right_everywhere(&[
-        Case::new(1, 35, 35, 4, 2, 128).scale(0.1),
-        Case::new(1, 40, 44, 2, 1, 104).packed(17).scale(0.1),
-        Case::new(1, 18, 30, 2, 1, 256).softcap(1.5).scale(0.1),
-        Case::new(1, 9, 20, 2, 1, 130).window(7).scale(0.1),
-    ]);
+    let cases = [
+        Case::new(1, 35, 35, 2, 1, 128).scale(0.1),
+        Case::new(1, 18, 33, 2, 1, 104).packed(17).scale(0.1),
+        Case::new(1, 18, 20, 2, 1, 256).softcap(1.5).scale(0.1),
+        Case::new(1, 9, 20, 1, 1, 130).window(7).scale(0.1),
+    ];
+    assert_right_everywhere(&cases, Case::run);
 }
 
 #[test]
 fn metal_few_queries_are_right_in_every_mode_and_order() {
-    assert_right_everywhere(&[
+    let cases = [
         Case::new(1, 1, 1, 4, 2, 64),
         Case::new(2, 1, 600, 6, 2, 16),
-        Case::new(1, 7, 300, 6, 2, 88).packed(100).scale(0.1),
+        Case::new(1, 7, 300, 2, 1, 88).packed(100).scale(0.1),
         Case::new(1, 8, 20, 9, 1, 72).scale(-0.1),
         Case::new(1, 2, 400, 2, 1, 200).window(270).softcap(2.0).scale(0.1),
         Case::new(1, 3, 520, 5, 1, 33).scale(0.2),
-    ]);
+    ];
+    assert_right_everywhere(&cases, Case::run_forward);
 }
 
 #[test]
@@ -151,11 +160,12 @@ fn metal_queries_without_keys_give_zeros() {
         case.first_key = Some(Tensor::from_vec(first, (1, queries), &Device::Cpu).unwrap());
         for (dtype, _) in PRECISIONS {
             let case = case.to_dtype(dtype);
-            let [o, lse, dq, dk, dv] = emulate(emulator.clone(), || case.run());
-            assert_eq!(max_abs(&o.narrow(1, 1, 1).unwrap()), 0.0);
-            assert!(values(&lse)[1] == f64::NEG_INFINITY);
-            assert_eq!(max_abs(&dq.narrow(1, 1, 1).unwrap()), 0.0);
-            assert!(values(&dk).iter().chain(&values(&dv)).all(|value| value.is_finite()));
+            let found = emulate(emulator.clone(), || case.run());
+            for like_q in [&found[0], &found[2]] {
+                assert_eq!(max_abs(&like_q.narrow(1, 1, 1).unwrap()), 0.0);
+            }
+            assert!(values(&found[1])[1] == f64::NEG_INFINITY);
+            assert!(found[2..].iter().flat_map(values).all(|value| value.is_finite()));
         }
     }
 }
