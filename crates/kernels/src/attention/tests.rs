@@ -40,6 +40,7 @@ impl Case {
         self
     }
 
+    #[cfg(any(feature = "cuda", not(feature = "metal")))]
     fn scale(mut self, scale: f64) -> Case {
         self.options.scale = scale;
         self
