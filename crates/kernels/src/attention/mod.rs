@@ -16,6 +16,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "metal", test))]
+mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -45,7 +47,8 @@ const LAYOUT: &str = "(batch, seq, heads, head_dim)";
 ///
 /// # Errors
 /// When shapes don't fit, `heads` isn't a multiple of `kv_heads`, `s < t`, the window is 0, the
-/// softcap isn't positive, dtypes differ, or the tensors aren't on one device.
+/// softcap isn't positive, dtypes differ, or the tensors aren't on one device; on Metal also when
+/// `head_dim` is above 256.
 pub fn forward(
     q: &Tensor,
     k: &Tensor,
@@ -58,6 +61,10 @@ pub fn forward(
     #[cfg(feature = "cuda")]
     if q.device().is_cuda() {
         return cuda::forward(OPERATION, sizes, q, k, v, first_key, options);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(q) {
+        return metal::forward(OPERATION, sizes, q, k, v, first_key, options);
     }
     let (k, v) = (Input::strided_rows(k)?, Input::strided_rows(v)?);
     let q = Input::contiguous(q)?;
@@ -128,6 +135,10 @@ pub fn backward(
     #[cfg(feature = "cuda")]
     if q.device().is_cuda() {
         return cuda::backward(OPERATION, sizes, q, k, v, o, log_sum_exp, first_key, options, d_o);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(q) {
+        return metal::backward(OPERATION, sizes, q, k, v, o, log_sum_exp, first_key, options, d_o);
     }
     let (k, v) = (Input::strided_rows(k)?, Input::strided_rows(v)?);
     let (q, o, d_o) = (Input::contiguous(q)?, Input::contiguous(o)?, Input::contiguous(d_o)?);

@@ -40,6 +40,12 @@ impl Case {
         self
     }
 
+    #[cfg(any(feature = "cuda", not(feature = "metal")))]
+    fn scale(mut self, scale: f64) -> Case {
+        self.options.scale = scale;
+        self
+    }
+
     /// Records of a few tokens each packed into every row, starting at other places in each.
     fn packed(mut self, record: usize) -> Case {
         let (batch, queries, ..) = self.q.dims4().unwrap();
@@ -301,16 +307,14 @@ fn wrong_arguments_are_errors() {
     assert!(wrong.contains("d_o has shape"), "{wrong}");
 }
 
+#[cfg(not(feature = "metal"))]
+mod metal;
+
 #[cfg(feature = "cuda")]
 mod cuda {
     use super::*;
 
     impl Case {
-        fn scale(mut self, scale: f64) -> Case {
-            self.options.scale = scale;
-            self
-        }
-
         fn to_device(&self, device: &Device) -> Case {
             let to = |tensor: &Tensor| tensor.to_device(device).unwrap();
             Case {

@@ -30,8 +30,10 @@ macro_rules! kernel_name {
 pub(crate) use kernel_name;
 
 /// The operations that have a Metal kernel.
-const ON_METAL: [&str; 11] = [
+const ON_METAL: [&str; 13] = [
     "add",
+    "attention::backward",
+    "attention::forward",
     "cast",
     "embedding",
     "glu",

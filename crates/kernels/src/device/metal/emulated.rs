@@ -11,11 +11,11 @@ use std::sync::Arc;
 
 /// What a test runs kernels with.
 #[derive(Clone)]
-pub(super) struct Emulator {
-    pub(super) library: Arc<Library>,
-    pub(super) seed: u64,
+pub(crate) struct Emulator {
+    pub(crate) library: Arc<Library>,
+    pub(crate) seed: u64,
     /// Threads that a threadgroup may have.
-    pub(super) most_threads: usize,
+    pub(crate) most_threads: usize,
 }
 
 thread_local! {
@@ -23,7 +23,7 @@ thread_local! {
 }
 
 /// What `task` gives when Metal's operations compute on tensors of the CPU.
-pub(super) fn emulate<R>(emulator: Emulator, task: impl FnOnce() -> R) -> R {
+pub(crate) fn emulate<R>(emulator: Emulator, task: impl FnOnce() -> R) -> R {
     EMULATOR.set(Some(emulator));
     let result = task();
     EMULATOR.set(None);
@@ -105,7 +105,9 @@ impl Metal {
             let size = [*threads as u32, 1, 1];
             let found = run.threadgroups(groups.map(|count| count as u32), size).unwrap();
             for (index, argument) in (0..).zip(*arguments) {
-                if let Argument::Output(array) = argument {
+                if let Argument::Output(array) = argument
+                    && array.tensor.elem_count() > 0
+                {
                     array.tensor.inplace_op1(&Write(found.read::<u8>(index).unwrap()))?;
                 }
             }

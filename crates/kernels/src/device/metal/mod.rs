@@ -26,6 +26,8 @@ use super::cpu::collapsed_rows;
 use candle_core::{DType, Result, Tensor, bail};
 use encode::{Buffer, Pipeline};
 
+#[cfg(all(test, not(feature = "metal")))]
+pub(crate) use encode::{Emulator, emulate};
 pub(crate) use encode::{Metal, computes};
 #[cfg(feature = "metal")]
 pub(crate) use encode::{count, nothing, open};
@@ -62,6 +64,14 @@ impl Array {
         let Array { buffer, offset, dtype, tensor } = self;
         let (buffer, tensor) = (buffer.clone(), tensor.clone());
         Array { buffer, offset: offset + bytes, dtype: *dtype, tensor }
+    }
+
+    /// Whether all rows of the last dimension start at multiples of so many elements.
+    pub(crate) fn rows_start_at_multiples_of(&self, elements: usize) -> bool {
+        let rows = self.tensor.dims().iter().zip(self.tensor.stride());
+        let rows = rows.take(self.tensor.rank().saturating_sub(1));
+        self.offset.is_multiple_of(elements * self.dtype.size_in_bytes())
+            && rows.filter(|(size, _)| **size > 1).all(|(_, stride)| stride % elements == 0)
     }
 }
 
@@ -147,6 +157,26 @@ impl Metal {
         self.dispatch(name, wanted, |threads| [count.div_ceil(threads), rows, 1], arguments)
     }
 
+    /// The kernel `name`, whose threadgroups are whole simdgroups, `most` of them where the pipeline allows
+    /// it; `groups` says how many threadgroups there are of so many simdgroups.
+    pub(crate) fn by_simdgroups<'a>(
+        &self,
+        name: &'static str,
+        most: usize,
+        groups: impl Fn(usize) -> [usize; 3],
+        arguments: &'a [Argument<'a>],
+    ) -> Result<Dispatch<'a>> {
+        let pipeline = self.pipeline(name)?;
+        let simdgroups = most.min(pipeline.max_total_threads_per_threadgroup() / SIMDGROUP);
+        if simdgroups == 0 {
+            bail!(
+                "metal-candle-kernels: `{name}` has {} threads on this device, expected {SIMDGROUP} at least",
+                pipeline.max_total_threads_per_threadgroup()
+            )
+        }
+        prepare(name, pipeline, simdgroups * SIMDGROUP, groups(simdgroups), arguments)
+    }
+
     /// `groups` says how many threadgroups there are of so many threads.
     fn dispatch<'a>(
         &self,
@@ -157,14 +187,23 @@ impl Metal {
     ) -> Result<Dispatch<'a>> {
         let pipeline = self.pipeline(name)?;
         let threads = wanted.min(pipeline.max_total_threads_per_threadgroup()).max(1);
-        let groups = groups(threads);
-        if groups.iter().any(|groups| u32::try_from(*groups).is_err()) {
-            bail!(
-                "metal-candle-kernels: `{name}` would need {groups:?} threadgroups, expected less than 2^32"
-            )
-        }
-        Ok(Dispatch { pipeline, arguments, groups, threads })
+        prepare(name, pipeline, threads, groups(threads), arguments)
     }
+}
+
+fn prepare<'a>(
+    name: &str,
+    pipeline: Pipeline,
+    threads: usize,
+    groups: [usize; 3],
+    arguments: &'a [Argument<'a>],
+) -> Result<Dispatch<'a>> {
+    if groups.iter().any(|groups| u32::try_from(*groups).is_err()) {
+        bail!(
+            "metal-candle-kernels: `{name}` would need {groups:?} threadgroups, expected less than 2^32"
+        )
+    }
+    Ok(Dispatch { pipeline, arguments, groups, threads })
 }
 
 /// A size as kernels take it.

@@ -2,9 +2,10 @@
 
 const HEADER: &str = include_str!("common.metal.h");
 
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 10] = [
     include_str!("kernel.metal"),
     include_str!("../../arithmetic/kernel.metal"),
+    include_str!("../../attention/kernel.metal"),
     include_str!("../../copy/kernel.metal"),
     include_str!("../../embedding/kernel.metal"),
     include_str!("../../glu/kernel.metal"),

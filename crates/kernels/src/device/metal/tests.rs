@@ -4,7 +4,7 @@
 use crate::glu::{self, Activation};
 use crate::layer_norm::{self, Needs};
 use crate::testing::*;
-use crate::{arithmetic, copy, embedding, rms_norm, rope, softmax};
+use crate::{arithmetic, attention, copy, embedding, rms_norm, rope, softmax};
 use candle_core::{DType, Device, Tensor};
 
 /// Asserts that `task` gives the same by the kernels as by the CPU, within the precision of each dtype. It
@@ -157,4 +157,27 @@ fn metal_host_of_arithmetic_and_copies_agrees_with_the_kernels() {
         }
         results
     });
+}
+
+#[test]
+fn metal_host_of_attention_agrees_with_the_kernels() {
+    // As few queries, and as tiles; the elements of a head are copied together.
+    for queries in [2, 11] {
+        assert_same(|dtype| {
+            let turned = |shape: [usize; 4], seed| {
+                random(&shape, seed).to_dtype(dtype).unwrap().transpose(1, 3).unwrap()
+            };
+            let (q, d_o) = (turned([1, 12, 4, queries], 1), turned([1, 12, 4, queries], 2));
+            let (k, v) = (turned([1, 12, 2, 13], 3), turned([1, 12, 2, 13], 4));
+            let first_key = Tensor::full(2u32, (queries, 1), &Device::Cpu).unwrap();
+            let first_key = first_key.t().unwrap();
+            let options = attention::Options { scale: 0.3, softcap: Some(2.0), window: Some(7) };
+            let (o, log_sum_exp) =
+                attention::forward(&q, &k, &v, Some(&first_key), &options).unwrap();
+            let (dq, dk, dv) =
+                attention::backward(&q, &k, &v, &o, &log_sum_exp, Some(&first_key), &options, &d_o)
+                    .unwrap();
+            vec![o, log_sum_exp, dq, dk, dv]
+        });
+    }
 }

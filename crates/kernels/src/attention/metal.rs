@@ -1,0 +1,330 @@
+//! Attention on Metal: which kernels a call goes to, and how its work is split; see `kernel.metal`.
+
+use super::{Options, Sizes};
+use crate::device::metal::{Argument, Array, Metal, by_dtype, size};
+use crate::device::require_dtype;
+use candle_core::{DType, Result, Tensor, bail};
+use std::f64::consts::LOG2_E;
+
+/// The longest head that there is a kernel for.
+const MOST_HEAD_DIM: usize = 256;
+/// Rows of a simdgroup.
+const ROWS: usize = 8;
+/// Queries up to which the keys are split.
+const FEW_QUERIES: usize = 8;
+/// Keys that are worth a threadgroup of their own.
+const SPLIT_KEYS: usize = 256;
+/// Keys that a threadgroup takes at a time at most, when they are split.
+const SPLIT_STEP: usize = 64;
+/// Threadgroups that keep a large GPU busy.
+const WANTED_GROUPS: usize = 256;
+/// Parts that are combined at most.
+const MOST_SPLITS: usize = 64;
+
+/// The kernel `$name` for a call's heads and dtype.
+macro_rules! by_head_dim {
+    ($name:literal, $call:expr) => {
+        match $call.padded {
+            64 => by_head_dim!($name, "_64", $call.dtype),
+            96 => by_head_dim!($name, "_96", $call.dtype),
+            128 => by_head_dim!($name, "_128", $call.dtype),
+            _ => by_head_dim!($name, "_256", $call.dtype),
+        }
+    };
+    ($name:literal, $size:literal, $dtype:expr) => {
+        match $dtype {
+            DType::F32 => concat!($name, $size, "_f32"),
+            DType::F16 => concat!($name, $size, "_f16"),
+            _ => concat!($name, $size, "_bf16"),
+        }
+    };
+}
+
+struct Call {
+    metal: Metal,
+    sizes: Sizes,
+    dtype: DType,
+    /// The head's dimension with the zeros that kernels add.
+    padded: usize,
+    options: Options,
+    q: Array,
+    k: Array,
+    v: Array,
+    first_key: Option<Array>,
+    /// `AttentionStrides` in `kernel.metal`.
+    strides: [u64; 9],
+}
+
+/// How keys are split for few queries.
+struct Splits {
+    count: usize,
+    start: usize,
+    keys: usize,
+}
+
+const NOT_SPLIT: Splits = Splits { count: 1, start: 0, keys: 0 };
+
+impl Call {
+    fn new(
+        operation: &str,
+        sizes: Sizes,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        first_key: Option<&Tensor>,
+        options: &Options,
+    ) -> Result<Call> {
+        let metal = Metal::of(q)?;
+        let dtype = q.dtype();
+        by_dtype!("attention", dtype)?;
+        let padded = [64, 96, 128, MOST_HEAD_DIM].into_iter().find(|size| sizes.head_dim <= *size);
+        let Some(padded) = padded else {
+            bail!(
+                "metal-candle-kernels: {operation}: heads of {} elements are too long for Metal, expected {MOST_HEAD_DIM} at most; move the tensors to the CPU",
+                sizes.head_dim
+            )
+        };
+        let (q, k, v) = (metal.strided_rows(q)?, metal.strided_rows(k)?, metal.strided_rows(v)?);
+        let first_key = first_key.map(|first_key| metal.contiguous(first_key)).transpose()?;
+        let mut strides = [0; 9];
+        let of_tensors = [&q, &k, &v].into_iter().flat_map(|array| &array.tensor.stride()[..3]);
+        for (place, stride) in strides.iter_mut().zip(of_tensors) {
+            *place = *stride as u64;
+        }
+        let options = *options;
+        Ok(Call { metal, sizes, dtype, padded, options, q, k, v, first_key, strides })
+    }
+
+    /// `AttentionSizes` in `kernel.metal`; `others` are read or written beside `q`, `k` and `v`.
+    fn numbers(&self, others: [&Array; 2], splits: &Splits) -> Result<[u32; 15]> {
+        const OPERATION: &str = "attention";
+        let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
+        size(OPERATION, batch * heads * queries)?;
+        let Options { scale, softcap, window } = self.options;
+        let (factor, inner) = match softcap {
+            Some(softcap) => (softcap * LOG2_E, scale / softcap),
+            None => (scale * LOG2_E, 1.0),
+        };
+        let quads = [&self.q, &self.k, &self.v].into_iter().chain(others);
+        let quads = head_dim > 0 && head_dim % 4 == 0 && { quads }
+            .all(|array| array.rows_start_at_multiples_of(4));
+        Ok([
+            size(OPERATION, queries)?,
+            size(OPERATION, keys)?,
+            size(OPERATION, heads)?,
+            size(OPERATION, kv_heads)?,
+            size(OPERATION, head_dim)?,
+            // A longer window is all keys, too.
+            window.map_or(u32::MAX, |window| u32::try_from(window).unwrap_or(u32::MAX)),
+            self.first_key.is_some().into(),
+            quads.into(),
+            softcap.is_some().into(),
+            (factor as f32).to_bits(),
+            (inner as f32).to_bits(),
+            (scale as f32).to_bits(),
+            size(OPERATION, splits.count)?,
+            size(OPERATION, splits.start)?,
+            size(OPERATION, splits.keys)?,
+        ])
+    }
+
+    /// What isn't there isn't touched, but something has to be passed, aligned for every type.
+    fn first_key<'a>(&'a self, unused: &'a Array) -> Argument<'a> {
+        Argument::Input(self.first_key.as_ref().unwrap_or(unused))
+    }
+
+    /// Bytes of a padded row.
+    fn row_bytes(&self) -> usize {
+        self.padded * self.dtype.size_in_bytes()
+    }
+
+    fn forward(self) -> Result<(Tensor, Tensor)> {
+        let Sizes { batch, queries, heads, .. } = self.sizes;
+        let o = self.metal.empty(&self.sizes.q_shape(), self.dtype)?;
+        let log_sum_exp = self.metal.empty(&self.sizes.row_shape(), DType::F32)?;
+        if batch * heads * queries > 0 {
+            if queries <= FEW_QUERIES {
+                self.forward_few(&o, &log_sum_exp)?;
+            } else {
+                self.forward_tiles(&o, &log_sum_exp)?;
+            }
+        }
+        Ok((o.tensor, log_sum_exp.tensor))
+    }
+
+    fn forward_tiles(&self, o: &Array, log_sum_exp: &Array) -> Result<()> {
+        let Sizes { batch, queries, heads, .. } = self.sizes;
+        let numbers = self.numbers([o, o], &NOT_SPLIT)?;
+        let arguments = [
+            Argument::Input(&self.q),
+            Argument::Input(&self.k),
+            Argument::Input(&self.v),
+            self.first_key(log_sum_exp),
+            Argument::Output(o),
+            Argument::Output(log_sum_exp),
+            Argument::U32s(&numbers),
+            Argument::U64s(&self.strides),
+        ];
+        let most = if self.row_bytes() == 1024 { 2 } else { 4 };
+        let groups = |simdgroups| [batch * heads, queries.div_ceil(ROWS * simdgroups), 1];
+        let name = by_head_dim!("attention_forward", self);
+        self.metal.run(&[self.metal.by_simdgroups(name, most, groups, &arguments)?])
+    }
+
+    fn forward_few(&self, o: &Array, log_sum_exp: &Array) -> Result<()> {
+        let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
+        // Keys before the first query's window are seen by none.
+        let seen = self.options.window.unwrap_or(keys).saturating_add(queries - 1).min(keys);
+        let blocks = batch * kv_heads * (queries * (heads / kv_heads)).div_ceil(ROWS);
+        let count = WANTED_GROUPS.div_ceil(blocks).min(seen.div_ceil(SPLIT_KEYS)).min(MOST_SPLITS);
+        let split_keys = seen.div_ceil(count).next_multiple_of(SPLIT_STEP);
+        let count = seen.div_ceil(split_keys);
+        let splits = Splits { count, start: keys - seen, keys: split_keys };
+        let numbers = self.numbers([o, o], &splits)?;
+        let parts = match count {
+            1 => None,
+            _ => {
+                let rows = batch * queries * heads;
+                Some((
+                    self.metal.empty((rows, count, head_dim), DType::F32)?,
+                    self.metal.empty((rows, count, 2), DType::F32)?,
+                ))
+            }
+        };
+        let unused = Argument::Input(log_sum_exp);
+        let (partial_o, partial_sums) = match &parts {
+            Some((partial_o, sums)) => (Argument::Output(partial_o), Argument::Output(sums)),
+            None => (unused, unused),
+        };
+        let arguments = [
+            Argument::Input(&self.q),
+            Argument::Input(&self.k),
+            Argument::Input(&self.v),
+            self.first_key(log_sum_exp),
+            if parts.is_some() { unused } else { Argument::Output(o) },
+            if parts.is_some() { unused } else { Argument::Output(log_sum_exp) },
+            partial_o,
+            partial_sums,
+            Argument::U32s(&numbers),
+            Argument::U64s(&self.strides),
+        ];
+        let most = if self.padded <= 128 { 4 } else { 2 };
+        let name = by_head_dim!("attention_few", self);
+        let few = self.metal.by_simdgroups(name, most, |_| [blocks, count, 1], &arguments)?;
+        let Some((partial_o, partial_sums)) = &parts else {
+            return self.metal.run(&[few]);
+        };
+        let arguments = [
+            Argument::Input(partial_o),
+            Argument::Input(partial_sums),
+            Argument::Output(o),
+            Argument::Output(log_sum_exp),
+            Argument::U32s(&numbers),
+        ];
+        let name = by_dtype!("attention_combine", self.dtype)?;
+        let combine = self.metal.by_row(name, batch * queries * heads, head_dim, &arguments)?;
+        self.metal.run(&[few, combine])
+    }
+
+    fn backward(
+        self,
+        o: &Tensor,
+        log_sum_exp: &Tensor,
+        d_o: &Tensor,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        const OPERATION: &str = "attention::backward";
+        let Sizes { batch, queries, keys, heads, kv_heads, .. } = self.sizes;
+        let metal = &self.metal;
+        let (o, d_o) = (metal.contiguous(o)?, metal.contiguous(d_o)?);
+        let log_sum_exp = metal.contiguous(log_sum_exp)?;
+        let dq = metal.empty(&self.sizes.q_shape(), self.dtype)?;
+        let dk = metal.empty(&self.sizes.k_shape(), self.dtype)?;
+        let dv = metal.empty(&self.sizes.k_shape(), self.dtype)?;
+        let corrections = metal.empty(&self.sizes.row_shape(), DType::F32)?;
+        let numbers = self.numbers([&o, &d_o], &NOT_SPLIT)?;
+        let rows = batch * heads * queries;
+        let arguments = [
+            Argument::Input(&o),
+            Argument::Input(&d_o),
+            Argument::Output(&corrections),
+            Argument::U32s(&numbers),
+            Argument::U32(size(OPERATION, rows)?),
+        ];
+        let name = by_dtype!("attention_corrections", self.dtype)?;
+        let by_row = |simdgroups| [rows.div_ceil(simdgroups), 1, 1];
+        let corrections_pass = metal.by_simdgroups(name, 8, by_row, &arguments)?;
+
+        // A gradient that a pass doesn't give is not touched by it.
+        let unused = Argument::Input(&corrections);
+        let arguments_for = |first, second| {
+            [
+                Argument::Input(&self.q),
+                Argument::Input(&self.k),
+                Argument::Input(&self.v),
+                self.first_key(&corrections),
+                Argument::Input(&d_o),
+                Argument::Input(&log_sum_exp),
+                Argument::Input(&corrections),
+                first,
+                second,
+                Argument::U32s(&numbers),
+                Argument::U64s(&self.strides),
+            ]
+        };
+        let (to_dq, to_dk, to_dv) =
+            (Argument::Output(&dq), Argument::Output(&dk), Argument::Output(&dv));
+        let most = match self.row_bytes() {
+            0..=256 => 4,
+            257..=512 => 2,
+            _ => 1,
+        };
+        let by_query = |simdgroups| [batch * heads, queries.div_ceil(ROWS * simdgroups), 1];
+        let by_key = |simdgroups| [batch * kv_heads, keys.div_ceil(ROWS * simdgroups), 1];
+        let of_dq = arguments_for(to_dq, unused);
+        let name = by_head_dim!("attention_dq", self);
+        let dq_pass = metal.by_simdgroups(name, most, by_query, &of_dq)?;
+        if self.padded == MOST_HEAD_DIM {
+            let (of_dk, of_dv) = (arguments_for(to_dk, unused), arguments_for(unused, to_dv));
+            let name = by_head_dim!("attention_dk", "_256", self.dtype);
+            let dk_pass = metal.by_simdgroups(name, most, by_key, &of_dk)?;
+            let name = by_head_dim!("attention_dv", "_256", self.dtype);
+            let dv_pass = metal.by_simdgroups(name, most, by_key, &of_dv)?;
+            metal.run(&[corrections_pass, dq_pass, dk_pass, dv_pass])?;
+        } else {
+            let of_both = arguments_for(to_dk, to_dv);
+            let name = by_head_dim!("attention_dk_dv", self);
+            let keys_pass = metal.by_simdgroups(name, most, by_key, &of_both)?;
+            metal.run(&[corrections_pass, dq_pass, keys_pass])?;
+        }
+        Ok((dq.tensor, dk.tensor, dv.tensor))
+    }
+}
+
+pub(super) fn forward(
+    operation: &str,
+    sizes: Sizes,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    first_key: Option<&Tensor>,
+    options: &Options,
+) -> Result<(Tensor, Tensor)> {
+    Call::new(operation, sizes, q, k, v, first_key, options)?.forward()
+}
+
+#[allow(clippy::too_many_arguments)]
+pub(super) fn backward(
+    operation: &str,
+    sizes: Sizes,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    o: &Tensor,
+    log_sum_exp: &Tensor,
+    first_key: Option<&Tensor>,
+    options: &Options,
+    d_o: &Tensor,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    require_dtype(operation, "log_sum_exp", log_sum_exp, DType::F32)?;
+    Call::new(operation, sizes, q, k, v, first_key, options)?.backward(o, log_sum_exp, d_o)
+}
