@@ -302,8 +302,11 @@ impl Tape {
         first_key: Option<&Tensor>,
         options: &attention::Options,
     ) -> Result<Value> {
-        let (output, log_sum_exp) =
-            attention::forward(q.tensor(), k.tensor(), v.tensor(), first_key, options)?;
+        let [output, log_sum_exp] = self.keep(|| {
+            let (output, log_sum_exp) =
+                attention::forward(q.tensor(), k.tensor(), v.tensor(), first_key, options)?;
+            Ok([output, log_sum_exp])
+        })?;
         let (saved_q, saved_k, saved_v) =
             (q.tensor().clone(), k.tensor().clone(), v.tensor().clone());
         let (first_key, options, saved_output) = (first_key.cloned(), *options, output.clone());

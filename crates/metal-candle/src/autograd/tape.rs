@@ -4,6 +4,7 @@ use crate::Result;
 use candle_core::{Device, Shape, Tensor};
 use metal_candle_kernels::arithmetic;
 use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
@@ -151,6 +152,9 @@ pub struct Tape {
     replaying: bool,
     /// Set when a trainable weight was read, also while nothing is recorded.
     touched: Cell<bool>,
+    /// What a segment keeps for its second run, in the order of its operations; `None` where there will
+    /// be none.
+    kept: RefCell<Option<VecDeque<[Tensor; 2]>>>,
 }
 
 impl Tape {
@@ -161,6 +165,7 @@ impl Tape {
             recording: true,
             replaying: false,
             touched: Cell::new(false),
+            kept: RefCell::new(None),
         }
     }
 
@@ -178,6 +183,26 @@ impl Tape {
     /// that gives nothing but them may leave them out.
     pub fn is_replaying(&self) -> bool {
         self.replaying
+    }
+
+    /// What `compute` gives. In a segment that is run twice its results are kept from the first run to the
+    /// second, for operations that cost much more to repeat than to hold.
+    pub(super) fn keep(
+        &self,
+        compute: impl FnOnce() -> Result<[Tensor; 2]>,
+    ) -> Result<[Tensor; 2]> {
+        if self.replaying
+            && let Some(kept) = self.kept.borrow_mut().as_mut().and_then(VecDeque::pop_front)
+        {
+            return Ok(kept);
+        }
+        let results = compute()?;
+        if !self.replaying
+            && let Some(kept) = self.kept.borrow_mut().as_mut()
+        {
+            kept.push_back(results.clone());
+        }
+        Ok(results)
     }
 
     /// How many nodes are recorded.
@@ -237,12 +262,15 @@ impl Tape {
         self.push_many(inputs, outputs, Box::new(move |gradients, _| backward(gradients)))
     }
 
-    /// Runs `segment` without storing its activations and runs it again in the backward pass.
-    /// It must give the same values both times.
+    /// Runs `segment` without storing its activations, but for what attention gives, and runs it again in
+    /// the backward pass. It must give the same values both times.
     pub fn checkpoint(&self, inputs: &[&Value], segment: Segment) -> Result<Vec<Value>> {
         let detached: Vec<Value> =
             inputs.iter().map(|input| self.constant(input.tensor.clone())).collect();
         let probe = Tape::inference();
+        if self.recording {
+            probe.kept.replace(Some(VecDeque::new()));
+        }
         let outputs: Vec<Tensor> =
             segment(&probe, &detached)?.into_iter().map(Value::into_tensor).collect();
         self.touched.set(self.touched.get() || probe.touched.get());
@@ -251,8 +279,9 @@ impl Tape {
             return Ok(outputs.into_iter().map(|tensor| self.constant(tensor)).collect());
         }
         let needs: Vec<bool> = inputs.iter().map(|input| input.slot.is_some()).collect();
+        let kept = probe.kept.take();
         let backward = move |gradients: Gradients, sink: &mut dyn GradientSink| {
-            let tape = Tape { replaying: true, ..Tape::recording() };
+            let tape = Tape { replaying: true, kept: RefCell::new(kept), ..Tape::recording() };
             let leaves: Vec<Value> = detached
                 .into_iter()
                 .zip(&needs)

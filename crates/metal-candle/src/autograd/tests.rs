@@ -4,7 +4,9 @@ use super::{ParameterId, Tape, Value, Weight};
 use crate::Result;
 use crate::random::SplitMix64;
 use candle_core::{DType, Device, Tensor, Var};
+use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::rc::Rc;
 use std::sync::Arc;
 
 fn random(shape: &[usize], seed: u64) -> Tensor {
@@ -224,6 +226,40 @@ fn a_recomputed_segment_gives_the_same_gradients_and_stores_one_node() {
         backward(tape, &root)
     };
     assert_eq!(run(false), run(true));
+}
+
+#[test]
+fn a_segment_keeps_what_it_was_told_to_until_its_second_run() {
+    let runs = |nested: bool, tape: Tape| {
+        let (count, inner) = (Rc::new(Cell::new(0)), weight(random(&[3, 3], 1), 0));
+        let counted = count.clone();
+        let segment: super::Segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
+            let x = tape.linear(&inputs[0], &tape.weight(&inner), None)?;
+            for factor in [2.0, 3.0] {
+                let [kept, other] = tape.keep(|| {
+                    counted.set(counted.get() + 1);
+                    Ok([(x.tensor() * factor)?, x.tensor().clone()])
+                })?;
+                assert_eq!(values(&kept), values(&(&other * factor)?));
+            }
+            Ok(vec![x])
+        });
+        let segment: super::Segment = match nested {
+            true => Arc::new(move |tape, inputs| tape.checkpoint(&[&inputs[0]], segment.clone())),
+            false => segment,
+        };
+        let x = tape.constant(random(&[2, 3], 2));
+        let y = tape.checkpoint(&[&x], segment).unwrap().remove(0);
+        if tape.is_recording() {
+            let root = weighted_sum(&tape, &y);
+            assert_eq!(backward(tape, &root).len(), 1);
+        }
+        count.get()
+    };
+    assert_eq!(runs(false, Tape::recording()), 2);
+    assert_eq!(runs(false, Tape::inference()), 2);
+    // The outer segment computes it twice: in its own first run and, kept from there, in its second.
+    assert_eq!(runs(true, Tape::recording()), 4);
 }
 
 #[test]
