@@ -1,11 +1,21 @@
-//! The fused head and cross entropy on the CPU. The rows of a chunk are gathered, their logits become
-//! their gradients in place, and losses are added up in f64 in the order of the rows.
+//! The fused head and cross entropy on the CPU, block by block of the vocabulary, so that a block of logits
+//! is read and written while it is in a cache and its part of the weight is read once.
+//!
+//! The gradient of a hidden row is `Σ_j p_j·w_j - w_target`: attention of the row over the vocabulary, with
+//! the weight as keys and values. So it is summed as attention is: with the largest logit so far, by which
+//! what has been summed is brought to scale when a block has a larger one. The target's term is left out of
+//! the blocks and added at the end, as exactly `p - 1` rather than `p` minus a rounded product.
 
 use super::Options;
 use crate::device::cpu::scratch::Scratch;
-use crate::device::cpu::{Element, Real, Values, buffer, for_each_chunk2, max, sum};
-use crate::matmul::cpu::{Layer, add_weight_gradient, forward, input_gradient, kind_of};
+use crate::device::cpu::{
+    Disjoint, Element, Real, Values, buffer, for_each_chunk, for_each_chunk2, max, sum,
+};
+use crate::matmul::cpu::{Layer, add_input_gradient, add_weight_gradient, forward, kind_of};
 use candle_core::WithDType;
+
+/// Logits of a block; few in tests, so that these have several blocks.
+const LOGITS: usize = if cfg!(test) { 1 << 10 } else { 1 << 20 };
 
 pub(super) struct Problem<'a, T: Element> {
     pub d: usize,
@@ -18,6 +28,67 @@ pub(super) struct Problem<'a, T: Element> {
     pub options: &'a Options,
 }
 
+/// What is known of a row's logits so far.
+#[derive(Clone, Copy)]
+struct Row<A> {
+    target: usize,
+    /// The target's logit, and its derivative by the product.
+    target_logit: A,
+    target_slope: A,
+    largest: A,
+    /// Σ e^{logit - largest}.
+    total: A,
+    /// What the sums before the latest block are multiplied by.
+    rescale: A,
+}
+
+impl<A: Real> Row<A> {
+    fn new(target: usize) -> Self {
+        Row {
+            target,
+            target_logit: A::ZERO,
+            target_slope: A::ONE,
+            // Finite, so that a block of negative infinities adds nothing.
+            largest: A::from_f64(f32::MIN as f64),
+            total: A::ZERO,
+            rescale: A::ZERO,
+        }
+    }
+
+    fn log_sum_exp(&self) -> A {
+        self.largest + self.total.ln()
+    }
+
+    /// The gradient with respect to the target's product.
+    fn of_target(&self, scale: A) -> A {
+        let probability = (self.target_logit - self.log_sum_exp()).exp();
+        (probability - A::ONE) * self.target_slope * scale
+    }
+}
+
+/// What products become.
+#[derive(Clone, Copy)]
+struct Shape<A> {
+    scale: A,
+    /// The softcap and its inverse.
+    cap: Option<(A, A)>,
+}
+
+impl<A: Real> Shape<A> {
+    #[inline(always)]
+    fn apply(self, products: &mut [A]) {
+        if let Some((cap, inverse)) = self.cap {
+            for product in products.iter_mut() {
+                *product = cap * (*product * self.scale * inverse).tanh();
+            }
+        } else if self.scale != A::ONE {
+            for product in products.iter_mut() {
+                *product *= self.scale;
+            }
+        }
+    }
+}
+
 impl<T: Element> Problem<'_, T> {
     /// The summed loss; gradients are written to (`dhidden`) and added to (`dweight`) zeroed buffers.
     pub(super) fn run(
@@ -26,121 +97,184 @@ impl<T: Element> Problem<'_, T> {
         mut dweight: Option<&mut [T::Acc]>,
     ) -> f64 {
         let (d, v) = (self.d, self.v);
-        let need_gradient = dhidden.is_some() || dweight.is_some();
-        let rows = self.options.chunk.min(self.counted.len());
-        let mut hidden = buffer::<T>(rows * d);
-        let mut gradient = buffer::<T>(if dhidden.is_some() { rows * d } else { 0 });
-        let mut logits = Scratch::new(rows * v);
-        let mut losses = vec![0f64; rows];
+        let most_rows = self.options.chunk.min(self.counted.len());
+        let width = (LOGITS / most_rows.max(1)).next_multiple_of(64).min(v);
+        let mut hidden = buffer::<T>(most_rows * d);
+        let mut logits = Scratch::new(most_rows * width);
+        let mut sums = Scratch::new(if dhidden.is_some() { most_rows * d } else { 0 });
         let mut loss = 0.0;
         for counted in self.counted.chunks(self.options.chunk) {
-            let rows = counted.len();
-            let hidden = &mut hidden[..rows * d];
+            let count = counted.len();
+            let hidden = &mut hidden[..count * d];
             for (hidden, (row, _)) in hidden.chunks_exact_mut(d.max(1)).zip(counted) {
                 hidden.copy_from_slice(&self.hidden[row * d..][..d]);
             }
             let hidden = T::values(hidden);
-            let kind = kind_of(hidden, self.weight);
-            let head = Layer { weight: self.weight, outer: v, bias: None, adapter: None };
-            let logits = &mut logits[..rows * v];
-            forward(rows, d, hidden, &[head], &mut [logits], &mut [Vec::new()]);
-            let losses = &mut losses[..rows];
-            for_each_chunk2(
-                losses,
-                1,
-                logits,
-                v,
-                #[inline(always)]
-                |index, loss, logits| {
-                    loss[0] = self.row(logits, counted[index].1 as usize, need_gradient);
-                },
-            );
-            loss += losses.iter().sum::<f64>();
-            let logits = Values::Native(logits);
-            if let Some(dhidden) = dhidden.as_deref_mut() {
-                let gradient = &mut gradient[..rows * d];
-                input_gradient(kind, rows, (v, d), logits, self.weight, gradient);
-                for (gradient, (row, _)) in gradient.chunks_exact(d.max(1)).zip(counted) {
-                    dhidden[row * d..][..d].copy_from_slice(gradient);
+            let mut rows: Vec<Row<T::Acc>> =
+                counted.iter().map(|(_, target)| Row::new(*target as usize)).collect();
+            let sums = &mut sums[..if dhidden.is_some() { count * d } else { 0 }];
+            for start in (0..v).step_by(width.max(1)) {
+                let (weight, logits) = self.block(hidden, count, start, width, &mut logits);
+                let of_block = width.min(v - start);
+                for_each_chunk2(
+                    &mut rows,
+                    1,
+                    logits,
+                    of_block,
+                    #[inline(always)]
+                    |_, row, logits| self.add_block(&mut row[0], logits, start, dhidden.is_some()),
+                );
+                if dhidden.is_some() {
+                    let (kind, dy) = (kind_of(hidden, weight), Values::Native(&*logits));
+                    let rescale = |row: usize| rows[row].rescale;
+                    let before: Option<&(dyn Fn(usize) -> T::Acc + Sync)> =
+                        if start == 0 { None } else { Some(&rescale) };
+                    add_input_gradient(kind, count, (of_block, d), dy, weight, before, sums);
                 }
             }
+            loss +=
+                rows.iter().map(|row| (row.log_sum_exp() - row.target_logit).to_f64()).sum::<f64>();
+            if let Some(dhidden) = dhidden.as_deref_mut() {
+                self.finish(counted, &rows, sums, dhidden);
+            }
             if let Some(dweight) = dweight.as_deref_mut() {
-                add_weight_gradient(kind, rows, v, d, logits, hidden, dweight);
+                for start in (0..v).step_by(width.max(1)) {
+                    let (weight, logits) = self.block(hidden, count, start, width, &mut logits);
+                    let of_block = width.min(v - start);
+                    for_each_chunk(
+                        logits,
+                        of_block,
+                        #[inline(always)]
+                        |row, logits| self.gradients(&rows[row], logits, start),
+                    );
+                    let (kind, dy) = (kind_of(hidden, weight), Values::Native(&*logits));
+                    let dweight = &mut dweight[start * d..(start + of_block) * d];
+                    add_weight_gradient(kind, count, of_block, d, dy, hidden, dweight);
+                }
             }
         }
         loss
     }
 
-    /// The loss of one row; its products become the gradient with respect to them when needed.
-    ///
-    /// The first pass leaves `e^{z - largest}`, times the slope of the softcap, with the largest of
-    /// the blocks so far; the second brings all blocks to one scale. So every exponential is taken
-    /// once, and a block is read and written while it is in the nearest cache.
+    /// The part of the weight from row `start` on, and the products with it.
+    fn block<'l>(
+        &self,
+        hidden: Values<T::Acc>,
+        rows: usize,
+        start: usize,
+        width: usize,
+        logits: &'l mut [T::Acc],
+    ) -> (Values<'_, T::Acc>, &'l mut [T::Acc]) {
+        let (d, width) = (self.d, width.min(self.v - start));
+        let weight = self.weight.slice(start * d..(start + width) * d);
+        let logits = &mut logits[..rows * width];
+        let head = Layer { weight, outer: width, bias: None, adapter: None };
+        forward(rows, d, hidden, &[head], &mut [logits], &mut [Vec::new()]);
+        (weight, logits)
+    }
+
+    fn shape(&self) -> Shape<T::Acc> {
+        let cap = self.options.softcap;
+        Shape {
+            scale: T::Acc::from_f64(self.options.logit_scale),
+            cap: cap.map(|cap| (T::Acc::from_f64(cap), T::Acc::from_f64(1.0 / cap))),
+        }
+    }
+
+    /// Adds a block of products to what is known of the row. They become `e^{logit - largest}` times
+    /// the slope of the softcap, the target's zero.
     #[inline(always)]
-    fn row(&self, logits: &mut [T::Acc], target: usize, need_gradient: bool) -> f64 {
-        const BLOCK: usize = 2048;
-        let scale = T::Acc::from_f64(self.options.logit_scale);
-        let cap =
-            self.options.softcap.map(|cap| (T::Acc::from_f64(cap), T::Acc::from_f64(1.0 / cap)));
-        let raw_target = logits[target];
-        // Finite, so that a block of negative infinities adds nothing.
-        let mut largest = T::Acc::from_f64(f32::MIN as f64);
-        let mut total = T::Acc::ZERO;
-        let mut maxima = vec![T::Acc::ZERO; logits.len().div_ceil(BLOCK)];
-        for (logits, maximum) in logits.chunks_mut(BLOCK).zip(&mut maxima) {
-            if let Some((cap, inverse)) = cap {
-                for logit in logits.iter_mut() {
-                    *logit = cap * (*logit * scale * inverse).tanh();
-                }
-            } else if self.options.logit_scale != 1.0 {
-                for logit in logits.iter_mut() {
-                    *logit *= scale;
-                }
+    fn add_block(
+        &self,
+        row: &mut Row<T::Acc>,
+        products: &mut [T::Acc],
+        start: usize,
+        need_gradient: bool,
+    ) {
+        let shape = self.shape();
+        shape.apply(products);
+        let target = row.target.wrapping_sub(start);
+        if let Some(&logit) = products.get(target) {
+            row.target_logit = logit;
+            if let Some((_, inverse)) = shape.cap {
+                row.target_slope = slope(logit, inverse);
             }
-            let before = largest;
-            let of_block = max(logits);
-            largest = if of_block > largest { of_block } else { largest };
-            *maximum = largest;
-            let added = match cap {
-                Some((_, inverse)) if need_gradient => exponentials(
-                    logits,
-                    #[inline(always)]
-                    |logit| {
-                        let probability = (logit - largest).exp_nonpositive();
-                        (probability, probability * slope(logit, inverse))
-                    },
-                ),
-                _ => exponentials(
-                    logits,
-                    #[inline(always)]
-                    |logit| {
-                        let probability = (logit - largest).exp_nonpositive();
-                        (probability, probability)
-                    },
-                ),
-            };
-            total = total * (before - largest).exp_nonpositive() + added;
         }
-        let log_sum_exp = largest + total.ln();
-        let (target_logit, target_slope) = match cap {
-            Some((cap, inverse)) => {
-                let logit = cap * (raw_target * scale * inverse).tanh();
-                (logit, slope(logit, inverse))
-            }
-            None => (raw_target * scale, T::Acc::ONE),
+        let before = row.largest;
+        let of_block = max(products);
+        let largest = if of_block > before { of_block } else { before };
+        let added = match shape.cap {
+            Some((_, inverse)) if need_gradient => exponentials(
+                products,
+                #[inline(always)]
+                |logit| {
+                    let probability = (logit - largest).exp_nonpositive();
+                    (probability, probability * slope(logit, inverse))
+                },
+            ),
+            _ => exponentials(
+                products,
+                #[inline(always)]
+                |logit| {
+                    let probability = (logit - largest).exp_nonpositive();
+                    (probability, probability)
+                },
+            ),
         };
-        if need_gradient {
-            for (logits, maximum) in logits.chunks_mut(BLOCK).zip(maxima) {
-                let factor = (maximum - log_sum_exp).exp() * scale;
-                for logit in logits.iter_mut() {
-                    *logit *= factor;
-                }
-            }
-            // Exactly p - 1 rather than p minus a rounded product.
-            let probability = (target_logit - log_sum_exp).exp();
-            logits[target] = (probability - T::Acc::ONE) * target_slope * scale;
+        row.largest = largest;
+        row.rescale = (before - largest).exp_nonpositive();
+        row.total = row.total * row.rescale + added;
+        if let Some(product) = products.get_mut(target) {
+            *product = T::Acc::ZERO;
         }
-        (log_sum_exp - target_logit).to_f64()
+    }
+
+    /// A block of products becomes the gradient with respect to them.
+    #[inline(always)]
+    fn gradients(&self, row: &Row<T::Acc>, products: &mut [T::Acc], start: usize) {
+        let shape = self.shape();
+        shape.apply(products);
+        let log_sum_exp = row.log_sum_exp();
+        for product in products.iter_mut() {
+            let logit = *product;
+            let slope = shape.cap.map_or(T::Acc::ONE, |(_, inverse)| slope(logit, inverse));
+            *product = (logit - log_sum_exp).exp() * slope * shape.scale;
+        }
+        if let Some(product) = products.get_mut(row.target.wrapping_sub(start)) {
+            *product = row.of_target(shape.scale);
+        }
+    }
+
+    /// The gradients of hidden rows from their sums over the blocks.
+    fn finish(
+        &self,
+        counted: &[(usize, u32)],
+        rows: &[Row<T::Acc>],
+        sums: &mut [T::Acc],
+        dhidden: &mut [T],
+    ) {
+        let d = self.d;
+        let scale = self.shape().scale;
+        let dhidden = Disjoint::new(dhidden);
+        for_each_chunk(
+            sums,
+            d,
+            #[inline(always)]
+            |index, sums| {
+                let row = &rows[index];
+                let factor = (row.largest - row.log_sum_exp()).exp() * scale;
+                let of_target = row.of_target(scale);
+                let mut weight = vec![T::Acc::ZERO; d];
+                self.weight.read(row.target * d, &mut weight);
+                let start = counted[index].0 * d;
+                // SAFETY: every row is counted once.
+                let out = unsafe { dhidden.slice(start..start + d) };
+                for (sum, weight) in sums.iter_mut().zip(&weight) {
+                    *sum = *sum * factor + of_target * *weight;
+                }
+                T::narrow(sums, out);
+            },
+        );
     }
 }
 

@@ -978,18 +978,34 @@ pub(crate) fn add_weight_gradient<A: Real>(
     products(&[Job { rows: a, columns: b, terms: &terms, finish: &finish }]);
 }
 
-/// `out = x·weight` with `x` `(rows, outer)` and `weight` `(outer, inner)`.
-pub(crate) fn input_gradient<T: Element>(
+/// `out = rescale(row)·out + x·weight` with `x` `(rows, outer)`, `weight` `(outer, inner)` and `out`
+/// `(rows, inner)`, which isn't read without `rescale`.
+pub(crate) fn add_input_gradient<A: Real>(
     kind: Kind,
     rows: usize,
     (outer, inner): (usize, usize),
-    dy: Values<T::Acc>,
-    weight: Values<T::Acc>,
-    out: &mut [T],
+    x: Values<A>,
+    weight: Values<A>,
+    rescale: Option<&(dyn Fn(usize) -> A + Sync)>,
+    out: &mut [A],
 ) {
-    let lhs = Lhs::pack(kind, rows, outer, Operand::lines(dy, outer), None);
+    let lhs = Lhs::pack(kind, rows, outer, Operand::lines(x, outer), None);
     let out = Disjoint::new(out);
     let terms = [Term { lhs: &lhs, rhs: Operand::columns(weight, inner) }];
-    let finish = |block: Block<T::Acc>| store(block, inner, None, &out);
+    let finish = |mut block: Block<A>| {
+        let columns = block.columns.clone();
+        for (row, sums) in block.rows_mut() {
+            let start = row * inner + columns.start;
+            // SAFETY: every block is a part of the result of its own.
+            let out = unsafe { out.slice(start..start + sums.len()) };
+            match rescale {
+                Some(rescale) => {
+                    let factor = rescale(row);
+                    out.iter_mut().zip(sums).for_each(|(out, sum)| *out = *out * factor + *sum);
+                }
+                None => out.copy_from_slice(sums),
+            }
+        }
+    };
     products(&[Job { rows, columns: inner, terms: &terms, finish: &finish }]);
 }
