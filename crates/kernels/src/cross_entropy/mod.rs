@@ -33,7 +33,8 @@ pub struct Options {
     pub softcap: Option<f64>,
     /// Logits are this times `h·Wᵀ`, before the softcap (Granite divides them); usually 1.
     pub logit_scale: f64,
-    /// Rows whose logits exist at the same time; on CUDA as many as fit half a GiB instead.
+    /// Rows that share the reading of the weight, a block of whose logits exists at a time; on CUDA as many
+    /// as fit half a GiB instead.
     pub chunk: usize,
 }
 

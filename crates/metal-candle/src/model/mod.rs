@@ -27,7 +27,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Rows of logits that exist at a time in training.
+/// Rows whose loss is computed at a time in training.
 const LOSS_CHUNK: usize = 512;
 
 /// The files beside the weights that a copy of a model needs.
