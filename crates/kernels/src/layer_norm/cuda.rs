@@ -40,8 +40,7 @@ pub(super) fn forward(
     match RowPlan::new(rows, columns, x.dtype, PACKS, &addresses) {
         Some(plan) => {
             let (rows, columns) = (rows as i64, columns as i32);
-            let launch =
-                MODULE.launch(&cuda, name, (plan.grid, 1, 1), plan.block, 0)?.overlapping();
+            let launch = plan.launch(&MODULE, &cuda, name, 0)?;
             // SAFETY: x and y have (rows, columns) elements, the parameters (columns); every row has
             // its threads.
             unsafe {
@@ -138,8 +137,7 @@ struct Problem<'a> {
 impl Problem<'_> {
     fn packed(&self, plan: RowPlan) -> Result<()> {
         let name = by_dtype!("layer_norm_backward", self.x.dtype)?;
-        let launch =
-            MODULE.launch(self.cuda, name, (plan.grid, 1, 1), plan.block, 0)?.overlapping();
+        let launch = plan.launch(&MODULE, self.cuda, name, 0)?;
         let (rows, columns) = (self.rows as i64, self.columns as i32);
         // SAFETY: x, dy and dx have (rows, columns) elements, where they aren't null.
         unsafe {
@@ -157,8 +155,7 @@ impl Problem<'_> {
         let name = by_dtype!("layer_norm_backward_parameters", self.x.dtype)?;
         let groups = plan.share_rows(self.rows);
         let partial = self.cuda.empty((2, groups, self.columns), DType::F32)?;
-        let launch =
-            MODULE.launch(self.cuda, name, (plan.grid, 1, 1), plan.block, ahead)?.overlapping();
+        let launch = plan.launch(&MODULE, self.cuda, name, ahead)?;
         let (rows, columns, group_count) = (self.rows as i64, self.columns as i32, groups as i64);
         // SAFETY: as in `packed`, and every warp or block has a row in each half of the partial sums.
         unsafe {

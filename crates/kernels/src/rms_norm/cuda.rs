@@ -33,8 +33,7 @@ pub(super) fn forward(
     match RowPlan::new(rows, columns, x.dtype, PACKS, &[x.pointer, weight.pointer]) {
         Some(plan) => {
             let (rows, columns) = (rows as i64, columns as i32);
-            let launch =
-                MODULE.launch(&cuda, name, (plan.grid, 1, 1), plan.block, 0)?.overlapping();
+            let launch = plan.launch(&MODULE, &cuda, name, 0)?;
             // SAFETY: x and y have (rows, columns) elements and the weight (columns); every row has
             // its threads.
             unsafe {
@@ -74,8 +73,7 @@ pub(super) fn forward_residual(
     match RowPlan::new(rows, columns, x.dtype, PACKS, &addresses) {
         Some(plan) => {
             let (rows, columns) = (rows as i64, columns as i32);
-            let launch =
-                MODULE.launch(&cuda, name, (plan.grid, 1, 1), plan.block, 0)?.overlapping();
+            let launch = plan.launch(&MODULE, &cuda, name, 0)?;
             // SAFETY: as in `forward`; the residual and the sum have the size of x.
             unsafe {
                 launch.with(|arguments| {
@@ -205,8 +203,7 @@ struct Problem<'a> {
 impl Problem<'_> {
     fn packed(&self, plan: RowPlan) -> Result<()> {
         let name = by_dtype!("rms_norm_backward", self.x.dtype)?;
-        let launch =
-            MODULE.launch(self.cuda, name, (plan.grid, 1, 1), plan.block, 0)?.overlapping();
+        let launch = plan.launch(&MODULE, self.cuda, name, 0)?;
         let (rows, columns) = (self.rows as i64, self.columns as i32);
         // SAFETY: x, dy, dsum and dx have (rows, columns) elements, where they aren't null.
         unsafe {
@@ -223,8 +220,7 @@ impl Problem<'_> {
         let name = by_dtype!("rms_norm_backward_weight", self.x.dtype)?;
         let groups = plan.share_rows(self.rows);
         let partial = self.cuda.empty((groups, self.columns), DType::F32)?;
-        let launch =
-            MODULE.launch(self.cuda, name, (plan.grid, 1, 1), plan.block, ahead)?.overlapping();
+        let launch = plan.launch(&MODULE, self.cuda, name, ahead)?;
         let (rows, columns) = (self.rows as i64, self.columns as i32);
         // SAFETY: as in `packed`, and every warp or block has a row of the partial sums.
         unsafe {
