@@ -30,7 +30,12 @@ macro_rules! kernel_name {
 pub(crate) use kernel_name;
 
 /// The operations that have a Metal kernel.
-const ON_METAL: [&str; 11] = [
+const ON_METAL: [&str; 17] = [
+    "adamw::accumulate",
+    "adamw::clipped_step",
+    "adamw::fill_zero",
+    "adamw::norm",
+    "adamw::step",
     "add",
     "cast",
     "embedding",
@@ -38,6 +43,7 @@ const ON_METAL: [&str; 11] = [
     "layer_norm",
     "rms_norm",
     "rope",
+    "sampling",
     "scale",
     "scale_by",
     "softmax",

@@ -99,6 +99,7 @@ impl Metal {
                     Argument::U64(value) => run.value(index, value),
                     Argument::F32(value) => run.value(index, value),
                     Argument::U32s(values) => run.buffer(index, values),
+                    Argument::F32s(values) => run.buffer(index, values),
                     Argument::U64s(values) => run.buffer(index, values),
                 };
             }

@@ -4,6 +4,7 @@ use super::{Argument, Array, Dispatch, library};
 use candle_core::metal_backend::{MetalDevice, MetalError, MetalStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor, bail};
+use candle_metal_kernels::metal::ComputeCommandEncoder;
 use objc2_metal::MTLSize;
 
 pub(super) use candle_metal_kernels::metal::{Buffer, ComputePipeline as Pipeline};
@@ -84,20 +85,9 @@ impl Metal {
                     Argument::U32(value) => encoder.set_bytes(index, &value),
                     Argument::U64(value) => encoder.set_bytes(index, &value),
                     Argument::F32(value) => encoder.set_bytes(index, &value),
-                    Argument::U32s(values) => {
-                        encoder.set_bytes_directly(
-                            index,
-                            size_of_val(values),
-                            values.as_ptr().cast(),
-                        );
-                    }
-                    Argument::U64s(values) => {
-                        encoder.set_bytes_directly(
-                            index,
-                            size_of_val(values),
-                            values.as_ptr().cast(),
-                        );
-                    }
+                    Argument::U32s(values) => set_all(encoder, index, values),
+                    Argument::F32s(values) => set_all(encoder, index, values),
+                    Argument::U64s(values) => set_all(encoder, index, values),
                 }
             }
             let [width, height, depth] = *groups;
@@ -108,6 +98,11 @@ impl Metal {
         }
         Ok(())
     }
+}
+
+/// Passes the bytes of numbers, of which there are few.
+fn set_all<T>(encoder: &ComputeCommandEncoder, index: usize, values: &[T]) {
+    encoder.set_bytes_directly(index, size_of_val(values), values.as_ptr().cast());
 }
 
 /// How many Metal devices there are.

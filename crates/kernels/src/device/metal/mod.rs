@@ -75,6 +75,7 @@ pub(crate) enum Argument<'a> {
     U64(u64),
     F32(f32),
     U32s(&'a [u32]),
+    F32s(&'a [f32]),
     U64s(&'a [u64]),
 }
 

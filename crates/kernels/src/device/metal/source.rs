@@ -2,8 +2,9 @@
 
 const HEADER: &str = include_str!("common.metal.h");
 
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 11] = [
     include_str!("kernel.metal"),
+    include_str!("../../adamw/kernel.metal"),
     include_str!("../../arithmetic/kernel.metal"),
     include_str!("../../copy/kernel.metal"),
     include_str!("../../embedding/kernel.metal"),
@@ -11,6 +12,7 @@ const SOURCES: [&str; 9] = [
     include_str!("../../layer_norm/kernel.metal"),
     include_str!("../../rms_norm/kernel.metal"),
     include_str!("../../rope/kernel.metal"),
+    include_str!("../../sampling/kernel.metal"),
     include_str!("../../softmax/kernel.metal"),
 ];
 

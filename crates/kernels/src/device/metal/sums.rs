@@ -45,9 +45,14 @@ impl Metal {
     /// Zeros, f32.
     pub(crate) fn zeros(&self, shape: impl Into<candle_core::Shape>) -> Result<Array> {
         let out = self.empty(shape, DType::F32)?;
-        let count = out.tensor.elem_count();
-        let arguments = [Argument::Output(&out), Argument::U64(count as u64)];
-        self.run(&[self.by_elements("fill_zeros", count, 1, &arguments)?])?;
+        self.clear(&out)?;
         Ok(out)
+    }
+
+    /// Writes zeros over contiguous f32.
+    pub(crate) fn clear(&self, out: &Array) -> Result<()> {
+        let count = out.tensor.elem_count();
+        let arguments = [Argument::Output(out), Argument::U64(count as u64)];
+        self.run(&[self.by_elements("fill_zeros", count, 1, &arguments)?])
     }
 }
