@@ -110,6 +110,11 @@ impl Metal {
     }
 }
 
+/// Whether a threadgroup of the kernel may have so many threads.
+pub(super) fn takes(pipeline: &Pipeline, threads: usize) -> bool {
+    threads <= pipeline.max_total_threads_per_threadgroup()
+}
+
 /// How many Metal devices there are.
 pub(crate) fn count() -> usize {
     candle_metal_kernels::metal::Device::all().len()

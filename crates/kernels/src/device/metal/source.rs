@@ -2,8 +2,9 @@
 
 const HEADER: &str = include_str!("common.metal.h");
 
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 10] = [
     include_str!("kernel.metal"),
+    include_str!("product.metal"),
     include_str!("../../arithmetic/kernel.metal"),
     include_str!("../../copy/kernel.metal"),
     include_str!("../../embedding/kernel.metal"),
