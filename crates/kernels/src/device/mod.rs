@@ -30,12 +30,16 @@ macro_rules! kernel_name {
 pub(crate) use kernel_name;
 
 /// The operations that have a Metal kernel.
-const ON_METAL: [&str; 11] = [
+const ON_METAL: [&str; 15] = [
     "add",
     "cast",
     "embedding",
     "glu",
     "layer_norm",
+    "linear",
+    "linear_backward_bias",
+    "linear_backward_input",
+    "linear_backward_weight",
     "rms_norm",
     "rope",
     "scale",

@@ -73,6 +73,11 @@ impl<'a> Matrix<'a> {
         Matrix { first: self.first + column, ..self }
     }
 
+    /// Elements from a stored row to the next.
+    pub(crate) fn stride(&self) -> usize {
+        self.stride
+    }
+
     /// Whether every stored row begins at a multiple of `bytes`.
     fn aligned(&self, bytes: usize) -> bool {
         let size = self.array.dtype.size_in_bytes();

@@ -1,6 +1,7 @@
 //! What the host passes to the kernels, tried in the emulator: the public operations, computed by Metal's
 //! side of them on tensors of the CPU, against the CPU's own.
 
+mod linear;
 mod product;
 
 use super::encode::{Emulator, emulate};
