@@ -30,7 +30,7 @@ macro_rules! kernel_name {
 pub(crate) use kernel_name;
 
 /// The operations that have a Metal kernel.
-const ON_METAL: [&str; 17] = [
+const ON_METAL: [&str; 21] = [
     "adamw::accumulate",
     "adamw::clipped_step",
     "adamw::fill_zero",
@@ -41,6 +41,10 @@ const ON_METAL: [&str; 17] = [
     "embedding",
     "glu",
     "layer_norm",
+    "linear",
+    "linear_backward_bias",
+    "linear_backward_input",
+    "linear_backward_weight",
     "rms_norm",
     "rope",
     "sampling",

@@ -105,6 +105,11 @@ fn set_all<T>(encoder: &ComputeCommandEncoder, index: usize, values: &[T]) {
     encoder.set_bytes_directly(index, size_of_val(values), values.as_ptr().cast());
 }
 
+/// Whether a threadgroup of the kernel may have so many threads.
+pub(super) fn takes(pipeline: &Pipeline, threads: usize) -> bool {
+    threads <= pipeline.max_total_threads_per_threadgroup()
+}
+
 /// How many Metal devices there are.
 pub(crate) fn count() -> usize {
     candle_metal_kernels::metal::Device::all().len()

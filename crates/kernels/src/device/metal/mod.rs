@@ -12,6 +12,7 @@ mod copy;
 mod encode;
 #[cfg(feature = "metal")]
 mod library;
+pub(crate) mod product;
 mod source;
 mod sums;
 // The tests of machines without Metal run the kernels in an emulator, with tensors of the CPU.
@@ -145,6 +146,24 @@ impl Metal {
     ) -> Result<Dispatch<'a>> {
         let wanted = count.next_multiple_of(SIMDGROUP).min(THREADS);
         self.dispatch(name, wanted, |threads| [count.div_ceil(threads), rows, 1], arguments)
+    }
+
+    /// The kernel `name`, which is made for threadgroups of `threads` threads and no other.
+    pub(crate) fn exactly<'a>(
+        &self,
+        name: &'static str,
+        threads: usize,
+        groups: [usize; 3],
+        arguments: &'a [Argument<'a>],
+    ) -> Result<Dispatch<'a>> {
+        let dispatch = self.dispatch(name, threads, |_| groups, arguments)?;
+        if !encode::takes(&dispatch.pipeline, threads) {
+            bail!(
+                "metal-candle-kernels: `{name}` takes {} threads on this GPU, expected {threads}",
+                dispatch.threads
+            )
+        }
+        Ok(Dispatch { threads, ..dispatch })
     }
 
     /// `groups` says how many threadgroups there are of so many threads.

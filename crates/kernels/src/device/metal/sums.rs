@@ -22,9 +22,9 @@ impl Groups {
 impl Metal {
     /// Encodes `before`, which writes `partial` `(sets, groups, columns)` f32, and then the sums over
     /// the groups, `(sets, columns)`, always added in the same order.
-    pub(crate) fn run_and_sum(
+    pub(crate) fn run_and_sum<const BEFORE: usize>(
         &self,
-        before: [Dispatch; 2],
+        before: [Dispatch; BEFORE],
         partial: &Array,
         [sets, groups, columns]: [usize; 3],
     ) -> Result<Array> {
@@ -37,8 +37,9 @@ impl Metal {
             Argument::U32(size(OPERATION, columns)?),
         ];
         let sum = self.by_thread("sum_groups", columns, sets, &arguments)?;
-        let [first, second] = before;
-        self.run(&[first, second, sum])?;
+        let mut dispatches = Vec::from(before);
+        dispatches.push(sum);
+        self.run(&dispatches)?;
         Ok(out)
     }
 

@@ -1,6 +1,8 @@
 //! What the host passes to the kernels, tried in the emulator: the public operations, computed by Metal's
 //! side of them on tensors of the CPU, against the CPU's own.
 
+mod linear;
+mod product;
 mod step;
 
 use super::encode::{Emulator, emulate};
@@ -13,21 +15,26 @@ use candle_core::{DType, Device, Tensor};
 use metal_emulator::{Mode, Source};
 use std::sync::{Arc, OnceLock};
 
-/// Asserts that `task` gives the same by the kernels as by the CPU, within the precision of each dtype it
-/// is called with, and with few threads as with many.
-fn assert_same(task: impl Fn(DType) -> Vec<Tensor>) {
-    static EMULATOR: OnceLock<Option<Emulator>> = OnceLock::new();
+/// The kernels as a mode compiles them; `None` where there is no emulator.
+fn emulator(mode: Mode) -> Option<Emulator> {
+    static EMULATORS: [OnceLock<Option<Emulator>>; 3] = [const { OnceLock::new() }; 3];
     let open = || {
         metal_emulator::available().then(|| {
-            let name = format!("metal-candle-{}.metal", std::process::id());
+            let name = format!("metal-candle-{}-{mode:?}.metal", std::process::id());
             let path = std::env::temp_dir().join(name);
             std::fs::write(&path, source()).unwrap();
-            let library = Arc::new(Source::file(&path).compile(Mode::Asan).unwrap());
+            let library = Arc::new(Source::file(&path).compile(mode).unwrap());
             std::fs::remove_file(path).unwrap();
             Emulator { library, seed: 2, most_threads: 1024 }
         })
     };
-    let Some(emulator) = EMULATOR.get_or_init(open) else { return };
+    EMULATORS[mode as usize].get_or_init(open).clone()
+}
+
+/// Asserts that `task` gives the same by the kernels as by the CPU, within the precision of each dtype it
+/// is called with, and with few threads as with many.
+fn assert_same(task: impl Fn(DType) -> Vec<Tensor>) {
+    let Some(emulator) = emulator(Mode::Asan) else { return };
     for (dtype, tolerance) in PRECISIONS {
         let expected = task(dtype);
         for most_threads in [33, 1024] {
@@ -37,6 +44,21 @@ fn assert_same(task: impl Fn(DType) -> Vec<Tensor>) {
                 assert_eq!(found.dtype(), expected.dtype());
                 assert_close(found, expected, tolerance);
             }
+        }
+    }
+}
+
+/// Calls `task` with the kernels in every mode, in several orders of the threads, and with threadgroups of
+/// few threads and of many.
+fn in_every_mode(task: impl Fn()) {
+    for (mode, runs) in [
+        (Mode::Plain, &[(0, 1024), (1, 33)][..]),
+        (Mode::Asan, &[(2, 1024), (3, 33)]),
+        (Mode::Race, &[(0, 1024), (1, 1024), (3, 33)]),
+    ] {
+        let Some(emulator) = emulator(mode) else { return };
+        for &(seed, most_threads) in runs {
+            emulate(Emulator { seed, most_threads, ..emulator.clone() }, &task);
         }
     }
 }
