@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use metal_candle_kernels::glu::{self, Activation};
 use metal_candle_kernels::layer_norm::{self, Needs};
-use metal_candle_kernels::{embedding, rms_norm, rope, sampling, softmax};
+use metal_candle_kernels::{cross_entropy, embedding, rms_norm, rope, sampling, softmax};
 use metal_emulator::{Buffers, Dispatch, Element, Error, Library, Source, for_every_mode};
 use std::path::Path;
 use std::sync::OnceLock;

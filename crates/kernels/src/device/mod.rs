@@ -30,7 +30,7 @@ macro_rules! kernel_name {
 pub(crate) use kernel_name;
 
 /// The operations that have a Metal kernel.
-const ON_METAL: [&str; 21] = [
+const ON_METAL: [&str; 22] = [
     "adamw::accumulate",
     "adamw::clipped_step",
     "adamw::fill_zero",
@@ -38,6 +38,7 @@ const ON_METAL: [&str; 21] = [
     "adamw::step",
     "add",
     "cast",
+    "cross_entropy",
     "embedding",
     "glu",
     "layer_norm",

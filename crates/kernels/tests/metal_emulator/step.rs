@@ -225,3 +225,152 @@ fn greedy_choices_are_the_cpus_in_every_mode_and_order() -> Result<(), Error> {
     let Some(source) = library() else { return Ok(()) };
     for_every_mode(source, |library, seed| for_every_dtype!(greedy, library, seed))
 }
+
+/// Rows of logits with their targets: loss and gradient apart from the products, and in their place.
+fn losses<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
+    let problems = [(3usize, 37usize, 0.0f32, 1.0f32), (2, 131, 1.5, 0.5), (1, 1, 0.0, 2.0)];
+    for ((rows, columns, cap, scale), threads) in problems.into_iter().zip(THREADS) {
+        let stride = columns.next_multiple_of(8);
+        let products = random::<f32>(rows * stride, 1);
+        let targets: Vec<u32> = (0..rows).map(|row| (row * 36 % columns) as u32).collect();
+        // With the identity as the head, the gradient of hidden is that of the products.
+        let identity = Tensor::eye(columns, DType::F64, &Device::Cpu).unwrap();
+        let softcap = (cap > 0.0).then_some(f64::from(cap));
+        let options = cross_entropy::Options { softcap, logit_scale: scale.into(), chunk: 7 };
+        let hidden = tensor(&products, &[rows, stride]).narrow(1, 0, columns).unwrap();
+        let of = |row: usize, need: bool| {
+            let hidden = hidden.narrow(0, row, 1).unwrap();
+            cross_entropy::forward(&hidden, &identity, &targets[row..][..1], &options, need, false)
+                .unwrap()
+        };
+        let loss: Vec<Tensor> = (0..rows).map(|row| of(row, false).loss).collect();
+        let loss = Tensor::stack(&loss, 0).unwrap();
+        let gradient: Vec<Tensor> = (0..rows).map(|row| of(row, true).dhidden.unwrap()).collect();
+        let gradient = Tensor::cat(&gradient, 0).unwrap();
+        for place in 0..3u32 {
+            if place == 2 && T::NAME != "f32" {
+                continue;
+            }
+            let run = start::<T>(library, "cross_entropy_rows", seed)?
+                .buffer(0, &products)
+                .buffer(2, &targets)
+                .output::<f32>(3, rows)
+                .value(4, stride as u64)
+                .value(5, columns as u32)
+                .value(6, scale)
+                .value(7, cap)
+                .value(8, place);
+            let run = match place {
+                1 => run.output::<T>(1, rows * stride),
+                _ => run.buffer(1, &products),
+            };
+            let found = run.threadgroups([rows as u32, 1, 1], [threads, 1, 1])?;
+            assert_near::<f32>(&found, 3, &loss, "cross_entropy's loss");
+            let after: Vec<f32> = found.read(0)?;
+            let found: Vec<f64> = match place {
+                0 => Vec::new(),
+                1 => found.read::<T>(1)?.into_iter().map(Number::to).collect(),
+                _ => after.iter().map(|number| f64::from(*number)).collect(),
+            };
+            if place != 2 {
+                assert_eq!(after, products);
+            }
+            for (found, expected) in found.chunks(stride).zip(gradient.to_vec2::<f64>().unwrap()) {
+                for (found, expected) in found.iter().zip(expected) {
+                    let error = (found - expected).abs();
+                    assert!(error <= T::TOLERANCE, "{}: {found} is not {expected}", T::NAME);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn losses_are_right_in_every_mode_and_order() -> Result<(), Error> {
+    let Some(source) = library() else { return Ok(()) };
+    for_every_mode(source, |library, seed| for_every_dtype!(losses, library, seed))
+}
+
+#[test]
+fn large_logits_do_not_overflow_and_nan_shows() -> Result<(), Error> {
+    let Some(source) = library() else { return Ok(()) };
+    for_every_mode(source, |library, seed| {
+        for (odd, loss) in [
+            (3e4f32, 3e4f32 - 1.0),
+            (f32::NEG_INFINITY, 39f32.ln()),
+            (f32::NAN, f32::NAN),
+            (f32::INFINITY, f32::NAN),
+        ] {
+            let mut products = [1.0f32; 40];
+            products[7] = odd;
+            let found = library
+                .kernel("cross_entropy_rows_f32")?
+                .dispatch()
+                .seed(seed)
+                .buffer(0, &products)
+                .output::<f32>(1, 40)
+                .buffer(2, &[3u32])
+                .output::<f32>(3, 1)
+                .value(4, 40u64)
+                .value(5, 40u32)
+                .value(6, 1.0f32)
+                .value(7, 0.0f32)
+                .value(8, 1u32)
+                .threadgroups([1, 1, 1], [33, 1, 1])?;
+            let found_loss = found.read::<f32>(3)?[0];
+            let gradient: Vec<f32> = found.read(1)?;
+            if loss.is_nan() {
+                assert!(!found_loss.is_finite() && gradient.iter().any(|g| g.is_nan()), "{odd}");
+            } else {
+                assert!((found_loss - loss).abs() <= 1e-6 * loss, "{odd}: {found_loss}");
+                assert!(gradient.iter().all(|g| g.is_finite()), "{odd}");
+            }
+        }
+        Ok(())
+    })
+}
+
+fn scattered<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
+    let places = [1u32, u32::MAX, 0, u32::MAX, 2];
+    for (columns, threads) in [7, 150, 1].into_iter().zip(THREADS) {
+        let x = random::<T>(3 * columns, 1);
+        let found = start::<T>(library, "cross_entropy_scatter", seed)?
+            .buffer(0, &x)
+            .buffer(1, &places)
+            .output::<T>(2, 5 * columns)
+            .value(3, columns as u32)
+            .threadgroups(stretches(columns, 5, threads), [threads, 1, 1])?;
+        let found: Vec<T> = found.read(2)?;
+        for (row, place) in found.chunks(columns).zip(places) {
+            for (i, found) in row.iter().enumerate() {
+                let from = x.get(place as usize * columns + i).map_or(0.0, |from| from.to());
+                assert_eq!(found.to(), from);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn rows_find_their_places_in_every_mode_and_order() -> Result<(), Error> {
+    let Some(source) = library() else { return Ok(()) };
+    for_every_mode(source, |library, seed| {
+        for_every_dtype!(scattered, library, seed)?;
+        for (count, threads) in [1003, 401, 1].into_iter().zip(THREADS) {
+            let losses = random::<f32>(count, 1);
+            let found = library
+                .kernel("cross_entropy_sum")?
+                .dispatch()
+                .seed(seed)
+                .buffer(0, &losses)
+                .output::<f32>(1, 1)
+                .value(2, count as u32)
+                .threadgroups([1, 1, 1], [threads, 1, 1])?;
+            let expected = losses.iter().map(|loss| f64::from(*loss)).sum::<f64>();
+            let error = (f64::from(found.read::<f32>(1)?[0]) - expected).abs();
+            assert!(error <= 1e-6 * (count as f64), "{error}");
+        }
+        Ok(())
+    })
+}

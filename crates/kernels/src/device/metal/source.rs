@@ -2,12 +2,13 @@
 
 const HEADER: &str = include_str!("common.metal.h");
 
-const SOURCES: [&str; 13] = [
+const SOURCES: [&str; 14] = [
     include_str!("kernel.metal"),
     include_str!("product.metal"),
     include_str!("../../adamw/kernel.metal"),
     include_str!("../../arithmetic/kernel.metal"),
     include_str!("../../copy/kernel.metal"),
+    include_str!("../../cross_entropy/kernel.metal"),
     include_str!("../../embedding/kernel.metal"),
     include_str!("../../glu/kernel.metal"),
     include_str!("../../layer_norm/kernel.metal"),

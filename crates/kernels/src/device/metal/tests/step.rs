@@ -2,6 +2,9 @@
 
 use super::{assert_same, input};
 use crate::adamw::{self, Options};
+use crate::cross_entropy::metal::Problem;
+use crate::cross_entropy::{self, IGNORE};
+use crate::device::metal::computes;
 use crate::sampling;
 use crate::testing::*;
 use candle_core::{DType, Tensor};
@@ -86,5 +89,71 @@ fn metal_host_of_greedy_choices_agrees_with_the_kernels() {
         [&logits, &strided(&logits), &last]
             .map(|logits| greedy(logits).to_dtype(DType::F32).unwrap())
             .to_vec()
+    });
+}
+
+/// Some rows that don't count, in several chunks, with what each dtype's products and gradients round.
+#[test]
+fn metal_host_of_cross_entropy_agrees_with_the_kernels() {
+    let (n, d, v) = (150, 12, 45);
+    let some: Vec<u32> =
+        (0..n).map(|row| if row % 3 == 1 { IGNORE } else { row * 7 % v }).collect();
+    let all: Vec<u32> = (0..n).map(|row| row * 7 % v).collect();
+    let none = vec![IGNORE; n as usize];
+    let options = |softcap, logit_scale| cross_entropy::Options { softcap, logit_scale, chunk: 64 };
+    for (targets, options, needs) in [
+        (&some, options(None, 1.0), (true, true)),
+        (&some, options(Some(1.5), 0.5), (true, false)),
+        (&all, options(None, 1.0), (true, true)),
+        (&all, options(Some(0.8), 1.0), (false, true)),
+        (&all, options(None, 1.0), (false, false)),
+        (&none, options(None, 1.0), (true, true)),
+    ] {
+        assert_same(|dtype| {
+            let hidden = strided_rows(&[n as usize, d], 1, dtype);
+            let weight = input(&[v as usize, d], 2, dtype);
+            let (need_dhidden, need_dweight) = needs;
+            let found = if computes(&hidden) {
+                // In chunks of fewer rows than a device would take.
+                let counted = targets.iter().copied().enumerate();
+                let counted: Vec<_> = counted.filter(|(_, target)| *target != IGNORE).collect();
+                let (hidden, weight, counted) = (&hidden, &weight, &counted);
+                let options = &options;
+                Problem { hidden, weight, counted, options, need_dhidden, need_dweight }
+                    .run("cross_entropy", 64)
+            } else {
+                cross_entropy::forward(
+                    &hidden,
+                    &weight,
+                    targets,
+                    &options,
+                    need_dhidden,
+                    need_dweight,
+                )
+            };
+            let found = found.unwrap();
+            assert_eq!(found.count, targets.iter().filter(|target| **target != IGNORE).count());
+            assert_eq!((found.dhidden.is_some(), found.dweight.is_some()), needs);
+            [Some(found.loss), found.dhidden, found.dweight].into_iter().flatten().collect()
+        });
+    }
+}
+
+/// Rows at a distance from each other.
+fn strided_rows(shape: &[usize; 2], seed: u64, dtype: DType) -> Tensor {
+    let wide = random(&[shape[0], shape[1] + 3], seed).to_dtype(dtype).unwrap();
+    wide.narrow(1, 2, shape[1]).unwrap()
+}
+
+/// The public function takes the same way, in one chunk.
+#[test]
+fn metal_takes_the_loss_of_public_calls() {
+    assert_same(|dtype| {
+        let (hidden, weight) = (input(&[5, 8], 1, dtype), input(&[11, 8], 2, dtype));
+        let options = cross_entropy::Options { softcap: None, logit_scale: 1.0, chunk: 2 };
+        let targets = [3, IGNORE, 10, 0, 3];
+        let found = cross_entropy::forward(&hidden, &weight, &targets, &options, true, true);
+        let found = found.unwrap();
+        [Some(found.loss), found.dhidden, found.dweight].into_iter().flatten().collect()
     });
 }
