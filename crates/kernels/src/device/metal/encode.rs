@@ -1,6 +1,6 @@
 //! The device of some tensors: its memory, and how kernels are encoded.
 
-use super::{Argument, Array, Dispatch, library};
+use super::{Argument, Array, Dispatch, library, memory};
 use candle_core::metal_backend::{MetalDevice, MetalError, MetalStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor, bail};
@@ -53,7 +53,7 @@ impl Metal {
         let shape = shape.into();
         let count = shape.elem_count();
         // Metal has no buffer of nothing.
-        let buffer = self.device.new_buffer_builder().with_size_for(count.max(1), dtype).build()?;
+        let buffer = memory::buffer(&self.device, count.max(1) * dtype.size_in_bytes())?;
         let storage = MetalStorage::new(buffer.clone(), self.device.clone(), count, dtype);
         let storage = Storage::Metal(storage);
         let tensor = Tensor::from_storage(storage, shape, BackpropOp::none(), false);

@@ -12,6 +12,9 @@ mod copy;
 mod encode;
 #[cfg(feature = "metal")]
 mod library;
+#[cfg(feature = "metal")]
+mod memory;
+mod pool;
 pub(crate) mod product;
 mod source;
 mod sums;
@@ -29,6 +32,8 @@ use encode::{Buffer, Pipeline};
 pub(crate) use encode::{Metal, computes};
 #[cfg(feature = "metal")]
 pub(crate) use encode::{count, nothing, open};
+#[cfg(feature = "metal")]
+pub(crate) use memory::{end_round, memory, reset_peak};
 pub(crate) use sums::Groups;
 
 /// The kernel `$name` for elements of dtype `$dtype`.
