@@ -116,19 +116,19 @@ fn check_adapter(folder: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The device, if this build has it.
+/// The device, if this build has it; `auto` is a GPU where there is one.
 pub fn device(processor: Processor) -> anyhow::Result<Device> {
     match processor {
-        Processor::Auto if devices::cuda_count() == 0 => Ok(Device::Cpu),
-        Processor::Cpu => Ok(Device::Cpu),
+        Processor::Auto if devices::cuda_count() > 0 => Ok(devices::cuda(0)?),
+        Processor::Auto if devices::metal_count() > 0 => Ok(devices::metal(0)?),
+        Processor::Auto | Processor::Cpu => Ok(Device::Cpu),
         Processor::Cuda if !cfg!(feature = "cuda") => {
             Err(usage("device: this build has no CUDA; use --device cpu"))
         }
-        Processor::Auto | Processor::Cuda => Ok(devices::cuda(0)?),
+        Processor::Cuda => Ok(devices::cuda(0)?),
         Processor::Metal if !cfg!(feature = "metal") => {
             Err(usage("device: this build has no Metal; use --device cpu"))
         }
-        // `auto` doesn't take it while there are operations without a Metal kernel.
         Processor::Metal => Ok(devices::metal(0)?),
     }
 }
@@ -136,7 +136,7 @@ pub fn device(processor: Processor) -> anyhow::Result<Device> {
 /// The dtype, where `auto` is what the device is best at.
 pub fn dtype(precision: Precision, device: &Device) -> DType {
     match precision {
-        Precision::Auto if device.is_cuda() => DType::BF16,
+        Precision::Auto if !device.is_cpu() => DType::BF16,
         Precision::Auto | Precision::F32 => DType::F32,
         Precision::Bf16 => DType::BF16,
         Precision::F16 => DType::F16,

@@ -30,16 +30,27 @@ macro_rules! kernel_name {
 pub(crate) use kernel_name;
 
 /// The operations that have a Metal kernel.
-const ON_METAL: [&str; 13] = [
+const ON_METAL: [&str; 24] = [
+    "adamw::accumulate",
+    "adamw::clipped_step",
+    "adamw::fill_zero",
+    "adamw::norm",
+    "adamw::step",
     "add",
     "attention::backward",
     "attention::forward",
     "cast",
+    "cross_entropy",
     "embedding",
     "glu",
     "layer_norm",
+    "linear",
+    "linear_backward_bias",
+    "linear_backward_input",
+    "linear_backward_weight",
     "rms_norm",
     "rope",
+    "sampling",
     "scale",
     "scale_by",
     "softmax",

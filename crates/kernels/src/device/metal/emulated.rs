@@ -1,13 +1,14 @@
 //! Stands in for a device in tests: kernels are run by the emulator, on tensors of the CPU.
 
+use super::source::source;
 use super::{Argument, Array, Dispatch};
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, Tensor, bail,
 };
 use half::{bf16, f16};
-use metal_emulator::Library;
+use metal_emulator::{Library, Mode, Source};
 use std::cell::RefCell;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// What a test runs kernels with.
 #[derive(Clone)]
@@ -16,6 +17,24 @@ pub(crate) struct Emulator {
     pub(crate) seed: u64,
     /// Threads that a threadgroup may have.
     pub(crate) most_threads: usize,
+}
+
+impl Emulator {
+    /// All kernels as a mode compiles them; `None`, said once, where that can't be done.
+    pub(crate) fn open(mode: Mode) -> Option<Emulator> {
+        static EMULATORS: [OnceLock<Option<Emulator>>; 3] = [const { OnceLock::new() }; 3];
+        let open = || {
+            metal_emulator::available().then(|| {
+                let name = format!("metal-candle-{}-{mode:?}.metal", std::process::id());
+                let path = std::env::temp_dir().join(name);
+                std::fs::write(&path, source()).unwrap();
+                let library = Arc::new(Source::file(&path).compile(mode).unwrap());
+                std::fs::remove_file(path).unwrap();
+                Emulator { library, seed: 0, most_threads: 1024 }
+            })
+        };
+        EMULATORS[mode as usize].get_or_init(open).clone()
+    }
 }
 
 thread_local! {
@@ -47,6 +66,11 @@ impl Pipeline {
     pub(super) fn max_total_threads_per_threadgroup(&self) -> usize {
         self.most_threads
     }
+}
+
+/// A kernel that is made for so many threads takes them however few others take.
+pub(super) fn takes(_: &Pipeline, _: usize) -> bool {
+    true
 }
 
 #[derive(Clone)]
@@ -99,6 +123,7 @@ impl Metal {
                     Argument::U64(value) => run.value(index, value),
                     Argument::F32(value) => run.value(index, value),
                     Argument::U32s(values) => run.buffer(index, values),
+                    Argument::F32s(values) => run.buffer(index, values),
                     Argument::U64s(values) => run.buffer(index, values),
                 };
             }

@@ -1,9 +1,10 @@
 //! The device of some tensors: its memory, and how kernels are encoded.
 
-use super::{Argument, Array, Dispatch, library};
+use super::{Argument, Array, Dispatch, library, memory};
 use candle_core::metal_backend::{MetalDevice, MetalError, MetalStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor, bail};
+use candle_metal_kernels::metal::ComputeCommandEncoder;
 use objc2_metal::MTLSize;
 
 pub(super) use candle_metal_kernels::metal::{Buffer, ComputePipeline as Pipeline};
@@ -52,7 +53,7 @@ impl Metal {
         let shape = shape.into();
         let count = shape.elem_count();
         // Metal has no buffer of nothing.
-        let buffer = self.device.new_buffer_builder().with_size_for(count.max(1), dtype).build()?;
+        let buffer = memory::buffer(&self.device, count.max(1) * dtype.size_in_bytes())?;
         let storage = MetalStorage::new(buffer.clone(), self.device.clone(), count, dtype);
         let storage = Storage::Metal(storage);
         let tensor = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
@@ -84,20 +85,9 @@ impl Metal {
                     Argument::U32(value) => encoder.set_bytes(index, &value),
                     Argument::U64(value) => encoder.set_bytes(index, &value),
                     Argument::F32(value) => encoder.set_bytes(index, &value),
-                    Argument::U32s(values) => {
-                        encoder.set_bytes_directly(
-                            index,
-                            size_of_val(values),
-                            values.as_ptr().cast(),
-                        );
-                    }
-                    Argument::U64s(values) => {
-                        encoder.set_bytes_directly(
-                            index,
-                            size_of_val(values),
-                            values.as_ptr().cast(),
-                        );
-                    }
+                    Argument::U32s(values) => set_all(encoder, index, values),
+                    Argument::F32s(values) => set_all(encoder, index, values),
+                    Argument::U64s(values) => set_all(encoder, index, values),
                 }
             }
             let [width, height, depth] = *groups;
@@ -108,6 +98,16 @@ impl Metal {
         }
         Ok(())
     }
+}
+
+/// Passes the bytes of numbers, of which there are few.
+fn set_all<T>(encoder: &ComputeCommandEncoder, index: usize, values: &[T]) {
+    encoder.set_bytes_directly(index, size_of_val(values), values.as_ptr().cast());
+}
+
+/// Whether a threadgroup of the kernel may have so many threads.
+pub(super) fn takes(pipeline: &Pipeline, threads: usize) -> bool {
+    threads <= pipeline.max_total_threads_per_threadgroup()
 }
 
 /// How many Metal devices there are.

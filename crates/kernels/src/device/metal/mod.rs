@@ -5,14 +5,18 @@
 //! kernels under one lock of the encoder.
 //!
 //! Tests run the kernels, and what is passed to them, in an emulator, or on a Mac's GPU with the feature
-//! `metal`; `encode.rs` and `library.rs`, which speak to Metal, were type-checked only. Nothing ran on a Mac
-//! yet.
+//! `metal`; `encode.rs`, `library.rs` and `memory.rs`, which speak to Metal, were type-checked only. Nothing
+//! ran on a Mac yet.
 
 mod copy;
 #[cfg(feature = "metal")]
 mod encode;
 #[cfg(feature = "metal")]
 mod library;
+#[cfg(feature = "metal")]
+mod memory;
+mod pool;
+pub(crate) mod product;
 mod source;
 mod sums;
 // The tests of machines without Metal run the kernels in an emulator, with tensors of the CPU.
@@ -31,6 +35,8 @@ pub(crate) use encode::{Emulator, emulate};
 pub(crate) use encode::{Metal, computes};
 #[cfg(feature = "metal")]
 pub(crate) use encode::{count, nothing, open};
+#[cfg(feature = "metal")]
+pub(crate) use memory::{end_round, memory, reset_peak};
 pub(crate) use sums::Groups;
 
 /// The kernel `$name` for elements of dtype `$dtype`.
@@ -86,6 +92,7 @@ pub(crate) enum Argument<'a> {
     U64(u64),
     F32(f32),
     U32s(&'a [u32]),
+    F32s(&'a [f32]),
     U64s(&'a [u64]),
 }
 
@@ -175,6 +182,24 @@ impl Metal {
             )
         }
         prepare(name, pipeline, simdgroups * SIMDGROUP, groups(simdgroups), arguments)
+    }
+
+    /// The kernel `name`, which is made for threadgroups of `threads` threads and no other.
+    pub(crate) fn exactly<'a>(
+        &self,
+        name: &'static str,
+        threads: usize,
+        groups: [usize; 3],
+        arguments: &'a [Argument<'a>],
+    ) -> Result<Dispatch<'a>> {
+        let dispatch = self.dispatch(name, threads, |_| groups, arguments)?;
+        if !encode::takes(&dispatch.pipeline, threads) {
+            bail!(
+                "metal-candle-kernels: `{name}` takes {} threads on this GPU, expected {threads}",
+                dispatch.threads
+            )
+        }
+        Ok(Dispatch { threads, ..dispatch })
     }
 
     /// `groups` says how many threadgroups there are of so many threads.
