@@ -30,9 +30,10 @@ macro_rules! kernel_name {
 pub(crate) use kernel_name;
 
 /// The operations that have a Metal kernel.
-const ON_METAL: [&str; 15] = [
+const ON_METAL: [&str; 19] = [
     "add",
     "cast",
+    "dropout",
     "embedding",
     "glu",
     "layer_norm",
@@ -40,6 +41,9 @@ const ON_METAL: [&str; 15] = [
     "linear_backward_bias",
     "linear_backward_input",
     "linear_backward_weight",
+    "lora_linear::backward",
+    "lora_linear::forward",
+    "lora_linear::forward_again",
     "rms_norm",
     "rope",
     "scale",

@@ -57,6 +57,12 @@ pub(crate) struct Array {
 }
 
 impl Array {
+    /// The same buffer from its beginning, which is aligned to whatever a kernel takes.
+    fn beginning(&self) -> Array {
+        let Array { buffer, dtype, tensor, .. } = self;
+        Array { buffer: buffer.clone(), offset: 0, dtype: *dtype, tensor: tensor.clone() }
+    }
+
     /// The same buffer from `bytes` further on.
     pub(crate) fn at(&self, bytes: usize) -> Array {
         let Array { buffer, offset, dtype, tensor } = self;

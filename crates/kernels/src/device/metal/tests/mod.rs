@@ -30,36 +30,48 @@ fn emulator(mode: Mode) -> Option<Emulator> {
     EMULATORS[mode as usize].get_or_init(open).clone()
 }
 
+/// What a test is run with: a mode, an order of the threads, and how many a threadgroup may have.
+type Run = (Mode, u64, usize);
+
+/// For tests of what the host passes, whose kernels have tests of their own.
+const QUICK: &[Run] = &[(Mode::Asan, 2, 33), (Mode::Asan, 2, 1024)];
+/// For tests of kernels.
+const THOROUGH: &[Run] = &[
+    (Mode::Plain, 0, 1024),
+    (Mode::Plain, 1, 33),
+    (Mode::Asan, 2, 1024),
+    (Mode::Asan, 3, 33),
+    (Mode::Race, 0, 1024),
+    (Mode::Race, 1, 1024),
+    (Mode::Race, 3, 33),
+];
+
+/// Calls `task` with the kernels once for each run, unless there is no emulator.
+fn in_every(runs: &[Run], task: impl Fn()) {
+    for &(mode, seed, most_threads) in runs {
+        let Some(emulator) = emulator(mode) else { return };
+        emulate(Emulator { seed, most_threads, ..emulator }, &task);
+    }
+}
+
 /// Asserts that `task` gives the same by the kernels as by the CPU, within the precision of each dtype it
-/// is called with, and with few threads as with many.
-fn assert_same(task: impl Fn(DType) -> Vec<Tensor>) {
-    let Some(emulator) = emulator(Mode::Asan) else { return };
+/// is called with.
+fn assert_same_in(runs: &[Run], task: impl Fn(DType) -> Vec<Tensor>) {
     for (dtype, tolerance) in PRECISIONS {
         let expected = task(dtype);
-        for most_threads in [33, 1024] {
-            let found = emulate(Emulator { most_threads, ..emulator.clone() }, || task(dtype));
+        in_every(runs, || {
+            let found = task(dtype);
             assert_eq!(found.len(), expected.len());
             for (found, expected) in found.iter().zip(&expected) {
                 assert_eq!(found.dtype(), expected.dtype());
                 assert_close(found, expected, tolerance);
             }
-        }
+        });
     }
 }
 
-/// Calls `task` with the kernels in every mode, in several orders of the threads, and with threadgroups of
-/// few threads and of many.
-fn in_every_mode(task: impl Fn()) {
-    for (mode, runs) in [
-        (Mode::Plain, &[(0, 1024), (1, 33)][..]),
-        (Mode::Asan, &[(2, 1024), (3, 33)]),
-        (Mode::Race, &[(0, 1024), (1, 1024), (3, 33)]),
-    ] {
-        let Some(emulator) = emulator(mode) else { return };
-        for &(seed, most_threads) in runs {
-            emulate(Emulator { seed, most_threads, ..emulator.clone() }, &task);
-        }
-    }
+fn assert_same(task: impl Fn(DType) -> Vec<Tensor>) {
+    assert_same_in(QUICK, task);
 }
 
 /// Not contiguous.

@@ -1,6 +1,6 @@
 //! Products, in every mode: tiles and few rows, against f64.
 
-use super::in_every_mode;
+use super::{THOROUGH, in_every};
 use crate::device::metal::product::{Adapter, FewRows, Finish, Mask, Matrix, Term};
 use crate::device::metal::{Array, Metal};
 use crate::testing::*;
@@ -69,7 +69,7 @@ const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 #[test]
 fn metal_products_of_all_layouts_and_dtypes_are_right() {
-    in_every_mode(|| {
+    in_every(THOROUGH, || {
         let metal = metal();
         let sizes = [(33, 37, 41), (64, 33, 16), (9, 5, 3)];
         for (index, (rows, columns, inner)) in sizes.into_iter().enumerate() {
@@ -107,7 +107,7 @@ fn metal_products_of_all_layouts_and_dtypes_are_right() {
 
 #[test]
 fn metal_products_in_large_tiles_are_right() {
-    in_every_mode(|| {
+    in_every(THOROUGH, || {
         let metal = metal();
         // Nine tiles down are more than a panel; eight across.
         let (rows, columns, inner) = (8 * 64 + 3, 7 * 64 + 1, 19);
@@ -125,7 +125,7 @@ fn metal_products_in_large_tiles_are_right() {
 
 #[test]
 fn metal_products_of_several_terms_add_up_with_bias_and_what_is_there() {
-    in_every_mode(|| {
+    in_every(THOROUGH, || {
         let metal = metal();
         let (rows, columns) = (35, 34);
         for (dtype, count) in [(DType::BF16, 2), (DType::F32, 8)] {
@@ -153,7 +153,8 @@ fn metal_products_of_several_terms_add_up_with_bias_and_what_is_there() {
                 })
                 .collect();
             let finish = Finish { bias: Some(&bias.array), add: true, mask: None };
-            let to = Matrix::of(&wide, columns + 3).at_column(1);
+            let inside = wide.at(dtype.size_in_bytes());
+            let to = Matrix::of(&inside, columns + 3);
             metal.product_with(OPERATION, rows, columns, &terms, finish, to).unwrap();
             let mut expected = there.numbers.broadcast_add(&bias.numbers).unwrap();
             for (index, (inner, (left, right))) in inners.iter().zip(&operands).enumerate() {
@@ -183,7 +184,7 @@ fn dropped(x: &Tensor, Mask { seed, threshold }: Mask) -> Tensor {
 
 #[test]
 fn metal_products_drop_elements_of_the_left_matrix_and_of_the_result() {
-    in_every_mode(|| {
+    in_every(THOROUGH, || {
         let metal = metal();
         let mask = Mask { seed: 0xdead_beef_1234_5678, threshold: 1 << 30 };
         let (rows, columns) = (35, 9);
@@ -212,7 +213,7 @@ fn metal_products_drop_elements_of_the_left_matrix_and_of_the_result() {
 
 #[test]
 fn metal_products_of_few_rows_are_right() {
-    in_every_mode(|| {
+    in_every(THOROUGH, || {
         let metal = metal();
         let sizes = [(1, 37, 141, true), (3, 9, 64, false), (8, 35, 130, true)];
         for (index, (rows, columns, inner, aligned)) in sizes.into_iter().enumerate() {
@@ -241,7 +242,7 @@ fn metal_products_of_few_rows_are_right() {
 
 #[test]
 fn metal_layers_of_few_rows_add_their_adapter() {
-    in_every_mode(|| {
+    in_every(THOROUGH, || {
         let metal = metal();
         // The last one's A is large enough to be read once, in slices.
         for (rows, columns, inner, rank) in [(1, 37, 70, 3), (3, 9, 40, 40), (5, 140, 1100, 250)] {
