@@ -55,6 +55,7 @@ fn what_cannot_be_timed_is_wrong_usage() {
         (&["--only", "chat"], "invalid value 'chat'"),
         (&["--threads", "0"], "threads: is 0"),
         (&["--device", "cuda"], "no CUDA"),
+        (&["--device", "cpu", "--matmul", "candle"], "matmul: is only for Metal"),
     ] {
         let stderr = place.fails(2, &[&["bench"], flags].concat());
         assert!(stderr.contains(expected), "{flags:?}: {stderr}");

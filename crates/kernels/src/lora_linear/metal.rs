@@ -84,7 +84,7 @@ pub(super) fn forward(
     let mut outputs = Vec::with_capacity(projections.len());
     for projection in projections {
         let ready = Ready::new(&metal, projection)?;
-        let output = match takes_few(&ready, rows, inner) {
+        let output = match metal.is_fused() && takes_few(&ready, rows, inner) {
             true => ready.few_rows(operation, &metal, &x, (rows, inner))?,
             false => ready.forward(operation, &metal, &x, (rows, inner))?,
         };
@@ -151,15 +151,14 @@ impl Ready {
             Ok((xa, factors))
         });
         let xa = xa.transpose()?;
-        let mut terms = Vec::with_capacity(2);
+        let mut small = Vec::new();
         if let Some((xa, Factors { b, rank, scale, .. })) = &xa {
             let term = Term::new(Matrix::of(xa, *rank), Matrix::rows(b)?, *rank);
-            terms.push(term.times(*scale));
+            small.push(term.times(*scale));
         }
-        terms.push(Term::new(Matrix::rows(x)?, Matrix::rows(weight)?.t(), inner));
+        let large = vec![Term::new(Matrix::rows(x)?, Matrix::rows(weight)?.t(), inner)];
         let y = metal.empty(with_last_dimension(&x.tensor, *outer), x.dtype)?;
-        let finish = Finish { bias: bias.as_ref(), ..Finish::default() };
-        metal.product_with(operation, rows, *outer, &terms, finish, Matrix::of(&y, *outer))?;
+        metal.layer(operation, rows, *outer, (large, small), bias.as_ref(), &y)?;
         Ok(Output { y: y.tensor, xa: xa.map(|(xa, _)| xa.tensor) })
     }
 }
@@ -177,7 +176,7 @@ pub(super) fn low_rank(
     for projection in projections {
         let ready = Ready::new(&metal, projection)?;
         found.push(match &ready.factors {
-            Some(_) if takes_few(&ready, rows, inner) => {
+            Some(_) if metal.is_fused() && takes_few(&ready, rows, inner) => {
                 ready.few_rows(operation, &metal, &x, (rows, inner))?.xa
             }
             Some(factors) => Some(factors.low_rank(operation, &metal, &x, (rows, inner))?.tensor),
@@ -231,19 +230,19 @@ pub(super) fn backward(
     }
     let Some(dx) = dx else { return Ok(SharedGradients { dx: None, adapters }) };
     let to = Matrix::of(&dx, inner);
-    let (mut terms, mut dropped) = (Vec::new(), Vec::new());
+    let (mut large, mut small, mut dropped) = (Vec::new(), Vec::new(), Vec::new());
     for (ready, dy, g) in &layers {
         if let Some((factors, g)) = ready.factors.as_ref().zip(g.as_ref()) {
             let (g, a) = (Matrix::of(g, factors.rank), Matrix::rows(&factors.a)?.t());
             let term = Term::new(g, a, factors.rank);
             match factors.dropout {
                 Some(dropout) => dropped.push((term, (mask(dropout), dropout.kept()))),
-                None => terms.push(term),
+                None => small.push(term),
             }
         }
-        terms.push(Term::new(Matrix::rows(dy)?, Matrix::rows(&ready.weight)?, ready.outer));
+        large.push(Term::new(Matrix::rows(dy)?, Matrix::rows(&ready.weight)?, ready.outer));
     }
-    metal.product(operation, rows, inner, &terms, to)?;
+    metal.layer(operation, rows, inner, (large, small), None, &dx)?;
     for (term, mask) in dropped {
         let finish = Finish { bias: None, add: true, mask: Some(mask) };
         metal.product_with(operation, rows, inner, &[term], finish, to)?;

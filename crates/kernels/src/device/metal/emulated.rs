@@ -1,6 +1,7 @@
 //! Stands in for a device in tests: kernels are run by the emulator, on tensors of the CPU.
 
 use super::{Argument, Array, Dispatch};
+use crate::devices::MetalMatmul;
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, Tensor, bail,
 };
@@ -16,6 +17,8 @@ pub(super) struct Emulator {
     pub(super) seed: u64,
     /// Threads that a threadgroup may have.
     pub(super) most_threads: usize,
+    /// Who makes the large products of linear layers.
+    pub(super) matmul: MetalMatmul,
 }
 
 thread_local! {
@@ -86,6 +89,30 @@ impl Metal {
 
     pub(super) fn pipeline(&self, name: &'static str) -> Result<Pipeline> {
         Ok(Pipeline { name, most_threads: self.emulator.most_threads })
+    }
+
+    pub(super) fn matmul(&self) -> MetalMatmul {
+        self.emulator.matmul
+    }
+
+    /// What Candle's and Apple's kernels do, by Candle on the CPU.
+    pub(super) fn multiply(
+        &self,
+        [rows, columns, inner]: [usize; 3],
+        [(left, left_turned), (right, right_turned)]: [(&Array, bool); 2],
+        to: &Array,
+    ) -> Result<()> {
+        let matrix = |array: &Array, turned: bool, rows: usize, columns: usize| {
+            let tensor = array.tensor.to_dtype(DType::F64)?;
+            if turned {
+                tensor.reshape((columns, rows))?.t()
+            } else {
+                tensor.reshape((rows, columns))
+            }
+        };
+        let left = matrix(left, left_turned, rows, inner)?;
+        let product = left.matmul(&matrix(right, right_turned, inner, columns)?)?;
+        to.tensor.inplace_op1(&Write(bytes(&product.to_dtype(to.dtype)?)))
     }
 
     pub(crate) fn run(&self, dispatches: &[Dispatch]) -> Result<()> {

@@ -12,6 +12,8 @@ mod copy;
 mod encode;
 #[cfg(feature = "metal")]
 mod library;
+#[cfg(feature = "metal")]
+mod mps;
 pub(crate) mod product;
 mod source;
 mod sums;

@@ -294,6 +294,19 @@ PRODUCT_TILES(64)
     finish(result, out, bias, row, column, sum);
 }
 
+/// Adds `count` elements to others.
+template <typename T>
+[[kernel]] void product_accumulate(device const T *x [[buffer(0)]], device T *out [[buffer(1)]],
+                                   constant ulong &count [[buffer(2)]], PLACE) {
+    const ulong start = ulong(group.x) * threads.x * AHEAD + own.x;
+    for (uint k = 0; k < AHEAD; k++) {
+        const ulong i = start + k * threads.x;
+        if (i < count) out[i] = static_cast<T>(float(out[i]) + float(x[i]));
+    }
+}
+
+FOR_EACH_DTYPE(product_accumulate)
+
 // Few rows.
 
 /// A layer for few rows, as `FewRows::numbers` in product.rs lays it out.

@@ -16,9 +16,13 @@
 //! Operands may each be of f32, f16 or bf16; they are multiplied in the dtype of the first left one. The
 //! result may be of any of the three as well. Up to [`MOST_ROWS`] rows of dot products have a kernel that
 //! reads the right matrix once for all of them, as fast as memory gives it; everything else is made of tiles.
+//!
+//! The large products of linear layers go by [`Metal::layer`], for which a user may choose Candle's or
+//! Apple's own product instead, see [`crate::devices::MetalMatmul`].
 
 use super::{Argument, Array, Metal, by_dtype, size};
 use crate::device::cpu::collapsed_rows;
+use crate::devices::MetalMatmul;
 use candle_core::{DType, Result, bail};
 
 /// Threads of a threadgroup of tiles, as in `product.metal`.
@@ -171,6 +175,65 @@ impl Metal {
         to: Matrix,
     ) -> Result<()> {
         self.product_with(operation, rows, columns, terms, Finish::default(), to)
+    }
+
+    /// Writes the sum of the large products of linear layers, and of small ones beside them, into `to`,
+    /// which is contiguous and a buffer's beginning. Unless the choice is [`MetalMatmul::Fused`], the large
+    /// ones are made one after another by somebody else's kernels, and the small ones are added to that.
+    pub(crate) fn layer(
+        &self,
+        operation: &str,
+        rows: usize,
+        columns: usize,
+        (large, small): (Vec<Term>, Vec<Term>),
+        bias: Option<&Array>,
+        to: &Array,
+    ) -> Result<()> {
+        let matrix = Matrix::of(to, columns);
+        if self.is_fused() || large.is_empty() {
+            let terms: Vec<_> = small.into_iter().chain(large).collect();
+            let finish = Finish { bias, ..Finish::default() };
+            return self.product_with(operation, rows, columns, &terms, finish, matrix);
+        }
+        for (index, term) in large.iter().enumerate() {
+            if index == 0 {
+                self.foreign(term, rows, columns, to)?;
+                continue;
+            }
+            let part = self.empty((rows, columns), to.dtype)?;
+            self.foreign(term, rows, columns, &part)?;
+            let name = by_dtype!("product_accumulate", to.dtype)?;
+            let count = rows * columns;
+            let arguments =
+                [Argument::Input(&part), Argument::Output(to), Argument::U64(count as u64)];
+            self.run(&[self.by_elements(name, count, 1, &arguments)?])?;
+        }
+        if small.is_empty() && bias.is_none() {
+            return Ok(());
+        }
+        let finish = Finish { bias, add: true, mask: None };
+        self.product_with(operation, rows, columns, &small, finish, matrix)
+    }
+
+    /// Whether this crate makes the large products of linear layers as well.
+    pub(crate) fn is_fused(&self) -> bool {
+        self.matmul() == MetalMatmul::Fused
+    }
+
+    /// A product that somebody else's kernel writes into `to`, of contiguous matrices of its dtype.
+    fn foreign(&self, term: &Term, rows: usize, columns: usize, to: &Array) -> Result<()> {
+        let Term { left, right, inner, .. } = *term;
+        if rows * columns == 0 {
+            return Ok(());
+        }
+        if inner == 0 {
+            return self.product("a product", rows, columns, &[], Matrix::of(to, columns));
+        }
+        let (left_array, right_array) =
+            (self.cast(left.array, to.dtype)?, self.cast(right.array, to.dtype)?);
+        let sizes = [rows, columns, inner];
+        let operands = [(&left_array, left.turned), (&right_array, right.turned)];
+        self.multiply(sizes, operands, to)
     }
 
     /// Like [`Metal::product`], with a bias, added to what is there, or with elements dropped.

@@ -1,10 +1,13 @@
 //! Linear layers and LoRA layers.
 
-use super::{THOROUGH, assert_same, assert_same_in, input};
+use super::{THOROUGH, assert_same, assert_same_in, emulator, input};
+use crate::device::metal::encode::{Emulator, emulate};
+use crate::devices::MetalMatmul;
 use crate::lora_linear::{self, Dropout, Lora, Output, Projection};
 use crate::matmul::*;
 use crate::testing::*;
 use candle_core::{DType, Tensor};
+use metal_emulator::Mode;
 
 #[test]
 fn metal_host_of_linear_layers_agrees_with_the_kernels() {
@@ -173,4 +176,37 @@ fn metal_host_of_lora_layers_of_few_rows_agrees_with_the_kernels() {
         all.extend(results(dtype, [1, 2], inner, &[]));
         all
     });
+}
+
+#[test]
+fn metal_layers_whose_large_products_are_made_elsewhere_are_the_same() {
+    let dropout = Some(Dropout { probability: 0.25, seed: 7 });
+    for matmul in [MetalMatmul::Candle, MetalMatmul::Mps] {
+        for (dtype, tolerance) in PRECISIONS {
+            let all = || {
+                let layer = |outer, rank, dropout| {
+                    Layer::new(dtype, DType::F32, [37, outer, rank], dropout)
+                };
+                let layers = [layer(40, 4, None), layer(9, 0, None), layer(21, 8, dropout)];
+                let mut all = Vec::new();
+                for rows in [[1, 1], [2, 6], [0, 1]] {
+                    all.extend(results(dtype, rows, 37, &layers));
+                }
+                let (x, dy) = (input(&[3, 7, 37], 1, dtype), input(&[3, 7, 12], 2, dtype));
+                let [weight, bias] = [&[12, 37][..], &[12]]
+                    .map(|shape| random(shape, 3).to_dtype(DType::F32).unwrap());
+                all.push(linear(&x, &weight, Some(&bias)).unwrap());
+                all.push(linear_backward_input(&dy, &weight).unwrap());
+                all
+            };
+            let expected = all();
+            let Some(emulator) = emulator(Mode::Asan) else { return };
+            let found = emulate(Emulator { matmul, ..emulator }, all);
+            assert_eq!(found.len(), expected.len());
+            for (found, expected) in found.iter().zip(&expected) {
+                assert_eq!(found.dtype(), expected.dtype());
+                assert_close(found, expected, tolerance);
+            }
+        }
+    }
 }

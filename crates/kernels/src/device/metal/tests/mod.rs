@@ -6,6 +6,7 @@ mod product;
 
 use super::encode::{Emulator, emulate};
 use super::source::source;
+use crate::devices::MetalMatmul;
 use crate::glu::{self, Activation};
 use crate::layer_norm::{self, Needs};
 use crate::testing::*;
@@ -24,7 +25,7 @@ fn emulator(mode: Mode) -> Option<Emulator> {
             std::fs::write(&path, source()).unwrap();
             let library = Arc::new(Source::file(&path).compile(mode).unwrap());
             std::fs::remove_file(path).unwrap();
-            Emulator { library, seed: 2, most_threads: 1024 }
+            Emulator { library, seed: 2, most_threads: 1024, matmul: MetalMatmul::Fused }
         })
     };
     EMULATORS[mode as usize].get_or_init(open).clone()
