@@ -179,16 +179,22 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
 /// # Errors
 /// Like [`forward`].
 pub fn forward_again(x: &Tensor, projections: &[Projection]) -> Result<Vec<Option<Tensor>>> {
-    const OPERATION: &str = "lora_linear::forward_again";
-    let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
-    check(OPERATION, x, inner, projections)?;
+    #[cfg(any(feature = "cuda", feature = "metal", test))]
+    let checked = || {
+        const OPERATION: &str = "lora_linear::forward_again";
+        let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
+        check(OPERATION, x, inner, projections)?;
+        Ok::<_, candle_core::Error>((OPERATION, (rows, inner)))
+    };
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
-        return cuda::low_rank(OPERATION, x, (rows, inner), projections);
+        let (operation, sizes) = checked()?;
+        return cuda::low_rank(operation, x, sizes, projections);
     }
     #[cfg(any(feature = "metal", test))]
     if crate::device::metal::computes(x) {
-        return metal::low_rank(OPERATION, x, (rows, inner), projections);
+        let (operation, sizes) = checked()?;
+        return metal::low_rank(operation, x, sizes, projections);
     }
     Ok(forward_shared(x, projections)?.into_iter().map(|output| output.xa).collect())
 }
