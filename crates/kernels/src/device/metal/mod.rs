@@ -4,8 +4,8 @@
 //! is said to read and to write, so every buffer is passed as what it is. An operation encodes all its
 //! kernels under one lock of the encoder.
 //!
-//! Tests run the kernels, and what is passed to them, in an emulator; `encode.rs` and `library.rs`, which
-//! speak to Metal, were type-checked only. Nothing ran on a Mac yet.
+//! Tests run the kernels, and what is passed to them, in an emulator; `encode.rs`, `library.rs` and `mps.rs`,
+//! which speak to Metal, were type-checked only. Nothing ran on a Mac yet.
 
 mod copy;
 #[cfg(feature = "metal")]

@@ -243,8 +243,12 @@ template <typename T, uint SIDE>
             }
         }
         if (term.factor != 1.0f) {
-            for (uint i = 0; i < N; i++)
-                for (uint j = 0; j < N; j++) sums[i][j].thread_elements() *= term.factor;
+            for (uint i = 0; i < N; i++) {
+                for (uint j = 0; j < N; j++) {
+                    sums[i][j].thread_elements()[0] *= term.factor;
+                    sums[i][j].thread_elements()[1] *= term.factor;
+                }
+            }
         }
     }
 
