@@ -1,6 +1,7 @@
 //! The GPUs of this machine, and how much of their memory is in use.
 
 use candle_core::{Device, Result};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 /// How many CUDA devices there are; 0 when this build has no CUDA, or the machine no driver.
 pub fn cuda_count() -> usize {
@@ -67,6 +68,41 @@ pub fn step<R, E: From<candle_core::Error>>(
             Ok(result)
         }),
         _ => step(),
+    }
+}
+
+/// Who makes the large products of linear layers on Metal: `x·Wᵀ`, and `dy·W` in the backward pass.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MetalMatmul {
+    /// This crate's kernels, in which an adapter's low-rank product is a part of the same sums, so that the
+    /// result is written once.
+    #[default]
+    Fused,
+    /// Candle's own product. What an adapter adds is added to it afterwards.
+    Candle,
+    /// Apple's `MPSMatrixMultiplication`, for f32 and f16 only. It cannot be put among the work that Candle
+    /// has encoded: that is waited for, and so is each product, which makes it slow for small ones. What an
+    /// adapter adds is added afterwards.
+    Mps,
+}
+
+static METAL_MATMUL: AtomicU8 = AtomicU8::new(MetalMatmul::Fused as u8);
+
+/// Chooses who makes the large products on Metal from now on, in the whole process. The result may differ in
+/// its last bits. Weights of another dtype than the activations are converted for each product, unless it is
+/// [`MetalMatmul::Fused`].
+pub fn set_metal_matmul(choice: MetalMatmul) {
+    METAL_MATMUL.store(choice as u8, Ordering::Relaxed);
+}
+
+/// What [`set_metal_matmul`] chose last.
+pub fn metal_matmul() -> MetalMatmul {
+    const CANDLE: u8 = MetalMatmul::Candle as u8;
+    const MPS: u8 = MetalMatmul::Mps as u8;
+    match METAL_MATMUL.load(Ordering::Relaxed) {
+        CANDLE => MetalMatmul::Candle,
+        MPS => MetalMatmul::Mps,
+        _ => MetalMatmul::Fused,
     }
 }
 

@@ -29,35 +29,7 @@ macro_rules! kernel_name {
 #[cfg(any(feature = "cuda", feature = "metal", test))]
 pub(crate) use kernel_name;
 
-/// The operations that have a Metal kernel.
-const ON_METAL: [&str; 24] = [
-    "adamw::accumulate",
-    "adamw::clipped_step",
-    "adamw::fill_zero",
-    "adamw::norm",
-    "adamw::step",
-    "add",
-    "attention::backward",
-    "attention::forward",
-    "cast",
-    "cross_entropy",
-    "embedding",
-    "glu",
-    "layer_norm",
-    "linear",
-    "linear_backward_bias",
-    "linear_backward_input",
-    "linear_backward_weight",
-    "rms_norm",
-    "rope",
-    "sampling",
-    "scale",
-    "scale_by",
-    "softmax",
-    "write",
-];
-
-/// An error unless all tensors are on one device, and this build has a kernel of the operation there.
+/// An error unless all tensors are on one device, and this build has kernels for it.
 pub(crate) fn require_together(operation: &str, tensors: &[&Tensor]) -> Result<()> {
     let mut first: Option<DeviceLocation> = None;
     for tensor in tensors {
@@ -65,9 +37,7 @@ pub(crate) fn require_together(operation: &str, tensors: &[&Tensor]) -> Result<(
         let gpu = match here {
             DeviceLocation::Cpu => None,
             DeviceLocation::Cuda { .. } => Some(("CUDA", cfg!(feature = "cuda"))),
-            DeviceLocation::Metal { .. } => {
-                Some(("Metal", cfg!(feature = "metal") && ON_METAL.contains(&operation)))
-            }
+            DeviceLocation::Metal { .. } => Some(("Metal", cfg!(feature = "metal"))),
         };
         match gpu {
             Some((device, false)) => bail!(

@@ -1,7 +1,7 @@
 //! Linear layers on Metal: products, see `device/metal/product.rs`.
 
 use super::with_last_dimension;
-use crate::device::metal::product::{Finish, Matrix, Term};
+use crate::device::metal::product::{Matrix, Term};
 use crate::device::metal::{Argument, Groups, Metal, by_dtype, size};
 use candle_core::{DType, Result, Tensor};
 
@@ -16,9 +16,8 @@ pub(super) fn linear(
     let y = metal.empty(with_last_dimension(x, outer), x.dtype())?;
     let (x, weight) = (metal.collapsed_rows(x)?, metal.collapsed_rows(weight)?);
     let bias = bias.map(|bias| metal.contiguous(bias)).transpose()?;
-    let terms = [Term::new(Matrix::rows(&x)?, Matrix::rows(&weight)?.t(), inner)];
-    let finish = Finish { bias: bias.as_ref(), ..Finish::default() };
-    metal.product_with(operation, rows, outer, &terms, finish, Matrix::of(&y, outer))?;
+    let large = vec![Term::new(Matrix::rows(&x)?, Matrix::rows(&weight)?.t(), inner)];
+    metal.layer(operation, rows, outer, (large, Vec::new()), bias.as_ref(), &y)?;
     Ok(y.tensor)
 }
 
@@ -31,8 +30,8 @@ pub(super) fn backward_input(
     let metal = Metal::of(dy)?;
     let dx = metal.empty(with_last_dimension(dy, inner), dy.dtype())?;
     let (dy, weight) = (metal.collapsed_rows(dy)?, metal.collapsed_rows(weight)?);
-    let terms = [Term::new(Matrix::rows(&dy)?, Matrix::rows(&weight)?, outer)];
-    metal.product(operation, rows, inner, &terms, Matrix::of(&dx, inner))?;
+    let large = vec![Term::new(Matrix::rows(&dy)?, Matrix::rows(&weight)?, outer)];
+    metal.layer(operation, rows, inner, (large, Vec::new()), None, &dx)?;
     Ok(dx.tensor)
 }
 

@@ -2,6 +2,7 @@
 
 use super::source::source;
 use super::{Argument, Array, Dispatch};
+use crate::devices::MetalMatmul;
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, Tensor, bail,
 };
@@ -17,6 +18,8 @@ pub(crate) struct Emulator {
     pub(crate) seed: u64,
     /// Threads that a threadgroup may have.
     pub(crate) most_threads: usize,
+    /// Who makes the large products of linear layers.
+    pub(crate) matmul: MetalMatmul,
 }
 
 impl Emulator {
@@ -30,7 +33,8 @@ impl Emulator {
                 std::fs::write(&path, source()).unwrap();
                 let library = Arc::new(Source::file(&path).compile(mode).unwrap());
                 std::fs::remove_file(path).unwrap();
-                Emulator { library, seed: 0, most_threads: 1024 }
+                let matmul = MetalMatmul::Fused;
+                Emulator { library, seed: 0, most_threads: 1024, matmul }
             })
         };
         EMULATORS[mode as usize].get_or_init(open).clone()
@@ -105,6 +109,30 @@ impl Metal {
 
     pub(super) fn pipeline(&self, name: &'static str) -> Result<Pipeline> {
         Ok(Pipeline { name, most_threads: self.emulator.most_threads })
+    }
+
+    pub(super) fn matmul(&self) -> MetalMatmul {
+        self.emulator.matmul
+    }
+
+    /// What Candle's and Apple's kernels do, by Candle on the CPU.
+    pub(super) fn multiply(
+        &self,
+        [rows, columns, inner]: [usize; 3],
+        [(left, left_turned), (right, right_turned)]: [(&Array, bool); 2],
+        to: &Array,
+    ) -> Result<()> {
+        let matrix = |array: &Array, turned: bool, rows: usize, columns: usize| {
+            let tensor = array.tensor.to_dtype(DType::F64)?;
+            if turned {
+                tensor.reshape((columns, rows))?.t()
+            } else {
+                tensor.reshape((rows, columns))
+            }
+        };
+        let left = matrix(left, left_turned, rows, inner)?;
+        let product = left.matmul(&matrix(right, right_turned, inner, columns)?)?;
+        to.tensor.inplace_op1(&Write(bytes(&product.to_dtype(to.dtype)?)))
     }
 
     pub(crate) fn run(&self, dispatches: &[Dispatch]) -> Result<()> {

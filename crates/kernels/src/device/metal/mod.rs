@@ -5,8 +5,8 @@
 //! kernels under one lock of the encoder.
 //!
 //! Tests run the kernels, and what is passed to them, in an emulator, or on a Mac's GPU with the feature
-//! `metal`; `encode.rs`, `library.rs` and `memory.rs`, which speak to Metal, were type-checked only. Nothing
-//! ran on a Mac yet.
+//! `metal`; `encode.rs`, `library.rs`, `memory.rs` and `mps.rs`, which speak to Metal, were type-checked only.
+//! Nothing ran on a Mac yet.
 
 mod copy;
 #[cfg(feature = "metal")]
@@ -15,6 +15,8 @@ mod encode;
 mod library;
 #[cfg(feature = "metal")]
 mod memory;
+#[cfg(feature = "metal")]
+mod mps;
 mod pool;
 pub(crate) mod product;
 mod source;
@@ -65,6 +67,12 @@ pub(crate) struct Array {
 }
 
 impl Array {
+    /// The same buffer from its beginning, which is aligned to whatever a kernel takes.
+    fn beginning(&self) -> Array {
+        let Array { buffer, dtype, tensor, .. } = self;
+        Array { buffer: buffer.clone(), offset: 0, dtype: *dtype, tensor: tensor.clone() }
+    }
+
     /// The same buffer from `bytes` further on.
     pub(crate) fn at(&self, bytes: usize) -> Array {
         let Array { buffer, offset, dtype, tensor } = self;

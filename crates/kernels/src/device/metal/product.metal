@@ -2,10 +2,10 @@
 // the host may ask for is in product.rs.
 #include "common.metal.h"
 
-/// One of the products that are summed up, as `Term::numbers` in product.rs lays it out. `first` and
-/// `stride` count elements; what is turned is stored transposed.
+/// One of the products that are summed up, as `Term::numbers` in product.rs lays it out. Strides count
+/// elements; what is turned is stored transposed.
 struct Term {
-    ulong left_first, left_stride, right_first, right_stride, seed;
+    ulong left_stride, right_stride, seed;
     uint inner, flags;
     float factor;
     uint threshold;
@@ -16,7 +16,7 @@ constant constexpr uint LEFT_DTYPE = 4, RIGHT_DTYPE = 6;
 
 /// Where the results go, and what is done to them, as `Product::result` lays it out.
 struct Result {
-    ulong first, stride, seed;
+    ulong stride, seed;
     uint rows, columns;
     uint dtype, bias;
     float kept;
@@ -25,15 +25,6 @@ struct Result {
 };
 
 constant constexpr uint ADD = 1, SLICED = 2;
-
-/// The `index`-th number of the SplitMix64 generator (Steele, Lea and Flood 2014), of which the upper half
-/// says whether an element is dropped. The threshold is the probability times 2^32.
-inline bool dropped(ulong seed, ulong index, uint threshold) {
-    ulong z = seed + (index + 1) * 0x9e3779b97f4a7c15ul;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ul;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebul;
-    return uint((z ^ (z >> 31)) >> 32) < threshold;
-}
 
 inline void store_at(device char *out, uint dtype, ulong i, float value) {
     switch (dtype) {
@@ -48,17 +39,6 @@ inline void store_at(device char *out, uint dtype, ulong i, float value) {
     }
 }
 
-inline float load_at(device const char *from, uint dtype, ulong i) {
-    switch (dtype) {
-        case 0:
-            return reinterpret_cast<device const float *>(from)[i];
-        case 1:
-            return float(reinterpret_cast<device const half *>(from)[i]);
-        default:
-            return float(reinterpret_cast<device const bfloat *>(from)[i]);
-    }
-}
-
 /// Puts a result where it belongs: without what is dropped, with the bias, added to what is there.
 inline void finish(constant Result &result, device char *out, device const char *bias, uint row,
                    uint column, float value) {
@@ -66,9 +46,9 @@ inline void finish(constant Result &result, device char *out, device const char 
         const ulong index = ulong(row) * result.columns + column;
         value = dropped(result.seed, index, result.threshold) ? 0.0f : value * result.kept;
     }
-    if (result.bias > 0) value += load_at(bias, result.bias - 1, column);
-    const ulong i = result.first + ulong(row) * result.stride + column;
-    if (result.flags & ADD) value += load_at(out, result.dtype, i);
+    if (result.bias > 0) value += parameter_at(bias, result.bias - 1, column);
+    const ulong i = ulong(row) * result.stride + column;
+    if (result.flags & ADD) value += parameter_at(out, result.dtype, i);
     store_at(out, result.dtype, i, value);
 }
 
@@ -129,22 +109,22 @@ inline void stage(device const S *from, ulong stride, uint2 corner, uint2 sizes,
 
 /// Like `stage`, of a matrix of the dtype of that code.
 template <typename T, uint HEIGHT, uint WIDTH>
-inline void stage_any(device const char *from, ulong first, uint dtype, ulong stride, uint2 corner,
+inline void stage_any(device const char *from, uint dtype, ulong stride, uint2 corner,
                       uint2 sizes, bool aligned, Mask mask, threadgroup T *tile,
                       uint thread_index) {
     switch (dtype) {
         case 0:
-            stage<float, T, HEIGHT, WIDTH>(reinterpret_cast<device const float *>(from) + first,
+            stage<float, T, HEIGHT, WIDTH>(reinterpret_cast<device const float *>(from),
                                            stride, corner, sizes, aligned, mask, tile,
                                            thread_index);
             break;
         case 1:
-            stage<half, T, HEIGHT, WIDTH>(reinterpret_cast<device const half *>(from) + first,
+            stage<half, T, HEIGHT, WIDTH>(reinterpret_cast<device const half *>(from),
                                           stride, corner, sizes, aligned, mask, tile,
                                           thread_index);
             break;
         default:
-            stage<bfloat, T, HEIGHT, WIDTH>(reinterpret_cast<device const bfloat *>(from) + first,
+            stage<bfloat, T, HEIGHT, WIDTH>(reinterpret_cast<device const bfloat *>(from),
                                             stride, corner, sizes, aligned, mask, tile,
                                             thread_index);
     }
@@ -225,19 +205,19 @@ template <typename T, uint SIDE>
             // The tiles of the step before are in use until here.
             threadgroup_barrier(mem_flags::mem_threadgroup);
             if (left_turned)
-                stage_any<T, DEPTH, SIDE>(from_left, term.left_first, left_dtype, term.left_stride,
+                stage_any<T, DEPTH, SIDE>(from_left, left_dtype, term.left_stride,
                                           uint2(k, corner.x), uint2(end, sizes.x), left_aligned,
                                           mask, left, own.x);
             else
-                stage_any<T, SIDE, DEPTH>(from_left, term.left_first, left_dtype, term.left_stride,
+                stage_any<T, SIDE, DEPTH>(from_left, left_dtype, term.left_stride,
                                           uint2(corner.x, k), uint2(sizes.x, end), left_aligned,
                                           mask, left, own.x);
             if (right_turned)
-                stage_any<T, SIDE, DEPTH>(from_right, term.right_first, right_dtype,
+                stage_any<T, SIDE, DEPTH>(from_right, right_dtype,
                                           term.right_stride, uint2(corner.y, k),
                                           uint2(sizes.y, end), right_aligned, none, right, own.x);
             else
-                stage_any<T, DEPTH, SIDE>(from_right, term.right_first, right_dtype,
+                stage_any<T, DEPTH, SIDE>(from_right, right_dtype,
                                           term.right_stride, uint2(k, corner.y),
                                           uint2(end, sizes.y), right_aligned, none, right, own.x);
             threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -263,8 +243,12 @@ template <typename T, uint SIDE>
             }
         }
         if (term.factor != 1.0f) {
-            for (uint i = 0; i < N; i++)
-                for (uint j = 0; j < N; j++) sums[i][j].thread_elements() *= term.factor;
+            for (uint i = 0; i < N; i++) {
+                for (uint j = 0; j < N; j++) {
+                    sums[i][j].thread_elements()[0] *= term.factor;
+                    sums[i][j].thread_elements()[1] *= term.factor;
+                }
+            }
         }
     }
 
@@ -314,11 +298,24 @@ PRODUCT_TILES(64)
     finish(result, out, bias, row, column, sum);
 }
 
+/// Adds `count` elements to others.
+template <typename T>
+[[kernel]] void product_accumulate(device const T *x [[buffer(0)]], device T *out [[buffer(1)]],
+                                   constant ulong &count [[buffer(2)]], PLACE) {
+    const ulong start = ulong(group.x) * threads.x * AHEAD + own.x;
+    for (uint k = 0; k < AHEAD; k++) {
+        const ulong i = start + k * threads.x;
+        if (i < count) out[i] = static_cast<T>(float(out[i]) + float(x[i]));
+    }
+}
+
+FOR_EACH_DTYPE(product_accumulate)
+
 // Few rows.
 
 /// A layer for few rows, as `FewRows::numbers` in product.rs lays it out.
 struct FewRows {
-    ulong x_first, x_stride, weight_first, weight_stride, y_first, y_stride;
+    ulong x_stride, weight_stride, y_stride;
     uint rows, columns, inner, rank;
     uint weight_dtype, y_dtype, bias, aligned;
     uint add, slices;
@@ -337,7 +334,7 @@ template <typename T, uint ROWS> struct InputRows {
 template <typename T, uint ROWS>
 inline InputRows<T, ROWS> input_rows(device const T *x, constant FewRows &of) {
     InputRows<T, ROWS> rows;
-    for (uint r = 0; r < ROWS; r++) rows.at[r] = x + of.x_first + min(r, of.rows - 1) * of.x_stride;
+    for (uint r = 0; r < ROWS; r++) rows.at[r] = x + min(r, of.rows - 1) * of.x_stride;
     return rows;
 }
 
@@ -348,7 +345,7 @@ inline void dot_products(InputRows<T, ROWS> rows, device const W *weight, consta
                          thread float (&sums)[ROWS][FEW_COLUMNS]) {
     device const W *columns[FEW_COLUMNS];
     for (uint c = 0; c < FEW_COLUMNS; c++)
-        columns[c] = weight + of.weight_first + min(column + c, of.columns - 1) * of.weight_stride;
+        columns[c] = weight + min(column + c, of.columns - 1) * of.weight_stride;
     uint done = 0;
     if (of.aligned) {
         done = of.inner / 4 * 4;
@@ -459,9 +456,9 @@ template <typename T, uint ROWS>
         for (uint c = 0; c < FEW_COLUMNS; c++) {
             float value = simd_sum(sums[r][c]);
             if (lane != 0 || r >= of.rows || column + c >= of.columns) continue;
-            if (of.bias > 0) value += load_at(bias, of.bias - 1, column + c);
-            const ulong i = of.y_first + r * of.y_stride + column + c;
-            if (of.add) value += load_at(y, of.y_dtype, i);
+            if (of.bias > 0) value += parameter_at(bias, of.bias - 1, column + c);
+            const ulong i = r * of.y_stride + column + c;
+            if (of.add) value += parameter_at(y, of.y_dtype, i);
             store_at(y, of.y_dtype, i, value);
         }
     }

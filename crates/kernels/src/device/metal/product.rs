@@ -16,15 +16,21 @@
 //! Operands may each be of f32, f16 or bf16; they are multiplied in the dtype of the first left one. The
 //! result may be of any of the three as well. Up to [`MOST_ROWS`] rows of dot products have a kernel that
 //! reads the right matrix once for all of them, as fast as memory gives it; everything else is made of tiles.
+//!
+//! The large products of linear layers go by [`Metal::layer`], for which a user may choose Candle's or
+//! Apple's own product instead, see [`crate::devices::MetalMatmul`].
 
 use super::{Argument, Array, Metal, by_dtype, size};
 use crate::device::cpu::collapsed_rows;
+use crate::devices::MetalMatmul;
 use candle_core::{DType, Result, bail};
 
 /// Threads of a threadgroup of tiles, as in `product.metal`.
 const TILE_THREADS: usize = 128;
 /// Terms of one launch, as `product.metal` has buffers for.
 const MOST_TERMS: usize = 6;
+/// Numbers that a kernel is given for a term.
+const TERM_NUMBERS: usize = 5;
 /// Rows that the kernels for few rows take.
 pub(crate) const MOST_ROWS: usize = 8;
 /// Columns that a simdgroup of such a kernel has, as in `product.metal`.
@@ -38,8 +44,6 @@ const FEW_THREADS: usize = 256;
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
     array: &'a Array,
-    /// Elements before the first one.
-    first: usize,
     /// Elements from a stored row to the next.
     stride: usize,
     /// Whether the stored rows are the matrix's columns.
@@ -49,7 +53,7 @@ pub(crate) struct Matrix<'a> {
 impl<'a> Matrix<'a> {
     /// The rows that an array holds, `stride` elements apart.
     pub(crate) fn of(array: &'a Array, stride: usize) -> Self {
-        Matrix { array, first: 0, stride, turned: false }
+        Matrix { array, stride, turned: false }
     }
 
     /// All but the last dimension of an array of [`Metal::collapsed_rows`] as rows.
@@ -68,11 +72,6 @@ impl<'a> Matrix<'a> {
         Matrix { turned: !self.turned, ..self }
     }
 
-    /// The columns from this one on, of a matrix that isn't turned.
-    pub(crate) fn at_column(self, column: usize) -> Self {
-        Matrix { first: self.first + column, ..self }
-    }
-
     /// Elements from a stored row to the next.
     pub(crate) fn stride(&self) -> usize {
         self.stride
@@ -81,8 +80,7 @@ impl<'a> Matrix<'a> {
     /// Whether every stored row begins at a multiple of `bytes`.
     fn aligned(&self, bytes: usize) -> bool {
         let size = self.array.dtype.size_in_bytes();
-        (self.array.offset + self.first * size).is_multiple_of(bytes)
-            && (self.stride * size).is_multiple_of(bytes)
+        self.array.offset.is_multiple_of(bytes) && (self.stride * size).is_multiple_of(bytes)
     }
 }
 
@@ -121,7 +119,7 @@ impl<'a> Term<'a> {
     }
 
     /// As the kernels take it.
-    fn numbers(&self, operation: &str, dtype: DType) -> Result<[u64; 7]> {
+    fn numbers(&self, operation: &str, dtype: DType) -> Result<[u64; TERM_NUMBERS]> {
         let Term { left, right, inner, factor, mask } = self;
         // What a copy of 16 bytes of the tile's dtype reads.
         let aligned = |matrix: &Matrix| {
@@ -139,9 +137,7 @@ impl<'a> Term<'a> {
             | u64::from(code(operation, right.array.dtype)?) << 6;
         let Mask { seed, threshold } = mask.unwrap_or(Mask { seed: 0, threshold: 0 });
         Ok([
-            left.first as u64,
             left.stride as u64,
-            right.first as u64,
             right.stride as u64,
             seed,
             pair(length(operation, *inner)?, flags as u32),
@@ -179,6 +175,65 @@ impl Metal {
         to: Matrix,
     ) -> Result<()> {
         self.product_with(operation, rows, columns, terms, Finish::default(), to)
+    }
+
+    /// Writes the sum of the large products of linear layers, and of small ones beside them, into `to`,
+    /// which is contiguous and a buffer's beginning. Unless the choice is [`MetalMatmul::Fused`], the large
+    /// ones are made one after another by somebody else's kernels, and the small ones are added to that.
+    pub(crate) fn layer(
+        &self,
+        operation: &str,
+        rows: usize,
+        columns: usize,
+        (large, small): (Vec<Term>, Vec<Term>),
+        bias: Option<&Array>,
+        to: &Array,
+    ) -> Result<()> {
+        let matrix = Matrix::of(to, columns);
+        if self.is_fused() || large.is_empty() {
+            let terms: Vec<_> = small.into_iter().chain(large).collect();
+            let finish = Finish { bias, ..Finish::default() };
+            return self.product_with(operation, rows, columns, &terms, finish, matrix);
+        }
+        for (index, term) in large.iter().enumerate() {
+            if index == 0 {
+                self.foreign(term, rows, columns, to)?;
+                continue;
+            }
+            let part = self.empty((rows, columns), to.dtype)?;
+            self.foreign(term, rows, columns, &part)?;
+            let name = by_dtype!("product_accumulate", to.dtype)?;
+            let count = rows * columns;
+            let arguments =
+                [Argument::Input(&part), Argument::Output(to), Argument::U64(count as u64)];
+            self.run(&[self.by_elements(name, count, 1, &arguments)?])?;
+        }
+        if small.is_empty() && bias.is_none() {
+            return Ok(());
+        }
+        let finish = Finish { bias, add: true, mask: None };
+        self.product_with(operation, rows, columns, &small, finish, matrix)
+    }
+
+    /// Whether this crate makes the large products of linear layers as well.
+    pub(crate) fn is_fused(&self) -> bool {
+        self.matmul() == MetalMatmul::Fused
+    }
+
+    /// A product that somebody else's kernel writes into `to`, of contiguous matrices of its dtype.
+    fn foreign(&self, term: &Term, rows: usize, columns: usize, to: &Array) -> Result<()> {
+        let Term { left, right, inner, .. } = *term;
+        if rows * columns == 0 {
+            return Ok(());
+        }
+        if inner == 0 {
+            return self.product("a product", rows, columns, &[], Matrix::of(to, columns));
+        }
+        let (left_array, right_array) =
+            (self.cast(left.array, to.dtype)?, self.cast(right.array, to.dtype)?);
+        let sizes = [rows, columns, inner];
+        let operands = [(&left_array, left.turned), (&right_array, right.turned)];
+        self.multiply(sizes, operands, to)
     }
 
     /// Like [`Metal::product`], with a bias, added to what is there, or with elements dropped.
@@ -245,8 +300,10 @@ impl Metal {
         let dtype = terms.first().map_or(to.array.dtype, |term| term.left.array.dtype);
         let numbers = terms.iter().map(|term| term.numbers(operation, dtype));
         let mut numbers = numbers.collect::<Result<Vec<_>>>()?.concat();
-        // Without terms, too, there is something to point to.
-        numbers.resize(numbers.len().max(1), 0);
+        if terms.is_empty() {
+            // Something has to be there.
+            numbers.resize(TERM_NUMBERS, 0);
+        }
         let tiles = |side: usize| rows.div_ceil(side) * columns.div_ceil(side);
         // Small tiles where large ones would leave most of a GPU without work, or be mostly empty.
         const ENOUGH: usize = 64;
@@ -308,12 +365,11 @@ impl Metal {
         Finish { bias, add, mask }: Finish,
         depth: usize,
         sliced: bool,
-    ) -> Result<[u64; 7]> {
+    ) -> Result<[u64; 6]> {
         let (Mask { seed, threshold }, kept) =
             mask.unwrap_or((Mask { seed: 0, threshold: 0 }, 1.0));
         let flags = u32::from(add) | u32::from(sliced) << 1;
         Ok([
-            matrix.first as u64,
             matrix.stride as u64,
             seed,
             pair(length(operation, *rows)?, length(operation, *columns)?),
@@ -350,11 +406,8 @@ impl Metal {
         };
         let whole = |matrix: &Matrix| matrix.aligned(4 * matrix.array.dtype.size_in_bytes());
         let numbers = [
-            x.first as u64,
             x.stride as u64,
-            weight.first as u64,
             weight.stride as u64,
-            y.first as u64,
             y.stride as u64,
             pair(length(operation, rows)?, length(operation, columns)?),
             pair(length(operation, inner)?, length(operation, rank)?),
@@ -371,8 +424,9 @@ impl Metal {
             4 => by_dtype!("few_rows_4", dtype)?,
             _ => by_dtype!("few_rows_8", dtype)?,
         };
-        // Where there is no adapter, something has to be there.
-        let unused = Argument::Input(x.array);
+        // Where there is no adapter, something has to be there, which begins like an f32.
+        let beginning = x.array.beginning();
+        let unused = Argument::Input(&beginning);
         let partial = match slices {
             0 => None,
             _ => Some(self.empty((slices, padded, rank), DType::F32)?),

@@ -2,7 +2,7 @@
 
 const HEADER: &str = include_str!("common.metal.h");
 
-const SOURCES: [&str; 15] = [
+const SOURCES: [&str; 16] = [
     include_str!("kernel.metal"),
     include_str!("product.metal"),
     include_str!("../../adamw/kernel.metal"),
@@ -13,6 +13,7 @@ const SOURCES: [&str; 15] = [
     include_str!("../../embedding/kernel.metal"),
     include_str!("../../glu/kernel.metal"),
     include_str!("../../layer_norm/kernel.metal"),
+    include_str!("../../lora_linear/kernel.metal"),
     include_str!("../../matmul/kernel.metal"),
     include_str!("../../rms_norm/kernel.metal"),
     include_str!("../../rope/kernel.metal"),

@@ -5,6 +5,7 @@ use crate::device::metal::product::{Adapter, FewRows, Finish, Mask, Matrix, Term
 use crate::device::metal::{Array, Metal};
 use crate::testing::*;
 use candle_core::{DType, Device, Tensor};
+use std::cell::RefCell;
 
 const OPERATION: &str = "a test";
 
@@ -106,21 +107,33 @@ fn metal_products_of_all_layouts_and_dtypes_are_right() {
 }
 
 #[test]
-fn metal_products_in_large_tiles_are_right() {
-    in_every(THOROUGH, || {
-        let metal = metal();
-        // Nine tiles down are more than a panel; eight across.
-        let (rows, columns, inner) = (8 * 64 + 3, 7 * 64 + 1, 19);
-        let [left, right] = [
-            operand(rows, inner, false, true, DType::BF16),
-            operand(inner, columns, true, false, DType::BF16),
-        ];
-        let out = metal.empty((rows, columns), DType::F32).unwrap();
-        let terms = [Term::new(left.matrix(), right.matrix().t(), inner)];
-        metal.product(OPERATION, rows, columns, &terms, Matrix::of(&out, columns)).unwrap();
-        let expected = left.numbers.matmul(&right.numbers.t().unwrap()).unwrap();
-        assert_product(&out.tensor, &expected, inner);
-    });
+fn metal_products_in_large_tiles_are_right_and_the_same_in_every_order_of_threads() {
+    // Nine tiles down are more than a panel; eight across.
+    let (rows, columns, inner) = (8 * 64 + 3, 7 * 64 + 1, 19);
+    let cases = [(DType::BF16, false, true), (DType::F32, true, false), (DType::F16, true, true)];
+    for (dtype, left_turned, right_turned) in cases {
+        let first = RefCell::new(None);
+        in_every(THOROUGH, || {
+            let metal = metal();
+            let left = operand(rows, inner, left_turned, true, dtype);
+            let right = operand(inner, columns, right_turned, false, dtype);
+            let out = metal.empty((rows, columns), DType::F32).unwrap();
+            let (left_matrix, right_matrix) =
+                (turn(left.matrix(), left_turned), turn(right.matrix(), right_turned));
+            let terms = [Term::new(left_matrix, right_matrix, inner)];
+            metal.product(OPERATION, rows, columns, &terms, Matrix::of(&out, columns)).unwrap();
+            match &mut *first.borrow_mut() {
+                Some(first) => assert_identical(first, &out.tensor),
+                none => {
+                    let expected = turn_tensor(&left.numbers, left_turned)
+                        .matmul(&turn_tensor(&right.numbers, right_turned))
+                        .unwrap();
+                    assert_product(&out.tensor, &expected, inner);
+                    *none = Some(out.tensor.clone());
+                }
+            }
+        });
+    }
 }
 
 #[test]
@@ -153,7 +166,8 @@ fn metal_products_of_several_terms_add_up_with_bias_and_what_is_there() {
                 })
                 .collect();
             let finish = Finish { bias: Some(&bias.array), add: true, mask: None };
-            let to = Matrix::of(&wide, columns + 3).at_column(1);
+            let inside = wide.at(dtype.size_in_bytes());
+            let to = Matrix::of(&inside, columns + 3);
             metal.product_with(OPERATION, rows, columns, &terms, finish, to).unwrap();
             let mut expected = there.numbers.broadcast_add(&bias.numbers).unwrap();
             for (index, (inner, (left, right))) in inners.iter().zip(&operands).enumerate() {
@@ -243,10 +257,16 @@ fn metal_products_of_few_rows_are_right() {
 fn metal_layers_of_few_rows_add_their_adapter() {
     in_every(THOROUGH, || {
         let metal = metal();
-        // The last one's A is large enough to be read once, in slices.
-        for (rows, columns, inner, rank) in [(1, 37, 70, 3), (3, 9, 40, 40), (5, 140, 1100, 250)] {
-            // The largest once a mode is enough.
-            for dtype in if rank == 250 { &DTYPES[1..2] } else { &DTYPES[..] } {
+        // The last ones' A is large enough to be read once, in slices; each in one dtype is enough.
+        let sizes = [
+            (1, 37, 70, 3, &DTYPES[..]),
+            (3, 9, 40, 40, &DTYPES[..]),
+            (1, 140, 1100, 250, &DTYPES[2..]),
+            (2, 140, 1100, 250, &DTYPES[..1]),
+            (5, 140, 1100, 250, &DTYPES[1..2]),
+        ];
+        for (rows, columns, inner, rank, dtypes) in sizes {
+            for dtype in dtypes {
                 let x = operand(rows, inner, false, true, *dtype);
                 let weight = operand(columns, inner, false, true, *dtype);
                 let a = random(&[inner, rank], 3).to_dtype(DType::F32).unwrap();
