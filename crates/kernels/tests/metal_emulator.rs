@@ -78,7 +78,7 @@ fn library() -> Option<&'static Source> {
     static SOURCE: OnceLock<Source> = OnceLock::new();
     metal_emulator::available().then(|| {
         SOURCE.get_or_init(|| {
-            let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("metal-candle-kernels.metal");
+            let path = Path::new(env!("OUT_DIR")).join("metal-candle-kernels.metal");
             std::fs::write(&path, source::source()).unwrap();
             let source = Source::file(path);
             // Compiled once, however many tests run at a time.

@@ -9,7 +9,8 @@ use candle_core::{
 use half::{bf16, f16};
 use metal_emulator::{Library, Mode, Source};
 use std::cell::RefCell;
-use std::sync::{Arc, OnceLock};
+use std::path::Path;
+use std::sync::{Arc, LazyLock, OnceLock};
 
 /// What a test runs kernels with.
 #[derive(Clone)]
@@ -25,14 +26,16 @@ pub(crate) struct Emulator {
 impl Emulator {
     /// All kernels as a mode compiles them; `None`, said once, where that can't be done.
     pub(crate) fn open(mode: Mode) -> Option<Emulator> {
+        // Where tests/metal_emulator.rs has it too, so that it is compiled once for both.
+        static SOURCE: LazyLock<Source> = LazyLock::new(|| {
+            let path = Path::new(env!("OUT_DIR")).join("metal-candle-kernels.metal");
+            std::fs::write(&path, source()).unwrap();
+            Source::file(path)
+        });
         static EMULATORS: [OnceLock<Option<Emulator>>; 3] = [const { OnceLock::new() }; 3];
         let open = || {
             metal_emulator::available().then(|| {
-                let name = format!("metal-candle-{}-{mode:?}.metal", std::process::id());
-                let path = std::env::temp_dir().join(name);
-                std::fs::write(&path, source()).unwrap();
-                let library = Arc::new(Source::file(&path).compile(mode).unwrap());
-                std::fs::remove_file(path).unwrap();
+                let library = Arc::new(SOURCE.compile(mode).unwrap());
                 let matmul = MetalMatmul::Fused;
                 Emulator { library, seed: 0, most_threads: 1024, matmul }
             })
