@@ -34,8 +34,7 @@ pub fn metal_count() -> usize {
     0
 }
 
-/// The Metal device `ordinal`, with this crate's kernels compiled for it. The operations that have none yet
-/// say so when they are given its tensors.
+/// The Metal device `ordinal`, with this crate's kernels compiled for it.
 ///
 /// # Errors
 /// When this build has no Metal, the device is missing, or its macOS (expected: 14 or later) does not
