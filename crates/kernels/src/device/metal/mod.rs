@@ -251,12 +251,17 @@ pub(crate) fn size(operation: &str, size: usize) -> Result<u32> {
 
 /// The code of a norm's parameter's dtype, as `parameter_at` in `common.metal.h` knows it.
 pub(crate) fn parameter_code(operation: &str, parameter: &Array) -> Result<Argument<'static>> {
-    match parameter.dtype {
-        DType::F32 => Ok(Argument::U32(0)),
-        DType::F16 => Ok(Argument::U32(1)),
-        DType::BF16 => Ok(Argument::U32(2)),
+    Ok(Argument::U32(dtype_code(operation, parameter.dtype)?))
+}
+
+/// The code of a dtype, as kernels know it.
+fn dtype_code(operation: &str, dtype: DType) -> Result<u32> {
+    match dtype {
+        DType::F32 => Ok(0),
+        DType::F16 => Ok(1),
+        DType::BF16 => Ok(2),
         other => bail!(
-            "metal-candle-kernels: {operation} on Metal does not support {other:?} parameters, expected F32, BF16 or F16"
+            "metal-candle-kernels: {operation} on Metal does not support {other:?} tensors, expected F32, BF16 or F16"
         ),
     }
 }

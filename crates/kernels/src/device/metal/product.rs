@@ -20,7 +20,7 @@
 //! The large products of linear layers go by [`Metal::layer`], for which a user may choose Candle's or
 //! Apple's own product instead, see [`crate::devices::MetalMatmul`].
 
-use super::{Argument, Array, Metal, by_dtype, size};
+use super::{Argument, Array, Metal, by_dtype, dtype_code, size};
 use crate::device::cpu::collapsed_rows;
 use crate::devices::MetalMatmul;
 use candle_core::{DType, Result, bail};
@@ -133,8 +133,8 @@ impl<'a> Term<'a> {
             | u64::from(right.turned) << 1
             | u64::from(aligned(left)) << 2
             | u64::from(aligned(right)) << 3
-            | u64::from(code(operation, left.array.dtype)?) << 4
-            | u64::from(code(operation, right.array.dtype)?) << 6;
+            | u64::from(dtype_code(operation, left.array.dtype)?) << 4
+            | u64::from(dtype_code(operation, right.array.dtype)?) << 6;
         let Mask { seed, threshold } = mask.unwrap_or(Mask { seed: 0, threshold: 0 });
         Ok([
             left.stride as u64,
@@ -373,7 +373,7 @@ impl Metal {
             matrix.stride as u64,
             seed,
             pair(length(operation, *rows)?, length(operation, *columns)?),
-            pair(code(operation, matrix.array.dtype)?, bias_code(operation, bias)?),
+            pair(dtype_code(operation, matrix.array.dtype)?, bias_code(operation, bias)?),
             pair((kept as f32).to_bits(), threshold),
             pair(flags, length(operation, depth)?),
         ])
@@ -411,7 +411,7 @@ impl Metal {
             y.stride as u64,
             pair(length(operation, rows)?, length(operation, columns)?),
             pair(length(operation, inner)?, length(operation, rank)?),
-            pair(code(operation, weight.array.dtype)?, code(operation, y.array.dtype)?),
+            pair(dtype_code(operation, weight.array.dtype)?, dtype_code(operation, y.array.dtype)?),
             pair(bias_code(operation, *bias)?, u32::from(whole(x) && whole(weight))),
             pair(u32::from(*add), size(operation, slices)?),
             pair(
@@ -498,21 +498,9 @@ pub(crate) fn takes_few_rows(rows: usize, inner: usize, rank: usize) -> bool {
     (1..=MOST_ROWS).contains(&rows) && inner > 0 && rank <= MOST_RANKS
 }
 
-/// The code of a dtype, as the kernels know it.
-fn code(operation: &str, dtype: DType) -> Result<u32> {
-    match dtype {
-        DType::F32 => Ok(0),
-        DType::F16 => Ok(1),
-        DType::BF16 => Ok(2),
-        other => bail!(
-            "metal-candle-kernels: {operation} on Metal does not support {other:?} tensors, expected F32, BF16 or F16"
-        ),
-    }
-}
-
 /// 0 without a bias, else its dtype's code and 1.
 fn bias_code(operation: &str, bias: Option<&Array>) -> Result<u32> {
-    bias.map_or(Ok(0), |bias| Ok(code(operation, bias.dtype)? + 1))
+    bias.map_or(Ok(0), |bias| Ok(dtype_code(operation, bias.dtype)? + 1))
 }
 
 /// A size that may still be rounded up to whole tiles.
