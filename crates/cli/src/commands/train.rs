@@ -244,7 +244,7 @@ pub struct Flags {
     /// The dtype of weights and activations [default: auto]
     #[arg(long, value_enum, help_heading = "Device")]
     dtype: Option<Precision>,
-    /// The device that computes [default: cpu]
+    /// The device that computes [default: auto]
     #[arg(long, value_enum, help_heading = "Device")]
     device: Option<Processor>,
     /// Who makes the large products of linear layers on Metal [default: fused]
