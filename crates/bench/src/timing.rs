@@ -2,7 +2,7 @@
 //! sequence whose results are all kept until the clock has stopped.
 
 use candle_core::{Device, Tensor};
-use metal_candle::Result;
+use metal_candle::{Result, devices};
 use serde::Serialize;
 use std::time::{Duration, Instant};
 
@@ -75,9 +75,11 @@ impl Summary {
 pub fn warm_up(workload: &mut dyn Workload, device: &Device, duration: Duration) -> Result<()> {
     let started = Instant::now();
     loop {
-        workload.reset()?;
-        workload.call()?;
-        device.synchronize()?;
+        devices::step(device, || -> Result<()> {
+            workload.reset()?;
+            workload.call()?;
+            Ok(device.synchronize()?)
+        })?;
         if started.elapsed() >= duration {
             return Ok(());
         }
@@ -88,28 +90,33 @@ pub fn warm_up(workload: &mut dyn Workload, device: &Device, duration: Duration)
 pub fn one_by_one(workload: &mut dyn Workload, device: &Device, calls: usize) -> Result<Vec<f64>> {
     let mut seconds = Vec::with_capacity(calls);
     for _ in 0..calls {
-        workload.reset()?;
-        device.synchronize()?;
-        let started = Instant::now();
-        let results = workload.call()?;
-        device.synchronize()?;
-        seconds.push(started.elapsed().as_secs_f64());
-        drop(results);
+        seconds.push(devices::step(device, || -> Result<f64> {
+            workload.reset()?;
+            device.synchronize()?;
+            let started = Instant::now();
+            let results = workload.call()?;
+            device.synchronize()?;
+            let elapsed = started.elapsed().as_secs_f64();
+            drop(results);
+            Ok(elapsed)
+        })?);
     }
     Ok(seconds)
 }
 
 /// The seconds of `calls` calls in sequence, together. All results exist when the clock stops.
 pub fn in_a_queue(workload: &mut dyn Workload, device: &Device, calls: usize) -> Result<f64> {
-    let mut results = Vec::with_capacity(calls);
-    workload.reset()?;
-    device.synchronize()?;
-    let started = Instant::now();
-    for _ in 0..calls {
-        results.push(workload.call()?);
-    }
-    device.synchronize()?;
-    Ok(started.elapsed().as_secs_f64())
+    devices::step(device, || {
+        let mut results = Vec::with_capacity(calls);
+        workload.reset()?;
+        device.synchronize()?;
+        let started = Instant::now();
+        for _ in 0..calls {
+            results.push(workload.call()?);
+        }
+        device.synchronize()?;
+        Ok(started.elapsed().as_secs_f64())
+    })
 }
 
 /// How many calls a queue has when each leaves `bytes` of results.

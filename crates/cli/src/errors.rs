@@ -52,7 +52,14 @@ pub fn describe(error: &anyhow::Error) -> String {
             text = format!("{text}: {cause}");
         }
     }
-    if text.contains("is out of memory") || text.contains("CUDA_ERROR_OUT_OF_MEMORY") {
+    // As this project, CUDA, Candle's allocation on Metal, and Metal for work under way put it.
+    const OUT_OF_MEMORY: [&str; 4] = [
+        "is out of memory",
+        "CUDA_ERROR_OUT_OF_MEMORY",
+        "Failed to create metal resource: Buffer",
+        "kIOGPUCommandBufferCallbackErrorOutOfMemory",
+    ];
+    if OUT_OF_MEMORY.iter().any(|message| text.contains(message)) {
         text += "; a smaller --batch-size or --max-seq-length, --gradient-checkpointing, or \
                  --dtype bf16 take less";
     }
@@ -71,5 +78,21 @@ mod tests {
         assert_eq!(describe(&error), "cannot save: a/b: no space left");
         assert_eq!(exit_code(&error), FAILURE);
         assert_eq!(exit_code(&usage("x")), USAGE);
+    }
+
+    #[test]
+    fn want_of_memory_comes_with_advice() {
+        for message in [
+            "metal-candle-kernels: CUDA device 0 is out of memory: 5 MiB were asked for",
+            "metal-candle-kernels: the Metal device is out of memory: 5 MiB were asked for",
+            "Failed to create metal resource: Buffer",
+            "Command buffer had following error: Insufficient Memory \
+             (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+        ] {
+            let described = describe(&anyhow::anyhow!(message));
+            assert!(described.starts_with(message));
+            assert!(described.contains("a smaller --batch-size"), "{described}");
+        }
+        assert_eq!(describe(&anyhow::anyhow!("no space left")), "no space left");
     }
 }

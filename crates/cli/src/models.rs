@@ -2,13 +2,13 @@
 
 use crate::errors::usage;
 use crate::output::{BARS, Terminal, bytes};
-use crate::settings::{Precision, Processor};
+use crate::settings::{Matmul, Precision, Processor};
 use anyhow::Context;
 use candle_core::{DType, Device};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::adapter;
-use metal_candle::devices;
+use metal_candle::devices::{self, MetalMatmul};
 use metal_candle::hub::{self, HubOptions};
 use metal_candle::model::Model;
 use metal_candle::text::Tokenizer;
@@ -24,6 +24,9 @@ pub struct Runtime {
     /// The device that computes
     #[arg(long, value_enum, default_value_t)]
     pub device: Processor,
+    /// Who makes the large products of linear layers on Metal [default: fused]
+    #[arg(long, value_enum)]
+    pub matmul: Option<Matmul>,
     /// Threads that compute [default: one a core]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
@@ -87,6 +90,7 @@ impl Source {
     /// The model with its adapter, and its tokenizer.
     pub fn load(&self, runtime: &Runtime, terminal: Terminal) -> anyhow::Result<Loaded> {
         let device = device(runtime.device)?;
+        set_matmul(runtime.matmul, &device)?;
         if let Some(folder) = &self.adapter {
             check_adapter(folder)?;
         }
@@ -116,27 +120,43 @@ fn check_adapter(folder: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The device, if this build has it.
+/// The device, if this build has it; `auto` is a GPU where there is one.
 pub fn device(processor: Processor) -> anyhow::Result<Device> {
     match processor {
-        Processor::Auto if devices::cuda_count() == 0 => Ok(Device::Cpu),
-        Processor::Cpu => Ok(Device::Cpu),
+        Processor::Auto if devices::cuda_count() > 0 => Ok(devices::cuda(0)?),
+        Processor::Auto if devices::metal_count() > 0 => Ok(devices::metal(0)?),
+        Processor::Auto | Processor::Cpu => Ok(Device::Cpu),
         Processor::Cuda if !cfg!(feature = "cuda") => {
             Err(usage("device: this build has no CUDA; use --device cpu"))
         }
-        Processor::Auto | Processor::Cuda => Ok(devices::cuda(0)?),
+        Processor::Cuda => Ok(devices::cuda(0)?),
         Processor::Metal if !cfg!(feature = "metal") => {
             Err(usage("device: this build has no Metal; use --device cpu"))
         }
-        // `auto` doesn't take it while there are operations without a Metal kernel.
         Processor::Metal => Ok(devices::metal(0)?),
     }
+}
+
+/// Chooses who makes the large products of linear layers, which only Metal leaves open.
+pub fn set_matmul(matmul: Option<Matmul>, device: &Device) -> anyhow::Result<()> {
+    let Some(matmul) = matmul else { return Ok(()) };
+    if !device.is_metal() {
+        return Err(usage(
+            "matmul: is only for Metal; use it with --device metal, or leave it out",
+        ));
+    }
+    devices::set_metal_matmul(match matmul {
+        Matmul::Fused => MetalMatmul::Fused,
+        Matmul::Candle => MetalMatmul::Candle,
+        Matmul::Mps => MetalMatmul::Mps,
+    });
+    Ok(())
 }
 
 /// The dtype, where `auto` is what the device is best at.
 pub fn dtype(precision: Precision, device: &Device) -> DType {
     match precision {
-        Precision::Auto if device.is_cuda() => DType::BF16,
+        Precision::Auto if !device.is_cpu() => DType::BF16,
         Precision::Auto | Precision::F32 => DType::F32,
         Precision::Bf16 => DType::BF16,
         Precision::F16 => DType::F16,

@@ -100,6 +100,18 @@ pub enum Processor {
     Metal,
 }
 
+/// Who makes the large products of linear layers on Metal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Matmul {
+    /// metal-candle, together with what the adapter adds
+    Fused,
+    /// Candle's kernels
+    Candle,
+    /// Apple's Metal Performance Shaders, for f32 and f16
+    Mps,
+}
+
 /// The settings of a training run, as the YAML file and the flags give them over the defaults.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -168,6 +180,7 @@ pub struct Settings {
     pub seed: u64,
     pub dtype: Precision,
     pub device: Processor,
+    pub matmul: Option<Matmul>,
     pub threads: Option<usize>,
 }
 
@@ -232,6 +245,7 @@ impl Default for Settings {
             seed: 0,
             dtype: Precision::default(),
             device: Processor::default(),
+            matmul: None,
             threads: None,
         }
     }

@@ -147,6 +147,7 @@ impl Run {
         terminal: Terminal,
     ) -> anyhow::Result<Self> {
         let device = device(settings.device)?;
+        models::set_matmul(settings.matmul, &device)?;
         let dtype = models::dtype(settings.dtype, &device);
         let data = settings.data.clone().ok_or_else(|| usage("no data: give --data"))?;
         if !start.dry_run {

@@ -62,6 +62,7 @@ fn what_cannot_be_timed_is_wrong_usage() {
         (&["--threads", "0"], "threads: is 0"),
         (&["--device", "cuda"], "no CUDA"),
         (&["--floors", "--json"], "cannot be used with"),
+        (&["--device", "cpu", "--matmul", "candle"], "matmul: is only for Metal"),
     ] {
         let stderr = place.fails(2, &[&["bench"], flags].concat());
         assert!(stderr.contains(expected), "{flags:?}: {stderr}");

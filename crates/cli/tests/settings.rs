@@ -128,6 +128,7 @@ fn values_out_of_range_are_wrong_usage() {
         (&["--sample-every", "5"], "sample_prompt"),
         (&["--epochs", "1", "--steps", "2"], "cannot be used with"),
         (&["--device", "cuda"], "no CUDA"),
+        (&["--device", "cpu", "--matmul", "mps"], "matmul: is only for Metal"),
         (&["--fine-tune-type", "dora"], "invalid value 'dora'"),
         (&["--from-config", "x"], "keep one of them"),
         (&["--rank-pattern", "q_proj"], "is not NAME=VALUE"),

@@ -1,6 +1,7 @@
 //! The GPUs of this machine, and how much of their memory is in use.
 
 use candle_core::{Device, Result};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 /// How many CUDA devices there are; 0 when this build has no CUDA, or the machine no driver.
 pub fn cuda_count() -> usize {
@@ -33,8 +34,7 @@ pub fn metal_count() -> usize {
     0
 }
 
-/// The Metal device `ordinal`, with this crate's kernels compiled for it. The operations that have none yet
-/// say so when they are given its tensors.
+/// The Metal device `ordinal`, with this crate's kernels compiled for it.
 ///
 /// # Errors
 /// When this build has no Metal, the device is missing, or its macOS (expected: 14 or later) does not
@@ -48,6 +48,63 @@ pub fn metal(ordinal: usize) -> Result<Device> {
     )
 }
 
+/// Runs one step of a loop on a device: of training, of evaluation, of writing a text. Where the device is
+/// a Metal device, Objective-C objects that the step left behind are freed, and when it succeeds it is
+/// waited for, what failed on the device is reported, and memory goes back that the last two steps had
+/// no use for. Without it, a long loop on Metal takes ever more memory.
+///
+/// # Errors
+/// Those of the step, and of what it left on the device to be computed.
+pub fn step<R, E: From<candle_core::Error>>(
+    device: &Device,
+    step: impl FnOnce() -> std::result::Result<R, E>,
+) -> std::result::Result<R, E> {
+    match device {
+        #[cfg(feature = "metal")]
+        Device::Metal(metal) => objc2::rc::autoreleasepool(|_| {
+            let result = step()?;
+            crate::device::metal::end_round(metal)?;
+            Ok(result)
+        }),
+        _ => step(),
+    }
+}
+
+/// Who makes the large products of linear layers on Metal: `x·Wᵀ`, and `dy·W` in the backward pass.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MetalMatmul {
+    /// This crate's kernels, in which an adapter's low-rank product is a part of the same sums, so that the
+    /// result is written once.
+    #[default]
+    Fused,
+    /// Candle's own product. What an adapter adds is added to it afterwards.
+    Candle,
+    /// Apple's `MPSMatrixMultiplication`, for f32 and f16 only. It cannot be put among the work that Candle
+    /// has encoded: that is waited for, and so is each product, which makes it slow for small ones. What an
+    /// adapter adds is added afterwards.
+    Mps,
+}
+
+static METAL_MATMUL: AtomicU8 = AtomicU8::new(MetalMatmul::Fused as u8);
+
+/// Chooses who makes the large products on Metal from now on, in the whole process. The result may differ in
+/// its last bits. Weights of another dtype than the activations are converted for each product, unless it is
+/// [`MetalMatmul::Fused`].
+pub fn set_metal_matmul(choice: MetalMatmul) {
+    METAL_MATMUL.store(choice as u8, Ordering::Relaxed);
+}
+
+/// What [`set_metal_matmul`] chose last.
+pub fn metal_matmul() -> MetalMatmul {
+    const CANDLE: u8 = MetalMatmul::Candle as u8;
+    const MPS: u8 = MetalMatmul::Mps as u8;
+    match METAL_MATMUL.load(Ordering::Relaxed) {
+        CANDLE => MetalMatmul::Candle,
+        MPS => MetalMatmul::Mps,
+        _ => MetalMatmul::Fused,
+    }
+}
+
 /// Memory of a device that tensors take, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryUse {
@@ -57,19 +114,20 @@ pub struct MemoryUse {
     pub peak: u64,
 }
 
-/// The memory that tensors on `device` take; `None` for the CPU and for Metal.
+/// The memory that tensors on `device` take; `None` for the CPU. On Metal it is what the process has
+/// allocated there, with what is kept for the next tensors.
 ///
 /// # Errors
 /// When the driver doesn't answer.
 pub fn memory(device: &Device) -> Result<Option<MemoryUse>> {
-    match device {
+    let found: Option<(u64, u64)> = match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => {
-            let (current, peak) = crate::device::cuda::memory(device)?;
-            Ok(Some(MemoryUse { current, peak }))
-        }
-        _ => Ok(None),
-    }
+        Device::Cuda(_) => Some(crate::device::cuda::memory(device)?),
+        #[cfg(feature = "metal")]
+        Device::Metal(metal) => Some(crate::device::metal::memory(metal)?),
+        _ => None,
+    };
+    Ok(found.map(|(current, peak)| MemoryUse { current, peak }))
 }
 
 /// Starts to look for the peak of [`memory`] anew.
@@ -80,6 +138,8 @@ pub fn reset_peak_memory(device: &Device) -> Result<()> {
     match device {
         #[cfg(feature = "cuda")]
         Device::Cuda(_) => crate::device::cuda::reset_peak(device),
+        #[cfg(feature = "metal")]
+        Device::Metal(metal) => crate::device::metal::reset_peak(metal),
         _ => Ok(()),
     }
 }

@@ -7,7 +7,7 @@
 //! activation, gradients of parameters are f32 (f64 for f64).
 //!
 //! The tensors of a call are on one device, which computes: the CPU, an NVIDIA GPU with the feature
-//! `cuda`, or, for some operations, the GPU of a Mac with the feature `metal`. f64 is for the CPU alone.
+//! `cuda`, or the GPU of a Mac with the feature `metal`. f64 is for the CPU alone.
 //!
 //! | Module | Operation |
 //! |---|---|

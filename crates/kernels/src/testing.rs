@@ -167,7 +167,6 @@ pub fn there(tensor: &Tensor, device: &Device) -> Tensor {
 }
 
 /// A tensor of another device on the CPU.
-#[cfg(any(feature = "cuda", feature = "metal"))]
 pub fn here(tensor: &Tensor) -> Tensor {
     if tensor.elem_count() == 0 {
         return Tensor::zeros(tensor.shape(), tensor.dtype(), &Device::Cpu).unwrap();

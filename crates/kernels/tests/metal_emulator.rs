@@ -4,12 +4,14 @@
 
 #[path = "../src/device/metal/source.rs"]
 mod source;
+#[path = "metal_emulator/step.rs"]
+mod step;
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use metal_candle_kernels::glu::{self, Activation};
 use metal_candle_kernels::layer_norm::{self, Needs};
-use metal_candle_kernels::{embedding, rms_norm, rope, softmax};
+use metal_candle_kernels::{cross_entropy, embedding, rms_norm, rope, sampling, softmax};
 use metal_emulator::{Buffers, Dispatch, Element, Error, Library, Source, for_every_mode};
 use std::path::Path;
 use std::sync::OnceLock;
@@ -69,13 +71,14 @@ macro_rules! for_every_dtype {
         $check::<bf16>($library, $seed)
     }};
 }
+use for_every_dtype;
 
 /// All kernels, as the text that a device is given; `None` where there is no emulator.
 fn library() -> Option<&'static Source> {
     static SOURCE: OnceLock<Source> = OnceLock::new();
     metal_emulator::available().then(|| {
         SOURCE.get_or_init(|| {
-            let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("metal-candle-kernels.metal");
+            let path = Path::new(env!("OUT_DIR")).join("metal-candle-kernels.metal");
             std::fs::write(&path, source::source()).unwrap();
             let source = Source::file(path);
             // Compiled once, however many tests run at a time.

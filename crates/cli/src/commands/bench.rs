@@ -1,14 +1,15 @@
 //! `bench`: what this machine takes for operations, a training step, prefill and decode.
 
 use crate::errors::{SUCCESS, usage};
-use crate::models::{Runtime, device, dtype, set_threads};
+use crate::models::{Runtime, device, dtype, set_matmul, set_threads};
 use crate::output::{self, Terminal, bytes};
+use crate::settings::Matmul;
 use candle_core::{DType, Device};
 use clap::{Args, ValueEnum};
 use metal_candle::files;
 use metal_candle_bench::machine::{Machine, Peaks};
 use metal_candle_bench::report::{Measured, measure};
-use metal_candle_bench::rows::{Precision, gpu_operations, operations};
+use metal_candle_bench::rows::{Precision, Work, gpu_operations, operations};
 use metal_candle_bench::timing::{Plan, Summary};
 use metal_candle_bench::{Row, chips, shapes};
 use serde::Serialize;
@@ -23,7 +24,7 @@ Examples:
 
 Weights are random: what a step costs does not depend on them. A share of peak is the time that
 the bytes and operations of a call need at the bandwidth and arithmetic measured first, over the
-time it took. To compare with MLX, PyTorch and Candle: python3 benches/peers/run.py";
+time it took. On Metal, LoRA layers are timed with each choice of --matmul, unless one is given. To compare with MLX, PyTorch and Candle: python3 benches/peers/run.py";
 
 /// Bytes of the largest buffer that the machine's bandwidth is measured on.
 const LARGEST_BUFFER: usize = 1 << 30;
@@ -137,6 +138,30 @@ impl Arguments {
             .collect())
     }
 
+    /// The ways to compute a row: on Metal, LoRA layers have one for each choice of `--matmul`, unless one
+    /// was made.
+    fn ways(&self, row: &Row, device: &Device) -> Vec<Way> {
+        let matmuls: &[_] = match row.work {
+            Work::LoraLinear { .. } if device.is_metal() && self.runtime.matmul.is_none() => {
+                &[Matmul::Fused, Matmul::Candle, Matmul::Mps]
+            }
+            _ => &[],
+        };
+        if matmuls.is_empty() {
+            return vec![Way { row: row.clone(), matmul: None }];
+        }
+        let named = |matmul: &Matmul| {
+            let mut row = row.clone();
+            match matmul {
+                Matmul::Fused => {}
+                Matmul::Candle => row.name.push_str("-candle"),
+                Matmul::Mps => row.name.push_str("-mps"),
+            }
+            Way { row, matmul: Some(*matmul) }
+        };
+        matmuls.iter().map(named).collect()
+    }
+
     fn plan(&self, row: &Row) -> Plan {
         if row.work.is_operation() {
             // Whoever wants few samples wants them soon.
@@ -145,6 +170,22 @@ impl Arguments {
         } else {
             Plan { warm_up: Duration::ZERO, samples: self.steps }
         }
+    }
+}
+
+/// A row, and who makes the large products in it where it isn't the same for all rows.
+struct Way {
+    row: Row,
+    matmul: Option<Matmul>,
+}
+
+impl Way {
+    fn measure(&self, plan: Plan, peaks: &Peaks, device: &Device) -> anyhow::Result<Measured> {
+        set_matmul(self.matmul, device)?;
+        let measured = measure(&self.row, plan, peaks, device, 0)?;
+        // The rows after it have the default again.
+        set_matmul(self.matmul.map(|_| Matmul::Fused), device)?;
+        Ok(measured)
     }
 }
 
@@ -159,6 +200,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     arguments.check()?;
     set_threads(arguments.runtime.threads)?;
     let device = device(arguments.runtime.device)?;
+    set_matmul(arguments.runtime.matmul, &device)?;
     let rows = arguments.rows(&device)?;
     terminal.note("measuring what the machine can do");
     let mut report = Report {
@@ -171,11 +213,13 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         output::write(&heading(&report))?;
     }
     for row in &rows {
-        let measured = measure(row, arguments.plan(row), &report.peaks, &device, 0)?;
-        if !to_stdout {
-            output::line(line(&measured))?;
+        for row in arguments.ways(row, &device) {
+            let measured = row.measure(arguments.plan(&row.row), &report.peaks, &device)?;
+            if !to_stdout {
+                output::line(line(&measured))?;
+            }
+            report.rows.push(measured);
         }
-        report.rows.push(measured);
     }
     match arguments.json {
         Some(_) if to_stdout => output::json(&report)?,

@@ -5,7 +5,7 @@ use crate::errors::{INTERRUPTED, SUCCESS};
 use crate::interrupt;
 use crate::models::set_threads;
 use crate::output::{self, Terminal, say, shell_word};
-use crate::settings::{Course, FineTuneType, Loss, Precision, Processor, Settings};
+use crate::settings::{Course, FineTuneType, Loss, Matmul, Precision, Processor, Settings};
 use crate::training::{CONFIG, Run, Start, find_checkpoint};
 use clap::Args;
 use indexmap::IndexMap;
@@ -244,9 +244,12 @@ pub struct Flags {
     /// The dtype of weights and activations [default: auto]
     #[arg(long, value_enum, help_heading = "Device")]
     dtype: Option<Precision>,
-    /// The device that computes [default: cpu]
+    /// The device that computes [default: auto]
     #[arg(long, value_enum, help_heading = "Device")]
     device: Option<Processor>,
+    /// Who makes the large products of linear layers on Metal [default: fused]
+    #[arg(long, value_enum, help_heading = "Device")]
+    matmul: Option<Matmul>,
     /// Threads that compute [default: one a core]
     #[arg(long, value_name = "N", help_heading = "Device")]
     threads: Option<usize>,

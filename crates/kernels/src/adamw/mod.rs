@@ -12,6 +12,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "metal", test))]
+mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -59,6 +61,10 @@ pub fn step(
     if params.device().is_cuda() {
         return cuda::step(params, grads, m, v, &update);
     }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(params) {
+        return metal::step(params, grads, m, v, &update);
+    }
     match params.dtype() {
         DType::F64 => step_in::<f64>(OPERATION, params, grads, m, v, &update),
         _ => step_in::<f32>(OPERATION, params, grads, m, v, &update),
@@ -67,7 +73,7 @@ pub fn step(
 
 /// [`norm`] of the gradients, then one [`step`] with them scaled to a norm of at most `max_norm`, as
 /// `torch.nn.utils.clip_grad_norm_` does it. Afterwards the gradients are zero, which is cheaper here
-/// than later. Returns the norm before clipping; when that isn't finite, no step is made. On CUDA this
+/// than later. Returns the norm before clipping; when that isn't finite, no step is made. On a GPU this
 /// waits for the device, and the norm is an f32: see [`clipped_step_deferred`].
 ///
 /// # Errors
@@ -88,6 +94,11 @@ pub fn clipped_step(
         let norm = clipped_step_deferred(params, grads, m, v, step, max_norm, decayed, options)?;
         return Ok(f64::from(norm.to_scalar::<f32>()?));
     }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(params) {
+        let norm = clipped_step_deferred(params, grads, m, v, step, max_norm, decayed, options)?;
+        return Ok(f64::from(norm.to_scalar::<f32>()?));
+    }
     const OPERATION: &str = "adamw::clipped_step";
     check(OPERATION, [params, grads, m, v], step, decayed)?;
     require_contiguous(OPERATION, "grads", grads)?;
@@ -105,8 +116,8 @@ pub fn clipped_step(
     Ok(norm)
 }
 
-/// Like [`clipped_step`], with the norm as a scalar f32 tensor on the device of the parameters. On CUDA
-/// nothing waits for the device until the norm is read.
+/// Like [`clipped_step`], with the norm as a scalar f32 tensor on the device of the parameters. On a
+/// GPU nothing waits for the device until the norm is read.
 ///
 /// # Errors
 /// Like [`clipped_step`].
@@ -121,14 +132,21 @@ pub fn clipped_step_deferred(
     decayed: usize,
     options: &Options,
 ) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if params.device().is_cuda() {
+    #[cfg(any(feature = "cuda", feature = "metal", test))]
+    let deferred = || -> Result<cpu::Update> {
         const OPERATION: &str = "adamw::clipped_step";
         check(OPERATION, [params, grads, m, v], step, decayed)?;
         require_contiguous(OPERATION, "grads", grads)?;
         // The scale of the gradients follows from the norm, on the device.
-        let update = cpu::Update::new(step, 1.0, decayed, options);
-        return cuda::clipped_step(params, grads, m, v, max_norm, &update);
+        Ok(cpu::Update::new(step, 1.0, decayed, options))
+    };
+    #[cfg(feature = "cuda")]
+    if params.device().is_cuda() {
+        return cuda::clipped_step(params, grads, m, v, max_norm, &deferred()?);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(params) {
+        return metal::clipped_step(params, grads, m, v, max_norm, &deferred()?);
     }
     let norm = clipped_step(params, grads, m, v, step, max_norm, decayed, options)?;
     Tensor::new(norm as f32, &Device::Cpu)
@@ -223,8 +241,8 @@ fn step_and_clear<A: Real>(
     })
 }
 
-/// The Euclidean norm of a tensor of any shape, added up in f64. A NaN or infinite element gives a
-/// result that isn't finite. On CUDA this waits for the device.
+/// The Euclidean norm of a tensor of any shape, added up in f64, on Metal in f32. A NaN or infinite
+/// element gives a result that isn't finite. On a GPU this waits for the device.
 ///
 /// # Errors
 /// When the tensor isn't a float, or on a device that this build has no kernels for.
@@ -233,6 +251,10 @@ pub fn norm(grads: &Tensor) -> Result<f64> {
     #[cfg(feature = "cuda")]
     if grads.device().is_cuda() {
         return cuda::norm(grads);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(grads) {
+        return metal::norm(grads);
     }
     let grads = Input::contiguous(grads)?;
     let grads = grads.read();
@@ -254,6 +276,8 @@ pub fn accumulate(dst: &Tensor, src: &Tensor, scale: f64) -> Result<()> {
     match dst.dtype() {
         #[cfg(feature = "cuda")]
         DType::F32 if dst.device().is_cuda() => cuda::accumulate(dst, src, scale),
+        #[cfg(any(feature = "metal", test))]
+        DType::F32 if crate::device::metal::computes(dst) => metal::accumulate(dst, src, scale),
         DType::F32 => accumulate_in::<f32>(OPERATION, dst, src, scale),
         DType::F64 => accumulate_in::<f64>(OPERATION, dst, src, scale),
         other => bail!("metal-candle-kernels: {OPERATION}: dst is {other:?}, expected F32 or F64"),
@@ -285,6 +309,10 @@ pub fn fill_zero(dst: &Tensor) -> Result<()> {
     #[cfg(feature = "cuda")]
     if dst.device().is_cuda() && dst.is_contiguous() {
         return cuda::fill_zero(dst);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(dst) && dst.dtype() == DType::F32 && dst.is_contiguous() {
+        return metal::fill_zero(dst);
     }
     match dst.dtype() {
         DType::F32 if dst.is_contiguous() => change_in_place::<f32>(OPERATION, dst, |dst| {

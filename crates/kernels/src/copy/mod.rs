@@ -59,11 +59,11 @@ pub fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<
     whole.slice_set(&part.detach().contiguous()?, dim, start)
 }
 
-/// [`write`] of two parts, such as keys and values, of one shape and dtype, into two wholes, which a GPU
+/// [`write()`] of two parts, such as keys and values, of one shape and dtype, into two wholes, which a GPU
 /// does at once.
 ///
 /// # Errors
-/// Like [`write`].
+/// Like [`write()`].
 pub fn write_both(
     wholes: [&Tensor; 2],
     parts: [&Tensor; 2],

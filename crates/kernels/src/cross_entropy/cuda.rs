@@ -1,7 +1,7 @@
 //! The fused head and cross entropy on CUDA: the rows that count are gathered, logits are made in f32 a
 //! chunk of rows at a time, and a kernel turns them into losses and gradients.
 
-use super::{Options, Output};
+use super::{ALIGNMENT, Options, Output};
 use crate::device::cuda::{Array, Cuda, Matrix, Module, by_dtype, module, require_floats};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -12,13 +12,7 @@ const THREADS: u32 = 512;
 const COPY_THREADS: u32 = 256;
 
 /// Bytes of logits that exist at a time.
-const MEMORY: usize = 512 << 20;
-
-/// Chunks have a multiple of this many rows, which is what matrix products are made of.
-const ROWS: usize = 128;
-
-/// Rows of logits begin at a multiple of this many elements.
-const ALIGNMENT: usize = 8;
+pub(super) const MEMORY: usize = 512 << 20;
 
 pub(super) struct Problem<'a> {
     /// `(n, d)`
@@ -30,14 +24,6 @@ pub(super) struct Problem<'a> {
     pub(super) options: &'a Options,
     pub(super) need_dhidden: bool,
     pub(super) need_dweight: bool,
-}
-
-/// How many rows there are in a chunk: as many as fit the memory, about as many in each chunk.
-pub(super) fn rows_of_chunk(counted: usize, v: usize) -> usize {
-    let of_row = v.next_multiple_of(ALIGNMENT).max(1) * size_of::<f32>();
-    let most = (MEMORY / of_row / ROWS).max(1) * ROWS;
-    let chunks = counted.div_ceil(most).max(1);
-    counted.div_ceil(chunks).next_multiple_of(ROWS)
 }
 
 impl Problem<'_> {

@@ -14,6 +14,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "metal", test))]
+pub(crate) mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -33,8 +35,8 @@ pub struct Options {
     pub softcap: Option<f64>,
     /// Logits are this times `h·Wᵀ`, before the softcap (Granite divides them); usually 1.
     pub logit_scale: f64,
-    /// Rows that share the reading of the weight, a block of whose logits exists at a time; on CUDA as many
-    /// as fit half a GiB instead.
+    /// Rows that share the reading of the weight, a block of whose logits exists at a time; on a GPU as many
+    /// as fit half a GiB (CUDA) or 128 MiB (Metal) instead.
     pub chunk: usize,
 }
 
@@ -101,8 +103,15 @@ pub fn forward(
     #[cfg(feature = "cuda")]
     if hidden.device().is_cuda() {
         let counted = &counted;
-        let chunk = cuda::rows_of_chunk(counted.len(), v);
+        let chunk = rows_of_chunk(counted.len(), v, cuda::MEMORY);
         return cuda::Problem { hidden, weight, counted, options, need_dhidden, need_dweight }
+            .run(OPERATION, chunk);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(hidden) {
+        let counted = &counted;
+        let chunk = rows_of_chunk(counted.len(), v, metal::MEMORY);
+        return metal::Problem { hidden, weight, counted, options, need_dhidden, need_dweight }
             .run(OPERATION, chunk);
     }
     let (hidden, weight) = (Input::contiguous(hidden)?, Input::contiguous(weight)?);
@@ -129,6 +138,21 @@ pub fn forward(
             dweight: dweight.transpose()?,
         })
     })
+}
+
+/// On a GPU, rows of logits begin at a multiple of this many elements.
+#[cfg(any(feature = "cuda", feature = "metal", test))]
+const ALIGNMENT: usize = 8;
+
+/// How many rows there are in a chunk on a GPU: as many as fit so many bytes, about as many in each
+/// chunk, and a multiple of what matrix products are made of.
+#[cfg(any(feature = "cuda", feature = "metal", test))]
+fn rows_of_chunk(counted: usize, v: usize, memory: usize) -> usize {
+    const ROWS: usize = 128;
+    let of_row = v.next_multiple_of(ALIGNMENT).max(1) * size_of::<f32>();
+    let most = (memory / of_row / ROWS).max(1) * ROWS;
+    let chunks = counted.div_ceil(most).max(1);
+    counted.div_ceil(chunks).next_multiple_of(ROWS)
 }
 
 /// The loss and the number of counted rows like [`forward`], recorded in Candle's autograd for `hidden`

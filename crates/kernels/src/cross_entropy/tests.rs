@@ -235,6 +235,19 @@ fn wrong_arguments_are_errors() {
     assert!(run(&Case { weight, ..case.clone() }).contains("weight has shape [33, 8]"));
 }
 
+#[test]
+fn chunks_of_a_gpu_fit_the_memory_and_are_alike() {
+    for memory in [512 << 20, 128 << 20] {
+        for (counted, v) in [(1, 128_256), (8192, 128_256), (5000, 49_152), (3, 5), (1 << 20, 32)] {
+            let rows = rows_of_chunk(counted, v, memory);
+            assert!(rows > 0 && rows.is_multiple_of(128));
+            assert!(rows == 128 || rows * v * 4 <= memory);
+            let last = counted % rows;
+            assert!(counted <= rows || last == 0 || last + 128 * counted.div_ceil(rows) >= rows);
+        }
+    }
+}
+
 #[cfg(feature = "cuda")]
 mod cuda {
     use super::*;
@@ -357,17 +370,5 @@ mod cuda {
         }
         let broken = Case { hidden: (&case.hidden * f64::NAN).unwrap(), ..case };
         assert!(values(&results(on(&broken, &device).run())[0])[0].is_nan());
-    }
-
-    #[test]
-    fn cuda_chunks_fit_the_memory_and_are_alike() {
-        for (counted, v) in [(1, 128_256), (8192, 128_256), (5000, 49_152), (3, 5), (1 << 20, 32)] {
-            let rows = super::super::cuda::rows_of_chunk(counted, v);
-            assert!(
-                rows > 0 && rows.is_multiple_of(128) && (rows == 128 || rows * v * 4 <= 512 << 20)
-            );
-            let last = counted % rows;
-            assert!(counted <= rows || last == 0 || last + 128 * counted.div_ceil(rows) >= rows);
-        }
     }
 }

@@ -29,24 +29,7 @@ macro_rules! kernel_name {
 #[cfg(any(feature = "cuda", feature = "metal", test))]
 pub(crate) use kernel_name;
 
-/// The operations that have a Metal kernel.
-const ON_METAL: [&str; 13] = [
-    "add",
-    "attention::backward",
-    "attention::forward",
-    "cast",
-    "embedding",
-    "glu",
-    "layer_norm",
-    "rms_norm",
-    "rope",
-    "scale",
-    "scale_by",
-    "softmax",
-    "write",
-];
-
-/// An error unless all tensors are on one device, and this build has a kernel of the operation there.
+/// An error unless all tensors are on one device, and this build has kernels for it.
 pub(crate) fn require_together(operation: &str, tensors: &[&Tensor]) -> Result<()> {
     let mut first: Option<DeviceLocation> = None;
     for tensor in tensors {
@@ -54,9 +37,7 @@ pub(crate) fn require_together(operation: &str, tensors: &[&Tensor]) -> Result<(
         let gpu = match here {
             DeviceLocation::Cpu => None,
             DeviceLocation::Cuda { .. } => Some(("CUDA", cfg!(feature = "cuda"))),
-            DeviceLocation::Metal { .. } => {
-                Some(("Metal", cfg!(feature = "metal") && ON_METAL.contains(&operation)))
-            }
+            DeviceLocation::Metal { .. } => Some(("Metal", cfg!(feature = "metal"))),
         };
         match gpu {
             Some((device, false)) => bail!(

@@ -16,6 +16,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "metal", test))]
+mod metal;
 #[cfg(feature = "cuda")]
 mod skinny;
 #[cfg(test)]
@@ -90,7 +92,7 @@ pub struct Gradients {
 pub struct Output {
     /// `(.., out)` in the dtype of `x`.
     pub y: Tensor,
-    /// `dropout(x)·A`, `(.., rank)` in f32 (f64 for f64) on the CPU and the dtype of `x` on CUDA, which
+    /// `dropout(x)·A`, `(.., rank)` in f32 (f64 for f64) on the CPU and the dtype of `x` on GPUs, which
     /// [`backward_shared`] wants back; `None` without an adapter.
     pub xa: Option<Tensor>,
 }
@@ -136,6 +138,10 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
     if x.device().is_cuda() {
         return cuda::forward(OPERATION, x, (rows, inner), projections);
     }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::forward(OPERATION, x, (rows, inner), projections);
+    }
     let inputs = Inputs::new(projections)?;
     let (x_input, reads) = (Input::contiguous(x)?, inputs.read());
     let x_read = x_input.read();
@@ -173,12 +179,22 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
 /// # Errors
 /// Like [`forward`].
 pub fn forward_again(x: &Tensor, projections: &[Projection]) -> Result<Vec<Option<Tensor>>> {
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
+    #[cfg(any(feature = "cuda", feature = "metal", test))]
+    let checked = || {
         const OPERATION: &str = "lora_linear::forward_again";
         let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
         check(OPERATION, x, inner, projections)?;
-        return cuda::low_rank(OPERATION, x, (rows, inner), projections);
+        Ok::<_, candle_core::Error>((OPERATION, (rows, inner)))
+    };
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        let (operation, sizes) = checked()?;
+        return cuda::low_rank(operation, x, sizes, projections);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        let (operation, sizes) = checked()?;
+        return metal::low_rank(operation, x, sizes, projections);
     }
     Ok(forward_shared(x, projections)?.into_iter().map(|output| output.xa).collect())
 }
@@ -265,6 +281,10 @@ pub fn backward_shared(
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::backward(OPERATION, x, (rows, inner), projections, xas, dys, need_dx);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::backward(OPERATION, x, (rows, inner), projections, xas, dys, need_dx);
     }
     let inputs = Inputs::new(projections)?;
     let incoming = projections.iter().zip(xas).zip(dys).map(|((projection, xa), dy)| {
@@ -440,6 +460,10 @@ pub fn dropout(x: &Tensor, dropout: Dropout) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::dropout(OPERATION, x, dropout);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::dropout(x, dropout);
     }
     let shape = x.dims();
     let x = Input::contiguous(x)?;

@@ -12,6 +12,8 @@ pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 pub(crate) mod few_rows;
+#[cfg(any(feature = "metal", test))]
+mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -36,8 +38,8 @@ pub(crate) fn with_last_dimension(tensor: &Tensor, last: usize) -> Vec<usize> {
 /// `x·Wᵀ + bias`: `x` `(.., in)`, `weight` `(out, in)`, `bias` `(out)`, result `(.., out)` in the
 /// dtype of `x`.
 ///
-/// The weight and the bias may have another dtype than `x` (f64 only goes with f64 `x`); on CUDA they are
-/// rounded to that of `x`.
+/// The weight and the bias may have another dtype than `x` (f64 only goes with f64 `x`); on CUDA and, for
+/// many rows, on Metal the weight is rounded to that of `x`.
 ///
 /// # Errors
 /// When shapes don't fit, a dtype isn't a float, or the tensors aren't on one device.
@@ -50,6 +52,10 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return cuda::linear(OPERATION, x, weight, bias, [rows, outer, inner]);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::linear(OPERATION, x, weight, bias, [rows, outer, inner]);
     }
     let shape = with_last_dimension(x, outer);
     let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
@@ -103,6 +109,10 @@ pub fn linear_backward_input(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
     if dy.device().is_cuda() {
         return cuda::backward_input(OPERATION, dy, weight, [rows, outer, inner]);
     }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(dy) {
+        return metal::backward_input(OPERATION, dy, weight, [rows, outer, inner]);
+    }
     let shape = with_last_dimension(dy, inner);
     let (dy, weight) = (Input::contiguous(dy)?, Input::contiguous(weight)?);
     let (dy, weight) = (dy.read(), weight.read());
@@ -131,6 +141,10 @@ pub fn linear_backward_weight(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     if x.device().is_cuda() {
         return cuda::backward_weight(OPERATION, x, dy, [rows, outer, inner]);
     }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(x) {
+        return metal::backward_weight(OPERATION, x, dy, [rows, outer, inner]);
+    }
     let (x, dy) = (Input::contiguous(x)?, Input::contiguous(dy)?);
     let (x, dy) = (x.read(), dy.read());
     dispatch!(OPERATION, x.dtype(), T => {
@@ -152,6 +166,10 @@ pub fn linear_backward_bias(dy: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if dy.device().is_cuda() {
         return cuda::backward_bias(OPERATION, dy, rows, outer);
+    }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(dy) {
+        return metal::backward_bias(OPERATION, dy, rows, outer);
     }
     let dy = Input::contiguous(dy)?;
     let dy = dy.read();

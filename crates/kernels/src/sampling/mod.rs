@@ -16,6 +16,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "metal", test))]
+mod metal;
 #[cfg(test)]
 mod tests;
 
@@ -88,6 +90,10 @@ pub fn greedy(logits: &Tensor) -> Result<Tensor> {
     if logits.device().is_cuda() {
         return cuda::greedy(logits, (rows, columns));
     }
+    #[cfg(any(feature = "metal", test))]
+    if crate::device::metal::computes(logits) {
+        return metal::greedy(logits, (rows, columns));
+    }
     let shape = &logits.dims()[..logits.rank() - 1];
     let logits = Input::contiguous(logits)?;
     let logits = logits.read();
@@ -98,8 +104,8 @@ pub fn greedy(logits: &Tensor) -> Result<Tensor> {
 }
 
 /// The token that the number `uniform` in `[0, 1)` chooses from `logits` `(v)`; see
-/// [`Workspace::draw`]. On CUDA only the greedy choice is made there; for a draw the logits come to the
-/// host.
+/// [`Workspace::draw`]. On a GPU only the greedy choice is made there; for a draw the logits come to
+/// the host.
 ///
 /// # Errors
 /// When `logits` has other than one dimension or is no float, an option is out of its range, or this
@@ -117,8 +123,7 @@ pub fn sample(logits: &Tensor, options: &Options, uniform: f64) -> Result<u32> {
             bail!("metal-candle-kernels: {OPERATION}: {name} is {value}, expected {expected}")
         }
     }
-    #[cfg(feature = "cuda")]
-    if logits.device().is_cuda() {
+    if !logits.device().is_cpu() {
         if options.temperature == 0.0 && logits.elem_count() > 0 {
             return greedy(logits)?.to_scalar();
         }

@@ -7,6 +7,7 @@ use crate::model::{Input, KvCache, Model, PassOptions};
 use crate::text::{DecodeStream, Tokenizer};
 use crate::{Error, Result};
 use candle_core::{IndexOp, Tensor};
+use metal_candle_kernels::devices;
 use serde::Serialize;
 
 /// Tokens of the prompt that go through the model at a time, which bounds the memory it takes.
@@ -102,7 +103,8 @@ impl<'a> Session<'a> {
         }
         let before = self.tokens.len();
         self.tokens.extend(tokens);
-        let result = self.advance();
+        let model = self.model;
+        let result = devices::step(model.device(), || self.advance());
         if result.is_err() {
             // Layers may hold different numbers of tokens now; only whole ones are kept.
             self.tokens.truncate(before);

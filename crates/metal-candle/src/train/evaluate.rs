@@ -5,6 +5,7 @@ use crate::data::Batcher;
 use crate::model::{Model, PassOptions};
 use crate::{Error, Result};
 use candle_core::DType;
+use metal_candle_kernels::devices;
 use serde::Serialize;
 use std::time::Instant;
 
@@ -27,9 +28,14 @@ pub fn evaluate(model: &Model, batches: &Batcher, limit: Option<usize>) -> Resul
     let started = Instant::now();
     let (mut sum, mut tokens) = (0.0, 0);
     for plan in batches.epoch(0).iter().take(limit.unwrap_or(usize::MAX)) {
-        let loss = model.loss(&Tape::inference(), &batches.batch(plan), PassOptions::default())?;
-        sum += f64::from(loss.sum.tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?);
-        tokens += loss.tokens as u64;
+        let (of_batch, targets) = devices::step(model.device(), || -> Result<_> {
+            let batch = batches.batch(plan);
+            let loss = model.loss(&Tape::inference(), &batch, PassOptions::default())?;
+            let of_batch = loss.sum.tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?;
+            Ok((of_batch, loss.tokens))
+        })?;
+        sum += f64::from(of_batch);
+        tokens += targets as u64;
     }
     if tokens == 0 {
         return Err(Error::option("data", "has no token to evaluate on"));

@@ -11,7 +11,7 @@ use crate::data::{BatchPlan, Batcher};
 use crate::model::{Model, PassOptions};
 use crate::random::SplitMix64;
 use crate::{Error, Result, files};
-use metal_candle_kernels::adamw;
+use metal_candle_kernels::{adamw, devices};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -294,7 +294,8 @@ impl<'a> Trainer<'a> {
                 return Ok(Outcome::StoppedEarly);
             }
             let learning_rate = self.options.learning_rate.at(self.state.step);
-            let step = self.one_step(learning_rate)?;
+            let model = self.model;
+            let step = devices::step(model.device(), || self.one_step(learning_rate))?;
             timed_tokens += step.tokens;
             if let Some(reason) = &step.skipped {
                 metrics

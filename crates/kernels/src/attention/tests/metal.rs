@@ -3,23 +3,7 @@
 
 use super::*;
 use crate::device::metal::{Emulator, emulate};
-use metal_emulator::{Mode, SEEDS, Source};
-use std::sync::{Arc, OnceLock};
-
-/// The kernels compiled in a mode, none where they can't be.
-fn library(mode: Mode) -> Option<Emulator> {
-    static LIBRARIES: [OnceLock<Option<Emulator>>; 3] = [const { OnceLock::new() }; 3];
-    let open = || {
-        metal_emulator::available().then(|| {
-            let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/src");
-            let source = Source::file(format!("{folder}/attention/kernel.metal"));
-            let source = source.include(format!("{folder}/device/metal"));
-            let library = Arc::new(source.compile(mode).unwrap());
-            Emulator { library, seed: 0, most_threads: 1024 }
-        })
-    };
-    LIBRARIES[mode as usize].get_or_init(open).clone()
-}
+use metal_emulator::{Mode, SEEDS};
 
 impl Case {
     /// `[o, log_sum_exp]`.
@@ -39,7 +23,7 @@ impl Case {
 /// doesn't change a bit; with one, two or all simdgroups. Dtypes take turns.
 fn assert_right_everywhere(cases: &[Case], run: fn(&Case) -> Vec<Tensor>) {
     for mode in Mode::ALL {
-        let Some(emulator) = library(mode) else { return };
+        let Some(emulator) = Emulator::open(mode) else { return };
         for (index, case) in cases.iter().enumerate() {
             for (seed, most_threads) in SEEDS.into_iter().zip([33, 1024, 90]) {
                 let emulator = Emulator { seed, most_threads, ..emulator.clone() };
@@ -111,7 +95,7 @@ fn metal_few_queries_are_right_in_every_mode_and_order() {
 
 #[test]
 fn metal_reads_views_as_it_reads_copies() {
-    let Some(emulator) = library(Mode::Asan) else { return };
+    let Some(emulator) = Emulator::open(Mode::Asan) else { return };
     for (dtype, _) in PRECISIONS {
         for (queries, d) in [(12, 16), (12, 9), (2, 16), (2, 9)] {
             let case = Case::new(2, queries, 20, 4, 2, d).to_dtype(dtype);
@@ -152,7 +136,7 @@ fn metal_reads_views_as_it_reads_copies() {
 
 #[test]
 fn metal_queries_without_keys_give_zeros() {
-    let Some(emulator) = library(Mode::Asan) else { return };
+    let Some(emulator) = Emulator::open(Mode::Asan) else { return };
     for queries in [3, 20] {
         let mut case = Case::new(1, queries, queries, 2, 1, 16);
         let mut first = vec![0u32; queries];
@@ -172,7 +156,7 @@ fn metal_queries_without_keys_give_zeros() {
 
 #[test]
 fn metal_large_scores_do_not_overflow_and_nan_is_not_hidden() {
-    let Some(emulator) = library(Mode::Asan) else { return };
+    let Some(emulator) = Emulator::open(Mode::Asan) else { return };
     for (dtype, _) in PRECISIONS {
         for queries in [5, 20] {
             let case = Case::new(1, queries, 20, 2, 1, 16).scale(1000.0).to_dtype(dtype);
@@ -188,7 +172,7 @@ fn metal_large_scores_do_not_overflow_and_nan_is_not_hidden() {
 
 #[test]
 fn metal_handles_empty_sizes() {
-    let Some(emulator) = library(Mode::Asan) else { return };
+    let Some(emulator) = Emulator::open(Mode::Asan) else { return };
     for d in [0, 3, 64] {
         for (batch, queries, keys) in [(0, 2, 3), (1, 0, 3), (1, 0, 0), (1, 20, 30)] {
             // An empty tensor on a device is a part of one that isn't.
@@ -216,7 +200,7 @@ fn metal_handles_empty_sizes() {
 
 #[test]
 fn metal_refuses_what_it_cannot_compute() {
-    let Some(emulator) = library(Mode::Asan) else { return };
+    let Some(emulator) = Emulator::open(Mode::Asan) else { return };
     let run = |case: Case, most_threads| {
         let forward = || forward(&case.q, &case.k, &case.v, case.first_key.as_ref(), &case.options);
         message(emulate(Emulator { most_threads, ..emulator.clone() }, forward))

@@ -50,7 +50,7 @@ inline float group_max(float value, threadgroup float *scratch, uint lane, uint 
     return total;
 }
 
-/// Element `i` of a norm's parameter, whose dtype is a code of `parameter_code` in `mod.rs`.
+/// Element `i` of a parameter, whose dtype is a code of `parameter_code` in `mod.rs`.
 inline float parameter_at(device const char *parameter, uint dtype, uint i) {
     switch (dtype) {
         case 0:
@@ -60,4 +60,13 @@ inline float parameter_at(device const char *parameter, uint dtype, uint i) {
         default:
             return float(reinterpret_cast<device const bfloat *>(parameter)[i]);
     }
+}
+
+/// The `index`-th number of the SplitMix64 generator (Steele, Lea and Flood 2014), of which the upper half
+/// says whether an element is dropped. The threshold is the probability times 2^32.
+inline bool dropped(ulong seed, ulong index, uint threshold) {
+    ulong z = seed + (index + 1) * 0x9e3779b97f4a7c15ul;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ul;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebul;
+    return uint((z ^ (z >> 31)) >> 32) < threshold;
 }

@@ -1,13 +1,16 @@
 //! Stands in for a device in tests: kernels are run by the emulator, on tensors of the CPU.
 
+use super::source::source;
 use super::{Argument, Array, Dispatch};
+use crate::devices::MetalMatmul;
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, Tensor, bail,
 };
 use half::{bf16, f16};
-use metal_emulator::Library;
+use metal_emulator::{Library, Mode, Source};
 use std::cell::RefCell;
-use std::sync::Arc;
+use std::path::Path;
+use std::sync::{Arc, LazyLock, OnceLock};
 
 /// What a test runs kernels with.
 #[derive(Clone)]
@@ -16,6 +19,29 @@ pub(crate) struct Emulator {
     pub(crate) seed: u64,
     /// Threads that a threadgroup may have.
     pub(crate) most_threads: usize,
+    /// Who makes the large products of linear layers.
+    pub(crate) matmul: MetalMatmul,
+}
+
+impl Emulator {
+    /// All kernels as a mode compiles them; `None`, said once, where that can't be done.
+    pub(crate) fn open(mode: Mode) -> Option<Emulator> {
+        // Where tests/metal_emulator.rs has it too, so that it is compiled once for both.
+        static SOURCE: LazyLock<Source> = LazyLock::new(|| {
+            let path = Path::new(env!("OUT_DIR")).join("metal-candle-kernels.metal");
+            std::fs::write(&path, source()).unwrap();
+            Source::file(path)
+        });
+        static EMULATORS: [OnceLock<Option<Emulator>>; 3] = [const { OnceLock::new() }; 3];
+        let open = || {
+            metal_emulator::available().then(|| {
+                let library = Arc::new(SOURCE.compile(mode).unwrap());
+                let matmul = MetalMatmul::Fused;
+                Emulator { library, seed: 0, most_threads: 1024, matmul }
+            })
+        };
+        EMULATORS[mode as usize].get_or_init(open).clone()
+    }
 }
 
 thread_local! {
@@ -47,6 +73,11 @@ impl Pipeline {
     pub(super) fn max_total_threads_per_threadgroup(&self) -> usize {
         self.most_threads
     }
+}
+
+/// A kernel that is made for so many threads takes them however few others take.
+pub(super) fn takes(_: &Pipeline, _: usize) -> bool {
+    true
 }
 
 #[derive(Clone)]
@@ -83,6 +114,30 @@ impl Metal {
         Ok(Pipeline { name, most_threads: self.emulator.most_threads })
     }
 
+    pub(super) fn matmul(&self) -> MetalMatmul {
+        self.emulator.matmul
+    }
+
+    /// What Candle's and Apple's kernels do, by Candle on the CPU.
+    pub(super) fn multiply(
+        &self,
+        [rows, columns, inner]: [usize; 3],
+        [(left, left_turned), (right, right_turned)]: [(&Array, bool); 2],
+        to: &Array,
+    ) -> Result<()> {
+        let matrix = |array: &Array, turned: bool, rows: usize, columns: usize| {
+            let tensor = array.tensor.to_dtype(DType::F64)?;
+            if turned {
+                tensor.reshape((columns, rows))?.t()
+            } else {
+                tensor.reshape((rows, columns))
+            }
+        };
+        let left = matrix(left, left_turned, rows, inner)?;
+        let product = left.matmul(&matrix(right, right_turned, inner, columns)?)?;
+        to.tensor.inplace_op1(&Write(bytes(&product.to_dtype(to.dtype)?)))
+    }
+
     pub(crate) fn run(&self, dispatches: &[Dispatch]) -> Result<()> {
         for Dispatch { pipeline, arguments, groups, threads } in dispatches {
             if groups.contains(&0) {
@@ -99,6 +154,7 @@ impl Metal {
                     Argument::U64(value) => run.value(index, value),
                     Argument::F32(value) => run.value(index, value),
                     Argument::U32s(values) => run.buffer(index, values),
+                    Argument::F32s(values) => run.buffer(index, values),
                     Argument::U64s(values) => run.buffer(index, values),
                 };
             }

@@ -1,9 +1,12 @@
 //! The device of some tensors: its memory, and how kernels are encoded.
 
-use super::{Argument, Array, Dispatch, library};
+use super::{Argument, Array, Dispatch, library, memory, mps};
+use crate::devices::{MetalMatmul, metal_matmul};
 use candle_core::metal_backend::{MetalDevice, MetalError, MetalStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor, bail};
+use candle_metal_kernels::metal::ComputeCommandEncoder;
+use candle_metal_kernels::{GemmDType, call_mlx_gemm};
 use objc2_metal::MTLSize;
 
 pub(super) use candle_metal_kernels::metal::{Buffer, ComputePipeline as Pipeline};
@@ -52,11 +55,67 @@ impl Metal {
         let shape = shape.into();
         let count = shape.elem_count();
         // Metal has no buffer of nothing.
-        let buffer = self.device.new_buffer_builder().with_size_for(count.max(1), dtype).build()?;
+        let buffer = memory::buffer(&self.device, count.max(1) * dtype.size_in_bytes())?;
         let storage = MetalStorage::new(buffer.clone(), self.device.clone(), count, dtype);
         let storage = Storage::Metal(storage);
         let tensor = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
         Ok(Array { buffer: (*buffer).clone(), offset: 0, dtype, tensor })
+    }
+
+    pub(super) fn matmul(&self) -> MetalMatmul {
+        metal_matmul()
+    }
+
+    /// A product by Candle's or Apple's kernels, of contiguous matrices of the dtype of `to`; the turned
+    /// ones are stored transposed.
+    pub(super) fn multiply(
+        &self,
+        sizes: [usize; 3],
+        operands: [(&Array, bool); 2],
+        to: &Array,
+    ) -> Result<()> {
+        match self.matmul() {
+            MetalMatmul::Mps => mps::multiply(&self.device, sizes, operands, to),
+            _ => self.multiply_by_candle(sizes, operands, to),
+        }
+    }
+
+    fn multiply_by_candle(
+        &self,
+        [rows, columns, inner]: [usize; 3],
+        [(left, left_turned), (right, right_turned)]: [(&Array, bool); 2],
+        to: &Array,
+    ) -> Result<()> {
+        let dtype = match to.dtype {
+            DType::F32 => GemmDType::F32,
+            DType::F16 => GemmDType::F16,
+            DType::BF16 => GemmDType::BF16,
+            other => {
+                bail!("metal-candle-kernels: Candle multiplies no {other:?} matrices on Metal")
+            }
+        };
+        if to.offset != 0 {
+            bail!("metal-candle-kernels: Candle's product begins where its buffer does")
+        }
+        let strides = |turned: bool, rows: usize, columns: usize| {
+            if turned { [1, rows] } else { [columns, 1] }
+        };
+        let encoder = self.device.command_encoder()?;
+        call_mlx_gemm(
+            self.device.metal_device(),
+            &encoder,
+            self.device.kernels(),
+            dtype,
+            (1, rows, columns, inner),
+            &strides(left_turned, rows, inner),
+            left.offset,
+            &left.buffer,
+            &strides(right_turned, inner, columns),
+            right.offset,
+            &right.buffer,
+            &to.buffer,
+        )
+        .map_err(metal_error)
     }
 
     pub(super) fn pipeline(&self, name: &'static str) -> Result<Pipeline> {
@@ -84,20 +143,9 @@ impl Metal {
                     Argument::U32(value) => encoder.set_bytes(index, &value),
                     Argument::U64(value) => encoder.set_bytes(index, &value),
                     Argument::F32(value) => encoder.set_bytes(index, &value),
-                    Argument::U32s(values) => {
-                        encoder.set_bytes_directly(
-                            index,
-                            size_of_val(values),
-                            values.as_ptr().cast(),
-                        );
-                    }
-                    Argument::U64s(values) => {
-                        encoder.set_bytes_directly(
-                            index,
-                            size_of_val(values),
-                            values.as_ptr().cast(),
-                        );
-                    }
+                    Argument::U32s(values) => set_all(encoder, index, values),
+                    Argument::F32s(values) => set_all(encoder, index, values),
+                    Argument::U64s(values) => set_all(encoder, index, values),
                 }
             }
             let [width, height, depth] = *groups;
@@ -108,6 +156,16 @@ impl Metal {
         }
         Ok(())
     }
+}
+
+/// Passes the bytes of numbers, of which there are few.
+fn set_all<T>(encoder: &ComputeCommandEncoder, index: usize, values: &[T]) {
+    encoder.set_bytes_directly(index, size_of_val(values), values.as_ptr().cast());
+}
+
+/// Whether a threadgroup of the kernel may have so many threads.
+pub(super) fn takes(pipeline: &Pipeline, threads: usize) -> bool {
+    threads <= pipeline.max_total_threads_per_threadgroup()
 }
 
 /// How many Metal devices there are.

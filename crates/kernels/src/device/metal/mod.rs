@@ -5,14 +5,20 @@
 //! kernels under one lock of the encoder.
 //!
 //! Tests run the kernels, and what is passed to them, in an emulator, or on a Mac's GPU with the feature
-//! `metal`; `encode.rs` and `library.rs`, which speak to Metal, were type-checked only. Nothing ran on a Mac
-//! yet.
+//! `metal`; `encode.rs`, `library.rs`, `memory.rs` and `mps.rs`, which speak to Metal, were type-checked only.
+//! Nothing ran on a Mac yet.
 
 mod copy;
 #[cfg(feature = "metal")]
 mod encode;
 #[cfg(feature = "metal")]
 mod library;
+#[cfg(feature = "metal")]
+mod memory;
+#[cfg(feature = "metal")]
+mod mps;
+mod pool;
+pub(crate) mod product;
 mod source;
 mod sums;
 // The tests of machines without Metal run the kernels in an emulator, with tensors of the CPU.
@@ -31,6 +37,8 @@ pub(crate) use encode::{Emulator, emulate};
 pub(crate) use encode::{Metal, computes};
 #[cfg(feature = "metal")]
 pub(crate) use encode::{count, nothing, open};
+#[cfg(feature = "metal")]
+pub(crate) use memory::{end_round, memory, reset_peak};
 pub(crate) use sums::Groups;
 
 /// The kernel `$name` for elements of dtype `$dtype`.
@@ -59,6 +67,12 @@ pub(crate) struct Array {
 }
 
 impl Array {
+    /// The same buffer from its beginning, which is aligned to whatever a kernel takes.
+    fn beginning(&self) -> Array {
+        let Array { buffer, dtype, tensor, .. } = self;
+        Array { buffer: buffer.clone(), offset: 0, dtype: *dtype, tensor: tensor.clone() }
+    }
+
     /// The same buffer from `bytes` further on.
     pub(crate) fn at(&self, bytes: usize) -> Array {
         let Array { buffer, offset, dtype, tensor } = self;
@@ -86,6 +100,7 @@ pub(crate) enum Argument<'a> {
     U64(u64),
     F32(f32),
     U32s(&'a [u32]),
+    F32s(&'a [f32]),
     U64s(&'a [u64]),
 }
 
@@ -177,6 +192,24 @@ impl Metal {
         prepare(name, pipeline, simdgroups * SIMDGROUP, groups(simdgroups), arguments)
     }
 
+    /// The kernel `name`, which is made for threadgroups of `threads` threads and no other.
+    pub(crate) fn exactly<'a>(
+        &self,
+        name: &'static str,
+        threads: usize,
+        groups: [usize; 3],
+        arguments: &'a [Argument<'a>],
+    ) -> Result<Dispatch<'a>> {
+        let dispatch = self.dispatch(name, threads, |_| groups, arguments)?;
+        if !encode::takes(&dispatch.pipeline, threads) {
+            bail!(
+                "metal-candle-kernels: `{name}` takes {} threads on this GPU, expected {threads}",
+                dispatch.threads
+            )
+        }
+        Ok(Dispatch { threads, ..dispatch })
+    }
+
     /// `groups` says how many threadgroups there are of so many threads.
     fn dispatch<'a>(
         &self,
@@ -218,12 +251,17 @@ pub(crate) fn size(operation: &str, size: usize) -> Result<u32> {
 
 /// The code of a norm's parameter's dtype, as `parameter_at` in `common.metal.h` knows it.
 pub(crate) fn parameter_code(operation: &str, parameter: &Array) -> Result<Argument<'static>> {
-    match parameter.dtype {
-        DType::F32 => Ok(Argument::U32(0)),
-        DType::F16 => Ok(Argument::U32(1)),
-        DType::BF16 => Ok(Argument::U32(2)),
+    Ok(Argument::U32(dtype_code(operation, parameter.dtype)?))
+}
+
+/// The code of a dtype, as kernels know it.
+fn dtype_code(operation: &str, dtype: DType) -> Result<u32> {
+    match dtype {
+        DType::F32 => Ok(0),
+        DType::F16 => Ok(1),
+        DType::BF16 => Ok(2),
         other => bail!(
-            "metal-candle-kernels: {operation} on Metal does not support {other:?} parameters, expected F32, BF16 or F16"
+            "metal-candle-kernels: {operation} on Metal does not support {other:?} tensors, expected F32, BF16 or F16"
         ),
     }
 }

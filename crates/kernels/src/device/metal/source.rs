@@ -2,16 +2,22 @@
 
 const HEADER: &str = include_str!("common.metal.h");
 
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 16] = [
     include_str!("kernel.metal"),
+    include_str!("product.metal"),
+    include_str!("../../adamw/kernel.metal"),
     include_str!("../../arithmetic/kernel.metal"),
     include_str!("../../attention/kernel.metal"),
     include_str!("../../copy/kernel.metal"),
+    include_str!("../../cross_entropy/kernel.metal"),
     include_str!("../../embedding/kernel.metal"),
     include_str!("../../glu/kernel.metal"),
     include_str!("../../layer_norm/kernel.metal"),
+    include_str!("../../lora_linear/kernel.metal"),
+    include_str!("../../matmul/kernel.metal"),
     include_str!("../../rms_norm/kernel.metal"),
     include_str!("../../rope/kernel.metal"),
+    include_str!("../../sampling/kernel.metal"),
     include_str!("../../softmax/kernel.metal"),
 ];
 

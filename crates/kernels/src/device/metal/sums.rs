@@ -22,9 +22,9 @@ impl Groups {
 impl Metal {
     /// Encodes `before`, which writes `partial` `(sets, groups, columns)` f32, and then the sums over
     /// the groups, `(sets, columns)`, always added in the same order.
-    pub(crate) fn run_and_sum(
+    pub(crate) fn run_and_sum<const BEFORE: usize>(
         &self,
-        before: [Dispatch; 2],
+        before: [Dispatch; BEFORE],
         partial: &Array,
         [sets, groups, columns]: [usize; 3],
     ) -> Result<Array> {
@@ -37,17 +37,23 @@ impl Metal {
             Argument::U32(size(OPERATION, columns)?),
         ];
         let sum = self.by_thread("sum_groups", columns, sets, &arguments)?;
-        let [first, second] = before;
-        self.run(&[first, second, sum])?;
+        let mut dispatches = Vec::from(before);
+        dispatches.push(sum);
+        self.run(&dispatches)?;
         Ok(out)
     }
 
     /// Zeros, f32.
     pub(crate) fn zeros(&self, shape: impl Into<candle_core::Shape>) -> Result<Array> {
         let out = self.empty(shape, DType::F32)?;
-        let count = out.tensor.elem_count();
-        let arguments = [Argument::Output(&out), Argument::U64(count as u64)];
-        self.run(&[self.by_elements("fill_zeros", count, 1, &arguments)?])?;
+        self.clear(&out)?;
         Ok(out)
+    }
+
+    /// Writes zeros over contiguous f32.
+    pub(crate) fn clear(&self, out: &Array) -> Result<()> {
+        let count = out.tensor.elem_count();
+        let arguments = [Argument::Output(out), Argument::U64(count as u64)];
+        self.run(&[self.by_elements("fill_zeros", count, 1, &arguments)?])
     }
 }

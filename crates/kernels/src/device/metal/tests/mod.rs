@@ -1,35 +1,69 @@
 //! What the host passes to the kernels: the public operations, computed by Metal's side of them, against the
 //! CPU's own. With the feature `metal` by a Mac's GPU, without it by the emulator, on tensors of the CPU.
 
+mod linear;
+// Parts of the products, which only the emulator can be asked for one by one.
+#[cfg(not(feature = "metal"))]
+mod product;
+mod step;
+
 use crate::glu::{self, Activation};
 use crate::layer_norm::{self, Needs};
 use crate::testing::*;
 use crate::{arithmetic, attention, copy, embedding, rms_norm, rope, softmax};
 use candle_core::{DType, Device, Tensor};
+use metal_emulator::Mode;
+
+/// What a test is run with in the emulator: a mode, an order of the threads, and how many a threadgroup may
+/// have.
+type Run = (Mode, u64, usize);
+
+/// For tests of what the host passes, whose kernels have tests of their own.
+const QUICK: &[Run] = &[(Mode::Asan, 2, 33), (Mode::Asan, 2, 1024)];
+/// For tests of kernels.
+const THOROUGH: &[Run] = &[
+    (Mode::Plain, 0, 1024),
+    (Mode::Plain, 1, 33),
+    (Mode::Asan, 2, 1024),
+    (Mode::Asan, 3, 33),
+    (Mode::Race, 0, 1024),
+    (Mode::Race, 1, 1024),
+    (Mode::Race, 3, 33),
+];
 
 /// Asserts that `task` gives the same by the kernels as by the CPU, within the precision of each dtype. It
 /// is called with the dtype, and with the device that its inputs have to be on.
 fn assert_same(task: impl Fn(DType, &Device) -> Vec<Tensor>) {
+    assert_same_in(QUICK, task);
+}
+
+/// As [`assert_same`], in these runs of the emulator.
+fn assert_same_in(runs: &[Run], task: impl Fn(DType, &Device) -> Vec<Tensor>) {
     for (dtype, tolerance) in PRECISIONS {
-        let runs = by_kernels(|device| task(dtype, device));
-        if runs.is_empty() {
+        let found = by_kernels(runs, |device| task(dtype, device));
+        if found.is_empty() {
             return;
         }
         let expected = task(dtype, &Device::Cpu);
-        for found in runs {
-            assert_eq!(found.len(), expected.len());
-            for (found, expected) in found.iter().zip(&expected) {
-                assert_eq!(found.dtype(), expected.dtype());
-                assert_close(found, expected, tolerance);
-            }
+        for found in found {
+            assert_all_close(&found, &expected, tolerance);
         }
+    }
+}
+
+#[track_caller]
+fn assert_all_close(found: &[Tensor], expected: &[Tensor], tolerance: f64) {
+    assert_eq!(found.len(), expected.len());
+    for (found, expected) in found.iter().zip(expected) {
+        assert_eq!(found.dtype(), expected.dtype());
+        assert_close(found, expected, tolerance);
     }
 }
 
 /// What `task` gives on the GPU, which has to be the same bits each time; nothing, said once, where there is
 /// none.
 #[cfg(feature = "metal")]
-fn by_kernels(task: impl Fn(&Device) -> Vec<Tensor>) -> Vec<Vec<Tensor>> {
+fn by_kernels(_: &[Run], task: impl Fn(&Device) -> Vec<Tensor>) -> Vec<Vec<Tensor>> {
     let Some(device) = metal() else { return Vec::new() };
     let run = || -> Vec<Tensor> { task(&device).iter().map(here).collect() };
     let (found, again) = (run(), run());
@@ -39,29 +73,22 @@ fn by_kernels(task: impl Fn(&Device) -> Vec<Tensor>) -> Vec<Vec<Tensor>> {
     vec![found]
 }
 
-/// What `task` gives in the emulator, with few threads and with many; nothing, said once, where there is no
-/// emulator.
+/// What `task` gives in each run; nothing, said once, where there is no emulator.
 #[cfg(not(feature = "metal"))]
-fn by_kernels(task: impl Fn(&Device) -> Vec<Tensor>) -> Vec<Vec<Tensor>> {
+fn by_kernels(runs: &[Run], task: impl Fn(&Device) -> Vec<Tensor>) -> Vec<Vec<Tensor>> {
+    let mut found = Vec::new();
+    in_every(runs, || found.push(task(&Device::Cpu)));
+    found
+}
+
+/// Calls `task` with the kernels once for each run, unless there is no emulator.
+#[cfg(not(feature = "metal"))]
+fn in_every(runs: &[Run], mut task: impl FnMut()) {
     use super::encode::{Emulator, emulate};
-    use metal_emulator::{Mode, Source};
-    use std::sync::{Arc, OnceLock};
-    static EMULATOR: OnceLock<Option<Emulator>> = OnceLock::new();
-    let open = || {
-        metal_emulator::available().then(|| {
-            let name = format!("metal-candle-{}.metal", std::process::id());
-            let path = std::env::temp_dir().join(name);
-            std::fs::write(&path, super::source::source()).unwrap();
-            let library = Arc::new(Source::file(&path).compile(Mode::Asan).unwrap());
-            std::fs::remove_file(path).unwrap();
-            Emulator { library, seed: 2, most_threads: 1024 }
-        })
-    };
-    let Some(emulator) = EMULATOR.get_or_init(open) else { return Vec::new() };
-    let run = |most_threads| {
-        emulate(Emulator { most_threads, ..emulator.clone() }, || task(&Device::Cpu))
-    };
-    [33, 1024].map(run).into()
+    for &(mode, seed, most_threads) in runs {
+        let Some(emulator) = Emulator::open(mode) else { return };
+        emulate(Emulator { seed, most_threads, ..emulator }, &mut task);
+    }
 }
 
 /// Not contiguous.
@@ -163,13 +190,13 @@ fn metal_host_of_arithmetic_and_copies_agrees_with_the_kernels() {
 fn metal_host_of_attention_agrees_with_the_kernels() {
     // As few queries, and as tiles; the elements of a head are copied together.
     for queries in [2, 11] {
-        assert_same(|dtype| {
-            let turned = |shape: [usize; 4], seed| {
-                random(&shape, seed).to_dtype(dtype).unwrap().transpose(1, 3).unwrap()
+        assert_same(|dtype, device| {
+            let turned = |heads, tokens, seed| {
+                contiguous(&[1, 12, heads, tokens], seed, dtype, device).transpose(1, 3).unwrap()
             };
-            let (q, d_o) = (turned([1, 12, 4, queries], 1), turned([1, 12, 4, queries], 2));
-            let (k, v) = (turned([1, 12, 2, 13], 3), turned([1, 12, 2, 13], 4));
-            let first_key = Tensor::full(2u32, (queries, 1), &Device::Cpu).unwrap();
+            let (q, d_o) = (turned(4, queries, 1), turned(4, queries, 2));
+            let (k, v) = (turned(2, 13, 3), turned(2, 13, 4));
+            let first_key = Tensor::full(2u32, (queries, 1), device).unwrap();
             let first_key = first_key.t().unwrap();
             let options = attention::Options { scale: 0.3, softcap: Some(2.0), window: Some(7) };
             let (o, log_sum_exp) =

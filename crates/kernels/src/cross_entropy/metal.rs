@@ -1,0 +1,153 @@
+//! The fused head and cross entropy on Metal: the rows that count are gathered, logits are made in f32 a
+//! chunk of rows at a time, and a kernel turns them into losses and gradients.
+
+use super::{ALIGNMENT, Options, Output};
+use crate::device::metal::product::{Finish, Matrix, Term};
+use crate::device::metal::{Argument, Array, Metal, by_dtype, size};
+use crate::embedding;
+use candle_core::{DType, Result, Tensor};
+
+/// Bytes of logits that exist at a time. The head's weight is read once for so many rows that reading it
+/// doesn't count.
+pub(super) const MEMORY: usize = 128 << 20;
+
+pub(crate) struct Problem<'a> {
+    /// `(n, d)`
+    pub(crate) hidden: &'a Tensor,
+    /// `(v, d)`
+    pub(crate) weight: &'a Tensor,
+    /// Row and target of every row that counts.
+    pub(crate) counted: &'a [(usize, u32)],
+    pub(crate) options: &'a Options,
+    pub(crate) need_dhidden: bool,
+    pub(crate) need_dweight: bool,
+}
+
+/// Where the gradient with respect to the products goes, as the kernel knows it.
+const NOWHERE: u32 = 0;
+const APART: u32 = 1;
+const IN_PLACE: u32 = 2;
+
+impl Problem<'_> {
+    /// The results, in chunks of so many rows.
+    pub(crate) fn run(&self, operation: &str, chunk: usize) -> Result<Output> {
+        let metal = Metal::of(self.hidden)?;
+        let (n, d) = self.hidden.dims2()?;
+        let (v, dtype) = (self.weight.dim(0)?, self.hidden.dtype());
+        let count = self.counted.len();
+        let loss = metal.empty((), DType::F32)?;
+        if count == 0 {
+            metal.clear(&loss)?;
+            let dhidden = match self.need_dhidden {
+                // Nothing has a place there, so nothing of it is read.
+                true => Some(self.scatter(&metal, &metal.contiguous(self.hidden)?)?),
+                false => None,
+            };
+            let dweight = self.need_dweight.then(|| metal.zeros((v, d))).transpose()?;
+            return Ok(output(loss, count, dhidden, dweight));
+        }
+        let on_device =
+            |numbers: Vec<u32>| Tensor::from_vec(numbers, (1, count), self.hidden.device());
+        let targets = on_device(self.counted.iter().map(|(_, target)| *target).collect())?;
+        let targets = metal.strided(&targets)?;
+        let weight = metal.collapsed_rows(self.weight)?;
+        let hidden = if count == n {
+            metal.collapsed_rows(self.hidden)?
+        } else {
+            let rows = on_device(self.counted.iter().map(|(row, _)| *row as u32).collect())?;
+            metal.strided(&embedding::forward(self.hidden, &rows)?.squeeze(0)?)?
+        };
+        let chunk = chunk.min(count);
+        let stride = v.next_multiple_of(ALIGNMENT);
+        let products = metal.empty((chunk, stride), DType::F32)?;
+        let (gradients, place) = match (self.need_dhidden || self.need_dweight, dtype) {
+            (false, _) => (None, NOWHERE),
+            (true, DType::F32) => (None, IN_PLACE),
+            (true, _) => (Some(metal.empty((chunk, stride), dtype)?), APART),
+        };
+        let all_gradients = Matrix::of(gradients.as_ref().unwrap_or(&products), stride);
+        let losses = metal.empty(count, DType::F32)?;
+        let dhidden = self.need_dhidden.then(|| metal.empty((count, d), dtype)).transpose()?;
+        let dweight = self.need_dweight.then(|| metal.empty((v, d), DType::F32)).transpose()?;
+        let head = Matrix::rows(&weight)?;
+        let hidden_stride = hidden.tensor.stride().first().map_or(d, |stride| *stride);
+        for start in (0..count).step_by(chunk) {
+            let rows = chunk.min(count - start);
+            let hidden = hidden.at(start * hidden_stride * dtype.size_in_bytes());
+            let hidden = Matrix::of(&hidden, hidden_stride);
+            let terms = [Term::new(hidden, head.t(), d)];
+            metal.product(operation, rows, v, &terms, Matrix::of(&products, stride))?;
+
+            let of_chunk = |array: &Array| array.at(start * size_of::<u32>());
+            let (targets, losses) = (of_chunk(&targets), of_chunk(&losses));
+            let arguments = [
+                match place {
+                    IN_PLACE => Argument::Output(&products),
+                    _ => Argument::Input(&products),
+                },
+                gradients.as_ref().map_or(Argument::Input(&products), Argument::Output),
+                Argument::Input(&targets),
+                Argument::Output(&losses),
+                Argument::U64(stride as u64),
+                Argument::U32(size(operation, v)?),
+                Argument::F32(self.options.logit_scale as f32),
+                Argument::F32(self.options.softcap.unwrap_or(0.0) as f32),
+                Argument::U32(place),
+            ];
+            let name = by_dtype!("cross_entropy_rows", dtype)?;
+            metal.run(&[metal.by_row(name, rows, v, &arguments)?])?;
+
+            if let Some(dhidden) = &dhidden {
+                let to = dhidden.at(start * d * dtype.size_in_bytes());
+                let terms = [Term::new(all_gradients, head, v)];
+                metal.product(operation, rows, d, &terms, Matrix::of(&to, d))?;
+            }
+            if let Some(dweight) = &dweight {
+                let terms = [Term::new(all_gradients.t(), hidden, rows)];
+                let finish = Finish { add: start > 0, ..Finish::default() };
+                metal.product_with(operation, v, d, &terms, finish, Matrix::of(dweight, d))?;
+            }
+        }
+        let arguments = [
+            Argument::Input(&losses),
+            Argument::Output(&loss),
+            Argument::U32(size(operation, count)?),
+        ];
+        metal.run(&[metal.by_row("cross_entropy_sum", 1, count, &arguments)?])?;
+        let dhidden = match dhidden {
+            Some(of_counted) if count < n => Some(self.scatter(&metal, &of_counted)?),
+            other => other,
+        };
+        Ok(output(loss, count, dhidden, dweight))
+    }
+
+    /// The rows of those that count in their places among all, with zeros for the others.
+    fn scatter(&self, metal: &Metal, of_counted: &Array) -> Result<Array> {
+        let (n, d) = self.hidden.dims2()?;
+        let mut places = vec![u32::MAX; n];
+        for (place, (row, _)) in (0..).zip(self.counted) {
+            places[*row] = place;
+        }
+        let places = Tensor::from_vec(places, n, self.hidden.device())?;
+        let places = metal.strided(&places)?;
+        let out = metal.empty((n, d), of_counted.dtype)?;
+        let arguments = [
+            Argument::Input(of_counted),
+            Argument::Input(&places),
+            Argument::Output(&out),
+            Argument::U32(size("cross_entropy", d)?),
+        ];
+        let name = by_dtype!("cross_entropy_scatter", of_counted.dtype)?;
+        metal.run(&[metal.by_elements(name, d, n, &arguments)?])?;
+        Ok(out)
+    }
+}
+
+fn output(loss: Array, count: usize, dhidden: Option<Array>, dweight: Option<Array>) -> Output {
+    Output {
+        loss: loss.tensor,
+        count,
+        dhidden: dhidden.map(|dhidden| dhidden.tensor),
+        dweight: dweight.map(|dweight| dweight.tensor),
+    }
+}

@@ -1,0 +1,78 @@
+//! Linear layers on Metal: products, see `device/metal/product.rs`.
+
+use super::with_last_dimension;
+use crate::device::metal::product::{Matrix, Term};
+use crate::device::metal::{Argument, Groups, Metal, by_dtype, size};
+use candle_core::{DType, Result, Tensor};
+
+pub(super) fn linear(
+    operation: &str,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    [rows, outer, inner]: [usize; 3],
+) -> Result<Tensor> {
+    let metal = Metal::of(x)?;
+    let y = metal.empty(with_last_dimension(x, outer), x.dtype())?;
+    let (x, weight) = (metal.collapsed_rows(x)?, metal.collapsed_rows(weight)?);
+    let bias = bias.map(|bias| metal.contiguous(bias)).transpose()?;
+    let large = vec![Term::new(Matrix::rows(&x)?, Matrix::rows(&weight)?.t(), inner)];
+    metal.layer(operation, rows, outer, (large, Vec::new()), bias.as_ref(), &y)?;
+    Ok(y.tensor)
+}
+
+pub(super) fn backward_input(
+    operation: &str,
+    dy: &Tensor,
+    weight: &Tensor,
+    [rows, outer, inner]: [usize; 3],
+) -> Result<Tensor> {
+    let metal = Metal::of(dy)?;
+    let dx = metal.empty(with_last_dimension(dy, inner), dy.dtype())?;
+    let (dy, weight) = (metal.collapsed_rows(dy)?, metal.collapsed_rows(weight)?);
+    let large = vec![Term::new(Matrix::rows(&dy)?, Matrix::rows(&weight)?, outer)];
+    metal.layer(operation, rows, inner, (large, Vec::new()), None, &dx)?;
+    Ok(dx.tensor)
+}
+
+pub(super) fn backward_weight(
+    operation: &str,
+    x: &Tensor,
+    dy: &Tensor,
+    [rows, outer, inner]: [usize; 3],
+) -> Result<Tensor> {
+    let metal = Metal::of(x)?;
+    let (x, dy) = (metal.collapsed_rows(x)?, metal.collapsed_rows(dy)?);
+    let dweight = metal.empty((outer, inner), DType::F32)?;
+    let terms = [Term::new(Matrix::rows(&dy)?.t(), Matrix::rows(&x)?, rows)];
+    metal.product(operation, outer, inner, &terms, Matrix::of(&dweight, inner))?;
+    Ok(dweight.tensor)
+}
+
+pub(super) fn backward_bias(
+    operation: &str,
+    dy: &Tensor,
+    rows: usize,
+    outer: usize,
+) -> Result<Tensor> {
+    let metal = Metal::of(dy)?;
+    let dy = metal.collapsed_rows(dy)?;
+    let name = by_dtype!("column_sums", dy.dtype)?;
+    if rows * outer == 0 {
+        return Ok(metal.zeros(outer)?.tensor);
+    }
+    let stride = Matrix::rows(&dy)?.stride() as u64;
+    let groups = Groups::of(rows);
+    let partial = metal.empty((groups.count, outer), DType::F32)?;
+    let arguments = [
+        Argument::Input(&dy),
+        Argument::Output(&partial),
+        Argument::U32(size(operation, rows)?),
+        Argument::U32(size(operation, outer)?),
+        Argument::U32(size(operation, groups.rows)?),
+        Argument::U64(stride),
+    ];
+    let pass = metal.by_thread(name, outer, groups.count, &arguments)?;
+    let sums = metal.run_and_sum([pass], &partial, [1, groups.count, outer])?;
+    sums.tensor.reshape(outer)
+}
