@@ -229,6 +229,8 @@ fn a_recomputed_segment_gives_the_same_gradients_and_stores_one_node() {
 }
 
 #[test]
+// A segment stays on its thread.
+#[allow(clippy::arc_with_non_send_sync)]
 fn a_segment_keeps_what_it_was_told_to_until_its_second_run() {
     let runs = |nested: bool, tape: Tape| {
         let (count, inner) = (Rc::new(Cell::new(0)), weight(random(&[3, 3], 1), 0));
