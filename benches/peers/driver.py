@@ -314,14 +314,14 @@ def model_reference(row: Row, request: dict[str, Any], sides: Sides) -> Arrays:
     """What transformers and PEFT compute in f64, on a GPU in f32 or, of long rows, in their own dtype,
     kept for the next time."""
     name = re.sub(r"-(bf16|f32)(-checkpointing)?$", "", row["name"])
-    path = WORK / "references" / f"{name}.safetensors"
+    # What a GPU's models need in f64 is more than it has.
+    large = sides.options.device != "cpu"
+    exact = row | ({"dtype": "f32", "checkpointing": True} if large else {"dtype": "f64"})
+    if large and row.get("seq", 0) > LONGEST_IN_F32:
+        exact["dtype"] = row["dtype"]
+    path = WORK / "references" / f"{name}-{exact['dtype']}.safetensors"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        # What a GPU's models need in f64 is more than it has.
-        large = sides.options.device != "cpu"
-        exact = row | ({"dtype": "f32", "checkpointing": True} if large else {"dtype": "f64"})
-        if large and row.get("seq", 0) > LONGEST_IN_F32:
-            exact["dtype"] = row["dtype"]
         process = Process("torch", sides.command("torch"), sides.options.threads)
         try:
             process.ask(3600, **request | {"row": exact})

@@ -552,9 +552,12 @@ fn memory(
     let hidden = config.hidden_size as u64;
     let layer = 5 * hidden + heads + 4 * config.intermediate_size as u64;
     let layers = config.layers.len() as u64;
-    let kept = if settings.grad_checkpoint { layers * hidden + layer } else { layers * layer };
-    // The loss looks at some rows of logits at a time.
-    let logits = tokens.min(128) * config.vocab_size as u64 * 8;
+    // Of a layer that is computed again, what it is given and what attention gives.
+    let again = hidden + (config.heads * config.head_dim) as u64;
+    let kept = if settings.grad_checkpoint { layers * again + layer } else { layers * layer };
+    // The loss looks at some logits at a time, on a GPU at more of them.
+    let most = if model.device().is_cpu() { 1 << 20 } else { 1 << 27 };
+    let logits = (tokens * config.vocab_size as u64).min(most) * size_of::<f32>() as u64;
     Memory {
         weights: if full { 0 } else { parameters * element },
         training: 4 * trainable * DType::F32.size_in_bytes() as u64,

@@ -56,7 +56,6 @@ fn what_cannot_be_timed_is_wrong_usage() {
         (&["--seq", "0"], "seq: is 0"),
         (&["--rank", "0"], "rank: is 0"),
         (&["--samples", "0"], "samples: is 0"),
-        (&["--shape", "tiny", "--seq", "4096"], "more than the 512"),
         (&["--dtype", "f16"], "expected f32 or bf16"),
         (&["--only", "chat"], "invalid value 'chat'"),
         (&["--threads", "0"], "threads: is 0"),

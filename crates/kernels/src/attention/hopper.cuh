@@ -372,6 +372,7 @@ __device__ __forceinline__ void hopper_backward(const Parameters &p) {
             start_columns<T, D, BN>(second[0], of_s[0], y + COLUMNS_BYTES);
             warpgroup_wait<1>();
             warpgroup_hold(dp[0]);
+            // The sum of dv still reads `of_s`, as this does; nothing writes it before the sum is done.
             block.score_gradients(dp[0], of_s[0], columns, lane);
             pack_weights<T, BN, 1>(of_dp, dp);
             start_columns<T, D, BN>(first[0], of_dp[0], y);

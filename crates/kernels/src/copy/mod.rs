@@ -59,7 +59,7 @@ pub fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<
     whole.slice_set(&part.detach().contiguous()?, dim, start)
 }
 
-/// [`write()`] of two parts, such as keys and values, of one shape and dtype, into two wholes, which a GPU
+/// [`write()`] of two parts, such as keys and values, of one shape and dtype, into two wholes, which CUDA
 /// does at once.
 ///
 /// # Errors
@@ -74,7 +74,8 @@ pub fn write_both(
     if wholes[0].device().is_cuda() {
         check(wholes[0], parts[0], dim, start)?;
         check(wholes[1], parts[1], dim, start)?;
-        let same = wholes[0].dtype() == wholes[1].dtype()
+        let same = wholes[0].device().same_device(wholes[1].device())
+            && wholes[0].dtype() == wholes[1].dtype()
             && wholes[0].dims() == wholes[1].dims()
             && parts[0].dims() == parts[1].dims();
         if same && parts[0].elem_count() > 0 {

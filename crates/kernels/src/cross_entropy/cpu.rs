@@ -1,5 +1,6 @@
 //! The fused head and cross entropy on the CPU, block by block of the vocabulary, so that a block of logits
-//! is read and written while it is in a cache and its part of the weight is read once.
+//! is read and written while it is in a cache, and its part of the weight comes there once for both products.
+//! For the weight's own gradient the logits are made a second time.
 //!
 //! The gradient of a hidden row is `Σ_j p_j·w_j - w_target`: attention of the row over the vocabulary, with
 //! the weight as keys and values. So it is summed as attention is: with the largest logit so far, by which
@@ -98,7 +99,7 @@ impl<T: Element> Problem<'_, T> {
     ) -> f64 {
         let (d, v) = (self.d, self.v);
         let most_rows = self.options.chunk.min(self.counted.len());
-        let width = (LOGITS / most_rows.max(1)).next_multiple_of(64).min(v);
+        let width = (LOGITS / most_rows.max(1)).max(1).next_multiple_of(64).min(v);
         let mut hidden = buffer::<T>(most_rows * d);
         let mut logits = Scratch::new(most_rows * width);
         let mut sums = Scratch::new(if dhidden.is_some() { most_rows * d } else { 0 });

@@ -84,8 +84,12 @@ fn cases() -> Vec<Case> {
 
 #[test]
 fn loss_matches_reference() {
-    let larger =
-        [Case::new(100, 33, 1000, 32), Case::new(100, 33, 1000, 32).options(Some(5.0), 4.0)];
+    let larger = [
+        Case::new(100, 33, 1000, 32),
+        Case::new(100, 33, 1000, 32).options(Some(5.0), 4.0),
+        // More rows than a block has logits.
+        Case::new(1100, 3, 70, 2000),
+    ];
     for case in cases().into_iter().chain(larger) {
         let output = case.run();
         let expected = case.reference();
@@ -199,7 +203,30 @@ fn large_logits_do_not_overflow() {
 fn a_nan_is_not_hidden() {
     let case = Case::new(5, 7, 33, 2).to_dtype(DType::F32);
     let hidden = (&case.hidden * f64::NAN).unwrap();
-    assert!(values(&case.run_with(&hidden, &case.weight).unwrap().loss)[0].is_nan());
+    let output = case.run_with(&hidden, &case.weight).unwrap();
+    assert!(values(&output.loss)[0].is_nan());
+    assert!(values(&output.dweight.unwrap()).iter().all(|gradient| gradient.is_nan()));
+    let gradients = values(&output.dhidden.unwrap());
+    for (target, gradient) in case.targets.iter().zip(gradients.chunks(7)) {
+        assert!(gradient.iter().all(|number| number.is_nan() == (*target != IGNORE)));
+    }
+}
+
+#[test]
+fn a_gradient_is_the_same_without_the_other() {
+    for case in cases() {
+        let both = case.run();
+        for (dhidden, dweight) in [(true, false), (false, true)] {
+            let Case { hidden, weight, targets, options } = &case;
+            let one = forward(hidden, weight, targets, options, dhidden, dweight).unwrap();
+            assert_identical(&one.loss, &both.loss);
+            for (one, both) in [(one.dhidden, &both.dhidden), (one.dweight, &both.dweight)] {
+                if let (Some(one), Some(both)) = (one, both) {
+                    assert_identical(&one, both);
+                }
+            }
+        }
+    }
 }
 
 #[test]

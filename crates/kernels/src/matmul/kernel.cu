@@ -75,7 +75,7 @@ template <typename T> struct Piece<T, true> {
     }
     /// Elements of a weight, which are read once: they need no place in the first cache, where x is.
     __device__ __forceinline__ void stream(const T *address) {
-        asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
             : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
             : "l"(address));
     }

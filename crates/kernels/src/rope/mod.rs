@@ -34,7 +34,7 @@ pub fn forward(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 }
 
 /// [`forward`] of queries and keys, `(batch, seq, heads, head_dim)` and `(batch, seq, kv_heads, head_dim)`,
-/// which a GPU turns at once.
+/// which CUDA turns at once.
 ///
 /// # Errors
 /// Like [`forward`].
@@ -45,7 +45,10 @@ pub fn forward_both(
     sin: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
     #[cfg(feature = "cuda")]
-    if queries.device().is_cuda() && queries.dtype() == keys.dtype() {
+    if queries.device().is_cuda()
+        && queries.dtype() == keys.dtype()
+        && queries.dims().last() == keys.dims().last()
+    {
         check(queries, cos, sin)?;
         check(keys, cos, sin)?;
         let mut turned = cuda::rotate(&[queries, keys], cos, sin, false)?;

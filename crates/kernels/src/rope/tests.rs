@@ -146,6 +146,10 @@ fn queries_and_keys_turn_as_each_alone_also_by_cuda() {
                 assert_identical(&q, &forward(&queries, &cos, &sin).unwrap());
                 assert_identical(&k, &forward(&keys, &cos, &sin).unwrap());
             }
+            // Heads of two sizes.
+            let (q, k) = forward_both(&wide(2, 1), &given(3, 2), &cos, &sin).unwrap();
+            assert_identical(&q, &forward(&wide(2, 1), &cos, &sin).unwrap());
+            assert_identical(&k, &forward(&given(3, 2), &cos, &sin).unwrap());
             let (q, k) = forward_both(&wide(0, 1), &wide(2, 2), &cos, &sin).unwrap();
             assert_eq!(q.dims(), [2, 5, 0, 16]);
             assert_identical(&k, &forward(&wide(2, 2), &cos, &sin).unwrap());

@@ -457,7 +457,7 @@ pub(crate) fn run_layers(
                 });
                 layers.collect()
             });
-            // Only the sum is kept for the backward pass.
+            // Only the sum and what attention gives are kept for the backward pass.
             match tape.checkpoint(&[&stream.joined(tape)?], segment)?.pop() {
                 Some(x) => Stream { x, branch: None },
                 None => return Err(candle_core::Error::msg("a segment gave no output").into()),

@@ -97,7 +97,8 @@ impl Input {
 pub struct PassOptions {
     /// Where dropout begins; `None` switches it off.
     pub dropout_seed: Option<u64>,
-    /// Recompute each layer in the backward pass instead of storing its activations.
+    /// Recompute each layer in the backward pass instead of storing its activations, but for what its
+    /// attention gives.
     pub checkpoint: bool,
 }
 

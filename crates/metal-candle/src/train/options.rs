@@ -51,7 +51,8 @@ pub struct TrainOptions {
     pub clip_norm: Option<f64>,
     /// Steps in a row whose loss or gradient may be NaN or infinite before the run stops.
     pub skip_limit: u64,
-    /// Recompute each layer in the backward pass instead of storing its activations.
+    /// Recompute each layer in the backward pass instead of storing its activations, but for what its
+    /// attention gives.
     pub gradient_checkpointing: bool,
     /// Where dropout and samples get their random numbers from.
     pub seed: u64,

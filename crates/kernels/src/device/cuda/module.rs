@@ -101,7 +101,7 @@ impl Module {
     }
 
     /// Prepares a launch of the kernel `name` with `shared` bytes of shared memory beside what it declares;
-    /// a kernel that is given some is always given some.
+    /// a kernel that is ever given more than 48 KiB is given some the first time.
     pub(crate) fn launch(
         &self,
         cuda: &Cuda,

@@ -57,7 +57,7 @@ impl RowPlan {
             block: (row_threads * rows_at_once) as u32,
             grid: u32::try_from(rows.div_ceil(rows_at_once)).ok()?,
             rows_at_once,
-            // One row stands between products that take longer than its launch, and many rows take longer
+            // A row of a token stands between products that take longer than a launch, and many rows take longer
             // themselves. A few in a queue wait for the host, which an overlapping launch costs 0.7 µs more.
             overlaps: !(16..1024).contains(&rows),
         })
@@ -76,7 +76,8 @@ impl RowPlan {
     }
 
     /// Bytes of shared memory for the rows of `tensors` that a block has asked for in advance, `packs` packs
-    /// a thread and tensor; nothing when the device has less.
+    /// a thread and tensor; nothing when the device has less, as those before Hopper have for long rows of
+    /// f32, which then go element by element.
     pub(crate) fn rows_ahead(
         &self,
         cuda: &Cuda,
