@@ -89,6 +89,7 @@ impl Source {
 
     /// The model with its adapter, and its tokenizer.
     pub fn load(&self, runtime: &Runtime, terminal: Terminal) -> anyhow::Result<Loaded> {
+        check_matmul(runtime.matmul, runtime.dtype, runtime.device, "--dtype f16 or --dtype f32")?;
         let device = device(runtime.device)?;
         set_matmul(runtime.matmul, &device)?;
         if let Some(folder) = &self.adapter {
@@ -120,11 +121,19 @@ fn check_adapter(folder: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The device, if this build has it; `auto` is a GPU where there is one.
-pub fn device(processor: Processor) -> anyhow::Result<Device> {
+/// What `auto` stands for on this machine: a GPU where there is one that all kernels are made for.
+fn choose(processor: Processor) -> Processor {
     match processor {
-        Processor::Auto if devices::cuda_count() > 0 => Ok(devices::cuda(0)?),
-        Processor::Auto if devices::metal_count() > 0 => Ok(devices::metal(0)?),
+        Processor::Auto if devices::cuda_count() > 0 => Processor::Cuda,
+        Processor::Auto if devices::metal_is_suitable(0) => Processor::Metal,
+        Processor::Auto => Processor::Cpu,
+        given => given,
+    }
+}
+
+/// The device, if this build has it.
+pub fn device(processor: Processor) -> anyhow::Result<Device> {
+    match choose(processor) {
         Processor::Auto | Processor::Cpu => Ok(Device::Cpu),
         Processor::Cuda if !cfg!(feature = "cuda") => {
             Err(usage("device: this build has no CUDA; use --device cpu"))
@@ -135,6 +144,24 @@ pub fn device(processor: Processor) -> anyhow::Result<Device> {
         }
         Processor::Metal => Ok(devices::metal(0)?),
     }
+}
+
+/// That the dtype is one of those that the products' maker takes; `others` are the flags for them.
+pub fn check_matmul(
+    matmul: Option<Matmul>,
+    precision: Precision,
+    processor: Processor,
+    others: &str,
+) -> anyhow::Result<()> {
+    if matmul == Some(Matmul::Mps)
+        && matches!(precision, Precision::Auto | Precision::Bf16)
+        && choose(processor) == Processor::Metal
+    {
+        return Err(usage(format!(
+            "matmul: mps multiplies no bf16, which is the dtype here; add {others}"
+        )));
+    }
+    Ok(())
 }
 
 /// Chooses who makes the large products of linear layers, which only Metal leaves open.
@@ -226,5 +253,25 @@ pub fn warn_of_length(model: &Model, tokens: usize) {
     let limit = model.config().max_position_embeddings;
     if tokens > limit {
         tracing::warn!("{tokens} tokens are more than the {limit} that this model was made for");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mps_is_refused_for_bf16_on_metal_only() {
+        let check = |matmul, precision, processor| {
+            check_matmul(Some(matmul), precision, processor, "--dtype f32")
+        };
+        for precision in [Precision::Auto, Precision::Bf16] {
+            let error = check(Matmul::Mps, precision, Processor::Metal).unwrap_err();
+            assert!(error.to_string().contains("no bf16"), "{error}");
+            assert!(check(Matmul::Candle, precision, Processor::Metal).is_ok());
+            assert!(check(Matmul::Mps, precision, Processor::Cpu).is_ok());
+        }
+        assert!(check(Matmul::Mps, Precision::F16, Processor::Metal).is_ok());
+        assert!(check(Matmul::Mps, Precision::F32, Processor::Metal).is_ok());
     }
 }

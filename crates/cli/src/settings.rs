@@ -1,6 +1,7 @@
 //! The settings of a training run: one field is one key of the YAML file and one flag.
 
 use crate::errors::usage;
+use crate::models::check_matmul;
 use clap::ValueEnum;
 use indexmap::IndexMap;
 use metal_candle::adapter::{self, LoraConfig, Targets};
@@ -361,6 +362,7 @@ impl Settings {
     }
 
     fn check(&self) -> anyhow::Result<()> {
+        check_matmul(self.matmul, self.dtype, self.device, "--dtype f16 or --dtype f32")?;
         if self.fine_tune_type == FineTuneType::Lora {
             if let Some(layers) = self.num_layers.filter(|&layers| layers != -1 && layers < 1) {
                 return Err(usage(format!(

@@ -26,7 +26,7 @@ pub fn cuda(ordinal: usize) -> Result<Device> {
     )
 }
 
-/// How many Metal devices there are; 0 when this build has no Metal.
+/// How many Metal devices there are; 0 when this build has no Metal, or macOS is older than 15.
 pub fn metal_count() -> usize {
     #[cfg(feature = "metal")]
     return crate::device::metal::count();
@@ -34,11 +34,23 @@ pub fn metal_count() -> usize {
     0
 }
 
+/// Whether the Metal device `ordinal` is there and has all that this crate's kernels are made for: family
+/// Apple7, which the M1 began, or a later one. [`metal`] opens others, too, if they take the kernels.
+pub fn metal_is_suitable(ordinal: usize) -> bool {
+    #[cfg(feature = "metal")]
+    return crate::device::metal::is_suitable(ordinal);
+    #[cfg(not(feature = "metal"))]
+    {
+        let _ = ordinal;
+        false
+    }
+}
+
 /// The Metal device `ordinal`, with this crate's kernels compiled for it.
 ///
 /// # Errors
-/// When this build has no Metal, the device is missing, or its macOS (expected: 14 or later) does not
-/// compile the kernels.
+/// When this build has no Metal, macOS is older than 15, the device is missing, or it doesn't take the
+/// kernels.
 pub fn metal(ordinal: usize) -> Result<Device> {
     #[cfg(feature = "metal")]
     return crate::device::metal::open(ordinal);
@@ -51,7 +63,8 @@ pub fn metal(ordinal: usize) -> Result<Device> {
 /// Runs one step of a loop on a device: of training, of evaluation, of writing a text. Where the device is
 /// a Metal device, Objective-C objects that the step left behind are freed, and when it succeeds it is
 /// waited for, what failed on the device is reported, and memory goes back that the last two steps had
-/// no use for. Without it, a long loop on Metal takes ever more memory.
+/// no use for. Without it, a long loop on Metal takes ever more memory. No other thread may use that Metal
+/// device meanwhile: it could be told of this step's failure, and this step of none.
 ///
 /// # Errors
 /// Those of the step, and of what it left on the device to be computed.

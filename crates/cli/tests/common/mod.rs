@@ -90,10 +90,18 @@ impl Place {
         }
     }
 
+    /// The program, on the CPU unless the arguments say otherwise: what tests expect is what the CPU gives.
     pub fn command(&self, arguments: &[&str]) -> Command {
+        const COMPUTING: [&str; 6] = ["train", "evaluate", "generate", "chat", "bench", "demo"];
+        let computes = arguments.first().is_some_and(|name| COMPUTING.contains(name));
+        let cpu: &[&str] = match computes && !arguments.contains(&"--device") {
+            true => &["--device", "cpu"],
+            false => &[],
+        };
         let mut command = Command::new(env!("CARGO_BIN_EXE_metal-candle"));
         command
             .args(arguments)
+            .args(cpu)
             .current_dir(self.folder.path())
             .env("HF_HUB_OFFLINE", "1")
             .env("HF_HOME", self.path("hub"))

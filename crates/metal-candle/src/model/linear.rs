@@ -5,7 +5,7 @@ use crate::Result;
 use crate::autograd::{LoraValues, ProjectionValues, Tape, Value, Weight};
 use candle_core::{DType, Tensor};
 use metal_candle_kernels::lora_linear::Dropout;
-use metal_candle_kernels::matmul;
+use metal_candle_kernels::{copy, matmul};
 
 /// `x · weightᵀ + bias`, plus the adapter's `scale · (x · A) · B` if there is one.
 #[derive(Debug)]
@@ -66,7 +66,8 @@ impl Linear {
         // (A · B)ᵀ = Bᵀ · Aᵀ, which `linear` reads as Bᵀ times the rows of A.
         let update = matmul::linear(&lora.b.tensor().t()?.contiguous()?, lora.a.tensor(), None)?;
         let update = update.affine(lora.scale, 0.0)?;
-        Ok((weight.to_dtype(DType::F32)? + update)?.to_dtype(weight.dtype())?)
+        let sum = (copy::cast(weight, DType::F32)? + update)?;
+        Ok(copy::cast(&sum, weight.dtype())?)
     }
 }
 

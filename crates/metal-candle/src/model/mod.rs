@@ -474,7 +474,7 @@ impl Model {
         }
         let mut tensors = Vec::new();
         for (name, weight) in self.named_weights() {
-            let tensor = weight.tensor().to_dtype(dtype)?.contiguous()?;
+            let tensor = copy::cast(weight.tensor(), dtype)?.contiguous()?;
             if dtype == DType::F16 && !is_finite(&tensor)? {
                 return Err(Error::option(
                     "dtype",
@@ -562,8 +562,8 @@ impl Model {
         {
             add(name.as_bytes());
             let flat = weight.tensor().flatten_all()?;
-            let sample = flat.narrow(0, 0, SAMPLE.min(flat.elem_count()))?.to_dtype(DType::F32)?;
-            for value in sample.to_vec1::<f32>()? {
+            let sample = flat.narrow(0, 0, SAMPLE.min(flat.elem_count()))?;
+            for value in copy::cast(&sample, DType::F32)?.to_vec1::<f32>()? {
                 add(&value.to_le_bytes());
             }
         }

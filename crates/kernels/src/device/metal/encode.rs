@@ -1,13 +1,14 @@
 //! The device of some tensors: its memory, and how kernels are encoded.
 
-use super::{Argument, Array, Dispatch, library, memory, mps};
+use super::{Argument, Array, Dispatch, by_dtype, library, memory, mps};
 use crate::devices::{MetalMatmul, metal_matmul};
 use candle_core::metal_backend::{MetalDevice, MetalError, MetalStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor, bail};
 use candle_metal_kernels::metal::ComputeCommandEncoder;
 use candle_metal_kernels::{GemmDType, call_mlx_gemm};
-use objc2_metal::MTLSize;
+use objc2::runtime::AnyClass;
+use objc2_metal::{MTLDevice, MTLGPUFamily, MTLSize};
 
 pub(super) use candle_metal_kernels::metal::{Buffer, ComputePipeline as Pipeline};
 
@@ -168,20 +169,37 @@ pub(super) fn takes(pipeline: &Pipeline, threads: usize) -> bool {
     threads <= pipeline.max_total_threads_per_threadgroup()
 }
 
-/// How many Metal devices there are.
-pub(crate) fn count() -> usize {
-    candle_metal_kernels::metal::Device::all().len()
+/// Whether this macOS has what Candle opens a device with: residency sets, since macOS 15.
+fn has_residency_sets() -> bool {
+    AnyClass::get(c"MTLResidencySetDescriptor").is_some()
 }
 
-/// The Metal device `ordinal`, with the library of kernels, so that a failure to compile it shows here.
+/// How many Metal devices there are; 0 before macOS 15.
+pub(crate) fn count() -> usize {
+    if has_residency_sets() { candle_metal_kernels::metal::Device::all().len() } else { 0 }
+}
+
+/// Whether the device is there, of a family with simdgroup matrices (the M1's or a later one).
+pub(crate) fn is_suitable(ordinal: usize) -> bool {
+    has_residency_sets()
+        && candle_metal_kernels::metal::Device::all()
+            .get(ordinal)
+            .is_some_and(|device| device.as_ref().supportsFamily(MTLGPUFamily::Apple7))
+}
+
+/// The Metal device `ordinal`, with the library of kernels. A failure to compile it shows here, and so does
+/// a device that refuses simdgroup matrices.
 pub(crate) fn open(ordinal: usize) -> Result<Device> {
+    if !has_residency_sets() {
+        bail!("metal-candle-kernels: Metal needs macOS 15 or later")
+    }
     let count = count();
     if ordinal >= count {
         bail!("metal-candle-kernels: there is no Metal device {ordinal}; {count} were found")
     }
     let device = Device::new_metal(ordinal)?;
     if let Device::Metal(device) = &device {
-        library::pipeline(device, "fill_zeros")?;
+        library::pipeline(device, by_dtype!("product_tiles_32", DType::BF16)?)?;
     }
     Ok(device)
 }

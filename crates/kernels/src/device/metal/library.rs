@@ -6,7 +6,7 @@ use super::source::source;
 use candle_core::metal_backend::{DeviceId, MetalDevice};
 use candle_core::{Result, bail};
 use candle_metal_kernels::metal::{ComputePipeline, Library};
-use objc2_metal::MTLCompileOptions;
+use objc2_metal::{MTLCompileOptions, MTLLanguageVersion};
 use std::sync::RwLock;
 
 struct Compiled {
@@ -53,9 +53,12 @@ pub(super) fn pipeline(device: &MetalDevice, name: &'static str) -> Result<Compu
 
 fn compile(device: &MetalDevice) -> Result<Library> {
     let options = MTLCompileOptions::new();
-    // Fast math would assume that there is no NaN and no infinity. What replaces this option needs
-    // macOS 15.
+    // Fast math would assume that there is no NaN and no infinity. What replaces this option is
+    // new in macOS 15.
     #[allow(deprecated)]
     options.setFastMathEnabled(false);
+    // Without it, the version follows from the oldest macOS that the program was linked for, and `bfloat`
+    // needs this one.
+    options.setLanguageVersion(MTLLanguageVersion::Version3_1);
     device.metal_device().new_library_with_source(&source(), Some(&options)).map_err(metal_error)
 }

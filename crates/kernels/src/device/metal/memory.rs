@@ -74,7 +74,7 @@ fn release(device: &MetalDevice, buffers: Vec<Arc<Buffer>>) -> Result<()> {
         return Ok(());
     }
     // The device may still be at work with them.
-    device.wait_until_completed()?;
+    device.flush_and_wait_current()?;
     device.unregister_buffers(buffers.iter().map(|buffer| &**buffer));
     Ok(())
 }
@@ -82,6 +82,8 @@ fn release(device: &MetalDevice, buffers: Vec<Arc<Buffer>>) -> Result<()> {
 /// Waits for the device, reports what failed there, and gives back memory that the last two rounds of a
 /// loop had no use for, Candle's included.
 pub(crate) fn end_round(device: &MetalDevice) -> Result<()> {
+    // This waits for what was encoded even where another thread has taken the last command buffer.
+    device.flush_and_wait_current()?;
     // A value that was read back shows the failure of its own command buffer only; this looks at all.
     device.wait_until_completed()?;
     with(device, |memory| release(device, memory.pool.end_round()))

@@ -36,7 +36,7 @@ use encode::{Buffer, Pipeline};
 pub(crate) use encode::{Emulator, emulate};
 pub(crate) use encode::{Metal, computes};
 #[cfg(feature = "metal")]
-pub(crate) use encode::{count, nothing, open};
+pub(crate) use encode::{count, is_suitable, nothing, open};
 #[cfg(feature = "metal")]
 pub(crate) use memory::{end_round, memory, reset_peak};
 pub(crate) use sums::Groups;

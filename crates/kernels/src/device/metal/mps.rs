@@ -12,7 +12,7 @@ use objc2::AnyThread;
 use objc2::rc::{Retained, autoreleasepool};
 use objc2_metal::{MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandQueue};
 use objc2_metal_performance_shaders::{
-    MPSDataType, MPSMatrix, MPSMatrixDescriptor, MPSMatrixMultiplication,
+    MPSDataType, MPSMatrix, MPSMatrixDescriptor, MPSMatrixMultiplication, MPSSupportsMTLDevice,
 };
 use std::sync::Mutex;
 
@@ -30,7 +30,7 @@ pub(super) fn multiply(
     let left_sizes = if left_turned { [inner, rows] } else { [rows, inner] };
     let right_sizes = if right_turned { [columns, inner] } else { [inner, columns] };
     // Before anything that Candle has encoded may write to these matrices or read them.
-    device.wait_until_completed()?;
+    device.flush_and_wait_current()?;
     autoreleasepool(|_| {
         let (left, right) = (matrix(left, left_sizes)?, matrix(right, right_sizes)?);
         let result = matrix(to, [rows, columns])?;
@@ -74,6 +74,12 @@ fn queue(device: &MetalDevice) -> Result<CommandQueue> {
     let id = device.id();
     if let Some((_, queue)) = queues.iter().find(|(known, _)| *known == id) {
         return Ok(queue.clone());
+    }
+    // SAFETY: the device is one that Metal gave.
+    if !unsafe { MPSSupportsMTLDevice(Some(device.metal_device().as_ref())) } {
+        bail!(
+            "metal-candle-kernels: Metal Performance Shaders don't support this device; choose another matmul"
+        )
     }
     let queue = device.metal_device().new_command_queue().map_err(super::encode::metal_error)?;
     queues.push((id, queue.clone()));
