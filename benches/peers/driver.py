@@ -375,11 +375,8 @@ def measure_model(row: Row, sides: Sides, options: argparse.Namespace) -> Result
                 result["peak"] = process.ask(options.limit, ask="memory")["peak"]
             process.end()
 
-    if options.apart:
-        for side in options.sides:
-            run([process for process in [ready(side)] if process])
-    else:
-        run([process for process in map(ready, options.sides) if process])
+    for sides_at_once in [[side] for side in options.sides] if options.apart else [options.sides]:
+        run([process for process in map(ready, sides_at_once) if process])
     return results
 
 
