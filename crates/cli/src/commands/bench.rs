@@ -206,7 +206,6 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     set_threads(arguments.runtime.threads)?;
     let device = device(arguments.runtime.device)?;
     // What the machine can do is measured with the default, whatever was asked for.
-    set_matmul(arguments.runtime.matmul, &device)?;
     set_matmul(arguments.runtime.matmul.map(|_| Matmul::Fused), &device)?;
     let rows = arguments.rows(&device)?;
     terminal.note("measuring what the machine can do");
