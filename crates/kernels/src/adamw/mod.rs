@@ -18,7 +18,7 @@ mod metal;
 mod tests;
 
 use crate::device::cpu::{Input, Real, change_in_place, require_separate};
-use crate::device::{require_dtype, require_rank, require_shape, require_together};
+use crate::device::{on_gpu, require_dtype, require_rank, require_shape, require_together};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// AdamW's settings.
@@ -57,14 +57,7 @@ pub fn step(
     const OPERATION: &str = "adamw::step";
     check(OPERATION, [params, grads, m, v], step, decayed)?;
     let update = cpu::Update::new(step, grad_scale, decayed, options);
-    #[cfg(feature = "cuda")]
-    if params.device().is_cuda() {
-        return cuda::step(params, grads, m, v, &update);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(params) {
-        return metal::step(params, grads, m, v, &update);
-    }
+    on_gpu!(params, gpu => gpu::step(params, grads, m, v, &update));
     match params.dtype() {
         DType::F64 => step_in::<f64>(OPERATION, params, grads, m, v, &update),
         _ => step_in::<f32>(OPERATION, params, grads, m, v, &update),
@@ -89,29 +82,21 @@ pub fn clipped_step(
     decayed: usize,
     options: &Options,
 ) -> Result<f64> {
-    #[cfg(feature = "cuda")]
-    if params.device().is_cuda() {
-        let norm = clipped_step_deferred(params, grads, m, v, step, max_norm, decayed, options)?;
-        return Ok(f64::from(norm.to_scalar::<f32>()?));
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(params) {
-        let norm = clipped_step_deferred(params, grads, m, v, step, max_norm, decayed, options)?;
-        return Ok(f64::from(norm.to_scalar::<f32>()?));
-    }
-    const OPERATION: &str = "adamw::clipped_step";
-    check(OPERATION, [params, grads, m, v], step, decayed)?;
-    require_contiguous(OPERATION, "grads", grads)?;
+    let mut update = clipped_update([params, grads, m, v], step, decayed, options)?;
+    on_gpu!(params, gpu => {
+        let norm = gpu::clipped_step(params, grads, m, v, max_norm, &update)?;
+        Ok(f64::from(norm.to_scalar::<f32>()?))
+    });
     let norm = norm(grads)?;
     if !norm.is_finite() {
         fill_zero(grads)?;
         return Ok(norm);
     }
     let scale = max_norm.map_or(1.0, |max_norm| (max_norm / (norm + CLIP_EPSILON)).min(1.0));
-    let update = cpu::Update::new(step, scale as f32, decayed, options);
+    update.grad_scale = f64::from(scale as f32);
     match params.dtype() {
-        DType::F64 => step_and_clear::<f64>(OPERATION, params, grads, m, v, &update)?,
-        _ => step_and_clear::<f32>(OPERATION, params, grads, m, v, &update)?,
+        DType::F64 => step_and_clear::<f64>(CLIPPED_STEP, params, grads, m, v, &update)?,
+        _ => step_and_clear::<f32>(CLIPPED_STEP, params, grads, m, v, &update)?,
     }
     Ok(norm)
 }
@@ -132,24 +117,26 @@ pub fn clipped_step_deferred(
     decayed: usize,
     options: &Options,
 ) -> Result<Tensor> {
-    #[cfg(any(feature = "cuda", feature = "metal", test))]
-    let deferred = || -> Result<cpu::Update> {
-        const OPERATION: &str = "adamw::clipped_step";
-        check(OPERATION, [params, grads, m, v], step, decayed)?;
-        require_contiguous(OPERATION, "grads", grads)?;
-        // The scale of the gradients follows from the norm, on the device.
-        Ok(cpu::Update::new(step, 1.0, decayed, options))
-    };
-    #[cfg(feature = "cuda")]
-    if params.device().is_cuda() {
-        return cuda::clipped_step(params, grads, m, v, max_norm, &deferred()?);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(params) {
-        return metal::clipped_step(params, grads, m, v, max_norm, &deferred()?);
-    }
+    on_gpu!(params, gpu => {
+        let update = clipped_update([params, grads, m, v], step, decayed, options)?;
+        gpu::clipped_step(params, grads, m, v, max_norm, &update)
+    });
     let norm = clipped_step(params, grads, m, v, step, max_norm, decayed, options)?;
     Tensor::new(norm as f32, &Device::Cpu)
+}
+
+const CLIPPED_STEP: &str = "adamw::clipped_step";
+
+/// The checked step, before the gradients' scale is known.
+fn clipped_update(
+    tensors: [&Tensor; 4],
+    step: usize,
+    decayed: usize,
+    options: &Options,
+) -> Result<cpu::Update> {
+    check(CLIPPED_STEP, tensors, step, decayed)?;
+    require_contiguous(CLIPPED_STEP, "grads", tensors[1])?;
+    Ok(cpu::Update::new(step, 1.0, decayed, options))
 }
 
 /// Keeps the norm's reciprocal finite.
@@ -248,14 +235,7 @@ fn step_and_clear<A: Real>(
 /// When the tensor isn't a float, or on a device that this build has no kernels for.
 pub fn norm(grads: &Tensor) -> Result<f64> {
     require_together("adamw::norm", &[grads])?;
-    #[cfg(feature = "cuda")]
-    if grads.device().is_cuda() {
-        return cuda::norm(grads);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(grads) {
-        return metal::norm(grads);
-    }
+    on_gpu!(grads, gpu => gpu::norm(grads));
     let grads = Input::contiguous(grads)?;
     let grads = grads.read();
     Ok(cpu::norm(grads.values()?))

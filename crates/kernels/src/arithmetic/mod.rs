@@ -13,7 +13,7 @@ mod metal;
 mod tests;
 
 use crate::device::cpu::{Input, buffer, dispatch};
-use crate::device::{require_dtype, require_shape, require_together};
+use crate::device::{on_gpu, require_dtype, require_shape, require_together};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// `x + y`, of one shape and dtype.
@@ -25,14 +25,7 @@ pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     require_together(OPERATION, &[x, y])?;
     require_shape(OPERATION, "y", y, x.dims())?;
     require_dtype(OPERATION, "y", y, x.dtype())?;
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return cuda::add(x, y);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        return metal::add(x, y);
-    }
+    on_gpu!(x, gpu => gpu::add(x, y));
     let shape = x.dims();
     let (x, y) = (Input::contiguous(x)?, Input::contiguous(y)?);
     let (x, y) = (x.read(), y.read());
@@ -51,14 +44,7 @@ pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
 pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
     const OPERATION: &str = "scale";
     require_together(OPERATION, &[x])?;
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return cuda::scale(x, factor);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        return metal::scale(x, factor);
-    }
+    on_gpu!(x, gpu => gpu::scale(x, factor));
     let shape = x.dims();
     let x = Input::contiguous(x)?;
     let x = x.read();
@@ -86,14 +72,7 @@ pub fn scale_by(x: &Tensor, factor: &Tensor) -> Result<Tensor> {
     }
     let expected = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     require_dtype(OPERATION, "factor", factor, expected)?;
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return cuda::scale_by(x, factor);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        return metal::scale_by(x, factor);
-    }
+    on_gpu!(x, gpu => gpu::scale_by(x, factor));
     let factor = factor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
     scale(x, factor[0])
 }

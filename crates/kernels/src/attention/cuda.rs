@@ -2,7 +2,6 @@
 
 use super::{Options, Sizes};
 use crate::device::cuda::{Array, Cuda, Launch, Module, by_dtype, module};
-use crate::device::require_dtype;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor, bail};
@@ -130,7 +129,7 @@ const PLAIN_TILE: usize = 64;
 const PLAIN_THREADS: u32 = 256;
 const PLAIN_SHARED: u32 = 4 * (2 * 32 + 64) * (64 + 4);
 
-struct Call {
+pub(super) struct Call {
     cuda: Cuda,
     sizes: Sizes,
     dtype: DType,
@@ -141,7 +140,7 @@ struct Call {
 }
 
 impl Call {
-    fn new(
+    pub(super) fn new(
         operation: &str,
         sizes: Sizes,
         q: &Tensor,
@@ -258,7 +257,7 @@ impl Call {
         (head_dim.div_ceil(128).max(1), head_dim > 64)
     }
 
-    fn forward(mut self) -> Result<(Tensor, Tensor)> {
+    pub(super) fn forward(mut self) -> Result<(Tensor, Tensor)> {
         let Sizes { batch, queries, heads, head_dim, .. } = self.sizes;
         let o = self.cuda.empty(&self.sizes.q_shape(), self.dtype)?;
         let log_sum_exp = self.cuda.empty(&self.sizes.row_shape(), DType::F32)?;
@@ -345,7 +344,7 @@ impl Call {
         self.launch(self.prepare(combine, grid, 128, shared as u32)?.overlapping())
     }
 
-    fn backward(
+    pub(super) fn backward(
         mut self,
         o: &Tensor,
         log_sum_exp: &Tensor,
@@ -474,33 +473,4 @@ fn contiguous(cuda: &Cuda, tensor: &Tensor) -> Result<Array> {
         return Ok(array);
     }
     cuda.strided(&array.tensor.force_contiguous()?)
-}
-
-pub(super) fn forward(
-    operation: &str,
-    sizes: Sizes,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    first_key: Option<&Tensor>,
-    options: &Options,
-) -> Result<(Tensor, Tensor)> {
-    Call::new(operation, sizes, q, k, v, first_key, options)?.forward()
-}
-
-#[allow(clippy::too_many_arguments)]
-pub(super) fn backward(
-    operation: &str,
-    sizes: Sizes,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    o: &Tensor,
-    log_sum_exp: &Tensor,
-    first_key: Option<&Tensor>,
-    options: &Options,
-    d_o: &Tensor,
-) -> Result<(Tensor, Tensor, Tensor)> {
-    require_dtype(operation, "log_sum_exp", log_sum_exp, DType::F32)?;
-    Call::new(operation, sizes, q, k, v, first_key, options)?.backward(o, log_sum_exp, d_o)
 }

@@ -2,7 +2,6 @@
 
 use super::{Options, Sizes};
 use crate::device::metal::{Argument, Array, Metal, by_dtype, size};
-use crate::device::require_dtype;
 use candle_core::{DType, Result, Tensor, bail};
 use std::f64::consts::LOG2_E;
 
@@ -40,7 +39,7 @@ macro_rules! by_head_dim {
     };
 }
 
-struct Call {
+pub(super) struct Call {
     metal: Metal,
     sizes: Sizes,
     dtype: DType,
@@ -65,7 +64,7 @@ struct Splits {
 const NOT_SPLIT: Splits = Splits { count: 1, start: 0, keys: 0 };
 
 impl Call {
-    fn new(
+    pub(super) fn new(
         operation: &str,
         sizes: Sizes,
         q: &Tensor,
@@ -138,7 +137,7 @@ impl Call {
         self.padded * self.dtype.size_in_bytes()
     }
 
-    fn forward(self) -> Result<(Tensor, Tensor)> {
+    pub(super) fn forward(self) -> Result<(Tensor, Tensor)> {
         let Sizes { batch, queries, heads, .. } = self.sizes;
         let o = self.metal.empty(&self.sizes.q_shape(), self.dtype)?;
         let log_sum_exp = self.metal.empty(&self.sizes.row_shape(), DType::F32)?;
@@ -226,7 +225,7 @@ impl Call {
         self.metal.run(&[few, combine])
     }
 
-    fn backward(
+    pub(super) fn backward(
         self,
         o: &Tensor,
         log_sum_exp: &Tensor,
@@ -298,33 +297,4 @@ impl Call {
         }
         Ok((dq.tensor, dk.tensor, dv.tensor))
     }
-}
-
-pub(super) fn forward(
-    operation: &str,
-    sizes: Sizes,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    first_key: Option<&Tensor>,
-    options: &Options,
-) -> Result<(Tensor, Tensor)> {
-    Call::new(operation, sizes, q, k, v, first_key, options)?.forward()
-}
-
-#[allow(clippy::too_many_arguments)]
-pub(super) fn backward(
-    operation: &str,
-    sizes: Sizes,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    o: &Tensor,
-    log_sum_exp: &Tensor,
-    first_key: Option<&Tensor>,
-    options: &Options,
-    d_o: &Tensor,
-) -> Result<(Tensor, Tensor, Tensor)> {
-    require_dtype(operation, "log_sum_exp", log_sum_exp, DType::F32)?;
-    Call::new(operation, sizes, q, k, v, first_key, options)?.backward(o, log_sum_exp, d_o)
 }

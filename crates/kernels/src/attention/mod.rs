@@ -22,7 +22,9 @@ mod metal;
 mod tests;
 
 use crate::device::cpu::{Input, Sum, buffer, dispatch};
-use crate::device::{record3, require_dtype, require_rank, require_shape, require_together};
+use crate::device::{
+    on_gpu, record3, require_dtype, require_rank, require_shape, require_together,
+};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 
 /// How scores are made and which keys are seen.
@@ -58,14 +60,7 @@ pub fn forward(
 ) -> Result<(Tensor, Tensor)> {
     const OPERATION: &str = "attention::forward";
     let sizes = check(OPERATION, q, k, v, first_key, options)?;
-    #[cfg(feature = "cuda")]
-    if q.device().is_cuda() {
-        return cuda::forward(OPERATION, sizes, q, k, v, first_key, options);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(q) {
-        return metal::forward(OPERATION, sizes, q, k, v, first_key, options);
-    }
+    on_gpu!(q, gpu => gpu::Call::new(OPERATION, sizes, q, k, v, first_key, options)?.forward());
     let (k, v) = (Input::strided_rows(k)?, Input::strided_rows(v)?);
     let q = Input::contiguous(q)?;
     let (q, k, v) = (q.read(), k.read(), v.read());
@@ -132,14 +127,10 @@ pub fn backward(
         require_dtype(OPERATION, name, tensor, q.dtype())?;
     }
     require_shape(OPERATION, "log_sum_exp", log_sum_exp, &sizes.row_shape())?;
-    #[cfg(feature = "cuda")]
-    if q.device().is_cuda() {
-        return cuda::backward(OPERATION, sizes, q, k, v, o, log_sum_exp, first_key, options, d_o);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(q) {
-        return metal::backward(OPERATION, sizes, q, k, v, o, log_sum_exp, first_key, options, d_o);
-    }
+    on_gpu!(q, gpu => {
+        require_dtype(OPERATION, "log_sum_exp", log_sum_exp, DType::F32)?;
+        gpu::Call::new(OPERATION, sizes, q, k, v, first_key, options)?.backward(o, log_sum_exp, d_o)
+    });
     let (k, v) = (Input::strided_rows(k)?, Input::strided_rows(v)?);
     let (q, o, d_o) = (Input::contiguous(q)?, Input::contiguous(o)?, Input::contiguous(d_o)?);
     let log_sum_exp = Input::contiguous(log_sum_exp)?;

@@ -7,7 +7,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::{require_dtype, require_rank, require_shape, require_together};
+use crate::device::{on_gpu, require_dtype, require_rank, require_shape, require_together};
 use candle_core::{DType, Result, Tensor, bail};
 
 /// The numbers of `x` in `dtype`, in its shape; `x` itself when it has that dtype already.
@@ -26,14 +26,7 @@ pub fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
             x.dtype()
         )
     }
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return cuda::cast(x, dtype);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        return metal::cast(x, dtype);
-    }
+    on_gpu!(x, gpu => gpu::cast(x, dtype));
     x.detach().to_dtype(dtype)
 }
 
@@ -48,14 +41,7 @@ pub fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<
     if part.elem_count() == 0 {
         return Ok(());
     }
-    #[cfg(feature = "cuda")]
-    if whole.device().is_cuda() {
-        return cuda::write(whole, part, dim, start);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(whole) {
-        return metal::write(whole, part, dim, start);
-    }
+    on_gpu!(whole, gpu => gpu::write(whole, part, dim, start));
     whole.slice_set(&part.detach().contiguous()?, dim, start)
 }
 

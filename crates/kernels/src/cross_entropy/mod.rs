@@ -21,7 +21,7 @@ mod tests;
 
 use crate::arithmetic;
 use crate::device::cpu::{Input, Sum, dispatch, zeros};
-use crate::device::{record2, require_rank, require_together};
+use crate::device::{on_gpu, record2, require_rank, require_together};
 use crate::matmul::output_size;
 use candle_core::{Device, Result, Tensor, WithDType, bail};
 
@@ -100,20 +100,12 @@ pub fn forward(
         }
         counted.push((row, *target));
     }
-    #[cfg(feature = "cuda")]
-    if hidden.device().is_cuda() {
+    on_gpu!(hidden, gpu => {
         let counted = &counted;
-        let chunk = rows_of_chunk(counted.len(), v, cuda::MEMORY);
-        return cuda::Problem { hidden, weight, counted, options, need_dhidden, need_dweight }
-            .run(OPERATION, chunk);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(hidden) {
-        let counted = &counted;
-        let chunk = rows_of_chunk(counted.len(), v, metal::MEMORY);
-        return metal::Problem { hidden, weight, counted, options, need_dhidden, need_dweight }
-            .run(OPERATION, chunk);
-    }
+        let chunk = rows_of_chunk(counted.len(), v, gpu::MEMORY);
+        gpu::Problem { hidden, weight, counted, options, need_dhidden, need_dweight }
+            .run(OPERATION, chunk)
+    });
     let (hidden, weight) = (Input::contiguous(hidden)?, Input::contiguous(weight)?);
     let (hidden, weight) = (hidden.read(), weight.read());
     dispatch!(OPERATION, hidden.dtype(), T => {

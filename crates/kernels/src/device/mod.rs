@@ -29,6 +29,24 @@ macro_rules! kernel_name {
 #[cfg(any(feature = "cuda", feature = "metal", test))]
 pub(crate) use kernel_name;
 
+/// Returns what `$call` gives when `$tensor` is on a GPU that this build has kernels for. In `$call`, `$gpu`
+/// stands for the module `cuda` or `metal` beside it.
+macro_rules! on_gpu {
+    ($tensor:expr, $gpu:ident => $call:expr) => {
+        #[cfg(feature = "cuda")]
+        if $tensor.device().is_cuda() {
+            use self::cuda as $gpu;
+            return $call;
+        }
+        #[cfg(any(feature = "metal", test))]
+        if $crate::device::metal::computes($tensor) {
+            use self::metal as $gpu;
+            return $call;
+        }
+    };
+}
+pub(crate) use on_gpu;
+
 /// An error unless all tensors are on one device, and this build has kernels for it.
 pub(crate) fn require_together(operation: &str, tensors: &[&Tensor]) -> Result<()> {
     let mut first: Option<DeviceLocation> = None;

@@ -13,7 +13,9 @@ mod metal;
 mod tests;
 
 use crate::device::cpu::{Input, Sum, buffer, dispatch, zeros};
-use crate::device::{record1, require_dtype, require_rank, require_shape, require_together};
+use crate::device::{
+    on_gpu, record1, require_dtype, require_rank, require_shape, require_together,
+};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 const OPERATION: &str = "embedding";
@@ -30,14 +32,7 @@ pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     require_rank(OPERATION, "table", table, 2, "(v, d)")?;
     let (v, d) = table.dims2()?;
     let (batch, seq) = check_ids(ids)?;
-    #[cfg(feature = "cuda")]
-    if table.device().is_cuda() {
-        return cuda::forward(table, ids);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(table) {
-        return metal::forward(table, ids);
-    }
+    on_gpu!(table, gpu => gpu::forward(table, ids));
     let (table, ids) = (Input::contiguous(table)?, Input::contiguous(ids)?);
     let (table, ids) = (table.read(), ids.read());
     let ids = ids.slice::<u32>()?;
@@ -72,14 +67,7 @@ pub fn backward(dy: &Tensor, ids: &Tensor, vocabulary_size: usize) -> Result<Ten
     let (batch, seq) = check_ids(ids)?;
     let d = dy.dim(2)?;
     require_shape(OPERATION, "dy", dy, &[batch, seq, d])?;
-    #[cfg(feature = "cuda")]
-    if dy.device().is_cuda() {
-        return cuda::backward(dy, ids, vocabulary_size);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(dy) {
-        return metal::backward(dy, ids, vocabulary_size);
-    }
+    on_gpu!(dy, gpu => gpu::backward(dy, ids, vocabulary_size));
     let (dy, ids) = (Input::contiguous(dy)?, Input::contiguous(ids)?);
     let (dy, ids) = (dy.read(), ids.read());
     let ids = ids.slice::<u32>()?;

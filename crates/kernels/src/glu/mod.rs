@@ -18,7 +18,9 @@ mod metal;
 mod tests;
 
 use crate::device::cpu::{Input, Read, buffer, collapsed_rows, dispatch};
-use crate::device::{record2, require_dtype, require_shape, require_together, rows_and_columns};
+use crate::device::{
+    on_gpu, record2, require_dtype, require_shape, require_together, rows_and_columns,
+};
 use candle_core::{Device, Result, Tensor, WithDType, bail};
 
 const OPERATION: &str = "glu";
@@ -53,14 +55,7 @@ impl Activation {
 /// When shapes or dtypes don't fit, or the tensors aren't on one device.
 pub fn forward(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
     check(gate, up)?;
-    #[cfg(feature = "cuda")]
-    if gate.device().is_cuda() {
-        return cuda::forward(gate, up, activation);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(gate) {
-        return metal::forward(gate, up, activation);
-    }
+    on_gpu!(gate, gpu => gpu::forward(gate, up, activation));
     let (shape, count) = (gate.dims(), gate.elem_count());
     let (gate, up) = (Input::collapsed_rows(gate)?, Input::collapsed_rows(up)?);
     let (gate, up) = (gate.read(), up.read());
@@ -100,14 +95,7 @@ pub fn backward(
     require_together(OPERATION, &[gate, d_out])?;
     require_shape(OPERATION, "d_out", d_out, gate.dims())?;
     require_dtype(OPERATION, "d_out", d_out, gate.dtype())?;
-    #[cfg(feature = "cuda")]
-    if gate.device().is_cuda() {
-        return cuda::backward(gate, up, activation, d_out, need_dgate, need_dup);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(gate) {
-        return metal::backward(gate, up, activation, d_out, need_dgate, need_dup);
-    }
+    on_gpu!(gate, gpu => gpu::backward(gate, up, activation, d_out, need_dgate, need_dup));
     let (row_count, _) = rows_and_columns(OPERATION, "gate", gate)?;
     let (shape, count) = (gate.dims(), gate.elem_count());
     let [gate, up, d_out] = [gate, up, d_out].map(Input::collapsed_rows);

@@ -18,7 +18,7 @@ mod tests;
 
 use crate::device::cpu::{Input, Sum, add_sums, buffer, dispatch, rows_per_sum};
 use crate::device::{
-    record2, record3, require_dtype, require_shape, require_together, rows_and_columns,
+    on_gpu, record2, record3, require_dtype, require_shape, require_together, rows_and_columns,
 };
 use candle_core::{Device, Result, Tensor};
 
@@ -31,14 +31,7 @@ const OPERATION: &str = "layer_norm";
 /// When shapes don't fit, a dtype isn't a float, or the tensors aren't on one device.
 pub fn forward(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     let (rows, hidden) = check(x, weight, bias)?;
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return cuda::forward(rows, hidden, x, weight, bias, eps);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        return metal::forward(rows, hidden, x, weight, bias, eps);
-    }
+    on_gpu!(x, gpu => gpu::forward(rows, hidden, x, weight, bias, eps));
     let shape = x.dims();
     let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
     let bias = bias.map(Input::contiguous).transpose()?;
@@ -137,14 +130,7 @@ pub fn backward(
     require_together(OPERATION, &[x, dy])?;
     require_shape(OPERATION, "dy", dy, x.dims())?;
     require_dtype(OPERATION, "dy", dy, x.dtype())?;
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return cuda::backward(rows, hidden, x, weight, eps, dy, needs);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        return metal::backward(rows, hidden, x, weight, eps, dy, needs);
-    }
+    on_gpu!(x, gpu => gpu::backward(rows, hidden, x, weight, eps, dy, needs));
     let shape = x.dims();
     let (x, weight, dy) =
         (Input::contiguous(x)?, Input::contiguous(weight)?, Input::contiguous(dy)?);

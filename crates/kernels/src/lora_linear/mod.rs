@@ -24,7 +24,9 @@ mod skinny;
 mod tests;
 
 use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch};
-use crate::device::{record3, require_dtype, require_shape, require_together, rows_and_columns};
+use crate::device::{
+    on_gpu, record3, require_dtype, require_shape, require_together, rows_and_columns,
+};
 use crate::matmul::cpu::{self as matmul, Adapter, Dropped, Incoming, Layer};
 use crate::matmul::{check_bias, numbers, output_size, with_last_dimension};
 use candle_core::{Device, Result, Tensor, WithDType, bail};
@@ -134,14 +136,7 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
     const OPERATION: &str = "lora_linear::forward";
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     check(OPERATION, x, inner, projections)?;
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return cuda::forward(OPERATION, x, (rows, inner), projections);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        return metal::forward(OPERATION, x, (rows, inner), projections);
-    }
+    on_gpu!(x, gpu => gpu::forward(OPERATION, x, (rows, inner), projections));
     let inputs = Inputs::new(projections)?;
     let (x_input, reads) = (Input::contiguous(x)?, inputs.read());
     let x_read = x_input.read();
@@ -179,23 +174,12 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
 /// # Errors
 /// Like [`forward`].
 pub fn forward_again(x: &Tensor, projections: &[Projection]) -> Result<Vec<Option<Tensor>>> {
-    #[cfg(any(feature = "cuda", feature = "metal", test))]
-    let checked = || {
+    on_gpu!(x, gpu => {
         const OPERATION: &str = "lora_linear::forward_again";
         let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
         check(OPERATION, x, inner, projections)?;
-        Ok::<_, candle_core::Error>((OPERATION, (rows, inner)))
-    };
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        let (operation, sizes) = checked()?;
-        return cuda::low_rank(operation, x, sizes, projections);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        let (operation, sizes) = checked()?;
-        return metal::low_rank(operation, x, sizes, projections);
-    }
+        gpu::low_rank(OPERATION, x, (rows, inner), projections)
+    });
     Ok(forward_shared(x, projections)?.into_iter().map(|output| output.xa).collect())
 }
 
@@ -278,14 +262,7 @@ pub fn backward_shared(
             }
         }
     }
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return cuda::backward(OPERATION, x, (rows, inner), projections, xas, dys, need_dx);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        return metal::backward(OPERATION, x, (rows, inner), projections, xas, dys, need_dx);
-    }
+    on_gpu!(x, gpu => gpu::backward(OPERATION, x, (rows, inner), projections, xas, dys, need_dx));
     let inputs = Inputs::new(projections)?;
     let incoming = projections.iter().zip(xas).zip(dys).map(|((projection, xa), dy)| {
         let xa = xa.filter(|_| projection.lora.is_some());

@@ -19,7 +19,7 @@ mod tests;
 
 use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, zeros};
 use crate::device::{
-    record2, record3, require_dtype, require_rank, require_shape, require_together,
+    on_gpu, record2, record3, require_dtype, require_rank, require_shape, require_together,
     rows_and_columns,
 };
 use candle_core::{Device, Result, Tensor, bail};
@@ -49,14 +49,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     let outer = output_size(OPERATION, weight, inner)?;
     check_bias(OPERATION, x, bias, outer)?;
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return cuda::linear(OPERATION, x, weight, bias, [rows, outer, inner]);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        return metal::linear(OPERATION, x, weight, bias, [rows, outer, inner]);
-    }
+    on_gpu!(x, gpu => gpu::linear(OPERATION, x, weight, bias, [rows, outer, inner]));
     let shape = with_last_dimension(x, outer);
     let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
     let bias = bias.map(Input::contiguous).transpose()?;
@@ -105,14 +98,7 @@ pub fn linear_backward_input(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let (rows, outer) = rows_and_columns(OPERATION, "dy", dy)?;
     let (_, inner) = weight.dims2()?;
     require_shape(OPERATION, "weight", weight, &[outer, inner])?;
-    #[cfg(feature = "cuda")]
-    if dy.device().is_cuda() {
-        return cuda::backward_input(OPERATION, dy, weight, [rows, outer, inner]);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(dy) {
-        return metal::backward_input(OPERATION, dy, weight, [rows, outer, inner]);
-    }
+    on_gpu!(dy, gpu => gpu::backward_input(OPERATION, dy, weight, [rows, outer, inner]));
     let shape = with_last_dimension(dy, inner);
     let (dy, weight) = (Input::contiguous(dy)?, Input::contiguous(weight)?);
     let (dy, weight) = (dy.read(), weight.read());
@@ -137,14 +123,7 @@ pub fn linear_backward_weight(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     let (_, outer) = rows_and_columns(OPERATION, "dy", dy)?;
     require_shape(OPERATION, "dy", dy, &with_last_dimension(x, outer))?;
     require_dtype(OPERATION, "dy", dy, x.dtype())?;
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return cuda::backward_weight(OPERATION, x, dy, [rows, outer, inner]);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        return metal::backward_weight(OPERATION, x, dy, [rows, outer, inner]);
-    }
+    on_gpu!(x, gpu => gpu::backward_weight(OPERATION, x, dy, [rows, outer, inner]));
     let (x, dy) = (Input::contiguous(x)?, Input::contiguous(dy)?);
     let (x, dy) = (x.read(), dy.read());
     dispatch!(OPERATION, x.dtype(), T => {
@@ -163,14 +142,7 @@ pub fn linear_backward_bias(dy: &Tensor) -> Result<Tensor> {
     const OPERATION: &str = "linear_backward_bias";
     require_together(OPERATION, &[dy])?;
     let (rows, outer) = rows_and_columns(OPERATION, "dy", dy)?;
-    #[cfg(feature = "cuda")]
-    if dy.device().is_cuda() {
-        return cuda::backward_bias(OPERATION, dy, rows, outer);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(dy) {
-        return metal::backward_bias(OPERATION, dy, rows, outer);
-    }
+    on_gpu!(dy, gpu => gpu::backward_bias(OPERATION, dy, rows, outer));
     let dy = Input::contiguous(dy)?;
     let dy = dy.read();
     dispatch!(OPERATION, dy.dtype(), T => {

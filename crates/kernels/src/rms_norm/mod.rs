@@ -21,7 +21,9 @@ mod metal;
 mod tests;
 
 use crate::device::cpu::{Input, Sum, add_sums, buffer, dispatch, rows_per_sum};
-use crate::device::{record2, require_dtype, require_shape, require_together, rows_and_columns};
+use crate::device::{
+    on_gpu, record2, require_dtype, require_shape, require_together, rows_and_columns,
+};
 use candle_core::{Device, Result, Tensor, bail};
 
 const OPERATION: &str = "rms_norm";
@@ -32,14 +34,7 @@ const OPERATION: &str = "rms_norm";
 /// When shapes don't fit, a dtype isn't a float, or the tensors aren't on one device.
 pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, weight_offset: f64) -> Result<Tensor> {
     let (rows, hidden) = check(x, weight)?;
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return cuda::forward(rows, hidden, x, weight, eps, weight_offset);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        return metal::forward(rows, hidden, x, weight, eps, weight_offset);
-    }
+    on_gpu!(x, gpu => gpu::forward(rows, hidden, x, weight, eps, weight_offset));
     let shape = x.dims();
     let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
     let (x, weight) = (x.read(), weight.read());
@@ -79,14 +74,7 @@ pub fn forward_residual(
 ) -> Result<(Tensor, Tensor)> {
     let (rows, hidden) = check(x, weight)?;
     check_like_x("residual", residual, x)?;
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return cuda::forward_residual(rows, hidden, x, residual, weight, eps, weight_offset);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        return metal::forward_residual(rows, hidden, x, residual, weight, eps, weight_offset);
-    }
+    on_gpu!(x, gpu => gpu::forward_residual(rows, hidden, x, residual, weight, eps, weight_offset));
     let shape = x.dims();
     let (x, residual) = (Input::contiguous(x)?, Input::contiguous(residual)?);
     let weight = Input::contiguous(weight)?;
@@ -158,18 +146,11 @@ fn gradients(
     if let Some(dsum) = dsum {
         check_like_x("dsum", dsum, x)?;
     }
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        let (rows, columns) = (rows, hidden);
-        return cuda::Backward { rows, columns, x, weight, eps, weight_offset, dy, dsum }
-            .run(need_dx, need_dweight);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        let (rows, columns) = (rows, hidden);
-        return metal::Backward { rows, columns, x, weight, eps, weight_offset, dy, dsum }
-            .run(need_dx, need_dweight);
-    }
+    on_gpu!(x, gpu => {
+        let columns = hidden;
+        gpu::Backward { rows, columns, x, weight, eps, weight_offset, dy, dsum }
+            .run(need_dx, need_dweight)
+    });
     let shape = x.dims();
     let (x, weight, dy) =
         (Input::contiguous(x)?, Input::contiguous(weight)?, Input::contiguous(dy)?);

@@ -22,7 +22,7 @@ mod metal;
 mod tests;
 
 use crate::device::cpu::{Input, Sum, dispatch};
-use crate::device::{require_rank, require_together, rows_and_columns};
+use crate::device::{on_gpu, require_rank, require_together, rows_and_columns};
 use candle_core::{Device, Result, Tensor, bail};
 
 const OPERATION: &str = "sampling";
@@ -86,14 +86,7 @@ pub fn greedy(logits: &Tensor) -> Result<Tensor> {
     if columns == 0 {
         bail!("metal-candle-kernels: {OPERATION}: logits have no columns, expected at least 1")
     }
-    #[cfg(feature = "cuda")]
-    if logits.device().is_cuda() {
-        return cuda::greedy(logits, (rows, columns));
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(logits) {
-        return metal::greedy(logits, (rows, columns));
-    }
+    on_gpu!(logits, gpu => gpu::greedy(logits, (rows, columns)));
     let shape = &logits.dims()[..logits.rank() - 1];
     let logits = Input::contiguous(logits)?;
     let logits = logits.read();

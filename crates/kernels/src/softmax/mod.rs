@@ -16,7 +16,9 @@ mod metal;
 mod tests;
 
 use crate::device::cpu::{Input, buffer, dispatch};
-use crate::device::{record1, require_dtype, require_shape, require_together, rows_and_columns};
+use crate::device::{
+    on_gpu, record1, require_dtype, require_shape, require_together, rows_and_columns,
+};
 use candle_core::{Device, Result, Tensor};
 
 const OPERATION: &str = "softmax";
@@ -28,14 +30,7 @@ const OPERATION: &str = "softmax";
 pub fn forward(x: &Tensor) -> Result<Tensor> {
     require_together(OPERATION, &[x])?;
     let (rows, size) = rows_and_columns(OPERATION, "x", x)?;
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        return cuda::forward(rows, size, x);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(x) {
-        return metal::forward(rows, size, x);
-    }
+    on_gpu!(x, gpu => gpu::forward(rows, size, x));
     let shape = x.dims();
     let x = Input::contiguous(x)?;
     let x = x.read();
@@ -64,14 +59,7 @@ pub fn backward(y: &Tensor, dy: &Tensor) -> Result<Tensor> {
     let (rows, size) = rows_and_columns(OPERATION, "y", y)?;
     require_shape(OPERATION, "dy", dy, y.dims())?;
     require_dtype(OPERATION, "dy", dy, y.dtype())?;
-    #[cfg(feature = "cuda")]
-    if y.device().is_cuda() {
-        return cuda::backward(rows, size, y, dy);
-    }
-    #[cfg(any(feature = "metal", test))]
-    if crate::device::metal::computes(y) {
-        return metal::backward(rows, size, y, dy);
-    }
+    on_gpu!(y, gpu => gpu::backward(rows, size, y, dy));
     let shape = y.dims();
     let (y, dy) = (Input::contiguous(y)?, Input::contiguous(dy)?);
     let (y, dy) = (y.read(), dy.read());
