@@ -533,6 +533,14 @@ fn sums_and_multiples<T: Number>(library: &Library, seed: u64) -> Result<(), Err
             let found = run.threadgroups(grid, [threads, 1, 1])?;
             assert_near::<T>(&found, 2, &expected, name);
         }
+        let found = start::<T>(library, "arithmetic_softcap", seed)?
+            .buffer(0, &x)
+            .value(1, 0.7f32)
+            .output::<T>(2, count)
+            .value(3, count as u64)
+            .threadgroups(grid, [threads, 1, 1])?;
+        let capped = ((&x64 / 0.7).unwrap().tanh().unwrap() * 0.7).unwrap();
+        assert_near::<T>(&found, 2, &capped, "softcap");
     }
     Ok(())
 }

@@ -30,6 +30,25 @@ pub(super) fn add<T: Element>(x: &[T], y: &[T], out: &mut [T]) {
 
 pub(super) fn scale<T: Element>(x: &[T], factor: f64, out: &mut [T]) {
     let factor = T::Acc::from_f64(factor);
+    map(
+        x,
+        out,
+        #[inline(always)]
+        |x| x * factor,
+    );
+}
+
+pub(super) fn softcap<T: Element>(x: &[T], cap: f64, out: &mut [T]) {
+    let cap = T::Acc::from_f64(cap);
+    map(
+        x,
+        out,
+        #[inline(always)]
+        |x| cap * (x / cap).tanh(),
+    );
+}
+
+fn map<T: Element>(x: &[T], out: &mut [T], f: impl Fn(T::Acc) -> T::Acc + Sync) {
     for_each_chunk(
         out,
         PARALLEL_CHUNK,
@@ -40,7 +59,7 @@ pub(super) fn scale<T: Element>(x: &[T], factor: f64, out: &mut [T]) {
             for (x, out) in x.chunks(BLOCK).zip(out.chunks_mut(BLOCK)) {
                 let wide = &mut wide[..x.len()];
                 T::widen(x, wide);
-                wide.iter_mut().for_each(|x| *x *= factor);
+                wide.iter_mut().for_each(|x| *x = f(*x));
                 T::narrow(wide, out);
             }
         },

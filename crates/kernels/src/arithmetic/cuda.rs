@@ -1,4 +1,4 @@
-//! Sums and multiples on CUDA: a thread has two packs of elements.
+//! Sums, multiples and caps on CUDA: a thread has two packs of elements.
 
 use crate::device::cuda::{Array, Cuda, Module, by_dtype, module};
 use candle_core::{Result, Tensor, bail};
@@ -41,17 +41,32 @@ pub(super) fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
 }
 
 pub(super) fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
+    let (packed, any) = (by_dtype!("scale", x.dtype())?, by_dtype!("scale_any", x.dtype())?);
+    with_number(x, (packed, any), factor)
+}
+
+pub(super) fn softcap(x: &Tensor, cap: f64) -> Result<Tensor> {
+    let (packed, any) = (by_dtype!("softcap", x.dtype())?, by_dtype!("softcap_any", x.dtype())?);
+    with_number(x, (packed, any), cap)
+}
+
+/// What a kernel, for packs or for any elements, makes of `x` and a number.
+fn with_number(
+    x: &Tensor,
+    (packed_name, any_name): (&'static str, &'static str),
+    number: f64,
+) -> Result<Tensor> {
     let cuda = Cuda::of(x)?;
     let x = cuda.contiguous(x)?;
     let (packed, grid) = plan(&[&x])?;
-    let name = if packed { by_dtype!("scale", x.dtype)? } else { by_dtype!("scale_any", x.dtype)? };
+    let name = if packed { packed_name } else { any_name };
     let out = cuda.empty(x.tensor.shape(), x.dtype)?;
-    let (count, factor) = (x.tensor.elem_count() as i64, factor as f32);
+    let (count, number) = (x.tensor.elem_count() as i64, number as f32);
     let launch = MODULE.launch(&cuda, name, (grid, 1, 1), THREADS as u32, 0)?;
     // SAFETY: both have so many elements.
     unsafe {
         launch.with(|arguments| {
-            arguments.arg(&x.pointer).arg(&factor).arg(&out.pointer).arg(&count);
+            arguments.arg(&x.pointer).arg(&number).arg(&out.pointer).arg(&count);
         })?;
     }
     Ok(out.tensor)

@@ -1,4 +1,4 @@
-// Sums and multiples of tensors, element by element.
+// Sums and multiples of tensors, and caps, element by element.
 //
 // A thread has two packs, or two elements where packs don't fit. The elements after the last whole pack
 // go to the threads of the first block, one each.
@@ -15,6 +15,11 @@ struct Add {
 struct Scale {
     float factor;
     __device__ __forceinline__ float operator()(float x, float) const { return factor * x; }
+};
+
+struct Softcap {
+    float cap;
+    __device__ __forceinline__ float operator()(float x, float) const { return cap * tanhf(x / cap); }
 };
 
 /// `out = f(x, y)`, where `BOTH`, else `f(x, 0)`.
@@ -76,6 +81,16 @@ __device__ __forceinline__ void scale_any(const T *x, float factor, T *out, int6
 }
 
 template <typename T>
+__device__ __forceinline__ void softcap(const T *x, float cap, T *out, int64_t count) {
+    map<T, Pack<T>::N, false>(x, static_cast<const T *>(nullptr), out, count, Softcap{cap});
+}
+
+template <typename T>
+__device__ __forceinline__ void softcap_any(const T *x, float cap, T *out, int64_t count) {
+    map<T, 1, false>(x, static_cast<const T *>(nullptr), out, count, Softcap{cap});
+}
+
+template <typename T>
 __device__ __forceinline__ void scale_by(const T *x, const float *factor, T *out, int64_t count) {
     scale(x, *factor, out, count);
 }
@@ -93,6 +108,10 @@ FOR_EACH_DTYPE(scale, THREADS, (const T *x, float factor, T *out, int64_t count)
                (x, factor, out, count))
 FOR_EACH_DTYPE(scale_any, THREADS, (const T *x, float factor, T *out, int64_t count),
                (x, factor, out, count))
+FOR_EACH_DTYPE(softcap, THREADS, (const T *x, float cap, T *out, int64_t count),
+               (x, cap, out, count))
+FOR_EACH_DTYPE(softcap_any, THREADS, (const T *x, float cap, T *out, int64_t count),
+               (x, cap, out, count))
 FOR_EACH_DTYPE(scale_by, THREADS, (const T *x, const float *factor, T *out, int64_t count),
                (x, factor, out, count))
 FOR_EACH_DTYPE(scale_by_any, THREADS, (const T *x, const float *factor, T *out, int64_t count),

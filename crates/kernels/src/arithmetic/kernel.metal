@@ -1,4 +1,4 @@
-// Sums and multiples of tensors; a thread has `AHEAD` elements.
+// Sums and multiples of tensors, and caps; a thread has `AHEAD` elements.
 #include "common.metal.h"
 
 template <typename T>
@@ -32,6 +32,17 @@ template <typename T>
     }
 }
 
+template <typename T>
+[[kernel]] void arithmetic_softcap(device const T *x [[buffer(0)]], constant float &cap [[buffer(1)]],
+                        device T *out [[buffer(2)]], constant ulong &count [[buffer(3)]], PLACE) {
+    const ulong start = ulong(group.x) * threads.x * AHEAD + own.x;
+    for (uint k = 0; k < AHEAD; k++) {
+        const ulong i = start + k * threads.x;
+        if (i < count) out[i] = static_cast<T>(cap * precise::tanh(float(x[i]) / cap));
+    }
+}
+
 FOR_EACH_DTYPE(arithmetic_add)
 FOR_EACH_DTYPE(arithmetic_scale)
+FOR_EACH_DTYPE(arithmetic_softcap)
 FOR_EACH_DTYPE(arithmetic_scale_by)

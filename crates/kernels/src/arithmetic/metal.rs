@@ -1,4 +1,4 @@
-//! Sums and multiples on Metal, see `kernel.metal`.
+//! Sums, multiples and caps on Metal, see `kernel.metal`.
 
 use crate::device::metal::{Argument, Metal, by_dtype};
 use candle_core::{Result, Tensor};
@@ -12,6 +12,11 @@ pub(super) fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
 pub(super) fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
     let metal = Metal::of(x)?;
     map(&metal, by_dtype!("arithmetic_scale", x.dtype())?, x, Argument::F32(factor as f32))
+}
+
+pub(super) fn softcap(x: &Tensor, cap: f64) -> Result<Tensor> {
+    let metal = Metal::of(x)?;
+    map(&metal, by_dtype!("arithmetic_softcap", x.dtype())?, x, Argument::F32(cap as f32))
 }
 
 pub(super) fn scale_by(x: &Tensor, factor: &Tensor) -> Result<Tensor> {

@@ -1,7 +1,7 @@
-//! Sums and multiples of tensors, for residual connections and for gradients that meet.
+//! Sums and multiples of tensors, for residual connections and for gradients that meet, and capped logits.
 //!
 //! ```text
-//! add: z = x + y, dx = dy = dz        scale: z = f·x, dx = f·dz
+//! add: z = x + y, dx = dy = dz        scale: z = f·x, dx = f·dz        softcap: z = c·tanh(x / c)
 //! ```
 
 mod cpu;
@@ -52,6 +52,29 @@ pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
         let x = x.slice::<T>()?;
         let mut out = buffer::<T>(x.len());
         cpu::scale(x, factor, &mut out);
+        Tensor::from_vec(out, shape, &Device::Cpu)
+    })
+}
+
+/// `cap·tanh(x / cap)`, in the shape and dtype of `x`, as Gemma 2 caps its logits. There is no backward:
+/// attention and the loss cap by themselves.
+///
+/// # Errors
+/// When `x` isn't a float, `cap` isn't positive, or `x` is on a device that this build has no kernels for.
+pub fn softcap(x: &Tensor, cap: f64) -> Result<Tensor> {
+    const OPERATION: &str = "softcap";
+    require_together(OPERATION, &[x])?;
+    if !(cap > 0.0 && cap.is_finite()) {
+        bail!("metal-candle-kernels: {OPERATION}: the cap is {cap}, expected a positive number")
+    }
+    on_gpu!(x, gpu => gpu::softcap(x, cap));
+    let shape = x.dims();
+    let x = Input::contiguous(x)?;
+    let x = x.read();
+    dispatch!(OPERATION, x.dtype(), T => {
+        let x = x.slice::<T>()?;
+        let mut out = buffer::<T>(x.len());
+        cpu::softcap(x, cap, &mut out);
         Tensor::from_vec(out, shape, &Device::Cpu)
     })
 }

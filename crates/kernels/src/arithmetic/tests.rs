@@ -21,6 +21,8 @@ fn sums_and_multiples_are_candles_rounded_once() {
             assert_close(&add(&x, &y).unwrap(), &sum, limit);
             let multiple = (wide(&x) * 0.37).unwrap();
             assert_close(&scale(&x, 0.37).unwrap(), &multiple, limit);
+            let capped = ((wide(&x) / 0.7).unwrap().tanh().unwrap() * 0.7).unwrap();
+            assert_close(&softcap(&x, 0.7).unwrap(), &capped, limit.max(1e-12) * 3.0);
             let factor = Tensor::new(&[0.375], &Device::Cpu).unwrap();
             let factor =
                 if dtype == DType::F64 { factor } else { factor.to_dtype(DType::F32).unwrap() };
@@ -39,7 +41,10 @@ fn threads_and_strides_do_not_change_bits() {
         let expected = add(&x, &y).unwrap();
         assert_identical(&add(&strided(&x), &strided(&y)).unwrap(), &expected);
         assert_identical(&scale(&strided(&x), 0.3).unwrap(), &scale(&x, 0.3).unwrap());
-        assert_independent_of_threads(|| vec![add(&x, &y).unwrap(), scale(&x, 0.3).unwrap()]);
+        assert_identical(&softcap(&strided(&x), 0.3).unwrap(), &softcap(&x, 0.3).unwrap());
+        assert_independent_of_threads(|| {
+            vec![add(&x, &y).unwrap(), scale(&x, 0.3).unwrap(), softcap(&x, 0.3).unwrap()]
+        });
     }
 }
 
@@ -49,6 +54,7 @@ fn wrong_arguments_are_errors() {
     assert!(message(add(&x, &random(&[3, 2], 1))).contains("y has shape [3, 2], expected [2, 3]"));
     assert!(message(add(&x, &x.to_dtype(DType::F32).unwrap())).contains("y is F32, expected F64"));
     let integers = Tensor::zeros((2, 3), DType::U32, &Device::Cpu).unwrap();
+    assert!(message(softcap(&x, 0.0)).contains("the cap is 0, expected a positive number"));
     assert!(message(scale(&integers, 2.0)).contains("does not support U32"));
     assert!(
         message(scale_by(&x, &x)).contains("the factor has shape [2, 3], expected one element")
@@ -68,7 +74,10 @@ fn cuda_gives_the_bits_of_the_cpu() {
             let x = random(&shape, 1).to_dtype(dtype).unwrap();
             let y = random(&shape, 2).to_dtype(dtype).unwrap();
             let (sum, multiple) = (add(&x, &y).unwrap(), scale(&x, 0.37).unwrap());
+            let capped = softcap(&x, 0.7).unwrap();
             let (x, y) = (x.to_device(&device).unwrap(), y.to_device(&device).unwrap());
+            let near = if dtype == DType::F32 { 1e-6 } else { 1e-2 };
+            assert_close(&back(&softcap(&x, 0.7).unwrap()), &capped, near);
             assert_identical(&back(&add(&x, &y).unwrap()), &sum);
             assert_identical(&back(&scale(&x, 0.37).unwrap()), &multiple);
             let factor = Tensor::new(0.37f32, &device).unwrap();

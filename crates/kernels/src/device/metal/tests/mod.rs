@@ -173,6 +173,7 @@ fn metal_host_of_arithmetic_and_copies_agrees_with_the_kernels() {
             arithmetic::add(&x, &y).unwrap(),
             arithmetic::scale(&x, 0.7).unwrap(),
             arithmetic::scale_by(&x, &factor).unwrap(),
+            arithmetic::softcap(&x, 0.8).unwrap(),
         ];
         results.extend([DType::F32, DType::F16, DType::BF16].map(|to| copy::cast(&x, to).unwrap()));
         for dim in 0..3 {
