@@ -25,6 +25,7 @@
 //! | [`cross_entropy`] | the head and its loss, in chunks |
 //! | [`adamw`] | the optimiser's passes over flat parameters |
 //! | [`sampling`] | from logits to a token |
+//! | [`recording`] | work that a GPU repeats without the host |
 //! | [`devices`] | GPUs and their memory |
 //!
 //! Same inputs, same build, same machine: the same bits, whatever the number of threads.
@@ -41,6 +42,7 @@ pub mod glu;
 pub mod layer_norm;
 pub mod lora_linear;
 pub mod matmul;
+pub mod recording;
 pub mod rms_norm;
 pub mod rope;
 pub mod sampling;

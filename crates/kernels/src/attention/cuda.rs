@@ -22,6 +22,7 @@ struct Parameters {
     dk: u64,
     dv: u64,
     first_key: u64,
+    before: u64,
     log_sum_exp: u64,
     scaled_sums: u64,
     corrections: u64,
@@ -51,7 +52,7 @@ struct Parameters {
     stages: i32,
 }
 
-const _: () = assert!(size_of::<Parameters>() == 272);
+const _: () = assert!(size_of::<Parameters>() == 280);
 
 // SAFETY: plain numbers, laid out as in C.
 unsafe impl DeviceRepr for Parameters {}
@@ -136,7 +137,7 @@ pub(super) struct Call {
     kernels: Kernels,
     parameters: Parameters,
     /// Copies and views that the parameters point into.
-    _inputs: [Option<Array>; 4],
+    _inputs: [Option<Array>; 5],
 }
 
 impl Call {
@@ -203,7 +204,7 @@ impl Call {
             splits: 1,
             ..Parameters::default()
         };
-        let _inputs = [Some(q), Some(k), Some(v), first_key];
+        let _inputs = [Some(q), Some(k), Some(v), first_key, None];
         Ok(Call { cuda, sizes, dtype, kernels, parameters, _inputs })
     }
 
@@ -257,18 +258,34 @@ impl Call {
         (head_dim.div_ceil(128).max(1), head_dim > 64)
     }
 
+    /// Whether the keys may be split.
+    fn few(&self) -> bool {
+        match self.kernels {
+            Kernels::Tiles(_) => self.sizes.queries <= FEW_QUERIES,
+            Kernels::Plain => self.sizes.queries <= PLAIN_FEW_QUERIES && self.sizes.head_dim <= 256,
+        }
+    }
+
+    /// The same call for keys of which there are `before` `(1)` u32 and those of the queries; `None` if
+    /// its kernels don't count on the device.
+    pub(super) fn counted(mut self, before: &Tensor) -> Result<Option<Call>> {
+        if !self.few() {
+            return Ok(None);
+        }
+        let before = self.cuda.contiguous(before)?;
+        self.parameters.before = before.pointer;
+        self._inputs[4] = Some(before);
+        Ok(Some(self))
+    }
+
     pub(super) fn forward(mut self) -> Result<(Tensor, Tensor)> {
-        let Sizes { batch, queries, heads, head_dim, .. } = self.sizes;
+        let Sizes { batch, queries, heads, .. } = self.sizes;
         let o = self.cuda.empty(&self.sizes.q_shape(), self.dtype)?;
         let log_sum_exp = self.cuda.empty(&self.sizes.row_shape(), DType::F32)?;
         self.parameters.o = o.pointer;
         self.parameters.log_sum_exp = log_sum_exp.pointer;
-        let few = match self.kernels {
-            Kernels::Tiles(_) => queries <= FEW_QUERIES,
-            Kernels::Plain => queries <= PLAIN_FEW_QUERIES && head_dim <= 256,
-        };
         match self.kernels {
-            _ if few => self.forward_few()?,
+            _ if self.few() => self.forward_few()?,
             Kernels::Tiles(size) if self.hopper()? => {
                 let size = if size == 96 { 128 } else { size };
                 let columns = if size <= 128 { 128 } else { 64 };

@@ -17,6 +17,18 @@ __device__ __forceinline__ FewRow few_row(const Parameters &p, int kv_head, int 
     return {index / group, kv_head * group + index % group, index < p.queries * group};
 }
 
+/// The parameters of keys that are counted on the device, where they are.
+template <int STEP> __device__ __forceinline__ Parameters counted(Parameters p) {
+    if (p.before != nullptr) {
+        const int room = p.keys - p.queries;
+        p.keys = static_cast<int>(min(*p.before, static_cast<unsigned>(room))) + p.queries;
+        const int span = min(p.window, p.keys - p.queries + 1) + p.queries - 1;
+        p.split_start = p.keys - span;
+        p.split_keys = (span + p.splits * STEP - 1) / (p.splits * STEP) * STEP;
+    }
+    return p;
+}
+
 /// The keys from `x` up to `y` of this block's range that any of `rows` rows from `first` on sees.
 __device__ __forceinline__ int2 few_keys(const Parameters &p, int batch, int kv_head, int first,
                                          int rows, int lane) {
@@ -58,9 +70,10 @@ constexpr int few_warps(int d) { return d <= 128 ? 4 : 2; }
 constexpr int few_stages(int d) { return d <= 64 ? 4 : 2; }
 
 /// On tensor cores, sixteen rows.
-template <typename T, int D> __device__ __forceinline__ void few_tiles(const Parameters &p) {
+template <typename T, int D> __device__ __forceinline__ void few_tiles(const Parameters &given) {
     follow_previous();
     constexpr int ROWS = 16, WARPS = few_warps(D), STAGES = few_stages(D), THREADS = WARP * WARPS;
+    const Parameters p = counted<16 * WARPS>(given);
     constexpr int TILE = tile_bytes(16, D), CHUNKS = D / 8;
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t q_shared = shared_address(shared);
@@ -189,9 +202,10 @@ constexpr int PLAIN_FEW_ROWS = 4, PLAIN_FEW_WARPS = 4, PLAIN_FEW_COLUMNS = 256;
 
 /// For any element type and up to 256 columns, four rows: a warp takes 32 keys at a time, eight
 /// lanes a key for the scores, all lanes a row of values.
-template <typename T> __device__ __forceinline__ void plain_few(const Parameters &p) {
+template <typename T> __device__ __forceinline__ void plain_few(const Parameters &given) {
     follow_previous();
     constexpr int ROWS = PLAIN_FEW_ROWS, WARPS = PLAIN_FEW_WARPS, COLUMNS = PLAIN_FEW_COLUMNS;
+    const Parameters p = counted<16 * WARPS>(given);
     constexpr int PER_LANE = COLUMNS / WARP;
     extern __shared__ __align__(1024) unsigned char shared[];
     // (ROWS, COLUMNS) queries, (WARPS, ROWS, WARP) scores, (WARPS, ROWS, COLUMNS) parts, and their

@@ -1,6 +1,6 @@
 //! Copies on CUDA: its kernels are in `device/cuda/copy`, which makes tensors contiguous, too.
 
-use crate::device::cuda::Cuda;
+use crate::device::cuda::{Cuda, Stripes};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::{
     CUDA_MEMCPY2D, CUmemorytype, cuMemcpy2DAsync_v2,
@@ -11,12 +11,20 @@ pub(super) fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     Ok(Cuda::of(x)?.contiguous_as(x, dtype)?.tensor)
 }
 
+/// Where a part begins in its whole.
+#[derive(Clone, Copy)]
+pub(super) enum Start<'a> {
+    Known(usize),
+    /// `(1)` u32
+    OnDevice(&'a Tensor),
+}
+
 /// Both parts, of one shape, into wholes of one shape.
 pub(super) fn write_both(
     wholes: [&Tensor; 2],
     parts: [&Tensor; 2],
     dim: usize,
-    start: usize,
+    start: Start,
 ) -> Result<()> {
     let cuda = Cuda::of(wholes[0])?;
     let [first, second] = parts.map(|part| cuda.contiguous(part));
@@ -24,17 +32,17 @@ pub(super) fn write_both(
     let (first, second, first_whole, second_whole) = (first?, second?, first_whole?, second_whole?);
     let inner = first.dtype.size_in_bytes() * wholes[0].dims()[dim + 1..].iter().product::<usize>();
     let (width, pitch) = (inner * parts[0].dim(dim)?, inner * wholes[0].dim(dim)?);
-    let offset = (inner * start) as u64;
+    let (offset, counted) = match start {
+        Start::Known(start) => ((inner * start) as u64, None),
+        Start::OnDevice(start) => (0, Some(cuda.contiguous(start)?)),
+    };
     let from = [first.pointer, second.pointer];
     let to = [first_whole.pointer + offset, second_whole.pointer + offset];
-    let whole_packs = [width, pitch].iter().all(|size| size % 16 == 0);
-    if !whole_packs || from.iter().chain(&to).any(|address| address % 16 != 0) {
-        write(wholes[0], parts[0], dim, start)?;
-        return write(wholes[1], parts[1], dim, start);
-    }
     let rows = wholes[0].dims()[..dim].iter().product();
-    // SAFETY: both parts have so many rows of `width` bytes, and fit into the wholes, which both live on.
-    unsafe { cuda.write_both(from, to, [rows, width, pitch]) }
+    let start = counted.as_ref().map(|start| (start.pointer, inner));
+    // SAFETY: both parts have so many rows of `width` bytes, and fit into the wholes, which both live on;
+    // the kernel leaves out what a number on the device would put beyond them.
+    unsafe { cuda.write_both(from, to, Stripes { rows, width, pitch, start }) }
 }
 
 pub(super) fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<()> {

@@ -3,7 +3,7 @@
 //! Sums are in f32 whatever the elements are, also where cuBLAS splits them, and f32 is multiplied as
 //! f32. One stream and one handle a device make the same products the same bits.
 
-use super::{Array, Cuda};
+use super::{Array, Cuda, recording};
 use crate::device::cpu::collapsed_rows;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
@@ -109,6 +109,7 @@ impl Cuda {
         }
         let fits = a.dtype == b.dtype && (c.dtype == a.dtype || c.dtype == DType::F32);
         let types = (element_type(a.dtype), element_type(c.dtype));
+        recording::refuse("a product by cuBLAS")?;
         let (true, false, (Some(input), Some(output))) = (fits, c.transposed, types) else {
             bail!(
                 "metal-candle-kernels: no product of {:?} with {:?} to {:?} on CUDA",

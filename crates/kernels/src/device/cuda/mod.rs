@@ -7,6 +7,7 @@ mod blas;
 mod copy;
 mod module;
 mod open;
+mod recording;
 mod rows;
 
 use super::cpu::collapsed_rows;
@@ -19,8 +20,10 @@ use half::{bf16, f16};
 use std::sync::Arc;
 
 pub(crate) use blas::{Matrix, Rows, require_floats};
+pub(crate) use copy::Stripes;
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, memory, open, reset_peak};
+pub(crate) use recording::Recorded;
 pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, any_groups};
 
 /// The device of some tensors.
@@ -50,7 +53,8 @@ impl Cuda {
     pub(crate) fn of(tensor: &Tensor) -> Result<Cuda> {
         match tensor.device() {
             Device::Cuda(device) => {
-                Ok(Cuda { device: device.clone(), stream: device.cuda_stream() })
+                let stream = recording::stream().unwrap_or_else(|| device.cuda_stream());
+                Ok(Cuda { device: device.clone(), stream })
             }
             _ => bail!(
                 "metal-candle-kernels: the CUDA operation was given a tensor that is elsewhere"
@@ -106,6 +110,7 @@ impl Cuda {
                 ),
             }
         };
+        recording::note_given(&tensor, pointer)?;
         Ok(Array { pointer, dtype, tensor })
     }
 
@@ -131,7 +136,7 @@ impl Cuda {
     }
 
     /// Memory for `count` elements, not yet written, as Candle stores it.
-    pub(crate) fn storage(&self, count: usize, dtype: DType) -> Result<CudaStorage> {
+    fn storage(&self, count: usize, dtype: DType) -> Result<CudaStorage> {
         // CUDA has no allocation of nothing.
         let count = count.max(1);
         let device = self.device.clone();
@@ -168,9 +173,13 @@ impl Cuda {
     /// A tensor that is not yet written.
     pub(crate) fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Array> {
         let shape = shape.into();
+        if let Some(tensor) = recording::made_before(&shape, dtype)? {
+            return self.strided(&tensor);
+        }
         let storage = self.storage(shape.elem_count(), dtype)?;
         let pointer = self.address(&storage, &Layout::contiguous(&shape))?;
         let tensor = Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false);
+        recording::note_made(&tensor);
         Ok(Array { pointer, dtype, tensor })
     }
 

@@ -1,0 +1,182 @@
+//! Work on a GPU that is recorded once and then runs as often as wanted, without the host going through its
+//! operations again: on CUDA, a graph. It pays where kernels are so short that the host can't launch them
+//! as fast as they run, as in decoding with a small model.
+
+#[cfg(feature = "cuda")]
+use crate::device::cuda::Recorded;
+use candle_core::{Device, Result, Tensor};
+#[cfg(not(feature = "cuda"))]
+use std::convert::Infallible as Recorded;
+
+const OPERATION: &str = "recording";
+
+/// Recorded work, and the memory that it reads and writes.
+pub struct Recording {
+    recorded: Recorded,
+    output: Tensor,
+}
+
+impl Recording {
+    /// Whether work on this device can be recorded: on a CUDA device.
+    pub fn is_supported(device: &Device) -> bool {
+        cfg!(feature = "cuda") && device.is_cuda()
+    }
+
+    /// Runs `work` once on `inputs` `(n)` u32, so that [`Recording::output`] is its result already, and
+    /// records it.
+    ///
+    /// `work` is called twice and has to do the same both times: operations of this crate on tensors, and
+    /// views of tensors, of which nothing depends on the values of `inputs` but through the tensor that it
+    /// is given. Nothing may be read back in it, and what it changes beside tensors on the device (the length
+    /// of a cache, say) isn't a part of the recording. All tensors that its operations are given stay alive as
+    /// long as that.
+    ///
+    /// # Errors
+    /// Those of `work`, and when the device can't record, the work isn't the same the second time, or an
+    /// operation is given what Candle's own operations have made in the work, or is a product of more than a
+    /// few rows, which cuBLAS makes.
+    pub fn new<E: From<candle_core::Error>>(
+        device: &Device,
+        inputs: &[u32],
+        work: impl FnMut(&Tensor) -> std::result::Result<Tensor, E>,
+    ) -> std::result::Result<Recording, E> {
+        #[cfg(feature = "cuda")]
+        if device.is_cuda() {
+            let (recorded, output) = Recorded::new(device, inputs, work)?;
+            return Ok(Recording { recorded, output });
+        }
+        let _ = (inputs, work);
+        Err(unsupported(device).into())
+    }
+
+    /// What the work gave when it ran last; the next run overwrites it.
+    pub fn output(&self) -> &Tensor {
+        &self.output
+    }
+
+    /// Runs the work on other inputs, as many as before.
+    ///
+    /// # Errors
+    /// When there are more or fewer, or the device fails.
+    pub fn run(&mut self, inputs: &[u32]) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        return self.recorded.run(inputs);
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = inputs;
+            match self.recorded {}
+        }
+    }
+}
+
+fn unsupported(device: &Device) -> candle_core::Error {
+    let device = device.location();
+    candle_core::Error::Msg(format!(
+        "metal-candle-kernels: {OPERATION}: work on {device:?} cannot be recorded, expected a CUDA device"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::*;
+
+    #[test]
+    fn a_cpu_cannot_record() {
+        assert!(!Recording::is_supported(&Device::Cpu));
+        let recorded = Recording::new(&Device::Cpu, &[1], |inputs| Ok(inputs.clone()));
+        let wrong = message::<Recording>(recorded);
+        assert!(wrong.contains("cannot be recorded, expected a CUDA device"), "{wrong}");
+    }
+
+    #[cfg(feature = "cuda")]
+    mod cuda {
+        use super::*;
+        use crate::{arithmetic, embedding, matmul, rms_norm};
+        use candle_core::{D, DType};
+
+        /// A few operations on rows of a table.
+        struct Work {
+            table: Tensor,
+            weight: Tensor,
+            norm: Tensor,
+        }
+
+        impl Work {
+            fn new(device: &Device) -> Work {
+                let given = |shape: &[usize], seed| {
+                    random(shape, seed).to_dtype(DType::F32).unwrap().to_device(device).unwrap()
+                };
+                Work {
+                    table: given(&[50, 24], 1),
+                    weight: given(&[40, 24], 2),
+                    norm: given(&[24], 3),
+                }
+            }
+
+            fn run(&self, ids: &Tensor) -> Result<Tensor> {
+                let x = embedding::forward(&self.table, &ids.unsqueeze(0)?)?;
+                let normed = rms_norm::forward(&x, &self.norm, 1e-5, 0.0)?;
+                let y = matmul::linear(&normed, &self.weight, None)?;
+                arithmetic::softcap(&y, 3.0)?.narrow(D::Minus1, 3, 30)
+            }
+        }
+
+        #[test]
+        fn cuda_repeats_what_was_recorded_on_other_inputs() {
+            let Some(device) = cuda() else { return };
+            for rows in [1, 8] {
+                let ids =
+                    |seed: u32| -> Vec<u32> { (0..rows).map(|i| (i * 7 + seed) % 50).collect() };
+                let work = Work::new(&device);
+                let expected = |seed| {
+                    let ids = Tensor::new(ids(seed), &device).unwrap();
+                    here(&Work::new(&device).run(&ids).unwrap())
+                };
+                let mut recording = Recording::new(&device, &ids(5), |ids| work.run(ids)).unwrap();
+                assert_identical(&here(recording.output()), &expected(5));
+                // The recording holds what it reads, and others may take what is free.
+                drop(work);
+                let others: Vec<_> = (0..20).map(|_| Work::new(&device)).collect();
+                for seed in [0, 17, 5, 49] {
+                    recording.run(&ids(seed)).unwrap();
+                    assert_identical(&here(recording.output()), &expected(seed));
+                }
+                drop(others);
+                let wrong = message(recording.run(&[]));
+                assert!(wrong.contains(&format!("0 inputs, expected {rows}")), "{wrong}");
+            }
+        }
+
+        #[test]
+        fn cuda_refuses_work_that_goes_through_the_host() {
+            let Some(device) = cuda() else { return };
+            let work = Work::new(&device);
+            let read = Recording::new(&device, &[1], |ids| {
+                let y = work.run(ids)?;
+                let _ = y.to_vec3::<f32>()?;
+                Ok::<_, candle_core::Error>(y)
+            });
+            assert!(read.is_err());
+            let of_candle = Recording::new(&device, &[1], |ids| {
+                arithmetic::scale(&work.run(ids)?.affine(0.5, 0.0)?, 2.0)
+            });
+            let wrong = message::<Recording>(of_candle);
+            assert!(wrong.contains("made by none of this crate's operations"), "{wrong}");
+            let product = Recording::new(&device, &[1; 40], |ids| work.run(ids));
+            let wrong = message::<Recording>(product);
+            assert!(wrong.contains("cuBLAS"), "{wrong}");
+            let mut calls = 0;
+            let other = Recording::new(&device, &[1, 2], |ids| {
+                calls += 1;
+                work.run(&ids.narrow(0, 0, calls)?)
+            });
+            let wrong = message::<Recording>(other);
+            assert!(wrong.contains("expected the same"), "{wrong}");
+            // The device works as before.
+            let again = Recording::new(&device, &[1], |ids| work.run(ids)).unwrap();
+            let expected = work.run(&Tensor::new(&[1u32], &device).unwrap()).unwrap();
+            assert_identical(&here(again.output()), &here(&expected));
+        }
+    }
+}
