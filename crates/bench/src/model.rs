@@ -7,8 +7,11 @@ use candle_core::{DType, Device, IndexOp, Tensor};
 use metal_candle::adapter::{LoraConfig, Targets};
 use metal_candle::autograd::Tape;
 use metal_candle::data::Batch;
+use metal_candle::generate::Session;
 use metal_candle::model::{Input, KvCache, Model, PassOptions};
 use metal_candle::{Error, Result};
+use metal_candle_kernels::sampling;
+use std::sync::Arc;
 
 /// A model of that shape with random weights.
 ///
@@ -95,8 +98,9 @@ pub fn prepare(work: &Work, model: Model, ids: &[u32]) -> Result<Box<dyn Workloa
             }))
         }
         Work::Decode { tokens, .. } => {
-            let cache = model.new_cache();
-            Ok(Box::new(Decode { model, prompt: ids.to_vec(), tokens, cache, next: 0 }))
+            let model = Arc::new(model);
+            let session = Session::shared(model.clone());
+            Ok(Box::new(Decode { model, prompt: ids.to_vec(), tokens, session, next: 0 }))
         }
         _ => Err(not_on_a_model()),
     }
@@ -161,24 +165,24 @@ fn read(model: &Model, cache: &mut KvCache, tokens: &[u32]) -> Result<Tensor> {
 
 /// One stream of greedy tokens.
 struct Decode {
-    model: Model,
+    model: Arc<Model>,
     prompt: Vec<u32>,
     tokens: usize,
-    cache: KvCache,
+    session: Session<'static>,
     next: u32,
 }
 
 impl Workload for Decode {
     fn reset(&mut self) -> Result<()> {
-        self.cache = self.model.new_cache();
-        self.next = largest(&read(&self.model, &mut self.cache, &self.prompt)?)?;
+        self.session = Session::shared(self.model.clone());
+        self.next = largest(&self.session.read(&self.prompt)?)?;
         Ok(())
     }
 
     fn call(&mut self) -> Result<Vec<Tensor>> {
         let mut decoded = Vec::with_capacity(self.tokens);
         for _ in 0..self.tokens {
-            self.next = largest(&read(&self.model, &mut self.cache, &[self.next])?)?;
+            self.next = largest(&self.session.read(&[self.next])?)?;
             decoded.push(self.next);
         }
         Ok(vec![Tensor::new(decoded, &Device::Cpu)?])
@@ -187,12 +191,5 @@ impl Workload for Decode {
 
 /// The index of the largest logit, the first of several.
 fn largest(logits: &Tensor) -> Result<u32> {
-    let logits = logits.to_vec1::<f32>()?;
-    let mut best = (0, f32::NEG_INFINITY);
-    for (index, &logit) in logits.iter().enumerate() {
-        if logit > best.1 {
-            best = (index as u32, logit);
-        }
-    }
-    Ok(best.0)
+    Ok(sampling::greedy(logits)?.to_scalar()?)
 }

@@ -11,7 +11,7 @@ use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::{Batch, IGNORED};
 use metal_candle::generate::Session;
 use metal_candle::model::{Config, Input, Model, PassOptions};
-use metal_candle_kernels::adamw;
+use metal_candle_kernels::{adamw, sampling};
 use serde_json::Value;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -161,9 +161,9 @@ fn greedy_continuation_equals_that_of_transformers() {
         let mut logits = session.read(&prompt).unwrap();
         let mut found = Vec::new();
         for _ in 0..continuation.len() {
-            let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
-            found.push(best as u32);
-            logits = session.read(&[best as u32]).unwrap();
+            let best = sampling::greedy(&logits).unwrap().to_scalar().unwrap();
+            found.push(best);
+            logits = session.read(&[best]).unwrap();
         }
         assert_eq!(found, continuation, "{name}");
     }
@@ -176,18 +176,41 @@ fn cached_decoding_equals_a_full_forward() {
         let expected = tensors(folder(name).join("expected.safetensors"));
         let ids = &rows(&expected["input_ids"])[0];
         let mut session = Session::new(&model);
-        // In uneven pieces: a prompt, single tokens, and several at once.
+        // In uneven pieces: a prompt, single tokens, of which a device may record the reading, and several
+        // at once.
         let mut start = 0;
-        for size in [11, 1, 1, 3, 1, 7, 2, 6] {
+        for size in [8, 1, 1, 1, 1, 3, 1, 1, 6, 2, 1, 1, 1, 4] {
             let end = (start + size).min(ids.len());
             let found = session.read(&ids[start..end]).unwrap();
             let full = logits(&model, &[ids[..end].to_vec()]);
             let full = full.narrow(1, end - 1, 1).unwrap().flatten_all().unwrap();
-            let found = Tensor::new(found, &Device::Cpu).unwrap();
             assert_close(&format!("{name} after {end}"), &found, &full, 1e-4);
             start = end;
         }
         assert_eq!(start, ids.len());
+    }
+}
+
+#[test]
+fn single_tokens_read_beyond_the_room_of_the_cache_equal_a_full_forward() {
+    for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, 0.6)] {
+        for name in ["llama", "gemma2", "mistral"] {
+            let model = Model::load(folder(name), dtype, &device()).unwrap();
+            let ids: Vec<u32> = (0..70).map(|index| (index * 7 + 3) % 90).collect();
+            let mut session = Session::new(&model);
+            session.read(&ids[..58]).unwrap();
+            for end in 59..=ids.len() {
+                let found = session.read(&ids[end - 1..end]).unwrap();
+                let full = logits(&model, &[ids[..end].to_vec()]);
+                let full = full.narrow(1, end - 1, 1).unwrap().flatten_all().unwrap();
+                assert_close(&format!("{name} {dtype:?} after {end}"), &found, &full, tolerance);
+            }
+            // Again from the middle, with what was recorded before.
+            let again = session.continue_with(&ids[..63]).unwrap();
+            let full = logits(&model, &[ids[..63].to_vec()]);
+            let full = full.narrow(1, 62, 1).unwrap().flatten_all().unwrap();
+            assert_close(&format!("{name} {dtype:?} again"), &again, &full, tolerance);
+        }
     }
 }
 
@@ -203,8 +226,6 @@ fn a_session_keeps_what_a_new_prompt_shares_with_the_old() {
         prompt[length - 1] = 5;
         let found = session.continue_with(&prompt).unwrap();
         let fresh = Session::new(&model).read(&prompt).unwrap();
-        let (found, fresh) =
-            (Tensor::new(found, &Device::Cpu).unwrap(), Tensor::new(fresh, &Device::Cpu).unwrap());
         assert_close("logits", &found, &fresh, 1e-4);
     }
 }

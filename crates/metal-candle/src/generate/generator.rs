@@ -8,7 +8,10 @@ use crate::text::{DecodeStream, Tokenizer};
 use crate::{Error, Result};
 use candle_core::{IndexOp, Tensor};
 use metal_candle_kernels::devices;
+use metal_candle_kernels::recording::Recording;
 use serde::Serialize;
+use std::ops::Deref;
+use std::sync::Arc;
 
 /// Tokens of the prompt that go through the model at a time, which bounds the memory it takes.
 const PREFILL: usize = 512;
@@ -61,24 +64,64 @@ pub struct Piece {
     pub logprob: f64,
 }
 
-/// The hidden state of the last token, as logits.
-fn last_logits(model: &Model, hidden: &Tensor) -> Result<Vec<f32>> {
-    let last = hidden.dim(1)? - 1;
-    let logits = model.logits(&hidden.narrow(1, last, 1)?.contiguous()?)?;
-    Ok(logits.i((0, 0))?.to_vec1::<f32>()?)
+/// The logits `(vocabulary)` after the last of some tokens, f32.
+fn last_logits(model: &Model, input: &Input, cache: &mut KvCache) -> Result<Tensor> {
+    let tape = Tape::inference();
+    let hidden = model.forward(&tape, input, Some(cache), PassOptions::default())?;
+    let last = hidden.tensor().dim(1)? - 1;
+    let logits = model.logits(&hidden.tensor().narrow(1, last, 1)?.contiguous()?)?;
+    Ok(logits.i((0, 0))?)
 }
 
 /// A conversation with a model, token by token: the tokens it has read and its KV cache.
 pub struct Session<'a> {
-    model: &'a Model,
+    model: Held<'a>,
     cache: KvCache,
     tokens: Vec<u32>,
+    /// How many times in a row a single token was read.
+    singles: usize,
+    repeated: Option<Repeated>,
+}
+
+enum Held<'a> {
+    Borrowed(&'a Model),
+    Shared(Arc<Model>),
+}
+
+impl Deref for Held<'_> {
+    type Target = Model;
+
+    fn deref(&self) -> &Model {
+        match self {
+            Held::Borrowed(model) => model,
+            Held::Shared(model) => model,
+        }
+    }
+}
+
+/// The reading of a token, recorded on the device.
+struct Repeated {
+    recording: Recording,
+    /// Of the cache that it reads and writes.
+    room: usize,
+}
+
+impl Session<'static> {
+    /// Nothing read yet, with a model of which other sessions may have a part.
+    pub fn shared(model: Arc<Model>) -> Self {
+        Self::over(Held::Shared(model))
+    }
 }
 
 impl<'a> Session<'a> {
     /// Nothing read yet.
     pub fn new(model: &'a Model) -> Self {
-        Self { model, cache: model.new_cache(), tokens: Vec::new() }
+        Self::over(Held::Borrowed(model))
+    }
+
+    fn over(model: Held<'a>) -> Self {
+        let cache = model.new_cache();
+        Self { model, cache, tokens: Vec::new(), singles: 0, repeated: None }
     }
 
     /// The tokens read so far.
@@ -86,8 +129,8 @@ impl<'a> Session<'a> {
         &self.tokens
     }
 
-    /// Reads tokens and returns the logits `(vocabulary)` of what comes next.
-    pub fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
+    /// Reads tokens and returns the logits `(vocabulary)` of what comes next, in f32 on the model's device.
+    pub fn read(&mut self, tokens: &[u32]) -> Result<Tensor> {
         if tokens.is_empty() {
             return Err(Error::option("prompt", "is empty; expected at least one token"));
         }
@@ -103,8 +146,8 @@ impl<'a> Session<'a> {
         }
         let before = self.tokens.len();
         self.tokens.extend(tokens);
-        let model = self.model;
-        let result = devices::step(model.device(), || self.advance());
+        let device = self.model.device().clone();
+        let result = devices::step(&device, || self.advance());
         if result.is_err() {
             // Layers may hold different numbers of tokens now; only whole ones are kept.
             self.tokens.truncate(before);
@@ -114,24 +157,68 @@ impl<'a> Session<'a> {
     }
 
     /// Reads those of `tokens` that the cache does not hold.
-    fn advance(&mut self) -> Result<Vec<f32>> {
+    fn advance(&mut self) -> Result<Tensor> {
         // LongRoPE turns every key differently once the text is long.
         if self.ropes_change(self.cache.len(), self.tokens.len()) {
             self.cache.truncate(0);
         }
-        let mut logits = Vec::new();
         let total = self.tokens.len();
-        while self.cache.len() < total {
+        if let [token] = self.tokens[self.cache.len()..] {
+            self.singles += 1;
+            if self.singles > 1 && self.can_repeat() {
+                return self.repeat(token);
+            }
+        } else {
+            self.singles = 0;
+        }
+        loop {
             let start = self.cache.len();
             let end = total.min(start + self.chunk(start, total));
             let input = Input::sequence(&self.tokens[start..end], start, self.model.device())?;
-            let tape = Tape::inference();
-            let hidden =
-                self.model.forward(&tape, &input, Some(&mut self.cache), PassOptions::default())?;
             if end == total {
-                logits = last_logits(self.model, hidden.tensor())?;
+                return last_logits(&self.model, &input, &mut self.cache);
             }
+            let tape = Tape::inference();
+            self.model.forward(&tape, &input, Some(&mut self.cache), PassOptions::default())?;
         }
+    }
+
+    /// Whether the reading of one more token can be recorded.
+    fn can_repeat(&self) -> bool {
+        let length = self.cache.len() + 1;
+        // Weights that are trained are converted whenever they are read, a model's size of memory.
+        let frozen = self.model.parameters().is_none() || self.model.adapter().is_some();
+        frozen
+            && Recording::is_supported(self.model.device())
+            && self.cache.room() > 0
+            && !self.ropes_change(length, self.cache.room().max(length.next_power_of_two()))
+    }
+
+    /// Reads a token by what was recorded of reading one.
+    fn repeat(&mut self, token: u32) -> Result<Tensor> {
+        let before = self.cache.len();
+        self.cache.reserve(before + 1)?;
+        let room = self.cache.room();
+        let position = u32::try_from(before).map_err(candle_core::Error::wrap)?;
+        let inputs = [token, position];
+        let logits = match &mut self.repeated {
+            Some(repeated) if repeated.room == room => {
+                repeated.recording.run(&inputs)?;
+                repeated.recording.output().copy()?
+            }
+            repeated => {
+                // Its memory, and the buffers that it wrote to, are free for the next.
+                *repeated = None;
+                let (model, cache) = (&*self.model, &mut self.cache);
+                let recording = Recording::new(model.device(), &inputs, |inputs| {
+                    last_logits(model, &Input::on_device(inputs, room)?, cache)
+                })?;
+                let logits = recording.output().copy()?;
+                *repeated = Some(Repeated { recording, room });
+                logits
+            }
+        };
+        self.cache.advance(1);
         Ok(logits)
     }
 
@@ -146,7 +233,7 @@ impl<'a> Session<'a> {
 
     /// Keeps only the first `length` tokens that it shares with `tokens` and reads the rest, so
     /// that the next turn of a conversation pays only for what is new.
-    pub fn continue_with(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
+    pub fn continue_with(&mut self, tokens: &[u32]) -> Result<Tensor> {
         let shared = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
         let mut shared = shared.min(tokens.len().saturating_sub(1)).min(self.cache.len());
         if self.ropes_change(self.cache.len(), tokens.len()) {
@@ -166,7 +253,7 @@ pub struct Generation<'s, 'a> {
     sampler: Sampler,
     stops: StopStrings,
     stream: Option<DecodeStream<'a>>,
-    logits: Vec<f32>,
+    logits: Tensor,
     generated: Vec<u32>,
     finished: Option<FinishReason>,
     failed: bool,
@@ -213,7 +300,8 @@ impl<'s, 'a> Generation<'s, 'a> {
     }
 
     fn step(&mut self) -> Result<Piece> {
-        let sampled = self.sampler.sample(&self.logits, self.session.tokens(), &self.generated)?;
+        let logits = self.logits.to_vec1::<f32>()?;
+        let sampled = self.sampler.sample(&logits, self.session.tokens(), &self.generated)?;
         if self.eos.contains(&sampled.id) {
             self.finished = Some(FinishReason::EndOfSequence);
             let text = self.flush()?;

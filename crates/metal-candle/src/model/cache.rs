@@ -1,6 +1,6 @@
 //! The KV cache: the keys and values of the tokens a model has read.
 
-use crate::Result;
+use crate::{Error, Result};
 use candle_core::Tensor;
 use metal_candle_kernels::copy;
 
@@ -35,6 +35,30 @@ impl KvCache {
         self.len() == 0
     }
 
+    /// How many tokens the buffers have room for.
+    pub(crate) fn room(&self) -> usize {
+        self.layers.iter().map(LayerCache::room).min().unwrap_or(0)
+    }
+
+    /// Makes room for `tokens` tokens, in buffers that hold some already.
+    pub(crate) fn reserve(&mut self, tokens: usize) -> Result<()> {
+        for layer in &mut self.layers {
+            for buffer in [&mut layer.keys, &mut layer.values] {
+                if let Some(full) = buffer.take() {
+                    *buffer = Some(with_room(full, layer.length, tokens)?);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts tokens that [`LayerCache::write_at`] has written.
+    pub(crate) fn advance(&mut self, tokens: usize) {
+        for layer in &mut self.layers {
+            layer.length += tokens;
+        }
+    }
+
     /// Forgets every token after the first `length` and keeps the buffers.
     pub fn truncate(&mut self, length: usize) {
         for layer in &mut self.layers {
@@ -53,23 +77,54 @@ impl LayerCache {
         self.length = length;
         Ok((all_keys.narrow(1, 0, length)?, all_values.narrow(1, 0, length)?))
     }
+
+    /// Writes the keys and values of new tokens behind those of `before` `(1)` tokens, without counting
+    /// them, and returns the whole buffers.
+    pub fn write_at(
+        &self,
+        keys: &Tensor,
+        values: &Tensor,
+        before: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        let (Some(all_keys), Some(all_values)) = (&self.keys, &self.values) else {
+            return Err(Error::option("cache", "is empty; expected one with room"));
+        };
+        copy::write_both_at([all_keys, all_values], [keys, values], 1, before)?;
+        Ok((all_keys.clone(), all_values.clone()))
+    }
+
+    fn room(&self) -> usize {
+        self.keys.as_ref().map_or(0, |keys| keys.dims()[1])
+    }
 }
 
 /// The buffer, with room for the new tokens after `length`.
 fn grow(buffer: &mut Option<Tensor>, new: &Tensor, length: usize) -> Result<Tensor> {
-    let (batch, added, heads, width) = new.dims4()?;
-    let needed = length + added;
+    let needed = length + new.dim(1)?;
     let full = match buffer.take() {
-        Some(full) if full.dim(1)? >= needed => full,
-        old => {
-            let capacity = needed.next_power_of_two().max(64);
-            let larger = Tensor::zeros((batch, capacity, heads, width), new.dtype(), new.device())?;
-            if let Some(old) = old.filter(|_| length > 0) {
-                copy::write(&larger, &old.narrow(1, 0, length)?, 1, 0)?;
-            }
-            larger
-        }
+        Some(full) => with_room(full, length, needed)?,
+        None => empty(new, needed)?,
     };
     *buffer = Some(full.clone());
     Ok(full)
+}
+
+/// A buffer with room for `needed` tokens and the first `length` tokens of `full`, which is that buffer if
+/// it has room.
+fn with_room(full: Tensor, length: usize, needed: usize) -> Result<Tensor> {
+    if full.dim(1)? >= needed {
+        return Ok(full);
+    }
+    let larger = empty(&full, needed)?;
+    if length > 0 {
+        copy::write(&larger, &full.narrow(1, 0, length)?, 1, 0)?;
+    }
+    Ok(larger)
+}
+
+/// A buffer for at least `needed` tokens like those of `tokens`.
+fn empty(tokens: &Tensor, needed: usize) -> Result<Tensor> {
+    let (batch, _, heads, width) = tokens.dims4()?;
+    let capacity = needed.next_power_of_two().max(64);
+    Ok(Tensor::zeros((batch, capacity, heads, width), tokens.dtype(), tokens.device())?)
 }

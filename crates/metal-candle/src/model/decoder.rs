@@ -18,6 +18,8 @@ pub(crate) struct Pass {
     pub ropes: Vec<(Tensor, Tensor)>,
     /// `(batch, seq)`: the first key each query may see; `None` is 0 for all.
     pub first_key: Option<Tensor>,
+    /// `(1)`: how many tokens come before the one, where only the device knows.
+    pub before: Option<Tensor>,
     /// Set in training: where the layers' dropout begins.
     pub dropout_seed: Option<u64>,
 }
@@ -341,14 +343,20 @@ impl Attention {
             None => (q, k),
         };
         let v = tape.reshape(&v, (batch, seq, self.kv_heads, self.head_dim))?;
-        let (k, v) = match cache {
-            Some(cache) => {
-                let (keys, values) = cache.append(k.tensor(), v.tensor())?;
-                (tape.constant(keys), tape.constant(values))
+        let attended = match (cache, &pass.before) {
+            (Some(cache), Some(before)) => {
+                let (keys, values) = cache.write_at(k.tensor(), v.tensor(), before)?;
+                let q = q.tensor();
+                let options = &self.options;
+                tape.constant(attention::forward_cached(q, &keys, &values, before, options)?)
             }
-            None => (k, v),
+            (Some(cache), None) => {
+                let (keys, values) = cache.append(k.tensor(), v.tensor())?;
+                let (k, v) = (tape.constant(keys), tape.constant(values));
+                tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?
+            }
+            (None, _) => tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?,
         };
-        let attended = tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?;
         let attended = tape.reshape(&attended, (batch, seq, query_width))?;
         self.output.forward(tape, &attended, pass)
     }

@@ -149,7 +149,7 @@ mod tests {
         let tape = Tape::inference();
         let x = tape.constant(Tensor::ones((6, 16), DType::F32, &device).unwrap());
         let output = |layer: &Linear, dropout_seed| {
-            let pass = Pass { ropes: Vec::new(), first_key: None, dropout_seed };
+            let pass = Pass { ropes: Vec::new(), first_key: None, before: None, dropout_seed };
             layer.forward(&tape, &x, &pass).unwrap().into_tensor().to_vec2::<f32>().unwrap()
         };
         let (first, second) = (layer(0), layer(1));

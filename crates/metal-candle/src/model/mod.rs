@@ -68,8 +68,16 @@ struct Training {
 #[derive(Debug, Clone)]
 pub struct Input {
     ids: Tensor,
-    positions: Vec<u32>,
+    positions: Positions,
     first_key: Option<Tensor>,
+}
+
+#[derive(Debug, Clone)]
+enum Positions {
+    /// `(batch, seq)`
+    Known(Vec<u32>),
+    /// Of one token, `(1)` u32, less than `below`.
+    OnDevice { position: Tensor, below: usize },
 }
 
 impl Input {
@@ -78,7 +86,17 @@ impl Input {
         let positions = (start..start + ids.len())
             .map(|position| u32::try_from(position).map_err(candle_core::Error::wrap))
             .collect::<candle_core::Result<_>>()?;
+        let positions = Positions::Known(positions);
         Ok(Self { ids: Tensor::new(ids, device)?.unsqueeze(0)?, positions, first_key: None })
+    }
+
+    /// One token and its position, `(2)` u32 on the device, for a cache with room for `room` tokens, in
+    /// which it isn't counted.
+    pub(crate) fn on_device(token_and_position: &Tensor, room: usize) -> Result<Self> {
+        let ids = token_and_position.narrow(0, 0, 1)?.unsqueeze(0)?;
+        let position = token_and_position.narrow(0, 1, 1)?;
+        let positions = Positions::OnDevice { position, below: room };
+        Ok(Self { ids, positions, first_key: None })
     }
 
     /// The rows of a batch, with attention kept inside each record.
@@ -86,7 +104,7 @@ impl Input {
         let shape = (batch.rows, batch.length);
         Ok(Self {
             ids: Tensor::from_slice(&batch.input_ids, shape, device)?,
-            positions: batch.positions.clone(),
+            positions: Positions::Known(batch.positions.clone()),
             first_key: Some(Tensor::from_slice(&batch.first_key, shape, device)?),
         })
     }
@@ -514,8 +532,15 @@ impl Model {
             self.check_cache(tape, input, cache)?;
         }
         let (batch, seq) = input.ids.dims2()?;
-        let total = input.positions.iter().max().map_or(0, |&last| last as usize + 1);
-        let positions = Tensor::from_slice(&input.positions, (batch, seq), &self.device)?;
+        let (positions, total, before) = match &input.positions {
+            Positions::Known(positions) => {
+                let total = positions.iter().max().map_or(0, |&last| last as usize + 1);
+                (Tensor::from_slice(positions, (batch, seq), &self.device)?, total, None)
+            }
+            Positions::OnDevice { position, below } => {
+                (position.unsqueeze(0)?, *below, Some(position.clone()))
+            }
+        };
         let ropes = self.config.ropes.iter().enumerate();
         let ropes = ropes
             .map(|(index, rope)| self.rope_tables.cos_sin(index, rope, &positions, total))
@@ -523,6 +548,7 @@ impl Model {
         let pass = Arc::new(Pass {
             ropes,
             first_key: input.first_key.clone(),
+            before,
             dropout_seed: options.dropout_seed,
         });
         let table = tape.weight(&self.embedding);
@@ -542,10 +568,15 @@ impl Model {
             format!("has {} layers, the model has {}", cache.layers.len(), self.layers.len())
         } else if tape.is_recording() {
             "cannot be used while gradients are recorded".into()
-        } else if input.positions.first().is_some_and(|&first| first as usize != cache.len()) {
-            format!("holds {} tokens; the input has to start at that position", cache.len())
         } else {
-            return Ok(());
+            match &input.positions {
+                Positions::Known(positions)
+                    if positions.first().is_some_and(|&first| first as usize != cache.len()) =>
+                {
+                    format!("holds {} tokens; the input has to start at that position", cache.len())
+                }
+                _ => return Ok(()),
+            }
         };
         Err(Error::option("cache", problem))
     }
@@ -580,7 +611,7 @@ impl Model {
             factor => arithmetic::scale(&logits, factor)?,
         };
         Ok(match self.config.final_softcap {
-            Some(cap) => logits.affine(1.0 / cap, 0.0)?.tanh()?.affine(cap, 0.0)?,
+            Some(cap) => arithmetic::softcap(&logits, cap)?,
             None => logits,
         })
     }
