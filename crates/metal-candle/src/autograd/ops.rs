@@ -245,7 +245,7 @@ impl Tape {
         for lora in layers.iter().filter_map(|layer| layer.lora.as_ref()) {
             inputs.extend([lora.a, lora.b]);
         }
-        let (needs_dx, saved_x) = (x.needs_gradient(), x.saved());
+        let (needs_dx, saved_x) = (x.needs_gradient(), self.save(x));
         Ok(self.record_many(&inputs, outputs, move |dys| {
             // An output that nothing used adds nothing to any gradient.
             let used = || dys.iter().map(Option::is_some);

@@ -117,15 +117,6 @@ impl Value {
         self
     }
 
-    /// The value for a backward pass. On a GPU, where memory is what bounds the batch, it is made
-    /// again rather than kept if there is a way.
-    pub(super) fn saved(&self) -> Saved {
-        match &self.recipe {
-            Some(recipe) if !self.tensor.device().is_cpu() => Saved::MadeAgain(recipe.clone()),
-            _ => Saved::Kept(self.tensor.clone()),
-        }
-    }
-
     /// The dimensions of the tensor.
     pub fn shape(&self) -> &Shape {
         self.tensor.shape()
@@ -177,6 +168,18 @@ impl Tape {
     /// Whether this tape records what depends on a trainable weight.
     pub fn is_recording(&self) -> bool {
         self.recording
+    }
+
+    /// The value for a backward pass. On a GPU, where memory is what bounds the batch, it is made again
+    /// rather than kept if there is a way; not in a segment that is run again, as its backward pass comes
+    /// next.
+    pub(super) fn save(&self, value: &Value) -> Saved {
+        match &value.recipe {
+            Some(recipe) if !value.tensor.device().is_cpu() && !self.replaying => {
+                Saved::MadeAgain(recipe.clone())
+            }
+            _ => Saved::Kept(value.tensor.clone()),
+        }
     }
 
     /// Whether a segment is run again for its gradients. Its results are not read then, so an operation
