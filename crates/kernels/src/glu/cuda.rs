@@ -80,29 +80,62 @@ pub(super) fn backward(
     need_dup: bool,
 ) -> Result<(Option<Tensor>, Option<Tensor>)> {
     let cuda = Cuda::of(gate)?;
-    let (gate, up) = (cuda.collapsed_rows(gate)?, cuda.collapsed_rows(up)?);
-    let d_out = cuda.collapsed_rows(d_out)?;
-    let (packed, any) =
-        (by_dtype!("glu_backward", gate.dtype)?, by_dtype!("glu_backward_any", gate.dtype)?);
     let gradient =
-        |needed: bool| needed.then(|| cuda.empty(gate.tensor.shape(), gate.dtype)).transpose();
+        |needed: bool| needed.then(|| cuda.empty(gate.shape(), gate.dtype())).transpose();
     let (dgate, dup) = (gradient(need_dgate)?, gradient(need_dup)?);
-    if gate.tensor.elem_count() > 0 && (need_dgate || need_dup) {
-        let plan = Plan::new([&gate, &up, &d_out])?;
-        let name = if plan.packed { packed } else { any };
-        let launch = MODULE.launch(&cuda, name, (plan.grid, 1, 1), plan.block, 0)?;
-        let activation = activation.code() as i32;
-        let address = |array: &Option<Array>| array.as_ref().map_or(0, |array| array.pointer);
-        let (of_gate, of_up) = (address(&dgate), address(&dup));
-        // SAFETY: as in `forward`; gradients that aren't needed are null.
-        unsafe {
-            launch.with(|arguments| {
-                arguments.arg(&gate.pointer).arg(&up.pointer).arg(&d_out.pointer);
-                arguments.arg(&of_gate).arg(&of_up).arg(&plan.columns);
-                arguments.arg(&plan.strides[0]).arg(&plan.strides[1]).arg(&plan.strides[2]);
-                arguments.arg(&plan.chunks).arg(&activation);
-            })?;
-        }
+    if need_dgate || need_dup {
+        let d_out = cuda.collapsed_rows(d_out)?;
+        launch_backward(
+            &cuda,
+            (gate, up),
+            activation,
+            &d_out,
+            [dgate.as_ref(), dup.as_ref(), None],
+        )?;
     }
     Ok((dgate.map(|dgate| dgate.tensor), dup.map(|dup| dup.tensor)))
+}
+
+/// `(dgate, dup)` from `d_out`, which is contiguous, and in its place the unit itself.
+pub(crate) fn backward_again(
+    cuda: &Cuda,
+    (gate, up): (&Tensor, &Tensor),
+    activation: Activation,
+    d_out: &Array,
+) -> Result<(Tensor, Tensor)> {
+    let dgate = cuda.empty(gate.shape(), gate.dtype())?;
+    let dup = cuda.empty(gate.shape(), gate.dtype())?;
+    let results = [Some(&dgate), Some(&dup), Some(d_out)];
+    launch_backward(cuda, (gate, up), activation, d_out, results)?;
+    Ok((dgate.tensor, dup.tensor))
+}
+
+/// Writes dgate, dup and the unit, each if there is a place for it.
+fn launch_backward(
+    cuda: &Cuda,
+    (gate, up): (&Tensor, &Tensor),
+    activation: Activation,
+    d_out: &Array,
+    results: [Option<&Array>; 3],
+) -> Result<()> {
+    let (gate, up) = (cuda.collapsed_rows(gate)?, cuda.collapsed_rows(up)?);
+    let (packed, any) =
+        (by_dtype!("glu_backward", gate.dtype)?, by_dtype!("glu_backward_any", gate.dtype)?);
+    if gate.tensor.elem_count() == 0 {
+        return Ok(());
+    }
+    let plan = Plan::new([&gate, &up, d_out])?;
+    let name = if plan.packed { packed } else { any };
+    let launch = MODULE.launch(cuda, name, (plan.grid, 1, 1), plan.block, 0)?;
+    let activation = activation.code() as i32;
+    let [of_gate, of_up, out] = results.map(|array| array.map_or(0, |array| array.pointer));
+    // SAFETY: as in `forward`; what isn't needed is null.
+    unsafe {
+        launch.with(|arguments| {
+            arguments.arg(&gate.pointer).arg(&up.pointer).arg(&d_out.pointer);
+            arguments.arg(&of_gate).arg(&of_up).arg(&out).arg(&plan.columns);
+            arguments.arg(&plan.strides[0]).arg(&plan.strides[1]).arg(&plan.strides[2]);
+            arguments.arg(&plan.chunks).arg(&activation);
+        })
+    }
 }

@@ -93,10 +93,10 @@ __device__ __forceinline__ void forward(const T *gate, const T *up, T *out, int6
         forward_as<T, VECTOR, 2>(gate, up, out, vectors, s.first);
 }
 
-/// `dgate` or `dup` may be null.
+/// `dgate`, `dup` or `out`, which what `forward` gives goes to and which may be `d_out`, may be null.
 template <typename T, int VECTOR, int ACTIVATION>
 __device__ __forceinline__ void backward_as(const T *gate, const T *up, const T *d_out, T *dgate,
-                                            T *dup, int64_t vectors, int64_t first) {
+                                            T *dup, T *out, int64_t vectors, int64_t first) {
     Vector<T, VECTOR> g[AHEAD], u[AHEAD], d[AHEAD];
 #pragma unroll
     for (int k = 0; k < AHEAD; k++) {
@@ -111,23 +111,25 @@ __device__ __forceinline__ void backward_as(const T *gate, const T *up, const T 
     for (int k = 0; k < AHEAD; k++) {
         const int64_t vector = first + k * int(blockDim.x);
         if (vector < vectors) {
-            Vector<T, VECTOR> of_gate, of_up;
+            Vector<T, VECTOR> of_gate, of_up, again;
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {
                 const Slope f = activate<ACTIVATION>(to_float(g[k].at[i]));
                 const float d_i = to_float(d[k].at[i]);
                 of_gate.at[i] = from_float<T>(d_i * to_float(u[k].at[i]) * f.slope);
                 of_up.at[i] = from_float<T>(d_i * f.value);
+                again.at[i] = from_float<T>(f.value * to_float(u[k].at[i]));
             }
             if (dgate) store_vector(dgate + vector * VECTOR, of_gate);
             if (dup) store_vector(dup + vector * VECTOR, of_up);
+            if (out) store_vector(out + vector * VECTOR, again);
         }
     }
 }
 
 template <typename T, int VECTOR>
 __device__ __forceinline__ void backward(const T *gate, const T *up, const T *d_out, T *dgate,
-                                         T *dup, int64_t columns, int64_t gate_stride,
+                                         T *dup, T *out, int64_t columns, int64_t gate_stride,
                                          int64_t up_stride, int64_t d_out_stride, int chunks,
                                          int activation) {
     const Stretch s = stretch(chunks);
@@ -136,13 +138,14 @@ __device__ __forceinline__ void backward(const T *gate, const T *up, const T *d_
     d_out += s.row * d_out_stride;
     if (dgate) dgate += s.row * columns;
     if (dup) dup += s.row * columns;
+    if (out) out += s.row * columns;
     const int64_t vectors = columns / VECTOR;
     if (activation == SILU)
-        backward_as<T, VECTOR, SILU>(gate, up, d_out, dgate, dup, vectors, s.first);
+        backward_as<T, VECTOR, SILU>(gate, up, d_out, dgate, dup, out, vectors, s.first);
     else if (activation == GELU_TANH)
-        backward_as<T, VECTOR, GELU_TANH>(gate, up, d_out, dgate, dup, vectors, s.first);
+        backward_as<T, VECTOR, GELU_TANH>(gate, up, d_out, dgate, dup, out, vectors, s.first);
     else
-        backward_as<T, VECTOR, 2>(gate, up, d_out, dgate, dup, vectors, s.first);
+        backward_as<T, VECTOR, 2>(gate, up, d_out, dgate, dup, out, vectors, s.first);
 }
 
 template <typename T>
@@ -161,20 +164,20 @@ __device__ __forceinline__ void glu_forward_any(const T *gate, const T *up, T *o
 
 template <typename T>
 __device__ __forceinline__ void glu_backward(const T *gate, const T *up, const T *d_out, T *dgate,
-                                             T *dup, int64_t columns, int64_t gate_stride,
+                                             T *dup, T *out, int64_t columns, int64_t gate_stride,
                                              int64_t up_stride, int64_t d_out_stride, int chunks,
                                              int activation) {
-    backward<T, Pack<T>::N>(gate, up, d_out, dgate, dup, columns, gate_stride, up_stride,
+    backward<T, Pack<T>::N>(gate, up, d_out, dgate, dup, out, columns, gate_stride, up_stride,
                             d_out_stride, chunks, activation);
 }
 
 template <typename T>
 __device__ __forceinline__ void glu_backward_any(const T *gate, const T *up, const T *d_out,
-                                                 T *dgate, T *dup, int64_t columns,
+                                                 T *dgate, T *dup, T *out, int64_t columns,
                                                  int64_t gate_stride, int64_t up_stride,
                                                  int64_t d_out_stride, int chunks,
                                                  int activation) {
-    backward<T, 1>(gate, up, d_out, dgate, dup, columns, gate_stride, up_stride, d_out_stride,
+    backward<T, 1>(gate, up, d_out, dgate, dup, out, columns, gate_stride, up_stride, d_out_stride,
                    chunks, activation);
 }
 
@@ -183,10 +186,11 @@ __device__ __forceinline__ void glu_backward_any(const T *gate, const T *up, con
      int chunks, int activation)
 #define FORWARD_ARGUMENTS (gate, up, out, columns, gate_stride, up_stride, chunks, activation)
 #define BACKWARD_PARAMETERS                                                                        \
-    (const T *gate, const T *up, const T *d_out, T *dgate, T *dup, int64_t columns,                \
+    (const T *gate, const T *up, const T *d_out, T *dgate, T *dup, T *out, int64_t columns,        \
      int64_t gate_stride, int64_t up_stride, int64_t d_out_stride, int chunks, int activation)
 #define BACKWARD_ARGUMENTS                                                                         \
-    (gate, up, d_out, dgate, dup, columns, gate_stride, up_stride, d_out_stride, chunks, activation)
+    (gate, up, d_out, dgate, dup, out, columns, gate_stride, up_stride, d_out_stride, chunks,      \
+     activation)
 
 FOR_EACH_DTYPE(glu_forward, THREADS, FORWARD_PARAMETERS, FORWARD_ARGUMENTS)
 FOR_EACH_DTYPE(glu_forward_any, THREADS, FORWARD_PARAMETERS, FORWARD_ARGUMENTS)

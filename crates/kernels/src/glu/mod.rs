@@ -11,7 +11,7 @@
 
 mod cpu;
 #[cfg(feature = "cuda")]
-mod cuda;
+pub(crate) mod cuda;
 #[cfg(any(feature = "metal", test))]
 mod metal;
 #[cfg(test)]

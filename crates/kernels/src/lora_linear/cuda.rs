@@ -3,9 +3,11 @@
 //! product adds. Products with the rank as a side, and layers of a few rows, have kernels of their own.
 
 use super::skinny::Skinny;
-use super::{Dropout, Lora, Output, Projection, SharedGradients};
+use super::{Dropout, GatedGradients, Lora, Output, Projection, SharedGradients};
 use crate::device::cuda::{Array, Cuda, Matrix, Module, Rows, by_dtype, module, require_floats};
 use crate::device::rows_and_columns;
+use crate::glu::Activation;
+use crate::glu::cuda::backward_again;
 use crate::matmul::cuda::{Adapter, Layer, bias_as, few_rows, takes_few_rows, write_bias};
 use crate::matmul::with_last_dimension;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
@@ -326,6 +328,39 @@ impl Ready {
 }
 
 impl All {
+    /// `g = s·dy·Bᵀ` of all adapters side by side, `(rows, columns)`, and the gradients of B.
+    fn incoming(
+        &self,
+        cuda: &Cuda,
+        skinny: &mut Skinny,
+        (rows, dtype): (usize, DType),
+        dys: &[Rows],
+        xas: &[Option<&Tensor>],
+    ) -> Result<(Array, Vec<Option<Tensor>>)> {
+        let g = cuda.empty((rows, self.columns), dtype)?;
+        if self.padded {
+            cuda.clear(&g)?;
+        }
+        let all_g = Matrix::of(&g, self.columns);
+        let mut dbs = Vec::with_capacity(dys.len());
+        let mut xa_rows = Vec::with_capacity(dys.len());
+        for ((Ready { outer, factors, .. }, dy), xa) in self.projections.iter().zip(dys).zip(xas) {
+            let Some((Factors { column, rank, scale, b, .. }, xa)) = factors.as_ref().zip(*xa)
+            else {
+                dbs.push(None);
+                continue;
+            };
+            let xa = cuda.rows_as(xa, dtype)?;
+            let db = cuda.empty((*rank, *outer), DType::F32)?;
+            let (to, left) = (all_g.at_column(*column), xa.matrix);
+            skinny.both(dy.matrix, [rows, *outer], (*b, *rank), left, *scale, (to, &db))?;
+            xa_rows.push(xa);
+            dbs.push(Some(db.tensor));
+        }
+        skinny.finish()?;
+        Ok((g, dbs))
+    }
+
     /// x·A of all adapters side by side, `(.., columns)`.
     fn low_rank(
         &self,
@@ -404,30 +439,9 @@ pub(super) fn backward(
     let all = All::new(operation, &cuda, dtype, inner, projections)?;
     let x_rows = cuda.rows(x)?;
     let dys = dys.iter().map(|dy| cuda.rows(dy)).collect::<Result<Vec<_>>>()?;
-    let each = || all.projections.iter().zip(&dys).zip(xas);
-
-    // g = s·dy·Bᵀ of all adapters, side by side.
-    let g = cuda.empty((rows, all.columns), dtype)?;
-    if all.padded {
-        cuda.clear(&g)?;
-    }
-    let all_g = Matrix::of(&g, all.columns);
     let mut skinny = Skinny::new(&cuda, dtype, rows)?;
-    let mut dbs = Vec::with_capacity(projections.len());
-    let mut xa_rows = Vec::with_capacity(projections.len());
-    for ((Ready { outer, factors, .. }, dy), xa) in each() {
-        let Some((Factors { column, rank, scale, b, .. }, xa)) = factors.as_ref().zip(*xa) else {
-            dbs.push(None);
-            continue;
-        };
-        let xa = cuda.rows_as(xa, dtype)?;
-        let db = cuda.empty((*rank, *outer), DType::F32)?;
-        let (to, left) = (all_g.at_column(*column), xa.matrix);
-        skinny.both(dy.matrix, [rows, *outer], (*b, *rank), left, *scale, (to, &db))?;
-        xa_rows.push(xa);
-        dbs.push(Some(db.tensor));
-    }
-    skinny.finish()?;
+    let (g, dbs) = all.incoming(&cuda, &mut skinny, (rows, dtype), &dys, xas)?;
+    let all_g = Matrix::of(&g, all.columns);
 
     let mut dx = match need_dx {
         true => Some(Gathered { to: cuda.empty(x.dims(), dtype)?, beta: 0.0 }),
@@ -477,6 +491,51 @@ pub(super) fn backward(
     let mut das = das.into_iter().map(|da| da.tensor);
     let adapters = dbs.into_iter().map(|db| db.and_then(|db| Some((das.next()?, db)))).collect();
     Ok(SharedGradients { dx: dx.map(|dx| dx.to.tensor), adapters })
+}
+
+/// A gated unit that a layer is given, to be made again.
+pub(super) struct Unit<'a> {
+    pub(super) gate: &'a Tensor,
+    pub(super) up: &'a Tensor,
+    pub(super) activation: Activation,
+}
+
+/// Of one projection without dropout: the unit is made while its own backward pass goes over what it is
+/// made from, in the place of its gradient.
+pub(super) fn backward_gated(
+    operation: &str,
+    Unit { gate, up, activation }: Unit,
+    (rows, inner): (usize, usize),
+    projection: Projection,
+    xa: &Tensor,
+    dy: &Tensor,
+) -> Result<GatedGradients> {
+    require_floats(operation, &[gate])?;
+    let cuda = Cuda::of(gate)?;
+    let dtype = gate.dtype();
+    let all = All::new(operation, &cuda, dtype, inner, &[projection])?;
+    let dys = [cuda.rows(dy)?];
+    let mut skinny = Skinny::new(&cuda, dtype, rows)?;
+    let (g, mut dbs) = all.incoming(&cuda, &mut skinny, (rows, dtype), &dys, &[Some(xa)])?;
+    let all_g = Matrix::of(&g, all.columns);
+    let (
+        Some(a),
+        [Ready { weight, outer, factors: Some(Factors { rank, .. }), .. }],
+        Some(Some(db)),
+    ) = (all.a, all.projections.as_slice(), dbs.pop())
+    else {
+        bail!("metal-candle-kernels: {operation}: the layer has no adapter, expected one")
+    };
+    let x = cuda.empty(gate.dims(), dtype)?;
+    skinny.up(all_g, (a, all.columns), None, 1.0, (&x, [rows, inner]))?;
+    let factors = (dys[0].matrix, weight.matrix);
+    cuda.gemm([rows, inner, *outer], 1.0, factors, 1.0, Matrix::of(&x, inner))?;
+    let (dgate, dup) = backward_again(&cuda, (gate, up), activation, &x)?;
+    let da = cuda.empty((inner, *rank), DType::F32)?;
+    let source = Matrix::of(&x, inner);
+    skinny.gradient(source, [rows, inner], (all_g, all.columns), 1.0, &[(0, *rank, &da)])?;
+    skinny.finish()?;
+    Ok(GatedGradients { dgate, dup, da: da.tensor, db })
 }
 
 /// A contiguous matrix that products are added to.

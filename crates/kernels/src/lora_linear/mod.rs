@@ -27,6 +27,7 @@ use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch};
 use crate::device::{
     on_gpu, record3, require_dtype, require_shape, require_together, rows_and_columns,
 };
+use crate::glu;
 use crate::matmul::cpu::{self as matmul, Adapter, Dropped, Incoming, Layer};
 use crate::matmul::{check_bias, numbers, output_size, with_last_dimension};
 use candle_core::{Device, Result, Tensor, WithDType, bail};
@@ -224,6 +225,61 @@ pub fn backward(
     }
 }
 
+/// What [`backward_gated`] returns.
+#[derive(Debug)]
+pub struct GatedGradients {
+    /// Like `gate`.
+    pub dgate: Tensor,
+    /// Like `up`.
+    pub dup: Tensor,
+    /// The gradient of A, `(in, rank)`, f32 (f64 for f64).
+    pub da: Tensor,
+    /// The gradient of B, `(rank, out)`, f32 (f64 for f64).
+    pub db: Tensor,
+}
+
+/// [`backward`] of a layer of the gated unit `x = activation(gate)·up`, which isn't kept, and that of the
+/// unit. On CUDA `x` is made in the unit's own backward pass, and the gradient of A after it.
+///
+/// # Errors
+/// Like [`backward`] and [`glu::backward`].
+pub fn backward_gated(
+    gate: &Tensor,
+    up: &Tensor,
+    activation: glu::Activation,
+    weight: &Tensor,
+    xa: &Tensor,
+    lora: &Lora,
+    dy: &Tensor,
+) -> Result<GatedGradients> {
+    #[cfg(feature = "cuda")]
+    if gate.device().is_cuda() && lora.dropout.is_none() {
+        const OPERATION: &str = "lora_linear::backward_gated";
+        let (rows, inner) = rows_and_columns(OPERATION, "gate", gate)?;
+        require_together(OPERATION, &[gate, up])?;
+        require_shape(OPERATION, "up", up, gate.dims())?;
+        require_dtype(OPERATION, "up", up, gate.dtype())?;
+        let projection = Projection { weight, bias: None, lora: Some(*lora) };
+        check(OPERATION, gate, inner, &[projection])?;
+        check_incoming(OPERATION, gate, &[projection], &[Some(xa)], &[dy])?;
+        let unit = cuda::Unit { gate, up, activation };
+        return cuda::backward_gated(OPERATION, unit, (rows, inner), projection, xa, dy);
+    }
+    let x = glu::forward(gate, up, activation)?;
+    let Gradients { dx, da, db } = backward(&x, weight, xa, lora, dy, true)?;
+    match glu::backward(gate, up, activation, &require_dx(dx)?, true, true)? {
+        (Some(dgate), Some(dup)) => Ok(GatedGradients { dgate, dup, da, db }),
+        _ => bail!("metal-candle-kernels: glu: a gradient that is needed is missing"),
+    }
+}
+
+fn require_dx(dx: Option<Tensor>) -> Result<Tensor> {
+    match dx {
+        Some(dx) => Ok(dx),
+        None => bail!("metal-candle-kernels: lora_linear: dx, which is needed, is missing"),
+    }
+}
+
 /// The gradients of the adapters of several projections of `x` `(.., in)`, and of `x` when
 /// `need_dx`: `xas` as [`forward_shared`] gave them, `dys` `(.., out)` in the dtype of `x`.
 ///
@@ -239,29 +295,7 @@ pub fn backward_shared(
     const OPERATION: &str = "lora_linear::backward";
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     check(OPERATION, x, inner, projections)?;
-    if xas.len() != projections.len() || dys.len() != projections.len() {
-        bail!(
-            "metal-candle-kernels: {OPERATION}: found {} xa and {} dy, expected one for each of {} projections",
-            xas.len(),
-            dys.len(),
-            projections.len()
-        )
-    }
-    for ((projection, xa), dy) in projections.iter().zip(xas).zip(dys) {
-        require_together(OPERATION, &[x, dy])?;
-        require_shape(OPERATION, "dy", dy, &with_last_dimension(x, projection.weight.dim(0)?))?;
-        require_dtype(OPERATION, "dy", dy, x.dtype())?;
-        match (&projection.lora, xa) {
-            (None, _) => {}
-            (Some(lora), Some(xa)) => {
-                require_together(OPERATION, &[x, xa])?;
-                require_shape(OPERATION, "xa", xa, &with_last_dimension(x, lora.a.dim(1)?))?;
-            }
-            (Some(_), None) => {
-                bail!("metal-candle-kernels: {OPERATION}: a projection with an adapter has no xa")
-            }
-        }
-    }
+    check_incoming(OPERATION, x, projections, xas, dys)?;
     on_gpu!(x, gpu => gpu::backward(OPERATION, x, (rows, inner), projections, xas, dys, need_dx));
     let inputs = Inputs::new(projections)?;
     let incoming = projections.iter().zip(xas).zip(dys).map(|((projection, xa), dy)| {
@@ -304,6 +338,40 @@ pub fn backward_shared(
         let dx = dx.map(|dx| Tensor::from_vec(dx, x.dims(), &Device::Cpu)).transpose()?;
         Ok(SharedGradients { dx, adapters })
     })
+}
+
+/// An error unless every projection of `x` has what comes back to it.
+fn check_incoming(
+    operation: &str,
+    x: &Tensor,
+    projections: &[Projection],
+    xas: &[Option<&Tensor>],
+    dys: &[&Tensor],
+) -> Result<()> {
+    if xas.len() != projections.len() || dys.len() != projections.len() {
+        bail!(
+            "metal-candle-kernels: {operation}: found {} xa and {} dy, expected one for each of {} projections",
+            xas.len(),
+            dys.len(),
+            projections.len()
+        )
+    }
+    for ((projection, xa), dy) in projections.iter().zip(xas).zip(dys) {
+        require_together(operation, &[x, dy])?;
+        require_shape(operation, "dy", dy, &with_last_dimension(x, projection.weight.dim(0)?))?;
+        require_dtype(operation, "dy", dy, x.dtype())?;
+        match (&projection.lora, xa) {
+            (None, _) => {}
+            (Some(lora), Some(xa)) => {
+                require_together(operation, &[x, xa])?;
+                require_shape(operation, "xa", xa, &with_last_dimension(x, lora.a.dim(1)?))?;
+            }
+            (Some(_), None) => {
+                bail!("metal-candle-kernels: {operation}: a projection with an adapter has no xa")
+            }
+        }
+    }
+    Ok(())
 }
 
 /// An error unless the tensors of all projections fit `x` `(.., inner)` and are where it is.

@@ -145,6 +145,34 @@ fn dropout_repeats_with_its_seed_and_changes_with_another() {
     assert_eq!(values(&dropout(&x, Dropout { probability: 0.0, seed: 1 }).unwrap()), values(&x));
 }
 
+/// What the gradients go through of a case, whose x is not used: a gated unit of `gate` and `up`.
+fn gated(case: &Case, gate: &Tensor, up: &Tensor) -> (GatedGradients, Tensor) {
+    let activation = glu::Activation::Silu;
+    let x = glu::forward(gate, up, activation).unwrap();
+    let lora = Lora { a: &case.a, b: &case.b, scale: SCALE, dropout: case.dropout };
+    let (_, xa) = forward(&x, &case.weight, None, &lora).unwrap();
+    let found = backward_gated(gate, up, activation, &case.weight, &xa, &lora, &case.dy);
+    (found.unwrap(), xa)
+}
+
+#[test]
+fn a_layer_of_a_gated_unit_has_the_gradients_of_both() {
+    for case in [Case::new(5, 8, 6, 3), Case::new(5, 8, 6, 3).with_dropout()] {
+        let [gate, up] = [11, 12].map(|seed| random(&[1, 5, 8], seed));
+        let (found, xa) = gated(&case, &gate, &up);
+        let x = glu::forward(&gate, &up, glu::Activation::Silu).unwrap();
+        let lora = Lora { a: &case.a, b: &case.b, scale: SCALE, dropout: case.dropout };
+        let parts = backward(&x, &case.weight, &xa, &lora, &case.dy, true).unwrap();
+        let d_out = parts.dx.unwrap();
+        let (dgate, dup) =
+            glu::backward(&gate, &up, glu::Activation::Silu, &d_out, true, true).unwrap();
+        assert_identical(&found.dgate, &dgate.unwrap());
+        assert_identical(&found.dup, &dup.unwrap());
+        assert_identical(&found.da, &parts.da);
+        assert_identical(&found.db, &parts.db);
+    }
+}
+
 #[test]
 fn threads_do_not_change_bits() {
     for dtype in [DType::F32, DType::BF16] {
@@ -397,6 +425,54 @@ mod cuda {
                     assert_eq!(found[0][..forward].len(), forward);
                     assert!(found[1][1..].iter().all(|tensor| tensor.dtype() == DType::F32));
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_makes_a_gated_unit_again() {
+        let Some(device) = crate::testing::cuda() else { return };
+        // The gate and the value as parts of one projection, which aren't contiguous, too.
+        for (rows, inner, outer, rank, fused) in [
+            (300, 264, 136, 16, false),
+            (70, 72, 40, 8, true),
+            (33, 50, 20, 3, true),
+            (2, 64, 48, 8, false),
+        ] {
+            for (dtype, tolerance) in PRECISIONS {
+                let low = Case::new(rows, inner, outer, rank).to_dtype(dtype);
+                let exact = low.to_dtype(DType::F64);
+                let wide = rounded(&random(&[1, rows, 2 * inner], 11), dtype);
+                let halves = |wide: &Tensor| {
+                    let half = |start| wide.narrow(2, start, inner).unwrap();
+                    let halves = [half(0), half(inner)];
+                    if fused { halves } else { halves.map(|half| half.contiguous().unwrap()) }
+                };
+                let [gate, up] = halves(&wide.to_dtype(DType::F64).unwrap());
+                let (expected, _) = gated(&exact, &gate, &up);
+                let to = |tensor: &Tensor| there(tensor, &device);
+                let low = Case {
+                    x: to(&low.x),
+                    weight: to(&low.weight),
+                    bias: to(&low.bias),
+                    a: to(&low.a),
+                    b: to(&low.b),
+                    dy: to(&low.dy),
+                    dropout: None,
+                };
+                let [gate, up] = halves(&to(&wide.to_dtype(dtype).unwrap()));
+                let (found, _) = gated(&low, &gate, &up);
+                for (found, expected) in [
+                    (&found.dgate, &expected.dgate),
+                    (&found.dup, &expected.dup),
+                    (&found.da, &expected.da),
+                    (&found.db, &expected.db),
+                ] {
+                    assert_close(&here(found), expected, 3.0 * tolerance);
+                }
+                let (again, _) = gated(&low, &gate, &up);
+                assert_identical(&here(&again.da), &here(&found.da));
+                assert_identical(&here(&again.dgate), &here(&found.dgate));
             }
         }
     }

@@ -339,6 +339,57 @@ impl Tape {
         Ok(gated.with_recipe(move || Ok(glu::forward(&again_gate, &again_up, activation)?)))
     }
 
+    /// The projection `layer` of `activation(gate) · up`, as [`Self::glu`] and [`Self::projections`] give it.
+    /// On a GPU both have one backward pass, in which the unit is made again.
+    pub fn gated_projection(
+        &self,
+        gate: &Value,
+        up: &Value,
+        activation: glu::Activation,
+        layer: &ProjectionValues<'_>,
+    ) -> Result<Value> {
+        let trained =
+            layer.weight.needs_gradient() || layer.bias.is_some_and(Value::needs_gradient);
+        let again = gate.needs_gradient()
+            && up.needs_gradient()
+            && !gate.tensor().device().is_cpu()
+            && !self.is_replaying();
+        let saved = SavedProjection::new(layer);
+        let (Some(lora), Some(values)) = (&saved.lora, &layer.lora) else {
+            return self.projection_of(&self.glu(gate, up, activation)?, layer);
+        };
+        if trained || !again || lora.dropout.is_some() {
+            return self.projection_of(&self.glu(gate, up, activation)?, layer);
+        }
+        let unit = glu::forward(gate.tensor(), up.tensor(), activation)?;
+        let output = lora_linear::forward_shared(&unit, &[saved.borrow()])?.pop();
+        let Some(lora_linear::Output { y, xa: Some(xa) }) = output else {
+            return Err(candle_core::Error::msg("a layer with an adapter gave no xa").into());
+        };
+        let (saved_gate, saved_up) = (gate.tensor().clone(), up.tensor().clone());
+        Ok(self.record(&[gate, up, values.a, values.b], y, move |dy| {
+            let projection = saved.borrow();
+            let Some(lora) = &projection.lora else { return Ok(vec![None; 4]) };
+            let found = lora_linear::backward_gated(
+                &saved_gate,
+                &saved_up,
+                activation,
+                projection.weight,
+                &xa,
+                lora,
+                &dy,
+            )?;
+            Ok(vec![Some(found.dgate), Some(found.dup), Some(found.da), Some(found.db)])
+        }))
+    }
+
+    fn projection_of(&self, x: &Value, layer: &ProjectionValues<'_>) -> Result<Value> {
+        match self.projections(x, std::slice::from_ref(layer))?.pop() {
+            Some(output) => Ok(output),
+            None => Err(candle_core::Error::msg("a projection gave no output").into()),
+        }
+    }
+
     /// The cross entropy of `hidden (n, hidden)` through the head `weight (vocabulary, hidden)`,
     /// summed over the rows whose target counts. Returns the scalar sum and the number of rows.
     /// The gradients are made in the forward pass, chunk by chunk, so that the logits of a whole

@@ -400,10 +400,12 @@ impl Mlp {
                 }
             }
         };
-        let gated = tape.glu(&gate, &up, self.activation)?;
         match stand_in {
-            Some(stand_in) => self.down.forward_unread(tape, &gated, pass, stand_in),
-            None => self.down.forward(tape, &gated, pass),
+            Some(stand_in) => {
+                let gated = tape.glu(&gate, &up, self.activation)?;
+                self.down.forward_unread(tape, &gated, pass, stand_in)
+            }
+            None => self.down.forward_gated(tape, (&gate, &up), self.activation, pass),
         }
     }
 }

@@ -4,6 +4,7 @@ use super::Pass;
 use crate::Result;
 use crate::autograd::{LoraValues, ProjectionValues, Tape, Value, Weight};
 use candle_core::{DType, Tensor};
+use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::lora_linear::Dropout;
 use metal_candle_kernels::{copy, matmul};
 
@@ -57,6 +58,20 @@ impl Linear {
         Ok(output)
     }
 
+    /// Like [`Self::forward`], of `activation(gate)·up`.
+    pub fn forward_gated(
+        &self,
+        tape: &Tape,
+        (gate, up): (&Value, &Value),
+        activation: Activation,
+        pass: &Pass,
+    ) -> Result<Value> {
+        let dtype = gate.tensor().dtype();
+        with_values(&[self], tape, dtype, pass, |layers| {
+            tape.gated_projection(gate, up, activation, &layers[0])
+        })
+    }
+
     /// The weight with the adapter added into it, in the weight's dtype; the sum is made in f32.
     pub fn merged_weight(&self) -> Result<Tensor> {
         let weight = self.weight.tensor();
@@ -88,7 +103,24 @@ fn project<const N: usize>(
     pass: &Pass,
     stand_in: Option<&Tensor>,
 ) -> Result<[Value; N]> {
-    let dtype = x.tensor().dtype();
+    let outputs = with_values(&layers, tape, x.tensor().dtype(), pass, |layers| match stand_in {
+        Some(stand_in) => tape.unread_projections(x, layers, stand_in),
+        None => tape.projections(x, layers),
+    })?;
+    outputs.try_into().map_err(|outputs: Vec<Value>| {
+        let found = outputs.len();
+        candle_core::Error::msg(format!("{N} projections gave {found} outputs")).into()
+    })
+}
+
+/// What `forward` makes of the layers as values of a tape, for activations of `dtype`.
+fn with_values<R>(
+    layers: &[&Linear],
+    tape: &Tape,
+    dtype: DType,
+    pass: &Pass,
+    forward: impl FnOnce(&[ProjectionValues<'_>]) -> Result<R>,
+) -> Result<R> {
     let values = layers.iter().map(|layer| {
         let weight = weight_as(tape, &layer.weight, dtype)?;
         let bias = layer.bias.as_ref().map(|bias| weight_as(tape, bias, dtype)).transpose()?;
@@ -111,14 +143,7 @@ fn project<const N: usize>(
             ProjectionValues { weight, bias: bias.as_ref(), lora }
         })
         .collect();
-    let outputs = match stand_in {
-        Some(stand_in) => tape.unread_projections(x, &projections, stand_in)?,
-        None => tape.projections(x, &projections)?,
-    };
-    outputs.try_into().map_err(|outputs: Vec<Value>| {
-        let found = outputs.len();
-        candle_core::Error::msg(format!("{N} projections gave {found} outputs")).into()
-    })
+    forward(&projections)
 }
 
 /// A weight as a value of the dtype that the activations have.
