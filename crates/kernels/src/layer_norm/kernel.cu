@@ -47,7 +47,7 @@ __device__ __forceinline__ Part merged(Part part, int row_threads, int columns,
     Part of_warp = {};
     if (warp < row_threads / WARP) of_warp = scratch[warp];
     Part row = {float(columns), 0.0f, 0.0f, 0.0f, 0.0f};
-    row.mean = sum(of_warp.count * of_warp.mean) / row.count;
+    row.mean = sum(of_warp.count * of_warp.mean) * (1.0f / row.count);
     const float apart = of_warp.mean - row.mean;
     row.squares = sum(of_warp.squares + of_warp.count * apart * apart);
     if constexpr (G) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ Part part_with_mean(const Pack<T> (&loaded)[PACKS], i
         }
     }
     const int count = elements_of_warp<PACKS, N>(packs, index / WARP, row_threads);
-    return {float(count), count ? warp_sum(sum) / float(count) : 0.0f, 0.0f, 0.0f, 0.0f};
+    return {float(count), count ? warp_sum(sum) * (1.0f / float(count)) : 0.0f, 0.0f, 0.0f, 0.0f};
 }
 
 template <typename T>
@@ -171,15 +171,9 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, Parameter weig
     __shared__ Part scratch[2][ROW_THREADS / WARP];
     const Place place = place_in_rows(row_threads);
     const int packs = columns / N;
-    float dweight[PACKS][N], dbias[PACKS][N];
-    if constexpr (SUMS) {
-#pragma unroll
-        for (int p = 0; p < PACKS; p++) {
-#pragma unroll
-            for (int i = 0; i < N; i++) dweight[p][i] = dbias[p][i] = 0.0f;
-        }
-    }
-    // What is summed over rows leaves few threads to a multiprocessor, so they ask for rows in advance.
+    // What is summed over rows leaves few threads to a multiprocessor: they ask for rows in advance, and
+    // have registers for the weight.
+    float scale[PACKS][N], dweight[PACKS][N], dbias[PACKS][N];
     extern __shared__ uint4 memory[];
     const RowsAhead<T, PACKS, 2> ahead = {memory, 2};
     const T *const from[2] = {x, dy};
@@ -189,6 +183,13 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, Parameter weig
     if constexpr (SUMS) {
         request(place.row, 0);
         request(place.row + place.step, 1);
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            const int pack = place.index + p * row_threads;
+            if (pack < packs) load_parameters<N>(weight, pack * N, scale[p]);
+#pragma unroll
+            for (int i = 0; i < N; i++) dweight[p][i] = dbias[p][i] = 0.0f;
+        }
     }
     // Rows in turn use the one scratch and the other: a barrier lies between two uses of the same.
     int turn = 0;
@@ -204,50 +205,52 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, Parameter weig
             load_row(dy + start, packs, place.index, row_threads, dy_packs);
         }
         Part part = part_with_mean(x_packs, packs, place.index, row_threads);
-        keep_packed(x_packs);
+        if constexpr (!SUMS) keep_packed(x_packs);
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             const int pack = place.index + p * row_threads;
             if (pack < packs) {
-                float scale[N];
-                load_parameters<N>(weight, pack * N, scale);
+                if constexpr (!SUMS) load_parameters<N>(weight, pack * N, scale[p]);
 #pragma unroll
                 for (int i = 0; i < N; i++) {
                     const float centred = to_float(x_packs[p].at[i]) - part.mean;
-                    const float g = to_float(dy_packs[p].at[i]) * scale[i];
+                    const float g = to_float(dy_packs[p].at[i]) * scale[p][i];
                     part.squares += centred * centred;
                     part.g += g;
                     part.gx += g * centred;
                 }
             }
         }
-        keep_packed(x_packs);
-        keep_packed(dy_packs);
+        if constexpr (!SUMS) {
+            keep_packed(x_packs);
+            keep_packed(dy_packs);
+        }
         part.squares = warp_sum(part.squares);
         part.g = warp_sum(part.g);
         part.gx = warp_sum(part.gx);
-        const Part all = merged<true>(part, row_threads, columns, scratch[turn]);
         // What the slot held is in registers by now.
         if constexpr (SUMS) request(row + 2 * place.step, turn);
-        const float mean = all.mean, r = rsqrtf(all.squares / all.count + eps);
-        const float g_mean = all.g / all.count, gn_mean = all.gx * r / all.count;
+        const Part all = merged<true>(part, row_threads, columns, scratch[turn]);
+        const float each = 1.0f / float(columns), mean = all.mean;
+        const float r = rsqrtf(all.squares * each + eps);
+        // dx = r·(g - mean of g - n·mean of g·n), with n = r·(x - mean).
+        const float shift = -r * (all.g * each), slope = -r * r * r * (all.gx * each);
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             const int pack = place.index + p * row_threads;
             if (pack < packs) {
                 // Read again rather than kept: registers are scarcer than the cache's bandwidth.
-                float scale[N];
-                load_parameters<N>(weight, pack * N, scale);
+                if constexpr (!SUMS) load_parameters<N>(weight, pack * N, scale[p]);
                 Pack<T> out;
 #pragma unroll
                 for (int i = 0; i < N; i++) {
-                    const float dy_i = to_float(dy_packs[p].at[i]);
-                    const float n = (to_float(x_packs[p].at[i]) - mean) * r;
+                    const float centred = to_float(x_packs[p].at[i]) - mean;
+                    const float dy_i = to_float(dy_packs[p].at[i]), scaled = dy_i * r;
                     if constexpr (SUMS) {
-                        dweight[p][i] += dy_i * n;
+                        dweight[p][i] += scaled * centred;
                         dbias[p][i] += dy_i;
                     }
-                    out.at[i] = from_float<T>(r * (dy_i * scale[i] - g_mean - n * gn_mean));
+                    out.at[i] = from_float<T>(scaled * scale[p][i] + (centred * slope + shift));
                 }
                 if (dx) store_pack(dx + start + pack * N, out);
             }

@@ -16,11 +16,16 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
 
-// The tile of x: each warp takes 32 of its rows for `down` and 8 of its columns for `gradient`.
+// The tile of x of `down` and `both`: each warp takes 32 of its rows for the one product and 8 of its
+// columns for the other.
 constexpr int ROWS = 32 * WARPS;
 constexpr int COLUMNS = 8 * WARPS;
 
-/// Tiles on their way to shared memory at a time: three where they fit.
+// The tile of x of `gradient`.
+constexpr int GRADIENT_ROWS = 128;
+constexpr int GRADIENT_COLUMNS = 128;
+
+/// Shared memory that a block may have.
 #if __CUDA_ARCH__ >= 900
 constexpr int SHARED = 227 << 10;
 #else
@@ -59,7 +64,7 @@ struct Sum {
     int64_t slot_stride, row_stride, column_stride;
     int slots, rows, columns, pitch;
     float alpha;
-    int unused;
+    int single; // whether `to` is in f32
 };
 constexpr int MOST = 8;
 struct Sums {
@@ -72,67 +77,81 @@ __device__ __forceinline__ uint32_t turned(int row, int chunk) {
     return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-/// `down` and `gradient`, one or both, for a rank of up to 16·TILES. With `down` every block has one tile
-/// of rows and a part of the columns; else it has a part of the rows' tiles too, and goes over them for
-/// one tile of columns after the other.
-template <typename T, int TILES, bool DOWN, bool GRADIENT>
-__device__ __forceinline__ void pass(const Pass &p) {
+/// `down` and, of the same reading of x, `gradient` for a rank of up to 16·TILES. A block has one tile of
+/// rows and a part of the columns, which it takes tile by tile.
+template <typename T, int TILES, bool GRADIENT> __device__ __forceinline__ void down(const Pass &p) {
     constexpr int R = 16 * TILES;
-    // A tile of x, of the factor, and of the left matrix, whose rows are set apart by 16 bytes more
-    // than they have, against bank conflicts.
-    constexpr int X_BYTES = ROWS * COLUMNS * 2;
-    constexpr int FACTOR_BYTES = DOWN ? R * COLUMNS * 2 : 0;
-    constexpr int LEFT_ROW = 2 * R + 16;
+    // The block's rows of the left matrix are in registers, where these suffice; else they stay in shared
+    // memory, set apart by 16 bytes more than they have, against bank conflicts.
+    constexpr bool KEPT = TILES <= 2;
+    constexpr int LEFT_ROW = KEPT ? 2 * R : 2 * R + 16;
     constexpr int LEFT_BYTES = GRADIENT ? ROWS * LEFT_ROW : 0;
-    constexpr int STAGE = X_BYTES + FACTOR_BYTES + LEFT_BYTES;
-    constexpr int STAGES = 3 * STAGE <= SHARED ? 3 : 2;
+    // A tile of x and of the factor.
+    constexpr int X_BYTES = ROWS * COLUMNS * 2;
+    constexpr int STAGE = X_BYTES + R * COLUMNS * 2;
+    constexpr int STAGES = 3 * STAGE + LEFT_BYTES <= SHARED ? 3 : 2;
     extern __shared__ uint4 shared[];
-    const uint32_t base = shared_address(shared);
+    const uint32_t lefts = shared_address(shared), base = lefts + LEFT_BYTES;
     const T *x = static_cast<const T *>(p.x);
     const T *factor = static_cast<const T *>(p.factor);
-    const T *left = static_cast<const T *>(p.left);
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int row_tiles = (p.rows + ROWS - 1) / ROWS;
     const int column_tiles = (p.wide + COLUMNS - 1) / COLUMNS;
-    const int first_row = blockIdx.x * row_tiles / gridDim.x;
-    const int own_rows = (blockIdx.x + 1) * row_tiles / gridDim.x - first_row;
+    const int first_row = blockIdx.x * ROWS;
     const int first_column = blockIdx.y * column_tiles / gridDim.y;
-    const int own_columns = (blockIdx.y + 1) * column_tiles / gridDim.y - first_column;
-    const int steps = own_rows * own_columns;
+    const int steps = (blockIdx.y + 1) * column_tiles / gridDim.y - first_column;
 
     auto copy_tiles = [&](int step) {
         const uint32_t stage = base + step % STAGES * STAGE;
-        const int row = (first_row + step % own_rows) * ROWS;
-        const int column = (first_column + step / own_rows) * COLUMNS;
+        const int column = (first_column + step) * COLUMNS;
 #pragma unroll
         for (int i = 0; i < ROWS / (THREADS / 8); i++) {
             const int r = threadIdx.x / 8 + i * (THREADS / 8), chunk = threadIdx.x % 8;
-            const bool valid = row + r < p.rows && column + chunk * 8 < p.wide;
-            const T *from = valid ? x + (row + r) * p.x_stride + column + chunk * 8 : x;
+            const bool valid = first_row + r < p.rows && column + chunk * 8 < p.wide;
+            const T *from = valid ? x + (first_row + r) * p.x_stride + column + chunk * 8 : x;
             copy_async(stage + turned(r, chunk), from, valid);
         }
-        if (DOWN) {
-            for (int i = threadIdx.x; i < R * 8; i += THREADS) {
-                const int r = i / 8, chunk = i % 8;
-                const bool valid = r < p.rank && column + chunk * 8 < p.wide;
-                const T *from = valid ? factor + r * p.factor_stride + column + chunk * 8 : factor;
-                copy_async(stage + X_BYTES + turned(r, chunk), from, valid);
-            }
-        }
-        if (GRADIENT) {
-            constexpr int CHUNKS = R / 8;
-            for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
-                const int r = i / CHUNKS, chunk = i % CHUNKS;
-                const bool valid = row + r < p.rows && chunk * 8 < p.rank;
-                const T *from = valid ? left + (row + r) * p.left_stride + chunk * 8 : left;
-                copy_async(stage + X_BYTES + FACTOR_BYTES + r * LEFT_ROW + chunk * 16, from, valid);
-            }
+        for (int i = threadIdx.x; i < R * 8; i += THREADS) {
+            const int r = i / 8, chunk = i % 8;
+            const bool valid = r < p.rank && column + chunk * 8 < p.wide;
+            const T *from = valid ? factor + r * p.factor_stride + column + chunk * 8 : factor;
+            copy_async(stage + X_BYTES + turned(r, chunk), from, valid);
         }
     };
 
+    if (GRADIENT) {
+        const T *left = static_cast<const T *>(p.left);
+        constexpr int CHUNKS = R / 8;
+        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+            const int r = i / CHUNKS, chunk = i % CHUNKS;
+            const bool valid = first_row + r < p.rows && chunk * 8 < p.rank;
+            const T *from = valid ? left + (first_row + r) * p.left_stride + chunk * 8 : left;
+            copy_async(lefts + r * LEFT_ROW + chunk * 16, from, valid);
+        }
+        copy_async_commit();
+    }
+#pragma unroll
+    for (int step = 0; step < STAGES - 1; step++) {
+        if (step < steps) copy_tiles(step);
+        copy_async_commit();
+    }
+    // Tile (k, i) of leftᵀ has ranks from 16·i on and rows from 16·k on.
+    auto load_left = [&](uint32_t(&tiles)[4], int k, int i) {
+        const int r = k * 16 + lane % 8 + lane / 16 * 8;
+        load_tiles_transposed(tiles, lefts + r * LEFT_ROW + i * 32 + lane / 8 % 2 * 16);
+    };
+    uint32_t kept[GRADIENT && KEPT ? ROWS / 16 : 1][TILES][4];
+    if constexpr (GRADIENT && KEPT) {
+        copy_async_wait<STAGES - 1>();
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < ROWS / 16; k++) {
+#pragma unroll
+            for (int i = 0; i < TILES; i++) load_left(kept[k][i], k, i);
+        }
+    }
+
     float down[2][2 * TILES][4];
-    float gradient[TILES][4];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
 #pragma unroll
@@ -141,11 +160,166 @@ __device__ __forceinline__ void pass(const Pass &p) {
             for (int e = 0; e < 4; e++) down[i][j][e] = 0.0f;
         }
     }
+    for (int step = 0; step < steps; step++) {
+        copy_async_wait<STAGES - 2>();
+        // The tiles of this step are there, and those of the step before are free to be written over.
+        __syncthreads();
+        if (step + STAGES - 1 < steps) copy_tiles(step + STAGES - 1);
+        copy_async_commit();
+
+        const uint32_t tile = base + step % STAGES * STAGE, factors = tile + X_BYTES;
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
+        for (int k = 0; k < COLUMNS / 16; k++) {
+            uint32_t a[2][4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) gradient[i][e] = 0.0f;
+            for (int i = 0; i < 2; i++) {
+                const int r = warp * 32 + i * 16 + lane % 16;
+                load_tiles(a[i], tile + turned(r, 2 * k + lane / 16));
+            }
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                uint32_t b[4];
+                const int r = j * 16 + lane % 8 + lane / 16 * 8;
+                load_tiles(b, factors + turned(r, 2 * k + lane / 8 % 2));
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    multiply_add<T>(down[i][2 * j], a[i], b[0], b[1]);
+                    multiply_add<T>(down[i][2 * j + 1], a[i], b[2], b[3]);
+                }
+            }
+        }
+        if constexpr (GRADIENT) {
+            // Several sums side by side, so that a product need not wait for the one before it.
+            constexpr int APART = TILES == 1 ? 4 : TILES == 2 ? 2 : 1;
+            float gradient[APART][TILES][4];
+#pragma unroll
+            for (int s = 0; s < APART; s++) {
+#pragma unroll
+                for (int i = 0; i < TILES; i++) {
+#pragma unroll
+                    for (int e = 0; e < 4; e++) gradient[s][i][e] = 0.0f;
+                }
+            }
+#pragma unroll(KEPT ? ROWS / 32 : 4)
+            for (int k = 0; k < ROWS / 32; k++) {
+                uint32_t b[4];
+                load_tiles_transposed(b, tile + turned(k * 32 + lane, warp));
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float(&sums)[TILES][4] = gradient[(2 * k + half) % APART];
+#pragma unroll
+                    for (int i = 0; i < TILES; i++) {
+                        uint32_t a[4];
+                        if constexpr (KEPT) {
+#pragma unroll
+                            for (int e = 0; e < 4; e++) a[e] = kept[2 * k + half][i][e];
+                        } else {
+                            load_left(a, 2 * k + half, i);
+                        }
+                        multiply_add<T>(sums[i], a, b[2 * half], b[2 * half + 1]);
+                    }
+                }
+            }
+            const int column = (first_column + step) * COLUMNS + warp * 8 + lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int r = i * 16 + half * 8 + lane / 4;
+                    float2 sum = {};
+#pragma unroll
+                    for (int s = 0; s < APART; s++) {
+                        sum.x += gradient[s][i][2 * half];
+                        sum.y += gradient[s][i][2 * half + 1];
+                    }
+                    if (r < p.rank && column < p.wide) {
+                        float *to = p.gradient + ((int64_t)blockIdx.x * R + r) * p.wide + column;
+                        *reinterpret_cast<float2 *>(to) = sum;
+                    }
+                }
+            }
+        }
     }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = first_row + warp * 32 + i * 16 + half * 8 + lane / 4;
+            if (row >= p.rows) continue;
+            float *to = p.down + ((int64_t)blockIdx.y * p.rows + row) * R + lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < 2 * TILES; j++)
+                *reinterpret_cast<float2 *>(to + j * 8) =
+                    make_float2(down[i][j][2 * half], down[i][j][2 * half + 1]);
+        }
+    }
+}
+
+/// `gradient` alone, for a rank of up to 16·TILES. A block has a part of the tiles of rows and one of the
+/// tiles of columns, and goes over its rows for one tile of columns after the other. A warp has 32 columns
+/// of a tile and half of its rows.
+template <typename T, int TILES> __device__ __forceinline__ void gradient(const Pass &p) {
+    constexpr int R = 16 * TILES;
+    // A tile of x, in two parts of 64 columns, and of the left matrix, whose rows are set apart by 16
+    // bytes more than they have, against bank conflicts.
+    constexpr int PART_BYTES = GRADIENT_ROWS * 128;
+    constexpr int X_BYTES = GRADIENT_ROWS * GRADIENT_COLUMNS * 2;
+    constexpr int LEFT_ROW = 2 * R + 16;
+    constexpr int STAGE = X_BYTES + GRADIENT_ROWS * LEFT_ROW;
+    constexpr int SUM_BYTES = R * GRADIENT_COLUMNS * 4;
+    constexpr int FIT = (SHARED - SUM_BYTES) / STAGE, STAGES = FIT < 4 ? FIT : 4;
+    extern __shared__ uint4 shared[];
+    float4 *const other_half = reinterpret_cast<float4 *>(shared) + threadIdx.x % (THREADS / 2);
+    const uint32_t base = shared_address(shared) + SUM_BYTES;
+    const T *x = static_cast<const T *>(p.x);
+    const T *left = static_cast<const T *>(p.left);
+
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int row_tiles = (p.rows + GRADIENT_ROWS - 1) / GRADIENT_ROWS;
+    const int column_tiles = (p.wide + GRADIENT_COLUMNS - 1) / GRADIENT_COLUMNS;
+    const int first_row = blockIdx.x * row_tiles / gridDim.x;
+    const int own_rows = (blockIdx.x + 1) * row_tiles / gridDim.x - first_row;
+    const int first_column = blockIdx.y * column_tiles / gridDim.y;
+    const int own_columns = (blockIdx.y + 1) * column_tiles / gridDim.y - first_column;
+    const int steps = own_rows * own_columns;
+
+    auto copy_tiles = [&](int step) {
+        const uint32_t stage = base + step % STAGES * STAGE;
+        const int row = (first_row + step % own_rows) * GRADIENT_ROWS;
+        const int column = (first_column + step / own_rows) * GRADIENT_COLUMNS;
+        constexpr int X_CHUNKS = GRADIENT_COLUMNS / 8, AT_ONCE = THREADS / X_CHUNKS;
+#pragma unroll
+        for (int i = 0; i < GRADIENT_ROWS / AT_ONCE; i++) {
+            const int r = threadIdx.x / X_CHUNKS + i * AT_ONCE, chunk = threadIdx.x % X_CHUNKS;
+            const bool valid = row + r < p.rows && column + chunk * 8 < p.wide;
+            const T *from = valid ? x + (row + r) * p.x_stride + column + chunk * 8 : x;
+            copy_async(stage + chunk / 8 * PART_BYTES + turned(r, chunk % 8), from, valid);
+        }
+        constexpr int CHUNKS = R / 8;
+#pragma unroll
+        for (int i = threadIdx.x; i < GRADIENT_ROWS * CHUNKS; i += THREADS) {
+            const int r = i / CHUNKS, chunk = i % CHUNKS;
+            const bool valid = row + r < p.rows && chunk * 8 < p.rank;
+            const T *from = valid ? left + (row + r) * p.left_stride + chunk * 8 : left;
+            copy_async(stage + X_BYTES + r * LEFT_ROW + chunk * 16, from, valid);
+        }
+    };
+
+    // Of 8 columns each.
+    constexpr int GROUPS = 4;
+    const int warp_columns = warp % 4, warp_row = warp / 4 * (GRADIENT_ROWS / 2);
+    float sums[TILES][GROUPS][4];
+    auto clear = [&] {
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+#pragma unroll
+            for (int j = 0; j < GROUPS; j++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) sums[i][j][e] = 0.0f;
+            }
+        }
+    };
+    clear();
 
 #pragma unroll
     for (int step = 0; step < STAGES - 1; step++) {
@@ -159,82 +333,63 @@ __device__ __forceinline__ void pass(const Pass &p) {
         if (step + STAGES - 1 < steps) copy_tiles(step + STAGES - 1);
         copy_async_commit();
 
-        const uint32_t tile = base + step % STAGES * STAGE;
-        if (DOWN) {
-            const uint32_t factors = tile + X_BYTES;
+        const uint32_t tile = base + step % STAGES * STAGE, lefts = tile + X_BYTES;
+        const uint32_t part = tile + warp_columns / 2 * PART_BYTES;
 #pragma unroll
-            for (int k = 0; k < COLUMNS / 16; k++) {
-                uint32_t a[2][4];
+        for (int k = 0; k < GRADIENT_ROWS / 64; k++) {
+            const int row = warp_row + k * 32;
+            uint32_t b[GROUPS][4];
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int r = warp * 32 + i * 16 + lane % 16;
-                    load_tiles(a[i], tile + turned(r, 2 * k + lane / 16));
-                }
+            for (int j = 0; j < GROUPS; j++)
+                load_tiles_transposed(b[j], part + turned(row + lane, warp_columns % 2 * 4 + j));
 #pragma unroll
-                for (int j = 0; j < TILES; j++) {
-                    uint32_t b[4];
-                    const int r = j * 16 + lane % 8 + lane / 16 * 8;
-                    load_tiles(b, factors + turned(r, 2 * k + lane / 8 % 2));
+            for (int half = 0; half < 2; half++) {
+                const int r = row + half * 16 + lane % 8 + lane / 16 * 8;
 #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        multiply_add<T>(down[i][2 * j], a[i], b[0], b[1]);
-                        multiply_add<T>(down[i][2 * j + 1], a[i], b[2], b[3]);
-                    }
+                for (int i = 0; i < TILES; i++) {
+                    uint32_t a[4];
+                    load_tiles_transposed(a, lefts + r * LEFT_ROW + i * 32 + lane / 8 % 2 * 16);
+#pragma unroll
+                    for (int j = 0; j < GROUPS; j++)
+                        multiply_add<T>(sums[i][j], a, b[j][2 * half], b[j][2 * half + 1]);
                 }
             }
         }
-        if (GRADIENT) {
-            const uint32_t lefts = tile + X_BYTES + FACTOR_BYTES;
-#pragma unroll 4
-            for (int k = 0; k < ROWS / 32; k++) {
-                uint32_t b[4];
-                load_tiles_transposed(b, tile + turned(k * 32 + lane, warp));
+        // The last of the block's rows for this tile of columns.
+        if (step % own_rows != own_rows - 1) continue;
+        if (warp >= WARPS / 2) {
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int r = k * 32 + half * 16 + lane % 8 + lane / 16 * 8;
+            for (int i = 0; i < TILES; i++) {
 #pragma unroll
-                    for (int i = 0; i < TILES; i++) {
-                        uint32_t a[4];
-                        load_tiles_transposed(a, lefts + r * LEFT_ROW + i * 32 + lane / 8 % 2 * 16);
-                        multiply_add<T>(gradient[i], a, b[2 * half], b[2 * half + 1]);
-                    }
-                }
+                for (int j = 0; j < GROUPS; j++)
+                    other_half[(i * GROUPS + j) * (THREADS / 2)] =
+                        make_float4(sums[i][j][0], sums[i][j][1], sums[i][j][2], sums[i][j][3]);
             }
-            // The last of the block's rows for this tile of columns.
-            if (step % own_rows == own_rows - 1) {
-                const int column =
-                    (first_column + step / own_rows) * COLUMNS + warp * 8 + lane % 4 * 2;
+        }
+        __syncthreads();
+        if (warp < WARPS / 2) {
+            const int column =
+                (first_column + step / own_rows) * GRADIENT_COLUMNS + warp_columns * 32 + lane % 4 * 2;
 #pragma unroll
-                for (int i = 0; i < TILES; i++) {
+            for (int i = 0; i < TILES; i++) {
+#pragma unroll
+                for (int j = 0; j < GROUPS; j++) {
+                    const float4 other = other_half[(i * GROUPS + j) * (THREADS / 2)];
+                    const float2 pairs[2] = {
+                        make_float2(sums[i][j][0] + other.x, sums[i][j][1] + other.y),
+                        make_float2(sums[i][j][2] + other.z, sums[i][j][3] + other.w)};
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         const int r = i * 16 + half * 8 + lane / 4;
-                        if (r < p.rank && column < p.wide) {
-                            float *to = p.gradient + ((int64_t)blockIdx.x * R + r) * p.wide + column;
-                            *reinterpret_cast<float2 *>(to) =
-                                make_float2(gradient[i][2 * half], gradient[i][2 * half + 1]);
-                        }
-                        gradient[i][2 * half] = 0.0f;
-                        gradient[i][2 * half + 1] = 0.0f;
+                        if (r >= p.rank || column + j * 8 >= p.wide) continue;
+                        float *to =
+                            p.gradient + ((int64_t)blockIdx.x * R + r) * p.wide + column + j * 8;
+                        *reinterpret_cast<float2 *>(to) = pairs[half];
                     }
                 }
             }
         }
-    }
-    if (DOWN) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int row = first_row * ROWS + warp * 32 + i * 16 + half * 8 + lane / 4;
-                if (row >= p.rows) continue;
-                float *to = p.down + ((int64_t)blockIdx.y * p.rows + row) * R + lane % 4 * 2;
-#pragma unroll
-                for (int j = 0; j < 2 * TILES; j++)
-                    *reinterpret_cast<float2 *>(to + j * 8) =
-                        make_float2(down[i][j][2 * half], down[i][j][2 * half + 1]);
-            }
-        }
+        clear();
     }
 }
 
@@ -335,20 +490,32 @@ template <typename T, int TILES> __device__ __forceinline__ void up(const Up &p)
     }
 }
 
-/// Sum number blockIdx.y, in the order in which its result lies.
+/// Sum number blockIdx.y, four neighbouring columns a thread.
 template <typename T> __device__ __forceinline__ void add_up(const Sums &sums) {
     const Sum &sum = sums.at[blockIdx.y];
-    T *to = static_cast<T *>(sum.to);
-    const int count = sum.rows * sum.columns;
+    const int fours = sum.columns / 4, count = sum.rows * fours;
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < count; i += gridDim.x * THREADS) {
-        const bool by_columns = sum.row_stride == 1;
-        const int row = by_columns ? i % sum.rows : i / sum.columns;
-        const int column = by_columns ? i / sum.rows : i % sum.columns;
+        const int row = i / fours, column = i % fours * 4;
         const float *from = sum.from + (int64_t)row * sum.pitch + column;
-        float total = 0.0f;
+        float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 8
-        for (int slot = 0; slot < sum.slots; slot++) total += from[slot * sum.slot_stride];
-        to[row * sum.row_stride + column * sum.column_stride] = from_float<T>(sum.alpha * total);
+        for (int slot = 0; slot < sum.slots; slot++) {
+            const float4 term = *reinterpret_cast<const float4 *>(from + slot * sum.slot_stride);
+            total[0] += term.x;
+            total[1] += term.y;
+            total[2] += term.z;
+            total[3] += term.w;
+        }
+        const int64_t at = row * sum.row_stride + column * sum.column_stride;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int64_t to = at + e * sum.column_stride;
+            const float value = sum.alpha * total[e];
+            if (sum.single)
+                static_cast<float *>(sum.to)[to] = value;
+            else
+                static_cast<T *>(sum.to)[to] = from_float<T>(value);
+        }
     }
 }
 
@@ -357,15 +524,15 @@ template <typename T> __device__ __forceinline__ void add_up(const Sums &sums) {
 #define SKINNY(TILES, suffix, element)                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                       \
         down_##TILES##_##suffix(const __grid_constant__ Pass p) {                                  \
-        pass<element, TILES, true, false>(p);                                                      \
+        down<element, TILES, false>(p);                                                            \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                       \
         gradient_##TILES##_##suffix(const __grid_constant__ Pass p) {                              \
-        pass<element, TILES, false, true>(p);                                                      \
+        gradient<element, TILES>(p);                                                               \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 2 : 1)                      \
         both_##TILES##_##suffix(const __grid_constant__ Pass p) {                                  \
-        pass<element, TILES, true, true>(p);                                                       \
+        down<element, TILES, true>(p);                                                             \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                       \
         up_##TILES##_##suffix(const __grid_constant__ Up p) {                                      \
