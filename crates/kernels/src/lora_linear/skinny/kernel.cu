@@ -16,10 +16,8 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
 
-// The tile of x of `down` and `both`: each warp takes 32 of its rows for the one product and 8 of its
-// columns for the other.
-constexpr int ROWS = 32 * WARPS;
-constexpr int COLUMNS = 8 * WARPS;
+// Columns of the tile of x of `down` and `both`; each warp takes 32 of its rows.
+constexpr int COLUMNS = 64;
 
 // The tile of x of `gradient`.
 constexpr int GRADIENT_ROWS = 128;
@@ -77,21 +75,30 @@ __device__ __forceinline__ uint32_t turned(int row, int chunk) {
     return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-/// `down` and, of the same reading of x, `gradient` for a rank of up to 16·TILES. A block has one tile of
-/// rows and a part of the columns, which it takes tile by tile.
-template <typename T, int TILES, bool GRADIENT> __device__ __forceinline__ void down(const Pass &p) {
-    constexpr int R = 16 * TILES;
-    // The block's rows of the left matrix are in registers, where these suffice; else they stay in shared
+/// Threads of `both`: the more rows its blocks have, the fewer are the terms of `gradient`, which is what
+/// it writes; but there have to be registers for them.
+constexpr int both_threads(int tiles) { return tiles == 1 ? 512 : 256; }
+
+/// `down` and, of the same reading of x, `gradient` for a rank of up to 16·TILES. A block of `WARPS` has one
+/// tile of rows and a part of the columns, which it takes tile by tile. For `gradient`, half of the warps
+/// have the upper half of a tile's rows, a part of the columns each, and the others the lower one.
+template <typename T, int TILES, int WARPS, bool GRADIENT>
+__device__ __forceinline__ void down(const Pass &p) {
+    follow_previous();
+    constexpr int R = 16 * TILES, ROWS = 32 * WARPS, THREADS = WARP * WARPS;
+    // A warp's rows of the left matrix are in registers, where these suffice; else they stay in shared
     // memory, set apart by 16 bytes more than they have, against bank conflicts.
-    constexpr bool KEPT = TILES <= 2;
+    constexpr bool KEPT = TILES <= 3;
     constexpr int LEFT_ROW = KEPT ? 2 * R : 2 * R + 16;
     constexpr int LEFT_BYTES = GRADIENT ? ROWS * LEFT_ROW : 0;
+    // Sums of the lower half for a step, and for the one before it.
+    constexpr int SUM_BYTES = GRADIENT ? R * COLUMNS * 4 : 0;
     // A tile of x and of the factor.
     constexpr int X_BYTES = ROWS * COLUMNS * 2;
     constexpr int STAGE = X_BYTES + R * COLUMNS * 2;
-    constexpr int STAGES = 3 * STAGE + LEFT_BYTES <= SHARED ? 3 : 2;
+    constexpr int STAGES = 3 * STAGE + LEFT_BYTES + 2 * SUM_BYTES <= SHARED ? 3 : 2;
     extern __shared__ uint4 shared[];
-    const uint32_t lefts = shared_address(shared), base = lefts + LEFT_BYTES;
+    const uint32_t lefts = shared_address(shared) + 2 * SUM_BYTES, base = lefts + LEFT_BYTES;
     const T *x = static_cast<const T *>(p.x);
     const T *factor = static_cast<const T *>(p.factor);
 
@@ -135,21 +142,52 @@ template <typename T, int TILES, bool GRADIENT> __device__ __forceinline__ void 
         if (step < steps) copy_tiles(step);
         copy_async_commit();
     }
-    // Tile (k, i) of leftᵀ has ranks from 16·i on and rows from 16·k on.
-    auto load_left = [&](uint32_t(&tiles)[4], int k, int i) {
-        const int r = k * 16 + lane % 8 + lane / 16 * 8;
-        load_tiles_transposed(tiles, lefts + r * LEFT_ROW + i * 32 + lane / 8 % 2 * 16);
+
+    // What a warp has of `gradient`: columns in groups of 8, and rows in tiles of 16.
+    constexpr int GROUPS = COLUMNS / 8 / (WARPS / 2), DEPTH = ROWS / 2 / 16;
+    const int warp_column = warp % (WARPS / 2) * GROUPS * 8, warp_row = warp / (WARPS / 2) * (ROWS / 2);
+    const bool lower = warp >= WARPS / 2;
+    auto load_left = [&](uint32_t(&tile)[4], int k, int i) {
+        const int r = warp_row + k * 16 + lane % 8 + lane / 16 * 8;
+        load_tiles_transposed(tile, lefts + r * LEFT_ROW + i * 32 + lane / 8 % 2 * 16);
     };
-    uint32_t kept[GRADIENT && KEPT ? ROWS / 16 : 1][TILES][4];
+    uint32_t kept[GRADIENT && KEPT ? DEPTH : 1][TILES][4];
     if constexpr (GRADIENT && KEPT) {
         copy_async_wait<STAGES - 1>();
         __syncthreads();
 #pragma unroll
-        for (int k = 0; k < ROWS / 16; k++) {
+        for (int k = 0; k < DEPTH; k++) {
 #pragma unroll
             for (int i = 0; i < TILES; i++) load_left(kept[k][i], k, i);
         }
     }
+    float gradient[TILES][GROUPS][4];
+    // Where a thread's sums lie, those of the lower half or what they are added to.
+    float4 *const sums_of_lower =
+        reinterpret_cast<float4 *>(shared) + threadIdx.x % (THREADS / 2);
+    auto sums_at = [&](int step) { return sums_of_lower + step % 2 * (SUM_BYTES / 16); };
+    auto store_gradient = [&](int step) {
+        if (lower) return;
+        const float4 *const others = sums_at(step);
+        const int column = (first_column + step) * COLUMNS + warp_column + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+#pragma unroll
+            for (int j = 0; j < GROUPS; j++) {
+                const float4 other = others[(i * GROUPS + j) * (THREADS / 2)];
+                const float(&own)[4] = gradient[i][j];
+                const float2 pairs[2] = {make_float2(own[0] + other.x, own[1] + other.y),
+                                         make_float2(own[2] + other.z, own[3] + other.w)};
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int r = i * 16 + half * 8 + lane / 4;
+                    if (r >= p.rank || column + j * 8 >= p.wide) continue;
+                    float *to = p.gradient + ((int64_t)blockIdx.x * R + r) * p.wide + column + j * 8;
+                    *reinterpret_cast<float2 *>(to) = pairs[half];
+                }
+            }
+        }
+    };
 
     float down[2][2 * TILES][4];
 #pragma unroll
@@ -162,10 +200,14 @@ template <typename T, int TILES, bool GRADIENT> __device__ __forceinline__ void 
     }
     for (int step = 0; step < steps; step++) {
         copy_async_wait<STAGES - 2>();
-        // The tiles of this step are there, and those of the step before are free to be written over.
+        // The tiles of this step are there, those of the step before are free to be written over, and so
+        // are the lower half's sums of the one before that.
         __syncthreads();
         if (step + STAGES - 1 < steps) copy_tiles(step + STAGES - 1);
         copy_async_commit();
+        if constexpr (GRADIENT) {
+            if (step > 0) store_gradient(step - 1);
+        }
 
         const uint32_t tile = base + step % STAGES * STAGE, factors = tile + X_BYTES;
 #pragma unroll
@@ -190,55 +232,66 @@ template <typename T, int TILES, bool GRADIENT> __device__ __forceinline__ void 
         }
         if constexpr (GRADIENT) {
             // Several sums side by side, so that a product need not wait for the one before it.
-            constexpr int APART = TILES == 1 ? 4 : TILES == 2 ? 2 : 1;
-            float gradient[APART][TILES][4];
+            constexpr int APART = TILES * GROUPS == 1 ? 4 : 1;
+            float sums[APART][TILES][GROUPS][4];
 #pragma unroll
             for (int s = 0; s < APART; s++) {
 #pragma unroll
                 for (int i = 0; i < TILES; i++) {
 #pragma unroll
-                    for (int e = 0; e < 4; e++) gradient[s][i][e] = 0.0f;
+                    for (int j = 0; j < GROUPS; j++) {
+#pragma unroll
+                        for (int e = 0; e < 4; e++) sums[s][i][j][e] = 0.0f;
+                    }
                 }
             }
-#pragma unroll(KEPT ? ROWS / 32 : 4)
-            for (int k = 0; k < ROWS / 32; k++) {
-                uint32_t b[4];
-                load_tiles_transposed(b, tile + turned(k * 32 + lane, warp));
+#pragma unroll
+            for (int k = 0; k < DEPTH; k += 2) {
+                uint32_t b[GROUPS][4];
+#pragma unroll
+                for (int j = 0; j < GROUPS; j++) {
+                    const int r = warp_row + k * 16 + lane;
+                    load_tiles_transposed(b[j], tile + turned(r, warp_column / 8 + j));
+                }
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    float(&sums)[TILES][4] = gradient[(2 * k + half) % APART];
 #pragma unroll
                     for (int i = 0; i < TILES; i++) {
                         uint32_t a[4];
                         if constexpr (KEPT) {
 #pragma unroll
-                            for (int e = 0; e < 4; e++) a[e] = kept[2 * k + half][i][e];
+                            for (int e = 0; e < 4; e++) a[e] = kept[k + half][i][e];
                         } else {
-                            load_left(a, 2 * k + half, i);
+                            load_left(a, k + half, i);
                         }
-                        multiply_add<T>(sums[i], a, b[2 * half], b[2 * half + 1]);
+#pragma unroll
+                        for (int j = 0; j < GROUPS; j++)
+                            multiply_add<T>(sums[(k + half) % APART][i][j], a, b[j][2 * half],
+                                            b[j][2 * half + 1]);
                     }
                 }
             }
-            const int column = (first_column + step) * COLUMNS + warp * 8 + lane % 4 * 2;
 #pragma unroll
             for (int i = 0; i < TILES; i++) {
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int r = i * 16 + half * 8 + lane / 4;
-                    float2 sum = {};
+                for (int j = 0; j < GROUPS; j++) {
 #pragma unroll
-                    for (int s = 0; s < APART; s++) {
-                        sum.x += gradient[s][i][2 * half];
-                        sum.y += gradient[s][i][2 * half + 1];
+                    for (int e = 0; e < 4; e++) {
+                        gradient[i][j][e] = 0.0f;
+#pragma unroll
+                        for (int s = 0; s < APART; s++) gradient[i][j][e] += sums[s][i][j][e];
                     }
-                    if (r < p.rank && column < p.wide) {
-                        float *to = p.gradient + ((int64_t)blockIdx.x * R + r) * p.wide + column;
-                        *reinterpret_cast<float2 *>(to) = sum;
-                    }
+                    const float(&own)[4] = gradient[i][j];
+                    if (lower)
+                        sums_at(step)[(i * GROUPS + j) * (THREADS / 2)] =
+                            make_float4(own[0], own[1], own[2], own[3]);
                 }
             }
         }
+    }
+    if constexpr (GRADIENT) {
+        __syncthreads();
+        if (steps > 0) store_gradient(steps - 1);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -259,6 +312,7 @@ template <typename T, int TILES, bool GRADIENT> __device__ __forceinline__ void 
 /// tiles of columns, and goes over its rows for one tile of columns after the other. A warp has 32 columns
 /// of a tile and half of its rows.
 template <typename T, int TILES> __device__ __forceinline__ void gradient(const Pass &p) {
+    follow_previous();
     constexpr int R = 16 * TILES;
     // A tile of x, in two parts of 64 columns, and of the left matrix, whose rows are set apart by 16
     // bytes more than they have, against bank conflicts.
@@ -395,6 +449,7 @@ template <typename T, int TILES> __device__ __forceinline__ void gradient(const 
 
 /// out = alpha·left·factor + bias, for a rank of up to 16·TILES.
 template <typename T, int TILES> __device__ __forceinline__ void up(const Up &p) {
+    follow_previous();
     constexpr int R = 16 * TILES;
     // Rows are set apart by 16 bytes more than they have, against bank conflicts.
     constexpr int LEFT_ROW = 2 * R + 16;
@@ -490,32 +545,45 @@ template <typename T, int TILES> __device__ __forceinline__ void up(const Up &p)
     }
 }
 
-/// Sum number blockIdx.y, four neighbouring columns a thread.
+/// Sum number blockIdx.y. A warp has 32 neighbouring elements in the order of the terms; each quarter of
+/// its threads adds up every fourth term of all of them, four elements a thread.
 template <typename T> __device__ __forceinline__ void add_up(const Sums &sums) {
+    follow_previous();
     const Sum &sum = sums.at[blockIdx.y];
+    const int lane = threadIdx.x % WARP, quarter = lane / 8;
     const int fours = sum.columns / 4, count = sum.rows * fours;
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < count; i += gridDim.x * THREADS) {
-        const int row = i / fours, column = i % fours * 4;
-        const float *from = sum.from + (int64_t)row * sum.pitch + column;
-        float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int first = (blockIdx.x * WARPS + threadIdx.x / WARP) * 8; first < count;
+         first += gridDim.x * WARPS * 8) {
+        const int i = first + lane % 8, row = i / fours, column = i % fours * 4;
+        float4 total = {};
+        if (i < count) {
+            const float *from = sum.from + (int64_t)row * sum.pitch + column;
 #pragma unroll 8
-        for (int slot = 0; slot < sum.slots; slot++) {
-            const float4 term = *reinterpret_cast<const float4 *>(from + slot * sum.slot_stride);
-            total[0] += term.x;
-            total[1] += term.y;
-            total[2] += term.z;
-            total[3] += term.w;
+            for (int slot = quarter; slot < sum.slots; slot += 4) {
+                const float4 term = *reinterpret_cast<const float4 *>(from + slot * sum.slot_stride);
+                total.x += term.x;
+                total.y += term.y;
+                total.z += term.z;
+                total.w += term.w;
+            }
         }
-        const int64_t at = row * sum.row_stride + column * sum.column_stride;
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int64_t to = at + e * sum.column_stride;
-            const float value = sum.alpha * total[e];
-            if (sum.single)
-                static_cast<float *>(sum.to)[to] = value;
-            else
-                static_cast<T *>(sum.to)[to] = from_float<T>(value);
+        for (int offset = 8; offset < WARP; offset *= 2) {
+            total.x += __shfl_xor_sync(FULL, total.x, offset);
+            total.y += __shfl_xor_sync(FULL, total.y, offset);
+            total.z += __shfl_xor_sync(FULL, total.z, offset);
+            total.w += __shfl_xor_sync(FULL, total.w, offset);
         }
+        if (i >= count) continue;
+        const float own = quarter == 0   ? total.x
+                          : quarter == 1 ? total.y
+                          : quarter == 2 ? total.z
+                                         : total.w;
+        const int64_t to = row * sum.row_stride + (column + quarter) * sum.column_stride;
+        if (sum.single)
+            static_cast<float *>(sum.to)[to] = sum.alpha * own;
+        else
+            static_cast<T *>(sum.to)[to] = from_float<T>(sum.alpha * own);
     }
 }
 
@@ -524,15 +592,15 @@ template <typename T> __device__ __forceinline__ void add_up(const Sums &sums) {
 #define SKINNY(TILES, suffix, element)                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                       \
         down_##TILES##_##suffix(const __grid_constant__ Pass p) {                                  \
-        down<element, TILES, false>(p);                                                            \
+        down<element, TILES, WARPS, false>(p);                                                     \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                       \
         gradient_##TILES##_##suffix(const __grid_constant__ Pass p) {                              \
         gradient<element, TILES>(p);                                                               \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 2 : 1)                      \
+    extern "C" __global__ void __launch_bounds__(both_threads(TILES), 1)                           \
         both_##TILES##_##suffix(const __grid_constant__ Pass p) {                                  \
-        down<element, TILES, true>(p);                                                             \
+        down<element, TILES, both_threads(TILES) / WARP, true>(p);                                 \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                       \
         up_##TILES##_##suffix(const __grid_constant__ Up p) {                                      \

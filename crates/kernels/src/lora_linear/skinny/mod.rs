@@ -14,11 +14,10 @@ static MODULE: Module = module!("skinny");
 
 const THREADS: usize = 256;
 
-/// A tile of the large matrix, for `down` and `both`.
-const ROWS: usize = 256;
+/// Columns of a tile of the large matrix, for `down` and `both`.
 const COLUMNS: usize = 64;
 
-/// One for `gradient`.
+/// A tile for `gradient`.
 const GRADIENT_ROWS: usize = 128;
 const GRADIENT_COLUMNS: usize = 128;
 
@@ -115,6 +114,18 @@ enum Kind {
     Down,
     Gradient,
     Both,
+}
+
+impl Kind {
+    /// Threads of a block, as the kernel has them.
+    fn threads(self, tiles: usize) -> usize {
+        if self == Kind::Both && tiles == 1 { 512 } else { THREADS }
+    }
+
+    /// Rows of a tile of the large matrix: a thread has one.
+    fn rows(self, tiles: usize) -> usize {
+        if self == Kind::Gradient { GRADIENT_ROWS } else { self.threads(tiles) }
+    }
 }
 
 /// Where the terms of sums lie, and how many a sum has.
@@ -288,7 +299,8 @@ impl<'a> Skinny<'a> {
         };
         let name = of_rank!("up_1", "up_2", "up_3", "up_4", tiles, self.dtype);
         let grid = (wide.div_ceil(UP_COLUMNS) as u32, down as u32, 1);
-        let launch = MODULE.launch(self.cuda, name, grid, THREADS as u32, shared as u32)?;
+        let launch =
+            MODULE.launch(self.cuda, name, grid, THREADS as u32, shared as u32)?.overlapping();
         // SAFETY: as the kernel declares it; the caller holds what the pointers point into.
         unsafe {
             launch.with(|arguments| {
@@ -328,12 +340,16 @@ impl<'a> Skinny<'a> {
             let stage = GRADIENT_ROWS * (2 * GRADIENT_COLUMNS + padded);
             return sums + ((self.shared.1 - sums) / stage).min(4) * stage;
         }
-        let left = match kind {
-            Kind::Both => ROWS * if tiles <= 2 { 2 * ranks } else { padded },
+        let rows = kind.rows(tiles);
+        let kept = match kind {
+            Kind::Both => {
+                let left = rows * if tiles <= 3 { 2 * ranks } else { padded };
+                left + 2 * ranks * COLUMNS * size_of::<f32>()
+            }
             _ => 0,
         };
-        let stage = (ROWS + ranks) * COLUMNS * 2;
-        if left + 3 * stage <= self.shared.1 { left + 3 * stage } else { left + 2 * stage }
+        let stage = (rows + ranks) * COLUMNS * 2;
+        if kept + 3 * stage <= self.shared.1 { kept + 3 * stage } else { kept + 2 * stage }
     }
 
     /// Runs a pass; what is to be added up for `down` and for `gradient`.
@@ -373,7 +389,8 @@ impl<'a> Skinny<'a> {
         };
         let shared = self.shared_memory(kind, tiles) as u32;
         let grid = (x as u32, y as u32, 1);
-        let launch = MODULE.launch(self.cuda, name, grid, THREADS as u32, shared)?;
+        let threads = kind.threads(tiles) as u32;
+        let launch = MODULE.launch(self.cuda, name, grid, threads, shared)?.overlapping();
         // SAFETY: as the kernel declares it; the caller holds what the pointers point into, and the terms
         // are kept until they are added up.
         unsafe {
@@ -387,11 +404,10 @@ impl<'a> Skinny<'a> {
     /// How many blocks share the tiles of rows, and those of columns, of which there are so many: what
     /// takes the shortest.
     fn grid(&self, kind: Kind, rows: usize, wide: usize, tiles: usize) -> (usize, usize) {
-        // Two blocks of `both` are on a multiprocessor where their registers allow it.
-        let most = self.multiprocessors * if kind == Kind::Both && tiles == 1 { 2 } else { 1 };
+        let most = self.multiprocessors;
+        let row_tiles = rows.div_ceil(kind.rows(tiles));
         // In quarters of what a tile takes; a block takes about one to start and to write its result.
         if kind == Kind::Gradient {
-            let row_tiles = rows.div_ceil(GRADIENT_ROWS);
             let column_tiles = wide.div_ceil(GRADIENT_COLUMNS);
             let time = |(x, y): &(usize, usize)| {
                 let columns = column_tiles.div_ceil(*y);
@@ -400,7 +416,7 @@ impl<'a> Skinny<'a> {
             let choices = (1..=row_tiles.clamp(1, 16)).map(|x| (x, (most / x).clamp(1, column_tiles)));
             return choices.min_by_key(time).unwrap_or((1, 1));
         }
-        let (row_tiles, column_tiles) = (rows.div_ceil(ROWS), wide.div_ceil(COLUMNS));
+        let column_tiles = wide.div_ceil(COLUMNS);
         let time = |y: &usize| (row_tiles * y).div_ceil(most) * (column_tiles.div_ceil(*y) + 1);
         let choices = 1..=(2 * most / row_tiles).clamp(1, column_tiles);
         (row_tiles, choices.min_by_key(time).unwrap_or(1))
@@ -463,9 +479,9 @@ fn add_up(cuda: &Cuda, multiprocessors: usize, dtype: DType, sums: &[Sum]) -> Re
         let mut all = Sums::default();
         all.at[..sums.len()].copy_from_slice(sums);
         let largest = sums.iter().map(|sum| sum.rows as usize * sum.columns as usize).max();
-        let blocks = largest.unwrap_or(0).div_ceil(4 * THREADS).min(8 * multiprocessors);
+        let blocks = largest.unwrap_or(0).div_ceil(THREADS).min(8 * multiprocessors);
         let grid = (blocks as u32, sums.len() as u32, 1);
-        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, 0)?;
+        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, 0)?.overlapping();
         // SAFETY: as the kernel declares it; the caller holds what the pointers point into.
         unsafe {
             launch.with(|arguments| {
