@@ -160,118 +160,176 @@ __device__ __forceinline__ void layer_norm_forward_any(const T *x, Parameter wei
     }
 }
 
-/// `dx` may be null. With `SUMS`, `partial` is `(2, groups, columns)` with a group for every warp or
-/// block: first the sums for the weight, then those for the bias.
-template <typename T, bool SUMS>
-__device__ __forceinline__ void backward(const T *x, const T *dy, Parameter weight, float eps,
-                                         T *dx, float *partial, int64_t groups, int64_t rows,
-                                         int columns, int row_threads) {
+/// What dx takes of a row beside r and the mean: with n = r·(x - mean),
+/// dx = r·(g - mean of g - n·mean of g·n) = r·g + (x - mean)·slope + shift.
+struct Correction {
+    float r, slope, shift;
+};
+
+__device__ __forceinline__ Correction correction(const Part &row, float eps) {
+    const float each = 1.0f / row.count, r = rsqrtf(row.squares * each + eps);
+    return {r, -r * r * r * (row.gx * each), -r * (row.g * each)};
+}
+
+template <typename T>
+__device__ __forceinline__ void layer_norm_backward(const T *x, const T *dy, Parameter weight,
+                                                    float eps, T *dx, int64_t rows, int columns,
+                                                    int row_threads) {
     follow_previous();
     constexpr int N = Pack<T>::N, PACKS = 16 / N;
     __shared__ Part scratch[2][ROW_THREADS / WARP];
     const Place place = place_in_rows(row_threads);
     const int packs = columns / N;
-    // What is summed over rows leaves few threads to a multiprocessor: they ask for rows in advance, and
-    // have registers for the weight.
-    float scale[PACKS][N], dweight[PACKS][N], dbias[PACKS][N];
-    extern __shared__ uint4 memory[];
-    const RowsAhead<T, PACKS, 2> ahead = {memory, 2};
-    const T *const from[2] = {x, dy};
-    const auto request = [&](int64_t row, int slot) {
-        ahead.request(from, row < rows, row * columns, slot, packs, place.index, row_threads);
-    };
-    if constexpr (SUMS) {
-        request(place.row, 0);
-        request(place.row + place.step, 1);
-#pragma unroll
-        for (int p = 0; p < PACKS; p++) {
-            const int pack = place.index + p * row_threads;
-            if (pack < packs) load_parameters<N>(weight, pack * N, scale[p]);
-#pragma unroll
-            for (int i = 0; i < N; i++) dweight[p][i] = dbias[p][i] = 0.0f;
-        }
-    }
     // Rows in turn use the one scratch and the other: a barrier lies between two uses of the same.
     int turn = 0;
     for (int64_t row = place.row; row < rows; row += place.step, turn ^= 1) {
         const int64_t start = row * columns;
         Pack<T> x_packs[PACKS], dy_packs[PACKS];
-        if constexpr (SUMS) {
-            ahead.wait();
-            ahead.take(turn, 0, x_packs);
-            ahead.take(turn, 1, dy_packs);
-        } else {
-            load_row(x + start, packs, place.index, row_threads, x_packs);
-            load_row(dy + start, packs, place.index, row_threads, dy_packs);
-        }
+        load_row(x + start, packs, place.index, row_threads, x_packs);
+        load_row(dy + start, packs, place.index, row_threads, dy_packs);
         Part part = part_with_mean(x_packs, packs, place.index, row_threads);
-        if constexpr (!SUMS) keep_packed(x_packs);
+        keep_packed(x_packs);
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             const int pack = place.index + p * row_threads;
             if (pack < packs) {
-                if constexpr (!SUMS) load_parameters<N>(weight, pack * N, scale[p]);
+                float scale[N];
+                load_parameters<N>(weight, pack * N, scale);
 #pragma unroll
                 for (int i = 0; i < N; i++) {
                     const float centred = to_float(x_packs[p].at[i]) - part.mean;
-                    const float g = to_float(dy_packs[p].at[i]) * scale[p][i];
+                    const float g = to_float(dy_packs[p].at[i]) * scale[i];
                     part.squares += centred * centred;
                     part.g += g;
                     part.gx += g * centred;
                 }
             }
         }
-        if constexpr (!SUMS) {
-            keep_packed(x_packs);
-            keep_packed(dy_packs);
-        }
+        keep_packed(x_packs);
+        keep_packed(dy_packs);
         part.squares = warp_sum(part.squares);
         part.g = warp_sum(part.g);
         part.gx = warp_sum(part.gx);
-        // What the slot held is in registers by now.
-        if constexpr (SUMS) request(row + 2 * place.step, turn);
         const Part all = merged<true>(part, row_threads, columns, scratch[turn]);
-        const float each = 1.0f / float(columns), mean = all.mean;
-        const float r = rsqrtf(all.squares * each + eps);
-        // dx = r·(g - mean of g - n·mean of g·n), with n = r·(x - mean).
-        const float shift = -r * (all.g * each), slope = -r * r * r * (all.gx * each);
+        const Correction of_row = correction(all, eps);
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             const int pack = place.index + p * row_threads;
             if (pack < packs) {
                 // Read again rather than kept: registers are scarcer than the cache's bandwidth.
-                if constexpr (!SUMS) load_parameters<N>(weight, pack * N, scale[p]);
+                float scale[N];
+                load_parameters<N>(weight, pack * N, scale);
                 Pack<T> out;
 #pragma unroll
                 for (int i = 0; i < N; i++) {
-                    const float centred = to_float(x_packs[p].at[i]) - mean;
-                    const float dy_i = to_float(dy_packs[p].at[i]), scaled = dy_i * r;
-                    if constexpr (SUMS) {
-                        dweight[p][i] += scaled * centred;
-                        dbias[p][i] += dy_i;
-                    }
-                    out.at[i] = from_float<T>(scaled * scale[p][i] + (centred * slope + shift));
+                    const float centred = to_float(x_packs[p].at[i]) - all.mean;
+                    const float g = to_float(dy_packs[p].at[i]) * scale[i];
+                    out.at[i] = from_float<T>(
+                        of_row.r * g + (centred * of_row.slope + of_row.shift));
                 }
-                if (dx) store_pack(dx + start + pack * N, out);
+                store_pack(dx + start + pack * N, out);
             }
         }
     }
-    if constexpr (SUMS) {
+}
+
+/// With the gradients of the parameters: `partial` is `(2, groups, columns)` with a group for every warp or
+/// block, first the sums for the weight, then those for the bias. `dx` may be null. `FULL` says that all
+/// threads of a row have `PACKS` packs.
+template <typename T, bool FULL>
+__device__ __forceinline__ void backward_parameters(const T *x, const T *dy, Parameter weight,
+                                                    float eps, T *dx, float *partial,
+                                                    int64_t groups, int64_t rows, int columns,
+                                                    int row_threads) {
+    constexpr int N = Pack<T>::N, PACKS = 16 / N;
+    __shared__ Part scratch[2][ROW_THREADS / WARP];
+    const Place place = place_in_rows(row_threads);
+    const int packs = columns / N;
+    const auto has = [&](int p) { return FULL || place.index + p * row_threads < packs; };
+    // Few threads are on a multiprocessor, as sums take registers: so they ask for rows in advance, and
+    // there are registers for the weight, too.
+    extern __shared__ uint4 memory[];
+    const RowsAhead<T, PACKS, 2> ahead(memory, 2, {x, dy}, packs, place.index, row_threads);
+    const auto request = [&](int64_t row, int slot) {
+        ahead.request(row < rows, row * columns, slot);
+    };
+    request(place.row, 0);
+    request(place.row + place.step, 1);
+    float scale[PACKS][N], dweight[PACKS][N], dbias[PACKS][N];
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        if (has(p)) load_parameters<N>(weight, (place.index + p * row_threads) * N, scale[p]);
+#pragma unroll
+        for (int i = 0; i < N; i++) dweight[p][i] = dbias[p][i] = 0.0f;
+    }
+    const int own = elements_of_warp<PACKS, N>(packs, place.index / WARP, row_threads);
+    const float count = float(own), each = own ? 1.0f / count : 0.0f;
+    // Rows in turn use the one scratch and the other: a barrier lies between two uses of the same.
+    int turn = 0;
+    for (int64_t row = place.row; row < rows; row += place.step, turn ^= 1) {
+        ahead.wait();
+        Pack<T> x_packs[PACKS], dy_packs[PACKS];
+        ahead.take(turn, 0, x_packs);
+        ahead.take(turn, 1, dy_packs);
+        float x_row[PACKS][N], dy_row[PACKS][N], sum = 0.0f;
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            const int pack = place.index + p * row_threads;
-            if (pack < packs) {
-                // place.row is where the warp or block began: its number.
-                float *of_weight = partial + place.row * columns + pack * N;
-                float *of_bias = of_weight + groups * columns;
+            unpack(x_packs[p], x_row[p]);
+            unpack(dy_packs[p], dy_row[p]);
+            if (has(p)) {
 #pragma unroll
-                for (int i = 0; i < N; i += 4) {
-                    const float *w = dweight[p] + i, *b = dbias[p] + i;
-                    *reinterpret_cast<float4 *>(of_weight + i) =
-                        make_float4(w[0], w[1], w[2], w[3]);
-                    *reinterpret_cast<float4 *>(of_bias + i) =
-                        make_float4(b[0], b[1], b[2], b[3]);
+                for (int i = 0; i < N; i++) sum += x_row[p][i];
+            }
+        }
+        Part part = {count, warp_sum(sum) * each, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            if (has(p)) {
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    const float centred = x_row[p][i] - part.mean, g = dy_row[p][i] * scale[p][i];
+                    part.squares += centred * centred;
+                    part.g += g;
+                    part.gx += g * centred;
                 }
+            }
+        }
+        part.squares = warp_sum(part.squares);
+        part.g = warp_sum(part.g);
+        part.gx = warp_sum(part.gx);
+        // What the slot held is in registers by now.
+        request(row + 2 * place.step, turn);
+        const Part all = merged<true>(part, row_threads, columns, scratch[turn]);
+        const Correction of_row = correction(all, eps);
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            if (has(p)) {
+                Pack<T> out;
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    const float centred = x_row[p][i] - all.mean, scaled = dy_row[p][i] * of_row.r;
+                    dweight[p][i] += scaled * centred;
+                    dbias[p][i] += dy_row[p][i];
+                    out.at[i] = from_float<T>(
+                        scaled * scale[p][i] + (centred * of_row.slope + of_row.shift));
+                }
+                if (dx)
+                    store_pack(dx + row * columns + (place.index + p * row_threads) * N, out);
+            }
+        }
+    }
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        if (has(p)) {
+            // place.row is where the warp or block began: its number.
+            float *of_weight =
+                partial + place.row * columns + (place.index + p * row_threads) * N;
+            float *of_bias = of_weight + groups * columns;
+#pragma unroll
+            for (int i = 0; i < N; i += 4) {
+                const float *w = dweight[p] + i, *b = dbias[p] + i;
+                *reinterpret_cast<float4 *>(of_weight + i) = make_float4(w[0], w[1], w[2], w[3]);
+                *reinterpret_cast<float4 *>(of_bias + i) = make_float4(b[0], b[1], b[2], b[3]);
             }
         }
     }
@@ -329,18 +387,17 @@ layer_norm_parameters_any(const T *x, const T *dy, const float2 *statistics, flo
 }
 
 template <typename T>
-__device__ __forceinline__ void layer_norm_backward(const T *x, const T *dy, Parameter weight,
-                                                    float eps, T *dx, int64_t rows, int columns,
-                                                    int row_threads) {
-    backward<T, false>(x, dy, weight, eps, dx, nullptr, 0, rows, columns, row_threads);
-}
-
-template <typename T>
 __device__ __forceinline__ void
 layer_norm_backward_parameters(const T *x, const T *dy, Parameter weight, float eps, T *dx,
                                float *partial, int64_t groups, int64_t rows, int columns,
                                int row_threads) {
-    backward<T, true>(x, dy, weight, eps, dx, partial, groups, rows, columns, row_threads);
+    follow_previous();
+    if (columns == 16 * row_threads)
+        backward_parameters<T, true>(x, dy, weight, eps, dx, partial, groups, rows, columns,
+                                     row_threads);
+    else
+        backward_parameters<T, false>(x, dy, weight, eps, dx, partial, groups, rows, columns,
+                                      row_threads);
 }
 
 FOR_EACH_DTYPE(layer_norm_forward, ROW_THREADS,

@@ -115,10 +115,10 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, const T *dsum,
     // have registers for the weight.
     float scale[PACKS][N], dweight[PACKS][N];
     extern __shared__ uint4 memory[];
-    const RowsAhead<T, PACKS, 3> ahead = {memory, dsum ? 3 : 2};
-    const T *const from[3] = {x, dy, dsum};
+    const RowsAhead<T, PACKS, 3> ahead(memory, dsum ? 3 : 2, {x, dy, dsum}, packs, place.index,
+                                       row_threads);
     const auto request = [&](int64_t row, int slot) {
-        ahead.request(from, row < rows, row * columns, slot, packs, place.index, row_threads);
+        ahead.request(row < rows, row * columns, slot);
     };
     const auto load_scale = [&](int p) {
         load_parameters<N>(weight, (place.index + p * row_threads) * N, scale[p]);

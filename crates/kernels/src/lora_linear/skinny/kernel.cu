@@ -105,19 +105,27 @@ __device__ __forceinline__ void down(const Pass &p) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int column_tiles = (p.wide + COLUMNS - 1) / COLUMNS;
     const int first_row = blockIdx.x * ROWS;
-    const int first_column = blockIdx.y * column_tiles / gridDim.y;
-    const int steps = (blockIdx.y + 1) * column_tiles / gridDim.y - first_column;
+    // Blocks at a time are in neighbouring columns, which memory likes.
+    const int steps = (column_tiles - (int)blockIdx.y + (int)gridDim.y - 1) / (int)gridDim.y;
+    auto column_of = [&](int step) { return (int)(blockIdx.y + step * gridDim.y) * COLUMNS; };
 
+    // A thread copies 16 bytes of every `APART`th row of a tile.
+    constexpr int APART = ROWS / 8;
+    const int own_row = first_row + threadIdx.x / 8, own_column = threadIdx.x % 8 * 8;
+    const uint32_t own_place = turned(threadIdx.x / 8, threadIdx.x % 8);
+    const T *const own = x + own_row * p.x_stride + own_column;
+    const int64_t apart = APART * p.x_stride;
     auto copy_tiles = [&](int step) {
         const uint32_t stage = base + step % STAGES * STAGE;
-        const int column = (first_column + step) * COLUMNS;
+        const int column = column_of(step);
+        // Of what isn't there nothing is read.
+        const int own_rows = column + own_column < p.wide ? p.rows - own_row : 0;
+        const T *from = own + column;
+        // Rows that are a multiple of 8 apart are turned the same way.
+        static_assert(APART % 8 == 0, "copies of a thread are at the same place of a row");
 #pragma unroll
-        for (int i = 0; i < ROWS / (THREADS / 8); i++) {
-            const int r = threadIdx.x / 8 + i * (THREADS / 8), chunk = threadIdx.x % 8;
-            const bool valid = first_row + r < p.rows && column + chunk * 8 < p.wide;
-            const T *from = valid ? x + (first_row + r) * p.x_stride + column + chunk * 8 : x;
-            copy_async(stage + turned(r, chunk), from, valid);
-        }
+        for (int i = 0; i < 8; i++, from += apart)
+            copy_async(stage + own_place + i * APART * 128, from, i * APART < own_rows);
         for (int i = threadIdx.x; i < R * 8; i += THREADS) {
             const int r = i / 8, chunk = i % 8;
             const bool valid = r < p.rank && column + chunk * 8 < p.wide;
@@ -169,7 +177,7 @@ __device__ __forceinline__ void down(const Pass &p) {
     auto store_gradient = [&](int step) {
         if (lower) return;
         const float4 *const others = sums_at(step);
-        const int column = (first_column + step) * COLUMNS + warp_column + lane % 4 * 2;
+        const int column = column_of(step) + warp_column + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
 #pragma unroll
@@ -232,10 +240,10 @@ __device__ __forceinline__ void down(const Pass &p) {
         }
         if constexpr (GRADIENT) {
             // Several sums side by side, so that a product need not wait for the one before it.
-            constexpr int APART = TILES * GROUPS == 1 ? 4 : 1;
-            float sums[APART][TILES][GROUPS][4];
+            constexpr int SETS = TILES * GROUPS == 1 ? 2 : 1;
+            float sums[SETS][TILES][GROUPS][4];
 #pragma unroll
-            for (int s = 0; s < APART; s++) {
+            for (int s = 0; s < SETS; s++) {
 #pragma unroll
                 for (int i = 0; i < TILES; i++) {
 #pragma unroll
@@ -266,7 +274,7 @@ __device__ __forceinline__ void down(const Pass &p) {
                         }
 #pragma unroll
                         for (int j = 0; j < GROUPS; j++)
-                            multiply_add<T>(sums[(k + half) % APART][i][j], a, b[j][2 * half],
+                            multiply_add<T>(sums[(k + half) % SETS][i][j], a, b[j][2 * half],
                                             b[j][2 * half + 1]);
                     }
                 }
@@ -279,7 +287,7 @@ __device__ __forceinline__ void down(const Pass &p) {
                     for (int e = 0; e < 4; e++) {
                         gradient[i][j][e] = 0.0f;
 #pragma unroll
-                        for (int s = 0; s < APART; s++) gradient[i][j][e] += sums[s][i][j][e];
+                        for (int s = 0; s < SETS; s++) gradient[i][j][e] += sums[s][i][j][e];
                     }
                     const float(&own)[4] = gradient[i][j];
                     if (lower)
@@ -337,18 +345,31 @@ template <typename T, int TILES> __device__ __forceinline__ void gradient(const 
     const int own_columns = (blockIdx.y + 1) * column_tiles / gridDim.y - first_column;
     const int steps = own_rows * own_columns;
 
+    // A thread copies 16 bytes of every `APART`th row of a tile.
+    constexpr int X_CHUNKS = GRADIENT_COLUMNS / 8, APART = THREADS / X_CHUNKS;
+    const int own_row = threadIdx.x / X_CHUNKS, own_chunk = threadIdx.x % X_CHUNKS;
+    const uint32_t own_place =
+        own_chunk / 8 * PART_BYTES + turned(own_row, own_chunk % 8);
+    const T *const own = x + own_row * p.x_stride + own_chunk * 8;
+    const int64_t apart = APART * p.x_stride;
+    // The tile that is copied next.
+    int row_tile = 0, column_tile = 0;
     auto copy_tiles = [&](int step) {
         const uint32_t stage = base + step % STAGES * STAGE;
-        const int row = (first_row + step % own_rows) * GRADIENT_ROWS;
-        const int column = (first_column + step / own_rows) * GRADIENT_COLUMNS;
-        constexpr int X_CHUNKS = GRADIENT_COLUMNS / 8, AT_ONCE = THREADS / X_CHUNKS;
-#pragma unroll
-        for (int i = 0; i < GRADIENT_ROWS / AT_ONCE; i++) {
-            const int r = threadIdx.x / X_CHUNKS + i * AT_ONCE, chunk = threadIdx.x % X_CHUNKS;
-            const bool valid = row + r < p.rows && column + chunk * 8 < p.wide;
-            const T *from = valid ? x + (row + r) * p.x_stride + column + chunk * 8 : x;
-            copy_async(stage + chunk / 8 * PART_BYTES + turned(r, chunk % 8), from, valid);
+        const int row = (first_row + row_tile) * GRADIENT_ROWS;
+        const int column = (first_column + column_tile) * GRADIENT_COLUMNS;
+        if (++row_tile == own_rows) {
+            row_tile = 0;
+            column_tile++;
         }
+        // Of what isn't there nothing is read.
+        const int there = column + own_chunk * 8 < p.wide ? p.rows - row - own_row : 0;
+        const T *from = own + row * p.x_stride + column;
+        // Rows that are a multiple of 8 apart are turned the same way.
+        static_assert(APART % 8 == 0, "copies of a thread are at the same place of a row");
+#pragma unroll
+        for (int i = 0; i < GRADIENT_ROWS / APART; i++, from += apart)
+            copy_async(stage + own_place + i * APART * 128, from, i * APART < there);
         constexpr int CHUNKS = R / 8;
 #pragma unroll
         for (int i = threadIdx.x; i < GRADIENT_ROWS * CHUNKS; i += THREADS) {
@@ -380,6 +401,7 @@ template <typename T, int TILES> __device__ __forceinline__ void gradient(const 
         if (step < steps) copy_tiles(step);
         copy_async_commit();
     }
+    int rows_left = own_rows, column = first_column * GRADIENT_COLUMNS + warp_columns * 32;
     for (int step = 0; step < steps; step++) {
         copy_async_wait<STAGES - 2>();
         // The tiles of this step are there, and those of the step before are free to be written over.
@@ -410,7 +432,8 @@ template <typename T, int TILES> __device__ __forceinline__ void gradient(const 
             }
         }
         // The last of the block's rows for this tile of columns.
-        if (step % own_rows != own_rows - 1) continue;
+        if (--rows_left > 0) continue;
+        rows_left = own_rows;
         if (warp >= WARPS / 2) {
 #pragma unroll
             for (int i = 0; i < TILES; i++) {
@@ -422,8 +445,7 @@ template <typename T, int TILES> __device__ __forceinline__ void gradient(const 
         }
         __syncthreads();
         if (warp < WARPS / 2) {
-            const int column =
-                (first_column + step / own_rows) * GRADIENT_COLUMNS + warp_columns * 32 + lane % 4 * 2;
+            const int own_column = column + lane % 4 * 2;
 #pragma unroll
             for (int i = 0; i < TILES; i++) {
 #pragma unroll
@@ -435,15 +457,16 @@ template <typename T, int TILES> __device__ __forceinline__ void gradient(const 
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         const int r = i * 16 + half * 8 + lane / 4;
-                        if (r >= p.rank || column + j * 8 >= p.wide) continue;
-                        float *to =
-                            p.gradient + ((int64_t)blockIdx.x * R + r) * p.wide + column + j * 8;
+                        if (r >= p.rank || own_column + j * 8 >= p.wide) continue;
+                        float *to = p.gradient + ((int64_t)blockIdx.x * R + r) * p.wide +
+                                    own_column + j * 8;
                         *reinterpret_cast<float2 *>(to) = pairs[half];
                     }
                 }
             }
         }
         clear();
+        column += GRADIENT_COLUMNS;
     }
 }
 
