@@ -413,7 +413,8 @@ impl<'a> Skinny<'a> {
                 let columns = column_tiles.div_ceil(*y);
                 4 + columns * (4 * row_tiles.div_ceil(*x) + 1 + tiles)
             };
-            let choices = (1..=row_tiles.clamp(1, 16)).map(|x| (x, (most / x).clamp(1, column_tiles)));
+            let choices =
+                (1..=row_tiles.clamp(1, 16)).map(|x| (x, (most / x).clamp(1, column_tiles)));
             return choices.min_by_key(time).unwrap_or((1, 1));
         }
         let column_tiles = wide.div_ceil(COLUMNS);
