@@ -181,7 +181,8 @@ pub(super) fn accumulate(dst: &Tensor, src: &Tensor, scale: f64) -> Result<()> {
     let Ok(blocks) = i32::try_from(blocks) else {
         bail!("metal-candle-kernels: {count} elements are too many for one launch")
     };
-    let launch = MODULE.launch(&cuda, name, (blocks as u32, 1, 1), THREADS as u32, 0)?;
+    let launch =
+        MODULE.launch(&cuda, name, (blocks as u32, 1, 1), THREADS as u32, 0)?.overlapping();
     let (count, scale) = (count as i64, scale as f32);
     // SAFETY: both are contiguous and have so many elements.
     unsafe {

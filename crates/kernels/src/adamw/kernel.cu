@@ -225,12 +225,14 @@ __device__ __forceinline__ void add_to(float *destination, const T *source, floa
 template <typename T>
 __device__ __forceinline__ void accumulate(float *destination, const T *source, float factor,
                                            int64_t count) {
+    follow_previous();
     add_to<T, 4>(destination, source, factor, count);
 }
 
 template <typename T>
 __device__ __forceinline__ void accumulate_any(float *destination, const T *source, float factor,
                                                int64_t count) {
+    follow_previous();
     add_to<T, 1>(destination, source, factor, count);
 }
 

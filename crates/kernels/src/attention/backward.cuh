@@ -18,34 +18,73 @@ enum Role { QUERIES, KEYS, KEYS_FIRST, KEYS_SECOND };
 constexpr int backward_rows(int d) { return d <= 128 ? 128 : 64; }
 constexpr int backward_columns(int d) { return d <= 128 ? 64 : 32; }
 
-/// `scaled_sums` and `corrections`, a warp a row.
+/// `scaled_sums` and `corrections`, a warp 32 neighbouring queries of a head.
 template <typename T> __device__ __forceinline__ void backward_rows_sums(const Parameters &p) {
+    constexpr int N = Pack<T>::N;
     const int lane = threadIdx.x % WARP;
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
-    if (row >= static_cast<int64_t>(p.batch) * p.queries * p.heads) return;
-    const T *const o = static_cast<const T *>(p.o) + row * p.head_dim;
-    const T *const d_o = static_cast<const T *>(p.d_o) + row * p.head_dim;
-    float sum = 0.0f;
-    if (p.head_dim % Pack<T>::N == 0) {
-        for (int start = lane * Pack<T>::N; start < p.head_dim; start += WARP * Pack<T>::N) {
-            const Pack<T> a = load_pack(o + start), b = load_pack(d_o + start);
+    const int64_t unit = static_cast<int64_t>(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
+    const int tiles = (p.queries + WARP - 1) / WARP;
+    const int head = unit % p.heads, tile = unit / p.heads % tiles;
+    const int64_t batch = unit / p.heads / tiles;
+    if (batch >= p.batch) return;
+    const int first = tile * WARP, queries = min(p.queries - first, WARP);
+    const int64_t distance = static_cast<int64_t>(p.heads) * p.head_dim;
+    const int64_t start = query_row(p, batch, first, head) * p.head_dim;
+    const T *const o = static_cast<const T *>(p.o) + start;
+    const T *const d_o = static_cast<const T *>(p.d_o) + start;
+    // Of query number `lane`.
+    float own = 0.0f;
+    if (p.head_dim % N == 0) {
+        // As many threads have a row as it has packs, rounded up; a thread has several rows at a time,
+        // so that enough is on its way.
+        constexpr int ROWS = 4;
+        const int packs = p.head_dim / N, threads = packs > 16 ? 32 : packs > 8 ? 16 : 8;
+        const int at_once = WARP / threads, group = lane / threads;
+        for (int from = 0; from < queries; from += ROWS * at_once) {
+            float sums[ROWS] = {};
+            for (int pack = lane % threads; pack < packs; pack += threads) {
+                Pack<T> a[ROWS], b[ROWS];
 #pragma unroll
-            for (int i = 0; i < Pack<T>::N; i++)
-                sum = fmaf(to_float(a.at[i]), to_float(b.at[i]), sum);
+                for (int r = 0; r < ROWS; r++) {
+                    const int query = from + r * at_once + group;
+                    if (query < queries) {
+                        a[r] = load_pack(o + query * distance + pack * N);
+                        b[r] = load_pack(d_o + query * distance + pack * N);
+                    }
+                }
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    if (from + r * at_once + group < queries) {
+#pragma unroll
+                        for (int i = 0; i < N; i++)
+                            sums[r] = fmaf(to_float(a[r].at[i]), to_float(b[r].at[i]), sums[r]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                for (int offset = threads / 2; offset > 0; offset /= 2)
+                    sums[r] += __shfl_xor_sync(FULL, sums[r], offset);
+                const int distance_to_own = lane - from - r * at_once;
+                const float sum = __shfl_sync(FULL, sums[r], distance_to_own * threads % WARP);
+                if (distance_to_own >= 0 && distance_to_own < at_once) own = sum;
+            }
         }
     } else {
-        for (int i = lane; i < p.head_dim; i += WARP)
-            sum = fmaf(to_float(o[i]), to_float(d_o[i]), sum);
+        for (int query = 0; query < queries; query++) {
+            float sum = 0.0f;
+            for (int i = lane; i < p.head_dim; i += WARP)
+                sum = fmaf(to_float(o[query * distance + i]), to_float(d_o[query * distance + i]), sum);
+            sum = warp_sum(sum);
+            if (lane == query) own = sum;
+        }
     }
-    sum = warp_sum(sum);
-    if (lane != 0) return;
-    const int head = row % p.heads;
-    const int64_t token = row / p.heads;
-    const int64_t at = sum_row(p, token / p.queries, token % p.queries, head);
+    if (lane >= queries) return;
+    const int64_t at = sum_row(p, batch, first + lane, head);
     const float total = p.log_sum_exp[at];
     // e^(z - ∞) is 0, where no key is seen.
     p.scaled_sums[at] = total == -INFINITY ? INFINITY : total * LOG2_E;
-    p.corrections[at] = sum;
+    p.corrections[at] = own;
 }
 
 /// `lowest` and `tile_lowest`, a warp a tile of `size` queries.

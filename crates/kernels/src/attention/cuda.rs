@@ -385,7 +385,8 @@ impl Call {
         parameters.scaled_sums = sums.pointer;
         parameters.corrections = sums.pointer + 4 * rows as u64;
         let name = by_dtype!("backward_rows_sums", self.dtype)?;
-        self.run(name, (rows.div_ceil(8), 1, 1), 256, 0)?;
+        let warps = batch * heads * queries.div_ceil(32);
+        self.run(name, (warps.div_ceil(8), 1, 1), 256, 0)?;
         match self.kernels {
             Kernels::Tiles(size) if size <= 128 && self.hopper()? => {
                 let size = if size == 96 { 128 } else { size };

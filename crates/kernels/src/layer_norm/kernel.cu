@@ -47,7 +47,7 @@ __device__ __forceinline__ Part merged(Part part, int row_threads, int columns,
     Part of_warp = {};
     if (warp < row_threads / WARP) of_warp = scratch[warp];
     Part row = {float(columns), 0.0f, 0.0f, 0.0f, 0.0f};
-    row.mean = sum(of_warp.count * of_warp.mean) / row.count;
+    row.mean = sum(of_warp.count * of_warp.mean) * (1.0f / row.count);
     const float apart = of_warp.mean - row.mean;
     row.squares = sum(of_warp.squares + of_warp.count * apart * apart);
     if constexpr (G) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ Part part_with_mean(const Pack<T> (&loaded)[PACKS], i
         }
     }
     const int count = elements_of_warp<PACKS, N>(packs, index / WARP, row_threads);
-    return {float(count), count ? warp_sum(sum) / float(count) : 0.0f, 0.0f, 0.0f, 0.0f};
+    return {float(count), count ? warp_sum(sum) * (1.0f / float(count)) : 0.0f, 0.0f, 0.0f, 0.0f};
 }
 
 template <typename T>
@@ -160,49 +160,33 @@ __device__ __forceinline__ void layer_norm_forward_any(const T *x, Parameter wei
     }
 }
 
-/// `dx` may be null. With `SUMS`, `partial` is `(2, groups, columns)` with a group for every warp or
-/// block: first the sums for the weight, then those for the bias.
-template <typename T, bool SUMS>
-__device__ __forceinline__ void backward(const T *x, const T *dy, Parameter weight, float eps,
-                                         T *dx, float *partial, int64_t groups, int64_t rows,
-                                         int columns, int row_threads) {
+/// What dx takes of a row beside r and the mean: with n = r·(x - mean),
+/// dx = r·(g - mean of g - n·mean of g·n) = r·g + (x - mean)·slope + shift.
+struct Correction {
+    float r, slope, shift;
+};
+
+__device__ __forceinline__ Correction correction(const Part &row, float eps) {
+    const float each = 1.0f / row.count, r = rsqrtf(row.squares * each + eps);
+    return {r, -r * r * r * (row.gx * each), -r * (row.g * each)};
+}
+
+template <typename T>
+__device__ __forceinline__ void layer_norm_backward(const T *x, const T *dy, Parameter weight,
+                                                    float eps, T *dx, int64_t rows, int columns,
+                                                    int row_threads) {
     follow_previous();
     constexpr int N = Pack<T>::N, PACKS = 16 / N;
     __shared__ Part scratch[2][ROW_THREADS / WARP];
     const Place place = place_in_rows(row_threads);
     const int packs = columns / N;
-    float dweight[PACKS][N], dbias[PACKS][N];
-    if constexpr (SUMS) {
-#pragma unroll
-        for (int p = 0; p < PACKS; p++) {
-#pragma unroll
-            for (int i = 0; i < N; i++) dweight[p][i] = dbias[p][i] = 0.0f;
-        }
-    }
-    // What is summed over rows leaves few threads to a multiprocessor, so they ask for rows in advance.
-    extern __shared__ uint4 memory[];
-    const RowsAhead<T, PACKS, 2> ahead = {memory, 2};
-    const T *const from[2] = {x, dy};
-    const auto request = [&](int64_t row, int slot) {
-        ahead.request(from, row < rows, row * columns, slot, packs, place.index, row_threads);
-    };
-    if constexpr (SUMS) {
-        request(place.row, 0);
-        request(place.row + place.step, 1);
-    }
     // Rows in turn use the one scratch and the other: a barrier lies between two uses of the same.
     int turn = 0;
     for (int64_t row = place.row; row < rows; row += place.step, turn ^= 1) {
         const int64_t start = row * columns;
         Pack<T> x_packs[PACKS], dy_packs[PACKS];
-        if constexpr (SUMS) {
-            ahead.wait();
-            ahead.take(turn, 0, x_packs);
-            ahead.take(turn, 1, dy_packs);
-        } else {
-            load_row(x + start, packs, place.index, row_threads, x_packs);
-            load_row(dy + start, packs, place.index, row_threads, dy_packs);
-        }
+        load_row(x + start, packs, place.index, row_threads, x_packs);
+        load_row(dy + start, packs, place.index, row_threads, dy_packs);
         Part part = part_with_mean(x_packs, packs, place.index, row_threads);
         keep_packed(x_packs);
 #pragma unroll
@@ -227,10 +211,7 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, Parameter weig
         part.g = warp_sum(part.g);
         part.gx = warp_sum(part.gx);
         const Part all = merged<true>(part, row_threads, columns, scratch[turn]);
-        // What the slot held is in registers by now.
-        if constexpr (SUMS) request(row + 2 * place.step, turn);
-        const float mean = all.mean, r = rsqrtf(all.squares / all.count + eps);
-        const float g_mean = all.g / all.count, gn_mean = all.gx * r / all.count;
+        const Correction of_row = correction(all, eps);
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             const int pack = place.index + p * row_threads;
@@ -241,34 +222,114 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, Parameter weig
                 Pack<T> out;
 #pragma unroll
                 for (int i = 0; i < N; i++) {
-                    const float dy_i = to_float(dy_packs[p].at[i]);
-                    const float n = (to_float(x_packs[p].at[i]) - mean) * r;
-                    if constexpr (SUMS) {
-                        dweight[p][i] += dy_i * n;
-                        dbias[p][i] += dy_i;
-                    }
-                    out.at[i] = from_float<T>(r * (dy_i * scale[i] - g_mean - n * gn_mean));
+                    const float centred = to_float(x_packs[p].at[i]) - all.mean;
+                    const float g = to_float(dy_packs[p].at[i]) * scale[i];
+                    out.at[i] = from_float<T>(
+                        of_row.r * g + (centred * of_row.slope + of_row.shift));
                 }
-                if (dx) store_pack(dx + start + pack * N, out);
+                store_pack(dx + start + pack * N, out);
             }
         }
     }
-    if constexpr (SUMS) {
+}
+
+/// With the gradients of the parameters: `partial` is `(2, groups, columns)` with a group for every warp or
+/// block, first the sums for the weight, then those for the bias. `dx` may be null. `FULL` says that all
+/// threads of a row have `PACKS` packs.
+template <typename T, bool FULL>
+__device__ __forceinline__ void backward_parameters(const T *x, const T *dy, Parameter weight,
+                                                    float eps, T *dx, float *partial,
+                                                    int64_t groups, int64_t rows, int columns,
+                                                    int row_threads) {
+    constexpr int N = Pack<T>::N, PACKS = 16 / N;
+    __shared__ Part scratch[2][ROW_THREADS / WARP];
+    const Place place = place_in_rows(row_threads);
+    const int packs = columns / N;
+    const auto has = [&](int p) { return FULL || place.index + p * row_threads < packs; };
+    // Few threads are on a multiprocessor, as sums take registers: so they ask for rows in advance, and
+    // there are registers for the weight, too.
+    extern __shared__ uint4 memory[];
+    const RowsAhead<T, PACKS, 2> ahead(memory, 2, {x, dy}, packs, place.index, row_threads);
+    const auto request = [&](int64_t row, int slot) {
+        ahead.request(row < rows, row * columns, slot);
+    };
+    request(place.row, 0);
+    request(place.row + place.step, 1);
+    float scale[PACKS][N], dweight[PACKS][N], dbias[PACKS][N];
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        if (has(p)) load_parameters<N>(weight, (place.index + p * row_threads) * N, scale[p]);
+#pragma unroll
+        for (int i = 0; i < N; i++) dweight[p][i] = dbias[p][i] = 0.0f;
+    }
+    const int own = elements_of_warp<PACKS, N>(packs, place.index / WARP, row_threads);
+    const float count = float(own), each = own ? 1.0f / count : 0.0f;
+    // Rows in turn use the one scratch and the other: a barrier lies between two uses of the same.
+    int turn = 0;
+    for (int64_t row = place.row; row < rows; row += place.step, turn ^= 1) {
+        ahead.wait();
+        Pack<T> x_packs[PACKS], dy_packs[PACKS];
+        ahead.take(turn, 0, x_packs);
+        ahead.take(turn, 1, dy_packs);
+        float x_row[PACKS][N], dy_row[PACKS][N], sum = 0.0f;
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            const int pack = place.index + p * row_threads;
-            if (pack < packs) {
-                // place.row is where the warp or block began: its number.
-                float *of_weight = partial + place.row * columns + pack * N;
-                float *of_bias = of_weight + groups * columns;
+            unpack(x_packs[p], x_row[p]);
+            unpack(dy_packs[p], dy_row[p]);
+            if (has(p)) {
 #pragma unroll
-                for (int i = 0; i < N; i += 4) {
-                    const float *w = dweight[p] + i, *b = dbias[p] + i;
-                    *reinterpret_cast<float4 *>(of_weight + i) =
-                        make_float4(w[0], w[1], w[2], w[3]);
-                    *reinterpret_cast<float4 *>(of_bias + i) =
-                        make_float4(b[0], b[1], b[2], b[3]);
+                for (int i = 0; i < N; i++) sum += x_row[p][i];
+            }
+        }
+        Part part = {count, warp_sum(sum) * each, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            if (has(p)) {
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    const float centred = x_row[p][i] - part.mean, g = dy_row[p][i] * scale[p][i];
+                    part.squares += centred * centred;
+                    part.g += g;
+                    part.gx += g * centred;
                 }
+            }
+        }
+        part.squares = warp_sum(part.squares);
+        part.g = warp_sum(part.g);
+        part.gx = warp_sum(part.gx);
+        // What the slot held is in registers by now.
+        request(row + 2 * place.step, turn);
+        const Part all = merged<true>(part, row_threads, columns, scratch[turn]);
+        const Correction of_row = correction(all, eps);
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            if (has(p)) {
+                Pack<T> out;
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    const float centred = x_row[p][i] - all.mean, scaled = dy_row[p][i] * of_row.r;
+                    dweight[p][i] += scaled * centred;
+                    dbias[p][i] += dy_row[p][i];
+                    out.at[i] = from_float<T>(
+                        scaled * scale[p][i] + (centred * of_row.slope + of_row.shift));
+                }
+                if (dx)
+                    store_pack(dx + row * columns + (place.index + p * row_threads) * N, out);
+            }
+        }
+    }
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        if (has(p)) {
+            // place.row is where the warp or block began: its number.
+            float *of_weight =
+                partial + place.row * columns + (place.index + p * row_threads) * N;
+            float *of_bias = of_weight + groups * columns;
+#pragma unroll
+            for (int i = 0; i < N; i += 4) {
+                const float *w = dweight[p] + i, *b = dbias[p] + i;
+                *reinterpret_cast<float4 *>(of_weight + i) = make_float4(w[0], w[1], w[2], w[3]);
+                *reinterpret_cast<float4 *>(of_bias + i) = make_float4(b[0], b[1], b[2], b[3]);
             }
         }
     }
@@ -326,18 +387,17 @@ layer_norm_parameters_any(const T *x, const T *dy, const float2 *statistics, flo
 }
 
 template <typename T>
-__device__ __forceinline__ void layer_norm_backward(const T *x, const T *dy, Parameter weight,
-                                                    float eps, T *dx, int64_t rows, int columns,
-                                                    int row_threads) {
-    backward<T, false>(x, dy, weight, eps, dx, nullptr, 0, rows, columns, row_threads);
-}
-
-template <typename T>
 __device__ __forceinline__ void
 layer_norm_backward_parameters(const T *x, const T *dy, Parameter weight, float eps, T *dx,
                                float *partial, int64_t groups, int64_t rows, int columns,
                                int row_threads) {
-    backward<T, true>(x, dy, weight, eps, dx, partial, groups, rows, columns, row_threads);
+    follow_previous();
+    if (columns == 16 * row_threads)
+        backward_parameters<T, true>(x, dy, weight, eps, dx, partial, groups, rows, columns,
+                                     row_threads);
+    else
+        backward_parameters<T, false>(x, dy, weight, eps, dx, partial, groups, rows, columns,
+                                      row_threads);
 }
 
 FOR_EACH_DTYPE(layer_norm_forward, ROW_THREADS,

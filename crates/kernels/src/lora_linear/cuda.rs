@@ -99,7 +99,7 @@ fn copy(cuda: &Cuda, dtype: DType, segments: &[Segment]) -> Result<()> {
         let largest = largest.unwrap_or(0).max(0) as usize;
         let blocks = largest.div_ceil(4 * THREADS).min(4 * cuda.multiprocessors()?);
         let grid = (blocks as u32, segments.len() as u32, 1);
-        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, 0)?;
+        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, 0)?.overlapping();
         // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
         unsafe {
             launch.with(|arguments| {

@@ -23,18 +23,33 @@ struct Segments {
     Segment at[MOST];
 };
 
+/// Elements that a thread copies at a time, as it has to wait for what it reads.
+constexpr int AHEAD = 4;
+
 /// Block `(b, s)` copies every gridDim.x-th part of segment s.
 template <typename T> __device__ __forceinline__ void pack(const Segments &segments) {
+    follow_previous();
     const Segment &segment = segments.at[blockIdx.y];
     const int columns = segment.columns, count = segment.height * columns;
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < count; i += gridDim.x * THREADS) {
-        const int row = i / columns, column = i - row * columns;
-        const int64_t from = row * segment.from_row + column * segment.from_column;
-        float value = 0.0f;
-        if (row < segment.rows)
-            value = segment.single ? static_cast<const float *>(segment.from)[from]
-                                   : to_float(static_cast<const T *>(segment.from)[from]);
-        static_cast<T *>(segment.to)[row * segment.to_row + column] = from_float<T>(value);
+    const int step = gridDim.x * THREADS;
+    for (int first = blockIdx.x * THREADS + threadIdx.x; first < count; first += AHEAD * step) {
+        float values[AHEAD];
+        int64_t to[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            const int i = first + k * step, row = i / columns, column = i - row * columns;
+            const int64_t from = row * segment.from_row + column * segment.from_column;
+            to[k] = row * segment.to_row + column;
+            values[k] = 0.0f;
+            if (i < count && row < segment.rows)
+                values[k] = segment.single ? static_cast<const float *>(segment.from)[from]
+                                           : to_float(static_cast<const T *>(segment.from)[from]);
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            if (first + k * step < count)
+                static_cast<T *>(segment.to)[to[k]] = from_float<T>(values[k]);
+        }
     }
 }
 

@@ -481,8 +481,17 @@ mod cuda {
     fn cuda_kernels_for_half_precision_match_f32_at_size() {
         let Some(device) = crate::testing::cuda() else { return };
         let sizes = [(1544, 16), (1032, 24), (264, 8)];
-        for (rows, dropout) in [(2500, false), (5000, false), (2500, true)] {
-            let group = Group::new(rows, 1032, &sizes, dropout);
+        let groups = [
+            Group::new(2500, 1032, &sizes, false),
+            Group::new(5000, 1032, &sizes, false),
+            Group::new(2500, 1032, &sizes, true),
+            // A block has many tiles of columns, of every number of ranks.
+            Group::new(8200, 72, &[(2056, 16)], false),
+            Group::new(5000, 72, &[(1544, 40), (1544, 32), (1032, 64)], false),
+            Group::new(260, 17_032, &[(40, 16)], false),
+            Group::new(900, 17_032, &[(40, 16), (24, 40)], false),
+        ];
+        for group in groups {
             for (dtype, tolerance) in [(DType::F16, 4e-3), (DType::BF16, 3.2e-2)] {
                 let low = group.to(dtype, DType::F32, &device);
                 let exact = low.to(DType::F32, DType::F32, &device).run(true);

@@ -111,24 +111,29 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, const T *dsum,
     __shared__ float scratch[2][2][WARP];
     const Place place = place_in_rows(row_threads);
     const int packs = columns / N;
-    float dweight[PACKS][N];
-    if constexpr (DWEIGHT) {
-#pragma unroll
-        for (int p = 0; p < PACKS; p++) {
-#pragma unroll
-            for (int i = 0; i < N; i++) dweight[p][i] = 0.0f;
-        }
-    }
-    // What is summed over rows leaves few threads to a multiprocessor, so they ask for rows in advance.
+    // What is summed over rows leaves few threads to a multiprocessor: they ask for rows in advance, and
+    // have registers for the weight.
+    float scale[PACKS][N], dweight[PACKS][N];
     extern __shared__ uint4 memory[];
-    const RowsAhead<T, PACKS, 3> ahead = {memory, dsum ? 3 : 2};
-    const T *const from[3] = {x, dy, dsum};
+    const RowsAhead<T, PACKS, 3> ahead(memory, dsum ? 3 : 2, {x, dy, dsum}, packs, place.index,
+                                       row_threads);
     const auto request = [&](int64_t row, int slot) {
-        ahead.request(from, row < rows, row * columns, slot, packs, place.index, row_threads);
+        ahead.request(row < rows, row * columns, slot);
+    };
+    const auto load_scale = [&](int p) {
+        load_parameters<N>(weight, (place.index + p * row_threads) * N, scale[p]);
+#pragma unroll
+        for (int i = 0; i < N; i++) scale[p][i] += offset;
     };
     if constexpr (DWEIGHT) {
         request(place.row, 0);
         request(place.row + place.step, 1);
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            if (place.index + p * row_threads < packs) load_scale(p);
+#pragma unroll
+            for (int i = 0; i < N; i++) dweight[p][i] = 0.0f;
+        }
     }
     // Rows in turn use the one scratch and the other: a barrier lies between two uses of the same.
     int turn = 0;
@@ -148,20 +153,20 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, const T *dsum,
         float sums[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            const int pack = place.index + p * row_threads;
-            if (pack < packs) {
-                float scale[N];
-                load_parameters<N>(weight, pack * N, scale);
+            if (place.index + p * row_threads < packs) {
+                if constexpr (!DWEIGHT) load_scale(p);
 #pragma unroll
                 for (int i = 0; i < N; i++) {
                     const float x_i = to_float(x_packs[p].at[i]);
                     sums[0] += x_i * x_i;
-                    sums[1] += to_float(dy_packs[p].at[i]) * (offset + scale[i]) * x_i;
+                    sums[1] += to_float(dy_packs[p].at[i]) * scale[p][i] * x_i;
                 }
             }
         }
-        keep_packed(x_packs);
-        keep_packed(dy_packs);
+        if constexpr (!DWEIGHT) {
+            keep_packed(x_packs);
+            keep_packed(dy_packs);
+        }
         keep_packed(dsum_packs);
         row_sums(sums, row_threads, scratch[turn]);
         // What the slot held is in registers by now.
@@ -173,15 +178,14 @@ __device__ __forceinline__ void backward(const T *x, const T *dy, const T *dsum,
             const int pack = place.index + p * row_threads;
             if (pack < packs) {
                 // Read again rather than kept: registers are scarcer than the cache's bandwidth.
-                float scale[N];
-                load_parameters<N>(weight, pack * N, scale);
+                if constexpr (!DWEIGHT) load_scale(p);
                 Pack<T> out;
 #pragma unroll
                 for (int i = 0; i < N; i++) {
                     const float x_i = to_float(x_packs[p].at[i]);
-                    const float dy_i = to_float(dy_packs[p].at[i]);
-                    if constexpr (DWEIGHT) dweight[p][i] += dy_i * (x_i * r);
-                    float gradient = r * (dy_i * (offset + scale[i])) - x_i * correction;
+                    const float scaled = to_float(dy_packs[p].at[i]) * r;
+                    if constexpr (DWEIGHT) dweight[p][i] += scaled * x_i;
+                    float gradient = scaled * scale[p][i] - x_i * correction;
                     if (dsum) gradient += to_float(dsum_packs[p].at[i]);
                     out.at[i] = from_float<T>(gradient);
                 }

@@ -8,6 +8,7 @@
 
 #include "async.cuh"
 #include "common.cuh"
+#include "tensor.cuh"
 
 /// Threads that a row in registers has at most.
 constexpr int ROW_THREADS = 512;
@@ -74,28 +75,41 @@ __device__ __forceinline__ void load_row(const T *row, int packs, int index, int
 /// `rows.rs` says.
 template <typename T, int PACKS, int TENSORS> struct RowsAhead {
     static constexpr int ROWS = 2, N = Pack<T>::N;
-    uint4 *memory;
+    /// The thread's place in the memory, and the distance to that of its next pack.
+    uint4 *own;
+    int stride;
     int tensors;
+    /// The thread's first pack of row 0 of every tensor, and elements to the next.
+    const T *from[TENSORS];
+    int next;
+    /// Packs of the thread.
+    int packs;
+
+    __device__ __forceinline__ RowsAhead(uint4 *memory, int tensors,
+                                         const T *const (&of)[TENSORS], int row_packs, int index,
+                                         int row_threads)
+        : own(memory + threadIdx.x), stride(blockDim.x), tensors(tensors), next(row_threads * N),
+          packs((row_packs - index + row_threads - 1) / row_threads) {
+#pragma unroll
+        for (int tensor = 0; tensor < TENSORS; tensor++) from[tensor] = of[tensor] + index * N;
+    }
 
     __device__ __forceinline__ uint4 *place(int slot, int tensor, int p) const {
-        return memory + ((slot * tensors + tensor) * PACKS + p) * blockDim.x + threadIdx.x;
+        return own + ((slot * tensors + tensor) * PACKS + p) * stride;
     }
 
     /// Asks for a row at `offset` of every tensor; a row that isn't there is asked for too, for groups
     /// of copies are counted.
-    __device__ __forceinline__ void request(const T *const (&from)[TENSORS], bool there,
-                                            int64_t offset, int slot, int packs, int index,
-                                            int row_threads) const {
+    __device__ __forceinline__ void request(bool there, int64_t offset, int slot) const {
         if (there) {
 #pragma unroll
             for (int tensor = 0; tensor < TENSORS; tensor++) {
                 if (tensor >= tensors) break;
 #pragma unroll
                 for (int p = 0; p < PACKS; p++) {
-                    const int pack = index + p * row_threads;
-                    if (pack < packs)
+                    if (p < packs)
                         copy_async(shared_address(place(slot, tensor, p)),
-                                   from[tensor] + offset + pack * N, true);
+                                   from[tensor] + offset + p * next, true);
                 }
             }
         }
@@ -124,6 +138,26 @@ __device__ __forceinline__ void keep_packed(Pack<T> (&packs)[PACKS]) {
         asm volatile("" : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w));
         packs[p] = *reinterpret_cast<Pack<T> *>(&bits);
     }
+}
+
+/// The numbers of a pack, in registers as such from here on: a row that is gone over several times is
+/// converted once.
+template <typename T>
+__device__ __forceinline__ void unpack(const Pack<T> &pack, float (&out)[Pack<T>::N]) {
+    constexpr int N = Pack<T>::N;
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            const float2 pair = unpack_pair<T>(*reinterpret_cast<const uint32_t *>(pack.at + i));
+            out[i] = pair.x;
+            out[i + 1] = pair.y;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) out[i] = to_float(pack.at[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) asm("" : "+f"(out[i]));
 }
 
 /// Parameters of a norm: f32, bf16 or f16, whatever the rows are.

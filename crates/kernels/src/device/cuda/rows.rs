@@ -87,7 +87,7 @@ impl RowPlan {
         /// As in `rows.cuh`.
         const ROWS: usize = 2;
         /// More than what the kernels declare.
-        const FIXED: usize = 1 << 10;
+        const FIXED: usize = 2 << 10;
         let bytes = ROWS * tensors * packs * 16 * self.block as usize;
         Ok((bytes + FIXED <= cuda.most_shared_memory()?).then_some(bytes as u32))
     }

@@ -14,9 +14,12 @@ static MODULE: Module = module!("skinny");
 
 const THREADS: usize = 256;
 
-/// A tile of the large matrix.
-const ROWS: usize = 256;
+/// Columns of a tile of the large matrix, for `down` and `both`.
 const COLUMNS: usize = 64;
+
+/// A tile for `gradient`.
+const GRADIENT_ROWS: usize = 128;
+const GRADIENT_COLUMNS: usize = 128;
 
 /// A tile of the result of `up`.
 const UP_ROWS: usize = 128;
@@ -77,7 +80,7 @@ struct Sum {
     columns: i32,
     pitch: i32,
     alpha: f32,
-    unused: i32,
+    single: i32,
 }
 
 #[repr(C)]
@@ -113,6 +116,18 @@ enum Kind {
     Both,
 }
 
+impl Kind {
+    /// Threads of a block, as the kernel has them.
+    fn threads(self, tiles: usize) -> usize {
+        if self == Kind::Both && tiles == 1 { 512 } else { THREADS }
+    }
+
+    /// Rows of a tile of the large matrix: a thread has one.
+    fn rows(self, tiles: usize) -> usize {
+        if self == Kind::Gradient { GRADIENT_ROWS } else { self.threads(tiles) }
+    }
+}
+
 /// Where the terms of sums lie, and how many a sum has.
 #[derive(Clone, Copy)]
 struct Terms {
@@ -129,9 +144,7 @@ pub(super) struct Skinny<'a> {
     multiprocessors: usize,
     /// Bytes of shared memory that a block may have, and that kernels were made for.
     shared: (usize, usize),
-    /// Sums to be written in the dtype of the activations, and in f32.
-    narrow: Vec<Sum>,
-    wide: Vec<Sum>,
+    sums: Vec<Sum>,
     /// What the sums are to be made of.
     memory: Vec<Array>,
 }
@@ -147,8 +160,7 @@ impl<'a> Skinny<'a> {
             fits: dtype != DType::F32 && rows >= FEWEST_ROWS,
             multiprocessors: cuda.multiprocessors()?,
             shared: (cuda.most_shared_memory()?, made_for),
-            narrow: Vec::new(),
-            wide: Vec::new(),
+            sums: Vec::new(),
             memory: Vec::new(),
         })
     }
@@ -287,7 +299,8 @@ impl<'a> Skinny<'a> {
         };
         let name = of_rank!("up_1", "up_2", "up_3", "up_4", tiles, self.dtype);
         let grid = (wide.div_ceil(UP_COLUMNS) as u32, down as u32, 1);
-        let launch = MODULE.launch(self.cuda, name, grid, THREADS as u32, shared as u32)?;
+        let launch =
+            MODULE.launch(self.cuda, name, grid, THREADS as u32, shared as u32)?.overlapping();
         // SAFETY: as the kernel declares it; the caller holds what the pointers point into.
         unsafe {
             launch.with(|arguments| {
@@ -298,10 +311,8 @@ impl<'a> Skinny<'a> {
 
     /// Adds up what the products so far left to be.
     pub(super) fn finish(&mut self) -> Result<()> {
-        add_up(self.cuda, self.multiprocessors, self.dtype, &self.narrow)?;
-        add_up(self.cuda, self.multiprocessors, DType::F32, &self.wide)?;
-        self.narrow.clear();
-        self.wide.clear();
+        add_up(self.cuda, self.multiprocessors, self.dtype, &self.sums)?;
+        self.sums.clear();
         self.memory.clear();
         Ok(())
     }
@@ -323,10 +334,22 @@ impl<'a> Skinny<'a> {
     /// Shared memory of a pass, as the kernel lays it out.
     fn shared_memory(&self, kind: Kind, tiles: usize) -> usize {
         let ranks = TILE * tiles;
-        let factor = if kind == Kind::Gradient { 0 } else { ranks * COLUMNS * 2 };
-        let left = if kind == Kind::Down { 0 } else { ROWS * (2 * ranks + 16) };
-        let stage = ROWS * COLUMNS * 2 + factor + left;
-        if 3 * stage <= self.shared.1 { 3 * stage } else { 2 * stage }
+        let padded = 2 * ranks + 16;
+        if kind == Kind::Gradient {
+            let sums = ranks * GRADIENT_COLUMNS * size_of::<f32>();
+            let stage = GRADIENT_ROWS * (2 * GRADIENT_COLUMNS + padded);
+            return sums + ((self.shared.1 - sums) / stage).min(4) * stage;
+        }
+        let rows = kind.rows(tiles);
+        let kept = match kind {
+            Kind::Both => {
+                let left = rows * if tiles <= 3 { 2 * ranks } else { padded };
+                left + 2 * ranks * COLUMNS * size_of::<f32>()
+            }
+            _ => 0,
+        };
+        let stage = (rows + ranks) * COLUMNS * 2;
+        if kept + 3 * stage <= self.shared.1 { kept + 3 * stage } else { kept + 2 * stage }
     }
 
     /// Runs a pass; what is to be added up for `down` and for `gradient`.
@@ -338,7 +361,7 @@ impl<'a> Skinny<'a> {
     ) -> Result<(Option<Terms>, Option<Terms>)> {
         let tiles = rank.div_ceil(TILE);
         let ranks = tiles * TILE;
-        let (x, y) = self.grid(kind, rows.div_ceil(ROWS), wide.div_ceil(COLUMNS));
+        let (x, y) = self.grid(kind, rows, wide, tiles);
         (pass.rows, pass.wide, pass.rank) = (size(rows)?, size(wide)?, size(rank)?);
         let mut take = |slots: usize, elements: usize| -> Result<Terms> {
             let memory = self.cuda.empty(slots * elements, DType::F32)?;
@@ -366,7 +389,8 @@ impl<'a> Skinny<'a> {
         };
         let shared = self.shared_memory(kind, tiles) as u32;
         let grid = (x as u32, y as u32, 1);
-        let launch = MODULE.launch(self.cuda, name, grid, THREADS as u32, shared)?;
+        let threads = kind.threads(tiles) as u32;
+        let launch = MODULE.launch(self.cuda, name, grid, threads, shared)?.overlapping();
         // SAFETY: as the kernel declares it; the caller holds what the pointers point into, and the terms
         // are kept until they are added up.
         unsafe {
@@ -378,22 +402,25 @@ impl<'a> Skinny<'a> {
     }
 
     /// How many blocks share the tiles of rows, and those of columns, of which there are so many: what
-    /// takes the fewest tiles one after the other.
-    fn grid(&self, kind: Kind, row_tiles: usize, column_tiles: usize) -> (usize, usize) {
+    /// takes the shortest.
+    fn grid(&self, kind: Kind, rows: usize, wide: usize, tiles: usize) -> (usize, usize) {
         let most = self.multiprocessors;
-        let steps = |(x, y): &(usize, usize)| {
-            let waves = (x * y).div_ceil(most);
-            // A block takes about as long to start and to write its result as a tile.
-            waves * (row_tiles.div_ceil(*x) * column_tiles.div_ceil(*y) + 1)
-        };
-        let choices: Vec<_> = if kind == Kind::Gradient {
-            let fits = |x: &usize| *x <= row_tiles;
-            (1..=16).filter(fits).map(|x| (x, (most / x).clamp(1, column_tiles))).collect()
-        } else {
-            let most = (2 * most / row_tiles).clamp(1, column_tiles);
-            (1..=most).map(|y| (row_tiles, y)).collect()
-        };
-        choices.into_iter().min_by_key(steps).unwrap_or((row_tiles, 1))
+        let row_tiles = rows.div_ceil(kind.rows(tiles));
+        // In quarters of what a tile takes; a block takes about one to start and to write its result.
+        if kind == Kind::Gradient {
+            let column_tiles = wide.div_ceil(GRADIENT_COLUMNS);
+            let time = |(x, y): &(usize, usize)| {
+                let columns = column_tiles.div_ceil(*y);
+                4 + columns * (4 * row_tiles.div_ceil(*x) + 1 + tiles)
+            };
+            let choices =
+                (1..=row_tiles.clamp(1, 16)).map(|x| (x, (most / x).clamp(1, column_tiles)));
+            return choices.min_by_key(time).unwrap_or((1, 1));
+        }
+        let column_tiles = wide.div_ceil(COLUMNS);
+        let time = |y: &usize| (row_tiles * y).div_ceil(most) * (column_tiles.div_ceil(*y) + 1);
+        let choices = 1..=(2 * most / row_tiles).clamp(1, column_tiles);
+        (row_tiles, choices.min_by_key(time).unwrap_or(1))
     }
 
     fn add_down(
@@ -405,7 +432,7 @@ impl<'a> Skinny<'a> {
     ) -> Result<()> {
         let Some(Terms { pointer, slots }) = from else { return Ok(()) };
         let ranks = rank.next_multiple_of(TILE);
-        self.narrow.push(Sum {
+        self.sums.push(Sum {
             from: pointer,
             to: to.pointer,
             slot_stride: (rows * ranks) as i64,
@@ -416,7 +443,7 @@ impl<'a> Skinny<'a> {
             columns: size(rank)?,
             pitch: size(ranks)?,
             alpha: alpha as f32,
-            unused: 0,
+            single: 0,
         });
         Ok(())
     }
@@ -430,7 +457,7 @@ impl<'a> Skinny<'a> {
         (row_stride, column_stride): (usize, usize),
     ) -> Result<()> {
         let ranks = rank.next_multiple_of(TILE);
-        self.wide.push(Sum {
+        self.sums.push(Sum {
             from: pointer + (first * wide * size_of::<f32>()) as u64,
             to: to.pointer,
             slot_stride: (ranks * wide) as i64,
@@ -441,7 +468,7 @@ impl<'a> Skinny<'a> {
             columns: size(wide)?,
             pitch: size(wide)?,
             alpha: alpha as f32,
-            unused: 0,
+            single: 1,
         });
         Ok(())
     }
@@ -455,7 +482,7 @@ fn add_up(cuda: &Cuda, multiprocessors: usize, dtype: DType, sums: &[Sum]) -> Re
         let largest = sums.iter().map(|sum| sum.rows as usize * sum.columns as usize).max();
         let blocks = largest.unwrap_or(0).div_ceil(THREADS).min(8 * multiprocessors);
         let grid = (blocks as u32, sums.len() as u32, 1);
-        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, 0)?;
+        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, 0)?.overlapping();
         // SAFETY: as the kernel declares it; the caller holds what the pointers point into.
         unsafe {
             launch.with(|arguments| {
