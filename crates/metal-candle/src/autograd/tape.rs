@@ -2,7 +2,7 @@
 
 use crate::Result;
 use candle_core::{Device, Shape, Tensor};
-use metal_candle_kernels::arithmetic;
+use metal_candle_kernels::{arithmetic, devices};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::fmt;
@@ -121,7 +121,9 @@ impl Value {
     /// again rather than kept if there is a way.
     pub(super) fn saved(&self) -> Saved {
         match &self.recipe {
-            Some(recipe) if !self.tensor.device().is_cpu() => Saved::MadeAgain(recipe.clone()),
+            Some(recipe) if devices::computes_on_gpu(&self.tensor) => {
+                Saved::MadeAgain(recipe.clone())
+            }
             _ => Saved::Kept(self.tensor.clone()),
         }
     }
