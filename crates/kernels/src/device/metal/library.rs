@@ -2,6 +2,7 @@
 //! pipelines, by name and function constants.
 
 use super::encode::metal_error;
+use super::pipelines::Pipelines;
 use super::source::source;
 use super::{Constant, Kernel};
 use candle_core::metal_backend::{DeviceId, MetalDevice};
@@ -12,32 +13,19 @@ use std::sync::RwLock;
 
 struct Compiled {
     libraries: Vec<(DeviceId, Library)>,
-    pipelines: Vec<Known>,
-}
-
-/// A pipeline that was made. There are few: a search that compares addresses of names is faster than one that
-/// reads them.
-struct Known {
-    device: DeviceId,
-    name: &'static str,
-    constants: Box<[(usize, Constant)]>,
-    pipeline: ComputePipeline,
+    pipelines: Pipelines<DeviceId, ComputePipeline>,
 }
 
 static COMPILED: RwLock<Compiled> =
-    RwLock::new(Compiled { libraries: Vec::new(), pipelines: Vec::new() });
+    RwLock::new(Compiled { libraries: Vec::new(), pipelines: Pipelines::new() });
 
 /// The pipeline of a kernel, made for its function constants when they are asked for first.
 pub(super) fn pipeline(device: &MetalDevice, kernel: Kernel) -> Result<ComputePipeline> {
     let id = device.id();
-    let Kernel { name, constants } = kernel;
-    if let Ok(compiled) = COMPILED.read() {
-        let found = compiled.pipelines.iter().find(|known| {
-            known.device == id && std::ptr::eq(known.name, name) && *known.constants == *constants
-        });
-        if let Some(known) = found {
-            return Ok(known.pipeline.clone());
-        }
+    if let Ok(compiled) = COMPILED.read()
+        && let Some(pipeline) = compiled.pipelines.find(id, kernel)
+    {
+        return Ok(pipeline);
     }
     let Ok(mut compiled) = COMPILED.write() else {
         bail!("metal-candle-kernels: another thread failed while it compiled kernels")
@@ -51,14 +39,14 @@ pub(super) fn pipeline(device: &MetalDevice, kernel: Kernel) -> Result<ComputePi
             library
         }
     };
+    let Kernel { name, constants } = kernel;
     let values = (!constants.is_empty()).then(|| values_of(constants));
     let function = library.get_function(name, values.as_ref()).map_err(metal_error)?;
     let pipeline = device
         .metal_device()
         .new_compute_pipeline_state_with_function(&function)
         .map_err(metal_error)?;
-    let (constants, made) = (constants.into(), pipeline.clone());
-    compiled.pipelines.push(Known { device: id, name, constants, pipeline: made });
+    compiled.pipelines.add(id, kernel, pipeline.clone());
     Ok(pipeline)
 }
 

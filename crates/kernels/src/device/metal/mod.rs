@@ -21,6 +21,8 @@ mod memory;
 #[cfg(feature = "metal")]
 mod mps;
 #[cfg(any(feature = "metal", test))]
+mod pipelines;
+#[cfg(any(feature = "metal", test))]
 mod pool;
 pub(crate) mod product;
 mod source;
