@@ -9,11 +9,14 @@ use half::{bf16, f16};
 use std::cell::RefCell;
 use std::sync::Arc;
 
+/// Runs a kernel, and gives what the buffers hold then that it writes, in their order.
+pub type Run = dyn Fn(&Launch) -> Vec<Vec<u8>> + Send + Sync;
+
 /// What runs kernels in place of a device.
 #[derive(Clone)]
 pub struct Emulator {
-    /// Runs a kernel, and gives what the buffers hold then that it writes, in their order.
-    pub run: Arc<dyn Fn(&Launch) -> Vec<Vec<u8>> + Send + Sync>,
+    /// Runs kernels.
+    pub run: Arc<Run>,
     /// The order of the threads.
     pub seed: u64,
     /// Threads that a threadgroup may have.

@@ -38,10 +38,10 @@ use super::cpu::collapsed_rows;
 use candle_core::{DType, Result, Tensor, bail};
 use encode::{Buffer, Pipeline};
 
-#[cfg(all(feature = "metal-emulation", not(feature = "metal")))]
-pub use encode::Bound;
 #[cfg(not(feature = "metal"))]
 pub(crate) use encode::is_emulating;
+#[cfg(all(feature = "metal-emulation", not(feature = "metal")))]
+pub use encode::{Bound, Run};
 #[cfg(not(feature = "metal"))]
 pub use encode::{Emulator, Launch, emulate};
 pub(crate) use encode::{Metal, computes};
