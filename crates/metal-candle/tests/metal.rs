@@ -6,22 +6,31 @@
 use candle_core::{DType, Device, Tensor};
 use metal_candle::Result;
 use metal_candle::adapter::LoraConfig;
-use metal_candle::autograd::Tape;
+use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::{Batch, BatchOptions, Batcher, Dataset, Example, IGNORED, Report};
 use metal_candle::generate::Session;
 use metal_candle::model::{Config, Input, Model, PassOptions};
 use metal_candle::train::{LearningRate, Metric, ScheduleOptions, TrainOptions, Trainer};
 use metal_candle_kernels::adamw;
+use metal_emulator::Mode;
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Calls `task` with a device on which Metal's operations compute, and gives the names of the kernels that ran
-/// as well where they can be told; `None`, said once, where there is neither a GPU nor an emulator.
+/// as well where they can be told, in a mode of the emulator; `None`, said once, where there is neither a GPU
+/// nor an emulator.
 #[cfg(feature = "metal")]
-fn on_metal<R>(task: impl FnOnce(&Device) -> R) -> Option<(R, Option<BTreeSet<&'static str>>)> {
+fn on_metal<R>(
+    _: Mode,
+    task: impl FnOnce(&Device) -> R,
+) -> Option<(R, Option<BTreeSet<&'static str>>)> {
     use metal_candle::devices;
     use std::io::Write;
-    use std::sync::Once;
+    use std::sync::{Mutex, Once, PoisonError};
+
+    // Compiled for one device once, which one thread uses at a time.
+    static DEVICE: Mutex<Option<Device>> = Mutex::new(None);
     if devices::metal_count() == 0 {
         static SAID: Once = Once::new();
         SAID.call_once(|| {
@@ -30,22 +39,27 @@ fn on_metal<R>(task: impl FnOnce(&Device) -> R) -> Option<(R, Option<BTreeSet<&'
         });
         return None;
     }
-    Some((task(&devices::metal(0).unwrap()), None))
+    let mut device = DEVICE.lock().unwrap_or_else(PoisonError::into_inner);
+    let device = device.get_or_insert_with(|| devices::metal(0).unwrap());
+    Some((task(device), None))
 }
 
 #[cfg(not(feature = "metal"))]
-fn on_metal<R>(task: impl FnOnce(&Device) -> R) -> Option<(R, Option<BTreeSet<&'static str>>)> {
+fn on_metal<R>(
+    mode: Mode,
+    task: impl FnOnce(&Device) -> R,
+) -> Option<(R, Option<BTreeSet<&'static str>>)> {
     use metal_candle::devices::MetalMatmul;
     use metal_candle_kernels::emulation::{Constant, Emulator, Launch, emulate, source};
-    use metal_emulator::{Library, Mode, Source};
+    use metal_emulator::{Library, Source};
     use std::sync::{Mutex, OnceLock};
 
-    static LIBRARY: OnceLock<Library> = OnceLock::new();
+    static LIBRARIES: [OnceLock<Library>; 3] = [const { OnceLock::new() }; 3];
     if !metal_emulator::available() {
         return None;
     }
-    let library = LIBRARY.get_or_init(|| {
-        Source::text("metal-candle-kernels.metal", source()).compile(Mode::Asan).unwrap()
+    let library = LIBRARIES[mode as usize].get_or_init(|| {
+        Source::text("metal-candle-kernels.metal", source()).compile(mode).unwrap()
     });
     let names = Arc::new(Mutex::new(BTreeSet::new()));
     let ran = names.clone();
@@ -82,6 +96,9 @@ fn assert_ran(names: Option<BTreeSet<&'static str>>, dtype: DType, expected: &[&
     assert_eq!(names.into_iter().map(String::from).collect::<BTreeSet<_>>(), expected);
 }
 
+/// Of [`model`].
+const VOCABULARY: u32 = 72;
+
 /// Heads that share keys, rope, a gated unit, and a head that is the embedding.
 fn model(dtype: DType, device: &Device) -> Model {
     let config = Config::from_json(
@@ -101,9 +118,9 @@ fn with_adapter(dtype: DType, device: &Device) -> Model {
 }
 
 /// Two rows: two records one after the other, and one with padding behind it.
-fn batch() -> Batch {
+fn batch(vocabulary: u32) -> Batch {
     let length = 13;
-    let ids: Vec<u32> = (0..2 * length).map(|place| (7 * place + 3) % 72).collect();
+    let ids: Vec<u32> = (0..2 * length).map(|place| (7 * place + 3) % vocabulary).collect();
     let starts = |place: u32| if (5..length).contains(&place) { 5 } else { 0 };
     let is_padding = |place: u32| place >= length + 9;
     let places = || 0..2 * length;
@@ -112,9 +129,16 @@ fn batch() -> Batch {
         place if place < length => starts(place),
         _ => 0,
     };
-    let targets: Vec<u32> = places()
-        .map(|place| if is_padding(place) || place % 4 == 0 { IGNORED } else { (place * 11) % 72 })
-        .collect();
+    let targets: Vec<u32> =
+        places()
+            .map(|place| {
+                if is_padding(place) || place % 4 == 0 {
+                    IGNORED
+                } else {
+                    (place * 11) % vocabulary
+                }
+            })
+            .collect();
     Batch {
         rows: 2,
         length: length as usize,
@@ -161,16 +185,34 @@ const FORWARD: &[&str] = &[
     "rope_rotate_$",
 ];
 
+const BACKWARD: &[&str] = &[
+    "adamw_accumulate_f32",
+    "arithmetic_scale_by_$",
+    "attention_corrections_$",
+    "attention_dk_dv_64_$",
+    "attention_dq_64_$",
+    "copy_rows_4",
+    "cross_entropy_rows_$",
+    "cross_entropy_scatter_$",
+    "cross_entropy_sum",
+    "glu_backward_$",
+    "rms_norm_backward_$",
+];
+
+const STEP: &[&str] = &["adamw_clipped_step", "adamw_norm", "adamw_squares_f32"];
+
 #[test]
 fn a_model_on_metal_gives_the_logits_of_the_cpu() {
     for (dtype, tolerance) in [(DType::F32, 2e-6), (DType::BF16, 2e-2), (DType::F16, 3e-3)] {
         let logits = |device: &Device| {
             let model = model(dtype, device);
-            let input = Input::batch(&batch(), device).unwrap();
+            let input = Input::batch(&batch(VOCABULARY), device).unwrap();
             let hidden = model.forward(&Tape::inference(), &input, None, PassOptions::default());
             model.logits(hidden.unwrap().tensor()).unwrap()
         };
-        let Some((found, names)) = on_metal(|device| numbers(&logits(device))) else { return };
+        let Some((found, names)) = on_metal(Mode::Asan, |device| numbers(&logits(device))) else {
+            return;
+        };
         assert_close(&found, &numbers(&logits(&Device::Cpu)), tolerance, "logits");
         let casts = match dtype {
             DType::F32 => &[][..],
@@ -203,7 +245,7 @@ fn train(device: &Device, dtype: DType, checkpoint: bool) -> Steps {
     for step in 1..=2 {
         let tape = Tape::recording();
         let pass = PassOptions { dropout_seed: Some(step as u64), checkpoint };
-        let loss = model.loss(&tape, &batch(), pass).unwrap();
+        let loss = model.loss(&tape, &batch(VOCABULARY), pass).unwrap();
         tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &*store).unwrap();
         steps.losses.extend(numbers(loss.sum.tensor()));
         steps.gradients.push(numbers(store.gradients()));
@@ -229,7 +271,8 @@ fn lora_steps_on_metal_are_those_of_the_cpu() {
     for (dtype, checkpoint, tolerance) in
         [(DType::F32, false, 2e-5), (DType::F32, true, 2e-5), (DType::BF16, true, 5e-2)]
     {
-        let Some((found, names)) = on_metal(|device| train(device, dtype, checkpoint)) else {
+        let Some((found, names)) = on_metal(Mode::Asan, |device| train(device, dtype, checkpoint))
+        else {
             return;
         };
         let expected = train(&Device::Cpu, dtype, checkpoint);
@@ -244,26 +287,9 @@ fn lora_steps_on_metal_are_those_of_the_cpu() {
             assert!(near * 100 >= 99 * found.parameters.len(), "{near} parameters are the same");
         }
         let made_again = if checkpoint { &["arithmetic_add_$"][..] } else { &[] };
-        assert_ran(names, dtype, &[FORWARD, BACKWARD, made_again].concat());
+        assert_ran(names, dtype, &[FORWARD, BACKWARD, STEP, made_again].concat());
     }
 }
-
-const BACKWARD: &[&str] = &[
-    "adamw_accumulate_f32",
-    "adamw_clipped_step",
-    "adamw_norm",
-    "adamw_squares_f32",
-    "arithmetic_scale_by_$",
-    "attention_corrections_$",
-    "attention_dk_dv_64_$",
-    "attention_dq_64_$",
-    "copy_rows_4",
-    "cross_entropy_rows_$",
-    "cross_entropy_scatter_$",
-    "cross_entropy_sum",
-    "glu_backward_$",
-    "rms_norm_backward_$",
-];
 
 #[test]
 fn text_from_metal_is_that_of_the_cpu() {
@@ -275,14 +301,15 @@ fn text_from_metal_is_that_of_the_cpu() {
         logits.extend(session.read(&[8, 30, 12]).unwrap());
         let mut tokens = Vec::new();
         for _ in 0..6 {
-            let last = &logits[logits.len() - 72..];
-            let best = (0..72u32).max_by(|a, b| last[*a as usize].total_cmp(&last[*b as usize]));
+            let last = &logits[logits.len() - VOCABULARY as usize..];
+            let best =
+                (0..VOCABULARY).max_by(|a, b| last[*a as usize].total_cmp(&last[*b as usize]));
             tokens.extend(best);
             logits.extend(session.read(&tokens[tokens.len() - 1..]).unwrap());
         }
         (tokens, logits)
     };
-    let Some(((tokens, logits), names)) = on_metal(write) else { return };
+    let Some(((tokens, logits), names)) = on_metal(Mode::Asan, write) else { return };
     let (expected_tokens, expected) = write(&Device::Cpu);
     assert_eq!(tokens, expected_tokens);
     assert_close(&logits, &expected, 2e-6, "logits");
@@ -297,7 +324,8 @@ fn a_training_run_on_metal_is_that_of_the_cpu() {
     let examples = |count: u32, first: u32| {
         let examples = (0..count)
             .map(|index| {
-                let ids: Vec<u32> = (0..5 + index).map(|i| (first + 3 * i + index) % 72).collect();
+                let ids: Vec<u32> =
+                    (0..5 + index).map(|i| (first + 3 * i + index) % VOCABULARY).collect();
                 Example { trainable: ids.iter().map(|id| id % 5 > 0).collect(), ids }
             })
             .collect();
@@ -341,8 +369,86 @@ fn a_training_run_on_metal_is_that_of_the_cpu() {
             .unwrap();
         (found, numbers(model.parameters().unwrap().values()))
     };
-    let Some(((found, parameters), _)) = on_metal(run) else { return };
+    let Some(((found, parameters), _)) = on_metal(Mode::Asan, run) else { return };
     let (expected, expected_parameters) = run(&Device::Cpu);
     assert_close(&found, &expected, 2e-5, "losses and norms");
     assert_close(&parameters, &expected_parameters, 1e-3, "parameters");
+}
+
+/// A random adapter for every linear layer, or every weight.
+fn with_parameters(name: &str, full: bool, device: &Device) -> Model {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(name);
+    let mut model = Model::load(folder, DType::F32, device).unwrap();
+    if full {
+        model.train_all().unwrap();
+        return model;
+    }
+    model.add_lora(&LoraConfig { rank: 3, ..LoraConfig::default() }, 5).unwrap();
+    let store = model.parameters().unwrap();
+    for (index, entry) in store.entries().iter().enumerate() {
+        let count = entry.shape.elem_count();
+        let values = (0..count).map(|i| ((i * 37 + index) % 19) as f32 * 0.01 - 0.09);
+        let values: Vec<_> = values.collect();
+        let values = Tensor::from_vec(values, entry.shape.clone(), device).unwrap();
+        store.set(ParameterId(index), &values).unwrap();
+    }
+    model
+}
+
+/// Windows, soft caps, biases, q/k norms, fused projections and multipliers.
+#[test]
+fn every_family_on_metal_gives_the_loss_gradients_and_logits_of_the_cpu() {
+    let families = [
+        "gemma2",
+        "gemma3-text",
+        "granite",
+        "llama",
+        "llama-odd",
+        "mistral",
+        "olmo2",
+        "phi3",
+        "phi3-longrope",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+    ];
+    let run = |name: &str, full: bool, device: &Device| {
+        let model = with_parameters(name, full, device);
+        let store = model.parameters().unwrap();
+        let batch = batch(model.config().vocab_size as u32);
+        let tape = Tape::recording();
+        let loss = model.loss(&tape, &batch, PassOptions::default()).unwrap();
+        tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &*store).unwrap();
+        let mut session = Session::new(&model);
+        let mut logits = session.read(&batch.input_ids[..11]).unwrap();
+        logits.extend(session.read(&batch.input_ids[11..12]).unwrap());
+        (numbers(loss.sum.tensor()), numbers(store.gradients()), logits)
+    };
+    let mut ran: Option<BTreeSet<_>> = None;
+    for (name, full) in
+        families.map(|name| (name, false)).into_iter().chain([("gemma2", true), ("qwen2", true)])
+    {
+        let Some((found, names)) = on_metal(Mode::Plain, |device| run(name, full, device)) else {
+            return;
+        };
+        let expected = run(name, full, &Device::Cpu);
+        assert_close(&found.0, &expected.0, 1e-5, &format!("the loss of {name}"));
+        assert_close(&found.1, &expected.1, 2e-5, &format!("the gradients of {name}"));
+        assert_close(&found.2, &expected.2, 1e-5, &format!("the logits of {name}"));
+        if let Some(names) = names {
+            ran.get_or_insert_default().extend(names);
+        }
+    }
+    let others = [
+        "arithmetic_add_$",
+        "arithmetic_scale_$",
+        "attention_few_64_$",
+        "column_sums_$",
+        "embedding_backward_$",
+        "few_rows_1_$",
+        "fill_zeros",
+        "rms_norm_weight_$",
+        "sum_groups",
+    ];
+    assert_ran(ran, DType::F32, &[FORWARD, BACKWARD, &others].concat());
 }
