@@ -1,6 +1,6 @@
 //! The GPUs of this machine, and how much of their memory is in use.
 
-use candle_core::{Device, Result};
+use candle_core::{Device, Result, Tensor};
 use std::sync::atomic::{AtomicU8, Ordering};
 
 /// How many CUDA devices there are; 0 when this build has no CUDA, or the machine no driver.
@@ -116,6 +116,15 @@ pub fn metal_matmul() -> MetalMatmul {
         MPS => MetalMatmul::Mps,
         _ => MetalMatmul::Fused,
     }
+}
+
+/// Whether operations on this tensor are computed by a GPU.
+pub fn computes_on_gpu(tensor: &Tensor) -> bool {
+    #[cfg(all(feature = "metal-emulation", not(feature = "metal")))]
+    if crate::device::metal::is_emulating() {
+        return true;
+    }
+    !tensor.device().is_cpu()
 }
 
 /// Memory of a device that tensors take, in bytes.

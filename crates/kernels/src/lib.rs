@@ -38,6 +38,8 @@ pub mod cross_entropy;
 mod device;
 pub mod devices;
 pub mod embedding;
+#[cfg(all(feature = "metal-emulation", not(feature = "metal")))]
+pub mod emulation;
 pub mod glu;
 pub mod layer_norm;
 pub mod lora_linear;

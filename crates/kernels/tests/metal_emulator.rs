@@ -13,7 +13,6 @@ use metal_candle_kernels::glu::{self, Activation};
 use metal_candle_kernels::layer_norm::{self, Needs};
 use metal_candle_kernels::{cross_entropy, embedding, rms_norm, rope, sampling, softmax};
 use metal_emulator::{Buffers, Dispatch, Element, Error, Library, Source, for_every_mode};
-use std::path::Path;
 use std::sync::OnceLock;
 
 /// Threads of a threadgroup: less than a simdgroup, a little more, and several.
@@ -78,9 +77,7 @@ fn library() -> Option<&'static Source> {
     static SOURCE: OnceLock<Source> = OnceLock::new();
     metal_emulator::available().then(|| {
         SOURCE.get_or_init(|| {
-            let path = Path::new(env!("OUT_DIR")).join("metal-candle-kernels.metal");
-            std::fs::write(&path, source::source()).unwrap();
-            let source = Source::file(path);
+            let source = Source::text("metal-candle-kernels.metal", source::source());
             // Compiled once, however many tests run at a time.
             for_every_mode(&source, |_, _| Ok(())).unwrap();
             source

@@ -46,10 +46,12 @@ template <size_t N, class... P> inline void call(void (*kernel)(P...), const Arg
 
 #define MSL_JOIN_(a, b) a##b
 #define MSL_JOIN(a, b) MSL_JOIN_(a, b)
-// MSL_KERNEL(name for the host, (function), most threads of a threadgroup, arguments...)
-#define MSL_KERNEL(name, function, most_threads, ...)                                            \
+// MSL_KERNEL(name for the host, (function), most threads of a threadgroup, function constants,
+// arguments...)
+#define MSL_KERNEL(name, function, most_threads, constants, ...)                                 \
   static void MSL_JOIN(msl_run_, __LINE__)() {                                                   \
     static const msl::Argument arguments[] = {__VA_ARGS__};                                      \
     msl::call(&function, arguments);                                                             \
   }                                                                                              \
-  static msl::Entry MSL_JOIN(msl_entry_, __LINE__)(name, &MSL_JOIN(msl_run_, __LINE__), most_threads);
+  static msl::Entry MSL_JOIN(msl_entry_, __LINE__)(name, &MSL_JOIN(msl_run_, __LINE__),          \
+                                                   most_threads, constants);

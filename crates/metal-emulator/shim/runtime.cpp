@@ -56,6 +56,7 @@ struct Kernel {
   std::string name;
   void (*run)();
   unsigned most_threads;
+  const char* constants;
 };
 
 static std::vector<Fiber> fibers;
@@ -70,8 +71,8 @@ static std::vector<Kernel>& kernels() {
   static std::vector<Kernel> all;
   return all;
 }
-Entry::Entry(const char* name, void (*run)(), unsigned most_threads) {
-  kernels().push_back({name, run, most_threads});
+Entry::Entry(const char* name, void (*run)(), unsigned most_threads, const char* constants) {
+  kernels().push_back({name, run, most_threads, constants});
 }
 
 void fail(const char* kind, const char* format, ...) {
@@ -259,15 +260,15 @@ static bool find_constant(unsigned index, std::vector<unsigned char>& bytes) {
 __attribute__((constructor(101))) static void keep_arguments(int, char** arguments, char**) {
   constant_arguments = arguments + 1;
 }
-static std::string& missing_constant() {
-  static std::string message;
-  return message;
+// Those that are not set, by their indices.
+static std::map<unsigned, std::string>& missing_constants() {
+  static std::map<unsigned, std::string> missing;
+  return missing;
 }
 bool function_constant(unsigned index, const char* name, void* value, size_t size, bool required) {
   std::vector<unsigned char> bytes;
   if (!find_constant(index, bytes)) {
-    if (required && missing_constant().empty())
-      missing_constant() = "function constant " + std::to_string(index) + " (`" + name + "`) is not set";
+    if (required) missing_constants()[index] = name;
     return false;
   }
   if (bytes.size() != size)
@@ -498,10 +499,12 @@ static void dispatch() {
     threadgroup_arguments[unsigned(index)] = &allocate(called, length, true, true);
   }
   check_threadgroup_memory();
-  if (!missing_constant().empty()) fail("misuse", "%s", missing_constant().c_str());
   for (const Kernel& each : kernels())
     if (each.name == name) kernel = &each;
   if (!kernel) fail("misuse", "there is no such kernel");
+  for (const auto& missing : missing_constants())
+    if (strstr(kernel->constants, (" " + std::to_string(missing.first) + " ").c_str()))
+      fail("misuse", "function constant %u (`%s`) is not set", missing.first, missing.second.c_str());
 
   run_grid(by_threads, size, full);
 

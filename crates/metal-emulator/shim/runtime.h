@@ -79,7 +79,8 @@ template <class Holder> Holder& threadgroup_variable(const char* name) {
 }
 
 struct Entry {
-  Entry(const char* name, void (*run)(), unsigned most_threads);
+  // `constants`: the indices of those that it depends on, with a space before and after each.
+  Entry(const char* name, void (*run)(), unsigned most_threads, const char* constants);
 };
 
 }  // namespace msl

@@ -157,6 +157,13 @@ impl Compiler {
         Ok(new)
     }
 
+    /// The path of a file with this text, written if it isn't there yet.
+    pub fn keep(&self, name: &Path, text: &str) -> Result<PathBuf, Error> {
+        let path = self.folder.join(format!("source-{:016x}", hash(&text))).join(name);
+        write_new(&path, text)?;
+        Ok(path)
+    }
+
     /// The text behind the preprocessor.
     pub fn preprocess(
         &self,

@@ -21,8 +21,8 @@ impl<'a> Kernel<'a> {
         Self { library, name: name.into(), constants: BTreeMap::new() }
     }
 
-    /// Sets a function constant. All constants of the file have to be set, but for those that it asks
-    /// about with `is_function_constant_defined`.
+    /// Sets a function constant. All have to be set that the kernel, or anything that it names, depends
+    /// on, but for those that the file asks about with `is_function_constant_defined`.
     pub fn constant(mut self, index: u32, value: impl Constant) -> Self {
         let bytes: String = value.bytes().iter().map(|byte| format!("{byte:02x}")).collect();
         self.constants.insert(index, format!("{index}:{bytes}"));

@@ -11,6 +11,8 @@ use std::sync::{Arc, Mutex};
 #[derive(Clone, Debug)]
 pub struct Source {
     path: PathBuf,
+    /// What the file holds if it isn't there.
+    text: Option<String>,
     includes: Vec<PathBuf>,
     defines: Vec<(String, String)>,
 }
@@ -18,7 +20,12 @@ pub struct Source {
 impl Source {
     /// The file at this path.
     pub fn file(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into(), includes: Vec::new(), defines: Vec::new() }
+        Self { path: path.into(), text: None, includes: Vec::new(), defines: Vec::new() }
+    }
+
+    /// A file of this name that holds this text, and that the emulator keeps with what it compiles.
+    pub fn text(name: &str, text: impl Into<String>) -> Self {
+        Self { text: Some(text.into()), ..Self::file(name) }
     }
 
     /// Looks for included files in this folder too.
@@ -40,23 +47,21 @@ impl Source {
     /// doesn't understand it. The message names the line.
     pub fn compile(&self, mode: Mode) -> Result<Library, Error> {
         let compiler = Compiler::get()?;
-        let text = compiler.preprocess(&self.path, &self.includes, &self.defines, mode)?;
+        let path = match &self.text {
+            Some(text) => compiler.keep(&self.path, text)?,
+            None => self.path.clone(),
+        };
+        let text = compiler.preprocess(&path, &self.includes, &self.defines, mode)?;
         let translation = translate::translate(&text).map_err(|wrong| Error::Source {
             place: wrong.place.map(|place| place.to_string()),
             message: wrong.message,
         })?;
         let program = compiler.link(&translation.code, mode).map_err(|message| Error::Compile {
-            path: self.path.clone(),
+            path: path.clone(),
             mode,
             message,
         })?;
-        Ok(Library {
-            path: self.path.clone(),
-            mode,
-            program,
-            kernels: translation.kernels,
-            workers: Mutex::default(),
-        })
+        Ok(Library { path, mode, program, kernels: translation.kernels, workers: Mutex::default() })
     }
 }
 

@@ -369,6 +369,8 @@ fn wrong_arguments_are_found_in_every_mode() -> Result<(), Error> {
         let kernel = library.kernel("matmul_f32")?;
         let constant = one(&kernel).threadgroup_memory(0, 4096).threadgroups(groups, size);
         misuse(constant, "function constant 0 (`accumulate`) is not set");
+        let clear = library.kernel("clear")?.dispatch().output::<f32>(0, 32);
+        assert_eq!(clear.threads([32, 1, 1], [32, 1, 1])?.read::<f32>(0)?, [0.0; 32]);
         let kernel = kernel.constant(0, true);
         let wide = one(&kernel).threadgroup_memory(0, 4096).threadgroups(groups, [129, 1, 1]);
         misuse(wide, "129 threads in a threadgroup, where 1 to 128 can be");

@@ -12,7 +12,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(any(feature = "metal", test))]
+#[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
 #[cfg(test)]
 mod tests;
@@ -256,7 +256,7 @@ pub fn accumulate(dst: &Tensor, src: &Tensor, scale: f64) -> Result<()> {
     match dst.dtype() {
         #[cfg(feature = "cuda")]
         DType::F32 if dst.device().is_cuda() => cuda::accumulate(dst, src, scale),
-        #[cfg(any(feature = "metal", test))]
+        #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
         DType::F32 if crate::device::metal::computes(dst) => metal::accumulate(dst, src, scale),
         DType::F32 => accumulate_in::<f32>(OPERATION, dst, src, scale),
         DType::F64 => accumulate_in::<f64>(OPERATION, dst, src, scale),
@@ -290,7 +290,7 @@ pub fn fill_zero(dst: &Tensor) -> Result<()> {
     if dst.device().is_cuda() && dst.is_contiguous() {
         return cuda::fill_zero(dst);
     }
-    #[cfg(any(feature = "metal", test))]
+    #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
     if crate::device::metal::computes(dst) && dst.dtype() == DType::F32 && dst.is_contiguous() {
         return metal::fill_zero(dst);
     }

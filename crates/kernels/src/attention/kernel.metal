@@ -16,19 +16,30 @@
 /// Four neighbours.
 template <typename T> using Quad = vec<T, 4>;
 
-/// No key, no query; no limit of the window.
+/// No key, no query.
 constant constexpr uint NO_KEY = 0xffffffff;
+
+// What a call's code is made for; the indices are those of metal.rs.
+/// Elements of a head.
+constant ushort SHORT_HEAD_DIM [[function_constant(0)]];
+/// Whether all rows start at multiples of four elements and have a multiple of four of them.
+constant bool WHOLE_QUADS [[function_constant(1)]];
+/// Whether a query sees `AttentionSizes::window` keys at most.
+constant bool WINDOWED [[function_constant(2)]];
+/// Whether every query has a first key, as in packed rows.
+constant bool PACKED [[function_constant(3)]];
+/// A score is `factor·x`, or `factor·tanh(inner·x)` where it is capped.
+constant bool CAPPED [[function_constant(4)]];
+/// Whether what a threadgroup of `attention_few` finds is a part of the result only.
+constant bool SPLIT [[function_constant(5)]];
+constant bool NOT_SPLIT = !SPLIT;
+constant uint HEAD_DIM = SHORT_HEAD_DIM;
 
 /// As metal.rs fills it.
 struct AttentionSizes {
-    uint queries, keys, heads, kv_heads, head_dim;
-    /// At least 1; NO_KEY for all.
+    uint queries, keys, heads, kv_heads;
+    /// At least 1.
     uint window;
-    uint has_first_key;
-    /// Whether all rows start at multiples of four elements and have a multiple of four of them.
-    uint quads;
-    /// A score is `factor·x`, or `factor·tanh(inner·x)` where `capped`.
-    uint capped;
     float factor, inner;
     /// What q·k is multiplied by.
     float scale;
@@ -77,49 +88,49 @@ template <typename T> inline float4 to_floats(Quad<T> x) {
 
 /// Four elements of a row from `column` on, zeros beyond its end, which is a multiple of four.
 template <typename T>
-inline Quad<T> whole_quad(device const T *row, uint column, constant AttentionSizes &p) {
+inline Quad<T> whole_quad(device const T *row, uint column) {
     // Without a branch, so that reads don't wait for each other.
-    device const T *const from = row + min(column, p.head_dim - 4);
+    device const T *const from = row + min(column, HEAD_DIM - 4);
     const Quad<T> x = *reinterpret_cast<device const Quad<T> *>(from);
-    return column < p.head_dim ? x : Quad<T>(static_cast<T>(0.0f));
+    return column < HEAD_DIM ? x : Quad<T>(static_cast<T>(0.0f));
 }
 
 /// The same one by one, for rows of any length that start anywhere.
 template <typename T>
-inline Quad<T> gathered_quad(device const T *row, uint column, constant AttentionSizes &p) {
+inline Quad<T> gathered_quad(device const T *row, uint column) {
     Quad<T> x = Quad<T>(static_cast<T>(0.0f));
     for (uint i = 0; i < 4; i++)
-        if (column + i < p.head_dim) x[i] = row[column + i];
+        if (column + i < HEAD_DIM) x[i] = row[column + i];
     return x;
 }
 
 template <typename T>
-inline Quad<T> read_quad(device const T *row, uint column, constant AttentionSizes &p) {
-    return p.quads ? whole_quad(row, column, p) : gathered_quad(row, column, p);
+inline Quad<T> read_quad(device const T *row, uint column) {
+    return WHOLE_QUADS ? whole_quad(row, column) : gathered_quad(row, column);
 }
 
 /// COUNT of them, at once, from rows that start so many elements after `from`.
 template <typename T, uint COUNT>
 inline void read_quads(thread Quad<T> *x, device const T *from, thread const ulong *rows,
-                       thread const uint *columns, constant AttentionSizes &p) {
-    if (p.quads) {
+                       thread const uint *columns) {
+    if (WHOLE_QUADS) {
         UNROLL for (uint i = 0; i < COUNT; i++)
-            x[i] = whole_quad(from + rows[i], columns[i], p);
+            x[i] = whole_quad(from + rows[i], columns[i]);
     } else {
         UNROLL for (uint i = 0; i < COUNT; i++)
-            x[i] = gathered_quad(from + rows[i], columns[i], p);
+            x[i] = gathered_quad(from + rows[i], columns[i]);
     }
 }
 
 template <typename T>
-inline void write_quad(device T *row, uint column, float4 x, constant AttentionSizes &p) {
+inline void write_quad(device T *row, uint column, float4 x) {
     const Quad<T> stored = Quad<T>(static_cast<T>(x.x), static_cast<T>(x.y),
                                    static_cast<T>(x.z), static_cast<T>(x.w));
-    if (p.quads) {
-        if (column < p.head_dim) *reinterpret_cast<device Quad<T> *>(row + column) = stored;
+    if (WHOLE_QUADS) {
+        if (column < HEAD_DIM) *reinterpret_cast<device Quad<T> *>(row + column) = stored;
     } else {
         for (uint i = 0; i < 4; i++)
-            if (column + i < p.head_dim) row[column + i] = stored[i];
+            if (column + i < HEAD_DIM) row[column + i] = stored[i];
     }
 }
 
@@ -129,7 +140,7 @@ template <typename T, uint D> constexpr uint tile_pitch() { return D / 4 + 4 / s
 /// The threadgroup reads `rows` rows, zeros from the row `count` on; there has to be one.
 template <typename T, uint D>
 inline void read_tile(threadgroup Quad<T> *tile, uint rows, device const T *from, ulong stride,
-                      uint count, constant AttentionSizes &p, uint thread_index, uint threads) {
+                      uint count, uint thread_index, uint threads) {
     constexpr uint QUADS = D / 4;
     for (uint start = thread_index; start < rows * QUADS; start += AHEAD * threads) {
         Quad<T> x[AHEAD];
@@ -140,7 +151,7 @@ inline void read_tile(threadgroup Quad<T> *tile, uint rows, device const T *from
             row_starts[a] = min(i / QUADS, min(rows, count) - 1) * stride;
             columns[a] = i % QUADS * 4;
         }
-        read_quads<T, AHEAD>(x, from, row_starts, columns, p);
+        read_quads<T, AHEAD>(x, from, row_starts, columns);
         UNROLL for (uint a = 0; a < AHEAD; a++) {
             const uint i = start + a * threads, row = i / QUADS;
             if (row < rows)
@@ -190,19 +201,18 @@ inline void multiply_columns(thread float2 *sums, thread const float2 *weights,
 
 /// A lane writes what `multiply_columns` gave it of its row, times `factor`.
 template <typename T, uint D>
-inline void write_row(device T *row, thread const float2 *sums, float factor, Lane at,
-                      constant AttentionSizes &p) {
+inline void write_row(device T *row, thread const float2 *sums, float factor, Lane at) {
     UNROLL for (uint i = 0; i < D / 16; i++)
         write_quad(row, (i * 4 + at.column / 2) * 4,
-                   factor * float4(sums[i * 2], sums[i * 2 + 1]), p);
+                   factor * float4(sums[i * 2], sums[i * 2 + 1]));
 }
 
 /// The first key that a query sees, if it isn't beyond its position.
 inline uint lowest_key(constant AttentionSizes &p, device const uint *first_key, uint batch,
                        uint query) {
     const uint end = p.keys - p.queries + query + 1;
-    const uint low = end > p.window ? end - p.window : 0;
-    return p.has_first_key ? max(low, first_key[ulong(batch) * p.queries + query]) : low;
+    const uint low = WINDOWED && end > p.window ? end - p.window : 0;
+    return PACKED ? max(low, first_key[ulong(batch) * p.queries + query]) : low;
 }
 
 /// 2^x, and zero for what is lost beside 1, which is not left to how the fast function treats infinity.
@@ -211,7 +221,7 @@ inline float power(float x) { return x < -150.0f ? 0.0f : fast::exp2(x); }
 /// The score of a product q·k, and `1 - (z/c)²` for its gradient.
 inline float score(float product, thread float &slope, constant AttentionSizes &p) {
     slope = 1.0f;
-    if (!p.capped) return product * p.factor;
+    if (!CAPPED) return product * p.factor;
     // tanh, to about 1e-7; beyond ±10 it is ±1 in f32.
     const float x = clamp(product * p.inner, -10.0f, 10.0f);
     const float bent = 1.0f - 2.0f / (1.0f + fast::exp2(2.0f * M_LOG2E_F * x));
@@ -264,7 +274,8 @@ inline float inverse_of(float total) { return total == 0.0f ? 0.0f : 1.0f / tota
 template <typename T, uint D>
 [[kernel, max_total_threads_per_threadgroup(128)]] void attention_forward(
     device const T *q [[buffer(0)]], device const T *k [[buffer(1)]],
-    device const T *v [[buffer(2)]], device const uint *first_key [[buffer(3)]],
+    device const T *v [[buffer(2)]],
+    device const uint *first_key [[buffer(3), function_constant(PACKED)]],
     device T *o [[buffer(4)]], device float *log_sum_exp [[buffer(5)]],
     constant AttentionSizes &p [[buffer(6)]], constant AttentionStrides &strides [[buffer(7)]],
     PLACE, SIMD_PLACE) {
@@ -287,7 +298,7 @@ template <typename T, uint D>
     k += batch * strides.k[0] + kv_head * strides.k[2];
     v += batch * strides.v[0] + kv_head * strides.v[2];
     read_tile<T, D>(q_tile, rows, q + first_query * strides.q[1], strides.q[1],
-                    end_query - first_query, p, own.x, threads.x);
+                    end_query - first_query, own.x, threads.x);
 
     // The first key that any query of the threadgroup sees.
     uint smallest = NO_KEY;
@@ -313,10 +324,10 @@ template <typename T, uint D>
         const uint count = before + end_query - first;
         // What was there has been read.
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        read_tile<T, D>(k_tile, COLUMNS, k + first * strides.k[1], strides.k[1], count, p, own.x,
+        read_tile<T, D>(k_tile, COLUMNS, k + first * strides.k[1], strides.k[1], count, own.x,
                         threads.x);
         if (!SHARED)
-            read_tile<T, D>(v_tile, COLUMNS, v + first * strides.v[1], strides.v[1], count, p,
+            read_tile<T, D>(v_tile, COLUMNS, v + first * strides.v[1], strides.v[1], count,
                             own.x, threads.x);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         const bool active = first < any_to && first + COLUMNS > any_from;
@@ -328,7 +339,7 @@ template <typename T, uint D>
         }
         if (SHARED) {
             threadgroup_barrier(mem_flags::mem_threadgroup);
-            read_tile<T, D>(v_tile, COLUMNS, v + first * strides.v[1], strides.v[1], count, p,
+            read_tile<T, D>(v_tile, COLUMNS, v + first * strides.v[1], strides.v[1], count,
                             own.x, threads.x);
             threadgroup_barrier(mem_flags::mem_threadgroup);
         }
@@ -338,8 +349,8 @@ template <typename T, uint D>
     if (!inside) return;
     if (at.column == 0)
         log_sum_exp[(ulong(batch) * p.heads + head) * p.queries + query] = log_of_sum(top, total);
-    o += ((ulong(batch) * p.queries + query) * p.heads + head) * p.head_dim;
-    write_row<T, D>(o, sums, inverse_of(total), at, p);
+    o += ((ulong(batch) * p.queries + query) * p.heads + head) * HEAD_DIM;
+    write_row<T, D>(o, sums, inverse_of(total), at);
 }
 
 /// Σ do·o of every query and head; a simdgroup a row.
@@ -351,11 +362,11 @@ template <typename T>
                                       constant uint &rows [[buffer(4)]], PLACE, SIMD_PLACE) {
     const uint row = group.x * simdgroups + simdgroup;
     if (row >= rows) return;
-    o += ulong(row) * p.head_dim;
-    d_o += ulong(row) * p.head_dim;
+    o += ulong(row) * HEAD_DIM;
+    d_o += ulong(row) * HEAD_DIM;
     float sum = 0.0f;
-    for (uint column = lane * 4; column < p.head_dim; column += 128)
-        sum += dot(to_floats(read_quad(o, column, p)), to_floats(read_quad(d_o, column, p)));
+    for (uint column = lane * 4; column < HEAD_DIM; column += 128)
+        sum += dot(to_floats(read_quad(o, column)), to_floats(read_quad(d_o, column)));
     sum = simd_sum(sum);
     const uint token = row / p.heads, head = row % p.heads;
     const uint batch = token / p.queries, query = token % p.queries;
@@ -375,7 +386,8 @@ enum AttentionRole : uint { GIVE_DQ, GIVE_DK_DV, GIVE_DK, GIVE_DV };
 template <typename T, uint D, AttentionRole ROLE>
 [[kernel, max_total_threads_per_threadgroup(128)]] void attention_backward(
     device const T *q [[buffer(0)]], device const T *k [[buffer(1)]],
-    device const T *v [[buffer(2)]], device const uint *first_key [[buffer(3)]],
+    device const T *v [[buffer(2)]],
+    device const uint *first_key [[buffer(3), function_constant(PACKED)]],
     device const T *d_o [[buffer(4)]], device const float *log_sum_exp [[buffer(5)]],
     device const float *corrections [[buffer(6)]], device T *first_out [[buffer(7)]],
     device T *second_out [[buffer(8)]], constant AttentionSizes &p [[buffer(9)]],
@@ -403,23 +415,23 @@ template <typename T, uint D, AttentionRole ROLE>
     // The rows that meet the most columns first: early keys, late queries.
     const uint block = BY_KEYS ? group.y : (size + rows - 1) / rows - 1 - group.y;
     const uint first_row = block * rows, end_row = min(first_row + rows, size);
-    const ulong d_o_stride = ulong(p.heads) * p.head_dim;
+    const ulong d_o_stride = ulong(p.heads) * HEAD_DIM;
     q += batch * strides.q[0];
     k += batch * strides.k[0] + kv_head * strides.k[2];
     v += batch * strides.v[0] + kv_head * strides.v[2];
     d_o += batch * p.queries * d_o_stride;
     const uint count = end_row - first_row;
     if (BY_KEYS) {
-        read_tile<T, D>(x1_tile, rows, k + first_row * strides.k[1], strides.k[1], count, p, own.x,
+        read_tile<T, D>(x1_tile, rows, k + first_row * strides.k[1], strides.k[1], count, own.x,
                         threads.x);
         if (FIRST)
-            read_tile<T, D>(x2_tile, rows, v + first_row * strides.v[1], strides.v[1], count, p,
+            read_tile<T, D>(x2_tile, rows, v + first_row * strides.v[1], strides.v[1], count,
                             own.x, threads.x);
     } else {
         read_tile<T, D>(x1_tile, rows, q + first_row * strides.q[1] + owner * strides.q[2],
-                        strides.q[1], count, p, own.x, threads.x);
-        read_tile<T, D>(x2_tile, rows, d_o + first_row * d_o_stride + owner * p.head_dim,
-                        d_o_stride, count, p, own.x, threads.x);
+                        strides.q[1], count, own.x, threads.x);
+        read_tile<T, D>(x2_tile, rows, d_o + first_row * d_o_stride + owner * HEAD_DIM,
+                        d_o_stride, count, own.x, threads.x);
     }
 
     const Lane at = lane_place(lane);
@@ -433,10 +445,13 @@ template <typename T, uint D, AttentionRole ROLE>
     uint first_column, end_column;
     if (BY_KEYS) {
         first_column = first_row > before ? first_row - before : 0;
-        // The last key is seen up to this query by a window, if there are so many.
-        const ulong limit = ulong(end_row) - 1 + p.window;
-        const ulong visible = limit > before ? limit - before : 0;
-        end_column = visible < p.queries ? uint(visible) : p.queries;
+        end_column = p.queries;
+        if (WINDOWED) {
+            // The last key is seen up to this query, if there are so many.
+            const ulong limit = ulong(end_row) - 1 + p.window;
+            const ulong visible = limit > before ? limit - before : 0;
+            if (visible < p.queries) end_column = uint(visible);
+        }
     } else {
         uint smallest = NO_KEY;
         for (uint i = first_row + lane; i < end_row; i += 32) {
@@ -470,13 +485,13 @@ template <typename T, uint D, AttentionRole ROLE>
     const uint end_head = BY_KEYS ? first_head + heads_of_key : first_head + 1;
     for (uint head = first_head; head < end_head; head++) {
         device const T *const y1 = BY_KEYS ? q + head * strides.q[2] : k;
-        device const T *const y2 = BY_KEYS ? d_o + head * p.head_dim : v;
+        device const T *const y2 = BY_KEYS ? d_o + head * HEAD_DIM : v;
         const ulong y1_stride = BY_KEYS ? strides.q[1] : strides.k[1];
         const ulong y2_stride = BY_KEYS ? d_o_stride : strides.v[1];
         for (uint first = first_column; first < end_column; first += COLUMNS) {
             const uint columns = end_column - first;
             uint smallest = 0, largest = 0;
-            if (BY_KEYS && (p.has_first_key || p.window != NO_KEY)) {
+            if (BY_KEYS && (PACKED || WINDOWED)) {
                 smallest = NO_KEY;
                 for (uint i = lane; i < min(COLUMNS, columns); i += 32) {
                     const uint lowest = lowest_key(p, first_key, batch, first + i);
@@ -491,10 +506,10 @@ template <typename T, uint D, AttentionRole ROLE>
             // What was there has been read.
             threadgroup_barrier(mem_flags::mem_threadgroup);
             if (!SHARED || !FIRST)
-                read_tile<T, D>(y1_tile, COLUMNS, y1 + first * y1_stride, y1_stride, columns, p,
+                read_tile<T, D>(y1_tile, COLUMNS, y1 + first * y1_stride, y1_stride, columns,
                                 own.x, threads.x);
             if (!SHARED || FIRST)
-                read_tile<T, D>(y2_tile, COLUMNS, y2 + first * y2_stride, y2_stride, columns, p,
+                read_tile<T, D>(y2_tile, COLUMNS, y2 + first * y2_stride, y2_stride, columns,
                                 own.x, threads.x);
             if (BY_KEYS) {
                 for (uint i = own.x; i < COLUMNS; i += threads.x) {
@@ -533,10 +548,10 @@ template <typename T, uint D, AttentionRole ROLE>
                 threadgroup_barrier(mem_flags::mem_threadgroup);
                 if (FIRST)
                     read_tile<T, D>(y1_tile, COLUMNS, y1 + first * y1_stride, y1_stride, columns,
-                                    p, own.x, threads.x);
+                                    own.x, threads.x);
                 else
                     read_tile<T, D>(y2_tile, COLUMNS, y2 + first * y2_stride, y2_stride, columns,
-                                    p, own.x, threads.x);
+                                    own.x, threads.x);
                 threadgroup_barrier(mem_flags::mem_threadgroup);
             }
             if (!active) continue;
@@ -561,9 +576,9 @@ template <typename T, uint D, AttentionRole ROLE>
         }
     }
     if (!inside) return;
-    const ulong out = ((ulong(batch) * size + row) * owners + owner) * p.head_dim;
-    if (FIRST) write_row<T, D>(first_out + out, first_sums, p.scale, at, p);
-    if (SECOND) write_row<T, D>(second_out + out, second_sums, 1.0f, at, p);
+    const ulong out = ((ulong(batch) * size + row) * owners + owner) * HEAD_DIM;
+    if (FIRST) write_row<T, D>(first_out + out, first_sums, p.scale, at);
+    if (SECOND) write_row<T, D>(second_out + out, second_sums, 1.0f, at);
 }
 
 /// For few queries, as in decoding, where reading keys and values is all the time: a threadgroup has 8 rows,
@@ -573,9 +588,12 @@ template <typename T, uint D, AttentionRole ROLE>
 template <typename T, uint D>
 [[kernel, max_total_threads_per_threadgroup(128)]] void attention_few(
     device const T *q [[buffer(0)]], device const T *k [[buffer(1)]],
-    device const T *v [[buffer(2)]], device const uint *first_key [[buffer(3)]],
-    device T *o [[buffer(4)]], device float *log_sum_exp [[buffer(5)]],
-    device float *partial_o [[buffer(6)]], device float2 *partial_sums [[buffer(7)]],
+    device const T *v [[buffer(2)]],
+    device const uint *first_key [[buffer(3), function_constant(PACKED)]],
+    device T *o [[buffer(4), function_constant(NOT_SPLIT)]],
+    device float *log_sum_exp [[buffer(5), function_constant(NOT_SPLIT)]],
+    device float *partial_o [[buffer(6), function_constant(SPLIT)]],
+    device float2 *partial_sums [[buffer(7), function_constant(SPLIT)]],
     constant AttentionSizes &p [[buffer(8)]], constant AttentionStrides &strides [[buffer(9)]],
     PLACE, SIMD_PLACE) {
     constexpr uint N = 2, MOST_SIMDGROUPS = D <= 128 ? 4 : 2, PITCH = D / 4 + 1;
@@ -599,7 +617,7 @@ template <typename T, uint D>
         if (index < rows) {
             device const T *const from = q + index / heads_of_key * strides.q[1] +
                                          index % heads_of_key * strides.q[2];
-            x = to_floats(read_quad(from, quad * 4, p));
+            x = to_floats(read_quad(from, quad * 4));
         }
         parts[row * PITCH + quad] = x;
     }
@@ -635,7 +653,7 @@ template <typename T, uint D>
                 row_starts[i] = key * strides.k[1];
                 columns[i] = ((b + i / 2 / N) * 8 + at.row) * 4;
             }
-            read_quads<T, QUADS>(y, k, row_starts, columns, p);
+            read_quads<T, QUADS>(y, k, row_starts, columns);
             UNROLL for (uint i = 0; i < QUADS / 2; i++) {
                 threadgroup const float4 *const x =
                     parts + at.row * PITCH + (b + i / N) * 8 + at.column;
@@ -651,7 +669,7 @@ template <typename T, uint D>
                 row_starts[i] = min(first + i / 2 % N * 8 + at.row, stop - 1) * strides.v[1];
                 columns[i] = ((b + i / 2 / N) * 8 + i % 2 * 4 + at.column / 2) * 4;
             }
-            read_quads<T, QUADS>(y, v, row_starts, columns, p);
+            read_quads<T, QUADS>(y, v, row_starts, columns);
             UNROLL for (uint i = 0; i < QUADS / 2; i++) {
                 const float4 y0 = to_floats(y[i * 2]), y1 = to_floats(y[i * 2 + 1]);
                 thread float2 *const to = sums + (b + i / N) * 4;
@@ -689,14 +707,14 @@ template <typename T, uint D>
         }
         const uint query = index / heads_of_key, head = first_head + index % heads_of_key;
         const ulong to = (ulong(batch) * p.queries + query) * p.heads + head;
-        if (p.splits == 1) {
-            write_quad(o + to * p.head_dim, quad * 4, values * inverse_of(sum), p);
+        if (NOT_SPLIT) {
+            write_quad(o + to * HEAD_DIM, quad * 4, values * inverse_of(sum));
             if (quad == 0)
                 log_sum_exp[(ulong(batch) * p.heads + head) * p.queries + query] =
                     log_of_sum(best, sum);
         } else {
             const ulong part = to * p.splits + group.y;
-            write_quad(partial_o + part * p.head_dim, quad * 4, values, p);
+            write_quad(partial_o + part * HEAD_DIM, quad * 4, values);
             if (quad == 0) partial_sums[part] = float2(best, sum);
         }
     }
@@ -711,19 +729,19 @@ template <typename T>
                                   constant AttentionSizes &p [[buffer(4)]], PLACE) {
     const ulong row = group.x;
     partial_sums += row * p.splits;
-    partial_o += row * p.splits * p.head_dim;
+    partial_o += row * p.splits * HEAD_DIM;
     float best = -INFINITY;
     for (uint split = 0; split < p.splits; split++) best = max(best, partial_sums[split].x);
     const float base = best == -INFINITY ? 0.0f : best;
     float total = 0.0f;
     for (uint split = 0; split < p.splits; split++)
         total += power(partial_sums[split].x - base) * partial_sums[split].y;
-    for (uint column = own.x; column < p.head_dim; column += threads.x) {
+    for (uint column = own.x; column < HEAD_DIM; column += threads.x) {
         float value = 0.0f;
         for (uint split = 0; split < p.splits; split++)
             value += power(partial_sums[split].x - base) *
-                     partial_o[ulong(split) * p.head_dim + column];
-        o[row * p.head_dim + column] = static_cast<T>(value * inverse_of(total));
+                     partial_o[ulong(split) * HEAD_DIM + column];
+        o[row * HEAD_DIM + column] = static_cast<T>(value * inverse_of(total));
     }
     const uint token = group.x / p.heads, head = group.x % p.heads;
     const uint batch = token / p.queries, query = token % p.queries;

@@ -1,7 +1,7 @@
 //! Attention on Metal: which kernels a call goes to, and how its work is split; see `kernel.metal`.
 
 use super::{Options, Sizes};
-use crate::device::metal::{Argument, Array, Metal, by_dtype, size};
+use crate::device::metal::{Argument, Array, Constant, Kernel, Metal, by_dtype, size};
 use candle_core::{DType, Result, Tensor, bail};
 use std::f64::consts::LOG2_E;
 
@@ -54,6 +54,23 @@ pub(super) struct Call {
     strides: [u64; 9],
 }
 
+/// Indices of function constants in `kernel.metal`.
+const HEAD_DIM: usize = 0;
+const WHOLE_QUADS: usize = 1;
+const WINDOWED: usize = 2;
+const PACKED: usize = 3;
+const CAPPED: usize = 4;
+const SPLIT: usize = 5;
+
+/// What a call's kernels are made for.
+struct Made([(usize, Constant); 6]);
+
+impl Made {
+    fn kernel(&self, name: &'static str) -> Kernel<'_> {
+        Kernel { name, constants: &self.0 }
+    }
+}
+
 /// How keys are split for few queries.
 struct Splits {
     count: usize,
@@ -94,30 +111,43 @@ impl Call {
         Ok(Call { metal, sizes, dtype, padded, options, q, k, v, first_key, strides })
     }
 
-    /// `AttentionSizes` in `kernel.metal`; `others` are read or written beside `q`, `k` and `v`.
-    fn numbers(&self, others: [&Array; 2], splits: &Splits) -> Result<[u32; 15]> {
+    /// `others` are read or written beside `q`, `k` and `v`.
+    fn made_for(&self, others: [&Array; 2], splits: &Splits) -> Result<Made> {
+        let Sizes { keys, head_dim, .. } = self.sizes;
+        let Options { softcap, window, .. } = self.options;
+        let quads = [&self.q, &self.k, &self.v].into_iter().chain(others);
+        let quads = head_dim > 0 && head_dim % 4 == 0 && { quads }
+            .all(|array| array.rows_start_at_multiples_of(4));
+        let Ok(head_dim) = u16::try_from(head_dim) else {
+            bail!("metal-candle-kernels: attention: heads of {head_dim} elements are too long")
+        };
+        Ok(Made([
+            (HEAD_DIM, Constant::U16(head_dim)),
+            (WHOLE_QUADS, Constant::Bool(quads)),
+            // A longer window is all keys.
+            (WINDOWED, Constant::Bool(window.is_some_and(|window| window < keys))),
+            (PACKED, Constant::Bool(self.first_key.is_some())),
+            (CAPPED, Constant::Bool(softcap.is_some())),
+            (SPLIT, Constant::Bool(splits.count > 1)),
+        ]))
+    }
+
+    /// `AttentionSizes` in `kernel.metal`.
+    fn numbers(&self, splits: &Splits) -> Result<[u32; 11]> {
         const OPERATION: &str = "attention";
-        let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
+        let Sizes { batch, queries, keys, heads, kv_heads, .. } = self.sizes;
         size(OPERATION, batch * heads * queries)?;
         let Options { scale, softcap, window } = self.options;
         let (factor, inner) = match softcap {
             Some(softcap) => (softcap * LOG2_E, scale / softcap),
             None => (scale * LOG2_E, 1.0),
         };
-        let quads = [&self.q, &self.k, &self.v].into_iter().chain(others);
-        let quads = head_dim > 0 && head_dim % 4 == 0 && { quads }
-            .all(|array| array.rows_start_at_multiples_of(4));
         Ok([
             size(OPERATION, queries)?,
             size(OPERATION, keys)?,
             size(OPERATION, heads)?,
             size(OPERATION, kv_heads)?,
-            size(OPERATION, head_dim)?,
-            // A longer window is all keys, too.
-            window.map_or(u32::MAX, |window| u32::try_from(window).unwrap_or(u32::MAX)),
-            self.first_key.is_some().into(),
-            quads.into(),
-            softcap.is_some().into(),
+            size(OPERATION, window.unwrap_or(keys).min(keys))?,
             (factor as f32).to_bits(),
             (inner as f32).to_bits(),
             (scale as f32).to_bits(),
@@ -127,9 +157,8 @@ impl Call {
         ])
     }
 
-    /// What isn't there isn't touched, but something has to be passed, aligned for every type.
-    fn first_key<'a>(&'a self, unused: &'a Array) -> Argument<'a> {
-        Argument::Input(self.first_key.as_ref().unwrap_or(unused))
+    fn first_key(&self) -> Argument<'_> {
+        self.first_key.as_ref().map_or(Argument::Absent, Argument::Input)
     }
 
     /// Bytes of a padded row.
@@ -153,12 +182,12 @@ impl Call {
 
     fn forward_tiles(&self, o: &Array, log_sum_exp: &Array) -> Result<()> {
         let Sizes { batch, queries, heads, .. } = self.sizes;
-        let numbers = self.numbers([o, o], &NOT_SPLIT)?;
+        let (made, numbers) = (self.made_for([o, o], &NOT_SPLIT)?, self.numbers(&NOT_SPLIT)?);
         let arguments = [
             Argument::Input(&self.q),
             Argument::Input(&self.k),
             Argument::Input(&self.v),
-            self.first_key(log_sum_exp),
+            self.first_key(),
             Argument::Output(o),
             Argument::Output(log_sum_exp),
             Argument::U32s(&numbers),
@@ -166,8 +195,8 @@ impl Call {
         ];
         let most = if self.row_bytes() == 1024 { 2 } else { 4 };
         let groups = |simdgroups| [batch * heads, queries.div_ceil(ROWS * simdgroups), 1];
-        let name = by_head_dim!("attention_forward", self);
-        self.metal.run(&[self.metal.by_simdgroups(name, most, groups, &arguments)?])
+        let kernel = made.kernel(by_head_dim!("attention_forward", self));
+        self.metal.run(&[self.metal.by_simdgroups(kernel, most, groups, &arguments)?])
     }
 
     fn forward_few(&self, o: &Array, log_sum_exp: &Array) -> Result<()> {
@@ -179,7 +208,7 @@ impl Call {
         let split_keys = seen.div_ceil(count).next_multiple_of(SPLIT_STEP);
         let count = seen.div_ceil(split_keys);
         let splits = Splits { count, start: keys - seen, keys: split_keys };
-        let numbers = self.numbers([o, o], &splits)?;
+        let (made, numbers) = (self.made_for([o, o], &splits)?, self.numbers(&splits)?);
         let parts = match count {
             1 => None,
             _ => {
@@ -190,26 +219,36 @@ impl Call {
                 ))
             }
         };
-        let unused = Argument::Input(log_sum_exp);
-        let (partial_o, partial_sums) = match &parts {
-            Some((partial_o, sums)) => (Argument::Output(partial_o), Argument::Output(sums)),
-            None => (unused, unused),
+        let results = match &parts {
+            None => [
+                Argument::Output(o),
+                Argument::Output(log_sum_exp),
+                Argument::Absent,
+                Argument::Absent,
+            ],
+            Some((partial_o, sums)) => [
+                Argument::Absent,
+                Argument::Absent,
+                Argument::Output(partial_o),
+                Argument::Output(sums),
+            ],
         };
+        let [to_o, to_sum, to_partial_o, to_partial_sums] = results;
         let arguments = [
             Argument::Input(&self.q),
             Argument::Input(&self.k),
             Argument::Input(&self.v),
-            self.first_key(log_sum_exp),
-            if parts.is_some() { unused } else { Argument::Output(o) },
-            if parts.is_some() { unused } else { Argument::Output(log_sum_exp) },
-            partial_o,
-            partial_sums,
+            self.first_key(),
+            to_o,
+            to_sum,
+            to_partial_o,
+            to_partial_sums,
             Argument::U32s(&numbers),
             Argument::U64s(&self.strides),
         ];
         let most = if self.padded <= 128 { 4 } else { 2 };
-        let name = by_head_dim!("attention_few", self);
-        let few = self.metal.by_simdgroups(name, most, |_| [blocks, count, 1], &arguments)?;
+        let kernel = made.kernel(by_head_dim!("attention_few", self));
+        let few = self.metal.by_simdgroups(kernel, most, |_| [blocks, count, 1], &arguments)?;
         let Some((partial_o, partial_sums)) = &parts else {
             return self.metal.run(&[few]);
         };
@@ -220,8 +259,8 @@ impl Call {
             Argument::Output(log_sum_exp),
             Argument::U32s(&numbers),
         ];
-        let name = by_dtype!("attention_combine", self.dtype)?;
-        let combine = self.metal.by_row(name, batch * queries * heads, head_dim, &arguments)?;
+        let kernel = made.kernel(by_dtype!("attention_combine", self.dtype)?);
+        let combine = self.metal.by_row(kernel, batch * queries * heads, head_dim, &arguments)?;
         self.metal.run(&[few, combine])
     }
 
@@ -240,7 +279,8 @@ impl Call {
         let dk = metal.empty(&self.sizes.k_shape(), self.dtype)?;
         let dv = metal.empty(&self.sizes.k_shape(), self.dtype)?;
         let corrections = metal.empty(&self.sizes.row_shape(), DType::F32)?;
-        let numbers = self.numbers([&o, &d_o], &NOT_SPLIT)?;
+        let made = self.made_for([&o, &d_o], &NOT_SPLIT)?;
+        let numbers = self.numbers(&NOT_SPLIT)?;
         let rows = batch * heads * queries;
         let arguments = [
             Argument::Input(&o),
@@ -249,9 +289,9 @@ impl Call {
             Argument::U32s(&numbers),
             Argument::U32(size(OPERATION, rows)?),
         ];
-        let name = by_dtype!("attention_corrections", self.dtype)?;
+        let kernel = made.kernel(by_dtype!("attention_corrections", self.dtype)?);
         let by_row = |simdgroups| [rows.div_ceil(simdgroups), 1, 1];
-        let corrections_pass = metal.by_simdgroups(name, 8, by_row, &arguments)?;
+        let corrections_pass = metal.by_simdgroups(kernel, 8, by_row, &arguments)?;
 
         // A gradient that a pass doesn't give is not touched by it.
         let unused = Argument::Input(&corrections);
@@ -260,7 +300,7 @@ impl Call {
                 Argument::Input(&self.q),
                 Argument::Input(&self.k),
                 Argument::Input(&self.v),
-                self.first_key(&corrections),
+                self.first_key(),
                 Argument::Input(&d_o),
                 Argument::Input(&log_sum_exp),
                 Argument::Input(&corrections),
@@ -280,19 +320,19 @@ impl Call {
         let by_query = |simdgroups| [batch * heads, queries.div_ceil(ROWS * simdgroups), 1];
         let by_key = |simdgroups| [batch * kv_heads, keys.div_ceil(ROWS * simdgroups), 1];
         let of_dq = arguments_for(to_dq, unused);
-        let name = by_head_dim!("attention_dq", self);
-        let dq_pass = metal.by_simdgroups(name, most, by_query, &of_dq)?;
+        let kernel = made.kernel(by_head_dim!("attention_dq", self));
+        let dq_pass = metal.by_simdgroups(kernel, most, by_query, &of_dq)?;
         if self.padded == MOST_HEAD_DIM {
             let (of_dk, of_dv) = (arguments_for(to_dk, unused), arguments_for(unused, to_dv));
-            let name = by_head_dim!("attention_dk", "_256", self.dtype);
-            let dk_pass = metal.by_simdgroups(name, most, by_key, &of_dk)?;
-            let name = by_head_dim!("attention_dv", "_256", self.dtype);
-            let dv_pass = metal.by_simdgroups(name, most, by_key, &of_dv)?;
+            let kernel = made.kernel(by_head_dim!("attention_dk", "_256", self.dtype));
+            let dk_pass = metal.by_simdgroups(kernel, most, by_key, &of_dk)?;
+            let kernel = made.kernel(by_head_dim!("attention_dv", "_256", self.dtype));
+            let dv_pass = metal.by_simdgroups(kernel, most, by_key, &of_dv)?;
             metal.run(&[corrections_pass, dq_pass, dk_pass, dv_pass])?;
         } else {
             let of_both = arguments_for(to_dk, to_dv);
-            let name = by_head_dim!("attention_dk_dv", self);
-            let keys_pass = metal.by_simdgroups(name, most, by_key, &of_both)?;
+            let kernel = made.kernel(by_head_dim!("attention_dk_dv", self));
+            let keys_pass = metal.by_simdgroups(kernel, most, by_key, &of_both)?;
             metal.run(&[corrections_pass, dq_pass, keys_pass])?;
         }
         Ok((dq.tensor, dk.tensor, dv.tensor))

@@ -14,7 +14,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(any(feature = "metal", test))]
+#[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 pub(crate) mod metal;
 #[cfg(test)]
 mod tests;
@@ -133,12 +133,12 @@ pub fn forward(
 }
 
 /// On a GPU, rows of logits begin at a multiple of this many elements.
-#[cfg(any(feature = "cuda", feature = "metal", test))]
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
 const ALIGNMENT: usize = 8;
 
 /// How many rows there are in a chunk on a GPU: as many as fit so many bytes, about as many in each
 /// chunk, and a multiple of what matrix products are made of.
-#[cfg(any(feature = "cuda", feature = "metal", test))]
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
 fn rows_of_chunk(counted: usize, v: usize, memory: usize) -> usize {
     const ROWS: usize = 128;
     let of_row = v.next_multiple_of(ALIGNMENT).max(1) * size_of::<f32>();

@@ -3,7 +3,7 @@
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
-#[cfg(any(feature = "metal", test))]
+#[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 pub(crate) mod metal;
 mod record;
 
@@ -12,7 +12,7 @@ pub(crate) use record::{record1, record2, record3};
 use candle_core::{DType, DeviceLocation, Result, Tensor, bail};
 
 /// The kernel `$name` for elements of dtype `$dtype` on `$device`.
-#[cfg(any(feature = "cuda", feature = "metal", test))]
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
 macro_rules! kernel_name {
     ($device:literal, $name:literal, $dtype:expr) => {
         match $dtype {
@@ -26,7 +26,7 @@ macro_rules! kernel_name {
         }
     };
 }
-#[cfg(any(feature = "cuda", feature = "metal", test))]
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
 pub(crate) use kernel_name;
 
 /// Returns what `$call` gives when `$tensor` is on a GPU that this build has kernels for. In `$call`, `$gpu`
@@ -38,7 +38,7 @@ macro_rules! on_gpu {
             use self::cuda as $gpu;
             return $call;
         }
-        #[cfg(any(feature = "metal", test))]
+        #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
         if $crate::device::metal::computes($tensor) {
             use self::metal as $gpu;
             return $call;

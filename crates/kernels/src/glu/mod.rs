@@ -12,7 +12,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
-#[cfg(any(feature = "metal", test))]
+#[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
 #[cfg(test)]
 mod tests;
@@ -36,7 +36,7 @@ pub enum Activation {
     Gelu,
 }
 
-#[cfg(any(feature = "cuda", feature = "metal", test))]
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
 impl Activation {
     /// As kernels of a GPU know it.
     fn code(self) -> u32 {
@@ -127,7 +127,7 @@ fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
 
 /// `(rows, columns)` that inputs of one shape are read as, and the distances of their rows, which lie at
 /// one each. What is contiguous is one long row.
-#[cfg(any(feature = "cuda", feature = "metal", test))]
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
 fn places<const N: usize>(inputs: [&Tensor; N]) -> Result<(usize, usize, [usize; N])> {
     let mut sizes = (0, 0);
     let mut strides = [0; N];

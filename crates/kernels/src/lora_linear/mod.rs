@@ -16,7 +16,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(any(feature = "metal", test))]
+#[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
 #[cfg(feature = "cuda")]
 mod skinny;
@@ -506,7 +506,7 @@ pub fn dropout(x: &Tensor, dropout: Dropout) -> Result<Tensor> {
     if x.device().is_cuda() {
         return cuda::dropout(OPERATION, x, dropout);
     }
-    #[cfg(any(feature = "metal", test))]
+    #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
     if crate::device::metal::computes(x) {
         return metal::dropout(x, dropout);
     }

@@ -12,7 +12,7 @@ pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 pub(crate) mod few_rows;
-#[cfg(any(feature = "metal", test))]
+#[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
 #[cfg(test)]
 mod tests;

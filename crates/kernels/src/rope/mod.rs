@@ -12,7 +12,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(any(feature = "metal", test))]
+#[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
 #[cfg(test)]
 mod tests;
@@ -105,7 +105,7 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> Result<Tenso
             None => bail!("metal-candle-kernels: {OPERATION} gave nothing"),
         };
     }
-    #[cfg(any(feature = "metal", test))]
+    #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
     if crate::device::metal::computes(x) {
         return metal::rotate(x, cos, sin, inverse);
     }

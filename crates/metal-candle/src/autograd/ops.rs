@@ -5,7 +5,8 @@ use super::{Tape, Value};
 use crate::Result;
 use candle_core::{D, DType, Shape, Tensor};
 use metal_candle_kernels::{
-    arithmetic, attention, copy, cross_entropy, embedding, glu, lora_linear, matmul, rms_norm, rope,
+    arithmetic, attention, copy, cross_entropy, devices, embedding, glu, lora_linear, matmul,
+    rms_norm, rope,
 };
 
 /// The low-rank path of a linear layer, as values of the tape.
@@ -352,7 +353,7 @@ impl Tape {
             layer.weight.needs_gradient() || layer.bias.is_some_and(Value::needs_gradient);
         let again = gate.needs_gradient()
             && up.needs_gradient()
-            && !gate.tensor().device().is_cpu()
+            && devices::computes_on_gpu(gate.tensor())
             && !self.is_replaying();
         let saved = SavedProjection::new(layer);
         let (Some(lora), Some(values)) = (&saved.lora, &layer.lora) else {

@@ -2,7 +2,7 @@
 
 use crate::Result;
 use candle_core::{Device, Shape, Tensor};
-use metal_candle_kernels::arithmetic;
+use metal_candle_kernels::{arithmetic, devices};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::fmt;
@@ -175,7 +175,7 @@ impl Tape {
     /// next.
     pub(super) fn save(&self, value: &Value) -> Saved {
         match &value.recipe {
-            Some(recipe) if !value.tensor.device().is_cpu() && !self.replaying => {
+            Some(recipe) if devices::computes_on_gpu(&value.tensor) && !self.replaying => {
                 Saved::MadeAgain(recipe.clone())
             }
             _ => Saved::Kept(value.tensor.clone()),

@@ -1,5 +1,6 @@
 //! The kernels of a text: their names for the host, and what is bound to their parameters.
 
+use super::constants::Constants;
 use super::text::{Text, Wrong, argument_of, has};
 use std::collections::HashMap;
 
@@ -33,6 +34,8 @@ pub struct Kernel {
     pub name: String,
     /// The function, in C++.
     function: String,
+    /// Its name, without the arguments of a template.
+    plain: String,
     most_threads: String,
     /// What is bound to each parameter, in C++.
     arguments: Vec<String>,
@@ -40,9 +43,12 @@ pub struct Kernel {
 
 impl Kernel {
     /// The line of C++ that makes it known to the runtime.
-    pub fn entry(&self) -> String {
-        let Self { name, function, most_threads, arguments } = self;
-        format!("MSL_KERNEL(\"{name}\", ({function}), {most_threads}, {})\n", arguments.join(", "))
+    pub fn entry(&self, constants: &Constants) -> String {
+        let Self { name, function, plain, most_threads, arguments } = self;
+        let (constants, arguments) = (constants.used_by(plain), arguments.join(", "));
+        format!(
+            "MSL_KERNEL(\"{name}\", ({function}), {most_threads}, \"{constants}\", {arguments})\n"
+        )
     }
 }
 
@@ -116,6 +122,7 @@ fn definition(text: &Text, from: usize, mark: usize, is_template: bool) -> Resul
         .filter(|count| !is_template || count.parse::<u32>().is_ok());
     Ok(Kernel {
         name: host_name(&attributes).unwrap_or_else(|| function.clone()),
+        plain: function.clone(),
         function,
         most_threads: most_threads.unwrap_or_else(|| "0".into()),
         arguments,
@@ -196,5 +203,6 @@ fn instantiation(
     })?;
     let function = text.inline(first, last + 1);
     text.blank(start, end + 1);
+    text.attributes.retain(|at, _| !(start..end).contains(at));
     Ok(Kernel { name, function, ..definition.clone() })
 }

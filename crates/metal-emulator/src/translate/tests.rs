@@ -18,7 +18,7 @@ fn lines_stay_where_they_are() {
     let marker = code.lines().position(|line| line.starts_with("# 1 \"a.metal\"")).unwrap();
     assert_eq!(line - marker, 4);
     assert!(code.contains(
-        "MSL_KERNEL(\"k\", (k), 0, msl::buffer(0), \
+        "MSL_KERNEL(\"k\", (k), 0, \"\", msl::buffer(0), \
          msl::builtin(&msl::Thread::thread_position_in_grid))"
     ));
 }
@@ -62,7 +62,9 @@ fn instantiations_are_kernels_of_their_own() {
     )
     .unwrap();
     assert_eq!(translation.kernels, ["k_f32", "k_f16"]);
-    assert!(translation.code.contains("MSL_KERNEL(\"k_f32\", (k<float>), 64, msl::buffer(2))"));
+    assert!(
+        translation.code.contains("MSL_KERNEL(\"k_f32\", (k<float>), 64, \"\", msl::buffer(2))")
+    );
     assert!(!translation.code.contains("decltype"));
 }
 
@@ -72,9 +74,27 @@ fn parameters_without_an_index_take_the_next_that_is_free() {
         "kernel void k(device float* a, device float* b [[buffer(0)]], constant uint& c, \
          threadgroup float* d, uint e [[thread_position_in_grid]]) {}",
     );
-    assert!(
-        code.contains("0, msl::buffer(1), msl::buffer(0), msl::buffer(2), msl::threadgroup(0), ")
+    assert!(code.contains(
+        "0, \"\", msl::buffer(1), msl::buffer(0), msl::buffer(2), msl::threadgroup(0), "
+    ));
+}
+
+#[test]
+fn kernels_depend_on_the_constants_of_all_that_they_name() {
+    let code = code(
+        "constant bool a [[function_constant(3)]]; constant int b [[function_constant(10)]];\n\
+         constant int c [[function_constant(0)]]; constant int twice = 2 * b;\n\
+         struct S { int x = twice; };\n\
+         namespace n { template <typename T> inline T f(T x) { return x + S().x; } }\n\
+         kernel void k1(device int* x) { x[0] = n::f(1); }\n\
+         kernel void k2(device int* x [[buffer(0), function_constant(a)]]) {}\n\
+         template <typename T> kernel void k3(device T* x) { x[0] = c; }\n\
+         template [[host_name(\"k3\")]] kernel void k3<int>(device int* x);\n\
+         kernel void k4(device int* x) { x[0] = 1; }",
     );
+    for (kernel, constants) in [("k1", " 10 "), ("k2", " 3 "), ("k3<int>", " 0 "), ("k4", "")] {
+        assert!(code.contains(&format!("({kernel}), 0, \"{constants}\", ")), "{kernel}: {code}");
+    }
 }
 
 #[test]
@@ -105,6 +125,10 @@ fn what_metal_refuses_is_refused_with_its_place() {
             "the emulator keeps the first only",
         ),
         ("void f( { }", "`(` is never closed"),
+        (
+            "constant bool a [[function_constant(1)]]; constant int b [[function_constant(1)]];",
+            "a.metal:7: `a` and `b` are both the function constant 1",
+        ),
     ] {
         let refusal = refusal(&at(line));
         assert!(refusal.contains(message), "{line}: {refusal}");

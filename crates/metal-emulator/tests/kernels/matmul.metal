@@ -73,3 +73,8 @@ template <typename T>
 instantiate("f32", float)
 instantiate("f16", half)
 instantiate("bf16", bfloat)
+
+// Depends on no function constant.
+[[kernel]] void clear(device float* c [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  c[i] = 0.0f;
+}

@@ -90,6 +90,7 @@ pub(crate) struct Read<'a> {
 
 impl Read<'_> {
     fn cpu(&self) -> Result<&CpuStorage> {
+        require_no_emulation()?;
         match &*self.storage {
             Storage::Cpu(storage) => Ok(storage),
             _ => bail!(
@@ -123,6 +124,22 @@ impl Read<'_> {
     pub(crate) fn storage_values<A: Real>(&self) -> Result<Values<'_, A>> {
         storage_values(self.cpu()?)
     }
+}
+
+/// An error where a tensor of the CPU stands for one of another device, which this operation should have
+/// been computed on.
+#[cfg(all(any(feature = "metal-emulation", test), not(feature = "metal")))]
+fn require_no_emulation() -> Result<()> {
+    if crate::device::metal::is_emulating() {
+        bail!("metal-candle-kernels: an operation was left to the CPU, expected Metal's")
+    }
+    Ok(())
+}
+
+#[cfg(not(all(any(feature = "metal-emulation", test), not(feature = "metal"))))]
+#[inline(always)]
+fn require_no_emulation() -> Result<()> {
+    Ok(())
 }
 
 fn contiguous_range(layout: &Layout) -> Result<(usize, usize)> {
@@ -207,6 +224,7 @@ pub(crate) fn change_in_place<A: Real>(
     tensor: &Tensor,
     change: impl FnOnce(&mut [A]) -> Result<()>,
 ) -> Result<()> {
+    require_no_emulation()?;
     struct Change<A, F> {
         operation: &'static str,
         change: Cell<Option<F>>,

@@ -1,63 +1,86 @@
-//! Stands in for a device in tests: kernels are run by the emulator, on tensors of the CPU.
+//! Stands in for a device in tests: kernels are run by an emulator, on tensors of the CPU.
 
-use super::source::source;
-use super::{Argument, Array, Dispatch};
+use super::{Argument, Array, Constant, Dispatch, Kernel};
 use crate::devices::MetalMatmul;
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Shape, Storage, Tensor, bail,
 };
 use half::{bf16, f16};
-use metal_emulator::{Library, Mode, Source};
 use std::cell::RefCell;
-use std::path::Path;
-use std::sync::{Arc, LazyLock, OnceLock};
+use std::sync::Arc;
 
-/// What a test runs kernels with.
+/// Runs a kernel, and gives what the buffers hold then that it writes, in their order.
+pub type Run = dyn Fn(&Launch) -> Vec<Vec<u8>> + Send + Sync;
+
+/// What runs kernels in place of a device.
 #[derive(Clone)]
-pub(crate) struct Emulator {
-    pub(crate) library: Arc<Library>,
-    pub(crate) seed: u64,
+pub struct Emulator {
+    /// Runs kernels.
+    pub run: Arc<Run>,
+    /// The order of the threads.
+    pub seed: u64,
     /// Threads that a threadgroup may have.
-    pub(crate) most_threads: usize,
-    /// Who makes the large products of linear layers.
-    pub(crate) matmul: MetalMatmul,
+    pub most_threads: usize,
+    /// Who makes the large products of linear layers. Candle's and Apple's are made by Candle on the CPU.
+    pub matmul: MetalMatmul,
 }
 
-impl Emulator {
-    /// All kernels as a mode compiles them; `None`, said once, where that can't be done.
-    pub(crate) fn open(mode: Mode) -> Option<Emulator> {
-        // Where tests/metal_emulator.rs has it too, so that it is compiled once for both.
-        static SOURCE: LazyLock<Source> = LazyLock::new(|| {
-            let path = Path::new(env!("OUT_DIR")).join("metal-candle-kernels.metal");
-            std::fs::write(&path, source()).unwrap();
-            Source::file(path)
-        });
-        static EMULATORS: [OnceLock<Option<Emulator>>; 3] = [const { OnceLock::new() }; 3];
-        let open = || {
-            metal_emulator::available().then(|| {
-                let library = Arc::new(SOURCE.compile(mode).unwrap());
-                let matmul = MetalMatmul::Fused;
-                Emulator { library, seed: 0, most_threads: 1024, matmul }
-            })
-        };
-        EMULATORS[mode as usize].get_or_init(open).clone()
-    }
+/// A kernel that is to be run.
+#[derive(Debug)]
+pub struct Launch<'a> {
+    /// Its name in the text of all kernels.
+    pub kernel: &'static str,
+    /// Its function constants, and their indices.
+    pub constants: &'a [(usize, Constant)],
+    /// What is bound.
+    pub buffers: Vec<Bound>,
+    /// Threadgroups.
+    pub groups: [u32; 3],
+    /// Threads of a threadgroup.
+    pub threads: u32,
+    /// The order of the threads, [`Emulator::seed`].
+    pub seed: u64,
+}
+
+/// A buffer, or a value as the bytes of one.
+#[derive(Debug)]
+pub struct Bound {
+    /// Which of the kernel's buffers it is.
+    pub index: u32,
+    /// All of its bytes.
+    pub bytes: Vec<u8>,
+    /// Bytes before the kernel's first.
+    pub offset: usize,
+    /// Whether the kernel writes it.
+    pub written: bool,
 }
 
 thread_local! {
     static EMULATOR: RefCell<Option<Emulator>> = const { RefCell::new(None) };
 }
 
-/// What `task` gives when Metal's operations compute on tensors of the CPU.
-pub(crate) fn emulate<R>(emulator: Emulator, task: impl FnOnce() -> R) -> R {
+/// What `task` gives when this thread's operations on tensors of the CPU are computed as on a Metal device,
+/// by kernels that `emulator` runs. An operation of this crate that is left to the CPU is an error then.
+pub fn emulate<R>(emulator: Emulator, task: impl FnOnce() -> R) -> R {
+    /// Takes the emulator away, also from a task that panics.
+    struct End;
+    impl Drop for End {
+        fn drop(&mut self) {
+            EMULATOR.set(None);
+        }
+    }
+    let _end = End;
     EMULATOR.set(Some(emulator));
-    let result = task();
-    EMULATOR.set(None);
-    result
+    task()
 }
 
 /// Whether a test asked for the emulator.
 pub(crate) fn computes(_: &Tensor) -> bool {
+    is_emulating()
+}
+
+/// Whether this thread's tensors stand for those of a Metal device.
+pub(crate) fn is_emulating() -> bool {
     EMULATOR.with_borrow(Option::is_some)
 }
 
@@ -66,6 +89,7 @@ pub(super) struct Buffer;
 
 pub(super) struct Pipeline {
     name: &'static str,
+    constants: Box<[(usize, Constant)]>,
     most_threads: usize,
 }
 
@@ -110,8 +134,9 @@ impl Metal {
         self.strided(&tensor)
     }
 
-    pub(super) fn pipeline(&self, name: &'static str) -> Result<Pipeline> {
-        Ok(Pipeline { name, most_threads: self.emulator.most_threads })
+    pub(super) fn pipeline(&self, Kernel { name, constants }: Kernel) -> Result<Pipeline> {
+        let most_threads = self.emulator.most_threads;
+        Ok(Pipeline { name, constants: constants.into(), most_threads })
     }
 
     pub(super) fn matmul(&self) -> MetalMatmul {
@@ -143,33 +168,48 @@ impl Metal {
             if groups.contains(&0) {
                 continue;
             }
-            let kernel = self.emulator.library.kernel(pipeline.name).unwrap();
-            let mut run = kernel.dispatch().seed(self.emulator.seed);
-            for (index, argument) in (0..).zip(*arguments) {
-                run = match *argument {
-                    Argument::Input(array) | Argument::Output(array) => {
-                        run.buffer_at::<u8>(index, &bytes(&array.tensor), array.offset)
+            let bound =
+                (0..).zip(*arguments).filter_map(|(index, argument)| bound(index, argument));
+            let launch = Launch {
+                kernel: pipeline.name,
+                constants: &pipeline.constants,
+                buffers: bound.collect(),
+                groups: groups.map(|count| count as u32),
+                threads: *threads as u32,
+                seed: self.emulator.seed,
+            };
+            let mut found = (self.emulator.run)(&launch).into_iter();
+            for argument in *arguments {
+                if let Argument::Output(array) = argument {
+                    let Some(bytes) = found.next() else { bail!("the emulator gave too little") };
+                    if array.tensor.elem_count() > 0 {
+                        array.tensor.inplace_op1(&Write(bytes))?;
                     }
-                    Argument::U32(value) => run.value(index, value),
-                    Argument::U64(value) => run.value(index, value),
-                    Argument::F32(value) => run.value(index, value),
-                    Argument::U32s(values) => run.buffer(index, values),
-                    Argument::F32s(values) => run.buffer(index, values),
-                    Argument::U64s(values) => run.buffer(index, values),
-                };
-            }
-            let size = [*threads as u32, 1, 1];
-            let found = run.threadgroups(groups.map(|count| count as u32), size).unwrap();
-            for (index, argument) in (0..).zip(*arguments) {
-                if let Argument::Output(array) = argument
-                    && array.tensor.elem_count() > 0
-                {
-                    array.tensor.inplace_op1(&Write(found.read::<u8>(index).unwrap()))?;
                 }
             }
         }
         Ok(())
     }
+}
+
+/// As an emulator takes it.
+fn bound(index: u32, argument: &Argument) -> Option<Bound> {
+    let value = |bytes: Vec<u8>| Bound { index, bytes, offset: 0, written: false };
+    let array = |array: &Array, written: bool| {
+        let (bytes, offset) = (bytes(&array.tensor), array.offset);
+        Bound { index, bytes, offset, written }
+    };
+    Some(match argument {
+        Argument::Input(of) => array(of, false),
+        Argument::Output(of) => array(of, true),
+        Argument::Absent => return None,
+        Argument::U32(number) => value(number.to_le_bytes().into()),
+        Argument::U64(number) => value(number.to_le_bytes().into()),
+        Argument::F32(number) => value(number.to_le_bytes().into()),
+        Argument::U32s(numbers) => value(numbers.iter().flat_map(|n| n.to_le_bytes()).collect()),
+        Argument::F32s(numbers) => value(numbers.iter().flat_map(|n| n.to_le_bytes()).collect()),
+        Argument::U64s(numbers) => value(numbers.iter().flat_map(|n| n.to_le_bytes()).collect()),
+    })
 }
 
 /// All bytes that a tensor is a part of.

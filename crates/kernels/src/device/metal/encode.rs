@@ -1,6 +1,6 @@
 //! The device of some tensors: its memory, and how kernels are encoded.
 
-use super::{Argument, Array, Dispatch, by_dtype, library, memory, mps};
+use super::{Argument, Array, Dispatch, Kernel, library, memory, mps};
 use crate::devices::{MetalMatmul, metal_matmul};
 use candle_core::metal_backend::{MetalDevice, MetalError, MetalStorage};
 use candle_core::op::BackpropOp;
@@ -119,8 +119,8 @@ impl Metal {
         .map_err(metal_error)
     }
 
-    pub(super) fn pipeline(&self, name: &'static str) -> Result<Pipeline> {
-        library::pipeline(&self.device, name)
+    pub(super) fn pipeline(&self, kernel: Kernel) -> Result<Pipeline> {
+        library::pipeline(&self.device, kernel)
     }
 
     /// Encodes kernels, which run in this order where one reads what another writes. Those without
@@ -141,6 +141,7 @@ impl Metal {
                     Argument::Output(array) => {
                         encoder.set_output_buffer(index, Some(&array.buffer), array.offset);
                     }
+                    Argument::Absent => {}
                     Argument::U32(value) => encoder.set_bytes(index, &value),
                     Argument::U64(value) => encoder.set_bytes(index, &value),
                     Argument::F32(value) => encoder.set_bytes(index, &value),
@@ -199,7 +200,7 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
     }
     let device = Device::new_metal(ordinal)?;
     if let Device::Metal(device) = &device {
-        library::pipeline(device, by_dtype!("product_tiles_32", DType::BF16)?)?;
+        Metal { device: device.clone() }.require_tiles()?;
     }
     Ok(device)
 }

@@ -1,34 +1,31 @@
 //! The kernels of all operations as one library a device, compiled when the first is used, and their
-//! pipelines.
+//! pipelines, by name and function constants.
 
 use super::encode::metal_error;
+use super::pipelines::Pipelines;
 use super::source::source;
+use super::{Constant, Kernel};
 use candle_core::metal_backend::{DeviceId, MetalDevice};
 use candle_core::{Result, bail};
-use candle_metal_kernels::metal::{ComputePipeline, Library};
+use candle_metal_kernels::metal::{ComputePipeline, ConstantValues, Library, Value};
 use objc2_metal::{MTLCompileOptions, MTLLanguageVersion};
 use std::sync::RwLock;
 
 struct Compiled {
     libraries: Vec<(DeviceId, Library)>,
-    /// There are few: a search that compares addresses of names is faster than one that reads them.
-    pipelines: Vec<(DeviceId, &'static str, ComputePipeline)>,
+    pipelines: Pipelines<DeviceId, ComputePipeline>,
 }
 
 static COMPILED: RwLock<Compiled> =
-    RwLock::new(Compiled { libraries: Vec::new(), pipelines: Vec::new() });
+    RwLock::new(Compiled { libraries: Vec::new(), pipelines: Pipelines::new() });
 
-/// The pipeline of the kernel `name`.
-pub(super) fn pipeline(device: &MetalDevice, name: &'static str) -> Result<ComputePipeline> {
+/// The pipeline of a kernel, made for its function constants when they are asked for first.
+pub(super) fn pipeline(device: &MetalDevice, kernel: Kernel) -> Result<ComputePipeline> {
     let id = device.id();
-    if let Ok(compiled) = COMPILED.read() {
-        let found = compiled
-            .pipelines
-            .iter()
-            .find(|(device, known, _)| *device == id && std::ptr::eq(*known, name));
-        if let Some((_, _, pipeline)) = found {
-            return Ok(pipeline.clone());
-        }
+    if let Ok(compiled) = COMPILED.read()
+        && let Some(pipeline) = compiled.pipelines.find(id, kernel)
+    {
+        return Ok(pipeline);
     }
     let Ok(mut compiled) = COMPILED.write() else {
         bail!("metal-candle-kernels: another thread failed while it compiled kernels")
@@ -42,13 +39,24 @@ pub(super) fn pipeline(device: &MetalDevice, name: &'static str) -> Result<Compu
             library
         }
     };
-    let function = library.get_function(name, None).map_err(metal_error)?;
+    let Kernel { name, constants } = kernel;
+    let values = (!constants.is_empty()).then(|| values_of(constants));
+    let function = library.get_function(name, values.as_ref()).map_err(metal_error)?;
     let pipeline = device
         .metal_device()
         .new_compute_pipeline_state_with_function(&function)
         .map_err(metal_error)?;
-    compiled.pipelines.push((id, name, pipeline.clone()));
+    compiled.pipelines.add(id, kernel, pipeline.clone());
     Ok(pipeline)
+}
+
+/// As Candle takes them.
+fn values_of(constants: &[(usize, Constant)]) -> ConstantValues {
+    let value = |constant: &Constant| match *constant {
+        Constant::Bool(value) => Value::Bool(value),
+        Constant::U16(value) => Value::U16(value),
+    };
+    ConstantValues::new(constants.iter().map(|(index, of)| (*index, value(of))).collect())
 }
 
 fn compile(device: &MetalDevice) -> Result<Library> {

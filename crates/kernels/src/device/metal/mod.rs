@@ -4,6 +4,9 @@
 //! is said to read and to write, so every buffer is passed as what it is. An operation encodes all its
 //! kernels under one lock of the encoder.
 //!
+//! What a call has that decides about a kernel's code (a head's size, whether there is a bias) is a function
+//! constant of the kernel; what it only counts with is an argument.
+//!
 //! Tests run the kernels, and what is passed to them, in an emulator, or on a Mac's GPU with the feature
 //! `metal`; `encode.rs`, `library.rs`, `memory.rs` and `mps.rs`, which speak to Metal, were type-checked only.
 //! Nothing ran on a Mac yet.
@@ -17,11 +20,14 @@ mod library;
 mod memory;
 #[cfg(feature = "metal")]
 mod mps;
+#[cfg(any(feature = "metal", test))]
+mod pipelines;
+#[cfg(any(feature = "metal", test))]
 mod pool;
 pub(crate) mod product;
 mod source;
 mod sums;
-// The tests of machines without Metal run the kernels in an emulator, with tensors of the CPU.
+// Tests on machines without Metal run the kernels in an emulator, with tensors of the CPU.
 #[cfg(not(feature = "metal"))]
 #[path = "emulated.rs"]
 mod encode;
@@ -32,13 +38,19 @@ use super::cpu::collapsed_rows;
 use candle_core::{DType, Result, Tensor, bail};
 use encode::{Buffer, Pipeline};
 
-#[cfg(all(test, not(feature = "metal")))]
-pub(crate) use encode::{Emulator, emulate};
+#[cfg(not(feature = "metal"))]
+pub(crate) use encode::is_emulating;
+#[cfg(all(feature = "metal-emulation", not(feature = "metal")))]
+pub use encode::{Bound, Run};
+#[cfg(not(feature = "metal"))]
+pub use encode::{Emulator, Launch, emulate};
 pub(crate) use encode::{Metal, computes};
 #[cfg(feature = "metal")]
 pub(crate) use encode::{count, is_suitable, nothing, open};
 #[cfg(feature = "metal")]
 pub(crate) use memory::{end_round, memory, reset_peak};
+#[cfg(all(feature = "metal-emulation", not(feature = "metal")))]
+pub(crate) use source::source;
 pub(crate) use sums::Groups;
 
 /// The kernel `$name` for elements of dtype `$dtype`.
@@ -67,12 +79,6 @@ pub(crate) struct Array {
 }
 
 impl Array {
-    /// The same buffer from its beginning, which is aligned to whatever a kernel takes.
-    fn beginning(&self) -> Array {
-        let Array { buffer, dtype, tensor, .. } = self;
-        Array { buffer: buffer.clone(), offset: 0, dtype: *dtype, tensor: tensor.clone() }
-    }
-
     /// The same buffer from `bytes` further on.
     pub(crate) fn at(&self, bytes: usize) -> Array {
         let Array { buffer, offset, dtype, tensor } = self;
@@ -96,12 +102,37 @@ pub(crate) enum Argument<'a> {
     Input(&'a Array),
     /// It writes these elements.
     Output(&'a Array),
+    /// It is left out by a function constant.
+    Absent,
     U32(u32),
     U64(u64),
     F32(f32),
     U32s(&'a [u32]),
     F32s(&'a [f32]),
     U64s(&'a [u64]),
+}
+
+/// A value that a kernel's code is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Constant {
+    /// `bool` in Metal.
+    Bool(bool),
+    /// `ushort` in Metal.
+    U16(u16),
+}
+
+/// A kernel by its name, and its function constants by their indices.
+#[derive(Clone, Copy)]
+pub(crate) struct Kernel<'a> {
+    pub(crate) name: &'static str,
+    pub(crate) constants: &'a [(usize, Constant)],
+}
+
+/// One without function constants.
+impl From<&'static str> for Kernel<'_> {
+    fn from(name: &'static str) -> Self {
+        Kernel { name, constants: &[] }
+    }
 }
 
 /// A kernel that is ready to be encoded.
@@ -134,10 +165,10 @@ impl Metal {
         }
     }
 
-    /// The kernel `name`, a threadgroup for each of `rows`, whose threads share its `columns`.
+    /// The kernel, a threadgroup for each of `rows`, whose threads share its `columns`.
     pub(crate) fn by_row<'a>(
         &self,
-        name: &'static str,
+        kernel: impl Into<Kernel<'a>>,
         rows: usize,
         columns: usize,
         arguments: &'a [Argument<'a>],
@@ -145,65 +176,74 @@ impl Metal {
         const ELEMENTS: usize = 8;
         const MOST_THREADS: usize = 1024;
         let wanted = columns.div_ceil(ELEMENTS).next_multiple_of(SIMDGROUP).min(MOST_THREADS);
-        self.dispatch(name, wanted, |_| [rows, 1, 1], arguments)
+        self.dispatch(kernel, wanted, |_| [rows, 1, 1], arguments)
     }
 
-    /// The kernel `name` for `rows` of `count` elements each, of which a thread has `AHEAD`.
+    /// The kernel for `rows` of `count` elements each, of which a thread has `AHEAD`.
     pub(crate) fn by_elements<'a>(
         &self,
-        name: &'static str,
+        kernel: impl Into<Kernel<'a>>,
         count: usize,
         rows: usize,
         arguments: &'a [Argument<'a>],
     ) -> Result<Dispatch<'a>> {
         let wanted = count.div_ceil(AHEAD).next_multiple_of(SIMDGROUP).min(THREADS);
-        self.dispatch(name, wanted, |threads| [count.div_ceil(AHEAD * threads), rows, 1], arguments)
+        self.dispatch(
+            kernel,
+            wanted,
+            |threads| [count.div_ceil(AHEAD * threads), rows, 1],
+            arguments,
+        )
     }
 
-    /// The kernel `name` for `rows` of `count` things each, of which a thread has one.
+    /// The kernel for `rows` of `count` things each, of which a thread has one.
     pub(crate) fn by_thread<'a>(
         &self,
-        name: &'static str,
+        kernel: impl Into<Kernel<'a>>,
         count: usize,
         rows: usize,
         arguments: &'a [Argument<'a>],
     ) -> Result<Dispatch<'a>> {
         let wanted = count.next_multiple_of(SIMDGROUP).min(THREADS);
-        self.dispatch(name, wanted, |threads| [count.div_ceil(threads), rows, 1], arguments)
+        self.dispatch(kernel, wanted, |threads| [count.div_ceil(threads), rows, 1], arguments)
     }
 
-    /// The kernel `name`, whose threadgroups are whole simdgroups, `most` of them where the pipeline allows
+    /// The kernel, whose threadgroups are whole simdgroups, `most` of them where the pipeline allows
     /// it; `groups` says how many threadgroups there are of so many simdgroups.
     pub(crate) fn by_simdgroups<'a>(
         &self,
-        name: &'static str,
+        kernel: impl Into<Kernel<'a>>,
         most: usize,
         groups: impl Fn(usize) -> [usize; 3],
         arguments: &'a [Argument<'a>],
     ) -> Result<Dispatch<'a>> {
-        let pipeline = self.pipeline(name)?;
+        let kernel = kernel.into();
+        let pipeline = self.pipeline(kernel)?;
         let simdgroups = most.min(pipeline.max_total_threads_per_threadgroup() / SIMDGROUP);
         if simdgroups == 0 {
             bail!(
-                "metal-candle-kernels: `{name}` has {} threads on this device, expected {SIMDGROUP} at least",
+                "metal-candle-kernels: `{}` has {} threads on this device, expected {SIMDGROUP} at least",
+                kernel.name,
                 pipeline.max_total_threads_per_threadgroup()
             )
         }
-        prepare(name, pipeline, simdgroups * SIMDGROUP, groups(simdgroups), arguments)
+        prepare(kernel.name, pipeline, simdgroups * SIMDGROUP, groups(simdgroups), arguments)
     }
 
-    /// The kernel `name`, which is made for threadgroups of `threads` threads and no other.
+    /// The kernel, which is made for threadgroups of `threads` threads and no other.
     pub(crate) fn exactly<'a>(
         &self,
-        name: &'static str,
+        kernel: impl Into<Kernel<'a>>,
         threads: usize,
         groups: [usize; 3],
         arguments: &'a [Argument<'a>],
     ) -> Result<Dispatch<'a>> {
-        let dispatch = self.dispatch(name, threads, |_| groups, arguments)?;
+        let kernel = kernel.into();
+        let dispatch = self.dispatch(kernel, threads, |_| groups, arguments)?;
         if !encode::takes(&dispatch.pipeline, threads) {
             bail!(
-                "metal-candle-kernels: `{name}` takes {} threads on this GPU, expected {threads}",
+                "metal-candle-kernels: `{}` takes {} threads on this GPU, expected {threads}",
+                kernel.name,
                 dispatch.threads
             )
         }
@@ -213,14 +253,15 @@ impl Metal {
     /// `groups` says how many threadgroups there are of so many threads.
     fn dispatch<'a>(
         &self,
-        name: &'static str,
+        kernel: impl Into<Kernel<'a>>,
         wanted: usize,
         groups: impl Fn(usize) -> [usize; 3],
         arguments: &'a [Argument<'a>],
     ) -> Result<Dispatch<'a>> {
-        let pipeline = self.pipeline(name)?;
+        let kernel = kernel.into();
+        let pipeline = self.pipeline(kernel)?;
         let threads = wanted.min(pipeline.max_total_threads_per_threadgroup()).max(1);
-        prepare(name, pipeline, threads, groups(threads), arguments)
+        prepare(kernel.name, pipeline, threads, groups(threads), arguments)
     }
 }
 
@@ -251,11 +292,11 @@ pub(crate) fn size(operation: &str, size: usize) -> Result<u32> {
 
 /// The code of a norm's parameter's dtype, as `parameter_at` in `common.metal.h` knows it.
 pub(crate) fn parameter_code(operation: &str, parameter: &Array) -> Result<Argument<'static>> {
-    Ok(Argument::U32(dtype_code(operation, parameter.dtype)?))
+    Ok(Argument::U32(dtype_code(operation, parameter.dtype)?.into()))
 }
 
 /// The code of a dtype, as kernels know it.
-fn dtype_code(operation: &str, dtype: DType) -> Result<u32> {
+fn dtype_code(operation: &str, dtype: DType) -> Result<u16> {
     match dtype {
         DType::F32 => Ok(0),
         DType::F16 => Ok(1),

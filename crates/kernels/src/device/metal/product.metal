@@ -2,6 +2,41 @@
 // the host may ask for is in product.rs.
 #include "common.metal.h"
 
+// What a launch's code is made for; the indices are those of product.rs.
+
+/// The code of the result's dtype.
+constant ushort RESULT_DTYPE [[function_constant(10)]];
+/// The code of the bias's dtype and 1; 0 without a bias.
+constant ushort BIAS_DTYPE [[function_constant(11)]];
+constant bool BIASED = BIAS_DTYPE > 0;
+/// Whether the result is added to what is there.
+constant bool ADDED [[function_constant(12)]];
+/// Whether elements of the result are dropped.
+constant bool THINNED [[function_constant(13)]];
+
+/// How many products are summed up by tiles.
+constant ushort TERMS [[function_constant(20)]];
+constant bool TERM_0 = TERMS > 0, TERM_1 = TERMS > 1, TERM_2 = TERMS > 2;
+constant bool TERM_3 = TERMS > 3, TERM_4 = TERMS > 4, TERM_5 = TERMS > 5;
+/// The flags that all terms have, and those that any has: what they don't differ in is known.
+constant ushort ALL_FLAGS [[function_constant(21)]];
+constant ushort ANY_FLAGS [[function_constant(22)]];
+/// Whether the inner dimension is cut into slices.
+constant bool SLICED [[function_constant(23)]];
+/// Whether the result's rows, and its columns, fill whole tiles.
+constant bool WHOLE_ROWS [[function_constant(24)]];
+constant bool WHOLE_COLUMNS [[function_constant(25)]];
+
+/// The adapter's rank in the kernels for few rows; 0 without one.
+constant ushort RANK [[function_constant(30)]];
+constant bool ADAPTED = RANK > 0;
+/// The code of the weight's dtype there.
+constant ushort WEIGHT_DTYPE [[function_constant(31)]];
+/// Whether all rows begin at multiples of four elements there.
+constant bool FOURS [[function_constant(32)]];
+/// Whether x·A has been made there, in slices.
+constant bool GATHERED [[function_constant(33)]];
+
 /// One of the products that are summed up, as `Term::numbers` in product.rs lays it out. Strides count
 /// elements; what is turned is stored transposed.
 struct Term {
@@ -13,18 +48,16 @@ struct Term {
 
 constant constexpr uint LEFT_TURNED = 1, RIGHT_TURNED = 2, LEFT_ALIGNED = 4, RIGHT_ALIGNED = 8;
 constant constexpr uint LEFT_DTYPE = 4, RIGHT_DTYPE = 6;
+/// Elements of the left matrix are dropped; the inner dimension fills whole tiles.
+constant constexpr uint MASKED = 256, WHOLE_INNER = 512;
 
 /// Where the results go, and what is done to them, as `Product::result` lays it out.
 struct Result {
     ulong stride, seed;
     uint rows, columns;
-    uint dtype, bias;
     float kept;
-    uint threshold;
-    uint flags, depth;
+    uint threshold, depth;
 };
-
-constant constexpr uint ADD = 1, SLICED = 2;
 
 inline void store_at(device char *out, uint dtype, ulong i, float value) {
     switch (dtype) {
@@ -42,14 +75,14 @@ inline void store_at(device char *out, uint dtype, ulong i, float value) {
 /// Puts a result where it belongs: without what is dropped, with the bias, added to what is there.
 inline void finish(constant Result &result, device char *out, device const char *bias, uint row,
                    uint column, float value) {
-    if (result.threshold > 0) {
+    if (THINNED) {
         const ulong index = ulong(row) * result.columns + column;
         value = dropped(result.seed, index, result.threshold) ? 0.0f : value * result.kept;
     }
-    if (result.bias > 0) value += parameter_at(bias, result.bias - 1, column);
+    if (BIASED) value += parameter_at(bias, BIAS_DTYPE - 1, column);
     const ulong i = ulong(row) * result.stride + column;
-    if (result.flags & ADD) value += parameter_at(out, result.dtype, i);
-    store_at(out, result.dtype, i, value);
+    if (ADDED) value += parameter_at(out, RESULT_DTYPE, i);
+    store_at(out, RESULT_DTYPE, i, value);
 }
 
 // Tiles.
@@ -75,8 +108,12 @@ template <typename T> struct Unit<T, T> {
     }
 };
 
-/// Which elements of a matrix are dropped, found by their index in it if it were contiguous.
-struct Mask {
+/// How the elements of a matrix are read.
+struct Reading {
+    /// Whether 16 bytes of a tile's elements can be read at once; whether a tile is inside of the matrix.
+    bool aligned, whole;
+    /// Which elements are dropped, found by their index in the matrix if it were contiguous.
+    bool masked;
     ulong seed, width;
     uint threshold;
 };
@@ -85,8 +122,8 @@ struct Mask {
 /// whose rows begin 16 bytes further apart than they are long, with zeros outside of the matrix and where
 /// elements are dropped.
 template <typename S, typename T, uint HEIGHT, uint WIDTH>
-inline void stage(device const S *from, ulong stride, uint2 corner, uint2 sizes, bool aligned,
-                  Mask mask, threadgroup T *tile, uint thread_index) {
+inline void stage(device const S *from, ulong stride, uint2 corner, uint2 sizes, Reading how,
+                  threadgroup T *tile, uint thread_index) {
     constexpr uint UNIT = 16 / sizeof(T);
     constexpr uint ACROSS = WIDTH / UNIT;
     for (uint unit = thread_index; unit < HEIGHT * ACROSS; unit += TILE_THREADS) {
@@ -94,14 +131,15 @@ inline void stage(device const S *from, ulong stride, uint2 corner, uint2 sizes,
         const uint row = corner.x + i, column = corner.y + j;
         threadgroup T *to = tile + i * (WIDTH + UNIT) + j;
         device const S *source = from + (ulong(row) * stride + column);
-        if (aligned && mask.threshold == 0 && row < sizes.x && column + UNIT <= sizes.y) {
+        const bool inside = how.whole || (row < sizes.x && column + UNIT <= sizes.y);
+        if (how.aligned && !how.masked && inside) {
             Unit<S, T>::copy(source, to);
             continue;
         }
         for (uint e = 0; e < UNIT; e++) {
-            bool kept = row < sizes.x && column + e < sizes.y;
-            if (kept && mask.threshold > 0)
-                kept = !dropped(mask.seed, row * mask.width + column + e, mask.threshold);
+            bool kept = how.whole || (row < sizes.x && column + e < sizes.y);
+            if (kept && how.masked)
+                kept = !dropped(how.seed, row * how.width + column + e, how.threshold);
             to[e] = kept ? static_cast<T>(float(source[e])) : static_cast<T>(0.0f);
         }
     }
@@ -110,23 +148,19 @@ inline void stage(device const S *from, ulong stride, uint2 corner, uint2 sizes,
 /// Like `stage`, of a matrix of the dtype of that code.
 template <typename T, uint HEIGHT, uint WIDTH>
 inline void stage_any(device const char *from, uint dtype, ulong stride, uint2 corner,
-                      uint2 sizes, bool aligned, Mask mask, threadgroup T *tile,
-                      uint thread_index) {
+                      uint2 sizes, Reading how, threadgroup T *tile, uint thread_index) {
     switch (dtype) {
         case 0:
             stage<float, T, HEIGHT, WIDTH>(reinterpret_cast<device const float *>(from),
-                                           stride, corner, sizes, aligned, mask, tile,
-                                           thread_index);
+                                           stride, corner, sizes, how, tile, thread_index);
             break;
         case 1:
             stage<half, T, HEIGHT, WIDTH>(reinterpret_cast<device const half *>(from),
-                                          stride, corner, sizes, aligned, mask, tile,
-                                          thread_index);
+                                          stride, corner, sizes, how, tile, thread_index);
             break;
         default:
             stage<bfloat, T, HEIGHT, WIDTH>(reinterpret_cast<device const bfloat *>(from),
-                                            stride, corner, sizes, aligned, mask, tile,
-                                            thread_index);
+                                            stride, corner, sizes, how, tile, thread_index);
     }
 }
 
@@ -137,15 +171,22 @@ inline void stage_any(device const char *from, uint dtype, ulong stride, uint2 c
 /// the sums of the slices lie in `out` one after another in f32.
 template <typename T, uint SIDE>
 [[kernel, max_total_threads_per_threadgroup(128)]] void product_tiles(
-    device const char *left0 [[buffer(0)]], device const char *right0 [[buffer(1)]],
-    device const char *left1 [[buffer(2)]], device const char *right1 [[buffer(3)]],
-    device const char *left2 [[buffer(4)]], device const char *right2 [[buffer(5)]],
-    device const char *left3 [[buffer(6)]], device const char *right3 [[buffer(7)]],
-    device const char *left4 [[buffer(8)]], device const char *right4 [[buffer(9)]],
-    device const char *left5 [[buffer(10)]], device const char *right5 [[buffer(11)]],
-    device const char *bias [[buffer(12)]], device char *out [[buffer(13)]],
-    constant Term *terms [[buffer(14)]], constant uint &count [[buffer(15)]],
-    constant Result &result [[buffer(16)]], PLACE, SIMD_PLACE) {
+    device const char *left0 [[buffer(0), function_constant(TERM_0)]],
+    device const char *right0 [[buffer(1), function_constant(TERM_0)]],
+    device const char *left1 [[buffer(2), function_constant(TERM_1)]],
+    device const char *right1 [[buffer(3), function_constant(TERM_1)]],
+    device const char *left2 [[buffer(4), function_constant(TERM_2)]],
+    device const char *right2 [[buffer(5), function_constant(TERM_2)]],
+    device const char *left3 [[buffer(6), function_constant(TERM_3)]],
+    device const char *right3 [[buffer(7), function_constant(TERM_3)]],
+    device const char *left4 [[buffer(8), function_constant(TERM_4)]],
+    device const char *right4 [[buffer(9), function_constant(TERM_4)]],
+    device const char *left5 [[buffer(10), function_constant(TERM_5)]],
+    device const char *right5 [[buffer(11), function_constant(TERM_5)]],
+    device const char *bias [[buffer(12), function_constant(BIASED)]],
+    device char *out [[buffer(13)]],
+    constant Term *terms [[buffer(14), function_constant(TERM_0)]],
+    constant Result &result [[buffer(15)]], PLACE, SIMD_PLACE) {
     constexpr uint DEPTH = 64 / sizeof(T), UNIT = 16 / sizeof(T);
     // Distances of rows in tiles that are as wide as the depth, and as the side.
     constexpr uint DEEP = DEPTH + UNIT, WIDE = SIDE + UNIT;
@@ -168,37 +209,23 @@ template <typename T, uint SIDE>
     for (uint i = 0; i < N; i++)
         for (uint j = 0; j < N; j++) sums[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 
-    for (uint t = 0; t < count; t++) {
+    for (uint t = 0; t < TERMS; t++) {
         constant Term &term = terms[t];
         device const char *from_left = left0, *from_right = right0;
-        switch (t) {
-            case 1:
-                from_left = left1;
-                from_right = right1;
-                break;
-            case 2:
-                from_left = left2;
-                from_right = right2;
-                break;
-            case 3:
-                from_left = left3;
-                from_right = right3;
-                break;
-            case 4:
-                from_left = left4;
-                from_right = right4;
-                break;
-            case 5:
-                from_left = left5;
-                from_right = right5;
-                break;
-        }
-        const uint flags = term.flags, inner = term.inner;
+        if (TERM_1 && t == 1) from_left = left1, from_right = right1;
+        if (TERM_2 && t == 2) from_left = left2, from_right = right2;
+        if (TERM_3 && t == 3) from_left = left3, from_right = right3;
+        if (TERM_4 && t == 4) from_left = left4, from_right = right4;
+        if (TERM_5 && t == 5) from_left = left5, from_right = right5;
+        // Of these bits, the terms' own are read only where they differ.
+        const uint flags = (term.flags & ANY_FLAGS) | ALL_FLAGS, inner = term.inner;
         const bool left_turned = flags & LEFT_TURNED, right_turned = flags & RIGHT_TURNED;
-        const bool left_aligned = flags & LEFT_ALIGNED, right_aligned = flags & RIGHT_ALIGNED;
         const uint left_dtype = flags >> LEFT_DTYPE & 3, right_dtype = flags >> RIGHT_DTYPE & 3;
-        const Mask mask = {term.seed, left_turned ? sizes.x : inner, term.threshold};
-        const Mask none = {0, 0, 0};
+        const bool whole = flags & WHOLE_INNER;
+        const Reading of_left = {bool(flags & LEFT_ALIGNED), WHOLE_ROWS && whole,
+                                 bool(flags & MASKED),       term.seed,
+                                 left_turned ? sizes.x : inner, term.threshold};
+        const Reading of_right = {bool(flags & RIGHT_ALIGNED), WHOLE_COLUMNS && whole, false, 0, 0, 0};
         const uint start = min(inner, group.y * result.depth);
         const uint end = start + min(inner - start, result.depth);
         for (uint k = start; k < end; k += DEPTH) {
@@ -206,20 +233,20 @@ template <typename T, uint SIDE>
             threadgroup_barrier(mem_flags::mem_threadgroup);
             if (left_turned)
                 stage_any<T, DEPTH, SIDE>(from_left, left_dtype, term.left_stride,
-                                          uint2(k, corner.x), uint2(end, sizes.x), left_aligned,
-                                          mask, left, own.x);
+                                          uint2(k, corner.x), uint2(end, sizes.x), of_left, left,
+                                          own.x);
             else
                 stage_any<T, SIDE, DEPTH>(from_left, left_dtype, term.left_stride,
-                                          uint2(corner.x, k), uint2(sizes.x, end), left_aligned,
-                                          mask, left, own.x);
+                                          uint2(corner.x, k), uint2(sizes.x, end), of_left, left,
+                                          own.x);
             if (right_turned)
-                stage_any<T, SIDE, DEPTH>(from_right, right_dtype,
-                                          term.right_stride, uint2(corner.y, k),
-                                          uint2(sizes.y, end), right_aligned, none, right, own.x);
+                stage_any<T, SIDE, DEPTH>(from_right, right_dtype, term.right_stride,
+                                          uint2(corner.y, k), uint2(sizes.y, end), of_right, right,
+                                          own.x);
             else
-                stage_any<T, DEPTH, SIDE>(from_right, right_dtype,
-                                          term.right_stride, uint2(k, corner.y),
-                                          uint2(end, sizes.y), right_aligned, none, right, own.x);
+                stage_any<T, DEPTH, SIDE>(from_right, right_dtype, term.right_stride,
+                                          uint2(k, corner.y), uint2(end, sizes.y), of_right, right,
+                                          own.x);
             threadgroup_barrier(mem_flags::mem_threadgroup);
             for (uint step = 0; step < DEPTH; step += 8) {
                 simdgroup_matrix<T, 8, 8> a[N], b[N];
@@ -257,15 +284,15 @@ template <typename T, uint SIDE>
     threadgroup float *strip = reinterpret_cast<threadgroup float *>(memory) + simdgroup * 8 * HALF;
     device float *slice = reinterpret_cast<device float *>(out);
     slice += ulong(group.y) * sizes.x * sizes.y;
-    const bool sliced = result.flags & SLICED;
     for (uint i = 0; i < N; i++) {
         for (uint j = 0; j < N; j++) simdgroup_store(sums[i][j], strip + 8 * j, HALF);
         simdgroup_barrier(mem_flags::mem_threadgroup);
         for (uint e = lane; e < 8 * HALF; e += 32) {
             const uint row = corner.x + own_part.x + 8 * i + e / HALF;
             const uint column = corner.y + own_part.y + e % HALF;
-            if (row >= sizes.x || column >= sizes.y) continue;
-            if (sliced)
+            if (!WHOLE_ROWS && row >= sizes.x) continue;
+            if (!WHOLE_COLUMNS && column >= sizes.y) continue;
+            if (SLICED)
                 slice[ulong(row) * sizes.y + column] = strip[e];
             else
                 finish(result, out, bias, row, column, strip[e]);
@@ -286,7 +313,7 @@ PRODUCT_TILES(64)
 
 /// Adds up the slices of `product_tiles`, in order; a thread has an element.
 [[kernel]] void product_slices(device const float *slices [[buffer(0)]],
-                               device const char *bias [[buffer(1)]],
+                               device const char *bias [[buffer(1), function_constant(BIASED)]],
                                device char *out [[buffer(2)]], constant uint &count [[buffer(3)]],
                                constant Result &result [[buffer(4)]], PLACE) {
     const uint column = group.x * threads.x + own.x, row = group.y;
@@ -316,9 +343,7 @@ FOR_EACH_DTYPE(product_accumulate)
 /// A layer for few rows, as `FewRows::numbers` in product.rs lays it out.
 struct FewRows {
     ulong x_stride, weight_stride, y_stride;
-    uint rows, columns, inner, rank;
-    uint weight_dtype, y_dtype, bias, aligned;
-    uint add, slices;
+    uint rows, columns, inner, slices;
     float factor, scale;
 };
 
@@ -347,7 +372,7 @@ inline void dot_products(InputRows<T, ROWS> rows, device const W *weight, consta
     for (uint c = 0; c < FEW_COLUMNS; c++)
         columns[c] = weight + min(column + c, of.columns - 1) * of.weight_stride;
     uint done = 0;
-    if (of.aligned) {
+    if (FOURS) {
         done = of.inner / 4 * 4;
         for (uint k = 4 * lane; k < done; k += 4 * lanes) {
             float4 numbers[FEW_COLUMNS];
@@ -403,26 +428,28 @@ inline void adapter_rows(InputRows<T, ROWS> rows, device const float *a, uint ra
 template <typename T, uint ROWS>
 [[kernel, max_total_threads_per_threadgroup(256)]] void few_rows(
     device const T *x [[buffer(0)]], device const char *weight [[buffer(1)]],
-    device const float *a [[buffer(2)]], device const float *b [[buffer(3)]],
-    device const char *bias [[buffer(4)]], device const float *slices [[buffer(5)]],
-    device char *y [[buffer(6)]], device T *xa_out [[buffer(7)]],
+    device const float *a [[buffer(2), function_constant(ADAPTED)]],
+    device const float *b [[buffer(3), function_constant(ADAPTED)]],
+    device const char *bias [[buffer(4), function_constant(BIASED)]],
+    device const float *slices [[buffer(5), function_constant(GATHERED)]],
+    device char *y [[buffer(6)]], device T *xa_out [[buffer(7), function_constant(ADAPTED)]],
     constant FewRows &of [[buffer(8)]], PLACE, SIMD_PLACE) {
     threadgroup float xa[ROWS * FEW_RANKS];
     threadgroup float scratch[256];
     const InputRows<T, ROWS> rows = input_rows<T, ROWS>(x, of);
-    if (of.rank > 0) {
-        if (of.slices > 0) {
-            for (uint i = own.x; i < ROWS * of.rank; i += threads.x) {
+    if (ADAPTED) {
+        if (GATHERED) {
+            for (uint i = own.x; i < ROWS * RANK; i += threads.x) {
                 float sum = 0.0f;
-                for (uint s = 0; s < of.slices; s++) sum += slices[s * ROWS * of.rank + i];
+                for (uint s = 0; s < of.slices; s++) sum += slices[s * ROWS * RANK + i];
                 xa[i] = sum;
             }
         } else {
-            adapter_rows<T, ROWS>(rows, a, of.rank, 0, of.inner, xa, scratch, own.x, threads.x);
+            adapter_rows<T, ROWS>(rows, a, RANK, 0, of.inner, xa, scratch, own.x, threads.x);
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (group.x == 0) {
-            for (uint i = own.x; i < of.rows * of.rank; i += threads.x)
+            for (uint i = own.x; i < of.rows * RANK; i += threads.x)
                 xa_out[i] = static_cast<T>(xa[i]);
         }
     }
@@ -430,7 +457,7 @@ template <typename T, uint ROWS>
     if (column >= of.columns) return;
     const uint lanes = min(32u, threads.x - 32 * simdgroup);
     float sums[ROWS][FEW_COLUMNS] = {};
-    switch (of.weight_dtype) {
+    switch (WEIGHT_DTYPE) {
         case 0:
             dot_products<T, float, ROWS>(rows, reinterpret_cast<device const float *>(weight), of,
                                          column, lane, lanes, sums);
@@ -445,21 +472,21 @@ template <typename T, uint ROWS>
     }
     for (uint r = 0; r < ROWS; r++)
         for (uint c = 0; c < FEW_COLUMNS; c++) sums[r][c] *= of.factor;
-    for (uint j = lane; j < of.rank; j += lanes) {
+    for (uint j = lane; j < RANK; j += lanes) {
         for (uint c = 0; c < FEW_COLUMNS; c++) {
             const float number =
                 of.scale * b[ulong(j) * of.columns + min(column + c, of.columns - 1)];
-            for (uint r = 0; r < ROWS; r++) sums[r][c] += xa[r * of.rank + j] * number;
+            for (uint r = 0; r < ROWS; r++) sums[r][c] += xa[r * RANK + j] * number;
         }
     }
     for (uint r = 0; r < ROWS; r++) {
         for (uint c = 0; c < FEW_COLUMNS; c++) {
             float value = simd_sum(sums[r][c]);
             if (lane != 0 || r >= of.rows || column + c >= of.columns) continue;
-            if (of.bias > 0) value += parameter_at(bias, of.bias - 1, column + c);
+            if (BIASED) value += parameter_at(bias, BIAS_DTYPE - 1, column + c);
             const ulong i = r * of.y_stride + column + c;
-            if (of.add) value += parameter_at(y, of.y_dtype, i);
-            store_at(y, of.y_dtype, i, value);
+            if (ADDED) value += parameter_at(y, RESULT_DTYPE, i);
+            store_at(y, RESULT_DTYPE, i, value);
         }
     }
 }
@@ -474,10 +501,10 @@ template <typename T, uint ROWS>
     const uint depth = (of.inner + of.slices - 1) / of.slices;
     const uint first = min(of.inner, group.x * depth);
     const uint last = first + min(of.inner - first, depth);
-    adapter_rows<T, ROWS>(input_rows<T, ROWS>(x, of), a, of.rank, first, last, xa, scratch, own.x,
+    adapter_rows<T, ROWS>(input_rows<T, ROWS>(x, of), a, RANK, first, last, xa, scratch, own.x,
                           threads.x);
-    for (uint i = own.x; i < ROWS * of.rank; i += threads.x)
-        slices[ulong(group.x) * ROWS * of.rank + i] = xa[i];
+    for (uint i = own.x; i < ROWS * RANK; i += threads.x)
+        slices[ulong(group.x) * ROWS * RANK + i] = xa[i];
 }
 
 #define FEW_ROWS(name, rows)                                                                       \

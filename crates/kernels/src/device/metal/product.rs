@@ -20,7 +20,7 @@
 //! The large products of linear layers go by [`Metal::layer`], for which a user may choose Candle's or
 //! Apple's own product instead, see [`crate::devices::MetalMatmul`].
 
-use super::{Argument, Array, Metal, by_dtype, dtype_code, size};
+use super::{Argument, Array, Constant, Kernel, Metal, by_dtype, dtype_code, size};
 use crate::device::cpu::collapsed_rows;
 use crate::devices::MetalMatmul;
 use candle_core::{DType, Result, bail};
@@ -39,6 +39,25 @@ const FEW_COLUMNS: usize = 4;
 pub(crate) const MOST_RANKS: usize = 256;
 /// Threads of a threadgroup of such a kernel.
 const FEW_THREADS: usize = 256;
+
+/// Indices of function constants in `product.metal`.
+const RESULT_DTYPE: usize = 10;
+const BIAS_DTYPE: usize = 11;
+const ADDED: usize = 12;
+const THINNED: usize = 13;
+const TERMS: usize = 20;
+const ALL_FLAGS: usize = 21;
+const ANY_FLAGS: usize = 22;
+const SLICED: usize = 23;
+const WHOLE_ROWS: usize = 24;
+const WHOLE_COLUMNS: usize = 25;
+const RANK: usize = 30;
+const WEIGHT_DTYPE: usize = 31;
+const FOURS: usize = 32;
+const GATHERED: usize = 33;
+
+/// A step of the inner dimension in tiles of every dtype.
+const STEP: usize = 32;
 
 /// The elements of a matrix: rows at one distance from each other in an array.
 #[derive(Clone, Copy)]
@@ -118,8 +137,8 @@ impl<'a> Term<'a> {
         Term { mask, ..self }
     }
 
-    /// As the kernels take it.
-    fn numbers(&self, operation: &str, dtype: DType) -> Result<[u64; TERM_NUMBERS]> {
+    /// As the kernels take it, and its flags.
+    fn numbers(&self, operation: &str, dtype: DType) -> Result<([u64; TERM_NUMBERS], u16)> {
         let Term { left, right, inner, factor, mask } = self;
         // What a copy of 16 bytes of the tile's dtype reads.
         let aligned = |matrix: &Matrix| {
@@ -129,20 +148,23 @@ impl<'a> Term<'a> {
                 4 * matrix.array.dtype.size_in_bytes()
             })
         };
-        let flags = u64::from(left.turned)
-            | u64::from(right.turned) << 1
-            | u64::from(aligned(left)) << 2
-            | u64::from(aligned(right)) << 3
-            | u64::from(dtype_code(operation, left.array.dtype)?) << 4
-            | u64::from(dtype_code(operation, right.array.dtype)?) << 6;
+        let flags = u16::from(left.turned)
+            | u16::from(right.turned) << 1
+            | u16::from(aligned(left)) << 2
+            | u16::from(aligned(right)) << 3
+            | dtype_code(operation, left.array.dtype)? << 4
+            | dtype_code(operation, right.array.dtype)? << 6
+            | u16::from(mask.is_some()) << 8
+            | u16::from(inner.is_multiple_of(STEP)) << 9;
         let Mask { seed, threshold } = mask.unwrap_or(Mask { seed: 0, threshold: 0 });
-        Ok([
+        let numbers = [
             left.stride as u64,
             right.stride as u64,
             seed,
-            pair(length(operation, *inner)?, flags as u32),
+            pair(length(operation, *inner)?, flags.into()),
             pair((*factor as f32).to_bits(), threshold),
-        ])
+        ];
+        Ok((numbers, flags))
     }
 }
 
@@ -155,6 +177,45 @@ pub(crate) struct Finish<'a> {
     pub(crate) add: bool,
     /// Dropout of the result, before the bias, and what the kept elements are multiplied by.
     pub(crate) mask: Option<(Mask, f64)>,
+}
+
+/// The function constants of tiles; flags are those that all terms have, and those that any has.
+fn tiles_made_for(
+    [dtype, bias, added, thinned]: [(usize, Constant); 4],
+    terms: u16,
+    (all_flags, any_flags): (u16, u16),
+    sliced: bool,
+    [whole_rows, whole_columns]: [bool; 2],
+) -> [(usize, Constant); 10] {
+    [
+        dtype,
+        bias,
+        added,
+        thinned,
+        (TERMS, Constant::U16(terms)),
+        (ALL_FLAGS, Constant::U16(all_flags)),
+        (ANY_FLAGS, Constant::U16(any_flags)),
+        (SLICED, Constant::Bool(sliced)),
+        (WHOLE_ROWS, Constant::Bool(whole_rows)),
+        (WHOLE_COLUMNS, Constant::Bool(whole_columns)),
+    ]
+}
+
+impl<'a> Finish<'a> {
+    fn bias(&self) -> Argument<'a> {
+        self.bias.map_or(Argument::Absent, Argument::Input)
+    }
+
+    /// The function constants of what is done to a result of this dtype.
+    fn made_for(&self, operation: &str, dtype: DType) -> Result<[(usize, Constant); 4]> {
+        let bias = self.bias.map(|bias| dtype_code(operation, bias.dtype)).transpose()?;
+        Ok([
+            (RESULT_DTYPE, Constant::U16(dtype_code(operation, dtype)?)),
+            (BIAS_DTYPE, Constant::U16(bias.map_or(0, |code| code + 1))),
+            (ADDED, Constant::Bool(self.add)),
+            (THINNED, Constant::Bool(self.mask.is_some())),
+        ])
+    }
 }
 
 /// The product's place and size.
@@ -298,11 +359,12 @@ impl Metal {
     ) -> Result<()> {
         let Target { matrix: to, rows, columns } = *target;
         let dtype = terms.first().map_or(to.array.dtype, |term| term.left.array.dtype);
-        let numbers = terms.iter().map(|term| term.numbers(operation, dtype));
-        let mut numbers = numbers.collect::<Result<Vec<_>>>()?.concat();
-        if terms.is_empty() {
-            // Something has to be there.
-            numbers.resize(TERM_NUMBERS, 0);
+        let mut numbers = Vec::with_capacity(terms.len() * TERM_NUMBERS);
+        let (mut all, mut any) = (u16::MAX, 0);
+        for term in terms {
+            let (of_term, flags) = term.numbers(operation, dtype)?;
+            numbers.extend(of_term);
+            (all, any) = (all & flags, any | flags);
         }
         let tiles = |side: usize| rows.div_ceil(side) * columns.div_ceil(side);
         // Small tiles where large ones would leave most of a GPU without work, or be mostly empty.
@@ -321,40 +383,58 @@ impl Metal {
             _ => 1,
         };
         // In whole steps of a tile, whatever the dtype.
-        let depth = inner.div_ceil(slices).max(1).next_multiple_of(32);
+        let depth = inner.div_ceil(slices).max(1).next_multiple_of(STEP);
         let slices = inner.div_ceil(depth).max(1);
-        let result = self.result(operation, target, finish, depth, slices > 1)?;
+        let result = self.result(operation, target, finish, depth)?;
         let partial = match slices {
             1 => None,
             _ => Some(self.empty((slices, rows, columns), DType::F32)?),
         };
-        let first = terms.first().map_or(to.array, |term| term.left.array);
-        let mut arguments = Vec::with_capacity(2 * MOST_TERMS + 5);
-        for index in 0..MOST_TERMS {
-            // Where there is no term, something has to be there.
-            let term = terms.get(index);
-            arguments.push(Argument::Input(term.map_or(first, |term| term.left.array)));
-            arguments.push(Argument::Input(term.map_or(first, |term| term.right.array)));
+        // What slices are finished with, their sum is.
+        let (array, finish_now) = match &partial {
+            Some(partial) => (partial, Finish::default()),
+            None => (to.array, finish),
+        };
+        let mut arguments = [Argument::Absent; 2 * MOST_TERMS + 4];
+        for (pair, term) in arguments.chunks_exact_mut(2).zip(terms) {
+            pair.copy_from_slice(&[term.left.array, term.right.array].map(Argument::Input));
         }
-        arguments.extend([
-            Argument::Input(finish.bias.unwrap_or(first)),
-            Argument::Output(partial.as_ref().unwrap_or(to.array)),
-            Argument::U64s(&numbers),
-            Argument::U32(size(operation, terms.len())?),
-            Argument::U64s(&result),
-        ]);
-        let product = self.exactly(name, TILE_THREADS, [tiles, slices, 1], &arguments)?;
+        arguments[2 * MOST_TERMS] = finish_now.bias();
+        arguments[2 * MOST_TERMS + 1] = Argument::Output(array);
+        if !terms.is_empty() {
+            arguments[2 * MOST_TERMS + 2] = Argument::U64s(&numbers);
+        }
+        arguments[2 * MOST_TERMS + 3] = Argument::U64s(&result);
+        let constants = tiles_made_for(
+            finish_now.made_for(operation, array.dtype)?,
+            terms.len() as u16,
+            (if terms.is_empty() { 0 } else { all }, any),
+            slices > 1,
+            [rows, columns].map(|size| size.is_multiple_of(side)),
+        );
+        let kernel = Kernel { name, constants: &constants };
+        let product = self.exactly(kernel, TILE_THREADS, [tiles, slices, 1], &arguments)?;
         let Some(partial) = &partial else { return self.run(&[product]) };
-        let result = self.result(operation, target, finish, depth, false)?;
         let arguments = [
             Argument::Input(partial),
-            Argument::Input(finish.bias.unwrap_or(partial)),
+            finish.bias(),
             Argument::Output(to.array),
             Argument::U32(size(operation, slices)?),
             Argument::U64s(&result),
         ];
-        let sum = self.by_thread("product_slices", columns, rows, &arguments)?;
+        let constants = finish.made_for(operation, to.array.dtype)?;
+        let kernel = Kernel { name: "product_slices", constants: &constants };
+        let sum = self.by_thread(kernel, columns, rows, &arguments)?;
         self.run(&[product, sum])
+    }
+
+    /// An error where the device doesn't take tiles, which need simdgroup matrices.
+    #[cfg(feature = "metal")]
+    pub(super) fn require_tiles(&self) -> Result<()> {
+        let name = by_dtype!("product_tiles_32", DType::BF16)?;
+        let finish = Finish::default().made_for("a product", DType::BF16)?;
+        let constants = tiles_made_for(finish, 1, (0, 0), false, [false, false]);
+        self.pipeline(Kernel { name, constants: &constants }).map(|_| ())
     }
 
     /// Where results go and what is done to them, as the kernels take it.
@@ -362,20 +442,17 @@ impl Metal {
         &self,
         operation: &str,
         Target { matrix, rows, columns }: &Target,
-        Finish { bias, add, mask }: Finish,
+        Finish { mask, .. }: Finish,
         depth: usize,
-        sliced: bool,
-    ) -> Result<[u64; 6]> {
+    ) -> Result<[u64; 5]> {
         let (Mask { seed, threshold }, kept) =
             mask.unwrap_or((Mask { seed: 0, threshold: 0 }, 1.0));
-        let flags = u32::from(add) | u32::from(sliced) << 1;
         Ok([
             matrix.stride as u64,
             seed,
             pair(length(operation, *rows)?, length(operation, *columns)?),
-            pair(dtype_code(operation, matrix.array.dtype)?, bias_code(operation, bias)?),
             pair((kept as f32).to_bits(), threshold),
-            pair(flags, length(operation, depth)?),
+            pair(length(operation, depth)?, 0),
         ])
     }
 
@@ -410,23 +487,31 @@ impl Metal {
             weight.stride as u64,
             y.stride as u64,
             pair(length(operation, rows)?, length(operation, columns)?),
-            pair(length(operation, inner)?, length(operation, rank)?),
-            pair(dtype_code(operation, weight.array.dtype)?, dtype_code(operation, y.array.dtype)?),
-            pair(bias_code(operation, *bias)?, u32::from(whole(x) && whole(weight))),
-            pair(u32::from(*add), size(operation, slices)?),
+            pair(length(operation, inner)?, size(operation, slices)?),
             pair(
                 (*factor as f32).to_bits(),
                 (adapter.as_ref().map_or(0.0, |adapter| adapter.scale) as f32).to_bits(),
             ),
+        ];
+        let Ok(short_rank) = u16::try_from(rank) else {
+            bail!("metal-candle-kernels: {operation} on Metal: a rank of {rank} is too large")
+        };
+        let finish = Finish { bias: *bias, add: *add, mask: None };
+        let [y_dtype, bias_dtype, added, _] = finish.made_for(operation, y.array.dtype)?;
+        let constants = [
+            y_dtype,
+            bias_dtype,
+            added,
+            (RANK, Constant::U16(short_rank)),
+            (WEIGHT_DTYPE, Constant::U16(dtype_code(operation, weight.array.dtype)?)),
+            (FOURS, Constant::Bool(whole(x) && whole(weight))),
+            (GATHERED, Constant::Bool(slices > 0)),
         ];
         let name = match padded {
             1 => by_dtype!("few_rows_1", dtype)?,
             4 => by_dtype!("few_rows_4", dtype)?,
             _ => by_dtype!("few_rows_8", dtype)?,
         };
-        // Where there is no adapter, something has to be there, which begins like an f32.
-        let beginning = x.array.beginning();
-        let unused = Argument::Input(&beginning);
         let partial = match slices {
             0 => None,
             _ => Some(self.empty((slices, padded, rank), DType::F32)?),
@@ -435,22 +520,23 @@ impl Metal {
             Some(Adapter { a, b, xa, .. }) => {
                 (Argument::Input(a), Argument::Input(b), Argument::Output(xa))
             }
-            None => (unused, unused, unused),
+            None => (Argument::Absent, Argument::Absent, Argument::Absent),
         };
         let arguments = [
             Argument::Input(x.array),
             Argument::Input(weight.array),
             a,
             b,
-            bias.map_or(unused, Argument::Input),
-            partial.as_ref().map_or(unused, Argument::Input),
+            finish.bias(),
+            partial.as_ref().map_or(Argument::Absent, Argument::Input),
             Argument::Output(y.array),
             xa,
             Argument::U64s(&numbers),
         ];
         let columns_of = |threads: usize| FEW_COLUMNS * threads.div_ceil(super::SIMDGROUP);
         let groups = |threads: usize| [columns.div_ceil(columns_of(threads)), 1, 1];
-        let layer = self.dispatch(name, FEW_THREADS, groups, &arguments)?;
+        let kernel = Kernel { name, constants: &constants };
+        let layer = self.dispatch(kernel, FEW_THREADS, groups, &arguments)?;
         let Some(partial) = &partial else { return self.run(&[layer]) };
         let name = match padded {
             1 => by_dtype!("few_rows_adapter_1", dtype)?,
@@ -459,7 +545,8 @@ impl Metal {
         };
         let arguments =
             [Argument::Input(x.array), a, Argument::Output(partial), Argument::U64s(&numbers)];
-        let adapter = self.dispatch(name, FEW_THREADS, |_| [slices, 1, 1], &arguments)?;
+        let kernel = Kernel { name, constants: &constants };
+        let adapter = self.dispatch(kernel, FEW_THREADS, |_| [slices, 1, 1], &arguments)?;
         self.run(&[adapter, layer])
     }
 }
@@ -496,11 +583,6 @@ pub(crate) struct Adapter<'a> {
 /// Whether the kernels for few rows take layers of this size, with an adapter of this rank.
 pub(crate) fn takes_few_rows(rows: usize, inner: usize, rank: usize) -> bool {
     (1..=MOST_ROWS).contains(&rows) && inner > 0 && rank <= MOST_RANKS
-}
-
-/// 0 without a bias, else its dtype's code and 1.
-fn bias_code(operation: &str, bias: Option<&Array>) -> Result<u32> {
-    bias.map_or(Ok(0), |bias| Ok(dtype_code(operation, bias.dtype)? + 1))
 }
 
 /// A size that may still be rounded up to whole tiles.

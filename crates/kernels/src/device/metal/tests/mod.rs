@@ -1,6 +1,8 @@
 //! What the host passes to the kernels: the public operations, computed by Metal's side of them, against the
 //! CPU's own. With the feature `metal` by a Mac's GPU, without it by the emulator, on tensors of the CPU.
 
+#[cfg(not(feature = "metal"))]
+mod emulator;
 mod linear;
 // Parts of the products, which only the emulator can be asked for one by one.
 #[cfg(not(feature = "metal"))]

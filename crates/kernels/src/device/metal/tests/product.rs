@@ -72,10 +72,11 @@ const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 fn metal_products_of_all_layouts_and_dtypes_are_right() {
     in_every(THOROUGH, || {
         let metal = metal();
-        let sizes = [(33, 37, 41), (64, 33, 16), (9, 5, 3)];
+        // The last ones fill whole tiles.
+        let sizes = [(33, 37, 41), (64, 33, 16), (9, 5, 3), (32, 64, 64)];
         for (index, (rows, columns, inner)) in sizes.into_iter().enumerate() {
             for (turns, dtype) in
-                [(0, DTYPES[0]), (1, DTYPES[1]), (2, DTYPES[2]), (3, DTYPES[index])]
+                [(0, DTYPES[0]), (1, DTYPES[1]), (2, DTYPES[2]), (3, DTYPES[index % 3])]
             {
                 let [left_turned, right_turned] = [turns & 1 == 1, turns & 2 == 2];
                 // Aligned to 16 bytes or not, and of another dtype than the left one.

@@ -1,0 +1,458 @@
+//! A whole model on Metal: its logits, its training and its text, against the CPU's. With the feature `metal`
+//! on a Mac's GPU. Without it by the emulator: what the host passes to the kernels, and the kernels, run on
+//! tensors of the CPU, nothing may be left to the CPU's operations, and the kernels that ran are those that are
+//! named here.
+
+use candle_core::{DType, Device, Tensor};
+use metal_candle::Result;
+use metal_candle::adapter::LoraConfig;
+use metal_candle::autograd::{ParameterId, Tape};
+use metal_candle::data::{Batch, BatchOptions, Batcher, Dataset, Example, IGNORED, Report};
+use metal_candle::generate::Session;
+use metal_candle::model::{Config, Input, Model, PassOptions};
+use metal_candle::train::{LearningRate, Metric, ScheduleOptions, TrainOptions, Trainer};
+use metal_candle_kernels::adamw;
+use metal_emulator::Mode;
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Calls `task` with a device on which Metal's operations compute, and gives the names of the kernels that ran
+/// as well where they can be told, in a mode of the emulator; `None`, said once, where there is neither a GPU
+/// nor an emulator.
+#[cfg(feature = "metal")]
+fn on_metal<R>(
+    _: Mode,
+    task: impl FnOnce(&Device) -> R,
+) -> Option<(R, Option<BTreeSet<&'static str>>)> {
+    use metal_candle::devices;
+    use std::io::Write;
+    use std::sync::{Mutex, Once, PoisonError};
+
+    // Compiled for one device once, which one thread uses at a time.
+    static DEVICE: Mutex<Option<Device>> = Mutex::new(None);
+    if devices::metal_count() == 0 {
+        static SAID: Once = Once::new();
+        SAID.call_once(|| {
+            // Not with `eprintln`, of which a test that passes shows nothing.
+            let _ = std::io::stderr().write_all(b"SKIPPED: there is no Metal device\n");
+        });
+        return None;
+    }
+    let mut device = DEVICE.lock().unwrap_or_else(PoisonError::into_inner);
+    let device = device.get_or_insert_with(|| devices::metal(0).unwrap());
+    Some((task(device), None))
+}
+
+#[cfg(not(feature = "metal"))]
+fn on_metal<R>(
+    mode: Mode,
+    task: impl FnOnce(&Device) -> R,
+) -> Option<(R, Option<BTreeSet<&'static str>>)> {
+    use metal_candle::devices::MetalMatmul;
+    use metal_candle_kernels::emulation::{Constant, Emulator, Launch, emulate, source};
+    use metal_emulator::{Library, Source};
+    use std::sync::{Mutex, OnceLock};
+
+    static LIBRARIES: [OnceLock<Library>; 3] = [const { OnceLock::new() }; 3];
+    if !metal_emulator::available() {
+        return None;
+    }
+    let library = LIBRARIES[mode as usize].get_or_init(|| {
+        Source::text("metal-candle-kernels.metal", source()).compile(mode).unwrap()
+    });
+    let names = Arc::new(Mutex::new(BTreeSet::new()));
+    let ran = names.clone();
+    let run = move |launch: &Launch| -> Vec<Vec<u8>> {
+        ran.lock().unwrap().insert(launch.kernel);
+        let mut kernel = library.kernel(launch.kernel).unwrap();
+        for (index, constant) in launch.constants {
+            kernel = match *constant {
+                Constant::Bool(value) => kernel.constant(*index as u32, value),
+                Constant::U16(value) => kernel.constant(*index as u32, value),
+            };
+        }
+        let mut run = kernel.dispatch().seed(launch.seed);
+        for buffer in &launch.buffers {
+            run = run.buffer_at::<u8>(buffer.index, &buffer.bytes, buffer.offset);
+        }
+        let found = run.threadgroups(launch.groups, [launch.threads, 1, 1]).unwrap();
+        let written = launch.buffers.iter().filter(|buffer| buffer.written);
+        written.map(|buffer| found.read::<u8>(buffer.index).unwrap()).collect()
+    };
+    let matmul = MetalMatmul::Fused;
+    let emulator = Emulator { run: Arc::new(run), seed: 2, most_threads: 128, matmul };
+    let result = emulate(emulator, || task(&Device::Cpu));
+    let names = names.lock().unwrap().clone();
+    Some((result, Some(names)))
+}
+
+/// Asserts that these kernels ran and no others; `$` stands for the dtype.
+#[track_caller]
+fn assert_ran(names: Option<BTreeSet<&'static str>>, dtype: DType, expected: &[&str]) {
+    let Some(names) = names else { return };
+    let expected: BTreeSet<String> =
+        expected.iter().map(|name| name.replace('$', dtype.as_str())).collect();
+    assert_eq!(names.into_iter().map(String::from).collect::<BTreeSet<_>>(), expected);
+}
+
+/// Of [`model`].
+const VOCABULARY: u32 = 72;
+
+/// Heads that share keys, rope, a gated unit, and a head that is the embedding.
+fn model(dtype: DType, device: &Device) -> Model {
+    let config = Config::from_json(
+        r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 72,
+            "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": true,
+            "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "initializer_range": 0.2}"#,
+    )
+    .unwrap();
+    Model::random(config, dtype, device, 1).unwrap()
+}
+
+fn with_adapter(dtype: DType, device: &Device) -> Model {
+    let mut model = model(dtype, device);
+    model.add_lora(&LoraConfig { rank: 4, dropout: 0.1, ..LoraConfig::default() }, 5).unwrap();
+    model
+}
+
+/// Two rows: two records one after the other, and one with padding behind it.
+fn batch(vocabulary: u32) -> Batch {
+    let length = 13;
+    let ids: Vec<u32> = (0..2 * length).map(|place| (7 * place + 3) % vocabulary).collect();
+    let starts = |place: u32| if (5..length).contains(&place) { 5 } else { 0 };
+    let is_padding = |place: u32| place >= length + 9;
+    let places = || 0..2 * length;
+    let first_key = |place: u32| match place {
+        place if is_padding(place) => place - length,
+        place if place < length => starts(place),
+        _ => 0,
+    };
+    let targets: Vec<u32> =
+        places()
+            .map(|place| {
+                if is_padding(place) || place % 4 == 0 {
+                    IGNORED
+                } else {
+                    (place * 11) % vocabulary
+                }
+            })
+            .collect();
+    Batch {
+        rows: 2,
+        length: length as usize,
+        tokens: places().filter(|place| !is_padding(*place)).count(),
+        target_tokens: targets.iter().filter(|target| **target != IGNORED).count(),
+        positions: places()
+            .map(|place| if is_padding(place) { 0 } else { place % length - first_key(place) })
+            .collect(),
+        first_key: places().map(first_key).collect(),
+        targets,
+        input_ids: ids,
+    }
+}
+
+fn numbers(tensor: &Tensor) -> Vec<f32> {
+    let tensor = tensor.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Asserts `|found - expected| <= tolerance·(1 + max |expected|)`.
+#[track_caller]
+fn assert_close(found: &[f32], expected: &[f32], tolerance: f32, what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let most = expected.iter().fold(0.0f32, |most, value| most.max(value.abs()));
+    assert!(most > 0.0, "{what} is zero");
+    for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let error = (found - expected).abs();
+        assert!(
+            error <= tolerance * (1.0 + most),
+            "{what}: element {index} is {found}, expected {expected} of {most} at most"
+        );
+    }
+}
+
+const FORWARD: &[&str] = &[
+    "attention_forward_64_$",
+    "embedding_forward_$",
+    // Of the angles.
+    "embedding_forward_f32",
+    "glu_forward_$",
+    "product_tiles_32_$",
+    "rms_norm_forward_$",
+    "rms_norm_forward_residual_$",
+    "rope_rotate_$",
+];
+
+const BACKWARD: &[&str] = &[
+    "adamw_accumulate_f32",
+    "arithmetic_scale_by_$",
+    "attention_corrections_$",
+    "attention_dk_dv_64_$",
+    "attention_dq_64_$",
+    "copy_rows_4",
+    "cross_entropy_rows_$",
+    "cross_entropy_scatter_$",
+    "cross_entropy_sum",
+    "glu_backward_$",
+    "rms_norm_backward_$",
+];
+
+const STEP: &[&str] = &["adamw_clipped_step", "adamw_norm", "adamw_squares_f32"];
+
+#[test]
+fn a_model_on_metal_gives_the_logits_of_the_cpu() {
+    for (dtype, tolerance) in [(DType::F32, 2e-6), (DType::BF16, 2e-2), (DType::F16, 3e-3)] {
+        let logits = |device: &Device| {
+            let model = model(dtype, device);
+            let input = Input::batch(&batch(VOCABULARY), device).unwrap();
+            let hidden = model.forward(&Tape::inference(), &input, None, PassOptions::default());
+            model.logits(hidden.unwrap().tensor()).unwrap()
+        };
+        let Some((found, names)) = on_metal(Mode::Asan, |device| numbers(&logits(device))) else {
+            return;
+        };
+        assert_close(&found, &numbers(&logits(&Device::Cpu)), tolerance, "logits");
+        let casts = match dtype {
+            DType::F32 => &[][..],
+            DType::F16 => &["cast_f16_f32"],
+            _ => &["cast_bf16_f32"],
+        };
+        assert_ran(names, dtype, &[FORWARD, casts].concat());
+    }
+}
+
+/// Losses, norms and gradients of two steps, and the parameters after them.
+struct Steps {
+    losses: Vec<f32>,
+    gradients: Vec<Vec<f32>>,
+    parameters: Vec<f32>,
+}
+
+fn train(device: &Device, dtype: DType, checkpoint: bool) -> Steps {
+    let model = with_adapter(dtype, device);
+    let store = model.parameters().unwrap();
+    let moments = [(); 2].map(|()| store.values().zeros_like().unwrap());
+    let options = adamw::Options {
+        learning_rate: 0.05,
+        beta1: 0.9,
+        beta2: 0.99,
+        epsilon: 1e-8,
+        weight_decay: 0.1,
+    };
+    let mut steps = Steps { losses: Vec::new(), gradients: Vec::new(), parameters: Vec::new() };
+    for step in 1..=2 {
+        let tape = Tape::recording();
+        let pass = PassOptions { dropout_seed: Some(step as u64), checkpoint };
+        let loss = model.loss(&tape, &batch(VOCABULARY), pass).unwrap();
+        tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &*store).unwrap();
+        steps.losses.extend(numbers(loss.sum.tensor()));
+        steps.gradients.push(numbers(store.gradients()));
+        let norm = adamw::clipped_step(
+            store.values(),
+            store.gradients(),
+            &moments[0],
+            &moments[1],
+            step,
+            Some(0.5),
+            store.decayed(),
+            &options,
+        );
+        steps.losses.push(norm.unwrap() as f32);
+        assert!(numbers(store.gradients()).iter().all(|gradient| *gradient == 0.0));
+    }
+    steps.parameters = numbers(store.values());
+    steps
+}
+
+#[test]
+fn lora_steps_on_metal_are_those_of_the_cpu() {
+    for (dtype, checkpoint, tolerance) in
+        [(DType::F32, false, 2e-5), (DType::F32, true, 2e-5), (DType::BF16, true, 5e-2)]
+    {
+        let Some((found, names)) = on_metal(Mode::Asan, |device| train(device, dtype, checkpoint))
+        else {
+            return;
+        };
+        let expected = train(&Device::Cpu, dtype, checkpoint);
+        assert_close(&found.losses, &expected.losses, tolerance, "losses and norms");
+        for (found, expected) in found.gradients.iter().zip(&expected.gradients) {
+            assert_close(found, expected, tolerance, "gradients");
+        }
+        if dtype == DType::F32 {
+            // Adam's first step is the sign of a gradient, which rounding decides where there is little.
+            let near = found.parameters.iter().zip(&expected.parameters);
+            let near = near.filter(|(found, expected)| (*found - *expected).abs() < 1e-3).count();
+            assert!(near * 100 >= 99 * found.parameters.len(), "{near} parameters are the same");
+        }
+        let made_again = if checkpoint { &["arithmetic_add_$"][..] } else { &[] };
+        assert_ran(names, dtype, &[FORWARD, BACKWARD, STEP, made_again].concat());
+    }
+}
+
+fn read(session: &mut Session, tokens: &[u32]) -> Vec<f32> {
+    session.read(tokens).unwrap().to_vec1().unwrap()
+}
+
+#[test]
+fn text_from_metal_is_that_of_the_cpu() {
+    let write = |device: &Device| {
+        let model = model(DType::F32, device);
+        let mut session = Session::new(&model);
+        // Many tokens, few, and one after another.
+        let mut logits = read(&mut session, &[3, 17, 45, 9, 60, 2, 33, 70, 5, 21, 4]);
+        logits.extend(read(&mut session, &[8, 30, 12]));
+        let mut tokens = Vec::new();
+        for _ in 0..6 {
+            let last = &logits[logits.len() - VOCABULARY as usize..];
+            let best =
+                (0..VOCABULARY).max_by(|a, b| last[*a as usize].total_cmp(&last[*b as usize]));
+            tokens.extend(best);
+            logits.extend(read(&mut session, &tokens[tokens.len() - 1..]));
+        }
+        (tokens, logits)
+    };
+    let Some(((tokens, logits), names)) = on_metal(Mode::Asan, write) else { return };
+    let (expected_tokens, expected) = write(&Device::Cpu);
+    assert_eq!(tokens, expected_tokens);
+    assert_close(&logits, &expected, 2e-6, "logits");
+    assert_ran(names, DType::F32, &[FORWARD, DECODE].concat());
+}
+
+const DECODE: &[&str] = &["attention_few_64_$", "copy_rows_4", "few_rows_1_$", "few_rows_4_$"];
+
+/// As a program trains: packed batches that are added up, clipping, a validation loss.
+#[test]
+fn a_training_run_on_metal_is_that_of_the_cpu() {
+    let examples = |count: u32, first: u32| {
+        let examples = (0..count)
+            .map(|index| {
+                let ids: Vec<u32> =
+                    (0..5 + index).map(|i| (first + 3 * i + index) % VOCABULARY).collect();
+                Example { trainable: ids.iter().map(|id| id % 5 > 0).collect(), ids }
+            })
+            .collect();
+        Arc::new(Dataset { examples, report: Report::default() })
+    };
+    let batches = |dataset| {
+        let options = BatchOptions {
+            batch_size: 1,
+            max_seq_length: 16,
+            packing: true,
+            seed: 7,
+            shuffle: true,
+        };
+        Batcher::new(dataset, options).unwrap()
+    };
+    let run = |device: &Device| -> (Vec<f32>, Vec<f32>) {
+        let model = with_adapter(DType::F32, device);
+        let (batches, validation) = (batches(examples(6, 1)), batches(examples(2, 30)));
+        let rate: LearningRate = ScheduleOptions::default().build(3).unwrap();
+        let options = TrainOptions {
+            accumulation: 2,
+            evaluate_every: 2,
+            report_every: 1,
+            ..TrainOptions::new(3, rate)
+        };
+        let output = tempfile::tempdir().unwrap();
+        let trainer = Trainer::new(&model, &batches, options, output.path(), "random").unwrap();
+        let mut found = Vec::new();
+        trainer
+            .with_validation(&validation)
+            .run(&mut |metric: &Metric| -> Result<()> {
+                match metric {
+                    Metric::Train { loss, gradient_norm, .. } => {
+                        found.extend([*loss as f32, *gradient_norm as f32]);
+                    }
+                    Metric::Evaluation { loss, .. } => found.push(*loss as f32),
+                    _ => {}
+                }
+                Ok(())
+            })
+            .unwrap();
+        (found, numbers(model.parameters().unwrap().values()))
+    };
+    let Some(((found, parameters), _)) = on_metal(Mode::Asan, run) else { return };
+    let (expected, expected_parameters) = run(&Device::Cpu);
+    assert_close(&found, &expected, 2e-5, "losses and norms");
+    assert_close(&parameters, &expected_parameters, 1e-3, "parameters");
+}
+
+/// A random adapter for every linear layer, or every weight.
+fn with_parameters(name: &str, full: bool, device: &Device) -> Model {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(name);
+    let mut model = Model::load(folder, DType::F32, device).unwrap();
+    if full {
+        model.train_all().unwrap();
+        return model;
+    }
+    model.add_lora(&LoraConfig { rank: 3, ..LoraConfig::default() }, 5).unwrap();
+    let store = model.parameters().unwrap();
+    for (index, entry) in store.entries().iter().enumerate() {
+        let count = entry.shape.elem_count();
+        let values = (0..count).map(|i| ((i * 37 + index) % 19) as f32 * 0.01 - 0.09);
+        let values: Vec<_> = values.collect();
+        let values = Tensor::from_vec(values, entry.shape.clone(), device).unwrap();
+        store.set(ParameterId(index), &values).unwrap();
+    }
+    model
+}
+
+/// Windows, soft caps, biases, q/k norms, fused projections and multipliers.
+#[test]
+fn every_family_on_metal_gives_the_loss_gradients_and_logits_of_the_cpu() {
+    let families = [
+        "gemma2",
+        "gemma3-text",
+        "granite",
+        "llama",
+        "llama-odd",
+        "mistral",
+        "olmo2",
+        "phi3",
+        "phi3-longrope",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+    ];
+    let run = |name: &str, full: bool, device: &Device| {
+        let model = with_parameters(name, full, device);
+        let store = model.parameters().unwrap();
+        let batch = batch(model.config().vocab_size as u32);
+        let tape = Tape::recording();
+        let loss = model.loss(&tape, &batch, PassOptions::default()).unwrap();
+        tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &*store).unwrap();
+        let mut session = Session::new(&model);
+        let mut logits = read(&mut session, &batch.input_ids[..11]);
+        logits.extend(read(&mut session, &batch.input_ids[11..12]));
+        (numbers(loss.sum.tensor()), numbers(store.gradients()), logits)
+    };
+    let mut ran: Option<BTreeSet<_>> = None;
+    for (name, full) in
+        families.map(|name| (name, false)).into_iter().chain([("gemma2", true), ("qwen2", true)])
+    {
+        let Some((found, names)) = on_metal(Mode::Plain, |device| run(name, full, device)) else {
+            return;
+        };
+        let expected = run(name, full, &Device::Cpu);
+        assert_close(&found.0, &expected.0, 1e-5, &format!("the loss of {name}"));
+        assert_close(&found.1, &expected.1, 2e-5, &format!("the gradients of {name}"));
+        assert_close(&found.2, &expected.2, 1e-5, &format!("the logits of {name}"));
+        if let Some(names) = names {
+            ran.get_or_insert_default().extend(names);
+        }
+    }
+    let others = [
+        "arithmetic_add_$",
+        "arithmetic_scale_$",
+        "attention_few_64_$",
+        "column_sums_$",
+        "embedding_backward_$",
+        "few_rows_1_$",
+        "fill_zeros",
+        "rms_norm_weight_$",
+        "sum_groups",
+    ];
+    assert_ran(ran, DType::F32, &[FORWARD, BACKWARD, &others].concat());
+}
