@@ -16,7 +16,7 @@ const LEAST_OF_BLOCK: usize = 1024;
 const MOST_INSIDE: usize = 12 * 1024;
 /// Bytes of `Exchange` in `kernel.cu`: for each block extremes and three sums, and of five levels of 2048
 /// bins masses and counts.
-const EXCHANGE: usize = CHOICE_THREADS * (16 + 3 * 8) + 5 * 2048 * (8 + 4);
+const EXCHANGE: usize = CHOICE_THREADS * (24 + 3 * 8) + 5 * 2048 * (8 + 4);
 /// Logits of one choice, so that places fit 32 bits.
 const MOST: usize = 1 << 30;
 
@@ -78,6 +78,11 @@ pub(super) fn choose(
     let (vocabulary, chunk) = (count as i32, chunk as i32);
     let adjusted_count = adjustments.len() as i32;
     let top_k = options.bound(count) as u32;
+    // Finite, so that a difference of zero stays zero; infinity is greedy.
+    let sharpness = match options.temperature {
+        0.0 => f64::INFINITY,
+        temperature => 1.0 / temperature.max(1e-300),
+    };
     let least = options.min_p.ln();
     let (uniform, unit) = fixed_point(uniform, count);
     let unit = unit as f64;
@@ -88,7 +93,7 @@ pub(super) fn choose(
             arguments.arg(&logits.pointer).arg(&vocabulary).arg(&chunk);
             arguments.arg(&adjusted_pointer).arg(&adjusted_count).arg(&outside_pointer);
             arguments.arg(&exchange.pointer).arg(&result.pointer);
-            arguments.arg(&options.temperature).arg(&top_k).arg(&options.top_p).arg(&least);
+            arguments.arg(&sharpness).arg(&top_k).arg(&options.top_p).arg(&least);
             arguments.arg(&uniform).arg(&unit);
         })?;
     }

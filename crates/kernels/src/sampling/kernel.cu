@@ -80,7 +80,10 @@ namespace {
 
 constexpr int CHOICE_THREADS = 512;
 constexpr int CHOICE_WARPS = CHOICE_THREADS / WARP;
+/// Bits that keys are sorted by, twice, and then by the rest.
 constexpr int DIGIT = 11;
+constexpr int LAST_DIGIT = 32 - 2 * DIGIT;
+constexpr uint32_t LAST = (1u << LAST_DIGIT) - 1;
 constexpr int BINS = 1 << DIGIT;
 constexpr int BINS_OF_THREAD = BINS / CHOICE_THREADS;
 /// Three levels for top-k, of which top-p has the first too, and two more for top-p.
@@ -103,7 +106,12 @@ __device__ __forceinline__ float logit_of(uint32_t key) {
     return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
 }
 
-/// As in `choose` in `cuda.rs`.
+/// The last digit of keys whose logits have zeros there, after the other bits: negative ones are inverted.
+__device__ __forceinline__ uint32_t last_of_coarse(uint32_t prefix) {
+    return prefix >> (2 * DIGIT - 1) ? 0 : LAST;
+}
+
+/// As `adjustment_words` in `mod.rs` puts them.
 struct Adjustment {
     uint32_t id;
     float bias, penalty, subtracted;
@@ -121,11 +129,11 @@ __device__ __forceinline__ float adjusted(float logit, const Adjustment &adjustm
 /// What is to be drawn from.
 struct Distribution {
     float largest;
-    double temperature, least;
-    double unit;
+    /// The inverse of the temperature, the logarithm of min-p, and the weight of the likeliest.
+    double sharpness, least, unit;
 
     __device__ __forceinline__ double exponent(uint32_t key) const {
-        return (static_cast<double>(logit_of(key)) - static_cast<double>(largest)) / temperature;
+        return (static_cast<double>(logit_of(key)) - static_cast<double>(largest)) * sharpness;
     }
     __device__ __forceinline__ uint64_t weight(uint32_t key) const {
         return __double2ull_rn(exp(exponent(key)) * unit);
@@ -160,16 +168,22 @@ __device__ __forceinline__ uint64_t block_scan(uint64_t value, uint64_t *parts, 
     return before + sum - value;
 }
 
-/// The largest adjusted key with the complement of its place, the largest logit's key, and the first logit
-/// that no distribution has.
+/// What no logit of 16 bits has: something in the last digit of its key.
+__device__ __forceinline__ bool is_fine(uint32_t key) {
+    return key != 0 && (key & LAST) != last_of_coarse(key >> LAST_DIGIT);
+}
+
+/// The largest adjusted key with the complement of its place, the largest logit's key, the first logit
+/// that no distribution has, and whether an adjusted key is fine.
 struct Extremes {
     uint64_t best;
-    uint32_t largest, offender;
+    uint32_t largest, offender, fine, unused;
 
     __device__ __forceinline__ void take(const Extremes &other) {
         best = max(best, other.best);
         largest = max(largest, other.largest);
         offender = min(offender, other.offender);
+        fine |= other.fine;
     }
 };
 
@@ -181,6 +195,7 @@ __device__ __forceinline__ Extremes block_extremes(Extremes own, Extremes *parts
         other.best = __shfl_xor_sync(FULL, own.best, offset);
         other.largest = __shfl_xor_sync(FULL, own.largest, offset);
         other.offender = __shfl_xor_sync(FULL, own.offender, offset);
+        other.fine = __shfl_xor_sync(FULL, own.fine, offset);
         own.take(other);
     }
     __syncthreads();
@@ -221,7 +236,7 @@ struct Bins {
 /// The bin in which a sum reaches its target, counted from the largest keys, with what lies above it.
 struct Found {
     uint32_t bin;
-    uint64_t count_above, mass_above, mass;
+    uint64_t count_above, mass_above, count, mass;
 };
 
 struct Shared {
@@ -293,7 +308,8 @@ __device__ bool find(const Exchange *exchange, int level, bool by_mass, uint64_t
         const uint64_t above = by_mass ? mass_above : count_above;
         const uint64_t here = by_mass ? masses[j] : counts[j];
         if (above < target && target <= above + here)
-            shared.found = {static_cast<uint32_t>(first - j), count_above, mass_above, masses[j]};
+            shared.found = {static_cast<uint32_t>(first - j), count_above, mass_above, counts[j],
+                            masses[j]};
         count_above += counts[j];
         mass_above += masses[j];
     }
@@ -308,53 +324,75 @@ __device__ bool find(const Exchange *exchange, int level, bool by_mass, uint64_t
 struct Threshold {
     uint32_t key;
     uint64_t ties;
+    /// The weight of what is kept, with all ties.
+    uint64_t mass;
 };
 
+/// The keys of a block, and what is known of all.
+struct Keys {
+    const uint32_t *at;
+    int count;
+    bool fine;
+};
+
+/// The key where the count or the mass reaches the target; 0 when it doesn't. `ties` is how much of the target
+/// is left for keys that are equal to it. The first level is sorted already, into level 0; the others go to
+/// `level` and the one behind it.
+__device__ Threshold search(groups::grid_group &grid, Exchange *exchange, int level, const Keys &keys,
+                            bool by_mass, bool weighing, uint64_t target,
+                            const Distribution &distribution, Shared &shared) {
+    Found found;
+    uint64_t total, mass;
+    if (!find(exchange, 0, by_mass, target, found, total, shared)) return {0, 0, total};
+    mass = found.mass_above;
+    target -= by_mass ? found.mass_above : found.count_above;
+    uint32_t prefix = found.bin;
+    sort_into(exchange, level, keys.at, keys.count, prefix, LAST_DIGIT, DIGIT, true, weighing,
+              distribution, shared.bins);
+    grid.sync();
+    find(exchange, level, by_mass, target, found, total, shared);
+    mass += found.mass_above;
+    target -= by_mass ? found.mass_above : found.count_above;
+    prefix = prefix << DIGIT | found.bin;
+    // All of the bin is kept, however its keys go on.
+    if (found.count == (by_mass ? 1 : target))
+        return {(prefix << LAST_DIGIT) - 1, 0, mass + found.mass};
+    if (!keys.fine) return {prefix << LAST_DIGIT | last_of_coarse(prefix), target, mass + found.mass};
+    sort_into(exchange, level + 1, keys.at, keys.count, prefix, 0, LAST_DIGIT, !by_mass, weighing,
+              distribution, shared.bins);
+    grid.sync();
+    find(exchange, level + 1, by_mass, target, found, total, shared);
+    mass += found.mass_above + found.mass;
+    target -= by_mass ? found.mass_above : found.count_above;
+    return {prefix << LAST_DIGIT | found.bin, target, mass};
+}
+
 /// What top-k, where it isn't 0, and top-p, where it is below 1, keep.
-__device__ Threshold truncate(groups::grid_group &grid, Exchange *exchange, const uint32_t *keys, int count,
+__device__ Threshold truncate(groups::grid_group &grid, Exchange *exchange, const Keys &keys,
                               uint32_t top_k, double top_p, const Distribution &distribution,
                               Shared &shared) {
     const bool by_count = top_k > 0, by_mass = top_p < 1.0;
-    Threshold threshold = {0, 0};
-    Found found;
-    uint64_t kept;
-    sort_into(exchange, 0, keys, count, 0, 21, DIGIT, by_count, by_mass, distribution, shared.bins);
+    Threshold threshold = {0, 0, 0};
+    sort_into(exchange, 0, keys.at, keys.count, 0, DIGIT + LAST_DIGIT, DIGIT, by_count, by_mass,
+              distribution, shared.bins);
     grid.sync();
-    // Fewer than k may be there; then all remain. Without top-k the mass of all is looked up here.
-    if (find(exchange, 0, false, by_count ? top_k : NOWHERE, found, kept, shared)) {
-        uint64_t mass, mass_above = found.mass_above, left = top_k - found.count_above;
-        uint32_t prefix = found.bin;
-        sort_into(exchange, 1, keys, count, prefix, 10, DIGIT, true, by_mass, distribution, shared.bins);
-        grid.sync();
-        find(exchange, 1, false, left, found, mass, shared);
-        mass_above += found.mass_above;
-        left -= found.count_above;
-        prefix = prefix << DIGIT | found.bin;
-        sort_into(exchange, 2, keys, count, prefix, 0, 10, true, by_mass, distribution, shared.bins);
-        grid.sync();
-        find(exchange, 2, false, left, found, mass, shared);
-        kept = mass_above + found.mass_above + found.mass;
-        threshold = {prefix << 10 | found.bin, ~0ull};
+    if (by_count) {
+        // Fewer may be there; then all remain.
+        threshold =
+            search(grid, exchange, 1, keys, false, by_mass, top_k, distribution, shared);
+        if (threshold.ties > 0) threshold.ties = ~0ull;
+    } else {
+        Found found;
+        find(exchange, 0, true, 0, found, threshold.mass, shared);
     }
     if (by_mass) {
-        const uint64_t share = __double2ull_ru(top_p * static_cast<double>(kept));
-        const uint64_t target = min(kept, share);
-        uint64_t mass;
-        find(exchange, 0, true, target, found, mass, shared);
-        uint64_t left = target - found.mass_above;
-        uint32_t prefix = found.bin;
-        sort_into(exchange, 3, keys, count, prefix, 10, DIGIT, false, true, distribution, shared.bins);
-        grid.sync();
-        find(exchange, 3, true, left, found, mass, shared);
-        left -= found.mass_above;
-        prefix = prefix << DIGIT | found.bin;
-        sort_into(exchange, 4, keys, count, prefix, 0, 10, false, true, distribution, shared.bins);
-        grid.sync();
-        find(exchange, 4, true, left, found, mass, shared);
-        left -= found.mass_above;
-        const uint32_t key = prefix << 10 | found.bin;
-        const uint64_t weight = distribution.weight(key);
-        threshold = {key, (left + weight - 1) / weight};
+        const uint64_t share = __double2ull_ru(top_p * static_cast<double>(threshold.mass));
+        const uint64_t target = min(threshold.mass, share);
+        threshold = search(grid, exchange, 3, keys, true, true, target, distribution, shared);
+        if (threshold.ties > 0) {
+            const uint64_t weight = distribution.weight(threshold.key);
+            threshold.ties = (threshold.ties + weight - 1) / weight;
+        }
     }
     return threshold;
 }
@@ -368,7 +406,7 @@ template <typename T>
 __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabulary, int chunk,
                                        const Adjustment *__restrict__ adjustments, int adjustment_count,
                                        uint32_t *keys_outside, Exchange *exchange, Result *result,
-                                       double temperature, uint32_t top_k, double top_p, double least,
+                                       double sharpness, uint32_t top_k, double top_p, double least,
                                        uint64_t uniform, double unit) {
     extern __shared__ uint32_t keys_inside[];
     __shared__ Shared shared;
@@ -376,7 +414,8 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
     const int begin = blockIdx.x * chunk, count = max(0, min(chunk, vocabulary - begin));
     uint32_t *keys = keys_outside ? keys_outside + begin : keys_inside;
     logits += begin;
-    const bool truncating = temperature > 0.0 && (top_k > 0 || top_p < 1.0);
+    const bool coldest = sharpness == INFINITY;
+    const bool truncating = !coldest && (top_k > 0 || top_p < 1.0);
     if (truncating) {
         for (int i = blockIdx.x * CHOICE_THREADS + threadIdx.x; i < LEVELS * BINS;
              i += gridDim.x * CHOICE_THREADS) {
@@ -385,7 +424,7 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
         }
     }
 
-    Extremes extremes = {0, 0, NOWHERE};
+    Extremes extremes = {0, 0, NOWHERE, 0, 0};
     for (int i = threadIdx.x; i < count; i += CHOICE_THREADS) {
         const float logit = to_float(logits[i]);
         if (!(logit < INFINITY)) extremes.offender = min(extremes.offender, begin + i);
@@ -405,15 +444,17 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
         // Of equals the first is the largest so.
         const uint64_t best = static_cast<uint64_t>(keys[i]) << 32 | ~static_cast<uint32_t>(begin + i);
         extremes.best = max(extremes.best, best);
+        extremes.fine |= is_fine(keys[i]);
     }
     extremes = block_extremes(extremes, shared.extremes);
     if (threadIdx.x == 0) exchange->extremes[blockIdx.x] = extremes;
     grid.sync();
 
-    extremes = {0, 0, NOWHERE};
+    extremes = {0, 0, NOWHERE, 0, 0};
     if (threadIdx.x < gridDim.x) {
         const Extremes *other = exchange->extremes + threadIdx.x;
-        extremes = {__ldcg(&other->best), __ldcg(&other->largest), __ldcg(&other->offender)};
+        extremes = {__ldcg(&other->best), __ldcg(&other->largest), __ldcg(&other->offender),
+                    __ldcg(&other->fine), 0};
     }
     extremes = block_extremes(extremes, shared.extremes);
     if (extremes.offender != NOWHERE || extremes.largest == 0) {
@@ -433,7 +474,7 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
     uint64_t raw_sum;
     block_scan(raw, shared.parts, raw_sum);
     if (threadIdx.x == 0) exchange->raw[blockIdx.x] = raw_sum;
-    if (temperature == 0.0) {
+    if (coldest) {
         grid.sync();
         if (blockIdx.x != 0) return;
         block_scan(threadIdx.x < gridDim.x ? __ldcg(exchange->raw + threadIdx.x) : 0, shared.parts,
@@ -445,20 +486,23 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
         return;
     }
 
-    const Distribution distribution = {logit_of(extremes.best >> 32), temperature, least, unit};
-    Threshold threshold = {0, 0};
-    if (truncating)
-        threshold = truncate(grid, exchange, keys, count, top_k, top_p, distribution, shared);
-    const uint64_t weight_of_tie = threshold.key ? distribution.likely_weight(threshold.key) : 0;
+    const Distribution distribution = {logit_of(extremes.best >> 32), sharpness, least, unit};
+    Threshold threshold = {0, 0, 0};
+    if (truncating) {
+        const Keys all = {keys, count, extremes.fine != 0};
+        threshold = truncate(grid, exchange, all, top_k, top_p, distribution, shared);
+    }
+    const bool counts_ties = threshold.ties > 0;
+    const uint64_t weight_of_tie = counts_ties ? distribution.likely_weight(threshold.key) : 0;
     uint64_t mass = 0, ties = 0;
     for (int i = threadIdx.x; i < count; i += CHOICE_THREADS) {
         const uint32_t key = keys[i];
         if (key > threshold.key) mass += distribution.likely_weight(key);
         ties += key == threshold.key;
     }
-    uint64_t mass_of_block, ties_of_block;
+    uint64_t mass_of_block, ties_of_block = 0;
     block_scan(mass, shared.parts, mass_of_block);
-    block_scan(ties, shared.parts, ties_of_block);
+    if (counts_ties) block_scan(ties, shared.parts, ties_of_block);
     if (threadIdx.x == 0) {
         exchange->mass[blockIdx.x] = mass_of_block;
         exchange->ties[blockIdx.x] = ties_of_block;
@@ -472,9 +516,8 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
         ties = __ldcg(exchange->ties + threadIdx.x);
         raw = __ldcg(exchange->raw + threadIdx.x);
     }
-    uint64_t unused, total;
-    block_scan(raw, shared.parts, raw_sum);
-    const uint64_t ties_before = block_scan(ties, shared.parts, unused);
+    uint64_t unused, total, ties_before = 0;
+    if (counts_ties) ties_before = block_scan(ties, shared.parts, unused);
     mass += kept_ties(threshold, ties_before, ties) * weight_of_tie;
     const uint64_t before = block_scan(mass, shared.parts, total);
     const uint64_t target = __umul64hi(uniform, total);
@@ -486,13 +529,17 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
     }
     if (!__syncthreads_or(own)) return;
 
+    block_scan(raw, shared.parts, raw_sum);
     // Here the threads have stretches, as the order of the ids counts.
     const int stretch = (count + CHOICE_THREADS - 1) / CHOICE_THREADS;
     const int first = min(count, static_cast<int>(threadIdx.x) * stretch);
     const int last = min(count, first + stretch);
+    uint64_t rank = shared.ties_before;
     ties = 0;
-    for (int i = first; i < last; i++) ties += keys[i] == threshold.key;
-    uint64_t rank = shared.ties_before + block_scan(ties, shared.parts, unused);
+    if (counts_ties) {
+        for (int i = first; i < last; i++) ties += keys[i] == threshold.key;
+        rank += block_scan(ties, shared.parts, unused);
+    }
     mass = kept_ties(threshold, rank, ties) * weight_of_tie;
     for (int i = first; i < last; i++)
         if (keys[i] > threshold.key) mass += distribution.likely_weight(keys[i]);
@@ -517,7 +564,7 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
 FOR_EACH_DTYPE(choose, CHOICE_THREADS,
                (const T *logits, int vocabulary, int chunk, const Adjustment *adjustments,
                 int adjustment_count, uint32_t *keys_outside, Exchange *exchange, Result *result,
-                double temperature, uint32_t top_k, double top_p, double least, uint64_t uniform,
+                double sharpness, uint32_t top_k, double top_p, double least, uint64_t uniform,
                 double unit),
                (logits, vocabulary, chunk, adjustments, adjustment_count, keys_outside, exchange, result,
-                temperature, top_k, top_p, least, uniform, unit))
+                sharpness, top_k, top_p, least, uniform, unit))

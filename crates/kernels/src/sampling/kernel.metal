@@ -330,8 +330,10 @@ template <typename T>
         raw += ulong(rint(exp(float(logits[i]) - largest) * unit));
     group_scan(raw, company, raw_sum);
     if (own.x == 0) {
-        result[0] = best_place;
-        result[1] = as_type<uint>(float(logits[best_place]));
+        if (temperature == 0.0f) {
+            result[0] = best_place;
+            result[1] = as_type<uint>(float(logits[best_place]));
+        }
         result[2] = as_type<uint>(largest);
         result[3] = NOWHERE;
         result[6] = uint(raw_sum);

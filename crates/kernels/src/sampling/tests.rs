@@ -229,6 +229,7 @@ pub(crate) fn adjustments(count: usize) -> Vec<Adjustment> {
 
 /// What may be drawn from logits, by the CPU.
 pub(crate) struct Expected {
+    /// Below the largest.
     logits: Vec<f64>,
     log_sum: f64,
     /// Probabilities, 0 for what truncation leaves out, and their sums up to and with each token.
@@ -254,8 +255,10 @@ impl Expected {
             sum
         });
         let sums = sums.collect();
-        let log_sum = cpu::log_sum_exp(logits);
-        Expected { logits: logits.to_vec(), log_sum, probabilities, sums }
+        let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let logits: Vec<f64> = logits.iter().map(|logit| logit - largest).collect();
+        let log_sum = cpu::log_sum_exp(&logits);
+        Expected { logits, log_sum, probabilities, sums }
     }
 
     /// Asserts that the number chooses this token, up to a rounding of the sums, and that truncation keeps it.
