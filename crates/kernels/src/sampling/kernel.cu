@@ -286,9 +286,10 @@ __device__ void sort_into(Exchange *exchange, int level, const uint32_t *keys, i
 }
 
 /// Finds where the count or the mass of a level reaches the target, counted from the upper end. False when
-/// it doesn't. The mass of all is in `mass`.
-__device__ bool find(const Exchange *exchange, int level, bool by_mass, uint64_t target, Found &found,
-                     uint64_t &mass, Shared &shared) {
+/// it doesn't. The mass of all is in `mass`. Masses are looked at only where keys were weighed, and counts
+/// above the bin only where the search goes by them.
+__device__ bool find(const Exchange *exchange, int level, bool by_mass, bool weighed, uint64_t target,
+                     Found &found, uint64_t &mass, Shared &shared) {
     uint64_t counts[BINS_OF_THREAD], masses[BINS_OF_THREAD];
     uint64_t count_here = 0, mass_here = 0;
     const int first = BINS - 1 - threadIdx.x * BINS_OF_THREAD;
@@ -300,9 +301,10 @@ __device__ bool find(const Exchange *exchange, int level, bool by_mass, uint64_t
         mass_here += masses[j];
     }
     if (threadIdx.x == 0) shared.found.bin = NOWHERE;
-    uint64_t count_of_all;
-    uint64_t count_above = block_scan(count_here, shared.parts, count_of_all);
-    uint64_t mass_above = block_scan(mass_here, shared.parts, mass);
+    uint64_t unused, count_above = 0, mass_above = 0;
+    mass = 0;
+    if (!by_mass) count_above = block_scan(count_here, shared.parts, unused);
+    if (weighed) mass_above = block_scan(mass_here, shared.parts, mass);
 #pragma unroll
     for (int j = 0; j < BINS_OF_THREAD; j++) {
         const uint64_t above = by_mass ? mass_above : count_above;
@@ -343,14 +345,14 @@ __device__ Threshold search(groups::grid_group &grid, Exchange *exchange, int le
                             const Distribution &distribution, Shared &shared) {
     Found found;
     uint64_t total, mass;
-    if (!find(exchange, 0, by_mass, target, found, total, shared)) return {0, 0, total};
+    if (!find(exchange, 0, by_mass, weighing, target, found, total, shared)) return {0, 0, total};
     mass = found.mass_above;
     target -= by_mass ? found.mass_above : found.count_above;
     uint32_t prefix = found.bin;
     sort_into(exchange, level, keys.at, keys.count, prefix, LAST_DIGIT, DIGIT, true, weighing,
               distribution, shared.bins);
     grid.sync();
-    find(exchange, level, by_mass, target, found, total, shared);
+    find(exchange, level, by_mass, weighing, target, found, total, shared);
     mass += found.mass_above;
     target -= by_mass ? found.mass_above : found.count_above;
     prefix = prefix << DIGIT | found.bin;
@@ -361,7 +363,7 @@ __device__ Threshold search(groups::grid_group &grid, Exchange *exchange, int le
     sort_into(exchange, level + 1, keys.at, keys.count, prefix, 0, LAST_DIGIT, !by_mass, weighing,
               distribution, shared.bins);
     grid.sync();
-    find(exchange, level + 1, by_mass, target, found, total, shared);
+    find(exchange, level + 1, by_mass, weighing, target, found, total, shared);
     mass += found.mass_above + found.mass;
     target -= by_mass ? found.mass_above : found.count_above;
     return {prefix << LAST_DIGIT | found.bin, target, mass};
@@ -383,7 +385,7 @@ __device__ Threshold truncate(groups::grid_group &grid, Exchange *exchange, cons
         if (threshold.ties > 0) threshold.ties = ~0ull;
     } else {
         Found found;
-        find(exchange, 0, true, 0, found, threshold.mass, shared);
+        find(exchange, 0, true, true, 0, found, threshold.mass, shared);
     }
     if (by_mass) {
         const uint64_t share = __double2ull_ru(top_p * static_cast<double>(threshold.mass));

@@ -26,7 +26,9 @@ fn assert_choices(
     uniforms: &[f64],
 ) {
     let expected = Expected::of(&values(logits), adjustments, options);
-    let runs = [round, round + 3].map(|round| THOROUGH[round % THOROUGH.len()]);
+    // Looking for races takes long.
+    let other = if round % 8 == 0 { 4 + round / 8 % 3 } else { (round + 1) % 4 };
+    let runs = [round % 4, other].map(|run| THOROUGH[run]);
     let found = by_kernels(&runs, |device| {
         let logits = there(logits, device);
         let choice = |uniform: &f64| {
