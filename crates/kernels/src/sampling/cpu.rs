@@ -179,8 +179,8 @@ pub(super) fn greedy<A: Real>(rows: usize, columns: usize, logits: Values<A>) ->
     ids
 }
 
-pub(super) fn log_sum_exp(logits: &[f32]) -> f64 {
-    let largest = f64::from(largest(logits));
+pub(super) fn log_sum_exp<A: Real + Into<f64>>(logits: &[A]) -> f64 {
+    let largest: f64 = largest(logits).into();
     let mut parts = buffer::<f64>(logits.len().div_ceil(PARALLEL_CHUNK));
     for_each_chunk(
         &mut parts,
@@ -194,7 +194,7 @@ pub(super) fn log_sum_exp(logits: &[f32]) -> f64 {
             for logits in logits[index * PARALLEL_CHUNK..end].chunks(BLOCK) {
                 let block = &mut block[..logits.len()];
                 for (value, logit) in block.iter_mut().zip(logits) {
-                    *value = f64::from(*logit);
+                    *value = (*logit).into();
                 }
                 part[0] += map_and_sum(
                     block,

@@ -9,9 +9,10 @@
 //! ```
 //!
 //! Top-p is nucleus sampling (Holtzman et al. 2020, <https://arxiv.org/abs/1904.09751>), min-p that of
-//! Nguyen et al. 2024 (<https://arxiv.org/abs/2407.01082>). Sums are in f64. The vocabulary is never
-//! sorted: the largest of each block of logits show how small a token can be that still counts, and
-//! what is above goes on.
+//! Nguyen et al. 2024 (<https://arxiv.org/abs/2407.01082>). The vocabulary is never sorted. On the CPU
+//! sums are in f64, and the largest of each block of logits show how small a token can be that still
+//! counts; what is above goes on. On a GPU sums are whole numbers of some fraction of the largest `w`, and
+//! the bounds of top-k and top-p are searched for bin by bin.
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -19,7 +20,7 @@ mod cuda;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use crate::device::cpu::{Input, Sum, dispatch};
 use crate::device::{on_gpu, require_rank, require_together, rows_and_columns};
@@ -96,14 +97,71 @@ pub fn greedy(logits: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(ids, shape, &Device::Cpu)
 }
 
-/// The token that the number `uniform` in `[0, 1)` chooses from `logits` `(v)`; see
-/// [`Workspace::draw`]. On a GPU only the greedy choice is made there; for a draw the logits come to
-/// the host.
+/// What changes the logit of one token before the choice, in this order.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Adjustment {
+    /// The token.
+    pub id: u32,
+    /// Added to the logit; 0 is off.
+    pub bias: f64,
+    /// Divides the logit, or multiplies it when it is below 0; above 0, 1 is off.
+    pub penalty: f64,
+    /// Taken from the logit; 0 is off.
+    pub subtracted: f64,
+}
+
+impl Adjustment {
+    /// One that changes nothing yet.
+    pub fn of(id: u32) -> Adjustment {
+        Adjustment { id, bias: 0.0, penalty: 1.0, subtracted: 0.0 }
+    }
+
+    /// The logit afterwards.
+    pub fn apply(&self, logit: f64) -> f64 {
+        let logit = logit + self.bias;
+        let logit = if logit < 0.0 { logit * self.penalty } else { logit / self.penalty };
+        logit - self.subtracted
+    }
+}
+
+/// What [`choose`] finds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Choice {
+    /// A token.
+    Token {
+        /// Its number.
+        id: u32,
+        /// Its natural log probability by the logits as they are: before adjustments, temperature
+        /// and truncation.
+        logprob: f64,
+    },
+    /// No distribution, as there is a logit that is NaN or positive infinity.
+    Broken {
+        /// The first of them.
+        id: u32,
+        /// NaN or infinity.
+        logit: f32,
+    },
+    /// No distribution, as no logit is above negative infinity.
+    Nothing,
+}
+
+/// The token that the number `uniform` in `[0, 1)` chooses from `logits` `(v)` after the `adjustments`, whose
+/// ids ascend; see [`Workspace::draw`]. The logits stay as they are.
+///
+/// A GPU chooses where the logits are, and only what is found comes to the host. There adjusted logits are
+/// rounded to f32, what is kept follows from the logits instead of `w`, and `w` is rounded to a fraction
+/// of the largest, so that the same logits always give the same token.
 ///
 /// # Errors
-/// When `logits` has other than one dimension or is no float, an option is out of its range, or this
-/// build doesn't compute on its device.
-pub fn sample(logits: &Tensor, options: &Options, uniform: f64) -> Result<u32> {
+/// When `logits` has other than one dimension or is no float, an option is out of its range, an adjustment
+/// is for no token or isn't finite, or this build doesn't compute on its device.
+pub fn choose(
+    logits: &Tensor,
+    adjustments: &[Adjustment],
+    options: &Options,
+    uniform: f64,
+) -> Result<Choice> {
     require_together(OPERATION, &[logits])?;
     require_rank(OPERATION, "logits", logits, 1, "(v)")?;
     for (name, value, holds, expected) in [
@@ -116,15 +174,59 @@ pub fn sample(logits: &Tensor, options: &Options, uniform: f64) -> Result<u32> {
             bail!("metal-candle-kernels: {OPERATION}: {name} is {value}, expected {expected}")
         }
     }
-    if !logits.device().is_cpu() {
-        if options.temperature == 0.0 && logits.elem_count() > 0 {
-            return greedy(logits)?.to_scalar();
-        }
-        return sample(&logits.to_device(&Device::Cpu)?, options, uniform);
+    let vocabulary = logits.elem_count();
+    check(adjustments, vocabulary)?;
+    if vocabulary == 0 {
+        return Ok(Choice::Nothing);
     }
+    on_gpu!(logits, gpu => gpu::choose(logits, adjustments, options, uniform));
     let logits = Input::contiguous(logits)?;
-    let scores = logits.read().values::<f64>()?.to_vec();
-    Ok(Workspace::default().draw(&scores, options, uniform))
+    let mut scores = logits.read().values::<f64>()?.to_vec();
+    let log_sum = cpu::log_sum_exp(&scores);
+    if !log_sum.is_finite() {
+        let offender = (0..).zip(&scores).find(|(_, logit)| !(**logit < f64::INFINITY));
+        return Ok(match offender {
+            Some((id, logit)) => Choice::Broken { id, logit: *logit as f32 },
+            None => Choice::Nothing,
+        });
+    }
+    let logit = |id: u32| scores.get(id as usize).copied().unwrap_or(f64::NAN);
+    let originals: Vec<f64> = adjustments.iter().map(|adjustment| logit(adjustment.id)).collect();
+    adjust(&mut scores, adjustments);
+    let id = Workspace::default().draw(&scores, options, uniform);
+    let original = adjustments.iter().zip(originals).find(|(adjustment, _)| adjustment.id == id);
+    let logit = original.map_or(scores[id as usize], |(_, original)| original);
+    Ok(Choice::Token { id, logprob: logit - log_sum })
+}
+
+/// Applies adjustments to logits that have all their ids.
+fn adjust(logits: &mut [f64], adjustments: &[Adjustment]) {
+    for adjustment in adjustments {
+        if let Some(logit) = logits.get_mut(adjustment.id as usize) {
+            *logit = adjustment.apply(*logit);
+        }
+    }
+}
+
+/// An error unless the adjustments are for tokens of the vocabulary, each for one, in their order.
+fn check(adjustments: &[Adjustment], vocabulary: usize) -> Result<()> {
+    let mut lowest = 0;
+    for adjustment in adjustments {
+        let &Adjustment { id, bias, penalty, subtracted } = adjustment;
+        if (id as usize) < lowest || id as usize >= vocabulary {
+            bail!(
+                "metal-candle-kernels: {OPERATION}: an adjustment is for token {id}, expected ascending ids below {vocabulary}"
+            )
+        }
+        lowest = id as usize + 1;
+        let finite = bias.is_finite() && penalty.is_finite() && subtracted.is_finite();
+        if !finite || penalty <= 0.0 {
+            bail!(
+                "metal-candle-kernels: {OPERATION}: {adjustment:?}, expected finite numbers and a penalty above 0"
+            )
+        }
+    }
+    Ok(())
 }
 
 /// `ln Σ e^{logits}`; not finite when a logit is NaN or positive infinity, or none is above negative
@@ -142,4 +244,81 @@ fn pick(candidates: &[Candidate], uniform: f64) -> Option<u32> {
         left < 0.0
     });
     chosen.map(|candidate| candidate.id)
+}
+
+/// The adjustments as the kernels of GPUs read them: id, bias, penalty and what is subtracted, the latter
+/// as the bits of f32.
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+fn adjustment_words(adjustments: &[Adjustment]) -> Vec<u32> {
+    let words = |adjustment: &Adjustment| {
+        let &Adjustment { id, bias, penalty, subtracted } = adjustment;
+        // A penalty that f32 can't hold would divide by zero or infinity.
+        let penalty = (penalty as f32).clamp(f32::MIN_POSITIVE, f32::MAX);
+        let [bias, subtracted] = [bias, subtracted].map(|value| clamped(value).to_bits());
+        [id, bias, penalty.to_bits(), subtracted]
+    };
+    adjustments.iter().flat_map(words).collect()
+}
+
+/// The nearest finite f32.
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+fn clamped(value: f64) -> f32 {
+    (value as f32).clamp(f32::MIN, f32::MAX)
+}
+
+/// The number in `[0, 1)` as a whole number of 2^-64, and the weight of the likeliest of `count` tokens: a
+/// power of two with which the sum of all weights has fewer than 64 bits.
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+fn fixed_point(uniform: f64, count: usize) -> (u64, u64) {
+    const MOST_BITS: u32 = 48;
+    let bits = MOST_BITS.min(63 - count.next_power_of_two().ilog2());
+    ((uniform * 2f64.powi(64)) as u64, 1 << bits)
+}
+
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+impl Options {
+    /// Top-k for so many tokens; 0 when it leaves out none.
+    fn bound(&self, count: usize) -> usize {
+        if self.top_k < count { self.top_k } else { 0 }
+    }
+}
+
+/// What the kernels of GPUs tell of a choice.
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+struct Readout {
+    id: u32,
+    logit: f32,
+    largest: f32,
+    /// The first logit that is NaN or positive infinity, `u32::MAX` when there is none.
+    offender: u32,
+    offending: f32,
+    /// `Σ e^{l - largest}` in units of `fixed_point`.
+    sum: u64,
+}
+
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+impl Readout {
+    const WORDS: usize = 8;
+
+    fn of(words: &Tensor) -> Result<Readout> {
+        let words = words.to_vec1::<u32>()?;
+        let &[id, logit, largest, offender, offending, _, low, high] = &words[..] else {
+            bail!("metal-candle-kernels: {OPERATION}: a result of {} words", words.len())
+        };
+        let [logit, largest, offending] = [logit, largest, offending].map(f32::from_bits);
+        let sum = u64::from(high) << 32 | u64::from(low);
+        Ok(Readout { id, logit, largest, offender, offending, sum })
+    }
+
+    fn choice(&self, unit: f64) -> Choice {
+        let Readout { id, logit, largest, offender, offending, sum } = *self;
+        if offender != u32::MAX {
+            Choice::Broken { id: offender, logit: offending }
+        } else if largest == f32::NEG_INFINITY {
+            Choice::Nothing
+        } else {
+            let log_sum = (sum as f64 / unit).ln();
+            Choice::Token { id, logprob: f64::from(logit) - f64::from(largest) - log_sum }
+        }
+    }
 }

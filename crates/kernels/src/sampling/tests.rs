@@ -2,10 +2,10 @@ use super::*;
 use crate::testing::*;
 use candle_core::DType;
 
-const OFF: Options = Options { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
+pub(crate) const OFF: Options = Options { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
 
 /// Logits with ties, of which some are forbidden.
-fn logits(count: usize, seed: u64) -> Vec<f64> {
+pub(crate) fn logits(count: usize, seed: u64) -> Vec<f64> {
     let numbers = values(&random(&[2, count], seed));
     let (forbidden, values) = numbers.split_at(count);
     let value = |(forbidden, value): (&f64, &f64)| {
@@ -141,8 +141,9 @@ fn greedy_takes_the_first_largest_of_every_row_in_every_dtype() {
         for logits in [logits.clone(), strided(&logits)] {
             assert_eq!(greedy(&logits).unwrap().to_vec1::<u32>().unwrap(), [1, 1, 0, 0]);
         }
+        let row = logits.get(0).unwrap();
         let options = Options { temperature: 0.0, ..OFF };
-        assert_eq!(sample(&logits.get(1).unwrap(), &options, 0.9).unwrap(), 1);
+        assert_eq!(id(choose(&row, &[], &options, 0.9).unwrap()), 1);
     }
     let large = random(&[3, 20_011], 1);
     let expected = large.argmax(1).unwrap().to_vec1::<u32>().unwrap();
@@ -188,44 +189,311 @@ fn wrong_arguments_are_errors() {
         (Options { min_p: f64::NAN, ..OFF }, 0.5, "min_p is NaN, expected 0 to 1"),
         (OFF, 1.0, "uniform is 1, expected at least 0 and less than 1"),
     ] {
-        let wrong = message(sample(&logits, &options, uniform));
+        let wrong = message(choose(&logits, &[], &options, uniform));
         assert!(wrong.contains(text), "{wrong}");
     }
-    let wrong = message(sample(&random(&[5, 2], 1), &OFF, 0.5));
+    let wrong = message(choose(&random(&[5, 2], 1), &[], &OFF, 0.5));
     assert!(wrong.contains("logits has shape [5, 2]"), "{wrong}");
     let wrong = message(greedy(&random(&[5, 0], 1)));
     assert!(wrong.contains("no columns"), "{wrong}");
+    for (adjustments, text) in [
+        (vec![Adjustment::of(5)], "for token 5, expected ascending ids below 5"),
+        (vec![Adjustment::of(2), Adjustment::of(2)], "for token 2, expected ascending ids"),
+        (vec![Adjustment { penalty: 0.0, ..Adjustment::of(1) }], "a penalty above 0"),
+        (vec![Adjustment { bias: f64::NAN, ..Adjustment::of(1) }], "finite numbers"),
+    ] {
+        let wrong = message(choose(&logits, &adjustments, &OFF, 0.5));
+        assert!(wrong.contains(text), "{wrong}");
+    }
 }
 
-#[cfg(feature = "cuda")]
+fn id(choice: Choice) -> u32 {
+    match choice {
+        Choice::Token { id, .. } => id,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Some tokens with a bias, some that are repeated, and some with a penalty, in numbers that keep logits
+/// exact in every dtype.
+pub(crate) fn adjustments(count: usize) -> Vec<Adjustment> {
+    let every = 1 + count / 50;
+    let adjustment = |id: usize| Adjustment {
+        bias: [0.0, 1.5, -40.0][id % 3],
+        penalty: [1.0, 2.0][id % 2],
+        subtracted: [0.5, 0.0, -0.25, 2.0][id % 4],
+        ..Adjustment::of(id as u32)
+    };
+    (0..count).step_by(every).map(adjustment).collect()
+}
+
+/// What may be drawn from logits, by the CPU.
+pub(crate) struct Expected {
+    /// Below the largest.
+    logits: Vec<f64>,
+    log_sum: f64,
+    /// Probabilities, 0 for what truncation leaves out, and their sums up to and with each token.
+    probabilities: Vec<f64>,
+    sums: Vec<f64>,
+}
+
+impl Expected {
+    pub(crate) fn of(logits: &[f64], adjustments: &[Adjustment], options: &Options) -> Expected {
+        let mut scores = logits.to_vec();
+        adjust(&mut scores, adjustments);
+        // As a GPU holds them.
+        scores.iter_mut().for_each(|score| *score = f64::from(*score as f32));
+        let probabilities = if options.temperature == 0.0 {
+            let chosen = cpu::argmax(&scores) as usize;
+            (0..scores.len()).map(|id| f64::from(u8::from(id == chosen))).collect()
+        } else {
+            kept(&mut Workspace::default(), &scores, options)
+        };
+        let mut sum = 0.0;
+        let sums = probabilities.iter().map(|probability| {
+            sum += probability;
+            sum
+        });
+        let sums = sums.collect();
+        let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let logits: Vec<f64> = logits.iter().map(|logit| logit - largest).collect();
+        let log_sum = cpu::log_sum_exp(&logits);
+        Expected { logits, log_sum, probabilities, sums }
+    }
+
+    /// Asserts that the number chooses this token, up to a rounding of the sums, and that truncation keeps it.
+    #[track_caller]
+    pub(crate) fn assert(&self, choice: Choice, uniform: f64, tolerance: f64, what: &str) {
+        let Choice::Token { id, logprob } = choice else { panic!("{what}: {choice:?}") };
+        let id = id as usize;
+        let (probability, after) = (self.probabilities[id], self.sums[id]);
+        let before = after - probability;
+        let holds = before - tolerance <= uniform && uniform <= after + tolerance;
+        assert!(holds && probability > 0.0, "{what}: {id} for {uniform}: {before} to {after}");
+        let expected = self.logits[id] - self.log_sum;
+        let error = (logprob - expected).abs();
+        assert!(error <= tolerance * (1.0 + expected.abs()), "{what}: {logprob} is not {expected}");
+    }
+}
+
+/// Each truncation alone and with others, from cold to hot.
+pub(crate) fn many_options() -> Vec<Options> {
+    let mut all = Vec::new();
+    for (index, temperature) in [0.1, 0.7, 1.0, 2.0, 5.0].into_iter().enumerate() {
+        let hot = Options { temperature, ..OFF };
+        let top_k = [1, 3, 50, 700, 20_000][index];
+        let top_p = [0.01, 0.5, 0.9, 0.95, 0.999][index];
+        let min_p = [1.0, 0.5, 0.05, 0.1, 1e-3][index];
+        all.extend([
+            hot,
+            Options { top_k, ..hot },
+            Options { top_p, ..hot },
+            Options { min_p, ..hot },
+            Options { top_k, top_p, ..hot },
+            Options { top_k, top_p, min_p, ..hot },
+            Options { top_k: 40, top_p: 0.8, ..hot },
+            Options { top_p, min_p: 0.02, ..hot },
+        ]);
+    }
+    all.push(Options { temperature: 0.0, ..OFF });
+    all
+}
+
 #[test]
-fn cuda_chooses_what_the_cpu_does() {
-    let Some(device) = cuda() else { return };
-    let no = f32::NEG_INFINITY;
-    let rows = [[1.0, 3.0, 3.0, 2.0], [no, -5.0, f32::NAN, no], [-0.0, 0.0, no, no], [no; 4]];
-    let small = Tensor::new(&rows, &device).unwrap();
-    let ties =
-        [150_001, 4096, 4100, 1].map(|count| Tensor::new(&logits(count, 3)[..], &Device::Cpu));
-    for dtype in [DType::F32, DType::BF16, DType::F16] {
-        let small = small.to_dtype(dtype).unwrap();
-        for logits in [small.clone(), strided(&small)] {
-            assert_eq!(greedy(&logits).unwrap().to_vec1::<u32>().unwrap(), [1, 1, 0, 0]);
-        }
-        let large = random(&[3, 2, 20_011], 1).to_dtype(dtype).unwrap();
-        let found = greedy(&large.to_device(&device).unwrap()).unwrap();
-        assert_eq!((found.dims(), found.dtype()), (&[3, 2][..], DType::U32));
-        let found = found.flatten_all().unwrap().to_vec1::<u32>().unwrap();
-        let expected = greedy(&large).unwrap().flatten_all().unwrap().to_vec1::<u32>().unwrap();
-        assert_eq!(found, expected);
-        for ties in &ties {
-            let ties = ties.as_ref().unwrap().to_dtype(dtype).unwrap();
-            let there = ties.to_device(&device).unwrap();
-            for temperature in [0.0, 0.8] {
-                let options = Options { temperature, top_k: 50, top_p: 0.9, min_p: 0.0 };
-                let found = sample(&there, &options, 0.37).unwrap();
-                assert_eq!(found, sample(&ties, &options, 0.37).unwrap());
+fn choices_are_draws_from_adjusted_logits_with_the_probability_of_the_raw() {
+    for count in [1, 2, 33, 1000] {
+        let logits = logits(count, 4);
+        let tensor = Tensor::new(&logits[..], &Device::Cpu).unwrap();
+        for adjustments in [Vec::new(), adjustments(count)] {
+            for options in many_options() {
+                let expected = Expected::of(&logits, &adjustments, &options);
+                for uniform in [0.0, 0.3, 0.999] {
+                    let choice = choose(&tensor, &adjustments, &options, uniform).unwrap();
+                    expected.assert(choice, uniform, 1e-12, &format!("{options:?}"));
+                }
             }
         }
     }
-    assert_eq!(greedy(&small.narrow(0, 0, 0).unwrap()).unwrap().dims(), &[0]);
+}
+
+#[test]
+fn adjustments_follow_their_definition() {
+    let all = Adjustment { id: 0, bias: 1.0, penalty: 2.0, subtracted: 0.5 };
+    assert_eq!([3.0, -3.0, -1.0].map(|logit| all.apply(logit)), [1.5, -4.5, -0.5]);
+    assert_eq!(Adjustment::of(3).apply(-7.25), -7.25);
+    let adjustments = [Adjustment { bias: 9.0, ..Adjustment::of(0) }];
+    let logits = Tensor::new(&[1.0, 2.0, 3.0], &Device::Cpu).unwrap();
+    let options = Options { temperature: 0.0, ..OFF };
+    let Choice::Token { id, logprob } = choose(&logits, &adjustments, &options, 0.0).unwrap()
+    else {
+        panic!("nothing is chosen")
+    };
+    let sum: f64 = [1.0, 2.0, 3.0].map(f64::exp).iter().sum();
+    assert_eq!(id, 0);
+    assert!((logprob - (1.0 - sum.ln())).abs() < 1e-12);
+}
+
+/// Asserts what is found of logits on this device that give no distribution.
+pub(crate) fn assert_no_distribution(device: &Device) {
+    let no = f32::NEG_INFINITY;
+    for temperature in [0.0, 1.0] {
+        let options = Options { temperature, top_p: 0.9, top_k: 2, ..OFF };
+        let choice = |logits: &[f32], adjustments: &[Adjustment]| {
+            let logits = there(&Tensor::new(logits, &Device::Cpu).unwrap(), device);
+            choose(&logits, adjustments, &options, 0.5).unwrap()
+        };
+        let bias = [Adjustment { bias: 3.0, ..Adjustment::of(0) }];
+        let broken = |found, expected: u32, is: fn(f32) -> bool| match found {
+            Choice::Broken { id, logit } => assert!(id == expected && is(logit), "{id}, {logit}"),
+            other => panic!("{other:?}"),
+        };
+        broken(choice(&[1.0, f32::NAN, f32::INFINITY], &[]), 1, f32::is_nan);
+        broken(choice(&[no, 0.0, f32::INFINITY, f32::NAN], &bias), 2, f32::is_infinite);
+        let mut many = vec![0.0; 3000];
+        many[2990] = f32::NAN;
+        many[2070] = f32::INFINITY;
+        broken(choice(&many, &bias), 2070, f32::is_infinite);
+        assert_eq!(choice(&[no, no, no], &bias), Choice::Nothing);
+        assert_eq!(choice(&[no; 2100], &[]), Choice::Nothing);
+        assert_eq!(choice(&[], &[]), Choice::Nothing);
+        // The largest differences that there are.
+        let extreme = [no, f32::MIN, f32::MAX, -0.0];
+        let pushed = [Adjustment { bias: 1e30, ..Adjustment::of(2) }];
+        for adjustments in [&[][..], &pushed] {
+            assert_eq!(choice(&extreme, adjustments), Choice::Token { id: 2, logprob: 0.0 });
+        }
+    }
+}
+
+#[test]
+fn logits_without_a_distribution_are_told_apart() {
+    assert_no_distribution(&Device::Cpu);
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+
+    #[test]
+    fn cuda_chooses_greedily_what_the_cpu_does() {
+        let Some(device) = cuda() else { return };
+        let no = f32::NEG_INFINITY;
+        let rows = [[1.0, 3.0, 3.0, 2.0], [no, -5.0, f32::NAN, no], [-0.0, 0.0, no, no], [no; 4]];
+        let small = Tensor::new(&rows, &device).unwrap();
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let small = small.to_dtype(dtype).unwrap();
+            for logits in [small.clone(), strided(&small)] {
+                assert_eq!(greedy(&logits).unwrap().to_vec1::<u32>().unwrap(), [1, 1, 0, 0]);
+            }
+            let large = random(&[3, 2, 20_011], 1).to_dtype(dtype).unwrap();
+            let found = greedy(&large.to_device(&device).unwrap()).unwrap();
+            assert_eq!((found.dims(), found.dtype()), (&[3, 2][..], DType::U32));
+            let found = found.flatten_all().unwrap().to_vec1::<u32>().unwrap();
+            let expected = greedy(&large).unwrap().flatten_all().unwrap().to_vec1::<u32>().unwrap();
+            assert_eq!(found, expected);
+        }
+        assert_eq!(greedy(&small.narrow(0, 0, 0).unwrap()).unwrap().dims(), &[0]);
+    }
+
+    /// Sums are of whole units, of which the largest weight has 2^46 or more here.
+    const TOLERANCE: f64 = 4e-9;
+
+    /// Asserts choices from these logits, each made twice.
+    fn assert_choices(device: &Device, logits: &Tensor, all: &[Options], uniforms: &[f64]) {
+        let numbers = values(logits);
+        let there = logits.to_device(device).unwrap();
+        let before = values(&there.to_device(&Device::Cpu).unwrap());
+        for adjustments in [Vec::new(), adjustments(numbers.len())] {
+            for options in all {
+                let expected = Expected::of(&numbers, &adjustments, options);
+                for &uniform in uniforms {
+                    let choice = choose(&there, &adjustments, options, uniform).unwrap();
+                    let adjusted = adjustments.len();
+                    let (dtype, count) = (logits.dtype(), numbers.len());
+                    let what = format!("{count} {dtype:?}, {adjusted} adjusted, {options:?}");
+                    expected.assert(choice, uniform, TOLERANCE, &what);
+                    assert_eq!(choice, choose(&there, &adjustments, options, uniform).unwrap());
+                }
+            }
+        }
+        let after = values(&there.to_device(&Device::Cpu).unwrap());
+        assert!(before.iter().zip(&after).all(|(a, b)| a.to_bits() == b.to_bits()));
+    }
+
+    #[test]
+    fn cuda_draws_what_the_cpu_does() {
+        let Some(device) = cuda() else { return };
+        let all = many_options();
+        let numbers = values(&random(&[20], 9));
+        for (round, count) in [1, 2, 33, 1000, 1025, 32_003, 128_256].into_iter().enumerate() {
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
+                let uniforms = [
+                    0.0,
+                    1e-12,
+                    0.5 * (numbers[round] + 1.0),
+                    0.5 * (numbers[10 + round] + 1.0),
+                    1.0 - f64::EPSILON / 2.0,
+                ];
+                // With ties and what is forbidden.
+                let ties = Tensor::new(&logits(count, round as u64)[..], &Device::Cpu).unwrap();
+                assert_choices(&device, &ties.to_dtype(dtype).unwrap(), &all, &uniforms);
+                let scattered = (random(&[count], 3 + round as u64) * 12.0).unwrap();
+                let scattered = scattered.to_dtype(dtype).unwrap();
+                assert_choices(&device, &scattered, &all, &uniforms[2..3]);
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_draws_from_equal_and_from_very_many_logits() {
+        let Some(device) = cuda() else { return };
+        let options = [
+            OFF,
+            Options { top_k: 7, ..OFF },
+            Options { top_p: 0.3, ..OFF },
+            Options { top_k: 100, top_p: 0.75, min_p: 0.9, ..OFF },
+        ];
+        for count in [5, 4096, 128_256] {
+            for value in [0.0f32, -0.0, 3.25, -1e30] {
+                let equal = Tensor::full(value, count, &Device::Cpu).unwrap();
+                assert_choices(&device, &equal, &options, &[0.0, 0.421, 0.9999]);
+            }
+        }
+        // More than the blocks keep beside them.
+        let many = (random(&[2_000_003], 5) * 9.0).unwrap().to_dtype(DType::BF16).unwrap();
+        assert_choices(&device, &many, &options, &[0.618]);
+        let wide = strided(&random(&[3001], 5).to_dtype(DType::F32).unwrap());
+        assert_choices(&device, &wide, &options, &[0.618]);
+        let part = random(&[5000], 6).to_dtype(DType::F16).unwrap().narrow(0, 7, 4321).unwrap();
+        assert_choices(&device, &part, &options, &[0.618]);
+    }
+
+    #[test]
+    fn cuda_rounds_adjusted_logits_as_the_cpu_does() {
+        let Some(device) = cuda() else { return };
+        let logits = random(&[4099], 8).to_dtype(DType::F32).unwrap();
+        let numbers = values(&logits);
+        let single = |value: f64| f64::from(value as f32);
+        let adjustment = |id: u32| Adjustment {
+            id,
+            bias: single(0.1 * f64::from(id % 7)),
+            penalty: single(1.1 + 0.01 * f64::from(id % 5)),
+            subtracted: single(0.3 - 0.07 * f64::from(id % 11)),
+        };
+        let adjustments: Vec<Adjustment> = (0..4000).map(adjustment).collect();
+        for options in many_options() {
+            let expected = Expected::of(&numbers, &adjustments, &options);
+            let there = logits.to_device(&device).unwrap();
+            for uniform in [0.1, 0.37, 0.77] {
+                let choice = choose(&there, &adjustments, &options, uniform).unwrap();
+                expected.assert(choice, uniform, TOLERANCE, &format!("{options:?}"));
+            }
+        }
+    }
+
+    #[test]
+    fn cuda_tells_apart_logits_without_a_distribution() {
+        let Some(device) = cuda() else { return };
+        assert_no_distribution(&device);
+    }
 }

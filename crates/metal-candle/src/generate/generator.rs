@@ -300,8 +300,8 @@ impl<'s, 'a> Generation<'s, 'a> {
     }
 
     fn step(&mut self) -> Result<Piece> {
-        let logits = self.logits.to_vec1::<f32>()?;
-        let sampled = self.sampler.sample(&logits, self.session.tokens(), &self.generated)?;
+        let sampled =
+            self.sampler.sample_tensor(&self.logits, self.session.tokens(), &self.generated)?;
         if self.eos.contains(&sampled.id) {
             self.finished = Some(FinishReason::EndOfSequence);
             let text = self.flush()?;

@@ -15,14 +15,15 @@
 //!
 //! The repetition penalty is that of CTRL (Keskar et al., 2019), presence and frequency are those
 //! of OpenAI's API, top-p is nucleus sampling (Holtzman et al., 2020) and min-p is that of Nguyen
-//! et al., 2024. Sums are in f64.
+//! et al., 2024. Sums are in f64, or, where the logits are on a GPU, as [`sampling::choose`] makes them.
 //!
 //! The draws are those of [`SplitMix64`], the same on every platform for a seed; the text is the
 //! same as far as the logits are.
 
 use std::collections::BTreeMap;
 
-use metal_candle_kernels::sampling;
+use candle_core::{DType, Tensor};
+use metal_candle_kernels::sampling::{self, Adjustment, Choice};
 use serde::{Deserialize, Serialize};
 
 use crate::random::SplitMix64;
@@ -181,56 +182,113 @@ impl Sampler {
         let log_sum = log_sum_exp(logits)?;
         self.scores.clear();
         self.scores.extend(logits.iter().map(|&logit| f64::from(logit)));
-        self.adjust(history, generated)?;
-        let id = self.draw();
+        for adjustment in self.adjustments(logits.len(), history, generated)? {
+            if let Some(score) = self.scores.get_mut(adjustment.id as usize) {
+                *score = adjustment.apply(*score);
+            }
+        }
+        let (options, uniform, random) = self.draw();
+        self.random = random;
+        let id = self.workspace.draw(&self.scores, &options, uniform);
         let logit = logits.get(id as usize).copied().map_or(f64::NAN, f64::from);
         Ok(Sampled { id, logprob: logit - log_sum })
     }
 
-    /// Bias and penalties, on `self.scores`.
-    fn adjust(&mut self, history: &[u32], generated: &[u32]) -> Result<()> {
-        let options = &self.options;
-        let vocabulary = self.scores.len();
-        for (&id, &bias) in &options.logit_bias {
-            let score = self.scores.get_mut(id as usize).ok_or_else(|| {
-                Error::option(
-                    "logit_bias",
-                    format!("token {id} is outside the vocabulary of {vocabulary}"),
-                )
-            })?;
-            *score += f64::from(bias);
+    /// As [`Sampler::sample`], from `logits` `(vocabulary)` of any float type. On a GPU the choice is
+    /// made there, and waits for it; the same seed may choose another token than on the CPU where
+    /// the draw falls within a rounding of the border between two.
+    ///
+    /// # Errors
+    /// As [`Sampler::sample`], and when `logits` has other than one dimension.
+    pub fn sample_tensor(
+        &mut self,
+        logits: &Tensor,
+        history: &[u32],
+        generated: &[u32],
+    ) -> Result<Sampled> {
+        if logits.device().is_cpu() {
+            let logits = logits.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+            return self.sample(&logits, history, generated);
         }
-        let outside = |id: u32| {
-            broken(format!("token {id} of the text is outside the vocabulary of {vocabulary}"))
-        };
+        self.sample_there(logits, history, generated)
+    }
+
+    /// By the device that has the logits.
+    fn sample_there(
+        &mut self,
+        logits: &Tensor,
+        history: &[u32],
+        generated: &[u32],
+    ) -> Result<Sampled> {
+        let vocabulary = logits.elem_count();
+        let (options, uniform, random) = self.draw();
+        let adjustments = self.adjustments(vocabulary, history, generated);
+        // Broken logits are told of before ids that are outside the vocabulary.
+        let given = adjustments.as_deref().unwrap_or_default();
+        match sampling::choose(logits, given, &options, uniform)? {
+            Choice::Token { id, logprob } => {
+                adjustments?;
+                self.random = random;
+                Ok(Sampled { id, logprob })
+            }
+            Choice::Broken { id, logit } => Err(broken_logit(id, logit)),
+            Choice::Nothing => Err(nothing(vocabulary)),
+        }
+    }
+
+    /// Bias and penalties, by ascending ids.
+    fn adjustments(
+        &self,
+        vocabulary: usize,
+        history: &[u32],
+        generated: &[u32],
+    ) -> Result<Vec<Adjustment>> {
+        let options = &self.options;
+        let mut adjustments = BTreeMap::new();
+        let mut of =
+            |id: u32, outside: fn(u32, usize) -> Error, change: &dyn Fn(&mut Adjustment)| {
+                if id as usize >= vocabulary {
+                    return Err(outside(id, vocabulary));
+                }
+                change(adjustments.entry(id).or_insert(Adjustment::of(id)));
+                Ok(())
+            };
+        for (&id, &bias) in &options.logit_bias {
+            of(id, bias_outside, &|adjustment| adjustment.bias = f64::from(bias))?;
+        }
         if options.repetition_penalty != 1.0 {
             let length = options.repetition_context.unwrap_or(usize::MAX).min(history.len());
             for id in counts(&history[history.len() - length..]).into_keys() {
-                let score = self.scores.get_mut(id as usize).ok_or_else(|| outside(id))?;
-                if *score < 0.0 {
-                    *score *= options.repetition_penalty;
-                } else {
-                    *score /= options.repetition_penalty;
-                }
+                let penalty = options.repetition_penalty;
+                of(id, text_outside, &|adjustment| adjustment.penalty = penalty)?;
             }
         }
         if options.presence_penalty != 0.0 || options.frequency_penalty != 0.0 {
             for (id, count) in counts(generated) {
-                let score = self.scores.get_mut(id as usize).ok_or_else(|| outside(id))?;
-                *score -= options.presence_penalty + options.frequency_penalty * count as f64;
+                let taken = options.presence_penalty + options.frequency_penalty * count as f64;
+                of(id, text_outside, &|adjustment| adjustment.subtracted = taken)?;
             }
         }
-        Ok(())
+        Ok(adjustments.into_values().collect())
     }
 
-    /// Temperature, truncation and the draw, from `self.scores`.
-    fn draw(&mut self) -> u32 {
+    /// How the next token is drawn: the options, a number in `[0, 1)`, and the generator after it.
+    fn draw(&self) -> (sampling::Options, f64, SplitMix64) {
         let SamplingOptions { temperature, top_k, top_p, min_p, .. } = self.options;
         let options = sampling::Options { temperature, top_k, top_p, min_p };
+        let mut random = self.random.clone();
         // The greedy choice takes no number from the generator.
-        let uniform = if temperature == 0.0 { 0.0 } else { self.random.uniform() };
-        self.workspace.draw(&self.scores, &options, uniform)
+        let uniform = if temperature == 0.0 { 0.0 } else { random.uniform() };
+        (options, uniform, random)
     }
+}
+
+fn bias_outside(id: u32, vocabulary: usize) -> Error {
+    Error::option("logit_bias", format!("token {id} is outside the vocabulary of {vocabulary}"))
+}
+
+fn text_outside(id: u32, vocabulary: usize) -> Error {
+    broken(format!("token {id} of the text is outside the vocabulary of {vocabulary}"))
 }
 
 fn counts(ids: &[u32]) -> BTreeMap<u32, usize> {
@@ -246,11 +304,19 @@ fn log_sum_exp(logits: &[f32]) -> Result<f64> {
     if log_sum.is_finite() {
         return Ok(log_sum);
     }
-    let offender = logits.iter().position(|logit| logit.is_nan() || *logit == f32::INFINITY);
-    Err(broken(match offender.and_then(|id| Some((id, logits.get(id)?))) {
-        Some((id, logit)) => format!("the logit of token {id} is {logit}"),
-        None => format!("none of the {} logits is above negative infinity", logits.len()),
-    }))
+    let offender = (0..).zip(logits).find(|(_, logit)| logit.is_nan() || **logit == f32::INFINITY);
+    Err(match offender {
+        Some((id, &logit)) => broken_logit(id, logit),
+        None => nothing(logits.len()),
+    })
+}
+
+fn broken_logit(id: u32, logit: f32) -> Error {
+    broken(format!("the logit of token {id} is {logit}"))
+}
+
+fn nothing(vocabulary: usize) -> Error {
+    broken(format!("none of the {vocabulary} logits is above negative infinity"))
 }
 
 fn broken(message: String) -> Error {
@@ -443,6 +509,54 @@ mod tests {
         assert!(error(options, &[1, 5]).contains("token 5 of the text"));
         let options = SamplingOptions { presence_penalty: 1.1, ..Default::default() };
         assert!(error(options, &[u32::MAX]).contains("token 4294967295 of the text"));
+    }
+
+    /// What a GPU goes through, and the way of tensors on the CPU.
+    #[test]
+    fn tensors_give_the_tokens_and_the_errors_of_slices() {
+        let device = candle_core::Device::Cpu;
+        let options = SamplingOptions {
+            temperature: 0.8,
+            top_p: 0.9,
+            repetition_penalty: 1.3,
+            presence_penalty: 0.5,
+            frequency_penalty: 0.25,
+            logit_bias: BTreeMap::from([(1, 0.75), (4, -3.0)]),
+            seed: 7,
+            ..Default::default()
+        };
+        let good: Vec<f32> = (0..40).map(|id| (id * 7 % 11) as f32 * 0.5).collect();
+        let (mut nan, mut infinite) = (good.clone(), good.clone());
+        nan[3] = f32::NAN;
+        infinite[7] = f32::INFINITY;
+        let none = vec![f32::NEG_INFINITY; 5];
+        let cases = [
+            (&good[..], vec![1u32, 2, 5]),
+            (&nan, vec![1]),
+            (&good, vec![2, 2, 39]),
+            (&infinite, vec![1, 99]),
+            (&good, vec![1, 99]),
+            (&none, vec![]),
+            (&none, vec![99]),
+            (&good, vec![]),
+        ];
+        for options in [options, SamplingOptions::default()] {
+            let [mut one, mut other, mut third] = [(); 3].map(|()| sampler(options.clone()));
+            for (logits, text) in &cases {
+                let tensor = Tensor::new(*logits, &device).expect("made");
+                let expected = one.sample(logits, text, &text[text.len() / 2..]);
+                let expected = expected.map_err(|error| error.to_string());
+                for found in [
+                    other.sample_tensor(&tensor, text, &text[text.len() / 2..]),
+                    third.sample_there(&tensor, text, &text[text.len() / 2..]),
+                ] {
+                    assert_eq!(found.map_err(|error| error.to_string()), expected);
+                }
+            }
+        }
+        let square = Tensor::zeros((2, 3), DType::F32, &device).expect("made");
+        assert!(sampler(warm()).sample_there(&square, &[], &[]).is_err());
+        assert!(sampler(warm()).sample_tensor(&square, &[], &[]).is_err());
     }
 
     #[test]

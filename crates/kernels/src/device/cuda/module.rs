@@ -117,6 +117,7 @@ impl Module {
             block: (block, 1, 1),
             shared,
             overlapping: false,
+            cooperative: false,
         })
     }
 }
@@ -129,6 +130,7 @@ pub(crate) struct Launch {
     block: (u32, u32, u32),
     shared: u32,
     overlapping: bool,
+    cooperative: bool,
 }
 
 /// Arguments that a kernel has at most.
@@ -155,6 +157,12 @@ impl Launch {
     /// (programmatic dependent launch).
     pub(crate) fn overlapping(mut self) -> Launch {
         self.overlapping = self.kernel.overlaps;
+        self
+    }
+
+    /// The blocks of the kernel, all of which have to fit on the device at once, wait for each other.
+    pub(crate) fn cooperative(mut self) -> Launch {
+        self.cooperative = true;
         self
     }
 
@@ -201,6 +209,14 @@ impl Launch {
             return unsafe { cuLaunchKernelEx(&configuration, function, pointers, extra) }
                 .result()
                 .w();
+        }
+        if self.cooperative {
+            let (grid, block, shared) = (self.grid, self.block, self.shared);
+            // SAFETY: as the caller promises.
+            return unsafe {
+                result::launch_cooperative_kernel(function, grid, block, shared, stream, given)
+            }
+            .w();
         }
         // SAFETY: as the caller promises.
         unsafe {

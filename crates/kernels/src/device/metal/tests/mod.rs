@@ -7,6 +7,7 @@ mod linear;
 // Parts of the products, which only the emulator can be asked for one by one.
 #[cfg(not(feature = "metal"))]
 mod product;
+mod sampling;
 mod step;
 
 use crate::glu::{self, Activation};
