@@ -189,14 +189,16 @@ fn empty_and_wrong_shapes_are_handled() {
 mod cuda {
     use super::*;
 
-    /// Rows that are kept in registers, by a warp and by a block, and others; more rows than blocks.
-    const SHAPES: [(usize, usize); 10] = [
+    /// Rows that are kept in registers, by a warp and by a block, with as much for every thread and not,
+    /// and others; more rows than blocks.
+    const SHAPES: [(usize, usize); 11] = [
         (1, 1),
         (5, 8),
         (3001, 24),
         (64, 1024),
         (40, 1000),
         (700, 2056),
+        (600, 4096),
         (9, 33),
         (3, 8192),
         (300, 203),

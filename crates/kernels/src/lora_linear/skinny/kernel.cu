@@ -118,14 +118,14 @@ __device__ __forceinline__ void down(const Pass &p) {
     auto copy_tiles = [&](int step) {
         const uint32_t stage = base + step % STAGES * STAGE;
         const int column = column_of(step);
-        // Of what isn't there nothing is read.
         const int own_rows = column + own_column < p.wide ? p.rows - own_row : 0;
         const T *from = own + column;
         // Rows that are a multiple of 8 apart are turned the same way.
         static_assert(APART % 8 == 0, "copies of a thread are at the same place of a row");
 #pragma unroll
         for (int i = 0; i < 8; i++, from += apart)
-            copy_async(stage + own_place + i * APART * 128, from, i * APART < own_rows);
+            copy_async(stage + own_place + i * APART * 128, i * APART < own_rows ? from : x,
+                       i * APART < own_rows);
         for (int i = threadIdx.x; i < R * 8; i += THREADS) {
             const int r = i / 8, chunk = i % 8;
             const bool valid = r < p.rank && column + chunk * 8 < p.wide;
@@ -362,14 +362,14 @@ template <typename T, int TILES> __device__ __forceinline__ void gradient(const 
             row_tile = 0;
             column_tile++;
         }
-        // Of what isn't there nothing is read.
         const int there = column + own_chunk * 8 < p.wide ? p.rows - row - own_row : 0;
         const T *from = own + row * p.x_stride + column;
         // Rows that are a multiple of 8 apart are turned the same way.
         static_assert(APART % 8 == 0, "copies of a thread are at the same place of a row");
 #pragma unroll
         for (int i = 0; i < GRADIENT_ROWS / APART; i++, from += apart)
-            copy_async(stage + own_place + i * APART * 128, from, i * APART < there);
+            copy_async(stage + own_place + i * APART * 128, i * APART < there ? from : x,
+                       i * APART < there);
         constexpr int CHUNKS = R / 8;
 #pragma unroll
         for (int i = threadIdx.x; i < GRADIENT_ROWS * CHUNKS; i += THREADS) {
