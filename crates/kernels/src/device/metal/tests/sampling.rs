@@ -27,7 +27,7 @@ fn assert_choices(
 ) {
     let expected = Expected::of(&values(logits), adjustments, options);
     // Looking for races takes long.
-    let other = if round % 8 == 0 { 4 + round / 8 % 3 } else { (round + 1) % 4 };
+    let other = if round.is_multiple_of(8) { 4 + round / 8 % 3 } else { (round + 1) % 4 };
     let runs = [round % 4, other].map(|run| THOROUGH[run]);
     let found = by_kernels(&runs, |device| {
         let logits = there(logits, device);
