@@ -181,22 +181,20 @@ pub fn choose(
     }
     on_gpu!(logits, gpu => gpu::choose(logits, adjustments, options, uniform));
     let logits = Input::contiguous(logits)?;
-    let mut scores = logits.read().values::<f64>()?.to_vec();
-    let log_sum = cpu::log_sum_exp(&scores);
+    let logits = logits.read().values::<f64>()?.to_vec();
+    let log_sum = cpu::log_sum_exp(&logits);
     if !log_sum.is_finite() {
-        let offender = (0..).zip(&scores).find(|(_, logit)| !(**logit < f64::INFINITY));
+        let broken = |logit: &f64| logit.is_nan() || *logit == f64::INFINITY;
+        let offender = (0..).zip(&logits).find(|(_, logit)| broken(logit));
         return Ok(match offender {
             Some((id, logit)) => Choice::Broken { id, logit: *logit as f32 },
             None => Choice::Nothing,
         });
     }
-    let logit = |id: u32| scores.get(id as usize).copied().unwrap_or(f64::NAN);
-    let originals: Vec<f64> = adjustments.iter().map(|adjustment| logit(adjustment.id)).collect();
+    let mut scores = logits.clone();
     adjust(&mut scores, adjustments);
     let id = Workspace::default().draw(&scores, options, uniform);
-    let original = adjustments.iter().zip(originals).find(|(adjustment, _)| adjustment.id == id);
-    let logit = original.map_or(scores[id as usize], |(_, original)| original);
-    Ok(Choice::Token { id, logprob: logit - log_sum })
+    Ok(Choice::Token { id, logprob: logits[id as usize] - log_sum })
 }
 
 /// Applies adjustments to logits that have all their ids.
