@@ -446,6 +446,7 @@ fn every_family_on_metal_gives_the_loss_gradients_and_logits_of_the_cpu() {
     let others = [
         "arithmetic_add_$",
         "arithmetic_scale_$",
+        "arithmetic_softcap_$",
         "attention_few_64_$",
         "column_sums_$",
         "embedding_backward_$",
