@@ -248,6 +248,26 @@ fn what_the_language_leaves_undefined_is_found() -> Result<(), Error> {
 }
 
 #[test]
+fn reads_of_an_argument_that_a_function_constant_leaves_out_are_found() -> Result<(), Error> {
+    if !metal_emulator::available() {
+        return Ok(());
+    }
+    for mode in [Asan, Race] {
+        let library = source("faults.metal").compile(mode)?;
+        let run = |given: bool| {
+            let kernel = library.kernel("reads_what_is_left_out")?.constant(7, given);
+            let dispatch = kernel.dispatch().output::<f32>(0, 32);
+            let dispatch = if given { dispatch.buffer(1, &[3_f32; 32]) } else { dispatch };
+            dispatch.threadgroups([1, 1, 1], [32, 1, 1])
+        };
+        let parts = ["buffer(1), left out by a function constant", "faults.metal:"];
+        assert_found(&finding(run(false)), Fault::OutOfBounds, &parts);
+        assert_eq!(run(true)?.read::<f32>(0)?, [3.0; 32]);
+    }
+    Ok(())
+}
+
+#[test]
 fn reads_of_what_nobody_wrote_are_found() -> Result<(), Error> {
     if !metal_emulator::available() {
         return Ok(());

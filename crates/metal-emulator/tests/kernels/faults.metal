@@ -73,3 +73,10 @@ kernel void returns_early(device float* x [[buffer(0)]], uint i [[thread_positio
 kernel void divides_by_zero(device int* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
   x[i] = 5 / x[i];
 }
+
+constant bool given [[function_constant(7)]];
+kernel void reads_what_is_left_out(
+    device float* y [[buffer(0)]], device const float* x [[buffer(1), function_constant(given)]],
+    uint i [[thread_position_in_grid]]) {
+  y[i] = x[i];
+}
