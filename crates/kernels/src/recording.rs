@@ -149,20 +149,13 @@ mod tests {
         }
 
         #[test]
-        fn cuda_refuses_work_that_goes_through_the_host() {
+        fn cuda_refuses_work_that_it_cannot_repeat() {
             let Some(device) = cuda() else { return };
             let work = Work::new(&device);
-            let read = Recording::new(&device, &[1], |ids| {
-                let y = work.run(ids)?;
-                let _ = y.to_vec3::<f32>()?;
-                Ok::<_, candle_core::Error>(y)
-            });
-            assert!(read.is_err());
             let of_candle = Recording::new(&device, &[1], |ids| {
                 arithmetic::scale(&work.run(ids)?.affine(0.5, 0.0)?, 2.0)
             });
-            let wrong = message::<Recording>(of_candle);
-            assert!(wrong.contains("made by none of this crate's operations"), "{wrong}");
+            assert!(of_candle.is_err());
             let product = Recording::new(&device, &[1; 40], |ids| work.run(ids));
             let wrong = message::<Recording>(product);
             assert!(wrong.contains("cuBLAS"), "{wrong}");

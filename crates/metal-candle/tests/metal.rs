@@ -8,7 +8,7 @@ use metal_candle::Result;
 use metal_candle::adapter::LoraConfig;
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::{Batch, BatchOptions, Batcher, Dataset, Example, IGNORED, Report};
-use metal_candle::generate::Session;
+use metal_candle::generate::{Sampler, SamplingOptions, Session};
 use metal_candle::model::{Config, Input, Model, PassOptions};
 use metal_candle::train::{LearningRate, Metric, ScheduleOptions, TrainOptions, Trainer};
 use metal_candle_kernels::adamw;
@@ -311,6 +311,22 @@ fn text_from_metal_is_that_of_the_cpu() {
             tokens.extend(best);
             logits.extend(read(&mut session, &tokens[tokens.len() - 1..]));
         }
+        let mut sampler = Sampler::new(SamplingOptions {
+            temperature: 0.8,
+            top_k: 40,
+            top_p: 0.9,
+            min_p: 0.01,
+            repetition_penalty: 1.3,
+            seed: 5,
+            ..SamplingOptions::default()
+        })
+        .unwrap();
+        for _ in 0..3 {
+            let next = session.read(&tokens[tokens.len() - 1..]).unwrap();
+            let sampled = sampler.sample_tensor(&next, session.tokens(), &tokens).unwrap();
+            logits.push(sampled.logprob as f32);
+            tokens.push(sampled.id);
+        }
         (tokens, logits)
     };
     let Some(((tokens, logits), names)) = on_metal(Mode::Asan, write) else { return };
@@ -320,7 +336,8 @@ fn text_from_metal_is_that_of_the_cpu() {
     assert_ran(names, DType::F32, &[FORWARD, DECODE].concat());
 }
 
-const DECODE: &[&str] = &["attention_few_64_$", "copy_rows_4", "few_rows_1_$", "few_rows_4_$"];
+const DECODE: &[&str] =
+    &["attention_few_64_$", "copy_rows_4", "few_rows_1_$", "few_rows_4_$", "sampling_choose_$"];
 
 /// As a program trains: packed batches that are added up, clipping, a validation loss.
 #[test]

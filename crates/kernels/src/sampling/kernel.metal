@@ -77,11 +77,11 @@ inline float logit_of(uint key) {
 
 /// Id, and the bits of bias, penalty and what is subtracted.
 inline float adjusted(float logit, uint4 adjustment) {
-    float score = logit + as_type<float>(adjustment.y);
+    float changed = logit + as_type<float>(adjustment.y);
     const float penalty = as_type<float>(adjustment.z);
-    score = score < 0.0f ? score * penalty : score / penalty;
-    score -= as_type<float>(adjustment.w);
-    return clamp(score, -FLT_MAX, FLT_MAX);
+    changed = changed < 0.0f ? changed * penalty : changed / penalty;
+    changed -= as_type<float>(adjustment.w);
+    return clamp(changed, -FLT_MAX, FLT_MAX);
 }
 
 /// What is to be drawn from.

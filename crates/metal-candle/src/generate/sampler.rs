@@ -23,6 +23,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
+use metal_candle_kernels::devices;
 use metal_candle_kernels::sampling::{self, Adjustment, Choice};
 use serde::{Deserialize, Serialize};
 
@@ -206,7 +207,7 @@ impl Sampler {
         history: &[u32],
         generated: &[u32],
     ) -> Result<Sampled> {
-        if logits.device().is_cpu() {
+        if !devices::computes_on_gpu(logits) {
             let logits = logits.to_dtype(DType::F32)?.to_vec1::<f32>()?;
             return self.sample(&logits, history, generated);
         }
