@@ -1,6 +1,7 @@
 //! Choices on CUDA, see `kernel.cu`.
 
-use super::{Adjustment, Choice, OPERATION, Options, Readout, adjustment_words, fixed_point};
+use super::gpu::{Readout, adjustment_words, fixed_point};
+use super::{Adjustment, Choice, OPERATION, Options};
 use crate::device::cuda::{Cuda, Module, by_dtype, module, require_floats};
 use candle_core::{DType, Result, Tensor, bail};
 

@@ -1,6 +1,7 @@
 //! Choices on Metal, see `kernel.metal`.
 
-use super::{Adjustment, Choice, OPERATION, Options, Readout, adjustment_words, fixed_point};
+use super::gpu::{Readout, adjustment_words, fixed_point};
+use super::{Adjustment, Choice, OPERATION, Options};
 use crate::device::metal::{Argument, Metal, by_dtype, size};
 use candle_core::{DType, Result, Tensor};
 

@@ -369,3 +369,14 @@ pub fn generate(
     }
     Ok((text, generation.finish_reason().unwrap_or(FinishReason::Length)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_session_may_move_to_another_thread() {
+        fn moves<T: Send + Sync>() {}
+        moves::<Session<'static>>();
+    }
+}
