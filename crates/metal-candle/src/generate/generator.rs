@@ -152,6 +152,8 @@ impl<'a> Session<'a> {
             // Layers may hold different numbers of tokens now; only whole ones are kept.
             self.tokens.truncate(before);
             self.cache.truncate(self.cache.len().min(before));
+            // Some of the buffers that it writes to may have been replaced.
+            self.repeated = None;
         }
         result
     }

@@ -43,10 +43,8 @@ impl KvCache {
     /// Makes room for `tokens` tokens, in buffers that hold some already.
     pub(crate) fn reserve(&mut self, tokens: usize) -> Result<()> {
         for layer in &mut self.layers {
-            for buffer in [&mut layer.keys, &mut layer.values] {
-                if let Some(full) = buffer.take() {
-                    *buffer = Some(with_room(full, layer.length, tokens)?);
-                }
+            for full in [&mut layer.keys, &mut layer.values].into_iter().flatten() {
+                *full = with_room(full, layer.length, tokens)?;
             }
         }
         Ok(())
@@ -94,28 +92,30 @@ impl LayerCache {
     }
 
     fn room(&self) -> usize {
-        self.keys.as_ref().map_or(0, |keys| keys.dims()[1])
+        let room = |buffer: &Option<Tensor>| buffer.as_ref().map_or(0, |full| full.dims()[1]);
+        room(&self.keys).min(room(&self.values))
     }
 }
 
 /// The buffer, with room for the new tokens after `length`.
 fn grow(buffer: &mut Option<Tensor>, new: &Tensor, length: usize) -> Result<Tensor> {
     let needed = length + new.dim(1)?;
-    let full = match buffer.take() {
+    let full = match buffer {
         Some(full) => with_room(full, length, needed)?,
         None => empty(new, needed)?,
     };
+    // Until here the old buffer stays, as there may be no memory for another.
     *buffer = Some(full.clone());
     Ok(full)
 }
 
 /// A buffer with room for `needed` tokens and the first `length` tokens of `full`, which is that buffer if
 /// it has room.
-fn with_room(full: Tensor, length: usize, needed: usize) -> Result<Tensor> {
+fn with_room(full: &Tensor, length: usize, needed: usize) -> Result<Tensor> {
     if full.dim(1)? >= needed {
-        return Ok(full);
+        return Ok(full.clone());
     }
-    let larger = empty(&full, needed)?;
+    let larger = empty(full, needed)?;
     if length > 0 {
         copy::write(&larger, &full.narrow(1, 0, length)?, 1, 0)?;
     }
