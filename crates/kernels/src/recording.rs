@@ -3,7 +3,7 @@
 //! as fast as they run, as in decoding with a small model.
 
 #[cfg(feature = "cuda")]
-use crate::device::cuda::Recorded;
+use crate::device::cuda::{Recorded, can_record};
 use candle_core::{Device, Result, Tensor};
 #[cfg(not(feature = "cuda"))]
 use std::convert::Infallible as Recorded;
@@ -17,9 +17,16 @@ pub struct Recording {
 }
 
 impl Recording {
-    /// Whether work on this device can be recorded: on a CUDA device.
+    /// Whether work on this device can be recorded: on a CUDA device that
+    /// [`devices::cuda`](crate::devices::cuda) opened.
     pub fn is_supported(device: &Device) -> bool {
-        cfg!(feature = "cuda") && device.is_cuda()
+        #[cfg(feature = "cuda")]
+        return can_record(device);
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = device;
+            false
+        }
     }
 
     /// Runs `work` once on `inputs` `(n)` u32, so that [`Recording::output`] is its result already, and
@@ -33,15 +40,16 @@ impl Recording {
     ///
     /// # Errors
     /// Those of `work`, and when the device can't record, the work isn't the same the second time, or an
-    /// operation is given what Candle's own operations have made in the work, or is a product of more than a
-    /// few rows, which cuBLAS makes.
+    /// operation is given what Candle's own operations have made in the work, or is one that the host has a
+    /// part in: a product of more than a few rows, or with an adapter of a rank above 256, which cuBLAS makes,
+    /// or attention with heads above 256.
     pub fn new<E: From<candle_core::Error>>(
         device: &Device,
         inputs: &[u32],
         work: impl FnMut(&Tensor) -> std::result::Result<Tensor, E>,
     ) -> std::result::Result<Recording, E> {
         #[cfg(feature = "cuda")]
-        if device.is_cuda() {
+        if can_record(device) {
             let (recorded, output) = Recorded::new(device, inputs, work)?;
             return Ok(Recording { recorded, output });
         }
@@ -72,7 +80,7 @@ impl Recording {
 fn unsupported(device: &Device) -> candle_core::Error {
     let device = device.location();
     candle_core::Error::Msg(format!(
-        "metal-candle-kernels: {OPERATION}: work on {device:?} cannot be recorded, expected a CUDA device"
+        "metal-candle-kernels: {OPERATION}: work on {device:?} cannot be recorded, expected a CUDA device that `devices::cuda` opened"
     ))
 }
 

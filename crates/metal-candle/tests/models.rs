@@ -215,6 +215,38 @@ fn single_tokens_read_beyond_the_room_of_the_cache_equal_a_full_forward() {
 }
 
 #[test]
+fn what_a_device_cannot_record_is_read_all_the_same() {
+    let text = std::fs::read_to_string(folder("llama").join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&text).unwrap();
+    let sizes = [
+        ("hidden_size", 320),
+        ("intermediate_size", 320),
+        ("num_attention_heads", 2),
+        ("num_key_value_heads", 1),
+    ];
+    for (name, size) in sizes {
+        config[name] = size.into();
+    }
+    for (head_dim, rank) in [(64, 300), (264, 0)] {
+        config["head_dim"] = head_dim.into();
+        let config = Config::from_json(&config.to_string()).unwrap();
+        let mut model = Model::random(config, DType::F32, &device(), 3).unwrap();
+        if rank > 0 {
+            model.add_lora(&LoraConfig { rank, ..LoraConfig::default() }, 4).unwrap();
+        }
+        let ids: Vec<u32> = (0..12).map(|index| (index * 7 + 3) % 90).collect();
+        let mut session = Session::new(&model);
+        session.read(&ids[..5]).unwrap();
+        for end in 6..=ids.len() {
+            let found = session.read(&ids[end - 1..end]).unwrap();
+            let full = logits(&model, &[ids[..end].to_vec()]);
+            let full = full.narrow(1, end - 1, 1).unwrap().flatten_all().unwrap();
+            assert_close(&format!("{head_dim} {rank} after {end}"), &found, &full, 1e-4);
+        }
+    }
+}
+
+#[test]
 fn a_session_keeps_what_a_new_prompt_shares_with_the_old() {
     let model = load("phi3-longrope");
     let ids: Vec<u32> = (0..30).map(|index| (index * 7 + 3) % 90).collect();

@@ -86,8 +86,9 @@ pub fn forward(
 
 /// `o` like [`forward`] over the keys and values of a cache: `k` and `v` `(batch, room, kv_heads,
 /// head_dim)` begin with those of `before + t` tokens, `before` `(1)` u32 at most `room - t`. On CUDA, for
-/// up to 16 queries (4 where no tensor core kernel takes them), the number is read on the device, so that a
-/// [`Recording`](crate::recording::Recording) can be made of it; else the host reads it.
+/// up to 16 queries (4 where no tensor core kernel takes them) and heads of up to 256, the number is read on
+/// the device, so that a [`Recording`](crate::recording::Recording) can be made of it; else the host reads
+/// it.
 ///
 /// # Errors
 /// Like [`forward`], and when `before` isn't a number as described or isn't on the same device.
@@ -109,6 +110,7 @@ pub fn forward_cached(
         if let Some(call) = call.counted(before)? {
             return Ok(call.forward()?.0);
         }
+        crate::device::cuda::refuse_in_recording("attention whose keys the host counts")?;
     }
     let before = before.to_vec1::<u32>()?.first().map_or(0, |before| *before as usize);
     if before > sizes.keys - sizes.queries {

@@ -93,6 +93,8 @@ pub fn write_both_at(
         }
         return cuda::write_both(wholes, parts, dim, cuda::Start::OnDevice(start));
     }
+    #[cfg(feature = "cuda")]
+    crate::device::cuda::refuse_in_recording("a copy whose place the host reads")?;
     let start = start.to_vec1::<u32>()?.first().map_or(0, |start| *start as usize);
     write_both(wholes, parts, dim, start)
 }

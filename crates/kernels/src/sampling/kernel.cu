@@ -111,7 +111,7 @@ __device__ __forceinline__ uint32_t last_of_coarse(uint32_t prefix) {
     return prefix >> (2 * DIGIT - 1) ? 0 : LAST;
 }
 
-/// As `adjustment_words` in `mod.rs` puts them.
+/// As `adjustment_words` in `gpu.rs` puts them.
 struct Adjustment {
     uint32_t id;
     float bias, penalty, subtracted;

@@ -80,7 +80,10 @@ pub struct Session<'a> {
     tokens: Vec<u32>,
     /// How many times in a row a single token was read.
     singles: usize,
-    repeated: Option<Repeated>,
+    /// The reading of a token, recorded on the device, with the cache's buffers as they are.
+    repeated: Option<Recording>,
+    /// Whether it could not be recorded.
+    refused: bool,
 }
 
 enum Held<'a> {
@@ -99,13 +102,6 @@ impl Deref for Held<'_> {
     }
 }
 
-/// The reading of a token, recorded on the device.
-struct Repeated {
-    recording: Recording,
-    /// Of the cache that it reads and writes.
-    room: usize,
-}
-
 impl Session<'static> {
     /// Nothing read yet, with a model of which other sessions may have a part.
     pub fn shared(model: Arc<Model>) -> Self {
@@ -121,7 +117,7 @@ impl<'a> Session<'a> {
 
     fn over(model: Held<'a>) -> Self {
         let cache = model.new_cache();
-        Self { model, cache, tokens: Vec::new(), singles: 0, repeated: None }
+        Self { model, cache, tokens: Vec::new(), singles: 0, repeated: None, refused: false }
     }
 
     /// The tokens read so far.
@@ -165,10 +161,17 @@ impl<'a> Session<'a> {
             self.cache.truncate(0);
         }
         let total = self.tokens.len();
+        if total > self.cache.room() {
+            // It would keep the buffers that larger ones are about to replace.
+            self.repeated = None;
+        }
         if let [token] = self.tokens[self.cache.len()..] {
             self.singles += 1;
-            if self.singles > 1 && self.can_repeat() {
-                return self.repeat(token);
+            if self.singles > 1
+                && self.can_repeat()
+                && let Some(logits) = self.repeat(token)?
+            {
+                return Ok(logits);
             }
         } else {
             self.singles = 0;
@@ -191,37 +194,43 @@ impl<'a> Session<'a> {
         // Weights that are trained are converted whenever they are read, a model's size of memory.
         let frozen = self.model.parameters().is_none() || self.model.adapter().is_some();
         frozen
+            && !self.refused
             && Recording::is_supported(self.model.device())
             && self.cache.room() > 0
             && !self.ropes_change(length, self.cache.room().max(length.next_power_of_two()))
     }
 
-    /// Reads a token by what was recorded of reading one.
-    fn repeat(&mut self, token: u32) -> Result<Tensor> {
+    /// Reads a token by what was recorded of reading one; `None` if that can't be recorded, as with heads or
+    /// adapters whose operations the host has a part in.
+    fn repeat(&mut self, token: u32) -> Result<Option<Tensor>> {
         let before = self.cache.len();
         self.cache.reserve(before + 1)?;
-        let room = self.cache.room();
         let position = u32::try_from(before).map_err(candle_core::Error::wrap)?;
         let inputs = [token, position];
-        let logits = match &mut self.repeated {
-            Some(repeated) if repeated.room == room => {
-                repeated.recording.run(&inputs)?;
-                repeated.recording.output().copy()?
+        let recording = match self.repeated.take() {
+            Some(mut recording) => {
+                recording.run(&inputs)?;
+                recording
             }
-            repeated => {
-                // Its memory, and the buffers that it wrote to, are free for the next.
-                *repeated = None;
+            None => {
                 let (model, cache) = (&*self.model, &mut self.cache);
+                let room = cache.room();
                 let recording = Recording::new(model.device(), &inputs, |inputs| {
                     last_logits(model, &Input::on_device(inputs, room)?, cache)
-                })?;
-                let logits = recording.output().copy()?;
-                *repeated = Some(Repeated { recording, room });
-                logits
+                });
+                match recording {
+                    Ok(recording) => recording,
+                    Err(_) => {
+                        self.refused = true;
+                        return Ok(None);
+                    }
+                }
             }
         };
+        let logits = recording.output().copy()?;
+        self.repeated = Some(recording);
         self.cache.advance(1);
-        Ok(logits)
+        Ok(Some(logits))
     }
 
     /// How many tokens to read at once; all, where the positions depend on the text's length.

@@ -109,7 +109,7 @@ impl Cuda {
         }
         let fits = a.dtype == b.dtype && (c.dtype == a.dtype || c.dtype == DType::F32);
         let types = (element_type(a.dtype), element_type(c.dtype));
-        recording::refuse("a product by cuBLAS")?;
+        recording::refuse_in_recording("a product by cuBLAS")?;
         let (true, false, (Some(input), Some(output))) = (fits, c.transposed, types) else {
             bail!(
                 "metal-candle-kernels: no product of {:?} with {:?} to {:?} on CUDA",

@@ -23,7 +23,7 @@ pub(crate) use blas::{Matrix, Rows, require_floats};
 pub(crate) use copy::Stripes;
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, memory, open, reset_peak};
-pub(crate) use recording::Recorded;
+pub(crate) use recording::{Recorded, can_record, refuse_in_recording};
 pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, any_groups};
 
 /// The device of some tensors.

@@ -16,6 +16,15 @@ use std::cell::RefCell;
 use std::collections::HashSet;
 use std::sync::Arc;
 
+/// Whether work of the device can be recorded. With events for every tensor, as Candle's own devices have
+/// them, a capture would wait for what came before it.
+pub(crate) fn can_record(device: &Device) -> bool {
+    match device {
+        Device::Cuda(device) => !device.cuda_stream().context().is_event_tracking(),
+        _ => false,
+    }
+}
+
 /// What becomes of this thread's operations while work is recorded.
 enum Phase {
     /// The work runs: what it makes is kept, and what it is given.
@@ -83,7 +92,7 @@ pub(super) fn stream() -> Option<Arc<CudaStream>> {
 }
 
 /// An error while work is captured, in which `what` cannot be done.
-pub(super) fn refuse(what: &str) -> Result<()> {
+pub(crate) fn refuse_in_recording(what: &str) -> Result<()> {
     if stream().is_some() {
         bail!("metal-candle-kernels: recording: {what} cannot be recorded")
     }
