@@ -12,10 +12,16 @@ use metal_candle::generate::{Sampler, SamplingOptions, Session};
 use metal_candle::model::{Config, Input, Model, PassOptions};
 use metal_candle::train::{LearningRate, Metric, ScheduleOptions, TrainOptions, Trainer};
 use metal_candle_kernels::adamw;
+#[cfg(not(feature = "metal"))]
+use metal_candle_kernels::emulation::{Constant, Launch};
 use metal_emulator::Mode;
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
+
+#[cfg(not(feature = "metal"))]
+#[path = "../../kernels/src/device/metal/tests/launch.rs"]
+mod launch;
 
 /// Calls `task` with a device on which Metal's operations compute, and gives the names of the kernels that ran
 /// as well where they can be told, in a mode of the emulator; `None`, said once, where there is neither a GPU
@@ -50,7 +56,7 @@ fn on_metal<R>(
     task: impl FnOnce(&Device) -> R,
 ) -> Option<(R, Option<BTreeSet<&'static str>>)> {
     use metal_candle::devices::MetalMatmul;
-    use metal_candle_kernels::emulation::{Constant, Emulator, Launch, emulate, source};
+    use metal_candle_kernels::emulation::{Emulator, emulate, source};
     use metal_emulator::{Library, Source};
     use std::sync::{Mutex, OnceLock};
 
@@ -65,20 +71,7 @@ fn on_metal<R>(
     let ran = names.clone();
     let run = move |launch: &Launch| -> Vec<Vec<u8>> {
         ran.lock().unwrap().insert(launch.kernel);
-        let mut kernel = library.kernel(launch.kernel).unwrap();
-        for (index, constant) in launch.constants {
-            kernel = match *constant {
-                Constant::Bool(value) => kernel.constant(*index as u32, value),
-                Constant::U16(value) => kernel.constant(*index as u32, value),
-            };
-        }
-        let mut run = kernel.dispatch().seed(launch.seed);
-        for buffer in &launch.buffers {
-            run = run.buffer_at::<u8>(buffer.index, &buffer.bytes, buffer.offset);
-        }
-        let found = run.threadgroups(launch.groups, [launch.threads, 1, 1]).unwrap();
-        let written = launch.buffers.iter().filter(|buffer| buffer.written);
-        written.map(|buffer| found.read::<u8>(buffer.index).unwrap()).collect()
+        launch::run(library, launch)
     };
     let matmul = MetalMatmul::Fused;
     let emulator = Emulator { run: Arc::new(run), seed: 2, most_threads: 128, matmul };
