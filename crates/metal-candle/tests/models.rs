@@ -100,6 +100,12 @@ fn logits(model: &Model, ids: &[Vec<u32>]) -> Tensor {
     model.logits(hidden.tensor()).unwrap()
 }
 
+/// The logits after the last of `ids`, by a forward pass over all of them.
+fn logits_after(model: &Model, ids: &[u32]) -> Tensor {
+    let all = logits(model, &[ids.to_vec()]);
+    all.narrow(1, ids.len() - 1, 1).unwrap().flatten_all().unwrap()
+}
+
 fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
     assert_eq!(a.dims(), b.dims());
     let exact = |x: &Tensor| x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
@@ -182,8 +188,7 @@ fn cached_decoding_equals_a_full_forward() {
         for size in [8, 1, 1, 1, 1, 3, 1, 1, 6, 2, 1, 1, 1, 4] {
             let end = (start + size).min(ids.len());
             let found = session.read(&ids[start..end]).unwrap();
-            let full = logits(&model, &[ids[..end].to_vec()]);
-            let full = full.narrow(1, end - 1, 1).unwrap().flatten_all().unwrap();
+            let full = logits_after(&model, &ids[..end]);
             assert_close(&format!("{name} after {end}"), &found, &full, 1e-4);
             start = end;
         }
@@ -201,14 +206,12 @@ fn single_tokens_read_beyond_the_room_of_the_cache_equal_a_full_forward() {
             session.read(&ids[..58]).unwrap();
             for end in 59..=ids.len() {
                 let found = session.read(&ids[end - 1..end]).unwrap();
-                let full = logits(&model, &[ids[..end].to_vec()]);
-                let full = full.narrow(1, end - 1, 1).unwrap().flatten_all().unwrap();
+                let full = logits_after(&model, &ids[..end]);
                 assert_close(&format!("{name} {dtype:?} after {end}"), &found, &full, tolerance);
             }
             // Again from the middle, with what was recorded before.
             let again = session.continue_with(&ids[..63]).unwrap();
-            let full = logits(&model, &[ids[..63].to_vec()]);
-            let full = full.narrow(1, 62, 1).unwrap().flatten_all().unwrap();
+            let full = logits_after(&model, &ids[..63]);
             assert_close(&format!("{name} {dtype:?} again"), &again, &full, tolerance);
         }
     }
@@ -239,8 +242,7 @@ fn what_a_device_cannot_record_is_read_all_the_same() {
         session.read(&ids[..5]).unwrap();
         for end in 6..=ids.len() {
             let found = session.read(&ids[end - 1..end]).unwrap();
-            let full = logits(&model, &[ids[..end].to_vec()]);
-            let full = full.narrow(1, end - 1, 1).unwrap().flatten_all().unwrap();
+            let full = logits_after(&model, &ids[..end]);
             assert_close(&format!("{head_dim} {rank} after {end}"), &found, &full, 1e-4);
         }
     }

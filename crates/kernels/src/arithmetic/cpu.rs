@@ -28,24 +28,36 @@ pub(super) fn add<T: Element>(x: &[T], y: &[T], out: &mut [T]) {
     );
 }
 
-pub(super) fn scale<T: Element>(x: &[T], factor: f64, out: &mut [T]) {
-    let factor = T::Acc::from_f64(factor);
-    map(
-        x,
-        out,
-        #[inline(always)]
-        |x| x * factor,
-    );
+/// What becomes of an element.
+#[derive(Clone, Copy)]
+pub(super) enum Change {
+    /// Multiplied by this.
+    Scale(f64),
+    /// Capped at this.
+    Softcap(f64),
 }
 
-pub(super) fn softcap<T: Element>(x: &[T], cap: f64, out: &mut [T]) {
-    let cap = T::Acc::from_f64(cap);
-    map(
-        x,
-        out,
-        #[inline(always)]
-        |x| cap * (x / cap).tanh(),
-    );
+pub(super) fn change<T: Element>(x: &[T], change: Change, out: &mut [T]) {
+    match change {
+        Change::Scale(factor) => {
+            let factor = T::Acc::from_f64(factor);
+            map(
+                x,
+                out,
+                #[inline(always)]
+                |x| x * factor,
+            );
+        }
+        Change::Softcap(cap) => {
+            let cap = T::Acc::from_f64(cap);
+            map(
+                x,
+                out,
+                #[inline(always)]
+                |x| cap * (x / cap).tanh(),
+            );
+        }
+    }
 }
 
 fn map<T: Element>(x: &[T], out: &mut [T], f: impl Fn(T::Acc) -> T::Acc + Sync) {

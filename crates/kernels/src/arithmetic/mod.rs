@@ -45,15 +45,7 @@ pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
     const OPERATION: &str = "scale";
     require_together(OPERATION, &[x])?;
     on_gpu!(x, gpu => gpu::scale(x, factor));
-    let shape = x.dims();
-    let x = Input::contiguous(x)?;
-    let x = x.read();
-    dispatch!(OPERATION, x.dtype(), T => {
-        let x = x.slice::<T>()?;
-        let mut out = buffer::<T>(x.len());
-        cpu::scale(x, factor, &mut out);
-        Tensor::from_vec(out, shape, &Device::Cpu)
-    })
+    changed(OPERATION, x, cpu::Change::Scale(factor))
 }
 
 /// `cap·tanh(x / cap)`, in the shape and dtype of `x`, as Gemma 2 caps its logits. There is no backward:
@@ -68,15 +60,7 @@ pub fn softcap(x: &Tensor, cap: f64) -> Result<Tensor> {
         bail!("metal-candle-kernels: {OPERATION}: the cap is {cap}, expected a positive number")
     }
     on_gpu!(x, gpu => gpu::softcap(x, cap));
-    let shape = x.dims();
-    let x = Input::contiguous(x)?;
-    let x = x.read();
-    dispatch!(OPERATION, x.dtype(), T => {
-        let x = x.slice::<T>()?;
-        let mut out = buffer::<T>(x.len());
-        cpu::softcap(x, cap, &mut out);
-        Tensor::from_vec(out, shape, &Device::Cpu)
-    })
+    changed(OPERATION, x, cpu::Change::Softcap(cap))
 }
 
 /// `factor·x`, in the shape and dtype of `x`, with a `factor` of one element in f32 (f64 for f64) that is
@@ -98,4 +82,17 @@ pub fn scale_by(x: &Tensor, factor: &Tensor) -> Result<Tensor> {
     on_gpu!(x, gpu => gpu::scale_by(x, factor));
     let factor = factor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
     scale(x, factor[0])
+}
+
+/// Every element of `x` changed, by the CPU.
+fn changed(operation: &str, x: &Tensor, change: cpu::Change) -> Result<Tensor> {
+    let shape = x.dims();
+    let x = Input::contiguous(x)?;
+    let x = x.read();
+    dispatch!(operation, x.dtype(), T => {
+        let x = x.slice::<T>()?;
+        let mut out = buffer::<T>(x.len());
+        cpu::change(x, change, &mut out);
+        Tensor::from_vec(out, shape, &Device::Cpu)
+    })
 }

@@ -118,7 +118,8 @@ pub fn backward(
     })
 }
 
-fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
+/// An error unless `gate` and `up` can be a unit.
+pub(crate) fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
     require_together(OPERATION, &[gate, up])?;
     rows_and_columns(OPERATION, "gate", gate)?;
     require_shape(OPERATION, "up", up, gate.dims())?;

@@ -255,10 +255,8 @@ pub fn backward_gated(
     #[cfg(feature = "cuda")]
     if gate.device().is_cuda() && lora.dropout.is_none() {
         const OPERATION: &str = "lora_linear::backward_gated";
+        glu::check(gate, up)?;
         let (rows, inner) = rows_and_columns(OPERATION, "gate", gate)?;
-        require_together(OPERATION, &[gate, up])?;
-        require_shape(OPERATION, "up", up, gate.dims())?;
-        require_dtype(OPERATION, "up", up, gate.dtype())?;
         let projection = Projection { weight, bias: None, lora: Some(*lora) };
         check(OPERATION, gate, inner, &[projection])?;
         check_incoming(OPERATION, gate, &[projection], &[Some(xa)], &[dy])?;
@@ -266,17 +264,12 @@ pub fn backward_gated(
         return cuda::backward_gated(OPERATION, unit, (rows, inner), projection, xa, dy);
     }
     let x = glu::forward(gate, up, activation)?;
-    let Gradients { dx, da, db } = backward(&x, weight, xa, lora, dy, true)?;
-    match glu::backward(gate, up, activation, &require_dx(dx)?, true, true)? {
+    let Gradients { dx: Some(dx), da, db } = backward(&x, weight, xa, lora, dy, true)? else {
+        bail!("metal-candle-kernels: lora_linear: dx, which is needed, is missing")
+    };
+    match glu::backward(gate, up, activation, &dx, true, true)? {
         (Some(dgate), Some(dup)) => Ok(GatedGradients { dgate, dup, da, db }),
         _ => bail!("metal-candle-kernels: glu: a gradient that is needed is missing"),
-    }
-}
-
-fn require_dx(dx: Option<Tensor>) -> Result<Tensor> {
-    match dx {
-        Some(dx) => Ok(dx),
-        None => bail!("metal-candle-kernels: lora_linear: dx, which is needed, is missing"),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::gpu::{Readout, adjustment_words, fixed_point};
 use super::{Adjustment, Choice, OPERATION, Options};
-use crate::device::cuda::{Cuda, Module, by_dtype, module, require_floats};
+use crate::device::cuda::{Array, Cuda, Module, by_dtype, module, require_floats};
 use candle_core::{DType, Result, Tensor, bail};
 
 static MODULE: Module = module!("sampling");
@@ -72,9 +72,7 @@ pub(super) fn choose(
     let launch =
         MODULE.launch(&cuda, name, (blocks as u32, 1, 1), CHOICE_THREADS as u32, inside)?;
     let launch = launch.cooperative();
-    let pointer = |array: &Option<crate::device::cuda::Array>| {
-        array.as_ref().map_or(0, |array| array.pointer)
-    };
+    let pointer = |array: &Option<Array>| array.as_ref().map_or(0, |array| array.pointer);
     let (adjusted_pointer, outside_pointer) = (pointer(&adjusted), pointer(&outside));
     let (vocabulary, chunk) = (count as i32, chunk as i32);
     let adjusted_count = adjustments.len() as i32;

@@ -30,13 +30,11 @@ pub(super) fn choose(
     let device = logits.device();
     let count = logits.elem_count();
     let logits = metal.contiguous(logits)?;
-    let mut words = adjustment_words(adjustments);
-    // A kernel has to be given something.
-    let adjusted = if words.is_empty() {
-        metal.empty(4, DType::U32)?
-    } else {
-        let count = words.len();
-        metal.strided(&Tensor::from_vec(std::mem::take(&mut words), count, device)?)?
+    let words = adjustment_words(adjustments);
+    let adjusted = match words.len() {
+        // A kernel has to be given something.
+        0 => metal.empty(4, DType::U32)?,
+        count => metal.strided(&Tensor::from_vec(words, count, device)?)?,
     };
     let keys = metal.empty(count, DType::U32)?;
     let result = metal.empty(Readout::WORDS, DType::U32)?;

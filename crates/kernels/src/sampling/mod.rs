@@ -199,8 +199,8 @@ pub fn choose(
     Ok(Choice::Token { id, logprob: logits[id as usize] - log_sum })
 }
 
-/// Applies adjustments to logits that have all their ids.
-fn adjust(logits: &mut [f64], adjustments: &[Adjustment]) {
+/// Applies adjustments to the logits of one position; those for ids that they don't have are left out.
+pub fn adjust(logits: &mut [f64], adjustments: &[Adjustment]) {
     for adjustment in adjustments {
         if let Some(logit) = logits.get_mut(adjustment.id as usize) {
             *logit = adjustment.apply(*logit);

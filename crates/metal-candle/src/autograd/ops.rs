@@ -45,25 +45,37 @@ struct SavedLora {
     dropout: Option<lora_linear::Dropout>,
 }
 
-impl SavedProjection {
-    fn new(layer: &ProjectionValues<'_>) -> Self {
-        let lora = layer.lora.as_ref().map(|lora| SavedLora {
+impl ProjectionValues<'_> {
+    /// Whether its weight or its bias is trained.
+    fn is_trained(&self) -> bool {
+        self.weight.needs_gradient() || self.bias.is_some_and(Value::needs_gradient)
+    }
+}
+
+impl SavedLora {
+    fn new(lora: &LoraValues<'_>) -> Self {
+        Self {
             a: lora.a.tensor().clone(),
             b: lora.b.tensor().clone(),
             scale: lora.scale,
             dropout: lora.dropout,
-        });
+        }
+    }
+
+    fn borrow(&self) -> lora_linear::Lora<'_> {
+        lora_linear::Lora { a: &self.a, b: &self.b, scale: self.scale, dropout: self.dropout }
+    }
+}
+
+impl SavedProjection {
+    fn new(layer: &ProjectionValues<'_>) -> Self {
+        let lora = layer.lora.as_ref().map(SavedLora::new);
         let bias = layer.bias.map(|bias| bias.tensor().clone());
         Self { weight: layer.weight.tensor().clone(), bias, lora }
     }
 
     fn borrow(&self) -> lora_linear::Projection<'_> {
-        let lora = self.lora.as_ref().map(|lora| lora_linear::Lora {
-            a: &lora.a,
-            b: &lora.b,
-            scale: lora.scale,
-            dropout: lora.dropout,
-        });
+        let lora = self.lora.as_ref().map(SavedLora::borrow);
         lora_linear::Projection { weight: &self.weight, bias: self.bias.as_ref(), lora }
     }
 }
@@ -210,13 +222,10 @@ impl Tape {
         layers: &[ProjectionValues<'_>],
         stand_in: Option<&Tensor>,
     ) -> Result<Vec<Value>> {
-        let trained = |layer: &ProjectionValues<'_>| {
-            layer.weight.needs_gradient() || layer.bias.is_some_and(Value::needs_gradient)
-        };
-        if layers.iter().any(trained) {
+        if layers.iter().any(ProjectionValues::is_trained) {
             let mut outputs = Vec::with_capacity(layers.len());
             for layer in layers {
-                outputs.extend(match (&layer.lora, trained(layer)) {
+                outputs.extend(match (&layer.lora, layer.is_trained()) {
                     (None, _) => vec![self.linear(x, layer.weight, layer.bias)?],
                     (Some(_), false) => self.projections(x, std::slice::from_ref(layer))?,
                     (Some(_), true) => {
@@ -349,35 +358,30 @@ impl Tape {
         activation: glu::Activation,
         layer: &ProjectionValues<'_>,
     ) -> Result<Value> {
-        let trained =
-            layer.weight.needs_gradient() || layer.bias.is_some_and(Value::needs_gradient);
         let again = gate.needs_gradient()
             && up.needs_gradient()
             && devices::computes_on_gpu(gate.tensor())
             && !self.is_replaying();
-        let saved = SavedProjection::new(layer);
-        let (Some(lora), Some(values)) = (&saved.lora, &layer.lora) else {
+        let lora = layer.lora.as_ref().filter(|lora| lora.dropout.is_none());
+        let Some(lora) = lora.filter(|_| again && !layer.is_trained()) else {
             return self.projection_of(&self.glu(gate, up, activation)?, layer);
         };
-        if trained || !again || lora.dropout.is_some() {
-            return self.projection_of(&self.glu(gate, up, activation)?, layer);
-        }
         let unit = glu::forward(gate.tensor(), up.tensor(), activation)?;
+        let saved = SavedProjection::new(layer);
         let output = lora_linear::forward_shared(&unit, &[saved.borrow()])?.pop();
         let Some(lora_linear::Output { y, xa: Some(xa) }) = output else {
             return Err(candle_core::Error::msg("a layer with an adapter gave no xa").into());
         };
         let (saved_gate, saved_up) = (gate.tensor().clone(), up.tensor().clone());
-        Ok(self.record(&[gate, up, values.a, values.b], y, move |dy| {
-            let projection = saved.borrow();
-            let Some(lora) = &projection.lora else { return Ok(vec![None; 4]) };
+        let (weight, saved_lora) = (layer.weight.tensor().clone(), SavedLora::new(lora));
+        Ok(self.record(&[gate, up, lora.a, lora.b], y, move |dy| {
             let found = lora_linear::backward_gated(
                 &saved_gate,
                 &saved_up,
                 activation,
-                projection.weight,
+                &weight,
                 &xa,
-                lora,
+                &saved_lora.borrow(),
                 &dy,
             )?;
             Ok(vec![Some(found.dgate), Some(found.dup), Some(found.da), Some(found.db)])

@@ -183,11 +183,8 @@ impl Sampler {
         let log_sum = log_sum_exp(logits)?;
         self.scores.clear();
         self.scores.extend(logits.iter().map(|&logit| f64::from(logit)));
-        for adjustment in self.adjustments(logits.len(), history, generated)? {
-            if let Some(score) = self.scores.get_mut(adjustment.id as usize) {
-                *score = adjustment.apply(*score);
-            }
-        }
+        let adjustments = self.adjustments(logits.len(), history, generated)?;
+        sampling::adjust(&mut self.scores, &adjustments);
         let (options, uniform, random) = self.draw();
         self.random = random;
         let id = self.workspace.draw(&self.scores, &options, uniform);
