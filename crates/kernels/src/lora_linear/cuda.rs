@@ -4,7 +4,9 @@
 
 use super::skinny::Skinny;
 use super::{Dropout, GatedGradients, Lora, Output, Projection, SharedGradients};
-use crate::device::cuda::{Array, Cuda, Matrix, Module, Rows, by_dtype, module, require_floats};
+use crate::device::cuda::{
+    Array, Cuda, Matrix, Module, Rows, Sum, Term, by_dtype, module, require_floats,
+};
 use crate::device::rows_and_columns;
 use crate::glu::Activation;
 use crate::glu::cuda::backward_again;
@@ -36,6 +38,7 @@ struct Segment {
     columns: i32,
     height: i32,
     single: i32,
+    scale: f32,
 }
 
 #[repr(C)]
@@ -72,7 +75,13 @@ impl Segment {
             columns,
             height,
             single: i32::from(from.dtype == DType::F32),
+            scale: 1.0,
         })
+    }
+
+    /// The same, multiplied on the way.
+    fn scaled(self, scale: f64) -> Self {
+        Segment { scale: scale as f32, ..self }
     }
 }
 
@@ -127,7 +136,7 @@ struct Factors {
     dropout: Option<Dropout>,
     /// Aᵀ, `(rank, inner)`
     a: Matrix,
-    /// `(rank, outer)`
+    /// `(rank, outer)`; multiplied by the scale, and transposed, for sums of products.
     b: Matrix,
 }
 
@@ -142,6 +151,8 @@ struct All {
     padded: bool,
     /// Whether an adapter has dropout.
     dropout: bool,
+    /// Whether the outputs are made by sums of products.
+    summed: bool,
     /// What the matrices point into.
     _memory: Vec<Tensor>,
 }
@@ -153,8 +164,23 @@ impl All {
         dtype: DType,
         inner: usize,
         projections: &[Projection],
+        outputs_of: Option<(&Rows, usize)>,
     ) -> Result<Self> {
         let mut memory = Vec::new();
+        let mut weights = Vec::with_capacity(projections.len());
+        for Projection { weight, .. } in projections {
+            require_floats(operation, &[*weight])?;
+            weights.push(cuda.rows_as(weight, dtype)?);
+        }
+        let outers = projections.iter().map(|projection| projection.weight.dims()[0]);
+        let summed = match outputs_of {
+            Some((x, rows)) => {
+                let mut all = std::iter::once(x).chain(&weights);
+                all.all(|rows| rows.matrix.has_aligned_rows())
+                    && cuda.takes_sums_of_products(dtype, rows, outers, 2)?
+            }
+            None => false,
+        };
         let adapters = || projections.iter().filter_map(|projection| projection.lora);
         for Lora { a, b, .. } in adapters() {
             require_floats(operation, &[a, b])?;
@@ -173,7 +199,9 @@ impl All {
             let rank = a.dim(1)?;
             columns += place(rank);
             padded |= place(rank) != rank;
-            if b.dtype() != dtype {
+            if summed {
+                converted += place(rank) * b.dim(1)?;
+            } else if b.dtype() != dtype {
                 converted += b.elem_count().next_multiple_of(ALIGNMENT);
             }
         }
@@ -203,8 +231,7 @@ impl All {
         let mut segments = Vec::new();
         let mut column = 0;
         let mut ready = Vec::with_capacity(projections.len());
-        for Projection { weight, bias, lora } in projections {
-            require_floats(operation, &[*weight])?;
+        for (Projection { weight, bias, lora }, rows) in projections.iter().zip(weights) {
             let outer = weight.dim(0)?;
             let mut factors = None;
             if let (Some(lora), Some(all_a)) = (lora, all_a) {
@@ -218,7 +245,13 @@ impl All {
                 }
                 let source = source(cuda, lora.b, dtype)?;
                 let mut b = Matrix::of(&source, outer);
-                if lora.b.dtype() != dtype {
+                if summed {
+                    let columns = place(rank);
+                    let place = take(outer * columns, columns);
+                    let segment = Segment::new(b.t(), place, [outer, rank, outer])?;
+                    segments.push(segment.scaled(lora.scale));
+                    b = place.t();
+                } else if lora.b.dtype() != dtype {
                     let place = take(rank * outer, outer);
                     // What was converted on the way already is only copied.
                     segments.push(Segment::new(b, place, [rank, outer, rank])?);
@@ -230,14 +263,13 @@ impl All {
                 column += place(rank);
             }
             let bias = bias.map(|bias| bias_as(operation, cuda, bias, dtype)).transpose()?;
-            let weight = cuda.rows_as(weight, dtype)?;
-            ready.push(Ready { weight, outer, bias, factors });
+            ready.push(Ready { weight: rows, outer, bias, factors });
         }
         copy(cuda, dtype, &segments)?;
         memory.extend(packed.map(|packed| packed.tensor));
         let dropout = ready.iter().filter_map(|ready| ready.factors.as_ref());
         let dropout = dropout.into_iter().any(|factors| factors.dropout.is_some());
-        Ok(All { projections: ready, a: all_a, columns, padded, dropout, _memory: memory })
+        Ok(All { projections: ready, a: all_a, columns, padded, dropout, summed, _memory: memory })
     }
 
     fn factors(&self) -> impl Iterator<Item = &Factors> {
@@ -265,11 +297,14 @@ pub(super) fn forward(
     if few(rows, inner, projections) {
         return forward_few_rows(operation, &cuda, x, (rows, inner), projections);
     }
-    let all = All::new(operation, &cuda, dtype, inner, projections)?;
     let x_rows = cuda.rows(x)?;
+    let all = All::new(operation, &cuda, dtype, inner, projections, Some((&x_rows, rows)))?;
     let mut skinny = Skinny::new(&cuda, dtype, rows)?;
     let xa = all.low_rank(&cuda, x, &x_rows, &mut skinny)?;
     let all_xa = Matrix::of(&xa, all.columns);
+    if all.summed {
+        return all.outputs(&cuda, x, (x_rows.matrix, [rows, inner]), &xa);
+    }
     let mut outputs = Vec::with_capacity(projections.len());
     for ready in &all.projections {
         let Ready { weight, outer, bias, factors } = ready;
@@ -305,7 +340,7 @@ pub(super) fn low_rank(
         let outputs = forward_few_rows(operation, &cuda, x, (rows, inner), projections)?;
         return Ok(outputs.into_iter().map(|output| output.xa).collect());
     }
-    let all = All::new(operation, &cuda, x.dtype(), inner, projections)?;
+    let all = All::new(operation, &cuda, x.dtype(), inner, projections, None)?;
     let mut skinny = Skinny::new(&cuda, x.dtype(), rows)?;
     let xa = all.low_rank(&cuda, x, &cuda.rows(x)?, &mut skinny)?;
     all.projections.iter().map(|ready| ready.part_of(&xa)).collect()
@@ -359,6 +394,57 @@ impl All {
         }
         skinny.finish()?;
         Ok((g, dbs))
+    }
+
+    /// All outputs, each a sum of the large product and `xa·(s·B)`.
+    fn outputs(
+        &self,
+        cuda: &Cuda,
+        x: &Tensor,
+        (x_rows, [rows, inner]): (Matrix, [usize; 2]),
+        xa: &Array,
+    ) -> Result<Vec<Output>> {
+        let dtype = x.dtype();
+        let all_xa = Matrix::of(xa, self.columns);
+        let mut sums = Vec::with_capacity(self.projections.len());
+        let mut outputs = Vec::with_capacity(self.projections.len());
+        for ready in &self.projections {
+            let y = cuda.empty(with_last_dimension(x, ready.outer), dtype)?;
+            let mut terms = vec![Term { a: x_rows, b: ready.weight.matrix.t(), depth: inner }];
+            if let Some(Factors { column, rank, b, .. }) = ready.factors {
+                terms.push(Term { a: all_xa.at_column(column), b, depth: rank });
+            }
+            let (to, columns) = (Matrix::of(&y, ready.outer), ready.outer);
+            let bias = ready.bias.as_ref().map(|bias| bias.pointer);
+            sums.push(Sum { to, columns, bias, terms });
+            outputs.push(Output { y: y.tensor, xa: ready.part_of(xa)? });
+        }
+        cuda.sums_of_products(dtype, rows, &sums)?;
+        Ok(outputs)
+    }
+
+    /// The terms of the gradient of x that have the large matrices, and the one of the adapters unless
+    /// these have dropout; `None` where there are no kernels for their sum.
+    fn terms_of_dx(
+        &self,
+        cuda: &Cuda,
+        dtype: DType,
+        [rows, inner]: [usize; 2],
+        dys: &[Rows],
+        g: Matrix,
+    ) -> Result<Option<Vec<Term>>> {
+        let mut terms = Vec::with_capacity(dys.len() + 1);
+        for (Ready { weight, outer, .. }, dy) in self.projections.iter().zip(dys) {
+            terms.push(Term { a: dy.matrix, b: weight.matrix, depth: *outer });
+        }
+        if let (Some(a), false) = (self.a, self.dropout) {
+            terms.push(Term { a: g, b: a, depth: self.columns });
+        }
+        let lies = |Term { a, b, .. }: &Term| a.has_aligned_rows() && b.has_aligned_rows();
+        let columns = std::iter::once(inner);
+        let takes = terms.iter().all(lies)
+            && cuda.takes_sums_of_products(dtype, rows, columns, terms.len())?;
+        Ok(takes.then_some(terms))
     }
 
     /// x·A of all adapters side by side, `(.., columns)`.
@@ -436,7 +522,7 @@ pub(super) fn backward(
     require_floats(operation, &[x])?;
     let cuda = Cuda::of(x)?;
     let dtype = x.dtype();
-    let all = All::new(operation, &cuda, dtype, inner, projections)?;
+    let all = All::new(operation, &cuda, dtype, inner, projections, None)?;
     let x_rows = cuda.rows(x)?;
     let dys = dys.iter().map(|dy| cuda.rows(dy)).collect::<Result<Vec<_>>>()?;
     let mut skinny = Skinny::new(&cuda, dtype, rows)?;
@@ -446,6 +532,19 @@ pub(super) fn backward(
     let mut dx = match need_dx {
         true => Some(Gathered { to: cuda.empty(x.dims(), dtype)?, beta: 0.0 }),
         false => None,
+    };
+    let sizes = [rows, inner];
+    let summed = match &mut dx {
+        Some(dx) => match all.terms_of_dx(&cuda, dtype, sizes, &dys, all_g)? {
+            Some(terms) => {
+                let sum = Sum { to: Matrix::of(&dx.to, inner), columns: inner, bias: None, terms };
+                cuda.sums_of_products(dtype, rows, &[sum])?;
+                dx.beta = 1.0;
+                true
+            }
+            None => false,
+        },
+        None => false,
     };
     let mut das = Vec::with_capacity(projections.len());
     for Factors { rank, .. } in all.factors() {
@@ -474,13 +573,13 @@ pub(super) fn backward(
             .map(|(Factors { column, rank, .. }, da)| (*column, *rank, da))
             .collect();
         skinny.gradient(x_rows.matrix, [rows, inner], (all_g, all.columns), 1.0, &parts)?;
-        if let Some(dx) = &mut dx {
+        if let (Some(dx), false) = (&mut dx, summed) {
             skinny.up(all_g, (a, all.columns), None, 1.0, (&dx.to, [rows, inner]))?;
             dx.beta = 1.0;
         }
     }
     skinny.finish()?;
-    if let Some(dx) = &mut dx {
+    if let (Some(dx), false) = (&mut dx, summed) {
         for (Ready { weight, outer, .. }, dy) in all.projections.iter().zip(&dys) {
             dx.add(&cuda, [rows, inner, *outer], (dy.matrix, weight.matrix))?;
         }
@@ -513,7 +612,7 @@ pub(super) fn backward_gated(
     require_floats(operation, &[gate])?;
     let cuda = Cuda::of(gate)?;
     let dtype = gate.dtype();
-    let all = All::new(operation, &cuda, dtype, inner, &[projection])?;
+    let all = All::new(operation, &cuda, dtype, inner, &[projection], None)?;
     let dys = [cuda.rows(dy)?];
     let mut skinny = Skinny::new(&cuda, dtype, rows)?;
     let (g, mut dbs) = all.incoming(&cuda, &mut skinny, (rows, dtype), &dys, &[Some(xa)])?;
@@ -527,9 +626,17 @@ pub(super) fn backward_gated(
         bail!("metal-candle-kernels: {operation}: the layer has no adapter, expected one")
     };
     let x = cuda.empty(gate.dims(), dtype)?;
-    skinny.up(all_g, (a, all.columns), None, 1.0, (&x, [rows, inner]))?;
-    let factors = (dys[0].matrix, weight.matrix);
-    cuda.gemm([rows, inner, *outer], 1.0, factors, 1.0, Matrix::of(&x, inner))?;
+    match all.terms_of_dx(&cuda, dtype, [rows, inner], &dys, all_g)? {
+        Some(terms) => {
+            let sum = Sum { to: Matrix::of(&x, inner), columns: inner, bias: None, terms };
+            cuda.sums_of_products(dtype, rows, &[sum])?;
+        }
+        None => {
+            skinny.up(all_g, (a, all.columns), None, 1.0, (&x, [rows, inner]))?;
+            let factors = (dys[0].matrix, weight.matrix);
+            cuda.gemm([rows, inner, *outer], 1.0, factors, 1.0, Matrix::of(&x, inner))?;
+        }
+    }
     let (dgate, dup) = backward_again(&cuda, (gate, up), activation, &x)?;
     let da = cuda.empty((inner, *rank), DType::F32)?;
     let source = Matrix::of(&x, inner);

@@ -9,7 +9,7 @@ constexpr int THREADS = 256;
 /// Matrices that a launch copies.
 constexpr int MOST = 8;
 
-/// A matrix to be copied and converted: `rows` of `columns`, and zeros from there to `height`. An element
+/// A matrix to be copied, converted and multiplied by a number: `rows` of `columns`, and zeros from there to `height`. An element
 /// is from_row elements from that of the next row, and from_column from that of the next column.
 struct Segment {
     const void *from;
@@ -17,6 +17,7 @@ struct Segment {
     int64_t from_row, from_column, to_row;
     int rows, columns, height;
     int single; // whether it is in f32
+    float scale;
 };
 
 struct Segments {
@@ -42,8 +43,9 @@ template <typename T> __device__ __forceinline__ void pack(const Segments &segme
             to[k] = row * segment.to_row + column;
             values[k] = 0.0f;
             if (i < count && row < segment.rows)
-                values[k] = segment.single ? static_cast<const float *>(segment.from)[from]
-                                           : to_float(static_cast<const T *>(segment.from)[from]);
+                values[k] = segment.scale *
+                            (segment.single ? static_cast<const float *>(segment.from)[from]
+                                            : to_float(static_cast<const T *>(segment.from)[from]));
         }
 #pragma unroll
         for (int k = 0; k < AHEAD; k++) {

@@ -429,6 +429,31 @@ mod cuda {
         }
     }
 
+    /// Layers that are large enough for sums of products in one launch.
+    #[test]
+    fn cuda_matches_the_cpu_in_large_layers() {
+        let Some(device) = crate::testing::cuda() else { return };
+        for (sizes, dropout) in [
+            (vec![(1016, 16), (504, 24), (504, 0)], false),
+            (vec![(1016, 12), (1000, 16)], true),
+            (vec![(1016, 8), (256, 3), (256, 8), (248, 8), (256, 8)], false),
+        ] {
+            let group = Group::new(2040, 2016, &sizes, dropout);
+            for (dtype, tolerance) in
+                PRECISIONS.into_iter().filter(|(dtype, _)| *dtype != DType::F32)
+            {
+                for adapters in [DType::F32, dtype] {
+                    let low = group.to(dtype, adapters, &Device::Cpu);
+                    let exact = low.to(DType::F32, DType::F32, &Device::Cpu).run(true);
+                    let found = low.to(dtype, adapters, &device).run(true);
+                    for (exact, found) in exact.iter().flatten().zip(found.iter().flatten()) {
+                        assert_close(found, &exact.to_dtype(DType::F64).unwrap(), 2.0 * tolerance);
+                    }
+                }
+            }
+        }
+    }
+
     #[test]
     fn cuda_makes_a_gated_unit_again() {
         let Some(device) = crate::testing::cuda() else { return };
@@ -438,6 +463,8 @@ mod cuda {
             (70, 72, 40, 8, true),
             (33, 50, 20, 3, true),
             (2, 64, 48, 8, false),
+            // As a sum of products.
+            (2040, 2016, 72, 16, false),
         ] {
             for (dtype, tolerance) in PRECISIONS {
                 let low = Case::new(rows, inner, outer, rank).to_dtype(dtype);

@@ -52,6 +52,11 @@ impl Matrix {
         if self.transposed { (1, self.stride) } else { (self.stride, 1) }
     }
 
+    /// Whether it is read as the transpose of how it lies.
+    pub(crate) fn is_transposed(self) -> bool {
+        self.transposed
+    }
+
     /// Whether its rows lie as they are, and begin at 16 bytes.
     pub(crate) fn has_aligned_rows(self) -> bool {
         let row = self.stride * self.dtype.size_in_bytes();

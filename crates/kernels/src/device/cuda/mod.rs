@@ -7,6 +7,7 @@ mod blas;
 mod copy;
 mod module;
 mod open;
+mod product;
 mod recording;
 mod rows;
 
@@ -23,6 +24,7 @@ pub(crate) use blas::{Matrix, Rows, require_floats};
 pub(crate) use copy::Stripes;
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, memory, open, reset_peak};
+pub(crate) use product::{Sum, Term};
 pub(crate) use recording::{Recorded, can_record, refuse_in_recording};
 pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, any_groups};
 

@@ -55,6 +55,12 @@ template <typename T, int N>
 __device__ __forceinline__ void warpgroup_multiply_add(float (&c)[N / 8][4], const uint32_t (&a)[4],
                                                        uint64_t b);
 
+/// `c = a·b`, or `c += a·b` with `add`, for A with lines along the depth in shared memory, and B with lines
+/// across it with `ACROSS`, or else along it.
+template <typename T, int N, bool ACROSS>
+__device__ __forceinline__ void warpgroup_multiply_tile(float (&c)[N / 8][4], uint64_t a,
+                                                        uint64_t b, bool add);
+
 #define ACCUMULATOR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define ACCUMULATORS_8(n)                                                                          \
     ACCUMULATOR(n), ACCUMULATOR(n + 1), ACCUMULATOR(n + 2), ACCUMULATOR(n + 3),                    \
@@ -67,6 +73,13 @@ __device__ __forceinline__ void warpgroup_multiply_add(float (&c)[N / 8][4], con
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "             \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+#define REGISTERS_256                                                                              \
+    REGISTERS_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, "  \
+                  "%79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, "    \
+                  "%94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, " \
+                  "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, " \
+                  "%121, %122, %123, %124, %125, %126, %127"
 
 #define DEFINE_WARPGROUP_MULTIPLY_64(element, name)                                                \
     template <>                                                                                    \
@@ -115,6 +128,23 @@ DEFINE_WARPGROUP_MULTIPLY_64(f16, "f16")
     }
 DEFINE_WARPGROUP_MULTIPLY_128(bf16, "bf16")
 DEFINE_WARPGROUP_MULTIPLY_128(f16, "f16")
+
+#define DEFINE_WARPGROUP_MULTIPLY_TILE(element, name, across, transposed)                          \
+    template <>                                                                                    \
+    __device__ __forceinline__ void warpgroup_multiply_tile<element, 256, across>(                 \
+        float (&c)[256 / 8][4], uint64_t a, uint64_t b, bool add) {                                \
+        asm volatile("{\n.reg .pred p;\n"                                                          \
+                     "setp.ne.b32 p, %130, 0;\n"                                                   \
+                     "wgmma.mma_async.sync.aligned.m64n256k16.f32." name "." name                  \
+                     " {" REGISTERS_256 "}, %128, %129, p, 1, 1, 0, " transposed ";\n}\n"          \
+                     : ACCUMULATORS_8(0), ACCUMULATORS_8(8), ACCUMULATORS_8(16),                   \
+                       ACCUMULATORS_8(24)                                                          \
+                     : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                \
+    }
+DEFINE_WARPGROUP_MULTIPLY_TILE(bf16, "bf16", false, "0")
+DEFINE_WARPGROUP_MULTIPLY_TILE(bf16, "bf16", true, "1")
+DEFINE_WARPGROUP_MULTIPLY_TILE(f16, "f16", false, "0")
+DEFINE_WARPGROUP_MULTIPLY_TILE(f16, "f16", true, "1")
 
 /// Gives registers of this warpgroup back, down to `COUNT` a thread, for others to take.
 template <int COUNT> __device__ __forceinline__ void give_registers() {

@@ -1,0 +1,306 @@
+// Sums of matrix products for bf16 and f16 on Hopper:
+//
+//   C = Σ_t A_t·B_t + bias     C (rows, columns), A_t (rows, depth_t), B_t (depth_t, columns)
+//
+// of several C of the same rows in one launch. Two blocks of a cluster, of 128 rows each, have a tile of
+// 256 by 256 of a C; they share its tiles of B, of which each brings one half to both. In a block, one
+// thread of the first warpgroup has the tensor memory accelerator bring tiles of A and B, 64 deep, and two
+// warpgroups multiply 64 rows each. What lies beyond a matrix is zeros when it is read, and isn't written.
+#include "warpgroup.cuh"
+
+namespace {
+
+constexpr int MOST_TERMS = 8;
+constexpr int MOST_OUTPUTS = 4;
+
+/// Where a matrix lies, as the driver describes it to the hardware.
+struct alignas(128) Map {
+    uint64_t words[16];
+};
+
+struct Term {
+    Map a, b;
+};
+
+struct Output {
+    const void *bias; // (columns), or null
+    int first_term, terms, first_tile, columns;
+};
+
+struct Products {
+    Term terms[MOST_TERMS];
+    Map c[MOST_OUTPUTS];
+    Output outputs[MOST_OUTPUTS];
+    int depths[MOST_TERMS];
+    int count;        // of outputs
+    int tiles_down;   // of 256 rows
+    int tiles_across; // of 256 columns, of all outputs
+    int unused;
+};
+
+#ifdef HOPPER
+
+// Of a block.
+constexpr int ROWS = 128;
+constexpr int COLUMNS = 256;
+constexpr int DEPTH = 64;
+constexpr int STAGES = 4;
+
+constexpr int A_BYTES = ROWS * DEPTH * 2;
+constexpr int B_BYTES = COLUMNS * DEPTH * 2;
+constexpr int STAGE = A_BYTES + B_BYTES;
+/// Of 64 rows and 128 columns of C, in two panels of 64 columns.
+constexpr int OUT_BYTES = 64 * 128 * 2;
+
+/// Rows of tiles whose tiles run at a time, so that what they read is in the cache.
+constexpr int GROUP = 8;
+
+/// One arrival, of a thread that will have this many bytes brought.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+/// Arrives at the barrier at the same place of block `block` of the cluster. What the thread read before
+/// by products is read, so that it need not be fenced.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
+    asm volatile("{\n.reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
+                 "r"(block)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+
+/// Brings the box of a matrix from column x of row y on.
+__device__ __forceinline__ void load_box(uint32_t to, const Map &map, int x, int y,
+                                         uint32_t barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+                 "l"(&map), "r"(x), "r"(y), "r"(barrier)
+                 : "memory");
+}
+
+/// Brings it to the same place of both blocks of the cluster, and tells the barriers of both.
+__device__ __forceinline__ void load_box_for_both(uint32_t to, const Map &map, int x, int y,
+                                                  uint32_t barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+                 "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<uint16_t>(3))
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_box(const Map &map, int x, int y, uint32_t from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+                 "r"(x), "r"(y), "r"(from)
+                 : "memory");
+}
+
+/// The inverse of `load_tiles`.
+__device__ __forceinline__ void store_tiles(uint32_t address, const uint32_t (&tiles)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(tiles[0]), "r"(tiles[1]), "r"(tiles[2]), "r"(tiles[3])
+                 : "memory");
+}
+
+/// A tile of C, of one block.
+struct Place {
+    int row, column, output;
+};
+
+__device__ __forceinline__ Place place_of(const Products &p, int tile, int block) {
+    const int of_group = GROUP * p.tiles_across, group = tile / of_group;
+    const int height = min(GROUP, p.tiles_down - group * GROUP);
+    const int inside = tile - group * of_group, across = inside / height;
+    const int down = group * GROUP + inside - across * height;
+    int output = 0;
+#pragma unroll
+    for (int i = 1; i < MOST_OUTPUTS; i++)
+        output += i < p.count && across >= p.outputs[i].first_tile;
+    return {(2 * down + block) * ROWS, (across - p.outputs[output].first_tile) * COLUMNS, output};
+}
+
+/// B lies in rows of columns with `ACROSS`, and else in columns, along the depth.
+template <typename T, bool ACROSS> __device__ __forceinline__ void products(const Products &p) {
+    extern __shared__ uint4 shared[];
+    const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
+    const uint32_t outs = base + STAGES * STAGE;
+    // Barriers of each stage: its tiles are there; nobody in the cluster reads them any more.
+    const uint32_t full = outs + 2 * OUT_BYTES, empty = full + 8 * STAGES;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, block = blockIdx.x % 2;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, 2 * 8);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    cluster_barrier();
+    follow_previous();
+
+    const int tiles = p.tiles_down * p.tiles_across, clusters = gridDim.x / 2;
+    int stage = 0, parity = 0;
+    auto advance = [&]() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    };
+    if (warp < 4) {
+        give_registers<40>();
+        for (int tile = blockIdx.x / 2; threadIdx.x == 0 && tile < tiles; tile += clusters) {
+            const Place place = place_of(p, tile, block);
+            const Output &output = p.outputs[place.output];
+            for (int t = output.first_term; t < output.first_term + output.terms; t++) {
+                const Term &term = p.terms[t];
+                for (int k = 0; k < p.depths[t]; k += DEPTH) {
+                    barrier_wait(empty + 8 * stage, parity ^ 1);
+                    const uint32_t to = base + stage * STAGE, barrier = full + 8 * stage;
+                    barrier_expect(barrier, STAGE);
+                    load_box(to, term.a, k, place.row, barrier);
+                    const uint32_t half = to + A_BYTES + block * (B_BYTES / 2);
+                    const int column = place.column + block * (COLUMNS / 2);
+                    if (ACROSS) {
+                        load_box_for_both(half, term.b, column, k, barrier);
+                        load_box_for_both(half + B_BYTES / 4, term.b, column + 64, k, barrier);
+                    } else {
+                        load_box_for_both(half, term.b, k, column, barrier);
+                    }
+                    advance();
+                }
+            }
+        }
+    } else {
+        take_registers<232>();
+        const int half = warp / 4 - 1;
+        const uint32_t out = outs + half * OUT_BYTES;
+        const bool first = threadIdx.x % 128 == 0;
+        constexpr int A_STEP = 32 >> 4, B_STEP = (ACROSS ? 16 * 128 : 32) >> 4;
+        float c[COLUMNS / 8][4];
+        for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
+            const Place place = place_of(p, tile, block);
+            const Output &output = p.outputs[place.output];
+            bool add = false;
+            uint64_t a, b;
+            auto begin = [&]() {
+                barrier_wait(full + 8 * stage, parity);
+                const uint32_t from = base + stage * STAGE;
+                a = describe_tile(from + half * (A_BYTES / 2), 0);
+                b = describe_tile(from + A_BYTES, B_BYTES / 4);
+            };
+            auto fence = [&]() {
+                warpgroup_hold(c);
+                warpgroup_fence();
+            };
+            // The other warpgroup has the tensor cores meanwhile.
+            auto end = [&]() {
+                warpgroup_commit();
+                warpgroup_wait<0>();
+                warpgroup_hold(c);
+            };
+            auto release = [&]() {
+                if (lane < 2) barrier_arrive_at(empty + 8 * stage, lane);
+                advance();
+            };
+            for (int t = output.first_term; t < output.first_term + output.terms; t++) {
+                const int depth = p.depths[t], whole = (depth + 15) / DEPTH;
+                for (int k = 0; k < whole; k++) {
+                    begin();
+                    fence();
+#pragma unroll
+                    for (int i = 0; i < DEPTH / 16; i++) {
+                        warpgroup_multiply_tile<T, COLUMNS, ACROSS>(c, a + i * A_STEP, b + i * B_STEP, add);
+                        add = true;
+                    }
+                    end();
+                    release();
+                }
+                // What is left of the depth, such as a rank; in a loop of its own, without which the
+                // compiler lets no product of the one above begin before the last has ended.
+                const int rest = depth - whole * DEPTH;
+                if (rest > 0) {
+                    begin();
+                    for (int i = 0; i * 16 < rest; i++) {
+                        fence();
+                        warpgroup_multiply_tile<T, COLUMNS, ACROSS>(c, a + i * A_STEP, b + i * B_STEP, add);
+                        add = true;
+                        end();
+                    }
+                    release();
+                }
+            }
+
+            const T *bias = static_cast<const T *>(output.bias);
+            const int row = warp % 4 * 16 + lane % 16;
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                // What lay there before has been read.
+                if (first) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+                named_barrier<128>(1 + half);
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    uint32_t pairs[4];
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        const int n = side * 16 + j * 2 + e;
+                        const int column = place.column + n * 8 + lane % 4 * 2;
+                        float low = 0.0f, high = 0.0f;
+                        if (bias != nullptr && column < output.columns) {
+                            low = to_float(bias[column]);
+                            high = to_float(bias[column + 1]);
+                        }
+                        pairs[2 * e] = pack_pair<T>(c[n][0] + low, c[n][1] + high);
+                        pairs[2 * e + 1] = pack_pair<T>(c[n][2] + low, c[n][3] + high);
+                    }
+                    const int chunk = j % 4 * 2 + lane / 16;
+                    const uint32_t panel = out + j / 4 * (OUT_BYTES / 2);
+                    store_tiles(panel + row * 128 + ((chunk ^ (row & 7)) << 4), pairs);
+                }
+                fence_shared_writes();
+                named_barrier<128>(1 + half);
+                if (first) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const int column = place.column + side * 128 + i * 64;
+                        const uint32_t from = out + i * (OUT_BYTES / 2);
+                        if (column < output.columns)
+                            store_box(p.c[place.output], column, place.row + half * 64, from);
+                    }
+                    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+                }
+            }
+        }
+        if (first) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    }
+    __syncwarp();
+    // The other block may still write into this one's shared memory, or arrive there.
+    cluster_barrier();
+}
+
+#endif
+
+} // namespace
+
+#ifdef HOPPER
+#define BODY(element, across) products<element, across>(p);
+#else
+#define BODY(element, across)
+#endif
+
+#define PRODUCTS(name, element, across)                                                            \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                 \
+        name(const __grid_constant__ Products p) {                                                 \
+        BODY(element, across)                                                                      \
+    }
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+PRODUCTS(products_along_bf16, bf16, false)
+PRODUCTS(products_across_bf16, bf16, true)
+PRODUCTS(products_along_f16, f16, false)
+PRODUCTS(products_across_f16, f16, true)
+#endif

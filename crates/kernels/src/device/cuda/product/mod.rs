@@ -1,0 +1,220 @@
+//! Sums of matrix products in one launch, where the GPU has what `kernel.cu` takes.
+
+use super::{Cuda, Matrix, Module, module, recording};
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
+    CUtensorMapL2promotion, CUtensorMapSwizzle, cuTensorMapEncodeTiled,
+};
+use candle_core::{DType, Result, bail};
+use std::ffi::c_void;
+
+static MODULE: Module = module!("product");
+
+/// Of one launch.
+const MOST_TERMS: usize = 8;
+const MOST_OUTPUTS: usize = 4;
+
+const THREADS: u32 = 384;
+
+/// A tile of a cluster of two blocks.
+const TILE: usize = 256;
+
+/// Shared memory of a block, as the kernel lays it out: four stages, what is written, barriers, and what
+/// it takes to begin at a multiple of 1024 bytes.
+const SHARED: u32 = 4 * (48 << 10) + (32 << 10) + 64 + 1024;
+
+/// The part of the GPU's time that has to go into elements of the outputs, in percent.
+const WORTHWHILE: usize = 75;
+
+/// `a·b`: `a` `(rows, depth)` in rows, `b` `(depth, columns)`.
+#[derive(Clone, Copy)]
+pub(crate) struct Term {
+    pub(crate) a: Matrix,
+    pub(crate) b: Matrix,
+    pub(crate) depth: usize,
+}
+
+/// A sum of products: `to` `(rows, columns)`.
+pub(crate) struct Sum {
+    pub(crate) to: Matrix,
+    pub(crate) columns: usize,
+    /// `(columns)`, contiguous, in the dtype of the others.
+    pub(crate) bias: Option<u64>,
+    pub(crate) terms: Vec<Term>,
+}
+
+#[repr(C, align(128))]
+#[derive(Clone, Copy, Default)]
+struct Map([u64; 16]);
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Maps {
+    a: Map,
+    b: Map,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Output {
+    bias: u64,
+    first_term: i32,
+    terms: i32,
+    first_tile: i32,
+    columns: i32,
+}
+
+/// As the kernel takes it.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Products {
+    terms: [Maps; MOST_TERMS],
+    c: [Map; MOST_OUTPUTS],
+    outputs: [Output; MOST_OUTPUTS],
+    depths: [i32; MOST_TERMS],
+    count: i32,
+    tiles_down: i32,
+    tiles_across: i32,
+    unused: i32,
+}
+
+// SAFETY: it is plain numbers, laid out as the kernel declares them.
+unsafe impl DeviceRepr for Products {}
+
+impl Cuda {
+    /// Whether [`Cuda::sums_of_products`] has kernels for sums of these numbers of columns, of so many
+    /// terms each, that keep the GPU busy.
+    pub(crate) fn takes_sums_of_products(
+        &self,
+        dtype: DType,
+        rows: usize,
+        columns: impl ExactSizeIterator<Item = usize> + Clone,
+        terms: usize,
+    ) -> Result<bool> {
+        let tiles =
+            rows.div_ceil(TILE) * columns.clone().map(|it| it.div_ceil(TILE)).sum::<usize>();
+        let at_once = (self.multiprocessors()? / 2).max(1);
+        let there = tiles.div_ceil(at_once) * at_once * TILE * TILE;
+        let used = rows * columns.clone().sum::<usize>();
+        let fits = [DType::BF16, DType::F16].contains(&dtype)
+            && columns.len() <= MOST_OUTPUTS
+            && columns.len() * terms <= MOST_TERMS
+            && columns.into_iter().all(|columns| columns.is_multiple_of(8))
+            && 100 * used >= WORTHWHILE * there
+            && i32::try_from(there).is_ok();
+        Ok(fits && self.has_sums_of_products()?)
+    }
+
+    /// Whether the GPU is one that the kernels are for.
+    fn has_sums_of_products(&self) -> Result<bool> {
+        Ok(cfg!(hopper) && self.stream.context().compute_capability().w()? == (9, 0))
+    }
+
+    /// The sums, in one launch. All `b` are transposed, or none; all matrices have rows or, if transposed,
+    /// columns that begin at 16 bytes.
+    pub(crate) fn sums_of_products(&self, dtype: DType, rows: usize, sums: &[Sum]) -> Result<()> {
+        let mut all = Products { count: size(sums.len())?, ..Default::default() };
+        let along = sums.iter().flat_map(|sum| &sum.terms).all(|term| term.b.is_transposed());
+        let (mut terms, mut tiles) = (0, 0);
+        if sums.len() > MOST_OUTPUTS
+            || sums.iter().map(|sum| sum.terms.len()).sum::<usize>() > MOST_TERMS
+        {
+            bail!(
+                "metal-candle-kernels: {} sums of products in one launch on CUDA, expected {MOST_OUTPUTS} of {MOST_TERMS} terms at most",
+                sums.len()
+            )
+        }
+        for (index, sum) in sums.iter().enumerate() {
+            all.outputs[index] = Output {
+                bias: sum.bias.unwrap_or(0),
+                first_term: size(terms)?,
+                terms: size(sum.terms.len())?,
+                first_tile: size(tiles)?,
+                columns: size(sum.columns)?,
+            };
+            all.c[index] = map(sum.to, dtype, [rows, sum.columns], [64, 64])?;
+            for Term { a, b, depth } in &sum.terms {
+                all.terms[terms].a = map(*a, dtype, [rows, *depth], [128, 64])?;
+                all.terms[terms].b = match along {
+                    true => map(b.t(), dtype, [sum.columns, *depth], [128, 64])?,
+                    false => map(*b, dtype, [*depth, sum.columns], [64, 64])?,
+                };
+                all.depths[terms] = size(*depth)?;
+                terms += 1;
+            }
+            tiles += sum.columns.div_ceil(TILE);
+        }
+        let down = rows.div_ceil(TILE);
+        (all.tiles_down, all.tiles_across) = (size(down)?, size(tiles)?);
+        let name = match (along, dtype) {
+            (true, DType::BF16) => "products_along_bf16",
+            (false, DType::BF16) => "products_across_bf16",
+            (true, _) => "products_along_f16",
+            (false, _) => "products_across_f16",
+        };
+        recording::refuse_in_recording("a sum of large products")?;
+        let clusters = (down * tiles).min(self.multiprocessors()? / 2).max(1);
+        let grid = (2 * clusters as u32, 1, 1);
+        let launch = MODULE.launch(self, name, grid, THREADS, SHARED)?.overlapping();
+        // SAFETY: as the kernel declares it; the caller holds what the pointers point into.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&all);
+            })
+        }
+    }
+}
+
+/// Describes a matrix of `rows` by `columns`, to be moved in boxes.
+fn map(matrix: Matrix, dtype: DType, [rows, columns]: [usize; 2], of_box: [u32; 2]) -> Result<Map> {
+    let element = match dtype {
+        DType::BF16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    };
+    if matrix.dtype != dtype || !matrix.has_aligned_rows() {
+        bail!(
+            "metal-candle-kernels: a sum of products on CUDA has a {:?} matrix with rows {} elements apart, expected {dtype:?} and rows that begin at 16 bytes",
+            matrix.dtype,
+            matrix.stride
+        )
+    }
+    let mut map = CUtensorMap { opaque: [0; 16] };
+    let sizes = [columns as u64, rows as u64];
+    let strides = [(matrix.stride * dtype.size_in_bytes()) as u64];
+    let (of_box, steps) = ([of_box[1], of_box[0]], [1u32; 2]);
+    // SAFETY: it reads the arrays, which are of the numbers of dimensions it is told, and writes the map.
+    unsafe {
+        cuTensorMapEncodeTiled(
+            &raw mut map,
+            element,
+            2,
+            matrix.pointer as *mut c_void,
+            sizes.as_ptr(),
+            strides.as_ptr(),
+            of_box.as_ptr(),
+            steps.as_ptr(),
+            CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    }
+    .result()
+    .w()?;
+    Ok(Map(map.opaque))
+}
+
+/// A size as the kernel takes it.
+fn size(size: usize) -> Result<i32> {
+    match i32::try_from(size) {
+        Ok(size) => Ok(size),
+        Err(_) => bail!(
+            "metal-candle-kernels: a sum of products on CUDA has a size of {size}, expected less than 2^31"
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests;
