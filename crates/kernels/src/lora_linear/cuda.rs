@@ -1,6 +1,8 @@
 //! LoRA layers on CUDA. The adapters of all projections of an input stand side by side in the dtype of
-//! the activations, so that one product makes all x·A; an output is first `s·xa·B`, to which the large
-//! product adds. Products with the rank as a side, and layers of a few rows, have kernels of their own.
+//! the activations, so that one product makes all x·A. An output is one sum of the large product and
+//! `xa·(s·B)` where the GPU has kernels for it, and so is the gradient of x; elsewhere it is first
+//! `s·xa·B`, to which the large product adds. Products with the rank as a side, and layers of a few rows,
+//! have kernels of their own.
 
 use super::skinny::Skinny;
 use super::{Dropout, GatedGradients, Lora, Output, Projection, SharedGradients};
@@ -176,7 +178,8 @@ impl All {
         let summed = match outputs_of {
             Some((x, rows)) => {
                 let mut all = std::iter::once(x).chain(&weights);
-                all.all(|rows| rows.matrix.has_aligned_rows())
+                inner > 0
+                    && all.all(|rows| rows.matrix.has_aligned_rows())
                     && cuda.takes_sums_of_products(dtype, rows, outers, 2)?
             }
             None => false,
@@ -411,7 +414,7 @@ impl All {
         for ready in &self.projections {
             let y = cuda.empty(with_last_dimension(x, ready.outer), dtype)?;
             let mut terms = vec![Term { a: x_rows, b: ready.weight.matrix.t(), depth: inner }];
-            if let Some(Factors { column, rank, b, .. }) = ready.factors {
+            if let Some(Factors { column, rank: rank @ 1.., b, .. }) = ready.factors {
                 terms.push(Term { a: all_xa.at_column(column), b, depth: rank });
             }
             let (to, columns) = (Matrix::of(&y, ready.outer), ready.outer);
@@ -440,7 +443,9 @@ impl All {
         if let (Some(a), false) = (self.a, self.dropout) {
             terms.push(Term { a: g, b: a, depth: self.columns });
         }
-        let lies = |Term { a, b, .. }: &Term| a.has_aligned_rows() && b.has_aligned_rows();
+        let lies = |Term { a, b, depth }: &Term| {
+            *depth > 0 && a.has_aligned_rows() && b.has_aligned_rows()
+        };
         let columns = std::iter::once(inner);
         let takes = terms.iter().all(lies)
             && cuda.takes_sums_of_products(dtype, rows, columns, terms.len())?;
