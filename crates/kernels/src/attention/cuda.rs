@@ -2,7 +2,6 @@
 
 use super::{Options, Sizes};
 use crate::device::cuda::{Array, Cuda, Launch, Module, by_dtype, module};
-use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor, bail};
 use std::f64::consts::LOG2_E;
@@ -208,13 +207,13 @@ impl Call {
         Ok(Call { cuda, sizes, dtype, kernels, parameters, _inputs })
     }
 
-    /// Whether this build and the device have Hopper's products of warpgroups.
+    /// Whether Hopper's kernels are to be taken.
     fn hopper(&self) -> Result<bool> {
         #[cfg(test)]
         if AMPERE_ONLY.get() {
             return Ok(false);
         }
-        Ok(cfg!(hopper) && self.cuda.stream.context().compute_capability().w()? == (9, 0))
+        self.cuda.has_warpgroups()
     }
 
     fn prepare(

@@ -426,16 +426,16 @@ impl All {
         Ok(outputs)
     }
 
-    /// The terms of the gradient of x that have the large matrices, and the one of the adapters unless
-    /// these have dropout; `None` where there are no kernels for their sum.
-    fn terms_of_dx(
+    /// Writes the gradient of x, without the adapters' part when these have dropout, into `to`
+    /// `(rows, inner)` as one sum; false where there is no kernel for it.
+    fn sum_gradient(
         &self,
         cuda: &Cuda,
-        dtype: DType,
         [rows, inner]: [usize; 2],
         dys: &[Rows],
         g: Matrix,
-    ) -> Result<Option<Vec<Term>>> {
+        to: &Array,
+    ) -> Result<bool> {
         let mut terms = Vec::with_capacity(dys.len() + 1);
         for (Ready { weight, outer, .. }, dy) in self.projections.iter().zip(dys) {
             terms.push(Term { a: dy.matrix, b: weight.matrix, depth: *outer });
@@ -448,8 +448,12 @@ impl All {
         };
         let columns = std::iter::once(inner);
         let takes = terms.iter().all(lies)
-            && cuda.takes_sums_of_products(dtype, rows, columns, terms.len())?;
-        Ok(takes.then_some(terms))
+            && cuda.takes_sums_of_products(to.dtype, rows, columns, terms.len())?;
+        if takes {
+            let sum = Sum { to: Matrix::of(to, inner), columns: inner, bias: None, terms };
+            cuda.sums_of_products(to.dtype, rows, &[sum])?;
+        }
+        Ok(takes)
     }
 
     /// x·A of all adapters side by side, `(.., columns)`.
@@ -538,19 +542,13 @@ pub(super) fn backward(
         true => Some(Gathered { to: cuda.empty(x.dims(), dtype)?, beta: 0.0 }),
         false => None,
     };
-    let sizes = [rows, inner];
-    let summed = match &mut dx {
-        Some(dx) => match all.terms_of_dx(&cuda, dtype, sizes, &dys, all_g)? {
-            Some(terms) => {
-                let sum = Sum { to: Matrix::of(&dx.to, inner), columns: inner, bias: None, terms };
-                cuda.sums_of_products(dtype, rows, &[sum])?;
-                dx.beta = 1.0;
-                true
-            }
-            None => false,
-        },
-        None => false,
-    };
+    let mut summed = false;
+    if let Some(dx) = &mut dx
+        && all.sum_gradient(&cuda, [rows, inner], &dys, all_g, &dx.to)?
+    {
+        dx.beta = 1.0;
+        summed = true;
+    }
     let mut das = Vec::with_capacity(projections.len());
     for Factors { rank, .. } in all.factors() {
         das.push(cuda.empty((inner, *rank), DType::F32)?);
@@ -631,16 +629,10 @@ pub(super) fn backward_gated(
         bail!("metal-candle-kernels: {operation}: the layer has no adapter, expected one")
     };
     let x = cuda.empty(gate.dims(), dtype)?;
-    match all.terms_of_dx(&cuda, dtype, [rows, inner], &dys, all_g)? {
-        Some(terms) => {
-            let sum = Sum { to: Matrix::of(&x, inner), columns: inner, bias: None, terms };
-            cuda.sums_of_products(dtype, rows, &[sum])?;
-        }
-        None => {
-            skinny.up(all_g, (a, all.columns), None, 1.0, (&x, [rows, inner]))?;
-            let factors = (dys[0].matrix, weight.matrix);
-            cuda.gemm([rows, inner, *outer], 1.0, factors, 1.0, Matrix::of(&x, inner))?;
-        }
+    if !all.sum_gradient(&cuda, [rows, inner], &dys, all_g, &x)? {
+        skinny.up(all_g, (a, all.columns), None, 1.0, (&x, [rows, inner]))?;
+        let factors = (dys[0].matrix, weight.matrix);
+        cuda.gemm([rows, inner, *outer], 1.0, factors, 1.0, Matrix::of(&x, inner))?;
     }
     let (dgate, dup) = backward_again(&cuda, (gate, up), activation, &x)?;
     let da = cuda.empty((inner, *rank), DType::F32)?;

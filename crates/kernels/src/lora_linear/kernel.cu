@@ -9,8 +9,9 @@ constexpr int THREADS = 256;
 /// Matrices that a launch copies.
 constexpr int MOST = 8;
 
-/// A matrix to be copied, converted and multiplied by a number: `rows` of `columns`, and zeros from there to `height`. An element
-/// is from_row elements from that of the next row, and from_column from that of the next column.
+/// A matrix to be copied, converted and multiplied by `scale`: `rows` of `columns`, and zeros from there to
+/// `height`. An element is from_row elements from that of the next row, and from_column from that of the
+/// next column.
 struct Segment {
     const void *from;
     void *to;

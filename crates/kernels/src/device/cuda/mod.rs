@@ -74,6 +74,11 @@ impl Cuda {
         Ok(self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1))
     }
 
+    /// Whether this build and the device have Hopper's products of warpgroups.
+    pub(crate) fn has_warpgroups(&self) -> Result<bool> {
+        Ok(cfg!(hopper) && self.stream.context().compute_capability().w()? == (9, 0))
+    }
+
     /// Bytes of shared memory that a block may have at most.
     pub(crate) fn most_shared_memory(&self) -> Result<usize> {
         self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)

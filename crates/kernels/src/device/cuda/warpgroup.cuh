@@ -46,20 +46,15 @@ template <int N> __device__ __forceinline__ void warpgroup_hold(float (&c)[N][4]
         asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
 }
 
-/// `c = a·b`, or `c += a·b` with `add`, for both with lines along the depth in shared memory.
-template <typename T, int N>
+/// `c = a·b`, or `c += a·b` with `add`, for A with lines along the depth in shared memory, and B with lines
+/// across it with `ACROSS`, or else along it.
+template <typename T, int N, bool ACROSS = false>
 __device__ __forceinline__ void warpgroup_multiply(float (&c)[N / 8][4], uint64_t a, uint64_t b,
                                                    bool add);
 /// `c += a·b` for A in registers and B with lines across the depth in shared memory.
 template <typename T, int N>
 __device__ __forceinline__ void warpgroup_multiply_add(float (&c)[N / 8][4], const uint32_t (&a)[4],
                                                        uint64_t b);
-
-/// `c = a·b`, or `c += a·b` with `add`, for A with lines along the depth in shared memory, and B with lines
-/// across it with `ACROSS`, or else along it.
-template <typename T, int N, bool ACROSS>
-__device__ __forceinline__ void warpgroup_multiply_tile(float (&c)[N / 8][4], uint64_t a,
-                                                        uint64_t b, bool add);
 
 #define ACCUMULATOR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define ACCUMULATORS_8(n)                                                                          \
@@ -129,9 +124,9 @@ DEFINE_WARPGROUP_MULTIPLY_64(f16, "f16")
 DEFINE_WARPGROUP_MULTIPLY_128(bf16, "bf16")
 DEFINE_WARPGROUP_MULTIPLY_128(f16, "f16")
 
-#define DEFINE_WARPGROUP_MULTIPLY_TILE(element, name, across, transposed)                          \
+#define DEFINE_WARPGROUP_MULTIPLY_256(element, name, across, transposed)                          \
     template <>                                                                                    \
-    __device__ __forceinline__ void warpgroup_multiply_tile<element, 256, across>(                 \
+    __device__ __forceinline__ void warpgroup_multiply<element, 256, across>(                 \
         float (&c)[256 / 8][4], uint64_t a, uint64_t b, bool add) {                                \
         asm volatile("{\n.reg .pred p;\n"                                                          \
                      "setp.ne.b32 p, %130, 0;\n"                                                   \
@@ -141,10 +136,10 @@ DEFINE_WARPGROUP_MULTIPLY_128(f16, "f16")
                        ACCUMULATORS_8(24)                                                          \
                      : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                \
     }
-DEFINE_WARPGROUP_MULTIPLY_TILE(bf16, "bf16", false, "0")
-DEFINE_WARPGROUP_MULTIPLY_TILE(bf16, "bf16", true, "1")
-DEFINE_WARPGROUP_MULTIPLY_TILE(f16, "f16", false, "0")
-DEFINE_WARPGROUP_MULTIPLY_TILE(f16, "f16", true, "1")
+DEFINE_WARPGROUP_MULTIPLY_256(bf16, "bf16", false, "0")
+DEFINE_WARPGROUP_MULTIPLY_256(bf16, "bf16", true, "1")
+DEFINE_WARPGROUP_MULTIPLY_256(f16, "f16", false, "0")
+DEFINE_WARPGROUP_MULTIPLY_256(f16, "f16", true, "1")
 
 /// Gives registers of this warpgroup back, down to `COUNT` a thread, for others to take.
 template <int COUNT> __device__ __forceinline__ void give_registers() {

@@ -214,7 +214,7 @@ template <typename T, bool ACROSS> __device__ __forceinline__ void products(cons
                     fence();
 #pragma unroll
                     for (int i = 0; i < DEPTH / 16; i++) {
-                        warpgroup_multiply_tile<T, COLUMNS, ACROSS>(c, a + i * A_STEP, b + i * B_STEP, add);
+                        warpgroup_multiply<T, COLUMNS, ACROSS>(c, a + i * A_STEP, b + i * B_STEP, add);
                         add = true;
                     }
                     end();
@@ -227,7 +227,7 @@ template <typename T, bool ACROSS> __device__ __forceinline__ void products(cons
                     begin();
                     for (int i = 0; i * 16 < rest; i++) {
                         fence();
-                        warpgroup_multiply_tile<T, COLUMNS, ACROSS>(c, a + i * A_STEP, b + i * B_STEP, add);
+                        warpgroup_multiply<T, COLUMNS, ACROSS>(c, a + i * A_STEP, b + i * B_STEP, add);
                         add = true;
                         end();
                     }

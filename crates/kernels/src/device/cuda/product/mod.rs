@@ -104,12 +104,7 @@ impl Cuda {
             && columns.into_iter().all(|columns| columns.is_multiple_of(8))
             && 100 * used >= WORTHWHILE * there
             && i32::try_from(there).is_ok();
-        Ok(fits && self.has_sums_of_products()?)
-    }
-
-    /// Whether the GPU is one that the kernels are for.
-    fn has_sums_of_products(&self) -> Result<bool> {
-        Ok(cfg!(hopper) && self.stream.context().compute_capability().w()? == (9, 0))
+        Ok(fits && self.has_warpgroups()?)
     }
 
     /// The sums, in one launch. All `b` are transposed, or none; all matrices have rows or, if transposed,

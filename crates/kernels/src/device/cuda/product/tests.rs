@@ -2,6 +2,10 @@ use super::*;
 use crate::testing::{assert_close, cuda, here, random, rounded, there};
 use candle_core::{Device, Tensor};
 
+fn gpu(device: &Device) -> Cuda {
+    Cuda::of(&there(&random(&[1], 0), device)).unwrap()
+}
+
 /// `(columns, depths, bias)` of a sum.
 type Shape<'a> = (usize, &'a [usize], bool);
 
@@ -19,7 +23,7 @@ fn sums(
         let wide = there(&wide.to_dtype(dtype).unwrap(), device);
         (exact, wide.narrow(1, 0, columns).unwrap())
     };
-    let gpu = Cuda::of(&there(&random(&[1], 0), device)).unwrap();
+    let gpu = gpu(device);
     let (mut all, mut keep, mut expected, mut found) =
         (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut seed = 0;
@@ -63,8 +67,7 @@ fn sums(
 #[test]
 fn cuda_adds_up_products_of_odd_sizes() {
     let Some(device) = cuda() else { return };
-    let gpu = Cuda::of(&there(&random(&[1], 0), &device)).unwrap();
-    if !gpu.has_sums_of_products().unwrap() {
+    if !gpu(&device).has_warpgroups().unwrap() {
         println!("skipped: the kernels are for GPUs of compute capability 9.0");
         return;
     }
@@ -107,7 +110,7 @@ fn cuda_adds_up_products_of_odd_sizes() {
 #[test]
 fn cuda_refuses_matrices_that_cannot_be_moved_in_boxes() {
     let Some(device) = cuda() else { return };
-    let gpu = Cuda::of(&there(&random(&[1], 0), &device)).unwrap();
+    let gpu = gpu(&device);
     let x = there(&random(&[64, 64], 1).to_dtype(DType::BF16).unwrap(), &device);
     let array = gpu.strided(&x).unwrap();
     let whole = Matrix::of(&array, 64);
