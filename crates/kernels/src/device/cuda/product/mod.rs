@@ -99,6 +99,8 @@ impl Cuda {
         let there = tiles.div_ceil(at_once) * at_once * TILE * TILE;
         let used = rows * columns.clone().sum::<usize>();
         let fits = [DType::BF16, DType::F16].contains(&dtype)
+            && used > 0
+            && terms > 0
             && columns.len() <= MOST_OUTPUTS
             && columns.len() * terms <= MOST_TERMS
             && columns.into_iter().all(|columns| columns.is_multiple_of(8))
