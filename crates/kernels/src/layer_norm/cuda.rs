@@ -2,7 +2,8 @@
 
 use super::{Gradients, Needs, OPERATION};
 use crate::device::cuda::{
-    ANY_THREADS, Array, Cuda, Module, Parameter, RowPlan, any_groups, by_dtype, module,
+    ANY_THREADS, Array, Cuda, Module, Parameter, RowPlan, a_block_a_row, any_groups, by_dtype,
+    module,
 };
 use candle_core::{DType, Result, Tensor};
 
@@ -52,7 +53,7 @@ pub(super) fn forward(
         }
         None => {
             let name = by_dtype!("layer_norm_forward_any", x.dtype)?;
-            let launch = MODULE.launch(&cuda, name, (rows as u32, 1, 1), ANY_THREADS, 0)?;
+            let launch = MODULE.launch(&cuda, name, a_block_a_row(rows)?, ANY_THREADS, 0)?;
             let columns = columns as i64;
             // SAFETY: as above, with a block a row.
             unsafe {
@@ -174,7 +175,7 @@ impl Problem<'_> {
         let statistics = need_sums.then(|| cuda.empty((rows, 2), DType::F32)).transpose()?;
         let address = statistics.as_ref().map_or(0, |statistics| statistics.pointer);
         let name = by_dtype!("layer_norm_backward_any", self.x.dtype)?;
-        let launch = MODULE.launch(cuda, name, (rows as u32, 1, 1), ANY_THREADS, 0)?;
+        let launch = MODULE.launch(cuda, name, a_block_a_row(rows)?, ANY_THREADS, 0)?;
         let columns = self.columns as i64;
         // SAFETY: as in `packed`, with a block a row; the statistics have (rows, 2) elements.
         unsafe {

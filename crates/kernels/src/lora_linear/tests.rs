@@ -296,6 +296,7 @@ fn projections_that_share_their_input_match_one_at_a_time() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use super::*;
+    use crate::device::cuda::Cuda;
 
     /// Some projections of one input: `(out, rank)`, rank 0 for none; the first has a bias.
     struct Group {
@@ -429,16 +430,27 @@ mod cuda {
         }
     }
 
+    /// Rows whose products with eight tiles of columns are added up in one launch, where the device can.
+    fn large_rows(device: &Device) -> usize {
+        let gpu = Cuda::of(&Tensor::zeros(1, DType::F32, device).unwrap()).unwrap();
+        let rows = (gpu.multiprocessors().unwrap() / 16).max(1) * 256 - 8;
+        let taken = gpu.takes_sums_of_products(DType::BF16, rows, [2024].into_iter(), 2).unwrap();
+        assert_eq!(taken, gpu.has_warpgroups().unwrap());
+        rows
+    }
+
     /// Layers that are large enough for sums of products in one launch.
     #[test]
     fn cuda_matches_the_cpu_in_large_layers() {
         let Some(device) = crate::testing::cuda() else { return };
+        let rows = large_rows(&device);
         for (sizes, dropout) in [
             (vec![(1016, 16), (504, 24), (504, 0)], false),
             (vec![(1016, 12), (1000, 16)], true),
             (vec![(1016, 8), (256, 3), (256, 8), (248, 8), (256, 8)], false),
+            (vec![(2024, 16), (0, 8)], false),
         ] {
-            let group = Group::new(2040, 2016, &sizes, dropout);
+            let group = Group::new(rows, 2016, &sizes, dropout);
             for (dtype, tolerance) in
                 PRECISIONS.into_iter().filter(|(dtype, _)| *dtype != DType::F32)
             {
@@ -464,7 +476,7 @@ mod cuda {
             (33, 50, 20, 3, true),
             (2, 64, 48, 8, false),
             // As a sum of products.
-            (2040, 2016, 72, 16, false),
+            (large_rows(&device), 2016, 72, 16, false),
         ] {
             for (dtype, tolerance) in PRECISIONS {
                 let low = Case::new(rows, inner, outer, rank).to_dtype(dtype);

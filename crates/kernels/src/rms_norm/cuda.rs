@@ -2,7 +2,8 @@
 
 use super::OPERATION;
 use crate::device::cuda::{
-    ANY_THREADS, Array, Cuda, Module, Parameter, RowPlan, any_groups, by_dtype, module,
+    ANY_THREADS, Array, Cuda, Module, Parameter, RowPlan, a_block_a_row, any_groups, by_dtype,
+    module,
 };
 use candle_core::{DType, Result, Tensor};
 
@@ -106,7 +107,7 @@ fn forward_any(
     y: &Array,
 ) -> Result<()> {
     let name = by_dtype!("rms_norm_forward_any", x.dtype)?;
-    let launch = MODULE.launch(cuda, name, (rows as u32, 1, 1), ANY_THREADS, 0)?;
+    let launch = MODULE.launch(cuda, name, a_block_a_row(rows)?, ANY_THREADS, 0)?;
     let columns = columns as i64;
     let pointer = |array: Option<&Array>| array.map_or(0, |array| array.pointer);
     let (residual, sum) = (pointer(residual), pointer(sum));
@@ -239,7 +240,7 @@ impl Problem<'_> {
         let inverse = need_dweight.then(|| cuda.empty(rows, DType::F32)).transpose()?;
         let address = inverse.as_ref().map_or(0, |inverse| inverse.pointer);
         let name = by_dtype!("rms_norm_backward_any", self.x.dtype)?;
-        let launch = MODULE.launch(cuda, name, (rows as u32, 1, 1), ANY_THREADS, 0)?;
+        let launch = MODULE.launch(cuda, name, a_block_a_row(rows)?, ANY_THREADS, 0)?;
         let columns = self.columns as i64;
         // SAFETY: as in `packed`, with a block a row; `inverse` has (rows) elements.
         unsafe {

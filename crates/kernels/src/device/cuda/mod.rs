@@ -4,6 +4,7 @@
 //! so nothing here waits for the device.
 
 mod blas;
+mod boxes;
 mod copy;
 mod module;
 mod open;
@@ -21,12 +22,13 @@ use half::{bf16, f16};
 use std::sync::Arc;
 
 pub(crate) use blas::{Matrix, Rows, require_floats};
+pub(crate) use boxes::Map;
 pub(crate) use copy::Stripes;
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, memory, open, reset_peak};
 pub(crate) use product::{Sum, Term};
 pub(crate) use recording::{Recorded, can_record, refuse_in_recording};
-pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, any_groups};
+pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, a_block_a_row, any_groups};
 
 /// The device of some tensors.
 #[derive(Clone)]

@@ -119,6 +119,14 @@ pub(crate) fn any_groups(rows: usize, columns: usize) -> ((u32, u32, u32), usize
     ((blocks as u32, groups as u32, 1), groups, rows_of_group)
 }
 
+/// The grid of a kernel whose blocks have a row each.
+pub(crate) fn a_block_a_row(rows: usize) -> Result<(u32, u32, u32)> {
+    match i32::try_from(rows) {
+        Ok(blocks) => Ok((blocks as u32, 1, 1)),
+        Err(_) => bail!("metal-candle-kernels: {rows} rows on CUDA, expected less than 2^31"),
+    }
+}
+
 /// A norm's parameter as the kernels take it.
 #[derive(Clone, Copy)]
 #[repr(C)]

@@ -26,6 +26,11 @@ __device__ __forceinline__ uint64_t describe_tile(uint32_t address, uint32_t pan
            (address & 0x3ffff) >> 4;
 }
 
+/// The tile that starts `bytes` further on in the same place.
+__device__ __forceinline__ uint64_t moved_tile(uint64_t tile, uint32_t bytes) {
+    return tile >> 32 << 32 | (static_cast<uint32_t>(tile) + (bytes >> 4));
+}
+
 __device__ __forceinline__ void warpgroup_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -46,9 +51,9 @@ template <int N> __device__ __forceinline__ void warpgroup_hold(float (&c)[N][4]
         asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
 }
 
-/// `c = a·b`, or `c += a·b` with `add`, for A with lines along the depth in shared memory, and B with lines
-/// across it with `ACROSS`, or else along it.
-template <typename T, int N, bool ACROSS = false>
+/// `c = a·b`, or `c += a·b` with `add`, for A and B in shared memory with lines across the depth, where
+/// `B_ACROSS` and `A_ACROSS` say so, or else along it.
+template <typename T, int N, bool B_ACROSS = false, bool A_ACROSS = false>
 __device__ __forceinline__ void warpgroup_multiply(float (&c)[N / 8][4], uint64_t a, uint64_t b,
                                                    bool add);
 /// `c += a·b` for A in registers and B with lines across the depth in shared memory.
@@ -84,6 +89,16 @@ __device__ __forceinline__ void warpgroup_multiply_add(float (&c)[N / 8][4], con
                      "setp.ne.b32 p, %34, 0;\n"                                                    \
                      "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" REGISTERS_64 \
                      "}, %32, %33, p, 1, 1, 0, 0;\n}\n"                                            \
+                     : ACCUMULATORS_8(0)                                                           \
+                     : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                \
+    }                                                                                              \
+    template <>                                                                                    \
+    __device__ __forceinline__ void warpgroup_multiply<element, 64, true, true>(                   \
+        float (&c)[64 / 8][4], uint64_t a, uint64_t b, bool add) {                                 \
+        asm volatile("{\n.reg .pred p;\n"                                                          \
+                     "setp.ne.b32 p, %34, 0;\n"                                                    \
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" REGISTERS_64 \
+                     "}, %32, %33, p, 1, 1, 1, 1;\n}\n"                                            \
                      : ACCUMULATORS_8(0)                                                           \
                      : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                \
     }                                                                                              \
@@ -140,6 +155,13 @@ DEFINE_WARPGROUP_MULTIPLY_256(bf16, "bf16", false, "0")
 DEFINE_WARPGROUP_MULTIPLY_256(bf16, "bf16", true, "1")
 DEFINE_WARPGROUP_MULTIPLY_256(f16, "f16", false, "0")
 DEFINE_WARPGROUP_MULTIPLY_256(f16, "f16", true, "1")
+
+/// The inverse of `load_tiles`.
+__device__ __forceinline__ void store_tiles(uint32_t address, const uint32_t (&tiles)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(tiles[0]), "r"(tiles[1]), "r"(tiles[2]), "r"(tiles[3])
+                 : "memory");
+}
 
 /// Gives registers of this warpgroup back, down to `COUNT` a thread, for others to take.
 template <int COUNT> __device__ __forceinline__ void give_registers() {

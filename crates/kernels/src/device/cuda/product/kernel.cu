@@ -6,17 +6,12 @@
 // 256 by 256 of a C; they share its tiles of B, of which each brings one half to both. In a block, one
 // thread of the first warpgroup has the tensor memory accelerator bring tiles of A and B, 64 deep, and two
 // warpgroups multiply 64 rows each. What lies beyond a matrix is zeros when it is read, and isn't written.
-#include "warpgroup.cuh"
+#include "boxes.cuh"
 
 namespace {
 
 constexpr int MOST_TERMS = 8;
 constexpr int MOST_OUTPUTS = 4;
-
-/// Where a matrix lies, as the driver describes it to the hardware.
-struct alignas(128) Map {
-    uint64_t words[16];
-};
 
 struct Term {
     Map a, b;
@@ -55,12 +50,6 @@ constexpr int OUT_BYTES = 64 * 128 * 2;
 /// Rows of tiles whose tiles run at a time, so that what they read is in the cache.
 constexpr int GROUP = 8;
 
-/// One arrival, of a thread that will have this many bytes brought.
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
 /// Arrives at the barrier at the same place of block `block` of the cluster. What the thread read before
 /// by products is read, so that it need not be fenced.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
@@ -75,37 +64,6 @@ __device__ __forceinline__ void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n"
                  "barrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
-}
-
-/// Brings the box of a matrix from column x of row y on.
-__device__ __forceinline__ void load_box(uint32_t to, const Map &map, int x, int y,
-                                         uint32_t barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-                 "l"(&map), "r"(x), "r"(y), "r"(barrier)
-                 : "memory");
-}
-
-/// Brings it to the same place of both blocks of the cluster, and tells the barriers of both.
-__device__ __forceinline__ void load_box_for_both(uint32_t to, const Map &map, int x, int y,
-                                                  uint32_t barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-                 "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<uint16_t>(3))
-                 : "memory");
-}
-
-__device__ __forceinline__ void store_box(const Map &map, int x, int y, uint32_t from) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
-                 "r"(x), "r"(y), "r"(from)
-                 : "memory");
-}
-
-/// The inverse of `load_tiles`.
-__device__ __forceinline__ void store_tiles(uint32_t address, const uint32_t (&tiles)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                 "r"(tiles[0]), "r"(tiles[1]), "r"(tiles[2]), "r"(tiles[3])
-                 : "memory");
 }
 
 /// A tile of C, of one block.
@@ -240,7 +198,7 @@ template <typename T, bool ACROSS> __device__ __forceinline__ void products(cons
 #pragma unroll
             for (int side = 0; side < 2; side++) {
                 // What lay there before has been read.
-                if (first) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+                if (first) store_wait_read<0>();
                 named_barrier<128>(1 + half);
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
@@ -271,11 +229,11 @@ template <typename T, bool ACROSS> __device__ __forceinline__ void products(cons
                         if (column < output.columns)
                             store_box(p.c[place.output], column, place.row + half * 64, from);
                     }
-                    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+                    store_commit();
                 }
             }
         }
-        if (first) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        if (first) store_wait<0>();
     }
     __syncwarp();
     // The other block may still write into this one's shared memory, or arrive there.
@@ -287,18 +245,11 @@ template <typename T, bool ACROSS> __device__ __forceinline__ void products(cons
 } // namespace
 
 #ifdef HOPPER
-#define BODY(element, across) products<element, across>(p);
-#else
-#define BODY(element, across)
-#endif
-
 #define PRODUCTS(name, element, across)                                                            \
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                 \
         name(const __grid_constant__ Products p) {                                                 \
-        BODY(element, across)                                                                      \
+        products<element, across>(p);                                                              \
     }
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 PRODUCTS(products_along_bf16, bf16, false)
 PRODUCTS(products_across_bf16, bf16, true)
 PRODUCTS(products_along_f16, f16, false)

@@ -1,14 +1,8 @@
 //! Sums of matrix products in one launch, where the GPU has what `kernel.cu` takes.
 
-use super::{Cuda, Matrix, Module, module, recording};
-use candle_core::cuda_backend::WrapErr;
+use super::{Cuda, Map, Matrix, Module, module, recording};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::cuda_backend::cudarc::driver::sys::{
-    CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
-    CUtensorMapL2promotion, CUtensorMapSwizzle, cuTensorMapEncodeTiled,
-};
 use candle_core::{DType, Result, bail};
-use std::ffi::c_void;
 
 static MODULE: Module = module!("product");
 
@@ -44,10 +38,6 @@ pub(crate) struct Sum {
     pub(crate) bias: Option<u64>,
     pub(crate) terms: Vec<Term>,
 }
-
-#[repr(C, align(128))]
-#[derive(Clone, Copy, Default)]
-struct Map([u64; 16]);
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
@@ -99,11 +89,11 @@ impl Cuda {
         let there = tiles.div_ceil(at_once) * at_once * TILE * TILE;
         let used = rows * columns.clone().sum::<usize>();
         let fits = [DType::BF16, DType::F16].contains(&dtype)
-            && used > 0
+            && rows > 0
             && terms > 0
             && columns.len() <= MOST_OUTPUTS
             && columns.len() * terms <= MOST_TERMS
-            && columns.into_iter().all(|columns| columns.is_multiple_of(8))
+            && columns.into_iter().all(|columns| columns > 0 && columns.is_multiple_of(8))
             && 100 * used >= WORTHWHILE * there
             && i32::try_from(there).is_ok();
         Ok(fits && self.has_warpgroups()?)
@@ -166,10 +156,6 @@ impl Cuda {
 
 /// Describes a matrix of `rows` by `columns`, to be moved in boxes.
 fn map(matrix: Matrix, dtype: DType, [rows, columns]: [usize; 2], of_box: [u32; 2]) -> Result<Map> {
-    let element = match dtype {
-        DType::BF16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    };
     if matrix.dtype != dtype || !matrix.has_aligned_rows() {
         bail!(
             "metal-candle-kernels: a sum of products on CUDA has a {:?} matrix with rows {} elements apart, expected {dtype:?} and rows that begin at 16 bytes",
@@ -177,30 +163,7 @@ fn map(matrix: Matrix, dtype: DType, [rows, columns]: [usize; 2], of_box: [u32; 
             matrix.stride
         )
     }
-    let mut map = CUtensorMap { opaque: [0; 16] };
-    let sizes = [columns as u64, rows as u64];
-    let strides = [(matrix.stride * dtype.size_in_bytes()) as u64];
-    let (of_box, steps) = ([of_box[1], of_box[0]], [1u32; 2]);
-    // SAFETY: it reads the arrays, which are of the numbers of dimensions it is told, and writes the map.
-    unsafe {
-        cuTensorMapEncodeTiled(
-            &raw mut map,
-            element,
-            2,
-            matrix.pointer as *mut c_void,
-            sizes.as_ptr(),
-            strides.as_ptr(),
-            of_box.as_ptr(),
-            steps.as_ptr(),
-            CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-            CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    }
-    .result()
-    .w()?;
-    Ok(Map(map.opaque))
+    Map::new(dtype, matrix.pointer, [rows, columns], [matrix.stride, 1], of_box)
 }
 
 /// A size as the kernel takes it.
