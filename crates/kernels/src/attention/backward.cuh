@@ -146,18 +146,18 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
     const T *k, *v;
     int64_t query_stride;
 
-    __device__ __forceinline__ explicit BackwardBlock(const Parameters &p) : p(p) {
+    /// Block `y` of those of a head, from the one that meets the most columns on.
+    __device__ __forceinline__ BackwardBlock(const Parameters &p, int x, int y) : p(p) {
         owners = BY_KEYS ? p.kv_heads : p.heads;
-        batch = blockIdx.x / owners;
-        owner = blockIdx.x % owners;
+        batch = x / owners;
+        owner = x % owners;
         const int group = p.heads / p.kv_heads;
         kv_head = BY_KEYS ? owner : owner / group;
         first_head = BY_KEYS ? owner * group : owner;
         end_head = first_head + (BY_KEYS ? group : 1);
         before = p.keys - p.queries;
         size = BY_KEYS ? p.keys : p.queries;
-        // The rows that meet the most columns first: early keys, late queries.
-        first_row = (BY_KEYS ? blockIdx.y : gridDim.y - 1 - blockIdx.y) * BM;
+        first_row = (BY_KEYS ? y : (size + BM - 1) / BM - 1 - y) * BM;
         rows = min(BM, size - first_row);
         k = head_start(static_cast<const T *>(p.k), p.k_strides, batch, kv_head);
         v = head_start(static_cast<const T *>(p.v), p.v_strides, batch, kv_head);
@@ -239,7 +239,6 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
     template <int THREADS, int UNROLL>
     __device__ __forceinline__ void load_columns(int head, int tile, uint32_t y,
                                                  uint32_t of_columns, int thread) const {
-        static_assert(THREADS >= BN, "a thread a column");
         const int start = tile * BN, count = (BY_KEYS ? p.queries : p.keys) - start;
         const T *const y1 =
             BY_KEYS ? q_of(head) + start * p.q_strides[1] : k + start * p.k_strides[1];
@@ -250,15 +249,23 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
         load_tile<T, BN, D, THREADS, UNROLL>(y + COLUMNS_BYTES, y2,
                                              BY_KEYS ? query_stride : p.v_strides[1], count,
                                              p.head_dim, thread);
-        if (BY_KEYS && thread < BN) {
+        if constexpr (BY_KEYS) load_sums<THREADS>(head, tile, of_columns, thread);
+    }
+
+    /// Starts to copy what belongs to columns of queries.
+    template <int THREADS>
+    __device__ __forceinline__ void load_sums(int head, int tile, uint32_t of_columns,
+                                              int thread) const {
+        const int start = tile * BN, count = p.queries - start;
+        for (int column = thread; column < BN; column += THREADS) {
             // Beyond the last query, zeros for do and q make the probabilities harmless.
-            const uint32_t to = of_columns + thread * 4;
-            const bool inside = thread < count;
-            const int64_t at = inside ? sum_row(p, batch, start + thread, head) : 0;
+            const uint32_t to = of_columns + column * 4;
+            const bool inside = column < count;
+            const int64_t at = inside ? sum_row(p, batch, start + column, head) : 0;
             copy_async_word(to, p.scaled_sums + at, inside);
             copy_async_word(to + BN * 4, p.corrections + at, inside);
             if (p.ragged) {
-                const int64_t query = static_cast<int64_t>(batch) * p.queries + start + thread;
+                const int64_t query = static_cast<int64_t>(batch) * p.queries + start + column;
                 copy_async_word(to + 2 * BN * 4, p.lowest + (inside ? query : 0), inside);
             }
         }
@@ -273,24 +280,31 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
         return first_column >= largest && first_column + BN - 1 <= before + first_row;
     }
 
+    /// Of a thread's columns, the scaled sums, or the corrections with `row` 1.
+    __device__ __forceinline__ void of_pairs(float2 (&pairs)[BN / 8],
+                                             const unsigned char *of_columns, int row,
+                                             int lane) const {
+#pragma unroll
+        for (int n = 0; n < BN / 8; n++)
+            pairs[n] = reinterpret_cast<const float2 *>(of_columns)[(row * BN + n * 8) / 2 + lane % 4];
+    }
+
     /// The half of `gradients` that needs no `dp`, for rows of keys and scores that aren't capped.
-    __device__ __forceinline__ void probabilities(float (&s)[BN / 8][4], int tile,
+    __device__ __forceinline__ void probabilities(float (&s)[BN / 8][4],
+                                                  const float2 (&sums)[BN / 8], int tile,
                                                   const unsigned char *of_columns, int warp_row,
                                                   int lane) const {
         static_assert(BY_KEYS, "their sums are those of columns");
         const int first_column = tile * BN, row = first_row + warp_row + lane / 4;
-        const float *const sums = reinterpret_cast<const float *>(of_columns);
-        const int *const lowest = reinterpret_cast<const int *>(sums + 2 * BN);
+        const int *const lowest = reinterpret_cast<const int *>(of_columns) + 2 * BN;
         const bool whole = sees_whole(tile);
         const float factor = p.mode == SCALED ? p.factor * p.inner : p.factor;
 #pragma unroll
         for (int n = 0; n < BN / 8; n++) {
-            const int pair = n * 8 + lane % 4 * 2;
-            const float2 of_sums = *reinterpret_cast<const float2 *>(sums + pair);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                s[n][half * 2] = fast_exp2(fmaf(s[n][half * 2], factor, -of_sums.x));
-                s[n][half * 2 + 1] = fast_exp2(fmaf(s[n][half * 2 + 1], factor, -of_sums.y));
+                s[n][half * 2] = fast_exp2(fmaf(s[n][half * 2], factor, -sums[n].x));
+                s[n][half * 2 + 1] = fast_exp2(fmaf(s[n][half * 2 + 1], factor, -sums[n].y));
             }
         }
         if (whole) return;
@@ -313,18 +327,14 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
     /// The other half, from the probabilities as they are packed for `second`.
     __device__ __forceinline__ void score_gradients(float (&dp)[BN / 8][4],
                                                     const uint32_t (&weights)[BN / 16][4],
-                                                    const unsigned char *of_columns,
-                                                    int lane) const {
-        const float *const corrections = reinterpret_cast<const float *>(of_columns) + BN;
+                                                    const float2 (&corrections)[BN / 8]) const {
 #pragma unroll
         for (int n = 0; n < BN / 8; n++) {
-            const int pair = n * 8 + lane % 4 * 2;
-            const float2 correction = *reinterpret_cast<const float2 *>(corrections + pair);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float2 weight = unpack_pair<T>(weights[n / 2][n % 2 * 2 + half]);
-                dp[n][half * 2] = weight.x * (dp[n][half * 2] - correction.x);
-                dp[n][half * 2 + 1] = weight.y * (dp[n][half * 2 + 1] - correction.y);
+                dp[n][half * 2] = weight.x * (dp[n][half * 2] - corrections[n].x);
+                dp[n][half * 2 + 1] = weight.y * (dp[n][half * 2 + 1] - corrections[n].y);
             }
         }
     }
@@ -452,7 +462,7 @@ __device__ __forceinline__ void backward_tiles(const Parameters &p) {
     unsigned char *const of_columns = shared + 2 * Block::ROWS_BYTES + p.stages * 2 * COLUMNS_BYTES;
     const uint32_t of_columns_shared = shared_address(of_columns);
 
-    const Block block(p);
+    const Block block(p, blockIdx.x, blockIdx.y);
     const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * 16;
     float row_sums[2], row_corrections[2];
     int row_lowest[2];

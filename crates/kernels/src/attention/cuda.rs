@@ -1,7 +1,7 @@
 //! Attention on CUDA: which kernel a call goes to, and how its work is split; see kernel.cu.
 
 use super::{Options, Sizes};
-use crate::device::cuda::{Array, Cuda, Launch, Module, by_dtype, module};
+use crate::device::cuda::{Array, Cuda, Launch, Map, Module, by_dtype, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor, bail};
 use std::f64::consts::LOG2_E;
@@ -27,6 +27,8 @@ struct Parameters {
     corrections: u64,
     lowest: u64,
     tile_lowest: u64,
+    turns: u64,
+    dq_sums: u64,
     partial_o: u64,
     partial_sums: u64,
     q_strides: [i64; 3],
@@ -51,10 +53,23 @@ struct Parameters {
     stages: i32,
 }
 
-const _: () = assert!(size_of::<Parameters>() == 280);
+const _: () = assert!(size_of::<Parameters>() == 296);
 
 // SAFETY: plain numbers, laid out as in C.
 unsafe impl DeviceRepr for Parameters {}
+
+/// `Maps` in hopper.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Maps {
+    q: Map,
+    k: Map,
+    v: Map,
+    d_o: Map,
+}
+
+// SAFETY: plain numbers, laid out as in C.
+unsafe impl DeviceRepr for Maps {}
 
 /// How scores are made: `Scores` in tiles.cuh.
 const AS_IS: i32 = 0;
@@ -117,6 +132,7 @@ fn tile_bytes(rows: usize, size: usize) -> usize {
 const HOPPER_ROWS: usize = 128;
 const HOPPER_THREADS: u32 = 384;
 const HOPPER_STAGES: usize = 3;
+const HOPPER_COLUMNS: usize = 64;
 
 #[cfg(test)]
 thread_local! {
@@ -242,6 +258,42 @@ impl Call {
         self.launch(self.prepare(name, grid, block, shared as u32)?)
     }
 
+    /// Runs one of Hopper's kernels, which takes tiles of so many queries and keys.
+    fn run_hopper(
+        &self,
+        name: &'static str,
+        grid: (usize, usize, usize),
+        shared: usize,
+        [of_queries, of_keys]: [usize; 2],
+    ) -> Result<()> {
+        let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
+        let map = |pointer, rows, heads, strides: [i64; 3], of_tile: usize| {
+            let [of_batch, of_row, of_head] = strides.map(|stride| stride as usize);
+            let (sizes, strides) = ([batch, heads, rows, head_dim], [of_batch, of_head, of_row, 1]);
+            Map::new(self.dtype, pointer, sizes, strides, [1, 1, of_tile as u32, 64])
+        };
+        let Parameters { q, k, v, d_o, q_strides, k_strides, v_strides, .. } = self.parameters;
+        let of_queries = |pointer, strides| map(pointer, queries, heads, strides, of_queries);
+        let mut maps = Maps {
+            q: of_queries(q, q_strides)?,
+            k: map(k, keys, kv_heads, k_strides, of_keys)?,
+            v: map(v, keys, kv_heads, v_strides, of_keys)?,
+            d_o: Map::default(),
+        };
+        if d_o != 0 {
+            let row = (heads * head_dim) as i64;
+            maps.d_o = of_queries(d_o, [queries as i64 * row, row, head_dim as i64])?;
+        }
+        let launch = self.prepare(name, grid, HOPPER_THREADS, shared as u32)?;
+        // SAFETY: the kernel takes the parameters, which describe arrays that this call holds, and the maps
+        // of the same.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&self.parameters).arg(&maps);
+            })
+        }
+    }
+
     fn launch(&self, launch: Launch) -> Result<()> {
         // SAFETY: the kernel takes the parameters, which describe arrays that this call holds.
         unsafe {
@@ -294,7 +346,7 @@ impl Call {
                     + 4 * (HOPPER_ROWS + 2 * HOPPER_THREADS as usize / 32);
                 let name = hopper_kernel!("forward", self.dtype, size);
                 let grid = (batch * heads, queries.div_ceil(HOPPER_ROWS), 1);
-                self.run(name, grid, HOPPER_THREADS, shared)?;
+                self.run_hopper(name, grid, shared, [HOPPER_ROWS, columns])?;
             }
             Kernels::Tiles(size) => {
                 let rows = if size <= 128 { 128 } else { 64 };
@@ -387,23 +439,37 @@ impl Call {
         let warps = batch * heads * queries.div_ceil(32);
         self.run(name, (warps.div_ceil(8), 1, 1), 256, 0)?;
         match self.kernels {
-            Kernels::Tiles(size) if size <= 128 && self.hopper()? => {
-                let size = if size == 96 { 128 } else { size };
-                let columns = 64;
-                let lowest = self.tile_ranges(columns)?;
-                let shared = 2 * tile_bytes(HOPPER_ROWS, size)
-                    + HOPPER_STAGES * (2 * tile_bytes(columns, size) + 3 * 4 * columns + 2 * 8);
-                let name = hopper_kernel!("backward_queries", self.dtype, size);
-                let grid = (batch * heads, queries.div_ceil(HOPPER_ROWS), 1);
-                self.run(name, grid, HOPPER_THREADS, shared)?;
-                // What a capped score needs of itself leaves too few registers for the other kernel's ways.
-                let name = if size == 128 && self.parameters.mode == CAPPED {
-                    hopper_kernel!("backward_capped_keys", self.dtype, size)
-                } else {
-                    hopper_kernel!("backward_keys", self.dtype, size)
+            Kernels::Tiles(96 | 128) if self.parameters.mode != CAPPED && self.hopper()? => {
+                let lowest = self.tile_ranges(HOPPER_COLUMNS)?;
+                let tiles = batch * heads * queries.div_ceil(HOPPER_COLUMNS);
+                let turns = self.cuda.zeros(1 + tiles, DType::U32)?;
+                let sums = self.cuda.empty(tiles * HOPPER_COLUMNS * 128, DType::F32)?;
+                self.parameters.turns = turns.pointer;
+                self.parameters.dq_sums = sums.pointer;
+                // Twice the gradients of a tile's scores, its part of dq, seven barriers and a number.
+                let more = 2 * tile_bytes(HOPPER_ROWS, HOPPER_COLUMNS)
+                    + 4 * HOPPER_COLUMNS * 128
+                    + 7 * 8
+                    + 4;
+                let name = match self.dtype {
+                    DType::BF16 => "attention_hopper_backward_at_once_bf16",
+                    _ => "attention_hopper_backward_at_once_f16",
                 };
                 let grid = (batch * kv_heads, keys.div_ceil(HOPPER_ROWS), 1);
-                self.run(name, grid, HOPPER_THREADS, shared)?;
+                let shared = hopper_shared(128) + more;
+                self.run_hopper(name, grid, shared, [HOPPER_COLUMNS, HOPPER_ROWS])?;
+                drop((lowest, turns, sums));
+            }
+            Kernels::Tiles(size) if size <= 128 && self.hopper()? => {
+                let size = if size == 96 { 128 } else { size };
+                let lowest = self.tile_ranges(HOPPER_COLUMNS)?;
+                let name = hopper_kernel!("backward_queries", self.dtype, size);
+                let grid = (batch * heads, queries.div_ceil(HOPPER_ROWS), 1);
+                let shared = hopper_shared(size);
+                self.run_hopper(name, grid, shared, [HOPPER_ROWS, HOPPER_COLUMNS])?;
+                let name = hopper_kernel!("backward_keys", self.dtype, size);
+                let grid = (batch * kv_heads, keys.div_ceil(HOPPER_ROWS), 1);
+                self.run_hopper(name, grid, shared, [HOPPER_COLUMNS, HOPPER_ROWS])?;
                 drop(lowest);
             }
             Kernels::Tiles(size) => {
@@ -472,11 +538,18 @@ impl Call {
     }
 }
 
-/// The elements by their strides; with `aligned`, rows start at multiples of 16 bytes.
+/// What Hopper's backward kernels hold of heads padded to `size`, and the barriers of their stages.
+fn hopper_shared(size: usize) -> usize {
+    let stage = 2 * tile_bytes(HOPPER_COLUMNS, size) + 3 * 4 * HOPPER_COLUMNS + 2 * 8;
+    2 * tile_bytes(HOPPER_ROWS, size) + HOPPER_STAGES * stage
+}
+
+/// The elements by their strides; with `aligned`, rows start at multiples of 16 bytes, and not all at one.
 fn strided(cuda: &Cuda, tensor: &Tensor, aligned: bool) -> Result<Array> {
     let array = cuda.strided_rows(tensor)?;
     let rows = array.tensor.dims().iter().zip(array.tensor.stride()).take(3);
-    let whole = rows.filter(|(size, _)| **size > 1).all(|(_, stride)| stride % 8 == 0);
+    let whole =
+        rows.filter(|(size, _)| **size > 1).all(|(_, stride)| stride % 8 == 0 && *stride > 0);
     if !aligned || (whole && array.pointer % 16 == 0) || tensor.elem_count() == 0 {
         return Ok(array);
     }

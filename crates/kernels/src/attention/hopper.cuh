@@ -1,10 +1,15 @@
-// Attention on Hopper's tensor cores: one warpgroup of a block copies tiles into shared memory, and
+// Attention on Hopper's tensor cores: one warpgroup of a block has tiles brought into shared memory, and
 // two others, of 64 rows each, compute. Barriers in shared memory say that a tile is there or done
 // with.
 #pragma once
 
 #include "backward.cuh"
-#include "warpgroup.cuh"
+#include "boxes.cuh"
+
+/// q, k, v and do, in boxes of 64 columns of the tiles that a kernel takes of them.
+struct Maps {
+    Map q, k, v, d_o;
+};
 
 #if defined(HOPPER)
 
@@ -15,53 +20,33 @@ constexpr int COPY_REGISTERS = 56, COMPUTE_REGISTERS = 224;
 /// Keys of a tile forward.
 constexpr int hopper_keys(int d) { return d <= 128 ? 128 : 64; }
 
-/// Copies tiles one after another: while one is on its way, the next waits for its place.
-struct Copies {
-    /// The barrier that has yet to hear that the latest tile is there, or 0.
-    uint32_t pending = 0;
+/// Has `ROWS` rows of a head brought as the panels of a tile.
+template <int ROWS, int D>
+__device__ __forceinline__ void load_panels(uint32_t tile, const Map &map, int row, int head,
+                                            int batch, uint32_t barrier) {
+#pragma unroll
+    for (int panel = 0; panel < D / 64; panel++)
+        load_box(tile + panel * (ROWS * ROW_BYTES), map, panel * 64, row, head, batch, barrier);
+}
 
-    __device__ __forceinline__ void say() {
-        fence_shared_writes();
-        barrier_arrive(pending);
-    }
-
-    /// `load` starts the copies, after `empty` passed the phase of `parity`.
-    template <typename Load>
-    __device__ __forceinline__ void copy(uint32_t full, uint32_t empty, int parity, Load load) {
-        if (pending != 0 && !barrier_passed(empty, parity)) {
-            copy_async_wait<0>();
-            say();
-            pending = 0;
-        }
-        barrier_wait(empty, parity);
-        load();
-        copy_async_commit();
-        if (pending != 0) {
-            copy_async_wait<1>();
-            say();
-        }
-        pending = full;
-    }
-
-    __device__ __forceinline__ void finish() {
-        copy_async_wait<0>();
-        if (pending != 0) say();
-    }
-};
+/// Arrives once what this thread copies is there.
+__device__ __forceinline__ void barrier_arrive_copied(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 
 /// `scores = a·bᵀ` over D, of tile `a` of A_ROWS the 64 rows from `first` on, of tile `b` all N
 /// rows.
 template <typename T, int D, int A_ROWS, int N>
 __device__ __forceinline__ void start_rows(float (&scores)[N / 8][4], uint32_t a, int first,
                                            uint32_t b) {
+    const uint64_t a_tile = describe_tile(a + first * ROW_BYTES, 16), b_tile = describe_tile(b, 16);
     warpgroup_hold(scores);
     warpgroup_fence();
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
-        const uint32_t panel = k / 4, step = k % 4 * 32;
-        warpgroup_multiply<T, N>(
-            scores, describe_tile(a + panel * (A_ROWS * ROW_BYTES) + first * ROW_BYTES + step, 16),
-            describe_tile(b + panel * (N * ROW_BYTES) + step, 16), k != 0);
+        const uint32_t panel = k / 4 * ROW_BYTES, step = k % 4 * 32;
+        warpgroup_multiply<T, N>(scores, moved_tile(a_tile, panel * A_ROWS + step),
+                                 moved_tile(b_tile, panel * N + step), k != 0);
     }
     warpgroup_commit();
 }
@@ -72,6 +57,7 @@ __device__ __forceinline__ void start_columns(float (&out)[D / 8][4],
                                               const uint32_t (&weights)[N / 16][4], uint32_t b) {
     // Columns of one product.
     constexpr int AT_ONCE = D < 128 ? D : 128;
+    const uint64_t tile = describe_tile(b, N * ROW_BYTES);
     warpgroup_hold(out);
     warpgroup_fence();
 #pragma unroll
@@ -80,7 +66,7 @@ __device__ __forceinline__ void start_columns(float (&out)[D / 8][4],
         for (int c = 0; c < D; c += AT_ONCE) {
             warpgroup_multiply_add<T, AT_ONCE>(
                 reinterpret_cast<float (&)[AT_ONCE / 8][4]>(out[c / 8]), weights[k],
-                describe_tile(b + c / 64 * (N * ROW_BYTES) + k * 16 * ROW_BYTES, N * ROW_BYTES));
+                moved_tile(tile, (c / 64 * N + k * 16) * ROW_BYTES));
         }
     }
     warpgroup_commit();
@@ -88,7 +74,8 @@ __device__ __forceinline__ void start_columns(float (&out)[D / 8][4],
 
 /// The forward pass. A warpgroup computes the scores of the next tile while it uses those of this
 /// one.
-template <typename T, int D> __device__ __forceinline__ void hopper_forward(const Parameters &p) {
+template <typename T, int D>
+__device__ __forceinline__ void hopper_forward(const Parameters &p, const Maps &maps) {
     constexpr int BM = HOPPER_ROWS, BN = hopper_keys(D), STAGES = 2;
     constexpr int K_BYTES = tile_bytes(BN, D);
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -115,11 +102,12 @@ template <typename T, int D> __device__ __forceinline__ void hopper_forward(cons
 
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(full_keys(stage), 128);
-            barrier_init(full_values(stage), 128);
+            barrier_init(full_keys(stage), 1);
+            barrier_init(full_values(stage), 1);
             barrier_init(empty_keys(stage), 4 * CONSUMERS);
             barrier_init(empty_values(stage), 4 * CONSUMERS);
         }
+        fence_shared_writes();
     }
     const int2 range = lowest_keys<BM, HOPPER_THREADS>(p, batch, first_query, lowest);
     const int first_tile = range.x / BN, end_tile = (first_position + rows - 1) / BN + 1;
@@ -128,36 +116,27 @@ template <typename T, int D> __device__ __forceinline__ void hopper_forward(cons
 
     if (threadIdx.x < 128) {
         give_registers<COPY_REGISTERS>();
-        const T *const q = head_start(static_cast<const T *>(p.q), p.q_strides, batch, head) +
-                           first_query * p.q_strides[1];
-        const T *const k = head_start(static_cast<const T *>(p.k), p.k_strides, batch, kv_head);
-        const T *const v = head_start(static_cast<const T *>(p.v), p.v_strides, batch, kv_head);
-        Copies copies;
         // Keys run one tile ahead of values.
-        for (int tile = 0; tiles > 0 && tile <= tiles; tile++) {
+        for (int tile = 0; threadIdx.x == 0 && tiles > 0 && tile <= tiles; tile++) {
             const int stage = tile % STAGES, parity = tile / STAGES % 2 ^ 1;
             if (tile < tiles) {
-                copies.copy(full_keys(stage), empty_keys(stage), parity, [&] {
-                    const int first_key = (first_tile + tile) * BN;
-                    if (tile == 0)
-                        load_tile<T, BM, D, 128, 4>(q_shared, q, p.q_strides[1], rows, p.head_dim,
-                                                    thread);
-                    load_tile<T, BN, D, 128, 4>(k_shared + stage * K_BYTES,
-                                                k + first_key * p.k_strides[1], p.k_strides[1],
-                                                p.keys - first_key, p.head_dim, thread);
-                });
+                const uint32_t barrier = full_keys(stage);
+                barrier_wait(empty_keys(stage), parity);
+                barrier_expect(barrier, K_BYTES + (tile == 0 ? tile_bytes(BM, D) : 0));
+                if (tile == 0)
+                    load_panels<BM, D>(q_shared, maps.q, first_query, head, batch, barrier);
+                load_panels<BN, D>(k_shared + stage * K_BYTES, maps.k, (first_tile + tile) * BN,
+                                   kv_head, batch, barrier);
             }
             if (tile > 0) {
                 const int before = (tile - 1) % STAGES, turn = (tile - 1) / STAGES % 2 ^ 1;
-                copies.copy(full_values(before), empty_values(before), turn, [&] {
-                    const int first_key = (first_tile + tile - 1) * BN;
-                    load_tile<T, BN, D, 128, 4>(v_shared + before * K_BYTES,
-                                                v + first_key * p.v_strides[1], p.v_strides[1],
-                                                p.keys - first_key, p.head_dim, thread);
-                });
+                const uint32_t barrier = full_values(before);
+                barrier_wait(empty_values(before), turn);
+                barrier_expect(barrier, K_BYTES);
+                load_panels<BN, D>(v_shared + before * K_BYTES, maps.v,
+                                   (first_tile + tile - 1) * BN, kv_head, batch, barrier);
             }
         }
-        copies.finish();
         return;
     }
 
@@ -241,10 +220,36 @@ template <typename T, int D> __device__ __forceinline__ void hopper_forward(cons
 /// Tiles of columns at once in the backward pass.
 constexpr int HOPPER_STAGES = 3, HOPPER_COLUMNS = 64;
 
-/// The backward pass, as in backward.cuh. Only with ANY_SCORES may those of keys with 128 columns be
-/// capped.
-template <typename T, int D, Role ROLE, bool ANY_SCORES>
-__device__ __forceinline__ void hopper_backward(const Parameters &p) {
+/// Has the tiles of columns of a stage brought, and with `start` those of rows; by a whole warp, each of
+/// whose threads arrives at the barrier, and the first one twice.
+template <typename T, int D, int BM, int BN, Role ROLE>
+__device__ __forceinline__ void
+load_tiles_of(const BackwardBlock<T, D, BM, BN, ROLE> &block, const Maps &maps, bool start, int head,
+              int tile, uint32_t x, uint32_t y, uint32_t of_columns, uint32_t barrier) {
+    using Block = BackwardBlock<T, D, BM, BN, ROLE>;
+    constexpr bool BY_KEYS = Block::BY_KEYS;
+    constexpr int ROWS_BYTES = Block::ROWS_BYTES, COLUMNS_BYTES = Block::COLUMNS_BYTES;
+    if (threadIdx.x % WARP == 0) {
+        const Map &x1 = BY_KEYS ? maps.k : maps.q, &x2 = BY_KEYS ? maps.v : maps.d_o;
+        const Map &y1 = BY_KEYS ? maps.q : maps.k, &y2 = BY_KEYS ? maps.d_o : maps.v;
+        const int of_rows = block.owner, of_tile = BY_KEYS ? head : block.kv_head;
+        const int batch = block.batch, first = tile * BN;
+        barrier_expect(barrier, 2 * COLUMNS_BYTES + (start ? 2 * ROWS_BYTES : 0));
+        if (start) {
+            load_panels<BM, D>(x, x1, block.first_row, of_rows, batch, barrier);
+            load_panels<BM, D>(x + ROWS_BYTES, x2, block.first_row, of_rows, batch, barrier);
+        }
+        load_panels<BN, D>(y, y1, first, of_tile, batch, barrier);
+        load_panels<BN, D>(y + COLUMNS_BYTES, y2, first, of_tile, batch, barrier);
+    }
+    if constexpr (BY_KEYS)
+        block.template load_sums<WARP>(head, tile, of_columns, threadIdx.x % WARP);
+    barrier_arrive_copied(barrier);
+}
+
+/// The backward pass, as in backward.cuh.
+template <typename T, int D, Role ROLE>
+__device__ __forceinline__ void hopper_backward(const Parameters &p, const Maps &maps) {
     constexpr int BM = HOPPER_ROWS, BN = HOPPER_COLUMNS, STAGES = HOPPER_STAGES;
     using Block = BackwardBlock<T, D, BM, BN, ROLE>;
     static_assert(Block::FIRST, "both products are needed");
@@ -266,12 +271,13 @@ __device__ __forceinline__ void hopper_backward(const Parameters &p) {
 
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(full(stage), 128);
+            barrier_init(full(stage), 1 + WARP);
             barrier_init(empty(stage), 4 * CONSUMERS);
         }
+        fence_shared_writes();
     }
     __syncthreads();
-    const Block block(p);
+    const Block block(p, blockIdx.x, blockIdx.y);
     const int start_tile = block.seen_from(block.first_tile);
     int head = start_tile < block.end_tile ? block.first_head : block.end_head, tile = start_tile;
     int stage = 0, parity = 0;
@@ -284,18 +290,14 @@ __device__ __forceinline__ void hopper_backward(const Parameters &p) {
 
     if (threadIdx.x < 128) {
         give_registers<COPY_REGISTERS>();
-        Copies copies;
-        for (bool start = true; head < block.end_head; start = false) {
-            copies.copy(full(stage), empty(stage), parity ^ 1, [&] {
-                if (start) block.template load_rows<128, 4>(x_shared, threadIdx.x);
-                block.template load_columns<128, 4>(
-                    head, tile, y_shared + stage * 2 * COLUMNS_BYTES,
-                    of_columns_shared + stage * Block::OF_COLUMNS_BYTES, threadIdx.x);
-            });
+        for (bool start = true; threadIdx.x < WARP && head < block.end_head; start = false) {
+            barrier_wait(empty(stage), parity ^ 1);
+            load_tiles_of(block, maps, start, head, tile, x_shared,
+                          y_shared + stage * 2 * COLUMNS_BYTES,
+                          of_columns_shared + stage * Block::OF_COLUMNS_BYTES, full(stage));
             next_stage();
             block.advance(head, tile, start_tile);
         }
-        copies.finish();
         return;
     }
 
@@ -357,29 +359,6 @@ __device__ __forceinline__ void hopper_backward(const Parameters &p) {
             }
             start_sums(before);
             finish_sums();
-        }
-    } else if constexpr (!ANY_SCORES) {
-        // Probabilities are made beside the product that gives dp, and gradients of scores beside the
-        // sum of dv.
-        while (head < block.end_head) {
-            const unsigned char *const columns = of_columns + stage * Block::OF_COLUMNS_BYTES;
-            start_products();
-            warpgroup_wait<1>();
-            warpgroup_hold(s[0]);
-            block.probabilities(s[0], tile, columns, warp_row, lane);
-            pack_weights<T, BN, 1>(of_s, s);
-            const uint32_t y = y_shared + stage * 2 * COLUMNS_BYTES;
-            start_columns<T, D, BN>(second[0], of_s[0], y + COLUMNS_BYTES);
-            warpgroup_wait<1>();
-            warpgroup_hold(dp[0]);
-            // The sum of dv still reads `of_s`, as this does; nothing writes it before the sum is done.
-            block.score_gradients(dp[0], of_s[0], columns, lane);
-            pack_weights<T, BN, 1>(of_dp, dp);
-            start_columns<T, D, BN>(first[0], of_dp[0], y);
-            finish_sums();
-            if (lane == 0) barrier_arrive(empty(stage));
-            next_stage();
-            block.advance(head, tile, start_tile);
         }
     } else {
         while (head < block.end_head) {

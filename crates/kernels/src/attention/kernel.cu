@@ -3,7 +3,7 @@
 
 #include "few_queries.cuh"
 #include "forward.cuh"
-#include "hopper.cuh"
+#include "hopper_backward.cuh"
 #include "plain.cuh"
 
 #define FOR_EACH_TILE_KERNEL(define)                                                               \
@@ -77,11 +77,13 @@ PLAIN(f16, 64)
 PLAIN(f16, 128)
 
 #if defined(HOPPER)
-#define HOPPER_FORWARD(element, d)                                                                 \
+#define HOPPER_KERNEL(name)                                                                        \
     extern "C" __global__ void __launch_bounds__(HOPPER_THREADS, 1)                                \
-        attention_hopper_forward_##element##_##d(const __grid_constant__ Parameters p) {           \
-        hopper_forward<element, d>(p);                                                             \
-    }
+        attention_hopper_##name(const __grid_constant__ Parameters p,                              \
+                                const __grid_constant__ Maps maps)
+
+#define HOPPER_FORWARD(element, d)                                                                 \
+    HOPPER_KERNEL(forward_##element##_##d) { hopper_forward<element, d>(p, maps); }
 HOPPER_FORWARD(bf16, 64)
 HOPPER_FORWARD(bf16, 128)
 HOPPER_FORWARD(bf16, 256)
@@ -90,25 +92,15 @@ HOPPER_FORWARD(f16, 128)
 HOPPER_FORWARD(f16, 256)
 
 #define HOPPER_BACKWARD(element, d)                                                                \
-    extern "C" __global__ void __launch_bounds__(HOPPER_THREADS, 1)                                \
-        attention_hopper_backward_queries_##element##_##d(const __grid_constant__ Parameters p) {  \
-        hopper_backward<element, d, QUERIES, true>(p);                                             \
+    HOPPER_KERNEL(backward_queries_##element##_##d) {                                              \
+        hopper_backward<element, d, QUERIES>(p, maps);                                             \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(HOPPER_THREADS, 1)                                \
-        attention_hopper_backward_keys_##element##_##d(const __grid_constant__ Parameters p) {     \
-        hopper_backward<element, d, KEYS, false>(p);                                               \
-    }
+    HOPPER_KERNEL(backward_keys_##element##_##d) { hopper_backward<element, d, KEYS>(p, maps); }
 HOPPER_BACKWARD(bf16, 64)
 HOPPER_BACKWARD(bf16, 128)
 HOPPER_BACKWARD(f16, 64)
 HOPPER_BACKWARD(f16, 128)
 
-#define HOPPER_CAPPED_KEYS(element)                                                                \
-    extern "C" __global__ void __launch_bounds__(HOPPER_THREADS, 1)                                \
-        attention_hopper_backward_capped_keys_##element##_128(                                     \
-            const __grid_constant__ Parameters p) {                                                \
-        hopper_backward<element, 128, KEYS, true>(p);                                              \
-    }
-HOPPER_CAPPED_KEYS(bf16)
-HOPPER_CAPPED_KEYS(f16)
+HOPPER_KERNEL(backward_at_once_bf16) { hopper_backward_at_once<bf16>(p, maps); }
+HOPPER_KERNEL(backward_at_once_f16) { hopper_backward_at_once<f16>(p, maps); }
 #endif

@@ -374,6 +374,10 @@ mod cuda {
             Case::new(1, 150, 150, 2, 2, 80).scale(-0.2),
             Case::new(1, 257, 300, 8, 2, 128).scale(0.09),
             Case::new(2, 129, 129, 2, 1, 128).scale(0.09).packed(33),
+            Case::new(2, 520, 700, 4, 1, 128).scale(0.09),
+            Case::new(1, 650, 650, 4, 2, 120).scale(-0.1).packed(170),
+            Case::new(1, 400, 1000, 2, 2, 72).scale(0.1).window(150).packed(320),
+            Case::new(1, 390, 390, 3, 1, 128).scale(0.09).softcap(1.5),
             Case::new(1, 200, 270, 2, 1, 104).scale(0.1).window(100).softcap(2.0),
             Case::new(1, 140, 140, 2, 1, 256).scale(0.06),
             Case::new(2, 90, 130, 4, 2, 136).scale(0.1).window(50).packed(40).softcap(3.0),
@@ -450,7 +454,8 @@ mod cuda {
     #[test]
     fn cuda_gives_the_same_bits_again() {
         let Some(device) = crate::testing::cuda() else { return };
-        for case in many_queries().into_iter().chain(few_queries()) {
+        let large = Case::new(2, 3000, 3000, 8, 2, 128).scale(0.09);
+        for case in many_queries().into_iter().chain(few_queries()).chain([large]) {
             for dtype in [DType::F32, DType::BF16] {
                 let case = case.to_dtype(dtype).to_device(&device);
                 with_all_kernels(|| {
@@ -522,19 +527,24 @@ mod cuda {
     #[test]
     fn cuda_queries_without_keys_give_zeros() {
         let Some(device) = crate::testing::cuda() else { return };
-        for (queries, d) in [(3, 4), (3, 64), (40, 64), (40, 4), (40, 256)] {
+        for (queries, d) in [(3, 4), (3, 64), (40, 64), (40, 4), (200, 128), (40, 256)] {
             let mut case = Case::new(1, queries, queries, 2, 1, d);
             let mut first = vec![0u32; queries];
-            first[1] = u32::MAX;
+            // One, or a whole tile.
+            let without = if queries < 192 { 1..2 } else { 64..128 };
+            first[without.clone()].fill(u32::MAX);
             case.first_key = Some(Tensor::from_vec(first, (1, queries), &Device::Cpu).unwrap());
             for dtype in [DType::F32, DType::BF16] {
                 let case = case.to_dtype(dtype).to_device(&device);
+                let of_them = |x: &Tensor| {
+                    max_abs(&on_cpu(x).narrow(1, without.start, without.len()).unwrap())
+                };
                 with_all_kernels(|| {
                     let (o, lse) = case.forward();
-                    assert_eq!(max_abs(&on_cpu(&o).narrow(1, 1, 1).unwrap()), 0.0);
-                    assert!(values(&on_cpu(&lse))[1] == f64::NEG_INFINITY);
+                    assert_eq!(of_them(&o), 0.0);
+                    assert!(values(&on_cpu(&lse))[without.start] == f64::NEG_INFINITY);
                     let (dq, dk, dv) = case.backward();
-                    assert_eq!(max_abs(&on_cpu(&dq).narrow(1, 1, 1).unwrap()), 0.0);
+                    assert_eq!(of_them(&dq), 0.0);
                     let (dk, dv) = (values(&on_cpu(&dk)), values(&on_cpu(&dv)));
                     assert!(dk.iter().chain(&dv).all(|value| value.is_finite()));
                 });

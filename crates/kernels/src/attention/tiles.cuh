@@ -29,6 +29,9 @@ struct Parameters {
     /// largest.
     int *lowest;
     int2 *tile_lowest;
+    /// For hopper_backward.cuh, whose turn it is to add to tiles of dq; and their sums in f32.
+    int *turns;
+    float4 *dq_sums;
     /// For split keys, (batch, queries, heads, splits, head_dim): unnormalised outputs; and without
     /// the last dimension: the largest score, in log2 units, and the sum.
     float *partial_o;
@@ -53,7 +56,7 @@ struct Parameters {
     int stages;
 };
 
-static_assert(sizeof(Parameters) == 280, "the size that cuda.rs has");
+static_assert(sizeof(Parameters) == 296, "the size that cuda.rs has");
 
 /// How a product becomes a score, before `factor`: as it is, `tanh(inner·x)`, or `inner·x`, which
 /// is for scales that aren't positive.
