@@ -220,23 +220,23 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
     }
 
     /// Starts to copy x₁ and x₂.
-    template <int THREADS, int UNROLL>
+    template <int THREADS>
     __device__ __forceinline__ void load_rows(uint32_t x, int thread) const {
         const T *const x1 =
             BY_KEYS ? k + first_row * p.k_strides[1] : q_of(owner) + first_row * p.q_strides[1];
         const int64_t x1_stride = BY_KEYS ? p.k_strides[1] : p.q_strides[1];
-        load_tile<T, BM, D, THREADS, UNROLL>(x, x1, x1_stride, rows, p.head_dim, thread);
+        load_tile<T, BM, D, THREADS>(x, x1, x1_stride, rows, p.head_dim, thread);
         if constexpr (FIRST) {
             const T *const x2 =
                 BY_KEYS ? v + first_row * p.v_strides[1] : d_o_of(owner) + first_row * query_stride;
             const int64_t x2_stride = BY_KEYS ? p.v_strides[1] : query_stride;
-            load_tile<T, BM, D, THREADS, UNROLL>(x + ROWS_BYTES, x2, x2_stride, rows, p.head_dim,
+            load_tile<T, BM, D, THREADS>(x + ROWS_BYTES, x2, x2_stride, rows, p.head_dim,
                                                  thread);
         }
     }
 
     /// Starts to copy y₁, y₂ and what belongs to columns of queries.
-    template <int THREADS, int UNROLL>
+    template <int THREADS>
     __device__ __forceinline__ void load_columns(int head, int tile, uint32_t y,
                                                  uint32_t of_columns, int thread) const {
         const int start = tile * BN, count = (BY_KEYS ? p.queries : p.keys) - start;
@@ -244,9 +244,9 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
             BY_KEYS ? q_of(head) + start * p.q_strides[1] : k + start * p.k_strides[1];
         const T *const y2 =
             BY_KEYS ? d_o_of(head) + start * query_stride : v + start * p.v_strides[1];
-        load_tile<T, BN, D, THREADS, UNROLL>(y, y1, BY_KEYS ? p.q_strides[1] : p.k_strides[1],
+        load_tile<T, BN, D, THREADS>(y, y1, BY_KEYS ? p.q_strides[1] : p.k_strides[1],
                                              count, p.head_dim, thread);
-        load_tile<T, BN, D, THREADS, UNROLL>(y + COLUMNS_BYTES, y2,
+        load_tile<T, BN, D, THREADS>(y + COLUMNS_BYTES, y2,
                                              BY_KEYS ? query_stride : p.v_strides[1], count,
                                              p.head_dim, thread);
         if constexpr (BY_KEYS) load_sums<THREADS>(head, tile, of_columns, thread);
@@ -468,7 +468,7 @@ __device__ __forceinline__ void backward_tiles(const Parameters &p) {
     int row_lowest[2];
     block.row_values(row_sums, row_corrections, row_lowest, warp_row, lane);
     const auto load_columns = [&](int head, int tile, int stage) {
-        block.template load_columns<THREADS, BN>(
+        block.template load_columns<THREADS>(
             head, tile, y_shared + stage * 2 * COLUMNS_BYTES,
             of_columns_shared + stage * Block::OF_COLUMNS_BYTES, threadIdx.x);
     };
@@ -478,7 +478,7 @@ __device__ __forceinline__ void backward_tiles(const Parameters &p) {
     int head = start_tile < block.end_tile ? block.first_head : block.end_head;
     int tile = start_tile, stage = 0;
     if (head < block.end_head) {
-        block.template load_rows<THREADS, BM>(x_shared, threadIdx.x);
+        block.template load_rows<THREADS>(x_shared, threadIdx.x);
         load_columns(head, tile, 0);
         copy_async_commit();
     }

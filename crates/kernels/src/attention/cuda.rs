@@ -151,8 +151,8 @@ pub(super) struct Call {
     dtype: DType,
     kernels: Kernels,
     parameters: Parameters,
-    /// Copies and views that the parameters point into.
-    _inputs: [Option<Array>; 5],
+    /// q, k, v, the first keys and how many come before: copies and views that the parameters point into.
+    inputs: [Option<Array>; 5],
 }
 
 impl Call {
@@ -219,8 +219,8 @@ impl Call {
             splits: 1,
             ..Parameters::default()
         };
-        let _inputs = [Some(q), Some(k), Some(v), first_key, None];
-        Ok(Call { cuda, sizes, dtype, kernels, parameters, _inputs })
+        let inputs = [Some(q), Some(k), Some(v), first_key, None];
+        Ok(Call { cuda, sizes, dtype, kernels, parameters, inputs })
     }
 
     /// Whether Hopper's kernels are to be taken.
@@ -256,6 +256,20 @@ impl Call {
         shared: usize,
     ) -> Result<()> {
         self.launch(self.prepare(name, grid, block, shared as u32)?)
+    }
+
+    /// Copies what is expanded, which boxes aren't made for.
+    fn in_boxes(&mut self) -> Result<()> {
+        let Parameters { q, k, v, q_strides, k_strides, v_strides, .. } = &mut self.parameters;
+        let places = [(q, q_strides), (k, k_strides), (v, v_strides)];
+        for (input, (pointer, strides)) in self.inputs.iter_mut().flatten().zip(places) {
+            let mut rows = input.tensor.dims().iter().zip(input.tensor.stride()).take(3);
+            if rows.any(|(size, stride)| *size > 1 && *stride == 0) {
+                *input = self.cuda.strided(&input.tensor.force_contiguous()?)?;
+                (*pointer, *strides) = (input.pointer, [0, 1, 2].map(|index| input.stride(index)));
+            }
+        }
+        Ok(())
     }
 
     /// Runs one of Hopper's kernels, which takes tiles of so many queries and keys.
@@ -325,7 +339,7 @@ impl Call {
         }
         let before = self.cuda.contiguous(before)?;
         self.parameters.before = before.pointer;
-        self._inputs[4] = Some(before);
+        self.inputs[4] = Some(before);
         Ok(Some(self))
     }
 
@@ -338,6 +352,7 @@ impl Call {
         match self.kernels {
             _ if self.few() => self.forward_few()?,
             Kernels::Tiles(size) if self.hopper()? => {
+                self.in_boxes()?;
                 let size = if size == 96 { 128 } else { size };
                 let columns = if size <= 128 { 128 } else { 64 };
                 let shared = tile_bytes(HOPPER_ROWS, size)
@@ -440,6 +455,7 @@ impl Call {
         self.run(name, (warps.div_ceil(8), 1, 1), 256, 0)?;
         match self.kernels {
             Kernels::Tiles(96 | 128) if self.parameters.mode != CAPPED && self.hopper()? => {
+                self.in_boxes()?;
                 let lowest = self.tile_ranges(HOPPER_COLUMNS)?;
                 let tiles = batch * heads * queries.div_ceil(HOPPER_COLUMNS);
                 let turns = self.cuda.zeros(1 + tiles, DType::U32)?;
@@ -461,6 +477,7 @@ impl Call {
                 drop((lowest, turns, sums));
             }
             Kernels::Tiles(size) if size <= 128 && self.hopper()? => {
+                self.in_boxes()?;
                 let size = if size == 96 { 128 } else { size };
                 let lowest = self.tile_ranges(HOPPER_COLUMNS)?;
                 let name = hopper_kernel!("backward_queries", self.dtype, size);
@@ -544,7 +561,7 @@ fn hopper_shared(size: usize) -> usize {
     2 * tile_bytes(HOPPER_ROWS, size) + HOPPER_STAGES * stage
 }
 
-/// The elements by their strides; with `aligned`, rows start at multiples of 16 bytes, and not all at one.
+/// The elements by their strides; with `aligned`, rows start at multiples of 16 bytes.
 fn strided(cuda: &Cuda, tensor: &Tensor, aligned: bool) -> Result<Array> {
     let array = cuda.strided_rows(tensor)?;
     let rows = array.tensor.dims().iter().zip(array.tensor.stride()).take(3);

@@ -74,7 +74,8 @@ __device__ __forceinline__ void hopper_backward_at_once(const Parameters &p, con
     const auto given = [&](int step) {
         return barriers + (2 * STAGES + 2 * TURNS + step % TURNS) * 8;
     };
-    // The place of dq may be written.
+    // The place of dq may be written, which only the step before asks for: once a block is a tile's last
+    // one, it is that of all that come.
     const uint32_t free = barriers + (2 * STAGES + 3 * TURNS) * 8;
     int *const number =
         reinterpret_cast<int *>(of_queries(STAGES) + (2 * STAGES + 3 * TURNS + 1) * 8);
@@ -112,7 +113,7 @@ __device__ __forceinline__ void hopper_backward_at_once(const Parameters &p, con
     };
     // Of a step, the tile and the head of the group.
     int tile = met_from(block.end_tile - 1), head = 0;
-    const auto more = [&] { return tile >= block.first_tile; };
+    const auto more = [&] { return head < group && tile >= block.first_tile; };
     const auto advance = [&] {
         if (++head == group) {
             head = 0;
@@ -232,7 +233,8 @@ __device__ __forceinline__ void hopper_backward_at_once(const Parameters &p, con
         block.of_pairs(of_pairs, columns, 1, lane);
         warpgroup_wait<1>();
         warpgroup_hold(dp[0]);
-        // The sum of dv still reads `of_s`, as this does; nothing writes it before the sum is done.
+        // The sum of dv still reads `of_s`, as this does: there is no room for a copy, and nothing writes
+        // it before the sum is done.
         block.score_gradients(dp[0], of_s[0], of_pairs);
         pack_weights<T, BN, 1>(of_dp, dp);
         const uint32_t ds = ds_shared(step);

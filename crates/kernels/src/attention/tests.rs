@@ -76,6 +76,16 @@ impl Case {
         self
     }
 
+    /// First keys in no order.
+    fn scattered(mut self) -> Case {
+        let (batch, queries, ..) = self.q.dims4().unwrap();
+        let before = self.k.dim(1).unwrap() - queries;
+        let first = |index: usize| (index * 7919 % (before + index % queries + 1)) as u32;
+        let first: Vec<_> = (0..batch * queries).map(first).collect();
+        self.first_key = Some(Tensor::from_vec(first, (batch, queries), &Device::Cpu).unwrap());
+        self
+    }
+
     fn to_dtype(&self, dtype: DType) -> Case {
         let to = |tensor: &Tensor| tensor.to_dtype(dtype).unwrap();
         Case { q: to(&self.q), k: to(&self.k), v: to(&self.v), d_o: to(&self.d_o), ..self.clone() }
@@ -378,6 +388,7 @@ mod cuda {
             Case::new(1, 650, 650, 4, 2, 120).scale(-0.1).packed(170),
             Case::new(1, 400, 1000, 2, 2, 72).scale(0.1).window(150).packed(320),
             Case::new(1, 390, 390, 3, 1, 128).scale(0.09).softcap(1.5),
+            Case::new(2, 400, 450, 2, 1, 128).scale(0.09).scattered(),
             Case::new(1, 200, 270, 2, 1, 104).scale(0.1).window(100).softcap(2.0),
             Case::new(1, 140, 140, 2, 1, 256).scale(0.06),
             Case::new(2, 90, 130, 4, 2, 136).scale(0.1).window(50).packed(40).softcap(3.0),
@@ -454,9 +465,11 @@ mod cuda {
     #[test]
     fn cuda_gives_the_same_bits_again() {
         let Some(device) = crate::testing::cuda() else { return };
-        let large = Case::new(2, 3000, 3000, 8, 2, 128).scale(0.09);
-        for case in many_queries().into_iter().chain(few_queries()).chain([large]) {
-            for dtype in [DType::F32, DType::BF16] {
+        // More blocks than run at once.
+        let large = Case::new(5, 2500, 2500, 8, 2, 128).scale(0.09);
+        let large = [large.clone().packed(700), large];
+        for case in many_queries().into_iter().chain(few_queries()).chain(large) {
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let case = case.to_dtype(dtype).to_device(&device);
                 with_all_kernels(|| {
                     let ((o, lse), (dq, dk, dv)) = (case.forward(), case.backward());
@@ -475,21 +488,41 @@ mod cuda {
     }
 
     #[test]
+    fn cuda_kernels_agree_where_blocks_wait_for_room() {
+        let Some(device) = crate::testing::cuda() else { return };
+        let whole = Case::new(5, 1500, 1500, 8, 2, 128).scale(0.09);
+        for case in [whole.clone(), whole.clone().packed(400), whole.window(300)] {
+            let case = case.to_dtype(DType::BF16).to_device(&device);
+            let run = |only| {
+                crate::attention::cuda::AMPERE_ONLY.set(only);
+                let (dq, dk, dv) = case.backward();
+                crate::attention::cuda::AMPERE_ONLY.set(false);
+                [dq, dk, dv].map(|x| on_cpu(&x).to_dtype(DType::F64).unwrap())
+            };
+            for (found, expected) in run(false).iter().zip(&run(true)) {
+                assert_close(found, expected, 4e-2);
+            }
+        }
+    }
+
+    #[test]
     fn cuda_reads_views_as_it_reads_copies() {
         let Some(device) = crate::testing::cuda() else { return };
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            for (queries, d) in [(70, 64), (70, 9), (1, 64), (1, 9), (40, 128)] {
-                let case = Case::new(2, queries, 90, 4, 2, d).scale(0.1).to_dtype(dtype);
+            for (queries, keys, d) in
+                [(70, 90, 64), (70, 90, 9), (1, 90, 64), (1, 90, 9), (40, 90, 128), (140, 300, 128)]
+            {
+                let case = Case::new(2, queries, keys, 4, 2, d).scale(0.1).to_dtype(dtype);
                 let room = random(&[2, 20, 2, d], 8).to_dtype(dtype).unwrap();
                 let room = room.to_device(&device).unwrap();
                 let case = case.to_device(&device);
                 let in_cache = |tensor: &Tensor| {
-                    Tensor::cat(&[tensor, &room], 1).unwrap().narrow(1, 0, 90).unwrap()
+                    Tensor::cat(&[tensor, &room], 1).unwrap().narrow(1, 0, keys).unwrap()
                 };
                 let heads_first = |tensor: &Tensor| {
                     let cache = Tensor::cat(&[tensor, &room], 1).unwrap();
                     let cache = cache.transpose(1, 2).unwrap().contiguous().unwrap();
-                    cache.narrow(2, 0, 90).unwrap().transpose(1, 2).unwrap()
+                    cache.narrow(2, 0, keys).unwrap().transpose(1, 2).unwrap()
                 };
                 // Rows that don't start at multiples of 16 bytes.
                 let unaligned = |tensor: &Tensor| {
@@ -518,8 +551,27 @@ mod cuda {
                 for view in views {
                     let other = Case { q: view(&case.q), d_o: view(&case.d_o), ..case.clone() };
                     assert_same(&other.forward().0, &o);
-                    assert_same(&other.backward().1, &dk);
+                    let (dq_of_view, dk_of_view, dv_of_view) = other.backward();
+                    assert_same(&dq_of_view, &dq);
+                    assert_same(&dk_of_view, &dk);
+                    assert_same(&dv_of_view, &dv);
                 }
+                // One row and one head for all.
+                let expand = |tensor: &Tensor| {
+                    let one = tensor.narrow(0, 1, 1).unwrap().narrow(2, 0, 1).unwrap();
+                    one.broadcast_as(tensor.dims()).unwrap()
+                };
+                let expanded = Case { k: expand(&case.k), v: expand(&case.v), ..case.clone() };
+                let copied = Case {
+                    k: expanded.k.force_contiguous().unwrap(),
+                    v: expanded.v.force_contiguous().unwrap(),
+                    ..case.clone()
+                };
+                assert_same(&expanded.forward().0, &copied.forward().0);
+                let (found, expected) = (expanded.backward(), copied.backward());
+                assert_same(&found.0, &expected.0);
+                assert_same(&found.1, &expected.1);
+                assert_same(&found.2, &expected.2);
             }
         }
     }
@@ -527,14 +579,14 @@ mod cuda {
     #[test]
     fn cuda_queries_without_keys_give_zeros() {
         let Some(device) = crate::testing::cuda() else { return };
-        for (queries, d) in [(3, 4), (3, 64), (40, 64), (40, 4), (200, 128), (40, 256)] {
+        for (queries, d) in [(3, 4), (3, 64), (40, 64), (40, 4), (300, 128), (40, 256)] {
             let mut case = Case::new(1, queries, queries, 2, 1, d);
             let mut first = vec![0u32; queries];
             // One, or a whole tile.
-            let without = if queries < 192 { 1..2 } else { 64..128 };
+            let without = if queries < 192 { 1..2 } else { 128..192 };
             first[without.clone()].fill(u32::MAX);
             case.first_key = Some(Tensor::from_vec(first, (1, queries), &Device::Cpu).unwrap());
-            for dtype in [DType::F32, DType::BF16] {
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let case = case.to_dtype(dtype).to_device(&device);
                 let of_them = |x: &Tensor| {
                     max_abs(&on_cpu(x).narrow(1, without.start, without.len()).unwrap())
@@ -556,8 +608,8 @@ mod cuda {
     fn cuda_large_scores_do_not_overflow() {
         let Some(device) = crate::testing::cuda() else { return };
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            for queries in [9, 40] {
-                let case = Case::new(1, queries, 40, 2, 1, 64).scale(1000.0).to_dtype(dtype);
+            for (queries, d) in [(9, 64), (40, 64), (40, 128)] {
+                let case = Case::new(1, queries, 40, 2, 1, d).scale(1000.0).to_dtype(dtype);
                 let case = case.to_device(&device);
                 with_all_kernels(|| {
                     let (o, lse) = case.forward();
@@ -573,28 +625,35 @@ mod cuda {
     #[test]
     fn cuda_handles_empty_sizes() {
         let Some(device) = crate::testing::cuda() else { return };
-        for d in [0, 3, 64] {
-            for (batch, queries, keys) in [(0, 2, 3), (1, 0, 3), (1, 0, 0), (1, 20, 30)] {
+        for d in [0, 3, 64, 128] {
+            for (batch, queries, keys, heads) in [
+                (0, 2, 3, 2),
+                (0, 20, 30, 2),
+                (1, 0, 3, 2),
+                (1, 0, 0, 2),
+                (1, 20, 30, 2),
+                (1, 20, 30, 0),
+            ] {
                 for dtype in [DType::F32, DType::BF16] {
                     // An empty tensor on the device is a part of one that isn't.
                     let whole = Case::new(1, queries.max(1), keys.max(1), 2, 1, d.max(1));
                     let whole = whole.window(2).to_dtype(dtype).to_device(&device);
-                    let part = |tensor: &Tensor, tokens| {
-                        let part = tensor.narrow(0, 0, batch).unwrap();
+                    let part = |tensor: &Tensor, tokens, heads| {
+                        let part = tensor.narrow(0, 0, batch).unwrap().narrow(2, 0, heads).unwrap();
                         part.narrow(1, 0, tokens).unwrap().narrow(3, 0, d).unwrap()
                     };
                     let case = Case {
-                        q: part(&whole.q, queries),
-                        k: part(&whole.k, keys),
-                        v: part(&whole.v, keys),
-                        d_o: part(&whole.d_o, queries),
+                        q: part(&whole.q, queries, heads),
+                        k: part(&whole.k, keys, 1),
+                        v: part(&whole.v, keys, 1),
+                        d_o: part(&whole.d_o, queries, heads),
                         ..whole
                     };
                     let ((o, lse), (dq, dk, dv)) = (case.forward(), case.backward());
                     assert_eq!(o.dims(), case.q.dims());
-                    assert_eq!(lse.dims(), [batch, 2, queries]);
+                    assert_eq!(lse.dims(), [batch, heads, queries]);
                     assert_eq!((dq.dims(), dk.dims()), (case.q.dims(), case.k.dims()));
-                    if queries == 0 {
+                    if queries * heads == 0 {
                         assert_eq!((max_abs(&on_cpu(&dk)), max_abs(&on_cpu(&dv))), (0.0, 0.0));
                     }
                 }

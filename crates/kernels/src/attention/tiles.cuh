@@ -29,7 +29,8 @@ struct Parameters {
     /// largest.
     int *lowest;
     int2 *tile_lowest;
-    /// For hopper_backward.cuh, whose turn it is to add to tiles of dq; and their sums in f32.
+    /// For hopper_backward.cuh, the number of blocks that have started, then (batch, heads, tiles): whose
+    /// turn it is to add to a tile of dq; and the tiles' sums in f32, as its threads hold them.
     int *turns;
     float4 *dq_sums;
     /// For split keys, (batch, queries, heads, splits, head_dim): unnormalised outputs; and without
@@ -50,7 +51,7 @@ struct Parameters {
     float scale;
     /// Keys from `split_start` on are split into this many ranges of `split_keys`.
     int splits, split_start, split_keys;
-    /// Tiles of queries that `tile_lowest` counts.
+    /// Tiles of queries of a head in the backward pass.
     int tiles;
     /// Tiles that the backward kernels hold at once, 1 or 2.
     int stages;
@@ -169,9 +170,8 @@ template <int ROWS> __device__ __forceinline__ uint32_t place(int row, int chunk
     return chunk / 8 * (ROWS * ROW_BYTES) + row * ROW_BYTES + (chunk % 8 ^ row % 8) * 16;
 }
 
-/// Starts to copy `rows` rows, `stride` elements apart, into a tile. `UNROLL` copies at once cost
-/// registers.
-template <typename T, int ROWS, int D, int THREADS, int UNROLL = ROWS>
+/// Starts to copy `rows` rows, `stride` elements apart, into a tile.
+template <typename T, int ROWS, int D, int THREADS>
 __device__ __forceinline__ void load_tile(uint32_t tile, const T *source, int64_t stride, int rows,
                                           int head_dim, int thread) {
     constexpr int CHUNKS = D / 8;
@@ -182,13 +182,13 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const T *source, int64_
         const int row = thread / CHUNKS, chunk = thread % CHUNKS;
         const T *from = source + row * stride + chunk * 8;
         const int end = chunk * 8 < head_dim ? rows : 0;
-#pragma unroll(UNROLL)
+#pragma unroll
         for (int start = 0; start < ROWS; start += STEP) {
             copy_async(tile + place<ROWS>(start + row, chunk), from, start + row < end);
             from += STEP * stride;
         }
     } else {
-#pragma unroll(UNROLL)
+#pragma unroll
         for (int start = 0; start < ROWS * CHUNKS; start += THREADS) {
             const int index = start + thread;
             if (ROWS * CHUNKS % THREADS != 0 && index >= ROWS * CHUNKS) break;

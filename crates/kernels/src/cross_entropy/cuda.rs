@@ -2,7 +2,9 @@
 //! chunk of rows at a time, and a kernel turns them into losses and gradients.
 
 use super::{ALIGNMENT, Options, Output};
-use crate::device::cuda::{Array, Cuda, Matrix, Module, by_dtype, module, require_floats};
+use crate::device::cuda::{
+    Array, Cuda, Matrix, Module, a_block_a_row, by_dtype, module, require_floats,
+};
 use candle_core::{DType, Result, Tensor, bail};
 
 static MODULE: Module = module!("cross_entropy");
@@ -150,7 +152,7 @@ impl Problem<'_> {
         rows: usize,
     ) -> Result<()> {
         let name = by_dtype!("loss_rows", dtype)?;
-        let launch = MODULE.launch(cuda, name, (rows as u32, 1, 1), THREADS, 0)?;
+        let launch = MODULE.launch(cuda, name, a_block_a_row(rows)?, THREADS, 0)?;
         let (stride, columns) = (stride as i64, self.weight.dim(0)? as i32);
         let scale = self.options.logit_scale as f32;
         let cap = self.options.softcap.unwrap_or(0.0) as f32;

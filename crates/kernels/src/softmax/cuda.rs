@@ -1,6 +1,6 @@
 //! Softmax on CUDA: a warp or a block has a row, see `kernel.cu`.
 
-use crate::device::cuda::{ANY_THREADS, Cuda, Module, RowPlan, by_dtype, module};
+use crate::device::cuda::{ANY_THREADS, Cuda, Module, RowPlan, a_block_a_row, by_dtype, module};
 use candle_core::{Result, Tensor};
 
 static MODULE: Module = module!("softmax");
@@ -30,7 +30,7 @@ pub(super) fn forward(rows: usize, columns: usize, x: &Tensor) -> Result<Tensor>
         }
         None => {
             let name = by_dtype!("softmax_forward_any", x.dtype)?;
-            let (grid, columns) = ((rows as u32, 1, 1), columns as i64);
+            let (grid, columns) = (a_block_a_row(rows)?, columns as i64);
             let launch = MODULE.launch(&cuda, name, grid, ANY_THREADS, 0)?;
             // SAFETY: as above, with a block a row.
             unsafe {
@@ -65,7 +65,7 @@ pub(super) fn backward(rows: usize, columns: usize, y: &Tensor, dy: &Tensor) -> 
         }
         None => {
             let name = by_dtype!("softmax_backward_any", y.dtype)?;
-            let (grid, columns) = ((rows as u32, 1, 1), columns as i64);
+            let (grid, columns) = (a_block_a_row(rows)?, columns as i64);
             let launch = MODULE.launch(&cuda, name, grid, ANY_THREADS, 0)?;
             // SAFETY: as above, with a block a row.
             unsafe {

@@ -186,18 +186,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/// Whether the phase of this parity is complete; the one before the first counts as parity 1.
-__device__ __forceinline__ bool barrier_passed(uint32_t barrier, int parity) {
-    uint32_t passed;
-    asm volatile("{\n.reg .pred p;\n"
-                 "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, p;\n}\n"
-                 : "=r"(passed)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-    return passed != 0;
-}
-
+/// Waits until the phase of this parity is complete; the one before the first counts as parity 1.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
     uint32_t passed;
     do {
