@@ -74,8 +74,8 @@ __device__ __forceinline__ void hopper_backward_at_once(const Parameters &p, con
     const auto given = [&](int step) {
         return barriers + (2 * STAGES + 2 * TURNS + step % TURNS) * 8;
     };
-    // The place of dq may be written, which only the step before asks for: once a block is a tile's last
-    // one, it is that of all that come.
+    // The place of dq may be written. The steps that wait for it come before those that don't: the last
+    // block of a tile is never after that of the tile before.
     const uint32_t free = barriers + (2 * STAGES + 3 * TURNS) * 8;
     int *const number =
         reinterpret_cast<int *>(of_queries(STAGES) + (2 * STAGES + 3 * TURNS + 1) * 8);

@@ -155,6 +155,7 @@ fn cases() -> Vec<Case> {
         Case::new(2, 150, 290, 6, 2, 16),
         Case::new(2, 200, 200, 3, 3, 8).packed(70).window(150),
         Case::new(1, 200, 200, 2, 1, 8).window(20).softcap(2.0),
+        Case::new(2, 70, 90, 2, 1, 9).scattered(),
     ]
 }
 
