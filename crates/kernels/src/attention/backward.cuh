@@ -230,8 +230,7 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
             const T *const x2 =
                 BY_KEYS ? v + first_row * p.v_strides[1] : d_o_of(owner) + first_row * query_stride;
             const int64_t x2_stride = BY_KEYS ? p.v_strides[1] : query_stride;
-            load_tile<T, BM, D, THREADS>(x + ROWS_BYTES, x2, x2_stride, rows, p.head_dim,
-                                                 thread);
+            load_tile<T, BM, D, THREADS>(x + ROWS_BYTES, x2, x2_stride, rows, p.head_dim, thread);
         }
     }
 
@@ -244,11 +243,11 @@ template <typename T, int D, int BM, int BN, Role ROLE> struct BackwardBlock {
             BY_KEYS ? q_of(head) + start * p.q_strides[1] : k + start * p.k_strides[1];
         const T *const y2 =
             BY_KEYS ? d_o_of(head) + start * query_stride : v + start * p.v_strides[1];
-        load_tile<T, BN, D, THREADS>(y, y1, BY_KEYS ? p.q_strides[1] : p.k_strides[1],
-                                             count, p.head_dim, thread);
+        load_tile<T, BN, D, THREADS>(y, y1, BY_KEYS ? p.q_strides[1] : p.k_strides[1], count,
+                                     p.head_dim, thread);
         load_tile<T, BN, D, THREADS>(y + COLUMNS_BYTES, y2,
-                                             BY_KEYS ? query_stride : p.v_strides[1], count,
-                                             p.head_dim, thread);
+                                     BY_KEYS ? query_stride : p.v_strides[1], count, p.head_dim,
+                                     thread);
         if constexpr (BY_KEYS) load_sums<THREADS>(head, tile, of_columns, thread);
     }
 

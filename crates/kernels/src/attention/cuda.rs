@@ -287,16 +287,16 @@ impl Call {
             Map::new(self.dtype, pointer, sizes, strides, [1, 1, of_tile as u32, 64])
         };
         let Parameters { q, k, v, d_o, q_strides, k_strides, v_strides, .. } = self.parameters;
-        let of_queries = |pointer, strides| map(pointer, queries, heads, strides, of_queries);
+        let map_of_queries = |pointer, strides| map(pointer, queries, heads, strides, of_queries);
         let mut maps = Maps {
-            q: of_queries(q, q_strides)?,
+            q: map_of_queries(q, q_strides)?,
             k: map(k, keys, kv_heads, k_strides, of_keys)?,
             v: map(v, keys, kv_heads, v_strides, of_keys)?,
             d_o: Map::default(),
         };
         if d_o != 0 {
             let row = (heads * head_dim) as i64;
-            maps.d_o = of_queries(d_o, [queries as i64 * row, row, head_dim as i64])?;
+            maps.d_o = map_of_queries(d_o, [queries as i64 * row, row, head_dim as i64])?;
         }
         let launch = self.prepare(name, grid, HOPPER_THREADS, shared as u32)?;
         // SAFETY: the kernel takes the parameters, which describe arrays that this call holds, and the maps
@@ -467,10 +467,7 @@ impl Call {
                     + 4 * HOPPER_COLUMNS * 128
                     + 7 * 8
                     + 4;
-                let name = match self.dtype {
-                    DType::BF16 => "attention_hopper_backward_at_once_bf16",
-                    _ => "attention_hopper_backward_at_once_f16",
-                };
+                let name = by_dtype!("attention_hopper_backward_at_once", self.dtype)?;
                 let grid = (batch * kv_heads, keys.div_ceil(HOPPER_ROWS), 1);
                 let shared = hopper_shared(128) + more;
                 self.run_hopper(name, grid, shared, [HOPPER_COLUMNS, HOPPER_ROWS])?;

@@ -281,12 +281,6 @@ __device__ __forceinline__ void hopper_backward(const Parameters &p, const Maps 
     const int start_tile = block.seen_from(block.first_tile);
     int head = start_tile < block.end_tile ? block.first_head : block.end_head, tile = start_tile;
     int stage = 0, parity = 0;
-    const auto next_stage = [&] {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    };
 
     if (threadIdx.x < 128) {
         give_registers<COPY_REGISTERS>();
@@ -295,7 +289,7 @@ __device__ __forceinline__ void hopper_backward(const Parameters &p, const Maps 
             load_tiles_of(block, maps, start, head, tile, x_shared,
                           y_shared + stage * 2 * COLUMNS_BYTES,
                           of_columns_shared + stage * Block::OF_COLUMNS_BYTES, full(stage));
-            next_stage();
+            next_stage<STAGES>(stage, parity);
             block.advance(head, tile, start_tile);
         }
         return;
@@ -343,7 +337,7 @@ __device__ __forceinline__ void hopper_backward(const Parameters &p, const Maps 
             gradients();
             pack();
             int before = stage;
-            next_stage();
+            next_stage<STAGES>(stage, parity);
             block.advance(head, tile, start_tile);
             while (head < block.end_head) {
                 start_products();
@@ -354,7 +348,7 @@ __device__ __forceinline__ void hopper_backward(const Parameters &p, const Maps 
                 if (lane == 0) barrier_arrive(empty(before));
                 pack();
                 before = stage;
-                next_stage();
+                next_stage<STAGES>(stage, parity);
                 block.advance(head, tile, start_tile);
             }
             start_sums(before);
@@ -369,7 +363,7 @@ __device__ __forceinline__ void hopper_backward(const Parameters &p, const Maps 
             start_sums(stage);
             finish_sums();
             if (lane == 0) barrier_arrive(empty(stage));
-            next_stage();
+            next_stage<STAGES>(stage, parity);
             block.advance(head, tile, start_tile);
         }
     }

@@ -133,10 +133,7 @@ __device__ __forceinline__ void hopper_backward_at_once(const Parameters &p, con
                 barrier_wait(empty(stage), parity ^ 1);
                 load_tiles_of(block, maps, start, block.first_head + head, tile, k_shared,
                               q_shared(stage), shared_address(of_queries(stage)), full(stage));
-                if (++stage == STAGES) {
-                    stage = 0;
-                    parity ^= 1;
-                }
+                next_stage<STAGES>(stage, parity);
             }
         } else if (threadIdx.x == ASKING) {
             for (int step = 0; more(); step++, advance()) {
@@ -266,10 +263,7 @@ __device__ __forceinline__ void hopper_backward_at_once(const Parameters &p, con
         warpgroup_hold(dk[0]);
         warpgroup_hold(dv[0]);
         if (lane == 0) barrier_arrive(empty(stage));
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
+        next_stage<STAGES>(stage, parity);
     }
     // Both warpgroups have read k and v: their places serve for the results.
     named_barrier<128 * CONSUMERS>(3);

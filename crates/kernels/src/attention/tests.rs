@@ -63,26 +63,22 @@ impl Case {
     }
 
     /// Records of a few tokens each packed into every row, starting at other places in each.
-    fn packed(mut self, record: usize) -> Case {
-        let (batch, queries, ..) = self.q.dims4().unwrap();
-        let before = self.k.dim(1).unwrap() - queries;
-        let mut first = Vec::new();
-        for row in 0..batch {
-            for query in 0..queries {
-                first.push(((before + query + row) / record * record).saturating_sub(row) as u32);
-            }
-        }
-        self.first_key = Some(Tensor::from_vec(first, (batch, queries), &Device::Cpu).unwrap());
-        self
+    fn packed(self, record: usize) -> Case {
+        self.first_keys(|row, _, position| ((position + row) / record * record).saturating_sub(row))
     }
 
     /// First keys in no order.
-    fn scattered(mut self) -> Case {
+    fn scattered(self) -> Case {
+        self.first_keys(|_, index, position| index * 7919 % (position + 1))
+    }
+
+    /// `first` of a query's row, its number among those of all rows, and its position.
+    fn first_keys(mut self, first: impl Fn(usize, usize, usize) -> usize) -> Case {
         let (batch, queries, ..) = self.q.dims4().unwrap();
         let before = self.k.dim(1).unwrap() - queries;
-        let first = |index: usize| (index * 7919 % (before + index % queries + 1)) as u32;
-        let first: Vec<_> = (0..batch * queries).map(first).collect();
-        self.first_key = Some(Tensor::from_vec(first, (batch, queries), &Device::Cpu).unwrap());
+        let of = |i: usize| first(i / queries, i, before + i % queries) as u32;
+        let all: Vec<_> = (0..batch * queries).map(of).collect();
+        self.first_key = Some(Tensor::from_vec(all, (batch, queries), &Device::Cpu).unwrap());
         self
     }
 
@@ -366,7 +362,7 @@ mod cuda {
     }
 
     /// Runs `task` with the kernels of the device, and with those that every device has.
-    fn with_all_kernels(task: impl Fn()) {
+    fn with_all_kernels(mut task: impl FnMut()) {
         for only in [false, true] {
             crate::attention::cuda::AMPERE_ONLY.set(only);
             task();
@@ -494,13 +490,12 @@ mod cuda {
         let whole = Case::new(5, 1500, 1500, 8, 2, 128).scale(0.09);
         for case in [whole.clone(), whole.clone().packed(400), whole.window(300)] {
             let case = case.to_dtype(DType::BF16).to_device(&device);
-            let run = |only| {
-                crate::attention::cuda::AMPERE_ONLY.set(only);
+            let mut gradients = Vec::new();
+            with_all_kernels(|| {
                 let (dq, dk, dv) = case.backward();
-                crate::attention::cuda::AMPERE_ONLY.set(false);
-                [dq, dk, dv].map(|x| on_cpu(&x).to_dtype(DType::F64).unwrap())
-            };
-            for (found, expected) in run(false).iter().zip(&run(true)) {
+                gradients.push([dq, dk, dv].map(|x| on_cpu(&x).to_dtype(DType::F64).unwrap()));
+            });
+            for (found, expected) in gradients[0].iter().zip(&gradients[1]) {
                 assert_close(found, expected, 4e-2);
             }
         }

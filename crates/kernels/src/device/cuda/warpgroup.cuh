@@ -199,6 +199,14 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
     } while (passed == 0);
 }
 
+/// The next of stages that are used over and over, and the parity of its barriers' phases.
+template <int STAGES> __device__ __forceinline__ void next_stage(int &stage, int &parity) {
+    if (++stage == STAGES) {
+        stage = 0;
+        parity ^= 1;
+    }
+}
+
 /// A barrier for `COUNT` threads of a block, `name` from 1 to 15.
 template <int COUNT> __device__ __forceinline__ void named_barrier(int name) {
     asm volatile("bar.sync %0, %1;" ::"r"(name), "n"(COUNT) : "memory");

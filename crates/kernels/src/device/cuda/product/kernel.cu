@@ -103,12 +103,7 @@ template <typename T, bool ACROSS> __device__ __forceinline__ void products(cons
 
     const int tiles = p.tiles_down * p.tiles_across, clusters = gridDim.x / 2;
     int stage = 0, parity = 0;
-    auto advance = [&]() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    };
+    auto advance = [&]() { next_stage<STAGES>(stage, parity); };
     if (warp < 4) {
         give_registers<40>();
         for (int tile = blockIdx.x / 2; threadIdx.x == 0 && tile < tiles; tile += clusters) {
