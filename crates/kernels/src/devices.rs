@@ -12,7 +12,8 @@ pub fn cuda_count() -> usize {
 }
 
 /// The CUDA device `ordinal`. Its work goes to one stream of its own, and memory that is freed is kept
-/// for the next tensor.
+/// for the next tensor of that stream; another of the process, as a second call opens one, gets it once the
+/// first has been synchronized.
 ///
 /// # Errors
 /// When this build has no CUDA, NVIDIA's libraries or the device are missing, or the device is older

@@ -21,8 +21,6 @@ pub(crate) struct RowPlan {
     pub(crate) grid: u32,
     /// Rows that a block has at a time.
     rows_at_once: usize,
-    /// Whether the GPU, and not the host, is what a queue of such kernels waits for.
-    overlaps: bool,
 }
 
 impl RowPlan {
@@ -57,9 +55,6 @@ impl RowPlan {
             block: (row_threads * rows_at_once) as u32,
             grid: u32::try_from(rows.div_ceil(rows_at_once)).ok()?,
             rows_at_once,
-            // A row of a token stands between products that take longer than a launch, and many rows take longer
-            // themselves. A few in a queue wait for the host, which an overlapping launch costs 0.7 µs more.
-            overlaps: !(16..1024).contains(&rows),
         })
     }
 
@@ -71,8 +66,8 @@ impl RowPlan {
         name: &'static str,
         shared: u32,
     ) -> Result<Launch> {
-        let launch = module.launch(cuda, name, (self.grid, 1, 1), self.block, shared)?;
-        Ok(if self.overlaps { launch.overlapping() } else { launch })
+        let grid = (self.grid, 1, 1);
+        Ok(module.launch(cuda, name, grid, self.block, shared)?.overlapping())
     }
 
     /// Bytes of shared memory for the rows of `tensors` that a block has asked for in advance, `packs` packs
