@@ -388,6 +388,13 @@ mod cuda {
             Group::new(4, 2048, &[(40, 16), (40, 16)], false),
             Group::new(7, 136, &[(50, 256), (9, 8)], false),
             Group::new(8, 640, &[(130, 24), (64, 8), (30, 40)], false),
+            // More outputs than warps, fewer, and less to read of x than blocks that share it.
+            Group::new(1, 264, &[(5000, 20), (300, 8)], false),
+            Group::new(2, 40, &[(5, 8)], false),
+            Group::new(1, 3, &[(9, 2), (3, 0)], false),
+            // More ranks than B has places in registers, and as much of x·A as fits.
+            Group::new(1, 264, &[(100, 72), (30, 130)], false),
+            Group::new(4, 64, &[(40, 256), (40, 256)], false),
             // Enough of A that it has a launch of its own.
             Group::new(1, 8192, &[(3000, 128), (40, 100)], false),
             // More rows.
@@ -576,6 +583,24 @@ mod cuda {
             let (plain, views) = (group.run(true), views.run(true));
             for (a, b) in plain.iter().flatten().zip(views.iter().flatten()) {
                 assert_close(a, b, 8e-3);
+            }
+        }
+        // Four columns of A that no load may take at once.
+        for rows in [1, 5] {
+            let group = Group::new(rows, 72, &[(40, 8)], false).to(DType::F32, DType::F32, &device);
+            let shifted = |tensor: &Tensor| {
+                let flat = tensor.flatten_all().unwrap();
+                let moved = Tensor::cat(&[&flat.narrow(0, 0, 1).unwrap(), &flat], 0).unwrap();
+                moved.narrow(0, 1, flat.elem_count()).unwrap().reshape(tensor.dims()).unwrap()
+            };
+            let factors = group
+                .factors
+                .iter()
+                .map(|factors| factors.as_ref().map(|(a, b)| (shifted(a), shifted(b))));
+            let moved =
+                Group { factors: factors.collect(), ..group.to(DType::F32, DType::F32, &device) };
+            for (a, b) in group.run(true).iter().flatten().zip(moved.run(true).iter().flatten()) {
+                assert_close(a, b, 2e-6);
             }
         }
         // The last one with sizes that sums of products are for.

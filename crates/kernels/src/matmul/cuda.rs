@@ -23,8 +23,10 @@ const CLUSTER: usize = 4;
 /// The largest rank of an adapter that the kernels for a few rows take.
 const MOST_RANKS: usize = THREADS;
 
-/// Shared memory that every kernel may use.
+/// Shared memory that x·A takes at most, and what the kernel in clusters takes with room to add it up, of which
+/// an A100 and an H100 have twice as much for the two blocks of a multiprocessor.
 const SHARED: usize = 48 << 10;
+const CLUSTERED_SHARED: usize = 80 << 10;
 
 /// Bytes of A that all clusters together may read before x·A is worth a launch of its own, which takes
 /// about as long as reading them from the GPU's shared cache.
@@ -191,7 +193,7 @@ fn launch_few_rows(
     let scratch = padded * 4 * THREADS * size_of::<f32>();
     let clusters = blocks.div_ceil(CLUSTER);
     let read = clusters * inner * ranks * size_of::<f32>();
-    if ranks > 0 && read <= READ_TWICE && scratch + 2 * places <= SHARED {
+    if ranks > 0 && read <= READ_TWICE && scratch + CLUSTER * places <= CLUSTERED_SHARED {
         let name = match padded {
             1 => by_dtype!("few_rows_clustered_1", x.dtype)?,
             2 => by_dtype!("few_rows_clustered_2", x.dtype)?,
@@ -199,7 +201,7 @@ fn launch_few_rows(
             _ => by_dtype!("few_rows_clustered_8", x.dtype)?,
         };
         let grid = ((clusters * CLUSTER) as u32, 1, 1);
-        let shared = (scratch + 2 * places) as u32;
+        let shared = (scratch + CLUSTER * places) as u32;
         let launch = MODULE.launch(cuda, name, grid, THREADS as u32, shared)?.overlapping();
         let (parts, slices) = (0u64, 0i32);
         // SAFETY: as the kernel declares them; the caller holds what the pointers point into.

@@ -2,9 +2,10 @@
 // of columns.
 //
 // With a few rows a linear layer costs the reading of its weight. Every warp keeps several 16-byte loads
-// of it in flight, and computes one or a few outputs of all rows; the grid is as
-// large as what fits the GPU at once, and warps go from output to output. Several projections of the
-// same x share a launch, and their low-rank parts are some more terms of the same sums.
+// of it in flight, and computes one or a few outputs of all rows; the grid is as large as what fits the
+// GPU at once, and warps go from output to output. Several projections of the same x share a launch, and
+// their low-rank parts are some more terms of the same sums.
+#include "barrier.cuh"
 #include "common.cuh"
 
 namespace {
@@ -89,122 +90,108 @@ template <typename T> struct Piece<T, false> {
     __device__ __forceinline__ void stream(const T *address) { value = *address; }
 };
 
-/// x·A of the inner indices from `begin` to `end` for one adapter: `out[row·out_stride + column]`, in
-/// shared or global memory. Threads are set out over A as it lies, so that its elements are read in
-/// order; their sums are added up in shared memory, always in the same order. `scratch` holds
-/// 4·THREADS·ROWS floats and begins at 16 bytes. `rank` is at most THREADS.
-template <typename T, int ROWS>
+/// Loads 1 or 4 floats where `valid`, and leaves them as they are elsewhere.
+template <int N>
+__device__ __forceinline__ void load_if(float (&values)[N], const float *address, int valid) {
+    if constexpr (N == 4) {
+        asm volatile("{\n.reg .pred p;\n"
+                     "setp.ne.s32 p, %5, 0;\n"
+                     "@p ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];\n}\n"
+                     : "+f"(values[0]), "+f"(values[1]), "+f"(values[2]), "+f"(values[3])
+                     : "l"(address), "r"(valid));
+    } else {
+        asm volatile("{\n.reg .pred p;\n"
+                     "setp.ne.s32 p, %2, 0;\n"
+                     "@p ld.global.nc.f32 %0, [%1];\n}\n"
+                     : "+f"(values[0])
+                     : "l"(address), "r"(valid));
+    }
+}
+
+/// x·A of the inner indices from `begin` to `end` for one adapter, whose `rank` is at most THREADS. Threads
+/// are set out over A as it lies, so that its elements are read in order; `meanwhile()` is called when the
+/// last has come. Then the sums of all threads are added up, always in the same order, and given to
+/// `emit(row, column, sum)`, each in one thread. `scratch` is shared memory of 4·THREADS·ROWS floats. Where
+/// it is WIDE, the rank is a multiple of four and A begins at 16 bytes.
+template <typename T, int ROWS, bool WIDE, typename Meanwhile, typename Emit>
 __device__ __forceinline__ void times_a(const T *__restrict__ x, int64_t x_stride, int rows,
                                         const float *__restrict__ a, int rank, int begin, int end,
-                                        float *out, int out_stride, float *scratch) {
-    const bool wide = rank % 4 == 0 && reinterpret_cast<uintptr_t>(a) % 16 == 0;
-    const int columns = wide ? rank / 4 : rank, groups = THREADS / columns;
+                                        float *scratch, Meanwhile meanwhile, Emit emit) {
+    // Loads of A that a thread has in flight.
+    constexpr int AHEAD = ROWS == 1 ? 8 : ROWS == 8 ? 2 : 4;
+    constexpr int N = WIDE ? 4 : 1;
+    const int columns = rank / N, groups = THREADS / columns;
     const int column = threadIdx.x % columns, group = threadIdx.x / columns;
-    float sum[ROWS][4];
+    float sum[ROWS][N];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) sum[r][e] = 0.0f;
+        for (int e = 0; e < N; e++) sum[r][e] = 0.0f;
     }
-    if (group < groups) {
-        if (wide) {
-#pragma unroll 4
-            for (int k = begin + group; k < end; k += groups) {
-                const float4 v =
-                    __ldg(reinterpret_cast<const float4 *>(a + (int64_t)k * rank) + column);
+    for (int k = group < groups ? begin + group : end; k < end; k += AHEAD * groups) {
+        // Without branches, which would keep the loads apart.
+        float values[AHEAD][N] = {};
+        T xs[AHEAD][ROWS];
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) {
-                    const float xk = to_float(x[min(r, rows - 1) * x_stride + k]);
-                    sum[r][0] += xk * v.x;
-                    sum[r][1] += xk * v.y;
-                    sum[r][2] += xk * v.z;
-                    sum[r][3] += xk * v.w;
-                }
-            }
-        } else {
-#pragma unroll 4
-            for (int k = begin + group; k < end; k += groups) {
-                const float v = __ldg(a + (int64_t)k * rank + column);
+        for (int s = 0; s < AHEAD; s++) {
+            const int at = k + s * groups, valid = at < end;
+            load_if<N>(values[s], a + (int64_t)at * rank + column * N, valid);
 #pragma unroll
-                for (int r = 0; r < ROWS; r++)
-                    sum[r][0] += to_float(x[min(r, rows - 1) * x_stride + k]) * v;
+            for (int r = 0; r < ROWS; r++) xs[s][r] = x[min(r, rows - 1) * x_stride + (valid ? at : k)];
+        }
+#pragma unroll
+        for (int s = 0; s < AHEAD; s++) {
+            const bool valid = k + s * groups < end;
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                const float xk = valid ? to_float(xs[s][r]) : 0.0f;
+#pragma unroll
+                for (int e = 0; e < N; e++) sum[r][e] += xk * values[s][e];
             }
         }
+    }
+    meanwhile();
+    // Where lanes of a warp have the same columns, their sums are added up first.
+    const bool together = columns <= WARP && WARP % columns == 0;
+    const int place = together ? threadIdx.x / WARP : group;
+    const int places = together ? WARPS : groups;
+    if (together) {
+        for (int offset = WARP / 2; offset >= columns; offset /= 2) {
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+                for (int e = 0; e < N; e++) sum[r][e] += __shfl_xor_sync(FULL, sum[r][e], offset);
+            }
+        }
+    }
+    if (together ? threadIdx.x % WARP < columns : place < places) {
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            float *place = scratch + (group * ROWS + r) * rank;
-            if (wide) {
-                reinterpret_cast<float4 *>(place)[column] =
-                    make_float4(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-            } else {
-                place[column] = sum[r][0];
-            }
+            float *to = scratch + (place * ROWS + r) * rank + column * N;
+#pragma unroll
+            for (int e = 0; e < N; e++) to[e] = sum[r][e];
         }
     }
     __syncthreads();
-    const int lane = threadIdx.x % WARP;
-    for (int i = threadIdx.x / WARP; i < ROWS * rank; i += WARPS) {
-        const int r = i / rank, c = i % rank;
+    const int count = ROWS * rank;
+    for (int i = threadIdx.x; i < count; i += THREADS) {
         float total = 0.0f;
-        for (int g = lane; g < groups; g += WARP) total += scratch[(g * ROWS + r) * rank + c];
-        total = warp_sum(total);
-        if (lane == 0) out[r * out_stride + c] = total;
+#pragma unroll 8
+        for (int p = 0; p < places; p++) total += scratch[p * count + i];
+        emit(i / rank, i % rank, total);
     }
     __syncthreads();
 }
 
-#if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\n"
-                 "barrier.cluster.wait.acquire;" ::: "memory");
-}
-
-__device__ __forceinline__ int cluster_rank() {
-    uint32_t rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-/// What stands at `address` of this block's shared memory in that of another block of the cluster.
-__device__ __forceinline__ float in_block(const float *address, int block) {
-    const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(address));
-    uint32_t there;
-    float value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
-    return value;
-}
-#else
-__device__ __forceinline__ void cluster_sync() { __syncthreads(); }
-__device__ __forceinline__ int cluster_rank() { return 0; }
-__device__ __forceinline__ float in_block(const float *address, int) { return *address; }
-#endif
-
-/// All x·A into `xa` `(ROWS, ranks)` of shared memory. The blocks of a cluster take a part of the inner
-/// indices each.
-template <typename T, int ROWS>
-__device__ __forceinline__ void inputs_of_adapters(const Projections &all, const T *x,
-                                                   int64_t x_stride, int rows, int inner, float *xa,
-                                                   float *scratch) {
-    const int count = ROWS * all.ranks;
-    float *part = xa + count;
-    const int share = (inner + CLUSTER - 1) / CLUSTER;
-    const int begin = min(inner, cluster_rank() * share), end = min(inner, begin + share);
-    for (int p = 0; p < all.count; p++) {
-        const Projection &projection = all.at[p];
-        if (projection.rank > 0)
-            times_a<T, ROWS>(x, x_stride, rows, projection.a, projection.rank, begin, end,
-                             part + projection.column, all.ranks, scratch);
-    }
-    cluster_sync();
-    for (int i = threadIdx.x; i < count; i += THREADS) {
-        float total = 0.0f;
-#pragma unroll
-        for (int block = 0; block < CLUSTER; block++) total += in_block(part + i, block);
-        xa[i] = total;
-    }
-    // No block ends, or writes over its part, while another reads it.
-    cluster_sync();
+/// `times_a` as A lies.
+template <typename T, int ROWS, typename Meanwhile, typename Emit>
+__device__ __forceinline__ void times_any_a(const T *x, int64_t x_stride, int rows, const float *a,
+                                            int rank, int begin, int end, float *scratch,
+                                            Meanwhile meanwhile, Emit emit) {
+    if (rank % 4 == 0 && reinterpret_cast<uintptr_t>(a) % 16 == 0)
+        times_a<T, ROWS, true>(x, x_stride, rows, a, rank, begin, end, scratch, meanwhile, emit);
+    else
+        times_a<T, ROWS, false>(x, x_stride, rows, a, rank, begin, end, scratch, meanwhile, emit);
 }
 
 /// Adds to the sums what a batch of loads from index `k` of the weight's rows on gives. Where it is
@@ -242,9 +229,45 @@ __device__ __forceinline__ void add_batch(float (&sum)[OUTPUTS][ROWS],
     }
 }
 
+#if __CUDA_ARCH__ >= 900
+/// Makes the barrier that will be told of so many floats by all blocks of the cluster, this one too.
+__device__ __forceinline__ void begin_cluster(uint64_t *parts_told, int floats) {
+    if (threadIdx.x == 0) {
+        barrier_init(shared_address(parts_told), 1);
+        barrier_expect(shared_address(parts_told), floats * sizeof(float));
+        fence_barriers();
+    }
+    cluster_begin();
+}
+
+/// From here on the blocks of the cluster may write to each other.
+__device__ __forceinline__ void wait_for_cluster() { cluster_wait(); }
+
+/// Writes to what `place` is in a block of the cluster, whose barrier is told.
+__device__ __forceinline__ void write_in_block(float *place, int block, float value,
+                                               uint64_t *parts_told) {
+    store_and_tell(in_block(shared_address(place), block), value,
+                   in_block(shared_address(parts_told), block));
+}
+
+__device__ __forceinline__ void wait_for_parts(uint64_t *parts_told) {
+    barrier_wait_for_cluster(shared_address(parts_told), 0);
+}
+#else
+// A block is its own cluster, and what it has written is there after `times_a`.
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ void begin_cluster(uint64_t *, int) {}
+__device__ __forceinline__ void wait_for_cluster() {}
+__device__ __forceinline__ void write_in_block(float *place, int, float value, uint64_t *) {
+    *place = value;
+}
+__device__ __forceinline__ void wait_for_parts(uint64_t *) {}
+#endif
+
 /// y = x·Wᵀ + bias + scale·(x·A)·B of up to ROWS rows. A task is OUTPUTS outputs of one projection.
-/// Where the grid has no clusters, `parts` holds x·A of `slices` slices of the inner indices,
-/// `(slices, ROWS, ranks)`.
+/// CLUSTERED, the blocks of a cluster take a part of the inner indices each for x·A, and write what they
+/// found to all of them; otherwise `parts` holds x·A of `slices` slices of the inner indices,
+/// `(slices, ROWS, ranks)`. `xa_out` may be null.
 template <typename T, int ROWS, bool CLUSTERED, bool ALIGNED>
 __device__ __forceinline__ void few_rows(const Projections &all, const T *__restrict__ x,
                                          int64_t x_stride, int rows, int inner, T *xa_out,
@@ -255,9 +278,12 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
     // 16-byte loads of an output in a batch; there are registers for two batches.
     constexpr int STEPS = (ROWS == 1 ? 8 : 4) / OUTPUTS;
     constexpr int BATCH = STEPS * WARP * N;
+    // Parts of x·A that are added up where they are read.
+    constexpr int PARTS = CLUSTERED ? CLUSTER : 1;
     extern __shared__ float4 shared[];
     float *scratch = reinterpret_cast<float *>(shared);
-    float *xa = CLUSTERED ? scratch + 4 * THREADS * ROWS : scratch;
+    float *xa = CLUSTERED ? scratch + 4 * THREADS * ROWS : scratch; // (PARTS, ROWS, ranks)
+    const int count = ROWS * all.ranks;
 
     const int lane = threadIdx.x % WARP;
     int task = blockIdx.x * WARPS + threadIdx.x / WARP;
@@ -271,7 +297,12 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
     // With few rows loads come long before they are used. With more there are no registers for that, but
     // enough to do meanwhile for other warps.
     constexpr bool EARLY = ROWS < 8;
-    float b[OUTPUTS];
+    // B at ranks `lane`, `lane + WARP`.. for the task's outputs, and the bias of the one that the lane writes.
+    constexpr int B_AHEAD = 2;
+    float b[B_AHEAD][OUTPUTS], bias = 0.0f;
+    // What the cluster's blocks write here of x·A is told to a barrier; none writes before all have begun.
+    __shared__ uint64_t parts_told;
+    if constexpr (CLUSTERED) begin_cluster(&parts_told, PARTS * count);
     // What the first task reads of the weight may be asked for before its x is there.
     if (task < all.tasks) {
         constexpr int LINE = 128 / sizeof(T), LINES = 64;
@@ -282,6 +313,7 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
         for (int at = lane * LINE; at < min(inner, LINES * LINE); at += WARP * LINE)
             fetch_ahead(row + at);
     }
+    if constexpr (CLUSTERED) wait_for_cluster();
     follow_previous();
     auto begin_task = [&]() {
         p = 0;
@@ -293,8 +325,18 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
         for (int j = 0; j < OUTPUTS; j++) {
             const int output = min(first + j, projection.outer - 1);
             offsets[j] = (output - first) * static_cast<uint32_t>(projection.stride);
-            if (EARLY && lane < projection.rank)
-                b[j] = __ldg(projection.b + (int64_t)lane * projection.outer + output);
+#pragma unroll
+            for (int s = 0; s < B_AHEAD; s++) {
+                const int c = s * WARP + lane;
+                if (EARLY && c < projection.rank)
+                    b[s][j] = __ldg(projection.b + (int64_t)c * projection.outer + output);
+            }
+        }
+        if (projection.bias != nullptr) {
+            const int output = min(first + lane / ROWS, projection.outer - 1);
+            bias = to_float(static_cast<const T *>(projection.bias)[output]);
+        } else {
+            bias = 0.0f;
         }
     };
     auto load_batch = [&](Loaded(&batch)[OUTPUTS][STEPS], int k) {
@@ -309,37 +351,64 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
     };
 
     Loaded now[OUTPUTS][STEPS], next[OUTPUTS][STEPS];
-    if (EARLY && task < all.tasks) {
-        begin_task();
-        load_batch(now, 0);
-    }
-    if (all.ranks > 0) {
-        if constexpr (CLUSTERED) {
-            inputs_of_adapters<T, ROWS>(all, x, x_stride, rows, inner, xa, scratch);
-        } else {
-            const int count = ROWS * all.ranks;
-            for (int i = threadIdx.x; i < count; i += THREADS) {
-                float total = 0.0f;
-#pragma unroll 8
-                for (int slice = 0; slice < slices; slice++) total += parts[slice * count + i];
-                xa[i] = total;
-            }
-            __syncthreads();
-        }
-        if (blockIdx.x == 0) {
-            for (int i = threadIdx.x; i < rows * all.ranks; i += THREADS)
-                xa_out[i] = from_float<T>(xa[i]);
-        }
-    }
-    if (!EARLY && task < all.tasks) begin_task();
-
-    while (task < all.tasks) {
-        float sum[OUTPUTS][ROWS];
+    float sum[OUTPUTS][ROWS];
+    auto clear = [&]() {
 #pragma unroll
         for (int j = 0; j < OUTPUTS; j++) {
 #pragma unroll
             for (int r = 0; r < ROWS; r++) sum[j][r] = 0.0f;
         }
+    };
+    clear();
+    auto start = [&]() {
+        if (task < all.tasks) {
+            begin_task();
+            if (EARLY) load_batch(now, 0);
+        }
+    };
+    bool waits = false;
+    if constexpr (CLUSTERED) {
+        const int block = cluster_rank();
+        const int share = (inner + CLUSTER - 1) / CLUSTER;
+        const int begin = min(inner, block * share), end = min(inner, begin + share);
+        bool started = false;
+        for (int q = 0; q < all.count; q++) {
+            const Projection &projection = all.at[q];
+            if (projection.rank == 0) continue;
+            float *part = xa + block * count + projection.column;
+            times_any_a<T, ROWS>(
+                x, x_stride, rows, projection.a, projection.rank, begin, end, scratch,
+                [&]() {
+                    if (started) return;
+                    started = true;
+                    if (EARLY) start();
+                },
+                [&](int r, int c, float total) {
+#pragma unroll
+                    for (int to = 0; to < CLUSTER; to++)
+                        write_in_block(part + r * all.ranks + c, to, total, &parts_told);
+                });
+        }
+        waits = true;
+        if (!EARLY) start();
+    } else {
+        start();
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            float total = 0.0f;
+#pragma unroll 8
+            for (int slice = 0; slice < slices; slice++) total += parts[slice * count + i];
+            xa[i] = total;
+        }
+        if (all.ranks > 0) __syncthreads();
+    }
+    auto low_rank = [&](int i) {
+        float total = 0.0f;
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) total += xa[part * count + i];
+        return total;
+    };
+
+    while (task < all.tasks) {
         if constexpr (EARLY) {
             // Two batches in turn: copying one to the other would wait for it.
             for (int k = 0; k < inner; k += 2 * BATCH) {
@@ -355,21 +424,33 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
             }
         }
 
+        if (waits) wait_for_parts(&parts_told);
+        waits = false;
         // The low-rank part: a lane has a term of the sum over the rank.
         const Projection &projection = all.at[p];
-        for (int c = lane; c < projection.rank; c += WARP) {
+        auto add_term = [&](int c, const float(&factor)[OUTPUTS]) {
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                const float term =
+                    projection.scale * low_rank(r * all.ranks + projection.column + c);
+#pragma unroll
+                for (int j = 0; j < OUTPUTS; j++) sum[j][r] += term * factor[j];
+            }
+        };
+        if constexpr (EARLY) {
+#pragma unroll
+            for (int s = 0; s < B_AHEAD; s++) {
+                if (s * WARP + lane < projection.rank) add_term(s * WARP + lane, b[s]);
+            }
+        }
+        for (int c = lane + (EARLY ? B_AHEAD * WARP : 0); c < projection.rank; c += WARP) {
+            float factor[OUTPUTS];
 #pragma unroll
             for (int j = 0; j < OUTPUTS; j++) {
                 const int output = min(first + j, projection.outer - 1);
-                const float factor =
-                    EARLY && c < WARP
-                        ? b[j]
-                        : __ldg(projection.b + (int64_t)c * projection.outer + output);
-#pragma unroll
-                for (int r = 0; r < ROWS; r++)
-                    sum[j][r] +=
-                        projection.scale * xa[r * all.ranks + projection.column + c] * factor;
+                factor[j] = __ldg(projection.b + (int64_t)c * projection.outer + output);
             }
+            add_term(c, factor);
         }
 
         // Lane j·ROWS + r writes output j of row r.
@@ -384,17 +465,19 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
         }
         const int output = first + lane / ROWS, row = lane % ROWS;
         if (lane < OUTPUTS * ROWS && output < projection.outer && row < rows) {
-            if (projection.bias != nullptr)
-                mine += to_float(static_cast<const T *>(projection.bias)[output]);
             static_cast<T *>(projection.y)[(int64_t)row * projection.outer + output] =
-                from_float<T>(mine);
+                from_float<T>(mine + bias);
         }
 
         task += tasks_at_once;
-        if (task < all.tasks) {
-            begin_task();
-            if (EARLY) load_batch(now, 0);
-        }
+        clear();
+        start();
+    }
+    // What other blocks write here comes before this one ends.
+    if (waits) wait_for_parts(&parts_told);
+    if (blockIdx.x == 0 && xa_out != nullptr) {
+        for (int i = threadIdx.x; i < rows * all.ranks; i += THREADS)
+            xa_out[i] = from_float<T>(low_rank(i));
     }
 }
 
@@ -409,8 +492,10 @@ __device__ __forceinline__ void adapter_slices(const Projections &all, const T *
     const int share = (inner + gridDim.x - 1) / gridDim.x;
     const int begin = min(inner, (int)blockIdx.x * share), end = min(inner, begin + share);
     float *part = parts + (int64_t)blockIdx.x * ROWS * all.ranks + projection.column;
-    times_a<T, ROWS>(x, x_stride, rows, projection.a, projection.rank, begin, end, part, all.ranks,
-                     reinterpret_cast<float *>(shared));
+    times_any_a<T, ROWS>(
+        x, x_stride, rows, projection.a, projection.rank, begin, end,
+        reinterpret_cast<float *>(shared), []() {},
+        [&](int r, int c, float total) { part[r * all.ranks + c] = total; });
 }
 
 /// Writes `bias` into each of `rows` rows; a block takes some columns and strides over the rows.
@@ -481,7 +566,7 @@ __device__ __forceinline__ void column_sums(const T *__restrict__ x, int64_t str
         else                                                                                       \
             few_rows<T, ROWS, true, false>(all, x, x_stride, rows, inner, xa, parts, slices);      \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                       \
         adapter_slices_##ROWS##_##suffix(const __grid_constant__ Projections all, const T *x,      \
                                          int64_t x_stride, int rows, int inner, float *parts) {    \
         adapter_slices<T, ROWS>(all, x, x_stride, rows, inner, parts);                             \

@@ -12,12 +12,6 @@ struct alignas(128) Map {
 
 #if defined(HOPPER)
 
-/// One arrival, of a thread that will have this many bytes brought.
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
 /// Brings the box of a matrix from column x of row y on.
 __device__ __forceinline__ void load_box(uint32_t to, const Map &map, int x, int y,
                                          uint32_t barrier) {

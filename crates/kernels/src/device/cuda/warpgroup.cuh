@@ -1,6 +1,6 @@
 // What only Hopper (sm_90a) has: products of whole warpgroups that read shared memory by
-// themselves, barriers in shared memory, and moving registers between warpgroups. `HOPPER` is
-// defined where it is there to be used.
+// themselves, and moving registers between warpgroups. `HOPPER` is defined where it is there to be
+// used.
 //
 // A warpgroup, four warps, multiplies a 64 x 16 A by a 16 x N B into a 64 x N C of f32. Warp `w`
 // holds rows `16·w` to `16·w + 15` of C, and of A when that is in registers, as tensor.cuh
@@ -11,6 +11,7 @@
 // `fence_shared_writes` before the barrier that says it is there.
 #pragma once
 
+#include "barrier.cuh"
 #include "tensor.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -175,28 +176,6 @@ template <int COUNT> __device__ __forceinline__ void take_registers() {
 /// Shows this thread's writes to shared memory to products.
 __device__ __forceinline__ void fence_shared_writes() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-/// A barrier in shared memory for phases of `count` arrivals.
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-/// Waits until the phase of this parity is complete; the one before the first counts as parity 1.
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
-    uint32_t passed;
-    do {
-        asm volatile("{\n.reg .pred p;\n"
-                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                     "selp.u32 %0, 1, 0, p;\n}\n"
-                     : "=r"(passed)
-                     : "r"(barrier), "r"(parity)
-                     : "memory");
-    } while (passed == 0);
 }
 
 /// The next of stages that are used over and over, and the parity of its barriers' phases.

@@ -96,7 +96,7 @@ template <typename T, bool ACROSS> __device__ __forceinline__ void products(cons
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, 2 * 8);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_barriers();
     }
     cluster_barrier();
     follow_previous();
