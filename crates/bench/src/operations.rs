@@ -6,7 +6,7 @@ use crate::rows::{
 };
 use candle_core::Tensor;
 use metal_candle::{Error, Result};
-use metal_candle_kernels::lora_linear::{self, Lora};
+use metal_candle_kernels::lora_linear::{self, Lora, Projection};
 use metal_candle_kernels::{adamw, attention, layer_norm, rms_norm, softmax};
 
 /// As in `torch.nn.utils.clip_grad_norm_`.
@@ -32,8 +32,9 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Box<dyn Workload>> {
             let (a, b) = (inputs.get("a")?, inputs.get("b")?);
             match pass {
                 Pass::Forward => Box::new(move || {
-                    let (y, _) = lora_linear::forward(&x, &weight, None, &adapter(&a, &b))?;
-                    Ok(vec![y])
+                    let lora = Some(adapter(&a, &b));
+                    let projection = Projection { weight: &weight, bias: None, lora };
+                    Ok(lora_linear::forward_only(&x, &[projection])?)
                 }),
                 Pass::Backward => {
                     let dy = inputs.get("dy")?;

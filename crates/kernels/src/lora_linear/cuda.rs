@@ -291,14 +291,25 @@ fn source(cuda: &Cuda, factor: &Tensor, dtype: DType) -> Result<Array> {
 pub(super) fn forward(
     operation: &str,
     x: &Tensor,
+    sizes: (usize, usize),
+    projections: &[Projection],
+) -> Result<Vec<Output>> {
+    outputs(operation, x, sizes, projections, true)
+}
+
+/// `keeps_xa`: whether x·A is wanted too.
+fn outputs(
+    operation: &str,
+    x: &Tensor,
     (rows, inner): (usize, usize),
     projections: &[Projection],
+    keeps_xa: bool,
 ) -> Result<Vec<Output>> {
     require_floats(operation, &[x])?;
     let cuda = Cuda::of(x)?;
     let dtype = x.dtype();
     if few(rows, inner, projections) {
-        return forward_few_rows(operation, &cuda, x, (rows, inner), projections);
+        return forward_few_rows(operation, &cuda, x, (rows, inner), projections, keeps_xa);
     }
     let x_rows = cuda.rows(x)?;
     let all = All::new(operation, &cuda, dtype, inner, projections, Some((&x_rows, rows)))?;
@@ -330,6 +341,17 @@ pub(super) fn forward(
     Ok(outputs)
 }
 
+/// The `y` of [`forward`].
+pub(super) fn forward_only(
+    operation: &str,
+    x: &Tensor,
+    sizes: (usize, usize),
+    projections: &[Projection],
+) -> Result<Vec<Tensor>> {
+    let outputs = outputs(operation, x, sizes, projections, false)?;
+    Ok(outputs.into_iter().map(|output| output.y).collect())
+}
+
 /// The `xa` of [`forward`].
 pub(super) fn low_rank(
     operation: &str,
@@ -340,7 +362,7 @@ pub(super) fn low_rank(
     require_floats(operation, &[x])?;
     let cuda = Cuda::of(x)?;
     if few(rows, inner, projections) {
-        let outputs = forward_few_rows(operation, &cuda, x, (rows, inner), projections)?;
+        let outputs = forward_few_rows(operation, &cuda, x, (rows, inner), projections, true)?;
         return Ok(outputs.into_iter().map(|output| output.xa).collect());
     }
     let all = All::new(operation, &cuda, x.dtype(), inner, projections, None)?;
@@ -483,12 +505,14 @@ impl All {
     }
 }
 
+/// As `outputs`.
 fn forward_few_rows(
     operation: &str,
     cuda: &Cuda,
     x: &Tensor,
     (rows, inner): (usize, usize),
     projections: &[Projection],
+    keeps_xa: bool,
 ) -> Result<Vec<Output>> {
     let dtype = x.dtype();
     let x_rows = cuda.rows(x)?;
@@ -515,7 +539,7 @@ fn forward_few_rows(
         }
         layers.push(layer);
     }
-    let outputs = few_rows(cuda, x, x_rows.matrix, (rows, inner), &layers)?;
+    let outputs = few_rows(cuda, x, x_rows.matrix, (rows, inner), &layers, keeps_xa)?;
     Ok(outputs.into_iter().map(|(y, xa)| Output { y, xa }).collect())
 }
 

@@ -261,6 +261,9 @@ fn projections_that_share_their_input_match_one_at_a_time() {
             ];
             let dys = outputs.map(|out| to(&random(&[rows, out], 3 + out as u64)));
             let shared = forward_shared(&x, &projections).unwrap();
+            for (only, shared) in forward_only(&x, &projections).unwrap().iter().zip(&shared) {
+                assert_identical(only, &shared.y);
+            }
             let xas: Vec<_> = shared.iter().map(|output| output.xa.as_ref()).collect();
             let all_dys: Vec<_> = dys.iter().collect();
             let gradients = backward_shared(&x, &projections, &xas, &all_dys, true).unwrap();
@@ -366,6 +369,11 @@ mod cuda {
                 })
                 .collect();
             let outputs = forward_shared(&self.x, &projections).unwrap();
+            let only = forward_only(&self.x, &projections).unwrap();
+            assert_eq!(only.len(), outputs.len());
+            for (only, output) in only.iter().zip(&outputs) {
+                assert_identical(&here(only), &here(&output.y));
+            }
             let xas: Vec<_> = outputs.iter().map(|output| output.xa.as_ref()).collect();
             let dys: Vec<_> = self.dys.iter().collect();
             let found = backward_shared(&self.x, &projections, &xas, &dys, need_dx).unwrap();

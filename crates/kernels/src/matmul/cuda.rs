@@ -99,17 +99,19 @@ pub(crate) fn takes_few_rows(
     (1..=FEW_ROWS).contains(&rows) && inner > 0 && largest <= MOST_RANKS && shared <= SHARED
 }
 
-/// `(y, x·A)` of some layers for `x` `(.., inner)` of up to [`FEW_ROWS`] rows that lie as `matrix` says.
+/// `(y, x·A)` of some layers for `x` `(.., inner)` of up to [`FEW_ROWS`] rows that lie as `matrix` says;
+/// without the second unless `keeps_xa`.
 pub(crate) fn few_rows(
     cuda: &Cuda,
     x: &Tensor,
     matrix: Matrix,
     (rows, inner): (usize, usize),
     layers: &[Layer],
+    keeps_xa: bool,
 ) -> Result<Vec<(Tensor, Option<Tensor>)>> {
     let mut outputs = Vec::with_capacity(layers.len());
     for layers in layers.chunks(MOST) {
-        few_rows_at_once(cuda, x, matrix, (rows, inner), layers, &mut outputs)?;
+        few_rows_at_once(cuda, x, matrix, (rows, inner), layers, keeps_xa, &mut outputs)?;
     }
     Ok(outputs)
 }
@@ -120,6 +122,7 @@ fn few_rows_at_once(
     matrix: Matrix,
     (rows, inner): (usize, usize),
     layers: &[Layer],
+    keeps_xa: bool,
     outputs: &mut Vec<(Tensor, Option<Tensor>)>,
 ) -> Result<()> {
     let dtype = matrix.dtype;
@@ -159,11 +162,12 @@ fn few_rows_at_once(
         ys.push(y);
     }
     (all.tasks, all.ranks) = (size(tasks)?, size(ranks)?);
-    let xa = (ranks > 0).then(|| cuda.empty(with_last_dimension(x, ranks), dtype)).transpose()?;
+    let kept = keeps_xa && ranks > 0;
+    let xa = kept.then(|| cuda.empty(with_last_dimension(x, ranks), dtype)).transpose()?;
     launch_few_rows(cuda, matrix, (rows, inner), &all, xa.as_ref())?;
     let mut column = 0;
     for (layer, y) in layers.iter().zip(ys) {
-        let xa = match (&layer.adapter, &xa) {
+        let xa = match (layer.adapter.as_ref().filter(|_| keeps_xa), &xa) {
             (Some(Adapter { rank, .. }), Some(xa)) => {
                 column += rank;
                 Some(xa.tensor.narrow(D::Minus1, column - rank, *rank)?)
@@ -271,7 +275,7 @@ pub(super) fn linear(
         adapter: None,
     };
     if takes_few_rows(rows, inner, std::iter::empty()) {
-        let mut outputs = few_rows(&cuda, x, x_rows.matrix, (rows, inner), &[layer])?;
+        let mut outputs = few_rows(&cuda, x, x_rows.matrix, (rows, inner), &[layer], false)?;
         return match outputs.pop() {
             Some((y, _)) => Ok(y),
             None => bail!("metal-candle-kernels: {operation}: a layer gave no output"),

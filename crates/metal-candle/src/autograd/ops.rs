@@ -239,6 +239,10 @@ impl Tape {
             }
             return Ok(outputs);
         }
+        let mut inputs = vec![x];
+        for lora in layers.iter().filter_map(|layer| layer.lora.as_ref()) {
+            inputs.extend([lora.a, lora.b]);
+        }
         let projections: Vec<_> = layers.iter().map(SavedProjection::new).collect();
         let borrowed: Vec<_> = projections.iter().map(SavedProjection::borrow).collect();
         let (outputs, xas): (Vec<_>, Vec<_>) = match stand_in {
@@ -246,15 +250,12 @@ impl Tape {
                 let xas = lora_linear::forward_again(x.tensor(), &borrowed)?;
                 (vec![stand_in.clone(); xas.len()], xas)
             }
-            None => {
+            None if inputs.iter().any(|input| input.needs_gradient()) => {
                 let outputs = lora_linear::forward_shared(x.tensor(), &borrowed)?;
                 outputs.into_iter().map(|output| (output.y, output.xa)).unzip()
             }
+            None => (lora_linear::forward_only(x.tensor(), &borrowed)?, Vec::new()),
         };
-        let mut inputs = vec![x];
-        for lora in layers.iter().filter_map(|layer| layer.lora.as_ref()) {
-            inputs.extend([lora.a, lora.b]);
-        }
         let (needs_dx, saved_x) = (x.needs_gradient(), self.save(x));
         Ok(self.record_many(&inputs, outputs, move |dys| {
             // An output that nothing used adds nothing to any gradient.
