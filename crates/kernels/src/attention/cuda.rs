@@ -145,8 +145,8 @@ const PLAIN_TILE: usize = 64;
 const PLAIN_THREADS: u32 = 256;
 const PLAIN_SHARED: u32 = 4 * (2 * 32 + 64) * (64 + 4);
 
-pub(super) struct Call {
-    cuda: Cuda,
+pub(super) struct Call<'a> {
+    cuda: Cuda<'a>,
     sizes: Sizes,
     dtype: DType,
     kernels: Kernels,
@@ -155,16 +155,16 @@ pub(super) struct Call {
     inputs: [Option<Array>; 5],
 }
 
-impl Call {
+impl<'a> Call<'a> {
     pub(super) fn new(
         operation: &str,
         sizes: Sizes,
-        q: &Tensor,
+        q: &'a Tensor,
         k: &Tensor,
         v: &Tensor,
         first_key: Option<&Tensor>,
         options: &Options,
-    ) -> Result<Call> {
+    ) -> Result<Self> {
         let cuda = Cuda::of(q)?;
         let dtype = q.dtype();
         by_dtype!("attention", dtype)?;
@@ -333,7 +333,7 @@ impl Call {
 
     /// The same call for keys of which there are `before` `(1)` u32 and those of the queries; `None` if
     /// its kernels don't count on the device.
-    pub(super) fn counted(mut self, before: &Tensor) -> Result<Option<Call>> {
+    pub(super) fn counted(mut self, before: &Tensor) -> Result<Option<Self>> {
         if !self.few() {
             return Ok(None);
         }

@@ -124,7 +124,7 @@ pub(super) fn backward(
 
 /// The backward pass, ready for the kernels.
 struct Problem<'a> {
-    cuda: &'a Cuda,
+    cuda: &'a Cuda<'a>,
     rows: usize,
     columns: usize,
     x: &'a Array,

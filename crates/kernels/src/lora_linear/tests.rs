@@ -447,7 +447,7 @@ mod cuda {
 
     /// Rows whose products with eight tiles of columns are added up in one launch, where the device can.
     fn large_rows(device: &Device) -> usize {
-        let gpu = Cuda::of(&Tensor::zeros(1, DType::F32, device).unwrap()).unwrap();
+        let gpu = Cuda::on(device).unwrap();
         let rows = (gpu.multiprocessors().unwrap() / 16).max(1) * 256 - 8;
         let taken = gpu.takes_sums_of_products(DType::BF16, rows, [2024].into_iter(), 2).unwrap();
         assert_eq!(taken, gpu.has_warpgroups().unwrap());

@@ -187,7 +187,7 @@ impl Backward<'_> {
 
 /// The same, ready for the kernels.
 struct Problem<'a> {
-    cuda: &'a Cuda,
+    cuda: &'a Cuda<'a>,
     rows: usize,
     columns: usize,
     x: &'a Array,

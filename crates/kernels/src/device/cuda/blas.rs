@@ -76,7 +76,7 @@ pub(crate) struct Rows {
     _tensor: Tensor,
 }
 
-impl Cuda {
+impl Cuda<'_> {
     /// The rows of `tensor` `(.., columns)`, copied only when they don't lie at one distance from each
     /// other.
     pub(crate) fn rows(&self, tensor: &Tensor) -> Result<Rows> {

@@ -68,7 +68,7 @@ fn width(dimensions: &[Dimension], element: usize, address: u64) -> usize {
     [16, 8, 4, 2].into_iter().filter(|width| *width > element).find(fits).unwrap_or(element)
 }
 
-impl Cuda {
+impl Cuda<'_> {
     /// Writes the rows of two tensors into two others.
     ///
     /// # Safety
@@ -239,7 +239,7 @@ mod tests {
     #[test]
     fn cuda_copies_any_layout() {
         let Some(device) = cuda() else { return };
-        let context = Cuda::of(&Tensor::zeros(1, DType::F32, &device).unwrap()).unwrap();
+        let context = Cuda::on(&device).unwrap();
         for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64, DType::U32, DType::U8] {
             for shape in [[3, 5, 7, 11], [2, 64, 3, 16], [4, 100, 2, 40]] {
                 let base = ((random(&shape, 1) + 1.0).unwrap() * 100.0).unwrap();
@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn cuda_converts_like_the_cpu() {
         let Some(device) = cuda() else { return };
-        let context = Cuda::of(&Tensor::zeros(1, DType::F32, &device).unwrap()).unwrap();
+        let context = Cuda::on(&device).unwrap();
         let dtypes = [DType::F32, DType::BF16, DType::F16];
         for count in [1, 7, 8, 4099] {
             for from in dtypes {

@@ -53,12 +53,16 @@ impl Array {
     }
 }
 
-impl Cuda {
-    pub(crate) fn of(tensor: &Tensor) -> Result<Cuda> {
-        match tensor.device() {
+impl Cuda<'_> {
+    pub(crate) fn of(tensor: &Tensor) -> Result<Cuda<'_>> {
+        Cuda::on(tensor.device())
+    }
+
+    pub(crate) fn on(device: &Device) -> Result<Cuda<'_>> {
+        match device {
             Device::Cuda(device) => {
                 let stream = recording::stream().unwrap_or_else(|| device.cuda_stream());
-                Ok(Cuda { device: device.clone(), stream })
+                Ok(Cuda { device, stream })
             }
             _ => bail!(
                 "metal-candle-kernels: the CUDA operation was given a tensor that is elsewhere"

@@ -126,7 +126,7 @@ pub(super) fn made_before(shape: &Shape, dtype: DType) -> Result<Option<Tensor>>
 /// A graph and the memory it works on.
 pub(crate) struct Recorded {
     graph: CudaGraph,
-    cuda: Cuda,
+    stream: Arc<CudaStream>,
     inputs: Array,
     _memory: [Vec<Tensor>; 2],
 }
@@ -145,6 +145,7 @@ impl Recorded {
         let tensor = Tensor::new(inputs, device)?;
         let cuda = Cuda::of(&tensor)?;
         let inputs = cuda.strided(&tensor)?;
+        let device_stream = cuda.stream.clone();
         let phase = InPhase::enter(Phase::Run { made: Vec::new(), given: Vec::new() })?;
         let output = work(&inputs.tensor)?;
         let address = cuda.strided(&output)?.pointer;
@@ -170,7 +171,7 @@ impl Recorded {
         }
         let graph = graph?;
         graph.upload().w()?;
-        Ok((Recorded { graph, cuda, inputs, _memory: [made, given] }, output))
+        Ok((Recorded { graph, stream: device_stream, inputs, _memory: [made, given] }, output))
     }
 
     pub(crate) fn run(&mut self, inputs: &[u32]) -> Result<()> {
@@ -178,8 +179,8 @@ impl Recorded {
         if inputs.len() != count {
             bail!("metal-candle-kernels: recording: {} inputs, expected {count}", inputs.len())
         }
-        self.cuda.stream.context().bind_to_thread().w()?;
-        let stream = self.cuda.stream.cu_stream();
+        self.stream.context().bind_to_thread().w()?;
+        let stream = self.stream.cu_stream();
         // SAFETY: the tensor has so many numbers; the driver is done with the host's when it returns.
         unsafe { result::memcpy_htod_async(self.inputs.pointer, inputs, stream) }.w()?;
         // SAFETY: the graph lives as long as this, and what it touches is kept beside it.

@@ -152,7 +152,7 @@ impl Parameter {
     }
 }
 
-impl Cuda {
+impl Cuda<'_> {
     /// The sums `(sets, columns)` over the groups of `(sets, groups, columns)`, f32, always added in
     /// the same order; for at least one column.
     pub(crate) fn sum_groups(

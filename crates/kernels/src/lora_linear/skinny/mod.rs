@@ -137,7 +137,7 @@ struct Terms {
 
 /// The products of one operation.
 pub(super) struct Skinny<'a> {
-    cuda: &'a Cuda,
+    cuda: &'a Cuda<'a>,
     dtype: DType,
     /// Whether the kernels are made for the dtype and the number of rows.
     fits: bool,
@@ -150,7 +150,7 @@ pub(super) struct Skinny<'a> {
 }
 
 impl<'a> Skinny<'a> {
-    pub(super) fn new(cuda: &'a Cuda, dtype: DType, rows: usize) -> Result<Self> {
+    pub(super) fn new(cuda: &'a Cuda<'a>, dtype: DType, rows: usize) -> Result<Self> {
         let context = cuda.stream.context();
         let (major, _) = context.compute_capability().w()?;
         let made_for = if major >= 9 { 227 << 10 } else { 163 << 10 };

@@ -73,7 +73,7 @@ struct Products {
 // SAFETY: it is plain numbers, laid out as the kernel declares them.
 unsafe impl DeviceRepr for Products {}
 
-impl Cuda {
+impl Cuda<'_> {
     /// Whether [`Cuda::sums_of_products`] has kernels for sums of these numbers of columns, of so many
     /// terms each, that keep the GPU busy.
     pub(crate) fn takes_sums_of_products(

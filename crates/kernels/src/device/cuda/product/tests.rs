@@ -2,10 +2,6 @@ use super::*;
 use crate::testing::{assert_close, cuda, here, random, rounded, there};
 use candle_core::{Device, Tensor};
 
-fn gpu(device: &Device) -> Cuda {
-    Cuda::of(&there(&random(&[1], 0), device)).unwrap()
-}
-
 /// `(columns, depths, bias)` of a sum.
 type Shape<'a> = (usize, &'a [usize], bool);
 
@@ -23,7 +19,7 @@ fn sums(
         let wide = there(&wide.to_dtype(dtype).unwrap(), device);
         (exact, wide.narrow(1, 0, columns).unwrap())
     };
-    let gpu = gpu(device);
+    let gpu = Cuda::on(device).unwrap();
     let (mut all, mut keep, mut expected, mut found) =
         (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut seed = 0;
@@ -67,7 +63,7 @@ fn sums(
 #[test]
 fn cuda_adds_up_products_of_odd_sizes() {
     let Some(device) = cuda() else { return };
-    if !gpu(&device).has_warpgroups().unwrap() {
+    if !Cuda::on(&device).unwrap().has_warpgroups().unwrap() {
         println!("skipped: the kernels are for GPUs of compute capability 9.0");
         return;
     }
@@ -110,7 +106,7 @@ fn cuda_adds_up_products_of_odd_sizes() {
 #[test]
 fn cuda_refuses_matrices_that_cannot_be_moved_in_boxes() {
     let Some(device) = cuda() else { return };
-    let gpu = gpu(&device);
+    let gpu = Cuda::on(&device).unwrap();
     if !gpu.has_warpgroups().unwrap() {
         return;
     }
