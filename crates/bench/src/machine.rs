@@ -7,7 +7,7 @@ use crate::rows::{Cost, Precision, random_ids};
 use crate::timing::{Plan, Workload, latency};
 use candle_core::{DType, Device, Tensor};
 use metal_candle::Result;
-use metal_candle_kernels::matmul;
+use metal_candle_kernels::{devices, matmul};
 use serde::Serialize;
 use std::hint::black_box;
 use std::sync::Barrier;
@@ -90,6 +90,9 @@ pub struct Peaks {
     pub linear_f32: f64,
     /// The same in bf16.
     pub linear_bf16: f64,
+    /// Seconds of an operation that does nothing, of many in a queue: memory for its result and the launch
+    /// of its kernel. `None` where that isn't measured: on the CPU and on Metal.
+    pub launch: Option<f64>,
 }
 
 impl Peaks {
@@ -120,6 +123,7 @@ impl Peaks {
             fma: fma_rate(threads),
             linear_f32: linear_rate(Precision::F32)?,
             linear_bf16: linear_rate(Precision::Bf16)?,
+            launch: None,
         })
     }
 
@@ -136,6 +140,7 @@ impl Peaks {
             fma: linear_f32,
             linear_f32,
             linear_bf16: device_linear_rate(device, Precision::Bf16)?,
+            launch: launch(device)?,
         })
     }
 
@@ -162,7 +167,7 @@ impl Peaks {
     /// (see [`Work::working_set`](crate::Work::working_set)) came after.
     pub fn floor(&self, cost: Cost, working_set: f64, dtype: Precision) -> f64 {
         let reading = cost.bytes / self.bandwidth(working_set);
-        reading.max(cost.operations / self.arithmetic(dtype))
+        reading.max(cost.operations / self.arithmetic(dtype)).max(self.launch.unwrap_or(0.0))
     }
 }
 
@@ -233,6 +238,19 @@ fn fma_rate(threads: usize) -> f64 {
 
 fn linear_rate(dtype: Precision) -> Result<f64> {
     linear_rate_of(&Device::Cpu, dtype, 1024, 2048)
+}
+
+/// The best of some queues, as those that operations are timed in.
+fn launch(device: &Device) -> Result<Option<f64>> {
+    const CALLS: usize = 100;
+    let mut best: Option<f64> = None;
+    for _ in 0..10 * TRIES {
+        if let Some(time) = devices::launch_time(device, CALLS)? {
+            let seconds = time.as_secs_f64() / CALLS as f64;
+            best = Some(best.map_or(seconds, |best| best.min(seconds)));
+        }
+    }
+    Ok(best)
 }
 
 /// `x·Wᵀ` with x `(8192, 8192)` and W the same, operations a second.
@@ -365,10 +383,13 @@ mod tests {
             fma: 10.0,
             linear_f32: 5.0,
             linear_bf16: 20.0,
+            launch: Some(0.5),
         };
         assert_eq!((peaks.bandwidth(3e6), peaks.bandwidth(5e8)), (4.0, 1.0));
         let cost = Cost { bytes: 8.0, operations: 40.0 };
         assert_eq!(peaks.floor(cost, 8.0, Precision::F32), 4.0);
         assert_eq!(peaks.floor(cost, 1e9, Precision::Bf16), 8.0);
+        let small = Cost { bytes: 1.0, operations: 4.0 };
+        assert_eq!(peaks.floor(small, 1.0, Precision::F32), 0.5);
     }
 }

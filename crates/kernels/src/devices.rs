@@ -2,6 +2,7 @@
 
 use candle_core::{Device, Result, Tensor};
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
 
 /// How many CUDA devices there are; 0 when this build has no CUDA, or the machine no driver.
 pub fn cuda_count() -> usize {
@@ -126,6 +127,23 @@ pub fn computes_on_gpu(tensor: &Tensor) -> bool {
         return true;
     }
     !tensor.device().is_cpu()
+}
+
+/// The time of `count` kernels on a GPU that do nothing, launched one behind the other with memory of their
+/// own for a result, until all are done: what operations take at least. `None` where it isn't measured: on the
+/// CPU and on Metal.
+///
+/// # Errors
+/// When the driver refuses.
+pub fn launch_time(device: &Device, count: usize) -> Result<Option<Duration>> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => crate::device::cuda::launch_time(device, count).map(Some),
+        _ => {
+            let _ = count;
+            Ok(None)
+        }
+    }
 }
 
 /// Memory of a device that tensors take, in bytes.

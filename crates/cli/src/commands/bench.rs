@@ -252,7 +252,7 @@ fn heading(report: &Report) -> String {
         .iter()
         .map(|&(size, rate)| format!("{} GB/s from {}", giga(rate), bytes(size as u64)))
         .collect();
-    let rows = [
+    let mut rows = vec![
         (
             "Machine",
             format!(
@@ -276,6 +276,9 @@ fn heading(report: &Report) -> String {
             ),
         ),
     ];
+    if let Some(launch) = peaks.launch {
+        rows.push(("Launching", format!("{:.2} µs an operation that does nothing", launch * 1e6)));
+    }
     let table = output::table(&rows);
     let (name, call, spread) = ("", "one call", "10-90 %");
     format!(

@@ -6,6 +6,7 @@
 mod blas;
 mod boxes;
 mod copy;
+mod launch;
 mod module;
 mod open;
 mod product;
@@ -24,6 +25,7 @@ use std::sync::Arc;
 pub(crate) use blas::{Matrix, Rows, require_floats};
 pub(crate) use boxes::Map;
 pub(crate) use copy::Stripes;
+pub(crate) use launch::launch_time;
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, memory, open, reset_peak};
 pub(crate) use product::{Sum, Term};
@@ -31,9 +33,9 @@ pub(crate) use recording::{Recorded, can_record, refuse_in_recording};
 pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, a_block_a_row, any_groups};
 
 /// The device of some tensors.
-#[derive(Clone)]
-pub(crate) struct Cuda {
-    pub(crate) device: CudaDevice,
+pub(crate) struct Cuda<'a> {
+    /// Cloning it takes a while beside a launch: it is a handful of counted pointers.
+    pub(crate) device: &'a CudaDevice,
     pub(crate) stream: Arc<CudaStream>,
 }
 
