@@ -39,8 +39,9 @@ SIDES = ["metal-candle", "candle", "mlx", "torch", "torch-compiled"]
 USUAL = SIDES[:4]
 SEED = 0
 
-# Seconds: of warm-up and of single calls in each round of an operation, and of the longest queue.
-ROUND_WARM_UP = 0.02
+# Seconds: of warm-up (on a GPU, which runs slowly at first) and of single calls in each round of an
+# operation, and of the longest queue.
+ROUND_WARM_UP, GPU_WARM_UP = 0.02, 0.1
 ROUND_CALLS = 0.05
 ROUND_QUEUE = 0.25
 
@@ -219,11 +220,13 @@ def measure_operation(row: Row, sides: Sides, options: argparse.Namespace) -> Re
         except NotTimed as reason:
             results[side] = {"not_timed": str(reason)}
 
+    warm_up = ROUND_WARM_UP if options.device == "cpu" else GPU_WARM_UP
+
     def one(process: Process) -> None:
         number, length = plans[process.side]
         try:
             answer = process.ask(
-                options.limit, ask="time", queue=False, calls=number, warm_up=ROUND_WARM_UP
+                options.limit, ask="time", queue=False, calls=number, warm_up=warm_up
             )
             calls[process.side].append(median(answer["seconds"]))
             if length:
@@ -234,13 +237,14 @@ def measure_operation(row: Row, sides: Sides, options: argparse.Namespace) -> Re
         except NotTimed as reason:
             results[process.side] = {"not_timed": str(reason)}
 
-    interleave(ready, options.rounds, options.pause, one)
+    # The first round is the warm-up, also of queues.
+    interleave(ready, 1 + options.rounds, options.pause, one)
     for process in ready:
         side = process.side
         if "not_timed" not in results[side]:
-            results[side]["call"] = summary(calls[side])
+            results[side]["call"] = summary(calls[side][1:])
             if queues[side]:
-                results[side]["queue"] = summary(queues[side])
+                results[side]["queue"] = summary(queues[side][1:])
                 results[side]["queue_calls"] = plans[side][1]
         if process.alive():
             process.ask(options.limit, ask="release")
