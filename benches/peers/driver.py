@@ -135,6 +135,8 @@ class Sides:
 
 
 def summary(samples: list[float]) -> dict[str, float]:
+    """Of the rounds of `interleave`, the first of which is the warm-up."""
+    samples = samples[1:]
     p10, p50, p90 = np.percentile(samples, [10, 50, 90])
     return {"median": float(p50), "p10": float(p10), "p90": float(p90), "rounds": len(samples)}
 
@@ -177,8 +179,8 @@ def check(row: Row, process: Process, expected: Arrays, limit: float) -> dict[st
 def interleave(
     processes: list[Process], rounds: int, pause: float, one: Callable[[Process], None]
 ) -> None:
-    """Every process once a round, each round beginning with the next one."""
-    for number in range(rounds):
+    """Every process once a round, each round beginning with the next one, after a round of warm-up."""
+    for number in range(1 + rounds):
         first = number % len(processes) if processes else 0
         for process in processes[first:] + processes[:first]:
             if process.alive():
@@ -237,14 +239,13 @@ def measure_operation(row: Row, sides: Sides, options: argparse.Namespace) -> Re
         except NotTimed as reason:
             results[process.side] = {"not_timed": str(reason)}
 
-    # The first round is the warm-up, also of queues.
-    interleave(ready, 1 + options.rounds, options.pause, one)
+    interleave(ready, options.rounds, options.pause, one)
     for process in ready:
         side = process.side
         if "not_timed" not in results[side]:
-            results[side]["call"] = summary(calls[side][1:])
+            results[side]["call"] = summary(calls[side])
             if queues[side]:
-                results[side]["queue"] = summary(queues[side][1:])
+                results[side]["queue"] = summary(queues[side])
                 results[side]["queue_calls"] = plans[side][1]
         if process.alive():
             process.ask(options.limit, ask="release")
@@ -346,7 +347,7 @@ def measure_model(row: Row, sides: Sides, options: argparse.Namespace) -> Result
     }
     expected = model_reference(row, request, sides)
     results: Results = {}
-    rounds = 1 + min(options.rounds, options.model_rounds)
+    rounds = min(options.rounds, options.model_rounds)
     # Each in a process of its own, so that its peak memory is that of this row.
     samples: dict[str, list[float]] = {}
 
@@ -370,12 +371,11 @@ def measure_model(row: Row, sides: Sides, options: argparse.Namespace) -> Result
             results[process.side] = {"not_timed": str(reason)}
 
     def run(together: list[Process]) -> None:
-        # The first round is the warm-up.
         interleave(together, rounds, options.pause, one)
         for process in together:
             result = results[process.side]
             if "not_timed" not in result:
-                result["call"] = summary(samples[process.side][1:])
+                result["call"] = summary(samples[process.side])
                 result["peak"] = process.ask(options.limit, ask="memory")["peak"]
             process.end()
 
