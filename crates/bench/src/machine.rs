@@ -4,7 +4,7 @@
 //! fused multiply-adds in registers, and the product of large matrices as our own linear does it.
 
 use crate::rows::{Cost, Precision, random_ids};
-use crate::timing::{Plan, Workload, latency};
+use crate::timing::{Plan, QUEUE_CALLS, Workload, latency};
 use candle_core::{DType, Device, Tensor};
 use metal_candle::Result;
 use metal_candle_kernels::{devices, matmul};
@@ -242,15 +242,10 @@ fn linear_rate(dtype: Precision) -> Result<f64> {
 
 /// The best of some queues, as those that operations are timed in.
 fn launch(device: &Device) -> Result<Option<f64>> {
-    const CALLS: usize = 100;
-    let mut best: Option<f64> = None;
-    for _ in 0..10 * TRIES {
-        if let Some(time) = devices::launch_time(device, CALLS)? {
-            let seconds = time.as_secs_f64() / CALLS as f64;
-            best = Some(best.map_or(seconds, |best| best.min(seconds)));
-        }
-    }
-    Ok(best)
+    let queues = (0..10 * TRIES).map(|_| devices::launch_time(device, QUEUE_CALLS));
+    let best = queues.collect::<candle_core::Result<Option<Vec<_>>>>()?;
+    let best = best.and_then(|times| times.into_iter().min());
+    Ok(best.map(|time| time.as_secs_f64() / QUEUE_CALLS as f64))
 }
 
 /// `x·Wᵀ` with x `(8192, 8192)` and W the same, operations a second.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 const QUEUE_BYTES: usize = 64 << 20;
 const GPU_QUEUE_BYTES: usize = 4 << 30;
 /// Calls in a queue at most.
-const QUEUE_CALLS: usize = 100;
+pub(crate) const QUEUE_CALLS: usize = 100;
 
 /// Something to time: the same work at every call.
 pub trait Workload {

@@ -297,8 +297,8 @@ pub(super) fn forward(
     outputs(operation, x, sizes, projections, true)
 }
 
-/// `keeps_xa`: whether x·A is wanted too.
-fn outputs(
+/// [`forward`], where `keeps_xa` says whether x·A is wanted too.
+pub(super) fn outputs(
     operation: &str,
     x: &Tensor,
     (rows, inner): (usize, usize),
@@ -339,17 +339,6 @@ fn outputs(
         outputs.push(Output { y: y.tensor, xa: ready.part_of(&xa)? });
     }
     Ok(outputs)
-}
-
-/// The `y` of [`forward`].
-pub(super) fn forward_only(
-    operation: &str,
-    x: &Tensor,
-    sizes: (usize, usize),
-    projections: &[Projection],
-) -> Result<Vec<Tensor>> {
-    let outputs = outputs(operation, x, sizes, projections, false)?;
-    Ok(outputs.into_iter().map(|output| output.y).collect())
 }
 
 /// The `xa` of [`forward`].

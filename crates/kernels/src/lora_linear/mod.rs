@@ -175,14 +175,15 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
 /// # Errors
 /// Like [`forward`].
 pub fn forward_only(x: &Tensor, projections: &[Projection]) -> Result<Vec<Tensor>> {
+    let ys = |outputs: Vec<Output>| outputs.into_iter().map(|output| output.y).collect();
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         const OPERATION: &str = "lora_linear::forward";
         let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
         check(OPERATION, x, inner, projections)?;
-        return cuda::forward_only(OPERATION, x, (rows, inner), projections);
+        return cuda::outputs(OPERATION, x, (rows, inner), projections, false).map(ys);
     }
-    Ok(forward_shared(x, projections)?.into_iter().map(|output| output.y).collect())
+    forward_shared(x, projections).map(ys)
 }
 
 /// The `xa` of [`forward_shared`] alone, with the same bits, for a forward pass that is run again and whose

@@ -240,9 +240,6 @@ __device__ __forceinline__ void begin_cluster(uint64_t *parts_told, int floats) 
     cluster_begin();
 }
 
-/// From here on the blocks of the cluster may write to each other.
-__device__ __forceinline__ void wait_for_cluster() { cluster_wait(); }
-
 /// Writes to what `place` is in a block of the cluster, whose barrier is told.
 __device__ __forceinline__ void write_in_block(float *place, int block, float value,
                                                uint64_t *parts_told) {
@@ -257,7 +254,7 @@ __device__ __forceinline__ void wait_for_parts(uint64_t *parts_told) {
 // A block is its own cluster, and what it has written is there after `times_a`.
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ void begin_cluster(uint64_t *, int) {}
-__device__ __forceinline__ void wait_for_cluster() {}
+__device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void write_in_block(float *place, int, float value, uint64_t *) {
     *place = value;
 }
@@ -313,7 +310,7 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
         for (int at = lane * LINE; at < min(inner, LINES * LINE); at += WARP * LINE)
             fetch_ahead(row + at);
     }
-    if constexpr (CLUSTERED) wait_for_cluster();
+    if constexpr (CLUSTERED) cluster_wait();
     follow_previous();
     auto begin_task = [&]() {
         p = 0;

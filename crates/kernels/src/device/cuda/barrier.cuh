@@ -20,31 +20,25 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
                  : "memory");
 }
 
-/// Waits until the phase of this parity is complete; the one before the first counts as parity 1.
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
-    uint32_t passed;
-    do {
-        asm volatile("{\n.reg .pred p;\n"
-                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                     "selp.u32 %0, 1, 0, p;\n}\n"
-                     : "=r"(passed)
-                     : "r"(barrier), "r"(parity)
-                     : "memory");
-    } while (passed == 0);
-}
+#define DEFINE_BARRIER_WAIT(name, order)                                                           \
+    __device__ __forceinline__ void name(uint32_t barrier, int parity) {                           \
+        uint32_t passed;                                                                           \
+        do {                                                                                       \
+            asm volatile("{\n.reg .pred p;\n"                                                      \
+                         "mbarrier.try_wait.parity" order ".shared::cta.b64 p, [%1], %2;\n"        \
+                         "selp.u32 %0, 1, 0, p;\n}\n"                                              \
+                         : "=r"(passed)                                                            \
+                         : "r"(barrier), "r"(parity)                                               \
+                         : "memory");                                                              \
+        } while (passed == 0);                                                                     \
+    }
 
-/// Like `barrier_wait`, where other blocks of the cluster told the barrier.
-__device__ __forceinline__ void barrier_wait_for_cluster(uint32_t barrier, int parity) {
-    uint32_t passed;
-    do {
-        asm volatile("{\n.reg .pred p;\n"
-                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-                     "selp.u32 %0, 1, 0, p;\n}\n"
-                     : "=r"(passed)
-                     : "r"(barrier), "r"(parity)
-                     : "memory");
-    } while (passed == 0);
-}
+/// Waits until the phase of this parity is complete; the one before the first counts as parity 1.
+DEFINE_BARRIER_WAIT(barrier_wait, "")
+/// The same, where other blocks of the cluster told the barrier.
+DEFINE_BARRIER_WAIT(barrier_wait_for_cluster, ".acquire.cluster")
+
+#undef DEFINE_BARRIER_WAIT
 
 /// Shows the barriers that this thread has made to the cluster, before it says that it has begun.
 __device__ __forceinline__ void fence_barriers() {

@@ -53,10 +53,7 @@ constexpr int GROUP = 8;
 /// Arrives at the barrier at the same place of block `block` of the cluster. What the thread read before
 /// by products is read, so that it need not be fenced.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
-    asm volatile("{\n.reg .b32 there;\n"
-                 "mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
-                 "r"(block)
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier, block))
                  : "memory");
 }
 
