@@ -45,7 +45,10 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
 pub fn describe(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
-        let cause = cause.to_string();
+        let cause = match cause.downcast_ref::<candle_core::Error>() {
+            Some(error) => metal_candle::tensor_message(error),
+            None => cause.to_string(),
+        };
         if text.is_empty() {
             text = cause;
         } else if !text.contains(&cause) {
@@ -78,6 +81,24 @@ mod tests {
         assert_eq!(describe(&error), "cannot save: a/b: no space left");
         assert_eq!(exit_code(&error), FAILURE);
         assert_eq!(exit_code(&usage("x")), USAGE);
+    }
+
+    #[test]
+    fn an_error_of_candle_is_told_without_its_backtrace() {
+        let error = || candle_core::Error::WithBacktrace {
+            inner: Box::new(candle_core::Error::Msg("CUDA device 0 is out of memory".into())),
+            backtrace: Box::new(std::backtrace::Backtrace::force_capture()),
+        };
+        for error in
+            [anyhow::Error::new(error()), anyhow::Error::new(metal_candle::Error::from(error()))]
+        {
+            let told = describe(&error.context("step 3"));
+            assert!(
+                told.starts_with("step 3: CUDA device 0 is out of memory; a smaller"),
+                "{told}"
+            );
+            assert_eq!(told.lines().count(), 1, "{told}");
+        }
     }
 
     #[test]

@@ -100,9 +100,69 @@ fn run(cli: Cli) -> anyhow::Result<u8> {
 }
 
 #[cfg(test)]
+#[path = "../tests/common/documents.rs"]
+mod documents;
+
+#[cfg(test)]
 mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
     #[test]
     fn flags_are_consistent() {
-        <super::Cli as clap::CommandFactory>::command().debug_assert();
+        Cli::command().debug_assert();
+    }
+
+    fn parse(arguments: &[String]) -> Result<(), clap::Error> {
+        let program = String::from("metal-candle");
+        match Cli::try_parse_from(std::iter::once(&program).chain(arguments)) {
+            Err(error) if error.use_stderr() => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    #[test]
+    fn what_documents_and_workflows_call_is_there() {
+        let found = documents::all();
+        for command in &found {
+            if let Err(error) = parse(&command.arguments) {
+                panic!("{}: {}\n{error}", command.place, command.arguments.join(" "));
+            }
+        }
+        for place in ["README.md", "docs/metal.md", "BENCHMARKS.md", ".github/workflows/ci.yml"] {
+            assert!(found.iter().any(|command| command.place == place), "{place}: nothing found");
+        }
+        assert!(found.len() >= 20, "{} commands found", found.len());
+    }
+
+    #[test]
+    fn the_examples_in_help_texts_are_commands() {
+        let mut count = 0;
+        for command in Cli::command().get_subcommands() {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            for example in documents::commands(command.get_name(), &help, false) {
+                if let Err(error) = parse(&example.arguments) {
+                    panic!("help of {}: {:?}\n{error}", command.get_name(), example.arguments);
+                }
+                count += 1;
+            }
+        }
+        assert!(count >= 10, "{count} examples found");
+    }
+
+    #[test]
+    fn commands_are_found_where_a_reader_sees_them() {
+        let markdown = "`metal-candle bench --only\nops` times; metal-candle 1.x did not.\n\n\
+                        ```sh\nA=b target/release/metal-candle demo --a \\\n  --b | tee x\n```\n\
+                        metal-candle is a program.\n\n    cargo run --release -- train -c 'a b'\n    \
+                        cargo run --example x -- no\n";
+        let found: Vec<String> = documents::commands("x", markdown, true)
+            .iter()
+            .map(|command| command.arguments.join(" "))
+            .collect();
+        assert_eq!(found, ["demo --a --b", "train -c a b", "bench --only ops"]);
+        let workflow = "      - run: target/release/metal-candle demo --device metal && true\n";
+        let [found] = &documents::commands("x", workflow, false)[..] else { panic!() };
+        assert_eq!(found.arguments, ["demo", "--device", "metal"]);
     }
 }

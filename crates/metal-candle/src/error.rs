@@ -64,8 +64,44 @@ pub enum Error {
     #[error("training diverged: {0}")]
     Diverged(String),
     /// A tensor operation failed.
-    #[error(transparent)]
+    #[error("{}", tensor_message(.0))]
     Tensor(#[from] candle_core::Error),
+}
+
+/// What a tensor operation's error says, in one line and without the backtrace that Candle's message
+/// has in its middle where `RUST_BACKTRACE` is set.
+pub fn tensor_message(error: &candle_core::Error) -> String {
+    use candle_core::Error as Tensor;
+    match error {
+        Tensor::WithBacktrace { inner, .. } => tensor_message(inner),
+        Tensor::Context { inner, context } => format!("{context}: {}", tensor_message(inner)),
+        Tensor::WithPath { inner, path } => {
+            format!("{}: {}", path.display(), tensor_message(inner))
+        }
+        Tensor::WrappedContext { wrapped, context } => {
+            let wrapped = match wrapped.downcast_ref::<Tensor>() {
+                Some(inner) => tensor_message(inner),
+                None => wrapped.to_string(),
+            };
+            format!("{context}: {wrapped}")
+        }
+        // What wraps an error's text has its backtrace as text.
+        other => without_backtrace(&other.to_string()),
+    }
+}
+
+/// A text without the lines of a backtrace, each `<number>: <function>` or `at <file>`.
+fn without_backtrace(text: &str) -> String {
+    let numbered = |line: &str| {
+        line.starts_with(' ')
+            && line.trim_start().split_once(": ").is_some_and(|(number, _)| {
+                !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+            })
+    };
+    let place = |line: &str| line.starts_with("   ") && line.trim_start().starts_with("at ");
+    let kept: Vec<&str> =
+        text.lines().filter(|line| !numbered(line) && !place(line)).map(str::trim_end).collect();
+    kept.join("\n").trim_end().to_string()
 }
 
 impl Error {
@@ -83,5 +119,30 @@ impl Error {
     /// An [`Error::Option`] about an option named `option`.
     pub fn option(option: impl Into<String>, message: impl Into<String>) -> Self {
         Self::Option { option: option.into(), message: message.into() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Error as Tensor;
+    use std::backtrace::Backtrace;
+
+    #[test]
+    fn a_tensor_error_is_told_without_its_backtrace() {
+        let traced = |inner: Tensor| Tensor::WithBacktrace {
+            inner: Box::new(inner),
+            backtrace: Box::new(Backtrace::force_capture()),
+        };
+        let out_of_memory = || traced(Tensor::Msg("CUDA device 0 is out of memory".into()));
+        assert!(out_of_memory().to_string().lines().count() > 3, "Candle tells the backtrace");
+        let told = |error: Tensor| Error::from(error).to_string();
+        assert_eq!(told(out_of_memory()), "CUDA device 0 is out of memory");
+        assert_eq!(
+            told(traced(out_of_memory().context("layer 3"))),
+            "layer 3: CUDA device 0 is out of memory"
+        );
+        assert_eq!(told(Tensor::wrap(out_of_memory())), "CUDA device 0 is out of memory");
+        assert_eq!(told(Tensor::Msg("shapes [2, 3]: at odds".into())), "shapes [2, 3]: at odds");
     }
 }

@@ -333,7 +333,7 @@ fn another_adapter_or_base_is_another_run() {
     resume(&config, false).unwrap();
     resume(&config, false).unwrap();
     let error = resume(&LoraConfig { alpha: 32.0, ..config.clone() }, false).unwrap_err();
-    assert!(error.to_string().contains("adapter was"), "{error}");
+    assert!(error.to_string().contains("adapter.alpha was 16.0 and is now 32.0"), "{error}");
     let error = resume(&config, true).unwrap_err();
     assert!(error.to_string().contains("model_hash was"), "{error}");
 }

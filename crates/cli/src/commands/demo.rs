@@ -2,7 +2,7 @@
 
 use crate::errors::INTERRUPTED;
 use crate::interrupt;
-use crate::models;
+use crate::models::{Runtime, set_threads};
 use crate::output::{self, Terminal, shell_word, table};
 use crate::prompts;
 use crate::settings::Settings;
@@ -65,12 +65,11 @@ pub struct Arguments {
     /// The result as one JSON object on stdout
     #[arg(long)]
     json: bool,
-    /// Threads that compute [default: one a core]
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
     /// Where the run's random numbers begin
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    #[command(flatten)]
+    runtime: Runtime,
 }
 
 /// A held-out question.
@@ -90,13 +89,13 @@ struct Report {
 
 pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
     let terminal = terminal(arguments.json);
-    models::set_threads(arguments.threads)?;
+    set_threads(arguments.runtime.threads)?;
     let started = Instant::now();
     let folder = &arguments.output;
     unpack(folder)?;
 
     interrupt::install()?;
-    let settings = settings(folder, arguments.seed).complete(&[])?;
+    let settings = settings(folder, arguments.seed, &arguments.runtime).complete(&[])?;
     let start = Start { overwrite: true, ..Start::default() };
     let run = Run::prepare(settings, start, terminal)?;
     terminal.note(INTRODUCTION);
@@ -158,7 +157,7 @@ fn unpack(folder: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn settings(folder: &Path, seed: u64) -> Settings {
+fn settings(folder: &Path, seed: u64, runtime: &Runtime) -> Settings {
     Settings {
         model: Some(folder.join("base").display().to_string()),
         data: Some(folder.join("instructions")),
@@ -176,6 +175,10 @@ fn settings(folder: &Path, seed: u64) -> Settings {
         save_every: 0,
         keep: 1,
         seed,
+        dtype: runtime.dtype,
+        device: runtime.device,
+        matmul: runtime.matmul,
+        threads: runtime.threads,
         ..Settings::default()
     }
 }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use super::dataset::{Dataset, Example};
 use crate::random::SplitMix64;
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
 
 /// The target of a place whose prediction the loss does not count.
 pub const IGNORED: u32 = u32::MAX;
@@ -20,7 +21,8 @@ const OPEN_ROWS: usize = 64;
 const LENGTH_STEP: usize = 8;
 
 /// How examples become batches.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct BatchOptions {
     /// Rows of a batch; the last one of an epoch may have fewer.
     pub batch_size: usize,

@@ -4,16 +4,21 @@
 //! writes it (or, in full fine-tuning, the model in f32), the optimiser's moments, and
 //! `trainer_state.json`. The folder appears under its name only when it is complete.
 
+use super::options::AdamWOptions;
+use super::schedule::LearningRate;
+use crate::adapter::LoraConfig;
+use crate::data::BatchOptions;
 use crate::model::{Model, Weights};
 use crate::{Error, Result, files};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 const FOLDER: &str = "checkpoints";
 const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Where a run stands. Together with the parameters and the moments it decides every later step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -58,13 +63,19 @@ pub(super) struct Fingerprint {
     pub tokens: u64,
     pub data_hash: String,
     pub validation_hash: Option<String>,
+    pub validation_batches: Option<BatchOptions>,
     pub model_hash: String,
-    pub adapter: String,
+    /// What LoRA was told; `None` when every weight is trained.
+    pub adapter: Option<LoraConfig>,
     pub trainable_parameters: usize,
     pub total_steps: u64,
-    pub learning_rate: String,
-    pub optimizer: String,
-    pub evaluation: String,
+    pub learning_rate: LearningRate,
+    pub adamw: AdamWOptions,
+    pub clip_norm: Option<f64>,
+    pub evaluate_every: u64,
+    pub evaluate_batches: Option<usize>,
+    pub patience: Option<u64>,
+    pub keep_best: bool,
 }
 
 impl State {
@@ -91,23 +102,58 @@ impl State {
 impl Fingerprint {
     /// Names the first thing that differs.
     pub fn check(&self, saved: &Self, path: &Path) -> Result<()> {
-        let as_map = |value: &Self| match serde_json::to_value(value) {
-            Ok(serde_json::Value::Object(map)) => map,
-            _ => serde_json::Map::new(),
+        let value = |of: &Self| {
+            serde_json::to_value(of).map_err(|error| Error::file(path, error.to_string()))
         };
-        for (key, now) in as_map(self) {
-            let before = as_map(saved).remove(&key).unwrap_or_default();
-            if before != now {
-                return Err(Error::file(
-                    path,
-                    format!(
-                        "cannot be resumed: {key} was {before} and is now {now}; resume with the same \
-                     options and data, or start a new run in another folder"
-                    ),
-                ));
-            }
+        let Some((key, before, now)) = difference("", &value(saved)?, &value(self)?) else {
+            return Ok(());
+        };
+        Err(Error::file(
+            path,
+            format!(
+                "cannot be resumed: {key} was {before} and is now {now}; resume with the same options \
+                 and data, or start a new run in another folder"
+            ),
+        ))
+    }
+}
+
+/// The first place where two values differ: its path below `key`, and what stands there in each, in
+/// words.
+fn difference(key: &str, before: &Value, now: &Value) -> Option<(String, String, String)> {
+    const MISSING: Value = Value::Null;
+    if before == now {
+        return None;
+    }
+    if let (Value::Object(before), Value::Object(now)) = (before, now) {
+        return now.keys().chain(before.keys()).find_map(|name| {
+            let path = if key.is_empty() { name.clone() } else { format!("{key}.{name}") };
+            let of = |map: &Map<String, Value>| map.get(name).cloned().unwrap_or(MISSING);
+            difference(&path, &of(before), &of(now))
+        });
+    }
+    Some((key.to_string(), in_words(before), in_words(now)))
+}
+
+/// A value of a fingerprint as a message shows it, at a readable length.
+fn in_words(value: &Value) -> String {
+    const MOST: usize = 60;
+    let text = match value {
+        Value::Null => "none".to_string(),
+        Value::String(text) => text.clone(),
+        Value::Array(list) => {
+            format!("[{}]", list.iter().map(in_words).collect::<Vec<_>>().join(", "))
         }
-        Ok(())
+        Value::Object(map) => {
+            let pairs: Vec<String> =
+                map.iter().map(|(key, value)| format!("{key}: {}", in_words(value))).collect();
+            format!("{{{}}}", pairs.join(", "))
+        }
+        other => other.to_string(),
+    };
+    match text.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
     }
 }
 
@@ -221,16 +267,21 @@ pub(super) fn load(
     model: &Model,
 ) -> Result<(State, Moments)> {
     let path = folder.join(STATE);
-    let state: State = files::read_json(&path)?;
-    if state.version != VERSION {
+    // Another version may have other keys, so it comes first.
+    let value: Value = files::read_json(&path)?;
+    let version = value.get("version").unwrap_or(&Value::Null);
+    if version.as_u64() != Some(u64::from(VERSION)) {
         return Err(Error::file(
             &path,
             format!(
-                "version is {}, expected {VERSION}; it was written by another version of this program",
-                state.version
+                "version is {}, expected {VERSION}; it was written by another version of this \
+                 program, which can continue the run",
+                in_words(version)
             ),
         ));
     }
+    let state: State = serde_json::from_value(value)
+        .map_err(|error| Error::file(&path, format!("is not the state of a run: {error}")))?;
     fingerprint.check(&state.fingerprint, &path)?;
     let State { step, updates, epoch, batch, .. } = state;
     let most = fingerprint.total_steps.saturating_mul(fingerprint.accumulation as u64);
@@ -275,4 +326,31 @@ pub(super) fn prune(output: &Path, keep: usize, best: Option<u64>) -> Result<()>
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn the_first_difference_is_told_in_words() {
+        let before =
+            json!({"seed": 1, "adapter": {"rank": 8, "targets": ["q_proj"], "exclude": null}});
+        let with = |key: &str, value: Value| {
+            let mut now = before.clone();
+            *now.pointer_mut(key).unwrap() = value;
+            difference("", &before, &now).map(|(key, was, is)| format!("{key} was {was}, is {is}"))
+        };
+        assert_eq!(with("/seed", json!(1)), None);
+        assert_eq!(with("/seed", json!(2)).unwrap(), "seed was 1, is 2");
+        assert_eq!(with("/adapter/rank", json!(4)).unwrap(), "adapter.rank was 8, is 4");
+        assert_eq!(
+            with("/adapter/exclude", json!(["v_proj", "o_proj"])).unwrap(),
+            "adapter.exclude was none, is [v_proj, o_proj]"
+        );
+        assert_eq!(with("/adapter", Value::Null).unwrap().split(" was ").next(), Some("adapter"));
+        let long = with("/adapter/targets", json!(vec!["down_proj"; 1000])).unwrap();
+        assert!(long.chars().count() < 160 && long.ends_with('…'), "{long}");
+    }
 }

@@ -98,19 +98,18 @@ impl<'a> Trainer<'a> {
             tokens: dataset.examples.iter().map(|example| example.ids.len() as u64).sum(),
             data_hash: format!("{:016x}", dataset.fingerprint()),
             validation_hash: None,
+            validation_batches: None,
             model_hash: format!("{:016x}", model.fingerprint()?),
-            adapter: format!("{:?}", model.adapter()),
+            adapter: model.adapter().cloned(),
             trainable_parameters: store.len(),
             total_steps: options.steps,
-            learning_rate: format!("{:?}", options.learning_rate),
-            optimizer: format!("{:?}, clipped to {:?}", options.adamw, options.clip_norm),
-            evaluation: format!(
-                "every {}, {:?} batches, patience {:?}, keep best {}",
-                options.evaluate_every,
-                options.evaluate_batches,
-                options.patience,
-                options.keep_best
-            ),
+            learning_rate: options.learning_rate.clone(),
+            adamw: options.adamw,
+            clip_norm: options.clip_norm,
+            evaluate_every: options.evaluate_every,
+            evaluate_batches: options.evaluate_batches,
+            patience: options.patience,
+            keep_best: options.keep_best,
         };
         batches.dataset().check_vocabulary(model.config().vocab_size)?;
         let moments = Moments::zeros(store.len(), model.device())?;
@@ -136,9 +135,9 @@ impl<'a> Trainer<'a> {
     /// Evaluates on this data, every [`TrainOptions::evaluate_every`] steps and at the end.
     #[must_use]
     pub fn with_validation(mut self, validation: &'a Batcher) -> Self {
-        let hash = validation.dataset().fingerprint();
-        self.state.fingerprint.validation_hash =
-            Some(format!("{hash:016x} {:?}", validation.options()));
+        let fingerprint = &mut self.state.fingerprint;
+        fingerprint.validation_hash = Some(format!("{:016x}", validation.dataset().fingerprint()));
+        fingerprint.validation_batches = Some(*validation.options());
         self.validation = Some(validation);
         self
     }
