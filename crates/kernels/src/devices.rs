@@ -62,6 +62,12 @@ pub fn metal(ordinal: usize) -> Result<Device> {
     )
 }
 
+/// Whether this machine's processor multiplies bf16 numbers faster than f32, and the kernels use it: by AMX
+/// tiles, or by AVX-512's dot product of bf16 pairs where that is not the slower way.
+pub fn cpu_prefers_bf16() -> bool {
+    crate::device::cpu::simd::prefers_bf16()
+}
+
 /// Runs one step of a loop on a device: of training, of evaluation, of writing a text. Where the device is
 /// a Metal device, Objective-C objects that the step left behind are freed, and when it succeeds it is
 /// waited for, what failed on the device is reported, and memory goes back that the last two steps had

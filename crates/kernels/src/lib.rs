@@ -27,6 +27,7 @@
 //! | [`sampling`] | from logits to a token |
 //! | [`recording`] | work that a GPU repeats without the host |
 //! | [`devices`] | GPUs and their memory |
+//! | [`host`] | copies on the host, made beside other work |
 //!
 //! Same inputs, same build, same machine: the same bits, whatever the number of threads.
 
@@ -41,6 +42,7 @@ pub mod embedding;
 #[cfg(all(feature = "metal-emulation", not(feature = "metal")))]
 pub mod emulation;
 pub mod glu;
+pub mod host;
 pub mod layer_norm;
 pub mod lora_linear;
 pub mod matmul;

@@ -13,7 +13,7 @@ use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
 use serde::de::DeserializeOwned;
 
 use crate::{Error, Result};
@@ -242,8 +242,8 @@ pub fn write_safetensors(
         writer.write_all(&(header.len() as u64).to_le_bytes())?;
         writer.write_all(&header)?;
         for (_, tensor) in &order {
-            match host_values(tensor) {
-                Ok(values) => values.write(writer)?,
+            match on_the_host(tensor) {
+                Ok(tensor) => write_tensor(&tensor, writer)?,
                 Err(error) => {
                     tensor_error = Some(error);
                     return Err(io::Error::other("a tensor could not be copied"));
@@ -279,64 +279,51 @@ fn safetensors_dtype(name: &str, dtype: DType) -> Result<&'static str> {
     })
 }
 
-/// A tensor's values in row-major order on the CPU.
-enum HostValues {
-    F64(Vec<f64>),
-    F32(Vec<f32>),
-    F16(Vec<half::f16>),
-    BF16(Vec<half::bf16>),
-    I64(Vec<i64>),
-    I32(Vec<i32>),
-    I16(Vec<i16>),
-    U32(Vec<u32>),
-    U8(Vec<u8>),
-}
-
-fn host_values(tensor: &Tensor) -> Result<HostValues> {
-    let flat = tensor.to_device(&Device::Cpu)?.flatten_all()?;
-    Ok(match flat.dtype() {
-        DType::F64 => HostValues::F64(flat.to_vec1()?),
-        DType::F32 => HostValues::F32(flat.to_vec1()?),
-        DType::F16 => HostValues::F16(flat.to_vec1()?),
-        DType::BF16 => HostValues::BF16(flat.to_vec1()?),
-        DType::I64 => HostValues::I64(flat.to_vec1()?),
-        DType::I32 => HostValues::I32(flat.to_vec1()?),
-        DType::I16 => HostValues::I16(flat.to_vec1()?),
-        DType::U32 => HostValues::U32(flat.to_vec1()?),
-        DType::U8 => HostValues::U8(flat.to_vec1()?),
-        other => {
-            return Err(Error::Unsupported(format!("reading values of dtype {other:?}")));
-        }
-    })
-}
-
-impl HostValues {
-    /// Writes the values little-endian, as the format asks.
-    fn write(&self, writer: &mut impl Write) -> io::Result<()> {
-        match self {
-            Self::F64(values) => write_values(writer, values, |x| x.to_le_bytes()),
-            Self::F32(values) => write_values(writer, values, |x| x.to_le_bytes()),
-            Self::F16(values) => write_values(writer, values, |x| x.to_le_bytes()),
-            Self::BF16(values) => write_values(writer, values, |x| x.to_le_bytes()),
-            Self::I64(values) => write_values(writer, values, |x| x.to_le_bytes()),
-            Self::I32(values) => write_values(writer, values, |x| x.to_le_bytes()),
-            Self::I16(values) => write_values(writer, values, |x| x.to_le_bytes()),
-            Self::U32(values) => write_values(writer, values, |x| x.to_le_bytes()),
-            Self::U8(values) => writer.write_all(values),
-        }
+/// Writes a tensor's values in row-major order, little-endian, as the format asks.
+fn write_tensor(tensor: &Tensor, writer: &mut impl Write) -> io::Result<()> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else {
+        return Err(io::Error::other("the tensor is not on the CPU"));
+    };
+    match storage {
+        CpuStorage::F64(values) => write_values(writer, values, layout, |x| x.to_le_bytes()),
+        CpuStorage::F32(values) => write_values(writer, values, layout, |x| x.to_le_bytes()),
+        CpuStorage::F16(values) => write_values(writer, values, layout, |x| x.to_le_bytes()),
+        CpuStorage::BF16(values) => write_values(writer, values, layout, |x| x.to_le_bytes()),
+        CpuStorage::I64(values) => write_values(writer, values, layout, |x| x.to_le_bytes()),
+        CpuStorage::I32(values) => write_values(writer, values, layout, |x| x.to_le_bytes()),
+        CpuStorage::I16(values) => write_values(writer, values, layout, |x| x.to_le_bytes()),
+        CpuStorage::U32(values) => write_values(writer, values, layout, |x| x.to_le_bytes()),
+        CpuStorage::U8(values) => write_values(writer, values, layout, |x| [x]),
+        // Refused by `safetensors_dtype`.
+        _ => Err(io::Error::other("the tensor's dtype cannot be written")),
     }
+}
+
+/// The tensor on the CPU, contiguous.
+fn on_the_host(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.device().is_cpu() {
+        return Ok(tensor.contiguous()?);
+    }
+    // Candle brings all that a view is a view of, such as every parameter for one of them.
+    Ok(tensor.force_contiguous()?.to_device(&Device::Cpu)?)
 }
 
 fn write_values<T: Copy, const N: usize>(
     writer: &mut impl Write,
     values: &[T],
+    layout: &Layout,
     bytes: impl Fn(T) -> [u8; N],
 ) -> io::Result<()> {
-    let mut buffer = Vec::with_capacity(values.len().min(1 << 16) * N);
+    let range = layout.contiguous_offsets().and_then(|(start, end)| values.get(start..end));
+    let values = range.ok_or_else(|| io::Error::other("the tensor is not contiguous"))?;
+    let mut buffer = vec![0; N << 16];
     for chunk in values.chunks(1 << 16) {
-        buffer.clear();
-        buffer.extend(chunk.iter().flat_map(|value| bytes(*value)));
-        writer.write_all(&buffer)?;
+        let buffer = &mut buffer[..N * chunk.len()];
+        for (place, value) in buffer.chunks_exact_mut(N).zip(chunk) {
+            place.copy_from_slice(&bytes(*value));
+        }
+        writer.write_all(buffer)?;
     }
     Ok(())
 }

@@ -17,6 +17,14 @@ pub struct Entry {
     pub offset: usize,
 }
 
+impl Entry {
+    /// Its part of a flat buffer `(len)` in the layout of its store, as a view.
+    pub fn of(&self, buffer: &Tensor) -> Result<Tensor> {
+        let flat = buffer.narrow(0, self.offset, self.shape.elem_count())?;
+        Ok(flat.reshape(self.shape.clone())?)
+    }
+}
+
 /// Values and gradients of all trainable parameters, each a flat f32 buffer with named views, so
 /// that the optimiser, the norm and the clipping are one pass each.
 ///
@@ -94,12 +102,12 @@ impl ParameterStore {
 
     /// The parameter `id` as a view: it shares the buffer and sees every later update.
     pub fn view(&self, id: ParameterId) -> Result<Tensor> {
-        self.slice(&self.values, self.entry(id)?)
+        self.entry(id)?.of(&self.values)
     }
 
     /// The gradient of the parameter `id` as a view.
     pub fn gradient(&self, id: ParameterId) -> Result<Tensor> {
-        self.slice(&self.gradients, self.entry(id)?)
+        self.entry(id)?.of(&self.gradients)
     }
 
     /// Overwrites the parameter `id` with `value` of the same shape, in any float dtype.
@@ -121,15 +129,11 @@ impl ParameterStore {
         Ok(adamw::fill_zero(&self.gradients)?)
     }
 
-    fn entry(&self, id: ParameterId) -> Result<&Entry> {
+    /// Where the parameter `id` lies.
+    pub fn entry(&self, id: ParameterId) -> Result<&Entry> {
         self.entries.get(id.0).ok_or_else(|| {
             Error::option("parameter", format!("{} of {} does not exist", id.0, self.entries.len()))
         })
-    }
-
-    fn slice(&self, buffer: &Tensor, entry: &Entry) -> Result<Tensor> {
-        let flat = buffer.narrow(0, entry.offset, entry.shape.elem_count())?;
-        Ok(flat.reshape(entry.shape.clone())?)
     }
 }
 

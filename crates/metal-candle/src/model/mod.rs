@@ -4,12 +4,14 @@
 mod cache;
 pub mod config;
 mod decoder;
+mod export;
 mod linear;
 pub mod rope;
 pub mod weights;
 
 pub use cache::KvCache;
 pub use config::Config;
+pub use export::TrainedFiles;
 pub use weights::Weights;
 
 use crate::adapter::{self, LoraConfig, ParameterStore};
@@ -17,7 +19,7 @@ use crate::autograd::{ParameterId, Tape, Value, Weight};
 use crate::data::Batch;
 use crate::hash::Fnv;
 use crate::random::SplitMix64;
-use crate::{Error, Result, files};
+use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use decoder::{Kind, Layer, Norm, Pass, Source};
 use linear::{Linear, Lora, weight_as};
@@ -29,17 +31,6 @@ use std::sync::Arc;
 
 /// Rows whose loss is computed at a time in training.
 const LOSS_CHUNK: usize = 512;
-
-/// The files beside the weights that a copy of a model needs.
-const COMPANIONS: &[&str] = &[
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-];
 
 /// A decoder-only language model on a device.
 #[derive(Debug)]
@@ -312,22 +303,6 @@ impl Model {
         })
     }
 
-    /// Writes the adapter into `folder` as PEFT does. `base_model` is what the file names as the
-    /// model it belongs to.
-    pub fn save_adapter(&self, folder: impl AsRef<Path>, base_model: &str) -> Result<()> {
-        let Some(config) = self.adapter() else {
-            return Err(Error::option("adapter", "the model has none to save"));
-        };
-        let pairs: Vec<(String, Tensor, Tensor)> = self
-            .linears()
-            .filter_map(|linear| {
-                let lora = linear.lora.as_ref()?;
-                Some((linear.path.clone(), lora.a.tensor().clone(), lora.b.tensor().clone()))
-            })
-            .collect();
-        adapter::write(folder.as_ref(), config, self.layers.len(), base_model, &pairs)
-    }
-
     /// Reads the values of the trainable parameters from a folder that [`Self::save_adapter`] or,
     /// in full fine-tuning, [`Self::save`] has written for the same parameters.
     pub fn load_parameters(&self, folder: impl AsRef<Path>) -> Result<()> {
@@ -449,73 +424,6 @@ impl Model {
             }
         }
         self.training = None;
-        Ok(())
-    }
-
-    /// Writes `config.json` and `model.safetensors` in `dtype` into `folder`, and copies the
-    /// tokenizer's files from `companions`.
-    pub fn save(
-        &self,
-        folder: impl AsRef<Path>,
-        dtype: DType,
-        companions: Option<&Path>,
-    ) -> Result<()> {
-        let folder = folder.as_ref();
-        if self.adapter().is_some() {
-            return Err(Error::option("adapter", "merge it before the model is saved"));
-        }
-        let name = match dtype {
-            DType::F32 => "float32",
-            DType::F16 => "float16",
-            DType::BF16 => "bfloat16",
-            other => {
-                return Err(Error::Unsupported(format!(
-                    "weights in {other:?}; f32, f16 and bf16 are"
-                )));
-            }
-        };
-        let mut raw = self.config.raw.clone();
-        let Some(map) = raw.as_object_mut() else {
-            return Err(Error::option("config", "has no JSON object to write as config.json"));
-        };
-        let key = if map.contains_key("dtype") { "dtype" } else { "torch_dtype" };
-        map.insert(key.into(), name.into());
-        if map.contains_key("torch_dtype") {
-            map.insert("torch_dtype".into(), name.into());
-        }
-        let index = folder.join("model.safetensors.index.json");
-        if index.exists() {
-            return Err(Error::file(
-                index,
-                "belongs to another model in this folder; give another one",
-            ));
-        }
-        let mut tensors = Vec::new();
-        for (name, weight) in self.named_weights() {
-            let tensor = copy::cast(weight.tensor(), dtype)?.contiguous()?;
-            if dtype == DType::F16 && !is_finite(&tensor)? {
-                return Err(Error::option(
-                    "dtype",
-                    format!("f16 cannot hold the values of `{name}`; use bf16 or f32"),
-                ));
-            }
-            tensors.push((name, tensor));
-        }
-        let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-        files::write_safetensors(folder.join("model.safetensors"), &tensors, Some(metadata))?;
-        let path = folder.join("config.json");
-        let bytes = serde_json::to_vec_pretty(&raw)
-            .map_err(|error| Error::file(&path, error.to_string()))?;
-        files::write_bytes_atomic(&path, &bytes)?;
-        for name in companions.into_iter().flat_map(|_| COMPANIONS) {
-            let Some(from) =
-                companions.map(|folder| folder.join(name)).filter(|path| path.is_file())
-            else {
-                continue;
-            };
-            let bytes = std::fs::read(&from).map_err(Error::io(&from))?;
-            files::write_bytes_atomic(folder.join(name), &bytes)?;
-        }
         Ok(())
     }
 
@@ -678,11 +586,6 @@ impl Model {
         weights.extend(&mut self.head);
         Ok(weights)
     }
-}
-
-fn is_finite(tensor: &Tensor) -> Result<bool> {
-    let largest = tensor.to_dtype(DType::F32)?.abs()?.flatten_all()?.max(0)?;
-    Ok(largest.to_scalar::<f32>()?.is_finite())
 }
 
 /// A layer for changing; only a backward pass that is still to run would share it.

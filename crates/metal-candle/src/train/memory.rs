@@ -1,7 +1,8 @@
 //! How much memory a run takes: what tensors take on a GPU, or else what the process holds as the
 //! operating system counts it.
 //!
-//! Linux: `VmRSS` and `VmHWM` of `/proc/self/status` (proc_pid_status(5)). macOS: the resident
+//! Linux: `VmRSS` and `VmHWM` of `/proc/self/status` (proc_pid_status(5)) and `MemAvailable` of
+//! `/proc/meminfo` (proc_meminfo(5)). macOS: the resident
 //! size of `proc_pid_rusage` and the `ru_maxrss` of `getrusage(2)`. Elsewhere nothing is known.
 
 use crate::Result;
@@ -25,6 +26,12 @@ pub fn resident_bytes() -> Option<u64> {
     system::resident_bytes()
 }
 
+/// The memory that processes can still take without others being swapped out, in bytes; `None` where the
+/// system does not say.
+pub fn available_bytes() -> Option<u64> {
+    system::available_bytes()
+}
+
 /// The most resident memory this process has had so far, in bytes; `None` where the system does
 /// not say.
 pub fn peak_resident_bytes() -> Option<u64> {
@@ -39,6 +46,10 @@ mod system {
 
     pub fn peak_resident_bytes() -> Option<u64> {
         super::status_bytes(&std::fs::read_to_string("/proc/self/status").ok()?, "VmHWM")
+    }
+
+    pub fn available_bytes() -> Option<u64> {
+        super::status_bytes(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable")
     }
 }
 
@@ -75,6 +86,10 @@ mod system {
             .then(|| unsafe { usage.assume_init() }.ru_maxrss)
             .and_then(|b| b.try_into().ok())
     }
+
+    pub fn available_bytes() -> Option<u64> {
+        None
+    }
 }
 
 #[cfg(not(any(target_os = "linux", target_os = "macos")))]
@@ -84,6 +99,10 @@ mod system {
     }
 
     pub fn peak_resident_bytes() -> Option<u64> {
+        None
+    }
+
+    pub fn available_bytes() -> Option<u64> {
         None
     }
 }

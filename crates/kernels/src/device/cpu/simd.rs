@@ -37,6 +37,14 @@ pub(crate) fn level() -> Level {
     })
 }
 
+/// Whether products of bf16 numbers are faster than those of f32.
+pub(crate) fn prefers_bf16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return level() >= Level::Avx512Bf16;
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 fn named(name: &str) -> Option<Level> {
     match name {
         "baseline" => Some(Level::Baseline),

@@ -6,6 +6,7 @@
 mod blas;
 mod boxes;
 mod copy;
+mod host;
 mod launch;
 mod module;
 mod open;
@@ -25,6 +26,7 @@ use std::sync::Arc;
 pub(crate) use blas::{Matrix, Rows, require_floats};
 pub(crate) use boxes::Map;
 pub(crate) use copy::Stripes;
+pub(crate) use host::{Copied, Pinned, copy_to_host};
 pub(crate) use launch::launch_time;
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, memory, open, reset_peak};

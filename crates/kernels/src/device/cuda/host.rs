@@ -1,0 +1,118 @@
+//! Pinned memory of the host, and copies of the device's memory to it.
+
+use super::Cuda;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, result, sys};
+use candle_core::{CpuStorage, Device, Layout, Result, Storage, Tensor, bail};
+use rayon::prelude::*;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+/// Bytes that one thread touches at a time, and what the smallest page has.
+const TOUCH: usize = 16 << 20;
+const PAGE: usize = 4096;
+
+/// The memory of a tensor of the host, pinned so that the device writes to it at the speed of the bus, and
+/// beside other work. It is dropped before the tensor.
+#[derive(Debug)]
+pub(crate) struct Pinned {
+    address: usize,
+    context: Arc<CudaContext>,
+}
+
+impl Pinned {
+    pub(crate) fn new(tensor: &Tensor, device: &Device) -> Result<Self> {
+        let context = Cuda::on(device)?.stream.context().clone();
+        let (address, bytes) = memory(tensor)?;
+        // Pages come into being where they are touched first, which the driver does with one thread.
+        let pages: Vec<usize> = (0..bytes).step_by(TOUCH).collect();
+        pages.into_par_iter().for_each(|start| {
+            for byte in (start..bytes.min(start + TOUCH)).step_by(PAGE) {
+                // SAFETY: within the tensor, which is new and zero and which nobody else has.
+                unsafe { ((address + byte) as *mut u8).write_volatile(0) };
+            }
+        });
+        context.bind_to_thread().w()?;
+        // SAFETY: the memory is that of the tensor, and is unpinned before that is dropped.
+        unsafe { sys::cuMemHostRegister_v2(address as *mut c_void, bytes, 0) }.result().w()?;
+        Ok(Self { address, context })
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // What fails here has nobody to tell; the memory then stays pinned until the process ends.
+        let _ = self.context.bind_to_thread();
+        // SAFETY: pinned by this, and copies to it were waited for.
+        let _ = unsafe { sys::cuMemHostUnregister(self.address as *mut c_void) }.result();
+    }
+}
+
+/// Copies that were launched.
+#[derive(Debug)]
+pub(crate) struct Copied {
+    event: CudaEvent,
+    /// They lie on the device until then.
+    _sources: Vec<Tensor>,
+}
+
+impl Copied {
+    pub(crate) fn wait(self) -> Result<()> {
+        self.event.synchronize().w()
+    }
+}
+
+impl Drop for Copied {
+    fn drop(&mut self) {
+        // The host's memory may be given back now.
+        let _ = self.event.synchronize();
+    }
+}
+
+/// Launches copies of contiguous tensors of the device to the memory of contiguous ones of the host, which
+/// outlive what is returned.
+pub(crate) fn copy_to_host(device: &Device, from: &[Tensor], to: &[Tensor]) -> Result<Copied> {
+    let cuda = Cuda::on(device)?;
+    super::refuse_in_recording("a copy to the host")?;
+    cuda.stream.context().bind_to_thread().w()?;
+    for (from, to) in from.iter().zip(to) {
+        if from.elem_count() == 0 {
+            continue;
+        }
+        if !from.device().same_device(device) {
+            bail!("metal-candle-kernels: host: tensors to copy are on several devices")
+        }
+        let pointer = cuda.strided(from)?.pointer;
+        let (address, bytes) = memory(to)?;
+        // SAFETY: both have so many bytes; the host's are read after the event below.
+        unsafe {
+            let bytes = std::slice::from_raw_parts_mut(address as *mut u8, bytes);
+            result::memcpy_dtoh_async(bytes, pointer, cuda.stream.cu_stream())
+        }
+        .w()?;
+    }
+    // The thread that waits leaves its core to others.
+    let event = cuda.stream.record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
+    Ok(Copied { event, _sources: from.to_vec() })
+}
+
+/// Where the elements of a contiguous tensor of the host start, and their bytes.
+fn memory(tensor: &Tensor) -> Result<(usize, usize)> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let start = match &*storage {
+        Storage::Cpu(CpuStorage::U8(values)) => address(values, layout),
+        Storage::Cpu(CpuStorage::U32(values)) => address(values, layout),
+        Storage::Cpu(CpuStorage::I64(values)) => address(values, layout),
+        Storage::Cpu(CpuStorage::BF16(values)) => address(values, layout),
+        Storage::Cpu(CpuStorage::F16(values)) => address(values, layout),
+        Storage::Cpu(CpuStorage::F32(values)) => address(values, layout),
+        Storage::Cpu(CpuStorage::F64(values)) => address(values, layout),
+        _ => bail!("metal-candle-kernels: host: {:?} tensors cannot be copied", tensor.dtype()),
+    };
+    Ok((start, tensor.elem_count() * tensor.dtype().size_in_bytes()))
+}
+
+fn address<T>(values: &[T], layout: &Layout) -> usize {
+    values[layout.start_offset()..].as_ptr() as usize
+}

@@ -1,0 +1,178 @@
+//! Copies of a device's tensors in the memory of the host, made beside the work that follows.
+//!
+//! On CUDA the memory is pinned, and a copy is launched behind the work that makes the tensors: nothing
+//! waits, and later work may overwrite them. On Metal a copy waits for that work; on the CPU it is a copy
+//! in memory.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+/// Memory of the host for copies of certain tensors, to be used again for the next copies of them.
+#[derive(Debug)]
+pub struct HostBuffers {
+    /// Stands first, as it is to be dropped before the memory that it pins.
+    #[cfg(feature = "cuda")]
+    _pinned: Vec<crate::device::cuda::Pinned>,
+    tensors: Vec<Tensor>,
+}
+
+impl HostBuffers {
+    /// Memory for copies of tensors of these shapes and dtypes that lie on `device`. On CUDA it is
+    /// touched and pinned here, which takes a while for gigabytes.
+    ///
+    /// # Errors
+    /// When the driver refuses to pin it.
+    pub fn new(like: &[(Vec<usize>, DType)], device: &Device) -> Result<Self> {
+        let tensors = like
+            .iter()
+            .map(|(shape, dtype)| Tensor::zeros(shape.as_slice(), *dtype, &Device::Cpu))
+            .collect::<Result<Vec<_>>>()?;
+        #[cfg(feature = "cuda")]
+        let pinned = match device {
+            Device::Cuda(_) => tensors
+                .iter()
+                .filter(|tensor| tensor.elem_count() > 0)
+                .map(|tensor| crate::device::cuda::Pinned::new(tensor, device))
+                .collect::<Result<_>>()?,
+            _ => Vec::new(),
+        };
+        #[cfg(not(feature = "cuda"))]
+        let _ = device;
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            _pinned: pinned,
+            tensors,
+        })
+    }
+
+    /// Begins to copy `tensors`, which are contiguous and of the shapes, dtypes and device that this was
+    /// made for. They may be overwritten as soon as this returns, by work on the same device.
+    ///
+    /// # Errors
+    /// When they are others, or the driver refuses.
+    pub fn copy(self, tensors: &[Tensor]) -> Result<HostCopy> {
+        if tensors.len() != self.tensors.len() {
+            bail!(
+                "metal-candle-kernels: host: {} tensors to copy, expected {}",
+                tensors.len(),
+                self.tensors.len()
+            )
+        }
+        for (from, to) in tensors.iter().zip(&self.tensors) {
+            if from.dims() != to.dims() || from.dtype() != to.dtype() || !from.is_contiguous() {
+                bail!(
+                    "metal-candle-kernels: host: {:?} {:?} cannot be copied to {:?} {:?}; it must be contiguous and of that shape",
+                    from.dims(),
+                    from.dtype(),
+                    to.dims(),
+                    to.dtype()
+                )
+            }
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(tensor) = tensors.iter().find(|tensor| tensor.device().is_cuda()) {
+            let copied =
+                crate::device::cuda::copy_to_host(tensor.device(), tensors, &self.tensors)?;
+            return Ok(HostCopy { copied: Some(copied), buffers: self });
+        }
+        for (from, to) in tensors.iter().zip(&self.tensors) {
+            if from.elem_count() > 0 {
+                // A view is made a tensor of its own first, as Candle copies all that it is a view of.
+                let from = match from.device() {
+                    Device::Cpu => from.clone(),
+                    _ => from.force_contiguous()?.to_device(&Device::Cpu)?,
+                };
+                to.flatten_all()?.slice_set(&from.flatten_all()?, 0, 0)?;
+            }
+        }
+        Ok(HostCopy {
+            #[cfg(feature = "cuda")]
+            copied: None,
+            buffers: self,
+        })
+    }
+
+    /// What was copied last. A clone of one of these sees the next copy.
+    pub fn tensors(&self) -> &[Tensor] {
+        &self.tensors
+    }
+}
+
+/// A copy under way.
+#[derive(Debug)]
+pub struct HostCopy {
+    /// Dropped, and so waited for, before the memory it writes to.
+    #[cfg(feature = "cuda")]
+    copied: Option<crate::device::cuda::Copied>,
+    buffers: HostBuffers,
+}
+
+impl HostCopy {
+    /// Waits for the copy. Any thread may do this.
+    ///
+    /// # Errors
+    /// When the copy, or work before it, failed.
+    pub fn wait(self) -> Result<HostBuffers> {
+        #[cfg(feature = "cuda")]
+        if let Some(copied) = self.copied {
+            copied.wait()?;
+        }
+        Ok(self.buffers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Copies of tensors of several dtypes are exact, and keep what they hold when the tensors change.
+    fn copies_hold_what_was_there(device: &Device) {
+        let numbers = Tensor::arange(0f32, 70_001.0, device).unwrap();
+        let whole = numbers.affine(1.5, -3.0).unwrap();
+        // A view of the middle: only that is copied.
+        let view = whole.narrow(0, 257, 60_000).unwrap();
+        let small = numbers.narrow(0, 0, 255).unwrap().to_dtype(DType::U8).unwrap();
+        let none = Tensor::zeros((0, 3), DType::F32, device).unwrap();
+        let tensors = [view.clone(), small.clone(), none];
+        let like: Vec<_> =
+            tensors.iter().map(|tensor| (tensor.dims().to_vec(), tensor.dtype())).collect();
+        let mut buffers = HostBuffers::new(&like, device).unwrap();
+        for round in 0..3 {
+            let expected: Vec<f32> = view.force_contiguous().unwrap().to_vec1().unwrap();
+            let copy = buffers.copy(&tensors).unwrap();
+            // Behind the copy in the stream.
+            crate::adamw::accumulate(&view, &view.force_contiguous().unwrap(), 0.5).unwrap();
+            buffers = copy.wait().unwrap();
+            assert_eq!(buffers.tensors()[0].to_vec1::<f32>().unwrap(), expected, "round {round}");
+            let bytes: Vec<u8> = buffers.tensors()[1].to_vec1().unwrap();
+            assert_eq!(bytes, (0..255).collect::<Vec<u8>>());
+            assert_eq!(buffers.tensors()[2].dims(), [0, 3]);
+        }
+        // A copy that nobody waits for ends before its memory is given back.
+        drop(buffers.copy(&tensors).unwrap());
+    }
+
+    #[test]
+    fn copies_on_the_cpu_hold_what_was_there() {
+        copies_hold_what_was_there(&Device::Cpu);
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn cuda_copies_hold_what_was_there() {
+        let Some(device) = crate::testing::cuda() else { return };
+        copies_hold_what_was_there(&device);
+    }
+
+    #[test]
+    fn other_tensors_are_refused() {
+        let like = [(vec![2, 3], DType::F32)];
+        for wrong in [
+            Tensor::zeros((3, 2), DType::F32, &Device::Cpu).unwrap(),
+            Tensor::zeros((2, 3), DType::F64, &Device::Cpu).unwrap(),
+            Tensor::zeros((3, 2), DType::F32, &Device::Cpu).unwrap().t().unwrap(),
+        ] {
+            assert!(HostBuffers::new(&like, &Device::Cpu).unwrap().copy(&[wrong]).is_err());
+        }
+        assert!(HostBuffers::new(&like, &Device::Cpu).unwrap().copy(&[]).is_err());
+    }
+}
