@@ -180,14 +180,35 @@ pub fn set_matmul(matmul: Option<Matmul>, device: &Device) -> anyhow::Result<()>
     Ok(())
 }
 
-/// The dtype, where `auto` is what the device is best at.
-pub fn dtype(precision: Precision, device: &Device) -> DType {
+/// The dtype, where `auto` is what the device computes fastest in, and why it was taken if it was.
+pub fn dtype_and_reason(precision: Precision, device: &Device) -> (DType, Option<&'static str>) {
     match precision {
-        Precision::Auto if !device.is_cpu() => DType::BF16,
-        Precision::Auto | Precision::F32 => DType::F32,
-        Precision::Bf16 => DType::BF16,
-        Precision::F16 => DType::F16,
+        Precision::Auto if !device.is_cpu() => (DType::BF16, Some("a GPU computes fastest in it")),
+        Precision::Auto if devices::cpu_prefers_bf16() => {
+            (DType::BF16, Some("this processor has bf16 arithmetic"))
+        }
+        Precision::Auto => (DType::F32, Some("this processor has no bf16 arithmetic")),
+        Precision::F32 => (DType::F32, None),
+        Precision::Bf16 => (DType::BF16, None),
+        Precision::F16 => (DType::F16, None),
     }
+}
+
+/// [`dtype_and_reason`] without the reason.
+pub fn dtype(precision: Precision, device: &Device) -> DType {
+    dtype_and_reason(precision, device).0
+}
+
+/// What computes, and in which dtype, as a person reads it.
+pub fn describe_compute(precision: Precision, device: &Device) -> String {
+    let place = match device {
+        Device::Cpu => "the processor",
+        Device::Cuda(_) => "an NVIDIA GPU",
+        Device::Metal(_) => "the Mac's GPU",
+    };
+    let (dtype, reason) = dtype_and_reason(precision, device);
+    let reason = reason.map_or(String::new(), |reason| format!(" ({reason}; --dtype chooses)"));
+    format!("{place}, in {}{reason}", dtype.as_str())
 }
 
 /// Sets how many threads compute. Nothing may run in another thread yet.

@@ -2,6 +2,7 @@
 
 use crate::errors::usage;
 use crate::models::check_matmul;
+use candle_core::DType;
 use clap::ValueEnum;
 use indexmap::IndexMap;
 use metal_candle::adapter::{self, LoraConfig, Targets};
@@ -69,7 +70,7 @@ pub enum Course {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
-    /// f32 on the CPU
+    /// bf16 on GPUs and on processors with bf16 arithmetic, else f32
     #[default]
     Auto,
     /// 32-bit float
@@ -84,6 +85,17 @@ pub enum Precision {
     #[serde(alias = "float16")]
     #[value(alias = "float16")]
     F16,
+}
+
+impl Precision {
+    /// The name of a dtype that weights and activations can have.
+    pub fn of(dtype: DType) -> Self {
+        match dtype {
+            DType::BF16 => Self::Bf16,
+            DType::F16 => Self::F16,
+            _ => Self::F32,
+        }
+    }
 }
 
 /// The device that computes.

@@ -7,7 +7,7 @@ use crate::models::{self, device};
 use crate::output::{Terminal, bytes, grouped, plural, shell_word, table};
 use crate::progress::{Progress, clock};
 use crate::prompts;
-use crate::settings::{FineTuneType, Settings, limit};
+use crate::settings::{FineTuneType, Precision, Settings, limit};
 use anyhow::Context;
 use candle_core::DType;
 use chrono::NaiveDateTime;
@@ -75,6 +75,8 @@ pub struct Plan {
     pub tokens_per_epoch: u64,
     pub peak_learning_rate: f64,
     pub memory: Memory,
+    /// What computes, in which dtype, and why that was taken.
+    pub compute: String,
     pub settings: Settings,
 }
 
@@ -149,6 +151,9 @@ impl Run {
         let device = device(settings.device)?;
         models::set_matmul(settings.matmul, &device)?;
         let dtype = models::dtype(settings.dtype, &device);
+        let compute = models::describe_compute(settings.dtype, &device);
+        // What `auto` stands for here is kept with the run, which may continue on another machine.
+        settings.dtype = Precision::of(dtype);
         let data = settings.data.clone().ok_or_else(|| usage("no data: give --data"))?;
         if !start.dry_run {
             check_output(&settings, &start)?;
@@ -265,6 +270,7 @@ impl Run {
             tokens_per_epoch: dataset.report.tokens as u64,
             peak_learning_rate: options.learning_rate.peak(),
             memory: memory(&settings, &model, parameters, trainable, dataset.report.longest),
+            compute,
             settings: settings.clone(),
         };
         let base_model = base_name(&settings, &folder);
@@ -451,6 +457,7 @@ impl Plan {
             ),
         ));
         rows.push(("Learning rate", format!("{:e} at its peak", self.peak_learning_rate)));
+        rows.push(("Computes", self.compute.clone()));
         rows.push((
             "Memory",
             format!(

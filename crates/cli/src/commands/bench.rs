@@ -1,7 +1,9 @@
 //! `bench`: what this machine takes for operations, a training step, prefill and decode.
 
 use crate::errors::{SUCCESS, usage};
-use crate::models::{Runtime, check_matmul, device, dtype, set_matmul, set_threads};
+use crate::models::{
+    Runtime, check_matmul, describe_compute, device, dtype, set_matmul, set_threads,
+};
 use crate::output::{self, Terminal, bytes};
 use crate::settings::Matmul;
 use candle_core::{DType, Device};
@@ -216,7 +218,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         rows: Vec::with_capacity(rows.len()),
     };
     if !to_stdout {
-        output::write(&heading(&report))?;
+        output::write(&heading(&report, describe_compute(arguments.runtime.dtype, &device)))?;
     }
     for row in &rows {
         for row in arguments.ways(row, &device) {
@@ -244,7 +246,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
 }
 
 /// The machine, its peaks and the names of the columns.
-fn heading(report: &Report) -> String {
+fn heading(report: &Report, compute: String) -> String {
     let (machine, peaks) = (&report.machine, &report.peaks);
     let giga = |rate: f64| format!("{:.0}", rate / 1e9);
     let read: Vec<String> = peaks
@@ -276,6 +278,7 @@ fn heading(report: &Report) -> String {
             ),
         ),
     ];
+    rows.push(("Models", compute));
     if let Some(launch) = peaks.launch {
         rows.push(("Launching", format!("{:.2} µs an operation that does nothing", launch * 1e6)));
     }

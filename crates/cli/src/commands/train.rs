@@ -303,6 +303,10 @@ fn settings(mut arguments: Arguments) -> anyhow::Result<(Settings, Start)> {
                     if let Some(time) = saved.get("template_time") {
                         file.insert("template_time".into(), time.clone());
                     }
+                    // What `auto` stood for where the run began.
+                    if let (None, Some(dtype)) = (file.get("dtype"), saved.get("dtype")) {
+                        file.insert("dtype".into(), dtype.clone());
+                    }
                 }
             }
         }
