@@ -1,0 +1,196 @@
+//! A repository's folder in the cache, as huggingface_hub lays it out.
+//!
+//! ```text
+//! <cache>/models--owner--name/refs/<revision>              the commit
+//!                            /blobs/<etag>                 the content of a file
+//!                            /blobs/<etag>.incomplete      as much of it as has arrived
+//!                            /snapshots/<commit>/<file>    a link to it
+//! <cache>/.locks/models--owner--name/<etag>.lock           held by who downloads it
+//! ```
+
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::HubOptions;
+use super::names::is_commit;
+use super::transfer::Failure;
+use crate::{Error, Result, files};
+
+/// How often a lock is tried that another process holds.
+const LOCK_PAUSE: Duration = Duration::from_millis(100);
+
+/// One revision of a repository, and where it comes from and goes to.
+#[derive(Clone, Copy)]
+pub(super) struct Repository<'a> {
+    pub(super) id: &'a str,
+    pub(super) revision: &'a str,
+    pub(super) options: &'a HubOptions,
+}
+
+impl Repository<'_> {
+    pub(super) fn error(&self, message: impl Into<String>) -> Error {
+        Error::Hub { repository: self.id.to_string(), message: message.into() }
+    }
+
+    pub(super) fn failure(&self, message: impl Into<String>) -> Failure {
+        Failure::Final(self.error(message))
+    }
+
+    /// `models--owner--name`.
+    fn name(&self) -> String {
+        format!("models--{}", self.id.replace('/', "--"))
+    }
+
+    pub(super) fn folder(&self) -> PathBuf {
+        self.options.cache.join(self.name())
+    }
+
+    pub(super) fn snapshot(&self, commit: &str) -> PathBuf {
+        self.folder().join("snapshots").join(commit)
+    }
+
+    pub(super) fn blob(&self, etag: &str) -> PathBuf {
+        self.folder().join("blobs").join(etag)
+    }
+
+    /// The snapshot of the revision in the cache with its commit, or why there is none.
+    pub(super) fn cached_snapshot(&self) -> Result<(String, PathBuf), String> {
+        let reference = self.folder().join("refs").join(self.revision);
+        let commit = match fs::read_to_string(&reference) {
+            Ok(commit) => commit.trim().to_string(),
+            Err(_) if is_commit(self.revision) => self.revision.to_string(),
+            Err(_) => {
+                return Err(format!(
+                    "revision {} is not in the cache (no {})",
+                    self.revision,
+                    reference.display()
+                ));
+            }
+        };
+        if !is_commit(&commit) {
+            return Err(format!("{} does not hold a commit", reference.display()));
+        }
+        let snapshot = self.snapshot(&commit);
+        if !snapshot.is_dir() {
+            return Err(format!("the cache has no {}", snapshot.display()));
+        }
+        Ok((commit, snapshot))
+    }
+
+    /// Notes that the revision is this commit.
+    pub(super) fn refer_to(&self, commit: &str) -> Result<()> {
+        let reference = self.folder().join("refs").join(self.revision);
+        let is_known = || fs::read_to_string(&reference).is_ok_and(|known| known.trim() == commit);
+        if self.revision == commit || is_known() {
+            return Ok(());
+        }
+        let parent = reference.parent().unwrap_or(&reference);
+        fs::create_dir_all(parent).map_err(Error::io(parent))?;
+        files::write_bytes_atomic(&reference, commit)
+    }
+
+    /// What the cache or the hub gives: the cache alone for a commit, which never changes, and when
+    /// the options say offline; otherwise the hub, for which the cache stands in when it cannot be
+    /// reached.
+    pub(super) fn resolve<T>(
+        &self,
+        cached: impl Fn() -> Result<T, String>,
+        fetch: impl FnOnce() -> Result<T, Failure>,
+    ) -> Result<T> {
+        if self.options.offline {
+            return cached().map_err(|missing| {
+                self.error(format!("{missing}; HF_HUB_OFFLINE is set, so nothing is downloaded"))
+            });
+        }
+        if is_commit(self.revision)
+            && let Ok(found) = cached()
+        {
+            return Ok(found);
+        }
+        match fetch() {
+            Ok(found) => Ok(found),
+            Err(Failure::Final(error)) => Err(error),
+            Err(Failure::Network(reason)) => match cached() {
+                Ok(found) => {
+                    tracing::warn!("{}: {reason}; using what was downloaded before", self.id);
+                    Ok(found)
+                }
+                Err(missing) => Err(self.error(format!("{reason}, and {missing}"))),
+            },
+        }
+    }
+
+    /// The right to download the blob of this etag. Waits while another process has it. On a file
+    /// system without locks there is none to wait for, and every process downloads for itself.
+    pub(super) fn lock(&self, etag: &str) -> Result<Option<File>> {
+        let folder = self.options.cache.join(".locks").join(self.name());
+        fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
+        let path = folder.join(format!("{etag}.lock"));
+        let file = File::options()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(&path)
+            .map_err(Error::io(&path))?;
+        let mut is_new = true;
+        loop {
+            match file.try_lock() {
+                Ok(()) => return Ok(Some(file)),
+                Err(TryLockError::WouldBlock) => {
+                    if is_new {
+                        tracing::warn!(
+                            "{}: another process is downloading; waiting for it ({} is locked)",
+                            self.id,
+                            path.display()
+                        );
+                        is_new = false;
+                    }
+                    std::thread::sleep(LOCK_PAUSE);
+                }
+                Err(TryLockError::Error(error)) => {
+                    tracing::debug!("downloading without a lock: {error}");
+                    return Ok(None);
+                }
+            }
+        }
+    }
+
+    /// Makes `file` of the commit's snapshot stand for the blob of this etag.
+    pub(super) fn link(&self, etag: &str, commit: &str, file: &str) -> io::Result<()> {
+        let pointer = self.snapshot(commit).join(file);
+        if let Some(parent) = pointer.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        if pointer.is_symlink() {
+            // Its blob is gone, or another process made it just now.
+            match fs::remove_file(&pointer) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+        match place(&self.blob(etag), etag, file, &pointer) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            other => other,
+        }
+    }
+}
+
+/// The link to a blob. Its target is relative, so the cache may be moved.
+#[cfg(unix)]
+fn place(_blob: &Path, etag: &str, file: &str, pointer: &Path) -> io::Result<()> {
+    let up = "../".repeat(2 + file.matches('/').count());
+    std::os::unix::fs::symlink(format!("{up}blobs/{etag}"), pointer)
+}
+
+/// Elsewhere links need rights that not everybody has.
+#[cfg(not(unix))]
+fn place(blob: &Path, _etag: &str, _file: &str, pointer: &Path) -> io::Result<()> {
+    fs::copy(blob, pointer).map(|_| ())
+}
+
+/// The bytes of a file, if it is one.
+pub(super) fn length(path: &Path) -> Option<u64> {
+    fs::metadata(path).ok().filter(|found| found.is_file()).map(|found| found.len())
+}
