@@ -1,7 +1,6 @@
 //! The `metal-candle` command.
 
 mod commands;
-mod config;
 mod errors;
 mod interrupt;
 mod logging;
@@ -12,7 +11,9 @@ mod prompts;
 mod sampling;
 mod settings;
 mod training;
+mod wrap;
 
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Parser, Subcommand};
 use output::Terminal;
 use std::process::ExitCode;
@@ -41,14 +42,17 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Fine-tune a model on a file or folder of examples
+    #[command(alias = "lora", alias = "sft", alias = "finetune")]
     Train(Box<commands::train::Arguments>),
     /// Write a text
     Generate(commands::generate::Arguments),
     /// Talk with a model
     Chat(commands::chat::Arguments),
     /// Merge an adapter into its model
+    #[command(alias = "merge")]
     Fuse(commands::fuse::Arguments),
     /// Measure loss and perplexity on data
+    #[command(alias = "eval")]
     Evaluate(commands::evaluate::Arguments),
     /// Show what a model, an adapter or a checkpoint is
     Inspect(commands::inspect::Arguments),
@@ -64,8 +68,11 @@ fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
-            // Help into a closed pipe is nobody's mistake.
-            let _ = error.print();
+            match explain(&error) {
+                Some(message) => output::say(format!("error: {message}")),
+                // Help into a closed pipe is nobody's mistake.
+                None => drop(error.print()),
+            }
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(errors::USAGE));
         }
     };
@@ -78,6 +85,53 @@ fn main() -> ExitCode {
             }
             ExitCode::from(code)
         }
+    }
+}
+
+/// Flags of other programs, and what there is instead. Those that mean the same as a flag here are its
+/// aliases.
+const ELSEWHERE: &[(&str, &str)] = &[
+    ("--dequantize", "quantised weights are not supported"),
+    ("--do-sample", "tokens are drawn unless --temperature is 0"),
+    ("--export-gguf", "a fused model is written as safetensors, which other tools convert"),
+    ("--gguf-path", "a fused model is written as safetensors, which other tools convert"),
+    ("--load-in-4bit", "quantised weights are not supported"),
+    ("--load-in-8bit", "quantised weights are not supported"),
+    ("--max-kv-size", "the cache grows with the text; leave it out"),
+    ("--max-length", "--max-tokens counts the new tokens, --max-seq-length those of an example"),
+    ("--num-beams", "beam search is not supported; --temperature 0 takes the likeliest token"),
+    ("--quantize", "quantised weights are not supported"),
+    ("--trust-remote-code", "no code of a model is ever run; leave it out"),
+    ("--upload-repo", "nothing is uploaded; leave it out"),
+];
+
+/// What is wrong with the arguments, where clap's message would be Rust's or it can't know the word.
+fn explain(error: &clap::Error) -> Option<String> {
+    let context = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.as_str()),
+        _ => None,
+    };
+    let flag = context(ContextKind::InvalidArg)?;
+    match error.kind() {
+        ErrorKind::ValueValidation => {
+            let value = context(ContextKind::InvalidValue)?;
+            let kind = flag.split(['<', '>']).nth(1).unwrap_or_default();
+            let name = flag.split([' ', '[', '=']).next().unwrap_or(flag);
+            let own = std::error::Error::source(error).map(ToString::to_string);
+            // Those of Rust's types are none of this program's.
+            let expected = match own.filter(|own| own.contains('`') || own.contains(" is not in "))
+            {
+                Some(own) => format!("but {}", settings::cut(&own)),
+                None => format!("expected {}", settings::of_kind(kind)),
+            };
+            Some(format!("{name}: is {}, {expected}", settings::cut(value)))
+        }
+        ErrorKind::UnknownArgument => {
+            let name = flag.split('=').next().unwrap_or(flag).replace('_', "-");
+            let (_, instead) = ELSEWHERE.iter().find(|(other, _)| *other == name)?;
+            Some(format!("{flag}: {instead}"))
+        }
+        _ => None,
     }
 }
 
@@ -148,6 +202,53 @@ mod tests {
             }
         }
         assert!(count >= 10, "{count} examples found");
+    }
+
+    #[test]
+    fn mistakes_in_flags_are_told_in_words() {
+        let told = |line: &str| {
+            let words: Vec<&str> = std::iter::once("metal-candle").chain(line.split(' ')).collect();
+            explain(&Cli::try_parse_from(words).unwrap_err())
+        };
+        for (line, expected) in [
+            ("train --rank many", "--rank: is many, expected a whole number"),
+            ("train --epochs x", "--epochs: is x, expected a number"),
+            ("train --packing=3", "--packing: is 3, expected true or false"),
+            ("train --rank-pattern q", "--rank-pattern: is q, but `q` is not NAME=VALUE"),
+            ("train --layers 0,x", "--layers: is x, expected whole numbers in a list"),
+            ("generate -p x -n -3", "--max-tokens: is -3, expected a whole number"),
+            ("generate --logit-bias 3", "--logit-bias: is 3, but `3` is not ID=X"),
+            ("fuse -m x -a y -o z --export_gguf", "--export_gguf: a fused model is written"),
+            ("generate --max-kv-size 4", "--max-kv-size: the cache grows"),
+        ] {
+            let found = told(line).unwrap_or_else(|| panic!("{line}"));
+            assert!(found.starts_with(expected), "{line}: {found}");
+        }
+        let long = format!("train --rank {}", "9x".repeat(10_000));
+        assert!(told(&long).unwrap().chars().count() < 120);
+    }
+
+    #[test]
+    fn fingers_find_the_flags_of_other_programs() {
+        for line in [
+            "train --train --model x --data y --iters 4 --mask-prompt --num-layers 8 --adapter-path z",
+            "train -m x -d y --lora-rank 4 --lora-alpha 8 --lora-r 4 --num-epochs 1 --lr 1e-4",
+            "train -m x -d y --num-train-epochs 1 --per-device-train-batch-size 1",
+            "train --model_name_or_path x -d y --gradient_accumulation_steps 2 --bf16 True --packing true",
+            "train -m x -d y --gradient-accumulation-steps 4 --max-steps 3 --eval_strategy steps",
+            "train -m x -d y --output-dir z --logging-steps 1 --lr-scheduler-type cosine --warmup_ratio 0.1",
+            "generate -m x -p y --temp 0 --max-new-tokens 3 --system-prompt z --adapter-path a",
+            "chat -m x --system-prompt y --temp 1",
+            "fuse -m x --adapter-path a --save-path b",
+            "lora -c x.yaml",
+        ] {
+            let words = std::iter::once("metal-candle").chain(line.split(' '));
+            let expected_twice = line.contains("--lora-r 4");
+            match Cli::try_parse_from(words) {
+                Ok(_) => assert!(!expected_twice),
+                Err(error) => assert!(expected_twice, "{line}: {error}"),
+            }
+        }
     }
 
     #[test]

@@ -43,7 +43,7 @@ pub struct Source {
     #[arg(long, value_name = "REVISION")]
     pub revision: Option<String>,
     /// A LoRA adapter to put on the model: a folder as `train` or PEFT writes it
-    #[arg(short, long, value_name = "DIR", alias = "adapter-path")]
+    #[arg(short, long, value_name = "DIR", visible_alias = "adapter-path")]
     pub adapter: Option<PathBuf>,
 }
 

@@ -1,5 +1,6 @@
 //! What goes to the terminal: results on stdout, everything said along the way on stderr.
 
+use crate::wrap::{stderr_columns, stdout_columns, wrap};
 use indicatif::MultiProgress;
 use serde::Serialize;
 use std::fmt;
@@ -32,8 +33,10 @@ impl Terminal {
     }
 }
 
-/// A line on stderr, above the progress bars. There is nobody to tell when stderr is closed.
+/// A text on stderr, at the terminal's width, above the progress bars. There is nobody to tell when
+/// stderr is closed.
 pub fn say(text: impl fmt::Display) {
+    let text = wrap(&text.to_string(), stderr_columns());
     BARS.suspend(|| {
         let _ = writeln!(std::io::stderr().lock(), "{text}");
     });
@@ -65,14 +68,19 @@ pub fn write(text: &str) -> anyhow::Result<()> {
     })
 }
 
-/// Writes a line to stdout.
+/// Writes a text to stdout, at the terminal's width.
+pub fn prose(text: &str) -> anyhow::Result<()> {
+    write(&wrap(text, stdout_columns()))
+}
+
+/// Writes a line to stdout, at the terminal's width.
 pub fn line(text: impl fmt::Display) -> anyhow::Result<()> {
-    write(&format!("{text}\n"))
+    prose(&format!("{text}\n"))
 }
 
 /// Writes one JSON object to stdout.
 pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
-    line(serde_json::to_string_pretty(value)?)
+    write(&format!("{}\n", serde_json::to_string_pretty(value)?))
 }
 
 /// Rows of a name and a value, the values in one column.

@@ -54,9 +54,20 @@ impl MetricsSink for Progress {
         }
         let total = self.total;
         match metric {
-            Metric::Train { step, loss, learning_rate, tokens_per_second, .. } => {
-                let rate = grouped(tokens_per_second.max(0.0) as u64);
-                let message = format!("loss {loss:.4}  lr {learning_rate:.1e}  {rate} tokens/s");
+            Metric::Train {
+                step,
+                loss,
+                learning_rate,
+                tokens_per_second,
+                processed_tokens_per_second,
+                ..
+            } => {
+                let rate = |tokens: f64| grouped(tokens.max(0.0) as u64);
+                let message = format!(
+                    "loss {loss:.4}  lr {learning_rate:.1e}  {} target tokens/s ({} read)",
+                    rate(*tokens_per_second),
+                    rate(*processed_tokens_per_second)
+                );
                 match &self.bar {
                     Some(bar) => {
                         bar.set_position(*step);
@@ -83,6 +94,13 @@ impl MetricsSink for Progress {
         }
         Ok(())
     }
+
+    fn step(&mut self, step: u64) -> Result<()> {
+        if let Some(bar) = &self.bar {
+            bar.set_position(step);
+        }
+        Ok(())
+    }
 }
 
 /// Seconds as hours, minutes and seconds.
@@ -98,10 +116,35 @@ pub fn clock(seconds: f64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bar_moves_with_every_step_and_says_its_tokens_with_a_report() {
+        let bar = ProgressBar::hidden().with_position(2);
+        let mut progress = Progress {
+            quiet: false,
+            bar: Some(bar.clone()),
+            total: 9,
+            first: 2,
+            started: Instant::now(),
+        };
+        for step in 3..=5 {
+            progress.step(step).unwrap();
+            assert_eq!(bar.position(), step);
+        }
+        let report = serde_json::json!({
+            "event": "train", "step": 6, "epoch": 1.0, "loss": 0.5, "learning_rate": 1e-4,
+            "gradient_norm": 1.0, "tokens": 10, "tokens_per_second": 1234.0, "trained_tokens": 10,
+            "processed_tokens_per_second": 5678.0, "skipped": 0, "peak_memory": null,
+        });
+        progress.record(&serde_json::from_value(report).unwrap()).unwrap();
+        assert!(bar.message().contains("1 234 target tokens/s (5 678 read)"), "{}", bar.message());
+    }
+
     #[test]
     fn times_are_short() {
-        assert_eq!(super::clock(4.4), "4s");
-        assert_eq!(super::clock(64.0), "1m04s");
-        assert_eq!(super::clock(7260.0), "2h01m");
+        assert_eq!(clock(4.4), "4s");
+        assert_eq!(clock(64.0), "1m04s");
+        assert_eq!(clock(7260.0), "2h01m");
     }
 }

@@ -16,10 +16,17 @@ const DEFAULT_TEMPERATURE: f64 = 0.7;
 )]
 pub struct Sampling {
     /// Tokens at most
-    #[arg(short = 'n', long, value_name = "N", default_value_t = 256)]
+    #[arg(
+        short = 'n',
+        long,
+        value_name = "N",
+        default_value_t = 256,
+        alias = "max-new-tokens",
+        allow_negative_numbers = true
+    )]
     max_tokens: usize,
     /// Divides the logits; 0 takes the likeliest token every time [default: 0.7 if the model doesn't say]
-    #[arg(short, long, value_name = "X", allow_negative_numbers = true)]
+    #[arg(short, long, value_name = "X", alias = "temp", allow_negative_numbers = true)]
     temperature: Option<f64>,
     /// Only the K likeliest tokens; 0 is off
     #[arg(long, value_name = "K")]
@@ -54,11 +61,9 @@ pub struct Sampling {
 }
 
 fn bias(text: &str) -> Result<(u32, f32), String> {
-    let (id, bias) = text.split_once('=').ok_or("expected a token's id, = and a number")?;
-    Ok((
-        id.trim().parse().map_err(|error| format!("`{id}`: {error}"))?,
-        bias.trim().parse().map_err(|error| format!("`{bias}`: {error}"))?,
-    ))
+    let wrong = || format!("`{text}` is not ID=X, a token's id and a number");
+    let (id, bias) = text.split_once('=').ok_or_else(wrong)?;
+    Ok((id.trim().parse().map_err(|_| wrong())?, bias.trim().parse().map_err(|_| wrong())?))
 }
 
 impl Sampling {

@@ -9,7 +9,7 @@ use crate::progress::{Progress, clock};
 use crate::prompts;
 use crate::settings::{FineTuneType, Precision, Settings, limit};
 use anyhow::Context;
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use chrono::NaiveDateTime;
 use metal_candle::data::{
     BatchOptions, Batcher, DataFolder, DataOptions, Dataset, HeldOut, Record, Report,
@@ -227,15 +227,20 @@ impl Run {
         let options = settings.train_options(steps, settings.learning_rate(steps).map_err(usage)?);
         options.validate().map_err(usage)?;
 
-        let mut model = if settings.from_config.is_some() {
-            Model::random(config, dtype, &device, settings.seed)?
-        } else {
-            Model::load(&folder, dtype, &device)?
+        let mut model = match (settings.from_config.is_some(), start.dry_run) {
+            (false, false) => Model::load(&folder, dtype, &device)?,
+            (false, true) => Model::outline(&folder, dtype, &device)?,
+            (true, false) => Model::random(config, dtype, &device, settings.seed)?,
+            (true, true) => Model::from_fn(config, dtype, &device, |_, shape| {
+                Ok(Tensor::zeros((), dtype, &device)?.broadcast_as(shape)?)
+            })?,
         };
         let parameters = model.weight_count() as u64;
         let lora = match (full, &settings.init_adapter) {
             (true, _) => {
-                model.train_all()?;
+                if !start.dry_run {
+                    model.train_all()?;
+                }
                 None
             }
             (false, Some(adapter)) => {
@@ -247,7 +252,10 @@ impl Run {
                 Some(lora_plan(&settings, &model)?)
             }
         };
-        let trainable = model.parameters().map_or(0, |store| store.len() as u64);
+        let trainable = match model.parameters() {
+            Some(store) => store.len() as u64,
+            None => parameters,
+        };
         let dataset = train.dataset();
         let plan = Plan {
             model: match (&settings.model, &settings.from_config) {

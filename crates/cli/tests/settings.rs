@@ -78,9 +78,16 @@ fn the_example_of_mlx_lm_is_accepted_as_it_is() {
     let settings = &plan["settings"];
     assert_eq!(settings["rank"], 8);
     assert_eq!(settings["alpha"], 160.0);
+    assert_eq!((&settings["loss_on"], &settings["clip_norm"]), (&"all".into(), &0.0.into()));
+    assert_eq!((&settings["schedule"], &settings["warmup_steps"]), (&"constant".into(), &0.into()));
+    assert_eq!(settings["weight_decay"], 0.01, "that of mlx's AdamW");
     assert_eq!(plan["steps"], 1000);
     assert_eq!(plan["lora"]["modules"], serde_json::json!(["q_proj", "v_proj"]));
     assert_eq!(plan["lora"]["adapted"], 6);
+
+    let output = place.run(&["train", "-c", "lora_config.yaml", "--dry-run"]);
+    let notice = common::text(&output.stderr);
+    assert!(notice.contains("read as mlx-lm's") && notice.contains("loss_on all"), "{notice}");
 
     let schedule = MLX_EXAMPLE.replace("\n# ", "\n").replace("\n#", "\n");
     place.write("with_schedule.yaml", &schedule);
@@ -97,7 +104,7 @@ fn mistakes_in_the_file_are_wrong_usage() {
     for (content, expected) in [
         ("batch_sise: 4", "unknown key `batch_sise`; did you mean `batch_size`"),
         ("rank: 4\nr: 8", "`rank` and `r` say the same thing"),
-        ("rank: four", "rank: invalid type"),
+        ("rank: four", "rank: is four, expected a whole number"),
         ("- rank", "expected a mapping"),
         ("rank: [", "run.yaml"),
     ] {
@@ -110,11 +117,83 @@ fn mistakes_in_the_file_are_wrong_usage() {
 }
 
 #[test]
+fn words_of_other_programs_are_flags_too() {
+    let place = Place::with_model();
+    let plan = place.json(&[
+        "train",
+        "--train",
+        "--model_name_or_path",
+        "base",
+        "--data",
+        "data",
+        "--lora-r",
+        "4",
+        "--lora_alpha",
+        "12",
+        "--max-steps",
+        "3",
+        "--per-device-train-batch-size",
+        "2",
+        "--gradient-accumulation-steps",
+        "2",
+        "--bf16",
+        "True",
+        "--eval_strategy",
+        "no",
+        "--warmup-ratio",
+        "0.5",
+        "--mask-prompt",
+        "--adapter-path",
+        "out",
+        "--dry-run",
+        "--json",
+    ]);
+    let settings = &plan["settings"];
+    assert_eq!((&settings["rank"], &settings["alpha"]), (&4.into(), &12.0.into()));
+    assert_eq!((&settings["batch_size"], &settings["grad_accumulation"]), (&2.into(), &2.into()));
+    assert_eq!((&settings["dtype"], &settings["loss_on"]), (&"bf16".into(), &"completion".into()));
+    assert_eq!((&settings["eval_every"], &settings["output"]), (&0.into(), &"out".into()));
+    for (flags, expected) in [
+        (&["--load-in-4bit"][..], "--load-in-4bit: is true; quantised weights are not supported"),
+        (&["--adapter", "x"], "--adapter: is x; `output` is the folder"),
+        (&["--bf16", "--dtype", "f32"], "`--dtype` and `--bf16` say the same thing"),
+        (&["--eval-strategy", "epoch"], "--eval-strategy: is epoch, expected steps or no"),
+        (&["--optimizer", "adagrad"], "--optimizer: is adagrad"),
+    ] {
+        let stderr = place.fails(2, &[&["train", "-m", "m", "-d", "d"], flags].concat());
+        assert!(stderr.contains(expected), "{flags:?}: {stderr}");
+    }
+}
+
+#[test]
+fn a_dry_run_reads_no_weights() {
+    let place = Place::with_model();
+    let dry = ["train", "-m", "base", "-d", "data", "--dry-run", "--json"];
+    let plan = place.json(&dry);
+    // A weight that is not a number stops what reads it.
+    let path = place.path("base/model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let end = bytes.len();
+    bytes[end - 64..].fill(0xff);
+    std::fs::write(&path, &bytes).unwrap();
+    assert_eq!(place.json(&dry), plan);
+    let full = place.json(&[&dry[..], &["--fine-tune-type", "full"]].concat());
+    assert_eq!(full["trainable_parameters"], plan["parameters"]);
+    let stderr = place.fails(1, &["train", "-m", "base", "-d", "data"]);
+    assert!(stderr.contains("NaN"), "{stderr}");
+    // What the headers say is checked.
+    bytes.truncate(end - 64);
+    std::fs::write(&path, &bytes).unwrap();
+    let stderr = place.fails(1, &dry);
+    assert!(stderr.contains("model.safetensors"), "{stderr}");
+}
+
+#[test]
 fn values_out_of_range_are_wrong_usage() {
     let place = Place::new();
     for (flags, expected) in [
         (&["--rank", "0"][..], "rank: is 0"),
-        (&["--rank", "many"], "invalid value 'many'"),
+        (&["--rank", "many"], "--rank: is many, expected a whole number"),
         (&["--batch-size", "0"], "batch_size: is 0"),
         (&["--dropout", "1.5"], "dropout: is 1.5"),
         (&["--learning-rate", "nan"], "learning_rate"),

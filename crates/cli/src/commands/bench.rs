@@ -24,8 +24,8 @@ Examples:
   metal-candle bench --only train,decode --shape llama-3.2-1b --dtype bf16 --seq 1024
   metal-candle bench --only ops --json results.json
 
-Weights are random: what a step costs does not depend on them. A share of peak is the time that
-the bytes and operations of a call need at the bandwidth and arithmetic measured first, over the
+Weights are random: what a step costs does not depend on them. A share of peak is the time that \
+the bytes and operations of a call need at the bandwidth and arithmetic measured first, over the \
 time it took. On Metal, LoRA layers are timed with each choice of --matmul, unless one is given. To compare with MLX, PyTorch and Candle: python3 benches/peers/run.py";
 
 /// Bytes of the largest buffer that the machine's bandwidth is measured on.

@@ -4,6 +4,7 @@ use crate::errors::{INTERRUPTED, SUCCESS, usage};
 use crate::models::{Loaded, Runtime, Source, set_threads};
 use crate::output::{self, Terminal, say};
 use crate::sampling::Sampling;
+use crate::wrap::{Flow, stdout_columns};
 use crate::{interrupt, prompts};
 use clap::Args;
 use metal_candle::generate::{GenerateOptions, Generation, Session};
@@ -18,7 +19,7 @@ Examples:
   metal-candle chat --adapter adapters --system 'Answer in one word.'
   printf 'Hello\\nAnd again\\n' | metal-candle chat -m model/
 
-In the conversation: /reset forgets it, /system TEXT sets the system message and begins anew (without
+In the conversation: /reset forgets it, /system TEXT sets the system message and begins anew (without \
 a text it removes it), /exit or Ctrl-D ends. Ctrl-C stops an answer.";
 
 const HELP: &str = "/reset  /system TEXT  /exit";
@@ -30,7 +31,7 @@ pub struct Arguments {
     #[command(flatten)]
     source: Source,
     /// A system message before the conversation
-    #[arg(long, value_name = "TEXT", help_heading = "Prompt")]
+    #[arg(long, value_name = "TEXT", alias = "system-prompt", help_heading = "Prompt")]
     system: Option<String>,
     #[command(flatten)]
     sampling: Sampling,
@@ -185,16 +186,17 @@ impl<'a> Conversation<'a> {
         self.turn += 1;
         let stop = interrupt::watch("");
         let mut answer = String::new();
+        let mut flow = Flow::new(stdout_columns());
         let generation = Generation::new(&mut self.session, &self.loaded.tokenizer, &ids, options)?;
         for piece in generation {
             let piece = piece?.text;
-            output::write(&piece)?;
+            output::write(&flow.push(&piece))?;
             answer.push_str(&piece);
             if stop.load(Ordering::SeqCst) {
                 break;
             }
         }
-        output::write("\n")?;
+        output::write(&format!("{}\n", flow.finish()))?;
         Ok(answer)
     }
 }

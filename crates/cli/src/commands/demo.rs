@@ -7,6 +7,7 @@ use crate::output::{self, Terminal, shell_word, table};
 use crate::prompts;
 use crate::settings::Settings;
 use crate::training::{Run, Start, Summary};
+use crate::wrap::stdout_columns;
 use anyhow::{Context, bail};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -44,8 +45,8 @@ const EXPECTED: f64 = 0.9;
 
 /// What is about to happen.
 const INTRODUCTION: &str = "\
-This model has read plain statements of facts, never a question in a chat. LoRA now teaches it to
-answer, with conversations about some of the facts. The questions it is asked before and after are
+This model has read plain statements of facts, never a question in a chat. LoRA now teaches it to \
+answer, with conversations about some of the facts. The questions it is asked before and after are \
 about others.
 ";
 
@@ -120,7 +121,8 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             training: summary,
         })?;
     } else {
-        output::line(plot::terminal_curve(&summary.curve, 76))?;
+        let columns = stdout_columns().unwrap_or(76).min(76);
+        output::write(&format!("{}\n", plot::terminal_curve(&summary.curve, columns)))?;
         output::line(side_by_side(&questions, &before, &after))?;
         output::line(table(&[
             ("Held-out questions", questions.len().to_string()),
@@ -130,7 +132,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             ("Loss curve", folder.join("adapter/loss.png").display().to_string()),
             ("Adapter", folder.join("adapter").display().to_string()),
         ]))?;
-        output::write(&next_steps(folder))?;
+        output::prose(&next_steps(folder))?;
     }
     if is < EXPECTED {
         bail!(

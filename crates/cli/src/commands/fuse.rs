@@ -17,7 +17,7 @@ const EXAMPLES: &str = "\
 Example:
   metal-candle fuse --model model/ --adapter adapters --output fused/
 
-The output is a whole model: config.json, model.safetensors and the tokenizer's files, for this
+The output is a whole model: config.json, model.safetensors and the tokenizer's files, for this \
 program, transformers, and whatever reads those.";
 
 /// What the command is told.
@@ -27,7 +27,7 @@ pub struct Arguments {
     #[command(flatten)]
     source: Source,
     /// The folder to write; it must not exist, or be empty
-    #[arg(short, long, value_name = "DIR")]
+    #[arg(short, long, value_name = "DIR", alias = "save-path")]
     output: PathBuf,
     /// The dtype to write; auto is that of the model
     #[arg(long, value_enum, default_value_t)]

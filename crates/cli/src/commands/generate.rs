@@ -4,6 +4,7 @@ use crate::errors::{SUCCESS, usage};
 use crate::models::{Runtime, Source, set_threads, warn_of_length};
 use crate::output::{self, Terminal};
 use crate::sampling::Sampling;
+use crate::wrap::{Flow, stdout_columns};
 use crate::{interrupt, prompts};
 use anyhow::Context;
 use clap::Args;
@@ -34,10 +35,16 @@ pub struct Arguments {
     #[arg(long, value_name = "FILE", conflicts_with = "prompt", help_heading = "Prompt")]
     prompt_file: Option<PathBuf>,
     /// A system message before the prompt
-    #[arg(long, value_name = "TEXT", conflicts_with = "raw", help_heading = "Prompt")]
+    #[arg(
+        long,
+        value_name = "TEXT",
+        alias = "system-prompt",
+        conflicts_with = "raw",
+        help_heading = "Prompt"
+    )]
     system: Option<String>,
     /// Continue the prompt as it is, without the chat template
-    #[arg(long, help_heading = "Prompt")]
+    #[arg(long, alias = "ignore-chat-template", help_heading = "Prompt")]
     raw: bool,
     #[command(flatten)]
     sampling: Sampling,
@@ -107,10 +114,11 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     let prefill = started.elapsed().as_secs_f64();
     let started = Instant::now();
     let mut text = String::new();
+    let mut flow = Flow::new(stdout_columns());
     for piece in &mut generation {
         let piece = piece?.text;
         if stream && !piece.is_empty() {
-            output::write(&piece)?;
+            output::write(&flow.push(&piece))?;
         }
         text.push_str(&piece);
     }
@@ -134,7 +142,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     if terminal.json {
         output::json(&report)?;
     } else if stream {
-        output::write("\n")?;
+        output::write(&format!("{}\n", flow.finish()))?;
     } else {
         output::line(&report.text)?;
     }

@@ -76,7 +76,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     if terminal.json {
         output::json(&report.object)?;
     } else {
-        output::write(&table(&report.rows))?;
+        output::prose(&table(&report.rows))?;
     }
     Ok(SUCCESS)
 }

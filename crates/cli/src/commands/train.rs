@@ -1,13 +1,17 @@
 //! `train`: fine-tune a model.
 
-use crate::config;
 use crate::errors::{INTERRUPTED, SUCCESS};
 use crate::interrupt;
 use crate::models::set_threads;
 use crate::output::{self, Terminal, say, shell_word};
-use crate::settings::{Course, FineTuneType, Loss, Matmul, Precision, Processor, Settings};
+use crate::settings::file::File;
+use crate::settings::{
+    Course, FineTuneType, Foreign, Loss, Matmul, Precision, Processor, Settings,
+};
 use crate::training::{CONFIG, Run, Start, find_checkpoint};
+use crate::wrap::stdout_columns;
 use clap::Args;
+use clap::builder::BoolishValueParser;
 use indexmap::IndexMap;
 use metal_candle::train::plot::terminal_curve;
 use serde::Serialize;
@@ -22,8 +26,9 @@ Examples:
   metal-candle train -c lora_config.yaml --learning-rate 1e-4
   metal-candle train --resume --output adapters
 
-Every flag is a key of the YAML file too, with _ for -; flags win over the file. mlx-lm's keys, and
-those of PEFT and transformers, are understood as well. A run leaves the adapter, checkpoints/,
+Every flag is a key of the YAML file too, with _ for -; flags win over the file. Words of mlx-lm, PEFT, \
+transformers, TRL, Unsloth, axolotl and LLaMA-Factory are understood as well, as keys and as flags, where \
+they mean the same; --adapter-path is mlx-lm's word for --output. A run leaves the adapter, checkpoints/, \
 metrics.jsonl, tensorboard/, loss.svg, loss.png and train_config.yaml in its output folder.";
 
 /// What the command is told.
@@ -53,6 +58,9 @@ pub struct Arguments {
     /// Report as one JSON object on stdout
     #[arg(long, help_heading = "Output")]
     json: bool,
+    // Last, as it gives the flags above other names.
+    #[command(flatten)]
+    foreign: Foreign,
 }
 
 /// The settings that flags can give; what is not given is null.
@@ -93,7 +101,7 @@ pub struct Flags {
     #[arg(long, value_name = "P", help_heading = "LoRA")]
     dropout: Option<f32>,
     /// Multiply by alpha / sqrt(rank) instead
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "LoRA")]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "LoRA")]
     rslora: Option<bool>,
     /// The adapted linear layers: names with commas between, a regular expression of the whole path, or all-linear [default: all-linear]
     #[arg(long, value_name = "NAMES|REGEX", help_heading = "LoRA")]
@@ -169,7 +177,7 @@ pub struct Flags {
     #[arg(long, value_name = "N", help_heading = "Training")]
     skip_limit: Option<u64>,
     /// Recompute each layer in the backward pass: less memory, more time
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "Training")]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "Training")]
     grad_checkpoint: Option<bool>,
     /// What all random numbers follow from [default: 0]
     #[arg(long, value_name = "N", help_heading = "Training")]
@@ -179,7 +187,7 @@ pub struct Flags {
     #[arg(long, value_name = "N", help_heading = "Model and data")]
     max_seq_length: Option<usize>,
     /// Put several examples in a row, with attention kept inside each
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "Model and data")]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "Model and data")]
     packing: Option<bool>,
     /// The tokens that the loss counts [default: auto]
     #[arg(long, value_enum, help_heading = "Model and data")]
@@ -220,7 +228,7 @@ pub struct Flags {
     #[arg(long, value_name = "N", help_heading = "While it trains")]
     keep: Option<usize>,
     /// End with the parameters of the best evaluation
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "While it trains")]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "While it trains")]
     keep_best: Option<bool>,
     /// Evaluations without a better loss after which the run ends
     #[arg(long, value_name = "N", help_heading = "While it trains")]
@@ -235,7 +243,7 @@ pub struct Flags {
     #[arg(long, value_name = "N", help_heading = "While it trains")]
     sample_tokens: Option<usize>,
     /// Evaluate on test.jsonl at the end
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "While it trains")]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "While it trains")]
     test: Option<bool>,
     /// Batches of that evaluation; -1 is all [default: -1]
     #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "While it trains")]
@@ -261,34 +269,32 @@ pub struct Flags {
 }
 
 /// `NAME=VALUE` with commas between.
-fn patterns<T: std::str::FromStr>(text: &str) -> Result<IndexMap<String, T>, String>
-where
-    T::Err: std::fmt::Display,
-{
+fn patterns<T: std::str::FromStr>(text: &str) -> Result<IndexMap<String, T>, String> {
     text.split(',')
         .map(|pair| {
             let (name, value) =
                 pair.rsplit_once('=').ok_or_else(|| format!("`{pair}` is not NAME=VALUE"))?;
-            let value = value.parse().map_err(|error| format!("`{value}`: {error}"))?;
+            let value =
+                value.trim().parse().map_err(|_| format!("`{value}` is no number for it"))?;
             Ok((name.trim().to_string(), value))
         })
         .collect()
 }
 
-/// The settings, and what happens to what is in the output folder.
-fn settings(mut arguments: Arguments) -> anyhow::Result<(Settings, Start)> {
+/// The settings, what happens to what is in the output folder, and what a person should know.
+fn settings(mut arguments: Arguments) -> anyhow::Result<(Settings, Start, Option<String>)> {
     if arguments.no_tensorboard {
         arguments.flags.tensorboard = Some(false);
     }
     if arguments.no_plot {
         arguments.flags.plot = Some(false);
     }
-    let mut file = arguments.config.as_deref().map(config::read).transpose()?;
+    let mut file = arguments.config.as_deref().map(File::read).transpose()?;
     let mut start =
         Start { resume: None, overwrite: arguments.overwrite, dry_run: arguments.dry_run };
     if let Some(given) = &arguments.resume {
         let in_file =
-            file.as_ref().and_then(|file| file.get("output")?.as_str().map(PathBuf::from));
+            file.as_ref().and_then(|file| file.map.get("output")?.as_str().map(PathBuf::from));
         let output = arguments.flags.output.clone().or(in_file);
         let folder = output.clone().unwrap_or_else(|| Settings::default().output);
         let (checkpoint, run) = find_checkpoint(given.as_deref(), &folder)?;
@@ -296,34 +302,39 @@ fn settings(mut arguments: Arguments) -> anyhow::Result<(Settings, Start)> {
         // Without another file, the run goes on as it was told when it began.
         let saved = run.join(CONFIG);
         if saved.is_file() {
-            let saved = config::read(&saved)?;
+            let saved = File::read(&saved)?;
             match &mut file {
                 None => file = Some(saved),
                 Some(file) => {
-                    if let Some(time) = saved.get("template_time") {
-                        file.insert("template_time".into(), time.clone());
+                    if let Some(time) = saved.map.get("template_time") {
+                        file.map.insert("template_time".into(), time.clone());
                     }
                     // What `auto` stood for where the run began.
-                    if let (None, Some(dtype)) = (file.get("dtype"), saved.get("dtype")) {
-                        file.insert("dtype".into(), dtype.clone());
+                    if let (None, Some(dtype)) = (file.map.get("dtype"), saved.map.get("dtype")) {
+                        file.map.insert("dtype".into(), dtype.clone());
                     }
                 }
             }
         }
         arguments.flags.output = Some(output.unwrap_or(run));
     }
-    let flags = match serde_yaml_ng::to_value(&arguments.flags)? {
+    let mut flags = match serde_yaml_ng::to_value(&arguments.flags)? {
         Value::Mapping(flags) => flags,
         _ => Mapping::new(),
     };
-    Ok((config::merge(file.unwrap_or_default(), flags)?, start))
+    flags.extend(arguments.foreign.0);
+    let (settings, notice) = file.unwrap_or_default().merge(&flags)?;
+    Ok((settings, start, notice))
 }
 
 /// Trains.
 pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
     let terminal = terminal(arguments.json);
     let dry_run = arguments.dry_run;
-    let (settings, start) = settings(arguments)?;
+    let (settings, start, notice) = settings(arguments)?;
+    if let Some(notice) = notice {
+        terminal.note(notice);
+    }
     set_threads(settings.threads)?;
     interrupt::install()?;
     let run = Run::prepare(settings, start, terminal)?;
@@ -331,7 +342,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         return if terminal.json {
             output::json(&run.plan)
         } else {
-            output::write(&run.plan.describe())
+            output::prose(&run.plan.describe())
         }
         .map(|()| SUCCESS);
     }
@@ -341,9 +352,10 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         output::json(&summary)?;
     } else {
         if !terminal.quiet && std::io::stdout().is_terminal() {
-            output::write(&terminal_curve(&summary.curve, 80))?;
+            let columns = stdout_columns().unwrap_or(80).min(80);
+            output::write(&terminal_curve(&summary.curve, columns))?;
         }
-        output::write(&summary.describe())?;
+        output::prose(&summary.describe())?;
     }
     if summary.interrupted {
         say(format!(

@@ -127,10 +127,22 @@ impl Model {
     /// For a file that is missing or malformed, a tensor of another shape than the configuration
     /// asks for or with a NaN in it, and an architecture that is not supported.
     pub fn load(folder: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Self> {
-        let folder = folder.as_ref();
+        Self::read(folder.as_ref(), dtype, device, Weights::tensor)
+    }
+
+    /// The model of a folder without its weights, which are zero and take no memory: for counting what
+    /// it has, and for checking that its files fit its configuration.
+    ///
+    /// # Errors
+    /// As [`Self::load`], but for those of the weights' values.
+    pub fn outline(folder: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Self> {
+        Self::read(folder.as_ref(), dtype, device, Weights::outline)
+    }
+
+    fn read(folder: &Path, dtype: DType, device: &Device, tensor: ReadTensor) -> Result<Self> {
         let config = Config::load(folder)?;
         let weights = Weights::open(folder)?.check_finite(true);
-        let mut source = Stored { weights, dtype, device: device.clone() };
+        let mut source = Stored { weights, tensor, dtype, device: device.clone() };
         let model = Self::build(config, dtype, device, &mut source)?;
         let unread: Vec<&str> = source
             .weights
@@ -612,9 +624,13 @@ impl<F: FnMut(&str, &[usize]) -> Result<Tensor>> Source for Given<F> {
     }
 }
 
+/// [`Weights::tensor`], or what stands in its place.
+type ReadTensor = fn(&Weights, &str, &[usize], DType, &Device) -> Result<Tensor>;
+
 /// Weights from a checkpoint.
 struct Stored {
     weights: Weights,
+    tensor: ReadTensor,
     dtype: DType,
     device: Device,
 }
@@ -626,7 +642,8 @@ impl Source for Stored {
             .strip_prefix("model.")
             .filter(|bare| !self.weights.contains(&name) && self.weights.contains(bare));
         let name = bare.unwrap_or(&name);
-        Ok(Weight::frozen(self.weights.tensor(name, shape, self.dtype, &self.device)?))
+        let tensor = (self.tensor)(&self.weights, name, shape, self.dtype, &self.device)?;
+        Ok(Weight::frozen(tensor))
     }
 }
 

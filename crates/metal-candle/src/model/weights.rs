@@ -220,18 +220,8 @@ impl Weights {
         dtype: DType,
         device: &Device,
     ) -> Result<Tensor> {
-        let entry = self.entry(name)?;
-        let stored = self.float_dtype(name, entry)?;
+        let (entry, stored) = self.fitting(name, expected_shape)?;
         let path = self.path(entry);
-        if entry.shape != expected_shape {
-            return Err(Error::file(
-                path,
-                format!(
-                    "tensor {name:?} has shape {:?}; config.json asks for {expected_shape:?}",
-                    entry.shape
-                ),
-            ));
-        }
         let bytes = self
             .files
             .get(entry.file)
@@ -263,6 +253,39 @@ impl Weights {
         let tensor = tensor.to_device(device)?;
         entry.read.store(true, Ordering::Relaxed);
         Ok(tensor)
+    }
+
+    /// In the place of [`Self::tensor`], a tensor of that shape that is zero everywhere and takes no
+    /// memory; of the files only the headers are looked at.
+    ///
+    /// # Errors
+    /// As [`Self::tensor`], but for those of values.
+    pub fn outline(
+        &self,
+        name: &str,
+        expected_shape: &[usize],
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let (entry, _) = self.fitting(name, expected_shape)?;
+        entry.read.store(true, Ordering::Relaxed);
+        Ok(Tensor::zeros((), dtype, device)?.broadcast_as(expected_shape)?)
+    }
+
+    /// The entry of a tensor, if it has that shape, and the dtype that it is stored in.
+    fn fitting(&self, name: &str, expected_shape: &[usize]) -> Result<(&Entry, DType)> {
+        let entry = self.entry(name)?;
+        let stored = self.float_dtype(name, entry)?;
+        if entry.shape != expected_shape {
+            return Err(Error::file(
+                self.path(entry),
+                format!(
+                    "tensor {name:?} has shape {:?}; config.json asks for {expected_shape:?}",
+                    entry.shape
+                ),
+            ));
+        }
+        Ok((entry, stored))
     }
 
     fn path(&self, entry: &Entry) -> &PathBuf {

@@ -38,6 +38,10 @@ pub enum Metric {
         /// Trainable tokens a second in these steps.
         #[serde(deserialize_with = "number_or_null")]
         tokens_per_second: f64,
+        /// Tokens a second that were read in these steps: the trainable ones and those before them, but
+        /// not padding. 0 in files of versions that didn't count them.
+        #[serde(default, deserialize_with = "number_or_null")]
+        processed_tokens_per_second: f64,
         /// Trainable tokens since the run began.
         trained_tokens: u64,
         /// Steps skipped since the run began.
@@ -120,6 +124,15 @@ pub trait MetricsSink {
     /// What keeps the sink from taking it, such as a full disk; the caller decides whether the run
     /// goes on.
     fn record(&mut self, metric: &Metric) -> Result<()>;
+
+    /// Is told after every optimiser step, whether or not there is something to report, how many were
+    /// taken.
+    ///
+    /// # Errors
+    /// As [`Self::record`].
+    fn step(&mut self, _step: u64) -> Result<()> {
+        Ok(())
+    }
 }
 
 impl<F: FnMut(&Metric) -> Result<()>> MetricsSink for F {
@@ -155,6 +168,14 @@ impl MetricsSink for FanOut<'_> {
         let mut result = Ok(());
         for sink in &mut self.sinks {
             result = result.and(sink.record(metric));
+        }
+        result
+    }
+
+    fn step(&mut self, step: u64) -> Result<()> {
+        let mut result = Ok(());
+        for sink in &mut self.sinks {
+            result = result.and(sink.step(step));
         }
         result
     }
@@ -271,6 +292,7 @@ mod tests {
             gradient_norm: 0.5,
             tokens: 128,
             tokens_per_second: 1000.0,
+            processed_tokens_per_second: 3000.0,
             trained_tokens: 128 * step,
             skipped: 0,
             peak_memory: None,

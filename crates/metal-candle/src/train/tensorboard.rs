@@ -109,6 +109,7 @@ impl MetricsSink for TensorBoard {
                 learning_rate,
                 gradient_norm,
                 tokens_per_second,
+                processed_tokens_per_second,
                 peak_memory,
                 ..
             } => {
@@ -118,6 +119,7 @@ impl MetricsSink for TensorBoard {
                     ("train/gradient_norm", *gradient_norm),
                     ("train/epoch", *epoch),
                     ("performance/tokens_per_second", *tokens_per_second),
+                    ("performance/processed_tokens_per_second", *processed_tokens_per_second),
                 ];
                 if let Some(bytes) = peak_memory {
                     values
@@ -356,6 +358,7 @@ mod tests {
                 gradient_norm: 0.75,
                 tokens: 10,
                 tokens_per_second: 99.0,
+                processed_tokens_per_second: 198.0,
                 trained_tokens: 20,
                 skipped,
                 peak_memory: Some(3 << 29),
@@ -380,6 +383,7 @@ mod tests {
             ("train/gradient_norm", 0.75),
             ("train/epoch", 0.5),
             ("performance/tokens_per_second", 99.0),
+            ("performance/processed_tokens_per_second", 198.0),
             ("performance/peak_memory_gib", 1.5),
             ("evaluation/loss", 2.0),
             ("evaluation/perplexity", perplexity as f32),

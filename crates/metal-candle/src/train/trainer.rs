@@ -280,7 +280,7 @@ impl<'a> Trainer<'a> {
 
     fn steps(&mut self, metrics: &mut dyn MetricsSink) -> Result<Outcome> {
         let mut timer = Instant::now();
-        let mut timed_tokens = 0;
+        let (mut timed_tokens, mut timed_processed) = (0, 0);
         // Every step leaves them so, unless it fails.
         if let Some(store) = self.model.parameters() {
             store.zero_gradients()?;
@@ -296,6 +296,8 @@ impl<'a> Trainer<'a> {
             let model = self.model;
             let step = devices::step(model.device(), || self.one_step(learning_rate))?;
             timed_tokens += step.tokens;
+            timed_processed += step.processed;
+            metrics.step(self.state.step)?;
             if let Some(reason) = &step.skipped {
                 metrics
                     .record(&Metric::Skipped { step: self.state.step, reason: reason.clone() })?;
@@ -320,12 +322,13 @@ impl<'a> Trainer<'a> {
                     gradient_norm: step.norm,
                     tokens: self.state.loss_tokens,
                     tokens_per_second: timed_tokens as f64 / seconds,
+                    processed_tokens_per_second: timed_processed as f64 / seconds,
                     trained_tokens: self.state.trained_tokens,
                     skipped: self.state.skipped,
                     peak_memory: peak_bytes(self.model.device())?,
                 })?;
                 (self.state.loss_sum, self.state.loss_tokens) = (0.0, 0);
-                (timer, timed_tokens) = (Instant::now(), 0);
+                (timer, timed_tokens, timed_processed) = (Instant::now(), 0, 0);
             }
             let paused = Instant::now();
             if self.validation.is_some() && !last && self.is_due(self.options.evaluate_every) {
@@ -399,6 +402,7 @@ impl<'a> Trainer<'a> {
         let batches: Vec<_> =
             self.next_batches()?.iter().map(|plan| self.batches.batch(plan)).collect();
         let tokens: usize = batches.iter().map(|batch| batch.target_tokens).sum();
+        let processed = batches.iter().map(|batch| batch.tokens).sum();
         let mut sums = Vec::with_capacity(batches.len());
         for (index, batch) in batches.iter().enumerate() {
             let seed = SplitMix64::stream(self.options.seed, self.state.step)
@@ -452,14 +456,14 @@ impl<'a> Trainer<'a> {
         if skipped.is_some() {
             self.state.skipped += 1;
             self.state.skipped_in_a_row += 1;
-            return Ok(Step { tokens, norm, skipped });
+            return Ok(Step { tokens, processed, norm, skipped });
         }
         self.state.updates += 1;
         self.state.skipped_in_a_row = 0;
         self.state.loss_sum += loss;
         self.state.loss_tokens += tokens as u64;
         self.state.trained_tokens += tokens as u64;
-        Ok(Step { tokens, norm, skipped: None })
+        Ok(Step { tokens, processed, norm, skipped: None })
     }
 
     fn evaluate(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
@@ -534,7 +538,10 @@ impl<'a> Trainer<'a> {
 }
 
 struct Step {
+    /// Whose prediction was learned.
     tokens: usize,
+    /// That were read.
+    processed: usize,
     norm: f64,
     skipped: Option<String>,
 }

@@ -1,129 +1,25 @@
 //! The settings of a training run: one field is one key of the YAML file and one flag.
 
+pub mod file;
+mod keys;
+mod mlx;
+mod values;
+mod words;
+
+pub use keys::{cut, of_kind};
+pub use values::{Course, FineTuneType, Loss, Matmul, Precision, Processor};
+pub use words::Foreign;
+
 use crate::errors::usage;
 use crate::models::check_matmul;
-use candle_core::DType;
-use clap::ValueEnum;
 use indexmap::IndexMap;
 use metal_candle::adapter::{self, LoraConfig, Targets};
-use metal_candle::data::LossOn;
 use metal_candle::train::{
     AdamWOptions, Duration, LearningRate, MlxSchedule, Schedule, ScheduleOptions, TrainOptions,
     Warmup,
 };
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
-
-/// What is trained.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum FineTuneType {
-    /// Low-rank adapters on a frozen model
-    #[default]
-    Lora,
-    /// Every weight
-    Full,
-}
-
-/// Which tokens the loss counts.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Loss {
-    /// Conversations: assistant; prompts: completion; texts: all
-    #[default]
-    Auto,
-    /// Every token
-    All,
-    /// What follows the prompt; in a conversation, the last turn of the assistant
-    Completion,
-    /// Every turn of the assistant
-    Assistant,
-}
-
-impl Loss {
-    /// The library's word for it.
-    pub fn for_data(self) -> Option<LossOn> {
-        match self {
-            Self::Auto => None,
-            Self::All => Some(LossOn::All),
-            Self::Completion => Some(LossOn::Completion),
-            Self::Assistant => Some(LossOn::Assistant),
-        }
-    }
-}
-
-/// How the learning rate moves after the warm-up.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Course {
-    /// Stays at the peak
-    #[serde(alias = "constant_with_warmup")]
-    Constant,
-    /// Falls in a straight line
-    Linear,
-    /// Falls along half a cosine
-    #[default]
-    Cosine,
-}
-
-/// The dtype of weights and activations.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Precision {
-    /// bf16 on GPUs and on processors with bf16 arithmetic, else f32
-    #[default]
-    Auto,
-    /// 32-bit float
-    #[serde(alias = "float32")]
-    #[value(alias = "float32")]
-    F32,
-    /// Brain float, 16 bits
-    #[serde(alias = "bfloat16")]
-    #[value(alias = "bfloat16")]
-    Bf16,
-    /// 16-bit float
-    #[serde(alias = "float16")]
-    #[value(alias = "float16")]
-    F16,
-}
-
-impl Precision {
-    /// The name of a dtype that weights and activations can have.
-    pub fn of(dtype: DType) -> Self {
-        match dtype {
-            DType::BF16 => Self::Bf16,
-            DType::F16 => Self::F16,
-            _ => Self::F32,
-        }
-    }
-}
-
-/// The device that computes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Processor {
-    /// The GPU if this build and this machine have one, else the processor
-    #[default]
-    Auto,
-    /// The processor
-    Cpu,
-    /// An NVIDIA GPU, in a build with the feature `cuda`
-    Cuda,
-    /// The GPU of a Mac, in a build with the feature `metal`
-    Metal,
-}
-
-/// Who makes the large products of linear layers on Metal.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Matmul {
-    /// metal-candle, together with what the adapter adds
-    Fused,
-    /// Candle's kernels
-    Candle,
-    /// Apple's Metal Performance Shaders, for f32 and f16
-    Mps,
-}
 
 /// The settings of a training run, as the YAML file and the flags give them over the defaults.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -1,0 +1,257 @@
+//! The YAML file of a training run, in this program's words or other programs', and how flags are laid
+//! over it.
+
+use super::Settings;
+use super::keys::{GROUPS, Keys, Style, kind};
+use super::mlx::{self, Unsaid};
+use crate::errors::usage;
+use serde_yaml_ng::{Mapping, Value};
+use std::path::{Path, PathBuf};
+
+/// What a file says.
+#[derive(Debug, Default)]
+pub struct File {
+    /// Settings by this program's names.
+    pub map: Mapping,
+    path: PathBuf,
+    /// What a file of mlx-lm leaves to its program.
+    unsaid: Option<Unsaid>,
+}
+
+impl File {
+    /// Reads a file.
+    pub fn read(path: &Path) -> anyhow::Result<Self> {
+        const LIMIT: u64 = 1 << 20;
+        let bytes = metal_candle::files::read_limited(path, LIMIT).map_err(usage)?;
+        let wrong = |message: String| usage(format!("{}: {message}", path.display()));
+        let value: Value =
+            serde_yaml_ng::from_slice(&bytes).map_err(|error| wrong(error.to_string()))?;
+        let written = match value {
+            Value::Mapping(map) => map,
+            Value::Null => Mapping::new(),
+            other => {
+                return Err(wrong(format!(
+                    "expected a mapping of keys to values, found {}",
+                    kind(&other)
+                )));
+            }
+        };
+        let mut file = Self::from_mapping(&written).map_err(wrong)?;
+        file.path = path.to_path_buf();
+        Ok(file)
+    }
+
+    fn from_mapping(written: &Mapping) -> Result<Self, String> {
+        let mut map = Keys::read(written, Style::File)?.into_map();
+        let unsaid = mlx::recognise(written, &mut map);
+        Ok(Self { map, path: PathBuf::new(), unsaid })
+    }
+
+    /// The settings of the file with the flags laid over it, over the defaults; and what a person should
+    /// know about the file.
+    pub fn merge(self, flags: &Mapping) -> anyhow::Result<(Settings, Option<String>)> {
+        let flags = Keys::read(flags, Style::Flags).map_err(usage)?.into_map();
+        let mut said = self.map;
+        let mut unsaid =
+            self.unsaid.as_ref().map(|unsaid| unsaid.defaults.clone()).unwrap_or_default();
+        for group in GROUPS {
+            if group.iter().any(|key| flags.contains_key(*key)) {
+                for key in *group {
+                    said.remove(*key);
+                    unsaid.remove(*key);
+                }
+            }
+        }
+        unsaid.retain(|key, _| !flags.contains_key(key));
+        // A schedule of mlx-lm's holds its own peak.
+        if let Some(rate) = flags.get("learning_rate")
+            && let Some(Value::Mapping(schedule)) = said.get_mut("lr_schedule")
+            && let Some(Value::Sequence(arguments)) = schedule.get_mut("arguments")
+            && let Some(first) = arguments.first_mut()
+        {
+            *first = rate.clone();
+        }
+        said.extend(flags);
+        let given: Vec<String> =
+            said.keys().filter_map(|key| key.as_str().map(String::from)).collect();
+        let notice = self.unsaid.map(|file| file.notice(&self.path, &unsaid));
+        let mut merged = unsaid;
+        merged.extend(said);
+        let settings: Settings =
+            serde_yaml_ng::from_value(Value::Mapping(merged)).map_err(usage)?;
+        Ok((settings.complete(&given)?, notice))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mapping(yaml: &str) -> Mapping {
+        serde_yaml_ng::from_str(yaml).unwrap_or_else(|error| panic!("{yaml}: {error}"))
+    }
+
+    fn with_flags(yaml: &str, flags: &str) -> Result<(Settings, Option<String>), String> {
+        let mut file = File::from_mapping(&mapping(yaml))?;
+        for key in ["model", "data"] {
+            file.map.entry(key.into()).or_insert("x".into());
+        }
+        file.merge(&mapping(flags)).map_err(|error| error.to_string())
+    }
+
+    fn parse(yaml: &str) -> Result<Settings, String> {
+        with_flags(yaml, "{}").map(|(settings, _)| settings)
+    }
+
+    #[test]
+    fn words_of_mlx_peft_and_transformers_mean_the_same() {
+        let own =
+            parse("rank: 4\nalpha: 8\ndropout: 0.1\nsteps: 10\nbatch_size: 2\nschedule: linear")
+                .unwrap();
+        let peft = "r: 4\nlora_alpha: 8\nlora_dropout: 0.1\nmax_steps: 10\n\
+                    per_device_train_batch_size: 2\nlr_scheduler_type: linear";
+        assert_eq!(parse(peft).unwrap(), own);
+        let axolotl = "adapter: lora\nlora_r: 4\nlora_alpha: 8\nlora_dropout: 0.1\nmax_steps: 10\n\
+                       micro_batch_size: 2\nlr_scheduler: linear\nload_in_4bit: false\nflash_attention: true";
+        assert_eq!(parse(axolotl).unwrap(), own);
+        let factory = "stage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank: 4\nlora_alpha: 8\n\
+                       lora_target: all\nlora_dropout: 0.1\nmax_steps: 10\nlr_scheduler_type: linear\n\
+                       per_device_train_batch_size: 2";
+        assert_eq!(parse(factory).unwrap(), own);
+        let pasted = "peft_type: LORA\ntask_type: CAUSAL_LM\nbias: none\ninference_mode: false\n\
+                      modules_to_save: null\ninit_lora_weights: true\nfan_in_fan_out: false\n\
+                      loftq_config: {}\nmegatron_core: megatron.core\nuse_dora: false\nlayers_pattern: null\n\
+                      layers_to_transform: null\nr: 4\nlora_alpha: 8\nlora_dropout: 0.1\nuse_rslora: false\n\
+                      rank_pattern: {}\nsteps: 10\nbatch_size: 2\nschedule: linear\nhf_dataset: null";
+        assert_eq!(parse(pasted).unwrap(), own);
+        assert_eq!(parse("layers_to_transform: 3").unwrap().layers, Some(vec![3]));
+        assert_eq!(parse(&own.to_yaml().unwrap()).unwrap(), own);
+    }
+
+    #[test]
+    fn every_flag_is_a_key() {
+        let flags = serde_yaml_ng::to_value(crate::commands::train::Flags::default()).unwrap();
+        let known = super::super::keys::known();
+        for key in flags.as_mapping().unwrap().keys() {
+            assert!(known.iter().any(|name| Some(name.as_str()) == key.as_str()), "{key:?}");
+        }
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (yaml, expected) in [
+            ("r: 4\nrank: 8", "`r` and `rank` say the same thing"),
+            ("iters: 4\nnum_train_epochs: 1", "`iters` and `num_train_epochs` say the same thing"),
+            ("lora_parameters: {rank: 4}\nrank: 5", "`lora_parameters.rank` and `rank`"),
+            ("learning_rat: 1", "unknown key `learning_rat`; did you mean `learning_rate`"),
+            ("batch_size: many", "batch_size: is many, expected a whole number"),
+            ("packing: 3", "packing: is 3, expected true or false"),
+            ("layers: [0, x]", "layers: is [0, x], expected whole numbers in a list"),
+            ("rank_pattern: 3", "rank_pattern: is 3, expected names, each with a whole number"),
+            ("lr_schedule: cosine", "lr_schedule: is cosine, expected a mapping with name"),
+            (
+                "eval_strategy: epoch",
+                "eval_strategy: is epoch, expected steps or no; see `eval_every`",
+            ),
+            ("saves_per_epoch: 2", "saves_per_epoch: checkpoints are counted in steps"),
+            ("bf16: true\ndtype: f16", "`bf16` and `dtype` say the same thing"),
+            ("steps_per_report: -1", "steps_per_report: is -1, expected a whole number"),
+            ("optimizer: adagrad", "optimizer: is adagrad, expected adamw"),
+            ("fine_tune_type: dora", "fine_tune_type: is dora, expected one of lora, full"),
+            ("wandb: project", "wandb: is project; every run writes metrics.jsonl"),
+            (
+                "lr_schedule: {name: cosine_decay, arguments: [1, 2]}\nschedule: linear",
+                "`lr_schedule` and `schedule`",
+            ),
+            ("rank: 0", "rank: is 0"),
+            ("learning_rate: .nan", "learning_rate"),
+            ("num_layers: 0", "num_layers: is 0"),
+        ] {
+            let error = parse(yaml).unwrap_err();
+            assert!(error.contains(expected), "{yaml}: {error}");
+        }
+    }
+
+    #[test]
+    fn flags_take_the_place_of_what_says_the_same() {
+        let (settings, _) = with_flags(
+            "{epochs: 3, lr_schedule: {name: cosine_decay, arguments: [1.0e-3, 10]}}",
+            "{steps: 5, learning_rate: 2.0e-3}",
+        )
+        .unwrap();
+        assert_eq!((settings.steps, settings.epochs), (Some(5), None));
+        assert_eq!(settings.learning_rate(5).unwrap().peak(), 2e-3);
+    }
+
+    #[test]
+    fn switches_of_other_programs_set_what_they_mean() {
+        use crate::settings::{Loss, Precision};
+        let loss = |yaml: &str| parse(yaml).unwrap().loss_on;
+        assert_eq!(loss("mask_prompt: true"), Loss::Completion);
+        assert_eq!(loss("mask_prompt: false"), Loss::All);
+        assert_eq!(loss("assistant_only_loss: true"), Loss::Assistant);
+        assert_eq!(loss("train_on_inputs: false"), Loss::Auto);
+        let dtype = |yaml: &str| parse(yaml).unwrap().dtype;
+        assert_eq!(dtype("bf16: true\nfp16: false\ntorch_dtype: bfloat16"), Precision::Bf16);
+        assert_eq!(dtype("bf16: false\nfp16: true"), Precision::F16);
+        assert_eq!(dtype("bf16: auto"), Precision::Auto);
+        let settings =
+            parse("eval_strategy: no\nsave_strategy: 'no'\nreport_to: [tensorboard]").unwrap();
+        assert_eq!((settings.eval_every, settings.save_every), (0, 0));
+        let settings = parse("warmup_steps: 0\nwarmup_ratio: 0.1").unwrap();
+        assert_eq!((settings.warmup_steps, settings.warmup_ratio), (None, Some(0.1)));
+    }
+
+    #[test]
+    fn a_file_of_mlx_lm_trains_as_it_does_there() {
+        use crate::settings::{Course, Loss};
+        let (settings, notice) = with_flags("train: true\niters: 40", "{}").unwrap();
+        let expected = Settings {
+            model: settings.model.clone(),
+            data: settings.data.clone(),
+            loss_on: Loss::All,
+            clip_norm: 0.0,
+            schedule: Course::Constant,
+            warmup_steps: Some(0),
+            learning_rate: 1e-5,
+            steps: Some(40),
+            rank: 8,
+            alpha: Some(160.0),
+            num_layers: Some(16),
+            eval_batches: 25,
+            test_batches: 500,
+            weight_decay: 0.0,
+            ..Settings::default()
+        };
+        assert_eq!(settings, expected);
+        let notice = notice.unwrap();
+        for part in ["`iters`", "loss_on all", "clip_norm 0", "num_layers 16", "another order"] {
+            assert!(notice.contains(part), "{part}: {notice}");
+        }
+        assert!(!notice.contains("save_every") && !notice.contains("Some("), "{notice}");
+
+        let said = "iters: 40\nmask_prompt: true\nnum_layers: -1\noptimizer: adamw\n\
+                    optimizer_config: {adamw: {bias_correction: true}}\n\
+                    lora_parameters: {rank: 4, scale: 2.0, dropout: 0.1, keys: [self_attn.q_proj]}\n\
+                    lr_schedule: {name: cosine_decay, warmup: 4, arguments: [1.0e-4, 36]}";
+        let (settings, notice) = with_flags(said, "{clip_norm: 1, grad_accumulation: 2}").unwrap();
+        assert_eq!((settings.loss_on, settings.num_layers), (Loss::Completion, Some(-1)));
+        assert_eq!((settings.rank, settings.alpha, settings.dropout), (4, Some(8.0), 0.1));
+        assert_eq!((settings.weight_decay, settings.clip_norm), (0.01, 1.0));
+        assert_eq!(settings.learning_rate(40).unwrap().at(5), 1e-4);
+        let notice = notice.unwrap();
+        for part in ["loss_on", "clip_norm", "schedule", "bias"] {
+            assert!(!notice.contains(part), "{part}: {notice}");
+        }
+
+        // mlx-lm counts batches.
+        let (settings, _) =
+            with_flags("iters: 42\ngrad_accumulation_steps: 4\nsteps_per_report: 20", "{}")
+                .unwrap();
+        assert_eq!((settings.steps, settings.report_every, settings.eval_every), (Some(10), 5, 50));
+        // In this program's own words nothing of it holds.
+        let (settings, notice) =
+            with_flags("steps: 40\nnum_layers: 16\nfine_tune_type: lora", "{}").unwrap();
+        assert_eq!((settings.loss_on, settings.clip_norm, notice), (Loss::Auto, 1.0, None));
+    }
+}

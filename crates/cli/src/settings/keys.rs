@@ -1,0 +1,289 @@
+//! The keys of a file, or of the flags, each under this program's name and with a value of its kind.
+
+use super::Settings;
+use super::words::{self, Meaning, WORDS};
+use clap::{Args, Command};
+use serde_yaml_ng::{Mapping, Value};
+
+/// Keys that say the same thing in different ways. A flag of a group takes the place of all of
+/// them in the file.
+pub const GROUPS: &[&[&str]] = &[
+    &["epochs", "steps"],
+    &["warmup_ratio", "warmup_steps"],
+    &["alpha", "scale"],
+    &["layers", "num_layers"],
+    &["schedule", "lr_schedule"],
+    &["warmup_ratio", "lr_schedule"],
+    &["warmup_steps", "lr_schedule"],
+    &["min_learning_rate", "lr_schedule"],
+];
+
+/// Whether two keys say the same thing.
+pub fn same(a: &str, b: &str) -> bool {
+    a == b || GROUPS.iter().any(|group| group.contains(&a) && group.contains(&b))
+}
+
+/// How keys are written.
+#[derive(Debug, Clone, Copy)]
+pub enum Style {
+    /// As in a file.
+    File,
+    /// As flags, with `--` and hyphens.
+    Flags,
+}
+
+impl Style {
+    fn write(self, key: &str) -> String {
+        match self {
+            Self::File => key.into(),
+            Self::Flags => format!("--{}", key.replace('_', "-")),
+        }
+    }
+}
+
+/// Settings that were written down.
+#[derive(Debug, Default)]
+pub struct Keys {
+    map: Mapping,
+    /// This program's name of each key, and the one under which it came.
+    origins: Vec<(String, String)>,
+}
+
+impl Keys {
+    /// The settings that a mapping holds, in this program's words or other programs'.
+    pub fn read(mapping: &Mapping, style: Style) -> Result<Self, String> {
+        let known = known();
+        let mut keys = Self::default();
+        for (key, value) in mapping {
+            let Some(key) = key.as_str() else {
+                return Err(format!("expected keys that are words, found {}", kind(key)));
+            };
+            if value.is_null() || is_unset_warmup(key, value, mapping) {
+                continue;
+            }
+            let written = style.write(key);
+            if let Some(meaning) = words::meaning(key) {
+                words::apply(meaning, &mut keys, &written, value)?;
+            } else if known.iter().any(|name| name == key) {
+                keys.insert(key, &written, value.clone())?;
+            } else {
+                let names = known.iter().map(String::as_str);
+                let words =
+                    WORDS.iter().filter(|(_, meaning)| !matches!(meaning, Meaning::Instead(_)));
+                let close = suggestion(key, names.chain(words.map(|(word, _)| *word)));
+                return Err(format!("unknown key `{}`{close}", cut(key)));
+            }
+        }
+        Ok(keys)
+    }
+
+    /// Adds a setting that came under the name `written`.
+    pub fn insert(&mut self, key: &str, written: &str, value: Value) -> Result<(), String> {
+        if value.is_null() {
+            return Ok(());
+        }
+        // One layer, or one prompt, needs no list.
+        let value = match (key, value) {
+            ("layers", one @ Value::Number(_)) | ("sample_prompt", one @ Value::String(_)) => {
+                Value::Sequence(vec![one])
+            }
+            (_, value) => value,
+        };
+        let Some(setting) = parsed(key, &value) else {
+            return Err(format!("{written}: is {}, expected {}", shown(&value), expected(key)));
+        };
+        if let Some((name, other)) = self.origins.iter().find(|(name, _)| same(name, key)) {
+            // Said twice is no contradiction.
+            if name == key
+                && self.map.get(key).and_then(|value| parsed(key, value)) == Some(setting)
+            {
+                return Ok(());
+            }
+            return Err(format!("`{other}` and `{written}` say the same thing; keep one of them"));
+        }
+        self.origins.push((key.into(), written.into()));
+        self.map.insert(key.into(), value);
+        Ok(())
+    }
+
+    /// The settings by this program's names.
+    pub fn into_map(self) -> Mapping {
+        self.map
+    }
+}
+
+/// transformers lets the other of the two decide where one is 0.
+fn is_unset_warmup(key: &str, value: &Value, mapping: &Mapping) -> bool {
+    let other = match key {
+        "warmup_steps" => "warmup_ratio",
+        "warmup_ratio" => "warmup_steps",
+        _ => return false,
+    };
+    value.as_f64() == Some(0.0)
+        && mapping.get(other).and_then(Value::as_f64).is_some_and(|other| other != 0.0)
+}
+
+/// The settings of which one key is given; `None` if its value is of another kind.
+fn parsed(key: &str, value: &Value) -> Option<Settings> {
+    let one = Mapping::from_iter([(Value::from(key), value.clone())]);
+    serde_yaml_ng::from_value(Value::Mapping(one)).ok()
+}
+
+/// The names of all settings.
+pub fn known() -> Vec<String> {
+    match serde_yaml_ng::to_value(Settings::default()) {
+        Ok(Value::Mapping(map)) => {
+            map.keys().filter_map(|key| key.as_str().map(String::from)).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// What the value of a key has to be, as its flag says it.
+fn expected(key: &str) -> String {
+    let command = crate::commands::train::Flags::augment_args(Command::new("train"));
+    let Some(flag) = command.get_arguments().find(|flag| flag.get_id() == key) else {
+        return of_kind(match key {
+            "scale" => "X",
+            "tensorboard" | "plot" => "BOOL",
+            "lr_schedule" => "SCHEDULE",
+            _ => "TEXT",
+        });
+    };
+    let words: Vec<String> =
+        flag.get_possible_values().iter().map(|value| value.get_name().to_string()).collect();
+    let kind = flag.get_value_names().and_then(|names| names.first()).map(ToString::to_string);
+    match (words.as_slice(), kind.as_deref()) {
+        ([], Some(kind)) => of_kind(kind),
+        (_, Some("BOOL")) => of_kind("BOOL"),
+        (words, _) => format!("one of {}", words.join(", ")),
+    }
+}
+
+/// What help texts abbreviate.
+pub fn of_kind(value_name: &str) -> String {
+    match value_name {
+        "N" => "a whole number",
+        "X" | "P" => "a number",
+        "BOOL" => "true or false",
+        "N,N.." => "whole numbers in a list",
+        "NAME=N,.." => "names, each with a whole number",
+        "NAME=X,.." => "names, each with a number",
+        "ID=X" => "a token's id, = and a number",
+        "NAMES|REGEX" => "names in a list, a regular expression, or all-linear",
+        "SCHEDULE" => "a mapping with name and arguments, as mlx-lm has it",
+        _ => "a text",
+    }
+    .into()
+}
+
+/// What a value is, for messages.
+pub fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "nothing",
+        Value::Bool(_) => "true or false",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a text",
+        Value::Sequence(_) => "a list",
+        Value::Mapping(_) => "a mapping",
+        Value::Tagged(_) => "a tagged value",
+    }
+}
+
+/// A value in a message, as YAML has it, in one line of a readable length.
+pub fn shown(value: &Value) -> String {
+    let text = match value {
+        Value::Null => "nothing".to_string(),
+        Value::Bool(on) => on.to_string(),
+        Value::Number(number) => number.to_string(),
+        Value::String(text) if text.is_empty() => "an empty text".into(),
+        Value::String(text) => text.clone(),
+        Value::Sequence(list) => {
+            // No more than what is shown is put together.
+            let items: Vec<String> = list.iter().take(20).map(shown).collect();
+            format!("[{}{}]", items.join(", "), if list.len() > 20 { ", …" } else { "" })
+        }
+        Value::Mapping(map) => {
+            let pairs: Vec<String> = map
+                .iter()
+                .take(20)
+                .map(|(key, value)| format!("{}: {}", shown(key), shown(value)))
+                .collect();
+            format!("{{{}}}", pairs.join(", "))
+        }
+        Value::Tagged(tagged) => shown(&tagged.value),
+    };
+    cut(&text)
+}
+
+/// The beginning of a text, at a readable length.
+pub fn cut(text: &str) -> String {
+    const MOST: usize = 60;
+    match text.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.into(),
+    }
+}
+
+/// `; did you mean ...?` with the names that are close to `key`.
+pub fn suggestion<'a>(key: &str, names: impl Iterator<Item = &'a str>) -> String {
+    let mut close: Vec<(usize, &str)> = names
+        .filter_map(|name| {
+            let distance = edits(key, name);
+            let related =
+                name.len() >= 4 && key.len() >= 4 && (name.contains(key) || key.contains(name));
+            (distance <= 1 + key.len() / 4 || related).then_some((distance, name))
+        })
+        .collect();
+    close.sort_unstable();
+    close.dedup();
+    let close: Vec<String> = close.iter().take(4).map(|(_, name)| format!("`{name}`")).collect();
+    if close.is_empty() {
+        "; `metal-candle train --help` lists the flags, whose names are the keys".into()
+    } else {
+        format!("; did you mean {}?", close.join(" or "))
+    }
+}
+
+/// How many letters are to be inserted, removed or changed to make one word of the other.
+fn edits(a: &str, b: &str) -> usize {
+    // What is much longer than a word is none that was mistyped.
+    if a.len() > 64 {
+        return usize::MAX;
+    }
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut above_left = i;
+        let mut left = i + 1;
+        for (cell, y) in row.iter_mut().skip(1).zip(&b) {
+            let best = (above_left + usize::from(x != *y)).min(*cell + 1).min(left + 1);
+            above_left = std::mem::replace(cell, best);
+            left = best;
+        }
+        if let Some(first) = row.first_mut() {
+            *first = i + 1;
+        }
+    }
+    row.last().copied().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn edits_are_counted() {
+        assert_eq!(edits("kitten", "sitting"), 3);
+        assert_eq!(edits("", "abc"), 3);
+        assert_eq!(edits("abc", "abc"), 0);
+    }
+
+    #[test]
+    fn values_are_shown_at_a_readable_length() {
+        let value: Value = serde_yaml_ng::from_str("{a: [1, x, null], b: ''}").unwrap();
+        assert_eq!(shown(&value), "{a: [1, x, nothing], b: an empty text}");
+        let long = Value::Sequence(vec![Value::from(1); 100_000]);
+        assert_eq!(shown(&long).chars().count(), 61);
+    }
+}

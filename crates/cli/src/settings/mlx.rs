@@ -1,0 +1,142 @@
+//! Training files of mlx-lm: how they are recognised, and what holds where they say nothing.
+//!
+//! `CONFIG_DEFAULTS` of mlx-lm's `lora.py` (0.32) decides there. A file that has a key which only mlx-lm
+//! has gets the same values here, so that it trains the same way. What stays different is told.
+
+use super::Settings;
+use super::keys::{same, shown};
+use serde_yaml_ng::{Mapping, Value};
+use std::path::Path;
+
+/// Keys that no other program has, this one included.
+const OWN: &[&str] = &[
+    "adapter_path",
+    "grad_accumulation_steps",
+    "iters",
+    "lora_layers",
+    "lora_parameters",
+    "mask_prompt",
+    "optimizer_config",
+    "resume_adapter_file",
+    "steps_per_eval",
+    "steps_per_report",
+    "val_batches",
+];
+
+/// Settings that LoRA has no use for without an adapter to make.
+const LORA: &[&str] = &["rank", "scale", "num_layers"];
+
+/// What a file of mlx-lm leaves to its program.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Unsaid {
+    /// The key by which the file was recognised.
+    pub sign: String,
+    /// Settings by this program's names.
+    pub defaults: Mapping,
+    /// What is not as in mlx-lm, whatever the settings.
+    differences: Vec<String>,
+}
+
+/// Whether a file is mlx-lm's, and what it leaves unsaid. `written` are its keys as they stand there,
+/// `settings` the same under this program's names, in which steps are changed from mlx-lm's batches to
+/// steps of the optimiser.
+pub fn recognise(written: &Mapping, settings: &mut Mapping) -> Option<Unsaid> {
+    let sign = OWN.iter().find(|key| written.contains_key(**key))?;
+    let mut differences = vec![
+        "batches come in another order".to_string(),
+        "mlx-lm also learns the padding token that follows an example".to_string(),
+    ];
+    if !corrects_bias(written) {
+        differences.push(
+            "Adam corrects the bias of its moments, which makes the first steps of mlx-lm's up to 3 times as large"
+                .to_string(),
+        );
+    }
+    let mut defaults = Mapping::new();
+    let full = settings.get("fine_tune_type").and_then(Value::as_str) == Some("full");
+    let has = |key: &str| settings.contains_key(key);
+    for (key, value) in [
+        ("loss_on", Value::from("all")),
+        ("clip_norm", 0.0.into()),
+        ("schedule", "constant".into()),
+        ("warmup_steps", 0.into()),
+        ("learning_rate", 1e-5.into()),
+        ("batch_size", 4.into()),
+        ("steps", 1000.into()),
+        ("max_seq_length", 2048.into()),
+        ("rank", 8.into()),
+        ("scale", 20.0.into()),
+        ("num_layers", 16.into()),
+        ("report_every", 10.into()),
+        ("eval_every", 200.into()),
+        ("save_every", 100.into()),
+        ("eval_batches", 25.into()),
+        ("test_batches", 500.into()),
+    ] {
+        let adapter = LORA.contains(&key) && (full || has("init_adapter"));
+        let scheduled = key == "learning_rate" && has("lr_schedule");
+        let said =
+            settings.keys().any(|other| other.as_str().is_some_and(|other| same(other, key)));
+        if !(adapter || scheduled || said) {
+            defaults.insert(key.into(), value);
+        }
+    }
+    // Without a word about it, mlx-lm takes Adam, which has no decay.
+    if !written.contains_key("optimizer") && !has("weight_decay") {
+        defaults.insert("weight_decay".into(), 0.0.into());
+    }
+    if settings.get("loss_on").and_then(Value::as_str) == Some("completion") {
+        differences
+            .push("with mask_prompt, too, what the template writes after the last message".into());
+    }
+    if full {
+        differences
+            .push("every weight is trained, in mlx-lm those of the last num_layers layers".into());
+    }
+    let accumulated = settings.get("grad_accumulation").and_then(Value::as_u64).unwrap_or(1);
+    if accumulated > 1 {
+        for key in ["steps", "report_every", "eval_every", "save_every"] {
+            for map in [&mut *settings, &mut defaults] {
+                if let Some(batches) = map.get(key).and_then(Value::as_u64) {
+                    map.insert(key.into(), (batches / accumulated).max(1).into());
+                }
+            }
+        }
+        differences.push(format!(
+            "steps are the optimiser's, {accumulated} batches each, in whose sum every token weighs the same"
+        ));
+    }
+    Some(Unsaid { sign: (*sign).into(), defaults, differences })
+}
+
+/// Whether the file asks for what AdamW does here.
+fn corrects_bias(written: &Mapping) -> bool {
+    let name = written.get("optimizer").and_then(Value::as_str).unwrap_or("adam");
+    let options = written.get("optimizer_config").and_then(|config| config.get(name));
+    options.and_then(|options| options.get("bias_correction")) == Some(&Value::Bool(true))
+}
+
+impl Unsaid {
+    /// What a person should know, where `used` are those of the defaults that hold.
+    pub fn notice(&self, file: &Path, used: &Mapping) -> String {
+        let own = serde_yaml_ng::to_value(Settings::default()).unwrap_or_default();
+        let values: Vec<String> = used
+            .iter()
+            .filter(|(key, value)| {
+                own.get(*key).and_then(Value::as_f64) != value.as_f64() || value.is_string()
+            })
+            .map(|(key, value)| format!("{} {}", shown(key), shown(value)))
+            .collect();
+        let unsaid = if values.is_empty() {
+            String::new()
+        } else {
+            format!(" Where it says nothing, mlx-lm's values hold: {}.", values.join(", "))
+        };
+        format!(
+            "{} is read as mlx-lm's, because of `{}`.{unsaid} What differs from mlx-lm: {}.",
+            file.display(),
+            self.sign,
+            self.differences.join("; ")
+        )
+    }
+}

@@ -1,0 +1,581 @@
+//! The words of other programs: mlx-lm, PEFT, transformers, TRL, Unsloth, axolotl and LLaMA-Factory. A
+//! row of [`WORDS`] holds for a key of the file and for the flag of that name. A word is understood where
+//! it means exactly what a setting of this program does, and otherwise answered with the right one.
+
+use super::keys::{Keys, shown, suggestion};
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
+use serde_yaml_ng::{Mapping, Value};
+
+/// What a word means.
+pub enum Meaning {
+    /// Another name of this key, for the same values.
+    Key(&'static str),
+    /// Its value says what it sets.
+    Sets(fn(&mut Keys, &str, &Value) -> Result<(), String>),
+    /// Changes nothing here as long as its value is one of these. Otherwise: why it is refused.
+    Neutral(Accepted, &'static str),
+    /// Is refused; what there is instead.
+    Instead(&'static str),
+}
+
+/// Values that change nothing.
+pub enum Accepted {
+    /// Every one.
+    All,
+    /// Those by which other programs say that something is off: null, false, 0 and what is empty.
+    Off,
+    /// Those, and these.
+    OffOr(&'static [&'static str]),
+}
+
+use Accepted::{All, Off, OffOr};
+use Meaning::{Instead, Key, Neutral, Sets};
+
+const QUANTISED: &str =
+    "quantised weights are not supported; weights in f32, f16 and bf16 are, see `dtype`";
+const ONE_DEVICE: &str = "training on several devices is not supported";
+const REPORTS: &str =
+    "every run writes metrics.jsonl and event files for TensorBoard; leave it out";
+const DATA: &str = "data are given as `data`, a file or a folder of this machine";
+const LORA_KIND: &str = "only LoRA itself is supported; leave it out";
+
+/// All of them.
+pub const WORDS: &[(&str, Meaning)] = &[
+    // mlx-lm
+    ("adapter_path", Key("output")),
+    ("clear_cache_threshold", Neutral(All, "")),
+    ("config", Neutral(Off, "one file cannot name another")),
+    ("grad_accumulation_steps", Key("grad_accumulation")),
+    ("hf_dataset", Neutral(Off, DATA)),
+    ("iters", Key("steps")),
+    ("lora_layers", Key("num_layers")),
+    ("lora_parameters", Sets(lora_parameters)),
+    ("mask_prompt", Sets(mask_prompt)),
+    ("optimizer", Sets(optimizer)),
+    ("optimizer_config", Sets(optimizer_config)),
+    ("project_name", Neutral(All, "")),
+    ("report_to", Sets(report_to)),
+    ("resume_adapter_file", Key("init_adapter")),
+    ("steps_per_eval", Key("eval_every")),
+    ("steps_per_report", Key("report_every")),
+    ("train", Sets(train)),
+    ("training_mode", Neutral(OffOr(&["normal"]), "normal is the only one there is")),
+    ("trust_remote_code", Neutral(All, "")),
+    ("val_batches", Key("eval_batches")),
+    ("wandb", Neutral(Off, REPORTS)),
+    // PEFT
+    ("alora_invocation_tokens", Neutral(Off, LORA_KIND)),
+    ("arrow_config", Neutral(Off, LORA_KIND)),
+    ("auto_mapping", Neutral(Off, "it is not supported; leave it out")),
+    ("base_model_name_or_path", Key("model")),
+    ("bias", Neutral(OffOr(&["none"]), "biases are not trained; none is supported")),
+    ("corda_config", Neutral(Off, LORA_KIND)),
+    ("ensure_weight_tying", Neutral(Off, "it is not supported; leave it out")),
+    ("eva_config", Neutral(Off, LORA_KIND)),
+    ("fan_in_fan_out", Neutral(Off, "no supported model stores its weights so; leave it out")),
+    ("inference_mode", Neutral(All, "")),
+    (
+        "init_lora_weights",
+        Neutral(
+            OffOr(&["true"]),
+            "A starts uniform and B at zero, as PEFT's default has it; leave it out, or true",
+        ),
+    ),
+    ("layer_replication", Neutral(Off, LORA_KIND)),
+    ("layers_pattern", Neutral(OffOr(&["layers"]), "decoder layers are called layers here")),
+    ("layers_to_transform", Key("layers")),
+    ("loftq_config", Neutral(Off, QUANTISED)),
+    ("lora_alpha", Key("alpha")),
+    ("lora_bias", Neutral(Off, "biases are not trained; leave it out, or false")),
+    ("lora_dropout", Key("dropout")),
+    ("lora_r", Key("rank")),
+    ("megatron_config", Neutral(Off, ONE_DEVICE)),
+    ("megatron_core", Neutral(All, "")),
+    (
+        "modules_to_save",
+        Neutral(Off, "training whole modules beside the adapter is not supported; leave it out"),
+    ),
+    ("peft_type", Neutral(OffOr(&["LORA"]), "LORA is the only one there is")),
+    ("peft_version", Neutral(All, "")),
+    ("qalora_group_size", Neutral(All, "")),
+    ("r", Key("rank")),
+    ("runtime_config", Neutral(All, "")),
+    ("target_parameters", Neutral(Off, "adapters are on linear layers; see `target_modules`")),
+    ("task_type", Neutral(OffOr(&["CAUSAL_LM"]), "CAUSAL_LM is the only one there is")),
+    ("trainable_token_indices", Neutral(Off, "embeddings are not trained with LoRA")),
+    ("use_bdlora", Neutral(Off, LORA_KIND)),
+    ("use_dora", Neutral(Off, "DoRA is not supported; LoRA is")),
+    ("use_qalora", Neutral(Off, QUANTISED)),
+    ("use_rslora", Key("rslora")),
+    // transformers and TRL
+    ("adam_beta1", Key("beta1")),
+    ("adam_beta2", Key("beta2")),
+    ("adam_epsilon", Key("epsilon")),
+    ("assistant_only_loss", Sets(|keys, name, value| loss_if(keys, name, value, "assistant"))),
+    ("attn_implementation", Neutral(All, "")),
+    ("auto_find_batch_size", Neutral(Off, "give batch_size; --dry-run estimates the memory")),
+    ("bf16", Sets(|keys, name, value| half(keys, name, value, "bf16"))),
+    ("completion_only_loss", Sets(|keys, name, value| loss_if(keys, name, value, "completion"))),
+    ("dataset_name", Neutral(Off, DATA)),
+    ("dataset_path", Key("data")),
+    ("ddp_find_unused_parameters", Neutral(All, "")),
+    ("deepspeed", Neutral(Off, ONE_DEVICE)),
+    ("do_eval", Neutral(All, "")),
+    ("do_train", Sets(train)),
+    ("early_stopping_patience", Key("patience")),
+    ("eval_packing", Neutral(Off, "validation data are not packed; leave it out, or false")),
+    ("eval_steps", Key("eval_every")),
+    ("eval_strategy", Sets(|keys, name, value| strategy(keys, name, value, "eval_every"))),
+    ("evaluation_strategy", Sets(|keys, name, value| strategy(keys, name, value, "eval_every"))),
+    ("fp16", Sets(|keys, name, value| half(keys, name, value, "f16"))),
+    ("fsdp", Neutral(Off, ONE_DEVICE)),
+    ("gradient_accumulation_steps", Key("grad_accumulation")),
+    ("gradient_checkpointing", Key("grad_checkpoint")),
+    ("gradient_checkpointing_kwargs", Neutral(All, "")),
+    ("group_by_length", Neutral(All, "")),
+    ("label_names", Neutral(Off, "it is not supported; see `loss_on`")),
+    ("label_smoothing_factor", Neutral(Off, "label smoothing is not supported")),
+    ("load_best_model_at_end", Key("keep_best")),
+    ("load_in_4bit", Neutral(Off, QUANTISED)),
+    ("load_in_8bit", Neutral(Off, QUANTISED)),
+    ("logging_dir", Neutral(Off, "event files stand in tensorboard/ of the output folder")),
+    ("logging_first_step", Neutral(Off, "reports are made every report_every steps")),
+    ("logging_steps", Key("report_every")),
+    ("logging_strategy", Neutral(OffOr(&["steps"]), "reports are made every report_every steps")),
+    ("lora_target_modules", Key("target_modules")),
+    ("lora_task_type", Neutral(OffOr(&["CAUSAL_LM"]), "CAUSAL_LM is the only one there is")),
+    ("lr", Key("learning_rate")),
+    ("lr_scheduler_kwargs", Neutral(Off, "it is not supported; see `min_learning_rate`")),
+    ("lr_scheduler_type", Key("schedule")),
+    ("max_grad_norm", Key("clip_norm")),
+    ("max_length", Key("max_seq_length")),
+    ("max_steps", Sets(max_steps)),
+    ("model_init_kwargs", Neutral(Off, "it is not supported; see `dtype`")),
+    ("model_name_or_path", Key("model")),
+    ("model_revision", Key("revision")),
+    ("neftune_noise_alpha", Neutral(Off, "noise on embeddings is not supported")),
+    ("num_train_epochs", Key("epochs")),
+    ("optim", Sets(optimizer)),
+    ("output_dir", Key("output")),
+    (
+        "overwrite_output_dir",
+        Neutral(Off, "it is the flag --overwrite here, which a file cannot give"),
+    ),
+    ("per_device_eval_batch_size", Instead("evaluation takes batches of batch_size; leave it out")),
+    ("per_device_train_batch_size", Key("batch_size")),
+    ("push_to_hub", Neutral(Off, "nothing is uploaded; leave it out, or false")),
+    (
+        "resume_from_checkpoint",
+        Neutral(Off, "it is the flag --resume here, which a file cannot give"),
+    ),
+    (
+        "save_only_model",
+        Neutral(Off, "checkpoints hold what a resume needs; leave it out, or false"),
+    ),
+    ("save_safetensors", Neutral(OffOr(&["true"]), "files are safetensors")),
+    ("save_steps", Key("save_every")),
+    ("save_strategy", Sets(|keys, name, value| strategy(keys, name, value, "save_every"))),
+    ("save_total_limit", Key("keep")),
+    ("tf32", Neutral(Off, "products of f32 are made in f32; bf16 is faster, see `dtype`")),
+    ("torch_compile", Neutral(All, "")),
+    ("torch_dtype", Key("dtype")),
+    (
+        "use_cpu",
+        Sets(|keys, name, value| match boolean(name, value)? {
+            true => keys.insert("device", name, "cpu".into()),
+            false => Ok(()),
+        }),
+    ),
+    ("use_liger_kernel", Neutral(All, "")),
+    ("use_peft", Neutral(OffOr(&["true"]), "true is LoRA")),
+    ("wandb_project", Neutral(Off, REPORTS)),
+    // Unsloth
+    ("random_state", Key("seed")),
+    (
+        "use_gradient_checkpointing",
+        Sets(|keys, name, value| {
+            let on = value.as_str() == Some("unsloth") || boolean(name, value)?;
+            keys.insert("grad_checkpoint", name, on.into())
+        }),
+    ),
+    // axolotl
+    ("adapter", Sets(adapter)),
+    ("base_model", Key("model")),
+    ("datasets", Neutral(Off, DATA)),
+    ("evals_per_epoch", Instead("evaluations are counted in steps, see `eval_every`")),
+    ("flash_attention", Neutral(All, "")),
+    (
+        "lora_target_linear",
+        Sets(|keys, name, value| match boolean(name, value)? {
+            true => keys.insert("target_modules", name, "all-linear".into()),
+            false => Ok(()),
+        }),
+    ),
+    ("lr_scheduler", Key("schedule")),
+    ("micro_batch_size", Key("batch_size")),
+    ("num_epochs", Key("epochs")),
+    ("sample_packing", Key("packing")),
+    ("saves_per_epoch", Instead("checkpoints are counted in steps, see `save_every`")),
+    ("sequence_len", Key("max_seq_length")),
+    ("strict", Neutral(All, "")),
+    ("train_on_inputs", Sets(|keys, name, value| loss_if(keys, name, value, "all"))),
+    ("val_set_size", Sets(held_out)),
+    // LLaMA-Factory
+    ("cutoff_len", Key("max_seq_length")),
+    ("dataset", Neutral(Off, DATA)),
+    ("finetuning_type", Key("fine_tune_type")),
+    ("lora_rank", Key("rank")),
+    (
+        "lora_target",
+        Sets(|keys, name, value| {
+            let all = value.as_str() == Some("all");
+            keys.insert(
+                "target_modules",
+                name,
+                if all { "all-linear".into() } else { value.clone() },
+            )
+        }),
+    ),
+    ("mask_history", Sets(|keys, name, value| loss_if(keys, name, value, "completion"))),
+    ("plot_loss", Key("plot")),
+    ("stage", Neutral(OffOr(&["sft"]), "sft, supervised fine-tuning, is the only one there is")),
+    ("train_on_prompt", Sets(|keys, name, value| loss_if(keys, name, value, "all"))),
+    ("val_size", Sets(held_out)),
+];
+
+/// The row of a word.
+pub fn meaning(word: &str) -> Option<&'static Meaning> {
+    WORDS.iter().find(|(name, _)| *name == word).map(|(_, meaning)| meaning)
+}
+
+/// Applies a word that is no name of a key. `written` is how the user has written it.
+pub fn apply(
+    meaning: &Meaning,
+    keys: &mut Keys,
+    written: &str,
+    value: &Value,
+) -> Result<(), String> {
+    match meaning {
+        Key(key) => keys.insert(key, written, value.clone()),
+        Sets(_) | Instead(_) if value.is_null() => Ok(()),
+        Sets(sets) => sets(keys, written, value),
+        Neutral(accepted, why) => {
+            let text = match value {
+                Value::String(text) => text.clone(),
+                Value::Bool(on) => on.to_string(),
+                _ => String::new(),
+            };
+            let neutral = match accepted {
+                All => true,
+                Off => is_off(value),
+                OffOr(others) => is_off(value) || others.contains(&text.as_str()),
+            };
+            if neutral { Ok(()) } else { Err(format!("{written}: is {}; {why}", shown(value))) }
+        }
+        Instead(what) => Err(format!("{written}: {what}")),
+    }
+}
+
+fn is_off(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Number(number) => number.as_f64() == Some(0.0),
+        Value::String(text) => text.is_empty(),
+        Value::Sequence(list) => list.is_empty(),
+        Value::Mapping(map) => map.is_empty(),
+        _ => false,
+    }
+}
+
+fn wrong(name: &str, value: &Value, expected: &str) -> String {
+    format!("{name}: is {}, expected {expected}", shown(value))
+}
+
+fn boolean(name: &str, value: &Value) -> Result<bool, String> {
+    value.as_bool().ok_or_else(|| wrong(name, value, "true or false"))
+}
+
+/// A 16-bit dtype that is switched on.
+fn half(keys: &mut Keys, name: &str, value: &Value, dtype: &str) -> Result<(), String> {
+    match value {
+        Value::String(text) if text == "auto" => keys.insert("dtype", name, "auto".into()),
+        _ if boolean(name, value)? => keys.insert("dtype", name, dtype.into()),
+        _ => Ok(()),
+    }
+}
+
+/// A kind of loss that is switched on.
+fn loss_if(keys: &mut Keys, name: &str, value: &Value, loss: &str) -> Result<(), String> {
+    match boolean(name, value)? {
+        true => keys.insert("loss_on", name, loss.into()),
+        false => Ok(()),
+    }
+}
+
+/// mlx-lm masks everything before a conversation's last message.
+fn mask_prompt(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    let loss = if boolean(name, value)? { "completion" } else { "all" };
+    keys.insert("loss_on", name, loss.into())
+}
+
+fn train(_: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    match boolean(name, value)? {
+        true => Ok(()),
+        false => Err(wrong(name, value, "true; to measure only, use `metal-candle evaluate`")),
+    }
+}
+
+fn max_steps(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    // transformers writes -1 for "go by epochs".
+    if value.as_i64() == Some(-1) { Ok(()) } else { keys.insert("steps", name, value.clone()) }
+}
+
+fn strategy(keys: &mut Keys, name: &str, value: &Value, every: &str) -> Result<(), String> {
+    match value {
+        Value::String(text) if text == "steps" => Ok(()),
+        Value::String(text) if text == "no" => keys.insert(every, name, 0.into()),
+        Value::Bool(false) => keys.insert(every, name, 0.into()),
+        _ => {
+            let best = if every == "save_every" { ", and `keep_best` for the best" } else { "" };
+            Err(wrong(
+                name,
+                value,
+                &format!("steps or no; see `{every}`, which counts steps{best}"),
+            ))
+        }
+    }
+}
+
+fn adapter(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    match value.as_str() {
+        Some("lora") => keys.insert("fine_tune_type", name, "lora".into()),
+        Some("qlora") => Err(format!("{name}: is qlora; {QUANTISED}")),
+        _ => Err(format!(
+            "{name}: is {}; `output` is the folder that the adapter is written to (mlx-lm's adapter_path), \
+             and `init_adapter` one to start from",
+            shown(value)
+        )),
+    }
+}
+
+/// A share, as here, or a number of records, which is not supported.
+fn held_out(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    match value.as_f64() {
+        Some(share) if share >= 1.0 => Err(wrong(
+            name,
+            value,
+            "a share of the training records below 1, as in `valid_fraction`",
+        )),
+        _ => keys.insert("valid_fraction", name, value.clone()),
+    }
+}
+
+fn report_to(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    let services: Vec<&str> = match value {
+        Value::String(text) => text.split(',').map(str::trim).collect(),
+        Value::Sequence(list) => list.iter().filter_map(Value::as_str).collect(),
+        _ => return Err(wrong(name, value, "none or tensorboard")),
+    };
+    match services.as_slice() {
+        [] | ["none"] => keys.insert("tensorboard", name, false.into()),
+        ["tensorboard"] => keys.insert("tensorboard", name, true.into()),
+        _ => Err(wrong(name, value, &format!("none or tensorboard; {REPORTS}"))),
+    }
+}
+
+fn lora_parameters(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    const INNER: [&str; 5] = ["rank", "scale", "dropout", "keys", "alpha"];
+    let Value::Mapping(parameters) = value else {
+        return Err(wrong(name, value, "a mapping with rank, scale, dropout and keys"));
+    };
+    for (inner, value) in parameters {
+        let inner = inner.as_str().unwrap_or_default();
+        if !INNER.contains(&inner) {
+            let close = suggestion(inner, INNER.into_iter());
+            return Err(format!("unknown key `{inner}` in {name}{close}"));
+        }
+        let key = if inner == "keys" { "target_modules" } else { inner };
+        keys.insert(key, &format!("{name}.{inner}"), value.clone())?;
+    }
+    Ok(())
+}
+
+fn optimizer(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    match value.as_str() {
+        Some("adamw" | "adamw_torch" | "adamw_torch_fused") => Ok(()),
+        // Without decay the two are the same.
+        Some("adam") => keys.insert("weight_decay", name, 0.into()),
+        _ => Err(wrong(name, value, "adamw, or adam, which has no weight decay")),
+    }
+}
+
+/// mlx-lm's options of its optimisers. It reads only those of the one that it uses.
+fn optimizer_config(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    const OPTIONS: [&str; 4] = ["weight_decay", "eps", "betas", "bias_correction"];
+    let Value::Mapping(optimizers) = value else {
+        return Err(wrong(name, value, "a mapping such as adamw: {weight_decay: 0.01}"));
+    };
+    for (optimizer, options) in optimizers {
+        let name = format!("{name}.{}", optimizer.as_str().unwrap_or_default());
+        let options = match options {
+            Value::Mapping(options) => options,
+            Value::Null => continue,
+            other => return Err(wrong(&name, other, "a mapping of options")),
+        };
+        let adam = matches!(optimizer.as_str(), Some("adam" | "adamw"));
+        if !adam && !options.is_empty() {
+            return Err(format!("{name}: is not supported; adamw and adam are"));
+        }
+        for (option, value) in options {
+            let option = option.as_str().unwrap_or_default();
+            let name = format!("{name}.{option}");
+            match (option, value) {
+                ("weight_decay", _) => keys.insert("weight_decay", &name, value.clone())?,
+                ("eps", _) => keys.insert("epsilon", &name, value.clone())?,
+                ("betas", Value::Sequence(betas)) if betas.len() == 2 => {
+                    for (key, beta) in ["beta1", "beta2"].into_iter().zip(betas) {
+                        keys.insert(key, &name, beta.clone())?;
+                    }
+                }
+                ("betas", _) => return Err(wrong(&name, value, "two numbers")),
+                ("bias_correction", Value::Bool(true)) => {}
+                ("bias_correction", _) => {
+                    return Err(wrong(&name, value, "true, which is how AdamW is here"));
+                }
+                _ => {
+                    let close = suggestion(option, OPTIONS.into_iter());
+                    return Err(format!("unknown key `{name}`{close}"));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Words of other programs as flags. Another name of a key is a hidden name of its flag; the others are
+/// hidden flags of their own, whose values are read as the file's are. The flags of the command have to
+/// be known before.
+#[derive(Debug, Default)]
+pub struct Foreign(pub Mapping);
+
+impl Args for Foreign {
+    fn augment_args(mut command: Command) -> Command {
+        let flags: Vec<String> =
+            command.get_arguments().map(|flag| flag.get_id().to_string()).collect();
+        for flag in &flags {
+            let mut names: Vec<String> = Vec::new();
+            for (word, meaning) in WORDS {
+                if matches!(meaning, Key(key) if key == flag) {
+                    names.push((*word).into());
+                }
+            }
+            if flag.contains('_') {
+                names.push(flag.clone());
+            }
+            let hyphens: Vec<String> = names.iter().map(|name| name.replace('_', "-")).collect();
+            names.extend(hyphens);
+            command = command.mut_arg(flag, |arg| {
+                let own = arg.get_long_and_visible_aliases().unwrap_or_default();
+                names.retain(|name| !own.contains(&name.as_str()));
+                names.sort_unstable();
+                names.dedup();
+                arg.aliases(names)
+            });
+        }
+        for (word, meaning) in WORDS {
+            let is_flag = |key: &&str| flags.iter().any(|flag| flag == key);
+            if flags.iter().any(|flag| flag == word) || matches!(meaning, Key(key) if is_flag(key))
+            {
+                continue;
+            }
+            let mut flag = Arg::new(*word)
+                .long(word.replace('_', "-"))
+                .hide(true)
+                .action(ArgAction::Set)
+                .num_args(0..=1)
+                .default_missing_value("true")
+                .allow_negative_numbers(true);
+            if word.contains('_') {
+                flag = flag.alias(*word);
+            }
+            command = command.arg(flag);
+        }
+        command
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Foreign {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut words = Mapping::new();
+        for (word, _) in WORDS {
+            if let Ok(Some(text)) = matches.try_get_one::<String>(word) {
+                // Python's True and False, too.
+                let value = match text.as_str() {
+                    "True" => true.into(),
+                    "False" => false.into(),
+                    _ => serde_yaml_ng::from_str(text).unwrap_or_else(|_| text.as_str().into()),
+                };
+                words.insert((*word).into(), value);
+            }
+        }
+        Ok(Self(words))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_lead_to_settings_and_are_none_themselves() {
+        let known = super::super::keys::known();
+        for (index, (word, meaning)) in WORDS.iter().enumerate() {
+            if let Key(key) = meaning {
+                assert!(known.iter().any(|known| known == key), "{word} -> {key}");
+            }
+            assert!(!known.iter().any(|known| known == word), "{word} is a setting");
+            assert!(WORDS[..index].iter().all(|(other, _)| other != word), "{word} comes twice");
+        }
+    }
+
+    #[test]
+    fn what_changes_nothing_is_accepted_and_what_would_is_refused() {
+        let check = |word: &str, yaml: &str| {
+            let value: Value = serde_yaml_ng::from_str(yaml).unwrap();
+            let mut keys = Keys::default();
+            apply(meaning(word).unwrap(), &mut keys, word, &value)?;
+            Ok::<_, String>(keys.into_map().len())
+        };
+        for (word, neutral, refused) in [
+            ("peft_type", "LORA", "IA3"),
+            ("task_type", "CAUSAL_LM", "SEQ_CLS"),
+            ("bias", "none", "all"),
+            ("modules_to_save", "null", "[embed_tokens]"),
+            ("init_lora_weights", "true", "gaussian"),
+            ("fan_in_fan_out", "false", "true"),
+            ("use_dora", "false", "true"),
+            ("loftq_config", "{}", "{bits: 4}"),
+            ("hf_dataset", "null", "{path: x}"),
+            ("load_in_4bit", "false", "true"),
+            ("eval_strategy", "steps", "epoch"),
+            ("max_steps", "-1", "many"),
+            ("train", "true", "false"),
+        ] {
+            assert_eq!(check(word, neutral), Ok(0), "{word}: {neutral}");
+            let error = check(word, refused).unwrap_err();
+            assert!(error.starts_with(&format!("{word}: is ")), "{error}");
+        }
+        let error =
+            check("modules_to_save", &format!("[{}]", vec!["w"; 1000].join(", "))).unwrap_err();
+        assert!(error.chars().count() < 250, "{error}");
+    }
+}
