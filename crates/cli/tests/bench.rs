@@ -9,7 +9,7 @@ fn every_part_is_timed_and_reported() {
     let place = Place::new();
     let parts = ["bench", "--shape", "tiny", "--seq", "16", "--tokens", "4", "--rank", "2"];
     let few = ["--steps", "2", "--samples", "2", "--batch", "2", "--gradient-checkpointing", "-q"];
-    let only = ["--only", "train,prefill,decode", "--json"];
+    let only = ["--only", "train,prefill,decode", "--dtype", "f32", "--json"];
     let report = place.json(&[&parts[..], &few, &only].concat());
     let names: Vec<&str> = report["rows"]
         .as_array()
