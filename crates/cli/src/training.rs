@@ -12,7 +12,8 @@ use anyhow::Context;
 use candle_core::{DType, Tensor};
 use chrono::NaiveDateTime;
 use metal_candle::data::{
-    BatchOptions, Batcher, DataFolder, DataOptions, Dataset, HeldOut, Record, Report,
+    BatchOptions, Batcher, Columns, DataFiles, DataOptions, DataSource, Dataset, HeldOut, Report,
+    Split, Tokenized, tokenize,
 };
 use metal_candle::generate::{GenerateOptions, generate};
 use metal_candle::model::{Config, Model};
@@ -158,11 +159,12 @@ impl Run {
         if !start.dry_run {
             check_output(&settings, &start)?;
         }
-        let held_out = (settings.valid_fraction > 0.0)
+        let files = DataFiles::find(&data)?;
+        files.require(Split::Train)?;
+        files.check(&Columns::default())?;
+        let held_out = (settings.valid_fraction > 0.0 && files.valid.is_empty())
             .then_some(HeldOut { fraction: settings.valid_fraction, seed: settings.seed });
-        let records = DataFolder::open(&data, held_out)?;
-        let train_records = records.require_train()?;
-        if records.valid.is_none() {
+        if files.valid.is_empty() && held_out.is_none() {
             for (key, wanted) in
                 [("keep_best", settings.keep_best), ("patience", settings.patience.is_some())]
             {
@@ -172,6 +174,9 @@ impl Run {
                     )));
                 }
             }
+        }
+        if settings.test && files.test.is_empty() {
+            return Err(usage(format!("test: there is no test.jsonl in {}", data.display())));
         }
         let folder = match (&settings.from_config, &settings.model) {
             (Some(path), _) if path.is_file() => path.parent().unwrap_or(Path::new(".")).into(),
@@ -190,15 +195,21 @@ impl Run {
         let tokenizer = Tokenizer::load(&folder)?;
 
         let now = template_time(&mut settings)?;
+        let output = &settings.output;
         let data_options = DataOptions {
             max_seq_length: settings.max_seq_length,
             loss_on: settings.loss_on.for_data(),
             now: Some(now),
+            folder: if output.is_dir() { output.clone() } else { std::env::temp_dir() },
             ..DataOptions::default()
         };
-        let build = |records: &[Record], packing, name: &str| -> anyhow::Result<Batcher> {
-            let dataset = Dataset::build(records, &tokenizer, &data_options)
-                .with_context(|| format!("{name} data of {}", data.display()))?;
+        let read = |split: Split| -> anyhow::Result<Tokenized> {
+            let source = DataSource { files: files.of(split).to_vec(), weight: None };
+            tokenize(&[source], &tokenizer, &data_options)
+                .with_context(|| format!("{} data of {}", split.name(), data.display()))
+        };
+        let named = |split: Split| format!("{} data of {}", split.name(), data.display());
+        let batch = |dataset: Dataset, packing| -> anyhow::Result<Batcher> {
             dataset.check_vocabulary(config.vocab_size)?;
             let options = BatchOptions {
                 batch_size: settings.batch_size,
@@ -209,18 +220,23 @@ impl Run {
             };
             Ok(Batcher::new(Arc::new(dataset), options)?)
         };
-        let train = build(train_records, settings.packing, "training")?;
-        let valid = records
-            .valid
-            .as_deref()
-            .map(|records| build(records, false, "validation"))
-            .transpose()?;
-        let test = match (&records.test, settings.test) {
-            (Some(records), true) => Some(build(records, false, "test")?),
-            (None, true) => {
-                return Err(usage(format!("test: there is no test.jsonl in {}", data.display())));
+        let whole = |split: Split| -> anyhow::Result<Dataset> {
+            read(split)?.into_dataset().with_context(|| named(split))
+        };
+        let (train, valid) = match held_out {
+            Some(held_out) => {
+                let (train, valid) =
+                    read(Split::Train)?.hold_out(held_out).with_context(|| named(Split::Train))?;
+                (train, Some(valid))
             }
-            _ => None,
+            None if files.valid.is_empty() => (whole(Split::Train)?, None),
+            None => (whole(Split::Train)?, Some(whole(Split::Valid)?)),
+        };
+        let train = batch(train, settings.packing)?;
+        let valid = valid.map(|dataset| batch(dataset, false)).transpose()?;
+        let test = match settings.test {
+            true => Some(batch(whole(Split::Test)?, false)?),
+            false => None,
         };
         let batches = train.epoch(0).len();
         let steps = total_steps(settings.duration(), batches, settings.grad_accumulation)?;

@@ -4,8 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use metal_candle::data::{
-    Batch, BatchOptions, Batcher, Body, DataOptions, Dataset, Example, IGNORED, LossOn, Record,
-    Report, read_records,
+    Batch, BatchOptions, Batcher, Body, Columns, DataFiles, DataOptions, DataSource, Dataset,
+    Example, HeldOut, IGNORED, LossOn, Record, Report, Source, Split, Template, read_records,
+    tokenize,
 };
 use metal_candle::random::SplitMix64;
 use metal_candle::text::{Message, Tokenizer};
@@ -59,9 +60,9 @@ fn learned(
     loss_on: Option<LossOn>,
 ) -> (Vec<String>, String) {
     let dataset = Dataset::build(&[record], tokenizer, &options(loss_on)).unwrap();
-    let Example { ids, trainable } = &dataset.examples[0];
+    let Example { ids, trainable } = dataset.get(0).unwrap();
     let mut runs: Vec<Vec<u32>> = Vec::new();
-    for (index, (id, flag)) in ids.iter().zip(trainable).enumerate() {
+    for (index, (id, flag)) in ids.iter().zip(&trainable).enumerate() {
         match runs.last_mut() {
             Some(run) if *flag && trainable[index - 1] => run.push(*id),
             _ if *flag => runs.push(vec![*id]),
@@ -69,7 +70,7 @@ fn learned(
         }
     }
     let decode = |ids: &[u32]| tokenizer.decode(ids, false).unwrap();
-    (runs.iter().map(|run| decode(run)).collect(), decode(ids))
+    (runs.iter().map(|run| decode(run)).collect(), decode(&ids))
 }
 
 const TURNS: [(&str, &str); 5] = [
@@ -149,7 +150,7 @@ fn prompts_and_completions_go_through_the_template_if_there_is_one() {
 fn texts_begin_and_end_with_their_tokens_once() {
     let tokenizer = without_template("tokenizer-sp");
     let ids = |record: Record| {
-        Dataset::build(&[record], &tokenizer, &options(None)).unwrap().examples[0].clone()
+        Dataset::build(&[record], &tokenizer, &options(None)).unwrap().get(0).unwrap()
     };
     let plain = tokenizer.encode("a text", true).unwrap();
     let eos = tokenizer.eos_id().unwrap();
@@ -190,19 +191,20 @@ fn truncated_and_dropped_records_are_counted() {
         &DataOptions { max_seq_length: limit, ..options(None) },
     )
     .unwrap();
-    let lengths: Vec<usize> = dataset.examples.iter().map(|example| example.ids.len()).collect();
+    let lengths: Vec<usize> = dataset.iter().map(|example| example.ids.len()).collect();
     let trainable = |example: &Example| example.trainable.iter().filter(|flag| **flag).count();
     assert_eq!(lengths[1], limit);
-    assert!(dataset.examples.iter().all(|example| example.trainable.len() == example.ids.len()));
+    assert!(dataset.iter().all(|example| example.trainable.len() == example.ids.len()));
     assert_eq!(
         dataset.report,
         Report {
             records: 4,
             examples: 2,
             truncated: 2,
+            dropped_empty: 0,
             dropped_untrainable: 2,
             tokens: lengths.iter().sum(),
-            trainable_tokens: dataset.examples.iter().map(trainable).sum(),
+            trainable_tokens: dataset.iter().map(|example| trainable(&example)).sum(),
             longest: limit,
             mean_length: lengths.iter().sum::<usize>() as f64 / 2.0,
         }
@@ -252,7 +254,7 @@ fn the_order_of_examples_is_that_of_the_records() {
     let tokenizer = without_template("tokenizer");
     let records: Vec<Record> = (0..300).map(|index| text(&format!("{index} "))).collect();
     let dataset = Dataset::build(&records, &tokenizer, &options(None)).unwrap();
-    for (index, example) in dataset.examples.iter().enumerate() {
+    for (index, example) in dataset.iter().enumerate() {
         assert_eq!(tokenizer.decode(&example.ids, true).unwrap(), format!("{index} "));
     }
 }
@@ -261,7 +263,7 @@ fn the_order_of_examples_is_that_of_the_records() {
 fn random_dataset(count: usize, longest: u64) -> Arc<Dataset> {
     let mut random = SplitMix64::new(5);
     let mut next = 0;
-    let examples = (0..count)
+    let examples: Vec<_> = (0..count)
         .map(|_| {
             let length = 2 + random.below(longest - 1) as usize;
             let ids = (next..next + length as u32).collect();
@@ -272,7 +274,7 @@ fn random_dataset(count: usize, longest: u64) -> Arc<Dataset> {
             Example { ids, trainable }
         })
         .collect();
-    Arc::new(Dataset { examples, report: Report::default() })
+    Arc::new(Dataset::from_examples(&examples).unwrap())
 }
 
 /// Checks every place of a batch against the examples of its plan.
@@ -289,7 +291,7 @@ fn check(dataset: &Dataset, rows: &[Vec<usize>], batch: &Batch, max_seq_length: 
     for (row, indices) in rows.iter().enumerate() {
         let mut place = row * batch.length;
         for index in indices {
-            let Example { ids, trainable } = &dataset.examples[*index];
+            let Example { ids, trainable } = dataset.get(*index).unwrap();
             let start = place - row * batch.length;
             for position in 0..ids.len() - 1 {
                 assert_eq!(batch.input_ids[place], ids[position]);
@@ -351,10 +353,7 @@ fn every_example_is_in_each_epoch_once_and_whole() {
             }
             // Hardly any padding, in either way.
             assert!(tokens as f64 > 0.85 * places as f64, "{tokens} of {places}");
-            assert_eq!(
-                tokens,
-                dataset.examples.iter().map(|example| example.ids.len() - 1).sum::<usize>()
-            );
+            assert_eq!(tokens, dataset.iter().map(|example| example.ids.len() - 1).sum::<usize>());
         }
     }
 }
@@ -393,21 +392,307 @@ fn batches_that_cannot_be_are_refused() {
     let options =
         BatchOptions { batch_size: 1, max_seq_length: 8, packing: false, seed: 0, shuffle: false };
     let dataset = |ids: usize, trainable: usize| {
-        let examples = vec![Example { ids: vec![1; ids], trainable: vec![true; trainable] }];
-        Arc::new(Dataset { examples, report: Report::default() })
+        Dataset::from_examples(&[Example { ids: vec![1; ids], trainable: vec![true; trainable] }])
     };
-    let error = |dataset, options| Batcher::new(dataset, options).unwrap_err().to_string();
-    assert!(Batcher::new(dataset(9, 9), options).is_ok());
-    assert!(error(dataset(10, 10), options).contains("example 0 has 10 tokens"));
-    assert!(error(dataset(1, 1), options).contains("2 or more"));
-    let nothing = Example { ids: vec![1; 3], trainable: vec![true, false, false] };
-    let nothing = Arc::new(Dataset { examples: vec![nothing], report: Report::default() });
-    assert!(error(nothing, options).contains("example 0 has no token to learn"));
-    assert!(error(dataset(3, 2), options).contains("2 mask values"));
+    let error = |dataset, options| {
+        Batcher::new(Arc::new(dataset), options).map(|_| ()).unwrap_err().to_string()
+    };
+    assert!(Batcher::new(Arc::new(dataset(9, 9).unwrap()), options).is_ok());
+    assert!(error(dataset(10, 10).unwrap(), options).contains("example 0 has 10 tokens"));
     assert!(
-        error(dataset(3, 3), BatchOptions { batch_size: 0, ..options })
+        error(dataset(3, 3).unwrap(), BatchOptions { batch_size: 0, ..options })
             .contains("batch_size: is 0")
     );
-    let empty = Arc::new(Dataset { examples: Vec::new(), report: Report::default() });
-    assert!(error(empty, options).contains("no examples"));
+    let refused = |dataset: metal_candle::Result<Dataset>| dataset.unwrap_err().to_string();
+    assert!(refused(dataset(1, 1)).contains("2 or more"));
+    assert!(refused(dataset(3, 2)).contains("2 mask values"));
+    let nothing = Example { ids: vec![1; 3], trainable: vec![true, false, false] };
+    assert!(
+        refused(Dataset::from_examples(&[nothing])).contains("example 0 has no token to learn")
+    );
+    assert!(refused(Dataset::from_examples(&[])).contains("no examples"));
+}
+
+/// Conversations of many lengths, as lines of JSON.
+fn conversations(range: std::ops::Range<usize>) -> String {
+    range
+        .map(|index| {
+            let answer = "word ".repeat(index * 7 % 23);
+            let messages = [
+                json!({"role": "user", "content": format!("{index}?")}),
+                json!({"role": "assistant", "content": answer}),
+            ];
+            format!("{}\n", json!({"messages": messages}))
+        })
+        .collect()
+}
+
+fn source(files: &[std::path::PathBuf], weight: Option<f64>) -> DataSource {
+    DataSource { files: files.to_vec(), weight }
+}
+
+fn batches(dataset: Dataset, epochs: usize) -> Vec<Batch> {
+    let options =
+        BatchOptions { batch_size: 3, max_seq_length: 32, packing: true, seed: 4, shuffle: true };
+    let batcher = Batcher::new(Arc::new(dataset), options).unwrap();
+    (0..epochs).flat_map(|epoch| batcher.epoch(epoch)).map(|plan| batcher.batch(&plan)).collect()
+}
+
+#[test]
+fn tokens_in_a_file_give_the_batches_of_those_in_memory() {
+    let place = tempfile::tempdir().unwrap();
+    let lines = conversations(0..90);
+    let (first, rest) = lines.split_at(lines.match_indices('\n').nth(40).unwrap().0 + 1);
+    std::fs::write(place.path().join("train-0.jsonl"), first).unwrap();
+    let mut second = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    std::io::Write::write_all(&mut second, rest.as_bytes()).unwrap();
+    std::fs::write(place.path().join("train-1.jsonl.gz"), second.finish().unwrap()).unwrap();
+    std::fs::write(place.path().join("whole"), &lines).unwrap();
+    let files = DataFiles::find(place.path()).unwrap();
+    let tokenizer = with_template("tokenizer", "chatml-generation");
+    let spilled = tempfile::tempdir().unwrap();
+    let options = |memory| DataOptions {
+        max_seq_length: 32,
+        memory,
+        folder: spilled.path().to_path_buf(),
+        ..options(None)
+    };
+    let read = |memory| {
+        let files = files.require(Split::Train).unwrap();
+        tokenize(&[source(files, None)], &tokenizer, &options(memory)).unwrap()
+    };
+    let records = read_records(&place.path().join("whole")).unwrap();
+    let whole = Dataset::build(&records, &tokenizer, &options(u64::MAX)).unwrap();
+    assert!(whole.report.truncated > 0 && whole.len() > 80, "{}", whole.report);
+    let expected = batches(whole.clone(), 3);
+    for memory in [0, 999, u64::MAX] {
+        let dataset = read(memory).into_dataset().unwrap();
+        assert_eq!((&dataset.report, dataset.fingerprint()), (&whole.report, whole.fingerprint()));
+        assert_eq!(batches(dataset, 3), expected);
+    }
+    // What is held out is what was held out of the records, whether they become examples or not.
+    let held_out = HeldOut { fraction: 0.2, seed: 7 };
+    let (train, valid) = read(0).hold_out(held_out).unwrap();
+    assert_eq!((train.report.records, valid.report.records), (72, 18));
+    let mut all: Vec<Example> = train.iter().chain(valid.iter()).collect();
+    let mut expected: Vec<Example> = whole.iter().collect();
+    all.sort_by(|a, b| a.ids.cmp(&b.ids));
+    expected.sort_by(|a, b| a.ids.cmp(&b.ids));
+    assert_eq!(all, expected);
+}
+
+#[test]
+fn sources_share_each_epoch_by_their_weights() {
+    let place = tempfile::tempdir().unwrap();
+    let write = |name: &str, range| {
+        let path = place.path().join(name);
+        std::fs::write(&path, conversations(range)).unwrap();
+        path
+    };
+    let (small, large) = (write("small.jsonl", 0..10), write("large.jsonl", 100..190));
+    let tokenizer = with_template("tokenizer", "chatml-generation");
+    let build = |weights: [Option<f64>; 2]| {
+        let sources = [
+            source(std::slice::from_ref(&small), weights[0]),
+            source(std::slice::from_ref(&large), weights[1]),
+        ];
+        tokenize(&sources, &tokenizer, &options(None))?.into_dataset()
+    };
+    let dataset = Arc::new(build([Some(0.3), Some(0.7)]).unwrap());
+    assert_eq!(dataset.len(), 100);
+    let batcher = |seed| {
+        let options = BatchOptions {
+            batch_size: 8,
+            max_seq_length: 2048,
+            packing: false,
+            seed,
+            shuffle: true,
+        };
+        Batcher::new(dataset.clone(), options).unwrap()
+    };
+    let epoch = |seed, epoch| -> Vec<usize> {
+        batcher(seed).epoch(epoch).into_iter().flat_map(|plan| plan.rows).flatten().collect()
+    };
+    let mut seen = [0; 100];
+    for number in 0..9 {
+        let indices = epoch(1, number);
+        assert_eq!(indices.len(), 100);
+        assert_eq!(indices.iter().filter(|index| **index < 10).count(), 30);
+        indices.iter().for_each(|index| seen[*index] += 1);
+        assert_eq!(indices, epoch(1, number));
+        assert_ne!(indices, epoch(2, number));
+    }
+    // 9 epochs of 30 and of 70 are 27 passes of the small source and 7 of the large one.
+    assert_eq!((&seen[..10], &seen[10..]), (&[27; 10][..], &[7; 90][..]));
+
+    // Without weights, sources are one after the other, as one file would be.
+    let joined = build([None, None]).unwrap();
+    let mut records = read_records(&small).unwrap();
+    records.extend(read_records(&large).unwrap());
+    let one = Dataset::build(&records, &tokenizer, &options(None)).unwrap();
+    assert_eq!(joined.fingerprint(), one.fingerprint());
+    assert_ne!(dataset.fingerprint(), one.fingerprint());
+    let error = |weights| build(weights).unwrap_err().to_string();
+    assert!(error([Some(1.0), None]).contains("give each a weight, or none"));
+    assert!(error([Some(1.0), Some(0.0)]).contains("is 0, expected a positive number"));
+    assert!(error([Some(1.0), Some(1e-9)]).contains("less than one of the 100 examples"));
+}
+
+#[test]
+fn a_text_file_is_learned_to_its_end() {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("book.txt");
+    let text: String = (0..400).map(|line| format!("Line {line}: 東京 🙂 and so on.\n")).collect();
+    std::fs::write(&path, &text).unwrap();
+    for name in ["tokenizer", "tokenizer-sp"] {
+        let tokenizer = without_template(name);
+        let options = DataOptions { max_seq_length: 61, ..options(None) };
+        let dataset = tokenize(&[source(std::slice::from_ref(&path), None)], &tokenizer, &options)
+            .unwrap()
+            .into_dataset()
+            .unwrap();
+        assert_eq!((dataset.report.truncated, dataset.report.dropped_untrainable), (0, 0));
+        assert!(dataset.len() > 100 && dataset.report.mean_length > 55.0, "{}", dataset.report);
+        let decoded: String =
+            dataset.iter().map(|example| tokenizer.decode(&example.ids, true).unwrap()).collect();
+        assert!(decoded == text, "{name}: {decoded}");
+        let last = dataset.get(dataset.len() - 1).unwrap();
+        assert_eq!(last.ids.last().copied(), tokenizer.eos_id());
+        let ends = dataset.iter().filter(|example| example.ids.last() == last.ids.last()).count();
+        assert_eq!(ends, 1);
+    }
+}
+
+#[test]
+fn the_first_tokens_of_a_long_text_are_those_of_the_whole() {
+    let mut random = SplitMix64::new(3);
+    let words = [
+        "a",
+        " ",
+        "   ",
+        "\n\n",
+        "東京",
+        "🙂",
+        "1234",
+        "don't",
+        "<|im_end|>",
+        "</s>",
+        "Ünï",
+        "...",
+        "\t",
+    ];
+    let texts: Vec<String> = (0..6)
+        .map(|_| (0..20_000).map(|_| words[random.below(words.len() as u64) as usize]).collect())
+        .chain([" ".repeat(60_000), "a".repeat(60_000), "ab ".repeat(20_000)])
+        .collect();
+    for name in ["tokenizer", "tokenizer-sp"] {
+        let tokenizer = without_template(name);
+        for text in &texts {
+            let (ids, offsets) = tokenizer.encode_with_offsets(text, true).unwrap();
+            for most in [2, 100, 700] {
+                let (first, places) = tokenizer.encode_first(text, true, most).unwrap();
+                assert!(first.len() >= most.min(ids.len()));
+                let count = first.len();
+                let same = first == ids[..count] && places == offsets[..count];
+                assert!(same, "{name}, {most}: {}", &text[..40]);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_line_of_megabytes_costs_what_is_kept_of_it() {
+    let tokenizer = with_template("tokenizer", "chatml-generation");
+    let long = "many words ".repeat(2 << 20);
+    let options = DataOptions { max_seq_length: 128, ..options(None) };
+    let records = [chat(&[("user", "go on"), ("assistant", &long)]), text(&long)];
+    let dataset = Dataset::build(&records, &tokenizer, &options).unwrap();
+    assert_eq!((dataset.report.truncated, dataset.report.tokens), (2, 256));
+}
+
+#[test]
+fn records_of_share_gpt_and_alpaca_are_learned() {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("a.jsonl");
+    let record = |value: Value| {
+        std::fs::write(&path, value.to_string()).unwrap();
+        read_records(&path).unwrap().remove(0)
+    };
+    let tokenizer = with_template("tokenizer", "chatml-generation");
+    let (runs, whole) = learned(
+        &tokenizer,
+        record(json!({"system": "Short.", "conversations": [
+            {"from": "human", "value": "One?"}, {"from": "gpt", "value": "1"},
+            {"from": "human", "value": "Two?"}, {"from": "gpt", "value": "2"},
+        ]})),
+        None,
+    );
+    assert_eq!(runs, ["1<|im_end|>", "2<|im_end|>"]);
+    assert!(
+        whole.starts_with("<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\nOne?"),
+        "{whole}"
+    );
+
+    let alpaca =
+        json!({"instruction": "Add.", "input": "1, 1", "output": "2", "text": "all of it"});
+    let (runs, whole) = learned(&tokenizer, record(alpaca.clone()), None);
+    assert_eq!(runs, ["2<|im_end|>"]);
+    assert!(whole.contains("user\nAdd.\n\n1, 1<|im_end|>"), "{whole}");
+    let (runs, whole) = learned(&without_template("tokenizer"), record(alpaca), None);
+    assert_eq!(runs, ["2<|im_end|>"]);
+    assert!(
+        whole.contains("### Instruction:\nAdd.\n\n### Input:\n1, 1\n\n### Response:\n2"),
+        "{whole}"
+    );
+    let with_history = json!({"instruction": "Two?", "output": "2", "history": [["One?", "1"]]});
+    assert_eq!(learned(&tokenizer, record(with_history.clone()), None).0, ["2<|im_end|>"]);
+    let all_turns = learned(&tokenizer, record(with_history), Some(LossOn::Assistant)).0;
+    assert_eq!(all_turns, ["1<|im_end|>", "2<|im_end|>"]);
+    let dolly = json!({"instruction": "Say", "context": "", "response": "yes", "category": "qa"});
+    assert_eq!(learned(&tokenizer, record(dolly), None).0, ["yes<|im_end|>"]);
+
+    let weighted = json!({"messages": [
+        {"role": "user", "content": "One?"}, {"role": "assistant", "content": "1", "weight": 0},
+        {"role": "user", "content": "Two?"}, {"role": "assistant", "content": "2", "weight": 1},
+    ]});
+    for template in ["chatml-generation", "chatml"] {
+        let tokenizer = with_template("tokenizer", template);
+        assert_eq!(learned(&tokenizer, record(weighted.clone()), None).0, ["2<|im_end|>"]);
+    }
+    let preference = json!({"prompt": "a", "chosen": "b", "rejected": "c"});
+    std::fs::write(&path, preference.to_string()).unwrap();
+    let message = read_records(&path).unwrap_err().to_string();
+    assert!(message.contains("a.jsonl:1: the record is for preference tuning"), "{message}");
+}
+
+#[test]
+fn columns_are_taken_from_where_they_are_named() {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("a.csv");
+    std::fs::write(&path, "question,context,answer\nWhy?,It rains.,Rain\nHow?,,\n").unwrap();
+    let tokenizer = without_template("tokenizer");
+    let build = |columns: Columns| {
+        let options = DataOptions { columns, ..options(None) };
+        tokenize(&[source(std::slice::from_ref(&path), None)], &tokenizer, &options)?.into_dataset()
+    };
+    let template = Template::parse("prompt_template", r"Q: {question}\nC: {context}\nA: ").unwrap();
+    let columns = Columns {
+        prompt: Some(Source::Template(template)),
+        completion: Some(Source::Key("answer".into())),
+        ..Columns::default()
+    };
+    let dataset = build(columns.clone()).unwrap();
+    // The row without an answer holds nothing to learn.
+    assert_eq!((dataset.report.records, dataset.report.dropped_empty, dataset.len()), (2, 1, 1));
+    let text = tokenizer.decode(&dataset.get(0).unwrap().ids, true).unwrap();
+    assert_eq!(text, "Q: Why?\nC: It rains.\nA: Rain");
+    let error = |columns| build(columns).unwrap_err().to_string();
+    let message = error(Columns::default());
+    assert!(
+        message.contains("a.csv:2: ")
+            && message.contains("--prompt-column question --completion-column answer"),
+        "{message}"
+    );
+    let message = error(Columns { completion: Some(Source::Key("reply".into())), ..columns });
+    assert!(message.contains("a.csv:2: there is no column \"reply\""), "{message}");
 }

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use metal_candle::Result;
 use metal_candle::adapter::LoraConfig;
 use metal_candle::autograd::{ParameterId, Tape};
-use metal_candle::data::{Batch, BatchOptions, Batcher, Dataset, Example, IGNORED, Report};
+use metal_candle::data::{Batch, BatchOptions, Batcher, Dataset, Example, IGNORED};
 use metal_candle::generate::{Sampler, SamplingOptions, Session};
 use metal_candle::model::{Config, Input, Model, PassOptions};
 use metal_candle::train::{LearningRate, Metric, ScheduleOptions, TrainOptions, Trainer};
@@ -336,14 +336,14 @@ const DECODE: &[&str] =
 #[test]
 fn a_training_run_on_metal_is_that_of_the_cpu() {
     let examples = |count: u32, first: u32| {
-        let examples = (0..count)
+        let examples: Vec<_> = (0..count)
             .map(|index| {
                 let ids: Vec<u32> =
                     (0..5 + index).map(|i| (first + 3 * i + index) % VOCABULARY).collect();
                 Example { trainable: ids.iter().map(|id| id % 5 > 0).collect(), ids }
             })
             .collect();
-        Arc::new(Dataset { examples, report: Report::default() })
+        Arc::new(Dataset::from_examples(&examples).unwrap())
     };
     let batches = |dataset| {
         let options = BatchOptions {

@@ -6,7 +6,7 @@ use candle_core::DType;
 use common::device;
 use metal_candle::adapter::LoraConfig;
 use metal_candle::autograd::ParameterId;
-use metal_candle::data::{BatchOptions, Batcher, Dataset, Example, Report};
+use metal_candle::data::{BatchOptions, Batcher, Dataset, Example};
 use metal_candle::model::Model;
 use metal_candle::random::SplitMix64;
 use metal_candle::train::{
@@ -28,7 +28,7 @@ fn base() -> PathBuf {
 /// Texts over few tokens, so that there is something to learn.
 fn dataset(count: usize, seed: u64) -> Arc<Dataset> {
     let mut random = SplitMix64::new(seed);
-    let examples = (0..count)
+    let examples: Vec<_> = (0..count)
         .map(|_| {
             let length = 4 + random.below(14) as usize;
             let first = random.below(20) as u32;
@@ -36,7 +36,7 @@ fn dataset(count: usize, seed: u64) -> Arc<Dataset> {
             Example { trainable: (0..length).map(|index| index > 1).collect(), ids }
         })
         .collect();
-    Arc::new(Dataset { examples, report: Report::default() })
+    Arc::new(Dataset::from_examples(&examples).unwrap())
 }
 
 fn batcher(dataset: Arc<Dataset>, batch_size: usize, packing: bool) -> Batcher {
@@ -475,14 +475,14 @@ fn training_stops_early_when_the_validation_loss_stops_falling() {
     let output = tempfile::tempdir().unwrap();
     // Data to validate on that contradicts the data to learn from.
     let (batches, contrary) = (batcher(dataset(24, 1), 3, true), {
-        let examples = (0..6u32)
+        let examples: Vec<_> = (0..6u32)
             .map(|row| {
                 let ids: Vec<u32> =
                     (0..12).map(|index| (row * 31 + index * index * 17) % 96).collect();
                 Example { trainable: (0..12).map(|index| index > 0).collect(), ids }
             })
             .collect();
-        batcher(Arc::new(Dataset { examples, report: Report::default() }), 4, false)
+        batcher(Arc::new(Dataset::from_examples(&examples).unwrap()), 4, false)
     });
     let options = TrainOptions {
         evaluate_every: 2,

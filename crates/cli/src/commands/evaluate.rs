@@ -5,9 +5,11 @@ use crate::interrupt;
 use crate::models::{Runtime, Source, set_threads};
 use crate::output::{self, Terminal, grouped};
 use crate::settings::{Loss, limit};
+use anyhow::Context;
 use clap::{Args, ValueEnum};
 use metal_candle::data::{
-    BatchOptions, Batcher, DataFolder, DataOptions, Dataset, Report as DataReport,
+    self, BatchOptions, Batcher, Columns, DataFiles, DataOptions, DataSource, Report as DataReport,
+    tokenize,
 };
 use metal_candle::train::{Evaluation, evaluate};
 use serde::Serialize;
@@ -33,7 +35,7 @@ enum Split {
 pub struct Arguments {
     #[command(flatten)]
     source: Source,
-    /// A .jsonl file, or a folder with train.jsonl, valid.jsonl or test.jsonl
+    /// A file of data, or a folder with files of the splits
     #[arg(short, long, value_name = "PATH", help_heading = "Data")]
     data: PathBuf,
     /// Which file of a folder [default: test if there is one, else valid]
@@ -79,35 +81,31 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     }
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
-    let folder = DataFolder::open(&arguments.data, None)?;
-    let records = if arguments.data.is_dir() {
-        let (name, records) = match arguments.split {
-            Some(Split::Train) => ("train.jsonl", folder.train),
-            Some(Split::Valid) => ("valid.jsonl", folder.valid),
-            Some(Split::Test) => ("test.jsonl", folder.test),
-            None => ("test.jsonl or valid.jsonl", folder.test.or(folder.valid)),
-        };
-        records.ok_or_else(|| {
-            anyhow::anyhow!(
-                "{}: there is no {name}; --split names another",
+    let files = DataFiles::find(&arguments.data)?;
+    let split = match arguments.split {
+        Some(_) if !arguments.data.is_dir() => {
+            return Err(usage(format!(
+                "split: {} is one file; a folder has splits",
                 arguments.data.display()
-            )
-        })?
-    } else if arguments.split.is_some() {
-        return Err(usage(format!(
-            "split: {} is one file; a folder has splits",
-            arguments.data.display()
-        )));
-    } else {
-        folder.require_train()?.to_vec()
+            )));
+        }
+        Some(Split::Train) => data::Split::Train,
+        Some(Split::Valid) => data::Split::Valid,
+        Some(Split::Test) => data::Split::Test,
+        None if !arguments.data.is_dir() => data::Split::Train,
+        None if files.test.is_empty() => data::Split::Valid,
+        None => data::Split::Test,
     };
+    let chosen = files.require(split).context("--split names another")?.to_vec();
+    files.check(&Columns::default())?;
     let loaded = arguments.source.load(&arguments.runtime, terminal)?;
     let options = DataOptions {
         max_seq_length: arguments.max_seq_length,
         loss_on: arguments.loss_on.for_data(),
         ..DataOptions::default()
     };
-    let dataset = Dataset::build(&records, &loaded.tokenizer, &options)?;
+    let source = DataSource { files: chosen, weight: None };
+    let dataset = tokenize(&[source], &loaded.tokenizer, &options)?.into_dataset()?;
     dataset.check_vocabulary(loaded.model.config().vocab_size)?;
     let data = dataset.report.clone();
     let options = BatchOptions {

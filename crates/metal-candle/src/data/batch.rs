@@ -6,7 +6,8 @@
 
 use std::sync::Arc;
 
-use super::dataset::{Dataset, Example};
+use super::dataset::Dataset;
+use super::store;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -76,8 +77,7 @@ impl Batcher {
     /// A batcher over a data set.
     ///
     /// # Errors
-    /// [`Error::Option`]: `batch_size` is 0, the data set is empty, an example has fewer than 2 tokens, or not
-    /// as many mask values as tokens, or does not fit a row of `max_seq_length`.
+    /// [`Error::Option`]: `batch_size` is 0, or an example does not fit a row of `max_seq_length`.
     pub fn new(dataset: Arc<Dataset>, options: BatchOptions) -> Result<Self> {
         if options.batch_size == 0 {
             return Err(Error::option("batch_size", "is 0, expected at least 1"));
@@ -88,37 +88,18 @@ impl Batcher {
                 format!("is {}, expected below 2^32", options.max_seq_length),
             ));
         }
-        if dataset.examples.is_empty() {
-            return Err(Error::option("data", "there are no examples"));
-        }
-        for (index, example) in dataset.examples.iter().enumerate() {
-            if example.ids.len() < 2 || example.ids.len() != example.trainable.len() {
-                return Err(Error::option(
-                    "data",
-                    format!(
-                        "example {index} has {} tokens and {} mask values, expected 2 or more of each, as many of one \
-                         as of the other",
-                        example.ids.len(),
-                        example.trainable.len()
-                    ),
-                ));
-            }
-            if !example.trainable.iter().skip(1).any(|&trainable| trainable) {
-                return Err(Error::option(
-                    "data",
-                    format!("example {index} has no token to learn"),
-                ));
-            }
-            if places(example) > options.max_seq_length {
-                return Err(Error::option(
-                    "max_seq_length",
-                    format!(
-                        "is {}, but example {index} has {} tokens; build the data set with the same limit",
-                        options.max_seq_length,
-                        example.ids.len()
-                    ),
-                ));
-            }
+        let places = |index| dataset.length(index).saturating_sub(1);
+        if let Some(index) =
+            (0..dataset.len()).find(|index| places(*index) > options.max_seq_length)
+        {
+            return Err(Error::option(
+                "max_seq_length",
+                format!(
+                    "is {}, but example {index} has {} tokens; build the data set with the same limit",
+                    options.max_seq_length,
+                    dataset.length(index)
+                ),
+            ));
         }
         Ok(Self { dataset, options })
     }
@@ -133,14 +114,15 @@ impl Batcher {
         &self.dataset
     }
 
-    /// The batches of an epoch. Every example is in exactly one of them.
+    /// The batches of an epoch. Every example is in exactly one of them; of sources with weights, as many of each
+    /// source as its share of the data set's number of examples, which go on from epoch to epoch.
     ///
     /// Packed: the examples in random order, each into the first open row with room. Otherwise: the examples by length,
     /// those of the same length in random order, cut into batches, and the batches in random order. The random numbers
     /// are a [`SplitMix64`] stream of the seed and the epoch.
     pub fn epoch(&self, epoch: usize) -> Vec<BatchPlan> {
         let mut random = SplitMix64::stream(self.options.seed, epoch as u64);
-        let mut order: Vec<usize> = (0..self.dataset.examples.len()).collect();
+        let mut order = self.dataset.drawn(self.options.seed, epoch, self.options.shuffle);
         if self.options.shuffle {
             random.shuffle(&mut order);
         }
@@ -191,7 +173,7 @@ impl Batcher {
     }
 
     fn places_of(&self, index: usize) -> usize {
-        self.dataset.examples.get(index).map_or(0, places)
+        self.dataset.length(index).saturating_sub(1)
     }
 
     /// The arrays of a batch. Rows are padded on the right to the longest one, rounded up to a multiple of 8 but not
@@ -216,17 +198,16 @@ impl Batcher {
         };
         for (number, row) in plan.rows.iter().enumerate() {
             let mut place = 0;
-            for example in row.iter().filter_map(|index| self.dataset.examples.get(*index)) {
+            for words in row.iter().filter_map(|index| self.dataset.words(*index)) {
                 let first = place;
-                let predicted = example.ids.iter().zip(&example.trainable).skip(1);
-                for (position, (input, (target, trainable))) in
-                    example.ids.iter().zip(predicted).enumerate()
-                {
-                    batch.input_ids.push(*input);
-                    batch.targets.push(if *trainable { *target } else { IGNORED });
+                let predicted = words.iter().skip(1);
+                for (position, (&input, &target)) in words.iter().zip(predicted).enumerate() {
+                    let trainable = store::is_trainable(target);
+                    batch.input_ids.push(store::id(input));
+                    batch.targets.push(if trainable { store::id(target) } else { IGNORED });
                     batch.positions.push(position as u32);
                     batch.first_key.push(first as u32);
-                    batch.target_tokens += usize::from(*trainable);
+                    batch.target_tokens += usize::from(trainable);
                     place += 1;
                 }
             }
@@ -239,9 +220,4 @@ impl Batcher {
         }
         batch
     }
-}
-
-/// The places an example takes in a row.
-fn places(example: &Example) -> usize {
-    example.ids.len().saturating_sub(1)
 }

@@ -1,22 +1,25 @@
-//! Records: what one line of a data file says.
+//! Records: what one row of a data file says.
 //!
 //! ```json
 //! {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
 //! {"prompt": "...", "completion": "..."}
 //! {"prompt": [{"role": "user", ...}], "completion": [{"role": "assistant", ...}]}
+//! {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}], "system": "..."}
+//! {"instruction": "...", "input": "...", "output": "..."}
 //! {"text": "..."}
 //! ```
 //! A record with keys of several shapes is taken as the first of them in this order; other keys are passed over.
+//! [`Columns`] name the keys where they are others. Preference records are recognised and refused.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use crate::text::{Message, is_model_role};
+use super::columns::{Columns, Source, lookup};
+use super::rows::{Row, RowContent, Rows};
+use crate::text::{Message, is_model_role, key_list, kind};
 use crate::{Error, Result};
-
-use crate::text::{key_list, kind};
 
 /// The roles a message may have.
 pub const KNOWN_ROLES: [&str; 8] =
@@ -66,10 +69,28 @@ pub enum Body {
         /// The tools the model may call, as JSON schemas.
         tools: Option<Vec<Value>>,
     },
+    /// Something to do and how it is done, as Alpaca has it.
+    Instruction {
+        /// The system message and the turns before, if there are any.
+        before: Vec<Message>,
+        /// What is to be done.
+        instruction: String,
+        /// What to do it with; may be empty.
+        input: String,
+        /// What is to be learned.
+        output: String,
+    },
     /// Text to go on learning the language from.
     Text {
-        /// The text, not empty.
+        /// The text.
         text: String,
+    },
+    /// A part of a plain text file. It becomes as many examples as it takes, instead of being cut.
+    Document {
+        /// The text.
+        text: String,
+        /// Whether the file ends here.
+        last: bool,
     },
 }
 
@@ -80,6 +101,26 @@ impl From<Body> for Record {
 }
 
 impl Record {
+    /// About how many bytes of text it holds.
+    pub(super) fn size(&self) -> usize {
+        let of_messages = |messages: &[Message]| -> usize {
+            let content =
+                |message: &Message| message.get("content").and_then(Value::as_str).map(str::len);
+            messages.iter().filter_map(content).sum()
+        };
+        match &self.body {
+            Body::Messages { messages, .. } => of_messages(messages),
+            Body::PromptCompletion { prompt, completion } => prompt.len() + completion.len(),
+            Body::ChatCompletion { prompt, completion, .. } => {
+                of_messages(prompt) + of_messages(completion)
+            }
+            Body::Instruction { before, instruction, input, output } => {
+                of_messages(before) + instruction.len() + input.len() + output.len()
+            }
+            Body::Text { text } | Body::Document { text, .. } => text.len(),
+        }
+    }
+
     /// An error about this record, naming its file and line if it has them.
     pub(super) fn error(&self, index: usize, message: impl Into<String>) -> Error {
         match &self.origin {
@@ -93,135 +134,289 @@ impl Record {
     }
 }
 
-/// Reads a file of records: JSON lines, or one JSON array.
+/// Reads a file of records into memory: JSON Lines, JSON, CSV, TSV, Parquet or text, also compressed by gzip or zstd.
 ///
-/// Blank lines and a byte-order mark are passed over.
+/// Blank lines and a byte-order mark are passed over. [`super::tokenize`] reads files that need not fit.
 ///
 /// # Errors
-/// [`Error::Io`] when the file cannot be read; [`Error::Record`] with the line of the first record that is malformed
-/// JSON, has none of the known shapes, an unknown role, or no messages; [`Error::File`] when there is no record.
+/// [`Error::Io`] when the file cannot be read; [`Error::Record`] with the line of the first record that is malformed,
+/// has none of the known shapes, an unknown role, or no messages; [`Error::File`] when there is no record, or when the
+/// file is something else.
 pub fn read_records(path: &Path) -> Result<Vec<Record>> {
-    let bytes = std::fs::read(path).map_err(Error::io(path))?;
-    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
-    let shared = Arc::new(path.to_path_buf());
-    let at =
-        |line: usize, message: String| Error::Record { path: path.to_path_buf(), line, message };
-    let mut records = Vec::new();
-    let mut add = |line: usize, value: Value| -> Result<()> {
-        let body = body(value).map_err(|message| at(line, message))?;
-        records.push(Record { body, origin: Some(Origin { path: shared.clone(), line }) });
-        Ok(())
-    };
-    if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[') {
-        let values: Vec<Value> = serde_json::from_slice(bytes)
-            .map_err(|error| at(error.line().max(1), format!("malformed JSON array: {error}")))?;
-        for (line, value) in lines_of_items(bytes).into_iter().zip(values) {
-            add(line, value)?;
-        }
-    } else {
-        for (index, line) in bytes.split(|byte| *byte == b'\n').enumerate() {
-            if line.trim_ascii().is_empty() {
-                continue;
-            }
-            let value = serde_json::from_slice(line).map_err(|error| {
-                let whole = error.to_string();
-                let words = whole.split(" at line ").next().unwrap_or(&whole);
-                at(
-                    index + 1,
-                    format!(
-                        "malformed JSON at column {}: {words}; each line holds one whole record",
-                        error.column()
-                    ),
-                )
-            })?;
-            add(index + 1, value)?;
-        }
-    }
+    let records = Records::open(path, &Columns::default())?.collect::<Result<Vec<_>>>()?;
     if records.is_empty() {
         return Err(Error::file(path, "no records: the file is empty"));
     }
     Ok(records)
 }
 
-/// The line, counted from 1, on which each item of a well-formed JSON array starts.
-fn lines_of_items(bytes: &[u8]) -> Vec<usize> {
-    let (mut lines, mut line, mut depth) = (Vec::new(), 1, 0_usize);
-    let (mut in_string, mut escaped, mut expecting) = (false, false, false);
-    for byte in bytes {
-        if in_string {
-            match byte {
-                _ if escaped => escaped = false,
-                b'\\' => escaped = true,
-                b'"' => in_string = false,
-                _ => {}
-            }
-            continue;
-        }
-        if expecting && depth == 1 && !byte.is_ascii_whitespace() && *byte != b']' {
-            lines.push(line);
-            expecting = false;
-        }
-        match byte {
-            b'\n' => line += 1,
-            b'"' => in_string = true,
-            b'[' | b'{' => {
-                expecting = depth == 0;
-                depth += 1;
-            }
-            b']' | b'}' => depth = depth.saturating_sub(1),
-            b',' if depth == 1 => expecting = true,
-            _ => {}
-        }
-    }
-    lines
+/// The records of a file, one after the other.
+pub(super) struct Records<'a> {
+    rows: Rows,
+    columns: &'a Columns,
+    path: Arc<PathBuf>,
 }
 
-const SHAPES: &str =
-    "expected {\"messages\": [...]}, {\"prompt\": ..., \"completion\": ...} or {\"text\": \"...\"}";
+impl<'a> Records<'a> {
+    pub fn open(path: &Path, columns: &'a Columns) -> Result<Self> {
+        Ok(Self { rows: Rows::open(path)?, columns, path: Arc::new(path.to_path_buf()) })
+    }
 
-fn body(value: Value) -> std::result::Result<Body, String> {
+    fn record(&self, row: Row) -> Result<Record> {
+        let body = match row.content {
+            RowContent::Text { text, last } => Body::Document { text, last },
+            RowContent::Value(value) => body(value, self.columns).map_err(|message| {
+                Error::Record { path: self.path.as_ref().clone(), line: row.line, message }
+            })?,
+        };
+        Ok(Record { body, origin: Some(Origin { path: self.path.clone(), line: row.line }) })
+    }
+}
+
+impl Iterator for Records<'_> {
+    type Item = Result<Record>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let row = self.rows.next()?;
+        Some(row.and_then(|row| self.record(row)))
+    }
+}
+
+/// What keys a record has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Shape {
+    /// `messages`, as OpenAI has them.
+    Messages,
+    /// `prompt` and `completion`.
+    PromptCompletion,
+    /// `conversations`, as ShareGPT has them.
+    Conversations,
+    /// `instruction` and `output`, as Alpaca has them, or Dolly's `response`.
+    Instruction,
+    /// `text`.
+    Text,
+    /// `chosen` and `rejected`, or a completion with a `label`, for preference tuning, which there isn't here.
+    Preference,
+}
+
+impl Shape {
+    /// What people call records of this shape.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Messages => "conversations (messages with role and content)",
+            Self::PromptCompletion => "prompts with completions",
+            Self::Conversations => "ShareGPT conversations (messages with from and value)",
+            Self::Instruction => "Alpaca instructions (instruction, input, output)",
+            Self::Text => "texts",
+            Self::Preference => "preferences (chosen and rejected)",
+        }
+    }
+
+    /// The shape of a record by its keys, if it is a known one.
+    pub(super) fn of(fields: &Map<String, Value>) -> Option<Self> {
+        let there = |key: &str| fields.get(key).is_some_and(|value| !value.is_null());
+        if there("messages") {
+            Some(Self::Messages)
+        } else if fields.contains_key("prompt") && fields.contains_key("completion") {
+            let labelled = fields.get("label").is_some_and(Value::is_boolean);
+            Some(if labelled { Self::Preference } else { Self::PromptCompletion })
+        } else if there("conversations") || there("conversation") {
+            Some(Self::Conversations)
+        } else if there("instruction")
+            && (fields.contains_key("output") || fields.contains_key("response"))
+        {
+            Some(Self::Instruction)
+        } else if there("text") {
+            Some(Self::Text)
+        } else if there("chosen") && there("rejected") {
+            Some(Self::Preference)
+        } else {
+            None
+        }
+    }
+}
+
+const SHAPES: &str = "expected {\"messages\": [...]}, {\"prompt\": ..., \"completion\": ...}, \
+                      {\"conversations\": [...]}, {\"instruction\": ..., \"output\": ...} or {\"text\": \"...\"}";
+
+const PREFERENCE: &str = "is for preference tuning (DPO, KTO), which is not supported; supervised fine-tuning is. To \
+                          learn the chosen answers alone, name them: --completion-column chosen, or \
+                          --messages-column chosen where they are whole conversations";
+
+type Parsed<T> = std::result::Result<T, String>;
+
+fn body(value: Value, columns: &Columns) -> Parsed<Body> {
     let Value::Object(mut fields) = value else {
         return Err(format!("the record is {}; {SHAPES}", kind(&value)));
     };
-    if let Some(messages) = present(&mut fields, "messages") {
-        return Ok(Body::Messages {
-            messages: conversation("messages", messages)?,
-            tools: tools(&mut fields)?,
-        });
+    if !columns.is_empty() {
+        return mapped(fields, columns);
     }
-    if fields.contains_key("prompt") && fields.contains_key("completion") {
-        let prompt = fields.remove("prompt").unwrap_or_default();
-        let completion = fields.remove("completion").unwrap_or_default();
-        return match (prompt, completion) {
-            (Value::String(_), Value::String(completion)) if completion.is_empty() => {
-                Err("\"completion\" is empty: there is nothing to learn".into())
+    match Shape::of(&fields) {
+        Some(Shape::Messages) => {
+            let messages = fields.remove("messages").unwrap_or_default();
+            Ok(Body::Messages {
+                messages: conversation("messages", messages)?,
+                tools: tools(&mut fields)?,
+            })
+        }
+        Some(Shape::PromptCompletion) => {
+            let prompt = fields.remove("prompt").unwrap_or_default();
+            let completion = fields.remove("completion").unwrap_or_default();
+            pair(("prompt", prompt), ("completion", completion), &mut fields)
+        }
+        Some(Shape::Conversations) => {
+            let key = if fields.get("conversations").is_some_and(|value| !value.is_null()) {
+                "conversations"
+            } else {
+                "conversation"
+            };
+            let value = fields.remove(key).unwrap_or_default();
+            let mut messages = system(&mut fields)?;
+            messages.extend(conversation(key, value)?);
+            Ok(Body::Messages { messages, tools: tools(&mut fields)? })
+        }
+        Some(Shape::Instruction) => instruction(fields),
+        Some(Shape::Text) => text("text", fields.remove("text").unwrap_or_default()),
+        Some(Shape::Preference) => Err(format!("the record {PREFERENCE}")),
+        None => Err(format!(
+            "the record has {}; {SHAPES}{}",
+            key_list(&fields),
+            columns_that_fit(&fields)
+        )),
+    }
+}
+
+/// A record whose keys are named.
+fn mapped(mut fields: Map<String, Value>, columns: &Columns) -> Parsed<Body> {
+    if let Some(key) = &columns.messages {
+        let value = lookup(&fields, key)?.clone();
+        let mut messages = system(&mut fields)?;
+        messages.extend(conversation(key, value)?);
+        return Ok(Body::Messages { messages, tools: tools(&mut fields)? });
+    }
+    if let Some(source) = &columns.text {
+        return text(source.name("text"), source.value(&fields)?);
+    }
+    let value = |source: &Option<Source>, usual: &str| match source {
+        Some(source) => source.value(&fields),
+        None => lookup(&fields, usual).cloned(),
+    };
+    let prompt = value(&columns.prompt, "prompt")?;
+    let completion = value(&columns.completion, "completion")?;
+    let name = |source: &Option<Source>, usual: &str| {
+        source.as_ref().map_or(usual, |source| source.name(usual)).to_string()
+    };
+    let (prompt_name, completion_name) =
+        (name(&columns.prompt, "prompt"), name(&columns.completion, "completion"));
+    pair((&prompt_name, prompt), (&completion_name, completion), &mut fields)
+}
+
+/// The flags that would name the columns of a record without a known shape.
+fn columns_that_fit(fields: &Map<String, Value>) -> String {
+    const PROMPTS: [&str; 7] =
+        ["prompt", "question", "query", "instruction", "input", "source", "user"];
+    const COMPLETIONS: [&str; 7] =
+        ["completion", "answer", "response", "output", "target", "assistant", "chosen"];
+    const TEXTS: [&str; 5] = ["content", "document", "article", "body", "story"];
+    let there = |name: &&&str| fields.contains_key(**name);
+    let prompt = PROMPTS.iter().find(there);
+    let completion = COMPLETIONS.iter().find(there);
+    match (prompt, completion, TEXTS.iter().find(there)) {
+        (Some(prompt), Some(completion), _) => {
+            format!("; or name them: --prompt-column {prompt} --completion-column {completion}")
+        }
+        (_, _, Some(text)) => format!("; or name it: --text-column {text}"),
+        _ => "; --prompt-column and --completion-column, --text-column or --messages-column name others"
+            .into(),
+    }
+}
+
+fn text(key: &str, value: Value) -> Parsed<Body> {
+    match value {
+        Value::String(text) => Ok(Body::Text { text }),
+        other => Err(format!("{key:?} is {}, expected a string", kind(&other))),
+    }
+}
+
+/// A prompt and its completion, both strings or both lists of messages.
+fn pair(
+    (prompt_key, prompt): (&str, Value),
+    (completion_key, completion): (&str, Value),
+    fields: &mut Map<String, Value>,
+) -> Parsed<Body> {
+    match (prompt, completion) {
+        (Value::String(prompt), Value::String(completion)) => {
+            Ok(Body::PromptCompletion { prompt, completion })
+        }
+        (prompt @ Value::Array(_), completion @ Value::Array(_)) => {
+            let prompt = conversation(prompt_key, prompt)?;
+            let completion = conversation(completion_key, completion)?;
+            if !completion.iter().any(Message::is_from_model) {
+                return Err(format!(
+                    "{completion_key:?} has no message with the role \"assistant\""
+                ));
             }
-            (Value::String(prompt), Value::String(completion)) => {
-                Ok(Body::PromptCompletion { prompt, completion })
-            }
-            (prompt @ Value::Array(_), completion @ Value::Array(_)) => {
-                let prompt = conversation("prompt", prompt)?;
-                let completion = conversation("completion", completion)?;
-                if !completion.iter().any(Message::is_from_model) {
-                    return Err("\"completion\" has no message with the role \"assistant\"".into());
+            Ok(Body::ChatCompletion { prompt, completion, tools: tools(fields)? })
+        }
+        (prompt, completion) => Err(format!(
+            "{prompt_key:?} is {} and {completion_key:?} is {}, expected two strings or two lists of messages; \
+             --prompt-template and --completion-template make text of anything",
+            kind(&prompt),
+            kind(&completion)
+        )),
+    }
+}
+
+/// Alpaca's record, or Dolly's, where the input is called context and the output response.
+fn instruction(mut fields: Map<String, Value>) -> Parsed<Body> {
+    let mut string = |keys: [&str; 2]| -> Parsed<String> {
+        for key in keys {
+            match fields.remove(key) {
+                None | Some(Value::Null) => {}
+                Some(Value::String(text)) => return Ok(text),
+                Some(other) => {
+                    return Err(format!("{key:?} is {}, expected a string", kind(&other)));
                 }
-                Ok(Body::ChatCompletion { prompt, completion, tools: tools(&mut fields)? })
             }
-            (prompt, completion) => Err(format!(
-                "\"prompt\" is {} and \"completion\" is {}, expected two strings or two lists of messages",
-                kind(&prompt),
-                kind(&completion)
-            )),
-        };
+        }
+        Ok(String::new())
+    };
+    let instruction = string(["instruction", "instruction"])?;
+    let input = string(["input", "context"])?;
+    let output = string(["output", "response"])?;
+    let mut before = system(&mut fields)?;
+    match present(&mut fields, "history") {
+        None => {}
+        Some(Value::Array(turns)) => {
+            for turn in turns {
+                match turn.as_array().map(Vec::as_slice) {
+                    Some([Value::String(question), Value::String(answer)]) => {
+                        before.push(Message::new("user", question));
+                        before.push(Message::new("assistant", answer));
+                    }
+                    _ => return Err("\"history\" is not a list of pairs of strings".into()),
+                }
+            }
+        }
+        Some(other) => {
+            return Err(format!(
+                "\"history\" is {}, expected a list of pairs of strings",
+                kind(&other)
+            ));
+        }
     }
-    if let Some(text) = present(&mut fields, "text") {
-        return match text {
-            Value::String(text) if text.is_empty() => Err("\"text\" is empty".into()),
-            Value::String(text) => Ok(Body::Text { text }),
-            other => Err(format!("\"text\" is {}, expected a string", kind(&other))),
-        };
+    Ok(Body::Instruction { before, instruction, input, output })
+}
+
+/// A system message that stands beside the conversation; none where it is empty.
+fn system(fields: &mut Map<String, Value>) -> Parsed<Vec<Message>> {
+    match present(fields, "system") {
+        None => Ok(Vec::new()),
+        Some(Value::String(text)) if text.is_empty() => Ok(Vec::new()),
+        Some(Value::String(text)) => Ok(vec![Message::new("system", text)]),
+        Some(other) => Err(format!("\"system\" is {}, expected a string", kind(&other))),
     }
-    Err(format!("the record has {}; {SHAPES}", key_list(&fields)))
 }
 
 /// Files made from tables have every column in every record, null where it is not used.
@@ -229,21 +424,44 @@ fn present(fields: &mut Map<String, Value>, key: &str) -> Option<Value> {
     fields.remove(key).filter(|value| !value.is_null())
 }
 
-fn tools(fields: &mut Map<String, Value>) -> std::result::Result<Option<Vec<Value>>, String> {
-    match present(fields, "tools") {
-        None => Ok(None),
-        Some(Value::Array(tools)) => match tools.iter().find(|tool| !tool.is_object()) {
-            Some(other) => Err(format!("\"tools\" holds {}, expected JSON schemas", kind(other))),
-            // An empty list is no tools: templates would else write an empty section about them.
-            None => Ok(Some(tools).filter(|tools| !tools.is_empty())),
-        },
-        Some(other) => {
-            Err(format!("\"tools\" is {}, expected a list of JSON schemas", kind(&other)))
+/// A list that a table holds as JSON in one field.
+fn unpacked(value: Value) -> Value {
+    match &value {
+        Value::String(text) if text.trim_start().starts_with('[') => {
+            serde_json::from_str(text).unwrap_or(value)
         }
+        _ => value,
+    }
+}
+
+fn tools(fields: &mut Map<String, Value>) -> Parsed<Option<Vec<Value>>> {
+    let functions = |functions: Vec<Value>| {
+        functions
+            .into_iter()
+            .map(|function| serde_json::json!({"type": "function", "function": function}))
+            .collect()
+    };
+    let (key, value) = match (present(fields, "tools"), present(fields, "functions")) {
+        (Some(tools), _) => ("tools", unpacked(tools)),
+        // As OpenAI called them before.
+        (None, Some(old)) => ("functions", unpacked(old)),
+        (None, None) => return Ok(None),
+    };
+    match value {
+        Value::Array(tools) => match tools.iter().find(|tool| !tool.is_object()) {
+            Some(other) => Err(format!("{key:?} holds {}, expected JSON schemas", kind(other))),
+            // An empty list is no tools: templates would else write an empty section about them.
+            None if tools.is_empty() => Ok(None),
+            None if key == "functions" => Ok(Some(functions(tools))),
+            None => Ok(Some(tools)),
+        },
+        Value::String(text) if text.trim().is_empty() => Ok(None),
+        other => Err(format!("{key:?} is {}, expected a list of JSON schemas", kind(&other))),
     }
 }
 
 fn conversation(key: &str, value: Value) -> std::result::Result<Vec<Message>, String> {
+    let value = unpacked(value);
     let Value::Array(items) = value else {
         return Err(format!("{key:?} is {}, expected a list of messages", kind(&value)));
     };
@@ -258,9 +476,12 @@ fn conversation(key: &str, value: Value) -> std::result::Result<Vec<Message>, St
 }
 
 fn message(value: Value) -> std::result::Result<Message, String> {
-    let Value::Object(fields) = value else {
+    let Value::Object(mut fields) = value else {
         return Err(format!("{}, expected an object with \"role\" and \"content\"", kind(&value)));
     };
+    if !fields.contains_key("role") && fields.contains_key("from") {
+        fields = from_share_gpt(fields)?;
+    }
     let message = Message::from_fields(fields)?;
     message.check_text()?;
     let role = message.role();
@@ -278,6 +499,28 @@ fn message(value: Value) -> std::result::Result<Message, String> {
             key_list(message.fields())
         ));
     }
+    Ok(message)
+}
+
+/// ShareGPT's message: who speaks under `from`, what under `value`.
+fn from_share_gpt(mut fields: Map<String, Value>) -> Parsed<Map<String, Value>> {
+    let role = match fields.get("from").and_then(Value::as_str) {
+        Some("human" | "user") => "user",
+        Some("gpt" | "assistant" | "model" | "chatgpt" | "bing" | "bard") => "assistant",
+        Some("system") => "system",
+        Some("tool" | "function" | "function_response" | "observation") => "tool",
+        Some(other) => {
+            return Err(format!(
+                "\"from\" is {other:?}; known are human, user, gpt, assistant, model, chatgpt, bing, bard, system, \
+                 tool, function, function_response and observation"
+            ));
+        }
+        None => return Err("\"from\" is not a string".into()),
+    };
+    fields.shift_remove("from");
+    let mut message = Map::from_iter([("role".to_string(), Value::from(role))]);
+    message.insert("content".into(), fields.shift_remove("value").unwrap_or_default());
+    message.extend(fields);
     Ok(message)
 }
 
@@ -358,17 +601,19 @@ mod tests {
             ("3", ":3: the record is a number; expected {\"messages\""),
             (
                 "{\"instruction\": 1, \"output\": 2}",
-                ":3: the record has the keys \"instruction\", \"output\"; expected",
+                ":3: \"instruction\" is a number, expected a string",
+            ),
+            (
+                "{\"question\": 1, \"answer\": 2}",
+                ":3: the record has the keys \"question\", \"answer\"; expected",
             ),
             ("{}", ":3: the record has no keys"),
             ("{\"text\": 3}", ":3: \"text\" is a number"),
-            ("{\"text\": \"\"}", ":3: \"text\" is empty"),
             ("{\"prompt\": \"a\"}", ":3: the record has the keys \"prompt\""),
             (
                 "{\"prompt\": \"a\", \"completion\": []}",
                 ":3: \"prompt\" is a string and \"completion\" is a list",
             ),
-            ("{\"prompt\": \"a\", \"completion\": \"\"}", ":3: \"completion\" is empty"),
             ("{\"messages\": []}", ":3: \"messages\" is empty"),
             ("{\"messages\": \"x\"}", ":3: \"messages\" is a string"),
             (

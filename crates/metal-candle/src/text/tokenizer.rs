@@ -25,6 +25,11 @@ const NAMED_TOKENS: [&str; 7] =
 /// Token ids, and for each the bytes `start..end` of the text that it stands for.
 pub type Encoded = (Vec<u32>, Vec<(usize, usize)>);
 
+/// How much of a long text is tokenized at first for each token that is wanted; a token of most texts has 3 to 6 bytes.
+const PREFIX_BYTES_A_TOKEN: usize = 8;
+/// The least that is tokenized of a long text.
+const LEAST_PREFIX_BYTES: usize = 4096;
+
 /// Text to token ids and back.
 #[derive(Debug)]
 pub struct Tokenizer {
@@ -156,6 +161,37 @@ impl Tokenizer {
     pub fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<Encoded> {
         let encoding = self.inner.encode(text, add_special).map_err(failed)?;
         Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
+    }
+
+    /// The first tokens of a text as [`Tokenizer::encode_with_offsets`] gives them: at least `most` of them, or all.
+    ///
+    /// Of a text much longer than that, only as much is tokenized as it takes: a token counts as one of the text's when
+    /// two prefixes of different lengths agree on it and on all before it. Splitting and merging look at what stands
+    /// around a place, so only tokens near the end of a prefix differ from those of the whole.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`]: the text cannot be tokenized.
+    pub fn encode_first(&self, text: &str, add_special: bool, most: usize) -> Result<Encoded> {
+        let prefix = |bytes: usize| text.get(..text.floor_char_boundary(bytes)).unwrap_or(text);
+        let mut bytes = most.saturating_mul(PREFIX_BYTES_A_TOKEN).max(LEAST_PREFIX_BYTES);
+        while bytes.saturating_mul(3) < text.len() {
+            let (mut ids, mut offsets) = self.encode_with_offsets(prefix(bytes), add_special)?;
+            let (more_ids, more_offsets) =
+                self.encode_with_offsets(prefix(bytes + bytes / 4), add_special)?;
+            let same = ids
+                .iter()
+                .zip(&offsets)
+                .zip(more_ids.iter().zip(&more_offsets))
+                .take_while(|(token, other)| token == other)
+                .count();
+            if same >= most {
+                ids.truncate(same);
+                offsets.truncate(same);
+                return Ok((ids, offsets));
+            }
+            bytes = bytes.saturating_mul(2);
+        }
+        self.encode_with_offsets(text, add_special)
     }
 
     /// The text of token ids; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves special tokens out.

@@ -1,0 +1,221 @@
+//! Which keys of a record hold what, where they are not the usual ones.
+
+use serde_json::{Map, Value};
+
+use crate::text::key_list;
+use crate::{Error, Result};
+
+/// The keys, or a table's columns, to take a record from. Where none is given, the shape of a record is recognised by
+/// its keys.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Columns {
+    /// What is given; a string or a list of messages.
+    pub prompt: Option<Source>,
+    /// What is to be learned; a string or a list of messages.
+    pub completion: Option<Source>,
+    /// Text to go on learning the language from.
+    pub text: Option<Source>,
+    /// A conversation: a list of messages.
+    pub messages: Option<String>,
+}
+
+/// Where a value comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// The value under a key.
+    Key(String),
+    /// A text with values in it.
+    Template(Template),
+}
+
+/// A text with `{key}` where a value goes.
+///
+/// `{answers.text.0}` looks into objects and lists, `{{` and `}}` are braces, and `\n`, `\t` and `\\` are a line feed, a
+/// tab and a backslash. Null is nothing, and what is no string is written as JSON.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Template(Vec<Part>);
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Part {
+    Text(String),
+    Key(String),
+}
+
+impl Template {
+    /// A template from its text; `option` is what messages call it.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for a brace without its partner, and for a template that names no key.
+    pub fn parse(option: &str, source: &str) -> Result<Self> {
+        let wrong = |message: &str| {
+            let written: String = source.chars().take(80).collect();
+            Error::option(
+                option,
+                format!("{message} in `{written}`; {{{{ and }}}} are braces themselves"),
+            )
+        };
+        let mut parts = Vec::new();
+        let mut text = String::new();
+        let mut characters = source.chars().peekable();
+        while let Some(character) = characters.next() {
+            match character {
+                '{' if characters.next_if_eq(&'{').is_some() => text.push('{'),
+                '}' if characters.next_if_eq(&'}').is_some() => text.push('}'),
+                '{' => {
+                    let mut key = String::new();
+                    loop {
+                        match characters.next() {
+                            Some('}') => break,
+                            Some('{') | None => return Err(wrong("a { has no }")),
+                            Some(other) => key.push(other),
+                        }
+                    }
+                    if key.trim().is_empty() {
+                        return Err(wrong("nothing is named between { and }"));
+                    }
+                    parts.push(Part::Text(std::mem::take(&mut text)));
+                    parts.push(Part::Key(key.trim().to_string()));
+                }
+                '}' => return Err(wrong("a } has no {")),
+                '\\' => match characters.peek() {
+                    Some('n') => {
+                        characters.next();
+                        text.push('\n');
+                    }
+                    Some('t') => {
+                        characters.next();
+                        text.push('\t');
+                    }
+                    Some('\\') => {
+                        characters.next();
+                        text.push('\\');
+                    }
+                    _ => text.push('\\'),
+                },
+                other => text.push(other),
+            }
+        }
+        parts.push(Part::Text(text));
+        if !parts.iter().any(|part| matches!(part, Part::Key(_))) {
+            return Err(wrong("no column is named"));
+        }
+        Ok(Self(parts))
+    }
+
+    fn fill(&self, fields: &Map<String, Value>) -> std::result::Result<String, String> {
+        let mut filled = String::new();
+        for part in &self.0 {
+            match part {
+                Part::Text(text) => filled.push_str(text),
+                Part::Key(key) => match lookup(fields, key)? {
+                    Value::Null => {}
+                    Value::String(text) => filled.push_str(text),
+                    other => filled.push_str(&other.to_string()),
+                },
+            }
+        }
+        Ok(filled)
+    }
+}
+
+impl Source {
+    /// What messages call it.
+    pub(super) fn name<'a>(&'a self, usual: &'a str) -> &'a str {
+        match self {
+            Self::Key(key) => key,
+            Self::Template(_) => usual,
+        }
+    }
+
+    /// The value for a record.
+    pub(super) fn value(&self, fields: &Map<String, Value>) -> std::result::Result<Value, String> {
+        match self {
+            Self::Key(key) => lookup(fields, key).cloned(),
+            Self::Template(template) => template.fill(fields).map(Value::from),
+        }
+    }
+}
+
+impl Columns {
+    /// Whether nothing is named, so that records are recognised by their keys.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// That what is named is one shape.
+    ///
+    /// # Errors
+    /// [`Error::Option`] when columns of several shapes are named.
+    pub fn check(&self) -> Result<()> {
+        let pair = self.prompt.is_some() || self.completion.is_some();
+        let shapes = [pair, self.text.is_some(), self.messages.is_some()];
+        if shapes.iter().filter(|given| **given).count() > 1 {
+            return Err(Error::option(
+                "columns",
+                "a record is taken from a prompt and a completion, from a text, or from messages; name the columns of \
+                 one of these",
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The value of a key, or of a path of keys and indices with dots between.
+pub(super) fn lookup<'a>(
+    fields: &'a Map<String, Value>,
+    key: &str,
+) -> std::result::Result<&'a Value, String> {
+    if let Some(value) = fields.get(key) {
+        return Ok(value);
+    }
+    let missing = || format!("there is no column {key:?}; the record has {}", key_list(fields));
+    let mut steps = key.split('.');
+    let mut value = steps.next().and_then(|first| fields.get(first)).ok_or_else(missing)?;
+    for step in steps {
+        value = match value {
+            Value::Object(fields) => fields.get(step),
+            Value::Array(items) => step.parse().ok().and_then(|index: usize| items.get(index)),
+            _ => None,
+        }
+        .ok_or_else(missing)?;
+    }
+    Ok(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn fill(source: &str, fields: Value) -> std::result::Result<String, String> {
+        let Value::Object(fields) = fields else { panic!("{fields}") };
+        Template::parse("prompt_template", source).map_err(|error| error.to_string())?.fill(&fields)
+    }
+
+    #[test]
+    fn templates_take_the_values_of_columns() {
+        let fields = json!({"q": "Why?", "n": 3, "none": null, "a b": "x", "a": {"text": ["y"]}});
+        let filled = fill(r"Question: {q}\nC:\\new {{{n}}} {a b}{none}{a.text.0}", fields.clone());
+        assert_eq!(filled.unwrap(), "Question: Why?\nC:\\new {3} xy");
+        for (source, expected) in [
+            ("{q", "a { has no }"),
+            ("q}", "a } has no {"),
+            ("{}", "nothing is named"),
+            ("q", "no column is named"),
+            ("{r}", "there is no column \"r\"; the record has the keys \"q\""),
+            ("{a.text.1}", "no column \"a.text.1\""),
+        ] {
+            let message = fill(source, fields.clone()).unwrap_err();
+            assert!(message.contains(expected), "{source}: {message}");
+        }
+    }
+
+    #[test]
+    fn columns_of_two_shapes_are_refused() {
+        let key = |name: &str| Some(Source::Key(name.into()));
+        assert!(Columns { prompt: key("q"), ..Columns::default() }.check().is_ok());
+        assert!(
+            Columns { prompt: key("q"), text: key("t"), ..Columns::default() }.check().is_err()
+        );
+    }
+}

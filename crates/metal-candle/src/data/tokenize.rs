@@ -1,0 +1,415 @@
+//! Records to tokens and loss masks.
+//!
+//! A token is trainable when any byte of it lies in a span that is to be learned (see
+//! [`crate::text::ChatTemplate::render_with_spans`]); the first token of a row never is, since nothing predicts it.
+//! Files are read in parts and tokenized in parallel, so their records are never all in memory.
+
+use std::ops::Range;
+use std::path::PathBuf;
+
+use chrono::NaiveDateTime;
+use rayon::prelude::*;
+use serde_json::Value;
+
+use super::dataset::{Collector, DataOptions, Dataset, Example, LossOn, Tokenized};
+use super::record::{Body, Record, Records};
+use crate::text::{Message, RenderOptions, Tokenizer};
+use crate::{Error, Result};
+
+/// Records that are tokenized at a time, and about how many bytes of them.
+const RECORDS_AT_A_TIME: usize = 4096;
+const BYTES_AT_A_TIME: usize = 64 << 20;
+
+/// Files whose records are taken together.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DataSource {
+    /// The files, in the order of their records.
+    pub files: Vec<PathBuf>,
+    /// The source's share of an epoch, relative to the other sources' weights. Without weights every example is in an
+    /// epoch once.
+    pub weight: Option<f64>,
+}
+
+/// Tokenizes the records of files, in parallel and in a stable order.
+///
+/// What becomes of a record is said at [`Dataset::build`]. A plain text file becomes examples of `max_seq_length`
+/// tokens, each of which begins where the one before ends.
+///
+/// # Errors
+/// [`Error::Io`], [`Error::File`] and [`Error::Record`] about a file or a record that cannot be read, and those of
+/// [`Dataset::build`].
+pub fn tokenize(
+    sources: &[DataSource],
+    tokenizer: &Tokenizer,
+    options: &DataOptions,
+) -> Result<Tokenized> {
+    options.columns.check()?;
+    let builder = Builder::new(tokenizer, options);
+    let mut collector = Collector::new(options)?;
+    for source in sources {
+        for path in &source.files {
+            let mut records = Records::open(path, &options.columns)?;
+            let mut count = 0;
+            loop {
+                let (mut part, mut bytes) = (Vec::new(), 0);
+                while part.len() < RECORDS_AT_A_TIME && bytes < BYTES_AT_A_TIME {
+                    let Some(record) = records.next().transpose()? else { break };
+                    bytes += record.size();
+                    part.push(record);
+                }
+                if part.is_empty() {
+                    break;
+                }
+                builder.collect(&part, count, &mut collector)?;
+                count += part.len();
+            }
+            if count == 0 {
+                return Err(Error::file(path, "no records: the file is empty"));
+            }
+        }
+        collector.end_source(source.weight);
+    }
+    collector.finish()
+}
+
+impl Dataset {
+    /// Tokenizes records, in parallel and in a stable order.
+    ///
+    /// Conversations go through the tokenizer's chat template. A prompt and completion of plain text do too, as a
+    /// user's and an assistant's message, when there is a template; otherwise they are put together as they are, and
+    /// an instruction as Alpaca writes it. After such a pair and after a text comes the EOS token, when the tokenizer
+    /// has one and did not add it. A message of the model with `"weight": 0` is not learned.
+    ///
+    /// # Errors
+    /// [`Error::Record`] (or [`Error::Option`] for a record made in memory) for the first record that does not go
+    /// through the template or the tokenizer; [`Error::File`] when conversations need a template and there is none;
+    /// [`Error::Option`] when `max_seq_length` is below 2, when `loss_on` asks for turns that the records don't have,
+    /// or when no example is left.
+    pub fn build(records: &[Record], tokenizer: &Tokenizer, options: &DataOptions) -> Result<Self> {
+        let mut collector = Collector::new(options)?;
+        Builder::new(tokenizer, options).collect(records, 0, &mut collector)?;
+        collector.end_source(None);
+        collector.finish()?.into_dataset()
+    }
+}
+
+/// What a record becomes.
+enum Built {
+    Empty,
+    /// One example for each, and for a text file any number.
+    Examples(Vec<Example>),
+}
+
+struct Builder<'a> {
+    tokenizer: &'a Tokenizer,
+    options: &'a DataOptions,
+    now: NaiveDateTime,
+}
+
+impl<'a> Builder<'a> {
+    fn new(tokenizer: &'a Tokenizer, options: &'a DataOptions) -> Self {
+        let now = options.now.unwrap_or_else(|| chrono::Local::now().naive_local());
+        Self { tokenizer, options, now }
+    }
+
+    /// Tokenizes records, of which the first is the one at index `first`.
+    fn collect(&self, records: &[Record], first: usize, collector: &mut Collector) -> Result<()> {
+        let built: Vec<Result<Built>> = records
+            .par_iter()
+            .enumerate()
+            .map(|(index, record)| self.build(first + index, record))
+            .collect();
+        for built in built {
+            match built? {
+                Built::Empty => collector.push_empty(),
+                Built::Examples(examples) => {
+                    for example in &examples {
+                        collector.push(example)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn build(&self, index: usize, record: &Record) -> Result<Built> {
+        self.example(&record.body).map_err(|error| match error {
+            Error::Template(message) => record.error(index, format!("chat template: {message}")),
+            Error::Tokenizer(message) => record.error(index, format!("tokenizer: {message}")),
+            Error::Option { option, message } => {
+                record.error(index, format!("{option}: {message}"))
+            }
+            other => other,
+        })
+    }
+
+    /// The record's tokens before truncation, or as many as show that it will be.
+    fn example(&self, body: &Body) -> Result<Built> {
+        let one = |example| Ok(Built::Examples(vec![example]));
+        match body {
+            Body::Messages { messages, tools } => {
+                let first = match self.options.loss_on.unwrap_or(LossOn::Assistant) {
+                    LossOn::All => None,
+                    LossOn::Assistant => Some(0),
+                    LossOn::Completion => Some(
+                        messages.iter().rposition(Message::is_from_model).unwrap_or(messages.len()),
+                    ),
+                };
+                one(self.chat(messages, tools.as_deref(), first)?)
+            }
+            Body::ChatCompletion { prompt, completion, tools } => {
+                let first = match self.options.loss_on.unwrap_or(LossOn::Completion) {
+                    LossOn::All => None,
+                    LossOn::Assistant => Some(0),
+                    LossOn::Completion => Some(prompt.len()),
+                };
+                let messages = [prompt.as_slice(), completion.as_slice()].concat();
+                one(self.chat(&messages, tools.as_deref(), first)?)
+            }
+            Body::PromptCompletion { completion, .. } if completion.is_empty() => Ok(Built::Empty),
+            Body::PromptCompletion { prompt, completion } => {
+                one(self.pair(&[], prompt, prompt, completion)?)
+            }
+            Body::Instruction { output, .. } if output.is_empty() => Ok(Built::Empty),
+            Body::Instruction { before, instruction, input, output } => {
+                let question = if input.is_empty() {
+                    instruction.clone()
+                } else {
+                    format!("{instruction}\n\n{input}")
+                };
+                one(self.pair(before, &question, &alpaca_prompt(instruction, input), output)?)
+            }
+            Body::Text { text } | Body::Document { text, .. } if text.is_empty() => {
+                Ok(Built::Empty)
+            }
+            Body::Text { text } => {
+                self.no_turns()?;
+                one(self.plain(text, 0)?)
+            }
+            Body::Document { text, last } => {
+                self.no_turns()?;
+                Ok(Built::Examples(self.windows(text, *last)?))
+            }
+        }
+    }
+
+    /// That `loss_on` asks for no turns, as a text has none.
+    fn no_turns(&self) -> Result<()> {
+        let name = match self.options.loss_on {
+            None | Some(LossOn::All) => return Ok(()),
+            Some(LossOn::Assistant) => "assistant",
+            Some(LossOn::Completion) => "completion",
+        };
+        Err(Error::option(
+            "loss_on",
+            format!(
+                "is {name:?}, but a \"text\" record has no turns: use \"all\", or leave it out"
+            ),
+        ))
+    }
+
+    /// A prompt and its completion: through the template as `question`, after the messages before, or without a
+    /// template as the plain `prompt`.
+    fn pair(
+        &self,
+        before: &[Message],
+        question: &str,
+        prompt: &str,
+        completion: &str,
+    ) -> Result<Example> {
+        let on_all = self.options.loss_on == Some(LossOn::All);
+        if self.tokenizer.chat_template().is_none() && before.is_empty() {
+            let text = format!("{prompt}{completion}");
+            return self.plain(&text, if on_all { 0 } else { prompt.len() });
+        }
+        let mut messages = before.to_vec();
+        messages.push(Message::new("user", question));
+        messages.push(Message::new("assistant", completion));
+        let first = match self.options.loss_on {
+            Some(LossOn::All) => None,
+            Some(LossOn::Assistant) => Some(0),
+            None | Some(LossOn::Completion) => Some(before.len()),
+        };
+        self.chat(&messages, None, first)
+    }
+
+    /// How many tokens of a record are looked at: one more than an example keeps shows that it was cut.
+    fn most(&self) -> usize {
+        self.options.max_seq_length.saturating_add(1)
+    }
+
+    /// A conversation's tokens. Those of the model's messages from index `first` on are trainable; all when `None`.
+    fn chat(
+        &self,
+        messages: &[Message],
+        tools: Option<&[Value]>,
+        first: Option<usize>,
+    ) -> Result<Example> {
+        let template = self.tokenizer.require_chat_template()?;
+        let options = RenderOptions {
+            add_generation_prompt: false,
+            tools,
+            variables: Some(&self.options.variables),
+            now: Some(self.now),
+        };
+        match first {
+            None => {
+                let text = template.render(messages, &options)?;
+                let (ids, _) = self.tokenizer.encode_first(&text, false, self.most())?;
+                let trainable = vec![true; ids.len()];
+                Ok(Example { ids, trainable })
+            }
+            Some(first) => {
+                let mut rendered = template.render_with_spans_from(messages, &options, first)?;
+                leave_out_weightless(messages, first, &mut rendered.assistant)?;
+                let (ids, offsets) =
+                    self.tokenizer.encode_first(&rendered.text, false, self.most())?;
+                Ok(Example { ids, trainable: mask(&offsets, &rendered.assistant) })
+            }
+        }
+    }
+
+    /// A plain text's tokens, trainable from the byte `from` on, with the EOS token at the end.
+    fn plain(&self, text: &str, from: usize) -> Result<Example> {
+        let (mut ids, offsets) = self.tokenizer.encode_first(text, true, self.most())?;
+        let mut trainable = mask(&offsets, std::slice::from_ref(&(from..text.len())));
+        self.end(&mut ids, &mut trainable);
+        Ok(Example { ids, trainable })
+    }
+
+    /// Ends a text by the EOS token, which is learned. Of a text that will be cut, the token is cut with the rest.
+    fn end(&self, ids: &mut Vec<u32>, trainable: &mut Vec<bool>) {
+        if let Some(eos) = self.tokenizer.eos_id() {
+            if ids.last() != Some(&eos) {
+                ids.push(eos);
+                trainable.push(true);
+            }
+            if let Some(last) = trainable.last_mut() {
+                *last = true;
+            }
+        }
+    }
+
+    /// A text as examples of at most `max_seq_length` tokens, each of which begins where the one before ends.
+    fn windows(&self, text: &str, last: bool) -> Result<Vec<Example>> {
+        let most = self.options.max_seq_length;
+        let mut examples = Vec::new();
+        let mut rest = text;
+        loop {
+            let (mut ids, mut offsets) = self.tokenizer.encode_first(rest, true, self.most())?;
+            let fits = ids.len() <= most;
+            if !fits {
+                ids.truncate(most);
+                // A token that was added around the text stands nowhere in it.
+                let next = offsets.get(most).filter(|(start, end)| start < end);
+                let cut = next.map_or(rest.len(), |(start, _)| *start);
+                offsets.truncate(most);
+                // A character that is several tokens goes to the next example as a whole.
+                while offsets.len() > 1 && offsets.last().is_some_and(|(_, end)| *end > cut) {
+                    offsets.pop();
+                    ids.pop();
+                }
+            }
+            let end = offsets.iter().map(|(_, end)| *end).max().unwrap_or(0);
+            let mut trainable = vec![true; ids.len()];
+            if fits && last && ids.len() < most {
+                self.end(&mut ids, &mut trainable);
+            }
+            examples.push(Example { ids, trainable });
+            rest = match rest.get(end..) {
+                Some(rest) if !fits && end > 0 && !rest.is_empty() => rest,
+                _ => return Ok(examples),
+            };
+        }
+    }
+}
+
+/// The prompt by which Alpaca was trained, for tokenizers without a chat template.
+fn alpaca_prompt(instruction: &str, input: &str) -> String {
+    if input.is_empty() {
+        format!(
+            "Below is an instruction that describes a task. Write a response that appropriately completes the \
+             request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+        )
+    } else {
+        format!(
+            "Below is an instruction that describes a task, paired with an input that provides further context. Write \
+             a response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### \
+             Input:\n{input}\n\n### Response:\n"
+        )
+    }
+}
+
+/// Takes away the spans of messages with `"weight": 0`, as OpenAI has it.
+fn leave_out_weightless(
+    messages: &[Message],
+    first: usize,
+    spans: &mut Vec<Range<usize>>,
+) -> Result<()> {
+    let learned = messages
+        .iter()
+        .enumerate()
+        .skip(first)
+        .filter(|(_, message)| message.is_from_model())
+        .map(|(index, message)| match message.get("weight") {
+            None | Some(Value::Null) => Ok(true),
+            Some(weight) => match weight.as_f64() {
+                Some(0.0) => Ok(false),
+                Some(1.0) => Ok(true),
+                _ => Err(Error::option(
+                    "weight",
+                    format!("is {weight} in message {}, expected 0 or 1", index + 1),
+                )),
+            },
+        })
+        .collect::<Result<Vec<bool>>>()?;
+    if learned.iter().all(|learned| *learned) {
+        return Ok(());
+    }
+    if learned.len() != spans.len() {
+        return Err(Error::Template(
+            "cannot tell which part of the rendered conversation a message with \"weight\": 0 wrote, as the template \
+             has other generation blocks than one a message; leave the weights out"
+                .into(),
+        ));
+    }
+    let mut learned = learned.into_iter();
+    spans.retain(|_| learned.next().unwrap_or(true));
+    Ok(())
+}
+
+/// Which tokens touch one of the spans, which are in order and do not overlap.
+fn mask(offsets: &[(usize, usize)], spans: &[Range<usize>]) -> Vec<bool> {
+    offsets
+        .iter()
+        .map(|(start, end)| {
+            let after = spans.partition_point(|span| span.end <= *start);
+            spans.get(after).is_some_and(|span| span.start < (*end).max(start + 1))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_is_trainable_when_it_touches_a_span() {
+        let spans = [2..4, 4..6, 9..9, 10..12];
+        let offsets = [
+            (0, 2),
+            (0, 3),
+            (2, 3),
+            (3, 5),
+            (5, 7),
+            (6, 9),
+            (6, 6),
+            (5, 5),
+            (9, 10),
+            (9, 11),
+            (12, 13),
+        ];
+        let expected = [false, true, true, true, true, false, false, true, false, true, false];
+        assert_eq!(mask(&offsets, &spans), expected);
+    }
+}
