@@ -128,8 +128,15 @@ fn explain(error: &clap::Error) -> Option<String> {
         }
         ErrorKind::UnknownArgument => {
             let name = flag.split('=').next().unwrap_or(flag).replace('_', "-");
-            let (_, instead) = ELSEWHERE.iter().find(|(other, _)| *other == name)?;
-            Some(format!("{flag}: {instead}"))
+            if let Some((_, instead)) = ELSEWHERE.iter().find(|(other, _)| *other == name) {
+                return Some(format!("{flag}: {instead}"));
+            }
+            // Not the name of another program's, which clap may find closer.
+            let close = context(ContextKind::SuggestedArg)?.replace('_', "-");
+            Some(format!(
+                "unknown flag {}; did you mean {close}? --help lists all of them",
+                settings::cut(flag)
+            ))
         }
         _ => None,
     }
@@ -219,6 +226,10 @@ mod tests {
             ("generate -p x -n -3", "--max-tokens: is -3, expected a whole number"),
             ("generate --logit-bias 3", "--logit-bias: is 3, but `3` is not ID=X"),
             ("fuse -m x -a y -o z --export_gguf", "--export_gguf: a fused model is written"),
+            (
+                "train --learning_rat 1",
+                "unknown flag --learning_rat; did you mean --learning-rate?",
+            ),
             ("generate --max-kv-size 4", "--max-kv-size: the cache grows"),
         ] {
             let found = told(line).unwrap_or_else(|| panic!("{line}"));

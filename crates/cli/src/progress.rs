@@ -19,7 +19,7 @@ impl Progress {
     /// For a run of `total` steps of which `done` are taken.
     pub fn new(terminal: Terminal, total: u64, done: u64) -> Self {
         let bar = terminal.draws_bars().then(|| {
-            let template = "{bar:12} {pos}/{len}  {wide_msg} {elapsed}, {eta} left";
+            let template = "{bar:8} {pos}/{len}  {wide_msg} {elapsed}, {eta} left";
             let style = ProgressStyle::with_template(template)
                 .unwrap_or_else(|_| ProgressStyle::default_bar())
                 .progress_chars("━╸─");
@@ -63,18 +63,18 @@ impl MetricsSink for Progress {
                 ..
             } => {
                 let rate = |tokens: f64| grouped(tokens.max(0.0) as u64);
-                let message = format!(
-                    "loss {loss:.4}  lr {learning_rate:.1e}  {} target tokens/s ({} read)",
-                    rate(*tokens_per_second),
-                    rate(*processed_tokens_per_second)
-                );
+                let message = format!("loss {loss:.4}  lr {learning_rate:.1e}");
+                let (targets, read) =
+                    (rate(*tokens_per_second), rate(*processed_tokens_per_second));
                 match &self.bar {
                     Some(bar) => {
                         bar.set_position(*step);
-                        bar.set_message(message);
+                        // Not more than 80 columns have room for.
+                        bar.set_message(format!("{message}  {targets} target tok/s"));
                     }
                     None => say(format!(
-                        "step {step}/{total}  {message}  {} elapsed, {} left",
+                        "step {step}/{total}  {message}  {targets} target tokens/s ({read} read)  \
+                         {} elapsed, {} left",
                         clock(self.started.elapsed().as_secs_f64()),
                         self.left(*step)
                     )),
@@ -138,7 +138,7 @@ mod tests {
             "processed_tokens_per_second": 5678.0, "skipped": 0, "peak_memory": null,
         });
         progress.record(&serde_json::from_value(report).unwrap()).unwrap();
-        assert!(bar.message().contains("1 234 target tokens/s (5 678 read)"), "{}", bar.message());
+        assert!(bar.message().contains("1 234 target tok/s"), "{}", bar.message());
     }
 
     #[test]

@@ -41,11 +41,26 @@ pub fn wrap(text: &str, columns: Option<usize>) -> String {
                 .word_separator(textwrap::WordSeparator::AsciiSpace)
                 .word_splitter(textwrap::WordSplitter::NoHyphenation)
                 .wrap_algorithm(textwrap::WrapAlgorithm::FirstFit);
-            wrapped.push_str(&textwrap::fill(line, options));
+            let whole = with_whole_numbers(line);
+            wrapped.push_str(&textwrap::fill(&whole, options).replace(NO_BREAK, " "));
         }
         wrapped.push_str(end);
     }
     wrapped
+}
+
+/// A space that is none to break at. Texts that have it for themselves get spaces.
+const NO_BREAK: char = '\u{a0}';
+
+/// A line whose numbers, in groups of three digits, have no space to break at.
+fn with_whole_numbers(line: &str) -> String {
+    let characters: Vec<char> = line.chars().collect();
+    let digit = |index: usize| characters.get(index).is_some_and(char::is_ascii_digit);
+    let within = |index: usize| {
+        index > 0 && digit(index - 1) && (index + 1..index + 4).all(digit) && !digit(index + 4)
+    };
+    let parts = characters.iter().enumerate();
+    parts.map(|(index, c)| if *c == ' ' && within(index) { NO_BREAK } else { *c }).collect()
 }
 
 /// Where the second row of a line begins: where the line does, or the value of a table's row, which two
@@ -166,6 +181,13 @@ mod tests {
             "LoRA        rank 8, on\n            q_proj, k_proj,\n            v_proj\n  \
              - a list's item that is\n  longer\n"
         );
+    }
+
+    #[test]
+    fn numbers_stay_whole() {
+        assert_eq!(wrap("about 12 345 678 weights", Some(20)), "about 12 345 678\nweights");
+        assert_eq!(wrap("twenty columns 9 619 of", Some(20)), "twenty columns 9 619\nof");
+        assert_eq!(wrap("eighteen columns 9 619 of", Some(20)), "eighteen columns\n9 619 of");
     }
 
     #[test]

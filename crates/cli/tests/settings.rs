@@ -106,7 +106,8 @@ fn mistakes_in_the_file_are_wrong_usage() {
         ("rank: 4\nr: 8", "`rank` and `r` say the same thing"),
         ("rank: four", "rank: is four, expected a whole number"),
         ("- rank", "expected a mapping"),
-        ("rank: [", "run.yaml"),
+        ("rank: [", "run.yaml: is not YAML"),
+        ("rank: 4\nrank: 8", "the key \"rank\" stands there twice"),
     ] {
         place.write("run.yaml", content);
         let stderr = place.fails(2, &["train", "-c", "run.yaml", "-m", "m", "-d", "d"]);

@@ -2,7 +2,7 @@
 //! over it.
 
 use super::Settings;
-use super::keys::{GROUPS, Keys, Style, kind};
+use super::keys::{GROUPS, Keys, Style, cut, kind};
 use super::mlx::{self, Unsaid};
 use crate::errors::usage;
 use serde_yaml_ng::{Mapping, Value};
@@ -25,7 +25,7 @@ impl File {
         let bytes = metal_candle::files::read_limited(path, LIMIT).map_err(usage)?;
         let wrong = |message: String| usage(format!("{}: {message}", path.display()));
         let value: Value =
-            serde_yaml_ng::from_slice(&bytes).map_err(|error| wrong(error.to_string()))?;
+            serde_yaml_ng::from_slice(&bytes).map_err(|error| wrong(malformed(&error)))?;
         let written = match value {
             Value::Mapping(map) => map,
             Value::Null => Mapping::new(),
@@ -80,6 +80,15 @@ impl File {
         let settings: Settings =
             serde_yaml_ng::from_value(Value::Mapping(merged)).map_err(usage)?;
         Ok((settings.complete(&given)?, notice))
+    }
+}
+
+/// What is wrong with a text that is no YAML.
+fn malformed(error: &serde_yaml_ng::Error) -> String {
+    let text = error.to_string();
+    match text.strip_prefix("duplicate entry with key ") {
+        Some(key) => format!("the key {} stands there twice; keep one of them", cut(key)),
+        None => format!("is not YAML: {text}"),
     }
 }
 

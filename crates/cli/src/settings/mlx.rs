@@ -57,7 +57,7 @@ pub fn recognise(written: &Mapping, settings: &mut Mapping) -> Option<Unsaid> {
     let has = |key: &str| settings.contains_key(key);
     for (key, value) in [
         ("loss_on", Value::from("all")),
-        ("clip_norm", 0.0.into()),
+        ("clip_norm", 0.into()),
         ("schedule", "constant".into()),
         ("warmup_steps", 0.into()),
         ("learning_rate", 1e-5.into()),
@@ -65,7 +65,7 @@ pub fn recognise(written: &Mapping, settings: &mut Mapping) -> Option<Unsaid> {
         ("steps", 1000.into()),
         ("max_seq_length", 2048.into()),
         ("rank", 8.into()),
-        ("scale", 20.0.into()),
+        ("scale", 20.into()),
         ("num_layers", 16.into()),
         ("report_every", 10.into()),
         ("eval_every", 200.into()),
@@ -83,7 +83,7 @@ pub fn recognise(written: &Mapping, settings: &mut Mapping) -> Option<Unsaid> {
     }
     // Without a word about it, mlx-lm takes Adam, which has no decay.
     if !written.contains_key("optimizer") && !has("weight_decay") {
-        defaults.insert("weight_decay".into(), 0.0.into());
+        defaults.insert("weight_decay".into(), 0.into());
     }
     if settings.get("loss_on").and_then(Value::as_str) == Some("completion") {
         differences
