@@ -1,5 +1,6 @@
 //! The `metal-candle` command.
 
+mod bounds;
 mod commands;
 mod errors;
 mod interrupt;
@@ -8,6 +9,7 @@ mod models;
 mod output;
 mod progress;
 mod prompts;
+mod run_folder;
 mod sampling;
 mod settings;
 mod training;

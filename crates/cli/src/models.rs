@@ -1,7 +1,9 @@
 //! Models for commands: where they lie, their dtype and device, and the flags that say so.
 
+use crate::bounds;
 use crate::errors::usage;
 use crate::output::{BARS, Terminal, bytes};
+use crate::run_folder::unfinished;
 use crate::settings::{Matmul, Precision, Processor};
 use anyhow::Context;
 use candle_core::{DType, Device};
@@ -61,6 +63,7 @@ impl Source {
         let named = match (&self.model, &self.adapter) {
             (Some(model), _) => model.clone(),
             (None, Some(folder)) => {
+                check_adapter(folder)?;
                 let (_, base) = adapter::read_config(folder)?;
                 base.filter(|base| !base.is_empty()).ok_or_else(|| {
                     usage(format!(
@@ -75,6 +78,9 @@ impl Source {
                 ));
             }
         };
+        if let Some(what) = self.model.as_ref().and_then(|_| unfinished_model(Path::new(&named))) {
+            anyhow::bail!("{named}: not a model: {what}");
+        }
         let folder = resolve(&named, self.revision.as_deref(), terminal);
         match (&self.model, &self.adapter) {
             (None, Some(adapter)) => folder.with_context(|| {
@@ -105,15 +111,25 @@ impl Source {
     }
 }
 
+/// Whether two paths are one folder.
+pub fn same_folder(a: &Path, b: &Path) -> bool {
+    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
+}
+
+/// What to say of a folder that holds the checkpoints of a run, and no model.
+fn unfinished_model(folder: &Path) -> Option<String> {
+    (folder.is_dir() && !folder.join("config.json").exists()).then(|| unfinished(folder)).flatten()
+}
+
 /// That a folder looks like an adapter, before a model is loaded for it.
-fn check_adapter(folder: &Path) -> anyhow::Result<()> {
+pub fn check_adapter(folder: &Path) -> anyhow::Result<()> {
     if !folder.join(adapter::ADAPTER_CONFIG).is_file() {
         let found = if !folder.is_dir() {
-            "there is no such folder"
+            "there is no such folder".into()
         } else if folder.join("config.json").is_file() {
-            "this is a whole model; give it as --model"
+            "this is a whole model; give it as --model".into()
         } else {
-            "there is no adapter_config.json in it"
+            unfinished(folder).unwrap_or_else(|| "there is no adapter_config.json in it".into())
         };
         anyhow::bail!("{}: not an adapter: {found}", folder.display());
     }
@@ -215,8 +231,8 @@ pub fn describe_compute(precision: Precision, device: &Device) -> String {
 pub fn set_threads(threads: Option<usize>) -> anyhow::Result<()> {
     match threads {
         None => Ok(()),
-        Some(0) => Err(usage("threads: is 0, expected at least 1")),
         Some(threads) => {
+            bounds::check("threads", threads, &bounds::THREADS)?;
             // SAFETY: the commands call this before they start a thread, so nobody reads the
             // environment meanwhile. Both rayon and candle take the number from here.
             unsafe { std::env::set_var("RAYON_NUM_THREADS", threads.to_string()) };

@@ -1,5 +1,6 @@
 //! The flags that say how a text is drawn.
 
+use crate::bounds;
 use crate::errors::usage;
 use clap::Args;
 use metal_candle::files;
@@ -119,9 +120,7 @@ impl Sampling {
             ignore_eos: self.ignore_eos,
         };
         options.sampling.validate().map_err(usage)?;
-        if self.max_tokens == 0 {
-            return Err(usage("max_tokens: is 0, expected at least 1"));
-        }
+        bounds::check("max_tokens", self.max_tokens, &bounds::TOKENS)?;
         if self.stop.iter().any(String::is_empty) {
             return Err(usage("stop: an empty text would end every text before it begins"));
         }

@@ -3,10 +3,11 @@
 
 use crate::errors::usage;
 use crate::interrupt;
-use crate::models::{self, device};
+use crate::models::{self, device, same_folder};
 use crate::output::{Terminal, bytes, grouped, plural, shell_word, table};
 use crate::progress::{Progress, clock};
 use crate::prompts;
+use crate::run_folder::{self, CONFIG, EVENTS, METRICS, PICTURES, Resume, Start};
 use crate::settings::{FineTuneType, Precision, Settings, limit};
 use anyhow::Context;
 use candle_core::{DType, Tensor};
@@ -15,36 +16,21 @@ use metal_candle::data::{
     BatchOptions, Batcher, Columns, DataFiles, DataOptions, DataSource, Dataset, HeldOut, Report,
     Split, Tokenized, tokenize,
 };
+use metal_candle::files;
 use metal_candle::generate::{GenerateOptions, generate};
 use metal_candle::model::{Config, Model};
 use metal_candle::text::Tokenizer;
 use metal_candle::train::{
-    Evaluation, FanOut, JsonLines, LossCurve, Metric, Outcome, TensorBoard, TrainOptions, Trainer,
-    evaluate, latest_checkpoint, metrics, plot, total_steps,
+    Evaluation, FanOut, FolderLock, JsonLines, LossCurve, Metric, Outcome, Resumed, TensorBoard,
+    TrainOptions, Trainer, evaluate, latest_checkpoint, metrics, plot, total_steps,
 };
-use metal_candle::{Error, files};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The settings of a run, in its output folder.
-pub const CONFIG: &str = "train_config.yaml";
-const METRICS: &str = "metrics.jsonl";
-const CHECKPOINTS: &str = "checkpoints";
-const EVENTS: &str = "tensorboard";
-const PICTURES: [&str; 2] = ["loss.svg", "loss.png"];
+/// The outcome of a run whose last steps changed nothing.
+pub const LAST_STEPS_SKIPPED: &str = "last_steps_skipped";
 const TIME_FORMAT: &str = "%Y-%m-%dT%H:%M:%S";
-
-/// What happens to what is in the output folder.
-#[derive(Debug, Clone, Default)]
-pub struct Start {
-    /// Continue from this checkpoint.
-    pub resume: Option<PathBuf>,
-    /// Remove an earlier run.
-    pub overwrite: bool,
-    /// Nothing is to be written.
-    pub dry_run: bool,
-}
 
 /// A run that is ready to train.
 pub struct Run {
@@ -59,6 +45,8 @@ pub struct Run {
     folder: PathBuf,
     base_model: String,
     start: Start,
+    /// Holds the output folder; a dry run has none.
+    lock: Option<Arc<FolderLock>>,
 }
 
 /// What will be trained.
@@ -119,6 +107,8 @@ impl Memory {
 pub struct Summary {
     pub outcome: &'static str,
     pub step: u64,
+    /// Steps up to the last one that changed nothing.
+    pub skipped_in_a_row: u64,
     pub steps: u64,
     pub trained_tokens: u64,
     pub seconds: f64,
@@ -156,9 +146,10 @@ impl Run {
         // What `auto` stands for here is kept with the run, which may continue on another machine.
         settings.dtype = Precision::of(dtype);
         let data = settings.data.clone().ok_or_else(|| usage("no data: give --data"))?;
-        if !start.dry_run {
-            check_output(&settings, &start)?;
-        }
+        let lock = match start.dry_run {
+            true => None,
+            false => Some(run_folder::take(&settings, &start)?),
+        };
         let files = DataFiles::find(&data)?;
         files.require(Split::Train)?;
         files.check(&Columns::default())?;
@@ -310,6 +301,7 @@ impl Run {
             folder,
             base_model,
             start,
+            lock,
         })
     }
 
@@ -331,44 +323,48 @@ impl Run {
         if settings.sample_every > 0 {
             trainer = trainer.with_samples(Box::new(|model, seed| self.samples(model, seed)));
         }
-        if let Some(checkpoint) = &self.start.resume {
-            trainer.resume(checkpoint)?;
-        } else if self.start.overwrite {
-            remove_run(output)?;
+        if let Some(template) = self.tokenizer.chat_template() {
+            trainer = trainer.with_chat_template(template);
         }
-        let step = trainer.step();
-        let resumed = self.start.resume.is_some();
+        if let Some(lock) = &self.lock {
+            trainer = trainer.with_lock(lock);
+        }
+        let resumed = match &self.start.resume {
+            None => None,
+            Some(Resume::At(checkpoint)) => Some(trainer.resume(checkpoint)?),
+            Some(Resume::Newest(run)) => Some(trainer.resume_newest(run)?.with_context(|| {
+                format!("resume: {} no longer has a checkpoint", run.display())
+            })?),
+        };
+        match &resumed {
+            Some(resumed) => terminal.note(self.going_on(resumed)),
+            None => run_folder::clear(output, self.start.overwrite)?,
+        }
+        let position = trainer.position();
         files::write_bytes_atomic(output.join(CONFIG), settings.to_yaml()?)?;
 
         let outcome = {
             let mut sinks = FanOut::new();
             let path = output.join(METRICS);
             let events = output.join(EVENTS);
-            sinks.push(if resumed {
-                JsonLines::resume(&path, step)?
+            sinks.push(if resumed.is_some() {
+                JsonLines::resume(&path, position)?
             } else {
                 JsonLines::create(&path)?
             });
             if settings.tensorboard {
-                sinks.push(if resumed && events.is_dir() {
-                    TensorBoard::resume(&events, step)?
+                sinks.push(if resumed.is_some() && events.is_dir() {
+                    TensorBoard::resume(&events, position)?
                 } else {
                     TensorBoard::create(&events)?
                 });
             }
-            sinks.push(Progress::new(terminal, self.options.steps, step));
+            sinks.push(Progress::new(terminal, self.options.steps, position.step));
             trainer.run(&mut sinks)?
         };
         // The run's files are written; from here on Ctrl-C has nothing left to save.
         interrupt::unwatch();
         let interrupted = outcome.outcome == Outcome::Interrupted;
-        let test = match &self.test {
-            Some(batches) if !interrupted => {
-                Some(evaluate(&self.model, batches, limit(settings.test_batches))?)
-            }
-            _ => None,
-        };
-
         let events = metrics::read(output.join(METRICS))?;
         let curve = LossCurve::from_metrics(
             Path::new(&self.plan.model).file_name().map_or_else(
@@ -382,6 +378,13 @@ impl Run {
             files::write_bytes_atomic(output.join(svg), plot::loss_curve_svg(&curve)?)?;
             files::write_bytes_atomic(output.join(png), plot::loss_curve_png(&curve)?)?;
         }
+        let test = match &self.test {
+            Some(batches) if !interrupted => {
+                Some(evaluate(&self.model, batches, limit(settings.test_batches))?)
+            }
+            _ => None,
+        };
+
         let checkpoint = if interrupted { latest_checkpoint(output)? } else { None };
         let train_loss = events.iter().rev().find_map(|metric| match metric {
             Metric::Train { loss, .. } => Some(*loss),
@@ -390,10 +393,12 @@ impl Run {
         Ok(Summary {
             outcome: match outcome.outcome {
                 Outcome::Finished => "finished",
+                Outcome::LastStepsSkipped => LAST_STEPS_SKIPPED,
                 Outcome::StoppedEarly => "stopped_early",
                 Outcome::Interrupted => "interrupted",
             },
             step: outcome.step,
+            skipped_in_a_row: outcome.skipped_in_a_row,
             steps: self.options.steps,
             trained_tokens: outcome.trained_tokens,
             seconds: outcome.seconds,
@@ -403,10 +408,30 @@ impl Run {
             test,
             output: output.clone(),
             checkpoint,
-            files: written(output, !interrupted)?,
+            files: run_folder::written(output, !interrupted),
             curve,
             interrupted,
         })
+    }
+
+    /// Where a resumed run goes on.
+    fn going_on(&self, resumed: &Resumed) -> String {
+        let steps = self.options.steps;
+        let Resumed { checkpoint, step, extended_from } = resumed;
+        let mut text =
+            format!("Going on after step {step} of {steps}, from {}", checkpoint.display());
+        if let Some(before) = extended_from {
+            text.push_str(&format!(
+                "\nThe run was of {before} steps. Those that follow have the learning rates of a run of {steps} \
+                 steps, the next one {:.2e}.",
+                self.options.learning_rate.at(*step)
+            ));
+        } else if *step >= steps {
+            text.push_str(
+                "\nAll its steps were taken; a larger --steps or --epochs goes on with it.",
+            );
+        }
+        text
     }
 
     /// What the model makes of the sample prompts.
@@ -503,6 +528,7 @@ impl Summary {
         let what = match self.outcome {
             "stopped_early" => "Stopped early",
             "interrupted" => "Interrupted",
+            LAST_STEPS_SKIPPED => "Ended in skipped steps",
             _ => "Finished",
         };
         let mut text = format!(
@@ -611,11 +637,6 @@ fn base_name(settings: &Settings, folder: &Path) -> String {
     }
 }
 
-/// Whether two paths are one folder.
-pub fn same_folder(a: &Path, b: &Path) -> bool {
-    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
-}
-
 /// The time that chat templates are told: the one of the settings, or of now.
 fn template_time(settings: &mut Settings) -> anyhow::Result<NaiveDateTime> {
     let text = settings
@@ -626,80 +647,4 @@ fn template_time(settings: &mut Settings) -> anyhow::Result<NaiveDateTime> {
             "template_time: is {text:?}, expected a time such as 2025-01-31T12:00:00 ({error})"
         ))
     })
-}
-
-/// That the output folder can be written and holds no other run.
-fn check_output(settings: &Settings, start: &Start) -> anyhow::Result<()> {
-    let output = &settings.output;
-    std::fs::create_dir_all(output).map_err(Error::io(output)).context("the output folder")?;
-    let probe = output.join(".write-test");
-    files::write_bytes_atomic(&probe, b"").context("the output folder cannot be written")?;
-    std::fs::remove_file(&probe).map_err(Error::io(&probe))?;
-    if start.resume.is_some() || start.overwrite {
-        return Ok(());
-    }
-    let model =
-        settings.fine_tune_type == FineTuneType::Full && output.join("config.json").exists();
-    let adapter = output.join(metal_candle::adapter::ADAPTER_WEIGHTS).exists();
-    if model || adapter || latest_checkpoint(output)?.is_some() || output.join(METRICS).exists() {
-        return Err(usage(format!(
-            "output: {} holds a run already; continue it with --resume, choose another folder with --output, \
-             or remove it with --overwrite",
-            output.display()
-        )));
-    }
-    Ok(())
-}
-
-/// Removes what an earlier run left.
-fn remove_run(output: &Path) -> anyhow::Result<()> {
-    for name in [CHECKPOINTS, EVENTS] {
-        let path = output.join(name);
-        if path.is_dir() {
-            std::fs::remove_dir_all(&path).map_err(Error::io(&path))?;
-        }
-    }
-    for name in [METRICS, CONFIG].iter().chain(&PICTURES) {
-        let path = output.join(name);
-        if path.is_file() {
-            std::fs::remove_file(&path).map_err(Error::io(&path))?;
-        }
-    }
-    Ok(())
-}
-
-/// What a run has left, in the order it is read.
-fn written(output: &Path, finished: bool) -> anyhow::Result<Vec<PathBuf>> {
-    let weights =
-        ["adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"];
-    let names = weights
-        .iter()
-        .filter(|_| finished)
-        .chain(&[CHECKPOINTS, METRICS, EVENTS])
-        .chain(&PICTURES)
-        .chain(&[CONFIG]);
-    Ok(names.map(|name| output.join(name)).filter(|path| path.exists()).collect())
-}
-
-/// The checkpoint to continue from. `given` is a checkpoint, a run's folder, or nothing for the
-/// newest checkpoint of `output`. The second path is the run's folder.
-pub fn find_checkpoint(given: Option<&Path>, output: &Path) -> anyhow::Result<(PathBuf, PathBuf)> {
-    let newest = |run: &Path| -> anyhow::Result<(PathBuf, PathBuf)> {
-        match latest_checkpoint(run)? {
-            Some(checkpoint) => Ok((checkpoint, run.to_path_buf())),
-            None => Err(anyhow::anyhow!(
-                "resume: {} has no checkpoint; start the run without --resume",
-                run.display()
-            )),
-        }
-    };
-    let Some(given) = given else { return newest(output) };
-    if given.join("trainer_state.json").is_file() {
-        let run = given.parent().and_then(Path::parent).filter(|run| !run.as_os_str().is_empty());
-        return Ok((given.to_path_buf(), run.unwrap_or(Path::new(".")).to_path_buf()));
-    }
-    if given.is_dir() {
-        return newest(given);
-    }
-    Err(anyhow::anyhow!("resume: there is no checkpoint {}", given.display()))
 }

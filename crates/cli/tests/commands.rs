@@ -247,15 +247,9 @@ fn an_interrupted_run_leaves_a_checkpoint_and_can_be_resumed() {
         "--eval-every",
         "0",
     ];
-    let child = place.command(&arguments).spawn().unwrap();
-    let metrics = place.path("adapters/metrics.jsonl");
-    let started = std::time::Instant::now();
-    while std::fs::read_to_string(&metrics).unwrap_or_default().lines().count() < 3 {
-        assert!(started.elapsed().as_secs() < 120, "training does not start");
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
-    // SAFETY: sends a signal to a child that has not been waited for.
-    unsafe { libc::kill(i32::try_from(child.id()).unwrap(), libc::SIGINT) };
+    let child = place.start(&arguments, &[]);
+    place.wait_for_steps("adapters", 3);
+    common::send(&child, libc::SIGINT);
     let output = child.wait_with_output().unwrap();
     let stderr = text(&output.stderr);
     assert_eq!(output.status.code(), Some(130), "{stderr}");
@@ -265,6 +259,13 @@ fn an_interrupted_run_leaves_a_checkpoint_and_can_be_resumed() {
     let checkpoints: Vec<_> =
         std::fs::read_dir(place.path("adapters/checkpoints")).unwrap().collect();
     assert_eq!(checkpoints.len(), 1);
+    // Whoever wants to use it already is told what there is.
+    let stderr = place.fails(1, &["chat", "-m", "base", "--adapter", "adapters"]);
+    assert!(stderr.contains("--adapter adapters/checkpoints/step-0"), "{stderr}");
+    let stderr = place.fails(1, &["fuse", "-m", "base", "-a", "adapters", "-o", "fused"]);
+    assert!(stderr.contains("--adapter adapters/checkpoints/step-0"), "{stderr}");
+    let stderr = place.fails(1, &["generate", "-m", "adapters", "-p", "x"]);
+    assert!(stderr.contains("not a model: the run in it has not ended"), "{stderr}");
     let summary = place.json(&["train", "--resume", "--json", "-q"]);
     assert_eq!((&summary["outcome"], &summary["step"]), (&"finished".into(), &400.into()));
     let steps: Vec<u64> = place

@@ -205,6 +205,16 @@ fn values_out_of_range_are_wrong_usage() {
         (&["--max-seq-length", "1"], "max_seq_length: is 1"),
         (&["--valid-fraction", "1"], "valid_fraction: is 1"),
         (&["--threads", "0"], "threads: is 0"),
+        (&["--threads", "99999999999"], "threads: is 99999999999, expected at most 1024"),
+        (&["--batch-size", "99999999999"], "batch_size: is 99999999999, expected at most"),
+        (&["--grad-accumulation", "99999999999"], "grad_accumulation: is 99999999999"),
+        (&["--rank", "99999999999"], "rank: is 99999999999, expected at most"),
+        (&["--max-seq-length", "99999999999"], "max_seq_length: is 99999999999"),
+        (&["--steps", "99999999999"], "steps: is 99999999999, expected at most"),
+        (&["--epochs", "1e30"], "epochs: is 1000000000000000000000000000000"),
+        (&["--learning-rate", "1e30"], "expected at most 1000"),
+        (&["--save-every", "99999999999"], "save_every: is 99999999999"),
+        (&["--sample-tokens", "99999999999"], "sample_tokens: is 99999999999"),
         (&["--sample-every", "5"], "sample_prompt"),
         (&["--epochs", "1", "--steps", "2"], "cannot be used with"),
         (&["--device", "cuda"], "no CUDA"),
@@ -219,6 +229,19 @@ fn values_out_of_range_are_wrong_usage() {
     }
     let stderr = place.fails(2, &["train", "-m", "m"]);
     assert!(stderr.contains("--data"), "{stderr}");
+    for arguments in [
+        &["generate", "-m", "m", "-p", "x", "--threads", "99999999999"][..],
+        &["chat", "-m", "m", "--threads", "99999999999"],
+        &["evaluate", "-m", "m", "-d", "d", "--threads", "99999999999"],
+        &["evaluate", "-m", "m", "-d", "d", "--batch-size", "99999999999"],
+        &["fuse", "-m", "m", "-a", "a", "-o", "o", "--threads", "99999999999"],
+        &["bench", "--threads", "99999999999"],
+        &["bench", "--samples", "99999999999"],
+        &["demo", "--threads", "99999999999"],
+    ] {
+        let stderr = place.fails(2, arguments);
+        assert!(stderr.contains("is 99999999999, expected at most"), "{arguments:?}: {stderr}");
+    }
 }
 
 #[test]

@@ -23,6 +23,7 @@ pub const MAX_JSON_BYTES: u64 = 64 << 20;
 
 const PARTIAL: &str = ".partial-";
 const REPLACED: &str = ".replaced-";
+const REMOVED: &str = ".removed-";
 
 /// Writes a file whole or not at all: `write` fills a temporary file in the same folder, which is
 /// flushed to the disk and then takes the name `path`. A file that was there before stays until
@@ -111,8 +112,29 @@ pub fn write_folder_atomic(
     exchange().map_err(at(folder))
 }
 
-/// Removes from `parent` what [`write_atomic`] and [`write_folder_atomic`] left when their process
-/// was killed, and puts back a folder that was set aside while its successor never arrived.
+/// Removes a folder as a whole: it loses its name at once, and what was in it goes under a hidden
+/// name. What a process killed meanwhile leaves there goes with [`remove_stale_partials`]. A folder
+/// that does not exist is no error.
+///
+/// # Errors
+/// [`Error::Io`] when the folder cannot be renamed, which leaves it as it was, or not be removed
+/// under its hidden name.
+pub fn remove_folder_atomic(folder: impl AsRef<Path>) -> Result<()> {
+    let folder = folder.as_ref();
+    let (parent, name) = parent_and_name(folder)?;
+    let aside = parent.join(hidden(&name, REMOVED));
+    remove(&aside).map_err(Error::io(&aside))?;
+    match fs::rename(folder, &aside) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(write_error(folder, error)),
+    }
+    sync_folder(&parent).and_then(|()| remove(&aside)).map_err(Error::io(&aside))
+}
+
+/// Removes from `parent` what [`write_atomic`], [`write_folder_atomic`] and [`remove_folder_atomic`]
+/// left when their process was killed, and puts back a folder that was set aside while its successor
+/// never arrived.
 /// What another process is writing right now is locked and stays. Gives the paths it removed or
 /// put back; a `parent` that does not exist has none.
 ///
@@ -135,6 +157,9 @@ pub fn remove_stale_partials(parent: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
                 remove(&path).map_err(Error::io(&path))?;
                 handled.push(path);
             }
+        } else if hidden_stem(name, REMOVED).is_some() {
+            remove(&path).map_err(Error::io(&path))?;
+            handled.push(path);
         } else if let Some(stem) = hidden_stem(name, REPLACED) {
             let target = parent.join(stem);
             if target.exists() {
@@ -410,7 +435,7 @@ fn sync_folder(folder: &Path) -> io::Result<()> {
 }
 
 /// An [`Error::Io`] that says what to do about it.
-fn write_error(path: &Path, source: io::Error) -> Error {
+pub(crate) fn write_error(path: &Path, source: io::Error) -> Error {
     use io::ErrorKind::{
         NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull,
     };
@@ -526,15 +551,71 @@ mod tests {
         fs::create_dir(path(".step-2.replaced-99")).unwrap();
         fs::create_dir(path(".step-3.replaced-99")).unwrap();
         fs::create_dir(path("step-3")).unwrap();
+        fs::create_dir(path(".step-4.removed-99-0")).unwrap();
         fs::write(path(".mine.partial-notes"), "x").unwrap();
         let alive = File::create(path(".b.partial-7-1")).unwrap();
         alive.lock().unwrap();
-        assert_eq!(remove_stale_partials(parent.path()).unwrap().len(), 4);
+        assert_eq!(remove_stale_partials(parent.path()).unwrap().len(), 5);
         assert_eq!(
             names(parent.path()),
             [".b.partial-7-1", ".mine.partial-notes", "step-2", "step-3"]
         );
         assert!(remove_stale_partials(path("absent")).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_removed_folder_loses_its_name_before_its_files() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join("step-1");
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join("a"), "x").unwrap();
+        // What an earlier process of the same number left is in nobody's way.
+        fs::create_dir_all(
+            parent.path().join(format!(".step-1.removed-{}-0/b", std::process::id())),
+        )
+        .unwrap();
+        remove_folder_atomic(&folder).unwrap();
+        remove_folder_atomic(&folder).unwrap();
+        remove_stale_partials(parent.path()).unwrap();
+        assert!(names(parent.path()).is_empty());
+    }
+
+    /// Whoever looks while a folder is being removed sees it whole or not at all, also when the
+    /// removal ends half-way.
+    #[cfg(unix)]
+    #[test]
+    fn a_removal_that_fails_leaves_nothing_under_the_folders_name() {
+        use std::os::unix::fs::PermissionsExt;
+        use std::process::Command;
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join("step-1");
+        let stuck = folder.join("stuck");
+        fs::create_dir_all(&stuck).unwrap();
+        fs::write(folder.join("a"), "x").unwrap();
+        fs::write(stuck.join("b"), "x").unwrap();
+        fs::set_permissions(&stuck, fs::Permissions::from_mode(0o555)).unwrap();
+        // An administrator can remove anything but what a file system is mounted on.
+        let is_administrator = fs::write(stuck.join("c"), "x").is_ok();
+        let mounted = is_administrator
+            && Command::new("mount")
+                .args(["-t", "tmpfs", "tmpfs"])
+                .arg(&stuck)
+                .output()
+                .is_ok_and(|output| output.status.success());
+        if is_administrator && !mounted {
+            eprintln!("skipped: nothing here keeps an administrator from removing a folder");
+            return;
+        }
+        assert!(remove_folder_atomic(&folder).is_err());
+        assert!(!folder.exists());
+        let hidden = parent.path().join(&names(parent.path())[0]);
+        if mounted {
+            Command::new("umount").arg(hidden.join("stuck")).status().unwrap();
+        } else {
+            fs::set_permissions(hidden.join("stuck"), fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        remove_stale_partials(parent.path()).unwrap();
+        assert!(names(parent.path()).is_empty());
     }
 
     #[test]

@@ -9,9 +9,10 @@ use metal_candle::autograd::ParameterId;
 use metal_candle::data::{BatchOptions, Batcher, Dataset, Example};
 use metal_candle::model::Model;
 use metal_candle::random::SplitMix64;
+use metal_candle::text::ChatTemplate;
 use metal_candle::train::{
-    LearningRate, Metric, Outcome, Schedule, ScheduleOptions, Summary, TrainOptions, Trainer,
-    Warmup, latest_checkpoint,
+    FolderLock, JsonLines, LearningRate, Metric, MetricsSink, Outcome, Schedule, ScheduleOptions,
+    Summary, TrainOptions, Trainer, Warmup, latest_checkpoint, metrics,
 };
 use metal_candle::{Error, Result};
 use std::path::{Path, PathBuf};
@@ -115,18 +116,34 @@ fn train(
         .with_validation(&validation)
         .with_saving(saving)
         .with_stop(stop);
-    if let Some(checkpoint) = latest_checkpoint(output).unwrap() {
-        trainer.resume(checkpoint).unwrap();
-    }
+    trainer.resume_newest(output).unwrap();
+    std::fs::create_dir_all(output).unwrap();
+    let mut log = JsonLines::resume(output.join(LOG), trainer.position()).unwrap();
     let mut events = Vec::new();
     let summary = trainer
         .run(&mut |metric: &Metric| -> Result<()> {
+            log.record(metric)?;
             events.extend(steady(metric));
             event(metric);
             Ok(())
         })
         .unwrap();
     (events, summary)
+}
+
+const LOG: &str = "metrics.jsonl";
+
+/// What the log of a run says, without timings and folders.
+fn log(output: &Path) -> Vec<String> {
+    metrics::read(output.join(LOG))
+        .unwrap()
+        .iter()
+        .map(|metric| match metric {
+            Metric::Checkpoint { step, .. } => format!("{step} checkpoint"),
+            Metric::Finished { step, reason, .. } => format!("{step} finished: {reason}"),
+            other => steady(other).unwrap(),
+        })
+        .collect()
 }
 
 fn train_quietly(output: &Path, full: bool) -> Vec<String> {
@@ -182,6 +199,7 @@ fn an_interrupted_run_continues_bit_for_bit() {
         }
         let rest = train_quietly(parts.path(), full);
         assert_continues(&reference, &rest, "after three interruptions");
+        assert_eq!(log(parts.path()), log(whole.path()));
         assert_eq!(parameters_file(whole.path(), full), parameters_file(parts.path(), full));
     }
 }
@@ -209,7 +227,14 @@ fn child_process_that_is_killed() {
         Path::new(&output),
         full,
         |metric| {
-            if matches!(metric, Metric::Train { step, .. } if moment == format!("step {step}")) {
+            let name = match metric {
+                Metric::Train { .. } => "step",
+                Metric::Evaluation { .. } => "evaluation",
+                Metric::Checkpoint { .. } => "checkpoint",
+                Metric::Finished { .. } => "finished",
+                _ => return,
+            };
+            if moment == format!("{name} {}", metric.step()) {
                 die();
             }
         },
@@ -233,9 +258,26 @@ fn a_killed_run_continues_bit_for_bit() {
         let reference = train_quietly(whole.path(), full);
         // Steps before, between and after checkpoints, and within the first, second and third save,
         // before and after each of its files.
-        let moments = ["step 1", "step 4", "step 7", "step 11"]
-            .map(String::from)
-            .into_iter()
+        let events: &[&str] = if full {
+            &["step 4", "finished 12"]
+        } else {
+            &[
+                "step 1",
+                "step 4",
+                "evaluation 4",
+                "checkpoint 4",
+                "step 7",
+                "evaluation 8",
+                "step 11",
+                "step 12",
+                "evaluation 12",
+                "checkpoint 12",
+                "finished 12",
+            ]
+        };
+        let moments = events
+            .iter()
+            .map(ToString::to_string)
             .chain((1..=12).map(|file| format!("file {file}")));
         for moment in moments {
             let parts = tempfile::tempdir().unwrap();
@@ -250,7 +292,8 @@ fn a_killed_run_continues_bit_for_bit() {
             let output = child.output().unwrap();
             assert_eq!(output.status.signal(), Some(9), "{moment}: {output:?}");
             let rest = train_quietly(parts.path(), full);
-            assert_continues(&reference, &rest, &moment);
+            assert_eq!(&reference[reference.len() - rest.len()..], rest, "{moment}");
+            assert_eq!(log(parts.path()), log(whole.path()), "{moment}");
             assert_eq!(
                 parameters_file(whole.path(), full),
                 parameters_file(parts.path(), full),
@@ -325,7 +368,7 @@ fn another_adapter_or_base_is_another_run() {
         model.add_lora(config, 5)?;
         let mut trainer = Trainer::new(&model, &batches, options(), output.path(), "llama")?;
         match latest_checkpoint(output.path())? {
-            Some(checkpoint) => trainer.resume(checkpoint),
+            Some(checkpoint) => trainer.resume(checkpoint).map(|_| ()),
             None => trainer.run(&mut |_: &Metric| -> Result<()> { Ok(()) }).map(|_| ()),
         }
     };
@@ -563,4 +606,240 @@ fn a_full_disk_is_an_error_and_loses_nothing() {
     let rest = train_quietly(small.path(), false);
     assert_continues(&reference, &rest, "after a full disk");
     assert_eq!(parameters_file(whole.path(), false), parameters_file(small.path(), false));
+}
+
+/// A run of `steps` steps in `output`, from its newest checkpoint if there is one.
+fn train_for(output: &Path, steps: u64) -> Result<(Option<metal_candle::train::Resumed>, Summary)> {
+    let model = model(false);
+    let (batches, validation) =
+        (batcher(dataset(24, 1), 3, true), batcher(dataset(9, 2), 4, false));
+    let options = TrainOptions { steps, learning_rate: learning_rate(2e-2, steps), ..with_best() };
+    let mut trainer =
+        Trainer::new(&model, &batches, options, output, "llama")?.with_validation(&validation);
+    let resumed = trainer.resume_newest(output)?;
+    let mut log = JsonLines::resume(output.join(LOG), trainer.position())?;
+    Ok((resumed, trainer.run(&mut log)?))
+}
+
+#[test]
+fn a_damaged_newest_checkpoint_gives_way_to_the_one_before() {
+    let whole = tempfile::tempdir().unwrap();
+    train_quietly(whole.path(), false);
+    let files = [
+        "optimizer.safetensors",
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "trainer_state.json",
+    ];
+    for (name, cut) in files.into_iter().flat_map(|name| [(name, true), (name, false)]) {
+        let output = tempfile::tempdir().unwrap();
+        train_quietly(output.path(), false);
+        let newest = latest_checkpoint(output.path()).unwrap().unwrap();
+        let path = newest.join(name);
+        let content = std::fs::read(&path).unwrap();
+        if cut {
+            std::fs::write(&path, &content[..content.len() / 2]).unwrap();
+        } else {
+            std::fs::remove_file(&path).unwrap();
+        }
+        let (resumed, summary) = train_for(output.path(), STEPS).unwrap();
+        assert!(resumed.unwrap().step < STEPS, "{name}");
+        assert_eq!(summary.outcome, Outcome::Finished);
+        assert_eq!(parameters_file(whole.path(), false), parameters_file(output.path(), false));
+        assert_eq!(log(output.path()), log(whole.path()), "{name}");
+        // The state holds how long the evaluation took.
+        let again = std::fs::read(&path).unwrap();
+        assert!(name == "trainer_state.json" || again == content, "{name}");
+    }
+}
+
+#[test]
+fn a_run_without_a_whole_checkpoint_is_not_begun_anew_in_silence() {
+    let output = tempfile::tempdir().unwrap();
+    train_quietly(output.path(), false);
+    for entry in std::fs::read_dir(output.path().join("checkpoints")).unwrap() {
+        std::fs::write(entry.unwrap().path().join("trainer_state.json"), "{}").unwrap();
+    }
+    let error = train_for(output.path(), STEPS).unwrap_err().to_string();
+    assert!(error.contains("no checkpoint that is whole"), "{error}");
+    assert!(error.contains("trainer_state.json"), "{error}");
+}
+
+#[test]
+fn a_checkpoint_of_another_version_is_no_damage() {
+    let output = tempfile::tempdir().unwrap();
+    train_quietly(output.path(), false);
+    let path = latest_checkpoint(output.path()).unwrap().unwrap().join("trainer_state.json");
+    std::fs::write(&path, "{\"version\": 1, \"step\": 3}").unwrap();
+    let error = train_for(output.path(), STEPS).unwrap_err().to_string();
+    assert!(error.contains("version is 1"), "{error}");
+}
+
+#[test]
+fn a_finished_run_can_be_made_longer_and_follows_the_longer_schedule() {
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    for output in [&first, &second] {
+        let (resumed, _) = train_for(output.path(), 8).unwrap();
+        assert_eq!(resumed, None);
+        let (resumed, summary) = train_for(output.path(), STEPS).unwrap();
+        let resumed = resumed.unwrap();
+        assert_eq!((resumed.step, resumed.extended_from), (8, Some(8)));
+        assert_eq!((summary.outcome, summary.step), (Outcome::Finished, STEPS));
+    }
+    // What is done twice is the same, and each later step has the rate of a run of 12 steps.
+    assert_eq!(parameters_file(first.path(), false), parameters_file(second.path(), false));
+    let rates: Vec<f64> = metrics::read(first.path().join(LOG))
+        .unwrap()
+        .iter()
+        .filter_map(|metric| match metric {
+            Metric::Train { learning_rate, .. } => Some(*learning_rate),
+            _ => None,
+        })
+        .collect();
+    let (short, long) = (learning_rate(2e-2, 8), learning_rate(2e-2, STEPS));
+    let expected: Vec<f64> =
+        (0..STEPS).map(|step| if step < 8 { short.at(step) } else { long.at(step) }).collect();
+    assert_eq!(rates, expected);
+
+    // It has ended again, and a shorter one it never was.
+    let (resumed, summary) = train_for(first.path(), STEPS).unwrap();
+    assert_eq!((resumed.unwrap().extended_from, summary.step), (None, STEPS));
+    assert!(summary.evaluation.is_some());
+    let error = train_for(first.path(), 10).unwrap_err().to_string();
+    assert!(error.contains("total_steps was 12") && error.contains("not shorter"), "{error}");
+}
+
+#[test]
+fn one_run_at_a_time_works_in_a_folder() {
+    let output = tempfile::tempdir().unwrap();
+    let other = FolderLock::acquire(output.path()).unwrap();
+    let error = train_for(output.path(), STEPS).unwrap_err().to_string();
+    assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
+    assert!(!output.path().join("checkpoints").exists());
+    drop(other);
+    train_for(output.path(), 3).unwrap();
+}
+
+#[test]
+fn an_evaluation_is_given_up_when_the_run_is_to_stop() {
+    let whole = tempfile::tempdir().unwrap();
+    train_quietly(whole.path(), false);
+    for step in [4, STEPS] {
+        let output = tempfile::tempdir().unwrap();
+        let stop = Arc::new(AtomicBool::new(false));
+        let signal = stop.clone();
+        let event = move |metric: &Metric| {
+            if matches!(metric, Metric::Train { step: at, .. } if *at == step) {
+                signal.store(true, Ordering::Relaxed);
+            }
+        };
+        let (events, summary) = train(output.path(), false, event, |_| (), stop);
+        assert_eq!((summary.outcome, summary.step), (Outcome::Interrupted, step));
+        assert!(!events.last().unwrap().contains("evaluation"), "{events:?}");
+        // It is made up for, and counts for what is best.
+        train_quietly(output.path(), false);
+        assert_eq!(log(output.path()), log(whole.path()), "stopped at {step}");
+        assert_eq!(parameters_file(output.path(), false), parameters_file(whole.path(), false));
+    }
+}
+
+#[test]
+fn a_changed_byte_anywhere_in_the_base_is_another_base() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(base().join(name), folder.path().join(name)).unwrap();
+    }
+    let output = tempfile::tempdir().unwrap();
+    let batches = batcher(dataset(24, 1), 3, true);
+    let run = |steps| -> Result<()> {
+        let mut model = Model::load(folder.path(), DType::F32, &device())?;
+        model.add_lora(&LoraConfig { rank: 4, ..LoraConfig::default() }, 5)?;
+        let options = TrainOptions { steps, ..options() };
+        let mut trainer = Trainer::new(&model, &batches, options, output.path(), "llama")?;
+        trainer.resume_newest(output.path())?;
+        trainer.run(&mut |_: &Metric| -> Result<()> { Ok(()) }).map(|_| ())
+    };
+    run(2).unwrap();
+    run(3).unwrap();
+    // The lowest bit of the last value of a matrix, which no sample of its first ones shows.
+    let path = folder.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let tensors: serde_json::Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    let place = &tensors["model.embed_tokens.weight"]["data_offsets"];
+    let [start, end] = [0, 1].map(|index| place[index].as_u64().unwrap() as usize);
+    assert!(end - start > 4096);
+    bytes[8 + header + end - 4] ^= 1;
+    std::fs::write(&path, &bytes).unwrap();
+    let error = run(4).unwrap_err().to_string();
+    assert!(error.contains("base_files.model.safetensors was"), "{error}");
+}
+
+#[test]
+fn another_chat_template_is_another_run() {
+    let output = tempfile::tempdir().unwrap();
+    let (model, batches) = (model(false), batcher(dataset(24, 1), 3, true));
+    let trainer = |source: &str| {
+        let template = ChatTemplate::new(source, vec![], vec![], vec![]).unwrap();
+        let options = TrainOptions { steps: 2, ..options() };
+        Trainer::new(&model, &batches, options, output.path(), "llama")
+            .unwrap()
+            .with_chat_template(&template)
+    };
+    trainer("{{ a }}").run(&mut |_: &Metric| -> Result<()> { Ok(()) }).unwrap();
+    trainer("{{ a }}").resume_newest(output.path()).unwrap();
+    let error = trainer("{{ b }}").resume_newest(output.path()).unwrap_err().to_string();
+    assert!(error.contains("chat_template was"), "{error}");
+}
+
+#[test]
+fn a_run_whose_last_steps_are_skipped_says_so() {
+    let run = |from: u64| {
+        let model = model(false);
+        let batches = batcher(dataset(24, 1), 3, true);
+        let options = TrainOptions { steps: 4, evaluate_every: 0, ..options() };
+        let output = tempfile::tempdir().unwrap();
+        let mut reasons = Vec::new();
+        let result = Trainer::new(&model, &batches, options, output.path(), "llama").unwrap().run(
+            &mut |metric: &Metric| -> Result<()> {
+                // From here on every loss is NaN.
+                let store = model.parameters().unwrap();
+                if matches!(metric, Metric::Train { step, .. } if *step == from) {
+                    let broken = store.view(ParameterId(0))?.affine(0.0, f64::NAN)?;
+                    store.set(ParameterId(0), &broken)?;
+                }
+                if let Metric::Finished { reason, .. } = metric {
+                    reasons.push(reason.clone());
+                }
+                Ok(())
+            },
+        );
+        (result, reasons)
+    };
+    let (result, reasons) = run(2);
+    let summary = result.unwrap();
+    assert_eq!((summary.outcome, summary.skipped_in_a_row), (Outcome::LastStepsSkipped, 2));
+    assert!(reasons[0].contains("the last 2 of them skipped"), "{reasons:?}");
+    let (result, _) = run(9);
+    assert_eq!(result.unwrap().outcome, Outcome::Finished);
+}
+
+#[test]
+fn a_run_that_learned_nothing_has_failed() {
+    let model = model(false);
+    let store = model.parameters().unwrap();
+    let broken = store.view(ParameterId(0)).unwrap().affine(0.0, f64::NAN).unwrap();
+    store.set(ParameterId(0), &broken).unwrap();
+    let output = tempfile::tempdir().unwrap();
+    let batches = batcher(dataset(24, 1), 3, true);
+    let options = TrainOptions { steps: 3, ..options() };
+    let error = Trainer::new(&model, &batches, options, output.path(), "llama")
+        .unwrap()
+        .run(&mut |_: &Metric| -> Result<()> { Ok(()) })
+        .unwrap_err();
+    assert!(
+        matches!(&error, Error::Diverged(message) if message.contains("all 3 steps")),
+        "{error}"
+    );
+    assert!(!output.path().join("adapter_model.safetensors").exists());
 }

@@ -1,5 +1,6 @@
 //! `bench`: what this machine takes for operations, a training step, prefill and decode.
 
+use crate::bounds;
 use crate::errors::{SUCCESS, usage};
 use crate::models::{
     Runtime, check_matmul, describe_compute, device, dtype, set_matmul, set_threads,
@@ -98,17 +99,15 @@ struct Report {
 
 impl Arguments {
     fn check(&self) -> anyhow::Result<()> {
-        for (name, value) in [
-            ("batch", self.batch),
-            ("seq", self.seq),
-            ("rank", self.rank),
-            ("tokens", self.tokens),
-            ("samples", self.samples),
-            ("steps", self.steps),
+        for (name, value, allowed) in [
+            ("batch", self.batch, bounds::BATCH_SIZE),
+            ("seq", self.seq, bounds::TOKENS),
+            ("rank", self.rank, bounds::RANK),
+            ("tokens", self.tokens, bounds::TOKENS),
+            ("samples", self.samples, bounds::CALLS),
+            ("steps", self.steps, bounds::CALLS),
         ] {
-            if value == 0 {
-                return Err(usage(format!("{name}: is 0, expected at least 1")));
-            }
+            bounds::check(name, value, &allowed)?;
         }
         shapes::config(&self.shape).map_err(usage)?;
         let Runtime { matmul, dtype, device, .. } = self.runtime;

@@ -55,7 +55,8 @@ enum Line {
 impl Input {
     fn open() -> anyhow::Result<Self> {
         Ok(if std::io::stdin().is_terminal() {
-            Self::Person(Box::new(rustyline::DefaultEditor::new()?))
+            // It reads Ctrl-C as a key, and its handler would keep ours from stopping an answer.
+            Self::Person(Box::new(interrupt::keep_handler(rustyline::DefaultEditor::new)?))
         } else {
             Self::Pipe(std::io::stdin().lock().lines())
         })

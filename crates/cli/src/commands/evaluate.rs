@@ -1,5 +1,6 @@
 //! `evaluate`: loss and perplexity of a model on data.
 
+use crate::bounds;
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
 use crate::models::{Runtime, Source, set_threads};
@@ -70,9 +71,8 @@ struct Report {
 /// Evaluates.
 pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
     let terminal = terminal(arguments.json);
-    if arguments.batch_size == 0 {
-        return Err(usage("batch_size: is 0, expected at least 1"));
-    }
+    bounds::check("batch_size", arguments.batch_size, &bounds::BATCH_SIZE)?;
+    bounds::check("max_seq_length", arguments.max_seq_length, &bounds::TOKENS)?;
     if arguments.batches != -1 && arguments.batches < 1 {
         return Err(usage(format!(
             "batches: is {}, expected at least 1, or -1 for all",

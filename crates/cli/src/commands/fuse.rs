@@ -2,14 +2,15 @@
 
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
-use crate::models::{Source, device, dtype, set_threads};
+use crate::models::{Source, check_adapter, device, dtype, same_folder, set_threads};
 use crate::output::{self, Terminal, grouped, shell_word};
+use crate::run_folder;
 use crate::settings::{Precision, Processor};
-use crate::training::same_folder;
 use candle_core::DType;
 use clap::Args;
 use metal_candle::files;
 use metal_candle::model::{Config, Model, Weights};
+use metal_candle::train::FolderLock;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -65,12 +66,14 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             )));
         }
     }
+    let _lock = run_folder::hold(FolderLock::acquire_beside(output))?;
     if !is_free(output)? {
         return Err(usage(format!(
             "output: {} exists and is not empty; choose another, or remove it",
             output.display()
         )));
     }
+    check_adapter(adapter)?;
     let stored = stored_dtype(&folder)?;
     let device = device(Processor::Cpu)?;
     let target =

@@ -1,14 +1,15 @@
 //! `train`: fine-tune a model.
 
-use crate::errors::{INTERRUPTED, SUCCESS};
+use crate::errors::{FAILURE, INTERRUPTED, SUCCESS};
 use crate::interrupt;
 use crate::models::set_threads;
-use crate::output::{self, Terminal, say, shell_word};
+use crate::output::{self, Terminal, plural, say, shell_word};
+use crate::run_folder::{CONFIG, Resume, Start};
 use crate::settings::file::File;
 use crate::settings::{
     Course, FineTuneType, Foreign, Loss, Matmul, Precision, Processor, Settings,
 };
-use crate::training::{CONFIG, Run, Start, find_checkpoint};
+use crate::training::{LAST_STEPS_SKIPPED, Run};
 use crate::wrap::stdout_columns;
 use clap::Args;
 use clap::builder::BoolishValueParser;
@@ -25,6 +26,7 @@ Examples:
   metal-candle train -m model/ -d data.jsonl --valid-fraction 0.1 --epochs 3 --rank 8
   metal-candle train -c lora_config.yaml --learning-rate 1e-4
   metal-candle train --resume --output adapters
+  metal-candle train -c lora_config.yaml --resume=auto    # on a machine that may be taken away
 
 Every flag is a key of the YAML file too, with _ for -; flags win over the file. Words of mlx-lm, PEFT, \
 transformers, TRL, Unsloth, axolotl and LLaMA-Factory are understood as well, as keys and as flags, where \
@@ -40,8 +42,8 @@ pub struct Arguments {
     config: Option<PathBuf>,
     #[command(flatten)]
     flags: Flags,
-    /// Continue a run: from this checkpoint or run folder, or from the newest checkpoint of the output folder
-    #[arg(long, value_name = "DIR", num_args = 0..=1, conflicts_with = "overwrite", help_heading = "Output")]
+    /// Continue a run: from this checkpoint or run folder, or from the newest checkpoint of the output folder that is whole; with `auto`, start it where there is none. With more --steps or --epochs than before, the steps that follow have the learning rates of a run that was this long from the beginning
+    #[arg(long, value_name = "DIR|auto", num_args = 0..=1, conflicts_with = "overwrite", help_heading = "Output")]
     resume: Option<Option<PathBuf>>,
     /// Begin again in a folder that holds a run
     #[arg(long, help_heading = "Output")]
@@ -297,11 +299,11 @@ fn settings(mut arguments: Arguments) -> anyhow::Result<(Settings, Start, Option
             file.as_ref().and_then(|file| file.map.get("output")?.as_str().map(PathBuf::from));
         let output = arguments.flags.output.clone().or(in_file);
         let folder = output.clone().unwrap_or_else(|| Settings::default().output);
-        let (checkpoint, run) = find_checkpoint(given.as_deref(), &folder)?;
-        start.resume = Some(checkpoint);
+        start.resume = Resume::find(given.as_deref(), &folder)?;
+        let run = start.resume.as_ref().map_or(folder.as_path(), Resume::run).to_path_buf();
         // Without another file, the run goes on as it was told when it began.
         let saved = run.join(CONFIG);
-        if saved.is_file() {
+        if start.resume.is_some() && saved.is_file() {
             let saved = File::read(&saved)?;
             match &mut file {
                 None => file = Some(saved),
@@ -363,6 +365,15 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             shell_word(&summary.output.display().to_string())
         ));
         return Ok(INTERRUPTED);
+    }
+    if summary.outcome == LAST_STEPS_SKIPPED {
+        say(format!(
+            "error: the last {} changed nothing, as the loss or the gradient was NaN or infinite; a lower \
+             learning rate, clipping or f32 may help. What was saved are the parameters of step {}",
+            plural(summary.skipped_in_a_row, "step"),
+            summary.step - summary.skipped_in_a_row
+        ));
+        return Ok(FAILURE);
     }
     terminal.note(format!("Next: {}", run.next_command()));
     Ok(SUCCESS)

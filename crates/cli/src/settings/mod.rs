@@ -10,13 +10,14 @@ pub use keys::{cut, of_kind};
 pub use values::{Course, FineTuneType, Loss, Matmul, Precision, Processor};
 pub use words::Foreign;
 
+use crate::bounds;
 use crate::errors::usage;
 use crate::models::check_matmul;
 use indexmap::IndexMap;
 use metal_candle::adapter::{self, LoraConfig, Targets};
 use metal_candle::train::{
-    AdamWOptions, Duration, LearningRate, MlxSchedule, Schedule, ScheduleOptions, TrainOptions,
-    Warmup,
+    AdamWOptions, Duration, LearningRate, MAX_STEPS, MlxSchedule, Schedule, ScheduleOptions,
+    TrainOptions, Warmup,
 };
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -288,13 +289,42 @@ impl Settings {
                 self.valid_fraction
             )));
         }
-        for (key, value) in [
-            ("batch_size", self.batch_size as u64),
-            ("threads", self.threads.unwrap_or(1) as u64),
-            ("sample_tokens", self.sample_tokens as u64),
+        for (key, value, allowed) in [
+            ("batch_size", self.batch_size, bounds::BATCH_SIZE),
+            ("grad_accumulation", self.grad_accumulation, bounds::ACCUMULATION),
+            ("rank", self.rank, bounds::RANK),
+            ("threads", self.threads.unwrap_or(1), bounds::THREADS),
+            ("max_seq_length", self.max_seq_length, bounds::TOKENS),
+            ("sample_tokens", self.sample_tokens, bounds::TOKENS),
+            ("keep", self.keep, bounds::KEPT),
         ] {
-            if value == 0 {
-                return Err(usage(format!("{key}: is 0, expected at least 1")));
+            bounds::check(key, value, &allowed)?;
+        }
+        for rank in self.rank_pattern.values() {
+            bounds::check("rank_pattern", *rank, &bounds::RANK)?;
+        }
+        for (key, value, allowed) in [
+            ("steps", self.steps.unwrap_or(1), bounds::STEPS),
+            ("warmup_steps", self.warmup_steps.unwrap_or(0), bounds::EVERY),
+            ("eval_every", self.eval_every, bounds::EVERY),
+            ("report_every", self.report_every, bounds::STEPS),
+            ("save_every", self.save_every, bounds::EVERY),
+            ("sample_every", self.sample_every, bounds::EVERY),
+            ("skip_limit", self.skip_limit, bounds::STEPS),
+            ("patience", self.patience.unwrap_or(1), bounds::STEPS),
+        ] {
+            bounds::check(key, value, &allowed)?;
+        }
+        for (key, value, most) in [
+            ("epochs", self.epochs.unwrap_or(1.0), 1e6),
+            ("alpha", self.alpha.unwrap_or(1.0), 1e9),
+            ("learning_rate", self.learning_rate, 1e3),
+            ("weight_decay", self.weight_decay, 1e3),
+            ("epsilon", self.epsilon, 1e3),
+            ("clip_norm", self.clip_norm, 1e12),
+        ] {
+            if value > most {
+                return Err(usage(format!("{key}: is {value}, expected at most {most}")));
             }
         }
         if self.max_seq_length < 2 {
@@ -317,7 +347,7 @@ impl Settings {
         }
         // The length of the run is not known yet; everything else is checked as it will be used.
         let schedule = self.schedule_options();
-        let steps = self.steps.unwrap_or(u64::MAX >> 12);
+        let steps = self.steps.unwrap_or(MAX_STEPS);
         match &self.lr_schedule {
             Some(schedule) => schedule.build(),
             None => schedule.build(steps),

@@ -5,7 +5,7 @@
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 
 /// The repository's fixtures.
 fn fixtures() -> PathBuf {
@@ -112,6 +112,32 @@ impl Place {
         command
     }
 
+    /// Starts the program, which ignores these signals and no others.
+    #[cfg(unix)]
+    pub fn start(&self, arguments: &[&str], ignored: &'static [i32]) -> Child {
+        use std::os::unix::process::CommandExt;
+        let mut command = self.command(arguments);
+        // SAFETY: `signal` may be called between fork and exec.
+        unsafe {
+            command.pre_exec(move || {
+                for signal in [libc::SIGINT, libc::SIGHUP] {
+                    let ignore = ignored.contains(&signal);
+                    libc::signal(signal, if ignore { libc::SIG_IGN } else { libc::SIG_DFL });
+                }
+                Ok(())
+            });
+        }
+        command.spawn().unwrap()
+    }
+
+    /// Waits until a run that reports every step has taken this many.
+    pub fn wait_for_steps(&self, output: &str, steps: usize) {
+        let metrics = self.path(output).join("metrics.jsonl");
+        wait("training does not start", || {
+            std::fs::read_to_string(&metrics).unwrap_or_default().lines().count() >= steps
+        });
+    }
+
     pub fn run(&self, arguments: &[&str]) -> Output {
         self.command(arguments).output().unwrap()
     }
@@ -141,4 +167,20 @@ impl Place {
 
 pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// Sends a signal to a child that has not been waited for.
+#[cfg(unix)]
+pub fn send(child: &Child, signal: i32) {
+    // SAFETY: the process is ours and has not been waited for, so its number is no other's.
+    unsafe { libc::kill(i32::try_from(child.id()).unwrap(), signal) };
+}
+
+/// Waits until something is so; not even the slowest machine takes as long as this waits.
+pub fn wait(complaint: &str, mut is_so: impl FnMut() -> bool) {
+    let started = std::time::Instant::now();
+    while !is_so() {
+        assert!(started.elapsed().as_secs() < 120, "{complaint}");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
 }

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use super::columns::Columns;
 use super::files::HeldOut;
 use super::store::{self, Store, Writer};
-use crate::hash::Fnv;
+use crate::hash::Hash;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 
@@ -427,9 +427,9 @@ impl Dataset {
         drawn
     }
 
-    /// A hash of every token and mask, and of the weights (FNV-1a), by which a resumed run knows its data.
+    /// A hash of every token and mask, and of the weights (XXH3), by which a resumed run knows its data.
     pub fn fingerprint(&self) -> u64 {
-        let mut hash = Fnv::new();
+        let mut hash = Hash::new();
         for words in (0..self.len()).filter_map(|index| self.words(index)) {
             hash.add(&(words.len() as u32).to_le_bytes());
             for &word in words {

@@ -17,7 +17,7 @@ pub use weights::Weights;
 use crate::adapter::{self, LoraConfig, ParameterStore};
 use crate::autograd::{ParameterId, Tape, Value, Weight};
 use crate::data::Batch;
-use crate::hash::Fnv;
+use crate::hash::Hash;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -26,7 +26,7 @@ use linear::{Linear, Lora, weight_as};
 use metal_candle_kernels::{arithmetic, copy, cross_entropy, matmul};
 use rope::RopeTables;
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Rows whose loss is computed at a time in training.
@@ -45,6 +45,8 @@ pub struct Model {
     head: Option<Weight>,
     training: Option<Training>,
     rope_tables: RopeTables,
+    /// What the weights were read from.
+    files: Vec<PathBuf>,
 }
 
 /// What of a model is trained.
@@ -143,7 +145,8 @@ impl Model {
         let config = Config::load(folder)?;
         let weights = Weights::open(folder)?.check_finite(true);
         let mut source = Stored { weights, tensor, dtype, device: device.clone() };
-        let model = Self::build(config, dtype, device, &mut source)?;
+        let mut model = Self::build(config, dtype, device, &mut source)?;
+        model.files = source.weights.files().map(Path::to_path_buf).collect();
         let unread: Vec<&str> = source
             .weights
             .unread()
@@ -227,6 +230,7 @@ impl Model {
             head,
             training: None,
             rope_tables: RopeTables::default(),
+            files: Vec::new(),
         })
     }
 
@@ -243,6 +247,11 @@ impl Model {
     /// The dtype of the weights and activations.
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// The files that the weights were read from; none for a model that was made otherwise.
+    pub fn files(&self) -> &[PathBuf] {
+        &self.files
     }
 
     /// The trainable parameters, once [`Self::add_lora`] or [`Self::train_all`] has made some.
@@ -501,11 +510,11 @@ impl Model {
         Err(Error::option("cache", problem))
     }
 
-    /// A hash of the configuration and of the beginning of every frozen weight (FNV-1a), by which
+    /// A hash of the configuration and of the beginning of every frozen weight (XXH3), by which
     /// a resumed run knows its base.
     pub fn fingerprint(&self) -> Result<u64> {
         const SAMPLE: usize = 256;
-        let mut hash = Fnv::new();
+        let mut hash = Hash::new();
         let mut add = |bytes: &[u8]| hash.add(bytes);
         add(format!("{:?} {}", self.dtype, self.config.raw).as_bytes());
         for (name, weight) in

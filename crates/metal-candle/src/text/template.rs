@@ -19,6 +19,7 @@ use serde_json::Map;
 
 use super::json::{to_template_value, tojson};
 use super::message::Message;
+use crate::hash::Hash;
 use crate::{Error, Result};
 
 /// Marks the start of a generation block in a rendering. Unicode keeps these code points out of text
@@ -52,6 +53,7 @@ pub struct RenderOptions<'a> {
 #[derive(Debug)]
 pub struct ChatTemplate {
     templates: Vec<Named>,
+    fingerprint: u64,
     special_variables: Vec<(String, String)>,
     /// The texts of special tokens, longest first.
     pub(super) special_tokens: Vec<String>,
@@ -105,6 +107,15 @@ impl ChatTemplate {
     ) -> Self {
         special_tokens.retain(|token| !token.is_empty());
         special_tokens.sort_by_key(|token| std::cmp::Reverse(token.len()));
+        let mut hash = Hash::new();
+        let texts = sources
+            .iter()
+            .flat_map(|(name, _, source)| [name, source])
+            .chain(special_variables.iter().flat_map(|(name, text)| [name, text]));
+        for text in texts {
+            hash.add(&(text.len() as u64).to_le_bytes());
+            hash.add(text.as_bytes());
+        }
         let templates = sources
             .into_iter()
             .map(|(name, origin, source)| {
@@ -112,7 +123,13 @@ impl ChatTemplate {
                 Named { name, environment: compile(origin, source), has_blocks }
             })
             .collect();
-        Self { templates, special_variables, special_tokens, end_tokens }
+        let fingerprint = hash.finish();
+        Self { templates, fingerprint, special_variables, special_tokens, end_tokens }
+    }
+
+    /// A hash of the templates' texts and of what they are told about special tokens (XXH3).
+    pub fn fingerprint(&self) -> u64 {
+        self.fingerprint
     }
 
     /// Renders a conversation.

@@ -4,21 +4,24 @@
 //! writes it (or, in full fine-tuning, the model in f32), the optimiser's moments, and
 //! `trainer_state.json`. The folder appears under its name only when it is complete.
 
+use super::evaluate::Evaluation;
+use super::metrics::{Phase, Position};
 use super::options::AdamWOptions;
 use super::schedule::LearningRate;
-use crate::adapter::LoraConfig;
+use crate::adapter::{self, LoraConfig};
 use crate::data::BatchOptions;
-use crate::model::{Model, Weights};
+use crate::model::{Config, Model, Weights};
 use crate::{Error, Result, files};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 const FOLDER: &str = "checkpoints";
 const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Where a run stands. Together with the parameters and the moments it decides every later step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -27,6 +30,8 @@ pub(super) struct State {
     pub version: u32,
     /// Optimiser steps taken, skipped ones included.
     pub step: u64,
+    /// What was done of the evaluation and the samples that are due after this step.
+    pub phase: Phase,
     /// Steps that changed the parameters.
     pub updates: u64,
     /// The epoch under way and the batches of it that have been used.
@@ -43,6 +48,7 @@ pub(super) struct State {
     pub best_loss: Option<f64>,
     pub best_step: Option<u64>,
     pub evaluations_without_gain: u64,
+    pub last_evaluation: Option<Evaluation>,
     /// What must not change between the parts of one run.
     pub fingerprint: Fingerprint,
 }
@@ -64,7 +70,10 @@ pub(super) struct Fingerprint {
     pub data_hash: String,
     pub validation_hash: Option<String>,
     pub validation_batches: Option<BatchOptions>,
+    pub chat_template: Option<String>,
     pub model_hash: String,
+    /// Hashes of the files that the base was read from, by their names.
+    pub base_files: BTreeMap<String, String>,
     /// What LoRA was told; `None` when every weight is trained.
     pub adapter: Option<LoraConfig>,
     pub trainable_parameters: usize,
@@ -83,6 +92,7 @@ impl State {
         Self {
             version: VERSION,
             step: 0,
+            phase: Phase::Sampled,
             updates: 0,
             epoch: 0,
             batch: 0,
@@ -94,26 +104,39 @@ impl State {
             best_loss: None,
             best_step: None,
             evaluations_without_gain: 0,
+            last_evaluation: None,
             fingerprint,
         }
+    }
+
+    /// How far the run has come.
+    pub fn position(&self) -> Position {
+        Position { step: self.step, phase: self.phase }
     }
 }
 
 impl Fingerprint {
-    /// Names the first thing that differs.
+    /// Names the first thing that differs. A run that is longer now than it was is the same run.
     pub fn check(&self, saved: &Self, path: &Path) -> Result<()> {
+        let mut saved = saved.clone();
+        if self.total_steps > saved.total_steps {
+            saved.total_steps = self.total_steps;
+            saved.learning_rate = saved.learning_rate.with_lengths_of(&self.learning_rate);
+        }
         let value = |of: &Self| {
             serde_json::to_value(of).map_err(|error| Error::file(path, error.to_string()))
         };
-        let Some((key, before, now)) = difference("", &value(saved)?, &value(self)?) else {
+        let Some((key, before, now)) = difference("", &value(&saved)?, &value(self)?) else {
             return Ok(());
+        };
+        let advice = if key == "total_steps" {
+            "a run can be made longer when it is resumed, not shorter"
+        } else {
+            "resume with the same options and data, or start a new run in another folder"
         };
         Err(Error::file(
             path,
-            format!(
-                "cannot be resumed: {key} was {before} and is now {now}; resume with the same options \
-                 and data, or start a new run in another folder"
-            ),
+            format!("cannot be resumed: {key} was {before} and is now {now}; {advice}"),
         ))
     }
 }
@@ -210,7 +233,8 @@ impl Moments {
 }
 
 /// Writes the checkpoint of a step and returns its folder. A checkpoint of the same step that is
-/// there already is left as it is.
+/// there already is left as it is, also where it was written before all that is due after the step
+/// was done.
 pub(super) fn save(
     output: &Path,
     state: &State,
@@ -260,57 +284,115 @@ pub(super) fn save_parameters(
     }
 }
 
-/// Reads a checkpoint into the model and gives back the state and the moments.
+/// A checkpoint as it was read; the parameters are in the model.
+#[derive(Debug)]
+pub(super) struct Loaded {
+    pub state: State,
+    pub moments: Moments,
+    /// How long the run was to be when the checkpoint was written, if it is longer now.
+    pub extended_from: Option<u64>,
+}
+
+/// Why a checkpoint cannot be resumed.
+#[derive(Debug)]
+pub(super) enum Refused {
+    /// A file of it is missing or not what was written; one before it may be whole.
+    Damaged(Error),
+    /// It is of another run or of another version of this program, or cannot be read now.
+    Other(Error),
+}
+
+impl Refused {
+    /// What an error in reading a checkpoint's file says about it.
+    fn from_reading(error: Error) -> Self {
+        use std::io::ErrorKind::{
+            InvalidData, IsADirectory, NotADirectory, NotFound, UnexpectedEof,
+        };
+        let damaged = match &error {
+            Error::File { .. } => true,
+            Error::Io { source, .. } => matches!(
+                source.kind(),
+                NotFound | UnexpectedEof | InvalidData | IsADirectory | NotADirectory
+            ),
+            _ => false,
+        };
+        if damaged { Self::Damaged(error) } else { Self::Other(error) }
+    }
+}
+
+impl From<Refused> for Error {
+    fn from(refused: Refused) -> Self {
+        match refused {
+            Refused::Damaged(error) | Refused::Other(error) => error,
+        }
+    }
+}
+
+/// Reads a checkpoint into the model.
 pub(super) fn load(
     folder: &Path,
     fingerprint: &Fingerprint,
     model: &Model,
-) -> Result<(State, Moments)> {
-    let path = folder.join(STATE);
+) -> Result<Loaded, Refused> {
+    let mut state = read_state(&folder.join(STATE), fingerprint)?;
+    // What the parameters are of isn't needed here, but by whoever uses the checkpoint otherwise.
+    match model.adapter() {
+        Some(_) => adapter::read_config(folder).map(|_| ()),
+        None => Config::load(folder).map(|_| ()),
+    }
+    .map_err(Refused::from_reading)?;
+    model.load_parameters(folder).map_err(Refused::from_reading)?;
+    let weights = Weights::from_files([folder.join(OPTIMIZER)]).map_err(Refused::from_reading)?;
+    let count = [fingerprint.trainable_parameters];
+    let read = |name| {
+        weights.tensor(name, &count, DType::F32, model.device()).map_err(Refused::from_reading)
+    };
+    let moments = Moments { first: read("first_moment")?, second: read("second_moment")? };
+    let before = std::mem::replace(&mut state.fingerprint, fingerprint.clone()).total_steps;
+    let extended_from = (before < fingerprint.total_steps).then_some(before);
+    Ok(Loaded { state, moments, extended_from })
+}
+
+fn read_state(path: &Path, fingerprint: &Fingerprint) -> Result<State, Refused> {
+    let damaged = |message: String| Refused::Damaged(Error::file(path, message));
     // Another version may have other keys, so it comes first.
-    let value: Value = files::read_json(&path)?;
-    let version = value.get("version").unwrap_or(&Value::Null);
+    let value: Value = files::read_json(path).map_err(Refused::from_reading)?;
+    let Some(version) = value.get("version") else {
+        return Err(damaged("has no version, so it is not the state of a run".into()));
+    };
     if version.as_u64() != Some(u64::from(VERSION)) {
-        return Err(Error::file(
-            &path,
+        return Err(Refused::Other(Error::file(
+            path,
             format!(
                 "version is {}, expected {VERSION}; it was written by another version of this \
                  program, which can continue the run",
                 in_words(version)
             ),
-        ));
+        )));
     }
     let state: State = serde_json::from_value(value)
-        .map_err(|error| Error::file(&path, format!("is not the state of a run: {error}")))?;
-    fingerprint.check(&state.fingerprint, &path)?;
+        .map_err(|error| damaged(format!("is not the state of a run: {error}")))?;
+    fingerprint.check(&state.fingerprint, path).map_err(Refused::Other)?;
     let State { step, updates, epoch, batch, .. } = state;
     let most = fingerprint.total_steps.saturating_mul(fingerprint.accumulation as u64);
     if updates > step
-        || step > fingerprint.total_steps
+        || step > state.fingerprint.total_steps
         || epoch as u64 > most
         || batch as u64 > most
     {
-        return Err(Error::file(
-            &path,
-            format!(
-                "step {step}, updates {updates}, epoch {epoch} and batch {batch} cannot be of a run of {} steps",
-                fingerprint.total_steps
-            ),
-        ));
+        return Err(damaged(format!(
+            "step {step}, updates {updates}, epoch {epoch} and batch {batch} cannot be of a run of {} steps",
+            state.fingerprint.total_steps
+        )));
     }
-    model.load_parameters(folder)?;
-    let weights = Weights::from_files([folder.join(OPTIMIZER)])?;
-    let count = [fingerprint.trainable_parameters];
-    let read = |name| weights.tensor(name, &count, DType::F32, model.device());
-    let moments = Moments { first: read("first_moment")?, second: read("second_moment")? };
-    Ok((state, moments))
+    Ok(state)
 }
 
 /// Removes the checkpoints of later steps, which a run that continues from `step` makes again.
 pub(super) fn remove_after(output: &Path, step: u64) -> Result<()> {
     for (found, path) in list(output)? {
         if found > step {
-            std::fs::remove_dir_all(&path).map_err(Error::io(&path))?;
+            files::remove_folder_atomic(&path)?;
         }
     }
     Ok(())
@@ -322,7 +404,7 @@ pub(super) fn prune(output: &Path, keep: usize, best: Option<u64>) -> Result<()>
     let newest = found.len().saturating_sub(keep);
     for (step, path) in found.into_iter().take(newest) {
         if Some(step) != best {
-            std::fs::remove_dir_all(&path).map_err(Error::io(&path))?;
+            files::remove_folder_atomic(&path)?;
         }
     }
     Ok(())

@@ -1,8 +1,8 @@
 //! What happens in training, as typed events, and where they go.
 //!
 //! [`JsonLines`] keeps them in a file, one JSON object a line, so that a run can be followed with
-//! `tail -f`, read by any tool, and continued: [`truncate_after`] takes a file back to the step
-//! that a checkpoint was made at.
+//! `tail -f`, read by any tool, and continued: [`truncate_after`] takes a file back to the position
+//! of a checkpoint, so that the log of a run is the same whether or not it was interrupted.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -112,7 +112,43 @@ impl Metric {
     }
 }
 
-fn number_or_null<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+/// What an optimiser step is followed by, in this order, where it is due.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// The step is taken and reported.
+    Trained,
+    /// It was evaluated, if that was due.
+    Evaluated,
+    /// Samples were shown, if they were due.
+    Sampled,
+}
+
+/// How far a run had come when a checkpoint was written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Position {
+    /// Optimiser steps taken.
+    pub step: u64,
+    /// What was done after the last of them.
+    pub phase: Phase,
+}
+
+impl Position {
+    /// Whether a log that is taken back to this position keeps an event: all that happened before.
+    /// A run that continues from here records its checkpoint again if one was due, and its end.
+    pub(super) fn keeps(self, event: &str, step: u64) -> bool {
+        let phase = match event {
+            "finished" => return false,
+            "checkpoint" => return step < self.step,
+            "evaluation" => Phase::Evaluated,
+            "sample" => Phase::Sampled,
+            _ => Phase::Trained,
+        };
+        Self { step, phase } <= self
+    }
+}
+
+pub(super) fn number_or_null<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
@@ -201,13 +237,13 @@ impl JsonLines {
         Ok(Self { path, file })
     }
 
-    /// Continues a file from `step`, after [`truncate_after`].
+    /// Continues a file from `position`, after [`truncate_after`].
     ///
     /// # Errors
     /// As [`truncate_after`].
-    pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
+    pub fn resume(path: impl AsRef<Path>, position: Position) -> Result<Self> {
         let path = path.as_ref().to_path_buf();
-        truncate_after(&path, step)?;
+        truncate_after(&path, position)?;
         let file =
             OpenOptions::new().create(true).append(true).open(&path).map_err(Error::io(&path))?;
         Ok(Self { path, file })
@@ -223,24 +259,25 @@ impl MetricsSink for JsonLines {
     }
 }
 
-/// Removes the lines of steps after `step` from a metrics file, and an incomplete last line. The
-/// file is replaced as a whole, and only when there is something to remove; one that does not
-/// exist stays so.
+/// Removes the lines of what happened after `position` from a metrics file, those of the run's end and
+/// an incomplete last line. The file is replaced as a whole, and only when there is something to
+/// remove; one that does not exist stays so.
 ///
 /// # Errors
 /// [`Error::Io`] when the file cannot be read or replaced, [`Error::Record`] for a complete line
-/// that is not an object with a `step`. The file is unchanged then.
-pub fn truncate_after(path: impl AsRef<Path>, step: u64) -> Result<()> {
+/// that is not an object with an `event` and a `step`. The file is unchanged then.
+pub fn truncate_after(path: impl AsRef<Path>, position: Position) -> Result<()> {
     #[derive(Deserialize)]
-    struct Step {
+    struct Line {
+        event: String,
         step: u64,
     }
     let path = path.as_ref();
     let Some(content) = read_if_there(path)? else { return Ok(()) };
     let mut kept = Vec::with_capacity(content.len());
     for (number, line) in complete_lines(&content) {
-        let found: Step = parse(path, number, line)?;
-        if found.step <= step {
+        let Line { event, step } = parse(path, number, line)?;
+        if position.keeps(&event, step) {
             kept.extend_from_slice(line);
         }
     }
@@ -340,25 +377,57 @@ mod tests {
         assert!(matches!(read[..], [Metric::Train { loss, .. }] if loss.is_nan()));
     }
 
+    fn after(step: u64) -> Position {
+        Position { step, phase: Phase::Sampled }
+    }
+
     #[test]
     fn truncation_removes_later_steps_and_an_incomplete_line() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("metrics.jsonl");
-        let metrics: Vec<_> = (1..=5).flat_map(every_kind).collect();
+        let metrics: Vec<_> = (1..=5)
+            .flat_map(every_kind)
+            .filter(|metric| !matches!(metric, Metric::Finished { .. }))
+            .collect();
         for incomplete in ["", "{", r#"{"event":"train","step":2"#, "\0\0\0", "\u{fffd}"] {
             written(&path, &metrics);
             let mut file = OpenOptions::new().append(true).open(&path).expect("open");
             file.write_all(incomplete.as_bytes()).expect("written");
             assert_eq!(read(&path).expect("read"), metrics, "{incomplete:?}");
 
-            truncate_after(&path, u64::MAX).expect("truncated");
+            truncate_after(&path, after(u64::MAX)).expect("truncated");
             assert_eq!(read(&path).expect("read"), metrics, "{incomplete:?}");
-            let mut lines = JsonLines::resume(&path, 3).expect("resumed");
+            let mut lines = JsonLines::resume(&path, after(3)).expect("resumed");
             lines.record(&train(4, 9.0)).expect("recorded");
-            let mut expected: Vec<_> = (1..=3).flat_map(every_kind).collect();
+            // The checkpoint of step 3 is recorded again by the run that continues from it.
+            let mut expected = metrics[..14].to_vec();
             expected.push(train(4, 9.0));
             assert_eq!(read(&path).expect("read"), expected);
             assert_eq!(std::fs::read(&path).expect("read").last(), Some(&b'\n'));
+        }
+    }
+
+    #[test]
+    fn truncation_keeps_of_the_last_step_what_came_before_the_checkpoint() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("metrics.jsonl");
+        let metrics: Vec<_> = (1..=2).flat_map(every_kind).collect();
+        for phase in [Phase::Trained, Phase::Evaluated, Phase::Sampled] {
+            written(&path, &metrics);
+            truncate_after(&path, Position { step: 2, phase }).expect("truncated");
+            let mut expected = metrics.clone();
+            // The end of the first part.
+            expected.remove(5);
+            expected.retain(|metric| {
+                metric.step() == 1
+                    || match metric {
+                        Metric::Evaluation { .. } => phase >= Phase::Evaluated,
+                        Metric::Sample { .. } => phase >= Phase::Sampled,
+                        Metric::Checkpoint { .. } | Metric::Finished { .. } => false,
+                        _ => true,
+                    }
+            });
+            assert_eq!(read(&path).expect("read"), expected, "{phase:?}");
         }
     }
 
@@ -370,10 +439,11 @@ mod tests {
         let whole = std::fs::read(&path).expect("read");
         for length in 0..=whole.len() {
             std::fs::write(&path, &whole[..length]).expect("written");
-            let mut lines = JsonLines::resume(&path, 1).expect("resumed");
-            lines.record(&train(2, 1.0)).expect("recorded");
+            let mut lines = JsonLines::resume(&path, after(2)).expect("resumed");
+            lines.record(&train(3, 1.0)).expect("recorded");
             let complete = whole[..length].iter().filter(|&&byte| byte == b'\n').count();
-            assert_eq!(read(&path).expect("read").len(), complete + 1, "cut at {length}");
+            // All but the end of the run.
+            assert_eq!(read(&path).expect("read").len(), complete.min(5) + 1, "cut at {length}");
         }
     }
 
@@ -381,10 +451,13 @@ mod tests {
     fn a_missing_file_is_an_empty_one() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("metrics.jsonl");
-        truncate_after(&path, 3).expect("nothing to do");
+        truncate_after(&path, after(3)).expect("nothing to do");
         assert!(!path.exists());
         assert_eq!(read(&path).expect("read"), []);
-        JsonLines::resume(&path, 3).expect("begun").record(&train(4, 1.0)).expect("recorded");
+        JsonLines::resume(&path, after(3))
+            .expect("begun")
+            .record(&train(4, 1.0))
+            .expect("recorded");
         assert_eq!(read(&path).expect("read"), [train(4, 1.0)]);
     }
 
@@ -395,7 +468,7 @@ mod tests {
         for bad in ["oops", "{}", "[]", r#"{"event":"train","step":-1}"#, ""] {
             let content = format!("{{\"event\":\"skipped\",\"step\":9,\"reason\":\"\"}}\n{bad}\n");
             std::fs::write(&path, &content).expect("written");
-            let error = truncate_after(&path, 1).expect_err(bad).to_string();
+            let error = truncate_after(&path, after(1)).expect_err(bad).to_string();
             assert!(error.contains("metrics.jsonl:2: not an event"), "{error}");
             assert!(read(&path).is_err(), "{bad}");
             assert_eq!(std::fs::read_to_string(&path).expect("read"), content);

@@ -1,7 +1,9 @@
 //! Training: the loop, the optimiser's options, schedules, checkpoints, metrics and curves.
 
+mod base;
 mod checkpoint;
 mod evaluate;
+mod lock;
 pub mod memory;
 pub mod metrics;
 mod options;
@@ -12,9 +14,10 @@ mod trainer;
 
 pub use checkpoint::latest as latest_checkpoint;
 pub use evaluate::{Evaluation, evaluate};
-pub use metrics::{FanOut, JsonLines, Metric, MetricsSink};
-pub use options::{AdamWOptions, Duration, TrainOptions, total_steps};
+pub use lock::FolderLock;
+pub use metrics::{FanOut, JsonLines, Metric, MetricsSink, Phase, Position};
+pub use options::{AdamWOptions, Duration, MAX_STEPS, TrainOptions, total_steps};
 pub use plot::LossCurve;
 pub use schedule::{LearningRate, MlxSchedule, Schedule, ScheduleOptions, Warmup};
 pub use tensorboard::TensorBoard;
-pub use trainer::{Outcome, SampleFn, Summary, Trainer};
+pub use trainer::{Outcome, Resumed, SampleFn, Summary, Trainer};

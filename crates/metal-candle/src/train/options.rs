@@ -25,6 +25,12 @@ impl Default for AdamWOptions {
     }
 }
 
+/// The most optimiser steps of a run: years of them, and every number of batches that follows from
+/// them can be counted.
+pub const MAX_STEPS: u64 = 1_000_000_000;
+/// The most batches of one step, and checkpoints that are kept.
+const MAX_COUNT: u64 = 1_000_000;
+
 /// How long a run is.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -99,17 +105,23 @@ impl TrainOptions {
 
     /// Checks every value.
     pub fn validate(&self) -> Result<()> {
-        for (name, value) in [
-            ("steps", self.steps),
-            ("report_every", self.report_every),
-            ("skip_limit", self.skip_limit),
-            ("keep", self.keep as u64),
-            ("accumulation", self.accumulation as u64),
-            ("patience", self.patience.unwrap_or(1)),
-            ("evaluate_batches", self.evaluate_batches.unwrap_or(1) as u64),
+        for (name, value, least, most) in [
+            ("steps", self.steps, 1, MAX_STEPS),
+            ("report_every", self.report_every, 1, MAX_STEPS),
+            ("skip_limit", self.skip_limit, 1, MAX_STEPS),
+            ("keep", self.keep as u64, 1, MAX_COUNT),
+            ("accumulation", self.accumulation as u64, 1, MAX_COUNT),
+            ("patience", self.patience.unwrap_or(1), 1, MAX_STEPS),
+            ("evaluate_batches", self.evaluate_batches.unwrap_or(1) as u64, 1, u64::MAX),
+            ("evaluate_every", self.evaluate_every, 0, MAX_STEPS),
+            ("save_every", self.save_every, 0, MAX_STEPS),
+            ("sample_every", self.sample_every, 0, MAX_STEPS),
         ] {
-            if value == 0 {
-                return Err(Error::option(name, "is 0, expected at least 1"));
+            if value < least {
+                return Err(Error::option(name, format!("is {value}, expected at least {least}")));
+            }
+            if value > most {
+                return Err(Error::option(name, format!("is {value}, expected at most {most}")));
             }
         }
         let AdamWOptions { beta1, beta2, epsilon, weight_decay } = self.adamw;
@@ -152,7 +164,16 @@ pub fn total_steps(duration: Duration, batches: usize, accumulation: usize) -> R
     match duration {
         Duration::Steps(steps) => Ok(steps),
         Duration::Epochs(epochs) if epochs.is_finite() && epochs > 0.0 => {
-            Ok(((epochs * per_epoch).round() as u64).max(1))
+            let steps = ((epochs * per_epoch).round() as u64).max(1);
+            if steps > MAX_STEPS {
+                return Err(Error::option(
+                    "epochs",
+                    format!(
+                        "{epochs} are {steps} steps of this data, expected at most {MAX_STEPS}"
+                    ),
+                ));
+            }
+            Ok(steps)
         }
         Duration::Epochs(epochs) => {
             Err(Error::option("epochs", format!("is {epochs}, expected a positive number")))

@@ -173,6 +173,12 @@ impl LearningRate {
         self.end + (self.peak - self.end) * remaining
     }
 
+    /// The same course over the steps of `other`.
+    pub(super) fn with_lengths_of(&self, other: &Self) -> Self {
+        let Self { warmup_steps, decay_start, decay_steps, .. } = *other;
+        Self { warmup_steps, decay_start, decay_steps, ..self.clone() }
+    }
+
     /// The rate that the warm-up leads to.
     pub fn peak(&self) -> f64 {
         self.peak

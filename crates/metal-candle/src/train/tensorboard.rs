@@ -22,8 +22,11 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::metrics::{Metric, MetricsSink};
+use super::metrics::{Metric, MetricsSink, Position};
 use crate::{Error, Result};
+
+/// What the names of event files begin with.
+const FILE_NAME: &str = "events.out.tfevents.";
 
 /// Writes a run's scalars and sampled texts to an event file.
 ///
@@ -43,7 +46,7 @@ impl TensorBoard {
         let folder = folder.as_ref();
         std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
         let seconds = wall_time() as u64;
-        let name = format!("events.out.tfevents.{seconds:010}.{}", host_name());
+        let name = format!("{FILE_NAME}{seconds:010}.{}", host_name());
         // Runs of the same second must not share a file, and TensorBoard reads a folder's files in
         // the order of their names.
         for attempt in 0u32.. {
@@ -61,14 +64,15 @@ impl TensorBoard {
         Err(Error::file(folder, format!("holds every name of the form {name}.<number>")))
     }
 
-    /// Begins an event file that continues the others in `folder` after `step`: what they hold of
-    /// later steps is no longer shown.
+    /// Begins an event file that continues the others in `folder` from `position`. What they hold of
+    /// later is cut off, and a TensorBoard that has read it already no longer shows it.
     ///
     /// # Errors
     /// As [`TensorBoard::create`].
-    pub fn resume(folder: impl AsRef<Path>, step: u64) -> Result<Self> {
+    pub fn resume(folder: impl AsRef<Path>, position: Position) -> Result<Self> {
+        truncate_after(folder.as_ref(), position)?;
         let mut writer = Self::create(folder)?;
-        writer.event(step.saturating_add(1), &session_start())?;
+        writer.event(position.step.saturating_add(1), &session_start())?;
         Ok(writer)
     }
 
@@ -141,6 +145,119 @@ impl MetricsSink for TensorBoard {
             Metric::Checkpoint { .. } | Metric::Finished { .. } => Ok(()),
         }
     }
+}
+
+/// Cuts the event files in `folder` off where what happened after `position` begins, or where a
+/// record is incomplete.
+fn truncate_after(folder: &Path, position: Position) -> Result<()> {
+    let entries = match std::fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(Error::io(folder)(error)),
+    };
+    for entry in entries {
+        let entry = entry.map_err(Error::io(folder))?;
+        let path = entry.path();
+        if !entry.file_name().to_string_lossy().starts_with(FILE_NAME) {
+            continue;
+        }
+        let content = std::fs::read(&path).map_err(Error::io(&path))?;
+        let mut kept = 0;
+        let end = loop {
+            match next_record(content.get(kept..).unwrap_or_default()) {
+                Record::Whole(data, length) if keeps(position, data) => kept += length,
+                Record::Whole(..) | Record::Incomplete => break Some(kept),
+                Record::Malformed => break None,
+            }
+        };
+        match end {
+            Some(end) if end < content.len() => {
+                let file = OpenOptions::new().write(true).open(&path).map_err(Error::io(&path))?;
+                file.set_len(end as u64).map_err(Error::io(&path))?;
+            }
+            Some(_) => {}
+            None => tracing::warn!("{}: is no event file, and stays as it is", path.display()),
+        }
+    }
+    Ok(())
+}
+
+/// Whether a log that is taken back to `position` keeps this event.
+fn keeps(position: Position, event: &[u8]) -> bool {
+    let Some(event) = fields(event) else { return true };
+    let step = event.iter().find(|field| field.0 == 2).map_or(0, |field| field.1);
+    let summary = event.iter().find(|field| field.0 == 5).and_then(|field| fields(field.2));
+    let value = summary.and_then(|values| fields(values.first()?.2));
+    let Some((_, _, tag)) = value.and_then(|value| value.into_iter().find(|field| field.0 == 1))
+    else {
+        // The version of the file, or the start of a session.
+        return true;
+    };
+    let kind = if tag.starts_with(b"evaluation/") {
+        "evaluation"
+    } else if tag == b"sample" {
+        "sample"
+    } else {
+        "train"
+    };
+    position.keeps(kind, step)
+}
+
+/// The beginning of a row of records.
+enum Record<'a> {
+    /// The data, and the length of the record around it.
+    Whole(&'a [u8], usize),
+    /// The file ends before the record.
+    Incomplete,
+    /// A checksum is wrong.
+    Malformed,
+}
+
+fn next_record(bytes: &[u8]) -> Record<'_> {
+    let Some((head, rest)) = bytes.split_first_chunk::<12>() else { return Record::Incomplete };
+    let [a, b, c, d, e, f, g, h, head_crc @ ..] = *head;
+    let length = [a, b, c, d, e, f, g, h];
+    if u32::from_le_bytes(head_crc) != masked_crc(&length) {
+        return Record::Malformed;
+    }
+    let length = usize::try_from(u64::from_le_bytes(length)).unwrap_or(usize::MAX);
+    let Some((data, rest)) = rest.split_at_checked(length) else { return Record::Incomplete };
+    match rest.first_chunk::<4>() {
+        None => Record::Incomplete,
+        Some(crc) if u32::from_le_bytes(*crc) != masked_crc(data) => Record::Malformed,
+        Some(_) => Record::Whole(data, length + 16),
+    }
+}
+
+/// A message's fields by their numbers: the value of an integer, the bytes of the rest.
+fn fields(mut message: &[u8]) -> Option<Vec<(u64, u64, &[u8])>> {
+    fn integer(message: &mut &[u8]) -> Option<u64> {
+        let mut value = 0;
+        for shift in (0..64).step_by(7) {
+            let (&byte, rest) = message.split_first()?;
+            *message = rest;
+            value |= u64::from(byte & 0x7f) << shift;
+            if byte < 0x80 {
+                return Some(value);
+            }
+        }
+        None
+    }
+    let mut fields = Vec::new();
+    while !message.is_empty() {
+        let key = integer(&mut message)?;
+        let (number, length) = match key & 7 {
+            VARIABLE => (integer(&mut message)?, 0),
+            FIXED_64 => (0, 8),
+            FIXED_32 => (0, 4),
+            BYTES => (0, usize::try_from(integer(&mut message)?).ok()?),
+            _ => return None,
+        };
+        let (content, rest) = message.split_at_checked(length)?;
+        fields.push((key >> 3, number, content));
+        message = rest;
+    }
+    Some(fields)
 }
 
 fn event(wall_time: f64, step: u64, content: &[u8]) -> Vec<u8> {
@@ -229,7 +346,7 @@ fn wall_time() -> f64 {
 
 /// This machine's name as far as a file name can hold it; it only tells files of several machines
 /// apart.
-fn host_name() -> String {
+pub(super) fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname")
         .ok()
         .or_else(|| std::env::var("HOSTNAME").ok())
@@ -244,6 +361,7 @@ fn host_name() -> String {
 mod tests {
     use std::collections::BTreeMap;
 
+    use super::super::metrics::Phase;
     use super::*;
 
     #[test]
@@ -278,64 +396,33 @@ mod tests {
         }
     }
 
-    /// The data of each record, with lengths and checksums checked.
+    /// The data of each record.
     fn records(mut file: &[u8]) -> Vec<Vec<u8>> {
         let mut records = Vec::new();
-        let number = |bytes: &[u8]| u32::from_le_bytes(bytes.try_into().expect("four bytes"));
         while !file.is_empty() {
-            let length = u64::from_le_bytes(file[..8].try_into().expect("eight bytes")) as usize;
-            assert_eq!(number(&file[8..12]), masked_crc(&file[..8]));
-            let data = &file[12..12 + length];
-            assert_eq!(number(&file[12 + length..16 + length]), masked_crc(data));
+            let Record::Whole(data, length) = next_record(file) else { panic!("a broken record") };
             records.push(data.to_vec());
-            file = &file[16 + length..];
+            file = &file[length..];
         }
         records
-    }
-
-    /// A message's fields: a number for integers, the bytes for the rest.
-    fn fields(mut message: &[u8]) -> Vec<(u64, u64, Vec<u8>)> {
-        fn integer(message: &mut &[u8]) -> u64 {
-            let mut value = 0;
-            for shift in (0..64).step_by(7) {
-                let byte = message[0];
-                *message = &message[1..];
-                value |= u64::from(byte & 0x7f) << shift;
-                if byte < 0x80 {
-                    break;
-                }
-            }
-            value
-        }
-        let mut fields = Vec::new();
-        while !message.is_empty() {
-            let key = integer(&mut message);
-            let (number, length) = match key & 7 {
-                VARIABLE => (integer(&mut message), 0),
-                FIXED_64 => (0, 8),
-                FIXED_32 => (0, 4),
-                BYTES => (0, integer(&mut message) as usize),
-                other => panic!("wire type {other}"),
-            };
-            fields.push((key >> 3, number, message[..length].to_vec()));
-            message = &message[length..];
-        }
-        fields
     }
 
     /// Step, tag and number of every scalar in a file.
     fn scalars(path: &Path) -> Vec<(u64, String, f32)> {
         let mut found = Vec::new();
         for event in records(&std::fs::read(path).expect("the file is there")) {
-            let event = fields(&event);
+            let event = fields(&event).expect("a message");
             let step = event.iter().find(|field| field.0 == 2).expect("a step").1;
             for (_, _, summary) in event.iter().filter(|field| field.0 == 5) {
-                for (_, _, value) in fields(summary) {
-                    let value: BTreeMap<_, _> =
-                        fields(&value).into_iter().map(|field| (field.0, field.2)).collect();
+                for (_, _, value) in fields(summary).expect("a message") {
+                    let value: BTreeMap<_, _> = fields(value)
+                        .expect("a message")
+                        .into_iter()
+                        .map(|field| (field.0, field.2))
+                        .collect();
                     if let Some(number) = value.get(&2) {
-                        let number = number.as_slice().try_into().expect("four bytes");
-                        let tag = String::from_utf8(value[&1].clone()).expect("UTF-8");
+                        let number = (*number).try_into().expect("four bytes");
+                        let tag = String::from_utf8(value[&1].to_vec()).expect("UTF-8");
                         found.push((step, tag, f32::from_le_bytes(number)));
                     }
                 }
@@ -376,7 +463,8 @@ mod tests {
         let name = board.path().file_name().and_then(|name| name.to_str()).expect("a name");
         assert!(name.starts_with("events.out.tfevents.") && name.ends_with(".0"), "{name}");
         let first = &records(&std::fs::read(board.path()).expect("read"))[0];
-        assert!(fields(first).iter().any(|field| field.0 == 3 && field.2 == b"brain.Event:2"));
+        let first = fields(first).expect("a message");
+        assert!(first.iter().any(|field| field.0 == 3 && field.2 == b"brain.Event:2"));
         let expected = [
             ("train/loss", 1.25),
             ("train/learning_rate", 1e-4),
@@ -396,12 +484,48 @@ mod tests {
     fn a_resumed_run_has_a_file_of_its_own_that_names_the_next_step() {
         let folder = tempfile::tempdir().expect("a folder");
         let first = TensorBoard::create(folder.path()).expect("created");
-        let second = TensorBoard::resume(folder.path(), 40).expect("created");
+        let second = TensorBoard::resume(folder.path(), after(40)).expect("created");
         assert_ne!(first.path(), second.path());
         assert!(first.path() < second.path());
         let records = records(&std::fs::read(second.path()).expect("read"));
-        let start = fields(&records[1]);
+        let start = fields(&records[1]).expect("a message");
         assert!(start.iter().any(|field| field.0 == 2 && field.1 == 41));
         assert!(start.iter().any(|field| field.0 == 7 && field.2 == [8, 1]));
+    }
+    fn after(step: u64) -> Position {
+        Position { step, phase: Phase::Sampled }
+    }
+
+    #[test]
+    fn a_resumed_run_shows_no_step_twice() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut board = TensorBoard::create(folder.path()).expect("created");
+        let evaluation =
+            |step| Metric::Evaluation { step, loss: 1.0, perplexity: 2.0, tokens: 5, seconds: 0.5 };
+        let sample = |step| Metric::Sample { step, prompt: "a".into(), text: "b".into() };
+        for step in 1..=3 {
+            board.scalars(step, &[("train/loss", 1.0)]).expect("recorded");
+            board.record(&evaluation(step)).expect("recorded");
+            board.record(&sample(step)).expect("recorded");
+        }
+        let whole = std::fs::read(board.path()).expect("read");
+        let length = |path: &Path| records(&std::fs::read(path).expect("read")).len();
+        // The version, three records a step, and what came after the second one's training.
+        for (phase, expected) in [(Phase::Trained, 5), (Phase::Evaluated, 6), (Phase::Sampled, 7)] {
+            std::fs::write(board.path(), &whole).expect("written");
+            TensorBoard::resume(folder.path(), Position { step: 2, phase }).expect("resumed");
+            assert_eq!(length(board.path()), expected, "{phase:?}");
+        }
+        // Wherever a process was killed, what is left is whole.
+        for cut in 0..whole.len() {
+            std::fs::write(board.path(), &whole[..cut]).expect("written");
+            truncate_after(folder.path(), after(9)).expect("cut");
+            length(board.path());
+        }
+        // What isn't ours isn't touched.
+        let foreign = folder.path().join(format!("{FILE_NAME}notes"));
+        std::fs::write(&foreign, "these are my notes, not events").expect("written");
+        truncate_after(folder.path(), after(1)).expect("cut");
+        assert_eq!(std::fs::read_to_string(foreign).expect("read").len(), 30);
     }
 }

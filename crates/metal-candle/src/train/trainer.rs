@@ -1,17 +1,21 @@
 //! The loop: batches, loss, gradients, one optimiser step; evaluation, samples and checkpoints
 //! between steps.
 
-use super::checkpoint::{self, Fingerprint, Moments, State};
-use super::evaluate::{Evaluation, evaluate};
+use super::base;
+use super::checkpoint::{self, Fingerprint, Loaded, Moments, Refused, State};
+use super::evaluate::{Evaluation, evaluate_until};
+use super::lock::FolderLock;
 use super::memory::peak_bytes;
-use super::metrics::{Metric, MetricsSink};
+use super::metrics::{Metric, MetricsSink, Phase, Position};
 use super::options::TrainOptions;
 use crate::autograd::Tape;
 use crate::data::{BatchPlan, Batcher};
 use crate::model::{Model, PassOptions};
 use crate::random::SplitMix64;
+use crate::text::ChatTemplate;
 use crate::{Error, Result, files};
 use metal_candle_kernels::{adamw, devices};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,6 +26,9 @@ use std::time::Instant;
 pub enum Outcome {
     /// All steps were taken.
     Finished,
+    /// All steps were taken, but the last ones changed nothing, as their loss or gradient was NaN or
+    /// infinite. What is in the output folder are the parameters before them.
+    LastStepsSkipped,
     /// The validation loss stopped falling.
     StoppedEarly,
     /// The caller asked for it; a checkpoint was written first.
@@ -35,6 +42,8 @@ pub struct Summary {
     pub outcome: Outcome,
     /// Optimiser steps taken.
     pub step: u64,
+    /// How many of them, up to the last one, were skipped in a row.
+    pub skipped_in_a_row: u64,
     /// Target tokens trained on.
     pub trained_tokens: u64,
     /// The last evaluation.
@@ -43,6 +52,17 @@ pub struct Summary {
     pub best: Option<(f64, u64)>,
     /// How long this process trained, in seconds.
     pub seconds: f64,
+}
+
+/// Where a run goes on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Resumed {
+    /// The checkpoint.
+    pub checkpoint: PathBuf,
+    /// Optimiser steps taken.
+    pub step: u64,
+    /// How many steps the run was to have when the checkpoint was written, if it has more now.
+    pub extended_from: Option<u64>,
 }
 
 /// Writes texts with the model as it is, to be shown while it trains: pairs of prompt and text.
@@ -63,11 +83,11 @@ pub struct Trainer<'a> {
     sample: Option<SampleFn<'a>>,
     stop: Arc<AtomicBool>,
     saving: Option<SavingFn<'a>>,
+    lock: Option<&'a FolderLock>,
     resumed: bool,
     state: State,
     moments: Moments,
     plans: Option<(usize, Vec<BatchPlan>)>,
-    last_evaluation: Option<Evaluation>,
 }
 
 impl<'a> Trainer<'a> {
@@ -99,7 +119,9 @@ impl<'a> Trainer<'a> {
             data_hash: format!("{:016x}", dataset.fingerprint()),
             validation_hash: None,
             validation_batches: None,
+            chat_template: None,
             model_hash: format!("{:016x}", model.fingerprint()?),
+            base_files: BTreeMap::new(),
             adapter: model.adapter().cloned(),
             trainable_parameters: store.len(),
             total_steps: options.steps,
@@ -124,11 +146,11 @@ impl<'a> Trainer<'a> {
             sample: None,
             stop: Arc::default(),
             saving: None,
+            lock: None,
             resumed: false,
             state: State::new(fingerprint),
             moments,
             plans: None,
-            last_evaluation: None,
         })
     }
 
@@ -157,7 +179,24 @@ impl<'a> Trainer<'a> {
         self
     }
 
-    /// Ends the run after the step under way, with a checkpoint, once this is true.
+    /// Says which chat template has made the data, so that another one is noticed when the run is
+    /// resumed.
+    #[must_use]
+    pub fn with_chat_template(mut self, template: &ChatTemplate) -> Self {
+        self.state.fingerprint.chat_template = Some(format!("{:016x}", template.fingerprint()));
+        self
+    }
+
+    /// Trains in a folder that the caller has locked. Without it, [`Self::run`] locks the output folder
+    /// itself.
+    #[must_use]
+    pub fn with_lock(mut self, lock: &'a FolderLock) -> Self {
+        self.lock = Some(lock);
+        self
+    }
+
+    /// Ends the run after the step under way, with a checkpoint, once this is true. An evaluation under
+    /// way is given up, and made by the run that continues this one.
     #[must_use]
     pub fn with_stop(mut self, stop: Arc<AtomicBool>) -> Self {
         self.stop = stop;
@@ -176,25 +215,89 @@ impl<'a> Trainer<'a> {
         self.state.step
     }
 
+    /// How far the run has come: where logs of it are to be continued from.
+    pub fn position(&self) -> Position {
+        self.state.position()
+    }
+
     /// Continues from a checkpoint: every later step is the same, bit for bit, as if the run had
     /// never stopped. Call it after the other `with_` functions.
     ///
+    /// A run may have become longer. Every later step then has the learning rate that it has in a run
+    /// which was that long from the beginning, as with transformers.
+    ///
     /// # Errors
     /// For a checkpoint that is not whole, and for one of a run with other options or data.
-    pub fn resume(&mut self, checkpoint: impl AsRef<Path>) -> Result<()> {
-        let checkpoint = checkpoint.as_ref();
-        (self.state, self.moments) =
+    pub fn resume(&mut self, checkpoint: impl AsRef<Path>) -> Result<Resumed> {
+        self.know_base()?;
+        Ok(self.load(checkpoint.as_ref())?)
+    }
+
+    /// [`Self::resume`] from the newest checkpoint of the run in this folder that is whole; `None` when
+    /// it has no checkpoint at all. One that is damaged is told of in a warning, and removed by
+    /// [`Self::run`].
+    ///
+    /// # Errors
+    /// When all checkpoints are damaged, and for one of a run with other options or data.
+    pub fn resume_newest(&mut self, run: impl AsRef<Path>) -> Result<Option<Resumed>> {
+        self.know_base()?;
+        let mut damaged = Vec::new();
+        for (_, checkpoint) in checkpoint::list(run.as_ref())?.into_iter().rev() {
+            match self.load(&checkpoint) {
+                Ok(resumed) => {
+                    for error in damaged {
+                        tracing::warn!(
+                            "a checkpoint is damaged ({error}); going on from the one before, {}",
+                            checkpoint.display()
+                        );
+                    }
+                    return Ok(Some(resumed));
+                }
+                Err(Refused::Damaged(error)) => damaged.push(error),
+                Err(Refused::Other(error)) => return Err(error),
+            }
+        }
+        match damaged.into_iter().next() {
+            Some(error) => Err(Error::file(
+                run,
+                format!("has no checkpoint that is whole ({error}); start a new run"),
+            )),
+            None => Ok(None),
+        }
+    }
+
+    fn load(&mut self, checkpoint: &Path) -> Result<Resumed, Refused> {
+        let Loaded { state, moments, extended_from } =
             checkpoint::load(checkpoint, &self.state.fingerprint, self.model)?;
+        (self.state, self.moments) = (state, moments);
         self.plans = None;
         self.resumed = true;
+        Ok(Resumed { checkpoint: checkpoint.to_path_buf(), step: self.state.step, extended_from })
+    }
+
+    /// Takes the contents of the files of a frozen base into the fingerprint.
+    fn know_base(&mut self) -> Result<()> {
+        let known = &mut self.state.fingerprint.base_files;
+        if known.is_empty() && self.model.adapter().is_some() {
+            *known = base::hashes(self.model.files(), &self.output)?;
+        }
         Ok(())
     }
 
     /// Trains to the end and writes the parameters into the output folder.
+    ///
+    /// # Errors
+    /// When another run is at work in the output folder, or was and isn't resumed; when files cannot be
+    /// written; [`Error::Diverged`] when too many steps in a row, or all of them, had to be skipped.
     pub fn run(&mut self, metrics: &mut dyn MetricsSink) -> Result<Summary> {
         let started = Instant::now();
-        std::fs::create_dir_all(&self.output).map_err(Error::io(&self.output))?;
+        let _own = match self.lock {
+            Some(lock) if lock.folder() == self.output => None,
+            _ => Some(FolderLock::acquire(&self.output)?),
+        };
         self.check()?;
+        self.know_base()?;
+        base::keep(self.model.files(), &self.state.fingerprint.base_files, &self.output)?;
         for folder in [checkpoint::parent(&self.output), self.output.clone()] {
             if folder.is_dir() {
                 files::remove_stale_partials(&folder)?;
@@ -202,31 +305,26 @@ impl<'a> Trainer<'a> {
         }
         checkpoint::remove_after(&self.output, self.state.step)?;
         let outcome = self.steps(metrics)?;
-        if outcome == Outcome::Interrupted {
-            self.save(metrics)?;
-        } else {
-            if self.validation.is_some() && !self.evaluated_now() {
-                self.evaluate(metrics)?;
-            }
-            self.save(metrics)?;
+        if outcome != Outcome::Interrupted {
             self.finish()?;
         }
         let seconds = started.elapsed().as_secs_f64();
         let reason = match outcome {
-            Outcome::Finished => "all steps were taken",
-            Outcome::StoppedEarly => "the validation loss stopped falling",
-            Outcome::Interrupted => "interrupted",
+            Outcome::Finished => "all steps were taken".into(),
+            Outcome::LastStepsSkipped => format!(
+                "all steps were taken, and the last {} of them skipped",
+                self.state.skipped_in_a_row
+            ),
+            Outcome::StoppedEarly => "the validation loss stopped falling".into(),
+            Outcome::Interrupted => "interrupted".into(),
         };
-        metrics.record(&Metric::Finished {
-            step: self.state.step,
-            reason: reason.into(),
-            seconds,
-        })?;
+        metrics.record(&Metric::Finished { step: self.state.step, reason, seconds })?;
         Ok(Summary {
             outcome,
             step: self.state.step,
+            skipped_in_a_row: self.state.skipped_in_a_row,
             trained_tokens: self.state.trained_tokens,
-            evaluation: self.last_evaluation,
+            evaluation: self.state.last_evaluation,
             best: self.state.best_loss.zip(self.state.best_step),
             seconds,
         })
@@ -285,13 +383,17 @@ impl<'a> Trainer<'a> {
         if let Some(store) = self.model.parameters() {
             store.zero_gradients()?;
         }
-        while self.state.step < self.options.steps {
-            if self.stop.load(Ordering::Relaxed) {
-                return Ok(Outcome::Interrupted);
+        loop {
+            let paused = Instant::now();
+            let ended = self.after_step(metrics)?;
+            if ended.is_some() || self.is_save_due() {
+                self.save(metrics)?;
             }
-            if self.patience_is_over() {
-                return Ok(Outcome::StoppedEarly);
+            if let Some(outcome) = ended {
+                return Ok(outcome);
             }
+            timer += paused.elapsed();
+
             let learning_rate = self.options.learning_rate.at(self.state.step);
             let model = self.model;
             let step = devices::step(model.device(), || self.one_step(learning_rate))?;
@@ -330,19 +432,53 @@ impl<'a> Trainer<'a> {
                 (self.state.loss_sum, self.state.loss_tokens) = (0.0, 0);
                 (timer, timed_tokens, timed_processed) = (Instant::now(), 0, 0);
             }
-            let paused = Instant::now();
-            if self.validation.is_some() && !last && self.is_due(self.options.evaluate_every) {
-                self.evaluate(metrics)?;
+        }
+    }
+
+    /// What is due between two steps but for the checkpoint; it may have been done in part before the
+    /// run was interrupted. Gives the outcome when no other step follows.
+    fn after_step(&mut self, metrics: &mut dyn MetricsSink) -> Result<Option<Outcome>> {
+        let last = self.state.step >= self.options.steps;
+        if last && self.state.updates == 0 {
+            return Err(Error::Diverged(format!(
+                "all {} steps were skipped, so nothing was learned; a lower learning rate, clipping or f32 \
+                 may help",
+                self.state.step
+            )));
+        }
+        if self.state.phase == Phase::Trained {
+            let due = last || self.is_due(self.options.evaluate_every);
+            if due && self.validation.is_some() && !self.evaluate(metrics)? {
+                return Ok(Some(Outcome::Interrupted));
             }
+            self.state.phase = Phase::Evaluated;
+        }
+        if self.state.phase == Phase::Evaluated {
             if self.is_due(self.options.sample_every) {
+                if self.stop.load(Ordering::Relaxed) {
+                    return Ok(Some(Outcome::Interrupted));
+                }
                 self.show_samples(metrics)?;
             }
-            if !last && self.is_due(self.options.save_every) {
-                self.save(metrics)?;
-            }
-            timer += paused.elapsed();
+            self.state.phase = Phase::Sampled;
         }
-        Ok(Outcome::Finished)
+        Ok(if last && self.state.skipped_in_a_row > 0 {
+            Some(Outcome::LastStepsSkipped)
+        } else if last {
+            Some(Outcome::Finished)
+        } else if self.patience_is_over() {
+            Some(Outcome::StoppedEarly)
+        } else if self.stop.load(Ordering::Relaxed) {
+            Some(Outcome::Interrupted)
+        } else {
+            None
+        })
+    }
+
+    /// Whether the parameters as they are belong into a checkpoint although the run goes on.
+    fn is_save_due(&self) -> bool {
+        let is_best = self.options.keep_best && self.state.best_step == Some(self.state.step);
+        self.state.step > 0 && (is_best || self.is_due(self.options.save_every))
     }
 
     fn is_due(&self, every: u64) -> bool {
@@ -353,11 +489,6 @@ impl<'a> Trainer<'a> {
         self.options
             .patience
             .is_some_and(|patience| self.state.evaluations_without_gain >= patience)
-    }
-
-    /// Whether the last evaluation was of the parameters as they are.
-    fn evaluated_now(&self) -> bool {
-        self.last_evaluation.is_some() && self.patience_is_over()
     }
 
     fn epoch_progress(&self) -> f64 {
@@ -423,6 +554,7 @@ impl<'a> Trainer<'a> {
             loss += f64::from(sum.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?);
         }
         self.state.step += 1;
+        self.state.phase = Phase::Trained;
         let adamw = self.options.adamw;
         // Leaves the gradients zero for the next step.
         let norm = if loss.is_finite() {
@@ -466,9 +598,13 @@ impl<'a> Trainer<'a> {
         Ok(Step { tokens, processed, norm, skipped: None })
     }
 
-    fn evaluate(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
-        let Some(validation) = self.validation else { return Ok(()) };
-        let evaluation = evaluate(self.model, validation, self.options.evaluate_batches)?;
+    /// False when it was given up because the run is to stop.
+    fn evaluate(&mut self, metrics: &mut dyn MetricsSink) -> Result<bool> {
+        let Some(validation) = self.validation else { return Ok(true) };
+        let limit = self.options.evaluate_batches;
+        let Some(evaluation) = evaluate_until(&self.stop, self.model, validation, limit)? else {
+            return Ok(false);
+        };
         metrics.record(&Metric::Evaluation {
             step: self.state.step,
             loss: evaluation.loss,
@@ -476,19 +612,16 @@ impl<'a> Trainer<'a> {
             tokens: evaluation.tokens,
             seconds: evaluation.seconds,
         })?;
-        self.last_evaluation = Some(evaluation);
+        self.state.last_evaluation = Some(evaluation);
         let better = self.state.best_loss.is_none_or(|best| evaluation.loss < best);
         if evaluation.loss.is_finite() && better {
             self.state.best_loss = Some(evaluation.loss);
             self.state.best_step = Some(self.state.step);
             self.state.evaluations_without_gain = 0;
-            if self.options.keep_best {
-                self.save(metrics)?;
-            }
         } else {
             self.state.evaluations_without_gain += 1;
         }
-        Ok(())
+        Ok(true)
     }
 
     fn show_samples(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {

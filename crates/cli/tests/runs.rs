@@ -1,0 +1,283 @@
+//! What may happen to a run from outside: signals, other runs, kills, and what its user wants next.
+
+#![cfg(unix)]
+
+mod common;
+
+use common::{Place, send, text, wait};
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Stdio};
+use std::sync::{Arc, Mutex};
+
+/// A run that reports each of its steps.
+const RUN: [&str; 15] = [
+    "train",
+    "--model",
+    "base",
+    "--data",
+    "data",
+    "--learning-rate",
+    "1e-2",
+    "--report-every",
+    "1",
+    "--eval-every",
+    "0",
+    "--no-plot",
+    "--no-tensorboard",
+    "--rank",
+    "2",
+];
+
+fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&RUN[..], more].concat()
+}
+
+/// The kinds and steps of the events in a run's log.
+fn log(place: &Place, run: &str) -> Vec<(String, u64)> {
+    place
+        .read(&format!("{run}/metrics.jsonl"))
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap())
+        .map(|event| {
+            (event["event"].as_str().unwrap().to_string(), event["step"].as_u64().unwrap())
+        })
+        .collect()
+}
+
+#[test]
+fn a_run_under_nohup_outlives_its_terminal() {
+    let place = Place::with_model();
+    let arguments = with(&["--steps", "200", "--json"]);
+    let child = place.start(&arguments, &[libc::SIGHUP]);
+    place.wait_for_steps("adapters", 3);
+    send(&child, libc::SIGHUP);
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let summary: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&summary["outcome"], &summary["step"]), (&"finished".into(), &200.into()));
+
+    // Without it a closed terminal ends the run, with a checkpoint.
+    let arguments = with(&["--steps", "100000", "-o", "second"]);
+    let child = place.start(&arguments, &[]);
+    place.wait_for_steps("second", 3);
+    send(&child, libc::SIGHUP);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", text(&output.stderr));
+    assert!(place.path("second/checkpoints").is_dir());
+}
+
+#[test]
+fn a_second_run_in_a_folder_is_refused_and_a_dead_ones_folder_is_free() {
+    let place = Place::with_model();
+    let mut first = Running(place.start(&with(&["--steps", "100000", "--save-every", "0"]), &[]));
+    place.wait_for_steps("adapters", 3);
+    for flags in [&["--steps", "3"][..], &["--steps", "3", "--overwrite"]] {
+        let stderr = place.fails(1, &with(flags));
+        assert!(stderr.contains("in use by another run"), "{stderr}");
+        assert!(stderr.contains(&format!("process {} on", first.0.id())), "{stderr}");
+    }
+    assert!(first.0.try_wait().unwrap().is_none(), "the first run goes on");
+    drop(first);
+
+    // It ended before its first checkpoint: there is nothing to resume, and nothing in the way.
+    let stderr = place.fails(1, &["train", "--resume", "-q"]);
+    assert!(stderr.contains("--resume=auto"), "{stderr}");
+    let summary = place.json(&with(&["--steps", "3", "--json", "-q"]));
+    assert_eq!(summary["step"], 3);
+    let steps: Vec<u64> =
+        log(&place, "adapters").iter().filter(|event| event.0 == "train").map(|e| e.1).collect();
+    assert_eq!(steps, [1, 2, 3]);
+}
+
+#[test]
+fn one_command_starts_resumes_and_extends_a_run() {
+    let place = Place::with_model();
+    let run = |steps, more: &[&str]| {
+        let output = place.run(&[&with(&["--steps", steps, "--resume=auto"])[..], more].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stderr)
+    };
+    assert!(!run("4", &[]).contains("Going on"));
+    let result = || std::fs::read(place.path("adapters/adapter_model.safetensors")).unwrap();
+    let (first, first_log) = (result(), log(&place, "adapters"));
+    // Another start of the same finds that all is done.
+    let stderr = run("4", &[]);
+    assert!(stderr.contains("Going on after step 4 of 4"), "{stderr}");
+    assert!(result() == first);
+    assert_eq!(log(&place, "adapters"), first_log);
+
+    let stderr = run("6", &[]);
+    assert!(stderr.contains("The run was of 4 steps"), "{stderr}");
+    assert!(stderr.contains("learning rates of a run of 6 steps"), "{stderr}");
+    let events = log(&place, "adapters");
+    let expected: Vec<(String, u64)> = (1..=4)
+        .map(|step| ("train", step))
+        .chain([("evaluation", 4), ("train", 5), ("train", 6)])
+        .chain([("evaluation", 6), ("checkpoint", 6), ("finished", 6)])
+        .map(|(event, step)| (event.to_string(), step))
+        .collect();
+    assert_eq!(events, expected);
+    assert!(result() != first);
+    let stderr = place.fails(1, &with(&["--steps", "5", "--resume"]));
+    assert!(stderr.contains("total_steps was 6 and is now 5"), "{stderr}");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken() {
+    let place = Place::with_model();
+    place.ok(&with(&["--steps", "4", "--save-every", "2", "-q"]));
+    let before = std::fs::read(place.path("adapters/adapter_model.safetensors")).unwrap();
+    let state = place.path("adapters/checkpoints/step-00000004/trainer_state.json");
+    std::fs::remove_file(&state).unwrap();
+    let output = place.run(&["train", "--resume"]);
+    let stderr = text(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+    assert!(stderr.contains("step-00000004/trainer_state.json"), "{stderr}");
+    assert!(stderr.contains("Going on after step 2 of 4"), "{stderr}");
+    assert!(state.is_file());
+    let after = std::fs::read(place.path("adapters/adapter_model.safetensors")).unwrap();
+    assert!(before == after);
+}
+
+/// However far the removal of an earlier run came, nothing of that run is taken for the new one's.
+#[test]
+fn overwriting_that_is_broken_off_leaves_nothing_of_the_old_run_to_resume() {
+    let place = Place::with_model();
+    place.ok(&with(&["--steps", "2", "-q"]));
+    // A folder where a file is expected ends the removal there.
+    let names = ["adapter_config.json", "metrics.jsonl", "loss.svg"];
+    for name in names {
+        let obstacle = place.path("adapters").join(name);
+        if obstacle.is_file() {
+            std::fs::rename(&obstacle, place.path("saved")).unwrap();
+        }
+        std::fs::create_dir(&obstacle).unwrap();
+        let again = with(&["--steps", "2", "-q", "--seed", "1", "--overwrite"]);
+        let stderr = place.fails(1, &again);
+        assert!(stderr.contains(name) && stderr.contains("cannot be removed"), "{stderr}");
+        assert!(!place.path("adapters/checkpoints").exists(), "{name}");
+        assert!(!place.path("adapters/adapter_model.safetensors").exists(), "{name}");
+        let stderr = place.fails(1, &["train", "--resume", "-q"]);
+        assert!(stderr.contains("has no checkpoint"), "{stderr}");
+        std::fs::remove_dir(&obstacle).unwrap();
+        // The settings of the new run are there with the new run.
+        assert!(place.read("adapters/train_config.yaml").contains("seed: 0"), "{name}");
+        place.ok(&again);
+        assert!(place.read("adapters/train_config.yaml").contains("seed: 1"), "{name}");
+        place.ok(&with(&["--steps", "2", "-q", "--overwrite"]));
+    }
+    // A model that is nobody's run is not removed.
+    place.write("mine/config.json", "{}");
+    let full = ["train", "--from-config", "shape", "--fine-tune-type", "full", "-d", "data"];
+    let stderr = place.fails(2, &[&full[..], &["-o", "mine", "--overwrite"]].concat());
+    assert!(stderr.contains("no run has left there"), "{stderr}");
+}
+
+#[test]
+fn a_start_that_fails_leaves_no_folder_and_touches_no_file() {
+    let place = Place::with_model();
+    place.fails(1, &["train", "-m", "base", "-d", "nothing", "-o", "new/run"]);
+    assert!(!place.path("new").exists());
+    place.write("kept/.write-test", "mine");
+    place.fails(1, &["train", "-m", "base", "-d", "nothing", "-o", "kept"]);
+    assert_eq!(place.read("kept/.write-test"), "mine");
+    assert_eq!(std::fs::read_dir(place.path("kept")).unwrap().count(), 1);
+    place.ok(&with(&["--steps", "1", "-q", "-o", "kept"]));
+    assert_eq!(place.read("kept/.write-test"), "mine");
+}
+
+/// A program that does not outlive its test.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Both ends of a pseudo-terminal.
+fn terminal() -> (OwnedFd, OwnedFd) {
+    let (mut ours, mut theirs) = (0, 0);
+    let none = std::ptr::null_mut();
+    // SAFETY: both pointers are to numbers of our own, and the rest may be null.
+    let opened = unsafe { libc::openpty(&mut ours, &mut theirs, none, none.cast(), none.cast()) };
+    assert_eq!(opened, 0);
+    // SAFETY: the call has just opened both, and nobody else has them.
+    unsafe { (OwnedFd::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) }
+}
+
+#[test]
+fn in_a_terminal_ctrl_c_stops_an_answer_and_the_conversation_goes_on() {
+    let place = Place::with_model();
+    let (ours, theirs) = terminal();
+    let mut command = place.command(&[
+        "chat",
+        "-m",
+        "base",
+        "--ignore-eos",
+        "--temperature",
+        "0",
+        "-n",
+        "16000000",
+        "--threads",
+        "1",
+    ]);
+    let stdio = || Stdio::from(theirs.try_clone().unwrap());
+    command.env("TERM", "xterm").stdin(stdio()).stdout(stdio()).stderr(stdio());
+    let of_child = theirs.as_raw_fd();
+    // SAFETY: these calls may be made between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            libc::signal(libc::SIGINT, libc::SIG_DFL);
+            // Ctrl-C goes to the processes of the session that has this terminal.
+            if libc::setsid() < 0 || libc::ioctl(of_child, libc::TIOCSCTTY as _, 0) < 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+            Ok(())
+        });
+    }
+    let mut child = Running(command.spawn().unwrap());
+    drop(command);
+    drop(theirs);
+    let mut keys = File::from(ours);
+    let mut screen = keys.try_clone().unwrap();
+    let shown = Arc::new(Mutex::new(Vec::new()));
+    let reader = std::thread::spawn({
+        let shown = Arc::clone(&shown);
+        move || {
+            let mut bytes = [0; 4096];
+            // A terminal whose other end is closed gives an error.
+            while let Ok(count @ 1..) = screen.read(&mut bytes) {
+                shown.lock().unwrap().extend_from_slice(&bytes[..count]);
+            }
+        }
+    });
+    let shown = || String::from_utf8_lossy(&shown.lock().unwrap()).into_owned();
+    // What the editor tells a terminal before each of its prompts.
+    let prompts = || shown().matches("\u{1b}[?2004h").count();
+    wait("there is no prompt", || prompts() > 0);
+    for turn in 0..2 {
+        keys.write_all(b"Hello\r").unwrap();
+        let before = shown().len();
+        wait("there is no answer", || shown().len() > before + 200);
+        let before = prompts();
+        keys.write_all(b"\x03").unwrap();
+        wait(&format!("the answer of turn {turn} goes on"), || {
+            assert_eq!(child.0.try_wait().unwrap(), None, "{}", shown());
+            prompts() > before
+        });
+        // What was said may be more than this small model can read.
+        let before = prompts();
+        keys.write_all(b"/reset\r").unwrap();
+        wait("there is no prompt", || prompts() > before);
+    }
+    keys.write_all(b"/exit\r").unwrap();
+    wait("the conversation goes on", || child.0.try_wait().unwrap().is_some());
+    assert_eq!(child.0.wait().unwrap().code(), Some(0), "{}", shown());
+    drop(keys);
+    reader.join().unwrap();
+}
