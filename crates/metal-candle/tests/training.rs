@@ -17,8 +17,9 @@ use metal_candle::train::{
 use metal_candle::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 const STEPS: u64 = 12;
 
@@ -105,7 +106,7 @@ fn train(
     output: &Path,
     full: bool,
     mut event: impl FnMut(&Metric),
-    saving: impl FnMut(&Path),
+    saving: impl FnMut(&Path) + Send + 'static,
     stop: Arc<AtomicBool>,
 ) -> (Vec<String>, Summary) {
     let model = model(full);
@@ -133,10 +134,15 @@ fn train(
 
 const LOG: &str = "metrics.jsonl";
 
-/// What the log of a run says, without timings and folders.
+/// What the log of a run says, without timings and folders. When a checkpoint is complete, some more
+/// steps may have been taken.
 fn log(output: &Path) -> Vec<String> {
-    metrics::read(output.join(LOG))
-        .unwrap()
+    let mut metrics = metrics::read(output.join(LOG)).unwrap();
+    metrics.sort_by_key(|metric| {
+        let ends = matches!(metric, Metric::Checkpoint { .. } | Metric::Finished { .. });
+        (metric.step(), ends)
+    });
+    metrics
         .iter()
         .map(|metric| match metric {
             Metric::Checkpoint { step, .. } => format!("{step} checkpoint"),
@@ -223,6 +229,7 @@ fn child_process_that_is_killed() {
         unsafe { libc::raise(libc::SIGKILL) };
     };
     let mut files = 0;
+    let file = moment.clone();
     train(
         Path::new(&output),
         full,
@@ -238,9 +245,9 @@ fn child_process_that_is_killed() {
                 die();
             }
         },
-        |_| {
+        move |_| {
             files += 1;
-            if moment == format!("file {files}") {
+            if file == format!("file {files}") {
                 die();
             }
         },
@@ -307,6 +314,86 @@ fn a_killed_run_continues_bit_for_bit() {
             assert!(leftovers.is_empty(), "{moment}: {leftovers:?}");
         }
     }
+}
+
+#[test]
+fn training_goes_on_while_a_checkpoint_is_written() {
+    for full in [false, true] {
+        let (whole, beside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        // The checkpoint of step 3 as it is when nothing follows it.
+        let stop = Arc::new(AtomicBool::new(false));
+        let signal = stop.clone();
+        let stop_at_3 = move |metric: &Metric| {
+            if matches!(metric, Metric::Train { step: 3, .. }) {
+                signal.store(true, Ordering::Relaxed);
+            }
+        };
+        train(whole.path(), full, stop_at_3, |_| (), stop);
+
+        // The first checkpoint is not begun before step 4 has been taken, after which another is due.
+        let (taken, is_taken) = mpsc::channel();
+        let kept = tempfile::tempdir().unwrap();
+        let copy_to = kept.path().to_path_buf();
+        let mut calls = 0;
+        let mut complete = Vec::new();
+        let event = |metric: &Metric| match metric {
+            Metric::Train { step: 4, .. } => taken.send(()).unwrap(),
+            Metric::Checkpoint { step, path, .. } => {
+                assert!(path.join("trainer_state.json").is_file(), "{}", path.display());
+                complete.push(*step);
+            }
+            _ => {}
+        };
+        let saving = move |staging: &Path| {
+            calls += 1;
+            if calls == 1 {
+                is_taken.recv_timeout(Duration::from_secs(100)).expect("training waits");
+            }
+            // After the last file of the first checkpoint.
+            if calls == 4 {
+                for entry in std::fs::read_dir(staging).unwrap() {
+                    let entry = entry.unwrap();
+                    std::fs::copy(entry.path(), copy_to.join(entry.file_name())).unwrap();
+                }
+            }
+        };
+        train(beside.path(), full, event, saving, Arc::default());
+        assert_eq!(complete, [3, 4, 6, 8, 9, 12], "full {full}");
+        assert_eq!(parameters_file(kept.path(), full), {
+            let folder = whole.path().join("checkpoints/step-00000003");
+            parameters_file(&folder, full)
+        });
+        for name in ["optimizer.safetensors", "trainer_state.json"] {
+            let expected = whole.path().join("checkpoints/step-00000003").join(name);
+            assert_eq!(
+                std::fs::read(kept.path().join(name)).unwrap(),
+                std::fs::read(expected).unwrap(),
+                "{name}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_written_ends_the_run_with_its_error() {
+    let output = tempfile::tempdir().unwrap();
+    let model = model(false);
+    let batches = batcher(dataset(24, 1), 3, true);
+    let mut trainer = Trainer::new(&model, &batches, options(), output.path(), "llama")
+        .unwrap()
+        // Its folder vanishes while it is written.
+        .with_saving(|staging| std::fs::remove_dir_all(staging).unwrap_or(()));
+    let mut last = 0;
+    let error = trainer
+        .run(&mut |metric: &Metric| -> Result<()> {
+            last = metric.step();
+            Ok(())
+        })
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("adapter_model.safetensors"), "{error}");
+    assert!(last <= 6, "the error of step 3 came after step {last}");
+    assert!(latest_checkpoint(output.path()).unwrap().is_none());
 }
 
 #[test]

@@ -10,7 +10,7 @@ use super::options::AdamWOptions;
 use super::schedule::LearningRate;
 use crate::adapter::{self, LoraConfig};
 use crate::data::BatchOptions;
-use crate::model::{Config, Model, Weights};
+use crate::model::{Config, Model, TrainedFiles, Weights};
 use crate::{Error, Result, files};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -230,57 +230,56 @@ impl Moments {
             second: Tensor::zeros(count, DType::F32, device)?,
         })
     }
-}
 
-/// Writes the checkpoint of a step and returns its folder. A checkpoint of the same step that is
-/// there already is left as it is, also where it was written before all that is due after the step
-/// was done.
-pub(super) fn save(
-    output: &Path,
-    state: &State,
-    model: &Model,
-    moments: &Moments,
-    base_model: &str,
-    companions: Option<&Path>,
-    saving: &mut dyn FnMut(&Path),
-) -> Result<PathBuf> {
-    let folder = folder(output, state.step);
-    if folder.is_dir() {
-        return Ok(folder);
+    /// What is kept of them in a checkpoint.
+    pub fn tensors(&self) -> Vec<(String, Tensor)> {
+        vec![
+            ("first_moment".to_string(), self.first.clone()),
+            ("second_moment".to_string(), self.second.clone()),
+        ]
     }
-    let parent = output.join(FOLDER);
-    std::fs::create_dir_all(&parent).map_err(Error::io(&parent))?;
-    files::write_folder_atomic(&folder, |staging| {
-        saving(staging);
-        save_parameters(staging, model, base_model, companions)?;
-        saving(staging);
-        let tensors = [
-            ("first_moment".to_string(), moments.first.clone()),
-            ("second_moment".to_string(), moments.second.clone()),
-        ];
-        files::write_safetensors(staging.join(OPTIMIZER), &tensors, None)?;
-        saving(staging);
-        let path = staging.join(STATE);
-        let bytes = serde_json::to_vec_pretty(state)
-            .map_err(|error| Error::file(&path, error.to_string()))?;
-        files::write_bytes_atomic(&path, bytes)?;
-        saving(staging);
-        Ok(())
-    })?;
-    Ok(folder)
 }
 
-/// Writes the adapter, or the whole model in f32.
-pub(super) fn save_parameters(
-    folder: &Path,
-    model: &Model,
-    base_model: &str,
-    companions: Option<&Path>,
-) -> Result<()> {
-    if model.adapter().is_some() {
-        model.save_adapter(folder, base_model)
-    } else {
-        model.save(folder, DType::F32, companions)
+/// A checkpoint but for its tensors. Any thread can write it.
+#[derive(Debug)]
+pub(super) struct Contents {
+    pub output: PathBuf,
+    pub state: State,
+    pub files: TrainedFiles,
+    /// The names of the optimiser's tensors.
+    pub optimizer: Vec<String>,
+    /// How many checkpoints stay, not counting that of step `best`.
+    pub keep: usize,
+    pub best: Option<u64>,
+}
+
+impl Contents {
+    /// Writes the checkpoint, removes those that don't stay, and returns its folder. `tensors` are the
+    /// values of the parameters and the optimiser's tensors.
+    pub fn write(&self, tensors: &[Tensor], saving: &mut dyn FnMut(&Path)) -> Result<PathBuf> {
+        let Some((values, optimizer)) = tensors.split_first() else {
+            return Err(Error::option("checkpoint", "has no tensors"));
+        };
+        let folder = folder(&self.output, self.state.step);
+        let parent = parent(&self.output);
+        std::fs::create_dir_all(&parent).map_err(Error::io(&parent))?;
+        files::write_folder_atomic(&folder, |staging| {
+            saving(staging);
+            self.files.write(staging, values)?;
+            saving(staging);
+            let named: Vec<(String, Tensor)> =
+                self.optimizer.iter().cloned().zip(optimizer.iter().cloned()).collect();
+            files::write_safetensors(staging.join(OPTIMIZER), &named, None)?;
+            saving(staging);
+            let path = staging.join(STATE);
+            let bytes = serde_json::to_vec_pretty(&self.state)
+                .map_err(|error| Error::file(&path, error.to_string()))?;
+            files::write_bytes_atomic(&path, bytes)?;
+            saving(staging);
+            Ok(())
+        })?;
+        prune(&self.output, self.keep, self.best)?;
+        Ok(folder)
     }
 }
 

@@ -86,6 +86,12 @@ pub enum Metric {
         step: u64,
         /// The checkpoint's folder.
         path: PathBuf,
+        /// How long training waited for it, in seconds.
+        #[serde(default)]
+        waited: f64,
+        /// How long it was being written, most of it beside training, in seconds.
+        #[serde(default)]
+        seconds: f64,
     },
     /// The run has ended.
     Finished {
@@ -342,7 +348,12 @@ mod tests {
             Metric::Evaluation { step, loss: 1.0, perplexity: 2.7, tokens: 9, seconds: 0.1 },
             Metric::Skipped { step, reason: "the loss is NaN".into() },
             Metric::Sample { step, prompt: "a\nb".into(), text: "\"ü\u{1f600}\"\r\n".into() },
-            Metric::Checkpoint { step, path: "out/checkpoint-3".into() },
+            Metric::Checkpoint {
+                step,
+                path: "out/checkpoint-3".into(),
+                waited: 0.01,
+                seconds: 0.5,
+            },
             Metric::Finished { step, reason: "all steps are done".into(), seconds: 3.5 },
         ]
     }

@@ -8,6 +8,7 @@ pub mod memory;
 pub mod metrics;
 mod options;
 pub mod plot;
+mod saving;
 pub mod schedule;
 pub mod tensorboard;
 mod trainer;

@@ -2,18 +2,21 @@
 //! between steps.
 
 use super::base;
-use super::checkpoint::{self, Fingerprint, Loaded, Moments, Refused, State};
+use super::checkpoint::{self, Contents, Fingerprint, Loaded, Moments, Refused, State};
 use super::evaluate::{Evaluation, evaluate_until};
 use super::lock::FolderLock;
 use super::memory::peak_bytes;
 use super::metrics::{Metric, MetricsSink, Phase, Position};
 use super::options::TrainOptions;
+use super::saving::{Saved, Saver, SavingFn, untold};
+use crate::adapter::ParameterStore;
 use crate::autograd::Tape;
 use crate::data::{BatchPlan, Batcher};
-use crate::model::{Model, PassOptions};
+use crate::model::{Model, PassOptions, TrainedFiles};
 use crate::random::SplitMix64;
 use crate::text::ChatTemplate;
 use crate::{Error, Result, files};
+use candle_core::Tensor;
 use metal_candle_kernels::{adamw, devices};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -68,9 +71,6 @@ pub struct Resumed {
 /// Writes texts with the model as it is, to be shown while it trains: pairs of prompt and text.
 pub type SampleFn<'a> = Box<dyn FnMut(&Model, u64) -> Result<Vec<(String, String)>> + 'a>;
 
-/// Is told where a checkpoint is being written.
-type SavingFn<'a> = Box<dyn FnMut(&Path) + 'a>;
-
 /// One training run of a model with trainable parameters.
 pub struct Trainer<'a> {
     model: &'a Model,
@@ -82,7 +82,9 @@ pub struct Trainer<'a> {
     companions: Option<PathBuf>,
     sample: Option<SampleFn<'a>>,
     stop: Arc<AtomicBool>,
-    saving: Option<SavingFn<'a>>,
+    saving: SavingFn,
+    /// While it runs.
+    saver: Option<Saver>,
     lock: Option<&'a FolderLock>,
     resumed: bool,
     state: State,
@@ -145,7 +147,8 @@ impl<'a> Trainer<'a> {
             companions: None,
             sample: None,
             stop: Arc::default(),
-            saving: None,
+            saving: untold(),
+            saver: None,
             lock: None,
             resumed: false,
             state: State::new(fingerprint),
@@ -203,10 +206,11 @@ impl<'a> Trainer<'a> {
         self
     }
 
-    /// Is told of the staging folder of a checkpoint before and after each of its files.
+    /// Is told of the staging folder of a checkpoint before and after each of its files, by the thread that
+    /// writes them.
     #[must_use]
-    pub fn with_saving(mut self, saving: impl FnMut(&Path) + 'a) -> Self {
-        self.saving = Some(Box::new(saving));
+    pub fn with_saving(mut self, saving: impl FnMut(&Path) + Send + 'static) -> Self {
+        self.saving = Box::new(saving);
         self
     }
 
@@ -304,7 +308,15 @@ impl<'a> Trainer<'a> {
             }
         }
         checkpoint::remove_after(&self.output, self.state.step)?;
+        let (_, tensors) = self.tensors()?;
+        self.saver = Some(Saver::new(
+            &tensors,
+            self.model.device(),
+            std::mem::replace(&mut self.saving, untold()),
+        ));
         let outcome = self.steps(metrics)?;
+        self.await_saved(metrics)?;
+        self.saver = None;
         if outcome != Outcome::Interrupted {
             self.finish()?;
         }
@@ -384,6 +396,7 @@ impl<'a> Trainer<'a> {
             store.zero_gradients()?;
         }
         loop {
+            self.record_saved(metrics)?;
             let paused = Instant::now();
             let ended = self.after_step(metrics)?;
             if ended.is_some() || self.is_save_due() {
@@ -634,24 +647,60 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
+    /// Begins to write the checkpoint, unless it is there, as of a run that has just been resumed from it.
     fn save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
-        let mut nothing = |_: &Path| {};
-        let saving: &mut dyn FnMut(&Path) = match &mut self.saving {
-            Some(saving) => saving,
-            None => &mut nothing,
+        self.await_saved(metrics)?;
+        let (keep, best) =
+            (self.options.keep, self.state.best_step.filter(|_| self.options.keep_best));
+        let (step, path) = (self.state.step, checkpoint::folder(&self.output, self.state.step));
+        if path.is_dir() {
+            metrics.record(&Metric::Checkpoint { step, path, waited: 0.0, seconds: 0.0 })?;
+            return checkpoint::prune(&self.output, keep, best);
+        }
+        let (names, tensors) = self.tensors()?;
+        let contents = Contents {
+            output: self.output.clone(),
+            state: self.state.clone(),
+            files: self.trained_files()?,
+            optimizer: names,
+            keep,
+            best,
         };
-        let path = checkpoint::save(
-            &self.output,
-            &self.state,
-            self.model,
-            &self.moments,
-            &self.base_model,
-            self.companions.as_deref(),
-            saving,
-        )?;
-        metrics.record(&Metric::Checkpoint { step: self.state.step, path })?;
-        let best = self.state.best_step.filter(|_| self.options.keep_best);
-        checkpoint::prune(&self.output, self.options.keep, best)
+        match &mut self.saver {
+            Some(saver) => saver.begin(step, contents, &tensors),
+            None => Err(Error::option("checkpoint", "can only be written by a run")),
+        }
+    }
+
+    /// The names of the optimiser's tensors; the values of the parameters, and those tensors.
+    fn tensors(&self) -> Result<(Vec<String>, Vec<Tensor>)> {
+        let (names, mut tensors): (Vec<_>, Vec<_>) = self.moments.tensors().into_iter().unzip();
+        tensors.insert(0, self.store()?.values().clone());
+        Ok((names, tensors))
+    }
+
+    fn store(&self) -> Result<&'a ParameterStore> {
+        self.model.parameters().ok_or_else(|| Error::option("model", "has nothing to train"))
+    }
+
+    fn trained_files(&self) -> Result<TrainedFiles> {
+        self.model.trained_files(&self.base_model, self.companions.as_deref())
+    }
+
+    /// Records a checkpoint that has become complete, without waiting for one.
+    fn record_saved(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
+        match &mut self.saver {
+            Some(saver) => record(saver.poll()?, metrics),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits for the checkpoint that is being written, and records it.
+    fn await_saved(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
+        match &mut self.saver {
+            Some(saver) => record(saver.wait()?, metrics),
+            None => Ok(()),
+        }
     }
 
     /// Leaves the last, or the best, parameters in the output folder.
@@ -661,12 +710,16 @@ impl<'a> Trainer<'a> {
         {
             self.model.load_parameters(checkpoint::folder(&self.output, best))?;
         }
-        checkpoint::save_parameters(
-            &self.output,
-            self.model,
-            &self.base_model,
-            self.companions.as_deref(),
-        )
+        self.trained_files()?.write(&self.output, self.store()?.values())
+    }
+}
+
+fn record(saved: Option<Saved>, metrics: &mut dyn MetricsSink) -> Result<()> {
+    match saved {
+        Some(Saved { step, path, waited, seconds }) => {
+            metrics.record(&Metric::Checkpoint { step, path, waited, seconds })
+        }
+        None => Ok(()),
     }
 }
 

@@ -1,0 +1,160 @@
+//! Writing checkpoints beside the steps that follow.
+//!
+//! What a checkpoint holds is copied to the host's memory behind the step that made it, and a thread
+//! writes the files from the copy while training goes on. There is one copy and one writer: a checkpoint
+//! that is due before the last one is complete waits for it. Where the host has too little memory for a
+//! copy, training waits while the files are written from the device's tensors, one by one.
+
+use super::checkpoint::Contents;
+use super::memory::available_bytes;
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor};
+use metal_candle_kernels::host::HostBuffers;
+use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// Is told of the staging folder of a checkpoint before and after each of its files.
+pub(super) type SavingFn = Box<dyn FnMut(&Path) + Send>;
+
+/// Tells nobody.
+pub(super) fn untold() -> SavingFn {
+    Box::new(|_| ())
+}
+
+/// The part of the available memory that a copy may take.
+const SHARE: u64 = 2;
+/// Where the system doesn't say how much is available, a copy may take so many bytes.
+const UNKNOWN: u64 = 1 << 30;
+
+/// A checkpoint that is complete on the disk.
+#[derive(Debug)]
+pub(super) struct Saved {
+    pub step: u64,
+    pub path: PathBuf,
+    /// How long training waited for it, in seconds.
+    pub waited: f64,
+    /// From its beginning until it was complete, in seconds.
+    pub seconds: f64,
+}
+
+/// Writes the checkpoints of a run.
+pub(super) struct Saver {
+    memory: Memory,
+    writing: Option<Writing>,
+    /// One that was complete at once.
+    complete: Option<Saved>,
+    saving: SavingFn,
+}
+
+/// The host's memory for the copy.
+enum Memory {
+    /// It is being touched and pinned, which takes a while for gigabytes.
+    Preparing(JoinHandle<candle_core::Result<HostBuffers>>),
+    Ready(HostBuffers),
+    /// The host has too little.
+    Lacking,
+    /// A writer has it.
+    InUse,
+}
+
+struct Writing {
+    step: u64,
+    begun: Instant,
+    waited: f64,
+    thread: JoinHandle<(Result<PathBuf>, Option<HostBuffers>, SavingFn)>,
+}
+
+impl Saver {
+    /// Prepares to copy tensors like these, which are on `device`.
+    pub fn new(tensors: &[Tensor], device: &Device, saving: SavingFn) -> Self {
+        let like: Vec<(Vec<usize>, DType)> =
+            tensors.iter().map(|tensor| (tensor.dims().to_vec(), tensor.dtype())).collect();
+        let bytes: usize =
+            tensors.iter().map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum();
+        let memory = if bytes as u64 <= available_bytes().map_or(UNKNOWN, |bytes| bytes / SHARE) {
+            let device = device.clone();
+            Memory::Preparing(std::thread::spawn(move || HostBuffers::new(&like, &device)))
+        } else {
+            tracing::info!(
+                "training waits for each checkpoint: a copy of {bytes} bytes would take too much of this machine's memory"
+            );
+            Memory::Lacking
+        };
+        Self { memory, writing: None, complete: None, saving }
+    }
+
+    /// Begins the checkpoint of a step: `tensors` may be changed when this returns. The one before must
+    /// have been [taken](Self::wait).
+    pub fn begin(&mut self, step: u64, contents: Contents, tensors: &[Tensor]) -> Result<()> {
+        let begun = Instant::now();
+        let buffers = match std::mem::replace(&mut self.memory, Memory::InUse) {
+            Memory::Preparing(thread) => match thread.join() {
+                Ok(Ok(buffers)) => Some(buffers),
+                Ok(Err(error)) => {
+                    tracing::warn!("training waits for each checkpoint: {error}");
+                    None
+                }
+                Err(_) => None,
+            },
+            Memory::Ready(buffers) => Some(buffers),
+            Memory::Lacking | Memory::InUse => None,
+        };
+        let mut saving = std::mem::replace(&mut self.saving, untold());
+        let Some(buffers) = buffers else {
+            self.memory = Memory::Lacking;
+            let result = contents.write(tensors, &mut *saving);
+            self.saving = saving;
+            let seconds = begun.elapsed().as_secs_f64();
+            self.complete = Some(Saved { step, path: result?, waited: seconds, seconds });
+            return Ok(());
+        };
+        let copy = buffers.copy(tensors)?;
+        let thread = std::thread::spawn(move || {
+            let buffers = match copy.wait() {
+                Ok(buffers) => buffers,
+                Err(error) => return (Err(error.into()), None, saving),
+            };
+            let result = contents.write(buffers.tensors(), &mut *saving);
+            (result, Some(buffers), saving)
+        });
+        let waited = begun.elapsed().as_secs_f64();
+        self.writing = Some(Writing { step, begun, waited, thread });
+        Ok(())
+    }
+
+    /// The checkpoint that has become complete since this was called last. Doesn't wait.
+    pub fn poll(&mut self) -> Result<Option<Saved>> {
+        if self.writing.as_ref().is_some_and(|writing| !writing.thread.is_finished()) {
+            return Ok(None);
+        }
+        self.wait()
+    }
+
+    /// Waits for the checkpoint under way, and gives the one that has become complete.
+    pub fn wait(&mut self) -> Result<Option<Saved>> {
+        let Some(writing) = self.writing.take() else { return Ok(self.complete.take()) };
+        let Writing { step, begun, mut waited, thread } = writing;
+        let from_here = Instant::now();
+        let (result, buffers, saving) = thread.join().map_err(|_| {
+            Error::option(
+                "checkpoint",
+                format!("the thread that wrote that of step {step} panicked"),
+            )
+        })?;
+        waited += from_here.elapsed().as_secs_f64();
+        self.memory = buffers.map_or(Memory::Lacking, Memory::Ready);
+        self.saving = saving;
+        let seconds = begun.elapsed().as_secs_f64();
+        Ok(Some(Saved { step, path: result?, waited, seconds }))
+    }
+}
+
+impl Drop for Saver {
+    /// A checkpoint under way is finished, whatever ended the run.
+    fn drop(&mut self) {
+        if let Err(error) = self.wait() {
+            tracing::warn!("a checkpoint was not written: {error}");
+        }
+    }
+}
