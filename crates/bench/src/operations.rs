@@ -7,7 +7,7 @@ use crate::rows::{
 use candle_core::Tensor;
 use metal_candle::{Error, Result};
 use metal_candle_kernels::lora_linear::{self, Lora, Projection};
-use metal_candle_kernels::{adamw, attention, layer_norm, rms_norm, softmax};
+use metal_candle_kernels::{adamw, attention, flat, layer_norm, rms_norm, softmax};
 
 /// As in `torch.nn.utils.clip_grad_norm_`.
 pub(crate) const CLIP_EPSILON: f64 = 1e-6;
@@ -19,6 +19,7 @@ pub const ADAMW: adamw::Options = adamw::Options {
     beta2: 0.999,
     epsilon: 1e-8,
     weight_decay: WEIGHT_DECAY,
+    bias_correction: true,
 };
 
 /// The work on these inputs, ready to be called.
@@ -147,7 +148,7 @@ impl Optimiser {
         gradients: &Tensor,
         decayed: usize,
     ) -> Result<f64> {
-        let norm = adamw::norm(gradients)?;
+        let norm = flat::norm(gradients)?;
         let scale = (CLIP_NORM / (norm + CLIP_EPSILON)).min(1.0) as f32;
         self.steps += 1;
         let (m, v) = (&self.first, &self.second);

@@ -62,6 +62,7 @@ pub struct Plan {
     pub steps: u64,
     pub batches_per_epoch: u64,
     pub tokens_per_epoch: u64,
+    pub optimizer: String,
     pub peak_learning_rate: f64,
     pub memory: Memory,
     /// What computes, in which dtype, and why that was taken.
@@ -90,7 +91,7 @@ pub struct DataPlan {
 pub struct Memory {
     /// The frozen weights.
     pub weights: u64,
-    /// Trained parameters, their gradients and AdamW's two moments, all f32.
+    /// Trained parameters and their gradients in f32, and what the optimiser keeps.
     pub training: u64,
     /// What a batch of the longest examples keeps for its backward pass.
     pub activations: u64,
@@ -231,7 +232,8 @@ impl Run {
         };
         let batches = train.epoch(0).len();
         let steps = total_steps(settings.duration(), batches, settings.grad_accumulation)?;
-        let options = settings.train_options(steps, settings.learning_rate(steps).map_err(usage)?);
+        let options =
+            settings.train_options(steps, settings.learning_rate(steps).map_err(usage)?)?;
         options.validate().map_err(usage)?;
 
         let mut model = match (settings.from_config.is_some(), start.dry_run) {
@@ -263,6 +265,7 @@ impl Run {
             Some(store) => store.len() as u64,
             None => parameters,
         };
+        let kept = options.optimizer.state_bytes(&model.trainable_entries());
         let dataset = train.dataset();
         let plan = Plan {
             model: match (&settings.model, &settings.from_config) {
@@ -284,7 +287,14 @@ impl Run {
             batches_per_epoch: batches as u64,
             tokens_per_epoch: dataset.report.tokens as u64,
             peak_learning_rate: options.learning_rate.peak(),
-            memory: memory(&settings, &model, parameters, trainable, dataset.report.longest),
+            memory: memory(
+                &settings,
+                &model,
+                parameters,
+                2 * trainable * DType::F32.size_in_bytes() as u64 + kept,
+                dataset.report.longest,
+            ),
+            optimizer: options.optimizer.describe(),
             compute,
             settings: settings.clone(),
         };
@@ -505,6 +515,7 @@ impl Plan {
                 grouped(self.tokens_per_epoch),
             ),
         ));
+        rows.push(("Optimizer", self.optimizer.clone()));
         rows.push(("Learning rate", format!("{:e} at its peak", self.peak_learning_rate)));
         rows.push(("Computes", self.compute.clone()));
         rows.push((
@@ -597,7 +608,7 @@ fn memory(
     settings: &Settings,
     model: &Model,
     parameters: u64,
-    trainable: u64,
+    training: u64,
     longest: usize,
 ) -> Memory {
     let config = model.config();
@@ -617,7 +628,7 @@ fn memory(
     let logits = (tokens * config.vocab_size as u64).min(most) * size_of::<f32>() as u64;
     Memory {
         weights: if full { 0 } else { parameters * element },
-        training: 4 * trainable * DType::F32.size_in_bytes() as u64,
+        training,
         activations: tokens * kept * element + logits,
     }
 }

@@ -140,7 +140,7 @@ mod tests {
             let expected: Vec<f32> = view.force_contiguous().unwrap().to_vec1().unwrap();
             let copy = buffers.copy(&tensors).unwrap();
             // Behind the copy in the stream.
-            crate::adamw::accumulate(&view, &view.force_contiguous().unwrap(), 0.5).unwrap();
+            crate::flat::accumulate(&view, &view.force_contiguous().unwrap(), 0.5).unwrap();
             buffers = copy.wait().unwrap();
             assert_eq!(buffers.tensors()[0].to_vec1::<f32>().unwrap(), expected, "round {round}");
             let bytes: Vec<u8> = buffers.tensors()[1].to_vec1().unwrap();

@@ -23,7 +23,13 @@
 //! | [`arithmetic`] | sums and multiples of tensors |
 //! | [`copy`] | copies in another dtype and into a part of a tensor |
 //! | [`cross_entropy`] | the head and its loss, in chunks |
-//! | [`adamw`] | the optimiser's passes over flat parameters |
+//! | [`flat`] | what all optimisers share: the norm of flat gradients, adding to them, clearing them |
+//! | [`adamw`] | AdamW and Adam |
+//! | [`sgd`] | stochastic gradient descent, with momentum |
+//! | [`lion`] | Lion |
+//! | [`muon`] | Muon: momentum made orthogonal |
+//! | [`adafactor`] | Adafactor |
+//! | [`adamw8bit`] | AdamW with moments of 8 bits |
 //! | [`sampling`] | from logits to a token |
 //! | [`recording`] | work that a GPU repeats without the host |
 //! | [`devices`] | GPUs and their memory |
@@ -31,7 +37,9 @@
 //!
 //! Same inputs, same build, same machine: the same bits, whatever the number of threads.
 
+pub mod adafactor;
 pub mod adamw;
+pub mod adamw8bit;
 pub mod arithmetic;
 pub mod attention;
 pub mod copy;
@@ -41,15 +49,19 @@ pub mod devices;
 pub mod embedding;
 #[cfg(all(feature = "metal-emulation", not(feature = "metal")))]
 pub mod emulation;
+pub mod flat;
 pub mod glu;
 pub mod host;
 pub mod layer_norm;
+pub mod lion;
 pub mod lora_linear;
 pub mod matmul;
+pub mod muon;
 pub mod recording;
 pub mod rms_norm;
 pub mod rope;
 pub mod sampling;
+pub mod sgd;
 pub mod softmax;
 #[cfg(test)]
 mod testing;

@@ -179,7 +179,7 @@ const FORWARD: &[&str] = &[
 ];
 
 const BACKWARD: &[&str] = &[
-    "adamw_accumulate_f32",
+    "flat_accumulate_f32",
     "arithmetic_scale_by_$",
     "attention_corrections_$",
     "attention_dk_dv_64_$",
@@ -192,7 +192,7 @@ const BACKWARD: &[&str] = &[
     "rms_norm_backward_$",
 ];
 
-const STEP: &[&str] = &["adamw_clipped_step", "adamw_norm", "adamw_squares_f32"];
+const STEP: &[&str] = &["adamw_clipped_step", "flat_norm", "flat_squares_f32"];
 
 #[test]
 fn a_model_on_metal_gives_the_logits_of_the_cpu() {
@@ -233,6 +233,7 @@ fn train(device: &Device, dtype: DType, checkpoint: bool) -> Steps {
         beta2: 0.99,
         epsilon: 1e-8,
         weight_decay: 0.1,
+        bias_correction: true,
     };
     let mut steps = Steps { losses: Vec::new(), gradients: Vec::new(), parameters: Vec::new() };
     for step in 1..=2 {

@@ -11,7 +11,7 @@ use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::{Batch, IGNORED};
 use metal_candle::generate::Session;
 use metal_candle::model::{Config, Input, Model, PassOptions};
-use metal_candle_kernels::{adamw, sampling};
+use metal_candle_kernels::{adamw, flat, sampling};
 use serde_json::Value;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -504,15 +504,21 @@ fn follow(model: &Model, run: &Value, batches: &Tensor, clip: Option<f64>, weigh
         let ids = rows(&batches.get(index).unwrap());
         let (loss, _) = gradients(model, &next_token_batch(&ids), PassOptions::default());
         assert!((loss - wanted).abs() <= 1e-3 * wanted, "step {index}: {loss}, expected {wanted}");
-        let norm = adamw::norm(model.parameters().unwrap().gradients()).unwrap();
+        let norm = flat::norm(model.parameters().unwrap().gradients()).unwrap();
         if let Some(norms) = &norms {
             let wanted = norms[index];
             assert!((norm - wanted).abs() <= 5e-3 * wanted, "step {index}: norm {norm}, {wanted}");
         }
         let scale = clip.map_or(1.0, |clip| (clip / (norm + 1e-6)).min(1.0)) as f32;
         let learning_rate = rates.as_ref().map_or(5e-3, |rates| rates[index]);
-        let options =
-            adamw::Options { learning_rate, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay };
+        let options = adamw::Options {
+            learning_rate,
+            beta1: 0.9,
+            beta2: 0.999,
+            epsilon: 1e-8,
+            weight_decay,
+            bias_correction: true,
+        };
         adamw_step(model, &moments, index + 1, scale, &options);
     }
 }

@@ -11,7 +11,8 @@ use metal_candle::model::Model;
 use metal_candle::random::SplitMix64;
 use metal_candle::text::ChatTemplate;
 use metal_candle::train::{
-    FolderLock, JsonLines, LearningRate, Metric, MetricsSink, Outcome, Schedule, ScheduleOptions,
+    AdafactorOptions, AdamOptions, AdamWOptions, FolderLock, JsonLines, LearningRate, LionOptions,
+    Metric, MetricsSink, MuonOptions, Optimizer, Outcome, Schedule, ScheduleOptions, SgdOptions,
     Summary, TrainOptions, Trainer, Warmup, latest_checkpoint, metrics,
 };
 use metal_candle::{Error, Result};
@@ -220,6 +221,75 @@ const FULL: &str = "METAL_CANDLE_TEST_FULL";
 /// Not a test of its own: the process that `a_killed_run_continues_bit_for_bit` starts and that
 /// kills itself at the moment it was told.
 #[cfg(unix)]
+/// The parameters after a run that is stopped after some of its steps, if at all, and continued.
+fn trained_by(optimizer: Optimizer, stop_after: Option<u64>) -> (Vec<String>, Vec<f32>) {
+    let output = tempfile::tempdir().unwrap();
+    let batches = batcher(dataset(24, 1), 3, true);
+    let options = TrainOptions {
+        optimizer,
+        save_every: 0,
+        ..TrainOptions::new(5, learning_rate(optimizer_rate(&optimizer), 5))
+    };
+    let options = TrainOptions { report_every: 1, ..options };
+    let mut events = Vec::new();
+    for stop in [stop_after, None] {
+        let model = model(false);
+        let stopping = Arc::new(AtomicBool::new(false));
+        let mut trainer = Trainer::new(&model, &batches, options.clone(), output.path(), "llama")
+            .unwrap()
+            .with_stop(stopping.clone());
+        if let Some(checkpoint) = latest_checkpoint(output.path()).unwrap() {
+            trainer.resume(checkpoint).unwrap();
+        }
+        trainer
+            .run(&mut |metric: &Metric| -> Result<()> {
+                if let Metric::Train { step, .. } = metric
+                    && stop == Some(*step)
+                {
+                    stopping.store(true, Ordering::Relaxed);
+                }
+                events.extend(steady(metric));
+                Ok(())
+            })
+            .unwrap();
+        if stop.is_none() {
+            return (events, snapshot(&model));
+        }
+    }
+    unreachable!()
+}
+
+/// One that lowers the loss of this small model.
+fn optimizer_rate(optimizer: &Optimizer) -> f64 {
+    match optimizer {
+        Optimizer::Sgd(_) => 0.5,
+        Optimizer::Lion(_) => 5e-3,
+        _ => 2e-2,
+    }
+}
+
+#[test]
+fn every_optimizer_lowers_the_loss_and_continues_bit_for_bit() {
+    let momentum = SgdOptions { momentum: 0.9, nesterov: true, ..SgdOptions::default() };
+    for optimizer in [
+        Optimizer::Adam(AdamOptions::default()),
+        Optimizer::Sgd(SgdOptions::default()),
+        Optimizer::Sgd(momentum),
+        Optimizer::Lion(LionOptions::default()),
+        Optimizer::AdamW8bit(AdamWOptions::default()),
+        Optimizer::Adafactor(AdafactorOptions::default()),
+        Optimizer::Muon(MuonOptions::default()),
+    ] {
+        let (events, whole) = trained_by(optimizer, None);
+        let losses: Vec<f64> =
+            events.iter().map(|event| event.split(' ').nth(2).unwrap().parse().unwrap()).collect();
+        assert!(losses[4] < losses[0] - 0.05, "{optimizer:?}: {losses:?}");
+        let (parts_events, parts) = trained_by(optimizer, Some(3));
+        assert_eq!(whole, parts, "{optimizer:?}");
+        assert_eq!(events, parts_events, "{optimizer:?}");
+    }
+}
+
 #[test]
 fn child_process_that_is_killed() {
     let (Ok(moment), Ok(output)) = (std::env::var(KILL_AT), std::env::var(OUTPUT)) else { return };
@@ -403,7 +473,20 @@ fn a_checkpoint_of_another_run_is_refused_with_what_differs() {
     let checkpoint = latest_checkpoint(output.path()).unwrap().unwrap();
     let model = model(false);
     let validation = batcher(dataset(9, 2), 4, false);
-    let cases: [(&str, Batcher, TrainOptions); 3] = [
+    let lion = Optimizer::Lion(LionOptions::default());
+    let slower = Optimizer::AdamW(AdamWOptions { beta1: 0.95, ..AdamWOptions::default() });
+    let same = || batcher(dataset(24, 1), 3, true);
+    let cases: [(&str, Batcher, TrainOptions); 5] = [
+        (
+            "optimizer was adamw and is now lion",
+            same(),
+            TrainOptions { optimizer: lion, ..with_best() },
+        ),
+        (
+            "optimizer.adamw.beta1 was 0.9 and is now 0.95",
+            same(),
+            TrainOptions { optimizer: slower, ..with_best() },
+        ),
         ("batch_size", batcher(dataset(24, 1), 4, true), with_best()),
         ("data_hash", batcher(dataset(24, 3), 3, true), with_best()),
         ("seed", batcher(dataset(24, 1), 3, true), TrainOptions { seed: 12, ..with_best() }),
@@ -548,11 +631,11 @@ fn accumulated_batches_weigh_every_token_the_same() {
     let run = |batch_size, accumulation| {
         let options = TrainOptions {
             accumulation,
-            adamw: metal_candle::train::AdamWOptions {
+            optimizer: Optimizer::AdamW(AdamWOptions {
                 // A large epsilon keeps AdamW from blowing up rounding in tiny gradients.
                 epsilon: 1e-2,
-                ..Default::default()
-            },
+                ..AdamWOptions::default()
+            }),
             save_every: 0,
             ..TrainOptions::new(4, learning_rate(1e-2, 4))
         };

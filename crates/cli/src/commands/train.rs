@@ -7,7 +7,7 @@ use crate::output::{self, Terminal, plural, say, shell_word};
 use crate::run_folder::{CONFIG, Resume, Start};
 use crate::settings::file::File;
 use crate::settings::{
-    Course, FineTuneType, Foreign, Loss, Matmul, Precision, Processor, Settings,
+    Course, FineTuneType, Foreign, Loss, Matmul, OptimizerName, Precision, Processor, Settings,
 };
 use crate::training::{LAST_STEPS_SKIPPED, Run};
 use crate::wrap::stdout_columns;
@@ -145,7 +145,10 @@ pub struct Flags {
     /// Batches that make one step [default: 1]
     #[arg(long, value_name = "N", help_heading = "Training")]
     grad_accumulation: Option<usize>,
-    /// The highest learning rate [default: 2e-4]
+    /// What turns gradients into steps [default: adamw]
+    #[arg(long, value_enum, help_heading = "Training")]
+    optimizer: Option<OptimizerName>,
+    /// The highest learning rate [default: adam, adamw, adamw8bit 2e-4; adafactor, muon 1e-3; lion 2e-5; sgd 0.1]
     #[arg(short, long, value_name = "X", help_heading = "Training")]
     learning_rate: Option<f64>,
     /// How it moves after the warm-up [default: cosine]
@@ -160,18 +163,30 @@ pub struct Flags {
     /// The learning rate at the end [default: 0]
     #[arg(long, value_name = "X", help_heading = "Training")]
     min_learning_rate: Option<f64>,
-    /// AdamW's weight decay [default: 0.01]
+    /// Weight decay of matrices [default: adamw, adamw8bit 0.01; muon 0.1; adafactor, lion, sgd 0]
     #[arg(long, value_name = "X", help_heading = "Training")]
     weight_decay: Option<f64>,
-    /// AdamW's decay of the first moment [default: 0.9]
+    /// Decay of the first moment, or its share in Lion's steps [default: 0.9]
     #[arg(long, value_name = "X", help_heading = "Training")]
     beta1: Option<f64>,
-    /// AdamW's decay of the second moment [default: 0.999]
+    /// Decay of the second moment, or of Lion's momentum [default: 0.999; lion 0.99]
     #[arg(long, value_name = "X", help_heading = "Training")]
     beta2: Option<f64>,
-    /// AdamW's epsilon [default: 1e-8]
+    /// Added to the root of Adam's second moment, or to Adafactor's squares [default: 1e-8; adafactor 1e-30]
     #[arg(long, value_name = "X", help_heading = "Training")]
     epsilon: Option<f64>,
+    /// Correct Adam's moments for beginning at zero, which mlx-lm leaves out unless told [default: true]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "Training")]
+    bias_correction: Option<bool>,
+    /// Momentum of SGD and Muon [default: sgd 0; muon 0.95]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    momentum: Option<f64>,
+    /// The share of a gradient that SGD's momentum leaves out [default: 0]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    dampening: Option<f64>,
+    /// Nesterov's momentum [default: sgd false; muon true]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "Training")]
+    nesterov: Option<bool>,
     /// Gradients with a larger norm are scaled down to it; 0 is off [default: 1]
     #[arg(long, value_name = "X", help_heading = "Training")]
     clip_norm: Option<f64>,

@@ -4,6 +4,7 @@
 use super::Settings;
 use super::keys::{GROUPS, Keys, Style, cut, kind};
 use super::mlx::{self, Unsaid};
+use super::optimizer::OPTIONS;
 use crate::errors::usage;
 use serde_yaml_ng::{Mapping, Value};
 use std::path::{Path, PathBuf};
@@ -60,6 +61,15 @@ impl File {
                     said.remove(*key);
                     unsaid.remove(*key);
                 }
+            }
+        }
+        // Another optimiser has options of its own.
+        let adamw = Value::from("adamw");
+        let before = said.get("optimizer").or(unsaid.get("optimizer")).unwrap_or(&adamw);
+        if flags.get("optimizer").is_some_and(|flag| flag != before) {
+            for key in OPTIONS {
+                said.remove(*key);
+                unsaid.remove(*key);
             }
         }
         unsaid.retain(|key, _| !flags.contains_key(key));
@@ -165,7 +175,28 @@ mod tests {
             ("saves_per_epoch: 2", "saves_per_epoch: checkpoints are counted in steps"),
             ("bf16: true\ndtype: f16", "`bf16` and `dtype` say the same thing"),
             ("steps_per_report: -1", "steps_per_report: is -1, expected a whole number"),
-            ("optimizer: adagrad", "optimizer: is adagrad, expected adamw"),
+            ("optimizer: adagrad", "optimizer: is adagrad, expected one of adam, adamw"),
+            ("optimizer: adamw\nmomentum: 0.9", "momentum: adamw has no such option; it has beta1"),
+            ("optimizer: adam\nweight_decay: 0.1", "weight_decay: adam has no such option"),
+            ("optim: sgd\nnesterov: true", "nesterov: needs a momentum"),
+            (
+                "optimizer: lion\noptimizer_config: {lion: {eps: 1}}",
+                "epsilon: lion has no such option",
+            ),
+            (
+                "optimizer: adamw\noptimizer_config: {adamw: {betas: 1}}",
+                "optimizer_config.adamw.betas: is 1, expected two numbers",
+            ),
+            (
+                "optimizer: adamw\noptimizer_config: {adamw: {beta: 1}}",
+                "unknown key `optimizer_config.adamw.beta`",
+            ),
+            ("optimizer: muon\nns_steps: 2.5", "ns_steps: is 2.5, expected"),
+            (
+                "optimizer: adafactor\noptimizer_config: {adafactor: {beta_1: 0.9}}",
+                "beta_1: is 0.9, expected null",
+            ),
+            ("beta1: .nan", "beta1: is NaN"),
             ("fine_tune_type: dora", "fine_tune_type: is dora, expected one of lora, full"),
             ("wandb: project", "wandb: is project; every run writes metrics.jsonl"),
             (
@@ -190,6 +221,78 @@ mod tests {
         .unwrap();
         assert_eq!((settings.steps, settings.epochs), (Some(5), None));
         assert_eq!(settings.learning_rate(5).unwrap().peak(), 2e-3);
+    }
+
+    #[test]
+    fn options_are_those_of_the_optimizer() {
+        use metal_candle::train::{
+            AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer,
+            SgdOptions,
+        };
+        for (yaml, optimizer, rate) in [
+            ("{}", Optimizer::default(), 2e-4),
+            ("optim: adamw_torch_fused", Optimizer::default(), 2e-4),
+            (
+                "optimizer: adam\nlearning_rate: 3.0e-4\noptimizer_config: {adam: {bias_correction: false, eps: 1.0e-6}, sgd: {momentum: 1}}",
+                Optimizer::Adam(AdamOptions {
+                    bias_correction: false,
+                    epsilon: 1e-6,
+                    ..AdamOptions::default()
+                }),
+                3e-4,
+            ),
+            (
+                "optimizer: sgd\nmomentum: 0.9\nnesterov: true",
+                Optimizer::Sgd(SgdOptions {
+                    momentum: 0.9,
+                    nesterov: true,
+                    ..SgdOptions::default()
+                }),
+                0.1,
+            ),
+            ("optim: adamw_bnb_8bit", Optimizer::AdamW8bit(AdamWOptions::default()), 2e-4),
+            (
+                "optimizer: adafactor\nlearning_rate: 0.5\noptimizer_config: {adafactor: {eps: [1.0e-20, 0.1], beta_1: null, scale_parameter: false, warmup_init: true}}",
+                Optimizer::Adafactor(AdafactorOptions {
+                    epsilon: 1e-20,
+                    scale_epsilon: 0.1,
+                    relative_step: true,
+                    warmup_init: true,
+                    ..AdafactorOptions::default()
+                }),
+                0.5,
+            ),
+            ("optimizer: adafactor", Optimizer::Adafactor(AdafactorOptions::default()), 1e-3),
+            (
+                "optimizer: muon\nns_steps: 3\nnesterov: false",
+                Optimizer::Muon(MuonOptions {
+                    ns_steps: 3,
+                    nesterov: false,
+                    ..MuonOptions::default()
+                }),
+                1e-3,
+            ),
+            (
+                "optimizer: lion\nbeta1: 0.8\nlearning_rate: 1.0e-3",
+                Optimizer::Lion(LionOptions { beta1: 0.8, ..LionOptions::default() }),
+                1e-3,
+            ),
+        ] {
+            let settings = parse(yaml).unwrap();
+            assert_eq!(settings.optimizer().unwrap(), optimizer, "{yaml}");
+            assert_eq!(settings.peak_learning_rate(), rate, "{yaml}");
+            assert_eq!(parse(&settings.to_yaml().unwrap()).unwrap(), settings, "{yaml}");
+        }
+    }
+
+    #[test]
+    fn another_optimizer_takes_no_options_from_the_file() {
+        for (flags, beta1, epsilon) in
+            [("optimizer: lion", 0.9, None), ("optimizer: adamw", 0.5, Some(1e-3))]
+        {
+            let (settings, _) = with_flags("{epsilon: 1.0e-3, beta1: 0.5}", flags).unwrap();
+            assert_eq!((settings.beta1, settings.epsilon), (Some(beta1), epsilon), "{flags}");
+        }
     }
 
     #[test]
@@ -222,14 +325,18 @@ mod tests {
             clip_norm: 0.0,
             schedule: Course::Constant,
             warmup_steps: Some(0),
-            learning_rate: 1e-5,
+            learning_rate: Some(1e-5),
             steps: Some(40),
             rank: 8,
             alpha: Some(160.0),
             num_layers: Some(16),
             eval_batches: 25,
             test_batches: 500,
-            weight_decay: 0.0,
+            optimizer: crate::settings::OptimizerName::Adam,
+            beta1: Some(0.9),
+            beta2: Some(0.999),
+            epsilon: Some(1e-8),
+            bias_correction: Some(false),
             ..Settings::default()
         };
         assert_eq!(settings, expected);
@@ -246,7 +353,8 @@ mod tests {
         let (settings, notice) = with_flags(said, "{clip_norm: 1, grad_accumulation: 2}").unwrap();
         assert_eq!((settings.loss_on, settings.num_layers), (Loss::Completion, Some(-1)));
         assert_eq!((settings.rank, settings.alpha, settings.dropout), (4, Some(8.0), 0.1));
-        assert_eq!((settings.weight_decay, settings.clip_norm), (0.01, 1.0));
+        assert_eq!((settings.weight_decay, settings.clip_norm), (Some(0.01), 1.0));
+        assert_eq!(settings.bias_correction, Some(true));
         assert_eq!(settings.learning_rate(40).unwrap().at(5), 1e-4);
         let notice = notice.unwrap();
         for part in ["loss_on", "clip_norm", "schedule", "bias"] {

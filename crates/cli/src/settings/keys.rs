@@ -47,13 +47,16 @@ pub struct Keys {
     map: Mapping,
     /// This program's name of each key, and the one under which it came.
     origins: Vec<(String, String)>,
+    /// The optimiser that is named, if one is.
+    optimizer: Option<String>,
 }
 
 impl Keys {
     /// The settings that a mapping holds, in this program's words or other programs'.
     pub fn read(mapping: &Mapping, style: Style) -> Result<Self, String> {
         let known = known();
-        let mut keys = Self::default();
+        let named = mapping.get("optimizer").or(mapping.get("optim")).and_then(Value::as_str);
+        let mut keys = Self { optimizer: named.map(String::from), ..Self::default() };
         for (key, value) in mapping {
             let Some(key) = key.as_str() else {
                 return Err(format!("expected keys that are words, found {}", kind(key)));
@@ -106,6 +109,11 @@ impl Keys {
         Ok(())
     }
 
+    /// The optimiser whose options hold; where none is named, that of mlx-lm.
+    pub fn optimizer(&self) -> &str {
+        self.optimizer.as_deref().unwrap_or("adam")
+    }
+
     /// The settings by this program's names.
     pub fn into_map(self) -> Mapping {
         self.map
@@ -145,6 +153,9 @@ fn expected(key: &str) -> String {
     let Some(flag) = command.get_arguments().find(|flag| flag.get_id() == key) else {
         return of_kind(match key {
             "scale" => "X",
+            "ns_steps" => "N",
+            "adamw_share" | "scale_epsilon" | "clip_threshold" | "decay_rate" => "X",
+            "scale_parameter" | "relative_step" | "warmup_init" => "BOOL",
             "tensorboard" | "plot" => "BOOL",
             "lr_schedule" => "SCHEDULE",
             _ => "TEXT",

@@ -46,12 +46,6 @@ pub fn recognise(written: &Mapping, settings: &mut Mapping) -> Option<Unsaid> {
         "batches come in another order".to_string(),
         "mlx-lm also learns the padding token that follows an example".to_string(),
     ];
-    if !corrects_bias(written) {
-        differences.push(
-            "Adam corrects the bias of its moments, which makes the first steps of mlx-lm's up to 3 times as large"
-                .to_string(),
-        );
-    }
     let mut defaults = Mapping::new();
     let full = settings.get("fine_tune_type").and_then(Value::as_str) == Some("full");
     let has = |key: &str| settings.contains_key(key);
@@ -81,9 +75,30 @@ pub fn recognise(written: &Mapping, settings: &mut Mapping) -> Option<Unsaid> {
             defaults.insert(key.into(), value);
         }
     }
-    // Without a word about it, mlx-lm takes Adam, which has no decay.
-    if !written.contains_key("optimizer") && !has("weight_decay") {
-        defaults.insert("weight_decay".into(), 0.into());
+    let optimizer = settings.get("optimizer").and_then(Value::as_str);
+    // MLX's two correct no bias unless told.
+    if matches!(optimizer, None | Some("adam" | "adamw")) && !has("bias_correction") {
+        defaults.insert("bias_correction".into(), false.into());
+    }
+    if optimizer == Some("adafactor") {
+        for key in ["scale_parameter", "relative_step"] {
+            if !has(key) {
+                defaults.insert(key.into(), true.into());
+            }
+        }
+    }
+    if optimizer == Some("muon") {
+        if !has("weight_decay") {
+            defaults.insert("weight_decay".into(), 0.01.into());
+        }
+        differences.push(
+            "Muon's decay isn't part of the gradient, AdamW moves vectors, the embedding and the head, and a \
+             step is as large as a matrix has outputs for an input, in mlx-lm rows for a column"
+                .into(),
+        );
+    }
+    if optimizer.is_none() {
+        defaults.insert("optimizer".into(), "adam".into());
     }
     if settings.get("loss_on").and_then(Value::as_str) == Some("completion") {
         differences
@@ -107,13 +122,6 @@ pub fn recognise(written: &Mapping, settings: &mut Mapping) -> Option<Unsaid> {
         ));
     }
     Some(Unsaid { sign: (*sign).into(), defaults, differences })
-}
-
-/// Whether the file asks for what AdamW does here.
-fn corrects_bias(written: &Mapping) -> bool {
-    let name = written.get("optimizer").and_then(Value::as_str).unwrap_or("adam");
-    let options = written.get("optimizer_config").and_then(|config| config.get(name));
-    options.and_then(|options| options.get("bias_correction")) == Some(&Value::Bool(true))
 }
 
 impl Unsaid {

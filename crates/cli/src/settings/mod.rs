@@ -3,10 +3,12 @@
 pub mod file;
 mod keys;
 mod mlx;
+mod optimizer;
 mod values;
 mod words;
 
 pub use keys::{cut, of_kind};
+pub use optimizer::OptimizerName;
 pub use values::{Course, FineTuneType, Loss, Matmul, Precision, Processor};
 pub use words::Foreign;
 
@@ -16,8 +18,7 @@ use crate::models::check_matmul;
 use indexmap::IndexMap;
 use metal_candle::adapter::{self, LoraConfig, Targets};
 use metal_candle::train::{
-    AdamWOptions, Duration, LearningRate, MAX_STEPS, MlxSchedule, Schedule, ScheduleOptions,
-    TrainOptions, Warmup,
+    Duration, LearningRate, MAX_STEPS, MlxSchedule, Schedule, ScheduleOptions, TrainOptions, Warmup,
 };
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -51,16 +52,29 @@ pub struct Settings {
     pub steps: Option<u64>,
     pub batch_size: usize,
     pub grad_accumulation: usize,
-    pub learning_rate: f64,
+    pub optimizer: OptimizerName,
+    pub learning_rate: Option<f64>,
     pub schedule: Course,
     pub warmup_steps: Option<u64>,
     pub warmup_ratio: Option<f64>,
     pub min_learning_rate: f64,
     pub lr_schedule: Option<MlxSchedule>,
-    pub weight_decay: f64,
-    pub beta1: f64,
-    pub beta2: f64,
-    pub epsilon: f64,
+    pub weight_decay: Option<f64>,
+    pub beta1: Option<f64>,
+    pub beta2: Option<f64>,
+    pub epsilon: Option<f64>,
+    pub bias_correction: Option<bool>,
+    pub momentum: Option<f64>,
+    pub dampening: Option<f64>,
+    pub nesterov: Option<bool>,
+    pub ns_steps: Option<usize>,
+    pub adamw_share: Option<f64>,
+    pub scale_epsilon: Option<f64>,
+    pub clip_threshold: Option<f64>,
+    pub decay_rate: Option<f64>,
+    pub scale_parameter: Option<bool>,
+    pub relative_step: Option<bool>,
+    pub warmup_init: Option<bool>,
     pub clip_norm: f64,
     pub skip_limit: u64,
 
@@ -96,7 +110,6 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        let adamw = AdamWOptions::default();
         Self {
             model: None,
             revision: None,
@@ -120,16 +133,29 @@ impl Default for Settings {
             steps: None,
             batch_size: 4,
             grad_accumulation: 1,
-            learning_rate: 2e-4,
+            optimizer: OptimizerName::default(),
+            learning_rate: None,
             schedule: Course::default(),
             warmup_steps: None,
             warmup_ratio: None,
             min_learning_rate: 0.0,
             lr_schedule: None,
-            weight_decay: adamw.weight_decay,
-            beta1: adamw.beta1,
-            beta2: adamw.beta2,
-            epsilon: adamw.epsilon,
+            weight_decay: None,
+            beta1: None,
+            beta2: None,
+            epsilon: None,
+            bias_correction: None,
+            momentum: None,
+            dampening: None,
+            nesterov: None,
+            ns_steps: None,
+            adamw_share: None,
+            scale_epsilon: None,
+            clip_threshold: None,
+            decay_rate: None,
+            scale_parameter: None,
+            relative_step: None,
+            warmup_init: None,
             clip_norm: 1.0,
             skip_limit: 5,
             max_seq_length: 2048,
@@ -225,8 +251,10 @@ impl Settings {
             self.alpha = Some(scale * if self.rslora { rank.sqrt() } else { rank });
         }
         self.alpha.get_or_insert(2.0 * self.rank as f64);
-        self.check()?;
-        Ok(self)
+        self.learning_rate = Some(self.peak_learning_rate());
+        let completed = self.complete_optimizer()?;
+        completed.check()?;
+        Ok(completed)
     }
 
     /// Takes LoRA's settings from the adapter that training starts from.
@@ -318,9 +346,9 @@ impl Settings {
         for (key, value, most) in [
             ("epochs", self.epochs.unwrap_or(1.0), 1e6),
             ("alpha", self.alpha.unwrap_or(1.0), 1e9),
-            ("learning_rate", self.learning_rate, 1e3),
-            ("weight_decay", self.weight_decay, 1e3),
-            ("epsilon", self.epsilon, 1e3),
+            ("learning_rate", self.learning_rate.unwrap_or(0.0), 1e3),
+            ("weight_decay", self.weight_decay.unwrap_or(0.0), 1e3),
+            ("epsilon", self.epsilon.unwrap_or(0.0), 1e3),
             ("clip_norm", self.clip_norm, 1e12),
         ] {
             if value > most {
@@ -353,9 +381,8 @@ impl Settings {
             None => schedule.build(steps),
         }
         .map_err(usage)?;
-        self.train_options(steps, LearningRate::constant(self.learning_rate).map_err(usage)?)
-            .validate()
-            .map_err(usage)?;
+        let rate = LearningRate::constant(self.peak_learning_rate()).map_err(usage)?;
+        self.train_options(steps, rate)?.validate().map_err(usage)?;
         Ok(())
     }
 
@@ -388,7 +415,7 @@ impl Settings {
                 Course::Linear => Schedule::Linear,
                 Course::Cosine => Schedule::Cosine,
             },
-            learning_rate: self.learning_rate,
+            learning_rate: self.peak_learning_rate(),
             min_learning_rate: self.min_learning_rate,
             warmup: match (self.warmup_steps, self.warmup_ratio) {
                 (Some(steps), _) => Warmup::Steps(steps),
@@ -415,17 +442,16 @@ impl Settings {
     }
 
     /// What the trainer is told, for a run of `steps` steps.
-    pub fn train_options(&self, steps: u64, learning_rate: LearningRate) -> TrainOptions {
-        TrainOptions {
+    pub fn train_options(
+        &self,
+        steps: u64,
+        learning_rate: LearningRate,
+    ) -> anyhow::Result<TrainOptions> {
+        Ok(TrainOptions {
             steps,
             accumulation: self.grad_accumulation,
             learning_rate,
-            adamw: AdamWOptions {
-                beta1: self.beta1,
-                beta2: self.beta2,
-                epsilon: self.epsilon,
-                weight_decay: self.weight_decay,
-            },
+            optimizer: self.optimizer()?,
             clip_norm: (self.clip_norm != 0.0).then_some(self.clip_norm),
             skip_limit: self.skip_limit,
             gradient_checkpointing: self.grad_checkpoint,
@@ -438,7 +464,7 @@ impl Settings {
             keep_best: self.keep_best,
             patience: self.patience,
             sample_every: self.sample_every,
-        }
+        })
     }
 
     /// The settings as a YAML file that `-c` accepts, without keys that others make meaningless.

@@ -51,7 +51,6 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("lora_layers", Key("num_layers")),
     ("lora_parameters", Sets(lora_parameters)),
     ("mask_prompt", Sets(mask_prompt)),
-    ("optimizer", Sets(optimizer)),
     ("optimizer_config", Sets(optimizer_config)),
     ("project_name", Neutral(All, "")),
     ("report_to", Sets(report_to)),
@@ -155,7 +154,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("model_revision", Key("revision")),
     ("neftune_noise_alpha", Neutral(Off, "noise on embeddings is not supported")),
     ("num_train_epochs", Key("epochs")),
-    ("optim", Sets(optimizer)),
+    ("optim", Key("optimizer")),
     ("output_dir", Key("output")),
     (
         "overwrite_output_dir",
@@ -400,48 +399,58 @@ fn lora_parameters(keys: &mut Keys, name: &str, value: &Value) -> Result<(), Str
     Ok(())
 }
 
-fn optimizer(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
-    match value.as_str() {
-        Some("adamw" | "adamw_torch" | "adamw_torch_fused") => Ok(()),
-        // Without decay the two are the same.
-        Some("adam") => keys.insert("weight_decay", name, 0.into()),
-        _ => Err(wrong(name, value, "adamw, or adam, which has no weight decay")),
-    }
-}
-
 /// mlx-lm's options of its optimisers. It reads only those of the one that it uses.
 fn optimizer_config(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
-    const OPTIONS: [&str; 4] = ["weight_decay", "eps", "betas", "bias_correction"];
+    const OPTIONS: [&str; 13] = [
+        "weight_decay",
+        "eps",
+        "betas",
+        "bias_correction",
+        "momentum",
+        "dampening",
+        "nesterov",
+        "ns_steps",
+        "clip_threshold",
+        "decay_rate",
+        "scale_parameter",
+        "relative_step",
+        "warmup_init",
+    ];
     let Value::Mapping(optimizers) = value else {
         return Err(wrong(name, value, "a mapping such as adamw: {weight_decay: 0.01}"));
     };
     for (optimizer, options) in optimizers {
-        let name = format!("{name}.{}", optimizer.as_str().unwrap_or_default());
+        let Some(optimizer) = optimizer.as_str() else {
+            return Err(wrong(name, optimizer, "the name of an optimiser"));
+        };
+        let name = format!("{name}.{optimizer}");
         let options = match options {
             Value::Mapping(options) => options,
             Value::Null => continue,
             other => return Err(wrong(&name, other, "a mapping of options")),
         };
-        let adam = matches!(optimizer.as_str(), Some("adam" | "adamw"));
-        if !adam && !options.is_empty() {
-            return Err(format!("{name}: is not supported; adamw and adam are"));
+        if optimizer != keys.optimizer() {
+            continue;
         }
         for (option, value) in options {
             let option = option.as_str().unwrap_or_default();
             let name = format!("{name}.{option}");
             match (option, value) {
-                ("weight_decay", _) => keys.insert("weight_decay", &name, value.clone())?,
+                ("eps", Value::Sequence(both)) if both.len() == 2 => {
+                    for (key, epsilon) in ["epsilon", "scale_epsilon"].into_iter().zip(both) {
+                        keys.insert(key, &name, epsilon.clone())?;
+                    }
+                }
                 ("eps", _) => keys.insert("epsilon", &name, value.clone())?,
+                ("beta_1", Value::Null) => {}
+                ("beta_1", _) => return Err(wrong(&name, value, "null: there is no first moment")),
                 ("betas", Value::Sequence(betas)) if betas.len() == 2 => {
                     for (key, beta) in ["beta1", "beta2"].into_iter().zip(betas) {
                         keys.insert(key, &name, beta.clone())?;
                     }
                 }
                 ("betas", _) => return Err(wrong(&name, value, "two numbers")),
-                ("bias_correction", Value::Bool(true)) => {}
-                ("bias_correction", _) => {
-                    return Err(wrong(&name, value, "true, which is how AdamW is here"));
-                }
+                _ if OPTIONS.contains(&option) => keys.insert(option, &name, value.clone())?,
                 _ => {
                     let close = suggestion(option, OPTIONS.into_iter());
                     return Err(format!("unknown key `{name}`{close}"));

@@ -10,14 +10,14 @@ fn norm<T: Number>(
     parts: u32,
     threads: u32,
 ) -> Result<f32, Error> {
-    let found = start::<T>(library, "adamw_squares", seed)?
+    let found = start::<T>(library, "flat_squares", seed)?
         .buffer(0, grads)
         .output::<f32>(1, 2 * parts as usize)
         .value(2, grads.len() as u64)
         .value(3, parts)
         .threadgroups([parts, 1, 1], [threads, 1, 1])?;
     let found = library
-        .kernel("adamw_norm")?
+        .kernel("flat_norm")?
         .dispatch()
         .seed(seed)
         .buffer(0, &found.read::<f32>(1)?)
@@ -172,7 +172,7 @@ fn assert_cleared(found: &Buffers, before: &[f32], count: usize) {
 fn accumulates<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
     for (count, threads) in [39, 401, 1].into_iter().zip(THREADS) {
         let (to, from) = (random::<f32>(count, 1), random::<T>(count, 2));
-        let found = start::<T>(library, "adamw_accumulate", seed)?
+        let found = start::<T>(library, "flat_accumulate", seed)?
             .buffer(0, &to)
             .buffer(1, &from)
             .value(2, 0.75f32)

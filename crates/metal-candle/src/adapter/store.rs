@@ -3,7 +3,7 @@
 use crate::autograd::{GradientSink, ParameterId};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
-use metal_candle_kernels::{adamw, copy};
+use metal_candle_kernels::{copy, flat};
 use std::collections::BTreeMap;
 
 /// One trainable tensor.
@@ -51,23 +51,29 @@ impl ParameterStore {
                 return Err(Error::option("parameters", format!("`{name}` is named twice")));
             }
         }
+        let (entries, ids) = Self::layout(parameters);
+        let count = |entry: &Entry| entry.shape.elem_count();
+        let len = entries.iter().map(count).sum::<usize>();
+        let decayed = entries.iter().filter(|entry| entry.shape.rank() >= 2).map(count).sum();
+        let values = Tensor::zeros(len, DType::F32, device)?;
+        let gradients = Tensor::zeros(len, DType::F32, device)?;
+        Ok((Self { values, gradients, entries, decayed }, ids))
+    }
+
+    /// How parameters of these names and shapes are laid out, and the id of each, in the order given.
+    pub fn layout(parameters: &[(String, Shape)]) -> (Vec<Entry>, Vec<ParameterId>) {
         let mut order: Vec<usize> = (0..parameters.len()).collect();
         order.sort_by_key(|&index| parameters[index].1.rank() < 2);
         let mut ids = vec![ParameterId(0); parameters.len()];
         let mut entries = Vec::with_capacity(parameters.len());
-        let (mut offset, mut decayed) = (0, 0);
+        let mut offset = 0;
         for index in order {
             let (name, shape) = &parameters[index];
             ids[index] = ParameterId(entries.len());
             entries.push(Entry { name: name.clone(), shape: shape.clone(), offset });
             offset += shape.elem_count();
-            if shape.rank() >= 2 {
-                decayed = offset;
-            }
         }
-        let values = Tensor::zeros(offset, DType::F32, device)?;
-        let gradients = Tensor::zeros(offset, DType::F32, device)?;
-        Ok((Self { values, gradients, entries, decayed }, ids))
+        (entries, ids)
     }
 
     /// How many numbers are trained.
@@ -126,7 +132,7 @@ impl ParameterStore {
 
     /// Sets every gradient to zero.
     pub fn zero_gradients(&self) -> Result<()> {
-        Ok(adamw::fill_zero(&self.gradients)?)
+        Ok(flat::fill_zero(&self.gradients)?)
     }
 
     /// Where the parameter `id` lies.
@@ -140,6 +146,6 @@ impl ParameterStore {
 /// Adds each contribution to the gradient buffer.
 impl GradientSink for &ParameterStore {
     fn accept(&mut self, id: ParameterId, gradient: Tensor) -> Result<()> {
-        Ok(adamw::accumulate(&self.gradient(id)?, &gradient, 1.0)?)
+        Ok(flat::accumulate(&self.gradient(id)?, &gradient, 1.0)?)
     }
 }

@@ -14,7 +14,7 @@ pub use config::Config;
 pub use export::TrainedFiles;
 pub use weights::Weights;
 
-use crate::adapter::{self, LoraConfig, ParameterStore};
+use crate::adapter::{self, Entry, LoraConfig, ParameterStore};
 use crate::autograd::{ParameterId, Tape, Value, Weight};
 use crate::data::Batch;
 use crate::hash::Hash;
@@ -414,16 +414,24 @@ impl Model {
         Ok(())
     }
 
+    fn weight_shapes(&self) -> Vec<(String, Shape)> {
+        self.named_weights().map(|(name, weight)| (name, weight.tensor().shape().clone())).collect()
+    }
+
+    /// How the trained parameters are laid out, or all weights as long as none are.
+    pub fn trainable_entries(&self) -> Vec<Entry> {
+        match self.parameters() {
+            Some(store) => store.entries().to_vec(),
+            None => ParameterStore::layout(&self.weight_shapes()).0,
+        }
+    }
+
     /// Makes every weight trainable: they move into the flat f32 buffer.
     pub fn train_all(&mut self) -> Result<()> {
         if self.training.is_some() {
             return Err(Error::option("fine_tune_type", "the model is being trained already"));
         }
-        let parameters: Vec<(String, Shape)> = self
-            .named_weights()
-            .map(|(name, weight)| (name, weight.tensor().shape().clone()))
-            .collect();
-        let (store, ids) = ParameterStore::new(&parameters, &self.device)?;
+        let (store, ids) = ParameterStore::new(&self.weight_shapes(), &self.device)?;
         let ids: Vec<ParameterId> = ids;
         for (weight, id) in self.weights_mut()?.into_iter().zip(ids) {
             store.set(id, weight.tensor())?;

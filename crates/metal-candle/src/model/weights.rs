@@ -293,6 +293,32 @@ impl Weights {
         Ok((entry, stored))
     }
 
+    /// The tensor `name` of `count` bytes, u8, as the state of an optimiser has it.
+    ///
+    /// # Errors
+    /// [`Error::File`] when it is missing, is of another type or has another shape.
+    pub(crate) fn bytes(&self, name: &str, count: usize, device: &Device) -> Result<Tensor> {
+        let entry = self.entry(name)?;
+        let path = self.path(entry);
+        if entry.dtype != "U8" || entry.shape != [count] {
+            return Err(Error::file(
+                path,
+                format!(
+                    "tensor {name:?} is {} of shape {:?}, expected U8 of shape [{count}]",
+                    entry.dtype, entry.shape
+                ),
+            ));
+        }
+        let bytes = self
+            .files
+            .get(entry.file)
+            .and_then(|(_, map)| map.get(entry.start..entry.end))
+            .ok_or_else(|| Error::file(path, format!("tensor {name:?} lies outside the file")))?;
+        let tensor = Tensor::from_slice(bytes, count, device)?;
+        entry.read.store(true, Ordering::Relaxed);
+        Ok(tensor)
+    }
+
     fn path(&self, entry: &Entry) -> &PathBuf {
         // An entry is only made together with its file.
         &self.files[entry.file].0

@@ -1,18 +1,18 @@
 //! Checkpoints: everything a run needs to continue with the same bits.
 //!
 //! A checkpoint is the folder `checkpoints/step-<n>` of the run. It holds the adapter as PEFT
-//! writes it (or, in full fine-tuning, the model in f32), the optimiser's moments, and
+//! writes it (or, in full fine-tuning, the model in f32), what the optimiser keeps, and
 //! `trainer_state.json`. The folder appears under its name only when it is complete.
 
 use super::evaluate::Evaluation;
 use super::metrics::{Phase, Position};
-use super::options::AdamWOptions;
+use super::optimizer::{Optimizer, OptimizerState};
 use super::schedule::LearningRate;
-use crate::adapter::{self, LoraConfig};
+use crate::adapter::{self, LoraConfig, ParameterStore};
 use crate::data::BatchOptions;
-use crate::model::{Config, Model, TrainedFiles, Weights};
+use crate::model::{Config, Model, TrainedFiles};
 use crate::{Error, Result, files};
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -23,7 +23,7 @@ const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const VERSION: u32 = 3;
 
-/// Where a run stands. Together with the parameters and the moments it decides every later step.
+/// Where a run stands. Together with the parameters and what the optimiser keeps it decides every later step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct State {
@@ -79,7 +79,7 @@ pub(super) struct Fingerprint {
     pub trainable_parameters: usize,
     pub total_steps: u64,
     pub learning_rate: LearningRate,
-    pub adamw: AdamWOptions,
+    pub optimizer: Optimizer,
     pub clip_norm: Option<f64>,
     pub evaluate_every: u64,
     pub evaluate_batches: Option<usize>,
@@ -126,9 +126,13 @@ impl Fingerprint {
         let value = |of: &Self| {
             serde_json::to_value(of).map_err(|error| Error::file(path, error.to_string()))
         };
-        let Some((key, before, now)) = difference("", &value(&saved)?, &value(self)?) else {
-            return Ok(());
+        let names = [&saved, self].map(|of| of.optimizer.name());
+        let found = if names[0] == names[1] {
+            difference("", &value(&saved)?, &value(self)?)
+        } else {
+            Some(("optimizer".into(), names[0].into(), names[1].into()))
         };
+        let Some((key, before, now)) = found else { return Ok(()) };
         let advice = if key == "total_steps" {
             "a run can be made longer when it is resumed, not shorter"
         } else {
@@ -216,30 +220,6 @@ pub fn latest(output: impl AsRef<Path>) -> Result<Option<PathBuf>> {
     Ok(list(output.as_ref())?.pop().map(|(_, path)| path))
 }
 
-/// The moments of AdamW.
-#[derive(Debug)]
-pub(super) struct Moments {
-    pub first: Tensor,
-    pub second: Tensor,
-}
-
-impl Moments {
-    pub fn zeros(count: usize, device: &Device) -> Result<Self> {
-        Ok(Self {
-            first: Tensor::zeros(count, DType::F32, device)?,
-            second: Tensor::zeros(count, DType::F32, device)?,
-        })
-    }
-
-    /// What is kept of them in a checkpoint.
-    pub fn tensors(&self) -> Vec<(String, Tensor)> {
-        vec![
-            ("first_moment".to_string(), self.first.clone()),
-            ("second_moment".to_string(), self.second.clone()),
-        ]
-    }
-}
-
 /// A checkpoint but for its tensors. Any thread can write it.
 #[derive(Debug)]
 pub(super) struct Contents {
@@ -287,7 +267,7 @@ impl Contents {
 #[derive(Debug)]
 pub(super) struct Loaded {
     pub state: State,
-    pub moments: Moments,
+    pub optimizer: OptimizerState,
     /// How long the run was to be when the checkpoint was written, if it is longer now.
     pub extended_from: Option<u64>,
 }
@@ -332,6 +312,7 @@ pub(super) fn load(
     folder: &Path,
     fingerprint: &Fingerprint,
     model: &Model,
+    parameters: &ParameterStore,
 ) -> Result<Loaded, Refused> {
     let mut state = read_state(&folder.join(STATE), fingerprint)?;
     // What the parameters are of isn't needed here, but by whoever uses the checkpoint otherwise.
@@ -341,15 +322,12 @@ pub(super) fn load(
     }
     .map_err(Refused::from_reading)?;
     model.load_parameters(folder).map_err(Refused::from_reading)?;
-    let weights = Weights::from_files([folder.join(OPTIMIZER)]).map_err(Refused::from_reading)?;
-    let count = [fingerprint.trainable_parameters];
-    let read = |name| {
-        weights.tensor(name, &count, DType::F32, model.device()).map_err(Refused::from_reading)
-    };
-    let moments = Moments { first: read("first_moment")?, second: read("second_moment")? };
+    let path = folder.join(OPTIMIZER);
+    let optimizer = OptimizerState::load(fingerprint.optimizer, parameters, &path)
+        .map_err(Refused::from_reading)?;
     let before = std::mem::replace(&mut state.fingerprint, fingerprint.clone()).total_steps;
     let extended_from = (before < fingerprint.total_steps).then_some(before);
-    Ok(Loaded { state, moments, extended_from })
+    Ok(Loaded { state, optimizer, extended_from })
 }
 
 fn read_state(path: &Path, fingerprint: &Fingerprint) -> Result<State, Refused> {

@@ -6,6 +6,7 @@ mod evaluate;
 mod lock;
 pub mod memory;
 pub mod metrics;
+mod optimizer;
 mod options;
 pub mod plot;
 mod saving;
@@ -17,7 +18,10 @@ pub use checkpoint::latest as latest_checkpoint;
 pub use evaluate::{Evaluation, evaluate};
 pub use lock::FolderLock;
 pub use metrics::{FanOut, JsonLines, Metric, MetricsSink, Phase, Position};
-pub use options::{AdamWOptions, Duration, MAX_STEPS, TrainOptions, total_steps};
+pub use optimizer::{
+    AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer, SgdOptions,
+};
+pub use options::{Duration, MAX_STEPS, TrainOptions, total_steps};
 pub use plot::LossCurve;
 pub use schedule::{LearningRate, MlxSchedule, Schedule, ScheduleOptions, Warmup};
 pub use tensorboard::TensorBoard;

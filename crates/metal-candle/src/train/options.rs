@@ -1,29 +1,9 @@
 //! What a training run is told.
 
+use super::optimizer::Optimizer;
 use super::schedule::LearningRate;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
-
-/// How AdamW updates the parameters (Loshchilov and Hutter, 2019, arXiv:1711.05101). Weight decay
-/// applies to tensors with two or more dimensions.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct AdamWOptions {
-    /// Decay of the first moment.
-    pub beta1: f64,
-    /// Decay of the second moment.
-    pub beta2: f64,
-    /// Added to the root of the second moment.
-    pub epsilon: f64,
-    /// The share of a parameter that a step at rate 1 removes.
-    pub weight_decay: f64,
-}
-
-impl Default for AdamWOptions {
-    fn default() -> Self {
-        Self { beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.01 }
-    }
-}
 
 /// The most optimiser steps of a run: years of them, and every number of batches that follows from
 /// them can be counted.
@@ -51,8 +31,8 @@ pub struct TrainOptions {
     pub accumulation: usize,
     /// The rate of each step.
     pub learning_rate: LearningRate,
-    /// The optimiser.
-    pub adamw: AdamWOptions,
+    /// The optimiser and its options.
+    pub optimizer: Optimizer,
     /// Gradients with a larger L2 norm are scaled down to it.
     pub clip_norm: Option<f64>,
     /// Steps in a row whose loss or gradient may be NaN or infinite before the run stops.
@@ -87,7 +67,7 @@ impl TrainOptions {
             steps,
             accumulation: 1,
             learning_rate,
-            adamw: AdamWOptions::default(),
+            optimizer: Optimizer::default(),
             clip_norm: Some(1.0),
             skip_limit: 5,
             gradient_checkpointing: false,
@@ -124,27 +104,7 @@ impl TrainOptions {
                 return Err(Error::option(name, format!("is {value}, expected at most {most}")));
             }
         }
-        let AdamWOptions { beta1, beta2, epsilon, weight_decay } = self.adamw;
-        for (name, beta) in [("beta1", beta1), ("beta2", beta2)] {
-            if !(0.0..1.0).contains(&beta) {
-                return Err(Error::option(
-                    name,
-                    format!("is {beta}, expected at least 0 and below 1"),
-                ));
-            }
-        }
-        if !(epsilon.is_finite() && epsilon > 0.0) {
-            return Err(Error::option(
-                "epsilon",
-                format!("is {epsilon}, expected a positive number"),
-            ));
-        }
-        if !(weight_decay.is_finite() && weight_decay >= 0.0) {
-            return Err(Error::option(
-                "weight_decay",
-                format!("is {weight_decay}, expected a number of at least 0"),
-            ));
-        }
+        self.optimizer.validate()?;
         if let Some(norm) = self.clip_norm
             && !(norm.is_finite() && norm > 0.0)
         {

@@ -2,11 +2,12 @@
 //! between steps.
 
 use super::base;
-use super::checkpoint::{self, Contents, Fingerprint, Loaded, Moments, Refused, State};
+use super::checkpoint::{self, Contents, Fingerprint, Loaded, Refused, State};
 use super::evaluate::{Evaluation, evaluate_until};
 use super::lock::FolderLock;
 use super::memory::peak_bytes;
 use super::metrics::{Metric, MetricsSink, Phase, Position};
+use super::optimizer::OptimizerState;
 use super::options::TrainOptions;
 use super::saving::{Saved, Saver, SavingFn, untold};
 use crate::adapter::ParameterStore;
@@ -17,7 +18,7 @@ use crate::random::SplitMix64;
 use crate::text::ChatTemplate;
 use crate::{Error, Result, files};
 use candle_core::Tensor;
-use metal_candle_kernels::{adamw, devices};
+use metal_candle_kernels::devices;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -88,7 +89,7 @@ pub struct Trainer<'a> {
     lock: Option<&'a FolderLock>,
     resumed: bool,
     state: State,
-    moments: Moments,
+    optimizer: OptimizerState,
     plans: Option<(usize, Vec<BatchPlan>)>,
 }
 
@@ -128,7 +129,7 @@ impl<'a> Trainer<'a> {
             trainable_parameters: store.len(),
             total_steps: options.steps,
             learning_rate: options.learning_rate.clone(),
-            adamw: options.adamw,
+            optimizer: options.optimizer,
             clip_norm: options.clip_norm,
             evaluate_every: options.evaluate_every,
             evaluate_batches: options.evaluate_batches,
@@ -136,7 +137,7 @@ impl<'a> Trainer<'a> {
             keep_best: options.keep_best,
         };
         batches.dataset().check_vocabulary(model.config().vocab_size)?;
-        let moments = Moments::zeros(store.len(), model.device())?;
+        let optimizer = OptimizerState::new(options.optimizer, store)?;
         Ok(Self {
             model,
             batches,
@@ -152,7 +153,7 @@ impl<'a> Trainer<'a> {
             lock: None,
             resumed: false,
             state: State::new(fingerprint),
-            moments,
+            optimizer,
             plans: None,
         })
     }
@@ -271,9 +272,10 @@ impl<'a> Trainer<'a> {
     }
 
     fn load(&mut self, checkpoint: &Path) -> Result<Resumed, Refused> {
-        let Loaded { state, moments, extended_from } =
-            checkpoint::load(checkpoint, &self.state.fingerprint, self.model)?;
-        (self.state, self.moments) = (state, moments);
+        let store = self.store().map_err(Refused::Other)?;
+        let Loaded { state, optimizer, extended_from } =
+            checkpoint::load(checkpoint, &self.state.fingerprint, self.model, store)?;
+        (self.state, self.optimizer) = (state, optimizer);
         self.plans = None;
         self.resumed = true;
         Ok(Resumed { checkpoint: checkpoint.to_path_buf(), step: self.state.step, extended_from })
@@ -568,25 +570,10 @@ impl<'a> Trainer<'a> {
         }
         self.state.step += 1;
         self.state.phase = Phase::Trained;
-        let adamw = self.options.adamw;
         // Leaves the gradients zero for the next step.
         let norm = if loss.is_finite() {
-            adamw::clipped_step(
-                store.values(),
-                store.gradients(),
-                &self.moments.first,
-                &self.moments.second,
-                self.state.updates as usize + 1,
-                self.options.clip_norm,
-                store.decayed(),
-                &adamw::Options {
-                    learning_rate,
-                    beta1: adamw.beta1,
-                    beta2: adamw.beta2,
-                    epsilon: adamw.epsilon,
-                    weight_decay: adamw.weight_decay,
-                },
-            )?
+            let number = self.state.updates as usize + 1;
+            self.optimizer.step(store, learning_rate, number, self.options.clip_norm)?
         } else {
             store.zero_gradients()?;
             f64::NAN
@@ -674,7 +661,7 @@ impl<'a> Trainer<'a> {
 
     /// The names of the optimiser's tensors; the values of the parameters, and those tensors.
     fn tensors(&self) -> Result<(Vec<String>, Vec<Tensor>)> {
-        let (names, mut tensors): (Vec<_>, Vec<_>) = self.moments.tensors().into_iter().unzip();
+        let (names, mut tensors): (Vec<_>, Vec<_>) = self.optimizer.tensors().into_iter().unzip();
         tensors.insert(0, self.store()?.values().clone());
         Ok((names, tensors))
     }

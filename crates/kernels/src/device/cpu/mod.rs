@@ -253,6 +253,65 @@ pub(crate) fn change_in_place<A: Real>(
     })
 }
 
+/// As [`change_in_place`], on the bytes of a u8 tensor.
+pub(crate) fn change_bytes_in_place(
+    operation: &'static str,
+    tensor: &Tensor,
+    change: impl FnOnce(&mut [u8]) -> Result<()>,
+) -> Result<()> {
+    require_no_emulation()?;
+    struct Change<F> {
+        operation: &'static str,
+        change: Cell<Option<F>>,
+    }
+    impl<F: FnOnce(&mut [u8]) -> Result<()>> InplaceOp1 for Change<F> {
+        fn name(&self) -> &'static str {
+            self.operation
+        }
+        fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+            let (start, end) = contiguous_range(layout)?;
+            match (storage, self.change.take()) {
+                (CpuStorage::U8(bytes), Some(change)) => change(&mut bytes[start..end]),
+                _ => bail!(
+                    "metal-candle-kernels: {}: expected bytes to change in place",
+                    self.operation
+                ),
+            }
+        }
+    }
+    tensor.inplace_op1(&Change { operation, change: Cell::new(Some(change)) })
+}
+
+/// As [`change_in_place`], on several tensors at once, whose storages are their own: see
+/// [`require_separate`].
+pub(crate) fn change_all_in_place<A: Real, const COUNT: usize>(
+    operation: &'static str,
+    tensors: [&Tensor; COUNT],
+    change: impl FnOnce([&mut [A]; COUNT]) -> Result<()>,
+) -> Result<()> {
+    type Change<'a, A> = &'a mut dyn FnMut(Vec<&mut [A]>) -> Result<()>;
+    fn next<A: Real>(
+        operation: &'static str,
+        tensors: &[&Tensor],
+        slices: Vec<&mut [A]>,
+        change: Change<A>,
+    ) -> Result<()> {
+        let Some((first, rest)) = tensors.split_first() else { return change(slices) };
+        change_in_place::<A>(operation, first, |slice| {
+            let slices = slices.into_iter().chain([slice]).collect();
+            next(operation, rest, slices, change)
+        })
+    }
+    let mut change = Some(change);
+    next::<A>(operation, &tensors, Vec::with_capacity(COUNT), &mut |slices| match (
+        <[&mut [A]; COUNT]>::try_from(slices),
+        change.take(),
+    ) {
+        (Ok(slices), Some(change)) => change(slices),
+        _ => bail!("metal-candle-kernels: {operation}: expected {COUNT} tensors to change"),
+    })
+}
+
 /// An error when two tensors share storage: locking both for change would never return.
 pub(crate) fn require_separate(
     operation: &'static str,

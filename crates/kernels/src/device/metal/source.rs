@@ -2,10 +2,14 @@
 
 const HEADER: &str = include_str!("common.metal.h");
 
-const SOURCES: [&str; 16] = [
+const SOURCES: [&str; 22] = [
     include_str!("kernel.metal"),
     include_str!("product.metal"),
+    // What the optimisers share.
+    include_str!("../../flat/kernel.metal"),
     include_str!("../../adamw/kernel.metal"),
+    include_str!("../../adafactor/kernel.metal"),
+    include_str!("../../adamw8bit/kernel.metal"),
     include_str!("../../arithmetic/kernel.metal"),
     include_str!("../../attention/kernel.metal"),
     include_str!("../../copy/kernel.metal"),
@@ -13,11 +17,14 @@ const SOURCES: [&str; 16] = [
     include_str!("../../embedding/kernel.metal"),
     include_str!("../../glu/kernel.metal"),
     include_str!("../../layer_norm/kernel.metal"),
+    include_str!("../../lion/kernel.metal"),
     include_str!("../../lora_linear/kernel.metal"),
     include_str!("../../matmul/kernel.metal"),
+    include_str!("../../muon/kernel.metal"),
     include_str!("../../rms_norm/kernel.metal"),
     include_str!("../../rope/kernel.metal"),
     include_str!("../../sampling/kernel.metal"),
+    include_str!("../../sgd/kernel.metal"),
     include_str!("../../softmax/kernel.metal"),
 ];
 

@@ -5,12 +5,18 @@ use crate::adamw::{self, Options};
 use crate::cross_entropy::metal::Problem;
 use crate::cross_entropy::{self, IGNORE};
 use crate::device::metal::computes;
-use crate::sampling;
 use crate::testing::*;
+use crate::{adafactor, adamw8bit, flat, lion, muon, sampling, sgd};
 use candle_core::{DType, Device, Tensor};
 
-const OPTIONS: Options =
-    Options { learning_rate: 1e-2, beta1: 0.9, beta2: 0.99, epsilon: 1e-8, weight_decay: 0.1 };
+const OPTIONS: Options = Options {
+    learning_rate: 1e-2,
+    beta1: 0.9,
+    beta2: 0.99,
+    epsilon: 1e-8,
+    weight_decay: 0.1,
+    bias_correction: true,
+};
 
 /// Parameters, gradients, m and v: parts of larger buffers of their own, with what lies around them.
 fn state(count: usize, device: &Device) -> [(Tensor, Tensor); 4] {
@@ -47,14 +53,136 @@ fn metal_host_of_adamw_agrees_with_the_kernels() {
                 results.extend([params.0, grads.0, m.0, v.0]);
             }
             let gradient = input(&[3, count], 5, dtype, device);
-            let norm = adamw::norm(&gradient).unwrap();
+            let norm = flat::norm(&gradient).unwrap();
             results.push(Tensor::new(norm as f32, device).unwrap());
             let (whole, part) = random_sum(3 * count, device);
-            adamw::accumulate(&part.reshape((3, count)).unwrap(), &gradient, 0.3).unwrap();
+            flat::accumulate(&part.reshape((3, count)).unwrap(), &gradient, 0.3).unwrap();
             results.push(whole);
             let (whole, part) = random_sum(count, device);
-            adamw::fill_zero(&part).unwrap();
+            flat::fill_zero(&part).unwrap();
             results.push(whole);
+            results
+        });
+    }
+}
+
+#[test]
+fn metal_host_of_sgd_and_lion_agrees_with_the_kernels() {
+    let momentum = sgd::Options {
+        learning_rate: 1e-2,
+        momentum: 0.9,
+        dampening: 0.1,
+        nesterov: false,
+        weight_decay: 0.1,
+    };
+    let nesterov = sgd::Options { dampening: 0.0, nesterov: true, ..momentum };
+    let plain = sgd::Options { momentum: 0.0, ..momentum };
+    let options = lion::Options { learning_rate: 1e-2, beta1: 0.9, beta2: 0.99, weight_decay: 0.1 };
+    for count in [1, 39, 5001] {
+        assert_same(|_, device| {
+            let mut results = Vec::new();
+            let mut keep = |norm: f64, [params, grads, kept, _]: [(Tensor, Tensor); 4]| {
+                results.push(Tensor::new(norm as f32, device).unwrap());
+                results.extend([params.0, grads.0, kept.0]);
+            };
+            for max_norm in [None, Some(0.25)] {
+                for (options, number) in
+                    [(&momentum, 1), (&momentum, 2), (&nesterov, 2), (&plain, 2)]
+                {
+                    let all = state(count, device);
+                    let [params, grads, v] = [0, 1, 2].map(|index| &all[index].1);
+                    let v = (options.momentum != 0.0).then_some(v);
+                    let norm =
+                        sgd::clipped_step(params, grads, v, number, max_norm, count / 3, options);
+                    keep(norm.unwrap(), all);
+                }
+                let all = state(count, device);
+                let [params, grads, m] = [0, 1, 2].map(|index| &all[index].1);
+                let norm = lion::clipped_step(params, grads, m, max_norm, count / 3, &options);
+                keep(norm.unwrap(), all);
+            }
+            results
+        });
+    }
+}
+
+#[test]
+fn metal_host_of_muon_agrees_with_the_kernels() {
+    let options =
+        muon::Options { learning_rate: 1e-2, momentum: 0.9, nesterov: true, weight_decay: 0.1 };
+    for nesterov in [true, false] {
+        assert_same(|_, device| {
+            let [params, grads, m, update] = state(39, device);
+            let options = muon::Options { nesterov, ..options };
+            muon::step(&params.1, &grads.1, &m.1, &update.1, 0.5, &options).unwrap();
+            let shapes: [[usize; 2]; 3] =
+                if nesterov { [[8, 21], [21, 8], [5, 5]] } else { [[1, 3]; 3] };
+            let directions = shapes.map(|shape| {
+                let x = contiguous(&shape, 7, DType::F32, device);
+                muon::orthogonalize(&x, 2).unwrap()
+            });
+            [params, grads, m, update]
+                .map(|(whole, _)| whole)
+                .into_iter()
+                .chain(directions)
+                .collect()
+        });
+    }
+}
+
+#[test]
+fn metal_host_of_adafactor_agrees_with_the_kernels() {
+    let options = adafactor::Options {
+        learning_rate: 1e-2,
+        epsilon: 1e-30,
+        scale_epsilon: 1e-3,
+        clip_threshold: 0.7,
+        decay_rate: -0.8,
+        scale_parameter: false,
+        relative_step: false,
+        warmup_init: false,
+        weight_decay: 0.1,
+    };
+    let scaled = adafactor::Options { scale_parameter: true, relative_step: true, ..options };
+    for (shape, options) in [([3, 70], options), ([41, 4], scaled), ([1, 5001], scaled)] {
+        assert_same(|_, device| {
+            let [rows, columns] = shape;
+            let [params, grads, ..] = state(rows * columns, device);
+            let of =
+                |count: usize, seed| contiguous(&[count], seed, DType::F32, device).abs().unwrap();
+            let (row_means, column_means) = (of(rows, 7), of(columns, 8));
+            let matrix = |tensor: &Tensor| tensor.reshape((rows, columns)).unwrap();
+            let (p, g) = (matrix(&params.1), matrix(&grads.1));
+            adafactor::step(&p, &g, &row_means, &column_means, 3, 0.5, &options).unwrap();
+            vec![params.0, grads.0, row_means, column_means]
+        });
+    }
+}
+
+#[test]
+fn metal_host_of_adamw8bit_agrees_with_the_kernels() {
+    for count in [1, 39, 700] {
+        assert_same(|_, device| {
+            let [params, grads, ..] = state(count, device);
+            let blocks = count.div_ceil(adamw8bit::BLOCK);
+            let codes = || Tensor::zeros(count, DType::U8, device).unwrap();
+            let scales = || Tensor::zeros(blocks, DType::F32, device).unwrap();
+            let (m_codes, v_codes, m_scales, v_scales) = (codes(), codes(), scales(), scales());
+            let moments = adamw8bit::Moments {
+                m_codes: &m_codes,
+                m_scales: &m_scales,
+                v_codes: &v_codes,
+                v_scales: &v_scales,
+            };
+            let mut results = Vec::new();
+            for number in 1..=2 {
+                let [_, again, ..] = state(count, device);
+                flat::accumulate(&grads.1, &again.1.copy().unwrap(), 0.5).unwrap();
+                adamw8bit::step(&params.1, &grads.1, moments, number, 0.5, &OPTIONS).unwrap();
+                results
+                    .extend([&params.0, &grads.0, &m_scales, &v_scales].map(|t| t.copy().unwrap()));
+            }
+            results.extend([m_codes, v_codes].map(|codes| codes.to_dtype(DType::F32).unwrap()));
             results
         });
     }
@@ -76,6 +204,10 @@ fn metal_host_makes_no_step_of_broken_gradients() {
         let norm =
             adamw::clipped_step_deferred(&params, &grads, &m, &v, 3, Some(1.0), 37, &OPTIONS);
         assert!(!norm.unwrap().to_scalar::<f32>().unwrap().is_finite());
+        crate::copy::write(&grads, &broken, 0, 30).unwrap();
+        let options =
+            lion::Options { learning_rate: 1e-2, beta1: 0.9, beta2: 0.99, weight_decay: 0.1 };
+        assert!(!lion::clipped_step(&params, &grads, &m, None, 37, &options).unwrap().is_finite());
         vec![params, grads, m, v]
     });
 }

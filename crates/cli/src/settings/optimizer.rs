@@ -1,0 +1,147 @@
+//! The settings of the optimiser: which one, its options, and the learning rate that goes with it.
+
+use super::Settings;
+use crate::errors::usage;
+use clap::ValueEnum;
+use metal_candle::train::{
+    AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer, SgdOptions,
+};
+use serde::{Deserialize, Serialize};
+use serde_yaml_ng::{Mapping, Value};
+
+/// The optimiser.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerName {
+    /// Adam, without weight decay
+    Adam,
+    /// AdamW
+    #[default]
+    #[serde(alias = "adamw_torch", alias = "adamw_torch_fused", alias = "adamw_hf")]
+    #[value(name = "adamw", aliases = ["adamw_torch", "adamw_torch_fused", "adamw_hf"])]
+    AdamW,
+    /// Stochastic gradient descent
+    Sgd,
+    /// Lion: half of AdamW's memory
+    #[serde(alias = "lion_32bit")]
+    #[value(alias = "lion_32bit")]
+    Lion,
+    /// AdamW with moments of 8 bits: a quarter of its memory
+    #[serde(alias = "adamw_8bit", alias = "adamw_bnb_8bit")]
+    #[value(name = "adamw8bit", aliases = ["adamw_8bit", "adamw_bnb_8bit"])]
+    AdamW8bit,
+    /// Adafactor: next to no memory
+    Adafactor,
+    /// Muon: orthogonal momentum for matrices, AdamW for the rest
+    Muon,
+}
+
+/// Every key that is an option of some optimiser.
+pub const OPTIONS: &[&str] = &[
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "epsilon",
+    "bias_correction",
+    "momentum",
+    "dampening",
+    "nesterov",
+    "ns_steps",
+    "adamw_share",
+    "scale_epsilon",
+    "clip_threshold",
+    "decay_rate",
+    "scale_parameter",
+    "relative_step",
+    "warmup_init",
+];
+
+impl OptimizerName {
+    /// The highest learning rate unless told otherwise: for LoRA with AdamW QLoRA's (Dettmers et al. 2023),
+    /// for Lion a tenth of it, as its authors advise, for SGD that of PyTorch's examples, for Adafactor that
+    /// of transformers' documentation, for Muon PyTorch's.
+    pub fn learning_rate(self) -> f64 {
+        match self {
+            Self::Adam | Self::AdamW | Self::AdamW8bit => 2e-4,
+            Self::Adafactor | Self::Muon => 1e-3,
+            Self::Lion => 2e-5,
+            Self::Sgd => 0.1,
+        }
+    }
+
+    /// Its options with their defaults, by their keys.
+    fn defaults(self) -> anyhow::Result<Mapping> {
+        let value = match self {
+            Self::Adam => serde_yaml_ng::to_value(AdamOptions::default()),
+            Self::AdamW | Self::AdamW8bit => serde_yaml_ng::to_value(AdamWOptions::default()),
+            Self::Adafactor => serde_yaml_ng::to_value(AdafactorOptions::default()),
+            Self::Muon => serde_yaml_ng::to_value(MuonOptions::default()),
+            Self::Sgd => serde_yaml_ng::to_value(SgdOptions::default()),
+            Self::Lion => serde_yaml_ng::to_value(LionOptions::default()),
+        };
+        match value? {
+            Value::Mapping(options) => Ok(options),
+            _ => Ok(Mapping::new()),
+        }
+    }
+
+    /// The optimiser with these options.
+    fn with(self, options: Mapping) -> Result<Optimizer, serde_yaml_ng::Error> {
+        let options = Value::Mapping(options);
+        Ok(match self {
+            Self::Adam => Optimizer::Adam(serde_yaml_ng::from_value(options)?),
+            Self::AdamW => Optimizer::AdamW(serde_yaml_ng::from_value(options)?),
+            Self::Sgd => Optimizer::Sgd(serde_yaml_ng::from_value(options)?),
+            Self::Lion => Optimizer::Lion(serde_yaml_ng::from_value(options)?),
+            Self::AdamW8bit => Optimizer::AdamW8bit(serde_yaml_ng::from_value(options)?),
+            Self::Adafactor => Optimizer::Adafactor(serde_yaml_ng::from_value(options)?),
+            Self::Muon => Optimizer::Muon(serde_yaml_ng::from_value(options)?),
+        })
+    }
+}
+
+impl Settings {
+    /// The highest learning rate.
+    pub fn peak_learning_rate(&self) -> f64 {
+        self.learning_rate.unwrap_or_else(|| self.optimizer.learning_rate())
+    }
+
+    /// The optimiser, with the options that were given and the defaults of the others.
+    pub fn optimizer(&self) -> anyhow::Result<Optimizer> {
+        self.optimizer.with(self.optimizer_options()?).map_err(usage)
+    }
+
+    /// Fills in the options of the optimiser that weren't given.
+    pub fn complete_optimizer(self) -> anyhow::Result<Self> {
+        let options = self.optimizer_options()?;
+        let mut settings = serde_yaml_ng::to_value(&self)?;
+        if let Value::Mapping(settings) = &mut settings {
+            for key in OPTIONS {
+                settings.remove(*key);
+            }
+            settings.extend(options);
+        }
+        Ok(serde_yaml_ng::from_value(settings)?)
+    }
+
+    /// The options of the optimiser by their keys.
+    fn optimizer_options(&self) -> anyhow::Result<Mapping> {
+        let mut options = self.optimizer.defaults()?;
+        let Value::Mapping(settings) = serde_yaml_ng::to_value(self)? else { return Ok(options) };
+        for key in OPTIONS {
+            let Some(given) = settings.get(*key).filter(|given| !given.is_null()) else { continue };
+            if let Some(option) = options.get_mut(*key) {
+                *option = given.clone();
+            } else if given.as_f64() != Some(0.0) && given.as_bool() != Some(false) {
+                let name = serde_yaml_ng::to_string(&self.optimizer)?;
+                let has: Vec<&str> = options.keys().filter_map(Value::as_str).collect();
+                return Err(usage(format!(
+                    "{key}: {} has no such option; it has {}",
+                    name.trim(),
+                    has.join(", ")
+                )));
+            }
+        }
+        Ok(options)
+    }
+}

@@ -1,0 +1,18 @@
+//! A step of Lion on CUDA, see `kernel.cu`.
+
+use super::cpu::Update;
+use crate::device::cuda::{Module, module};
+use crate::flat::Step;
+use crate::flat::cuda as flat;
+use candle_core::{Result, Tensor};
+
+static MODULE: Module = module!("lion");
+
+pub(super) fn clipped_step(
+    step: &Step<1>,
+    max_norm: Option<f64>,
+    update: &Update,
+) -> Result<Tensor> {
+    let names = ["lion_clipped_step", "lion_clipped_step_any"];
+    flat::clipped_step(&MODULE, names, step, max_norm, update.constants())
+}
