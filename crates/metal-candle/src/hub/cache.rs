@@ -7,6 +7,8 @@
 //!                            /snapshots/<commit>/<file>    a link to it
 //! <cache>/.locks/models--owner--name/<etag>.lock           held by who downloads it
 //! ```
+//!
+//! Data sets have `datasets--` for `models--`.
 
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -21,9 +23,43 @@ use crate::{Error, Result, files};
 /// How often a lock is tried that another process holds.
 const LOCK_PAUSE: Duration = Duration::from_millis(100);
 
+/// What a repository of the hub holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Model,
+    Dataset,
+}
+
+impl Kind {
+    /// For messages.
+    pub(super) fn noun(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::Dataset => "data set",
+        }
+    }
+
+    /// In the cache's folders and in the addresses of the hub's API.
+    pub(super) fn plural(self) -> &'static str {
+        match self {
+            Self::Model => "models",
+            Self::Dataset => "datasets",
+        }
+    }
+
+    /// Before the id in the addresses of files.
+    pub(super) fn prefix(self) -> &'static str {
+        match self {
+            Self::Model => "",
+            Self::Dataset => "datasets/",
+        }
+    }
+}
+
 /// One revision of a repository, and where it comes from and goes to.
 #[derive(Clone, Copy)]
 pub(super) struct Repository<'a> {
+    pub(super) kind: Kind,
     pub(super) id: &'a str,
     pub(super) revision: &'a str,
     pub(super) options: &'a HubOptions,
@@ -38,9 +74,9 @@ impl Repository<'_> {
         Failure::Final(self.error(message))
     }
 
-    /// `models--owner--name`.
+    /// `<kind>s--owner--name`.
     fn name(&self) -> String {
-        format!("models--{}", self.id.replace('/', "--"))
+        format!("{}--{}", self.kind.plural(), self.id.replace('/', "--"))
     }
 
     pub(super) fn folder(&self) -> PathBuf {

@@ -1,6 +1,7 @@
-//! Models from the Hugging Face hub, by the cache and variables that its other programs use.
+//! Models and data sets from the Hugging Face hub, by the cache and variables that its other
+//! programs use.
 //!
-//! A model is named by a folder or by an id `owner/name`. The hub is asked for the commit that the
+//! A model or a data set is named by an id `owner/name`. The hub is asked for the commit that the
 //! revision stands for and the files it has, and what is needed of these is downloaded into the
 //! cache, one snapshot folder a commit. A file gets its name in the cache when all of it is there
 //! and is what the hub announced: by its SHA-256 or git's SHA-1 where its etag is one (as
@@ -13,6 +14,8 @@
 
 mod cache;
 mod check;
+mod datasets;
+mod layout;
 mod models;
 mod names;
 mod transfer;
@@ -20,6 +23,9 @@ mod transfer;
 #[cfg(test)]
 mod tests;
 
+pub use datasets::{
+    DatasetChoice, DatasetFiles, is_dataset_id, resolve_dataset, resolve_dataset_with,
+};
 pub use models::{resolve, resolve_with};
 
 use std::fmt;
@@ -29,7 +35,7 @@ use std::time::Duration;
 
 use crate::{Error, Result};
 
-/// Where models come from, and where they are kept.
+/// Where models and data sets come from, and where they are kept.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HubOptions {
     /// The cache's folder.

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use super::cache::Repository;
+use super::cache::{Kind, Repository};
 use super::names::{is_id, is_name, is_revision};
 use super::transfer::{Client, Failure};
 use super::{Download, HubOptions, expand_home};
@@ -77,7 +77,7 @@ pub fn resolve_with(
             format!("found {revision:?}; expected a branch, a tag or a commit"),
         ));
     }
-    let repository = Repository { id: model, revision, options };
+    let repository = Repository { kind: Kind::Model, id: model, revision, options };
     repository.resolve(|| cached(&repository), || fetch(&repository, progress))
 }
 
@@ -95,7 +95,7 @@ fn cached(repository: &Repository) -> Result<PathBuf, String> {
 /// Downloads what is not in the cache yet.
 fn fetch(repository: &Repository, progress: &mut dyn FnMut(Download)) -> Result<PathBuf, Failure> {
     let client = Client::new(*repository)?;
-    let listing = client.list()?;
+    let listing = client.list(false)?;
     let available = listing.files.into_iter().map(|file| file.name).collect();
     let snapshot = repository.snapshot(&listing.commit);
 

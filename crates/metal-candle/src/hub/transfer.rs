@@ -47,11 +47,22 @@ pub(super) struct Listing {
     pub(super) files: Vec<Listed>,
 }
 
-/// A file in a [`Listing`].
+/// A file in a [`Listing`]. Only its name is given unless more was asked for.
 #[derive(Deserialize)]
 pub(super) struct Listed {
     #[serde(rename = "rfilename")]
     pub(super) name: String,
+    pub(super) size: Option<u64>,
+    #[serde(rename = "blobId")]
+    pub(super) blob: Option<String>,
+    pub(super) lfs: Option<ListedLfs>,
+}
+
+/// What a [`Listed`] file is in the hub's large storage.
+#[derive(Deserialize)]
+pub(super) struct ListedLfs {
+    pub(super) sha256: String,
+    pub(super) size: u64,
 }
 
 /// Scheme, host and port.
@@ -177,12 +188,13 @@ impl<'a> Client<'a> {
         Ok(Self { agent, repository, origin })
     }
 
-    /// The repository's commit and files.
-    pub(super) fn list(&self) -> Result<Listing, Failure> {
-        let Repository { id, revision, options } = self.repository;
+    /// The repository's commit and files; with their sizes and hashes if `details`.
+    pub(super) fn list(&self, details: bool) -> Result<Listing, Failure> {
+        let Repository { kind, id, revision, options } = self.repository;
         let endpoint = &options.endpoint;
         let revision = names::escape(revision, false);
-        let address = format!("{endpoint}/api/models/{id}/revision/{revision}");
+        let query = if details { "?blobs=true" } else { "" };
+        let address = format!("{endpoint}/api/{}/{id}/revision/{revision}{query}", kind.plural());
         let mut answer = self.ask(Method::GET, &address, &[])?;
         if answer.status() != 200 {
             return Err(self.refusal(&answer, None));
@@ -247,9 +259,9 @@ impl<'a> Client<'a> {
     }
 
     fn address(&self, commit: &str, file: &str) -> String {
-        let Repository { id, options, .. } = self.repository;
+        let Repository { kind, id, options, .. } = self.repository;
         let file = names::escape(file, true);
-        format!("{}/{id}/resolve/{commit}/{file}", options.endpoint)
+        format!("{}/{}{id}/resolve/{commit}/{file}", options.endpoint, kind.prefix())
     }
 
     /// What the hub says of a file.
@@ -498,8 +510,8 @@ impl<'a> Client<'a> {
     /// The failure that an answer's status stands for. `file` is what was asked for; `None` is the
     /// repository itself.
     fn refusal(&self, answer: &Answer, file: Option<&str>) -> Failure {
-        let Repository { options, revision, .. } = self.repository;
-        let endpoint = &options.endpoint;
+        let Repository { kind, options, revision, .. } = self.repository;
+        let (endpoint, noun) = (&options.endpoint, kind.noun());
         let status = answer.status();
         let code = answer.header("x-error-code").unwrap_or_default();
         let what = file.map_or(String::new(), |file| format!(" to {file}"));
@@ -518,20 +530,20 @@ impl<'a> Client<'a> {
         let failure = |message: String| self.repository.failure(message);
         match status {
             401 if file.is_none() && code != "GatedRepo" => failure(format!(
-                "{endpoint} refused access (status 401): the model does not exist under this id, or \
+                "{endpoint} refused access (status 401): the {noun} does not exist under this id, or \
                  it is private or gated and {token}"
             )),
             401 | 403 => failure(format!(
-                "{endpoint} refused access{what} (status {status}): the model is private or gated; \
+                "{endpoint} refused access{what} (status {status}): the {noun} is private or gated; \
                  accept its terms on its page there. {token}"
             )),
             404 if code == "RevisionNotFound" => {
-                failure(format!("{endpoint} has this model, but no revision {revision:?}"))
+                failure(format!("{endpoint} has this {noun}, but no revision {revision:?}"))
             }
             404 => match file {
                 Some(file) => failure(format!("{endpoint} does not have its file {file}")),
                 None => failure(format!(
-                    "there is no model of this id at {endpoint} (revision {revision}), and no \
+                    "there is no {noun} of this id at {endpoint} (revision {revision}), and no \
                      folder of this name here"
                 )),
             },

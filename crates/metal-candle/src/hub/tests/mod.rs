@@ -1,5 +1,6 @@
 //! Against hubs on this machine.
 
+mod datasets;
 mod models;
 mod server;
 mod transfer;
