@@ -2,6 +2,7 @@
 
 mod bounds;
 mod commands;
+mod datasets;
 mod errors;
 mod interrupt;
 mod logging;

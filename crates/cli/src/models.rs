@@ -11,7 +11,7 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::adapter;
 use metal_candle::devices::{self, MetalMatmul};
-use metal_candle::hub::{self, HubOptions};
+use metal_candle::hub::{self, Download, HubOptions};
 use metal_candle::model::Model;
 use metal_candle::text::Tokenizer;
 use std::path::{Path, PathBuf};
@@ -243,9 +243,16 @@ pub fn set_threads(threads: Option<usize>) -> anyhow::Result<()> {
 
 /// The folder of a model, downloaded with progress if needed.
 pub fn resolve(model: &str, revision: Option<&str>, terminal: Terminal) -> anyhow::Result<PathBuf> {
-    let mut current: Option<(String, ProgressBar)> = None;
     let options = HubOptions::from_env()?;
-    let folder = hub::resolve_with(model, revision, &options, &mut |download| {
+    let folder =
+        with_progress(terminal, |progress| hub::resolve_with(model, revision, &options, progress));
+    Ok(folder?)
+}
+
+/// Does what may download, and shows how far it is.
+pub fn with_progress<T>(terminal: Terminal, work: impl FnOnce(&mut dyn FnMut(Download)) -> T) -> T {
+    let mut current: Option<(String, ProgressBar)> = None;
+    let done = work(&mut |download| {
         let is_new = current.as_ref().is_none_or(|(file, _)| file != download.file);
         if is_new {
             if let Some((_, bar)) = current.take() {
@@ -274,7 +281,7 @@ pub fn resolve(model: &str, revision: Option<&str>, terminal: Terminal) -> anyho
     if let Some((_, bar)) = current {
         bar.finish_and_clear();
     }
-    Ok(folder?)
+    done
 }
 
 fn style() -> ProgressStyle {

@@ -1,6 +1,7 @@
 //! A training run from its settings to its files, in two parts: [`Run::prepare`] reads and checks
 //! everything, [`Run::train`] trains. Between them the model can be used as it is.
 
+use crate::datasets;
 use crate::errors::usage;
 use crate::interrupt;
 use crate::models::{self, device, same_folder};
@@ -13,8 +14,8 @@ use anyhow::Context;
 use candle_core::{DType, Tensor};
 use chrono::NaiveDateTime;
 use metal_candle::data::{
-    BatchOptions, Batcher, Columns, DataFiles, DataOptions, DataSource, Dataset, HeldOut, Report,
-    Split, Tokenized, tokenize,
+    BatchOptions, Batcher, Columns, DataOptions, DataSource, Dataset, HeldOut, Report, Split,
+    Tokenized, tokenize,
 };
 use metal_candle::files;
 use metal_candle::generate::{GenerateOptions, generate};
@@ -151,7 +152,7 @@ impl Run {
             true => None,
             false => Some(run_folder::take(&settings, &start)?),
         };
-        let files = DataFiles::find(&data)?;
+        let files = datasets::find(&data, &settings, terminal)?;
         files.require(Split::Train)?;
         files.check(&Columns::default())?;
         let held_out = (settings.valid_fraction > 0.0 && files.valid.is_empty())

@@ -77,9 +77,18 @@ pub struct Flags {
     /// Train random weights of this config.json's shape; its folder holds the tokenizer. Needs --fine-tune-type full
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     from_config: Option<PathBuf>,
-    /// A folder with train.jsonl, and if wanted valid.jsonl and test.jsonl; or one .jsonl file
-    #[arg(short, long, value_name = "PATH", help_heading = "Model and data")]
+    /// A folder with train.jsonl, and if wanted valid.jsonl and test.jsonl; one file; or the id of a data set on the hub
+    #[arg(short, long, value_name = "PATH|ID", help_heading = "Model and data")]
     data: Option<PathBuf>,
+    /// The configuration of a data set on the hub [default: its default or only one]
+    #[arg(long, value_name = "NAME", help_heading = "Model and data")]
+    data_config: Option<String>,
+    /// The branch, tag or commit of a data set on the hub [default: main]
+    #[arg(long, value_name = "REVISION", help_heading = "Model and data")]
+    data_revision: Option<String>,
+    /// The split of a data set on the hub to learn from [default: the one named train]
+    #[arg(long, value_name = "NAME", help_heading = "Model and data")]
+    data_split: Option<String>,
     /// Where everything is written [default: adapters]
     #[arg(
         short,

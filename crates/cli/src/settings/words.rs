@@ -36,7 +36,7 @@ const QUANTISED: &str =
 const ONE_DEVICE: &str = "training on several devices is not supported";
 const REPORTS: &str =
     "every run writes metrics.jsonl and event files for TensorBoard; leave it out";
-const DATA: &str = "data are given as `data`, a file or a folder of this machine";
+const DATA: &str = "data are given as `data`: a file, a folder, or the id of a data set on the hub";
 const LORA_KIND: &str = "only LoRA itself is supported; leave it out";
 
 /// All of them.

@@ -52,6 +52,11 @@ impl Split {
         }
     }
 
+    /// What a split of this name is for, if a word in it says so: `train`, `validation`, `test_sft`.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::of(name).map(|(split, _)| split)
+    }
+
     /// The split of a name such as `train`, `my-data.validation` or `test-00000-of-00002`, and the word that says so.
     fn of(stem: &str) -> Option<(Self, &'static str)> {
         stem.split(['-', '_', '.', ' ']).find_map(|part| {
