@@ -72,7 +72,7 @@ impl Sampling {
     pub fn resolve(&self, folder: &Path) -> anyhow::Result<GenerateOptions> {
         let path = folder.join("generation_config.json");
         let config: Map<String, Value> =
-            if path.is_file() { files::read_json(&path)? } else { Map::new() };
+            if path.exists() { files::read_json(&path)? } else { Map::new() };
         let number = |key: &str| -> anyhow::Result<Option<f64>> {
             match config.get(key) {
                 None | Some(Value::Null) => Ok(None),

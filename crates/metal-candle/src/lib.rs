@@ -8,6 +8,7 @@ pub mod autograd;
 pub mod data;
 mod error;
 pub mod files;
+mod foreign;
 pub mod generate;
 mod hash;
 pub mod hub;

@@ -298,9 +298,10 @@ fn special_tokens_come_from_the_files_in_their_order() {
 #[test]
 fn a_broken_tokenizer_is_an_error_that_names_its_file() {
     let folder = copy_of("tokenizer");
-    for (content, expected) in
-        [("{", "not a tokenizer"), ("{\"model\": {\"type\": \"X\"}}", "not a tokenizer")]
-    {
+    for (content, expected) in [
+        ("{", "the file ends within an object"),
+        ("{\"model\": {\"type\": \"X\"}}", "not a tokenizer"),
+    ] {
         std::fs::write(folder.path().join("tokenizer.json"), content).unwrap();
         let message = Tokenizer::load(folder.path()).unwrap_err().to_string();
         assert!(message.contains("tokenizer.json: ") && message.contains(expected), "{message}");

@@ -2,6 +2,7 @@
 //! `base_model.model.<path>.lora_A.weight (r, in)` and `.lora_B.weight (out, r)`.
 
 use super::{LoraConfig, Targets};
+use crate::files::{cut, short};
 use crate::model::Weights;
 use crate::{Error, Result, files};
 use candle_core::{DType, Device, Tensor};
@@ -42,7 +43,7 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
     match json.get("peft_type").and_then(Value::as_str) {
         Some("LORA") => {}
         Some(other) => {
-            return Err(format!("peft_type is \"{other}\"; only LORA adapters are supported"));
+            return Err(format!("peft_type is {:?}; only LORA adapters are supported", cut(other)));
         }
         None => {
             return Err(
@@ -54,7 +55,8 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
     let mut config = LoraConfig { alpha: 8.0, ..LoraConfig::default() };
     let mut base = None;
     for (key, value) in json {
-        let wrong = |expected: &str| format!("{key} is {value}, expected {expected}");
+        let found = short(value);
+        let wrong = |expected: &str| format!("{} is {found}, expected {expected}", cut(key));
         match key.as_str() {
             "peft_type" => {}
             "r" => config.rank = as_usize(value).ok_or_else(|| wrong("a whole number"))?,
@@ -93,7 +95,7 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
             }
             "bias" => {
                 if value.as_str() != Some("none") {
-                    return Err(format!("bias is {value}; only \"none\" is supported"));
+                    return Err(format!("bias is {found}; only \"none\" is supported"));
                 }
             }
             "init_lora_weights" => {
@@ -102,13 +104,13 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
                     && value.as_str() != Some("gaussian")
                 {
                     return Err(format!(
-                        "init_lora_weights is {value}, which changes the base weights; only adapters \
+                        "init_lora_weights is {found}, which changes the base weights; only adapters \
                          on the unchanged base are supported (true, false or \"gaussian\")"
                     ));
                 }
             }
             "task_type" if !matches!(value.as_str(), None | Some("CAUSAL_LM")) => {
-                return Err(format!("task_type is {value}; only \"CAUSAL_LM\" is supported"));
+                return Err(format!("task_type is {found}; only \"CAUSAL_LM\" is supported"));
             }
             "task_type" => {}
             "base_model_name_or_path" => base = value.as_str().map(String::from),
@@ -116,9 +118,10 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
             _ if is_unset(value) => {}
             _ => {
                 return Err(format!(
-                    "{key} is {value}, which is not supported; supported are r, lora_alpha, \
+                    "{} is {found}, which is not supported; supported are r, lora_alpha, \
                      lora_dropout, use_rslora, target_modules, exclude_modules, \
-                     layers_to_transform, rank_pattern and alpha_pattern"
+                     layers_to_transform, rank_pattern and alpha_pattern",
+                    cut(key)
                 ));
             }
         }

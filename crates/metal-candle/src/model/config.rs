@@ -18,6 +18,8 @@ use serde_json::{Map, Value};
 use super::rope::{RopeConfig, RopeScaling};
 pub use metal_candle_kernels::glu::Activation;
 
+use crate::files::{cut, short};
+use crate::text::kind;
 use crate::{Error, Result, files};
 
 /// A family of models that the decoder can be.
@@ -221,8 +223,8 @@ impl Config {
     /// As [`Self::load`].
     pub fn from_json(text: &str) -> Result<Self> {
         let path = Path::new("config.json");
-        let value = serde_json::from_str(text)
-            .map_err(|error| Error::file(path, format!("malformed JSON: {error}")))?;
+        let value =
+            files::parse_json(text.as_bytes()).map_err(|message| Error::file(path, message))?;
         Self::from_value(value, path)
     }
 
@@ -499,13 +501,14 @@ fn architecture(keys: Keys) -> Result<Architecture> {
             let Some(architecture) =
                 Architecture::ALL.into_iter().find(|a| a.model_type() == model_type)
             else {
-                return Err(unknown("model_type", format!("{model_type:?}")));
+                return Err(unknown("model_type", format!("{:?}", cut(model_type))));
             };
             if !classes.is_empty() && !classes.contains(&architecture.class_name()) {
                 return Err(keys.unsupported(
                     "architectures",
                     format!(
-                        "{classes:?} of model_type {model_type:?}; of this family, {} is supported",
+                        "{} of model_type {model_type:?}; of this family, {} is supported",
+                        cut(&format!("{classes:?}")),
                         architecture.class_name()
                     ),
                 ));
@@ -519,7 +522,7 @@ fn architecture(keys: Keys) -> Result<Architecture> {
         None => Architecture::ALL
             .into_iter()
             .find(|a| classes.contains(&a.class_name()))
-            .ok_or_else(|| unknown("architectures", format!("{classes:?}"))),
+            .ok_or_else(|| unknown("architectures", cut(&format!("{classes:?}")))),
     }
 }
 
@@ -529,7 +532,7 @@ fn refuse_unsupported(keys: Keys, architecture: Architecture) -> Result<()> {
         if let Some(Value::Object(settings)) = keys.get(key) {
             let method = ["quant_method", "mode", "bits"]
                 .iter()
-                .find_map(|name| Some(format!("{name} = {}", settings.get(*name)?)))
+                .find_map(|name| Some(format!("{name} = {}", short(settings.get(*name)?))))
                 .unwrap_or_else(|| "a quantised checkpoint".into());
             return Err(keys.unsupported(
                 key,
@@ -567,7 +570,10 @@ fn activation(keys: Keys, is_gemma: bool) -> Result<Activation> {
         "gelu" => Ok(Activation::Gelu),
         other => Err(keys.unsupported(
             key,
-            format!("{other:?}; silu, swish, gelu, gelu_new and gelu_pytorch_tanh are supported"),
+            format!(
+                "{:?}; silu, swish, gelu, gelu_new and gelu_pytorch_tanh are supported",
+                cut(other)
+            ),
         )),
     }
 }
@@ -582,7 +588,7 @@ fn dtype(keys: Keys) -> Result<Option<DType>> {
         Some(other) => {
             return Err(keys.unsupported(
                 key,
-                format!("{other:?}; weights in float32, float16 and bfloat16 are supported"),
+                format!("{:?}; weights in float32, float16 and bfloat16 are supported", cut(other)),
             ));
         }
     })
@@ -892,7 +898,7 @@ fn rope_scaling(
             } else {
                 "default, linear, llama3 and longrope"
             };
-            Err(rope.unsupported(key, format!("{other:?}; {supported} are supported")))
+            Err(rope.unsupported(key, format!("{:?}; {supported} are supported", cut(other))))
         }
     }
 }
@@ -908,11 +914,11 @@ struct Keys<'a> {
 
 impl<'a> Keys<'a> {
     fn invalid(&self, key: &str, message: impl AsRef<str>) -> Error {
-        Error::file(self.path, format!("{}{key}: {}", self.place, message.as_ref()))
+        Error::file(self.path, format!("{}{}: {}", self.place, cut(key), message.as_ref()))
     }
 
     fn unsupported(&self, key: &str, message: impl AsRef<str>) -> Error {
-        let (path, place) = (self.path.display(), self.place);
+        let (path, place, key) = (self.path.display(), self.place, cut(key));
         Error::Unsupported(format!("{path}: {place}{key} = {}", message.as_ref()))
     }
 
@@ -1032,26 +1038,6 @@ impl<'a> Keys<'a> {
             );
         }
         Ok(numbers)
-    }
-}
-
-/// A value as it stands in the file, cut where it is long.
-fn short(value: &Value) -> String {
-    let text = value.to_string();
-    match text.char_indices().nth(80) {
-        Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()),
-        None => text,
-    }
-}
-
-fn kind(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "true or false",
-        Value::Number(_) => "a number",
-        Value::String(_) => "a string",
-        Value::Array(_) => "a list",
-        Value::Object(_) => "an object",
     }
 }
 

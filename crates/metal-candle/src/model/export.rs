@@ -21,6 +21,9 @@ const COMPANIONS: &[&str] = &[
     "tokenizer.model",
 ];
 
+/// The largest of them that is copied, in bytes.
+const MAX_COMPANION_BYTES: u64 = 1 << 30;
+
 /// How the trained parameters of a model are written into a folder, without their values: an adapter
 /// as PEFT writes it or, where every weight is trained, the model in f32. Another thread can write
 /// them from a copy of the values.
@@ -211,7 +214,7 @@ fn write_model(
         else {
             continue;
         };
-        let bytes = std::fs::read(&from).map_err(Error::io(&from))?;
+        let bytes = files::read_limited(&from, MAX_COMPANION_BYTES)?;
         files::write_bytes_atomic(folder.join(name), &bytes)?;
     }
     Ok(())

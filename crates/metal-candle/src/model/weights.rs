@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -127,11 +127,7 @@ impl Weights {
         let mut weights = Self { files: Vec::new(), entries: BTreeMap::new(), check_finite: true };
         for path in paths {
             let path = path.as_ref();
-            let file = File::open(path).map_err(Error::io(path))?;
-            let metadata = file.metadata().map_err(Error::io(path))?;
-            if !metadata.is_file() {
-                return Err(Error::file(path, "is not a file; a safetensors file was expected"));
-            }
+            let (file, metadata) = files::open_regular(path)?;
             if metadata.len() < 8 {
                 return Err(Error::file(
                     path,
@@ -428,6 +424,9 @@ fn parse(path: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>> {
         return Err(invalid(format!("has {} bytes; expected at least 8", bytes.len())));
     };
     let length = u64::from_le_bytes(*length);
+    if let Some(what) = files::describe_content(bytes).filter(|_| length > MAX_HEADER_BYTES) {
+        return Err(invalid(format!("is {what}; a safetensors file was expected")));
+    }
     if length > MAX_HEADER_BYTES {
         return Err(invalid(format!(
             "claims a header of {length} bytes, more than the {MAX_HEADER_BYTES} of the format; \
@@ -442,8 +441,8 @@ fn parse(path: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>> {
             rest.len()
         )));
     };
-    let Header(tensors) = serde_json::from_slice(header)
-        .map_err(|error| invalid(format!("the safetensors header is malformed: {error}")))?;
+    let Header(tensors) = files::parse_json(header)
+        .map_err(|message| invalid(format!("the safetensors header is malformed: {message}")))?;
 
     let mut entries = Vec::with_capacity(tensors.len());
     for (name, info) in tensors {
@@ -772,7 +771,7 @@ mod tests {
         refused(good, 25, "accounts for");
         refused("{", 0, "malformed");
         refused("[]", 0, "malformed");
-        refused(r#"{"x":{"dtype":"F32","shape":[2,3]}}"#, 24, "missing field");
+        refused(r#"{"x":{"dtype":"F32","shape":[2,3]}}"#, 24, "the key `data_offsets` is missing");
         refused(r#"{"x":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}"#, 8, "malformed");
         refused(r#"{"x":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#, 8, "12 bytes");
         refused(r#"{"x":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}}"#, 8, "\"x\"");
@@ -897,7 +896,7 @@ mod tests {
         refused(r#"{"x":"../a.safetensors"}"#, "without folders");
         refused(r#"{"x":".."}"#, "without folders");
         refused("{}", "weight_map is empty");
-        refused("3", "expected a map");
+        refused("3", "weight_map: expected an object, found 3");
         write_safetensors(at("b.safetensors"), &[named("x", &[2.0], DType::F32)], None).unwrap();
         refused(r#"{"x":"a.safetensors","y":"b.safetensors"}"#, "each tensor once");
     }

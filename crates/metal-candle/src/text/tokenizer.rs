@@ -16,7 +16,16 @@ use tokenizers::PostProcessorWrapper;
 use super::message::kind;
 use super::stream::DecodeStream;
 use super::template::ChatTemplate;
+use crate::files::{self, plain, short};
+use crate::foreign::contained;
 use crate::{Error, Result};
+
+/// The largest `tokenizer.json` that is read, in bytes.
+const MAX_TOKENIZER_BYTES: u64 = 512 << 20;
+/// How deep lists and objects of a part of `tokenizer.json` may be nested.
+const DEEPEST_PART: usize = 16;
+/// How many times as long a part's replacements may make a text.
+const MOST_GROWTH: f64 = 1024.0;
 
 /// The special tokens templates know by name.
 const NAMED_TOKENS: [&str; 7] =
@@ -52,7 +61,7 @@ impl Tokenizer {
     /// template that does not parse is an error only when it is used.
     pub fn load(folder: &Path) -> Result<Self> {
         let path = folder.join("tokenizer.json");
-        if !path.is_file() {
+        if !path.exists() {
             let hint = if folder.join("tokenizer.model").is_file() {
                 "; there is a SentencePiece tokenizer.model, which is not read: save the tokenizer as tokenizer.json \
                  with transformers (AutoTokenizer.from_pretrained(folder).save_pretrained(folder))"
@@ -61,16 +70,7 @@ impl Tokenizer {
             };
             return Err(Error::file(&path, format!("no such file{hint}")));
         }
-        let bytes = std::fs::read(&path).map_err(Error::io(&path))?;
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| {
-            Error::file(&path, format!("not a tokenizer this library can read: {error}"))
-        })?;
-        // What the file says about training lengths is not for us: rows are cut and padded elsewhere.
-        inner.with_padding(None);
-        inner.with_truncation(None).map_err(|error| {
-            Error::file(&path, format!("truncation cannot be switched off: {error}"))
-        })?;
-        keep_spaces_in_offsets(&mut inner, &path)?;
+        let inner = read_tokenizer(&path)?;
 
         let tokenizer_config = read_object(&folder.join("tokenizer_config.json"))?;
         let special_tokens_map = read_object(&folder.join("special_tokens_map.json"))?;
@@ -147,7 +147,7 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`]: the text cannot be tokenized, for instance for want of an unknown token.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
-        let encoding = self.inner.encode_fast(text, add_special).map_err(failed)?;
+        let encoding = self.call("encode a text", |inner| inner.encode_fast(text, add_special))?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -159,7 +159,7 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`]: the text cannot be tokenized.
     pub fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<Encoded> {
-        let encoding = self.inner.encode(text, add_special).map_err(failed)?;
+        let encoding = self.call("encode a text", |inner| inner.encode(text, add_special))?;
         Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
     }
 
@@ -199,7 +199,7 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`]: the decoder fails.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
-        self.inner.decode(ids, skip_special).map_err(failed)
+        self.call("decode tokens", |inner| inner.decode(ids, skip_special))
     }
 
     /// Decodes tokens as they come, without special tokens and without splitting a character.
@@ -278,6 +278,23 @@ impl Tokenizer {
         Ok(())
     }
 
+    /// Calls `tokenizers`, which may fail and may panic.
+    fn call<T>(
+        &self,
+        what: &str,
+        call: impl FnOnce(&tokenizers::Tokenizer) -> tokenizers::Result<T>,
+    ) -> Result<T> {
+        let failed = |reason: &str| {
+            let path = self.folder.join("tokenizer.json");
+            Error::Tokenizer(format!("{} cannot {what}: {reason}", path.display()))
+        };
+        match contained(|| call(&self.inner)) {
+            Ok(Ok(result)) => Ok(result),
+            Ok(Err(error)) => Err(failed(&error.to_string())),
+            Err(panic) => Err(failed(&format!("`tokenizers` gave up on it ({panic})"))),
+        }
+    }
+
     fn end_tokens(&self) -> Vec<String> {
         self.eos_ids
             .iter()
@@ -287,8 +304,89 @@ impl Tokenizer {
     }
 }
 
-fn failed(error: tokenizers::Error) -> Error {
-    Error::Tokenizer(error.to_string())
+/// Reads `tokenizer.json`. Not all that can be written there is something that `tokenizers` can do: some of it panics.
+fn read_tokenizer(path: &Path) -> Result<tokenizers::Tokenizer> {
+    let bytes = files::read_limited(path, MAX_TOKENIZER_BYTES)?;
+    let description: Value =
+        files::parse_json(&bytes).map_err(|message| Error::file(path, message))?;
+    check_parts(&description).map_err(|message| Error::file(path, message))?;
+    drop(description);
+    contained(|| {
+        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| {
+            Error::file(
+                path,
+                format!("not a tokenizer this library can read: {}", plain(&error.to_string())),
+            )
+        })?;
+        // What the file says about training lengths is not for us: rows are cut and padded elsewhere.
+        inner.with_padding(None);
+        inner.with_truncation(None).map_err(|error| {
+            Error::file(path, format!("truncation cannot be switched off: {error}"))
+        })?;
+        keep_spaces_in_offsets(&mut inner, path)?;
+        Ok(inner)
+    })
+    .unwrap_or_else(|panic| {
+        Err(Error::file(path, format!("not a tokenizer that `tokenizers` can read: {panic}")))
+    })
+}
+
+/// Checks what is done to a text before and after the model: how deep it is nested, and how much longer it may make a
+/// text, as sixty replacements of one letter by two would fill any memory.
+fn check_parts(description: &Value) -> Result<(), String> {
+    for part in ["normalizer", "pre_tokenizer", "post_processor", "decoder"] {
+        let Some(value) = description.get(part) else { continue };
+        if nests_deeper(value, DEEPEST_PART) {
+            return Err(format!(
+                "{part}: lists and objects are nested more than {DEEPEST_PART} deep"
+            ));
+        }
+        let growth = growth(value);
+        if growth > MOST_GROWTH {
+            return Err(format!(
+                "{part}: its replacements may make a text {growth:.0} times as long; at most \
+                 {MOST_GROWTH} times is allowed"
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn nests_deeper(value: &Value, depth: usize) -> bool {
+    let nested = |value: &Value| match depth.checked_sub(1) {
+        Some(depth) => nests_deeper(value, depth),
+        None => true,
+    };
+    match value {
+        Value::Array(items) => items.iter().any(nested),
+        Value::Object(fields) => fields.values().any(nested),
+        _ => false,
+    }
+}
+
+/// How many times as long the replacements within a part may make a text, one after the other.
+fn growth(value: &Value) -> f64 {
+    match value {
+        Value::Array(items) => items.iter().map(growth).product(),
+        Value::Object(fields) => {
+            let length = |key: &str| match fields.get(key) {
+                Some(Value::String(text)) => Some(text.len()),
+                // A regular expression may match a single character.
+                Some(Value::Object(pattern)) => {
+                    Some(pattern.get("String").and_then(Value::as_str).map_or(1, str::len))
+                }
+                _ => None,
+            };
+            match (fields.get("type").and_then(Value::as_str), length("content"), length("pattern"))
+            {
+                (Some("Replace"), Some(content), pattern) => {
+                    (content as f64 / pattern.unwrap_or(1).max(1) as f64).max(1.0)
+                }
+                _ => fields.values().map(growth).product(),
+            }
+        }
+        _ => 1.0,
+    }
 }
 
 /// Makes byte-level post-processors leave a token's spaces in its range. By default they cut them off, and then a
@@ -323,16 +421,12 @@ struct Source {
 }
 
 fn read_object(path: &Path) -> Result<Source> {
-    if !path.is_file() {
+    if !path.exists() {
         return Ok(Source { path: path.to_path_buf(), fields: Map::new() });
     }
-    let bytes = std::fs::read(path).map_err(Error::io(path))?;
-    match serde_json::from_slice(&bytes) {
-        Ok(Value::Object(fields)) => Ok(Source { path: path.to_path_buf(), fields }),
-        Ok(other) => {
-            Err(Error::file(path, format!("expected a JSON object, found {}", kind(&other))))
-        }
-        Err(error) => Err(Error::file(path, format!("malformed JSON: {error}"))),
+    match files::read_json(path)? {
+        Value::Object(fields) => Ok(Source { path: path.to_path_buf(), fields }),
+        other => Err(Error::file(path, format!("expected a JSON object, found {}", kind(&other)))),
     }
 }
 
@@ -373,7 +467,7 @@ fn token_ids(source: &Source, key: &str) -> Result<Option<Vec<u32>>> {
             item.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(|| {
                 Error::file(
                     &source.path,
-                    format!("{key:?} holds {item}, expected a token id or a list of them"),
+                    format!("{key:?} holds {}, expected a token id or a list of them", short(item)),
                 )
             })
         })
@@ -386,10 +480,10 @@ fn read_templates(
     folder: &Path,
     tokenizer_config: &Source,
 ) -> Result<Vec<(String, String, String)>> {
-    let read = |path: &Path| std::fs::read_to_string(path).map_err(Error::io(path));
+    let read = |path: &Path| files::read_text(path, files::MAX_JSON_BYTES);
     let mut found = Vec::new();
     let single = folder.join("chat_template.jinja");
-    if single.is_file() {
+    if single.exists() {
         found.push(("default".to_string(), single.display().to_string(), read(&single)?));
     }
     let more = folder.join("additional_chat_templates");

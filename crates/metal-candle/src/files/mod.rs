@@ -9,17 +9,23 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Read, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
-use serde::de::DeserializeOwned;
 
 use crate::{Error, Result};
 
-/// The largest JSON file that [`read_json`] reads, in bytes.
-pub const MAX_JSON_BYTES: u64 = 64 << 20;
+mod content;
+mod read;
+mod words;
+
+pub use content::describe_content;
+pub use read::{MAX_JSON_BYTES, open_regular, read_json, read_limited, read_limited_or_piped};
+pub(crate) use read::{parse_json, read_text};
+pub use words::plain;
+pub(crate) use words::{cut, short};
 
 const PARTIAL: &str = ".partial-";
 const REPLACED: &str = ".replaced-";
@@ -172,53 +178,6 @@ pub fn remove_stale_partials(parent: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
         }
     }
     Ok(handled)
-}
-
-/// Reads a JSON file of at most [`MAX_JSON_BYTES`] into a type.
-///
-/// # Errors
-/// [`Error::Io`] when it cannot be read; [`Error::File`] when it is too large, or when its content
-/// is not JSON or not what `T` asks for, with the line, the column and the reason.
-pub fn read_json<T: DeserializeOwned>(path: impl AsRef<Path>) -> Result<T> {
-    let path = path.as_ref();
-    let bytes = read_limited(path, MAX_JSON_BYTES)?;
-    serde_json::from_slice(&bytes).map_err(|error| {
-        let place = match error.line() {
-            // Serde counts from 1; 0 means that the content as a whole did not fit.
-            0 => String::new(),
-            line => format!("line {line}, column {}: ", error.column()),
-        };
-        let full = error.to_string();
-        let message = full.split(" at line ").next().unwrap_or(&full);
-        let what = if error.is_data() { "unexpected content" } else { "malformed JSON" };
-        Error::file(path, format!("{place}{what}: {message}"))
-    })
-}
-
-/// Reads a file of at most `limit` bytes.
-///
-/// # Errors
-/// [`Error::Io`] when it cannot be read, [`Error::File`] when it is a folder or larger.
-pub fn read_limited(path: impl AsRef<Path>, limit: u64) -> Result<Vec<u8>> {
-    let path = path.as_ref();
-    let file = File::open(path).map_err(Error::io(path))?;
-    let metadata = file.metadata().map_err(Error::io(path))?;
-    if metadata.is_dir() {
-        return Err(Error::file(path, "is a folder; a file was expected"));
-    }
-    let too_large = |size: u64| {
-        Error::file(path, format!("has {size} bytes; at most {limit} are read from such a file"))
-    };
-    if metadata.len() > limit {
-        return Err(too_large(metadata.len()));
-    }
-    let mut bytes = Vec::with_capacity(usize::try_from(metadata.len()).unwrap_or(0));
-    // A pipe or a file that grows reports no size of its own, so the limit holds here too.
-    file.take(limit.saturating_add(1)).read_to_end(&mut bytes).map_err(Error::io(path))?;
-    if bytes.len() as u64 > limit {
-        return Err(too_large(bytes.len() as u64));
-    }
-    Ok(bytes)
 }
 
 /// Writes tensors as a [safetensors](https://github.com/huggingface/safetensors) file, whole or
@@ -632,33 +591,6 @@ mod tests {
         })
         .unwrap();
         assert_eq!(names(parent.path()), ["a", "b"]);
-    }
-
-    #[test]
-    fn json_errors_name_the_file_the_place_and_the_reason() {
-        #[derive(Debug, PartialEq, serde::Deserialize)]
-        struct Needed {
-            rank: usize,
-        }
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a.json");
-        let message = |content: &[u8]| {
-            fs::write(&path, content).unwrap();
-            read_json::<Needed>(&path).unwrap_err().to_string()
-        };
-        let malformed = message(b"{\n \"rank\": 8,,\n}");
-        assert!(malformed.contains("a.json: line 2, column 12: malformed JSON"), "{malformed}");
-        let unexpected = message(b"{\"rank\": \"eight\"}");
-        assert!(unexpected.contains("unexpected content") && unexpected.contains("\"eight\""));
-        assert!(message(b"{}").contains("missing field `rank`"));
-        fs::write(&path, "{\"rank\": 8}").unwrap();
-        assert_eq!(read_json::<Needed>(&path).unwrap(), Needed { rank: 8 });
-        assert!(message(b"").contains("malformed JSON"));
-        assert!(message(b"\xff\xfe").contains("malformed JSON"));
-
-        File::create(&path).unwrap().set_len(MAX_JSON_BYTES + 1).unwrap();
-        assert!(read_json::<Needed>(&path).unwrap_err().to_string().contains("at most 67108864"));
-        assert!(read_json::<Needed>(folder.path()).unwrap_err().to_string().contains("a folder"));
     }
 
     #[test]

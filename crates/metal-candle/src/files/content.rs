@@ -1,0 +1,133 @@
+//! What a file really is, for errors about one that isn't what its name says.
+
+/// What these first bytes of a file say it is, where that is something that people often have in place of a model's or
+/// a data file's content; words that follow "is".
+///
+/// It knows a pointer of Git LFS, the hub's answer that there is no such file, a web page, byte-order marks and UTF-16,
+/// pickles and PyTorch's archives, compressed files, Parquet, GGUF, HDF5, safetensors, tables in text, and files that
+/// are empty or hold zeros alone. `None` is anything else; JSON in UTF-8 is always `None`.
+pub fn describe_content(bytes: &[u8]) -> Option<&'static str> {
+    const MAGIC: &[(&[u8], &str)] = &[
+        (
+            b"version https://git-lfs.github.com/spec/",
+            "a pointer of Git LFS and not the file that it stands for; `git lfs pull` fetches that",
+        ),
+        (b"Entry not found", "an answer of the hub that there is no such file, saved as the file"),
+        (
+            b"\xef\xbb\xbf",
+            "text that begins with a byte-order mark (BOM); save it as UTF-8 without one",
+        ),
+        (b"\xff\xfe", "text in UTF-16; save it as UTF-8"),
+        (b"\xfe\xff", "text in UTF-16; save it as UTF-8"),
+        (b"PK\x03\x04", "a zip archive, as PyTorch's .bin and .pt files are"),
+        (b"\x80\x02", "a pickle of Python, as PyTorch's .bin and .pt files are"),
+        (b"\x80\x03", "a pickle of Python"),
+        (b"\x80\x04", "a pickle of Python"),
+        (b"\x80\x05", "a pickle of Python"),
+        (b"\x1f\x8b", "compressed with gzip"),
+        (b"\x28\xb5\x2f\xfd", "compressed with zstd"),
+        (b"PAR1", "a Parquet file"),
+        (b"GGUF", "a GGUF file"),
+        (b"\x89HDF\r\n", "an HDF5 file"),
+    ];
+    if bytes.is_empty() {
+        return Some("empty");
+    }
+    if let Some((_, what)) = MAGIC.iter().find(|(start, _)| bytes.starts_with(start)) {
+        return Some(what);
+    }
+    let start = bytes.get(..4096).unwrap_or(bytes);
+    if start.iter().all(|byte| *byte == 0) {
+        return Some("nothing but zeros at its beginning, as downloads that broke off leave them");
+    }
+    // The length of a header, which is far below 2^40 bytes, and the header.
+    if let Some(&[_, _, _, _, _, 0, 0, 0, b'{']) = start.first_chunk() {
+        return Some("a safetensors file");
+    }
+    describe_text(start)
+}
+
+fn describe_text(start: &[u8]) -> Option<&'static str> {
+    let text = match std::str::from_utf8(start) {
+        Ok(text) => text,
+        // A character may have been cut at the end.
+        Err(error) if start.len() - error.valid_up_to() < 4 => {
+            std::str::from_utf8(start.get(..error.valid_up_to())?).ok()?
+        }
+        Err(_) => return None,
+    };
+    let text = text.trim_start();
+    let tag = text.get(..15).unwrap_or(text).to_ascii_lowercase();
+    if tag.starts_with("<!doctype html") || tag.starts_with("<html") {
+        return Some("a web page; it was downloaded from a page about the file, or behind a login");
+    }
+    if tag.starts_with("<?xml") {
+        return Some("XML");
+    }
+    // A table's first lines have as many separators; JSON begins with a bracket, or is one value on one line.
+    let mut lines = text.lines();
+    let (header, row) = (lines.next()?, lines.next()?);
+    if header.starts_with(['{', '[', '<', '#']) {
+        return None;
+    }
+    let count = |line: &str, separator| line.matches(separator).count();
+    if count(header, '\t') > 0 && count(header, '\t') == count(row, '\t') {
+        Some("a table in text with tabs between its columns (TSV)")
+    } else if count(header, ',') > 0 && count(row, ',') >= count(header, ',') {
+        Some("a table in text with commas between its columns (CSV)")
+    } else {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::describe_content;
+
+    #[test]
+    fn files_are_known_for_what_they_are() {
+        for (bytes, expected) in [
+            (&b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"[..], "Git LFS"),
+            (b"Entry not found", "no such file"),
+            (b"\xef\xbb\xbf{}", "byte-order mark"),
+            (b"\xff\xfe{\0}\0", "UTF-16"),
+            (b"PK\x03\x04\0\0archive/data.pkl", "zip archive"),
+            (b"\x80\x02}q\0.", "pickle"),
+            (b"\x80\x04\x95", "pickle"),
+            (b"\x1f\x8b\x08", "gzip"),
+            (b"PAR1\x15\x04", "Parquet"),
+            (b"GGUF\x03\0\0\0", "GGUF"),
+            (b"\x02\0\0\0\0\0\0\0{}", "safetensors"),
+            (b"\n  <!DOCTYPE html>\n<html>", "web page"),
+            (b"<HTML lang=en>", "web page"),
+            (b"", "empty"),
+            (b"\0\0\0\0\0\0\0\0\0\0", "zeros"),
+            (b"prompt,completion\nWhat?,\"That, there.\"\n", "CSV"),
+            (b"\"prompt\",\"completion\"\n\"What?\",\"That.\"\n", "CSV"),
+            (b"prompt\tcompletion\nWhat?\tThat.\n", "TSV"),
+        ] {
+            let found = describe_content(bytes).unwrap_or_else(|| panic!("{bytes:?}"));
+            assert!(found.contains(expected), "{found}");
+        }
+    }
+
+    #[test]
+    fn what_is_as_it_should_be_is_not_described() {
+        for bytes in [
+            &b"{\"a\": 1,\n \"b\": 2, \"c\": 3}"[..],
+            b"[1,\n2,\n3]",
+            b"{\"text\": \"a\"}\n{\"text\": \"b\"}\n",
+            b"\"one text\"",
+            b"12",
+            b"{% if a %}, {{ b }}\n, c",
+            b"plain text\nof two lines",
+            "é".repeat(2049).as_bytes(),
+            b"\xff\x00\xff",
+        ] {
+            assert_eq!(describe_content(bytes), None, "{bytes:?}");
+        }
+        // Cut in the middle of a character, as the first bytes of a longer file may be.
+        let long = format!("a{}", "é".repeat(4000));
+        assert_eq!(describe_content(long.as_bytes()), None);
+    }
+}
