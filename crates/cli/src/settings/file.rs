@@ -23,7 +23,7 @@ impl File {
     /// Reads a file.
     pub fn read(path: &Path) -> anyhow::Result<Self> {
         const LIMIT: u64 = 1 << 20;
-        let bytes = metal_candle::files::read_limited(path, LIMIT).map_err(usage)?;
+        let bytes = metal_candle::files::read_limited_or_piped(path, LIMIT).map_err(usage)?;
         let wrong = |message: String| usage(format!("{}: {message}", path.display()));
         let value: Value =
             serde_yaml_ng::from_slice(&bytes).map_err(|error| wrong(malformed(&error)))?;

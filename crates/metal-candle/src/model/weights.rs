@@ -424,7 +424,8 @@ fn parse(path: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>> {
         return Err(invalid(format!("has {} bytes; expected at least 8", bytes.len())));
     };
     let length = u64::from_le_bytes(*length);
-    if let Some(what) = files::describe_content(bytes).filter(|_| length > MAX_HEADER_BYTES) {
+    let fits = length <= MAX_HEADER_BYTES && length <= rest.len() as u64;
+    if let Some(what) = files::describe_content(bytes).filter(|_| !fits) {
         return Err(invalid(format!("is {what}; a safetensors file was expected")));
     }
     if length > MAX_HEADER_BYTES {

@@ -4,7 +4,9 @@
 //! separators=None, sort_keys=False)`: no HTML escapes, keys in their order, `", "` and `": "` between things.
 
 use minijinja::value::{Kwargs, Rest, ValueKind};
-use minijinja::{Error, ErrorKind, Value};
+use minijinja::{Error, ErrorKind, State, Value};
+
+use super::guard;
 
 /// A template's view of a JSON value.
 pub(super) fn to_template_value(value: &serde_json::Value) -> Value {
@@ -31,6 +33,7 @@ pub(super) fn to_template_value(value: &serde_json::Value) -> Value {
 
 /// The filter: `value|tojson(ensure_ascii, indent, separators, sort_keys)`, all optional, by position or name.
 pub(super) fn tojson(
+    state: &mut State,
     value: &Value,
     positional: Rest<Value>,
     named: Kwargs,
@@ -74,7 +77,9 @@ pub(super) fn tojson(
     if positional.len() > 4 {
         return Err(Error::from(ErrorKind::TooManyArguments));
     }
-    let mut writer = Writer { out: String::new(), ensure_ascii, indent, separators, sort_keys };
+    let longest = guard::longest(state);
+    let out = String::new();
+    let mut writer = Writer { out, longest, ensure_ascii, indent, separators, sort_keys };
     writer.value(value, 0)?;
     Ok(Value::from(writer.out))
 }
@@ -88,6 +93,8 @@ const DEEPEST: usize = 200;
 
 struct Writer {
     out: String,
+    /// What `out` may have, in bytes.
+    longest: usize,
     ensure_ascii: bool,
     indent: Option<String>,
     separators: (String, String),
@@ -98,6 +105,9 @@ impl Writer {
     fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
         if depth > DEEPEST {
             return Err(invalid(format!("tojson: the value is nested more than {DEEPEST} deep")));
+        }
+        if self.out.len() > self.longest {
+            return Err(invalid(format!("tojson: writes more than {} bytes", self.longest)));
         }
         match value.kind() {
             ValueKind::None => self.out.push_str("null"),

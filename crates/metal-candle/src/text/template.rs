@@ -13,12 +13,15 @@ use std::sync::LazyLock;
 use chrono::NaiveDateTime;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::from_args;
-use minijinja::{Environment, ErrorKind, State, Value};
+use minijinja::{AutoEscape, Environment, ErrorKind, State, Value, machinery};
 use regex::{Captures, Regex};
+use self_cell::self_cell;
 use serde_json::Map;
 
-use super::json::{to_template_value, tojson};
+use super::guard::{self, Program};
+use super::json::to_template_value;
 use super::message::Message;
+use crate::foreign::contained;
 use crate::hash::Hash;
 use crate::{Error, Result};
 
@@ -66,8 +69,25 @@ pub struct ChatTemplate {
 #[derive(Debug)]
 struct Named {
     name: String,
-    environment: std::result::Result<Environment<'static>, String>,
+    engine: std::result::Result<Engine, String>,
     has_blocks: bool,
+}
+
+/// What renders a template: its instructions, and the filters and functions that they call.
+#[derive(Debug)]
+struct Engine {
+    environment: Environment<'static>,
+    program: Compiled,
+}
+
+self_cell! {
+    struct Compiled {
+        owner: String,
+        #[covariant]
+        dependent: Program,
+    }
+
+    impl {Debug}
 }
 
 /// A rendering and the byte ranges of its generation blocks.
@@ -119,8 +139,12 @@ impl ChatTemplate {
         let templates = sources
             .into_iter()
             .map(|(name, origin, source)| {
+                if let Err(message) = guard::check_length(&source) {
+                    let engine = Err(format!("{origin}: {message}"));
+                    return Named { name, engine, has_blocks: false };
+                }
                 let (source, has_blocks) = mark_generation_blocks(&source);
-                Named { name, environment: compile(origin, source), has_blocks }
+                Named { name, engine: compile(&origin, source), has_blocks }
             })
             .collect();
         let fingerprint = hash.finish();
@@ -171,7 +195,7 @@ impl ChatTemplate {
         messages: &[Message],
         options: &RenderOptions,
     ) -> Result<Marked> {
-        let (template, environment) = self.pick(options.tools)?;
+        let (template, engine) = self.pick(options.tools)?;
         let now = options.now.unwrap_or_else(|| chrono::Local::now().naive_local());
         let mut context: Vec<(String, Value)> = Vec::new();
         for (name, token) in &self.special_variables {
@@ -191,10 +215,13 @@ impl ChatTemplate {
         for (name, value) in options.variables.into_iter().flatten() {
             context.push((name.clone(), to_template_value(value)));
         }
-        let rendered = environment
-            .get_template(TEMPLATE)
-            .and_then(|parsed| parsed.render(Value::from_pairs(context)))
-            .map_err(|error| Error::Template(in_words(&error)))?;
+        let input = (messages.iter().flat_map(|message| message.fields().values()))
+            .chain(options.tools.into_iter().flatten())
+            .chain(options.variables.into_iter().flat_map(Map::values))
+            .map(size)
+            .sum::<usize>();
+        context.push((guard::INPUT.into(), Value::from(input)));
+        let rendered = engine.render(Value::from_pairs(context))?;
         if template.has_blocks {
             split_blocks(&rendered)
         } else {
@@ -202,7 +229,7 @@ impl ChatTemplate {
         }
     }
 
-    fn pick(&self, tools: Option<&[serde_json::Value]>) -> Result<(&Named, &Environment<'static>)> {
+    fn pick(&self, tools: Option<&[serde_json::Value]>) -> Result<(&Named, &Engine)> {
         let by_name = |name: &str| self.templates.iter().find(|template| template.name == name);
         let found = tools.and_then(|_| by_name("tool_use")).or_else(|| by_name("default")).ok_or_else(|| {
             let names: Vec<_> = self.templates.iter().map(|template| template.name.as_str()).collect();
@@ -211,37 +238,74 @@ impl ChatTemplate {
                 names.join(", ")
             ))
         })?;
-        match &found.environment {
-            Ok(environment) => Ok((found, environment)),
+        match &found.engine {
+            Ok(engine) => Ok((found, engine)),
             Err(message) => Err(Error::Template(message.clone())),
         }
     }
 }
 
-/// What the one template of an environment is called in it.
+impl Engine {
+    fn render(&self, context: Value) -> Result<String> {
+        let mut rendered = String::new();
+        let outcome = contained(|| {
+            let mut out = machinery::make_string_output(&mut rendered);
+            let program = self.program.borrow_dependent();
+            let Program { instructions, blocks } = program;
+            let escape = AutoEscape::None;
+            machinery::eval(&self.environment, instructions, context, blocks, &mut out, escape)
+                .map(|_| ())
+                .map_err(|error| in_words(&error))
+        });
+        match outcome {
+            Ok(Ok(())) => Ok(rendered),
+            Ok(Err(message)) => Err(Error::Template(message)),
+            Err(panic) => Err(Error::Template(format!("its engine gave up on it ({panic})"))),
+        }
+    }
+}
+
+/// The bytes of text in a value, and some for each value.
+fn size(value: &serde_json::Value) -> usize {
+    8 + match value {
+        serde_json::Value::String(text) => text.len(),
+        serde_json::Value::Array(items) => items.iter().map(size).sum(),
+        serde_json::Value::Object(fields) => {
+            fields.iter().map(|(key, value)| key.len() + size(value)).sum()
+        }
+        _ => 0,
+    }
+}
+
+/// What templates are called in messages of their engine.
 const TEMPLATE: &str = "chat template";
 
-fn compile(origin: String, source: String) -> std::result::Result<Environment<'static>, String> {
+fn compile(origin: &str, source: String) -> std::result::Result<Engine, String> {
     let mut environment = Environment::new();
     let syntax = SyntaxConfig::builder()
         .trim_blocks(true)
         .lstrip_blocks(true)
         .build()
         .map_err(|error| format!("{origin}: {error}"))?;
-    environment.set_syntax(syntax);
-    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.set_unknown_method_callback(python_method);
-    environment.add_filter("tojson", tojson);
+    guard::install(&mut environment);
+    environment.set_unknown_method_callback(|state, value, method, arguments| {
+        guard::call_method(state, value, method, arguments, |state| {
+            python_method(state, value, method, arguments)
+        })
+    });
     environment.add_function(
         "raise_exception",
         |message: String| -> std::result::Result<String, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, format!("{REFUSED}{message}")))
         },
     );
-    environment
-        .add_template_owned(TEMPLATE, source)
-        .map_err(|error| format!("{origin}: {}", in_words(&error)))?;
-    Ok(environment)
+    let program = contained(|| {
+        Compiled::try_new(source, |source| guard::compile(TEMPLATE, source, &syntax))
+            .map_err(|error| in_words(&error))
+    })
+    .unwrap_or_else(|panic| Err(format!("its engine gave up on it ({panic})")))
+    .map_err(|message| format!("{origin}: {message}"))?;
+    Ok(Engine { environment, program })
 }
 
 /// What an error of `raise_exception` begins with, to tell it from a mistake in the template.
@@ -259,6 +323,9 @@ fn in_words(error: &minijinja::Error) -> String {
     }
     if let Some(detail) = innermost.detail().filter(|detail| detail.starts_with(REFUSED)) {
         return detail.to_string();
+    }
+    if let Some(words) = guard::in_words(innermost) {
+        return words.to_string();
     }
     let line = innermost.line().or_else(|| error.line());
     let mut words = String::new();
