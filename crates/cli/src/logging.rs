@@ -1,6 +1,7 @@
 //! Log lines on stderr, which step around progress bars.
 
 use crate::output::BARS;
+use crate::visible::for_stderr;
 use std::io::{self, Write};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
@@ -20,7 +21,10 @@ impl<'a> MakeWriter<'a> for AboveBars {
 
 impl Write for AboveBars {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        BARS.suspend(|| io::stderr().lock().write(text))
+        // A line comes whole.
+        let shown = String::from_utf8_lossy(text);
+        BARS.suspend(|| io::stderr().lock().write_all(for_stderr(&shown).as_bytes()))?;
+        Ok(text.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {

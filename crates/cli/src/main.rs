@@ -14,6 +14,7 @@ mod run_folder;
 mod sampling;
 mod settings;
 mod training;
+mod visible;
 mod wrap;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};

@@ -5,6 +5,7 @@ use crate::errors::usage;
 use crate::output::{BARS, Terminal, bytes};
 use crate::run_folder::unfinished;
 use crate::settings::{Matmul, Precision, Processor};
+use crate::visible::visible;
 use anyhow::Context;
 use candle_core::{DType, Device};
 use clap::Args;
@@ -270,7 +271,7 @@ pub fn with_progress<T>(terminal: Terminal, work: impl FnOnce(&mut dyn FnMut(Dow
                 ));
                 ProgressBar::hidden()
             };
-            bar.set_message(download.file.to_string());
+            bar.set_message(visible(download.file).into_owned());
             current = Some((download.file.to_string(), bar));
         }
         if let Some((_, bar)) = &current {

@@ -1,5 +1,7 @@
-//! What goes to the terminal: results on stdout, everything said along the way on stderr.
+//! What goes to the terminal: results on stdout, everything said along the way on stderr. All of it passes through
+//! here, so that what comes from a file or a model cannot order a terminal about.
 
+use crate::visible::{for_stderr, for_stdout};
 use crate::wrap::{stderr_columns, stdout_columns, wrap};
 use indicatif::MultiProgress;
 use serde::Serialize;
@@ -38,7 +40,7 @@ impl Terminal {
 pub fn say(text: impl fmt::Display) {
     let text = wrap(&text.to_string(), stderr_columns());
     BARS.suspend(|| {
-        let _ = writeln!(std::io::stderr().lock(), "{text}");
+        let _ = writeln!(std::io::stderr().lock(), "{}", for_stderr(&text));
     });
 }
 
@@ -54,8 +56,13 @@ impl fmt::Display for StdoutClosed {
 
 impl std::error::Error for StdoutClosed {}
 
-/// Writes to stdout at once.
+/// Writes to stdout at once; without control characters if that is a terminal.
 pub fn write(text: &str) -> anyhow::Result<()> {
+    write_as_it_is(&for_stdout(text))
+}
+
+/// Writes to stdout at once what may hold this program's own control characters.
+fn write_as_it_is(text: &str) -> anyhow::Result<()> {
     BARS.suspend(|| {
         let mut stdout = std::io::stdout().lock();
         match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
@@ -78,9 +85,10 @@ pub fn line(text: impl fmt::Display) -> anyhow::Result<()> {
     prose(&format!("{text}\n"))
 }
 
-/// Writes one JSON object to stdout.
+/// Writes one JSON object to stdout, on a terminal too as it is: JSON escapes what orders one about, but for characters
+/// beyond ASCII, of which it is to give all.
 pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
-    write(&format!("{}\n", serde_json::to_string_pretty(value)?))
+    write_as_it_is(&(serde_json::to_string_pretty(value)? + "\n"))
 }
 
 /// Rows of a name and a value, the values in one column.

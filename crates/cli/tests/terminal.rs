@@ -49,6 +49,16 @@ fn without_colours(text: &str) -> String {
     parts.fold(first, |kept, part| kept + part.split_once('m').map_or("", |(_, rest)| rest))
 }
 
+/// A text with Unicode's pictures of control characters in their place, as a terminal gets it.
+fn with_pictures(text: &str) -> String {
+    let picture = |c: char| match c {
+        '\n' | '\t' => Some(c),
+        '\0'..='\u{1f}' => char::from_u32(0x2400 + u32::from(c)),
+        other => Some(other),
+    };
+    text.chars().filter_map(picture).collect()
+}
+
 fn words(text: &str) -> Vec<&str> {
     text.split_whitespace().collect()
 }
@@ -65,7 +75,7 @@ fn text_is_wrapped_at_the_terminals_width_without_breaking_words() {
     ];
     for command in commands {
         let piped = place.run(command);
-        let piped = text(&piped.stderr) + &text(&piped.stdout);
+        let piped = with_pictures(&(text(&piped.stderr) + &text(&piped.stdout)));
         for columns in [80, 60] {
             let shown = on_terminal(&place, columns, command);
             assert_eq!(words(&shown), words(&piped), "{command:?}");

@@ -2,9 +2,10 @@
 //! over it.
 
 use super::Settings;
-use super::keys::{GROUPS, Keys, Style, cut, kind};
+use super::keys::{GROUPS, Keys, Style, kind};
 use super::mlx::{self, Unsaid};
 use super::optimizer::OPTIONS;
+use super::yaml;
 use crate::errors::usage;
 use serde_yaml_ng::{Mapping, Value};
 use std::path::{Path, PathBuf};
@@ -22,12 +23,8 @@ pub struct File {
 impl File {
     /// Reads a file.
     pub fn read(path: &Path) -> anyhow::Result<Self> {
-        const LIMIT: u64 = 1 << 20;
-        let bytes = metal_candle::files::read_limited_or_piped(path, LIMIT).map_err(usage)?;
         let wrong = |message: String| usage(format!("{}: {message}", path.display()));
-        let value: Value =
-            serde_yaml_ng::from_slice(&bytes).map_err(|error| wrong(malformed(&error)))?;
-        let written = match value {
+        let written = match yaml::read(path).map_err(usage)? {
             Value::Mapping(map) => map,
             Value::Null => Mapping::new(),
             other => {
@@ -90,15 +87,6 @@ impl File {
         let settings: Settings =
             serde_yaml_ng::from_value(Value::Mapping(merged)).map_err(usage)?;
         Ok((settings.complete(&given)?, notice))
-    }
-}
-
-/// What is wrong with a text that is no YAML.
-fn malformed(error: &serde_yaml_ng::Error) -> String {
-    let text = error.to_string();
-    match text.strip_prefix("duplicate entry with key ") {
-        Some(key) => format!("the key {} stands there twice; keep one of them", cut(key)),
-        None => format!("is not YAML: {text}"),
     }
 }
 

@@ -6,6 +6,7 @@ mod mlx;
 mod optimizer;
 mod values;
 mod words;
+mod yaml;
 
 pub use keys::{cut, of_kind};
 pub use optimizer::OptimizerName;
