@@ -3,9 +3,14 @@
 /// The longest text of a file that a message quotes, in characters.
 const QUOTED: usize = 80;
 
-/// A text cut to what fits into a message.
+/// A text cut to what a message quotes of it.
 pub(crate) fn cut(text: &str) -> String {
-    match text.char_indices().nth(QUOTED) {
+    cut_to(text, QUOTED)
+}
+
+/// A text cut to so many characters.
+pub(crate) fn cut_to(text: &str, characters: usize) -> String {
+    match text.char_indices().nth(characters) {
         Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()),
         None => text.to_string(),
     }

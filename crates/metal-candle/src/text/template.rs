@@ -21,6 +21,7 @@ use serde_json::Map;
 use super::guard::{self, Program};
 use super::json::to_template_value;
 use super::message::Message;
+use crate::files::cut_to;
 use crate::foreign::contained;
 use crate::hash::Hash;
 use crate::{Error, Result};
@@ -311,8 +312,15 @@ fn compile(origin: &str, source: String) -> std::result::Result<Engine, String> 
 /// What an error of `raise_exception` begins with, to tell it from a mistake in the template.
 const REFUSED: &str = "the template refused the conversation: ";
 
+/// The longest message of a template or of its engine that is passed on, in characters.
+const LONGEST_MESSAGE: usize = 1000;
+
 /// The error a person can act on: the innermost one, with the template's line.
 fn in_words(error: &minijinja::Error) -> String {
+    cut_to(&all_words(error), LONGEST_MESSAGE)
+}
+
+fn all_words(error: &minijinja::Error) -> String {
     let mut innermost = error;
     let mut next = std::error::Error::source(error);
     while let Some(source) = next {

@@ -16,7 +16,7 @@ use tokenizers::PostProcessorWrapper;
 use super::message::kind;
 use super::stream::DecodeStream;
 use super::template::ChatTemplate;
-use crate::files::{self, plain, short};
+use crate::files::{self, cut_to, plain, short};
 use crate::foreign::contained;
 use crate::{Error, Result};
 
@@ -315,7 +315,10 @@ fn read_tokenizer(path: &Path) -> Result<tokenizers::Tokenizer> {
         let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| {
             Error::file(
                 path,
-                format!("not a tokenizer this library can read: {}", plain(&error.to_string())),
+                format!(
+                    "not a tokenizer this library can read: {}",
+                    cut_to(&plain(&error.to_string()), 300)
+                ),
             )
         })?;
         // What the file says about training lengths is not for us: rows are cut and padded elsewhere.
