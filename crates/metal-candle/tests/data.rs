@@ -690,7 +690,7 @@ fn columns_are_taken_from_where_they_are_named() {
     let message = error(Columns::default());
     assert!(
         message.contains("a.csv:2: ")
-            && message.contains("--prompt-column question --completion-column answer"),
+            && message.contains("\"question\" could be renamed to \"prompt\""),
         "{message}"
     );
     let message = error(Columns { completion: Some(Source::Key("reply".into())), ..columns });

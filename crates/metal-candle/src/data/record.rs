@@ -240,8 +240,8 @@ const SHAPES: &str = "expected {\"messages\": [...]}, {\"prompt\": ..., \"comple
                       {\"conversations\": [...]}, {\"instruction\": ..., \"output\": ...} or {\"text\": \"...\"}";
 
 const PREFERENCE: &str = "is for preference tuning (DPO, KTO), which is not supported; supervised fine-tuning is. To \
-                          learn the chosen answers alone, name them: --completion-column chosen, or \
-                          --messages-column chosen where they are whole conversations";
+                          learn the chosen answers alone, rename their key to \"completion\", or to \
+                          \"messages\" where they are whole conversations";
 
 type Parsed<T> = std::result::Result<T, String>;
 
@@ -312,7 +312,7 @@ fn mapped(mut fields: Map<String, Value>, columns: &Columns) -> Parsed<Body> {
     pair((&prompt_name, prompt), (&completion_name, completion), &mut fields)
 }
 
-/// The flags that would name the columns of a record without a known shape.
+/// Which keys of a record without a known shape could be renamed.
 fn columns_that_fit(fields: &Map<String, Value>) -> String {
     const PROMPTS: [&str; 7] =
         ["prompt", "question", "query", "instruction", "input", "source", "user"];
@@ -324,11 +324,12 @@ fn columns_that_fit(fields: &Map<String, Value>) -> String {
     let completion = COMPLETIONS.iter().find(there);
     match (prompt, completion, TEXTS.iter().find(there)) {
         (Some(prompt), Some(completion), _) => {
-            format!("; or name them: --prompt-column {prompt} --completion-column {completion}")
+            format!(
+                "; {prompt:?} could be renamed to \"prompt\" and {completion:?} to \"completion\""
+            )
         }
-        (_, _, Some(text)) => format!("; or name it: --text-column {text}"),
-        _ => "; --prompt-column and --completion-column, --text-column or --messages-column name others"
-            .into(),
+        (_, _, Some(text)) => format!("; {text:?} could be renamed to \"text\""),
+        _ => String::new(),
     }
 }
 
@@ -360,8 +361,7 @@ fn pair(
             Ok(Body::ChatCompletion { prompt, completion, tools: tools(fields)? })
         }
         (prompt, completion) => Err(format!(
-            "{prompt_key:?} is {} and {completion_key:?} is {}, expected two strings or two lists of messages; \
-             --prompt-template and --completion-template make text of anything",
+            "{prompt_key:?} is {} and {completion_key:?} is {}, expected two strings or two lists of messages",
             kind(&prompt),
             kind(&completion)
         )),
