@@ -157,7 +157,8 @@ pub struct Flags {
     /// What turns gradients into steps [default: adamw]
     #[arg(long, value_enum, help_heading = "Training")]
     optimizer: Option<OptimizerName>,
-    /// The highest learning rate [default: adam, adamw, adamw8bit 2e-4; adafactor, muon 1e-3; lion 2e-5; sgd 0.1]
+    /// The highest learning rate [default: adam, adamw, adamw8bit 2e-4; adafactor, muon 1e-3; lion 2e-5; sgd 0.1;
+    /// a tenth of it with --fine-tune-type full]
     #[arg(short, long, value_name = "X", help_heading = "Training")]
     learning_rate: Option<f64>,
     /// How it moves after the warm-up [default: cosine]

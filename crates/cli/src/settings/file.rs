@@ -271,6 +271,13 @@ mod tests {
             assert_eq!(settings.peak_learning_rate(), rate, "{yaml}");
             assert_eq!(parse(&settings.to_yaml().unwrap()).unwrap(), settings, "{yaml}");
         }
+        for (yaml, rate) in [
+            ("fine_tune_type: full", 2e-5),
+            ("{fine_tune_type: full, optimizer: sgd}", 0.01),
+            ("{fine_tune_type: full, learning_rate: 3.0e-4}", 3e-4),
+        ] {
+            assert_eq!(parse(yaml).unwrap().peak_learning_rate(), rate, "{yaml}");
+        }
     }
 
     #[test]

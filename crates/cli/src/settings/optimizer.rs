@@ -1,6 +1,6 @@
 //! The settings of the optimiser: which one, its options, and the learning rate that goes with it.
 
-use super::Settings;
+use super::{FineTuneType, Settings};
 use crate::errors::usage;
 use clap::ValueEnum;
 use metal_candle::train::{
@@ -103,7 +103,12 @@ impl OptimizerName {
 impl Settings {
     /// The highest learning rate.
     pub fn peak_learning_rate(&self) -> f64 {
-        self.learning_rate.unwrap_or_else(|| self.optimizer.learning_rate())
+        self.learning_rate.unwrap_or_else(|| match self.fine_tune_type {
+            FineTuneType::Lora => self.optimizer.learning_rate(),
+            // LoRA's best rate is about ten times that of every weight
+            // (https://thinkingmachines.ai/blog/lora/).
+            FineTuneType::Full => self.optimizer.learning_rate() / 10.0,
+        })
     }
 
     /// The optimiser, with the options that were given and the defaults of the others.
