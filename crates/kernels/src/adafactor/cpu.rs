@@ -1,7 +1,9 @@
 //! A step of Adafactor on the CPU: the means, the sizes of update and parameter, and the update.
 
 use super::Update;
-use crate::device::cpu::{Real, for_each_chunk, for_each_chunk2, rows_per_task, sum_rows};
+use crate::device::cpu::{
+    Real, for_each_chunk, for_each_chunk2, rows_per_task, sum, sum_rows, sums,
+};
 
 pub(super) fn step<A: Real>(
     [params, grads, row_means, column_means]: [&mut [A]; 4],
@@ -25,64 +27,62 @@ pub(super) fn step<A: Real>(
         |index, row_means| {
             let rows = all[index * block * columns..].chunks_exact(columns);
             for (row_mean, row) in row_means.iter_mut().zip(rows) {
-                let mut sum = A::ZERO;
-                for g in row {
-                    let g = *g * scale;
-                    sum += g * g;
-                }
-                *row_mean = mean(*row_mean, sum, columns);
+                let [squares] = sums(
+                    [row],
+                    #[inline(always)]
+                    |[g]| [g * scale * (g * scale)],
+                );
+                *row_mean = mean(*row_mean, squares, columns);
             }
         },
     );
-    let mut sums = vec![A::ZERO; columns];
-    sum_rows(rows, columns, &mut sums, |row, range, target| {
+    let mut squares = vec![A::ZERO; columns];
+    sum_rows(rows, columns, &mut squares, |row, range, target| {
         for (target, g) in target.iter_mut().zip(&all[row * columns..][range]) {
             let g = *g * scale;
             *target = g * g;
         }
     });
-    for (column_mean, sum) in column_means.iter_mut().zip(&sums) {
+    for (column_mean, sum) in column_means.iter_mut().zip(&squares) {
         *column_mean = mean(*column_mean, *sum, rows);
     }
 
     // Of u_ij = g_ij·left_i·right_j.
-    let mut total = A::ZERO;
-    row_means.iter().for_each(|mean| total += *mean);
-    let total = total * number(1.0 / rows as f64);
+    let total = sum(row_means) * number(1.0 / rows as f64);
     let left: Vec<A> = row_means.iter().map(|mean| A::ONE / (*mean / total).sqrt()).collect();
     let right: Vec<A> = column_means.iter().map(|mean| A::ONE / mean.sqrt()).collect();
-    let mut squares = vec![[A::ZERO; 2]; rows];
+    let [mut updates, mut sizes] = [(); 2].map(|()| vec![A::ZERO; rows]);
     let values: &[A] = params;
-    for_each_chunk(
-        &mut squares,
+    for_each_chunk2(
+        &mut updates,
+        block,
+        &mut sizes,
         block,
         #[inline(always)]
-        |index, squares| {
-            for (offset, squares) in squares.iter_mut().enumerate() {
+        |index, updates, sizes| {
+            for (offset, (update, size)) in updates.iter_mut().zip(sizes).enumerate() {
                 let row = index * block + offset;
                 let of_row = row * columns..(row + 1) * columns;
-                let [mut updates, mut sizes] = [A::ZERO; 2];
-                for ((g, p), right) in all[of_row.clone()].iter().zip(&values[of_row]).zip(&right) {
-                    let u = *g * scale * left[row] * *right;
-                    updates += u * u;
-                    sizes += *p * *p;
-                }
-                *squares = [updates, sizes];
+                let left = left[row];
+                [*update, *size] = sums(
+                    [&all[of_row.clone()], &values[of_row], &right],
+                    #[inline(always)]
+                    |[g, p, right]| {
+                        let u = g * scale * left * right;
+                        [u * u, p * p]
+                    },
+                );
             }
         },
     );
-    let root = |index: usize| {
-        let mut sum = A::ZERO;
-        squares.iter().for_each(|squares| sum += squares[index]);
-        (sum * number(1.0 / (rows * columns) as f64)).sqrt()
-    };
+    let root = |squares: &[A]| (sum(squares) * number(1.0 / (rows * columns) as f64)).sqrt();
     let larger = |a: A, b: A| if a > b { a } else { b };
     let mut rate = number(update.learning_rate);
     if update.scale_epsilon >= 0.0 {
-        rate *= larger(root(1), number(update.scale_epsilon));
+        rate *= larger(root(&sizes), number(update.scale_epsilon));
     }
     let decay = A::ONE - rate * number(update.weight_decay);
-    let factor = rate / larger(root(0) / number(update.clip_threshold), A::ONE);
+    let factor = rate / larger(root(&updates) / number(update.clip_threshold), A::ONE);
     for_each_chunk2(
         params,
         block * columns,

@@ -92,6 +92,23 @@ fn steps_are_the_papers() {
 }
 
 #[test]
+fn long_rows_and_columns_keep_their_precision() {
+    for shape in [[1, 1_000_003], [1_000_003, 1], [300_000, 3]] {
+        let found = state(&shape, DType::F32);
+        let mut exact = found.each_ref().map(values);
+        let grads = own(&shape, 11, DType::F32);
+        let g = values(&grads);
+        let [params, rows, columns] = &found;
+        step(params, &grads, rows, columns, 1, 1.0, &OPTIONS).unwrap();
+        reference(&mut exact, &g, 1, &OPTIONS);
+        for (found, exact) in found.iter().zip(exact) {
+            let exact = Tensor::from_vec(exact, found.dims(), &Device::Cpu).unwrap();
+            assert_close(found, &exact, 1e-5);
+        }
+    }
+}
+
+#[test]
 fn without_a_gradient_nothing_moves() {
     let [params, rows, columns] = state(&[4, 5], DType::F32);
     let grads = Tensor::zeros((4, 5), DType::F32, &Device::Cpu).unwrap();

@@ -404,7 +404,11 @@ pub(crate) fn map_rows<T: Element>(
     );
 }
 
-/// Adds the rows of `(rows, columns)` in order: one task a block of columns.
+/// Rows that are added to one sum before that is added to the sum of all.
+const ROWS_OF_PART: usize = 256;
+
+/// Adds the rows of `(rows, columns)`: one task a block of columns. Sums of some rows are added to a sum, as one of
+/// very many rows would lose the last places of each.
 pub(crate) fn sum_rows<A: Real>(
     rows: usize,
     columns: usize,
@@ -417,13 +421,18 @@ pub(crate) fn sum_rows<A: Real>(
         block,
         #[inline(always)]
         |index, out| {
-            let mut scratch = vec![A::ZERO; out.len()];
+            let [mut scratch, mut part] = [(); 2].map(|()| vec![A::ZERO; out.len()]);
+            let add = |sums: &mut [A], values: &[A]| {
+                sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += *value);
+            };
             let start = index * block;
-            for row in 0..rows {
-                read_row(row, start..start + out.len(), &mut scratch);
-                for (out, value) in out.iter_mut().zip(&scratch) {
-                    *out += *value;
+            for first in (0..rows).step_by(ROWS_OF_PART) {
+                part.fill(A::ZERO);
+                for row in first..rows.min(first + ROWS_OF_PART) {
+                    read_row(row, start..start + out.len(), &mut scratch);
+                    add(&mut part, &scratch);
                 }
+                add(out, &part);
             }
         },
     );
