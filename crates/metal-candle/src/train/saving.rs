@@ -100,16 +100,15 @@ impl Saver {
             Memory::Ready(buffers) => Some(buffers),
             Memory::Lacking | Memory::InUse => None,
         };
-        let mut saving = std::mem::replace(&mut self.saving, untold());
         let Some(buffers) = buffers else {
             self.memory = Memory::Lacking;
-            let result = contents.write(tensors, &mut *saving);
-            self.saving = saving;
+            let path = contents.write(tensors, &mut *self.saving)?;
             let seconds = begun.elapsed().as_secs_f64();
-            self.complete = Some(Saved { step, path: result?, waited: seconds, seconds });
+            self.complete = Some(Saved { step, path, waited: seconds, seconds });
             return Ok(());
         };
         let copy = buffers.copy(tensors)?;
+        let mut saving = std::mem::replace(&mut self.saving, untold());
         let thread = std::thread::spawn(move || {
             let buffers = match copy.wait() {
                 Ok(buffers) => buffers,
