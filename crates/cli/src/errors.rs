@@ -49,9 +49,10 @@ pub fn describe(error: &anyhow::Error) -> String {
             Some(error) => metal_candle::tensor_message(error),
             None => cause.to_string(),
         };
+        let cause = metal_candle::readable(&cause);
         if text.is_empty() {
-            text = cause;
-        } else if !text.contains(&cause) {
+            text = cause.into_owned();
+        } else if !text.contains(&*cause) {
             text = format!("{text}: {cause}");
         }
     }

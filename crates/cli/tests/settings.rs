@@ -117,6 +117,64 @@ fn mistakes_in_the_file_are_wrong_usage() {
     assert!(stderr.contains("none.yaml"), "{stderr}");
 }
 
+/// Every key with values that it may not be made for. What is no mistake is planned, and nothing crashes.
+#[test]
+fn any_value_of_any_key_is_a_plan_or_a_message() {
+    let place = Place::with_model();
+    let plan = place.json(&["train", "-m", "base", "-d", "data", "--dry-run", "--json"]);
+    let keys: Vec<&String> = plan["settings"].as_object().unwrap().keys().collect();
+    let long = format!("\"{}\"", "a".repeat(100_000));
+    let values = [
+        "-1",
+        "0",
+        "1",
+        "0.5",
+        "1e400",
+        "-.inf",
+        ".nan",
+        "99999999999999999999",
+        "4294967296",
+        "18446744073709551615",
+        "true",
+        "null",
+        "\"\"",
+        "\"\\e[31m\"",
+        "[1, [2]]",
+        "[]",
+        "{a: {b: 1}}",
+        "{}",
+        "all",
+        "auto",
+        "2020-13-45",
+        &long,
+    ];
+    let (mut planned, mut refused) = (0, 0);
+    for (number, key) in keys.iter().enumerate() {
+        // Each value meets a third of the keys, and each key a third of the values.
+        for value in values.iter().skip(number % 3).step_by(3) {
+            let rest: String = [("model", "base"), ("data", "data")]
+                .into_iter()
+                .filter(|(other, _)| other != key)
+                .map(|(key, value)| format!("{key}: {value}\n"))
+                .collect();
+            place.write("run.yaml", &format!("{rest}{key}: {value}\n"));
+            let output = place.run(&["train", "-c", "run.yaml", "--dry-run", "-q"]);
+            let stderr = common::text(&output.stderr);
+            let what = format!("{key}: {} {stderr}", &value[..value.len().min(60)]);
+            match output.status.code() {
+                Some(0) => planned += 1,
+                Some(1 | 2) => refused += 1,
+                _ => panic!("{what}"),
+            }
+            assert!(stderr.len() < 3000 && !stderr.contains("panicked"), "{what}");
+            for word in ["Some(", "untagged", "expected u", "expected f", "struct "] {
+                assert!(!stderr.contains(word), "{what}");
+            }
+        }
+    }
+    assert!(planned > 50 && refused > 50, "{planned} planned, {refused} refused");
+}
+
 #[test]
 fn words_of_other_programs_are_flags_too() {
     let place = Place::with_model();

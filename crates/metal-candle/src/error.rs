@@ -1,5 +1,7 @@
 //! What can go wrong, as a type a caller can match on.
 
+use crate::files::cut_middle;
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 /// The result of anything in this crate that can fail.
@@ -18,7 +20,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A file's content is not what its format or the model asks for.
-    #[error("{}: {message}", path.display())]
+    #[error("{}: {}", path.display(), readable(message))]
     File {
         /// The file.
         path: PathBuf,
@@ -26,7 +28,7 @@ pub enum Error {
         message: String,
     },
     /// A line of a data file cannot be used.
-    #[error("{}:{line}: {message}", path.display())]
+    #[error("{}:{line}: {}", path.display(), readable(message))]
     Record {
         /// The data file.
         path: PathBuf,
@@ -36,7 +38,7 @@ pub enum Error {
         message: String,
     },
     /// An option has a value that cannot work.
-    #[error("{option}: {message}")]
+    #[error("{}: {}", readable(option), readable(message))]
     Option {
         /// The option's name as the user writes it.
         option: String,
@@ -44,16 +46,16 @@ pub enum Error {
         message: String,
     },
     /// Something valid that this library does not do; the message says what it does instead.
-    #[error("not supported: {0}")]
+    #[error("not supported: {}", readable(.0))]
     Unsupported(String),
     /// A chat template failed to parse or to render.
-    #[error("chat template: {0}")]
+    #[error("chat template: {}", readable(.0))]
     Template(String),
     /// The tokenizer failed on a text.
-    #[error("tokenizer: {0}")]
+    #[error("tokenizer: {}", readable(.0))]
     Tokenizer(String),
     /// A model could not be had from the Hugging Face hub.
-    #[error("{repository}: {message}")]
+    #[error("{repository}: {}", readable(message))]
     Hub {
         /// The repository asked for.
         repository: String,
@@ -61,11 +63,17 @@ pub enum Error {
         message: String,
     },
     /// Training stopped because losses or gradients kept being NaN or infinite.
-    #[error("training diverged: {0}")]
+    #[error("training diverged: {}", readable(.0))]
     Diverged(String),
     /// A tensor operation failed.
     #[error("{}", tensor_message(.0))]
     Tensor(#[from] candle_core::Error),
+}
+
+/// A message at a length that can be read, its middle left out: files may hold names and values of any length.
+pub fn readable(message: &str) -> Cow<'_, str> {
+    const MOST: usize = 1500;
+    cut_middle(message, MOST)
 }
 
 /// What a tensor operation's error says, in one line and without the backtrace that Candle's message
@@ -127,6 +135,17 @@ mod tests {
     use super::*;
     use candle_core::Error as Tensor;
     use std::backtrace::Backtrace;
+
+    #[test]
+    fn a_message_of_any_length_can_be_read() {
+        let names = "ä".repeat(100_000);
+        let told = Error::file("a", format!("has the key {names}; expected a number")).to_string();
+        assert!(told.chars().count() < 1510, "{told}");
+        assert!(told.starts_with("a: has the key ää"), "{told}");
+        assert!(told.ends_with("ä; expected a number"), "{told}");
+        assert!(Error::Unsupported(names.clone()).to_string().len() < 3100);
+        assert!(Error::option(names, "short").to_string().ends_with("ä: short"));
+    }
 
     #[test]
     fn a_tensor_error_is_told_without_its_backtrace() {

@@ -18,7 +18,7 @@ pub mod text;
 pub mod train;
 
 pub use candle_core::{DType, Device};
-pub use error::{Error, Result, tensor_message};
+pub use error::{Error, Result, readable, tensor_message};
 pub use metal_candle_kernels::devices;
 
 /// The README's example, compiled.

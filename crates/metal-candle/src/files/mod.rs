@@ -25,7 +25,7 @@ pub use content::describe_content;
 pub use read::{MAX_JSON_BYTES, open_regular, read_json, read_limited, read_limited_or_piped};
 pub(crate) use read::{parse_json, read_text};
 pub use words::plain;
-pub(crate) use words::{cut, cut_to, short};
+pub(crate) use words::{cut, cut_middle, cut_to, short};
 
 const PARTIAL: &str = ".partial-";
 const REPLACED: &str = ".replaced-";

@@ -1,5 +1,7 @@
 //! What Serde says about a file, in words that need no Rust.
 
+use std::borrow::Cow;
+
 /// The longest text of a file that a message quotes, in characters.
 const QUOTED: usize = 80;
 
@@ -13,6 +15,20 @@ pub(crate) fn cut_to(text: &str, characters: usize) -> String {
     match text.char_indices().nth(characters) {
         Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()),
         None => text.to_string(),
+    }
+}
+
+/// A text cut to about so many characters: its beginning and its end, where a message says what was expected.
+pub(crate) fn cut_middle(text: &str, characters: usize) -> Cow<'_, str> {
+    let (head, tail) = (characters * 2 / 3, characters / 3);
+    let nth = |n: usize| text.char_indices().nth(n).map(|(place, _)| place);
+    let from_end = |n: usize| text.char_indices().rev().nth(n).map(|(place, _)| place);
+    match (nth(characters).and(nth(head)), from_end(tail)) {
+        (Some(end), Some(start)) => {
+            let part = |range: Option<&str>| range.unwrap_or_default().to_string();
+            format!("{}...{}", part(text.get(..end)), part(text.get(start..))).into()
+        }
+        _ => text.into(),
     }
 }
 

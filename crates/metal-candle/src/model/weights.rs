@@ -19,6 +19,7 @@ use rayon::prelude::*;
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, Visitor};
 
+use crate::files::{cut, cut_to};
 use crate::{Error, Result, files};
 
 /// The largest header that is read, in bytes; the format's own limit.
@@ -85,7 +86,10 @@ impl Weights {
             if Path::new(name).file_name() != Some(name.as_ref()) || name.contains('\\') {
                 return Err(Error::file(
                     &index_path,
-                    format!("weight_map names the file {name:?}; expected a name without folders"),
+                    format!(
+                        "weight_map names the file {:?}; expected a name without folders",
+                        cut(name)
+                    ),
                 ));
             }
             let path = folder.join(name);
@@ -99,7 +103,7 @@ impl Weights {
                     absent.len(),
                     absent.len() + shards.len(),
                     folder.display(),
-                    absent.join(", ")
+                    cut_to(&absent.join(", "), 300)
                 ),
             ));
         }
@@ -110,7 +114,11 @@ impl Weights {
                 let found = found.map_or("no file".into(), |path| path.display().to_string());
                 return Err(Error::file(
                     &index_path,
-                    format!("tensor {name:?} should be in {file}, but {found} has it"),
+                    format!(
+                        "tensor {:?} should be in {}, but {found} has it",
+                        cut(name),
+                        cut(file)
+                    ),
                 ));
             }
         }

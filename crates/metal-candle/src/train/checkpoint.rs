@@ -347,8 +347,10 @@ fn read_state(path: &Path, fingerprint: &Fingerprint) -> Result<State, Refused> 
             ),
         )));
     }
-    let state: State = serde_json::from_value(value)
-        .map_err(|error| damaged(format!("is not the state of a run: {error}")))?;
+    let state: State = serde_json::from_value(value).map_err(|error| {
+        let message = files::plain(&error.to_string());
+        damaged(format!("is not the state of a run: {message}"))
+    })?;
     fingerprint.check(&state.fingerprint, path).map_err(Refused::Other)?;
     let State { step, updates, epoch, batch, .. } = state;
     let most = fingerprint.total_steps.saturating_mul(fingerprint.accumulation as u64);

@@ -1,0 +1,428 @@
+//! Good files after small changes: whatever they say now, reading and using them ends, in a result or in an error that
+//! can be read. The changes follow from their number, so a case that fails can be made again.
+
+#[path = "common/isolated.rs"]
+mod isolated;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use isolated::isolated;
+use metal_candle::adapter::LoraConfig;
+use metal_candle::data::{BatchOptions, Batcher, Dataset, Example, read_records};
+use metal_candle::generate::Session;
+use metal_candle::model::Model;
+use metal_candle::random::SplitMix64;
+use metal_candle::text::{ChatTemplate, Message, RenderOptions, Tokenizer};
+use metal_candle::train::{LearningRate, Metric, TrainOptions, Trainer};
+use metal_candle::{DType, Device, Result};
+use serde_json::Value;
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures")).join(name)
+}
+
+/// Changes what it is given, a little.
+struct Mutator(SplitMix64);
+
+impl Mutator {
+    fn new(case: u64) -> Self {
+        Self(SplitMix64::stream(19, case))
+    }
+
+    fn below(&mut self, bound: usize) -> usize {
+        self.0.below(bound.max(1) as u64) as usize
+    }
+
+    fn one_of<'a, T>(&mut self, items: &'a [T]) -> &'a T {
+        let index = self.below(items.len());
+        &items[index]
+    }
+
+    /// Up to three changes of bytes: some turned, left out, doubled, moved or put in.
+    fn bytes(&mut self, data: &mut Vec<u8>) {
+        const PUT_IN: [&[u8]; 12] = [
+            b"\0",
+            b"\xff\xfe",
+            b"\xef\xbb\xbf",
+            b"\x1b[31m",
+            b"{",
+            b"]",
+            b"\"",
+            b"-1",
+            b"99999999999999999999",
+            b"\n",
+            b"null",
+            b"\xed\xa0\x80",
+        ];
+        for _ in 0..=self.below(3) {
+            let at = self.below(data.len());
+            let end = (at + 1 + self.below(16)).min(data.len());
+            match self.below(6) {
+                0 if !data.is_empty() => data[at] ^= 1 << self.below(8),
+                1 => data.truncate(at),
+                2 => drop(data.drain(at..end)),
+                3 => {
+                    let part = data[at..end].to_vec();
+                    let to = self.below(data.len());
+                    data.splice(to..to, part);
+                }
+                _ => {
+                    let part = *self.one_of(&PUT_IN);
+                    data.splice(at..at, part.iter().copied());
+                }
+            }
+        }
+    }
+
+    /// JSON with up to two values that are another, gone, doubled or under another key.
+    fn json(&mut self, mut value: Value) -> String {
+        const MARK: &str = "\u{1}other value\u{1}";
+        let nested = |open: &str, close: &str| open.repeat(3000) + &close.repeat(3000);
+        let others: Vec<String> = [
+            "null",
+            "true",
+            "false",
+            "0",
+            "1",
+            "-1",
+            "2",
+            "3",
+            "7",
+            "0.5",
+            "-0.0",
+            "1e400",
+            "1e-400",
+            "4294967296",
+            "9223372036854775807",
+            "18446744073709551616",
+            "1000000000",
+            "\"\"",
+            "\"\\u0000\"",
+            "\"\\ud800\"",
+            "\"\\u001b[2J\"",
+            "\"../../etc/passwd\"",
+            "\"none\"",
+            "[]",
+            "{}",
+            "[null]",
+            "[[1], [2]]",
+            "{\"type\": \"a\"}",
+            "NaN",
+        ]
+        .map(str::to_string)
+        .into_iter()
+        .chain([nested("[", "]"), nested("{\"a\":[", "]}"), format!("\"{}\"", "a".repeat(200_000))])
+        .collect();
+        let mut put_in = Vec::new();
+        for _ in 0..=self.below(2) {
+            let mut index = self.below(count(&value));
+            let what = self.below(8);
+            change(&mut value, &mut index, &mut |parent, key| match (parent, what) {
+                (Some(Value::Object(map)), 0) => drop(map.shift_remove(&key)),
+                (Some(Value::Array(list)), 0) => drop(list.remove(key.parse::<usize>().unwrap())),
+                (Some(Value::Array(list)), 1) => {
+                    let copy = list[key.parse::<usize>().unwrap()].clone();
+                    list.push(copy);
+                }
+                (Some(Value::Object(map)), 1) => {
+                    let value = map.shift_remove(&key).unwrap();
+                    map.insert(format!("{key}\u{1b}"), value);
+                }
+                (Some(parent), _) => {
+                    let other = self.one_of(&others).clone();
+                    let place = match parent {
+                        Value::Object(map) => &mut map[&key],
+                        Value::Array(list) => &mut list[key.parse::<usize>().unwrap()],
+                        _ => unreachable!("only these hold others"),
+                    };
+                    *place = Value::String(format!("{MARK}{}", put_in.len()));
+                    put_in.push(other);
+                }
+                (None, _) => {}
+            });
+        }
+        let mut text = value.to_string();
+        for (index, other) in put_in.iter().enumerate() {
+            let mark = Value::String(format!("{MARK}{index}")).to_string();
+            text = text.replace(&mark, other);
+        }
+        text
+    }
+
+    /// Changes a file: its bytes, or as often what it says as JSON.
+    fn file(&mut self, path: &Path) {
+        let mut data = std::fs::read(path).unwrap();
+        match serde_json::from_slice(&data) {
+            Ok(value) if self.below(4) > 0 => data = self.json(value).into_bytes(),
+            _ if path.extension().is_some_and(|end| end == "safetensors") && self.below(4) > 0 => {
+                let length = u64::from_le_bytes(data[..8].try_into().unwrap()) as usize;
+                let header = serde_json::from_slice(&data[8..8 + length]).unwrap();
+                let header = self.json(header);
+                data.splice(..8 + length, header.bytes());
+                data.splice(..0, (header.len() as u64).to_le_bytes());
+            }
+            _ => self.bytes(&mut data),
+        }
+        std::fs::write(path, data).unwrap();
+    }
+}
+
+/// How many values there are in a value, itself not counted.
+fn count(value: &Value) -> usize {
+    match value {
+        Value::Object(map) => map.values().map(|value| 1 + count(value)).sum(),
+        Value::Array(list) => list.iter().map(|value| 1 + count(value)).sum(),
+        _ => 0,
+    }
+}
+
+/// Calls `act` with what holds the value number `index`, and its key or index there.
+fn change(
+    value: &mut Value,
+    index: &mut usize,
+    act: &mut impl FnMut(Option<&mut Value>, String),
+) -> bool {
+    let keys: Vec<String> = match value {
+        Value::Object(map) => map.keys().cloned().collect(),
+        Value::Array(list) => (0..list.len()).map(|index| index.to_string()).collect(),
+        _ => Vec::new(),
+    };
+    for key in keys {
+        if *index == 0 {
+            act(Some(value), key);
+            return true;
+        }
+        *index -= 1;
+        let inner = match value {
+            Value::Object(map) => &mut map[&key],
+            Value::Array(list) => &mut list[key.parse::<usize>().unwrap()],
+            _ => unreachable!("only these hold others"),
+        };
+        if change(inner, index, act) {
+            return true;
+        }
+    }
+    false
+}
+
+/// Changes one of `files` of the folder `good`, `cases` times, and calls `use_it`. Some cases must be refused, and some
+/// not: else nothing would be tried.
+fn mutate(good: &Path, files: &[&str], cases: u64, use_it: impl Fn(&Path) -> Result<()>) {
+    let copied = || {
+        let folder = tempfile::tempdir().unwrap();
+        copy(good, folder.path());
+        folder
+    };
+    use_it(copied().path()).unwrap();
+    let mut refused = 0;
+    for case in 0..cases {
+        let mut mutator = Mutator::new(case);
+        let folder = copied();
+        let file = *mutator.one_of(files);
+        eprintln!("case {case}, {file}");
+        mutator.file(&folder.path().join(file));
+        if let Err(error) = use_it(folder.path()) {
+            refused += 1;
+            let error = error.to_string();
+            assert!(error.len() < 2500, "{error}");
+            for word in ["Some(", "untagged", "expected u", "Error {", "panicked"] {
+                assert!(!error.contains(word), "{error}");
+            }
+        }
+    }
+    eprintln!("{refused} of {cases} refused");
+    assert!((cases / 10..cases).contains(&refused), "{refused} of {cases} refused");
+}
+
+fn copy(from: &Path, to: &Path) {
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let to = to.join(entry.file_name());
+        if entry.path().is_dir() {
+            std::fs::create_dir(&to).unwrap();
+            copy(&entry.path(), &to);
+        } else {
+            std::fs::copy(entry.path(), to).unwrap();
+        }
+    }
+}
+
+/// A folder with some files of the fixtures' folders.
+fn folder_of(parts: &[(&str, &[&str])]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for (from, names) in parts {
+        for name in *names {
+            std::fs::copy(fixture(from).join(name), folder.path().join(name)).unwrap();
+        }
+    }
+    folder
+}
+
+/// Loads a model, with its adapter where there is one, and reads some tokens.
+fn use_model(folder: &Path) -> Result<()> {
+    let mut model = Model::load(folder, DType::F32, &Device::Cpu)?;
+    if folder.join("adapter_config.json").exists() {
+        model.load_adapter(folder)?;
+    }
+    Session::new(&model).read(&[1, 2, 3, 0]).map(drop)
+}
+
+const MODEL: &[&str] = &["config.json", "model.safetensors"];
+
+#[test]
+fn changed_models_are_used_or_refused() {
+    isolated("changed_models_are_used_or_refused", || {
+        for family in ["gemma3-text", "llama3", "phi3-longrope", "qwen3"] {
+            eprintln!("{family}");
+            let good = folder_of(&[(&format!("models/{family}"), MODEL)]);
+            let files = ["config.json", "config.json", "model.safetensors"];
+            mutate(good.path(), &files, 600, use_model);
+        }
+    });
+}
+
+#[test]
+fn changed_shards_are_used_or_refused() {
+    isolated("changed_shards_are_used_or_refused", || {
+        let shards = [1, 2, 3].map(|shard| format!("model-0000{shard}-of-00003.safetensors"));
+        let index = "model.safetensors.index.json";
+        let names = [&shards[0], &shards[1], &shards[2], index, "config.json"];
+        let good = folder_of(&[("models/llama-sharded", &names)]);
+        mutate(good.path(), &[index, index, &shards[1]], 400, use_model);
+    });
+}
+
+#[test]
+fn changed_adapters_are_used_or_refused() {
+    isolated("changed_adapters_are_used_or_refused", || {
+        let files = ["adapter_config.json", "adapter_model.safetensors"];
+        let good = folder_of(&[("models/llama", MODEL), ("models/llama/adapter", &files)]);
+        mutate(good.path(), &files, 800, use_model);
+    });
+}
+
+#[test]
+fn changed_tokenizers_are_used_or_refused() {
+    isolated("changed_tokenizers_are_used_or_refused", || {
+        let files = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"];
+        for name in ["tokenizer", "tokenizer-sp"] {
+            eprintln!("{name}");
+            let good = folder_of(&[(name, &files)]);
+            mutate(good.path(), &files, 600, |folder| {
+                let tokenizer = Tokenizer::load(folder)?;
+                for text in ["", "A text, of \u{1f600} ÄÖ\n\n<|im_end|>", "aaaaaaaaaaaaaaaaa 12345"]
+                {
+                    let (ids, _) = tokenizer.encode_with_offsets(text, true)?;
+                    tokenizer.decode(&ids, false)?;
+                    let mut stream = tokenizer.decode_stream();
+                    for id in ids {
+                        stream.push(id)?;
+                    }
+                }
+                if let Some(template) = tokenizer.chat_template() {
+                    template.render(&conversation(), &RenderOptions::default())?;
+                }
+                Ok(())
+            });
+        }
+    });
+}
+
+fn conversation() -> [Message; 3] {
+    [("system", "Be brief."), ("user", "What is\nthere?"), ("assistant", "Nothing.")]
+        .map(|(role, text)| Message::new(role, text))
+}
+
+#[test]
+fn changed_templates_are_used_or_refused() {
+    isolated("changed_templates_are_used_or_refused", || {
+        for name in ["llama3.jinja", "qwen-tools.jinja", "gemma.jinja", "methods.jinja"] {
+            eprintln!("{name}");
+            let good = folder_of(&[("templates", &[name])]);
+            mutate(good.path(), &[name], 800, |folder| {
+                let source = String::from_utf8_lossy(&std::fs::read(folder.join(name)).unwrap())
+                    .into_owned();
+                let template = ChatTemplate::new(&source, Vec::new(), Vec::new(), Vec::new())?;
+                let messages = &conversation()[1..];
+                template.render(messages, &RenderOptions::default()).map(drop)
+            });
+        }
+    });
+}
+
+#[test]
+fn changed_data_are_read_or_refused() {
+    isolated("changed_data_are_read_or_refused", || {
+        let folder = tempfile::tempdir().unwrap();
+        let write =
+            |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        write(
+            "chat.jsonl",
+            concat!(
+                r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#,
+                "\n",
+                r#"{"messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}"#,
+            ),
+        );
+        write(
+            "pairs.json",
+            r#"[{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]"#,
+        );
+        write("alpaca.csv", "instruction,input,output\n\"a, b\",c,d\n\"e\ne\",\"\"\"f\",g\n");
+        write("pairs.tsv", "prompt\tcompletion\na\tb\nc\td\n");
+        for name in ["pairs-zstd.parquet", "pairs-snappy.parquet", "pairs-lz4.parquet"] {
+            std::fs::copy(fixture("data").join(name), folder.path().join(name)).unwrap();
+        }
+        for entry in std::fs::read_dir(folder.path()).unwrap() {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            mutate(folder.path(), &[&name], 400, |folder| {
+                read_records(&folder.join(&name)).map(drop)
+            });
+        }
+    });
+}
+
+/// Trains a model for four steps in the folder `run`, from its newest checkpoint if it has one.
+fn train(run: &Path) -> Result<()> {
+    let ids: Vec<u32> = (0..12).collect();
+    let example = Example { trainable: vec![true; ids.len()], ids };
+    let dataset = Arc::new(Dataset::from_examples(&vec![example; 6])?);
+    let options =
+        BatchOptions { batch_size: 2, max_seq_length: 16, packing: false, seed: 1, shuffle: true };
+    let batches = Batcher::new(dataset, options)?;
+    let mut model = Model::load(fixture("models/llama"), DType::F32, &Device::Cpu)?;
+    model.add_lora(&LoraConfig { rank: 2, ..LoraConfig::default() }, 3)?;
+    let options =
+        TrainOptions { save_every: 2, ..TrainOptions::new(4, LearningRate::constant(1e-3)?) };
+    let mut trainer = Trainer::new(&model, &batches, options, run, "llama")?;
+    trainer.resume_newest(run)?;
+    trainer.run(&mut |_: &Metric| -> Result<()> { Ok(()) }).map(drop)
+}
+
+#[test]
+fn changed_checkpoints_are_resumed_or_refused() {
+    isolated("changed_checkpoints_are_resumed_or_refused", || {
+        let good = tempfile::tempdir().unwrap();
+        train(good.path()).unwrap();
+        let checkpoints = good.path().join("checkpoints");
+        let all = std::fs::read_dir(&checkpoints).unwrap().map(|entry| entry.unwrap().path());
+        let oldest = all.min().unwrap();
+        let mut files = Vec::new();
+        for entry in std::fs::read_dir(&oldest).unwrap() {
+            let path = entry.unwrap().path();
+            files.push(path.strip_prefix(good.path()).unwrap().to_str().unwrap().to_string());
+        }
+        files.sort();
+        eprintln!("{files:?}");
+        let files: Vec<&str> = files.iter().map(String::as_str).collect();
+        // Only one is left that is not the last step: the run goes on from it.
+        for entry in std::fs::read_dir(&checkpoints).unwrap() {
+            let path = entry.unwrap().path();
+            if path != oldest {
+                std::fs::remove_dir_all(path).unwrap();
+            }
+        }
+        mutate(good.path(), &files, 400, train);
+    });
+}
