@@ -7,12 +7,11 @@ use crate::device::cpu::{
 
 pub(super) fn step<A: Real>(
     [params, grads, row_means, column_means]: [&mut [A]; 4],
-    columns: usize,
+    [rows, columns]: [usize; 2],
     update: &Update,
 ) {
     let number = A::from_f64;
     let scale = number(update.grad_scale);
-    let rows = row_means.len();
     let block = rows_per_task(columns);
     // (1 - β)·(sum / count + ε) beside β of what was.
     let mean = |before: A, sum: A, count: usize| {

@@ -106,9 +106,9 @@ pub fn step(
 }
 
 fn on_cpu<A: Real>(operation: &'static str, buffers: &Buffers, update: &Update) -> Result<()> {
-    let Buffers { params, grads, row_means, column_means, columns, .. } = *buffers;
+    let Buffers { params, grads, row_means, column_means, rows, columns } = *buffers;
     change_all_in_place::<A, 4>(operation, [params, grads, row_means, column_means], |slices| {
-        cpu::step(slices, columns, update);
+        cpu::step(slices, [rows, columns], update);
         Ok(())
     })
 }
