@@ -165,7 +165,7 @@ fn run(cli: Cli) -> anyhow::Result<u8> {
 }
 
 #[cfg(test)]
-#[path = "../tests/common/documents.rs"]
+#[path = "../tests/integration/common/documents.rs"]
 mod documents;
 
 #[cfg(test)]

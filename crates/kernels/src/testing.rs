@@ -118,38 +118,26 @@ pub fn message<T>(result: Result<T>) -> String {
     }
 }
 
-/// The first CUDA device, for tests that compare it with the CPU; `None`, said once, where there is
-/// none.
+/// The first CUDA device, for tests that compare it with the CPU. They are ignored unless asked for, and fail
+/// where there is none.
 #[cfg(feature = "cuda")]
-pub fn cuda() -> Option<Device> {
+#[track_caller]
+pub fn cuda() -> Device {
     use std::sync::OnceLock;
-    static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
-    let open = || {
-        if crate::devices::cuda_count() == 0 {
-            eprintln!("SKIPPED: there is no CUDA device, so no CUDA kernel was tested");
-            return None;
-        }
-        Some(crate::devices::cuda(0).unwrap())
-    };
-    DEVICE.get_or_init(open).clone()
+    static DEVICE: OnceLock<Device> = OnceLock::new();
+    assert!(crate::devices::cuda_count() > 0, "this test needs an NVIDIA GPU, and none was found");
+    DEVICE.get_or_init(|| crate::devices::cuda(0).unwrap()).clone()
 }
 
-/// The first Metal device, for tests that compare it with the CPU; `None`, said once, where there is none.
+/// The first Metal device, for tests that compare it with the CPU. They are ignored unless asked for, and fail
+/// where there is none.
 #[cfg(feature = "metal")]
-pub fn metal() -> Option<Device> {
-    use std::io::Write;
+#[track_caller]
+pub fn metal() -> Device {
     use std::sync::OnceLock;
-    static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
-    let open = || {
-        if crate::devices::metal_count() == 0 {
-            // Not with `eprintln`, of which a test that passes shows nothing.
-            let message = b"SKIPPED: there is no Metal device, so no Metal kernel was tested\n";
-            let _ = std::io::stderr().write_all(message);
-            return None;
-        }
-        Some(crate::devices::metal(0).unwrap())
-    };
-    DEVICE.get_or_init(open).clone()
+    static DEVICE: OnceLock<Device> = OnceLock::new();
+    assert!(crate::devices::metal_count() > 0, "this test needs a Mac's GPU, and none was found");
+    DEVICE.get_or_init(|| crate::devices::metal(0).unwrap()).clone()
 }
 
 /// A tensor of the CPU on another device, which has no memory of no bytes: nothing is a part of something.

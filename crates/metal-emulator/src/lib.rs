@@ -5,9 +5,6 @@
 //! use metal_emulator::{Error, Source, for_every_mode};
 //!
 //! fn doubles(path: &str) -> Result<(), Error> {
-//!     if !metal_emulator::available() {
-//!         return Ok(());
-//!     }
 //!     let x = [1.0_f32, 2.0, 3.0];
 //!     for_every_mode(&Source::file(path), |library, seed| {
 //!         let buffers = library
@@ -36,8 +33,6 @@ pub use element::{Constant, Element};
 pub use error::{Error, Fault, Finding};
 pub use library::{Library, Source};
 
-use std::io::{self, Write};
-use std::sync::Once;
 use std::{fmt, thread};
 
 /// What a run looks for, beside what every mode does: wrong arguments, barriers that not all threads
@@ -71,23 +66,6 @@ impl fmt::Display for Mode {
 
 /// Orders of threads that find most of what an order can find: up, down, and shuffled twice.
 pub const SEEDS: [u64; 4] = [0, 1, 2, 3];
-
-/// Whether kernels can be run here. If not, says once on the standard error that tests are skipped,
-/// why, and how to change that.
-pub fn available() -> bool {
-    match compiler::Compiler::get() {
-        Ok(_) => true,
-        Err(error) => {
-            static SAID: Once = Once::new();
-            SAID.call_once(|| {
-                // Not with `eprintln`, of which a test that passes shows nothing.
-                let message = format!("SKIPPED: the emulator ran no Metal kernel: {error}\n");
-                let _ = io::stderr().write_all(message.as_bytes());
-            });
-            false
-        }
-    }
-}
 
 /// Compiles a file in every mode, and calls `check` for every mode and each of [`SEEDS`].
 ///

@@ -411,8 +411,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_matches_the_cpu() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for (index, case) in
             cases().into_iter().chain(many_queries()).chain(few_queries()).enumerate()
         {
@@ -438,8 +439,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_counts_the_keys_of_a_cache_itself() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for case in few_queries().into_iter().filter(|case| case.first_key.is_none()) {
             for (dtype, tolerance) in PRECISIONS {
                 let low = case.to_dtype(dtype);
@@ -460,8 +462,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_gives_the_same_bits_again() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         // More blocks than run at once.
         let large = Case::new(5, 2500, 2500, 8, 2, 128).scale(0.09);
         let large = [large.clone().packed(700), large];
@@ -485,8 +488,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_kernels_agree_where_blocks_wait_for_room() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         let whole = Case::new(5, 1500, 1500, 8, 2, 128).scale(0.09);
         for case in [whole.clone(), whole.clone().packed(400), whole.window(300)] {
             let case = case.to_dtype(DType::BF16).to_device(&device);
@@ -502,8 +506,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_reads_views_as_it_reads_copies() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for (queries, keys, d) in
                 [(70, 90, 64), (70, 90, 9), (1, 90, 64), (1, 90, 9), (40, 90, 128), (140, 300, 128)]
@@ -573,8 +578,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_queries_without_keys_give_zeros() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for (queries, d) in [(3, 4), (3, 64), (40, 64), (40, 4), (300, 128), (40, 256)] {
             let mut case = Case::new(1, queries, queries, 2, 1, d);
             let mut first = vec![0u32; queries];
@@ -601,8 +607,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_large_scores_do_not_overflow() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for (queries, d) in [(9, 64), (40, 64), (40, 128)] {
                 let case = Case::new(1, queries, 40, 2, 1, d).scale(1000.0).to_dtype(dtype);
@@ -619,8 +626,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_handles_empty_sizes() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for d in [0, 3, 64, 128] {
             for (batch, queries, keys, heads) in [
                 (0, 2, 3, 2),
@@ -658,8 +666,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_refuses_what_it_cannot_compute() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         let run = |case: Case| {
             message(forward(&case.q, &case.k, &case.v, case.first_key.as_ref(), &case.options))
         };

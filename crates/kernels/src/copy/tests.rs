@@ -2,64 +2,72 @@ use super::*;
 use crate::testing::*;
 use candle_core::Device;
 
-fn devices() -> Vec<Device> {
-    #[cfg(feature = "cuda")]
-    return [Device::Cpu].into_iter().chain(cuda()).collect();
-    #[cfg(not(feature = "cuda"))]
-    vec![Device::Cpu]
+fn assert_a_part_is_written(device: &Device) {
+    for dtype in [DType::F32, DType::BF16] {
+        for (dim, start) in [(0, 1), (1, 0), (1, 3), (2, 2)] {
+            let low = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
+            let (mut sizes, whole) = ([2, 5, 7], low(&[2, 5, 7], 1));
+            sizes[dim] = if dim == 0 { 1 } else { 2 };
+            let part = low(&sizes, 2);
+            let expected = whole.copy().unwrap();
+            expected.slice_set(&part, dim, start).unwrap();
+            let found = whole.to_device(device).unwrap().copy().unwrap();
+            let given = strided(&part.to_device(device).unwrap());
+            write(&found, &given, dim, start).unwrap();
+            assert_identical(&found.to_device(&Device::Cpu).unwrap(), &expected);
+        }
+    }
 }
 
 #[test]
-fn a_part_is_written_where_it_belongs_and_nothing_else_changes_also_by_cuda() {
-    for device in devices() {
-        for dtype in [DType::F32, DType::BF16] {
-            for (dim, start) in [(0, 1), (1, 0), (1, 3), (2, 2)] {
-                let low = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
-                let (mut sizes, whole) = ([2, 5, 7], low(&[2, 5, 7], 1));
-                sizes[dim] = if dim == 0 { 1 } else { 2 };
-                let part = low(&sizes, 2);
-                let expected = whole.copy().unwrap();
-                expected.slice_set(&part, dim, start).unwrap();
-                let found = whole.to_device(&device).unwrap().copy().unwrap();
-                let given = strided(&part.to_device(&device).unwrap());
-                write(&found, &given, dim, start).unwrap();
-                assert_identical(&found.to_device(&Device::Cpu).unwrap(), &expected);
+fn a_part_is_written_where_it_belongs_and_nothing_else_changes() {
+    assert_a_part_is_written(&Device::Cpu);
+}
+
+fn assert_both_parts_are_written_where_a_tensor_says(device: &Device) {
+    for (dtype, width) in [(DType::F32, 8), (DType::BF16, 8), (DType::F16, 7), (DType::F32, 3)] {
+        let given = |shape: &[usize], seed| {
+            let tensor = random(shape, seed).to_dtype(dtype).unwrap();
+            tensor.to_device(device).unwrap()
+        };
+        for (added, start) in [(1, 4), (3, 0), (2, 2), (0, 2)] {
+            let wholes = [1, 2].map(|seed| given(&[2, 5, 3, width], seed));
+            let parts = [3, 4].map(|seed| strided(&given(&[2, added, 3, width], seed)));
+            let expected = wholes.clone().map(|whole| whole.copy().unwrap());
+            for (whole, part) in expected.iter().zip(&parts) {
+                write(whole, part, 1, start).unwrap();
+            }
+            let start = Tensor::new(&[start as u32], device).unwrap();
+            let (wholes, parts) = ([&wholes[0], &wholes[1]], [&parts[0], &parts[1]]);
+            write_both_at(wholes, parts, 1, &start).unwrap();
+            for (found, expected) in wholes.into_iter().zip(&expected) {
+                assert_identical(found, expected);
             }
         }
     }
 }
 
 #[test]
-fn both_parts_are_written_where_a_tensor_says_also_by_cuda() {
-    for device in devices() {
-        for (dtype, width) in [(DType::F32, 8), (DType::BF16, 8), (DType::F16, 7), (DType::F32, 3)]
-        {
-            let given = |shape: &[usize], seed| {
-                let tensor = random(shape, seed).to_dtype(dtype).unwrap();
-                tensor.to_device(&device).unwrap()
-            };
-            for (added, start) in [(1, 4), (3, 0), (2, 2), (0, 2)] {
-                let wholes = [1, 2].map(|seed| given(&[2, 5, 3, width], seed));
-                let parts = [3, 4].map(|seed| strided(&given(&[2, added, 3, width], seed)));
-                let expected = wholes.clone().map(|whole| whole.copy().unwrap());
-                for (whole, part) in expected.iter().zip(&parts) {
-                    write(whole, part, 1, start).unwrap();
-                }
-                let start = Tensor::new(&[start as u32], &device).unwrap();
-                let (wholes, parts) = ([&wholes[0], &wholes[1]], [&parts[0], &parts[1]]);
-                write_both_at(wholes, parts, 1, &start).unwrap();
-                for (found, expected) in wholes.into_iter().zip(&expected) {
-                    assert_identical(found, expected);
-                }
-            }
-        }
-    }
+fn both_parts_are_written_where_a_tensor_says() {
+    assert_both_parts_are_written_where_a_tensor_says(&Device::Cpu);
 }
 
 #[cfg(feature = "cuda")]
 #[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn cuda_writes_and_casts_as_the_cpu_does() {
+    let device = cuda();
+    assert_a_part_is_written(&device);
+    assert_both_parts_are_written(&device);
+    assert_both_parts_are_written_where_a_tensor_says(&device);
+    assert_a_cast_rounds(&device);
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
 fn cuda_writes_nothing_beyond_a_whole() {
-    let Some(device) = cuda() else { return };
+    let device = cuda();
     let given = |size, seed| {
         let tensor = random(&[2, size, 4], seed).to_dtype(DType::F32).unwrap();
         tensor.to_device(&device).unwrap()
@@ -90,38 +98,42 @@ fn what_does_not_fit_is_named() {
     assert!(wrong.contains("found U32 to F32, expected floats"), "{wrong}");
 }
 
+fn assert_a_cast_rounds(device: &Device) {
+    let x = random(&[3, 5], 1).to_dtype(DType::F32).unwrap();
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let found = cast(&strided(&x.to_device(device).unwrap()), dtype).unwrap();
+        let found = found.to_device(&Device::Cpu).unwrap();
+        assert_identical(&found, &x.to_dtype(dtype).unwrap());
+    }
+}
+
 #[test]
-fn a_cast_rounds_like_candle_also_by_cuda() {
-    for device in devices() {
-        let x = random(&[3, 5], 1).to_dtype(DType::F32).unwrap();
-        for dtype in [DType::F32, DType::BF16, DType::F16] {
-            let found = cast(&strided(&x.to_device(&device).unwrap()), dtype).unwrap();
-            let found = found.to_device(&Device::Cpu).unwrap();
-            assert_identical(&found, &x.to_dtype(dtype).unwrap());
+fn a_cast_rounds_like_candle() {
+    assert_a_cast_rounds(&Device::Cpu);
+}
+
+fn assert_both_parts_are_written(device: &Device) {
+    for (dtype, width) in [(DType::F32, 8), (DType::BF16, 8), (DType::F16, 7)] {
+        let given = |shape: &[usize], seed| {
+            let tensor = random(shape, seed).to_dtype(dtype).unwrap();
+            tensor.to_device(device).unwrap()
+        };
+        for (added, start) in [(1, 4), (3, 0), (0, 2)] {
+            let wholes = [1, 2].map(|seed| given(&[2, 5, 3, width], seed));
+            let parts = [3, 4].map(|seed| strided(&given(&[2, added, 3, width], seed)));
+            let expected = wholes.clone().map(|whole| whole.copy().unwrap());
+            for (whole, part) in expected.iter().zip(&parts) {
+                write(whole, part, 1, start).unwrap();
+            }
+            write_both([&wholes[0], &wholes[1]], [&parts[0], &parts[1]], 1, start).unwrap();
+            for (found, expected) in wholes.iter().zip(&expected) {
+                assert_identical(found, expected);
+            }
         }
     }
 }
 
 #[test]
-fn both_parts_are_written_as_each_alone_also_by_cuda() {
-    for device in devices() {
-        for (dtype, width) in [(DType::F32, 8), (DType::BF16, 8), (DType::F16, 7)] {
-            let given = |shape: &[usize], seed| {
-                let tensor = random(shape, seed).to_dtype(dtype).unwrap();
-                tensor.to_device(&device).unwrap()
-            };
-            for (added, start) in [(1, 4), (3, 0), (0, 2)] {
-                let wholes = [1, 2].map(|seed| given(&[2, 5, 3, width], seed));
-                let parts = [3, 4].map(|seed| strided(&given(&[2, added, 3, width], seed)));
-                let expected = wholes.clone().map(|whole| whole.copy().unwrap());
-                for (whole, part) in expected.iter().zip(&parts) {
-                    write(whole, part, 1, start).unwrap();
-                }
-                write_both([&wholes[0], &wholes[1]], [&parts[0], &parts[1]], 1, start).unwrap();
-                for (found, expected) in wholes.iter().zip(&expected) {
-                    assert_identical(found, expected);
-                }
-            }
-        }
-    }
+fn both_parts_are_written_as_each_alone() {
+    assert_both_parts_are_written(&Device::Cpu);
 }

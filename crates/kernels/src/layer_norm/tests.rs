@@ -210,8 +210,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_forward_matches_the_cpu() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for (rows, hidden) in SHAPES {
             for (dtype, tolerance) in PRECISIONS {
                 for (parameter_dtype, with_bias) in
@@ -237,8 +238,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_backward_matches_the_cpu() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for (rows, hidden) in SHAPES {
             for (dtype, tolerance) in PRECISIONS {
                 let made = |seed| rounded(&random(&[rows, hidden], seed), dtype);
@@ -273,8 +275,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_large_means_cost_no_digits_of_the_variance() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for hidden in [300, 303] {
             let x = rounded(&(random(&[5, hidden], 1) + 1000.0).unwrap(), DType::F32);
             let weight = rounded(&random(&[hidden], 2), DType::F32);
@@ -286,8 +289,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_handles_nothing_and_trains_in_candle() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         let weight = Tensor::ones(7, DType::F32, &device).unwrap();
         let empty = empty([0, 7], DType::F32, &device);
         assert_eq!(forward(&empty, &weight, Some(&weight), EPS).unwrap().dims(), &[0, 7]);

@@ -12,9 +12,8 @@ fn reference(p: &mut f64, state: &mut [f64], g: f64, _: i32, decays: bool) {
     *p -= learning_rate * (update + if decays { weight_decay * *p } else { 0.0 });
 }
 
-#[test]
-fn steps_are_the_papers() {
-    assert_steps(&Case {
+fn in_every_case(check: impl Fn(&Case)) {
+    check(&Case {
         states: 1,
         // A step is a sign.
         undecided: 2,
@@ -24,6 +23,18 @@ fn steps_are_the_papers() {
         },
         reference: &reference,
     });
+}
+
+#[test]
+fn steps_are_the_papers() {
+    in_every_case(assert_steps);
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn cuda_steps_match_the_cpu() {
+    in_every_case(crate::flat::tests::assert_cuda_steps);
 }
 
 #[test]

@@ -423,8 +423,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_matches_the_cpu_in_every_dtype() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for group in groups() {
             for (dtype, tolerance) in PRECISIONS {
                 for adapters in [DType::F32, dtype] {
@@ -456,8 +457,9 @@ mod cuda {
 
     /// Layers that are large enough for sums of products in one launch.
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_matches_the_cpu_in_large_layers() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         let rows = large_rows(&device);
         for (sizes, dropout) in [
             (vec![(1016, 16), (504, 24), (504, 0)], false),
@@ -482,8 +484,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_makes_a_gated_unit_again() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         // The gate and the value as parts of one projection, which aren't contiguous, too.
         for (rows, inner, outer, rank, fused) in [
             (300, 264, 136, 16, false),
@@ -532,8 +535,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_kernels_for_half_precision_match_f32_at_size() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         let sizes = [(1544, 16), (1032, 24), (264, 8)];
         let groups = [
             Group::new(2500, 1032, &sizes, false),
@@ -558,8 +562,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_repeats_its_bits_and_leaves_out_dx() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for group in groups() {
             let group = group.to(DType::BF16, DType::F32, &device);
             let ([forward, backward], [again, without]) = (group.run(true), group.run(false));
@@ -570,8 +575,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_takes_views_and_no_rows() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for rows in [2, 40, 70] {
             let group = Group::new(rows, 72, &[(40, 8), (30, 4)], false);
             let group = group.to(DType::BF16, DType::F32, &device);
@@ -622,8 +628,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_dropout_is_that_of_the_cpu() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             for count in [0, 1, 1000, 70_003] {
                 let x = random(&[count], 1).to_dtype(dtype).unwrap();
@@ -641,8 +648,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_layers_are_differentiable() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         let case = Case::new(5, 7, 6, 2).to_dtype(DType::F32);
         let run = |device: &Device| {
             let to = |tensor: &Tensor| tensor.to_device(device).unwrap();

@@ -248,8 +248,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_forward_matches_the_cpu() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for (rows, hidden) in SHAPES {
             for (dtype, tolerance) in PRECISIONS {
                 for (weight_dtype, offset) in [(dtype, 0.0), (DType::F32, 1.0), (DType::F16, 0.0)] {
@@ -270,8 +271,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_residual_forward_is_the_sum_and_its_norm() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for (rows, hidden) in SHAPES {
             for (dtype, _) in PRECISIONS {
                 let low = |shape: &[usize], seed| random(shape, seed).to_dtype(dtype).unwrap();
@@ -292,8 +294,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_backward_matches_the_cpu() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         for (rows, hidden) in SHAPES {
             for (dtype, tolerance) in PRECISIONS {
                 let made = |seed| rounded(&random(&[rows, hidden], seed), dtype);
@@ -343,8 +346,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_reads_rows_that_start_anywhere() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         let x = random(&[2000], 1).to_dtype(DType::BF16).unwrap();
         let weight = random(&[200], 2).to_dtype(DType::BF16).unwrap();
         let odd = |start| x.narrow(0, start, 1000).unwrap().reshape((5, 200)).unwrap();
@@ -362,8 +366,9 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_handles_nothing_and_trains_in_candle() {
-        let Some(device) = crate::testing::cuda() else { return };
+        let device = crate::testing::cuda();
         let weight = Tensor::ones(7, DType::F32, &device).unwrap();
         let empty = empty([0, 7], DType::F32, &device);
         assert_eq!(forward(&empty, &weight, EPS, 0.0).unwrap().dims(), &[0, 7]);

@@ -83,8 +83,9 @@ fn empty_and_wrong_shapes_are_handled() {
 
 #[cfg(feature = "cuda")]
 #[test]
+#[ignore = "needs an NVIDIA GPU"]
 fn cuda_matches_the_cpu() {
-    let Some(device) = crate::testing::cuda() else { return };
+    let device = crate::testing::cuda();
     let back = |tensor: &Tensor| tensor.to_device(&Device::Cpu).unwrap();
     // Heads that are turned by packs, wholly and in part, and others.
     let sizes =
@@ -125,34 +126,40 @@ fn cuda_matches_the_cpu() {
     assert_identical(&back(gradients.get(&x).unwrap()), &back(&expected));
 }
 
-#[test]
-fn queries_and_keys_turn_as_each_alone_also_by_cuda() {
-    let devices = [Device::Cpu].into_iter();
-    #[cfg(feature = "cuda")]
-    let devices = devices.chain(cuda());
-    for device in devices {
-        let (cos, sin) = angles(2, 5, 8);
-        let [cos, sin] = [cos, sin]
-            .map(|angles| angles.to_dtype(DType::F32).unwrap().to_device(&device).unwrap());
-        for dtype in [DType::F32, DType::F16, DType::BF16] {
-            let given = |heads, seed| {
-                strided(&random(&[2, 5, heads, 21], seed).to_dtype(dtype).unwrap())
-                    .to_device(&device)
-                    .unwrap()
-            };
-            let wide = |heads, seed| given(heads, seed).narrow(3, 0, 16).unwrap();
-            for (queries, keys) in [(given(6, 1), given(2, 2)), (wide(1, 1), wide(3, 2))] {
-                let (q, k) = forward_both(&queries, &keys, &cos, &sin).unwrap();
-                assert_identical(&q, &forward(&queries, &cos, &sin).unwrap());
-                assert_identical(&k, &forward(&keys, &cos, &sin).unwrap());
-            }
-            // Heads of two sizes.
-            let (q, k) = forward_both(&wide(2, 1), &given(3, 2), &cos, &sin).unwrap();
-            assert_identical(&q, &forward(&wide(2, 1), &cos, &sin).unwrap());
-            assert_identical(&k, &forward(&given(3, 2), &cos, &sin).unwrap());
-            let (q, k) = forward_both(&wide(0, 1), &wide(2, 2), &cos, &sin).unwrap();
-            assert_eq!(q.dims(), [2, 5, 0, 16]);
-            assert_identical(&k, &forward(&wide(2, 2), &cos, &sin).unwrap());
+fn assert_queries_and_keys_turn_as_each_alone(device: &Device) {
+    let (cos, sin) = angles(2, 5, 8);
+    let [cos, sin] =
+        [cos, sin].map(|angles| angles.to_dtype(DType::F32).unwrap().to_device(device).unwrap());
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let given = |heads, seed| {
+            strided(&random(&[2, 5, heads, 21], seed).to_dtype(dtype).unwrap())
+                .to_device(device)
+                .unwrap()
+        };
+        let wide = |heads, seed| given(heads, seed).narrow(3, 0, 16).unwrap();
+        for (queries, keys) in [(given(6, 1), given(2, 2)), (wide(1, 1), wide(3, 2))] {
+            let (q, k) = forward_both(&queries, &keys, &cos, &sin).unwrap();
+            assert_identical(&q, &forward(&queries, &cos, &sin).unwrap());
+            assert_identical(&k, &forward(&keys, &cos, &sin).unwrap());
         }
+        // Heads of two sizes.
+        let (q, k) = forward_both(&wide(2, 1), &given(3, 2), &cos, &sin).unwrap();
+        assert_identical(&q, &forward(&wide(2, 1), &cos, &sin).unwrap());
+        assert_identical(&k, &forward(&given(3, 2), &cos, &sin).unwrap());
+        let (q, k) = forward_both(&wide(0, 1), &wide(2, 2), &cos, &sin).unwrap();
+        assert_eq!(q.dims(), [2, 5, 0, 16]);
+        assert_identical(&k, &forward(&wide(2, 2), &cos, &sin).unwrap());
     }
+}
+
+#[test]
+fn queries_and_keys_turn_as_each_alone() {
+    assert_queries_and_keys_turn_as_each_alone(&Device::Cpu);
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn cuda_queries_and_keys_turn_as_each_alone() {
+    assert_queries_and_keys_turn_as_each_alone(&cuda());
 }

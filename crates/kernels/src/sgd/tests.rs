@@ -22,15 +22,14 @@ fn reference(options: &Options, p: &mut f64, state: &mut [f64], g: f64, step: i3
     *p -= learning_rate * g;
 }
 
-#[test]
-fn steps_are_those_of_the_definition() {
+fn in_every_case(check: impl Fn(&Case)) {
     for options in [
         OPTIONS,
         Options { nesterov: true, ..OPTIONS },
         Options { dampening: 0.3, weight_decay: 0.0, ..OPTIONS },
         Options { momentum: 0.0, dampening: 0.3, ..OPTIONS },
     ] {
-        assert_steps(&Case {
+        check(&Case {
             states: usize::from(options.momentum != 0.0),
             undecided: 0,
             step: &|buffers, number, max_norm, decayed| {
@@ -40,6 +39,18 @@ fn steps_are_those_of_the_definition() {
             reference: &|p, state, g, step, decays| reference(&options, p, state, g, step, decays),
         });
     }
+}
+
+#[test]
+fn steps_are_those_of_the_definition() {
+    in_every_case(assert_steps);
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn cuda_steps_match_the_cpu() {
+    in_every_case(crate::flat::tests::assert_cuda_steps);
 }
 
 #[test]

@@ -60,13 +60,17 @@ fn sums(
     found.iter().map(here).zip(expected).collect()
 }
 
+/// Of which these kernels are made.
+#[track_caller]
+fn assert_has_warpgroups(gpu: &Cuda) {
+    assert!(gpu.has_warpgroups().unwrap(), "this test needs a GPU of compute capability 9.0");
+}
+
 #[test]
-fn cuda_adds_up_products_of_odd_sizes() {
-    let Some(device) = cuda() else { return };
-    if !Cuda::on(&device).unwrap().has_warpgroups().unwrap() {
-        println!("skipped: the kernels are for GPUs of compute capability 9.0");
-        return;
-    }
+#[ignore = "needs an NVIDIA GPU of compute capability 9.0"]
+fn cuda_hopper_adds_up_products_of_odd_sizes() {
+    let device = cuda();
+    assert_has_warpgroups(&Cuda::on(&device).unwrap());
     let cases: [(usize, &[Shape]); 6] = [
         (1, &[(8, &[8], true)]),
         (129, &[(264, &[64, 16], false)]),
@@ -104,12 +108,11 @@ fn cuda_adds_up_products_of_odd_sizes() {
 }
 
 #[test]
-fn cuda_refuses_matrices_that_cannot_be_moved_in_boxes() {
-    let Some(device) = cuda() else { return };
+#[ignore = "needs an NVIDIA GPU of compute capability 9.0"]
+fn cuda_hopper_refuses_matrices_that_cannot_be_moved_in_boxes() {
+    let device = cuda();
     let gpu = Cuda::on(&device).unwrap();
-    if !gpu.has_warpgroups().unwrap() {
-        return;
-    }
+    assert_has_warpgroups(&gpu);
     let x = there(&random(&[64, 64], 1).to_dtype(DType::BF16).unwrap(), &device);
     let array = gpu.strided(&x).unwrap();
     let whole = Matrix::of(&array, 64);

@@ -44,9 +44,6 @@ fn assert_same(task: impl Fn(DType, &Device) -> Vec<Tensor>) {
 fn assert_same_in(runs: &[Run], task: impl Fn(DType, &Device) -> Vec<Tensor>) {
     for (dtype, tolerance) in PRECISIONS {
         let found = by_kernels(runs, |device| task(dtype, device));
-        if found.is_empty() {
-            return;
-        }
         let expected = task(dtype, &Device::Cpu);
         for found in found {
             assert_all_close(&found, &expected, tolerance);
@@ -63,11 +60,10 @@ fn assert_all_close(found: &[Tensor], expected: &[Tensor], tolerance: f64) {
     }
 }
 
-/// What `task` gives on the GPU, which has to be the same bits each time; nothing, said once, where there is
-/// none.
+/// What `task` gives on the GPU, which has to be the same bits each time.
 #[cfg(feature = "metal")]
 fn by_kernels(_: &[Run], task: impl Fn(&Device) -> Vec<Tensor>) -> Vec<Vec<Tensor>> {
-    let Some(device) = metal() else { return Vec::new() };
+    let device = metal();
     let run = || -> Vec<Tensor> { task(&device).iter().map(here).collect() };
     let (found, again) = (run(), run());
     for (found, again) in found.iter().zip(&again) {
@@ -76,7 +72,7 @@ fn by_kernels(_: &[Run], task: impl Fn(&Device) -> Vec<Tensor>) -> Vec<Vec<Tenso
     vec![found]
 }
 
-/// What `task` gives in each run; nothing, said once, where there is no emulator.
+/// What `task` gives in each run.
 #[cfg(not(feature = "metal"))]
 fn by_kernels(runs: &[Run], task: impl Fn(&Device) -> Vec<Tensor>) -> Vec<Vec<Tensor>> {
     let mut found = Vec::new();
@@ -84,12 +80,12 @@ fn by_kernels(runs: &[Run], task: impl Fn(&Device) -> Vec<Tensor>) -> Vec<Vec<Te
     found
 }
 
-/// Calls `task` with the kernels once for each run, unless there is no emulator.
+/// Calls `task` with the kernels once for each run.
 #[cfg(not(feature = "metal"))]
 fn in_every(runs: &[Run], mut task: impl FnMut()) {
     use super::encode::{Emulator, emulate};
     for &(mode, seed, most_threads) in runs {
-        let Some(emulator) = Emulator::open(mode) else { return };
+        let emulator = Emulator::open(mode);
         emulate(Emulator { seed, most_threads, ..emulator }, &mut task);
     }
 }
@@ -105,6 +101,7 @@ fn contiguous(shape: &[usize], seed: u64, dtype: DType, device: &Device) -> Tens
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_host_of_norms_and_softmax_agrees_with_the_kernels() {
     for shape in [[2, 3, 37], [1, 70, 45]] {
         assert_same(|dtype, device| {
@@ -141,6 +138,7 @@ fn metal_host_of_norms_and_softmax_agrees_with_the_kernels() {
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_host_of_gates_rope_and_tokens_agrees_with_the_kernels() {
     assert_same(|dtype, device| {
         let mut results = Vec::new();
@@ -168,6 +166,7 @@ fn metal_host_of_gates_rope_and_tokens_agrees_with_the_kernels() {
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_host_of_arithmetic_and_copies_agrees_with_the_kernels() {
     assert_same(|dtype, device| {
         let [x, y] = [1, 2].map(|seed| input(&[3, 5, 70], seed, dtype, device));
@@ -191,6 +190,7 @@ fn metal_host_of_arithmetic_and_copies_agrees_with_the_kernels() {
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_host_of_attention_agrees_with_the_kernels() {
     // As few queries, and as tiles; the elements of a head are copied together.
     for queries in [2, 11] {

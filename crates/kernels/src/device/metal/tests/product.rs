@@ -69,6 +69,7 @@ fn assert_product(found: &Tensor, expected: &Tensor, inner: usize) {
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 #[test]
+#[ignore = "needs clang"]
 fn metal_products_of_all_layouts_and_dtypes_are_right() {
     in_every(THOROUGH, || {
         let metal = metal();
@@ -108,6 +109,7 @@ fn metal_products_of_all_layouts_and_dtypes_are_right() {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn metal_products_in_large_tiles_are_right_and_the_same_in_every_order_of_threads() {
     // Nine tiles down are more than a panel; eight across.
     let (rows, columns, inner) = (8 * 64 + 3, 7 * 64 + 1, 19);
@@ -138,6 +140,7 @@ fn metal_products_in_large_tiles_are_right_and_the_same_in_every_order_of_thread
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn metal_products_of_several_terms_add_up_with_bias_and_what_is_there() {
     in_every(THOROUGH, || {
         let metal = metal();
@@ -197,6 +200,7 @@ fn dropped(x: &Tensor, Mask { seed, threshold }: Mask) -> Tensor {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn metal_products_drop_elements_of_the_left_matrix_and_of_the_result() {
     in_every(THOROUGH, || {
         let metal = metal();
@@ -226,6 +230,7 @@ fn metal_products_drop_elements_of_the_left_matrix_and_of_the_result() {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn metal_products_of_few_rows_are_right() {
     in_every(THOROUGH, || {
         let metal = metal();
@@ -255,6 +260,7 @@ fn metal_products_of_few_rows_are_right() {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn metal_layers_of_few_rows_add_their_adapter() {
     in_every(THOROUGH, || {
         let metal = metal();

@@ -47,6 +47,7 @@ fn assert_choices(
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_draws_what_the_cpu_does() {
     for (round, count) in [33usize, 1, 2, 401].into_iter().enumerate() {
         let adjusted = adjustments(count);
@@ -67,6 +68,7 @@ fn metal_draws_what_the_cpu_does() {
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_draws_from_equal_logits_and_larger_vocabularies() {
     let all = [
         Options { top_k: 7, ..OFF },
@@ -92,6 +94,7 @@ fn metal_draws_from_equal_logits_and_larger_vocabularies() {
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_tells_apart_logits_without_a_distribution() {
     by_kernels(&THOROUGH[2..4], |device| {
         assert_no_distribution(device);

@@ -29,6 +29,7 @@ fn state(count: usize, device: &Device) -> [(Tensor, Tensor); 4] {
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_host_of_adamw_agrees_with_the_kernels() {
     for count in [1, 39, 5001] {
         assert_same(|dtype, device| {
@@ -67,6 +68,7 @@ fn metal_host_of_adamw_agrees_with_the_kernels() {
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_host_of_sgd_and_lion_agrees_with_the_kernels() {
     let momentum = sgd::Options {
         learning_rate: 1e-2,
@@ -107,6 +109,7 @@ fn metal_host_of_sgd_and_lion_agrees_with_the_kernels() {
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_host_of_muon_agrees_with_the_kernels() {
     let options =
         muon::Options { learning_rate: 1e-2, momentum: 0.9, nesterov: true, weight_decay: 0.1 };
@@ -131,6 +134,7 @@ fn metal_host_of_muon_agrees_with_the_kernels() {
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_host_of_adafactor_agrees_with_the_kernels() {
     let options = adafactor::Options {
         learning_rate: 1e-2,
@@ -160,6 +164,7 @@ fn metal_host_of_adafactor_agrees_with_the_kernels() {
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_host_of_adamw8bit_agrees_with_the_kernels() {
     for count in [1, 39, 700] {
         assert_same(|_, device| {
@@ -196,6 +201,7 @@ fn random_sum(count: usize, device: &Device) -> (Tensor, Tensor) {
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_host_makes_no_step_of_broken_gradients() {
     assert_same(|_, device| {
         let [params, grads, m, v] = state(37, device).map(|(_, part)| part);
@@ -213,6 +219,7 @@ fn metal_host_makes_no_step_of_broken_gradients() {
 }
 
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_host_of_greedy_choices_agrees_with_the_kernels() {
     assert_same(|dtype, device| {
         let logits = contiguous(&[2, 3, 401], 1, dtype, device);
@@ -226,6 +233,7 @@ fn metal_host_of_greedy_choices_agrees_with_the_kernels() {
 
 /// Some rows that don't count, in several chunks, with what each dtype's products and gradients round.
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_host_of_cross_entropy_agrees_with_the_kernels() {
     let (n, d, v) = (150, 12, 45);
     let some: Vec<u32> =
@@ -279,6 +287,7 @@ fn strided_rows(shape: &[usize; 2], seed: u64, dtype: DType, device: &Device) ->
 
 /// The public function takes the same way, in one chunk.
 #[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
 fn metal_takes_the_loss_of_public_calls() {
     assert_same(|dtype, device| {
         let (hidden, weight) =

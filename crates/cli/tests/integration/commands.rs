@@ -1,8 +1,6 @@
 //! The commands, one after the other on a tiny model.
 
-mod common;
-
-use common::{Place, text};
+use crate::common::{Place, text};
 use std::io::{Read, Write};
 use std::process::Stdio;
 
@@ -249,7 +247,7 @@ fn an_interrupted_run_leaves_a_checkpoint_and_can_be_resumed() {
     ];
     let child = place.start(&arguments, &[]);
     place.wait_for_steps("adapters", 3);
-    common::send(&child, libc::SIGINT);
+    crate::common::send(&child, libc::SIGINT);
     let output = child.wait_with_output().unwrap();
     let stderr = text(&output.stderr);
     assert_eq!(output.status.code(), Some(130), "{stderr}");

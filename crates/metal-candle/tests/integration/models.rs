@@ -1,11 +1,8 @@
 //! Every family against fixtures made with transformers and PEFT: logits, cached decoding,
-//! greedy continuations, adapters, gradients and training. They run on the GPU where this build and
-//! the machine have one.
+//! greedy continuations, adapters, gradients and training, on the device that tests are told.
 
-mod common;
-
+use crate::common::device;
 use candle_core::{DType, Device, Tensor};
-use common::device;
 use metal_candle::adapter::{self, LoraConfig};
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::{Batch, IGNORED};

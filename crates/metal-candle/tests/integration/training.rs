@@ -1,9 +1,7 @@
 //! The training loop: resuming bit for bit, also after SIGKILL, and what happens between steps.
 
-mod common;
-
+use crate::common::device;
 use candle_core::DType;
-use common::device;
 use metal_candle::adapter::LoraConfig;
 use metal_candle::autograd::ParameterId;
 use metal_candle::data::{BatchOptions, Batcher, Dataset, Example};
@@ -290,18 +288,17 @@ fn every_optimizer_lowers_the_loss_and_continues_bit_for_bit() {
     }
 }
 
-#[test]
-fn child_process_that_is_killed() {
-    let (Ok(moment), Ok(output)) = (std::env::var(KILL_AT), std::env::var(OUTPUT)) else { return };
-    let full = std::env::var(FULL).is_ok();
+/// A run that kills its process at a moment.
+#[cfg(unix)]
+fn train_and_die(moment: &str, output: &Path, full: bool) {
     let die = || {
         // SAFETY: raising a signal touches no memory of this process.
         unsafe { libc::raise(libc::SIGKILL) };
     };
     let mut files = 0;
-    let file = moment.clone();
+    let file = moment.to_owned();
     train(
-        Path::new(&output),
+        output,
         full,
         |metric| {
             let name = match metric {
@@ -330,6 +327,10 @@ fn child_process_that_is_killed() {
 #[test]
 fn a_killed_run_continues_bit_for_bit() {
     use std::os::unix::process::ExitStatusExt;
+    // The processes that are killed are this test again.
+    if let (Ok(moment), Ok(output)) = (std::env::var(KILL_AT), std::env::var(OUTPUT)) {
+        return train_and_die(&moment, Path::new(&output), std::env::var(FULL).is_ok());
+    }
     for full in [false, true] {
         let whole = tempfile::tempdir().unwrap();
         let reference = train_quietly(whole.path(), full);
@@ -360,7 +361,7 @@ fn a_killed_run_continues_bit_for_bit() {
             let parts = tempfile::tempdir().unwrap();
             let mut child = Command::new(std::env::current_exe().unwrap());
             child
-                .args(["--exact", "child_process_that_is_killed", "--nocapture"])
+                .args(["--exact", "training::a_killed_run_continues_bit_for_bit", "--nocapture"])
                 .env(KILL_AT, &moment)
                 .env(OUTPUT, parts.path());
             if full {
@@ -743,21 +744,21 @@ impl Drop for Mounted {
     }
 }
 
-fn mount(folder: &Path, options: &str) -> bool {
+/// Mounts memory of that size, which takes an administrator on Linux.
+fn mount(folder: &Path, options: &str) {
     let mut command = Command::new("mount");
     command.args(["-t", "tmpfs", "-o", options, "tmpfs"]).arg(folder);
-    command.output().is_ok_and(|output| output.status.success())
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]
+#[ignore = "needs an administrator on Linux, who may mount a small disk"]
 fn a_full_disk_is_an_error_and_loses_nothing() {
     let whole = tempfile::tempdir().unwrap();
     let reference = train_quietly(whole.path(), false);
     let small = tempfile::tempdir().unwrap();
-    if !mount(small.path(), "size=160k") {
-        eprintln!("skipped: mounting a small tmpfs takes root");
-        return;
-    }
+    mount(small.path(), "size=160k");
     let _mounted = Mounted(small.path().to_path_buf());
     let model = model(false);
     let (batches, validation) =
@@ -772,7 +773,7 @@ fn a_full_disk_is_an_error_and_loses_nothing() {
     assert!(message.contains("space") && message.contains("checkpoints"), "{message}");
     assert!(latest_checkpoint(small.path()).unwrap().is_some(), "the first checkpoint is lost");
     // With room again the run goes on as if nothing had happened.
-    assert!(mount(small.path(), "remount,size=16m"));
+    mount(small.path(), "remount,size=16m");
     let rest = train_quietly(small.path(), false);
     assert_continues(&reference, &rest, "after a full disk");
     assert_eq!(parameters_file(whole.path(), false), parameters_file(small.path(), false));

@@ -1,11 +1,7 @@
 //! What documents tell people to type works: the quick commands are run here, and the parser is asked
 //! about all of them in `src/main.rs`.
 
-mod common;
-#[path = "common/documents.rs"]
-mod documents;
-
-use common::Place;
+use crate::common::{Place, documents};
 
 #[test]
 fn documented_commands_that_take_no_time_are_run() {

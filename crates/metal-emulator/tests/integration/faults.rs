@@ -46,10 +46,8 @@ fn row_sum<'a>(library: &'a Library, columns: usize) -> Result<Dispatch<'a>, Err
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn missing_and_wrong_barriers_are_races_in_every_order() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     let (nothing, wrong) = ("", "threadgroup_barrier(mem_flags::mem_device)");
     let write = line("row_sum.metal", "part[simdgroup] = sum");
     let read = line("row_sum.metal", "sum += part[i]");
@@ -80,10 +78,8 @@ fn missing_and_wrong_barriers_are_races_in_every_order() -> Result<(), Error> {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn a_missing_barrier_gives_wrong_results_in_some_order() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     let right = source("row_sum.metal").compile(Plain)?;
     let wrong = source("row_sum.metal").define("FENCE", "").compile(Plain)?;
     let sums = |library, seed| {
@@ -100,10 +96,8 @@ fn a_missing_barrier_gives_wrong_results_in_some_order() -> Result<(), Error> {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn simdgroups_need_barriers_of_their_own() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     for instead in ["", "simdgroup_barrier(mem_flags::mem_device)"] {
         let library = source("scan.metal").define("FENCE", instead).compile(Race)?;
         for seed in SEEDS {
@@ -142,10 +136,8 @@ fn simdgroups_need_barriers_of_their_own() -> Result<(), Error> {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn a_product_without_its_barrier_is_a_race() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     let library = source("matmul.metal").define("FENCE", "").compile(Race)?;
     for seed in SEEDS {
         let run = library
@@ -167,10 +159,8 @@ fn a_product_without_its_barrier_is_a_race() -> Result<(), Error> {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn reads_past_a_row_are_found_where_they_leave_the_buffer() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     for mode in [Asan, Race] {
         let library = source("row_sum.metal").define("PAST", "1").compile(mode)?;
         let found = finding(row_sum(&library, 1000)?.threadgroups([2, 1, 1], [96, 1, 1]));
@@ -182,10 +172,8 @@ fn reads_past_a_row_are_found_where_they_leave_the_buffer() -> Result<(), Error>
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn accesses_outside_of_memory_are_found() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     for mode in [Asan, Race] {
         let library = source("faults.metal").compile(mode)?;
         let found = |name: &str, bind: fn(Dispatch<'_>) -> Dispatch<'_>, parts: &[&str]| {
@@ -226,10 +214,8 @@ fn accesses_outside_of_memory_are_found() -> Result<(), Error> {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn what_the_language_leaves_undefined_is_found() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     let library = source("faults.metal").compile(Asan)?;
     let run = |name: &str, bind: fn(Dispatch<'_>) -> Dispatch<'_>| {
         Ok::<_, Error>(finding(
@@ -248,10 +234,8 @@ fn what_the_language_leaves_undefined_is_found() -> Result<(), Error> {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn reads_of_an_argument_that_a_function_constant_leaves_out_are_found() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     for mode in [Asan, Race] {
         let library = source("faults.metal").compile(mode)?;
         let run = |given: bool| {
@@ -268,10 +252,8 @@ fn reads_of_an_argument_that_a_function_constant_leaves_out_are_found() -> Resul
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn reads_of_what_nobody_wrote_are_found() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     let library = source("faults.metal").compile(Race)?;
     let run = |name: &str| {
         let kernel = library.kernel(name)?;
@@ -287,10 +269,8 @@ fn reads_of_what_nobody_wrote_are_found() -> Result<(), Error> {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn threadgroups_are_not_ordered_by_a_barrier() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     let library = source("faults.metal").compile(Race)?;
     for seed in SEEDS {
         let run = |groups| {
@@ -309,10 +289,8 @@ fn threadgroups_are_not_ordered_by_a_barrier() -> Result<(), Error> {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn lanes_that_are_not_there_are_found_in_every_mode() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     let place = line("simdgroup.metal", "sum += simd_shuffle_down(sum, step)");
     for mode in Mode::ALL {
         let library = source("simdgroup.metal").compile(mode)?;
@@ -333,10 +311,8 @@ fn lanes_that_are_not_there_are_found_in_every_mode() -> Result<(), Error> {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn barriers_that_not_all_threads_reach_are_found_in_every_mode() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     for mode in Mode::ALL {
         let library = source("faults.metal").compile(mode)?;
         let run = |name: &str| {
@@ -359,10 +335,8 @@ fn one<'a>(kernel: &Kernel<'a>) -> Dispatch<'a> {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn wrong_arguments_are_found_in_every_mode() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     let misuse = |run: Result<_, Error>, part: &str| {
         assert_found(&finding(run), Fault::Misuse, &[part]);
     };
@@ -405,10 +379,8 @@ fn wrong_arguments_are_found_in_every_mode() -> Result<(), Error> {
 }
 
 #[test]
+#[ignore = "needs clang"]
 fn what_does_not_compile_is_told_with_its_line() -> Result<(), Error> {
-    if !metal_emulator::available() {
-        return Ok(());
-    }
     let library = source("row_sum.metal").define("FENCE", "no_such_function()").compile(Plain);
     let message = library.map(|_| ()).unwrap_err().to_string();
     assert!(message.contains(&line("row_sum.metal", "  FENCE;")), "{message}");

@@ -2,12 +2,10 @@
 
 #![cfg(unix)]
 
-mod common;
-
-use common::{Place, send, text, wait};
+use crate::common::{Place, send, terminal, text, wait};
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Stdio};
 use std::sync::{Arc, Mutex};
@@ -199,21 +197,10 @@ impl Drop for Running {
     }
 }
 
-/// Both ends of a pseudo-terminal.
-fn terminal() -> (OwnedFd, OwnedFd) {
-    let (mut ours, mut theirs) = (0, 0);
-    let none = std::ptr::null_mut();
-    // SAFETY: both pointers are to numbers of our own, and the rest may be null.
-    let opened = unsafe { libc::openpty(&mut ours, &mut theirs, none, none.cast(), none.cast()) };
-    assert_eq!(opened, 0);
-    // SAFETY: the call has just opened both, and nobody else has them.
-    unsafe { (OwnedFd::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) }
-}
-
 #[test]
 fn in_a_terminal_ctrl_c_stops_an_answer_and_the_conversation_goes_on() {
     let place = Place::with_model();
-    let (ours, theirs) = terminal();
+    let (ours, theirs) = terminal(0);
     let mut command = place.command(&[
         "chat",
         "-m",

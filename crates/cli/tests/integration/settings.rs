@@ -1,8 +1,6 @@
 //! Where settings come from, and what happens to mistakes in them.
 
-mod common;
-
-use common::Place;
+use crate::common::Place;
 
 /// The example file of mlx-lm, its keys and values as they are.
 const MLX_EXAMPLE: &str = r#"
@@ -86,7 +84,7 @@ fn the_example_of_mlx_lm_is_accepted_as_it_is() {
     assert_eq!(plan["lora"]["adapted"], 6);
 
     let output = place.run(&["train", "-c", "lora_config.yaml", "--dry-run"]);
-    let notice = common::text(&output.stderr);
+    let notice = crate::common::text(&output.stderr);
     assert!(notice.contains("read as mlx-lm's") && notice.contains("loss_on all"), "{notice}");
 
     let schedule = MLX_EXAMPLE.replace("\n# ", "\n").replace("\n#", "\n");
@@ -275,6 +273,7 @@ fn values_out_of_range_are_wrong_usage() {
         (&["--sample-tokens", "99999999999"], "sample_tokens: is 99999999999"),
         (&["--sample-every", "5"], "sample_prompt"),
         (&["--epochs", "1", "--steps", "2"], "cannot be used with"),
+        #[cfg(not(feature = "cuda"))]
         (&["--device", "cuda"], "no CUDA"),
         (&["--device", "cpu", "--matmul", "mps"], "matmul: is only for Metal"),
         (&["--fine-tune-type", "dora"], "invalid value 'dora'"),

@@ -1,32 +1,15 @@
 //! What a terminal gets to see, in a pseudo-terminal.
 #![cfg(unix)]
 
-mod common;
-
-use common::Place;
+use crate::common::{Place, terminal};
 use metal_candle::text::Tokenizer;
 use std::fs::File;
 use std::io::Read;
-use std::os::fd::{FromRawFd, OwnedFd};
 use std::process::Stdio;
 
 /// What the program writes, both streams together, on a terminal.
 fn on_a_terminal(place: &Place, arguments: &[&str]) -> String {
-    let (mut controller, mut terminal) = (0, 0);
-    // SAFETY: the two numbers live through the call; null is allowed for the rest, and means defaults.
-    let opened = unsafe {
-        libc::openpty(
-            &mut controller,
-            &mut terminal,
-            std::ptr::null_mut(),
-            std::ptr::null_mut(),
-            std::ptr::null_mut(),
-        )
-    };
-    assert_eq!(opened, 0);
-    // SAFETY: both were just opened, and nobody else has them.
-    let (controller, terminal) =
-        unsafe { (OwnedFd::from_raw_fd(controller), OwnedFd::from_raw_fd(terminal)) };
+    let (controller, terminal) = terminal(0);
     let mut command = place.command(arguments);
     command.stdout(Stdio::from(terminal.try_clone().unwrap())).stderr(Stdio::from(terminal));
     let mut child = command.spawn().unwrap();
@@ -42,7 +25,7 @@ fn on_a_terminal(place: &Place, arguments: &[&str]) -> String {
 /// What the program writes, both streams together, into pipes.
 fn in_a_pipe(place: &Place, arguments: &[&str]) -> String {
     let output = place.run(arguments);
-    common::text(&output.stdout) + &common::text(&output.stderr)
+    crate::common::text(&output.stdout) + &crate::common::text(&output.stderr)
 }
 
 /// Sets a terminal's title, and paints red: what a program that is up to something might begin with.

@@ -2,31 +2,15 @@
 
 #![cfg(unix)]
 
-mod common;
-
-use common::{Place, text};
+use crate::common::{Place, terminal, text};
 use std::fs::File;
 use std::io::Read;
-use std::os::fd::{FromRawFd, OwnedFd};
 use std::process::Stdio;
 
 /// What the program writes to a terminal of so many columns.
 fn on_terminal(place: &Place, columns: u16, arguments: &[&str]) -> String {
-    let (mut ours, mut theirs) = (-1, -1);
-    let mut size = libc::winsize { ws_row: 24, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
-    // SAFETY: the pointers are to values of this function, or null where there is nothing to say.
-    let opened = unsafe {
-        libc::openpty(
-            &mut ours,
-            &mut theirs,
-            std::ptr::null_mut(),
-            std::ptr::null_mut(),
-            &raw mut size,
-        )
-    };
-    assert_eq!(opened, 0, "{}", std::io::Error::last_os_error());
-    // SAFETY: both were opened above and belong to nobody else.
-    let (mut ours, theirs) = unsafe { (File::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) };
+    let (ours, theirs) = terminal(columns);
+    let mut ours = File::from(ours);
     let mut command = place.command(arguments);
     command.stdout(Stdio::from(theirs.try_clone().unwrap())).stderr(Stdio::from(theirs));
     let mut child = command.spawn().unwrap();

@@ -1,11 +1,8 @@
 //! Files that nobody vouches for: whatever they hold, reading and using them ends, and ends in a result or an error.
 
-#[path = "common/isolated.rs"]
-mod isolated;
-
 use std::path::{Path, PathBuf};
 
-use isolated::isolated;
+use crate::common::isolated::isolated;
 use metal_candle::model::{Config, Weights};
 use metal_candle::text::{ChatTemplate, Message, RenderOptions, Tokenizer};
 use serde_json::{Value, json};
@@ -84,7 +81,7 @@ fn a_tokenizer_that_grows_a_text_without_bound_is_refused() {
 
 #[test]
 fn parts_nested_in_themselves_are_refused_at_once() {
-    isolated("parts_nested_in_themselves_are_refused_at_once", || {
+    isolated("untrusted::parts_nested_in_themselves_are_refused_at_once", || {
         for depth in [5, 30, 60, 100_000] {
             let part = format!(
                 "{}{{\"type\":\"Lowercase\"}}{}",
@@ -114,7 +111,7 @@ fn make_pipe(path: &Path) {
 #[cfg(unix)]
 #[test]
 fn a_pipe_in_the_place_of_a_models_file_is_refused_at_once() {
-    isolated("a_pipe_in_the_place_of_a_models_file_is_refused_at_once", || {
+    isolated("untrusted::a_pipe_in_the_place_of_a_models_file_is_refused_at_once", || {
         for name in [
             "model.safetensors",
             "config.json",
@@ -179,7 +176,7 @@ fn rendered(source: &str) -> Result<String, String> {
 
 #[test]
 fn templates_of_any_length_and_nesting_are_parsed_or_refused() {
-    isolated("templates_of_any_length_and_nesting_are_parsed_or_refused", || {
+    isolated("untrusted::templates_of_any_length_and_nesting_are_parsed_or_refused", || {
         // What stands at the start, again and again, and at the end.
         let chains = [
             ("{{ ", "not ", "1 }}"),
@@ -231,7 +228,7 @@ fn templates_of_any_length_and_nesting_are_parsed_or_refused() {
 
 #[test]
 fn templates_that_would_never_end_or_fill_the_memory_are_stopped() {
-    isolated("templates_that_would_never_end_or_fill_the_memory_are_stopped", || {
+    isolated("untrusted::templates_that_would_never_end_or_fill_the_memory_are_stopped", || {
         let doubled = |step: &str| format!("{{% set x = 'ab' %}}{}{{{{ x }}}}", step.repeat(60));
         let sources = [
             // Loops.

@@ -1,8 +1,6 @@
 //! Timing this machine: that it runs and says what it should, never how fast.
 
-mod common;
-
-use common::Place;
+use crate::common::Place;
 
 #[test]
 fn every_part_is_timed_and_reported() {
@@ -59,6 +57,7 @@ fn what_cannot_be_timed_is_wrong_usage() {
         (&["--dtype", "f16"], "expected f32 or bf16"),
         (&["--only", "chat"], "invalid value 'chat'"),
         (&["--threads", "0"], "threads: is 0"),
+        #[cfg(not(feature = "cuda"))]
         (&["--device", "cuda"], "no CUDA"),
         (&["--floors", "--json"], "cannot be used with"),
         (&["--device", "cpu", "--matmul", "candle"], "matmul: is only for Metal"),

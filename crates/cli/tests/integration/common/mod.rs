@@ -1,9 +1,10 @@
 //! A folder with a tiny model and data, and the program to run on them.
 
-// Not every test program needs all of it.
-#![allow(dead_code)]
+pub mod documents;
 
 use serde_json::Value;
+#[cfg(unix)]
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
@@ -174,6 +175,25 @@ pub fn text(bytes: &[u8]) -> String {
 pub fn send(child: &Child, signal: i32) {
     // SAFETY: the process is ours and has not been waited for, so its number is no other's.
     unsafe { libc::kill(i32::try_from(child.id()).unwrap(), signal) };
+}
+
+/// Both ends of a pseudo-terminal of so many columns, or of an unknown number if 0. It ends when nobody has its
+/// second end any more, so the processes of other tests, which run at the same time, don't inherit it.
+#[cfg(unix)]
+pub fn terminal(columns: u16) -> (OwnedFd, OwnedFd) {
+    let (mut ours, mut theirs) = (-1, -1);
+    let mut size = libc::winsize { ws_row: 24, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    let none = std::ptr::null_mut();
+    // SAFETY: the pointers are to values of this function, or null where there is nothing to say.
+    let opened = unsafe { libc::openpty(&mut ours, &mut theirs, none, none.cast(), &raw mut size) };
+    assert_eq!(opened, 0, "{}", std::io::Error::last_os_error());
+    // SAFETY: both were opened above and belong to nobody else.
+    let ends = unsafe { (OwnedFd::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) };
+    for end in [ours, theirs] {
+        // SAFETY: the call reads no memory, and both are open.
+        assert_eq!(unsafe { libc::fcntl(end, libc::F_SETFD, libc::FD_CLOEXEC) }, 0);
+    }
+    ends
 }
 
 /// Waits until something is so; not even the slowest machine takes as long as this waits.

@@ -1,0 +1,10 @@
+//! The command as a person or a script uses it.
+
+mod bench;
+mod commands;
+mod common;
+mod control_characters;
+mod documents;
+mod runs;
+mod settings;
+mod terminal;

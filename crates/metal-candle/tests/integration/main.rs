@@ -1,0 +1,10 @@
+//! The library as a program uses it, in one program of tests; `frozen_base.rs`, which counts what its process
+//! allocates, is another.
+
+mod candle_autograd;
+mod common;
+mod data;
+mod models;
+mod text;
+mod training;
+mod untrusted;

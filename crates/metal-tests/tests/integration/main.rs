@@ -1,0 +1,9 @@
+//! Metal's kernels one by one, and a whole model on Metal: on x86-64 Linux in the emulator, and with the feature
+//! `metal` on a Mac's GPU, which has tests of its kernels in `metal-candle-kernels`.
+
+#[cfg(all(target_vendor = "apple", not(feature = "metal")))]
+compile_error!("on a Mac these tests need the feature `metal`");
+
+#[cfg(not(feature = "metal"))]
+mod kernels;
+mod model;
