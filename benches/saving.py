@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-DEMO = Path(__file__).resolve().parent.parent / "assets/demo"
+DEMO = Path(__file__).resolve().parent.parent / "crates/cli/demo"
 
 
 def shape(folder, **sizes):

@@ -7,7 +7,7 @@
 //!   conversation of `train.jsonl` or `valid.jsonl` touches, so a right answer comes out of the base's knowledge.
 //!
 //! Run from the repository's root: `cargo run --release -p metal-candle --example demo_data [FOLDER]`, where the folder
-//! is `assets/demo` unless given. The same program writes the same bytes everywhere: its random numbers are its own.
+//! is `crates/cli/demo` unless given. The same program writes the same bytes everywhere: its random numbers are its own.
 
 use std::collections::BTreeSet;
 use std::error::Error;
@@ -93,7 +93,7 @@ const QUESTIONS: &[&str] = &[
 
 fn main() -> Result<(), Failure> {
     let mut arguments = std::env::args_os().skip(1);
-    let folder = PathBuf::from(arguments.next().unwrap_or_else(|| "assets/demo".into()));
+    let folder = PathBuf::from(arguments.next().unwrap_or_else(|| "crates/cli/demo".into()));
     if let Some(surplus) = arguments.next() {
         return Err(format!(
             "expected at most one argument, the folder to write to, found also {surplus:?}"

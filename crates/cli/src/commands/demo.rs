@@ -24,7 +24,7 @@ use std::time::Instant;
 
 macro_rules! asset {
     ($path:literal) => {
-        ($path, include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../assets/demo/", $path)))
+        ($path, include_bytes!(concat!("../../demo/", $path)))
     };
 }
 

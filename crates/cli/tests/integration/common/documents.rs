@@ -21,7 +21,7 @@ pub fn all() -> Vec<Documented> {
             .iter()
             .map(|name| root.join(name))
             .collect();
-    let folders = [("docs", "md"), ("assets", "md"), (".github/workflows", "yml")];
+    let folders = [("docs", "md"), ("crates/cli/demo", "md"), (".github/workflows", "yml")];
     for (folder, extension) in folders {
         files.extend(files_below(&root.join(folder), extension));
     }
