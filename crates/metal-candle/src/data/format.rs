@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, BufReader, Cursor, Read};
 use std::path::Path;
 
-use crate::{Error, Result};
+use crate::{Error, Result, files};
 
 /// How the records of a file are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,6 +21,20 @@ pub(super) enum Format {
     Parquet,
     /// Plain text.
     Text,
+}
+
+impl Format {
+    /// What people call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::JsonLines => "JSON Lines",
+            Self::Json => "JSON",
+            Self::Csv => "CSV",
+            Self::Tsv => "TSV",
+            Self::Parquet => "Parquet",
+            Self::Text => "text",
+        }
+    }
 }
 
 /// The extensions of each format; a compressed file has `.gz` or `.zst` after it.
@@ -63,6 +77,8 @@ fn strip_end<'a>(name: &'a str, end: &str) -> Option<&'a str> {
 /// An open file of data.
 pub(super) struct Input {
     pub format: Format,
+    /// How the file is compressed.
+    pub compression: Option<&'static str>,
     /// The content, decompressed and without a byte-order mark; of a Parquet file the file itself.
     pub content: Content,
 }
@@ -89,28 +105,28 @@ pub(super) fn open(path: &Path) -> Result<Input> {
     let (head, rest) = split_head(file).map_err(Error::io(path))?;
     if head.starts_with(b"PAR1") {
         let content = Content::File(File::open(path).map_err(Error::io(path))?);
-        return Ok(Input { format: Format::Parquet, content });
+        return Ok(Input { format: Format::Parquet, compression: None, content });
     }
     let broken = |error| Error::file(path, format!("cannot be decompressed: {error}"));
     let whole = Cursor::new(head.clone()).chain(rest);
-    let (compressed, head, rest): (_, _, Box<dyn Read>) = if head.starts_with(b"\x1f\x8b") {
+    let (compression, head, rest): (_, _, Box<dyn Read>) = if head.starts_with(b"\x1f\x8b") {
         let (head, rest) = split_head(flate2::read::MultiGzDecoder::new(whole)).map_err(broken)?;
-        (true, head, Box::new(rest))
+        (Some("gzip"), head, Box::new(rest))
     } else if head.starts_with(b"\x28\xb5\x2f\xfd") {
         let decoder = zstd::stream::read::Decoder::new(whole).map_err(broken)?;
         let (head, rest) = split_head(decoder).map_err(broken)?;
-        (true, head, Box::new(rest))
+        (Some("zstd"), head, Box::new(rest))
     } else {
-        (false, head, Box::new(whole.into_inner().1))
+        (None, head, Box::new(whole.into_inner().1))
     };
-    if let Some(what) = foreign(&head) {
+    let bytes = head.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&head).to_vec();
+    if let Some(what) = foreign(&bytes) {
         return Err(Error::file(path, format!("{what}; read are {READ}")));
     }
-    let bytes = head.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&head).to_vec();
     let first = bytes.iter().find(|byte| !byte.is_ascii_whitespace());
     let format = match (named, first) {
         (Some(Format::Parquet), _) => {
-            let what = if compressed { "a compressed file" } else { "not one" };
+            let what = if compression.is_some() { "a compressed file" } else { "not one" };
             return Err(Error::file(
                 path,
                 format!(
@@ -122,7 +138,7 @@ pub(super) fn open(path: &Path) -> Result<Input> {
         (Some(Format::Json | Format::JsonLines) | None, Some(b'{')) => Format::JsonLines,
         (Some(Format::Json | Format::JsonLines), Some(_)) => {
             if let Some(what) = not_json(&bytes) {
-                return Err(Error::file(path, format!("is named as JSON and {what}")));
+                return Err(Error::file(path, format!("is named as JSON and is {what}")));
             }
             Format::JsonLines
         }
@@ -142,7 +158,7 @@ pub(super) fn open(path: &Path) -> Result<Input> {
         1 << 16,
         Box::new(Cursor::new(bytes).chain(rest)),
     ));
-    Ok(Input { format, content })
+    Ok(Input { format, compression, content })
 }
 
 /// The first bytes of a stream, and the rest.
@@ -153,54 +169,23 @@ fn split_head<R: Read>(mut input: R) -> io::Result<(Vec<u8>, R)> {
 }
 
 /// What a file is that no reader of data takes, by its first bytes.
-fn foreign(head: &[u8]) -> Option<&'static str> {
-    const SIGNATURES: &[(&[u8], &str)] = &[
-        (
-            b"version https://git-lfs",
-            "is a pointer of Git LFS, not the data itself; `git lfs pull` fetches it",
-        ),
-        (b"PK\x03\x04", "is a zip archive or a workbook of Excel; unpack it, or save it as CSV"),
-        (b"BZh", "is compressed by bzip2; unpack it"),
-        (b"\xfd7zXZ", "is compressed by xz; unpack it"),
-        (b"ARROW1", "is an Arrow file; save it as Parquet"),
-        (
-            b"\xff\xff\xff\xff",
-            "is an Arrow stream, as `save_to_disk` writes it; save it by `to_parquet` or `to_json`",
-        ),
-        (b"SQLite format 3", "is a database of SQLite; export it as CSV"),
-        (b"\x89HDF", "is an HDF5 file"),
-        (b"\x93NUMPY", "is an array of NumPy"),
-        (b"%PDF", "is a PDF"),
-        (b"\xff\xfe", "is UTF-16; save it as UTF-8"),
-        (b"\xfe\xff", "is UTF-16; save it as UTF-8"),
-    ];
-    if let Some((_, what)) = SIGNATURES.iter().find(|(signature, _)| head.starts_with(signature)) {
-        return Some(what);
-    }
-    match head {
-        [0x80, 2..=5, ..] => {
-            Some("is a pickle of Python, which is never read as it can hold any program")
-        }
-        _ if head.contains(&0) => Some("holds NUL bytes, so it is no text"),
-        _ => None,
+fn foreign(head: &[u8]) -> Option<String> {
+    match files::describe_binary(head) {
+        Some(what) => Some(format!("is {what}")),
+        None if head.contains(&0) => Some("holds NUL bytes, so it is no text".into()),
+        None => None,
     }
 }
 
 /// What a file named as JSON is instead, when it begins with neither a record nor a list.
 fn not_json(head: &[u8]) -> Option<String> {
-    let text = String::from_utf8_lossy(head);
-    let line = text.trim_start().lines().next().unwrap_or_default();
-    if line.starts_with('<') {
-        return Some("is a page of HTML or XML, perhaps an error page of a server".into());
-    }
-    let quoted = line.starts_with('"') && !line.contains("\",");
-    if quoted {
-        return None;
-    }
-    let separated = [(',', "CSV", ".csv"), ('\t', "TSV", ".tsv")];
-    let (_, format, extension) = separated.iter().find(|(by, ..)| line.contains(*by))?;
-    let columns: String = line.chars().take(80).collect();
-    Some(format!("looks like {format} with the header `{columns}`; name it {extension}"))
+    let what = files::describe_text(head)?;
+    let extension = match what {
+        files::TABLE_WITH_COMMAS => "; name it .csv",
+        files::TABLE_WITH_TABS => "; name it .tsv",
+        _ => "",
+    };
+    Some(format!("{what}{extension}"))
 }
 
 #[cfg(test)]
@@ -229,15 +214,15 @@ mod tests {
         for (name, content, expected) in [
             ("a.jsonl", &b"version https://git-lfs.github.com/spec/v1\noid"[..], "Git LFS"),
             ("a.jsonl", b"\x80\x04\x95", "a pickle of Python"),
-            ("a.csv", b"PK\x03\x04abc", "a zip archive or a workbook"),
+            ("a.csv", b"PK\x03\x04abc", "a zip archive, as"),
             (
                 "a.jsonl",
                 b"prompt,completion\na,b\n",
-                "looks like CSV with the header `prompt,completion`; name it .csv",
+                "is named as JSON and is a table in text with commas between its columns (CSV); name it .csv",
             ),
-            ("a.json", b"\xef\xbb\xbfprompt\tcompletion\na\tb\n", "looks like TSV"),
-            ("a.jsonl", b"<!DOCTYPE html>", "a page of HTML"),
-            ("a.jsonl", b"\xff\xfe{\0", "is UTF-16"),
+            ("a.json", b"\xef\xbb\xbfprompt\tcompletion\na\tb\n", "is a table in text with tabs"),
+            ("a.jsonl", b"<!DOCTYPE html>", "is a web page"),
+            ("a.jsonl", b"\xff\xfe{\0", "is text in UTF-16"),
             ("a.txt", b"a\0b", "NUL bytes"),
             ("a.parquet", b"{}", "it doesn't begin with the letters PAR1"),
             ("a.dat", b"hello", "cannot tell the format"),

@@ -20,12 +20,15 @@ use crate::{Error, Result};
 mod content;
 mod read;
 mod words;
+mod yaml;
 
 pub use content::describe_content;
+pub(crate) use content::{TABLE_WITH_COMMAS, TABLE_WITH_TABS, describe_binary, describe_text};
 pub use read::{MAX_JSON_BYTES, open_regular, read_json, read_limited, read_limited_or_piped};
 pub(crate) use read::{parse_json, read_text};
 pub use words::plain;
 pub(crate) use words::{cut, cut_middle, cut_to, short};
+pub use yaml::parse_yaml;
 
 const PARTIAL: &str = ".partial-";
 const REPLACED: &str = ".replaced-";

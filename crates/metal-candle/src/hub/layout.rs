@@ -14,6 +14,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use regex::Regex;
 use serde_yaml_ng::Value;
 
+use crate::files;
+
 /// The revision at which the hub keeps a Parquet copy of data sets, as `<config>/<split>/<n>.parquet`.
 pub(super) const CONVERTED: &str = "refs/convert/parquet";
 /// A card that is YAML and nothing else.
@@ -32,8 +34,6 @@ const GAP: &str = "[-._ 0-9]";
 /// Files about the data, which are none unless they are named.
 const ABOUT: [&str; 5] =
     ["README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"];
-/// How deep YAML may be nested.
-const MAX_DEPTH: usize = 64;
 /// Keys of a configuration that say how its files are to be read, which is not supported.
 const READING: [&str; 12] = [
     "sep",
@@ -108,11 +108,8 @@ impl Config {
 /// What is wrong with it, and where.
 pub(super) fn read_card(card: &str, is_yaml: bool) -> Result<Vec<Config>, String> {
     let Some(section) = configs_section(card, is_yaml) else { return Ok(Vec::new()) };
-    if depth(&section) > MAX_DEPTH {
-        return Err(format!("configs are nested more than {MAX_DEPTH} deep"));
-    }
-    let value: Value = serde_yaml_ng::from_str(&section)
-        .map_err(|error| format!("its configs are no YAML: {error}"))?;
+    let value: Value = files::parse_yaml(section.as_bytes())
+        .map_err(|message| format!("what it says of configs {message}"))?;
     let list = match value.get("configs") {
         None | Some(Value::Null) => return Ok(Vec::new()),
         Some(Value::Sequence(list)) => list,
@@ -210,27 +207,6 @@ fn configs_section(card: &str, is_yaml: bool) -> Option<String> {
         }
     }
     (!section.is_empty()).then_some(section)
-}
-
-/// How deep YAML is nested by its brackets and by dashes one after the other, which cost no more
-/// than a byte each. Indents cost more the deeper they are.
-fn depth(yaml: &str) -> usize {
-    let mut brackets = 0usize;
-    let mut deepest = 0;
-    for line in yaml.lines() {
-        let content = line.trim_start_matches([' ', '\t', '-', '?']);
-        let opening = line.get(..line.len() - content.len()).unwrap_or_default();
-        deepest = deepest.max(brackets + opening.matches(['-', '?']).count());
-        for c in content.chars() {
-            match c {
-                '[' | '{' => brackets += 1,
-                ']' | '}' => brackets = brackets.saturating_sub(1),
-                _ => {}
-            }
-            deepest = deepest.max(brackets);
-        }
-    }
-    deepest
 }
 
 /// The configuration of this name; or the default one, or the only one.
@@ -663,7 +639,7 @@ mod tests {
     #[test]
     fn a_card_that_cannot_be_read_is_refused() {
         assert!(wrong(" 3").contains("no list"));
-        assert!(wrong("\n- [").contains("no YAML"));
+        assert!(wrong("\n- [").contains("what it says of configs is not YAML"));
         assert!(wrong("\n- a").contains("no mapping"));
         assert!(wrong("\n- data_files: a").contains("no config_name"));
         assert!(wrong("\n- config_name: a\n- config_name: a").contains("a twice"));
