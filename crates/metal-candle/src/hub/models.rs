@@ -7,6 +7,7 @@ use super::cache::{Kind, Repository};
 use super::names::{is_id, is_name, is_revision};
 use super::transfer::{Client, Failure};
 use super::{Download, HubOptions, expand_home};
+use crate::text::CHAT_TEMPLATE;
 use crate::{Error, Result, files};
 
 /// Files besides the weights that are fetched where a repository has them.
@@ -20,7 +21,7 @@ const FILES: [&str; 11] = [
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
 ];
 const SINGLE: &str = "model.safetensors";

@@ -3,6 +3,7 @@
 use super::Model;
 use crate::adapter::{self, Entry, LoraConfig};
 use crate::autograd::Weight;
+use crate::text::CHAT_TEMPLATE;
 use crate::{Error, Result, files};
 use candle_core::{DType, Tensor};
 use metal_candle_kernels::copy;
@@ -17,7 +18,7 @@ const COMPANIONS: &[&str] = &[
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "tokenizer.model",
 ];
 
@@ -28,7 +29,10 @@ const MAX_COMPANION_BYTES: u64 = 1 << 30;
 /// as PEFT writes it or, where every weight is trained, the model in f32. Another thread can write
 /// them from a copy of the values.
 #[derive(Debug, Clone)]
-pub struct TrainedFiles(Kind);
+pub struct TrainedFiles {
+    kind: Kind,
+    chat_template: Option<String>,
+}
 
 #[derive(Debug, Clone)]
 enum Kind {
@@ -54,6 +58,13 @@ enum Place {
 }
 
 impl TrainedFiles {
+    /// Writes this chat template beside the weights, as transformers and TRL do.
+    #[must_use]
+    pub fn with_chat_template(mut self, source: Option<String>) -> Self {
+        self.chat_template = source;
+        self
+    }
+
     /// Writes the files into the existing `folder`, each whole or not at all. `values` are those of
     /// [`ParameterStore::values`](crate::adapter::ParameterStore::values), on any device.
     ///
@@ -61,8 +72,14 @@ impl TrainedFiles {
     /// When `values` are of another length, or a file cannot be written.
     pub fn write(&self, folder: impl AsRef<Path>, values: &Tensor) -> Result<()> {
         let folder = folder.as_ref();
-        match &self.0 {
+        let write_template = || match &self.chat_template {
+            Some(source) => files::write_bytes_atomic(folder.join(CHAT_TEMPLATE), source),
+            None => Ok(()),
+        };
+        match &self.kind {
             Kind::Adapter { config, layer_count, base_model, pairs } => {
+                // An adapter that is there has its template.
+                write_template()?;
                 let pairs: Vec<(String, Tensor, Tensor)> = pairs
                     .iter()
                     .map(|(path, a, b)| Ok((path.clone(), a.of(values)?, b.of(values)?)))
@@ -80,7 +97,9 @@ impl TrainedFiles {
                         Ok((name.clone(), tensor))
                     })
                     .collect::<Result<_>>()?;
-                write_model(folder, config, DType::F32, &tensors, companions.as_deref())
+                write_model(folder, config, DType::F32, &tensors, companions.as_deref())?;
+                // Over the companions' own.
+                write_template()
             }
         }
     }
@@ -138,7 +157,7 @@ impl Model {
                 }
             }
         };
-        Ok(TrainedFiles(kind))
+        Ok(TrainedFiles { kind, chat_template: None })
     }
 
     /// Writes the adapter as a PEFT folder. `base_model` is what it names as its base.

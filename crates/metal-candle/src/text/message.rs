@@ -105,12 +105,20 @@ impl Message {
     /// The content as one text, its parts joined; `None` when it is null or absent.
     pub fn text(&self) -> Option<String> {
         match self.fields.get("content") {
-            Some(Value::String(text)) => Some(text.clone()),
-            Some(Value::Array(parts)) => Some(
-                parts.iter().filter_map(|part| part.get("text").and_then(Value::as_str)).collect(),
-            ),
+            Some(Value::String(_) | Value::Array(_)) => Some(self.texts().collect()),
             _ => None,
         }
+    }
+
+    /// The parts of the content that are text, in order.
+    pub fn texts(&self) -> impl Iterator<Item = &str> {
+        let (whole, parts) = match self.fields.get("content") {
+            Some(Value::String(text)) => (Some(text.as_str()), None),
+            Some(Value::Array(parts)) => (None, Some(parts)),
+            _ => (None, None),
+        };
+        let parts = parts.into_iter().flatten();
+        whole.into_iter().chain(parts.filter_map(|part| part.get("text").and_then(Value::as_str)))
     }
 
     /// The value under a key.

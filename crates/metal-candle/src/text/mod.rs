@@ -13,4 +13,4 @@ pub(crate) use message::{key_list, kind};
 pub use spans::Rendered;
 pub use stream::DecodeStream;
 pub use template::{ChatTemplate, RenderOptions};
-pub use tokenizer::{Encoded, Tokenizer};
+pub use tokenizer::{CHAT_TEMPLATE, Encoded, Tokenizer};

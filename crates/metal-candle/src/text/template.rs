@@ -157,6 +157,19 @@ impl ChatTemplate {
         self.fingerprint
     }
 
+    /// Whether a variable of this name stands in one of the templates; a template that doesn't parse may have any.
+    pub fn mentions(&self, variable: &str) -> bool {
+        let is_part = |character: char| character.is_alphanumeric() || character == '_';
+        self.templates.iter().any(|template| match &template.engine {
+            Ok(engine) => engine
+                .program
+                .borrow_owner()
+                .split(|character| !is_part(character))
+                .any(|word| word == variable),
+            Err(_) => true,
+        })
+    }
+
     /// Renders a conversation.
     ///
     /// As in `transformers` 5, a message's keys that are null are left out, and reasoning given under one of the names

@@ -31,6 +31,9 @@ const MOST_GROWTH: f64 = 1024.0;
 const NAMED_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
+/// The file of a chat template, in a model's folder and beside an adapter.
+pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
+
 /// Token ids, and for each the bytes `start..end` of the text that it stands for.
 pub type Encoded = (Vec<u32>, Vec<(usize, usize)>);
 
@@ -129,16 +132,29 @@ impl Tokenizer {
             pad_id,
             chat_template: None,
         };
-        let sources = read_templates(folder, &tokenizer_config)?;
+        tokenizer.take_chat_template(folder)?;
+        Ok(tokenizer)
+    }
+
+    /// Takes the chat templates of a folder, such as that of an adapter, in place of those it has, if there are any;
+    /// they are looked for as in a model's folder. Gives the source of the one named `default`, or of the only one.
+    ///
+    /// # Errors
+    /// [`Error::Io`] or [`Error::File`] when a file cannot be read. A template that does not parse is an error only when
+    /// it is used.
+    pub fn take_chat_template(&mut self, folder: &Path) -> Result<Option<String>> {
+        let sources = read_templates(folder)?;
+        let source = sources.iter().find(|(name, ..)| name == "default").or(sources.first());
+        let source = source.map(|(.., source)| source.clone());
         if !sources.is_empty() {
-            tokenizer.chat_template = Some(ChatTemplate::from_named(
+            self.chat_template = Some(ChatTemplate::from_named(
                 sources,
-                tokenizer.named.clone(),
-                tokenizer.special_tokens.clone(),
-                tokenizer.end_tokens(),
+                self.named.clone(),
+                self.special_tokens.clone(),
+                self.end_tokens(),
             ));
         }
-        Ok(tokenizer)
+        Ok(source)
     }
 
     /// Token ids of a text. `add_special` adds what the tokenizer puts around a text, such as the BOS token; a rendered
@@ -479,13 +495,10 @@ fn token_ids(source: &Source, key: &str) -> Result<Option<Vec<u32>>> {
 }
 
 /// The folder's chat templates as `(name, where from, source)`.
-fn read_templates(
-    folder: &Path,
-    tokenizer_config: &Source,
-) -> Result<Vec<(String, String, String)>> {
+fn read_templates(folder: &Path) -> Result<Vec<(String, String, String)>> {
     let read = |path: &Path| files::read_text(path, files::MAX_JSON_BYTES);
     let mut found = Vec::new();
-    let single = folder.join("chat_template.jinja");
+    let single = folder.join(CHAT_TEMPLATE);
     if single.exists() {
         found.push(("default".to_string(), single.display().to_string(), read(&single)?));
     }
@@ -507,7 +520,7 @@ fn read_templates(
     if !found.is_empty() {
         return Ok(found);
     }
-    found = templates_of(tokenizer_config)?;
+    found = templates_of(&read_object(&folder.join("tokenizer_config.json"))?)?;
     if !found.is_empty() {
         return Ok(found);
     }

@@ -64,13 +64,14 @@ pub(super) struct Fingerprint {
     pub packing: bool,
     pub shuffle: bool,
     pub data_seed: u64,
+    /// Before the data, which another template changes.
+    pub chat_template: Option<String>,
     /// Examples, their tokens, and a hash of them.
     pub examples: usize,
     pub tokens: u64,
     pub data_hash: String,
     pub validation_hash: Option<String>,
     pub validation_batches: Option<BatchOptions>,
-    pub chat_template: Option<String>,
     pub model_hash: String,
     /// Hashes of the files that the base was read from, by their names.
     pub base_files: BTreeMap<String, String>,

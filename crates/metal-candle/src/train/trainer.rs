@@ -81,6 +81,7 @@ pub struct Trainer<'a> {
     output: PathBuf,
     base_model: String,
     companions: Option<PathBuf>,
+    chat_template: Option<String>,
     sample: Option<SampleFn<'a>>,
     stop: Arc<AtomicBool>,
     saving: SavingFn,
@@ -146,6 +147,7 @@ impl<'a> Trainer<'a> {
             output: output.into(),
             base_model: base_model.into(),
             companions: None,
+            chat_template: None,
             sample: None,
             stop: Arc::default(),
             saving: untold(),
@@ -188,6 +190,13 @@ impl<'a> Trainer<'a> {
     #[must_use]
     pub fn with_chat_template(mut self, template: &ChatTemplate) -> Self {
         self.state.fingerprint.chat_template = Some(format!("{:016x}", template.fingerprint()));
+        self
+    }
+
+    /// Writes this chat template beside what is saved, where it isn't the base's own.
+    #[must_use]
+    pub fn with_saved_chat_template(mut self, source: impl Into<String>) -> Self {
+        self.chat_template = Some(source.into());
         self
     }
 
@@ -671,7 +680,8 @@ impl<'a> Trainer<'a> {
     }
 
     fn trained_files(&self) -> Result<TrainedFiles> {
-        self.model.trained_files(&self.base_model, self.companions.as_deref())
+        let files = self.model.trained_files(&self.base_model, self.companions.as_deref())?;
+        Ok(files.with_chat_template(self.chat_template.clone()))
     }
 
     /// Records a checkpoint that has become complete, without waiting for one.
