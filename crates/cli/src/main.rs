@@ -1,6 +1,7 @@
 //! The `metal-candle` command.
 
 mod bounds;
+mod colour;
 mod commands;
 mod datasets;
 mod errors;
@@ -8,11 +9,13 @@ mod interrupt;
 mod logging;
 mod models;
 mod output;
+mod plan;
 mod progress;
 mod prompts;
 mod run_folder;
 mod sampling;
 mod settings;
+mod template;
 mod training;
 mod visible;
 mod wrap;
@@ -58,6 +61,9 @@ enum Command {
     /// Measure loss and perplexity on data
     #[command(alias = "eval")]
     Evaluate(commands::evaluate::Arguments),
+    /// Show what data are: records, lengths, duplicates, and one record as it is learned
+    #[command(alias = "dataset")]
+    Data(commands::data::Arguments),
     /// Show what a model, an adapter or a checkpoint is
     Inspect(commands::inspect::Arguments),
     /// Time operations, training and generation on this machine
@@ -155,6 +161,7 @@ fn run(cli: Cli) -> anyhow::Result<u8> {
         Command::Chat(arguments) => commands::chat::run(arguments, terminal(false)),
         Command::Fuse(arguments) => commands::fuse::run(arguments, terminal),
         Command::Evaluate(arguments) => commands::evaluate::run(arguments, terminal),
+        Command::Data(arguments) => commands::data::run(arguments, terminal),
         Command::Inspect(arguments) => commands::inspect::run(arguments, terminal),
         Command::Bench(arguments) => commands::bench::run(arguments, terminal),
         Command::Demo(arguments) => commands::demo::run(arguments, terminal),
@@ -235,6 +242,10 @@ mod tests {
                 "unknown flag --learning_rat; did you mean --learning-rate?",
             ),
             ("generate --max-kv-size 4", "--max-kv-size: the cache grows"),
+            (
+                "chat --chat-template-kwargs {x",
+                "--chat-template-kwargs: is {x, expected a JSON object such as {\"enable_thinking\": false}",
+            ),
         ] {
             let found = told(line).unwrap_or_else(|| panic!("{line}"));
             assert!(found.starts_with(expected), "{line}: {found}");
@@ -256,6 +267,8 @@ mod tests {
             "chat -m x --system-prompt y --temp 1",
             "fuse -m x --adapter-path a --save-path b",
             "lora -c x.yaml",
+            "train -m x --dataset_name owner/name --dataset-config en --dataset_text_field body",
+            "train -m x -d y --prompt-feature q --completion_feature a",
         ] {
             let words = std::iter::once("metal-candle").chain(line.split(' '));
             let expected_twice = line.contains("--lora-r 4");

@@ -5,6 +5,7 @@ use crate::errors::usage;
 use crate::output::{BARS, Terminal, bytes};
 use crate::run_folder::unfinished;
 use crate::settings::{Matmul, Precision, Processor};
+use crate::template::TemplateFlags;
 use crate::visible::visible;
 use anyhow::Context;
 use candle_core::{DType, Device};
@@ -15,6 +16,7 @@ use metal_candle::devices::{self, MetalMatmul};
 use metal_candle::hub::{self, Download, HubOptions};
 use metal_candle::model::Model;
 use metal_candle::text::Tokenizer;
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// How a model computes.
@@ -54,6 +56,8 @@ pub struct Source {
 pub struct Loaded {
     pub model: Model,
     pub tokenizer: Tokenizer,
+    /// What the chat template is told.
+    pub variables: Map<String, Value>,
     /// Where the model's files are.
     pub folder: PathBuf,
 }
@@ -94,8 +98,23 @@ impl Source {
         }
     }
 
+    /// The tokenizer of the model in `folder`, with the chat template that is asked for, or that of the adapter.
+    pub fn tokenizer(&self, folder: &Path, template: &TemplateFlags) -> anyhow::Result<Tokenizer> {
+        let mut tokenizer = Tokenizer::load(folder)?;
+        if let Some(adapter) = &self.adapter {
+            tokenizer.take_chat_template(adapter)?;
+        }
+        template.apply(&mut tokenizer)?;
+        Ok(tokenizer)
+    }
+
     /// The model with its adapter, and its tokenizer.
-    pub fn load(&self, runtime: &Runtime, terminal: Terminal) -> anyhow::Result<Loaded> {
+    pub fn load(
+        &self,
+        runtime: &Runtime,
+        template: &TemplateFlags,
+        terminal: Terminal,
+    ) -> anyhow::Result<Loaded> {
         check_matmul(runtime.matmul, runtime.dtype, runtime.device, "--dtype f16 or --dtype f32")?;
         let device = device(runtime.device)?;
         set_matmul(runtime.matmul, &device)?;
@@ -103,12 +122,12 @@ impl Source {
             check_adapter(folder)?;
         }
         let folder = self.folder(terminal)?;
-        let tokenizer = Tokenizer::load(&folder)?;
+        let tokenizer = self.tokenizer(&folder, template)?;
         let mut model = Model::load(&folder, dtype(runtime.dtype, &device), &device)?;
         if let Some(folder) = &self.adapter {
             model.load_adapter(folder)?;
         }
-        Ok(Loaded { model, tokenizer, folder })
+        Ok(Loaded { model, tokenizer, variables: template.variables(), folder })
     }
 }
 

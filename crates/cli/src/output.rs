@@ -61,8 +61,8 @@ pub fn write(text: &str) -> anyhow::Result<()> {
     write_as_it_is(&for_stdout(text))
 }
 
-/// Writes to stdout at once what may hold this program's own control characters.
-fn write_as_it_is(text: &str) -> anyhow::Result<()> {
+/// Writes to stdout at once what may hold this program's own control characters, and no others.
+pub fn write_as_it_is(text: &str) -> anyhow::Result<()> {
     BARS.suspend(|| {
         let mut stdout = std::io::stdout().lock();
         match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
@@ -127,6 +127,11 @@ pub fn bytes(count: u64) -> String {
 /// `count` of something, in the singular or the plural.
 pub fn plural(count: u64, one: &str) -> String {
     format!("{} {one}{}", grouped(count), if count == 1 { "" } else { "s" })
+}
+
+/// [`plural`], and that they are: `1 record is`, `2 records are`.
+pub fn are(count: u64, one: &str) -> String {
+    format!("{} {}", plural(count, one), if count == 1 { "is" } else { "are" })
 }
 
 /// Something a person must read is written with a quote around it where a shell would need one.

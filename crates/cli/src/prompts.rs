@@ -2,14 +2,16 @@
 
 use metal_candle::Result;
 use metal_candle::text::{Message, RenderOptions, Tokenizer};
+use serde_json::{Map, Value};
 
 /// The tokens of a prompt: through the chat template as a user's message, if there is a template,
-/// otherwise, or when `raw`, as it is.
+/// otherwise, or when `raw`, as it is. `variables` are for the template.
 pub fn encode(
     tokenizer: &Tokenizer,
     prompt: &str,
     system: Option<&str>,
     raw: bool,
+    variables: &Map<String, Value>,
 ) -> Result<Vec<u32>> {
     if raw || tokenizer.chat_template().is_none() {
         return tokenizer.encode(prompt, true);
@@ -17,12 +19,20 @@ pub fn encode(
     let mut messages = Vec::new();
     messages.extend(system.map(|text| Message::new("system", text)));
     messages.push(Message::new("user", prompt));
-    encode_chat(tokenizer, &messages)
+    encode_chat(tokenizer, &messages, variables)
 }
 
-/// The tokens of a conversation, ready for the model's turn.
-pub fn encode_chat(tokenizer: &Tokenizer, messages: &[Message]) -> Result<Vec<u32>> {
-    let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
+/// The tokens of a conversation, ready for the model's turn. `variables` are for the template.
+pub fn encode_chat(
+    tokenizer: &Tokenizer,
+    messages: &[Message],
+    variables: &Map<String, Value>,
+) -> Result<Vec<u32>> {
+    let options = RenderOptions {
+        add_generation_prompt: true,
+        variables: Some(variables),
+        ..RenderOptions::default()
+    };
     let text = tokenizer.require_chat_template()?.render(messages, &options)?;
     tokenizer.encode(&text, false)
 }

@@ -7,6 +7,7 @@ use crate::output::shell_word;
 use crate::settings::{FineTuneType, Settings};
 use anyhow::Context;
 use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
+use metal_candle::text::CHAT_TEMPLATE;
 use metal_candle::train::{FolderLock, latest_checkpoint};
 use metal_candle::{Error, files};
 use std::path::{Path, PathBuf};
@@ -150,7 +151,8 @@ pub fn clear(output: &Path, overwrite: bool) -> anyhow::Result<()> {
         names.extend(weights(output)?);
         names.push(MODEL_CONFIG.into());
     }
-    names.extend([METRICS, PICTURES[0], PICTURES[1], "base_files.json"].map(String::from));
+    let rest = [CHAT_TEMPLATE, METRICS, PICTURES[0], PICTURES[1], "base_files.json"];
+    names.extend(rest.map(String::from));
     files::remove_folder_atomic(output.join(EVENTS))?;
     names.push(CONFIG.into());
     for name in names {
@@ -181,7 +183,8 @@ fn weights(folder: &Path) -> anyhow::Result<Vec<String>> {
 
 /// What a run has left, in the order it is read.
 pub fn written(output: &Path, finished: bool) -> Vec<PathBuf> {
-    let results = [ADAPTER_WEIGHTS, ADAPTER_CONFIG, "model.safetensors", MODEL_CONFIG];
+    let results =
+        [ADAPTER_WEIGHTS, ADAPTER_CONFIG, "model.safetensors", MODEL_CONFIG, CHAT_TEMPLATE];
     let names = results
         .iter()
         .filter(|_| finished)

@@ -1,21 +1,22 @@
 //! A training run from its settings to its files, in two parts: [`Run::prepare`] reads and checks
 //! everything, [`Run::train`] trains. Between them the model can be used as it is.
 
-use crate::datasets;
+use crate::datasets::{self, Wanted};
 use crate::errors::usage;
 use crate::interrupt;
 use crate::models::{self, device, same_folder};
-use crate::output::{Terminal, bytes, grouped, plural, shell_word, table};
+use crate::output::{Terminal, grouped, plural, shell_word};
+use crate::plan::{self, DataPlan, Plan};
 use crate::progress::{Progress, clock};
 use crate::prompts;
 use crate::run_folder::{self, CONFIG, EVENTS, METRICS, PICTURES, Resume, Start};
 use crate::settings::{FineTuneType, Precision, Settings, limit};
+use crate::template;
 use anyhow::Context;
 use candle_core::{DType, Tensor};
 use chrono::NaiveDateTime;
 use metal_candle::data::{
-    BatchOptions, Batcher, Columns, DataOptions, DataSource, Dataset, HeldOut, Report, Split,
-    Tokenized, tokenize,
+    BatchOptions, Batcher, DataOptions, Dataset, HeldOut, Split, Tokenized, tokenize,
 };
 use metal_candle::files;
 use metal_candle::generate::{GenerateOptions, generate};
@@ -43,65 +44,13 @@ pub struct Run {
     valid: Option<Batcher>,
     test: Option<Batcher>,
     options: TrainOptions,
+    /// A chat template that isn't the model's own.
+    chat_template: Option<String>,
     folder: PathBuf,
     base_model: String,
     start: Start,
     /// Holds the output folder; a dry run has none.
     lock: Option<Arc<FolderLock>>,
-}
-
-/// What will be trained.
-#[derive(Debug, Clone, Serialize)]
-pub struct Plan {
-    pub model: String,
-    pub family: &'static str,
-    pub parameters: u64,
-    pub trainable_parameters: u64,
-    pub trainable_share: f64,
-    pub lora: Option<LoraPlan>,
-    pub data: DataPlan,
-    pub steps: u64,
-    pub batches_per_epoch: u64,
-    pub tokens_per_epoch: u64,
-    pub optimizer: String,
-    pub peak_learning_rate: f64,
-    pub memory: Memory,
-    /// What computes, in which dtype, and why that was taken.
-    pub compute: String,
-    pub settings: Settings,
-}
-
-/// Where adapters go.
-#[derive(Debug, Clone, Serialize)]
-pub struct LoraPlan {
-    pub modules: Vec<String>,
-    pub layers: Vec<usize>,
-    pub adapted: usize,
-}
-
-/// What became of the records.
-#[derive(Debug, Clone, Serialize)]
-pub struct DataPlan {
-    pub train: Report,
-    pub valid: Option<Report>,
-    pub test: Option<Report>,
-}
-
-/// Estimated memory, in bytes.
-#[derive(Debug, Clone, Copy, Serialize)]
-pub struct Memory {
-    /// The frozen weights.
-    pub weights: u64,
-    /// Trained parameters and their gradients in f32, and what the optimiser keeps.
-    pub training: u64,
-    /// What a batch of the longest examples keeps for its backward pass.
-    pub activations: u64,
-}
-
-impl Memory {
-    fn total(self) -> u64 {
-        self.weights + self.training + self.activations
-    }
 }
 
 /// What a run came to.
@@ -147,17 +96,18 @@ impl Run {
         let compute = models::describe_compute(settings.dtype, &device);
         // What `auto` stands for here is kept with the run, which may continue on another machine.
         settings.dtype = Precision::of(dtype);
-        let data = settings.data.clone().ok_or_else(|| usage("no data: give --data"))?;
+        let data = settings.data.name();
         let lock = match start.dry_run {
             true => None,
             false => Some(run_folder::take(&settings, &start)?),
         };
-        let files = datasets::find(&data, &settings, terminal)?;
-        files.require(Split::Train)?;
-        files.check(&Columns::default())?;
-        let held_out = (settings.valid_fraction > 0.0 && files.valid.is_empty())
+        let wanted = Wanted::Training { test: settings.test };
+        let found = datasets::find(&settings.data, &settings.data_flags(), wanted, terminal)?;
+        let sources = |split| datasets::of(&found, split);
+        let has_valid = !sources(Split::Valid).is_empty();
+        let held_out = (settings.valid_fraction > 0.0 && !has_valid)
             .then_some(HeldOut { fraction: settings.valid_fraction, seed: settings.seed });
-        if files.valid.is_empty() && held_out.is_none() {
+        if !has_valid && held_out.is_none() {
             for (key, wanted) in
                 [("keep_best", settings.keep_best), ("patience", settings.patience.is_some())]
             {
@@ -168,8 +118,8 @@ impl Run {
                 }
             }
         }
-        if settings.test && files.test.is_empty() {
-            return Err(usage(format!("test: there is no test.jsonl in {}", data.display())));
+        if settings.test && sources(Split::Test).is_empty() {
+            return Err(usage(format!("test: there is no test.jsonl in {data}")));
         }
         let folder = match (&settings.from_config, &settings.model) {
             (Some(path), _) if path.is_file() => path.parent().unwrap_or(Path::new(".")).into(),
@@ -185,23 +135,31 @@ impl Run {
             )));
         }
         let config = Config::load(&folder)?;
-        let tokenizer = Tokenizer::load(&folder)?;
+        let mut tokenizer = Tokenizer::load(&folder)?;
+        let mut chat_template = match &settings.init_adapter {
+            Some(adapter) => tokenizer.take_chat_template(adapter)?,
+            None => None,
+        };
+        if let Some(source) = &settings.chat_template {
+            template::set(&mut tokenizer, source)?;
+            chat_template = Some(source.clone());
+        }
+        template::check_variables(&tokenizer, &settings.chat_template_kwargs)?;
 
         let now = template_time(&mut settings)?;
         let output = &settings.output;
         let data_options = DataOptions {
             max_seq_length: settings.max_seq_length,
             loss_on: settings.loss_on.for_data(),
+            variables: settings.chat_template_kwargs.clone(),
             now: Some(now),
             folder: if output.is_dir() { output.clone() } else { std::env::temp_dir() },
             ..DataOptions::default()
         };
+        let named = |split: Split| format!("{} data of {data}", split.name());
         let read = |split: Split| -> anyhow::Result<Tokenized> {
-            let source = DataSource { files: files.of(split).to_vec(), weight: None };
-            tokenize(&[source], &tokenizer, &data_options)
-                .with_context(|| format!("{} data of {}", split.name(), data.display()))
+            tokenize(&sources(split), &tokenizer, &data_options).with_context(|| named(split))
         };
-        let named = |split: Split| format!("{} data of {}", split.name(), data.display());
         let batch = |dataset: Dataset, packing| -> anyhow::Result<Batcher> {
             dataset.check_vocabulary(config.vocab_size)?;
             let options = BatchOptions {
@@ -222,7 +180,7 @@ impl Run {
                     read(Split::Train)?.hold_out(held_out).with_context(|| named(Split::Train))?;
                 (train, Some(valid))
             }
-            None if files.valid.is_empty() => (whole(Split::Train)?, None),
+            None if !has_valid => (whole(Split::Train)?, None),
             None => (whole(Split::Train)?, Some(whole(Split::Valid)?)),
         };
         let train = batch(train, settings.packing)?;
@@ -255,11 +213,11 @@ impl Run {
             }
             (false, Some(adapter)) => {
                 model.load_adapter(adapter)?;
-                Some(lora_plan(&settings, &model)?)
+                Some(plan::lora_plan(&settings, &model)?)
             }
             (false, None) => {
                 model.add_lora(&settings.lora()?, settings.seed)?;
-                Some(lora_plan(&settings, &model)?)
+                Some(plan::lora_plan(&settings, &model)?)
             }
         };
         let trainable = match model.parameters() {
@@ -268,6 +226,15 @@ impl Run {
         };
         let kept = options.optimizer.state_bytes(&model.trainable_entries());
         let dataset = train.dataset();
+        let others = [("validation", valid.as_ref()), ("test", test.as_ref())];
+        let data: Vec<(&str, &Dataset)> = std::iter::once(("training", dataset.as_ref()))
+            .chain(others.into_iter().filter_map(|(name, it)| Some((name, it?.dataset().as_ref()))))
+            .collect();
+        let warnings =
+            plan::length_warnings(&settings, model.config().max_position_embeddings, &data);
+        for warning in &warnings {
+            terminal.note(format!("warning: {warning}"));
+        }
         let plan = Plan {
             model: match (&settings.model, &settings.from_config) {
                 (Some(model), _) => model.clone(),
@@ -288,7 +255,7 @@ impl Run {
             batches_per_epoch: batches as u64,
             tokens_per_epoch: dataset.report.tokens as u64,
             peak_learning_rate: options.learning_rate.peak(),
-            memory: memory(
+            memory: plan::memory(
                 &settings,
                 &model,
                 parameters,
@@ -297,6 +264,7 @@ impl Run {
             ),
             optimizer: options.optimizer.describe(),
             compute,
+            warnings,
             settings: settings.clone(),
         };
         let base_model = base_name(&settings, &folder);
@@ -309,6 +277,7 @@ impl Run {
             valid,
             test,
             options,
+            chat_template,
             folder,
             base_model,
             start,
@@ -336,6 +305,9 @@ impl Run {
         }
         if let Some(template) = self.tokenizer.chat_template() {
             trainer = trainer.with_chat_template(template);
+        }
+        if let Some(source) = &self.chat_template {
+            trainer = trainer.with_saved_chat_template(source);
         }
         if let Some(lock) = &self.lock {
             trainer = trainer.with_lock(lock);
@@ -454,7 +426,8 @@ impl Run {
             .sample_prompt
             .iter()
             .map(|prompt| {
-                let ids = prompts::encode(&self.tokenizer, prompt, None, false)?;
+                let variables = &self.settings.chat_template_kwargs;
+                let ids = prompts::encode(&self.tokenizer, prompt, None, false, variables)?;
                 let (text, _) = generate(model, &self.tokenizer, &ids, options.clone())?;
                 Ok((prompt.clone(), text))
             })
@@ -464,73 +437,19 @@ impl Run {
     /// The command to try on what was trained.
     pub fn next_command(&self) -> String {
         let output = shell_word(&self.settings.output.display().to_string());
-        match self.settings.fine_tune_type {
-            FineTuneType::Full => format!("metal-candle chat --model {output}"),
-            FineTuneType::Lora => format!("metal-candle chat --adapter {output}"),
-        }
-    }
-}
-
-impl Plan {
-    /// The plan as a person reads it.
-    pub fn describe(&self) -> String {
-        let settings = &self.settings;
-        let share = 100.0 * self.trainable_share;
-        let mut rows = vec![
-            ("Model", format!("{} ({})", self.model, self.family)),
-            ("Parameters", grouped(self.parameters)),
-            ("Trained", format!("{} ({share:.2} %)", grouped(self.trainable_parameters))),
-        ];
-        if let Some(lora) = &self.lora {
-            rows.push((
-                "LoRA",
-                format!(
-                    "rank {}, alpha {}{}, dropout {}, on {} in {}",
-                    settings.rank,
-                    settings.alpha.unwrap_or_default(),
-                    if settings.rslora { ", rank-stabilised" } else { "" },
-                    settings.dropout,
-                    lora.modules.join(", "),
-                    layers(&lora.layers),
-                ),
-            ));
-        }
-        rows.push(("Data", format!("training: {}", self.data.train)));
-        for (name, report) in [("validation", &self.data.valid), ("test", &self.data.test)] {
-            if let Some(report) = report {
-                rows.push(("", format!("{name}: {report}")));
+        let flag = match self.settings.fine_tune_type {
+            FineTuneType::Full => "--model",
+            FineTuneType::Lora => "--adapter",
+        };
+        // The template is kept beside the weights, but nothing there can hold what it was told.
+        let variables = &self.settings.chat_template_kwargs;
+        let told = match serde_json::to_string(variables) {
+            Ok(json) if !variables.is_empty() => {
+                format!(" --chat-template-kwargs {}", shell_word(&json))
             }
-        }
-        if self.data.valid.is_none() {
-            rows.push(("", "validation: none".into()));
-        }
-        rows.push((
-            "Run",
-            format!(
-                "{} of {} x {} rows{}, {} and {} tokens an epoch",
-                plural(self.steps, "step"),
-                settings.grad_accumulation,
-                settings.batch_size,
-                if settings.packing { " (packed)" } else { "" },
-                plural(self.batches_per_epoch, "batch").replace("batchs", "batches"),
-                grouped(self.tokens_per_epoch),
-            ),
-        ));
-        rows.push(("Optimizer", self.optimizer.clone()));
-        rows.push(("Learning rate", format!("{:e} at its peak", self.peak_learning_rate)));
-        rows.push(("Computes", self.compute.clone()));
-        rows.push((
-            "Memory",
-            format!(
-                "about {}: weights {}, training {}, activations {}",
-                bytes(self.memory.total()),
-                bytes(self.memory.weights),
-                bytes(self.memory.training),
-                bytes(self.memory.activations)
-            ),
-        ));
-        rows.push(("Output", settings.output.display().to_string()));
-        table(&rows)
+            _ => String::new(),
+        };
+        format!("metal-candle chat {flag} {output}{told}")
     }
 }
 
@@ -572,65 +491,6 @@ impl Summary {
             text.push_str(&format!("  {}\n", file.display()));
         }
         text
-    }
-}
-
-fn layers(layers: &[usize]) -> String {
-    let contiguous = layers.windows(2).all(|pair| matches!(pair, [a, b] if *b == a + 1));
-    match layers {
-        [] => "no layer".into(),
-        [one] => format!("layer {one}"),
-        [first, .., last] if contiguous => format!("layers {first} to {last}"),
-        _ => {
-            format!("layers {}", layers.iter().map(usize::to_string).collect::<Vec<_>>().join(", "))
-        }
-    }
-}
-
-fn lora_plan(settings: &Settings, model: &Model) -> anyhow::Result<LoraPlan> {
-    let resolved = settings.lora()?.resolve(&model.linear_paths(), model.config().layers.len())?;
-    let (mut modules, mut layers) = (Vec::new(), Vec::new());
-    for linear in &resolved {
-        let name = linear.path.rsplit('.').next().unwrap_or_default().to_string();
-        if !modules.contains(&name) {
-            modules.push(name);
-        }
-        let layer = linear.path.split('.').find_map(|part| part.parse().ok());
-        if let Some(layer) = layer.filter(|layer| !layers.contains(layer)) {
-            layers.push(layer);
-        }
-    }
-    Ok(LoraPlan { modules, layers, adapted: resolved.len() })
-}
-
-/// How much memory a step takes, from what each layer keeps for its backward pass: the inputs of
-/// two norms, of the projections and of the activation, and the attention's own.
-fn memory(
-    settings: &Settings,
-    model: &Model,
-    parameters: u64,
-    training: u64,
-    longest: usize,
-) -> Memory {
-    let config = model.config();
-    let full = settings.fine_tune_type == FineTuneType::Full;
-    let element = model.dtype().size_in_bytes() as u64;
-    let row = if settings.packing { settings.max_seq_length } else { longest };
-    let tokens = (settings.batch_size * row) as u64;
-    let heads = ((2 * config.heads + 2 * config.kv_heads) * config.head_dim) as u64;
-    let hidden = config.hidden_size as u64;
-    let layer = 5 * hidden + heads + 4 * config.intermediate_size as u64;
-    let layers = config.layers.len() as u64;
-    // Of a layer that is computed again, what it is given and what attention gives.
-    let again = hidden + (config.heads * config.head_dim) as u64;
-    let kept = if settings.grad_checkpoint { layers * again + layer } else { layers * layer };
-    // The loss looks at some logits at a time, on a GPU at more of them.
-    let most = if model.device().is_cpu() { 1 << 20 } else { 1 << 27 };
-    let logits = (tokens * config.vocab_size as u64).min(most) * size_of::<f32>() as u64;
-    Memory {
-        weights: if full { 0 } else { parameters * element },
-        training,
-        activations: tokens * kept * element + logits,
     }
 }
 

@@ -4,6 +4,7 @@ use crate::errors::{INTERRUPTED, SUCCESS, usage};
 use crate::models::{Loaded, Runtime, Source, set_threads};
 use crate::output::{self, Terminal, say};
 use crate::sampling::Sampling;
+use crate::template::TemplateFlags;
 use crate::wrap::{Flow, stdout_columns};
 use crate::{interrupt, prompts};
 use clap::Args;
@@ -33,6 +34,8 @@ pub struct Arguments {
     /// A system message before the conversation
     #[arg(long, value_name = "TEXT", alias = "system-prompt", help_heading = "Prompt")]
     system: Option<String>,
+    #[command(flatten)]
+    template: TemplateFlags,
     #[command(flatten)]
     sampling: Sampling,
     #[command(flatten)]
@@ -82,7 +85,7 @@ impl Input {
 pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
-    let loaded = arguments.source.load(&arguments.runtime, terminal)?;
+    let loaded = arguments.source.load(&arguments.runtime, &arguments.template, terminal)?;
     loaded.tokenizer.require_chat_template()?;
     let options = arguments.sampling.resolve(&loaded.folder)?;
     let mut input = Input::open()?;
@@ -173,7 +176,8 @@ impl<'a> Conversation<'a> {
     }
 
     fn write_answer(&mut self) -> anyhow::Result<String> {
-        let ids = prompts::encode_chat(&self.loaded.tokenizer, &self.messages)?;
+        let Loaded { tokenizer, variables, .. } = self.loaded;
+        let ids = prompts::encode_chat(tokenizer, &self.messages, variables)?;
         let limit = self.loaded.model.config().max_position_embeddings;
         if ids.len() >= limit {
             return Err(usage(format!(

@@ -6,7 +6,7 @@ use crate::models::{Runtime, set_threads};
 use crate::output::{self, Terminal, shell_word, table};
 use crate::prompts;
 use crate::run_folder::Start;
-use crate::settings::Settings;
+use crate::settings::{Data, Settings};
 use crate::training::{Run, Summary};
 use crate::wrap::stdout_columns;
 use anyhow::{Context, bail};
@@ -19,6 +19,7 @@ use metal_candle::text::Tokenizer;
 use metal_candle::train::plot;
 use metal_candle::{Error, files};
 use serde::Serialize;
+use serde_json::Map;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -163,7 +164,7 @@ fn unpack(folder: &Path) -> anyhow::Result<()> {
 fn settings(folder: &Path, seed: u64, runtime: &Runtime) -> Settings {
     Settings {
         model: Some(folder.join("base").display().to_string()),
-        data: Some(folder.join("instructions")),
+        data: Data::of(&[folder.join("instructions").display().to_string()]),
         output: folder.join("adapter"),
         rank: 8,
         alpha: Some(16.0),
@@ -223,7 +224,7 @@ fn ask(
     let options = GenerateOptions { max_tokens: ANSWER_TOKENS, ..GenerateOptions::default() };
     let mut answers = Vec::with_capacity(questions.len());
     for question in questions {
-        let prompt = prompts::encode(tokenizer, &question.text, None, false)?;
+        let prompt = prompts::encode(tokenizer, &question.text, None, false, &Map::new())?;
         answers.push(generate(model, tokenizer, &prompt, options.clone())?.0);
         bar.inc(1);
     }

@@ -1,26 +1,26 @@
 //! `evaluate`: loss and perplexity of a model on data.
 
 use crate::bounds;
+use crate::datasets::{self, Wanted};
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
 use crate::models::{Runtime, Source, set_threads};
-use crate::output::{self, Terminal, grouped};
-use crate::settings::{Loss, limit};
-use anyhow::Context;
+use crate::output::{self, Terminal, are, grouped};
+use crate::settings::{Data, DataFlags, Loss, limit};
+use crate::template::TemplateFlags;
 use clap::{Args, ValueEnum};
 use metal_candle::data::{
-    self, BatchOptions, Batcher, Columns, DataFiles, DataOptions, DataSource, Report as DataReport,
-    tokenize,
+    self, BatchOptions, Batcher, DataOptions, DataSource, Report as DataReport, tokenize,
 };
 use metal_candle::train::{Evaluation, evaluate};
 use serde::Serialize;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 const EXAMPLES: &str = "\
 Examples:
   metal-candle evaluate --model model/ --data data/test.jsonl
-  metal-candle evaluate --adapter adapters --data data/ --split valid --json";
+  metal-candle evaluate --adapter adapters --data data/ --split valid --json
+  metal-candle evaluate -m model/ -d owner/name --prompt-column question --completion-column answer";
 
 /// A file of a data folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -36,12 +36,14 @@ enum Split {
 pub struct Arguments {
     #[command(flatten)]
     source: Source,
-    /// A file of data, or a folder with files of the splits
-    #[arg(short, long, value_name = "PATH", help_heading = "Data")]
-    data: PathBuf,
-    /// Which file of a folder [default: test if there is one, else valid]
-    #[arg(long, value_enum, help_heading = "Data")]
+    /// A file of data, a folder with files of the splits, or the id of a data set on the hub; may be given several times
+    #[arg(short, long, value_name = "PATH|ID", required = true, help_heading = "Data")]
+    data: Vec<String>,
+    /// Which split of a folder or of a data set on the hub [default: test if there is one, else valid]
+    #[arg(long, value_enum, conflicts_with = "data_split", help_heading = "Data")]
     split: Option<Split>,
+    #[command(flatten)]
+    sources: DataFlags,
     /// Tokens of an example at most; what is longer is cut, and counted
     #[arg(long, value_name = "N", default_value_t = 2048, help_heading = "Data")]
     max_seq_length: usize,
@@ -54,6 +56,8 @@ pub struct Arguments {
     /// Batches to read; -1 is all
     #[arg(long, value_name = "N", default_value_t = -1, allow_negative_numbers = true, help_heading = "Data")]
     batches: i64,
+    #[command(flatten)]
+    template: TemplateFlags,
     #[command(flatten)]
     runtime: Runtime,
     /// Report as one JSON object on stdout
@@ -81,32 +85,33 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     }
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
-    let files = DataFiles::find(&arguments.data)?;
-    let split = match arguments.split {
-        Some(_) if !arguments.data.is_dir() => {
-            return Err(usage(format!(
-                "split: {} is one file; a folder has splits",
-                arguments.data.display()
-            )));
-        }
-        Some(Split::Train) => data::Split::Train,
-        Some(Split::Valid) => data::Split::Valid,
-        Some(Split::Test) => data::Split::Test,
-        None if !arguments.data.is_dir() => data::Split::Train,
-        None if files.test.is_empty() => data::Split::Valid,
-        None => data::Split::Test,
-    };
-    let chosen = files.require(split).context("--split names another")?.to_vec();
-    files.check(&Columns::default())?;
-    let loaded = arguments.source.load(&arguments.runtime, terminal)?;
+    let split = arguments.split.map(|split| match split {
+        Split::Train => data::Split::Train,
+        Split::Valid => data::Split::Valid,
+        Split::Test => data::Split::Test,
+    });
+    let data = Data::of(&arguments.data).without_weights()?;
+    let found = datasets::find(&data, &arguments.sources, Wanted::Measuring(split), terminal)?;
+    let sources: Vec<DataSource> = found.into_iter().map(|found| found.source).collect();
+    let loaded = arguments.source.load(&arguments.runtime, &arguments.template, terminal)?;
     let options = DataOptions {
         max_seq_length: arguments.max_seq_length,
         loss_on: arguments.loss_on.for_data(),
+        variables: loaded.variables.clone(),
         ..DataOptions::default()
     };
-    let source = DataSource { files: chosen, weight: None };
-    let dataset = tokenize(&[source], &loaded.tokenizer, &options)?.into_dataset()?;
+    let dataset = tokenize(&sources, &loaded.tokenizer, &options)?.into_dataset()?;
     dataset.check_vocabulary(loaded.model.config().vocab_size)?;
+    let config = loaded.model.config();
+    let longer = dataset.longer_than(config.max_position_embeddings);
+    if longer > 0 {
+        terminal.note(format!(
+            "warning: {} longer than the {} tokens that this model was made for; --max-seq-length {} cuts them there",
+            are(longer as u64, "example"),
+            config.max_position_embeddings,
+            config.max_position_embeddings
+        ));
+    }
     let data = dataset.report.clone();
     let options = BatchOptions {
         batch_size: arguments.batch_size,

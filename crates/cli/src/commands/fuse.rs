@@ -10,6 +10,7 @@ use candle_core::DType;
 use clap::Args;
 use metal_candle::files;
 use metal_candle::model::{Config, Model, Weights};
+use metal_candle::text::{CHAT_TEMPLATE, Tokenizer};
 use metal_candle::train::FolderLock;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -18,8 +19,8 @@ const EXAMPLES: &str = "\
 Example:
   metal-candle fuse --model model/ --adapter adapters --output fused/
 
-The output is a whole model: config.json, model.safetensors and the tokenizer's files, for this \
-program, transformers, and whatever reads those.";
+The output is a whole model: config.json, model.safetensors, the tokenizer's files and the adapter's chat \
+template if it has one, for this program, transformers, and whatever reads those.";
 
 /// What the command is told.
 #[derive(Debug, Args)]
@@ -83,7 +84,14 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     let mut model = Model::load(&folder, loaded, &device)?;
     model.load_adapter(adapter)?;
     model.merge_adapter()?;
-    files::write_folder_atomic(output, |staging| model.save(staging, target, Some(&folder)))?;
+    let template = Tokenizer::load(&folder)?.take_chat_template(adapter)?;
+    files::write_folder_atomic(output, |staging| {
+        model.save(staging, target, Some(&folder))?;
+        match &template {
+            Some(source) => files::write_bytes_atomic(staging.join(CHAT_TEMPLATE), source),
+            None => Ok(()),
+        }
+    })?;
     let report = Report {
         output: output.clone(),
         parameters: model.weight_count() as u64,

@@ -4,6 +4,7 @@ use crate::errors::{SUCCESS, usage};
 use crate::models::{Runtime, Source, set_threads, warn_of_length};
 use crate::output::{self, Terminal};
 use crate::sampling::Sampling;
+use crate::template::TemplateFlags;
 use crate::wrap::{Flow, stdout_columns};
 use crate::{interrupt, prompts};
 use anyhow::Context;
@@ -46,6 +47,8 @@ pub struct Arguments {
     /// Continue the prompt as it is, without the chat template
     #[arg(long, alias = "ignore-chat-template", help_heading = "Prompt")]
     raw: bool,
+    #[command(flatten)]
+    template: TemplateFlags,
     #[command(flatten)]
     sampling: Sampling,
     #[command(flatten)]
@@ -99,13 +102,18 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     if prompt.trim().is_empty() {
         return Err(usage("prompt: is empty"));
     }
-    let loaded = arguments.source.load(&arguments.runtime, terminal)?;
+    let loaded = arguments.source.load(&arguments.runtime, &arguments.template, terminal)?;
     let options = arguments.sampling.resolve(&loaded.folder)?;
     if arguments.system.is_some() && loaded.tokenizer.chat_template().is_none() {
         return Err(usage("system: this model has no chat template to put a system message in"));
     }
-    let ids =
-        prompts::encode(&loaded.tokenizer, &prompt, arguments.system.as_deref(), arguments.raw)?;
+    let ids = prompts::encode(
+        &loaded.tokenizer,
+        &prompt,
+        arguments.system.as_deref(),
+        arguments.raw,
+        &loaded.variables,
+    )?;
 
     let stream = arguments.stream && !terminal.json;
     let mut session = Session::new(&loaded.model);

@@ -7,8 +7,10 @@ use crate::output::{self, Terminal, plural, say, shell_word};
 use crate::run_folder::{CONFIG, Resume, Start};
 use crate::settings::file::File;
 use crate::settings::{
-    Course, FineTuneType, Foreign, Loss, Matmul, OptimizerName, Precision, Processor, Settings,
+    Course, DataFlags, FineTuneType, Foreign, Loss, Matmul, OptimizerName, Precision, Processor,
+    Settings,
 };
+use crate::template::TemplateFlags;
 use crate::training::{LAST_STEPS_SKIPPED, Run};
 use crate::wrap::stdout_columns;
 use clap::Args;
@@ -24,6 +26,7 @@ const EXAMPLES: &str = "\
 Examples:
   metal-candle train --model HuggingFaceTB/SmolLM2-135M-Instruct --data data/
   metal-candle train -m model/ -d data.jsonl --valid-fraction 0.1 --epochs 3 --rank 8
+  metal-candle train -m model/ -d own.jsonl:3 -d owner/name:1 --prompt-column question --completion-column answer
   metal-candle train -c lora_config.yaml --learning-rate 1e-4
   metal-candle train --resume --output adapters
   metal-candle train -c lora_config.yaml --resume=auto    # on a machine that may be taken away
@@ -77,18 +80,15 @@ pub struct Flags {
     /// Train random weights of this config.json's shape; its folder holds the tokenizer. Needs --fine-tune-type full
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     from_config: Option<PathBuf>,
-    /// A folder with train.jsonl, and if wanted valid.jsonl and test.jsonl; one file; or the id of a data set on the hub
-    #[arg(short, long, value_name = "PATH|ID", help_heading = "Model and data")]
-    data: Option<PathBuf>,
-    /// The configuration of a data set on the hub [default: its default or only one]
-    #[arg(long, value_name = "NAME", help_heading = "Model and data")]
-    data_config: Option<String>,
-    /// The branch, tag or commit of a data set on the hub [default: main]
-    #[arg(long, value_name = "REVISION", help_heading = "Model and data")]
-    data_revision: Option<String>,
-    /// The split of a data set on the hub to learn from [default: the one named train]
-    #[arg(long, value_name = "NAME", help_heading = "Model and data")]
-    data_split: Option<String>,
+    /// A folder with train.jsonl, and if wanted valid.jsonl and test.jsonl; one file; or the id of a data set on the hub. May be given several times: with weights, each source has its share of an epoch, in which one without a weight counts 1; without any, every record is in an epoch once
+    #[arg(short, long, value_name = "PATH|ID[:WEIGHT]", help_heading = "Model and data")]
+    data: Option<Vec<String>>,
+    #[command(flatten)]
+    #[serde(flatten)]
+    sources: DataFlags,
+    #[command(flatten)]
+    #[serde(flatten)]
+    template: TemplateFlags,
     /// Where everything is written [default: adapters]
     #[arg(
         short,

@@ -131,6 +131,14 @@ mod tests {
                       layers_to_transform: null\nr: 4\nlora_alpha: 8\nlora_dropout: 0.1\nuse_rslora: false\n\
                       rank_pattern: {}\nsteps: 10\nbatch_size: 2\nschedule: linear\nhf_dataset: null";
         assert_eq!(parse(pasted).unwrap(), own);
+        let trl = "model_name_or_path: m\ndataset_name: o/n\ndataset_config: en\ndataset_text_field: body\n\
+                   chat_template_path: '{{ messages }}'";
+        let ours = "model: m\ndata: o/n\ndata_config: en\ntext_column: body\nchat_template: '{{ messages }}'";
+        let read = |yaml: &str| {
+            let file = File::from_mapping(&mapping(yaml)).unwrap();
+            file.merge(&Mapping::new()).unwrap().0
+        };
+        assert_eq!(read(trl), read(ours));
         assert_eq!(parse("layers_to_transform: 3").unwrap().layers, Some(vec![3]));
         assert_eq!(parse(&own.to_yaml().unwrap()).unwrap(), own);
     }
@@ -190,6 +198,15 @@ mod tests {
             (
                 "lr_schedule: {name: cosine_decay, arguments: [1, 2]}\nschedule: linear",
                 "`lr_schedule` and `schedule`",
+            ),
+            ("data: [a, 3]\nmodel: m", "data[1]: is 3, expected a path"),
+            ("hf_dataset: {path: o/n, promt_feature: q}", "unknown key `hf_dataset.promt_feature`"),
+            ("prompt_column: '{q'", "prompt_column: a { has no }"),
+            ("prompt_column: q\ntext_column: t", "columns: a record is taken from a prompt"),
+            ("chat_template: chatml", "chat_template: there is no file chatml"),
+            (
+                "chat_template_kwargs: [a]",
+                "chat_template_kwargs: is [a], expected a JSON object such as",
             ),
             ("rank: 0", "rank: is 0"),
             ("learning_rate: .nan", "learning_rate"),

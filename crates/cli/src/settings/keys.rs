@@ -1,7 +1,7 @@
 //! The keys of a file, or of the flags, each under this program's name and with a value of its kind.
 
-use super::Settings;
 use super::words::{self, Meaning, WORDS};
+use super::{Settings, data};
 use clap::{Args, Command};
 use serde_yaml_ng::{Mapping, Value};
 
@@ -84,6 +84,9 @@ impl Keys {
     pub fn insert(&mut self, key: &str, written: &str, value: Value) -> Result<(), String> {
         if value.is_null() {
             return Ok(());
+        }
+        if key == "data" {
+            data::check(written, &value)?;
         }
         // One layer, or one prompt, needs no list.
         let value = match (key, value) {
@@ -181,6 +184,7 @@ pub fn of_kind(value_name: &str) -> String {
         "NAME=N,.." => "names, each with a whole number",
         "NAME=X,.." => "names, each with a number",
         "ID=X" => "a token's id, = and a number",
+        "JSON" => "a JSON object such as {\"enable_thinking\": false}",
         "NAMES|REGEX" => "names in a list, a regular expression, or all-linear",
         "SCHEDULE" => "a mapping with name and arguments, as mlx-lm has it",
         _ => "a text",

@@ -23,6 +23,10 @@ const OWN: &[&str] = &[
     "val_batches",
 ];
 
+/// Keys that no other program has either, but that a file may hold without a value.
+const OWN_WITH_VALUE: &[&str] =
+    &["chat_feature", "completion_feature", "hf_dataset", "prompt_feature", "text_feature"];
+
 /// Settings that LoRA has no use for without an adapter to make.
 const LORA: &[&str] = &["rank", "scale", "num_layers"];
 
@@ -41,7 +45,11 @@ pub struct Unsaid {
 /// `settings` the same under this program's names, in which steps are changed from mlx-lm's batches to
 /// steps of the optimiser.
 pub fn recognise(written: &Mapping, settings: &mut Mapping) -> Option<Unsaid> {
-    let sign = OWN.iter().find(|key| written.contains_key(**key))?;
+    let has_value = |key: &&&str| written.get(**key).is_some_and(|value| !value.is_null());
+    let sign = OWN
+        .iter()
+        .find(|key| written.contains_key(**key))
+        .or_else(|| OWN_WITH_VALUE.iter().find(has_value))?;
     let mut differences = vec![
         "batches come in another order".to_string(),
         "mlx-lm also learns the padding token that follows an example".to_string(),

@@ -1,13 +1,16 @@
 //! The settings of a training run: one field is one key of the YAML file and one flag.
 
+mod data;
 pub mod file;
 mod keys;
 mod mlx;
 mod optimizer;
+mod sources;
 mod values;
 mod words;
 mod yaml;
 
+pub use data::{Data, DataFlags, Entry};
 pub use keys::{cut, of_kind};
 pub use optimizer::OptimizerName;
 pub use values::{Course, FineTuneType, Loss, Matmul, Precision, Processor};
@@ -16,12 +19,14 @@ pub use words::Foreign;
 use crate::bounds;
 use crate::errors::usage;
 use crate::models::check_matmul;
+use crate::template;
 use indexmap::IndexMap;
 use metal_candle::adapter::{self, LoraConfig, Targets};
 use metal_candle::train::{
     Duration, LearningRate, MAX_STEPS, MlxSchedule, Schedule, ScheduleOptions, TrainOptions, Warmup,
 };
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// The settings of a training run, as the YAML file and the flags give them over the defaults.
@@ -31,10 +36,17 @@ pub struct Settings {
     pub model: Option<String>,
     pub revision: Option<String>,
     pub from_config: Option<PathBuf>,
-    pub data: Option<PathBuf>,
+    pub data: Data,
     pub data_config: Option<String>,
     pub data_revision: Option<String>,
     pub data_split: Option<String>,
+    pub prompt_column: Option<String>,
+    pub completion_column: Option<String>,
+    pub text_column: Option<String>,
+    pub messages_column: Option<String>,
+    /// The text of the chat template in place of the model's own; before completion it may be a file.
+    pub chat_template: Option<String>,
+    pub chat_template_kwargs: Map<String, Value>,
     pub output: PathBuf,
 
     pub fine_tune_type: FineTuneType,
@@ -118,10 +130,16 @@ impl Default for Settings {
             model: None,
             revision: None,
             from_config: None,
-            data: None,
+            data: Data::default(),
             data_config: None,
             data_revision: None,
             data_split: None,
+            prompt_column: None,
+            completion_column: None,
+            text_column: None,
+            messages_column: None,
+            chat_template: None,
+            chat_template_kwargs: Map::new(),
             output: "adapters".into(),
             fine_tune_type: FineTuneType::default(),
             rank: 16,
@@ -200,8 +218,12 @@ impl Settings {
     /// Fills in what follows from other settings and checks everything that neither the model nor
     /// the data decides. `given` are the keys that were written down, not defaults.
     pub fn complete(mut self, given: &[String]) -> anyhow::Result<Self> {
-        if self.data.is_none() {
+        if self.data.0.is_empty() {
             return Err(usage("no data: give --data a folder with train.jsonl, or a .jsonl file"));
+        }
+        self.data.completed(&self.data_flags())?;
+        if let Some(given) = &self.chat_template {
+            self.chat_template = Some(template::source(given)?);
         }
         match (&self.model, &self.from_config, self.fine_tune_type) {
             (None, None, _) => {
@@ -391,6 +413,19 @@ impl Settings {
         let rate = LearningRate::constant(self.peak_learning_rate()).map_err(usage)?;
         self.train_options(steps, rate)?.validate().map_err(usage)?;
         Ok(())
+    }
+
+    /// What holds for the sources of data that don't say it themselves.
+    pub fn data_flags(&self) -> DataFlags {
+        DataFlags {
+            data_config: self.data_config.clone(),
+            data_revision: self.data_revision.clone(),
+            data_split: self.data_split.clone(),
+            prompt_column: self.prompt_column.clone(),
+            completion_column: self.completion_column.clone(),
+            text_column: self.text_column.clone(),
+            messages_column: self.messages_column.clone(),
+        }
     }
 
     /// What LoRA is told.

@@ -3,6 +3,7 @@
 //! it means exactly what a setting of this program does, and otherwise answered with the right one.
 
 use super::keys::{Keys, shown, suggestion};
+use super::sources::{datasets, hf_dataset};
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 use serde_yaml_ng::{Mapping, Value};
 
@@ -43,20 +44,24 @@ const LORA_KIND: &str = "only LoRA itself is supported; leave it out";
 pub const WORDS: &[(&str, Meaning)] = &[
     // mlx-lm
     ("adapter_path", Key("output")),
+    ("chat_feature", Key("messages_column")),
     ("clear_cache_threshold", Neutral(All, "")),
+    ("completion_feature", Key("completion_column")),
     ("config", Neutral(Off, "one file cannot name another")),
     ("grad_accumulation_steps", Key("grad_accumulation")),
-    ("hf_dataset", Neutral(Off, DATA)),
+    ("hf_dataset", Sets(hf_dataset)),
     ("iters", Key("steps")),
     ("lora_layers", Key("num_layers")),
     ("lora_parameters", Sets(lora_parameters)),
     ("mask_prompt", Sets(mask_prompt)),
     ("optimizer_config", Sets(optimizer_config)),
     ("project_name", Neutral(All, "")),
+    ("prompt_feature", Key("prompt_column")),
     ("report_to", Sets(report_to)),
     ("resume_adapter_file", Key("init_adapter")),
     ("steps_per_eval", Key("eval_every")),
     ("steps_per_report", Key("report_every")),
+    ("text_feature", Key("text_column")),
     ("train", Sets(train)),
     ("training_mode", Neutral(OffOr(&["normal"]), "normal is the only one there is")),
     ("trust_remote_code", Neutral(All, "")),
@@ -115,8 +120,18 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("auto_find_batch_size", Neutral(Off, "give batch_size; --dry-run estimates the memory")),
     ("bf16", Sets(|keys, name, value| half(keys, name, value, "bf16"))),
     ("completion_only_loss", Sets(|keys, name, value| loss_if(keys, name, value, "completion"))),
-    ("dataset_name", Neutral(Off, DATA)),
+    ("chat_template_path", Key("chat_template")),
+    ("dataset_config", Key("data_config")),
+    ("dataset_name", Key("data")),
     ("dataset_path", Key("data")),
+    (
+        "dataset_test_split",
+        Instead(
+            "validation data are the split of that name, or held out by `valid_fraction`; leave it out",
+        ),
+    ),
+    ("dataset_text_field", Key("text_column")),
+    ("dataset_train_split", Key("data_split")),
     ("ddp_find_unused_parameters", Neutral(All, "")),
     ("deepspeed", Neutral(Off, ONE_DEVICE)),
     ("do_eval", Neutral(All, "")),
@@ -200,7 +215,8 @@ pub const WORDS: &[(&str, Meaning)] = &[
     // axolotl
     ("adapter", Sets(adapter)),
     ("base_model", Key("model")),
-    ("datasets", Neutral(Off, DATA)),
+    ("chat_template_jinja", Key("chat_template")),
+    ("datasets", Sets(datasets)),
     ("evals_per_epoch", Instead("evaluations are counted in steps, see `eval_every`")),
     ("flash_attention", Neutral(All, "")),
     (
@@ -573,7 +589,7 @@ mod tests {
             ("fan_in_fan_out", "false", "true"),
             ("use_dora", "false", "true"),
             ("loftq_config", "{}", "{bits: 4}"),
-            ("hf_dataset", "null", "{path: x}"),
+            ("deepspeed", "null", "{stage: 2}"),
             ("load_in_4bit", "false", "true"),
             ("eval_strategy", "steps", "epoch"),
             ("max_steps", "-1", "many"),

@@ -293,54 +293,13 @@ fn a_folder_that_cannot_be_written_is_found_before_the_model_is_read() {
     std::fs::set_permissions(place.path("locked"), permissions(0o755)).unwrap();
 }
 
-/// A hub with one data set, which answers whatever is asked of it.
-fn hub(files: Vec<(String, String)>) -> String {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = format!("http://{}", listener.local_addr().unwrap());
-    let commit = "0123456789abcdef0123456789abcdef01234567";
-    std::thread::spawn(move || {
-        for stream in listener.incoming() {
-            let mut stream = stream.unwrap();
-            let mut asked = Vec::new();
-            let mut byte = [0];
-            while !asked.ends_with(b"\r\n\r\n") && stream.read(&mut byte).unwrap_or(0) == 1 {
-                asked.push(byte[0]);
-            }
-            let asked = text(&asked);
-            let path = asked.split(' ').nth(1).unwrap_or_default();
-            let names = files
-                .iter()
-                .map(|(name, _)| serde_json::json!({ "rfilename": name }))
-                .collect::<Vec<_>>();
-            let list = serde_json::json!({ "sha": commit, "siblings": names }).to_string();
-            let empty = String::new();
-            let file = files.iter().find(|(name, _)| path.ends_with(name));
-            let (status, body) = match file {
-                _ if path.starts_with("/api/datasets/owner/name/revision/main") => (200, &list),
-                Some((_, content)) if path.contains(commit) => (200, content),
-                _ => (404, &empty),
-            };
-            let sent = if asked.starts_with("HEAD") { "" } else { body };
-            let etag =
-                path.bytes().fold(7u64, |hash, byte| hash.wrapping_mul(31) + u64::from(byte));
-            let _ = write!(
-                stream,
-                "HTTP/1.1 {status} X\r\nContent-Length: {}\r\nConnection: close\r\nETag: \"{etag}\"\r\n\
-                 X-Repo-Commit: {commit}\r\n\r\n{sent}",
-                body.len()
-            );
-        }
-    });
-    address
-}
-
 #[test]
 fn a_data_set_of_the_hub_is_trained_on_by_its_name() {
     let place = Place::with_model();
     let card = "---\nconfigs:\n- config_name: one\n  data_files:\n  - {split: train_sft, path: a/train*}\n  \
                 - {split: train_gen, path: a/valid*}\n  - {split: validation, path: a/valid*}\n\
                 - config_name: two\n  data_files: none\n---\n";
-    let address = hub(vec![
+    let address = common::hub(vec![
         ("README.md".into(), card.into()),
         ("a/train.jsonl".into(), place.read("data/train.jsonl")),
         ("a/valid.jsonl".into(), place.read("data/valid.jsonl")),

@@ -68,6 +68,22 @@ fn what_a_file_or_a_model_says_does_not_order_a_terminal_about() {
 }
 
 #[test]
+fn a_record_of_the_data_does_not_order_a_terminal_about() {
+    let place = Place::with_model();
+    let order = ORDERS.replace('\u{1b}', "\\u001b").replace('\u{7}', "\\u0007");
+    place.write("a.jsonl", &format!("{{\"prompt\": \"{order}\", \"completion\": \"around\"}}\n"));
+    check(&place, &["data", "a.jsonl"], "around");
+    // This program's own colours are the only orders.
+    let data = ["data", "a.jsonl", "--model", "base"];
+    assert!(in_a_pipe(&place, &data).contains(ORDERS));
+    let shown = on_a_terminal(&place, &data);
+    assert!(shown.contains("␛]0;owned␇␛[31m"), "{shown:?}");
+    assert!(shown.contains("\u{1b}[32maround"), "{shown:?}");
+    let others = shown.replace("\u{1b}[32m", "").replace("\u{1b}[0m", "");
+    assert!(!others.contains('\u{1b}') && !others.contains('\u{7}'), "{shown:?}");
+}
+
+#[test]
 fn names_in_an_adapters_files_do_not_order_a_terminal_about() {
     let place = Place::new();
     let config = |kind: &str| {

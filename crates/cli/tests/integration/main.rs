@@ -4,6 +4,7 @@ mod bench;
 mod commands;
 mod common;
 mod control_characters;
+mod data;
 mod documents;
 mod runs;
 mod settings;

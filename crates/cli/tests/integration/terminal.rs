@@ -51,11 +51,12 @@ fn words(text: &str) -> Vec<&str> {
 fn text_is_wrapped_at_the_terminals_width_without_breaking_words() {
     let place = Place::with_model();
     let long = "What is 1? ".repeat(12);
-    let commands: [&[&str]; 4] = [
+    let commands: [&[&str]; 5] = [
         &["inspect", "base"],
         &["train", "-m", "base", "-d", "data", "--dry-run"],
         &["generate", "-m", "base", "-t", "0", "-n", "60", "--ignore-eos", "-p", &long],
         &["evaluate", "-m", "base", "-d", "data", "--batches", "-7"],
+        &["data", "data"],
     ];
     for command in commands {
         let piped = place.run(command);

@@ -19,7 +19,7 @@ pub struct Columns {
     pub messages: Option<String>,
 }
 
-/// Where a value comes from.
+/// Where a value comes from: see [`Source::parse`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// The value under a key.
@@ -119,6 +119,38 @@ impl Template {
 }
 
 impl Source {
+    /// A source as a person writes it: the name of a key or, with braces in it, a [`Template`]. `option` is what
+    /// messages call it.
+    ///
+    /// # Errors
+    /// [`Error::Option`] when it is empty, and those of [`Template::parse`].
+    pub fn parse(option: &str, text: &str) -> Result<Self> {
+        if text.trim().is_empty() {
+            Err(Error::option(
+                option,
+                "is empty, expected a column, or a text with columns in it such as {question}",
+            ))
+        } else if text.contains(['{', '}']) {
+            Template::parse(option, text).map(Self::Template)
+        } else {
+            Ok(Self::Key(text.to_string()))
+        }
+    }
+
+    /// The keys that it takes values from.
+    pub(super) fn keys(&self) -> Vec<&str> {
+        match self {
+            Self::Key(key) => vec![key],
+            Self::Template(Template(parts)) => parts
+                .iter()
+                .filter_map(|part| match part {
+                    Part::Key(key) => Some(key.as_str()),
+                    Part::Text(_) => None,
+                })
+                .collect(),
+        }
+    }
+
     /// What messages call it.
     pub(super) fn name<'a>(&'a self, usual: &'a str) -> &'a str {
         match self {
@@ -140,6 +172,24 @@ impl Columns {
     /// Whether nothing is named, so that records are recognised by their keys.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
+    }
+
+    /// The keys that records are taken from.
+    pub(super) fn keys(&self) -> Vec<&str> {
+        if let Some(key) = &self.messages {
+            return vec![key, "system", "tools", "functions"];
+        }
+        if let Some(source) = &self.text {
+            return source.keys();
+        }
+        let mut keys = vec!["tools", "functions"];
+        for (source, usual) in [(&self.prompt, "prompt"), (&self.completion, "completion")] {
+            match source {
+                Some(source) => keys.extend(source.keys()),
+                None => keys.push(usual),
+            }
+        }
+        keys
     }
 
     /// That what is named is one shape.
@@ -207,6 +257,18 @@ mod tests {
         ] {
             let message = fill(source, fields.clone()).unwrap_err();
             assert!(message.contains(expected), "{source}: {message}");
+        }
+    }
+
+    #[test]
+    fn a_text_with_braces_is_a_template() {
+        assert_eq!(Source::parse("x", "my text").unwrap(), Source::Key("my text".into()));
+        let source = Source::parse("x", "{a}: {b.0}").unwrap();
+        assert!(matches!(source, Source::Template(_)));
+        assert_eq!(source.keys(), ["a", "b.0"]);
+        for (text, expected) in [(" ", "x: is empty"), ("a}", "x: a } has no {")] {
+            let message = Source::parse("x", text).unwrap_err().to_string();
+            assert!(message.starts_with(expected), "{message}");
         }
     }
 

@@ -9,7 +9,6 @@ use chrono::NaiveDateTime;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::columns::Columns;
 use super::files::HeldOut;
 use super::store::{self, Store, Writer};
 use crate::hash::Hash;
@@ -36,8 +35,6 @@ pub struct DataOptions {
     /// Which tokens the loss counts. `None` goes by the record: conversations [`LossOn::Assistant`], prompts with a
     /// completion [`LossOn::Completion`], texts [`LossOn::All`].
     pub loss_on: Option<LossOn>,
-    /// The keys that records are taken from, where they are not the usual ones.
-    pub columns: Columns,
     /// More variables for the chat template.
     pub variables: Map<String, Value>,
     /// The time that the chat template's `strftime_now` says; `None` is the time at the start of the build. A template
@@ -55,7 +52,6 @@ impl Default for DataOptions {
         Self {
             max_seq_length: 2048,
             loss_on: None,
-            columns: Columns::default(),
             variables: Map::new(),
             now: None,
             memory: 1 << 30,

@@ -2,9 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::columns::Columns;
 use super::format::{READ, stem_and_format};
-use super::record::Records;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 
@@ -186,22 +184,6 @@ impl DataFiles {
             }
             files => Ok(files),
         }
-    }
-
-    /// Reads the first record of each file, so that a mistake in all of them shows before anything long begins. Pipes,
-    /// which can be read once only, are passed over.
-    ///
-    /// # Errors
-    /// Those of [`super::read_records`] about a first record.
-    pub fn check(&self, columns: &Columns) -> Result<()> {
-        columns.check()?;
-        for path in [&self.train, &self.valid, &self.test].into_iter().flatten() {
-            let metadata = std::fs::metadata(path).map_err(Error::io(path))?;
-            if metadata.is_file() || metadata.is_dir() {
-                Records::open(path, columns)?.next().transpose()?;
-            }
-        }
-        Ok(())
     }
 }
 

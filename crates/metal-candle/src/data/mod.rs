@@ -1,7 +1,8 @@
 //! Data to learn from: records, their tokens and loss masks, and batches.
 //!
-//! The way is [`DataFiles`] → [`tokenize`] → [`Tokenized`] → [`Dataset`] → [`Batcher`] → [`Batch`], or for records in
-//! memory [`read_records`] → [`Dataset::build`].
+//! The way is [`DataFiles`] → [`DataSource`] → [`tokenize`] → [`Tokenized`] → [`Dataset`] → [`Batcher`] → [`Batch`], or
+//! for records in memory [`read_records`] → [`Dataset::build`]. [`survey`] says what data are without learning from
+//! them.
 
 mod batch;
 mod columns;
@@ -10,7 +11,10 @@ mod files;
 mod format;
 mod record;
 mod rows;
+mod slice;
+mod source;
 mod store;
+mod survey;
 mod tokenize;
 
 pub use batch::{Batch, BatchOptions, BatchPlan, Batcher, IGNORED};
@@ -18,4 +22,9 @@ pub use columns::{Columns, Source, Template};
 pub use dataset::{DataOptions, Dataset, Example, LossOn, Report, Tokenized};
 pub use files::{DataFiles, HeldOut, Split};
 pub use record::{Body, KNOWN_ROLES, Origin, Record, Shape, read_records};
-pub use tokenize::{DataSource, tokenize};
+pub use slice::Slice;
+pub use source::DataSource;
+pub use survey::{
+    Described, Lengths, Piece, Reading, Shown, Survey, TokenCounts, describe, survey,
+};
+pub use tokenize::tokenize;

@@ -18,6 +18,7 @@ use serde_json::{Map, Value};
 
 use super::columns::{Columns, Source, lookup};
 use super::rows::{Row, RowContent, Rows};
+use crate::hash::Hash;
 use crate::text::{Message, is_model_role, key_list, kind};
 use crate::{Error, Result};
 
@@ -103,34 +104,88 @@ impl From<Body> for Record {
 impl Record {
     /// About how many bytes of text it holds.
     pub(super) fn size(&self) -> usize {
-        let of_messages = |messages: &[Message]| -> usize {
-            let content =
-                |message: &Message| message.get("content").and_then(Value::as_str).map(str::len);
-            messages.iter().filter_map(content).sum()
-        };
-        match &self.body {
-            Body::Messages { messages, .. } => of_messages(messages),
-            Body::PromptCompletion { prompt, completion } => prompt.len() + completion.len(),
-            Body::ChatCompletion { prompt, completion, .. } => {
-                of_messages(prompt) + of_messages(completion)
+        self.body.texts().map(str::len).sum()
+    }
+
+    /// An error about this record, naming its file and line if it has them, and else its number.
+    fn error(&self, index: usize, message: String) -> Error {
+        match &self.origin {
+            Some(origin) => {
+                Error::Record { path: origin.path.as_ref().clone(), line: origin.line, message }
             }
-            Body::Instruction { before, instruction, input, output } => {
-                of_messages(before) + instruction.len() + input.len() + output.len()
-            }
-            Body::Text { text } | Body::Document { text, .. } => text.len(),
+            None => Error::option(format!("record {}", index + 1), message),
         }
     }
 
-    /// An error about this record, naming its file and line if it has them.
-    pub(super) fn error(&self, index: usize, message: impl Into<String>) -> Error {
-        match &self.origin {
-            Some(origin) => Error::Record {
-                path: origin.path.as_ref().clone(),
-                line: origin.line,
-                message: message.into(),
-            },
-            None => Error::option(format!("record {}", index + 1), message),
+    /// What a template, a tokenizer or an option says about this record, with its place.
+    pub(super) fn named(&self, index: usize, error: Error) -> Error {
+        match error {
+            Error::Template(message) => self.error(index, format!("chat template: {message}")),
+            Error::Tokenizer(message) => self.error(index, format!("tokenizer: {message}")),
+            Error::Option { option, message } => self.error(index, format!("{option}: {message}")),
+            other => other,
         }
+    }
+}
+
+impl Body {
+    /// The texts of all its parts, in order.
+    pub fn texts(&self) -> impl Iterator<Item = &str> {
+        let (messages, texts): ([&[Message]; 2], Vec<&str>) = match self {
+            Self::Messages { messages, .. } => ([messages, &[]], Vec::new()),
+            Self::ChatCompletion { prompt, completion, .. } => ([prompt, completion], Vec::new()),
+            Self::Instruction { before, instruction, input, output } => {
+                ([before, &[]], vec![instruction, input, output])
+            }
+            Self::PromptCompletion { prompt, completion } => ([&[], &[]], vec![prompt, completion]),
+            Self::Text { text } | Self::Document { text, .. } => ([&[], &[]], vec![text]),
+        };
+        messages.into_iter().flatten().flat_map(Message::texts).chain(texts)
+    }
+
+    /// Whether there is nothing to learn in it, whatever the loss counts: an empty completion or text.
+    pub fn is_empty(&self) -> bool {
+        match self {
+            Self::PromptCompletion { completion, .. } => completion.is_empty(),
+            Self::Instruction { output, .. } => output.is_empty(),
+            Self::Text { text } | Self::Document { text, .. } => text.is_empty(),
+            Self::Messages { .. } | Self::ChatCompletion { .. } => false,
+        }
+    }
+
+    /// What people call such a record, in the plural.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Messages { .. } => "conversations",
+            Self::PromptCompletion { .. } => "prompts with completions",
+            Self::ChatCompletion { .. } => "conversations with completions",
+            Self::Instruction { .. } => "instructions",
+            Self::Text { .. } => "texts",
+            Self::Document { .. } => "pieces of plain text",
+        }
+    }
+
+    /// A hash of all that it says (XXH3).
+    pub(super) fn fingerprint(&self) -> u64 {
+        let mut hash = Hash::new();
+        let mut add = |bytes: &[u8]| {
+            hash.add(&(bytes.len() as u64).to_le_bytes());
+            hash.add(bytes);
+        };
+        let json = |value: &dyn Fn() -> serde_json::Result<Vec<u8>>| value().unwrap_or_default();
+        add(self.kind().as_bytes());
+        match self {
+            Self::Messages { messages, tools } => {
+                add(&json(&|| serde_json::to_vec(&(messages, tools))));
+            }
+            Self::ChatCompletion { prompt, completion, tools } => {
+                add(&json(&|| serde_json::to_vec(&(prompt, completion, tools))));
+            }
+            Self::Instruction { before, .. } => add(&json(&|| serde_json::to_vec(before))),
+            Self::PromptCompletion { .. } | Self::Text { .. } | Self::Document { .. } => {}
+        }
+        self.texts().for_each(|text| add(text.as_bytes()));
+        hash.finish()
     }
 }
 
@@ -160,6 +215,11 @@ pub(super) struct Records<'a> {
 impl<'a> Records<'a> {
     pub fn open(path: &Path, columns: &'a Columns) -> Result<Self> {
         Ok(Self { rows: Rows::open(path)?, columns, path: Arc::new(path.to_path_buf()) })
+    }
+
+    /// Passes over a record without looking at it; `None` at the end.
+    pub fn pass_over(&mut self) -> Option<Result<()>> {
+        self.rows.next().map(|row| row.map(|_| ()))
     }
 
     fn record(&self, row: Row) -> Result<Record> {
@@ -212,6 +272,22 @@ impl Shape {
         }
     }
 
+    /// The keys that a record of this shape is taken from.
+    pub(super) fn keys(self) -> &'static [&'static str] {
+        match self {
+            Self::Messages => &["messages", "tools", "functions"],
+            Self::PromptCompletion => &["prompt", "completion", "tools", "functions"],
+            Self::Conversations => {
+                &["conversations", "conversation", "system", "tools", "functions"]
+            }
+            Self::Instruction => {
+                &["instruction", "input", "context", "output", "response", "system", "history"]
+            }
+            Self::Text => &["text"],
+            Self::Preference => &["prompt", "chosen", "rejected", "completion", "label"],
+        }
+    }
+
     /// The shape of a record by its keys, if it is a known one.
     pub(super) fn of(fields: &Map<String, Value>) -> Option<Self> {
         let there = |key: &str| fields.get(key).is_some_and(|value| !value.is_null());
@@ -240,8 +316,8 @@ const SHAPES: &str = "expected {\"messages\": [...]}, {\"prompt\": ..., \"comple
                       {\"conversations\": [...]}, {\"instruction\": ..., \"output\": ...} or {\"text\": \"...\"}";
 
 const PREFERENCE: &str = "is for preference tuning (DPO, KTO), which is not supported; supervised fine-tuning is. To \
-                          learn the chosen answers alone, rename their key to \"completion\", or to \
-                          \"messages\" where they are whole conversations";
+                          learn the chosen answers alone, name them as the completions (completion_column: \
+                          chosen), or as the messages (messages_column: chosen) where they are whole conversations";
 
 type Parsed<T> = std::result::Result<T, String>;
 
@@ -312,7 +388,7 @@ fn mapped(mut fields: Map<String, Value>, columns: &Columns) -> Parsed<Body> {
     pair((&prompt_name, prompt), (&completion_name, completion), &mut fields)
 }
 
-/// Which keys of a record without a known shape could be renamed.
+/// Which keys of a record without a known shape could be named, by the names that settings have for them.
 fn columns_that_fit(fields: &Map<String, Value>) -> String {
     const PROMPTS: [&str; 7] =
         ["prompt", "question", "query", "instruction", "input", "source", "user"];
@@ -325,11 +401,12 @@ fn columns_that_fit(fields: &Map<String, Value>) -> String {
     match (prompt, completion, TEXTS.iter().find(there)) {
         (Some(prompt), Some(completion), _) => {
             format!(
-                "; {prompt:?} could be renamed to \"prompt\" and {completion:?} to \"completion\""
+                "; or name the columns, as prompt_column: {prompt} and completion_column: {completion}"
             )
         }
-        (_, _, Some(text)) => format!("; {text:?} could be renamed to \"text\""),
-        _ => String::new(),
+        (_, _, Some(text)) => format!("; or name the column, as text_column: {text}"),
+        _ => "; or name others by prompt_column and completion_column, text_column or messages_column"
+            .into(),
     }
 }
 
@@ -361,7 +438,8 @@ fn pair(
             Ok(Body::ChatCompletion { prompt, completion, tools: tools(fields)? })
         }
         (prompt, completion) => Err(format!(
-            "{prompt_key:?} is {} and {completion_key:?} is {}, expected two strings or two lists of messages",
+            "{prompt_key:?} is {} and {completion_key:?} is {}, expected two strings or two lists of messages; \
+             a text with the column in it, as {{{prompt_key}}}, makes a string of anything",
             kind(&prompt),
             kind(&completion)
         )),

@@ -5,30 +5,16 @@
 //! Files are read in parts and tokenized in parallel, so their records are never all in memory.
 
 use std::ops::Range;
-use std::path::PathBuf;
 
 use chrono::NaiveDateTime;
 use rayon::prelude::*;
 use serde_json::Value;
 
 use super::dataset::{Collector, DataOptions, Dataset, Example, LossOn, Tokenized};
-use super::record::{Body, Record, Records};
-use crate::text::{Message, RenderOptions, Tokenizer};
+use super::record::{Body, Record};
+use super::source::DataSource;
+use crate::text::{Encoded, Message, RenderOptions, Tokenizer};
 use crate::{Error, Result};
-
-/// Records that are tokenized at a time, and about how many bytes of them.
-const RECORDS_AT_A_TIME: usize = 4096;
-const BYTES_AT_A_TIME: usize = 64 << 20;
-
-/// Files whose records are taken together.
-#[derive(Debug, Clone, PartialEq)]
-pub struct DataSource {
-    /// The files, in the order of their records.
-    pub files: Vec<PathBuf>,
-    /// The source's share of an epoch, relative to the other sources' weights. Without weights every example is in an
-    /// epoch once.
-    pub weight: Option<f64>,
-}
 
 /// Tokenizes the records of files, in parallel and in a stable order.
 ///
@@ -43,30 +29,10 @@ pub fn tokenize(
     tokenizer: &Tokenizer,
     options: &DataOptions,
 ) -> Result<Tokenized> {
-    options.columns.check()?;
     let builder = Builder::new(tokenizer, options);
     let mut collector = Collector::new(options)?;
     for source in sources {
-        for path in &source.files {
-            let mut records = Records::open(path, &options.columns)?;
-            let mut count = 0;
-            loop {
-                let (mut part, mut bytes) = (Vec::new(), 0);
-                while part.len() < RECORDS_AT_A_TIME && bytes < BYTES_AT_A_TIME {
-                    let Some(record) = records.next().transpose()? else { break };
-                    bytes += record.size();
-                    part.push(record);
-                }
-                if part.is_empty() {
-                    break;
-                }
-                builder.collect(&part, count, &mut collector)?;
-                count += part.len();
-            }
-            if count == 0 {
-                return Err(Error::file(path, "no records: the file is empty"));
-            }
-        }
+        source.in_parts(|records| builder.collect(&records, &mut collector))?;
         collector.end_source(source.weight);
     }
     collector.finish()
@@ -87,7 +53,7 @@ impl Dataset {
     /// or when no example is left.
     pub fn build(records: &[Record], tokenizer: &Tokenizer, options: &DataOptions) -> Result<Self> {
         let mut collector = Collector::new(options)?;
-        Builder::new(tokenizer, options).collect(records, 0, &mut collector)?;
+        Builder::new(tokenizer, options).collect(records, &mut collector)?;
         collector.end_source(None);
         collector.finish()?.into_dataset()
     }
@@ -100,24 +66,36 @@ enum Built {
     Examples(Vec<Example>),
 }
 
-struct Builder<'a> {
-    tokenizer: &'a Tokenizer,
-    options: &'a DataOptions,
+/// A record's text as the model reads it.
+pub(super) struct Written {
+    pub text: String,
+    /// The bytes that are to be learned, in order; `None` for all of it.
+    learned: Option<Vec<Range<usize>>>,
+    /// Whether it is no conversation, so that the tokenizer puts around it what it puts around a text.
+    is_plain: bool,
+}
+
+/// Makes examples of records.
+pub(super) struct Builder<'a> {
+    pub tokenizer: &'a Tokenizer,
+    pub options: &'a DataOptions,
     now: NaiveDateTime,
 }
 
 impl<'a> Builder<'a> {
-    fn new(tokenizer: &'a Tokenizer, options: &'a DataOptions) -> Self {
+    pub fn new(tokenizer: &'a Tokenizer, options: &'a DataOptions) -> Self {
         let now = options.now.unwrap_or_else(|| chrono::Local::now().naive_local());
         Self { tokenizer, options, now }
     }
 
-    /// Tokenizes records, of which the first is the one at index `first`.
-    fn collect(&self, records: &[Record], first: usize, collector: &mut Collector) -> Result<()> {
+    /// Tokenizes records.
+    fn collect(&self, records: &[Record], collector: &mut Collector) -> Result<()> {
         let built: Vec<Result<Built>> = records
             .par_iter()
             .enumerate()
-            .map(|(index, record)| self.build(first + index, record))
+            .map(|(index, record)| {
+                self.build(&record.body).map_err(|error| record.named(index, error))
+            })
             .collect();
         for built in built {
             match built? {
@@ -132,65 +110,63 @@ impl<'a> Builder<'a> {
         Ok(())
     }
 
-    fn build(&self, index: usize, record: &Record) -> Result<Built> {
-        self.example(&record.body).map_err(|error| match error {
-            Error::Template(message) => record.error(index, format!("chat template: {message}")),
-            Error::Tokenizer(message) => record.error(index, format!("tokenizer: {message}")),
-            Error::Option { option, message } => {
-                record.error(index, format!("{option}: {message}"))
-            }
-            other => other,
+    /// The record's tokens before truncation, or as many as show that it will be.
+    fn build(&self, body: &Body) -> Result<Built> {
+        if let Body::Document { text, last } = body
+            && !text.is_empty()
+        {
+            return Ok(Built::Examples(self.windows(text, *last)?));
+        }
+        // One more token than an example keeps shows that it was cut.
+        let most = self.options.max_seq_length.saturating_add(1);
+        Ok(match self.write(body)? {
+            None => Built::Empty,
+            Some(written) => Built::Examples(vec![self.encode(&written, most)?.0]),
         })
     }
 
-    /// The record's tokens before truncation, or as many as show that it will be.
-    fn example(&self, body: &Body) -> Result<Built> {
-        let one = |example| Ok(Built::Examples(vec![example]));
-        match body {
+    /// The record's text; `None` when there is nothing to learn in it.
+    pub fn write(&self, body: &Body) -> Result<Option<Written>> {
+        if body.is_empty() {
+            return Ok(None);
+        }
+        let loss_on = self.options.loss_on;
+        Ok(Some(match body {
             Body::Messages { messages, tools } => {
-                let first = match self.options.loss_on.unwrap_or(LossOn::Assistant) {
+                let first = match loss_on.unwrap_or(LossOn::Assistant) {
                     LossOn::All => None,
                     LossOn::Assistant => Some(0),
                     LossOn::Completion => Some(
                         messages.iter().rposition(Message::is_from_model).unwrap_or(messages.len()),
                     ),
                 };
-                one(self.chat(messages, tools.as_deref(), first)?)
+                self.chat(messages, tools.as_deref(), first)?
             }
             Body::ChatCompletion { prompt, completion, tools } => {
-                let first = match self.options.loss_on.unwrap_or(LossOn::Completion) {
+                let first = match loss_on.unwrap_or(LossOn::Completion) {
                     LossOn::All => None,
                     LossOn::Assistant => Some(0),
                     LossOn::Completion => Some(prompt.len()),
                 };
                 let messages = [prompt.as_slice(), completion.as_slice()].concat();
-                one(self.chat(&messages, tools.as_deref(), first)?)
+                self.chat(&messages, tools.as_deref(), first)?
             }
-            Body::PromptCompletion { completion, .. } if completion.is_empty() => Ok(Built::Empty),
             Body::PromptCompletion { prompt, completion } => {
-                one(self.pair(&[], prompt, prompt, completion)?)
+                self.pair(&[], prompt, prompt, completion)?
             }
-            Body::Instruction { output, .. } if output.is_empty() => Ok(Built::Empty),
             Body::Instruction { before, instruction, input, output } => {
                 let question = if input.is_empty() {
                     instruction.clone()
                 } else {
                     format!("{instruction}\n\n{input}")
                 };
-                one(self.pair(before, &question, &alpaca_prompt(instruction, input), output)?)
+                self.pair(before, &question, &alpaca_prompt(instruction, input), output)?
             }
-            Body::Text { text } | Body::Document { text, .. } if text.is_empty() => {
-                Ok(Built::Empty)
-            }
-            Body::Text { text } => {
+            Body::Text { text } | Body::Document { text, .. } => {
                 self.no_turns()?;
-                one(self.plain(text, 0)?)
+                plain(text.clone(), 0)
             }
-            Body::Document { text, last } => {
-                self.no_turns()?;
-                Ok(Built::Examples(self.windows(text, *last)?))
-            }
-        }
+        }))
     }
 
     /// That `loss_on` asks for no turns, as a text has none.
@@ -216,11 +192,11 @@ impl<'a> Builder<'a> {
         question: &str,
         prompt: &str,
         completion: &str,
-    ) -> Result<Example> {
+    ) -> Result<Written> {
         let on_all = self.options.loss_on == Some(LossOn::All);
         if self.tokenizer.chat_template().is_none() && before.is_empty() {
             let text = format!("{prompt}{completion}");
-            return self.plain(&text, if on_all { 0 } else { prompt.len() });
+            return Ok(plain(text, if on_all { 0 } else { prompt.len() }));
         }
         let mut messages = before.to_vec();
         messages.push(Message::new("user", question));
@@ -233,18 +209,13 @@ impl<'a> Builder<'a> {
         self.chat(&messages, None, first)
     }
 
-    /// How many tokens of a record are looked at: one more than an example keeps shows that it was cut.
-    fn most(&self) -> usize {
-        self.options.max_seq_length.saturating_add(1)
-    }
-
-    /// A conversation's tokens. Those of the model's messages from index `first` on are trainable; all when `None`.
+    /// A conversation. What the model's messages from index `first` on write is learned; everything when `None`.
     fn chat(
         &self,
         messages: &[Message],
         tools: Option<&[Value]>,
         first: Option<usize>,
-    ) -> Result<Example> {
+    ) -> Result<Written> {
         let template = self.tokenizer.require_chat_template()?;
         let options = RenderOptions {
             add_generation_prompt: false,
@@ -252,29 +223,29 @@ impl<'a> Builder<'a> {
             variables: Some(&self.options.variables),
             now: Some(self.now),
         };
-        match first {
-            None => {
-                let text = template.render(messages, &options)?;
-                let (ids, _) = self.tokenizer.encode_first(&text, false, self.most())?;
-                let trainable = vec![true; ids.len()];
-                Ok(Example { ids, trainable })
-            }
-            Some(first) => {
-                let mut rendered = template.render_with_spans_from(messages, &options, first)?;
-                leave_out_weightless(messages, first, &mut rendered.assistant)?;
-                let (ids, offsets) =
-                    self.tokenizer.encode_first(&rendered.text, false, self.most())?;
-                Ok(Example { ids, trainable: mask(&offsets, &rendered.assistant) })
-            }
-        }
+        let Some(first) = first else {
+            let text = template.render(messages, &options)?;
+            return Ok(Written { text, learned: None, is_plain: false });
+        };
+        let mut rendered = template.render_with_spans_from(messages, &options, first)?;
+        leave_out_weightless(messages, first, &mut rendered.assistant)?;
+        Ok(Written { text: rendered.text, learned: Some(rendered.assistant), is_plain: false })
     }
 
-    /// A plain text's tokens, trainable from the byte `from` on, with the EOS token at the end.
-    fn plain(&self, text: &str, from: usize) -> Result<Example> {
-        let (mut ids, offsets) = self.tokenizer.encode_first(text, true, self.most())?;
-        let mut trainable = mask(&offsets, std::slice::from_ref(&(from..text.len())));
-        self.end(&mut ids, &mut trainable);
-        Ok(Example { ids, trainable })
+    /// The tokens of a record's text, at least the first `most` of them, and the bytes that each stands for. A plain
+    /// text ends with the EOS token, which stands for none.
+    pub fn encode(&self, written: &Written, most: usize) -> Result<(Example, Vec<(usize, usize)>)> {
+        let Written { text, learned, is_plain } = written;
+        let (mut ids, mut offsets): Encoded = self.tokenizer.encode_first(text, *is_plain, most)?;
+        let mut trainable = match learned {
+            None => vec![true; ids.len()],
+            Some(spans) => mask(&offsets, spans),
+        };
+        if *is_plain {
+            self.end(&mut ids, &mut trainable);
+            offsets.resize(ids.len(), (text.len(), text.len()));
+        }
+        Ok((Example { ids, trainable }, offsets))
     }
 
     /// Ends a text by the EOS token, which is learned. Of a text that will be cut, the token is cut with the rest.
@@ -291,12 +262,14 @@ impl<'a> Builder<'a> {
     }
 
     /// A text as examples of at most `max_seq_length` tokens, each of which begins where the one before ends.
-    fn windows(&self, text: &str, last: bool) -> Result<Vec<Example>> {
+    pub fn windows(&self, text: &str, last: bool) -> Result<Vec<Example>> {
+        self.no_turns()?;
         let most = self.options.max_seq_length;
         let mut examples = Vec::new();
         let mut rest = text;
         loop {
-            let (mut ids, mut offsets) = self.tokenizer.encode_first(rest, true, self.most())?;
+            let (mut ids, mut offsets) =
+                self.tokenizer.encode_first(rest, true, most.saturating_add(1))?;
             let fits = ids.len() <= most;
             if !fits {
                 ids.truncate(most);
@@ -322,6 +295,12 @@ impl<'a> Builder<'a> {
             };
         }
     }
+}
+
+/// A text outside of any conversation, learned from the byte `from` on.
+fn plain(text: String, from: usize) -> Written {
+    let learned = from..text.len();
+    Written { text, learned: Some(vec![learned]), is_plain: true }
 }
 
 /// The prompt by which Alpaca was trained, for tokenizers without a chat template.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use metal_candle::data::{
     Batch, BatchOptions, Batcher, Body, Columns, DataFiles, DataOptions, DataSource, Dataset,
-    Example, HeldOut, IGNORED, LossOn, Record, Report, Source, Split, Template, read_records,
-    tokenize,
+    Example, HeldOut, IGNORED, LossOn, Reading, Record, Report, Shown, Slice, Source, Split,
+    Template, describe, read_records, survey, tokenize,
 };
 use metal_candle::random::SplitMix64;
 use metal_candle::text::{Message, Tokenizer};
@@ -428,7 +428,7 @@ fn conversations(range: std::ops::Range<usize>) -> String {
 }
 
 fn source(files: &[std::path::PathBuf], weight: Option<f64>) -> DataSource {
-    DataSource { files: files.to_vec(), weight }
+    DataSource { weight, ..DataSource::new(files) }
 }
 
 fn batches(dataset: Dataset, epochs: usize) -> Vec<Batch> {
@@ -672,8 +672,8 @@ fn columns_are_taken_from_where_they_are_named() {
     std::fs::write(&path, "question,context,answer\nWhy?,It rains.,Rain\nHow?,,\n").unwrap();
     let tokenizer = without_template("tokenizer");
     let build = |columns: Columns| {
-        let options = DataOptions { columns, ..options(None) };
-        tokenize(&[source(std::slice::from_ref(&path), None)], &tokenizer, &options)?.into_dataset()
+        let source = DataSource { columns, ..DataSource::new([path.clone()]) };
+        tokenize(&[source], &tokenizer, &options(None))?.into_dataset()
     };
     let template = Template::parse("prompt_template", r"Q: {question}\nC: {context}\nA: ").unwrap();
     let columns = Columns {
@@ -690,9 +690,113 @@ fn columns_are_taken_from_where_they_are_named() {
     let message = error(Columns::default());
     assert!(
         message.contains("a.csv:2: ")
-            && message.contains("\"question\" could be renamed to \"prompt\""),
+            && message.contains("prompt_column: question and completion_column: answer"),
         "{message}"
     );
     let message = error(Columns { completion: Some(Source::Key("reply".into())), ..columns });
     assert!(message.contains("a.csv:2: there is no column \"reply\""), "{message}");
+}
+
+#[test]
+fn a_part_of_a_source_is_the_records_that_it_names() {
+    let place = tempfile::tempdir().unwrap();
+    let files: Vec<_> = [0..40, 40..100]
+        .into_iter()
+        .enumerate()
+        .map(|(index, range)| {
+            let path = place.path().join(format!("{index}.jsonl"));
+            std::fs::write(&path, conversations(range)).unwrap();
+            path
+        })
+        .collect();
+    let tokenizer = with_template("tokenizer", "chatml-generation");
+    let read = |text: &str| {
+        let (_, slice) = Slice::parse("split", text).unwrap();
+        let source = DataSource { slice, ..DataSource::new(files.clone()) };
+        tokenize(&[source], &tokenizer, &options(None))?.into_dataset()
+    };
+    let whole: Vec<Example> = read("train").unwrap().iter().collect();
+    assert_eq!(whole.len(), 100);
+    for (text, expected) in [
+        ("train[:10]", 0..10),
+        ("train[35:45]", 35..45),
+        ("train[-3:]", 97..100),
+        ("train[:80%]", 0..80),
+        ("train[90:]", 90..100),
+        ("train[:1000]", 0..100),
+    ] {
+        let part: Vec<Example> = read(text).unwrap().iter().collect();
+        assert!(part == whole[expected], "{text}");
+    }
+    let message = read("train[100:]").unwrap_err().to_string();
+    assert!(message.contains("[100:] holds none of the 100 records"), "{message}");
+}
+
+#[test]
+fn a_survey_counts_what_training_makes_of_the_records() {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("a.jsonl");
+    let pair = |prompt: &str, completion: &str| {
+        format!("{}\n", json!({"prompt": prompt, "completion": completion, "id": 3}))
+    };
+    let long = "word ".repeat(50);
+    let lines = [
+        pair("One?", "1"),
+        pair("Two?", "2"),
+        pair("One?", "1"),
+        pair("Nothing", ""),
+        pair("Long", &long),
+        pair(&long, "never reached"),
+    ];
+    std::fs::write(&path, lines.concat()).unwrap();
+    let tokenizer = with_template("tokenizer", "chatml-generation");
+    let options = DataOptions { max_seq_length: 40, ..options(None) };
+    let sources = [DataSource::new([path.clone()])];
+    let context = Some(45);
+    let tokens = Reading::Tokens { tokenizer: &tokenizer, options: &options, context };
+    let (found, record) = survey(&sources, tokens, Some(4)).unwrap();
+    let report = tokenize(&sources, &tokenizer, &options).unwrap().into_dataset().unwrap().report;
+    let counts = found.tokens.unwrap();
+    assert_eq!((found.records, found.duplicates, found.empty), (6, 1, 1));
+    assert_eq!((counts.cut, counts.beyond_context), (report.truncated, Some(2)));
+    assert_eq!(counts.learned, report.trainable_tokens as u64);
+    assert_eq!(counts.nothing_learned, report.dropped_empty + report.dropped_untrainable);
+    let lengths = found.lengths.unwrap();
+    assert!(lengths.min == lengths.median && lengths.p95 == lengths.max && lengths.max > 60);
+    let dropped = counts.cut_tokens + report.tokens as u64 + 40;
+    assert_eq!(lengths.total, dropped, "the record that is dropped has 40 tokens when it is cut");
+
+    let shown = Shown::new(&record.unwrap(), &tokenizer, &options).unwrap();
+    assert_eq!((shown.tokens - shown.cut, shown.learned > 20), (40, true));
+    let texts: Vec<_> = shown.pieces.iter().map(|piece| piece.text.as_str()).collect();
+    assert_eq!(texts[0], "<|im_start|>user\nLong<|im_end|>\n<|im_start|>assistant\n");
+    assert!(texts.len() == 2 && long.starts_with(texts[1]), "{texts:?}");
+    let (_, record) = survey(&sources, tokens, Some(0)).unwrap();
+    let shown = Shown::new(&record.unwrap(), &tokenizer, &options).unwrap();
+    let learned: Vec<_> = shown.pieces.iter().map(|piece| piece.learned).collect();
+    assert_eq!((shown.pieces[1].text.as_str(), learned), ("1<|im_end|>", vec![false, true, false]));
+
+    let (found, record) = survey(&sources, Reading::Characters, Some(6)).unwrap();
+    assert_eq!((found.lengths.unwrap().min, found.tokens, record), (5, None, None));
+    let described = describe(&path, &Columns::default()).unwrap().unwrap();
+    assert_eq!((described.format, described.compression), ("JSON Lines", None));
+    assert_eq!(described.taken, ["prompt", "completion"]);
+    assert_eq!(described.passed_over, ["id"]);
+}
+
+#[test]
+fn a_survey_of_a_text_file_counts_its_examples() {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("book.txt");
+    std::fs::write(&path, "A line of text. ".repeat(100)).unwrap();
+    let tokenizer = without_template("tokenizer-sp");
+    let options = DataOptions { max_seq_length: 50, ..options(None) };
+    let tokens = Reading::Tokens { tokenizer: &tokenizer, options: &options, context: None };
+    let sources = [DataSource::new([path])];
+    let (found, record) = survey(&sources, tokens, Some(0)).unwrap();
+    let report = tokenize(&sources, &tokenizer, &options).unwrap().into_dataset().unwrap().report;
+    assert_eq!((found.records, found.tokens.unwrap().cut), (report.records, 0));
+    assert_eq!(found.lengths.unwrap().total, report.tokens as u64);
+    let shown = Shown::new(&record.unwrap(), &tokenizer, &options).unwrap();
+    assert!(shown.tokens == 50 && shown.pieces[0].text.contains("A line of text."), "{shown:?}");
 }

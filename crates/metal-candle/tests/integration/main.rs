@@ -5,6 +5,7 @@ mod candle_autograd;
 mod common;
 mod data;
 mod models;
+mod mutations;
 mod text;
 mod training;
 mod untrusted;

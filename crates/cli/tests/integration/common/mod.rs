@@ -3,6 +3,7 @@
 pub mod documents;
 
 use serde_json::Value;
+use std::io::{Read, Write};
 #[cfg(unix)]
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -107,6 +108,10 @@ impl Place {
             .env("HF_HUB_OFFLINE", "1")
             .env("HF_HOME", self.path("hub"))
             .env_remove("METAL_CANDLE_LOG")
+            .env_remove("NO_COLOR")
+            .env_remove("CLICOLOR")
+            .env_remove("CLICOLOR_FORCE")
+            .env("TERM", "xterm")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
@@ -164,6 +169,47 @@ impl Place {
         assert!(!stderr.contains("panicked"), "{stderr}");
         stderr
     }
+}
+
+/// A hub with one data set, which answers whatever is asked of it.
+pub fn hub(files: Vec<(String, String)>) -> String {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    let commit = "0123456789abcdef0123456789abcdef01234567";
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let mut asked = Vec::new();
+            let mut byte = [0];
+            while !asked.ends_with(b"\r\n\r\n") && stream.read(&mut byte).unwrap_or(0) == 1 {
+                asked.push(byte[0]);
+            }
+            let asked = text(&asked);
+            let path = asked.split(' ').nth(1).unwrap_or_default();
+            let names = files
+                .iter()
+                .map(|(name, _)| serde_json::json!({ "rfilename": name }))
+                .collect::<Vec<_>>();
+            let list = serde_json::json!({ "sha": commit, "siblings": names }).to_string();
+            let empty = String::new();
+            let file = files.iter().find(|(name, _)| path.ends_with(name));
+            let (status, body) = match file {
+                _ if path.starts_with("/api/datasets/owner/name/revision/main") => (200, &list),
+                Some((_, content)) if path.contains(commit) => (200, content),
+                _ => (404, &empty),
+            };
+            let sent = if asked.starts_with("HEAD") { "" } else { body };
+            let etag =
+                path.bytes().fold(7u64, |hash, byte| hash.wrapping_mul(31) + u64::from(byte));
+            let _ = write!(
+                stream,
+                "HTTP/1.1 {status} X\r\nContent-Length: {}\r\nConnection: close\r\nETag: \"{etag}\"\r\n\
+                 X-Repo-Commit: {commit}\r\n\r\n{sent}",
+                body.len()
+            );
+        }
+    });
+    address
 }
 
 pub fn text(bytes: &[u8]) -> String {

@@ -1,13 +1,10 @@
 //! Good files after small changes: whatever they say now, reading and using them ends, in a result or in an error that
 //! can be read. The changes follow from their number, so a case that fails can be made again.
 
-#[path = "common/isolated.rs"]
-mod isolated;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use isolated::isolated;
+use crate::common::isolated::isolated;
 use metal_candle::adapter::LoraConfig;
 use metal_candle::data::{BatchOptions, Batcher, Dataset, Example, read_records};
 use metal_candle::generate::Session;
@@ -272,7 +269,7 @@ const MODEL: &[&str] = &["config.json", "model.safetensors"];
 
 #[test]
 fn changed_models_are_used_or_refused() {
-    isolated("changed_models_are_used_or_refused", || {
+    isolated("mutations::changed_models_are_used_or_refused", || {
         for family in ["gemma3-text", "llama3", "phi3-longrope", "qwen3"] {
             eprintln!("{family}");
             let good = folder_of(&[(&format!("models/{family}"), MODEL)]);
@@ -284,7 +281,7 @@ fn changed_models_are_used_or_refused() {
 
 #[test]
 fn changed_shards_are_used_or_refused() {
-    isolated("changed_shards_are_used_or_refused", || {
+    isolated("mutations::changed_shards_are_used_or_refused", || {
         let shards = [1, 2, 3].map(|shard| format!("model-0000{shard}-of-00003.safetensors"));
         let index = "model.safetensors.index.json";
         let names = [&shards[0], &shards[1], &shards[2], index, "config.json"];
@@ -295,7 +292,7 @@ fn changed_shards_are_used_or_refused() {
 
 #[test]
 fn changed_adapters_are_used_or_refused() {
-    isolated("changed_adapters_are_used_or_refused", || {
+    isolated("mutations::changed_adapters_are_used_or_refused", || {
         let files = ["adapter_config.json", "adapter_model.safetensors"];
         let good = folder_of(&[("models/llama", MODEL), ("models/llama/adapter", &files)]);
         mutate(good.path(), &files, 800, use_model);
@@ -304,7 +301,7 @@ fn changed_adapters_are_used_or_refused() {
 
 #[test]
 fn changed_tokenizers_are_used_or_refused() {
-    isolated("changed_tokenizers_are_used_or_refused", || {
+    isolated("mutations::changed_tokenizers_are_used_or_refused", || {
         let files = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"];
         for name in ["tokenizer", "tokenizer-sp"] {
             eprintln!("{name}");
@@ -336,7 +333,7 @@ fn conversation() -> [Message; 3] {
 
 #[test]
 fn changed_templates_are_used_or_refused() {
-    isolated("changed_templates_are_used_or_refused", || {
+    isolated("mutations::changed_templates_are_used_or_refused", || {
         for name in ["llama3.jinja", "qwen-tools.jinja", "gemma.jinja", "methods.jinja"] {
             eprintln!("{name}");
             let good = folder_of(&[("templates", &[name])]);
@@ -353,7 +350,7 @@ fn changed_templates_are_used_or_refused() {
 
 #[test]
 fn changed_data_are_read_or_refused() {
-    isolated("changed_data_are_read_or_refused", || {
+    isolated("mutations::changed_data_are_read_or_refused", || {
         let folder = tempfile::tempdir().unwrap();
         let write =
             |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
@@ -402,7 +399,7 @@ fn train(run: &Path) -> Result<()> {
 
 #[test]
 fn changed_checkpoints_are_resumed_or_refused() {
-    isolated("changed_checkpoints_are_resumed_or_refused", || {
+    isolated("mutations::changed_checkpoints_are_resumed_or_refused", || {
         let good = tempfile::tempdir().unwrap();
         train(good.path()).unwrap();
         let checkpoints = good.path().join("checkpoints");

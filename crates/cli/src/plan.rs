@@ -1,0 +1,234 @@
+//! What a run will do, before it does it.
+
+use crate::output::{are, bytes, grouped, plural, table};
+use crate::settings::{Entry, FineTuneType, Settings};
+use metal_candle::data::{Dataset, Report};
+use metal_candle::model::Model;
+use serde::Serialize;
+
+/// What will be trained.
+#[derive(Debug, Clone, Serialize)]
+pub struct Plan {
+    pub model: String,
+    pub family: &'static str,
+    pub parameters: u64,
+    pub trainable_parameters: u64,
+    pub trainable_share: f64,
+    pub lora: Option<LoraPlan>,
+    pub data: DataPlan,
+    pub steps: u64,
+    pub batches_per_epoch: u64,
+    pub tokens_per_epoch: u64,
+    pub optimizer: String,
+    pub peak_learning_rate: f64,
+    pub memory: Memory,
+    /// What computes, in which dtype, and why that was taken.
+    pub compute: String,
+    /// What a person should look at before the run is made.
+    pub warnings: Vec<String>,
+    pub settings: Settings,
+}
+
+/// Where adapters go.
+#[derive(Debug, Clone, Serialize)]
+pub struct LoraPlan {
+    pub modules: Vec<String>,
+    pub layers: Vec<usize>,
+    pub adapted: usize,
+}
+
+/// What became of the records.
+#[derive(Debug, Clone, Serialize)]
+pub struct DataPlan {
+    pub train: Report,
+    pub valid: Option<Report>,
+    pub test: Option<Report>,
+}
+
+/// Estimated memory, in bytes.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Memory {
+    /// The frozen weights.
+    pub weights: u64,
+    /// Trained parameters and their gradients in f32, and what the optimiser keeps.
+    pub training: u64,
+    /// What a batch of the longest examples keeps for its backward pass.
+    pub activations: u64,
+}
+
+impl Memory {
+    fn total(self) -> u64 {
+        self.weights + self.training + self.activations
+    }
+}
+
+impl Plan {
+    /// The plan as a person reads it.
+    pub fn describe(&self) -> String {
+        let settings = &self.settings;
+        let share = 100.0 * self.trainable_share;
+        let mut rows = vec![
+            ("Model", format!("{} ({})", self.model, self.family)),
+            ("Parameters", grouped(self.parameters)),
+            ("Trained", format!("{} ({share:.2} %)", grouped(self.trainable_parameters))),
+        ];
+        if let Some(lora) = &self.lora {
+            rows.push((
+                "LoRA",
+                format!(
+                    "rank {}, alpha {}{}, dropout {}, on {} in {}",
+                    settings.rank,
+                    settings.alpha.unwrap_or_default(),
+                    if settings.rslora { ", rank-stabilised" } else { "" },
+                    settings.dropout,
+                    lora.modules.join(", "),
+                    layers(&lora.layers),
+                ),
+            ));
+        }
+        rows.push(("Data", format!("training: {}", self.data.train)));
+        if let Some(shares) = shares(&settings.data.0) {
+            rows.push(("", shares));
+        }
+        for (name, report) in [("validation", &self.data.valid), ("test", &self.data.test)] {
+            if let Some(report) = report {
+                rows.push(("", format!("{name}: {report}")));
+            }
+        }
+        if self.data.valid.is_none() {
+            rows.push(("", "validation: none".into()));
+        }
+        rows.push((
+            "Run",
+            format!(
+                "{} of {} x {} rows{}, {} and {} tokens an epoch",
+                plural(self.steps, "step"),
+                settings.grad_accumulation,
+                settings.batch_size,
+                if settings.packing { " (packed)" } else { "" },
+                plural(self.batches_per_epoch, "batch").replace("batchs", "batches"),
+                grouped(self.tokens_per_epoch),
+            ),
+        ));
+        rows.push(("Optimizer", self.optimizer.clone()));
+        rows.push(("Learning rate", format!("{:e} at its peak", self.peak_learning_rate)));
+        rows.push(("Computes", self.compute.clone()));
+        rows.push((
+            "Memory",
+            format!(
+                "about {}: weights {}, training {}, activations {}",
+                bytes(self.memory.total()),
+                bytes(self.memory.weights),
+                bytes(self.memory.training),
+                bytes(self.memory.activations)
+            ),
+        ));
+        rows.push(("Output", settings.output.display().to_string()));
+        table(&rows)
+    }
+}
+
+fn layers(layers: &[usize]) -> String {
+    let contiguous = layers.windows(2).all(|pair| matches!(pair, [a, b] if *b == a + 1));
+    match layers {
+        [] => "no layer".into(),
+        [one] => format!("layer {one}"),
+        [first, .., last] if contiguous => format!("layers {first} to {last}"),
+        _ => {
+            format!("layers {}", layers.iter().map(usize::to_string).collect::<Vec<_>>().join(", "))
+        }
+    }
+}
+
+pub fn lora_plan(settings: &Settings, model: &Model) -> anyhow::Result<LoraPlan> {
+    let resolved = settings.lora()?.resolve(&model.linear_paths(), model.config().layers.len())?;
+    let (mut modules, mut layers) = (Vec::new(), Vec::new());
+    for linear in &resolved {
+        let name = linear.path.rsplit('.').next().unwrap_or_default().to_string();
+        if !modules.contains(&name) {
+            modules.push(name);
+        }
+        let layer = linear.path.split('.').find_map(|part| part.parse().ok());
+        if let Some(layer) = layer.filter(|layer| !layers.contains(layer)) {
+            layers.push(layer);
+        }
+    }
+    Ok(LoraPlan { modules, layers, adapted: resolved.len() })
+}
+
+/// How much memory a step takes, from what each layer keeps for its backward pass: the inputs of
+/// two norms, of the projections and of the activation, and the attention's own.
+pub fn memory(
+    settings: &Settings,
+    model: &Model,
+    parameters: u64,
+    training: u64,
+    longest: usize,
+) -> Memory {
+    let config = model.config();
+    let full = settings.fine_tune_type == FineTuneType::Full;
+    let element = model.dtype().size_in_bytes() as u64;
+    let row = if settings.packing { settings.max_seq_length } else { longest };
+    let tokens = (settings.batch_size * row) as u64;
+    let heads = ((2 * config.heads + 2 * config.kv_heads) * config.head_dim) as u64;
+    let hidden = config.hidden_size as u64;
+    let layer = 5 * hidden + heads + 4 * config.intermediate_size as u64;
+    let layers = config.layers.len() as u64;
+    // Of a layer that is computed again, what it is given and what attention gives.
+    let again = hidden + (config.heads * config.head_dim) as u64;
+    let kept = if settings.grad_checkpoint { layers * again + layer } else { layers * layer };
+    // The loss looks at some logits at a time, on a GPU at more of them.
+    let most = if model.device().is_cpu() { 1 << 20 } else { 1 << 27 };
+    let logits = (tokens * config.vocab_size as u64).min(most) * size_of::<f32>() as u64;
+    Memory {
+        weights: if full { 0 } else { parameters * element },
+        training,
+        activations: tokens * kept * element + logits,
+    }
+}
+
+/// Each source's share of an epoch, where they have weights.
+fn shares(sources: &[Entry]) -> Option<String> {
+    if sources.iter().all(|source| source.weight.is_none()) {
+        return None;
+    }
+    let weight = |source: &Entry| source.weight.unwrap_or(1.0);
+    let sum: f64 = sources.iter().map(weight).sum();
+    let share =
+        |source: &Entry| format!("{:.1} % of {}", 100.0 * weight(source) / sum, source.path);
+    Some(format!("an epoch is {}", sources.iter().map(share).collect::<Vec<_>>().join(", ")))
+}
+
+/// What to say of records that are longer than the model was made for. `data` are the data sets by their names.
+pub fn length_warnings(
+    settings: &Settings,
+    context: usize,
+    data: &[(&str, &Dataset)],
+) -> Vec<String> {
+    let most = settings.max_seq_length;
+    if most <= context {
+        return Vec::new();
+    }
+    let mut warnings: Vec<String> = data
+        .iter()
+        .filter_map(|(name, data)| {
+            let longer = data.longer_than(context);
+            (longer > 0).then(|| {
+                format!(
+                    "in the {name} data {} longer than the {} tokens that this model was made for, and the longest has \
+                     {}; --max-seq-length {context} cuts them there, and a model with a longer context reads them whole",
+                    are(longer as u64, "example"),
+                    grouped(context as u64),
+                    grouped(data.report.longest as u64),
+                )
+            })
+        })
+        .collect();
+    if warnings.is_empty() && most != Settings::default().max_seq_length {
+        warnings.push(format!(
+            "max_seq_length: is {most}, and this model was made for {context} tokens; no example is longer than that \
+             here, so a lower one changes nothing"
+        ));
+    }
+    warnings
+}
