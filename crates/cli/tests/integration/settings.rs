@@ -157,7 +157,7 @@ fn any_value_of_any_key_is_a_plan_or_a_message() {
                 .collect();
             place.write("run.yaml", &format!("{rest}{key}: {value}\n"));
             let output = place.run(&["train", "-c", "run.yaml", "--dry-run", "-q"]);
-            let stderr = common::text(&output.stderr);
+            let stderr = crate::common::text(&output.stderr);
             let what = format!("{key}: {} {stderr}", &value[..value.len().min(60)]);
             match output.status.code() {
                 Some(0) => planned += 1,

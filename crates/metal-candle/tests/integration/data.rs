@@ -800,3 +800,30 @@ fn a_survey_of_a_text_file_counts_its_examples() {
     let shown = Shown::new(&record.unwrap(), &tokenizer, &options).unwrap();
     assert!(shown.tokens == 50 && shown.pieces[0].text.contains("A line of text."), "{shown:?}");
 }
+
+#[test]
+fn every_token_and_mask_counts_for_the_fingerprint() {
+    let dataset = |change: &dyn Fn(&mut Vec<Example>)| {
+        let mut examples: Vec<Example> = (0..3u32)
+            .map(|n| Example { ids: (n..n + 500).collect(), trainable: vec![true; 500] })
+            .collect();
+        change(&mut examples);
+        Dataset::from_examples(&examples).unwrap().fingerprint()
+    };
+    let same = dataset(&|_| ());
+    assert_eq!(dataset(&|_| ()), same);
+    for (what, change) in [
+        ("a token", &(|all| all[2].ids[499] = 0) as &dyn Fn(&mut Vec<Example>)),
+        ("a mask", &|all| all[1].trainable[257] = false),
+        ("the order", &|all| all.swap(0, 1)),
+        ("an example less", &|all| drop(all.pop())),
+        ("where an example ends", &|all| {
+            let id = all[1].ids.remove(0);
+            let trainable = all[1].trainable.remove(0);
+            all[0].ids.push(id);
+            all[0].trainable.push(trainable);
+        }),
+    ] {
+        assert_ne!(dataset(change), same, "{what}");
+    }
+}
