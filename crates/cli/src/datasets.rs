@@ -77,6 +77,11 @@ impl Part {
 
 fn of_this_machine(entry: &Entry, wanted: Wanted) -> anyhow::Result<Vec<Part>> {
     let path = &entry.path;
+    if !Path::new(path).exists() {
+        anyhow::bail!(
+            "{path}: there is no such file or folder, and a data set of the hub is named owner/name"
+        );
+    }
     for (key, value) in [
         ("config", &entry.config),
         ("revision", &entry.revision),
@@ -98,7 +103,14 @@ fn of_this_machine(entry: &Entry, wanted: Wanted) -> anyhow::Result<Vec<Part>> {
             splits.extend(test.then(|| part(Split::Test)));
             splits
         }
-        Wanted::Everything => [Split::Train, Split::Valid, Split::Test].map(part).into(),
+        Wanted::Everything if Path::new(path).is_dir() => {
+            [Split::Train, Split::Valid, Split::Test].map(part).into()
+        }
+        Wanted::Everything => {
+            let name = Path::new(path).file_name().unwrap_or_default().to_string_lossy();
+            let split = Split::named(&name).unwrap_or(Split::Train);
+            vec![Part { split: split.name().into(), ..part(Split::Train) }]
+        }
         Wanted::Measuring(split) => {
             let is_folder = Path::new(path).is_dir();
             let split = match split {

@@ -285,7 +285,7 @@ fn rows(report: &Report, survey: &Survey) -> Vec<(&'static str, String)> {
         rows.push((
             "Length",
             format!(
-                "{} {} in all; a record has {} at least, {} in the middle, {} in 95 of 100 at most, {} at most",
+                "{} {}; of a record min {}, median {}, p95 {}, max {}",
                 grouped(lengths.total),
                 report.unit,
                 number(lengths.min),

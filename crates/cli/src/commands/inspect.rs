@@ -8,7 +8,7 @@ use metal_candle::adapter::{self, Targets};
 use metal_candle::files;
 use metal_candle::model::rope::RopeScaling;
 use metal_candle::model::{Config, Weights};
-use metal_candle::text::Tokenizer;
+use metal_candle::text::{CHAT_TEMPLATE, Tokenizer};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -136,6 +136,11 @@ fn describe_adapter(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
         let layers: Vec<String> = layers.iter().map(usize::to_string).collect();
         report.row("Layers", layers.join(", "));
     }
+    let template = folder.join(CHAT_TEMPLATE).is_file();
+    if template {
+        report.row("Chat template", "its own");
+    }
+    report.set("chat_template", template);
     for (name, patterns) in [
         ("Other ranks", serde_json::to_string(&config.rank_pattern)?),
         ("Other alphas", serde_json::to_string(&config.alpha_pattern)?),

@@ -31,7 +31,9 @@ Examples:
   metal-candle train --resume --output adapters
   metal-candle train -c lora_config.yaml --resume=auto    # on a machine that may be taken away
 
-Every flag is a key of the YAML file too, with _ for -; flags win over the file. Words of mlx-lm, PEFT, \
+Every flag is a key of the YAML file too, with _ for -; flags win over the file. There `data` is a path, or a \
+list of paths and of mappings with path, weight, config, revision, split and the columns of that source; the flags \
+for these hold for sources that don't say them, those about a data set on the hub where there is only one. Words of mlx-lm, PEFT, \
 transformers, TRL, Unsloth, axolotl and LLaMA-Factory are understood as well, as keys and as flags, where \
 they mean the same; --adapter-path is mlx-lm's word for --output. A run leaves the adapter, checkpoints/, \
 metrics.jsonl, tensorboard/, loss.svg, loss.png and train_config.yaml in its output folder.";

@@ -96,7 +96,7 @@ enum Written {
 #[serde(untagged)]
 enum Item {
     Path(String),
-    Entry(Entry),
+    Entry(Box<Entry>),
 }
 
 impl From<Written> for Data {
@@ -107,7 +107,7 @@ impl From<Written> for Data {
         };
         let entry = |item| match item {
             Item::Path(path) => Entry::at(&path),
-            Item::Entry(entry) => entry,
+            Item::Entry(entry) => *entry,
         };
         Self(items.into_iter().map(entry).collect())
     }
@@ -120,7 +120,7 @@ impl From<Data> for Written {
             .into_iter()
             .map(|entry| match entry.is_plain() {
                 true => Item::Path(entry.path),
-                false => Item::Entry(entry),
+                false => Item::Entry(entry.into()),
             })
             .collect();
         match (items.pop(), items.is_empty()) {

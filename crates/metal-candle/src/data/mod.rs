@@ -5,6 +5,7 @@
 //! them.
 
 mod batch;
+mod body;
 mod columns;
 mod dataset;
 mod files;
@@ -18,10 +19,11 @@ mod survey;
 mod tokenize;
 
 pub use batch::{Batch, BatchOptions, BatchPlan, Batcher, IGNORED};
+pub use body::Body;
 pub use columns::{Columns, Source, Template};
 pub use dataset::{DataOptions, Dataset, Example, LossOn, Report, Tokenized};
 pub use files::{DataFiles, HeldOut, Split};
-pub use record::{Body, KNOWN_ROLES, Origin, Record, Shape, read_records};
+pub use record::{KNOWN_ROLES, Origin, Record, Shape, read_records};
 pub use slice::Slice;
 pub use source::DataSource;
 pub use survey::{

@@ -16,9 +16,9 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
+use super::body::Body;
 use super::columns::{Columns, Source, lookup};
 use super::rows::{Row, RowContent, Rows};
-use crate::hash::Hash;
 use crate::text::{Message, is_model_role, key_list, kind};
 use crate::{Error, Result};
 
@@ -42,57 +42,6 @@ pub struct Record {
     pub body: Body,
     /// Its file and line; `None` for one made in memory.
     pub origin: Option<Origin>,
-}
-
-/// What a record says.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Body {
-    /// A conversation.
-    Messages {
-        /// The messages, at least one.
-        messages: Vec<Message>,
-        /// The tools the model may call, as JSON schemas.
-        tools: Option<Vec<Value>>,
-    },
-    /// A prompt and what should follow it, as plain text.
-    PromptCompletion {
-        /// What is given.
-        prompt: String,
-        /// What is to be learned.
-        completion: String,
-    },
-    /// A conversation and how it should go on.
-    ChatCompletion {
-        /// The messages that are given, at least one.
-        prompt: Vec<Message>,
-        /// The messages to learn, at least one of them the model's.
-        completion: Vec<Message>,
-        /// The tools the model may call, as JSON schemas.
-        tools: Option<Vec<Value>>,
-    },
-    /// Something to do and how it is done, as Alpaca has it.
-    Instruction {
-        /// The system message and the turns before, if there are any.
-        before: Vec<Message>,
-        /// What is to be done.
-        instruction: String,
-        /// What to do it with; may be empty.
-        input: String,
-        /// What is to be learned.
-        output: String,
-    },
-    /// Text to go on learning the language from.
-    Text {
-        /// The text.
-        text: String,
-    },
-    /// A part of a plain text file. It becomes as many examples as it takes, instead of being cut.
-    Document {
-        /// The text.
-        text: String,
-        /// Whether the file ends here.
-        last: bool,
-    },
 }
 
 impl From<Body> for Record {
@@ -125,67 +74,6 @@ impl Record {
             Error::Option { option, message } => self.error(index, format!("{option}: {message}")),
             other => other,
         }
-    }
-}
-
-impl Body {
-    /// The texts of all its parts, in order.
-    pub fn texts(&self) -> impl Iterator<Item = &str> {
-        let (messages, texts): ([&[Message]; 2], Vec<&str>) = match self {
-            Self::Messages { messages, .. } => ([messages, &[]], Vec::new()),
-            Self::ChatCompletion { prompt, completion, .. } => ([prompt, completion], Vec::new()),
-            Self::Instruction { before, instruction, input, output } => {
-                ([before, &[]], vec![instruction, input, output])
-            }
-            Self::PromptCompletion { prompt, completion } => ([&[], &[]], vec![prompt, completion]),
-            Self::Text { text } | Self::Document { text, .. } => ([&[], &[]], vec![text]),
-        };
-        messages.into_iter().flatten().flat_map(Message::texts).chain(texts)
-    }
-
-    /// Whether there is nothing to learn in it, whatever the loss counts: an empty completion or text.
-    pub fn is_empty(&self) -> bool {
-        match self {
-            Self::PromptCompletion { completion, .. } => completion.is_empty(),
-            Self::Instruction { output, .. } => output.is_empty(),
-            Self::Text { text } | Self::Document { text, .. } => text.is_empty(),
-            Self::Messages { .. } | Self::ChatCompletion { .. } => false,
-        }
-    }
-
-    /// What people call such a record, in the plural.
-    pub fn kind(&self) -> &'static str {
-        match self {
-            Self::Messages { .. } => "conversations",
-            Self::PromptCompletion { .. } => "prompts with completions",
-            Self::ChatCompletion { .. } => "conversations with completions",
-            Self::Instruction { .. } => "instructions",
-            Self::Text { .. } => "texts",
-            Self::Document { .. } => "pieces of plain text",
-        }
-    }
-
-    /// A hash of all that it says (XXH3).
-    pub(super) fn fingerprint(&self) -> u64 {
-        let mut hash = Hash::new();
-        let mut add = |bytes: &[u8]| {
-            hash.add(&(bytes.len() as u64).to_le_bytes());
-            hash.add(bytes);
-        };
-        let json = |value: &dyn Fn() -> serde_json::Result<Vec<u8>>| value().unwrap_or_default();
-        add(self.kind().as_bytes());
-        match self {
-            Self::Messages { messages, tools } => {
-                add(&json(&|| serde_json::to_vec(&(messages, tools))));
-            }
-            Self::ChatCompletion { prompt, completion, tools } => {
-                add(&json(&|| serde_json::to_vec(&(prompt, completion, tools))));
-            }
-            Self::Instruction { before, .. } => add(&json(&|| serde_json::to_vec(before))),
-            Self::PromptCompletion { .. } | Self::Text { .. } | Self::Document { .. } => {}
-        }
-        self.texts().for_each(|text| add(text.as_bytes()));
-        hash.finish()
     }
 }
 

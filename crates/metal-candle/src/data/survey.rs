@@ -8,10 +8,11 @@ use std::path::Path;
 use rayon::prelude::*;
 use serde::Serialize;
 
+use super::body::Body;
 use super::columns::Columns;
 use super::dataset::{DataOptions, Example};
 use super::format;
-use super::record::{Body, Record, Shape};
+use super::record::{Record, Shape};
 use super::rows::{RowContent, Rows};
 use super::source::DataSource;
 use super::tokenize::Builder;

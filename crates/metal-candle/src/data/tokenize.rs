@@ -10,8 +10,9 @@ use chrono::NaiveDateTime;
 use rayon::prelude::*;
 use serde_json::Value;
 
+use super::body::Body;
 use super::dataset::{Collector, DataOptions, Dataset, Example, LossOn, Tokenized};
-use super::record::{Body, Record};
+use super::record::Record;
 use super::source::DataSource;
 use crate::text::{Encoded, Message, RenderOptions, Tokenizer};
 use crate::{Error, Result};
