@@ -299,7 +299,7 @@ fn a_data_set_of_the_hub_is_trained_on_by_its_name() {
     let card = "---\nconfigs:\n- config_name: one\n  data_files:\n  - {split: train_sft, path: a/train*}\n  \
                 - {split: train_gen, path: a/valid*}\n  - {split: validation, path: a/valid*}\n\
                 - config_name: two\n  data_files: none\n---\n";
-    let address = common::hub(vec![
+    let address = crate::common::hub(vec![
         ("README.md".into(), card.into()),
         ("a/train.jsonl".into(), place.read("data/train.jsonl")),
         ("a/valid.jsonl".into(), place.read("data/valid.jsonl")),

@@ -160,7 +160,7 @@ fn hub() -> String {
     let lines = |range: std::ops::Range<u32>| {
         range.map(|n| format!("{{\"q\": \"What is {n}?\", \"a\": \"{n}\"}}\n")).collect::<String>()
     };
-    common::hub(vec![
+    crate::common::hub(vec![
         ("train.jsonl".into(), lines(0..20)),
         ("validation.jsonl".into(), lines(20..25)),
     ])

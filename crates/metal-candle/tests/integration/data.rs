@@ -812,8 +812,9 @@ fn every_token_and_mask_counts_for_the_fingerprint() {
     };
     let same = dataset(&|_| ());
     assert_eq!(dataset(&|_| ()), same);
-    for (what, change) in [
-        ("a token", &(|all| all[2].ids[499] = 0) as &dyn Fn(&mut Vec<Example>)),
+    type Change = &'static dyn Fn(&mut Vec<Example>);
+    let changes: [(&str, Change); 5] = [
+        ("a token", &|all| all[2].ids[499] = 0),
         ("a mask", &|all| all[1].trainable[257] = false),
         ("the order", &|all| all.swap(0, 1)),
         ("an example less", &|all| drop(all.pop())),
@@ -823,7 +824,8 @@ fn every_token_and_mask_counts_for_the_fingerprint() {
             all[0].ids.push(id);
             all[0].trainable.push(trainable);
         }),
-    ] {
+    ];
+    for (what, change) in changes {
         assert_ne!(dataset(change), same, "{what}");
     }
 }
