@@ -132,6 +132,7 @@ mod tests {
         let peak = peak_resident_bytes().expect("Linux says");
         // Other tests of this process allocate and free meanwhile, hence half.
         assert!(during >= before.saturating_sub(BYTES / 2) + BYTES / 2, "{before} {during}");
-        assert!(peak >= BYTES && peak + (1 << 20) >= during, "{during} {peak}");
+        // Linux counts for each thread by itself, and adds up now and then.
+        assert!(peak >= BYTES && peak + BYTES / 2 >= during, "{during} {peak}");
     }
 }
