@@ -30,11 +30,6 @@ pub(crate) fn describe_binary(bytes: &[u8]) -> Option<&'static str> {
             b"\xef\xbb\xbf",
             "text that begins with a byte-order mark (BOM); save it as UTF-8 without one",
         ),
-        // Before UTF-16, of whose mark it begins with the first byte twice.
-        (
-            b"\xff\xff\xff\xff",
-            "an Arrow stream, as `save_to_disk` of `datasets` writes it; save it by `to_parquet` or `to_json`",
-        ),
         (b"\xff\xfe", "text in UTF-16; save it as UTF-8"),
         (b"\xfe\xff", "text in UTF-16; save it as UTF-8"),
         (
@@ -60,6 +55,14 @@ pub(crate) fn describe_binary(bytes: &[u8]) -> Option<&'static str> {
     const PICKLE: &str = "a pickle of Python, which is never read as it can hold any program";
     if let Some((_, what)) = MAGIC.iter().find(|(start, _)| bytes.starts_with(start)) {
         return Some(what);
+    }
+    // A mark, and the length of the first message, a positive number in four bytes.
+    if let Some(length) = bytes.strip_prefix(b"\xff\xff\xff\xff")
+        && length.get(3).is_none_or(|highest| *highest < 0x80)
+    {
+        return Some(
+            "an Arrow stream, as `save_to_disk` of `datasets` writes it; save it by `to_parquet` or `to_json`",
+        );
     }
     let start = bytes.get(..4096).unwrap_or(bytes);
     if !start.is_empty() && start.iter().all(|byte| *byte == 0) {
@@ -125,6 +128,7 @@ mod tests {
             (b"BZh91AY", "bzip2"),
             (b"ARROW1\0\0", "Arrow file"),
             (b"\xff\xff\xff\xff\x10", "Arrow stream"),
+            (b"\xff\xff\xff\xff\x10\x01\0\0", "Arrow stream"),
             (b"SQLite format 3\0", "SQLite"),
             (b"%PDF-1.7", "PDF"),
             (b"\x80\x02}q\0.", "pickle"),
