@@ -101,15 +101,15 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         ..DataOptions::default()
     };
     let dataset = tokenize(&sources, &loaded.tokenizer, &options)?.into_dataset()?;
-    dataset.check_vocabulary(loaded.model.config().vocab_size)?;
     let config = loaded.model.config();
-    let longer = dataset.longer_than(config.max_position_embeddings);
+    dataset.check_vocabulary(config.vocab_size)?;
+    let context = config.max_position_embeddings;
+    let longer = dataset.longer_than(context);
     if longer > 0 {
         terminal.note(format!(
-            "warning: {} longer than the {} tokens that this model was made for; --max-seq-length {} cuts them there",
+            "warning: {} longer than the {context} tokens that this model was made for; --max-seq-length {context} cuts \
+             them there",
             are(longer as u64, "example"),
-            config.max_position_embeddings,
-            config.max_position_embeddings
         ));
     }
     let data = dataset.report.clone();
