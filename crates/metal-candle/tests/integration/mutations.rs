@@ -113,31 +113,28 @@ impl Mutator {
         .collect();
         let mut put_in = Vec::new();
         for _ in 0..=self.below(2) {
-            let mut index = self.below(count(&value));
+            let places = places(&value);
+            let index = self.below(places.len());
             let what = self.below(8);
-            change(&mut value, &mut index, &mut |parent, key| match (parent, what) {
-                (Some(Value::Object(map)), 0) => drop(map.shift_remove(&key)),
-                (Some(Value::Array(list)), 0) => drop(list.remove(key.parse::<usize>().unwrap())),
-                (Some(Value::Array(list)), 1) => {
-                    let copy = list[key.parse::<usize>().unwrap()].clone();
-                    list.push(copy);
-                }
-                (Some(Value::Object(map)), 1) => {
-                    let value = map.shift_remove(&key).unwrap();
+            let Some((parent, key)) = places.get(index) else { continue };
+            let at = |key: &str| key.parse::<usize>().unwrap();
+            match (value.pointer_mut(parent).unwrap(), what) {
+                (Value::Object(map), 0) => drop(map.shift_remove(key)),
+                (Value::Array(list), 0) => drop(list.remove(at(key))),
+                (Value::Array(list), 1) => list.push(list[at(key)].clone()),
+                (Value::Object(map), 1) => {
+                    let value = map.shift_remove(key).unwrap();
                     map.insert(format!("{key}\u{1b}"), value);
                 }
-                (Some(parent), _) => {
-                    let other = self.one_of(&others).clone();
+                (parent, _) => {
                     let place = match parent {
-                        Value::Object(map) => &mut map[&key],
-                        Value::Array(list) => &mut list[key.parse::<usize>().unwrap()],
-                        _ => unreachable!("only these hold others"),
+                        Value::Object(map) => &mut map[key],
+                        other => &mut other[at(key)],
                     };
                     *place = Value::String(format!("{MARK}{}", put_in.len()));
-                    put_in.push(other);
+                    put_in.push(self.one_of(&others).clone());
                 }
-                (None, _) => {}
-            });
+            }
         }
         let mut text = value.to_string();
         for (index, other) in put_in.iter().enumerate() {
@@ -147,7 +144,7 @@ impl Mutator {
         text
     }
 
-    /// Changes a file: its bytes, or as often what it says as JSON.
+    /// Changes a file: mostly what it says as JSON, if it is, and else its bytes.
     fn file(&mut self, path: &Path) {
         let mut data = std::fs::read(path).unwrap();
         match serde_json::from_slice(&data) {
@@ -165,42 +162,23 @@ impl Mutator {
     }
 }
 
-/// How many values there are in a value, itself not counted.
-fn count(value: &Value) -> usize {
-    match value {
-        Value::Object(map) => map.values().map(|value| 1 + count(value)).sum(),
-        Value::Array(list) => list.iter().map(|value| 1 + count(value)).sum(),
-        _ => 0,
-    }
-}
-
-/// Calls `act` with what holds the value number `index`, and its key or index there.
-fn change(
-    value: &mut Value,
-    index: &mut usize,
-    act: &mut impl FnMut(Option<&mut Value>, String),
-) -> bool {
-    let keys: Vec<String> = match value {
-        Value::Object(map) => map.keys().cloned().collect(),
-        Value::Array(list) => (0..list.len()).map(|index| index.to_string()).collect(),
+/// Where there are values in a value: the JSON pointer to what holds each, and its key or index there.
+fn places(value: &Value) -> Vec<(String, String)> {
+    let inner: Vec<(String, &Value)> = match value {
+        Value::Object(map) => map.iter().map(|(key, value)| (key.clone(), value)).collect(),
+        Value::Array(list) => {
+            list.iter().enumerate().map(|(index, value)| (index.to_string(), value)).collect()
+        }
         _ => Vec::new(),
     };
-    for key in keys {
-        if *index == 0 {
-            act(Some(value), key);
-            return true;
-        }
-        *index -= 1;
-        let inner = match value {
-            Value::Object(map) => &mut map[&key],
-            Value::Array(list) => &mut list[key.parse::<usize>().unwrap()],
-            _ => unreachable!("only these hold others"),
-        };
-        if change(inner, index, act) {
-            return true;
-        }
+    let mut found = Vec::new();
+    for (key, value) in inner {
+        let step = key.replace('~', "~0").replace('/', "~1");
+        found.push((String::new(), key));
+        let below = places(value).into_iter();
+        found.extend(below.map(|(parent, key)| (format!("/{step}{parent}"), key)));
     }
-    false
+    found
 }
 
 /// Changes one of `files` of the folder `good`, `cases` times, and calls `use_it`. Some cases must be refused, and some
