@@ -6,6 +6,7 @@ mod plain;
 
 use anyhow::{Context, bail};
 use candle_core::{DType, Device, Tensor, safetensors};
+use metal_candle::adapter::Adapter;
 use metal_candle::devices;
 use metal_candle::model::Model;
 use metal_candle::train::memory::peak_resident_bytes;
@@ -208,10 +209,11 @@ fn on_a_model(
     adapter: Option<PathBuf>,
 ) -> anyhow::Result<Box<dyn Workload>> {
     let folder = folder.context("no model: expected its folder")?;
-    let mut model = Model::load(folder, work.precision().dtype(), device)?;
-    if let (Work::Train { .. }, Some(adapter)) = (work, adapter) {
-        model.load_adapter(adapter)?;
-    }
+    let model = Model::load(folder, work.precision().dtype(), device)?;
+    let adapter = match (work, adapter) {
+        (Work::Train { .. }, Some(folder)) => Some(Adapter::load(&model, folder)?),
+        _ => None,
+    };
     let ids = inputs.get("ids")?.flatten_all()?.to_vec1::<u32>()?;
-    Ok(model::prepare(work, model, &ids)?)
+    Ok(model::prepare(work, model, adapter, &ids)?)
 }

@@ -4,11 +4,13 @@ use crate::operations::Optimiser;
 use crate::rows::{LORA_SCALE, Precision, Work, random_ids};
 use crate::{Workload, shapes};
 use candle_core::{DType, Device, IndexOp, Tensor};
-use metal_candle::adapter::{LoraConfig, Targets};
+use metal_candle::adapter::{Adapter, LoraConfig, Targets};
 use metal_candle::autograd::Tape;
 use metal_candle::data::Batch;
 use metal_candle::generate::Session;
-use metal_candle::model::{Input, KvCache, Model, PassOptions};
+use metal_candle::model::Model;
+use metal_candle::pass::{Input, KvCache};
+use metal_candle::train::Gradients;
 use metal_candle::{Error, Result};
 use metal_candle_kernels::sampling;
 use std::sync::Arc;
@@ -64,19 +66,25 @@ pub fn prepare_random(work: &Work, device: &Device, seed: u64) -> Result<Box<dyn
     else {
         return Err(not_on_a_model());
     };
-    let mut model = random(shape, *dtype, device, seed)?;
-    if let Work::Train { rank, .. } = work {
-        model.add_lora(&adapter(*rank), seed)?;
-    }
+    let model = random(shape, *dtype, device, seed)?;
+    let adapter = match work {
+        Work::Train { rank, .. } => Some(Adapter::new(&model, &adapter(*rank), seed)?),
+        _ => None,
+    };
     let ids = random_ids(id_count(work), model.config().vocab_size, seed);
-    prepare(work, model, &ids)
+    prepare(work, model, adapter, &ids)
 }
 
-/// The work on this model, which has its adapter already, and these tokens ([`id_count`] of them).
+/// The work on this model, training with this adapter, and these tokens ([`id_count`] of them).
 ///
 /// # Errors
-/// For work that isn't on a model, and another number of tokens.
-pub fn prepare(work: &Work, model: Model, ids: &[u32]) -> Result<Box<dyn Workload>> {
+/// For work that isn't on a model, another number of tokens, and training without an adapter.
+pub fn prepare(
+    work: &Work,
+    model: Model,
+    adapter: Option<Adapter>,
+    ids: &[u32],
+) -> Result<Box<dyn Workload>> {
     if ids.len() != id_count(work) || ids.is_empty() {
         return Err(Error::option(
             "ids",
@@ -85,10 +93,20 @@ pub fn prepare(work: &Work, model: Model, ids: &[u32]) -> Result<Box<dyn Workloa
     }
     match *work {
         Work::Train { batch, seq, checkpointing, .. } => {
-            let optimiser = Optimiser::new(store(&model)?.values())?;
-            store(&model)?.zero_gradients()?;
+            let adapter = adapter
+                .ok_or_else(|| Error::option("adapter", "is missing, expected one to train"))?;
+            let optimiser = Optimiser::new(adapter.parameters().values())?;
+            let gradients = Gradients::new(adapter.parameters())?;
             let batch = batch_of(ids, batch, seq);
-            Ok(Box::new(TrainingStep { model, batch, checkpointing, optimiser }))
+            let adapter = Arc::new(adapter);
+            Ok(Box::new(TrainingStep {
+                model,
+                adapter,
+                gradients,
+                batch,
+                checkpointing,
+                optimiser,
+            }))
         }
         Work::Prefill { .. } => {
             let ids = ids.to_vec();
@@ -99,7 +117,7 @@ pub fn prepare(work: &Work, model: Model, ids: &[u32]) -> Result<Box<dyn Workloa
         }
         Work::Decode { tokens, .. } => {
             let model = Arc::new(model);
-            let session = Session::shared(model.clone());
+            let session = Session::new(&model, None);
             Ok(Box::new(Decode { model, prompt: ids.to_vec(), tokens, session, next: 0 }))
         }
         _ => Err(not_on_a_model()),
@@ -108,10 +126,6 @@ pub fn prepare(work: &Work, model: Model, ids: &[u32]) -> Result<Box<dyn Workloa
 
 fn not_on_a_model() -> Error {
     Error::option("row", "is a single operation, expected work on a model")
-}
-
-fn store(model: &Model) -> Result<&metal_candle::adapter::ParameterStore> {
-    model.parameters().ok_or_else(|| Error::option("model", "has nothing to train"))
 }
 
 /// Rows of `seq + 1` ids as a batch in which every token but the first is a target.
@@ -134,6 +148,8 @@ fn batch_of(ids: &[u32], rows: usize, seq: usize) -> Batch {
 /// What the trainer does at every step, without its files and reports.
 struct TrainingStep {
     model: Model,
+    adapter: Arc<Adapter>,
+    gradients: Gradients,
     batch: Batch,
     checkpointing: bool,
     optimiser: Optimiser,
@@ -141,15 +157,17 @@ struct TrainingStep {
 
 impl Workload for TrainingStep {
     fn call(&mut self) -> Result<Vec<Tensor>> {
-        let mut store = store(&self.model)?;
-        let tape = Tape::recording();
-        let options = PassOptions { dropout_seed: Some(0), checkpoint: self.checkpointing };
-        let loss = self.model.loss(&tape, &self.batch, options)?;
-        tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut store)?;
+        let tape = Tape::recording().with_dropout(0).with_checkpointing(self.checkpointing);
+        let loss = self.model.loss(&tape, &self.batch, Some(&self.adapter))?;
+        tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &self.gradients)?;
         let sum = loss.sum.into_tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?;
         let mean = f64::from(sum) / loss.tokens as f64;
-        let norm =
-            self.optimiser.step_and_clear(store.values(), store.gradients(), store.decayed())?;
+        let parameters = self.adapter.parameters();
+        let norm = self.optimiser.step_and_clear(
+            parameters.values(),
+            self.gradients.buffer(),
+            parameters.decayed(),
+        )?;
         Ok(vec![Tensor::new(&[mean], &Device::Cpu)?, Tensor::new(&[norm], &Device::Cpu)?])
     }
 }
@@ -158,9 +176,9 @@ impl Workload for TrainingStep {
 fn read(model: &Model, cache: &mut KvCache, tokens: &[u32]) -> Result<Tensor> {
     let input = Input::sequence(tokens, cache.len(), model.device())?;
     let tape = Tape::inference();
-    let hidden = model.forward(&tape, &input, Some(cache), PassOptions::default())?.into_tensor();
+    let hidden = model.forward(&tape, &input, Some(cache))?.into_tensor();
     let last = hidden.narrow(1, tokens.len() - 1, 1)?.contiguous()?;
-    Ok(model.logits(&last)?.i((0, 0))?)
+    Ok(model.logits(&last, &input)?.i((0, 0))?)
 }
 
 /// One stream of greedy tokens.
@@ -168,13 +186,13 @@ struct Decode {
     model: Arc<Model>,
     prompt: Vec<u32>,
     tokens: usize,
-    session: Session<'static>,
+    session: Session,
     next: u32,
 }
 
 impl Workload for Decode {
     fn reset(&mut self) -> Result<()> {
-        self.session = Session::shared(self.model.clone());
+        self.session = Session::new(&self.model, None);
         self.next = largest(&self.session.read(&self.prompt)?)?;
         Ok(())
     }

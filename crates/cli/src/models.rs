@@ -11,13 +11,14 @@ use anyhow::Context;
 use candle_core::{DType, Device};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use metal_candle::adapter;
+use metal_candle::adapter::{self, Adapter};
 use metal_candle::devices::{self, MetalMatmul};
 use metal_candle::hub::{self, Download, HubOptions};
 use metal_candle::model::Model;
 use metal_candle::text::Tokenizer;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// How a model computes.
 #[derive(Debug, Clone, Args)]
@@ -54,7 +55,8 @@ pub struct Source {
 
 /// A model that is ready to run.
 pub struct Loaded {
-    pub model: Model,
+    pub model: Arc<Model>,
+    pub adapter: Option<Arc<Adapter>>,
     pub tokenizer: Tokenizer,
     /// What the chat template is told.
     pub variables: Map<String, Value>,
@@ -123,11 +125,12 @@ impl Source {
         }
         let folder = self.folder(terminal)?;
         let tokenizer = self.tokenizer(&folder, template)?;
-        let mut model = Model::load(&folder, dtype(runtime.dtype, &device), &device)?;
-        if let Some(folder) = &self.adapter {
-            model.load_adapter(folder)?;
-        }
-        Ok(Loaded { model, tokenizer, variables: template.variables(), folder })
+        let model = Arc::new(Model::load(&folder, dtype(runtime.dtype, &device), &device)?);
+        let adapter = match &self.adapter {
+            Some(folder) => Some(Arc::new(Adapter::load(&model, folder)?)),
+            None => None,
+        };
+        Ok(Loaded { model, adapter, tokenizer, variables: template.variables(), folder })
     }
 }
 

@@ -15,6 +15,7 @@ use crate::template;
 use anyhow::Context;
 use candle_core::{DType, Tensor};
 use chrono::NaiveDateTime;
+use metal_candle::adapter::Adapter;
 use metal_candle::data::{
     BatchOptions, Batcher, DataOptions, Dataset, HeldOut, Split, Tokenized, tokenize,
 };
@@ -37,7 +38,9 @@ const TIME_FORMAT: &str = "%Y-%m-%dT%H:%M:%S";
 /// A run that is ready to train.
 pub struct Run {
     pub settings: Settings,
-    pub model: Model,
+    pub model: Arc<Model>,
+    /// None in a dry run of full fine-tuning.
+    pub adapter: Option<Arc<Adapter>>,
     pub tokenizer: Tokenizer,
     pub plan: Plan,
     train: Batcher,
@@ -195,7 +198,7 @@ impl Run {
             settings.train_options(steps, settings.learning_rate(steps).map_err(usage)?)?;
         options.validate().map_err(usage)?;
 
-        let mut model = match (settings.from_config.is_some(), start.dry_run) {
+        let model = match (settings.from_config.is_some(), start.dry_run) {
             (false, false) => Model::load(&folder, dtype, &device)?,
             (false, true) => Model::outline(&folder, dtype, &device)?,
             (true, false) => Model::random(config, dtype, &device, settings.seed)?,
@@ -204,27 +207,23 @@ impl Run {
             })?,
         };
         let parameters = model.weight_count() as u64;
-        let lora = match (full, &settings.init_adapter) {
-            (true, _) => {
-                if !start.dry_run {
-                    model.train_all()?;
-                }
-                None
-            }
-            (false, Some(adapter)) => {
-                model.load_adapter(adapter)?;
-                Some(plan::lora_plan(&settings, &model)?)
-            }
-            (false, None) => {
-                model.add_lora(&settings.lora()?, settings.seed)?;
-                Some(plan::lora_plan(&settings, &model)?)
-            }
+        let adapter = match (full, &settings.init_adapter) {
+            (true, _) if start.dry_run => None,
+            (true, _) => Some(Adapter::full(&model)?),
+            (false, Some(folder)) => Some(Adapter::load(&model, folder)?),
+            (false, None) => Some(Adapter::new(&model, &settings.lora()?, settings.seed)?),
         };
-        let trainable = match model.parameters() {
-            Some(store) => store.len() as u64,
-            None => parameters,
+        let model = Arc::new(if full && !start.dry_run { model.without_weights() } else { model });
+        let lora = match full {
+            true => None,
+            false => Some(plan::lora_plan(&settings, &model)?),
         };
-        let kept = options.optimizer.state_bytes(&model.trainable_entries());
+        let entries = match &adapter {
+            Some(adapter) => adapter.parameters().entries().to_vec(),
+            None => Adapter::full_entries(&model),
+        };
+        let trainable = entries.iter().map(|entry| entry.shape.elem_count() as u64).sum();
+        let kept = options.optimizer.state_bytes(&entries);
         let dataset = train.dataset();
         let others = [("validation", valid.as_ref()), ("test", test.as_ref())];
         let data: Vec<(&str, &Dataset)> = std::iter::once(("training", dataset.as_ref()))
@@ -271,6 +270,7 @@ impl Run {
         Ok(Self {
             settings,
             model,
+            adapter: adapter.map(Arc::new),
             tokenizer,
             plan,
             train,
@@ -289,8 +289,10 @@ impl Run {
     pub fn train(&self, terminal: Terminal) -> anyhow::Result<Summary> {
         let settings = &self.settings;
         let output = &settings.output;
+        let adapter = self.adapter.as_ref().context("a dry run trains nothing")?;
+        let (options, base_model) = (self.options.clone(), &self.base_model);
         let mut trainer =
-            Trainer::new(&self.model, &self.train, self.options.clone(), output, &self.base_model)?
+            Trainer::new(&self.model, adapter, &self.train, options, output, base_model)?
                 .with_stop(interrupt::watch(
                     "stopping after this step and saving a checkpoint; Ctrl-C again stops at once",
                 ));
@@ -301,7 +303,8 @@ impl Run {
             trainer = trainer.with_companions(&self.folder);
         }
         if settings.sample_every > 0 {
-            trainer = trainer.with_samples(Box::new(|model, seed| self.samples(model, seed)));
+            trainer = trainer
+                .with_samples(Box::new(|model, adapter, seed| self.samples(model, adapter, seed)));
         }
         if let Some(template) = self.tokenizer.chat_template() {
             trainer = trainer.with_chat_template(template);
@@ -363,7 +366,8 @@ impl Run {
         }
         let test = match &self.test {
             Some(batches) if !interrupted => {
-                Some(evaluate(&self.model, batches, limit(settings.test_batches))?)
+                let limit = limit(settings.test_batches);
+                Some(evaluate(&self.model, Some(adapter), batches, limit)?)
             }
             _ => None,
         };
@@ -418,7 +422,12 @@ impl Run {
     }
 
     /// What the model makes of the sample prompts.
-    fn samples(&self, model: &Model, seed: u64) -> metal_candle::Result<Vec<(String, String)>> {
+    fn samples(
+        &self,
+        model: &Arc<Model>,
+        adapter: &Arc<Adapter>,
+        seed: u64,
+    ) -> metal_candle::Result<Vec<(String, String)>> {
         let mut options =
             GenerateOptions { max_tokens: self.settings.sample_tokens, ..Default::default() };
         options.sampling.seed = seed;
@@ -428,7 +437,8 @@ impl Run {
             .map(|prompt| {
                 let variables = &self.settings.chat_template_kwargs;
                 let ids = prompts::encode(&self.tokenizer, prompt, None, false, variables)?;
-                let (text, _) = generate(model, &self.tokenizer, &ids, options.clone())?;
+                let (text, _) =
+                    generate(model, Some(adapter), &self.tokenizer, &ids, options.clone())?;
                 Ok((prompt.clone(), text))
             })
             .collect()

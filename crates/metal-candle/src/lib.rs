@@ -1,7 +1,7 @@
 //! Fine-tune language models with LoRA and run them, on Candle.
 //!
-//! The way of a training run is [`data`] → [`model`] with an [`adapter`] → [`train`], that of a text
-//! [`text`] → [`model`] → [`generate`]. Models come from a folder or, through [`hub`], by name.
+//! The way of a training run is [`data`] → [`model`] with an [`adapter`] → [`pass`] → [`train`], that of a
+//! text [`text`] → [`model`] → [`pass`] → [`generate`]. Models come from a folder or, through [`hub`], by name.
 
 pub mod adapter;
 pub mod autograd;
@@ -13,6 +13,7 @@ pub mod generate;
 mod hash;
 pub mod hub;
 pub mod model;
+pub mod pass;
 pub mod random;
 pub mod text;
 pub mod train;

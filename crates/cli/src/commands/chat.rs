@@ -138,7 +138,7 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
 struct Conversation<'a> {
     loaded: &'a Loaded,
     options: GenerateOptions,
-    session: Session<'a>,
+    session: Session,
     system: Option<String>,
     messages: Vec<Message>,
     turn: u64,
@@ -146,7 +146,7 @@ struct Conversation<'a> {
 
 impl<'a> Conversation<'a> {
     fn new(loaded: &'a Loaded, options: GenerateOptions, system: Option<String>) -> Self {
-        let session = Session::new(&loaded.model);
+        let session = Session::new(&loaded.model, loaded.adapter.as_ref());
         let mut conversation =
             Self { loaded, options, session, system, messages: Vec::new(), turn: 0 };
         conversation.reset();

@@ -12,6 +12,7 @@ use crate::wrap::stdout_columns;
 use anyhow::{Context, bail};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
+use metal_candle::adapter::Adapter;
 use metal_candle::data::{Body, Record, read_records};
 use metal_candle::generate::{GenerateOptions, generate};
 use metal_candle::model::Model;
@@ -21,6 +22,7 @@ use metal_candle::{Error, files};
 use serde::Serialize;
 use serde_json::Map;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 macro_rules! asset {
@@ -105,13 +107,19 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     terminal.note(run.plan.describe());
 
     let questions = questions(&folder.join("instructions/test.jsonl"))?;
-    let before = ask(&run.model, &run.tokenizer, &questions, "asking the base", terminal)?;
+    let before = ask((&run.model, None), &run.tokenizer, &questions, "asking the base", terminal)?;
     let summary = run.train(terminal)?;
     if summary.interrupted {
         terminal.note(summary.describe());
         return Ok(INTERRUPTED);
     }
-    let after = ask(&run.model, &run.tokenizer, &questions, "asking again", terminal)?;
+    let after = ask(
+        (&run.model, run.adapter.as_ref()),
+        &run.tokenizer,
+        &questions,
+        "asking again",
+        terminal,
+    )?;
     let (was, is) = (exact(&questions, &before), exact(&questions, &after));
 
     if terminal.json {
@@ -205,7 +213,7 @@ fn question(record: Record, path: &Path) -> anyhow::Result<Question> {
 }
 
 fn ask(
-    model: &Model,
+    (model, adapter): (&Arc<Model>, Option<&Arc<Adapter>>),
     tokenizer: &Tokenizer,
     questions: &[Question],
     what: &'static str,
@@ -225,7 +233,7 @@ fn ask(
     let mut answers = Vec::with_capacity(questions.len());
     for question in questions {
         let prompt = prompts::encode(tokenizer, &question.text, None, false, &Map::new())?;
-        answers.push(generate(model, tokenizer, &prompt, options.clone())?.0);
+        answers.push(generate(model, adapter, tokenizer, &prompt, options.clone())?.0);
         bar.inc(1);
     }
     bar.finish_and_clear();

@@ -122,7 +122,10 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     };
     let batches = Batcher::new(Arc::new(dataset), options)?;
     terminal.note(format!("{data}"));
-    let evaluation = evaluate(&loaded.model, &batches, limit(arguments.batches))?;
+    let evaluation = {
+        let limit = limit(arguments.batches);
+        evaluate(&loaded.model, loaded.adapter.as_ref(), &batches, limit)?
+    };
     if terminal.json {
         output::json(&Report { evaluation, data })?;
     } else {

@@ -8,6 +8,7 @@ use crate::run_folder;
 use crate::settings::{Precision, Processor};
 use candle_core::DType;
 use clap::Args;
+use metal_candle::adapter::Adapter;
 use metal_candle::files;
 use metal_candle::model::{Config, Model, Weights};
 use metal_candle::text::{CHAT_TEMPLATE, Tokenizer};
@@ -81,9 +82,8 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         if arguments.dtype == Precision::Auto { stored } else { dtype(arguments.dtype, &device) };
     // The sum loses nothing that the file written could hold.
     let loaded = if stored == target { stored } else { DType::F32 };
-    let mut model = Model::load(&folder, loaded, &device)?;
-    model.load_adapter(adapter)?;
-    model.merge_adapter()?;
+    let model = Model::load(&folder, loaded, &device)?;
+    let model = Adapter::load(&model, adapter)?.merge(model)?;
     let template = Tokenizer::load(&folder)?.take_chat_template(adapter)?;
     files::write_folder_atomic(output, |staging| {
         model.save(staging, target, Some(&folder))?;

@@ -116,7 +116,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     )?;
 
     let stream = arguments.stream && !terminal.json;
-    let mut session = Session::new(&loaded.model);
+    let mut session = Session::new(&loaded.model, loaded.adapter.as_ref());
     let started = Instant::now();
     let mut generation = Generation::new(&mut session, &loaded.tokenizer, &ids, options)?;
     let prefill = started.elapsed().as_secs_f64();

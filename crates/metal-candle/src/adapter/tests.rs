@@ -1,7 +1,8 @@
 //! Which layers an adapter covers, and the flat buffer of its parameters.
 
-use super::{LoraConfig, ParameterStore, Targets};
+use super::{LoraConfig, Parameters, Targets};
 use crate::autograd::GradientSink;
+use crate::train::Gradients;
 use candle_core::{DType, Device, Tensor};
 use indexmap::IndexMap;
 
@@ -98,7 +99,7 @@ fn values_that_cannot_work_are_refused_by_name() {
 fn views_see_updates_and_gradients_add_up() {
     let device = Device::Cpu;
     let layout = [("bias".to_string(), 3.into()), ("matrix".to_string(), (2, 2).into())];
-    let (store, ids) = ParameterStore::new(&layout, &device).unwrap();
+    let (store, ids) = Parameters::new(&layout, &device).unwrap();
     // Matrices, which weight decay applies to, come first.
     assert_eq!(store.entries()[0].name, "matrix");
     assert_eq!((store.len(), store.decayed()), (7, 4));
@@ -106,14 +107,15 @@ fn views_see_updates_and_gradients_add_up() {
     store.set(ids[0], &Tensor::new(&[1_f32, 2.0, 3.0], &device).unwrap()).unwrap();
     assert_eq!(view.to_vec1::<f32>().unwrap(), [1.0, 2.0, 3.0]);
     assert_eq!(store.values().to_vec1::<f32>().unwrap(), [0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0]);
+    let all = Gradients::new(&store).unwrap();
     let gradient = Tensor::new(&[[1_f32, 2.0], [3.0, 4.0]], &device).unwrap();
-    (&store).accept(ids[1], gradient.t().unwrap()).unwrap();
-    (&store).accept(ids[1], gradient.to_dtype(DType::BF16).unwrap()).unwrap();
-    assert_eq!(store.gradient(ids[1]).unwrap().to_vec2::<f32>().unwrap(), [[2.0, 5.0], [5.0, 8.0]]);
-    store.zero_gradients().unwrap();
-    assert_eq!(store.gradients().to_vec1::<f32>().unwrap(), [0.0; 7]);
+    (&all).accept(ids[1], gradient.t().unwrap()).unwrap();
+    (&all).accept(ids[1], gradient.to_dtype(DType::BF16).unwrap()).unwrap();
+    assert_eq!(all.view(ids[1]).unwrap().to_vec2::<f32>().unwrap(), [[2.0, 5.0], [5.0, 8.0]]);
+    all.clear().unwrap();
+    assert_eq!(all.buffer().to_vec1::<f32>().unwrap(), [0.0; 7]);
     let wrong = Tensor::zeros(4, DType::F32, &device).unwrap();
     assert!(store.set(ids[0], &wrong).unwrap_err().to_string().contains("bias"));
     let twice = [("a".to_string(), 1.into()), ("a".to_string(), 1.into())];
-    assert!(ParameterStore::new(&twice, &device).is_err());
+    assert!(Parameters::new(&twice, &device).is_err());
 }

@@ -1,10 +1,10 @@
 //! The tape: reverse-mode differentiation made for a frozen base model.
 //!
-//! A value that no trainable parameter feeds records nothing, so a frozen tensor never gets a
+//! A value that no parameter feeds records nothing, so a frozen tensor never gets a
 //! gradient, neither computed nor allocated. Gradients move from a node to its inputs; where two
 //! meet they are added, nothing is zero-filled first, and both a node's saved tensors and its
 //! gradient are dropped as soon as the node has run. A segment can be recomputed in the backward
-//! pass instead of stored ([`Tape::checkpoint`]).
+//! pass instead of stored ([`Tape::segment`]).
 
 mod ops;
 mod tape;
@@ -12,4 +12,4 @@ mod tape;
 mod tests;
 
 pub use ops::{LoraValues, ProjectionValues};
-pub use tape::{GradientSink, ParameterId, Segment, Tape, Value, Weight};
+pub use tape::{GradientSink, Parameter, ParameterId, Segment, Tape, Value};

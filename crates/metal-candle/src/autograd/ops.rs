@@ -91,6 +91,18 @@ fn normed_again(
     move || Ok(rms_norm::forward(&x, &weight, epsilon, offset)?)
 }
 
+/// What stands for a projection of `x (.., in)` into `width` outputs that nothing reads. It takes no memory.
+fn stand_in(x: &Tensor, width: usize) -> Result<Tensor> {
+    let (mut element, mut shape) = (x.clone(), x.dims().to_vec());
+    for dimension in 0..x.rank() {
+        element = element.narrow(dimension, 0, 1)?;
+    }
+    if let Some(last) = shape.last_mut() {
+        *last = width;
+    }
+    Ok(element.broadcast_as(shape)?)
+}
+
 impl Tape {
     /// Rows of `table (vocabulary, hidden)` for `ids (batch, seq)`: `(batch, seq, hidden)`.
     pub fn embedding(&self, table: &Value, ids: &Tensor) -> Result<Value> {
@@ -203,31 +215,15 @@ impl Tape {
     /// `x · weightᵀ + bias`, and where there is an adapter `+ scale · (dropout(x) · a) · b` on a frozen
     /// `weight` and `bias`.
     pub fn projections(&self, x: &Value, layers: &[ProjectionValues<'_>]) -> Result<Vec<Value>> {
-        self.project(x, layers, None)
-    }
-
-    /// Like [`Self::projections`], of layers whose outputs nothing reads: `stand_in` stands for them.
-    pub fn unread_projections(
-        &self,
-        x: &Value,
-        layers: &[ProjectionValues<'_>],
-        stand_in: &Tensor,
-    ) -> Result<Vec<Value>> {
-        self.project(x, layers, Some(stand_in))
-    }
-
-    fn project(
-        &self,
-        x: &Value,
-        layers: &[ProjectionValues<'_>],
-        stand_in: Option<&Tensor>,
-    ) -> Result<Vec<Value>> {
-        if layers.iter().any(ProjectionValues::is_trained) {
+        let (number, skip) = self.skippable(&[]);
+        let outputs = if layers.iter().any(ProjectionValues::is_trained) {
             let mut outputs = Vec::with_capacity(layers.len());
             for layer in layers {
                 outputs.extend(match (&layer.lora, layer.is_trained()) {
                     (None, _) => vec![self.linear(x, layer.weight, layer.bias)?],
-                    (Some(_), false) => self.projections(x, std::slice::from_ref(layer))?,
+                    (Some(_), false) => {
+                        self.frozen_projections(x, std::slice::from_ref(layer), false)?
+                    }
                     (Some(_), true) => {
                         return Err(candle_core::Error::msg(
                             "a linear layer with an adapter has a weight or bias that is trained, \
@@ -237,24 +233,36 @@ impl Tape {
                     }
                 });
             }
-            return Ok(outputs);
-        }
+            outputs
+        } else {
+            self.frozen_projections(x, layers, skip)?
+        };
+        Ok(outputs.into_iter().map(|output| output.numbered(number)).collect())
+    }
+
+    /// [`Self::projections`] with frozen weights; with `skip` their values aren't computed, as nothing reads
+    /// them.
+    fn frozen_projections(
+        &self,
+        x: &Value,
+        layers: &[ProjectionValues<'_>],
+        skip: bool,
+    ) -> Result<Vec<Value>> {
         let mut inputs = vec![x];
         for lora in layers.iter().filter_map(|layer| layer.lora.as_ref()) {
             inputs.extend([lora.a, lora.b]);
         }
         let projections: Vec<_> = layers.iter().map(SavedProjection::new).collect();
         let borrowed: Vec<_> = projections.iter().map(SavedProjection::borrow).collect();
-        let (outputs, xas): (Vec<_>, Vec<_>) = match stand_in {
-            Some(stand_in) => {
-                let xas = lora_linear::forward_again(x.tensor(), &borrowed)?;
-                (vec![stand_in.clone(); xas.len()], xas)
-            }
-            None if inputs.iter().any(|input| input.needs_gradient()) => {
-                let outputs = lora_linear::forward_shared(x.tensor(), &borrowed)?;
-                outputs.into_iter().map(|output| (output.y, output.xa)).unzip()
-            }
-            None => (lora_linear::forward_only(x.tensor(), &borrowed)?, Vec::new()),
+        let (outputs, xas): (Vec<_>, Vec<_>) = if skip {
+            let xas = lora_linear::forward_again(x.tensor(), &borrowed)?;
+            let outputs = borrowed.iter().map(|layer| stand_in(x.tensor(), layer.weight.dim(0)?));
+            (outputs.collect::<Result<_>>()?, xas)
+        } else if inputs.iter().any(|input| input.needs_gradient()) {
+            let outputs = lora_linear::forward_shared(x.tensor(), &borrowed)?;
+            outputs.into_iter().map(|output| (output.y, output.xa)).unzip()
+        } else {
+            (lora_linear::forward_only(x.tensor(), &borrowed)?, Vec::new())
         };
         let (needs_dx, saved_x) = (x.needs_gradient(), self.save(x));
         Ok(self.record_many(&inputs, outputs, move |dys| {
@@ -295,12 +303,12 @@ impl Tape {
         cos: &Tensor,
         sin: &Tensor,
     ) -> Result<(Value, Value)> {
-        let turned = rope::forward_both(queries.tensor(), keys.tensor(), cos, sin)?;
+        let rotated = rope::forward_both(queries.tensor(), keys.tensor(), cos, sin)?;
         let record = |x: &Value, output: Tensor| {
             let (cos, sin) = (cos.clone(), sin.clone());
             self.record(&[x], output, move |dy| Ok(vec![Some(rope::backward(&dy, &cos, &sin)?)]))
         };
-        Ok((record(queries, turned.0), record(keys, turned.1)))
+        Ok((record(queries, rotated.0), record(keys, rotated.1)))
     }
 
     /// Causal attention of `q (batch, seq, heads, head_dim)` over `k` and `v`
@@ -428,16 +436,11 @@ impl Tape {
 
     /// `x + y`, of the same shape.
     pub fn add(&self, x: &Value, y: &Value) -> Result<Value> {
-        self.sum(x, y, arithmetic::add(x.tensor(), y.tensor())?)
-    }
-
-    /// Like [`Self::add`], of a sum that nothing reads: `x` stands for it.
-    pub fn unread_add(&self, x: &Value, y: &Value) -> Result<Value> {
-        self.sum(x, y, x.tensor().clone())
-    }
-
-    fn sum(&self, x: &Value, y: &Value, output: Tensor) -> Result<Value> {
-        Ok(self.record(&[x, y], output, |dy| Ok(vec![Some(dy.clone()), Some(dy)])))
+        let (number, skip) = self.skippable(&[x, y]);
+        let output =
+            if skip { x.tensor().clone() } else { arithmetic::add(x.tensor(), y.tensor())? };
+        let sum = self.record_sum(&[x, y], output, |dy| Ok(vec![Some(dy.clone()), Some(dy)]));
+        Ok(sum.numbered(number))
     }
 
     /// `factor · x`.

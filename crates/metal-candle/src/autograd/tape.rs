@@ -12,22 +12,17 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ParameterId(pub usize);
 
-/// A tensor of the model: frozen, or a view of a trainable parameter.
+/// A tensor that can be trained: a view of the parameter `id` in the flat buffer.
 #[derive(Clone, Debug)]
-pub struct Weight {
+pub struct Parameter {
     tensor: Tensor,
-    parameter: Option<ParameterId>,
+    id: ParameterId,
 }
 
-impl Weight {
-    /// A tensor that is never trained.
-    pub fn frozen(tensor: Tensor) -> Self {
-        Self { tensor, parameter: None }
-    }
-
-    /// A view of the trainable parameter `id`.
-    pub fn trainable(tensor: Tensor, id: ParameterId) -> Self {
-        Self { tensor, parameter: Some(id) }
+impl Parameter {
+    /// The view `tensor` of the parameter `id`.
+    pub fn new(tensor: Tensor, id: ParameterId) -> Self {
+        Self { tensor, id }
     }
 
     /// The tensor as it is now.
@@ -35,9 +30,9 @@ impl Weight {
         &self.tensor
     }
 
-    /// The parameter behind it, if it is trained.
-    pub fn parameter(&self) -> Option<ParameterId> {
-        self.parameter
+    /// Where its gradient goes.
+    pub fn id(&self) -> ParameterId {
+        self.id
     }
 }
 
@@ -68,6 +63,8 @@ pub struct Value {
     tensor: Tensor,
     slot: Option<Slot>,
     recipe: Option<Recipe>,
+    /// Which of the tape's skippable operations gave it.
+    skippable: Option<usize>,
 }
 
 /// How a value that costs little is made again from tensors that a backward pass keeps anyway.
@@ -96,7 +93,18 @@ impl Saved {
 }
 
 impl Value {
-    /// The tensor itself.
+    fn new(tensor: Tensor, slot: Option<Slot>) -> Self {
+        Self { tensor, slot, recipe: None, skippable: None }
+    }
+
+    /// Of the skippable operation with this number, if it has one.
+    pub(super) fn numbered(mut self, skippable: Option<usize>) -> Self {
+        self.skippable = skippable;
+        self
+    }
+
+    /// The tensor itself. An operation that computes from it names the value among its inputs when it is
+    /// recorded: by that the tape knows whether the tensor is needed.
     pub fn tensor(&self) -> &Tensor {
         &self.tensor
     }
@@ -139,24 +147,84 @@ pub type Segment = Arc<dyn Fn(&Tape, &[Value]) -> Result<Vec<Value>>>;
 pub struct Tape {
     nodes: RefCell<Vec<Node>>,
     recording: bool,
-    /// Set while a segment is run again for its gradients: nothing reads its results.
+    checkpointing: bool,
+    dropout_seed: Option<u64>,
+    /// Set while a segment is run again for its gradients.
     replaying: bool,
-    /// Set when a trainable weight was read, also while nothing is recorded.
+    /// Set when a parameter was read, also while nothing is recorded.
     touched: Cell<bool>,
     /// What a segment keeps for its second run, in the order of its operations; `None` where there will
     /// be none.
     kept: RefCell<Option<VecDeque<[Tensor; 2]>>>,
+    skippable: RefCell<Skippable>,
+}
+
+/// The operations of a segment whose results may be left out in its second run, because its backward pass
+/// doesn't need them: sums and projections whose result, in the end, is only the segment's. They are
+/// numbered in their order, which is the same in both runs.
+#[derive(Default)]
+enum Skippable {
+    /// Outside of segments nothing is left out.
+    #[default]
+    None,
+    /// In the first run: whether something reads each result, and what it is a sum of.
+    Tracing(Vec<(bool, Vec<usize>)>),
+    /// In the second: what is left out, and how many came before.
+    Skipping(Vec<bool>, usize),
+}
+
+impl Skippable {
+    /// The number of a further one, which adds up results with these numbers, and whether to leave it out.
+    fn next(&mut self, addends: impl Iterator<Item = usize>) -> (Option<usize>, bool) {
+        match self {
+            Self::None => (None, false),
+            Self::Tracing(operations) => {
+                operations.push((false, addends.collect()));
+                (Some(operations.len() - 1), false)
+            }
+            Self::Skipping(skipped, count) => {
+                let skip = skipped.get(*count).copied().unwrap_or(false);
+                *count += 1;
+                (None, skip)
+            }
+        }
+    }
+
+    fn read(&mut self, number: usize) {
+        if let Self::Tracing(operations) = self
+            && let Some((read, _)) = operations.get_mut(number)
+        {
+            *read = true;
+        }
+    }
+
+    /// What the second run leaves out, once the first is over.
+    fn skipped(self) -> Vec<bool> {
+        let Self::Tracing(mut operations) = self else { return Vec::new() };
+        // A sum comes after its addends.
+        for number in (0..operations.len()).rev() {
+            if let Some((true, addends)) = operations.get(number).cloned() {
+                for addend in addends {
+                    operations[addend].0 = true;
+                }
+            }
+        }
+        operations.into_iter().map(|(read, _)| !read).collect()
+    }
 }
 
 impl Tape {
-    /// A tape that records whatever depends on a trainable weight.
+    /// A tape that records whatever depends on a parameter.
     pub fn recording() -> Self {
         Self {
             nodes: RefCell::default(),
             recording: true,
+            checkpointing: false,
+            dropout_seed: None,
             replaying: false,
             touched: Cell::new(false),
             kept: RefCell::new(None),
+            skippable: RefCell::default(),
         }
     }
 
@@ -165,9 +233,34 @@ impl Tape {
         Self { recording: false, ..Self::recording() }
     }
 
-    /// Whether this tape records what depends on a trainable weight.
+    /// Runs segments again in the backward pass instead of storing their activations, but for what
+    /// attention gives (gradient checkpointing; Chen et al., 2016, arXiv:1604.06174).
+    #[must_use]
+    pub fn with_checkpointing(mut self, checkpointing: bool) -> Self {
+        self.checkpointing = checkpointing;
+        self
+    }
+
+    /// Switches dropout on, whose masks follow from `seed`.
+    #[must_use]
+    pub fn with_dropout(mut self, seed: u64) -> Self {
+        self.dropout_seed = Some(seed);
+        self
+    }
+
+    /// Whether this tape records what depends on a parameter.
     pub fn is_recording(&self) -> bool {
         self.recording
+    }
+
+    /// Whether this tape runs segments again.
+    pub fn is_checkpointing(&self) -> bool {
+        self.checkpointing
+    }
+
+    /// What the masks of dropout follow from; `None` where there is no dropout.
+    pub fn dropout_seed(&self) -> Option<u64> {
+        self.dropout_seed
     }
 
     /// The value for a backward pass. On a GPU, where memory is what bounds the batch, it is made again
@@ -182,10 +275,23 @@ impl Tape {
         }
     }
 
-    /// Whether a segment is run again for its gradients. Its results are not read then, so an operation
-    /// that gives nothing but them may leave them out.
-    pub fn is_replaying(&self) -> bool {
+    /// Whether a segment is run again for its gradients.
+    pub(super) fn is_replaying(&self) -> bool {
         self.replaying
+    }
+
+    /// Numbers an operation that may be left out, which adds up `addends` or, if there are none, computes
+    /// from its inputs. Gives its number, for [`Value::skippable`], and whether to leave its result out.
+    pub(super) fn skippable(&self, addends: &[&Value]) -> (Option<usize>, bool) {
+        self.skippable.borrow_mut().next(addends.iter().filter_map(|value| value.skippable))
+    }
+
+    /// Notes that an operation computes from these values.
+    fn note_reading(&self, inputs: &[&Value]) {
+        let mut skippable = self.skippable.borrow_mut();
+        for number in inputs.iter().filter_map(|value| value.skippable) {
+            skippable.read(number);
+        }
     }
 
     /// What `compute` gives. In a segment that is run twice its results are kept from the first run to the
@@ -220,22 +326,29 @@ impl Tape {
 
     /// A value that gets no gradient.
     pub fn constant(&self, tensor: Tensor) -> Value {
-        Value { tensor, slot: None, recipe: None }
+        Value::new(tensor, None)
     }
 
-    /// A weight of the model as a value; a trainable one becomes a leaf.
-    pub fn weight(&self, weight: &Weight) -> Value {
-        let slot = weight.parameter.and_then(|id| {
-            self.touched.set(true);
-            self.recording.then(|| self.push(Node::Parameter(id)))
-        });
-        Value { tensor: weight.tensor.clone(), slot, recipe: None }
+    /// A parameter as a value, which becomes a leaf.
+    pub fn parameter(&self, parameter: &Parameter) -> Value {
+        self.touched.set(true);
+        let slot = self.recording.then(|| self.push(Node::Parameter(parameter.id)));
+        Value::new(parameter.tensor.clone(), slot)
     }
 
     /// Records an operation with one output. `backward` turns the gradient of the output into one
     /// gradient for each of `inputs`, in order; those of inputs that need none are dropped, so it
     /// should not compute them.
     pub fn record<F>(&self, inputs: &[&Value], output: Tensor, backward: F) -> Value
+    where
+        F: FnOnce(Tensor) -> Result<Gradients> + 'static,
+    {
+        self.note_reading(inputs);
+        self.record_sum(inputs, output, backward)
+    }
+
+    /// Like [`Self::record`], of an operation whose backward pass reads no input.
+    pub(super) fn record_sum<F>(&self, inputs: &[&Value], output: Tensor, backward: F) -> Value
     where
         F: FnOnce(Tensor) -> Result<Gradients> + 'static,
     {
@@ -250,7 +363,7 @@ impl Tape {
                 None => Ok(Vec::new()),
             }),
         });
-        Value { tensor: output, slot: Some(slot), recipe: None }
+        Value::new(output, Some(slot))
     }
 
     /// Records an operation with several outputs. The gradient of an output that nothing used is
@@ -259,20 +372,27 @@ impl Tape {
     where
         F: FnOnce(Gradients) -> Result<Gradients> + 'static,
     {
+        self.note_reading(inputs);
         if inputs.iter().all(|input| input.slot.is_none()) {
             return outputs.into_iter().map(|tensor| self.constant(tensor)).collect();
         }
         self.push_many(inputs, outputs, Box::new(move |gradients, _| backward(gradients)))
     }
 
-    /// Runs `segment` without storing its activations, but for what attention gives, and runs it again in
-    /// the backward pass. It must give the same values both times.
-    pub fn checkpoint(&self, inputs: &[&Value], segment: Segment) -> Result<Vec<Value>> {
+    /// Runs `segment`; on a tape that is checkpointing without storing its activations, and once more in the
+    /// backward pass. It must give the same values both times.
+    pub fn segment(&self, inputs: &[&Value], segment: Segment) -> Result<Vec<Value>> {
+        if !self.checkpointing {
+            return segment(self, &inputs.iter().map(|&input| input.clone()).collect::<Vec<_>>());
+        }
+        self.note_reading(inputs);
         let detached: Vec<Value> =
             inputs.iter().map(|input| self.constant(input.tensor.clone())).collect();
-        let probe = Tape::inference();
+        let (checkpointing, dropout_seed) = (self.checkpointing, self.dropout_seed);
+        let probe = Tape { checkpointing, dropout_seed, ..Tape::inference() };
         if self.recording {
             probe.kept.replace(Some(VecDeque::new()));
+            probe.skippable.replace(Skippable::Tracing(Vec::new()));
         }
         let outputs: Vec<Tensor> =
             segment(&probe, &detached)?.into_iter().map(Value::into_tensor).collect();
@@ -282,9 +402,16 @@ impl Tape {
             return Ok(outputs.into_iter().map(|tensor| self.constant(tensor)).collect());
         }
         let needs: Vec<bool> = inputs.iter().map(|input| input.slot.is_some()).collect();
-        let kept = probe.kept.take();
+        let (kept, skipped) = (probe.kept.take(), probe.skippable.take().skipped());
         let backward = move |gradients: Gradients, sink: &mut dyn GradientSink| {
-            let tape = Tape { replaying: true, kept: RefCell::new(kept), ..Tape::recording() };
+            let tape = Tape {
+                checkpointing,
+                dropout_seed,
+                replaying: true,
+                kept: RefCell::new(kept),
+                skippable: RefCell::new(Skippable::Skipping(skipped, 0)),
+                ..Tape::recording()
+            };
             let leaves: Vec<Value> = detached
                 .into_iter()
                 .zip(&needs)
@@ -319,10 +446,9 @@ impl Tape {
             .into());
         }
         let Some(slot) = root.slot else {
-            return Err(candle_core::Error::msg(
-                "backward from a value that no trainable parameter feeds",
-            )
-            .into());
+            return Err(
+                candle_core::Error::msg("backward from a value that no parameter feeds").into()
+            );
         };
         let seed = Tensor::full(seed, root.shape(), &Device::Cpu)?.to_dtype(root.tensor.dtype())?;
         let gradient = seed.to_device(root.tensor.device())?;
@@ -334,7 +460,7 @@ impl Tape {
     fn input(&self, tensor: Tensor) -> Value {
         let backward: Backward = Box::new(|_, _| Ok(Vec::new()));
         let slot = self.push(Node::Operation { inputs: Vec::new(), outputs: 1, backward });
-        Value { tensor, slot: Some(slot), recipe: None }
+        Value::new(tensor, Some(slot))
     }
 
     fn push(&self, node: Node) -> Slot {
@@ -352,11 +478,7 @@ impl Tape {
         outputs
             .into_iter()
             .enumerate()
-            .map(|(output, tensor)| Value {
-                tensor,
-                slot: Some(Slot { node, output }),
-                recipe: None,
-            })
+            .map(|(output, tensor)| Value::new(tensor, Some(Slot { node, output })))
             .collect()
     }
 

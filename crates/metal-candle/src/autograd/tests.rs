@@ -1,10 +1,10 @@
 //! The tape by itself, and the whole of it against Candle's own gradients.
 
-use super::{ParameterId, Tape, Value, Weight};
+use super::{LoraValues, Parameter, ParameterId, ProjectionValues, Tape, Value};
 use crate::Result;
 use crate::random::SplitMix64;
 use candle_core::{DType, Device, Tensor, Var};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ fn random(shape: &[usize], seed: u64) -> Tensor {
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
-fn weight(tensor: Tensor, id: usize) -> Weight {
-    Weight::trainable(tensor, ParameterId(id))
+fn weight(tensor: Tensor, id: usize) -> Parameter {
+    Parameter::new(tensor, ParameterId(id))
 }
 
 fn values(tensor: &Tensor) -> Vec<f64> {
@@ -55,8 +55,8 @@ fn backward(tape: Tape, root: &Value) -> Found {
 }
 
 /// Compares the gradient of every weight with central differences.
-fn check(weights: &[Tensor], forward: impl Fn(&Tape, &[Weight]) -> Value) {
-    let trainable = |tensors: &[Tensor]| -> Vec<Weight> {
+fn check(weights: &[Tensor], forward: impl Fn(&Tape, &[Parameter]) -> Value) {
+    let trainable = |tensors: &[Tensor]| -> Vec<Parameter> {
         tensors.iter().enumerate().map(|(id, tensor)| weight(tensor.clone(), id)).collect()
     };
     let tape = Tape::recording();
@@ -88,7 +88,7 @@ fn check(weights: &[Tensor], forward: impl Fn(&Tape, &[Weight]) -> Value) {
 fn views_and_sums_have_the_gradients_of_finite_differences() {
     let (x, y) = (random(&[2, 3, 5], 1), random(&[2, 3, 5], 2));
     check(&[x, y], |tape, weights| {
-        let (x, y) = (tape.weight(&weights[0]), tape.weight(&weights[1]));
+        let (x, y) = (tape.parameter(&weights[0]), tape.parameter(&weights[1]));
         let sum = tape.add(&tape.scale(&x, -1.7).unwrap(), &y).unwrap();
         // One piece is used twice, one not at all.
         let pieces = tape.split(&sum, &[2, 1, 2]).unwrap();
@@ -117,7 +117,7 @@ fn a_small_network_has_the_gradients_of_finite_differences() {
         random(&[2, 8], 6),
     ];
     check(&weights, |tape, weights| {
-        let value = |index: usize| tape.weight(&weights[index]);
+        let value = |index: usize| tape.parameter(&weights[index]);
         let x = tape.embedding(&value(0), &ids).unwrap();
         let x = tape.rms_norm(&x, &value(1), 1e-5, 1.0).unwrap();
         let frozen = tape.constant(random(&[8, 8], 7));
@@ -155,7 +155,7 @@ fn a_norm_of_a_residual_sum_has_the_gradients_of_finite_differences() {
             let tensors: Vec<Tensor> = trained.iter().map(|&id| weights[id].clone()).collect();
             check(&tensors, |tape, weights_in_test| {
                 let value = |id: usize| match trained.iter().position(|&other| other == id) {
-                    Some(index) => tape.weight(&weights_in_test[index]),
+                    Some(index) => tape.parameter(&weights_in_test[index]),
                     None => tape.constant(weights[id].clone()),
                 };
                 let (x, residual, weight) = (value(0), value(1), value(2));
@@ -174,7 +174,7 @@ fn a_norm_of_a_residual_sum_has_the_gradients_of_finite_differences() {
 #[test]
 fn nothing_is_recorded_that_no_parameter_feeds() {
     let tape = Tape::recording();
-    let frozen = tape.weight(&Weight::frozen(random(&[3, 4], 1)));
+    let frozen = tape.constant(random(&[3, 4], 1));
     let x = tape.constant(random(&[2, 4], 2));
     let y = tape.linear(&x, &frozen, None).unwrap();
     let y = tape.add(&y, &y).unwrap();
@@ -188,7 +188,7 @@ fn nothing_is_recorded_that_no_parameter_feeds() {
 #[test]
 fn backward_starts_from_a_scalar_only() {
     let tape = Tape::recording();
-    let x = tape.weight(&weight(random(&[2, 4], 2), 0));
+    let x = tape.parameter(&weight(random(&[2, 4], 2), 0));
     let error = tape
         .backward(&x, 1.0, &mut |_: ParameterId, _: Tensor| -> Result<()> { Ok(()) })
         .unwrap_err();
@@ -199,25 +199,20 @@ fn backward_starts_from_a_scalar_only() {
 fn a_recomputed_segment_gives_the_same_gradients_and_stores_one_node() {
     let tensors = [random(&[5, 4], 1), random(&[4, 4], 2), random(&[4, 4], 3)];
     let run = |recompute: bool| {
-        let tape = Tape::recording();
-        let weights: Vec<Weight> =
+        let tape = Tape::recording().with_checkpointing(recompute);
+        let weights: Vec<Parameter> =
             tensors.iter().enumerate().map(|(id, tensor)| weight(tensor.clone(), id)).collect();
-        let mut x = tape.weight(&weights[0]);
+        let mut x = tape.parameter(&weights[0]);
         let before = tape.len();
         for layer in &weights[1..] {
             let layer = layer.clone();
             // Two outputs, of which only one is used further on.
             let segment: super::Segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
-                let y = tape.linear(&inputs[0], &tape.weight(&layer), None)?;
+                let y = tape.linear(&inputs[0], &tape.parameter(&layer), None)?;
                 let y = tape.add(&y, &inputs[0])?;
                 Ok(vec![tape.scale(&y, 2.0)?, y])
             });
-            let mut outputs = if recompute {
-                tape.checkpoint(&[&x], segment).unwrap()
-            } else {
-                segment(&tape, &[x]).unwrap()
-            };
-            x = outputs.remove(1);
+            x = tape.segment(&[&x], segment).unwrap().remove(1);
         }
         if recompute {
             assert_eq!(tape.len() - before, 2);
@@ -236,7 +231,7 @@ fn a_segment_keeps_what_it_was_told_to_until_its_second_run() {
         let (count, inner) = (Rc::new(Cell::new(0)), weight(random(&[3, 3], 1), 0));
         let counted = count.clone();
         let segment: super::Segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
-            let x = tape.linear(&inputs[0], &tape.weight(&inner), None)?;
+            let x = tape.linear(&inputs[0], &tape.parameter(&inner), None)?;
             for factor in [2.0, 3.0] {
                 let [kept, other] = tape.keep(|| {
                     counted.set(counted.get() + 1);
@@ -247,32 +242,76 @@ fn a_segment_keeps_what_it_was_told_to_until_its_second_run() {
             Ok(vec![x])
         });
         let segment: super::Segment = match nested {
-            true => Arc::new(move |tape, inputs| tape.checkpoint(&[&inputs[0]], segment.clone())),
+            true => Arc::new(move |tape, inputs| tape.segment(&[&inputs[0]], segment.clone())),
             false => segment,
         };
         let x = tape.constant(random(&[2, 3], 2));
-        let y = tape.checkpoint(&[&x], segment).unwrap().remove(0);
+        let y = tape.segment(&[&x], segment).unwrap().remove(0);
         if tape.is_recording() {
             let root = weighted_sum(&tape, &y);
             assert_eq!(backward(tape, &root).len(), 1);
         }
         count.get()
     };
-    assert_eq!(runs(false, Tape::recording()), 2);
+    let checkpointing = || Tape::recording().with_checkpointing(true);
+    assert_eq!(runs(false, checkpointing()), 2);
     assert_eq!(runs(false, Tape::inference()), 2);
     // The outer segment computes it twice: in its own first run and, kept from there, in its second.
-    assert_eq!(runs(true, Tape::recording()), 4);
+    assert_eq!(runs(true, checkpointing()), 4);
+}
+
+#[test]
+// A segment stays on its thread.
+#[allow(clippy::arc_with_non_send_sync)]
+fn the_second_run_leaves_out_what_only_the_first_run_needs() {
+    let [x, a, b] = [random(&[5, 4], 1), random(&[4, 2], 2), random(&[2, 4], 3)];
+    let w = random(&[4, 4], 4);
+    // Whether a norm reads the projection, the sum, or nothing does.
+    for reads in [None, Some("projection"), Some("sum")] {
+        let run = |checkpointing: bool| {
+            let left_out = Rc::new(RefCell::new(Vec::new()));
+            let (a, b, w, found) =
+                (weight(a.clone(), 0), weight(b.clone(), 1), w.clone(), left_out.clone());
+            let segment: super::Segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
+                let (a, b) = (tape.parameter(&a), tape.parameter(&b));
+                let lora = Some(LoraValues { a: &a, b: &b, scale: 2.0, dropout: None });
+                let layer =
+                    ProjectionValues { weight: &tape.constant(w.clone()), bias: None, lora };
+                let branch = tape.projections(&inputs[0], &[layer])?.remove(0);
+                let sum = tape.add(&inputs[0], &branch)?;
+                if tape.is_replaying() {
+                    found.borrow_mut().push(branch.tensor().stride() == [0, 0]);
+                }
+                let ones = tape.constant(Tensor::ones(4, DType::F64, &Device::Cpu)?);
+                Ok(vec![match reads {
+                    Some("projection") => {
+                        tape.add(&sum, &tape.rms_norm(&branch, &ones, 1e-5, 0.0)?)?
+                    }
+                    Some(_) => tape.add(&sum, &tape.rms_norm(&sum, &ones, 1e-5, 0.0)?)?,
+                    None => sum,
+                }])
+            });
+            let tape = Tape::recording().with_checkpointing(checkpointing);
+            let y = tape.segment(&[&tape.constant(x.clone())], segment).unwrap().remove(0);
+            let root = weighted_sum(&tape, &y);
+            let gradients = backward(tape, &root);
+            (gradients, left_out.take())
+        };
+        let ((stored, none), (recomputed, left_out)) = (run(false), run(true));
+        assert_eq!(stored, recomputed, "{reads:?}");
+        assert_eq!((none, left_out), (vec![], vec![reads.is_none()]), "{reads:?}");
+    }
 }
 
 #[test]
 fn a_segment_whose_parameters_are_inside_is_recorded_though_its_input_is_frozen() {
-    let tape = Tape::recording();
+    let tape = Tape::recording().with_checkpointing(true);
     let inner = weight(random(&[3, 3], 1), 0);
     let segment: super::Segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
-        Ok(vec![tape.linear(&inputs[0], &tape.weight(&inner), None)?])
+        Ok(vec![tape.linear(&inputs[0], &tape.parameter(&inner), None)?])
     });
     let x = tape.constant(random(&[2, 3], 2));
-    let y = tape.checkpoint(&[&x], segment).unwrap().remove(0);
+    let y = tape.segment(&[&x], segment).unwrap().remove(0);
     let root = weighted_sum(&tape, &y);
     assert_eq!(backward(tape, &root).len(), 1);
 }
@@ -287,8 +326,8 @@ fn a_linear_chain_matches_candles_autograd() {
 
     let tape = Tape::recording();
     let w = weight(w, 0);
-    let hidden = tape.linear(&tape.constant(x), &tape.weight(&w), None).unwrap();
-    let output = tape.linear(&hidden, &tape.weight(&w), None).unwrap();
+    let hidden = tape.linear(&tape.constant(x), &tape.parameter(&w), None).unwrap();
+    let output = tape.linear(&hidden, &tape.parameter(&w), None).unwrap();
     let sum = output.tensor().sum_all().unwrap();
     let shape = output.shape().clone();
     let root = tape.record(&[&output], sum, move |_| {

@@ -2,15 +2,16 @@
 
 use super::sampler::{Sampler, SamplingOptions};
 use super::stop::StopStrings;
+use crate::adapter::Adapter;
 use crate::autograd::Tape;
-use crate::model::{Input, KvCache, Model, PassOptions};
+use crate::model::Model;
+use crate::pass::{Input, KvCache};
 use crate::text::{DecodeStream, Tokenizer};
 use crate::{Error, Result};
 use candle_core::{IndexOp, Tensor};
 use metal_candle_kernels::devices;
 use metal_candle_kernels::recording::Recording;
 use serde::Serialize;
-use std::ops::Deref;
 use std::sync::Arc;
 
 /// Tokens of the prompt that go through the model at a time, which bounds the memory it takes.
@@ -67,15 +68,16 @@ pub struct Piece {
 /// The logits `(vocabulary)` after the last of some tokens, f32.
 fn last_logits(model: &Model, input: &Input, cache: &mut KvCache) -> Result<Tensor> {
     let tape = Tape::inference();
-    let hidden = model.forward(&tape, input, Some(cache), PassOptions::default())?;
+    let hidden = model.forward(&tape, input, Some(cache))?;
     let last = hidden.tensor().dim(1)? - 1;
-    let logits = model.logits(&hidden.tensor().narrow(1, last, 1)?.contiguous()?)?;
+    let logits = model.logits(&hidden.tensor().narrow(1, last, 1)?.contiguous()?, input)?;
     Ok(logits.i((0, 0))?)
 }
 
 /// A conversation with a model, token by token: the tokens it has read and its KV cache.
-pub struct Session<'a> {
-    model: Held<'a>,
+pub struct Session {
+    model: Arc<Model>,
+    adapter: Option<Arc<Adapter>>,
     cache: KvCache,
     tokens: Vec<u32>,
     /// How many times in a row a single token was read.
@@ -86,38 +88,18 @@ pub struct Session<'a> {
     refused: bool,
 }
 
-enum Held<'a> {
-    Borrowed(&'a Model),
-    Shared(Arc<Model>),
-}
-
-impl Deref for Held<'_> {
-    type Target = Model;
-
-    fn deref(&self) -> &Model {
-        match self {
-            Held::Borrowed(model) => model,
-            Held::Shared(model) => model,
-        }
-    }
-}
-
-impl Session<'static> {
-    /// Nothing read yet, with a model of which other sessions may have a part.
-    pub fn shared(model: Arc<Model>) -> Self {
-        Self::over(Held::Shared(model))
-    }
-}
-
-impl<'a> Session<'a> {
+impl Session {
     /// Nothing read yet.
-    pub fn new(model: &'a Model) -> Self {
-        Self::over(Held::Borrowed(model))
-    }
-
-    fn over(model: Held<'a>) -> Self {
-        let cache = model.new_cache();
-        Self { model, cache, tokens: Vec::new(), singles: 0, repeated: None, refused: false }
+    pub fn new(model: &Arc<Model>, adapter: Option<&Arc<Adapter>>) -> Self {
+        Self {
+            model: model.clone(),
+            adapter: adapter.cloned(),
+            cache: model.new_cache(),
+            tokens: Vec::new(),
+            singles: 0,
+            repeated: None,
+            refused: false,
+        }
     }
 
     /// The tokens read so far.
@@ -179,12 +161,13 @@ impl<'a> Session<'a> {
         loop {
             let start = self.cache.len();
             let end = total.min(start + self.chunk(start, total));
-            let input = Input::sequence(&self.tokens[start..end], start, self.model.device())?;
+            let input = Input::sequence(&self.tokens[start..end], start, self.model.device())?
+                .with_adapter(self.adapter.as_ref());
             if end == total {
                 return last_logits(&self.model, &input, &mut self.cache);
             }
             let tape = Tape::inference();
-            self.model.forward(&tape, &input, Some(&mut self.cache), PassOptions::default())?;
+            self.model.forward(&tape, &input, Some(&mut self.cache))?;
         }
     }
 
@@ -192,8 +175,7 @@ impl<'a> Session<'a> {
     fn can_repeat(&self) -> bool {
         let length = self.cache.len() + 1;
         // Weights that are trained are converted whenever they are read, a model's size of memory.
-        let frozen = self.model.parameters().is_none() || self.model.adapter().is_some();
-        frozen
+        !self.adapter.as_ref().is_some_and(|adapter| adapter.is_full())
             && !self.refused
             && Recording::is_supported(self.model.device())
             && self.cache.room() > 0
@@ -213,10 +195,12 @@ impl<'a> Session<'a> {
                 recording
             }
             None => {
-                let (model, cache) = (&*self.model, &mut self.cache);
+                let (model, cache, adapter) =
+                    (&*self.model, &mut self.cache, self.adapter.as_ref());
                 let room = cache.room();
                 let recording = Recording::new(model.device(), &inputs, |inputs| {
-                    last_logits(model, &Input::on_device(inputs, room)?, cache)
+                    let input = Input::on_device(inputs, room)?.with_adapter(adapter);
+                    last_logits(model, &input, cache)
                 });
                 match recording {
                     Ok(recording) => recording,
@@ -258,7 +242,7 @@ impl<'a> Session<'a> {
 
 /// An iterator over the pieces of a text that a model writes.
 pub struct Generation<'s, 'a> {
-    session: &'s mut Session<'a>,
+    session: &'s mut Session,
     options: GenerateOptions,
     eos: Vec<u32>,
     sampler: Sampler,
@@ -274,7 +258,7 @@ impl<'s, 'a> Generation<'s, 'a> {
     /// Continues `prompt`, the whole text so far. What the session has read of it already is not
     /// read again.
     pub fn new(
-        session: &'s mut Session<'a>,
+        session: &'s mut Session,
         tokenizer: &'a Tokenizer,
         prompt: &[u32],
         options: GenerateOptions,
@@ -367,12 +351,13 @@ impl Iterator for Generation<'_, '_> {
 
 /// Continues `prompt` and returns the whole text.
 pub fn generate(
-    model: &Model,
+    model: &Arc<Model>,
+    adapter: Option<&Arc<Adapter>>,
     tokenizer: &Tokenizer,
     prompt: &[u32],
     options: GenerateOptions,
 ) -> Result<(String, FinishReason)> {
-    let mut session = Session::new(model);
+    let mut session = Session::new(model, adapter);
     let mut generation = Generation::new(&mut session, tokenizer, prompt, options)?;
     let mut text = String::new();
     for piece in &mut generation {
@@ -388,6 +373,6 @@ mod tests {
     #[test]
     fn a_session_may_move_to_another_thread() {
         fn moves<T: Send + Sync>() {}
-        moves::<Session<'static>>();
+        moves::<Session>();
     }
 }

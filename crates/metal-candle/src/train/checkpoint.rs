@@ -8,9 +8,9 @@ use super::evaluate::Evaluation;
 use super::metrics::{Phase, Position};
 use super::optimizer::{Optimizer, OptimizerState};
 use super::schedule::LearningRate;
-use crate::adapter::{self, LoraConfig, ParameterStore};
+use crate::adapter::{Adapter, LoraConfig, TrainedFiles, read_config};
 use crate::data::BatchOptions;
-use crate::model::{Config, Model, TrainedFiles};
+use crate::model::Config;
 use crate::{Error, Result, files};
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
@@ -264,7 +264,7 @@ impl Contents {
     }
 }
 
-/// A checkpoint as it was read; the parameters are in the model.
+/// A checkpoint as it was read; the parameters are in the adapter.
 #[derive(Debug)]
 pub(super) struct Loaded {
     pub state: State,
@@ -308,23 +308,22 @@ impl From<Refused> for Error {
     }
 }
 
-/// Reads a checkpoint into the model.
+/// Reads a checkpoint into the adapter.
 pub(super) fn load(
     folder: &Path,
     fingerprint: &Fingerprint,
-    model: &Model,
-    parameters: &ParameterStore,
+    adapter: &Adapter,
 ) -> Result<Loaded, Refused> {
     let mut state = read_state(&folder.join(STATE), fingerprint)?;
     // What the parameters are of isn't needed here, but by whoever uses the checkpoint otherwise.
-    match model.adapter() {
-        Some(_) => adapter::read_config(folder).map(|_| ()),
+    match adapter.config() {
+        Some(_) => read_config(folder).map(|_| ()),
         None => Config::load(folder).map(|_| ()),
     }
     .map_err(Refused::from_reading)?;
-    model.load_parameters(folder).map_err(Refused::from_reading)?;
+    adapter.load_parameters(folder).map_err(Refused::from_reading)?;
     let path = folder.join(OPTIMIZER);
-    let optimizer = OptimizerState::load(fingerprint.optimizer, parameters, &path)
+    let optimizer = OptimizerState::load(fingerprint.optimizer, adapter.parameters(), &path)
         .map_err(Refused::from_reading)?;
     let before = std::mem::replace(&mut state.fingerprint, fingerprint.clone()).total_steps;
     let extended_from = (before < fingerprint.total_steps).then_some(before);

@@ -1,13 +1,15 @@
 //! The loss of a model on data it does not learn from.
 
 use super::metrics::number_or_null;
+use crate::adapter::Adapter;
 use crate::autograd::Tape;
 use crate::data::{BatchPlan, Batcher};
-use crate::model::{Model, PassOptions};
+use crate::model::Model;
 use crate::{Error, Result};
 use candle_core::DType;
 use metal_candle_kernels::devices;
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -28,10 +30,15 @@ pub struct Evaluation {
 
 /// The mean loss over the target tokens of `batches`, or of the first `limit` of them; shuffled
 /// batches make those a fair sample.
-pub fn evaluate(model: &Model, batches: &Batcher, limit: Option<usize>) -> Result<Evaluation> {
+pub fn evaluate(
+    model: &Model,
+    adapter: Option<&Arc<Adapter>>,
+    batches: &Batcher,
+    limit: Option<usize>,
+) -> Result<Evaluation> {
     let mut sums = Sums::begin();
     for plan in batches.epoch(0).iter().take(limit.unwrap_or(usize::MAX)) {
-        sums.add(model, batches, plan)?;
+        sums.add(model, adapter, batches, plan)?;
     }
     sums.finish()
 }
@@ -40,6 +47,7 @@ pub fn evaluate(model: &Model, batches: &Batcher, limit: Option<usize>) -> Resul
 pub(super) fn evaluate_until(
     stop: &AtomicBool,
     model: &Model,
+    adapter: Option<&Arc<Adapter>>,
     batches: &Batcher,
     limit: Option<usize>,
 ) -> Result<Option<Evaluation>> {
@@ -48,7 +56,7 @@ pub(super) fn evaluate_until(
         if stop.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        sums.add(model, batches, plan)?;
+        sums.add(model, adapter, batches, plan)?;
     }
     sums.finish().map(Some)
 }
@@ -65,10 +73,16 @@ impl Sums {
         Self { started: Instant::now(), loss: 0.0, tokens: 0 }
     }
 
-    fn add(&mut self, model: &Model, batches: &Batcher, plan: &BatchPlan) -> Result<()> {
+    fn add(
+        &mut self,
+        model: &Model,
+        adapter: Option<&Arc<Adapter>>,
+        batches: &Batcher,
+        plan: &BatchPlan,
+    ) -> Result<()> {
         let (of_batch, targets) = devices::step(model.device(), || -> Result<_> {
             let batch = batches.batch(plan);
-            let loss = model.loss(&Tape::inference(), &batch, PassOptions::default())?;
+            let loss = model.loss(&Tape::inference(), &batch, adapter)?;
             let of_batch = loss.sum.tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?;
             Ok((of_batch, loss.tokens))
         })?;

@@ -3,6 +3,7 @@
 mod base;
 mod checkpoint;
 mod evaluate;
+mod gradients;
 mod lock;
 pub mod memory;
 pub mod metrics;
@@ -16,6 +17,7 @@ mod trainer;
 
 pub use checkpoint::latest as latest_checkpoint;
 pub use evaluate::{Evaluation, evaluate};
+pub use gradients::Gradients;
 pub use lock::FolderLock;
 pub use metrics::{FanOut, JsonLines, Metric, MetricsSink, Phase, Position};
 pub use optimizer::{

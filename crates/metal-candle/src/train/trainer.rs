@@ -4,16 +4,17 @@
 use super::base;
 use super::checkpoint::{self, Contents, Fingerprint, Loaded, Refused, State};
 use super::evaluate::{Evaluation, evaluate_until};
+use super::gradients::Gradients;
 use super::lock::FolderLock;
 use super::memory::peak_bytes;
 use super::metrics::{Metric, MetricsSink, Phase, Position};
 use super::optimizer::OptimizerState;
 use super::options::TrainOptions;
 use super::saving::{Saved, Saver, SavingFn, untold};
-use crate::adapter::ParameterStore;
+use crate::adapter::{Adapter, TrainedFiles};
 use crate::autograd::Tape;
 use crate::data::{BatchPlan, Batcher};
-use crate::model::{Model, PassOptions, TrainedFiles};
+use crate::model::Model;
 use crate::random::SplitMix64;
 use crate::text::ChatTemplate;
 use crate::{Error, Result, files};
@@ -69,12 +70,15 @@ pub struct Resumed {
     pub extended_from: Option<u64>,
 }
 
-/// Writes texts with the model as it is, to be shown while it trains: pairs of prompt and text.
-pub type SampleFn<'a> = Box<dyn FnMut(&Model, u64) -> Result<Vec<(String, String)>> + 'a>;
+/// Writes texts with the model and its adapter as it is, to be shown while it trains: pairs of prompt and text.
+pub type SampleFn<'a> =
+    Box<dyn FnMut(&Arc<Model>, &Arc<Adapter>, u64) -> Result<Vec<(String, String)>> + 'a>;
 
-/// One training run of a model with trainable parameters.
+/// One training run of an adapter. It owns the gradients and what the optimiser keeps.
 pub struct Trainer<'a> {
-    model: &'a Model,
+    model: Arc<Model>,
+    adapter: Arc<Adapter>,
+    gradients: Gradients,
     batches: &'a Batcher,
     validation: Option<&'a Batcher>,
     options: TrainOptions,
@@ -95,19 +99,19 @@ pub struct Trainer<'a> {
 }
 
 impl<'a> Trainer<'a> {
-    /// A run that trains `model` on `batches` and writes into the folder `output`. `base_model` is
+    /// A run that trains the model's adapter on `batches` and writes into the folder `output`. `base_model` is
     /// what a saved adapter names as the model it belongs to.
     pub fn new(
-        model: &'a Model,
+        model: &Arc<Model>,
+        adapter: &Arc<Adapter>,
         batches: &'a Batcher,
         options: TrainOptions,
         output: impl Into<PathBuf>,
         base_model: impl Into<String>,
     ) -> Result<Self> {
         options.validate()?;
-        let store = model.parameters().ok_or_else(|| {
-            Error::option("model", "has nothing to train; add an adapter or train all weights")
-        })?;
+        adapter.check(model)?;
+        let parameters = adapter.parameters();
         let data = batches.options();
         let dataset = batches.dataset();
         let fingerprint = Fingerprint {
@@ -126,8 +130,8 @@ impl<'a> Trainer<'a> {
             chat_template: None,
             model_hash: format!("{:016x}", model.fingerprint()?),
             base_files: BTreeMap::new(),
-            adapter: model.adapter().cloned(),
-            trainable_parameters: store.len(),
+            adapter: adapter.config().cloned(),
+            trainable_parameters: parameters.len(),
             total_steps: options.steps,
             learning_rate: options.learning_rate.clone(),
             optimizer: options.optimizer,
@@ -138,9 +142,11 @@ impl<'a> Trainer<'a> {
             keep_best: options.keep_best,
         };
         batches.dataset().check_vocabulary(model.config().vocab_size)?;
-        let optimizer = OptimizerState::new(options.optimizer, store)?;
+        let optimizer = OptimizerState::new(options.optimizer, parameters)?;
         Ok(Self {
-            model,
+            model: model.clone(),
+            adapter: adapter.clone(),
+            gradients: Gradients::new(parameters)?,
             batches,
             validation: None,
             options,
@@ -281,9 +287,8 @@ impl<'a> Trainer<'a> {
     }
 
     fn load(&mut self, checkpoint: &Path) -> Result<Resumed, Refused> {
-        let store = self.store().map_err(Refused::Other)?;
         let Loaded { state, optimizer, extended_from } =
-            checkpoint::load(checkpoint, &self.state.fingerprint, self.model, store)?;
+            checkpoint::load(checkpoint, &self.state.fingerprint, &self.adapter)?;
         (self.state, self.optimizer) = (state, optimizer);
         self.plans = None;
         self.resumed = true;
@@ -293,7 +298,7 @@ impl<'a> Trainer<'a> {
     /// Takes the contents of the files of a frozen base into the fingerprint.
     fn know_base(&mut self) -> Result<()> {
         let known = &mut self.state.fingerprint.base_files;
-        if known.is_empty() && self.model.adapter().is_some() {
+        if known.is_empty() && !self.adapter.is_full() {
             *known = base::hashes(self.model.files(), &self.output)?;
         }
         Ok(())
@@ -319,7 +324,7 @@ impl<'a> Trainer<'a> {
             }
         }
         checkpoint::remove_after(&self.output, self.state.step)?;
-        let (_, tensors) = self.tensors()?;
+        let (_, tensors) = self.tensors();
         self.saver = Some(Saver::new(
             &tensors,
             self.model.device(),
@@ -387,7 +392,7 @@ impl<'a> Trainer<'a> {
             ));
         }
         let canonical = |path: &Path| path.canonicalize().ok();
-        if self.model.adapter().is_none()
+        if self.adapter.is_full()
             && let Some(companions) = self.companions.as_deref().and_then(canonical)
             && canonical(&self.output) == Some(companions)
         {
@@ -403,9 +408,7 @@ impl<'a> Trainer<'a> {
         let mut timer = Instant::now();
         let (mut timed_tokens, mut timed_processed) = (0, 0);
         // Every step leaves them so, unless it fails.
-        if let Some(store) = self.model.parameters() {
-            store.zero_gradients()?;
-        }
+        self.gradients.clear()?;
         loop {
             self.record_saved(metrics)?;
             let paused = Instant::now();
@@ -419,8 +422,8 @@ impl<'a> Trainer<'a> {
             timer += paused.elapsed();
 
             let learning_rate = self.options.learning_rate.at(self.state.step);
-            let model = self.model;
-            let step = devices::step(model.device(), || self.one_step(learning_rate))?;
+            let device = self.model.device().clone();
+            let step = devices::step(&device, || self.one_step(learning_rate))?;
             timed_tokens += step.tokens;
             timed_processed += step.processed;
             metrics.step(self.state.step)?;
@@ -550,10 +553,6 @@ impl<'a> Trainer<'a> {
     }
 
     fn one_step(&mut self, learning_rate: f64) -> Result<Step> {
-        let store = self
-            .model
-            .parameters()
-            .ok_or_else(|| Error::option("model", "has nothing to train"))?;
         let batches: Vec<_> =
             self.next_batches()?.iter().map(|plan| self.batches.batch(plan)).collect();
         let tokens: usize = batches.iter().map(|batch| batch.target_tokens).sum();
@@ -563,13 +562,11 @@ impl<'a> Trainer<'a> {
             let seed = SplitMix64::stream(self.options.seed, self.state.step)
                 .next_u64()
                 .wrapping_add(index as u64);
-            let tape = Tape::recording();
-            let options = PassOptions {
-                dropout_seed: Some(seed),
-                checkpoint: self.options.gradient_checkpointing,
-            };
-            let sum = self.model.loss(&tape, batch, options)?.sum;
-            tape.backward(&sum, 1.0 / tokens as f64, &mut &*store)?;
+            let tape = Tape::recording()
+                .with_dropout(seed)
+                .with_checkpointing(self.options.gradient_checkpointing);
+            let sum = self.model.loss(&tape, batch, Some(&self.adapter))?.sum;
+            tape.backward(&sum, 1.0 / tokens as f64, &mut &self.gradients)?;
             sums.push(sum.into_tensor());
         }
         // Read when everything is under way: a GPU would wait for the next pass otherwise.
@@ -582,9 +579,16 @@ impl<'a> Trainer<'a> {
         // Leaves the gradients zero for the next step.
         let norm = if loss.is_finite() {
             let number = self.state.updates as usize + 1;
-            self.optimizer.step(store, learning_rate, number, self.options.clip_norm)?
+            let clip_norm = self.options.clip_norm;
+            self.optimizer.step(
+                self.adapter.parameters(),
+                &self.gradients,
+                learning_rate,
+                number,
+                clip_norm,
+            )?
         } else {
-            store.zero_gradients()?;
+            self.gradients.clear()?;
             f64::NAN
         };
         let skipped = if !loss.is_finite() {
@@ -611,7 +615,9 @@ impl<'a> Trainer<'a> {
     fn evaluate(&mut self, metrics: &mut dyn MetricsSink) -> Result<bool> {
         let Some(validation) = self.validation else { return Ok(true) };
         let limit = self.options.evaluate_batches;
-        let Some(evaluation) = evaluate_until(&self.stop, self.model, validation, limit)? else {
+        let Some(evaluation) =
+            evaluate_until(&self.stop, &self.model, Some(&self.adapter), validation, limit)?
+        else {
             return Ok(false);
         };
         metrics.record(&Metric::Evaluation {
@@ -637,7 +643,7 @@ impl<'a> Trainer<'a> {
         let step = self.state.step;
         let seed = SplitMix64::stream(self.options.seed, step).next_u64();
         let Some(sample) = &mut self.sample else { return Ok(()) };
-        for (prompt, text) in sample(self.model, seed)? {
+        for (prompt, text) in sample(&self.model, &self.adapter, seed)? {
             metrics.record(&Metric::Sample { step, prompt, text })?;
         }
         Ok(())
@@ -653,7 +659,7 @@ impl<'a> Trainer<'a> {
             metrics.record(&Metric::Checkpoint { step, path, waited: 0.0, seconds: 0.0 })?;
             return checkpoint::prune(&self.output, keep, best);
         }
-        let (names, tensors) = self.tensors()?;
+        let (names, tensors) = self.tensors();
         let contents = Contents {
             output: self.output.clone(),
             state: self.state.clone(),
@@ -669,18 +675,15 @@ impl<'a> Trainer<'a> {
     }
 
     /// The names of the optimiser's tensors; the values of the parameters, and those tensors.
-    fn tensors(&self) -> Result<(Vec<String>, Vec<Tensor>)> {
+    fn tensors(&self) -> (Vec<String>, Vec<Tensor>) {
         let (names, mut tensors): (Vec<_>, Vec<_>) = self.optimizer.tensors().into_iter().unzip();
-        tensors.insert(0, self.store()?.values().clone());
-        Ok((names, tensors))
-    }
-
-    fn store(&self) -> Result<&'a ParameterStore> {
-        self.model.parameters().ok_or_else(|| Error::option("model", "has nothing to train"))
+        tensors.insert(0, self.adapter.parameters().values().clone());
+        (names, tensors)
     }
 
     fn trained_files(&self) -> Result<TrainedFiles> {
-        let files = self.model.trained_files(&self.base_model, self.companions.as_deref())?;
+        let files =
+            self.adapter.files(&self.model, &self.base_model, self.companions.as_deref())?;
         Ok(files.with_chat_template(self.chat_template.clone()))
     }
 
@@ -705,9 +708,9 @@ impl<'a> Trainer<'a> {
         if let (true, Some(best)) = (self.options.keep_best, self.state.best_step)
             && best != self.state.step
         {
-            self.model.load_parameters(checkpoint::folder(&self.output, best))?;
+            self.adapter.load_parameters(checkpoint::folder(&self.output, best))?;
         }
-        self.trained_files()?.write(&self.output, self.store()?.values())
+        self.trained_files()?.write(&self.output, self.adapter.parameters().values())
     }
 }
 

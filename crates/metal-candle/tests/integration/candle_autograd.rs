@@ -2,7 +2,7 @@
 //! LoRA and a head, written twice over the same kernels.
 
 use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
-use metal_candle::autograd::{LoraValues, ParameterId, ProjectionValues, Tape, Value, Weight};
+use metal_candle::autograd::{LoraValues, Parameter, ParameterId, ProjectionValues, Tape, Value};
 use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::lora_linear::{Dropout, Lora};
 use metal_candle_kernels::{
@@ -118,16 +118,16 @@ fn candle_loss(frozen: &Frozen, p: &[Tensor]) -> Result<Tensor> {
     Ok(cross_entropy::differentiable(&x, &p[5], &frozen.targets, &HEAD)?.0)
 }
 
-fn tape_loss(tape: &Tape, frozen: &Frozen, p: &[Weight]) -> metal_candle::Result<Value> {
+fn tape_loss(tape: &Tape, frozen: &Frozen, p: &[Parameter]) -> metal_candle::Result<Value> {
     let lora = |x: &Value, index: usize| {
-        let (a, b) = (tape.weight(&p[6 + 2 * index]), tape.weight(&p[7 + 2 * index]));
+        let (a, b) = (tape.parameter(&p[6 + 2 * index]), tape.parameter(&p[7 + 2 * index]));
         let lora = LoraValues { a: &a, b: &b, scale: SCALE, dropout: dropout(index) };
         let weight = tape.constant(frozen.linears[index].clone());
         let layer = ProjectionValues { weight: &weight, bias: None, lora: Some(lora) };
         Ok(tape.projections(x, &[layer])?.remove(0)) as metal_candle::Result<Value>
     };
     let heads = |x: &Value, count: usize| tape.reshape(x, (BATCH, SEQ, count, 4));
-    let value = |index: usize| tape.weight(&p[index]);
+    let value = |index: usize| tape.parameter(&p[index]);
     let x = tape.embedding(&value(0), &frozen.ids)?;
     let normed = tape.rms_norm(&x, &value(1), EPSILON, 1.0)?;
     let q = heads(&lora(&normed, 0)?, 3)?;
@@ -145,10 +145,10 @@ fn tape_loss(tape: &Tape, frozen: &Frozen, p: &[Weight]) -> metal_candle::Result
 }
 
 fn tape_gradients(frozen: &Frozen, parameters: &[Tensor]) -> (f64, Vec<Tensor>) {
-    let weights: Vec<Weight> = parameters
+    let weights: Vec<Parameter> = parameters
         .iter()
         .enumerate()
-        .map(|(id, tensor)| Weight::trainable(tensor.clone(), ParameterId(id)))
+        .map(|(id, tensor)| Parameter::new(tensor.clone(), ParameterId(id)))
         .collect();
     let tape = Tape::recording();
     let loss = tape_loss(&tape, frozen, &weights).unwrap();

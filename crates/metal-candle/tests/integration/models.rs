@@ -3,15 +3,19 @@
 
 use crate::common::device;
 use candle_core::{DType, Device, Tensor};
-use metal_candle::adapter::{self, LoraConfig};
+use metal_candle::adapter::{self, Adapter, LoraConfig, Parameters};
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::{Batch, IGNORED};
 use metal_candle::generate::Session;
-use metal_candle::model::{Config, Input, Model, PassOptions};
+use metal_candle::model::{Config, Model};
+use metal_candle::pass::Input;
+use metal_candle::random::SplitMix64;
+use metal_candle::train::Gradients;
 use metal_candle_kernels::{adamw, flat, sampling};
 use serde_json::Value;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 const FAMILIES: &[&str] = &[
     "gemma2",
@@ -40,8 +44,16 @@ fn folder(name: &str) -> PathBuf {
     fixtures().join("models").join(name)
 }
 
-fn load(name: &str) -> Model {
-    Model::load(folder(name), DType::F32, &device()).unwrap()
+fn load(name: &str) -> Arc<Model> {
+    Arc::new(Model::load(folder(name), DType::F32, &device()).unwrap())
+}
+
+fn load_adapter(model: &Model, folder: impl AsRef<Path>) -> Arc<Adapter> {
+    Arc::new(Adapter::load(model, folder).unwrap())
+}
+
+fn new_adapter(model: &Model, config: &LoraConfig, seed: u64) -> Arc<Adapter> {
+    Arc::new(Adapter::new(model, config, seed).unwrap())
 }
 
 fn tensors(path: impl AsRef<Path>) -> HashMap<String, Tensor> {
@@ -91,15 +103,26 @@ fn next_token_batch(ids: &[Vec<u32>]) -> Batch {
     batch(ids, &targets)
 }
 
+fn input(model: &Model, ids: &[Vec<u32>]) -> Input {
+    Input::batch(&next_token_batch(ids), model.device()).unwrap()
+}
+
+fn logits_of(model: &Model, input: &Input) -> Tensor {
+    let hidden = model.forward(&Tape::inference(), input, None).unwrap();
+    model.logits(hidden.tensor(), input).unwrap()
+}
+
 fn logits(model: &Model, ids: &[Vec<u32>]) -> Tensor {
-    let input = Input::batch(&next_token_batch(ids), model.device()).unwrap();
-    let hidden = model.forward(&Tape::inference(), &input, None, PassOptions::default()).unwrap();
-    model.logits(hidden.tensor()).unwrap()
+    logits_of(model, &input(model, ids))
+}
+
+fn adapted_logits(model: &Model, adapter: &Arc<Adapter>, ids: &[Vec<u32>]) -> Tensor {
+    logits_of(model, &input(model, ids).with_adapter(Some(adapter)))
 }
 
 /// The logits after the last of `ids`, by a forward pass over all of them.
-fn logits_after(model: &Model, ids: &[u32]) -> Tensor {
-    let all = logits(model, &[ids.to_vec()]);
+fn logits_after(model: &Model, adapter: Option<&Arc<Adapter>>, ids: &[u32]) -> Tensor {
+    let all = logits_of(model, &input(model, &[ids.to_vec()]).with_adapter(adapter));
     all.narrow(1, ids.len() - 1, 1).unwrap().flatten_all().unwrap()
 }
 
@@ -135,7 +158,7 @@ fn logits_equal_those_of_transformers() {
 fn half_precision_stays_near_the_f32_logits() {
     for (dtype, tolerance) in [(DType::BF16, 0.15), (DType::F16, 0.02)] {
         for name in ["llama", "gemma2", "qwen3", "phi3"] {
-            let model = Model::load(folder(name), dtype, &device()).unwrap();
+            let model = Arc::new(Model::load(folder(name), dtype, &device()).unwrap());
             let expected = tensors(folder(name).join("expected.safetensors"));
             let found = logits(&model, &rows(&expected["input_ids"]));
             assert_close(name, &found, &expected["logits"], tolerance * 4.0);
@@ -160,7 +183,7 @@ fn greedy_continuation_equals_that_of_transformers() {
         let model = load(name);
         let expected = &json(folder(name).join("expected.json"))["greedy"];
         let (prompt, continuation) = (tokens(&expected["prompt"]), tokens(&expected["tokens"]));
-        let mut session = Session::new(&model);
+        let mut session = Session::new(&model, None);
         let mut logits = session.read(&prompt).unwrap();
         let mut found = Vec::new();
         for _ in 0..continuation.len() {
@@ -178,14 +201,14 @@ fn cached_decoding_equals_a_full_forward() {
         let model = load(name);
         let expected = tensors(folder(name).join("expected.safetensors"));
         let ids = &rows(&expected["input_ids"])[0];
-        let mut session = Session::new(&model);
+        let mut session = Session::new(&model, None);
         // In uneven pieces: a prompt, single tokens, of which a device may record the reading, and several
         // at once.
         let mut start = 0;
         for size in [8, 1, 1, 1, 1, 3, 1, 1, 6, 2, 1, 1, 1, 4] {
             let end = (start + size).min(ids.len());
             let found = session.read(&ids[start..end]).unwrap();
-            let full = logits_after(&model, &ids[..end]);
+            let full = logits_after(&model, None, &ids[..end]);
             assert_close(&format!("{name} after {end}"), &found, &full, 1e-4);
             start = end;
         }
@@ -197,18 +220,18 @@ fn cached_decoding_equals_a_full_forward() {
 fn single_tokens_read_beyond_the_room_of_the_cache_equal_a_full_forward() {
     for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, 0.6)] {
         for name in ["llama", "gemma2", "mistral"] {
-            let model = Model::load(folder(name), dtype, &device()).unwrap();
+            let model = Arc::new(Model::load(folder(name), dtype, &device()).unwrap());
             let ids: Vec<u32> = (0..70).map(|index| (index * 7 + 3) % 90).collect();
-            let mut session = Session::new(&model);
+            let mut session = Session::new(&model, None);
             session.read(&ids[..58]).unwrap();
             for end in 59..=ids.len() {
                 let found = session.read(&ids[end - 1..end]).unwrap();
-                let full = logits_after(&model, &ids[..end]);
+                let full = logits_after(&model, None, &ids[..end]);
                 assert_close(&format!("{name} {dtype:?} after {end}"), &found, &full, tolerance);
             }
             // Again from the middle, with what was recorded before.
             let again = session.continue_with(&ids[..63]).unwrap();
-            let full = logits_after(&model, &ids[..63]);
+            let full = logits_after(&model, None, &ids[..63]);
             assert_close(&format!("{name} {dtype:?} again"), &again, &full, tolerance);
         }
     }
@@ -230,16 +253,15 @@ fn what_a_device_cannot_record_is_read_all_the_same() {
     for (head_dim, rank) in [(64, 300), (264, 0)] {
         config["head_dim"] = head_dim.into();
         let config = Config::from_json(&config.to_string()).unwrap();
-        let mut model = Model::random(config, DType::F32, &device(), 3).unwrap();
-        if rank > 0 {
-            model.add_lora(&LoraConfig { rank, ..LoraConfig::default() }, 4).unwrap();
-        }
+        let model = Arc::new(Model::random(config, DType::F32, &device(), 3).unwrap());
+        let config = LoraConfig { rank, ..LoraConfig::default() };
+        let adapter = (rank > 0).then(|| new_adapter(&model, &config, 4));
         let ids: Vec<u32> = (0..12).map(|index| (index * 7 + 3) % 90).collect();
-        let mut session = Session::new(&model);
+        let mut session = Session::new(&model, adapter.as_ref());
         session.read(&ids[..5]).unwrap();
         for end in 6..=ids.len() {
             let found = session.read(&ids[end - 1..end]).unwrap();
-            let full = logits_after(&model, &ids[..end]);
+            let full = logits_after(&model, adapter.as_ref(), &ids[..end]);
             assert_close(&format!("{head_dim} {rank} after {end}"), &found, &full, 1e-4);
         }
     }
@@ -249,38 +271,43 @@ fn what_a_device_cannot_record_is_read_all_the_same() {
 fn a_session_keeps_what_a_new_prompt_shares_with_the_old() {
     let model = load("phi3-longrope");
     let ids: Vec<u32> = (0..30).map(|index| (index * 7 + 3) % 90).collect();
-    let mut session = Session::new(&model);
+    let mut session = Session::new(&model, None);
     session.continue_with(&ids).unwrap();
     // Shorter than the length at which the rope changes, so nothing cached can be used.
     for length in [9, 14, 12, 25] {
         let mut prompt = ids[..length].to_vec();
         prompt[length - 1] = 5;
         let found = session.continue_with(&prompt).unwrap();
-        let fresh = Session::new(&model).read(&prompt).unwrap();
+        let fresh = Session::new(&model, None).read(&prompt).unwrap();
         assert_close("logits", &found, &fresh, 1e-4);
     }
 }
 
 /// The gradients of a batch's mean loss, by the name of the tensor in PEFT's file.
-fn gradients(model: &Model, batch: &Batch, options: PassOptions) -> (f64, HashMap<String, Tensor>) {
-    let store = model.parameters().unwrap();
-    store.zero_gradients().unwrap();
-    let tape = Tape::recording();
-    let loss = model.loss(&tape, batch, options).unwrap();
+fn gradients(
+    (model, adapter): (&Model, &Arc<Adapter>),
+    batch: &Batch,
+    checkpointing: bool,
+    gradients: &Gradients,
+) -> (f64, HashMap<String, Tensor>) {
+    gradients.clear().unwrap();
+    let tape = Tape::recording().with_checkpointing(checkpointing);
+    let loss = model.loss(&tape, batch, Some(adapter)).unwrap();
     assert_eq!(loss.tokens, batch.target_tokens);
     let sum = f64::from(loss.sum.tensor().to_scalar::<f32>().unwrap());
-    tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &*store).unwrap();
-    let gradients = store
+    tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &*gradients).unwrap();
+    let named = adapter
+        .parameters()
         .entries()
         .iter()
         .enumerate()
         .map(|(index, entry)| {
-            let gradient = store.gradient(ParameterId(index)).unwrap().copy().unwrap();
+            let gradient = gradients.view(ParameterId(index)).unwrap().copy().unwrap();
             let gradient = gradient.to_device(&Device::Cpu).unwrap();
             (entry.name.clone(), gradient)
         })
         .collect();
-    (sum / loss.tokens as f64, gradients)
+    (sum / loss.tokens as f64, named)
 }
 
 fn lora_batch(expected: &HashMap<String, Tensor>) -> Batch {
@@ -311,20 +338,21 @@ fn compare_gradients(
 #[test]
 fn lora_logits_loss_and_gradients_equal_those_of_peft() {
     for name in FAMILIES {
-        let mut model = load(name);
-        model.load_adapter(folder(name).join("adapter")).unwrap();
+        let model = load(name);
+        let adapter = load_adapter(&model, folder(name).join("adapter"));
+        let buffer = Gradients::new(adapter.parameters()).unwrap();
         let expected = tensors(folder(name).join("lora_expected.safetensors"));
-        let found = logits(&model, &rows(&expected["input_ids"]));
+        let found = adapted_logits(&model, &adapter, &rows(&expected["input_ids"]));
         assert_close(name, &found, &expected["logits"], 1e-4);
         for checkpoint in [false, true] {
-            let options = PassOptions { checkpoint, ..PassOptions::default() };
-            let (loss, gradients) = gradients(&model, &lora_batch(&expected), options);
+            let (loss, gradients) =
+                gradients((&model, &adapter), &lora_batch(&expected), checkpoint, &buffer);
             let wanted = f64::from(
                 expected["loss"].flatten_all().unwrap().get(0).unwrap().to_scalar::<f32>().unwrap(),
             );
             assert!((loss - wanted).abs() < 1e-4, "{name}: loss {loss}, expected {wanted}");
             let compared = compare_gradients(name, &expected, &gradients);
-            assert_eq!(compared, model.parameters().unwrap().entries().len(), "{name}");
+            assert_eq!(compared, adapter.parameters().entries().len(), "{name}");
         }
     }
 }
@@ -332,15 +360,16 @@ fn lora_logits_loss_and_gradients_equal_those_of_peft() {
 #[test]
 fn every_way_of_choosing_layers_equals_peft() {
     for variant in ["adapter-rslora", "adapter-patterns", "adapter-layers", "adapter-regex"] {
-        let mut model = load("llama");
+        let model = load("llama");
         let path = folder("llama").join(variant);
-        model.load_adapter(&path).unwrap();
+        let adapter = load_adapter(&model, &path);
+        let buffer = Gradients::new(adapter.parameters()).unwrap();
         let expected = tensors(path.join("lora_expected.safetensors"));
-        let found = logits(&model, &rows(&expected["input_ids"]));
+        let found = adapted_logits(&model, &adapter, &rows(&expected["input_ids"]));
         assert_close(variant, &found, &expected["logits"], 1e-4);
-        let (_, gradients) = gradients(&model, &lora_batch(&expected), PassOptions::default());
+        let (_, gradients) = gradients((&model, &adapter), &lora_batch(&expected), false, &buffer);
         let compared = compare_gradients(variant, &expected, &gradients);
-        assert_eq!(compared, model.parameters().unwrap().entries().len(), "{variant}");
+        assert_eq!(compared, adapter.parameters().entries().len(), "{variant}");
     }
 }
 
@@ -367,14 +396,15 @@ fn an_adapter_survives_being_written_and_read() {
         ("llama", "adapter-regex"),
         ("phi3", "adapter"),
     ] {
-        let mut model = load(name);
-        model.load_adapter(folder(name).join(variant)).unwrap();
+        let model = load(name);
+        let adapter = load_adapter(&model, folder(name).join(variant));
         let written = tempfile::tempdir().unwrap();
-        model.save_adapter(written.path(), name).unwrap();
-        let mut again = load(name);
-        again.load_adapter(written.path()).unwrap();
+        adapter.save(written.path(), name).unwrap();
+        let again = load_adapter(&model, written.path());
         let ids = rows(&tensors(folder(name).join("expected.safetensors"))["input_ids"]);
-        assert_close(variant, &logits(&model, &ids), &logits(&again, &ids), 0.0);
+        let [first, second] =
+            [&adapter, &again].map(|adapter| adapted_logits(&model, adapter, &ids));
+        assert_close(variant, &first, &second, 0.0);
     }
 }
 
@@ -382,10 +412,9 @@ fn an_adapter_survives_being_written_and_read() {
 fn a_written_adapter_is_the_one_that_peft_wrote() {
     for name in FAMILIES {
         let original = folder(name).join("adapter");
-        let mut model = load(name);
-        model.load_adapter(&original).unwrap();
+        let adapter = load_adapter(&load(name), &original);
         let written = tempfile::tempdir().unwrap();
-        model.save_adapter(written.path(), name).unwrap();
+        adapter.save(written.path(), name).unwrap();
         let (theirs, ours) = (
             tensors(original.join(adapter::ADAPTER_WEIGHTS)),
             tensors(written.path().join(adapter::ADAPTER_WEIGHTS)),
@@ -429,15 +458,14 @@ fn every_choice_of_layers_can_be_read_again() {
         (names, Some(vec![1]), None, 2),
     ] {
         let config = LoraConfig { rank: 2, targets, layers, last_layers, ..LoraConfig::default() };
-        let mut model = load("llama");
-        model.add_lora(&config, 3).unwrap();
-        assert_eq!(model.parameters().unwrap().entries().len(), 2 * adapted, "{config:?}");
+        let model = load("llama");
+        let adapter = new_adapter(&model, &config, 3);
+        assert_eq!(adapter.parameters().entries().len(), 2 * adapted, "{config:?}");
         let written = tempfile::tempdir().unwrap();
-        model.save_adapter(written.path(), "llama").unwrap();
-        let mut again = load("llama");
-        again.load_adapter(written.path()).unwrap();
-        let values = |model: &Model| model.parameters().unwrap().values().to_vec1::<f32>().unwrap();
-        assert_eq!(values(&model), values(&again), "{config:?}");
+        adapter.save(written.path(), "llama").unwrap();
+        let again = load_adapter(&model, written.path());
+        let values = |adapter: &Adapter| adapter.parameters().values().to_vec1::<f32>().unwrap();
+        assert_eq!(values(&adapter), values(&again), "{config:?}");
         // Readers other than PEFT know lists of names only, and whole alphas.
         let json = json(written.path().join(adapter::ADAPTER_CONFIG));
         assert_eq!(json["lora_alpha"], 16);
@@ -448,11 +476,11 @@ fn every_choice_of_layers_can_be_read_again() {
 #[test]
 fn merging_keeps_the_logits_and_the_merged_model_can_be_read_again() {
     for name in FAMILIES {
-        let mut model = load(name);
-        model.load_adapter(folder(name).join("adapter")).unwrap();
+        let model = Model::load(folder(name), DType::F32, &device()).unwrap();
+        let adapter = load_adapter(&model, folder(name).join("adapter"));
         let expected = tensors(folder(name).join("lora_expected.safetensors"));
         let ids = rows(&expected["input_ids"]);
-        model.merge_adapter().unwrap();
+        let model = adapter.merge(model).unwrap();
         assert_close(name, &logits(&model, &ids), &expected["logits"], 2e-4);
         let written = tempfile::tempdir().unwrap();
         model.save(written.path(), DType::F32, Some(&folder(name))).unwrap();
@@ -463,35 +491,140 @@ fn merging_keeps_the_logits_and_the_merged_model_can_be_read_again() {
 
 #[test]
 fn an_adapter_for_another_base_is_an_error_that_says_so() {
-    let mut model = load("llama-odd");
-    let error = model.load_adapter(folder("llama").join("adapter")).unwrap_err().to_string();
+    let model = load("llama-odd");
+    let error = Adapter::load(&model, folder("llama").join("adapter")).unwrap_err().to_string();
     assert!(error.contains("another base model"), "{error}");
-    assert!(model.adapter().is_none());
+    // Nor is one used that was made for another model of the same shape.
+    let adapter = load_adapter(&load("llama"), folder("llama").join("adapter"));
+    let model = load("llama");
+    let input = input(&model, &[vec![1, 2]]).with_adapter(Some(&adapter));
+    let error = model.forward(&Tape::inference(), &input, None).unwrap_err().to_string();
+    assert!(error.contains("another model"), "{error}");
+}
+
+/// A new adapter whose B isn't zero either.
+fn random_adapter(model: &Model, config: &LoraConfig, seed: u64) -> Arc<Adapter> {
+    let adapter = new_adapter(model, config, seed);
+    let mut random = SplitMix64::new(seed);
+    let parameters = adapter.parameters();
+    for (index, entry) in parameters.entries().iter().enumerate() {
+        let values: Vec<f32> =
+            (0..entry.shape.elem_count()).map(|_| 0.2 * random.normal() as f32).collect();
+        let values = Tensor::from_vec(values, entry.shape.clone(), model.device()).unwrap();
+        parameters.set(ParameterId(index), &values).unwrap();
+    }
+    adapter
+}
+
+#[test]
+fn rows_with_different_adapters_give_what_each_gives_alone() {
+    use metal_candle::adapter::Targets;
+    for name in ["llama", "gemma2", "qwen2", "phi3", "olmo2"] {
+        let model = load(name);
+        let names =
+            |names: &[&str]| Targets::Names(names.iter().map(|it| it.to_string()).collect());
+        let last = |name| names(&[name]);
+        let all = Targets::all_linear;
+        let configs = [
+            (2, all(), None),
+            (8, last("o_proj"), None),
+            (1, all(), Some(1)),
+            (16, last("down_proj"), None),
+            (3, all(), None),
+            (4, names(&["o_proj", "down_proj"]), Some(1)),
+            (5, all(), None),
+            (7, last("down_proj"), Some(1)),
+        ];
+        let mut adapters: Vec<Option<Arc<Adapter>>> = configs
+            .into_iter()
+            .enumerate()
+            .map(|(seed, (rank, targets, last_layers))| {
+                let config = LoraConfig { rank, targets, last_layers, ..LoraConfig::default() };
+                Some(random_adapter(&model, &config, seed as u64))
+            })
+            .collect();
+        // One that replaces embedding, norms, biases and head, rows without any, and rows that share one.
+        let full = Adapter::full(&model).unwrap();
+        for (index, entry) in full.parameters().entries().iter().enumerate() {
+            let view = full.parameters().view(ParameterId(index)).unwrap();
+            let change = 1.0 + 0.05 * (index % 3 + 1) as f64;
+            full.parameters().set(ParameterId(index), &(view * change).unwrap()).unwrap();
+            assert!(entry.shape.elem_count() > 0);
+        }
+        adapters.insert(3, None);
+        adapters.push(Some(Arc::new(full)));
+        adapters.push(None);
+        adapters.push(adapters[0].clone());
+        let ids: Vec<Vec<u32>> = (0..adapters.len() as u32)
+            .map(|row| (0..9).map(|place| (row * 13 + place * 7 + 3) % 90).collect())
+            .collect();
+        let input = input(&model, &ids).with_row_adapters(&adapters).unwrap();
+        let together = logits_of(&model, &input);
+        let plain = logits(&model, &ids);
+        for (row, adapter) in adapters.iter().enumerate() {
+            let row_of = |logits: &Tensor, row| logits.narrow(0, row, 1).unwrap();
+            let alone = self::input(&model, &ids[row..=row]).with_adapter(adapter.as_ref());
+            let (found, expected) = (row_of(&together, row), logits_of(&model, &alone));
+            assert_close(&format!("{name}, row {row}"), &found, &expected, 1e-4);
+            let moved = largest_difference(&row_of(&plain, row), &expected);
+            assert_eq!(adapter.is_some(), moved > 1e-2, "{name}, row {row}: moved by {moved}");
+        }
+        let error = model.forward(&Tape::recording(), &input, None).unwrap_err().to_string();
+        assert!(error.contains("inference only"), "{error}");
+        let too_few = self::input(&model, &ids).with_row_adapters(&adapters[1..]);
+        assert!(too_few.unwrap_err().to_string().contains("one a row"));
+    }
+}
+
+#[test]
+fn a_model_whose_weights_were_moved_is_no_good_without_its_adapter() {
+    let model = Model::load(folder("llama"), DType::F32, &device()).unwrap();
+    let ids = [vec![1, 2, 3]];
+    let whole = logits(&model, &ids);
+    let adapter = Arc::new(Adapter::full(&model).unwrap());
+    let model = model.without_weights();
+    assert_close("full", &adapted_logits(&model, &adapter, &ids), &whole, 0.0);
+    let error = model.forward(&Tape::inference(), &input(&model, &ids), None).unwrap_err();
+    assert!(error.to_string().contains("moved into an adapter"), "{error}");
+}
+
+#[test]
+fn models_and_adapters_are_shared_between_threads() {
+    fn shared<T: Send + Sync>() {}
+    shared::<Model>();
+    shared::<Adapter>();
 }
 
 fn adamw_step(
-    model: &Model,
+    (parameters, gradients): (&Parameters, &Gradients),
     moments: &(Tensor, Tensor),
     step: usize,
     scale: f32,
     options: &adamw::Options,
 ) {
-    let store = model.parameters().unwrap();
     adamw::step(
-        store.values(),
-        store.gradients(),
+        parameters.values(),
+        gradients.buffer(),
         &moments.0,
         &moments.1,
         step,
         scale,
-        store.decayed(),
+        parameters.decayed(),
         options,
     )
     .unwrap();
 }
 
-fn follow(model: &Model, run: &Value, batches: &Tensor, clip: Option<f64>, weight_decay: f64) {
-    let count = model.parameters().unwrap().len();
+fn follow(
+    model: &Model,
+    adapter: &Arc<Adapter>,
+    run: &Value,
+    batches: &Tensor,
+    clip: Option<f64>,
+    weight_decay: f64,
+) {
+    let parameters = adapter.parameters();
+    let (count, buffer) = (parameters.len(), Gradients::new(parameters).unwrap());
     let zeros = || Tensor::zeros(count, DType::F32, model.device()).unwrap();
     let moments = (zeros(), zeros());
     let losses = numbers(&run["losses"]);
@@ -499,9 +632,9 @@ fn follow(model: &Model, run: &Value, batches: &Tensor, clip: Option<f64>, weigh
     let rates = run.get("learning_rates").map(numbers);
     for (index, wanted) in losses.iter().enumerate() {
         let ids = rows(&batches.get(index).unwrap());
-        let (loss, _) = gradients(model, &next_token_batch(&ids), PassOptions::default());
+        let (loss, _) = gradients((model, adapter), &next_token_batch(&ids), false, &buffer);
         assert!((loss - wanted).abs() <= 1e-3 * wanted, "step {index}: {loss}, expected {wanted}");
-        let norm = flat::norm(model.parameters().unwrap().gradients()).unwrap();
+        let norm = flat::norm(buffer.buffer()).unwrap();
         if let Some(norms) = &norms {
             let wanted = norms[index];
             assert!((norm - wanted).abs() <= 5e-3 * wanted, "step {index}: norm {norm}, {wanted}");
@@ -516,7 +649,7 @@ fn follow(model: &Model, run: &Value, batches: &Tensor, clip: Option<f64>, weigh
             weight_decay,
             bias_correction: true,
         };
-        adamw_step(model, &moments, index + 1, scale, &options);
+        adamw_step((parameters, &buffer), &moments, index + 1, scale, &options);
     }
 }
 
@@ -526,12 +659,12 @@ fn twenty_adamw_steps_follow_peft() {
         let training = json(folder(name).join("training.json"));
         let batches = &tensors(folder(name).join("training.safetensors"))["input_ids"];
         for run in ["constant", "clipped_cosine"] {
-            let mut model = load(name);
-            model.load_adapter(folder(name).join("adapter-init")).unwrap();
+            let model = load(name);
+            let adapter = load_adapter(&model, folder(name).join("adapter-init"));
             let clip = training[run]["clip_norm"].as_f64();
             assert_eq!(clip.is_some(), run == "clipped_cosine");
             assert_eq!(numbers(&training[run]["losses"]).len(), 20);
-            follow(&model, &training[run], batches, clip, 0.01);
+            follow(&model, &adapter, &training[run], batches, clip, 0.01);
         }
     }
 }
@@ -541,30 +674,30 @@ fn full_fine_tuning_follows_transformers() {
     for name in ["llama", "llama3"] {
         let training = json(folder(name).join("training_full.json"));
         let batches = &tensors(folder(name).join("training_full.safetensors"))["input_ids"];
-        let mut model = load(name);
-        model.train_all().unwrap();
-        follow(&model, &training["constant"], batches, None, 0.0);
+        let model = Model::load(folder(name), DType::F32, &device()).unwrap();
+        let adapter = Arc::new(Adapter::full(&model).unwrap());
+        let model = model.without_weights();
+        follow(&model, &adapter, &training["constant"], batches, None, 0.0);
     }
 }
 
 #[test]
 fn only_the_adapter_gets_gradients_and_only_its_path_is_recorded() {
-    let mut model = load("llama");
+    let model = load("llama");
     let config = LoraConfig { last_layers: Some(1), rank: 2, ..LoraConfig::default() };
-    model.add_lora(&config, 1).unwrap();
+    let adapter = new_adapter(&model, &config, 1);
     let ids = rows(&tensors(folder("llama").join("expected.safetensors"))["input_ids"]);
     let batch = next_token_batch(&ids);
     let tape = Tape::recording();
-    model.loss(&tape, &batch, PassOptions::default()).unwrap();
+    model.loss(&tape, &batch, Some(&adapter)).unwrap();
     let last_layer = tape.len();
-    let mut model = load("llama");
-    model.add_lora(&LoraConfig { rank: 2, ..LoraConfig::default() }, 1).unwrap();
+    let adapter = new_adapter(&model, &LoraConfig { rank: 2, ..LoraConfig::default() }, 1);
     let tape = Tape::recording();
-    model.loss(&tape, &batch, PassOptions::default()).unwrap();
+    model.loss(&tape, &batch, Some(&adapter)).unwrap();
     let layers = model.config().layers.len();
     // Everything before the first adapter records nothing.
     assert!(last_layer * layers <= tape.len() + layers * 2, "{last_layer} of {}", tape.len());
     let tape = Tape::inference();
-    model.loss(&tape, &batch, PassOptions::default()).unwrap();
+    model.loss(&tape, &batch, Some(&adapter)).unwrap();
     assert!(tape.is_empty());
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::common::isolated::isolated;
-use metal_candle::adapter::LoraConfig;
+use metal_candle::adapter::{Adapter, LoraConfig};
 use metal_candle::data::{BatchOptions, Batcher, Dataset, Example, read_records};
 use metal_candle::generate::Session;
 use metal_candle::model::Model;
@@ -236,11 +236,12 @@ fn folder_of(parts: &[(&str, &[&str])]) -> tempfile::TempDir {
 
 /// Loads a model, with its adapter where there is one, and reads some tokens.
 fn use_model(folder: &Path) -> Result<()> {
-    let mut model = Model::load(folder, DType::F32, &Device::Cpu)?;
-    if folder.join("adapter_config.json").exists() {
-        model.load_adapter(folder)?;
-    }
-    Session::new(&model).read(&[1, 2, 3, 0]).map(drop)
+    let model = Arc::new(Model::load(folder, DType::F32, &Device::Cpu)?);
+    let adapter = match folder.join("adapter_config.json").exists() {
+        true => Some(Arc::new(Adapter::load(&model, folder)?)),
+        false => None,
+    };
+    Session::new(&model, adapter.as_ref()).read(&[1, 2, 3, 0]).map(drop)
 }
 
 const MODEL: &[&str] = &["config.json", "model.safetensors"];
@@ -366,11 +367,12 @@ fn train(run: &Path) -> Result<()> {
     let options =
         BatchOptions { batch_size: 2, max_seq_length: 16, packing: false, seed: 1, shuffle: true };
     let batches = Batcher::new(dataset, options)?;
-    let mut model = Model::load(fixture("models/llama"), DType::F32, &Device::Cpu)?;
-    model.add_lora(&LoraConfig { rank: 2, ..LoraConfig::default() }, 3)?;
+    let model = Arc::new(Model::load(fixture("models/llama"), DType::F32, &Device::Cpu)?);
+    let config = LoraConfig { rank: 2, ..LoraConfig::default() };
+    let adapter = Arc::new(Adapter::new(&model, &config, 3)?);
     let options =
         TrainOptions { save_every: 2, ..TrainOptions::new(4, LearningRate::constant(1e-3)?) };
-    let mut trainer = Trainer::new(&model, &batches, options, run, "llama")?;
+    let mut trainer = Trainer::new(&model, &adapter, &batches, options, run, "llama")?;
     trainer.resume_newest(run)?;
     trainer.run(&mut |_: &Metric| -> Result<()> { Ok(()) }).map(drop)
 }

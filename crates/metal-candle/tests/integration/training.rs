@@ -2,7 +2,7 @@
 
 use crate::common::device;
 use candle_core::DType;
-use metal_candle::adapter::LoraConfig;
+use metal_candle::adapter::{Adapter, LoraConfig};
 use metal_candle::autograd::ParameterId;
 use metal_candle::data::{BatchOptions, Batcher, Dataset, Example};
 use metal_candle::model::Model;
@@ -68,15 +68,16 @@ fn options() -> TrainOptions {
     }
 }
 
-fn model(full: bool) -> Model {
-    let mut model = Model::load(base(), DType::F32, &device()).unwrap();
+fn model(full: bool) -> (Arc<Model>, Arc<Adapter>) {
+    let model = Model::load(base(), DType::F32, &device()).unwrap();
     if full {
-        model.train_all().unwrap();
+        let adapter = Adapter::full(&model).unwrap();
+        (Arc::new(model.without_weights()), Arc::new(adapter))
     } else {
         let config = LoraConfig { rank: 4, dropout: 0.1, ..LoraConfig::default() };
-        model.add_lora(&config, 5).unwrap();
+        let adapter = Adapter::new(&model, &config, 5).unwrap();
+        (Arc::new(model), Arc::new(adapter))
     }
-    model
 }
 
 /// The events that must be the same in every run with the same seed: all but timings and paths.
@@ -108,10 +109,10 @@ fn train(
     saving: impl FnMut(&Path) + Send + 'static,
     stop: Arc<AtomicBool>,
 ) -> (Vec<String>, Summary) {
-    let model = model(full);
+    let (model, adapter) = model(full);
     let (batches, validation) =
         (batcher(dataset(24, 1), 3, true), batcher(dataset(9, 2), 4, false));
-    let mut trainer = Trainer::new(&model, &batches, with_best(), output, "llama")
+    let mut trainer = Trainer::new(&model, &adapter, &batches, with_best(), output, "llama")
         .unwrap()
         .with_validation(&validation)
         .with_saving(saving)
@@ -231,11 +232,12 @@ fn trained_by(optimizer: Optimizer, stop_after: Option<u64>) -> (Vec<String>, Ve
     let options = TrainOptions { report_every: 1, ..options };
     let mut events = Vec::new();
     for stop in [stop_after, None] {
-        let model = model(false);
+        let (model, adapter) = model(false);
         let stopping = Arc::new(AtomicBool::new(false));
-        let mut trainer = Trainer::new(&model, &batches, options.clone(), output.path(), "llama")
-            .unwrap()
-            .with_stop(stopping.clone());
+        let mut trainer =
+            Trainer::new(&model, &adapter, &batches, options.clone(), output.path(), "llama")
+                .unwrap()
+                .with_stop(stopping.clone());
         if let Some(checkpoint) = latest_checkpoint(output.path()).unwrap() {
             trainer.resume(checkpoint).unwrap();
         }
@@ -251,7 +253,7 @@ fn trained_by(optimizer: Optimizer, stop_after: Option<u64>) -> (Vec<String>, Ve
             })
             .unwrap();
         if stop.is_none() {
-            return (events, snapshot(&model));
+            return (events, snapshot(&adapter));
         }
     }
     unreachable!()
@@ -448,9 +450,9 @@ fn training_goes_on_while_a_checkpoint_is_written() {
 #[test]
 fn a_checkpoint_that_cannot_be_written_ends_the_run_with_its_error() {
     let output = tempfile::tempdir().unwrap();
-    let model = model(false);
+    let (model, adapter) = model(false);
     let batches = batcher(dataset(24, 1), 3, true);
-    let mut trainer = Trainer::new(&model, &batches, options(), output.path(), "llama")
+    let mut trainer = Trainer::new(&model, &adapter, &batches, options(), output.path(), "llama")
         .unwrap()
         // Its folder vanishes while it is written.
         .with_saving(|staging| std::fs::remove_dir_all(staging).unwrap_or(()));
@@ -472,7 +474,7 @@ fn a_checkpoint_of_another_run_is_refused_with_what_differs() {
     let output = tempfile::tempdir().unwrap();
     train_quietly(output.path(), false);
     let checkpoint = latest_checkpoint(output.path()).unwrap().unwrap();
-    let model = model(false);
+    let (model, adapter) = model(false);
     let validation = batcher(dataset(9, 2), 4, false);
     let lion = Optimizer::Lion(LionOptions::default());
     let slower = Optimizer::AdamW(AdamWOptions { beta1: 0.95, ..AdamWOptions::default() });
@@ -493,7 +495,7 @@ fn a_checkpoint_of_another_run_is_refused_with_what_differs() {
         ("seed", batcher(dataset(24, 1), 3, true), TrainOptions { seed: 12, ..with_best() }),
     ];
     for (key, batches, options) in cases {
-        let mut trainer = Trainer::new(&model, &batches, options, output.path(), "llama")
+        let mut trainer = Trainer::new(&model, &adapter, &batches, options, output.path(), "llama")
             .unwrap()
             .with_validation(&validation);
         let error = trainer.resume(&checkpoint).unwrap_err().to_string();
@@ -510,16 +512,17 @@ fn a_damaged_checkpoint_is_an_error_that_names_the_file() {
     let output = tempfile::tempdir().unwrap();
     train_quietly(output.path(), false);
     let checkpoint = latest_checkpoint(output.path()).unwrap().unwrap();
-    let model = model(false);
+    let (model, adapter) = model(false);
     let batches = batcher(dataset(24, 1), 3, true);
     let validation = batcher(dataset(9, 2), 4, false);
     for name in ["optimizer.safetensors", "adapter_model.safetensors", "trainer_state.json"] {
         let path = checkpoint.join(name);
         let whole = std::fs::read(&path).unwrap();
         std::fs::write(&path, &whole[..whole.len() / 2]).unwrap();
-        let mut trainer = Trainer::new(&model, &batches, with_best(), output.path(), "llama")
-            .unwrap()
-            .with_validation(&validation);
+        let mut trainer =
+            Trainer::new(&model, &adapter, &batches, with_best(), output.path(), "llama")
+                .unwrap()
+                .with_validation(&validation);
         let error = trainer.resume(&checkpoint).unwrap_err().to_string();
         assert!(error.contains(name), "{error}");
         std::fs::write(&path, whole).unwrap();
@@ -533,11 +536,12 @@ fn another_adapter_or_base_is_another_run() {
     let resume = |config: &LoraConfig, change_base: bool| -> Result<()> {
         let mut model = Model::load(base(), DType::F32, &device())?;
         if change_base {
-            model.load_adapter(base().join("adapter"))?;
-            model.merge_adapter()?;
+            model = Adapter::load(&model, base().join("adapter"))?.merge(model)?;
         }
-        model.add_lora(config, 5)?;
-        let mut trainer = Trainer::new(&model, &batches, options(), output.path(), "llama")?;
+        let adapter = Arc::new(Adapter::new(&model, config, 5)?);
+        let model = Arc::new(model);
+        let mut trainer =
+            Trainer::new(&model, &adapter, &batches, options(), output.path(), "llama")?;
         match latest_checkpoint(output.path())? {
             Some(checkpoint) => trainer.resume(checkpoint).map(|_| ()),
             None => trainer.run(&mut |_: &Metric| -> Result<()> { Ok(()) }).map(|_| ()),
@@ -558,39 +562,43 @@ fn a_new_run_does_not_begin_over_an_old_one_or_over_its_base() {
     train_quietly(output.path(), false);
     let batches = batcher(dataset(24, 1), 3, true);
     let mut quiet = |_: &Metric| -> Result<()> { Ok(()) };
-    let adapted = model(false);
-    let mut trainer = Trainer::new(&adapted, &batches, options(), output.path(), "llama").unwrap();
+    let (adapted, adapter) = model(false);
+    let mut trainer =
+        Trainer::new(&adapted, &adapter, &batches, options(), output.path(), "llama").unwrap();
     let error = trainer.run(&mut quiet).unwrap_err().to_string();
     assert!(error.contains("earlier run"), "{error}");
 
-    let full = model(true);
-    let mut trainer =
-        Trainer::new(&full, &batches, options(), base(), "llama").unwrap().with_companions(base());
+    let (full, every_weight) = model(true);
+    let mut trainer = Trainer::new(&full, &every_weight, &batches, options(), base(), "llama")
+        .unwrap()
+        .with_companions(base());
     let error = trainer.run(&mut quiet).unwrap_err().to_string();
     assert!(error.contains("overwritten"), "{error}");
 
     let patient = TrainOptions { patience: Some(2), ..options() };
     let empty = tempfile::tempdir().unwrap();
-    let mut trainer = Trainer::new(&adapted, &batches, patient, empty.path(), "llama").unwrap();
+    let mut trainer =
+        Trainer::new(&adapted, &adapter, &batches, patient, empty.path(), "llama").unwrap();
     let error = trainer.run(&mut quiet).unwrap_err().to_string();
     assert!(error.contains("patience") && error.contains("validation"), "{error}");
 }
 
-fn snapshot(model: &Model) -> Vec<f32> {
-    model.parameters().unwrap().values().to_vec1().unwrap()
+fn snapshot(adapter: &Adapter) -> Vec<f32> {
+    adapter.parameters().values().to_vec1().unwrap()
 }
 
 #[test]
 fn steps_with_a_nan_are_skipped_and_the_run_stops_at_the_limit() {
-    let model = model(false);
-    let store = model.parameters().unwrap();
+    let (model, adapter) = model(false);
+    let store = adapter.parameters();
     let broken = store.view(ParameterId(0)).unwrap().affine(0.0, f64::NAN).unwrap();
     store.set(ParameterId(0), &broken).unwrap();
-    let before = snapshot(&model);
+    let before = snapshot(&adapter);
     let output = tempfile::tempdir().unwrap();
     let batches = batcher(dataset(24, 1), 3, true);
     let options = TrainOptions { skip_limit: 3, ..options() };
-    let mut trainer = Trainer::new(&model, &batches, options, output.path(), "llama").unwrap();
+    let mut trainer =
+        Trainer::new(&model, &adapter, &batches, options, output.path(), "llama").unwrap();
     let mut skipped = Vec::new();
     let error = trainer
         .run(&mut |metric: &Metric| -> Result<()> {
@@ -603,20 +611,20 @@ fn steps_with_a_nan_are_skipped_and_the_run_stops_at_the_limit() {
     assert!(matches!(error, Error::Diverged(_)), "{error}");
     assert_eq!(skipped.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3]);
     assert!(skipped[0].1.contains("NaN"), "{skipped:?}");
-    let after = snapshot(&model);
+    let after = snapshot(&adapter);
     assert!(before.iter().zip(&after).all(|(a, b)| a.to_bits() == b.to_bits()));
 }
 
 /// The parameters after a run without evaluation or checkpoints in between.
 fn trained(options: TrainOptions, batches: &Batcher, config: &LoraConfig) -> Vec<f32> {
-    let mut model = Model::load(base(), DType::F32, &device()).unwrap();
-    model.add_lora(config, 5).unwrap();
+    let model = Arc::new(Model::load(base(), DType::F32, &device()).unwrap());
+    let adapter = Arc::new(Adapter::new(&model, config, 5).unwrap());
     let output = tempfile::tempdir().unwrap();
-    Trainer::new(&model, batches, options, output.path(), "llama")
+    Trainer::new(&model, &adapter, batches, options, output.path(), "llama")
         .unwrap()
         .run(&mut |_: &Metric| -> Result<()> { Ok(()) })
         .unwrap();
-    snapshot(&model)
+    snapshot(&adapter)
 }
 
 fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
@@ -685,7 +693,7 @@ fn old_checkpoints_go_and_the_best_stays() {
 
 #[test]
 fn training_stops_early_when_the_validation_loss_stops_falling() {
-    let model = model(false);
+    let (model, adapter) = model(false);
     let output = tempfile::tempdir().unwrap();
     // Data to validate on that contradicts the data to learn from.
     let (batches, contrary) = (batcher(dataset(24, 1), 3, true), {
@@ -703,7 +711,7 @@ fn training_stops_early_when_the_validation_loss_stops_falling() {
         patience: Some(2),
         ..TrainOptions::new(400, learning_rate(3e-2, 400))
     };
-    let summary = Trainer::new(&model, &batches, options, output.path(), "llama")
+    let summary = Trainer::new(&model, &adapter, &batches, options, output.path(), "llama")
         .unwrap()
         .with_validation(&contrary)
         .run(&mut |_: &Metric| -> Result<()> { Ok(()) })
@@ -719,7 +727,7 @@ fn training_stops_early_when_the_validation_loss_stops_falling() {
 
 #[test]
 fn options_that_cannot_work_are_refused_by_name() {
-    let model = model(false);
+    let (model, adapter) = model(false);
     let batches = batcher(dataset(4, 1), 2, false);
     let cases: [(&str, TrainOptions); 4] = [
         ("steps", TrainOptions { steps: 0, ..options() }),
@@ -728,11 +736,14 @@ fn options_that_cannot_work_are_refused_by_name() {
         ("keep", TrainOptions { keep: 0, ..options() }),
     ];
     for (name, options) in cases {
-        let error = Trainer::new(&model, &batches, options, "nowhere", "llama").err().unwrap();
+        let error =
+            Trainer::new(&model, &adapter, &batches, options, "nowhere", "llama").err().unwrap();
         assert!(error.to_string().contains(name), "{error}");
     }
-    let untrained = Model::load(base(), DType::F32, &device()).unwrap();
-    assert!(Trainer::new(&untrained, &batches, options(), "nowhere", "llama").is_err());
+    let other = Arc::new(Model::load(base(), DType::F32, &device()).unwrap());
+    let error =
+        Trainer::new(&other, &adapter, &batches, options(), "nowhere", "llama").err().unwrap();
+    assert!(error.to_string().contains("another model"), "{error}");
 }
 
 /// Unmounts when it goes.
@@ -760,10 +771,10 @@ fn a_full_disk_is_an_error_and_loses_nothing() {
     let small = tempfile::tempdir().unwrap();
     mount(small.path(), "size=160k");
     let _mounted = Mounted(small.path().to_path_buf());
-    let model = model(false);
+    let (model, adapter) = model(false);
     let (batches, validation) =
         (batcher(dataset(24, 1), 3, true), batcher(dataset(9, 2), 4, false));
-    let error = Trainer::new(&model, &batches, with_best(), small.path(), "llama")
+    let error = Trainer::new(&model, &adapter, &batches, with_best(), small.path(), "llama")
         .unwrap()
         .with_validation(&validation)
         .run(&mut |_: &Metric| -> Result<()> { Ok(()) })
@@ -781,12 +792,12 @@ fn a_full_disk_is_an_error_and_loses_nothing() {
 
 /// A run of `steps` steps in `output`, from its newest checkpoint if there is one.
 fn train_for(output: &Path, steps: u64) -> Result<(Option<metal_candle::train::Resumed>, Summary)> {
-    let model = model(false);
+    let (model, adapter) = model(false);
     let (batches, validation) =
         (batcher(dataset(24, 1), 3, true), batcher(dataset(9, 2), 4, false));
     let options = TrainOptions { steps, learning_rate: learning_rate(2e-2, steps), ..with_best() };
-    let mut trainer =
-        Trainer::new(&model, &batches, options, output, "llama")?.with_validation(&validation);
+    let mut trainer = Trainer::new(&model, &adapter, &batches, options, output, "llama")?
+        .with_validation(&validation);
     let resumed = trainer.resume_newest(output)?;
     let mut log = JsonLines::resume(output.join(LOG), trainer.position())?;
     Ok((resumed, trainer.run(&mut log)?))
@@ -923,10 +934,12 @@ fn a_changed_byte_anywhere_in_the_base_is_another_base() {
     let output = tempfile::tempdir().unwrap();
     let batches = batcher(dataset(24, 1), 3, true);
     let run = |steps| -> Result<()> {
-        let mut model = Model::load(folder.path(), DType::F32, &device())?;
-        model.add_lora(&LoraConfig { rank: 4, ..LoraConfig::default() }, 5)?;
+        let model = Arc::new(Model::load(folder.path(), DType::F32, &device())?);
+        let config = LoraConfig { rank: 4, ..LoraConfig::default() };
+        let adapter = Arc::new(Adapter::new(&model, &config, 5)?);
         let options = TrainOptions { steps, ..options() };
-        let mut trainer = Trainer::new(&model, &batches, options, output.path(), "llama")?;
+        let mut trainer =
+            Trainer::new(&model, &adapter, &batches, options, output.path(), "llama")?;
         trainer.resume_newest(output.path())?;
         trainer.run(&mut |_: &Metric| -> Result<()> { Ok(()) }).map(|_| ())
     };
@@ -949,11 +962,11 @@ fn a_changed_byte_anywhere_in_the_base_is_another_base() {
 #[test]
 fn another_chat_template_is_another_run() {
     let output = tempfile::tempdir().unwrap();
-    let (model, batches) = (model(false), batcher(dataset(24, 1), 3, true));
+    let ((model, adapter), batches) = (model(false), batcher(dataset(24, 1), 3, true));
     let trainer = |source: &str| {
         let template = ChatTemplate::new(source, vec![], vec![], vec![]).unwrap();
         let options = TrainOptions { steps: 2, ..options() };
-        Trainer::new(&model, &batches, options, output.path(), "llama")
+        Trainer::new(&model, &adapter, &batches, options, output.path(), "llama")
             .unwrap()
             .with_chat_template(&template)
     };
@@ -966,15 +979,16 @@ fn another_chat_template_is_another_run() {
 #[test]
 fn a_run_whose_last_steps_are_skipped_says_so() {
     let run = |from: u64| {
-        let model = model(false);
+        let (model, adapter) = model(false);
         let batches = batcher(dataset(24, 1), 3, true);
         let options = TrainOptions { steps: 4, evaluate_every: 0, ..options() };
         let output = tempfile::tempdir().unwrap();
         let mut reasons = Vec::new();
-        let result = Trainer::new(&model, &batches, options, output.path(), "llama").unwrap().run(
-            &mut |metric: &Metric| -> Result<()> {
+        let result = Trainer::new(&model, &adapter, &batches, options, output.path(), "llama")
+            .unwrap()
+            .run(&mut |metric: &Metric| -> Result<()> {
                 // From here on every loss is NaN.
-                let store = model.parameters().unwrap();
+                let store = adapter.parameters();
                 if matches!(metric, Metric::Train { step, .. } if *step == from) {
                     let broken = store.view(ParameterId(0))?.affine(0.0, f64::NAN)?;
                     store.set(ParameterId(0), &broken)?;
@@ -983,8 +997,7 @@ fn a_run_whose_last_steps_are_skipped_says_so() {
                     reasons.push(reason.clone());
                 }
                 Ok(())
-            },
-        );
+            });
         (result, reasons)
     };
     let (result, reasons) = run(2);
@@ -997,14 +1010,14 @@ fn a_run_whose_last_steps_are_skipped_says_so() {
 
 #[test]
 fn a_run_that_learned_nothing_has_failed() {
-    let model = model(false);
-    let store = model.parameters().unwrap();
+    let (model, adapter) = model(false);
+    let store = adapter.parameters();
     let broken = store.view(ParameterId(0)).unwrap().affine(0.0, f64::NAN).unwrap();
     store.set(ParameterId(0), &broken).unwrap();
     let output = tempfile::tempdir().unwrap();
     let batches = batcher(dataset(24, 1), 3, true);
     let options = TrainOptions { steps: 3, ..options() };
-    let error = Trainer::new(&model, &batches, options, output.path(), "llama")
+    let error = Trainer::new(&model, &adapter, &batches, options, output.path(), "llama")
         .unwrap()
         .run(&mut |_: &Metric| -> Result<()> { Ok(()) })
         .unwrap_err();

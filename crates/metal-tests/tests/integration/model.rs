@@ -5,12 +5,15 @@
 
 use candle_core::{DType, Device, Tensor};
 use metal_candle::Result;
-use metal_candle::adapter::LoraConfig;
+use metal_candle::adapter::{Adapter, LoraConfig};
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::{Batch, BatchOptions, Batcher, Dataset, Example, IGNORED};
 use metal_candle::generate::{Sampler, SamplingOptions, Session};
-use metal_candle::model::{Config, Input, Model, PassOptions};
-use metal_candle::train::{LearningRate, Metric, ScheduleOptions, TrainOptions, Trainer};
+use metal_candle::model::{Config, Model};
+use metal_candle::pass::Input;
+use metal_candle::train::{
+    Gradients, LearningRate, Metric, ScheduleOptions, TrainOptions, Trainer,
+};
 use metal_candle_kernels::adamw;
 #[cfg(not(feature = "metal"))]
 use metal_candle_kernels::emulation::{Constant, Launch};
@@ -76,7 +79,7 @@ fn assert_ran(names: Option<BTreeSet<&'static str>>, dtype: DType, expected: &[&
 const VOCABULARY: u32 = 72;
 
 /// Heads that share keys, rope, a gated unit, and a head that is the embedding.
-fn model(dtype: DType, device: &Device) -> Model {
+fn model(dtype: DType, device: &Device) -> Arc<Model> {
     let config = Config::from_json(
         r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 72,
             "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2,
@@ -84,13 +87,14 @@ fn model(dtype: DType, device: &Device) -> Model {
             "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "initializer_range": 0.2}"#,
     )
     .unwrap();
-    Model::random(config, dtype, device, 1).unwrap()
+    Arc::new(Model::random(config, dtype, device, 1).unwrap())
 }
 
-fn with_adapter(dtype: DType, device: &Device) -> Model {
-    let mut model = model(dtype, device);
-    model.add_lora(&LoraConfig { rank: 4, dropout: 0.1, ..LoraConfig::default() }, 5).unwrap();
-    model
+fn with_adapter(dtype: DType, device: &Device) -> (Arc<Model>, Arc<Adapter>) {
+    let model = model(dtype, device);
+    let config = LoraConfig { rank: 4, dropout: 0.1, ..LoraConfig::default() };
+    let adapter = Adapter::new(&model, &config, 5).unwrap();
+    (model, Arc::new(adapter))
 }
 
 /// Two rows: two records one after the other, and one with padding behind it.
@@ -184,8 +188,8 @@ fn a_model_on_metal_gives_the_logits_of_the_cpu() {
         let logits = |device: &Device| {
             let model = model(dtype, device);
             let input = Input::batch(&batch(VOCABULARY), device).unwrap();
-            let hidden = model.forward(&Tape::inference(), &input, None, PassOptions::default());
-            model.logits(hidden.unwrap().tensor()).unwrap()
+            let hidden = model.forward(&Tape::inference(), &input, None);
+            model.logits(hidden.unwrap().tensor(), &input).unwrap()
         };
         let (found, names) = on_metal(Mode::Asan, |device| numbers(&logits(device)));
         assert_close(&found, &numbers(&logits(&Device::Cpu)), tolerance, "logits");
@@ -206,8 +210,9 @@ struct Steps {
 }
 
 fn train(device: &Device, dtype: DType, checkpoint: bool) -> Steps {
-    let model = with_adapter(dtype, device);
-    let store = model.parameters().unwrap();
+    let (model, adapter) = with_adapter(dtype, device);
+    let store = adapter.parameters();
+    let gradients = Gradients::new(store).unwrap();
     let moments = [(); 2].map(|()| store.values().zeros_like().unwrap());
     let options = adamw::Options {
         learning_rate: 0.05,
@@ -219,15 +224,14 @@ fn train(device: &Device, dtype: DType, checkpoint: bool) -> Steps {
     };
     let mut steps = Steps { losses: Vec::new(), gradients: Vec::new(), parameters: Vec::new() };
     for step in 1..=2 {
-        let tape = Tape::recording();
-        let pass = PassOptions { dropout_seed: Some(step as u64), checkpoint };
-        let loss = model.loss(&tape, &batch(VOCABULARY), pass).unwrap();
-        tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &*store).unwrap();
+        let tape = Tape::recording().with_dropout(step as u64).with_checkpointing(checkpoint);
+        let loss = model.loss(&tape, &batch(VOCABULARY), Some(&adapter)).unwrap();
+        tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &gradients).unwrap();
         steps.losses.extend(numbers(loss.sum.tensor()));
-        steps.gradients.push(numbers(store.gradients()));
+        steps.gradients.push(numbers(gradients.buffer()));
         let norm = adamw::clipped_step(
             store.values(),
-            store.gradients(),
+            gradients.buffer(),
             &moments[0],
             &moments[1],
             step,
@@ -236,7 +240,7 @@ fn train(device: &Device, dtype: DType, checkpoint: bool) -> Steps {
             &options,
         );
         steps.losses.push(norm.unwrap() as f32);
-        assert!(numbers(store.gradients()).iter().all(|gradient| *gradient == 0.0));
+        assert!(numbers(gradients.buffer()).iter().all(|gradient| *gradient == 0.0));
     }
     steps.parameters = numbers(store.values());
     steps
@@ -274,7 +278,7 @@ fn read(session: &mut Session, tokens: &[u32]) -> Vec<f32> {
 fn text_from_metal_is_that_of_the_cpu() {
     let write = |device: &Device| {
         let model = model(DType::F32, device);
-        let mut session = Session::new(&model);
+        let mut session = Session::new(&model, None);
         // Many tokens, few, and one after another.
         let mut logits = read(&mut session, &[3, 17, 45, 9, 60, 2, 33, 70, 5, 21, 4]);
         logits.extend(read(&mut session, &[8, 30, 12]));
@@ -339,7 +343,7 @@ fn a_training_run_on_metal_is_that_of_the_cpu() {
         Batcher::new(dataset, options).unwrap()
     };
     let run = |device: &Device| -> (Vec<f32>, Vec<f32>) {
-        let model = with_adapter(DType::F32, device);
+        let (model, adapter) = with_adapter(DType::F32, device);
         let (batches, validation) = (batches(examples(6, 1)), batches(examples(2, 30)));
         let rate: LearningRate = ScheduleOptions::default().build(3).unwrap();
         let options = TrainOptions {
@@ -349,7 +353,8 @@ fn a_training_run_on_metal_is_that_of_the_cpu() {
             ..TrainOptions::new(3, rate)
         };
         let output = tempfile::tempdir().unwrap();
-        let trainer = Trainer::new(&model, &batches, options, output.path(), "random").unwrap();
+        let trainer = Trainer::new(&model, &adapter, &batches, options, output.path(), "random");
+        let trainer = trainer.unwrap();
         let mut found = Vec::new();
         trainer
             .with_validation(&validation)
@@ -364,7 +369,7 @@ fn a_training_run_on_metal_is_that_of_the_cpu() {
                 Ok(())
             })
             .unwrap();
-        (found, numbers(model.parameters().unwrap().values()))
+        (found, numbers(adapter.parameters().values()))
     };
     let ((found, parameters), _) = on_metal(Mode::Asan, run);
     let (expected, expected_parameters) = run(&Device::Cpu);
@@ -373,15 +378,16 @@ fn a_training_run_on_metal_is_that_of_the_cpu() {
 }
 
 /// A random adapter for every linear layer, or every weight.
-fn with_parameters(name: &str, full: bool, device: &Device) -> Model {
+fn with_parameters(name: &str, full: bool, device: &Device) -> (Arc<Model>, Arc<Adapter>) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models").join(name);
-    let mut model = Model::load(folder, DType::F32, device).unwrap();
+    let model = Model::load(folder, DType::F32, device).unwrap();
     if full {
-        model.train_all().unwrap();
-        return model;
+        let adapter = Adapter::full(&model).unwrap();
+        return (Arc::new(model.without_weights()), Arc::new(adapter));
     }
-    model.add_lora(&LoraConfig { rank: 3, ..LoraConfig::default() }, 5).unwrap();
-    let store = model.parameters().unwrap();
+    let config = LoraConfig { rank: 3, ..LoraConfig::default() };
+    let adapter = Adapter::new(&model, &config, 5).unwrap();
+    let store = adapter.parameters();
     for (index, entry) in store.entries().iter().enumerate() {
         let count = entry.shape.elem_count();
         let values = (0..count).map(|i| ((i * 37 + index) % 19) as f32 * 0.01 - 0.09);
@@ -389,7 +395,7 @@ fn with_parameters(name: &str, full: bool, device: &Device) -> Model {
         let values = Tensor::from_vec(values, entry.shape.clone(), device).unwrap();
         store.set(ParameterId(index), &values).unwrap();
     }
-    model
+    (Arc::new(model), Arc::new(adapter))
 }
 
 /// Windows, soft caps, biases, q/k norms, fused projections and multipliers.
@@ -411,16 +417,16 @@ fn every_family_on_metal_gives_the_loss_gradients_and_logits_of_the_cpu() {
         "smollm3",
     ];
     let run = |name: &str, full: bool, device: &Device| {
-        let model = with_parameters(name, full, device);
-        let store = model.parameters().unwrap();
+        let (model, adapter) = with_parameters(name, full, device);
+        let gradients = Gradients::new(adapter.parameters()).unwrap();
         let batch = batch(model.config().vocab_size as u32);
         let tape = Tape::recording();
-        let loss = model.loss(&tape, &batch, PassOptions::default()).unwrap();
-        tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &*store).unwrap();
-        let mut session = Session::new(&model);
+        let loss = model.loss(&tape, &batch, Some(&adapter)).unwrap();
+        tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &gradients).unwrap();
+        let mut session = Session::new(&model, Some(&adapter));
         let mut logits = read(&mut session, &batch.input_ids[..11]);
         logits.extend(read(&mut session, &batch.input_ids[11..12]));
-        (numbers(loss.sum.tensor()), numbers(store.gradients()), logits)
+        (numbers(loss.sum.tensor()), numbers(gradients.buffer()), logits)
     };
     let mut ran: Option<BTreeSet<_>> = None;
     for (name, full) in

@@ -3,8 +3,9 @@
 use super::{
     AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer, SgdOptions,
 };
-use crate::adapter::{Entry, ParameterStore};
+use crate::adapter::{Entry, Parameters};
 use crate::model::Weights;
+use crate::train::Gradients;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use metal_candle_kernels::{adafactor, adamw, adamw8bit, flat, lion, muon, sgd};
@@ -139,7 +140,7 @@ pub(in crate::train) struct OptimizerState {
 
 impl OptimizerState {
     /// As it is before the first step.
-    pub fn new(optimizer: Optimizer, parameters: &ParameterStore) -> Result<Self> {
+    pub fn new(optimizer: Optimizer, parameters: &Parameters) -> Result<Self> {
         let device = parameters.values().device();
         let tensors = layout(&optimizer, parameters.entries())
             .into_iter()
@@ -157,7 +158,7 @@ impl OptimizerState {
     ///
     /// # Errors
     /// When the file cannot be read or is another optimiser's.
-    pub fn load(optimizer: Optimizer, parameters: &ParameterStore, path: &Path) -> Result<Self> {
+    pub fn load(optimizer: Optimizer, parameters: &Parameters, path: &Path) -> Result<Self> {
         let weights = Weights::from_files([path])?;
         let layout = layout(&optimizer, parameters.entries());
         let mut found: Vec<&str> = weights.names().collect();
@@ -197,12 +198,13 @@ impl OptimizerState {
     /// isn't finite, no step is made. The gradients are zero afterwards.
     pub fn step(
         &self,
-        parameters: &ParameterStore,
+        parameters: &Parameters,
+        gradients: &Gradients,
         learning_rate: f64,
         number: usize,
         clip_norm: Option<f64>,
     ) -> Result<f64> {
-        let (values, gradients) = (parameters.values(), parameters.gradients());
+        let (values, gradients) = (parameters.values(), gradients.buffer());
         let decayed = parameters.decayed();
         let adam = |names: [&str; 2], options: &AdamWOptions| -> Result<f64> {
             let options = adamw_options(options, learning_rate);
@@ -240,13 +242,17 @@ impl OptimizerState {
                 match optimizer {
                     Optimizer::AdamW8bit(options) => {
                         let options = adamw_options(options, learning_rate);
-                        self.step_in_8_bits(parameters, number, scale, &options)?;
+                        self.step_in_8_bits(parameters, gradients, number, scale, &options)?;
                     }
                     Optimizer::Adafactor(options) => {
-                        self.step_by_adafactor(parameters, learning_rate, number, scale, options)?;
+                        let rate = learning_rate;
+                        self.step_by_adafactor(
+                            parameters, gradients, rate, number, scale, options,
+                        )?;
                     }
                     Optimizer::Muon(options) => {
-                        self.step_by_muon(parameters, learning_rate, number, scale, options)?;
+                        let rate = learning_rate;
+                        self.step_by_muon(parameters, gradients, rate, number, scale, options)?;
                     }
                     other => {
                         return Err(Error::option(
@@ -262,15 +268,16 @@ impl OptimizerState {
 
     fn step_in_8_bits(
         &self,
-        parameters: &ParameterStore,
+        parameters: &Parameters,
+        gradients: &Tensor,
         number: usize,
         scale: f32,
         options: &adamw::Options,
     ) -> Result<()> {
         let (mut codes, mut scales, mut whole) = (0, 0, 0);
         for run in runs(parameters.entries()) {
-            let [p, g] = [parameters.values(), parameters.gradients()]
-                .map(|all| all.narrow(0, run.offset, run.count));
+            let [p, g] =
+                [parameters.values(), gradients].map(|all| all.narrow(0, run.offset, run.count));
             let (p, g) = (p?, g?);
             let options = adamw::Options {
                 weight_decay: if run.decays { options.weight_decay } else { 0.0 },
@@ -300,7 +307,8 @@ impl OptimizerState {
 
     fn step_by_adafactor(
         &self,
-        parameters: &ParameterStore,
+        parameters: &Parameters,
+        gradients: &Tensor,
         learning_rate: f64,
         number: usize,
         scale: f32,
@@ -309,7 +317,7 @@ impl OptimizerState {
         let (mut row, mut column) = (0, 0);
         for entry in parameters.entries().iter().filter(|entry| elements(entry) > 0) {
             let [rows, columns] = matrix(entry);
-            let [p, g] = [parameters.values(), parameters.gradients()]
+            let [p, g] = [parameters.values(), gradients]
                 .map(|all| entry.of(all)?.reshape((rows, columns)).map_err(Error::from));
             let row_means = self.part_of("adafactor.row_means", row, rows)?;
             let column_means = self.part_of("adafactor.column_means", column, columns)?;
@@ -333,7 +341,8 @@ impl OptimizerState {
 
     fn step_by_muon(
         &self,
-        parameters: &ParameterStore,
+        parameters: &Parameters,
+        gradients: &Tensor,
         learning_rate: f64,
         number: usize,
         scale: f32,
@@ -346,8 +355,8 @@ impl OptimizerState {
         let (mut of_hidden, mut of_rest) = (0, 0);
         for entry in parameters.entries().iter().filter(|entry| elements(entry) > 0) {
             let count = elements(entry);
-            let [p, g] = [parameters.values(), parameters.gradients()]
-                .map(|all| all.narrow(0, entry.offset, count));
+            let [p, g] =
+                [parameters.values(), gradients].map(|all| all.narrow(0, entry.offset, count));
             let (p, g) = (p?, g?);
             if is_hidden_matrix(entry) {
                 let [rows, columns] = matrix(entry);

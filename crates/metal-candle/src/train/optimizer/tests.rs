@@ -1,6 +1,7 @@
 use super::*;
-use crate::adapter::ParameterStore;
+use crate::adapter::Parameters;
 use crate::model::Weights;
+use crate::train::Gradients;
 use candle_core::{DType, Device, Shape, Tensor};
 use metal_candle_kernels::{copy, flat};
 
@@ -19,8 +20,8 @@ pub(super) fn all() -> Vec<Optimizer> {
 }
 
 /// Two matrices and a vector.
-fn store() -> ParameterStore {
-    let parameters = [
+fn parameters() -> Parameters {
+    let shapes = [
         ("a.lora_A", vec![7, 5]),
         ("b", vec![3]),
         ("model.embed_tokens.weight", vec![10, 6]),
@@ -29,7 +30,7 @@ fn store() -> ParameterStore {
         ("e", vec![64, 65]),
     ]
     .map(|(name, shape)| (name.to_string(), Shape::from(shape)));
-    let (store, ids) = ParameterStore::new(&parameters, &Device::Cpu).unwrap();
+    let (store, ids) = Parameters::new(&shapes, &Device::Cpu).unwrap();
     for id in ids {
         let ones = store.view(id).unwrap().ones_like().unwrap();
         store.set(id, &ones).unwrap();
@@ -37,15 +38,15 @@ fn store() -> ParameterStore {
     store
 }
 
-fn put_gradients(store: &ParameterStore, seed: u64) {
+fn put_gradients(all: &Gradients, seed: u64) {
+    let len = all.buffer().elem_count();
     let mut random = crate::random::SplitMix64::new(seed);
-    let gradients: Vec<f32> =
-        (0..store.len()).map(|_| random.below(2001) as f32 / 1000.0 - 1.0).collect();
-    let gradients = Tensor::from_vec(gradients, store.len(), &Device::Cpu).unwrap();
-    copy::write(store.gradients(), &gradients, 0, 0).unwrap();
+    let gradients: Vec<f32> = (0..len).map(|_| random.below(2001) as f32 / 1000.0 - 1.0).collect();
+    let gradients = Tensor::from_vec(gradients, len, &Device::Cpu).unwrap();
+    copy::write(all.buffer(), &gradients, 0, 0).unwrap();
 }
 
-fn numbers(store: &ParameterStore) -> Vec<f32> {
+fn numbers(store: &Parameters) -> Vec<f32> {
     store.values().to_vec1().unwrap()
 }
 
@@ -54,13 +55,14 @@ fn a_state_that_was_saved_and_read_takes_the_same_steps() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("optimizer.safetensors");
     for optimizer in all() {
-        let (whole, parts) = (store(), store());
+        let (whole, parts) = (parameters(), parameters());
+        let gradients = Gradients::new(&whole).unwrap();
         let state = OptimizerState::new(optimizer, &whole).unwrap();
         let mut part = OptimizerState::new(optimizer, &parts).unwrap();
         for number in 1..=4 {
             for (store, state) in [(&whole, &state), (&parts, &part)] {
-                put_gradients(store, number);
-                state.step(store, 1e-2, number as usize, Some(1.0)).unwrap();
+                put_gradients(&gradients, number);
+                state.step(store, &gradients, 1e-2, number as usize, Some(1.0)).unwrap();
             }
             crate::files::write_safetensors(&path, &part.tensors(), None).unwrap();
             part = OptimizerState::load(optimizer, &parts, &path).unwrap();
@@ -72,7 +74,7 @@ fn a_state_that_was_saved_and_read_takes_the_same_steps() {
             assert_eq!(optimizer.state_bytes(parts.entries()), bytes);
         }
         assert_eq!(numbers(&whole), numbers(&parts), "{optimizer:?}");
-        assert_ne!(numbers(&whole), numbers(&store()), "{optimizer:?}");
+        assert_ne!(numbers(&whole), numbers(&parameters()), "{optimizer:?}");
     }
 }
 
@@ -80,7 +82,7 @@ fn a_state_that_was_saved_and_read_takes_the_same_steps() {
 fn the_state_of_another_optimizer_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("optimizer.safetensors");
-    let store = store();
+    let store = parameters();
     for (index, saved) in all().into_iter().enumerate() {
         let tensors = OptimizerState::new(saved, &store).unwrap().tensors();
         crate::files::write_safetensors(&path, &tensors, None).unwrap();
@@ -100,9 +102,10 @@ fn the_state_of_another_optimizer_is_refused() {
 #[test]
 fn weight_decay_leaves_vectors_alone() {
     for optimizer in all() {
-        let store = store();
+        let store = parameters();
         let state = OptimizerState::new(optimizer, &store).unwrap();
-        let norm = state.step(&store, 0.5, 1, Some(1.0)).unwrap();
+        let gradients = Gradients::new(&store).unwrap();
+        let norm = state.step(&store, &gradients, 0.5, 1, Some(1.0)).unwrap();
         assert_eq!(norm, 0.0);
         let (matrices, vectors) = (numbers(&store), store.decayed());
         let decays = optimizer.describe().contains("weight_decay 0.1");
@@ -114,16 +117,17 @@ fn weight_decay_leaves_vectors_alone() {
 #[test]
 fn broken_gradients_make_no_step() {
     for optimizer in all() {
-        let store = store();
+        let store = parameters();
         let state = OptimizerState::new(optimizer, &store).unwrap();
         let before: Vec<Vec<u8>> = bytes(&state);
-        put_gradients(&store, 1);
+        let all = Gradients::new(&store).unwrap();
+        put_gradients(&all, 1);
         let nan = Tensor::new(&[f32::NAN], &Device::Cpu).unwrap();
-        copy::write(store.gradients(), &nan, 0, 3).unwrap();
-        assert!(!state.step(&store, 1e-2, 1, Some(1.0)).unwrap().is_finite());
+        copy::write(all.buffer(), &nan, 0, 3).unwrap();
+        assert!(!state.step(&store, &all, 1e-2, 1, Some(1.0)).unwrap().is_finite());
         assert!(numbers(&store).iter().all(|p| *p == 1.0), "{optimizer:?}");
         assert_eq!(bytes(&state), before, "{optimizer:?}");
-        let gradients: Vec<f32> = store.gradients().to_vec1().unwrap();
+        let gradients: Vec<f32> = all.buffer().to_vec1().unwrap();
         assert!(gradients.iter().all(|g| *g == 0.0), "{optimizer:?}");
     }
 }
@@ -177,7 +181,7 @@ fn a_description_names_every_option() {
 
 #[test]
 fn moments_of_8_bits_take_a_quarter_and_small_tensors_keep_theirs() {
-    let store = store();
+    let store = parameters();
     let options = AdamWOptions::default();
     // c has 5600 elements, d 4096 and e 4160; d and e are one run, c another as its last block isn't whole.
     let (short, blocks) = (5600 + 4096 + 4160, 22 + 16 + 17);
@@ -226,17 +230,18 @@ fn follow(prefix: &str, case: &str, names: &[&str], optimizer: Optimizer, rate: 
         .iter()
         .map(|name| (name.to_string(), read(&format!("{prefix}parameters.{name}")).shape().clone()))
         .collect();
-    let (store, ids) = ParameterStore::new(&shapes, &Device::Cpu).unwrap();
+    let (store, ids) = Parameters::new(&shapes, &Device::Cpu).unwrap();
     for (id, name) in ids.iter().zip(names) {
         store.set(*id, &read(&format!("{prefix}parameters.{name}"))).unwrap();
     }
+    let all = Gradients::new(&store).unwrap();
     let state = OptimizerState::new(optimizer, &store).unwrap();
     for number in 0..4 {
         for (id, name) in ids.iter().zip(names) {
             let gradient = read(&format!("{prefix}gradients.{number}.{name}"));
-            flat::accumulate(&store.gradient(*id).unwrap(), &gradient, 1.0).unwrap();
+            flat::accumulate(&all.view(*id).unwrap(), &gradient, 1.0).unwrap();
         }
-        state.step(&store, rate, number + 1, None).unwrap();
+        state.step(&store, &all, rate, number + 1, None).unwrap();
     }
     let mut off = Vec::new();
     for (id, name) in ids.iter().zip(names) {

@@ -1,9 +1,9 @@
-//! The parameter store: every trainable tensor as a view of one flat f32 buffer.
+//! The parameters of an adapter: every trainable tensor as a view of one flat f32 buffer.
 
-use crate::autograd::{GradientSink, ParameterId};
+use crate::autograd::ParameterId;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
-use metal_candle_kernels::{copy, flat};
+use metal_candle_kernels::copy;
 use std::collections::BTreeMap;
 
 /// One trainable tensor.
@@ -18,27 +18,26 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Its part of a flat buffer `(len)` in the layout of its store, as a view.
+    /// Its part of a flat buffer `(len)` in this layout, as a view.
     pub fn of(&self, buffer: &Tensor) -> Result<Tensor> {
         let flat = buffer.narrow(0, self.offset, self.shape.elem_count())?;
         Ok(flat.reshape(self.shape.clone())?)
     }
 }
 
-/// Values and gradients of all trainable parameters, each a flat f32 buffer with named views, so
-/// that the optimiser, the norm and the clipping are one pass each.
+/// The values of all trainable tensors, a flat f32 buffer with named views, so that the optimiser, the
+/// norm and the clipping are one pass each.
 ///
 /// Tensors with two or more dimensions come first: weight decay applies to them and not to biases
 /// and norms.
 #[derive(Debug)]
-pub struct ParameterStore {
+pub struct Parameters {
     values: Tensor,
-    gradients: Tensor,
     entries: Vec<Entry>,
     decayed: usize,
 }
 
-impl ParameterStore {
+impl Parameters {
     /// Lays out zeroed parameters of the given names and shapes and returns the id of each, in
     /// the order given.
     pub fn new(
@@ -56,8 +55,7 @@ impl ParameterStore {
         let len = entries.iter().map(count).sum::<usize>();
         let decayed = entries.iter().filter(|entry| entry.shape.rank() >= 2).map(count).sum();
         let values = Tensor::zeros(len, DType::F32, device)?;
-        let gradients = Tensor::zeros(len, DType::F32, device)?;
-        Ok((Self { values, gradients, entries, decayed }, ids))
+        Ok((Self { values, entries, decayed }, ids))
     }
 
     /// How parameters of these names and shapes are laid out, and the id of each, in the order given.
@@ -91,11 +89,6 @@ impl ParameterStore {
         &self.values
     }
 
-    /// The gradients in the same layout, `(len)` in f32.
-    pub fn gradients(&self) -> &Tensor {
-        &self.gradients
-    }
-
     /// How many of the leading elements weight decay applies to.
     pub fn decayed(&self) -> usize {
         self.decayed
@@ -109,11 +102,6 @@ impl ParameterStore {
     /// The parameter `id` as a view: it shares the buffer and sees every later update.
     pub fn view(&self, id: ParameterId) -> Result<Tensor> {
         self.entry(id)?.of(&self.values)
-    }
-
-    /// The gradient of the parameter `id` as a view.
-    pub fn gradient(&self, id: ParameterId) -> Result<Tensor> {
-        self.entry(id)?.of(&self.gradients)
     }
 
     /// Overwrites the parameter `id` with `value` of the same shape, in any float dtype.
@@ -130,22 +118,10 @@ impl ParameterStore {
         Ok(())
     }
 
-    /// Sets every gradient to zero.
-    pub fn zero_gradients(&self) -> Result<()> {
-        Ok(flat::fill_zero(&self.gradients)?)
-    }
-
     /// Where the parameter `id` lies.
     pub fn entry(&self, id: ParameterId) -> Result<&Entry> {
         self.entries.get(id.0).ok_or_else(|| {
             Error::option("parameter", format!("{} of {} does not exist", id.0, self.entries.len()))
         })
-    }
-}
-
-/// Adds each contribution to the gradient buffer.
-impl GradientSink for &ParameterStore {
-    fn accept(&mut self, id: ParameterId, gradient: Tensor) -> Result<()> {
-        Ok(flat::accumulate(&self.gradient(id)?, &gradient, 1.0)?)
     }
 }

@@ -1,11 +1,11 @@
 //! PEFT's folder: `adapter_config.json` and `adapter_model.safetensors`, whose tensors are
 //! `base_model.model.<path>.lora_A.weight (r, in)` and `.lora_B.weight (out, r)`.
 
-use super::{LoraConfig, Targets};
+use crate::adapter::{LoraConfig, Parameters, Part, PartKind, Targets};
 use crate::files::{cut, short};
 use crate::model::Weights;
 use crate::{Error, Result, files};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -148,43 +148,41 @@ fn as_usize(value: &Value) -> Option<usize> {
     value.as_u64().and_then(|number| usize::try_from(number).ok())
 }
 
-/// Reads the pair (A `(in, r)`, B `(r, out)`) of each adapted layer, in f32. `layers` gives the
-/// path, the rank and the layer's (in, out) features; a tensor that is missing, of another shape,
-/// or left over is an error.
-pub fn read_weights(
+/// Reads the values of an adapter's parts. A tensor that is missing, of another shape, or left over is an
+/// error.
+pub(in crate::adapter) fn read_weights(
     folder: &Path,
-    layers: &[(String, usize, (usize, usize))],
-    device: &Device,
-) -> Result<Vec<(Tensor, Tensor)>> {
+    parts: &[Part],
+    parameters: &Parameters,
+) -> Result<()> {
     let path = folder.join(ADAPTER_WEIGHTS);
     let weights = Weights::from_files([&path])?;
-    let mut pairs = Vec::with_capacity(layers.len());
-    let fits = |name: &str, expected: [usize; 2]| -> Result<()> {
-        match weights.shape(name) {
-            Some(found) if found == expected => Ok(()),
-            Some(found) => Err(Error::file(
-                &path,
-                format!(
-                    "`{name}` has shape {found:?}, but this base model and {ADAPTER_CONFIG} ask for \
-                 {expected:?}; is this an adapter for another base model?"
-                ),
-            )),
-            None => Err(Error::file(
-                &path,
-                format!(
-                    "has no tensor `{name}`, which {ADAPTER_CONFIG} asks for on this base model; is \
-                 this an adapter for another base model?"
-                ),
-            )),
+    let device = parameters.values().device();
+    for part in parts {
+        let (name, shape) = (name(part), shape(part));
+        match weights.shape(&name) {
+            Some(found) if found == shape => {}
+            Some(found) => {
+                return Err(Error::file(
+                    &path,
+                    format!(
+                        "`{name}` has shape {found:?}, but this base model and {ADAPTER_CONFIG} ask \
+                         for {shape:?}; is this an adapter for another base model?"
+                    ),
+                ));
+            }
+            None => {
+                return Err(Error::file(
+                    &path,
+                    format!(
+                        "has no tensor `{name}`, which {ADAPTER_CONFIG} asks for on this base model; is \
+                         this an adapter for another base model?"
+                    ),
+                ));
+            }
         }
-    };
-    for (layer, rank, (input, output)) in layers {
-        let (a, b) = names(layer);
-        fits(&a, [*rank, *input])?;
-        fits(&b, [*output, *rank])?;
-        let a = weights.tensor(&a, &[*rank, *input], DType::F32, device)?;
-        let b = weights.tensor(&b, &[*output, *rank], DType::F32, device)?;
-        pairs.push((a.t()?.contiguous()?, b.t()?.contiguous()?));
+        let value = weights.tensor(&name, &shape, DType::F32, device)?;
+        parameters.set(part.id, &if is_transposed(part) { value.t()? } else { value })?;
     }
     if let Some(name) = weights.unread().first() {
         return Err(Error::file(
@@ -195,27 +193,48 @@ pub fn read_weights(
             ),
         ));
     }
-    Ok(pairs)
+    Ok(())
 }
 
-fn names(layer: &str) -> (String, String) {
-    (format!("{PREFIX}{layer}.lora_A.weight"), format!("{PREFIX}{layer}.lora_B.weight"))
+/// A part's name in the file.
+fn name(part: &Part) -> String {
+    let of = &part.of;
+    match part.kind {
+        PartKind::A => format!("{PREFIX}{of}.lora_A.weight"),
+        PartKind::B => format!("{PREFIX}{of}.lora_B.weight"),
+        PartKind::Weight => format!("{PREFIX}{of}"),
+    }
 }
 
-/// Writes the adapter into the existing `folder`, each file whole or not at all. `pairs` holds
-/// the path, A `(in, r)` and B `(r, out)` of each layer.
-pub fn write(
+/// Whether the file has the other orientation.
+fn is_transposed(part: &Part) -> bool {
+    matches!(part.kind, PartKind::A | PartKind::B)
+}
+
+/// A part's shape in the file.
+fn shape(part: &Part) -> Vec<usize> {
+    let mut shape = part.entry.shape.dims().to_vec();
+    if is_transposed(part) {
+        shape.reverse();
+    }
+    shape
+}
+
+/// Writes the adapter into the existing `folder`, each file whole or not at all. `values` are those of
+/// [`Parameters::values`].
+pub(in crate::adapter) fn write(
     folder: &Path,
     config: &LoraConfig,
     layer_count: usize,
     base_model: &str,
-    pairs: &[(String, Tensor, Tensor)],
+    parts: &[Part],
+    values: &Tensor,
 ) -> Result<()> {
     let mut tensors = BTreeMap::new();
-    for (layer, a, b) in pairs {
-        let (a_name, b_name) = names(layer);
-        tensors.insert(a_name, a.to_dtype(DType::F32)?.t()?.contiguous()?);
-        tensors.insert(b_name, b.to_dtype(DType::F32)?.t()?.contiguous()?);
+    for part in parts {
+        let value = part.entry.of(values)?;
+        let value = if is_transposed(part) { value.t()?.contiguous()? } else { value };
+        tensors.insert(name(part), value);
     }
     let tensors: Vec<(String, Tensor)> = tensors.into_iter().collect();
     let metadata = [("format".to_string(), "pt".to_string())].into_iter().collect();
@@ -225,11 +244,11 @@ pub fn write(
     let (targets, layers) = match &config.targets {
         // As PEFT does, since other readers of its files know lists only.
         Targets::Pattern(pattern) if pattern == Targets::ALL_LINEAR => {
-            (Targets::Names(distinct_names(pairs)), layers)
+            (Targets::Names(distinct_names(parts)), layers)
         }
         // PEFT applies a list of layers only to targets given by name.
         Targets::Pattern(_) if layers.is_some() => {
-            (Targets::Names(pairs.iter().map(|(path, ..)| path.clone()).collect()), None)
+            (Targets::Names(updated(parts).map(String::from).collect()), None)
         }
         targets => (targets.clone(), layers),
     };
@@ -265,9 +284,14 @@ pub fn write(
     files::write_bytes_atomic(folder.join(ADAPTER_CONFIG), &bytes)
 }
 
-fn distinct_names(pairs: &[(String, Tensor, Tensor)]) -> Vec<String> {
+/// The paths of the layers with an update.
+fn updated(parts: &[Part]) -> impl Iterator<Item = &str> {
+    parts.iter().filter(|part| part.kind == PartKind::A).map(|part| part.of.as_str())
+}
+
+fn distinct_names(parts: &[Part]) -> Vec<String> {
     let mut names = Vec::new();
-    for (path, ..) in pairs {
+    for path in updated(parts) {
         let name = path.rsplit('.').next().unwrap_or(path).to_string();
         if !names.contains(&name) {
             names.push(name);

@@ -1,0 +1,3 @@
+//! The files of adapters.
+
+pub(super) mod peft;

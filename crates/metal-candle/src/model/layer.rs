@@ -1,0 +1,243 @@
+//! The frozen weights of the decoder's layers, shaped by the configuration.
+
+use super::config::{Config, NormPlacement, QueryKeyNorm};
+use super::weight::{FrozenWeights, WeightId};
+use crate::Result;
+use candle_core::Tensor;
+use metal_candle_kernels::attention;
+use metal_candle_kernels::glu::Activation;
+
+/// The weight of a norm and how it is used.
+#[derive(Debug)]
+pub(crate) struct Norm {
+    pub weight: WeightId,
+    pub epsilon: f64,
+    pub offset: f64,
+}
+
+/// A linear layer, `x · weightᵀ + bias`.
+#[derive(Debug)]
+pub(crate) struct Linear {
+    /// Its place among the model's linear layers.
+    pub index: usize,
+    /// Its path in the model, such as `model.layers.0.self_attn.q_proj`.
+    pub path: String,
+    /// Inputs.
+    pub input: usize,
+    /// Outputs.
+    pub output: usize,
+    /// `(out, in)`
+    pub weight: WeightId,
+    /// `(out)`
+    pub bias: Option<WeightId>,
+}
+
+/// The projections into queries, keys and values.
+#[derive(Debug)]
+pub(crate) enum QueryKeyValue {
+    Separate { q: Linear, k: Linear, v: Linear },
+    Fused(Linear),
+}
+
+#[derive(Debug)]
+pub(crate) struct Attention {
+    pub projections: QueryKeyValue,
+    pub output: Linear,
+    pub query_norm: Option<Norm>,
+    pub key_norm: Option<Norm>,
+    pub norm_per_head: bool,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub rope: Option<usize>,
+    pub options: attention::Options,
+}
+
+/// The projections into the MLP's gate and value.
+#[derive(Debug)]
+pub(crate) enum GateUp {
+    Separate { gate: Linear, up: Linear },
+    Fused(Linear),
+}
+
+#[derive(Debug)]
+pub(crate) struct Mlp {
+    pub projections: GateUp,
+    pub down: Linear,
+    pub width: usize,
+    pub activation: Activation,
+}
+
+#[derive(Debug)]
+pub(crate) struct Layer {
+    pub before_attention: Option<Norm>,
+    pub attention: Attention,
+    pub after_attention: Option<Norm>,
+    pub before_mlp: Option<Norm>,
+    pub mlp: Mlp,
+    pub after_mlp: Option<Norm>,
+    pub residual_multiplier: f64,
+}
+
+/// Gives the weights of a decoder by name while it is built.
+pub(crate) trait Source {
+    fn weight(&mut self, name: &str, shape: &[usize], kind: Kind) -> Result<Tensor>;
+}
+
+/// What a weight is for, which decides how it starts when a model is made from nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Matrix,
+    Bias,
+    Norm,
+}
+
+/// A decoder under construction.
+pub(crate) struct Builder<'a> {
+    pub config: &'a Config,
+    pub source: &'a mut dyn Source,
+    pub weights: FrozenWeights,
+    pub linears: usize,
+}
+
+impl Builder<'_> {
+    pub fn weight(&mut self, name: String, shape: &[usize], kind: Kind) -> Result<WeightId> {
+        let tensor = self.source.weight(&name, shape, kind)?;
+        Ok(self.weights.push(name, tensor))
+    }
+
+    pub fn norm(&mut self, path: &str, width: usize) -> Result<Norm> {
+        let weight = self.weight(format!("{path}.weight"), &[width], Kind::Norm)?;
+        let (epsilon, offset) = (self.config.rms_norm_eps, self.config.norm_weight_offset);
+        Ok(Norm { weight, epsilon, offset })
+    }
+
+    fn linear(&mut self, path: String, input: usize, output: usize, bias: bool) -> Result<Linear> {
+        let weight = self.weight(format!("{path}.weight"), &[output, input], Kind::Matrix)?;
+        let bias =
+            bias.then(|| self.weight(format!("{path}.bias"), &[output], Kind::Bias)).transpose()?;
+        let index = self.linears;
+        self.linears += 1;
+        Ok(Linear { index, path, input, output, weight, bias })
+    }
+}
+
+impl Layer {
+    pub fn build(index: usize, builder: &mut Builder<'_>) -> Result<Self> {
+        let config = builder.config;
+        let path = format!("model.layers.{index}");
+        let mut norm = |name: &str, width| builder.norm(&format!("{path}.{name}"), width);
+        let hidden = config.hidden_size;
+        let (before_attention, after_attention, before_mlp, after_mlp) = match config.norm_placement
+        {
+            NormPlacement::Pre => (
+                Some(norm("input_layernorm", hidden)?),
+                None,
+                Some(norm("post_attention_layernorm", hidden)?),
+                None,
+            ),
+            NormPlacement::Sandwich => (
+                Some(norm("input_layernorm", hidden)?),
+                Some(norm("post_attention_layernorm", hidden)?),
+                Some(norm("pre_feedforward_layernorm", hidden)?),
+                Some(norm("post_feedforward_layernorm", hidden)?),
+            ),
+            NormPlacement::Post => (
+                None,
+                Some(norm("post_attention_layernorm", hidden)?),
+                None,
+                Some(norm("post_feedforward_layernorm", hidden)?),
+            ),
+        };
+        let (query_width, key_width) =
+            (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+        let (query_norm, key_norm) = match config.query_key_norm {
+            QueryKeyNorm::None => (None, None),
+            QueryKeyNorm::PerHead => (
+                Some(norm("self_attn.q_norm", config.head_dim)?),
+                Some(norm("self_attn.k_norm", config.head_dim)?),
+            ),
+            QueryKeyNorm::FullWidth => (
+                Some(norm("self_attn.q_norm", query_width)?),
+                Some(norm("self_attn.k_norm", key_width)?),
+            ),
+        };
+        let mut linear = |name: &str, input, output, bias| {
+            builder.linear(format!("{path}.{name}"), input, output, bias)
+        };
+        let bias = config.attention_bias;
+        let projections = if config.fused_projections {
+            let width = query_width + 2 * key_width;
+            QueryKeyValue::Fused(linear("self_attn.qkv_proj", hidden, width, bias)?)
+        } else {
+            QueryKeyValue::Separate {
+                q: linear("self_attn.q_proj", hidden, query_width, bias)?,
+                k: linear("self_attn.k_proj", hidden, key_width, bias)?,
+                v: linear("self_attn.v_proj", hidden, key_width, bias)?,
+            }
+        };
+        let output = linear("self_attn.o_proj", query_width, hidden, config.attention_output_bias)?;
+        let (width, bias) = (config.intermediate_size, config.mlp_bias);
+        let gate_up = if config.fused_projections {
+            GateUp::Fused(linear("mlp.gate_up_proj", hidden, 2 * width, bias)?)
+        } else {
+            GateUp::Separate {
+                gate: linear("mlp.gate_proj", hidden, width, bias)?,
+                up: linear("mlp.up_proj", hidden, width, bias)?,
+            }
+        };
+        let down = linear("mlp.down_proj", width, hidden, bias)?;
+        let layer = &config.layers[index];
+        Ok(Self {
+            before_attention,
+            attention: Attention {
+                projections,
+                output,
+                query_norm,
+                key_norm,
+                norm_per_head: config.query_key_norm == QueryKeyNorm::PerHead,
+                heads: config.heads,
+                kv_heads: config.kv_heads,
+                head_dim: config.head_dim,
+                rope: layer.rope,
+                options: attention::Options {
+                    scale: config.attention_scale,
+                    softcap: config.attention_softcap,
+                    window: layer.window,
+                },
+            },
+            after_attention,
+            before_mlp,
+            mlp: Mlp { projections: gate_up, down, width, activation: config.activation },
+            after_mlp,
+            residual_multiplier: config.residual_multiplier,
+        })
+    }
+
+    pub fn linears(&self) -> Vec<&Linear> {
+        let mut linears = match &self.attention.projections {
+            QueryKeyValue::Separate { q, k, v } => vec![q, k, v],
+            QueryKeyValue::Fused(qkv) => vec![qkv],
+        };
+        linears.push(&self.attention.output);
+        match &self.mlp.projections {
+            GateUp::Separate { gate, up } => linears.extend([gate, up]),
+            GateUp::Fused(gate_up) => linears.push(gate_up),
+        }
+        linears.push(&self.mlp.down);
+        linears
+    }
+
+    pub fn norms(&self) -> impl Iterator<Item = &Norm> {
+        [
+            &self.before_attention,
+            &self.attention.query_norm,
+            &self.attention.key_norm,
+            &self.after_attention,
+            &self.before_mlp,
+            &self.after_mlp,
+        ]
+        .into_iter()
+        .flatten()
+    }
+}

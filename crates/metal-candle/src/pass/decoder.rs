@@ -1,0 +1,242 @@
+//! The decoder's forward pass: one for training, evaluation and generation.
+
+use super::Pass;
+use super::adapters::RowAdapters;
+use super::cache::LayerCache;
+use super::linear::{self, forward_shared};
+use crate::autograd::{Tape, Value};
+use crate::model::layer::{Attention, GateUp, Layer, Mlp, Norm, QueryKeyValue};
+use crate::{Error, Result};
+use metal_candle_kernels::attention;
+use std::sync::Arc;
+
+impl Norm {
+    fn forward(&self, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
+        pass.with_weight(tape, self.weight, x, |x, weight| {
+            let weight = tape.cast(weight, x.tensor().dtype())?;
+            tape.rms_norm(x, &weight, self.epsilon, self.offset)
+        })
+    }
+
+    /// `x + branch` and its norm.
+    fn forward_residual(
+        &self,
+        tape: &Tape,
+        x: &Value,
+        branch: &Value,
+        pass: &Pass,
+    ) -> Result<(Value, Value)> {
+        let RowAdapters::Same(adapter) = &pass.adapters else {
+            let sum = tape.add(x, branch)?;
+            let normed = self.forward(tape, &sum, pass)?;
+            return Ok((sum, normed));
+        };
+        let weight = pass.weight_of(tape, self.weight, adapter.as_deref())?;
+        let weight = tape.cast(&weight, x.tensor().dtype())?;
+        tape.rms_norm_residual(x, branch, &weight, self.epsilon, self.offset)
+    }
+}
+
+impl Layer {
+    fn forward(
+        &self,
+        tape: &Tape,
+        stream: Stream,
+        pass: &Pass,
+        cache: Option<&mut LayerCache>,
+    ) -> Result<Stream> {
+        let (x, normed) = stream.normed(tape, self.before_attention.as_ref(), pass)?;
+        let attended = self.attention.forward(tape, &normed, pass, cache)?;
+        drop(normed);
+        let branch = Some(self.branch(tape, self.after_attention.as_ref(), &attended, pass)?);
+        drop(attended);
+        let (x, normed) = Stream { x, branch }.normed(tape, self.before_mlp.as_ref(), pass)?;
+        let output = self.mlp.forward(tape, &normed, pass)?;
+        let branch = Some(self.branch(tape, self.after_mlp.as_ref(), &output, pass)?);
+        Ok(Stream { x, branch })
+    }
+
+    /// What a branch adds to the residual stream.
+    fn branch(
+        &self,
+        tape: &Tape,
+        norm: Option<&Norm>,
+        output: &Value,
+        pass: &Pass,
+    ) -> Result<Value> {
+        let normed = apply(norm, tape, output, pass)?;
+        if self.residual_multiplier == 1.0 {
+            Ok(normed)
+        } else {
+            tape.scale(&normed, self.residual_multiplier)
+        }
+    }
+}
+
+fn apply(norm: Option<&Norm>, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
+    norm.map_or_else(|| Ok(x.clone()), |norm| norm.forward(tape, x, pass))
+}
+
+impl Attention {
+    fn forward(
+        &self,
+        tape: &Tape,
+        x: &Value,
+        pass: &Pass,
+        cache: Option<&mut LayerCache>,
+    ) -> Result<Value> {
+        let (batch, seq, _) = x.tensor().dims3()?;
+        let (query_width, key_width) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let [q, k, v] = match &self.projections {
+            QueryKeyValue::Separate { q, k, v } => forward_shared([q, k, v], tape, x, pass)?,
+            QueryKeyValue::Fused(qkv) => {
+                let fused = linear::forward(qkv, tape, x, pass)?;
+                let mut parts =
+                    tape.split(&fused, &[query_width, key_width, key_width])?.into_iter();
+                match (parts.next(), parts.next(), parts.next()) {
+                    (Some(q), Some(k), Some(v)) => [q, k, v],
+                    _ => {
+                        return Err(candle_core::Error::msg("split gave fewer than 3 parts").into());
+                    }
+                }
+            }
+        };
+        let q = self.heads_of(tape, &q, self.query_norm.as_ref(), self.heads, pass)?;
+        let k = self.heads_of(tape, &k, self.key_norm.as_ref(), self.kv_heads, pass)?;
+        let (q, k) = match self.rope.and_then(|index| pass.ropes.get(index)) {
+            Some((cos, sin)) => tape.rope(&q, &k, cos, sin)?,
+            None => (q, k),
+        };
+        let v = tape.reshape(&v, (batch, seq, self.kv_heads, self.head_dim))?;
+        let attended = match (cache, &pass.before) {
+            (Some(cache), Some(before)) => {
+                let (keys, values) = cache.write_at(k.tensor(), v.tensor(), before)?;
+                let q = q.tensor();
+                let options = &self.options;
+                tape.constant(attention::forward_cached(q, &keys, &values, before, options)?)
+            }
+            (Some(cache), None) => {
+                let (keys, values) = cache.append(k.tensor(), v.tensor())?;
+                let (k, v) = (tape.constant(keys), tape.constant(values));
+                tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?
+            }
+            (None, _) => tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?,
+        };
+        let attended = tape.reshape(&attended, (batch, seq, query_width))?;
+        linear::forward(&self.output, tape, &attended, pass)
+    }
+
+    /// Queries or keys as heads, normalised.
+    fn heads_of(
+        &self,
+        tape: &Tape,
+        x: &Value,
+        norm: Option<&Norm>,
+        heads: usize,
+        pass: &Pass,
+    ) -> Result<Value> {
+        let (batch, seq, _) = x.tensor().dims3()?;
+        let shape = (batch, seq, heads, self.head_dim);
+        if self.norm_per_head {
+            apply(norm, tape, &tape.reshape(x, shape)?, pass)
+        } else {
+            tape.reshape(&apply(norm, tape, x, pass)?, shape)
+        }
+    }
+}
+
+impl Mlp {
+    fn forward(&self, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
+        let [gate, up] = match &self.projections {
+            GateUp::Separate { gate, up } => forward_shared([gate, up], tape, x, pass)?,
+            GateUp::Fused(gate_up) => {
+                let fused = linear::forward(gate_up, tape, x, pass)?;
+                let mut parts = tape.split(&fused, &[self.width, self.width])?.into_iter();
+                match (parts.next(), parts.next()) {
+                    (Some(gate), Some(up)) => [gate, up],
+                    _ => {
+                        return Err(candle_core::Error::msg("split gave fewer than 2 parts").into());
+                    }
+                }
+            }
+        };
+        linear::forward_gated(&self.down, tape, (&gate, &up), self.activation, pass)
+    }
+}
+
+/// The residual stream between two parts of the decoder. What the last branch gave is added together
+/// with the norm that follows, in one pass.
+pub(super) struct Stream {
+    x: Value,
+    branch: Option<Value>,
+}
+
+impl Stream {
+    /// The stream with the branch added, and what `norm` makes of it.
+    pub(super) fn normed(
+        self,
+        tape: &Tape,
+        norm: Option<&Norm>,
+        pass: &Pass,
+    ) -> Result<(Value, Value)> {
+        match (self.branch, norm) {
+            (Some(branch), Some(norm)) => norm.forward_residual(tape, &self.x, &branch, pass),
+            (None, Some(norm)) => {
+                let normed = norm.forward(tape, &self.x, pass)?;
+                Ok((self.x, normed))
+            }
+            (branch, None) => {
+                let x = match branch {
+                    Some(branch) => tape.add(&self.x, &branch)?,
+                    None => self.x,
+                };
+                Ok((x.clone(), x))
+            }
+        }
+    }
+
+    /// The stream with the branch added, at the end of a segment.
+    fn joined(self, tape: &Tape) -> Result<Value> {
+        match self.branch {
+            Some(branch) => tape.add(&self.x, &branch),
+            None => Ok(self.x),
+        }
+    }
+}
+
+/// Runs all layers.
+pub(super) fn run_layers(
+    layers: &[Arc<Layer>],
+    tape: &Tape,
+    x: Value,
+    pass: &Arc<Pass>,
+    mut caches: Option<&mut [LayerCache]>,
+) -> Result<Stream> {
+    let mut stream = Stream { x, branch: None };
+    for (index, layer) in layers.iter().enumerate() {
+        let cache = match &mut caches {
+            None => None,
+            Some(caches) => Some(caches.get_mut(index).ok_or_else(|| {
+                Error::option("cache", format!("has no layer {index}, which the model has"))
+            })?),
+        };
+        stream = if cache.is_none() && tape.is_checkpointing() {
+            let (layer, pass) = (layer.clone(), pass.clone());
+            let segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
+                let layers = inputs.iter().map(|x| {
+                    let stream = Stream { x: x.clone(), branch: None };
+                    layer.forward(tape, stream, &pass, None)?.joined(tape)
+                });
+                layers.collect()
+            });
+            // Only the sum is kept between two layers.
+            match tape.segment(&[&stream.joined(tape)?], segment)?.pop() {
+                Some(x) => Stream { x, branch: None },
+                None => return Err(candle_core::Error::msg("a segment gave no output").into()),
+            }
+        } else {
+            layer.forward(tape, stream, pass, cache)?
+        };
+    }
+    Ok(stream)
+}

@@ -1,0 +1,283 @@
+//! The forward pass: tokens and adapters in, hidden states, logits or a loss out; for training, evaluation and
+//! generation alike.
+
+mod adapters;
+mod cache;
+mod decoder;
+mod linear;
+
+pub use cache::KvCache;
+
+use crate::adapter::Adapter;
+use crate::autograd::{Tape, Value};
+use crate::data::Batch;
+use crate::model::Model;
+use crate::model::weight::{FrozenWeights, WeightId};
+use crate::{Error, Result};
+use adapters::RowAdapters;
+use candle_core::{DType, Device, Tensor};
+use metal_candle_kernels::{arithmetic, copy, cross_entropy, matmul};
+use std::sync::Arc;
+
+/// Rows whose loss is computed at a time in training.
+const LOSS_CHUNK: usize = 512;
+
+/// What is the same for all layers in one forward pass.
+#[derive(Debug)]
+struct Pass {
+    weights: Arc<FrozenWeights>,
+    adapters: RowAdapters,
+    /// Cosines and sines `(batch, seq, rotated / 2)` of each of the configuration's ropes.
+    ropes: Vec<(Tensor, Tensor)>,
+    /// `(batch, seq)`: the first key each query may see; `None` is 0 for all.
+    first_key: Option<Tensor>,
+    /// `(1)`: how many tokens come before the one, where only the device knows.
+    before: Option<Tensor>,
+}
+
+impl Pass {
+    /// A weight, or what the adapter has in its place.
+    fn weight_of(&self, tape: &Tape, id: WeightId, adapter: Option<&Adapter>) -> Result<Value> {
+        weight_of(tape, &self.weights, id, adapter)
+    }
+
+    /// What `f` makes of `x (batch, ..)` and a weight, which some of the rows' adapters may replace.
+    fn with_weight(
+        &self,
+        tape: &Tape,
+        id: WeightId,
+        x: &Value,
+        f: impl Fn(&Value, &Value) -> Result<Value>,
+    ) -> Result<Value> {
+        match &self.adapters {
+            RowAdapters::Same(adapter) => f(x, &self.weight_of(tape, id, adapter.as_deref())?),
+            RowAdapters::Grouped(groups) if groups.replace(id) => {
+                let rows = groups.map([x.tensor()], |adapter, [x]| {
+                    let weight = self.weight_of(tape, id, adapter.map(|it| &**it))?;
+                    Ok(f(&tape.constant(x), &weight)?.into_tensor())
+                })?;
+                Ok(tape.constant(rows))
+            }
+            RowAdapters::Grouped(_) => f(x, &self.weight_of(tape, id, None)?),
+        }
+    }
+}
+
+fn weight_of(
+    tape: &Tape,
+    weights: &FrozenWeights,
+    id: WeightId,
+    adapter: Option<&Adapter>,
+) -> Result<Value> {
+    Ok(match adapter.and_then(|adapter| adapter.replacement(id)) {
+        Some(parameter) => tape.parameter(parameter),
+        None => tape.constant(weights.tensor(id)?.clone()),
+    })
+}
+
+/// Tokens for one forward pass, each `(batch, seq)`.
+#[derive(Debug, Clone)]
+pub struct Input {
+    ids: Tensor,
+    positions: Positions,
+    first_key: Option<Tensor>,
+    adapters: RowAdapters,
+}
+
+#[derive(Debug, Clone)]
+enum Positions {
+    /// `(batch, seq)`
+    Known(Vec<u32>),
+    /// Of one token, `(1)` u32, less than `below`.
+    OnDevice { position: Tensor, below: usize },
+}
+
+impl Input {
+    /// One text whose first token stands at position `start`.
+    pub fn sequence(ids: &[u32], start: usize, device: &Device) -> Result<Self> {
+        let positions = (start..start + ids.len())
+            .map(|position| u32::try_from(position).map_err(candle_core::Error::wrap))
+            .collect::<candle_core::Result<_>>()?;
+        let positions = Positions::Known(positions);
+        Ok(Self::new(Tensor::new(ids, device)?.unsqueeze(0)?, positions, None))
+    }
+
+    /// One token and its position, `(2)` u32 on the device, for a cache with room for `room` tokens, in
+    /// which it isn't counted.
+    pub(crate) fn on_device(token_and_position: &Tensor, room: usize) -> Result<Self> {
+        let ids = token_and_position.narrow(0, 0, 1)?.unsqueeze(0)?;
+        let position = token_and_position.narrow(0, 1, 1)?;
+        let positions = Positions::OnDevice { position, below: room };
+        Ok(Self::new(ids, positions, None))
+    }
+
+    /// The rows of a batch, with attention kept inside each record.
+    pub fn batch(batch: &Batch, device: &Device) -> Result<Self> {
+        let shape = (batch.rows, batch.length);
+        Ok(Self::new(
+            Tensor::from_slice(&batch.input_ids, shape, device)?,
+            Positions::Known(batch.positions.clone()),
+            Some(Tensor::from_slice(&batch.first_key, shape, device)?),
+        ))
+    }
+
+    fn new(ids: Tensor, positions: Positions, first_key: Option<Tensor>) -> Self {
+        Self { ids, positions, first_key, adapters: RowAdapters::Same(None) }
+    }
+
+    /// The same tokens, read with an adapter, or with none.
+    #[must_use]
+    pub fn with_adapter(mut self, adapter: Option<&Arc<Adapter>>) -> Self {
+        self.adapters = RowAdapters::Same(adapter.cloned());
+        self
+    }
+
+    /// The same tokens, each row read with an adapter of its own, or with none. The frozen weights are read
+    /// once for all rows. Only for inference.
+    ///
+    /// # Errors
+    /// When there isn't one entry for each row.
+    pub fn with_row_adapters(mut self, adapters: &[Option<Arc<Adapter>>]) -> Result<Self> {
+        let rows = self.ids.dim(0)?;
+        if adapters.len() != rows {
+            let found = adapters.len();
+            return Err(Error::option(
+                "adapters",
+                format!("are {found}, expected one a row of {rows}"),
+            ));
+        }
+        self.adapters = RowAdapters::of_rows(adapters, self.ids.device())?;
+        Ok(self)
+    }
+}
+
+/// The loss of a batch, before it is divided by the number of tokens.
+#[derive(Debug)]
+pub struct Loss {
+    /// The cross entropy summed over the target tokens, a scalar in nats.
+    pub sum: Value,
+    /// How many target tokens there were.
+    pub tokens: usize,
+}
+
+impl Model {
+    /// An empty KV cache for this model.
+    pub fn new_cache(&self) -> KvCache {
+        KvCache::new(self.layers.len())
+    }
+
+    /// The hidden states after the last norm, `(batch, seq, hidden)`. With a cache, the tokens
+    /// follow those it holds, and are added to it.
+    pub fn forward(
+        &self,
+        tape: &Tape,
+        input: &Input,
+        cache: Option<&mut KvCache>,
+    ) -> Result<Value> {
+        if let Some(cache) = cache.as_deref() {
+            self.check_cache(tape, input, cache)?;
+        }
+        input.adapters.check(self)?;
+        if tape.is_recording() && matches!(input.adapters, RowAdapters::Grouped(_)) {
+            return Err(Error::option(
+                "adapters",
+                "differ from row to row, which is for inference only",
+            ));
+        }
+        let (batch, seq) = input.ids.dims2()?;
+        let (positions, total, before) = match &input.positions {
+            Positions::Known(positions) => {
+                let total = positions.iter().max().map_or(0, |&last| last as usize + 1);
+                (Tensor::from_slice(positions, (batch, seq), self.device())?, total, None)
+            }
+            Positions::OnDevice { position, below } => {
+                (position.unsqueeze(0)?, *below, Some(position.clone()))
+            }
+        };
+        let ropes = self.config().ropes.iter().enumerate();
+        let ropes = ropes
+            .map(|(index, rope)| self.rope_tables.cos_sin(index, rope, &positions, total))
+            .collect::<Result<_>>()?;
+        let pass = Arc::new(Pass {
+            ropes,
+            first_key: input.first_key.clone(),
+            before,
+            weights: self.frozen().clone(),
+            adapters: input.adapters.clone(),
+        });
+        let embed = |ids: &Value, table: &Value| tape.embedding(table, ids.tensor());
+        let ids = tape.constant(input.ids.clone());
+        let x = pass.with_weight(tape, self.embedding, &ids, embed)?;
+        let x = tape.cast(&x, self.dtype())?;
+        let x = if self.config().embedding_scale == 1.0 {
+            x
+        } else {
+            tape.scale(&x, self.config().embedding_scale)?
+        };
+        let caches = cache.map(|cache| cache.layers.as_mut_slice());
+        let stream = decoder::run_layers(&self.layers, tape, x, &pass, caches)?;
+        Ok(stream.normed(tape, Some(&self.norm), &pass)?.1)
+    }
+
+    fn check_cache(&self, tape: &Tape, input: &Input, cache: &KvCache) -> Result<()> {
+        let problem = if cache.layers.len() != self.layers.len() {
+            format!("has {} layers, the model has {}", cache.layers.len(), self.layers.len())
+        } else if tape.is_recording() {
+            "cannot be used while gradients are recorded".into()
+        } else {
+            match &input.positions {
+                Positions::Known(positions)
+                    if positions.first().is_some_and(|&first| first as usize != cache.len()) =>
+                {
+                    format!("holds {} tokens; the input has to start at that position", cache.len())
+                }
+                _ => return Ok(()),
+            }
+        };
+        Err(Error::option("cache", problem))
+    }
+
+    /// The logits `(batch, seq, vocabulary)` of hidden states `(batch, seq, hidden)` that [`Self::forward`] has
+    /// given for `input`, or of some of their positions, in f32.
+    pub fn logits(&self, hidden: &Tensor, input: &Input) -> Result<Tensor> {
+        let tape = Tape::inference();
+        let project = |adapter: Option<&Arc<Adapter>>, hidden: &Tensor| {
+            let (id, adapter) = (self.head.unwrap_or(self.embedding), adapter.map(|it| &**it));
+            let head = weight_of(&tape, self.frozen(), id, adapter)?;
+            let head = tape.cast(&head, hidden.dtype())?;
+            Ok(copy::cast(&matmul::linear(hidden, head.tensor(), None)?, DType::F32)?)
+        };
+        let logits = match &input.adapters {
+            RowAdapters::Same(adapter) => project(adapter.as_ref(), hidden)?,
+            RowAdapters::Grouped(groups) if groups.replace(self.head.unwrap_or(self.embedding)) => {
+                groups.map([hidden], |adapter, [hidden]| project(adapter, &hidden))?
+            }
+            RowAdapters::Grouped(_) => project(None, hidden)?,
+        };
+        let logits = match self.config().logits_scale {
+            1.0 => logits,
+            factor => arithmetic::scale(&logits, factor)?,
+        };
+        Ok(match self.config().final_softcap {
+            Some(cap) => arithmetic::softcap(&logits, cap)?,
+            None => logits,
+        })
+    }
+
+    /// The cross entropy of a batch with an adapter or without, summed over its target tokens.
+    pub fn loss(&self, tape: &Tape, batch: &Batch, adapter: Option<&Arc<Adapter>>) -> Result<Loss> {
+        let input = Input::batch(batch, self.device())?.with_adapter(adapter);
+        let hidden = self.forward(tape, &input, None)?;
+        let rows = batch.rows * batch.length;
+        let hidden = tape.reshape(&hidden, (rows, self.config().hidden_size))?;
+        let (id, adapter) = (self.head.unwrap_or(self.embedding), adapter.map(|it| &**it));
+        let head = tape.cast(&weight_of(tape, self.frozen(), id, adapter)?, self.dtype())?;
+        let options = cross_entropy::Options {
+            softcap: self.config().final_softcap,
+            logit_scale: self.config().logits_scale,
+            chunk: LOSS_CHUNK,
+        };
+        let (sum, tokens) = tape.cross_entropy(&hidden, &head, &batch.targets, &options)?;
+        Ok(Loss { sum, tokens })
+    }
+}
