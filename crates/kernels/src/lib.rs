@@ -13,6 +13,7 @@
 //! |---|---|
 //! | [`matmul`] | linear layers |
 //! | [`lora_linear`] | frozen linear layers with a low-rank adapter, and dropout |
+//! | [`dora`] | weight-decomposed adapters: norms of merged rows, columns multiplied |
 //! | [`rms_norm`] | RMS norm, also of a residual sum |
 //! | [`layer_norm`] | layer norm |
 //! | [`softmax`] | softmax over the last dimension |
@@ -46,6 +47,7 @@ pub mod copy;
 pub mod cross_entropy;
 mod device;
 pub mod devices;
+pub mod dora;
 pub mod embedding;
 #[cfg(all(feature = "metal-emulation", not(feature = "metal")))]
 pub mod emulation;

@@ -2,27 +2,9 @@
 
 use super::Activation;
 use crate::device::cpu::{
-    Disjoint, Element, Real, for_each_chunk, for_each_index, read_row, rows_per_task, write_through,
+    Disjoint, Element, Real, StridedRows, for_each_chunk, for_each_index, rows_per_task,
+    write_through,
 };
-
-/// Rows at one distance from each other inside a storage.
-#[derive(Clone, Copy)]
-pub(super) struct Strided<'a, T> {
-    pub storage: &'a [T],
-    pub start: usize,
-    pub columns: usize,
-    pub stride: usize,
-}
-
-impl<'a, T: Element> Strided<'a, T> {
-    #[inline(always)]
-    fn row<'b>(&self, index: usize, scratch: &'b mut Vec<T::Acc>) -> &'b [T::Acc]
-    where
-        'a: 'b,
-    {
-        read_row(&self.storage[self.start + index * self.stride..][..self.columns], scratch)
-    }
-}
 
 #[inline(always)]
 fn sigmoid<A: Real>(x: A) -> A {
@@ -75,8 +57,8 @@ macro_rules! with_function {
 
 pub(super) fn forward<T: Element>(
     activation: Activation,
-    gate: Strided<T>,
-    up: Strided<T>,
+    gate: StridedRows<T>,
+    up: StridedRows<T>,
     out: &mut [T],
 ) {
     with_function!(activation, function => forward_with(function, gate, up, out))
@@ -84,8 +66,8 @@ pub(super) fn forward<T: Element>(
 
 fn forward_with<T: Element>(
     function: impl Fn(T::Acc) -> (T::Acc, T::Acc) + Sync,
-    gate: Strided<T>,
-    up: Strided<T>,
+    gate: StridedRows<T>,
+    up: StridedRows<T>,
     out: &mut [T],
 ) {
     let columns = gate.columns.max(1);
@@ -117,9 +99,9 @@ fn forward_with<T: Element>(
 
 pub(super) fn backward<T: Element>(
     activation: Activation,
-    gate: Strided<T>,
-    up: Strided<T>,
-    d_out: Strided<T>,
+    gate: StridedRows<T>,
+    up: StridedRows<T>,
+    d_out: StridedRows<T>,
     rows: usize,
     dgate: Option<&mut [T]>,
     dup: Option<&mut [T]>,
@@ -130,7 +112,7 @@ pub(super) fn backward<T: Element>(
 
 fn backward_with<T: Element>(
     function: impl Fn(T::Acc) -> (T::Acc, T::Acc) + Sync,
-    [gate, up, d_out]: [Strided<T>; 3],
+    [gate, up, d_out]: [StridedRows<T>; 3],
     rows: usize,
     dgate: Option<&mut [T]>,
     dup: Option<&mut [T]>,

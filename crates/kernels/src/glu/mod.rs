@@ -17,11 +17,11 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Read, buffer, collapsed_rows, dispatch};
+use crate::device::cpu::{Input, buffer, dispatch};
 use crate::device::{
     on_gpu, record2, require_dtype, require_shape, require_together, rows_and_columns,
 };
-use candle_core::{Device, Result, Tensor, WithDType, bail};
+use candle_core::{Device, Result, Tensor};
 
 const OPERATION: &str = "glu";
 
@@ -61,7 +61,7 @@ pub fn forward(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Ten
     let (gate, up) = (gate.read(), up.read());
     dispatch!(OPERATION, gate.dtype(), T => {
         let mut out = buffer::<T>(count);
-        cpu::forward(activation, row_places::<T>(&gate)?, row_places(&up)?, &mut out);
+        cpu::forward(activation, gate.rows::<T>()?, up.rows()?, &mut out);
         Tensor::from_vec(out, shape, &Device::Cpu)
     })
 }
@@ -106,9 +106,9 @@ pub fn backward(
         let mut dup = need_dup.then(|| buffer::<T>(count));
         cpu::backward(
             activation,
-            row_places::<T>(&gate)?,
-            row_places(&up)?,
-            row_places(&d_out)?,
+            gate.rows::<T>()?,
+            up.rows()?,
+            d_out.rows()?,
             row_count,
             dgate.as_deref_mut(),
             dup.as_deref_mut(),
@@ -130,6 +130,8 @@ pub(crate) fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
 /// one each. What is contiguous is one long row.
 #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
 fn places<const N: usize>(inputs: [&Tensor; N]) -> Result<(usize, usize, [usize; N])> {
+    use crate::device::cpu::collapsed_rows;
+    use candle_core::bail;
     let mut sizes = (0, 0);
     let mut strides = [0; N];
     for (stride, input) in strides.iter_mut().zip(inputs) {
@@ -142,17 +144,5 @@ fn places<const N: usize>(inputs: [&Tensor; N]) -> Result<(usize, usize, [usize;
     match strides.iter().all(|stride| *stride == columns) {
         true => Ok((1, rows * columns, strides)),
         false => Ok((rows, columns, strides)),
-    }
-}
-
-fn row_places<'a, T: WithDType>(tensor: &'a Read) -> Result<cpu::Strided<'a, T>> {
-    let (storage, layout) = (tensor.storage_slice::<T>()?, tensor.layout);
-    match collapsed_rows(layout) {
-        Some((_, columns, stride)) => {
-            Ok(cpu::Strided { storage, start: layout.start_offset(), columns, stride })
-        }
-        None => {
-            bail!("metal-candle-kernels: {OPERATION}: expected contiguous rows, found {layout:?}")
-        }
     }
 }

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use metal_candle_kernels::glu::{self, Activation};
 use metal_candle_kernels::layer_norm::{self, Needs};
 use metal_candle_kernels::{
-    cross_entropy, embedding, emulation, rms_norm, rope, sampling, softmax,
+    cross_entropy, dora, embedding, emulation, rms_norm, rope, sampling, softmax,
 };
 use metal_emulator::{Buffers, Dispatch, Element, Error, Library, Source, for_every_mode};
 use std::sync::OnceLock;
@@ -500,6 +500,121 @@ fn rope_tokens<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
 #[ignore = "needs clang"]
 fn rotary_embedding_is_right_in_every_mode_and_order() -> Result<(), Error> {
     for_every_mode(library(), |library, seed| for_every_dtype!(rope_tokens, library, seed))
+}
+
+/// The inputs are parts of wider rows, with factors of f32 and a bias of f16.
+fn dora_rows<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
+    for ((rows, columns), threads) in [(7, 37), (4, 150), (1, 1)].into_iter().zip(THREADS) {
+        let strides = [columns + 3, columns + 1];
+        let (y, dz) = (random::<T>(rows * strides[0], 1), random::<T>(rows * strides[1], 2));
+        let (factor, bias) = (random::<f32>(columns, 3), random::<f16>(columns, 4));
+        let part = |input: &[T], stride: usize| {
+            tensor(input, &[rows, stride]).narrow(1, 0, columns).unwrap()
+        };
+        let (y64, dz64) = (part(&y, strides[0]), part(&dz, strides[1]));
+        let (factor64, bias64) = (tensor(&factor, &[columns]), tensor(&bias, &[columns]));
+        for has_bias in [true, false] {
+            let found = start::<T>(library, "dora_scale_columns", seed)?
+                .buffer(0, &y)
+                .buffer(1, &factor)
+                .buffer(2, &bias)
+                .output::<T>(3, rows * columns)
+                .value(4, columns as u32)
+                .value(5, strides[0] as u64)
+                .value(6, 1u32)
+                .value(7, u32::from(has_bias))
+                .threadgroups(stretches(columns, rows, threads), [threads, 1, 1])?;
+            let bias = has_bias.then_some(&bias64);
+            let expected = dora::scale_columns(&y64, &factor64, bias).unwrap();
+            assert_near::<T>(&found, 3, &expected, "dora's z");
+        }
+
+        let expected = dora::scale_columns_backward(&y64, &factor64, &dz64, true).unwrap();
+        for need_dbias in [true, false] {
+            let rows_of_group = 2;
+            let sets = if need_dbias { 2 } else { 1 };
+            let sizes = [sets, rows.div_ceil(rows_of_group), columns];
+            let found = start::<T>(library, "dora_backward", seed)?
+                .buffer(0, &y)
+                .buffer(1, &factor)
+                .buffer(2, &dz)
+                .output::<T>(3, rows * columns)
+                .output::<f32>(4, sets * sizes[1] * columns)
+                .value(5, rows as u32)
+                .value(6, columns as u32)
+                .value(7, strides[0] as u64)
+                .value(8, strides[1] as u64)
+                .value(9, rows_of_group as u32)
+                .value(10, sizes[1] as u32)
+                .value(11, u32::from(need_dbias))
+                .threadgroups(
+                    [(columns as u32).div_ceil(threads), sizes[1] as u32, 1],
+                    [threads, 1, 1],
+                )?;
+            assert_near::<T>(&found, 3, &expected.dy, "dora's dy");
+            let found = sum_groups(library, seed, &found.read::<f32>(4)?, sizes, threads)?;
+            let sums = match (need_dbias, &expected.dbias) {
+                (true, Some(dbias)) => Tensor::cat(&[&expected.dfactor, dbias], 0).unwrap(),
+                _ => expected.dfactor.clone(),
+            };
+            assert_near::<f32>(&found, 1, &sums, "dora's sums");
+        }
+    }
+    Ok(())
+}
+
+/// `(out, in, rank)` of layers, whose weights are parts of wider rows.
+fn dora_norms<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
+    for ([outer, inner, rank], threads) in
+        [[37, 70, 5], [130, 21, 1], [1, 1, 2]].into_iter().zip(THREADS)
+    {
+        let stride = inner + 3;
+        let weight = random::<T>(outer * stride, 1);
+        let weight64 = tensor(&weight, &[outer, stride]).narrow(1, 0, inner).unwrap();
+        let found = start::<T>(library, "dora_squared_norms", seed)?
+            .buffer(0, &weight)
+            .output::<f32>(1, outer)
+            .value(2, inner as u32)
+            .value(3, stride as u64)
+            .threadgroups([outer as u32, 1, 1], [threads, 1, 1])?;
+        let base64 = dora::squared_norms(&weight64).unwrap();
+        assert_near::<f32>(&found, 1, &base64, "dora's squares");
+
+        let base: Vec<f32> = found.read(1)?;
+        let (a, b) = (random::<f32>(inner * rank, 2), random::<f32>(rank * outer, 3));
+        let (a64, b64) = (tensor(&a, &[inner, rank]), tensor(&b, &[rank, outer]));
+        let narrow = |tensor: Tensor| -> Vec<f32> {
+            values(&tensor).into_iter().map(|value| value as f32).collect()
+        };
+        let products = narrow(a64.t().unwrap().matmul(&weight64.t().unwrap()).unwrap());
+        let gram = a64.t().unwrap().contiguous().unwrap().matmul(&a64).unwrap();
+        let gram_b = narrow(gram.matmul(&b64).unwrap());
+        let found = library
+            .kernel("dora_merged_norms")?
+            .dispatch()
+            .seed(seed)
+            .buffer(0, &base)
+            .buffer(1, &products)
+            .buffer(2, &gram_b)
+            .buffer(3, &b)
+            .output::<f32>(4, outer)
+            .value(5, outer as u32)
+            .value(6, rank as u32)
+            .value(7, 0.7f32)
+            .threadgroups([(outer as u32).div_ceil(threads), 1, 1], [threads, 1, 1])?;
+        let expected = dora::merged_norms(&weight64, &base64, &a64, &b64, 0.7f32.into()).unwrap();
+        assert_near::<f32>(&found, 4, &expected, "dora's norms");
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs clang"]
+fn dora_is_right_in_every_mode_and_order() -> Result<(), Error> {
+    for_every_mode(library(), |library, seed| {
+        for_every_dtype!(dora_rows, library, seed)?;
+        for_every_dtype!(dora_norms, library, seed)
+    })
 }
 
 fn sums_and_multiples<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {

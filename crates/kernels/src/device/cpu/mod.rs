@@ -115,6 +115,22 @@ impl Read<'_> {
         Ok(storage_values(self.cpu()?)?.slice(start..end))
     }
 
+    /// The rows of a tensor of [`Input::collapsed_rows`].
+    pub(crate) fn rows<T: WithDType>(&self) -> Result<StridedRows<'_, T>> {
+        match collapsed_rows(self.layout) {
+            Some((_, columns, stride)) => Ok(StridedRows {
+                storage: self.storage_slice()?,
+                start: self.layout.start_offset(),
+                columns,
+                stride,
+            }),
+            None => bail!(
+                "metal-candle-kernels: expected rows at one distance from each other, found {:?}",
+                self.layout
+            ),
+        }
+    }
+
     /// The whole storage, to be read through the layout's offset and strides.
     pub(crate) fn storage_slice<T: WithDType>(&self) -> Result<&[T]> {
         self.cpu()?.as_slice()
@@ -185,6 +201,26 @@ pub(crate) fn collapsed_rows(layout: &Layout) -> Option<(usize, usize, usize)> {
         rows *= size;
     }
     Some((rows, *columns, row_stride.unwrap_or(*columns)))
+}
+
+/// Rows at one distance from each other inside a storage.
+#[derive(Clone, Copy)]
+pub(crate) struct StridedRows<'a, T> {
+    storage: &'a [T],
+    start: usize,
+    pub(crate) columns: usize,
+    stride: usize,
+}
+
+impl<'a, T: Element> StridedRows<'a, T> {
+    /// The numbers of row `index`: see [`read_row`].
+    #[inline(always)]
+    pub(crate) fn row<'b>(&self, index: usize, scratch: &'b mut Vec<T::Acc>) -> &'b [T::Acc]
+    where
+        'a: 'b,
+    {
+        read_row(&self.storage[self.start + index * self.stride..][..self.columns], scratch)
+    }
 }
 
 /// The numbers of a row: borrowed when they are stored as they are computed with, else converted into

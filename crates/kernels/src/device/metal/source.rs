@@ -2,7 +2,7 @@
 
 const HEADER: &str = include_str!("common.metal.h");
 
-const SOURCES: [&str; 22] = [
+const SOURCES: [&str; 23] = [
     include_str!("kernel.metal"),
     include_str!("product.metal"),
     // What the optimisers share.
@@ -14,6 +14,7 @@ const SOURCES: [&str; 22] = [
     include_str!("../../attention/kernel.metal"),
     include_str!("../../copy/kernel.metal"),
     include_str!("../../cross_entropy/kernel.metal"),
+    include_str!("../../dora/kernel.metal"),
     include_str!("../../embedding/kernel.metal"),
     include_str!("../../glu/kernel.metal"),
     include_str!("../../layer_norm/kernel.metal"),

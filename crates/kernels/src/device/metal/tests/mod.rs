@@ -13,7 +13,7 @@ mod step;
 use crate::glu::{self, Activation};
 use crate::layer_norm::{self, Needs};
 use crate::testing::*;
-use crate::{arithmetic, attention, copy, embedding, rms_norm, rope, softmax};
+use crate::{arithmetic, attention, copy, dora, embedding, rms_norm, rope, softmax};
 use candle_core::{DType, Device, Tensor};
 use metal_emulator::Mode;
 
@@ -163,6 +163,36 @@ fn metal_host_of_gates_rope_and_tokens_agrees_with_the_kernels() {
         results.push(embedding::backward(&input(&[2, 5, 21], 7, dtype, device), &ids, 7).unwrap());
         results
     });
+}
+
+#[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
+fn metal_host_of_dora_agrees_with_the_kernels() {
+    for (shape, rank) in [([2, 3, 37], 3), ([1, 70, 45], 12)] {
+        assert_same(|dtype, device| {
+            let size = shape[2];
+            let (y, dz) = (input(&shape, 1, dtype, device), input(&shape, 2, dtype, device));
+            let factor = contiguous(&[size], 3, DType::F32, device);
+            let bias = contiguous(&[size], 4, DType::BF16, device);
+            let mut results = vec![
+                dora::scale_columns(&y, &factor, Some(&bias)).unwrap(),
+                dora::scale_columns(&y, &factor, None).unwrap(),
+            ];
+            for need_dbias in [true, false] {
+                let found = dora::scale_columns_backward(&y, &factor, &dz, need_dbias).unwrap();
+                results.extend(
+                    [Some(found.dy), Some(found.dfactor), found.dbias].into_iter().flatten(),
+                );
+            }
+            let weight = input(&[size, 29], 5, dtype, device);
+            let a = contiguous(&[29, rank], 6, DType::F32, device);
+            let b = input(&[rank, size], 7, DType::F32, device);
+            let squares = dora::squared_norms(&weight).unwrap();
+            results.push(dora::merged_norms(&weight, &squares, &a, &b, 0.7).unwrap());
+            results.push(squares);
+            results
+        });
+    }
 }
 
 #[test]
