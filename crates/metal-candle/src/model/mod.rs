@@ -3,6 +3,7 @@
 
 pub mod config;
 pub(crate) mod export;
+mod families;
 pub(crate) mod layer;
 pub mod rope;
 pub(crate) mod weight;

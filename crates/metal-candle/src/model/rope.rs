@@ -1,4 +1,4 @@
-//! Rotary position embeddings: the angles by which queries and keys are turned.
+//! Rotary position embeddings: the angles by which queries and keys are rotated.
 //!
 //! With a rotary width `d` (the head's width, or its first part) and pair `i` of `d/2`,
 //!
@@ -21,12 +21,12 @@ use metal_candle_kernels::embedding;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-/// How one or more layers of a model turn their queries and keys.
+/// How one or more layers of a model rotate their queries and keys.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
     /// The base `theta` of the frequencies.
     pub theta: f64,
-    /// The number of a head's leading elements that are turned; even, at most the head's width.
+    /// The number of a head's leading elements that are rotated; even, at most the head's width.
     /// The others pass unchanged.
     pub rotary_dim: usize,
     /// The change made for a longer context.
@@ -129,7 +129,7 @@ impl RopeConfig {
     }
 
     /// Whether a text of `a` and one of `b` tokens have different inverse frequencies, so that keys
-    /// turned for one do not fit the other.
+    /// rotated for one do not fit the other.
     pub fn changes_between(&self, a: usize, b: usize) -> bool {
         match &self.scaling {
             RopeScaling::LongRope { original_max_position_embeddings, .. } => {
