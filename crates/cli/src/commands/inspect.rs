@@ -245,7 +245,7 @@ fn describe_model(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
         config
             .ropes
             .iter()
-            .map(|rope| json!({"theta": rope.theta, "dimensions": rope.rotary_dim, "scaling": format!("{:?}", rope.scaling)}))
+            .map(|rope| json!({"theta": rope.theta, "dimensions": rope.rotary_dim, "scaling": format!("{:?}", rope.scaling), "query_scaling": rope.query_scaling.map(|scaling| format!("{scaling:?}"))}))
             .collect::<Vec<_>>(),
     );
     report.set("linear_layers", serde_json::to_value(&linears)?);

@@ -304,11 +304,17 @@ impl Tape {
         sin: &Tensor,
     ) -> Result<(Value, Value)> {
         let rotated = rope::forward_both(queries.tensor(), keys.tensor(), cos, sin)?;
-        let record = |x: &Value, output: Tensor| {
-            let (cos, sin) = (cos.clone(), sin.clone());
-            self.record(&[x], output, move |dy| Ok(vec![Some(rope::backward(&dy, &cos, &sin)?)]))
-        };
-        Ok((record(queries, rotated.0), record(keys, rotated.1)))
+        Ok((self.rotated(queries, rotated.0, cos, sin), self.rotated(keys, rotated.1, cos, sin)))
+    }
+
+    /// [`Self::rope`] of queries or keys alone.
+    pub fn rotate(&self, x: &Value, cos: &Tensor, sin: &Tensor) -> Result<Value> {
+        Ok(self.rotated(x, rope::forward(x.tensor(), cos, sin)?, cos, sin))
+    }
+
+    fn rotated(&self, x: &Value, output: Tensor, cos: &Tensor, sin: &Tensor) -> Value {
+        let (cos, sin) = (cos.clone(), sin.clone());
+        self.record(&[x], output, move |dy| Ok(vec![Some(rope::backward(&dy, &cos, &sin)?)]))
     }
 
     /// Causal attention of `q (batch, seq, heads, head_dim)` over `k` and `v`

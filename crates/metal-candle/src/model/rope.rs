@@ -16,7 +16,7 @@
 //! that is more exact than the one a model was trained with gives other logits.
 
 use crate::{Error, Result};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use metal_candle_kernels::embedding;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -31,6 +31,26 @@ pub struct RopeConfig {
     pub rotary_dim: usize,
     /// The change made for a longer context.
     pub scaling: RopeScaling,
+    /// A factor of the queries by their position.
+    pub query_scaling: Option<QueryScaling>,
+}
+
+/// What rotated queries at position `p` are multiplied with, so that attention to a long text doesn't flatten:
+/// `1 + beta · ln(1 + floor(p / original_max_position_embeddings))`, as Llama 4 and Ministral 3 have it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueryScaling {
+    /// How fast the factor grows.
+    pub beta: f64,
+    /// The positions, from 0, whose factor is 1.
+    pub original_max_position_embeddings: usize,
+}
+
+impl QueryScaling {
+    /// The factor at `position`, with the roundings of `transformers`.
+    fn factor(&self, position: u32) -> f32 {
+        let periods = (position as f32 / self.original_max_position_embeddings as f32).floor();
+        1.0 + self.beta as f32 * f64::from(1.0 + periods).ln() as f32
+    }
 }
 
 /// A change of the inverse frequencies for a context longer than the one first trained on.
@@ -157,6 +177,15 @@ impl RopeConfig {
     }
 }
 
+/// The angles of one rope in a forward pass, as cosines and sines of `(batch, seq, rotary_dim / 2)`.
+#[derive(Debug)]
+pub(crate) struct Rotation {
+    pub cos: Tensor,
+    pub sin: Tensor,
+    /// Those of the queries, where they are scaled by their position.
+    pub queries: Option<(Tensor, Tensor)>,
+}
+
 /// Cosines and sines of the first positions of a model's ropes on its device. They are made when they
 /// are first asked for, and again, longer, when a text needs more.
 #[derive(Debug, Default)]
@@ -167,22 +196,45 @@ struct Table {
     /// `(positions, rotary_dim / 2)`
     cos: Tensor,
     sin: Tensor,
+    /// Both, times the queries' factors.
+    queries: Option<(Tensor, Tensor)>,
     positions: usize,
     /// The length of a text that they are right for.
     total_len: usize,
 }
 
+impl Table {
+    fn new(rope: &RopeConfig, positions: usize, total_len: usize, device: &Device) -> Result<Self> {
+        let places: Vec<u32> = (0..positions as u32).collect();
+        let (cos, sin) = rope.cos_sin(&places, total_len);
+        let width = cos.len() / positions;
+        let tensor = |values| Tensor::from_vec(values, (positions, width), device);
+        let queries = rope.query_scaling.map(|scaling| {
+            let scaled = |values: &[f32]| {
+                let rows = values.chunks_exact(width).zip(&places);
+                let values = rows.flat_map(|(row, &position)| {
+                    let factor = scaling.factor(position);
+                    row.iter().map(move |value| value * factor)
+                });
+                tensor(values.collect())
+            };
+            Ok::<_, Error>((scaled(&cos)?, scaled(&sin)?))
+        });
+        let queries = queries.transpose()?;
+        Ok(Self { cos: tensor(cos)?, sin: tensor(sin)?, queries, positions, total_len })
+    }
+}
+
 impl RopeTables {
-    /// The cosines and sines of the rope `index`, each `(batch, seq, rotary_dim / 2)`, at `positions`
-    /// `(batch, seq)` u32, which are below `total_len`. That is as for
-    /// [`RopeConfig::inverse_frequencies`].
+    /// The cosines and sines of the rope `index` at `positions` `(batch, seq)` u32, which are below
+    /// `total_len`. That is as for [`RopeConfig::inverse_frequencies`].
     pub(crate) fn cos_sin(
         &self,
         index: usize,
         rope: &RopeConfig,
         positions: &Tensor,
         total_len: usize,
-    ) -> Result<(Tensor, Tensor)> {
+    ) -> Result<Rotation> {
         const FEWEST: usize = 512;
         let mut tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |table: &&Table| {
@@ -190,23 +242,19 @@ impl RopeTables {
         };
         if tables.get(&index).filter(fits).is_none() {
             let count = total_len.next_power_of_two().max(FEWEST);
-            let places: Vec<u32> = (0..count as u32).collect();
-            let (cos, sin) = rope.cos_sin(&places, total_len);
-            let shape = (count, cos.len() / count);
-            let table = Table {
-                cos: Tensor::from_vec(cos, shape, positions.device())?,
-                sin: Tensor::from_vec(sin, shape, positions.device())?,
-                positions: count,
-                total_len,
-            };
-            tables.insert(index, table);
+            tables.insert(index, Table::new(rope, count, total_len, positions.device())?);
         }
-        match tables.get(&index) {
-            Some(Table { cos, sin, .. }) => {
-                Ok((embedding::forward(cos, positions)?, embedding::forward(sin, positions)?))
-            }
-            None => Err(Error::option("rope", "has no table")),
-        }
+        let Some(table) = tables.get(&index) else {
+            return Err(Error::option("rope", "has no table"));
+        };
+        let at = |table: &Tensor| embedding::forward(table, positions);
+        // Up to the original length, all factors are 1.
+        let scaled = rope
+            .query_scaling
+            .is_some_and(|scaling| total_len > scaling.original_max_position_embeddings);
+        let queries = table.queries.as_ref().filter(|_| scaled);
+        let queries = queries.map(|(cos, sin)| Ok::<_, Error>((at(cos)?, at(sin)?))).transpose()?;
+        Ok(Rotation { cos: at(&table.cos)?, sin: at(&table.sin)?, queries })
     }
 }
 
@@ -225,6 +273,10 @@ mod tests {
         }
     }
 
+    fn rope(theta: f64, scaling: RopeScaling) -> RopeConfig {
+        RopeConfig { theta, rotary_dim: 16, scaling, query_scaling: None }
+    }
+
     fn llama3() -> RopeConfig {
         RopeConfig {
             theta: 500_000.0,
@@ -235,6 +287,7 @@ mod tests {
                 high_freq_factor: 4.0,
                 original_max_position_embeddings: 8192,
             },
+            query_scaling: None,
         }
     }
 
@@ -248,13 +301,13 @@ mod tests {
                 original_max_position_embeddings: 4096,
                 attention_factor: 1.1902380714238083,
             },
+            query_scaling: None,
         }
     }
 
     #[test]
     fn inverse_frequencies_are_those_of_transformers() {
-        let default =
-            RopeConfig { theta: 500_000.0, rotary_dim: 16, scaling: RopeScaling::Default };
+        let default = rope(500_000.0, RopeScaling::Default);
         let expected = [
             1.0,
             0.193922758102417,
@@ -267,11 +320,7 @@ mod tests {
         ];
         assert_close(&default.inverse_frequencies(1).0, &expected, 1e-7);
 
-        let linear = RopeConfig {
-            theta: 10_000.0,
-            rotary_dim: 16,
-            scaling: RopeScaling::Linear { factor: 8.0 },
-        };
+        let linear = rope(10_000.0, RopeScaling::Linear { factor: 8.0 });
         let expected = [
             0.125,
             0.03952847048640251,
@@ -295,6 +344,37 @@ mod tests {
             3.2229328894572973e-07,
         ];
         assert_close(&llama3().inverse_frequencies(1).0, &expected, 1e-7);
+    }
+
+    #[test]
+    fn queries_are_scaled_by_how_often_their_position_exceeds_the_original_length() {
+        let scaling = QueryScaling { beta: 0.1, original_max_position_embeddings: 16384 };
+        let found = [0, 16383, 16384, 32768, 262_143].map(|position| scaling.factor(position));
+        let expected = [1.0, 1.0, 1.06931471824646, 1.1098612546920776, 1.2772588729858398];
+        assert_close(&found, &expected, 1e-7);
+    }
+
+    #[test]
+    fn the_tables_of_queries_are_those_of_keys_times_the_factor() {
+        let values = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let scaling = QueryScaling { beta: 0.5, original_max_position_embeddings: 8 };
+        let rope = RopeConfig { query_scaling: Some(scaling), ..llama3() };
+        let positions = Tensor::new(&[[3u32, 7, 8, 20]], &Device::Cpu).unwrap();
+        let tables = RopeTables::default();
+        let rotation = tables.cos_sin(0, &rope, &positions, 21).unwrap();
+        let (cos, sin) = rotation.queries.unwrap();
+        for (queries, keys) in [(cos, rotation.cos), (sin, rotation.sin)] {
+            assert_eq!(queries.dims(), [1, 4, 8]);
+            let rows = values(&queries).into_iter().zip(values(&keys)).enumerate();
+            for (index, (query, key)) in rows {
+                let factor = scaling.factor([3, 7, 8, 20][index / 8]);
+                assert_eq!(query, key * factor, "{index}");
+            }
+        }
+        // The factors of a text as long as the original context are all 1.
+        let positions = Tensor::new(&[[3u32, 7]], &Device::Cpu).unwrap();
+        assert!(tables.cos_sin(0, &rope, &positions, 8).unwrap().queries.is_none());
+        assert!(tables.cos_sin(1, &llama3(), &positions, 21).unwrap().queries.is_none());
     }
 
     #[test]

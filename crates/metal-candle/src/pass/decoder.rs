@@ -5,6 +5,7 @@ use super::adapters::RowAdapters;
 use super::cache::LayerCache;
 use super::linear::{self, forward_shared};
 use crate::autograd::{Tape, Value};
+use crate::model::rope::Rotation;
 use crate::model::layer::{Attention, GateUp, Layer, Mlp, Norm, QueryKeyValue};
 use crate::{Error, Result};
 use metal_candle_kernels::attention;
@@ -104,7 +105,10 @@ impl Attention {
         let q = self.heads_of(tape, &q, self.query_norm.as_ref(), self.heads, pass)?;
         let k = self.heads_of(tape, &k, self.key_norm.as_ref(), self.kv_heads, pass)?;
         let (q, k) = match self.rope.and_then(|index| pass.ropes.get(index)) {
-            Some((cos, sin)) => tape.rope(&q, &k, cos, sin)?,
+            Some(Rotation { cos, sin, queries: Some((query_cos, query_sin)) }) => {
+                (tape.rotate(&q, query_cos, query_sin)?, tape.rotate(&k, cos, sin)?)
+            }
+            Some(Rotation { cos, sin, queries: None }) => tape.rope(&q, &k, cos, sin)?,
             None => (q, k),
         };
         let v = tape.reshape(&v, (batch, seq, self.kv_heads, self.head_dim))?;

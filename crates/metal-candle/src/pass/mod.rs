@@ -12,6 +12,7 @@ use crate::adapter::Adapter;
 use crate::autograd::{Tape, Value};
 use crate::data::Batch;
 use crate::model::Model;
+use crate::model::rope::Rotation;
 use crate::model::weight::{FrozenWeights, WeightId};
 use crate::{Error, Result};
 use adapters::RowAdapters;
@@ -27,8 +28,8 @@ const LOSS_CHUNK: usize = 512;
 struct Pass {
     weights: Arc<FrozenWeights>,
     adapters: RowAdapters,
-    /// Cosines and sines `(batch, seq, rotated / 2)` of each of the configuration's ropes.
-    ropes: Vec<(Tensor, Tensor)>,
+    /// The angles of each of the configuration's ropes.
+    ropes: Vec<Rotation>,
     /// `(batch, seq)`: the first key each query may see; `None` is 0 for all.
     first_key: Option<Tensor>,
     /// `(1)`: how many tokens come before the one, where only the device knows.

@@ -112,7 +112,7 @@ pub(crate) fn rope(
         None => dictionary.size(key, shape.max_position_embeddings, MAX_POSITIONS)?,
     };
     let scaling = scaling(dictionary, rules, rotary_dim, shape, original)?;
-    Ok(RopeConfig { theta, rotary_dim, scaling })
+    Ok(RopeConfig { theta, rotary_dim, scaling, query_scaling: None })
 }
 
 /// How much of a head is rotated, by `partial_rotary_factor` in `keys`.

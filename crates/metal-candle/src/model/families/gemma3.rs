@@ -87,7 +87,7 @@ fn rope(
     let original = "original_max_position_embeddings";
     let original = dictionary.size(original, shape.max_position_embeddings, MAX_POSITIONS)?;
     let scaling = scaling(dictionary, rules, rotary_dim, shape, original)?;
-    Ok(RopeConfig { theta, rotary_dim, scaling })
+    Ok(RopeConfig { theta, rotary_dim, scaling, query_scaling: None })
 }
 
 #[cfg(test)]
@@ -125,7 +125,8 @@ mod tests {
         let config = fixture("gemma3-text");
         assert_eq!(windows_of(&config), [Some(6), Some(6), None, Some(6)]);
         assert_eq!(ropes_of(&config), [Some(1), Some(1), Some(0), Some(1)]);
-        let rope = |theta, scaling| RopeConfig { theta, rotary_dim: 12, scaling };
+        let rope =
+            |theta, scaling| RopeConfig { theta, rotary_dim: 12, scaling, query_scaling: None };
         assert_eq!(
             config.ropes,
             [rope(1e6, RopeScaling::Linear { factor: 8.0 }), rope(1e3, RopeScaling::Default)]

@@ -80,6 +80,7 @@ mod tests {
                     high_freq_factor: 4.0,
                     original_max_position_embeddings: 64,
                 },
+                query_scaling: None,
             }]
         );
         assert!(llama3.tie_word_embeddings);
