@@ -207,6 +207,12 @@ fn describe_model(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
             RopeScaling::Default => "no scaling".to_string(),
             RopeScaling::Linear { factor } => format!("linear scaling by {factor}"),
             RopeScaling::Llama3 { factor, .. } => format!("llama3 scaling by {factor}"),
+            RopeScaling::Dynamic { factor, max_position_embeddings } => {
+                format!("dynamic scaling by {factor} beyond {max_position_embeddings} tokens")
+            }
+            RopeScaling::Yarn { factor, original_max_position_embeddings, .. } => {
+                format!("yarn scaling by {factor} of {original_max_position_embeddings} tokens")
+            }
             RopeScaling::LongRope { original_max_position_embeddings, .. } => {
                 format!("longrope beyond {original_max_position_embeddings} tokens")
             }

@@ -138,7 +138,8 @@ impl Session {
 
     /// Reads those of `tokens` that the cache does not hold.
     fn advance(&mut self) -> Result<Tensor> {
-        // LongRoPE turns every key differently once the text is long.
+        // LongRoPE rotates every key differently once the text is long, dynamic rope from then on with every
+        // token.
         if self.ropes_change(self.cache.len(), self.tokens.len()) {
             self.cache.truncate(0);
         }

@@ -450,15 +450,6 @@ mod tests {
     fn what_is_not_supported_is_named_with_its_value() {
         let extras = [
             (
-                json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }),
-                "rope_scaling.type = \"dynamic\"",
-            ),
-            (
-                json!({ "rope_scaling": { "type": "default", "mrope_section": [1] } }),
-                "mrope_section",
-            ),
-            (json!({ "partial_rotary_factor": 0.5 }), "config.json: partial_rotary_factor = 0.5"),
-            (
                 json!({ "quantization_config": { "quant_method": "gptq" } }),
                 "quant_method = \"gptq\"",
             ),
@@ -484,15 +475,7 @@ mod tests {
             (json!({ "num_attention_heads": 24 }), "does not divide hidden_size"),
             (json!({ "head_dim": 7 }), "head_dim: found 7"),
             (json!({ "rms_norm_eps": -1.0 }), "rms_norm_eps"),
-            (json!({ "rope_theta": 0 }), "rope_theta"),
             (json!({ "tie_word_embeddings": "yes" }), "true or false"),
-            (json!({ "rope_scaling": "linear" }), "rope_scaling: expected an object"),
-            (json!({ "rope_scaling": { "type": "linear" } }), "rope_scaling.factor: missing"),
-            (json!({ "rope_scaling": { "type": "linear", "factor": 0 } }), "rope_scaling.factor"),
-            (
-                json!({ "rope_scaling": { "type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4 } }),
-                "high_freq_factor",
-            ),
         ];
         assert_invalid("llama", extras);
         assert!(Config::from_json("[]").unwrap_err().to_string().contains("found a list"));

@@ -63,6 +63,31 @@ pub enum RopeScaling {
         /// How many times longer the context became.
         factor: f64,
     },
+    /// A base that grows with a text of more than `max_position_embeddings` tokens, `n` of them, and with it
+    /// all wavelengths: `theta · (factor · n / max_position_embeddings - (factor - 1))^(d / (d - 2))`.
+    Dynamic {
+        /// How much the base grows.
+        factor: f64,
+        /// The context length before the stretch, in tokens.
+        max_position_embeddings: usize,
+    },
+    /// Frequencies that turn more than `beta_fast` times in the original context stay, those that turn less
+    /// than `beta_slow` times are divided by `factor`, and a linear blend by the pair's number lies between
+    /// ([YaRN](https://arxiv.org/abs/2309.00071)).
+    Yarn {
+        /// How many times longer the context became.
+        factor: f64,
+        /// Turns in the original context above which a frequency stays.
+        beta_fast: f64,
+        /// Turns in the original context below which a frequency is divided by the whole factor.
+        beta_slow: f64,
+        /// Whether the bounds of the blend are widened to whole pairs.
+        truncate: bool,
+        /// The context length before the stretch, in tokens.
+        original_max_position_embeddings: usize,
+        /// What the cosines and sines are multiplied with.
+        attention_factor: f64,
+    },
     /// Llama 3.1's rule: wavelengths above `original_max_position_embeddings / low_freq_factor` are
     /// stretched by `factor`, those below `original_max_position_embeddings / high_freq_factor`
     /// stay, and a linear blend of both lies between.
@@ -94,19 +119,62 @@ impl RopeConfig {
     /// The inverse frequencies, `(rotary_dim / 2,)` in radians a token, and the factor that
     /// belongs on the cosines and sines, for a text of `total_len` tokens.
     ///
-    /// `total_len` counts everything the attention sees, with what is in a KV cache. It matters to
-    /// LongRoPE alone, where keys cached under the short divisors do not fit a text that has grown
-    /// beyond `original_max_position_embeddings`: see [`Self::changes_between`].
+    /// `total_len` counts everything the attention sees, with what is in a KV cache; that of a batch is its
+    /// longest text's. It matters to LongRoPE, where keys cached under the short divisors do not fit a text
+    /// that has grown beyond `original_max_position_embeddings`, and to dynamic rope, where those of a text
+    /// beyond `max_position_embeddings` fit no other length: see [`Self::changes_between`].
     pub fn inverse_frequencies(&self, total_len: usize) -> (Vec<f32>, f64) {
         let dim = self.rotary_dim as f32;
         // The power is taken in f64 and rounded to f32, which is within the last bit of an f32
         // power function and does not depend on the platform's.
-        let powers = (0..self.rotary_dim / 2)
-            .map(|pair| self.theta.powf(f64::from((2 * pair) as f32 / dim)) as f32);
+        let powers_of = |theta: f64| {
+            (0..self.rotary_dim / 2)
+                .map(move |pair| theta.powf(f64::from((2 * pair) as f32 / dim)) as f32)
+        };
+        let powers = powers_of(self.theta);
         match &self.scaling {
             RopeScaling::Default => (powers.map(|power| 1.0 / power).collect(), 1.0),
             RopeScaling::Linear { factor } => {
                 (powers.map(|power| (1.0 / power) / *factor as f32).collect(), 1.0)
+            }
+            RopeScaling::Dynamic { factor, max_position_embeddings } => {
+                if total_len <= *max_position_embeddings {
+                    return (powers.map(|power| 1.0 / power).collect(), 1.0);
+                }
+                let stretch = *factor as f32 * total_len as f32 / *max_position_embeddings as f32
+                    - (factor - 1.0) as f32;
+                let width = self.rotary_dim as f64;
+                let exponent = (width / (width - 2.0)) as f32;
+                let growth = f64::from(stretch).powf(f64::from(exponent)) as f32;
+                let theta = f64::from(self.theta as f32 * growth);
+                (powers_of(theta).map(|power| 1.0 / power).collect(), 1.0)
+            }
+            RopeScaling::Yarn {
+                factor,
+                beta_fast,
+                beta_slow,
+                truncate,
+                original_max_position_embeddings,
+                attention_factor,
+            } => {
+                let (width, length) = (f64::from(dim), *original_max_position_embeddings as f64);
+                // The pair, between others, that turns so many times.
+                let pair = |turns: f64| {
+                    width * (length / (turns * std::f64::consts::TAU)).ln()
+                        / (2.0 * self.theta.ln())
+                };
+                let (mut low, mut high) = (pair(*beta_fast), pair(*beta_slow));
+                if *truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                (low, high) = (low.max(0.0), high.min(width - 1.0));
+                let span = if low == high { 0.001 } else { high - low };
+                let frequencies = powers.enumerate().map(|(pair, power)| {
+                    let divided = ((pair as f32 - low as f32) / span as f32).clamp(0.0, 1.0);
+                    let kept = 1.0 - divided;
+                    1.0 / (*factor as f32 * power) * (1.0 - kept) + 1.0 / power * kept
+                });
+                (frequencies.collect(), *attention_factor)
             }
             RopeScaling::Llama3 {
                 factor,
@@ -155,7 +223,11 @@ impl RopeConfig {
             RopeScaling::LongRope { original_max_position_embeddings, .. } => {
                 (a > *original_max_position_embeddings) != (b > *original_max_position_embeddings)
             }
-            RopeScaling::Default | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } => false,
+            RopeScaling::Dynamic { max_position_embeddings: max, .. } => a.max(*max) != b.max(*max),
+            RopeScaling::Default
+            | RopeScaling::Linear { .. }
+            | RopeScaling::Yarn { .. }
+            | RopeScaling::Llama3 { .. } => false,
         }
     }
 
@@ -344,6 +416,80 @@ mod tests {
             3.2229328894572973e-07,
         ];
         assert_close(&llama3().inverse_frequencies(1).0, &expected, 1e-7);
+    }
+
+    #[test]
+    fn yarn_divides_the_frequencies_by_how_often_they_turn() {
+        let yarn = |factor, (beta_fast, beta_slow, truncate), length| RopeScaling::Yarn {
+            factor,
+            beta_fast,
+            beta_slow,
+            truncate,
+            original_max_position_embeddings: length,
+            attention_factor: 1.138629436111989,
+        };
+        // As Qwen 2.5 has it.
+        let qwen = rope(1e6, yarn(4.0, (32.0, 1.0, true), 32768));
+        let expected = [
+            1.0,
+            0.17782793939113617,
+            0.03162277862429619,
+            0.004217559937387705,
+            0.0005000000237487257,
+            4.4456985051510856e-05,
+            7.905693564680405e-06,
+            1.405853367941745e-06,
+        ];
+        let (found, factor) = qwen.inverse_frequencies(1);
+        assert_close(&found, &expected, 2e-7);
+        assert_eq!(factor, 1.138629436111989);
+        assert!(!qwen.changes_between(1, 100_000));
+
+        let between = rope(100.0, yarn(4.0, (2.0, 0.5, false), 16));
+        let expected = [
+            1.0,
+            0.46070271730422974,
+            0.16058915853500366,
+            0.04445698484778404,
+            0.02500000037252903,
+            0.014058532193303108,
+            0.007905694656074047,
+            0.004445698577910662,
+        ];
+        assert_close(&between.inverse_frequencies(1).0, &expected, 2e-7);
+    }
+
+    #[test]
+    fn dynamic_rope_has_a_larger_base_for_every_longer_text() {
+        let scaling = RopeScaling::Dynamic { factor: 2.0, max_position_embeddings: 4096 };
+        let dynamic = rope(10_000.0, scaling);
+        let default = rope(10_000.0, RopeScaling::Default);
+        assert_eq!(dynamic.inverse_frequencies(4096), default.inverse_frequencies(4096));
+        let expected = [
+            1.0,
+            0.3162057101726532,
+            0.09998606145381927,
+            0.03161616250872612,
+            0.009997211396694183,
+            0.003161175176501274,
+            0.0009995817672461271,
+            0.0003160734486300498,
+        ];
+        assert_close(&dynamic.inverse_frequencies(4097).0, &expected, 4e-7);
+        let expected = [
+            1.0,
+            0.26051709055900574,
+            0.0678691565990448,
+            0.017681075260043144,
+            0.00460622226819396,
+            0.001199999707750976,
+            0.00031262042466551065,
+            8.144295861711726e-05,
+        ];
+        assert_close(&dynamic.inverse_frequencies(10_000).0, &expected, 4e-7);
+        assert!(!dynamic.changes_between(0, 4096));
+        assert!(dynamic.changes_between(4096, 4097) && dynamic.changes_between(4097, 4098));
+        assert!(dynamic.changes_between(5000, 17));
     }
 
     #[test]

@@ -133,6 +133,18 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// A number from 0; null means none.
+    pub fn non_negative(&self, key: &str) -> Result<Option<f64>> {
+        if matches!(self.get(key), None | Some(Value::Null)) {
+            return Ok(None);
+        }
+        let number = self.number(key, 0.0)?;
+        if (0.0..=f64::from(f32::MAX)).contains(&number) {
+            return Ok(Some(number));
+        }
+        Err(self.invalid(key, format!("expected a number from 0, found {number}")))
+    }
+
     pub fn required(&self, key: &str) -> Result<f64> {
         if self.get(key).is_none() {
             return Err(self.invalid(key, "missing; this rope type needs it"));

@@ -86,7 +86,7 @@ fn rope(
     let rotary_dim = rotary_dim(dictionary, shape, rules)?;
     let original = "original_max_position_embeddings";
     let original = dictionary.size(original, shape.max_position_embeddings, MAX_POSITIONS)?;
-    let scaling = scaling(dictionary, rules, rotary_dim, shape, original)?;
+    let scaling = scaling(dictionary, rules, (theta, rotary_dim), shape, original)?;
     Ok(RopeConfig { theta, rotary_dim, scaling, query_scaling: None })
 }
 

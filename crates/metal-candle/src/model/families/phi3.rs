@@ -55,7 +55,7 @@ mod tests {
         Expected, LLAMA, assert_defaults, assert_invalid, assert_unsupported, fixture, parse_with,
         windows_of,
     };
-    use crate::model::rope::RopeScaling;
+    use crate::model::rope::{RopeConfig, RopeScaling};
 
     #[test]
     fn missing_keys_have_the_defaults_of_transformers() {
@@ -106,6 +106,54 @@ mod tests {
         };
         assert_eq!(original_max_position_embeddings, 4096);
         assert_eq!(attention_factor, 1.1902380714238083);
+    }
+
+    #[test]
+    fn phi_4_is_read() {
+        let extra = json!({ "architectures": ["Phi3ForCausalLM"], "attention_bias": false,
+            "attention_dropout": 0.0, "bos_token_id": 100257, "embd_pdrop": 0.0,
+            "eos_token_id": 100265, "hidden_act": "silu", "hidden_size": 5120,
+            "intermediate_size": 17920, "max_position_embeddings": 16384,
+            "num_attention_heads": 40, "num_hidden_layers": 40, "num_key_value_heads": 10,
+            "original_max_position_embeddings": 16384, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+            "rope_scaling": null, "rope_theta": 250000, "sliding_window": null,
+            "tie_word_embeddings": false, "torch_dtype": "bfloat16", "vocab_size": 100352 });
+        let config = parse_with("phi3", extra).unwrap();
+        let rope = RopeConfig {
+            theta: 250_000.0,
+            rotary_dim: 128,
+            scaling: RopeScaling::Default,
+            query_scaling: None,
+        };
+        assert_eq!(config.ropes, [rope]);
+        assert_eq!((config.kv_heads, config.layers.len()), (10, 40));
+        assert_eq!(windows_of(&config), [None; 40]);
+    }
+
+    #[test]
+    fn phi_4_mini_is_read() {
+        let extra = json!({ "architectures": ["Phi3ForCausalLM"], "attention_bias": false,
+            "attention_dropout": 0.0, "bos_token_id": 199999, "embd_pdrop": 0.0,
+            "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072,
+            "interpolate_factor": 1, "intermediate_size": 8192, "lm_head_bias": false,
+            "max_position_embeddings": 131072, "mlp_bias": false, "num_attention_heads": 24,
+            "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+            "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+            "rope_scaling": { "long_factor": vec![2.0; 48], "short_factor": vec![1.0; 48],
+                "type": "longrope" },
+            "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": true,
+            "torch_dtype": "bfloat16", "vocab_size": 200064 });
+        let config = parse_with("phi3", extra).unwrap();
+        assert_eq!((config.head_dim, config.ropes[0].rotary_dim), (128, 96));
+        assert!(matches!(
+            config.ropes[0].scaling,
+            RopeScaling::LongRope { original_max_position_embeddings: 4096, .. }
+        ));
+        assert!(config.tie_word_embeddings);
+        assert_eq!(windows_of(&config), [Some(262_144); 32]);
+        let tiny = fixture("phi4-mini");
+        assert_eq!((tiny.head_dim, tiny.ropes[0].rotary_dim), (8, 6));
     }
 
     #[test]
