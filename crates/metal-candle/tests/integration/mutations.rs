@@ -249,7 +249,9 @@ const MODEL: &[&str] = &["config.json", "model.safetensors"];
 #[test]
 fn changed_models_are_used_or_refused() {
     isolated("mutations::changed_models_are_used_or_refused", || {
-        for family in ["gemma3-text", "llama3", "phi3-longrope", "qwen3"] {
+        for family in
+            ["gemma3-text", "llama-dynamic", "llama3", "ministral3", "phi3-longrope", "qwen3"]
+        {
             eprintln!("{family}");
             let good = folder_of(&[(&format!("models/{family}"), MODEL)]);
             let files = ["config.json", "config.json", "model.safetensors"];

@@ -8,6 +8,8 @@ mod gemma2;
 mod gemma3;
 mod granite;
 mod llama;
+mod ministral;
+mod ministral3;
 mod mistral;
 mod olmo2;
 mod phi3;
@@ -47,9 +49,11 @@ impl Eq for Architecture {}
 
 impl Architecture {
     /// Every supported family.
-    pub const ALL: [&'static Self; 10] = [
+    pub const ALL: [&'static Self; 12] = [
         &llama::FAMILY,
         &mistral::FAMILY,
+        &ministral::FAMILY,
+        &ministral3::FAMILY,
         &qwen2::FAMILY,
         &qwen3::FAMILY,
         &gemma2::FAMILY,
@@ -183,7 +187,10 @@ mod tests {
 
     #[test]
     fn checkpoints_with_images_are_told_of_the_text_only_ones() {
-        for (model_type, class, name) in [("gemma3", "Gemma3ForConditionalGeneration", "Gemma 3")] {
+        for (model_type, class, name) in [
+            ("gemma3", "Gemma3ForConditionalGeneration", "Gemma 3"),
+            ("mistral3", "Mistral3ForConditionalGeneration", "Ministral 3"),
+        ] {
             for value in [
                 json!({ "model_type": model_type, "architectures": [class] }),
                 json!({ "architectures": [class] }),
