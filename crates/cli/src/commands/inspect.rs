@@ -217,9 +217,12 @@ fn describe_model(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
                 format!("longrope beyond {original_max_position_embeddings} tokens")
             }
         };
+        let queries = rope.query_scaling.map_or(String::new(), |scaling| {
+            format!(", queries scaled from {} on", scaling.original_max_position_embeddings)
+        });
         report.row(
             "RoPE",
-            format!("theta {}, {} dimensions, {scaling}", rope.theta, rope.rotary_dim),
+            format!("theta {}, {} dimensions, {scaling}{queries}", rope.theta, rope.rotary_dim),
         );
     }
     report.row("Context", format!("{} tokens", grouped(config.max_position_embeddings as u64)));
