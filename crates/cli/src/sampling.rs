@@ -1,6 +1,5 @@
 //! The flags that say how a text is drawn.
 
-use crate::bounds;
 use crate::errors::usage;
 use clap::Args;
 use metal_candle::files;
@@ -21,7 +20,7 @@ pub struct Sampling {
         short = 'n',
         long,
         value_name = "N",
-        default_value_t = 256,
+        default_value_t = GenerateOptions::default().max_tokens,
         alias = "max-new-tokens",
         allow_negative_numbers = true
     )]
@@ -51,7 +50,7 @@ pub struct Sampling {
     #[arg(long, value_name = "ID=X", value_parser = bias)]
     logit_bias: Vec<(u32, f32)>,
     /// What the random draws follow from: the same seed gives the same text
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = SamplingOptions::default().seed)]
     seed: u64,
     /// End the text before this; may be given several times
     #[arg(long, value_name = "TEXT")]
@@ -119,11 +118,7 @@ impl Sampling {
             stop: self.stop.clone(),
             ignore_eos: self.ignore_eos,
         };
-        options.sampling.validate().map_err(usage)?;
-        bounds::check("max_tokens", self.max_tokens, &bounds::TOKENS)?;
-        if self.stop.iter().any(String::is_empty) {
-            return Err(usage("stop: an empty text would end every text before it begins"));
-        }
+        options.validate().map_err(usage)?;
         Ok(options)
     }
 }

@@ -16,16 +16,14 @@ use anyhow::Context;
 use candle_core::{DType, Tensor};
 use chrono::NaiveDateTime;
 use metal_candle::adapter::Adapter;
-use metal_candle::data::{
-    BatchOptions, Batcher, DataOptions, Dataset, HeldOut, Split, Tokenized, tokenize,
-};
+use metal_candle::data::{BatchOptions, Batcher, DataOptions, Dataset, Split, Tokenized, tokenize};
 use metal_candle::files;
 use metal_candle::generate::{GenerateOptions, generate};
 use metal_candle::model::{Config, Model};
 use metal_candle::text::Tokenizer;
 use metal_candle::train::{
-    Evaluation, FanOut, FolderLock, JsonLines, LossCurve, Metric, Outcome, Resumed, TensorBoard,
-    TrainOptions, Trainer, evaluate, latest_checkpoint, metrics, plot, total_steps,
+    Evaluation, FanOut, FolderLock, JsonLines, LossCurve, Metric, Outcome, Resumed, TensorBoard, TrainOptions,
+    Trainer, evaluate, latest_checkpoint, metrics, plot, total_steps,
 };
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -108,8 +106,7 @@ impl Run {
         let found = datasets::find(&settings.data, &settings.data_flags(), wanted, terminal)?;
         let sources = |split| datasets::of(&found, split);
         let has_valid = !sources(Split::Valid).is_empty();
-        let held_out = (settings.valid_fraction > 0.0 && !has_valid)
-            .then_some(HeldOut { fraction: settings.valid_fraction, seed: settings.seed });
+        let held_out = settings.held_out().filter(|_| !has_valid);
         if !has_valid && held_out.is_none() {
             for (key, wanted) in
                 [("keep_best", settings.keep_best), ("patience", settings.patience.is_some())]
@@ -152,12 +149,9 @@ impl Run {
         let now = template_time(&mut settings)?;
         let output = &settings.output;
         let data_options = DataOptions {
-            max_seq_length: settings.max_seq_length,
-            loss_on: settings.loss_on.for_data(),
-            variables: settings.chat_template_kwargs.clone(),
             now: Some(now),
             folder: if output.is_dir() { output.clone() } else { std::env::temp_dir() },
-            ..DataOptions::default()
+            ..settings.data_options()
         };
         let named = |split: Split| format!("{} data of {data}", split.name());
         let read = |split: Split| -> anyhow::Result<Tokenized> {
@@ -165,13 +159,7 @@ impl Run {
         };
         let batch = |dataset: Dataset, packing| -> anyhow::Result<Batcher> {
             dataset.check_vocabulary(config.vocab_size)?;
-            let options = BatchOptions {
-                batch_size: settings.batch_size,
-                max_seq_length: settings.max_seq_length,
-                packing,
-                seed: settings.seed,
-                shuffle: true,
-            };
+            let options = BatchOptions { packing, ..settings.batch_options() };
             Ok(Batcher::new(Arc::new(dataset), options)?)
         };
         let whole = |split: Split| -> anyhow::Result<Dataset> {

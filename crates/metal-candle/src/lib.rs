@@ -5,6 +5,7 @@
 
 pub mod adapter;
 pub mod autograd;
+pub mod bounds;
 pub mod data;
 mod error;
 pub mod files;

@@ -77,7 +77,7 @@ fn a_lora_step_allocates_nothing_as_large_as_a_frozen_weight() {
     let weight = 1024 * 4096 * size_of::<f32>();
 
     let model = Model::random(config, DType::F32, &Device::Cpu, 0).unwrap();
-    let lora = LoraConfig { rank: 4, ..LoraConfig::default() };
+    let lora = LoraConfig { rank: 4, alpha: 16.0, ..LoraConfig::default() };
     let adapter = Arc::new(Adapter::new(&model, &lora, 0).unwrap());
     step(&model, &adapter);
     let (largest, most) = step(&model, &adapter);

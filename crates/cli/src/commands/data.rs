@@ -39,7 +39,7 @@ pub struct Arguments {
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Data")]
     record: usize,
     /// Tokens of an example at most; what is longer is cut, and counted
-    #[arg(long, value_name = "N", default_value_t = 2048, help_heading = "Data")]
+    #[arg(long, value_name = "N", default_value_t = DataOptions::default().max_seq_length, help_heading = "Data")]
     max_seq_length: usize,
     /// The tokens that the loss counts
     #[arg(long, value_enum, default_value_t, help_heading = "Data")]

@@ -45,13 +45,13 @@ pub struct Arguments {
     #[command(flatten)]
     sources: DataFlags,
     /// Tokens of an example at most; what is longer is cut, and counted
-    #[arg(long, value_name = "N", default_value_t = 2048, help_heading = "Data")]
+    #[arg(long, value_name = "N", default_value_t = DataOptions::default().max_seq_length, help_heading = "Data")]
     max_seq_length: usize,
     /// The tokens that the loss counts
     #[arg(long, value_enum, default_value_t, help_heading = "Data")]
     loss_on: Loss,
     /// Rows of a batch
-    #[arg(short, long, value_name = "N", default_value_t = 4, help_heading = "Data")]
+    #[arg(short, long, value_name = "N", default_value_t = BatchOptions::default().batch_size, help_heading = "Data")]
     batch_size: usize,
     /// Batches to read; -1 is all
     #[arg(long, value_name = "N", default_value_t = -1, allow_negative_numbers = true, help_heading = "Data")]

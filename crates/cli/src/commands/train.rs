@@ -8,7 +8,7 @@ use crate::run_folder::{CONFIG, Resume, Start};
 use crate::settings::file::File;
 use crate::settings::{
     Course, DataFlags, FineTuneType, Foreign, Loss, Matmul, OptimizerName, Precision, Processor,
-    Settings,
+    Settings, told,
 };
 use crate::template::TemplateFlags;
 use crate::training::{LAST_STEPS_SKIPPED, Run};
@@ -72,6 +72,7 @@ pub struct Arguments {
 
 /// The settings that flags can give; what is not given is null.
 #[derive(Debug, Default, Args, Serialize)]
+#[command(mut_args(told()))]
 pub struct Flags {
     /// A model's folder, or its id on the Hugging Face hub
     #[arg(short, long, value_name = "DIR|ID", help_heading = "Model and data")]
@@ -91,7 +92,7 @@ pub struct Flags {
     #[command(flatten)]
     #[serde(flatten)]
     template: TemplateFlags,
-    /// Where everything is written [default: adapters]
+    /// Where everything is written
     #[arg(
         short,
         long,
@@ -101,28 +102,28 @@ pub struct Flags {
     )]
     output: Option<PathBuf>,
 
-    /// What is trained [default: lora]
+    /// What is trained
     #[arg(long, value_enum, help_heading = "LoRA")]
     fine_tune_type: Option<FineTuneType>,
-    /// The rank r of the update [default: 16]
+    /// The rank r of the update
     #[arg(short, long, value_name = "N", help_heading = "LoRA")]
     rank: Option<usize>,
     /// The update is multiplied by alpha / rank [default: twice the rank]
     #[arg(long, value_name = "X", help_heading = "LoRA")]
     alpha: Option<f64>,
-    /// The probability of dropping an input of the update [default: 0]
+    /// The probability of dropping an input of the update
     #[arg(long, value_name = "P", help_heading = "LoRA")]
     dropout: Option<f32>,
     /// Multiply by alpha / sqrt(rank) instead
     #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "LoRA")]
     rslora: Option<bool>,
-    /// The adapted linear layers: names with commas between, a regular expression of the whole path, or all-linear [default: all-linear]
+    /// The adapted linear layers: names with commas between, a regular expression of the whole path, or all-linear
     #[arg(long, value_name = "NAMES|REGEX", help_heading = "LoRA")]
     target_modules: Option<String>,
     /// Layers that are left out, likewise
     #[arg(long, value_name = "NAMES|REGEX", help_heading = "LoRA")]
     exclude_modules: Option<String>,
-    /// Only the last N decoder layers; -1 is all [default: -1]
+    /// Only the last N decoder layers; -1 is all, as is the default
     #[arg(
         long,
         value_name = "N",
@@ -144,88 +145,87 @@ pub struct Flags {
     #[arg(long, value_name = "DIR", visible_alias = "resume-adapter-file", help_heading = "LoRA")]
     init_adapter: Option<PathBuf>,
 
-    /// Passes over the data; fractions are allowed [default: 1]
+    /// Passes over the data; fractions are allowed
     #[arg(long, value_name = "X", conflicts_with = "steps", help_heading = "Training")]
     epochs: Option<f64>,
     /// Optimiser steps, instead of epochs
     #[arg(long, value_name = "N", visible_alias = "iters", help_heading = "Training")]
     steps: Option<u64>,
-    /// Rows of a batch [default: 4]
+    /// Rows of a batch
     #[arg(short, long, value_name = "N", help_heading = "Training")]
     batch_size: Option<usize>,
-    /// Batches that make one step [default: 1]
+    /// Batches that make one step
     #[arg(long, value_name = "N", help_heading = "Training")]
     grad_accumulation: Option<usize>,
-    /// What turns gradients into steps [default: adamw]
+    /// What turns gradients into steps
     #[arg(long, value_enum, help_heading = "Training")]
     optimizer: Option<OptimizerName>,
-    /// The highest learning rate [default: adam, adamw, adamw8bit 2e-4; adafactor, muon 1e-3; lion 2e-5; sgd 0.1;
-    /// a tenth of it with --fine-tune-type full]
+    /// The highest learning rate; unless given, a tenth of this with --fine-tune-type full
     #[arg(short, long, value_name = "X", help_heading = "Training")]
     learning_rate: Option<f64>,
-    /// How it moves after the warm-up [default: cosine]
+    /// How it moves after the warm-up
     #[arg(long, value_enum, help_heading = "Training")]
     schedule: Option<Course>,
     /// Steps of the warm-up
     #[arg(long, value_name = "N", conflicts_with = "warmup_ratio", help_heading = "Training")]
     warmup_steps: Option<u64>,
-    /// The warm-up's share of all steps [default: 0.03]
+    /// The warm-up's share of all steps
     #[arg(long, value_name = "X", help_heading = "Training")]
     warmup_ratio: Option<f64>,
-    /// The learning rate at the end [default: 0]
+    /// The learning rate at the end
     #[arg(long, value_name = "X", help_heading = "Training")]
     min_learning_rate: Option<f64>,
-    /// Weight decay of matrices [default: adamw, adamw8bit 0.01; muon 0.1; adafactor, lion, sgd 0]
+    /// Weight decay of matrices
     #[arg(long, value_name = "X", help_heading = "Training")]
     weight_decay: Option<f64>,
-    /// Decay of the first moment, or its share in Lion's steps [default: 0.9]
+    /// Decay of the first moment, or its share in Lion's steps
     #[arg(long, value_name = "X", help_heading = "Training")]
     beta1: Option<f64>,
-    /// Decay of the second moment, or of Lion's momentum [default: 0.999; lion 0.99]
+    /// Decay of the second moment, or of Lion's momentum
     #[arg(long, value_name = "X", help_heading = "Training")]
     beta2: Option<f64>,
-    /// Added to the root of Adam's second moment, or to Adafactor's squares [default: 1e-8; adafactor 1e-30]
+    /// Added to the root of Adam's second moment, or to Adafactor's squares
     #[arg(long, value_name = "X", help_heading = "Training")]
     epsilon: Option<f64>,
-    /// Correct Adam's moments for beginning at zero, which mlx-lm leaves out unless told [default: true]
+    /// Correct Adam's moments for beginning at zero, which mlx-lm leaves out unless told
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "Training")]
     bias_correction: Option<bool>,
-    /// Momentum of SGD and Muon [default: sgd 0; muon 0.95]
+    /// Momentum of SGD and Muon
     #[arg(long, value_name = "X", help_heading = "Training")]
     momentum: Option<f64>,
-    /// The share of a gradient that SGD's momentum leaves out [default: 0]
+    /// The share of a gradient that SGD's momentum leaves out
     #[arg(long, value_name = "X", help_heading = "Training")]
     dampening: Option<f64>,
-    /// Nesterov's momentum [default: sgd false; muon true]
+    /// Nesterov's momentum
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "Training")]
     nesterov: Option<bool>,
-    /// Gradients with a larger norm are scaled down to it; 0 is off [default: 1]
+    /// Gradients with a larger norm are scaled down to it; 0 is off
     #[arg(long, value_name = "X", help_heading = "Training")]
     clip_norm: Option<f64>,
-    /// Steps in a row with a NaN or infinite loss or gradient after which the run ends [default: 5]
+    /// Steps in a row with a NaN or infinite loss or gradient after which the run ends
     #[arg(long, value_name = "N", help_heading = "Training")]
     skip_limit: Option<u64>,
     /// Recompute each layer in the backward pass: less memory, more time
     #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "Training")]
     grad_checkpoint: Option<bool>,
-    /// What all random numbers follow from [default: 0]
+    /// What all random numbers follow from
     #[arg(long, value_name = "N", help_heading = "Training")]
     seed: Option<u64>,
 
-    /// Tokens of an example at most; what is longer is cut, and counted [default: 2048]
+    /// Tokens of an example at most; what is longer is cut, and counted
     #[arg(long, value_name = "N", help_heading = "Model and data")]
     max_seq_length: Option<usize>,
     /// Put several examples in a row, with attention kept inside each
     #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "Model and data")]
     packing: Option<bool>,
-    /// The tokens that the loss counts [default: auto]
+    /// The tokens that the loss counts
     #[arg(long, value_enum, help_heading = "Model and data")]
     loss_on: Option<Loss>,
-    /// The share of the training records that is held out when there is no valid.jsonl [default: 0]
+    /// The share of the training records that is held out when there is no valid.jsonl
     #[arg(long, value_name = "X", help_heading = "Model and data")]
     valid_fraction: Option<f64>,
 
-    /// Steps between evaluations on the validation data; 0 for only at the end [default: 200]
+    /// Steps between evaluations on the validation data; 0 for only at the end
     #[arg(
         long,
         value_name = "N",
@@ -233,7 +233,7 @@ pub struct Flags {
         help_heading = "While it trains"
     )]
     eval_every: Option<u64>,
-    /// Batches of an evaluation; -1 is all [default: -1]
+    /// Batches of an evaluation; -1 is all
     #[arg(
         long,
         value_name = "N",
@@ -242,7 +242,7 @@ pub struct Flags {
         help_heading = "While it trains"
     )]
     eval_batches: Option<i64>,
-    /// Steps between reports [default: 10]
+    /// Steps between reports
     #[arg(
         long,
         value_name = "N",
@@ -250,10 +250,10 @@ pub struct Flags {
         help_heading = "While it trains"
     )]
     report_every: Option<u64>,
-    /// Steps between checkpoints; 0 for only at the end [default: 100]
+    /// Steps between checkpoints; 0 for only at the end
     #[arg(long, value_name = "N", help_heading = "While it trains")]
     save_every: Option<u64>,
-    /// Checkpoints that are kept, beside the best [default: 3]
+    /// Checkpoints that are kept, beside the best
     #[arg(long, value_name = "N", help_heading = "While it trains")]
     keep: Option<usize>,
     /// End with the parameters of the best evaluation
@@ -262,26 +262,26 @@ pub struct Flags {
     /// Evaluations without a better loss after which the run ends
     #[arg(long, value_name = "N", help_heading = "While it trains")]
     patience: Option<u64>,
-    /// Steps between samples; 0 for none [default: 0]
+    /// Steps between samples; 0 for none
     #[arg(long, value_name = "N", help_heading = "While it trains")]
     sample_every: Option<u64>,
     /// A prompt to sample with; may be given several times
     #[arg(long, value_name = "TEXT", help_heading = "While it trains")]
     sample_prompt: Option<Vec<String>>,
-    /// Tokens of a sample at most [default: 64]
+    /// Tokens of a sample at most
     #[arg(long, value_name = "N", help_heading = "While it trains")]
     sample_tokens: Option<usize>,
     /// Evaluate on test.jsonl at the end
     #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "While it trains")]
     test: Option<bool>,
-    /// Batches of that evaluation; -1 is all [default: -1]
+    /// Batches of that evaluation; -1 is all
     #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "While it trains")]
     test_batches: Option<i64>,
 
-    /// The dtype of weights and activations [default: auto]
+    /// The dtype of weights and activations
     #[arg(long, value_enum, help_heading = "Device")]
     dtype: Option<Precision>,
-    /// The device that computes [default: auto]
+    /// The device that computes
     #[arg(long, value_enum, help_heading = "Device")]
     device: Option<Processor>,
     /// Who makes the large products of linear layers on Metal [default: fused]

@@ -61,8 +61,8 @@ impl File {
             }
         }
         // Another optimiser has options of its own.
-        let adamw = Value::from("adamw");
-        let before = said.get("optimizer").or(unsaid.get("optimizer")).unwrap_or(&adamw);
+        let default = serde_yaml_ng::to_value(Settings::default().optimizer)?;
+        let before = said.get("optimizer").or(unsaid.get("optimizer")).unwrap_or(&default);
         if flags.get("optimizer").is_some_and(|flag| flag != before) {
             for key in OPTIONS {
                 said.remove(*key);

@@ -1,6 +1,7 @@
 //! The settings of a training run: one field is one key of the YAML file and one flag.
 
 mod data;
+mod defaults;
 pub mod file;
 mod keys;
 mod mlx;
@@ -11,6 +12,7 @@ mod words;
 mod yaml;
 
 pub use data::{Data, DataFlags, Entry};
+pub use defaults::told;
 pub use keys::{cut, of_kind};
 pub use optimizer::OptimizerName;
 pub use values::{Course, FineTuneType, Loss, Matmul, Precision, Processor};
@@ -22,8 +24,9 @@ use crate::models::check_matmul;
 use crate::template;
 use indexmap::IndexMap;
 use metal_candle::adapter::{self, LoraConfig, Targets};
+use metal_candle::data::{BatchOptions, DataOptions, HeldOut};
 use metal_candle::train::{
-    Duration, LearningRate, MAX_STEPS, MlxSchedule, Schedule, ScheduleOptions, TrainOptions, Warmup,
+    Duration, LearningRate, MAX_STEPS, MlxSchedule, ScheduleOptions, TrainOptions, Warmup,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -126,6 +129,46 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
+        // Whole, so that an option that the library gets has to be thought of here.
+        let LoraConfig {
+            rank,
+            alpha: _,
+            dropout,
+            rslora,
+            targets,
+            exclude,
+            layers,
+            last_layers,
+            rank_pattern,
+            alpha_pattern,
+        } = LoraConfig::default();
+        let TrainOptions {
+            steps: _,
+            grad_accumulation,
+            learning_rate: _,
+            optimizer,
+            clip_norm,
+            skip_limit,
+            grad_checkpoint,
+            seed,
+            report_every,
+            eval_every,
+            eval_batches,
+            save_every,
+            keep,
+            keep_best,
+            patience,
+            sample_every,
+        } = TrainOptions::new(1, LearningRate::default());
+        let ScheduleOptions {
+            schedule,
+            learning_rate: _,
+            min_learning_rate,
+            warmup: _,
+            warmup_init: _,
+        } = ScheduleOptions::default();
+        let BatchOptions { batch_size, max_seq_length, packing, seed: _, shuffle: _ } =
+            BatchOptions::default();
         Self {
             model: None,
             revision: None,
@@ -142,28 +185,28 @@ impl Default for Settings {
             chat_template_kwargs: Map::new(),
             output: "adapters".into(),
             fine_tune_type: FineTuneType::default(),
-            rank: 16,
+            rank,
             alpha: None,
             scale: None,
-            dropout: 0.0,
-            rslora: false,
-            target_modules: Targets::all_linear(),
-            exclude_modules: None,
-            num_layers: None,
-            layers: None,
-            rank_pattern: IndexMap::new(),
-            alpha_pattern: IndexMap::new(),
+            dropout,
+            rslora,
+            target_modules: targets,
+            exclude_modules: exclude,
+            num_layers: last_layers.and_then(|layers| i64::try_from(layers).ok()),
+            layers,
+            rank_pattern,
+            alpha_pattern,
             init_adapter: None,
             epochs: None,
             steps: None,
-            batch_size: 4,
-            grad_accumulation: 1,
-            optimizer: OptimizerName::default(),
+            batch_size,
+            grad_accumulation,
+            optimizer: optimizer.into(),
             learning_rate: None,
-            schedule: Course::default(),
+            schedule: schedule.into(),
             warmup_steps: None,
             warmup_ratio: None,
-            min_learning_rate: 0.0,
+            min_learning_rate,
             lr_schedule: None,
             weight_decay: None,
             beta1: None,
@@ -181,29 +224,29 @@ impl Default for Settings {
             scale_parameter: None,
             relative_step: None,
             warmup_init: None,
-            clip_norm: 1.0,
-            skip_limit: 5,
-            max_seq_length: 2048,
-            packing: false,
-            loss_on: Loss::default(),
+            clip_norm: clip_norm.unwrap_or(0.0),
+            skip_limit,
+            max_seq_length,
+            packing,
+            loss_on: DataOptions::default().loss_on.into(),
             valid_fraction: 0.0,
             template_time: None,
-            eval_every: 200,
-            eval_batches: -1,
-            report_every: 10,
-            save_every: 100,
-            keep: 3,
-            keep_best: false,
-            patience: None,
-            sample_every: 0,
+            eval_every,
+            eval_batches: all_or(eval_batches),
+            report_every,
+            save_every,
+            keep,
+            keep_best,
+            patience,
+            sample_every,
             sample_prompt: Vec::new(),
             sample_tokens: 64,
             test: false,
-            test_batches: -1,
+            test_batches: all_or(eval_batches),
             tensorboard: true,
             plot: true,
-            grad_checkpoint: false,
-            seed: 0,
+            grad_checkpoint,
+            seed,
             dtype: Precision::default(),
             device: Processor::default(),
             matmul: None,
@@ -211,8 +254,6 @@ impl Default for Settings {
         }
     }
 }
-
-const DEFAULT_WARMUP_RATIO: f64 = 0.03;
 
 impl Settings {
     /// Fills in what follows from other settings and checks everything that neither the model nor
@@ -264,11 +305,17 @@ impl Settings {
             self.take_adapter(&folder, given)?;
         }
         if self.epochs.is_none() && self.steps.is_none() {
-            self.epochs = Some(1.0);
+            match Duration::default() {
+                Duration::Epochs(epochs) => self.epochs = Some(epochs),
+                Duration::Steps(steps) => self.steps = Some(steps),
+            }
         }
         if self.lr_schedule.is_none() && self.warmup_steps.is_none() && self.warmup_ratio.is_none()
         {
-            self.warmup_ratio = Some(DEFAULT_WARMUP_RATIO);
+            match Warmup::default() {
+                Warmup::Ratio(ratio) => self.warmup_ratio = Some(ratio),
+                Warmup::Steps(steps) => self.warmup_steps = Some(steps),
+            }
         }
         if let Some(scale) = self.scale.take() {
             if !self.rank_pattern.is_empty() {
@@ -279,7 +326,7 @@ impl Settings {
             let rank = self.rank as f64;
             self.alpha = Some(scale * if self.rslora { rank.sqrt() } else { rank });
         }
-        self.alpha.get_or_insert(2.0 * self.rank as f64);
+        self.alpha.get_or_insert(LoraConfig::default_alpha(self.rank));
         self.learning_rate = Some(self.peak_learning_rate());
         let completed = self.complete_optimizer()?;
         completed.check()?;
@@ -337,59 +384,14 @@ impl Settings {
             }
             self.lora()?.validate().map_err(usage)?;
         }
-        if let Some(epochs) = self.epochs.filter(|epochs| !(epochs.is_finite() && *epochs > 0.0)) {
-            return Err(usage(format!("epochs: is {epochs}, expected a positive number")));
+        self.duration().validate().map_err(usage)?;
+        if let Some(held_out) = self.held_out() {
+            held_out.validate().map_err(usage)?;
         }
-        if !(0.0..1.0).contains(&self.valid_fraction) {
-            return Err(usage(format!(
-                "valid_fraction: is {}, expected a share from 0 (none) to below 1",
-                self.valid_fraction
-            )));
-        }
-        for (key, value, allowed) in [
-            ("batch_size", self.batch_size, bounds::BATCH_SIZE),
-            ("grad_accumulation", self.grad_accumulation, bounds::ACCUMULATION),
-            ("rank", self.rank, bounds::RANK),
-            ("threads", self.threads.unwrap_or(1), bounds::THREADS),
-            ("max_seq_length", self.max_seq_length, bounds::TOKENS),
-            ("sample_tokens", self.sample_tokens, bounds::TOKENS),
-            ("keep", self.keep, bounds::KEPT),
-        ] {
-            bounds::check(key, value, &allowed)?;
-        }
-        for rank in self.rank_pattern.values() {
-            bounds::check("rank_pattern", *rank, &bounds::RANK)?;
-        }
-        for (key, value, allowed) in [
-            ("steps", self.steps.unwrap_or(1), bounds::STEPS),
-            ("warmup_steps", self.warmup_steps.unwrap_or(0), bounds::EVERY),
-            ("eval_every", self.eval_every, bounds::EVERY),
-            ("report_every", self.report_every, bounds::STEPS),
-            ("save_every", self.save_every, bounds::EVERY),
-            ("sample_every", self.sample_every, bounds::EVERY),
-            ("skip_limit", self.skip_limit, bounds::STEPS),
-            ("patience", self.patience.unwrap_or(1), bounds::STEPS),
-        ] {
-            bounds::check(key, value, &allowed)?;
-        }
-        for (key, value, most) in [
-            ("epochs", self.epochs.unwrap_or(1.0), 1e6),
-            ("alpha", self.alpha.unwrap_or(1.0), 1e9),
-            ("learning_rate", self.learning_rate.unwrap_or(0.0), 1e3),
-            ("weight_decay", self.weight_decay.unwrap_or(0.0), 1e3),
-            ("epsilon", self.epsilon.unwrap_or(0.0), 1e3),
-            ("clip_norm", self.clip_norm, 1e12),
-        ] {
-            if value > most {
-                return Err(usage(format!("{key}: is {value}, expected at most {most}")));
-            }
-        }
-        if self.max_seq_length < 2 {
-            return Err(usage(format!(
-                "max_seq_length: is {}, but a token and its prediction are 2",
-                self.max_seq_length
-            )));
-        }
+        self.batch_options().validate().map_err(usage)?;
+        self.data_options().validate().map_err(usage)?;
+        bounds::check("sample_tokens", self.sample_tokens, &bounds::TOKENS)?;
+        bounds::check("threads", self.threads.unwrap_or(1), &bounds::THREADS)?;
         for (key, batches) in
             [("eval_batches", self.eval_batches), ("test_batches", self.test_batches)]
         {
@@ -438,7 +440,7 @@ impl Settings {
         };
         Ok(LoraConfig {
             rank: self.rank,
-            alpha: self.alpha.unwrap_or(2.0 * self.rank as f64),
+            alpha: self.alpha.unwrap_or(LoraConfig::default_alpha(self.rank)),
             dropout: self.dropout,
             rslora: self.rslora,
             targets: self.target_modules.clone(),
@@ -452,18 +454,15 @@ impl Settings {
 
     fn schedule_options(&self) -> ScheduleOptions {
         ScheduleOptions {
-            schedule: match self.schedule {
-                Course::Constant => Schedule::Constant,
-                Course::Linear => Schedule::Linear,
-                Course::Cosine => Schedule::Cosine,
-            },
+            schedule: self.schedule.into(),
             learning_rate: self.peak_learning_rate(),
             min_learning_rate: self.min_learning_rate,
             warmup: match (self.warmup_steps, self.warmup_ratio) {
                 (Some(steps), _) => Warmup::Steps(steps),
-                (None, ratio) => Warmup::Ratio(ratio.unwrap_or(DEFAULT_WARMUP_RATIO)),
+                (None, Some(ratio)) => Warmup::Ratio(ratio),
+                (None, None) => Warmup::default(),
             },
-            warmup_init: 0.0,
+            ..ScheduleOptions::default()
         }
     }
 
@@ -479,8 +478,36 @@ impl Settings {
     pub fn duration(&self) -> Duration {
         match (self.steps, self.epochs) {
             (Some(steps), _) => Duration::Steps(steps),
-            (None, epochs) => Duration::Epochs(epochs.unwrap_or(1.0)),
+            (None, Some(epochs)) => Duration::Epochs(epochs),
+            (None, None) => Duration::default(),
         }
+    }
+
+    /// How records become examples.
+    pub fn data_options(&self) -> DataOptions {
+        DataOptions {
+            max_seq_length: self.max_seq_length,
+            loss_on: self.loss_on.for_data(),
+            variables: self.chat_template_kwargs.clone(),
+            ..DataOptions::default()
+        }
+    }
+
+    /// How examples become batches.
+    pub fn batch_options(&self) -> BatchOptions {
+        BatchOptions {
+            batch_size: self.batch_size,
+            max_seq_length: self.max_seq_length,
+            packing: self.packing,
+            seed: self.seed,
+            ..BatchOptions::default()
+        }
+    }
+
+    /// What is held out where there is no validation data.
+    pub fn held_out(&self) -> Option<HeldOut> {
+        (self.valid_fraction != 0.0)
+            .then_some(HeldOut { fraction: self.valid_fraction, seed: self.seed })
     }
 
     /// What the trainer is told, for a run of `steps` steps.
@@ -491,16 +518,16 @@ impl Settings {
     ) -> anyhow::Result<TrainOptions> {
         Ok(TrainOptions {
             steps,
-            accumulation: self.grad_accumulation,
+            grad_accumulation: self.grad_accumulation,
             learning_rate,
             optimizer: self.optimizer()?,
             clip_norm: (self.clip_norm != 0.0).then_some(self.clip_norm),
             skip_limit: self.skip_limit,
-            gradient_checkpointing: self.grad_checkpoint,
+            grad_checkpoint: self.grad_checkpoint,
             seed: self.seed,
             report_every: self.report_every,
-            evaluate_every: self.eval_every,
-            evaluate_batches: limit(self.eval_batches),
+            eval_every: self.eval_every,
+            eval_batches: limit(self.eval_batches),
             save_every: self.save_every,
             keep: self.keep,
             keep_best: self.keep_best,
@@ -540,6 +567,11 @@ impl Settings {
         }
         Ok(serde_yaml_ng::to_string(&value)?)
     }
+}
+
+/// A number of batches as a person writes it, where -1 is all of them.
+fn all_or(batches: Option<usize>) -> i64 {
+    batches.and_then(|batches| i64::try_from(batches).ok()).unwrap_or(-1)
 }
 
 /// A number of batches, where -1 is all of them.
@@ -584,6 +616,93 @@ fn adapter_folder(path: &Path) -> anyhow::Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::ValueEnum;
+    use metal_candle::generate::GenerateOptions;
+    use metal_candle::train::Optimizer;
+
+    fn complete(settings: Settings) -> anyhow::Result<Settings> {
+        let (model, data) = (Some("model".into()), Data::of(&["data".into()]));
+        Settings { model, data, ..settings }.complete(&[])
+    }
+
+    #[test]
+    fn defaults_are_those_of_the_library() {
+        let settings = complete(Settings::default()).unwrap();
+        assert_eq!(settings.lora().unwrap(), LoraConfig::default());
+        assert_eq!(settings.data_options(), DataOptions::default());
+        assert_eq!(settings.batch_options(), BatchOptions::default());
+        assert_eq!(settings.schedule_options(), ScheduleOptions::default());
+        assert_eq!(settings.duration(), Duration::default());
+        let rate = settings.learning_rate(7).unwrap();
+        let options = TrainOptions::new(7, rate.clone());
+        assert_eq!(settings.train_options(7, rate).unwrap(), options);
+        assert_eq!(Settings::default().optimizer, OptimizerName::from(Optimizer::default()));
+        for name in OptimizerName::value_variants() {
+            let named = complete(Settings { optimizer: *name, ..Settings::default() }).unwrap();
+            let optimizer = named.optimizer().unwrap();
+            assert_eq!(optimizer, name.optimizer());
+            assert_eq!(OptimizerName::from(optimizer), *name);
+            assert_eq!(named.peak_learning_rate(), optimizer.default_learning_rate(false));
+        }
+    }
+
+    #[test]
+    fn a_value_is_refused_in_the_words_of_the_library() {
+        let default = Settings::default;
+        let train = || TrainOptions::new(1, LearningRate::default());
+        let schedule = ScheduleOptions::default;
+        let lora = LoraConfig::default;
+        let generate = GenerateOptions { max_tokens: 0, ..GenerateOptions::default() };
+        for (settings, refused) in [
+            (Settings { rank: 0, ..default() }, LoraConfig { rank: 0, ..lora() }.validate()),
+            (
+                Settings { alpha: Some(2e9), ..default() },
+                LoraConfig { alpha: 2e9, ..lora() }.validate(),
+            ),
+            (
+                Settings { dropout: 1.1, ..default() },
+                LoraConfig { dropout: 1.1, ..lora() }.validate(),
+            ),
+            (
+                Settings { grad_accumulation: 0, ..default() },
+                TrainOptions { grad_accumulation: 0, ..train() }.validate(),
+            ),
+            (
+                Settings { eval_every: u64::MAX, ..default() },
+                TrainOptions { eval_every: u64::MAX, ..train() }.validate(),
+            ),
+            (
+                Settings { clip_norm: -1.0, ..default() },
+                TrainOptions { clip_norm: Some(-1.0), ..train() }.validate(),
+            ),
+            (
+                Settings { min_learning_rate: -1.0, ..default() },
+                ScheduleOptions { min_learning_rate: -1.0, ..schedule() }.build(1).map(drop),
+            ),
+            (
+                Settings { batch_size: 0, ..default() },
+                BatchOptions { batch_size: 0, ..BatchOptions::default() }.validate(),
+            ),
+            (
+                Settings { max_seq_length: 1, ..default() },
+                DataOptions { max_seq_length: 1, ..DataOptions::default() }.validate(),
+            ),
+            (
+                Settings { valid_fraction: 1.0, ..default() },
+                HeldOut { fraction: 1.0, seed: 0 }.validate(),
+            ),
+            (Settings { steps: Some(0), ..default() }, Duration::Steps(0).validate()),
+            (Settings { epochs: Some(0.0), ..default() }, Duration::Epochs(0.0).validate()),
+        ] {
+            let refused = refused.unwrap_err().to_string();
+            let (key, _) = refused.split_once(':').unwrap();
+            assert!(keys::known().iter().any(|known| known == key), "{refused}");
+            assert_eq!(complete(settings).unwrap_err().to_string(), refused);
+        }
+        let sampled = complete(Settings { sample_tokens: 0, ..default() }).unwrap_err();
+        let refused = generate.validate().unwrap_err().to_string();
+        assert_eq!(sampled.to_string(), refused.replace("max_tokens", "sample_tokens"));
+    }
 
     #[test]
     fn targets_are_names_or_a_pattern() {

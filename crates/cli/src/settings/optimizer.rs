@@ -10,13 +10,12 @@ use serde::{Deserialize, Serialize};
 use serde_yaml_ng::{Mapping, Value};
 
 /// The optimiser.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum OptimizerName {
     /// Adam, without weight decay
     Adam,
     /// AdamW
-    #[default]
     #[serde(alias = "adamw_torch", alias = "adamw_torch_fused", alias = "adamw_hf")]
     #[value(name = "adamw", aliases = ["adamw_torch", "adamw_torch_fused", "adamw_hf"])]
     AdamW,
@@ -56,31 +55,39 @@ pub const OPTIONS: &[&str] = &[
     "warmup_init",
 ];
 
+impl From<Optimizer> for OptimizerName {
+    fn from(optimizer: Optimizer) -> Self {
+        match optimizer {
+            Optimizer::Adam(_) => Self::Adam,
+            Optimizer::AdamW(_) => Self::AdamW,
+            Optimizer::Sgd(_) => Self::Sgd,
+            Optimizer::Lion(_) => Self::Lion,
+            Optimizer::AdamW8bit(_) => Self::AdamW8bit,
+            Optimizer::Adafactor(_) => Self::Adafactor,
+            Optimizer::Muon(_) => Self::Muon,
+        }
+    }
+}
+
 impl OptimizerName {
-    /// The highest learning rate unless told otherwise: for LoRA with AdamW QLoRA's (Dettmers et al. 2023),
-    /// for Lion a tenth of it, as its authors advise, for SGD that of PyTorch's examples, for Adafactor that
-    /// of transformers' documentation, for Muon PyTorch's.
-    pub fn learning_rate(self) -> f64 {
+    /// The optimiser with its defaults.
+    pub fn optimizer(self) -> Optimizer {
         match self {
-            Self::Adam | Self::AdamW | Self::AdamW8bit => 2e-4,
-            Self::Adafactor | Self::Muon => 1e-3,
-            Self::Lion => 2e-5,
-            Self::Sgd => 0.1,
+            Self::Adam => Optimizer::Adam(AdamOptions::default()),
+            Self::AdamW => Optimizer::AdamW(AdamWOptions::default()),
+            Self::Sgd => Optimizer::Sgd(SgdOptions::default()),
+            Self::Lion => Optimizer::Lion(LionOptions::default()),
+            Self::AdamW8bit => Optimizer::AdamW8bit(AdamWOptions::default()),
+            Self::Adafactor => Optimizer::Adafactor(AdafactorOptions::default()),
+            Self::Muon => Optimizer::Muon(MuonOptions::default()),
         }
     }
 
     /// Its options with their defaults, by their keys.
-    fn defaults(self) -> anyhow::Result<Mapping> {
-        let value = match self {
-            Self::Adam => serde_yaml_ng::to_value(AdamOptions::default()),
-            Self::AdamW | Self::AdamW8bit => serde_yaml_ng::to_value(AdamWOptions::default()),
-            Self::Adafactor => serde_yaml_ng::to_value(AdafactorOptions::default()),
-            Self::Muon => serde_yaml_ng::to_value(MuonOptions::default()),
-            Self::Sgd => serde_yaml_ng::to_value(SgdOptions::default()),
-            Self::Lion => serde_yaml_ng::to_value(LionOptions::default()),
-        };
-        match value? {
-            Value::Mapping(options) => Ok(options),
+    pub fn defaults(self) -> anyhow::Result<Mapping> {
+        // Behind the optimiser's name.
+        match serde_yaml_ng::to_value(self.optimizer())? {
+            Value::Tagged(named) => Ok(serde_yaml_ng::from_value(named.value)?),
             _ => Ok(Mapping::new()),
         }
     }
@@ -103,11 +110,9 @@ impl OptimizerName {
 impl Settings {
     /// The highest learning rate.
     pub fn peak_learning_rate(&self) -> f64 {
-        self.learning_rate.unwrap_or_else(|| match self.fine_tune_type {
-            FineTuneType::Lora => self.optimizer.learning_rate(),
-            // LoRA's best rate is about ten times that of every weight
-            // (https://thinkingmachines.ai/blog/lora/).
-            FineTuneType::Full => self.optimizer.learning_rate() / 10.0,
+        self.learning_rate.unwrap_or_else(|| {
+            let every_weight = self.fine_tune_type == FineTuneType::Full;
+            self.optimizer.optimizer().default_learning_rate(every_weight)
         })
     }
 
@@ -148,5 +153,21 @@ impl Settings {
             }
         }
         Ok(options)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn every_option_is_that_of_some_optimizer() {
+        let options: BTreeSet<String> = OptimizerName::value_variants()
+            .iter()
+            .flat_map(|name| name.defaults().unwrap().into_iter())
+            .map(|(key, _)| key.as_str().unwrap().to_string())
+            .collect();
+        assert_eq!(options, OPTIONS.iter().map(|key| key.to_string()).collect());
     }
 }

@@ -3,6 +3,7 @@
 use candle_core::DType;
 use clap::ValueEnum;
 use metal_candle::data::LossOn;
+use metal_candle::train::Schedule;
 use serde::{Deserialize, Serialize};
 
 /// What is trained.
@@ -31,6 +32,17 @@ pub enum Loss {
     Assistant,
 }
 
+impl From<Option<LossOn>> for Loss {
+    fn from(loss_on: Option<LossOn>) -> Self {
+        match loss_on {
+            None => Self::Auto,
+            Some(LossOn::All) => Self::All,
+            Some(LossOn::Completion) => Self::Completion,
+            Some(LossOn::Assistant) => Self::Assistant,
+        }
+    }
+}
+
 impl Loss {
     /// The library's word for it.
     pub fn for_data(self) -> Option<LossOn> {
@@ -44,7 +56,7 @@ impl Loss {
 }
 
 /// How the learning rate moves after the warm-up.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Course {
     /// Stays at the peak
@@ -53,8 +65,27 @@ pub enum Course {
     /// Falls in a straight line
     Linear,
     /// Falls along half a cosine
-    #[default]
     Cosine,
+}
+
+impl From<Schedule> for Course {
+    fn from(schedule: Schedule) -> Self {
+        match schedule {
+            Schedule::Constant => Self::Constant,
+            Schedule::Linear => Self::Linear,
+            Schedule::Cosine => Self::Cosine,
+        }
+    }
+}
+
+impl From<Course> for Schedule {
+    fn from(course: Course) -> Self {
+        match course {
+            Course::Constant => Self::Constant,
+            Course::Linear => Self::Linear,
+            Course::Cosine => Self::Cosine,
+        }
+    }
 }
 
 /// The dtype of weights and activations.

@@ -1,7 +1,7 @@
 //! What LoRA trains: rank, scale, and which linear layers (Hu et al., 2021, arXiv:2106.09685;
 //! rank-stabilised scale: Kalajdzievski, 2023, arXiv:2312.03732).
 
-use crate::{Error, Result};
+use crate::{Error, Result, bounds};
 use indexmap::IndexMap;
 use regex::Regex;
 use serde::{Deserialize, Serialize};
@@ -54,9 +54,10 @@ pub struct LoraConfig {
 
 impl Default for LoraConfig {
     fn default() -> Self {
+        let rank = 16;
         Self {
-            rank: 8,
-            alpha: 16.0,
+            rank,
+            alpha: Self::default_alpha(rank),
             dropout: 0.0,
             rslora: false,
             targets: Targets::all_linear(),
@@ -81,36 +82,22 @@ pub struct Resolved {
 }
 
 impl LoraConfig {
+    /// The alpha of a rank unless told otherwise: twice the rank.
+    pub fn default_alpha(rank: usize) -> f64 {
+        2.0 * rank as f64
+    }
+
     /// Checks every value that does not depend on the model.
     pub fn validate(&self) -> Result<()> {
-        if self.rank == 0 {
-            return Err(Error::option("rank", "is 0, expected at least 1"));
+        bounds::check("rank", self.rank, &bounds::RANK)?;
+        for (key, &rank) in &self.rank_pattern {
+            bounds::check(&format!("rank_pattern.{key}"), rank, &bounds::RANK)?;
         }
-        if let Some((key, _)) = self.rank_pattern.iter().find(|(_, rank)| **rank == 0) {
-            return Err(Error::option(
-                "rank_pattern",
-                format!("`{key}` is 0, expected at least 1"),
-            ));
+        bounds::positive("alpha", self.alpha, bounds::ALPHA)?;
+        for (key, &alpha) in &self.alpha_pattern {
+            bounds::positive(&format!("alpha_pattern.{key}"), alpha, bounds::ALPHA)?;
         }
-        for (name, alpha) in self
-            .alpha_pattern
-            .iter()
-            .map(|(key, alpha)| (key.as_str(), *alpha))
-            .chain([("alpha", self.alpha)])
-        {
-            if !alpha.is_finite() || alpha <= 0.0 {
-                return Err(Error::option(
-                    name,
-                    format!("alpha is {alpha}, expected a positive number"),
-                ));
-            }
-        }
-        if !(0.0..1.0).contains(&self.dropout) {
-            return Err(Error::option(
-                "dropout",
-                format!("is {}, expected at least 0 and below 1", self.dropout),
-            ));
-        }
+        bounds::share("dropout", self.dropout)?;
         if self.layers.is_some() && self.last_layers.is_some() {
             return Err(Error::option(
                 "layers",

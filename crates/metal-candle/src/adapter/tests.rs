@@ -1,6 +1,6 @@
 //! Which layers an adapter covers, and the flat buffer of its parameters.
 
-use super::{LoraConfig, Parameters, Targets};
+use super::{ADAPTER_CONFIG, LoraConfig, Parameters, Targets, read_config};
 use crate::autograd::GradientSink;
 use crate::train::Gradients;
 use candle_core::{DType, Device, Tensor};
@@ -93,6 +93,16 @@ fn values_that_cannot_work_are_refused_by_name() {
     ] {
         assert!(error(&config).contains(name), "{}", error(&config));
     }
+}
+
+#[test]
+fn what_a_file_of_peft_leaves_out_has_the_defaults_of_peft() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(ADAPTER_CONFIG);
+    std::fs::write(path, r#"{"peft_type": "LORA", "target_modules": ["q_proj"]}"#).unwrap();
+    let (config, _) = read_config(folder.path()).unwrap();
+    assert_eq!((config.rank, config.alpha), (8, 8.0));
+    assert_eq!((LoraConfig::default().rank, LoraConfig::default().alpha), (16, 32.0));
 }
 
 #[test]

@@ -6,10 +6,10 @@
 
 use std::sync::Arc;
 
-use super::dataset::Dataset;
+use super::dataset::{DataOptions, Dataset};
 use super::store;
 use crate::random::SplitMix64;
-use crate::{Error, Result};
+use crate::{Error, Result, bounds};
 use serde::{Deserialize, Serialize};
 
 /// The target of a place whose prediction the loss does not count.
@@ -35,6 +35,29 @@ pub struct BatchOptions {
     pub seed: u64,
     /// Draw a new order each epoch; otherwise every epoch is the same.
     pub shuffle: bool,
+}
+
+impl Default for BatchOptions {
+    fn default() -> Self {
+        Self {
+            batch_size: 4,
+            max_seq_length: DataOptions::default().max_seq_length,
+            packing: false,
+            seed: 0,
+            shuffle: true,
+        }
+    }
+}
+
+impl BatchOptions {
+    /// Checks every value.
+    ///
+    /// # Errors
+    /// [`Error::Option`] about the first that cannot work.
+    pub fn validate(&self) -> Result<()> {
+        bounds::check("batch_size", self.batch_size, &bounds::BATCH_SIZE)?;
+        bounds::check("max_seq_length", self.max_seq_length, &bounds::TOKENS)
+    }
 }
 
 /// Which examples, by index, stand in each row of a batch.
@@ -77,17 +100,9 @@ impl Batcher {
     /// A batcher over a data set.
     ///
     /// # Errors
-    /// [`Error::Option`]: `batch_size` is 0, or an example does not fit a row of `max_seq_length`.
+    /// As [`BatchOptions::validate`]; [`Error::Option`] when an example does not fit a row of `max_seq_length`.
     pub fn new(dataset: Arc<Dataset>, options: BatchOptions) -> Result<Self> {
-        if options.batch_size == 0 {
-            return Err(Error::option("batch_size", "is 0, expected at least 1"));
-        }
-        if u32::try_from(options.max_seq_length).is_err() {
-            return Err(Error::option(
-                "max_seq_length",
-                format!("is {}, expected below 2^32", options.max_seq_length),
-            ));
-        }
+        options.validate()?;
         let places = |index| dataset.length(index).saturating_sub(1);
         if let Some(index) =
             (0..dataset.len()).find(|index| places(*index) > options.max_seq_length)

@@ -13,7 +13,7 @@ use super::files::HeldOut;
 use super::store::{self, Store, Writer};
 use crate::hash::Hash;
 use crate::random::SplitMix64;
-use crate::{Error, Result};
+use crate::{Error, Result, bounds};
 
 /// Which tokens the loss counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,6 +57,24 @@ impl Default for DataOptions {
             memory: 1 << 30,
             folder: std::env::temp_dir(),
         }
+    }
+}
+
+impl DataOptions {
+    /// Checks every value.
+    ///
+    /// # Errors
+    /// [`Error::Option`] about the first that cannot work.
+    pub fn validate(&self) -> Result<()> {
+        let length = self.max_seq_length;
+        bounds::check("max_seq_length", length, &bounds::TOKENS)?;
+        if length < 2 {
+            return Err(Error::option(
+                "max_seq_length",
+                format!("is {length}, but a token and its prediction are 2"),
+            ));
+        }
+        Ok(())
     }
 }
 
@@ -152,17 +170,12 @@ pub(super) struct Collector {
 
 impl Collector {
     pub fn new(options: &DataOptions) -> Result<Self> {
-        if options.max_seq_length < 2 {
-            return Err(Error::option(
-                "max_seq_length",
-                format!("is {}, but a token and its prediction are 2", options.max_seq_length),
-            ));
-        }
+        options.validate()?;
         Ok(Self {
             writer: Writer::new(options.memory, options.folder.clone()),
             outcomes: Vec::new(),
             sources: Vec::new(),
-            max_seq_length: options.max_seq_length.min(u32::MAX as usize),
+            max_seq_length: options.max_seq_length,
             words: Vec::new(),
         })
     }

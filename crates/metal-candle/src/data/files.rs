@@ -252,21 +252,30 @@ fn found_in(path: &Path) -> Result<String> {
 }
 
 impl HeldOut {
+    /// Checks the fraction.
+    ///
+    /// # Errors
+    /// [`Error::Option`] when it is not between 0 and 1.
+    pub fn validate(self) -> Result<()> {
+        if !(self.fraction > 0.0 && self.fraction < 1.0) {
+            return Err(Error::option(
+                "valid_fraction",
+                format!("is {}, expected a share above 0 and below 1", self.fraction),
+            ));
+        }
+        Ok(())
+    }
+
     /// Which of `count` records are held out.
     ///
     /// # Errors
     /// [`Error::Option`] when the fraction is not between 0 and 1, or when there is only one record.
     pub(super) fn choose(self, count: usize) -> Result<Vec<bool>> {
+        self.validate()?;
         let Self { fraction, seed } = self;
-        if !(fraction > 0.0 && fraction < 1.0) {
-            return Err(Error::option(
-                "held-out fraction",
-                format!("is {fraction}, expected more than 0 and less than 1"),
-            ));
-        }
         if count < 2 {
             return Err(Error::option(
-                "held-out fraction",
+                "valid_fraction",
                 "there is one record, and it cannot be split",
             ));
         }

@@ -7,7 +7,7 @@ use crate::autograd::Tape;
 use crate::model::Model;
 use crate::pass::{Input, KvCache};
 use crate::text::{DecodeStream, Tokenizer};
-use crate::{Error, Result};
+use crate::{Error, Result, bounds};
 use candle_core::{IndexOp, Tensor};
 use metal_candle_kernels::devices;
 use metal_candle_kernels::recording::Recording;
@@ -38,6 +38,18 @@ impl Default for GenerateOptions {
             stop: Vec::new(),
             ignore_eos: false,
         }
+    }
+}
+
+impl GenerateOptions {
+    /// Checks every value.
+    ///
+    /// # Errors
+    /// [`Error::Option`] about the first that cannot work.
+    pub fn validate(&self) -> Result<()> {
+        bounds::check("max_tokens", self.max_tokens, &bounds::TOKENS)?;
+        self.sampling.validate()?;
+        StopStrings::new(self.stop.iter().map(String::as_str)).map(drop)
     }
 }
 
@@ -264,9 +276,7 @@ impl<'s, 'a> Generation<'s, 'a> {
         prompt: &[u32],
         options: GenerateOptions,
     ) -> Result<Self> {
-        if options.max_tokens == 0 {
-            return Err(Error::option("max_tokens", "is 0, expected at least 1"));
-        }
+        options.validate()?;
         let sampler = Sampler::new(options.sampling.clone())?;
         let stops = StopStrings::new(options.stop.iter().map(String::as_str))?;
         let eos = if options.ignore_eos { Vec::new() } else { tokenizer.eos_ids().to_vec() };

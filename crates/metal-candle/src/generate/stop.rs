@@ -33,7 +33,10 @@ impl StopStrings {
     pub fn new(stops: impl IntoIterator<Item = impl Into<String>>) -> Result<Self> {
         let stops: Vec<String> = stops.into_iter().map(Into::into).collect();
         if stops.iter().any(String::is_empty) {
-            return Err(Error::option("stop", "an empty string cannot be a stop string"));
+            return Err(Error::option(
+                "stop",
+                "an empty text would end every text before it begins",
+            ));
         }
         Ok(Self { stops, held: String::new(), stopped: false })
     }

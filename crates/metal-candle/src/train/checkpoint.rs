@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 const FOLDER: &str = "checkpoints";
 const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Where a run stands. Together with the parameters and what the optimiser keeps it decides every later step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -59,7 +59,7 @@ pub(super) struct State {
 pub(super) struct Fingerprint {
     pub seed: u64,
     pub batch_size: usize,
-    pub accumulation: usize,
+    pub grad_accumulation: usize,
     pub max_seq_length: usize,
     pub packing: bool,
     pub shuffle: bool,
@@ -82,8 +82,8 @@ pub(super) struct Fingerprint {
     pub learning_rate: LearningRate,
     pub optimizer: Optimizer,
     pub clip_norm: Option<f64>,
-    pub evaluate_every: u64,
-    pub evaluate_batches: Option<usize>,
+    pub eval_every: u64,
+    pub eval_batches: Option<usize>,
     pub patience: Option<u64>,
     pub keep_best: bool,
 }
@@ -353,7 +353,7 @@ fn read_state(path: &Path, fingerprint: &Fingerprint) -> Result<State, Refused> 
     })?;
     fingerprint.check(&state.fingerprint, path).map_err(Refused::Other)?;
     let State { step, updates, epoch, batch, .. } = state;
-    let most = fingerprint.total_steps.saturating_mul(fingerprint.accumulation as u64);
+    let most = fingerprint.total_steps.saturating_mul(fingerprint.grad_accumulation as u64);
     if updates > step
         || step > state.fingerprint.total_steps
         || epoch as u64 > most

@@ -2,14 +2,12 @@
 
 use super::optimizer::Optimizer;
 use super::schedule::LearningRate;
-use crate::{Error, Result};
+use crate::{Error, Result, bounds};
 use serde::{Deserialize, Serialize};
 
 /// The most optimiser steps of a run: years of them, and every number of batches that follows from
 /// them can be counted.
 pub const MAX_STEPS: u64 = 1_000_000_000;
-/// The most batches of one step, and checkpoints that are kept.
-const MAX_COUNT: u64 = 1_000_000;
 
 /// How long a run is.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -21,6 +19,25 @@ pub enum Duration {
     Epochs(f64),
 }
 
+impl Default for Duration {
+    fn default() -> Self {
+        Self::Epochs(1.0)
+    }
+}
+
+impl Duration {
+    /// Checks the number.
+    ///
+    /// # Errors
+    /// [`Error::Option`] when no run can be so long.
+    pub fn validate(self) -> Result<()> {
+        match self {
+            Self::Steps(steps) => bounds::check("steps", steps, &bounds::STEPS),
+            Self::Epochs(epochs) => bounds::positive("epochs", epochs, bounds::EPOCHS),
+        }
+    }
+}
+
 /// What a training run is told, beside the model and the data.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TrainOptions {
@@ -28,7 +45,7 @@ pub struct TrainOptions {
     pub steps: u64,
     /// Batches that are added up to one optimiser step. Every target token weighs the same,
     /// whichever batch it is in.
-    pub accumulation: usize,
+    pub grad_accumulation: usize,
     /// The rate of each step.
     pub learning_rate: LearningRate,
     /// The optimiser and its options.
@@ -39,15 +56,15 @@ pub struct TrainOptions {
     pub skip_limit: u64,
     /// Recompute each layer in the backward pass instead of storing its activations, but for what its
     /// attention gives.
-    pub gradient_checkpointing: bool,
+    pub grad_checkpoint: bool,
     /// Where dropout and samples get their random numbers from.
     pub seed: u64,
     /// Steps between reports.
     pub report_every: u64,
     /// Steps between evaluations, if there is validation data; 0 for only at the end.
-    pub evaluate_every: u64,
+    pub eval_every: u64,
     /// Batches of the validation data that an evaluation reads; `None` for all.
-    pub evaluate_batches: Option<usize>,
+    pub eval_batches: Option<usize>,
     /// Steps between checkpoints; 0 for only at the end.
     pub save_every: u64,
     /// Checkpoints that are kept, the newest, beside the best.
@@ -65,16 +82,16 @@ impl TrainOptions {
     pub fn new(steps: u64, learning_rate: LearningRate) -> Self {
         Self {
             steps,
-            accumulation: 1,
+            grad_accumulation: 1,
             learning_rate,
             optimizer: Optimizer::default(),
             clip_norm: Some(1.0),
             skip_limit: 5,
-            gradient_checkpointing: false,
+            grad_checkpoint: false,
             seed: 0,
             report_every: 10,
-            evaluate_every: 200,
-            evaluate_batches: None,
+            eval_every: 200,
+            eval_batches: None,
             save_every: 100,
             keep: 3,
             keep_best: false,
@@ -84,46 +101,44 @@ impl TrainOptions {
     }
 
     /// Checks every value.
+    ///
+    /// # Errors
+    /// [`Error::Option`](crate::Error::Option) about the first that cannot work.
     pub fn validate(&self) -> Result<()> {
-        for (name, value, least, most) in [
-            ("steps", self.steps, 1, MAX_STEPS),
-            ("report_every", self.report_every, 1, MAX_STEPS),
-            ("skip_limit", self.skip_limit, 1, MAX_STEPS),
-            ("keep", self.keep as u64, 1, MAX_COUNT),
-            ("accumulation", self.accumulation as u64, 1, MAX_COUNT),
-            ("patience", self.patience.unwrap_or(1), 1, MAX_STEPS),
-            ("evaluate_batches", self.evaluate_batches.unwrap_or(1) as u64, 1, u64::MAX),
-            ("evaluate_every", self.evaluate_every, 0, MAX_STEPS),
-            ("save_every", self.save_every, 0, MAX_STEPS),
-            ("sample_every", self.sample_every, 0, MAX_STEPS),
+        for (name, value, allowed) in [
+            ("steps", self.steps, bounds::STEPS),
+            ("report_every", self.report_every, bounds::STEPS),
+            ("skip_limit", self.skip_limit, bounds::STEPS),
+            ("patience", self.patience.unwrap_or(1), bounds::STEPS),
+            ("eval_every", self.eval_every, bounds::EVERY),
+            ("save_every", self.save_every, bounds::EVERY),
+            ("sample_every", self.sample_every, bounds::EVERY),
         ] {
-            if value < least {
-                return Err(Error::option(name, format!("is {value}, expected at least {least}")));
-            }
-            if value > most {
-                return Err(Error::option(name, format!("is {value}, expected at most {most}")));
-            }
+            bounds::check(name, value, &allowed)?;
+        }
+        for (name, value, allowed) in [
+            ("grad_accumulation", self.grad_accumulation, bounds::ACCUMULATION),
+            ("keep", self.keep, bounds::KEPT),
+            ("eval_batches", self.eval_batches.unwrap_or(1), bounds::BATCHES),
+        ] {
+            bounds::check(name, value, &allowed)?;
         }
         self.optimizer.validate()?;
-        if let Some(norm) = self.clip_norm
-            && !(norm.is_finite() && norm > 0.0)
-        {
-            return Err(Error::option(
-                "clip_norm",
-                format!("is {norm}, expected a positive number"),
-            ));
+        match self.clip_norm {
+            Some(norm) => bounds::positive("clip_norm", norm, bounds::NORM),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 
 /// Optimiser steps of a run over an epoch of `batches` batches. The batches of one step are all
 /// of one epoch, so its last step may have fewer.
 pub fn total_steps(duration: Duration, batches: usize, accumulation: usize) -> Result<u64> {
+    duration.validate()?;
     let per_epoch = batches.div_ceil(accumulation.max(1)) as f64;
     match duration {
         Duration::Steps(steps) => Ok(steps),
-        Duration::Epochs(epochs) if epochs.is_finite() && epochs > 0.0 => {
+        Duration::Epochs(epochs) => {
             let steps = ((epochs * per_epoch).round() as u64).max(1);
             if steps > MAX_STEPS {
                 return Err(Error::option(
@@ -134,9 +149,6 @@ pub fn total_steps(duration: Duration, batches: usize, accumulation: usize) -> R
                 ));
             }
             Ok(steps)
-        }
-        Duration::Epochs(epochs) => {
-            Err(Error::option("epochs", format!("is {epochs}, expected a positive number")))
         }
     }
 }

@@ -19,7 +19,8 @@ use std::f64::consts::PI;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use super::optimizer::Optimizer;
+use crate::{Error, Result, bounds};
 
 /// How the learning rate moves after the warm-up.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,9 +29,9 @@ pub enum Schedule {
     /// Stays at the peak.
     Constant,
     /// Falls in a straight line to the minimum at the end of the run.
-    #[default]
     Linear,
     /// Falls along half a cosine to the minimum at the end of the run.
+    #[default]
     Cosine,
 }
 
@@ -46,7 +47,7 @@ pub enum Warmup {
 
 impl Default for Warmup {
     fn default() -> Self {
-        Self::Steps(0)
+        Self::Ratio(0.03)
     }
 }
 
@@ -70,7 +71,7 @@ impl Default for ScheduleOptions {
     fn default() -> Self {
         Self {
             schedule: Schedule::default(),
-            learning_rate: 1e-4,
+            learning_rate: Optimizer::default().default_learning_rate(false),
             min_learning_rate: 0.0,
             warmup: Warmup::default(),
             warmup_init: 0.0,
@@ -99,7 +100,10 @@ impl ScheduleOptions {
             }
         }
         let warmup_steps = match self.warmup {
-            Warmup::Steps(steps) => steps,
+            Warmup::Steps(steps) => {
+                bounds::check("warmup_steps", steps, &bounds::EVERY)?;
+                steps
+            }
             Warmup::Ratio(ratio) if (0.0..=1.0).contains(&ratio) => {
                 // At least the last step is not part of the warm-up, whose first rate may be 0.
                 ((ratio * total_steps as f64).ceil() as u64).min(total_steps.saturating_sub(1))
@@ -145,14 +149,35 @@ pub struct LearningRate {
     decay_steps: u64,
 }
 
+impl Default for LearningRate {
+    /// That of [`ScheduleOptions`], the same at every step.
+    fn default() -> Self {
+        Self {
+            schedule: Schedule::Constant,
+            peak: ScheduleOptions::default().learning_rate,
+            end: 0.0,
+            warmup_init: 0.0,
+            warmup_steps: 0,
+            decay_start: 0,
+            decay_steps: 0,
+        }
+    }
+}
+
 impl LearningRate {
     /// The same rate at every step.
     ///
     /// # Errors
     /// [`Error::Option`] when the rate is negative or not finite.
     pub fn constant(learning_rate: f64) -> Result<Self> {
-        ScheduleOptions { schedule: Schedule::Constant, learning_rate, ..Default::default() }
-            .build(0)
+        let warmup = Warmup::Steps(0);
+        ScheduleOptions {
+            schedule: Schedule::Constant,
+            learning_rate,
+            warmup,
+            ..Default::default()
+        }
+        .build(0)
     }
 
     /// The rate for `step`, the optimiser step about to be taken, counted from 0.
@@ -283,10 +308,7 @@ impl MlxSchedule {
 }
 
 fn check_rate(option: &str, rate: f64) -> Result<()> {
-    if rate.is_finite() && rate >= 0.0 {
-        return Ok(());
-    }
-    Err(Error::option(option, format!("expected a finite rate of 0 or more, found {rate}")))
+    bounds::not_negative(option, rate, bounds::RATE)
 }
 
 #[cfg(test)]
@@ -473,8 +495,8 @@ mod tests {
             ("{name: linear_schedule, arguments: [1e-1, 10]}", "[init, end, steps]"),
             ("{name: cosine_decay, arguments: [1e-1, 10.5]}", "found 10.5"),
             ("{name: cosine_decay, arguments: [1e-1, 0]}", "found 0"),
-            ("{name: cosine_decay, arguments: [-1e-1, 10]}", "found -0.1"),
-            ("{name: linear_schedule, arguments: [1, .nan, 10]}", "found NaN"),
+            ("{name: cosine_decay, arguments: [-1e-1, 10]}", "is -0.1"),
+            ("{name: linear_schedule, arguments: [1, .nan, 10]}", "is NaN"),
         ] {
             let schedule: MlxSchedule = serde_yaml_ng::from_str(yaml).expect(yaml);
             let error = schedule.build().expect_err(yaml).to_string();

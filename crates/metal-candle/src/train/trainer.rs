@@ -117,7 +117,7 @@ impl<'a> Trainer<'a> {
         let fingerprint = Fingerprint {
             seed: options.seed,
             batch_size: data.batch_size,
-            accumulation: options.accumulation,
+            grad_accumulation: options.grad_accumulation,
             max_seq_length: data.max_seq_length,
             packing: data.packing,
             shuffle: data.shuffle,
@@ -136,8 +136,8 @@ impl<'a> Trainer<'a> {
             learning_rate: options.learning_rate.clone(),
             optimizer: options.optimizer,
             clip_norm: options.clip_norm,
-            evaluate_every: options.evaluate_every,
-            evaluate_batches: options.evaluate_batches,
+            eval_every: options.eval_every,
+            eval_batches: options.eval_batches,
             patience: options.patience,
             keep_best: options.keep_best,
         };
@@ -166,7 +166,7 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    /// Evaluates on this data, every [`TrainOptions::evaluate_every`] steps and at the end.
+    /// Evaluates on this data, every [`TrainOptions::eval_every`] steps and at the end.
     #[must_use]
     pub fn with_validation(mut self, validation: &'a Batcher) -> Self {
         let fingerprint = &mut self.state.fingerprint;
@@ -372,8 +372,8 @@ impl<'a> Trainer<'a> {
                 }
             }
         }
-        if self.options.patience.is_some() && self.options.evaluate_every == 0 {
-            return Err(Error::option("patience", "needs evaluate_every, which is 0"));
+        if self.options.patience.is_some() && self.options.eval_every == 0 {
+            return Err(Error::option("patience", "needs eval_every, which is 0"));
         }
         if self.options.sample_every > 0 && self.sample.is_none() {
             return Err(Error::option(
@@ -474,7 +474,7 @@ impl<'a> Trainer<'a> {
             )));
         }
         if self.state.phase == Phase::Trained {
-            let due = last || self.is_due(self.options.evaluate_every);
+            let due = last || self.is_due(self.options.eval_every);
             if due && self.validation.is_some() && !self.evaluate(metrics)? {
                 return Ok(Some(Outcome::Interrupted));
             }
@@ -542,7 +542,7 @@ impl<'a> Trainer<'a> {
             .plans
             .iter()
             .flat_map(|(_, plans)| plans.iter().skip(self.state.batch))
-            .take(self.options.accumulation)
+            .take(self.options.grad_accumulation)
             .cloned()
             .collect();
         if chosen.is_empty() {
@@ -564,7 +564,7 @@ impl<'a> Trainer<'a> {
                 .wrapping_add(index as u64);
             let tape = Tape::recording()
                 .with_dropout(seed)
-                .with_checkpointing(self.options.gradient_checkpointing);
+                .with_checkpointing(self.options.grad_checkpoint);
             let sum = self.model.loss(&tape, batch, Some(&self.adapter))?.sum;
             tape.backward(&sum, 1.0 / tokens as f64, &mut &self.gradients)?;
             sums.push(sum.into_tensor());
@@ -614,7 +614,7 @@ impl<'a> Trainer<'a> {
     /// False when it was given up because the run is to stop.
     fn evaluate(&mut self, metrics: &mut dyn MetricsSink) -> Result<bool> {
         let Some(validation) = self.validation else { return Ok(true) };
-        let limit = self.options.evaluate_batches;
+        let limit = self.options.eval_batches;
         let Some(evaluation) =
             evaluate_until(&self.stop, &self.model, Some(&self.adapter), validation, limit)?
         else {

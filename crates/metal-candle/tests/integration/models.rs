@@ -259,7 +259,7 @@ fn what_a_device_cannot_record_is_read_all_the_same() {
         config["head_dim"] = head_dim.into();
         let config = Config::from_json(&config.to_string()).unwrap();
         let model = Arc::new(Model::random(config, DType::F32, &device(), 3).unwrap());
-        let config = LoraConfig { rank, ..LoraConfig::default() };
+        let config = LoraConfig { rank, alpha: 16.0, ..LoraConfig::default() };
         let adapter = (rank > 0).then(|| new_adapter(&model, &config, 4));
         let ids: Vec<u32> = (0..12).map(|index| (index * 7 + 3) % 90).collect();
         let mut session = Session::new(&model, adapter.as_ref());
@@ -464,7 +464,14 @@ fn every_choice_of_layers_can_be_read_again() {
         (pattern, None, None, 2),
         (names, Some(vec![1]), None, 2),
     ] {
-        let config = LoraConfig { rank: 2, targets, layers, last_layers, ..LoraConfig::default() };
+        let config = LoraConfig {
+            rank: 2,
+            alpha: 16.0,
+            targets,
+            layers,
+            last_layers,
+            ..LoraConfig::default()
+        };
         let model = load("llama");
         let adapter = new_adapter(&model, &config, 3);
         assert_eq!(adapter.parameters().entries().len(), 2 * adapted, "{config:?}");
@@ -546,7 +553,8 @@ fn rows_with_different_adapters_give_what_each_gives_alone() {
             .into_iter()
             .enumerate()
             .map(|(seed, (rank, targets, last_layers))| {
-                let config = LoraConfig { rank, targets, last_layers, ..LoraConfig::default() };
+                let config =
+                    LoraConfig { rank, alpha: 16.0, targets, last_layers, ..LoraConfig::default() };
                 Some(random_adapter(&model, &config, seed as u64))
             })
             .collect();
@@ -691,14 +699,15 @@ fn full_fine_tuning_follows_transformers() {
 #[test]
 fn only_the_adapter_gets_gradients_and_only_its_path_is_recorded() {
     let model = load("llama");
-    let config = LoraConfig { last_layers: Some(1), rank: 2, ..LoraConfig::default() };
+    let config = LoraConfig { last_layers: Some(1), rank: 2, alpha: 16.0, ..LoraConfig::default() };
     let adapter = new_adapter(&model, &config, 1);
     let ids = rows(&tensors(folder("llama").join("expected.safetensors"))["input_ids"]);
     let batch = next_token_batch(&ids);
     let tape = Tape::recording();
     model.loss(&tape, &batch, Some(&adapter)).unwrap();
     let last_layer = tape.len();
-    let adapter = new_adapter(&model, &LoraConfig { rank: 2, ..LoraConfig::default() }, 1);
+    let adapter =
+        new_adapter(&model, &LoraConfig { rank: 2, alpha: 16.0, ..LoraConfig::default() }, 1);
     let tape = Tape::recording();
     model.loss(&tape, &batch, Some(&adapter)).unwrap();
     let layers = model.config().layers.len();

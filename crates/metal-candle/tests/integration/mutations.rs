@@ -370,7 +370,7 @@ fn train(run: &Path) -> Result<()> {
         BatchOptions { batch_size: 2, max_seq_length: 16, packing: false, seed: 1, shuffle: true };
     let batches = Batcher::new(dataset, options)?;
     let model = Arc::new(Model::load(fixture("models/llama"), DType::F32, &Device::Cpu)?);
-    let config = LoraConfig { rank: 2, ..LoraConfig::default() };
+    let config = LoraConfig { rank: 2, alpha: 16.0, ..LoraConfig::default() };
     let adapter = Arc::new(Adapter::new(&model, &config, 3)?);
     let options =
         TrainOptions { save_every: 2, ..TrainOptions::new(4, LearningRate::constant(1e-3)?) };

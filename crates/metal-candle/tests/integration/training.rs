@@ -58,9 +58,9 @@ fn learning_rate(peak: f64, steps: u64) -> LearningRate {
 
 fn options() -> TrainOptions {
     TrainOptions {
-        accumulation: 2,
+        grad_accumulation: 2,
         report_every: 1,
-        evaluate_every: 4,
+        eval_every: 4,
         save_every: 3,
         keep: 2,
         seed: 11,
@@ -74,7 +74,7 @@ fn model(full: bool) -> (Arc<Model>, Arc<Adapter>) {
         let adapter = Adapter::full(&model).unwrap();
         (Arc::new(model.without_weights()), Arc::new(adapter))
     } else {
-        let config = LoraConfig { rank: 4, dropout: 0.1, ..LoraConfig::default() };
+        let config = LoraConfig { rank: 4, alpha: 16.0, dropout: 0.1, ..LoraConfig::default() };
         let adapter = Adapter::new(&model, &config, 5).unwrap();
         (Arc::new(model), Arc::new(adapter))
     }
@@ -547,7 +547,7 @@ fn another_adapter_or_base_is_another_run() {
             None => trainer.run(&mut |_: &Metric| -> Result<()> { Ok(()) }).map(|_| ()),
         }
     };
-    let config = LoraConfig { rank: 4, ..LoraConfig::default() };
+    let config = LoraConfig { rank: 4, alpha: 16.0, ..LoraConfig::default() };
     resume(&config, false).unwrap();
     resume(&config, false).unwrap();
     let error = resume(&LoraConfig { alpha: 32.0, ..config.clone() }, false).unwrap_err();
@@ -634,12 +634,12 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 
 #[test]
 fn accumulated_batches_weigh_every_token_the_same() {
-    let config = LoraConfig { rank: 4, ..LoraConfig::default() };
+    let config = LoraConfig { rank: 4, alpha: 16.0, ..LoraConfig::default() };
     // One batch of all rows, or one row at a time with very different numbers of tokens.
     let data = dataset(6, 3);
-    let run = |batch_size, accumulation| {
+    let run = |batch_size, grad_accumulation| {
         let options = TrainOptions {
-            accumulation,
+            grad_accumulation,
             optimizer: Optimizer::AdamW(AdamWOptions {
                 // A large epsilon keeps AdamW from blowing up rounding in tiny gradients.
                 epsilon: 1e-2,
@@ -658,10 +658,10 @@ fn accumulated_batches_weigh_every_token_the_same() {
 
 #[test]
 fn gradient_checkpointing_changes_nothing_also_with_dropout() {
-    let config = LoraConfig { rank: 4, dropout: 0.3, ..LoraConfig::default() };
+    let config = LoraConfig { rank: 4, alpha: 16.0, dropout: 0.3, ..LoraConfig::default() };
     let batches = batcher(dataset(24, 1), 3, true);
-    let run = |gradient_checkpointing, seed| {
-        let options = TrainOptions { gradient_checkpointing, seed, save_every: 0, ..options() };
+    let run = |grad_checkpoint, seed| {
+        let options = TrainOptions { grad_checkpoint, seed, save_every: 0, ..options() };
         trained(options, &batches, &config)
     };
     let stored = run(false, 1);
@@ -707,7 +707,7 @@ fn training_stops_early_when_the_validation_loss_stops_falling() {
         batcher(Arc::new(Dataset::from_examples(&examples).unwrap()), 4, false)
     });
     let options = TrainOptions {
-        evaluate_every: 2,
+        eval_every: 2,
         patience: Some(2),
         ..TrainOptions::new(400, learning_rate(3e-2, 400))
     };
@@ -731,7 +731,7 @@ fn options_that_cannot_work_are_refused_by_name() {
     let batches = batcher(dataset(4, 1), 2, false);
     let cases: [(&str, TrainOptions); 4] = [
         ("steps", TrainOptions { steps: 0, ..options() }),
-        ("accumulation", TrainOptions { accumulation: 0, ..options() }),
+        ("grad_accumulation", TrainOptions { grad_accumulation: 0, ..options() }),
         ("clip_norm", TrainOptions { clip_norm: Some(-1.0), ..options() }),
         ("keep", TrainOptions { keep: 0, ..options() }),
     ];
@@ -935,7 +935,7 @@ fn a_changed_byte_anywhere_in_the_base_is_another_base() {
     let batches = batcher(dataset(24, 1), 3, true);
     let run = |steps| -> Result<()> {
         let model = Arc::new(Model::load(folder.path(), DType::F32, &device())?);
-        let config = LoraConfig { rank: 4, ..LoraConfig::default() };
+        let config = LoraConfig { rank: 4, alpha: 16.0, ..LoraConfig::default() };
         let adapter = Arc::new(Adapter::new(&model, &config, 5)?);
         let options = TrainOptions { steps, ..options() };
         let mut trainer =
@@ -981,7 +981,7 @@ fn a_run_whose_last_steps_are_skipped_says_so() {
     let run = |from: u64| {
         let (model, adapter) = model(false);
         let batches = batcher(dataset(24, 1), 3, true);
-        let options = TrainOptions { steps: 4, evaluate_every: 0, ..options() };
+        let options = TrainOptions { steps: 4, eval_every: 0, ..options() };
         let output = tempfile::tempdir().unwrap();
         let mut reasons = Vec::new();
         let result = Trainer::new(&model, &adapter, &batches, options, output.path(), "llama")

@@ -12,7 +12,7 @@ use metal_candle::generate::{Sampler, SamplingOptions, Session};
 use metal_candle::model::{Config, Model};
 use metal_candle::pass::Input;
 use metal_candle::train::{
-    Gradients, LearningRate, Metric, ScheduleOptions, TrainOptions, Trainer,
+    Gradients, Metric, Schedule, ScheduleOptions, TrainOptions, Trainer, Warmup,
 };
 use metal_candle_kernels::adamw;
 #[cfg(not(feature = "metal"))]
@@ -92,7 +92,7 @@ fn model(dtype: DType, device: &Device) -> Arc<Model> {
 
 fn with_adapter(dtype: DType, device: &Device) -> (Arc<Model>, Arc<Adapter>) {
     let model = model(dtype, device);
-    let config = LoraConfig { rank: 4, dropout: 0.1, ..LoraConfig::default() };
+    let config = LoraConfig { rank: 4, alpha: 16.0, dropout: 0.1, ..LoraConfig::default() };
     let adapter = Adapter::new(&model, &config, 5).unwrap();
     (model, Arc::new(adapter))
 }
@@ -345,10 +345,16 @@ fn a_training_run_on_metal_is_that_of_the_cpu() {
     let run = |device: &Device| -> (Vec<f32>, Vec<f32>) {
         let (model, adapter) = with_adapter(DType::F32, device);
         let (batches, validation) = (batches(examples(6, 1)), batches(examples(2, 30)));
-        let rate: LearningRate = ScheduleOptions::default().build(3).unwrap();
+        let rate = ScheduleOptions {
+            schedule: Schedule::Linear,
+            learning_rate: 1e-4,
+            warmup: Warmup::Steps(0),
+            ..ScheduleOptions::default()
+        };
+        let rate = rate.build(3).unwrap();
         let options = TrainOptions {
-            accumulation: 2,
-            evaluate_every: 2,
+            grad_accumulation: 2,
+            eval_every: 2,
             report_every: 1,
             ..TrainOptions::new(3, rate)
         };
@@ -385,7 +391,7 @@ fn with_parameters(name: &str, full: bool, device: &Device) -> (Arc<Model>, Arc<
         let adapter = Adapter::full(&model).unwrap();
         return (Arc::new(model.without_weights()), Arc::new(adapter));
     }
-    let config = LoraConfig { rank: 3, ..LoraConfig::default() };
+    let config = LoraConfig { rank: 3, alpha: 16.0, ..LoraConfig::default() };
     let adapter = Adapter::new(&model, &config, 5).unwrap();
     let store = adapter.parameters();
     for (index, entry) in store.entries().iter().enumerate() {

@@ -52,7 +52,8 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
             );
         }
     }
-    let mut config = LoraConfig { alpha: 8.0, ..LoraConfig::default() };
+    // PEFT's own defaults, for what its file leaves out.
+    let mut config = LoraConfig { rank: 8, alpha: 8.0, ..LoraConfig::default() };
     let mut base = None;
     for (key, value) in json {
         let found = short(value);

@@ -7,6 +7,7 @@ mod tests;
 pub(super) use state::OptimizerState;
 
 use crate::adapter::Entry;
+use crate::bounds::{NORM, RATE, not_negative, positive, share};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -203,24 +204,39 @@ impl Optimizer {
         }
     }
 
+    /// The highest learning rate unless told otherwise, where LoRA or, with `every_weight`, the whole model is
+    /// trained: for LoRA with AdamW QLoRA's (Dettmers et al., 2023, arXiv:2305.14314), for Lion a tenth of it, as
+    /// its authors advise, for SGD that of PyTorch's examples, for Adafactor that of transformers'
+    /// documentation, for Muon PyTorch's.
+    pub fn default_learning_rate(&self, every_weight: bool) -> f64 {
+        let rate = match self {
+            Self::Adam(_) | Self::AdamW(_) | Self::AdamW8bit(_) => 2e-4,
+            Self::Adafactor(_) | Self::Muon(_) => 1e-3,
+            Self::Lion(_) => 2e-5,
+            Self::Sgd(_) => 0.1,
+        };
+        // LoRA's best rate is about ten times that of every weight (https://thinkingmachines.ai/blog/lora/).
+        if every_weight { rate / 10.0 } else { rate }
+    }
+
     /// Checks every value.
     pub fn validate(&self) -> Result<()> {
         match *self {
             Self::Adam(options) => {
                 share("beta1", options.beta1)?;
                 share("beta2", options.beta2)?;
-                positive("epsilon", options.epsilon)
+                positive("epsilon", options.epsilon, RATE)
             }
             Self::AdamW(options) | Self::AdamW8bit(options) => {
                 share("beta1", options.beta1)?;
                 share("beta2", options.beta2)?;
-                positive("epsilon", options.epsilon)?;
-                not_negative("weight_decay", options.weight_decay)
+                positive("epsilon", options.epsilon, RATE)?;
+                not_negative("weight_decay", options.weight_decay, RATE)
             }
             Self::Sgd(SgdOptions { momentum, dampening, nesterov, weight_decay }) => {
                 share("momentum", momentum)?;
                 share("dampening", dampening)?;
-                not_negative("weight_decay", weight_decay)?;
+                not_negative("weight_decay", weight_decay, RATE)?;
                 if nesterov && (momentum == 0.0 || dampening != 0.0) {
                     return Err(Error::option(
                         "nesterov",
@@ -234,12 +250,12 @@ impl Optimizer {
             Self::Lion(options) => {
                 share("beta1", options.beta1)?;
                 share("beta2", options.beta2)?;
-                not_negative("weight_decay", options.weight_decay)
+                not_negative("weight_decay", options.weight_decay, RATE)
             }
             Self::Adafactor(options) => {
-                positive("epsilon", options.epsilon)?;
-                not_negative("scale_epsilon", options.scale_epsilon)?;
-                positive("clip_threshold", options.clip_threshold)?;
+                positive("epsilon", options.epsilon, RATE)?;
+                not_negative("scale_epsilon", options.scale_epsilon, RATE)?;
+                positive("clip_threshold", options.clip_threshold, NORM)?;
                 if !(-1.0..0.0).contains(&options.decay_rate) {
                     return Err(Error::option(
                         "decay_rate",
@@ -249,12 +265,12 @@ impl Optimizer {
                 if options.warmup_init && !options.relative_step {
                     return Err(Error::option("warmup_init", "needs relative_step, which is off"));
                 }
-                not_negative("weight_decay", options.weight_decay)
+                not_negative("weight_decay", options.weight_decay, RATE)
             }
             Self::Muon(MuonOptions { momentum, nesterov, weight_decay, ns_steps, adamw_share }) => {
                 share("momentum", momentum)?;
-                not_negative("weight_decay", weight_decay)?;
-                not_negative("adamw_share", adamw_share)?;
+                not_negative("weight_decay", weight_decay, RATE)?;
+                not_negative("adamw_share", adamw_share, RATE)?;
                 if nesterov && momentum == 0.0 {
                     return Err(Error::option("nesterov", "needs a momentum, and it is 0"));
                 }
@@ -291,25 +307,4 @@ impl Optimizer {
         let layout = state::layout(self, parameters);
         layout.iter().map(|part| (part.count * part.dtype.size_in_bytes()) as u64).sum()
     }
-}
-
-fn share(name: &str, value: f64) -> Result<()> {
-    if !(0.0..1.0).contains(&value) {
-        return Err(Error::option(name, format!("is {value}, expected at least 0 and below 1")));
-    }
-    Ok(())
-}
-
-fn positive(name: &str, value: f64) -> Result<()> {
-    if !(value.is_finite() && value > 0.0) {
-        return Err(Error::option(name, format!("is {value}, expected a positive number")));
-    }
-    Ok(())
-}
-
-fn not_negative(name: &str, value: f64) -> Result<()> {
-    if !(value.is_finite() && value >= 0.0) {
-        return Err(Error::option(name, format!("is {value}, expected a number of at least 0")));
-    }
-    Ok(())
 }
