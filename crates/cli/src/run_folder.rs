@@ -151,12 +151,16 @@ pub fn clear(output: &Path, overwrite: bool) -> anyhow::Result<()> {
         names.extend(weights(output)?);
         names.push(MODEL_CONFIG.into());
     }
+    // What was copied beside a whole model, so that no template of it is taken for the next run's.
+    let copied = match output.join(CONFIG).is_file() && output.join(MODEL_CONFIG).is_file() {
+        true => files::companions(output)?,
+        false => Vec::new(),
+    };
     let rest = [CHAT_TEMPLATE, METRICS, PICTURES[0], PICTURES[1], "base_files.json"];
     names.extend(rest.map(String::from));
     files::remove_folder_atomic(output.join(EVENTS))?;
     names.push(CONFIG.into());
-    for name in names {
-        let path = output.join(name);
+    for path in copied.into_iter().chain(names.into_iter().map(|name| output.join(name))) {
         match std::fs::remove_file(&path) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                 return Err(Error::io(&path)(error)).context("an earlier run cannot be removed");

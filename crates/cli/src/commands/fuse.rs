@@ -11,7 +11,7 @@ use clap::Args;
 use metal_candle::adapter::Adapter;
 use metal_candle::files;
 use metal_candle::model::{Config, Model, Weights};
-use metal_candle::text::{CHAT_TEMPLATE, Tokenizer};
+use metal_candle::text::Tokenizer;
 use metal_candle::train::FolderLock;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -88,7 +88,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     files::write_folder_atomic(output, |staging| {
         model.save(staging, target, Some(&folder))?;
         match &template {
-            Some(source) => files::write_bytes_atomic(staging.join(CHAT_TEMPLATE), source),
+            Some(source) => files::set_chat_template(staging, source),
             None => Ok(()),
         }
     })?;

@@ -299,6 +299,28 @@ fn the_chat_template_of_training_is_used_with_what_was_trained() {
     let full = ["--fine-tune-type", "full", "-o", "whole", "--chat-template", TEMPLATE];
     place.ok(&train(&[&["-d", "data"], &full[..]].concat()));
     assert_eq!(own, tokens(&["-m", "whole"]));
+    // A run that takes its folder takes nothing that was copied there.
+    assert!(place.path("whole/tokenizer.json").exists());
+    place.ok(&train(&["-d", "data", "-o", "whole", "--overwrite"]));
+    assert!(!place.path("whole/tokenizer.json").exists());
+
+    // Fusing keeps what stands beside the base's weights, but for templates where the adapter has one.
+    let beside = [
+        ("chat_template.json", "{\"chat_template\": \"a\"}\r\n"),
+        ("additional_chat_templates/default.jinja", "b\r\n"),
+        ("additional_chat_templates/tool_use.jinja", "c"),
+        ("vocab.json", "{}"),
+    ];
+    for (name, content) in beside {
+        place.write(&format!("base/{name}"), content);
+    }
+    place.ok(&["fuse", "-a", "usual", "-o", "kept"]);
+    place.ok(&["fuse", "-a", "tuned", "-o", "fused-again"]);
+    for (name, content) in beside {
+        assert_eq!(place.read(&format!("kept/{name}")), content, "{name}");
+        assert_eq!(place.path(&format!("fused-again/{name}")).exists(), name == "vocab.json");
+    }
+    assert_eq!(own, tokens(&["-m", "fused-again"]));
 }
 
 #[test]

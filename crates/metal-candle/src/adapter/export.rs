@@ -39,14 +39,12 @@ impl TrainedFiles {
     /// When `values` are of another length, or a file cannot be written.
     pub fn write(&self, folder: impl AsRef<Path>, values: &Tensor) -> Result<()> {
         let folder = folder.as_ref();
-        let write_template = || match &self.chat_template {
-            Some(source) => files::write_bytes_atomic(folder.join(CHAT_TEMPLATE), source),
-            None => Ok(()),
-        };
         match &self.kind {
             Kind::Lora { config, layer_count, base_model } => {
                 // An adapter that is there has its template.
-                write_template()?;
+                if let Some(source) = &self.chat_template {
+                    files::write_bytes_atomic(folder.join(CHAT_TEMPLATE), source)?;
+                }
                 peft::write(folder, config, *layer_count, base_model, &self.parts, values)
             }
             Kind::Model { config, companions } => {
@@ -56,8 +54,10 @@ impl TrainedFiles {
                     .map(|part| Ok((part.of.clone(), part.entry.of(values)?)))
                     .collect::<Result<_>>()?;
                 export::write(folder, config, DType::F32, &tensors, companions.as_deref())?;
-                // Over the companions' own.
-                write_template()
+                match &self.chat_template {
+                    Some(source) => files::set_chat_template(folder, source),
+                    None => Ok(()),
+                }
             }
         }
     }

@@ -17,11 +17,13 @@ use candle_core::{CpuStorage, DType, Device, Layout, Storage, Tensor};
 
 use crate::{Error, Result};
 
+pub(crate) mod companions;
 mod content;
 mod read;
 mod words;
 mod yaml;
 
+pub use companions::{companions, set_chat_template};
 pub use content::describe_content;
 pub(crate) use content::{TABLE_WITH_COMMAS, TABLE_WITH_TABS, describe_binary, describe_text};
 pub use read::{MAX_JSON_BYTES, open_regular, read_json, read_limited, read_limited_or_piped};

@@ -7,23 +7,10 @@ use super::cache::{Kind, Repository};
 use super::names::{is_id, is_name, is_revision};
 use super::transfer::{Client, Failure};
 use super::{Download, HubOptions, expand_home};
-use crate::text::CHAT_TEMPLATE;
+use crate::files::companions::is_companion;
 use crate::{Error, Result, files};
 
-/// Files besides the weights that are fetched where a repository has them.
-const FILES: [&str; 11] = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    CHAT_TEMPLATE,
-    "chat_template.json",
-];
+const CONFIG: &str = "config.json";
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
@@ -130,13 +117,13 @@ fn fetch(repository: &Repository, progress: &mut dyn FnMut(Download)) -> Result<
 fn wanted(repository: &Repository, available: &BTreeSet<String>) -> Result<Vec<String>, Failure> {
     let has = |name: &str| available.contains(name);
     let endpoint = &repository.options.endpoint;
-    if !has("config.json") {
+    if !has(CONFIG) {
         return Err(repository.failure(format!(
             "the repository at {endpoint} has no config.json, so it holds no transformers model"
         )));
     }
-    let mut wanted =
-        FILES.iter().filter(|name| has(name)).map(|name| name.to_string()).collect::<Vec<_>>();
+    let mut wanted = vec![CONFIG.to_string()];
+    wanted.extend(available.iter().filter(|name| is_companion(name)).cloned());
     if has(SINGLE) {
         wanted.push(SINGLE.to_string());
     } else if has(INDEX) {
@@ -158,8 +145,8 @@ fn wanted(repository: &Repository, available: &BTreeSet<String>) -> Result<Vec<S
 fn missing_files(snapshot: &Path) -> Result<Vec<String>> {
     let absent = |name: &str| !snapshot.join(name).exists();
     let mut missing = Vec::new();
-    if absent("config.json") {
-        missing.push("config.json".to_string());
+    if absent(CONFIG) {
+        missing.push(CONFIG.to_string());
     }
     if absent(SINGLE) {
         if absent(INDEX) {

@@ -1,25 +1,11 @@
 //! The folder of a whole model.
 
-use crate::text::CHAT_TEMPLATE;
+use crate::files::companions::copy_companions;
 use crate::{Error, Result, files};
 use candle_core::{DType, Tensor};
 use serde_json::Value;
 use std::collections::HashMap;
 use std::path::Path;
-
-/// The files beside the weights that a copy of a model needs.
-const COMPANIONS: &[&str] = &[
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    CHAT_TEMPLATE,
-    "tokenizer.model",
-];
-
-/// The largest of them that is copied, in bytes.
-const MAX_COMPANION_BYTES: u64 = 1 << 30;
 
 /// Writes a model whose weights are in `dtype`.
 pub(crate) fn write(
@@ -52,15 +38,10 @@ pub(crate) fn write(
     let bytes = serde_json::to_vec_pretty(&config)
         .map_err(|error| Error::file(&path, error.to_string()))?;
     files::write_bytes_atomic(&path, &bytes)?;
-    for name in companions.into_iter().flat_map(|_| COMPANIONS) {
-        let Some(from) = companions.map(|folder| folder.join(name)).filter(|path| path.is_file())
-        else {
-            continue;
-        };
-        let bytes = files::read_limited(&from, MAX_COMPANION_BYTES)?;
-        files::write_bytes_atomic(folder.join(name), &bytes)?;
+    match companions {
+        Some(from) => copy_companions(from, folder),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// The word for a dtype in `config.json`.

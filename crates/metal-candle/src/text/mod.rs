@@ -8,9 +8,10 @@ mod stream;
 mod template;
 mod tokenizer;
 
+pub use crate::files::companions::CHAT_TEMPLATE;
 pub use message::{Message, is_model_role};
 pub(crate) use message::{key_list, kind};
 pub use spans::Rendered;
 pub use stream::DecodeStream;
 pub use template::{ChatTemplate, RenderOptions};
-pub use tokenizer::{CHAT_TEMPLATE, Encoded, Tokenizer};
+pub use tokenizer::{Encoded, Tokenizer};

@@ -16,6 +16,10 @@ use tokenizers::PostProcessorWrapper;
 use super::message::kind;
 use super::stream::DecodeStream;
 use super::template::ChatTemplate;
+use crate::files::companions::{
+    CHAT_TEMPLATE, GENERATION_CONFIG, PROCESSOR_TEMPLATE, SENTENCE_PIECE, SPECIAL_TOKENS,
+    TOKENIZER, TOKENIZER_CONFIG, more_templates,
+};
 use crate::files::{self, cut_to, plain, short};
 use crate::foreign::contained;
 use crate::{Error, Result};
@@ -30,9 +34,6 @@ const MOST_GROWTH: f64 = 1024.0;
 /// The special tokens templates know by name.
 const NAMED_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-
-/// The file of a chat template, in a model's folder and beside an adapter.
-pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
 /// Token ids, and for each the bytes `start..end` of the text that it stands for.
 pub type Encoded = (Vec<u32>, Vec<(usize, usize)>);
@@ -63,9 +64,9 @@ impl Tokenizer {
     /// [`Error::Io`] or [`Error::File`]: no `tokenizer.json`, or one of the files is not what it should be. A chat
     /// template that does not parse is an error only when it is used.
     pub fn load(folder: &Path) -> Result<Self> {
-        let path = folder.join("tokenizer.json");
+        let path = folder.join(TOKENIZER);
         if !path.exists() {
-            let hint = if folder.join("tokenizer.model").is_file() {
+            let hint = if folder.join(SENTENCE_PIECE).is_file() {
                 "; there is a SentencePiece tokenizer.model, which is not read: save the tokenizer as tokenizer.json \
                  with transformers (AutoTokenizer.from_pretrained(folder).save_pretrained(folder))"
             } else {
@@ -75,8 +76,8 @@ impl Tokenizer {
         }
         let inner = read_tokenizer(&path)?;
 
-        let tokenizer_config = read_object(&folder.join("tokenizer_config.json"))?;
-        let special_tokens_map = read_object(&folder.join("special_tokens_map.json"))?;
+        let tokenizer_config = read_object(&folder.join(TOKENIZER_CONFIG))?;
+        let special_tokens_map = read_object(&folder.join(SPECIAL_TOKENS))?;
         let mut named = Vec::new();
         for name in NAMED_TOKENS {
             let found = match token_text(&tokenizer_config, name)? {
@@ -89,7 +90,7 @@ impl Tokenizer {
         }
 
         let sources = [
-            read_object(&folder.join("generation_config.json"))?,
+            read_object(&folder.join(GENERATION_CONFIG))?,
             read_object(&folder.join("config.json"))?,
         ];
         let id_of = |name: &str| {
@@ -301,7 +302,7 @@ impl Tokenizer {
         call: impl FnOnce(&tokenizers::Tokenizer) -> tokenizers::Result<T>,
     ) -> Result<T> {
         let failed = |reason: &str| {
-            let path = self.folder.join("tokenizer.json");
+            let path = self.folder.join(TOKENIZER);
             Error::Tokenizer(format!("{} cannot {what}: {reason}", path.display()))
         };
         match contained(|| call(&self.inner)) {
@@ -502,29 +503,18 @@ fn read_templates(folder: &Path) -> Result<Vec<(String, String, String)>> {
     if single.exists() {
         found.push(("default".to_string(), single.display().to_string(), read(&single)?));
     }
-    let more = folder.join("additional_chat_templates");
-    if more.is_dir() {
-        let mut paths = Vec::new();
-        for entry in std::fs::read_dir(&more).map_err(Error::io(&more))? {
-            paths.push(entry.map_err(Error::io(&more))?.path());
-        }
-        paths.sort();
-        for path in paths
-            .iter()
-            .filter(|path| path.extension().is_some_and(|extension| extension == "jinja"))
-        {
-            let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-            found.push((name, path.display().to_string(), read(path)?));
-        }
+    for path in more_templates(folder)? {
+        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        found.push((name, path.display().to_string(), read(&path)?));
     }
     if !found.is_empty() {
         return Ok(found);
     }
-    found = templates_of(&read_object(&folder.join("tokenizer_config.json"))?)?;
+    found = templates_of(&read_object(&folder.join(TOKENIZER_CONFIG))?)?;
     if !found.is_empty() {
         return Ok(found);
     }
-    templates_of(&read_object(&folder.join("chat_template.json"))?)
+    templates_of(&read_object(&folder.join(PROCESSOR_TEMPLATE))?)
 }
 
 /// The value under `chat_template`: a template, or a list of `{"name": ..., "template": ...}`.

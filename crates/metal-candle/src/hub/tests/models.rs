@@ -59,6 +59,35 @@ fn a_model_is_downloaded_once_and_used_without_a_network_after() {
 }
 
 #[test]
+fn what_stands_beside_the_weights_is_downloaded() {
+    let beside = [
+        "added_tokens.json",
+        "additional_chat_templates/tool_use.jinja",
+        "chat_template.jinja",
+        "chat_template.json",
+        "generation_config.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+    ];
+    let others = ["additional_chat_templates/notes.md", "onnx/tokenizer.json", "training_args.bin"];
+    let mut files: Vec<(&str, &[u8])> = vec![("config.json", b"{}"), ("model.safetensors", b"1")];
+    files.extend(beside.iter().chain(&others).map(|name| (*name, name.as_bytes())));
+    let server = Server::new(&files);
+    let cache = tempfile::tempdir().unwrap();
+    let folder = fetch(&options(cache.path(), &server.endpoint)).unwrap();
+    for name in beside {
+        assert_eq!(fs::read(folder.join(name)).unwrap(), name.as_bytes());
+    }
+    for name in others {
+        assert!(!folder.join(name).exists(), "{name}");
+    }
+}
+
+#[test]
 fn all_shards_of_the_index_are_downloaded() {
     let index = br#"{"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors", "c": "x-1.safetensors"}}"#;
     let server = Server::new(&[
