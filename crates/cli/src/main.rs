@@ -10,6 +10,7 @@ mod logging;
 mod models;
 mod output;
 mod plan;
+mod plot;
 mod progress;
 mod prompts;
 mod run_folder;

@@ -7,6 +7,7 @@ use crate::interrupt;
 use crate::models::{self, device, same_folder};
 use crate::output::{Terminal, grouped, plural, shell_word};
 use crate::plan::{self, DataPlan, Plan};
+use crate::plot::{self, LossCurve};
 use crate::progress::{Progress, clock};
 use crate::prompts;
 use crate::run_folder::{self, CONFIG, EVENTS, METRICS, PICTURES, Resume, Start};
@@ -22,8 +23,8 @@ use metal_candle::generate::{GenerateOptions, generate};
 use metal_candle::model::{Config, Model};
 use metal_candle::text::Tokenizer;
 use metal_candle::train::{
-    Evaluation, FanOut, FolderLock, JsonLines, LossCurve, Metric, Outcome, Resumed, TensorBoard, TrainOptions,
-    Trainer, evaluate, latest_checkpoint, metrics, plot, total_steps,
+    Evaluation, FanOut, FolderLock, JsonLines, Metric, Outcome, Resumed, TensorBoard, TrainOptions,
+    Trainer, evaluate, latest_checkpoint, metrics, total_steps,
 };
 use serde::Serialize;
 use std::path::{Path, PathBuf};

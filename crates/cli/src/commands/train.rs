@@ -4,6 +4,7 @@ use crate::errors::{FAILURE, INTERRUPTED, SUCCESS};
 use crate::interrupt;
 use crate::models::set_threads;
 use crate::output::{self, Terminal, plural, say, shell_word};
+use crate::plot::terminal_curve;
 use crate::run_folder::{CONFIG, Resume, Start};
 use crate::settings::file::File;
 use crate::settings::{
@@ -16,7 +17,6 @@ use crate::wrap::stdout_columns;
 use clap::Args;
 use clap::builder::BoolishValueParser;
 use indexmap::IndexMap;
-use metal_candle::train::plot::terminal_curve;
 use serde::Serialize;
 use serde_yaml_ng::{Mapping, Value};
 use std::io::IsTerminal;

@@ -1,4 +1,4 @@
-//! Training: the loop, the optimiser's options, schedules, checkpoints, metrics and curves.
+//! Training: the loop, the optimiser's options, schedules, checkpoints and metrics.
 
 mod base;
 mod checkpoint;
@@ -9,7 +9,6 @@ pub mod memory;
 pub mod metrics;
 mod optimizer;
 mod options;
-pub mod plot;
 mod saving;
 pub mod schedule;
 pub mod tensorboard;
@@ -24,7 +23,6 @@ pub use optimizer::{
     AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer, SgdOptions,
 };
 pub use options::{Duration, MAX_STEPS, TrainOptions, total_steps};
-pub use plot::LossCurve;
 pub use schedule::{LearningRate, MlxSchedule, Schedule, ScheduleOptions, Warmup};
 pub use tensorboard::TensorBoard;
 pub use trainer::{Outcome, Resumed, SampleFn, Summary, Trainer};

@@ -10,8 +10,9 @@ use plotters::prelude::*;
 use plotters::style::register_font;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use super::metrics::Metric;
-use crate::{Error, Result};
+use crate::output::grouped;
+use metal_candle::train::Metric;
+use metal_candle::{Error, Result};
 
 /// What a loss curve shows.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -464,19 +465,6 @@ fn nice_step(least: f64) -> f64 {
     [1.0, 2.0, 5.0].into_iter().map(|n| n * power).find(|&n| n >= least).unwrap_or(10.0 * power)
 }
 
-/// A number with its thousands apart.
-fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
-
 /// Whether a loss has a place in a picture. Beyond 10^12 it is a divergence, not a curve.
 fn can_draw(loss: f64) -> bool {
     loss.abs() <= 1e12
@@ -667,10 +655,6 @@ mod tests {
                 assert!((read - tick).abs() <= 1e-9 * (1.0 + tick.abs()), "{ticks:?}");
             }
         }
-        assert_eq!(grouped(0), "0");
-        assert_eq!(grouped(999), "999");
-        assert_eq!(grouped(1000), "1,000");
-        assert_eq!(grouped(1234567), "1,234,567");
     }
 
     #[test]
