@@ -3,7 +3,7 @@
 
 use crate::visible::{for_stderr, for_stdout};
 use crate::wrap::{stderr_columns, stdout_columns, wrap};
-use indicatif::MultiProgress;
+use indicatif::{HumanCount, MultiProgress};
 use serde::Serialize;
 use std::fmt;
 use std::io::{IsTerminal, Write};
@@ -102,15 +102,7 @@ pub fn table(rows: &[(&str, String)]) -> String {
 
 /// A number with its digits in groups of three.
 pub fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(' ');
-        }
-        text.push(digit);
-    }
-    text
+    HumanCount(number).to_string().replace(',', " ")
 }
 
 /// A size in bytes as a person reads it.

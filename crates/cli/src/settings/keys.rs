@@ -242,9 +242,11 @@ pub fn cut(text: &str) -> String {
 
 /// `; did you mean ...?` with the names that are close to `key`.
 pub fn suggestion<'a>(key: &str, names: impl Iterator<Item = &'a str>) -> String {
+    // What is much longer than a word is none that was mistyped.
+    let is_word = key.len() <= 64;
     let mut close: Vec<(usize, &str)> = names
         .filter_map(|name| {
-            let distance = edits(key, name);
+            let distance = if is_word { strsim::levenshtein(key, name) } else { usize::MAX };
             let related =
                 name.len() >= 4 && key.len() >= 4 && (name.contains(key) || key.contains(name));
             (distance <= 1 + key.len() / 4 || related).then_some((distance, name))
@@ -260,39 +262,9 @@ pub fn suggestion<'a>(key: &str, names: impl Iterator<Item = &'a str>) -> String
     }
 }
 
-/// How many letters are to be inserted, removed or changed to make one word of the other.
-fn edits(a: &str, b: &str) -> usize {
-    // What is much longer than a word is none that was mistyped.
-    if a.len() > 64 {
-        return usize::MAX;
-    }
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut above_left = i;
-        let mut left = i + 1;
-        for (cell, y) in row.iter_mut().skip(1).zip(&b) {
-            let best = (above_left + usize::from(x != *y)).min(*cell + 1).min(left + 1);
-            above_left = std::mem::replace(cell, best);
-            left = best;
-        }
-        if let Some(first) = row.first_mut() {
-            *first = i + 1;
-        }
-    }
-    row.last().copied().unwrap_or(0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn edits_are_counted() {
-        assert_eq!(edits("kitten", "sitting"), 3);
-        assert_eq!(edits("", "abc"), 3);
-        assert_eq!(edits("abc", "abc"), 0);
-    }
 
     #[test]
     fn values_are_shown_at_a_readable_length() {

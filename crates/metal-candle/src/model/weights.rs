@@ -617,30 +617,11 @@ fn close_names<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> Vec<&'a 
     let limit = name.len() / 3;
     let mut close = names
         .filter(|other| other.len().abs_diff(name.len()) <= limit)
-        .map(|other| (edit_distance(name.as_bytes(), other.as_bytes()), other))
+        .map(|other| (strsim::levenshtein(name, other), other))
         .filter(|(distance, _)| *distance <= limit)
         .collect::<Vec<_>>();
     close.sort();
     close.into_iter().take(3).map(|(_, name)| name).collect()
-}
-
-/// The number of bytes to insert, remove or change to make `b` of `a`.
-fn edit_distance(a: &[u8], b: &[u8]) -> usize {
-    let mut row = (0..=b.len()).collect::<Vec<_>>();
-    for (i, x) in a.iter().enumerate() {
-        let mut diagonal = i;
-        let mut left = i + 1;
-        for (y, cell) in b.iter().zip(row.iter_mut().skip(1)) {
-            let above = *cell;
-            left = (diagonal + usize::from(x != y)).min(above + 1).min(left + 1);
-            diagonal = above;
-            *cell = left;
-        }
-        if let Some(first) = row.first_mut() {
-            *first = i + 1;
-        }
-    }
-    row.last().copied().unwrap_or(a.len())
 }
 
 /// The error for a folder without safetensors, saying what it has instead.
@@ -925,13 +906,5 @@ mod tests {
             assert!(message.contains(expected), "{message}");
         }
         assert!(matches!(Weights::open("no/such/folder"), Err(Error::Io { .. })));
-    }
-
-    #[test]
-    fn edit_distance_counts_the_edits() {
-        assert_eq!(edit_distance(b"kitten", b"sitting"), 3);
-        assert_eq!(edit_distance(b"", b"abc"), 3);
-        assert_eq!(edit_distance(b"abc", b""), 3);
-        assert_eq!(edit_distance(b"abc", b"abc"), 0);
     }
 }
