@@ -169,8 +169,8 @@ impl<T: Element> Problem<'_, T> {
         let (d, width) = (self.d, width.min(self.v - start));
         let weight = self.weight.slice(start * d..(start + width) * d);
         let logits = &mut logits[..rows * width];
-        let head = Layer { weight, outer: width, bias: None, adapter: None };
-        forward(rows, d, hidden, &[head], &mut [logits], &mut [Vec::new()]);
+        let head = Layer { weight, outer: width, bias: None };
+        forward(rows, d, hidden, head, logits);
         (weight, logits)
     }
 

@@ -28,9 +28,10 @@ use crate::device::{
     on_gpu, record3, require_dtype, require_shape, require_together, rows_and_columns,
 };
 use crate::glu;
-use crate::matmul::cpu::{self as matmul, Adapter, Dropped, Incoming, Layer};
+use crate::matmul::cpu as matmul;
 use crate::matmul::{check_bias, numbers, output_size, with_last_dimension};
 use candle_core::{Device, Result, Tensor, WithDType, bail};
+use cpu::{Adapter, Dropped, Incoming, Layer};
 use std::borrow::Cow;
 
 /// A low-rank adapter in the orientation that the forward pass reads.
@@ -145,7 +146,7 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
         let numbers = reads.iter().map(Reads::numbers::<Sum<T>>).collect::<Result<Vec<_>>>()?;
         let layers = inputs.layers(&reads, &numbers)?;
         let mut ys: Vec<_> =
-            layers.iter().map(|layer| buffer::<T>(rows * layer.outer)).collect();
+            layers.iter().map(|layer| buffer::<T>(rows * layer.frozen.outer)).collect();
         let mut xas: Vec<_> = layers
             .iter()
             .map(|layer| {
@@ -154,12 +155,13 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
             })
             .collect();
         let mut targets: Vec<_> = ys.iter_mut().map(|y| &mut y[..]).collect();
-        matmul::forward(rows, inner, x_read.values()?, &layers, &mut targets, &mut xas);
+        cpu::forward(rows, inner, x_read.values()?, &layers, &mut targets, &mut xas);
         layers
             .iter()
             .zip(ys.into_iter().zip(xas))
             .map(|(layer, (y, xa))| {
-                let y = Tensor::from_vec(y, with_last_dimension(x, layer.outer), &Device::Cpu)?;
+                let shape = with_last_dimension(x, layer.frozen.outer);
+                let y = Tensor::from_vec(y, shape, &Device::Cpu)?;
                 let xa = layer.adapter.as_ref().map(|adapter| {
                     Tensor::from_vec(xa, with_last_dimension(x, adapter.rank), &Device::Cpu)
                 });
@@ -328,9 +330,9 @@ pub fn backward_shared(
             })
             .collect::<Result<Vec<_>>>()?;
         let mut dx = need_dx.then(|| buffer::<T>(rows * inner));
-        let x_values = Some(x_read.values()?);
+        let x_values = x_read.values()?;
         let gradients =
-            matmul::backward(rows, inner, x_values, &layers, &incoming, dx.as_deref_mut());
+            cpu::backward(rows, inner, x_values, &layers, &incoming, dx.as_deref_mut());
         let adapters = layers
             .iter()
             .zip(gradients)
@@ -338,7 +340,7 @@ pub fn backward_shared(
                 let Some((adapter, gradients)) = layer.adapter.as_ref().zip(gradients) else {
                     return Ok(None);
                 };
-                let (rank, outer) = (adapter.rank, layer.outer);
+                let (rank, outer) = (adapter.rank, layer.frozen.outer);
                 Ok(Some((
                     Tensor::from_vec(gradients.da, (inner, rank), &Device::Cpu)?,
                     Tensor::from_vec(gradients.db, (rank, outer), &Device::Cpu)?,
@@ -486,12 +488,12 @@ impl Inputs {
                             Some(Dropped { mask, kept: A::from_f64(dropout.kept()) })
                         }),
                     });
-                Ok(Layer {
+                let frozen = matmul::Layer {
                     weight: read.weight.values()?,
                     outer: projection.outer,
                     bias: numbers.bias.as_deref(),
-                    adapter,
-                })
+                };
+                Ok(Layer { frozen, adapter })
             })
             .collect()
     }

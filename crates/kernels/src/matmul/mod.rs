@@ -23,7 +23,7 @@ use crate::device::{
     rows_and_columns,
 };
 use candle_core::{Device, Result, Tensor, bail};
-use cpu::{Incoming, Layer};
+use cpu::Layer;
 use std::borrow::Cow;
 
 /// `x` with its last dimension replaced.
@@ -56,10 +56,9 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     let (x, weight, bias) = (x.read(), weight.read(), bias.as_ref().map(Input::read));
     dispatch!(OPERATION, x.dtype(), T => {
         let bias = numbers::<Sum<T>>(&bias)?;
-        let layer =
-            Layer { weight: weight.values()?, outer, bias: bias.as_deref(), adapter: None };
+        let layer = Layer { weight: weight.values()?, outer, bias: bias.as_deref() };
         let mut out = buffer::<T>(rows * outer);
-        cpu::forward(rows, inner, x.values()?, &[layer], &mut [&mut out], &mut [Vec::new()]);
+        cpu::forward(rows, inner, x.values()?, layer, &mut out);
         Tensor::from_vec(out, shape, &Device::Cpu)
     })
 }
@@ -103,10 +102,9 @@ pub fn linear_backward_input(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let (dy, weight) = (Input::contiguous(dy)?, Input::contiguous(weight)?);
     let (dy, weight) = (dy.read(), weight.read());
     dispatch!(OPERATION, dy.dtype(), T => {
-        let layer = Layer { weight: weight.values()?, outer, bias: None, adapter: None };
-        let incoming = Incoming { dy: dy.values()?, xa: &[] };
         let mut dx = buffer::<T>(rows * inner);
-        cpu::backward(rows, inner, None, &[layer], &[incoming], Some(&mut dx));
+        let sizes = (outer, inner);
+        cpu::backward_input(rows, sizes, dy.values()?, weight.values::<Sum<T>>()?, &mut dx);
         Tensor::from_vec(dx, shape, &Device::Cpu)
     })
 }

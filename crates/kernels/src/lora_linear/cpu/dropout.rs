@@ -1,11 +1,11 @@
 //! The dropout mask on the CPU.
 
-use super::Dropout;
 use crate::device::cpu::{Element, PARALLEL_CHUNK, Real, for_each_chunk};
+use crate::lora_linear::Dropout;
 
 /// A function `mask(index of the first element, elements)` that sets dropped elements to zero in
 /// place; `None` when nothing is ever dropped.
-pub(super) fn mask<A: Real>(dropout: Dropout) -> Option<impl Fn(usize, &mut [A]) + Sync> {
+pub(crate) fn mask<A: Real>(dropout: Dropout) -> Option<impl Fn(usize, &mut [A]) + Sync> {
     if dropout.probability == 0.0 {
         return None;
     }
@@ -27,7 +27,7 @@ fn hash(seed: u64, index: u64) -> u64 {
 }
 
 /// Drops elements and multiplies the others by `kept`.
-pub(super) fn apply<T: Element>(
+pub(crate) fn apply<T: Element>(
     out: &mut [T],
     mask: &(impl Fn(usize, &mut [T::Acc]) + Sync),
     kept: T::Acc,
