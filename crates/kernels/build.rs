@@ -35,7 +35,7 @@ fn compile_all() -> Result<(), String> {
         println!("cargo::rustc-cfg=hopper");
     }
     let kernels = kernels(Path::new("src")).map_err(|error| format!("src: {error}"))?;
-    let shared = Path::new("src/device/cuda");
+    let shared = Path::new("src/backend/cuda");
     println!("cargo::rerun-if-changed={}", shared.display());
     for kernel in &kernels {
         println!("cargo::rerun-if-changed={}", kernel.display());

@@ -1,4 +1,5 @@
-//! The GPUs of this machine, and how much of their memory is in use.
+//! The devices of this machine: how many there are, opening one, a step of a loop on it, and how much of its
+//! memory is in use.
 
 use candle_core::{Device, Result, Tensor};
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -7,7 +8,7 @@ use std::time::Duration;
 /// How many CUDA devices there are; 0 when this build has no CUDA, or the machine no driver.
 pub fn cuda_count() -> usize {
     #[cfg(feature = "cuda")]
-    return crate::device::cuda::count();
+    return crate::backend::cuda::count();
     #[cfg(not(feature = "cuda"))]
     0
 }
@@ -21,7 +22,7 @@ pub fn cuda_count() -> usize {
 /// than compute capability 8.0.
 pub fn cuda(ordinal: usize) -> Result<Device> {
     #[cfg(feature = "cuda")]
-    return crate::device::cuda::open(ordinal);
+    return crate::backend::cuda::open(ordinal);
     #[cfg(not(feature = "cuda"))]
     candle_core::bail!(
         "metal-candle-kernels: there is no CUDA device {ordinal} in this build; build it with the feature `cuda`"
@@ -31,7 +32,7 @@ pub fn cuda(ordinal: usize) -> Result<Device> {
 /// How many Metal devices there are; 0 when this build has no Metal, or macOS is older than 15.
 pub fn metal_count() -> usize {
     #[cfg(feature = "metal")]
-    return crate::device::metal::count();
+    return crate::backend::metal::count();
     #[cfg(not(feature = "metal"))]
     0
 }
@@ -40,7 +41,7 @@ pub fn metal_count() -> usize {
 /// Apple7, which the M1 began, or a later one. [`metal`] opens others, too, if they take the kernels.
 pub fn metal_is_suitable(ordinal: usize) -> bool {
     #[cfg(feature = "metal")]
-    return crate::device::metal::is_suitable(ordinal);
+    return crate::backend::metal::is_suitable(ordinal);
     #[cfg(not(feature = "metal"))]
     {
         let _ = ordinal;
@@ -55,7 +56,7 @@ pub fn metal_is_suitable(ordinal: usize) -> bool {
 /// kernels.
 pub fn metal(ordinal: usize) -> Result<Device> {
     #[cfg(feature = "metal")]
-    return crate::device::metal::open(ordinal);
+    return crate::backend::metal::open(ordinal);
     #[cfg(not(feature = "metal"))]
     candle_core::bail!(
         "metal-candle-kernels: there is no Metal device {ordinal} in this build; build it with the feature `metal` on a Mac"
@@ -65,7 +66,7 @@ pub fn metal(ordinal: usize) -> Result<Device> {
 /// Whether this machine's processor multiplies bf16 numbers faster than f32, and the kernels use it: by AMX
 /// tiles, or by AVX-512's dot product of bf16 pairs where that is not the slower way.
 pub fn cpu_prefers_bf16() -> bool {
-    crate::device::cpu::simd::prefers_bf16()
+    crate::backend::cpu::simd::prefers_bf16()
 }
 
 /// Runs one step of a loop on a device: of training, of evaluation, of writing a text. Where the device is
@@ -84,7 +85,7 @@ pub fn step<R, E: From<candle_core::Error>>(
         #[cfg(feature = "metal")]
         Device::Metal(metal) => objc2::rc::autoreleasepool(|_| {
             let result = step()?;
-            crate::device::metal::end_round(metal)?;
+            crate::backend::metal::end_round(metal)?;
             Ok(result)
         }),
         _ => step(),
@@ -129,7 +130,7 @@ pub fn metal_matmul() -> MetalMatmul {
 /// Whether operations on this tensor are computed by a GPU.
 pub fn computes_on_gpu(tensor: &Tensor) -> bool {
     #[cfg(all(feature = "metal-emulation", not(feature = "metal")))]
-    if crate::device::metal::is_emulating() {
+    if crate::backend::metal::is_emulating() {
         return true;
     }
     !tensor.device().is_cpu()
@@ -144,7 +145,7 @@ pub fn computes_on_gpu(tensor: &Tensor) -> bool {
 pub fn launch_time(device: &Device, count: usize) -> Result<Option<Duration>> {
     match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => crate::device::cuda::launch_time(device, count).map(Some),
+        Device::Cuda(_) => crate::backend::cuda::launch_time(device, count).map(Some),
         _ => {
             let _ = count;
             Ok(None)
@@ -169,9 +170,9 @@ pub struct MemoryUse {
 pub fn memory(device: &Device) -> Result<Option<MemoryUse>> {
     let found: Option<(u64, u64)> = match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => Some(crate::device::cuda::memory(device)?),
+        Device::Cuda(_) => Some(crate::backend::cuda::memory(device)?),
         #[cfg(feature = "metal")]
-        Device::Metal(metal) => Some(crate::device::metal::memory(metal)?),
+        Device::Metal(metal) => Some(crate::backend::metal::memory(metal)?),
         _ => None,
     };
     Ok(found.map(|(current, peak)| MemoryUse { current, peak }))
@@ -184,9 +185,9 @@ pub fn memory(device: &Device) -> Result<Option<MemoryUse>> {
 pub fn reset_peak_memory(device: &Device) -> Result<()> {
     match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => crate::device::cuda::reset_peak(device),
+        Device::Cuda(_) => crate::backend::cuda::reset_peak(device),
         #[cfg(feature = "metal")]
-        Device::Metal(metal) => crate::device::metal::reset_peak(metal),
+        Device::Metal(metal) => crate::backend::metal::reset_peak(metal),
         _ => Ok(()),
     }
 }

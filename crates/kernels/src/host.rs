@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 pub struct HostBuffers {
     /// Stands first, as it is to be dropped before the memory that it pins.
     #[cfg(feature = "cuda")]
-    _pinned: Vec<crate::device::cuda::Pinned>,
+    _pinned: Vec<crate::backend::cuda::Pinned>,
     tensors: Vec<Tensor>,
 }
 
@@ -31,7 +31,7 @@ impl HostBuffers {
             Device::Cuda(_) => tensors
                 .iter()
                 .filter(|tensor| tensor.elem_count() > 0)
-                .map(|tensor| crate::device::cuda::Pinned::new(tensor, device))
+                .map(|tensor| crate::backend::cuda::Pinned::new(tensor, device))
                 .collect::<Result<_>>()?,
             _ => Vec::new(),
         };
@@ -71,7 +71,7 @@ impl HostBuffers {
         #[cfg(feature = "cuda")]
         if let Some(tensor) = tensors.iter().find(|tensor| tensor.device().is_cuda()) {
             let copied =
-                crate::device::cuda::copy_to_host(tensor.device(), tensors, &self.tensors)?;
+                crate::backend::cuda::copy_to_host(tensor.device(), tensors, &self.tensors)?;
             return Ok(HostCopy { copied: Some(copied), buffers: self });
         }
         for (from, to) in tensors.iter().zip(&self.tensors) {
@@ -102,7 +102,7 @@ impl HostBuffers {
 pub struct HostCopy {
     /// Dropped, and so waited for, before the memory it writes to.
     #[cfg(feature = "cuda")]
-    copied: Option<crate::device::cuda::Copied>,
+    copied: Option<crate::backend::cuda::Copied>,
     buffers: HostBuffers,
 }
 

@@ -33,7 +33,7 @@
 //! | [`adamw8bit`] | AdamW with moments of 8 bits |
 //! | [`sampling`] | from logits to a token |
 //! | [`recording`] | work that a GPU repeats without the host |
-//! | [`devices`] | GPUs and their memory |
+//! | [`devices`] | opening devices, a step of a loop on one, its memory |
 //! | [`host`] | copies on the host, made beside other work |
 //!
 //! Same inputs, same build, same machine: the same bits, whatever the number of threads.
@@ -43,9 +43,9 @@ pub mod adamw;
 pub mod adamw8bit;
 pub mod arithmetic;
 pub mod attention;
+mod backend;
 pub mod copy;
 pub mod cross_entropy;
-mod device;
 pub mod devices;
 pub mod dora;
 pub mod embedding;

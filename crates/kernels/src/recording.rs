@@ -3,7 +3,7 @@
 //! as fast as they run, as in decoding with a small model.
 
 #[cfg(feature = "cuda")]
-use crate::device::cuda::{Recorded, can_record};
+use crate::backend::cuda::{Recorded, can_record};
 use candle_core::{Device, Result, Tensor};
 #[cfg(not(feature = "cuda"))]
 use std::convert::Infallible as Recorded;

@@ -1,7 +1,7 @@
 //! A step of Adafactor on the CPU: the means, the sizes of update and parameter, and the update.
 
 use super::Update;
-use crate::device::cpu::{
+use crate::backend::cpu::{
     Real, for_each_chunk, for_each_chunk2, rows_per_task, sum, sum_rows, sums,
 };
 

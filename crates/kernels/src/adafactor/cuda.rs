@@ -1,7 +1,7 @@
 //! A step of Adafactor on CUDA, see `kernel.cu`.
 
 use super::{Buffers, Update};
-use crate::device::cuda::{Cuda, Module, module};
+use crate::backend::cuda::{Cuda, Module, module};
 use crate::flat::cuda::Rule;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, bail};

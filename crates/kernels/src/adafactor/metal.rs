@@ -1,7 +1,7 @@
 //! A step of Adafactor on Metal, see `kernel.metal`.
 
 use super::{Buffers, Update};
-use crate::device::metal::{Argument, Metal, size};
+use crate::backend::metal::{Argument, Metal, size};
 use candle_core::{DType, Result};
 
 /// Threadgroups that go over all elements at most: as many pairs of sums are added up by each.

@@ -20,8 +20,8 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Real, change_all_in_place, require_separate};
-use crate::device::{on_gpu, require_dtype, require_rank, require_shape, require_together};
+use crate::backend::cpu::{Real, change_all_in_place, require_separate};
+use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
 use crate::flat::{require_contiguous, require_step};
 use candle_core::{DType, Result, Tensor, bail};
 

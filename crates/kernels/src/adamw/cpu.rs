@@ -1,7 +1,7 @@
 //! A step of AdamW on the CPU.
 
 use super::Options;
-use crate::device::cpu::Real;
+use crate::backend::cpu::Real;
 use crate::flat::cpu::Rule;
 
 /// What is the same for all elements of one step.

@@ -1,7 +1,7 @@
 //! A step of AdamW on CUDA, see `kernel.cu`.
 
 use super::cpu::Update;
-use crate::device::cuda::{Cuda, Module, module};
+use crate::backend::cuda::{Cuda, Module, module};
 use crate::flat::Step;
 use crate::flat::cuda::{self as flat, Prepared, Rule, THREADS};
 use candle_core::{Result, Tensor};

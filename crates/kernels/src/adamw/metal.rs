@@ -1,7 +1,7 @@
 //! A step of AdamW on Metal, see `kernel.metal`.
 
 use super::cpu::Update;
-use crate::device::metal::{Argument, Metal};
+use crate::backend::metal::{Argument, Metal};
 use crate::flat::Step;
 use crate::flat::metal as flat;
 use candle_core::{Result, Tensor};

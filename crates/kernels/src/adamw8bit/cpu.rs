@@ -2,7 +2,7 @@
 
 use super::{BLOCK, Buffers, LEVELS, Moments, TABLES};
 use crate::adamw::cpu::Update;
-use crate::device::cpu::{Disjoint, change_all_in_place, change_bytes_in_place, for_each_index};
+use crate::backend::cpu::{Disjoint, change_all_in_place, change_bytes_in_place, for_each_index};
 use crate::flat::cpu::Rule;
 use candle_core::Result;
 use std::ops::Range;

@@ -2,7 +2,7 @@
 
 use super::{BLOCK, Buffers, LEVELS, Moments, TABLES};
 use crate::adamw::cpu::Update;
-use crate::device::cuda::{Cuda, Module, module};
+use crate::backend::cuda::{Cuda, Module, module};
 use crate::flat::cuda::{Rule, THREADS};
 use candle_core::Result;
 

@@ -2,7 +2,7 @@
 
 use super::{BLOCK, Buffers, Moments, TABLES};
 use crate::adamw::cpu::Update;
-use crate::device::metal::{Argument, Metal};
+use crate::backend::metal::{Argument, Metal};
 use candle_core::Result;
 
 pub(super) fn step(buffers: &Buffers, grad_scale: f32, update: &Update) -> Result<()> {

@@ -20,8 +20,8 @@ mod tests;
 
 use crate::adamw::Options;
 use crate::adamw::cpu::Update;
-use crate::device::cpu::require_separate;
-use crate::device::{on_gpu, require_dtype, require_shape, require_together};
+use crate::backend::cpu::require_separate;
+use crate::backend::{on_gpu, require_dtype, require_shape, require_together};
 use crate::flat::{require_contiguous, require_step};
 use candle_core::{DType, Result, Tensor};
 use std::sync::LazyLock;

@@ -1,6 +1,6 @@
 //! Sums and multiples on the CPU: a task is a chunk of elements.
 
-use crate::device::cpu::{Element, PARALLEL_CHUNK, Real, for_each_chunk};
+use crate::backend::cpu::{Element, PARALLEL_CHUNK, Real, for_each_chunk};
 use candle_core::WithDType;
 
 /// Elements that are converted at a time.

@@ -1,6 +1,6 @@
 //! Sums, multiples and caps on CUDA: a thread has two packs of elements.
 
-use crate::device::cuda::{Array, Cuda, Module, by_dtype, module};
+use crate::backend::cuda::{Array, Cuda, Module, by_dtype, module};
 use candle_core::{Result, Tensor, bail};
 
 static MODULE: Module = module!("arithmetic");

@@ -1,6 +1,6 @@
 //! Sums, multiples and caps on Metal, see `kernel.metal`.
 
-use crate::device::metal::{Argument, Metal, by_dtype};
+use crate::backend::metal::{Argument, Metal, by_dtype};
 use candle_core::{Result, Tensor};
 
 pub(super) fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {

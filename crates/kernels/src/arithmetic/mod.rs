@@ -12,8 +12,8 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, buffer, dispatch};
-use crate::device::{on_gpu, require_dtype, require_shape, require_together};
+use crate::backend::cpu::{Input, buffer, dispatch};
+use crate::backend::{on_gpu, require_dtype, require_shape, require_together};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// `x + y`, of one shape and dtype.

@@ -4,10 +4,10 @@
 //! passes over the keys and values as they are stored.
 
 use super::Sizes;
-use crate::device::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, sum_stride};
-use crate::device::cpu::scratch::Scratch;
-use crate::device::cpu::simd::vectorize;
-use crate::device::cpu::{
+use crate::backend::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, sum_stride};
+use crate::backend::cpu::scratch::Scratch;
+use crate::backend::cpu::simd::vectorize;
+use crate::backend::cpu::{
     Disjoint, Element, Real, Values, buffer, dot, for_each_chunk2, for_each_index,
     max as largest_of, rows_per_task, sum,
 };

@@ -1,7 +1,7 @@
 //! Attention on CUDA: which kernel a call goes to, and how its work is split; see kernel.cu.
 
 use super::{Options, Sizes};
-use crate::device::cuda::{Array, Cuda, Launch, Map, Module, by_dtype, module};
+use crate::backend::cuda::{Array, Cuda, Launch, Map, Module, by_dtype, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor, bail};
 use std::f64::consts::LOG2_E;

@@ -1,7 +1,7 @@
 //! Attention on Metal: which kernels a call goes to, and how its work is split; see `kernel.metal`.
 
 use super::{Options, Sizes};
-use crate::device::metal::{Argument, Array, Constant, Kernel, Metal, by_dtype, size};
+use crate::backend::metal::{Argument, Array, Constant, Kernel, Metal, by_dtype, size};
 use candle_core::{DType, Result, Tensor, bail};
 use std::f64::consts::LOG2_E;
 

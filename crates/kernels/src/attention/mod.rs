@@ -21,8 +21,8 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Sum, buffer, dispatch};
-use crate::device::{
+use crate::backend::cpu::{Input, Sum, buffer, dispatch};
+use crate::backend::{
     on_gpu, record3, require_dtype, require_rank, require_shape, require_together,
 };
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
@@ -110,7 +110,7 @@ pub fn forward_cached(
         if let Some(call) = call.counted(before)? {
             return Ok(call.forward()?.0);
         }
-        crate::device::cuda::refuse_in_recording("attention whose keys the host counts")?;
+        crate::backend::cuda::refuse_in_recording("attention whose keys the host counts")?;
     }
     let before = before.to_vec1::<u32>()?.first().map_or(0, |before| *before as usize);
     if before > sizes.keys - sizes.queries {

@@ -1,6 +1,6 @@
-//! Copies on CUDA: its kernels are in `device/cuda/copy`, which makes tensors contiguous, too.
+//! Copies on CUDA: its kernels are in `backend/cuda/copy`, which makes tensors contiguous, too.
 
-use crate::device::cuda::{Cuda, Stripes};
+use crate::backend::cuda::{Cuda, Stripes};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::{
     CUDA_MEMCPY2D, CUmemorytype, cuMemcpy2DAsync_v2,

@@ -1,6 +1,6 @@
-//! Copies on Metal, see `kernel.metal`. `device/metal/copy.rs` makes tensors contiguous, too.
+//! Copies on Metal, see `kernel.metal`. `backend/metal/copy.rs` makes tensors contiguous, too.
 
-use crate::device::metal::{Argument, Metal};
+use crate::backend::metal::{Argument, Metal};
 use candle_core::{DType, Result, Tensor, bail};
 
 pub(super) fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {

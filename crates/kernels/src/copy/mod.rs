@@ -7,7 +7,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::{on_gpu, require_dtype, require_rank, require_shape, require_together};
+use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
 use candle_core::{DType, Result, Tensor, bail};
 
 /// The numbers of `x` in `dtype`, in its shape; `x` itself when it has that dtype already.
@@ -94,7 +94,7 @@ pub fn write_both_at(
         return cuda::write_both(wholes, parts, dim, cuda::Start::OnDevice(start));
     }
     #[cfg(feature = "cuda")]
-    crate::device::cuda::refuse_in_recording("a copy whose place the host reads")?;
+    crate::backend::cuda::refuse_in_recording("a copy whose place the host reads")?;
     let start = start.to_vec1::<u32>()?.first().map_or(0, |start| *start as usize);
     write_both(wholes, parts, dim, start)
 }

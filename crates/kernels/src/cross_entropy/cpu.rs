@@ -8,8 +8,8 @@
 //! the blocks and added at the end, as exactly `p - 1` rather than `p` minus a rounded product.
 
 use super::Options;
-use crate::device::cpu::scratch::Scratch;
-use crate::device::cpu::{
+use crate::backend::cpu::scratch::Scratch;
+use crate::backend::cpu::{
     Disjoint, Element, Real, Values, buffer, for_each_chunk, for_each_chunk2, max, sum,
 };
 use crate::matmul::cpu::{Layer, add_input_gradient, add_weight_gradient, forward, kind_of};

@@ -2,7 +2,7 @@
 //! chunk of rows at a time, and a kernel turns them into losses and gradients.
 
 use super::{ALIGNMENT, Options, Output};
-use crate::device::cuda::{
+use crate::backend::cuda::{
     Array, Cuda, Matrix, Module, a_block_a_row, by_dtype, module, require_floats,
 };
 use candle_core::{DType, Result, Tensor, bail};

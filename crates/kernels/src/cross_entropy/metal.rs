@@ -2,8 +2,8 @@
 //! chunk of rows at a time, and a kernel turns them into losses and gradients.
 
 use super::{ALIGNMENT, Options, Output};
-use crate::device::metal::product::{Finish, Matrix, Term};
-use crate::device::metal::{Argument, Array, Metal, by_dtype, size};
+use crate::backend::metal::product::{Finish, Matrix, Term};
+use crate::backend::metal::{Argument, Array, Metal, by_dtype, size};
 use crate::embedding;
 use candle_core::{DType, Result, Tensor};
 

@@ -20,8 +20,8 @@ pub(crate) mod metal;
 mod tests;
 
 use crate::arithmetic;
-use crate::device::cpu::{Input, Sum, dispatch, zeros};
-use crate::device::{on_gpu, record2, require_rank, require_together};
+use crate::backend::cpu::{Input, Sum, dispatch, zeros};
+use crate::backend::{on_gpu, record2, require_rank, require_together};
 use crate::matmul::output_size;
 use candle_core::{Device, Result, Tensor, WithDType, bail};
 

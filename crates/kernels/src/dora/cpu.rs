@@ -1,7 +1,7 @@
 //! DoRA on the CPU: a task is a block of rows, or of norms. In the backward pass each task keeps its own sums
 //! over its rows, which are added up in order at the end.
 
-use crate::device::cpu::{
+use crate::backend::cpu::{
     Disjoint, Element, Real, StridedRows, dot, for_each_chunk, for_each_index, rows_per_sum,
     rows_per_task, write_through,
 };

@@ -1,7 +1,7 @@
 //! DoRA on CUDA, see `kernel.cu`.
 
 use super::{Gradients, weight_times_a};
-use crate::device::cuda::{
+use crate::backend::cuda::{
     ANY_THREADS, Array, Cuda, Matrix, Module, Parameter, Rows, a_block_a_row, any_groups, by_dtype,
     module, require_floats,
 };

@@ -1,8 +1,8 @@
 //! DoRA on Metal, see `kernel.metal`.
 
 use super::{Gradients, weight_times_a};
-use crate::device::metal::product::Matrix;
-use crate::device::metal::{Argument, Groups, Metal, by_dtype, parameter_code, size};
+use crate::backend::metal::product::Matrix;
+use crate::backend::metal::{Argument, Groups, Metal, by_dtype, parameter_code, size};
 use candle_core::{DType, Result, Tensor};
 
 pub(super) fn squared_norms(operation: &str, weight: &Tensor) -> Result<Tensor> {

@@ -28,8 +28,8 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Sum, add_sums, buffer, dispatch, rows_per_sum};
-use crate::device::{
+use crate::backend::cpu::{Input, Sum, add_sums, buffer, dispatch, rows_per_sum};
+use crate::backend::{
     on_gpu, record2, record3, require_dtype, require_rank, require_shape, require_together,
     rows_and_columns,
 };

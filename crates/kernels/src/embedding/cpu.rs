@@ -1,7 +1,7 @@
 //! Embedding on the CPU. In the backward pass the positions of one token belong to one task, which
 //! adds them in order.
 
-use crate::device::cpu::{
+use crate::backend::cpu::{
     Disjoint, Element, PARALLEL_CHUNK, Real, Values, for_each_chunk, for_each_index, rows_per_task,
 };
 

@@ -1,7 +1,7 @@
 //! Embedding on CUDA, see `kernel.cu`.
 
 use super::OPERATION;
-use crate::device::cuda::{Cuda, Module, by_dtype, module};
+use crate::backend::cuda::{Cuda, Module, by_dtype, module};
 use candle_core::{DType, Result, Tensor, bail};
 
 static MODULE: Module = module!("embedding");

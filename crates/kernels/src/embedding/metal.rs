@@ -1,7 +1,7 @@
 //! Embedding on Metal, see `kernel.metal`.
 
 use super::OPERATION;
-use crate::device::metal::{Argument, Metal, by_dtype, size};
+use crate::backend::metal::{Argument, Metal, by_dtype, size};
 use candle_core::{Result, Tensor};
 
 pub(super) fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {

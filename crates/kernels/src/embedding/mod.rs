@@ -12,8 +12,8 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Sum, buffer, dispatch, zeros};
-use crate::device::{
+use crate::backend::cpu::{Input, Sum, buffer, dispatch, zeros};
+use crate::backend::{
     on_gpu, record1, require_dtype, require_rank, require_shape, require_together,
 };
 use candle_core::{DType, Device, Result, Tensor, bail};

@@ -1,6 +1,6 @@
 //! The passes over flat gradients and parameters on the CPU, in chunks of a fixed size.
 
-use crate::device::cpu::{
+use crate::backend::cpu::{
     Disjoint, PARALLEL_CHUNK, Real, Values, dot, for_each_chunk, for_each_index,
 };
 

@@ -1,7 +1,7 @@
 //! The passes over flat gradients on CUDA, see `kernel.cu`, and the host's side of `flat.cuh`.
 
 use super::Step;
-use crate::device::cuda::{Array, Cuda, Module, by_dtype, module};
+use crate::backend::cuda::{Array, Cuda, Module, by_dtype, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor, bail};
 

@@ -1,7 +1,7 @@
 //! The passes over flat gradients on Metal, and a clipped step, see `kernel.metal`. Norms are added up in f32.
 
 use super::Step;
-use crate::device::metal::{Argument, Array, Dispatch, Metal, by_dtype, size};
+use crate::backend::metal::{Argument, Array, Dispatch, Metal, by_dtype, size};
 use candle_core::{DType, Result, Tensor};
 
 /// Threadgroups that add up squares, at most: as many pairs of numbers are added up afterwards.

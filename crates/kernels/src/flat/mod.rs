@@ -13,8 +13,8 @@ pub(crate) mod metal;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use crate::device::cpu::{Input, Real, change_all_in_place, change_in_place, require_separate};
-use crate::device::{on_gpu, require_dtype, require_rank, require_shape, require_together};
+use crate::backend::cpu::{Input, Real, change_all_in_place, change_in_place, require_separate};
+use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
 use candle_core::{DType, Result, Tensor, bail};
 use cpu::{Gradients, Rule};
 
@@ -198,7 +198,7 @@ pub fn accumulate(dst: &Tensor, src: &Tensor, scale: f64) -> Result<()> {
         #[cfg(feature = "cuda")]
         DType::F32 if dst.device().is_cuda() => cuda::accumulate(dst, src, scale),
         #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
-        DType::F32 if crate::device::metal::computes(dst) => metal::accumulate(dst, src, scale),
+        DType::F32 if crate::backend::metal::computes(dst) => metal::accumulate(dst, src, scale),
         DType::F32 => accumulate_in::<f32>(OPERATION, dst, src, scale),
         DType::F64 => accumulate_in::<f64>(OPERATION, dst, src, scale),
         other => bail!("metal-candle-kernels: {OPERATION}: dst is {other:?}, expected F32 or F64"),
@@ -232,7 +232,7 @@ pub fn fill_zero(dst: &Tensor) -> Result<()> {
         return cuda::fill_zero(dst);
     }
     #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
-    if crate::device::metal::computes(dst) && dst.dtype() == DType::F32 && dst.is_contiguous() {
+    if crate::backend::metal::computes(dst) && dst.dtype() == DType::F32 && dst.is_contiguous() {
         return metal::fill_zero(dst);
     }
     match dst.dtype() {

@@ -1,7 +1,7 @@
 //! The gated unit on the CPU: a task is a block of rows.
 
 use super::Activation;
-use crate::device::cpu::{
+use crate::backend::cpu::{
     Disjoint, Element, Real, StridedRows, for_each_chunk, for_each_index, rows_per_task,
     write_through,
 };

@@ -1,7 +1,7 @@
 //! The gated unit on CUDA: a block has a stretch of a row, see `kernel.cu`.
 
 use super::{Activation, OPERATION, places};
-use crate::device::cuda::{Array, Cuda, Module, by_dtype, module};
+use crate::backend::cuda::{Array, Cuda, Module, by_dtype, module};
 use candle_core::{Result, Tensor, bail};
 
 static MODULE: Module = module!("glu");

@@ -1,7 +1,7 @@
 //! The gated unit on Metal, see `kernel.metal`.
 
 use super::{Activation, places};
-use crate::device::metal::{Argument, Metal, by_dtype};
+use crate::backend::metal::{Argument, Metal, by_dtype};
 use candle_core::{Result, Tensor};
 
 pub(super) fn forward(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {

@@ -17,8 +17,8 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, buffer, dispatch};
-use crate::device::{
+use crate::backend::cpu::{Input, buffer, dispatch};
+use crate::backend::{
     on_gpu, record2, require_dtype, require_shape, require_together, rows_and_columns,
 };
 use candle_core::{Device, Result, Tensor};
@@ -130,7 +130,7 @@ pub(crate) fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
 /// one each. What is contiguous is one long row.
 #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
 fn places<const N: usize>(inputs: [&Tensor; N]) -> Result<(usize, usize, [usize; N])> {
-    use crate::device::cpu::collapsed_rows;
+    use crate::backend::cpu::collapsed_rows;
     use candle_core::bail;
     let mut sizes = (0, 0);
     let mut strides = [0; N];

@@ -1,5 +1,5 @@
 use super::*;
-use crate::device::cpu::collapsed_rows;
+use crate::backend::cpu::collapsed_rows;
 use crate::testing::*;
 use candle_core::{DType, Device, Var};
 

@@ -2,7 +2,7 @@
 //! the gradients of the parameters, which are added up in order at the end.
 
 use super::Needs;
-use crate::device::cpu::{
+use crate::backend::cpu::{
     Disjoint, Element, Real, for_each_index, map_rows, read_row, rows_per_sum, sum, sums,
     write_through,
 };

@@ -1,7 +1,7 @@
 //! Layer norm on CUDA: a warp or a block has a row, see `kernel.cu`.
 
 use super::{Gradients, Needs, OPERATION};
-use crate::device::cuda::{
+use crate::backend::cuda::{
     ANY_THREADS, Array, Cuda, Module, Parameter, RowPlan, a_block_a_row, any_groups, by_dtype,
     module,
 };

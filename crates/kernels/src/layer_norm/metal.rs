@@ -1,7 +1,7 @@
 //! Layer norm on Metal, see `kernel.metal`.
 
 use super::{Gradients, Needs, OPERATION};
-use crate::device::metal::{Argument, Groups, Metal, by_dtype, parameter_code, size};
+use crate::backend::metal::{Argument, Groups, Metal, by_dtype, parameter_code, size};
 use candle_core::{DType, Result, Tensor};
 
 pub(super) fn forward(

@@ -14,7 +14,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::on_gpu;
+use crate::backend::on_gpu;
 use crate::flat::Step;
 use candle_core::{Result, Tensor};
 use cpu::Update;

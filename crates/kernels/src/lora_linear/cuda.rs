@@ -6,10 +6,10 @@
 
 use super::skinny::Skinny;
 use super::{Dropout, GatedGradients, Lora, Output, Projection, SharedGradients};
-use crate::device::cuda::{
+use crate::backend::cuda::{
     Array, Cuda, Matrix, Module, Rows, Sum, Term, by_dtype, module, require_floats,
 };
-use crate::device::rows_and_columns;
+use crate::backend::rows_and_columns;
 use crate::glu::Activation;
 use crate::glu::cuda::backward_again;
 use crate::matmul::cuda::{Adapter, Layer, bias_as, few_rows, takes_few_rows, write_bias};

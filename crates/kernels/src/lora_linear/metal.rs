@@ -3,8 +3,10 @@
 //! where an element is read or written, and never stored.
 
 use super::{Dropout, Lora, Output, Projection, SharedGradients};
-use crate::device::metal::product::{Adapter, FewRows, Finish, Mask, Matrix, Term, takes_few_rows};
-use crate::device::metal::{Argument, Array, Metal, by_dtype};
+use crate::backend::metal::product::{
+    Adapter, FewRows, Finish, Mask, Matrix, Term, takes_few_rows,
+};
+use crate::backend::metal::{Argument, Array, Metal, by_dtype};
 use crate::matmul::with_last_dimension;
 use candle_core::{DType, Result, Tensor};
 

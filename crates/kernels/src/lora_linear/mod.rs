@@ -23,8 +23,8 @@ mod skinny;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch};
-use crate::device::{
+use crate::backend::cpu::{Input, Read, Real, Sum, buffer, dispatch};
+use crate::backend::{
     on_gpu, record3, require_dtype, require_shape, require_together, rows_and_columns,
 };
 use crate::glu;
@@ -519,7 +519,7 @@ pub fn dropout(x: &Tensor, dropout: Dropout) -> Result<Tensor> {
         return cuda::dropout(OPERATION, x, dropout);
     }
     #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
-    if crate::device::metal::computes(x) {
+    if crate::backend::metal::computes(x) {
         return metal::dropout(x, dropout);
     }
     let shape = x.dims();

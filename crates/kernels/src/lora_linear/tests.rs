@@ -299,7 +299,7 @@ fn projections_that_share_their_input_match_one_at_a_time() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use super::*;
-    use crate::device::cuda::Cuda;
+    use crate::backend::cuda::Cuda;
 
     /// Some projections of one input: `(out, rank)`, rank 0 for none; the first has a bias.
     struct Group {

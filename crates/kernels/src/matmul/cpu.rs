@@ -2,10 +2,10 @@
 //! in `lora_linear/cpu/`, are made of the same parts.
 
 use super::few_rows::{FEW_ROWS, add_combinations, dots};
-use crate::device::cpu::gemm::{Block, Job, Kind, Lhs, Operand, Term, products};
-use crate::device::cpu::scratch::Scratch;
-use crate::device::cpu::simd::vectorize;
-use crate::device::cpu::{
+use crate::backend::cpu::gemm::{Block, Job, Kind, Lhs, Operand, Term, products};
+use crate::backend::cpu::scratch::Scratch;
+use crate::backend::cpu::simd::vectorize;
+use crate::backend::cpu::{
     Disjoint, Element, PARALLEL_CHUNK, Real, Values, for_each_chunk, for_each_index,
 };
 use std::ops::Range;

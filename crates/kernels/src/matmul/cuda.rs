@@ -1,7 +1,7 @@
 //! Linear layers on CUDA: own kernels for a few rows, cuBLAS for more.
 
 use super::with_last_dimension;
-use crate::device::cuda::{Array, Cuda, Matrix, Module, by_dtype, module, require_floats};
+use crate::backend::cuda::{Array, Cuda, Matrix, Module, by_dtype, module, require_floats};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{D, DType, Result, Tensor, bail};
 

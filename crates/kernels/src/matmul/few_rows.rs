@@ -1,7 +1,7 @@
 //! Products of a few rows with a matrix: one pass over the matrix, bound by memory.
 
-use crate::device::cpu::simd::prefetch;
-use crate::device::cpu::{Real, Values};
+use crate::backend::cpu::simd::prefetch;
+use crate::backend::cpu::{Real, Values};
 use std::ops::Range;
 
 /// Up to this many rows a pass over the weight as it is stored beats packing it.

@@ -1,8 +1,8 @@
-//! Linear layers on Metal: products, see `device/metal/product.rs`.
+//! Linear layers on Metal: products, see `backend/metal/product.rs`.
 
 use super::with_last_dimension;
-use crate::device::metal::product::{Matrix, Term};
-use crate::device::metal::{Argument, Groups, Metal, by_dtype, size};
+use crate::backend::metal::product::{Matrix, Term};
+use crate::backend::metal::{Argument, Groups, Metal, by_dtype, size};
 use candle_core::{DType, Result, Tensor};
 
 pub(super) fn linear(

@@ -17,8 +17,8 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, Read, Real, Sum, buffer, dispatch, zeros};
-use crate::device::{
+use crate::backend::cpu::{Input, Read, Real, Sum, buffer, dispatch, zeros};
+use crate::backend::{
     on_gpu, record2, record3, require_dtype, require_rank, require_shape, require_together,
     rows_and_columns,
 };
@@ -146,7 +146,7 @@ pub fn linear_backward_bias(dy: &Tensor) -> Result<Tensor> {
     dispatch!(OPERATION, dy.dtype(), T => {
         let dy = dy.values::<Sum<T>>()?;
         let mut out = zeros::<Sum<T>>(outer);
-        crate::device::cpu::sum_rows(rows, outer, &mut out, |row, columns, target| {
+        crate::backend::cpu::sum_rows(rows, outer, &mut out, |row, columns, target| {
             dy.read(row * outer + columns.start, target)
         });
         Tensor::from_vec(out, outer, &Device::Cpu)

@@ -1,7 +1,7 @@
 //! The passes of Muon on the CPU.
 
 use super::Options;
-use crate::device::cpu::{PARALLEL_CHUNK, Real, for_each_chunk};
+use crate::backend::cpu::{PARALLEL_CHUNK, Real, for_each_chunk};
 use crate::flat::cpu::Rule;
 
 /// What is the same for all elements of one step.

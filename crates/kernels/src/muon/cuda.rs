@@ -2,7 +2,7 @@
 
 use super::EPSILON;
 use super::cpu::Update;
-use crate::device::cuda::{Cuda, Module, module};
+use crate::backend::cuda::{Cuda, Module, module};
 use crate::flat::Step;
 use crate::flat::cuda::{Prepared, Rule, THREADS, squares};
 use candle_core::{Result, Tensor};

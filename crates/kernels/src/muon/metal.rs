@@ -2,7 +2,7 @@
 
 use super::EPSILON;
 use super::cpu::Update;
-use crate::device::metal::{Argument, Metal};
+use crate::backend::metal::{Argument, Metal};
 use crate::flat::Step;
 use crate::flat::metal::with_norm;
 use candle_core::{Result, Tensor};

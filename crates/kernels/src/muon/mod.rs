@@ -20,8 +20,8 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::change_in_place;
-use crate::device::{on_gpu, require_dtype, require_rank, require_together};
+use crate::backend::cpu::change_in_place;
+use crate::backend::{on_gpu, require_dtype, require_rank, require_together};
 use crate::flat::{Step, require_contiguous};
 use crate::{arithmetic, matmul};
 use candle_core::{DType, Result, Tensor};

@@ -1,7 +1,7 @@
 //! RMS norm on the CPU: a task is a block of rows. In the backward pass each keeps its own sum for
 //! the weight's gradient; they are added up in order at the end.
 
-use crate::device::cpu::{
+use crate::backend::cpu::{
     Disjoint, Element, Real, Values, dot, for_each_chunk2, for_each_index, map_rows, read_row,
     rows_per_sum, rows_per_task, sums, write_through,
 };

@@ -1,7 +1,7 @@
 //! RMS norm on CUDA: a warp or a block has a row, see `kernel.cu`.
 
 use super::OPERATION;
-use crate::device::cuda::{
+use crate::backend::cuda::{
     ANY_THREADS, Array, Cuda, Module, Parameter, RowPlan, a_block_a_row, any_groups, by_dtype,
     module,
 };

@@ -1,6 +1,6 @@
 //! Rotary embedding on the CPU: a task is a block of tokens.
 
-use crate::device::cpu::{
+use crate::backend::cpu::{
     Element, Real, Values, for_each_chunk, read_row, rows_per_task, write_through,
 };
 

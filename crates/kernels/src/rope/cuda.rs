@@ -1,6 +1,6 @@
 //! Rotary embedding on CUDA: a block has a token, see `kernel.cu`.
 
-use crate::device::cuda::{Cuda, Module, by_dtype, module};
+use crate::backend::cuda::{Cuda, Module, by_dtype, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor};
 

@@ -1,7 +1,7 @@
 //! Rotary embedding on Metal, see `kernel.metal`.
 
 use super::OPERATION;
-use crate::device::metal::{Argument, Array, Metal, by_dtype, size};
+use crate::backend::metal::{Argument, Array, Metal, by_dtype, size};
 use candle_core::{DType, Result, Tensor};
 
 pub(super) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> Result<Tensor> {

@@ -17,8 +17,8 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, buffer, dispatch};
-use crate::device::{record1, require_rank, require_shape, require_together};
+use crate::backend::cpu::{Input, buffer, dispatch};
+use crate::backend::{record1, require_rank, require_shape, require_together};
 use candle_core::{Device, Result, Tensor, bail};
 
 const OPERATION: &str = "rope";
@@ -106,7 +106,7 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> Result<Tenso
         };
     }
     #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
-    if crate::device::metal::computes(x) {
+    if crate::backend::metal::computes(x) {
         return metal::rotate(x, cos, sin, inverse);
     }
     let (shape, count) = (x.dims(), x.elem_count());

@@ -1,7 +1,7 @@
 //! Sampling on the CPU: weights in parallel chunks, truncation among the few that can remain.
 
 use super::{Candidate, Options, Workspace};
-use crate::device::cpu::{
+use crate::backend::cpu::{
     PARALLEL_CHUNK, Real, Values, buffer, for_each_chunk, for_each_chunk2, map_and_sum, max, sum,
 };
 use std::cmp::Ordering;

@@ -2,7 +2,7 @@
 
 use super::gpu::{Readout, adjustment_words, fixed_point};
 use super::{Adjustment, Choice, OPERATION, Options};
-use crate::device::cuda::{Array, Cuda, Module, by_dtype, module, require_floats};
+use crate::backend::cuda::{Array, Cuda, Module, by_dtype, module, require_floats};
 use candle_core::{DType, Result, Tensor, bail};
 
 static MODULE: Module = module!("sampling");

@@ -2,7 +2,7 @@
 
 use super::gpu::{Readout, adjustment_words, fixed_point};
 use super::{Adjustment, Choice, OPERATION, Options};
-use crate::device::metal::{Argument, Metal, by_dtype, size};
+use crate::backend::metal::{Argument, Metal, by_dtype, size};
 use candle_core::{DType, Result, Tensor};
 
 pub(super) fn greedy(logits: &Tensor, (rows, columns): (usize, usize)) -> Result<Tensor> {

@@ -24,8 +24,8 @@ mod metal;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use crate::device::cpu::{Input, Sum, dispatch};
-use crate::device::{on_gpu, require_rank, require_together, rows_and_columns};
+use crate::backend::cpu::{Input, Sum, dispatch};
+use crate::backend::{on_gpu, require_rank, require_together, rows_and_columns};
 use candle_core::{Device, Result, Tensor, bail};
 
 const OPERATION: &str = "sampling";

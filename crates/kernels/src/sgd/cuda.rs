@@ -1,7 +1,7 @@
 //! A step of stochastic gradient descent on CUDA, see `kernel.cu`.
 
 use super::cpu::Update;
-use crate::device::cuda::{Module, module};
+use crate::backend::cuda::{Module, module};
 use crate::flat::Step;
 use crate::flat::cuda as flat;
 use candle_core::{Result, Tensor};

@@ -16,7 +16,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::on_gpu;
+use crate::backend::on_gpu;
 use crate::flat::{Step, require_step};
 use candle_core::{Result, Tensor, bail};
 use cpu::Update;

@@ -1,6 +1,6 @@
 //! Softmax on the CPU: a task is a block of rows.
 
-use crate::device::cpu::{
+use crate::backend::cpu::{
     Element, Real, dot, for_each_chunk, map_and_sum, map_rows, max, read_row, rows_per_task,
     write_through,
 };

@@ -1,6 +1,6 @@
 //! Softmax on CUDA: a warp or a block has a row, see `kernel.cu`.
 
-use crate::device::cuda::{ANY_THREADS, Cuda, Module, RowPlan, a_block_a_row, by_dtype, module};
+use crate::backend::cuda::{ANY_THREADS, Cuda, Module, RowPlan, a_block_a_row, by_dtype, module};
 use candle_core::{Result, Tensor};
 
 static MODULE: Module = module!("softmax");

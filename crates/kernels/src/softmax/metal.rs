@@ -1,7 +1,7 @@
 //! Softmax on Metal, see `kernel.metal`.
 
 use super::OPERATION;
-use crate::device::metal::{Argument, Metal, by_dtype, size};
+use crate::backend::metal::{Argument, Metal, by_dtype, size};
 use candle_core::{Result, Tensor};
 
 pub(super) fn forward(rows: usize, columns: usize, x: &Tensor) -> Result<Tensor> {

@@ -15,8 +15,8 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::device::cpu::{Input, buffer, dispatch};
-use crate::device::{
+use crate::backend::cpu::{Input, buffer, dispatch};
+use crate::backend::{
     on_gpu, record1, require_dtype, require_shape, require_together, rows_and_columns,
 };
 use candle_core::{Device, Result, Tensor};

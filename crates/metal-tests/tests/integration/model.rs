@@ -23,7 +23,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 #[cfg(not(feature = "metal"))]
-#[path = "../../../kernels/src/device/metal/tests/launch.rs"]
+#[path = "../../../kernels/src/backend/metal/tests/launch.rs"]
 mod launch;
 
 /// Calls `task` with a device on which Metal's operations compute, and gives the names of the kernels that ran

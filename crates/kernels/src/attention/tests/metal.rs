@@ -2,7 +2,7 @@
 //! for bounds and for races, with several orders and numbers of threads.
 
 use super::*;
-use crate::device::metal::{Emulator, emulate};
+use crate::backend::metal::{Emulator, emulate};
 use metal_emulator::{Mode, SEEDS};
 
 impl Case {

@@ -1,6 +1,6 @@
 //! The dropout mask on the CPU.
 
-use crate::device::cpu::{Element, PARALLEL_CHUNK, Real, for_each_chunk};
+use crate::backend::cpu::{Element, PARALLEL_CHUNK, Real, for_each_chunk};
 use crate::lora_linear::Dropout;
 
 /// A function `mask(index of the first element, elements)` that sets dropped elements to zero in

@@ -3,8 +3,8 @@
 //! Where bf16 is multiplied as such, f32 matrices take part as sums of two bf16 numbers (`high + low`, 16 bits of
 //! precision), so that nothing of them is lost beside the rounding of the result.
 
-use crate::device::cpu::gemm::{Block, Change, Kind, Lhs, Operand};
-use crate::device::cpu::{Disjoint, Element, Real, Values, for_each_chunk, rows_per_task};
+use crate::backend::cpu::gemm::{Block, Change, Kind, Lhs, Operand};
+use crate::backend::cpu::{Disjoint, Element, Real, Values, for_each_chunk, rows_per_task};
 use half::bf16;
 use std::ops::Range;
 

@@ -1,8 +1,8 @@
 //! LoRA layers of a few rows: a pass over each matrix as it lies.
 
 use super::{Adapter, AdapterGradients, Incoming, Layer, frozen};
-use crate::device::cpu::scratch::Scratch;
-use crate::device::cpu::{
+use crate::backend::cpu::scratch::Scratch;
+use crate::backend::cpu::{
     Disjoint, Element, Real, Values, buffer, for_each_chunk, for_each_index, rows_per_task,
 };
 use crate::matmul::cpu::{OUTPUTS, PARALLEL_MULTIPLICATIONS, add, combine, forward_few, widened};

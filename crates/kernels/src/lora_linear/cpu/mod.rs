@@ -7,10 +7,10 @@ mod few_rows;
 
 pub(super) use dropout::{apply, mask};
 
-use crate::device::cpu::gemm::{Block, Change, Job, Kind, Lhs, Operand, Term};
-use crate::device::cpu::gemm::{add_terms, products, sum_count, sum_stride};
-use crate::device::cpu::scratch::Scratch;
-use crate::device::cpu::{
+use crate::backend::cpu::gemm::{Block, Change, Job, Kind, Lhs, Operand, Term};
+use crate::backend::cpu::gemm::{add_terms, products, sum_count, sum_stride};
+use crate::backend::cpu::scratch::Scratch;
+use crate::backend::cpu::{
     Disjoint, Element, PARALLEL_CHUNK, Real, Sum, Values, buffer, for_each_chunk,
 };
 use crate::matmul::cpu::{self as matmul, Packs, forward_many, kind_of, store};

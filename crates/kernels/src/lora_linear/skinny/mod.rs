@@ -4,7 +4,7 @@
 //! up by a launch for several products, when [`Skinny::finish`] says so.
 
 use super::cuda::copy_gradients;
-use crate::device::cuda::{Array, Cuda, Matrix, Module, by_dtype, module};
+use crate::backend::cuda::{Array, Cuda, Matrix, Module, by_dtype, module};
 use crate::matmul::cuda::write_bias;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;

@@ -1,8 +1,8 @@
 //! Products, in every mode: tiles and few rows, against f64.
 
 use super::{THOROUGH, in_every};
-use crate::device::metal::product::{Adapter, FewRows, Finish, Mask, Matrix, Term};
-use crate::device::metal::{Array, Metal};
+use crate::backend::metal::product::{Adapter, FewRows, Finish, Mask, Matrix, Term};
+use crate::backend::metal::{Array, Metal};
 use crate::testing::*;
 use candle_core::{DType, Device, Tensor};
 use std::cell::RefCell;

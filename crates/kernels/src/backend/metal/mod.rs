@@ -56,7 +56,7 @@ pub(crate) use sums::Groups;
 /// The kernel `$name` for elements of dtype `$dtype`.
 macro_rules! by_dtype {
     ($name:literal, $dtype:expr) => {
-        $crate::device::kernel_name!("Metal", $name, $dtype)
+        $crate::backend::kernel_name!("Metal", $name, $dtype)
     };
 }
 pub(crate) use by_dtype;

@@ -21,7 +21,7 @@
 //! Apple's own product instead, see [`crate::devices::MetalMatmul`].
 
 use super::{Argument, Array, Constant, Kernel, Metal, by_dtype, dtype_code, size};
-use crate::device::cpu::collapsed_rows;
+use crate::backend::cpu::collapsed_rows;
 use crate::devices::MetalMatmul;
 use candle_core::{DType, Result, bail};
 

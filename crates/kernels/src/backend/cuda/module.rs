@@ -40,7 +40,7 @@ struct Kernel {
 /// The kernels of the operation in the folder of this name.
 macro_rules! module {
     ($name:literal) => {
-        $crate::device::cuda::Module::new(include_bytes!(concat!(
+        $crate::backend::cuda::Module::new(include_bytes!(concat!(
             env!("OUT_DIR"),
             "/",
             $name,
@@ -53,7 +53,7 @@ pub(crate) use module;
 /// The kernel `$name` for elements of dtype `$dtype`.
 macro_rules! by_dtype {
     ($name:literal, $dtype:expr) => {
-        $crate::device::kernel_name!("CUDA", $name, $dtype)
+        $crate::backend::kernel_name!("CUDA", $name, $dtype)
     };
 }
 pub(crate) use by_dtype;

@@ -3,10 +3,10 @@
 //! Both sides are sequences of words along the inner dimension. A word is one number, or two
 //! neighbouring bf16 numbers for the kinds that multiply those in pairs.
 
-use crate::device::cpu::element::Real;
+use crate::backend::cpu::element::Real;
 #[cfg(target_arch = "x86_64")]
-use crate::device::cpu::simd::Level;
-use crate::device::cpu::simd::level;
+use crate::backend::cpu::simd::Level;
+use crate::backend::cpu::simd::level;
 use candle_core::DType;
 
 /// Columns of a panel of the right side.

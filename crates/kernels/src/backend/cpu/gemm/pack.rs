@@ -5,12 +5,12 @@
 //! panels `(words, PANEL)`. What is beyond the inner dimension or the columns is zero.
 
 use super::kernels::{Kind, PANEL, SPARE_ROWS, STRIDE};
-use crate::device::cpu::element::{Element, Real, Values};
-use crate::device::cpu::parallel::{Disjoint, run};
-use crate::device::cpu::scratch::Scratch;
+use crate::backend::cpu::element::{Element, Real, Values};
+use crate::backend::cpu::parallel::{Disjoint, run};
+use crate::backend::cpu::scratch::Scratch;
 #[cfg(target_arch = "x86_64")]
-use crate::device::cpu::simd::{Level, level};
-use crate::device::cpu::simd::{prefetch, vectorize};
+use crate::backend::cpu::simd::{Level, level};
+use crate::backend::cpu::simd::{prefetch, vectorize};
 #[cfg(target_arch = "x86_64")]
 use candle_core::DType;
 use half::bf16;

@@ -146,7 +146,7 @@ impl Read<'_> {
 /// been computed on.
 #[cfg(all(any(feature = "metal-emulation", test), not(feature = "metal")))]
 fn require_no_emulation() -> Result<()> {
-    if crate::device::metal::is_emulating() {
+    if crate::backend::metal::is_emulating() {
         bail!("metal-candle-kernels: an operation was left to the CPU, expected Metal's")
     }
     Ok(())

@@ -4,7 +4,7 @@
 //! f32. One stream and one handle a device make the same products the same bits.
 
 use super::{Array, Cuda, recording};
-use crate::device::cpu::collapsed_rows;
+use crate::backend::cpu::collapsed_rows;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::cuda_backend::cudarc::driver::sys::cuMemsetD2D8Async;

@@ -1,7 +1,7 @@
 //! The emulator of this crate's tests.
 
-use crate::device::metal::source::source;
-use crate::device::metal::{Constant, Emulator, Launch};
+use crate::backend::metal::source::source;
+use crate::backend::metal::{Constant, Emulator, Launch};
 use crate::devices::MetalMatmul;
 use metal_emulator::{Mode, Source};
 use std::sync::{Arc, LazyLock, OnceLock};

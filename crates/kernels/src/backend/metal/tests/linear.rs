@@ -197,7 +197,7 @@ fn metal_host_of_lora_layers_of_few_rows_agrees_with_the_kernels() {
 #[ignore = "needs clang"]
 fn metal_layers_whose_large_products_are_made_elsewhere_are_the_same() {
     use super::assert_all_close;
-    use crate::device::metal::{Emulator, emulate};
+    use crate::backend::metal::{Emulator, emulate};
     use crate::devices::MetalMatmul;
     use metal_emulator::Mode;
     let emulator = Emulator::open(Mode::Asan);

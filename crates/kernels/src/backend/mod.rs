@@ -1,4 +1,5 @@
-//! What the operations share: where a tensor lives, shape and dtype checks, and the CPU's tools.
+//! What the operations share: a folder for each backend, the choice among them by where a tensor lies, and
+//! checks of shapes and dtypes. [`crate::devices`] is what callers see of them.
 
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
@@ -39,7 +40,7 @@ macro_rules! on_gpu {
             return $call;
         }
         #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
-        if $crate::device::metal::computes($tensor) {
+        if $crate::backend::metal::computes($tensor) {
             use self::metal as $gpu;
             return $call;
         }

@@ -2,9 +2,9 @@
 
 use super::{assert_same, contiguous, input};
 use crate::adamw::{self, Options};
+use crate::backend::metal::computes;
 use crate::cross_entropy::metal::Problem;
 use crate::cross_entropy::{self, IGNORE};
-use crate::device::metal::computes;
 use crate::testing::*;
 use crate::{adafactor, adamw8bit, flat, lion, muon, sampling, sgd};
 use candle_core::{DType, Device, Tensor};
