@@ -12,7 +12,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Input, buffer, dispatch};
+use crate::backend::cpu::{Input, dispatch, unwritten};
 use crate::backend::{on_gpu, require_dtype, require_shape, require_together};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -31,7 +31,7 @@ pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     let (x, y) = (x.read(), y.read());
     dispatch!(OPERATION, x.dtype(), T => {
         let (x, y) = (x.slice::<T>()?, y.slice::<T>()?);
-        let mut out = buffer::<T>(x.len());
+        let mut out = unwritten::<T>(x.len());
         cpu::add(x, y, &mut out);
         Tensor::from_vec(out, shape, &Device::Cpu)
     })
@@ -91,7 +91,7 @@ fn changed(operation: &str, x: &Tensor, change: cpu::Change) -> Result<Tensor> {
     let x = x.read();
     dispatch!(operation, x.dtype(), T => {
         let x = x.slice::<T>()?;
-        let mut out = buffer::<T>(x.len());
+        let mut out = unwritten::<T>(x.len());
         cpu::change(x, change, &mut out);
         Tensor::from_vec(out, shape, &Device::Cpu)
     })

@@ -8,8 +8,8 @@ use crate::backend::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count,
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::vectorize;
 use crate::backend::cpu::{
-    Disjoint, Element, Real, Values, buffer, dot, for_each_chunk2, for_each_index,
-    max as largest_of, rows_per_task, sum,
+    Disjoint, Element, Real, Values, dot, for_each_chunk2, for_each_index, max as largest_of,
+    rows_per_task, sum, unwritten,
 };
 use crate::matmul::few_rows::{FEW_ROWS, add_combinations, dots};
 use candle_core::{Layout, Result};
@@ -332,7 +332,7 @@ impl<A: Real> Problem<'_, A> {
     ) -> (Vec<T>, Vec<T>, Vec<T>) {
         let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
         let group = heads / kv_heads;
-        let mut dq = buffer::<T>(self.sizes.q_elements());
+        let mut dq = unwritten::<T>(self.sizes.q_elements());
         // Parts of a head, for an even load; what each adds to the gradients of keys and values, in
         // tiles with their spare rows.
         let blocks = queries.div_ceil(ROWS);
@@ -374,8 +374,8 @@ impl<A: Real> Problem<'_, A> {
                 },
             );
         }
-        let mut dk = buffer::<T>(batch * keys * kv_heads * head_dim);
-        let mut dv = buffer::<T>(batch * keys * kv_heads * head_dim);
+        let mut dk = unwritten::<T>(batch * keys * kv_heads * head_dim);
+        let mut dv = unwritten::<T>(batch * keys * kv_heads * head_dim);
         let token = kv_heads * head_dim;
         let tokens = rows_per_task(token);
         for_each_chunk2(

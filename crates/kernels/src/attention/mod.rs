@@ -21,7 +21,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Input, Sum, buffer, dispatch};
+use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
 use crate::backend::{
     on_gpu, record3, require_dtype, require_rank, require_shape, require_together,
 };
@@ -74,8 +74,8 @@ pub fn forward(
             scale: Sum::<T>::from_f64(options.scale),
             softcap: options.softcap.map(Sum::<T>::from_f64),
         };
-        let mut o = buffer::<T>(sizes.q_elements());
-        let mut log_sum_exp = buffer::<Sum<T>>(sizes.batch * sizes.heads * sizes.queries);
+        let mut o = unwritten::<T>(sizes.q_elements());
+        let mut log_sum_exp = unwritten::<Sum<T>>(sizes.batch * sizes.heads * sizes.queries);
         problem.forward(&mut o, &mut log_sum_exp);
         Ok((
             Tensor::from_vec(o, &sizes.q_shape(), &Device::Cpu)?,

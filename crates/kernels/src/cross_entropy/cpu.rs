@@ -10,7 +10,7 @@
 use super::Options;
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::{
-    Disjoint, Element, Real, Values, buffer, for_each_chunk, for_each_chunk2, max, sum,
+    Disjoint, Element, Real, Values, for_each_chunk, for_each_chunk2, max, sum, unwritten,
 };
 use crate::matmul::cpu::{Layer, add_input_gradient, add_weight_gradient, forward, kind_of};
 use candle_core::WithDType;
@@ -100,7 +100,7 @@ impl<T: Element> Problem<'_, T> {
         let (d, v) = (self.d, self.v);
         let most_rows = self.options.chunk.min(self.counted.len());
         let width = (LOGITS / most_rows.max(1)).max(1).next_multiple_of(64).min(v);
-        let mut hidden = buffer::<T>(most_rows * d);
+        let mut hidden = unwritten::<T>(most_rows * d);
         let mut logits = Scratch::new(most_rows * width);
         let mut sums = Scratch::new(if dhidden.is_some() { most_rows * d } else { 0 });
         let mut loss = 0.0;

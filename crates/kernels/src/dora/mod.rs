@@ -28,7 +28,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Input, Sum, add_sums, buffer, dispatch, rows_per_sum};
+use crate::backend::cpu::{Input, Sum, add_sums, dispatch, rows_per_sum, unwritten};
 use crate::backend::{
     on_gpu, record2, record3, require_dtype, require_rank, require_shape, require_together,
     rows_and_columns,
@@ -50,7 +50,7 @@ pub fn squared_norms(weight: &Tensor) -> Result<Tensor> {
     let weight = Input::collapsed_rows(weight)?;
     let weight = weight.read();
     dispatch!(OPERATION, weight.dtype(), T => {
-        let mut squares = buffer::<Sum<T>>(outer);
+        let mut squares = unwritten::<Sum<T>>(outer);
         cpu::squared_norms(weight.rows::<T>()?, &mut squares);
         Tensor::from_vec(squares, outer, &Device::Cpu)
     })
@@ -95,7 +95,7 @@ pub fn merged_norms(
     let (base, products, gram_b, b) = (base?, products?, gram_b?, b?);
     let (base, products, gram_b, b) = (base.read(), products.read(), gram_b.read(), b.read());
     dispatch!(OPERATION, dtype, T => {
-        let mut norms = buffer::<Sum<T>>(outer);
+        let mut norms = unwritten::<Sum<T>>(outer);
         let merged = cpu::Merged {
             base: base.slice()?,
             products: products.slice()?,
@@ -129,7 +129,7 @@ pub fn scale_columns(y: &Tensor, factor: &Tensor, bias: Option<&Tensor>) -> Resu
     let (y, factor, bias) = (y.read(), factor.read(), bias.as_ref().map(Input::read));
     dispatch!(OPERATION, y.dtype(), T => {
         let bias = matmul::numbers::<Sum<T>>(&bias)?;
-        let mut out = buffer::<T>(rows * columns);
+        let mut out = unwritten::<T>(rows * columns);
         cpu::scale_columns(y.rows::<T>()?, factor.slice()?, bias.as_deref(), &mut out);
         Tensor::from_vec(out, shape, &Device::Cpu)
     })
@@ -190,9 +190,9 @@ pub fn scale_columns_backward(
     let (y, dz, factor) = (y.read(), dz.read(), factor.read());
     dispatch!(OPERATION, y.dtype(), T => {
         let sums = rows.div_ceil(rows_per_sum(rows, columns)) * columns;
-        let mut dy = buffer::<T>(rows * columns);
-        let mut dfactor = buffer::<Sum<T>>(sums);
-        let mut dbias = need_dbias.then(|| buffer::<Sum<T>>(sums));
+        let mut dy = unwritten::<T>(rows * columns);
+        let mut dfactor = unwritten::<Sum<T>>(sums);
+        let mut dbias = need_dbias.then(|| unwritten::<Sum<T>>(sums));
         let problem = cpu::Backward {
             rows,
             y: y.rows::<T>()?,

@@ -12,7 +12,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Input, Sum, buffer, dispatch, zeros};
+use crate::backend::cpu::{Input, Sum, dispatch, unwritten, zeros};
 use crate::backend::{
     on_gpu, record1, require_dtype, require_rank, require_shape, require_together,
 };
@@ -38,7 +38,7 @@ pub fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let ids = ids.slice::<u32>()?;
     check_range(ids, v)?;
     dispatch!(OPERATION, table.dtype(), T => {
-        let mut out = buffer::<T>(ids.len() * d);
+        let mut out = unwritten::<T>(ids.len() * d);
         cpu::forward(d, table.slice::<T>()?, ids, &mut out);
         Tensor::from_vec(out, (batch, seq, d), &Device::Cpu)
     })

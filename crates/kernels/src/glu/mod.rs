@@ -17,7 +17,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Input, buffer, dispatch};
+use crate::backend::cpu::{Input, dispatch, unwritten};
 use crate::backend::{
     on_gpu, record2, require_dtype, require_shape, require_together, rows_and_columns,
 };
@@ -60,7 +60,7 @@ pub fn forward(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Ten
     let (gate, up) = (Input::collapsed_rows(gate)?, Input::collapsed_rows(up)?);
     let (gate, up) = (gate.read(), up.read());
     dispatch!(OPERATION, gate.dtype(), T => {
-        let mut out = buffer::<T>(count);
+        let mut out = unwritten::<T>(count);
         cpu::forward(activation, gate.rows::<T>()?, up.rows()?, &mut out);
         Tensor::from_vec(out, shape, &Device::Cpu)
     })
@@ -102,8 +102,8 @@ pub fn backward(
     let (gate, up, d_out) = (gate?, up?, d_out?);
     let (gate, up, d_out) = (gate.read(), up.read(), d_out.read());
     dispatch!(OPERATION, gate.dtype(), T => {
-        let mut dgate = need_dgate.then(|| buffer::<T>(count));
-        let mut dup = need_dup.then(|| buffer::<T>(count));
+        let mut dgate = need_dgate.then(|| unwritten::<T>(count));
+        let mut dup = need_dup.then(|| unwritten::<T>(count));
         cpu::backward(
             activation,
             gate.rows::<T>()?,

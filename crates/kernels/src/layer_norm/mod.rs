@@ -16,7 +16,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Input, Sum, add_sums, buffer, dispatch, rows_per_sum};
+use crate::backend::cpu::{Input, Sum, add_sums, dispatch, rows_per_sum, unwritten};
 use crate::backend::{
     on_gpu, record2, record3, require_dtype, require_shape, require_together, rows_and_columns,
 };
@@ -43,7 +43,7 @@ pub fn forward(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> 
         let weight = weight.block(0..hidden, &mut weight_scratch);
         let bias = bias.as_ref().map(|bias| bias.values()).transpose()?;
         let bias = bias.as_ref().map(|bias| bias.block(0..hidden, &mut bias_scratch));
-        let mut y = buffer::<T>(rows * hidden);
+        let mut y = unwritten::<T>(rows * hidden);
         cpu::forward(hidden, x.slice::<T>()?, weight, bias, eps, &mut y);
         Tensor::from_vec(y, shape, &Device::Cpu)
     })
@@ -137,8 +137,8 @@ pub fn backward(
     let (x, weight, dy) = (x.read(), weight.read(), dy.read());
     dispatch!(OPERATION, x.dtype(), T => {
         let sums = rows.div_ceil(rows_per_sum(rows, hidden)) * hidden;
-        let sums_if = |needed| buffer::<Sum<T>>(if needed { sums } else { 0 });
-        let mut dx = buffer::<T>(if needs.dx { rows * hidden } else { 0 });
+        let sums_if = |needed| unwritten::<Sum<T>>(if needed { sums } else { 0 });
+        let mut dx = unwritten::<T>(if needs.dx { rows * hidden } else { 0 });
         let (mut dweight, mut dbias) = (sums_if(needs.dweight), sums_if(needs.dbias));
         let mut scratch = Vec::new();
         let problem = cpu::Backward {

@@ -23,7 +23,7 @@ mod skinny;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Input, Read, Real, Sum, buffer, dispatch};
+use crate::backend::cpu::{Input, Read, Real, Sum, dispatch, unwritten};
 use crate::backend::{
     on_gpu, record3, require_dtype, require_shape, require_together, rows_and_columns,
 };
@@ -146,12 +146,12 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
         let numbers = reads.iter().map(Reads::numbers::<Sum<T>>).collect::<Result<Vec<_>>>()?;
         let layers = inputs.layers(&reads, &numbers)?;
         let mut ys: Vec<_> =
-            layers.iter().map(|layer| buffer::<T>(rows * layer.frozen.outer)).collect();
+            layers.iter().map(|layer| unwritten::<T>(rows * layer.frozen.outer)).collect();
         let mut xas: Vec<_> = layers
             .iter()
             .map(|layer| {
                 let rank = layer.adapter.as_ref().map_or(0, |adapter| adapter.rank);
-                buffer::<Sum<T>>(rows * rank)
+                unwritten::<Sum<T>>(rows * rank)
             })
             .collect();
         let mut targets: Vec<_> = ys.iter_mut().map(|y| &mut y[..]).collect();
@@ -329,7 +329,7 @@ pub fn backward_shared(
                 Ok(Incoming { dy: dy.values()?, xa })
             })
             .collect::<Result<Vec<_>>>()?;
-        let mut dx = need_dx.then(|| buffer::<T>(rows * inner));
+        let mut dx = need_dx.then(|| unwritten::<T>(rows * inner));
         let x_values = x_read.values()?;
         let gradients =
             cpu::backward(rows, inner, x_values, &layers, &incoming, dx.as_deref_mut());

@@ -17,7 +17,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Input, Read, Real, Sum, buffer, dispatch, zeros};
+use crate::backend::cpu::{Input, Read, Real, Sum, dispatch, unwritten, zeros};
 use crate::backend::{
     on_gpu, record2, record3, require_dtype, require_rank, require_shape, require_together,
     rows_and_columns,
@@ -57,7 +57,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     dispatch!(OPERATION, x.dtype(), T => {
         let bias = numbers::<Sum<T>>(&bias)?;
         let layer = Layer { weight: weight.values()?, outer, bias: bias.as_deref() };
-        let mut out = buffer::<T>(rows * outer);
+        let mut out = unwritten::<T>(rows * outer);
         cpu::forward(rows, inner, x.values()?, layer, &mut out);
         Tensor::from_vec(out, shape, &Device::Cpu)
     })
@@ -102,7 +102,7 @@ pub fn linear_backward_input(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let (dy, weight) = (Input::contiguous(dy)?, Input::contiguous(weight)?);
     let (dy, weight) = (dy.read(), weight.read());
     dispatch!(OPERATION, dy.dtype(), T => {
-        let mut dx = buffer::<T>(rows * inner);
+        let mut dx = unwritten::<T>(rows * inner);
         let sizes = (outer, inner);
         cpu::backward_input(rows, sizes, dy.values()?, weight.values::<Sum<T>>()?, &mut dx);
         Tensor::from_vec(dx, shape, &Device::Cpu)

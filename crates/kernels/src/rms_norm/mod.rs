@@ -20,7 +20,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Input, Sum, add_sums, buffer, dispatch, rows_per_sum};
+use crate::backend::cpu::{Input, Sum, add_sums, dispatch, rows_per_sum, unwritten};
 use crate::backend::{
     on_gpu, record2, require_dtype, require_shape, require_together, rows_and_columns,
 };
@@ -39,7 +39,7 @@ pub fn forward(x: &Tensor, weight: &Tensor, eps: f64, weight_offset: f64) -> Res
     let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
     let (x, weight) = (x.read(), weight.read());
     dispatch!(OPERATION, x.dtype(), T => {
-        let mut y = buffer::<T>(rows * hidden);
+        let mut y = unwritten::<T>(rows * hidden);
         let mut scratch = Vec::new();
         let scale = cpu::scale(weight.values()?, weight_offset, &mut scratch);
         cpu::forward(hidden, x.slice::<T>()?, scale, eps, &mut y);
@@ -80,7 +80,7 @@ pub fn forward_residual(
     let weight = Input::contiguous(weight)?;
     let (x, residual, weight) = (x.read(), residual.read(), weight.read());
     dispatch!(OPERATION, x.dtype(), T => {
-        let (mut sum, mut y) = (buffer::<T>(rows * hidden), buffer::<T>(rows * hidden));
+        let (mut sum, mut y) = (unwritten::<T>(rows * hidden), unwritten::<T>(rows * hidden));
         let inputs = (x.slice::<T>()?, residual.slice::<T>()?);
         let mut scratch = Vec::new();
         let scale = cpu::scale(weight.values()?, weight_offset, &mut scratch);
@@ -159,8 +159,8 @@ fn gradients(
     let dsum = dsum.as_ref().map(Input::read);
     dispatch!(OPERATION, x.dtype(), T => {
         let tasks = rows.div_ceil(rows_per_sum(rows, hidden));
-        let mut dx = need_dx.then(|| buffer::<T>(rows * hidden));
-        let mut sums = need_dweight.then(|| buffer::<Sum<T>>(tasks * hidden));
+        let mut dx = need_dx.then(|| unwritten::<T>(rows * hidden));
+        let mut sums = need_dweight.then(|| unwritten::<Sum<T>>(tasks * hidden));
         let mut scratch = Vec::new();
         let problem = cpu::Backward {
             rows,

@@ -17,7 +17,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Input, buffer, dispatch};
+use crate::backend::cpu::{Input, dispatch, unwritten};
 use crate::backend::{record1, require_rank, require_shape, require_together};
 use candle_core::{Device, Result, Tensor, bail};
 
@@ -113,7 +113,7 @@ fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> Result<Tenso
     let (x, cos, sin) = (Input::contiguous(x)?, Input::contiguous(cos)?, Input::contiguous(sin)?);
     let (x, cos, sin) = (x.read(), cos.read(), sin.read());
     dispatch!(OPERATION, x.dtype(), T => {
-        let mut y = buffer::<T>(count);
+        let mut y = unwritten::<T>(count);
         let sizes = cpu::Sizes { heads, head_dim, half };
         cpu::rotate(sizes, x.slice::<T>()?, cos.values()?, sin.values()?, inverse, &mut y);
         Tensor::from_vec(y, shape, &Device::Cpu)

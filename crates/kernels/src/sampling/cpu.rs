@@ -2,7 +2,7 @@
 
 use super::{Candidate, Options, Workspace};
 use crate::backend::cpu::{
-    PARALLEL_CHUNK, Real, Values, buffer, for_each_chunk, for_each_chunk2, map_and_sum, max, sum,
+    PARALLEL_CHUNK, Real, Values, for_each_chunk, for_each_chunk2, map_and_sum, max, sum, unwritten,
 };
 use std::cmp::Ordering;
 
@@ -142,7 +142,7 @@ fn likelier(a: &Candidate, b: &Candidate) -> Ordering {
 }
 
 fn largest<A: Real>(values: &[A]) -> A {
-    let mut parts = buffer::<A>(values.len().div_ceil(PARALLEL_CHUNK));
+    let mut parts = unwritten::<A>(values.len().div_ceil(PARALLEL_CHUNK));
     for_each_chunk(
         &mut parts,
         1,
@@ -181,7 +181,7 @@ pub(super) fn greedy<A: Real>(rows: usize, columns: usize, logits: Values<A>) ->
 
 pub(super) fn log_sum_exp<A: Real + Into<f64>>(logits: &[A]) -> f64 {
     let largest: f64 = largest(logits).into();
-    let mut parts = buffer::<f64>(logits.len().div_ceil(PARALLEL_CHUNK));
+    let mut parts = unwritten::<f64>(logits.len().div_ceil(PARALLEL_CHUNK));
     for_each_chunk(
         &mut parts,
         1,

@@ -15,7 +15,7 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Input, buffer, dispatch};
+use crate::backend::cpu::{Input, dispatch, unwritten};
 use crate::backend::{
     on_gpu, record1, require_dtype, require_shape, require_together, rows_and_columns,
 };
@@ -35,7 +35,7 @@ pub fn forward(x: &Tensor) -> Result<Tensor> {
     let x = Input::contiguous(x)?;
     let x = x.read();
     dispatch!(OPERATION, x.dtype(), T => {
-        let mut y = buffer::<T>(rows * size);
+        let mut y = unwritten::<T>(rows * size);
         cpu::forward(size, x.slice::<T>()?, &mut y);
         Tensor::from_vec(y, shape, &Device::Cpu)
     })
@@ -64,7 +64,7 @@ pub fn backward(y: &Tensor, dy: &Tensor) -> Result<Tensor> {
     let (y, dy) = (Input::contiguous(y)?, Input::contiguous(dy)?);
     let (y, dy) = (y.read(), dy.read());
     dispatch!(OPERATION, y.dtype(), T => {
-        let mut dx = buffer::<T>(rows * size);
+        let mut dx = unwritten::<T>(rows * size);
         cpu::backward(size, y.slice::<T>()?, dy.slice::<T>()?, &mut dx);
         Tensor::from_vec(dx, shape, &Device::Cpu)
     })

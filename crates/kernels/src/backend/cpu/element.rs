@@ -3,6 +3,7 @@
 
 use super::parallel::{PARALLEL_CHUNK, for_each_chunk};
 use super::simd::prefetch;
+use super::unwritten::Plain;
 use candle_core::{CpuStorage, DType, WithDType};
 use half::{bf16, f16};
 use std::borrow::Cow;
@@ -10,7 +11,7 @@ use std::hint::black_box;
 use std::ops::{Neg, Range};
 
 /// A floating-point type that tensors are stored in.
-pub(crate) trait Element: WithDType {
+pub(crate) trait Element: WithDType + Plain {
     /// The type that sums over such elements are kept in.
     type Acc: Real;
     /// Converts for arithmetic.
@@ -31,16 +32,6 @@ pub(crate) type Sum<T> = <T as Element>::Acc;
 /// A buffer for a result that is added up in place.
 pub(crate) fn zeros<T: WithDType>(count: usize) -> Vec<T> {
     vec![T::from_f64(0.0); count]
-}
-
-/// A buffer for a result, with whatever is in memory: the operation writes every element before any
-/// is read. Clearing it first would be a pass of its own over memory.
-#[allow(clippy::uninit_vec)]
-pub(crate) fn buffer<T: Element>(count: usize) -> Vec<T> {
-    let mut buffer = Vec::with_capacity(count);
-    // SAFETY: the capacity is there, and elements are plain numbers, for which all bits are valid.
-    unsafe { buffer.set_len(count) };
-    buffer
 }
 
 /// A type that arithmetic is done in: f32, and f64 for references and checks.

@@ -6,6 +6,7 @@ pub(crate) mod gemm;
 mod parallel;
 pub(crate) mod scratch;
 pub(crate) mod simd;
+mod unwritten;
 
 use candle_core::{
     CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, Result, Storage, StorageRef,
@@ -15,12 +16,12 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-pub(crate) use element::{
-    Element, Real, Sum, Values, buffer, dot, map_and_sum, max, sum, sums, zeros,
-};
+pub(crate) use element::{Element, Real, Sum, Values, dot, map_and_sum, max, sum, sums, zeros};
 pub(crate) use parallel::{
     Disjoint, PARALLEL_CHUNK, for_each_chunk, for_each_chunk2, for_each_index, rows_per_task,
 };
+
+pub(crate) use unwritten::unwritten;
 
 /// Runs `$body` with the type `$element` standing for the stored type of dtype `$dtype`.
 macro_rules! dispatch {

@@ -2,6 +2,7 @@
 //! steady state allocates none.
 
 use super::element::Real;
+use super::unwritten::{Plain, spoil, unwritten};
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -18,6 +19,9 @@ struct Line {
     _bytes: [u8; 64],
 }
 
+// SAFETY: they are bytes.
+unsafe impl Plain for Line {}
+
 thread_local! {
     /// By size.
     static BUFFERS: RefCell<Vec<Vec<Line>>> = const { RefCell::new(Vec::new()) };
@@ -27,7 +31,7 @@ fn bytes(lines: &[Line]) -> usize {
     size_of_val(lines)
 }
 
-/// Numbers in working memory, aligned to 64 bytes, with whatever was left there.
+/// Numbers in working memory, aligned to 64 bytes, with whatever was left there: see [`unwritten`].
 pub(crate) struct Scratch<A> {
     lines: Vec<Line>,
     count: usize,
@@ -41,8 +45,10 @@ impl<A: Real> Scratch<A> {
             let index = buffers.partition_point(|lines| lines.len() < needed);
             (index < buffers.len()).then(|| buffers.remove(index))
         });
-        let lines = kept.unwrap_or_else(|| uninitialised(needed));
-        Scratch { lines, count, element: PhantomData }
+        let lines = kept.unwrap_or_else(|| unwritten(needed));
+        let mut scratch = Scratch { lines, count, element: PhantomData };
+        spoil(&mut scratch);
+        scratch
     }
 
     pub(crate) fn zeros(count: usize) -> Self {
@@ -55,7 +61,7 @@ impl<A: Real> Scratch<A> {
 impl<A> Deref for Scratch<A> {
     type Target = [A];
     fn deref(&self) -> &[A] {
-        // SAFETY: the lines hold `count` numbers, and every bit pattern is one.
+        // SAFETY: the lines hold `count` numbers, for which any bits are a value, and have values.
         unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.count) }
     }
 }
@@ -84,14 +90,6 @@ impl<A> Drop for Scratch<A> {
             }
         });
     }
-}
-
-#[allow(clippy::uninit_vec)]
-fn uninitialised(count: usize) -> Vec<Line> {
-    let mut lines = Vec::with_capacity(count);
-    // SAFETY: the capacity is there, and every bit pattern is a line.
-    unsafe { lines.set_len(count) };
-    lines
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use super::{Adapter, AdapterGradients, Incoming, Layer, frozen};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::{
-    Disjoint, Element, Real, Values, buffer, for_each_chunk, for_each_index, rows_per_task,
+    Disjoint, Element, Real, Values, for_each_chunk, for_each_index, rows_per_task, unwritten,
 };
 use crate::matmul::cpu::{OUTPUTS, PARALLEL_MULTIPLICATIONS, add, combine, forward_few, widened};
 use crate::matmul::few_rows::{FEW_ROWS, add_combinations, dots};
@@ -102,9 +102,9 @@ pub(super) fn backward<T: Element>(
                     &dropped
                 }
             };
-            let mut da = buffer(inner * rank);
+            let mut da = unwritten(inner * rank);
             outer_products(rows, inner, rank, x, &g, T::Acc::ONE, &mut da);
-            let mut db = buffer(rank * outer);
+            let mut db = unwritten(rank * outer);
             outer_products(rows, rank, outer, from.xa, dy, adapter.scale, &mut db);
             AdapterGradients { da, db }
         }));

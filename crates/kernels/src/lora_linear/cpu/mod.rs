@@ -11,7 +11,7 @@ use crate::backend::cpu::gemm::{Block, Change, Job, Kind, Lhs, Operand, Term};
 use crate::backend::cpu::gemm::{add_terms, products, sum_count, sum_stride};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::{
-    Disjoint, Element, PARALLEL_CHUNK, Real, Sum, Values, buffer, for_each_chunk,
+    Disjoint, Element, PARALLEL_CHUNK, Real, Sum, Values, for_each_chunk, unwritten,
 };
 use crate::matmul::cpu::{self as matmul, Packs, forward_many, kind_of, store};
 use crate::matmul::few_rows::FEW_ROWS;
@@ -256,7 +256,7 @@ pub(super) fn backward<T: Element>(
         .iter()
         .map(|layer| {
             let rank = layer.adapter.as_ref()?.rank;
-            let (da, db) = (buffer(inner * rank), buffer(rank * layer.frozen.outer));
+            let (da, db) = (unwritten(inner * rank), unwritten(rank * layer.frozen.outer));
             Some(AdapterGradients { da, db })
         })
         .collect();
