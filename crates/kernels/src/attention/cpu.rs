@@ -496,9 +496,9 @@ impl<A: Real> Problem<'_, A> {
                 for (scores, right, out) in
                     [(&p, &grad_across, &mut *dv), (&dp, &q_across, &mut *dk)]
                 {
-                    let turned = Lhs::pack_here(kind, columns, rows, tile_columns(scores));
+                    let transposed = Lhs::pack_here(kind, columns, rows, tile_columns(scores));
                     let out = &mut out[place..];
-                    multiply(&turned, 0..columns, right, 0..head_dim, out, width, true);
+                    multiply(&transposed, 0..columns, right, 0..head_dim, out, width, true);
                 }
                 let scores = Lhs::pack_here(kind, rows, columns, tile_lines(&dp));
                 let keys = &keys.across[tile.start / COLUMNS];

@@ -1,7 +1,7 @@
 //! Attention on CUDA: which kernel a call goes to, and how its work is split; see kernel.cu.
 
 use super::{Options, Sizes};
-use crate::backend::cuda::{Array, Cuda, Launch, Map, Module, by_dtype, module};
+use crate::backend::cuda::{Array, Cuda, Launch, Module, TmaDescriptor, by_dtype, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor, bail};
 use std::f64::consts::LOG2_E;
@@ -58,18 +58,18 @@ const _: () = assert!(size_of::<Parameters>() == 296);
 // SAFETY: plain numbers, laid out as in C.
 unsafe impl DeviceRepr for Parameters {}
 
-/// `Maps` in hopper.cuh.
+/// `TmaDescriptors` in hopper.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Maps {
-    q: Map,
-    k: Map,
-    v: Map,
-    d_o: Map,
+struct TmaDescriptors {
+    q: TmaDescriptor,
+    k: TmaDescriptor,
+    v: TmaDescriptor,
+    d_o: TmaDescriptor,
 }
 
 // SAFETY: plain numbers, laid out as in C.
-unsafe impl DeviceRepr for Maps {}
+unsafe impl DeviceRepr for TmaDescriptors {}
 
 /// How scores are made: `Scores` in tiles.cuh.
 const AS_IS: i32 = 0;
@@ -258,8 +258,8 @@ impl<'a> Call<'a> {
         self.launch(self.prepare(name, grid, block, shared as u32)?)
     }
 
-    /// Copies what is expanded, which boxes aren't made for.
-    fn in_boxes(&mut self) -> Result<()> {
+    /// Copies what is expanded, which TMA descriptors can't say.
+    fn make_describable(&mut self) -> Result<()> {
         let Parameters { q, k, v, q_strides, k_strides, v_strides, .. } = &mut self.parameters;
         let places = [(q, q_strides), (k, k_strides), (v, v_strides)];
         for (input, (pointer, strides)) in self.inputs.iter_mut().flatten().zip(places) {
@@ -281,29 +281,31 @@ impl<'a> Call<'a> {
         [of_queries, of_keys]: [usize; 2],
     ) -> Result<()> {
         let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
-        let map = |pointer, rows, heads, strides: [i64; 3], of_tile: usize| {
+        let descriptor = |pointer, rows, heads, strides: [i64; 3], of_tile: usize| {
             let [of_batch, of_row, of_head] = strides.map(|stride| stride as usize);
             let (sizes, strides) = ([batch, heads, rows, head_dim], [of_batch, of_head, of_row, 1]);
-            Map::new(self.dtype, pointer, sizes, strides, [1, 1, of_tile as u32, 64])
+            TmaDescriptor::new(self.dtype, pointer, sizes, strides, [1, 1, of_tile as u32, 64])
         };
         let Parameters { q, k, v, d_o, q_strides, k_strides, v_strides, .. } = self.parameters;
-        let map_of_queries = |pointer, strides| map(pointer, queries, heads, strides, of_queries);
-        let mut maps = Maps {
-            q: map_of_queries(q, q_strides)?,
-            k: map(k, keys, kv_heads, k_strides, of_keys)?,
-            v: map(v, keys, kv_heads, v_strides, of_keys)?,
-            d_o: Map::default(),
+        let descriptor_of_queries =
+            |pointer, strides| descriptor(pointer, queries, heads, strides, of_queries);
+        let mut descriptors = TmaDescriptors {
+            q: descriptor_of_queries(q, q_strides)?,
+            k: descriptor(k, keys, kv_heads, k_strides, of_keys)?,
+            v: descriptor(v, keys, kv_heads, v_strides, of_keys)?,
+            d_o: TmaDescriptor::default(),
         };
         if d_o != 0 {
             let row = (heads * head_dim) as i64;
-            maps.d_o = map_of_queries(d_o, [queries as i64 * row, row, head_dim as i64])?;
+            descriptors.d_o =
+                descriptor_of_queries(d_o, [queries as i64 * row, row, head_dim as i64])?;
         }
         let launch = self.prepare(name, grid, HOPPER_THREADS, shared as u32)?;
-        // SAFETY: the kernel takes the parameters, which describe arrays that this call holds, and the maps
+        // SAFETY: the kernel takes the parameters, which describe arrays that this call holds, and the descriptors
         // of the same.
         unsafe {
             launch.with(|arguments| {
-                arguments.arg(&self.parameters).arg(&maps);
+                arguments.arg(&self.parameters).arg(&descriptors);
             })
         }
     }
@@ -352,7 +354,7 @@ impl<'a> Call<'a> {
         match self.kernels {
             _ if self.few() => self.forward_few()?,
             Kernels::Tiles(size) if self.hopper()? => {
-                self.in_boxes()?;
+                self.make_describable()?;
                 let size = if size == 96 { 128 } else { size };
                 let columns = if size <= 128 { 128 } else { 64 };
                 let shared = tile_bytes(HOPPER_ROWS, size)
@@ -455,7 +457,7 @@ impl<'a> Call<'a> {
         self.run(name, (warps.div_ceil(8), 1, 1), 256, 0)?;
         match self.kernels {
             Kernels::Tiles(96 | 128) if self.parameters.mode != CAPPED && self.hopper()? => {
-                self.in_boxes()?;
+                self.make_describable()?;
                 let lowest = self.tile_ranges(HOPPER_COLUMNS)?;
                 let tiles = batch * heads * queries.div_ceil(HOPPER_COLUMNS);
                 let turns = self.cuda.zeros(1 + tiles, DType::U32)?;
@@ -474,7 +476,7 @@ impl<'a> Call<'a> {
                 drop((lowest, turns, sums));
             }
             Kernels::Tiles(size) if size <= 128 && self.hopper()? => {
-                self.in_boxes()?;
+                self.make_describable()?;
                 let size = if size == 96 { 128 } else { size };
                 let lowest = self.tile_ranges(HOPPER_COLUMNS)?;
                 let name = hopper_kernel!("backward_queries", self.dtype, size);

@@ -4,11 +4,11 @@
 #pragma once
 
 #include "backward.cuh"
-#include "boxes.cuh"
+#include "tma.cuh"
 
 /// q, k, v and do, in boxes of 64 columns of the tiles that a kernel takes of them.
-struct Maps {
-    Map q, k, v, d_o;
+struct TmaDescriptors {
+    TmaDescriptor q, k, v, d_o;
 };
 
 #if defined(HOPPER)
@@ -22,11 +22,12 @@ constexpr int hopper_keys(int d) { return d <= 128 ? 128 : 64; }
 
 /// Has `ROWS` rows of a head brought as the panels of a tile.
 template <int ROWS, int D>
-__device__ __forceinline__ void load_panels(uint32_t tile, const Map &map, int row, int head,
-                                            int batch, uint32_t barrier) {
+__device__ __forceinline__ void load_panels(uint32_t tile, const TmaDescriptor &descriptor, int row,
+                                            int head, int batch, uint32_t barrier) {
 #pragma unroll
     for (int panel = 0; panel < D / 64; panel++)
-        load_box(tile + panel * (ROWS * ROW_BYTES), map, panel * 64, row, head, batch, barrier);
+        load_box(tile + panel * (ROWS * ROW_BYTES), descriptor, panel * 64, row, head, batch,
+                 barrier);
 }
 
 /// Arrives once what this thread copies is there.
@@ -75,7 +76,8 @@ __device__ __forceinline__ void start_columns(float (&out)[D / 8][4],
 /// The forward pass. A warpgroup computes the scores of the next tile while it uses those of this
 /// one.
 template <typename T, int D>
-__device__ __forceinline__ void hopper_forward(const Parameters &p, const Maps &maps) {
+__device__ __forceinline__ void hopper_forward(const Parameters &p,
+                                               const TmaDescriptors &descriptors) {
     constexpr int BM = HOPPER_ROWS, BN = hopper_keys(D), STAGES = 2;
     constexpr int K_BYTES = tile_bytes(BN, D);
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -124,16 +126,16 @@ __device__ __forceinline__ void hopper_forward(const Parameters &p, const Maps &
                 barrier_wait(empty_keys(stage), parity);
                 barrier_expect(barrier, K_BYTES + (tile == 0 ? tile_bytes(BM, D) : 0));
                 if (tile == 0)
-                    load_panels<BM, D>(q_shared, maps.q, first_query, head, batch, barrier);
-                load_panels<BN, D>(k_shared + stage * K_BYTES, maps.k, (first_tile + tile) * BN,
-                                   kv_head, batch, barrier);
+                    load_panels<BM, D>(q_shared, descriptors.q, first_query, head, batch, barrier);
+                load_panels<BN, D>(k_shared + stage * K_BYTES, descriptors.k,
+                                   (first_tile + tile) * BN, kv_head, batch, barrier);
             }
             if (tile > 0) {
                 const int before = (tile - 1) % STAGES, turn = (tile - 1) / STAGES % 2 ^ 1;
                 const uint32_t barrier = full_values(before);
                 barrier_wait(empty_values(before), turn);
                 barrier_expect(barrier, K_BYTES);
-                load_panels<BN, D>(v_shared + before * K_BYTES, maps.v,
+                load_panels<BN, D>(v_shared + before * K_BYTES, descriptors.v,
                                    (first_tile + tile - 1) * BN, kv_head, batch, barrier);
             }
         }
@@ -224,14 +226,16 @@ constexpr int HOPPER_STAGES = 3, HOPPER_COLUMNS = 64;
 /// whose threads arrives at the barrier, and the first one twice.
 template <typename T, int D, int BM, int BN, Role ROLE>
 __device__ __forceinline__ void
-load_tiles_of(const BackwardBlock<T, D, BM, BN, ROLE> &block, const Maps &maps, bool start, int head,
-              int tile, uint32_t x, uint32_t y, uint32_t of_columns, uint32_t barrier) {
+load_tiles_of(const BackwardBlock<T, D, BM, BN, ROLE> &block, const TmaDescriptors &descriptors,
+              bool start, int head, int tile, uint32_t x, uint32_t y, uint32_t of_columns,
+              uint32_t barrier) {
     using Block = BackwardBlock<T, D, BM, BN, ROLE>;
     constexpr bool BY_KEYS = Block::BY_KEYS;
     constexpr int ROWS_BYTES = Block::ROWS_BYTES, COLUMNS_BYTES = Block::COLUMNS_BYTES;
     if (threadIdx.x % WARP == 0) {
-        const Map &x1 = BY_KEYS ? maps.k : maps.q, &x2 = BY_KEYS ? maps.v : maps.d_o;
-        const Map &y1 = BY_KEYS ? maps.q : maps.k, &y2 = BY_KEYS ? maps.d_o : maps.v;
+        const TmaDescriptors &d = descriptors;
+        const TmaDescriptor &x1 = BY_KEYS ? d.k : d.q, &x2 = BY_KEYS ? d.v : d.d_o;
+        const TmaDescriptor &y1 = BY_KEYS ? d.q : d.k, &y2 = BY_KEYS ? d.d_o : d.v;
         const int of_rows = block.owner, of_tile = BY_KEYS ? head : block.kv_head;
         const int batch = block.batch, first = tile * BN;
         barrier_expect(barrier, 2 * COLUMNS_BYTES + (start ? 2 * ROWS_BYTES : 0));
@@ -249,7 +253,7 @@ load_tiles_of(const BackwardBlock<T, D, BM, BN, ROLE> &block, const Maps &maps, 
 
 /// The backward pass, as in backward.cuh.
 template <typename T, int D, Role ROLE>
-__device__ __forceinline__ void hopper_backward(const Parameters &p, const Maps &maps) {
+__device__ __forceinline__ void hopper_backward(const Parameters &p, const TmaDescriptors &descriptors) {
     constexpr int BM = HOPPER_ROWS, BN = HOPPER_COLUMNS, STAGES = HOPPER_STAGES;
     using Block = BackwardBlock<T, D, BM, BN, ROLE>;
     static_assert(Block::FIRST, "both products are needed");
@@ -286,7 +290,7 @@ __device__ __forceinline__ void hopper_backward(const Parameters &p, const Maps 
         give_registers<COPY_REGISTERS>();
         for (bool start = true; threadIdx.x < WARP && head < block.end_head; start = false) {
             barrier_wait(empty(stage), parity ^ 1);
-            load_tiles_of(block, maps, start, head, tile, x_shared,
+            load_tiles_of(block, descriptors, start, head, tile, x_shared,
                           y_shared + stage * 2 * COLUMNS_BYTES,
                           of_columns_shared + stage * Block::OF_COLUMNS_BYTES, full(stage));
             next_stage<STAGES>(stage, parity);

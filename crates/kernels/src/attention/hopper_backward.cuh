@@ -44,7 +44,8 @@ __device__ __forceinline__ void start_sum(float *to, uint32_t from, int bytes, b
 }
 
 template <typename T>
-__device__ __forceinline__ void hopper_backward_at_once(const Parameters &p, const Maps &maps) {
+__device__ __forceinline__ void hopper_backward_at_once(const Parameters &p,
+                                                        const TmaDescriptors &descriptors) {
     constexpr int D = 128, BM = HOPPER_ROWS, BN = HOPPER_COLUMNS, STAGES = HOPPER_STAGES;
     using Block = BackwardBlock<T, D, BM, BN, KEYS>;
     constexpr int ROWS_BYTES = Block::ROWS_BYTES, COLUMNS_BYTES = Block::COLUMNS_BYTES;
@@ -131,7 +132,7 @@ __device__ __forceinline__ void hopper_backward_at_once(const Parameters &p, con
             int stage = 0, parity = 0;
             for (bool start = true; more(); start = false, advance()) {
                 barrier_wait(empty(stage), parity ^ 1);
-                load_tiles_of(block, maps, start, block.first_head + head, tile, k_shared,
+                load_tiles_of(block, descriptors, start, block.first_head + head, tile, k_shared,
                               q_shared(stage), shared_address(of_queries(stage)), full(stage));
                 next_stage<STAGES>(stage, parity);
             }

@@ -80,10 +80,10 @@ PLAIN(f16, 128)
 #define HOPPER_KERNEL(name)                                                                        \
     extern "C" __global__ void __launch_bounds__(HOPPER_THREADS, 1)                                \
         attention_hopper_##name(const __grid_constant__ Parameters p,                              \
-                                const __grid_constant__ Maps maps)
+                                const __grid_constant__ TmaDescriptors descriptors)
 
 #define HOPPER_FORWARD(element, d)                                                                 \
-    HOPPER_KERNEL(forward_##element##_##d) { hopper_forward<element, d>(p, maps); }
+    HOPPER_KERNEL(forward_##element##_##d) { hopper_forward<element, d>(p, descriptors); }
 HOPPER_FORWARD(bf16, 64)
 HOPPER_FORWARD(bf16, 128)
 HOPPER_FORWARD(bf16, 256)
@@ -93,14 +93,14 @@ HOPPER_FORWARD(f16, 256)
 
 #define HOPPER_BACKWARD(element, d)                                                                \
     HOPPER_KERNEL(backward_queries_##element##_##d) {                                              \
-        hopper_backward<element, d, QUERIES>(p, maps);                                             \
+        hopper_backward<element, d, QUERIES>(p, descriptors);                                             \
     }                                                                                              \
-    HOPPER_KERNEL(backward_keys_##element##_##d) { hopper_backward<element, d, KEYS>(p, maps); }
+    HOPPER_KERNEL(backward_keys_##element##_##d) { hopper_backward<element, d, KEYS>(p, descriptors); }
 HOPPER_BACKWARD(bf16, 64)
 HOPPER_BACKWARD(bf16, 128)
 HOPPER_BACKWARD(f16, 64)
 HOPPER_BACKWARD(f16, 128)
 
-HOPPER_KERNEL(backward_at_once_bf16) { hopper_backward_at_once<bf16>(p, maps); }
-HOPPER_KERNEL(backward_at_once_f16) { hopper_backward_at_once<f16>(p, maps); }
+HOPPER_KERNEL(backward_at_once_bf16) { hopper_backward_at_once<bf16>(p, descriptors); }
+HOPPER_KERNEL(backward_at_once_f16) { hopper_backward_at_once<f16>(p, descriptors); }
 #endif

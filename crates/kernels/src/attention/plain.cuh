@@ -69,13 +69,13 @@ plain_multiply_columns(float (&out)[4][COLUMNS / 64][4], const float (&weights)[
     constexpr int PITCH = COLUMNS + 4;
     static_assert(PLAIN_DEPTH * PITCH <= 2 * PLAIN_DEPTH * PLAIN_PITCH, "values fit");
     // (column of the scores, row)
-    float *const turned = slices + 2 * PLAIN_DEPTH * PLAIN_PITCH;
+    float *const transposed = slices + 2 * PLAIN_DEPTH * PLAIN_PITCH;
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
     // What was there before has been read.
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        *reinterpret_cast<float4 *>(turned + (column + j) * PLAIN_PITCH + row) =
+        *reinterpret_cast<float4 *>(transposed + (column + j) * PLAIN_PITCH + row) =
             make_float4(weights[0][j], weights[1][j], weights[2][j], weights[3][j]);
     }
 #pragma unroll
@@ -91,7 +91,7 @@ plain_multiply_columns(float (&out)[4][COLUMNS / 64][4], const float (&weights)[
 #pragma unroll 8
         for (int k = 0; k < PLAIN_DEPTH; k++) {
             const float4 w =
-                *reinterpret_cast<const float4 *>(turned + (start + k) * PLAIN_PITCH + row);
+                *reinterpret_cast<const float4 *>(transposed + (start + k) * PLAIN_PITCH + row);
             const float ws[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
             for (int c = 0; c < COLUMNS / 64; c++) {

@@ -531,14 +531,14 @@ mod cuda {
                     let shifted = Tensor::cat(&[&wide.narrow(3, d - 1, 1).unwrap(), tensor], 3);
                     shifted.unwrap().narrow(3, 1, d).unwrap()
                 };
-                let turned = |tensor: &Tensor| {
-                    let turned = tensor.transpose(1, 3).unwrap().contiguous().unwrap();
-                    turned.transpose(1, 3).unwrap()
+                let transposed = |tensor: &Tensor| {
+                    let transposed = tensor.transpose(1, 3).unwrap().contiguous().unwrap();
+                    transposed.transpose(1, 3).unwrap()
                 };
                 let (o, lse) = case.forward();
                 let (dq, dk, dv) = case.backward();
                 let views: [&dyn Fn(&Tensor) -> Tensor; 5] =
-                    [&in_cache, &heads_first, &strided, &unaligned, &turned];
+                    [&in_cache, &heads_first, &strided, &unaligned, &transposed];
                 for view in views {
                     let other = Case { k: view(&case.k), v: view(&case.v), ..case.clone() };
                     assert_same(&other.forward().0, &o);
@@ -548,7 +548,7 @@ mod cuda {
                     assert_same(&dk_of_view, &dk);
                     assert_same(&dv_of_view, &dv);
                 }
-                let views: [&dyn Fn(&Tensor) -> Tensor; 3] = [&strided, &unaligned, &turned];
+                let views: [&dyn Fn(&Tensor) -> Tensor; 3] = [&strided, &unaligned, &transposed];
                 for view in views {
                     let other = Case { q: view(&case.q), d_o: view(&case.d_o), ..case.clone() };
                     assert_same(&other.forward().0, &o);

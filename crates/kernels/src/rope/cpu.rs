@@ -47,10 +47,10 @@ pub(super) fn rotate<T: Element>(
                         &mut y_scratch,
                         #[inline(always)]
                         |y| {
-                            let (turned, rest) = x.split_at(2 * half);
-                            let (x1, x2) = turned.split_at(half);
-                            let (y_turned, y_rest) = y.split_at_mut(2 * half);
-                            let (y1, y2) = y_turned.split_at_mut(half);
+                            let (rotated, rest) = x.split_at(2 * half);
+                            let (x1, x2) = rotated.split_at(half);
+                            let (y_rotated, y_rest) = y.split_at_mut(2 * half);
+                            let (y1, y2) = y_rotated.split_at_mut(half);
                             let angles = c.iter().zip(&s_scratch);
                             let (inputs, outputs) = (x1.iter().zip(x2), y1.iter_mut().zip(y2));
                             for (((x1, x2), (y1, y2)), (c, s)) in inputs.zip(outputs).zip(angles) {

@@ -11,7 +11,7 @@ const THREADS: usize = 256;
 /// A tensor as `kernel.cu` takes it.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
-struct Turned {
+struct Rotated {
     x: u64,
     y: u64,
     strides: [i64; 3],
@@ -20,7 +20,7 @@ struct Turned {
 
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
-struct Both([Turned; 2]);
+struct Both([Rotated; 2]);
 
 // SAFETY: it has the layout of the kernels' struct of that name.
 unsafe impl DeviceRepr for Both {}
@@ -44,14 +44,14 @@ pub(super) fn rotate(
         && [cos.pointer, sin.pointer].iter().all(|address| address % 16 == 0);
     let (mut both, mut most_heads) = (Both::default(), 0);
     let (mut inputs, mut outputs) = (Vec::with_capacity(2), Vec::with_capacity(2));
-    for (x, turned) in xs.iter().zip(&mut both.0) {
+    for (x, rotated) in xs.iter().zip(&mut both.0) {
         let x = cuda.strided_rows(x)?;
         let y = cuda.empty(x.tensor.shape(), dtype)?;
         let heads = x.tensor.dim(2)?;
         let strides = [x.stride(0), x.stride(1), x.stride(2)];
         fits =
             fits && x.pointer % 16 == 0 && strides.iter().all(|stride| stride % pack as i64 == 0);
-        *turned = Turned { x: x.pointer, y: y.pointer, strides, heads: heads as i64 };
+        *rotated = Rotated { x: x.pointer, y: y.pointer, strides, heads: heads as i64 };
         most_heads = most_heads.max(heads);
         inputs.push(x);
         outputs.push(y.tensor);

@@ -7,8 +7,8 @@
 
 constexpr int THREADS = 256;
 
-/// `y`, contiguous, is `x` turned. Strides are in elements, of batch, seq and heads.
-struct Turned {
+/// `y`, contiguous, is `x` rotated. Strides are in elements, of batch, seq and heads.
+struct Rotated {
     const void *x;
     void *y;
     int64_t strides[3];
@@ -17,20 +17,20 @@ struct Turned {
 
 /// Tensors of the same tokens, as queries and keys are, which share a launch: `blockIdx.y` says which.
 struct Both {
-    Turned at[2];
+    Rotated at[2];
 };
 
 template <typename T, int VECTOR>
 __device__ __forceinline__ void rotate(const Both &both, const float *cosines, const float *sines,
                                        int seq, int head_dim, int half, int lanes, float sign) {
     follow_previous();
-    const Turned &turned = both.at[blockIdx.y];
-    const int heads = int(turned.heads);
-    const int64_t head_stride = turned.strides[2];
+    const Rotated &rotated = both.at[blockIdx.y];
+    const int heads = int(rotated.heads);
+    const int64_t head_stride = rotated.strides[2];
     const int64_t token = blockIdx.x;
-    const T *const x = static_cast<const T *>(turned.x) + token / seq * turned.strides[0] +
-                       token % seq * turned.strides[1];
-    T *const y = static_cast<T *>(turned.y) + token * heads * head_dim;
+    const T *const x = static_cast<const T *>(rotated.x) + token / seq * rotated.strides[0] +
+                       token % seq * rotated.strides[1];
+    T *const y = static_cast<T *>(rotated.y) + token * heads * head_dim;
     cosines += token * half;
     sines += token * half;
     // `lanes` threads have a head, and the block several heads at a time.
@@ -62,15 +62,15 @@ __device__ __forceinline__ void rotate(const Both &both, const float *cosines, c
                 T *out = y + int64_t(head) * head_dim + i;
                 const Vector<T, VECTOR> a = load_vector<VECTOR>(in);
                 const Vector<T, VECTOR> b = load_vector<VECTOR>(in + half);
-                Vector<T, VECTOR> turned_a, turned_b;
+                Vector<T, VECTOR> rotated_a, rotated_b;
 #pragma unroll
                 for (int k = 0; k < VECTOR; k++) {
                     const float x1 = to_float(a.at[k]), x2 = to_float(b.at[k]);
-                    turned_a.at[k] = from_float<T>(x1 * c[k] - x2 * s[k]);
-                    turned_b.at[k] = from_float<T>(x2 * c[k] + x1 * s[k]);
+                    rotated_a.at[k] = from_float<T>(x1 * c[k] - x2 * s[k]);
+                    rotated_b.at[k] = from_float<T>(x2 * c[k] + x1 * s[k]);
                 }
-                store_vector(out, turned_a);
-                store_vector(out + half, turned_b);
+                store_vector(out, rotated_a);
+                store_vector(out + half, rotated_b);
             }
         } else {
             const int i = 2 * half + (unit - turning) * VECTOR;

@@ -2,7 +2,7 @@
 // formulas are in mod.rs.
 #include "common.metal.h"
 
-/// `sign` is -1 to turn back. `strides` are those of batch, seq and heads; `y` is contiguous.
+/// `sign` is -1 to rotate back. `strides` are those of batch, seq and heads; `y` is contiguous.
 template <typename T>
 [[kernel]] void rope_rotate(device const T *x [[buffer(0)]], device const float *cosines [[buffer(1)]],
                      device const float *sines [[buffer(2)]], device T *y [[buffer(3)]],

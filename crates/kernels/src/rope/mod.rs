@@ -7,7 +7,7 @@
 //! y[j]         = x[j]                                     j >= rot
 //! ```
 //!
-//! The gradient is turned back: the same with `-sin`.
+//! The gradient is rotated back: the same with `-sin`.
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -23,7 +23,7 @@ use candle_core::{Device, Result, Tensor, bail};
 
 const OPERATION: &str = "rope";
 
-/// Turns `x` `(batch, seq, heads, head_dim)` by the angles whose cosines and sines are `cos` and `sin`
+/// Rotates `x` `(batch, seq, heads, head_dim)` by the angles whose cosines and sines are `cos` and `sin`
 /// `(batch, seq, rot / 2)`, f32 (or f64 for f64); `rot <= head_dim`, the rest passes through. The
 /// result is like `x`.
 ///
@@ -34,7 +34,7 @@ pub fn forward(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 }
 
 /// [`forward`] of queries and keys, `(batch, seq, heads, head_dim)` and `(batch, seq, kv_heads, head_dim)`,
-/// which CUDA turns at once.
+/// which CUDA rotates at once.
 ///
 /// # Errors
 /// Like [`forward`].
@@ -51,8 +51,8 @@ pub fn forward_both(
     {
         check(queries, cos, sin)?;
         check(keys, cos, sin)?;
-        let mut turned = cuda::rotate(&[queries, keys], cos, sin, false)?;
-        if let (Some(keys), Some(queries)) = (turned.pop(), turned.pop()) {
+        let mut rotated = cuda::rotate(&[queries, keys], cos, sin, false)?;
+        if let (Some(keys), Some(queries)) = (rotated.pop(), rotated.pop()) {
             return Ok((queries, keys));
         }
     }
@@ -95,7 +95,7 @@ fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(usize, usize, usize)
     Ok((heads, head_dim, half))
 }
 
-/// `inverse` turns the other way.
+/// `inverse` rotates the other way.
 fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, inverse: bool) -> Result<Tensor> {
     let (heads, head_dim, half) = check(x, cos, sin)?;
     #[cfg(feature = "cuda")]

@@ -87,7 +87,7 @@ fn empty_and_wrong_shapes_are_handled() {
 fn cuda_matches_the_cpu() {
     let device = crate::testing::cuda();
     let back = |tensor: &Tensor| tensor.to_device(&Device::Cpu).unwrap();
-    // Heads that are turned by packs, wholly and in part, and others.
+    // Heads that are rotated by packs, wholly and in part, and others.
     let sizes =
         [(1, 2, 1), (3, 7, 3), (3, 7, 2), (2, 64, 32), (5, 64, 16), (32, 128, 64), (2, 5, 1)];
     for (heads, head_dim, half) in sizes {
@@ -107,8 +107,8 @@ fn cuda_matches_the_cpu() {
             // Heads inside the rows of a larger projection, and other strides.
             let wide = Tensor::cat(&[&low, &low], 2).unwrap().narrow(2, heads, heads).unwrap();
             let views = [wide, strided(&low), low.transpose(1, 2).unwrap().contiguous().unwrap()];
-            let [wide, strided_x, turned] = &views;
-            for view in [wide, strided_x, &turned.transpose(1, 2).unwrap()] {
+            let [wide, strided_x, transposed] = &views;
+            for view in [wide, strided_x, &transposed.transpose(1, 2).unwrap()] {
                 let other = forward(view, &strided(&low_cos), &low_sin).unwrap();
                 assert_identical(&back(&other), &back(&y));
             }

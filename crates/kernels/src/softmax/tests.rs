@@ -98,8 +98,8 @@ fn candles_autograd_gets_the_same_gradients() {
     let theirs =
         exponentials.broadcast_div(&exponentials.sum_keepdim(2).unwrap()).map(gradient).unwrap();
     assert_close(&gradient(differentiable(&x).unwrap()), &theirs, 1e-12);
-    let turned = x.transpose(0, 1).unwrap();
-    let ours = gradient(differentiable(&turned).unwrap().transpose(0, 1).unwrap());
+    let transposed = x.transpose(0, 1).unwrap();
+    let ours = gradient(differentiable(&transposed).unwrap().transpose(0, 1).unwrap());
     assert_close(&ours, &theirs, 1e-12);
     assert!(!forward(&x).unwrap().track_op());
 }

@@ -459,7 +459,7 @@ fn gated_units_are_right_in_every_mode_and_order() -> Result<(), Error> {
     for_every_mode(library(), |library, seed| for_every_dtype!(glu_rows, library, seed))
 }
 
-/// `x` lies as `(batch, heads, seq, head_dim)`, and is turned as `(batch, seq, heads, head_dim)`.
+/// `x` lies as `(batch, heads, seq, head_dim)`, and is rotated as `(batch, seq, heads, head_dim)`.
 fn rope_tokens<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
     let sizes = [(2, 3, 5, 10, 5), (1, 2, 3, 7, 2), (2, 1, 1, 3, 0)];
     for ((batch, seq, heads, head_dim, half), threads) in sizes.into_iter().zip(THREADS) {
@@ -488,8 +488,8 @@ fn rope_tokens<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
                     [units.div_ceil(threads), (batch * seq) as u32, 1],
                     [threads, 1, 1],
                 )?;
-            let turn = if inverse { rope::backward } else { rope::forward };
-            let expected = turn(&x64, &angle(&cos), &angle(&sin)).unwrap();
+            let rotate = if inverse { rope::backward } else { rope::forward };
+            let expected = rotate(&x64, &angle(&cos), &angle(&sin)).unwrap();
             assert_near::<T>(&found, 3, &expected, "rope");
         }
     }

@@ -4,7 +4,7 @@
 //! so nothing here waits for the device.
 
 mod blas;
-mod boxes;
+
 mod copy;
 mod host;
 mod launch;
@@ -13,6 +13,7 @@ mod open;
 mod product;
 mod recording;
 mod rows;
+mod tma;
 
 use super::cpu::collapsed_rows;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUdevice_attribute, CUresult};
@@ -24,7 +25,6 @@ use half::{bf16, f16};
 use std::sync::Arc;
 
 pub(crate) use blas::{Matrix, Rows, require_floats};
-pub(crate) use boxes::Map;
 pub(crate) use copy::Stripes;
 pub(crate) use host::{Copied, Pinned, copy_to_host};
 pub(crate) use launch::launch_time;
@@ -33,6 +33,7 @@ pub(crate) use open::{count, memory, open, reset_peak};
 pub(crate) use product::{Sum, Term};
 pub(crate) use recording::{Recorded, can_record, refuse_in_recording};
 pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, a_block_a_row, any_groups};
+pub(crate) use tma::TmaDescriptor;
 
 /// The device of some tensors.
 pub(crate) struct Cuda<'a> {

@@ -147,19 +147,19 @@ impl Metal {
     pub(super) fn multiply(
         &self,
         [rows, columns, inner]: [usize; 3],
-        [(left, left_turned), (right, right_turned)]: [(&Array, bool); 2],
+        [(left, left_transposed), (right, right_transposed)]: [(&Array, bool); 2],
         to: &Array,
     ) -> Result<()> {
-        let matrix = |array: &Array, turned: bool, rows: usize, columns: usize| {
+        let matrix = |array: &Array, transposed: bool, rows: usize, columns: usize| {
             let tensor = array.tensor.to_dtype(DType::F64)?;
-            if turned {
+            if transposed {
                 tensor.reshape((columns, rows))?.t()
             } else {
                 tensor.reshape((rows, columns))
             }
         };
-        let left = matrix(left, left_turned, rows, inner)?;
-        let product = left.matmul(&matrix(right, right_turned, inner, columns)?)?;
+        let left = matrix(left, left_transposed, rows, inner)?;
+        let product = left.matmul(&matrix(right, right_transposed, inner, columns)?)?;
         to.tensor.inplace_op1(&Write(bytes(&product.to_dtype(to.dtype)?)))
     }
 

@@ -67,7 +67,7 @@ impl Metal {
         metal_matmul()
     }
 
-    /// A product by Candle's or Apple's kernels, of contiguous matrices of the dtype of `to`; the turned
+    /// A product by Candle's or Apple's kernels, of contiguous matrices of the dtype of `to`; the transposed
     /// ones are stored transposed.
     pub(super) fn multiply(
         &self,
@@ -84,7 +84,7 @@ impl Metal {
     fn multiply_by_candle(
         &self,
         [rows, columns, inner]: [usize; 3],
-        [(left, left_turned), (right, right_turned)]: [(&Array, bool); 2],
+        [(left, left_transposed), (right, right_transposed)]: [(&Array, bool); 2],
         to: &Array,
     ) -> Result<()> {
         let dtype = match to.dtype {
@@ -98,8 +98,8 @@ impl Metal {
         if to.offset != 0 {
             bail!("metal-candle-kernels: Candle's product begins where its buffer does")
         }
-        let strides = |turned: bool, rows: usize, columns: usize| {
-            if turned { [1, rows] } else { [columns, 1] }
+        let strides = |transposed: bool, rows: usize, columns: usize| {
+            if transposed { [1, rows] } else { [columns, 1] }
         };
         let encoder = self.device.command_encoder()?;
         call_mlx_gemm(
@@ -108,10 +108,10 @@ impl Metal {
             self.device.kernels(),
             dtype,
             (1, rows, columns, inner),
-            &strides(left_turned, rows, inner),
+            &strides(left_transposed, rows, inner),
             left.offset,
             &left.buffer,
-            &strides(right_turned, inner, columns),
+            &strides(right_transposed, inner, columns),
             right.offset,
             &right.buffer,
             &to.buffer,

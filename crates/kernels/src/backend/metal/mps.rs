@@ -18,17 +18,17 @@ use std::sync::Mutex;
 
 static QUEUES: Mutex<Vec<(DeviceId, CommandQueue)>> = Mutex::new(Vec::new());
 
-/// Writes the product `(rows, columns)` of contiguous matrices into `to`; what is turned is stored
+/// Writes the product `(rows, columns)` of contiguous matrices into `to`; what is transposed is stored
 /// transposed. All are of one dtype, f32 or f16.
 pub(super) fn multiply(
     device: &MetalDevice,
     [rows, columns, inner]: [usize; 3],
-    [(left, left_turned), (right, right_turned)]: [(&Array, bool); 2],
+    [(left, left_transposed), (right, right_transposed)]: [(&Array, bool); 2],
     to: &Array,
 ) -> Result<()> {
     let queue = queue(device)?;
-    let left_sizes = if left_turned { [inner, rows] } else { [rows, inner] };
-    let right_sizes = if right_turned { [columns, inner] } else { [inner, columns] };
+    let left_sizes = if left_transposed { [inner, rows] } else { [rows, inner] };
+    let right_sizes = if right_transposed { [columns, inner] } else { [inner, columns] };
     // Before anything that Candle has encoded may write to these matrices or read them.
     device.flush_and_wait_current()?;
     autoreleasepool(|_| {
@@ -43,8 +43,8 @@ pub(super) fn multiply(
             let product = MPSMatrixMultiplication::initWithDevice_transposeLeft_transposeRight_resultRows_resultColumns_interiorColumns_alpha_beta(
                 MPSMatrixMultiplication::alloc(),
                 device.metal_device().as_ref(),
-                left_turned,
-                right_turned,
+                left_transposed,
+                right_transposed,
                 rows,
                 columns,
                 inner,

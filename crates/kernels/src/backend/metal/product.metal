@@ -38,7 +38,7 @@ constant bool FOURS [[function_constant(32)]];
 constant bool GATHERED [[function_constant(33)]];
 
 /// One of the products that are summed up, as `Term::numbers` in product.rs lays it out. Strides count
-/// elements; what is turned is stored transposed.
+/// elements; what is transposed is stored so.
 struct Term {
     ulong left_stride, right_stride, seed;
     uint inner, flags;
@@ -46,7 +46,7 @@ struct Term {
     uint threshold;
 };
 
-constant constexpr uint LEFT_TURNED = 1, RIGHT_TURNED = 2, LEFT_ALIGNED = 4, RIGHT_ALIGNED = 8;
+constant constexpr uint LEFT_TRANSPOSED = 1, RIGHT_TRANSPOSED = 2, LEFT_ALIGNED = 4, RIGHT_ALIGNED = 8;
 constant constexpr uint LEFT_DTYPE = 4, RIGHT_DTYPE = 6;
 /// Elements of the left matrix are dropped; the inner dimension fills whole tiles.
 constant constexpr uint MASKED = 256, WHOLE_INNER = 512;
@@ -219,19 +219,19 @@ template <typename T, uint SIDE>
         if (TERM_5 && t == 5) from_left = left5, from_right = right5;
         // Of these bits, the terms' own are read only where they differ.
         const uint flags = (term.flags & ANY_FLAGS) | ALL_FLAGS, inner = term.inner;
-        const bool left_turned = flags & LEFT_TURNED, right_turned = flags & RIGHT_TURNED;
+        const bool left_transposed = flags & LEFT_TRANSPOSED, right_transposed = flags & RIGHT_TRANSPOSED;
         const uint left_dtype = flags >> LEFT_DTYPE & 3, right_dtype = flags >> RIGHT_DTYPE & 3;
         const bool whole = flags & WHOLE_INNER;
         const Reading of_left = {bool(flags & LEFT_ALIGNED), WHOLE_ROWS && whole,
                                  bool(flags & MASKED),       term.seed,
-                                 left_turned ? sizes.x : inner, term.threshold};
+                                 left_transposed ? sizes.x : inner, term.threshold};
         const Reading of_right = {bool(flags & RIGHT_ALIGNED), WHOLE_COLUMNS && whole, false, 0, 0, 0};
         const uint start = min(inner, group.y * result.depth);
         const uint end = start + min(inner - start, result.depth);
         for (uint k = start; k < end; k += DEPTH) {
             // The tiles of the step before are in use until here.
             threadgroup_barrier(mem_flags::mem_threadgroup);
-            if (left_turned)
+            if (left_transposed)
                 stage_any<T, DEPTH, SIDE>(from_left, left_dtype, term.left_stride,
                                           uint2(k, corner.x), uint2(end, sizes.x), of_left, left,
                                           own.x);
@@ -239,7 +239,7 @@ template <typename T, uint SIDE>
                 stage_any<T, SIDE, DEPTH>(from_left, left_dtype, term.left_stride,
                                           uint2(corner.x, k), uint2(sizes.x, end), of_left, left,
                                           own.x);
-            if (right_turned)
+            if (right_transposed)
                 stage_any<T, SIDE, DEPTH>(from_right, right_dtype, term.right_stride,
                                           uint2(corner.y, k), uint2(sizes.y, end), of_right, right,
                                           own.x);
@@ -252,14 +252,14 @@ template <typename T, uint SIDE>
                 simdgroup_matrix<T, 8, 8> a[N], b[N];
                 for (uint i = 0; i < N; i++) {
                     const uint row = own_part.x + 8 * i;
-                    if (left_turned)
+                    if (left_transposed)
                         simdgroup_load(a[i], left + step * WIDE + row, WIDE, ulong2(0, 0), true);
                     else
                         simdgroup_load(a[i], left + row * DEEP + step, DEEP);
                 }
                 for (uint j = 0; j < N; j++) {
                     const uint column = own_part.y + 8 * j;
-                    if (right_turned)
+                    if (right_transposed)
                         simdgroup_load(b[j], right + column * DEEP + step, DEEP, ulong2(0, 0), true);
                     else
                         simdgroup_load(b[j], right + step * WIDE + column, WIDE);

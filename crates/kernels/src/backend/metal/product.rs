@@ -5,8 +5,8 @@
 //! C = (+=) (..(L₀·R₀·f₀ + L₁·R₁)·f₁ + ..) + bias
 //! ```
 //!
-//! A matrix is a [`Matrix`] of an [`Array`]: `Matrix::of(&array, stride)`, turned by `.t()` where the array
-//! holds the transposed matrix, so that nothing is copied:
+//! A matrix is a [`Matrix`] of an [`Array`]: `Matrix::of(&array, stride)`, read transposed with `.t()` where the
+//! array holds the transposed matrix, so that nothing is copied:
 //!
 //! ```text
 //! let terms = [Term::new(Matrix::rows(&x)?, Matrix::rows(&weight)?.t(), inner)];
@@ -66,13 +66,13 @@ pub(crate) struct Matrix<'a> {
     /// Elements from a stored row to the next.
     stride: usize,
     /// Whether the stored rows are the matrix's columns.
-    turned: bool,
+    transposed: bool,
 }
 
 impl<'a> Matrix<'a> {
     /// The rows that an array holds, `stride` elements apart.
     pub(crate) fn of(array: &'a Array, stride: usize) -> Self {
-        Matrix { array, stride, turned: false }
+        Matrix { array, stride, transposed: false }
     }
 
     /// All but the last dimension of an array of [`Metal::collapsed_rows`] as rows.
@@ -88,7 +88,7 @@ impl<'a> Matrix<'a> {
 
     /// The transposed matrix.
     pub(crate) fn t(self) -> Self {
-        Matrix { turned: !self.turned, ..self }
+        Matrix { transposed: !self.transposed, ..self }
     }
 
     /// Elements from a stored row to the next.
@@ -148,8 +148,8 @@ impl<'a> Term<'a> {
                 4 * matrix.array.dtype.size_in_bytes()
             })
         };
-        let flags = u16::from(left.turned)
-            | u16::from(right.turned) << 1
+        let flags = u16::from(left.transposed)
+            | u16::from(right.transposed) << 1
             | u16::from(aligned(left)) << 2
             | u16::from(aligned(right)) << 3
             | dtype_code(operation, left.array.dtype)? << 4
@@ -293,7 +293,7 @@ impl Metal {
         let (left_array, right_array) =
             (self.cast(left.array, to.dtype)?, self.cast(right.array, to.dtype)?);
         let sizes = [rows, columns, inner];
-        let operands = [(&left_array, left.turned), (&right_array, right.turned)];
+        let operands = [(&left_array, left.transposed), (&right_array, right.transposed)];
         self.multiply(sizes, operands, to)
     }
 
@@ -307,8 +307,10 @@ impl Metal {
         finish: Finish,
         to: Matrix,
     ) -> Result<()> {
-        if to.turned {
-            bail!("metal-candle-kernels: {operation} on Metal: a product's result cannot be turned")
+        if to.transposed {
+            bail!(
+                "metal-candle-kernels: {operation} on Metal: a product's result cannot be transposed"
+            )
         }
         if rows * columns == 0 {
             return Ok(());
@@ -316,8 +318,8 @@ impl Metal {
         if let [term] = terms
             && finish.mask.is_none()
             && term.mask.is_none()
-            && !term.left.turned
-            && term.right.turned
+            && !term.left.transposed
+            && term.right.transposed
             && takes_few_rows(rows, term.inner, 0)
         {
             let layer = FewRows {

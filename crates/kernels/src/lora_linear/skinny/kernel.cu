@@ -69,9 +69,9 @@ struct Sums {
     Sum at[MOST];
 };
 
-/// Where 16 bytes number `chunk` of row `row` lie in a tile whose rows are 128 bytes: turned about, so
+/// Where 16 bytes number `chunk` of row `row` lie in a tile whose rows are 128 bytes: swizzled, so
 /// that 8 rows of one column of chunks are in different banks.
-__device__ __forceinline__ uint32_t turned(int row, int chunk) {
+__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
     return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
@@ -112,7 +112,7 @@ __device__ __forceinline__ void down(const Pass &p) {
     // A thread copies 16 bytes of every `APART`th row of a tile.
     constexpr int APART = ROWS / 8;
     const int own_row = first_row + threadIdx.x / 8, own_column = threadIdx.x % 8 * 8;
-    const uint32_t own_place = turned(threadIdx.x / 8, threadIdx.x % 8);
+    const uint32_t own_place = swizzled(threadIdx.x / 8, threadIdx.x % 8);
     const T *const own = x + own_row * p.x_stride + own_column;
     const int64_t apart = APART * p.x_stride;
     auto copy_tiles = [&](int step) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void down(const Pass &p) {
         const int column = column_of(step);
         const int own_rows = column + own_column < p.wide ? p.rows - own_row : 0;
         const T *from = own + column;
-        // Rows that are a multiple of 8 apart are turned the same way.
+        // Rows that are a multiple of 8 apart are swizzled the same way.
         static_assert(APART % 8 == 0, "copies of a thread are at the same place of a row");
 #pragma unroll
         for (int i = 0; i < 8; i++, from += apart)
@@ -130,7 +130,7 @@ __device__ __forceinline__ void down(const Pass &p) {
             const int r = i / 8, chunk = i % 8;
             const bool valid = r < p.rank && column + chunk * 8 < p.wide;
             const T *from = valid ? factor + r * p.factor_stride + column + chunk * 8 : factor;
-            copy_async(stage + X_BYTES + turned(r, chunk), from, valid);
+            copy_async(stage + X_BYTES + swizzled(r, chunk), from, valid);
         }
     };
 
@@ -224,13 +224,13 @@ __device__ __forceinline__ void down(const Pass &p) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int r = warp * 32 + i * 16 + lane % 16;
-                load_tiles(a[i], tile + turned(r, 2 * k + lane / 16));
+                load_tiles(a[i], tile + swizzled(r, 2 * k + lane / 16));
             }
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
                 uint32_t b[4];
                 const int r = j * 16 + lane % 8 + lane / 16 * 8;
-                load_tiles(b, factors + turned(r, 2 * k + lane / 8 % 2));
+                load_tiles(b, factors + swizzled(r, 2 * k + lane / 8 % 2));
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     multiply_add<T>(down[i][2 * j], a[i], b[0], b[1]);
@@ -259,7 +259,7 @@ __device__ __forceinline__ void down(const Pass &p) {
 #pragma unroll
                 for (int j = 0; j < GROUPS; j++) {
                     const int r = warp_row + k * 16 + lane;
-                    load_tiles_transposed(b[j], tile + turned(r, warp_column / 8 + j));
+                    load_tiles_transposed(b[j], tile + swizzled(r, warp_column / 8 + j));
                 }
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -349,7 +349,7 @@ template <typename T, int TILES> __device__ __forceinline__ void gradient(const 
     constexpr int X_CHUNKS = GRADIENT_COLUMNS / 8, APART = THREADS / X_CHUNKS;
     const int own_row = threadIdx.x / X_CHUNKS, own_chunk = threadIdx.x % X_CHUNKS;
     const uint32_t own_place =
-        own_chunk / 8 * PART_BYTES + turned(own_row, own_chunk % 8);
+        own_chunk / 8 * PART_BYTES + swizzled(own_row, own_chunk % 8);
     const T *const own = x + own_row * p.x_stride + own_chunk * 8;
     const int64_t apart = APART * p.x_stride;
     // The tile that is copied next.
@@ -364,7 +364,7 @@ template <typename T, int TILES> __device__ __forceinline__ void gradient(const 
         }
         const int there = column + own_chunk * 8 < p.wide ? p.rows - row - own_row : 0;
         const T *from = own + row * p.x_stride + column;
-        // Rows that are a multiple of 8 apart are turned the same way.
+        // Rows that are a multiple of 8 apart are swizzled the same way.
         static_assert(APART % 8 == 0, "copies of a thread are at the same place of a row");
 #pragma unroll
         for (int i = 0; i < GRADIENT_ROWS / APART; i++, from += apart)
@@ -417,7 +417,7 @@ template <typename T, int TILES> __device__ __forceinline__ void gradient(const 
             uint32_t b[GROUPS][4];
 #pragma unroll
             for (int j = 0; j < GROUPS; j++)
-                load_tiles_transposed(b[j], part + turned(row + lane, warp_columns % 2 * 4 + j));
+                load_tiles_transposed(b[j], part + swizzled(row + lane, warp_columns % 2 * 4 + j));
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int r = row + half * 16 + lane % 8 + lane / 16 * 8;

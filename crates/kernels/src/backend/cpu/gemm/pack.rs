@@ -543,11 +543,11 @@ fn transpose<A: Real>(
                 unsafe { transpose_square(source, source_stride, target.as_mut_ptr(), stride) };
                 continue;
             }
-            let mut turned = [A::ZERO; SQUARE * SQUARE];
+            let mut transposed = [A::ZERO; SQUARE * SQUARE];
             // SAFETY: both are whole squares.
-            unsafe { transpose_square(source, source_stride, turned.as_mut_ptr(), SQUARE) };
-            for (row, turned) in turned.chunks_exact(SQUARE).take(rows).enumerate() {
-                target[row * stride..][..columns].copy_from_slice(&turned[..columns]);
+            unsafe { transpose_square(source, source_stride, transposed.as_mut_ptr(), SQUARE) };
+            for (row, transposed) in transposed.chunks_exact(SQUARE).take(rows).enumerate() {
+                target[row * stride..][..columns].copy_from_slice(&transposed[..columns]);
             }
         }
     }
@@ -720,13 +720,13 @@ mod x86 {
                 let odd_ab = _mm512_shuffle_f32x4::<0xdd>(a, b);
                 let even_cd = _mm512_shuffle_f32x4::<0x88>(c, d);
                 let odd_cd = _mm512_shuffle_f32x4::<0xdd>(c, d);
-                let turned = [
+                let transposed = [
                     (i, _mm512_shuffle_f32x4::<0x88>(even_ab, even_cd)),
                     (4 + i, _mm512_shuffle_f32x4::<0x88>(odd_ab, odd_cd)),
                     (8 + i, _mm512_shuffle_f32x4::<0xdd>(even_ab, even_cd)),
                     (12 + i, _mm512_shuffle_f32x4::<0xdd>(odd_ab, odd_cd)),
                 ];
-                for (word, row) in turned {
+                for (word, row) in transposed {
                     _mm512_storeu_ps(target.add(word * stride), row);
                 }
             }

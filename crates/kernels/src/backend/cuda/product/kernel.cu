@@ -6,7 +6,7 @@
 // 256 by 256 of a C; they share its tiles of B, of which each brings one half to both. In a block, one
 // thread of the first warpgroup has the tensor memory accelerator bring tiles of A and B, 64 deep, and two
 // warpgroups multiply 64 rows each. What lies beyond a matrix is zeros when it is read, and isn't written.
-#include "boxes.cuh"
+#include "tma.cuh"
 
 namespace {
 
@@ -14,7 +14,7 @@ constexpr int MOST_TERMS = 8;
 constexpr int MOST_OUTPUTS = 4;
 
 struct Term {
-    Map a, b;
+    TmaDescriptor a, b;
 };
 
 struct Output {
@@ -24,7 +24,7 @@ struct Output {
 
 struct Products {
     Term terms[MOST_TERMS];
-    Map c[MOST_OUTPUTS];
+    TmaDescriptor c[MOST_OUTPUTS];
     Output outputs[MOST_OUTPUTS];
     int depths[MOST_TERMS];
     int count;        // of outputs

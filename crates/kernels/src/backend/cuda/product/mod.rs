@@ -1,6 +1,6 @@
 //! Sums of matrix products in one launch, where the GPU has what `kernel.cu` takes.
 
-use super::{Cuda, Map, Matrix, Module, module, recording};
+use super::{Cuda, Matrix, Module, TmaDescriptor, module, recording};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, bail};
 
@@ -41,9 +41,9 @@ pub(crate) struct Sum {
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Maps {
-    a: Map,
-    b: Map,
+struct TermDescriptors {
+    a: TmaDescriptor,
+    b: TmaDescriptor,
 }
 
 #[repr(C)]
@@ -60,8 +60,8 @@ struct Output {
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Products {
-    terms: [Maps; MOST_TERMS],
-    c: [Map; MOST_OUTPUTS],
+    terms: [TermDescriptors; MOST_TERMS],
+    c: [TmaDescriptor; MOST_OUTPUTS],
     outputs: [Output; MOST_OUTPUTS],
     depths: [i32; MOST_TERMS],
     count: i32,
@@ -121,12 +121,12 @@ impl Cuda<'_> {
                 first_tile: size(tiles)?,
                 columns: size(sum.columns)?,
             };
-            all.c[index] = map(sum.to, dtype, [rows, sum.columns], [64, 64])?;
+            all.c[index] = descriptor(sum.to, dtype, [rows, sum.columns], [64, 64])?;
             for Term { a, b, depth } in &sum.terms {
-                all.terms[terms].a = map(*a, dtype, [rows, *depth], [128, 64])?;
+                all.terms[terms].a = descriptor(*a, dtype, [rows, *depth], [128, 64])?;
                 all.terms[terms].b = match along {
-                    true => map(b.t(), dtype, [sum.columns, *depth], [128, 64])?,
-                    false => map(*b, dtype, [*depth, sum.columns], [64, 64])?,
+                    true => descriptor(b.t(), dtype, [sum.columns, *depth], [128, 64])?,
+                    false => descriptor(*b, dtype, [*depth, sum.columns], [64, 64])?,
                 };
                 all.depths[terms] = size(*depth)?;
                 terms += 1;
@@ -154,8 +154,13 @@ impl Cuda<'_> {
     }
 }
 
-/// Describes a matrix of `rows` by `columns`, to be moved in boxes.
-fn map(matrix: Matrix, dtype: DType, [rows, columns]: [usize; 2], of_box: [u32; 2]) -> Result<Map> {
+/// The TMA descriptor of a matrix of `rows` by `columns`, moved in such boxes.
+fn descriptor(
+    matrix: Matrix,
+    dtype: DType,
+    [rows, columns]: [usize; 2],
+    of_box: [u32; 2],
+) -> Result<TmaDescriptor> {
     if matrix.dtype != dtype || !matrix.has_aligned_rows() {
         bail!(
             "metal-candle-kernels: a sum of products on CUDA has a {:?} matrix with rows {} elements apart, expected {dtype:?} and rows that begin at 16 bytes",
@@ -163,7 +168,7 @@ fn map(matrix: Matrix, dtype: DType, [rows, columns]: [usize; 2], of_box: [u32; 
             matrix.stride
         )
     }
-    Map::new(dtype, matrix.pointer, [rows, columns], [matrix.stride, 1], of_box)
+    TmaDescriptor::new(dtype, matrix.pointer, [rows, columns], [matrix.stride, 1], of_box)
 }
 
 /// A size as the kernel takes it.

@@ -109,7 +109,7 @@ fn cuda_hopper_adds_up_products_of_odd_sizes() {
 
 #[test]
 #[ignore = "needs an NVIDIA GPU of compute capability 9.0"]
-fn cuda_hopper_refuses_matrices_that_cannot_be_moved_in_boxes() {
+fn cuda_hopper_refuses_matrices_that_have_no_tma_descriptor() {
     let device = cuda();
     let gpu = Cuda::on(&device).unwrap();
     assert_has_warpgroups(&gpu);

@@ -225,11 +225,11 @@ fn metal_host_of_attention_agrees_with_the_kernels() {
     // As few queries, and as tiles; the elements of a head are copied together.
     for queries in [2, 11] {
         assert_same(|dtype, device| {
-            let turned = |heads, tokens, seed| {
+            let transposed = |heads, tokens, seed| {
                 contiguous(&[1, 12, heads, tokens], seed, dtype, device).transpose(1, 3).unwrap()
             };
-            let (q, d_o) = (turned(4, queries, 1), turned(4, queries, 2));
-            let (k, v) = (turned(2, 13, 3), turned(2, 13, 4));
+            let (q, d_o) = (transposed(4, queries, 1), transposed(4, queries, 2));
+            let (k, v) = (transposed(2, 13, 3), transposed(2, 13, 4));
             let first_key = Tensor::full(2u32, (queries, 1), device).unwrap();
             let first_key = first_key.t().unwrap();
             let options = attention::Options { scale: 0.3, softcap: Some(2.0), window: Some(7) };

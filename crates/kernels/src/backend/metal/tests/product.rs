@@ -37,21 +37,21 @@ impl Operand {
     }
 }
 
-/// The operand `(rows, columns)`, stored as its transposed matrix if `turned`.
-fn operand(rows: usize, columns: usize, turned: bool, aligned: bool, dtype: DType) -> Operand {
+/// The operand `(rows, columns)`, stored as its transposed matrix if `transposed`.
+fn operand(rows: usize, columns: usize, transposed: bool, aligned: bool, dtype: DType) -> Operand {
     let seed = (rows + 3 * columns) as u64;
-    match turned {
+    match transposed {
         true => Operand::new(columns, rows, aligned, dtype, seed),
         false => Operand::new(rows, columns, aligned, dtype, seed),
     }
 }
 
-fn turn(matrix: Matrix<'_>, turned: bool) -> Matrix<'_> {
-    if turned { matrix.t() } else { matrix }
+fn transpose(matrix: Matrix<'_>, transposed: bool) -> Matrix<'_> {
+    if transposed { matrix.t() } else { matrix }
 }
 
-fn turn_tensor(tensor: &Tensor, turned: bool) -> Tensor {
-    if turned { tensor.t().unwrap() } else { tensor.clone() }
+fn transpose_tensor(tensor: &Tensor, transposed: bool) -> Tensor {
+    if transposed { tensor.t().unwrap() } else { tensor.clone() }
 }
 
 /// Asserts that `found` is `expected` after it was rounded to the dtype.
@@ -76,30 +76,30 @@ fn metal_products_of_all_layouts_and_dtypes_are_right() {
         // The last ones fill whole tiles.
         let sizes = [(33, 37, 41), (64, 33, 16), (9, 5, 3), (32, 64, 64)];
         for (index, (rows, columns, inner)) in sizes.into_iter().enumerate() {
-            for (turns, dtype) in
+            for (sides, dtype) in
                 [(0, DTYPES[0]), (1, DTYPES[1]), (2, DTYPES[2]), (3, DTYPES[index % 3])]
             {
-                let [left_turned, right_turned] = [turns & 1 == 1, turns & 2 == 2];
+                let [left_transposed, right_transposed] = [sides & 1 == 1, sides & 2 == 2];
                 // Aligned to 16 bytes or not, and of another dtype than the left one.
                 for (aligned, other) in [
                     (true, dtype),
-                    (true, DTYPES[(index + turns) % 3]),
-                    (false, DTYPES[(index + turns) % 3]),
+                    (true, DTYPES[(index + sides) % 3]),
+                    (false, DTYPES[(index + sides) % 3]),
                 ] {
-                    let left = operand(rows, inner, left_turned, aligned, dtype);
-                    let right = operand(inner, columns, right_turned, aligned, other);
-                    let out = metal.empty((rows, columns), DTYPES[turns % 3]).unwrap();
+                    let left = operand(rows, inner, left_transposed, aligned, dtype);
+                    let right = operand(inner, columns, right_transposed, aligned, other);
+                    let out = metal.empty((rows, columns), DTYPES[sides % 3]).unwrap();
                     let terms = [Term::new(
-                        turn(left.matrix(), left_turned),
-                        turn(right.matrix(), right_turned),
+                        transpose(left.matrix(), left_transposed),
+                        transpose(right.matrix(), right_transposed),
                         inner,
                     )];
                     metal
                         .product(OPERATION, rows, columns, &terms, Matrix::of(&out, columns))
                         .unwrap();
                     let right = rounded(&right.numbers, dtype);
-                    let expected = turn_tensor(&left.numbers, left_turned)
-                        .matmul(&turn_tensor(&right, right_turned))
+                    let expected = transpose_tensor(&left.numbers, left_transposed)
+                        .matmul(&transpose_tensor(&right, right_transposed))
                         .unwrap();
                     assert_product(&out.tensor, &expected, inner);
                 }
@@ -114,22 +114,24 @@ fn metal_products_in_large_tiles_are_right_and_the_same_in_every_order_of_thread
     // Nine tiles down are more than a panel; eight across.
     let (rows, columns, inner) = (8 * 64 + 3, 7 * 64 + 1, 19);
     let cases = [(DType::BF16, false, true), (DType::F32, true, false), (DType::F16, true, true)];
-    for (dtype, left_turned, right_turned) in cases {
+    for (dtype, left_transposed, right_transposed) in cases {
         let first = RefCell::new(None);
         in_every(THOROUGH, || {
             let metal = metal();
-            let left = operand(rows, inner, left_turned, true, dtype);
-            let right = operand(inner, columns, right_turned, false, dtype);
+            let left = operand(rows, inner, left_transposed, true, dtype);
+            let right = operand(inner, columns, right_transposed, false, dtype);
             let out = metal.empty((rows, columns), DType::F32).unwrap();
-            let (left_matrix, right_matrix) =
-                (turn(left.matrix(), left_turned), turn(right.matrix(), right_turned));
+            let (left_matrix, right_matrix) = (
+                transpose(left.matrix(), left_transposed),
+                transpose(right.matrix(), right_transposed),
+            );
             let terms = [Term::new(left_matrix, right_matrix, inner)];
             metal.product(OPERATION, rows, columns, &terms, Matrix::of(&out, columns)).unwrap();
             match &mut *first.borrow_mut() {
                 Some(first) => assert_identical(first, &out.tensor),
                 none => {
-                    let expected = turn_tensor(&left.numbers, left_turned)
-                        .matmul(&turn_tensor(&right.numbers, right_turned))
+                    let expected = transpose_tensor(&left.numbers, left_transposed)
+                        .matmul(&transpose_tensor(&right.numbers, right_transposed))
                         .unwrap();
                     assert_product(&out.tensor, &expected, inner);
                     *none = Some(out.tensor.clone());
@@ -165,7 +167,7 @@ fn metal_products_of_several_terms_add_up_with_bias_and_what_is_there() {
                 .enumerate()
                 .map(|(index, (inner, (left, right)))| {
                     let term =
-                        Term::new(left.matrix(), turn(right.matrix(), inner % 2 == 0), *inner);
+                        Term::new(left.matrix(), transpose(right.matrix(), inner % 2 == 0), *inner);
                     if index == 0 { term.times(0.5) } else { term }
                 })
                 .collect();
@@ -176,7 +178,7 @@ fn metal_products_of_several_terms_add_up_with_bias_and_what_is_there() {
             let mut expected = there.numbers.broadcast_add(&bias.numbers).unwrap();
             for (index, (inner, (left, right))) in inners.iter().zip(&operands).enumerate() {
                 let product =
-                    left.numbers.matmul(&turn_tensor(&right.numbers, inner % 2 == 0)).unwrap();
+                    left.numbers.matmul(&transpose_tensor(&right.numbers, inner % 2 == 0)).unwrap();
                 let factor = if index == 0 { 0.5 } else { 1.0 };
                 expected = (expected + (product * factor).unwrap()).unwrap();
             }
@@ -207,21 +209,21 @@ fn metal_products_drop_elements_of_the_left_matrix_and_of_the_result() {
         let mask = Mask { seed: 0xdead_beef_1234_5678, threshold: 1 << 30 };
         let (rows, columns) = (35, 9);
         // The longer one is cut into slices.
-        for (inner, turned) in [(41, false), (1100, false), (1100, true)] {
-            let left = operand(rows, inner, turned, true, DType::F16);
+        for (inner, transposed) in [(41, false), (1100, false), (1100, true)] {
+            let left = operand(rows, inner, transposed, true, DType::F16);
             let right = operand(inner, columns, false, true, DType::F16);
             let out = metal.empty((rows, columns), DType::F32).unwrap();
-            let term = || Term::new(turn(left.matrix(), turned), right.matrix(), inner);
+            let term = || Term::new(transpose(left.matrix(), transposed), right.matrix(), inner);
             let to = Matrix::of(&out, columns);
             let terms = [term().times(1.5).masked(Some(mask))];
             metal.product(OPERATION, rows, columns, &terms, to).unwrap();
-            let masked = turn_tensor(&dropped(&left.numbers, mask), turned);
+            let masked = transpose_tensor(&dropped(&left.numbers, mask), transposed);
             let expected = (masked.matmul(&right.numbers).unwrap() * 1.5).unwrap();
             assert_product(&out.tensor, &expected, inner);
 
             let finish = Finish { mask: Some((mask, 3.0)), add: true, bias: None };
             metal.product_with(OPERATION, rows, columns, &[term()], finish, to).unwrap();
-            let left = turn_tensor(&left.numbers, turned);
+            let left = transpose_tensor(&left.numbers, transposed);
             let product = dropped(&left.matmul(&right.numbers).unwrap(), mask);
             let expected = (expected + (product * 3.0).unwrap()).unwrap();
             assert_product(&out.tensor, &expected, inner);

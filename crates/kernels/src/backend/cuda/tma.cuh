@@ -1,46 +1,47 @@
-// Boxes of a tensor that Hopper's tensor memory accelerator moves by itself between global and shared
+// Boxes of a tensor that Hopper's tensor memory accelerator (TMA) moves by itself between global and shared
 // memory, where their lines of 128 bytes lie as `describe_tile` in warpgroup.cuh has it. What of a box
 // lies beyond the tensor is zeros when it is read, and isn't written.
 #pragma once
 
 #include "warpgroup.cuh"
 
-/// Where a tensor lies, as the driver describes it to the hardware; `Map` in boxes.rs.
-struct alignas(128) Map {
+/// Where a tensor lies and which boxes of it are moved, as the driver tells the hardware; as in tma.rs.
+struct alignas(128) TmaDescriptor {
     uint64_t words[16];
 };
 
 #if defined(HOPPER)
 
 /// Brings the box of a matrix from column x of row y on.
-__device__ __forceinline__ void load_box(uint32_t to, const Map &map, int x, int y,
+__device__ __forceinline__ void load_box(uint32_t to, const TmaDescriptor &descriptor, int x, int y,
                                          uint32_t barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-                 "l"(&map), "r"(x), "r"(y), "r"(barrier)
+                 "l"(&descriptor), "r"(x), "r"(y), "r"(barrier)
                  : "memory");
 }
 
 /// Brings it to the same place of both blocks of the cluster, and tells the barriers of both.
-__device__ __forceinline__ void load_box_for_both(uint32_t to, const Map &map, int x, int y,
+__device__ __forceinline__ void load_box_for_both(uint32_t to, const TmaDescriptor &descriptor, int x, int y,
                                                   uint32_t barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
                  ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-                 "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<uint16_t>(3))
+                 "l"(&descriptor), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<uint16_t>(3))
                  : "memory");
 }
 
 /// Brings the box of a tensor of four dimensions from there on.
-__device__ __forceinline__ void load_box(uint32_t to, const Map &map, int x, int y, int z, int w,
-                                         uint32_t barrier) {
+__device__ __forceinline__ void load_box(uint32_t to, const TmaDescriptor &descriptor, int x, int y,
+                                         int z, int w, uint32_t barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-                 "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+                 "l"(&descriptor), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
                  : "memory");
 }
 
-__device__ __forceinline__ void store_box(const Map &map, int x, int y, uint32_t from) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+__device__ __forceinline__ void store_box(const TmaDescriptor &descriptor, int x, int y, uint32_t from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
+                     &descriptor),
                  "r"(x), "r"(y), "r"(from)
                  : "memory");
 }

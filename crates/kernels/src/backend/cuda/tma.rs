@@ -1,4 +1,4 @@
-//! Tensors as Hopper's tensor memory accelerator is told of them; see boxes.cuh.
+//! Descriptors of tensors for Hopper's tensor memory accelerator (TMA); see tma.cuh.
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::{
@@ -8,30 +8,31 @@ use candle_core::cuda_backend::cudarc::driver::sys::{
 use candle_core::{DType, Result, bail};
 use std::ffi::c_void;
 
-/// A tensor of 2-byte elements that is moved in boxes.
+/// A TMA descriptor (`CUtensorMap`) of a tensor of 2-byte elements: where it lies, and the box of it that one copy
+/// moves.
 #[repr(C, align(128))]
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Map([u64; 16]);
+pub(crate) struct TmaDescriptor([u64; 16]);
 
-impl Map {
+impl TmaDescriptor {
     /// The elements from `pointer` on, of `sizes`, the last dimension contiguous and the others
-    /// `strides` elements apart, in boxes of `of_box`, whose lines are of 64 elements at most. Of a tensor
-    /// without elements there is no box to be moved.
+    /// `strides` elements apart, in boxes of `of_box`, whose lines are of 64 elements at most. A tensor
+    /// without elements has none.
     pub(crate) fn new<const N: usize>(
         dtype: DType,
         pointer: u64,
         sizes: [usize; N],
         strides: [usize; N],
         of_box: [u32; N],
-    ) -> Result<Map> {
+    ) -> Result<TmaDescriptor> {
         if sizes.contains(&0) {
-            return Ok(Map::default());
+            return Ok(TmaDescriptor::default());
         }
         let element = match dtype {
             DType::BF16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             DType::F16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             _ => bail!(
-                "metal-candle-kernels: elements of dtype {dtype:?} to be moved in boxes on CUDA, expected BF16 or F16"
+                "metal-candle-kernels: a TMA descriptor of {dtype:?} elements on CUDA, expected BF16 or F16"
             ),
         };
         let outer = 0..N.saturating_sub(1);
@@ -41,20 +42,20 @@ impl Map {
             pointer.is_multiple_of(16) && outer.clone().all(|i| apart(i).is_multiple_of(8));
         if !aligned || strides[N - 1] != 1 {
             bail!(
-                "metal-candle-kernels: elements of strides {strides:?} to be moved in boxes on CUDA, expected rows that begin at 16 bytes"
+                "metal-candle-kernels: a TMA descriptor of elements with strides {strides:?} on CUDA, expected rows that begin at 16 bytes"
             )
         }
-        let mut map = CUtensorMap { opaque: [0; 16] };
+        let mut descriptor = CUtensorMap { opaque: [0; 16] };
         // The driver counts dimensions from the last one, and distances in bytes.
         let counts: [u64; N] = std::array::from_fn(|i| sizes[N - 1 - i] as u64);
         let bytes: Vec<u64> = outer.rev().map(|i| 2 * apart(i) as u64).collect();
         let boxes: [u32; N] = std::array::from_fn(|i| of_box[N - 1 - i]);
         let steps = [1u32; N];
         // SAFETY: it reads the arrays, which are of the numbers of dimensions it is told, and writes the
-        // map.
+        // descriptor.
         unsafe {
             cuTensorMapEncodeTiled(
-                &raw mut map,
+                &raw mut descriptor,
                 element,
                 N as u32,
                 pointer as *mut c_void,
@@ -70,6 +71,6 @@ impl Map {
         }
         .result()
         .w()?;
-        Ok(Map(map.opaque))
+        Ok(TmaDescriptor(descriptor.opaque))
     }
 }
