@@ -16,8 +16,8 @@ struct Constants {
     }
 };
 
-/// The buffers, as in cuda.rs.
-struct Buffers {
+/// As in cuda.rs.
+struct Pointers {
     float *params, *grads, *row_means, *column_means;
     /// The mean of the rows' means.
     float *mean;
@@ -33,7 +33,7 @@ struct Buffers {
 
 /// A warp has a row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    adafactor_rows(const __grid_constant__ Buffers buffers,
+    adafactor_rows(const __grid_constant__ Pointers buffers,
                    const __grid_constant__ Constants constants) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int64_t row = int64_t(blockIdx.x) * WARPS + warp;
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 /// A block has `WIDTH` columns; one more has the mean of the rows' means.
 extern "C" __global__ void __launch_bounds__(WIDTH *HEIGHT)
-    adafactor_columns(const __grid_constant__ Buffers buffers,
+    adafactor_columns(const __grid_constant__ Pointers buffers,
                       const __grid_constant__ Constants constants) {
     __shared__ float scratch[WIDTH * HEIGHT];
     if (blockIdx.x + 1 == gridDim.x) {
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(WIDTH *HEIGHT)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    adafactor_measure(const __grid_constant__ Buffers buffers,
+    adafactor_measure(const __grid_constant__ Pointers buffers,
                       const __grid_constant__ Constants constants) {
     __shared__ float scratch[32];
     const int64_t count = buffers.rows * buffers.columns, stride = int64_t(gridDim.x) * THREADS;
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 /// As many blocks as measured.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    adafactor_update(const __grid_constant__ Buffers buffers,
+    adafactor_update(const __grid_constant__ Pointers buffers,
                      const __grid_constant__ Constants constants) {
     __shared__ float scratch[32];
     const int64_t count = buffers.rows * buffers.columns, stride = int64_t(gridDim.x) * THREADS;

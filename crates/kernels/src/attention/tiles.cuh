@@ -57,8 +57,6 @@ struct Parameters {
     int stages;
 };
 
-static_assert(sizeof(Parameters) == 296, "the size that cuda.rs has");
-
 /// How a product becomes a score, before `factor`: as it is, `tanh(inner·x)`, or `inner·x`, which
 /// is for scales that aren't positive.
 enum Scores { AS_IS, CAPPED, SCALED };

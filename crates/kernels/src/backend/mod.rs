@@ -1,6 +1,8 @@
 //! What the operations share: a folder for each backend, the choice among them by where a tensor lies, and
 //! checks of shapes and dtypes. [`crate::devices`] is what callers see of them.
 
+#[cfg(test)]
+mod agreement;
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;

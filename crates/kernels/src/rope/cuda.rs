@@ -20,7 +20,9 @@ struct Rotated {
 
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
-struct Both([Rotated; 2]);
+struct Both {
+    at: [Rotated; 2],
+}
 
 // SAFETY: it has the layout of the kernels' struct of that name.
 unsafe impl DeviceRepr for Both {}
@@ -44,7 +46,7 @@ pub(super) fn rotate(
         && [cos.pointer, sin.pointer].iter().all(|address| address % 16 == 0);
     let (mut both, mut most_heads) = (Both::default(), 0);
     let (mut inputs, mut outputs) = (Vec::with_capacity(2), Vec::with_capacity(2));
-    for (x, rotated) in xs.iter().zip(&mut both.0) {
+    for (x, rotated) in xs.iter().zip(&mut both.at) {
         let x = cuda.strided_rows(x)?;
         let y = cuda.empty(x.tensor.shape(), dtype)?;
         let heads = x.tensor.dim(2)?;

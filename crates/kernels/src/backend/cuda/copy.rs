@@ -25,7 +25,10 @@ unsafe impl DeviceRepr for Layout {}
 
 /// Two tensors as `write_both` takes them: where they are read and written.
 #[repr(C)]
-struct Both([[u64; 2]; 2]);
+struct Both {
+    from: [u64; 2],
+    to: [u64; 2],
+}
 
 // SAFETY: it has the layout of the kernel's struct of that name.
 unsafe impl DeviceRepr for Both {}
@@ -96,7 +99,7 @@ impl Cuda<'_> {
         let grid = (count.div_ceil(THREADS).min(MOST_BLOCKS) as u32, 2, 1);
         let launch = MODULE.launch(self, name, grid, THREADS as u32, 0)?.overlapping();
         let [width, pitch, place] = [width, pitch, place].map(|bytes| (bytes / pack) as i64);
-        let (both, count) = (Both([from, to]), count as i64);
+        let (both, count) = (Both { from, to }, count as i64);
         // SAFETY: as the caller promises.
         unsafe {
             launch.with(|arguments| {

@@ -12,7 +12,9 @@ use std::ffi::c_void;
 /// moves.
 #[repr(C, align(128))]
 #[derive(Clone, Copy, Default)]
-pub(crate) struct TmaDescriptor([u64; 16]);
+pub(crate) struct TmaDescriptor {
+    words: [u64; 16],
+}
 
 impl TmaDescriptor {
     /// The elements from `pointer` on, of `sizes`, the last dimension contiguous and the others
@@ -71,6 +73,6 @@ impl TmaDescriptor {
         }
         .result()
         .w()?;
-        Ok(TmaDescriptor(descriptor.opaque))
+        Ok(TmaDescriptor { words: descriptor.opaque })
     }
 }

@@ -13,7 +13,7 @@ namespace {
 constexpr int MOST_TERMS = 8;
 constexpr int MOST_OUTPUTS = 4;
 
-struct Term {
+struct TermDescriptors {
     TmaDescriptor a, b;
 };
 
@@ -23,7 +23,7 @@ struct Output {
 };
 
 struct Products {
-    Term terms[MOST_TERMS];
+    TermDescriptors terms[MOST_TERMS];
     TmaDescriptor c[MOST_OUTPUTS];
     Output outputs[MOST_OUTPUTS];
     int depths[MOST_TERMS];
@@ -107,7 +107,7 @@ template <typename T, bool ACROSS> __device__ __forceinline__ void products(cons
             const Place place = place_of(p, tile, block);
             const Output &output = p.outputs[place.output];
             for (int t = output.first_term; t < output.first_term + output.terms; t++) {
-                const Term &term = p.terms[t];
+                const TermDescriptors &term = p.terms[t];
                 for (int k = 0; k < p.depths[t]; k += DEPTH) {
                     barrier_wait(empty + 8 * stage, parity ^ 1);
                     const uint32_t to = base + stage * STAGE, barrier = full + 8 * stage;
