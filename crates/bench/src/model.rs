@@ -168,6 +168,7 @@ impl Workload for TrainingStep {
             self.gradients.buffer(),
             parameters.decayed(),
         )?;
+        parameters.changed();
         Ok(vec![Tensor::new(&[mean], &Device::Cpu)?, Tensor::new(&[norm], &Device::Cpu)?])
     }
 }

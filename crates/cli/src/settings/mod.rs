@@ -449,6 +449,7 @@ impl Settings {
             last_layers,
             rank_pattern: self.rank_pattern.clone(),
             alpha_pattern: self.alpha_pattern.clone(),
+            ..LoraConfig::default()
         })
     }
 

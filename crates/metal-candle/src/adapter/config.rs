@@ -50,6 +50,77 @@ pub struct LoraConfig {
     pub rank_pattern: IndexMap<String, usize>,
     /// Other alphas, likewise.
     pub alpha_pattern: IndexMap<String, f64>,
+    /// Train the length of each row of a weight apart from its direction (DoRA).
+    pub dora: bool,
+    /// Where A and B start.
+    pub start: StartFrom,
+    /// Which biases are trained too.
+    pub bias: Biases,
+    /// Other parts of the model of which all weights are trained, by name: `lm_head`, `embed_tokens`, `norm`.
+    pub modules_to_save: Vec<String>,
+}
+
+/// Where a new adapter starts: PEFT's `init_lora_weights`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StartFrom {
+    /// A uniform in ±1/√in, B zero.
+    #[default]
+    Kaiming,
+    /// A normal with a deviation of 1 / rank, B zero.
+    Gaussian,
+    /// The weight's largest singular values, as exactly as f32 has them (PiSSA).
+    Pissa,
+    /// Their approximation by so many iterations.
+    PissaIterations(usize),
+    /// The weight's QR factors (OLoRA).
+    Olora,
+}
+
+impl StartFrom {
+    /// PEFT's word for it, which its files and this program's settings have.
+    pub fn parse(word: &str) -> Option<Self> {
+        Some(match word {
+            "kaiming" | "true" => Self::Kaiming,
+            "gaussian" => Self::Gaussian,
+            "pissa" => Self::Pissa,
+            "olora" => Self::Olora,
+            _ => match word.strip_prefix("pissa_niter_")?.parse() {
+                Ok(iterations @ 1..=1000) => Self::PissaIterations(iterations),
+                _ => return None,
+            },
+        })
+    }
+
+    /// Whether A·B isn't zero at the start.
+    pub fn takes_from_weight(self) -> bool {
+        matches!(self, Self::Pissa | Self::PissaIterations(_) | Self::Olora)
+    }
+}
+
+impl std::fmt::Display for StartFrom {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Kaiming => formatter.write_str("kaiming"),
+            Self::Gaussian => formatter.write_str("gaussian"),
+            Self::Pissa => formatter.write_str("pissa"),
+            Self::PissaIterations(count) => write!(formatter, "pissa_niter_{count}"),
+            Self::Olora => formatter.write_str("olora"),
+        }
+    }
+}
+
+/// Which biases of linear layers are trained.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Biases {
+    /// None.
+    #[default]
+    None,
+    /// Those of layers with an adapter.
+    LoraOnly,
+    /// Those of all layers.
+    All,
 }
 
 impl Default for LoraConfig {
@@ -66,6 +137,10 @@ impl Default for LoraConfig {
             last_layers: None,
             rank_pattern: IndexMap::new(),
             alpha_pattern: IndexMap::new(),
+            dora: false,
+            start: StartFrom::default(),
+            bias: Biases::default(),
+            modules_to_save: Vec::new(),
         }
     }
 }
@@ -189,7 +264,7 @@ fn layer_index(path: &str) -> Option<usize> {
     path.split('.').find_map(|part| part.parse().ok())
 }
 
-fn ends_in(path: &str, name: &str) -> bool {
+pub(super) fn ends_in(path: &str, name: &str) -> bool {
     path == name || path.strip_suffix(name).is_some_and(|rest| rest.ends_with('.'))
 }
 

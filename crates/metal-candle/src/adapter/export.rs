@@ -5,7 +5,7 @@ use super::{Adapter, LoraConfig, Method, Part};
 use crate::model::{Model, export};
 use crate::text::CHAT_TEMPLATE;
 use crate::{Result, files};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -87,6 +87,11 @@ impl Adapter {
                 companions: companions.map(Path::to_path_buf),
             },
         };
-        Ok(TrainedFiles { kind, parts: self.parts.clone(), chat_template: None })
+        let mut parts = self.parts.clone();
+        // The thread that writes them needs nothing of the device.
+        for start in parts.iter_mut().filter_map(|part| part.start.as_mut()) {
+            *start = start.to_device(&Device::Cpu)?;
+        }
+        Ok(TrainedFiles { kind, parts, chat_template: None })
     }
 }

@@ -8,11 +8,12 @@
 mod config;
 mod export;
 mod files;
+mod methods;
 mod parameters;
 #[cfg(test)]
 mod tests;
 
-pub use config::{LoraConfig, Resolved, Targets};
+pub use config::{Biases, LoraConfig, Resolved, StartFrom, Targets};
 pub use export::TrainedFiles;
 pub use files::peft::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_config};
 pub use parameters::{Entry, Parameters};
@@ -24,7 +25,11 @@ use crate::model::{Model, ModelId, Weights};
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
-use metal_candle_kernels::{copy, matmul};
+use metal_candle_kernels::copy;
+pub(crate) use methods::LowRank;
+pub(crate) use methods::dora::Lengths;
+use methods::dora::Magnitude;
+use methods::lora;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -37,6 +42,9 @@ pub struct Adapter {
     updates: Vec<Option<LowRank>>,
     /// By [`WeightId::index`].
     replaced: Vec<Option<Parameter>>,
+    /// The head of a model whose head is its embedding, which follows the embedding's replacement only where
+    /// every weight is trained.
+    head: Option<Parameter>,
     parts: Vec<Part>,
     parameters: Parameters,
 }
@@ -52,32 +60,6 @@ enum Method {
     Full,
 }
 
-/// The low-rank update of one linear layer.
-#[derive(Debug)]
-pub(crate) struct LowRank {
-    /// `(in, rank)`
-    pub a: Parameter,
-    /// `(rank, out)`
-    pub b: Parameter,
-    /// What `x·A·B` is multiplied by.
-    pub scale: f64,
-    /// The probability of dropping an input in training.
-    pub dropout: f32,
-    /// Sets this layer's dropout apart from the other layers'.
-    pub stream: u64,
-}
-
-impl LowRank {
-    /// `weight + scale · (A·B)ᵀ`, in the weight's dtype and summed in f32.
-    fn added_to(&self, weight: &Tensor) -> Result<Tensor> {
-        // (A · B)ᵀ = Bᵀ · Aᵀ, which `linear` reads as Bᵀ times the rows of A.
-        let update = matmul::linear(&self.b.tensor().t()?.contiguous()?, self.a.tensor(), None)?;
-        let update = update.affine(self.scale, 0.0)?;
-        let sum = (copy::cast(weight, DType::F32)? + update)?;
-        Ok(copy::cast(&sum, weight.dtype())?)
-    }
-}
-
 /// One trainable tensor, and what it is.
 #[derive(Debug, Clone)]
 struct Part {
@@ -86,6 +68,8 @@ struct Part {
     of: String,
     id: ParameterId,
     entry: Entry,
+    /// What A or B started from, if that is taken off again.
+    start: Option<Tensor>,
 }
 
 /// What a trainable tensor is.
@@ -95,7 +79,11 @@ enum PartKind {
     A,
     /// B `(rank, out)` of it.
     B,
-    /// A weight in the model's place.
+    /// The lengths of DoRA, `(out)`.
+    Magnitude,
+    /// The bias of a layer that has an update too.
+    Bias,
+    /// What stands in the place of another weight.
     Weight,
 }
 
@@ -112,6 +100,8 @@ impl Plan {
         let name = match kind {
             PartKind::A => format!("{of}.lora_A"),
             PartKind::B => format!("{of}.lora_B"),
+            PartKind::Magnitude => format!("{of}.lora_magnitude_vector"),
+            PartKind::Bias => format!("{of}.bias"),
             PartKind::Weight => of.to_string(),
         };
         self.parts.push((kind, of.to_string()));
@@ -134,7 +124,7 @@ impl Plan {
         let mut parts = Vec::with_capacity(ids.len());
         let mut views = Vec::with_capacity(ids.len());
         for ((kind, of), id) in self.parts.into_iter().zip(ids) {
-            parts.push(Part { kind, of, id, entry: parameters.entry(id)?.clone() });
+            parts.push(Part { kind, of, id, entry: parameters.entry(id)?.clone(), start: None });
             views.push(Parameter::new(parameters.view(id)?, id));
         }
         Ok((parameters, parts, views))
@@ -142,23 +132,27 @@ impl Plan {
 }
 
 impl Adapter {
-    /// A new LoRA adapter on the layers that `config` selects. A starts Kaiming-uniform with `a = √5` as in
-    /// PEFT, which is uniform in ±1/√in, and B at zero.
+    /// A new adapter on the layers that `config` selects, which starts where `config` says.
     ///
     /// # Errors
     /// For a configuration that doesn't fit the model.
     pub fn new(model: &Model, config: &LoraConfig, seed: u64) -> Result<Self> {
-        let adapter = Self::outline(model, config)?;
-        for (index, low_rank) in adapter.updates.iter().flatten().enumerate() {
-            let (input, rank) = low_rank.a.tensor().dims2()?;
-            let bound = 1.0 / (input as f64).sqrt();
-            let mut random = SplitMix64::stream(seed, index as u64);
-            let a: Vec<f32> = (0..input * rank)
-                .map(|_| ((2.0 * random.uniform() - 1.0) * bound) as f32)
-                .collect();
-            let a = Tensor::from_vec(a, (input, rank), &Device::Cpu)?;
-            adapter.parameters.set(low_rank.a.id(), &a.to_device(model.device())?)?;
+        let adapter = Self::lora(model, config)?;
+        let parameters = &adapter.parameters;
+        for (index, update) in adapter.updates.iter().flatten().enumerate() {
+            let (input, rank) = update.a.tensor().dims2()?;
+            let random = SplitMix64::stream(seed, index as u64);
+            let a = match (config.start, &update.start) {
+                (_, Some(start)) => {
+                    parameters.set(update.b.id(), &start.b)?;
+                    start.a.clone()
+                }
+                (StartFrom::Gaussian, None) => lora::gaussian(input, rank, random)?,
+                (_, None) => lora::kaiming(input, rank, random)?,
+            };
+            parameters.set(update.a.id(), &a.to_device(model.device())?)?;
         }
+        adapter.set_lengths(model)?;
         Ok(adapter)
     }
 
@@ -170,9 +164,10 @@ impl Adapter {
     pub fn load(model: &Model, folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let (config, _) = read_config(folder)?;
-        let adapter = Self::outline(model, &config)
+        let adapter = Self::lora(model, &config)
             .map_err(|error| Error::file(folder.join(ADAPTER_CONFIG), error.to_string()))?;
-        adapter.load_parameters(folder)?;
+        // PEFT's own files don't have what PiSSA and OLoRA took from the weights, which is found again here.
+        files::peft::read_weights(folder, &adapter.parts, &adapter.parameters, false)?;
         Ok(adapter)
     }
 
@@ -189,7 +184,9 @@ impl Adapter {
             replaced[id.index()] = Some(view);
         }
         let updates = model.linears().map(|_| None).collect();
-        Ok(Self { model: model.id(), method: Method::Full, updates, replaced, parts, parameters })
+        let head = replaced[model.embedding.index()].clone().filter(|_| model.head.is_none());
+        let (model, method) = (model.id(), Method::Full);
+        Ok(Self { model, method, updates, replaced, head, parts, parameters })
     }
 
     /// How the parameters of [`Self::full`] are laid out, without any.
@@ -197,8 +194,8 @@ impl Adapter {
         Parameters::layout(&Plan::full(model).parameters).0
     }
 
-    /// An adapter whose parameters are all zero.
-    fn outline(model: &Model, config: &LoraConfig) -> Result<Self> {
+    /// An adapter as `config` describes it, whose A, B and lengths are zero.
+    fn lora(model: &Model, config: &LoraConfig) -> Result<Self> {
         let layer_count = model.config().layers.len();
         let resolved = config.resolve(&model.linear_paths(), layer_count)?;
         let linears: HashMap<&str, &Linear> =
@@ -206,11 +203,14 @@ impl Adapter {
         let mut plan = Plan::default();
         let mut planned = Vec::with_capacity(resolved.len());
         for Resolved { path, rank, scale } in &resolved {
-            let Linear { index, input, output, .. } =
-                **linears.get(path.as_str()).ok_or_else(|| {
-                    Error::option("target_modules", format!("`{path}` is no layer of this model"))
-                })?;
-            let most = input.max(output);
+            let linear = *linears.get(path.as_str()).ok_or_else(|| {
+                Error::option("target_modules", format!("`{path}` is no layer of this model"))
+            })?;
+            let Linear { input, output, .. } = *linear;
+            let most = match config.start.takes_from_weight() {
+                true => input.min(output),
+                false => input.max(output),
+            };
             if *rank > most {
                 return Err(Error::option(
                     "rank",
@@ -221,24 +221,114 @@ impl Adapter {
             }
             let a = plan.add(PartKind::A, path, (input, *rank));
             let b = plan.add(PartKind::B, path, (*rank, output));
-            planned.push((index, a, b, *scale));
+            let m = config.dora.then(|| plan.add(PartKind::Magnitude, path, output));
+            let bias = linear.bias.filter(|_| config.bias != Biases::None);
+            let bias = bias.map(|id| (id, plan.add(PartKind::Bias, path, output)));
+            planned.push((linear, a, b, m, bias, *scale));
         }
-        let (parameters, parts, views) = plan.allocate(model.device())?;
+        let replacements = Self::plan_replacements(model, config, &mut plan, &resolved)?;
+        let (parameters, mut parts, views) = plan.allocate(model.device())?;
         let mut updates: Vec<Option<LowRank>> = model.linears().map(|_| None).collect();
-        for (stream, (index, a, b, scale)) in planned.into_iter().enumerate() {
-            updates[index] = Some(LowRank {
+        let mut replaced = vec![None; model.frozen().len()];
+        let mut head = None;
+        let mut replace = |place: Option<WeightId>, view: &Parameter| -> Result<()> {
+            let weight = model.frozen().tensor(place.unwrap_or(model.embedding))?;
+            parameters.set(view.id(), weight)?;
+            match place {
+                Some(id) => replaced[id.index()] = Some(view.clone()),
+                None => head = Some(view.clone()),
+            }
+            Ok(())
+        };
+        for (place, part) in replacements {
+            replace(place, &views[part])?;
+        }
+        for (stream, (linear, a, b, m, bias, scale)) in planned.into_iter().enumerate() {
+            if let Some((id, part)) = bias {
+                replace(Some(id), &views[part])?;
+            }
+            let weight = model.frozen().tensor(linear.weight)?;
+            let rank = views[a].tensor().dim(1)?;
+            let start = methods::start(config.start, weight, rank, scale, &linear.path)?;
+            if let Some(start) = &start {
+                parts[a].start = Some(start.a.clone());
+                parts[b].start = Some(start.b.clone());
+            }
+            updates[linear.index] = Some(LowRank {
                 a: views[a].clone(),
                 b: views[b].clone(),
                 scale,
                 dropout: config.dropout,
                 stream: stream as u64,
+                start,
+                magnitude: m.map(|part| Magnitude::new(views[part].clone(), weight)).transpose()?,
             });
         }
-        let (method, replaced) = (
-            Method::Lora { config: Box::new(config.clone()), layer_count },
-            vec![None; model.frozen().len()],
-        );
-        Ok(Self { model: model.id(), method, updates, replaced, parts, parameters })
+        let method = Method::Lora { config: Box::new(config.clone()), layer_count };
+        Ok(Self { model: model.id(), method, updates, replaced, head, parts, parameters })
+    }
+
+    /// The weights that are trained whole: the model's, or `None` for the head of a model whose head is the
+    /// embedding; and their places in the plan.
+    fn plan_replacements(
+        model: &Model,
+        config: &LoraConfig,
+        plan: &mut Plan,
+        resolved: &[Resolved],
+    ) -> Result<Vec<(Option<WeightId>, usize)>> {
+        const HEAD: &str = "lm_head";
+        let modules = &config.modules_to_save;
+        // PEFT compares the ends of the paths as texts.
+        let saved = |path: &str| modules.iter().position(|module| path.ends_with(module.as_str()));
+        let adapted = |path: &str| resolved.iter().any(|layer| layer.path == path);
+        let mut found = Vec::new();
+        let mut used = vec![false; modules.len()];
+        for (name, id) in model.named_weights() {
+            let (path, tensor) = name.rsplit_once('.').unwrap_or((name, ""));
+            let is_bias = config.bias == Biases::All && tensor == "bias" && !adapted(path);
+            if let Some(index) = saved(path) {
+                used[index] = true;
+                if adapted(path) {
+                    return Err(Error::option(
+                        "modules_to_save",
+                        format!("has `{path}`, which gets an adapter; expected one of both"),
+                    ));
+                }
+            } else if !is_bias {
+                continue;
+            }
+            let shape = model.frozen().shape(id).clone();
+            found.push((Some(id), plan.add(PartKind::Weight, name, shape)));
+        }
+        if let (None, Some(index)) = (model.head, saved(HEAD)) {
+            used[index] = true;
+            let shape = model.frozen().shape(model.embedding).clone();
+            found.push((None, plan.add(PartKind::Weight, &format!("{HEAD}.weight"), shape)));
+        }
+        if let Some(index) = used.iter().position(|used| !used) {
+            return Err(Error::option(
+                "modules_to_save",
+                format!(
+                    "has `{}`, but no part of this model is called so; expected embed_tokens, norm, lm_head or \
+                     a linear layer",
+                    modules[index]
+                ),
+            ));
+        }
+        Ok(found)
+    }
+
+    /// Sets DoRA's lengths to those of the merged rows, so that training starts from the model as it is.
+    fn set_lengths(&self, model: &Model) -> Result<()> {
+        for linear in model.linears() {
+            let Some(update) = self.update(linear) else { continue };
+            let Some(magnitude) = &update.magnitude else { continue };
+            let (a, b) = update.effective()?;
+            let weight = model.frozen().tensor(linear.weight)?;
+            let norms = magnitude.norms(weight, &a, &b, update.scale)?;
+            self.parameters.set(magnitude.parameter.id(), &norms)?;
+        }
+        Ok(())
     }
 
     /// Its configuration; `None` where every weight is trained.
@@ -276,6 +366,11 @@ impl Adapter {
         self.updates.get(linear.index)?.as_ref()
     }
 
+    /// What stands in the place of the head, where the model's is its embedding.
+    pub(crate) fn tied_head(&self) -> Option<&Parameter> {
+        self.head.as_ref()
+    }
+
     /// What stands in the place of a weight.
     pub(crate) fn replacement(&self, weight: WeightId) -> Option<&Parameter> {
         self.replaced.get(weight.index())?.as_ref()
@@ -289,7 +384,9 @@ impl Adapter {
     pub fn load_parameters(&self, folder: impl AsRef<Path>) -> Result<()> {
         let folder = folder.as_ref();
         match &self.method {
-            Method::Lora { .. } => files::peft::read_weights(folder, &self.parts, &self.parameters),
+            Method::Lora { .. } => {
+                files::peft::read_weights(folder, &self.parts, &self.parameters, true)
+            }
             Method::Full => {
                 let saved = Weights::open(folder)?;
                 let device = self.parameters.values().device();
@@ -309,6 +406,14 @@ impl Adapter {
     /// When the adapter is another model's, or there is no memory.
     pub fn merge(&self, model: Model) -> Result<Model> {
         self.check(&model)?;
+        let apart = self.head.is_some() || self.replacement(model.embedding).is_some();
+        if model.head.is_none() && !self.is_full() && apart {
+            return Err(Error::option(
+                "modules_to_save",
+                "has the embedding or the head of a model in which both are one weight, and they were trained \
+                 apart; the adapter can be used, but not merged",
+            ));
+        }
         let updates: HashMap<usize, &LowRank> = model
             .linears()
             .filter_map(|linear| Some((linear.weight.index(), self.update(linear)?)))
@@ -318,7 +423,7 @@ impl Adapter {
                 return Ok(copy::cast(parameter.tensor(), weight.dtype())?);
             }
             match updates.get(&id.index()) {
-                Some(update) => update.added_to(&weight),
+                Some(update) => update.merged(&weight),
                 None => Ok(weight),
             }
         })

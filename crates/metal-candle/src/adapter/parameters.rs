@@ -5,6 +5,7 @@ use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use metal_candle_kernels::copy;
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// One trainable tensor.
 #[derive(Clone, Debug)]
@@ -35,6 +36,7 @@ pub struct Parameters {
     values: Tensor,
     entries: Vec<Entry>,
     decayed: usize,
+    generation: AtomicU64,
 }
 
 impl Parameters {
@@ -55,7 +57,8 @@ impl Parameters {
         let len = entries.iter().map(count).sum::<usize>();
         let decayed = entries.iter().filter(|entry| entry.shape.rank() >= 2).map(count).sum();
         let values = Tensor::zeros(len, DType::F32, device)?;
-        Ok((Self { values, entries, decayed }, ids))
+        let generation = AtomicU64::new(0);
+        Ok((Self { values, entries, decayed, generation }, ids))
     }
 
     /// How parameters of these names and shapes are laid out, and the id of each, in the order given.
@@ -89,6 +92,17 @@ impl Parameters {
         &self.values
     }
 
+    /// A number that is another one after every change of the values, by which what follows from them is known
+    /// to be out of date.
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Relaxed)
+    }
+
+    /// To be called by whoever changes [`Self::values`] otherwise than by [`Self::set`].
+    pub fn changed(&self) {
+        self.generation.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// How many of the leading elements weight decay applies to.
     pub fn decayed(&self) -> usize {
         self.decayed
@@ -115,6 +129,7 @@ impl Parameters {
         }
         let flat = copy::cast(value, DType::F32)?.contiguous()?.flatten_all()?;
         copy::write(&self.values, &flat, 0, entry.offset)?;
+        self.changed();
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use super::{Tape, Value};
 use crate::Result;
 use candle_core::{D, DType, Shape, Tensor};
 use metal_candle_kernels::{
-    arithmetic, attention, copy, cross_entropy, devices, embedding, glu, lora_linear, matmul,
+    arithmetic, attention, copy, cross_entropy, devices, dora, embedding, glu, lora_linear, matmul,
     rms_norm, rope,
 };
 
@@ -447,6 +447,45 @@ impl Tape {
             if skip { x.tensor().clone() } else { arithmetic::add(x.tensor(), y.tensor())? };
         let sum = self.record_sum(&[x, y], output, |dy| Ok(vec![Some(dy.clone()), Some(dy)]));
         Ok(sum.numbered(number))
+    }
+
+    /// `y ⊙ m / norms + bias`, the columns of `y (.., out)` multiplied, with norms that are constants: what DoRA
+    /// makes of a linear layer without its bias. `m`, `norms` and `factor = m / norms` are `(out)` in f32.
+    pub fn scale_columns(
+        &self,
+        y: &Value,
+        m: &Value,
+        (norms, factor): (&Tensor, &Tensor),
+        bias: Option<&Value>,
+    ) -> Result<Value> {
+        let output = dora::scale_columns(y.tensor(), factor, bias.map(Value::tensor))?;
+        let mut inputs = vec![y, m];
+        inputs.extend(bias);
+        let needs: Vec<bool> = inputs.iter().map(|value| value.needs_gradient()).collect();
+        let (saved, norms, factor) = (y.tensor().clone(), norms.clone(), factor.clone());
+        Ok(self.record(&inputs, output, move |dz| {
+            let needs_dbias = needs.get(2).copied().unwrap_or(false);
+            let found = dora::scale_columns_backward(&saved, &factor, &dz, needs_dbias)?;
+            let dm = needs[1].then(|| found.dfactor / norms).transpose()?;
+            Ok(vec![Some(found.dy), dm, found.dbias])
+        }))
+    }
+
+    /// `y + bias`, with `bias (out)` added to the columns of `y (.., out)`.
+    pub fn add_bias(&self, y: &Value, bias: &Value) -> Result<Value> {
+        let output = y.tensor().broadcast_add(bias.tensor())?;
+        let needs = bias.needs_gradient();
+        Ok(self.record(&[y, bias], output, move |dy| {
+            let dbias = needs.then(|| matmul::linear_backward_bias(&dy)).transpose()?;
+            Ok(vec![Some(dy), dbias])
+        }))
+    }
+
+    /// `x` and a constant, one after the other along `dimension`.
+    pub fn join(&self, x: &Value, constant: &Tensor, dimension: usize) -> Result<Value> {
+        let output = Tensor::cat(&[x.tensor(), constant], dimension)?;
+        let length = x.tensor().dim(dimension)?;
+        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(dy.narrow(dimension, 0, length)?)])))
     }
 
     /// `factor · x`.

@@ -2,15 +2,24 @@
 
 use super::Pass;
 use super::adapters::{Groups, RowAdapters};
-use crate::Result;
-use crate::adapter::{Adapter, LowRank};
+use crate::adapter::{Adapter, Lengths, LowRank};
 use crate::autograd::{LoraValues, ProjectionValues, Tape, Value};
 use crate::model::layer::Linear;
 use crate::random::SplitMix64;
+use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::lora_linear::Dropout;
 use metal_candle_kernels::{arithmetic, copy, matmul};
+
+/// What several layers read.
+#[derive(Clone, Copy)]
+enum Read<'a> {
+    /// x `(.., in)`
+    Value(&'a Value),
+    /// `activation(gate)·up`
+    Gated(&'a Value, &'a Value, Activation),
+}
 
 /// One layer.
 pub(super) fn forward(layer: &Linear, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
@@ -28,10 +37,8 @@ pub(super) fn forward_gated(
 ) -> Result<Value> {
     match &pass.adapters {
         RowAdapters::Same(adapter) => {
-            let dtype = gate.tensor().dtype();
-            with_values(&[layer], tape, dtype, pass, adapter.as_deref(), |layers| {
-                tape.gated_projection(gate, up, activation, &layers[0])
-            })
+            let read = Read::Gated(gate, up, activation);
+            only(project(&[layer], tape, read, pass, adapter.as_deref())?)
         }
         RowAdapters::Grouped(_) => forward(layer, tape, &tape.glu(gate, up, activation)?, pass),
     }
@@ -44,28 +51,33 @@ pub(super) fn forward_shared<const N: usize>(
     x: &Value,
     pass: &Pass,
 ) -> Result<[Value; N]> {
-    let forward = |adapter: Option<&Adapter>| {
-        with_values(&layers, tape, x.tensor().dtype(), pass, adapter, |values| {
-            tape.projections(x, values)
-        })
-    };
-    let mut outputs = match &pass.adapters {
-        RowAdapters::Same(adapter) => forward(adapter.as_deref())?,
-        // The frozen weights are read once for all rows.
-        RowAdapters::Grouped(_) => forward(None)?,
-    };
-    if let RowAdapters::Grouped(groups) = &pass.adapters {
-        for (layer, output) in layers.iter().zip(&mut outputs) {
-            let adapted = adapt(layer, groups, tape, x.tensor(), output.tensor(), pass)?;
-            if let Some(adapted) = adapted {
-                *output = tape.constant(adapted);
-            }
+    let outputs = match &pass.adapters {
+        RowAdapters::Same(adapter) => {
+            project(&layers, tape, Read::Value(x), pass, adapter.as_deref())?
         }
-    }
+        RowAdapters::Grouped(groups) => {
+            // The frozen weights are read once for all rows.
+            let outputs = project(&layers, tape, Read::Value(x), pass, None)?;
+            let outputs = layers.iter().zip(outputs).map(|(layer, output)| {
+                match adapt(layer, groups, tape, x.tensor(), output.tensor(), pass)? {
+                    Some(adapted) => Ok(tape.constant(adapted)),
+                    None => Ok(output),
+                }
+            });
+            outputs.collect::<Result<_>>()?
+        }
+    };
     outputs.try_into().map_err(|outputs: Vec<Value>| {
         let found = outputs.len();
         candle_core::Error::msg(format!("{N} projections gave {found} outputs")).into()
     })
+}
+
+fn only(mut outputs: Vec<Value>) -> Result<Value> {
+    match (outputs.pop(), outputs.len()) {
+        (Some(output), 0) => Ok(output),
+        _ => Err(candle_core::Error::msg("a projection gave more or less than one output").into()),
+    }
 }
 
 /// What the adapters of the rows make of the output `y` that the frozen weights have given for `x`; `None`
@@ -78,79 +90,132 @@ fn adapt(
     y: &Tensor,
     pass: &Pass,
 ) -> Result<Option<Tensor>> {
-    let replaces = |adapter: &Adapter| {
-        [Some(layer.weight), layer.bias]
-            .into_iter()
-            .flatten()
-            .any(|id| adapter.replacement(id).is_some())
+    // What an update is not all of is computed by itself, frozen weights and all.
+    let is_apart = |adapter: &Adapter| {
+        let replaced = [Some(layer.weight), layer.bias].into_iter().flatten();
+        replaced.into_iter().any(|id| adapter.replacement(id).is_some())
+            || adapter.update(layer).is_some_and(|update| update.magnitude.is_some())
     };
-    if !groups.adapters().any(|adapter| adapter.update(layer).is_some() || replaces(adapter)) {
+    if !groups.adapters().any(|adapter| adapter.update(layer).is_some() || is_apart(adapter)) {
         return Ok(None);
     }
-    let adapted = groups.map([x, y], |adapter, [x, y]| {
-        let Some(adapter) = adapter else { return Ok(y) };
-        if replaces(adapter) {
+    let adapted = groups.map([x, y], |adapter, [x, y]| match adapter {
+        None => Ok(y),
+        Some(adapter) if is_apart(adapter) => {
             let x = tape.constant(x);
-            let dtype = x.tensor().dtype();
-            let outputs = with_values(&[layer], tape, dtype, pass, Some(adapter), |values| {
-                tape.projections(&x, values)
-            })?;
-            return outputs
-                .into_iter()
-                .next()
-                .map(Value::into_tensor)
-                .ok_or_else(|| candle_core::Error::msg("a projection gave no output").into());
+            Ok(only(project(&[layer], tape, Read::Value(&x), pass, Some(adapter))?)?.into_tensor())
         }
-        match adapter.update(layer) {
+        Some(adapter) => match adapter.update(layer) {
             Some(update) => add_update(&x, &y, update),
             None => Ok(y),
-        }
+        },
     })?;
     Ok(Some(adapted))
 }
 
 /// `y + scale · (x·A)·B`, summed in f32.
 fn add_update(x: &Tensor, y: &Tensor, update: &LowRank) -> Result<Tensor> {
-    let columns = |matrix: &Tensor| matrix.t()?.contiguous();
-    let xa = matmul::linear(&copy::cast(x, DType::F32)?, &columns(update.a.tensor())?, None)?;
-    let change = matmul::linear(&xa, &columns(update.b.tensor())?, None)?;
+    let (a, b) = update.effective()?;
+    let xa = matmul::linear(&copy::cast(x, DType::F32)?, &a.t()?.contiguous()?, None)?;
+    let change = matmul::linear(&xa, &b.t()?.contiguous()?, None)?;
     let change = arithmetic::scale(&change, update.scale)?;
     let sum = arithmetic::add(&copy::cast(y, DType::F32)?, &change)?;
     Ok(copy::cast(&sum, y.dtype())?)
 }
 
-/// What `forward` makes of the layers as values of a tape, for activations of `dtype`.
-fn with_values<R>(
+/// The update of a layer as values of a tape, as [`LowRank::effective`] gives it.
+struct UpdateValues<'a> {
+    update: &'a LowRank,
+    a: Value,
+    b: Value,
+    /// The lengths of DoRA's rows.
+    lengths: Option<(Value, Lengths)>,
+}
+
+impl<'a> UpdateValues<'a> {
+    fn new(tape: &Tape, update: &'a LowRank, adapter: &Adapter, weight: &Tensor) -> Result<Self> {
+        let (mut a, mut b) = (tape.parameter(&update.a), tape.parameter(&update.b));
+        if let Some(start) = &update.start {
+            (a, b) = (tape.join(&a, &start.a, 1)?, tape.join(&b, &start.b.neg()?, 0)?);
+        }
+        let lengths = update.magnitude.as_ref().map(|magnitude| {
+            let lengths = magnitude.lengths(adapter.parameters().generation(), || {
+                magnitude.norms(weight, a.tensor(), b.tensor(), update.scale)
+            });
+            Ok::<_, Error>((tape.parameter(&magnitude.parameter), lengths?))
+        });
+        Ok(Self { lengths: lengths.transpose()?, update, a, b })
+    }
+
+    fn dropout(&self, tape: &Tape) -> Option<Dropout> {
+        let seed = tape.dropout_seed().filter(|_| self.update.dropout > 0.0)?;
+        let seed = SplitMix64::stream(seed, self.update.stream).next_u64();
+        Some(Dropout { probability: self.update.dropout, seed })
+    }
+}
+
+/// The layers with one adapter, or none.
+fn project(
     layers: &[&Linear],
     tape: &Tape,
-    dtype: DType,
+    read: Read<'_>,
     pass: &Pass,
     adapter: Option<&Adapter>,
-    forward: impl FnOnce(&[ProjectionValues<'_>]) -> Result<R>,
-) -> Result<R> {
+) -> Result<Vec<Value>> {
+    let dtype = match read {
+        Read::Value(x) | Read::Gated(x, ..) => x.tensor().dtype(),
+    };
     let values = layers.iter().map(|layer| {
         let weight_as = |id| tape.cast(&pass.weight_of(tape, id, adapter)?, dtype);
         let weight = weight_as(layer.weight)?;
         let bias = layer.bias.map(weight_as).transpose()?;
-        let update = adapter
-            .and_then(|adapter| adapter.update(layer))
-            .map(|update| (update, tape.parameter(&update.a), tape.parameter(&update.b)));
+        let update = match adapter.and_then(|it| Some((it, it.update(layer)?))) {
+            Some((adapter, update)) => {
+                Some(UpdateValues::new(tape, update, adapter, weight.tensor())?)
+            }
+            None => None,
+        };
         Ok((weight, bias, update))
     });
     let values = values.collect::<Result<Vec<_>>>()?;
+    // A bias that is trained, or comes after the lengths, is added to what the product with an update gives.
+    let comes_after = |bias: &Option<Value>, update: &Option<UpdateValues<'_>>| {
+        let trained = bias.as_ref().is_some_and(Value::needs_gradient);
+        update.as_ref().is_some_and(|update| trained || update.lengths.is_some())
+    };
     let projections: Vec<_> = values
         .iter()
-        .map(|(weight, bias, update)| {
-            let lora = update.as_ref().map(|(update, a, b)| {
-                let seed = tape.dropout_seed().filter(|_| update.dropout > 0.0);
-                let dropout = seed.map(|seed| Dropout {
-                    probability: update.dropout,
-                    seed: SplitMix64::stream(seed, update.stream).next_u64(),
-                });
-                LoraValues { a, b, scale: update.scale, dropout }
-            });
-            ProjectionValues { weight, bias: bias.as_ref(), lora }
+        .map(|(weight, bias, update)| ProjectionValues {
+            weight,
+            bias: bias.as_ref().filter(|_| !comes_after(bias, update)),
+            lora: update.as_ref().map(|update| LoraValues {
+                a: &update.a,
+                b: &update.b,
+                scale: update.update.scale,
+                dropout: update.dropout(tape),
+            }),
         })
         .collect();
-    forward(&projections)
+    let outputs = match (read, projections.as_slice()) {
+        (Read::Value(x), layers) => tape.projections(x, layers)?,
+        (Read::Gated(gate, up, activation), [layer]) => {
+            vec![tape.gated_projection(gate, up, activation, layer)?]
+        }
+        (Read::Gated(gate, up, activation), layers) => {
+            tape.projections(&tape.glu(gate, up, activation)?, layers)?
+        }
+    };
+    let outputs = outputs.into_iter().zip(&values).map(|(output, (_, bias, update))| {
+        let lengths = update.as_ref().and_then(|update| update.lengths.as_ref());
+        match (lengths, bias) {
+            (Some((m, Lengths { norms, factor })), bias) => {
+                tape.scale_columns(&output, m, (norms, factor), bias.as_ref())
+            }
+            (None, Some(bias)) if comes_after(&Some(bias.clone()), update) => {
+                tape.add_bias(&output, bias)
+            }
+            _ => Ok(output),
+        }
+    });
+    outputs.collect()
 }

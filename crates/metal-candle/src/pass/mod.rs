@@ -243,14 +243,13 @@ impl Model {
     pub fn logits(&self, hidden: &Tensor, input: &Input) -> Result<Tensor> {
         let tape = Tape::inference();
         let project = |adapter: Option<&Arc<Adapter>>, hidden: &Tensor| {
-            let (id, adapter) = (self.head.unwrap_or(self.embedding), adapter.map(|it| &**it));
-            let head = weight_of(&tape, self.frozen(), id, adapter)?;
+            let head = self.head_of(&tape, adapter)?;
             let head = tape.cast(&head, hidden.dtype())?;
             Ok(copy::cast(&matmul::linear(hidden, head.tensor(), None)?, DType::F32)?)
         };
         let logits = match &input.adapters {
             RowAdapters::Same(adapter) => project(adapter.as_ref(), hidden)?,
-            RowAdapters::Grouped(groups) if groups.replace(self.head.unwrap_or(self.embedding)) => {
+            RowAdapters::Grouped(groups) if groups.adapters().any(|it| self.adapts_head(it)) => {
                 groups.map([hidden], |adapter, [hidden]| project(adapter, &hidden))?
             }
             RowAdapters::Grouped(_) => project(None, hidden)?,
@@ -265,14 +264,31 @@ impl Model {
         })
     }
 
+    /// The head, `(vocabulary, hidden)`: the embedding where the model has no other, as it is in the model unless
+    /// the adapter has a head.
+    fn head_of(&self, tape: &Tape, adapter: Option<&Arc<Adapter>>) -> Result<Value> {
+        let adapter = adapter.map(|it| &**it);
+        match (self.head, adapter.and_then(Adapter::tied_head)) {
+            (Some(head), _) => weight_of(tape, self.frozen(), head, adapter),
+            (None, Some(head)) => Ok(tape.parameter(head)),
+            (None, None) => weight_of(tape, self.frozen(), self.embedding, None),
+        }
+    }
+
+    fn adapts_head(&self, adapter: &Adapter) -> bool {
+        match self.head {
+            Some(head) => adapter.replacement(head).is_some(),
+            None => adapter.tied_head().is_some(),
+        }
+    }
+
     /// The cross entropy of a batch with an adapter or without, summed over its target tokens.
     pub fn loss(&self, tape: &Tape, batch: &Batch, adapter: Option<&Arc<Adapter>>) -> Result<Loss> {
         let input = Input::batch(batch, self.device())?.with_adapter(adapter);
         let hidden = self.forward(tape, &input, None)?;
         let rows = batch.rows * batch.length;
         let hidden = tape.reshape(&hidden, (rows, self.config().hidden_size))?;
-        let (id, adapter) = (self.head.unwrap_or(self.embedding), adapter.map(|it| &**it));
-        let head = tape.cast(&weight_of(tape, self.frozen(), id, adapter)?, self.dtype())?;
+        let head = tape.cast(&self.head_of(tape, adapter)?, self.dtype())?;
         let options = cross_entropy::Options {
             softcap: self.config().final_softcap,
             logit_scale: self.config().logits_scale,

@@ -331,8 +331,13 @@ fn compare_gradients(
     let mut compared = 0;
     for (key, tensor) in expected {
         let Some(path) = key.strip_prefix("grad.base_model.model.") else { continue };
-        let path = path.strip_suffix(".weight").unwrap();
-        let gradient = found[path].t().unwrap().contiguous().unwrap();
+        let path = path.replace(".base_layer.bias", ".bias");
+        let gradient = match path.strip_suffix(".weight") {
+            Some(path) if path.ends_with(".lora_A") || path.ends_with(".lora_B") => {
+                found[path].t().unwrap().contiguous().unwrap()
+            }
+            _ => found[&path].clone(),
+        };
         let size = tensor.abs().unwrap().flatten_all().unwrap().max(0).unwrap();
         let size = f64::from(size.to_scalar::<f32>().unwrap());
         assert!(size > 0.0, "{name} {path}: the fixture's gradient is zero");
@@ -340,6 +345,135 @@ fn compare_gradients(
         compared += 1;
     }
     compared
+}
+
+const METHODS: &[(&str, &str)] = &[
+    ("llama", "dora"),
+    ("llama", "modules"),
+    ("llama", "modules-norm"),
+    ("llama", "olora"),
+    ("llama", "pissa"),
+    ("qwen2", "bias-all"),
+    ("qwen2", "bias-lora"),
+    ("qwen2", "dora"),
+    ("qwen2", "modules-embedding"),
+    ("qwen2", "modules-head"),
+    ("qwen2", "pissa"),
+];
+
+fn method(base: &str, name: &str) -> (PathBuf, HashMap<String, Tensor>) {
+    let path = folder(base).join(format!("method-{name}"));
+    let expected = tensors(path.join("lora_expected.safetensors"));
+    (path, expected)
+}
+
+#[test]
+fn every_method_gives_the_logits_and_gradients_of_peft_and_follows_its_steps() {
+    for (base, name) in METHODS {
+        let (path, expected) = method(base, name);
+        let model = load(base);
+        let adapter = load_adapter(&model, &path);
+        let name = format!("{base} {name}");
+        let found = adapted_logits(&model, &adapter, &rows(&expected["input_ids"]));
+        assert_close(&name, &found, &expected["logits"], 2e-5);
+        let buffer = Gradients::new(adapter.parameters()).unwrap();
+        for checkpointing in [false, true] {
+            let batch = lora_batch(&expected);
+            let (_, gradients) = gradients((&model, &adapter), &batch, checkpointing, &buffer);
+            let compared = compare_gradients(&name, &expected, &gradients);
+            assert_eq!(compared, adapter.parameters().entries().len(), "{name}");
+        }
+        let training = json(path.join("training.json"));
+        assert_eq!(numbers(&training["losses"]).len(), 20);
+        follow(&model, &adapter, &training, &expected["batches"], None, 0.01);
+    }
+}
+
+#[test]
+fn every_method_survives_being_written_read_and_merged() {
+    for (base, name) in METHODS {
+        let (path, expected) = method(base, name);
+        let ids = rows(&expected["input_ids"]);
+        let model = load(base);
+        let adapter = load_adapter(&model, &path);
+        let logits_before = adapted_logits(&model, &adapter, &ids);
+        let written = tempfile::tempdir().unwrap();
+        adapter.save(written.path(), base).unwrap();
+        let again = load_adapter(&model, written.path());
+        // What was taken from the weights is written into the file, as PEFT does when it is told the start.
+        assert_close(name, &adapted_logits(&model, &again, &ids), &logits_before, 1e-5);
+        if path.join("plain").is_dir() {
+            let plain = load_adapter(&model, path.join("plain"));
+            assert_close(name, &adapted_logits(&model, &plain, &ids), &logits_before, 2e-5);
+            assert_eq!(again.config().unwrap().rank, 8);
+            assert_eq!(again.parameters().len(), plain.parameters().len(), "{name}");
+        }
+        let model = Model::load(folder(base), DType::F32, &device()).unwrap();
+        let adapter = load_adapter(&model, &path);
+        match adapter.merge(model) {
+            Ok(merged) => assert_close(name, &logits(&merged, &ids), &logits_before, 2e-4),
+            Err(error) => {
+                assert!(["modules-embedding", "modules-head"].contains(name), "{error}");
+                assert!(error.to_string().contains("trained apart"), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_method_starts_from_the_model_as_it_is() {
+    use metal_candle::adapter::{Biases, StartFrom, Targets};
+    let modules = |names: &[&str]| names.iter().map(|name| name.to_string()).collect();
+    let config = LoraConfig::default;
+    for (base, config) in [
+        ("llama", LoraConfig { dora: true, ..config() }),
+        ("qwen2", LoraConfig { dora: true, rslora: true, ..config() }),
+        ("llama", LoraConfig { start: StartFrom::Gaussian, ..config() }),
+        ("llama", LoraConfig { start: StartFrom::Pissa, ..config() }),
+        ("qwen2", LoraConfig { start: StartFrom::PissaIterations(4), dora: true, ..config() }),
+        ("qwen2", LoraConfig { start: StartFrom::Olora, rank: 3, ..config() }),
+        ("qwen2", LoraConfig { bias: Biases::All, ..config() }),
+        ("qwen2", LoraConfig { modules_to_save: modules(&["lm_head", "norm"]), ..config() }),
+        (
+            "llama",
+            LoraConfig {
+                targets: Targets::Names(modules(&["q_proj"])),
+                modules_to_save: modules(&["embed_tokens", "down_proj"]),
+                ..config()
+            },
+        ),
+    ] {
+        let model = load(base);
+        let adapter = new_adapter(&model, &config, 3);
+        let ids = rows(&tensors(folder(base).join("expected.safetensors"))["input_ids"]);
+        let (plain, adapted) = (logits(&model, &ids), adapted_logits(&model, &adapter, &ids));
+        assert_close(&format!("{config:?}"), &adapted, &plain, 2e-5);
+        // And everything that is trained learns: after two steps, as B's gradient is zero while A's isn't.
+        let buffer = Gradients::new(adapter.parameters()).unwrap();
+        let zeros =
+            || Tensor::zeros(adapter.parameters().len(), DType::F32, model.device()).unwrap();
+        let moments = (zeros(), zeros());
+        let before = adapter.parameters().values().copy().unwrap();
+        for step in 1..=2 {
+            gradients((&model, &adapter), &next_token_batch(&ids), step == 2, &buffer);
+            let options = adamw::Options {
+                learning_rate: 1e-3,
+                beta1: 0.9,
+                beta2: 0.999,
+                epsilon: 1e-12,
+                weight_decay: 0.0,
+                bias_correction: true,
+            };
+            adamw_step((adapter.parameters(), &buffer), &moments, step, 1.0, &options);
+        }
+        for entry in adapter.parameters().entries() {
+            let moved = largest_difference(
+                &entry.of(&before).unwrap(),
+                &entry.of(adapter.parameters().values()).unwrap(),
+            );
+            assert!(moved > 1e-4, "{config:?}: {} moved by {moved}", entry.name);
+        }
+    }
 }
 
 #[test]
@@ -628,6 +762,7 @@ fn adamw_step(
         options,
     )
     .unwrap();
+    parameters.changed();
 }
 
 fn follow(

@@ -1,11 +1,12 @@
 //! PEFT's folder: `adapter_config.json` and `adapter_model.safetensors`, whose tensors are
 //! `base_model.model.<path>.lora_A.weight (r, in)` and `.lora_B.weight (out, r)`.
 
-use crate::adapter::{LoraConfig, Parameters, Part, PartKind, Targets};
+use crate::adapter::{LoraConfig, Parameters, Part, PartKind, StartFrom, Targets};
 use crate::files::{cut, short};
 use crate::model::Weights;
 use crate::{Error, Result, files};
 use candle_core::{DType, Tensor};
+use metal_candle_kernels::copy;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -94,21 +95,17 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
                 config.alpha_pattern = serde_json::from_value(value.clone())
                     .map_err(|_| wrong("an object of numbers"))?;
             }
+            "use_dora" => config.dora = value.as_bool().ok_or_else(|| wrong("true or false"))?,
             "bias" => {
-                if value.as_str() != Some("none") {
-                    return Err(format!("bias is {found}; only \"none\" is supported"));
-                }
+                config.bias = serde_json::from_value(value.clone())
+                    .map_err(|_| wrong("\"none\", \"all\" or \"lora_only\""))?;
+            }
+            "modules_to_save" if !is_unset(value) => {
+                config.modules_to_save =
+                    serde_json::from_value(value.clone()).map_err(|_| wrong("a list of names"))?;
             }
             "init_lora_weights" => {
-                // The others change the base weights too, which the file doesn't hold.
-                if !matches!(value, Value::Bool(_) | Value::Null)
-                    && value.as_str() != Some("gaussian")
-                {
-                    return Err(format!(
-                        "init_lora_weights is {found}, which changes the base weights; only adapters \
-                         on the unchanged base are supported (true, false or \"gaussian\")"
-                    ));
-                }
+                config.start = start(value).map_err(|expected| wrong(&expected))?
             }
             "task_type" if !matches!(value.as_str(), None | Some("CAUSAL_LM")) => {
                 return Err(format!("task_type is {found}; only \"CAUSAL_LM\" is supported"));
@@ -120,8 +117,9 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
             _ => {
                 return Err(format!(
                     "{} is {found}, which is not supported; supported are r, lora_alpha, \
-                     lora_dropout, use_rslora, target_modules, exclude_modules, \
-                     layers_to_transform, rank_pattern and alpha_pattern",
+                     lora_dropout, use_rslora, use_dora, target_modules, exclude_modules, \
+                     layers_to_transform, rank_pattern, alpha_pattern, bias, modules_to_save and \
+                     init_lora_weights",
                     cut(key)
                 ));
             }
@@ -132,6 +130,24 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
     }
     config.validate().map_err(|error| error.to_string())?;
     Ok((config, base))
+}
+
+/// Where an adapter of this `init_lora_weights` has started, so far as its files leave that open.
+fn start(value: &Value) -> Result<StartFrom, String> {
+    const EXPECTED: &str = "true, false, \"gaussian\", \"pissa\" or \"olora\"";
+    match value {
+        // Only a start that was taken from the weights matters to a finished adapter.
+        Value::Null | Value::Bool(_) => Ok(StartFrom::Kaiming),
+        Value::String(word) => match StartFrom::parse(word) {
+            Some(StartFrom::PissaIterations(_)) => Err(format!(
+                "{EXPECTED}; what it took from the weights was drawn at random and isn't in the file, but PEFT's \
+                 save_pretrained with path_initial_model_for_weight_conversion writes it"
+            )),
+            Some(start) => Ok(start),
+            None => Err(EXPECTED.into()),
+        },
+        _ => Err(EXPECTED.into()),
+    }
 }
 
 /// A value by which PEFT says that a feature is off.
@@ -150,17 +166,19 @@ fn as_usize(value: &Value) -> Option<usize> {
 }
 
 /// Reads the values of an adapter's parts. A tensor that is missing, of another shape, or left over is an
-/// error.
+/// error. `with_start` says that the file has what A and B started from too, as [`write`] puts it there.
 pub(in crate::adapter) fn read_weights(
     folder: &Path,
     parts: &[Part],
     parameters: &Parameters,
+    with_start: bool,
 ) -> Result<()> {
     let path = folder.join(ADAPTER_WEIGHTS);
     let weights = Weights::from_files([&path])?;
     let device = parameters.values().device();
     for part in parts {
-        let (name, shape) = (name(part), shape(part));
+        let start = part.start.as_ref().filter(|_| with_start);
+        let (name, shape) = (name(part), shape(part, start.is_some()));
         match weights.shape(&name) {
             Some(found) if found == shape => {}
             Some(found) => {
@@ -183,7 +201,16 @@ pub(in crate::adapter) fn read_weights(
             }
         }
         let value = weights.tensor(&name, &shape, DType::F32, device)?;
-        parameters.set(part.id, &if is_transposed(part) { value.t()? } else { value })?;
+        let value = if is_transposed(part) { value.t()? } else { value };
+        let Some(start) = start else {
+            parameters.set(part.id, &value)?;
+            continue;
+        };
+        let (dimension, rank) = (rank_dimension(part), value.dim(rank_dimension(part))? / 2);
+        parameters.set(part.id, &value.narrow(dimension, 0, rank)?)?;
+        let old = value.narrow(dimension, rank, rank)?.contiguous()?;
+        let old = if part.kind == PartKind::B { old.neg()? } else { old };
+        copy::write(start, &old, 0, 0)?;
     }
     if let Some(name) = weights.unread().first() {
         return Err(Error::file(
@@ -203,6 +230,8 @@ fn name(part: &Part) -> String {
     match part.kind {
         PartKind::A => format!("{PREFIX}{of}.lora_A.weight"),
         PartKind::B => format!("{PREFIX}{of}.lora_B.weight"),
+        PartKind::Magnitude => format!("{PREFIX}{of}.lora_magnitude_vector"),
+        PartKind::Bias => format!("{PREFIX}{of}.base_layer.bias"),
         PartKind::Weight => format!("{PREFIX}{of}"),
     }
 }
@@ -212,13 +241,51 @@ fn is_transposed(part: &Part) -> bool {
     matches!(part.kind, PartKind::A | PartKind::B)
 }
 
+/// Which dimension of A or B is the rank.
+fn rank_dimension(part: &Part) -> usize {
+    usize::from(part.kind == PartKind::A)
+}
+
 /// A part's shape in the file.
-fn shape(part: &Part) -> Vec<usize> {
+fn shape(part: &Part, with_start: bool) -> Vec<usize> {
     let mut shape = part.entry.shape.dims().to_vec();
+    if with_start {
+        shape[rank_dimension(part)] *= 2;
+    }
     if is_transposed(part) {
         shape.reverse();
     }
     shape
+}
+
+/// What of a part is in the file: its value, and beside it what A and B started from, the latter negated, so
+/// that it is a plain LoRA adapter of twice the rank whose layers are the frozen ones at the start.
+fn value(part: &Part, values: &Tensor) -> Result<Tensor> {
+    let value = part.entry.of(values)?;
+    let value = match &part.start {
+        None => value,
+        Some(start) => {
+            let start = start.to_device(value.device())?;
+            let start = if part.kind == PartKind::B { start.neg()? } else { start };
+            Tensor::cat(&[&value, &start], rank_dimension(part))?
+        }
+    };
+    Ok(if is_transposed(part) { value.t()?.contiguous()? } else { value })
+}
+
+/// The configuration of what [`value`] makes of the parts.
+fn as_plain(config: &LoraConfig) -> LoraConfig {
+    let mut plain = config.clone();
+    if config.start.takes_from_weight() {
+        // The scale stays: alpha / rank, or alpha / √rank.
+        let factor = if config.rslora { 2f64.sqrt() } else { 2.0 };
+        plain.start = StartFrom::Kaiming;
+        plain.rank *= 2;
+        plain.alpha *= factor;
+        plain.rank_pattern.values_mut().for_each(|rank| *rank *= 2);
+        plain.alpha_pattern.values_mut().for_each(|alpha| *alpha *= factor);
+    }
+    plain
 }
 
 /// Writes the adapter into the existing `folder`, each file whole or not at all. `values` are those of
@@ -233,14 +300,13 @@ pub(in crate::adapter) fn write(
 ) -> Result<()> {
     let mut tensors = BTreeMap::new();
     for part in parts {
-        let value = part.entry.of(values)?;
-        let value = if is_transposed(part) { value.t()?.contiguous()? } else { value };
-        tensors.insert(name(part), value);
+        tensors.insert(name(part), value(part, values)?);
     }
     let tensors: Vec<(String, Tensor)> = tensors.into_iter().collect();
     let metadata = [("format".to_string(), "pt".to_string())].into_iter().collect();
     files::write_safetensors(folder.join(ADAPTER_WEIGHTS), &tensors, Some(metadata))?;
 
+    let config = &as_plain(config);
     let layers = config.selected_layers(layer_count)?;
     let (targets, layers) = match &config.targets {
         // As PEFT does, since other readers of its files know lists only.
@@ -266,18 +332,24 @@ pub(in crate::adapter) fn write(
         "lora_alpha": alpha,
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
-        "use_dora": false,
+        "use_dora": config.dora,
         "target_modules": targets,
         "exclude_modules": config.exclude,
         "layers_to_transform": layers,
         "layers_pattern": layers.as_ref().map(|_| "layers"),
         "rank_pattern": config.rank_pattern,
         "alpha_pattern": config.alpha_pattern,
-        "bias": "none",
+        "bias": config.bias,
         "fan_in_fan_out": false,
-        "init_lora_weights": true,
+        "init_lora_weights": match config.start {
+            StartFrom::Kaiming => json!(true),
+            other => json!(other.to_string()),
+        },
         "inference_mode": true,
-        "modules_to_save": null,
+        "modules_to_save": match config.modules_to_save.as_slice() {
+            [] => Value::Null,
+            modules => json!(modules),
+        },
         "revision": null,
     });
     let bytes = serde_json::to_vec_pretty(&json)

@@ -204,6 +204,19 @@ impl OptimizerState {
         number: usize,
         clip_norm: Option<f64>,
     ) -> Result<f64> {
+        let norm = self.change(parameters, gradients, learning_rate, number, clip_norm);
+        parameters.changed();
+        norm
+    }
+
+    fn change(
+        &self,
+        parameters: &Parameters,
+        gradients: &Gradients,
+        learning_rate: f64,
+        number: usize,
+        clip_norm: Option<f64>,
+    ) -> Result<f64> {
         let (values, gradients) = (parameters.values(), gradients.buffer());
         let decayed = parameters.decayed();
         let adam = |names: [&str; 2], options: &AdamWOptions| -> Result<f64> {

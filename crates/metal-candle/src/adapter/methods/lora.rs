@@ -1,0 +1,84 @@
+//! LoRA: `scale · (x·A)·B` beside a frozen `x·Wᵀ` (Hu et al., 2021, arXiv:2106.09685).
+
+use super::dora::Magnitude;
+use crate::Result;
+use crate::autograd::Parameter;
+use crate::random::SplitMix64;
+use candle_core::{DType, Device, Tensor};
+use metal_candle_kernels::{copy, matmul};
+
+/// The low-rank update of one linear layer.
+#[derive(Debug)]
+pub(crate) struct LowRank {
+    /// `(in, rank)`
+    pub a: Parameter,
+    /// `(rank, out)`
+    pub b: Parameter,
+    /// What `x·A·B` is multiplied by.
+    pub scale: f64,
+    /// The probability of dropping an input in training.
+    pub dropout: f32,
+    /// Sets this layer's dropout apart from the other layers'.
+    pub stream: u64,
+    /// Where A and B started, if their product wasn't zero: it is taken off again, so that the layer starts as
+    /// the frozen one.
+    pub start: Option<Start>,
+    /// Of DoRA.
+    pub magnitude: Option<Magnitude>,
+}
+
+/// The A `(in, rank)` and B `(rank, out)` that training starts from, frozen, in f32.
+#[derive(Debug, Clone)]
+pub(crate) struct Start {
+    pub a: Tensor,
+    pub b: Tensor,
+}
+
+impl LowRank {
+    /// A and B as they act: with their start, `[A, A₀]` `(in, 2·rank)` and `[B; -B₀]` `(2·rank, out)`.
+    pub fn effective(&self) -> Result<(Tensor, Tensor)> {
+        let (a, b) = (self.a.tensor(), self.b.tensor());
+        Ok(match &self.start {
+            None => (a.clone(), b.clone()),
+            Some(start) => {
+                (Tensor::cat(&[a, &start.a], 1)?, Tensor::cat(&[b, &start.b.neg()?], 0)?)
+            }
+        })
+    }
+
+    /// The weight `(out, in)` with the update in it, in the weight's dtype and summed in f32.
+    pub fn merged(&self, weight: &Tensor) -> Result<Tensor> {
+        let (a, b) = self.effective()?;
+        // (A · B)ᵀ = Bᵀ · Aᵀ, which `linear` reads as Bᵀ times the rows of A.
+        let update = matmul::linear(&b.t()?.contiguous()?, &a, None)?.affine(self.scale, 0.0)?;
+        let mut sum = (copy::cast(weight, DType::F32)? + update)?;
+        if let Some(magnitude) = &self.magnitude {
+            let norms = magnitude.norms(weight, &a, &b, self.scale)?;
+            let factor = (magnitude.parameter.tensor() / norms)?;
+            sum = sum.broadcast_mul(&factor.unsqueeze(1)?)?;
+        }
+        Ok(copy::cast(&sum, weight.dtype())?)
+    }
+}
+
+/// A `(in, rank)` uniform in ±1/√in, which is Kaiming's with `a = √5`, as in PEFT. `random` sets the layer
+/// apart.
+pub fn kaiming(input: usize, rank: usize, random: SplitMix64) -> Result<Tensor> {
+    let bound = 1.0 / (input as f64).sqrt();
+    fill(input, rank, random, |random| (2.0 * random.uniform() - 1.0) * bound)
+}
+
+/// A `(in, rank)` normal with a deviation of `1 / rank`, as PEFT's `gaussian`.
+pub fn gaussian(input: usize, rank: usize, random: SplitMix64) -> Result<Tensor> {
+    fill(input, rank, random, |random| random.normal() / rank as f64)
+}
+
+fn fill(
+    input: usize,
+    rank: usize,
+    mut random: SplitMix64,
+    draw: impl Fn(&mut SplitMix64) -> f64,
+) -> Result<Tensor> {
+    let values: Vec<f32> = (0..input * rank).map(|_| draw(&mut random) as f32).collect();
+    Ok(Tensor::from_vec(values, (input, rank), &Device::Cpu)?)
+}

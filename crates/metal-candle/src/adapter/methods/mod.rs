@@ -1,0 +1,45 @@
+//! What can be trained of a linear layer, and where training starts from; one file a method.
+
+pub(crate) mod dora;
+pub(super) mod lora;
+pub(super) mod olora;
+pub(super) mod pissa;
+
+pub(crate) use lora::LowRank;
+
+use super::StartFrom;
+use crate::{Error, Result};
+use candle_core::Tensor;
+use lora::Start;
+
+/// Subspace iterations at most where the singular vectors are to be exact.
+const ITERATIONS: usize = 1000;
+
+/// The A and B that a layer `path` with this frozen weight `(out, in)` starts from, on its device, where their
+/// product isn't zero.
+pub(super) fn start(
+    from: StartFrom,
+    weight: &Tensor,
+    rank: usize,
+    scale: f64,
+    path: &str,
+) -> Result<Option<Start>> {
+    let Start { a, b } = match from {
+        StartFrom::Kaiming | StartFrom::Gaussian => return Ok(None),
+        StartFrom::Olora => olora::start(weight, rank)?,
+        StartFrom::PissaIterations(iterations) => pissa::start(weight, rank, scale, iterations)?.0,
+        StartFrom::Pissa => match pissa::start(weight, rank, scale, ITERATIONS)? {
+            (start, true) => start,
+            (_, false) => {
+                return Err(Error::option(
+                    "init_lora_weights",
+                    format!(
+                        "is pissa, but the singular values of `{path}` are too near each other to be told apart; \
+                         pissa_niter_16 takes what some iterations find"
+                    ),
+                ));
+            }
+        },
+    };
+    Ok(Some(Start { a: a.to_device(weight.device())?, b: b.to_device(weight.device())? }))
+}
