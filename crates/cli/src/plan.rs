@@ -2,6 +2,7 @@
 
 use crate::output::{are, bytes, grouped, plural, table};
 use crate::settings::{Entry, FineTuneType, Settings};
+use metal_candle::adapter::Biases;
 use metal_candle::data::{Dataset, Report};
 use metal_candle::model::Model;
 use serde::Serialize;
@@ -74,17 +75,32 @@ impl Plan {
         ];
         if let Some(lora) = &self.lora {
             rows.push((
-                "LoRA",
+                if settings.fine_tune_type == FineTuneType::Dora { "DoRA" } else { "LoRA" },
                 format!(
-                    "rank {}, alpha {}{}, dropout {}, on {} in {}",
+                    "rank {}, alpha {}{}, dropout {}, on {} in {}{}",
                     settings.rank,
                     settings.alpha.unwrap_or_default(),
                     if settings.rslora { ", rank-stabilised" } else { "" },
                     settings.dropout,
                     lora.modules.join(", "),
                     layers(&lora.layers),
+                    if settings.init_lora_weights.takes_from_weight() {
+                        format!(", starts as {}", settings.init_lora_weights)
+                    } else {
+                        String::new()
+                    },
                 ),
             ));
+            let modules = settings.modules_to_save.iter().flatten().cloned();
+            let biases = match settings.bias {
+                Biases::None => None,
+                Biases::LoraOnly => Some("the biases of these layers".to_string()),
+                Biases::All => Some("all biases".to_string()),
+            };
+            let whole: Vec<String> = modules.chain(biases).collect();
+            if !whole.is_empty() {
+                rows.push(("Trained whole", whole.join(", ")));
+            }
         }
         rows.push(("Data", format!("training: {}", self.data.train)));
         if let Some(shares) = shares(&settings.data.0) {

@@ -438,7 +438,7 @@ impl Run {
         let output = shell_word(&self.settings.output.display().to_string());
         let flag = match self.settings.fine_tune_type {
             FineTuneType::Full => "--model",
-            FineTuneType::Lora => "--adapter",
+            FineTuneType::Lora | FineTuneType::Dora => "--adapter",
         };
         // The template is kept beside the weights, but nothing there can hold what it was told.
         let variables = &self.settings.chat_template_kwargs;

@@ -4,7 +4,7 @@ use crate::errors::SUCCESS;
 use crate::models;
 use crate::output::{self, Terminal, bytes, grouped, table};
 use clap::Args;
-use metal_candle::adapter::{self, Targets};
+use metal_candle::adapter::{self, Biases, Targets};
 use metal_candle::files;
 use metal_candle::model::rope::RopeScaling;
 use metal_candle::model::{Config, Weights};
@@ -128,6 +128,18 @@ fn describe_adapter(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     let stabilised = if config.rslora { ", rank-stabilised" } else { "" };
     report.row("Alpha", format!("{}{stabilised}", config.alpha));
     report.row("Dropout", config.dropout);
+    if config.dora {
+        report.row("Method", "DoRA");
+    }
+    if config.start.takes_from_weight() {
+        report.row("Started as", config.start);
+    }
+    if config.bias != Biases::None {
+        report.row("Biases", serde_json::to_value(config.bias)?.as_str().unwrap_or_default());
+    }
+    if !config.modules_to_save.is_empty() {
+        report.row("Trained whole", config.modules_to_save.join(", "));
+    }
     report.row("Targets", targets(&config.targets));
     if let Some(exclude) = &config.exclude {
         report.row("Excluded", targets(exclude));
@@ -156,6 +168,10 @@ fn describe_adapter(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     report.set("alpha", config.alpha);
     report.set("dropout", config.dropout);
     report.set("rslora", config.rslora);
+    report.set("dora", config.dora);
+    report.set("init_lora_weights", serde_json::to_value(config.start)?);
+    report.set("bias", serde_json::to_value(config.bias)?);
+    report.set("modules_to_save", serde_json::to_value(&config.modules_to_save)?);
     report.set("target_modules", serde_json::to_value(&config.targets)?);
     report.set("exclude_modules", serde_json::to_value(&config.exclude)?);
     report.set("layers", config.layers);

@@ -17,6 +17,7 @@ use crate::wrap::stdout_columns;
 use clap::Args;
 use clap::builder::BoolishValueParser;
 use indexmap::IndexMap;
+use metal_candle::adapter::{Biases, StartFrom};
 use serde::Serialize;
 use serde_yaml_ng::{Mapping, Value};
 use std::io::IsTerminal;
@@ -141,6 +142,15 @@ pub struct Flags {
     /// Other alphas, likewise
     #[arg(long, value_name = "NAME=X,..", value_parser = patterns::<f64>, help_heading = "LoRA")]
     alpha_pattern: Option<IndexMap<String, f64>>,
+    /// Where A and B start: kaiming, gaussian, pissa, pissa_niter_N or olora
+    #[arg(long, value_name = "START", help_heading = "LoRA")]
+    init_lora_weights: Option<StartFrom>,
+    /// Biases that are trained too: none, lora_only or all
+    #[arg(long, value_name = "WHICH", help_heading = "LoRA")]
+    bias: Option<Biases>,
+    /// Modules whose weights are trained whole, such as embed_tokens and lm_head, with commas between
+    #[arg(long, value_name = "NAME,..", value_delimiter = ',', help_heading = "LoRA")]
+    modules_to_save: Option<Vec<String>>,
     /// Start from this adapter's weights, and take its LoRA settings
     #[arg(long, value_name = "DIR", visible_alias = "resume-adapter-file", help_heading = "LoRA")]
     init_adapter: Option<PathBuf>,

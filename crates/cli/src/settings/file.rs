@@ -193,7 +193,9 @@ mod tests {
                 "beta_1: is 0.9, expected null",
             ),
             ("beta1: .nan", "beta1: is NaN"),
-            ("fine_tune_type: dora", "fine_tune_type: is dora, expected one of lora, full"),
+            ("fine_tune_type: vera", "fine_tune_type: is vera, expected one of lora, dora, full"),
+            ("init_lora_weights: eva", "init_lora_weights: is eva, expected"),
+            ("bias: some", "bias: is some, expected"),
             ("wandb: project", "wandb: is project; every run writes metrics.jsonl"),
             (
                 "lr_schedule: {name: cosine_decay, arguments: [1, 2]}\nschedule: linear",

@@ -23,7 +23,7 @@ use crate::errors::usage;
 use crate::models::check_matmul;
 use crate::template;
 use indexmap::IndexMap;
-use metal_candle::adapter::{self, LoraConfig, Targets};
+use metal_candle::adapter::{self, Biases, LoraConfig, StartFrom, Targets};
 use metal_candle::data::{BatchOptions, DataOptions, HeldOut};
 use metal_candle::train::{
     Duration, LearningRate, MAX_STEPS, MlxSchedule, ScheduleOptions, TrainOptions, Warmup,
@@ -65,6 +65,9 @@ pub struct Settings {
     pub layers: Option<Vec<usize>>,
     pub rank_pattern: IndexMap<String, usize>,
     pub alpha_pattern: IndexMap<String, f64>,
+    pub init_lora_weights: StartFrom,
+    pub bias: Biases,
+    pub modules_to_save: Option<Vec<String>>,
     pub init_adapter: Option<PathBuf>,
 
     pub epochs: Option<f64>,
@@ -141,6 +144,10 @@ impl Default for Settings {
             last_layers,
             rank_pattern,
             alpha_pattern,
+            dora: _,
+            start,
+            bias,
+            modules_to_save,
         } = LoraConfig::default();
         let TrainOptions {
             steps: _,
@@ -196,6 +203,9 @@ impl Default for Settings {
             layers,
             rank_pattern,
             alpha_pattern,
+            init_lora_weights: start,
+            bias,
+            modules_to_save: (!modules_to_save.is_empty()).then_some(modules_to_save),
             init_adapter: None,
             epochs: None,
             steps: None,
@@ -277,7 +287,7 @@ impl Settings {
                     "model and from_config: random weights are no model's; keep one of them",
                 ));
             }
-            (None, Some(_), FineTuneType::Lora) => {
+            (None, Some(_), FineTuneType::Lora | FineTuneType::Dora) => {
                 return Err(usage(
                     "from_config: random weights have nothing for LoRA to build on; add --fine-tune-type full",
                 ));
@@ -291,7 +301,8 @@ impl Settings {
             }
         }
         if self.fine_tune_type == FineTuneType::Full {
-            const LORA_ONLY: &[&str] = &["num_layers", "layers", "exclude_modules", "init_adapter"];
+            const LORA_ONLY: &[&str] =
+                &["num_layers", "layers", "exclude_modules", "init_adapter", "modules_to_save"];
             let all = self.num_layers == Some(-1);
             if let Some(key) = LORA_ONLY.iter().find(|key| {
                 given.iter().any(|given| given == *key) && !(**key == "num_layers" && all)
@@ -350,6 +361,13 @@ impl Settings {
             ("num_layers", self.num_layers.is_some_and(|layers| layers != -1)),
             ("rank_pattern", self.rank_pattern != config.rank_pattern),
             ("alpha_pattern", self.alpha_pattern != config.alpha_pattern),
+            ("init_lora_weights", self.init_lora_weights != config.start),
+            ("bias", self.bias != config.bias),
+            (
+                "modules_to_save",
+                self.modules_to_save.clone().unwrap_or_default() != config.modules_to_save,
+            ),
+            ("fine_tune_type", (self.fine_tune_type == FineTuneType::Dora) != config.dora),
         ];
         for (key, differs) in differs {
             if differs && given.iter().any(|given| given == key) {
@@ -370,13 +388,17 @@ impl Settings {
         self.num_layers = None;
         self.rank_pattern = config.rank_pattern;
         self.alpha_pattern = config.alpha_pattern;
+        self.init_lora_weights = config.start;
+        self.bias = config.bias;
+        self.modules_to_save = Some(config.modules_to_save);
+        self.fine_tune_type = if config.dora { FineTuneType::Dora } else { FineTuneType::Lora };
         self.init_adapter = Some(folder);
         Ok(())
     }
 
     fn check(&self) -> anyhow::Result<()> {
         check_matmul(self.matmul, self.dtype, self.device, "--dtype f16 or --dtype f32")?;
-        if self.fine_tune_type == FineTuneType::Lora {
+        if self.fine_tune_type != FineTuneType::Full {
             if let Some(layers) = self.num_layers.filter(|&layers| layers != -1 && layers < 1) {
                 return Err(usage(format!(
                     "num_layers: is {layers}, expected at least 1, or -1 for all layers"
@@ -449,7 +471,10 @@ impl Settings {
             last_layers,
             rank_pattern: self.rank_pattern.clone(),
             alpha_pattern: self.alpha_pattern.clone(),
-            ..LoraConfig::default()
+            dora: self.fine_tune_type == FineTuneType::Dora,
+            start: self.init_lora_weights,
+            bias: self.bias,
+            modules_to_save: self.modules_to_save.clone().unwrap_or_default(),
         })
     }
 
@@ -550,6 +575,9 @@ impl Settings {
             "layers",
             "rank_pattern",
             "alpha_pattern",
+            "init_lora_weights",
+            "bias",
+            "modules_to_save",
         ];
         const SCHEDULE: &[&str] =
             &["schedule", "warmup_steps", "warmup_ratio", "min_learning_rate"];

@@ -13,6 +13,8 @@ pub enum FineTuneType {
     /// Low-rank adapters on a frozen model
     #[default]
     Lora,
+    /// LoRA that also trains the length of each row of the weights
+    Dora,
     /// Every weight
     Full,
 }

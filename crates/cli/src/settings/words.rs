@@ -72,33 +72,24 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("arrow_config", Neutral(Off, LORA_KIND)),
     ("auto_mapping", Neutral(Off, "it is not supported; leave it out")),
     ("base_model_name_or_path", Key("model")),
-    ("bias", Neutral(OffOr(&["none"]), "biases are not trained; none is supported")),
     ("corda_config", Neutral(Off, LORA_KIND)),
     ("ensure_weight_tying", Neutral(Off, "it is not supported; leave it out")),
     ("eva_config", Neutral(Off, LORA_KIND)),
     ("fan_in_fan_out", Neutral(Off, "no supported model stores its weights so; leave it out")),
     ("inference_mode", Neutral(All, "")),
-    (
-        "init_lora_weights",
-        Neutral(
-            OffOr(&["true"]),
-            "A starts uniform and B at zero, as PEFT's default has it; leave it out, or true",
-        ),
-    ),
     ("layer_replication", Neutral(Off, LORA_KIND)),
     ("layers_pattern", Neutral(OffOr(&["layers"]), "decoder layers are called layers here")),
     ("layers_to_transform", Key("layers")),
     ("loftq_config", Neutral(Off, QUANTISED)),
     ("lora_alpha", Key("alpha")),
-    ("lora_bias", Neutral(Off, "biases are not trained; leave it out, or false")),
+    (
+        "lora_bias",
+        Neutral(Off, "the update has no bias of its own; `bias` trains those of the layers"),
+    ),
     ("lora_dropout", Key("dropout")),
     ("lora_r", Key("rank")),
     ("megatron_config", Neutral(Off, ONE_DEVICE)),
     ("megatron_core", Neutral(All, "")),
-    (
-        "modules_to_save",
-        Neutral(Off, "training whole modules beside the adapter is not supported; leave it out"),
-    ),
     ("peft_type", Neutral(OffOr(&["LORA"]), "LORA is the only one there is")),
     ("peft_version", Neutral(All, "")),
     ("qalora_group_size", Neutral(All, "")),
@@ -108,7 +99,13 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("task_type", Neutral(OffOr(&["CAUSAL_LM"]), "CAUSAL_LM is the only one there is")),
     ("trainable_token_indices", Neutral(Off, "embeddings are not trained with LoRA")),
     ("use_bdlora", Neutral(Off, LORA_KIND)),
-    ("use_dora", Neutral(Off, "DoRA is not supported; LoRA is")),
+    (
+        "use_dora",
+        Sets(|keys, name, value| match boolean(name, value)? {
+            true => keys.insert("fine_tune_type", name, "dora".into()),
+            false => Ok(()),
+        }),
+    ),
     ("use_qalora", Neutral(Off, QUANTISED)),
     ("use_rslora", Key("rslora")),
     // transformers and TRL
@@ -583,11 +580,9 @@ mod tests {
         for (word, neutral, refused) in [
             ("peft_type", "LORA", "IA3"),
             ("task_type", "CAUSAL_LM", "SEQ_CLS"),
-            ("bias", "none", "all"),
-            ("modules_to_save", "null", "[embed_tokens]"),
-            ("init_lora_weights", "true", "gaussian"),
+            ("lora_bias", "false", "true"),
+            ("trainable_token_indices", "null", "[1]"),
             ("fan_in_fan_out", "false", "true"),
-            ("use_dora", "false", "true"),
             ("loftq_config", "{}", "{bits: 4}"),
             ("deepspeed", "null", "{stage: 2}"),
             ("load_in_4bit", "false", "true"),
@@ -599,8 +594,8 @@ mod tests {
             let error = check(word, refused).unwrap_err();
             assert!(error.starts_with(&format!("{word}: is ")), "{error}");
         }
-        let error =
-            check("modules_to_save", &format!("[{}]", vec!["w"; 1000].join(", "))).unwrap_err();
+        let error = check("trainable_token_indices", &format!("[{}]", vec!["w"; 1000].join(", ")))
+            .unwrap_err();
         assert!(error.chars().count() < 250, "{error}");
     }
 }

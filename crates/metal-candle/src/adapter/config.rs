@@ -4,7 +4,7 @@
 use crate::{Error, Result, bounds};
 use indexmap::IndexMap;
 use regex::Regex;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// Which linear layers get an adapter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,8 +61,7 @@ pub struct LoraConfig {
 }
 
 /// Where a new adapter starts: PEFT's `init_lora_weights`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum StartFrom {
     /// A uniform in ±1/√in, B zero.
     #[default]
@@ -78,6 +77,8 @@ pub enum StartFrom {
 }
 
 impl StartFrom {
+    const WORDS: &str = "kaiming, gaussian, pissa, pissa_niter_N with N up to 1000, or olora";
+
     /// PEFT's word for it, which its files and this program's settings have.
     pub fn parse(word: &str) -> Option<Self> {
         Some(match word {
@@ -95,6 +96,38 @@ impl StartFrom {
     /// Whether A·B isn't zero at the start.
     pub fn takes_from_weight(self) -> bool {
         matches!(self, Self::Pissa | Self::PissaIterations(_) | Self::Olora)
+    }
+}
+
+impl Serialize for StartFrom {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for StartFrom {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        /// PEFT's files say `true` where nothing special is meant.
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Written {
+            Switch(bool),
+            Word(String),
+        }
+        let word = match Written::deserialize(deserializer)? {
+            Written::Switch(on) => on.to_string(),
+            Written::Word(word) => word,
+        };
+        word.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+impl std::str::FromStr for StartFrom {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Self, String> {
+        Self::parse(word)
+            .ok_or_else(|| format!("is {}, expected {}", crate::readable(word), Self::WORDS))
     }
 }
 
@@ -121,6 +154,19 @@ pub enum Biases {
     LoraOnly,
     /// Those of all layers.
     All,
+}
+
+impl std::str::FromStr for Biases {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Self, String> {
+        match word {
+            "none" => Ok(Self::None),
+            "lora_only" => Ok(Self::LoraOnly),
+            "all" => Ok(Self::All),
+            _ => Err(format!("is {}, expected none, lora_only or all", crate::readable(word))),
+        }
+    }
 }
 
 impl Default for LoraConfig {

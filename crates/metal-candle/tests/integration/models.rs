@@ -361,6 +361,11 @@ const METHODS: &[(&str, &str)] = &[
     ("qwen2", "pissa"),
 ];
 
+/// Where something was taken from the weights, two programs' f32 factors of them differ by rounding.
+fn tolerance(name: &str) -> f64 {
+    if ["pissa", "olora"].contains(&name) { 1e-4 } else { 2e-5 }
+}
+
 fn method(base: &str, name: &str) -> (PathBuf, HashMap<String, Tensor>) {
     let path = folder(base).join(format!("method-{name}"));
     let expected = tensors(path.join("lora_expected.safetensors"));
@@ -373,9 +378,9 @@ fn every_method_gives_the_logits_and_gradients_of_peft_and_follows_its_steps() {
         let (path, expected) = method(base, name);
         let model = load(base);
         let adapter = load_adapter(&model, &path);
-        let name = format!("{base} {name}");
         let found = adapted_logits(&model, &adapter, &rows(&expected["input_ids"]));
-        assert_close(&name, &found, &expected["logits"], 2e-5);
+        assert_close(name, &found, &expected["logits"], tolerance(name));
+        let name = format!("{base} {name}");
         let buffer = Gradients::new(adapter.parameters()).unwrap();
         for checkpointing in [false, true] {
             let batch = lora_batch(&expected);
@@ -404,7 +409,8 @@ fn every_method_survives_being_written_read_and_merged() {
         assert_close(name, &adapted_logits(&model, &again, &ids), &logits_before, 1e-5);
         if path.join("plain").is_dir() {
             let plain = load_adapter(&model, path.join("plain"));
-            assert_close(name, &adapted_logits(&model, &plain, &ids), &logits_before, 2e-5);
+            let found = adapted_logits(&model, &plain, &ids);
+            assert_close(name, &found, &logits_before, tolerance(name));
             assert_eq!(again.config().unwrap().rank, 8);
             assert_eq!(again.parameters().len(), plain.parameters().len(), "{name}");
         }
