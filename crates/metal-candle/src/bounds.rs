@@ -31,6 +31,8 @@ pub(crate) const ALPHA: f64 = 1e9;
 pub(crate) const RATE: f64 = 1e3;
 /// The largest norm that gradients are clipped to.
 pub(crate) const NORM: f64 = 1e12;
+/// The most of one learning rate beside another.
+pub(crate) const RATIO: f64 = 1e6;
 
 /// That a number is within its bounds.
 ///

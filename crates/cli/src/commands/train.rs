@@ -212,6 +212,9 @@ pub struct Flags {
     /// Gradients with a larger norm are scaled down to it; 0 is off
     #[arg(long, value_name = "X", help_heading = "Training")]
     clip_norm: Option<f64>,
+    /// What the learning rate of every B is multiplied by, as in LoRA+; for adamw and adam
+    #[arg(long, value_name = "X", help_heading = "LoRA")]
+    loraplus_lr_ratio: Option<f64>,
     /// Steps in a row with a NaN or infinite loss or gradient after which the run ends
     #[arg(long, value_name = "N", help_heading = "Training")]
     skip_limit: Option<u64>,

@@ -81,6 +81,7 @@ pub(super) struct Fingerprint {
     pub total_steps: u64,
     pub learning_rate: LearningRate,
     pub optimizer: Optimizer,
+    pub loraplus_lr_ratio: f64,
     pub clip_norm: Option<f64>,
     pub eval_every: u64,
     pub eval_batches: Option<usize>,

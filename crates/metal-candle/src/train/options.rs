@@ -50,6 +50,9 @@ pub struct TrainOptions {
     pub learning_rate: LearningRate,
     /// The optimiser and its options.
     pub optimizer: Optimizer,
+    /// What the learning rate of every B of an adapter is multiplied by: LoRA+ (Hayou et al., 2024,
+    /// arXiv:2402.12354), whose authors take 16. For Adam and AdamW.
+    pub loraplus_lr_ratio: f64,
     /// Gradients with a larger L2 norm are scaled down to it.
     pub clip_norm: Option<f64>,
     /// Steps in a row whose loss or gradient may be NaN or infinite before the run stops.
@@ -85,6 +88,7 @@ impl TrainOptions {
             grad_accumulation: 1,
             learning_rate,
             optimizer: Optimizer::default(),
+            loraplus_lr_ratio: 1.0,
             clip_norm: Some(1.0),
             skip_limit: 5,
             grad_checkpoint: false,
@@ -124,6 +128,18 @@ impl TrainOptions {
             bounds::check(name, value, &allowed)?;
         }
         self.optimizer.validate()?;
+        bounds::positive("loraplus_lr_ratio", self.loraplus_lr_ratio, bounds::RATIO)?;
+        let is_adam = matches!(self.optimizer, Optimizer::Adam(_) | Optimizer::AdamW(_));
+        if self.loraplus_lr_ratio != 1.0 && !is_adam {
+            return Err(Error::option(
+                "loraplus_lr_ratio",
+                format!(
+                    "is {}, but {} has no rate of its own for B; adamw and adam have",
+                    self.loraplus_lr_ratio,
+                    self.optimizer.name()
+                ),
+            ));
+        }
         match self.clip_norm {
             Some(norm) => bounds::positive("clip_norm", norm, bounds::NORM),
             None => Ok(()),

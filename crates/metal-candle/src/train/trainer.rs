@@ -8,7 +8,7 @@ use super::gradients::Gradients;
 use super::lock::FolderLock;
 use super::memory::peak_bytes;
 use super::metrics::{Metric, MetricsSink, Phase, Position};
-use super::optimizer::OptimizerState;
+use super::optimizer::{OptimizerState, Rates};
 use super::options::TrainOptions;
 use super::saving::{Saved, Saver, SavingFn, untold};
 use crate::adapter::{Adapter, TrainedFiles};
@@ -135,6 +135,7 @@ impl<'a> Trainer<'a> {
             total_steps: options.steps,
             learning_rate: options.learning_rate.clone(),
             optimizer: options.optimizer,
+            loraplus_lr_ratio: options.loraplus_lr_ratio,
             clip_norm: options.clip_norm,
             eval_every: options.eval_every,
             eval_batches: options.eval_batches,
@@ -579,14 +580,10 @@ impl<'a> Trainer<'a> {
         // Leaves the gradients zero for the next step.
         let norm = if loss.is_finite() {
             let number = self.state.updates as usize + 1;
-            let clip_norm = self.options.clip_norm;
-            self.optimizer.step(
-                self.adapter.parameters(),
-                &self.gradients,
-                learning_rate,
-                number,
-                clip_norm,
-            )?
+            let TrainOptions { clip_norm, loraplus_lr_ratio, .. } = self.options;
+            let rates = Rates { base: learning_rate, b_ratio: loraplus_lr_ratio };
+            let parameters = self.adapter.parameters();
+            self.optimizer.step(parameters, &self.gradients, rates, number, clip_norm)?
         } else {
             self.gradients.clear()?;
             f64::NAN

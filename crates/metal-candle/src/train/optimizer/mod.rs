@@ -4,7 +4,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-pub(super) use state::OptimizerState;
+pub(super) use state::{OptimizerState, Rates};
 
 use crate::adapter::Entry;
 use crate::bounds::{NORM, RATE, not_negative, positive, share};

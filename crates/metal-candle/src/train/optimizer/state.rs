@@ -131,6 +131,21 @@ fn runs(entries: &[Entry]) -> Vec<Run> {
     runs
 }
 
+/// The learning rates of a step.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::train) struct Rates {
+    /// Of all parameters.
+    pub base: f64,
+    /// What that of an adapter's B is multiplied by, which only Adam and AdamW heed.
+    pub b_ratio: f64,
+}
+
+impl From<f64> for Rates {
+    fn from(base: f64) -> Self {
+        Self { base, b_ratio: 1.0 }
+    }
+}
+
 /// An optimiser with what it keeps.
 #[derive(Debug)]
 pub(in crate::train) struct OptimizerState {
@@ -200,11 +215,11 @@ impl OptimizerState {
         &self,
         parameters: &Parameters,
         gradients: &Gradients,
-        learning_rate: f64,
+        rates: impl Into<Rates>,
         number: usize,
         clip_norm: Option<f64>,
     ) -> Result<f64> {
-        let norm = self.change(parameters, gradients, learning_rate, number, clip_norm);
+        let norm = self.change(parameters, gradients, rates.into(), number, clip_norm);
         parameters.changed();
         norm
     }
@@ -213,15 +228,20 @@ impl OptimizerState {
         &self,
         parameters: &Parameters,
         gradients: &Gradients,
-        learning_rate: f64,
+        rates: Rates,
         number: usize,
         clip_norm: Option<f64>,
     ) -> Result<f64> {
+        let learning_rate = rates.base;
         let (values, gradients) = (parameters.values(), gradients.buffer());
         let decayed = parameters.decayed();
         let adam = |names: [&str; 2], options: &AdamWOptions| -> Result<f64> {
             let options = adamw_options(options, learning_rate);
             let [m, v] = [self.kept(names[0])?, self.kept(names[1])?];
+            if rates.b_ratio != 1.0 {
+                let clip = (number, clip_norm);
+                return step_at_two_rates(parameters, gradients, [m, v], rates, clip, &options);
+            }
             Ok(adamw::clipped_step(values, gradients, m, v, number, clip_norm, decayed, &options)?)
         };
         match &self.optimizer {
@@ -404,6 +424,31 @@ impl OptimizerState {
     fn part_of(&self, name: &str, start: usize, count: usize) -> Result<Tensor> {
         Ok(self.kept(name)?.narrow(0, start, count)?)
     }
+}
+
+/// AdamW's step, of every B at a rate of its own (LoRA+).
+fn step_at_two_rates(
+    parameters: &Parameters,
+    gradients: &Tensor,
+    [m, v]: [&Tensor; 2],
+    rates: Rates,
+    (number, clip_norm): (usize, Option<f64>),
+    options: &adamw::Options,
+) -> Result<f64> {
+    let norm = flat::norm(gradients)?;
+    if let Some(scale) = flat::clip_scale(norm, clip_norm) {
+        for entry in parameters.entries().iter().filter(|entry| elements(entry) > 0) {
+            let count = elements(entry);
+            let part = |all: &Tensor| all.narrow(0, entry.offset, count);
+            let (p, g, m, v) = (part(parameters.values())?, part(gradients)?, part(m)?, part(v)?);
+            let ratio = if entry.name.ends_with(".lora_B") { rates.b_ratio } else { 1.0 };
+            let options = adamw::Options { learning_rate: rates.base * ratio, ..*options };
+            let decayed = if entry.shape.rank() >= 2 { count } else { 0 };
+            adamw::step(&p, &g, &m, &v, number, scale, decayed, &options)?;
+        }
+    }
+    flat::fill_zero(gradients)?;
+    Ok(norm)
 }
 
 fn adamw_options(options: &AdamWOptions, learning_rate: f64) -> adamw::Options {

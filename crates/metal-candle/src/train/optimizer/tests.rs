@@ -321,3 +321,42 @@ fn steps_in_8_bits_are_those_of_bitsandbytes() {
     let others = whole.iter().filter(|off| **off > 2e-6).count();
     assert!(others * 2 > whole.len(), "{others} of {} are off", whole.len());
 }
+
+#[test]
+fn lora_plus_moves_every_b_at_its_own_rate() {
+    let shapes = [("x.lora_A", vec![7, 5]), ("x.lora_B", vec![5, 6]), ("bias", vec![3])]
+        .map(|(name, shape)| (name.to_string(), Shape::from(shape)));
+    let options = AdamWOptions { weight_decay: 0.1, ..AdamWOptions::default() };
+    let steps = |rates: &[Rates]| {
+        let (parameters, _) = Parameters::new(&shapes, &Device::Cpu).unwrap();
+        let all = Gradients::new(&parameters).unwrap();
+        let state = OptimizerState::new(Optimizer::AdamW(options), &parameters).unwrap();
+        for (index, rates) in rates.iter().enumerate() {
+            put_gradients(&all, 7 + index as u64);
+            state.step(&parameters, &all, *rates, index + 1, Some(0.7)).unwrap();
+            assert!(all.buffer().to_vec1::<f32>().unwrap().iter().all(|g| *g == 0.0));
+        }
+        let entries = parameters.entries().to_vec();
+        entries.into_iter().map(move |entry| {
+            (
+                entry.name.clone(),
+                entry
+                    .of(parameters.values())
+                    .unwrap()
+                    .flatten_all()
+                    .unwrap()
+                    .to_vec1::<f32>()
+                    .unwrap(),
+            )
+        })
+    };
+    let plus = Rates { base: 1e-2, b_ratio: 16.0 };
+    let (slow, fast): (Vec<_>, Vec<_>) =
+        (steps(&[1e-2.into(); 3]).collect(), steps(&[(16.0 * 1e-2).into(); 3]).collect());
+    for (index, (name, found)) in steps(&[plus; 3]).enumerate() {
+        let expected = if name.ends_with("lora_B") { &fast[index].1 } else { &slow[index].1 };
+        for (found, expected) in found.iter().zip(expected) {
+            assert!((found - expected).abs() <= 1e-6, "{name}: {found}, expected {expected}");
+        }
+    }
+}
