@@ -17,7 +17,7 @@ use metal_candle::adapter::Adapter;
 use metal_candle::data::{Body, Record, read_records};
 use metal_candle::generate::{GenerateOptions, generate};
 use metal_candle::model::Model;
-use metal_candle::text::Tokenizer;
+use metal_candle::text::{Message, Tokenizer};
 use metal_candle::{Error, files};
 use serde::Serialize;
 use serde_json::Map;
@@ -204,12 +204,15 @@ fn question(record: Record, path: &Path) -> anyhow::Result<Question> {
         bail!("{}: expected conversations", path.display());
     };
     match messages.as_slice() {
-        [question, answer] => Ok(Question {
-            text: question.text().unwrap_or_default(),
-            answer: answer.text().unwrap_or_default(),
-        }),
+        [question, answer] => {
+            Ok(Question { text: text(question, path)?, answer: text(answer, path)? })
+        }
         _ => bail!("{}: expected a question and an answer", path.display()),
     }
+}
+
+fn text(message: &Message, path: &Path) -> anyhow::Result<String> {
+    message.text().with_context(|| format!("{}: a message has no text", path.display()))
 }
 
 fn ask(

@@ -196,6 +196,7 @@ mod tests {
             ("fine_tune_type: vera", "fine_tune_type: is vera, expected one of lora, dora, full"),
             ("init_lora_weights: eva", "init_lora_weights: is eva, expected"),
             ("bias: some", "bias: is some, expected"),
+            ("report_to: [3]", "report_to: is [3], expected none or tensorboard"),
             ("wandb: project", "wandb: is project; every run writes metrics.jsonl"),
             (
                 "lr_schedule: {name: cosine_decay, arguments: [1, 2]}\nschedule: linear",

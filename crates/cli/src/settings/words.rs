@@ -385,7 +385,10 @@ fn held_out(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
 fn report_to(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
     let services: Vec<&str> = match value {
         Value::String(text) => text.split(',').map(str::trim).collect(),
-        Value::Sequence(list) => list.iter().filter_map(Value::as_str).collect(),
+        Value::Sequence(list) => match list.iter().map(Value::as_str).collect() {
+            Some(services) => services,
+            None => return Err(wrong(name, value, "none or tensorboard")),
+        },
         _ => return Err(wrong(name, value, "none or tensorboard")),
     };
     match services.as_slice() {

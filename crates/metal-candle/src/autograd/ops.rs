@@ -283,7 +283,12 @@ impl Tape {
             let mut adapters = found.adapters.into_iter();
             let mut gradients = vec![found.dx];
             for (projection, used) in projections.iter().zip(used()) {
-                let adapter = if used { adapters.next().flatten() } else { None };
+                let adapter = match used {
+                    true => adapters.next().ok_or_else(|| {
+                        candle_core::Error::msg("a projection got no gradient of its adapter")
+                    })?,
+                    false => None,
+                };
                 if projection.lora.is_some() {
                     let (da, db) = adapter.unzip();
                     gradients.extend([da, db]);

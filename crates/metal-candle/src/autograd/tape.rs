@@ -429,7 +429,7 @@ impl Tape {
             let mut found = tape.walk(seeds, sink, kept)?;
             Ok(leaves
                 .iter()
-                .map(|leaf| leaf.slot.and_then(|slot| found.get_mut(slot.node)?.pop().flatten()))
+                .map(|leaf| leaf.slot.and_then(|slot| found[slot.node][slot.output].take()))
                 .collect())
         };
         Ok(self.push_many(inputs, outputs, Box::new(backward)))
@@ -513,7 +513,16 @@ impl Tape {
                     }
                 }
                 Node::Operation { inputs, backward, .. } => {
-                    for (slot, gradient) in inputs.into_iter().zip(backward(gradient, sink)?) {
+                    let found = backward(gradient, sink)?;
+                    if found.len() != inputs.len() {
+                        return Err(candle_core::Error::msg(format!(
+                            "an operation of {} inputs gave {} gradients",
+                            inputs.len(),
+                            found.len()
+                        ))
+                        .into());
+                    }
+                    for (slot, gradient) in inputs.into_iter().zip(found) {
                         if let (Some(slot), Some(gradient)) = (slot, gradient) {
                             accumulate(&mut gradients, slot, gradient)?;
                         }

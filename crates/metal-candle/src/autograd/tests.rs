@@ -317,6 +317,18 @@ fn a_segment_whose_parameters_are_inside_is_recorded_though_its_input_is_frozen(
 }
 
 #[test]
+fn every_input_gets_a_gradient_or_none_and_is_not_passed_over() {
+    let tape = Tape::recording();
+    let x = tape.parameter(&weight(random(&[2], 1), 0));
+    let sum = x.tensor().sum_all().unwrap();
+    let root = tape.record(&[&x, &x], sum, |dy| Ok(vec![Some(dy.broadcast_as(2)?)]));
+    let refused =
+        tape.backward(&root, 1.0, &mut |_: ParameterId, _: Tensor| -> Result<()> { Ok(()) });
+    let message = refused.unwrap_err().to_string();
+    assert!(message.contains("of 2 inputs gave 1 gradients"), "{message}");
+}
+
+#[test]
 fn a_linear_chain_matches_candles_autograd() {
     let (w, x) = (random(&[4, 4], 1), random(&[3, 4], 2));
     let variable = Var::from_tensor(&w).unwrap();

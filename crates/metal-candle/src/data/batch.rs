@@ -165,14 +165,11 @@ impl Batcher {
             let needed = self.places_of(index);
             match open.iter().position(|(_, room)| *room >= needed) {
                 Some(place) => {
-                    if let Some((row, room)) = open.get_mut(place) {
-                        *room -= needed;
-                        if let Some(row) = rows.get_mut(*row) {
-                            row.push(index);
-                        }
-                        if *room == 0 {
-                            open.remove(place);
-                        }
+                    let (row, room) = &mut open[place];
+                    *room -= needed;
+                    rows[*row].push(index);
+                    if *room == 0 {
+                        open.remove(place);
                     }
                 }
                 None => {
@@ -194,15 +191,20 @@ impl Batcher {
     /// The arrays of a batch. Rows are padded on the right to the longest one, rounded up to a multiple of 8 but not
     /// past `max_seq_length`.
     ///
-    /// The plan is one of this batcher's; indices that are not in the data set are passed over.
-    pub fn batch(&self, plan: &BatchPlan) -> Batch {
-        let used = |row: &Vec<usize>| row.iter().map(|index| self.places_of(*index)).sum::<usize>();
-        let longest = plan.rows.iter().map(used).max().unwrap_or(0);
+    /// # Errors
+    /// [`Error::Option`] when the plan is not one of this batcher's and has an index that is not in the data set.
+    pub fn batch(&self, plan: &BatchPlan) -> Result<Batch> {
+        let words = |row: &Vec<usize>| row.iter().map(|&index| self.dataset.words(index)).collect();
+        let rows: Vec<Vec<&[u32]>> = plan.rows.iter().map(words).collect::<Result<_>>()?;
+        let used = |row: &Vec<&[u32]>| {
+            row.iter().map(|words| words.len().saturating_sub(1)).sum::<usize>()
+        };
+        let longest = rows.iter().map(used).max().unwrap_or(0);
         let length =
             longest.next_multiple_of(LENGTH_STEP).min(self.options.max_seq_length).max(longest);
-        let size = plan.rows.len() * length;
+        let size = rows.len() * length;
         let mut batch = Batch {
-            rows: plan.rows.len(),
+            rows: rows.len(),
             length,
             input_ids: Vec::with_capacity(size),
             targets: Vec::with_capacity(size),
@@ -211,9 +213,9 @@ impl Batcher {
             tokens: 0,
             target_tokens: 0,
         };
-        for (number, row) in plan.rows.iter().enumerate() {
+        for (number, row) in rows.into_iter().enumerate() {
             let mut place = 0;
-            for words in row.iter().filter_map(|index| self.dataset.words(*index)) {
+            for words in row {
                 let first = place;
                 let predicted = words.iter().skip(1);
                 for (position, (&input, &target)) in words.iter().zip(predicted).enumerate() {
@@ -233,6 +235,6 @@ impl Batcher {
             batch.positions.resize(end, 0);
             batch.first_key.extend((place..length).map(|place| place as u32));
         }
-        batch
+        Ok(batch)
     }
 }

@@ -380,28 +380,40 @@ impl Dataset {
 
     /// The example at an index.
     pub fn get(&self, index: usize) -> Option<Example> {
-        let words = self.words(index)?;
-        Some(Example {
-            ids: words.iter().map(|&word| store::id(word)).collect(),
-            trainable: words.iter().map(|&word| store::is_trainable(word)).collect(),
-        })
+        self.entries.get(index).map(|entry| self.example(entry))
     }
 
     /// The examples, in the order of their records.
     pub fn iter(&self) -> impl Iterator<Item = Example> + '_ {
-        (0..self.len()).filter_map(|index| self.get(index))
+        self.entries.iter().map(|entry| self.example(entry))
+    }
+
+    fn example(&self, entry: &Entry) -> Example {
+        let words = self.words_of(entry);
+        Example {
+            ids: words.iter().map(|&word| store::id(word)).collect(),
+            trainable: words.iter().map(|&word| store::is_trainable(word)).collect(),
+        }
     }
 
     /// The words of an example; see [`super::store`].
-    pub(super) fn words(&self, index: usize) -> Option<&[u32]> {
-        let Entry { start, length } = self.entries.get(index)?;
-        let start = usize::try_from(*start).ok()?;
-        self.store.words().get(start..start + *length as usize)
+    pub(super) fn words(&self, index: usize) -> Result<&[u32]> {
+        let entry = self.entries.get(index).ok_or_else(|| {
+            let count = self.len();
+            Error::option("data", format!("have no example {index}; there are {count}"))
+        })?;
+        Ok(self.words_of(entry))
     }
 
-    /// The tokens of an example.
+    fn words_of(&self, entry: &Entry) -> &[u32] {
+        // The store was written with the entries.
+        let start = entry.start as usize;
+        &self.store.words()[start..start + entry.length as usize]
+    }
+
+    /// The tokens of an example that there is.
     pub(super) fn length(&self, index: usize) -> usize {
-        self.entries.get(index).map_or(0, |entry| entry.length as usize)
+        self.entries[index].length as usize
     }
 
     /// How many examples have more than `limit` tokens.
@@ -439,7 +451,7 @@ impl Dataset {
     /// A hash of every token and mask, and of the weights (XXH3), by which a resumed run knows its data.
     pub fn fingerprint(&self) -> u64 {
         let mut hash = Hash::new();
-        for words in (0..self.len()).filter_map(|index| self.words(index)) {
+        for words in self.entries.iter().map(|entry| self.words_of(entry)) {
             hash.add(&(words.len() as u32).to_le_bytes());
             for &word in words {
                 hash.add(&store::id(word).to_le_bytes());
@@ -458,10 +470,8 @@ impl Dataset {
     /// # Errors
     /// [`Error::Option`] naming the first token that is not.
     pub fn check_vocabulary(&self, vocabulary: usize) -> Result<()> {
-        let mut ids = (0..self.len())
-            .filter_map(|index| self.words(index))
-            .flatten()
-            .map(|&word| store::id(word));
+        let words = self.entries.iter().flat_map(|entry| self.words_of(entry));
+        let mut ids = words.map(|&word| store::id(word));
         match ids.find(|&id| id as usize >= vocabulary) {
             Some(id) => Err(Error::option(
                 "data",
@@ -497,14 +507,12 @@ fn mixture(parts: &[(Range<usize>, Option<f64>)]) -> Result<Vec<Part>> {
     let mut drawn: Vec<usize> = exact.iter().map(|share| share.floor() as usize).collect();
     let mut order: Vec<usize> = (0..exact.len()).collect();
     order.sort_by(|a, b| {
-        let rest = |index: &usize| exact.get(*index).map_or(0.0, |share| share.fract());
+        let rest = |index: &usize| exact[*index].fract();
         rest(b).total_cmp(&rest(a))
     });
     let missing = total.saturating_sub(drawn.iter().sum());
     for index in order.into_iter().cycle().take(missing) {
-        if let Some(drawn) = drawn.get_mut(index) {
-            *drawn += 1;
-        }
+        drawn[index] += 1;
     }
     let mut mixture = Vec::with_capacity(parts.len());
     for (number, (((examples, _), weight), drawn)) in

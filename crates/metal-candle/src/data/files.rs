@@ -284,9 +284,7 @@ impl HeldOut {
         SplitMix64::new(seed).shuffle(&mut order);
         let mut is_held_out = vec![false; count];
         for index in order.into_iter().take(held_out) {
-            if let Some(flag) = is_held_out.get_mut(index) {
-                *flag = true;
-            }
+            is_held_out[index] = true;
         }
         Ok(is_held_out)
     }

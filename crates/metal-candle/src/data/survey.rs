@@ -276,10 +276,8 @@ impl Tally {
         self.survey.duplicates = self.survey.records - self.hashes.len();
         self.lengths.sort_unstable();
         let lengths = &self.lengths;
-        let rank = |percent: usize| {
-            let place = (lengths.len() * percent).div_ceil(100).saturating_sub(1);
-            lengths.get(place).copied().unwrap_or(0)
-        };
+        let rank =
+            |percent: usize| lengths[(lengths.len() * percent).div_ceil(100).saturating_sub(1)];
         self.survey.lengths = lengths.first().zip(lengths.last()).map(|(min, max)| Lengths {
             total: lengths.iter().map(|length| u64::from(*length)).sum(),
             min: *min,

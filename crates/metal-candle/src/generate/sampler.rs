@@ -188,8 +188,11 @@ impl Sampler {
         let (options, uniform, random) = self.draw();
         self.random = random;
         let id = self.workspace.draw(&self.scores, &options, uniform);
-        let logit = logits.get(id as usize).copied().map_or(f64::NAN, f64::from);
-        Ok(Sampled { id, logprob: logit - log_sum })
+        let logit = *logits.get(id as usize).ok_or_else(|| {
+            let count = logits.len();
+            candle_core::Error::msg(format!("token {id} was drawn from {count} logits"))
+        })?;
+        Ok(Sampled { id, logprob: f64::from(logit) - log_sum })
     }
 
     /// As [`Sampler::sample`], from `logits` `(vocabulary)` of any float type. On a GPU the choice is

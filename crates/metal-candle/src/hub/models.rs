@@ -90,9 +90,8 @@ fn fetch(repository: &Repository, progress: &mut dyn FnMut(Download)) -> Result<
     let mut wanted = wanted(repository, &available)?;
     let shards = wanted.contains(&INDEX.to_string());
     let mut index = 0;
-    while index < wanted.len() {
+    while let Some(file) = wanted.get(index).cloned() {
         let files = wanted.len();
-        let Some(file) = wanted.get(index).cloned() else { break };
         client.fetch(&listing.commit, &file, &mut |bytes, total| {
             progress(Download { file: &file, index, files, bytes, total });
         })?;

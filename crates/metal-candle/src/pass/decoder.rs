@@ -104,7 +104,13 @@ impl Attention {
         };
         let q = self.heads_of(tape, &q, self.query_norm.as_ref(), self.heads, pass)?;
         let k = self.heads_of(tape, &k, self.key_norm.as_ref(), self.kv_heads, pass)?;
-        let (q, k) = match self.rope.and_then(|index| pass.ropes.get(index)) {
+        let rotation = |index: usize| {
+            pass.ropes.get(index).ok_or_else(|| {
+                let count = pass.ropes.len();
+                Error::option("rope", format!("{index} is a layer's, and the pass has {count}"))
+            })
+        };
+        let (q, k) = match self.rope.map(rotation).transpose()? {
             Some(Rotation { cos, sin, queries: Some((query_cos, query_sin)) }) => {
                 (tape.rotate(&q, query_cos, query_sin)?, tape.rotate(&k, cos, sin)?)
             }

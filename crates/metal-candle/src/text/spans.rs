@@ -129,9 +129,11 @@ impl Turns<'_> {
         let turns = |messages: &[Message]| {
             messages.iter().filter(|message| message.is_from_model()).count()
         };
-        let before = self.messages.get(..first).map_or(0, turns);
-        if blocks.len() == turns(self.messages) {
-            return Ok(blocks.get(before).map_or(self.text.len(), |block| block.start));
+        if blocks.len() == turns(self.messages)
+            && let Some(earlier) = self.messages.get(..first)
+        {
+            // Where the model has no turn from there on, no block is of one.
+            return Ok(blocks.get(turns(earlier)).map_or(self.text.len(), |block| block.start));
         }
         Err(Error::Template(format!(
             "cannot tell which generation blocks belong to message {} and those after it, because the template writes \

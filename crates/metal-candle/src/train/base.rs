@@ -48,8 +48,10 @@ pub(super) fn keep(
     let known = read(folder);
     let now: Vec<Known> = paths
         .iter()
-        .filter_map(|path| Some((path, hashes.get(&name(path))?)))
-        .map(|(path, hash)| identity(path, hash.clone()))
+        .map(|path| match hashes.get(&name(path)) {
+            Some(hash) => identity(path, hash.clone()),
+            None => Err(Error::file(path, "is a file of the base without a known hash")),
+        })
         .collect::<Result<_>>()?;
     if now == known {
         return Ok(());

@@ -81,7 +81,7 @@ impl Sums {
         plan: &BatchPlan,
     ) -> Result<()> {
         let (of_batch, targets) = devices::step(model.device(), || -> Result<_> {
-            let batch = batches.batch(plan);
+            let batch = batches.batch(plan)?;
             let loss = model.loss(&Tape::inference(), &batch, adapter)?;
             let of_batch = loss.sum.tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?;
             Ok((of_batch, loss.tokens))

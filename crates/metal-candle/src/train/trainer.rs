@@ -554,8 +554,11 @@ impl<'a> Trainer<'a> {
     }
 
     fn one_step(&mut self, learning_rate: f64) -> Result<Step> {
-        let batches: Vec<_> =
-            self.next_batches()?.iter().map(|plan| self.batches.batch(plan)).collect();
+        let batches: Vec<_> = self
+            .next_batches()?
+            .iter()
+            .map(|plan| self.batches.batch(plan))
+            .collect::<Result<_>>()?;
         let tokens: usize = batches.iter().map(|batch| batch.target_tokens).sum();
         let processed = batches.iter().map(|batch| batch.tokens).sum();
         let mut sums = Vec::with_capacity(batches.len());

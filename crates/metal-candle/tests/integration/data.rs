@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use metal_candle::data::{
-    Batch, BatchOptions, Batcher, Body, Columns, DataFiles, DataOptions, DataSource, Dataset,
-    Example, HeldOut, IGNORED, LossOn, Reading, Record, Report, Shown, Slice, Source, Split,
-    Template, describe, read_records, survey, tokenize,
+    Batch, BatchOptions, BatchPlan, Batcher, Body, Columns, DataFiles, DataOptions, DataSource,
+    Dataset, Example, HeldOut, IGNORED, LossOn, Reading, Record, Report, Shown, Slice, Source,
+    Split, Template, describe, read_records, survey, tokenize,
 };
 use metal_candle::random::SplitMix64;
 use metal_candle::text::{Message, Tokenizer};
@@ -346,7 +346,7 @@ fn every_example_is_in_each_epoch_once_and_whole() {
             assert!(packing || plans.iter().flat_map(|plan| &plan.rows).all(|row| row.len() == 1));
             let (mut tokens, mut places) = (0, 0);
             for plan in &plans {
-                let batch = batcher.batch(plan);
+                let batch = batcher.batch(plan).unwrap();
                 check(&dataset, &plan.rows, &batch, max_seq_length);
                 tokens += batch.tokens;
                 places += batch.input_ids.len();
@@ -403,6 +403,10 @@ fn batches_that_cannot_be_are_refused() {
         error(dataset(3, 3).unwrap(), BatchOptions { batch_size: 0, ..options })
             .contains("batch_size: is 0")
     );
+    let batcher = Batcher::new(Arc::new(dataset(9, 9).unwrap()), options).unwrap();
+    let other = BatchPlan { rows: vec![vec![0], vec![1]] };
+    let message = batcher.batch(&other).unwrap_err().to_string();
+    assert_eq!(message, "data: have no example 1; there are 1");
     let refused = |dataset: metal_candle::Result<Dataset>| dataset.unwrap_err().to_string();
     assert!(refused(dataset(1, 1)).contains("2 or more"));
     assert!(refused(dataset(3, 2)).contains("2 mask values"));
@@ -435,7 +439,10 @@ fn batches(dataset: Dataset, epochs: usize) -> Vec<Batch> {
     let options =
         BatchOptions { batch_size: 3, max_seq_length: 32, packing: true, seed: 4, shuffle: true };
     let batcher = Batcher::new(Arc::new(dataset), options).unwrap();
-    (0..epochs).flat_map(|epoch| batcher.epoch(epoch)).map(|plan| batcher.batch(&plan)).collect()
+    (0..epochs)
+        .flat_map(|epoch| batcher.epoch(epoch))
+        .map(|plan| batcher.batch(&plan).unwrap())
+        .collect()
 }
 
 #[test]

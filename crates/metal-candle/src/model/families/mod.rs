@@ -84,8 +84,14 @@ impl Architecture {
         let model_type = keys.text("model_type")?;
         let classes = match keys.get("architectures") {
             None | Some(Value::Null) => Vec::new(),
-            Some(Value::Array(classes)) => classes.iter().filter_map(Value::as_str).collect(),
-            Some(other) => return Err(keys.unexpected("architectures", "a list of names", other)),
+            Some(found) => {
+                let names =
+                    found.as_array().and_then(|classes| classes.iter().map(Value::as_str).collect());
+                match names {
+                    Some(names) => names,
+                    None => return Err(keys.unexpected("architectures", "a list of names", found)),
+                }
+            }
         };
         let known = |by: fn(&Self) -> &'static str| Self::ALL.map(by).join(", ");
         let unknown = |key: &str, found: String| {
