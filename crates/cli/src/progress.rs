@@ -48,7 +48,7 @@ impl Drop for Progress {
 }
 
 impl MetricsSink for Progress {
-    fn record(&mut self, metric: &Metric) -> Result<()> {
+    fn log(&mut self, metric: &Metric) -> Result<()> {
         if self.quiet {
             return Ok(());
         }
@@ -137,7 +137,7 @@ mod tests {
             "gradient_norm": 1.0, "tokens": 10, "tokens_per_second": 1234.0, "trained_tokens": 10,
             "processed_tokens_per_second": 5678.0, "skipped": 0, "peak_memory": null,
         });
-        progress.record(&serde_json::from_value(report).unwrap()).unwrap();
+        progress.log(&serde_json::from_value(report).unwrap()).unwrap();
         assert!(bar.message().contains("1 234 target tok/s"), "{}", bar.message());
     }
 

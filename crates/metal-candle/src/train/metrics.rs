@@ -141,7 +141,7 @@ pub struct Position {
 
 impl Position {
     /// Whether a log that is taken back to this position keeps an event: all that happened before.
-    /// A run that continues from here records its checkpoint again if one was due, and its end.
+    /// A run that continues from here logs its checkpoint again if one was due, and its end.
     pub(super) fn keeps(self, event: &str, step: u64) -> bool {
         let phase = match event {
             "finished" => return false,
@@ -165,20 +165,20 @@ pub trait MetricsSink {
     /// # Errors
     /// What keeps the sink from taking it, such as a full disk; the caller decides whether the run
     /// goes on.
-    fn record(&mut self, metric: &Metric) -> Result<()>;
+    fn log(&mut self, metric: &Metric) -> Result<()>;
 
     /// Is told after every optimiser step, whether or not there is something to report, how many were
     /// taken.
     ///
     /// # Errors
-    /// As [`Self::record`].
+    /// As [`Self::log`].
     fn step(&mut self, _step: u64) -> Result<()> {
         Ok(())
     }
 }
 
 impl<F: FnMut(&Metric) -> Result<()>> MetricsSink for F {
-    fn record(&mut self, metric: &Metric) -> Result<()> {
+    fn log(&mut self, metric: &Metric) -> Result<()> {
         self(metric)
     }
 }
@@ -206,10 +206,10 @@ impl MetricsSink for FanOut<'_> {
     ///
     /// # Errors
     /// The first sink's error.
-    fn record(&mut self, metric: &Metric) -> Result<()> {
+    fn log(&mut self, metric: &Metric) -> Result<()> {
         let mut result = Ok(());
         for sink in &mut self.sinks {
-            result = result.and(sink.record(metric));
+            result = result.and(sink.log(metric));
         }
         result
     }
@@ -224,8 +224,8 @@ impl MetricsSink for FanOut<'_> {
 }
 
 /// Writes events to a file, one JSON object a line with the key `event`. Each line is handed to
-/// the system in one piece as soon as it is recorded, so a killed process loses none that it
-/// recorded and leaves at most the last one incomplete.
+/// the system in one piece as soon as it is logged, so a killed process loses none that it
+/// logged and leaves at most the last one incomplete.
 #[derive(Debug)]
 pub struct JsonLines {
     path: PathBuf,
@@ -257,7 +257,7 @@ impl JsonLines {
 }
 
 impl MetricsSink for JsonLines {
-    fn record(&mut self, metric: &Metric) -> Result<()> {
+    fn log(&mut self, metric: &Metric) -> Result<()> {
         let mut line = serde_json::to_vec(metric)
             .map_err(|error| Error::file(&self.path, format!("cannot be written: {error}")))?;
         line.push(b'\n');
@@ -361,7 +361,7 @@ mod tests {
     fn written(path: &Path, metrics: &[Metric]) {
         let mut lines = JsonLines::create(path).expect("created");
         for metric in metrics {
-            lines.record(metric).expect("recorded");
+            lines.log(metric).expect("logged");
         }
     }
 
@@ -409,8 +409,8 @@ mod tests {
             truncate_after(&path, after(u64::MAX)).expect("truncated");
             assert_eq!(read(&path).expect("read"), metrics, "{incomplete:?}");
             let mut lines = JsonLines::resume(&path, after(3)).expect("resumed");
-            lines.record(&train(4, 9.0)).expect("recorded");
-            // The checkpoint of step 3 is recorded again by the run that continues from it.
+            lines.log(&train(4, 9.0)).expect("logged");
+            // The checkpoint of step 3 is logged again by the run that continues from it.
             let mut expected = metrics[..14].to_vec();
             expected.push(train(4, 9.0));
             assert_eq!(read(&path).expect("read"), expected);
@@ -451,7 +451,7 @@ mod tests {
         for length in 0..=whole.len() {
             std::fs::write(&path, &whole[..length]).expect("written");
             let mut lines = JsonLines::resume(&path, after(2)).expect("resumed");
-            lines.record(&train(3, 1.0)).expect("recorded");
+            lines.log(&train(3, 1.0)).expect("logged");
             let complete = whole[..length].iter().filter(|&&byte| byte == b'\n').count();
             // All but the end of the run.
             assert_eq!(read(&path).expect("read").len(), complete.min(5) + 1, "cut at {length}");
@@ -465,10 +465,7 @@ mod tests {
         truncate_after(&path, after(3)).expect("nothing to do");
         assert!(!path.exists());
         assert_eq!(read(&path).expect("read"), []);
-        JsonLines::resume(&path, after(3))
-            .expect("begun")
-            .record(&train(4, 1.0))
-            .expect("recorded");
+        JsonLines::resume(&path, after(3)).expect("begun").log(&train(4, 1.0)).expect("logged");
         assert_eq!(read(&path).expect("read"), [train(4, 1.0)]);
     }
 
@@ -499,8 +496,8 @@ mod tests {
             last.push(metric.step());
             Ok(())
         });
-        assert!(sinks.record(&train(1, 1.0)).is_err());
-        assert!(sinks.record(&train(2, 1.0)).is_err());
+        assert!(sinks.log(&train(1, 1.0)).is_err());
+        assert!(sinks.log(&train(2, 1.0)).is_err());
         drop(sinks);
         assert_eq!((first, last), (vec![1, 2], vec![1, 2]));
     }

@@ -30,7 +30,7 @@ const FILE_NAME: &str = "events.out.tfevents.";
 
 /// Writes a run's scalars and sampled texts to an event file.
 ///
-/// Each record is handed to the system in one piece as soon as it is recorded.
+/// Each TFRecord is handed to the system in one piece as soon as it is logged.
 #[derive(Debug)]
 pub struct TensorBoard {
     path: PathBuf,
@@ -81,7 +81,7 @@ impl TensorBoard {
         &self.path
     }
 
-    /// Records numbers under their tags.
+    /// Logs numbers under their tags.
     ///
     /// # Errors
     /// [`Error::Io`] when the file cannot be written.
@@ -89,7 +89,7 @@ impl TensorBoard {
         self.event(step, &scalar_summary(values))
     }
 
-    /// Records a text, shown as Markdown, under its tag.
+    /// Logs a text, shown as Markdown, under its tag.
     ///
     /// # Errors
     /// [`Error::Io`] when the file cannot be written.
@@ -98,13 +98,13 @@ impl TensorBoard {
     }
 
     fn event(&mut self, step: u64, content: &[u8]) -> Result<()> {
-        let record = record(&event(wall_time(), step, content));
-        self.file.write_all(&record).map_err(Error::io(&self.path))
+        let framed = tf_record(&event(wall_time(), step, content));
+        self.file.write_all(&framed).map_err(Error::io(&self.path))
     }
 }
 
 impl MetricsSink for TensorBoard {
-    fn record(&mut self, metric: &Metric) -> Result<()> {
+    fn log(&mut self, metric: &Metric) -> Result<()> {
         match metric {
             Metric::Train {
                 step,
@@ -164,10 +164,10 @@ fn truncate_after(folder: &Path, position: Position) -> Result<()> {
         let content = std::fs::read(&path).map_err(Error::io(&path))?;
         let mut kept = 0;
         let end = loop {
-            match next_record(content.get(kept..).unwrap_or_default()) {
-                Record::Whole(data, length) if keeps(position, data) => kept += length,
-                Record::Whole(..) | Record::Incomplete => break Some(kept),
-                Record::Malformed => break None,
+            match next_tf_record(content.get(kept..).unwrap_or_default()) {
+                TfRecord::Whole(data, length) if keeps(position, data) => kept += length,
+                TfRecord::Whole(..) | TfRecord::Incomplete => break Some(kept),
+                TfRecord::Malformed => break None,
             }
         };
         match end {
@@ -203,8 +203,8 @@ fn keeps(position: Position, event: &[u8]) -> bool {
     position.keeps(kind, step)
 }
 
-/// The beginning of a row of records.
-enum Record<'a> {
+/// The beginning of a row of TFRecords.
+enum TfRecord<'a> {
     /// The data, and the length of the record around it.
     Whole(&'a [u8], usize),
     /// The file ends before the record.
@@ -213,19 +213,19 @@ enum Record<'a> {
     Malformed,
 }
 
-fn next_record(bytes: &[u8]) -> Record<'_> {
-    let Some((head, rest)) = bytes.split_first_chunk::<12>() else { return Record::Incomplete };
+fn next_tf_record(bytes: &[u8]) -> TfRecord<'_> {
+    let Some((head, rest)) = bytes.split_first_chunk::<12>() else { return TfRecord::Incomplete };
     let [a, b, c, d, e, f, g, h, head_crc @ ..] = *head;
     let length = [a, b, c, d, e, f, g, h];
     if u32::from_le_bytes(head_crc) != masked_crc(&length) {
-        return Record::Malformed;
+        return TfRecord::Malformed;
     }
     let length = usize::try_from(u64::from_le_bytes(length)).unwrap_or(usize::MAX);
-    let Some((data, rest)) = rest.split_at_checked(length) else { return Record::Incomplete };
+    let Some((data, rest)) = rest.split_at_checked(length) else { return TfRecord::Incomplete };
     match rest.first_chunk::<4>() {
-        None => Record::Incomplete,
-        Some(crc) if u32::from_le_bytes(*crc) != masked_crc(data) => Record::Malformed,
-        Some(_) => Record::Whole(data, length + 16),
+        None => TfRecord::Incomplete,
+        Some(crc) if u32::from_le_bytes(*crc) != masked_crc(data) => TfRecord::Malformed,
+        Some(_) => TfRecord::Whole(data, length + 16),
     }
 }
 
@@ -320,7 +320,8 @@ fn variable(mut value: u64) -> Vec<u8> {
     bytes
 }
 
-fn record(data: &[u8]) -> Vec<u8> {
+/// Data as a TFRecord: length and data, each with its checksum.
+fn tf_record(data: &[u8]) -> Vec<u8> {
     let length = (data.len() as u64).to_le_bytes();
     [&length[..], &masked_crc(&length).to_le_bytes(), data, &masked_crc(data).to_le_bytes()]
         .concat()
@@ -374,7 +375,7 @@ mod tests {
 
     /// Written by `RecordWriter` and the protobuf classes of tensorboard 2.21.0.
     #[test]
-    fn records_are_those_of_tensorboard() {
+    fn tf_records_are_those_of_tensorboard() {
         let scalar = event(1.5, 300, &scalar_summary(&[("train/loss", 0.25)]));
         let text = event(1.5, 300, &text_summary("sample", "hi"));
         let start = event(1.5, 41, &session_start());
@@ -391,16 +392,19 @@ mod tests {
             ),
             (start, "0f000000000000006d532b0909000000000000f83f10293a020801a6ac353d"),
         ] {
-            let found: String = record(&event).iter().map(|byte| format!("{byte:02x}")).collect();
+            let found: String =
+                tf_record(&event).iter().map(|byte| format!("{byte:02x}")).collect();
             assert_eq!(found, expected);
         }
     }
 
     /// The data of each record.
-    fn records(mut file: &[u8]) -> Vec<Vec<u8>> {
+    fn tf_records(mut file: &[u8]) -> Vec<Vec<u8>> {
         let mut records = Vec::new();
         while !file.is_empty() {
-            let Record::Whole(data, length) = next_record(file) else { panic!("a broken record") };
+            let TfRecord::Whole(data, length) = next_tf_record(file) else {
+                panic!("a broken record")
+            };
             records.push(data.to_vec());
             file = &file[length..];
         }
@@ -410,7 +414,7 @@ mod tests {
     /// Step, tag and number of every scalar in a file.
     fn scalars(path: &Path) -> Vec<(u64, String, f32)> {
         let mut found = Vec::new();
-        for event in records(&std::fs::read(path).expect("the file is there")) {
+        for event in tf_records(&std::fs::read(path).expect("the file is there")) {
             let event = fields(&event).expect("a message");
             let step = event.iter().find(|field| field.0 == 2).expect("a step").1;
             for (_, _, summary) in event.iter().filter(|field| field.0 == 5) {
@@ -437,7 +441,7 @@ mod tests {
         let mut board = TensorBoard::create(folder.path().join("new")).expect("created");
         let (step, epoch, skipped) = (300, 0.5, 1);
         board
-            .record(&Metric::Train {
+            .log(&Metric::Train {
                 step,
                 epoch,
                 loss: 1.25,
@@ -450,19 +454,17 @@ mod tests {
                 skipped,
                 peak_memory: Some(3 << 29),
             })
-            .expect("recorded");
+            .expect("logged");
         let (loss, perplexity) = (2.0, 2f64.exp());
         let (tokens, seconds) = (5, 0.5);
+        board.log(&Metric::Evaluation { step, loss, perplexity, tokens, seconds }).expect("logged");
         board
-            .record(&Metric::Evaluation { step, loss, perplexity, tokens, seconds })
-            .expect("recorded");
-        board
-            .record(&Metric::Sample { step, prompt: "a\nb".into(), text: "c".into() })
-            .expect("recorded");
+            .log(&Metric::Sample { step, prompt: "a\nb".into(), text: "c".into() })
+            .expect("logged");
 
         let name = board.path().file_name().and_then(|name| name.to_str()).expect("a name");
         assert!(name.starts_with("events.out.tfevents.") && name.ends_with(".0"), "{name}");
-        let first = &records(&std::fs::read(board.path()).expect("read"))[0];
+        let first = &tf_records(&std::fs::read(board.path()).expect("read"))[0];
         let first = fields(first).expect("a message");
         assert!(first.iter().any(|field| field.0 == 3 && field.2 == b"brain.Event:2"));
         let expected = [
@@ -487,7 +489,7 @@ mod tests {
         let second = TensorBoard::resume(folder.path(), after(40)).expect("created");
         assert_ne!(first.path(), second.path());
         assert!(first.path() < second.path());
-        let records = records(&std::fs::read(second.path()).expect("read"));
+        let records = tf_records(&std::fs::read(second.path()).expect("read"));
         let start = fields(&records[1]).expect("a message");
         assert!(start.iter().any(|field| field.0 == 2 && field.1 == 41));
         assert!(start.iter().any(|field| field.0 == 7 && field.2 == [8, 1]));
@@ -504,12 +506,12 @@ mod tests {
             |step| Metric::Evaluation { step, loss: 1.0, perplexity: 2.0, tokens: 5, seconds: 0.5 };
         let sample = |step| Metric::Sample { step, prompt: "a".into(), text: "b".into() };
         for step in 1..=3 {
-            board.scalars(step, &[("train/loss", 1.0)]).expect("recorded");
-            board.record(&evaluation(step)).expect("recorded");
-            board.record(&sample(step)).expect("recorded");
+            board.scalars(step, &[("train/loss", 1.0)]).expect("logged");
+            board.log(&evaluation(step)).expect("logged");
+            board.log(&sample(step)).expect("logged");
         }
         let whole = std::fs::read(board.path()).expect("read");
-        let length = |path: &Path| records(&std::fs::read(path).expect("read")).len();
+        let length = |path: &Path| tf_records(&std::fs::read(path).expect("read")).len();
         // The version, three records a step, and what came after the second one's training.
         for (phase, expected) in [(Phase::Trained, 5), (Phase::Evaluated, 6), (Phase::Sampled, 7)] {
             std::fs::write(board.path(), &whole).expect("written");

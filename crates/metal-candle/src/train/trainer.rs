@@ -347,7 +347,7 @@ impl<'a> Trainer<'a> {
             Outcome::StoppedEarly => "the validation loss stopped falling".into(),
             Outcome::Interrupted => "interrupted".into(),
         };
-        metrics.record(&Metric::Finished { step: self.state.step, reason, seconds })?;
+        metrics.log(&Metric::Finished { step: self.state.step, reason, seconds })?;
         Ok(Summary {
             outcome,
             step: self.state.step,
@@ -411,7 +411,7 @@ impl<'a> Trainer<'a> {
         // Every step leaves them so, unless it fails.
         self.gradients.clear()?;
         loop {
-            self.record_saved(metrics)?;
+            self.log_saved(metrics)?;
             let paused = Instant::now();
             let ended = self.after_step(metrics)?;
             if ended.is_some() || self.is_save_due() {
@@ -429,8 +429,7 @@ impl<'a> Trainer<'a> {
             timed_processed += step.processed;
             metrics.step(self.state.step)?;
             if let Some(reason) = &step.skipped {
-                metrics
-                    .record(&Metric::Skipped { step: self.state.step, reason: reason.clone() })?;
+                metrics.log(&Metric::Skipped { step: self.state.step, reason: reason.clone() })?;
                 if self.state.skipped_in_a_row >= self.options.skip_limit {
                     return Err(Error::Diverged(format!(
                         "{} steps in a row were skipped, the last at step {}: {reason}; a lower \
@@ -444,7 +443,7 @@ impl<'a> Trainer<'a> {
             let last = self.state.step == self.options.steps;
             if self.state.step.is_multiple_of(self.options.report_every) || last {
                 let seconds = timer.elapsed().as_secs_f64();
-                metrics.record(&Metric::Train {
+                metrics.log(&Metric::Train {
                     step: self.state.step,
                     epoch: self.epoch_progress(),
                     loss: self.state.loss_sum / self.state.loss_tokens as f64,
@@ -620,7 +619,7 @@ impl<'a> Trainer<'a> {
         else {
             return Ok(false);
         };
-        metrics.record(&Metric::Evaluation {
+        metrics.log(&Metric::Evaluation {
             step: self.state.step,
             loss: evaluation.loss,
             perplexity: evaluation.perplexity,
@@ -644,7 +643,7 @@ impl<'a> Trainer<'a> {
         let seed = SplitMix64::stream(self.options.seed, step).next_u64();
         let Some(sample) = &mut self.sample else { return Ok(()) };
         for (prompt, text) in sample(&self.model, &self.adapter, seed)? {
-            metrics.record(&Metric::Sample { step, prompt, text })?;
+            metrics.log(&Metric::Sample { step, prompt, text })?;
         }
         Ok(())
     }
@@ -656,7 +655,7 @@ impl<'a> Trainer<'a> {
             (self.options.keep, self.state.best_step.filter(|_| self.options.keep_best));
         let (step, path) = (self.state.step, checkpoint::folder(&self.output, self.state.step));
         if path.is_dir() {
-            metrics.record(&Metric::Checkpoint { step, path, waited: 0.0, seconds: 0.0 })?;
+            metrics.log(&Metric::Checkpoint { step, path, waited: 0.0, seconds: 0.0 })?;
             return checkpoint::prune(&self.output, keep, best);
         }
         let (names, tensors) = self.tensors();
@@ -687,18 +686,18 @@ impl<'a> Trainer<'a> {
         Ok(files.with_chat_template(self.chat_template.clone()))
     }
 
-    /// Records a checkpoint that has become complete, without waiting for one.
-    fn record_saved(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
+    /// Logs a checkpoint that has become complete, without waiting for one.
+    fn log_saved(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
         match &mut self.saver {
-            Some(saver) => record(saver.poll()?, metrics),
+            Some(saver) => log(saver.poll()?, metrics),
             None => Ok(()),
         }
     }
 
-    /// Waits for the checkpoint that is being written, and records it.
+    /// Waits for the checkpoint that is being written, and logs it.
     fn await_saved(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
         match &mut self.saver {
-            Some(saver) => record(saver.wait()?, metrics),
+            Some(saver) => log(saver.wait()?, metrics),
             None => Ok(()),
         }
     }
@@ -714,10 +713,10 @@ impl<'a> Trainer<'a> {
     }
 }
 
-fn record(saved: Option<Saved>, metrics: &mut dyn MetricsSink) -> Result<()> {
+fn log(saved: Option<Saved>, metrics: &mut dyn MetricsSink) -> Result<()> {
     match saved {
         Some(Saved { step, path, waited, seconds }) => {
-            metrics.record(&Metric::Checkpoint { step, path, waited, seconds })
+            metrics.log(&Metric::Checkpoint { step, path, waited, seconds })
         }
         None => Ok(()),
     }

@@ -123,7 +123,7 @@ fn train(
     let mut events = Vec::new();
     let summary = trainer
         .run(&mut |metric: &Metric| -> Result<()> {
-            log.record(metric)?;
+            log.log(metric)?;
             events.extend(steady(metric));
             event(metric);
             Ok(())
