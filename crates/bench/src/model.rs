@@ -157,7 +157,7 @@ struct TrainingStep {
 
 impl Workload for TrainingStep {
     fn call(&mut self) -> Result<Vec<Tensor>> {
-        let tape = Tape::recording().with_dropout(0).with_checkpointing(self.checkpointing);
+        let tape = Tape::training().with_dropout(0).with_checkpointing(self.checkpointing);
         let loss = self.model.loss(&tape, &self.batch, Some(&self.adapter))?;
         tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &self.gradients)?;
         let sum = loss.sum.into_tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?;

@@ -58,7 +58,7 @@ fn step(model: &Model, adapter: &Arc<Adapter>) -> (usize, usize) {
     let start = HELD.load(Ordering::Relaxed);
     LARGEST.store(0, Ordering::Relaxed);
     MOST.store(start, Ordering::Relaxed);
-    let tape = Tape::recording();
+    let tape = Tape::training();
     let loss = model.loss(&tape, &batch(), Some(adapter)).unwrap();
     tape.backward(&loss.sum, 1.0, &mut &gradients).unwrap();
     (LARGEST.load(Ordering::Relaxed), MOST.load(Ordering::Relaxed) - start)

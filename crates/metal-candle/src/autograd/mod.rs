@@ -1,6 +1,6 @@
 //! The tape: reverse-mode differentiation made for a frozen base model.
 //!
-//! A value that no parameter feeds records nothing, so a frozen tensor never gets a
+//! A value that no parameter feeds has no node on it, so a frozen tensor never gets a
 //! gradient, neither computed nor allocated. Gradients move from a node to its inputs; where two
 //! meet they are added, nothing is zero-filled first, and both a node's saved tensors and its
 //! gradient are dropped as soon as the node has run. A segment can be recomputed in the backward

@@ -1,5 +1,5 @@
 //! The operations of the model as methods of the tape. Each calls one operation of
-//! `metal-candle-kernels` forward and, when recorded, its backward.
+//! `metal-candle-kernels` forward and, when it has a node, its backward.
 
 use super::{Tape, Value};
 use crate::Result;
@@ -108,7 +108,7 @@ impl Tape {
     pub fn embedding(&self, table: &Value, ids: &Tensor) -> Result<Value> {
         let output = embedding::forward(table.tensor(), ids)?;
         let (ids, vocabulary) = (ids.clone(), table.tensor().dim(0)?);
-        Ok(self.record(&[table], output, move |dy| {
+        Ok(self.push(&[table], output, move |dy| {
             Ok(vec![Some(embedding::backward(&dy, &ids, vocabulary)?)])
         }))
     }
@@ -119,7 +119,7 @@ impl Tape {
         let needs = (x.needs_gradient(), weight.needs_gradient());
         let (saved_x, saved_weight) = (x.tensor().clone(), weight.tensor().clone());
         let again = normed_again(&saved_x, &saved_weight, epsilon, offset);
-        let normed = self.record(&[x, weight], output, move |dy| {
+        let normed = self.push(&[x, weight], output, move |dy| {
             let (dx, dweight) = rms_norm::backward(
                 &saved_x,
                 &saved_weight,
@@ -155,7 +155,7 @@ impl Tape {
         let (saved_sum, saved_weight) = (sum.clone(), weight.tensor().clone());
         let again = normed_again(&saved_sum, &saved_weight, epsilon, offset);
         let inputs = [x, residual, weight];
-        let mut outputs = self.record_many(&inputs, vec![sum, normed], move |gradients| {
+        let mut outputs = self.push_many(&inputs, vec![sum, normed], move |gradients| {
             let mut gradients = gradients.into_iter();
             let (dsum, dy) = (gradients.next().flatten(), gradients.next().flatten());
             let (dx, dweight) = match dy {
@@ -200,7 +200,7 @@ impl Tape {
         // What a gradient will not need is not kept alive.
         let saved_x = needs[1].then(|| x.tensor().clone());
         let saved_weight = needs[0].then(|| weight.tensor().clone());
-        Ok(self.record(&inputs, output, move |dy| {
+        Ok(self.push(&inputs, output, move |dy| {
             let dx = saved_weight.map(|w| matmul::linear_backward_input(&dy, &w)).transpose()?;
             let dweight = saved_x.map(|x| matmul::linear_backward_weight(&x, &dy)).transpose()?;
             let mut gradients = vec![dx, dweight];
@@ -265,7 +265,7 @@ impl Tape {
             (lora_linear::forward_only(x.tensor(), &borrowed)?, Vec::new())
         };
         let (needs_dx, saved_x) = (x.needs_gradient(), self.save(x));
-        Ok(self.record_many(&inputs, outputs, move |dys| {
+        Ok(self.push_many(&inputs, outputs, move |dys| {
             // An output that nothing used adds nothing to any gradient.
             let used = || dys.iter().map(Option::is_some);
             let mut borrowed = Vec::with_capacity(dys.len());
@@ -319,7 +319,7 @@ impl Tape {
 
     fn rotated(&self, x: &Value, output: Tensor, cos: &Tensor, sin: &Tensor) -> Value {
         let (cos, sin) = (cos.clone(), sin.clone());
-        self.record(&[x], output, move |dy| Ok(vec![Some(rope::backward(&dy, &cos, &sin)?)]))
+        self.push(&[x], output, move |dy| Ok(vec![Some(rope::backward(&dy, &cos, &sin)?)]))
     }
 
     /// Causal attention of `q (batch, seq, heads, head_dim)` over `k` and `v`
@@ -340,7 +340,7 @@ impl Tape {
         let (saved_q, saved_k, saved_v) =
             (q.tensor().clone(), k.tensor().clone(), v.tensor().clone());
         let (first_key, options, saved_output) = (first_key.cloned(), *options, output.clone());
-        Ok(self.record(&[q, k, v], output, move |dy| {
+        Ok(self.push(&[q, k, v], output, move |dy| {
             let (dq, dk, dv) = attention::backward(
                 &saved_q,
                 &saved_k,
@@ -361,7 +361,7 @@ impl Tape {
         let (saved_gate, saved_up) = (gate.tensor().clone(), up.tensor().clone());
         let needs = (gate.needs_gradient(), up.needs_gradient());
         let (again_gate, again_up) = (saved_gate.clone(), saved_up.clone());
-        let gated = self.record(&[gate, up], output, move |dy| {
+        let gated = self.push(&[gate, up], output, move |dy| {
             let (dgate, dup) =
                 glu::backward(&saved_gate, &saved_up, activation, &dy, needs.0, needs.1)?;
             Ok(vec![dgate, dup])
@@ -394,7 +394,7 @@ impl Tape {
         };
         let (saved_gate, saved_up) = (gate.tensor().clone(), up.tensor().clone());
         let (weight, saved_lora) = (layer.weight.tensor().clone(), SavedLora::new(lora));
-        Ok(self.record(&[gate, up, lora.a, lora.b], y, move |dy| {
+        Ok(self.push(&[gate, up, lora.a, lora.b], y, move |dy| {
             let found = lora_linear::backward_gated(
                 &saved_gate,
                 &saved_up,
@@ -435,7 +435,7 @@ impl Tape {
             weight.needs_gradient(),
         )?;
         let (dhidden, dweight) = (output.dhidden, output.dweight);
-        let loss = self.record(&[hidden, weight], output.loss, move |dy| {
+        let loss = self.push(&[hidden, weight], output.loss, move |dy| {
             // Never read: on a GPU that would wait for the forward pass.
             let scaled = |gradient: Option<Tensor>| {
                 gradient.map(|gradient| arithmetic::scale_by(&gradient, &dy)).transpose()
@@ -450,7 +450,7 @@ impl Tape {
         let (number, skip) = self.skippable(&[x, y]);
         let output =
             if skip { x.tensor().clone() } else { arithmetic::add(x.tensor(), y.tensor())? };
-        let sum = self.record_sum(&[x, y], output, |dy| Ok(vec![Some(dy.clone()), Some(dy)]));
+        let sum = self.push_sum(&[x, y], output, |dy| Ok(vec![Some(dy.clone()), Some(dy)]));
         Ok(sum.numbered(number))
     }
 
@@ -468,7 +468,7 @@ impl Tape {
         inputs.extend(bias);
         let needs: Vec<bool> = inputs.iter().map(|value| value.needs_gradient()).collect();
         let (saved, norms, factor) = (y.tensor().clone(), norms.clone(), factor.clone());
-        Ok(self.record(&inputs, output, move |dz| {
+        Ok(self.push(&inputs, output, move |dz| {
             let needs_dbias = needs.get(2).copied().unwrap_or(false);
             let found = dora::scale_columns_backward(&saved, &factor, &dz, needs_dbias)?;
             let dm = needs[1].then(|| found.dfactor / norms).transpose()?;
@@ -480,7 +480,7 @@ impl Tape {
     pub fn add_bias(&self, y: &Value, bias: &Value) -> Result<Value> {
         let output = y.tensor().broadcast_add(bias.tensor())?;
         let needs = bias.needs_gradient();
-        Ok(self.record(&[y, bias], output, move |dy| {
+        Ok(self.push(&[y, bias], output, move |dy| {
             let dbias = needs.then(|| matmul::linear_backward_bias(&dy)).transpose()?;
             Ok(vec![Some(dy), dbias])
         }))
@@ -490,20 +490,20 @@ impl Tape {
     pub fn join(&self, x: &Value, constant: &Tensor, dimension: usize) -> Result<Value> {
         let output = Tensor::cat(&[x.tensor(), constant], dimension)?;
         let length = x.tensor().dim(dimension)?;
-        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(dy.narrow(dimension, 0, length)?)])))
+        Ok(self.push(&[x], output, move |dy| Ok(vec![Some(dy.narrow(dimension, 0, length)?)])))
     }
 
     /// `factor · x`.
     pub fn scale(&self, x: &Value, factor: f64) -> Result<Value> {
         let output = arithmetic::scale(x.tensor(), factor)?;
-        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(arithmetic::scale(&dy, factor)?)])))
+        Ok(self.push(&[x], output, move |dy| Ok(vec![Some(arithmetic::scale(&dy, factor)?)])))
     }
 
     /// The same elements in another shape.
     pub fn reshape(&self, x: &Value, shape: impl Into<Shape>) -> Result<Value> {
         let output = x.tensor().reshape(shape.into())?;
         let original = x.shape().clone();
-        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(dy.reshape(original)?)])))
+        Ok(self.push(&[x], output, move |dy| Ok(vec![Some(dy.reshape(original)?)])))
     }
 
     /// The same numbers in another dtype; the gradient comes back in the original one.
@@ -513,7 +513,7 @@ impl Tape {
             return Ok(x.clone());
         }
         let output = copy::cast(x.tensor(), dtype)?;
-        Ok(self.record(&[x], output, move |dy| Ok(vec![Some(copy::cast(&dy, original)?)])))
+        Ok(self.push(&[x], output, move |dy| Ok(vec![Some(copy::cast(&dy, original)?)])))
     }
 
     /// Cuts the last dimension into pieces of the given sizes.
@@ -527,7 +527,7 @@ impl Tape {
         let whole = x.shape().clone();
         let (dtype, device) = (x.tensor().dtype(), x.tensor().device().clone());
         let sizes = sizes.to_vec();
-        Ok(self.record_many(&[x], outputs, move |gradients| {
+        Ok(self.push_many(&[x], outputs, move |gradients| {
             let mut dims = whole.dims().to_vec();
             let mut pieces = Vec::with_capacity(sizes.len());
             for (gradient, size) in gradients.into_iter().zip(sizes) {

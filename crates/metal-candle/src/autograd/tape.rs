@@ -104,7 +104,7 @@ impl Value {
     }
 
     /// The tensor itself. An operation that computes from it names the value among its inputs when it is
-    /// recorded: by that the tape knows whether the tensor is needed.
+    /// pushed: by that the tape knows whether the tensor is needed.
     pub fn tensor(&self) -> &Tensor {
         &self.tensor
     }
@@ -143,15 +143,15 @@ enum Node {
 /// A part of a forward pass that can be run again: values in, values out.
 pub type Segment = Arc<dyn Fn(&Tape, &[Value]) -> Result<Vec<Value>>>;
 
-/// Records operations for one forward and one backward pass.
+/// The operations of one forward pass, for its backward pass.
 pub struct Tape {
     nodes: RefCell<Vec<Node>>,
-    recording: bool,
+    training: bool,
     checkpointing: bool,
     dropout_seed: Option<u64>,
     /// Set while a segment is run again for its gradients.
     replaying: bool,
-    /// Set when a parameter was read, also while nothing is recorded.
+    /// Set when a parameter was read, also on a tape that keeps no nodes.
     touched: Cell<bool>,
     /// What a segment keeps for its second run, in the order of its operations; `None` where there will
     /// be none.
@@ -214,11 +214,11 @@ impl Skippable {
 }
 
 impl Tape {
-    /// A tape that records whatever depends on a parameter.
-    pub fn recording() -> Self {
+    /// A tape that keeps a node of whatever depends on a parameter.
+    pub fn training() -> Self {
         Self {
             nodes: RefCell::default(),
-            recording: true,
+            training: true,
             checkpointing: false,
             dropout_seed: None,
             replaying: false,
@@ -228,9 +228,9 @@ impl Tape {
         }
     }
 
-    /// A tape that records nothing, for evaluation and generation.
+    /// A tape that keeps no nodes, for evaluation and generation.
     pub fn inference() -> Self {
-        Self { recording: false, ..Self::recording() }
+        Self { training: false, ..Self::training() }
     }
 
     /// Runs segments again in the backward pass instead of storing their activations, but for what
@@ -248,9 +248,9 @@ impl Tape {
         self
     }
 
-    /// Whether this tape records what depends on a parameter.
-    pub fn is_recording(&self) -> bool {
-        self.recording
+    /// Whether this tape keeps nodes of what depends on a parameter.
+    pub fn is_training(&self) -> bool {
+        self.training
     }
 
     /// Whether this tape runs segments again.
@@ -314,12 +314,12 @@ impl Tape {
         Ok(results)
     }
 
-    /// How many nodes are recorded.
+    /// How many nodes it has.
     pub fn len(&self) -> usize {
         self.nodes.borrow().len()
     }
 
-    /// Whether nothing is recorded.
+    /// Whether it has no nodes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -332,30 +332,30 @@ impl Tape {
     /// A parameter as a value, which becomes a leaf.
     pub fn parameter(&self, parameter: &Parameter) -> Value {
         self.touched.set(true);
-        let slot = self.recording.then(|| self.push(Node::Parameter(parameter.id)));
+        let slot = self.training.then(|| self.add_node(Node::Parameter(parameter.id)));
         Value::new(parameter.tensor.clone(), slot)
     }
 
-    /// Records an operation with one output. `backward` turns the gradient of the output into one
+    /// Pushes an operation with one output. `backward` turns the gradient of the output into one
     /// gradient for each of `inputs`, in order; those of inputs that need none are dropped, so it
     /// should not compute them.
-    pub fn record<F>(&self, inputs: &[&Value], output: Tensor, backward: F) -> Value
+    pub fn push<F>(&self, inputs: &[&Value], output: Tensor, backward: F) -> Value
     where
         F: FnOnce(Tensor) -> Result<Gradients> + 'static,
     {
         self.note_reading(inputs);
-        self.record_sum(inputs, output, backward)
+        self.push_sum(inputs, output, backward)
     }
 
-    /// Like [`Self::record`], of an operation whose backward pass reads no input.
-    pub(super) fn record_sum<F>(&self, inputs: &[&Value], output: Tensor, backward: F) -> Value
+    /// Like [`Self::push`], of an operation whose backward pass reads no input.
+    pub(super) fn push_sum<F>(&self, inputs: &[&Value], output: Tensor, backward: F) -> Value
     where
         F: FnOnce(Tensor) -> Result<Gradients> + 'static,
     {
         if inputs.iter().all(|input| input.slot.is_none()) {
             return self.constant(output);
         }
-        let slot = self.push(Node::Operation {
+        let slot = self.add_node(Node::Operation {
             inputs: inputs.iter().map(|input| input.slot).collect(),
             outputs: 1,
             backward: Box::new(move |mut gradients, _| match gradients.pop().flatten() {
@@ -366,9 +366,9 @@ impl Tape {
         Value::new(output, Some(slot))
     }
 
-    /// Records an operation with several outputs. The gradient of an output that nothing used is
+    /// Pushes an operation with several outputs. The gradient of an output that nothing used is
     /// `None`.
-    pub fn record_many<F>(&self, inputs: &[&Value], outputs: Vec<Tensor>, backward: F) -> Vec<Value>
+    pub fn push_many<F>(&self, inputs: &[&Value], outputs: Vec<Tensor>, backward: F) -> Vec<Value>
     where
         F: FnOnce(Gradients) -> Result<Gradients> + 'static,
     {
@@ -376,7 +376,7 @@ impl Tape {
         if inputs.iter().all(|input| input.slot.is_none()) {
             return outputs.into_iter().map(|tensor| self.constant(tensor)).collect();
         }
-        self.push_many(inputs, outputs, Box::new(move |gradients, _| backward(gradients)))
+        self.add_operation(inputs, outputs, Box::new(move |gradients, _| backward(gradients)))
     }
 
     /// Runs `segment`; on a tape that is checkpointing without storing its activations, and once more in the
@@ -390,7 +390,7 @@ impl Tape {
             inputs.iter().map(|input| self.constant(input.tensor.clone())).collect();
         let (checkpointing, dropout_seed) = (self.checkpointing, self.dropout_seed);
         let probe = Tape { checkpointing, dropout_seed, ..Tape::inference() };
-        if self.recording {
+        if self.training {
             probe.kept.replace(Some(VecDeque::new()));
             probe.skippable.replace(Skippable::Tracing(Vec::new()));
         }
@@ -398,7 +398,7 @@ impl Tape {
             segment(&probe, &detached)?.into_iter().map(Value::into_tensor).collect();
         self.touched.set(self.touched.get() || probe.touched.get());
         let needed = probe.touched.get() || inputs.iter().any(|input| input.slot.is_some());
-        if !self.recording || !needed {
+        if !self.training || !needed {
             return Ok(outputs.into_iter().map(|tensor| self.constant(tensor)).collect());
         }
         let needs: Vec<bool> = inputs.iter().map(|input| input.slot.is_some()).collect();
@@ -410,7 +410,7 @@ impl Tape {
                 replaying: true,
                 kept: RefCell::new(kept),
                 skippable: RefCell::new(Skippable::Skipping(skipped, 0)),
-                ..Tape::recording()
+                ..Tape::training()
             };
             let leaves: Vec<Value> = detached
                 .into_iter()
@@ -432,7 +432,7 @@ impl Tape {
                 .map(|leaf| leaf.slot.and_then(|slot| found[slot.node][slot.output].take()))
                 .collect())
         };
-        Ok(self.push_many(inputs, outputs, Box::new(backward)))
+        Ok(self.add_operation(inputs, outputs, Box::new(backward)))
     }
 
     /// Walks back from the scalar `root`, whose own gradient is `seed`, and hands every
@@ -459,18 +459,23 @@ impl Tape {
     /// An input of a recomputed segment: a leaf whose gradient stays with the tape.
     fn input(&self, tensor: Tensor) -> Value {
         let backward: Backward = Box::new(|_, _| Ok(Vec::new()));
-        let slot = self.push(Node::Operation { inputs: Vec::new(), outputs: 1, backward });
+        let slot = self.add_node(Node::Operation { inputs: Vec::new(), outputs: 1, backward });
         Value::new(tensor, Some(slot))
     }
 
-    fn push(&self, node: Node) -> Slot {
+    fn add_node(&self, node: Node) -> Slot {
         let mut nodes = self.nodes.borrow_mut();
         nodes.push(node);
         Slot { node: nodes.len() - 1, output: 0 }
     }
 
-    fn push_many(&self, inputs: &[&Value], outputs: Vec<Tensor>, backward: Backward) -> Vec<Value> {
-        let Slot { node, .. } = self.push(Node::Operation {
+    fn add_operation(
+        &self,
+        inputs: &[&Value],
+        outputs: Vec<Tensor>,
+        backward: Backward,
+    ) -> Vec<Value> {
+        let Slot { node, .. } = self.add_node(Node::Operation {
             inputs: inputs.iter().map(|input| input.slot).collect(),
             outputs: outputs.len(),
             backward,

@@ -29,7 +29,7 @@ fn weighted_sum(tape: &Tape, x: &Value) -> Value {
     let weights: Vec<f64> = (0..count).map(|index| ((index as f64) * 0.7).sin() + 0.3).collect();
     let weights = Tensor::from_vec(weights, x.shape().clone(), &Device::Cpu).unwrap();
     let sum = (x.tensor() * &weights).unwrap().sum_all().unwrap();
-    tape.record(&[x], sum, move |dy| Ok(vec![Some(weights.affine(dy.to_scalar::<f64>()?, 0.0)?)]))
+    tape.push(&[x], sum, move |dy| Ok(vec![Some(weights.affine(dy.to_scalar::<f64>()?, 0.0)?)]))
 }
 
 type Found = BTreeMap<usize, Vec<f64>>;
@@ -59,7 +59,7 @@ fn check(weights: &[Tensor], forward: impl Fn(&Tape, &[Parameter]) -> Value) {
     let trainable = |tensors: &[Tensor]| -> Vec<Parameter> {
         tensors.iter().enumerate().map(|(id, tensor)| weight(tensor.clone(), id)).collect()
     };
-    let tape = Tape::recording();
+    let tape = Tape::training();
     let root = forward(&tape, &trainable(weights));
     let found = backward(tape, &root);
     assert_eq!(found.len(), weights.len());
@@ -172,8 +172,8 @@ fn a_norm_of_a_residual_sum_has_the_gradients_of_finite_differences() {
 }
 
 #[test]
-fn nothing_is_recorded_that_no_parameter_feeds() {
-    let tape = Tape::recording();
+fn nothing_has_a_node_that_no_parameter_feeds() {
+    let tape = Tape::training();
     let frozen = tape.constant(random(&[3, 4], 1));
     let x = tape.constant(random(&[2, 4], 2));
     let y = tape.linear(&x, &frozen, None).unwrap();
@@ -187,7 +187,7 @@ fn nothing_is_recorded_that_no_parameter_feeds() {
 
 #[test]
 fn backward_starts_from_a_scalar_only() {
-    let tape = Tape::recording();
+    let tape = Tape::training();
     let x = tape.parameter(&weight(random(&[2, 4], 2), 0));
     let error = tape
         .backward(&x, 1.0, &mut |_: ParameterId, _: Tensor| -> Result<()> { Ok(()) })
@@ -199,7 +199,7 @@ fn backward_starts_from_a_scalar_only() {
 fn a_recomputed_segment_gives_the_same_gradients_and_stores_one_node() {
     let tensors = [random(&[5, 4], 1), random(&[4, 4], 2), random(&[4, 4], 3)];
     let run = |recompute: bool| {
-        let tape = Tape::recording().with_checkpointing(recompute);
+        let tape = Tape::training().with_checkpointing(recompute);
         let weights: Vec<Parameter> =
             tensors.iter().enumerate().map(|(id, tensor)| weight(tensor.clone(), id)).collect();
         let mut x = tape.parameter(&weights[0]);
@@ -247,13 +247,13 @@ fn a_segment_keeps_what_it_was_told_to_until_its_second_run() {
         };
         let x = tape.constant(random(&[2, 3], 2));
         let y = tape.segment(&[&x], segment).unwrap().remove(0);
-        if tape.is_recording() {
+        if tape.is_training() {
             let root = weighted_sum(&tape, &y);
             assert_eq!(backward(tape, &root).len(), 1);
         }
         count.get()
     };
-    let checkpointing = || Tape::recording().with_checkpointing(true);
+    let checkpointing = || Tape::training().with_checkpointing(true);
     assert_eq!(runs(false, checkpointing()), 2);
     assert_eq!(runs(false, Tape::inference()), 2);
     // The outer segment computes it twice: in its own first run and, kept from there, in its second.
@@ -291,7 +291,7 @@ fn the_second_run_leaves_out_what_only_the_first_run_needs() {
                     None => sum,
                 }])
             });
-            let tape = Tape::recording().with_checkpointing(checkpointing);
+            let tape = Tape::training().with_checkpointing(checkpointing);
             let y = tape.segment(&[&tape.constant(x.clone())], segment).unwrap().remove(0);
             let root = weighted_sum(&tape, &y);
             let gradients = backward(tape, &root);
@@ -304,8 +304,8 @@ fn the_second_run_leaves_out_what_only_the_first_run_needs() {
 }
 
 #[test]
-fn a_segment_whose_parameters_are_inside_is_recorded_though_its_input_is_frozen() {
-    let tape = Tape::recording().with_checkpointing(true);
+fn a_segment_whose_parameters_are_inside_has_a_node_though_its_input_is_frozen() {
+    let tape = Tape::training().with_checkpointing(true);
     let inner = weight(random(&[3, 3], 1), 0);
     let segment: super::Segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
         Ok(vec![tape.linear(&inputs[0], &tape.parameter(&inner), None)?])
@@ -318,10 +318,10 @@ fn a_segment_whose_parameters_are_inside_is_recorded_though_its_input_is_frozen(
 
 #[test]
 fn every_input_gets_a_gradient_or_none_and_is_not_passed_over() {
-    let tape = Tape::recording();
+    let tape = Tape::training();
     let x = tape.parameter(&weight(random(&[2], 1), 0));
     let sum = x.tensor().sum_all().unwrap();
-    let root = tape.record(&[&x, &x], sum, |dy| Ok(vec![Some(dy.broadcast_as(2)?)]));
+    let root = tape.push(&[&x, &x], sum, |dy| Ok(vec![Some(dy.broadcast_as(2)?)]));
     let refused =
         tape.backward(&root, 1.0, &mut |_: ParameterId, _: Tensor| -> Result<()> { Ok(()) });
     let message = refused.unwrap_err().to_string();
@@ -336,13 +336,13 @@ fn a_linear_chain_matches_candles_autograd() {
     let output = hidden.matmul(&variable.t().unwrap()).unwrap().sum_all().unwrap();
     let wanted = values(output.backward().unwrap().get(&variable).unwrap());
 
-    let tape = Tape::recording();
+    let tape = Tape::training();
     let w = weight(w, 0);
     let hidden = tape.linear(&tape.constant(x), &tape.parameter(&w), None).unwrap();
     let output = tape.linear(&hidden, &tape.parameter(&w), None).unwrap();
     let sum = output.tensor().sum_all().unwrap();
     let shape = output.shape().clone();
-    let root = tape.record(&[&output], sum, move |_| {
+    let root = tape.push(&[&output], sum, move |_| {
         Ok(vec![Some(Tensor::ones(shape, DType::F64, &Device::Cpu)?)])
     });
     let found = backward(tape, &root);

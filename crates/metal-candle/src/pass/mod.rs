@@ -179,7 +179,7 @@ impl Model {
             self.check_cache(tape, input, cache)?;
         }
         input.adapters.check(self)?;
-        if tape.is_recording() && matches!(input.adapters, RowAdapters::Grouped(_)) {
+        if tape.is_training() && matches!(input.adapters, RowAdapters::Grouped(_)) {
             return Err(Error::option(
                 "adapters",
                 "differ from row to row, which is for inference only",
@@ -223,8 +223,8 @@ impl Model {
     fn check_cache(&self, tape: &Tape, input: &Input, cache: &KvCache) -> Result<()> {
         let problem = if cache.layers.len() != self.layers.len() {
             format!("has {} layers, the model has {}", cache.layers.len(), self.layers.len())
-        } else if tape.is_recording() {
-            "cannot be used while gradients are recorded".into()
+        } else if tape.is_training() {
+            "cannot be used on a tape for training".into()
         } else {
             match &input.positions {
                 Positions::Known(positions)

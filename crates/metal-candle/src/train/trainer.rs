@@ -565,7 +565,7 @@ impl<'a> Trainer<'a> {
             let seed = SplitMix64::stream(self.options.seed, self.state.step)
                 .next_u64()
                 .wrapping_add(index as u64);
-            let tape = Tape::recording()
+            let tape = Tape::training()
                 .with_dropout(seed)
                 .with_checkpointing(self.options.grad_checkpoint);
             let sum = self.model.loss(&tape, batch, Some(&self.adapter))?.sum;

@@ -150,7 +150,7 @@ fn tape_gradients(frozen: &Frozen, parameters: &[Tensor]) -> (f64, Vec<Tensor>) 
         .enumerate()
         .map(|(id, tensor)| Parameter::new(tensor.clone(), ParameterId(id)))
         .collect();
-    let tape = Tape::recording();
+    let tape = Tape::training();
     let loss = tape_loss(&tape, frozen, &weights).unwrap();
     let mut found: Vec<Tensor> = parameters.iter().map(|p| p.zeros_like().unwrap()).collect();
     tape.backward(&loss, 0.5, &mut |id: ParameterId, gradient: Tensor| {

@@ -298,7 +298,7 @@ fn gradients(
     gradients: &Gradients,
 ) -> (f64, HashMap<String, Tensor>) {
     gradients.clear().unwrap();
-    let tape = Tape::recording().with_checkpointing(checkpointing);
+    let tape = Tape::training().with_checkpointing(checkpointing);
     let loss = model.loss(&tape, batch, Some(adapter)).unwrap();
     assert_eq!(loss.tokens, batch.target_tokens);
     let sum = f64::from(loss.sum.tensor().to_scalar::<f32>().unwrap());
@@ -724,7 +724,7 @@ fn rows_with_different_adapters_give_what_each_gives_alone() {
             let moved = largest_difference(&row_of(&plain, row), &expected);
             assert_eq!(adapter.is_some(), moved > 1e-2, "{name}, row {row}: moved by {moved}");
         }
-        let error = model.forward(&Tape::recording(), &input, None).unwrap_err().to_string();
+        let error = model.forward(&Tape::training(), &input, None).unwrap_err().to_string();
         assert!(error.contains("inference only"), "{error}");
         let too_few = self::input(&model, &ids).with_row_adapters(&adapters[1..]);
         assert!(too_few.unwrap_err().to_string().contains("one a row"));
@@ -838,21 +838,21 @@ fn full_fine_tuning_follows_transformers() {
 }
 
 #[test]
-fn only_the_adapter_gets_gradients_and_only_its_path_is_recorded() {
+fn only_the_adapter_gets_gradients_and_only_its_path_has_nodes() {
     let model = load("llama");
     let config = LoraConfig { last_layers: Some(1), rank: 2, alpha: 16.0, ..LoraConfig::default() };
     let adapter = new_adapter(&model, &config, 1);
     let ids = rows(&tensors(folder("llama").join("expected.safetensors"))["input_ids"]);
     let batch = next_token_batch(&ids);
-    let tape = Tape::recording();
+    let tape = Tape::training();
     model.loss(&tape, &batch, Some(&adapter)).unwrap();
     let last_layer = tape.len();
     let adapter =
         new_adapter(&model, &LoraConfig { rank: 2, alpha: 16.0, ..LoraConfig::default() }, 1);
-    let tape = Tape::recording();
+    let tape = Tape::training();
     model.loss(&tape, &batch, Some(&adapter)).unwrap();
     let layers = model.config().layers.len();
-    // Everything before the first adapter records nothing.
+    // Nothing before the first adapter has a node.
     assert!(last_layer * layers <= tape.len() + layers * 2, "{last_layer} of {}", tape.len());
     let tape = Tape::inference();
     model.loss(&tape, &batch, Some(&adapter)).unwrap();

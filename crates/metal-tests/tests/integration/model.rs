@@ -224,7 +224,7 @@ fn train(device: &Device, dtype: DType, checkpoint: bool) -> Steps {
     };
     let mut steps = Steps { losses: Vec::new(), gradients: Vec::new(), parameters: Vec::new() };
     for step in 1..=2 {
-        let tape = Tape::recording().with_dropout(step as u64).with_checkpointing(checkpoint);
+        let tape = Tape::training().with_dropout(step as u64).with_checkpointing(checkpoint);
         let loss = model.loss(&tape, &batch(VOCABULARY), Some(&adapter)).unwrap();
         tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &gradients).unwrap();
         steps.losses.extend(numbers(loss.sum.tensor()));
@@ -426,7 +426,7 @@ fn every_family_on_metal_gives_the_loss_gradients_and_logits_of_the_cpu() {
         let (model, adapter) = with_parameters(name, full, device);
         let gradients = Gradients::new(adapter.parameters()).unwrap();
         let batch = batch(model.config().vocab_size as u32);
-        let tape = Tape::recording();
+        let tape = Tape::training();
         let loss = model.loss(&tape, &batch, Some(&adapter)).unwrap();
         tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &gradients).unwrap();
         let mut session = Session::new(&model, Some(&adapter));
