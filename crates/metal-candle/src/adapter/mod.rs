@@ -15,7 +15,9 @@ mod tests;
 
 pub use config::{Biases, LoraConfig, Resolved, StartFrom, Targets};
 pub use export::TrainedFiles;
-pub use files::peft::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_config};
+pub use files::mlx::MLX_WEIGHTS;
+pub use files::peft::ADAPTER_WEIGHTS;
+pub use files::{ADAPTER_CONFIG, AdapterFormat, read_config};
 pub use parameters::{Entry, Parameters};
 
 use crate::autograd::{Parameter, ParameterId};
@@ -156,18 +158,18 @@ impl Adapter {
         Ok(adapter)
     }
 
-    /// The adapter of a PEFT folder.
+    /// The adapter of a folder of PEFT's or of mlx-lm's.
     ///
     /// # Errors
     /// For files that are missing or malformed, that ask for what isn't supported, or that are of an adapter
     /// for another model.
     pub fn load(model: &Model, folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
-        let (config, _) = read_config(folder)?;
+        let (format, config, _) = files::read(folder)?;
         let adapter = Self::lora(model, &config)
             .map_err(|error| Error::file(folder.join(ADAPTER_CONFIG), error.to_string()))?;
-        // PEFT's own files don't have what PiSSA and OLoRA took from the weights, which is found again here.
-        files::peft::read_weights(folder, &adapter.parts, &adapter.parameters, false)?;
+        // Others' files don't have what PiSSA and OLoRA took from the weights, which is found again here.
+        files::read_weights(folder, format, &adapter.parts, &adapter.parameters, false)?;
         Ok(adapter)
     }
 
@@ -385,7 +387,8 @@ impl Adapter {
         let folder = folder.as_ref();
         match &self.method {
             Method::Lora { .. } => {
-                files::peft::read_weights(folder, &self.parts, &self.parameters, true)
+                let format = AdapterFormat::of(folder)?;
+                files::read_weights(folder, format, &self.parts, &self.parameters, true)
             }
             Method::Full => {
                 let saved = Weights::open(folder)?;
@@ -432,20 +435,57 @@ impl Adapter {
     /// Writes the adapter as a PEFT folder. `base_model` is what it names as its base.
     ///
     /// # Errors
-    /// When it trains every weight, or a file cannot be written.
+    /// As [`Self::save_as`].
     pub fn save(&self, folder: impl AsRef<Path>, base_model: &str) -> Result<()> {
-        match &self.method {
-            Method::Lora { config, layer_count } => files::peft::write(
-                folder.as_ref(),
-                config,
+        self.save_as(folder, base_model, AdapterFormat::Peft)
+    }
+
+    /// Writes the adapter's files in this format into the existing `folder`. `base_model` is what they name as its
+    /// base.
+    ///
+    /// # Errors
+    /// When it trains every weight, the format can't say what it is (before anything is written), or a file cannot
+    /// be written.
+    pub fn save_as(
+        &self,
+        folder: impl AsRef<Path>,
+        base_model: &str,
+        format: AdapterFormat,
+    ) -> Result<()> {
+        let (folder, values) = (folder.as_ref(), self.parameters.values());
+        let Method::Lora { config, layer_count } = &self.method else {
+            return Err(Error::option(
+                "adapter",
+                "trains every weight; merge it and save the model",
+            ));
+        };
+        match format {
+            AdapterFormat::Peft => {
+                files::peft::write(folder, config, *layer_count, base_model, &self.parts, values)
+            }
+            AdapterFormat::Mlx => files::mlx::write(
+                folder,
+                &self.updated_layers()?,
+                config.dropout,
                 *layer_count,
                 base_model,
                 &self.parts,
-                self.parameters.values(),
+                values,
             ),
-            Method::Full => {
-                Err(Error::option("adapter", "trains every weight; merge it and save the model"))
-            }
         }
+    }
+
+    /// The linear layers that have an update.
+    fn updated_layers(&self) -> Result<Vec<Resolved>> {
+        let scales: HashMap<ParameterId, f64> =
+            self.updates.iter().flatten().map(|update| (update.a.id(), update.scale)).collect();
+        let parts = self.parts.iter().filter(|part| part.kind == PartKind::A);
+        parts
+            .filter_map(|part| Some((part, *scales.get(&part.id)?)))
+            .map(|(part, scale)| {
+                let (_, rank) = part.entry.shape.dims2()?;
+                Ok(Resolved { path: part.of.clone(), rank, scale })
+            })
+            .collect()
     }
 }

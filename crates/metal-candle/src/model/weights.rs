@@ -636,7 +636,9 @@ fn no_weights(folder: &Path) -> Error {
         .collect::<Vec<_>>();
     names.sort();
     let some = |test: fn(&str) -> bool| names.iter().find(|name| test(name));
-    let found = if let Some(name) = some(|name| name.starts_with("adapter_model.")) {
+    let found = if let Some(name) =
+        some(|name| name.starts_with("adapter_model.") || name.ends_with("adapters.safetensors"))
+    {
         format!("found {name}, an adapter; give the folder of its base model")
     } else if let Some(name) = some(|name| name.ends_with(".safetensors")) {
         format!(
@@ -897,6 +899,7 @@ mod tests {
             ("pytorch_model.bin", "safe_serialization=True"),
             ("model-q4.gguf", "GGUF"),
             ("adapter_model.safetensors", "base model"),
+            ("0000100_adapters.safetensors", "base model"),
             ("consolidated.safetensors", "found consolidated.safetensors"),
             ("notes.txt", "no weights in any format"),
         ] {

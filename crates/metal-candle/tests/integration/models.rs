@@ -3,7 +3,7 @@
 
 use crate::common::device;
 use candle_core::{DType, Device, Tensor};
-use metal_candle::adapter::{self, Adapter, LoraConfig, Parameters};
+use metal_candle::adapter::{self, Adapter, AdapterFormat, LoraConfig, Parameters, Targets};
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::{Batch, IGNORED};
 use metal_candle::generate::Session;
@@ -593,8 +593,166 @@ fn a_written_adapter_is_the_one_that_peft_wrote() {
 }
 
 #[test]
+fn adapters_of_mlx_lm_give_its_logits() {
+    for (variant, adapted) in [("adapter-mlx", 21), ("adapter-mlx-keys", 4)] {
+        let model = load("llama");
+        let path = folder("llama").join(variant);
+        let adapter = load_adapter(&model, &path);
+        assert_eq!(adapter.parameters().entries().len(), 2 * adapted, "{variant}");
+        let expected = tensors(path.join("expected.safetensors"));
+        let found = adapted_logits(&model, &adapter, &rows(&expected["input_ids"]));
+        assert_close(variant, &found, &expected["logits"], 1e-4);
+    }
+}
+
+fn save_as(adapter: &Adapter, format: AdapterFormat) -> tempfile::TempDir {
+    let written = tempfile::tempdir().unwrap();
+    adapter.save_as(written.path(), "base", format).unwrap();
+    assert_eq!(AdapterFormat::of(written.path()).unwrap(), format);
+    let (_, base) = adapter::read_config(written.path()).unwrap();
+    assert_eq!(base.as_deref(), Some("base"));
+    written
+}
+
+fn assert_same_tensors(name: &str, expected: &Path, found: &Path) {
+    let (expected, found) = (tensors(expected), tensors(found));
+    assert_eq!(expected.len(), found.len(), "{name}");
+    for (key, tensor) in &expected {
+        assert_close(&format!("{name} {key}"), tensor, &found[key], 0.0);
+    }
+}
+
+#[test]
+fn an_adapter_keeps_its_bits_between_the_formats() {
+    use AdapterFormat::{Mlx, Peft};
+    for (name, variant, format) in [
+        ("llama", "adapter", Peft),
+        ("llama", "adapter-rslora", Peft),
+        ("llama", "adapter-layers", Peft),
+        ("llama", "adapter-regex", Peft),
+        ("llama-odd", "adapter", Peft),
+        ("gemma3-text", "adapter", Peft),
+        ("phi3", "adapter", Peft),
+        ("llama", "adapter-mlx", Mlx),
+        ("llama", "adapter-mlx-keys", Mlx),
+    ] {
+        let other = if format == Peft { Mlx } else { Peft };
+        let original = folder(name).join(variant);
+        let model = load(name);
+        let adapter = load_adapter(&model, &original);
+        let there = save_as(&adapter, other);
+        let converted = load_adapter(&model, there.path());
+        let back = save_as(&converted, format);
+        let weights = format.weights();
+        assert_same_tensors(variant, &original.join(weights), &back.path().join(weights));
+        let ids = rows(&tensors(folder(name).join("expected.safetensors"))["input_ids"]);
+        let again = load_adapter(&model, back.path());
+        let [first, second, third] =
+            [&adapter, &converted, &again].map(|adapter| adapted_logits(&model, adapter, &ids));
+        assert_close(variant, &first, &second, 0.0);
+        assert_close(variant, &first, &third, 0.0);
+    }
+}
+
+#[test]
+fn layers_are_told_to_mlx_lm_by_names_or_by_paths() {
+    let model = load("llama");
+    let config = |variant: &str| {
+        let adapter = load_adapter(&model, folder("llama").join(variant));
+        json(save_as(&adapter, AdapterFormat::Mlx).path().join(adapter::ADAPTER_CONFIG))
+    };
+    let all = config("adapter");
+    assert_eq!((&all["num_layers"], &all["fine_tune_type"]), (&3.into(), &"lora".into()));
+    let parameters = &all["lora_parameters"];
+    assert_eq!(parameters["keys"].as_array().unwrap().len(), 7);
+    assert_eq!((&parameters["rank"], &parameters["scale"]), (&4.into(), &3.0.into()));
+    let last = config("adapter-mlx-keys");
+    assert_eq!(last["num_layers"], 2);
+    assert_eq!(
+        last["lora_parameters"]["keys"],
+        serde_json::json!(["self_attn.q_proj", "mlp.down_proj"])
+    );
+    // The layer in the middle.
+    let middle = config("adapter-layers");
+    assert_eq!(middle["num_layers"], 3);
+    assert_eq!(middle["lora_parameters"]["keys"][0], "model.layers.1.self_attn.q_proj");
+}
+
+#[test]
+fn what_mlx_lm_cannot_hold_is_refused_before_anything_is_written() {
+    let model = load("llama");
+    let written = tempfile::tempdir().unwrap();
+    let refused = |adapter: &Adapter| {
+        let error = adapter.save_as(written.path(), "base", AdapterFormat::Mlx).unwrap_err();
+        assert!(std::fs::read_dir(written.path()).unwrap().next().is_none());
+        error.to_string()
+    };
+    let patterns = load_adapter(&model, folder("llama").join("adapter-patterns"));
+    let error = refused(&patterns);
+    assert!(error.contains("one rank for all layers") && error.contains("_proj` is 2"), "{error}");
+    let alphas =
+        LoraConfig { alpha_pattern: [("q_proj".into(), 4.0)].into(), ..LoraConfig::default() };
+    let error = refused(&new_adapter(&model, &alphas, 1));
+    assert!(error.contains("one scale for all layers") && error.contains("is 0.5"), "{error}");
+    let full = Adapter::full(&model).unwrap();
+    assert!(refused(&full).contains("every weight"));
+}
+
+#[test]
+fn mistakes_in_an_adapter_of_mlx_lm_are_named() {
+    let model = load("llama");
+    let good = folder("llama").join("adapter-mlx-keys");
+    let with = |config: &dyn Fn(&mut Value), weights: &dyn Fn(&mut HashMap<String, Tensor>)| {
+        let changed = tempfile::tempdir().unwrap();
+        let mut json = json(good.join(adapter::ADAPTER_CONFIG));
+        config(&mut json);
+        let path = changed.path().join(adapter::ADAPTER_CONFIG);
+        std::fs::write(path, json.to_string()).unwrap();
+        let mut values = tensors(good.join(adapter::MLX_WEIGHTS));
+        weights(&mut values);
+        let path = changed.path().join(adapter::MLX_WEIGHTS);
+        candle_core::safetensors::save(&values, path).unwrap();
+        // An older state that training has left.
+        std::fs::write(changed.path().join("0000100_adapters.safetensors"), "x").unwrap();
+        Adapter::load(&model, changed.path()).map(|_| ()).map_err(|error| error.to_string())
+    };
+    assert_eq!(with(&|_| (), &|_| ()), Ok(()));
+    let a = "model.layers.2.self_attn.q_proj.lora_a";
+    let error = with(&|_| (), &|weights| drop(weights.remove(a))).unwrap_err();
+    assert!(error.contains("adapters.safetensors") && error.contains(a), "{error}");
+    let error = with(&|_| (), &|weights| {
+        let turned = weights[a].t().unwrap().contiguous().unwrap();
+        weights.insert(a.into(), turned);
+    })
+    .unwrap_err();
+    assert!(error.contains("[4, 32]") && error.contains("[32, 4]"), "{error}");
+    // Of a layer that is none of the last two, of an embedding and of experts.
+    for other in [
+        "model.layers.0.self_attn.q_proj.lora_a",
+        "model.embed_tokens.lora_a",
+        "model.layers.2.mlp.switch_mlp.up_proj.lora_a",
+    ] {
+        let error = with(&|_| (), &|weights| {
+            weights.insert(other.into(), weights[a].clone());
+        })
+        .unwrap_err();
+        assert!(error.contains(&format!("`{other}` belongs to no layer")), "{error}");
+    }
+    let keys = |json: &mut Value| json["lora_parameters"]["keys"] = "embed_tokens".into();
+    let error = with(&keys, &|_| ()).unwrap_err();
+    assert!(error.contains("adapter_config.json: lora_parameters.keys is"), "{error}");
+    let keys =
+        |json: &mut Value| json["lora_parameters"]["keys"][0] = "mlp.switch_mlp.up_proj".into();
+    let error = with(&keys, &|_| ()).unwrap_err();
+    assert!(error.contains("`mlp.switch_mlp.up_proj` is not a linear layer"), "{error}");
+    let error = with(&|json| json["fine_tune_type"] = "full".into(), &|_| ()).unwrap_err();
+    assert!(error.contains("holds weights of the model"), "{error}");
+    let error = Adapter::load(&load("llama-odd"), &good).unwrap_err().to_string();
+    assert!(error.contains("another base model"), "{error}");
+}
+
+#[test]
 fn every_choice_of_layers_can_be_read_again() {
-    use metal_candle::adapter::Targets;
     let pattern = Targets::Pattern(r".*layers\.0\..*q_proj|.*layers\.1\..*up_proj".into());
     let names = Targets::Names(vec!["k_proj".into(), "down_proj".into()]);
     for (targets, layers, last_layers, adapted) in [
@@ -672,7 +830,6 @@ fn random_adapter(model: &Model, config: &LoraConfig, seed: u64) -> Arc<Adapter>
 
 #[test]
 fn rows_with_different_adapters_give_what_each_gives_alone() {
-    use metal_candle::adapter::Targets;
     for name in ["llama", "gemma2", "qwen2", "phi3", "olmo2"] {
         let model = load(name);
         let names =

@@ -277,6 +277,9 @@ fn changed_adapters_are_used_or_refused() {
         let files = ["adapter_config.json", "adapter_model.safetensors"];
         let good = folder_of(&[("models/llama", MODEL), ("models/llama/adapter", &files)]);
         mutate(good.path(), &files, 800, use_model);
+        let files = ["adapter_config.json", "adapters.safetensors"];
+        let good = folder_of(&[("models/llama", MODEL), ("models/llama/adapter-mlx-keys", &files)]);
+        mutate(good.path(), &files, 800, use_model);
     });
 }
 

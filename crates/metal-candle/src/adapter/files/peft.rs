@@ -1,20 +1,17 @@
 //! PEFT's folder: `adapter_config.json` and `adapter_model.safetensors`, whose tensors are
 //! `base_model.model.<path>.lora_A.weight (r, in)` and `.lora_B.weight (out, r)`.
 
-use crate::adapter::{LoraConfig, Parameters, Part, PartKind, StartFrom, Targets};
+use super::{AdapterFormat, as_usize, wrong};
+use crate::Result;
+use crate::adapter::{LoraConfig, Part, PartKind, StartFrom, Targets};
 use crate::files::{cut, short};
-use crate::model::Weights;
-use crate::{Error, Result, files};
-use candle_core::{DType, Tensor};
-use metal_candle_kernels::copy;
+use candle_core::Tensor;
 use serde_json::{Map, Value, json};
-use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The name of the configuration in an adapter folder.
-pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 /// The name of the weights in an adapter folder.
 pub const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
+pub(super) const BASE_KEY: &str = "base_model_name_or_path";
 
 const PREFIX: &str = "base_model.model.";
 
@@ -32,15 +29,9 @@ const IRRELEVANT: &[&str] = &[
     "runtime_config",
 ];
 
-/// Reads an adapter's configuration and the base model it names. Anything it asks for that is
-/// not supported is an error that names the key.
-pub fn read_config(folder: &Path) -> Result<(LoraConfig, Option<String>)> {
-    let path = folder.join(ADAPTER_CONFIG);
-    let json: Map<String, Value> = files::read_json(&path)?;
-    parse_config(&json).map_err(|message| Error::file(&path, message))
-}
-
-fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>), String> {
+pub(super) fn parse_config(
+    json: &Map<String, Value>,
+) -> Result<(LoraConfig, Option<String>), String> {
     match json.get("peft_type").and_then(Value::as_str) {
         Some("LORA") => {}
         Some(other) => {
@@ -53,12 +44,11 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
             );
         }
     }
-    // PEFT's own defaults, for what its file leaves out.
-    let mut config = LoraConfig { rank: 8, alpha: 8.0, ..LoraConfig::default() };
+    let mut config = LoraConfig { alpha: 8.0, ..LoraConfig::default() };
     let mut base = None;
     for (key, value) in json {
         let found = short(value);
-        let wrong = |expected: &str| format!("{} is {found}, expected {expected}", cut(key));
+        let wrong = |expected: &str| wrong(key, value, expected);
         match key.as_str() {
             "peft_type" => {}
             "r" => config.rank = as_usize(value).ok_or_else(|| wrong("a whole number"))?,
@@ -104,14 +94,12 @@ fn parse_config(json: &Map<String, Value>) -> Result<(LoraConfig, Option<String>
                 config.modules_to_save =
                     serde_json::from_value(value.clone()).map_err(|_| wrong("a list of names"))?;
             }
-            "init_lora_weights" => {
-                config.start = start(value).map_err(|expected| wrong(&expected))?
-            }
+            "init_lora_weights" => config.start = start(value).map_err(|expected| wrong(&expected))?,
             "task_type" if !matches!(value.as_str(), None | Some("CAUSAL_LM")) => {
                 return Err(format!("task_type is {found}; only \"CAUSAL_LM\" is supported"));
             }
             "task_type" => {}
-            "base_model_name_or_path" => base = value.as_str().map(String::from),
+            BASE_KEY => base = value.as_str().map(String::from),
             key if IRRELEVANT.contains(&key) => {}
             _ if is_unset(value) => {}
             _ => {
@@ -161,71 +149,8 @@ fn is_unset(value: &Value) -> bool {
     }
 }
 
-fn as_usize(value: &Value) -> Option<usize> {
-    value.as_u64().and_then(|number| usize::try_from(number).ok())
-}
-
-/// Reads the values of an adapter's parts. A tensor that is missing, of another shape, or left over is an
-/// error. `with_start` says that the file has what A and B started from too, as [`write`] puts it there.
-pub(in crate::adapter) fn read_weights(
-    folder: &Path,
-    parts: &[Part],
-    parameters: &Parameters,
-    with_start: bool,
-) -> Result<()> {
-    let path = folder.join(ADAPTER_WEIGHTS);
-    let weights = Weights::from_files([&path])?;
-    let device = parameters.values().device();
-    for part in parts {
-        let start = part.start.as_ref().filter(|_| with_start);
-        let (name, shape) = (name(part), shape(part, start.is_some()));
-        match weights.shape(&name) {
-            Some(found) if found == shape => {}
-            Some(found) => {
-                return Err(Error::file(
-                    &path,
-                    format!(
-                        "`{name}` has shape {found:?}, but this base model and {ADAPTER_CONFIG} ask \
-                         for {shape:?}; is this an adapter for another base model?"
-                    ),
-                ));
-            }
-            None => {
-                return Err(Error::file(
-                    &path,
-                    format!(
-                        "has no tensor `{name}`, which {ADAPTER_CONFIG} asks for on this base model; is \
-                         this an adapter for another base model?"
-                    ),
-                ));
-            }
-        }
-        let value = weights.tensor(&name, &shape, DType::F32, device)?;
-        let value = if is_transposed(part) { value.t()? } else { value };
-        let Some(start) = start else {
-            parameters.set(part.id, &value)?;
-            continue;
-        };
-        let (dimension, rank) = (rank_dimension(part), value.dim(rank_dimension(part))? / 2);
-        parameters.set(part.id, &value.narrow(dimension, 0, rank)?)?;
-        let old = value.narrow(dimension, rank, rank)?.contiguous()?;
-        let old = if part.kind == PartKind::B { old.neg()? } else { old };
-        copy::write(start, &old, 0, 0)?;
-    }
-    if let Some(name) = weights.unread().first() {
-        return Err(Error::file(
-            &path,
-            format!(
-                "`{name}` belongs to no layer that {ADAPTER_CONFIG} names in this base model; is this \
-             an adapter for another base model?"
-            ),
-        ));
-    }
-    Ok(())
-}
-
 /// A part's name in the file.
-fn name(part: &Part) -> String {
+pub(super) fn name(part: &Part) -> String {
     let of = &part.of;
     match part.kind {
         PartKind::A => format!("{PREFIX}{of}.lora_A.weight"),
@@ -237,43 +162,15 @@ fn name(part: &Part) -> String {
 }
 
 /// Whether the file has the other orientation.
-fn is_transposed(part: &Part) -> bool {
+pub(super) fn is_transposed(part: &Part) -> bool {
     matches!(part.kind, PartKind::A | PartKind::B)
 }
 
-/// Which dimension of A or B is the rank.
-fn rank_dimension(part: &Part) -> usize {
-    usize::from(part.kind == PartKind::A)
+pub(super) fn layer_of(tensor: &str) -> Option<&str> {
+    tensor.strip_prefix(PREFIX)?.strip_suffix(".lora_A.weight")
 }
 
-/// A part's shape in the file.
-fn shape(part: &Part, with_start: bool) -> Vec<usize> {
-    let mut shape = part.entry.shape.dims().to_vec();
-    if with_start {
-        shape[rank_dimension(part)] *= 2;
-    }
-    if is_transposed(part) {
-        shape.reverse();
-    }
-    shape
-}
-
-/// What of a part is in the file: its value, and beside it what A and B started from, the latter negated, so
-/// that it is a plain LoRA adapter of twice the rank whose layers are the frozen ones at the start.
-fn value(part: &Part, values: &Tensor) -> Result<Tensor> {
-    let value = part.entry.of(values)?;
-    let value = match &part.start {
-        None => value,
-        Some(start) => {
-            let start = start.to_device(value.device())?;
-            let start = if part.kind == PartKind::B { start.neg()? } else { start };
-            Tensor::cat(&[&value, &start], rank_dimension(part))?
-        }
-    };
-    Ok(if is_transposed(part) { value.t()?.contiguous()? } else { value })
-}
-
-/// The configuration of what [`value`] makes of the parts.
+/// The configuration of what is written of the parts, with what A and B started from.
 fn as_plain(config: &LoraConfig) -> LoraConfig {
     let mut plain = config.clone();
     if config.start.takes_from_weight() {
@@ -298,13 +195,7 @@ pub(in crate::adapter) fn write(
     parts: &[Part],
     values: &Tensor,
 ) -> Result<()> {
-    let mut tensors = BTreeMap::new();
-    for part in parts {
-        tensors.insert(name(part), value(part, values)?);
-    }
-    let tensors: Vec<(String, Tensor)> = tensors.into_iter().collect();
-    let metadata = [("format".to_string(), "pt".to_string())].into_iter().collect();
-    files::write_safetensors(folder.join(ADAPTER_WEIGHTS), &tensors, Some(metadata))?;
+    super::write_weights(folder, AdapterFormat::Peft, parts, values)?;
 
     let config = &as_plain(config);
     let layers = config.selected_layers(layer_count)?;
@@ -327,7 +218,7 @@ pub(in crate::adapter) fn write(
     let json = json!({
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
+        BASE_KEY: base_model,
         "r": config.rank,
         "lora_alpha": alpha,
         "lora_dropout": config.dropout,
@@ -352,9 +243,7 @@ pub(in crate::adapter) fn write(
         },
         "revision": null,
     });
-    let bytes = serde_json::to_vec_pretty(&json)
-        .map_err(|error| Error::file(folder.join(ADAPTER_CONFIG), error.to_string()))?;
-    files::write_bytes_atomic(folder.join(ADAPTER_CONFIG), &bytes)
+    super::write_config(folder, &json)
 }
 
 /// The paths of the layers with an update.
