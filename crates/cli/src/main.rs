@@ -59,6 +59,8 @@ enum Command {
     /// Merge an adapter into its model
     #[command(alias = "merge")]
     Fuse(commands::fuse::Arguments),
+    /// Write an adapter's files as PEFT or mlx-lm has them
+    Convert(commands::convert::Arguments),
     /// Measure loss and perplexity on data
     #[command(alias = "eval")]
     Evaluate(commands::evaluate::Arguments),
@@ -161,6 +163,7 @@ fn run(cli: Cli) -> anyhow::Result<u8> {
         Command::Generate(arguments) => commands::generate::run(arguments, terminal),
         Command::Chat(arguments) => commands::chat::run(arguments, terminal(false)),
         Command::Fuse(arguments) => commands::fuse::run(arguments, terminal),
+        Command::Convert(arguments) => commands::convert::run(arguments, terminal),
         Command::Evaluate(arguments) => commands::evaluate::run(arguments, terminal),
         Command::Data(arguments) => commands::data::run(arguments, terminal),
         Command::Inspect(arguments) => commands::inspect::run(arguments, terminal),

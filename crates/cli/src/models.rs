@@ -48,7 +48,7 @@ pub struct Source {
     /// The branch, tag or commit of a model on the hub [default: main]
     #[arg(long, value_name = "REVISION")]
     pub revision: Option<String>,
-    /// A LoRA adapter to put on the model: a folder as `train` or PEFT writes it
+    /// A LoRA adapter to put on the model: a folder as `train`, PEFT or mlx-lm writes it
     #[arg(short, long, value_name = "DIR", visible_alias = "adapter-path")]
     pub adapter: Option<PathBuf>,
 }
@@ -67,6 +67,23 @@ pub struct Loaded {
 impl Source {
     /// The folder of the model.
     pub fn folder(&self, terminal: Terminal) -> anyhow::Result<PathBuf> {
+        self.folder_by(|model, revision| resolve(model, revision, terminal))
+    }
+
+    /// The folder of the model, of which `config.json` alone is needed.
+    pub fn config_folder(&self, terminal: Terminal) -> anyhow::Result<PathBuf> {
+        self.folder_by(|model, revision| {
+            let options = HubOptions::from_env()?;
+            Ok(with_progress(terminal, |progress| {
+                hub::resolve_config_with(model, revision, &options, progress)
+            })?)
+        })
+    }
+
+    fn folder_by(
+        &self,
+        resolve: impl Fn(&str, Option<&str>) -> anyhow::Result<PathBuf>,
+    ) -> anyhow::Result<PathBuf> {
         let named = match (&self.model, &self.adapter) {
             (Some(model), _) => model.clone(),
             (None, Some(folder)) => {
@@ -74,7 +91,7 @@ impl Source {
                 let (_, base) = adapter::read_config(folder)?;
                 base.filter(|base| !base.is_empty()).ok_or_else(|| {
                     usage(format!(
-                        "no model: {} names no base_model_name_or_path; give --model",
+                        "no model: {} names no base model; give --model",
                         folder.join(adapter::ADAPTER_CONFIG).display()
                     ))
                 })?
@@ -88,7 +105,7 @@ impl Source {
         if let Some(what) = self.model.as_ref().and_then(|_| unfinished_model(Path::new(&named))) {
             anyhow::bail!("{named}: not a model: {what}");
         }
-        let folder = resolve(&named, self.revision.as_deref(), terminal);
+        let folder = resolve(&named, self.revision.as_deref());
         match (&self.model, &self.adapter) {
             (None, Some(adapter)) => folder.with_context(|| {
                 format!(
@@ -131,6 +148,21 @@ impl Source {
             None => None,
         };
         Ok(Loaded { model, adapter, tokenizer, variables: template.variables(), folder })
+    }
+}
+
+/// What an adapter's files name as its model, given as `model`: a hub id as it is, a folder by its full path, so
+/// that the adapter can be used from anywhere.
+pub fn base_name(model: Option<&str>, folder: &Path) -> String {
+    match model {
+        Some(model)
+            if !Path::new(model).is_dir()
+                && model.split('/').count() == 2
+                && !model.starts_with(['.', '~', '/']) =>
+        {
+            model.to_string()
+        }
+        _ => folder.canonicalize().unwrap_or_else(|_| folder.to_path_buf()).display().to_string(),
     }
 }
 

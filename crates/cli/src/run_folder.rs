@@ -6,7 +6,7 @@ use crate::models::same_folder;
 use crate::output::shell_word;
 use crate::settings::{FineTuneType, Settings};
 use anyhow::Context;
-use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
+use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, MLX_WEIGHTS};
 use metal_candle::text::CHAT_TEMPLATE;
 use metal_candle::train::{FolderLock, latest_checkpoint};
 use metal_candle::{Error, files};
@@ -22,6 +22,9 @@ pub const EVENTS: &str = "tensorboard";
 pub const PICTURES: [&str; 2] = ["loss.svg", "loss.png"];
 const STATE: &str = "trainer_state.json";
 const MODEL_CONFIG: &str = "config.json";
+
+/// The weights of an adapter, from whichever program it is.
+const ADAPTERS: [&str; 2] = [ADAPTER_WEIGHTS, MLX_WEIGHTS];
 
 /// Where a run goes on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -91,6 +94,31 @@ pub fn take(settings: &Settings, start: &Start) -> anyhow::Result<Arc<FolderLock
     Ok(lock)
 }
 
+/// Takes an output folder that must not exist, or be empty, and is none of `others`, which have these names.
+pub fn take_new(output: &Path, others: &[(&str, &Path)]) -> anyhow::Result<Arc<FolderLock>> {
+    for (name, other) in others {
+        if same_folder(output, other) {
+            return Err(usage(format!(
+                "output: {} is the {name}'s own folder, which would be replaced; choose another",
+                output.display()
+            )));
+        }
+    }
+    let lock = hold(FolderLock::acquire_beside(output))?;
+    let is_free = match std::fs::read_dir(output) {
+        Ok(mut entries) => entries.next().is_none(),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => true,
+        Err(error) => return Err(Error::io(output)(error).into()),
+    };
+    if !is_free {
+        return Err(usage(format!(
+            "output: {} exists and is not empty; choose another, or remove it",
+            output.display()
+        )));
+    }
+    Ok(lock)
+}
+
 /// A lock that is given free also when Ctrl-C ends the program.
 pub fn hold(lock: metal_candle::Result<FolderLock>) -> anyhow::Result<Arc<FolderLock>> {
     let lock = Arc::new(lock.map_err(|error| match error {
@@ -124,7 +152,7 @@ fn check(settings: &Settings, start: &Start) -> anyhow::Result<()> {
         }
         return Ok(());
     }
-    let adapter = output.join(ADAPTER_WEIGHTS).exists();
+    let adapter = ADAPTERS.iter().any(|name| output.join(name).exists());
     if model || adapter || latest_checkpoint(output)?.is_some() {
         return Err(usage(format!(
             "output: {} holds a run already; continue it with --resume, choose another folder with --output, \
@@ -145,7 +173,8 @@ pub fn clear(output: &Path, overwrite: bool) -> anyhow::Result<()> {
         return Ok(());
     }
     files::remove_folder_atomic(output.join(CHECKPOINTS))?;
-    let mut names: Vec<String> = vec![ADAPTER_WEIGHTS.into(), ADAPTER_CONFIG.into()];
+    let mut names: Vec<String> = ADAPTERS.iter().map(ToString::to_string).collect();
+    names.push(ADAPTER_CONFIG.into());
     if output.join(CONFIG).is_file() {
         // A model's files without these settings are those of somebody else.
         names.extend(weights(output)?);

@@ -255,7 +255,7 @@ impl Run {
             warnings,
             settings: settings.clone(),
         };
-        let base_model = base_name(&settings, &folder);
+        let base_model = models::base_name(settings.model.as_deref(), &folder);
         Ok(Self {
             settings,
             model,
@@ -490,21 +490,6 @@ impl Summary {
             text.push_str(&format!("  {}\n", file.display()));
         }
         text
-    }
-}
-
-/// What a saved adapter names as its model: a hub id as it is, a folder by its full path, so that
-/// the adapter can be used from anywhere.
-fn base_name(settings: &Settings, folder: &Path) -> String {
-    match &settings.model {
-        Some(model)
-            if !Path::new(model).is_dir()
-                && model.split('/').count() == 2
-                && !model.starts_with(['.', '~', '/']) =>
-        {
-            model.clone()
-        }
-        _ => folder.canonicalize().unwrap_or_else(|_| folder.to_path_buf()).display().to_string(),
     }
 }
 

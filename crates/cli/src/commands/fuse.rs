@@ -2,7 +2,7 @@
 
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
-use crate::models::{Source, check_adapter, device, dtype, same_folder, set_threads};
+use crate::models::{Source, check_adapter, device, dtype, set_threads};
 use crate::output::{self, Terminal, grouped, shell_word};
 use crate::run_folder;
 use crate::settings::{Precision, Processor};
@@ -12,7 +12,6 @@ use metal_candle::adapter::Adapter;
 use metal_candle::files;
 use metal_candle::model::{Config, Model, Weights};
 use metal_candle::text::Tokenizer;
-use metal_candle::train::FolderLock;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -60,21 +59,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     interrupt::install()?;
     let folder = arguments.source.folder(terminal)?;
     let output = &arguments.output;
-    for (name, other) in [("model", &folder), ("adapter", adapter)] {
-        if same_folder(output, other) {
-            return Err(usage(format!(
-                "output: {} is the {name}'s own folder, which would be replaced; choose another",
-                output.display()
-            )));
-        }
-    }
-    let _lock = run_folder::hold(FolderLock::acquire_beside(output))?;
-    if !is_free(output)? {
-        return Err(usage(format!(
-            "output: {} exists and is not empty; choose another, or remove it",
-            output.display()
-        )));
-    }
+    let _lock = run_folder::take_new(output, &[("model", &folder), ("adapter", adapter)])?;
     check_adapter(adapter)?;
     let stored = stored_dtype(&folder)?;
     let device = device(Processor::Cpu)?;
@@ -110,14 +95,6 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         terminal.note(format!("Next: metal-candle chat --model {output}"));
     }
     Ok(SUCCESS)
-}
-
-fn is_free(output: &Path) -> anyhow::Result<bool> {
-    match std::fs::read_dir(output) {
-        Ok(mut entries) => Ok(entries.next().is_none()),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(true),
-        Err(error) => Err(metal_candle::Error::io(output)(error).into()),
-    }
 }
 
 /// The dtype of a model's files: what its configuration says, or what its first tensor has.

@@ -4,7 +4,7 @@ use crate::errors::SUCCESS;
 use crate::models;
 use crate::output::{self, Terminal, bytes, grouped, table};
 use clap::Args;
-use metal_candle::adapter::{self, Biases, Targets};
+use metal_candle::adapter::{self, AdapterFormat, Biases, Targets};
 use metal_candle::files;
 use metal_candle::model::rope::RopeScaling;
 use metal_candle::model::{Config, Weights};
@@ -111,18 +111,17 @@ fn checkpoint(folder: &Path) -> anyhow::Result<Report> {
 
 fn describe_adapter(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     let (config, base) = adapter::read_config(folder)?;
-    let weights = Weights::from_files([folder.join(adapter::ADAPTER_WEIGHTS)])?;
+    let format = AdapterFormat::of(folder)?;
+    let weights = Weights::from_files([folder.join(format.weights())])?;
     let (parameters, dtypes) = count(&weights)?;
-    let modules =
-        linear_layers(weights.names().filter_map(|name| {
-            name.strip_prefix("base_model.model.")?.strip_suffix(".lora_A.weight")
-        }));
+    let modules = linear_layers(weights.names().filter_map(|name| format.layer_of(name)));
     let adapted: usize = modules.values().sum();
     let targets = |targets: &Targets| match targets {
         Targets::Names(names) => names.join(", "),
         Targets::Pattern(pattern) => pattern.clone(),
     };
     report.row("Adapter", folder.display());
+    report.row("Format", format.name());
     report.row("Base model", base.as_deref().unwrap_or("not named"));
     report.row("Rank", config.rank);
     let stabilised = if config.rslora { ", rank-stabilised" } else { "" };
@@ -148,6 +147,9 @@ fn describe_adapter(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
         let layers: Vec<String> = layers.iter().map(usize::to_string).collect();
         report.row("Layers", layers.join(", "));
     }
+    if let Some(layers) = config.last_layers {
+        report.row("Layers", format!("the last {layers}"));
+    }
     let template = folder.join(CHAT_TEMPLATE).is_file();
     if template {
         report.row("Chat template", "its own");
@@ -163,6 +165,7 @@ fn describe_adapter(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     }
     report.row("Adapted", format!("{adapted} linear layers: {}", listed(&modules)));
     report.row("Parameters", format!("{} in {}", grouped(parameters), names(&dtypes)));
+    report.set("format", format.name());
     report.set("base_model", base);
     report.set("rank", config.rank);
     report.set("alpha", config.alpha);
@@ -175,6 +178,7 @@ fn describe_adapter(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     report.set("target_modules", serde_json::to_value(&config.targets)?);
     report.set("exclude_modules", serde_json::to_value(&config.exclude)?);
     report.set("layers", config.layers);
+    report.set("last_layers", config.last_layers);
     report.set("rank_pattern", serde_json::to_value(&config.rank_pattern)?);
     report.set("alpha_pattern", serde_json::to_value(&config.alpha_pattern)?);
     report.set("linear_layers", serde_json::to_value(&modules)?);

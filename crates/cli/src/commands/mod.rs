@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod chat;
 pub mod completions;
+pub mod convert;
 pub mod data;
 pub mod demo;
 pub mod evaluate;

@@ -352,6 +352,7 @@ impl Settings {
         let folder = adapter_folder(folder)?;
         let (config, _) = adapter::read_config(&folder)?;
         let scale = self.scale.map(|scale| scale * self.rank as f64);
+        let num_layers = config.last_layers.and_then(|layers| i64::try_from(layers).ok());
         let differs = [
             ("rank", self.rank != config.rank),
             ("alpha", self.alpha.is_some_and(|alpha| alpha != config.alpha)),
@@ -361,7 +362,7 @@ impl Settings {
             ("target_modules", self.target_modules != config.targets),
             ("exclude_modules", self.exclude_modules != config.exclude),
             ("layers", self.layers != config.layers),
-            ("num_layers", self.num_layers.is_some_and(|layers| layers != -1)),
+            ("num_layers", self.num_layers.filter(|layers| *layers != -1) != num_layers),
             ("rank_pattern", self.rank_pattern != config.rank_pattern),
             ("alpha_pattern", self.alpha_pattern != config.alpha_pattern),
             ("init_lora_weights", self.init_lora_weights != config.start),
@@ -388,7 +389,7 @@ impl Settings {
         self.target_modules = config.targets;
         self.exclude_modules = config.exclude;
         self.layers = config.layers;
-        self.num_layers = None;
+        self.num_layers = num_layers;
         self.rank_pattern = config.rank_pattern;
         self.alpha_pattern = config.alpha_pattern;
         self.init_lora_weights = config.start;
@@ -633,14 +634,15 @@ fn adapter_folder(path: &Path) -> anyhow::Result<PathBuf> {
         return Ok(path.to_path_buf());
     }
     match (path.file_name().and_then(|name| name.to_str()), path.parent()) {
-        (Some(adapter::ADAPTER_WEIGHTS), Some(folder)) if path.is_file() => {
+        (Some(adapter::ADAPTER_WEIGHTS | adapter::MLX_WEIGHTS), Some(folder)) if path.is_file() => {
             Ok(if folder.as_os_str().is_empty() { ".".into() } else { folder.to_path_buf() })
         }
         _ if path.exists() => Err(usage(format!(
-            "init_adapter: {} is not supported; expected a PEFT folder with {} and {}",
+            "init_adapter: {} is not supported; expected a folder with {} and {} or {}",
             path.display(),
             adapter::ADAPTER_CONFIG,
-            adapter::ADAPTER_WEIGHTS
+            adapter::ADAPTER_WEIGHTS,
+            adapter::MLX_WEIGHTS
         ))),
         _ => Err(usage(format!("init_adapter: there is no {}", path.display()))),
     }

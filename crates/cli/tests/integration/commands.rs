@@ -94,6 +94,67 @@ fn a_trained_adapter_generates_fuses_and_evaluates() {
 }
 
 #[test]
+fn an_adapter_is_converted_to_mlx_lm_and_back() {
+    let place = Place::with_model();
+    place.ok(&with(&["-q", "--rank", "4", "--num-layers", "2"]));
+    let bytes = |name: &str| std::fs::read(place.path(name)).unwrap();
+    place.write("adapters/chat_template.jinja", "{{ messages }}");
+    let report =
+        place.json(&["convert", "-a", "adapters", "--to", "mlx", "-o", "of-mlx", "--json"]);
+    assert_eq!(report["format"], "mlx-lm");
+    for folder in ["adapters", "of-mlx"] {
+        let template = format!("{folder}/chat_template.jinja");
+        assert_eq!(place.read(&template), "{{ messages }}");
+        std::fs::remove_file(place.path(&template)).unwrap();
+    }
+
+    // Whatever takes an adapter takes it.
+    let shown = place.json(&["inspect", "of-mlx", "--json"]);
+    assert_eq!((&shown["format"], &shown["last_layers"]), (&"mlx-lm".into(), &2.into()));
+    assert_eq!((&shown["rank"], &shown["alpha"]), (&4.into(), &8.0.into()));
+    assert_eq!(shown["linear_layers"]["q_proj"], 2);
+    assert_eq!(shown["base_model"], report["base_model"]);
+    let evaluate = |adapter| {
+        let told = ["evaluate", "-a", adapter, "-d", "data", "--split", "train", "--json"];
+        place.json(&told)["loss"].as_f64().unwrap()
+    };
+    assert_eq!(evaluate("adapters"), evaluate("of-mlx"));
+    place.ok(&["fuse", "-a", "of-mlx", "-o", "fused", "-q"]);
+    place.ok(&["generate", "-a", "of-mlx", "-p", "What is 3?", "-n", "2"]);
+    place.ok(&with(&["--init-adapter", "of-mlx", "-o", "more", "-q"]));
+    place.ok(&with(&["--init-adapter", "of-mlx/adapters.safetensors", "-o", "again", "-q"]));
+    let stderr =
+        place.fails(2, &with(&["--init-adapter", "of-mlx", "-o", "x", "--num-layers", "1"]));
+    assert!(stderr.contains("num_layers: is not that of the adapter"), "{stderr}");
+
+    let back = ["convert", "-a", "of-mlx", "--to", "peft", "-o", "back", "-m", "base"];
+    let said = place.run(&back);
+    assert!(text(&said.stdout).contains("PEFT's files"), "{}", text(&said.stderr));
+    assert!(text(&said.stderr).contains("Next: metal-candle chat --adapter back"));
+    let weights = "adapter_model.safetensors";
+    assert_eq!(bytes(&format!("back/{weights}")), bytes(&format!("adapters/{weights}")));
+
+    // Nothing is written over.
+    for (output, to, expected) in [
+        ("back", "mlx", "exists and is not empty"),
+        ("base", "mlx", "model's own folder"),
+        ("adapters", "mlx", "adapter's own folder"),
+        ("new", "peft", "PEFT's files already"),
+    ] {
+        let stderr = place.fails(2, &["convert", "-a", "adapters", "--to", to, "-o", output]);
+        assert!(stderr.contains(expected), "{stderr}");
+    }
+    let stderr = place.fails(2, &with(&["-q", "-o", "of-mlx"]));
+    assert!(stderr.contains("--overwrite"), "{stderr}");
+    // Two ranks are more than mlx-lm's files hold.
+    let ranks = with(&["-q", "--rank", "4", "--rank-pattern", "q_proj=2", "-o", "ranks"]);
+    place.ok(&ranks);
+    let stderr = place.fails(1, &["convert", "-a", "ranks", "--to", "mlx", "-o", "new"]);
+    assert!(stderr.contains("one rank for all layers"), "{stderr}");
+    assert!(!place.path("new").exists());
+}
+
+#[test]
 fn the_settings_a_run_leaves_make_the_same_run() {
     let place = Place::with_model();
     place.ok(&with(&["-q", "--rank", "4", "--layers", "0,2", "--no-plot", "--no-tensorboard"]));

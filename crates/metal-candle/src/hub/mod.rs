@@ -26,7 +26,7 @@ mod tests;
 pub use datasets::{
     DatasetChoice, DatasetFiles, is_dataset_id, resolve_dataset, resolve_dataset_with,
 };
-pub use models::{resolve, resolve_with};
+pub use models::{resolve, resolve_config_with, resolve_with};
 
 use std::fmt;
 use std::fs;

@@ -37,6 +37,36 @@ pub fn resolve_with(
     options: &HubOptions,
     progress: &mut dyn FnMut(Download),
 ) -> Result<PathBuf> {
+    resolve_needed(Needed::All, model, revision, options, progress)
+}
+
+/// As [`resolve_with`], for the sake of `config.json` alone: of the hub's repository nothing else is needed.
+///
+/// # Errors
+/// As [`resolve`].
+pub fn resolve_config_with(
+    model: &str,
+    revision: Option<&str>,
+    options: &HubOptions,
+    progress: &mut dyn FnMut(Download),
+) -> Result<PathBuf> {
+    resolve_needed(Needed::Config, model, revision, options, progress)
+}
+
+/// What of a repository is needed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Needed {
+    All,
+    Config,
+}
+
+fn resolve_needed(
+    needed: Needed,
+    model: &str,
+    revision: Option<&str>,
+    options: &HubOptions,
+    progress: &mut dyn FnMut(Download),
+) -> Result<PathBuf> {
     let path = expand_home(model, std::env::home_dir().as_deref());
     if path.is_dir() {
         if let Some(revision) = revision {
@@ -66,13 +96,16 @@ pub fn resolve_with(
         ));
     }
     let repository = Repository { kind: Kind::Model, id: model, revision, options };
-    repository.resolve(|| cached(&repository), || fetch(&repository, progress))
+    repository.resolve(|| cached(&repository, needed), || fetch(&repository, needed, progress))
 }
 
-/// The complete snapshot of the revision in the cache, or what is missing of it.
-fn cached(repository: &Repository) -> Result<PathBuf, String> {
+/// The snapshot of the revision in the cache with what is needed, or what is missing of it.
+fn cached(repository: &Repository, needed: Needed) -> Result<PathBuf, String> {
     let (_, snapshot) = repository.cached_snapshot()?;
-    let missing = missing_files(&snapshot).map_err(|error| error.to_string())?;
+    let mut missing = missing_files(&snapshot).map_err(|error| error.to_string())?;
+    if needed == Needed::Config {
+        missing.retain(|name| name == CONFIG);
+    }
     if missing.is_empty() {
         Ok(snapshot)
     } else {
@@ -81,13 +114,20 @@ fn cached(repository: &Repository) -> Result<PathBuf, String> {
 }
 
 /// Downloads what is not in the cache yet.
-fn fetch(repository: &Repository, progress: &mut dyn FnMut(Download)) -> Result<PathBuf, Failure> {
+fn fetch(
+    repository: &Repository,
+    needed: Needed,
+    progress: &mut dyn FnMut(Download),
+) -> Result<PathBuf, Failure> {
     let client = Client::new(*repository)?;
     let listing = client.list(false)?;
     let available = listing.files.into_iter().map(|file| file.name).collect();
     let snapshot = repository.snapshot(&listing.commit);
 
     let mut wanted = wanted(repository, &available)?;
+    if needed == Needed::Config {
+        wanted.retain(|name| name == CONFIG);
+    }
     let shards = wanted.contains(&INDEX.to_string());
     let mut index = 0;
     while let Some(file) = wanted.get(index).cloned() {
@@ -108,7 +148,10 @@ fn fetch(repository: &Repository, progress: &mut dyn FnMut(Download)) -> Result<
             wanted.extend(shards);
         }
     }
-    repository.refer_to(&listing.commit).map_err(Failure::Final)?;
+    // The revision goes on naming what is in the cache as a whole.
+    if needed == Needed::All {
+        repository.refer_to(&listing.commit).map_err(Failure::Final)?;
+    }
     Ok(snapshot)
 }
 

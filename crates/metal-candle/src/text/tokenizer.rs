@@ -145,8 +145,7 @@ impl Tokenizer {
     /// it is used.
     pub fn take_chat_template(&mut self, folder: &Path) -> Result<Option<String>> {
         let sources = read_templates(folder)?;
-        let source = sources.iter().find(|(name, ..)| name == "default").or(sources.first());
-        let source = source.map(|(.., source)| source.clone());
+        let source = default_template(&sources);
         if !sources.is_empty() {
             self.chat_template = Some(ChatTemplate::from_named(
                 sources,
@@ -493,6 +492,20 @@ fn token_ids(source: &Source, key: &str) -> Result<Option<Vec<u32>>> {
         })
         .collect::<Result<Vec<_>>>()?;
     Ok(if ids.is_empty() { None } else { Some(ids) })
+}
+
+/// The source of the chat template in a folder, such as that of an adapter, if there is one: of several, of that
+/// named `default`, or of the first.
+///
+/// # Errors
+/// [`Error::Io`] or [`Error::File`] when a file cannot be read.
+pub fn chat_template_in(folder: &Path) -> Result<Option<String>> {
+    Ok(default_template(&read_templates(folder)?))
+}
+
+fn default_template(templates: &[(String, String, String)]) -> Option<String> {
+    let found = templates.iter().find(|(name, ..)| name == "default").or(templates.first());
+    found.map(|(.., source)| source.clone())
 }
 
 /// The folder's chat templates as `(name, where from, source)`.

@@ -11,7 +11,7 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::{HubOptions, resolve_with};
+use super::{HubOptions, resolve_config_with, resolve_with};
 use crate::{Error, Result};
 
 fn options(cache: &Path, endpoint: &str) -> HubOptions {

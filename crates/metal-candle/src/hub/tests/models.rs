@@ -88,6 +88,29 @@ fn what_stands_beside_the_weights_is_downloaded() {
 }
 
 #[test]
+fn a_configuration_alone_is_no_model_in_the_cache() {
+    let server = Server::new(&MODEL);
+    let cache = tempfile::tempdir().unwrap();
+    let mut options = options(cache.path(), &server.endpoint);
+    let config = |options: &HubOptions| {
+        resolve_config_with("owner/name", None, options, &mut |download| {
+            assert_eq!((download.file, download.files), ("config.json", 1));
+        })
+    };
+    let folder = config(&options).unwrap();
+    let names: Vec<_> =
+        fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["config.json"]);
+    options.offline = true;
+    assert!(fetch(&options).is_err());
+    options.offline = false;
+    assert_eq!(fetch(&options).unwrap(), folder);
+    // Of a whole one it is read, also without a network.
+    options.offline = true;
+    assert_eq!(config(&options).unwrap(), folder);
+}
+
+#[test]
 fn all_shards_of_the_index_are_downloaded() {
     let index = br#"{"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors", "c": "x-1.safetensors"}}"#;
     let server = Server::new(&[
