@@ -105,8 +105,11 @@ fn a_configuration_alone_is_no_model_in_the_cache() {
     assert!(fetch(&options).is_err());
     options.offline = false;
     assert_eq!(fetch(&options).unwrap(), folder);
-    // Of a whole one it is read, also without a network.
+    // A new commit's configuration leaves the whole model that is there, which it is read of without a network.
+    server.change(|state| state.commit = OTHER.into());
+    assert_ne!(config(&options).unwrap(), folder);
     options.offline = true;
+    assert_eq!(fetch(&options).unwrap(), folder);
     assert_eq!(config(&options).unwrap(), folder);
 }
 
