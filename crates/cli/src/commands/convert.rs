@@ -79,15 +79,20 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     let base = source.config_folder(terminal)?;
     let output = &arguments.output;
     let _lock = run_folder::take_new(output, &[("model", &base), ("adapter", folder)])?;
-    let (_, named) = read_config(folder)?;
+    let (config, named) = read_config(folder)?;
     let base_model = match (&source.model, named) {
         (None, Some(named)) => named,
         (given, _) => base_name(given.as_deref(), &base),
     };
-    // Where its layers are and how large, without their weights.
-    let model = Model::from_fn(Config::load(&base)?, DType::F32, &Device::Cpu, |_, shape| {
-        Ok(Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(shape)?)
-    })?;
+    let model = if config.start.takes_from_weight() {
+        // What was taken from the weights is found in them again.
+        Model::load(source.folder(terminal)?, DType::F32, &Device::Cpu)?
+    } else {
+        // Where its layers are and how large, without their weights.
+        Model::from_fn(Config::load(&base)?, DType::F32, &Device::Cpu, |_, shape| {
+            Ok(Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(shape)?)
+        })?
+    };
     let adapter = Adapter::load(&model, folder)?;
     let template = chat_template_in(folder)?;
     files::write_folder_atomic(output, |staging| {

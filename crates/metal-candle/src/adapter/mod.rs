@@ -484,6 +484,8 @@ impl Adapter {
             .filter_map(|part| Some((part, *scales.get(&part.id)?)))
             .map(|(part, scale)| {
                 let (_, rank) = part.entry.shape.dims2()?;
+                // What A and B started from is written beside them.
+                let rank = if part.start.is_some() { 2 * rank } else { rank };
                 Ok(Resolved { path: part.of.clone(), rank, scale })
             })
             .collect()

@@ -594,11 +594,16 @@ fn a_written_adapter_is_the_one_that_peft_wrote() {
 
 #[test]
 fn adapters_of_mlx_lm_give_its_logits() {
-    for (variant, adapted) in [("adapter-mlx", 21), ("adapter-mlx-keys", 4)] {
-        let model = load("llama");
-        let path = folder("llama").join(variant);
+    for (base, variant, tensors_read) in [
+        ("llama", "adapter-mlx", 2 * 21),
+        ("llama", "adapter-mlx-keys", 2 * 4),
+        ("llama", "adapter-mlx-dora", 3 * 21),
+        ("llama-odd", "adapter-mlx-dora-bias", 3 * 14),
+    ] {
+        let model = load(base);
+        let path = folder(base).join(variant);
         let adapter = load_adapter(&model, &path);
-        assert_eq!(adapter.parameters().entries().len(), 2 * adapted, "{variant}");
+        assert_eq!(adapter.parameters().entries().len(), tensors_read, "{variant}");
         let expected = tensors(path.join("expected.safetensors"));
         let found = adapted_logits(&model, &adapter, &rows(&expected["input_ids"]));
         assert_close(variant, &found, &expected["logits"], 1e-4);
@@ -635,6 +640,8 @@ fn an_adapter_keeps_its_bits_between_the_formats() {
         ("phi3", "adapter", Peft),
         ("llama", "adapter-mlx", Mlx),
         ("llama", "adapter-mlx-keys", Mlx),
+        ("llama", "adapter-mlx-dora", Mlx),
+        ("llama", "method-dora", Peft),
     ] {
         let other = if format == Peft { Mlx } else { Peft };
         let original = folder(name).join(variant);

@@ -94,7 +94,9 @@ pub(super) fn parse_config(
                 config.modules_to_save =
                     serde_json::from_value(value.clone()).map_err(|_| wrong("a list of names"))?;
             }
-            "init_lora_weights" => config.start = start(value).map_err(|expected| wrong(&expected))?,
+            "init_lora_weights" => {
+                config.start = start(value).map_err(|expected| wrong(&expected))?
+            }
             "task_type" if !matches!(value.as_str(), None | Some("CAUSAL_LM")) => {
                 return Err(format!("task_type is {found}; only \"CAUSAL_LM\" is supported"));
             }

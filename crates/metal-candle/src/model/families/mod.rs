@@ -85,8 +85,9 @@ impl Architecture {
         let classes = match keys.get("architectures") {
             None | Some(Value::Null) => Vec::new(),
             Some(found) => {
-                let names =
-                    found.as_array().and_then(|classes| classes.iter().map(Value::as_str).collect());
+                let names = found
+                    .as_array()
+                    .and_then(|classes| classes.iter().map(Value::as_str).collect());
                 match names {
                     Some(names) => names,
                     None => return Err(keys.unexpected("architectures", "a list of names", found)),
