@@ -472,7 +472,11 @@ impl Tape {
             let needs_dbias = needs.get(2).copied().unwrap_or(false);
             let found = dora::scale_columns_backward(&saved, &factor, &dz, needs_dbias)?;
             let dm = needs[1].then(|| found.dfactor / norms).transpose()?;
-            Ok(vec![Some(found.dy), dm, found.dbias])
+            let mut gradients = vec![Some(found.dy), dm];
+            if needs.len() > 2 {
+                gradients.push(found.dbias);
+            }
+            Ok(gradients)
         }))
     }
 

@@ -697,10 +697,15 @@ fn what_mlx_lm_cannot_hold_is_refused_before_anything_is_written() {
     let patterns = load_adapter(&model, folder("llama").join("adapter-patterns"));
     let error = refused(&patterns);
     assert!(error.contains("one rank for all layers") && error.contains("_proj` is 2"), "{error}");
-    let alphas =
-        LoraConfig { alpha_pattern: [("q_proj".into(), 4.0)].into(), ..LoraConfig::default() };
+    let alphas = LoraConfig {
+        rank: 8,
+        alpha_pattern: [("q_proj".into(), 4.0)].into(),
+        ..LoraConfig::default()
+    };
     let error = refused(&new_adapter(&model, &alphas, 1));
     assert!(error.contains("one scale for all layers") && error.contains("is 0.5"), "{error}");
+    let whole = load_adapter(&model, folder("llama").join("method-modules"));
+    assert!(refused(&whole).contains("embed_tokens"));
     let full = Adapter::full(&model).unwrap();
     assert!(refused(&full).contains("every weight"));
 }

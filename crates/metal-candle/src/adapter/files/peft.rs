@@ -44,7 +44,7 @@ pub(super) fn parse_config(
             );
         }
     }
-    let mut config = LoraConfig { alpha: 8.0, ..LoraConfig::default() };
+    let mut config = LoraConfig { rank: 8, alpha: 8.0, ..LoraConfig::default() };
     let mut base = None;
     for (key, value) in json {
         let found = short(value);
