@@ -276,7 +276,7 @@ fn values_out_of_range_are_wrong_usage() {
         #[cfg(not(feature = "cuda"))]
         (&["--device", "cuda"], "no CUDA"),
         (&["--device", "cpu", "--matmul", "mps"], "matmul: is only for Metal"),
-        (&["--fine-tune-type", "dora"], "invalid value 'dora'"),
+        (&["--fine-tune-type", "vera"], "invalid value 'vera'"),
         (&["--from-config", "x"], "keep one of them"),
         (&["--rank-pattern", "q_proj"], "is not NAME=VALUE"),
     ] {
