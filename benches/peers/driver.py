@@ -261,9 +261,9 @@ def checkpoint(shape: str, sides: Sides, options: argparse.Namespace) -> Path:
     return folder
 
 
-def adapter(model: Path, rank: int) -> Path:
-    """A PEFT adapter on every linear layer, with A and B random."""
-    folder = model / f"adapter-r{rank}"
+def adapter(model: Path, rank: int, dora: bool) -> Path:
+    """A PEFT adapter on every linear layer, with A and B random, and DoRA's lengths near those of the rows."""
+    folder = model / f"adapter-r{rank}{'-dora' if dora else ''}"
     if (folder / "adapter_config.json").is_file():
         return folder
     config = json.loads((model / "config.json").read_text())
@@ -288,6 +288,10 @@ def adapter(model: Path, rank: int) -> Path:
             b = generator.normal(0, 0.01, (out, rank))
             weights[f"{place}.lora_A.weight"] = a.astype(np.float32)
             weights[f"{place}.lora_B.weight"] = b.astype(np.float32)
+            if dora:
+                # Weights are normal with a deviation of 0.02.
+                lengths = 0.02 * np.sqrt(width) * generator.uniform(0.9, 1.1, out)
+                weights[f"{place}.lora_magnitude_vector"] = lengths.astype(np.float32)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "adapter_model.safetensors")
     settings = {
@@ -298,6 +302,7 @@ def adapter(model: Path, rank: int) -> Path:
         "lora_alpha": 2 * rank,
         "lora_dropout": 0.0,
         "bias": "none",
+        "use_dora": dora,
         "target_modules": sorted({name.split(".")[1] for name in layers}),
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
@@ -343,7 +348,7 @@ def measure_model(row: Row, sides: Sides, options: argparse.Namespace) -> Result
         "row": row,
         "inputs": str(model_inputs(row, model)),
         "model": str(model),
-        "adapter": str(adapter(model, row["rank"])) if row["work"] == "train" else None,
+        "adapter": str(adapter(model, row["rank"], row["dora"])) if row["work"] == "train" else None,
     }
     expected = model_reference(row, request, sides)
     results: Results = {}

@@ -139,16 +139,17 @@ def load(row: Row, folder: str | None) -> nn.Module:
 
 
 def add_adapter(model: nn.Module, row: Row, folder: str) -> None:
-    """LoRA layers as mlx-lm makes them, with the numbers of a PEFT folder."""
+    """LoRA or DoRA layers as mlx-lm makes them, with the numbers of a PEFT folder."""
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     model.freeze()
     settings = {"rank": row["rank"], "scale": LORA_SCALE, "dropout": 0.0}
-    linear_to_lora_layers(model, len(model.layers), settings)
+    linear_to_lora_layers(model, len(model.layers), settings, use_dora=row["dora"])
     weights = []
     for name, array in load_file(Path(folder) / "adapter_model.safetensors").items():
-        path, letter = re.fullmatch(r"base_model\.model\.(.*)\.lora_([AB])\.weight", name).groups()
-        weights.append((f"{path}.lora_{letter.lower()}", mx.array(np.ascontiguousarray(array.T))))
+        path, part = re.fullmatch(r"base_model\.model\.(.*)\.lora_(A|B|magnitude_vector)(?:\.weight)?", name).groups()
+        key = "m" if part == "magnitude_vector" else f"lora_{part.lower()}"
+        weights.append((f"{path}.{key}", mx.array(np.ascontiguousarray(array.T))))
     model.load_weights(weights, strict=False)
 
 

@@ -34,10 +34,11 @@ pub fn random(shape: &str, dtype: Precision, device: &Device, seed: u64) -> Resu
     })
 }
 
-/// The adapter that every training row has: on every linear layer of the decoder.
-pub fn adapter(rank: usize) -> LoraConfig {
+/// The adapter of a training row: on every linear layer of the decoder.
+pub fn adapter(rank: usize, dora: bool) -> LoraConfig {
     LoraConfig {
         rank,
+        dora,
         alpha: LORA_SCALE * rank as f64,
         targets: Targets::all_linear(),
         ..LoraConfig::default()
@@ -68,7 +69,7 @@ pub fn prepare_random(work: &Work, device: &Device, seed: u64) -> Result<Box<dyn
     };
     let model = random(shape, *dtype, device, seed)?;
     let adapter = match work {
-        Work::Train { rank, .. } => Some(Adapter::new(&model, &adapter(*rank), seed)?),
+        Work::Train { rank, dora, .. } => Some(Adapter::new(&model, &adapter(*rank, *dora), seed)?),
         _ => None,
     };
     let ids = random_ids(id_count(work), model.config().vocab_size, seed);

@@ -139,6 +139,8 @@ pub enum Work {
         dtype: Precision,
         /// Activations are computed again instead of stored.
         checkpointing: bool,
+        /// The adapters are DoRA's.
+        dora: bool,
     },
     /// A prompt to the logits after it.
     Prefill {
@@ -246,7 +248,18 @@ impl Row {
         let suffix = if checkpointing { "-checkpointing" } else { "" };
         let name = format!("train-{shape}-{batch}x{seq}-r{rank}-{}{suffix}", dtype.name());
         let shape = shape.to_string();
-        Self::new(name, Work::Train { shape, batch, seq, rank, dtype, checkpointing })
+        let dora = false;
+        Self::new(name, Work::Train { shape, batch, seq, rank, dtype, checkpointing, dora })
+    }
+
+    /// The same row of a training step with DoRA's adapters.
+    #[must_use]
+    pub fn with_dora(mut self) -> Self {
+        if let Work::Train { rank, dora, .. } = &mut self.work {
+            *dora = true;
+            self.name = self.name.replace(&format!("-r{rank}-"), &format!("-r{rank}-dora-"));
+        }
+        self
     }
 
     /// A row of a prefill.
@@ -319,6 +332,7 @@ pub fn models(shape: &str) -> Vec<Row> {
     let large = match shape {
         "llama-3-8b" => vec![
             Row::train(shape, (4, 2048), 16, Bf16, false),
+            Row::train(shape, (4, 2048), 16, Bf16, false).with_dora(),
             Row::train(shape, (4, 2048), 16, Bf16, true),
             Row::train(shape, (1, 32768), 16, Bf16, true),
         ],
@@ -331,6 +345,7 @@ pub fn models(shape: &str) -> Vec<Row> {
     }
     let mut rows = vec![
         Row::train(shape, (1, 512), 16, Bf16, false),
+        Row::train(shape, (1, 512), 16, Bf16, false).with_dora(),
         Row::train(shape, (1, 512), 16, F32, false),
         Row::train(shape, (4, 512), 16, Bf16, true),
         Row::train(shape, (1, 2048), 16, Bf16, true),

@@ -66,6 +66,9 @@ pub struct Arguments {
     /// Rank of the adapters, one on every linear layer
     #[arg(long, value_name = "N", default_value_t = 16, help_heading = "Work")]
     rank: usize,
+    /// Train DoRA's adapters
+    #[arg(long, help_heading = "Work")]
+    dora: bool,
     /// Recompute activations in the backward pass instead of storing them
     #[arg(long, help_heading = "Work")]
     gradient_checkpointing: bool,
@@ -132,7 +135,9 @@ impl Arguments {
                 Part::Ops => gpu_operations(),
                 Part::Train => {
                     let size = (self.batch, self.seq);
-                    vec![Row::train(shape, size, self.rank, dtype, self.gradient_checkpointing)]
+                    let checkpointing = self.gradient_checkpointing;
+                    let row = Row::train(shape, size, self.rank, dtype, checkpointing);
+                    vec![if self.dora { row.with_dora() } else { row }]
                 }
                 Part::Prefill => vec![Row::prefill(shape, self.seq, dtype)],
                 Part::Decode => vec![Row::decode(shape, PROMPT, self.tokens, dtype)],
