@@ -194,8 +194,11 @@ mod tests {
             ),
             ("beta1: .nan", "beta1: is NaN"),
             ("fine_tune_type: vera", "fine_tune_type: is vera, expected one of lora, dora, full"),
-            ("init_lora_weights: eva", "init_lora_weights: is eva, expected"),
-            ("bias: some", "bias: is some, expected"),
+            (
+                "init_lora_weights: eva",
+                "init_lora_weights: is eva, expected kaiming, gaussian, pissa",
+            ),
+            ("bias: some", "bias: is some, expected none, lora_only or all"),
             ("report_to: [3]", "report_to: is [3], expected none or tensorboard"),
             ("wandb: project", "wandb: is project; every run writes metrics.jsonl"),
             (

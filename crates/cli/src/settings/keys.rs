@@ -3,6 +3,7 @@
 use super::words::{self, Meaning, WORDS};
 use super::{Settings, data};
 use clap::{Args, Command};
+use metal_candle::adapter::{Biases, StartFrom};
 use serde_yaml_ng::{Mapping, Value};
 
 /// Keys that say the same thing in different ways. A flag of a group takes the place of all of
@@ -184,6 +185,9 @@ pub fn of_kind(value_name: &str) -> String {
         "NAME=N,.." => "names, each with a whole number",
         "NAME=X,.." => "names, each with a number",
         "ID=X" => "a token's id, = and a number",
+        "NAME,.." => "names in a list",
+        "START" => StartFrom::WORDS,
+        "WHICH" => Biases::WORDS,
         "JSON" => "a JSON object such as {\"enable_thinking\": false}",
         "NAMES|REGEX" => "names in a list, a regular expression, or all-linear",
         "SCHEDULE" => "a mapping with name and arguments, as mlx-lm has it",

@@ -77,7 +77,8 @@ pub enum StartFrom {
 }
 
 impl StartFrom {
-    const WORDS: &str = "kaiming, gaussian, pissa, pissa_niter_N with N up to 1000, or olora";
+    /// All words for it, in a sentence.
+    pub const WORDS: &str = "kaiming, gaussian, pissa, pissa_niter_N with N up to 1000, or olora";
 
     /// PEFT's word for it, which its files and this program's settings have.
     pub fn parse(word: &str) -> Option<Self> {
@@ -156,6 +157,11 @@ pub enum Biases {
     All,
 }
 
+impl Biases {
+    /// All words for it, in a sentence.
+    pub const WORDS: &str = "none, lora_only or all";
+}
+
 impl std::str::FromStr for Biases {
     type Err = String;
 
@@ -164,7 +170,7 @@ impl std::str::FromStr for Biases {
             "none" => Ok(Self::None),
             "lora_only" => Ok(Self::LoraOnly),
             "all" => Ok(Self::All),
-            _ => Err(format!("is {}, expected none, lora_only or all", crate::readable(word))),
+            _ => Err(format!("is {}, expected {}", crate::readable(word), Self::WORDS)),
         }
     }
 }

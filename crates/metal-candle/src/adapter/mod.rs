@@ -97,7 +97,7 @@ struct Plan {
 }
 
 impl Plan {
-    /// Adds a tensor, and gives its place in [`Planned::views`].
+    /// Adds a tensor, and gives its place among them.
     fn add(&mut self, kind: PartKind, of: &str, shape: impl Into<Shape>) -> usize {
         let name = match kind {
             PartKind::A => format!("{of}.lora_A"),

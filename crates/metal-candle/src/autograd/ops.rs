@@ -467,11 +467,16 @@ impl Tape {
         let mut inputs = vec![y, m];
         inputs.extend(bias);
         let needs: Vec<bool> = inputs.iter().map(|value| value.needs_gradient()).collect();
-        let (saved, norms, factor) = (y.tensor().clone(), norms.clone(), factor.clone());
+        // dm = Σ dz·y / norms, or Σ dz·z / m of the result z, which the operations that read it mostly keep anyway.
+        let (saved, divisor) = match bias {
+            Some(_) => (y.tensor().clone(), norms.clone()),
+            None => (output.clone(), m.tensor().clone()),
+        };
+        let factor = factor.clone();
         Ok(self.push(&inputs, output, move |dz| {
             let needs_dbias = needs.get(2).copied().unwrap_or(false);
             let found = dora::scale_columns_backward(&saved, &factor, &dz, needs_dbias)?;
-            let dm = needs[1].then(|| found.dfactor / norms).transpose()?;
+            let dm = needs[1].then(|| found.dfactor / divisor).transpose()?;
             let mut gradients = vec![Some(found.dy), dm];
             if needs.len() > 2 {
                 gradients.push(found.dbias);
