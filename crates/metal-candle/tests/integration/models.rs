@@ -363,7 +363,7 @@ const METHODS: &[(&str, &str)] = &[
 
 /// Where something was taken from the weights, two programs' f32 factors of them differ by rounding.
 fn tolerance(name: &str) -> f64 {
-    if ["pissa", "olora"].contains(&name) { 1e-4 } else { 2e-5 }
+    if ["pissa", "olora"].contains(&name) { 1e-4 } else { 1e-5 }
 }
 
 fn method(base: &str, name: &str) -> (PathBuf, HashMap<String, Tensor>) {
