@@ -4,6 +4,7 @@ pub(crate) mod dora;
 pub(super) mod lora;
 pub(super) mod olora;
 pub(super) mod pissa;
+mod vectors;
 
 pub(crate) use lora::LowRank;
 

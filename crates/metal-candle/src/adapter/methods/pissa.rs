@@ -6,6 +6,7 @@
 //! are exact.
 
 use super::lora::Start;
+use super::vectors::{Rows, dot, orthonormalize};
 use crate::Result;
 use crate::random::SplitMix64;
 use candle_core::{DType, Device, Tensor};
@@ -17,9 +18,6 @@ const OVERSAMPLING: usize = 16;
 const SMALL: usize = 160;
 /// A vector v has converged when `‖WᵀW·v - σ²·v‖` is less than this part of the largest σ².
 const TOLERANCE: f64 = 1e-6;
-
-/// Rows of equal length.
-type Rows = Vec<Vec<f64>>;
 
 /// The start for a frozen weight `(out, in)`, and whether its vectors have converged within `iterations`.
 pub fn start(weight: &Tensor, rank: usize, scale: f64, iterations: usize) -> Result<(Start, bool)> {
@@ -82,28 +80,6 @@ fn tensor(rows: &Rows, device: &Device) -> Result<Tensor> {
     let (count, length) = (rows.len(), rows.first().map_or(0, Vec::len));
     let values: Vec<f32> = rows.iter().flatten().map(|&value| value as f32).collect();
     Ok(Tensor::from_vec(values, (count, length), device)?)
-}
-
-fn dot(a: &[f64], b: &[f64]) -> f64 {
-    a.iter().zip(b).map(|(a, b)| a * b).sum()
-}
-
-/// Gram and Schmidt, twice; a row that depends on those before it becomes zero.
-fn orthonormalize(rows: &mut Rows) {
-    for index in 0..rows.len() {
-        let (done, rest) = rows.split_at_mut(index);
-        let row = &mut rest[0];
-        let before = dot(row, row).sqrt();
-        for _ in 0..2 {
-            for other in done.iter() {
-                let along = dot(row, other);
-                row.iter_mut().zip(other).for_each(|(value, other)| *value -= along * other);
-            }
-        }
-        let length = dot(row, row).sqrt();
-        let scale = if length > before * 1e-12 { length.recip() } else { 0.0 };
-        row.iter_mut().for_each(|value| *value *= scale);
-    }
 }
 
 fn gram(rows: &Rows) -> Rows {
