@@ -70,7 +70,7 @@ struct Part {
     of: String,
     id: ParameterId,
     entry: Entry,
-    /// What A or B started from, if that is taken off again.
+    /// What acts beside A or B if their start is taken off again: A₀ or -B₀.
     start: Option<Tensor>,
 }
 
@@ -146,7 +146,7 @@ impl Adapter {
             let random = SplitMix64::stream(seed, index as u64);
             let a = match (config.start, &update.start) {
                 (_, Some(start)) => {
-                    parameters.set(update.b.id(), &start.b)?;
+                    parameters.set(update.b.id(), &start.minus_b.neg()?)?;
                     start.a.clone()
                 }
                 (StartFrom::Gaussian, None) => lora::gaussian(input, rank, random)?,
@@ -254,7 +254,7 @@ impl Adapter {
             let start = methods::start(config.start, weight, rank, scale, &linear.path)?;
             if let Some(start) = &start {
                 parts[a].start = Some(start.a.clone());
-                parts[b].start = Some(start.b.clone());
+                parts[b].start = Some(start.minus_b.clone());
             }
             updates[linear.index] = Some(LowRank {
                 a: views[a].clone(),
@@ -477,17 +477,14 @@ impl Adapter {
 
     /// The linear layers that have an update.
     fn updated_layers(&self) -> Result<Vec<Resolved>> {
-        let scales: HashMap<ParameterId, f64> =
-            self.updates.iter().flatten().map(|update| (update.a.id(), update.scale)).collect();
+        // Both in the order of the model's layers.
         let parts = self.parts.iter().filter(|part| part.kind == PartKind::A);
-        parts
-            .filter_map(|part| Some((part, *scales.get(&part.id)?)))
-            .map(|(part, scale)| {
-                let (_, rank) = part.entry.shape.dims2()?;
-                // What A and B started from is written beside them.
-                let rank = if part.start.is_some() { 2 * rank } else { rank };
-                Ok(Resolved { path: part.of.clone(), rank, scale })
-            })
-            .collect()
+        let layers = parts.zip(self.updates.iter().flatten()).map(|(part, update)| {
+            let (_, rank) = part.entry.shape.dims2()?;
+            // What A and B started from is written beside them.
+            let rank = if part.start.is_some() { 2 * rank } else { rank };
+            Ok(Resolved { path: part.of.clone(), rank, scale: update.scale })
+        });
+        layers.collect()
     }
 }

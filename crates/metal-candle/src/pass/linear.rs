@@ -92,8 +92,8 @@ fn adapt(
 ) -> Result<Option<Tensor>> {
     // What an update is not all of is computed by itself, frozen weights and all.
     let is_apart = |adapter: &Adapter| {
-        let replaced = [Some(layer.weight), layer.bias].into_iter().flatten();
-        replaced.into_iter().any(|id| adapter.replacement(id).is_some())
+        let mut weights = [Some(layer.weight), layer.bias].into_iter().flatten();
+        weights.any(|id| adapter.replacement(id).is_some())
             || adapter.update(layer).is_some_and(|update| update.magnitude.is_some())
     };
     if !groups.adapters().any(|adapter| adapter.update(layer).is_some() || is_apart(adapter)) {
@@ -136,7 +136,7 @@ impl<'a> UpdateValues<'a> {
     fn new(tape: &Tape, update: &'a LowRank, adapter: &Adapter, weight: &Tensor) -> Result<Self> {
         let (mut a, mut b) = (tape.parameter(&update.a), tape.parameter(&update.b));
         if let Some(start) = &update.start {
-            (a, b) = (tape.join(&a, &start.a, 1)?, tape.join(&b, &start.b.neg()?, 0)?);
+            (a, b) = (tape.join(&a, &start.a, 1)?, tape.join(&b, &start.minus_b, 0)?);
         }
         let lengths = update.magnitude.as_ref().map(|magnitude| {
             let lengths = magnitude.lengths(adapter.parameters().generation(), || {
@@ -175,19 +175,21 @@ fn project(
             }
             None => None,
         };
-        Ok((weight, bias, update))
+        // A bias that is trained, or comes after the lengths, is added to what the product with an update gives.
+        let (mut bias, mut bias_after) = (bias, None);
+        if update.as_ref().is_some_and(|update| update.lengths.is_some())
+            || (update.is_some() && bias.as_ref().is_some_and(Value::needs_gradient))
+        {
+            bias_after = bias.take();
+        }
+        Ok((weight, bias, update, bias_after))
     });
     let values = values.collect::<Result<Vec<_>>>()?;
-    // A bias that is trained, or comes after the lengths, is added to what the product with an update gives.
-    let comes_after = |bias: &Option<Value>, update: &Option<UpdateValues<'_>>| {
-        let trained = bias.as_ref().is_some_and(Value::needs_gradient);
-        update.as_ref().is_some_and(|update| trained || update.lengths.is_some())
-    };
     let projections: Vec<_> = values
         .iter()
-        .map(|(weight, bias, update)| ProjectionValues {
+        .map(|(weight, bias, update, _)| ProjectionValues {
             weight,
-            bias: bias.as_ref().filter(|_| !comes_after(bias, update)),
+            bias: bias.as_ref(),
             lora: update.as_ref().map(|update| LoraValues {
                 a: &update.a,
                 b: &update.b,
@@ -205,16 +207,13 @@ fn project(
             tape.projections(&tape.glu(gate, up, activation)?, layers)?
         }
     };
-    let outputs = outputs.into_iter().zip(&values).map(|(output, (_, bias, update))| {
-        let lengths = update.as_ref().and_then(|update| update.lengths.as_ref());
-        match (lengths, bias) {
+    let outputs = outputs.into_iter().zip(&values).map(|(output, (_, _, update, bias))| {
+        match (update.as_ref().and_then(|update| update.lengths.as_ref()), bias) {
             (Some((m, Lengths { norms, factor })), bias) => {
                 tape.scale_columns(&output, m, (norms, factor), bias.as_ref())
             }
-            (None, Some(bias)) if comes_after(&Some(bias.clone()), update) => {
-                tape.add_bias(&output, bias)
-            }
-            _ => Ok(output),
+            (None, Some(bias)) => tape.add_bias(&output, bias),
+            (None, None) => Ok(output),
         }
     });
     outputs.collect()

@@ -182,9 +182,7 @@ pub(super) fn read_weights(
         };
         let (dimension, rank) = (rank_dimension(part), value.dim(rank_dimension(part))? / 2);
         parameters.set(part.id, &value.narrow(dimension, 0, rank)?)?;
-        let old = value.narrow(dimension, rank, rank)?.contiguous()?;
-        let old = if part.kind == PartKind::B { old.neg()? } else { old };
-        copy::write(start, &old, 0, 0)?;
+        copy::write(start, &value.narrow(dimension, rank, rank)?.contiguous()?, 0, 0)?;
     }
     if let Some(name) = weights.unread().first() {
         return Err(Error::file(
@@ -198,12 +196,11 @@ pub(super) fn read_weights(
     Ok(())
 }
 
-/// The value of a part and, beside it, what A or B started from, that of B negated: a plain LoRA adapter of twice
-/// the rank, whose layers are the frozen ones at the start.
+/// The value of a part and what acts beside it: a plain LoRA adapter of twice the rank, whose layers are the frozen
+/// ones at the start.
 fn with_start(part: &Part, value: Tensor) -> Result<Tensor> {
     let Some(start) = &part.start else { return Ok(value) };
     let start = start.to_device(value.device())?;
-    let start = if part.kind == PartKind::B { start.neg()? } else { start };
     Ok(Tensor::cat(&[&value, &start], rank_dimension(part))?)
 }
 

@@ -27,11 +27,13 @@ pub(crate) struct LowRank {
     pub magnitude: Option<Magnitude>,
 }
 
-/// The A `(in, rank)` and B `(rank, out)` that training starts from, frozen, in f32.
+/// The A₀ `(in, rank)` and B₀ `(rank, out)` that training starts from, frozen, in f32, as they act beside A and B.
 #[derive(Debug, Clone)]
 pub(crate) struct Start {
+    /// A₀
     pub a: Tensor,
-    pub b: Tensor,
+    /// -B₀
+    pub minus_b: Tensor,
 }
 
 impl LowRank {
@@ -40,9 +42,7 @@ impl LowRank {
         let (a, b) = (self.a.tensor(), self.b.tensor());
         Ok(match &self.start {
             None => (a.clone(), b.clone()),
-            Some(start) => {
-                (Tensor::cat(&[a, &start.a], 1)?, Tensor::cat(&[b, &start.b.neg()?], 0)?)
-            }
+            Some(start) => (Tensor::cat(&[a, &start.a], 1)?, Tensor::cat(&[b, &start.minus_b], 0)?),
         })
     }
 

@@ -25,7 +25,7 @@ pub(super) fn start(
     scale: f64,
     path: &str,
 ) -> Result<Option<Start>> {
-    let Start { a, b } = match from {
+    let Start { a, minus_b } = match from {
         StartFrom::Kaiming | StartFrom::Gaussian => return Ok(None),
         StartFrom::Olora => olora::start(weight, rank)?,
         StartFrom::PissaIterations(iterations) => pissa::start(weight, rank, scale, iterations)?.0,
@@ -42,5 +42,6 @@ pub(super) fn start(
             }
         },
     };
-    Ok(Some(Start { a: a.to_device(weight.device())?, b: b.to_device(weight.device())? }))
+    let device = weight.device();
+    Ok(Some(Start { a: a.to_device(device)?, minus_b: minus_b.to_device(device)? }))
 }

@@ -25,9 +25,9 @@ pub fn start(weight: &Tensor, rank: usize) -> Result<Start> {
         }
     }
     let a: Vec<f32> = a.into_iter().map(|value| value as f32).collect();
-    let b: Vec<f32> = q.iter().flatten().map(|&value| value as f32).collect();
+    let minus_b: Vec<f32> = q.iter().flatten().map(|&value| -value as f32).collect();
     Ok(Start {
         a: Tensor::from_vec(a, (input, rank), &Device::Cpu)?,
-        b: Tensor::from_vec(b, (rank, out), &Device::Cpu)?,
+        minus_b: Tensor::from_vec(minus_b, (rank, out), &Device::Cpu)?,
     })
 }

@@ -54,7 +54,7 @@ pub fn start(weight: &Tensor, rank: usize, scale: f64, iterations: usize) -> Res
         orthonormalize(&mut right);
     };
     let mut a = vec![0f32; input * rank];
-    let mut b = vec![0f32; rank * out];
+    let mut minus_b = vec![0f32; rank * out];
     for index in 0..rank.min(count) {
         let sigma = values[index].max(0.0).sqrt();
         let size = (sigma / scale).sqrt();
@@ -62,13 +62,13 @@ pub fn start(weight: &Tensor, rank: usize, scale: f64, iterations: usize) -> Res
             a[place * rank + index] = (size * value) as f32;
         }
         let along = if sigma > 0.0 { size / sigma } else { 0.0 };
-        for (place, value) in b[index * out..].iter_mut().zip(&left[index]) {
-            *place = (along * value) as f32;
+        for (place, value) in minus_b[index * out..].iter_mut().zip(&left[index]) {
+            *place = -(along * value) as f32;
         }
     }
     let a = Tensor::from_vec(a, (input, rank), &Device::Cpu)?;
-    let b = Tensor::from_vec(b, (rank, out), &Device::Cpu)?;
-    Ok((Start { a, b }, converged))
+    let minus_b = Tensor::from_vec(minus_b, (rank, out), &Device::Cpu)?;
+    Ok((Start { a, minus_b }, converged))
 }
 
 fn rows(tensor: &Tensor) -> Result<Rows> {
@@ -179,7 +179,8 @@ mod tests {
             let values: Vec<f64> = (0..18).map(|index| 8.0 * 0.7f64.powi(index)).collect();
             let weight = matrix(out, input, &values);
             for scale in [1.0, 2.5] {
-                let (Start { a, b }, converged) = start(&weight, 3, scale, 100).unwrap();
+                let (Start { a, minus_b }, converged) = start(&weight, 3, scale, 100).unwrap();
+                let b = minus_b.neg().unwrap();
                 assert!(converged);
                 let product = (b.t().unwrap().matmul(&a.t().unwrap()).unwrap() * scale).unwrap();
                 let rest = (&weight - &product).unwrap();
