@@ -12,6 +12,7 @@
 //! | Module | Operation |
 //! |---|---|
 //! | [`matmul`] | linear layers |
+//! | [`quantized`] | frozen matrices in 2 to 8 bits a number |
 //! | [`lora_linear`] | frozen linear layers with a low-rank adapter, and dropout |
 //! | [`dora`] | weight-decomposed adapters: norms of merged rows, columns multiplied |
 //! | [`rms_norm`] | RMS norm, also of a residual sum |
@@ -59,6 +60,7 @@ pub mod lion;
 pub mod lora_linear;
 pub mod matmul;
 pub mod muon;
+pub mod quantized;
 pub mod recording;
 pub mod rms_norm;
 pub mod rope;

@@ -85,7 +85,7 @@ fn check_ids(ids: &Tensor) -> Result<(usize, usize)> {
     ids.dims2()
 }
 
-fn check_range(ids: &[u32], v: usize) -> Result<()> {
+pub(crate) fn check_range(ids: &[u32], v: usize) -> Result<()> {
     if let Some(position) = ids.iter().position(|id| *id as usize >= v) {
         bail!(
             "metal-candle-kernels: {OPERATION}: token id {} at position {position} is outside the table, expected less than {v}",

@@ -1,0 +1,320 @@
+//! Matrices in fewer bits on the CPU: their numbers one after the other.
+
+use super::{BLOCK, Levels, NESTED, OPERATION, Quantized, Scales};
+use crate::backend::cpu::{
+    Element, Input, PARALLEL_CHUNK, Read, Real, dispatch, for_each_chunk, unwritten,
+};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use half::{bf16, f16};
+
+/// The tensors of a matrix, made ready to be read.
+pub(crate) struct Inputs<'q> {
+    matrix: &'q Quantized,
+    codes: Input,
+    /// As [`Scales::tensors`] names them.
+    scales: Vec<Input>,
+}
+
+/// The tensors of a matrix, locked for reading.
+pub(crate) struct Reads<'a> {
+    matrix: &'a Quantized,
+    codes: Read<'a>,
+    scales: Vec<Read<'a>>,
+}
+
+impl<'q> Inputs<'q> {
+    pub(crate) fn new(matrix: &'q Quantized) -> Result<Self> {
+        let scales = matrix.parts().into_iter().map(Input::contiguous).collect::<Result<_>>()?;
+        Ok(Self { matrix, codes: Input::contiguous(&matrix.codes)?, scales })
+    }
+
+    pub(crate) fn read(&self) -> Reads<'_> {
+        let scales = self.scales.iter().map(Input::read).collect();
+        Reads { matrix: self.matrix, codes: self.codes.read(), scales }
+    }
+}
+
+impl Reads<'_> {
+    pub(crate) fn view(&self) -> Result<View<'_>> {
+        let mut parts = self.scales.iter();
+        let mut next = || match parts.next() {
+            Some(part) => Ok(part),
+            None => bail!("metal-candle-kernels: {OPERATION}: a part of the scales is missing"),
+        };
+        let scales = match &self.matrix.scales {
+            Scales::Plain { scales, offsets } => {
+                let (dtype, scales) = (scales.dtype(), next()?);
+                let offsets = offsets.as_ref().map(|_| next()).transpose()?;
+                match dtype {
+                    DType::F32 => ScalesView::F32(
+                        scales.slice()?,
+                        offsets.map(Read::slice).transpose()?.unwrap_or(&[]),
+                    ),
+                    DType::F16 => ScalesView::F16(
+                        scales.slice()?,
+                        offsets.map(Read::slice).transpose()?.unwrap_or(&[]),
+                    ),
+                    _ => ScalesView::Bf16(
+                        scales.slice()?,
+                        offsets.map(Read::slice).transpose()?.unwrap_or(&[]),
+                    ),
+                }
+            }
+            Scales::E8m0(_) => ScalesView::E8m0(next()?.slice()?),
+            Scales::E4m3 { overall, .. } => ScalesView::E4m3(next()?.slice()?, *overall),
+            Scales::Nested { offset, .. } => ScalesView::Nested {
+                codes: next()?.slice()?,
+                table: next()?.slice()?,
+                scales: next()?.slice()?,
+                offset: *offset,
+            },
+            Scales::Blocks { signed, offsets, .. } => {
+                let (scales, large) = (next()?.slice()?, next()?.slice()?);
+                let (offsets, large_offsets): (&[u8], &[f16]) = match offsets {
+                    Some(_) => (next()?.slice()?, next()?.slice()?),
+                    None => (&[], &[]),
+                };
+                ScalesView::Blocks { scales, signed: *signed, large, offsets, large_offsets }
+            }
+        };
+        Ok(View {
+            codes: self.codes.slice()?,
+            levels: self.matrix.levels,
+            group: self.matrix.group,
+            scales,
+        })
+    }
+}
+
+/// The numbers of a matrix.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct View<'a> {
+    codes: &'a [u8],
+    levels: Levels,
+    group: usize,
+    scales: ScalesView<'a>,
+}
+
+/// As [`Scales`]; there are no offsets where their slice is empty.
+#[derive(Clone, Copy, Debug)]
+enum ScalesView<'a> {
+    F32(&'a [f32], &'a [f32]),
+    F16(&'a [f16], &'a [f16]),
+    Bf16(&'a [bf16], &'a [bf16]),
+    E8m0(&'a [u8]),
+    E4m3(&'a [u8], f32),
+    Nested {
+        codes: &'a [u8],
+        table: &'a [f32],
+        scales: &'a [f32],
+        offset: f32,
+    },
+    Blocks {
+        scales: &'a [u8],
+        signed: bool,
+        large: &'a [f16],
+        offsets: &'a [u8],
+        large_offsets: &'a [f16],
+    },
+}
+
+impl View<'_> {
+    /// The scale and the offset of a group.
+    #[inline(always)]
+    fn scale(&self, group: usize) -> (f32, f32) {
+        match self.scales {
+            ScalesView::F32(scales, offsets) => {
+                (scales[group], offsets.get(group).copied().unwrap_or(0.0))
+            }
+            ScalesView::F16(scales, offsets) => {
+                (scales[group].to_f32(), offsets.get(group).map_or(0.0, |it| it.to_f32()))
+            }
+            ScalesView::Bf16(scales, offsets) => {
+                (scales[group].to_f32(), offsets.get(group).map_or(0.0, |it| it.to_f32()))
+            }
+            ScalesView::E8m0(scales) => (e8m0(scales[group]), 0.0),
+            ScalesView::E4m3(scales, overall) => (e4m3(scales[group]) * overall, 0.0),
+            ScalesView::Nested { codes, table, scales, offset } => {
+                (table[usize::from(codes[group])] * scales[group / NESTED] + offset, 0.0)
+            }
+            ScalesView::Blocks { scales, signed, large, offsets, large_offsets } => {
+                let block = group * self.group / BLOCK;
+                let code = match signed {
+                    true => f32::from(scales[group] as i8),
+                    false => f32::from(scales[group]),
+                };
+                let offset = match offsets.get(group) {
+                    Some(code) => -(large_offsets[block].to_f32() * f32::from(*code)),
+                    None => 0.0,
+                };
+                (large[block].to_f32() * code, offset)
+            }
+        }
+    }
+
+    /// Writes the numbers from element `start` on.
+    #[inline(always)]
+    pub(crate) fn read<A: Real>(&self, start: usize, target: &mut [A]) {
+        const PIECE: usize = 64;
+        let mut levels = [0f32; PIECE];
+        let (mut element, mut rest) = (start, target);
+        while !rest.is_empty() {
+            let group = element / self.group;
+            let count = ((group + 1) * self.group - element).min(rest.len()).min(PIECE);
+            let (piece, after) = std::mem::take(&mut rest).split_at_mut(count);
+            let levels = &mut levels[..count];
+            self.read_levels(element, levels);
+            let (scale, offset) = self.scale(group);
+            for (number, level) in piece.iter_mut().zip(levels) {
+                *number = A::from_f32(*level * scale + offset);
+            }
+            (element, rest) = (element + count, after);
+        }
+    }
+
+    /// What the codes from element `start` on stand for.
+    #[inline(always)]
+    fn read_levels(&self, start: usize, out: &mut [f32]) {
+        match self.levels {
+            Levels::Table(table) => {
+                unpack::<4>(self.codes, start, out, |code| table[code as usize])
+            }
+            Levels::E4m3 => unpack::<8>(self.codes, start, out, |code| e4m3(code as u8)),
+            Levels::Integers { bits, zero } => {
+                let level = |code: u32| (code as i32 - i32::from(zero)) as f32;
+                match bits {
+                    2 => unpack::<2>(self.codes, start, out, level),
+                    3 => unpack::<3>(self.codes, start, out, level),
+                    4 => unpack::<4>(self.codes, start, out, level),
+                    5 => unpack::<5>(self.codes, start, out, level),
+                    6 => unpack::<6>(self.codes, start, out, level),
+                    _ => unpack::<8>(self.codes, start, out, level),
+                }
+            }
+        }
+    }
+}
+
+/// What the codes of `BITS` bits from code `start` on stand for.
+#[inline(always)]
+fn unpack<const BITS: usize>(
+    codes: &[u8],
+    start: usize,
+    out: &mut [f32],
+    level: impl Fn(u32) -> f32,
+) {
+    let mask = (1 << BITS) - 1;
+    let single = |code: usize| {
+        let bit = code * BITS;
+        let low = u32::from(codes[bit / 8]);
+        let high = codes.get(bit / 8 + 1).copied().map_or(0, u32::from);
+        level((low | high << 8) >> (bit % 8) & mask)
+    };
+    let head = (start.next_multiple_of(8) - start).min(out.len());
+    let (first, whole) = out.split_at_mut(head);
+    for (index, out) in first.iter_mut().enumerate() {
+        *out = single(start + index);
+    }
+    let start = start + head;
+    let mut eights = whole.chunks_exact_mut(8);
+    let bytes = codes[start / 8 * BITS..].chunks_exact(BITS);
+    let mut done = 0;
+    for (out, bytes) in (&mut eights).zip(bytes) {
+        let mut word = [0; 8];
+        word[..BITS].copy_from_slice(bytes);
+        let word = u64::from_le_bytes(word);
+        for (index, out) in out.iter_mut().enumerate() {
+            *out = level((word >> (index * BITS)) as u32 & mask);
+        }
+        done += 8;
+    }
+    for (index, out) in eights.into_remainder().iter_mut().enumerate() {
+        *out = single(start + done + index);
+    }
+}
+
+/// The number of an 8-bit float with 4 bits of exponent and 3 of mantissa.
+#[inline(always)]
+pub(crate) fn e4m3(code: u8) -> f32 {
+    let magnitude = u32::from(code & 0x7f);
+    // The bits where an f32 has them, whose exponent counts from 127 and not from 7.
+    let number = f32::from_bits(magnitude << 20) * 2f32.powi(120);
+    let number = if magnitude == 0x7f { f32::NAN } else { number };
+    f32::from_bits(number.to_bits() | u32::from(code & 0x80) << 24)
+}
+
+/// `2^(code - 127)`, NaN for 255.
+#[inline(always)]
+fn e8m0(code: u8) -> f32 {
+    match code {
+        0 => f32::from_bits(1 << 22),
+        255 => f32::NAN,
+        code => f32::from_bits(u32::from(code) << 23),
+    }
+}
+
+/// All numbers of a matrix.
+pub(super) fn dequantize(matrix: &Quantized, dtype: DType) -> Result<Tensor> {
+    let inputs = Inputs::new(matrix)?;
+    let reads = inputs.read();
+    let view = reads.view()?;
+    let (outer, inner) = matrix.shape;
+    require_float(dtype)?;
+    dispatch!(OPERATION, dtype, T => {
+        let mut out = unwritten::<T>(outer * inner);
+        for_each_chunk(
+            &mut out,
+            PARALLEL_CHUNK,
+            #[inline(always)]
+            |index, out| read_as(&view, index * PARALLEL_CHUNK, out),
+        );
+        Tensor::from_vec(out, (outer, inner), &Device::Cpu)
+    })
+}
+
+/// Some rows of a matrix.
+pub(super) fn rows(matrix: &Quantized, ids: &Tensor, dtype: DType) -> Result<Tensor> {
+    let inputs = Inputs::new(matrix)?;
+    let reads = inputs.read();
+    let view = reads.view()?;
+    let (outer, inner) = matrix.shape;
+    require_float(dtype)?;
+    let shape = (ids.dim(0)?, ids.dim(1)?, inner);
+    let ids = Input::contiguous(ids)?;
+    let ids = ids.read();
+    let ids = ids.slice::<u32>()?;
+    crate::embedding::check_range(ids, outer)?;
+    dispatch!(OPERATION, dtype, T => {
+        let mut out = unwritten::<T>(ids.len() * inner);
+        if inner > 0 {
+            for_each_chunk(
+                &mut out,
+                inner,
+                #[inline(always)]
+                |row, out| read_as(&view, ids[row] as usize * inner, out),
+            );
+        }
+        Tensor::from_vec(out, shape, &Device::Cpu)
+    })
+}
+
+/// The numbers from element `start` on, rounded for storage.
+#[inline(always)]
+fn read_as<T: Element>(view: &View, start: usize, out: &mut [T]) {
+    let mut wide = [T::Acc::ZERO; 64];
+    for (index, out) in out.chunks_mut(wide.len()).enumerate() {
+        let wide = &mut wide[..out.len()];
+        view.read(start + index * 64, wide);
+        T::narrow(wide, out);
+    }
+}
+
+/// An error for a dtype that numbers of f32 aren't read as.
+fn require_float(dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+        other => bail!(
+            "metal-candle-kernels: {OPERATION}: asked for {other:?}, expected F32, BF16 or F16"
+        ),
+    }
+}

@@ -1,0 +1,373 @@
+//! Frozen matrices in 2 to 8 bits a number: what the 4- and 8-bit formats of bitsandbytes, MLX, GGUF and
+//! others have in common.
+//!
+//! The elements of a matrix `(out, in)` are numbered row by row. Each has a code, and each group of
+//! neighbours a scale and, in some formats, an offset, of which formats keep the scales themselves
+//! in fewer bits:
+//!
+//! ```text
+//! w[e] = level(code[e]) · scale[e / group] + offset[e / group]        in f32, rounded after each step
+//! ```
+//!
+//! Codes lie as a stream of bits that begins at the lowest bit of the first byte. A group may go on in the next
+//! row. What a file has in another order is put into this one when it is read.
+
+mod cpu;
+
+use crate::backend::{require_dtype, require_rank, require_shape, require_together};
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+pub(crate) use cpu::{Inputs, Reads, View};
+
+const OPERATION: &str = "quantized";
+
+/// What the codes of a matrix stand for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Levels {
+    /// `code - zero`.
+    Integers {
+        /// 2, 3, 4, 5, 6 or 8.
+        bits: usize,
+        /// The code of 0.
+        zero: u8,
+    },
+    /// A number for each code of 4 bits, such as [`NF4`].
+    Table(&'static [f32; 16]),
+    /// The 8-bit floats of OCP's e4m3, which have NaN (0x7f and 0xff) but no infinity.
+    E4m3,
+}
+
+impl Levels {
+    /// Bits of a code.
+    pub fn bits(self) -> usize {
+        match self {
+            Self::Integers { bits, .. } => bits,
+            Self::Table(_) => 4,
+            Self::E4m3 => 8,
+        }
+    }
+}
+
+/// NF4 of QLoRA (Dettmers et al. 2023, <https://arxiv.org/abs/2305.14314>, appendix E): quantiles of the normal
+/// distribution.
+pub const NF4: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+
+/// bitsandbytes' FP4: a sign, two bits of exponent and one of mantissa, the largest of which is 1.
+pub const FP4: [f32; 16] = [
+    0.0,
+    0.005_208_333_3,
+    0.666_666_7,
+    1.0,
+    0.333_333_34,
+    0.5,
+    0.166_666_67,
+    0.25,
+    0.0,
+    -0.005_208_333_3,
+    -0.666_666_7,
+    -1.0,
+    -0.333_333_34,
+    -0.5,
+    -0.166_666_67,
+    -0.25,
+];
+
+/// OCP's e2m1, of MXFP4 and NVFP4.
+pub const E2M1: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
+/// GGUF's IQ4_NL and IQ4_XS.
+pub const IQ4: [f32; 16] = [
+    -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0,
+    89.0, 113.0,
+];
+
+/// Groups that share one scale of [`Scales::Nested`].
+pub const NESTED: usize = 256;
+
+/// Elements that share one scale of [`Scales::Blocks`].
+pub const BLOCK: usize = 256;
+
+/// The scales of a matrix's groups. All tensors are contiguous and have one dimension.
+#[derive(Clone, Debug)]
+pub enum Scales {
+    /// As they are: f32, f16 or bf16.
+    Plain {
+        /// `(groups)`
+        scales: Tensor,
+        /// `(groups)` of the same dtype; 0 where there are none.
+        offsets: Option<Tensor>,
+    },
+    /// `2^(code - 127)`, OCP's e8m0: `(groups)` u8.
+    E8m0(Tensor),
+    /// `e4m3(code) · overall`, as NVFP4 has them.
+    E4m3 {
+        /// `(groups)` u8
+        scales: Tensor,
+        /// What all are multiplied by.
+        overall: f32,
+    },
+    /// bitsandbytes' double quantisation: `table[code] · scales[group / 256] + offset`.
+    Nested {
+        /// `(groups)` u8
+        codes: Tensor,
+        /// `(256)` f32
+        table: Tensor,
+        /// `(groups / 256)` f32
+        scales: Tensor,
+        /// The mean of all scales.
+        offset: f32,
+    },
+    /// Of ggml's K quants: the scale `large[e / 256] · code`, the offset `-(large_offset[e / 256] · code)`. The
+    /// number of elements is a multiple of 256.
+    Blocks {
+        /// `(groups)` u8, or i8 in its bits if `signed`.
+        scales: Tensor,
+        /// Whether the codes of scales are signed.
+        signed: bool,
+        /// `(elements / 256)` f16
+        large: Tensor,
+        /// The codes `(groups)` u8 and `(elements / 256)` f16 of the offsets.
+        offsets: Option<(Tensor, Tensor)>,
+    },
+}
+
+impl Scales {
+    /// The tensors, with the name, length and dtypes that each should have.
+    fn tensors(
+        &self,
+        elements: usize,
+        groups: usize,
+    ) -> Vec<(&'static str, &Tensor, usize, &[DType])> {
+        const FLOATS: &[DType] = &[DType::F32, DType::F16, DType::BF16];
+        const BYTES: &[DType] = &[DType::U8];
+        match self {
+            Self::Plain { scales, offsets } => {
+                let scales = ("scales", scales, groups, FLOATS);
+                let offsets = offsets.as_ref().map(|offsets| ("offsets", offsets, groups, FLOATS));
+                [scales].into_iter().chain(offsets).collect()
+            }
+            Self::E8m0(scales) | Self::E4m3 { scales, .. } => {
+                vec![("scales", scales, groups, BYTES)]
+            }
+            Self::Nested { codes, table, scales, .. } => vec![
+                ("the scales' codes", codes, groups, BYTES),
+                ("the scales' table", table, 256, &[DType::F32]),
+                ("the scales' scales", scales, groups.div_ceil(NESTED), &[DType::F32]),
+            ],
+            Self::Blocks { scales, large, offsets, .. } => {
+                let large_count = elements / BLOCK;
+                let mut tensors = vec![
+                    ("scales", scales, groups, BYTES),
+                    ("the blocks' scales", large, large_count, &[DType::F16][..]),
+                ];
+                if let Some((offsets, large)) = offsets {
+                    tensors.push(("offsets", offsets, groups, BYTES));
+                    tensors.push(("the blocks' offsets", large, large_count, &[DType::F16]));
+                }
+                tensors
+            }
+        }
+    }
+
+    fn map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(match self {
+            Self::Plain { scales, offsets } => {
+                Self::Plain { scales: f(scales)?, offsets: offsets.as_ref().map(&f).transpose()? }
+            }
+            Self::E8m0(scales) => Self::E8m0(f(scales)?),
+            Self::E4m3 { scales, overall } => Self::E4m3 { scales: f(scales)?, overall: *overall },
+            Self::Nested { codes, table, scales, offset } => Self::Nested {
+                codes: f(codes)?,
+                table: f(table)?,
+                scales: f(scales)?,
+                offset: *offset,
+            },
+            Self::Blocks { scales, signed, large, offsets } => Self::Blocks {
+                scales: f(scales)?,
+                signed: *signed,
+                large: f(large)?,
+                offsets: match offsets {
+                    Some((offsets, large)) => Some((f(offsets)?, f(large)?)),
+                    None => None,
+                },
+            },
+        })
+    }
+}
+
+/// A matrix `(out, in)` in fewer bits.
+#[derive(Clone, Debug)]
+pub struct Quantized {
+    shape: (usize, usize),
+    levels: Levels,
+    group: usize,
+    codes: Tensor,
+    scales: Scales,
+}
+
+impl Quantized {
+    /// Of `shape` `(out, in)`, with `codes` `(⌈out·in·bits / 8⌉)` u8.
+    ///
+    /// # Errors
+    /// When the sizes, dtypes or devices of the parts don't fit together.
+    pub fn new(
+        shape: (usize, usize),
+        levels: Levels,
+        group: usize,
+        codes: Tensor,
+        scales: Scales,
+    ) -> Result<Self> {
+        let Some(elements) = shape.0.checked_mul(shape.1).filter(|it| it.checked_mul(8).is_some())
+        else {
+            bail!("metal-candle-kernels: {OPERATION}: a matrix of {shape:?} is too large")
+        };
+        if let Levels::Integers { bits, .. } = levels
+            && !matches!(bits, 2..=6 | 8)
+        {
+            bail!("metal-candle-kernels: {OPERATION}: codes have {bits} bits, expected 2 to 6 or 8")
+        }
+        if group == 0 {
+            bail!("metal-candle-kernels: {OPERATION}: a group has no elements, expected at least 1")
+        }
+        if let Scales::Blocks { .. } = scales
+            && !(elements.is_multiple_of(BLOCK) && BLOCK.is_multiple_of(group))
+        {
+            bail!(
+                "metal-candle-kernels: {OPERATION}: {elements} elements in groups of {group} don't make whole blocks of {BLOCK}"
+            )
+        }
+        let bytes = (elements * levels.bits()).div_ceil(8);
+        let groups = elements.div_ceil(group);
+        let parts = scales.tensors(elements, groups);
+        let parts = parts.into_iter().chain([("codes", &codes, bytes, &[DType::U8][..])]);
+        for (name, tensor, length, dtypes) in parts {
+            require_together(OPERATION, &[&codes, tensor])?;
+            require_shape(OPERATION, name, tensor, &[length])?;
+            if !dtypes.contains(&tensor.dtype()) {
+                bail!(
+                    "metal-candle-kernels: {OPERATION}: {name} is {:?}, expected one of {dtypes:?}",
+                    tensor.dtype()
+                )
+            }
+        }
+        if let Scales::Plain { scales, offsets: Some(offsets) } = &scales {
+            require_dtype(OPERATION, "offsets", offsets, scales.dtype())?;
+        }
+        let (codes, scales) = (codes.contiguous()?, scales.map(Tensor::contiguous)?);
+        Ok(Self { shape, levels, group, codes, scales })
+    }
+
+    /// `(out, in)`
+    pub fn shape(&self) -> (usize, usize) {
+        self.shape
+    }
+
+    /// What its codes stand for.
+    pub fn levels(&self) -> Levels {
+        self.levels
+    }
+
+    /// Elements of a group.
+    pub fn group(&self) -> usize {
+        self.group
+    }
+
+    /// `(⌈out·in·bits / 8⌉)` u8
+    pub fn codes(&self) -> &Tensor {
+        &self.codes
+    }
+
+    /// The scales of its groups.
+    pub fn scales(&self) -> &Scales {
+        &self.scales
+    }
+
+    /// Where it is.
+    pub fn device(&self) -> &Device {
+        self.codes.device()
+    }
+
+    /// Bytes of memory that it takes.
+    pub fn size_in_bytes(&self) -> usize {
+        let tensors = self.parts().into_iter().chain([&self.codes]);
+        tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
+    }
+
+    /// The same on another device.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn to_device(&self, device: &Device) -> Result<Self> {
+        Ok(Self {
+            codes: self.codes.to_device(device)?,
+            scales: self.scales.map(|tensor| tensor.to_device(device))?,
+            ..self.clone()
+        })
+    }
+
+    /// The numbers, `(out, in)` in f32, bf16 or f16, rounded from f32.
+    ///
+    /// # Errors
+    /// For another dtype, or when there is no memory.
+    pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
+        cpu::dequantize(self, dtype)
+    }
+
+    /// Rows of the matrix, `(batch, seq, in)` in `dtype`, for `ids` `(batch, seq)` u32 below `out`: the
+    /// [embedding](crate::embedding) of a table in fewer bits.
+    ///
+    /// # Errors
+    /// As [`embedding::forward`](crate::embedding::forward), and for a dtype that isn't f32, bf16 or f16.
+    pub fn rows(&self, ids: &Tensor, dtype: DType) -> Result<Tensor> {
+        require_together(OPERATION, &[&self.codes, ids])?;
+        require_rank(OPERATION, "ids", ids, 2, "(batch, seq)")?;
+        require_dtype(OPERATION, "ids", ids, DType::U32)?;
+        cpu::rows(self, ids, dtype)
+    }
+
+    /// The tensors of its scales, in the order of their declaration.
+    fn parts(&self) -> Vec<&Tensor> {
+        let elements = self.shape.0 * self.shape.1;
+        let parts = self.scales.tensors(elements, elements.div_ceil(self.group));
+        parts.into_iter().map(|(_, tensor, ..)| tensor).collect()
+    }
+}
+
+/// A frozen matrix `(out, in)` of a linear layer.
+#[derive(Clone, Copy, Debug)]
+pub enum Weight<'a> {
+    /// f32, bf16, f16, or f64 where `x` is.
+    Dense(&'a Tensor),
+    /// In fewer bits.
+    Quantized(&'a Quantized),
+}
+
+impl<'a> From<&'a Tensor> for Weight<'a> {
+    fn from(tensor: &'a Tensor) -> Self {
+        Self::Dense(tensor)
+    }
+}
+
+impl<'a> From<&'a Quantized> for Weight<'a> {
+    fn from(quantized: &'a Quantized) -> Self {
+        Self::Quantized(quantized)
+    }
+}
