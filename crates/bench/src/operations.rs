@@ -34,7 +34,8 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Box<dyn Workload>> {
             match pass {
                 Pass::Forward => Box::new(move || {
                     let lora = Some(adapter(&a, &b));
-                    let projection = Projection { weight: &weight, bias: None, lora };
+                    let weight = (&weight).into();
+                    let projection = Projection { weight, bias: None, lora };
                     Ok(lora_linear::forward_only(&x, &[projection])?)
                 }),
                 Pass::Backward => {

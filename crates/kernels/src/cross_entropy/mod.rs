@@ -71,7 +71,7 @@ pub fn forward(
     require_together(OPERATION, &[hidden, weight])?;
     require_rank(OPERATION, "hidden", hidden, 2, "(n, d)")?;
     let (n, d) = hidden.dims2()?;
-    let v = output_size(OPERATION, weight, d)?;
+    let v = output_size(OPERATION, weight.into(), d)?;
     if targets.len() != n {
         bail!(
             "metal-candle-kernels: {OPERATION}: found {} targets, expected one for each of {n} rows of hidden",

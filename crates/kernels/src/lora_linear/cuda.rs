@@ -5,7 +5,7 @@
 //! have kernels of their own.
 
 use super::skinny::Skinny;
-use super::{Dropout, GatedGradients, Lora, Output, Projection, SharedGradients};
+use super::{DenseProjection, Dropout, GatedGradients, Lora, Output, SharedGradients};
 use crate::backend::cuda::{
     Array, Cuda, Matrix, Module, Rows, Sum, Term, by_dtype, module, require_floats,
 };
@@ -165,12 +165,12 @@ impl All {
         cuda: &Cuda,
         dtype: DType,
         inner: usize,
-        projections: &[Projection],
+        projections: &[DenseProjection],
         outputs_of: Option<(&Rows, usize)>,
     ) -> Result<Self> {
         let mut memory = Vec::new();
         let mut weights = Vec::with_capacity(projections.len());
-        for Projection { weight, .. } in projections {
+        for DenseProjection { weight, .. } in projections {
             require_floats(operation, &[*weight])?;
             weights.push(cuda.rows_as(weight, dtype)?);
         }
@@ -234,7 +234,7 @@ impl All {
         let mut segments = Vec::new();
         let mut column = 0;
         let mut ready = Vec::with_capacity(projections.len());
-        for (Projection { weight, bias, lora }, rows) in projections.iter().zip(weights) {
+        for (DenseProjection { weight, bias, lora }, rows) in projections.iter().zip(weights) {
             let outer = weight.dim(0)?;
             let mut factors = None;
             if let (Some(lora), Some(all_a)) = (lora, all_a) {
@@ -292,7 +292,7 @@ pub(super) fn forward(
     operation: &str,
     x: &Tensor,
     sizes: (usize, usize),
-    projections: &[Projection],
+    projections: &[DenseProjection],
 ) -> Result<Vec<Output>> {
     outputs(operation, x, sizes, projections, true)
 }
@@ -302,7 +302,7 @@ pub(super) fn outputs(
     operation: &str,
     x: &Tensor,
     (rows, inner): (usize, usize),
-    projections: &[Projection],
+    projections: &[DenseProjection],
     keeps_xa: bool,
 ) -> Result<Vec<Output>> {
     require_floats(operation, &[x])?;
@@ -346,7 +346,7 @@ pub(super) fn low_rank(
     operation: &str,
     x: &Tensor,
     (rows, inner): (usize, usize),
-    projections: &[Projection],
+    projections: &[DenseProjection],
 ) -> Result<Vec<Option<Tensor>>> {
     require_floats(operation, &[x])?;
     let cuda = Cuda::of(x)?;
@@ -361,7 +361,7 @@ pub(super) fn low_rank(
 }
 
 /// Whether the kernels for a few rows take these layers.
-fn few(rows: usize, inner: usize, projections: &[Projection]) -> bool {
+fn few(rows: usize, inner: usize, projections: &[DenseProjection]) -> bool {
     let adapters = || projections.iter().filter_map(|projection| projection.lora);
     let drops = adapters().any(|lora| lora.dropout.is_some_and(|drop| drop.probability > 0.0));
     let ranks = adapters().map(|lora| lora.a.dims().last().copied().unwrap_or(0));
@@ -500,7 +500,7 @@ fn forward_few_rows(
     cuda: &Cuda,
     x: &Tensor,
     (rows, inner): (usize, usize),
-    projections: &[Projection],
+    projections: &[DenseProjection],
     keeps_xa: bool,
 ) -> Result<Vec<Output>> {
     let dtype = x.dtype();
@@ -508,7 +508,7 @@ fn forward_few_rows(
     // What the layers point into.
     let (mut weights, mut arrays) = (Vec::new(), Vec::new());
     let mut layers = Vec::with_capacity(projections.len());
-    for Projection { weight, bias, lora } in projections {
+    for DenseProjection { weight, bias, lora } in projections {
         require_floats(operation, &[*weight])?;
         let outer = weight.dim(0)?;
         let weight = cuda.rows_as(weight, dtype)?;
@@ -536,7 +536,7 @@ pub(super) fn backward(
     operation: &str,
     x: &Tensor,
     (rows, inner): (usize, usize),
-    projections: &[Projection],
+    projections: &[DenseProjection],
     xas: &[Option<&Tensor>],
     dys: &[&Tensor],
     need_dx: bool,
@@ -621,7 +621,7 @@ pub(super) fn backward_gated(
     operation: &str,
     Unit { gate, up, activation }: Unit,
     (rows, inner): (usize, usize),
-    projection: Projection,
+    projection: DenseProjection,
     xa: &Tensor,
     dy: &Tensor,
 ) -> Result<GatedGradients> {

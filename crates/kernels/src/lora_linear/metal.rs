@@ -2,7 +2,7 @@
 //! large one, and so it is for dx. A few rows have a kernel that does all of a layer. Masks are found anew
 //! where an element is read or written, and never stored.
 
-use super::{Dropout, Lora, Output, Projection, SharedGradients};
+use super::{DenseProjection, Dropout, Lora, Output, SharedGradients};
 use crate::backend::metal::product::{
     Adapter, FewRows, Finish, Mask, Matrix, Term, takes_few_rows,
 };
@@ -29,7 +29,10 @@ struct Factors {
 }
 
 impl Ready {
-    fn new(metal: &Metal, Projection { weight, bias, lora }: &Projection) -> Result<Self> {
+    fn new(
+        metal: &Metal,
+        DenseProjection { weight, bias, lora }: &DenseProjection,
+    ) -> Result<Self> {
         let factors = lora.map(|Lora { a, b, scale, dropout }| -> Result<Factors> {
             let rank = a.dim(1)?;
             let (a, b) = (metal.collapsed_rows(a)?, metal.collapsed_rows(b)?);
@@ -79,7 +82,7 @@ pub(super) fn forward(
     operation: &str,
     x: &Tensor,
     (rows, inner): (usize, usize),
-    projections: &[Projection],
+    projections: &[DenseProjection],
 ) -> Result<Vec<Output>> {
     let metal = Metal::of(x)?;
     let x = metal.collapsed_rows(x)?;
@@ -170,7 +173,7 @@ pub(super) fn low_rank(
     operation: &str,
     x: &Tensor,
     (rows, inner): (usize, usize),
-    projections: &[Projection],
+    projections: &[DenseProjection],
 ) -> Result<Vec<Option<Tensor>>> {
     let metal = Metal::of(x)?;
     let x = metal.collapsed_rows(x)?;
@@ -192,7 +195,7 @@ pub(super) fn backward(
     operation: &str,
     x: &Tensor,
     (rows, inner): (usize, usize),
-    projections: &[Projection],
+    projections: &[DenseProjection],
     xas: &[Option<&Tensor>],
     dys: &[&Tensor],
     need_dx: bool,

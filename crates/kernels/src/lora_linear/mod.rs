@@ -30,6 +30,9 @@ use crate::backend::{
 use crate::glu;
 use crate::matmul::cpu as matmul;
 use crate::matmul::{check_bias, numbers, output_size, with_last_dimension};
+use crate::quantized::{Weight, WeightInput, WeightNumbers, WeightRead};
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+use candle_core::DType;
 use candle_core::{Device, Result, Tensor, WithDType, bail};
 use cpu::{Adapter, Dropped, Incoming, Layer};
 use std::borrow::Cow;
@@ -73,11 +76,38 @@ impl Dropout {
 #[derive(Clone, Copy, Debug)]
 pub struct Projection<'a> {
     /// `(out, in)`
-    pub weight: &'a Tensor,
+    pub weight: Weight<'a>,
     /// `(out)`
     pub bias: Option<&'a Tensor>,
     /// The adapter.
     pub lora: Option<Lora<'a>>,
+}
+
+/// A [`Projection`] whose weight is dense.
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+#[derive(Clone, Copy)]
+struct DenseProjection<'a> {
+    weight: &'a Tensor,
+    bias: Option<&'a Tensor>,
+    lora: Option<Lora<'a>>,
+}
+
+/// What `f` makes of projections whose weights it can only read dense. Those in fewer bits are unpacked for it.
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+fn with_dense<R>(
+    dtype: DType,
+    projections: &[Projection],
+    f: impl FnOnce(&[DenseProjection]) -> Result<R>,
+) -> Result<R> {
+    let weights = projections.iter().map(|projection| projection.weight.to_dense(dtype));
+    let weights = weights.collect::<Result<Vec<_>>>()?;
+    let projections = projections.iter().zip(&weights);
+    let projections = projections.map(|(Projection { bias, lora, .. }, weight)| DenseProjection {
+        weight,
+        bias: *bias,
+        lora: *lora,
+    });
+    f(&projections.collect::<Vec<_>>())
 }
 
 /// What [`backward`] returns.
@@ -117,13 +147,13 @@ pub struct SharedGradients {
 /// # Errors
 /// When shapes don't fit, a dtype isn't a float, the dropout probability isn't in `0..1`, or the
 /// tensors aren't on one device.
-pub fn forward(
+pub fn forward<'w>(
     x: &Tensor,
-    weight: &Tensor,
+    weight: impl Into<Weight<'w>>,
     bias: Option<&Tensor>,
     lora: &Lora,
 ) -> Result<(Tensor, Tensor)> {
-    let projection = Projection { weight, bias, lora: Some(*lora) };
+    let projection = Projection { weight: weight.into(), bias, lora: Some(*lora) };
     match forward_shared(x, &[projection])?.pop() {
         Some(Output { y, xa: Some(xa) }) => Ok((y, xa)),
         _ => bail!("metal-candle-kernels: lora_linear: a projection gave no output"),
@@ -138,13 +168,15 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
     const OPERATION: &str = "lora_linear::forward";
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     check(OPERATION, x, inner, projections)?;
-    on_gpu!(x, gpu => gpu::forward(OPERATION, x, (rows, inner), projections));
+    on_gpu!(x, gpu => with_dense(x.dtype(), projections, |projections| {
+        gpu::forward(OPERATION, x, (rows, inner), projections)
+    }));
     let inputs = Inputs::new(projections)?;
     let (x_input, reads) = (Input::contiguous(x)?, inputs.read());
     let x_read = x_input.read();
     dispatch!(OPERATION, x.dtype(), T => {
         let numbers = reads.iter().map(Reads::numbers::<Sum<T>>).collect::<Result<Vec<_>>>()?;
-        let layers = inputs.layers(&reads, &numbers)?;
+        let layers = inputs.layers(&numbers)?;
         let mut ys: Vec<_> =
             layers.iter().map(|layer| unwritten::<T>(rows * layer.frozen.outer)).collect();
         let mut xas: Vec<_> = layers
@@ -183,7 +215,9 @@ pub fn forward_only(x: &Tensor, projections: &[Projection]) -> Result<Vec<Tensor
         const OPERATION: &str = "lora_linear::forward";
         let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
         check(OPERATION, x, inner, projections)?;
-        return cuda::outputs(OPERATION, x, (rows, inner), projections, false).map(ys);
+        return with_dense(x.dtype(), projections, |projections| {
+            cuda::outputs(OPERATION, x, (rows, inner), projections, false).map(ys)
+        });
     }
     forward_shared(x, projections).map(ys)
 }
@@ -198,7 +232,9 @@ pub fn forward_again(x: &Tensor, projections: &[Projection]) -> Result<Vec<Optio
         const OPERATION: &str = "lora_linear::forward_again";
         let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
         check(OPERATION, x, inner, projections)?;
-        gpu::low_rank(OPERATION, x, (rows, inner), projections)
+        with_dense(x.dtype(), projections, |projections| {
+            gpu::low_rank(OPERATION, x, (rows, inner), projections)
+        })
     });
     Ok(forward_shared(x, projections)?.into_iter().map(|output| output.xa).collect())
 }
@@ -227,15 +263,15 @@ pub fn differentiable(
 ///
 /// # Errors
 /// Like [`forward`].
-pub fn backward(
+pub fn backward<'w>(
     x: &Tensor,
-    weight: &Tensor,
+    weight: impl Into<Weight<'w>>,
     xa: &Tensor,
     lora: &Lora,
     dy: &Tensor,
     need_dx: bool,
 ) -> Result<Gradients> {
-    let projection = Projection { weight, bias: None, lora: Some(*lora) };
+    let projection = Projection { weight: weight.into(), bias: None, lora: Some(*lora) };
     let SharedGradients { dx, mut adapters } =
         backward_shared(x, &[projection], &[Some(xa)], &[dy], need_dx)?;
     match adapters.pop() {
@@ -262,15 +298,16 @@ pub struct GatedGradients {
 ///
 /// # Errors
 /// Like [`backward`] and [`glu::backward`].
-pub fn backward_gated(
+pub fn backward_gated<'w>(
     gate: &Tensor,
     up: &Tensor,
     activation: glu::Activation,
-    weight: &Tensor,
+    weight: impl Into<Weight<'w>>,
     xa: &Tensor,
     lora: &Lora,
     dy: &Tensor,
 ) -> Result<GatedGradients> {
+    let weight = weight.into();
     #[cfg(feature = "cuda")]
     if gate.device().is_cuda() && lora.dropout.is_none() {
         const OPERATION: &str = "lora_linear::backward_gated";
@@ -280,7 +317,9 @@ pub fn backward_gated(
         check(OPERATION, gate, inner, &[projection])?;
         check_incoming(OPERATION, gate, &[projection], &[Some(xa)], &[dy])?;
         let unit = cuda::Unit { gate, up, activation };
-        return cuda::backward_gated(OPERATION, unit, (rows, inner), projection, xa, dy);
+        return with_dense(gate.dtype(), &[projection], |projections| {
+            cuda::backward_gated(OPERATION, unit, (rows, inner), projections[0], xa, dy)
+        });
     }
     let x = glu::forward(gate, up, activation)?;
     let Gradients { dx: Some(dx), da, db } = backward(&x, weight, xa, lora, dy, true)? else {
@@ -308,7 +347,9 @@ pub fn backward_shared(
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     check(OPERATION, x, inner, projections)?;
     check_incoming(OPERATION, x, projections, xas, dys)?;
-    on_gpu!(x, gpu => gpu::backward(OPERATION, x, (rows, inner), projections, xas, dys, need_dx));
+    on_gpu!(x, gpu => with_dense(x.dtype(), projections, |projections| {
+        gpu::backward(OPERATION, x, (rows, inner), projections, xas, dys, need_dx)
+    }));
     let inputs = Inputs::new(projections)?;
     let incoming = projections.iter().zip(xas).zip(dys).map(|((projection, xa), dy)| {
         let xa = xa.filter(|_| projection.lora.is_some());
@@ -321,7 +362,7 @@ pub fn backward_shared(
         incoming.iter().map(|(dy, xa)| (dy.read(), xa.as_ref().map(Input::read))).collect();
     dispatch!(OPERATION, x.dtype(), T => {
         let numbers = reads.iter().map(Reads::numbers::<Sum<T>>).collect::<Result<Vec<_>>>()?;
-        let layers = inputs.layers(&reads, &numbers)?;
+        let layers = inputs.layers(&numbers)?;
         let incoming = incoming
             .iter()
             .map(|(dy, xa)| {
@@ -370,7 +411,7 @@ fn check_incoming(
     }
     for ((projection, xa), dy) in projections.iter().zip(xas).zip(dys) {
         require_together(operation, &[x, dy])?;
-        require_shape(operation, "dy", dy, &with_last_dimension(x, projection.weight.dim(0)?))?;
+        require_shape(operation, "dy", dy, &with_last_dimension(x, projection.weight.shape()?.0))?;
         require_dtype(operation, "dy", dy, x.dtype())?;
         match (&projection.lora, xa) {
             (None, _) => {}
@@ -390,8 +431,8 @@ fn check_incoming(
 fn check(operation: &str, x: &Tensor, inner: usize, projections: &[Projection]) -> Result<()> {
     require_together(operation, &[x])?;
     for Projection { weight, bias, lora } in projections {
-        require_together(operation, &[x, weight])?;
-        let outer = output_size(operation, weight, inner)?;
+        weight.require_beside(operation, x)?;
+        let outer = output_size(operation, *weight, inner)?;
         check_bias(operation, x, *bias, outer)?;
         if let Some(lora) = lora {
             require_together(operation, &[x, lora.a, lora.b])?;
@@ -403,12 +444,12 @@ fn check(operation: &str, x: &Tensor, inner: usize, projections: &[Projection]) 
 }
 
 /// The tensors of some projections, made ready to be read.
-struct Inputs {
-    projections: Vec<InputsOfOne>,
+struct Inputs<'p> {
+    projections: Vec<InputsOfOne<'p>>,
 }
 
-struct InputsOfOne {
-    weight: Input,
+struct InputsOfOne<'p> {
+    weight: WeightInput<'p>,
     outer: usize,
     bias: Option<Input>,
     lora: Option<LoraInputs>,
@@ -424,22 +465,23 @@ struct LoraInputs {
 
 /// What is locked for reading of one projection.
 struct Reads<'a> {
-    weight: Read<'a>,
+    weight: WeightRead<'a>,
     bias: Option<Read<'a>>,
     a: Option<Read<'a>>,
     b: Option<Read<'a>>,
 }
 
-/// The numbers of one projection's bias, A and B, as the type that sums are kept in.
+/// The numbers of one projection, as the type that sums are kept in.
 struct Numbers<'a, A: Real> {
+    weight: WeightNumbers<'a, A>,
     bias: Option<Cow<'a, [A]>>,
     a: Option<Cow<'a, [A]>>,
     b: Option<Cow<'a, [A]>>,
 }
 
-impl Inputs {
+impl<'p> Inputs<'p> {
     /// Of projections that [`check`] found good.
-    fn new(projections: &[Projection]) -> Result<Self> {
+    fn new(projections: &[Projection<'p>]) -> Result<Self> {
         let projections = projections.iter().map(|Projection { weight, bias, lora }| {
             let lora: Option<Result<_>> = lora.map(|Lora { a, b, scale, dropout }| {
                 let rank = a.dim(1)?;
@@ -447,8 +489,8 @@ impl Inputs {
                 Ok(LoraInputs { a, b, rank, scale, dropout })
             });
             Ok(InputsOfOne {
-                weight: Input::contiguous(weight)?,
-                outer: weight.dim(0)?,
+                weight: weight.input()?,
+                outer: weight.shape()?.0,
                 bias: bias.map(Input::contiguous).transpose()?,
                 lora: lora.transpose()?,
             })
@@ -468,14 +510,10 @@ impl Inputs {
             .collect()
     }
 
-    fn layers<'a, A: Real>(
-        &self,
-        reads: &'a [Reads<'_>],
-        numbers: &'a [Numbers<'_, A>],
-    ) -> Result<Vec<Layer<'a, A>>> {
-        let parts = self.projections.iter().zip(reads).zip(numbers);
+    fn layers<'a, A: Real>(&self, numbers: &'a [Numbers<'a, A>]) -> Result<Vec<Layer<'a, A>>> {
+        let parts = self.projections.iter().zip(numbers);
         parts
-            .map(|((projection, read), numbers)| {
+            .map(|(projection, numbers)| {
                 let low_rank = numbers.a.as_deref().zip(numbers.b.as_deref());
                 let adapter =
                     projection.lora.as_ref().zip(low_rank).map(|(lora, (a, b))| Adapter {
@@ -489,7 +527,7 @@ impl Inputs {
                         }),
                     });
                 let frozen = matmul::Layer {
-                    weight: read.weight.values()?,
+                    weight: numbers.weight.values(),
                     outer: projection.outer,
                     bias: numbers.bias.as_deref(),
                 };
@@ -501,7 +539,12 @@ impl Inputs {
 
 impl Reads<'_> {
     fn numbers<A: Real>(&self) -> Result<Numbers<'_, A>> {
-        Ok(Numbers { bias: numbers(&self.bias)?, a: numbers(&self.a)?, b: numbers(&self.b)? })
+        Ok(Numbers {
+            weight: self.weight.numbers()?,
+            bias: numbers(&self.bias)?,
+            a: numbers(&self.a)?,
+            b: numbers(&self.b)?,
+        })
     }
 }
 

@@ -255,9 +255,17 @@ fn projections_that_share_their_input_match_one_at_a_time() {
                 Lora { a, b, scale: 1.5, dropout }
             };
             let projections = [
-                Projection { weight: &weights[0], bias: Some(&bias), lora: Some(lora(0, None)) },
-                Projection { weight: &weights[1], bias: None, lora: None },
-                Projection { weight: &weights[2], bias: None, lora: Some(lora(2, dropout)) },
+                Projection {
+                    weight: (&weights[0]).into(),
+                    bias: Some(&bias),
+                    lora: Some(lora(0, None)),
+                },
+                Projection { weight: (&weights[1]).into(), bias: None, lora: None },
+                Projection {
+                    weight: (&weights[2]).into(),
+                    bias: None,
+                    lora: Some(lora(2, dropout)),
+                },
             ];
             let dys = outputs.map(|out| to(&random(&[rows, out], 3 + out as u64)));
             let shared = forward_shared(&x, &projections).unwrap();

@@ -21,7 +21,7 @@ pub(crate) struct Layer<'a, A> {
 /// How `x` by a weight is multiplied.
 pub(crate) fn kind_of<A>(x: Values<A>, weight: Values<A>) -> Kind {
     match (x, weight) {
-        (Values::Bf16(_), Values::Bf16(_)) => Kind::for_bf16(),
+        (Values::Bf16(_), Values::Bf16(_) | Values::Quantized(_)) => Kind::for_bf16(),
         _ => Kind::Plain,
     }
 }

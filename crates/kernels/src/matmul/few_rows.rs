@@ -2,6 +2,7 @@
 
 use crate::backend::cpu::simd::prefetch;
 use crate::backend::cpu::{Real, Values};
+use crate::quantized::cpu as quantized;
 use std::ops::Range;
 
 /// Up to this many rows a pass over the weight as it is stored beats packing it.
@@ -36,6 +37,7 @@ macro_rules! with_stored {
                 let $widen = $real::from_f16;
                 $body
             }
+            Values::Quantized(_) => unreachable!("has loops of its own"),
         }
     };
 }
@@ -52,6 +54,9 @@ pub(crate) fn dots<A: Real>(
     lines: Range<usize>,
     out: &mut [A],
 ) {
+    if let Values::Quantized(matrix) = matrix {
+        return quantized::dots(rows, depth, x, matrix, stride, lines, out);
+    }
     with_stored!(matrix, A, (matrix, widen) => {
         let first = lines.start;
         let line = |index: usize| &matrix[(first + index) * stride..][..depth];
@@ -140,6 +145,9 @@ pub(crate) fn add_combinations<A: Real>(
     columns: Range<usize>,
     out: &mut [A],
 ) {
+    if let Values::Quantized(matrix) = matrix {
+        return quantized::add_combinations(x, x_stride, depth, matrix, width, columns, out);
+    }
     with_stored!(matrix, A, (matrix, widen) => {
         for row in 0..rows {
             let x = &x[row * x_stride..][..depth];

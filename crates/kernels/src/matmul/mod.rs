@@ -19,9 +19,9 @@ mod tests;
 
 use crate::backend::cpu::{Input, Read, Real, Sum, dispatch, unwritten, zeros};
 use crate::backend::{
-    on_gpu, record2, record3, require_dtype, require_rank, require_shape, require_together,
-    rows_and_columns,
+    on_gpu, record2, record3, require_dtype, require_shape, require_together, rows_and_columns,
 };
+use crate::quantized::Weight;
 use candle_core::{Device, Result, Tensor, bail};
 use cpu::Layer;
 use std::borrow::Cow;
@@ -43,20 +43,28 @@ pub(crate) fn with_last_dimension(tensor: &Tensor, last: usize) -> Vec<usize> {
 ///
 /// # Errors
 /// When shapes don't fit, a dtype isn't a float, or the tensors aren't on one device.
-pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+pub fn linear<'w>(
+    x: &Tensor,
+    weight: impl Into<Weight<'w>>,
+    bias: Option<&Tensor>,
+) -> Result<Tensor> {
     const OPERATION: &str = "linear";
-    require_together(OPERATION, &[x, weight])?;
+    let weight = weight.into();
+    weight.require_beside(OPERATION, x)?;
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     let outer = output_size(OPERATION, weight, inner)?;
     check_bias(OPERATION, x, bias, outer)?;
-    on_gpu!(x, gpu => gpu::linear(OPERATION, x, weight, bias, [rows, outer, inner]));
+    on_gpu!(x, gpu => {
+        let weight = weight.to_dense(x.dtype())?;
+        gpu::linear(OPERATION, x, &weight, bias, [rows, outer, inner])
+    });
     let shape = with_last_dimension(x, outer);
-    let (x, weight) = (Input::contiguous(x)?, Input::contiguous(weight)?);
+    let (x, weight) = (Input::contiguous(x)?, weight.input()?);
     let bias = bias.map(Input::contiguous).transpose()?;
     let (x, weight, bias) = (x.read(), weight.read(), bias.as_ref().map(Input::read));
     dispatch!(OPERATION, x.dtype(), T => {
-        let bias = numbers::<Sum<T>>(&bias)?;
-        let layer = Layer { weight: weight.values()?, outer, bias: bias.as_deref() };
+        let (weight, bias) = (weight.numbers()?, numbers::<Sum<T>>(&bias)?);
+        let layer = Layer { weight: weight.values(), outer, bias: bias.as_deref() };
         let mut out = unwritten::<T>(rows * outer);
         cpu::forward(rows, inner, x.values()?, layer, &mut out);
         Tensor::from_vec(out, shape, &Device::Cpu)
@@ -90,21 +98,29 @@ pub fn differentiable(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
 ///
 /// # Errors
 /// When shapes don't fit, a dtype isn't a float, or the tensors aren't on one device.
-pub fn linear_backward_input(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
+pub fn linear_backward_input<'w>(dy: &Tensor, weight: impl Into<Weight<'w>>) -> Result<Tensor> {
     const OPERATION: &str = "linear_backward_input";
-    require_together(OPERATION, &[dy, weight])?;
-    require_rank(OPERATION, "weight", weight, 2, "(out, in)")?;
+    let weight = weight.into();
+    weight.require_beside(OPERATION, dy)?;
     let (rows, outer) = rows_and_columns(OPERATION, "dy", dy)?;
-    let (_, inner) = weight.dims2()?;
-    require_shape(OPERATION, "weight", weight, &[outer, inner])?;
-    on_gpu!(dy, gpu => gpu::backward_input(OPERATION, dy, weight, [rows, outer, inner]));
+    let (outputs, inner) = weight.shape()?;
+    if outputs != outer {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: weight has shape {:?}, expected ({outer}, in) to fit dy's last dimension",
+            [outputs, inner]
+        )
+    }
+    on_gpu!(dy, gpu => {
+        let weight = weight.to_dense(dy.dtype())?;
+        gpu::backward_input(OPERATION, dy, &weight, [rows, outer, inner])
+    });
     let shape = with_last_dimension(dy, inner);
-    let (dy, weight) = (Input::contiguous(dy)?, Input::contiguous(weight)?);
+    let (dy, weight) = (Input::contiguous(dy)?, weight.input()?);
     let (dy, weight) = (dy.read(), weight.read());
     dispatch!(OPERATION, dy.dtype(), T => {
         let mut dx = unwritten::<T>(rows * inner);
-        let sizes = (outer, inner);
-        cpu::backward_input(rows, sizes, dy.values()?, weight.values::<Sum<T>>()?, &mut dx);
+        let (sizes, weight) = ((outer, inner), weight.numbers()?);
+        cpu::backward_input(rows, sizes, dy.values()?, weight.values(), &mut dx);
         Tensor::from_vec(dx, shape, &Device::Cpu)
     })
 }
@@ -153,10 +169,10 @@ pub fn linear_backward_bias(dy: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// The number of outputs of a `(out, in)` weight; an error when it doesn't take `inner` inputs.
-pub(crate) fn output_size(operation: &str, weight: &Tensor, inner: usize) -> Result<usize> {
-    match weight.dims() {
-        [outer, inputs] if *inputs == inner => Ok(*outer),
+/// The number of outputs of a weight `(out, in)`; an error when it doesn't take `inner` inputs.
+pub(crate) fn output_size(operation: &str, weight: Weight<'_>, inner: usize) -> Result<usize> {
+    match weight.shape()? {
+        (outer, inputs) if inputs == inner => Ok(outer),
         other => bail!(
             "metal-candle-kernels: {operation}: weight has shape {other:?}, expected (out, {inner}) to fit x's last dimension"
         ),

@@ -12,12 +12,17 @@
 //! Codes lie as a stream of bits that begins at the lowest bit of the first byte. A group may go on in the next
 //! row. What a file has in another order is put into this one when it is read.
 
-mod cpu;
+pub(crate) mod cpu;
+#[cfg(test)]
+pub(crate) mod testing;
+mod weight;
 
 use crate::backend::{require_dtype, require_rank, require_shape, require_together};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-pub(crate) use cpu::{Inputs, Reads, View};
+pub(crate) use cpu::Elements;
+pub use weight::Weight;
+pub(crate) use weight::{WeightInput, WeightNumbers, WeightRead};
 
 const OPERATION: &str = "quantized";
 
@@ -348,26 +353,5 @@ impl Quantized {
         let elements = self.shape.0 * self.shape.1;
         let parts = self.scales.tensors(elements, elements.div_ceil(self.group));
         parts.into_iter().map(|(_, tensor, ..)| tensor).collect()
-    }
-}
-
-/// A frozen matrix `(out, in)` of a linear layer.
-#[derive(Clone, Copy, Debug)]
-pub enum Weight<'a> {
-    /// f32, bf16, f16, or f64 where `x` is.
-    Dense(&'a Tensor),
-    /// In fewer bits.
-    Quantized(&'a Quantized),
-}
-
-impl<'a> From<&'a Tensor> for Weight<'a> {
-    fn from(tensor: &'a Tensor) -> Self {
-        Self::Dense(tensor)
-    }
-}
-
-impl<'a> From<&'a Quantized> for Weight<'a> {
-    fn from(quantized: &'a Quantized) -> Self {
-        Self::Quantized(quantized)
     }
 }

@@ -115,7 +115,7 @@ impl Plan {
     fn full(model: &Model) -> Self {
         let mut plan = Self::default();
         for (name, id) in model.named_weights() {
-            plan.add(PartKind::Weight, name, model.frozen().shape(id).clone());
+            plan.add(PartKind::Weight, name, model.frozen().shape(id));
         }
         plan
     }
@@ -182,7 +182,7 @@ impl Adapter {
         let (parameters, parts, views) = Plan::full(model).allocate(model.device())?;
         let mut replaced = vec![None; model.frozen().len()];
         for ((_, id), view) in model.named_weights().zip(views) {
-            parameters.set(view.id(), model.frozen().tensor(id)?)?;
+            parameters.set(view.id(), &*model.dense(id)?)?;
             replaced[id.index()] = Some(view);
         }
         let updates = model.linears().map(|_| None).collect();
@@ -234,8 +234,8 @@ impl Adapter {
         let mut replaced = vec![None; model.frozen().len()];
         let mut head = None;
         let mut replace = |place: Option<WeightId>, view: &Parameter| -> Result<()> {
-            let weight = model.frozen().tensor(place.unwrap_or(model.embedding))?;
-            parameters.set(view.id(), weight)?;
+            let weight = model.dense(place.unwrap_or(model.embedding))?;
+            parameters.set(view.id(), &weight)?;
             match place {
                 Some(id) => replaced[id.index()] = Some(view.clone()),
                 None => head = Some(view.clone()),
@@ -249,8 +249,8 @@ impl Adapter {
             if let Some((id, part)) = bias {
                 replace(Some(id), &views[part])?;
             }
-            let weight = model.frozen().tensor(linear.weight)?;
             let rank = views[a].tensor().dim(1)?;
+            let weight = || model.dense(linear.weight);
             let start = methods::start(config.start, weight, rank, scale, &linear.path)?;
             if let Some(start) = &start {
                 parts[a].start = Some(start.a.clone());
@@ -263,7 +263,9 @@ impl Adapter {
                 dropout: config.dropout,
                 stream: stream as u64,
                 start,
-                magnitude: m.map(|part| Magnitude::new(views[part].clone(), weight)).transpose()?,
+                magnitude: m
+                    .map(|part| Magnitude::new(views[part].clone(), &*weight()?))
+                    .transpose()?,
             });
         }
         let method = Method::Lora { config: Box::new(config.clone()), layer_count };
@@ -299,12 +301,12 @@ impl Adapter {
             } else if !is_bias {
                 continue;
             }
-            let shape = model.frozen().shape(id).clone();
+            let shape = model.frozen().shape(id);
             found.push((Some(id), plan.add(PartKind::Weight, name, shape)));
         }
         if let (None, Some(index)) = (model.head, saved(HEAD)) {
             used[index] = true;
-            let shape = model.frozen().shape(model.embedding).clone();
+            let shape = model.frozen().shape(model.embedding);
             found.push((None, plan.add(PartKind::Weight, &format!("{HEAD}.weight"), shape)));
         }
         if let Some(index) = used.iter().position(|used| !used) {
@@ -326,8 +328,8 @@ impl Adapter {
             let Some(update) = self.update(linear) else { continue };
             let Some(magnitude) = &update.magnitude else { continue };
             let (a, b) = update.effective()?;
-            let weight = model.frozen().tensor(linear.weight)?;
-            let norms = magnitude.norms(weight, &a, &b, update.scale)?;
+            let weight = model.dense(linear.weight)?;
+            let norms = magnitude.norms(&weight, &a, &b, update.scale)?;
             self.parameters.set(magnitude.parameter.id(), &norms)?;
         }
         Ok(())

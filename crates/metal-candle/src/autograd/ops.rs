@@ -4,10 +4,12 @@
 use super::{Tape, Value};
 use crate::Result;
 use candle_core::{D, DType, Shape, Tensor};
+use metal_candle_kernels::quantized::{Quantized, Weight};
 use metal_candle_kernels::{
     arithmetic, attention, copy, cross_entropy, devices, dora, embedding, glu, lora_linear, matmul,
     rms_norm, rope,
 };
+use std::sync::Arc;
 
 /// The low-rank path of a linear layer, as values of the tape.
 pub struct LoraValues<'a> {
@@ -21,10 +23,56 @@ pub struct LoraValues<'a> {
     pub dropout: Option<lora_linear::Dropout>,
 }
 
+/// A matrix `(out, in)` that an operation reads: a value of the tape, or a frozen one in fewer bits.
+#[derive(Clone, Debug)]
+pub enum Matrix {
+    /// As it is computed with.
+    Dense(Value),
+    /// In fewer bits.
+    Quantized(Arc<Quantized>),
+}
+
+impl Matrix {
+    /// As the kernels take it.
+    pub fn as_weight(&self) -> Weight<'_> {
+        match self {
+            Self::Dense(value) => Weight::Dense(value.tensor()),
+            Self::Quantized(quantized) => Weight::Quantized(quantized),
+        }
+    }
+
+    fn needs_gradient(&self) -> bool {
+        matches!(self, Self::Dense(value) if value.needs_gradient())
+    }
+
+    /// For a backward pass.
+    fn save(&self) -> SavedMatrix {
+        match self {
+            Self::Dense(value) => SavedMatrix::Dense(value.tensor().clone()),
+            Self::Quantized(quantized) => SavedMatrix::Quantized(quantized.clone()),
+        }
+    }
+}
+
+/// What the backward pass needs of a [`Matrix`].
+enum SavedMatrix {
+    Dense(Tensor),
+    Quantized(Arc<Quantized>),
+}
+
+impl SavedMatrix {
+    fn as_weight(&self) -> Weight<'_> {
+        match self {
+            Self::Dense(tensor) => Weight::Dense(tensor),
+            Self::Quantized(quantized) => Weight::Quantized(quantized),
+        }
+    }
+}
+
 /// One of the linear layers that [`Tape::projections`] computes, as values of the tape.
 pub struct ProjectionValues<'a> {
     /// `(out, in)`
-    pub weight: &'a Value,
+    pub weight: &'a Matrix,
     /// `(out)`
     pub bias: Option<&'a Value>,
     /// The adapter, on a frozen weight.
@@ -33,7 +81,7 @@ pub struct ProjectionValues<'a> {
 
 /// What the backward pass needs of a projection.
 struct SavedProjection {
-    weight: Tensor,
+    weight: SavedMatrix,
     bias: Option<Tensor>,
     lora: Option<SavedLora>,
 }
@@ -71,12 +119,12 @@ impl SavedProjection {
     fn new(layer: &ProjectionValues<'_>) -> Self {
         let lora = layer.lora.as_ref().map(SavedLora::new);
         let bias = layer.bias.map(|bias| bias.tensor().clone());
-        Self { weight: layer.weight.tensor().clone(), bias, lora }
+        Self { weight: layer.weight.save(), bias, lora }
     }
 
     fn borrow(&self) -> lora_linear::Projection<'_> {
         let lora = self.lora.as_ref().map(SavedLora::borrow);
-        lora_linear::Projection { weight: &self.weight, bias: self.bias.as_ref(), lora }
+        lora_linear::Projection { weight: self.weight.as_weight(), bias: self.bias.as_ref(), lora }
     }
 }
 
@@ -105,7 +153,13 @@ fn stand_in(x: &Tensor, width: usize) -> Result<Tensor> {
 
 impl Tape {
     /// Rows of `table (vocabulary, hidden)` for `ids (batch, seq)`: `(batch, seq, hidden)`.
-    pub fn embedding(&self, table: &Value, ids: &Tensor) -> Result<Value> {
+    ///
+    /// In the table's dtype, or in `dtype` where it is held in fewer bits.
+    pub fn embedding(&self, table: &Matrix, ids: &Tensor, dtype: DType) -> Result<Value> {
+        let table = match table {
+            Matrix::Dense(table) => table,
+            Matrix::Quantized(table) => return Ok(self.constant(table.rows(ids, dtype)?)),
+        };
         let output = embedding::forward(table.tensor(), ids)?;
         let (ids, vocabulary) = (ids.clone(), table.tensor().dim(0)?);
         Ok(self.push(&[table], output, move |dy| {
@@ -220,7 +274,17 @@ impl Tape {
             let mut outputs = Vec::with_capacity(layers.len());
             for layer in layers {
                 outputs.extend(match (&layer.lora, layer.is_trained()) {
-                    (None, _) => vec![self.linear(x, layer.weight, layer.bias)?],
+                    (None, _) => vec![match (layer.weight, layer.bias) {
+                        (Matrix::Dense(weight), bias) => self.linear(x, weight, bias)?,
+                        (weight @ Matrix::Quantized(_), bias) => {
+                            let frozen = ProjectionValues { weight, bias: None, lora: None };
+                            let output = self.projection_of(x, &frozen)?;
+                            match bias {
+                                Some(bias) => self.add_bias(&output, bias)?,
+                                None => output,
+                            }
+                        }
+                    }],
                     (Some(_), false) => {
                         self.frozen_projections(x, std::slice::from_ref(layer), false)?
                     }
@@ -256,7 +320,8 @@ impl Tape {
         let borrowed: Vec<_> = projections.iter().map(SavedProjection::borrow).collect();
         let (outputs, xas): (Vec<_>, Vec<_>) = if skip {
             let xas = lora_linear::forward_again(x.tensor(), &borrowed)?;
-            let outputs = borrowed.iter().map(|layer| stand_in(x.tensor(), layer.weight.dim(0)?));
+            let outputs =
+                borrowed.iter().map(|layer| stand_in(x.tensor(), layer.weight.shape()?.0));
             (outputs.collect::<Result<_>>()?, xas)
         } else if inputs.iter().any(|input| input.needs_gradient()) {
             let outputs = lora_linear::forward_shared(x.tensor(), &borrowed)?;
@@ -393,13 +458,13 @@ impl Tape {
             return Err(candle_core::Error::msg("a layer with an adapter gave no xa").into());
         };
         let (saved_gate, saved_up) = (gate.tensor().clone(), up.tensor().clone());
-        let (weight, saved_lora) = (layer.weight.tensor().clone(), SavedLora::new(lora));
+        let (weight, saved_lora) = (layer.weight.save(), SavedLora::new(lora));
         Ok(self.push(&[gate, up, lora.a, lora.b], y, move |dy| {
             let found = lora_linear::backward_gated(
                 &saved_gate,
                 &saved_up,
                 activation,
-                &weight,
+                weight.as_weight(),
                 &xa,
                 &saved_lora.borrow(),
                 &dy,
@@ -523,6 +588,14 @@ impl Tape {
         }
         let output = copy::cast(x.tensor(), dtype)?;
         Ok(self.push(&[x], output, move |dy| Ok(vec![Some(copy::cast(&dy, original)?)])))
+    }
+
+    /// [`Self::cast`] of a matrix; one in fewer bits is as it is.
+    pub fn cast_matrix(&self, matrix: &Matrix, dtype: DType) -> Result<Matrix> {
+        Ok(match matrix {
+            Matrix::Dense(value) => Matrix::Dense(self.cast(value, dtype)?),
+            Matrix::Quantized(quantized) => Matrix::Quantized(quantized.clone()),
+        })
     }
 
     /// Cuts the last dimension into pieces of the given sizes.

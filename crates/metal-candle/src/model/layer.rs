@@ -1,9 +1,8 @@
 //! The frozen weights of the decoder's layers, shaped by the configuration.
 
 use super::config::{Config, NormPlacement, QueryKeyNorm};
-use super::weight::{FrozenWeights, WeightId};
+use super::weight::{FrozenWeights, Storage, WeightId};
 use crate::Result;
-use candle_core::Tensor;
 use metal_candle_kernels::attention;
 use metal_candle_kernels::glu::Activation;
 
@@ -81,7 +80,7 @@ pub(crate) struct Layer {
 
 /// Gives the weights of a decoder by name while it is built.
 pub(crate) trait Source {
-    fn weight(&mut self, name: &str, shape: &[usize], kind: Kind) -> Result<Tensor>;
+    fn weight(&mut self, name: &str, shape: &[usize], kind: Kind) -> Result<Storage>;
 }
 
 /// What a weight is for, which decides how it starts when a model is made from nothing.
@@ -102,8 +101,8 @@ pub(crate) struct Builder<'a> {
 
 impl Builder<'_> {
     pub fn weight(&mut self, name: String, shape: &[usize], kind: Kind) -> Result<WeightId> {
-        let tensor = self.source.weight(&name, shape, kind)?;
-        Ok(self.weights.push(name, tensor))
+        let storage = self.source.weight(&name, shape, kind)?;
+        Ok(self.weights.push(name, storage))
     }
 
     pub fn norm(&mut self, path: &str, width: usize) -> Result<Norm> {

@@ -19,11 +19,13 @@ use candle_core::{DType, Device, Tensor};
 use export::{dtype_name, is_finite};
 use layer::{Builder, Kind, Layer, Linear, Norm, Source};
 use metal_candle_kernels::copy;
+use metal_candle_kernels::quantized::Weight;
 use rope::RopeTables;
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use weight::{FrozenWeights, WeightId};
+use weight::{FrozenWeights, Storage, WeightId};
 
 /// A decoder-only language model on a device.
 ///
@@ -145,7 +147,7 @@ impl Model {
         source: &mut dyn Source,
     ) -> Result<Self> {
         let table = [config.vocab_size, config.hidden_size];
-        let weights = FrozenWeights::default();
+        let weights = FrozenWeights::new(dtype);
         let mut builder = Builder { config: &config, source, weights, linears: 0 };
         let embedding = builder.weight("model.embed_tokens.weight".into(), &table, Kind::Matrix)?;
         let layers = (0..config.layers.len())
@@ -218,7 +220,7 @@ impl Model {
         let weights = Arc::make_mut(&mut self.weights);
         for id in ids {
             let tensor = weights.take(id)?;
-            weights.set(id, map(id, tensor)?);
+            weights.set(id, Storage::Dense(map(id, tensor)?));
         }
         self.id = ModelId::new();
         Ok(self)
@@ -233,12 +235,21 @@ impl Model {
         add(format!("{:?} {}", self.dtype, self.config.raw).as_bytes());
         for (name, id) in self.named_weights() {
             // What an adapter trains instead isn't part of the base.
-            let Some(tensor) = self.weights.held(id) else { continue };
+            let Some(weight) = self.weights.storage(id).held() else { continue };
             add(name.as_bytes());
-            let flat = tensor.flatten_all()?;
-            let sample = flat.narrow(0, 0, SAMPLE.min(flat.elem_count()))?;
-            for value in copy::cast(&sample, DType::F32)?.to_vec1::<f32>()? {
-                add(&value.to_le_bytes());
+            match weight {
+                Weight::Dense(tensor) => {
+                    let flat = tensor.flatten_all()?;
+                    let sample = flat.narrow(0, 0, SAMPLE.min(flat.elem_count()))?;
+                    for value in copy::cast(&sample, DType::F32)?.to_vec1::<f32>()? {
+                        add(&value.to_le_bytes());
+                    }
+                }
+                Weight::Quantized(quantized) => {
+                    add(format!("{:?} {}", quantized.levels(), quantized.group()).as_bytes());
+                    let codes = quantized.codes();
+                    add(&codes.narrow(0, 0, SAMPLE.min(codes.elem_count()))?.to_vec1::<u8>()?);
+                }
             }
         }
         Ok(hash.finish())
@@ -255,7 +266,8 @@ impl Model {
         dtype_name(dtype)?;
         let mut tensors = Vec::new();
         for (name, id) in self.named_weights() {
-            let tensor = copy::cast(self.weights.tensor(id)?, dtype)?.contiguous()?;
+            let tensor = self.weights.dense(id)?;
+            let tensor = copy::cast(&tensor, dtype)?.contiguous()?;
             if dtype == DType::F16 && !is_finite(&tensor)? {
                 return Err(Error::option(
                     "dtype",
@@ -265,6 +277,14 @@ impl Model {
             tensors.push((name.to_string(), tensor));
         }
         export::write(folder.as_ref(), &self.config.raw, dtype, &tensors, companions)
+    }
+
+    /// The values of a weight as they are, or in the model's dtype where they are held in fewer bits.
+    ///
+    /// # Errors
+    /// When they were moved into an adapter, or there is no memory.
+    pub(crate) fn dense(&self, id: WeightId) -> Result<Cow<'_, Tensor>> {
+        self.weights.dense(id)
     }
 
     pub(crate) fn id(&self) -> ModelId {
@@ -299,13 +319,13 @@ struct Given<F> {
 }
 
 impl<F: FnMut(&str, &[usize]) -> Result<Tensor>> Source for Given<F> {
-    fn weight(&mut self, name: &str, shape: &[usize], _kind: Kind) -> Result<Tensor> {
+    fn weight(&mut self, name: &str, shape: &[usize], _kind: Kind) -> Result<Storage> {
         let tensor = (self.weight)(name, shape)?;
         if tensor.dims() != shape {
             let problem = format!("has shape {:?}, expected {shape:?}", tensor.dims());
             return Err(Error::option(name, problem));
         }
-        Ok(tensor.to_dtype(self.dtype)?.to_device(&self.device)?)
+        Ok(Storage::Dense(tensor.to_dtype(self.dtype)?.to_device(&self.device)?))
     }
 }
 
@@ -321,13 +341,14 @@ struct Stored {
 }
 
 impl Source for Stored {
-    fn weight(&mut self, name: &str, shape: &[usize], _kind: Kind) -> Result<Tensor> {
+    fn weight(&mut self, name: &str, shape: &[usize], _kind: Kind) -> Result<Storage> {
         // A checkpoint of the decoder without its head has no `model.` before its names.
         let bare = name
             .strip_prefix("model.")
             .filter(|bare| !self.weights.contains(name) && self.weights.contains(bare));
         let name = bare.unwrap_or(name);
-        (self.tensor)(&self.weights, name, shape, self.dtype, &self.device)
+        let tensor = (self.tensor)(&self.weights, name, shape, self.dtype, &self.device)?;
+        Ok(Storage::Dense(tensor))
     }
 }
 
@@ -342,7 +363,7 @@ struct Random {
 }
 
 impl Source for Random {
-    fn weight(&mut self, name: &str, shape: &[usize], kind: Kind) -> Result<Tensor> {
+    fn weight(&mut self, name: &str, shape: &[usize], kind: Kind) -> Result<Storage> {
         let tensor = match kind {
             Kind::Bias => Tensor::zeros(shape, DType::F32, &Device::Cpu)?,
             Kind::Norm => Tensor::full(self.norm as f32, shape, &Device::Cpu)?,
@@ -361,6 +382,6 @@ impl Source for Random {
             }
         };
         self.index += 1;
-        Ok(tensor.to_dtype(self.dtype)?.to_device(&self.device)?)
+        Ok(Storage::Dense(tensor.to_dtype(self.dtype)?.to_device(&self.device)?))
     }
 }

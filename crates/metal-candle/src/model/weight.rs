@@ -1,7 +1,10 @@
 //! The frozen weights of a model, apart from the structure that uses them.
 
 use crate::{Error, Result};
-use candle_core::{Shape, Tensor};
+use candle_core::{DType, Shape, Tensor};
+use metal_candle_kernels::quantized::{Quantized, Weight};
+use std::borrow::Cow;
+use std::sync::Arc;
 
 /// Names one of a model's weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,29 +22,48 @@ impl WeightId {
 pub(crate) enum Storage {
     /// As they are, in the model's dtype.
     Dense(Tensor),
+    /// In fewer bits.
+    Quantized(Arc<Quantized>),
     /// Not at all: they were moved into an adapter that trains every weight.
     Moved(Shape),
 }
 
 impl Storage {
-    fn shape(&self) -> &Shape {
+    fn shape(&self) -> Shape {
         match self {
-            Self::Dense(tensor) => tensor.shape(),
-            Self::Moved(shape) => shape,
+            Self::Dense(tensor) => tensor.shape().clone(),
+            Self::Quantized(quantized) => quantized.shape().into(),
+            Self::Moved(shape) => shape.clone(),
+        }
+    }
+
+    /// The values, unless they were moved into an adapter.
+    pub fn held(&self) -> Option<Weight<'_>> {
+        match self {
+            Self::Dense(tensor) => Some(Weight::Dense(tensor)),
+            Self::Quantized(quantized) => Some(Weight::Quantized(quantized)),
+            Self::Moved(_) => None,
         }
     }
 }
 
 /// All weights of a model, in the order in which it was built.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct FrozenWeights {
     weights: Vec<(String, Storage)>,
+    /// What those in fewer bits are computed with.
+    dtype: DType,
 }
 
 impl FrozenWeights {
+    /// None yet, of a model in `dtype`.
+    pub fn new(dtype: DType) -> Self {
+        Self { weights: Vec::new(), dtype }
+    }
+
     /// Adds a weight under its name in a checkpoint.
-    pub fn push(&mut self, name: String, tensor: Tensor) -> WeightId {
-        self.weights.push((name, Storage::Dense(tensor)));
+    pub fn push(&mut self, name: String, storage: Storage) -> WeightId {
+        self.weights.push((name, storage));
         WeightId(self.weights.len() - 1)
     }
 
@@ -56,51 +78,56 @@ impl FrozenWeights {
     }
 
     /// Its shape.
-    pub fn shape(&self, id: WeightId) -> &Shape {
+    pub fn shape(&self, id: WeightId) -> Shape {
         self.weights[id.0].1.shape()
+    }
+
+    /// How its values are held.
+    pub fn storage(&self, id: WeightId) -> &Storage {
+        &self.weights[id.0].1
     }
 
     /// Its values.
     ///
     /// # Errors
     /// When they were moved into an adapter.
-    pub fn tensor(&self, id: WeightId) -> Result<&Tensor> {
-        match &self.weights[id.0] {
-            (_, Storage::Dense(tensor)) => Ok(tensor),
-            (name, Storage::Moved(_)) => Err(Error::option(
+    pub fn get(&self, id: WeightId) -> Result<Weight<'_>> {
+        self.storage(id).held().ok_or_else(|| {
+            let name = self.name(id);
+            Error::option(
                 "adapter",
                 format!("is missing: the values of `{name}` were moved into an adapter"),
-            )),
-        }
+            )
+        })
     }
 
-    /// Its values, unless they were moved into an adapter.
-    pub fn held(&self, id: WeightId) -> Option<&Tensor> {
-        match &self.weights[id.0].1 {
-            Storage::Dense(tensor) => Some(tensor),
-            Storage::Moved(_) => None,
-        }
-    }
-
-    /// Takes its values out, until [`Self::set`] gives it others.
+    /// Its values as they are, or in the model's dtype where they are held in fewer bits.
     ///
     /// # Errors
-    /// As [`Self::tensor`].
+    /// As [`Self::get`], and when there is no memory.
+    pub fn dense(&self, id: WeightId) -> Result<Cow<'_, Tensor>> {
+        Ok(self.get(id)?.to_dense(self.dtype)?)
+    }
+
+    /// Takes its values out as [`Self::dense`] gives them, until [`Self::set`] gives it others.
+    ///
+    /// # Errors
+    /// As [`Self::dense`].
     pub fn take(&mut self, id: WeightId) -> Result<Tensor> {
-        let tensor = self.tensor(id)?.clone();
+        let tensor = self.dense(id)?.into_owned();
         self.weights[id.0].1 = Storage::Moved(tensor.shape().clone());
         Ok(tensor)
     }
 
     /// Gives a weight other values.
-    pub fn set(&mut self, id: WeightId, tensor: Tensor) {
-        self.weights[id.0].1 = Storage::Dense(tensor);
+    pub fn set(&mut self, id: WeightId, storage: Storage) {
+        self.weights[id.0].1 = storage;
     }
 
     /// Frees all values.
     pub fn clear(&mut self) {
         for (_, storage) in &mut self.weights {
-            *storage = Storage::Moved(storage.shape().clone());
+            *storage = Storage::Moved(storage.shape());
         }
     }
 }

@@ -13,8 +13,9 @@ use std::sync::Arc;
 
 impl Norm {
     fn forward(&self, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
-        pass.with_weight(tape, self.weight, x, |x, weight| {
-            let weight = tape.cast(weight, x.tensor().dtype())?;
+        pass.with_adapters(tape, self.weight, x, |x, adapter| {
+            let weight = pass.weight_of(tape, self.weight, adapter)?;
+            let weight = tape.cast(&weight, x.tensor().dtype())?;
             tape.rms_norm(x, &weight, self.epsilon, self.offset)
         })
     }

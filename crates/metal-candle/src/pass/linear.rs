@@ -5,6 +5,7 @@ use super::adapters::{Groups, RowAdapters};
 use crate::adapter::{Adapter, Lengths, LowRank};
 use crate::autograd::{LoraValues, ProjectionValues, Tape, Value};
 use crate::model::layer::Linear;
+use crate::model::weight::FrozenWeights;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -133,14 +134,21 @@ struct UpdateValues<'a> {
 }
 
 impl<'a> UpdateValues<'a> {
-    fn new(tape: &Tape, update: &'a LowRank, adapter: &Adapter, weight: &Tensor) -> Result<Self> {
+    fn new(
+        tape: &Tape,
+        layer: &Linear,
+        update: &'a LowRank,
+        adapter: &Adapter,
+        weights: &FrozenWeights,
+    ) -> Result<Self> {
         let (mut a, mut b) = (tape.parameter(&update.a), tape.parameter(&update.b));
         if let Some(start) = &update.start {
             (a, b) = (tape.join(&a, &start.a, 1)?, tape.join(&b, &start.minus_b, 0)?);
         }
         let lengths = update.magnitude.as_ref().map(|magnitude| {
             let lengths = magnitude.lengths(adapter.parameters().generation(), || {
-                magnitude.norms(weight, a.tensor(), b.tensor(), update.scale)
+                let weight = weights.dense(layer.weight)?;
+                magnitude.norms(&weight, a.tensor(), b.tensor(), update.scale)
             });
             Ok::<_, Error>((tape.parameter(&magnitude.parameter), lengths?))
         });
@@ -166,12 +174,14 @@ fn project(
         Read::Value(x) | Read::Gated(x, ..) => x.tensor().dtype(),
     };
     let values = layers.iter().map(|layer| {
-        let weight_as = |id| tape.cast(&pass.weight_of(tape, id, adapter)?, dtype);
-        let weight = weight_as(layer.weight)?;
-        let bias = layer.bias.map(weight_as).transpose()?;
+        let weight = tape.cast_matrix(&pass.matrix_of(tape, layer.weight, adapter)?, dtype)?;
+        let bias = layer
+            .bias
+            .map(|id| tape.cast(&pass.weight_of(tape, id, adapter)?, dtype))
+            .transpose()?;
         let update = match adapter.and_then(|it| Some((it, it.update(layer)?))) {
             Some((adapter, update)) => {
-                Some(UpdateValues::new(tape, update, adapter, weight.tensor())?)
+                Some(UpdateValues::new(tape, layer, update, adapter, &pass.weights)?)
             }
             None => None,
         };

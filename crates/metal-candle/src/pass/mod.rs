@@ -9,11 +9,11 @@ mod linear;
 pub use cache::KvCache;
 
 use crate::adapter::Adapter;
-use crate::autograd::{Tape, Value};
+use crate::autograd::{Matrix, Tape, Value};
 use crate::data::Batch;
 use crate::model::Model;
 use crate::model::rope::Rotation;
-use crate::model::weight::{FrozenWeights, WeightId};
+use crate::model::weight::{FrozenWeights, Storage, WeightId};
 use crate::{Error, Result};
 use adapters::RowAdapters;
 use candle_core::{DType, Device, Tensor};
@@ -42,24 +42,28 @@ impl Pass {
         weight_of(tape, &self.weights, id, adapter)
     }
 
-    /// What `f` makes of `x (batch, ..)` and a weight, which some of the rows' adapters may replace.
-    fn with_weight(
+    /// As [`Self::weight_of`], of a matrix.
+    fn matrix_of(&self, tape: &Tape, id: WeightId, adapter: Option<&Adapter>) -> Result<Matrix> {
+        matrix_of(tape, &self.weights, id, adapter)
+    }
+
+    /// What `f` makes of `x (batch, ..)` with the adapters of its rows, which may replace the weight `id`.
+    fn with_adapters(
         &self,
         tape: &Tape,
         id: WeightId,
         x: &Value,
-        f: impl Fn(&Value, &Value) -> Result<Value>,
+        f: impl Fn(&Value, Option<&Adapter>) -> Result<Value>,
     ) -> Result<Value> {
         match &self.adapters {
-            RowAdapters::Same(adapter) => f(x, &self.weight_of(tape, id, adapter.as_deref())?),
+            RowAdapters::Same(adapter) => f(x, adapter.as_deref()),
             RowAdapters::Grouped(groups) if groups.replace(id) => {
                 let rows = groups.map([x.tensor()], |adapter, [x]| {
-                    let weight = self.weight_of(tape, id, adapter.map(|it| &**it))?;
-                    Ok(f(&tape.constant(x), &weight)?.into_tensor())
+                    Ok(f(&tape.constant(x), adapter.map(|it| &**it))?.into_tensor())
                 })?;
                 Ok(tape.constant(rows))
             }
-            RowAdapters::Grouped(_) => f(x, &self.weight_of(tape, id, None)?),
+            RowAdapters::Grouped(_) => f(x, None),
         }
     }
 }
@@ -72,8 +76,22 @@ fn weight_of(
 ) -> Result<Value> {
     Ok(match adapter.and_then(|adapter| adapter.replacement(id)) {
         Some(parameter) => tape.parameter(parameter),
-        None => tape.constant(weights.tensor(id)?.clone()),
+        None => tape.constant(weights.dense(id)?.into_owned()),
     })
+}
+
+/// A matrix, or what the adapter has in its place.
+fn matrix_of(
+    tape: &Tape,
+    weights: &FrozenWeights,
+    id: WeightId,
+    adapter: Option<&Adapter>,
+) -> Result<Matrix> {
+    let replacement = adapter.and_then(|adapter| adapter.replacement(id));
+    match (replacement, weights.storage(id)) {
+        (None, Storage::Quantized(quantized)) => Ok(Matrix::Quantized(quantized.clone())),
+        _ => Ok(Matrix::Dense(weight_of(tape, weights, id, adapter)?)),
+    }
 }
 
 /// Tokens for one forward pass, each `(batch, seq)`.
@@ -206,9 +224,11 @@ impl Model {
             weights: self.frozen().clone(),
             adapters: input.adapters.clone(),
         });
-        let embed = |ids: &Value, table: &Value| tape.embedding(table, ids.tensor());
         let ids = tape.constant(input.ids.clone());
-        let x = pass.with_weight(tape, self.embedding, &ids, embed)?;
+        let x = pass.with_adapters(tape, self.embedding, &ids, |ids, adapter| {
+            let table = pass.matrix_of(tape, self.embedding, adapter)?;
+            tape.embedding(&table, ids.tensor(), self.dtype())
+        })?;
         let x = tape.cast(&x, self.dtype())?;
         let x = if self.config().embedding_scale == 1.0 {
             x
@@ -243,9 +263,8 @@ impl Model {
     pub fn logits(&self, hidden: &Tensor, input: &Input) -> Result<Tensor> {
         let tape = Tape::inference();
         let project = |adapter: Option<&Arc<Adapter>>, hidden: &Tensor| {
-            let head = self.head_of(&tape, adapter)?;
-            let head = tape.cast(&head, hidden.dtype())?;
-            Ok(copy::cast(&matmul::linear(hidden, head.tensor(), None)?, DType::F32)?)
+            let head = tape.cast_matrix(&self.head_of(&tape, adapter)?, hidden.dtype())?;
+            Ok(copy::cast(&matmul::linear(hidden, head.as_weight(), None)?, DType::F32)?)
         };
         let logits = match &input.adapters {
             RowAdapters::Same(adapter) => project(adapter.as_ref(), hidden)?,
@@ -266,12 +285,12 @@ impl Model {
 
     /// The head, `(vocabulary, hidden)`: the embedding where the model has no other, as it is in the model unless
     /// the adapter has a head.
-    fn head_of(&self, tape: &Tape, adapter: Option<&Arc<Adapter>>) -> Result<Value> {
+    fn head_of(&self, tape: &Tape, adapter: Option<&Arc<Adapter>>) -> Result<Matrix> {
         let adapter = adapter.map(|it| &**it);
         match (self.head, adapter.and_then(Adapter::tied_head)) {
-            (Some(head), _) => weight_of(tape, self.frozen(), head, adapter),
-            (None, Some(head)) => Ok(tape.parameter(head)),
-            (None, None) => weight_of(tape, self.frozen(), self.embedding, None),
+            (Some(head), _) => matrix_of(tape, self.frozen(), head, adapter),
+            (None, Some(head)) => Ok(Matrix::Dense(tape.parameter(head))),
+            (None, None) => matrix_of(tape, self.frozen(), self.embedding, None),
         }
     }
 
@@ -288,7 +307,10 @@ impl Model {
         let hidden = self.forward(tape, &input, None)?;
         let rows = batch.rows * batch.length;
         let hidden = tape.reshape(&hidden, (rows, self.config().hidden_size))?;
-        let head = tape.cast(&self.head_of(tape, adapter)?, self.dtype())?;
+        let head = match self.head_of(tape, adapter)? {
+            Matrix::Dense(head) => tape.cast(&head, self.dtype())?,
+            Matrix::Quantized(head) => tape.constant(head.dequantize(self.dtype())?),
+        };
         let options = cross_entropy::Options {
             softcap: self.config().final_softcap,
             logit_scale: self.config().logits_scale,

@@ -4,6 +4,7 @@
 use super::parallel::{PARALLEL_CHUNK, for_each_chunk};
 use super::simd::prefetch;
 use super::unwritten::Plain;
+use crate::quantized::Elements;
 use candle_core::{CpuStorage, DType, WithDType};
 use half::{bf16, f16};
 use std::borrow::Cow;
@@ -474,6 +475,7 @@ pub(crate) enum Values<'a, A> {
     F32(&'a [f32]),
     Bf16(&'a [bf16]),
     F16(&'a [f16]),
+    Quantized(Elements<'a>),
 }
 
 impl<'a, A: Real> Values<'a, A> {
@@ -490,6 +492,7 @@ impl<'a, A: Real> Values<'a, A> {
             Values::F32(values) => Values::F32(&values[range]),
             Values::Bf16(values) => Values::Bf16(&values[range]),
             Values::F16(values) => Values::F16(&values[range]),
+            Values::Quantized(values) => Values::Quantized(values.slice(range)),
         }
     }
 
@@ -499,6 +502,7 @@ impl<'a, A: Real> Values<'a, A> {
             Values::F32(values) => values.len(),
             Values::Bf16(values) => values.len(),
             Values::F16(values) => values.len(),
+            Values::Quantized(values) => values.len(),
         }
     }
 
@@ -515,6 +519,7 @@ impl<'a, A: Real> Values<'a, A> {
             }
             Values::Bf16(values) => widen_half(&values[range], target),
             Values::F16(values) => widen_half(&values[range], target),
+            Values::Quantized(values) => values.read(start, target),
         }
     }
 
@@ -526,6 +531,7 @@ impl<'a, A: Real> Values<'a, A> {
             Values::F32(values) => (values.as_ptr().cast(), 4),
             Values::Bf16(values) => (values.as_ptr().cast(), 2),
             Values::F16(values) => (values.as_ptr().cast(), 2),
+            Values::Quantized(values) => return values.prefetch(start, count),
         };
         let first = base.wrapping_add(start * size);
         for offset in (0..count * size).step_by(64) {

@@ -12,19 +12,24 @@ use super::StartFrom;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use lora::Start;
+use std::borrow::Cow;
 
 /// Subspace iterations at most where the singular vectors are to be exact.
 const ITERATIONS: usize = 1000;
 
 /// The A and B that a layer `path` with this frozen weight `(out, in)` starts from, on its device, where their
 /// product isn't zero.
-pub(super) fn start(
+pub(super) fn start<'w>(
     from: StartFrom,
-    weight: &Tensor,
+    weight: impl FnOnce() -> Result<Cow<'w, Tensor>>,
     rank: usize,
     scale: f64,
     path: &str,
 ) -> Result<Option<Start>> {
+    if !from.takes_from_weight() {
+        return Ok(None);
+    }
+    let weight = &*weight()?;
     let Start { a, minus_b } = match from {
         StartFrom::Kaiming | StartFrom::Gaussian => return Ok(None),
         StartFrom::Olora => olora::start(weight, rank)?,

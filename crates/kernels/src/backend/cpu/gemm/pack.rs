@@ -251,6 +251,13 @@ fn as_bf16<A: Real>(target: &mut [A]) -> &mut [bf16] {
     unsafe { std::slice::from_raw_parts_mut(target.as_mut_ptr().cast(), 2 * target.len()) }
 }
 
+/// As [`as_bf16`], to be read.
+fn as_bf16_ref<A: Real>(words: &[A]) -> &[bf16] {
+    assert!(size_of::<A>() == 4);
+    // SAFETY: as there.
+    unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), 2 * words.len()) }
+}
+
 /// Words of four bytes as their bits.
 #[inline(always)]
 fn as_words<A: Real>(target: &mut [A]) -> &mut [u32] {
@@ -401,6 +408,16 @@ pub(super) fn pack_panels<A: Real>(
     words: Range<usize>,
     target: &mut [A],
 ) {
+    if let Values::Quantized(_) = operand.values {
+        let (unpacked, depths) = unpack(kind, operand, depth, lines.clone(), words.clone());
+        let values = match kind.is_bf16() {
+            true => Values::Bf16(&as_bf16_ref(&unpacked)[..lines.len() * depths.len()]),
+            false => Values::Native(&unpacked),
+        };
+        let stride = if operand.along_depth { depths.len() } else { lines.len() };
+        let operand = Operand { values, start: 0, stride, along_depth: operand.along_depth };
+        return pack_panels(kind, operand, depths.len(), 0..lines.len(), 0..words.len(), target);
+    }
     let panel_len = words.len() * PANEL;
     let panels = || (lines.start..lines.end).step_by(PANEL).enumerate();
     vectorize(
@@ -432,6 +449,41 @@ pub(super) fn pack_panels<A: Real>(
             }
         },
     );
+}
+
+/// A block of a quantised right side, contiguous as it lies in the operand, in bf16 or as it is computed with;
+/// and the depths that it covers.
+fn unpack<A: Real>(
+    kind: Kind,
+    operand: Operand<A>,
+    depth: usize,
+    lines: Range<usize>,
+    words: Range<usize>,
+) -> (Scratch<A>, Range<usize>) {
+    let depths = words.start * per_word(kind)..(words.end * per_word(kind)).min(depth);
+    let (rows, columns) = match operand.along_depth {
+        true => (lines, depths.clone()),
+        false => (depths.clone(), lines),
+    };
+    let count = rows.len() * columns.len();
+    let mut unpacked = Scratch::new(count.div_ceil(per_word(kind)));
+    let place = |row| operand.start + row * operand.stride + columns.start;
+    vectorize(
+        #[inline(always)]
+        || {
+            if !kind.is_bf16() {
+                for (row, target) in rows.zip(unpacked.chunks_exact_mut(columns.len().max(1))) {
+                    operand.values.read(place(row), target);
+                }
+                return;
+            }
+            let target = &mut as_bf16(&mut unpacked)[..count];
+            for (row, target) in rows.zip(target.chunks_exact_mut(columns.len().max(1))) {
+                read_bf16(operand.values, place(row), target);
+            }
+        },
+    );
+    (unpacked, depths)
 }
 
 /// Packs a word of as many whole panels of lines as there are instructions for it; returns how many.

@@ -98,7 +98,7 @@ impl Layer {
     fn projection(&self) -> Projection<'_> {
         let dropout = self.dropout;
         Projection {
-            weight: &self.weight,
+            weight: (&self.weight).into(),
             bias: self.bias.as_ref(),
             lora: self.factors.as_ref().map(|(a, b)| Lora { a, b, scale: 0.75, dropout }),
         }

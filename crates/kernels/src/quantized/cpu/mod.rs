@@ -1,11 +1,21 @@
 //! Matrices in fewer bits on the CPU: their numbers one after the other.
 
+mod few_rows;
+#[cfg(test)]
+mod tests;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+pub(crate) use few_rows::{add_combinations, dots};
+
 use super::{BLOCK, Levels, NESTED, OPERATION, Quantized, Scales};
+use crate::backend::cpu::simd::prefetch;
 use crate::backend::cpu::{
     Element, Input, PARALLEL_CHUNK, Read, Real, dispatch, for_each_chunk, unwritten,
 };
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::{bf16, f16};
+use std::ops::Range;
 
 /// The tensors of a matrix, made ready to be read.
 pub(crate) struct Inputs<'q> {
@@ -78,6 +88,7 @@ impl Reads<'_> {
             }
         };
         Ok(View {
+            len: self.matrix.shape.0 * self.matrix.shape.1,
             codes: self.codes.slice()?,
             levels: self.matrix.levels,
             group: self.matrix.group,
@@ -89,6 +100,7 @@ impl Reads<'_> {
 /// The numbers of a matrix.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View<'a> {
+    len: usize,
     codes: &'a [u8],
     levels: Levels,
     group: usize,
@@ -118,7 +130,59 @@ enum ScalesView<'a> {
     },
 }
 
-impl View<'_> {
+/// Some neighbouring numbers of a matrix.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Elements<'a> {
+    view: &'a View<'a>,
+    start: usize,
+    len: usize,
+}
+
+impl<'a> Elements<'a> {
+    pub(crate) fn len(self) -> usize {
+        self.len
+    }
+
+    #[inline(always)]
+    pub(crate) fn slice(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.len);
+        Self { view: self.view, start: self.start + range.start, len: range.len() }
+    }
+
+    /// Writes the numbers from the one at `start` on.
+    #[inline(always)]
+    pub(crate) fn read<A: Real>(self, start: usize, target: &mut [A]) {
+        self.view.read(self.start + start, target);
+    }
+
+    /// Asks for the codes of a range, which may be beyond the end, ahead of their use.
+    #[inline(always)]
+    pub(crate) fn prefetch(self, start: usize, count: usize) {
+        let bits = self.view.levels.bits();
+        let first = self.view.codes.as_ptr().wrapping_add((self.start + start) * bits / 8);
+        for offset in (0..count * bits / 8).step_by(64) {
+            prefetch(first.wrapping_add(offset));
+        }
+    }
+}
+
+impl<'a> View<'a> {
+    /// All numbers.
+    pub(crate) fn elements(&'a self) -> Elements<'a> {
+        Elements { view: self, start: 0, len: self.len }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn has_offsets(&self) -> bool {
+        match self.scales {
+            ScalesView::F32(_, offsets) => !offsets.is_empty(),
+            ScalesView::F16(_, offsets) => !offsets.is_empty(),
+            ScalesView::Bf16(_, offsets) => !offsets.is_empty(),
+            ScalesView::Blocks { offsets, .. } => !offsets.is_empty(),
+            _ => false,
+        }
+    }
+
     /// The scale and the offset of a group.
     #[inline(always)]
     fn scale(&self, group: usize) -> (f32, f32) {
@@ -126,12 +190,14 @@ impl View<'_> {
             ScalesView::F32(scales, offsets) => {
                 (scales[group], offsets.get(group).copied().unwrap_or(0.0))
             }
-            ScalesView::F16(scales, offsets) => {
-                (scales[group].to_f32(), offsets.get(group).map_or(0.0, |it| it.to_f32()))
-            }
-            ScalesView::Bf16(scales, offsets) => {
-                (scales[group].to_f32(), offsets.get(group).map_or(0.0, |it| it.to_f32()))
-            }
+            ScalesView::F16(scales, offsets) => (
+                f32::from_f16(scales[group]),
+                offsets.get(group).map_or(0.0, |it| f32::from_f16(*it)),
+            ),
+            ScalesView::Bf16(scales, offsets) => (
+                f32::from_bf16(scales[group]),
+                offsets.get(group).map_or(0.0, |it| f32::from_bf16(*it)),
+            ),
             ScalesView::E8m0(scales) => (e8m0(scales[group]), 0.0),
             ScalesView::E4m3(scales, overall) => (e4m3(scales[group]) * overall, 0.0),
             ScalesView::Nested { codes, table, scales, offset } => {
@@ -144,10 +210,10 @@ impl View<'_> {
                     false => f32::from(scales[group]),
                 };
                 let offset = match offsets.get(group) {
-                    Some(code) => -(large_offsets[block].to_f32() * f32::from(*code)),
+                    Some(code) => -(f32::from_f16(large_offsets[block]) * f32::from(*code)),
                     None => 0.0,
                 };
-                (large[block].to_f32() * code, offset)
+                (f32::from_f16(large[block]) * code, offset)
             }
         }
     }

@@ -1,0 +1,208 @@
+use crate::lora_linear::{self, Lora, Projection};
+use crate::matmul;
+use crate::quantized::testing::{every_kind, plain};
+use crate::quantized::{BLOCK, Levels, NESTED, Quantized, Scales};
+use crate::testing::*;
+use candle_core::{DType, Device, Tensor};
+
+/// The numbers as the formats define them, one at a time.
+fn reference(matrix: &Quantized) -> Vec<f32> {
+    let codes = matrix.codes().to_vec1::<u8>().unwrap();
+    let floats = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+    let bytes = |tensor: &Tensor| tensor.to_vec1::<u8>().unwrap();
+    let e4m3 = |code: u8| {
+        let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+        let size = match exponent {
+            0 => mantissa * 2f32.powi(-9),
+            _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
+        };
+        if code < 128 { size } else { -size }
+    };
+    let groups = (matrix.shape().0 * matrix.shape().1).div_ceil(matrix.group());
+    let of_block = |group: usize| group * matrix.group() / BLOCK;
+    let scales: Vec<(f32, f32)> = match matrix.scales() {
+        Scales::Plain { scales, offsets } => {
+            let offsets = offsets.as_ref().map_or(vec![0.0; groups], floats);
+            floats(scales).into_iter().zip(offsets).collect()
+        }
+        Scales::E8m0(scales) => {
+            bytes(scales).iter().map(|code| (2f32.powi(i32::from(*code) - 127), 0.0)).collect()
+        }
+        Scales::E4m3 { scales, overall } => {
+            bytes(scales).iter().map(|code| (e4m3(*code) * overall, 0.0)).collect()
+        }
+        Scales::Nested { codes, table, scales, offset } => {
+            let (table, scales) = (floats(table), floats(scales));
+            let scale = |(group, code): (usize, &u8)| {
+                (table[usize::from(*code)] * scales[group / NESTED] + offset, 0.0)
+            };
+            bytes(codes).iter().enumerate().map(scale).collect()
+        }
+        Scales::Blocks { scales, signed, large, offsets } => {
+            let (scales, large) = (bytes(scales), floats(large));
+            let offsets = offsets.as_ref().map(|(codes, large)| (bytes(codes), floats(large)));
+            let pair = |group: usize| {
+                let code = scales[group];
+                let code = if *signed { f32::from(code as i8) } else { f32::from(code) };
+                let offset = offsets.as_ref().map_or(0.0, |(codes, large)| {
+                    -(large[of_block(group)] * f32::from(codes[group]))
+                });
+                (large[of_block(group)] * code, offset)
+            };
+            (0..groups).map(pair).collect()
+        }
+    };
+    let bits = matrix.levels().bits();
+    let number = |element: usize| {
+        let code: u8 = (0..bits)
+            .map(|bit| {
+                let place = element * bits + bit;
+                (codes[place / 8] >> (place % 8) & 1) << bit
+            })
+            .sum();
+        let level = match matrix.levels() {
+            Levels::Integers { zero, .. } => f32::from(code) - f32::from(zero),
+            Levels::Table(table) => table[usize::from(code)],
+            Levels::E4m3 => e4m3(code),
+        };
+        let (scale, offset) = scales[element / matrix.group()];
+        level * scale + offset
+    };
+    (0..matrix.shape().0 * matrix.shape().1).map(number).collect()
+}
+
+#[test]
+fn every_kind_is_read_to_the_bit() {
+    for shape in [(8, 128), (6, 640), (5, 7), (3, 100), (1, 1), (0, 64), (4, 0)] {
+        for (name, matrix) in every_kind(shape) {
+            let expected = Tensor::from_vec(reference(&matrix), shape, &Device::Cpu).unwrap();
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
+                let found = matrix.dequantize(dtype).unwrap();
+                let expected = expected.to_dtype(dtype).unwrap();
+                assert_eq!(values(&found), values(&expected), "{name} {shape:?} {dtype:?}");
+            }
+            if shape.0 > 2 && shape.1 > 0 {
+                let ids = Tensor::new(&[[2u32, 0, 2]], &Device::Cpu).unwrap();
+                let rows = matrix.rows(&ids, DType::F32).unwrap();
+                let expected = expected.index_select(&ids.flatten_all().unwrap(), 0).unwrap();
+                assert_identical(&rows.squeeze(0).unwrap(), &expected);
+            }
+        }
+    }
+}
+
+#[test]
+fn products_are_those_with_the_numbers() {
+    for (outer, inner) in [(96, 256), (40, 384), (7, 33), (64, 704)] {
+        for (name, matrix) in every_kind((outer, inner)) {
+            let dense = matrix.dequantize(DType::F32).unwrap();
+            for rows in [1, 2, 3, 4, 5, 40] {
+                let x = strided(&random(&[rows, inner], 20)).to_dtype(DType::F32).unwrap();
+                let dy = strided(&random(&[rows, outer], 21)).to_dtype(DType::F32).unwrap();
+                let wide = |x: &Tensor| x.to_dtype(DType::F64).unwrap();
+                let exact = matmul::linear(&wide(&x), &wide(&dense), None).unwrap();
+                let found = matmul::linear(&x, &matrix, None).unwrap();
+                eprintln!("{name} {rows} {outer} {inner}");
+                assert_close(&found, &exact, 2e-6);
+                let exact = matmul::linear_backward_input(&wide(&dy), &wide(&dense)).unwrap();
+                assert_close(&matmul::linear_backward_input(&dy, &matrix).unwrap(), &exact, 2e-6);
+                // In f64 the numbers alone are of f32.
+                let found = matmul::linear(&wide(&x), &matrix, None).unwrap();
+                assert_close(&found, &matmul::linear(&wide(&x), &dense, None).unwrap(), 1e-13);
+                let (x, dy) = (x.to_dtype(DType::BF16).unwrap(), dy.to_dtype(DType::BF16).unwrap());
+                let exact = matmul::linear(&wide(&x), &wide(&dense), None).unwrap();
+                assert_close(&matmul::linear(&x, &matrix, None).unwrap(), &exact, 1.6e-2);
+                let exact = matmul::linear_backward_input(&wide(&dy), &wide(&dense)).unwrap();
+                let found = matmul::linear_backward_input(&dy, &matrix).unwrap();
+                assert_close(&found, &exact, 1.6e-2);
+            }
+        }
+    }
+}
+
+#[test]
+fn layers_with_adapters_are_those_with_the_numbers() {
+    let (inner, rank) = (256, 8);
+    for rows in [1, 3, 20] {
+        let x = random(&[1, rows, inner], 1).to_dtype(DType::F32).unwrap();
+        let kinds = every_kind((48, inner));
+        let dense: Vec<_> =
+            kinds.iter().map(|(_, matrix)| matrix.dequantize(DType::F32).unwrap()).collect();
+        let a = random(&[inner, rank], 2).to_dtype(DType::F32).unwrap();
+        let b = random(&[rank, 48], 3).to_dtype(DType::F32).unwrap();
+        let bias = random(&[48], 4).to_dtype(DType::F32).unwrap();
+        let lora = Some(Lora { a: &a, b: &b, scale: 0.5, dropout: None });
+        let quantized: Vec<_> = kinds
+            .iter()
+            .map(|(_, matrix)| Projection { weight: matrix.into(), bias: Some(&bias), lora })
+            .collect();
+        let dense: Vec<_> = dense
+            .iter()
+            .map(|weight| Projection { weight: weight.into(), bias: Some(&bias), lora })
+            .collect();
+        let found = lora_linear::forward_shared(&x, &quantized).unwrap();
+        let exact = lora_linear::forward_shared(&x, &dense).unwrap();
+        for (found, exact) in found.iter().zip(&exact) {
+            assert_close(&found.y, &exact.y, 2e-6);
+        }
+        let dy = random(&[1, rows, 48], 5).to_dtype(DType::F32).unwrap();
+        let dys = vec![&dy; kinds.len()];
+        let xas: Vec<_> = found.iter().map(|output| output.xa.as_ref()).collect();
+        let found = lora_linear::backward_shared(&x, &quantized, &xas, &dys, true).unwrap();
+        let exact = lora_linear::backward_shared(&x, &dense, &xas, &dys, true).unwrap();
+        assert_close(&found.dx.unwrap(), &exact.dx.unwrap(), 2e-6);
+        for (found, exact) in found.adapters.into_iter().zip(exact.adapters) {
+            let ((da, db), (exact_da, exact_db)) = (found.unwrap(), exact.unwrap());
+            assert_close(&da, &exact_da, 1e-12);
+            assert_close(&db, &exact_db, 1e-12);
+        }
+    }
+}
+
+#[test]
+fn products_are_independent_of_threads() {
+    let matrix = plain((512, 256), Levels::Integers { bits: 4, zero: 0 }, 64, DType::F16, true);
+    let x = random(&[70, 256], 1).to_dtype(DType::F32).unwrap();
+    let few = random(&[3, 256], 2).to_dtype(DType::F32).unwrap();
+    assert_independent_of_threads(|| {
+        vec![
+            matrix.dequantize(DType::BF16).unwrap(),
+            matmul::linear(&x, &matrix, None).unwrap(),
+            matmul::linear(&few, &matrix, None).unwrap(),
+        ]
+    });
+}
+
+#[test]
+fn parts_that_do_not_fit_are_refused() {
+    let bytes = |count: usize| Tensor::zeros(count, DType::U8, &Device::Cpu).unwrap();
+    let plain = |count: usize| Scales::Plain {
+        scales: Tensor::zeros(count, DType::F32, &Device::Cpu).unwrap(),
+        offsets: None,
+    };
+    let new = |bits, group, codes: usize, scales| {
+        let levels = Levels::Integers { bits, zero: 0 };
+        message(Quantized::new((4, 64), levels, group, bytes(codes), scales))
+    };
+    for (error, expected) in [
+        (new(4, 32, 127, plain(8)), "codes has shape [127], expected [128]"),
+        (new(4, 32, 128, plain(7)), "scales has shape [7], expected [8]"),
+        (new(7, 32, 224, plain(8)), "codes have 7 bits, expected 2 to 6 or 8"),
+        (new(4, 0, 128, plain(8)), "a group has no elements"),
+        (new(4, 32, 128, Scales::E4m3 { scales: bytes(9), overall: 1.0 }), "[9], expected [8]"),
+    ] {
+        assert!(error.contains(expected), "{error}");
+    }
+    let error = message(plain_matrix().dequantize(DType::F64));
+    assert!(error.contains("asked for F64, expected F32, BF16 or F16"), "{error}");
+    let ids = Tensor::new(&[[4u32]], &Device::Cpu).unwrap();
+    let error = message(plain_matrix().rows(&ids, DType::F32));
+    assert!(error.contains("token id 4"), "{error}");
+    let x = Tensor::zeros((2, 65), DType::F32, &Device::Cpu).unwrap();
+    let error = message(matmul::linear(&x, &plain_matrix(), None));
+    assert!(error.contains("weight has shape (4, 64), expected (out, 65)"), "{error}");
+}
+
+fn plain_matrix() -> Quantized {
+    plain((4, 64), Levels::Integers { bits: 4, zero: 8 }, 32, DType::F16, false)
+}

@@ -1,0 +1,116 @@
+//! The frozen matrix of a linear layer, dense or in fewer bits.
+
+use super::Quantized;
+use super::cpu::{Inputs, Reads, View};
+use crate::backend::cpu::{Input, Read, Real, Values};
+use crate::backend::{require_rank, require_together};
+use candle_core::{DType, Result, Tensor};
+use std::borrow::Cow;
+
+/// A frozen matrix `(out, in)` of a linear layer.
+#[derive(Clone, Copy, Debug)]
+pub enum Weight<'a> {
+    /// f32, bf16, f16, or f64 where `x` is.
+    Dense(&'a Tensor),
+    /// In fewer bits.
+    Quantized(&'a Quantized),
+}
+
+impl<'a> From<&'a Tensor> for Weight<'a> {
+    fn from(tensor: &'a Tensor) -> Self {
+        Self::Dense(tensor)
+    }
+}
+
+impl<'a> From<&'a Quantized> for Weight<'a> {
+    fn from(quantized: &'a Quantized) -> Self {
+        Self::Quantized(quantized)
+    }
+}
+
+impl<'a> Weight<'a> {
+    /// `(out, in)`
+    ///
+    /// # Errors
+    /// When it isn't a matrix.
+    pub fn shape(self) -> Result<(usize, usize)> {
+        match self {
+            Self::Dense(tensor) => tensor.dims2(),
+            Self::Quantized(quantized) => Ok(quantized.shape()),
+        }
+    }
+
+    /// The numbers: as they are, or in `dtype` where they are in fewer bits.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn to_dense(self, dtype: DType) -> Result<Cow<'a, Tensor>> {
+        match self {
+            Self::Dense(tensor) => Ok(Cow::Borrowed(tensor)),
+            Self::Quantized(quantized) => Ok(Cow::Owned(quantized.dequantize(dtype)?)),
+        }
+    }
+
+    /// An error unless it is a matrix and where `x` is.
+    pub(crate) fn require_beside(self, operation: &str, x: &Tensor) -> Result<()> {
+        match self {
+            Self::Dense(tensor) => {
+                require_together(operation, &[x, tensor])?;
+                require_rank(operation, "weight", tensor, 2, "(out, in)")
+            }
+            Self::Quantized(quantized) => require_together(operation, &[x, quantized.codes()]),
+        }
+    }
+
+    pub(crate) fn input(self) -> Result<WeightInput<'a>> {
+        Ok(match self {
+            Self::Dense(tensor) => WeightInput::Dense(Input::contiguous(tensor)?),
+            Self::Quantized(quantized) => WeightInput::Quantized(Inputs::new(quantized)?),
+        })
+    }
+}
+
+/// A weight on the CPU, made ready to be read.
+pub(crate) enum WeightInput<'a> {
+    Dense(Input),
+    Quantized(Inputs<'a>),
+}
+
+impl WeightInput<'_> {
+    pub(crate) fn read(&self) -> WeightRead<'_> {
+        match self {
+            Self::Dense(input) => WeightRead::Dense(input.read()),
+            Self::Quantized(inputs) => WeightRead::Quantized(inputs.read()),
+        }
+    }
+}
+
+/// A weight on the CPU, locked for reading.
+pub(crate) enum WeightRead<'a> {
+    Dense(Read<'a>),
+    Quantized(Reads<'a>),
+}
+
+impl WeightRead<'_> {
+    pub(crate) fn numbers<A: Real>(&self) -> Result<WeightNumbers<'_, A>> {
+        Ok(match self {
+            Self::Dense(read) => WeightNumbers::Dense(read.values()?),
+            Self::Quantized(reads) => WeightNumbers::Quantized(reads.view()?),
+        })
+    }
+}
+
+/// The numbers of a weight, whatever they are stored as.
+pub(crate) enum WeightNumbers<'a, A> {
+    Dense(Values<'a, A>),
+    Quantized(View<'a>),
+}
+
+impl<'a, A: Real> WeightNumbers<'a, A> {
+    pub(crate) fn values(&'a self) -> Values<'a, A> {
+        match self {
+            Self::Dense(values) => *values,
+            Self::Quantized(view) => Values::Quantized(view.elements()),
+        }
+    }
+}
