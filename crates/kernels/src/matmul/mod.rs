@@ -173,8 +173,8 @@ pub fn linear_backward_bias(dy: &Tensor) -> Result<Tensor> {
 pub(crate) fn output_size(operation: &str, weight: Weight<'_>, inner: usize) -> Result<usize> {
     match weight.shape()? {
         (outer, inputs) if inputs == inner => Ok(outer),
-        other => bail!(
-            "metal-candle-kernels: {operation}: weight has shape {other:?}, expected (out, {inner}) to fit x's last dimension"
+        (outer, inputs) => bail!(
+            "metal-candle-kernels: {operation}: weight has shape [{outer}, {inputs}], expected (out, {inner}) to fit x's last dimension"
         ),
     }
 }

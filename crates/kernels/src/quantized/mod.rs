@@ -336,6 +336,14 @@ impl Quantized {
         cpu::dequantize(self, dtype)
     }
 
+    /// Whether all its numbers, on the CPU, are finite.
+    ///
+    /// # Errors
+    /// When it is elsewhere.
+    pub fn is_finite(&self) -> Result<bool> {
+        cpu::is_finite(self)
+    }
+
     /// Rows of the matrix, `(batch, seq, in)` in `dtype`, for `ids` `(batch, seq)` u32 below `out`: the
     /// [embedding](crate::embedding) of a table in fewer bits.
     ///

@@ -59,7 +59,7 @@ pub fn every_kind(shape: (usize, usize)) -> Vec<(String, Quantized)> {
     }
     add("fp8".into(), plain(shape, Levels::E4m3, 128, DType::F32, false));
     let int8 = Levels::Integers { bits: 8, zero: 128 };
-    add("int8 by rows".into(), plain(shape, int8, shape.1, DType::F32, false));
+    add("int8 by rows".into(), plain(shape, int8, shape.1.max(1), DType::F32, false));
     let groups = |group: usize| elements.div_ceil(group);
     let nf4 = Levels::Table(&NF4);
     let nested = Scales::Nested {

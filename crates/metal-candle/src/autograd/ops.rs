@@ -153,13 +153,7 @@ fn stand_in(x: &Tensor, width: usize) -> Result<Tensor> {
 
 impl Tape {
     /// Rows of `table (vocabulary, hidden)` for `ids (batch, seq)`: `(batch, seq, hidden)`.
-    ///
-    /// In the table's dtype, or in `dtype` where it is held in fewer bits.
-    pub fn embedding(&self, table: &Matrix, ids: &Tensor, dtype: DType) -> Result<Value> {
-        let table = match table {
-            Matrix::Dense(table) => table,
-            Matrix::Quantized(table) => return Ok(self.constant(table.rows(ids, dtype)?)),
-        };
+    pub fn embedding(&self, table: &Value, ids: &Tensor) -> Result<Value> {
         let output = embedding::forward(table.tensor(), ids)?;
         let (ids, vocabulary) = (ids.clone(), table.tensor().dim(0)?);
         Ok(self.push(&[table], output, move |dy| {

@@ -1,6 +1,6 @@
 //! The tape by itself, and the whole of it against Candle's own gradients.
 
-use super::{LoraValues, Parameter, ParameterId, ProjectionValues, Tape, Value};
+use super::{LoraValues, Matrix, Parameter, ParameterId, ProjectionValues, Tape, Value};
 use crate::Result;
 use crate::random::SplitMix64;
 use candle_core::{DType, Device, Tensor, Var};
@@ -120,16 +120,16 @@ fn a_small_network_has_the_gradients_of_finite_differences() {
         let value = |index: usize| tape.parameter(&weights[index]);
         let x = tape.embedding(&value(0), &ids).unwrap();
         let x = tape.rms_norm(&x, &value(1), 1e-5, 1.0).unwrap();
-        let frozen = tape.constant(random(&[8, 8], 7));
+        let frozen = Matrix::Dense(tape.constant(random(&[8, 8], 7)));
         let (a, b) = (value(4), value(5));
         let lora = super::LoraValues { a: &a, b: &b, scale: 0.5, dropout: None };
-        let other = tape.constant(random(&[8, 8], 8));
+        let other = Matrix::Dense(tape.constant(random(&[8, 8], 8)));
         let layers = [
             super::ProjectionValues { weight: &frozen, bias: None, lora: Some(lora) },
             super::ProjectionValues { weight: &other, bias: None, lora: None },
         ];
         let [q, v] = tape.projections(&x, &layers).unwrap().try_into().unwrap();
-        let (weight, bias) = (value(2), value(3));
+        let (weight, bias) = (Matrix::Dense(value(2)), value(3));
         let layer = super::ProjectionValues { weight: &weight, bias: Some(&bias), lora: None };
         let [k] = tape.projections(&x, &[layer]).unwrap().try_into().unwrap();
         let heads = |x: &Value, count: usize| tape.reshape(x, (2, 3, count, 8 / count)).unwrap();
@@ -275,8 +275,11 @@ fn the_second_run_leaves_out_what_only_the_first_run_needs() {
             let segment: super::Segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
                 let (a, b) = (tape.parameter(&a), tape.parameter(&b));
                 let lora = Some(LoraValues { a: &a, b: &b, scale: 2.0, dropout: None });
-                let layer =
-                    ProjectionValues { weight: &tape.constant(w.clone()), bias: None, lora };
+                let layer = ProjectionValues {
+                    weight: &Matrix::Dense(tape.constant(w.clone())),
+                    bias: None,
+                    lora,
+                };
                 let branch = tape.projections(&inputs[0], &[layer])?.remove(0);
                 let sum = tape.add(&inputs[0], &branch)?;
                 if tape.is_replaying() {

@@ -367,18 +367,6 @@ fn head_dim(keys: Keys, default: Option<usize>, hidden_size: usize, heads: usize
 
 /// Refuses what would change the computation and is not computed here.
 fn refuse_unsupported(keys: Keys) -> Result<()> {
-    for key in ["quantization_config", "quantization", "compression_config"] {
-        if let Some(Value::Object(settings)) = keys.get(key) {
-            let method = ["quant_method", "mode", "bits"]
-                .iter()
-                .find_map(|name| Some(format!("{name} = {}", short(settings.get(*name)?))))
-                .unwrap_or_else(|| "a quantised checkpoint".into());
-            return Err(keys.unsupported(
-                key,
-                format!("{method}; use the checkpoint whose weights are in f32, f16 or bf16"),
-            ));
-        }
-    }
     keys.refuse("add_cross_attention", "attention is to the text itself")?;
     keys.refuse("use_bidirectional_attention", "attention is causal")?;
     keys.refuse("lm_head_bias", "the head has no bias")?;
@@ -449,11 +437,6 @@ mod tests {
     #[test]
     fn what_is_not_supported_is_named_with_its_value() {
         let extras = [
-            (
-                json!({ "quantization_config": { "quant_method": "gptq" } }),
-                "quant_method = \"gptq\"",
-            ),
-            (json!({ "quantization": { "group_size": 64, "bits": 4 } }), "bits = 4"),
             (json!({ "hidden_act": "relu2" }), "hidden_act = \"relu2\""),
             (json!({ "torch_dtype": "float8_e4m3fn" }), "torch_dtype"),
         ];

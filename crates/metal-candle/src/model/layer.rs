@@ -86,7 +86,10 @@ pub(crate) trait Source {
 /// What a weight is for, which decides how it starts when a model is made from nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    Matrix,
+    /// Of a linear layer, `(out, in)`.
+    Linear,
+    /// The embedding or the head, `(vocabulary, hidden)`.
+    Table,
     Bias,
     Norm,
 }
@@ -112,7 +115,7 @@ impl Builder<'_> {
     }
 
     fn linear(&mut self, path: String, input: usize, output: usize, bias: bool) -> Result<Linear> {
-        let weight = self.weight(format!("{path}.weight"), &[output, input], Kind::Matrix)?;
+        let weight = self.weight(format!("{path}.weight"), &[output, input], Kind::Linear)?;
         let bias =
             bias.then(|| self.weight(format!("{path}.bias"), &[output], Kind::Bias)).transpose()?;
         let index = self.linears;

@@ -4,12 +4,15 @@
 pub mod config;
 pub(crate) mod export;
 mod families;
+pub(crate) mod formats;
 pub(crate) mod layer;
+mod quantization;
 pub mod rope;
 pub(crate) mod weight;
 pub mod weights;
 
 pub use config::Config;
+pub use quantization::Quantization;
 pub use weights::Weights;
 
 use crate::hash::Hash;
@@ -17,6 +20,7 @@ use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use export::{dtype_name, is_finite};
+use formats::checkpoint::Checkpoint;
 use layer::{Builder, Kind, Layer, Linear, Norm, Source};
 use metal_candle_kernels::copy;
 use metal_candle_kernels::quantized::Weight;
@@ -65,7 +69,20 @@ impl Model {
     /// For a file that is missing or malformed, a tensor of another shape than the configuration
     /// asks for or with a NaN in it, and an architecture that is not supported.
     pub fn load(folder: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Self> {
-        Self::read(folder.as_ref(), dtype, device, Weights::tensor)
+        Self::read(folder.as_ref(), dtype, device, None, Weights::tensor)
+    }
+
+    /// As [`Self::load`], with dense weights brought into fewer bits, one after the other.
+    ///
+    /// # Errors
+    /// As [`Self::load`], and when a weight has a size that the format can't hold, or is quantised already.
+    pub fn load_quantized(
+        folder: impl AsRef<Path>,
+        dtype: DType,
+        device: &Device,
+        quantization: Quantization,
+    ) -> Result<Self> {
+        Self::read(folder.as_ref(), dtype, device, Some(quantization), Weights::tensor)
     }
 
     /// The model of a folder without its weights, which are zero and take no memory: for counting what
@@ -74,13 +91,29 @@ impl Model {
     /// # Errors
     /// As [`Self::load`], but for those of the weights' values.
     pub fn outline(folder: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Self> {
-        Self::read(folder.as_ref(), dtype, device, Weights::outline)
+        Self::read(folder.as_ref(), dtype, device, None, Weights::outline)
     }
 
-    fn read(folder: &Path, dtype: DType, device: &Device, tensor: ReadTensor) -> Result<Self> {
+    fn read(
+        folder: &Path,
+        dtype: DType,
+        device: &Device,
+        quantization: Option<Quantization>,
+        tensor: ReadTensor,
+    ) -> Result<Self> {
         let config = Config::load(folder)?;
+        let checkpoint = Checkpoint::of(&config.raw)
+            .map_err(|problem| Error::file(folder.join("config.json"), problem))?;
+        if let (Some(quantization), true) = (quantization, checkpoint != Checkpoint::Dense) {
+            return Err(Error::option(
+                "quantize",
+                format!("is {quantization}, but the weights of {} are quantised already", folder.display()),
+            ));
+        }
         let weights = Weights::open(folder)?.check_finite(true);
-        let mut source = Stored { weights, tensor, dtype, device: device.clone() };
+        let device = device.clone();
+        let mut source = Stored { weights, checkpoint, quantization, tensor, dtype, device };
+        let device = &source.device.clone();
         let mut model = Self::build(config, dtype, device, &mut source)?;
         model.files = source.weights.files().map(Path::to_path_buf).collect();
         let unread: Vec<&str> = source
@@ -149,13 +182,13 @@ impl Model {
         let table = [config.vocab_size, config.hidden_size];
         let weights = FrozenWeights::new(dtype);
         let mut builder = Builder { config: &config, source, weights, linears: 0 };
-        let embedding = builder.weight("model.embed_tokens.weight".into(), &table, Kind::Matrix)?;
+        let embedding = builder.weight("model.embed_tokens.weight".into(), &table, Kind::Table)?;
         let layers = (0..config.layers.len())
             .map(|index| Ok(Arc::new(Layer::build(index, &mut builder)?)))
             .collect::<Result<_>>()?;
         let norm = builder.norm("model.norm", config.hidden_size)?;
         let head = (!config.tie_word_embeddings)
-            .then(|| builder.weight("lm_head.weight".into(), &table, Kind::Matrix))
+            .then(|| builder.weight("lm_head.weight".into(), &table, Kind::Table))
             .transpose()?;
         let weights = Arc::new(builder.weights);
         Ok(Self {
@@ -335,20 +368,34 @@ type ReadTensor = fn(&Weights, &str, &[usize], DType, &Device) -> Result<Tensor>
 /// Weights from a checkpoint.
 struct Stored {
     weights: Weights,
+    checkpoint: Checkpoint,
+    /// What dense weights are brought into.
+    quantization: Option<Quantization>,
     tensor: ReadTensor,
     dtype: DType,
     device: Device,
 }
 
 impl Source for Stored {
-    fn weight(&mut self, name: &str, shape: &[usize], _kind: Kind) -> Result<Storage> {
+    fn weight(&mut self, name: &str, shape: &[usize], kind: Kind) -> Result<Storage> {
         // A checkpoint of the decoder without its head has no `model.` before its names.
         let bare = name
             .strip_prefix("model.")
             .filter(|bare| !self.weights.contains(name) && self.weights.contains(bare));
         let name = bare.unwrap_or(name);
-        let tensor = (self.tensor)(&self.weights, name, shape, self.dtype, &self.device)?;
-        Ok(Storage::Dense(tensor))
+        if let [outer, inner] = *shape
+            && let Some(matrix) = self.checkpoint.matrix(&self.weights, name, (outer, inner))?
+        {
+            return Ok(Storage::Quantized(Arc::new(matrix.to_device(&self.device)?)));
+        }
+        let read = |device| (self.tensor)(&self.weights, name, shape, self.dtype, device);
+        if let Some(quantization) = self.quantization
+            && let tensor = read(&Device::Cpu)?
+            && let Some(matrix) = quantization.of(name, kind, &tensor)?
+        {
+            return Ok(Storage::Quantized(Arc::new(matrix.to_device(&self.device)?)));
+        }
+        Ok(Storage::Dense(read(&self.device)?))
     }
 }
 
@@ -367,7 +414,7 @@ impl Source for Random {
         let tensor = match kind {
             Kind::Bias => Tensor::zeros(shape, DType::F32, &Device::Cpu)?,
             Kind::Norm => Tensor::full(self.norm as f32, shape, &Device::Cpu)?,
-            Kind::Matrix => {
+            Kind::Linear | Kind::Table => {
                 let mut random = SplitMix64::stream(self.seed, self.index);
                 let count: usize = shape.iter().product();
                 let mut values: Vec<f32> = Vec::new();

@@ -36,6 +36,17 @@ pub struct Weights {
     check_finite: bool,
 }
 
+/// A tensor as it lies in its file.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Raw<'a> {
+    pub path: &'a Path,
+    /// As safetensors calls it, such as `U8`.
+    pub dtype: &'a str,
+    pub shape: &'a [usize],
+    /// As many as dtype and shape ask for.
+    pub bytes: &'a [u8],
+}
+
 struct Entry {
     file: usize,
     /// Byte range in the file.
@@ -231,11 +242,7 @@ impl Weights {
     ) -> Result<Tensor> {
         let (entry, stored) = self.fitting(name, expected_shape)?;
         let path = self.path(entry);
-        let bytes = self
-            .files
-            .get(entry.file)
-            .and_then(|(_, map)| map.get(entry.start..entry.end))
-            .ok_or_else(|| Error::file(path, format!("tensor {name:?} lies outside the file")))?;
+        let bytes = self.bytes_of(name, entry)?;
         let shape = Shape::from(expected_shape.to_vec());
         let (tensor, all_finite) = match dtype {
             DType::F32 => {
@@ -302,25 +309,41 @@ impl Weights {
     /// # Errors
     /// [`Error::File`] when it is missing, is of another type or has another shape.
     pub(crate) fn bytes(&self, name: &str, count: usize, device: &Device) -> Result<Tensor> {
-        let entry = self.entry(name)?;
-        let path = self.path(entry);
-        if entry.dtype != "U8" || entry.shape != [count] {
+        let raw = self.raw(name)?;
+        if raw.dtype != "U8" || raw.shape != [count] {
             return Err(Error::file(
-                path,
+                raw.path,
                 format!(
                     "tensor {name:?} is {} of shape {:?}, expected U8 of shape [{count}]",
-                    entry.dtype, entry.shape
+                    raw.dtype, raw.shape
                 ),
             ));
         }
-        let bytes = self
-            .files
-            .get(entry.file)
-            .and_then(|(_, map)| map.get(entry.start..entry.end))
-            .ok_or_else(|| Error::file(path, format!("tensor {name:?} lies outside the file")))?;
-        let tensor = Tensor::from_slice(bytes, count, device)?;
+        Ok(Tensor::from_slice(raw.bytes, count, device)?)
+    }
+
+    /// A tensor of any dtype as it lies in its file.
+    ///
+    /// # Errors
+    /// [`Error::File`] when there is no such tensor.
+    pub(crate) fn raw(&self, name: &str) -> Result<Raw<'_>> {
+        let entry = self.entry(name)?;
+        let path = self.path(entry);
+        let bytes = self.bytes_of(name, entry)?;
         entry.read.store(true, Ordering::Relaxed);
-        Ok(tensor)
+        Ok(Raw { path, dtype: &entry.dtype, shape: &entry.shape, bytes })
+    }
+
+    /// The file that has a tensor, or what stands for all files.
+    pub(crate) fn place_of(&self, name: &str) -> PathBuf {
+        self.entries.get(name).map_or_else(|| self.place(), |entry| self.path(entry).clone())
+    }
+
+    fn bytes_of(&self, name: &str, entry: &Entry) -> Result<&[u8]> {
+        let bytes = self.files.get(entry.file).and_then(|(_, map)| map.get(entry.start..entry.end));
+        bytes.ok_or_else(|| {
+            Error::file(self.path(entry), format!("tensor {name:?} lies outside the file"))
+        })
     }
 
     fn path(&self, entry: &Entry) -> &PathBuf {
@@ -355,8 +378,8 @@ impl Weights {
             "F16" => Ok(DType::F16),
             "BF16" => Ok(DType::BF16),
             other => Err(Error::Unsupported(format!(
-                "{}: tensor {name:?} is stored as {other}; quantised checkpoints cannot be used, \
-                 only weights in F32, F16 and BF16. Take the unquantised checkpoint of this model",
+                "{}: tensor {name:?} is stored as {other}, expected F32, F16 or BF16; config.json says of no \
+                 quantisation that it would be",
                 self.path(entry).display()
             ))),
         }

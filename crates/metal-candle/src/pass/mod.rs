@@ -226,8 +226,12 @@ impl Model {
         });
         let ids = tape.constant(input.ids.clone());
         let x = pass.with_adapters(tape, self.embedding, &ids, |ids, adapter| {
-            let table = pass.matrix_of(tape, self.embedding, adapter)?;
-            tape.embedding(&table, ids.tensor(), self.dtype())
+            match pass.matrix_of(tape, self.embedding, adapter)? {
+                Matrix::Dense(table) => tape.embedding(&table, ids.tensor()),
+                Matrix::Quantized(table) => {
+                    Ok(tape.constant(table.rows(ids.tensor(), self.dtype())?))
+                }
+            }
         })?;
         let x = tape.cast(&x, self.dtype())?;
         let x = if self.config().embedding_scale == 1.0 {

@@ -2,7 +2,9 @@
 //! LoRA and a head, written twice over the same kernels.
 
 use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
-use metal_candle::autograd::{LoraValues, Parameter, ParameterId, ProjectionValues, Tape, Value};
+use metal_candle::autograd::{
+    LoraValues, Matrix, Parameter, ParameterId, ProjectionValues, Tape, Value,
+};
 use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::lora_linear::{Dropout, Lora};
 use metal_candle_kernels::{
@@ -122,7 +124,7 @@ fn tape_loss(tape: &Tape, frozen: &Frozen, p: &[Parameter]) -> metal_candle::Res
     let lora = |x: &Value, index: usize| {
         let (a, b) = (tape.parameter(&p[6 + 2 * index]), tape.parameter(&p[7 + 2 * index]));
         let lora = LoraValues { a: &a, b: &b, scale: SCALE, dropout: dropout(index) };
-        let weight = tape.constant(frozen.linears[index].clone());
+        let weight = Matrix::Dense(tape.constant(frozen.linears[index].clone()));
         let layer = ProjectionValues { weight: &weight, bias: None, lora: Some(lora) };
         Ok(tape.projections(x, &[layer])?.remove(0)) as metal_candle::Result<Value>
     };

@@ -338,6 +338,19 @@ pub(super) fn dequantize(matrix: &Quantized, dtype: DType) -> Result<Tensor> {
     })
 }
 
+/// Whether all scales, and codes that are floats, are finite.
+pub(super) fn is_finite(matrix: &Quantized) -> Result<bool> {
+    let inputs = Inputs::new(matrix)?;
+    let reads = inputs.read();
+    let view = reads.view()?;
+    let scales = (0..view.len.div_ceil(view.group)).all(|group| {
+        let (scale, offset) = view.scale(group);
+        scale.is_finite() && offset.is_finite()
+    });
+    let codes = view.levels != Levels::E4m3 || view.codes.iter().all(|code| code & 0x7f != 0x7f);
+    Ok(scales && codes)
+}
+
 /// Some rows of a matrix.
 pub(super) fn rows(matrix: &Quantized, ids: &Tensor, dtype: DType) -> Result<Tensor> {
     let inputs = Inputs::new(matrix)?;

@@ -200,7 +200,7 @@ fn parts_that_do_not_fit_are_refused() {
     assert!(error.contains("token id 4"), "{error}");
     let x = Tensor::zeros((2, 65), DType::F32, &Device::Cpu).unwrap();
     let error = message(matmul::linear(&x, &plain_matrix(), None));
-    assert!(error.contains("weight has shape (4, 64), expected (out, 65)"), "{error}");
+    assert!(error.contains("weight has shape [4, 64], expected (out, 65)"), "{error}");
 }
 
 fn plain_matrix() -> Quantized {
