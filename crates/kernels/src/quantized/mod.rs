@@ -13,6 +13,7 @@
 //! row. What a file has in another order is put into this one when it is read.
 
 pub(crate) mod cpu;
+mod quantize;
 #[cfg(test)]
 pub(crate) mod testing;
 mod weight;
@@ -21,6 +22,7 @@ use crate::backend::{require_dtype, require_rank, require_shape, require_togethe
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 pub(crate) use cpu::Elements;
+pub use quantize::{Format, dynamic_map, quantize, spread_blocks};
 pub use weight::Weight;
 pub(crate) use weight::{WeightInput, WeightNumbers, WeightRead};
 

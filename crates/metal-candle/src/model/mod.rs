@@ -4,6 +4,7 @@
 pub mod config;
 pub(crate) mod export;
 mod families;
+#[allow(dead_code)]
 pub(crate) mod formats;
 pub(crate) mod layer;
 mod quantization;
@@ -107,7 +108,10 @@ impl Model {
         if let (Some(quantization), true) = (quantization, checkpoint != Checkpoint::Dense) {
             return Err(Error::option(
                 "quantize",
-                format!("is {quantization}, but the weights of {} are quantised already", folder.display()),
+                format!(
+                    "is {quantization}, but the weights of {} are quantised already",
+                    folder.display()
+                ),
             ));
         }
         let weights = Weights::open(folder)?.check_finite(true);

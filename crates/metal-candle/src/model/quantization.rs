@@ -54,12 +54,7 @@ impl Quantization {
     }
 
     /// A weight in this format; `None` where such a weight stays as it is.
-    pub(super) fn of(
-        self,
-        name: &str,
-        kind: Kind,
-        weight: &Tensor,
-    ) -> Result<Option<Quantized>> {
+    pub(super) fn of(self, name: &str, kind: Kind, weight: &Tensor) -> Result<Option<Quantized>> {
         let wanted = match kind {
             Kind::Linear => true,
             Kind::Table => self.tables,
@@ -69,7 +64,10 @@ impl Quantization {
             return Ok(None);
         }
         let quantized = quantize(weight, self.format).map_err(|error| {
-            Error::option("quantize", format!("is {self}, which `{name}` can't be held in: {error}"))
+            Error::option(
+                "quantize",
+                format!("is {self}, which `{name}` can't be held in: {error}"),
+            )
         });
         quantized.map(Some)
     }

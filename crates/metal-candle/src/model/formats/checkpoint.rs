@@ -18,9 +18,14 @@ pub(crate) enum Checkpoint {
     Dense,
     Bitsandbytes,
     /// Of all layers, and of some by their paths.
-    Mlx { mode: mlx::Mode, layers: BTreeMap<String, mlx::Mode> },
+    Mlx {
+        mode: mlx::Mode,
+        layers: BTreeMap<String, mlx::Mode>,
+    },
     /// e4m3 or integers, with scales for blocks of rows and columns, for rows, or for all.
-    Bytes { block: Option<(usize, usize)> },
+    Bytes {
+        block: Option<(usize, usize)>,
+    },
     Gptq(gptq::Config),
     /// The elements of a group, or a row.
     Awq(Option<usize>),
@@ -139,7 +144,11 @@ impl Checkpoint {
         if let Some(format) = map.get("format").and_then(Value::as_str)
             && !formats.contains(&format)
         {
-            return Err(format!("format is {:?}; {} are supported", cut(format), formats.join(", ")));
+            return Err(format!(
+                "format is {:?}; {} are supported",
+                cut(format),
+                formats.join(", ")
+            ));
         }
         let block = match map.get("weight_block_size") {
             None | Some(Value::Null) => None,
@@ -236,12 +245,18 @@ mod tests {
     fn what_is_not_supported_is_named() {
         for (settings, expected) in [
             (json!({ "quant_method": "quip" }), "quant_method is \"quip\""),
-            (json!({ "quant_method": "awq", "bits": 3, "group_size": 64 }), "bits is 3, expected 4"),
+            (
+                json!({ "quant_method": "awq", "bits": 3, "group_size": 64 }),
+                "bits is 3, expected 4",
+            ),
             (json!({ "quant_method": "awq", "bits": 4, "group_size": 0 }), "group_size is 0"),
             (json!({ "quant_method": "gptq", "bits": 4 }), "group_size"),
             (json!({ "mode": "nf4" }), "mode is \"nf4\""),
             (json!({ "bits": "four" }), "invalid type"),
-            (json!({ "quant_method": "compressed-tensors", "format": "pack-quantized" }), "pack-quantized"),
+            (
+                json!({ "quant_method": "compressed-tensors", "format": "pack-quantized" }),
+                "pack-quantized",
+            ),
             (json!({ "quant_method": "fp8", "weight_block_size": [128] }), "length"),
             (json!([4]), "expected an object"),
         ] {

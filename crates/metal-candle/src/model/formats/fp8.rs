@@ -1,0 +1,78 @@
+//! 8-bit checkpoints: `weight` in e4m3 or as integers, and what it is multiplied by: one number, one a row
+//! (`weight_scale`, compressed-tensors'), or one for a block of rows and columns (`weight_scale_inv`,
+//! DeepSeek's).
+
+use super::{
+    Parsed, Part, Stored, assembled, bytes_of, bytes_tensor, f32_tensor, on_host, required,
+    stored_floats,
+};
+use metal_candle_kernels::quantized::{Levels, Quantized, Scales, spread_blocks};
+
+const SCALES: [&str; 2] = ["weight_scale_inv", "weight_scale"];
+
+/// The matrix of a layer, whose parts have the names that follow the layer's and a dot. `block` is the configuration's
+/// `weight_block_size`, rows and columns, if it has one.
+pub(crate) fn read<'a>(
+    block: Option<(usize, usize)>,
+    part: impl Fn(&str) -> Option<Stored<'a>>,
+) -> Parsed<Quantized> {
+    let weight = required(&part, "weight")?;
+    weight.require_dtype("weight", &["F8_E4M3", "I8"])?;
+    let (outer, inner) = weight.matrix("weight")?;
+    let Some((name, stored)) = SCALES.iter().find_map(|name| Some((*name, part(name)?))) else {
+        return Err(format!("{} is missing", SCALES.join(" or ")));
+    };
+    let scales = stored.f32s(name)?;
+    let (group, scales) = match block {
+        Some((rows, columns)) => {
+            if rows == 0 || columns == 0 {
+                return Err(format!("blocks of {rows} x {columns}, expected at least 1 x 1"));
+            }
+            let expected = [outer.div_ceil(rows), inner.div_ceil(columns)];
+            stored.require(name, &[stored.dtype], &expected)?;
+            spread_blocks((outer, inner), (rows, columns), &scales)
+        }
+        None => match scales[..] {
+            [scale] => (inner, vec![scale; outer]),
+            _ if scales.len() == outer => (inner, scales),
+            _ => {
+                return Err(format!(
+                    "{name} has shape {:?}, expected one number or {outer}",
+                    stored.shape
+                ));
+            }
+        },
+    };
+    let (levels, codes) = match weight.dtype {
+        "I8" => (
+            Levels::Integers { bits: 8, zero: 128 },
+            weight.bytes.iter().map(|byte| byte ^ 0x80).collect(),
+        ),
+        _ => (Levels::E4m3, weight.bytes.to_vec()),
+    };
+    let scales = Scales::Plain { scales: f32_tensor(scales)?, offsets: None };
+    assembled(Quantized::new((outer, inner), levels, group, bytes_tensor(codes)?, scales))
+}
+
+/// The parts of a layer's matrix with a scale a row: `weight` and `weight_scale` `(out, 1)`.
+pub(crate) fn write_rows(matrix: &Quantized) -> Parsed<Vec<Part>> {
+    let matrix = on_host(matrix)?;
+    let (outer, inner) = matrix.shape();
+    let codes = bytes_of(matrix.codes())?;
+    let (dtype, bytes) = match matrix.levels() {
+        Levels::E4m3 => ("F8_E4M3", codes),
+        Levels::Integers { bits: 8, zero: 128 } => {
+            ("I8", codes.into_iter().map(|code| code ^ 0x80).collect())
+        }
+        other => return Err(format!("found {other:?}, expected e4m3 or integers of 8 bits")),
+    };
+    let (Scales::Plain { scales, offsets: None }, true) =
+        (matrix.scales(), matrix.group() == inner)
+    else {
+        return Err("a matrix of other scales, expected one a row".to_string());
+    };
+    let weight = Part { name: "weight".to_string(), dtype, shape: vec![outer, inner], bytes };
+    let (dtype, bytes) = stored_floats(scales)?;
+    let scales = Part { name: "weight_scale".to_string(), dtype, shape: vec![outer, 1], bytes };
+    Ok(vec![weight, scales])
+}
