@@ -8,8 +8,9 @@ use metal_candle::adapter::{Adapter, LoraConfig, Targets};
 use metal_candle::autograd::Tape;
 use metal_candle::data::Batch;
 use metal_candle::generate::Session;
-use metal_candle::model::Model;
+use metal_candle::model::{Model, Quantization};
 use metal_candle::pass::{Input, KvCache};
+use metal_candle::random::SplitMix64;
 use metal_candle::train::Gradients;
 use metal_candle::{Error, Result};
 use metal_candle_kernels::sampling;
@@ -19,19 +20,35 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// For a name that [`shapes`] doesn't know, or a model that doesn't fit into memory.
-pub fn random(shape: &str, dtype: Precision, device: &Device, seed: u64) -> Result<Model> {
+pub fn random(
+    shape: &str,
+    dtype: Precision,
+    device: &Device,
+    quantization: Option<Quantization>,
+    seed: u64,
+) -> Result<Model> {
     let (config, dtype) = (shapes::config(shape)?, dtype.dtype());
-    if device.is_cpu() {
-        return Model::random(config, dtype, device, seed);
-    }
     // A GPU draws them itself, much faster.
-    device.set_seed(seed)?;
-    Model::from_fn(config, dtype, device, |name, shape| {
+    if !device.is_cpu() {
+        device.set_seed(seed)?;
+    }
+    let mut count = 0;
+    let weight = |name: &str, shape: &[usize]| {
         if name.ends_with("norm.weight") {
             return Ok(Tensor::ones(shape, dtype, device)?);
         }
-        Ok(Tensor::randn(0f32, 0.02, shape, device)?)
-    })
+        if !device.is_cpu() {
+            return Ok(Tensor::randn(0f32, 0.02, shape, device)?);
+        }
+        count += 1;
+        let mut random = SplitMix64::stream(seed, count);
+        let numbers = (0..shape.iter().product()).map(|_| (random.normal() * 0.02) as f32);
+        Ok(Tensor::from_iter(numbers, device)?.reshape(shape)?)
+    };
+    match quantization {
+        Some(quantization) => Model::from_fn_quantized(config, dtype, device, quantization, weight),
+        None => Model::from_fn(config, dtype, device, weight),
+    }
 }
 
 /// The adapter of a training row: on every linear layer of the decoder.
@@ -61,13 +78,13 @@ pub fn id_count(work: &Work) -> usize {
 /// # Errors
 /// Like [`random`], and for work that isn't on a model.
 pub fn prepare_random(work: &Work, device: &Device, seed: u64) -> Result<Box<dyn Workload>> {
-    let (Work::Train { shape, dtype, .. }
-    | Work::Prefill { shape, dtype, .. }
-    | Work::Decode { shape, dtype, .. }) = work
+    let (Work::Train { shape, dtype, quantization, .. }
+    | Work::Prefill { shape, dtype, quantization, .. }
+    | Work::Decode { shape, dtype, quantization, .. }) = work
     else {
         return Err(not_on_a_model());
     };
-    let model = random(shape, *dtype, device, seed)?;
+    let model = random(shape, *dtype, device, *quantization, seed)?;
     let adapter = match work {
         Work::Train { rank, dora, .. } => Some(Adapter::new(&model, &adapter(*rank, *dora), seed)?),
         _ => None,

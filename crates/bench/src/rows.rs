@@ -2,6 +2,7 @@
 
 use crate::shapes;
 use candle_core::{DType, Device, Tensor};
+use metal_candle::model::Quantization;
 use metal_candle::random::SplitMix64;
 use metal_candle::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -141,6 +142,9 @@ pub enum Work {
         checkpointing: bool,
         /// The adapters are DoRA's.
         dora: bool,
+        /// What the weights are held in, if it isn't `dtype`.
+        #[serde(default)]
+        quantization: Option<Quantization>,
     },
     /// A prompt to the logits after it.
     Prefill {
@@ -150,6 +154,9 @@ pub enum Work {
         tokens: usize,
         /// Of weights and activations.
         dtype: Precision,
+        /// What the weights are held in, if it isn't `dtype`.
+        #[serde(default)]
+        quantization: Option<Quantization>,
     },
     /// Greedy tokens one after the other, each from a forward pass of one token.
     Decode {
@@ -161,6 +168,9 @@ pub enum Work {
         tokens: usize,
         /// Of weights and activations.
         dtype: Precision,
+        /// What the weights are held in, if it isn't `dtype`.
+        #[serde(default)]
+        quantization: Option<Quantization>,
     },
 }
 
@@ -249,7 +259,10 @@ impl Row {
         let name = format!("train-{shape}-{batch}x{seq}-r{rank}-{}{suffix}", dtype.name());
         let shape = shape.to_string();
         let dora = false;
-        Self::new(name, Work::Train { shape, batch, seq, rank, dtype, checkpointing, dora })
+        Self::new(
+            name,
+            Work::Train { shape, batch, seq, rank, dtype, checkpointing, dora, quantization: None },
+        )
     }
 
     /// The same row of a training step with DoRA's adapters.
@@ -265,13 +278,35 @@ impl Row {
     /// A row of a prefill.
     pub fn prefill(shape: &str, tokens: usize, dtype: Precision) -> Self {
         let name = format!("prefill-{shape}-{tokens}-{}", dtype.name());
-        Self::new(name, Work::Prefill { shape: shape.to_string(), tokens, dtype })
+        Self::new(
+            name,
+            Work::Prefill { shape: shape.to_string(), tokens, dtype, quantization: None },
+        )
+    }
+
+    /// The same row of a model with its weights in fewer bits.
+    #[must_use]
+    pub fn with_quantization(mut self, format: Option<Quantization>) -> Self {
+        if let (
+            Work::Train { quantization, .. }
+            | Work::Prefill { quantization, .. }
+            | Work::Decode { quantization, .. },
+            Some(format),
+        ) = (&mut self.work, format)
+        {
+            *quantization = Some(format);
+            self.name = format!("{}-{format}", self.name);
+        }
+        self
     }
 
     /// A row of a decode.
     pub fn decode(shape: &str, prompt: usize, tokens: usize, dtype: Precision) -> Self {
         let name = format!("decode-{shape}-{tokens}-{}", dtype.name());
-        Self::new(name, Work::Decode { shape: shape.to_string(), prompt, tokens, dtype })
+        Self::new(
+            name,
+            Work::Decode { shape: shape.to_string(), prompt, tokens, dtype, quantization: None },
+        )
     }
 }
 
@@ -569,7 +604,7 @@ impl Work {
                 // The norm reads every gradient before the step can read it again.
                 Cost { bytes: F32 * 8.0 * n, operations: 16.0 * n }
             }
-            Self::Train { shape, batch, seq, rank, dtype, .. } => {
+            Self::Train { shape, batch, seq, rank, dtype, quantization, .. } => {
                 let model = Sizes::of(shape)?;
                 let tokens = (batch * seq) as f64;
                 // Forward and the gradient of the input through every frozen matrix; forward and
@@ -578,23 +613,26 @@ impl Work {
                 let adapters = 6.0 * model.adapter_width * *rank as f64 * tokens;
                 let attention = 3.0 * model.attention(*seq as f64) * *batch as f64;
                 Cost {
-                    bytes: 2.0 * (model.linears + model.head) * bytes_of(*dtype),
+                    bytes: 2.0 * model.bytes(*dtype, *quantization),
                     operations: matrices + adapters + attention,
                 }
             }
-            Self::Prefill { shape, tokens, dtype } => {
+            Self::Prefill { shape, tokens, dtype, quantization } => {
                 let model = Sizes::of(shape)?;
                 let n = *tokens as f64;
                 Cost {
-                    bytes: (model.linears + model.head) * bytes_of(*dtype),
+                    bytes: model.bytes(*dtype, *quantization),
                     operations: 2.0 * (model.linears * n + model.head) + model.attention(n),
                 }
             }
-            Self::Decode { shape, tokens, dtype, .. } => {
+            Self::Decode { shape, tokens, dtype, quantization, .. } => {
                 let model = Sizes::of(shape)?;
                 let n = *tokens as f64;
                 let weights = model.linears + model.head;
-                Cost { bytes: n * weights * bytes_of(*dtype), operations: 2.0 * n * weights }
+                Cost {
+                    bytes: n * model.bytes(*dtype, *quantization),
+                    operations: 2.0 * n * weights,
+                }
             }
         })
     }
@@ -621,6 +659,15 @@ struct Sizes {
 }
 
 impl Sizes {
+    /// Of all matrices that a token passes through.
+    fn bytes(&self, dtype: Precision, quantization: Option<Quantization>) -> f64 {
+        let bits = |is_table| {
+            let quantized = quantization.and_then(|it| it.bits_per_weight(is_table));
+            quantized.unwrap_or(8.0 * bytes_of(dtype))
+        };
+        (self.linears * bits(false) + self.head * bits(true)) / 8.0
+    }
+
     fn of(shape: &str) -> Result<Self> {
         let config = shapes::config(shape)?;
         let layers = config.layers.len() as f64;

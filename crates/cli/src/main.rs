@@ -104,16 +104,14 @@ fn main() -> ExitCode {
 /// Flags of other programs, and what there is instead. Those that mean the same as a flag here are its
 /// aliases.
 const ELSEWHERE: &[(&str, &str)] = &[
-    ("--dequantize", "quantised weights are not supported"),
     ("--do-sample", "tokens are drawn unless --temperature is 0"),
     ("--export-gguf", "a fused model is written as safetensors, which other tools convert"),
     ("--gguf-path", "a fused model is written as safetensors, which other tools convert"),
-    ("--load-in-4bit", "quantised weights are not supported"),
-    ("--load-in-8bit", "quantised weights are not supported"),
+    ("--load-in-4bit", "--quantize nf4 holds the weights in 4 bits"),
+    ("--load-in-8bit", "--quantize int8 or q8_0 holds the weights in 8 bits"),
     ("--max-kv-size", "the cache grows with the text; leave it out"),
     ("--max-length", "--max-tokens counts the new tokens, --max-seq-length those of an example"),
     ("--num-beams", "beam search is not supported; --temperature 0 takes the likeliest token"),
-    ("--quantize", "quantised weights are not supported"),
     ("--trust-remote-code", "no code of a model is ever run; leave it out"),
     ("--upload-repo", "nothing is uploaded; leave it out"),
 ];

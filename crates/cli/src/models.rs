@@ -14,7 +14,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::adapter::{self, Adapter};
 use metal_candle::devices::{self, MetalMatmul};
 use metal_candle::hub::{self, Download, HubOptions};
-use metal_candle::model::Model;
+use metal_candle::model::{Model, Quantization};
 use metal_candle::text::Tokenizer;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -27,6 +27,9 @@ pub struct Runtime {
     /// The dtype of weights and activations
     #[arg(long, value_enum, default_value_t)]
     pub dtype: Precision,
+    /// Hold the weights of a dense model in fewer bits, such as nf4 (bitsandbytes), mlx4, q8_0 or q4_k (GGUF), fp8
+    #[arg(long, value_name = "FORMAT")]
+    pub quantize: Option<Quantization>,
     /// The device that computes
     #[arg(long, value_enum, default_value_t)]
     pub device: Processor,
@@ -142,13 +145,27 @@ impl Source {
         }
         let folder = self.folder(terminal)?;
         let tokenizer = self.tokenizer(&folder, template)?;
-        let model = Arc::new(Model::load(&folder, dtype(runtime.dtype, &device), &device)?);
+        let model = load(&folder, dtype(runtime.dtype, &device), &device, runtime.quantize)?;
+        let model = Arc::new(model);
         let adapter = match &self.adapter {
             Some(folder) => Some(Arc::new(Adapter::load(&model, folder)?)),
             None => None,
         };
         Ok(Loaded { model, adapter, tokenizer, variables: template.variables(), folder })
     }
+}
+
+/// The model of a folder, brought into fewer bits if wished.
+pub fn load(
+    folder: &Path,
+    dtype: DType,
+    device: &Device,
+    quantization: Option<Quantization>,
+) -> anyhow::Result<Model> {
+    Ok(match quantization {
+        Some(quantization) => Model::load_quantized(folder, dtype, device, quantization)?,
+        None => Model::load(folder, dtype, device)?,
+    })
 }
 
 /// What an adapter's files name as its model, given as `model`: a hub id as it is, a folder by its full path, so

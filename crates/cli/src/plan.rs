@@ -174,13 +174,7 @@ pub fn lora_plan(settings: &Settings, model: &Model) -> anyhow::Result<LoraPlan>
 
 /// How much memory a step takes, from what each layer keeps for its backward pass: the inputs of
 /// two norms, of the projections and of the activation, and the attention's own.
-pub fn memory(
-    settings: &Settings,
-    model: &Model,
-    parameters: u64,
-    training: u64,
-    longest: usize,
-) -> Memory {
+pub fn memory(settings: &Settings, model: &Model, training: u64, longest: usize) -> Memory {
     let config = model.config();
     let full = settings.fine_tune_type == FineTuneType::Full;
     let element = model.dtype().size_in_bytes() as u64;
@@ -197,7 +191,7 @@ pub fn memory(
     let most = if model.device().is_cpu() { 1 << 20 } else { 1 << 27 };
     let logits = (tokens * config.vocab_size as u64).min(most) * size_of::<f32>() as u64;
     Memory {
-        weights: if full { 0 } else { parameters * element },
+        weights: if full { 0 } else { model.size_in_bytes() as u64 },
         training,
         activations: tokens * kept * element + logits,
     }

@@ -188,8 +188,8 @@ impl Run {
         options.validate().map_err(usage)?;
 
         let model = match (settings.from_config.is_some(), start.dry_run) {
-            (false, false) => Model::load(&folder, dtype, &device)?,
-            (false, true) => Model::outline(&folder, dtype, &device)?,
+            (false, false) => models::load(&folder, dtype, &device, settings.quantize)?,
+            (false, true) => Model::outline(&folder, dtype, &device, settings.quantize)?,
             (true, false) => Model::random(config, dtype, &device, settings.seed)?,
             (true, true) => Model::from_fn(config, dtype, &device, |_, shape| {
                 Ok(Tensor::zeros((), dtype, &device)?.broadcast_as(shape)?)
@@ -246,7 +246,6 @@ impl Run {
             memory: plan::memory(
                 &settings,
                 &model,
-                parameters,
                 2 * trainable * DType::F32.size_in_bytes() as u64 + kept,
                 dataset.report.longest,
             ),

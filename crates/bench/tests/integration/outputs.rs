@@ -267,7 +267,7 @@ fn decoding_takes_the_largest_logit_that_a_prefill_of_the_same_text_gives() {
     let mut text = random_ids(5, 128, 9);
     for step in 0..=7 {
         let prefill = Row::prefill("tiny", text.len(), Precision::F32).work;
-        let model = model::random("tiny", Precision::F32, &Device::Cpu, 9).unwrap();
+        let model = model::random("tiny", Precision::F32, &Device::Cpu, None, 9).unwrap();
         let results = model::prepare(&prefill, model, None, &text).unwrap().call().unwrap();
         let logits = Matrix::of(&results[0]).values;
         let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();

@@ -142,6 +142,7 @@ impl Arguments {
                 Part::Prefill => vec![Row::prefill(shape, self.seq, dtype)],
                 Part::Decode => vec![Row::decode(shape, PROMPT, self.tokens, dtype)],
             })
+            .map(|row| row.with_quantization(self.runtime.quantize))
             .collect())
     }
 

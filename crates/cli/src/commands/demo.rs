@@ -188,6 +188,7 @@ fn settings(folder: &Path, seed: u64, runtime: &Runtime) -> Settings {
         keep: 1,
         seed,
         dtype: runtime.dtype,
+        quantize: runtime.quantize,
         device: runtime.device,
         matmul: runtime.matmul,
         threads: runtime.threads,

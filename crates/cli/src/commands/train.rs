@@ -18,6 +18,7 @@ use clap::Args;
 use clap::builder::BoolishValueParser;
 use indexmap::IndexMap;
 use metal_candle::adapter::{Biases, StartFrom};
+use metal_candle::model::Quantization;
 use serde::Serialize;
 use serde_yaml_ng::{Mapping, Value};
 use std::io::IsTerminal;
@@ -294,6 +295,9 @@ pub struct Flags {
     /// The dtype of weights and activations
     #[arg(long, value_enum, help_heading = "Device")]
     dtype: Option<Precision>,
+    /// Hold the frozen weights of a dense model in fewer bits, such as nf4 (QLoRA), mlx4, q8_0, q4_k or fp8
+    #[arg(long, value_name = "FORMAT", help_heading = "Device")]
+    quantize: Option<Quantization>,
     /// The device that computes
     #[arg(long, value_enum, help_heading = "Device")]
     device: Option<Processor>,

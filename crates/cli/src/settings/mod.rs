@@ -25,6 +25,7 @@ use crate::template;
 use indexmap::IndexMap;
 use metal_candle::adapter::{self, Biases, LoraConfig, StartFrom, Targets};
 use metal_candle::data::{BatchOptions, DataOptions, HeldOut};
+use metal_candle::model::Quantization;
 use metal_candle::train::{
     Duration, LearningRate, MAX_STEPS, MlxSchedule, ScheduleOptions, TrainOptions, Warmup,
 };
@@ -126,6 +127,7 @@ pub struct Settings {
     pub grad_checkpoint: bool,
     pub seed: u64,
     pub dtype: Precision,
+    pub quantize: Option<Quantization>,
     pub device: Processor,
     pub matmul: Option<Matmul>,
     pub threads: Option<usize>,
@@ -261,6 +263,7 @@ impl Default for Settings {
             grad_checkpoint,
             seed,
             dtype: Precision::default(),
+            quantize: None,
             device: Processor::default(),
             matmul: None,
             threads: None,
@@ -402,6 +405,12 @@ impl Settings {
 
     fn check(&self) -> anyhow::Result<()> {
         check_matmul(self.matmul, self.dtype, self.device, "--dtype f16 or --dtype f32")?;
+        if let (Some(quantization), FineTuneType::Full) = (self.quantize, self.fine_tune_type) {
+            return Err(usage(format!(
+                "quantize: is {quantization}, but fine_tune_type is full, which trains every weight; expected lora \
+                 or dora, whose base is frozen"
+            )));
+        }
         if self.fine_tune_type != FineTuneType::Full {
             if let Some(layers) = self.num_layers.filter(|&layers| layers != -1 && layers < 1) {
                 return Err(usage(format!(

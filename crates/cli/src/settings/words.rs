@@ -32,8 +32,7 @@ pub enum Accepted {
 use Accepted::{All, Off, OffOr};
 use Meaning::{Instead, Key, Neutral, Sets};
 
-const QUANTISED: &str =
-    "quantised weights are not supported; weights in f32, f16 and bf16 are, see `dtype`";
+const QUANTISED: &str = "it is not supported; `quantize: nf4` is QLoRA's base";
 const ONE_DEVICE: &str = "training on several devices is not supported";
 const REPORTS: &str =
     "every run writes metrics.jsonl and event files for TensorBoard; leave it out";
@@ -147,8 +146,8 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("label_names", Neutral(Off, "it is not supported; see `loss_on`")),
     ("label_smoothing_factor", Neutral(Off, "label smoothing is not supported")),
     ("load_best_model_at_end", Key("keep_best")),
-    ("load_in_4bit", Neutral(Off, QUANTISED)),
-    ("load_in_8bit", Neutral(Off, QUANTISED)),
+    ("load_in_4bit", Sets(|keys, name, value| bits(keys, name, value, "nf4"))),
+    ("load_in_8bit", Sets(|keys, name, value| bits(keys, name, value, "int8"))),
     ("logging_dir", Neutral(Off, "event files stand in tensorboard/ of the output folder")),
     ("logging_first_step", Neutral(Off, "reports are made every report_every steps")),
     ("logging_steps", Key("report_every")),
@@ -316,6 +315,14 @@ fn half(keys: &mut Keys, name: &str, value: &Value, dtype: &str) -> Result<(), S
     }
 }
 
+/// A base in fewer bits that is switched on.
+fn bits(keys: &mut Keys, name: &str, value: &Value, format: &str) -> Result<(), String> {
+    match boolean(name, value)? {
+        true => keys.insert("quantize", name, format.into()),
+        false => Ok(()),
+    }
+}
+
 /// A kind of loss that is switched on.
 fn loss_if(keys: &mut Keys, name: &str, value: &Value, loss: &str) -> Result<(), String> {
     match boolean(name, value)? {
@@ -361,7 +368,10 @@ fn strategy(keys: &mut Keys, name: &str, value: &Value, every: &str) -> Result<(
 fn adapter(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
     match value.as_str() {
         Some("lora") => keys.insert("fine_tune_type", name, "lora".into()),
-        Some("qlora") => Err(format!("{name}: is qlora; {QUANTISED}")),
+        Some("qlora") => {
+            keys.insert("fine_tune_type", name, "lora".into())?;
+            keys.insert("quantize", name, "nf4".into())
+        }
         _ => Err(format!(
             "{name}: is {}; `output` is the folder that the adapter is written to (mlx-lm's adapter_path), \
              and `init_adapter` one to start from",
@@ -588,7 +598,6 @@ mod tests {
             ("fan_in_fan_out", "false", "true"),
             ("loftq_config", "{}", "{bits: 4}"),
             ("deepspeed", "null", "{stage: 2}"),
-            ("load_in_4bit", "false", "true"),
             ("eval_strategy", "steps", "epoch"),
             ("max_steps", "-1", "many"),
             ("train", "true", "false"),

@@ -1,5 +1,6 @@
 //! The folder of a whole model.
 
+use super::formats::checkpoint;
 use crate::files::companions::copy_companions;
 use crate::{Error, Result, files};
 use candle_core::{DType, Tensor};
@@ -7,7 +8,7 @@ use serde_json::Value;
 use std::collections::HashMap;
 use std::path::Path;
 
-/// Writes a model whose weights are in `dtype`.
+/// Writes a model whose weights are dense, in `dtype`.
 pub(crate) fn write(
     folder: &Path,
     config: &Value,
@@ -24,6 +25,9 @@ pub(crate) fn write(
     map.insert(key.into(), name.into());
     if map.contains_key("torch_dtype") {
         map.insert("torch_dtype".into(), name.into());
+    }
+    for key in checkpoint::KEYS {
+        map.remove(key);
     }
     let index = folder.join("model.safetensors.index.json");
     if index.exists() {

@@ -1,10 +1,13 @@
 //! The frozen weights of the decoder's layers, shaped by the configuration.
 
 use super::config::{Config, NormPlacement, QueryKeyNorm};
+use super::quantization::Quantization;
 use super::weight::{FrozenWeights, Storage, WeightId};
 use crate::Result;
+use candle_core::Device;
 use metal_candle_kernels::attention;
 use metal_candle_kernels::glu::Activation;
+use std::sync::Arc;
 
 /// The weight of a norm and how it is used.
 #[derive(Debug)]
@@ -80,7 +83,14 @@ pub(crate) struct Layer {
 
 /// Gives the weights of a decoder by name while it is built.
 pub(crate) trait Source {
-    fn weight(&mut self, name: &str, shape: &[usize], kind: Kind) -> Result<Storage>;
+    /// A weight of this shape on `device`.
+    fn weight(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        kind: Kind,
+        device: &Device,
+    ) -> Result<Storage>;
 }
 
 /// What a weight is for, which decides how it starts when a model is made from nothing.
@@ -98,13 +108,24 @@ pub(crate) enum Kind {
 pub(crate) struct Builder<'a> {
     pub config: &'a Config,
     pub source: &'a mut dyn Source,
+    pub device: &'a Device,
+    /// What dense matrices are brought into.
+    pub quantization: Option<Quantization>,
     pub weights: FrozenWeights,
     pub linears: usize,
 }
 
 impl Builder<'_> {
     pub fn weight(&mut self, name: String, shape: &[usize], kind: Kind) -> Result<WeightId> {
-        let storage = self.source.weight(&name, shape, kind)?;
+        let wanted = self.quantization.filter(|quantization| quantization.wants(kind));
+        let first = if wanted.is_some() { &Device::Cpu } else { self.device };
+        let storage = match (self.source.weight(&name, shape, kind, first)?, wanted) {
+            (Storage::Dense(tensor), Some(quantization)) => {
+                let matrix = quantization.apply(&name, &tensor)?.to_device(self.device)?;
+                Storage::Quantized(Arc::new(matrix))
+            }
+            (storage, _) => storage,
+        };
         Ok(self.weights.push(name, storage))
     }
 

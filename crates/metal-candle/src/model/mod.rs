@@ -7,6 +7,7 @@ mod families;
 #[allow(dead_code)]
 pub(crate) mod formats;
 pub(crate) mod layer;
+mod load;
 mod quantization;
 pub mod rope;
 pub(crate) mod weight;
@@ -21,7 +22,6 @@ use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use export::{dtype_name, is_finite};
-use formats::checkpoint::Checkpoint;
 use layer::{Builder, Kind, Layer, Linear, Norm, Source};
 use metal_candle_kernels::copy;
 use metal_candle_kernels::quantized::Weight;
@@ -50,6 +50,8 @@ pub struct Model {
     pub(crate) rope_tables: RopeTables,
     /// What the weights were read from.
     files: Vec<PathBuf>,
+    /// Bytes that the weights would take, if there are none.
+    outlined: Option<usize>,
 }
 
 /// Tells a model from every other one in this process.
@@ -64,86 +66,6 @@ impl ModelId {
 }
 
 impl Model {
-    /// Reads a model from a folder with `config.json` and safetensors, as `dtype` on `device`.
-    ///
-    /// # Errors
-    /// For a file that is missing or malformed, a tensor of another shape than the configuration
-    /// asks for or with a NaN in it, and an architecture that is not supported.
-    pub fn load(folder: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Self> {
-        Self::read(folder.as_ref(), dtype, device, None, Weights::tensor)
-    }
-
-    /// As [`Self::load`], with dense weights brought into fewer bits, one after the other.
-    ///
-    /// # Errors
-    /// As [`Self::load`], and when a weight has a size that the format can't hold, or is quantised already.
-    pub fn load_quantized(
-        folder: impl AsRef<Path>,
-        dtype: DType,
-        device: &Device,
-        quantization: Quantization,
-    ) -> Result<Self> {
-        Self::read(folder.as_ref(), dtype, device, Some(quantization), Weights::tensor)
-    }
-
-    /// The model of a folder without its weights, which are zero and take no memory: for counting what
-    /// it has, and for checking that its files fit its configuration.
-    ///
-    /// # Errors
-    /// As [`Self::load`], but for those of the weights' values.
-    pub fn outline(folder: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Self> {
-        Self::read(folder.as_ref(), dtype, device, None, Weights::outline)
-    }
-
-    fn read(
-        folder: &Path,
-        dtype: DType,
-        device: &Device,
-        quantization: Option<Quantization>,
-        tensor: ReadTensor,
-    ) -> Result<Self> {
-        let config = Config::load(folder)?;
-        let checkpoint = Checkpoint::of(&config.raw)
-            .map_err(|problem| Error::file(folder.join("config.json"), problem))?;
-        if let (Some(quantization), true) = (quantization, checkpoint != Checkpoint::Dense) {
-            return Err(Error::option(
-                "quantize",
-                format!(
-                    "is {quantization}, but the weights of {} are quantised already",
-                    folder.display()
-                ),
-            ));
-        }
-        let weights = Weights::open(folder)?.check_finite(true);
-        let device = device.clone();
-        let mut source = Stored { weights, checkpoint, quantization, tensor, dtype, device };
-        let device = &source.device.clone();
-        let mut model = Self::build(config, dtype, device, &mut source)?;
-        model.files = source.weights.files().map(Path::to_path_buf).collect();
-        let unread: Vec<&str> = source
-            .weights
-            .unread()
-            .into_iter()
-            // Written by some tools although they can be derived or, with tied embeddings, are
-            // the embedding again.
-            .filter(|name| {
-                !name.ends_with("rotary_emb.inv_freq") && !name.ends_with("lm_head.weight")
-            })
-            .collect();
-        if let Some(first) = unread.first() {
-            return Err(Error::file(
-                folder,
-                format!(
-                    "{} tensors of the checkpoint, such as `{first}`, belong to no part of a {} \
-                     model as its config.json describes it",
-                    unread.len(),
-                    model.config.architecture.model_type(),
-                ),
-            ));
-        }
-        Ok(model)
-    }
-
     /// A model with random weights: normal with the configuration's `initializer_range` (0.02 if
     /// it has none), norms at one, biases at zero.
     pub fn random(config: Config, dtype: DType, device: &Device, seed: u64) -> Result<Self> {
@@ -160,8 +82,8 @@ impl Model {
                 })?,
         };
         let norm = 1.0 - config.norm_weight_offset;
-        let mut source = Random { deviation, norm, dtype, device: device.clone(), seed, index: 0 };
-        Self::build(config, dtype, device, &mut source)
+        let mut source = Random { deviation, norm, dtype, seed, index: 0 };
+        Self::build(config, dtype, device, None, &mut source)
     }
 
     /// A model whose weights `weight(name, shape)` gives, under the names of a checkpoint. They are
@@ -173,19 +95,38 @@ impl Model {
     where
         F: FnMut(&str, &[usize]) -> Result<Tensor>,
     {
-        let mut source = Given { weight, dtype, device: device.clone() };
-        Self::build(config, dtype, device, &mut source)
+        Self::build(config, dtype, device, None, &mut Given { weight, dtype })
+    }
+
+    /// As [`Self::from_fn`], with the weights brought into fewer bits, one after the other.
+    ///
+    /// # Errors
+    /// As [`Self::from_fn`] and [`Self::load_quantized`].
+    pub fn from_fn_quantized<F>(
+        config: Config,
+        dtype: DType,
+        device: &Device,
+        quantization: Quantization,
+        weight: F,
+    ) -> Result<Self>
+    where
+        F: FnMut(&str, &[usize]) -> Result<Tensor>,
+    {
+        Self::build(config, dtype, device, Some(quantization), &mut Given { weight, dtype })
     }
 
     fn build(
         config: Config,
         dtype: DType,
         device: &Device,
+        quantization: Option<Quantization>,
         source: &mut dyn Source,
     ) -> Result<Self> {
         let table = [config.vocab_size, config.hidden_size];
         let weights = FrozenWeights::new(dtype);
-        let mut builder = Builder { config: &config, source, weights, linears: 0 };
+        let config_of = &config;
+        let mut builder =
+            Builder { config: config_of, source, device, quantization, weights, linears: 0 };
         let embedding = builder.weight("model.embed_tokens.weight".into(), &table, Kind::Table)?;
         let layers = (0..config.layers.len())
             .map(|index| Ok(Arc::new(Layer::build(index, &mut builder)?)))
@@ -207,6 +148,7 @@ impl Model {
             head,
             rope_tables: RopeTables::default(),
             files: Vec::new(),
+            outlined: None,
         })
     }
 
@@ -246,6 +188,24 @@ impl Model {
     pub fn without_weights(mut self) -> Self {
         Arc::make_mut(&mut self.weights).clear();
         self
+    }
+
+    /// This model with all weights in its dtype, also those that were held in fewer bits.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn dequantize(self) -> Result<Self> {
+        self.map_weights(|_, weight| Ok(weight))
+    }
+
+    /// Bytes of memory that its weights take, or would take where there is only an outline of them.
+    pub fn size_in_bytes(&self) -> usize {
+        let sizes = self.named_weights().map(|(_, id)| match self.weights.storage(id).held() {
+            Some(Weight::Dense(tensor)) => tensor.elem_count() * tensor.dtype().size_in_bytes(),
+            Some(Weight::Quantized(quantized)) => quantized.size_in_bytes(),
+            None => 0,
+        });
+        self.outlined.unwrap_or_else(|| sizes.sum())
     }
 
     /// This model with other values of its weights, one after the other.
@@ -352,54 +312,22 @@ impl Model {
 struct Given<F> {
     weight: F,
     dtype: DType,
-    device: Device,
 }
 
 impl<F: FnMut(&str, &[usize]) -> Result<Tensor>> Source for Given<F> {
-    fn weight(&mut self, name: &str, shape: &[usize], _kind: Kind) -> Result<Storage> {
+    fn weight(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        _kind: Kind,
+        device: &Device,
+    ) -> Result<Storage> {
         let tensor = (self.weight)(name, shape)?;
         if tensor.dims() != shape {
             let problem = format!("has shape {:?}, expected {shape:?}", tensor.dims());
             return Err(Error::option(name, problem));
         }
-        Ok(Storage::Dense(tensor.to_dtype(self.dtype)?.to_device(&self.device)?))
-    }
-}
-
-/// [`Weights::tensor`], or what stands in its place.
-type ReadTensor = fn(&Weights, &str, &[usize], DType, &Device) -> Result<Tensor>;
-
-/// Weights from a checkpoint.
-struct Stored {
-    weights: Weights,
-    checkpoint: Checkpoint,
-    /// What dense weights are brought into.
-    quantization: Option<Quantization>,
-    tensor: ReadTensor,
-    dtype: DType,
-    device: Device,
-}
-
-impl Source for Stored {
-    fn weight(&mut self, name: &str, shape: &[usize], kind: Kind) -> Result<Storage> {
-        // A checkpoint of the decoder without its head has no `model.` before its names.
-        let bare = name
-            .strip_prefix("model.")
-            .filter(|bare| !self.weights.contains(name) && self.weights.contains(bare));
-        let name = bare.unwrap_or(name);
-        if let [outer, inner] = *shape
-            && let Some(matrix) = self.checkpoint.matrix(&self.weights, name, (outer, inner))?
-        {
-            return Ok(Storage::Quantized(Arc::new(matrix.to_device(&self.device)?)));
-        }
-        let read = |device| (self.tensor)(&self.weights, name, shape, self.dtype, device);
-        if let Some(quantization) = self.quantization
-            && let tensor = read(&Device::Cpu)?
-            && let Some(matrix) = quantization.of(name, kind, &tensor)?
-        {
-            return Ok(Storage::Quantized(Arc::new(matrix.to_device(&self.device)?)));
-        }
-        Ok(Storage::Dense(read(&self.device)?))
+        Ok(Storage::Dense(tensor.to_dtype(self.dtype)?.to_device(device)?))
     }
 }
 
@@ -408,13 +336,18 @@ struct Random {
     deviation: f64,
     norm: f64,
     dtype: DType,
-    device: Device,
     seed: u64,
     index: u64,
 }
 
 impl Source for Random {
-    fn weight(&mut self, name: &str, shape: &[usize], kind: Kind) -> Result<Storage> {
+    fn weight(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        kind: Kind,
+        device: &Device,
+    ) -> Result<Storage> {
         let tensor = match kind {
             Kind::Bias => Tensor::zeros(shape, DType::F32, &Device::Cpu)?,
             Kind::Norm => Tensor::full(self.norm as f32, shape, &Device::Cpu)?,
@@ -433,6 +366,6 @@ impl Source for Random {
             }
         };
         self.index += 1;
-        Ok(Storage::Dense(tensor.to_dtype(self.dtype)?.to_device(&self.device)?))
+        Ok(Storage::Dense(tensor.to_dtype(self.dtype)?.to_device(device)?))
     }
 }

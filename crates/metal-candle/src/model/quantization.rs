@@ -4,46 +4,50 @@ use super::layer::Kind;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use metal_candle_kernels::quantized::{Format, Quantized, quantize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 use std::str::FromStr;
 
 /// A format that a model's weights are brought into while it is loaded. Norms and biases stay as they are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Quantization {
     name: &'static str,
     format: Format,
     /// Whether the embedding and the head are brought into it, too.
     tables: bool,
+    /// Bits that a weight takes with its share of the scales.
+    bits: f64,
 }
 
 /// Of the programs whose formats these are, bitsandbytes leaves the embedding and the head alone, MLX and llama.cpp
 /// don't.
 const ALL: &[Quantization] = {
-    const fn new(name: &'static str, format: Format, tables: bool) -> Quantization {
-        Quantization { name, format, tables }
+    const fn new(name: &'static str, format: Format, tables: bool, bits: f64) -> Quantization {
+        Quantization { name, format, tables, bits }
     }
     const fn affine(name: &'static str, bits: usize) -> Quantization {
-        new(name, Format::Affine { bits, group: 64 }, true)
+        new(name, Format::Affine { bits, group: 64 }, true, bits as f64 + 0.5)
     }
     &[
-        new("nf4", Format::Nf4 { block: 64, nested: true }, false),
-        new("fp4", Format::Fp4 { block: 64, nested: true }, false),
+        new("nf4", Format::Nf4 { block: 64, nested: true }, false, 4.127),
+        new("fp4", Format::Fp4 { block: 64, nested: true }, false, 4.127),
         affine("mlx2", 2),
         affine("mlx3", 3),
         affine("mlx4", 4),
         affine("mlx5", 5),
         affine("mlx6", 6),
         affine("mlx8", 8),
-        new("mxfp4", Format::Mxfp4, true),
-        new("mxfp8", Format::Mxfp8, true),
-        new("nvfp4", Format::Nvfp4, true),
-        new("q4_0", Format::Q4_0, true),
-        new("q4_k", Format::Q4K, true),
-        new("q5_k", Format::Q5K, true),
-        new("q6_k", Format::Q6K, true),
-        new("q8_0", Format::Q8_0, true),
-        new("fp8", Format::Fp8Rows, false),
-        new("int8", Format::Int8Rows, false),
+        new("mxfp4", Format::Mxfp4, true, 4.25),
+        new("mxfp8", Format::Mxfp8, true, 8.25),
+        new("nvfp4", Format::Nvfp4, true, 4.5),
+        new("q4_0", Format::Q4_0, true, 4.5),
+        new("q4_k", Format::Q4K, true, 4.625),
+        new("q5_k", Format::Q5K, true, 5.625),
+        new("q6_k", Format::Q6K, true, 6.5625),
+        new("q8_0", Format::Q8_0, true, 8.5),
+        new("fp8", Format::Fp8Rows, false, 8.0),
+        new("int8", Format::Int8Rows, false, 8.0),
     ]
 };
 
@@ -53,23 +57,32 @@ impl Quantization {
         ALL.iter().map(|quantization| quantization.name)
     }
 
-    /// A weight in this format; `None` where such a weight stays as it is.
-    pub(super) fn of(self, name: &str, kind: Kind, weight: &Tensor) -> Result<Option<Quantized>> {
-        let wanted = match kind {
+    /// About how many bits a weight takes with its share of the scales, in the embedding and the head (`is_table`) or
+    /// in a linear layer; `None` where such weights stay as they are.
+    pub fn bits_per_weight(self, is_table: bool) -> Option<f64> {
+        (self.tables || !is_table).then_some(self.bits)
+    }
+
+    /// Whether such a weight is brought into it.
+    pub(super) fn wants(self, kind: Kind) -> bool {
+        match kind {
             Kind::Linear => true,
             Kind::Table => self.tables,
             Kind::Norm | Kind::Bias => false,
-        };
-        if !wanted {
-            return Ok(None);
         }
-        let quantized = quantize(weight, self.format).map_err(|error| {
-            Error::option(
-                "quantize",
-                format!("is {self}, which `{name}` can't be held in: {error}"),
-            )
-        });
-        quantized.map(Some)
+    }
+
+    /// About how many bytes a weight of so many elements takes; `None` where such a weight stays as it is.
+    pub(super) fn size_in_bytes(self, kind: Kind, elements: usize) -> Option<usize> {
+        self.wants(kind).then_some((elements as f64 * self.bits / 8.0) as usize)
+    }
+
+    /// A weight of the CPU in this format.
+    pub(super) fn apply(self, name: &str, weight: &Tensor) -> Result<Quantized> {
+        quantize(weight, self.format).map_err(|error| {
+            let problem = format!("is {self}, which `{name}` can't be held in: {error}");
+            Error::option("quantize", problem)
+        })
     }
 }
 
@@ -87,5 +100,17 @@ impl FromStr for Quantization {
             let names: Vec<&str> = Self::names().collect();
             format!("is {word:?}, expected one of {}", names.join(", "))
         })
+    }
+}
+
+impl Serialize for Quantization {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name)
+    }
+}
+
+impl<'de> Deserialize<'de> for Quantization {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
     }
 }

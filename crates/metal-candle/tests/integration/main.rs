@@ -6,6 +6,7 @@ mod common;
 mod data;
 mod models;
 mod mutations;
+mod quantized;
 mod text;
 mod training;
 mod untrusted;

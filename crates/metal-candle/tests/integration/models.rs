@@ -290,6 +290,31 @@ fn a_session_keeps_what_a_new_prompt_shares_with_the_old() {
     }
 }
 
+/// Checkpoints that other programs quantised.
+const QUANTIZED: &[&str] = &["llama-mlx-mxfp4", "llama-mlx4", "llama-nf4", "qwen2-fp4"];
+
+#[test]
+fn quantised_checkpoints_give_the_logits_of_the_programs_that_wrote_them() {
+    for name in QUANTIZED {
+        let expected = tensors(folder(name).join("expected.safetensors"));
+        let ids = rows(&expected["input_ids"]);
+        let model = load(name);
+        assert_close(name, &logits(&model, &ids), &expected["logits"], 1e-4);
+        // One token after the other, by other kernels.
+        let mut session = Session::new(&model, None);
+        for end in 1..=ids[0].len() {
+            let found = session.continue_with(&ids[0][..end]).unwrap();
+            let wanted = expected["logits"].get(0).unwrap().get(end - 1).unwrap();
+            assert_close(name, &found.flatten_all().unwrap(), &wanted, 1e-4);
+        }
+        // Written out, it is dense, and no configuration says otherwise.
+        let written = tempfile::tempdir().unwrap();
+        model.save(written.path(), DType::F32, None).unwrap();
+        let dense = Model::load(written.path(), DType::F32, &device()).unwrap();
+        assert_close(name, &logits(&dense, &ids), &expected["logits"], 1e-4);
+    }
+}
+
 /// The gradients of a batch's mean loss, by the name of the tensor in PEFT's file.
 fn gradients(
     (model, adapter): (&Model, &Arc<Adapter>),
@@ -353,12 +378,14 @@ const METHODS: &[(&str, &str)] = &[
     ("llama", "modules-norm"),
     ("llama", "olora"),
     ("llama", "pissa"),
+    ("llama-nf4", "lora"),
     ("qwen2", "bias-all"),
     ("qwen2", "bias-lora"),
     ("qwen2", "dora"),
     ("qwen2", "modules-embedding"),
     ("qwen2", "modules-head"),
     ("qwen2", "pissa"),
+    ("qwen2-fp4", "lora"),
 ];
 
 /// Where something was taken from the weights, two programs' f32 factors of them differ by rounding.

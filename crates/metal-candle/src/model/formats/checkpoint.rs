@@ -157,6 +157,24 @@ impl Checkpoint {
         Ok(Self::Bytes { block })
     }
 
+    /// Whether the weights have a matrix of this name, in whatever parts.
+    pub(crate) fn has(&self, weights: &Weights, name: &str) -> bool {
+        let packed = || Some(format!("{}.qweight", name.strip_suffix(".weight")?));
+        weights.contains(name) || packed().is_some_and(|name| weights.contains(&name))
+    }
+
+    /// Bytes of the parts of a layer's matrix, which are read; `None` where it is stored dense.
+    pub(crate) fn size_in_bytes(&self, weights: &Weights, name: &str) -> Option<usize> {
+        let path = name.strip_suffix(".weight").filter(|_| *self != Self::Dense)?;
+        let scales = ["scales", "weight_scale", "weight_scale_inv", "weight.absmax"];
+        if !scales.iter().any(|part| weights.contains(&format!("{path}.{part}"))) {
+            return None;
+        }
+        let (start, bias) = (format!("{path}."), format!("{path}.bias"));
+        let parts = weights.names().filter(|name| name.starts_with(&start) && *name != bias);
+        Some(parts.filter_map(|name| Some(weights.raw(name).ok()?.bytes.len())).sum())
+    }
+
     /// The matrix of a layer; `None` where it is stored dense.
     ///
     /// # Errors

@@ -6,7 +6,7 @@ use super::{Parsed, Stored, required};
 use metal_candle_kernels::quantized::Quantized;
 
 /// What `quantization_config` says.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Config {
     /// 4 or 8.
     pub(crate) bits: usize,

@@ -1,0 +1,157 @@
+//! Dense bases that are brought into fewer bits while they are loaded, on the device that tests are told.
+
+use crate::common::device;
+use candle_core::{DType, Tensor};
+use metal_candle::adapter::{Adapter, LoraConfig};
+use metal_candle::autograd::Tape;
+use metal_candle::data::{Batch, IGNORED};
+use metal_candle::generate::Session;
+use metal_candle::model::{Config, Model, Quantization};
+use metal_candle::pass::Input;
+use metal_candle::train::Gradients;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Rows of whole blocks of 256.
+fn config(changes: Value) -> Config {
+    let mut config = json!({
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 96,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.05,
+    });
+    for (key, value) in changes.as_object().unwrap() {
+        config[key] = value.clone();
+    }
+    Config::from_json(&config.to_string()).unwrap()
+}
+
+/// A model with random weights in a folder.
+fn saved(changes: Value) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let model = Model::random(config(changes), DType::F32, &device(), 7).unwrap();
+    model.save(folder.path(), DType::F32, None).unwrap();
+    folder
+}
+
+fn quantized(folder: &Path, word: &str) -> metal_candle::Result<Model> {
+    Model::load_quantized(folder, DType::F32, &device(), word.parse().unwrap())
+}
+
+const IDS: [u32; 12] = [5, 93, 17, 2, 44, 81, 0, 9, 33, 61, 28, 70];
+
+fn logits(model: &Model, adapter: Option<&Arc<Adapter>>) -> Vec<f32> {
+    let tape = Tape::inference();
+    let input = Input::sequence(&IDS, 0, model.device()).unwrap().with_adapter(adapter);
+    let hidden = model.forward(&tape, &input, None).unwrap();
+    let logits = model.logits(hidden.tensor(), &input).unwrap();
+    logits.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn gradients(model: &Model, adapter: &Arc<Adapter>, checkpointing: bool) -> Vec<f32> {
+    let mut targets = IDS[1..].to_vec();
+    targets.push(IGNORED);
+    let batch = Batch {
+        rows: 1,
+        length: IDS.len(),
+        input_ids: IDS.to_vec(),
+        positions: (0..IDS.len() as u32).collect(),
+        first_key: vec![0; IDS.len()],
+        tokens: IDS.len(),
+        targets,
+        target_tokens: IDS.len() - 1,
+    };
+    let gradients = Gradients::new(adapter.parameters()).unwrap();
+    gradients.clear().unwrap();
+    let tape = Tape::training().with_checkpointing(checkpointing);
+    let loss = model.loss(&tape, &batch, Some(adapter)).unwrap();
+    tape.backward(&loss.sum, 1.0, &mut &gradients).unwrap();
+    gradients.buffer().to_vec1().unwrap()
+}
+
+#[track_caller]
+fn assert_close(name: &str, found: &[f32], expected: &[f32]) {
+    assert_eq!(found.len(), expected.len());
+    let largest = expected.iter().fold(0f32, |largest, number| largest.max(number.abs()));
+    assert!(largest > 0.0, "{name}: nothing to compare");
+    for (found, expected) in found.iter().zip(expected) {
+        let error = (found - expected).abs();
+        assert!(error <= 1e-4 * largest, "{name}: {found}, expected {expected}");
+    }
+}
+
+#[test]
+fn every_format_computes_with_the_numbers_it_holds() {
+    let folder = saved(json!({}));
+    let whole = logits(&Model::load(folder.path(), DType::F32, &device()).unwrap(), None);
+    for word in Quantization::names() {
+        let model = Arc::new(quantized(folder.path(), word).unwrap());
+        let dense = Arc::new(quantized(folder.path(), word).unwrap().dequantize().unwrap());
+        assert!(model.size_in_bytes() < dense.size_in_bytes(), "{word}");
+        let found = logits(&model, None);
+        assert_close(word, &found, &logits(&dense, None));
+        // Some of the model is left after rounding, and something is rounded.
+        let (mut difference, mut size) = (0f32, 0f32);
+        for (found, whole) in found.iter().zip(&whole) {
+            difference += (found - whole).powi(2);
+            size += whole.powi(2);
+        }
+        let difference = (difference / size).sqrt();
+        let most = match word {
+            "mlx2" => 2.0,
+            "mlx3" | "fp4" => 0.6,
+            "mlx8" | "q8_0" | "int8" => 0.03,
+            "mlx6" | "q6_k" | "mlx5" | "q5_k" | "fp8" | "mxfp8" => 0.12,
+            _ => 0.35,
+        };
+        assert!(difference > 1e-4 && difference < most, "{word}: off by {difference}");
+        let lora = LoraConfig { rank: 4, ..LoraConfig::default() };
+        let adapters = [&model, &dense].map(|model| {
+            let adapter = Adapter::new(model, &lora, 3).unwrap();
+            let count = adapter.parameters().len();
+            let numbers = (0..count).map(|index| ((index * 37 % 101) as f32 - 50.0) * 1e-3);
+            let numbers = Tensor::from_iter(numbers, &device()).unwrap();
+            adapter.parameters().values().slice_set(&numbers, 0, 0).unwrap();
+            adapter.parameters().changed();
+            Arc::new(adapter)
+        });
+        let [adapter, other] = &adapters;
+        assert_close(word, &logits(&model, Some(adapter)), &logits(&dense, Some(other)));
+        let expected = gradients(&dense, other, false);
+        for checkpointing in [false, true] {
+            assert_close(word, &gradients(&model, adapter, checkpointing), &expected);
+        }
+        // One token after the other.
+        let mut session = Session::new(&model, Some(adapter));
+        let last = session.read(&IDS).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let mut stepwise = Session::new(&model, Some(adapter));
+        let mut found = Vec::new();
+        for end in 1..=IDS.len() {
+            let read = stepwise.continue_with(&IDS[..end]).unwrap();
+            found = read.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        }
+        assert_close(word, &found, &last);
+    }
+}
+
+#[test]
+fn what_a_format_cannot_hold_is_refused_by_name() {
+    let folder = saved(json!({ "hidden_size": 64, "intermediate_size": 96 }));
+    let error = quantized(folder.path(), "q4_k").unwrap_err().to_string();
+    assert!(error.contains("quantize: is q4_k") && error.contains("embed_tokens"), "{error}");
+    assert!(error.contains("256"), "{error}");
+    quantized(folder.path(), "q8_0").unwrap();
+    let error = "nf5".parse::<Quantization>().unwrap_err();
+    assert!(error.contains("is \"nf5\", expected one of nf4, fp4"), "{error}");
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models/llama-nf4");
+    let error = quantized(&fixtures, "nf4").unwrap_err().to_string();
+    assert!(error.contains("are quantised already"), "{error}");
+}
