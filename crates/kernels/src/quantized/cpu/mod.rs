@@ -183,25 +183,26 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The scale and the offset of a group.
+    /// The scale and the offset of a group: -0 where there is none, which changes nothing that it is added to, not
+    /// even another -0.
     #[inline(always)]
     fn scale(&self, group: usize) -> (f32, f32) {
         match self.scales {
             ScalesView::F32(scales, offsets) => {
-                (scales[group], offsets.get(group).copied().unwrap_or(0.0))
+                (scales[group], offsets.get(group).copied().unwrap_or(-0.0))
             }
             ScalesView::F16(scales, offsets) => (
                 f32::from_f16(scales[group]),
-                offsets.get(group).map_or(0.0, |it| f32::from_f16(*it)),
+                offsets.get(group).map_or(-0.0, |it| f32::from_f16(*it)),
             ),
             ScalesView::Bf16(scales, offsets) => (
                 f32::from_bf16(scales[group]),
-                offsets.get(group).map_or(0.0, |it| f32::from_bf16(*it)),
+                offsets.get(group).map_or(-0.0, |it| f32::from_bf16(*it)),
             ),
-            ScalesView::E8m0(scales) => (e8m0(scales[group]), 0.0),
-            ScalesView::E4m3(scales, overall) => (e4m3(scales[group]) * overall, 0.0),
+            ScalesView::E8m0(scales) => (e8m0(scales[group]), -0.0),
+            ScalesView::E4m3(scales, overall) => (e4m3(scales[group]) * overall, -0.0),
             ScalesView::Nested { codes, table, scales, offset } => {
-                (table[usize::from(codes[group])] * scales[group / NESTED] + offset, 0.0)
+                (table[usize::from(codes[group])] * scales[group / NESTED] + offset, -0.0)
             }
             ScalesView::Blocks { scales, signed, large, offsets, large_offsets } => {
                 let block = group * self.group / BLOCK;
@@ -211,7 +212,7 @@ impl<'a> View<'a> {
                 };
                 let offset = match offsets.get(group) {
                     Some(code) => -(f32::from_f16(large_offsets[block]) * f32::from(*code)),
-                    None => 0.0,
+                    None => -0.0,
                 };
                 (f32::from_f16(large[block]) * code, offset)
             }
