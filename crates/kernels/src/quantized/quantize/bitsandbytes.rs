@@ -178,3 +178,31 @@ fn sum(numbers: &[f32]) -> f32 {
     let tail = numbers[whole..].iter().fold(0.0, |sum, number| sum + number);
     first.iter().fold(tail, |sum, number| sum + number)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::sum;
+
+    /// The bits that `torch.sum` gives on one thread.
+    #[test]
+    fn sums_are_pytorchs() {
+        let numbers: Vec<f32> = (0..1_200_000u64)
+            .map(|index| ((index * 2_654_435_761 & 0xffff_ffff) >> 8) as f32 / 16_777_216.0)
+            .collect();
+        for (count, bits) in [
+            (1, 0x0000_0000),
+            (7, 0x403e_a33e),
+            (8, 0x4053_8453),
+            (31, 0x4176_2c3f),
+            (32, 0x4178_b7bc),
+            (33, 0x4182_9358),
+            (1_000, 0x43f9_fcf9),
+            (4_101, 0x4500_2a0e),
+            (20_000, 0x461c_3c0d),
+            (70_003, 0x4708_b964),
+            (1_200_000, 0x4912_7bf2),
+        ] {
+            assert_eq!(sum(&numbers[..count]).to_bits(), bits, "{count} numbers");
+        }
+    }
+}

@@ -101,16 +101,17 @@ pub(super) fn nvfp4(source: &Source) -> Result<Quantized> {
     Quantized::new(source.shape, Levels::Table(&E2M1), 16, codes, scales)
 }
 
-/// The code and the value of a group's power of two, next to its largest magnitude divided by the largest level.
-/// Codes begin at 2^-127, where MLX's begin again at 2^128.
+/// The code and the value of a group's power of two, the least that isn't below its largest magnitude divided by the
+/// largest level. Codes begin at 2^-127, where MLX's begin again at 2^128.
 #[inline(always)]
 fn exponent(numbers: &[f32], most: f32, round: fn(f32) -> f32) -> (u8, f32) {
-    let ratio = round(largest(numbers) / most);
+    let ratio = f64::from(round(largest(numbers) / most));
     if ratio == 0.0 {
         return (127, 1.0);
     }
-    let log = round(f64::from(ratio).log2() as f32).round_ties_even() as i32;
-    let log = log.max(-127);
+    // Every f32 is a normal f64.
+    let (biased, fraction) = (ratio.to_bits() >> 52, ratio.to_bits() & ((1 << 52) - 1));
+    let log = (biased as i32 - 1023 + i32::from(fraction > 0)).max(-127);
     ((log + 127) as u8, 2f32.powi(log))
 }
 
