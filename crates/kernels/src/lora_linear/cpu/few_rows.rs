@@ -42,8 +42,9 @@ pub(super) fn forward<T: Element>(
         ys,
         #[inline(always)]
         |index, outputs, sums| {
-            if let Some(adapter) = &layers[index].adapter {
-                add_low_rank(adapter, &xas[index], outputs, sums);
+            let layer = &layers[index];
+            if let Some(adapter) = &layer.adapter {
+                add_low_rank((rows, layer.frozen.outer), adapter, &xas[index], outputs, sums);
             }
         },
     );
@@ -51,10 +52,16 @@ pub(super) fn forward<T: Element>(
 
 /// Adds `scale·xa·b` for some outputs of every row: `xa` `(rows, rank)`, `sums` `(rows, outputs)`.
 #[inline(always)]
-fn add_low_rank<A: Real>(adapter: &Adapter<A>, xa: &[A], outputs: Range<usize>, sums: &mut [A]) {
-    let outer = adapter.b.len() / adapter.rank.max(1);
+fn add_low_rank<A: Real>(
+    (rows, outer): (usize, usize),
+    adapter: &Adapter<A>,
+    xa: &[A],
+    outputs: Range<usize>,
+    sums: &mut [A],
+) {
     let mut left = [A::ZERO; 64];
-    for (row, sums) in sums.chunks_exact_mut(outputs.len()).enumerate() {
+    for row in 0..rows {
+        let sums = &mut sums[row * outputs.len()..][..outputs.len()];
         for first in (0..adapter.rank).step_by(left.len()) {
             let last = (first + left.len()).min(adapter.rank);
             let left = &mut left[..last - first];
