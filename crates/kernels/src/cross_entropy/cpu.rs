@@ -91,11 +91,12 @@ impl<A: Real> Shape<A> {
 }
 
 impl<T: Element> Problem<'_, T> {
-    /// The summed loss; gradients are written to (`dhidden`) and added to (`dweight`) zeroed buffers.
+    /// The summed loss; gradients are written to (`dhidden`) and added to (`dweight`, of so many columns) zeroed
+    /// buffers.
     pub(super) fn run(
         &self,
         mut dhidden: Option<&mut [T]>,
-        mut dweight: Option<&mut [T::Acc]>,
+        mut dweight: Option<(&mut [T::Acc], usize)>,
     ) -> f64 {
         let (d, v) = (self.d, self.v);
         let most_rows = self.options.chunk.min(self.counted.len());
@@ -138,7 +139,8 @@ impl<T: Element> Problem<'_, T> {
             if let Some(dhidden) = dhidden.as_deref_mut() {
                 self.finish(counted, &rows, sums, dhidden);
             }
-            if let Some(dweight) = dweight.as_deref_mut() {
+            if let Some((dweight, columns)) = &mut dweight {
+                let columns = *columns;
                 for start in (0..v).step_by(width.max(1)) {
                     let (weight, logits) = self.block(hidden, count, start, width, &mut logits);
                     let of_block = width.min(v - start);
@@ -149,8 +151,9 @@ impl<T: Element> Problem<'_, T> {
                         |row, logits| self.gradients(&rows[row], logits, start),
                     );
                     let (kind, dy) = (kind_of(hidden, weight), Values::Native(&*logits));
-                    let dweight = &mut dweight[start * d..(start + of_block) * d];
-                    add_weight_gradient(kind, count, of_block, d, dy, hidden, dweight);
+                    let dweight = &mut dweight[start * columns..(start + of_block) * columns];
+                    let sizes = (columns, d);
+                    add_weight_gradient(kind, count, of_block, sizes, dy, hidden, dweight);
                 }
             }
         }

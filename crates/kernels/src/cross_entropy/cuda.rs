@@ -25,7 +25,8 @@ pub(super) struct Problem<'a> {
     pub(super) counted: &'a [(usize, u32)],
     pub(super) options: &'a Options,
     pub(super) need_dhidden: bool,
-    pub(super) need_dweight: bool,
+    /// Leading columns of the weight that need a gradient.
+    pub(super) trained: usize,
 }
 
 impl Problem<'_> {
@@ -48,10 +49,10 @@ impl Problem<'_> {
                 loss: loss.tensor,
                 count,
                 dhidden: zeros(self.need_dhidden, (n, d), dtype)?,
-                dweight: zeros(self.need_dweight, (v, d), DType::F32)?,
+                dweight: zeros(self.trained > 0, (v, self.trained), DType::F32)?,
             });
         }
-        let need_gradient = self.need_dhidden || self.need_dweight;
+        let need_gradient = self.need_dhidden || self.trained > 0;
         let all_count = count == n;
         let indices = self.upload_indices(&cuda, n, all_count)?;
         let targets = indices.pointer;
@@ -85,9 +86,9 @@ impl Problem<'_> {
             true => Some(cuda.empty((count, d), dtype)?),
             false => None,
         };
-        let dweight = match self.need_dweight {
-            true => Some(cuda.empty((v, d), DType::F32)?),
-            false => None,
+        let dweight = match self.trained {
+            0 => None,
+            trained => Some(cuda.empty((v, trained), DType::F32)?),
         };
         for start in (0..count).step_by(chunk) {
             let rows = chunk.min(count - start);
@@ -103,8 +104,8 @@ impl Problem<'_> {
             }
             if let Some(dweight) = &dweight {
                 let beta = if start == 0 { 0.0 } else { 1.0 };
-                let to = Matrix::of(dweight, d);
-                cuda.gemm([v, d, rows], 1.0, (all_gradients.t(), hidden), beta, to)?;
+                let to = Matrix::of(dweight, self.trained);
+                cuda.gemm([v, self.trained, rows], 1.0, (all_gradients.t(), hidden), beta, to)?;
             }
         }
         sum(&cuda, &losses, &loss, count)?;

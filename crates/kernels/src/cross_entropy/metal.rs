@@ -20,7 +20,8 @@ pub(crate) struct Problem<'a> {
     pub(crate) counted: &'a [(usize, u32)],
     pub(crate) options: &'a Options,
     pub(crate) need_dhidden: bool,
-    pub(crate) need_dweight: bool,
+    /// Leading columns of the weight that need a gradient.
+    pub(crate) trained: usize,
 }
 
 /// Where the gradient with respect to the products goes, as the kernel knows it.
@@ -35,6 +36,7 @@ impl Problem<'_> {
         let (n, d) = self.hidden.dims2()?;
         let (v, dtype) = (self.weight.dim(0)?, self.hidden.dtype());
         let count = self.counted.len();
+        let needs_dweight = self.trained > 0;
         let loss = metal.empty((), DType::F32)?;
         if count == 0 {
             metal.clear(&loss)?;
@@ -43,7 +45,7 @@ impl Problem<'_> {
                 true => Some(self.scatter(&metal, &metal.contiguous(self.hidden)?)?),
                 false => None,
             };
-            let dweight = self.need_dweight.then(|| metal.zeros((v, d))).transpose()?;
+            let dweight = needs_dweight.then(|| metal.zeros((v, self.trained))).transpose()?;
             return Ok(output(loss, count, dhidden, dweight));
         }
         let on_device =
@@ -60,7 +62,7 @@ impl Problem<'_> {
         let chunk = chunk.min(count);
         let stride = v.next_multiple_of(ALIGNMENT);
         let products = metal.empty((chunk, stride), DType::F32)?;
-        let (gradients, place) = match (self.need_dhidden || self.need_dweight, dtype) {
+        let (gradients, place) = match (self.need_dhidden || needs_dweight, dtype) {
             (false, _) => (None, NOWHERE),
             (true, DType::F32) => (None, IN_PLACE),
             (true, _) => (Some(metal.empty((chunk, stride), dtype)?), APART),
@@ -68,7 +70,8 @@ impl Problem<'_> {
         let all_gradients = Matrix::of(gradients.as_ref().unwrap_or(&products), stride);
         let losses = metal.empty(count, DType::F32)?;
         let dhidden = self.need_dhidden.then(|| metal.empty((count, d), dtype)).transpose()?;
-        let dweight = self.need_dweight.then(|| metal.empty((v, d), DType::F32)).transpose()?;
+        let dweight =
+            needs_dweight.then(|| metal.empty((v, self.trained), DType::F32)).transpose()?;
         let head = Matrix::rows(&weight)?;
         let hidden_stride = hidden.tensor.stride().first().map_or(d, |stride| *stride);
         for start in (0..count).step_by(chunk) {
@@ -105,7 +108,8 @@ impl Problem<'_> {
             if let Some(dweight) = &dweight {
                 let terms = [Term::new(all_gradients.t(), hidden, rows)];
                 let finish = Finish { add: start > 0, ..Finish::default() };
-                metal.product_with(operation, v, d, &terms, finish, Matrix::of(dweight, d))?;
+                let to = Matrix::of(dweight, self.trained);
+                metal.product_with(operation, v, self.trained, &terms, finish, to)?;
             }
         }
         let arguments = [

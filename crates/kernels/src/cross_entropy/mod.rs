@@ -49,15 +49,16 @@ pub struct Output {
     pub count: usize,
     /// The gradient of the sum with respect to hidden, `(n, d)` in its dtype.
     pub dhidden: Option<Tensor>,
-    /// The gradient of the sum with respect to the weight, `(v, d)`, f32 (f64 for f64).
+    /// The gradient of the sum with respect to the weight's leading columns that need it, `(v, trained)`, f32 (f64
+    /// for f64).
     pub dweight: Option<Tensor>,
 }
 
-/// The loss and, when needed, its gradients: `hidden` `(n, d)`, `weight` `(v, d)`, `targets` `n` of them
-/// below `v` or [`IGNORE`].
+/// The loss and, when needed, its gradients: `hidden` `(n, d)`, `weight` `(v, d)` of which the first `trained`
+/// columns need a gradient, `targets` `n` of them below `v` or [`IGNORE`].
 ///
 /// # Errors
-/// When shapes or dtypes don't fit, a target isn't below `v`, the chunk is 0, the softcap isn't
+/// When shapes or dtypes don't fit, `trained` is more than `d`, a target isn't below `v`, the chunk is 0, the softcap isn't
 /// positive, or the tensors aren't on one device.
 pub fn forward(
     hidden: &Tensor,
@@ -65,7 +66,7 @@ pub fn forward(
     targets: &[u32],
     options: &Options,
     need_dhidden: bool,
-    need_dweight: bool,
+    trained: usize,
 ) -> Result<Output> {
     const OPERATION: &str = "cross_entropy";
     require_together(OPERATION, &[hidden, weight])?;
@@ -76,6 +77,11 @@ pub fn forward(
         bail!(
             "metal-candle-kernels: {OPERATION}: found {} targets, expected one for each of {n} rows of hidden",
             targets.len()
+        )
+    }
+    if trained > d {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: {trained} columns of the weight are trained, expected at most {d}"
         )
     }
     if options.chunk == 0 {
@@ -103,7 +109,7 @@ pub fn forward(
     on_gpu!(hidden, gpu => {
         let counted = &counted;
         let chunk = rows_of_chunk(counted.len(), v, gpu::MEMORY);
-        gpu::Problem { hidden, weight, counted, options, need_dhidden, need_dweight }
+        gpu::Problem { hidden, weight, counted, options, need_dhidden, trained }
             .run(OPERATION, chunk)
     });
     let (hidden, weight) = (Input::contiguous(hidden)?, Input::contiguous(weight)?);
@@ -118,11 +124,12 @@ pub fn forward(
             options,
         };
         let mut dhidden = need_dhidden.then(|| zeros::<T>(n * d));
-        let mut dweight = need_dweight.then(|| zeros::<Sum<T>>(v * d));
-        let loss = problem.run(dhidden.as_deref_mut(), dweight.as_deref_mut());
+        let mut dweight = (trained > 0).then(|| zeros::<Sum<T>>(v * trained));
+        let columns = dweight.as_deref_mut().map(|dweight| (dweight, trained));
+        let loss = problem.run(dhidden.as_deref_mut(), columns);
         let loss = Tensor::from_vec(vec![Sum::<T>::from_f64(loss)], (), &Device::Cpu)?;
         let dhidden = dhidden.map(|dhidden| Tensor::from_vec(dhidden, (n, d), &Device::Cpu));
-        let dweight = dweight.map(|dweight| Tensor::from_vec(dweight, (v, d), &Device::Cpu));
+        let dweight = dweight.map(|dweight| Tensor::from_vec(dweight, (v, trained), &Device::Cpu));
         Ok(Output {
             loss,
             count: counted.len(),
@@ -159,8 +166,8 @@ pub fn differentiable(
     targets: &[u32],
     options: &Options,
 ) -> Result<(Tensor, usize)> {
-    let needs = (hidden.track_op(), weight.track_op());
-    let output = forward(hidden, weight, targets, options, needs.0, needs.1)?;
+    let trained = if weight.track_op() { weight.dim(1)? } else { 0 };
+    let output = forward(hidden, weight, targets, options, hidden.track_op(), trained)?;
     let Output { loss, count, dhidden, dweight } = output;
     let loss = record2("cross_entropy", [hidden, weight], loss, move |[_, weight], _, dy| {
         let scaled = |gradient: &Tensor| arithmetic::scale_by(gradient, dy);

@@ -41,11 +41,11 @@ impl Case {
     }
 
     fn run_with(&self, hidden: &Tensor, weight: &Tensor) -> Result<Output> {
-        forward(hidden, weight, &self.targets, &self.options, true, true)
+        forward(hidden, weight, &self.targets, &self.options, true, weight.dim(1)?)
     }
 
     fn loss(&self, hidden: &Tensor, weight: &Tensor) -> Result<f64> {
-        let output = forward(hidden, weight, &self.targets, &self.options, false, false)?;
+        let output = forward(hidden, weight, &self.targets, &self.options, false, 0)?;
         assert!(output.dhidden.is_none() && output.dweight.is_none());
         Ok(values(&output.loss)[0])
     }
@@ -216,16 +216,21 @@ fn a_nan_is_not_hidden() {
 fn a_gradient_is_the_same_without_the_other() {
     for case in cases() {
         let both = case.run();
-        for (dhidden, dweight) in [(true, false), (false, true)] {
-            let Case { hidden, weight, targets, options } = &case;
-            let one = forward(hidden, weight, targets, options, dhidden, dweight).unwrap();
+        let Case { hidden, weight, targets, options } = &case;
+        let d = weight.dim(1).unwrap();
+        for (need_dhidden, trained) in [(true, 0), (false, d), (true, d.div_ceil(2)), (false, 1)] {
+            let one = forward(hidden, weight, targets, options, need_dhidden, trained).unwrap();
             assert_identical(&one.loss, &both.loss);
-            for (one, both) in [(one.dhidden, &both.dhidden), (one.dweight, &both.dweight)] {
-                if let (Some(one), Some(both)) = (one, both) {
-                    assert_identical(&one, both);
-                }
+            assert_eq!((one.dhidden.is_some(), one.dweight.is_some()), (need_dhidden, trained > 0));
+            if let (Some(one), Some(both)) = (one.dhidden, &both.dhidden) {
+                assert_identical(&one, both);
+            }
+            if let (Some(one), Some(both)) = (one.dweight, &both.dweight) {
+                let both = both.narrow(1, 0, trained).unwrap();
+                assert_close(&one, &both, 1e-12);
             }
         }
+        assert!(forward(hidden, weight, targets, options, true, d + 1).is_err());
     }
 }
 
@@ -296,16 +301,10 @@ mod cuda {
         let counted: Vec<_> =
             rows.filter(|(_, target)| **target != IGNORE).map(|(row, id)| (row, *id)).collect();
         let (hidden, weight, options) = (&case.hidden, &case.weight, &case.options);
-        let (need_dhidden, need_dweight) = (true, true);
+        let (need_dhidden, trained) = (true, weight.dim(1).unwrap());
         let counted = &counted;
-        let problem = super::super::cuda::Problem {
-            hidden,
-            weight,
-            counted,
-            options,
-            need_dhidden,
-            need_dweight,
-        };
+        let problem =
+            super::super::cuda::Problem { hidden, weight, counted, options, need_dhidden, trained };
         problem.run("cross_entropy", chunk).unwrap()
     }
 

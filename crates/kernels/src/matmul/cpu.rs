@@ -295,20 +295,20 @@ pub(crate) fn add<A: Real>(out: &mut [A], addend: &[A]) {
     );
 }
 
-/// `out += leftᵀ·right` with `left` `(rows, a)`, `right` `(rows, b)` and `out` `(a, b)`: the gradient
-/// of a weight.
+/// `out += leftᵀ·right` with `left` `(rows, a)`, the first `b` columns of `right` `(rows, width)` and `out`
+/// `(a, b)`: the gradient of a weight.
 pub(crate) fn add_weight_gradient<A: Real>(
     kind: Kind,
     rows: usize,
     a: usize,
-    b: usize,
+    (b, width): (usize, usize),
     left: Values<A>,
     right: Values<A>,
     out: &mut [A],
 ) {
     let lhs = Lhs::pack(kind, a, rows, Operand::columns(left, a), None);
     let out = Disjoint::new(out);
-    let terms = [Term { lhs: &lhs, rhs: Operand::columns(right, b) }];
+    let terms = [Term { lhs: &lhs, rhs: Operand::columns(right, width) }];
     let finish = |mut block: Block<A>| {
         let columns = block.columns.clone();
         for (row, sums) in block.rows_mut() {

@@ -143,7 +143,8 @@ pub fn linear_backward_weight(x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     dispatch!(OPERATION, x.dtype(), T => {
         let mut out = zeros::<Sum<T>>(outer * inner);
         let (dy, x) = (dy.values::<Sum<T>>()?, x.values()?);
-        cpu::add_weight_gradient(cpu::kind_of(dy, x), rows, outer, inner, dy, x, &mut out);
+        let sizes = (inner, inner);
+        cpu::add_weight_gradient(cpu::kind_of(dy, x), rows, outer, sizes, dy, x, &mut out);
         Tensor::from_vec(out, (outer, inner), &Device::Cpu)
     })
 }

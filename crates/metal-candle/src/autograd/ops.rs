@@ -485,13 +485,14 @@ impl Tape {
         targets: &[u32],
         options: &cross_entropy::Options,
     ) -> Result<(Value, usize)> {
+        let trained = if weight.needs_gradient() { weight.tensor().dim(1)? } else { 0 };
         let output = cross_entropy::forward(
             hidden.tensor(),
             weight.tensor(),
             targets,
             options,
             hidden.needs_gradient(),
-            weight.needs_gradient(),
+            trained,
         )?;
         let (dhidden, dweight) = (output.dhidden, output.dweight);
         let loss = self.push(&[hidden, weight], output.loss, move |dy| {

@@ -240,7 +240,7 @@ fn losses<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
         let hidden = tensor(&products, &[rows, stride]).narrow(1, 0, columns).unwrap();
         let of = |row: usize, need: bool| {
             let hidden = hidden.narrow(0, row, 1).unwrap();
-            cross_entropy::forward(&hidden, &identity, &targets[row..][..1], &options, need, false)
+            cross_entropy::forward(&hidden, &identity, &targets[row..][..1], &options, need, 0)
                 .unwrap()
         };
         let loss: Vec<Tensor> = (0..rows).map(|row| of(row, false).loss).collect();

@@ -241,35 +241,30 @@ fn metal_host_of_cross_entropy_agrees_with_the_kernels() {
     let all: Vec<u32> = (0..n).map(|row| row * 7 % v).collect();
     let none = vec![IGNORE; n as usize];
     let options = |softcap, logit_scale| cross_entropy::Options { softcap, logit_scale, chunk: 64 };
-    for (targets, options, needs) in [
-        (&some, options(None, 1.0), (true, true)),
-        (&some, options(Some(1.5), 0.5), (true, false)),
-        (&all, options(None, 1.0), (true, true)),
-        (&all, options(Some(0.8), 1.0), (false, true)),
-        (&all, options(None, 1.0), (false, false)),
-        (&none, options(None, 1.0), (true, true)),
+    for (targets, options, needs, columns) in [
+        (&some, options(None, 1.0), (true, true), d),
+        (&some, options(Some(1.5), 0.5), (true, false), d),
+        (&all, options(None, 1.0), (true, true), d),
+        (&all, options(None, 1.0), (true, true), 5),
+        (&all, options(Some(0.8), 1.0), (false, true), d),
+        (&some, options(Some(0.8), 1.0), (false, true), 3),
+        (&all, options(None, 1.0), (false, false), d),
+        (&none, options(None, 1.0), (true, true), 4),
     ] {
         assert_same(|dtype, device| {
             let hidden = strided_rows(&[n as usize, d], 1, dtype, device);
             let weight = input(&[v as usize, d], 2, dtype, device);
-            let (need_dhidden, need_dweight) = needs;
+            let (need_dhidden, trained) = (needs.0, if needs.1 { columns } else { 0 });
             let found = if computes(&hidden) {
                 // In chunks of fewer rows than a device would take.
                 let counted = targets.iter().copied().enumerate();
                 let counted: Vec<_> = counted.filter(|(_, target)| *target != IGNORE).collect();
                 let (hidden, weight, counted) = (&hidden, &weight, &counted);
                 let options = &options;
-                Problem { hidden, weight, counted, options, need_dhidden, need_dweight }
+                Problem { hidden, weight, counted, options, need_dhidden, trained }
                     .run("cross_entropy", 64)
             } else {
-                cross_entropy::forward(
-                    &hidden,
-                    &weight,
-                    targets,
-                    &options,
-                    need_dhidden,
-                    need_dweight,
-                )
+                cross_entropy::forward(&hidden, &weight, targets, &options, need_dhidden, trained)
             };
             let found = found.unwrap();
             assert_eq!(found.count, targets.iter().filter(|target| **target != IGNORE).count());
@@ -294,7 +289,7 @@ fn metal_takes_the_loss_of_public_calls() {
             (input(&[5, 8], 1, dtype, device), input(&[11, 8], 2, dtype, device));
         let options = cross_entropy::Options { softcap: None, logit_scale: 1.0, chunk: 2 };
         let targets = [3, IGNORE, 10, 0, 3];
-        let found = cross_entropy::forward(&hidden, &weight, &targets, &options, true, true);
+        let found = cross_entropy::forward(&hidden, &weight, &targets, &options, true, 8);
         let found = found.unwrap();
         [Some(found.loss), found.dhidden, found.dweight].into_iter().flatten().collect()
     });
