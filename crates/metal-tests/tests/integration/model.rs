@@ -414,6 +414,8 @@ fn every_family_on_metal_gives_the_loss_gradients_and_logits_of_the_cpu() {
         "granite",
         "llama",
         "llama-odd",
+        "ministral",
+        "ministral3",
         "mistral",
         "olmo2",
         "phi3",

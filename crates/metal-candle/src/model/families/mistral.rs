@@ -1,4 +1,5 @@
-//! Mistral: Llama with a sliding window.
+//! Mistral: Llama with a sliding window, in all layers unless `layer_types` says otherwise, as transformers reads it
+//! for Ministral.
 
 use super::{Architecture, llama};
 use crate::Result;
@@ -23,7 +24,8 @@ pub(super) const DEFAULTS: Defaults = Defaults {
 
 fn read(keys: Keys) -> Result<Config> {
     let mut config = Config::common(keys, &FAMILY, &DEFAULTS)?;
-    config.set_window(keys, Window::read(keys, Some(4096))?.size)?;
+    let window = Window::read(keys, Some(4096))?;
+    config.set_windows(keys, window, |_| window.size.is_some())?;
     Ok(config)
 }
 
@@ -32,7 +34,7 @@ mod tests {
     use serde_json::json;
 
     use super::super::testing::{
-        Expected, LLAMA, assert_defaults, assert_unsupported, fixture, parse_with, windows_of,
+        Expected, LLAMA, assert_defaults, fixture, parse_with, windows_of,
     };
 
     #[test]
@@ -48,7 +50,7 @@ mod tests {
     }
 
     #[test]
-    fn every_layer_has_the_window_or_none_has() {
+    fn every_layer_has_the_window_unless_it_is_said_which() {
         let config = fixture("mistral");
         assert_eq!(windows_of(&config), [Some(8); 3]);
         assert!(!config.attention_bias);
@@ -56,6 +58,6 @@ mod tests {
         assert_eq!(windows_of(&parse_with("mistral", none).unwrap()), [None; 2]);
         let mixture = json!({ "num_hidden_layers": 2,
             "layer_types": ["full_attention", "sliding_attention"] });
-        assert_unsupported("mistral", [(mixture, "layer_types")]);
+        assert_eq!(windows_of(&parse_with("mistral", mixture).unwrap()), [None, Some(4096)]);
     }
 }
