@@ -428,7 +428,7 @@ impl Adapter {
                 return Ok(copy::cast(parameter.tensor(), weight.dtype())?);
             }
             match updates.get(&id.index()) {
-                Some(update) => update.merged(&weight),
+                Some(update) => update.merged(&weight, self.parameters.generation()),
                 None => Ok(weight),
             }
         })

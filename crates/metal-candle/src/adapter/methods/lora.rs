@@ -46,16 +46,17 @@ impl LowRank {
         })
     }
 
-    /// The weight `(out, in)` with the update in it, in the weight's dtype and summed in f32.
-    pub fn merged(&self, weight: &Tensor) -> Result<Tensor> {
+    /// The weight `(out, in)` with the update in it, in the weight's dtype and summed in f32. `generation` is that
+    /// of the parameters.
+    pub fn merged(&self, weight: &Tensor, generation: u64) -> Result<Tensor> {
         let (a, b) = self.effective()?;
         // (A · B)ᵀ = Bᵀ · Aᵀ, which `linear` reads as Bᵀ times the rows of A.
         let update = matmul::linear(&b.t()?.contiguous()?, &a, None)?.affine(self.scale, 0.0)?;
         let mut sum = (copy::cast(weight, DType::F32)? + update)?;
         if let Some(magnitude) = &self.magnitude {
-            let norms = magnitude.norms(weight, &a, &b, self.scale)?;
-            let factor = (magnitude.parameter.tensor() / norms)?;
-            sum = sum.broadcast_mul(&factor.unsqueeze(1)?)?;
+            let norms = || magnitude.norms(weight, &a, &b, self.scale);
+            let lengths = magnitude.lengths(generation, norms)?;
+            sum = sum.broadcast_mul(&lengths.factor.unsqueeze(1)?)?;
         }
         Ok(copy::cast(&sum, weight.dtype())?)
     }
