@@ -97,7 +97,8 @@ impl Plan {
                 Biases::LoraOnly => Some("the biases of these layers".to_string()),
                 Biases::All => Some("all biases".to_string()),
             };
-            let whole: Vec<String> = modules.chain(biases).collect();
+            let tokens = settings.trainable_token_indices.as_ref().map(|tokens| tokens.to_string());
+            let whole: Vec<String> = modules.chain(biases).chain(tokens).collect();
             if !whole.is_empty() {
                 rows.push(("Trained whole", whole.join(", ")));
             }
@@ -157,7 +158,7 @@ fn layers(layers: &[usize]) -> String {
 }
 
 pub fn lora_plan(settings: &Settings, model: &Model) -> anyhow::Result<LoraPlan> {
-    let resolved = settings.lora()?.resolve(&model.linear_paths(), model.config().layers.len())?;
+    let resolved = settings.lora()?.resolve(&model.target_paths(), model.config().layers.len())?;
     let (mut modules, mut layers) = (Vec::new(), Vec::new());
     for linear in &resolved {
         let name = linear.path.rsplit('.').next().unwrap_or_default().to_string();

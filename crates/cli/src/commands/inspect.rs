@@ -4,7 +4,7 @@ use crate::errors::SUCCESS;
 use crate::models;
 use crate::output::{self, Terminal, bytes, grouped, table};
 use clap::Args;
-use metal_candle::adapter::{self, AdapterFormat, Biases, Targets};
+use metal_candle::adapter::{self, AdapterFormat, Biases, Targets, TokenIndices};
 use metal_candle::files;
 use metal_candle::model::rope::RopeScaling;
 use metal_candle::model::{Config, Weights};
@@ -139,6 +139,9 @@ fn describe_adapter(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     if !config.modules_to_save.is_empty() {
         report.row("Trained whole", config.modules_to_save.join(", "));
     }
+    if let Some(tokens) = &config.trainable_token_indices {
+        report.row("Trained rows", tokens);
+    }
     report.row("Targets", targets(&config.targets));
     if let Some(exclude) = &config.exclude {
         report.row("Excluded", targets(exclude));
@@ -175,6 +178,7 @@ fn describe_adapter(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     report.set("init_lora_weights", serde_json::to_value(config.start)?);
     report.set("bias", serde_json::to_value(config.bias)?);
     report.set("modules_to_save", serde_json::to_value(&config.modules_to_save)?);
+    report.set(TokenIndices::KEY, serde_json::to_value(&config.trainable_token_indices)?);
     report.set("target_modules", serde_json::to_value(&config.targets)?);
     report.set("exclude_modules", serde_json::to_value(&config.exclude)?);
     report.set("layers", config.layers);

@@ -119,7 +119,7 @@ pub struct Flags {
     /// Multiply by alpha / sqrt(rank) instead
     #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "LoRA")]
     rslora: Option<bool>,
-    /// The adapted linear layers: names with commas between, a regular expression of the whole path, or all-linear
+    /// The adapted linear layers, embed_tokens and lm_head: names with commas between, a regular expression of the whole path, or all-linear, which is without these two
     #[arg(long, value_name = "NAMES|REGEX", help_heading = "LoRA")]
     target_modules: Option<String>,
     /// Layers that are left out, likewise
@@ -152,6 +152,9 @@ pub struct Flags {
     /// Modules whose weights are trained whole, such as embed_tokens and lm_head, with commas between
     #[arg(long, value_name = "NAME,..", value_delimiter = ',', help_heading = "LoRA")]
     modules_to_save: Option<Vec<String>>,
+    /// Tokens whose rows of the embedding, and of a head that is the embedding, are trained, with commas between; in a file also of each by itself, as {embed_tokens: [..], lm_head: [..]}
+    #[arg(long, value_name = "ID,..", value_delimiter = ',', help_heading = "LoRA")]
+    trainable_token_indices: Option<Vec<u32>>,
     /// Start from this adapter's weights, and take its LoRA settings
     #[arg(long, value_name = "DIR", visible_alias = "resume-adapter-file", help_heading = "LoRA")]
     init_adapter: Option<PathBuf>,

@@ -185,6 +185,7 @@ pub fn of_kind(value_name: &str) -> String {
         "NAME=N,.." => "names, each with a whole number",
         "NAME=X,.." => "names, each with a number",
         "ID=X" => "a token's id, = and a number",
+        "ID,.." => "ids of tokens in a list, or a mapping of such lists",
         "NAME,.." => "names in a list",
         "START" => StartFrom::WORDS,
         "WHICH" => Biases::WORDS,

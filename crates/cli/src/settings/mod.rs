@@ -23,7 +23,7 @@ use crate::errors::usage;
 use crate::models::check_matmul;
 use crate::template;
 use indexmap::IndexMap;
-use metal_candle::adapter::{self, Biases, LoraConfig, StartFrom, Targets};
+use metal_candle::adapter::{self, Biases, LoraConfig, StartFrom, Targets, TokenIndices};
 use metal_candle::data::{BatchOptions, DataOptions, HeldOut};
 use metal_candle::model::Quantization;
 use metal_candle::train::{
@@ -69,6 +69,7 @@ pub struct Settings {
     pub init_lora_weights: StartFrom,
     pub bias: Biases,
     pub modules_to_save: Option<Vec<String>>,
+    pub trainable_token_indices: Option<TokenIndices>,
     pub init_adapter: Option<PathBuf>,
 
     pub epochs: Option<f64>,
@@ -151,6 +152,7 @@ impl Default for Settings {
             start,
             bias,
             modules_to_save,
+            trainable_token_indices,
         } = LoraConfig::default();
         let TrainOptions {
             steps: _,
@@ -210,6 +212,7 @@ impl Default for Settings {
             init_lora_weights: start,
             bias,
             modules_to_save: (!modules_to_save.is_empty()).then_some(modules_to_save),
+            trainable_token_indices,
             init_adapter: None,
             epochs: None,
             steps: None,
@@ -307,8 +310,14 @@ impl Settings {
             }
         }
         if self.fine_tune_type == FineTuneType::Full {
-            const LORA_ONLY: &[&str] =
-                &["num_layers", "layers", "exclude_modules", "init_adapter", "modules_to_save"];
+            const LORA_ONLY: &[&str] = &[
+                "num_layers",
+                "layers",
+                "exclude_modules",
+                "init_adapter",
+                "modules_to_save",
+                TokenIndices::KEY,
+            ];
             let all = self.num_layers == Some(-1);
             if let Some(key) = LORA_ONLY.iter().find(|key| {
                 given.iter().any(|given| given == *key) && !(**key == "num_layers" && all)
@@ -374,6 +383,7 @@ impl Settings {
                 "modules_to_save",
                 self.modules_to_save.clone().unwrap_or_default() != config.modules_to_save,
             ),
+            (TokenIndices::KEY, self.trainable_token_indices != config.trainable_token_indices),
             ("fine_tune_type", (self.fine_tune_type == FineTuneType::Dora) != config.dora),
         ];
         for (key, differs) in differs {
@@ -398,6 +408,7 @@ impl Settings {
         self.init_lora_weights = config.start;
         self.bias = config.bias;
         self.modules_to_save = Some(config.modules_to_save);
+        self.trainable_token_indices = config.trainable_token_indices;
         self.fine_tune_type = if config.dora { FineTuneType::Dora } else { FineTuneType::Lora };
         self.init_adapter = Some(folder);
         Ok(())
@@ -488,6 +499,7 @@ impl Settings {
             start: self.init_lora_weights,
             bias: self.bias,
             modules_to_save: self.modules_to_save.clone().unwrap_or_default(),
+            trainable_token_indices: self.trainable_token_indices.clone(),
         })
     }
 
@@ -592,6 +604,7 @@ impl Settings {
             "init_lora_weights",
             "bias",
             "modules_to_save",
+            TokenIndices::KEY,
         ];
         const SCHEDULE: &[&str] =
             &["schedule", "warmup_steps", "warmup_ratio", "min_learning_rate"];

@@ -96,7 +96,6 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("runtime_config", Neutral(All, "")),
     ("target_parameters", Neutral(Off, "adapters are on linear layers; see `target_modules`")),
     ("task_type", Neutral(OffOr(&["CAUSAL_LM"]), "CAUSAL_LM is the only one there is")),
-    ("trainable_token_indices", Neutral(Off, "embeddings are not trained with LoRA")),
     ("use_bdlora", Neutral(Off, LORA_KIND)),
     (
         "use_dora",
@@ -594,7 +593,7 @@ mod tests {
             ("peft_type", "LORA", "IA3"),
             ("task_type", "CAUSAL_LM", "SEQ_CLS"),
             ("lora_bias", "false", "true"),
-            ("trainable_token_indices", "null", "[1]"),
+            ("target_parameters", "null", "[experts]"),
             ("fan_in_fan_out", "false", "true"),
             ("loftq_config", "{}", "{bits: 4}"),
             ("deepspeed", "null", "{stage: 2}"),
@@ -606,8 +605,8 @@ mod tests {
             let error = check(word, refused).unwrap_err();
             assert!(error.starts_with(&format!("{word}: is ")), "{error}");
         }
-        let error = check("trainable_token_indices", &format!("[{}]", vec!["w"; 1000].join(", ")))
-            .unwrap_err();
+        let error =
+            check("target_parameters", &format!("[{}]", vec!["w"; 1000].join(", "))).unwrap_err();
         assert!(error.chars().count() < 250, "{error}");
     }
 }

@@ -44,6 +44,25 @@ lora_parameters:
 "#;
 
 #[test]
+fn rows_of_tokens_are_told_by_a_flag_or_by_a_file() {
+    let place = Place::with_model();
+    place.write("run.yaml", "model: base\ndata: data\ntrainable_token_indices: {lm_head: [7]}\n");
+    let plan = |flags: &[&str]| {
+        let arguments = ["train", "-c", "run.yaml", "--steps", "2", "--dry-run", "--json"];
+        place.json(&[&arguments, flags].concat())
+    };
+    let key = "trainable_token_indices";
+    assert_eq!(plan(&[])["settings"][key], serde_json::json!({ "lm_head": [7] }));
+    let by_flag = plan(&["--trainable-token-indices", "5,3"]);
+    assert_eq!(by_flag["settings"][key], serde_json::json!([5, 3]));
+    let tables = plan(&["--target-modules", "q_proj,embed_tokens"]);
+    assert_eq!(tables["lora"]["modules"], serde_json::json!(["q_proj", "embed_tokens"]));
+    place.write("run.yaml", "model: base\ndata: data\ntrainable_token_indices: all\n");
+    let stderr = place.fails(2, &["train", "-c", "run.yaml", "--dry-run"]);
+    assert!(stderr.contains("ids of tokens in a list, or a mapping of such lists"), "{stderr}");
+}
+
+#[test]
 fn flags_win_over_the_file_and_the_file_over_defaults() {
     let place = Place::with_model();
     place.write("run.yaml", "model: base\ndata: data\nrank: 4\nbatch_size: 2\nepochs: 3\n");

@@ -1,6 +1,7 @@
 //! What LoRA trains: rank, scale, and which linear layers (Hu et al., 2021, arXiv:2106.09685;
 //! rank-stabilised scale: Kalajdzievski, 2023, arXiv:2312.03732).
 
+use crate::model::Model;
 use crate::{Error, Result, bounds};
 use indexmap::IndexMap;
 use regex::Regex;
@@ -23,6 +24,69 @@ impl Targets {
     /// Every linear layer of the decoder, not the head.
     pub fn all_linear() -> Self {
         Self::Pattern(Self::ALL_LINEAR.into())
+    }
+}
+
+/// Tokens of whose rows alone are trained: PEFT's `trainable_token_indices`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum TokenIndices {
+    /// Rows of the embedding, and of the head where both are one weight.
+    Embedding(Vec<u32>),
+    /// Rows of the embedding (`embed_tokens`) or of the head (`lm_head`).
+    Modules(IndexMap<String, Vec<u32>>),
+}
+
+impl TokenIndices {
+    /// The name of the option.
+    pub const KEY: &str = "trainable_token_indices";
+
+    /// The tokens of each module, which [`Model::EMBEDDING`](crate::Model::EMBEDDING) or
+    /// [`Model::HEAD`](crate::Model::HEAD) is the path of.
+    ///
+    /// # Errors
+    /// For other modules, a module or a token that is named twice, and no tokens.
+    pub fn by_path(&self) -> Result<IndexMap<&'static str, &[u32]>> {
+        let modules = match self {
+            Self::Embedding(tokens) => vec![("embed_tokens", tokens)],
+            Self::Modules(modules) => {
+                modules.iter().map(|(name, tokens)| (name.as_str(), tokens)).collect()
+            }
+        };
+        let wrong = |problem: String| Error::option(Self::KEY, problem);
+        let mut found = IndexMap::new();
+        for (name, tokens) in modules {
+            let path = [Model::EMBEDDING, Model::HEAD].into_iter().find(|path| ends_in(path, name));
+            let path = path.ok_or_else(|| {
+                wrong(format!("has `{}`, expected embed_tokens or lm_head", crate::readable(name)))
+            })?;
+            let mut sorted = tokens.clone();
+            sorted.sort_unstable();
+            if let Some(twice) = sorted.windows(2).find(|two| two[0] == two[1]) {
+                return Err(wrong(format!("names token {} twice", twice[0])));
+            }
+            if tokens.is_empty() {
+                return Err(wrong(format!("has no tokens of `{name}`")));
+            }
+            if found.insert(path, tokens.as_slice()).is_some() {
+                return Err(wrong(format!("has `{path}` twice")));
+            }
+        }
+        Ok(found)
+    }
+}
+
+impl std::fmt::Display for TokenIndices {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let modules = match self {
+            Self::Embedding(tokens) => vec![("embed_tokens", tokens.len())],
+            Self::Modules(modules) => {
+                modules.iter().map(|(name, tokens)| (name.as_str(), tokens.len())).collect()
+            }
+        };
+        let rows: Vec<String> =
+            modules.into_iter().map(|(name, count)| format!("{count} rows of {name}")).collect();
+        formatter.write_str(&rows.join(", "))
     }
 }
 
@@ -58,6 +122,8 @@ pub struct LoraConfig {
     pub bias: Biases,
     /// Other parts of the model of which all weights are trained, by name: `lm_head`, `embed_tokens`, `norm`.
     pub modules_to_save: Vec<String>,
+    /// Tokens of whose rows in the embedding or the head alone are trained.
+    pub trainable_token_indices: Option<TokenIndices>,
 }
 
 /// Where a new adapter starts: PEFT's `init_lora_weights`.
@@ -193,6 +259,7 @@ impl Default for LoraConfig {
             start: StartFrom::default(),
             bias: Biases::default(),
             modules_to_save: Vec::new(),
+            trainable_token_indices: None,
         }
     }
 }
@@ -225,6 +292,9 @@ impl LoraConfig {
             bounds::positive(&format!("alpha_pattern.{key}"), alpha, bounds::ALPHA)?;
         }
         bounds::share("dropout", self.dropout)?;
+        if let Some(tokens) = &self.trainable_token_indices {
+            tokens.by_path()?;
+        }
         if self.layers.is_some() && self.last_layers.is_some() {
             return Err(Error::option(
                 "layers",
@@ -235,6 +305,15 @@ impl LoraConfig {
             return Err(Error::option("layers", "selects no layer"));
         }
         Ok(())
+    }
+
+    /// Whether the embedding or the head gets an adapter or is trained whole.
+    pub(super) fn adapts_tables(&self) -> Result<bool> {
+        let targets = Matcher::new("target_modules", &self.targets)?;
+        Ok([Model::EMBEDDING, Model::HEAD].iter().any(|path| {
+            targets.matches(path)
+                || self.modules_to_save.iter().any(|module| path.ends_with(module.as_str()))
+        }))
     }
 
     /// The decoder layers that may be adapted, of a model with `count` of them.
@@ -258,8 +337,8 @@ impl LoraConfig {
             .map(|last| (count - last..count).collect()))
     }
 
-    /// Decides for each of the model's linear layers, given by path in a model of `layer_count`
-    /// decoder layers, whether and how it is adapted.
+    /// Decides for each of the model's linear layers and its embedding, given by path in a model of
+    /// `layer_count` decoder layers, whether and how it is adapted.
     pub fn resolve(&self, paths: &[String], layer_count: usize) -> Result<Vec<Resolved>> {
         self.validate()?;
         let layers = self.selected_layers(layer_count)?;
@@ -351,7 +430,8 @@ impl Matcher {
 
     fn matches(&self, path: &str) -> bool {
         match self {
-            Self::All => true,
+            // As in PEFT, without the embedding and the head.
+            Self::All => layer_index(path).is_some(),
             Self::Names(names) => names.iter().any(|name| ends_in(path, name)),
             Self::Pattern(pattern) => pattern.is_match(path),
         }

@@ -10,10 +10,11 @@ mod export;
 mod files;
 mod methods;
 mod parameters;
+mod tables;
 #[cfg(test)]
 mod tests;
 
-pub use config::{Biases, LoraConfig, Resolved, StartFrom, Targets};
+pub use config::{Biases, LoraConfig, Resolved, StartFrom, Targets, TokenIndices};
 pub use export::TrainedFiles;
 pub use files::mlx::MLX_WEIGHTS;
 pub use files::peft::ADAPTER_WEIGHTS;
@@ -28,12 +29,14 @@ use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use metal_candle_kernels::copy;
-pub(crate) use methods::LowRank;
 pub(crate) use methods::dora::Lengths;
 use methods::dora::Magnitude;
 use methods::lora;
+pub(crate) use methods::{LowRank, TableUpdate};
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
+use tables::PlannedTable;
 
 /// What is trained of a model, or has been.
 #[derive(Debug)]
@@ -42,6 +45,10 @@ pub struct Adapter {
     method: Method,
     /// By [`Linear::index`].
     updates: Vec<Option<LowRank>>,
+    /// Of the embedding.
+    embedding: Option<Arc<TableUpdate>>,
+    /// Of the head.
+    head_update: Option<Arc<TableUpdate>>,
     /// By [`WeightId::index`].
     replaced: Vec<Option<Parameter>>,
     /// The head of a model whose head is its embedding, which follows the embedding's replacement only where
@@ -85,6 +92,12 @@ enum PartKind {
     Magnitude,
     /// The bias of a layer that has an update too.
     Bias,
+    /// A `(vocabulary, rank)` of the embedding's low-rank update.
+    EmbeddingA,
+    /// B `(rank, hidden)` of it.
+    EmbeddingB,
+    /// Some tokens' rows of the embedding or the head, `(tokens, hidden)`.
+    Rows,
     /// What stands in the place of another weight.
     Weight,
 }
@@ -104,6 +117,9 @@ impl Plan {
             PartKind::B => format!("{of}.lora_B"),
             PartKind::Magnitude => format!("{of}.lora_magnitude_vector"),
             PartKind::Bias => format!("{of}.bias"),
+            PartKind::EmbeddingA => format!("{of}.lora_embedding_A"),
+            PartKind::EmbeddingB => format!("{of}.lora_embedding_B"),
+            PartKind::Rows => format!("{of}.token_adapter.trainable_tokens_delta"),
             PartKind::Weight => of.to_string(),
         };
         self.parts.push((kind, of.to_string()));
@@ -154,6 +170,14 @@ impl Adapter {
             };
             parameters.set(update.a.id(), &a.to_device(model.device())?)?;
         }
+        let layers = adapter.updates.iter().flatten().count();
+        let tables = [&adapter.embedding, &adapter.head_update].into_iter().flatten();
+        for (index, update) in tables.enumerate() {
+            let random = SplitMix64::stream(seed, (layers + index) as u64);
+            if let Some((id, start)) = update.start(config.start, random)? {
+                parameters.set(id, &start.to_device(model.device())?)?;
+            }
+        }
         adapter.set_lengths(model)?;
         Ok(adapter)
     }
@@ -169,7 +193,18 @@ impl Adapter {
         let adapter = Self::lora(model, &config)
             .map_err(|error| Error::file(folder.join(ADAPTER_CONFIG), error.to_string()))?;
         // Others' files don't have what PiSSA and OLoRA took from the weights, which is found again here.
-        files::read_weights(folder, format, &adapter.parts, &adapter.parameters, false)?;
+        let head = model.head.unwrap_or(model.embedding);
+        let tables = [
+            (Model::EMBEDDING, &adapter.embedding, model.embedding),
+            (Model::HEAD, &adapter.head_update, head),
+        ];
+        let tables = tables
+            .into_iter()
+            .filter(|(_, update, _)| update.is_some())
+            .map(|(path, _, id)| Ok((path, model.dense(id)?)))
+            .collect::<Result<Vec<_>>>()?;
+        let tables: Vec<_> = tables.iter().map(|(path, table)| (*path, &**table)).collect();
+        files::read_weights(folder, format, &adapter.parts, &adapter.parameters, false, &tables)?;
         Ok(adapter)
     }
 
@@ -186,9 +221,20 @@ impl Adapter {
             replaced[id.index()] = Some(view);
         }
         let updates = model.linears().map(|_| None).collect();
+        let (embedding, head_update) = (None, None);
         let head = replaced[model.embedding.index()].clone().filter(|_| model.head.is_none());
         let (model, method) = (model.id(), Method::Full);
-        Ok(Self { model, method, updates, replaced, head, parts, parameters })
+        Ok(Self {
+            model,
+            method,
+            updates,
+            embedding,
+            head_update,
+            replaced,
+            head,
+            parts,
+            parameters,
+        })
     }
 
     /// How the parameters of [`Self::full`] are laid out, without any.
@@ -199,12 +245,17 @@ impl Adapter {
     /// An adapter as `config` describes it, whose A, B and lengths are zero.
     fn lora(model: &Model, config: &LoraConfig) -> Result<Self> {
         let layer_count = model.config().layers.len();
-        let resolved = config.resolve(&model.linear_paths(), layer_count)?;
+        let resolved = config.resolve(&model.target_paths(), layer_count)?;
         let linears: HashMap<&str, &Linear> =
             model.linears().map(|linear| (linear.path.as_str(), linear)).collect();
         let mut plan = Plan::default();
         let mut planned = Vec::with_capacity(resolved.len());
-        for Resolved { path, rank, scale } in &resolved {
+        let mut tables = Vec::new();
+        for layer @ Resolved { path, rank, scale } in &resolved {
+            if [Model::EMBEDDING, Model::HEAD].contains(&path.as_str()) {
+                tables.push(PlannedTable::low_rank(model, config, layer, &mut plan)?);
+                continue;
+            }
             let linear = *linears.get(path.as_str()).ok_or_else(|| {
                 Error::option("target_modules", format!("`{path}` is no layer of this model"))
             })?;
@@ -228,7 +279,8 @@ impl Adapter {
             let bias = bias.map(|id| (id, plan.add(PartKind::Bias, path, output)));
             planned.push((linear, a, b, m, bias, *scale));
         }
-        let replacements = Self::plan_replacements(model, config, &mut plan, &resolved)?;
+        PlannedTable::add_rows(model, config, &mut tables, &mut plan)?;
+        let replacements = Self::plan_replacements(model, config, &mut plan, (&resolved, &tables))?;
         let (parameters, mut parts, views) = plan.allocate(model.device())?;
         let mut updates: Vec<Option<LowRank>> = model.linears().map(|_| None).collect();
         let mut replaced = vec![None; model.frozen().len()];
@@ -245,6 +297,7 @@ impl Adapter {
         for (place, part) in replacements {
             replace(place, &views[part])?;
         }
+        let stream = planned.len() as u64;
         for (stream, (linear, a, b, m, bias, scale)) in planned.into_iter().enumerate() {
             if let Some((id, part)) = bias {
                 replace(Some(id), &views[part])?;
@@ -268,8 +321,30 @@ impl Adapter {
                     .transpose()?,
             });
         }
+        let (mut embedding, mut head_update) = (None, None);
+        for planned in tables {
+            let is_head = planned.path == Model::HEAD;
+            let is_both = !is_head && model.head.is_none() && planned.is_rows();
+            let update = Arc::new(planned.update(model, config, &parameters, &views, stream)?);
+            if is_head || is_both {
+                head_update = Some(update.clone());
+            }
+            if !is_head {
+                embedding = Some(update);
+            }
+        }
         let method = Method::Lora { config: Box::new(config.clone()), layer_count };
-        Ok(Self { model: model.id(), method, updates, replaced, head, parts, parameters })
+        Ok(Self {
+            model: model.id(),
+            method,
+            updates,
+            embedding,
+            head_update,
+            replaced,
+            head,
+            parts,
+            parameters,
+        })
     }
 
     /// The weights that are trained whole: the model's, or `None` for the head of a model whose head is the
@@ -278,13 +353,22 @@ impl Adapter {
         model: &Model,
         config: &LoraConfig,
         plan: &mut Plan,
-        resolved: &[Resolved],
+        (resolved, tables): (&[Resolved], &[PlannedTable]),
     ) -> Result<Vec<(Option<WeightId>, usize)>> {
-        const HEAD: &str = "lm_head";
+        const HEAD: &str = Model::HEAD;
         let modules = &config.modules_to_save;
         // PEFT compares the ends of the paths as texts.
         let saved = |path: &str| modules.iter().position(|module| path.ends_with(module.as_str()));
-        let adapted = |path: &str| resolved.iter().any(|layer| layer.path == path);
+        let adapted = |path: &str| {
+            resolved.iter().any(|layer| layer.path == path)
+                || tables.iter().any(|table| table.changes(model, path))
+        };
+        let refuse_both = |path: &str| {
+            Err(Error::option(
+                "modules_to_save",
+                format!("has `{path}`, which gets an adapter; expected one of both"),
+            ))
+        };
         let mut found = Vec::new();
         let mut used = vec![false; modules.len()];
         for (name, id) in model.named_weights() {
@@ -293,10 +377,7 @@ impl Adapter {
             if let Some(index) = saved(path) {
                 used[index] = true;
                 if adapted(path) {
-                    return Err(Error::option(
-                        "modules_to_save",
-                        format!("has `{path}`, which gets an adapter; expected one of both"),
-                    ));
+                    return refuse_both(path);
                 }
             } else if !is_bias {
                 continue;
@@ -306,6 +387,9 @@ impl Adapter {
         }
         if let (None, Some(index)) = (model.head, saved(HEAD)) {
             used[index] = true;
+            if adapted(HEAD) {
+                return refuse_both(HEAD);
+            }
             let shape = model.frozen().shape(model.embedding);
             found.push((None, plan.add(PartKind::Weight, &format!("{HEAD}.weight"), shape)));
         }
@@ -370,6 +454,16 @@ impl Adapter {
         self.updates.get(linear.index)?.as_ref()
     }
 
+    /// What is added to the embedding.
+    pub(crate) fn embedding_update(&self) -> Option<&TableUpdate> {
+        self.embedding.as_deref()
+    }
+
+    /// What is added to the head.
+    pub(crate) fn head_update(&self) -> Option<&TableUpdate> {
+        self.head_update.as_deref()
+    }
+
     /// What stands in the place of the head, where the model's is its embedding.
     pub(crate) fn tied_head(&self) -> Option<&Parameter> {
         self.head.as_ref()
@@ -390,7 +484,7 @@ impl Adapter {
         match &self.method {
             Method::Lora { .. } => {
                 let format = AdapterFormat::of(folder)?;
-                files::read_weights(folder, format, &self.parts, &self.parameters, true)
+                files::read_weights(folder, format, &self.parts, &self.parameters, true, &[])
             }
             Method::Full => {
                 let saved = Weights::open(folder)?;
@@ -405,32 +499,53 @@ impl Adapter {
     }
 
     /// The model with this adapter in its weights: `W + scale · (A·B)ᵀ`, in the weights' dtype and summed in
-    /// f32, and what replaces weights in their place.
+    /// f32, and what replaces weights in their place. Where the head was the embedding and both were trained
+    /// apart, it has a head of its own.
     ///
     /// # Errors
     /// When the adapter is another model's, or there is no memory.
     pub fn merge(&self, model: Model) -> Result<Model> {
         self.check(&model)?;
-        let apart = self.head.is_some() || self.replacement(model.embedding).is_some();
-        if model.head.is_none() && !self.is_full() && apart {
-            return Err(Error::option(
-                "modules_to_save",
-                "has the embedding or the head of a model in which both are one weight, and they were trained \
-                 apart; the adapter can be used, but not merged",
-            ));
-        }
+        let embedding = model.embedding;
+        let merged_head = |table: &Tensor| match &self.head_update {
+            Some(update) => update.merged(table),
+            None => Ok(table.clone()),
+        };
+        let together = match (&self.embedding, &self.head_update) {
+            (None, None) => self.head.is_none() && self.replacement(embedding).is_none(),
+            (Some(embedding), Some(head)) => Arc::ptr_eq(embedding, head),
+            _ => false,
+        };
+        let own_head = match &self.head {
+            _ if model.head.is_some() || self.is_full() || together => None,
+            Some(head) => Some(copy::cast(head.tensor(), model.dtype())?),
+            None => Some(merged_head(&*model.dense(embedding)?)?),
+        };
         let updates: HashMap<usize, &LowRank> = model
             .linears()
             .filter_map(|linear| Some((linear.weight.index(), self.update(linear)?)))
             .collect();
-        model.map_weights(|id, weight| {
+        let head = model.head;
+        let model = model.map_weights(|id, weight| {
             if let Some(parameter) = self.replacement(id) {
                 return Ok(copy::cast(parameter.tensor(), weight.dtype())?);
+            }
+            if id == embedding
+                && let Some(update) = &self.embedding
+            {
+                return update.merged(&weight);
+            }
+            if Some(id) == head {
+                return merged_head(&weight);
             }
             match updates.get(&id.index()) {
                 Some(update) => update.merged(&weight, self.parameters.generation()),
                 None => Ok(weight),
             }
+        })?;
+        Ok(match own_head {
+            Some(head) => model.with_head(head),
+            None => model,
         })
     }
 

@@ -48,6 +48,15 @@ fn names_patterns_and_layers_choose_as_in_peft() {
         error(&LoraConfig { targets: Targets::Pattern("(".into()), ..config() })
             .contains("regular expression")
     );
+    let with_tables = |config: &LoraConfig| {
+        let tables = ["model.embed_tokens", "lm_head"].map(String::from);
+        config.resolve(&[paths(), tables.to_vec()].concat(), 12).unwrap().len()
+    };
+    assert_eq!(with_tables(&config()), 36);
+    let named = LoraConfig { targets: names(&["q_proj", "lm_head", "embed_tokens"]), ..config() };
+    assert_eq!(with_tables(&named), 14);
+    let any = LoraConfig { targets: Targets::Pattern(".*(v_proj|lm_head)".into()), ..config() };
+    assert_eq!(with_tables(&any), 13);
     let listed = LoraConfig { layers: Some(vec![1]), ..config() };
     assert_eq!(resolve(&listed).len(), 3);
     let last = LoraConfig { last_layers: Some(2), exclude: Some(names(&["v_proj"])), ..config() };

@@ -505,6 +505,62 @@ impl Tape {
         Ok((loss, output.count))
     }
 
+    /// [`Self::cross_entropy`] with the products of `x (n, rank)` and `left (vocabulary, rank)` added to those of
+    /// `hidden` and a frozen `weight`: one product, of `[x, hidden]` and `[left, weight]`.
+    pub fn cross_entropy_with(
+        &self,
+        (hidden, weight): (&Value, &Value),
+        (x, left): (&Value, &Value),
+        targets: &[u32],
+        options: &cross_entropy::Options,
+    ) -> Result<(Value, usize)> {
+        // Rows that begin at whole 16 bytes are multiplied sooner.
+        const ALIGNMENT: usize = 8;
+        if weight.needs_gradient() {
+            return Err(candle_core::Error::msg(
+                "the head has an update and is trained, expected it frozen",
+            )
+            .into());
+        }
+        let (rank, width) = (x.tensor().dim(1)?, hidden.tensor().dim(1)?);
+        let padding = (rank + width).next_multiple_of(ALIGNMENT) - rank - width;
+        let beside = |narrow: &Tensor, wide: &Tensor| -> Result<Tensor> {
+            let mut parts = vec![copy::cast(narrow, wide.dtype())?, wide.clone()];
+            // A GPU has no memory of nothing.
+            if padding > 0 {
+                let shape = (wide.dim(0)?, padding);
+                parts.push(Tensor::zeros(shape, wide.dtype(), wide.device())?);
+            }
+            Ok(Tensor::cat(&parts, 1)?)
+        };
+        let needs_dhidden = hidden.needs_gradient() || x.needs_gradient();
+        let trained = if left.needs_gradient() { rank } else { 0 };
+        let output = cross_entropy::forward(
+            &beside(x.tensor(), hidden.tensor())?,
+            &beside(&left.tensor().contiguous()?, weight.tensor())?,
+            targets,
+            options,
+            needs_dhidden,
+            trained,
+        )?;
+        let (dboth, dleft) = (output.dhidden, output.dweight);
+        let dtype = x.tensor().dtype();
+        let loss = self.push(&[hidden, x, left], output.loss, move |dy| {
+            let (dhidden, dx) = match dboth {
+                None => (None, None),
+                Some(dboth) => {
+                    let dboth = arithmetic::scale_by(&dboth, &dy)?;
+                    let dx = dboth.narrow(1, 0, rank)?.contiguous()?;
+                    let dhidden = dboth.narrow(1, rank, width)?.contiguous()?;
+                    (Some(dhidden), Some(copy::cast(&dx, dtype)?))
+                }
+            };
+            let dleft = dleft.map(|dleft| arithmetic::scale_by(&dleft, &dy)).transpose()?;
+            Ok(vec![dhidden, dx, dleft])
+        });
+        Ok((loss, output.count))
+    }
+
     /// `x + y`, of the same shape.
     pub fn add(&self, x: &Value, y: &Value) -> Result<Value> {
         let (number, skip) = self.skippable(&[x, y]);
@@ -560,6 +616,17 @@ impl Tape {
         let output = Tensor::cat(&[x.tensor(), constant], dimension)?;
         let length = x.tensor().dim(dimension)?;
         Ok(self.push(&[x], output, move |dy| Ok(vec![Some(dy.narrow(dimension, 0, length)?)])))
+    }
+
+    /// The transpose of a matrix, as a view.
+    pub fn transpose(&self, x: &Value) -> Result<Value> {
+        Ok(self.push(&[x], x.tensor().t()?, |dy| Ok(vec![Some(dy.t()?)])))
+    }
+
+    /// Inverted dropout.
+    pub fn dropout(&self, x: &Value, dropout: lora_linear::Dropout) -> Result<Value> {
+        let output = lora_linear::dropout(x.tensor(), dropout)?;
+        Ok(self.push(&[x], output, move |dy| Ok(vec![Some(lora_linear::dropout(&dy, dropout)?)])))
     }
 
     /// `factor · x`.

@@ -66,6 +66,11 @@ impl ModelId {
 }
 
 impl Model {
+    /// The path of the embedding.
+    pub const EMBEDDING: &str = "model.embed_tokens";
+    /// The path of the head, which may be the embedding.
+    pub const HEAD: &str = "lm_head";
+
     /// A model with random weights: normal with the configuration's `initializer_range` (0.02 if
     /// it has none), norms at one, biases at zero.
     pub fn random(config: Config, dtype: DType, device: &Device, seed: u64) -> Result<Self> {
@@ -127,13 +132,14 @@ impl Model {
         let config_of = &config;
         let mut builder =
             Builder { config: config_of, source, device, quantization, weights, linears: 0 };
-        let embedding = builder.weight("model.embed_tokens.weight".into(), &table, Kind::Table)?;
+        let embedding =
+            builder.weight(format!("{}.weight", Self::EMBEDDING), &table, Kind::Table)?;
         let layers = (0..config.layers.len())
             .map(|index| Ok(Arc::new(Layer::build(index, &mut builder)?)))
             .collect::<Result<_>>()?;
         let norm = builder.norm("model.norm", config.hidden_size)?;
         let head = (!config.tie_word_embeddings)
-            .then(|| builder.weight("lm_head.weight".into(), &table, Kind::Table))
+            .then(|| builder.weight(format!("{}.weight", Self::HEAD), &table, Kind::Table))
             .transpose()?;
         let weights = Arc::new(builder.weights);
         Ok(Self {
@@ -182,6 +188,13 @@ impl Model {
         self.linears().map(|linear| linear.path.clone()).collect()
     }
 
+    /// The paths of all that adapters can target: the linear layers, the embedding and the head.
+    pub fn target_paths(&self) -> Vec<String> {
+        let mut paths = self.linear_paths();
+        paths.extend([Self::EMBEDDING.to_string(), Self::HEAD.to_string()]);
+        paths
+    }
+
     /// This model without the values of its weights, for use with an adapter that trains every one of them
     /// ([`Adapter::full`](crate::adapter::Adapter::full)) and has them.
     #[must_use]
@@ -221,6 +234,18 @@ impl Model {
         }
         self.id = ModelId::new();
         Ok(self)
+    }
+
+    /// This model with a head of its own, where that was the embedding.
+    pub(crate) fn with_head(mut self, head: Tensor) -> Self {
+        let name = format!("{}.weight", Self::HEAD);
+        self.head = Some(Arc::make_mut(&mut self.weights).push(name, Storage::Dense(head)));
+        self.config.tie_word_embeddings = false;
+        if let Some(raw) = self.config.raw.as_object_mut() {
+            raw.insert("tie_word_embeddings".into(), false.into());
+        }
+        self.id = ModelId::new();
+        self
     }
 
     /// A hash of the configuration and of the beginning of every frozen weight (XXH3), by which

@@ -156,10 +156,15 @@ impl<'a> UpdateValues<'a> {
     }
 
     fn dropout(&self, tape: &Tape) -> Option<Dropout> {
-        let seed = tape.dropout_seed().filter(|_| self.update.dropout > 0.0)?;
-        let seed = SplitMix64::stream(seed, self.update.stream).next_u64();
-        Some(Dropout { probability: self.update.dropout, seed })
+        dropout(tape, self.update.dropout, self.update.stream)
     }
+}
+
+/// The dropout of an adapter's input in training; `stream` sets it apart from that of others.
+pub(super) fn dropout(tape: &Tape, probability: f32, stream: u64) -> Option<Dropout> {
+    let seed = tape.dropout_seed().filter(|_| probability > 0.0)?;
+    let seed = SplitMix64::stream(seed, stream).next_u64();
+    Some(Dropout { probability, seed })
 }
 
 /// The layers with one adapter, or none.

@@ -224,16 +224,7 @@ impl Model {
             weights: self.frozen().clone(),
             adapters: input.adapters.clone(),
         });
-        let ids = tape.constant(input.ids.clone());
-        let x = pass.with_adapters(tape, self.embedding, &ids, |ids, adapter| {
-            match pass.matrix_of(tape, self.embedding, adapter)? {
-                Matrix::Dense(table) => tape.embedding(&table, ids.tensor()),
-                Matrix::Quantized(table) => {
-                    Ok(tape.constant(table.rows(ids.tensor(), self.dtype())?))
-                }
-            }
-        })?;
-        let x = tape.cast(&x, self.dtype())?;
+        let x = self.embed(tape, &input.ids, &pass)?;
         let x = if self.config().embedding_scale == 1.0 {
             x
         } else {
@@ -242,6 +233,36 @@ impl Model {
         let caches = cache.map(|cache| cache.layers.as_mut_slice());
         let stream = decoder::run_layers(&self.layers, tape, x, &pass, caches)?;
         Ok(stream.normed(tape, Some(&self.norm), &pass)?.1)
+    }
+
+    /// The rows of the embedding for `ids (batch, seq)`, in the model's dtype: `(batch, seq, hidden)`.
+    fn embed(&self, tape: &Tape, ids: &Tensor, pass: &Pass) -> Result<Value> {
+        let embed = |adapter: Option<&Adapter>, ids: &Tensor| -> Result<Value> {
+            let x = match pass.matrix_of(tape, self.embedding, adapter)? {
+                Matrix::Dense(table) => tape.embedding(&table, ids)?,
+                Matrix::Quantized(table) => tape.constant(table.rows(ids, self.dtype())?),
+            };
+            let Some(update) = adapter.and_then(Adapter::embedding_update) else {
+                return tape.cast(&x, self.dtype());
+            };
+            let rows = tape.embedding(&update.left(tape)?, ids)?;
+            let change = tape.linear(&rows, &tape.transpose(&update.right(tape)?)?, None)?;
+            let change = tape.scale(&change, update.scale)?;
+            tape.cast(&tape.add(&tape.cast(&x, DType::F32)?, &change)?, self.dtype())
+        };
+        let adapts = |adapter: &Adapter| {
+            adapter.embedding_update().is_some() || adapter.replacement(self.embedding).is_some()
+        };
+        match &pass.adapters {
+            RowAdapters::Same(adapter) => embed(adapter.as_deref(), ids),
+            RowAdapters::Grouped(groups) if groups.adapters().any(adapts) => {
+                let rows = groups.map([ids], |adapter, [ids]| {
+                    Ok(embed(adapter.map(|it| &**it), &ids)?.into_tensor())
+                })?;
+                Ok(tape.constant(rows))
+            }
+            RowAdapters::Grouped(_) => embed(None, ids),
+        }
     }
 
     fn check_cache(&self, tape: &Tape, input: &Input, cache: &KvCache) -> Result<()> {
@@ -268,7 +289,13 @@ impl Model {
         let tape = Tape::inference();
         let project = |adapter: Option<&Arc<Adapter>>, hidden: &Tensor| {
             let head = tape.cast_matrix(&self.head_of(&tape, adapter)?, hidden.dtype())?;
-            Ok(copy::cast(&matmul::linear(hidden, head.as_weight(), None)?, DType::F32)?)
+            let logits = copy::cast(&matmul::linear(hidden, head.as_weight(), None)?, DType::F32)?;
+            let Some(update) = adapter.and_then(|it| it.head_update()) else { return Ok(logits) };
+            let (left, right) = (update.left(&tape)?, update.right(&tape)?);
+            let hidden = copy::cast(hidden, DType::F32)?;
+            let x = matmul::linear(&hidden, right.tensor(), None)?;
+            let change = matmul::linear(&x, left.tensor(), None)?;
+            Ok(arithmetic::add(&logits, &arithmetic::scale(&change, update.scale)?)?)
         };
         let logits = match &input.adapters {
             RowAdapters::Same(adapter) => project(adapter.as_ref(), hidden)?,
@@ -299,6 +326,9 @@ impl Model {
     }
 
     fn adapts_head(&self, adapter: &Adapter) -> bool {
+        if adapter.head_update().is_some() {
+            return true;
+        }
         match self.head {
             Some(head) => adapter.replacement(head).is_some(),
             None => adapter.tied_head().is_some(),
@@ -320,7 +350,18 @@ impl Model {
             logit_scale: self.config().logits_scale,
             chunk: LOSS_CHUNK,
         };
-        let (sum, tokens) = tape.cross_entropy(&hidden, &head, &batch.targets, &options)?;
+        let (sum, tokens) = match adapter.and_then(|it| it.head_update()) {
+            None => tape.cross_entropy(&hidden, &head, &batch.targets, &options)?,
+            Some(update) => {
+                let x = match linear::dropout(tape, update.dropout, update.stream) {
+                    Some(dropout) => tape.dropout(&hidden, dropout)?,
+                    None => hidden.clone(),
+                };
+                let x = tape.linear(&tape.cast(&x, DType::F32)?, &update.right(tape)?, None)?;
+                let added = (&tape.scale(&x, update.scale)?, &update.left(tape)?);
+                tape.cross_entropy_with((&hidden, &head), added, &batch.targets, &options)?
+            }
+        };
         Ok(Loss { sum, tokens })
     }
 }

@@ -3,7 +3,9 @@
 
 use crate::common::device;
 use candle_core::{DType, Device, Tensor};
-use metal_candle::adapter::{self, Adapter, AdapterFormat, LoraConfig, Parameters, Targets};
+use metal_candle::adapter::{
+    self, Adapter, AdapterFormat, LoraConfig, Parameters, Targets, TokenIndices,
+};
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::{Batch, IGNORED};
 use metal_candle::generate::Session;
@@ -361,6 +363,9 @@ fn compare_gradients(
             Some(path) if path.ends_with(".lora_A") || path.ends_with(".lora_B") => {
                 found[path].t().unwrap().contiguous().unwrap()
             }
+            None if path.contains(".lora_embedding_") => {
+                found[&path].t().unwrap().contiguous().unwrap()
+            }
             _ => found[&path].clone(),
         };
         let size = tensor.abs().unwrap().flatten_all().unwrap().max(0).unwrap();
@@ -373,19 +378,26 @@ fn compare_gradients(
 }
 
 const METHODS: &[(&str, &str)] = &[
+    ("gemma2", "embedding"),
+    ("gemma2", "tokens"),
     ("llama", "dora"),
+    ("llama", "embedding"),
     ("llama", "modules"),
     ("llama", "modules-norm"),
     ("llama", "olora"),
     ("llama", "pissa"),
     ("llama-nf4", "lora"),
+    ("llama", "tokens"),
     ("qwen2", "bias-all"),
     ("qwen2", "bias-lora"),
     ("qwen2", "dora"),
+    ("qwen2", "embedding"),
+    ("qwen2", "head"),
     ("qwen2", "modules-embedding"),
     ("qwen2", "modules-head"),
     ("qwen2", "pissa"),
     ("qwen2-fp4", "lora"),
+    ("qwen2", "tokens"),
 ];
 
 /// Where something was taken from the weights, two programs' f32 factors of them differ by rounding.
@@ -440,22 +452,30 @@ fn every_method_survives_being_written_read_and_merged() {
             assert_close(name, &found, &logits_before, tolerance(name));
             assert_eq!(again.config().unwrap().rank, 8);
             assert_eq!(again.parameters().len(), plain.parameters().len(), "{name}");
+        } else {
+            let weights = adapter::ADAPTER_WEIGHTS;
+            assert_same_tensors(name, &path.join(weights), &written.path().join(weights));
+            let config = |folder: &Path| json(folder.join(adapter::ADAPTER_CONFIG));
+            let (theirs, ours) = (config(&path), config(written.path()));
+            let key = TokenIndices::KEY;
+            assert_eq!(theirs[key], ours[key], "{base} {name}");
         }
         let model = Model::load(folder(base), DType::F32, &device()).unwrap();
         let adapter = load_adapter(&model, &path);
-        match adapter.merge(model) {
-            Ok(merged) => assert_close(name, &logits(&merged, &ids), &logits_before, 2e-4),
-            Err(error) => {
-                assert!(["modules-embedding", "modules-head"].contains(name), "{error}");
-                assert!(error.to_string().contains("trained apart"), "{error}");
-            }
-        }
+        let was_tied = model.config().tie_word_embeddings;
+        let merged = adapter.merge(model).unwrap();
+        assert_close(name, &logits(&merged, &ids), &logits_before, 2e-4);
+        merged.save(written.path(), DType::F32, None).unwrap();
+        let again = Model::load(written.path(), DType::F32, &device()).unwrap();
+        assert_close(name, &logits(&again, &ids), &logits(&merged, &ids), 0.0);
+        let apart = ["modules-embedding", "modules-head", "embedding", "head"].contains(name);
+        assert_eq!(again.config().tie_word_embeddings, was_tied && !apart, "{base} {name}");
     }
 }
 
 #[test]
 fn every_method_starts_from_the_model_as_it_is() {
-    use metal_candle::adapter::{Biases, StartFrom, Targets};
+    use metal_candle::adapter::{Biases, StartFrom};
     let modules = |names: &[&str]| names.iter().map(|name| name.to_string()).collect();
     let config = LoraConfig::default;
     for (base, config) in [
@@ -472,6 +492,23 @@ fn every_method_starts_from_the_model_as_it_is() {
             LoraConfig {
                 targets: Targets::Names(modules(&["q_proj"])),
                 modules_to_save: modules(&["embed_tokens", "down_proj"]),
+                ..config()
+            },
+        ),
+        (
+            "qwen2",
+            LoraConfig {
+                targets: Targets::Names(modules(&["embed_tokens", "lm_head"])),
+                rank: 3,
+                ..config()
+            },
+        ),
+        (
+            "llama",
+            LoraConfig {
+                targets: Targets::Names(modules(&["o_proj", "lm_head"])),
+                start: StartFrom::Gaussian,
+                trainable_token_indices: Some(TokenIndices::Embedding(vec![5, 13])),
                 ..config()
             },
         ),
@@ -902,6 +939,19 @@ fn rows_with_different_adapters_give_what_each_gives_alone() {
             full.parameters().set(ParameterId(index), &(view * change).unwrap()).unwrap();
             assert!(entry.shape.elem_count() > 0);
         }
+        let of_tables = [
+            LoraConfig {
+                targets: names(&["embed_tokens", "lm_head"]),
+                rank: 6,
+                ..LoraConfig::default()
+            },
+            LoraConfig {
+                targets: last("o_proj"),
+                trainable_token_indices: Some(TokenIndices::Embedding(vec![3, 16, 10])),
+                ..LoraConfig::default()
+            },
+        ];
+        adapters.extend(of_tables.iter().map(|it| Some(random_adapter(&model, it, 9))));
         adapters.insert(3, None);
         adapters.push(Some(Arc::new(full)));
         adapters.push(None);
@@ -1053,4 +1103,147 @@ fn only_the_adapter_gets_gradients_and_only_its_path_has_nodes() {
     let tape = Tape::inference();
     model.loss(&tape, &batch, Some(&adapter)).unwrap();
     assert!(tape.is_empty());
+}
+
+#[test]
+fn a_table_that_peft_writes_beside_its_update_has_to_be_the_models() {
+    let model = load("llama");
+    let original = folder("llama").join("method-embedding");
+    let written = tempfile::tempdir().unwrap();
+    let (weights, config) = (adapter::ADAPTER_WEIGHTS, adapter::ADAPTER_CONFIG);
+    std::fs::copy(original.join(config), written.path().join(config)).unwrap();
+    let mut all = tensors(original.join(weights));
+    let tables = tensors(folder("llama").join("model.safetensors"));
+    let (of_file, of_model) =
+        ("base_model.model.lm_head.base_layer.weight", tables["lm_head.weight"].clone());
+    for (table, is_read) in [(of_model.clone(), true), ((of_model * 1.5).unwrap(), false)] {
+        all.insert(of_file.into(), table);
+        candle_core::safetensors::save(&all, written.path().join(weights)).unwrap();
+        match Adapter::load(&model, written.path()) {
+            Ok(_) => assert!(is_read),
+            Err(error) => assert!(!is_read && error.to_string().contains(of_file), "{error}"),
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_trained_of_the_tables_is_refused_by_name() {
+    use metal_candle::adapter::StartFrom;
+    let names = |names: &[&str]| names.iter().map(|it| it.to_string()).collect::<Vec<_>>();
+    let on = |targets: &[&str]| LoraConfig {
+        targets: Targets::Names(names(targets)),
+        ..LoraConfig::default()
+    };
+    let tokens = |tokens: &[u32]| Some(TokenIndices::Embedding(tokens.to_vec()));
+    let of = |modules: &[(&str, &[u32])]| {
+        let modules = modules.iter().map(|(name, tokens)| (name.to_string(), tokens.to_vec()));
+        Some(TokenIndices::Modules(modules.collect()))
+    };
+    for (base, config, expected) in [
+        ("llama", LoraConfig { dora: true, ..on(&["embed_tokens"]) }, "use_dora: "),
+        (
+            "llama",
+            LoraConfig { start: StartFrom::Pissa, ..on(&["lm_head"]) },
+            "init_lora_weights: ",
+        ),
+        (
+            "qwen2",
+            LoraConfig { modules_to_save: names(&["lm_head"]), ..on(&["lm_head"]) },
+            "has `lm_head`, which gets an adapter",
+        ),
+        (
+            "qwen2",
+            LoraConfig {
+                modules_to_save: names(&["lm_head"]),
+                trainable_token_indices: tokens(&[1]),
+                ..on(&["q_proj"])
+            },
+            "has `lm_head`, which gets an adapter",
+        ),
+        (
+            "llama",
+            LoraConfig { trainable_token_indices: tokens(&[1]), ..on(&["embed_tokens"]) },
+            "`model.embed_tokens` among the target_modules",
+        ),
+        (
+            "qwen2",
+            LoraConfig { trainable_token_indices: tokens(&[1]), ..on(&["lm_head"]) },
+            "`lm_head` among the target_modules",
+        ),
+        (
+            "qwen2",
+            LoraConfig {
+                trainable_token_indices: of(&[("embed_tokens", &[1]), ("lm_head", &[2])]),
+                ..on(&["q_proj"])
+            },
+            "has other tokens of lm_head",
+        ),
+        (
+            "llama",
+            LoraConfig { trainable_token_indices: tokens(&[128]), ..on(&["q_proj"]) },
+            "has token 128, but the vocabulary of this model is 128",
+        ),
+        (
+            "llama",
+            LoraConfig { trainable_token_indices: tokens(&[2, 7, 2]), ..on(&["q_proj"]) },
+            "names token 2 twice",
+        ),
+        (
+            "llama",
+            LoraConfig { trainable_token_indices: of(&[("norm", &[2])]), ..on(&["q_proj"]) },
+            "has `norm`, expected embed_tokens or lm_head",
+        ),
+        (
+            "llama",
+            LoraConfig {
+                trainable_token_indices: tokens(&(0..33).collect::<Vec<_>>()),
+                ..on(&["q_proj"])
+            },
+            "more than the hidden size 32",
+        ),
+        (
+            "llama",
+            LoraConfig { trainable_token_indices: tokens(&[]), ..on(&["q_proj"]) },
+            "no tokens",
+        ),
+    ] {
+        let error = Adapter::new(&load(base), &config, 1).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn what_is_trained_of_the_tables_is_trained_in_bf16_and_with_dropout_too() {
+    for (base, name) in [("llama", "embedding"), ("gemma2", "embedding"), ("qwen2", "tokens")] {
+        let (path, expected) = method(base, name);
+        let batch = lora_batch(&expected);
+        let run = |dtype| {
+            let model = Arc::new(Model::load(folder(base), dtype, &device()).unwrap());
+            let adapter = load_adapter(&model, &path);
+            let buffer = Gradients::new(adapter.parameters()).unwrap();
+            (gradients((&model, &adapter), &batch, true, &buffer), model, adapter)
+        };
+        let ((loss, exact), ..) = run(DType::F32);
+        let ((rounded, found), model, adapter) = run(DType::BF16);
+        assert!((loss - rounded).abs() < 0.05, "{base} {name}: {rounded}, expected {loss}");
+        for (key, gradient) in &exact {
+            let norm = |tensor: &Tensor| {
+                tensor.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap().sqrt()
+            };
+            let error = norm(&(gradient - &found[key]).unwrap());
+            assert!(error < 0.1 * norm(gradient), "{base} {name} {key}: off by {error}");
+        }
+        let config = LoraConfig { dropout: 0.5, ..adapter.config().unwrap().clone() };
+        let dropped = new_adapter(&model, &config, 1);
+        let (from, to) = (adapter.parameters(), dropped.parameters());
+        for id in (0..to.entries().len()).map(ParameterId) {
+            to.set(id, &from.view(id).unwrap()).unwrap();
+        }
+        let loss = |seed| {
+            let tape = Tape::training().with_dropout(seed);
+            let loss = model.loss(&tape, &batch, Some(&dropped)).unwrap();
+            f64::from(loss.sum.tensor().to_scalar::<f32>().unwrap()) / loss.tokens as f64
+        };
+        assert!(loss(1) != loss(2) && (loss(1) - rounded).abs() < 1.0, "{base} {name}");
+    }
 }

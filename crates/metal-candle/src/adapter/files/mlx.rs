@@ -122,7 +122,9 @@ pub(super) fn name(part: &Part) -> String {
         PartKind::B => format!("{of}.lora_b"),
         PartKind::Magnitude => format!("{of}.m"),
         PartKind::Bias => format!("{of}.bias"),
-        PartKind::Weight => of.clone(),
+        PartKind::EmbeddingA | PartKind::EmbeddingB | PartKind::Rows | PartKind::Weight => {
+            of.clone()
+        }
     }
 }
 
@@ -149,13 +151,16 @@ pub(in crate::adapter) fn write(
     let Some(first) = layers.first() else {
         return Err(Error::option("format", "mlx-lm's files hold no adapter without layers"));
     };
-    if let Some(part) =
-        parts.iter().find(|part| matches!(part.kind, PartKind::Bias | PartKind::Weight))
-    {
+    let is_of_layer = |part: &&Part| {
+        use PartKind::{A, B, Magnitude};
+        matches!(part.kind, A | B | Magnitude) && layer_and_key(&part.of).is_some()
+    };
+    if let Some(part) = parts.iter().find(|part| !is_of_layer(part)) {
         return Err(Error::option(
             "format",
             format!(
-                "mlx-lm's files hold the updates of linear layers, but this adapter has `{}` too; PEFT's hold both",
+                "mlx-lm's files hold the updates of the decoder's linear layers, but this adapter has `{}` too; PEFT's \
+                 hold both",
                 name(part)
             ),
         ));

@@ -140,12 +140,14 @@ pub fn read_config(folder: &Path) -> Result<(LoraConfig, Option<String>)> {
 
 /// Reads the values of an adapter's parts. A tensor that is missing, of another shape, or left over is an
 /// error. `with_start` says that the file has what A and B started from too, as [`write_weights`] puts it there.
+/// `tables` are those weights of the model, by path, that PEFT writes beside their updates.
 pub(super) fn read_weights(
     folder: &Path,
     format: AdapterFormat,
     parts: &[Part],
     parameters: &Parameters,
     with_start: bool,
+    tables: &[(&str, &Tensor)],
 ) -> Result<()> {
     let path = folder.join(format.weights());
     let weights = Weights::from_files([&path])?;
@@ -183,6 +185,21 @@ pub(super) fn read_weights(
         let (dimension, rank) = (rank_dimension(part), value.dim(rank_dimension(part))? / 2);
         parameters.set(part.id, &value.narrow(dimension, 0, rank)?)?;
         copy::write(start, &value.narrow(dimension, rank, rank)?.contiguous()?, 0, 0)?;
+    }
+    for (of, table) in tables {
+        let name = format!("{}{of}.base_layer.weight", peft::PREFIX);
+        if weights.contains(&name) {
+            let found = weights.tensor(&name, table.dims(), table.dtype(), table.device())?;
+            let difference = copy::cast(&(found - *table)?, DType::F32)?.abs()?.flatten_all()?;
+            if difference.max(0)?.to_scalar::<f32>()? != 0.0 {
+                return Err(Error::file(
+                    &path,
+                    format!(
+                        "`{name}` isn't the weight of this base model; is this an adapter for another one?"
+                    ),
+                ));
+            }
+        }
     }
     if let Some(name) = weights.unread().first() {
         return Err(Error::file(

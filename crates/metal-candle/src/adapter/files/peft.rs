@@ -3,7 +3,7 @@
 
 use super::{AdapterFormat, as_usize, wrong};
 use crate::Result;
-use crate::adapter::{LoraConfig, Part, PartKind, StartFrom, Targets};
+use crate::adapter::{LoraConfig, Part, PartKind, StartFrom, Targets, TokenIndices};
 use crate::files::{cut, short};
 use candle_core::Tensor;
 use serde_json::{Map, Value, json};
@@ -13,13 +13,12 @@ use std::path::Path;
 pub const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 pub(super) const BASE_KEY: &str = "base_model_name_or_path";
 
-const PREFIX: &str = "base_model.model.";
+pub(super) const PREFIX: &str = "base_model.model.";
 
 /// Keys that change nothing about what the adapter computes.
 const IRRELEVANT: &[&str] = &[
     "auto_mapping",
     "base_model_name_or_path",
-    "ensure_weight_tying",
     "inference_mode",
     "layers_pattern",
     "megatron_core",
@@ -45,7 +44,7 @@ pub(super) fn parse_config(
         }
     }
     let mut config = LoraConfig { rank: 8, alpha: 8.0, ..LoraConfig::default() };
-    let mut base = None;
+    let (mut base, mut ensure_tying) = (None, false);
     for (key, value) in json {
         let found = short(value);
         let wrong = |expected: &str| wrong(key, value, expected);
@@ -94,6 +93,15 @@ pub(super) fn parse_config(
                 config.modules_to_save =
                     serde_json::from_value(value.clone()).map_err(|_| wrong("a list of names"))?;
             }
+            TokenIndices::KEY if !is_unset(value) => {
+                let tokens = serde_json::from_value(value.clone()).map_err(|_| {
+                    wrong("a list of tokens, or an object with one of embed_tokens or lm_head")
+                })?;
+                config.trainable_token_indices = Some(tokens);
+            }
+            "ensure_weight_tying" => {
+                ensure_tying = value.as_bool().ok_or_else(|| wrong("true or false"))?;
+            }
             "init_lora_weights" => {
                 config.start = start(value).map_err(|expected| wrong(&expected))?
             }
@@ -108,8 +116,8 @@ pub(super) fn parse_config(
                 return Err(format!(
                     "{} is {found}, which is not supported; supported are r, lora_alpha, \
                      lora_dropout, use_rslora, use_dora, target_modules, exclude_modules, \
-                     layers_to_transform, rank_pattern, alpha_pattern, bias, modules_to_save and \
-                     init_lora_weights",
+                     layers_to_transform, rank_pattern, alpha_pattern, bias, modules_to_save, \
+                     trainable_token_indices and init_lora_weights",
                     cut(key)
                 ));
             }
@@ -119,6 +127,11 @@ pub(super) fn parse_config(
         return Err("has no target_modules".into());
     }
     config.validate().map_err(|error| error.to_string())?;
+    if ensure_tying && config.adapts_tables().map_err(|error| error.to_string())? {
+        return Err("ensure_weight_tying is true, which is not supported where embed_tokens or lm_head is among \
+                    target_modules or modules_to_save"
+            .into());
+    }
     Ok((config, base))
 }
 
@@ -159,13 +172,17 @@ pub(super) fn name(part: &Part) -> String {
         PartKind::B => format!("{PREFIX}{of}.lora_B.weight"),
         PartKind::Magnitude => format!("{PREFIX}{of}.lora_magnitude_vector"),
         PartKind::Bias => format!("{PREFIX}{of}.base_layer.bias"),
+        PartKind::EmbeddingA => format!("{PREFIX}{of}.lora_embedding_A"),
+        PartKind::EmbeddingB => format!("{PREFIX}{of}.lora_embedding_B"),
+        PartKind::Rows => format!("{PREFIX}{of}.token_adapter.trainable_tokens_delta"),
         PartKind::Weight => format!("{PREFIX}{of}"),
     }
 }
 
 /// Whether the file has the other orientation.
 pub(super) fn is_transposed(part: &Part) -> bool {
-    matches!(part.kind, PartKind::A | PartKind::B)
+    use PartKind::{A, B, EmbeddingA, EmbeddingB};
+    matches!(part.kind, A | B | EmbeddingA | EmbeddingB)
 }
 
 pub(super) fn layer_of(tensor: &str) -> Option<&str> {
@@ -244,13 +261,15 @@ pub(in crate::adapter) fn write(
             modules => json!(modules),
         },
         "revision": null,
+        TokenIndices::KEY: config.trainable_token_indices,
     });
     super::write_config(folder, &json)
 }
 
 /// The paths of the layers with an update.
 fn updated(parts: &[Part]) -> impl Iterator<Item = &str> {
-    parts.iter().filter(|part| part.kind == PartKind::A).map(|part| part.of.as_str())
+    use PartKind::{A, EmbeddingA};
+    parts.iter().filter(|part| matches!(part.kind, A | EmbeddingA)).map(|part| part.of.as_str())
 }
 
 fn distinct_names(parts: &[Part]) -> Vec<String> {

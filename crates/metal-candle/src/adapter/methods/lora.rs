@@ -71,7 +71,12 @@ pub fn kaiming(input: usize, rank: usize, random: SplitMix64) -> Result<Tensor> 
 
 /// A `(in, rank)` normal with a deviation of `1 / rank`, as PEFT's `gaussian`.
 pub fn gaussian(input: usize, rank: usize, random: SplitMix64) -> Result<Tensor> {
-    fill(input, rank, random, |random| random.normal() / rank as f64)
+    normal((input, rank), 1.0 / rank as f64, random)
+}
+
+/// A matrix of normal numbers.
+pub fn normal(shape: (usize, usize), deviation: f64, random: SplitMix64) -> Result<Tensor> {
+    fill(shape.0, shape.1, random, |random| random.normal() * deviation)
 }
 
 fn fill(

@@ -4,9 +4,11 @@ pub(crate) mod dora;
 pub(super) mod lora;
 pub(super) mod olora;
 pub(super) mod pissa;
+pub(super) mod table;
 mod vectors;
 
 pub(crate) use lora::LowRank;
+pub(crate) use table::TableUpdate;
 
 use super::StartFrom;
 use crate::{Error, Result};

@@ -29,8 +29,7 @@ impl Owned {
 }
 
 static FIXTURE: LazyLock<BTreeMap<String, Owned>> = LazyLock::new(|| {
-    let path =
-        concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/quantized/parts.safetensors");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/quantized/parts.safetensors");
     let bytes = std::fs::read(path).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     let owned = tensors.iter().map(|(name, view)| {
@@ -160,13 +159,8 @@ fn assert_written(case: &str, layer: &str, written: Vec<Part>) {
 
 #[test]
 fn levels_are_the_peers() {
-    let tables: [(&str, &[f32]); 5] = [
-        ("nf4", &NF4),
-        ("fp4", &FP4),
-        ("iq4", &IQ4),
-        ("e2m1", &E2M1),
-        ("dynamic", &dynamic_map()),
-    ];
+    let tables: [(&str, &[f32]); 5] =
+        [("nf4", &NF4), ("fp4", &FP4), ("iq4", &IQ4), ("e2m1", &E2M1), ("dynamic", &dynamic_map())];
     for (name, table) in tables {
         let expected = fixture(&format!("table.{name}")).f32s();
         let bits = |table: &[f32]| table.iter().map(|level| level.to_bits()).collect::<Vec<_>>();
@@ -468,7 +462,9 @@ fn broken_parts_are_errors() {
         let names: Vec<&str> = FIXTURE
             .keys()
             .filter_map(|name| name.strip_prefix(&start))
-            .filter(|name| !matches!(*name, "numbers" | "blocks.weight" | "blocks.weight_scale_inv"))
+            .filter(|name| {
+                !matches!(*name, "numbers" | "blocks.weight" | "blocks.weight_scale_inv")
+            })
             .filter(|name| !name.starts_with("nested."))
             .collect();
         assert!(names.len() >= 2, "{layer}: {names:?}");
@@ -480,7 +476,10 @@ fn broken_parts_are_errors() {
             let stored = good.stored();
             let mut tries = vec![
                 ("no bytes", Some(Stored { bytes: &[], ..stored })),
-                ("fewer bytes", Some(Stored { bytes: &good.bytes[..good.bytes.len() - 1], ..stored })),
+                (
+                    "fewer bytes",
+                    Some(Stored { bytes: &good.bytes[..good.bytes.len() - 1], ..stored }),
+                ),
                 ("a huge shape", Some(Stored { shape: huge, ..stored })),
             ];
             // bitsandbytes stores its bytes as any dtype, and GPTQ's order may be missing.

@@ -83,15 +83,17 @@ fn matrix(entry: &Entry) -> [usize; 2] {
 
 /// Whether Muon is for it: a matrix that is neither the embedding nor the head.
 pub(super) fn is_hidden_matrix(entry: &Entry) -> bool {
-    let outer = ["embed_tokens.weight", "lm_head.weight"];
-    entry.shape.rank() == 2 && !outer.iter().any(|name| entry.name.ends_with(name))
+    let is_outer = |part: &str| ["embed_tokens", "lm_head"].contains(&part);
+    entry.shape.rank() == 2 && !entry.name.split('.').any(is_outer)
 }
 
 /// How many outputs a matrix has for every input. LoRA's are stored `(inputs, outputs)`, weights the other
 /// way round.
 pub(super) fn outputs_per_input(entry: &Entry) -> f64 {
     let [rows, columns] = matrix(entry).map(|size| size as f64);
-    let lora = [".lora_A", ".lora_B"].iter().any(|name| entry.name.ends_with(name));
+    let lora = [".lora_A", ".lora_B", ".lora_embedding_A", ".lora_embedding_B"]
+        .iter()
+        .any(|name| entry.name.ends_with(name));
     if lora { columns / rows } else { rows / columns }
 }
 
