@@ -11,6 +11,7 @@ mod error;
 pub mod files;
 mod foreign;
 pub mod generate;
+pub mod gguf;
 mod hash;
 pub mod hub;
 pub mod model;

@@ -14,4 +14,4 @@ pub(crate) use message::{key_list, kind};
 pub use spans::Rendered;
 pub use stream::DecodeStream;
 pub use template::{ChatTemplate, RenderOptions};
-pub use tokenizer::{Encoded, Tokenizer, chat_template_in};
+pub use tokenizer::{Encoded, Tokenizer, TokenizerFiles, chat_template_in};

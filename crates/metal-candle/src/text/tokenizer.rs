@@ -64,35 +64,44 @@ impl Tokenizer {
     /// [`Error::Io`] or [`Error::File`]: no `tokenizer.json`, or one of the files is not what it should be. A chat
     /// template that does not parse is an error only when it is used.
     pub fn load(folder: &Path) -> Result<Self> {
-        let path = folder.join(TOKENIZER);
-        if !path.exists() {
-            let hint = if folder.join(SENTENCE_PIECE).is_file() {
-                "; there is a SentencePiece tokenizer.model, which is not read: save the tokenizer as tokenizer.json \
-                 with transformers (AutoTokenizer.from_pretrained(folder).save_pretrained(folder))"
-            } else {
-                "; a model folder needs one"
-            };
-            return Err(Error::file(&path, format!("no such file{hint}")));
-        }
-        let inner = read_tokenizer(&path)?;
+        Self::from_sources(folder, Sources::read(folder)?)
+    }
 
-        let tokenizer_config = read_object(&folder.join(TOKENIZER_CONFIG))?;
-        let special_tokens_map = read_object(&folder.join(SPECIAL_TOKENS))?;
+    /// A tokenizer of what its files would say; `place` is what errors name.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::load`].
+    pub fn from_files(place: &Path, files: &TokenizerFiles) -> Result<Self> {
+        let source =
+            |fields: &Map<String, Value>| Source { path: place.to_path_buf(), fields: fields.clone() };
+        let template = |(name, template): &(String, String)| {
+            (name.clone(), place.display().to_string(), template.clone())
+        };
+        let sources = Sources {
+            tokenizer: (place.to_path_buf(), files.tokenizer.clone()),
+            tokenizer_config: source(&files.tokenizer_config),
+            special_tokens_map: source(&Map::new()),
+            generation_config: source(&files.generation_config),
+            config: source(&Map::new()),
+            templates: files.chat_templates.iter().map(template).collect(),
+        };
+        Self::from_sources(place, sources)
+    }
+
+    fn from_sources(folder: &Path, sources: Sources) -> Result<Self> {
+        let (path, bytes) = &sources.tokenizer;
+        let inner = read_tokenizer(path, bytes)?;
         let mut named = Vec::new();
         for name in NAMED_TOKENS {
-            let found = match token_text(&tokenizer_config, name)? {
+            let found = match token_text(&sources.tokenizer_config, name)? {
                 Some(token) => Some(token),
-                None => token_text(&special_tokens_map, name)?,
+                None => token_text(&sources.special_tokens_map, name)?,
             };
             if let Some(token) = found {
                 named.push((name.to_string(), token));
             }
         }
 
-        let sources = [
-            read_object(&folder.join(GENERATION_CONFIG))?,
-            read_object(&folder.join("config.json"))?,
-        ];
         let id_of = |name: &str| {
             named
                 .iter()
@@ -100,7 +109,7 @@ impl Tokenizer {
                 .and_then(|(_, token)| inner.token_to_id(token))
         };
         let ids = |key: &str, name: &str| -> Result<Vec<u32>> {
-            for source in &sources {
+            for source in [&sources.generation_config, &sources.config] {
                 if let Some(ids) = token_ids(source, key)? {
                     return Ok(ids);
                 }
@@ -133,7 +142,7 @@ impl Tokenizer {
             pad_id,
             chat_template: None,
         };
-        tokenizer.take_chat_template(folder)?;
+        tokenizer.take_templates(sources.templates);
         Ok(tokenizer)
     }
 
@@ -146,6 +155,11 @@ impl Tokenizer {
     pub fn take_chat_template(&mut self, folder: &Path) -> Result<Option<String>> {
         let sources = read_templates(folder)?;
         let source = default_template(&sources);
+        self.take_templates(sources);
+        Ok(source)
+    }
+
+    fn take_templates(&mut self, sources: Vec<(String, String, String)>) {
         if !sources.is_empty() {
             self.chat_template = Some(ChatTemplate::from_named(
                 sources,
@@ -154,7 +168,6 @@ impl Tokenizer {
                 self.end_tokens(),
             ));
         }
-        Ok(source)
     }
 
     /// Token ids of a text. `add_special` adds what the tokenizer puts around a text, such as the BOS token; a rendered
@@ -320,15 +333,15 @@ impl Tokenizer {
     }
 }
 
-/// Reads `tokenizer.json`. Not all that can be written there is something that `tokenizers` can do: some of it panics.
-fn read_tokenizer(path: &Path) -> Result<tokenizers::Tokenizer> {
-    let bytes = files::read_limited(path, MAX_TOKENIZER_BYTES)?;
+/// Reads the content of `tokenizer.json`. Not all that can be written there is something that `tokenizers` can do: some
+/// of it panics.
+fn read_tokenizer(path: &Path, bytes: &[u8]) -> Result<tokenizers::Tokenizer> {
     let description: Value =
-        files::parse_json(&bytes).map_err(|message| Error::file(path, message))?;
+        files::parse_json(bytes).map_err(|message| Error::file(path, message))?;
     check_parts(&description).map_err(|message| Error::file(path, message))?;
     drop(description);
     contained(|| {
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| {
+        let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|error| {
             Error::file(
                 path,
                 format!(
@@ -431,6 +444,88 @@ fn keep_spaces_in_offsets(inner: &mut tokenizers::Tokenizer, path: &Path) -> Res
     let processor: PostProcessorWrapper = serde_json::from_value(description).map_err(broken)?;
     inner.with_post_processor(Some(processor));
     Ok(())
+}
+
+/// What the files of a tokenizer say, for a tokenizer that has none or is written into another file.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct TokenizerFiles {
+    /// `tokenizer.json`.
+    pub tokenizer: Vec<u8>,
+    /// `tokenizer_config.json`, with what `special_tokens_map.json` adds.
+    pub tokenizer_config: Map<String, Value>,
+    /// Of `generation_config.json`, or else of `config.json`: `eos_token_id`, `bos_token_id` and `pad_token_id`.
+    pub generation_config: Map<String, Value>,
+    /// Names and sources of chat templates; a single one is called `default`.
+    pub chat_templates: Vec<(String, String)>,
+}
+
+impl TokenizerFiles {
+    /// Reads those of a model's folder.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::load`].
+    pub fn read(folder: &Path) -> Result<Self> {
+        let sources = Sources::read(folder)?;
+        let mut tokenizer_config = sources.tokenizer_config.fields;
+        for (key, value) in sources.special_tokens_map.fields {
+            let slot = tokenizer_config.entry(key).or_insert(Value::Null);
+            if slot.is_null() {
+                *slot = value;
+            }
+        }
+        let mut generation_config = Map::new();
+        for key in ["eos_token_id", "bos_token_id", "pad_token_id"] {
+            for source in [&sources.generation_config, &sources.config] {
+                if token_ids(source, key)?.is_some()
+                    && let Some(value) = source.fields.get(key)
+                {
+                    generation_config.insert(key.to_string(), value.clone());
+                    break;
+                }
+            }
+        }
+        let template = |(name, _, source): (String, String, String)| (name, source);
+        Ok(Self {
+            tokenizer: sources.tokenizer.1,
+            tokenizer_config,
+            generation_config,
+            chat_templates: sources.templates.into_iter().map(template).collect(),
+        })
+    }
+}
+
+/// What a tokenizer is made of, with where it was found.
+struct Sources {
+    tokenizer: (PathBuf, Vec<u8>),
+    tokenizer_config: Source,
+    special_tokens_map: Source,
+    generation_config: Source,
+    config: Source,
+    templates: Vec<(String, String, String)>,
+}
+
+impl Sources {
+    fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join(TOKENIZER);
+        if !path.exists() {
+            let hint = if folder.join(SENTENCE_PIECE).is_file() {
+                "; there is a SentencePiece tokenizer.model, which is not read: save the tokenizer as tokenizer.json \
+                 with transformers (AutoTokenizer.from_pretrained(folder).save_pretrained(folder))"
+            } else {
+                "; a model folder needs one"
+            };
+            return Err(Error::file(&path, format!("no such file{hint}")));
+        }
+        let bytes = files::read_limited(&path, MAX_TOKENIZER_BYTES)?;
+        Ok(Self {
+            tokenizer: (path, bytes),
+            tokenizer_config: read_object(&folder.join(TOKENIZER_CONFIG))?,
+            special_tokens_map: read_object(&folder.join(SPECIAL_TOKENS))?,
+            generation_config: read_object(&folder.join(GENERATION_CONFIG))?,
+            config: read_object(&folder.join("config.json"))?,
+            templates: read_templates(folder)?,
+        })
+    }
 }
 
 /// A JSON file's object with the file's path; empty when there is no such file.

@@ -4,6 +4,7 @@
 mod candle_autograd;
 mod common;
 mod data;
+mod gguf;
 mod models;
 mod mutations;
 mod quantized;

@@ -8,6 +8,7 @@ use crate::common::isolated::isolated;
 use metal_candle::adapter::{Adapter, LoraConfig};
 use metal_candle::data::{BatchOptions, Batcher, Dataset, Example, read_records};
 use metal_candle::generate::Session;
+use metal_candle::gguf::GgufFile;
 use metal_candle::model::Model;
 use metal_candle::random::SplitMix64;
 use metal_candle::text::{ChatTemplate, Message, RenderOptions, Tokenizer};
@@ -69,6 +70,19 @@ impl Mutator {
                     data.splice(at..at, part.iter().copied());
                 }
             }
+        }
+    }
+
+    /// Other numbers in one to four places of the beginning of a file.
+    fn numbers(&mut self, data: &mut [u8]) {
+        let others = [0, 1, 2, 7, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 60, u64::MAX];
+        for _ in 0..=self.below(3) {
+            let bytes = self.one_of(&others).to_le_bytes();
+            let length = *self.one_of(&[1, 4, 8]);
+            // Most of what follows are values of weights.
+            let beginning = *self.one_of(&[64, 1200, 12_000]);
+            let at = self.below(data.len().min(beginning) - length);
+            data[at..at + length].copy_from_slice(&bytes[..length]);
         }
     }
 
@@ -155,6 +169,9 @@ impl Mutator {
                 let header = self.json(header);
                 data.splice(..8 + length, header.bytes());
                 data.splice(..0, (header.len() as u64).to_le_bytes());
+            }
+            _ if path.extension().is_some_and(|end| end == "gguf") && self.below(4) > 0 => {
+                self.numbers(&mut data);
             }
             _ => self.bytes(&mut data),
         }
@@ -313,6 +330,38 @@ fn changed_tokenizers_are_used_or_refused() {
 fn conversation() -> [Message; 3] {
     [("system", "Be brief."), ("user", "What is\nthere?"), ("assistant", "Nothing.")]
         .map(|(role, text)| Message::new(role, text))
+}
+
+#[test]
+fn changed_gguf_files_are_used_or_refused() {
+    isolated("mutations::changed_gguf_files_are_used_or_refused", || {
+        for name in ["byte-level.gguf", "sentence-piece.gguf"] {
+            eprintln!("{name}");
+            let good = folder_of(&[("gguf", &[name])]);
+            mutate(good.path(), &[name], 1500, |folder| {
+                let file = GgufFile::open(folder.join(name))?;
+                let names: Vec<String> = file.names().map(str::to_string).collect();
+                for name in names {
+                    file.tensor(&name)?.dense().transpose()?;
+                }
+                let tokenizer = file.tokenizer()?;
+                for text in ["", "A text, of \u{1f600} ÄÖ\n\n<|im_end|>", "aaaaaaaaaaaaa 12345"] {
+                    let (ids, _) = tokenizer.encode_with_offsets(text, true)?;
+                    tokenizer.decode(&ids, false)?;
+                }
+                if let Some(template) = tokenizer.chat_template() {
+                    template.render(&conversation(), &RenderOptions::default())?;
+                }
+                Ok(())
+            });
+        }
+        let good = folder_of(&[("gguf", &["adapter.gguf", "byte-level.gguf"])]);
+        mutate(good.path(), &["adapter.gguf"], 800, |folder| {
+            let base = GgufFile::open(folder.join("byte-level.gguf"))?;
+            let layers = metal_candle::gguf::read_adapter(folder.join("adapter.gguf"), base.config())?;
+            metal_candle::gguf::save_as_peft(folder.join("peft"), &layers, "base")
+        });
+    });
 }
 
 #[test]
