@@ -2,7 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{read_limited, remove_folder_atomic, write_bytes_atomic};
+use super::{cut, read_limited, remove_folder_atomic, write_bytes_atomic};
+use crate::gguf::is_gguf;
+use crate::text::TokenizerFiles;
 use crate::{Error, Result};
 
 pub(crate) const GENERATION_CONFIG: &str = "generation_config.json";
@@ -74,8 +76,30 @@ fn is_template(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "jinja")
 }
 
-/// Copies those of the folder `from` into the folder `to`.
+/// Where a folder has the chat template of a name.
+///
+/// # Errors
+/// [`Error::File`] for a name that is no file's, [`Error::Io`] when its folder cannot be made.
+pub(crate) fn template_path(folder: &Path, name: &str) -> Result<PathBuf> {
+    if name == "default" {
+        return Ok(folder.join(CHAT_TEMPLATE));
+    }
+    let more = folder.join(MORE_TEMPLATES);
+    if Path::new(name).file_name() != Some(name.as_ref()) || name.contains('\\') {
+        return Err(Error::file(
+            more,
+            format!("cannot have a chat template named {:?}", cut(name)),
+        ));
+    }
+    std::fs::create_dir_all(&more).map_err(Error::io(&more))?;
+    Ok(more.join(format!("{name}.jinja")))
+}
+
+/// Copies those of the folder `from`, or what a GGUF file has in their place, into the folder `to`.
 pub(crate) fn copy_companions(from: &Path, to: &Path) -> Result<()> {
+    if is_gguf(from) {
+        return TokenizerFiles::read(from)?.write(to);
+    }
     for path in companions(from)? {
         let Ok(name) = path.strip_prefix(from) else {
             return Err(Error::file(path, format!("is not in {}", from.display())));

@@ -74,7 +74,8 @@ pub fn read_adapter(path: impl AsRef<Path>, config: &Config) -> Result<Vec<Adapt
         };
         let ours = architecture::from_gguf(config, weight);
         let path = ours.as_deref().and_then(|name| name.strip_suffix(".weight"));
-        let Some(path) = path.filter(|path| path.starts_with("model.layers.") && !path.ends_with("norm"))
+        let Some(path) =
+            path.filter(|path| path.starts_with("model.layers.") && !path.ends_with("norm"))
         else {
             return Err(invalid("updates what is no linear layer of the model".into()));
         };
@@ -85,7 +86,8 @@ pub fn read_adapter(path: impl AsRef<Path>, config: &Config) -> Result<Vec<Adapt
         let heads = ours.as_deref().and_then(|name| architecture::rotated_heads(config, name));
         if let Some(heads) = heads.filter(|_| which == 1 && target.interleaved) {
             let ours = row_bytes(info).and_then(|size| rows::deinterleave(&bytes, size, heads));
-            let problem = || invalid(format!("has {rows_count} rows, which {heads} heads don't divide"));
+            let problem =
+                || invalid(format!("has {rows_count} rows, which {heads} heads don't divide"));
             bytes = std::borrow::Cow::Owned(ours.ok_or_else(problem)?);
         }
         let shape = vec![*rows_count, *width];
@@ -115,7 +117,11 @@ pub fn read_adapter(path: impl AsRef<Path>, config: &Config) -> Result<Vec<Adapt
 ///
 /// # Errors
 /// [`Error::Option`] for a layer that the base doesn't have or whose A and B don't fit it; [`Error::Io`] when the file cannot be written.
-pub fn write_adapter(path: impl AsRef<Path>, config: &Config, layers: &[AdapterLayer]) -> Result<()> {
+pub fn write_adapter(
+    path: impl AsRef<Path>,
+    config: &Config,
+    layers: &[AdapterLayer],
+) -> Result<()> {
     let target = Target::of(config)?;
     let mut alpha = 0.0;
     let mut tensors = Vec::new();

@@ -99,13 +99,7 @@ const ALL: [Target; 10] = [
     },
     Target { name: "phi3", model_type: "phi3", square: true, ..PLAIN },
     Target { name: "smollm3", model_type: "smollm3", interleaved: true, ..PLAIN },
-    Target {
-        name: "olmo2",
-        model_type: "olmo2",
-        square: true,
-        head: Head::Required,
-        ..PLAIN
-    },
+    Target { name: "olmo2", model_type: "olmo2", square: true, head: Head::Required, ..PLAIN },
     Target {
         name: "granite",
         model_type: "granite",
@@ -236,7 +230,7 @@ mod tests {
     use super::super::testing::{fixture, fixtures};
     use super::*;
     use crate::model::Model;
-        use crate::{DType, Device};
+    use crate::{DType, Device};
 
     #[test]
     fn every_weight_of_every_family_has_a_name_and_is_found_by_it() {

@@ -94,7 +94,10 @@ impl Keys<'_> {
                     self.file.invalid(&key, format!("expected whole numbers from 0, found {first}"))
                 })
             }
-            _ => Err(self.unsupported(name, "a list of different numbers; all layers are alike here")),
+            _ => {
+                Err(self
+                    .unsupported(name, "a list of different numbers; all layers are alike here"))
+            }
         }
     }
 
@@ -151,7 +154,8 @@ pub(super) fn read(file: &Container) -> Result<Value> {
             return Err(keys.unsupported(name, "asks for what this library doesn't compute"));
         }
     }
-    if file.has(&keys.key("attention.causal")) && !file.flag(&keys.key("attention.causal"))?.unwrap_or(true)
+    if file.has(&keys.key("attention.causal"))
+        && !file.flag(&keys.key("attention.causal"))?.unwrap_or(true)
     {
         return Err(keys.unsupported("attention.causal", "false; a decoder was expected"));
     }
@@ -210,27 +214,31 @@ pub(super) fn read(file: &Container) -> Result<Value> {
             model_type = "mistral";
             set("sliding_window", json!(window));
         }
-        "mistral3" => match keys.float("attention.temperature_scale")?.filter(|beta| *beta != 0.0) {
-            Some(beta) => {
-                let Some(mut rope) = scaling.clone() else {
-                    return Err(keys.missing("rope.scaling.type"));
-                };
-                rope.insert("llama_4_scaling_beta".into(), json!(beta));
-                rope.insert("rope_theta".into(), json!(theta));
-                set("rope_parameters", Value::Object(rope));
-                set("sliding_window", Value::Null);
+        "mistral3" => {
+            match keys.float("attention.temperature_scale")?.filter(|beta| *beta != 0.0) {
+                Some(beta) => {
+                    let Some(mut rope) = scaling.clone() else {
+                        return Err(keys.missing("rope.scaling.type"));
+                    };
+                    rope.insert("llama_4_scaling_beta".into(), json!(beta));
+                    rope.insert("rope_theta".into(), json!(theta));
+                    set("rope_parameters", Value::Object(rope));
+                    set("sliding_window", Value::Null);
+                }
+                // The text part of Mistral Small 3.
+                None => {
+                    model_type = "mistral";
+                    set("sliding_window", Value::Null);
+                }
             }
-            // The text part of Mistral Small 3.
-            None => {
-                model_type = "mistral";
-                set("sliding_window", Value::Null);
-            }
-        },
+        }
         "qwen2" | "qwen3" if window.is_some() => {
             return Err(keys.unsupported("attention.sliding_window", "is not known for it"));
         }
         "olmo2" if window.is_some() => {
-            return Err(keys.unsupported("attention.sliding_window", "this is OLMo 3; OLMo 2 is supported"));
+            return Err(
+                keys.unsupported("attention.sliding_window", "this is OLMo 3; OLMo 2 is supported")
+            );
         }
         "qwen2" | "qwen3" => set("use_sliding_window", json!(false)),
         "phi3" => set("sliding_window", json!(window)),
@@ -260,13 +268,18 @@ pub(super) fn read(file: &Container) -> Result<Value> {
             set("attn_logit_softcapping", cap("attn_logit_softcapping", attention)?);
             set("final_logit_softcapping", cap("final_logit_softcapping", last)?);
             if target.name == "gemma3" {
-                set("rope_local_base_freq", json!(keys.float("rope.freq_base_swa")?.unwrap_or(1e4)));
+                set(
+                    "rope_local_base_freq",
+                    json!(keys.float("rope.freq_base_swa")?.unwrap_or(1e4)),
+                );
             }
         }
         "granite" => {
             let finetuned = keys.key("rope.scaling.finetuned");
             if file.has(&finetuned) && file.flag(&finetuned)? == Some(false) {
-                return Err(keys.unsupported("rope.scaling.finetuned", "false; layers without rope"));
+                return Err(
+                    keys.unsupported("rope.scaling.finetuned", "false; layers without rope")
+                );
             }
             let scale = |name: &str, otherwise: f64| -> Result<Value> {
                 Ok(json!(keys.float(name)?.filter(|scale| *scale != 0.0).unwrap_or(otherwise)))
@@ -298,7 +311,8 @@ pub(super) fn read(file: &Container) -> Result<Value> {
 
 /// The dtype of the matrices, where they have one.
 fn dtype(file: &Container) -> Option<&'static str> {
-    let mut kinds = file.tensors().filter(|(_, info)| info.shape.len() == 2).map(|(_, info)| info.kind);
+    let mut kinds =
+        file.tensors().filter(|(_, info)| info.shape.len() == 2).map(|(_, info)| info.kind);
     let first = kinds.next()?;
     kinds.all(|kind| kind == first).then_some(())?;
     match first {
@@ -421,7 +435,10 @@ fn rope_scaling(
         (Some("longrope"), _) => Err(keys.file.invalid(ROPE_SHORT, "missing; longrope needs it")),
         (Some(other), _) => Err(keys.unsupported(
             TYPE,
-            &format!("{:?}; none, linear, yarn and longrope are supported", crate::files::cut(other)),
+            &format!(
+                "{:?}; none, linear, yarn and longrope are supported",
+                crate::files::cut(other)
+            ),
         )),
     }
 }
@@ -439,7 +456,10 @@ fn llama3(divisors: &[f64], theta: f64, rotated: usize) -> Option<Value> {
         };
         let rope = RopeConfig { theta, rotary_dim: rotated, scaling, query_scaling: None };
         let same = divisors.len() == rotated / 2
-            && divisors_of(&rope).iter().zip(divisors).all(|(a, b)| (f64::from(*a) / b - 1.0).abs() < 1e-5);
+            && divisors_of(&rope)
+                .iter()
+                .zip(divisors)
+                .all(|(a, b)| (f64::from(*a) / b - 1.0).abs() < 1e-5);
         same.then(|| {
             json!({
                 "rope_type": "llama3", "factor": factor, "low_freq_factor": low,
@@ -470,7 +490,9 @@ pub(super) fn write(config: &Config, metadata: &mut Metadata) -> Result<Vec<(Str
     let window = config.layers.iter().filter_map(|layer| layer.window).min();
     let context = match window {
         // No window is exact as long as texts aren't longer than it.
-        Some(window) if target.window_period.is_none() && window < config.max_position_embeddings => {
+        Some(window)
+            if target.window_period.is_none() && window < config.max_position_embeddings =>
+        {
             tracing::warn!(
                 "the GGUF file says that the context has {window} tokens instead of {}: llama.cpp has no sliding \
                  window for {}, and longer texts would be computed differently",
@@ -534,7 +556,10 @@ fn write_rope(
         metadata.float(&key("attention.temperature_scale"), scaling.beta);
     }
     let refused = |what: String| {
-        Err(Error::Unsupported(format!("a GGUF file of {what}: llama.cpp doesn't compute it for {}", target.name)))
+        Err(Error::Unsupported(format!(
+            "a GGUF file of {what}: llama.cpp doesn't compute it for {}",
+            target.name
+        )))
     };
     let single = |list: &[f64]| list.iter().map(|divisor| *divisor as f32).collect::<Vec<_>>();
     match &rope.scaling {
@@ -555,7 +580,9 @@ fn write_rope(
             // Read for this architecture alone.
             let reads_betas = target.name == "mistral3";
             if !reads_betas && (*beta_fast, *beta_slow) != (32.0, 1.0) {
-                return refused(format!("yarn with beta_fast {beta_fast} and beta_slow {beta_slow}"));
+                return refused(format!(
+                    "yarn with beta_fast {beta_fast} and beta_slow {beta_slow}"
+                ));
             }
             if !truncate {
                 return refused("yarn with truncate = false".into());
@@ -601,8 +628,10 @@ fn write_rope(
             ]);
         }
     }
-    if target.name == "phi3" && config.ropes.iter().all(|rope| rope.scaling == RopeScaling::Default) {
-        metadata.count(&key("rope.scaling.original_context_length"), config.max_position_embeddings)?;
+    if target.name == "phi3" && config.ropes.iter().all(|rope| rope.scaling == RopeScaling::Default)
+    {
+        metadata
+            .count(&key("rope.scaling.original_context_length"), config.max_position_embeddings)?;
     }
     Ok(Vec::new())
 }
@@ -653,7 +682,8 @@ fn check(config: &Config, target: &Target) -> Result<()> {
         let found = config.attention_scale;
         return refuse(format!("a model whose attention is scaled by {found} rather than {scale}"));
     }
-    if target.name == "gemma2" && (config.attention_softcap.is_none() || config.final_softcap.is_none())
+    if target.name == "gemma2"
+        && (config.attention_softcap.is_none() || config.final_softcap.is_none())
     {
         return refuse("a Gemma 2 without soft caps".into());
     }
@@ -711,9 +741,9 @@ mod tests {
             })
             .collect();
         let plain = tensors.len();
-        tensors.extend(extra.iter().map(|(name, values)| {
-            (name.clone(), vec![values.len()], GgmlType::F32)
-        }));
+        tensors.extend(
+            extra.iter().map(|(name, values)| (name.clone(), vec![values.len()], GgmlType::F32)),
+        );
         write_container(&path, &metadata, &tensors, |index| {
             Ok(match index.checked_sub(plain) {
                 Some(extra_index) => {
@@ -798,8 +828,18 @@ mod tests {
         for (rope, other) in found.ropes.iter_mut().zip(&expected.ropes) {
             match (&mut rope.scaling, &other.scaling) {
                 (
-                    RopeScaling::LongRope { short_factor: a, long_factor: b, attention_factor: c, .. },
-                    RopeScaling::LongRope { short_factor: x, long_factor: y, attention_factor: z, .. },
+                    RopeScaling::LongRope {
+                        short_factor: a,
+                        long_factor: b,
+                        attention_factor: c,
+                        ..
+                    },
+                    RopeScaling::LongRope {
+                        short_factor: x,
+                        long_factor: y,
+                        attention_factor: z,
+                        ..
+                    },
                 ) => {
                     a.iter_mut().zip(x).chain(b.iter_mut().zip(y)).for_each(|(a, x)| near(a, *x));
                     near(c, *z);
@@ -832,7 +872,10 @@ mod tests {
             (changed("qwen3", |config| config.mlp_bias = true), "in its MLP"),
             (changed("olmo2", |config| config.tie_word_embeddings = true), "is its embedding"),
             (changed("mistral", |config| config.ropes[0].rotary_dim = 2), "a part of its heads"),
-            (changed("gemma3-text", |config| config.layers[0].window = Some(99)), "different sizes"),
+            (
+                changed("gemma3-text", |config| config.layers[0].window = Some(99)),
+                "different sizes",
+            ),
             (changed("gemma3-text", |config| config.layers[0].rope = Some(0)), "this order"),
         ] {
             assert!(error.contains(expected), "{error} lacks {expected}");

@@ -249,8 +249,10 @@ impl<'a> Cursor<'a> {
                 match self.array::<1>(key)? {
                     [0 | 1] => Ok(Value { kind, start, end: self.at, elements: None }),
                     [other] => {
-                        let message =
-                            format!("{}: expected 0 or 1 for false or true, found {other}", cut(key));
+                        let message = format!(
+                            "{}: expected 0 or 1 for false or true, found {other}",
+                            cut(key)
+                        );
                         Err(Error::file(self.path, message))
                     }
                 }
@@ -292,7 +294,6 @@ impl Container {
     pub fn invalid(&self, key: &str, message: impl AsRef<str>) -> Error {
         Error::file(&self.path, format!("{}: {}", cut(key), message.as_ref()))
     }
-
 
     pub fn has(&self, key: &str) -> bool {
         self.values.contains_key(key)
@@ -378,9 +379,8 @@ impl Container {
     pub fn texts(&self, key: &str) -> Result<Option<Vec<&str>>> {
         let Some((value, kind, count)) = self.list(key)? else { return Ok(None) };
         if count > 0 && kind != Kind::String {
-            return Err(
-                self.invalid(key, format!("expected a list of texts, found one of {}", kind.name()))
-            );
+            return Err(self
+                .invalid(key, format!("expected a list of texts, found one of {}", kind.name())));
         }
         let mut rest = self.bytes_of(value);
         let mut texts = Vec::with_capacity(count);

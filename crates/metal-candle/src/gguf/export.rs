@@ -143,21 +143,30 @@ pub fn write(
 fn complete(config: &Config, tensors: &[ExportTensor]) -> Result<()> {
     let mut given: std::collections::BTreeMap<&str, &[usize]> =
         tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.shape.as_slice())).collect();
-    crate::model::Model::from_fn(config.clone(), DType::F32, &candle_core::Device::Cpu, |name, shape| {
-        match given.remove(name) {
-            Some(found) if found == shape => {}
-            Some(found) => {
-                let problem = format!("has shape {found:?}; config.json asks for {shape:?}");
-                return Err(Error::option(name, problem));
+    crate::model::Model::from_fn(
+        config.clone(),
+        DType::F32,
+        &candle_core::Device::Cpu,
+        |name, shape| {
+            match given.remove(name) {
+                Some(found) if found == shape => {}
+                Some(found) => {
+                    let problem = format!("has shape {found:?}; config.json asks for {shape:?}");
+                    return Err(Error::option(name, problem));
+                }
+                None => {
+                    return Err(Error::option(name, "is missing; a model needs all its weights"));
+                }
             }
-            None => return Err(Error::option(name, "is missing; a model needs all its weights")),
-        }
-        // In its shape, without its memory.
-        Ok(Tensor::zeros((), DType::F32, &candle_core::Device::Cpu)?.broadcast_as(shape)?)
-    })?;
+            // In its shape, without its memory.
+            Ok(Tensor::zeros((), DType::F32, &candle_core::Device::Cpu)?.broadcast_as(shape)?)
+        },
+    )?;
     match given.into_keys().next() {
         None => Ok(()),
-        Some(name) => Err(Error::option(name, "belongs to no part of the model as config.json describes it")),
+        Some(name) => {
+            Err(Error::option(name, "belongs to no part of the model as config.json describes it"))
+        }
     }
 }
 
@@ -194,7 +203,9 @@ pub fn dense_bytes(tensor: &Tensor, kind: GgmlType) -> Result<Vec<u8>> {
         GgmlType::F32 => DType::F32,
         GgmlType::F16 => DType::F16,
         GgmlType::BF16 => DType::BF16,
-        other => return Err(Error::option("type", format!("is {other}; expected F32, F16 or BF16"))),
+        other => {
+            return Err(Error::option("type", format!("is {other}; expected F32, F16 or BF16")));
+        }
     };
     let tensor = tensor.to_device(&candle_core::Device::Cpu)?.to_dtype(dtype)?.flatten_all()?;
     Ok(match dtype {

@@ -41,6 +41,12 @@ pub use export::{Export, ExportTensor, dense_bytes, storage, write};
 pub use types::GgmlType;
 pub use vocabulary::UnknownTokenizer;
 
+/// Whether a path is that of a GGUF file, by its name.
+pub fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
+        && !path.is_dir()
+}
+
 /// A model in a GGUF file.
 ///
 /// The file must not be changed or shortened while this exists: it is mapped, not read.
@@ -255,7 +261,11 @@ fn places(container: &Container, config: &Config) -> Result<BTreeMap<String, Pla
                 None => Ok(()),
                 Some(other) => Err(Error::file(
                     container.path(),
-                    format!("tensors {:?} and {:?} are the same weight", cut(name), cut(&other.name)),
+                    format!(
+                        "tensors {:?} and {:?} are the same weight",
+                        cut(name),
+                        cut(&other.name)
+                    ),
                 )),
             }
         };
@@ -305,7 +315,10 @@ mod tests {
         ];
         // Each row has its number.
         let rows = |width: usize| -> Vec<u8> {
-            (0..q + 2 * k).flat_map(|row| [row as f32; 1].repeat(width)).flat_map(f32::to_le_bytes).collect()
+            (0..q + 2 * k)
+                .flat_map(|row| [row as f32; 1].repeat(width))
+                .flat_map(f32::to_le_bytes)
+                .collect()
         };
         write_container(&path, &metadata, &tensors, |index| Ok(rows([width, 1][index]))).unwrap();
         let file = GgufFile::open(&path).unwrap();
@@ -367,15 +380,33 @@ mod tests {
                 "llama.embedding_length: missing",
             ),
             (
-                open(&|it| { whole(it); it.text("general.type", "mmproj") }, embedding),
+                open(
+                    &|it| {
+                        whole(it);
+                        it.text("general.type", "mmproj")
+                    },
+                    embedding,
+                ),
                 "general.type: is \"mmproj\"",
             ),
             (
-                open(&|it| { whole(it); it.count("llama.expert_count", 8).unwrap() }, embedding),
+                open(
+                    &|it| {
+                        whole(it);
+                        it.count("llama.expert_count", 8).unwrap()
+                    },
+                    embedding,
+                ),
                 "llama.expert_count: asks for what",
             ),
             (
-                open(&|it| { whole(it); it.count("split.count", 2).unwrap() }, embedding),
+                open(
+                    &|it| {
+                        whole(it);
+                        it.count("split.count", 2).unwrap()
+                    },
+                    embedding,
+                ),
                 "in several files",
             ),
             (open(&whole, "blk.0.ffn_gate_inp.weight"), "belongs to no part of a llama model"),

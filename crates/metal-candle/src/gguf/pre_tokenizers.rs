@@ -56,11 +56,7 @@ static ALL: [PreTokenizer; 8] = [
         nfc: true,
         ..plain(&["qwen2", "deepseek-r1-qwen", "megrez"], Split::By(&[QWEN2]))
     },
-    PreTokenizer {
-        ignore_merges: true,
-        add_bos: true,
-        ..plain(&["tekken"], Split::By(&[TEKKEN]))
-    },
+    PreTokenizer { ignore_merges: true, add_bos: true, ..plain(&["tekken"], Split::By(&[TEKKEN])) },
     plain(&["gpt-4o", "llama4"], Split::By(&[GPT4O])),
     plain(
         &["smollm", "refact", "starcoder", "command-r", "codeshell", "exaone"],
@@ -102,9 +98,7 @@ impl PreTokenizer {
 impl Split {
     /// As `pre_tokenizer` in a `tokenizer.json`.
     pub fn description(self) -> Value {
-        let bytes = |use_regex: bool| {
-            json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex })
-        };
+        let bytes = |use_regex: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex });
         let mut steps: Vec<Value> = match self {
             Self::Gpt2 => return bytes(true),
             Self::DigitsThenGpt2 => vec![json!({ "type": "Digits", "individual_digits": true })],
@@ -130,7 +124,8 @@ enum Found<'a> {
 fn split_of(description: &Value) -> Option<Found<'_>> {
     let mut steps = Vec::new();
     flatten(description, &mut steps);
-    let kind = |step: &Value| step.get("type").and_then(Value::as_str).unwrap_or_default().to_string();
+    let kind =
+        |step: &Value| step.get("type").and_then(Value::as_str).unwrap_or_default().to_string();
     let flag = |step: &Value, key: &str, default: bool| {
         step.get(key).map_or(Some(default), Value::as_bool)
     };

@@ -56,7 +56,8 @@ mod tests {
         let rows: Vec<u8> = theirs.chunks(2).map(|row| row[0] / 2).collect();
         assert_eq!(rows, [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]);
         assert_eq!(deinterleave(&theirs, 2, 2).unwrap(), ours);
-        for (length, row_bytes, heads) in [(24, 5, 2), (24, 2, 5), (24, 0, 2), (24, 2, 0), (6, 2, 1)]
+        for (length, row_bytes, heads) in
+            [(24, 5, 2), (24, 2, 5), (24, 0, 2), (24, 2, 0), (6, 2, 1)]
         {
             assert_eq!(interleave(&ours[..length], row_bytes, heads), None);
         }

@@ -118,8 +118,8 @@ pub(super) fn read(file: &Container) -> Result<TokenizerFiles> {
         let Some(whole) = file.text(WHOLE)? else {
             return Err(file.invalid(MODEL, format!("is {model:?}; the file has no tokenizer")));
         };
-        let description: Value = files::parse_json(whole.as_bytes())
-            .map_err(|message| file.invalid(WHOLE, message))?;
+        let description: Value =
+            files::parse_json(whole.as_bytes()).map_err(|message| file.invalid(WHOLE, message))?;
         let texts = token_texts(&description);
         let text = |id: usize| texts.get(&id).cloned();
         let (tokenizer_config, generation_config) = special(file, text, Vec::new())?;
@@ -400,12 +400,10 @@ fn byte_pairs(
             // A token may begin with a space.
             let first = merge.chars().next().map_or(0, char::len_utf8);
             let space = merge.get(first..).and_then(|rest| rest.find(' ')).map(|at| first + at);
-            space
-                .and_then(|at| Some([merge.get(..at)?, merge.get(at + 1..)?]))
-                .ok_or_else(|| {
-                    let message = format!("number {index}, {:?}, is no pair of tokens", cut(merge));
-                    file.invalid(MERGES, message)
-                })
+            space.and_then(|at| Some([merge.get(..at)?, merge.get(at + 1..)?])).ok_or_else(|| {
+                let message = format!("number {index}, {:?}, is no pair of tokens", cut(merge));
+                file.invalid(MERGES, message)
+            })
         })
         .collect::<Result<Vec<_>>>()?;
     let model = bpe(
@@ -463,10 +461,8 @@ fn sentence_piece(
         .filter(|(.., kind)| *kind == Type::Normal)
         .map(|(id, token, _)| (id, token))
         .collect();
-    let mut order: Vec<(usize, &str, f32)> = pieces
-        .iter()
-        .filter_map(|(id, token)| Some((*id, *token, *scores.get(*id)?)))
-        .collect();
+    let mut order: Vec<(usize, &str, f32)> =
+        pieces.iter().filter_map(|(id, token)| Some((*id, *token, *scores.get(*id)?))).collect();
     // Of equal ones, the first in the vocabulary is merged first.
     order.sort_by(|(_, _, a), (_, _, b)| b.total_cmp(a));
     let ids: HashMap<&str, usize> = pieces.iter().map(|(id, token)| (*token, *id)).collect();
@@ -485,8 +481,7 @@ fn sentence_piece(
         json!({ "unk_token": unknown, "fuse_unk": true, "byte_fallback": true,
             "ignore_merges": false }),
     );
-    let replace =
-        |from: &str, to: &str| json!({ "type": "Replace", "pattern": { "String": from }, "content": to });
+    let replace = |from: &str, to: &str| json!({ "type": "Replace", "pattern": { "String": from }, "content": to });
     let space = SPACE.to_string();
     let normalizer = match prefix {
         true => json!({ "type": "Sequence", "normalizers": [
@@ -687,7 +682,8 @@ impl<'a> Source<'a> {
         let mut added = Vec::new();
         for token in tokens.into_iter().flatten() {
             let flag = |key: &str| token.get(key).and_then(Value::as_bool).unwrap_or(false);
-            let id = token.get("id").and_then(Value::as_u64).and_then(|id| usize::try_from(id).ok());
+            let id =
+                token.get("id").and_then(Value::as_u64).and_then(|id| usize::try_from(id).ok());
             let content = token.get("content").and_then(Value::as_str);
             let (Some(id), Some(content)) = (id, content) else {
                 return Err("an added token has no id or no content".into());
@@ -731,7 +727,8 @@ impl<'a> Source<'a> {
         added: &[Added],
         kind: impl Fn(&str) -> Type,
     ) -> Result<(Vec<String>, Vec<i32>), String> {
-        let vocab = self.model("vocab").and_then(Value::as_object).ok_or("its model has no vocabulary")?;
+        let vocab =
+            self.model("vocab").and_then(Value::as_object).ok_or("its model has no vocabulary")?;
         let mut tokens: Vec<Option<(String, Type)>> = vec![None; self.config.vocab_size];
         let mut set = |id: Option<usize>, token: String, kind: Type| {
             let size = self.config.vocab_size;
@@ -957,7 +954,8 @@ impl<'a> Source<'a> {
                 && step.get("content") == Some(&json!(space))
         };
         let prepends = |step: &Value| {
-            step.get("type") == Some(&json!("Prepend")) && step.get("prepend") == Some(&json!(space))
+            step.get("type") == Some(&json!("Prepend"))
+                && step.get("prepend") == Some(&json!(space))
         };
         // Where spaces are replaced already, splitting at them does nothing.
         let idle = |step: &Value| {
@@ -1040,7 +1038,10 @@ impl<'a> Source<'a> {
                     };
                 }
                 other => {
-                    return Err(format!("its post-processor is {}", cut(other.unwrap_or("of no type"))));
+                    return Err(format!(
+                        "its post-processor is {}",
+                        cut(other.unwrap_or("of no type"))
+                    ));
                 }
             }
         }

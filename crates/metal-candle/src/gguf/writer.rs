@@ -43,8 +43,9 @@ impl Metadata {
     /// # Errors
     /// [`Error::Option`] when it is larger.
     pub fn count(&mut self, key: &str, value: usize) -> Result<()> {
-        let value = u32::try_from(value)
-            .map_err(|_| Error::option(key, format!("is {value}; GGUF holds up to {}", u32::MAX)))?;
+        let value = u32::try_from(value).map_err(|_| {
+            Error::option(key, format!("is {value}; GGUF holds up to {}", u32::MAX))
+        })?;
         self.push(key, Kind::U32, value.to_le_bytes());
         Ok(())
     }

@@ -8,13 +8,14 @@ use super::names::{is_id, is_name, is_revision};
 use super::transfer::{Client, Failure};
 use super::{Download, HubOptions, expand_home};
 use crate::files::companions::is_companion;
+use crate::gguf::is_gguf;
 use crate::{Error, Result, files};
 
 const CONFIG: &str = "config.json";
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Gives the folder of a model: `model` itself if it is a folder, otherwise the snapshot of the
+/// Gives the folder of a model: `model` itself if it is a folder or a GGUF file, otherwise the snapshot of the
 /// hub's repository `model` (`owner/name`) at `revision` (a branch, tag or commit; `main` if
 /// `None`), downloaded if needed. Options come from the environment, see
 /// [`HubOptions::from_env`].
@@ -68,19 +69,22 @@ fn resolve_needed(
     progress: &mut dyn FnMut(Download),
 ) -> Result<PathBuf> {
     let path = expand_home(model, std::env::home_dir().as_deref());
-    if path.is_dir() {
+    if path.is_dir() || (path.exists() && is_gguf(&path)) {
         if let Some(revision) = revision {
             return Err(Error::option(
                 "revision",
                 format!(
-                    "found {revision:?}, but {model} is a folder; only models of the hub have revisions"
+                    "found {revision:?}, but {model} is here; only models of the hub have revisions"
                 ),
             ));
         }
         return Ok(path);
     }
     if path.exists() {
-        return Err(Error::file(path, "is a file; give the model's folder or a hub id owner/name"));
+        return Err(Error::file(
+            path,
+            "is a file; give the model's folder, a .gguf file or a hub id owner/name",
+        ));
     }
     if !is_id(model) {
         return Err(Error::file(

@@ -26,6 +26,7 @@ pub use metal_candle_kernels::glu::Activation;
 use ropes::RopeShape;
 
 use crate::files::{cut, short};
+use crate::gguf::{GgufFile, is_gguf};
 use crate::text::kind;
 use crate::{Error, Result, files};
 
@@ -129,7 +130,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// Reads `config.json` in a model's folder.
+    /// Reads `config.json` in a model's folder, or what the metadata of a GGUF file say in its place.
     ///
     /// # Errors
     /// [`Error::File`] when it is missing, is not JSON, or has an impossible value;
@@ -137,6 +138,9 @@ impl Config {
     /// quantisation that this library does not have. Both name the key and what was found.
     pub fn load(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
+        if is_gguf(folder) {
+            return Ok(GgufFile::open(folder)?.config().clone());
+        }
         let path = folder.join("config.json");
         if !path.exists() {
             let found = if folder.join("adapter_config.json").exists() {

@@ -1,23 +1,28 @@
-//! Models from files: a folder with `config.json` and safetensors, dense or quantised.
+//! Models from files: a folder with `config.json` and safetensors, or a GGUF file, dense or quantised.
 
+use super::export::is_finite;
 use super::formats::checkpoint::Checkpoint;
+use super::formats::gguf_blocks::{BlockKind, read_blocks};
 use super::layer::{Kind, Source};
 use super::weight::Storage;
 use super::{Config, Model, Quantization, Weights};
+use crate::gguf::{GgmlType, GgufFile, is_gguf};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 impl Model {
-    /// Reads a model from a folder with `config.json` and safetensors, as `dtype` on `device`. Matrices that are
-    /// stored in fewer bits are held as they are, and `dtype` is what they are computed in.
+    /// Reads a model from a folder with `config.json` and safetensors, or from a GGUF file, as `dtype` on
+    /// `device`. Matrices that are stored in fewer bits are held as they are, and `dtype` is what they are computed
+    /// in.
     ///
     /// # Errors
     /// For a file that is missing or malformed, a tensor of another shape than the configuration
     /// asks for or with a NaN in it, and an architecture or a quantisation that is not supported.
-    pub fn load(folder: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Self> {
-        Files::open(folder.as_ref(), dtype, device, None)?.build()
+    pub fn load(path: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Self> {
+        Files::open(path.as_ref(), dtype, device, None)?.build()
     }
 
     /// As [`Self::load`], with dense weights brought into fewer bits, one after the other.
@@ -25,26 +30,26 @@ impl Model {
     /// # Errors
     /// As [`Self::load`], and when a weight has a size that the format can't hold, or is quantised already.
     pub fn load_quantized(
-        folder: impl AsRef<Path>,
+        path: impl AsRef<Path>,
         dtype: DType,
         device: &Device,
         quantization: Quantization,
     ) -> Result<Self> {
-        Files::open(folder.as_ref(), dtype, device, Some(quantization))?.build()
+        Files::open(path.as_ref(), dtype, device, Some(quantization))?.build()
     }
 
-    /// The model of a folder, dense or as [`Self::load_quantized`] gives it, without its weights, which are zero
+    /// The model of a folder or file, dense or as [`Self::load_quantized`] gives it, without its weights, which are zero
     /// and take no memory: for counting what it has, and for checking that its files fit its configuration.
     ///
     /// # Errors
     /// As [`Self::load`] and [`Self::load_quantized`], but for those of the weights' values.
     pub fn outline(
-        folder: impl AsRef<Path>,
+        path: impl AsRef<Path>,
         dtype: DType,
         device: &Device,
         quantization: Option<Quantization>,
     ) -> Result<Self> {
-        let mut files = Files::open(folder.as_ref(), dtype, device, quantization)?;
+        let mut files = Files::open(path.as_ref(), dtype, device, quantization)?;
         files.outlined = Some(0);
         files.build()
     }
@@ -52,12 +57,10 @@ impl Model {
 
 /// A model's files.
 struct Files<'f> {
-    folder: &'f Path,
+    path: &'f Path,
     config: Config,
-    weights: Weights,
-    /// How they store matrices.
-    checkpoint: Checkpoint,
-    /// What dense ones are brought into.
+    weights: Stored,
+    /// What dense matrices are brought into.
     quantization: Option<Quantization>,
     dtype: DType,
     device: Device,
@@ -65,59 +68,187 @@ struct Files<'f> {
     outlined: Option<usize>,
 }
 
+/// Where a model's weights are.
+enum Stored {
+    Folder {
+        weights: Weights,
+        /// How they store matrices.
+        checkpoint: Checkpoint,
+    },
+    Gguf {
+        file: GgufFile,
+        /// What was asked for.
+        read: BTreeSet<String>,
+    },
+}
+
+impl Stored {
+    fn has(&self, name: &str) -> bool {
+        match self {
+            Self::Folder { weights, checkpoint } => checkpoint.has(weights, name),
+            Self::Gguf { file, .. } => file.describe(name).is_some(),
+        }
+    }
+
+    /// Whether matrices are in fewer bits.
+    fn is_quantized(&self) -> bool {
+        match self {
+            Self::Folder { checkpoint, .. } => *checkpoint != Checkpoint::Dense,
+            Self::Gguf { file, .. } => {
+                let kinds = file.names().filter_map(|name| Some(file.describe(name)?.0));
+                kinds.into_iter().any(|kind| !kind.is_dense())
+            }
+        }
+    }
+
+    fn read(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Storage> {
+        match self {
+            Self::Folder { weights, checkpoint } => {
+                if let [outer, inner] = *shape
+                    && let Some(matrix) = checkpoint.matrix(weights, name, (outer, inner))?
+                {
+                    return Ok(Storage::Quantized(Arc::new(matrix.to_device(device)?)));
+                }
+                Ok(Storage::Dense(weights.tensor(name, shape, dtype, device)?))
+            }
+            Self::Gguf { file, read } => {
+                read.insert(name.to_string());
+                read_gguf(file, name, shape, dtype, device)
+            }
+        }
+    }
+
+    /// The bytes that a weight in fewer bits takes, of which only the shape is looked at; `None` for a dense one.
+    fn outline(&mut self, name: &str, shape: &[usize]) -> Result<Option<usize>> {
+        match self {
+            Self::Folder { weights, checkpoint } => {
+                let size = checkpoint.size_in_bytes(weights, name);
+                if size.is_none() {
+                    weights.outline(name, shape)?;
+                }
+                Ok(size)
+            }
+            Self::Gguf { file, read } => {
+                read.insert(name.to_string());
+                let kind = gguf_kind(file, name, shape)?;
+                Ok((!kind.is_dense()).then(|| kind.tensor_bytes(shape)).flatten())
+            }
+        }
+    }
+
+    /// What was not asked for.
+    fn unread(&self) -> Vec<&str> {
+        match self {
+            Self::Folder { weights, .. } => weights.unread(),
+            Self::Gguf { file, read } => {
+                file.names().filter(|name| !read.contains(*name)).collect()
+            }
+        }
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        match self {
+            Self::Folder { weights, .. } => weights.files().map(Path::to_path_buf).collect(),
+            Self::Gguf { file, .. } => vec![file.path().to_path_buf()],
+        }
+    }
+}
+
+/// How a GGUF file stores a tensor of this shape.
+fn gguf_kind(file: &GgufFile, name: &str, shape: &[usize]) -> Result<GgmlType> {
+    match file.describe(name) {
+        Some((kind, found)) if found == shape => Ok(kind),
+        Some((_, found)) => Err(Error::file(
+            file.path(),
+            format!("tensor {name:?} has shape {found:?}; the metadata ask for {shape:?}"),
+        )),
+        // With an error that says what it is called there.
+        None => Ok(file.tensor(name)?.kind),
+    }
+}
+
+fn read_gguf(
+    file: &GgufFile,
+    name: &str,
+    shape: &[usize],
+    dtype: DType,
+    device: &Device,
+) -> Result<Storage> {
+    let kind = gguf_kind(file, name, shape)?;
+    let tensor = file.tensor(name)?;
+    let fault = |problem: &str| Error::file(file.path(), format!("tensor {name:?} {problem}"));
+    if let Some(dense) = tensor.dense() {
+        let dense = dense?.to_dtype(dtype)?;
+        if !is_finite(&dense)? {
+            return Err(fault("has numbers that are NaN or infinite"));
+        }
+        return Ok(Storage::Dense(dense.to_device(device)?));
+    }
+    let blocks = BlockKind::from_name(kind.name()).ok_or_else(|| {
+        Error::Unsupported(format!(
+            "{}: tensor {name:?} is {kind}; F32, F16, BF16, {} are supported",
+            file.path().display(),
+            BlockKind::names().join(", ")
+        ))
+    })?;
+    let [outer, inner] = *shape else {
+        return Err(fault(&format!("is {kind} of shape {shape:?}, expected a matrix")));
+    };
+    let matrix = read_blocks(blocks, (outer, inner), &tensor.bytes).map_err(|it| fault(&it))?;
+    if !matrix.is_finite()? {
+        return Err(fault("has scales that are NaN or infinite"));
+    }
+    Ok(Storage::Quantized(Arc::new(matrix.to_device(device)?)))
+}
+
 impl<'f> Files<'f> {
     fn open(
-        folder: &'f Path,
+        path: &'f Path,
         dtype: DType,
         device: &Device,
         quantization: Option<Quantization>,
     ) -> Result<Self> {
-        let config = Config::load(folder)?;
-        let checkpoint = Checkpoint::of(&config.raw)
-            .map_err(|problem| Error::file(folder.join("config.json"), problem))?;
-        if let (Some(quantization), true) = (quantization, checkpoint != Checkpoint::Dense) {
-            let folder = folder.display();
+        let (config, weights) = if is_gguf(path) {
+            let file = GgufFile::open(path)?;
+            (file.config().clone(), Stored::Gguf { file, read: BTreeSet::new() })
+        } else {
+            let config = Config::load(path)?;
+            let checkpoint = Checkpoint::of(&config.raw)
+                .map_err(|problem| Error::file(path.join("config.json"), problem))?;
+            let weights = Weights::open(path)?.check_finite(true);
+            (config, Stored::Folder { weights, checkpoint })
+        };
+        if let (Some(quantization), true) = (quantization, weights.is_quantized()) {
+            let path = path.display();
             return Err(Error::option(
                 "quantize",
-                format!("is {quantization}, but the weights of {folder} are quantised already"),
+                format!("is {quantization}, but the weights of {path} are quantised already"),
             ));
         }
-        let weights = Weights::open(folder)?.check_finite(true);
         let device = device.clone();
-        Ok(Self {
-            folder,
-            config,
-            weights,
-            checkpoint,
-            quantization,
-            dtype,
-            device,
-            outlined: None,
-        })
+        Ok(Self { path, config, weights, quantization, dtype, device, outlined: None })
     }
 
     fn build(mut self) -> Result<Model> {
         let (config, dtype, device) = (self.config.clone(), self.dtype, self.device.clone());
         let quantization = self.quantization.filter(|_| self.outlined.is_none());
         let mut model = Model::build(config, dtype, &device, quantization, &mut self)?;
-        model.files = self.weights.files().map(Path::to_path_buf).collect();
+        model.files = self.weights.files();
         model.outlined = self.outlined;
-        let unread: Vec<&str> = self
-            .weights
-            .unread()
-            .into_iter()
-            // Written by some tools although they can be derived or, with tied embeddings, are
-            // the embedding again.
-            .filter(|name| {
-                !name.ends_with("rotary_emb.inv_freq")
-                    && !["weight", "scales", "biases"].iter().any(|part| {
-                        name.strip_suffix(part).is_some_and(|it| it.ends_with("lm_head."))
-                    })
-            })
-            .collect();
+        // Written by some tools although they can be derived or, with tied embeddings, are the embedding again.
+        let is_again =
+            |name: &&str| name.ends_with("rotary_emb.inv_freq") || name.contains(Model::HEAD);
+        let unread: Vec<&str> =
+            self.weights.unread().into_iter().filter(|name| !is_again(name)).collect();
         if let Some(first) = unread.first() {
             return Err(Error::file(
-                self.folder,
+                self.path,
                 format!(
                     "{} tensors of the checkpoint, such as `{first}`, belong to no part of a {} \
                      model as its config.json describes it",
@@ -130,27 +261,15 @@ impl<'f> Files<'f> {
     }
 
     /// In the place of a weight zeros that take no memory, and how many bytes it would take.
-    fn outline(&self, name: &str, shape: &[usize], kind: Kind) -> Result<(Storage, usize)> {
+    fn outline(&mut self, name: &str, shape: &[usize], kind: Kind) -> Result<(Storage, usize)> {
         let zeros = Tensor::zeros((), self.dtype, &self.device)?.broadcast_as(shape)?;
-        let size = match self.checkpoint.size_in_bytes(&self.weights, name) {
+        let elements = shape.iter().product::<usize>();
+        let quantized = || self.quantization.and_then(|it| it.size_in_bytes(kind, elements));
+        let size = match self.weights.outline(name, shape)? {
             Some(size) => size,
-            None => {
-                self.weights.outline(name, shape)?;
-                let elements = shape.iter().product::<usize>();
-                let quantized = self.quantization.and_then(|it| it.size_in_bytes(kind, elements));
-                quantized.unwrap_or(elements * self.dtype.size_in_bytes())
-            }
+            None => quantized().unwrap_or(elements * self.dtype.size_in_bytes()),
         };
         Ok((Storage::Dense(zeros), size))
-    }
-
-    fn read(&self, name: &str, shape: &[usize], device: &Device) -> Result<Storage> {
-        if let [outer, inner] = *shape
-            && let Some(matrix) = self.checkpoint.matrix(&self.weights, name, (outer, inner))?
-        {
-            return Ok(Storage::Quantized(Arc::new(matrix.to_device(device)?)));
-        }
-        Ok(Storage::Dense(self.weights.tensor(name, shape, self.dtype, device)?))
     }
 }
 
@@ -163,12 +282,11 @@ impl Source for Files<'_> {
         device: &Device,
     ) -> Result<Storage> {
         // A checkpoint of the decoder without its head has no `model.` before its names.
-        let bare = name.strip_prefix("model.").filter(|bare| {
-            !self.checkpoint.has(&self.weights, name) && self.checkpoint.has(&self.weights, bare)
-        });
+        let bare = name.strip_prefix("model.");
+        let bare = bare.filter(|bare| !self.weights.has(name) && self.weights.has(bare));
         let name = bare.unwrap_or(name);
         match self.outlined {
-            None => self.read(name, shape, device),
+            None => self.weights.read(name, shape, self.dtype, device),
             Some(before) => {
                 let (storage, size) = self.outline(name, shape, kind)?;
                 self.outlined = Some(before + size);

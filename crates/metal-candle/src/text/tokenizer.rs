@@ -18,10 +18,11 @@ use super::stream::DecodeStream;
 use super::template::ChatTemplate;
 use crate::files::companions::{
     CHAT_TEMPLATE, GENERATION_CONFIG, PROCESSOR_TEMPLATE, SENTENCE_PIECE, SPECIAL_TOKENS,
-    TOKENIZER, TOKENIZER_CONFIG, more_templates,
+    TOKENIZER, TOKENIZER_CONFIG, more_templates, template_path,
 };
 use crate::files::{self, cut_to, plain, short};
 use crate::foreign::contained;
+use crate::gguf::{GgufFile, is_gguf};
 use crate::{Error, Result};
 
 /// The largest `tokenizer.json` that is read, in bytes.
@@ -58,13 +59,16 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads the tokenizer of a model folder.
+    /// Reads the tokenizer of a model's folder or GGUF file.
     ///
     /// # Errors
     /// [`Error::Io`] or [`Error::File`]: no `tokenizer.json`, or one of the files is not what it should be. A chat
     /// template that does not parse is an error only when it is used.
     pub fn load(folder: &Path) -> Result<Self> {
-        Self::from_sources(folder, Sources::read(folder)?)
+        match is_gguf(folder) {
+            true => GgufFile::open(folder)?.tokenizer(),
+            false => Self::from_sources(folder, Sources::read(folder)?),
+        }
     }
 
     /// A tokenizer of what its files would say; `place` is what errors name.
@@ -72,8 +76,10 @@ impl Tokenizer {
     /// # Errors
     /// As [`Tokenizer::load`].
     pub fn from_files(place: &Path, files: &TokenizerFiles) -> Result<Self> {
-        let source =
-            |fields: &Map<String, Value>| Source { path: place.to_path_buf(), fields: fields.clone() };
+        let source = |fields: &Map<String, Value>| Source {
+            path: place.to_path_buf(),
+            fields: fields.clone(),
+        };
         let template = |(name, template): &(String, String)| {
             (name.clone(), place.display().to_string(), template.clone())
         };
@@ -460,11 +466,14 @@ pub struct TokenizerFiles {
 }
 
 impl TokenizerFiles {
-    /// Reads those of a model's folder.
+    /// Reads those of a model's folder or GGUF file.
     ///
     /// # Errors
     /// As [`Tokenizer::load`].
     pub fn read(folder: &Path) -> Result<Self> {
+        if is_gguf(folder) {
+            return GgufFile::open(folder)?.tokenizer_files();
+        }
         let sources = Sources::read(folder)?;
         let mut tokenizer_config = sources.tokenizer_config.fields;
         for (key, value) in sources.special_tokens_map.fields {
@@ -491,6 +500,28 @@ impl TokenizerFiles {
             generation_config,
             chat_templates: sources.templates.into_iter().map(template).collect(),
         })
+    }
+
+    /// Writes them into a folder.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when one cannot be written.
+    pub fn write(&self, folder: &Path) -> Result<()> {
+        files::write_bytes_atomic(folder.join(TOKENIZER), &self.tokenizer)?;
+        let objects = [
+            (TOKENIZER_CONFIG, &self.tokenizer_config),
+            (GENERATION_CONFIG, &self.generation_config),
+        ];
+        for (name, object) in objects {
+            let path = folder.join(name);
+            let bytes = serde_json::to_vec_pretty(object)
+                .map_err(|error| Error::file(&path, error.to_string()))?;
+            files::write_bytes_atomic(path, bytes)?;
+        }
+        for (name, source) in &self.chat_templates {
+            files::write_bytes_atomic(template_path(folder, name)?, source)?;
+        }
+        Ok(())
     }
 }
 

@@ -6,9 +6,7 @@ use std::sync::Arc;
 
 use metal_candle::adapter::{Adapter, LoraConfig};
 use metal_candle::generate::Session;
-use metal_candle::gguf::{
-    self, Export, ExportTensor, GgmlType, GgufFile, UnknownTokenizer,
-};
+use metal_candle::gguf::{self, Export, ExportTensor, GgmlType, GgufFile, UnknownTokenizer};
 use metal_candle::model::{Config, Model, Weights};
 use metal_candle::text::{Message, RenderOptions, Tokenizer, TokenizerFiles};
 use metal_candle::{DType, Device, Error};
@@ -70,9 +68,8 @@ fn what_a_file_says_beside_its_weights_is_read() {
     assert!(tokenizer.eos_ids().contains(&id("<|eot_id|>")));
     assert!(!tokenizer.eos_ids().contains(&id("<pad>")));
     let template = tokenizer.chat_template().unwrap();
-    let rendered = template
-        .render(&[Message::new("user", "hi")], &RenderOptions::default())
-        .unwrap();
+    let rendered =
+        template.render(&[Message::new("user", "hi")], &RenderOptions::default()).unwrap();
     assert_eq!(rendered, "<|im_start|>user\nhi<|im_end|>\n");
     let decoded = tokenizer.decode(&[id("<think>"), id("<|im_end|>")], true).unwrap();
     assert_eq!(decoded, "<think>");
@@ -320,11 +317,9 @@ fn adapters_are_those_of_the_package_and_come_back() {
     let out = tempfile::tempdir().unwrap();
     let base = GgufFile::open(fixture("gguf/byte-level.gguf")).unwrap();
     let layers = gguf::read_adapter(fixture("gguf/adapter.gguf"), base.config()).unwrap();
-    let expected = candle_core::safetensors::load(
-        fixture("gguf/adapter-expected.safetensors"),
-        &Device::Cpu,
-    )
-    .unwrap();
+    let expected =
+        candle_core::safetensors::load(fixture("gguf/adapter-expected.safetensors"), &Device::Cpu)
+            .unwrap();
     assert_eq!(2 * layers.len(), expected.len());
     let values =
         |tensor: &candle_core::Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();

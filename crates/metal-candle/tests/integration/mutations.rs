@@ -358,7 +358,8 @@ fn changed_gguf_files_are_used_or_refused() {
         let good = folder_of(&[("gguf", &["adapter.gguf", "byte-level.gguf"])]);
         mutate(good.path(), &["adapter.gguf"], 800, |folder| {
             let base = GgufFile::open(folder.join("byte-level.gguf"))?;
-            let layers = metal_candle::gguf::read_adapter(folder.join("adapter.gguf"), base.config())?;
+            let layers =
+                metal_candle::gguf::read_adapter(folder.join("adapter.gguf"), base.config())?;
             metal_candle::gguf::save_as_peft(folder.join("peft"), &layers, "base")
         });
     });

@@ -22,6 +22,29 @@ pub(crate) enum BlockKind {
 }
 
 impl BlockKind {
+    const ALL: [Self; 10] = [
+        Self::Q4_0,
+        Self::Q4_1,
+        Self::Q5_0,
+        Self::Q5_1,
+        Self::Q8_0,
+        Self::Q4_K,
+        Self::Q5_K,
+        Self::Q6_K,
+        Self::IQ4_NL,
+        Self::IQ4_XS,
+    ];
+
+    /// The names of all of them, as ggml has them.
+    pub(crate) fn names() -> Vec<String> {
+        Self::ALL.iter().map(|kind| format!("{kind:?}")).collect()
+    }
+
+    /// The one of this name.
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| format!("{kind:?}") == name)
+    }
+
     /// Elements of a block.
     pub(crate) fn elements(self) -> usize {
         match self {
