@@ -1,4 +1,4 @@
-//! `fuse`: merge an adapter into its model.
+//! `fuse`: merge an adapter into its model, and write a model in another format.
 
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
@@ -10,17 +10,21 @@ use candle_core::DType;
 use clap::Args;
 use metal_candle::adapter::Adapter;
 use metal_candle::files;
-use metal_candle::model::{Config, Model, Weights};
+use metal_candle::gguf::is_gguf;
+use metal_candle::model::{Companions, Config, Model, ModelFormat, Weights};
 use metal_candle::text::Tokenizer;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
-Example:
+Examples:
   metal-candle fuse --model model/ --adapter adapters --output fused/
+  metal-candle fuse --model model/ --adapter adapters --to gguf-q4_k_m --output fused.gguf
+  metal-candle fuse --model model/ --to mlx4 --output model-mlx4/
 
 The output is a whole model: config.json, model.safetensors, the tokenizer's files and the adapter's chat \
-template if it has one, for this program, transformers, and whatever reads those.";
+template if it has one, for this program, transformers, and whatever reads those; or a GGUF file with all of it. \
+A base in fewer bits is unpacked before the adapter is merged, and packed again only if --to says so.";
 
 /// What the command is told.
 #[derive(Debug, Args)]
@@ -28,12 +32,16 @@ template if it has one, for this program, transformers, and whatever reads those
 pub struct Arguments {
     #[command(flatten)]
     source: Source,
-    /// The folder to write; it must not exist, or be empty
-    #[arg(short, long, value_name = "DIR", alias = "save-path")]
+    /// The folder to write, or the .gguf file; it must not exist, or be an empty folder
+    #[arg(short, long, value_name = "PATH", aliases = ["save-path", "gguf-path"])]
     output: PathBuf,
     /// The dtype to write; auto is that of the model
     #[arg(long, value_enum, default_value_t)]
     dtype: Precision,
+    /// The format to write: f32, bf16, f16, nf4 (bitsandbytes), mlx4 (and 2 to 8 bits, mxfp4 ...), gguf-q4_k_m (also
+    /// q5_k_m, q6_k, q8_0, q4_0, f16, bf16, f32) [default: safetensors in the dtype]
+    #[arg(long, value_name = "FORMAT", conflicts_with = "dtype")]
+    to: Option<ModelFormat>,
     /// Threads that compute [default: one a core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
@@ -46,41 +54,70 @@ pub struct Arguments {
 struct Report {
     output: PathBuf,
     parameters: u64,
-    dtype: &'static str,
+    format: String,
+    /// Whether the base was in fewer bits, and was unpacked.
+    dequantized: bool,
 }
 
 /// Merges.
 pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
     let terminal = terminal(arguments.json);
-    let Some(adapter) = &arguments.source.adapter else {
-        return Err(usage("no adapter: give --adapter the folder of the adapter to merge"));
-    };
+    let adapter = arguments.source.adapter.as_deref();
+    if adapter.is_none() && arguments.to.is_none() {
+        return Err(usage(
+            "nothing to do: give --adapter the folder of the adapter to merge, or --to the format to write",
+        ));
+    }
     set_threads(arguments.threads)?;
     interrupt::install()?;
     let folder = arguments.source.folder(terminal)?;
     let output = &arguments.output;
-    let _lock = run_folder::take_new(output, &[("model", &folder), ("adapter", adapter)])?;
-    check_adapter(adapter)?;
-    let stored = stored_dtype(&folder)?;
+    let others = [Some(("model", folder.as_path())), adapter.map(|adapter| ("adapter", adapter))];
+    let _lock = run_folder::take_new(output, &others.into_iter().flatten().collect::<Vec<_>>())?;
     let device = device(Processor::Cpu)?;
-    let target =
-        if arguments.dtype == Precision::Auto { stored } else { dtype(arguments.dtype, &device) };
+    let stored = stored_dtype(&folder)?;
+    let format = match (arguments.to, arguments.dtype) {
+        (Some(format), _) => format,
+        (None, Precision::Auto) => ModelFormat::Dense(stored),
+        (None, precision) => ModelFormat::Dense(dtype(precision, &device)),
+    };
+    if format.is_file() != is_gguf(output) {
+        let expected = if format.is_file() { "a file named .gguf" } else { "a folder" };
+        return Err(usage(format!(
+            "output: is {}, but {format} is written as {expected}",
+            output.display()
+        )));
+    }
     // The sum loses nothing that the file written could hold.
-    let loaded = if stored == target { stored } else { DType::F32 };
+    let loaded = match format {
+        ModelFormat::Dense(target) if target != stored => DType::F32,
+        ModelFormat::Gguf(_) => DType::F32,
+        _ => stored,
+    };
     let model = Model::load(&folder, loaded, &device)?;
-    let model = Adapter::load(&model, adapter)?.merge(model)?;
-    let template = Tokenizer::load(&folder)?.take_chat_template(adapter)?;
-    files::write_folder_atomic(output, |staging| {
-        model.save(staging, target, Some(&folder))?;
-        match &template {
-            Some(source) => files::set_chat_template(staging, source),
-            None => Ok(()),
+    let dequantized = model.is_quantized();
+    let mut tokenizer = Tokenizer::load(&folder)?;
+    let (model, template) = match adapter {
+        Some(adapter) => {
+            check_adapter(adapter)?;
+            let template = tokenizer.take_chat_template(adapter)?;
+            (Adapter::load(&model, adapter)?.merge(model)?, template)
         }
-    })?;
+        None => (model, None),
+    };
+    let companions = Companions { from: &folder, chat_template: template.as_deref() };
+    if format.is_file() {
+        model.save_as(output, format, Some(companions))?;
+    } else {
+        files::write_folder_atomic(output, |staging| {
+            model.save_as(staging, format, Some(companions))
+        })?;
+    }
     let report = Report {
         output: output.clone(),
         parameters: model.weight_count() as u64,
-        dtype: target.as_str(),
+        format: format.to_string(),
+        dequantized,
     };
     if terminal.json {
         output::json(&report)?;
@@ -89,8 +126,11 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             "Wrote {} ({} parameters in {})",
             output.display(),
             grouped(report.parameters),
-            report.dtype
+            report.format
         ))?;
+        if report.dequantized {
+            terminal.note("The weights of the base were in fewer bits, and were unpacked first.");
+        }
         let output = shell_word(&output.display().to_string());
         terminal.note(format!("Next: metal-candle chat --model {output}"));
     }
@@ -99,6 +139,9 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
 
 /// The dtype of a model's files: what its configuration says, or what its first tensor has.
 fn stored_dtype(folder: &Path) -> anyhow::Result<DType> {
+    if is_gguf(folder) {
+        return Ok(DType::F32);
+    }
     if let Some(dtype) = Config::load(folder)?.dtype {
         return Ok(dtype);
     }

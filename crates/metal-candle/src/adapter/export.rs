@@ -2,7 +2,7 @@
 
 use super::files::peft;
 use super::{Adapter, LoraConfig, Method, Part};
-use crate::model::{Model, export};
+use crate::model::{Companions, Model, export};
 use crate::text::CHAT_TEMPLATE;
 use crate::{Result, files};
 use candle_core::{DType, Device, Tensor};
@@ -53,11 +53,10 @@ impl TrainedFiles {
                     .iter()
                     .map(|part| Ok((part.of.clone(), part.entry.of(values)?)))
                     .collect::<Result<_>>()?;
-                export::write(folder, config, DType::F32, &tensors, companions.as_deref())?;
-                match &self.chat_template {
-                    Some(source) => files::set_chat_template(folder, source),
-                    None => Ok(()),
-                }
+                let chat_template = self.chat_template.as_deref();
+                let companions =
+                    companions.as_deref().map(|from| Companions { from, chat_template });
+                export::write(folder, config, DType::F32, None, &tensors, companions)
             }
         }
     }

@@ -1,20 +1,376 @@
-//! The folder of a whole model.
+//! Whole models as files: safetensors, dense or in bitsandbytes' or MLX's formats, and GGUF.
 
-use super::formats::checkpoint;
-use crate::files::companions::copy_companions;
+use super::formats::gguf_blocks::{BlockKind, write_blocks};
+use super::formats::{Part, bitsandbytes, checkpoint, mlx};
+use super::layer::Kind;
+use super::weight::WeightId;
+use super::{Model, Quantization};
+use crate::files::companions::{TOKENIZER, copy_companions, set_chat_template};
+use crate::gguf::{self, Export, ExportTensor, GgmlType, UnknownTokenizer, dense_bytes, is_gguf};
+use crate::text::TokenizerFiles;
 use crate::{Error, Result, files};
-use candle_core::{DType, Tensor};
-use serde_json::Value;
+use candle_core::{DType, Device, Tensor};
+use metal_candle_kernels::copy;
+use metal_candle_kernels::quantized::{Format, quantize};
+use serde_json::{Value, json};
 use std::collections::HashMap;
+use std::fmt;
 use std::path::Path;
+use std::str::FromStr;
 
-/// Writes a model whose weights are dense, in `dtype`.
+/// The files that a model is written as.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ModelFormat {
+    /// A folder with safetensors in f32, bf16 or f16.
+    Dense(DType),
+    /// A folder with safetensors as bitsandbytes or mlx-lm has them.
+    Quantized(Quantization),
+    /// A GGUF file.
+    Gguf(GgufFormat),
+}
+
+/// The types of the matrices in a GGUF file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GgufFormat {
+    name: &'static str,
+    /// Of most matrices.
+    most: GgmlType,
+    /// Of those that llama.cpp gives more bits.
+    some: GgmlType,
+}
+
+const GGUF_NAMES: [(&str, &str, &str); 8] = [
+    ("gguf-f32", "F32", "F32"),
+    ("gguf-bf16", "BF16", "BF16"),
+    ("gguf-f16", "F16", "F16"),
+    ("gguf-q8_0", "Q8_0", "Q8_0"),
+    ("gguf-q6_k", "Q6_K", "Q6_K"),
+    ("gguf-q5_k_m", "Q5_K", "Q6_K"),
+    ("gguf-q4_k_m", "Q4_K", "Q6_K"),
+    ("gguf-q4_0", "Q4_0", "Q6_K"),
+];
+
+const DENSE: [(&str, DType); 3] = [("f32", DType::F32), ("bf16", DType::BF16), ("f16", DType::F16)];
+
+impl ModelFormat {
+    /// The words for all of them.
+    pub fn names() -> Vec<&'static str> {
+        let dense = DENSE.iter().map(|(name, _)| *name);
+        let quantized = Quantization::names().filter(|name| {
+            name.parse().is_ok_and(|format: Quantization| files_of(format.format()).is_some())
+        });
+        dense.chain(quantized).chain(GGUF_NAMES.iter().map(|(name, ..)| *name)).collect()
+    }
+
+    /// Whether it is one file and not a folder.
+    pub fn is_file(self) -> bool {
+        matches!(self, Self::Gguf(_))
+    }
+}
+
+impl fmt::Display for ModelFormat {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::Dense(dtype) => f.write_str(dtype.as_str()),
+            Self::Quantized(quantization) => quantization.fmt(f),
+            Self::Gguf(format) => f.write_str(format.name),
+        }
+    }
+}
+
+impl FromStr for ModelFormat {
+    type Err = String;
+
+    fn from_str(word: &str) -> std::result::Result<Self, String> {
+        let unknown = || format!("is {word:?}, expected one of {}", Self::names().join(", "));
+        if let Some((_, dtype)) = DENSE.iter().find(|(name, _)| *name == word) {
+            return Ok(Self::Dense(*dtype));
+        }
+        if let Some((name, most, some)) = GGUF_NAMES.iter().find(|(name, ..)| *name == word) {
+            let types = GgmlType::from_name(most).zip(GgmlType::from_name(some));
+            let (most, some) = types.ok_or_else(unknown)?;
+            return Ok(Self::Gguf(GgufFormat { name, most, some }));
+        }
+        let quantization: Quantization = word.parse().map_err(|_| unknown())?;
+        match files_of(quantization.format()) {
+            Some(_) => Ok(Self::Quantized(quantization)),
+            None => Err(format!("is {word:?}, which is not written; {}", unknown())),
+        }
+    }
+}
+
+/// What is written beside a model's weights.
+#[derive(Clone, Copy, Debug)]
+pub struct Companions<'a> {
+    /// A model's folder or GGUF file, whose tokenizer and other files are taken.
+    pub from: &'a Path,
+    /// A chat template in place of its own.
+    pub chat_template: Option<&'a str>,
+}
+
+impl Companions<'_> {
+    /// The files of the tokenizer, if there is one.
+    fn tokenizer(&self) -> Result<Option<TokenizerFiles>> {
+        if !is_gguf(self.from) && !self.from.join(TOKENIZER).is_file() {
+            return Ok(None);
+        }
+        let mut files = TokenizerFiles::read(self.from)?;
+        if let Some(template) = self.chat_template {
+            files.chat_templates = vec![("default".to_string(), template.to_string())];
+        }
+        Ok(Some(files))
+    }
+
+    fn copy(&self, folder: &Path) -> Result<()> {
+        copy_companions(self.from, folder)?;
+        match self.chat_template {
+            Some(template) => set_chat_template(folder, template),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Whose files a format's are.
+enum FilesOf {
+    Bitsandbytes { kind: &'static str, nested: bool },
+    Mlx(mlx::Mode),
+}
+
+fn files_of(format: Format) -> Option<FilesOf> {
+    Some(match format {
+        Format::Nf4 { nested, .. } => FilesOf::Bitsandbytes { kind: "nf4", nested },
+        Format::Fp4 { nested, .. } => FilesOf::Bitsandbytes { kind: "fp4", nested },
+        Format::Affine { bits, group } => FilesOf::Mlx(mlx::Mode::Affine { bits, group }),
+        Format::Mxfp4 => FilesOf::Mlx(mlx::Mode::Mxfp4),
+        Format::Mxfp8 => FilesOf::Mlx(mlx::Mode::Mxfp8),
+        Format::Nvfp4 => FilesOf::Mlx(mlx::Mode::Nvfp4),
+        _ => return None,
+    })
+}
+
+impl Model {
+    /// Writes `config.json` and `model.safetensors` in `dtype` into `folder`, and copies the
+    /// tokenizer's files from `companions`, a model's folder or GGUF file.
+    ///
+    /// # Errors
+    /// When a weight can't be held in `dtype`, or a file cannot be read or written.
+    pub fn save(
+        &self,
+        folder: impl AsRef<Path>,
+        dtype: DType,
+        companions: Option<&Path>,
+    ) -> Result<()> {
+        let companions = companions.map(|from| Companions { from, chat_template: None });
+        self.save_as(folder, ModelFormat::Dense(dtype), companions)
+    }
+
+    /// Writes the model in a format: into the existing folder `path`, or as this file. What is held in fewer bits is
+    /// unpacked first.
+    ///
+    /// # Errors
+    /// When a weight can't be held in the format, the model or its tokenizer can't be written as such a file, or a
+    /// file cannot be read or written.
+    pub fn save_as(
+        &self,
+        path: impl AsRef<Path>,
+        format: ModelFormat,
+        companions: Option<Companions>,
+    ) -> Result<()> {
+        let path = path.as_ref();
+        match format {
+            ModelFormat::Dense(dtype) => self.save_dense(path, dtype, companions),
+            ModelFormat::Quantized(quantization) => {
+                self.save_quantized(path, quantization, companions)
+            }
+            ModelFormat::Gguf(format) => self.save_gguf(path, format, companions),
+        }
+    }
+
+    fn save_dense(
+        &self,
+        folder: &Path,
+        dtype: DType,
+        companions: Option<Companions>,
+    ) -> Result<()> {
+        let mut tensors = Vec::new();
+        for (name, id) in self.named_weights() {
+            tensors.push((name.to_string(), self.weight_as(name, id, dtype)?));
+        }
+        write(folder, &self.config.raw, dtype, None, &tensors, companions)
+    }
+
+    /// A weight in `dtype`.
+    fn weight_as(&self, name: &str, id: WeightId, dtype: DType) -> Result<Tensor> {
+        dtype_name(dtype)?;
+        let tensor = copy::cast(&*self.dense(id)?, dtype)?.contiguous()?;
+        if dtype == DType::F16 && !is_finite(&tensor)? {
+            return Err(Error::option(
+                "dtype",
+                format!("f16 cannot hold the values of `{name}`; use bf16 or f32"),
+            ));
+        }
+        Ok(tensor)
+    }
+
+    /// Whether a weight is of a linear layer, a table, or neither.
+    fn kind_of(&self, name: &str, id: WeightId) -> Kind {
+        if [Some(self.embedding), self.head].contains(&Some(id)) {
+            Kind::Table
+        } else if name.ends_with(".bias") {
+            Kind::Bias
+        } else if self.weights.shape(id).rank() == 2 {
+            Kind::Linear
+        } else {
+            Kind::Norm
+        }
+    }
+
+    fn save_quantized(
+        &self,
+        folder: &Path,
+        quantization: Quantization,
+        companions: Option<Companions>,
+    ) -> Result<()> {
+        let Some(files_of) = files_of(quantization.format()) else {
+            return Err(Error::Unsupported(format!("files in {quantization}")));
+        };
+        let (mut tensors, mut dense_layers) = (Vec::new(), Vec::new());
+        for (name, id) in self.named_weights() {
+            let kind = self.kind_of(name, id);
+            let path = name.strip_suffix(".weight").unwrap_or(name);
+            if !quantization.wants(kind) {
+                if matches!(kind, Kind::Linear | Kind::Table) {
+                    dense_layers.push(path.to_string());
+                }
+                tensors.push((name.to_string(), self.weight_as(name, id, self.dtype)?));
+                continue;
+            }
+            let dense = self.weight_as(name, id, self.dtype)?.to_device(&Device::Cpu)?;
+            let matrix = quantization.apply(name, &dense)?;
+            let parts = match &files_of {
+                FilesOf::Bitsandbytes { .. } => {
+                    bitsandbytes::write(&matrix, dtype_name(self.dtype)?)
+                }
+                FilesOf::Mlx(mode) => mlx::write(*mode, &matrix),
+            };
+            for part in parts.map_err(|problem| Error::option(name, problem))? {
+                tensors.push((format!("{path}.{}", part.name), tensor_of(&part)?));
+            }
+        }
+        let (key, said) = match files_of {
+            FilesOf::Bitsandbytes { kind, nested } => {
+                let said = json!({
+                    "quant_method": "bitsandbytes",
+                    "load_in_4bit": true,
+                    "load_in_8bit": false,
+                    "bnb_4bit_quant_type": kind,
+                    "bnb_4bit_use_double_quant": nested,
+                    "bnb_4bit_compute_dtype": dtype_name(self.dtype)?,
+                    "bnb_4bit_quant_storage": "uint8",
+                    "llm_int8_skip_modules": dense_layers.last(),
+                });
+                ("quantization_config", said)
+            }
+            FilesOf::Mlx(mode) => ("quantization", mode.config()),
+        };
+        write(folder, &self.config.raw, self.dtype, Some((key, said)), &tensors, companions)
+    }
+
+    fn save_gguf(
+        &self,
+        path: &Path,
+        format: GgufFormat,
+        companions: Option<Companions>,
+    ) -> Result<()> {
+        let layers = self.config.layers.len();
+        let weights: Vec<(&str, WeightId)> = self.named_weights().collect();
+        let describe = |(name, id): &(&str, WeightId)| {
+            let shape = self.weights.shape(*id).dims().to_vec();
+            let is_head = *id == self.head.unwrap_or(self.embedding);
+            let wanted =
+                if is_head || gets_more_bits(name, layers) { format.some } else { format.most };
+            let kind = stored_as(&shape, wanted);
+            ExportTensor { name: (*name).to_string(), shape, kind }
+        };
+        let tensors: Vec<ExportTensor> = weights.iter().map(describe).collect();
+        let ids: HashMap<&str, WeightId> = weights.into_iter().collect();
+        let tokenizer = companions.map(|it| it.tokenizer()).transpose()?.flatten();
+        let export = Export {
+            config: &self.config,
+            tokenizer: tokenizer.as_ref(),
+            unknown_tokenizer: UnknownTokenizer::Refuse,
+            name: None,
+        };
+        gguf::write(path, &export, &tensors, |tensor| {
+            let Some(id) = ids.get(tensor.name.as_str()) else {
+                return Err(Error::option(&tensor.name, "is no weight of this model"));
+            };
+            let dense = self.dense(*id)?.to_device(&Device::Cpu)?;
+            if tensor.kind.is_dense() {
+                return dense_bytes(&dense, tensor.kind);
+            }
+            let fault = |problem: String| Error::option(&tensor.name, problem);
+            let (format, blocks) = quantizer(tensor.kind)
+                .ok_or_else(|| fault(format!("cannot be written as {}", tensor.kind)))?;
+            let matrix = quantize(&dense, format)?;
+            write_blocks(blocks, &matrix).map_err(fault)
+        })
+    }
+}
+
+/// Which of its matrices llama.cpp gives more bits in its mixtures: values and down projections of the first and the
+/// last eighth of the layers, and of each third one between.
+fn gets_more_bits(name: &str, layers: usize) -> bool {
+    let layer = || name.strip_prefix("model.layers.")?.split('.').next()?.parse::<usize>().ok();
+    let is_one = name.ends_with("v_proj.weight") || name.ends_with("down_proj.weight");
+    let Some(layer) = layer().filter(|_| is_one) else { return false };
+    let eighth = layers / 8;
+    layer < eighth || layer >= 7 * layers / 8 || (layer - eighth) % 3 == 2
+}
+
+/// How a tensor is stored where matrices are to be `wanted`: as Q8_0 where its rows aren't whole blocks.
+fn stored_as(shape: &[usize], wanted: GgmlType) -> GgmlType {
+    let kind = gguf::storage(shape, wanted);
+    match GgmlType::from_name("Q8_0") {
+        Some(smaller) if kind == GgmlType::F16 && !wanted.is_dense() => {
+            gguf::storage(shape, smaller)
+        }
+        _ => kind,
+    }
+}
+
+/// What makes the blocks of a type.
+fn quantizer(kind: GgmlType) -> Option<(Format, BlockKind)> {
+    Some(match kind.name() {
+        "Q4_0" => (Format::Q4_0, BlockKind::Q4_0),
+        "Q8_0" => (Format::Q8_0, BlockKind::Q8_0),
+        "Q4_K" => (Format::Q4K, BlockKind::Q4_K),
+        "Q5_K" => (Format::Q5K, BlockKind::Q5_K),
+        "Q6_K" => (Format::Q6K, BlockKind::Q6_K),
+        _ => return None,
+    })
+}
+
+fn tensor_of(part: &Part) -> Result<Tensor> {
+    let dtype = match part.dtype {
+        "U8" => DType::U8,
+        "U32" => DType::U32,
+        "F32" => DType::F32,
+        "F16" => DType::F16,
+        "BF16" => DType::BF16,
+        other => return Err(Error::Unsupported(format!("writing {other} tensors"))),
+    };
+    Ok(Tensor::from_raw_buffer(&part.bytes, dtype, &part.shape, &Device::Cpu)?)
+}
+
+/// Writes a model whose weights are in `dtype`, or for the most part as `quantization`, a key of `config.json`, says.
 pub(crate) fn write(
     folder: &Path,
     config: &Value,
     dtype: DType,
+    quantization: Option<(&str, Value)>,
     tensors: &[(String, Tensor)],
-    companions: Option<&Path>,
+    companions: Option<Companions>,
 ) -> Result<()> {
     let name = dtype_name(dtype)?;
     let mut config = config.clone();
@@ -28,6 +384,9 @@ pub(crate) fn write(
     }
     for key in checkpoint::KEYS {
         map.remove(key);
+    }
+    if let Some((key, said)) = quantization {
+        map.insert(key.into(), said);
     }
     let index = folder.join("model.safetensors.index.json");
     if index.exists() {
@@ -43,13 +402,13 @@ pub(crate) fn write(
         .map_err(|error| Error::file(&path, error.to_string()))?;
     files::write_bytes_atomic(&path, &bytes)?;
     match companions {
-        Some(from) => copy_companions(from, folder),
+        Some(companions) => companions.copy(folder),
         None => Ok(()),
     }
 }
 
 /// The word for a dtype in `config.json`.
-pub(super) fn dtype_name(dtype: DType) -> Result<&'static str> {
+fn dtype_name(dtype: DType) -> Result<&'static str> {
     match dtype {
         DType::F32 => Ok("float32"),
         DType::F16 => Ok("float16"),

@@ -14,6 +14,7 @@ pub(crate) mod weight;
 pub mod weights;
 
 pub use config::Config;
+pub use export::{Companions, GgufFormat, ModelFormat};
 pub use quantization::Quantization;
 pub use weights::Weights;
 
@@ -21,13 +22,12 @@ use crate::hash::Hash;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
-use export::{dtype_name, is_finite};
 use layer::{Builder, Kind, Layer, Linear, Norm, Source};
 use metal_candle_kernels::copy;
 use metal_candle_kernels::quantized::Weight;
 use rope::RopeTables;
 use std::borrow::Cow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use weight::{FrozenWeights, Storage, WeightId};
@@ -211,6 +211,12 @@ impl Model {
         self.map_weights(|_, weight| Ok(weight))
     }
 
+    /// Whether some of its weights are held in fewer bits.
+    pub fn is_quantized(&self) -> bool {
+        let mut held = self.named_weights().filter_map(|(_, id)| self.weights.storage(id).held());
+        held.any(|weight| matches!(weight, Weight::Quantized(_)))
+    }
+
     /// Bytes of memory that its weights take, or would take where there is only an outline of them.
     pub fn size_in_bytes(&self) -> usize {
         let sizes = self.named_weights().map(|(_, id)| match self.weights.storage(id).held() {
@@ -275,30 +281,6 @@ impl Model {
             }
         }
         Ok(hash.finish())
-    }
-
-    /// Writes `config.json` and `model.safetensors` in `dtype` into `folder`, and copies the
-    /// tokenizer's files from `companions`.
-    pub fn save(
-        &self,
-        folder: impl AsRef<Path>,
-        dtype: DType,
-        companions: Option<&Path>,
-    ) -> Result<()> {
-        dtype_name(dtype)?;
-        let mut tensors = Vec::new();
-        for (name, id) in self.named_weights() {
-            let tensor = self.weights.dense(id)?;
-            let tensor = copy::cast(&tensor, dtype)?.contiguous()?;
-            if dtype == DType::F16 && !is_finite(&tensor)? {
-                return Err(Error::option(
-                    "dtype",
-                    format!("f16 cannot hold the values of `{name}`; use bf16 or f32"),
-                ));
-            }
-            tensors.push((name.to_string(), tensor));
-        }
-        export::write(folder.as_ref(), &self.config.raw, dtype, &tensors, companions)
     }
 
     /// The values of a weight as they are, or in the model's dtype where they are held in fewer bits.

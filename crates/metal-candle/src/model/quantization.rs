@@ -57,6 +57,11 @@ impl Quantization {
         ALL.iter().map(|quantization| quantization.name)
     }
 
+    /// The format.
+    pub(super) fn format(self) -> Format {
+        self.format
+    }
+
     /// About how many bits a weight takes with its share of the scales, in the embedding and the head (`is_table`) or
     /// in a linear layer; `None` where such weights stay as they are.
     pub fn bits_per_weight(self, is_table: bool) -> Option<f64> {

@@ -27,6 +27,12 @@ impl Mode {
         }
     }
 
+    /// What `config.json` says of it under `quantization`.
+    pub(crate) fn config(self) -> serde_json::Value {
+        let (bits, group) = self.sizes();
+        serde_json::json!({ "group_size": group, "bits": bits, "mode": self.name() })
+    }
+
     /// Its name in `config.json`.
     fn name(self) -> &'static str {
         match self {
