@@ -205,21 +205,30 @@ fn four_bits_may_end_within_a_block_and_a_byte() {
     assert_written("nf4.odd", "nf4.odd", bitsandbytes::write(&read, "float32").unwrap());
 }
 
+/// As the fixture has it, but with the weight that was found, which it leaves out.
+#[track_caller]
+fn assert_same_scales(layer: &str, found: &Quantized) {
+    let bytes = super::bytes_of(found.codes()).unwrap();
+    let bytes: Vec<u8> = bytes.iter().map(|byte| byte.rotate_left(4)).collect();
+    let weight = Stored { dtype: "U8", shape: &[bytes.len(), 1], bytes: &bytes };
+    let mut rest = BTreeMap::new();
+    let start = format!("{layer}.");
+    for (name, owned) in FIXTURE.iter() {
+        if let Some(name) = name.strip_prefix(&start) {
+            rest.insert(name, owned.stored());
+        }
+    }
+    rest.insert("weight", weight);
+    assert_same(layer, found, &bitsandbytes::read(|name| rest.get(name).copied()).unwrap());
+}
+
 #[test]
-fn many_scales_in_8_bits_are_bitsandbytes() {
+fn scales_in_8_bits_are_bitsandbytes() {
     let x = generated(64, 1024, |row| (row + 1) as f32);
-    let found = quantize(&x, Format::Nf4 { block: 64, nested: true }).unwrap();
-    let weight = Owned {
-        dtype: "U8".to_string(),
-        shape: vec![32_768, 1],
-        bytes: super::bytes_of(found.codes()).unwrap().iter().map(|it| it.rotate_left(4)).collect(),
-    };
-    // The fixture leaves out the weight itself.
-    let read = bitsandbytes::read(|name| match name {
-        "weight" => Some(weight.stored()),
-        name => parts("nf4.many")(name),
-    });
-    assert_same("nf4.many", &found, &read.unwrap());
+    assert_same_scales("nf4.many", &quantize(&x, Format::Nf4 { block: 64, nested: true }).unwrap());
+    let scales = fixture("edges").stored().floats("edges").unwrap().unsqueeze(1).unwrap();
+    let x = scales.pad_with_zeros(1, 0, 31).unwrap();
+    assert_same_scales("nf4.edges", &quantize(&x, Format::Nf4 { block: 32, nested: true }).unwrap());
 }
 
 #[test]
