@@ -80,7 +80,7 @@ fn nest(scales: &[f32]) -> Result<Scales> {
         let reciprocal = 1.0 / most;
         for (scale, code) in scales.iter().zip(codes) {
             let share = ((scale - offset) * reciprocal).clamp(-1.0, 1.0);
-            let index = ((share + 1.0) * 0.5).mul_add((table.len() - 1) as f32, 0.5);
+            let index = (share + 1.0) * 0.5 * (table.len() - 1) as f32 + 0.5;
             *code = table[(index as usize).min(table.len() - 1)];
         }
     }

@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use metal_candle_kernels::quantized::{Levels, Quantized, Scales};
 use rayon::prelude::*;
 
-/// Elements of a row that share a scale: `None` for all of them.
+/// Elements of a row that share a scale, and how many such groups a row has.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Groups {
     pub(super) size: usize,
@@ -31,7 +31,7 @@ impl Groups {
 /// scales `(groups, out)`.
 ///
 /// Where all zero points are the same they are the levels' zero, and scales stay as they are. Elsewhere scale and
-/// offset `-zero · scale` are f32, in which both steps of `q · scale + offset` are exact, as a scale has 11 bits.
+/// offset `-zero · scale` are f32, in which both steps of `q · scale + offset` are exact for scales of f16 or bf16.
 pub(super) fn matrix(
     shape: (usize, usize),
     bits: usize,

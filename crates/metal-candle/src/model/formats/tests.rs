@@ -228,7 +228,10 @@ fn scales_in_8_bits_are_bitsandbytes() {
     assert_same_scales("nf4.many", &quantize(&x, Format::Nf4 { block: 64, nested: true }).unwrap());
     let scales = fixture("edges").stored().floats("edges").unwrap().unsqueeze(1).unwrap();
     let x = scales.pad_with_zeros(1, 0, 31).unwrap();
-    assert_same_scales("nf4.edges", &quantize(&x, Format::Nf4 { block: 32, nested: true }).unwrap());
+    assert_same_scales(
+        "nf4.edges",
+        &quantize(&x, Format::Nf4 { block: 32, nested: true }).unwrap(),
+    );
 }
 
 #[test]
