@@ -187,7 +187,7 @@ mod tests {
     #[test]
     fn sums_are_pytorchs() {
         let numbers: Vec<f32> = (0..1_200_000u64)
-            .map(|index| ((index * 2_654_435_761 & 0xffff_ffff) >> 8) as f32 / 16_777_216.0)
+            .map(|index| ((index * 2_654_435_761) as u32 >> 8) as f32 / 16_777_216.0)
             .collect();
         for (count, bits) in [
             (1, 0x0000_0000),

@@ -2,10 +2,10 @@
 //!
 //! A scale is the largest magnitude divided by the largest code, and an element becomes the code next to `x / scale`.
 
-use super::super::{Levels, Quantized, Scales};
+use super::super::{Levels, OPERATION, Quantized, Scales};
 use super::{Source, f32_tensor, largest, to_e4m3};
 use crate::backend::cpu::for_each_chunk;
-use candle_core::Result;
+use candle_core::{Result, bail};
 
 /// Rows and columns of a block.
 const SIDE: usize = 128;
@@ -86,27 +86,42 @@ pub(super) fn fp8_blocks(source: &Source) -> Result<Quantized> {
             }
         },
     )?;
-    let (group, scales) = spread_blocks(source.shape, (SIDE, SIDE), &scales);
+    let (group, scales) = spread_blocks(source.shape, (SIDE, SIDE), &scales)?;
     let scales = Scales::Plain { scales: f32_tensor(scales)?, offsets: None };
     Quantized::new(source.shape, Levels::E4m3, group, codes, scales)
 }
 
 /// Scales of blocks `(⌈out / rows⌉, ⌈in / columns⌉)`, written for each group of a matrix of `shape`, and the group's
-/// size: what both a row and a block's row are made of.
+/// size: the most elements that both a row and a block's row are made of.
+///
+/// # Errors
+/// When blocks are empty or there is another number of scales.
 pub fn spread_blocks(
     (outer, inner): (usize, usize),
     (rows, columns): (usize, usize),
     scales: &[f32],
-) -> (usize, Vec<f32>) {
+) -> Result<(usize, Vec<f32>)> {
+    if rows == 0 || columns == 0 || inner == 0 {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: blocks of {rows} x {columns} of rows of {inner} elements, expected at least 1"
+        )
+    }
+    let across = inner.div_ceil(columns);
+    if outer.div_ceil(rows).checked_mul(across) != Some(scales.len()) {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: {} scales, expected {} x {across}",
+            scales.len(),
+            outer.div_ceil(rows)
+        )
+    }
     let (mut group, mut rest) = (columns, inner);
     while rest > 0 {
         (group, rest) = (rest, group % rest);
     }
-    let across = inner.div_ceil(columns);
     let of_row = |row: usize| {
         (0..inner / group).map(move |index| scales[row / rows * across + index * group / columns])
     };
-    (group, (0..outer).flat_map(of_row).collect())
+    Ok((group, (0..outer).flat_map(of_row).collect()))
 }
 
 /// The scale whose multiple `most` is the largest magnitude.

@@ -6,6 +6,7 @@ use super::{
     Parsed, Part, Stored, assembled, bytes_of, bytes_tensor, f32_tensor, on_host, required,
     stored_floats,
 };
+use crate::error::tensor_message;
 use metal_candle_kernels::quantized::{Levels, Quantized, Scales, spread_blocks};
 
 const SCALES: [&str; 2] = ["weight_scale_inv", "weight_scale"];
@@ -31,6 +32,7 @@ pub(crate) fn read<'a>(
             let expected = [outer.div_ceil(rows), inner.div_ceil(columns)];
             stored.require(name, &[stored.dtype], &expected)?;
             spread_blocks((outer, inner), (rows, columns), &scales)
+                .map_err(|error| tensor_message(&error))?
         }
         None => match scales[..] {
             [scale] => (inner, vec![scale; outer]),

@@ -60,7 +60,7 @@ fn input(dtype: &str) -> Tensor {
 /// As the recipe's `generated`.
 fn generated(outer: usize, inner: usize, factor: impl Fn(usize) -> f32) -> Tensor {
     let number = |index: usize| {
-        let mixed = (index as u64 * 2_654_435_761 & 0xffff_ffff) >> 8;
+        let mixed = (index as u64 * 2_654_435_761) as u32 >> 8;
         (mixed as f32 - 8_388_608.0) / 8_388_608.0 * factor(index / inner)
     };
     let numbers: Vec<f32> = (0..outer * inner).map(number).collect();
