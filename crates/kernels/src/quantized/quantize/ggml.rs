@@ -10,22 +10,67 @@ use half::f16;
 const NOTHING: f32 = 1e-15;
 
 pub(super) fn q4_0(source: &Source) -> Result<Quantized> {
-    source.require_groups(32, "Q4_0")?;
+    signed(source, 4, "Q4_0")
+}
+
+pub(super) fn q5_0(source: &Source) -> Result<Quantized> {
+    signed(source, 5, "Q5_0")
+}
+
+/// The number of the largest magnitude has the lowest code.
+fn signed(source: &Source, bits: usize, name: &str) -> Result<Quantized> {
+    source.require_groups(32, name)?;
+    let (zero, most) = (1i8 << (bits - 1), (1i8 << bits) - 1);
     let (codes, scales) = source.units(
         32,
-        4,
+        bits,
         #[inline(always)]
         |_, numbers, codes| {
-            let scale = first_largest(numbers) / -8.0;
+            let scale = first_largest(numbers) / -f32::from(zero);
             let reciprocal = if scale == 0.0 { 0.0 } else { 1.0 / scale };
             for (number, code) in numbers.iter().zip(codes) {
-                *code = truncate(number * reciprocal + 8.5).min(15) as u8 & 15;
+                let level = number * reciprocal + (f32::from(zero) + 0.5);
+                *code = (truncate(level).min(most) & most) as u8;
             }
             f16::from_f32(scale)
         },
     )?;
-    let levels = Levels::Integers { bits: 4, zero: 8 };
+    let levels = Levels::Integers { bits, zero: zero as u8 };
     let scales = Scales::Plain { scales: f16_tensor(scales)?, offsets: None };
+    Quantized::new(source.shape, levels, 32, codes, scales)
+}
+
+pub(super) fn q4_1(source: &Source) -> Result<Quantized> {
+    unsigned(source, 4, "Q4_1")
+}
+
+pub(super) fn q5_1(source: &Source) -> Result<Quantized> {
+    unsigned(source, 5, "Q5_1")
+}
+
+/// Codes count from the smallest number.
+fn unsigned(source: &Source, bits: usize, name: &str) -> Result<Quantized> {
+    source.require_groups(32, name)?;
+    let most = (1i8 << bits) - 1;
+    let (codes, kept) = source.units(
+        32,
+        bits,
+        #[inline(always)]
+        |_, numbers, codes| {
+            let low = numbers.iter().fold(f32::MAX, |low, x| if *x < low { *x } else { low });
+            let high = numbers.iter().fold(f32::MIN, |high, x| if *x > high { *x } else { high });
+            let scale = (high - low) / f32::from(most);
+            let reciprocal = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+            for (number, code) in numbers.iter().zip(codes) {
+                let level = (number - low) * reciprocal + 0.5;
+                *code = (truncate(level).min(most) & most) as u8;
+            }
+            (f16::from_f32(scale), f16::from_f32(low))
+        },
+    )?;
+    let (scales, offsets): (Vec<f16>, Vec<f16>) = kept.into_iter().unzip();
+    let levels = Levels::Integers { bits, zero: 0 };
+    let scales = Scales::Plain { scales: f16_tensor(scales)?, offsets: Some(f16_tensor(offsets)?) };
     Quantized::new(source.shape, levels, 32, codes, scales)
 }
 

@@ -49,7 +49,13 @@ pub enum Format {
     Nvfp4,
     /// ggml's Q4_0.
     Q4_0,
-    /// ggml's Q8_0.
+    /// ggml's Q4_1.
+    Q4_1,
+    /// ggml's Q5_0, which llama.cpp has in place of Q4_K where rows aren't multiples of 256.
+    Q5_0,
+    /// ggml's Q5_1, so in place of Q5_K.
+    Q5_1,
+    /// ggml's Q8_0, so in place of Q6_K.
     Q8_0,
     /// ggml's Q4_K.
     Q4K,
@@ -79,6 +85,9 @@ pub fn quantize(x: &Tensor, format: Format) -> Result<Quantized> {
         Format::Mxfp8 => mlx::mxfp8(&source),
         Format::Nvfp4 => mlx::nvfp4(&source),
         Format::Q4_0 => ggml::q4_0(&source),
+        Format::Q4_1 => ggml::q4_1(&source),
+        Format::Q5_0 => ggml::q5_0(&source),
+        Format::Q5_1 => ggml::q5_1(&source),
         Format::Q8_0 => ggml::q8_0(&source),
         Format::Q4K => ggml::q4_k(&source),
         Format::Q5K => ggml::q5_k(&source),

@@ -334,6 +334,9 @@ fn blocks_are_ggmls() {
         assert!(write_blocks(kind, &read).unwrap() == blocks.bytes, "{case}");
         let format = match kind {
             BlockKind::Q4_0 => Format::Q4_0,
+            BlockKind::Q4_1 => Format::Q4_1,
+            BlockKind::Q5_0 => Format::Q5_0,
+            BlockKind::Q5_1 => Format::Q5_1,
             BlockKind::Q8_0 => Format::Q8_0,
             BlockKind::Q4_K => Format::Q4K,
             BlockKind::Q5_K => Format::Q5K,
@@ -571,6 +574,9 @@ fn sizes_that_a_format_cannot_have_are_errors() {
         Format::Mxfp8,
         Format::Nvfp4,
         Format::Q4_0,
+        Format::Q4_1,
+        Format::Q5_0,
+        Format::Q5_1,
         Format::Q8_0,
         Format::Q4K,
         Format::Q5K,
