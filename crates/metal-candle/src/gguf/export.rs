@@ -1,5 +1,6 @@
 //! Writing a model as a GGUF file.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Tensor};
@@ -8,7 +9,7 @@ use super::architecture::{self, Target};
 use super::types::GgmlType;
 use super::vocabulary::{self, UnknownTokenizer};
 use super::writer::{Metadata, write_container};
-use super::{config, rows, shifted};
+use super::{config, rows, shifted, weights_of};
 use crate::model::Config;
 use crate::text::TokenizerFiles;
 use crate::{Error, Result};
@@ -49,7 +50,7 @@ pub fn storage(shape: &[usize], wanted: GgmlType) -> GgmlType {
 
 /// The number in `general.file_type` of a file whose matrices are mostly of a type.
 fn file_type(tensors: &[ExportTensor]) -> Option<usize> {
-    let mut sizes = std::collections::BTreeMap::new();
+    let mut sizes = BTreeMap::new();
     for tensor in tensors.iter().filter(|tensor| tensor.shape.len() > 1) {
         *sizes.entry(tensor.kind).or_insert(0) += tensor.shape.iter().product::<usize>();
     }
@@ -141,27 +142,18 @@ pub fn write(
 
 /// Checks that a model has all its weights, and each of them in its shape.
 fn complete(config: &Config, tensors: &[ExportTensor]) -> Result<()> {
-    let mut given: std::collections::BTreeMap<&str, &[usize]> =
+    let mut given: BTreeMap<&str, &[usize]> =
         tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.shape.as_slice())).collect();
-    crate::model::Model::from_fn(
-        config.clone(),
-        DType::F32,
-        &candle_core::Device::Cpu,
-        |name, shape| {
-            match given.remove(name) {
-                Some(found) if found == shape => {}
-                Some(found) => {
-                    let problem = format!("has shape {found:?}; config.json asks for {shape:?}");
-                    return Err(Error::option(name, problem));
-                }
-                None => {
-                    return Err(Error::option(name, "is missing; a model needs all its weights"));
-                }
+    for (name, shape) in weights_of(config)? {
+        match given.remove(name.as_str()) {
+            Some(found) if found == shape => {}
+            Some(found) => {
+                let problem = format!("has shape {found:?}; config.json asks for {shape:?}");
+                return Err(Error::option(name, problem));
             }
-            // In its shape, without its memory.
-            Ok(Tensor::zeros((), DType::F32, &candle_core::Device::Cpu)?.broadcast_as(shape)?)
-        },
-    )?;
+            None => return Err(Error::option(name, "is missing; a model needs all its weights")),
+        }
+    }
     match given.into_keys().next() {
         None => Ok(()),
         Some(name) => {

@@ -27,11 +27,11 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 
 use crate::files::cut;
-use crate::model::Config;
+use crate::model::{Config, Model};
 use crate::text::{Tokenizer, TokenizerFiles};
 use crate::{Error, Result};
 pub use adapter::{AdapterLayer, adapter_layers, read_adapter, save_as_peft, write_adapter};
@@ -120,7 +120,38 @@ impl GgufFile {
         let config = Config::from_json(&config::read(&container)?.to_string())
             .map_err(|error| about(container.path(), error))?;
         let places = places(&container, &config)?;
-        Ok(Self { container, target, config, places })
+        let file = Self { container, target, config, places };
+        file.check_tensors()?;
+        Ok(file)
+    }
+
+    /// Checks that all tensors belong to the model and have the shapes that the metadata ask for. One that is missing is
+    /// told when it is asked for.
+    fn check_tensors(&self) -> Result<()> {
+        let expected: BTreeMap<String, Vec<usize>> =
+            weights_of(&self.config)?.into_iter().collect();
+        for (name, place) in &self.places {
+            let invalid = |problem: String| {
+                Error::file(self.path(), format!("tensor {:?} {problem}", cut(&place.name)))
+            };
+            let found = self.describe(name).map(|(_, shape)| shape);
+            match (expected.get(name), found) {
+                (Some(expected), Some(found)) if *expected == found => {}
+                (Some(expected), found) => {
+                    let found = found.unwrap_or_default();
+                    return Err(invalid(format!(
+                        "has shape {found:?}; the metadata ask for {expected:?}"
+                    )));
+                }
+                (None, _) => {
+                    let family = self.config.architecture.model_type();
+                    return Err(invalid(format!(
+                        "belongs to no part of a {family} model as the other tensors and the metadata describe it"
+                    )));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// The file.
@@ -213,6 +244,17 @@ impl GgufFile {
         }
         Ok(GgufTensor { kind, shape, bytes })
     }
+}
+
+/// The names of a model's weights in a checkpoint, and their shapes.
+fn weights_of(config: &Config) -> Result<Vec<(String, Vec<usize>)>> {
+    let mut weights = Vec::new();
+    Model::from_fn(config.clone(), DType::F32, &Device::Cpu, |name, shape| {
+        weights.push((name.to_string(), shape.to_vec()));
+        // In its shape, without its memory.
+        Ok(Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(shape)?)
+    })?;
+    Ok(weights)
 }
 
 /// An error of what a file says about its model's shape, told of the file.
@@ -312,6 +354,8 @@ mod tests {
         let tensors = [
             ("blk.0.attn_qkv.weight".to_string(), vec![q + 2 * k, width], GgmlType::F32),
             ("blk.0.attn_qkv.bias".to_string(), vec![q + 2 * k], GgmlType::F32),
+            // With it, there are biases.
+            ("blk.0.attn_output.bias".to_string(), vec![width], GgmlType::F32),
         ];
         // Each row has its number.
         let rows = |width: usize| -> Vec<u8> {
@@ -320,7 +364,22 @@ mod tests {
                 .flat_map(f32::to_le_bytes)
                 .collect()
         };
-        write_container(&path, &metadata, &tensors, |index| Ok(rows([width, 1][index]))).unwrap();
+        write_container(&path, &metadata, &tensors, |index| {
+            Ok(match index {
+                2 => vec![0; 4 * width],
+                _ => rows([width, 1][index]),
+            })
+        })
+        .unwrap();
+        // Without it, those of query, key and value belong to nothing.
+        let lone = folder.path().join("b.gguf");
+        write_container(&lone, &metadata, &tensors[1..2], |_| Ok(rows(1))).unwrap();
+        let error = GgufFile::open(&lone).unwrap_err().to_string();
+        assert!(error.contains("belongs to no part of a llama model as"), "{error}");
+        let narrow = [("output_norm.weight".to_string(), vec![3], GgmlType::F32)];
+        write_container(&lone, &metadata, &narrow, |_| Ok(vec![0; 12])).unwrap();
+        let error = GgufFile::open(&lone).unwrap_err().to_string();
+        assert!(error.contains("has shape [3]; the metadata ask for [48]"), "{error}");
         let file = GgufFile::open(&path).unwrap();
         let first = |name: &str| -> Vec<f32> {
             let name = format!("model.layers.0.self_attn.{name}");

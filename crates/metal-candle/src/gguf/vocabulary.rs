@@ -1092,3 +1092,247 @@ fn lacking(left: &str, right: &str) -> String {
 fn files_short(value: &Value) -> String {
     cut_to(&value.to_string(), 200)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{fixture, fixture_folder};
+    use super::super::writer::write_container;
+    use super::*;
+
+    /// What is read of metadata.
+    fn found(metadata: &Metadata) -> Result<TokenizerFiles> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.gguf");
+        write_container(&path, metadata, &[], |_| Ok(Vec::new())).unwrap();
+        read(&Container::open(&path).unwrap())
+    }
+
+    /// Metadata of two letters and two more tokens, but for what `change` does.
+    fn small(model: &str, without: &[&str], change: impl Fn(&mut Metadata)) -> Metadata {
+        let mut metadata = Metadata::default();
+        change(&mut metadata);
+        let has = |key: &str| !without.contains(&key);
+        metadata.text(MODEL, model);
+        if has(TOKENS) {
+            metadata.texts(TOKENS, ["a", "b", "ab", "<x>"]);
+        }
+        if has(TYPES) {
+            metadata.whole_numbers(TYPES, &[1, 1, 1, 3]);
+        }
+        if has(SCORES) && model == "llama" {
+            metadata.floats(SCORES, &[-3.0, -2.0, -1.0, 0.0]);
+        }
+        if has(MERGES) && model == "gpt2" {
+            metadata.texts(MERGES, ["a b"]);
+        }
+        if has(PRE) {
+            metadata.text(PRE, "gpt-2");
+        }
+        metadata
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_vocabulary_is_told_by_its_key() {
+        assert!(found(&small("gpt2", &[], |_| {})).is_ok());
+        assert!(found(&small("gpt2", &[TYPES, PRE], |_| {})).is_ok());
+        for (metadata, expected) in [
+            (Metadata::default(), "tokenizer.ggml.model: missing"),
+            (small("none", &[], |_| {}), "the file has no tokenizer"),
+            (small("rwkv", &[], |_| {}), "tokenizer.ggml.model = \"rwkv\""),
+            (small("gpt2", &[TOKENS], |_| {}), "tokenizer.ggml.tokens: missing"),
+            (small("gpt2", &[MERGES], |_| {}), "tokenizer.ggml.merges: missing"),
+            (small("llama", &[SCORES], |_| {}), "tokenizer.ggml.scores: missing"),
+            (
+                small("gpt2", &[PRE], |it| it.text(PRE, "bert")),
+                "tokenizer.ggml.pre = \"bert\"; the supported pre-tokenizers are llama-bpe",
+            ),
+            (
+                small("gpt2", &[MERGES], |it| it.texts(MERGES, ["a b", "ab"])),
+                "number 1, \"ab\", is no pair",
+            ),
+            (
+                small("gpt2", &[TYPES], |it| it.whole_numbers(TYPES, &[1])),
+                "has 1 entries; there are 4 tokens",
+            ),
+            (
+                small("llama", &[SCORES], |it| it.floats(SCORES, &[1.0])),
+                "has 1 entries; there are 4 tokens",
+            ),
+            (
+                small("gpt2", &[TOKENS], |it| it.texts(TOKENS, ["a", "b", "a", "c"])),
+                "token 2, \"a\", comes twice",
+            ),
+            (
+                small("gpt2", &[], |it| it.count(BOS, 9).unwrap()),
+                "tokenizer.ggml.bos_token_id: is 9, which is no token",
+            ),
+            (small("gpt2", &[], |it| it.flag(ADD_BOS, true)), "is true, but no bos_token is named"),
+            (
+                small("llama", &[TOKENS], |it| {
+                    let long = "a".repeat(600);
+                    it.texts(TOKENS, ["a", "b", long.as_str(), "c"]);
+                }),
+                "token 2 has 600 bytes",
+            ),
+        ] {
+            let error = found(&metadata).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error} lacks {expected}");
+            assert!(error.contains("a.gguf"), "{error}");
+        }
+    }
+
+    #[test]
+    fn merges_follow_from_scores() {
+        let metadata = small("llama", &[TOKENS, TYPES, SCORES], |it| {
+            it.texts(TOKENS, ["<unk>", "<s>", "</s>", "a", "b", "ab", "aa", "aab"]);
+            it.whole_numbers(TYPES, &[2, 3, 3, 1, 1, 1, 1, 1]);
+            it.floats(SCORES, &[0.0, 0.0, 0.0, -9.0, -9.0, -1.0, -2.0, -3.0]);
+        });
+        let files = found(&metadata).unwrap();
+        let description: Value = serde_json::from_slice(&files.tokenizer).unwrap();
+        assert_eq!(
+            description["model"]["merges"],
+            json!([["a", "b"], ["a", "a"], ["a", "ab"], ["aa", "b"]])
+        );
+        let tokenizer = Tokenizer::from_files(std::path::Path::new("a"), &files).unwrap();
+        // The better pair goes first, though another stands before it.
+        assert_eq!(tokenizer.encode("aab", true).unwrap()[..1], [1]);
+        let description = description.to_string();
+        assert!(description.contains("\"prepend\":\"▁\""), "{description}");
+    }
+
+    #[test]
+    fn three_end_tokens_are_kept_and_more_are_refused() {
+        let mut files = TokenizerFiles::read(&fixture_folder("tokenizer")).unwrap();
+        let mut config = fixture("llama");
+        config.vocab_size = 400;
+        let mut write = |ids: Value| -> Result<TokenizerFiles> {
+            files.generation_config.insert("eos_token_id".into(), ids);
+            let mut metadata = Metadata::default();
+            super::write(&files, &config, UnknownTokenizer::Refuse, &mut metadata)?;
+            found(&metadata)
+        };
+        for ids in [json!([362, 360, 369]), json!([362, 360]), json!([362])] {
+            let read = write(ids.clone()).unwrap();
+            let unique = read.generation_config["eos_token_id"].clone();
+            assert_eq!(unique, ids);
+        }
+        // One that everybody knows by its text, and one that nobody does.
+        assert!(write(json!([362, 360, 369, 371])).is_ok());
+        let error = write(json!([362, 360, 369, 365])).unwrap_err().to_string();
+        assert!(error.contains("\"<pad>\""), "{error}");
+    }
+
+    #[test]
+    fn tokenizers_that_llama_cpp_cannot_have_are_refused_with_the_reason() {
+        let mut config = fixture("llama");
+        config.vocab_size = 500;
+        let reason = |folder: &str, change: &dyn Fn(&mut Value), size: usize| {
+            let mut files = TokenizerFiles::read(&fixture_folder(folder)).unwrap();
+            let mut description: Value = serde_json::from_slice(&files.tokenizer).unwrap();
+            change(&mut description);
+            files.tokenizer = description.to_string().into_bytes();
+            let config = Config { vocab_size: size, ..config.clone() };
+            let mut metadata = Metadata::default();
+            match super::write(&files, &config, UnknownTokenizer::Refuse, &mut metadata) {
+                Ok(_) => "written".to_string(),
+                Err(error) => error.to_string(),
+            }
+        };
+        let (bytes, pieces) = ("tokenizer", "tokenizer-sp");
+        for (found, expected) in [
+            (reason(bytes, &|_| {}, 500), "written"),
+            (reason(bytes, &|it| it["normalizer"] = json!({ "type": "NFC" }), 500), "written"),
+            // Merges reach every token of this one.
+            (reason(bytes, &|it| it["model"]["ignore_merges"] = json!(true), 500), "written"),
+            (
+                reason(bytes, &|it| it["normalizer"] = json!({ "type": "Lowercase" }), 500),
+                "its normalizer is",
+            ),
+            (
+                reason(
+                    bytes,
+                    &|it| it["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = json!("a+"),
+                    500,
+                ),
+                "its pre-tokenizer is",
+            ),
+            (
+                reason(
+                    bytes,
+                    &|it| {
+                        it["post_processor"] = json!({ "type": "TemplateProcessing",
+                    "single": [{ "SpecialToken": { "id": "<pad>", "type_id": 0 } },
+                        { "Sequence": { "id": "A", "type_id": 0 } }],
+                    "pair": [{ "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 0 } }],
+                    "special_tokens": { "<pad>": { "id": "<pad>", "ids": [365], "tokens": ["<pad>"] } } })
+                    },
+                    500,
+                ),
+                "is not bos_token and eos_token",
+            ),
+            (reason(bytes, &|_| {}, 370), "has no place in the model's vocabulary of 370"),
+            (
+                reason(
+                    bytes,
+                    &|it| {
+                        it["model"] =
+                            json!({ "type": "WordLevel", "vocab": { "a": 0 }, "unk_token": "a" })
+                    },
+                    500,
+                ),
+                "its model is WordLevel",
+            ),
+            // It was trained, so it lacks merges that SentencePiece would make.
+            (reason(pieces, &|_| {}, 500), "which SentencePiece would make"),
+            (reason(pieces, &|it| it["normalizer"] = Value::Null, 500), "spaces are not replaced"),
+            (
+                reason(
+                    pieces,
+                    &|it| {
+                        it["model"]["merges"].as_array_mut().unwrap().reverse();
+                    },
+                    500,
+                ),
+                "so no score of a token says their order",
+            ),
+        ] {
+            assert!(found.contains(expected), "{found} lacks {expected}");
+        }
+    }
+
+    #[test]
+    fn marks_of_what_the_model_writes_become_blocks_that_always_are() {
+        let template = "{%- generation %}a{% endgeneration -%} {%generation%}{{ generation }}";
+        assert_eq!(
+            without_generation(template),
+            "{%- if true %}a{% endif -%} {% if true %}{{ generation }}"
+        );
+    }
+
+    #[test]
+    fn white_space_behind_the_special_tokens_of_phi_3_belongs_to_them() {
+        let metadata = small("llama", &[TOKENS, TYPES, SCORES], |it| {
+            it.text(NAME, "Phi-3 mini");
+            it.texts(TOKENS, ["<unk>", "<s>", "</s>", "▁", "<|end|>"]);
+            it.whole_numbers(TYPES, &[2, 3, 3, 1, 3]);
+            it.floats(SCORES, &[0.0; 5]);
+        });
+        let files = found(&metadata).unwrap();
+        let description: Value = serde_json::from_slice(&files.tokenizer).unwrap();
+        let flags: Vec<bool> = description["added_tokens"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|token| token["rstrip"].as_bool().unwrap())
+            .collect();
+        assert_eq!(flags, [false, false, true, true]);
+        // And back.
+        let config = Config { vocab_size: 5, ..fixture("phi3") };
+        let mut written = Metadata::default();
+        assert!(super::write(&files, &config, UnknownTokenizer::KeepWhole, &mut written).unwrap());
+        let config = Config { vocab_size: 5, ..fixture("llama") };
+        let mut written = Metadata::default();
+        assert!(!super::write(&files, &config, UnknownTokenizer::KeepWhole, &mut written).unwrap());
+    }
+}

@@ -260,9 +260,12 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
+/// Keys of `config.json` and other values of theirs.
+type Changes = &'static [(&'static str, &'static str)];
+
 /// The models of the fixtures, with what a change of `config.json` makes of those that llama.cpp has otherwise, and
 /// how many tokens fit into a window that it doesn't have.
-const MODELS: [(&str, &[(&str, &str)], usize); 16] = [
+const MODELS: [(&str, Changes, usize); 19] = [
     ("gemma2", &[("query_pre_attn_scalar", "12")], 12),
     ("gemma3-text", &[("query_pre_attn_scalar", "12")], 12),
     ("granite", &[], 12),
@@ -277,15 +280,17 @@ const MODELS: [(&str, &[(&str, &str)], usize); 16] = [
     ("mistral", &[], 8),
     ("olmo2", &[], 12),
     ("phi3", &[], 10),
+    ("phi3-longrope", &[], 12),
+    ("phi4-mini", &[], 12),
     ("qwen2", &[], 12),
+    ("qwen3", &[], 12),
     ("smollm3", &[("no_rope_layers", "[1, 1, 1, 0]")], 12),
 ];
 
 #[test]
 fn models_compute_the_same_after_they_were_gguf_files() {
     let out = tempfile::tempdir().unwrap();
-    let more = [("phi3-longrope", &[][..], 12), ("phi4-mini", &[], 12), ("qwen3", &[], 12)];
-    for (name, changes, length) in MODELS.into_iter().chain(more) {
+    for (name, changes, length) in MODELS {
         let folder = out.path().join(name);
         std::fs::create_dir(&folder).unwrap();
         for entry in std::fs::read_dir(fixture("models").join(name)).unwrap() {
