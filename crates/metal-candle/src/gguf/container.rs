@@ -28,6 +28,9 @@ const MOST_ENTRIES: u64 = 1 << 16;
 const LONGEST_KEY: usize = 1 << 16;
 /// How deep lists in lists may be nested.
 const DEEPEST: usize = 4;
+/// Into how many files a model is split.
+const SPLIT_COUNT: &str = "split.count";
+const MOST_PARTS: usize = 1000;
 /// ggml has tensors of up to this rank.
 const MOST_DIMENSIONS: usize = 4;
 
@@ -110,14 +113,15 @@ pub(super) struct TensorInfo {
     pub kind: GgmlType,
     /// The outermost dimension first, the other way round than in the file.
     pub shape: Vec<usize>,
+    part: usize,
     start: usize,
     end: usize,
 }
 
-/// A GGUF file. It must not be changed or shortened while this exists: it is mapped, not read.
+/// A GGUF file, or the parts of one, of which the first has the metadata. It must not be changed or shortened while this exists: it is mapped, not read.
 pub(super) struct Container {
     path: PathBuf,
-    map: Mmap,
+    maps: Vec<(PathBuf, Mmap)>,
     values: BTreeMap<String, Value>,
     tensors: BTreeMap<String, TensorInfo>,
 }
@@ -272,6 +276,58 @@ impl Container {
     /// [`Error::Io`] when it cannot be read; [`Error::File`] when it is no GGUF file of version 2 or 3, or claims
     /// what its own length or the format contradicts; [`Error::Unsupported`] for version 1 and for big-endian files.
     pub fn open(path: &Path) -> Result<Self> {
+        let mut file = Self::open_one(path)?;
+        let count = file.count(SPLIT_COUNT)?.unwrap_or(1);
+        if count <= 1 {
+            return Ok(file);
+        }
+        let names = part_names(path, count);
+        let names = names.ok_or_else(|| {
+            file.invalid(
+                SPLIT_COUNT,
+                format!(
+                    "is {count}; of a model in up to {MOST_PARTS} files, the first is expected, whose name ends with \
+                     -00001-of-{count:05}.gguf"
+                ),
+            )
+        })?;
+        let total = file.count("split.tensors.count")?;
+        for (number, name) in names.iter().enumerate().skip(1) {
+            let mut part = Self::open_one(name)?;
+            let (found, of) = (part.count("split.no")?, part.count(SPLIT_COUNT)?);
+            if (found, of) != (Some(number), Some(count)) {
+                let words =
+                    |number: Option<usize>| number.map_or("none".into(), |it| it.to_string());
+                return Err(part.invalid(
+                    "split.no",
+                    format!(
+                        "is {} of {}; expected {number} of {count}, by its name",
+                        words(found),
+                        words(of)
+                    ),
+                ));
+            }
+            for (tensor, mut info) in std::mem::take(&mut part.tensors) {
+                info.part = number;
+                if file.tensors.contains_key(&tensor) {
+                    let message = format!("tensor {:?} is also in another part", cut(&tensor));
+                    return Err(Error::file(name, message));
+                }
+                file.tensors.insert(tensor, info);
+            }
+            file.maps.append(&mut part.maps);
+        }
+        match total {
+            Some(total) if total != file.tensors.len() => {
+                let found = file.tensors.len();
+                let message = format!("is {total}, but the parts have {found} tensors");
+                Err(file.invalid("split.tensors.count", message))
+            }
+            _ => Ok(file),
+        }
+    }
+
+    fn open_one(path: &Path) -> Result<Self> {
         let (file, metadata) = files::open_regular(path)?;
         if metadata.len() < 24 {
             let found = metadata.len();
@@ -283,11 +339,17 @@ impl Container {
         // every program that maps checkpoints, this one asks its user not to do that.
         let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
         let (values, tensors) = parse(path, &map)?;
-        Ok(Self { path: path.to_path_buf(), map, values, tensors })
+        let path = path.to_path_buf();
+        Ok(Self { path: path.clone(), maps: vec![(path, map)], values, tensors })
     }
 
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// All files, this one first.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.maps.iter().map(|(path, _)| path.as_path())
     }
 
     /// An error about a key.
@@ -300,7 +362,7 @@ impl Container {
     }
 
     fn bytes_of(&self, value: &Value) -> &[u8] {
-        self.map.get(value.start..value.end).unwrap_or_default()
+        self.maps.first().and_then(|(_, map)| map.get(value.start..value.end)).unwrap_or_default()
     }
 
     fn number(&self, value: &Value) -> Option<Number> {
@@ -445,8 +507,20 @@ impl Container {
     /// A tensor's bytes.
     pub fn data(&self, info: &TensorInfo) -> &[u8] {
         // Its range was checked when the file was opened.
-        self.map.get(info.start..info.end).unwrap_or_default()
+        self.maps
+            .get(info.part)
+            .and_then(|(_, map)| map.get(info.start..info.end))
+            .unwrap_or_default()
     }
+}
+
+/// The files of a model in several, of which `path` is the first: `<name>-00001-of-00003.gguf`.
+fn part_names(path: &Path, count: usize) -> Option<Vec<PathBuf>> {
+    let name = path.file_name()?.to_str()?;
+    let stem = name.strip_suffix(&format!("-00001-of-{count:05}.gguf"))?;
+    let part =
+        |number: usize| path.with_file_name(format!("{stem}-{number:05}-of-{count:05}.gguf"));
+    (count <= MOST_PARTS).then(|| (1..=count).map(part).collect())
 }
 
 /// A number of any type.
@@ -591,7 +665,7 @@ fn tensor(cursor: &mut Cursor) -> Result<(String, TensorInfo, u64)> {
         )));
     };
     let offset = cursor.u64(name)?;
-    Ok((name.to_string(), TensorInfo { kind, shape, start: 0, end: size }, offset))
+    Ok((name.to_string(), TensorInfo { kind, shape, part: 0, start: 0, end: size }, offset))
 }
 
 /// Checks where tensors lie, and gives them their places. The format allows neither overlaps nor gaps but those of the
@@ -694,6 +768,38 @@ mod tests {
             assert!(key.to_string().contains(error), "{key}");
             assert!(key.to_string().contains("a.gguf"), "{key}");
         }
+    }
+
+    #[test]
+    fn the_parts_of_a_model_are_read_together() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |number: usize, (no, count): (usize, usize), name: &str, total: usize| {
+            let path = folder.path().join(format!("a-{number:05}-of-00002.gguf"));
+            let mut metadata = Metadata::default();
+            metadata.count("split.no", no).unwrap();
+            metadata.count("split.count", count).unwrap();
+            metadata.count("split.tensors.count", total).unwrap();
+            let tensors = [(name.to_string(), vec![2], GgmlType::F32)];
+            write_container(&path, &metadata, &tensors, |_| Ok(vec![number as u8; 8])).unwrap();
+            path
+        };
+        let refused = |path: &Path| Container::open(path).unwrap_err().to_string();
+        let first = write(1, (0, 2), "t", 2);
+        assert!(matches!(Container::open(&first), Err(Error::Io { .. })), "the second is missing");
+        let second = write(2, (1, 2), "u", 2);
+        let found = Container::open(&first).unwrap();
+        let data = |name: &str| found.data(found.tensor(name).unwrap()).to_vec();
+        assert_eq!((data("t"), data("u")), (vec![1; 8], vec![2; 8]));
+        assert!(refused(&second).contains("the first is expected"), "{}", refused(&second));
+        write(2, (1, 2), "t", 2);
+        assert!(refused(&first).contains("\"t\" is also in another part"));
+        write(2, (0, 2), "u", 2);
+        assert!(refused(&first).contains("is 0 of 2; expected 1 of 2"));
+        write(2, (1, 2), "u", 2);
+        write(1, (0, 2), "t", 3);
+        assert!(refused(&first).contains("is 3, but the parts have 2 tensors"));
+        write(1, (0, 5000), "t", 2);
+        assert!(refused(&first).contains("is 5000"));
     }
 
     /// What is said of a file with these bytes.

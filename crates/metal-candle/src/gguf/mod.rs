@@ -110,12 +110,6 @@ impl GgufFile {
     /// All name the file and the key or tensor.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let container = Container::open(path.as_ref())?;
-        if container.count("split.count")?.is_some_and(|count| count > 1) {
-            return Err(Error::Unsupported(format!(
-                "{}: is a part of a model in several files; join them with llama.cpp's `llama-gguf-split --merge`",
-                container.path().display()
-            )));
-        }
         let target = config::target_of(&container)?;
         let config = Config::from_json(&config::read(&container)?.to_string())
             .map_err(|error| about(container.path(), error))?;
@@ -154,9 +148,14 @@ impl GgufFile {
         Ok(())
     }
 
-    /// The file.
+    /// The file, or the first of several.
     pub fn path(&self) -> &Path {
         self.container.path()
+    }
+
+    /// The files of the model: one, or the parts that `llama-gguf-split` makes.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.container.files()
     }
 
     /// The shape of the model; [`Config::raw`] is what a `config.json` would say.
@@ -457,16 +456,6 @@ mod tests {
                     embedding,
                 ),
                 "llama.expert_count: asks for what",
-            ),
-            (
-                open(
-                    &|it| {
-                        whole(it);
-                        it.count("split.count", 2).unwrap()
-                    },
-                    embedding,
-                ),
-                "in several files",
             ),
             (open(&whole, "blk.0.ffn_gate_inp.weight"), "belongs to no part of a llama model"),
         ] {
