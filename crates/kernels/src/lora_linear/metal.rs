@@ -4,7 +4,7 @@
 
 use super::{DenseProjection, Dropout, Lora, Output, SharedGradients};
 use crate::backend::metal::product::{
-    Adapter, FewRows, Finish, Mask, Matrix, Term, takes_few_rows,
+    Adapter, FewRows, FewWeight, Finish, Mask, Matrix, Term, takes_few_rows,
 };
 use crate::backend::metal::{Argument, Array, Metal, by_dtype};
 use crate::matmul::with_last_dimension;
@@ -132,7 +132,7 @@ impl Ready {
         });
         let layer = FewRows {
             x: Matrix::rows(x)?,
-            weight: Matrix::rows(weight)?,
+            weight: FewWeight::Dense(Matrix::rows(weight)?),
             bias: bias.as_ref(),
             adapter,
             y: Matrix::of(&y, *outer),

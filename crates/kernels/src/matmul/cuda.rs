@@ -216,27 +216,10 @@ fn launch_few_rows(
             })
         };
     }
-    let (mut parts, mut slices) = (None, 0);
-    if ranks > 0 {
-        let name = match padded {
-            1 => by_dtype!("adapter_slices_1", x.dtype)?,
-            2 => by_dtype!("adapter_slices_2", x.dtype)?,
-            4 => by_dtype!("adapter_slices_4", x.dtype)?,
-            _ => by_dtype!("adapter_slices_8", x.dtype)?,
-        };
-        slices = (inner / 256).clamp(1, 32);
-        let sums = cuda.empty(slices * padded * ranks, DType::F32)?;
-        let grid = (slices as u32, all.count as u32, 1);
-        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, scratch as u32)?.overlapping();
-        // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
-        unsafe {
-            launch.with(|arguments| {
-                arguments.arg(all).arg(&x.pointer).arg(&stride).arg(&rows).arg(&inner_size);
-                arguments.arg(&sums.pointer);
-            })?;
-        }
-        parts = Some(sums);
-    }
+    let parts = match ranks {
+        0 => None,
+        _ => Some(adapter_slices(cuda, x, (rows as usize, inner), all)?),
+    };
     let name = match padded {
         1 => by_dtype!("few_rows_1", x.dtype)?,
         2 => by_dtype!("few_rows_2", x.dtype)?,
@@ -245,7 +228,8 @@ fn launch_few_rows(
     };
     let grid = (blocks as u32, 1, 1);
     let launch = MODULE.launch(cuda, name, grid, THREADS as u32, places as u32)?.overlapping();
-    let (parts, slices) = (parts.as_ref().map_or(0, |parts| parts.pointer), slices as i32);
+    let slices = parts.as_ref().map_or(0, |(_, slices)| *slices);
+    let parts = parts.as_ref().map_or(0, |(parts, _)| parts.pointer);
     // SAFETY: as the kernel declares them; the caller holds what the pointers point into, and the sums
     // are given back in the order of the stream.
     unsafe {
@@ -254,6 +238,56 @@ fn launch_few_rows(
             arguments.arg(&xa).arg(&parts).arg(&slices);
         })
     }
+}
+
+/// x·A of some adapters side by side, summed over slices of the inner indices, and the number of these:
+/// `(slices, rows, ranks)` with the rows padded to a power of two.
+pub(crate) fn sliced_adapters<'a>(
+    cuda: &Cuda,
+    x: Matrix,
+    (rows, inner): (usize, usize),
+    adapters: impl Iterator<Item = Option<&'a Adapter>>,
+) -> Result<(Array, i32)> {
+    let mut all = Projections::default();
+    let (mut count, mut ranks) = (0, 0);
+    for (adapter, place) in adapters.zip(&mut all.at) {
+        if let Some(adapter) = adapter {
+            (place.a, place.rank, place.column) = (adapter.a, size(adapter.rank)?, size(ranks)?);
+            ranks += adapter.rank;
+        }
+        count += 1;
+    }
+    (all.count, all.ranks) = (count, size(ranks)?);
+    adapter_slices(cuda, x, (rows, inner), &all)
+}
+
+fn adapter_slices(
+    cuda: &Cuda,
+    x: Matrix,
+    (rows, inner): (usize, usize),
+    all: &Projections,
+) -> Result<(Array, i32)> {
+    let padded = rows.next_power_of_two();
+    let name = match padded {
+        1 => by_dtype!("adapter_slices_1", x.dtype)?,
+        2 => by_dtype!("adapter_slices_2", x.dtype)?,
+        4 => by_dtype!("adapter_slices_4", x.dtype)?,
+        _ => by_dtype!("adapter_slices_8", x.dtype)?,
+    };
+    let slices = (inner / 256).clamp(1, 32);
+    let sums = cuda.empty(slices * padded * all.ranks as usize, DType::F32)?;
+    let scratch = padded * 4 * THREADS * size_of::<f32>();
+    let grid = (slices as u32, all.count as u32, 1);
+    let launch = MODULE.launch(cuda, name, grid, THREADS as u32, scratch as u32)?.overlapping();
+    let (stride, rows, inner) = (x.stride as i64, rows as i32, size(inner)?);
+    // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
+    unsafe {
+        launch.with(|arguments| {
+            arguments.arg(all).arg(&x.pointer).arg(&stride).arg(&rows).arg(&inner);
+            arguments.arg(&sums.pointer);
+        })?;
+    }
+    Ok((sums, slices as i32))
 }
 
 pub(super) fn linear(

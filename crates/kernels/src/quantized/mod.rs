@@ -13,12 +13,18 @@
 //! row. What a file has in another order is put into this one when it is read.
 
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
+#[cfg(any(feature = "metal", feature = "metal-emulation", test))]
+pub(crate) mod metal;
 mod quantize;
 #[cfg(test)]
 pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
 mod weight;
 
-use crate::backend::{require_dtype, require_rank, require_shape, require_together};
+use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 pub(crate) use cpu::Elements;
@@ -335,6 +341,7 @@ impl Quantized {
     /// # Errors
     /// For another dtype, or when there is no memory.
     pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
+        on_gpu!(self.codes, gpu => gpu::dequantize(self, dtype));
         cpu::dequantize(self, dtype)
     }
 
@@ -355,12 +362,17 @@ impl Quantized {
         require_together(OPERATION, &[&self.codes, ids])?;
         require_rank(OPERATION, "ids", ids, 2, "(batch, seq)")?;
         require_dtype(OPERATION, "ids", ids, DType::U32)?;
+        on_gpu!(self.codes, gpu => gpu::rows(self, ids, dtype));
         cpu::rows(self, ids, dtype)
+    }
+
+    fn elements(&self) -> usize {
+        self.shape.0 * self.shape.1
     }
 
     /// The tensors of its scales, in the order of their declaration.
     fn parts(&self) -> Vec<&Tensor> {
-        let elements = self.shape.0 * self.shape.1;
+        let elements = self.elements();
         let parts = self.scales.tensors(elements, elements.div_ceil(self.group));
         parts.into_iter().map(|(_, tensor, ..)| tensor).collect()
     }

@@ -109,7 +109,7 @@ impl Cuda<'_> {
     }
 
     /// A contiguous copy.
-    pub(super) fn copy(&self, tensor: &Tensor) -> Result<Array> {
+    pub(crate) fn copy(&self, tensor: &Tensor) -> Result<Array> {
         let source = self.strided(tensor)?;
         let out = self.empty(tensor.shape(), source.dtype)?;
         let count = tensor.elem_count();

@@ -30,8 +30,9 @@ constant bool WHOLE_COLUMNS [[function_constant(25)]];
 /// The adapter's rank in the kernels for few rows; 0 without one.
 constant ushort RANK [[function_constant(30)]];
 constant bool ADAPTED = RANK > 0;
-/// The code of the weight's dtype there.
+/// The code of the weight's dtype there; 3 for one in fewer bits.
 constant ushort WEIGHT_DTYPE [[function_constant(31)]];
+constant bool PACKED = WEIGHT_DTYPE == 3;
 /// Whether all rows begin at multiples of four elements there.
 constant bool FOURS [[function_constant(32)]];
 /// Whether x·A has been made there, in slices.
@@ -392,6 +393,34 @@ inline void dot_products(InputRows<T, ROWS> rows, device const W *weight, consta
     }
 }
 
+/// The same with a matrix in fewer bits.
+template <typename T, uint ROWS>
+inline void packed_dot_products(InputRows<T, ROWS> rows, Packed matrix, constant FewRows &of,
+                                uint column, uint lane, uint lanes,
+                                thread float (&sums)[ROWS][FEW_COLUMNS]) {
+    ulong starts[FEW_COLUMNS];
+    for (uint c = 0; c < FEW_COLUMNS; c++)
+        starts[c] = ulong(min(column + c, of.columns - 1)) * of.inner;
+    if (IN_EIGHTS) {
+        for (uint k = 8 * lane; k < of.inner; k += 8 * lanes) {
+            for (uint c = 0; c < FEW_COLUMNS; c++) {
+                float numbers[8];
+                eight_numbers(matrix, (starts[c] + k) / 8, numbers);
+                for (uint r = 0; r < ROWS; r++) {
+                    for (uint i = 0; i < 8; i++) sums[r][c] += float(rows.at[r][k + i]) * numbers[i];
+                }
+            }
+        }
+        return;
+    }
+    for (uint k = lane; k < of.inner; k += lanes) {
+        for (uint c = 0; c < FEW_COLUMNS; c++) {
+            const float number = packed_number(matrix, starts[c] + k);
+            for (uint r = 0; r < ROWS; r++) sums[r][c] += float(rows.at[r][k]) * number;
+        }
+    }
+}
+
 /// x·A of `ROWS` rows over the elements from `first` to `last`, by all threads, which have to call it; the
 /// sums lie in `xa` (row, rank) once they have met at a barrier. A's elements are read in order: a thread
 /// has a column of every so many rows.
@@ -433,7 +462,13 @@ template <typename T, uint ROWS>
     device const char *bias [[buffer(4), function_constant(BIASED)]],
     device const float *slices [[buffer(5), function_constant(GATHERED)]],
     device char *y [[buffer(6)]], device T *xa_out [[buffer(7), function_constant(ADAPTED)]],
-    constant FewRows &of [[buffer(8)]], PLACE, SIMD_PLACE) {
+    constant FewRows &of [[buffer(8)]],
+    device const uchar *scales [[buffer(9), function_constant(PACKED)]],
+    device const uchar *offsets [[buffer(10), function_constant(PACKED)]],
+    device const uchar *large [[buffer(11), function_constant(PACKED)]],
+    device const uchar *large_offsets [[buffer(12), function_constant(PACKED)]],
+    device const uchar *table [[buffer(13), function_constant(PACKED)]],
+    constant PackedNumbers &packed [[buffer(14), function_constant(PACKED)]], PLACE, SIMD_PLACE) {
     threadgroup float xa[ROWS * FEW_RANKS];
     threadgroup float scratch[256];
     const InputRows<T, ROWS> rows = input_rows<T, ROWS>(x, of);
@@ -465,6 +500,12 @@ template <typename T, uint ROWS>
         case 1:
             dot_products<T, half, ROWS>(rows, reinterpret_cast<device const half *>(weight), of,
                                         column, lane, lanes, sums);
+            break;
+        case 3:
+            packed_dot_products<T, ROWS>(rows,
+                                         {reinterpret_cast<device const uchar *>(weight), scales,
+                                          offsets, large, large_offsets, table, packed},
+                                         of, column, lane, lanes, sums);
             break;
         default:
             dot_products<T, bfloat, ROWS>(rows, reinterpret_cast<device const bfloat *>(weight), of,

@@ -55,6 +55,8 @@ const RANK: usize = 30;
 const WEIGHT_DTYPE: usize = 31;
 const FOURS: usize = 32;
 const GATHERED: usize = 33;
+/// The weight's code where it is in fewer bits.
+const PACKED: u16 = 3;
 
 /// A step of the inner dimension in tiles of every dtype.
 const STEP: usize = 32;
@@ -324,7 +326,7 @@ impl Metal {
         {
             let layer = FewRows {
                 x: term.left,
-                weight: term.right.t(),
+                weight: FewWeight::Dense(term.right.t()),
                 bias: finish.bias,
                 adapter: None,
                 y: to,
@@ -484,9 +486,16 @@ impl Metal {
             _ => inner.div_ceil(DEPTH).min(32),
         };
         let whole = |matrix: &Matrix| matrix.aligned(4 * matrix.array.dtype.size_in_bytes());
+        let (weight_stride, weight_code, fours, packed_constants) = match weight {
+            FewWeight::Dense(weight) => {
+                let code = dtype_code(operation, weight.array.dtype)?;
+                (weight.stride, code, whole(x) && whole(weight), DENSE)
+            }
+            FewWeight::Packed(packed) => (inner, PACKED, false, packed.constants()),
+        };
         let numbers = [
             x.stride as u64,
-            weight.stride as u64,
+            weight_stride as u64,
             y.stride as u64,
             pair(length(operation, rows)?, length(operation, columns)?),
             pair(length(operation, inner)?, size(operation, slices)?),
@@ -500,14 +509,20 @@ impl Metal {
         };
         let finish = Finish { bias: *bias, add: *add, mask: None };
         let [y_dtype, bias_dtype, added, _] = finish.made_for(operation, y.array.dtype)?;
+        let [bits, levels, scales, offsets, eights] = packed_constants;
         let constants = [
             y_dtype,
             bias_dtype,
             added,
             (RANK, Constant::U16(short_rank)),
-            (WEIGHT_DTYPE, Constant::U16(dtype_code(operation, weight.array.dtype)?)),
-            (FOURS, Constant::Bool(whole(x) && whole(weight))),
+            (WEIGHT_DTYPE, Constant::U16(weight_code)),
+            (FOURS, Constant::Bool(fours)),
             (GATHERED, Constant::Bool(slices > 0)),
+            bits,
+            levels,
+            scales,
+            offsets,
+            eights,
         ];
         let name = match padded {
             1 => by_dtype!("few_rows_1", dtype)?,
@@ -524,9 +539,17 @@ impl Metal {
             }
             None => (Argument::Absent, Argument::Absent, Argument::Absent),
         };
+        let [codes, of_weight @ ..] = match weight {
+            FewWeight::Dense(weight) => {
+                let absent = Argument::Absent;
+                [Argument::Input(weight.array), absent, absent, absent, absent, absent, absent]
+            }
+            FewWeight::Packed(packed) => packed.arguments(),
+        };
+        let [scales, offsets, large, large_offsets, table, of_packed] = of_weight;
         let arguments = [
             Argument::Input(x.array),
-            Argument::Input(weight.array),
+            codes,
             a,
             b,
             finish.bias(),
@@ -534,6 +557,12 @@ impl Metal {
             Argument::Output(y.array),
             xa,
             Argument::U64s(&numbers),
+            scales,
+            offsets,
+            large,
+            large_offsets,
+            table,
+            of_packed,
         ];
         let columns_of = |threads: usize| FEW_COLUMNS * threads.div_ceil(super::SIMDGROUP);
         let groups = |threads: usize| [columns.div_ceil(columns_of(threads)), 1, 1];
@@ -553,12 +582,19 @@ impl Metal {
     }
 }
 
+/// The weight of a layer for few rows.
+pub(crate) enum FewWeight<'a> {
+    Dense(Matrix<'a>),
+    /// In fewer bits.
+    Packed(&'a Packed),
+}
+
 /// A layer with or without an adapter, for few rows.
 pub(crate) struct FewRows<'a> {
     /// `(rows, inner)`
     pub(crate) x: Matrix<'a>,
     /// `(columns, inner)`
-    pub(crate) weight: Matrix<'a>,
+    pub(crate) weight: FewWeight<'a>,
     /// `(columns)`, contiguous.
     pub(crate) bias: Option<&'a Array>,
     pub(crate) adapter: Option<Adapter<'a>>,

@@ -2,8 +2,10 @@
 
 const HEADER: &str = include_str!("common.metal.h");
 
-const SOURCES: [&str; 23] = [
+const SOURCES: [&str; 24] = [
     include_str!("kernel.metal"),
+    // What products read of matrices in fewer bits.
+    include_str!("../../quantized/kernel.metal"),
     include_str!("product.metal"),
     // What the optimisers share.
     include_str!("../../flat/kernel.metal"),

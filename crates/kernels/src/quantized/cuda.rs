@@ -1,0 +1,420 @@
+//! Matrices in fewer bits on CUDA, see `kernel.cu` and `few_rows.cuh`.
+
+use super::{Levels, OPERATION, Quantized, Scales};
+use crate::backend::cuda::{Array, Cuda, Matrix, Module, by_dtype, module};
+use crate::matmul::cuda::{Adapter, sliced_adapters, takes_few_rows};
+use crate::matmul::with_last_dimension;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use candle_core::{D, DType, Result, Tensor, bail};
+
+static MODULE: Module = module!("quantized");
+
+/// Threads of a block of every kernel here.
+const THREADS: usize = 256;
+const WARPS: usize = THREADS / 32;
+
+/// What codes stand for.
+const INTEGERS: i32 = 0;
+const TABLE: i32 = 1;
+const E4M3: i32 = 2;
+
+/// How scales are stored.
+const PLAIN_F32: i32 = 0;
+const PLAIN_F16: i32 = 1;
+const PLAIN_BF16: i32 = 2;
+const CODED_E8M0: i32 = 3;
+const CODED_E4M3: i32 = 4;
+const NESTED: i32 = 5;
+const BLOCKS: i32 = 6;
+const SIGNED_BLOCKS: i32 = 7;
+
+/// Projections of one launch.
+const MOST: usize = 4;
+
+/// Outputs of a task.
+const OUTPUTS: usize = 16;
+
+/// Numbers that a lane multiplies at once for one or two rows, of which rows of a matrix are a multiple.
+const MANY: usize = 64;
+
+/// Shared memory of the levels of all pairs of codes of 4 bits, a copy for every lane.
+const PAIRS_SHARED: usize = 256 * 32 * size_of::<u32>();
+
+/// A matrix as the kernels take it.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Packed {
+    codes: u64,
+    scales: u64,
+    offsets: u64,
+    large: u64,
+    large_offsets: u64,
+    table: u64,
+    levels: [f32; 16],
+    number: f32,
+    bits: i32,
+    kind: i32,
+    zero: i32,
+    scale_kind: i32,
+    group: i32,
+    shift: i32,
+    unused: i32,
+}
+
+// SAFETY: it is plain numbers, laid out as the kernels declare them.
+unsafe impl DeviceRepr for Packed {}
+
+/// A layer as the kernels take it.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Projection {
+    weight: Packed,
+    bias: u64,
+    a: u64,
+    b: u64,
+    y: u64,
+    outer: i32,
+    rank: i32,
+    first_task: i32,
+    column: i32,
+    unit: i32,
+    scale: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Projections {
+    at: [Projection; MOST],
+    count: i32,
+    ranks: i32,
+    tasks: i32,
+    pairs: i32,
+}
+
+// SAFETY: it is plain numbers, laid out as the kernels declare them.
+unsafe impl DeviceRepr for Projections {}
+
+/// A linear layer with or without an adapter.
+pub(crate) struct Layer<'a> {
+    /// `(outer, inner)`
+    pub(crate) weight: &'a Quantized,
+    /// `(outer)`, contiguous, in the dtype of x.
+    pub(crate) bias: Option<u64>,
+    pub(crate) adapter: Option<Adapter>,
+}
+
+/// A matrix as kernels take it, with what it points into, which begins at 16 bytes.
+struct Ready {
+    packed: Packed,
+    _arrays: Vec<Array>,
+}
+
+impl Ready {
+    fn new(cuda: &Cuda, matrix: &Quantized) -> Result<Self> {
+        let mut arrays = Vec::with_capacity(5);
+        let mut pointer = |tensor: &Tensor| -> Result<u64> {
+            let mut array = cuda.contiguous(tensor)?;
+            if !array.pointer.is_multiple_of(16) {
+                array = cuda.copy(tensor)?;
+            }
+            let pointer = array.pointer;
+            arrays.push(array);
+            Ok(pointer)
+        };
+        let Ok(group) = i32::try_from(matrix.group.min(matrix.elements().max(1))) else {
+            bail!(
+                "metal-candle-kernels: {OPERATION} on CUDA: a group has {} elements, expected less than 2^31",
+                matrix.group
+            )
+        };
+        let whole_group = group as usize == matrix.group && matrix.group.is_power_of_two();
+        let mut packed = Packed {
+            codes: pointer(&matrix.codes)?,
+            bits: matrix.levels.bits() as i32,
+            group,
+            shift: if whole_group { group.trailing_zeros() as i32 } else { -1 },
+            ..Packed::default()
+        };
+        match matrix.levels {
+            Levels::Integers { zero, .. } => {
+                (packed.kind, packed.zero) = (INTEGERS, i32::from(zero));
+            }
+            Levels::Table(levels) => (packed.kind, packed.levels) = (TABLE, *levels),
+            Levels::E4m3 => packed.kind = E4M3,
+        }
+        match &matrix.scales {
+            Scales::Plain { scales, offsets } => {
+                packed.scale_kind = match scales.dtype() {
+                    DType::F32 => PLAIN_F32,
+                    DType::F16 => PLAIN_F16,
+                    _ => PLAIN_BF16,
+                };
+                packed.scales = pointer(scales)?;
+                if let Some(offsets) = offsets {
+                    packed.offsets = pointer(offsets)?;
+                }
+            }
+            Scales::E8m0(scales) => {
+                (packed.scale_kind, packed.scales) = (CODED_E8M0, pointer(scales)?);
+            }
+            Scales::E4m3 { scales, overall } => {
+                (packed.scale_kind, packed.number) = (CODED_E4M3, *overall);
+                packed.scales = pointer(scales)?;
+            }
+            Scales::Nested { codes, table, scales, offset } => {
+                (packed.scale_kind, packed.number) = (NESTED, *offset);
+                packed.scales = pointer(codes)?;
+                packed.table = pointer(table)?;
+                packed.large = pointer(scales)?;
+            }
+            Scales::Blocks { scales, signed, large, offsets } => {
+                packed.scale_kind = if *signed { SIGNED_BLOCKS } else { BLOCKS };
+                packed.scales = pointer(scales)?;
+                packed.large = pointer(large)?;
+                if let Some((offsets, large)) = offsets {
+                    packed.offsets = pointer(offsets)?;
+                    packed.large_offsets = pointer(large)?;
+                }
+            }
+        }
+        Ok(Ready { packed, _arrays: arrays })
+    }
+
+    /// Whether numbers can be written eight at a time where rows of `columns` begin.
+    fn in_eights(&self, matrix: &Quantized, columns: usize) -> bool {
+        columns.is_multiple_of(8)
+            && self.packed.group % 8 == 0
+            && matrix.elements() / 8 < u32::MAX as usize
+    }
+}
+
+pub(super) fn dequantize(matrix: &Quantized, dtype: DType) -> Result<Tensor> {
+    let cuda = Cuda::on(matrix.device())?;
+    let name = by_dtype!("dequantize", dtype)?;
+    let out = cuda.empty(matrix.shape, dtype)?;
+    let elements = matrix.elements();
+    if elements == 0 {
+        return Ok(out.tensor);
+    }
+    let ready = Ready::new(&cuda, matrix)?;
+    // What remains beside whole eights is read one by one.
+    let eights = ready.in_eights(matrix, 8);
+    let threads = if eights { elements.div_ceil(8) } else { elements };
+    let blocks = threads.div_ceil(THREADS).min(16 * cuda.multiprocessors()?);
+    let launch = MODULE.launch(&cuda, name, (blocks as u32, 1, 1), THREADS as u32, 0)?;
+    let launch = launch.overlapping();
+    let (elements, eights) = (elements as i64, i32::from(eights));
+    // SAFETY: as the kernel declares them; the matrix has so many elements, and so has the result.
+    unsafe {
+        launch.with(|arguments| {
+            arguments.arg(&ready.packed).arg(&out.pointer).arg(&elements).arg(&eights);
+        })?;
+    }
+    Ok(out.tensor)
+}
+
+pub(super) fn rows(matrix: &Quantized, ids: &Tensor, dtype: DType) -> Result<Tensor> {
+    let cuda = Cuda::on(matrix.device())?;
+    let name = by_dtype!("quantized_rows", dtype)?;
+    let (outer, inner) = matrix.shape;
+    let (batch, seq) = ids.dims2()?;
+    let out = cuda.empty((batch, seq, inner), dtype)?;
+    if out.tensor.elem_count() == 0 {
+        return Ok(out.tensor);
+    }
+    let Ok(positions) = u32::try_from(batch * seq) else {
+        bail!("metal-candle-kernels: {OPERATION}: {batch} x {seq} ids are too many for one launch")
+    };
+    let (ready, ids) = (Ready::new(&cuda, matrix)?, cuda.contiguous(ids)?);
+    let eights = ready.in_eights(matrix, inner);
+    let threads = if eights { inner / 8 } else { inner };
+    let threads = threads.next_multiple_of(32).min(THREADS) as u32;
+    let launch = MODULE.launch(&cuda, name, (positions, 1, 1), threads, 0)?.overlapping();
+    let (outer, inner, eights) = (outer as i64, inner as i64, i32::from(eights));
+    // SAFETY: as the kernel declares them; ids beyond the table aren't looked up.
+    unsafe {
+        launch.with(|arguments| {
+            arguments.arg(&ready.packed).arg(&ids.pointer).arg(&out.pointer).arg(&outer);
+            arguments.arg(&inner).arg(&eights);
+        })?;
+    }
+    Ok(out.tensor)
+}
+
+/// Inner indices of a lane that share a scale at least, where the kernels for a few rows take such a matrix.
+fn unit(matrix: &Quantized) -> Option<usize> {
+    let (_, inner) = matrix.shape;
+    let takes = inner.is_multiple_of(MANY)
+        && matrix.elements() <= u32::MAX as usize
+        && i32::try_from(matrix.group).is_ok();
+    let bytes = !matches!(matrix.scales, Scales::Plain { .. });
+    let unit = match (matrix.levels, matrix.group) {
+        (Levels::E4m3 | Levels::Integers { bits: 8, .. }, group) if group.is_multiple_of(32) => 32,
+        (Levels::E4m3 | Levels::Integers { bits: 8, .. }, _) => return None,
+        (_, group) if group.is_multiple_of(MANY) => MANY,
+        (Levels::Table(_) | Levels::Integers { bits: 4 | 5, .. }, 32) => 32,
+        (Levels::Table(_) | Levels::Integers { bits: 2 | 3 | 6, .. }, 16) if bytes => 16,
+        _ => return None,
+    };
+    takes.then_some(unit)
+}
+
+/// Whether [`few_rows`] takes layers with these weights and ranks of adapters.
+pub(crate) fn takes<'a>(
+    rows: usize,
+    inner: usize,
+    mut weights: impl Iterator<Item = &'a Quantized>,
+    ranks: impl Iterator<Item = usize>,
+) -> bool {
+    takes_few_rows(rows, inner, ranks) && weights.all(|weight| unit(weight).is_some())
+}
+
+/// `(y, x·A)` of some layers for `x` `(.., inner)` of up to eight rows that [`takes`] said yes to; without
+/// the second unless `keeps_xa`.
+pub(crate) fn few_rows(
+    cuda: &Cuda,
+    x: &Tensor,
+    (rows, inner): (usize, usize),
+    layers: &[Layer],
+    keeps_xa: bool,
+) -> Result<Vec<(Tensor, Option<Tensor>)>> {
+    let x_rows = cuda.rows(x)?;
+    let copied;
+    let mut matrix = x_rows.matrix;
+    if !matrix.has_aligned_rows() {
+        copied = cuda.copy(x)?;
+        matrix = Matrix::of(&copied, inner);
+    }
+    let mut outputs = Vec::with_capacity(layers.len());
+    let mut rest = layers;
+    while !rest.is_empty() {
+        // A launch has one table of levels.
+        let mut table = None;
+        let fits = |layer: &&Layer| match layer.weight.levels {
+            Levels::Table(levels) => *table.get_or_insert(levels) == levels,
+            _ => true,
+        };
+        let count = rest.iter().take(MOST).take_while(fits).count();
+        let (together, after) = rest.split_at(count.max(1));
+        few_rows_at_once(cuda, x, matrix, (rows, inner), together, keeps_xa, &mut outputs)?;
+        let _ = first;
+        rest = after;
+    }
+    Ok(outputs)
+}
+
+fn few_rows_at_once(
+    cuda: &Cuda,
+    x: &Tensor,
+    matrix: Matrix,
+    (rows, inner): (usize, usize),
+    layers: &[Layer],
+    keeps_xa: bool,
+    outputs: &mut Vec<(Tensor, Option<Tensor>)>,
+) -> Result<()> {
+    let dtype = matrix.dtype;
+    let mut all = Projections { count: size(layers.len())?, ..Default::default() };
+    let (mut tasks, mut ranks) = (0, 0);
+    let mut ys = Vec::with_capacity(layers.len());
+    let mut weights = Vec::with_capacity(layers.len());
+    for (layer, place) in layers.iter().zip(&mut all.at) {
+        let (outer, _) = layer.weight.shape;
+        let y = cuda.empty(with_last_dimension(x, outer), dtype)?;
+        let ready = Ready::new(cuda, layer.weight)?;
+        let Some(unit) = unit(layer.weight) else {
+            bail!(
+                "metal-candle-kernels: {OPERATION} on CUDA: a weight of {:?} in groups of {} isn't laid out for a few rows",
+                layer.weight.shape,
+                layer.weight.group
+            )
+        };
+        if let Levels::Table(_) = layer.weight.levels {
+            all.pairs = i32::from(dtype != DType::F32);
+        }
+        *place = Projection {
+            weight: ready.packed,
+            bias: layer.bias.unwrap_or(0),
+            y: y.pointer,
+            outer: size(outer)?,
+            first_task: size(tasks)?,
+            column: size(ranks)?,
+            unit: size(unit)?,
+            ..Default::default()
+        };
+        if let Some(adapter) = &layer.adapter {
+            place.a = adapter.a;
+            place.b = adapter.b;
+            place.rank = size(adapter.rank)?;
+            place.scale = adapter.scale as f32;
+            ranks += adapter.rank;
+        }
+        tasks += outer.div_ceil(OUTPUTS);
+        weights.push(ready);
+        ys.push(y);
+    }
+    (all.tasks, all.ranks) = (size(tasks)?, size(ranks)?);
+    let kept = keeps_xa && ranks > 0;
+    let xa = kept.then(|| cuda.empty(with_last_dimension(x, ranks), dtype)).transpose()?;
+    let parts = match ranks {
+        0 => None,
+        _ => {
+            let adapters = layers.iter().map(|layer| layer.adapter.as_ref());
+            Some(sliced_adapters(cuda, matrix, (rows, inner), adapters)?)
+        }
+    };
+    launch_few_rows(cuda, matrix, (rows, inner), &all, xa.as_ref(), parts.as_ref())?;
+    let mut column = 0;
+    for (layer, y) in layers.iter().zip(ys) {
+        let xa = match (layer.adapter.as_ref().filter(|_| keeps_xa), &xa) {
+            (Some(Adapter { rank, .. }), Some(xa)) => {
+                column += rank;
+                Some(xa.tensor.narrow(D::Minus1, column - rank, *rank)?)
+            }
+            (Some(_), None) => Some(cuda.empty(with_last_dimension(x, 0), dtype)?.tensor),
+            (None, _) => None,
+        };
+        outputs.push((y.tensor, xa));
+    }
+    Ok(())
+}
+
+fn launch_few_rows(
+    cuda: &Cuda,
+    x: Matrix,
+    (rows, inner): (usize, usize),
+    all: &Projections,
+    xa: Option<&Array>,
+    parts: Option<&(Array, i32)>,
+) -> Result<()> {
+    let blocks = (all.tasks as usize).clamp(1, 2 * cuda.multiprocessors()?);
+    let name = match rows {
+        1 | 2 => by_dtype!("quantized_two_rows", x.dtype)?,
+        _ => by_dtype!("quantized_eight_rows", x.dtype)?,
+    };
+    let pairs = if all.pairs != 0 { PAIRS_SHARED } else { 0 };
+    let floats = rows * (2 * WARPS * OUTPUTS + all.ranks as usize);
+    let (grid, shared) = ((blocks as u32, 1, 1), (pairs + floats * size_of::<f32>()) as u32);
+    let launch = MODULE.launch(cuda, name, grid, THREADS as u32, shared)?.overlapping();
+    let part_rows = rows.next_power_of_two() as i32;
+    let (stride, rows, inner) = (x.stride as i64, rows as i32, size(inner)?);
+    let xa = xa.map_or(0, |xa| xa.pointer);
+    let slices = parts.map_or(0, |(_, slices)| *slices);
+    let parts = parts.map_or(0, |(parts, _)| parts.pointer);
+    // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
+    unsafe {
+        launch.with(|arguments| {
+            arguments.arg(all).arg(&x.pointer).arg(&stride).arg(&rows).arg(&inner);
+            arguments.arg(&xa).arg(&parts).arg(&slices).arg(&part_rows);
+        })
+    }
+}
+
+/// A size as the kernels take it.
+fn size(size: usize) -> Result<i32> {
+    match i32::try_from(size) {
+        Ok(size) => Ok(size),
+        Err(_) => bail!(
+            "metal-candle-kernels: a quantised layer on CUDA has a size of {size}, expected less than 2^31"
+        ),
+    }
+}

@@ -1,0 +1,109 @@
+// Matrices in fewer bits: all of their numbers, some of their rows, and products with a few rows.
+#include "few_rows.cuh"
+#include "numbers.cuh"
+#include "vector.cuh"
+
+namespace {
+
+/// Where numbers are written, eight at a time: `count` from element `first` on.
+template <typename T, int BITS, int KIND>
+__device__ __forceinline__ void write_eights(const Packed &q, int64_t first, int64_t count, T *out,
+                                             uint32_t start, uint32_t step, const float *levels) {
+    const float zero = zero_of(q);
+    const uint32_t from = first / 8, group = q.group / 8, eights = count / 8;
+#pragma unroll 4
+    for (uint32_t i = start; i < eights; i += step) {
+        const uint32_t eight = from + i;
+        const uint64_t codes = eight_codes<BITS>(q, eight);
+        const uint32_t place = q.shift >= 3 ? eight >> (q.shift - 3) : eight / group;
+        const ScaleAndOffset scale = scale_of(q, place, static_cast<int64_t>(eight) * 8);
+        constexpr int N = Pack<T>::N;
+#pragma unroll
+        for (int half = 0; half < 8; half += N) {
+            Vector<T, N> vector;
+#pragma unroll
+            for (int e = 0; e < N; e++) {
+                const uint32_t code = (codes >> ((half + e) * BITS)) & ((1u << BITS) - 1);
+                const float level = level_of<KIND>(code, zero, levels);
+                vector.at[e] = from_float<T>(__fadd_rn(__fmul_rn(level, scale.scale), scale.offset));
+            }
+            store_vector(out + static_cast<int64_t>(i) * 8 + half, vector);
+        }
+    }
+}
+
+/// Writes the `count` numbers from element `first` on of a matrix of `elements`. `start` and `step` say which of
+/// them the thread has. By `eights`, they begin at a multiple of eight, and so do groups.
+template <typename T>
+__device__ __forceinline__ void write_numbers(const Packed &q, int64_t first, int64_t count,
+                                              int64_t elements, T *out, uint32_t start,
+                                              uint32_t step, int eights) {
+    __shared__ float levels[16];
+    if (threadIdx.x < 16) levels[threadIdx.x] = q.levels[threadIdx.x];
+    __syncthreads();
+    int64_t done = 0;
+    if (eights) {
+        done = count / 8 * 8;
+        if (q.kind == TABLE) {
+            write_eights<T, 4, TABLE>(q, first, count, out, start, step, levels);
+        } else if (q.kind == E4M3) {
+            write_eights<T, 8, E4M3>(q, first, count, out, start, step, levels);
+        } else {
+            switch (q.bits) {
+                case 2: write_eights<T, 2, INTEGERS>(q, first, count, out, start, step, levels); break;
+                case 3: write_eights<T, 3, INTEGERS>(q, first, count, out, start, step, levels); break;
+                case 4: write_eights<T, 4, INTEGERS>(q, first, count, out, start, step, levels); break;
+                case 5: write_eights<T, 5, INTEGERS>(q, first, count, out, start, step, levels); break;
+                case 6: write_eights<T, 6, INTEGERS>(q, first, count, out, start, step, levels); break;
+                default: write_eights<T, 8, INTEGERS>(q, first, count, out, start, step, levels);
+            }
+        }
+    }
+    for (int64_t i = done + start; i < count; i += step)
+        out[i] = from_float<T>(any_number(q, first + i, elements));
+}
+
+template <typename T>
+__device__ __forceinline__ void dequantize(const Packed &q, T *out, int64_t elements, int eights) {
+    follow_previous();
+    write_numbers(q, 0, elements, elements, out, blockIdx.x * blockDim.x + threadIdx.x,
+                  gridDim.x * blockDim.x, eights);
+}
+
+/// A block has the row of an id; one that isn't below `outer` gives NaN.
+template <typename T>
+__device__ __forceinline__ void quantized_rows(const Packed &q, const unsigned *ids, T *out,
+                                               int64_t outer, int64_t inner, int eights) {
+    follow_previous();
+    const int64_t id = ids[blockIdx.x];
+    out += blockIdx.x * inner;
+    if (id >= outer) {
+        for (int64_t i = threadIdx.x; i < inner; i += blockDim.x) out[i] = from_float<T>(NAN);
+        return;
+    }
+    write_numbers(q, id * inner, inner, outer * inner, out, threadIdx.x, blockDim.x, eights);
+}
+
+} // namespace
+
+FOR_EACH_DTYPE(dequantize, THREADS,
+               (const __grid_constant__ Packed q, T *out, int64_t elements, int eights),
+               (q, out, elements, eights))
+FOR_EACH_DTYPE(quantized_rows, THREADS,
+               (const __grid_constant__ Packed q, const unsigned *ids, T *out, int64_t outer,
+                int64_t inner, int eights),
+               (q, ids, out, outer, inner, eights))
+
+#define FEW_ROWS(name, ROWS, suffix, T)                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) name##_##suffix(                      \
+        const __grid_constant__ Projections all, const T *x, int64_t x_stride, int rows,           \
+        int inner, T *xa, const float *parts, int slices, int part_rows) {                         \
+        few_rows<ROWS>(all, x, x_stride, rows, inner, xa, parts, slices, part_rows);               \
+    }
+#define FEW_ROWS_OF_EACH_DTYPE(name, ROWS)                                                         \
+    FEW_ROWS(name, ROWS, f32, float)                                                               \
+    FEW_ROWS(name, ROWS, bf16, bf16)                                                               \
+    FEW_ROWS(name, ROWS, f16, f16)
+
+FEW_ROWS_OF_EACH_DTYPE(quantized_two_rows, 2)
+FEW_ROWS_OF_EACH_DTYPE(quantized_eight_rows, 8)
