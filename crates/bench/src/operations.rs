@@ -2,12 +2,14 @@
 
 use crate::Workload;
 use crate::rows::{
-    CLIP_NORM, EPSILON, Inputs, LEARNING_RATE, LORA_SCALE, Pass, WEIGHT_DECAY, Work,
+    CLIP_NORM, EPSILON, Inputs, LEARNING_RATE, LORA_SCALE, Packing, Pass, QUANTIZED_COPIES,
+    WEIGHT_DECAY, Work,
 };
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use metal_candle::{Error, Result};
 use metal_candle_kernels::lora_linear::{self, Lora, Projection};
-use metal_candle_kernels::{adamw, attention, flat, layer_norm, rms_norm, softmax};
+use metal_candle_kernels::quantized::{Quantized, Scales, quantize};
+use metal_candle_kernels::{adamw, attention, flat, layer_norm, matmul, rms_norm, softmax};
 
 /// As in `torch.nn.utils.clip_grad_norm_`.
 pub(crate) const CLIP_EPSILON: f64 = 1e-6;
@@ -48,6 +50,21 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Box<dyn Workload>> {
                     })
                 }
             }
+        }
+        Work::Dequantize { outer, packing, .. } => {
+            let mut weights = copies(&inputs.get("weight")?, outer, packing)?.into_iter().cycle();
+            Box::new(move || {
+                let weight = weights.next().map(|weight| weight.dequantize(DType::BF16));
+                Ok(weight.transpose()?.into_iter().collect())
+            })
+        }
+        Work::QuantizedLinear { outer, packing, .. } => {
+            let (x, weight) = (inputs.get("x")?, inputs.get("weight")?);
+            let mut weights = copies(&weight, outer, packing)?.into_iter().cycle();
+            Box::new(move || {
+                let y = weights.next().map(|weight| matmul::linear(&x, &weight, None));
+                Ok(y.transpose()?.into_iter().collect())
+            })
         }
         Work::Softmax { pass, .. } => {
             let x = inputs.get("x")?;
@@ -124,6 +141,44 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Box<dyn Workload>> {
             return Err(Error::option("row", "is work on a model, expected a single operation"));
         }
     })
+}
+
+/// A matrix of `outer` rows, which are those of `weight` again and again, quantised, some times.
+fn copies(weight: &Tensor, outer: usize, packing: Packing) -> Result<Vec<Quantized>> {
+    let device = weight.device();
+    let weight = weight.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+    let (rows, inner) = weight.dims2()?;
+    let part = quantize(&weight, packing.format())?;
+    let again = |tensor: &Tensor| tensor.repeat(outer / rows);
+    let scales = match part.scales() {
+        Scales::Plain { scales, offsets } => Scales::Plain {
+            scales: again(scales)?,
+            offsets: offsets.as_ref().map(again).transpose()?,
+        },
+        Scales::E8m0(scales) => Scales::E8m0(again(scales)?),
+        Scales::E4m3 { scales, overall } => {
+            Scales::E4m3 { scales: again(scales)?, overall: *overall }
+        }
+        Scales::Nested { codes, table, scales, offset } => Scales::Nested {
+            codes: again(codes)?,
+            table: table.clone(),
+            scales: again(scales)?,
+            offset: *offset,
+        },
+        Scales::Blocks { scales, signed, large, offsets } => Scales::Blocks {
+            scales: again(scales)?,
+            signed: *signed,
+            large: again(large)?,
+            offsets: match offsets {
+                Some((offsets, large)) => Some((again(offsets)?, again(large)?)),
+                None => None,
+            },
+        },
+    };
+    let shape = (rows * (outer / rows), inner);
+    let codes = again(part.codes())?;
+    let whole = Quantized::new(shape, part.levels(), part.group(), codes, scales)?;
+    (0..QUANTIZED_COPIES).map(|_| Ok(whole.to_device(device)?)).collect()
 }
 
 fn adapter<'a>(a: &'a Tensor, b: &'a Tensor) -> Lora<'a> {

@@ -5,6 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use metal_candle::model::Quantization;
 use metal_candle::random::SplitMix64;
 use metal_candle::{Error, Result};
+use metal_candle_kernels::quantized::Format;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 
@@ -18,6 +19,11 @@ pub const CLIP_NORM: f64 = 1.0;
 pub const LEARNING_RATE: f64 = 1e-4;
 /// The weight decay of every optimiser step.
 pub const WEIGHT_DECAY: f64 = 0.01;
+
+/// Rows of a quantised matrix that are made up, the others are the same again.
+pub const QUANTIZED_ROWS: usize = 64;
+/// Copies of a quantised matrix that calls read in turn, as no cache holds all layers of a model.
+pub const QUANTIZED_COPIES: usize = 8;
 
 /// Which way through an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,6 +64,60 @@ impl Precision {
     }
 }
 
+/// How a frozen matrix is quantised.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Packing {
+    /// NF4 in blocks of 64, with double quantisation.
+    Nf4,
+    /// ggml's Q4_K.
+    Q4K,
+    /// ggml's Q6_K.
+    Q6K,
+    /// ggml's Q8_0.
+    Q8_0,
+    /// MLX's 4 bits in groups of 64.
+    Affine4,
+}
+
+impl Packing {
+    /// All that are timed.
+    pub const ALL: [Self; 5] = [Self::Nf4, Self::Q4K, Self::Q6K, Self::Q8_0, Self::Affine4];
+
+    /// As rows are named.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Nf4 => "nf4",
+            Self::Q4K => "q4_k",
+            Self::Q6K => "q6_k",
+            Self::Q8_0 => "q8_0",
+            Self::Affine4 => "mlx4",
+        }
+    }
+
+    /// As it is quantised.
+    pub fn format(self) -> Format {
+        match self {
+            Self::Nf4 => Format::Nf4 { block: 64, nested: true },
+            Self::Q4K => Format::Q4K,
+            Self::Q6K => Format::Q6K,
+            Self::Q8_0 => Format::Q8_0,
+            Self::Affine4 => Format::Affine { bits: 4, group: 64 },
+        }
+    }
+
+    /// Bits of an element with its share of the scales.
+    fn bits(self) -> f64 {
+        match self {
+            Self::Nf4 => 4.0 + 8.0 / 64.0 + 32.0 / (64.0 * 256.0),
+            Self::Q4K => 4.0 + 16.0 / 32.0 + 32.0 / 256.0,
+            Self::Q6K => 6.0 + 8.0 / 16.0 + 16.0 / 256.0,
+            Self::Q8_0 => 8.0 + 16.0 / 32.0,
+            Self::Affine4 => 4.0 + 32.0 / 64.0,
+        }
+    }
+}
+
 /// What a row computes. Operations are in f32 unless they say otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "work", rename_all = "snake_case")]
@@ -72,6 +132,26 @@ pub enum Work {
         rank: usize,
         /// Forward or backward.
         pass: Pass,
+    },
+    /// A quantised matrix as one of bf16.
+    Dequantize {
+        /// Rows.
+        outer: usize,
+        /// Columns.
+        inner: usize,
+        /// How it is quantised.
+        packing: Packing,
+    },
+    /// `y = x·Wᵀ` in bf16 with a quantised W.
+    QuantizedLinear {
+        /// Rows of x.
+        tokens: usize,
+        /// Rows of W.
+        outer: usize,
+        /// Columns of W.
+        inner: usize,
+        /// How it is quantised.
+        packing: Packing,
     },
     /// Softmax over the last dimension.
     Softmax {
@@ -209,6 +289,22 @@ pub struct Cost {
 impl Row {
     fn new(name: String, work: Work) -> Self {
         Self { name, work }
+    }
+
+    /// A row that unpacks a quantised matrix.
+    pub fn dequantize((outer, inner): (usize, usize), packing: Packing) -> Self {
+        let name = format!("dequantize-{}-{outer}x{inner}", packing.name());
+        Self::new(name, Work::Dequantize { outer, inner, packing })
+    }
+
+    /// A row of a linear layer with a quantised matrix.
+    pub fn quantized_linear(
+        tokens: usize,
+        (outer, inner): (usize, usize),
+        packing: Packing,
+    ) -> Self {
+        let name = format!("linear-{}-{tokens}x{outer}x{inner}", packing.name());
+        Self::new(name, Work::QuantizedLinear { tokens, outer, inner, packing })
     }
 
     /// A row of a LoRA linear layer.
@@ -357,6 +453,12 @@ pub fn gpu_operations() -> Vec<Row> {
         rows.push(Row::attention(2048, 16, 128, pass));
         rows.push(Row::attention(16384, 16, 128, pass));
     }
+    for shape in [(14336, 4096), (4096, 14336), (4096, 4096)] {
+        for packing in Packing::ALL {
+            rows.push(Row::dequantize(shape, packing));
+            rows.extend([1, 8].map(|tokens| Row::quantized_linear(tokens, shape, packing)));
+        }
+    }
     rows
 }
 
@@ -417,6 +519,14 @@ impl Work {
                 }
                 inputs
             }
+            // Some rows of the matrix, which are all that it has, again and again.
+            &Self::Dequantize { outer, inner, .. } => {
+                vec![input("weight", &[outer.min(QUANTIZED_ROWS), inner], 0.02)]
+            }
+            &Self::QuantizedLinear { tokens, outer, inner, .. } => vec![
+                input("x", &[tokens, inner], 1.0),
+                input("weight", &[outer.min(QUANTIZED_ROWS), inner], 0.02),
+            ],
             Self::Softmax { shape, pass, .. } => {
                 let mut inputs = vec![input("x", shape, 4.0)];
                 if *pass == Pass::Backward {
@@ -463,7 +573,9 @@ impl Work {
     /// The names of what a call returns.
     pub fn outputs(&self) -> &'static [&'static str] {
         match self {
-            Self::LoraLinear { pass: Pass::Forward, .. }
+            Self::Dequantize { .. } => &["weight"],
+            Self::QuantizedLinear { .. }
+            | Self::LoraLinear { pass: Pass::Forward, .. }
             | Self::Softmax { pass: Pass::Forward, .. }
             | Self::LayerNorm { pass: Pass::Forward, .. }
             | Self::RmsNorm { pass: Pass::Forward, .. }
@@ -483,6 +595,10 @@ impl Work {
     /// Whether the work is a single operation, which can also be timed in a queue.
     pub fn is_operation(&self) -> bool {
         !matches!(self, Self::Train { .. } | Self::Prefill { .. } | Self::Decode { .. })
+    }
+
+    fn is_quantized(&self) -> bool {
+        matches!(self, Self::Dequantize { .. } | Self::QuantizedLinear { .. })
     }
 
     /// Whether a queue of calls makes sense: each is of the same inputs, and leaves results of its
@@ -510,6 +626,7 @@ impl Work {
             | Self::Train { dtype, .. }
             | Self::Prefill { dtype, .. }
             | Self::Decode { dtype, .. } => *dtype,
+            Self::Dequantize { .. } | Self::QuantizedLinear { .. } => Precision::Bf16,
             _ => Precision::F32,
         }
     }
@@ -517,7 +634,10 @@ impl Work {
     /// The bytes of a call's results.
     pub fn result_bytes(&self) -> usize {
         const F32: usize = size_of::<f32>();
+        const BF16: usize = 2;
         match self {
+            Self::Dequantize { outer, inner, .. } => BF16 * outer * inner,
+            Self::QuantizedLinear { tokens, outer, .. } => BF16 * tokens * outer,
             Self::LoraLinear { tokens, hidden, pass: Pass::Forward, .. } => F32 * tokens * hidden,
             Self::LoraLinear { tokens, hidden, rank, .. } => F32 * hidden * (tokens + 2 * rank),
             Self::Softmax { shape, dtype, .. }
@@ -544,7 +664,9 @@ impl Work {
     pub fn working_set(&self) -> Result<f64> {
         // A decoded token reads every weight once.
         let turns = if let Self::Decode { tokens, .. } = self { *tokens as f64 } else { 1.0 };
-        Ok(self.cost()?.bytes / turns.max(1.0))
+        // A quantised matrix has copies in turn, see `operations`.
+        let copies = if self.is_quantized() { QUANTIZED_COPIES as f64 } else { 1.0 };
+        Ok(self.cost()?.bytes * copies / turns.max(1.0))
     }
 
     /// What a call costs at least, whoever computes it: every input read once, every result written
@@ -554,7 +676,21 @@ impl Work {
     /// For a shape that has no such name.
     pub fn cost(&self) -> Result<Cost> {
         const F32: f64 = 4.0;
+        const BF16: f64 = 2.0;
         Ok(match self {
+            &Self::Dequantize { outer, inner, packing } => {
+                let n = (outer * inner) as f64;
+                // A product and a sum.
+                Cost { bytes: n * (packing.bits() / 8.0 + BF16), operations: 2.0 * n }
+            }
+            &Self::QuantizedLinear { tokens, outer, inner, packing } => {
+                let (n, matrix) = (tokens as f64, (outer * inner) as f64);
+                let activations = BF16 * n * (outer + inner) as f64;
+                Cost {
+                    bytes: matrix * packing.bits() / 8.0 + activations,
+                    operations: 2.0 * n * matrix,
+                }
+            }
             &Self::LoraLinear { tokens, hidden, rank, pass } => {
                 let (n, h, r) = (tokens as f64, hidden as f64, rank as f64);
                 let matrix = h * h;

@@ -5,7 +5,7 @@
 //! have kernels of their own.
 
 use super::skinny::Skinny;
-use super::{DenseProjection, Dropout, GatedGradients, Lora, Output, SharedGradients};
+use super::{DenseProjection, Dropout, GatedGradients, Lora, Output, Projection, SharedGradients};
 use crate::backend::cuda::{
     Array, Cuda, Matrix, Module, Rows, Sum, Term, by_dtype, module, require_floats,
 };
@@ -14,6 +14,7 @@ use crate::glu::Activation;
 use crate::glu::cuda::backward_again;
 use crate::matmul::cuda::{Adapter, Layer, bias_as, few_rows, takes_few_rows, write_bias};
 use crate::matmul::with_last_dimension;
+use crate::quantized::{Weight, cuda as packed};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{D, DType, Result, Tensor, bail};
 
@@ -512,24 +513,90 @@ fn forward_few_rows(
         require_floats(operation, &[*weight])?;
         let outer = weight.dim(0)?;
         let weight = cuda.rows_as(weight, dtype)?;
-        let mut layer = Layer { weight: weight.matrix, outer, bias: None, adapter: None };
+        let (bias, adapter) = bias_and_adapter(operation, cuda, dtype, *bias, *lora, &mut arrays)?;
+        layers.push(Layer { weight: weight.matrix, outer, bias, adapter });
         weights.push(weight);
-        if let Some(bias) = bias {
-            let bias = bias_as(operation, cuda, bias, dtype)?;
-            layer.bias = Some(bias.pointer);
-            arrays.push(bias);
-        }
-        if let Some(Lora { a, b, scale, .. }) = lora {
-            require_floats(operation, &[a, b])?;
-            let rank = a.dim(1)?;
-            let (a, b) = (source(cuda, a, DType::F32)?, source(cuda, b, DType::F32)?);
-            layer.adapter = Some(Adapter { a: a.pointer, b: b.pointer, rank, scale: *scale });
-            arrays.extend([a, b]);
-        }
-        layers.push(layer);
     }
     let outputs = few_rows(cuda, x, x_rows.matrix, (rows, inner), &layers, keeps_xa)?;
     Ok(outputs.into_iter().map(|(y, xa)| Output { y, xa }).collect())
+}
+
+/// Whether a launch for a few rows takes these layers, of which some are in fewer bits.
+pub(super) fn takes_packed(
+    _: &Tensor,
+    (rows, inner): (usize, usize),
+    projections: &[Projection],
+) -> bool {
+    let adapters = || projections.iter().filter_map(|projection| projection.lora);
+    let drops = adapters().any(|lora| lora.dropout.is_some_and(|drop| drop.probability > 0.0));
+    let ranks = adapters().map(|lora| lora.a.dims().last().copied().unwrap_or(0));
+    let weights = || {
+        projections.iter().filter_map(|projection| match projection.weight {
+            Weight::Quantized(weight) => Some(weight),
+            Weight::Dense(_) => None,
+        })
+    };
+    !drops && weights().next().is_some() && packed::takes(rows, inner, weights(), ranks)
+}
+
+/// [`forward`] of layers that [`takes_packed`] said yes to. Those that are dense are computed beside the others.
+pub(super) fn forward_packed(
+    operation: &str,
+    x: &Tensor,
+    (rows, inner): (usize, usize),
+    projections: &[Projection],
+    keeps_xa: bool,
+) -> Result<Vec<Output>> {
+    require_floats(operation, &[x])?;
+    let cuda = Cuda::of(x)?;
+    // What the layers point into.
+    let mut arrays = Vec::new();
+    let (mut dense, mut layers) = (Vec::new(), Vec::with_capacity(projections.len()));
+    for Projection { weight, bias, lora } in projections {
+        match weight {
+            Weight::Dense(weight) => {
+                dense.push(DenseProjection { weight, bias: *bias, lora: *lora });
+            }
+            Weight::Quantized(weight) => {
+                let (bias, adapter) =
+                    bias_and_adapter(operation, &cuda, x.dtype(), *bias, *lora, &mut arrays)?;
+                layers.push(packed::Layer { weight, bias, adapter });
+            }
+        }
+    }
+    let mut dense = match dense.as_slice() {
+        [] => Vec::new(),
+        dense => forward_few_rows(operation, &cuda, x, (rows, inner), dense, keeps_xa)?,
+    }
+    .into_iter();
+    let packed = packed::few_rows(&cuda, x, (rows, inner), &layers, keeps_xa)?;
+    let mut packed = packed.into_iter().map(|(y, xa)| Output { y, xa });
+    let outputs = projections.iter().filter_map(|projection| match projection.weight {
+        Weight::Dense(_) => dense.next(),
+        Weight::Quantized(_) => packed.next(),
+    });
+    Ok(outputs.collect())
+}
+
+/// A layer's bias in the dtype of the activations, and its adapter in f32, whose memory is added to `arrays`.
+fn bias_and_adapter(
+    operation: &str,
+    cuda: &Cuda,
+    dtype: DType,
+    bias: Option<&Tensor>,
+    lora: Option<Lora>,
+    arrays: &mut Vec<Array>,
+) -> Result<(Option<u64>, Option<Adapter>)> {
+    let bias = bias.map(|bias| bias_as(operation, cuda, bias, dtype)).transpose()?;
+    let pointer = bias.as_ref().map(|bias| bias.pointer);
+    arrays.extend(bias);
+    let Some(Lora { a, b, scale, .. }) = lora else { return Ok((pointer, None)) };
+    require_floats(operation, &[a, b])?;
+    let rank = a.dim(1)?;
+    let (a, b) = (source(cuda, a, DType::F32)?, source(cuda, b, DType::F32)?);
+    let adapter = Adapter { a: a.pointer, b: b.pointer, rank, scale };
+    arrays.extend([a, b]);
+    Ok((pointer, Some(adapter)))
 }
 
 pub(super) fn backward(

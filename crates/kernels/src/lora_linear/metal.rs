@@ -2,20 +2,39 @@
 //! large one, and so it is for dx. A few rows have a kernel that does all of a layer. Masks are found anew
 //! where an element is read or written, and never stored.
 
-use super::{DenseProjection, Dropout, Lora, Output, SharedGradients};
+use super::{DenseProjection, Dropout, Lora, Output, Projection, SharedGradients};
 use crate::backend::metal::product::{
     Adapter, FewRows, FewWeight, Finish, Mask, Matrix, Term, takes_few_rows,
 };
 use crate::backend::metal::{Argument, Array, Metal, by_dtype};
 use crate::matmul::with_last_dimension;
-use candle_core::{DType, Result, Tensor};
+use crate::quantized::Weight;
+use crate::quantized::metal::Packed;
+use candle_core::{DType, Result, Tensor, bail};
 
 /// One projection, with rows that kernels can read.
 struct Ready {
-    weight: Array,
+    weight: ReadyWeight,
     outer: usize,
     bias: Option<Array>,
     factors: Option<Factors>,
+}
+
+enum ReadyWeight {
+    Dense(Array),
+    /// Only for a few rows.
+    Packed(Packed),
+}
+
+impl ReadyWeight {
+    fn dense(&self, operation: &str) -> Result<&Array> {
+        match self {
+            Self::Dense(weight) => Ok(weight),
+            Self::Packed(_) => bail!(
+                "metal-candle-kernels: {operation} on Metal: a weight is in fewer bits, expected a dense one for many rows"
+            ),
+        }
+    }
 }
 
 struct Factors {
@@ -33,6 +52,16 @@ impl Ready {
         metal: &Metal,
         DenseProjection { weight, bias, lora }: &DenseProjection,
     ) -> Result<Self> {
+        let (rows, outer) = (metal.collapsed_rows(weight)?, weight.dim(0)?);
+        Self::with(metal, (ReadyWeight::Dense(rows), outer), *bias, *lora)
+    }
+
+    fn with(
+        metal: &Metal,
+        (weight, outer): (ReadyWeight, usize),
+        bias: Option<&Tensor>,
+        lora: Option<Lora>,
+    ) -> Result<Self> {
         let factors = lora.map(|Lora { a, b, scale, dropout }| -> Result<Factors> {
             let rank = a.dim(1)?;
             let (a, b) = (metal.collapsed_rows(a)?, metal.collapsed_rows(b)?);
@@ -40,8 +69,8 @@ impl Ready {
             Ok(Factors { a, b, rank, scale, dropout })
         });
         Ok(Ready {
-            weight: metal.collapsed_rows(weight)?,
-            outer: weight.dim(0)?,
+            weight,
+            outer,
             bias: bias.map(|bias| metal.contiguous(bias)).transpose()?,
             factors: factors.transpose()?,
         })
@@ -98,6 +127,48 @@ pub(super) fn forward(
     Ok(outputs)
 }
 
+/// Whether the kernels for few rows take these layers, of which some are in fewer bits.
+pub(super) fn takes_packed(
+    x: &Tensor,
+    (rows, inner): (usize, usize),
+    projections: &[Projection],
+) -> bool {
+    let takes = |projection: &Projection| match projection.lora {
+        Some(Lora { dropout: Some(dropout), .. }) if dropout.probability > 0.0 => false,
+        Some(Lora { a, .. }) => takes_few_rows(rows, inner, a.dims().last().copied().unwrap_or(0)),
+        None => takes_few_rows(rows, inner, 0),
+    };
+    let packed = |projection: &Projection| matches!(projection.weight, Weight::Quantized(_));
+    Metal::of(x).is_ok_and(|metal| metal.is_fused())
+        && projections.iter().any(packed)
+        && projections.iter().all(takes)
+}
+
+/// [`forward`] of layers that [`takes_packed`] said yes to.
+pub(super) fn forward_packed(
+    operation: &str,
+    x: &Tensor,
+    (rows, inner): (usize, usize),
+    projections: &[Projection],
+    _: bool,
+) -> Result<Vec<Output>> {
+    let metal = Metal::of(x)?;
+    let x = metal.collapsed_rows(x)?;
+    let outputs = projections.iter().map(|Projection { weight, bias, lora }| {
+        let ready = match weight {
+            Weight::Dense(weight) => {
+                Ready::new(&metal, &DenseProjection { weight, bias: *bias, lora: *lora })?
+            }
+            Weight::Quantized(weight) => {
+                let packed = ReadyWeight::Packed(Packed::new(operation, &metal, weight)?);
+                Ready::with(&metal, (packed, weight.shape().0), *bias, *lora)?
+            }
+        };
+        ready.few_rows(operation, &metal, &x, (rows, inner))
+    });
+    outputs.collect()
+}
+
 /// Whether the kernels for few rows take the layer: they know no dropout.
 fn takes_few(Ready { factors, .. }: &Ready, rows: usize, inner: usize) -> bool {
     match factors {
@@ -132,7 +203,10 @@ impl Ready {
         });
         let layer = FewRows {
             x: Matrix::rows(x)?,
-            weight: FewWeight::Dense(Matrix::rows(weight)?),
+            weight: match weight {
+                ReadyWeight::Dense(weight) => FewWeight::Dense(Matrix::rows(weight)?),
+                ReadyWeight::Packed(weight) => FewWeight::Packed(weight),
+            },
             bias: bias.as_ref(),
             adapter,
             y: Matrix::of(&y, *outer),
@@ -161,7 +235,8 @@ impl Ready {
             let term = Term::new(Matrix::of(xa, *rank), Matrix::rows(b)?, *rank);
             small.push(term.times(*scale));
         }
-        let large = vec![Term::new(Matrix::rows(x)?, Matrix::rows(weight)?.t(), inner)];
+        let large =
+            vec![Term::new(Matrix::rows(x)?, Matrix::rows(weight.dense(operation)?)?.t(), inner)];
         let y = metal.empty(with_last_dimension(&x.tensor, *outer), x.dtype)?;
         metal.layer(operation, rows, *outer, (large, small), bias.as_ref(), &y)?;
         Ok(Output { y: y.tensor, xa: xa.map(|(xa, _)| xa.tensor) })
@@ -245,7 +320,11 @@ pub(super) fn backward(
                 None => small.push(term),
             }
         }
-        large.push(Term::new(Matrix::rows(dy)?, Matrix::rows(&ready.weight)?, ready.outer));
+        large.push(Term::new(
+            Matrix::rows(dy)?,
+            Matrix::rows(ready.weight.dense(operation)?)?,
+            ready.outer,
+        ));
     }
     metal.layer(operation, rows, inner, (large, small), None, &dx)?;
     for (term, mask) in dropped {

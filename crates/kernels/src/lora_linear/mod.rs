@@ -168,9 +168,12 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
     const OPERATION: &str = "lora_linear::forward";
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     check(OPERATION, x, inner, projections)?;
-    on_gpu!(x, gpu => with_dense(x.dtype(), projections, |projections| {
-        gpu::forward(OPERATION, x, (rows, inner), projections)
-    }));
+    on_gpu!(x, gpu => match gpu::takes_packed(x, (rows, inner), projections) {
+        true => gpu::forward_packed(OPERATION, x, (rows, inner), projections, true),
+        false => with_dense(x.dtype(), projections, |projections| {
+            gpu::forward(OPERATION, x, (rows, inner), projections)
+        }),
+    });
     let inputs = Inputs::new(projections)?;
     let (x_input, reads) = (Input::contiguous(x)?, inputs.read());
     let x_read = x_input.read();
@@ -215,6 +218,9 @@ pub fn forward_only(x: &Tensor, projections: &[Projection]) -> Result<Vec<Tensor
         const OPERATION: &str = "lora_linear::forward";
         let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
         check(OPERATION, x, inner, projections)?;
+        if cuda::takes_packed(x, (rows, inner), projections) {
+            return cuda::forward_packed(OPERATION, x, (rows, inner), projections, false).map(ys);
+        }
         return with_dense(x.dtype(), projections, |projections| {
             cuda::outputs(OPERATION, x, (rows, inner), projections, false).map(ys)
         });

@@ -366,7 +366,7 @@ mod cuda {
         fn run(&self, need_dx: bool) -> [Vec<Tensor>; 2] {
             let projections: Vec<_> = (0..self.weights.len())
                 .map(|index| Projection {
-                    weight: &self.weights[index],
+                    weight: (&self.weights[index]).into(),
                     bias: (index == 0).then_some(&self.bias),
                     lora: self.factors[index].as_ref().map(|(a, b)| Lora {
                         a,

@@ -2,6 +2,7 @@
 
 use super::with_last_dimension;
 use crate::backend::cuda::{Array, Cuda, Matrix, Module, by_dtype, module, require_floats};
+use crate::quantized::{Quantized, cuda as packed};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{D, DType, Result, Tensor, bail};
 
@@ -326,6 +327,27 @@ pub(super) fn linear(
     let factors = (x_rows.matrix, weight.matrix.t());
     cuda.gemm([rows, outer, inner], 1.0, factors, beta, Matrix::of(&y, outer))?;
     Ok(y.tensor)
+}
+
+/// `linear` with a weight in fewer bits, where a few rows are multiplied by it as it is.
+pub(super) fn packed_linear(
+    operation: &str,
+    x: &Tensor,
+    weight: &Quantized,
+    bias: Option<&Tensor>,
+    rows: usize,
+) -> Result<Option<Tensor>> {
+    let (_, inner) = weight.shape();
+    if !packed::takes(rows, inner, std::iter::once(weight), std::iter::empty()) {
+        return Ok(None);
+    }
+    require_floats(operation, &[x])?;
+    let cuda = Cuda::of(x)?;
+    let bias = bias.map(|bias| bias_as(operation, &cuda, bias, x.dtype())).transpose()?;
+    let bias = bias.as_ref().map(|bias| bias.pointer);
+    let layer = packed::Layer { weight, bias, adapter: None };
+    let mut outputs = packed::few_rows(&cuda, x, (rows, inner), &[layer], false)?;
+    Ok(outputs.pop().map(|(y, _)| y))
 }
 
 pub(super) fn backward_input(

@@ -1,8 +1,10 @@
 //! Linear layers on Metal: products, see `backend/metal/product.rs`.
 
 use super::with_last_dimension;
-use crate::backend::metal::product::{Matrix, Term};
+use crate::backend::metal::product::{FewRows, FewWeight, Matrix, Term, takes_few_rows};
 use crate::backend::metal::{Argument, Groups, Metal, by_dtype, size};
+use crate::quantized::Quantized;
+use crate::quantized::metal::Packed;
 use candle_core::{DType, Result, Tensor};
 
 pub(super) fn linear(
@@ -19,6 +21,35 @@ pub(super) fn linear(
     let large = vec![Term::new(Matrix::rows(&x)?, Matrix::rows(&weight)?.t(), inner)];
     metal.layer(operation, rows, outer, (large, Vec::new()), bias.as_ref(), &y)?;
     Ok(y.tensor)
+}
+
+/// `linear` with a weight in fewer bits, where a few rows are multiplied by it as it is.
+pub(super) fn packed_linear(
+    operation: &str,
+    x: &Tensor,
+    weight: &Quantized,
+    bias: Option<&Tensor>,
+    rows: usize,
+) -> Result<Option<Tensor>> {
+    let (outer, inner) = weight.shape();
+    if !takes_few_rows(rows, inner, 0) || outer == 0 {
+        return Ok(None);
+    }
+    let metal = Metal::of(x)?;
+    let y = metal.empty(with_last_dimension(x, outer), x.dtype())?;
+    let (x, weight) = (metal.collapsed_rows(x)?, Packed::new(operation, &metal, weight)?);
+    let bias = bias.map(|bias| metal.contiguous(bias)).transpose()?;
+    let layer = FewRows {
+        x: Matrix::rows(&x)?,
+        weight: FewWeight::Packed(&weight),
+        bias: bias.as_ref(),
+        adapter: None,
+        y: Matrix::of(&y, outer),
+        factor: 1.0,
+        add: false,
+    };
+    metal.few_rows(operation, rows, outer, inner, &layer)?;
+    Ok(Some(y.tensor))
 }
 
 pub(super) fn backward_input(

@@ -55,6 +55,11 @@ pub fn linear<'w>(
     let outer = output_size(OPERATION, weight, inner)?;
     check_bias(OPERATION, x, bias, outer)?;
     on_gpu!(x, gpu => {
+        if let Weight::Quantized(weight) = weight
+            && let Some(y) = gpu::packed_linear(OPERATION, x, weight, bias, rows)?
+        {
+            return Ok(y);
+        }
         let weight = weight.to_dense(x.dtype())?;
         gpu::linear(OPERATION, x, &weight, bias, [rows, outer, inner])
     });

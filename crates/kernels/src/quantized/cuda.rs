@@ -297,7 +297,6 @@ pub(crate) fn few_rows(
         let count = rest.iter().take(MOST).take_while(fits).count();
         let (together, after) = rest.split_at(count.max(1));
         few_rows_at_once(cuda, x, matrix, (rows, inner), together, keeps_xa, &mut outputs)?;
-        let _ = first;
         rest = after;
     }
     Ok(outputs)

@@ -50,17 +50,12 @@ template <typename T> struct Work {
     const T *x;
     int64_t x_stride;
     int rows, inner;
-    /// The levels of two codes of 4 bits for each byte, a copy for every lane: (256, WARP).
-    const uint32_t *pairs;
     /// Parts of sums, two times (WARPS, rows, OUTPUTS).
     float *sums;
     /// x·A, (rows, ranks)
     const float *xa;
     int ranks;
 };
-
-/// A number that is known when a function is compiled.
-template <int VALUE> struct Index { static constexpr int value = VALUE; };
 
 template <typename T> struct HalfFormat;
 template <> struct HalfFormat<bf16> {
@@ -111,12 +106,19 @@ template <int BITS, int KIND> __device__ __forceinline__ constexpr int distance_
     return KIND == INTEGERS && BITS == 2 ? 8 : KIND == INTEGERS && BITS == 4 ? 4 : 1;
 }
 
+/// The levels of two codes of 4 bits for each byte, a copy for every lane: (256, WARP). It is the beginning of the
+/// shared memory, and there if a matrix has a table.
+__device__ __forceinline__ uint32_t *pairs_of_levels() {
+    extern __shared__ float4 shared[];
+    return reinterpret_cast<uint32_t *>(shared);
+}
+
 /// Codes `16·step` to `16·step + 15` of a lane as eight pairs of `T`.
 template <typename T, int BITS, int KIND, int STEP, int WORDS>
-__device__ __forceinline__ void code_pairs(const uint32_t (&words)[WORDS], uint32_t (&out)[8],
-                                           const uint32_t *pairs) {
+__device__ __forceinline__ void code_pairs(const uint32_t (&words)[WORDS], uint32_t (&out)[8]) {
     using Format = HalfFormat<T>;
     if constexpr (KIND == TABLE) {
+        const uint32_t *pairs = pairs_of_levels() + threadIdx.x % WARP;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const uint32_t word = words[2 * STEP + i / 4];
@@ -283,6 +285,95 @@ template <int BITS, int CODES, int GROUPS> struct Stage {
     }
 };
 
+/// 16 bytes of x, which other kernels have written.
+template <typename T> __device__ __forceinline__ void load_x(const T *address, uint32_t *out) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "l"(address));
+}
+
+/// What a lane multiplies its codes by: rows of x from the lane's own column on, if it has one and it isn't beyond
+/// the row.
+template <typename T> struct OwnX {
+    const T *at;
+    int64_t stride;
+    /// Its first row, and how many rows there are.
+    int row, rows;
+    bool valid;
+};
+
+/// Adds 16 codes of a stage. With the last ones of a group its sums are multiplied by the scale.
+template <typename T, int BITS, int KIND, int UNIT, int SETS, int STEP, typename Loaded>
+__device__ __forceinline__ void add_step(float (&total)[SETS][4], float (&sum)[SETS][4],
+                                         float (&of_x)[SETS][4], const Loaded &stage,
+                                         const Packed &q, const OwnX<T> &own, bool needs_sums,
+                                         float added) {
+    constexpr int OF_UNIT = UNIT / 16;
+    if constexpr (STEP % OF_UNIT == 0) {
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) sum[set][i] = of_x[set][i] = 0.0f;
+        }
+    }
+    uint32_t first[8], second[8];
+    code_pairs<T, BITS, KIND, STEP>(stage.codes[0], first);
+    code_pairs<T, BITS, KIND, STEP>(stage.codes[1], second);
+#pragma unroll
+    for (int set = 0; set < SETS; set++) {
+        if (SETS > 1 && 2 * set >= own.rows) break;
+        const int row = 2 * set + own.row;
+        uint32_t natural[8] = {}, x[8];
+        if (own.valid && row < own.rows) {
+            const T *from = own.at + row * own.stride + 16 * STEP;
+            load_x(from, natural);
+            load_x(from + 8, natural + 4);
+        }
+        put_in_order<distance_of_pairs<BITS, KIND>()>(natural, x);
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            const uint32_t w[4] = {first[i], second[i], first[i + 1], second[i + 1]};
+            multiply_add<T>(sum[set], w, x[i], x[i + 1]);
+        }
+        if (needs_sums) {
+            constexpr uint32_t ONES = HalfFormat<T>::ONES;
+            const uint32_t ones[4] = {ONES, ONES, ONES, ONES};
+#pragma unroll
+            for (int i = 0; i < 8; i += 2) multiply_add<T>(of_x[set], ones, x[i], x[i + 1]);
+        }
+    }
+    if constexpr (STEP % OF_UNIT == OF_UNIT - 1) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const ScaleAndOffset scale = stage.scale(q, r, STEP / OF_UNIT);
+            const float offset = scale.offset - scale.scale * added;
+#pragma unroll
+            for (int set = 0; set < SETS; set++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float &to = total[set][2 * r + i];
+                    to += scale.scale * sum[set][2 * r + i];
+                    if (needs_sums) to += offset * of_x[set][i];
+                }
+            }
+        }
+    }
+}
+
+/// Adds a stage to the sums of all groups.
+template <typename T, int BITS, int KIND, int CODES, int UNIT, int SETS, typename Loaded>
+__device__ __forceinline__ void add_stage(float (&total)[SETS][4], const Loaded &stage,
+                                          const Packed &q, const OwnX<T> &own, bool needs_sums,
+                                          float added) {
+    float sum[SETS][4], of_x[SETS][4];
+    add_step<T, BITS, KIND, UNIT, SETS, 0>(total, sum, of_x, stage, q, own, needs_sums, added);
+    add_step<T, BITS, KIND, UNIT, SETS, 1>(total, sum, of_x, stage, q, own, needs_sums, added);
+    if constexpr (CODES == 64) {
+        add_step<T, BITS, KIND, UNIT, SETS, 2>(total, sum, of_x, stage, q, own, needs_sums, added);
+        add_step<T, BITS, KIND, UNIT, SETS, 3>(total, sum, of_x, stage, q, own, needs_sums, added);
+    }
+}
+
 /// Terms of the low-rank part that a thread has loaded before they are needed.
 constexpr int B_AHEAD = 4;
 
@@ -307,8 +398,8 @@ struct LowRank {
 
 /// Ends a task: adds up what the warps have in `sums`, with the low-rank part and the bias.
 template <typename T, int ROWS>
-__device__ __noinline__ void end_task(const Projection &projection, const Work<T> &work,
-                                      LowRank low_rank, float *sums, int first) {
+__device__ __forceinline__ void end_task(const Projection &projection, const Work<T> &work,
+                                         const LowRank &low_rank, float *sums, int first) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     if (projection.rank > 0) {
         float low[ROWS];
@@ -358,114 +449,66 @@ template <typename T, int BITS, int KIND, int CODES, int UNIT, int SETS>
 __device__ __noinline__ void multiply_codes(const Projection &projection, const Work<T> &work) {
     constexpr int GROUPS = CODES / UNIT;
     using Loaded = Stage<BITS, CODES, GROUPS>;
-    const Packed &q = projection.weight;
+    const Packed q = projection.weight;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     // The lane's rows of W are `group` and `group + 8`.
     const int group = lane / 4, quarter = lane % 4;
-    const int inner = work.inner, rows = work.rows;
-    const int tasks = (projection.outer + OUTPUTS - 1) / OUTPUTS;
+    const int inner = work.inner, rows = work.rows, outer = projection.outer;
+    const int tasks = (outer + OUTPUTS - 1) / OUTPUTS;
     const int step = gridDim.x;
     int task = (blockIdx.x + step - projection.first_task % step) % step;
     if (task >= tasks) return;
     const int chunks = (inner + 4 * CODES - 1) / (4 * CODES);
-    const int own_chunks = (chunks - warp + WARPS - 1) / WARPS;
-    const uint32_t *pairs = work.pairs + lane;
     // The lane's column of the product has this row of x, if it belongs to the lane's codes.
-    const int of_set = group & 1;
+    OwnX<T> own{work.x, work.x_stride, group & 1, rows, false};
     const bool own_column = group / 2 == quarter;
     const bool needs_sums =
         q.offsets != nullptr || (KIND == INTEGERS && added_to_codes<BITS>() + q.zero != 0);
     const float added = KIND == INTEGERS ? added_to_codes<BITS>() + q.zero : 0;
 
     int next_task = task, next_chunk = warp;
-    auto load_next = [&](Loaded &stage) {
-        if (next_task >= tasks) return;
-        const int first = next_task * OUTPUTS + group;
-        const int column = (next_chunk * 4 + quarter) * CODES;
-        // What is beyond the row has no share in the result, as its x is zero.
-        stage.load(q, min(first, projection.outer - 1), min(first + 8, projection.outer - 1),
-                   column < inner ? column : 0, inner);
-        next_chunk += WARPS;
-        if (next_chunk >= chunks) next_chunk = warp, next_task += step;
-    };
+    if (warp >= chunks) next_task = tasks;
+#define LOAD_NEXT(stage)                                                                           \
+    if (next_task < tasks) {                                                                       \
+        const int first = next_task * OUTPUTS + group;                                             \
+        const int column = (next_chunk * 4 + quarter) * CODES;                                     \
+        /* What is beyond the row has no share in the result, as its x is zero. */                 \
+        stage.load(q, min(first, outer - 1), min(first + 8, outer - 1),                            \
+                   column < inner ? column : 0, inner);                                            \
+        next_chunk += WARPS;                                                                       \
+        if (next_chunk >= chunks) next_chunk = warp, next_task += step;                            \
+    }
 
     float total[SETS][4];
-    auto clear = [&]() {
+    LowRank low_rank;
+    float *sums = work.sums, *other = work.sums + WARPS * rows * OUTPUTS;
+    // Two stages in turn: copying one to the other would wait for it.
+    Loaded even_stage, odd_stage;
+    LOAD_NEXT(even_stage)
+    LOAD_NEXT(odd_stage)
+    bool odd = false;
+    for (; task < tasks; task += step) {
+        low_rank.begin(projection, task * OUTPUTS);
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) total[set][i] = 0.0f;
         }
-    };
-    auto add_stage = [&](const Loaded &stage, int chunk) {
-        const int column = (chunk * 4 + quarter) * CODES;
-        float sum[SETS][4], of_x[SETS][4];
-        auto add_step = [&](auto step_constant) {
-            constexpr int STEP = decltype(step_constant)::value;
-            constexpr int OF_UNIT = UNIT / 16;
-            if constexpr (STEP % OF_UNIT == 0) {
-#pragma unroll
-                for (int set = 0; set < SETS; set++) {
-#pragma unroll
-                    for (int i = 0; i < 4; i++) sum[set][i] = of_x[set][i] = 0.0f;
-                }
+        for (int chunk = warp; chunk < chunks; chunk += WARPS) {
+            const int column = (chunk * 4 + quarter) * CODES;
+            own.at = work.x + column;
+            own.valid = own_column && column < inner;
+            if (odd) {
+                add_stage<T, BITS, KIND, CODES, UNIT, SETS>(total, odd_stage, q, own, needs_sums,
+                                                            added);
+                LOAD_NEXT(odd_stage)
+            } else {
+                add_stage<T, BITS, KIND, CODES, UNIT, SETS>(total, even_stage, q, own, needs_sums,
+                                                            added);
+                LOAD_NEXT(even_stage)
             }
-            uint32_t first[8], second[8];
-            code_pairs<T, BITS, KIND, STEP>(stage.codes[0], first, pairs);
-            code_pairs<T, BITS, KIND, STEP>(stage.codes[1], second, pairs);
-#pragma unroll
-            for (int set = 0; set < SETS; set++) {
-                if (SETS > 1 && 2 * set >= rows) break;
-                const int row = 2 * set + of_set;
-                uint32_t natural[8] = {}, x[8];
-                if (own_column && row < rows && column < inner) {
-                    const uint4 *from = reinterpret_cast<const uint4 *>(work.x + row * work.x_stride +
-                                                                        column + 16 * STEP);
-                    const uint4 low = from[0], high = from[1];
-                    natural[0] = low.x, natural[1] = low.y, natural[2] = low.z, natural[3] = low.w;
-                    natural[4] = high.x, natural[5] = high.y, natural[6] = high.z, natural[7] = high.w;
-                }
-                put_in_order<distance_of_pairs<BITS, KIND>()>(natural, x);
-#pragma unroll
-                for (int i = 0; i < 8; i += 2) {
-                    const uint32_t w[4] = {first[i], second[i], first[i + 1], second[i + 1]};
-                    multiply_add<T>(sum[set], w, x[i], x[i + 1]);
-                }
-                if (needs_sums) {
-                    const uint32_t ones[4] = {HalfFormat<T>::ONES, HalfFormat<T>::ONES,
-                                              HalfFormat<T>::ONES, HalfFormat<T>::ONES};
-#pragma unroll
-                    for (int i = 0; i < 8; i += 2) multiply_add<T>(of_x[set], ones, x[i], x[i + 1]);
-                }
-            }
-            if constexpr (STEP % OF_UNIT == OF_UNIT - 1) {
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const ScaleAndOffset scale = stage.scale(q, r, STEP / OF_UNIT);
-                    const float offset = scale.offset - scale.scale * added;
-#pragma unroll
-                    for (int set = 0; set < SETS; set++) {
-#pragma unroll
-                        for (int i = 0; i < 2; i++) {
-                            float &to = total[set][2 * r + i];
-                            to += scale.scale * sum[set][2 * r + i];
-                            if (needs_sums) to += offset * of_x[set][i];
-                        }
-                    }
-                }
-            }
-        };
-        add_step(Index<0>{});
-        add_step(Index<1>{});
-        if constexpr (CODES == 64) {
-            add_step(Index<2>{});
-            add_step(Index<3>{});
+            odd = !odd;
         }
-    };
-
-    LowRank low_rank;
-    float *sums = work.sums, *other = work.sums + WARPS * rows * OUTPUTS;
-    auto finish = [&]() {
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
 #pragma unroll
@@ -481,38 +524,8 @@ __device__ __noinline__ void multiply_codes(const Projection &projection, const 
         end_task<T, 2 * SETS>(projection, work, low_rank, sums, task * OUTPUTS);
         float *const last = sums;
         sums = other, other = last;
-        task += step;
-        clear();
-        if (task < tasks) low_rank.begin(projection, task * OUTPUTS);
-    };
-
-    clear();
-    low_rank.begin(projection, task * OUTPUTS);
-    if (own_chunks <= 0) {
-        while (task < tasks) finish();
-        return;
     }
-    // Two stages in turn: copying one to the other would wait for it.
-    Loaded now, next;
-    load_next(now);
-    load_next(next);
-    int chunk = warp;
-    auto go_on = [&]() {
-        chunk += WARPS;
-        if (chunk >= chunks) {
-            finish();
-            chunk = warp;
-        }
-    };
-    while (task < tasks) {
-        add_stage(now, chunk);
-        load_next(now);
-        go_on();
-        if (task >= tasks) break;
-        add_stage(next, chunk);
-        load_next(next);
-        go_on();
-    }
+#undef LOAD_NEXT
 }
 
 /// The same for x in f32, without tensor cores: a warp has two of a task's outputs, a lane eight of the inner
@@ -687,7 +700,7 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
         }
         __syncthreads();
     }
-    const Work<T> work{x, x_stride, rows, inner, pairs, sums, xa, all.ranks};
+    const Work<T> work{x, x_stride, rows, inner, sums, xa, all.ranks};
     for (int p = 0; p < all.count; p++) {
         // Sums of the projection before this are read until then.
         if (p > 0) __syncthreads();

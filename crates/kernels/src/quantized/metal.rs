@@ -95,8 +95,7 @@ impl Packed {
         ];
         let others = [offsets, large, large_offsets, table].map(or_scales);
         let [offsets, large, large_offsets, table] = others;
-        let arrays =
-            [codes, metal.contiguous(scales)?, offsets?, large?, large_offsets?, table?];
+        let arrays = [codes, metal.contiguous(scales)?, offsets?, large?, large_offsets?, table?];
         Ok(Packed { arrays, numbers, constants })
     }
 

@@ -341,7 +341,7 @@ impl Quantized {
     /// # Errors
     /// For another dtype, or when there is no memory.
     pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
-        on_gpu!(self.codes, gpu => gpu::dequantize(self, dtype));
+        on_gpu!(&self.codes, gpu => gpu::dequantize(self, dtype));
         cpu::dequantize(self, dtype)
     }
 
@@ -362,7 +362,7 @@ impl Quantized {
         require_together(OPERATION, &[&self.codes, ids])?;
         require_rank(OPERATION, "ids", ids, 2, "(batch, seq)")?;
         require_dtype(OPERATION, "ids", ids, DType::U32)?;
-        on_gpu!(self.codes, gpu => gpu::rows(self, ids, dtype));
+        on_gpu!(&self.codes, gpu => gpu::rows(self, ids, dtype));
         cpu::rows(self, ids, dtype)
     }
 

@@ -190,9 +190,8 @@ fn formula(matrix: &Quantized) -> Vec<f32> {
             };
             let wrap = |code: f32| if *signed && code > 127.0 { code - 256.0 } else { code };
             let scales = read(scales).into_iter().map(wrap).collect();
-            let offsets = offsets.as_ref().map(|(codes, large)| {
-                blocks(read(codes), read(large), -1.0)
-            });
+            let offsets =
+                offsets.as_ref().map(|(codes, large)| blocks(read(codes), read(large), -1.0));
             (blocks(scales, read(large), 1.0), offsets.unwrap_or_default())
         }
     };
@@ -356,7 +355,8 @@ mod cuda {
         let found = run(device, x, cases);
         let wide = x.to_dtype(DType::F64).unwrap();
         for (case, (y, xa)) in cases.iter().zip(found) {
-            let what = format!("{} for {} rows of {:?}", name(&case.weight), x.dims()[1], x.dtype());
+            let what =
+                format!("{} for {} rows of {:?}", name(&case.weight), x.dims()[1], x.dtype());
             let (exact, exact_xa) = case.exact(&wide);
             for (found, exact) in [Some(y), xa].into_iter().zip([Some(exact), exact_xa]) {
                 assert_eq!(found.is_some(), exact.is_some(), "{what}");
@@ -404,8 +404,12 @@ mod cuda {
     #[ignore = "needs an NVIDIA GPU"]
     fn cuda_adds_adapters_of_projections_in_several_formats() {
         let device = crate::testing::cuda();
-        let q4_k = |shape| sample(LEVELS[4], Kind::Blocks { signed: false, offsets: true }, shape, 32, true);
-        let q6_k = |shape| sample(LEVELS[6], Kind::Blocks { signed: true, offsets: false }, shape, 16, true);
+        let q4_k = |shape| {
+            sample(LEVELS[4], Kind::Blocks { signed: false, offsets: true }, shape, 32, true)
+        };
+        let q6_k = |shape| {
+            sample(LEVELS[6], Kind::Blocks { signed: true, offsets: false }, shape, 16, true)
+        };
         let nf4 = |shape| sample(LEVELS[9], Kind::Nested, shape, 64, true);
         let iq4 = |shape| sample(LEVELS[11], Kind::Plain(DType::F16, false), shape, 32, true);
         let q8_0 = |shape| sample(LEVELS[7], Kind::Plain(DType::F16, false), shape, 32, true);
@@ -481,7 +485,11 @@ mod cuda {
                 let mut line = format!("{name:12} {shape:?}");
                 let dequantised = time(&|weight| drop(weight.dequantize(DType::BF16).unwrap()));
                 let written = (2 * shape.0 * shape.1) as f64 + size;
-                line += &format!(" dequantise {:.0} us {:.0} GB/s", dequantised * 1e6, written / dequantised / 1e9);
+                line += &format!(
+                    " dequantise {:.0} us {:.0} GB/s",
+                    dequantised * 1e6,
+                    written / dequantised / 1e9
+                );
                 for (rows, rank) in [(1, 0), (2, 0), (4, 0), (8, 0), (1, 16), (8, 16)] {
                     let x = Tensor::ones((1, rows, shape.1), DType::BF16, &device).unwrap();
                     let a = Tensor::ones((shape.1, rank.max(1)), DType::F32, &device).unwrap();
@@ -489,12 +497,101 @@ mod cuda {
                     let (a, b) = (cuda.contiguous(&a).unwrap(), cuda.contiguous(&b).unwrap());
                     let found = time(&|weight| {
                         let adapter = Adapter { a: a.pointer, b: b.pointer, rank, scale: 1.0 };
-                        let layer = Layer { weight, bias: None, adapter: (rank > 0).then_some(adapter) };
+                        let layer =
+                            Layer { weight, bias: None, adapter: (rank > 0).then_some(adapter) };
                         drop(few_rows(&cuda, &x, (rows, shape.1), &[layer], false).unwrap());
                     });
-                    line += &format!(" | {rows} rows, rank {rank}: {:.1} us {:.0} GB/s", found * 1e6, size / found / 1e9);
+                    line += &format!(
+                        " | {rows} rows, rank {rank}: {:.1} us {:.0} GB/s",
+                        found * 1e6,
+                        size / found / 1e9
+                    );
                 }
                 println!("{line}");
+            }
+        }
+    }
+}
+
+/// The Metal kernels as the host starts them, in the emulator: compiled for speed, for bounds and for races, with
+/// several orders and numbers of threads.
+#[cfg(not(feature = "metal"))]
+mod metal {
+    use super::*;
+    use crate::backend::metal::{Emulator, emulate};
+    use crate::lora_linear::{Lora, Projection, forward_shared};
+    use metal_emulator::{Mode, SEEDS};
+
+    /// In turn, of every mode.
+    fn emulators() -> Vec<Emulator> {
+        let mut all = Vec::new();
+        for (seed, most_threads) in SEEDS.into_iter().zip([33, 1024, 90]) {
+            all.extend(Mode::ALL.map(|mode| Emulator {
+                seed,
+                most_threads,
+                ..Emulator::open(mode)
+            }));
+        }
+        all
+    }
+
+    #[test]
+    #[ignore = "needs clang"]
+    fn metal_dequantises_to_the_bits_of_the_cpu() {
+        let emulators = emulators();
+        for (index, matrix) in matrices(false).enumerate() {
+            let emulator = &emulators[index % emulators.len()];
+            let (outer, _) = matrix.shape();
+            let ids = Tensor::new(&[[outer as u32 - 1, 0], [0, 1]], &Device::Cpu).unwrap();
+            let beyond = Tensor::new(&[[outer as u32]], &Device::Cpu).unwrap();
+            let (dtype, _) = PRECISIONS[index % PRECISIONS.len()];
+            let [found, rows, unknown] = emulate(emulator.clone(), || {
+                let rows = |ids| matrix.rows(ids, dtype).unwrap();
+                [matrix.dequantize(dtype).unwrap(), rows(&ids), rows(&beyond)]
+            });
+            assert_same(&found, &matrix.dequantize(dtype).unwrap(), &name(&matrix));
+            assert_same(&rows, &matrix.rows(&ids, dtype).unwrap(), &name(&matrix));
+            assert!(values(&unknown).iter().all(|value| value.is_nan()), "{}", name(&matrix));
+        }
+    }
+
+    #[test]
+    #[ignore = "needs clang"]
+    fn metal_multiplies_a_few_rows() {
+        let emulators = emulators();
+        for (index, matrix) in matrices(true).enumerate() {
+            let emulator = &emulators[index % emulators.len()];
+            let (outer, inner) = matrix.shape();
+            let (dtype, tolerance) = PRECISIONS[index % PRECISIONS.len()];
+            let (rows, rank) = ([1, 3, 8][index / 3 % 3], [8, 4, 3][index % 3]);
+            let x = rounded(&random(&[1, rows, inner], 1), dtype);
+            let (a, b) = (random(&[inner, rank], 2), random(&[rank, outer], 3));
+            let (a, b) = (rounded(&a, DType::F32), rounded(&b, DType::F32));
+            let (bias, dense) = (rounded(&random(&[outer], 4), dtype), random(&[5, inner], 5));
+            let dense = rounded(&dense, dtype);
+            let run = |dtype: DType, adapter: DType| {
+                let low = |tensor: &Tensor, dtype| tensor.to_dtype(dtype).unwrap();
+                let (a, b) = (low(&a, adapter), low(&b, adapter));
+                let (bias, dense) = (low(&bias, dtype), low(&dense, dtype));
+                let lora = Some(Lora { a: &a, b: &b, scale: 1.7, dropout: None });
+                let projections = [
+                    Projection { weight: (&matrix).into(), bias: Some(&bias), lora },
+                    Projection { weight: (&dense).into(), bias: None, lora: None },
+                    Projection { weight: (&matrix).into(), bias: None, lora: None },
+                ];
+                let x = strided(&low(&x, dtype));
+                let outputs = forward_shared(&x, &projections).unwrap();
+                let alone = crate::matmul::linear(&x, &matrix, Some(&bias)).unwrap();
+                let outputs = outputs.into_iter().flat_map(|output| [Some(output.y), output.xa]);
+                outputs.flatten().chain([alone]).collect::<Vec<_>>()
+            };
+            let exact = run(DType::F64, DType::F64);
+            let found = emulate(emulator.clone(), || run(dtype, DType::F32));
+            for (found, exact) in found.iter().zip(&exact) {
+                assert_eq!(found.dtype(), dtype);
+                let limit = tolerance * (1.0 + max_abs(exact));
+                let off = max_abs(&(found.to_dtype(DType::F64).unwrap() - exact).unwrap());
+                assert!(off <= limit, "{} in {dtype:?}: off by {off:e}", name(&matrix));
             }
         }
     }

@@ -23,6 +23,7 @@
 use super::{Argument, Array, Constant, Kernel, Metal, by_dtype, dtype_code, size};
 use crate::backend::cpu::collapsed_rows;
 use crate::devices::MetalMatmul;
+use crate::quantized::metal::{DENSE, Packed};
 use candle_core::{DType, Result, bail};
 
 /// Threads of a threadgroup of tiles, as in `product.metal`.

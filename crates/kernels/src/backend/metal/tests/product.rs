@@ -1,7 +1,7 @@
 //! Products, in every mode: tiles and few rows, against f64.
 
 use super::{THOROUGH, in_every};
-use crate::backend::metal::product::{Adapter, FewRows, Finish, Mask, Matrix, Term};
+use crate::backend::metal::product::{Adapter, FewRows, FewWeight, Finish, Mask, Matrix, Term};
 use crate::backend::metal::{Array, Metal};
 use crate::testing::*;
 use candle_core::{DType, Device, Tensor};
@@ -285,7 +285,7 @@ fn metal_layers_of_few_rows_add_their_adapter() {
                 let y = metal.empty((rows, columns), *dtype).unwrap();
                 let layer = FewRows {
                     x: x.matrix(),
-                    weight: weight.matrix(),
+                    weight: FewWeight::Dense(weight.matrix()),
                     bias: None,
                     adapter: Some(Adapter { a: &a, b: &b, rank, scale: 0.25, xa: &xa }),
                     y: Matrix::of(&y, columns),
