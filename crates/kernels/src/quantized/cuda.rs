@@ -241,22 +241,38 @@ pub(super) fn rows(matrix: &Quantized, ids: &Tensor, dtype: DType) -> Result<Ten
     Ok(out.tensor)
 }
 
-/// Inner indices of a lane that share a scale at least, where the kernels for a few rows take such a matrix.
+/// Inner indices of a lane that share a scale at least, where the kernels for a few rows have a loop for such levels
+/// and scales.
 fn unit(matrix: &Quantized) -> Option<usize> {
     let (_, inner) = matrix.shape;
-    let takes = inner.is_multiple_of(MANY)
-        && matrix.elements() <= u32::MAX as usize
-        && i32::try_from(matrix.group).is_ok();
-    let bytes = !matches!(matrix.scales, Scales::Plain { .. });
-    let unit = match (matrix.levels, matrix.group) {
-        (Levels::E4m3 | Levels::Integers { bits: 8, .. }, group) if group.is_multiple_of(32) => 32,
-        (Levels::E4m3 | Levels::Integers { bits: 8, .. }, _) => return None,
-        (_, group) if group.is_multiple_of(MANY) => MANY,
-        (Levels::Table(_) | Levels::Integers { bits: 4 | 5, .. }, 32) => 32,
-        (Levels::Table(_) | Levels::Integers { bits: 2 | 3 | 6, .. }, 16) if bytes => 16,
-        _ => return None,
+    if !inner.is_multiple_of(MANY)
+        || matrix.elements() > u32::MAX as usize
+        || i32::try_from(matrix.group).is_err()
+    {
+        return None;
+    }
+    let (wide, of_32, of_16) =
+        (matrix.group.is_multiple_of(MANY), matrix.group == 32, matrix.group == 16);
+    let in_blocks = matches!(matrix.scales, Scales::Blocks { .. });
+    let (plain, shifts) = match &matrix.scales {
+        Scales::Plain { offsets, .. } => (true, offsets.is_some()),
+        Scales::Blocks { offsets, .. } => (false, offsets.is_some()),
+        _ => (false, false),
     };
-    takes.then_some(unit)
+    let nested = matches!(matrix.scales, Scales::Nested { .. });
+    let takes = |takes: bool, unit: usize| takes.then_some(unit);
+    match matrix.levels {
+        Levels::E4m3 => takes((wide || of_32) && !(shifts || nested || in_blocks), 32),
+        Levels::Table(_) if wide => takes(!(shifts || in_blocks), MANY),
+        Levels::Table(_) if of_32 => takes(!(shifts || in_blocks || nested), 32),
+        Levels::Table(_) => takes(of_16 && !(plain || in_blocks || nested), 16),
+        Levels::Integers { bits: 8, .. } => takes((wide || of_32) && plain, 32),
+        Levels::Integers { .. } if wide => takes(plain, MANY),
+        Levels::Integers { bits: 4 | 5, .. } => takes(of_32 && (plain || in_blocks), 32),
+        Levels::Integers { bits: 2, .. } => takes(of_16 && in_blocks, 16),
+        Levels::Integers { bits: 3 | 6, .. } => takes(of_16 && in_blocks && !shifts, 16),
+        Levels::Integers { .. } => None,
+    }
 }
 
 /// Whether [`few_rows`] takes layers with these weights and ranks of adapters.

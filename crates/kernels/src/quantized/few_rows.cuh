@@ -118,13 +118,14 @@ template <typename T, int BITS, int KIND, int STEP, int WORDS>
 __device__ __forceinline__ void code_pairs(const uint32_t (&words)[WORDS], uint32_t (&out)[8]) {
     using Format = HalfFormat<T>;
     if constexpr (KIND == TABLE) {
-        const uint32_t *pairs = pairs_of_levels() + threadIdx.x % WARP;
+        const char *pairs = reinterpret_cast<const char *>(pairs_of_levels());
+        const uint32_t own = threadIdx.x % WARP * sizeof(uint32_t);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const uint32_t word = words[2 * STEP + i / 4];
-            // The byte times WARP.
-            const uint32_t place = (i % 4 == 0 ? word << 5 : word >> (8 * (i % 4) - 5)) & 0x1fe0u;
-            out[i] = pairs[place];
+            // The byte times what all lanes have for it.
+            const uint32_t moved = i % 4 == 0 ? word << 7 : word >> (8 * (i % 4) - 7);
+            out[i] = *reinterpret_cast<const uint32_t *>(pairs + ((moved & 0x7f80u) | own));
         }
     } else if constexpr (KIND == E4M3) {
         constexpr int SHIFT = 10 - Format::MANTISSA + 1;
@@ -222,8 +223,37 @@ __device__ __forceinline__ void load_words(const uint8_t *address, uint32_t (&ou
     }
 }
 
+/// How matrices of levels in groups of at least `UNIT` may have their scales, of what `unit` in cuda.rs lets through:
+/// a loop has registers for no others.
+template <int BITS, int KIND, int UNIT> struct Scaling {
+    static constexpr bool CODED = KIND != INTEGERS;
+    static constexpr bool NESTS = KIND == TABLE && UNIT > 32;
+    static constexpr bool IN_BLOCKS = KIND == INTEGERS && BITS != 8 && UNIT <= 32;
+    static constexpr bool SHIFTS = KIND == INTEGERS && !(UNIT == 16 && BITS != 2);
+    static constexpr bool LARGE = NESTS || IN_BLOCKS;
+
+    static __device__ __forceinline__ ScaleAndOffset decoded(const Packed &q, StoredScale from) {
+        const bool shifts = SHIFTS && q.offsets != nullptr;
+        if (IN_BLOCKS && q.scale_kind >= BLOCKS) {
+            const int code = q.scale_kind == SIGNED_BLOCKS ? static_cast<int8_t>(from.scale)
+                                                           : static_cast<int>(from.scale);
+            return {from_f16(from.large) * static_cast<float>(code),
+                    shifts ? -from_f16(from.large_offset) * static_cast<float>(from.offset) : 0.0f};
+        }
+        if (NESTS && q.scale_kind == NESTED)
+            return {__ldg(q.table + from.scale) * __uint_as_float(from.large) + q.number, 0.0f};
+        if (CODED && q.scale_kind == CODED_E8M0) return {from_e8m0(from.scale), 0.0f};
+        if (CODED && q.scale_kind == CODED_E4M3) return {from_e4m3(from.scale) * q.number, 0.0f};
+        if (q.scale_kind == PLAIN_F16)
+            return {from_f16(from.scale), shifts ? from_f16(from.offset) : 0.0f};
+        const int place = q.scale_kind == PLAIN_BF16 ? 16 : 0;
+        return {__uint_as_float(from.scale << place),
+                shifts ? __uint_as_float(from.offset << place) : 0.0f};
+    }
+};
+
 /// What a lane loads at once of two rows of W: codes, and what is stored of their scales.
-template <int BITS, int CODES, int GROUPS> struct Stage {
+template <int BITS, int CODES, int GROUPS, typename Scales> struct Stage {
     static constexpr int WORDS = CODES * BITS / 32;
     /// Registers of the scales: two for two f32, else those of 16 or 8 bits share one.
     static constexpr int WIDE = GROUPS == 2 ? 2 : 1;
@@ -258,11 +288,13 @@ template <int BITS, int CODES, int GROUPS> struct Stage {
                        codes[r]);
             const uint32_t group = q.shift >= 0 ? element >> q.shift : element / q.group;
             load_scales(q.scales, group, bytes, scales[r]);
-            if (q.offsets != nullptr) load_scales(q.offsets, group, bytes, offsets[r]);
-            if (q.scale_kind == NESTED) large[r] = load_bytes(q.large, group / OF_NESTED, 4);
-            if (q.scale_kind >= BLOCKS) {
+            if (Scales::SHIFTS && q.offsets != nullptr)
+                load_scales(q.offsets, group, bytes, offsets[r]);
+            if (Scales::NESTS && q.scale_kind == NESTED)
+                large[r] = load_bytes(q.large, group / OF_NESTED, 4);
+            if (Scales::IN_BLOCKS && q.scale_kind >= BLOCKS) {
                 large[r] = load_bytes(q.large, element / OF_BLOCK, 2);
-                if (q.offsets != nullptr)
+                if (Scales::SHIFTS && q.offsets != nullptr)
                     large_offsets[r] = load_bytes(q.large_offsets, element / OF_BLOCK, 2);
             }
         }
@@ -280,16 +312,22 @@ template <int BITS, int CODES, int GROUPS> struct Stage {
     /// Of the lane's group `index` in row `r`.
     __device__ __forceinline__ ScaleAndOffset scale(const Packed &q, int r, int index) const {
         const int bytes = scale_bytes(q);
-        return decoded(q, {one_of(scales[r], index, bytes), one_of(offsets[r], index, bytes),
-                           large[r], large_offsets[r]});
+        StoredScale stored{one_of(scales[r], index, bytes)};
+        if constexpr (Scales::SHIFTS) stored.offset = one_of(offsets[r], index, bytes);
+        if constexpr (Scales::LARGE) stored.large = large[r];
+        if constexpr (Scales::IN_BLOCKS && Scales::SHIFTS) stored.large_offset = large_offsets[r];
+        return Scales::decoded(q, stored);
     }
 };
 
-/// 16 bytes of x, which other kernels have written.
-template <typename T> __device__ __forceinline__ void load_x(const T *address, uint32_t *out) {
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "l"(address));
+/// 16 bytes of x, which other kernels have written, where `valid`; `out` stays as it is elsewhere.
+template <typename T>
+__device__ __forceinline__ void load_x(const T *address, uint32_t *out, int valid) {
+    asm volatile("{\n.reg .pred p;\n"
+                 "setp.ne.s32 p, %5, 0;\n"
+                 "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}\n"
+                 : "+r"(out[0]), "+r"(out[1]), "+r"(out[2]), "+r"(out[3])
+                 : "l"(address), "r"(valid));
 }
 
 /// What a lane multiplies its codes by: rows of x from the lane's own column on, if it has one and it isn't beyond
@@ -324,11 +362,10 @@ __device__ __forceinline__ void add_step(float (&total)[SETS][4], float (&sum)[S
         if (SETS > 1 && 2 * set >= own.rows) break;
         const int row = 2 * set + own.row;
         uint32_t natural[8] = {}, x[8];
-        if (own.valid && row < own.rows) {
-            const T *from = own.at + row * own.stride + 16 * STEP;
-            load_x(from, natural);
-            load_x(from + 8, natural + 4);
-        }
+        const int valid = own.valid && row < own.rows;
+        const T *from = own.at + row * own.stride + 16 * STEP;
+        load_x(from, natural, valid);
+        load_x(from + 8, natural + 4, valid);
         put_in_order<distance_of_pairs<BITS, KIND>()>(natural, x);
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
@@ -445,10 +482,13 @@ __device__ __forceinline__ void end_task(const Projection &projection, const Wor
 
 /// The block's tasks of a projection, in which lanes have `CODES` codes at once and groups at least `UNIT`
 /// neighbours. `SETS` times two rows of x are multiplied.
-template <typename T, int BITS, int KIND, int CODES, int UNIT, int SETS>
+template <typename T, int BITS, int KIND, int CODES, int WIDE_UNIT, int SETS>
 __device__ __noinline__ void multiply_codes(const Projection &projection, const Work<T> &work) {
+    constexpr int UNIT = WIDE_UNIT < CODES ? WIDE_UNIT : CODES;
     constexpr int GROUPS = CODES / UNIT;
-    using Loaded = Stage<BITS, CODES, GROUPS>;
+    // Groups of 64 have 32 codes of a lane where there are registers for no more.
+    using Scales = Scaling<BITS, KIND, WIDE_UNIT>;
+    using Loaded = Stage<BITS, CODES, GROUPS, Scales>;
     const Packed q = projection.weight;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     // The lane's rows of W are `group` and `group + 8`.
@@ -463,7 +503,7 @@ __device__ __noinline__ void multiply_codes(const Projection &projection, const 
     OwnX<T> own{work.x, work.x_stride, group & 1, rows, false};
     const bool own_column = group / 2 == quarter;
     const bool needs_sums =
-        q.offsets != nullptr || (KIND == INTEGERS && added_to_codes<BITS>() + q.zero != 0);
+        KIND == INTEGERS && (q.offsets != nullptr || added_to_codes<BITS>() + q.zero != 0);
     const float added = KIND == INTEGERS ? added_to_codes<BITS>() + q.zero : 0;
 
     int next_task = task, next_chunk = warp;
@@ -621,24 +661,24 @@ __device__ __forceinline__ void multiply(const Projection &projection, const Wor
         if (q.kind == TABLE) {
             if (unit == 16) return multiply_codes<T, 4, TABLE, MANY, 16, SETS>(projection, work);
             if (unit == 32) return multiply_codes<T, 4, TABLE, MANY, 32, SETS>(projection, work);
-            return multiply_codes<T, 4, TABLE, MANY, MANY, SETS>(projection, work);
+            return multiply_codes<T, 4, TABLE, MANY, 64, SETS>(projection, work);
         }
         switch (q.bits) {
             case 2:
                 if (unit == 16) return multiply_codes<T, 2, INTEGERS, MANY, 16, SETS>(projection, work);
-                return multiply_codes<T, 2, INTEGERS, MANY, MANY, SETS>(projection, work);
+                return multiply_codes<T, 2, INTEGERS, MANY, 64, SETS>(projection, work);
             case 3:
                 if (unit == 16) return multiply_codes<T, 3, INTEGERS, MANY, 16, SETS>(projection, work);
-                return multiply_codes<T, 3, INTEGERS, MANY, MANY, SETS>(projection, work);
+                return multiply_codes<T, 3, INTEGERS, MANY, 64, SETS>(projection, work);
             case 4:
                 if (unit == 32) return multiply_codes<T, 4, INTEGERS, MANY, 32, SETS>(projection, work);
-                return multiply_codes<T, 4, INTEGERS, MANY, MANY, SETS>(projection, work);
+                return multiply_codes<T, 4, INTEGERS, MANY, 64, SETS>(projection, work);
             case 5:
                 if (unit == 32) return multiply_codes<T, 5, INTEGERS, MANY, 32, SETS>(projection, work);
-                return multiply_codes<T, 5, INTEGERS, MANY, MANY, SETS>(projection, work);
+                return multiply_codes<T, 5, INTEGERS, MANY, 64, SETS>(projection, work);
             case 6:
                 if (unit == 16) return multiply_codes<T, 6, INTEGERS, MANY, 16, SETS>(projection, work);
-                return multiply_codes<T, 6, INTEGERS, MANY, MANY, SETS>(projection, work);
+                return multiply_codes<T, 6, INTEGERS, MANY, 64, SETS>(projection, work);
             default: return multiply_codes<T, 8, INTEGERS, 32, 32, SETS>(projection, work);
         }
     }

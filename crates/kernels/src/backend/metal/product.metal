@@ -32,7 +32,7 @@ constant ushort RANK [[function_constant(30)]];
 constant bool ADAPTED = RANK > 0;
 /// The code of the weight's dtype there; 3 for one in fewer bits.
 constant ushort WEIGHT_DTYPE [[function_constant(31)]];
-constant bool PACKED = WEIGHT_DTYPE == 3;
+constant bool IN_FEWER_BITS = WEIGHT_DTYPE == 3;
 /// Whether all rows begin at multiples of four elements there.
 constant bool FOURS [[function_constant(32)]];
 /// Whether x·A has been made there, in slices.
@@ -463,12 +463,13 @@ template <typename T, uint ROWS>
     device const float *slices [[buffer(5), function_constant(GATHERED)]],
     device char *y [[buffer(6)]], device T *xa_out [[buffer(7), function_constant(ADAPTED)]],
     constant FewRows &of [[buffer(8)]],
-    device const uchar *scales [[buffer(9), function_constant(PACKED)]],
-    device const uchar *offsets [[buffer(10), function_constant(PACKED)]],
-    device const uchar *large [[buffer(11), function_constant(PACKED)]],
-    device const uchar *large_offsets [[buffer(12), function_constant(PACKED)]],
-    device const uchar *table [[buffer(13), function_constant(PACKED)]],
-    constant PackedNumbers &packed [[buffer(14), function_constant(PACKED)]], PLACE, SIMD_PLACE) {
+    device const uchar *scales [[buffer(9), function_constant(IN_FEWER_BITS)]],
+    device const uchar *offsets [[buffer(10), function_constant(IN_FEWER_BITS)]],
+    device const uchar *large [[buffer(11), function_constant(IN_FEWER_BITS)]],
+    device const uchar *large_offsets [[buffer(12), function_constant(IN_FEWER_BITS)]],
+    device const uchar *table [[buffer(13), function_constant(IN_FEWER_BITS)]],
+    constant PackedNumbers &packed [[buffer(14), function_constant(IN_FEWER_BITS)]], PLACE,
+    SIMD_PLACE) {
     threadgroup float xa[ROWS * FEW_RANKS];
     threadgroup float scratch[256];
     const InputRows<T, ROWS> rows = input_rows<T, ROWS>(x, of);
