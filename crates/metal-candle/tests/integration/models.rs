@@ -1213,18 +1213,16 @@ fn what_cannot_be_trained_of_the_tables_is_refused_by_name() {
 }
 
 #[test]
-fn what_is_trained_of_the_tables_is_trained_in_bf16_and_with_dropout_too() {
+fn what_is_trained_of_the_tables_is_trained_in_bf16_too() {
     for (base, name) in [("llama", "embedding"), ("gemma2", "embedding"), ("qwen2", "tokens")] {
         let (path, expected) = method(base, name);
-        let batch = lora_batch(&expected);
         let run = |dtype| {
             let model = Arc::new(Model::load(folder(base), dtype, &device()).unwrap());
             let adapter = load_adapter(&model, &path);
             let buffer = Gradients::new(adapter.parameters()).unwrap();
-            (gradients((&model, &adapter), &batch, true, &buffer), model, adapter)
+            gradients((&model, &adapter), &lora_batch(&expected), true, &buffer)
         };
-        let ((loss, exact), ..) = run(DType::F32);
-        let ((rounded, found), model, adapter) = run(DType::BF16);
+        let ((loss, exact), (rounded, found)) = (run(DType::F32), run(DType::BF16));
         assert!((loss - rounded).abs() < 0.05, "{base} {name}: {rounded}, expected {loss}");
         for (key, gradient) in &exact {
             let norm = |tensor: &Tensor| {
@@ -1233,17 +1231,48 @@ fn what_is_trained_of_the_tables_is_trained_in_bf16_and_with_dropout_too() {
             let error = norm(&(gradient - &found[key]).unwrap());
             assert!(error < 0.1 * norm(gradient), "{base} {name} {key}: off by {error}");
         }
-        let config = LoraConfig { dropout: 0.5, ..adapter.config().unwrap().clone() };
-        let dropped = new_adapter(&model, &config, 1);
-        let (from, to) = (adapter.parameters(), dropped.parameters());
-        for id in (0..to.entries().len()).map(ParameterId) {
-            to.set(id, &from.view(id).unwrap()).unwrap();
-        }
-        let loss = |seed| {
-            let tape = Tape::training().with_dropout(seed);
-            let loss = model.loss(&tape, &batch, Some(&dropped)).unwrap();
-            f64::from(loss.sum.tensor().to_scalar::<f32>().unwrap()) / loss.tokens as f64
+    }
+}
+
+#[test]
+fn inputs_of_the_heads_update_are_dropped_in_training() {
+    for base in ["llama", "gemma2"] {
+        let model = load(base);
+        let config = LoraConfig {
+            targets: Targets::Names(vec!["lm_head".into()]),
+            dropout: 0.5,
+            rank: 3,
+            ..LoraConfig::default()
         };
-        assert!(loss(1) != loss(2) && (loss(1) - rounded).abs() < 1.0, "{base} {name}");
+        let adapter = random_adapter(&model, &config, 3);
+        let parameters = adapter.parameters();
+        let ids = rows(&tensors(folder(base).join("expected.safetensors"))["input_ids"]);
+        let batch = next_token_batch(&ids);
+        let tape = |seed| Tape::training().with_dropout(seed);
+        let loss = |seed| {
+            let loss = model.loss(&tape(seed), &batch, Some(&adapter)).unwrap();
+            f64::from(loss.sum.tensor().to_scalar::<f32>().unwrap())
+        };
+        assert!(loss(1) == loss(1) && (loss(1) - loss(2)).abs() > 1e-2, "{base}");
+        // The gradient is that of the elements that are kept.
+        let gradients = Gradients::new(parameters).unwrap();
+        let tape = tape(1);
+        let sum = model.loss(&tape, &batch, Some(&adapter)).unwrap().sum;
+        tape.backward(&sum, 1.0, &mut &gradients).unwrap();
+        for (index, entry) in parameters.entries().iter().enumerate() {
+            let id = ParameterId(index);
+            let (value, gradient) =
+                (parameters.view(id).unwrap().copy().unwrap(), gradients.view(id).unwrap());
+            let squares = gradient.sqr().unwrap().sum_all().unwrap();
+            let norm = f64::from(squares.to_scalar::<f32>().unwrap()).sqrt();
+            let [above, below] = [1.0, -1.0].map(|sign| {
+                let moved = (&value + (&gradient * (sign * 0.02 / norm)).unwrap()).unwrap();
+                parameters.set(id, &moved).unwrap();
+                loss(1)
+            });
+            parameters.set(id, &value).unwrap();
+            let slope = (above - below) / 0.04;
+            assert!((slope / norm - 1.0).abs() < 0.02, "{base} {}: {slope}, {norm}", entry.name);
+        }
     }
 }
