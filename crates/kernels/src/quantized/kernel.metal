@@ -75,24 +75,24 @@ inline ScaleAndOffset scale_of(Packed matrix, ulong element) {
         case SCALE_F16:
         case SCALE_BF16:
             return {plain_at(matrix.scales, group),
-                    HAS_OFFSETS ? plain_at(matrix.offsets, group) : 0.0f};
+                    HAS_OFFSETS ? plain_at(matrix.offsets, group) : -0.0f};
         case SCALE_E8M0: {
             const uint code = matrix.scales[group];
-            return {code == 255 ? NAN : as_type<float>(code == 0 ? 1u << 22 : code << 23), 0.0f};
+            return {code == 255 ? NAN : as_type<float>(code == 0 ? 1u << 22 : code << 23), -0.0f};
         }
         case SCALE_E4M3:
-            return {from_e4m3(matrix.scales[group]) * matrix.of.number, 0.0f};
+            return {from_e4m3(matrix.scales[group]) * matrix.of.number, -0.0f};
         case SCALE_NESTED: {
             const float coded = float_at(matrix.table, matrix.scales[group]);
             const float product = coded * float_at(matrix.large, group / OF_NESTED);
-            return {product + matrix.of.number, 0.0f};
+            return {product + matrix.of.number, -0.0f};
         }
         default: {
             const ulong block = element / OF_BLOCK;
             const int code = SCALE_KIND == SCALE_SIGNED_BLOCKS ? int(char(matrix.scales[group]))
                                                                : int(matrix.scales[group]);
             const float scale = half_at(matrix.large, block) * float(code);
-            if (!HAS_OFFSETS) return {scale, 0.0f};
+            if (!HAS_OFFSETS) return {scale, -0.0f};
             return {scale, -(half_at(matrix.large_offsets, block) * float(matrix.offsets[group]))};
         }
     }

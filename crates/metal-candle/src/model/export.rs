@@ -328,14 +328,17 @@ fn gets_more_bits(name: &str, layers: usize) -> bool {
     layer < eighth || layer >= 7 * layers / 8 || (layer - eighth) % 3 == 2
 }
 
-/// How a tensor is stored where matrices are to be `wanted`: as Q8_0 where its rows aren't whole blocks.
+/// How a tensor is stored where matrices are to be `wanted`: where its rows aren't whole blocks of 256, as llama.cpp
+/// has it then.
 fn stored_as(shape: &[usize], wanted: GgmlType) -> GgmlType {
-    let kind = gguf::storage(shape, wanted);
-    match GgmlType::from_name("Q8_0") {
-        Some(smaller) if kind == GgmlType::F16 && !wanted.is_dense() => {
-            gguf::storage(shape, smaller)
-        }
-        _ => kind,
+    let instead = match wanted.name() {
+        "Q4_K" => "Q5_0",
+        "Q5_K" => "Q5_1",
+        _ => "Q8_0",
+    };
+    match (gguf::storage(shape, wanted), GgmlType::from_name(instead)) {
+        (GgmlType::F16, Some(instead)) if !wanted.is_dense() => gguf::storage(shape, instead),
+        (kind, _) => kind,
     }
 }
 
@@ -343,6 +346,8 @@ fn stored_as(shape: &[usize], wanted: GgmlType) -> GgmlType {
 fn quantizer(kind: GgmlType) -> Option<(Format, BlockKind)> {
     Some(match kind.name() {
         "Q4_0" => (Format::Q4_0, BlockKind::Q4_0),
+        "Q5_0" => (Format::Q5_0, BlockKind::Q5_0),
+        "Q5_1" => (Format::Q5_1, BlockKind::Q5_1),
         "Q8_0" => (Format::Q8_0, BlockKind::Q8_0),
         "Q4_K" => (Format::Q4K, BlockKind::Q4_K),
         "Q5_K" => (Format::Q5K, BlockKind::Q5_K),

@@ -6,7 +6,7 @@ use metal_candle::adapter::{Adapter, LoraConfig};
 use metal_candle::autograd::Tape;
 use metal_candle::data::{Batch, IGNORED};
 use metal_candle::generate::Session;
-use metal_candle::model::{Config, Model, Quantization};
+use metal_candle::model::{Config, Model, ModelFormat, Quantization};
 use metal_candle::pass::Input;
 use metal_candle::train::Gradients;
 use serde_json::{Value, json};
@@ -139,6 +139,53 @@ fn every_format_computes_with_the_numbers_it_holds() {
             found = read.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         }
         assert_close(word, &found, &last);
+    }
+}
+
+#[test]
+fn what_is_written_is_read_as_it_was_and_says_the_same() {
+    for changes in [json!({}), json!({ "hidden_size": 96, "tie_word_embeddings": true })] {
+        let folder = saved(changes.clone());
+        let dense = Model::load(folder.path(), DType::F32, &device()).unwrap();
+        let whole = logits(&dense, None);
+        for word in ModelFormat::names() {
+            let format: ModelFormat = word.parse().unwrap();
+            let written = tempfile::tempdir().unwrap();
+            let path = match format.is_file() {
+                true => written.path().join("model.gguf"),
+                false => written.path().to_path_buf(),
+            };
+            if changes.get("hidden_size").is_some()
+                && ["mlx", "nf4", "fp4"].iter().any(|it| word.starts_with(it))
+            {
+                // Rows of 96 aren't whole groups of 64, which MLX refuses and bitsandbytes doesn't mind.
+                let result = dense.save_as(&path, format, None);
+                assert_eq!(result.is_err(), word.starts_with("mlx"), "{word}");
+                continue;
+            }
+            dense.save_as(&path, format, None).unwrap();
+            let read = Model::load(&path, DType::F32, &device()).unwrap();
+            let found = logits(&read, None);
+            match format {
+                ModelFormat::Dense(DType::F32) => assert_eq!(found, whole),
+                ModelFormat::Quantized(_) => {
+                    let model = quantized(folder.path(), word).unwrap();
+                    assert_eq!(found, logits(&model, None), "{word}");
+                }
+                _ if word == "gguf-f32" => assert_eq!(found, whole),
+                _ => {
+                    let size: f32 = whole.iter().map(|number| number * number).sum();
+                    let difference: f32 =
+                        whole.iter().zip(&found).map(|(a, b)| (a - b) * (a - b)).sum();
+                    assert!(difference < 0.1 * size, "{word}: {difference} of {size}");
+                }
+            }
+            // Written dense from there, it is the same.
+            let again = tempfile::tempdir().unwrap();
+            read.save(again.path(), DType::F32, None).unwrap();
+            let again = Model::load(again.path(), DType::F32, &device()).unwrap();
+            assert_close(word, &logits(&again, None), &found);
+        }
     }
 }
 
