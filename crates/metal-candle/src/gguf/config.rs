@@ -861,7 +861,7 @@ mod tests {
             assert!(error.to_string().contains(expected), "{name}: {error}");
         }
         let changed = |name: &str, change: fn(&mut Config)| {
-            let mut config = fixture(name);
+            let mut config = computable(name, fixture(name)).unwrap();
             change(&mut config);
             write(&config, &mut Metadata::default()).unwrap_err().to_string()
         };
