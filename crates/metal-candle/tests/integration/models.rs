@@ -974,6 +974,15 @@ fn rows_with_different_adapters_give_what_each_gives_alone() {
         assert!(error.contains("inference only"), "{error}");
         let too_few = self::input(&model, &ids).with_row_adapters(&adapters[1..]);
         assert!(too_few.unwrap_err().to_string().contains("one a row"));
+        // Updates of the tables alone, none of which replaces a weight.
+        for config in &of_tables {
+            let adapter = random_adapter(&model, config, 10);
+            let two = [None, Some(adapter.clone())];
+            let input = self::input(&model, &ids[..2]).with_row_adapters(&two).unwrap();
+            let found = logits_of(&model, &input).narrow(0, 1, 1).unwrap();
+            let alone = self::input(&model, &ids[1..2]).with_adapter(Some(&adapter));
+            assert_close(&format!("{name}, tables"), &found, &logits_of(&model, &alone), 1e-4);
+        }
     }
 }
 

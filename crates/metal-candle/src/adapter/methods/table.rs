@@ -120,6 +120,8 @@ impl TableUpdate {
 
 /// The rows of `tokens` in `table`, `(n, hidden)` in f32.
 pub fn frozen_rows(table: &Tensor, tokens: &[u32]) -> Result<Tensor> {
-    let tokens = Tensor::new(tokens, table.device())?;
-    Ok(copy::cast(&table.index_select(&tokens, 0)?, DType::F32)?)
+    // One by one, so that a table without memory of its own needs none.
+    let rows = tokens.iter().map(|token| table.narrow(0, *token as usize, 1));
+    let rows = rows.collect::<candle_core::Result<Vec<_>>>()?;
+    Ok(copy::cast(&Tensor::cat(&rows, 0)?, DType::F32)?)
 }
