@@ -34,8 +34,11 @@ const MOST: usize = 4;
 /// Outputs of a task.
 const OUTPUTS: usize = 16;
 
-/// Numbers that a lane multiplies at once for one or two rows, of which rows of a matrix are a multiple.
-const MANY: usize = 64;
+/// Codes that a lane loads at once, of which rows of a matrix are a multiple.
+const CODES: usize = 32;
+
+/// Groups of a multiple of so many elements have loops of their own.
+const WIDE: usize = 64;
 
 /// Shared memory of the levels of all pairs of codes of 4 bits, a copy for every lane.
 const PAIRS_SHARED: usize = 256 * 32 * size_of::<u32>();
@@ -77,8 +80,8 @@ struct Projection {
     rank: i32,
     first_task: i32,
     column: i32,
-    unit: i32,
     scale: f32,
+    unused: i32,
 }
 
 #[repr(C)]
@@ -245,14 +248,14 @@ pub(super) fn rows(matrix: &Quantized, ids: &Tensor, dtype: DType) -> Result<Ten
 /// and scales.
 fn unit(matrix: &Quantized) -> Option<usize> {
     let (_, inner) = matrix.shape;
-    if !inner.is_multiple_of(MANY)
+    if !inner.is_multiple_of(CODES)
         || matrix.elements() > u32::MAX as usize
         || i32::try_from(matrix.group).is_err()
     {
         return None;
     }
     let (wide, of_32, of_16) =
-        (matrix.group.is_multiple_of(MANY), matrix.group == 32, matrix.group == 16);
+        (matrix.group.is_multiple_of(WIDE), matrix.group == 32, matrix.group == 16);
     let in_blocks = matches!(matrix.scales, Scales::Blocks { .. });
     let (plain, shifts) = match &matrix.scales {
         Scales::Plain { offsets, .. } => (true, offsets.is_some()),
@@ -263,11 +266,11 @@ fn unit(matrix: &Quantized) -> Option<usize> {
     let takes = |takes: bool, unit: usize| takes.then_some(unit);
     match matrix.levels {
         Levels::E4m3 => takes((wide || of_32) && !(shifts || nested || in_blocks), 32),
-        Levels::Table(_) if wide => takes(!(shifts || in_blocks), MANY),
+        Levels::Table(_) if wide => takes(!(shifts || in_blocks), WIDE),
         Levels::Table(_) if of_32 => takes(!(shifts || in_blocks || nested), 32),
         Levels::Table(_) => takes(of_16 && !(plain || in_blocks || nested), 16),
         Levels::Integers { bits: 8, .. } => takes((wide || of_32) && plain, 32),
-        Levels::Integers { .. } if wide => takes(plain, MANY),
+        Levels::Integers { .. } if wide => takes(plain, WIDE),
         Levels::Integers { bits: 4 | 5, .. } => takes(of_32 && (plain || in_blocks), 32),
         Levels::Integers { bits: 2, .. } => takes(of_16 && in_blocks, 16),
         Levels::Integers { bits: 3 | 6, .. } => takes(of_16 && in_blocks && !shifts, 16),
@@ -304,12 +307,10 @@ pub(crate) fn few_rows(
     let mut outputs = Vec::with_capacity(layers.len());
     let mut rest = layers;
     while !rest.is_empty() {
-        // A launch has one table of levels.
-        let mut table = None;
-        let fits = |layer: &&Layer| match layer.weight.levels {
-            Levels::Table(levels) => *table.get_or_insert(levels) == levels,
-            _ => true,
-        };
+        // A launch has one kind of levels, and one table.
+        let kind = |weight: &Quantized| (unit(weight), Kind::of(weight.levels));
+        let first = rest.first().map(|layer| kind(layer.weight));
+        let fits = |layer: &&Layer| Some(kind(layer.weight)) == first;
         let count = rest.iter().take(MOST).take_while(fits).count();
         let (together, after) = rest.split_at(count.max(1));
         few_rows_at_once(cuda, x, matrix, (rows, inner), together, keeps_xa, &mut outputs)?;
@@ -336,13 +337,6 @@ fn few_rows_at_once(
         let (outer, _) = layer.weight.shape;
         let y = cuda.empty(with_last_dimension(x, outer), dtype)?;
         let ready = Ready::new(cuda, layer.weight)?;
-        let Some(unit) = unit(layer.weight) else {
-            bail!(
-                "metal-candle-kernels: {OPERATION} on CUDA: a weight of {:?} in groups of {} isn't laid out for a few rows",
-                layer.weight.shape,
-                layer.weight.group
-            )
-        };
         if let Levels::Table(_) = layer.weight.levels {
             all.pairs = i32::from(dtype != DType::F32);
         }
@@ -353,7 +347,6 @@ fn few_rows_at_once(
             outer: size(outer)?,
             first_task: size(tasks)?,
             column: size(ranks)?,
-            unit: size(unit)?,
             ..Default::default()
         };
         if let Some(adapter) = &layer.adapter {
@@ -377,7 +370,9 @@ fn few_rows_at_once(
             Some(sliced_adapters(cuda, matrix, (rows, inner), adapters)?)
         }
     };
-    launch_few_rows(cuda, matrix, (rows, inner), &all, xa.as_ref(), parts.as_ref())?;
+    let Some(weight) = layers.first().map(|layer| layer.weight) else { return Ok(()) };
+    let name = kernel(rows, weight, dtype)?;
+    launch_few_rows(cuda, name, matrix, (rows, inner), &all, xa.as_ref(), parts.as_ref())?;
     let mut column = 0;
     for (layer, y) in layers.iter().zip(ys) {
         let xa = match (layer.adapter.as_ref().filter(|_| keeps_xa), &xa) {
@@ -393,8 +388,86 @@ fn few_rows_at_once(
     Ok(())
 }
 
+/// What launches don't mix.
+#[derive(PartialEq)]
+enum Kind {
+    Integers(usize),
+    Table(&'static [f32; 16]),
+    E4m3,
+}
+
+impl Kind {
+    fn of(levels: Levels) -> Self {
+        match levels {
+            Levels::Integers { bits, .. } => Self::Integers(bits),
+            Levels::Table(levels) => Self::Table(levels),
+            Levels::E4m3 => Self::E4m3,
+        }
+    }
+}
+
+/// The kernel that multiplies so many rows by such a weight.
+fn kernel(rows: usize, weight: &Quantized, dtype: DType) -> Result<&'static str> {
+    macro_rules! named {
+        ($two:literal, $eight:literal) => {
+            if rows <= 2 { by_dtype!($two, dtype) } else { by_dtype!($eight, dtype) }
+        };
+    }
+    match (weight.levels, unit(weight)) {
+        (Levels::Table(_), Some(16)) => {
+            named!("quantized_two_rows_table_16", "quantized_eight_rows_table_16")
+        }
+        (Levels::Table(_), Some(32)) => {
+            named!("quantized_two_rows_table_32", "quantized_eight_rows_table_32")
+        }
+        (Levels::Table(_), Some(WIDE)) => {
+            named!("quantized_two_rows_table_64", "quantized_eight_rows_table_64")
+        }
+        (Levels::E4m3, Some(32)) => named!("quantized_two_rows_e4m3", "quantized_eight_rows_e4m3"),
+        (Levels::Integers { bits: 2, .. }, Some(16)) => {
+            named!("quantized_two_rows_2_bits_16", "quantized_eight_rows_2_bits_16")
+        }
+        (Levels::Integers { bits: 2, .. }, Some(WIDE)) => {
+            named!("quantized_two_rows_2_bits_64", "quantized_eight_rows_2_bits_64")
+        }
+        (Levels::Integers { bits: 3, .. }, Some(16)) => {
+            named!("quantized_two_rows_3_bits_16", "quantized_eight_rows_3_bits_16")
+        }
+        (Levels::Integers { bits: 3, .. }, Some(WIDE)) => {
+            named!("quantized_two_rows_3_bits_64", "quantized_eight_rows_3_bits_64")
+        }
+        (Levels::Integers { bits: 4, .. }, Some(32)) => {
+            named!("quantized_two_rows_4_bits_32", "quantized_eight_rows_4_bits_32")
+        }
+        (Levels::Integers { bits: 4, .. }, Some(WIDE)) => {
+            named!("quantized_two_rows_4_bits_64", "quantized_eight_rows_4_bits_64")
+        }
+        (Levels::Integers { bits: 5, .. }, Some(32)) => {
+            named!("quantized_two_rows_5_bits_32", "quantized_eight_rows_5_bits_32")
+        }
+        (Levels::Integers { bits: 5, .. }, Some(WIDE)) => {
+            named!("quantized_two_rows_5_bits_64", "quantized_eight_rows_5_bits_64")
+        }
+        (Levels::Integers { bits: 6, .. }, Some(16)) => {
+            named!("quantized_two_rows_6_bits_16", "quantized_eight_rows_6_bits_16")
+        }
+        (Levels::Integers { bits: 6, .. }, Some(WIDE)) => {
+            named!("quantized_two_rows_6_bits_64", "quantized_eight_rows_6_bits_64")
+        }
+        (Levels::Integers { bits: 8, .. }, Some(32)) => {
+            named!("quantized_two_rows_8_bits", "quantized_eight_rows_8_bits")
+        }
+        _ => bail!(
+            "metal-candle-kernels: {OPERATION} on CUDA: a weight of {:?} in groups of {} isn't laid out for a few rows",
+            weight.shape,
+            weight.group
+        ),
+    }
+}
+
 fn launch_few_rows(
     cuda: &Cuda,
+    name: &'static str,
     x: Matrix,
     (rows, inner): (usize, usize),
     all: &Projections,
@@ -402,10 +475,6 @@ fn launch_few_rows(
     parts: Option<&(Array, i32)>,
 ) -> Result<()> {
     let blocks = (all.tasks as usize).clamp(1, 2 * cuda.multiprocessors()?);
-    let name = match rows {
-        1 | 2 => by_dtype!("quantized_two_rows", x.dtype)?,
-        _ => by_dtype!("quantized_eight_rows", x.dtype)?,
-    };
     let pairs = if all.pairs != 0 { PAIRS_SHARED } else { 0 };
     let floats = rows * (2 * WARPS * OUTPUTS + all.ranks as usize);
     let (grid, shared) = ((blocks as u32, 1, 1), (pairs + floats * size_of::<f32>()) as u32);

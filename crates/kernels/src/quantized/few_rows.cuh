@@ -18,6 +18,8 @@
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
+/// Codes that a lane loads at once.
+constexpr int CODES = 32;
 /// Projections of one launch.
 constexpr int MOST = 4;
 /// Outputs of a task.
@@ -33,8 +35,8 @@ struct Projection {
     int rank;       // 0 without an adapter
     int first_task; // the tasks of the projections stand one behind the other
     int column;     // of all x·A
-    int unit;       // inner indices of a lane that share a scale at least
     float scale;
+    int unused;
 };
 
 struct Projections {
@@ -253,7 +255,7 @@ template <int BITS, int KIND, int UNIT> struct Scaling {
 };
 
 /// What a lane loads at once of two rows of W: codes, and what is stored of their scales.
-template <int BITS, int CODES, int GROUPS, typename Scales> struct Stage {
+template <int BITS, int GROUPS, typename Scales> struct Stage {
     static constexpr int WORDS = CODES * BITS / 32;
     /// Registers of the scales: two for two f32, else those of 16 or 8 bits share one.
     static constexpr int WIDE = GROUPS == 2 ? 2 : 1;
@@ -398,21 +400,17 @@ __device__ __forceinline__ void add_step(float (&total)[SETS][4], float (&sum)[S
 }
 
 /// Adds a stage to the sums of all groups.
-template <typename T, int BITS, int KIND, int CODES, int UNIT, int SETS, typename Loaded>
+template <typename T, int BITS, int KIND, int UNIT, int SETS, typename Loaded>
 __device__ __forceinline__ void add_stage(float (&total)[SETS][4], const Loaded &stage,
                                           const Packed &q, const OwnX<T> &own, bool needs_sums,
                                           float added) {
     float sum[SETS][4], of_x[SETS][4];
     add_step<T, BITS, KIND, UNIT, SETS, 0>(total, sum, of_x, stage, q, own, needs_sums, added);
     add_step<T, BITS, KIND, UNIT, SETS, 1>(total, sum, of_x, stage, q, own, needs_sums, added);
-    if constexpr (CODES == 64) {
-        add_step<T, BITS, KIND, UNIT, SETS, 2>(total, sum, of_x, stage, q, own, needs_sums, added);
-        add_step<T, BITS, KIND, UNIT, SETS, 3>(total, sum, of_x, stage, q, own, needs_sums, added);
-    }
 }
 
 /// Terms of the low-rank part that a thread has loaded before they are needed.
-constexpr int B_AHEAD = 4;
+constexpr int B_AHEAD = 2;
 
 /// What the low-rank part of a task needs: a lane has an output, and every sixteenth rank.
 struct LowRank {
@@ -480,15 +478,14 @@ __device__ __forceinline__ void end_task(const Projection &projection, const Wor
     }
 }
 
-/// The block's tasks of a projection, in which lanes have `CODES` codes at once and groups at least `UNIT`
-/// neighbours. `SETS` times two rows of x are multiplied.
-template <typename T, int BITS, int KIND, int CODES, int WIDE_UNIT, int SETS>
-__device__ __noinline__ void multiply_codes(const Projection &projection, const Work<T> &work) {
+/// The block's tasks of a projection, whose groups have at least `WIDE_UNIT` neighbours. `SETS` times two rows of x are multiplied.
+template <typename T, int BITS, int KIND, int WIDE_UNIT, int SETS>
+__device__ __forceinline__ void multiply_codes(const Projection &projection, const Work<T> &work) {
     constexpr int UNIT = WIDE_UNIT < CODES ? WIDE_UNIT : CODES;
     constexpr int GROUPS = CODES / UNIT;
-    // Groups of 64 have 32 codes of a lane where there are registers for no more.
+    // Of a group of 64, a lane has 32 at once.
     using Scales = Scaling<BITS, KIND, WIDE_UNIT>;
-    using Loaded = Stage<BITS, CODES, GROUPS, Scales>;
+    using Loaded = Stage<BITS, GROUPS, Scales>;
     const Packed q = projection.weight;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     // The lane's rows of W are `group` and `group + 8`.
@@ -518,15 +515,19 @@ __device__ __noinline__ void multiply_codes(const Projection &projection, const 
         next_chunk += WARPS;                                                                       \
         if (next_chunk >= chunks) next_chunk = warp, next_task += step;                            \
     }
+#define ADD_AND_LOAD_NEXT(stage)                                                                   \
+    add_stage<T, BITS, KIND, UNIT, SETS>(total, stage, q, own, needs_sums, added);                 \
+    LOAD_NEXT(stage)
 
     float total[SETS][4];
     LowRank low_rank;
-    float *sums = work.sums, *other = work.sums + WARPS * rows * OUTPUTS;
-    // Two stages in turn: copying one to the other would wait for it.
-    Loaded even_stage, odd_stage;
-    LOAD_NEXT(even_stage)
-    LOAD_NEXT(odd_stage)
-    bool odd = false;
+    // Stages in turn: copying one to the other would wait for it.
+    constexpr int DEPTH = SETS == 1 && BITS < 6 ? 3 : 2;
+    Loaded stage_0, stage_1, stage_2;
+    LOAD_NEXT(stage_0)
+    LOAD_NEXT(stage_1)
+    if constexpr (DEPTH == 3) LOAD_NEXT(stage_2)
+    int turn = 0, other = 0;
     for (; task < tasks; task += step) {
         low_rank.begin(projection, task * OUTPUTS);
 #pragma unroll
@@ -538,17 +539,17 @@ __device__ __noinline__ void multiply_codes(const Projection &projection, const 
             const int column = (chunk * 4 + quarter) * CODES;
             own.at = work.x + column;
             own.valid = own_column && column < inner;
-            if (odd) {
-                add_stage<T, BITS, KIND, CODES, UNIT, SETS>(total, odd_stage, q, own, needs_sums,
-                                                            added);
-                LOAD_NEXT(odd_stage)
+            if (turn == 0) {
+                ADD_AND_LOAD_NEXT(stage_0)
+            } else if (DEPTH == 2 || turn == 1) {
+                ADD_AND_LOAD_NEXT(stage_1)
             } else {
-                add_stage<T, BITS, KIND, CODES, UNIT, SETS>(total, even_stage, q, own, needs_sums,
-                                                            added);
-                LOAD_NEXT(even_stage)
+                ADD_AND_LOAD_NEXT(stage_2)
             }
-            odd = !odd;
+            turn = turn + 1 == DEPTH ? 0 : turn + 1;
         }
+        float *sums = work.sums + other * WARPS * rows * OUTPUTS;
+        other ^= 1;
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
 #pragma unroll
@@ -562,16 +563,15 @@ __device__ __noinline__ void multiply_codes(const Projection &projection, const 
             }
         }
         end_task<T, 2 * SETS>(projection, work, low_rank, sums, task * OUTPUTS);
-        float *const last = sums;
-        sums = other, other = last;
     }
+#undef ADD_AND_LOAD_NEXT
 #undef LOAD_NEXT
 }
 
 /// The same for x in f32, without tensor cores: a warp has two of a task's outputs, a lane eight of the inner
 /// indices at once.
 template <int BITS, int KIND, int ROWS>
-__device__ __noinline__ void multiply_numbers(const Projection &projection, const Work<float> &work) {
+__device__ __forceinline__ void multiply_numbers(const Projection &projection, const Work<float> &work) {
     constexpr int OWN = OUTPUTS / WARPS;
     const Packed &q = projection.weight;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -637,53 +637,6 @@ __device__ __noinline__ void multiply_numbers(const Projection &projection, cons
     }
 }
 
-/// The block's tasks of a projection, by how its weight is stored.
-template <int ROWS, typename T>
-__device__ __forceinline__ void multiply(const Projection &projection, const Work<T> &work) {
-    const Packed &q = projection.weight;
-    const int unit = projection.unit;
-    if constexpr (sizeof(T) == 4) {
-        constexpr int MOST_ROWS = ROWS <= 2 ? 2 : 8;
-        if (q.kind == TABLE) return multiply_numbers<4, TABLE, MOST_ROWS>(projection, work);
-        if (q.kind == E4M3) return multiply_numbers<8, E4M3, MOST_ROWS>(projection, work);
-        switch (q.bits) {
-            case 2: return multiply_numbers<2, INTEGERS, MOST_ROWS>(projection, work);
-            case 3: return multiply_numbers<3, INTEGERS, MOST_ROWS>(projection, work);
-            case 4: return multiply_numbers<4, INTEGERS, MOST_ROWS>(projection, work);
-            case 5: return multiply_numbers<5, INTEGERS, MOST_ROWS>(projection, work);
-            case 6: return multiply_numbers<6, INTEGERS, MOST_ROWS>(projection, work);
-            default: return multiply_numbers<8, INTEGERS, MOST_ROWS>(projection, work);
-        }
-    } else {
-        // With more rows there are registers for fewer codes.
-        constexpr int SETS = ROWS <= 2 ? 1 : 4, MANY = ROWS <= 2 ? 64 : 32;
-        if (q.kind == E4M3) return multiply_codes<T, 8, E4M3, 32, 32, SETS>(projection, work);
-        if (q.kind == TABLE) {
-            if (unit == 16) return multiply_codes<T, 4, TABLE, MANY, 16, SETS>(projection, work);
-            if (unit == 32) return multiply_codes<T, 4, TABLE, MANY, 32, SETS>(projection, work);
-            return multiply_codes<T, 4, TABLE, MANY, 64, SETS>(projection, work);
-        }
-        switch (q.bits) {
-            case 2:
-                if (unit == 16) return multiply_codes<T, 2, INTEGERS, MANY, 16, SETS>(projection, work);
-                return multiply_codes<T, 2, INTEGERS, MANY, 64, SETS>(projection, work);
-            case 3:
-                if (unit == 16) return multiply_codes<T, 3, INTEGERS, MANY, 16, SETS>(projection, work);
-                return multiply_codes<T, 3, INTEGERS, MANY, 64, SETS>(projection, work);
-            case 4:
-                if (unit == 32) return multiply_codes<T, 4, INTEGERS, MANY, 32, SETS>(projection, work);
-                return multiply_codes<T, 4, INTEGERS, MANY, 64, SETS>(projection, work);
-            case 5:
-                if (unit == 32) return multiply_codes<T, 5, INTEGERS, MANY, 32, SETS>(projection, work);
-                return multiply_codes<T, 5, INTEGERS, MANY, 64, SETS>(projection, work);
-            case 6:
-                if (unit == 16) return multiply_codes<T, 6, INTEGERS, MANY, 16, SETS>(projection, work);
-                return multiply_codes<T, 6, INTEGERS, MANY, 64, SETS>(projection, work);
-            default: return multiply_codes<T, 8, INTEGERS, 32, 32, SETS>(projection, work);
-        }
-    }
-}
-
 /// Levels of two codes of 4 bits for every byte, and bytes of shared memory that they take.
 constexpr int PAIRS = 256;
 
@@ -703,8 +656,8 @@ __device__ __forceinline__ void write_pairs(const Projections &all, uint32_t *pa
 }
 
 /// `parts` holds x·A of `slices` slices of the inner indices, `(slices, part_rows, ranks)`. `xa_out` may be null.
-/// There are up to ROWS rows.
-template <int ROWS, typename T>
+/// There are up to ROWS rows, and all weights have codes of so many BITS of this KIND in groups of UNIT at least.
+template <int ROWS, int BITS, int KIND, int UNIT, typename T>
 __device__ __forceinline__ void few_rows(const Projections &all, const T *__restrict__ x,
                                          int64_t x_stride, int rows, int inner, T *xa_out,
                                          const float *__restrict__ parts, int slices, int part_rows) {
@@ -744,6 +697,9 @@ __device__ __forceinline__ void few_rows(const Projections &all, const T *__rest
     for (int p = 0; p < all.count; p++) {
         // Sums of the projection before this are read until then.
         if (p > 0) __syncthreads();
-        multiply<ROWS>(all.at[p], work);
+        if constexpr (sizeof(T) == 4)
+            multiply_numbers<BITS, KIND, ROWS>(all.at[p], work);
+        else
+            multiply_codes<T, BITS, KIND, UNIT, ROWS <= 2 ? 1 : 4>(all.at[p], work);
     }
 }

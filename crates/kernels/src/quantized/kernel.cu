@@ -94,16 +94,35 @@ FOR_EACH_DTYPE(quantized_rows, THREADS,
                 int64_t inner, int eights),
                (q, ids, out, outer, inner, eights))
 
-#define FEW_ROWS(name, ROWS, suffix, T)                                                            \
+/// `quantized_two_rows_format_dtype` and `quantized_eight_rows_format_dtype`. A kernel for all formats would have
+/// registers for none.
+#define FEW_ROWS_OF_ONE_DTYPE(name, ROWS, BITS, KIND, UNIT, suffix, T)                             \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) name##_##suffix(                      \
         const __grid_constant__ Projections all, const T *x, int64_t x_stride, int rows,           \
         int inner, T *xa, const float *parts, int slices, int part_rows) {                         \
-        few_rows<ROWS>(all, x, x_stride, rows, inner, xa, parts, slices, part_rows);               \
+        few_rows<ROWS, BITS, KIND, UNIT>(all, x, x_stride, rows, inner, xa, parts, slices,         \
+                                         part_rows);                                               \
     }
-#define FEW_ROWS_OF_EACH_DTYPE(name, ROWS)                                                         \
-    FEW_ROWS(name, ROWS, f32, float)                                                               \
-    FEW_ROWS(name, ROWS, bf16, bf16)                                                               \
-    FEW_ROWS(name, ROWS, f16, f16)
+#define FEW_ROWS_OF_EACH_DTYPE(name, ROWS, BITS, KIND, UNIT)                                       \
+    FEW_ROWS_OF_ONE_DTYPE(name, ROWS, BITS, KIND, UNIT, f32, float)                                \
+    FEW_ROWS_OF_ONE_DTYPE(name, ROWS, BITS, KIND, UNIT, bf16, bf16)                                \
+    FEW_ROWS_OF_ONE_DTYPE(name, ROWS, BITS, KIND, UNIT, f16, f16)
+#define FEW_ROWS(format, BITS, KIND, UNIT)                                                         \
+    FEW_ROWS_OF_EACH_DTYPE(quantized_two_rows_##format, 2, BITS, KIND, UNIT)                       \
+    FEW_ROWS_OF_EACH_DTYPE(quantized_eight_rows_##format, 8, BITS, KIND, UNIT)
 
-FEW_ROWS_OF_EACH_DTYPE(quantized_two_rows, 2)
-FEW_ROWS_OF_EACH_DTYPE(quantized_eight_rows, 8)
+FEW_ROWS(table_16, 4, TABLE, 16)
+FEW_ROWS(table_32, 4, TABLE, 32)
+FEW_ROWS(table_64, 4, TABLE, 64)
+FEW_ROWS(e4m3, 8, E4M3, 32)
+FEW_ROWS(2_bits_16, 2, INTEGERS, 16)
+FEW_ROWS(2_bits_64, 2, INTEGERS, 64)
+FEW_ROWS(3_bits_16, 3, INTEGERS, 16)
+FEW_ROWS(3_bits_64, 3, INTEGERS, 64)
+FEW_ROWS(4_bits_32, 4, INTEGERS, 32)
+FEW_ROWS(4_bits_64, 4, INTEGERS, 64)
+FEW_ROWS(5_bits_32, 5, INTEGERS, 32)
+FEW_ROWS(5_bits_64, 5, INTEGERS, 64)
+FEW_ROWS(6_bits_16, 6, INTEGERS, 16)
+FEW_ROWS(6_bits_64, 6, INTEGERS, 64)
+FEW_ROWS(8_bits, 8, INTEGERS, 32)
