@@ -34,10 +34,8 @@ const MOST: usize = 4;
 /// Outputs of a task.
 const OUTPUTS: usize = 16;
 
-/// Codes that a lane loads at once, of which rows of a matrix are a multiple.
-const CODES: usize = 32;
-
-/// Groups of a multiple of so many elements have loops of their own.
+/// Groups of a multiple of so many elements have loops of their own, and rows are a multiple of it, as it is what a
+/// lane multiplies at once.
 const WIDE: usize = 64;
 
 /// Shared memory of the levels of all pairs of codes of 4 bits, a copy for every lane.
@@ -248,7 +246,7 @@ pub(super) fn rows(matrix: &Quantized, ids: &Tensor, dtype: DType) -> Result<Ten
 /// and scales.
 fn unit(matrix: &Quantized) -> Option<usize> {
     let (_, inner) = matrix.shape;
-    if !inner.is_multiple_of(CODES)
+    if !inner.is_multiple_of(WIDE)
         || matrix.elements() > u32::MAX as usize
         || i32::try_from(matrix.group).is_err()
     {

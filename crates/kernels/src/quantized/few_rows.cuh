@@ -18,8 +18,6 @@
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
-/// Codes that a lane loads at once.
-constexpr int CODES = 32;
 /// Projections of one launch.
 constexpr int MOST = 4;
 /// Outputs of a task.
@@ -255,7 +253,7 @@ template <int BITS, int KIND, int UNIT> struct Scaling {
 };
 
 /// What a lane loads at once of two rows of W: codes, and what is stored of their scales.
-template <int BITS, int GROUPS, typename Scales> struct Stage {
+template <int BITS, int CODES, int GROUPS, typename Scales> struct Stage {
     static constexpr int WORDS = CODES * BITS / 32;
     /// Registers of the scales: two for two f32, else those of 16 or 8 bits share one.
     static constexpr int WIDE = GROUPS == 2 ? 2 : 1;
@@ -400,13 +398,17 @@ __device__ __forceinline__ void add_step(float (&total)[SETS][4], float (&sum)[S
 }
 
 /// Adds a stage to the sums of all groups.
-template <typename T, int BITS, int KIND, int UNIT, int SETS, typename Loaded>
+template <typename T, int BITS, int KIND, int CODES, int UNIT, int SETS, typename Loaded>
 __device__ __forceinline__ void add_stage(float (&total)[SETS][4], const Loaded &stage,
                                           const Packed &q, const OwnX<T> &own, bool needs_sums,
                                           float added) {
     float sum[SETS][4], of_x[SETS][4];
     add_step<T, BITS, KIND, UNIT, SETS, 0>(total, sum, of_x, stage, q, own, needs_sums, added);
     add_step<T, BITS, KIND, UNIT, SETS, 1>(total, sum, of_x, stage, q, own, needs_sums, added);
+    if constexpr (CODES == 64) {
+        add_step<T, BITS, KIND, UNIT, SETS, 2>(total, sum, of_x, stage, q, own, needs_sums, added);
+        add_step<T, BITS, KIND, UNIT, SETS, 3>(total, sum, of_x, stage, q, own, needs_sums, added);
+    }
 }
 
 /// Terms of the low-rank part that a thread has loaded before they are needed.
@@ -481,11 +483,12 @@ __device__ __forceinline__ void end_task(const Projection &projection, const Wor
 /// The block's tasks of a projection, whose groups have at least `WIDE_UNIT` neighbours. `SETS` times two rows of x are multiplied.
 template <typename T, int BITS, int KIND, int WIDE_UNIT, int SETS>
 __device__ __forceinline__ void multiply_codes(const Projection &projection, const Work<T> &work) {
+    // Where there are registers for it, a lane has all of its part of a wide group at once.
+    constexpr int CODES = SETS == 1 && BITS <= 5 && WIDE_UNIT == 64 ? 64 : 32;
     constexpr int UNIT = WIDE_UNIT < CODES ? WIDE_UNIT : CODES;
     constexpr int GROUPS = CODES / UNIT;
-    // Of a group of 64, a lane has 32 at once.
     using Scales = Scaling<BITS, KIND, WIDE_UNIT>;
-    using Loaded = Stage<BITS, GROUPS, Scales>;
+    using Loaded = Stage<BITS, CODES, GROUPS, Scales>;
     const Packed q = projection.weight;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     // The lane's rows of W are `group` and `group + 8`.
@@ -516,13 +519,13 @@ __device__ __forceinline__ void multiply_codes(const Projection &projection, con
         if (next_chunk >= chunks) next_chunk = warp, next_task += step;                            \
     }
 #define ADD_AND_LOAD_NEXT(stage)                                                                   \
-    add_stage<T, BITS, KIND, UNIT, SETS>(total, stage, q, own, needs_sums, added);                 \
+    add_stage<T, BITS, KIND, CODES, UNIT, SETS>(total, stage, q, own, needs_sums, added);          \
     LOAD_NEXT(stage)
 
     float total[SETS][4];
     LowRank low_rank;
     // Stages in turn: copying one to the other would wait for it.
-    constexpr int DEPTH = SETS == 1 && BITS < 6 ? 3 : 2;
+    constexpr int DEPTH = SETS == 1 && BITS < 6 && CODES == 32 ? 3 : 2;
     Loaded stage_0, stage_1, stage_2;
     LOAD_NEXT(stage_0)
     LOAD_NEXT(stage_1)
