@@ -371,8 +371,8 @@ impl Weights {
             "F16" => Ok(DType::F16),
             "BF16" => Ok(DType::BF16),
             other => Err(Error::Unsupported(format!(
-                "{}: tensor {name:?} is stored as {other}, expected F32, F16 or BF16; config.json says of no \
-                 quantisation that it would be",
+                "{}: tensor {name:?} is stored as {other}, expected F32, F16 or BF16; of a quantised checkpoint \
+                 config.json says how, and which parts a matrix has",
                 self.path(entry).display()
             ))),
         }
@@ -843,7 +843,7 @@ mod tests {
         assert!(message.contains("missing") && message.contains(name), "{message}");
         assert!(refusal("lm_head", &[2], DType::F32).contains("none of its 2 tensors"));
         let message = refusal("packed", &[1], DType::F32);
-        assert!(message.contains("stored as U8") && message.contains("quantised"), "{message}");
+        assert!(message.contains("stored as U8, expected F32, F16 or BF16"), "{message}");
         assert!(refusal(name, &[2], DType::I64).contains("f32, f16 and bf16"));
         assert_eq!(weights.unread(), [name, "packed"]);
     }

@@ -48,7 +48,8 @@ fn fixtures() -> PathBuf {
 }
 
 fn folder(name: &str) -> PathBuf {
-    fixtures().join("models").join(name)
+    let place = if QUANTIZED.contains(&name) { "bases" } else { "models" };
+    fixtures().join(place).join(name)
 }
 
 fn load(name: &str) -> Arc<Model> {

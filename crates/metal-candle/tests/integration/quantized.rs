@@ -198,7 +198,7 @@ fn what_a_format_cannot_hold_is_refused_by_name() {
     quantized(folder.path(), "q8_0").unwrap();
     let error = "nf5".parse::<Quantization>().unwrap_err();
     assert!(error.contains("is \"nf5\", expected one of nf4, fp4"), "{error}");
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models/llama-nf4");
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/bases/llama-nf4");
     let error = quantized(&fixtures, "nf4").unwrap_err().to_string();
     assert!(error.contains("are quantised already"), "{error}");
 }

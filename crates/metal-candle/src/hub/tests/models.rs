@@ -242,6 +242,10 @@ fn paths_and_ids_are_told_apart() {
     assert!(matches!(resolve(name, Some("main")), Err(Error::Option { .. })));
     let file = folder.path().join("a.gguf");
     fs::write(&file, "x").unwrap();
+    assert_eq!(resolve(file.to_str().unwrap(), None).unwrap(), file);
+    assert!(matches!(resolve(file.to_str().unwrap(), Some("main")), Err(Error::Option { .. })));
+    let file = folder.path().join("a.safetensors");
+    fs::write(&file, "x").unwrap();
     let error = resolve(file.to_str().unwrap(), None).unwrap_err().to_string();
     assert!(error.contains("is a file"), "{error}");
     for path in ["./no", "../no/model", "/no/such", "~/no-such-folder", "a/b/c", "no", "", "a//b"] {
