@@ -75,7 +75,7 @@ fn a_trained_adapter_generates_fuses_and_evaluates() {
     assert!(loss(&tuned) < loss(&base), "{tuned} {base}");
 
     let fused = place.json(&["fuse", "-m", "base", "-a", "adapters", "-o", "fused", "--json"]);
-    assert_eq!(fused["dtype"], "f32");
+    assert_eq!(fused["format"], "f32");
     let merged = evaluate(&["-m", "fused", "-d", "data/train.jsonl"]);
     assert!((loss(&merged) - loss(&tuned)).abs() < 1e-5, "{merged} {tuned}");
 

@@ -230,7 +230,8 @@ fn words_of_other_programs_are_flags_too() {
     assert_eq!((&settings["dtype"], &settings["loss_on"]), (&"bf16".into(), &"completion".into()));
     assert_eq!((&settings["eval_every"], &settings["output"]), (&0.into(), &"out".into()));
     for (flags, expected) in [
-        (&["--load-in-4bit"][..], "--load-in-4bit: is true; quantised weights are not supported"),
+        (&["--load-in-4bit", "--quantize", "q8_0"][..], "say the same thing"),
+        (&["--quantize", "nf5"], "expected one of nf4, fp4"),
         (&["--adapter", "x"], "--adapter: is x; `output` is the folder"),
         (&["--bf16", "--dtype", "f32"], "`--dtype` and `--bf16` say the same thing"),
         (&["--eval-strategy", "epoch"], "--eval-strategy: is epoch, expected steps or no"),

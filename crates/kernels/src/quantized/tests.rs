@@ -197,7 +197,7 @@ fn formula(matrix: &Quantized) -> Vec<f32> {
     };
     let number = |element: usize| {
         let group = element / matrix.group();
-        level(element) * scales[group] + offsets.get(group).copied().unwrap_or(0.0)
+        level(element) * scales[group] + offsets.get(group).copied().unwrap_or(-0.0)
     };
     (0..elements).map(number).collect()
 }

@@ -234,14 +234,11 @@ impl Model {
         let Some(files_of) = files_of(quantization.format()) else {
             return Err(Error::Unsupported(format!("files in {quantization}")));
         };
-        let (mut tensors, mut dense_layers) = (Vec::new(), Vec::new());
+        let mut tensors = Vec::new();
         for (name, id) in self.named_weights() {
             let kind = self.kind_of(name, id);
             let path = name.strip_suffix(".weight").unwrap_or(name);
             if !quantization.wants(kind) {
-                if matches!(kind, Kind::Linear | Kind::Table) {
-                    dense_layers.push(path.to_string());
-                }
                 tensors.push((name.to_string(), self.weight_as(name, id, self.dtype)?));
                 continue;
             }
@@ -267,7 +264,7 @@ impl Model {
                     "bnb_4bit_use_double_quant": nested,
                     "bnb_4bit_compute_dtype": dtype_name(self.dtype)?,
                     "bnb_4bit_quant_storage": "uint8",
-                    "llm_int8_skip_modules": dense_layers.last(),
+                    "llm_int8_skip_modules": self.head.map(|_| [Self::HEAD]),
                 });
                 ("quantization_config", said)
             }

@@ -1,6 +1,7 @@
 //! Dense bases in fewer bits: which format a word names, and which weights it is for.
 
 use super::layer::Kind;
+use crate::error::tensor_message;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use metal_candle_kernels::quantized::{Format, Quantized, quantize};
@@ -85,7 +86,8 @@ impl Quantization {
     /// A weight of the CPU in this format.
     pub(super) fn apply(self, name: &str, weight: &Tensor) -> Result<Quantized> {
         quantize(weight, self.format).map_err(|error| {
-            let problem = format!("is {self}, which `{name}` can't be held in: {error}");
+            let why = tensor_message(&error);
+            let problem = format!("is {self}, which `{name}` can't be held in: {why}");
             Error::option("quantize", problem)
         })
     }

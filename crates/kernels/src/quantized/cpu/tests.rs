@@ -22,19 +22,19 @@ fn reference(matrix: &Quantized) -> Vec<f32> {
     let of_block = |group: usize| group * matrix.group() / BLOCK;
     let scales: Vec<(f32, f32)> = match matrix.scales() {
         Scales::Plain { scales, offsets } => {
-            let offsets = offsets.as_ref().map_or(vec![0.0; groups], floats);
+            let offsets = offsets.as_ref().map_or(vec![-0.0; groups], floats);
             floats(scales).into_iter().zip(offsets).collect()
         }
         Scales::E8m0(scales) => {
-            bytes(scales).iter().map(|code| (2f32.powi(i32::from(*code) - 127), 0.0)).collect()
+            bytes(scales).iter().map(|code| (2f32.powi(i32::from(*code) - 127), -0.0)).collect()
         }
         Scales::E4m3 { scales, overall } => {
-            bytes(scales).iter().map(|code| (e4m3(*code) * overall, 0.0)).collect()
+            bytes(scales).iter().map(|code| (e4m3(*code) * overall, -0.0)).collect()
         }
         Scales::Nested { codes, table, scales, offset } => {
             let (table, scales) = (floats(table), floats(scales));
             let scale = |(group, code): (usize, &u8)| {
-                (table[usize::from(*code)] * scales[group / NESTED] + offset, 0.0)
+                (table[usize::from(*code)] * scales[group / NESTED] + offset, -0.0)
             };
             bytes(codes).iter().enumerate().map(scale).collect()
         }
@@ -44,7 +44,7 @@ fn reference(matrix: &Quantized) -> Vec<f32> {
             let pair = |group: usize| {
                 let code = scales[group];
                 let code = if *signed { f32::from(code as i8) } else { f32::from(code) };
-                let offset = offsets.as_ref().map_or(0.0, |(codes, large)| {
+                let offset = offsets.as_ref().map_or(-0.0, |(codes, large)| {
                     -(large[of_block(group)] * f32::from(codes[group]))
                 });
                 (large[of_block(group)] * code, offset)
