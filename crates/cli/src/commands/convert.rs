@@ -9,6 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use clap::{Args, ValueEnum};
 use metal_candle::adapter::{Adapter, AdapterFormat, read_config};
 use metal_candle::files;
+use metal_candle::gguf::{self, is_gguf};
 use metal_candle::model::{Config, Model};
 use metal_candle::text::{CHAT_TEMPLATE, chat_template_in};
 use serde::Serialize;
@@ -18,8 +19,10 @@ const EXAMPLES: &str = "\
 Examples:
   metal-candle convert --adapter adapters --to mlx --output adapters-mlx
   metal-candle convert --adapter adapters-mlx --to peft --output adapters-peft --model model/
+  metal-candle convert --adapter adapters --to gguf --output adapter.gguf
+  metal-candle convert --adapter adapter.gguf --to peft --output adapters --model model/
 
-The numbers stay the same bits. Of the base model only config.json is read: that which the adapter names, or \
+The numbers stay the same bits, but for GGUF's where layers have scales of their own. `fuse --to` converts models. Of the base model only config.json is read: that which the adapter names, or \
 --model, which is then what the files written name. A chat template beside the adapter is kept.";
 
 /// What the command is told.
@@ -31,8 +34,8 @@ pub struct Arguments {
     /// Whose files to write
     #[arg(long, value_enum)]
     to: Format,
-    /// The folder to write; it must not exist, or be empty
-    #[arg(short, long, value_name = "DIR", alias = "save-path")]
+    /// The folder to write, or the .gguf file; it must not exist, or be an empty folder
+    #[arg(short, long, value_name = "PATH", alias = "save-path")]
     output: PathBuf,
     /// Report as one JSON object on stdout
     #[arg(long)]
@@ -46,6 +49,18 @@ enum Format {
     /// mlx-lm's
     #[value(alias = "mlx-lm")]
     Mlx,
+    /// llama.cpp's
+    Gguf,
+}
+
+impl Format {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Peft => AdapterFormat::Peft.name(),
+            Self::Mlx => AdapterFormat::Mlx.name(),
+            Self::Gguf => "llama.cpp",
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -64,47 +79,74 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         return Err(usage("no adapter: give --adapter the folder of the adapter to convert"));
     };
     interrupt::install()?;
-    check_adapter(folder)?;
-    let format = match arguments.to {
-        Format::Peft => AdapterFormat::Peft,
-        Format::Mlx => AdapterFormat::Mlx,
+    let (from_gguf, output) = (is_gguf(folder), &arguments.output);
+    let found = match from_gguf {
+        true => Format::Gguf.name(),
+        false => {
+            check_adapter(folder)?;
+            AdapterFormat::of(folder)?.name()
+        }
     };
-    if AdapterFormat::of(folder)? == format {
-        return Err(usage(format!(
-            "to: {} has {}'s files already",
-            folder.display(),
-            format.name()
-        )));
+    let to = arguments.to;
+    if found == to.name() {
+        return Err(usage(format!("to: {} has {found}'s files already", folder.display())));
+    }
+    if matches!(to, Format::Gguf) != is_gguf(output) {
+        let expected = if is_gguf(output) { "a folder" } else { "a file named .gguf" };
+        return Err(usage(format!("output: is {}, expected {expected}", output.display())));
     }
     let base = source.config_folder(terminal)?;
-    let output = &arguments.output;
     let _lock = run_folder::take_new(output, &[("model", &base), ("adapter", folder)])?;
-    let (config, named) = read_config(folder)?;
+    let outline = |config: Config| {
+        // Where its layers are and how large, without their weights.
+        Model::from_fn(config, DType::F32, &Device::Cpu, |_, shape| {
+            Ok(Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(shape)?)
+        })
+    };
+    let base_config = Config::load(&base)?;
+    // What a GGUF file has is put into PEFT's words first.
+    let staged = tempfile::tempdir()?;
+    let (folder, named) = if from_gguf {
+        let layers = gguf::read_adapter(folder, &base_config)?;
+        let place = staged.path().join("adapter");
+        gguf::save_as_peft(&place, &layers, "")?;
+        (place, None)
+    } else {
+        let (_, named) = read_config(folder)?;
+        (folder.clone(), named)
+    };
+    let (config, _) = read_config(&folder)?;
     let base_model = match (&source.model, named) {
         (None, Some(named)) => named,
         (given, _) => base_name(given.as_deref(), &base),
     };
-    let model = if config.start.takes_from_weight() {
+    let model = match config.start.takes_from_weight() {
         // What was taken from the weights is found in them again.
-        Model::load(source.folder(terminal)?, DType::F32, &Device::Cpu)?
-    } else {
-        // Where its layers are and how large, without their weights.
-        Model::from_fn(Config::load(&base)?, DType::F32, &Device::Cpu, |_, shape| {
-            Ok(Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(shape)?)
-        })?
+        true => Model::load(source.folder(terminal)?, DType::F32, &Device::Cpu)?,
+        false => outline(base_config)?,
     };
-    let adapter = Adapter::load(&model, folder)?;
-    let template = chat_template_in(folder)?;
-    files::write_folder_atomic(output, |staging| {
-        adapter.save_as(staging, &base_model, format)?;
-        match &template {
-            Some(source) => files::write_bytes_atomic(staging.join(CHAT_TEMPLATE), source),
-            None => Ok(()),
+    let adapter = Adapter::load(&model, &folder)?;
+    let template = chat_template_in(&folder)?;
+    let write = |format| {
+        files::write_folder_atomic(output, |staging| {
+            adapter.save_as(staging, &base_model, format)?;
+            match &template {
+                Some(source) => files::write_bytes_atomic(staging.join(CHAT_TEMPLATE), source),
+                None => Ok(()),
+            }
+        })
+    };
+    match to {
+        Format::Peft => write(AdapterFormat::Peft)?,
+        Format::Mlx => write(AdapterFormat::Mlx)?,
+        Format::Gguf => {
+            let layers = gguf::adapter_layers(&model, &adapter)?;
+            gguf::write_adapter(output, model.config(), &layers)?;
         }
-    })?;
+    }
     let report = Report {
         output: output.clone(),
-        format: format.name(),
+        format: to.name(),
         base_model,
         parameters: adapter.parameters().len(),
     };
@@ -117,8 +159,10 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             report.format,
             grouped(report.parameters as u64)
         ))?;
-        let output = shell_word(&output.display().to_string());
-        terminal.note(format!("Next: metal-candle chat --adapter {output}"));
+        if !is_gguf(output) {
+            let output = shell_word(&output.display().to_string());
+            terminal.note(format!("Next: metal-candle chat --adapter {output}"));
+        }
     }
     Ok(SUCCESS)
 }

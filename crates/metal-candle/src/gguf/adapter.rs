@@ -188,6 +188,9 @@ pub fn adapter_layers(model: &Model, adapter: &Adapter) -> Result<Vec<AdapterLay
     if replaces || adapter.is_full() {
         return refuse("weights or biases of its own");
     }
+    if adapter.embedding_update().is_some() || adapter.head_update().is_some() {
+        return refuse("updates of the embedding or the head");
+    }
     let mut layers = Vec::new();
     for linear in model.linears() {
         let Some(update) = adapter.update(linear) else { continue };

@@ -4,7 +4,6 @@
 pub mod config;
 pub(crate) mod export;
 mod families;
-#[allow(dead_code)]
 pub(crate) mod formats;
 pub(crate) mod layer;
 mod load;

@@ -2,10 +2,7 @@
 //! (`weight_scale`, compressed-tensors'), or one for a block of rows and columns (`weight_scale_inv`,
 //! DeepSeek's).
 
-use super::{
-    Parsed, Part, Stored, assembled, bytes_of, bytes_tensor, f32_tensor, on_host, required,
-    stored_floats,
-};
+use super::{Parsed, Stored, assembled, bytes_tensor, f32_tensor, required};
 use crate::error::tensor_message;
 use metal_candle_kernels::quantized::{Levels, Quantized, Scales, spread_blocks};
 
@@ -54,27 +51,4 @@ pub(crate) fn read<'a>(
     };
     let scales = Scales::Plain { scales: f32_tensor(scales)?, offsets: None };
     assembled(Quantized::new((outer, inner), levels, group, bytes_tensor(codes)?, scales))
-}
-
-/// The parts of a layer's matrix with a scale a row: `weight` and `weight_scale` `(out, 1)`.
-pub(crate) fn write_rows(matrix: &Quantized) -> Parsed<Vec<Part>> {
-    let matrix = on_host(matrix)?;
-    let (outer, inner) = matrix.shape();
-    let codes = bytes_of(matrix.codes())?;
-    let (dtype, bytes) = match matrix.levels() {
-        Levels::E4m3 => ("F8_E4M3", codes),
-        Levels::Integers { bits: 8, zero: 128 } => {
-            ("I8", codes.into_iter().map(|code| code ^ 0x80).collect())
-        }
-        other => return Err(format!("found {other:?}, expected e4m3 or integers of 8 bits")),
-    };
-    let (Scales::Plain { scales, offsets: None }, true) =
-        (matrix.scales(), matrix.group() == inner)
-    else {
-        return Err("a matrix of other scales, expected one a row".to_string());
-    };
-    let weight = Part { name: "weight".to_string(), dtype, shape: vec![outer, inner], bytes };
-    let (dtype, bytes) = stored_floats(scales)?;
-    let scales = Part { name: "weight_scale".to_string(), dtype, shape: vec![outer, 1], bytes };
-    Ok(vec![weight, scales])
 }

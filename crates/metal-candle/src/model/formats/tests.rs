@@ -388,13 +388,6 @@ fn eight_bits_are_pytorchs() {
         let read = fp8::read(None, parts(layer)).unwrap();
         assert_same(layer, &quantize(&input("f32"), format).unwrap(), &read);
         assert_numbers(layer, &read, &fixture(&format!("{layer}.numbers")).f32s());
-        let written = fp8::write_rows(&read).unwrap();
-        for (part, name) in written.iter().zip(["weight", "weight_scale"]) {
-            let expected = fixture(&format!("{layer}.{name}"));
-            assert_eq!((&part.name[..], part.dtype), (name, &expected.dtype[..]));
-            assert_eq!(part.shape, expected.shape);
-            assert!(part.bytes == expected.bytes, "{layer}.{name}");
-        }
     }
 }
 
