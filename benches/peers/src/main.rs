@@ -197,7 +197,7 @@ fn all_rows(shape: Option<&str>, gpu: bool) -> anyhow::Result<Value> {
 /// A model with random weights in bf16, so that those who compute in f32 read the same numbers.
 fn write_checkpoint(shape: &str, device: &Device, seed: u64, folder: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(folder)?;
-    let model = model::random(shape, Precision::Bf16, device, seed)?;
+    let model = model::random(shape, Precision::Bf16, device, None, seed)?;
     Ok(model.save(folder, DType::BF16, None)?)
 }
 

@@ -76,7 +76,11 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Option<Box<dyn Workload>>
                 Ok(vec![parameters.as_tensor().clone()])
             })
         }
-        Work::Train { .. } | Work::Prefill { .. } | Work::Decode { .. } => return Ok(None),
+        Work::Train { .. }
+        | Work::Prefill { .. }
+        | Work::Decode { .. }
+        | Work::Dequantize { .. }
+        | Work::QuantizedLinear { .. } => return Ok(None),
     }))
 }
 

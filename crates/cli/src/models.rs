@@ -10,6 +10,7 @@ use crate::visible::visible;
 use anyhow::Context;
 use candle_core::{DType, Device};
 use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::adapter::{self, Adapter};
 use metal_candle::devices::{self, MetalMatmul};
@@ -27,8 +28,8 @@ pub struct Runtime {
     /// The dtype of weights and activations
     #[arg(long, value_enum, default_value_t)]
     pub dtype: Precision,
-    /// Hold the weights of a dense model in fewer bits, such as nf4 (bitsandbytes), mlx4, q8_0 or q4_k (GGUF), fp8
-    #[arg(long, value_name = "FORMAT")]
+    /// Hold the weights of a dense model in fewer bits: bitsandbytes' nf4 and fp4, MLX's, GGUF's q4_0 to q8_0, ...
+    #[arg(long, value_name = "FORMAT", value_parser = quantizations())]
     pub quantize: Option<Quantization>,
     /// The device that computes
     #[arg(long, value_enum, default_value_t)]
@@ -153,6 +154,11 @@ impl Source {
         };
         Ok(Loaded { model, adapter, tokenizer, variables: template.variables(), folder })
     }
+}
+
+/// What `--quantize` takes.
+pub fn quantizations() -> impl TypedValueParser<Value = Quantization> {
+    PossibleValuesParser::new(Quantization::names()).try_map(|word| word.parse::<Quantization>())
 }
 
 /// The model of a folder, brought into fewer bits if wished.

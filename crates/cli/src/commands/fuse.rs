@@ -8,6 +8,7 @@ use crate::run_folder;
 use crate::settings::{Precision, Processor};
 use candle_core::DType;
 use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use metal_candle::adapter::Adapter;
 use metal_candle::files;
 use metal_candle::gguf::is_gguf;
@@ -38,9 +39,9 @@ pub struct Arguments {
     /// The dtype to write; auto is that of the model
     #[arg(long, value_enum, default_value_t)]
     dtype: Precision,
-    /// The format to write: f32, bf16, f16, nf4 (bitsandbytes), mlx4 (and 2 to 8 bits, mxfp4 ...), gguf-q4_k_m (also
-    /// q5_k_m, q6_k, q8_0, q4_0, f16, bf16, f32) [default: safetensors in the dtype]
-    #[arg(long, value_name = "FORMAT", conflicts_with = "dtype")]
+    /// The format to write: safetensors in f32, bf16 or f16, as bitsandbytes (nf4, fp4) or MLX have them, or GGUF
+    /// [default: safetensors in the dtype]
+    #[arg(long, value_name = "FORMAT", value_parser = formats(), conflicts_with = "dtype")]
     to: Option<ModelFormat>,
     /// Threads that compute [default: one a core]
     #[arg(long, value_name = "N")]
@@ -48,6 +49,10 @@ pub struct Arguments {
     /// Report as one JSON object on stdout
     #[arg(long)]
     json: bool,
+}
+
+fn formats() -> impl TypedValueParser<Value = ModelFormat> {
+    PossibleValuesParser::new(ModelFormat::names()).try_map(|word| word.parse::<ModelFormat>())
 }
 
 #[derive(Serialize)]

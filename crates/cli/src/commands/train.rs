@@ -2,7 +2,7 @@
 
 use crate::errors::{FAILURE, INTERRUPTED, SUCCESS};
 use crate::interrupt;
-use crate::models::set_threads;
+use crate::models::{quantizations, set_threads};
 use crate::output::{self, Terminal, plural, say, shell_word};
 use crate::plot::terminal_curve;
 use crate::run_folder::{CONFIG, Resume, Start};
@@ -298,8 +298,8 @@ pub struct Flags {
     /// The dtype of weights and activations
     #[arg(long, value_enum, help_heading = "Device")]
     dtype: Option<Precision>,
-    /// Hold the frozen weights of a dense model in fewer bits, such as nf4 (QLoRA), mlx4, q8_0, q4_k or fp8
-    #[arg(long, value_name = "FORMAT", help_heading = "Device")]
+    /// Hold the frozen weights of a dense model in fewer bits: QLoRA with bitsandbytes' nf4, or others' formats
+    #[arg(long, value_name = "FORMAT", value_parser = quantizations(), help_heading = "Device")]
     quantize: Option<Quantization>,
     /// The device that computes
     #[arg(long, value_enum, help_heading = "Device")]

@@ -231,7 +231,7 @@ fn words_of_other_programs_are_flags_too() {
     assert_eq!((&settings["eval_every"], &settings["output"]), (&0.into(), &"out".into()));
     for (flags, expected) in [
         (&["--load-in-4bit", "--quantize", "q8_0"][..], "say the same thing"),
-        (&["--quantize", "nf5"], "expected one of nf4, fp4"),
+        (&["--quantize", "nf5"], "invalid value 'nf5' for '--quantize"),
         (&["--adapter", "x"], "--adapter: is x; `output` is the folder"),
         (&["--bf16", "--dtype", "f32"], "`--dtype` and `--bf16` say the same thing"),
         (&["--eval-strategy", "epoch"], "--eval-strategy: is epoch, expected steps or no"),

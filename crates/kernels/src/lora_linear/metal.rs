@@ -23,7 +23,7 @@ struct Ready {
 enum ReadyWeight {
     Dense(Array),
     /// Only for a few rows.
-    Packed(Packed),
+    Packed(Box<Packed>),
 }
 
 impl ReadyWeight {
@@ -160,7 +160,7 @@ pub(super) fn forward_packed(
                 Ready::new(&metal, &DenseProjection { weight, bias: *bias, lora: *lora })?
             }
             Weight::Quantized(weight) => {
-                let packed = ReadyWeight::Packed(Packed::new(operation, &metal, weight)?);
+                let packed = ReadyWeight::Packed(Box::new(Packed::new(operation, &metal, weight)?));
                 Ready::with(&metal, (packed, weight.shape().0), *bias, *lora)?
             }
         };

@@ -119,7 +119,7 @@ fn sample(
 /// Whether there are such scales for a matrix.
 fn fits(kind: Kind, (outer, inner): (usize, usize), group: usize) -> bool {
     match kind {
-        Kind::Blocks { .. } => (outer * inner).is_multiple_of(BLOCK) && BLOCK % group == 0,
+        Kind::Blocks { .. } => (outer * inner).is_multiple_of(BLOCK) && BLOCK.is_multiple_of(group),
         _ => true,
     }
 }

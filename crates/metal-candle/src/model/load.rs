@@ -76,7 +76,7 @@ enum Stored {
         checkpoint: Checkpoint,
     },
     Gguf {
-        file: GgufFile,
+        file: Box<GgufFile>,
         /// What was asked for.
         read: BTreeSet<String>,
     },
@@ -215,7 +215,7 @@ impl<'f> Files<'f> {
         quantization: Option<Quantization>,
     ) -> Result<Self> {
         let (config, weights) = if is_gguf(path) {
-            let file = GgufFile::open(path)?;
+            let file = Box::new(GgufFile::open(path)?);
             (file.config().clone(), Stored::Gguf { file, read: BTreeSet::new() })
         } else {
             let config = Config::load(path)?;

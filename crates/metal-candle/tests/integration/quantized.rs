@@ -108,10 +108,10 @@ fn every_format_computes_with_the_numbers_it_holds() {
         let most = match word {
             "mlx2" => 2.0,
             "mlx3" => 1.0,
-            "fp4" => 0.6,
-            "mlx8" | "q8_0" | "int8" => 0.03,
-            "mlx6" | "q6_k" | "mlx5" | "q5_k" | "fp8" | "mxfp8" => 0.12,
-            _ => 0.35,
+            "fp4" | "mxfp4" | "nvfp4" => 0.8,
+            "mlx8" | "q8_0" | "int8" => 0.05,
+            "mlx6" | "q6_k" | "mlx5" | "q5_k" | "fp8" | "mxfp8" => 0.25,
+            _ => 0.5,
         };
         assert!(difference > 1e-4 && difference < most, "{word}: off by {difference}");
         let lora = LoraConfig { rank: 4, ..LoraConfig::default() };
