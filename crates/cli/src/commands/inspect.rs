@@ -3,11 +3,13 @@
 use crate::errors::SUCCESS;
 use crate::models;
 use crate::output::{self, Terminal, bytes, grouped, table};
+use candle_core::{DType, Device};
 use clap::Args;
 use metal_candle::adapter::{self, AdapterFormat, Biases, Targets, TokenIndices};
 use metal_candle::files;
+use metal_candle::gguf::is_gguf;
 use metal_candle::model::rope::RopeScaling;
-use metal_candle::model::{Config, Weights};
+use metal_candle::model::{Config, Model, Weights, stored_bytes};
 use metal_candle::text::{CHAT_TEMPLATE, Tokenizer};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -24,7 +26,7 @@ Examples:
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Arguments {
-    /// A model's folder or id on the hub, an adapter's folder, or a checkpoint's
+    /// A model's folder, .gguf file or id on the hub, an adapter's folder, or a checkpoint's
     #[arg(value_name = "DIR|ID")]
     target: String,
     /// The branch, tag or commit of a model on the hub [default: main]
@@ -192,19 +194,18 @@ fn describe_adapter(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
 
 fn describe_model(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     let config = Config::load(folder)?;
-    let weights = Weights::open(folder)?;
-    let (parameters, dtypes) = count(&weights)?;
-    let linears =
-        linear_layers(weights.names().filter_map(|name| {
-            name.strip_suffix(".weight").filter(|path| path.ends_with("_proj"))
-        }));
+    let sizes = stored_bytes(folder)?;
+    let model = Model::outline(folder, DType::F32, &Device::Cpu, None)?;
+    let parameters = model.weight_count() as u64;
+    let paths = model.linear_paths();
+    let linears = linear_layers(paths.iter().map(String::as_str));
     report.row("Model", folder.display());
     report.row(
         "Family",
         format!("{} ({})", config.architecture.class_name(), config.architecture.model_type()),
     );
     report.row("Parameters", grouped(parameters));
-    report.row("Weights", format!("{}, {}", names(&dtypes), bytes(dtypes.values().sum())));
+    report.row("Weights", format!("{}, {}", names(&sizes), bytes(sizes.values().sum())));
     report.row(
         "Layers",
         format!(
@@ -263,7 +264,7 @@ fn describe_model(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
     report.set("family", config.architecture.model_type());
     report.set("class", config.architecture.class_name());
     report.set("parameters", parameters);
-    report.set("bytes_by_dtype", serde_json::to_value(&dtypes)?);
+    report.set("bytes_by_dtype", serde_json::to_value(&sizes)?);
     report.set("layers", config.layers.len());
     report.set("hidden_size", config.hidden_size);
     report.set("intermediate_size", config.intermediate_size);
@@ -282,7 +283,7 @@ fn describe_model(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
             .collect::<Vec<_>>(),
     );
     report.set("linear_layers", serde_json::to_value(&linears)?);
-    if folder.join("tokenizer.json").is_file() {
+    if is_gguf(folder) || folder.join("tokenizer.json").is_file() {
         let tokenizer = Tokenizer::load(folder)?;
         let ends: Vec<String> = tokenizer
             .eos_ids()

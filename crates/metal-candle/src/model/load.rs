@@ -9,7 +9,7 @@ use super::{Config, Model, Quantization, Weights};
 use crate::gguf::{GgmlType, GgufFile, is_gguf};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -53,6 +53,29 @@ impl Model {
         files.outlined = Some(0);
         files.build()
     }
+}
+
+/// How many bytes of a model's folder or GGUF file are of each type, such as `bf16` or `Q4_K`.
+///
+/// # Errors
+/// When the files are missing or malformed.
+pub fn stored_bytes(path: impl AsRef<Path>) -> Result<BTreeMap<String, u64>> {
+    let path = path.as_ref();
+    let mut bytes = BTreeMap::new();
+    let mut add = |kind: String, count: usize| *bytes.entry(kind).or_default() += count as u64;
+    if is_gguf(path) {
+        let file = GgufFile::open(path)?;
+        for (kind, shape) in file.names().filter_map(|name| file.describe(name)) {
+            add(kind.name().to_string(), kind.tensor_bytes(&shape).unwrap_or_default());
+        }
+    } else {
+        let weights = Weights::open(path)?;
+        for name in weights.names() {
+            let raw = weights.raw(name)?;
+            add(raw.dtype.to_lowercase(), raw.bytes.len());
+        }
+    }
+    Ok(bytes)
 }
 
 /// A model's files.

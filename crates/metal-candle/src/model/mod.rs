@@ -14,6 +14,7 @@ pub mod weights;
 
 pub use config::Config;
 pub use export::{Companions, GgufFormat, ModelFormat};
+pub use load::stored_bytes;
 pub use quantization::Quantization;
 pub use weights::Weights;
 
