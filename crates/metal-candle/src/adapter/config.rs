@@ -41,8 +41,8 @@ impl TokenIndices {
     /// The name of the option.
     pub const KEY: &str = "trainable_token_indices";
 
-    /// The tokens of each module, which [`Model::EMBEDDING`](crate::Model::EMBEDDING) or
-    /// [`Model::HEAD`](crate::Model::HEAD) is the path of.
+    /// The tokens of each module, which [`Model::EMBEDDING`](crate::model::Model::EMBEDDING) or
+    /// [`Model::HEAD`](crate::model::Model::HEAD) is the path of.
     ///
     /// # Errors
     /// For other modules, a module or a token that is named twice, and no tokens.

@@ -2,7 +2,7 @@
 //! adapter, in one file.
 //!
 //! [`GgufFile::open`] gives what is in a file in this library's terms: the `config.json`, the tokenizer's
-//! files, and tensors under the names of a checkpoint, dense or as ggml's blocks. [`write`] makes a file of
+//! files, and tensors under the names of a checkpoint, dense or as ggml's blocks. [`write()`] makes a file of
 //! the same parts. Adapters go in by [`read_adapter`] and [`save_as_peft`], and out by [`adapter_layers`] and
 //! [`write_adapter`].
 //!
