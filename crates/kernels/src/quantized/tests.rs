@@ -298,7 +298,8 @@ mod cuda {
                 let a = rounded(&random(&[inner, rank], seed), DType::F32);
                 (a, rounded(&random(&[rank, outer], seed + 1), DType::F32))
             });
-            let bias = (seed % 2 == 0).then(|| rounded(&random(&[outer], seed + 2), DType::BF16));
+            let bias =
+                seed.is_multiple_of(2).then(|| rounded(&random(&[outer], seed + 2), DType::BF16));
             Case { weight, bias, adapter }
         }
 
