@@ -97,33 +97,31 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     }
     let base = source.config_folder(terminal)?;
     let _lock = run_folder::take_new(output, &[("model", &base), ("adapter", folder)])?;
-    let outline = |config: Config| {
-        // Where its layers are and how large, without their weights.
-        Model::from_fn(config, DType::F32, &Device::Cpu, |_, shape| {
-            Ok(Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(shape)?)
-        })
-    };
     let base_config = Config::load(&base)?;
     // What a GGUF file has is put into PEFT's words first.
-    let staged = tempfile::tempdir()?;
-    let (folder, named) = if from_gguf {
-        let layers = gguf::read_adapter(folder, &base_config)?;
-        let place = staged.path().join("adapter");
-        gguf::save_as_peft(&place, &layers, "")?;
-        (place, None)
-    } else {
-        let (_, named) = read_config(folder)?;
-        (folder.clone(), named)
+    let staged = from_gguf.then(tempfile::tempdir).transpose()?;
+    let folder = match &staged {
+        Some(staged) => {
+            let layers = gguf::read_adapter(folder, &base_config)?;
+            let place = staged.path().join("adapter");
+            gguf::save_as_peft(&place, &layers, "")?;
+            place
+        }
+        None => folder.clone(),
     };
-    let (config, _) = read_config(&folder)?;
-    let base_model = match (&source.model, named) {
+    let (config, named) = read_config(&folder)?;
+    let base_model = match (&source.model, named.filter(|_| !from_gguf)) {
         (None, Some(named)) => named,
         (given, _) => base_name(given.as_deref(), &base),
     };
-    let model = match config.start.takes_from_weight() {
+    let model = if config.start.takes_from_weight() {
         // What was taken from the weights is found in them again.
-        true => Model::load(source.folder(terminal)?, DType::F32, &Device::Cpu)?,
-        false => outline(base_config)?,
+        Model::load(source.folder(terminal)?, DType::F32, &Device::Cpu)?
+    } else {
+        // Where its layers are and how large, without their weights.
+        Model::from_fn(base_config, DType::F32, &Device::Cpu, |_, shape| {
+            Ok(Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(shape)?)
+        })?
     };
     let adapter = Adapter::load(&model, &folder)?;
     let template = chat_template_in(&folder)?;

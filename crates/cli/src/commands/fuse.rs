@@ -79,6 +79,9 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     let output = &arguments.output;
     let others = [Some(("model", folder.as_path())), adapter.map(|adapter| ("adapter", adapter))];
     let _lock = run_folder::take_new(output, &others.into_iter().flatten().collect::<Vec<_>>())?;
+    if let Some(adapter) = adapter {
+        check_adapter(adapter)?;
+    }
     let device = device(Processor::Cpu)?;
     let stored = stored_dtype(&folder)?;
     let format = match (arguments.to, arguments.dtype) {
@@ -101,11 +104,9 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     };
     let model = Model::load(&folder, loaded, &device)?;
     let dequantized = model.is_quantized();
-    let mut tokenizer = Tokenizer::load(&folder)?;
     let (model, template) = match adapter {
         Some(adapter) => {
-            check_adapter(adapter)?;
-            let template = tokenizer.take_chat_template(adapter)?;
+            let template = Tokenizer::load(&folder)?.take_chat_template(adapter)?;
             (Adapter::load(&model, adapter)?.merge(model)?, template)
         }
         None => (model, None),
