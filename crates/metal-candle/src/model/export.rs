@@ -2,7 +2,6 @@
 
 use super::formats::gguf_blocks::{BlockKind, write_blocks};
 use super::formats::{Part, bitsandbytes, checkpoint, mlx};
-use super::layer::Kind;
 use super::weight::WeightId;
 use super::{Model, Quantization};
 use crate::files::companions::{TOKENIZER, copy_companions, set_chat_template};
@@ -212,19 +211,6 @@ impl Model {
         Ok(tensor)
     }
 
-    /// Whether a weight is of a linear layer, a table, or neither.
-    fn kind_of(&self, name: &str, id: WeightId) -> Kind {
-        if [Some(self.embedding), self.head].contains(&Some(id)) {
-            Kind::Table
-        } else if name.ends_with(".bias") {
-            Kind::Bias
-        } else if self.weights.shape(id).rank() == 2 {
-            Kind::Linear
-        } else {
-            Kind::Norm
-        }
-    }
-
     fn save_quantized(
         &self,
         folder: &Path,
@@ -236,9 +222,8 @@ impl Model {
         };
         let mut tensors = Vec::new();
         for (name, id) in self.named_weights() {
-            let kind = self.kind_of(name, id);
             let path = name.strip_suffix(".weight").unwrap_or(name);
-            if !quantization.wants(kind) {
+            if !quantization.wants(self.weights.kind(id)) {
                 tensors.push((name.to_string(), self.weight_as(name, id, self.dtype)?));
                 continue;
             }
@@ -341,16 +326,17 @@ fn stored_as(shape: &[usize], wanted: GgmlType) -> GgmlType {
 
 /// What makes the blocks of a type.
 fn quantizer(kind: GgmlType) -> Option<(Format, BlockKind)> {
-    Some(match kind.name() {
-        "Q4_0" => (Format::Q4_0, BlockKind::Q4_0),
-        "Q5_0" => (Format::Q5_0, BlockKind::Q5_0),
-        "Q5_1" => (Format::Q5_1, BlockKind::Q5_1),
-        "Q8_0" => (Format::Q8_0, BlockKind::Q8_0),
-        "Q4_K" => (Format::Q4K, BlockKind::Q4_K),
-        "Q5_K" => (Format::Q5K, BlockKind::Q5_K),
-        "Q6_K" => (Format::Q6K, BlockKind::Q6_K),
+    let format = match kind.name() {
+        "Q4_0" => Format::Q4_0,
+        "Q5_0" => Format::Q5_0,
+        "Q5_1" => Format::Q5_1,
+        "Q8_0" => Format::Q8_0,
+        "Q4_K" => Format::Q4K,
+        "Q5_K" => Format::Q5K,
+        "Q6_K" => Format::Q6K,
         _ => return None,
-    })
+    };
+    Some((format, BlockKind::from_name(kind.name())?))
 }
 
 fn tensor_of(part: &Part) -> Result<Tensor> {

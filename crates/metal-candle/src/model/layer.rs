@@ -126,7 +126,7 @@ impl Builder<'_> {
             }
             (storage, _) => storage,
         };
-        Ok(self.weights.push(name, storage))
+        Ok(self.weights.push(name, kind, storage))
     }
 
     pub fn norm(&mut self, path: &str, width: usize) -> Result<Norm> {

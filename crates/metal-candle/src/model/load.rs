@@ -71,8 +71,8 @@ pub fn stored_bytes(path: impl AsRef<Path>) -> Result<BTreeMap<String, u64>> {
     } else {
         let weights = Weights::open(path)?;
         for name in weights.names() {
-            let raw = weights.raw(name)?;
-            add(raw.dtype.to_lowercase(), raw.bytes.len());
+            let stored = weights.stored(name)?;
+            add(stored.dtype.to_lowercase(), stored.bytes.len());
         }
     }
     Ok(bytes)

@@ -245,7 +245,8 @@ impl Model {
     /// This model with a head of its own, where that was the embedding.
     pub(crate) fn with_head(mut self, head: Tensor) -> Self {
         let name = format!("{}.weight", Self::HEAD);
-        self.head = Some(Arc::make_mut(&mut self.weights).push(name, Storage::Dense(head)));
+        let weights = Arc::make_mut(&mut self.weights);
+        self.head = Some(weights.push(name, Kind::Table, Storage::Dense(head)));
         self.config.tie_word_embeddings = false;
         if let Some(raw) = self.config.raw.as_object_mut() {
             raw.insert("tie_word_embeddings".into(), false.into());

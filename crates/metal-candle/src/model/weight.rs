@@ -1,5 +1,6 @@
 //! The frozen weights of a model, apart from the structure that uses them.
 
+use super::layer::Kind;
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
 use metal_candle_kernels::quantized::{Quantized, Weight};
@@ -47,10 +48,19 @@ impl Storage {
     }
 }
 
+/// A weight.
+#[derive(Clone, Debug)]
+struct Named {
+    /// In a checkpoint.
+    name: String,
+    kind: Kind,
+    storage: Storage,
+}
+
 /// All weights of a model, in the order in which it was built.
 #[derive(Clone, Debug)]
 pub(crate) struct FrozenWeights {
-    weights: Vec<(String, Storage)>,
+    weights: Vec<Named>,
     /// What those in fewer bits are computed with.
     dtype: DType,
 }
@@ -62,8 +72,8 @@ impl FrozenWeights {
     }
 
     /// Adds a weight under its name in a checkpoint.
-    pub fn push(&mut self, name: String, storage: Storage) -> WeightId {
-        self.weights.push((name, storage));
+    pub fn push(&mut self, name: String, kind: Kind, storage: Storage) -> WeightId {
+        self.weights.push(Named { name, kind, storage });
         WeightId(self.weights.len() - 1)
     }
 
@@ -74,17 +84,22 @@ impl FrozenWeights {
 
     /// Its name in a checkpoint.
     pub fn name(&self, id: WeightId) -> &str {
-        &self.weights[id.0].0
+        &self.weights[id.0].name
+    }
+
+    /// What it is for.
+    pub fn kind(&self, id: WeightId) -> Kind {
+        self.weights[id.0].kind
     }
 
     /// Its shape.
     pub fn shape(&self, id: WeightId) -> Shape {
-        self.weights[id.0].1.shape()
+        self.weights[id.0].storage.shape()
     }
 
     /// How its values are held.
     pub fn storage(&self, id: WeightId) -> &Storage {
-        &self.weights[id.0].1
+        &self.weights[id.0].storage
     }
 
     /// Its values.
@@ -115,18 +130,18 @@ impl FrozenWeights {
     /// As [`Self::dense`].
     pub fn take(&mut self, id: WeightId) -> Result<Tensor> {
         let tensor = self.dense(id)?.into_owned();
-        self.weights[id.0].1 = Storage::Moved(tensor.shape().clone());
+        self.weights[id.0].storage = Storage::Moved(tensor.shape().clone());
         Ok(tensor)
     }
 
     /// Gives a weight other values.
     pub fn set(&mut self, id: WeightId, storage: Storage) {
-        self.weights[id.0].1 = storage;
+        self.weights[id.0].storage = storage;
     }
 
     /// Frees all values.
     pub fn clear(&mut self) {
-        for (_, storage) in &mut self.weights {
+        for Named { storage, .. } in &mut self.weights {
             *storage = Storage::Moved(storage.shape());
         }
     }

@@ -36,15 +36,14 @@ pub struct Weights {
     check_finite: bool,
 }
 
-/// A tensor as it lies in its file.
+/// A tensor as a safetensors file has it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Raw<'a> {
-    pub path: &'a Path,
-    /// As safetensors calls it, such as `U8`.
-    pub dtype: &'a str,
-    pub shape: &'a [usize],
+pub(crate) struct Stored<'a> {
+    /// `F32`, `U8`, `F8_E4M3` ...
+    pub(crate) dtype: &'a str,
+    pub(crate) shape: &'a [usize],
     /// As many as dtype and shape ask for.
-    pub bytes: &'a [u8],
+    pub(crate) bytes: &'a [u8],
 }
 
 struct Entry {
@@ -302,29 +301,28 @@ impl Weights {
     /// # Errors
     /// [`Error::File`] when it is missing, is of another type or has another shape.
     pub(crate) fn bytes(&self, name: &str, count: usize, device: &Device) -> Result<Tensor> {
-        let raw = self.raw(name)?;
-        if raw.dtype != "U8" || raw.shape != [count] {
+        let stored = self.stored(name)?;
+        if stored.dtype != "U8" || stored.shape != [count] {
             return Err(Error::file(
-                raw.path,
+                self.place_of(name),
                 format!(
                     "tensor {name:?} is {} of shape {:?}, expected U8 of shape [{count}]",
-                    raw.dtype, raw.shape
+                    stored.dtype, stored.shape
                 ),
             ));
         }
-        Ok(Tensor::from_slice(raw.bytes, count, device)?)
+        Ok(Tensor::from_slice(stored.bytes, count, device)?)
     }
 
     /// A tensor of any dtype as it lies in its file.
     ///
     /// # Errors
     /// [`Error::File`] when there is no such tensor.
-    pub(crate) fn raw(&self, name: &str) -> Result<Raw<'_>> {
+    pub(crate) fn stored(&self, name: &str) -> Result<Stored<'_>> {
         let entry = self.entry(name)?;
-        let path = self.path(entry);
         let bytes = self.bytes_of(name, entry)?;
         entry.read.store(true, Ordering::Relaxed);
-        Ok(Raw { path, dtype: &entry.dtype, shape: &entry.shape, bytes })
+        Ok(Stored { dtype: &entry.dtype, shape: &entry.shape, bytes })
     }
 
     /// The file that has a tensor, or what stands for all files.

@@ -1,6 +1,6 @@
 //! Which format the linear layers of a checkpoint have, by its `config.json`.
 
-use super::{Parsed, Stored, awq, bitsandbytes, fp8, gptq, mlx};
+use super::{Parsed, awq, bitsandbytes, fp8, gptq, mlx};
 use crate::files::cut;
 use crate::model::weights::Weights;
 use crate::{Error, Result};
@@ -172,7 +172,7 @@ impl Checkpoint {
         }
         let (start, bias) = (format!("{path}."), format!("{path}.bias"));
         let parts = weights.names().filter(|name| name.starts_with(&start) && *name != bias);
-        Some(parts.filter_map(|name| Some(weights.raw(name).ok()?.bytes.len())).sum())
+        Some(parts.filter_map(|name| Some(weights.stored(name).ok()?.bytes.len())).sum())
     }
 
     /// The matrix of a layer; `None` where it is stored dense.
@@ -188,10 +188,7 @@ impl Checkpoint {
         let Some(path) = name.strip_suffix(".weight") else { return Ok(None) };
         let full = |part: &str| format!("{path}.{part}");
         let has = |part: &str| weights.contains(&full(part));
-        let part = |part: &str| {
-            let raw = has(part).then(|| weights.raw(&full(part)).ok()).flatten()?;
-            Some(Stored { dtype: raw.dtype, shape: raw.shape, bytes: raw.bytes })
-        };
+        let part = |part: &str| has(part).then(|| weights.stored(&full(part)).ok()).flatten();
         let matrix = match self {
             Self::Bitsandbytes if bitsandbytes::is_one(has) => bitsandbytes::read(part),
             Self::Mlx { mode, layers } if has("scales") => {

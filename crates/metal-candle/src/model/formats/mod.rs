@@ -12,6 +12,8 @@ pub(crate) mod mlx;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use super::weights::Stored;
+
 use crate::error::tensor_message;
 use candle_core::{DType, Device, Tensor};
 use half::f16;
@@ -19,15 +21,6 @@ use metal_candle_kernels::quantized::Quantized;
 
 /// What was read, or what is wrong with it.
 pub(crate) type Parsed<T> = std::result::Result<T, String>;
-
-/// A tensor as a safetensors file has it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Stored<'a> {
-    /// `F32`, `U8`, `F8_E4M3` ...
-    pub(crate) dtype: &'a str,
-    pub(crate) shape: &'a [usize],
-    pub(crate) bytes: &'a [u8],
-}
 
 /// A tensor to be written.
 #[derive(Clone, Debug)]
