@@ -113,22 +113,28 @@ fn dot_lines<A: Real, S: Copy, const N: usize>(
         }
     }
     let mut out = [A::ZERO; N];
-    for ((out, mut sums), line) in out.iter_mut().zip(sums).zip(&lines) {
+    for ((out, sums), line) in out.iter_mut().zip(sums).zip(&lines) {
         let mut tail = A::ZERO;
         for (x, line) in x[whole..].iter().zip(&line[whole..]) {
             tail += *x * widen(*line);
         }
-        let mut width = LANES / 2;
-        while width > 0 {
-            for lane in 0..width {
-                let other = sums[lane + width];
-                sums[lane] += other;
-            }
-            width /= 2;
-        }
-        *out = sums[0] + tail;
+        *out = sum_lanes(sums) + tail;
     }
     out
+}
+
+/// The sum of partial sums, a power of two of them, added half to half.
+#[inline(always)]
+pub(crate) fn sum_lanes<A: Real, const N: usize>(mut sums: [A; N]) -> A {
+    let mut width = N / 2;
+    while width > 0 {
+        for lane in 0..width {
+            let other = sums[lane + width];
+            sums[lane] += other;
+        }
+        width /= 2;
+    }
+    sums[0]
 }
 
 /// `out[row][column] += Σ_k x[row][k]·matrix[k][column]` for some columns of a matrix `width` wide:

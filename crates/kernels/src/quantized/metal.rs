@@ -121,18 +121,8 @@ pub(super) fn dequantize(matrix: &Quantized, dtype: DType) -> Result<Tensor> {
         return Ok(out.tensor);
     }
     let packed = Packed::new(OPERATION, &metal, matrix)?;
-    let [codes, scales, offsets, large, large_offsets, table, numbers] = packed.arguments();
-    let arguments = [
-        codes,
-        scales,
-        offsets,
-        large,
-        large_offsets,
-        table,
-        numbers,
-        Argument::Output(&out),
-        Argument::U64(count as u64),
-    ];
+    let mut arguments = packed.arguments().to_vec();
+    arguments.extend([Argument::Output(&out), Argument::U64(count as u64)]);
     let kernel = Kernel { name, constants: &packed.constants };
     metal.run(&[metal.by_thread(kernel, count.div_ceil(OWN), 1, &arguments)?])?;
     Ok(out.tensor)
@@ -148,19 +138,12 @@ pub(super) fn rows(matrix: &Quantized, ids: &Tensor, dtype: DType) -> Result<Ten
         return Ok(out.tensor);
     }
     let (packed, ids) = (Packed::new(OPERATION, &metal, matrix)?, metal.contiguous(ids)?);
-    let [codes, scales, offsets, large, large_offsets, table, numbers] = packed.arguments();
-    let arguments = [
-        codes,
-        scales,
-        offsets,
-        large,
-        large_offsets,
-        table,
-        numbers,
+    let mut arguments = packed.arguments().to_vec();
+    arguments.extend([
         Argument::Output(&out),
         Argument::Input(&ids),
         Argument::U32(size(OPERATION, outer)?),
-    ];
+    ]);
     let kernel = Kernel { name, constants: &packed.constants };
     metal.run(&[metal.by_thread(kernel, inner.div_ceil(OWN), batch * seq, &arguments)?])?;
     Ok(out.tensor)

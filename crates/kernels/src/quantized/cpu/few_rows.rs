@@ -4,6 +4,7 @@ use super::Elements;
 use crate::backend::cpu::Real;
 #[cfg(target_arch = "x86_64")]
 use crate::backend::cpu::simd::{Level, level};
+use crate::matmul::few_rows::sum_lanes;
 #[cfg(target_arch = "x86_64")]
 use candle_core::DType;
 use std::ops::Range;
@@ -58,15 +59,7 @@ fn dot<A: Real>(x: &[A], matrix: Elements, start: usize) -> A {
             }
         }
     }
-    let mut width = LANES / 2;
-    while width > 0 {
-        for lane in 0..width {
-            let other = sums[lane + width];
-            sums[lane] += other;
-        }
-        width /= 2;
-    }
-    sums[0]
+    sum_lanes(sums)
 }
 
 /// `out[row][column] += Σ_k x[row][k]·matrix[k][column]` for some columns of a matrix `width` wide: the rows of
