@@ -160,6 +160,7 @@ fn batch_of(ids: &[u32], rows: usize, seq: usize) -> Batch {
         first_key: vec![0; rows * seq],
         tokens: rows * seq,
         target_tokens: rows * seq,
+        ..Batch::default()
     }
 }
 

@@ -1,7 +1,7 @@
 //! What a run will do, before it does it.
 
 use crate::output::{are, bytes, grouped, plural, table};
-use crate::settings::{Entry, FineTuneType, Settings};
+use crate::settings::{Entry, FineTuneType, ObjectiveName, Settings};
 use metal_candle::adapter::Biases;
 use metal_candle::data::{Dataset, Report};
 use metal_candle::model::Model;
@@ -20,6 +20,9 @@ pub struct Plan {
     pub steps: u64,
     pub batches_per_epoch: u64,
     pub tokens_per_epoch: u64,
+    pub objective: String,
+    #[serde(skip)]
+    pub has_reference: bool,
     pub optimizer: String,
     pub peak_learning_rate: f64,
     pub memory: Memory,
@@ -127,6 +130,14 @@ impl Plan {
                 grouped(self.tokens_per_epoch),
             ),
         ));
+        if settings.objective != ObjectiveName::Sft {
+            let on = settings.init_adapter.as_ref().filter(|_| self.has_reference);
+            let reference = on.map(|folder| format!("; the reference is {}", folder.display()));
+            rows.push((
+                "Objective",
+                format!("{}{}", self.objective, reference.unwrap_or_default()),
+            ));
+        }
         rows.push(("Optimizer", self.optimizer.clone()));
         rows.push(("Learning rate", format!("{:e} at its peak", self.peak_learning_rate)));
         rows.push(("Computes", self.compute.clone()));

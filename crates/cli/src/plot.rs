@@ -23,6 +23,10 @@ pub struct LossCurve {
     pub train: Vec<(u64, f64)>,
     /// Step and loss of the evaluations.
     pub evaluation: Vec<(u64, f64)>,
+    /// Of a run that compares answers: how often the better one had the higher reward in the training reports.
+    pub accuracy: Vec<(u64, f64)>,
+    /// The same in the evaluations.
+    pub evaluation_accuracy: Vec<(u64, f64)>,
 }
 
 impl LossCurve {
@@ -33,18 +37,29 @@ impl LossCurve {
     ) -> Self {
         let mut curve = Self { title: title.into(), ..Self::default() };
         for metric in metrics {
-            match metric {
-                Metric::Train { step, loss, .. } => curve.train.push((*step, *loss)),
-                Metric::Evaluation { step, loss, .. } => curve.evaluation.push((*step, *loss)),
-                _ => {}
-            }
+            let (step, loss, metrics, points, accuracies) = match metric {
+                Metric::Train { step, loss, metrics, .. } => {
+                    (step, loss, metrics, &mut curve.train, &mut curve.accuracy)
+                }
+                Metric::Evaluation { step, loss, metrics, .. } => {
+                    (step, loss, metrics, &mut curve.evaluation, &mut curve.evaluation_accuracy)
+                }
+                _ => continue,
+            };
+            points.push((*step, *loss));
+            accuracies.extend(metrics.get("rewards/accuracies").map(|share| (*step, *share)));
         }
         curve
     }
+}
 
-    fn drawable(&self) -> impl Iterator<Item = (u64, f64)> {
-        self.train.iter().chain(&self.evaluation).copied().filter(|&(_, loss)| can_draw(loss))
-    }
+/// What one part of a picture shows.
+struct Panel<'a> {
+    label: &'static str,
+    train: &'a [(u64, f64)],
+    evaluation: &'a [(u64, f64)],
+    top: f64,
+    bottom: f64,
 }
 
 const WIDTH: u32 = 1200;
@@ -169,52 +184,64 @@ fn draw_all<B: DrawingBackend>(
     write(&summary(curve), (84.0, 77.0), 18.0, TEXT, LEFT)?;
 
     let (left, right, top, bottom) = (84.0, 1164.0, 112.0, 620.0);
-    let frame = Frame::of(curve);
-    let place = |(step, loss): (f64, f64)| {
-        let (x, y) = frame.place(step, loss);
-        (left + x * (right - left), bottom - y * (bottom - top))
+    let (train, evaluation) = (curve.train.as_slice(), curve.evaluation.as_slice());
+    let loss = Panel { label: "Loss", train, evaluation, top, bottom };
+    let panels = if curve.accuracy.is_empty() && curve.evaluation_accuracy.is_empty() {
+        vec![loss]
+    } else {
+        let (train, evaluation) = (&curve.accuracy, &curve.evaluation_accuracy);
+        let accuracy = Panel { label: "Accuracy", train, evaluation, top: 404.0, bottom };
+        vec![Panel { bottom: 360.0, ..loss }, accuracy]
     };
-    for (tick, label) in frame.loss_ticks(7) {
-        let y = place((frame.first, tick)).1;
-        line(&[(left, y), (right, y)], GRID, 1.0)?;
-        write(&label, (left - 12.0, y), 17.0, TEXT, RIGHT)?;
-    }
-    line(&[(left, bottom), (right, bottom)], AXIS, 1.0)?;
-    for (tick, label) in frame.step_ticks(9) {
-        let x = place((tick, frame.low)).0;
-        line(&[(x, bottom), (x, bottom + 6.0)], AXIS, 1.0)?;
-        write(&label, (x, bottom + 22.0), 17.0, TEXT, CENTER)?;
-    }
-    write("Step", ((left + right) / 2.0, 670.0), 18.0, TEXT, CENTER)?;
-    let upright = (FONT, 18.0 * scale).into_font().transform(FontTransform::Rotate270);
-    let upright = upright.color(&TEXT).pos(CENTER);
-    area.draw(&Text::new("Loss", at(24.0 + lower * 18.0, (top + bottom) / 2.0), upright))?;
-
-    let series = |points: &[(u64, f64)], color: RGBColor, width: f64, dots: f64| -> Drawn<B> {
-        for run in runs(points) {
-            let points: Vec<_> = run.iter().copied().map(place).collect();
-            line(&points, color, width)?;
-            // A line of one point has no length and would not be seen.
-            if dots > 0.0 || points.len() == 1 {
-                for &point in &points {
-                    dot(point, dots.max(4.0), color)?;
-                }
-            }
-        }
-        Ok(())
-    };
-    let smoothed = smooth(&curve.train);
-    match &smoothed {
-        Some(smoothed) => {
-            series(&curve.train, TRAIN_LIGHT, 1.5, 0.0)?;
-            series(smoothed, TRAIN, 2.5, 0.0)?;
-        }
-        None => series(&curve.train, TRAIN, 2.5, 0.0)?,
-    }
     // Beyond this many, dots would run into each other.
     let dots = if curve.evaluation.len() <= 60 { 4.5 } else { 0.0 };
-    series(&curve.evaluation, EVALUATION, 2.5, dots)?;
+    for Panel { label, train, evaluation, top, bottom } in &panels {
+        let (top, bottom) = (*top, *bottom);
+        let frame = Frame::of(train, evaluation);
+        let place = |(step, loss): (f64, f64)| {
+            let (x, y) = frame.place(step, loss);
+            (left + x * (right - left), bottom - y * (bottom - top))
+        };
+        for (tick, label) in frame.loss_ticks(if panels.len() == 1 { 7 } else { 4 }) {
+            let y = place((frame.first, tick)).1;
+            line(&[(left, y), (right, y)], GRID, 1.0)?;
+            write(&label, (left - 12.0, y), 17.0, TEXT, RIGHT)?;
+        }
+        line(&[(left, bottom), (right, bottom)], AXIS, 1.0)?;
+        for (tick, label) in frame.step_ticks(9) {
+            let x = place((tick, frame.low)).0;
+            line(&[(x, bottom), (x, bottom + 6.0)], AXIS, 1.0)?;
+            write(&label, (x, bottom + 22.0), 17.0, TEXT, CENTER)?;
+        }
+        let upright = (FONT, 18.0 * scale).into_font().transform(FontTransform::Rotate270);
+        let upright = upright.color(&TEXT).pos(CENTER);
+        area.draw(&Text::new(*label, at(24.0 + lower * 18.0, (top + bottom) / 2.0), upright))?;
 
+        let series = |points: &[(u64, f64)], color: RGBColor, width: f64, dots: f64| -> Drawn<B> {
+            for run in runs(points) {
+                let points: Vec<_> = run.iter().copied().map(place).collect();
+                line(&points, color, width)?;
+                // A line of one point has no length and would not be seen.
+                if dots > 0.0 || points.len() == 1 {
+                    for &point in &points {
+                        dot(point, dots.max(4.0), color)?;
+                    }
+                }
+            }
+            Ok(())
+        };
+        match smooth(train) {
+            Some(smoothed) => {
+                series(train, TRAIN_LIGHT, 1.5, 0.0)?;
+                series(&smoothed, TRAIN, 2.5, 0.0)?;
+            }
+            None => series(train, TRAIN, 2.5, 0.0)?,
+        }
+        series(evaluation, EVALUATION, 2.5, dots)?;
+    }
+    write("Step", ((left + right) / 2.0, 670.0), 18.0, TEXT, CENTER)?;
+
+    let smoothed = smooth(&curve.train);
     let mut legend = Vec::new();
     if !curve.train.is_empty() {
         let smooth = if smoothed.is_some() { "Training (smoothed)" } else { "Training" };
@@ -268,7 +295,7 @@ fn summary(curve: &LossCurve) -> String {
 /// ended by a line feed. Training is drawn in braille dots, evaluations as `●`.
 pub fn terminal_curve(curve: &LossCurve, width: usize) -> String {
     const ROWS: usize = 12;
-    let frame = Frame::of(curve);
+    let frame = Frame::of(&curve.train, &curve.evaluation);
     let ticks = frame.loss_ticks(5);
     let margin = ticks.iter().map(|(_, label)| label.len()).max().unwrap_or(0);
     let columns = width.clamp(48, 400).saturating_sub(margin + 2).max(1);
@@ -401,10 +428,11 @@ struct Frame {
 }
 
 impl Frame {
-    fn of(curve: &LossCurve) -> Self {
+    fn of(train: &[(u64, f64)], evaluation: &[(u64, f64)]) -> Self {
         let (mut first, mut last) = (u64::MAX, u64::MIN);
         let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
-        for (step, loss) in curve.drawable() {
+        let all = train.iter().chain(evaluation).copied();
+        for (step, loss) in all.filter(|&(_, loss)| can_draw(loss)) {
             (first, last) = (first.min(step), last.max(step));
             (low, high) = (low.min(loss), high.max(loss));
         }
@@ -507,6 +535,17 @@ mod tests {
             title: "a <title> & \"more\"".into(),
             train: (1..=count).map(|step| (step * 10, loss(step) + 0.3 * noise(step))).collect(),
             evaluation: (0..=10).map(|n| (n * count, loss(n * count / 10) + 0.15)).collect(),
+            ..LossCurve::default()
+        }
+    }
+
+    /// With accuracies that rise from a half to 1.
+    fn compared(count: u64) -> LossCurve {
+        let accuracy = |step: u64| 1.0 - 0.5 * (-5.0 * step as f64 / count as f64).exp();
+        LossCurve {
+            accuracy: (1..=count).map(|step| (step * 10, accuracy(step))).collect(),
+            evaluation_accuracy: (0..=10).map(|n| (n * count, accuracy(n * count / 10))).collect(),
+            ..decay(count)
         }
     }
 
@@ -526,6 +565,8 @@ mod tests {
             ("tiny", train(&[(1, 1e-300), (2, 3e-300)])),
             ("many", decay(200)),
             ("evaluation only", LossCurve { train: vec![], ..decay(20) }),
+            ("accuracies", compared(30)),
+            ("one accuracy", LossCurve { evaluation_accuracy: vec![(3, 0.5)], ..train(&[]) }),
         ]
     }
 
@@ -564,6 +605,15 @@ mod tests {
         // Text: the heading's strokes are thin, so few of its pixels are of its whole colour.
         let dark = pixels.chunks_exact(3).filter(|pixel| pixel.iter().all(|&v| v < 110)).count();
         assert!(dark > 300, "{dark}");
+    }
+
+    #[test]
+    fn accuracies_have_a_part_of_the_picture() {
+        let labels = |curve: &LossCurve| {
+            let svg = loss_curve_svg(curve).expect("drawn");
+            ["Loss", "Accuracy"].map(|label| svg.matches(&format!("\n{label}\n")).count())
+        };
+        assert_eq!((labels(&decay(20)), labels(&compared(20))), ([1, 0], [1, 1]));
     }
 
     #[test]
@@ -660,7 +710,14 @@ mod tests {
     #[test]
     fn a_curve_takes_the_losses_of_the_events() {
         let metrics = [
-            Metric::Evaluation { step: 0, loss: 3.0, perplexity: 20.0, tokens: 1, seconds: 0.0 },
+            Metric::Evaluation {
+                step: 0,
+                loss: 3.0,
+                perplexity: Some(20.0),
+                metrics: Default::default(),
+                tokens: 1,
+                seconds: 0.0,
+            },
             Metric::Skipped { step: 1, reason: "a NaN".into() },
         ];
         let curve = LossCurve::from_metrics("run", &metrics);

@@ -4,6 +4,7 @@ use crate::output::{BARS, Terminal, grouped, say};
 use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::Result;
 use metal_candle::train::{Metric, MetricsSink};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// Shows a run's events.
@@ -60,10 +61,12 @@ impl MetricsSink for Progress {
                 learning_rate,
                 tokens_per_second,
                 processed_tokens_per_second,
+                metrics,
                 ..
             } => {
                 let rate = |tokens: f64| grouped(tokens.max(0.0) as u64);
-                let message = format!("loss {loss:.4}  lr {learning_rate:.1e}");
+                let message =
+                    format!("loss {loss:.4}{}  lr {learning_rate:.1e}", of_answers(metrics));
                 let (targets, read) =
                     (rate(*tokens_per_second), rate(*processed_tokens_per_second));
                 match &self.bar {
@@ -80,8 +83,10 @@ impl MetricsSink for Progress {
                     )),
                 }
             }
-            Metric::Evaluation { step, loss, perplexity, .. } => say(format!(
-                "step {step}/{total}  validation loss {loss:.4}, perplexity {perplexity:.3}"
+            Metric::Evaluation { step, loss, perplexity, metrics, .. } => say(format!(
+                "step {step}/{total}  validation loss {loss:.4}{}{}",
+                perplexity.map_or_else(String::new, |it| format!(", perplexity {it:.3}")),
+                of_answers(metrics)
             )),
             Metric::Skipped { step, reason } => {
                 say(format!("warning: step {step} changed nothing: {reason}"));
@@ -101,6 +106,13 @@ impl MetricsSink for Progress {
         }
         Ok(())
     }
+}
+
+/// What is most worth knowing of compared answers: how often the better one has the higher reward, and by how much.
+pub fn of_answers(metrics: &BTreeMap<String, f64>) -> String {
+    let named = [("accuracy", "rewards/accuracies"), ("margin", "rewards/margins"), ("kl", "kl")];
+    let found = named.iter().filter_map(|(word, name)| Some((word, metrics.get(*name)?)));
+    found.map(|(word, value)| format!("  {word} {value:.3}")).collect()
 }
 
 /// Seconds as hours, minutes and seconds.

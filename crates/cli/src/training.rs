@@ -8,7 +8,7 @@ use crate::models::{self, device, same_folder};
 use crate::output::{Terminal, grouped, plural, shell_word};
 use crate::plan::{self, DataPlan, Plan};
 use crate::plot::{self, LossCurve};
-use crate::progress::{Progress, clock};
+use crate::progress::{self, Progress, clock};
 use crate::prompts;
 use crate::run_folder::{self, CONFIG, EVENTS, METRICS, PICTURES, Resume, Start};
 use crate::settings::{FineTuneType, Precision, Settings, limit};
@@ -17,14 +17,16 @@ use anyhow::Context;
 use candle_core::{DType, Tensor};
 use chrono::NaiveDateTime;
 use metal_candle::adapter::Adapter;
-use metal_candle::data::{BatchOptions, Batcher, DataOptions, Dataset, Split, Tokenized, tokenize};
+use metal_candle::data::{
+    BatchOptions, Batcher, DataOptions, Dataset, SampleKind, Split, Tokenized, tokenize,
+};
 use metal_candle::files;
 use metal_candle::generate::{GenerateOptions, generate};
 use metal_candle::model::{Config, Model};
 use metal_candle::text::Tokenizer;
 use metal_candle::train::{
-    Evaluation, FanOut, FolderLock, JsonLines, Metric, Outcome, Resumed, TensorBoard, TrainOptions,
-    Trainer, evaluate, latest_checkpoint, metrics, total_steps,
+    Evaluation, FanOut, FolderLock, JsonLines, Metric, Outcome, Resumed, Task, TensorBoard,
+    TrainOptions, Trainer, latest_checkpoint, metrics, total_steps,
 };
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -40,6 +42,8 @@ pub struct Run {
     pub model: Arc<Model>,
     /// None in a dry run of full fine-tuning.
     pub adapter: Option<Arc<Adapter>>,
+    /// The adapter that a run goes on from, as it was, where answers are compared with it.
+    reference: Option<Arc<Adapter>>,
     pub tokenizer: Tokenizer,
     pub plan: Plan,
     train: Batcher,
@@ -158,7 +162,20 @@ impl Run {
         let read = |split: Split| -> anyhow::Result<Tokenized> {
             tokenize(&sources(split), &tokenizer, &data_options).with_context(|| named(split))
         };
+        let objective = settings.objective()?;
+        if full && settings.test && objective.uses_reference() {
+            return Err(usage(format!(
+                "test: is not supported for {} in full fine-tuning, whose reference is gone at the end; give the data as \
+                 validation data",
+                objective.name()
+            )));
+        }
         let batch = |dataset: Dataset, packing| -> anyhow::Result<Batcher> {
+            let dataset = match objective.samples() {
+                SampleKind::Labelled => dataset.unpaired(),
+                SampleKind::Plain | SampleKind::Pair => dataset,
+            };
+            objective.check(dataset.kind()).map_err(usage)?;
             dataset.check_vocabulary(config.vocab_size)?;
             let options = BatchOptions { packing, ..settings.batch_options() };
             Ok(Batcher::new(Arc::new(dataset), options)?)
@@ -201,6 +218,12 @@ impl Run {
             (true, _) => Some(Adapter::full(&model)?),
             (false, Some(folder)) => Some(Adapter::load(&model, folder)?),
             (false, None) => Some(Adapter::new(&model, &settings.lora()?, settings.seed)?),
+        };
+        let reference = match &settings.init_adapter {
+            Some(folder) if options.objective.uses_reference() && !start.dry_run => {
+                Some(Arc::new(Adapter::load(&model, folder)?))
+            }
+            _ => None,
         };
         let model = Arc::new(if full && !start.dry_run { model.without_weights() } else { model });
         let lora = match full {
@@ -247,8 +270,11 @@ impl Run {
                 &settings,
                 &model,
                 2 * trainable * DType::F32.size_in_bytes() as u64 + kept,
-                dataset.report.longest,
+                // Both sequences of a pair.
+                if dataset.kind() == SampleKind::Pair { 2 } else { 1 } * dataset.report.longest,
             ),
+            objective: options.objective.describe(),
+            has_reference: options.objective.uses_reference(),
             optimizer: options.optimizer.describe(),
             compute,
             warnings,
@@ -259,6 +285,7 @@ impl Run {
             settings,
             model,
             adapter: adapter.map(Arc::new),
+            reference,
             tokenizer,
             plan,
             train,
@@ -286,6 +313,9 @@ impl Run {
                 ));
         if let Some(valid) = &self.valid {
             trainer = trainer.with_validation(valid);
+        }
+        if let Some(reference) = &self.reference {
+            trainer = trainer.with_reference(reference.clone())?;
         }
         if settings.fine_tune_type == FineTuneType::Full {
             trainer = trainer.with_companions(&self.folder);
@@ -354,8 +384,13 @@ impl Run {
         }
         let test = match &self.test {
             Some(batches) if !interrupted => {
-                let limit = limit(settings.test_batches);
-                Some(evaluate(&self.model, Some(adapter), batches, limit)?)
+                let task = Task {
+                    model: &self.model,
+                    adapter: Some(adapter),
+                    objective: &self.options.objective,
+                    reference: self.reference.as_ref(),
+                };
+                Some(task.evaluate(batches, limit(settings.test_batches))?)
             }
             _ => None,
         };
@@ -470,25 +505,27 @@ impl Summary {
             text.push_str(&format!(": loss {loss:.4}"));
         }
         if let Some(found) = &self.validation {
-            text.push_str(&format!(
-                ", validation loss {:.4} (perplexity {:.3})",
-                found.loss, found.perplexity
-            ));
+            text.push_str(&format!(", validation loss {}", described(found)));
         }
         if let Some(best) = self.best {
             text.push_str(&format!(", best {:.4} at step {}", best.loss, best.step));
         }
         if let Some(found) = &self.test {
-            text.push_str(&format!(
-                ", test loss {:.4} (perplexity {:.3})",
-                found.loss, found.perplexity
-            ));
+            text.push_str(&format!(", test loss {}", described(found)));
         }
         text.push('\n');
         for file in &self.files {
             text.push_str(&format!("  {}\n", file.display()));
         }
         text
+    }
+}
+
+/// A loss with what else is worth knowing of it.
+fn described(found: &Evaluation) -> String {
+    match found.perplexity {
+        Some(perplexity) => format!("{:.4} (perplexity {perplexity:.3})", found.loss),
+        None => format!("{:.4}{}", found.loss, progress::of_answers(&found.metrics)),
     }
 }
 

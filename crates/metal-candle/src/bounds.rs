@@ -34,6 +34,9 @@ pub(crate) const NORM: f64 = 1e12;
 /// The most of one learning rate beside another.
 pub(crate) const RATIO: f64 = 1e6;
 
+/// The most that an objective's numbers may be.
+pub(crate) const BETA: f64 = 1e6;
+
 /// That a number is within its bounds.
 ///
 /// # Errors

@@ -49,6 +49,7 @@ fn batch() -> Batch {
         first_key: vec![0; 8],
         tokens: 8,
         target_tokens: 8,
+        ..Batch::default()
     }
 }
 

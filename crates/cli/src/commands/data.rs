@@ -228,6 +228,18 @@ fn texts(body: &Body) -> Vec<(String, String)> {
             texts
         }
         Body::Text { text } | Body::Document { text, .. } => vec![named("text", text)],
+        Body::Pair { chosen, rejected } => {
+            let of = |name: &str, answer: &Body| {
+                let texts = texts(answer).into_iter();
+                texts.map(|(who, text)| (format!("{name}: {who}"), text)).collect::<Vec<_>>()
+            };
+            [of("chosen", chosen), of("rejected", rejected)].concat()
+        }
+        Body::Labelled { answer, desirable } => {
+            let mut texts = texts(answer);
+            texts.push(named("label", &desirable.to_string()));
+            texts
+        }
     }
 }
 

@@ -119,6 +119,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         packing: false,
         seed: 0,
         shuffle: false,
+        ..BatchOptions::default()
     };
     let batches = Batcher::new(Arc::new(dataset), options)?;
     terminal.note(format!("{data}"));
@@ -132,7 +133,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         output::line(format!(
             "loss {:.4}, perplexity {:.4}, on {} tokens in {:.1} s",
             evaluation.loss,
-            evaluation.perplexity,
+            evaluation.perplexity.unwrap_or(f64::NAN),
             grouped(evaluation.tokens),
             evaluation.seconds
         ))?;

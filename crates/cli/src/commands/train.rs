@@ -8,8 +8,8 @@ use crate::plot::terminal_curve;
 use crate::run_folder::{CONFIG, Resume, Start};
 use crate::settings::file::File;
 use crate::settings::{
-    Course, DataFlags, FineTuneType, Foreign, Loss, Matmul, OptimizerName, Precision, Processor,
-    Settings, told,
+    Best, Course, DataFlags, FineTuneType, Foreign, Loss, LossType, Matmul, ObjectiveName,
+    OptimizerName, Precision, Processor, Settings, told,
 };
 use crate::template::TemplateFlags;
 use crate::training::{LAST_STEPS_SKIPPED, Run};
@@ -30,6 +30,7 @@ Examples:
   metal-candle train -m model/ -d data.jsonl --valid-fraction 0.1 --epochs 3 --rank 8
   metal-candle train -m model/ -d own.jsonl:3 -d owner/name:1 --prompt-column question --completion-column answer
   metal-candle train -c lora_config.yaml --learning-rate 1e-4
+  metal-candle train -m model/ -d preferences.jsonl --objective dpo
   metal-candle train --resume --output adapters
   metal-candle train -c lora_config.yaml --resume=auto    # on a machine that may be taken away
 
@@ -159,6 +160,34 @@ pub struct Flags {
     #[arg(long, value_name = "DIR", visible_alias = "resume-adapter-file", help_heading = "LoRA")]
     init_adapter: Option<PathBuf>,
 
+    /// What is minimised
+    #[arg(long, value_enum, help_heading = "Objective")]
+    objective: Option<ObjectiveName>,
+    /// How much a preference counts, and in dpo and kto how strongly the model is held to the reference [default: 0.1]
+    #[arg(long, value_name = "X", help_heading = "Objective")]
+    beta: Option<f64>,
+    /// The function of dpo [default: sigmoid]
+    #[arg(long, value_enum, help_heading = "Objective")]
+    loss_type: Option<LossType>,
+    /// The share of preferences that are the wrong way round, of dpo's loss robust and of simpo [default: 0]
+    #[arg(long, value_name = "X", help_heading = "Objective")]
+    label_smoothing: Option<f64>,
+    /// The margin that simpo aims at [default: 0.5]
+    #[arg(long, value_name = "X", help_heading = "Objective")]
+    simpo_gamma: Option<f64>,
+    /// What the losses of good answers are multiplied by in kto [default: 1]
+    #[arg(long, value_name = "X", help_heading = "Objective")]
+    desirable_weight: Option<f64>,
+    /// What those of the others are [default: 1]
+    #[arg(long, value_name = "X", help_heading = "Objective")]
+    undesirable_weight: Option<f64>,
+    /// Compute what the reference says of all answers before the first step, and keep it in a file
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "Objective")]
+    precompute_ref_log_probs: Option<bool>,
+    /// Compute the prompt of a pair once for both answers
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "Objective")]
+    share_prompts: Option<bool>,
+
     /// Passes over the data; fractions are allowed
     #[arg(long, value_name = "X", conflicts_with = "steps", help_heading = "Training")]
     epochs: Option<f64>,
@@ -174,7 +203,7 @@ pub struct Flags {
     /// What turns gradients into steps
     #[arg(long, value_enum, help_heading = "Training")]
     optimizer: Option<OptimizerName>,
-    /// The highest learning rate; unless given, a tenth of this with --fine-tune-type full
+    /// The highest learning rate; unless given, a tenth of this with --fine-tune-type full, and a twentieth with --objective other than sft
     #[arg(short, long, value_name = "X", help_heading = "Training")]
     learning_rate: Option<f64>,
     /// How it moves after the warm-up
@@ -276,9 +305,12 @@ pub struct Flags {
     /// End with the parameters of the best evaluation
     #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "While it trains")]
     keep_best: Option<bool>,
-    /// Evaluations without a better loss after which the run ends
+    /// Evaluations without a better one after which the run ends
     #[arg(long, value_name = "N", help_heading = "While it trains")]
     patience: Option<u64>,
+    /// Which evaluation is better
+    #[arg(long, value_enum, help_heading = "While it trains")]
+    best_by: Option<Best>,
     /// Steps between samples; 0 for none
     #[arg(long, value_name = "N", help_heading = "While it trains")]
     sample_every: Option<u64>,

@@ -5,6 +5,7 @@ mod defaults;
 pub mod file;
 mod keys;
 mod mlx;
+mod objective;
 mod optimizer;
 mod sources;
 mod values;
@@ -14,6 +15,7 @@ mod yaml;
 pub use data::{Data, DataFlags, Entry};
 pub use defaults::told;
 pub use keys::{cut, of_kind};
+pub use objective::{Best, LossType, ObjectiveName};
 pub use optimizer::OptimizerName;
 pub use values::{Course, FineTuneType, Loss, Matmul, Precision, Processor};
 pub use words::Foreign;
@@ -72,6 +74,16 @@ pub struct Settings {
     pub trainable_token_indices: Option<TokenIndices>,
     pub init_adapter: Option<PathBuf>,
 
+    pub objective: ObjectiveName,
+    pub beta: Option<f64>,
+    pub loss_type: Option<LossType>,
+    pub label_smoothing: Option<f64>,
+    pub simpo_gamma: Option<f64>,
+    pub desirable_weight: Option<f64>,
+    pub undesirable_weight: Option<f64>,
+    pub precompute_ref_log_probs: bool,
+    pub share_prompts: bool,
+
     pub epochs: Option<f64>,
     pub steps: Option<u64>,
     pub batch_size: usize,
@@ -117,6 +129,7 @@ pub struct Settings {
     pub keep: usize,
     pub keep_best: bool,
     pub patience: Option<u64>,
+    pub best_by: Best,
     pub sample_every: u64,
     pub sample_prompt: Vec<String>,
     pub sample_tokens: usize,
@@ -155,6 +168,8 @@ impl Default for Settings {
             trainable_token_indices,
         } = LoraConfig::default();
         let TrainOptions {
+            objective,
+            precompute_ref_log_probs,
             steps: _,
             grad_accumulation,
             learning_rate: _,
@@ -171,6 +186,7 @@ impl Default for Settings {
             keep,
             keep_best,
             patience,
+            best_by,
             sample_every,
         } = TrainOptions::new(1, LearningRate::default());
         let ScheduleOptions {
@@ -180,8 +196,14 @@ impl Default for Settings {
             warmup: _,
             warmup_init: _,
         } = ScheduleOptions::default();
-        let BatchOptions { batch_size, max_seq_length, packing, seed: _, shuffle: _ } =
-            BatchOptions::default();
+        let BatchOptions {
+            batch_size,
+            max_seq_length,
+            packing,
+            seed: _,
+            shuffle: _,
+            share_prompts,
+        } = BatchOptions::default();
         Self {
             model: None,
             revision: None,
@@ -214,6 +236,15 @@ impl Default for Settings {
             modules_to_save: (!modules_to_save.is_empty()).then_some(modules_to_save),
             trainable_token_indices,
             init_adapter: None,
+            objective: objective.into(),
+            beta: None,
+            loss_type: None,
+            label_smoothing: None,
+            simpo_gamma: None,
+            desirable_weight: None,
+            undesirable_weight: None,
+            precompute_ref_log_probs,
+            share_prompts,
             epochs: None,
             steps: None,
             batch_size,
@@ -256,6 +287,7 @@ impl Default for Settings {
             keep,
             keep_best,
             patience,
+            best_by: best_by.into(),
             sample_every,
             sample_prompt: Vec::new(),
             sample_tokens: 64,
@@ -551,6 +583,7 @@ impl Settings {
             max_seq_length: self.max_seq_length,
             packing: self.packing,
             seed: self.seed,
+            share_prompts: self.share_prompts,
             ..BatchOptions::default()
         }
     }
@@ -568,6 +601,8 @@ impl Settings {
         learning_rate: LearningRate,
     ) -> anyhow::Result<TrainOptions> {
         Ok(TrainOptions {
+            objective: self.objective()?,
+            precompute_ref_log_probs: self.precompute_ref_log_probs,
             steps,
             grad_accumulation: self.grad_accumulation,
             learning_rate,
@@ -584,6 +619,7 @@ impl Settings {
             keep: self.keep,
             keep_best: self.keep_best,
             patience: self.patience,
+            best_by: self.best_by.into(),
             sample_every: self.sample_every,
         })
     }

@@ -112,7 +112,7 @@ impl Settings {
     pub fn peak_learning_rate(&self) -> f64 {
         self.learning_rate.unwrap_or_else(|| {
             let every_weight = self.fine_tune_type == FineTuneType::Full;
-            self.optimizer.optimizer().default_learning_rate(every_weight)
+            self.optimizer.optimizer().default_learning_rate(every_weight) / self.rate_divisor()
         })
     }
 

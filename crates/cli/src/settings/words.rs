@@ -116,6 +116,13 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("bf16", Sets(|keys, name, value| half(keys, name, value, "bf16"))),
     ("completion_only_loss", Sets(|keys, name, value| loss_if(keys, name, value, "completion"))),
     ("chat_template_path", Key("chat_template")),
+    (
+        "ref_model",
+        Neutral(Off, "the reference is the frozen model, or the adapter of `init_adapter`"),
+    ),
+    ("disable_dropout", Neutral(OffOr(&["true"]), "give `dropout`")),
+    ("reference_free", Neutral(Off, "simpo and orpo have no reference, see `objective`")),
+    ("truncation_mode", Neutral(OffOr(&["keep_start"]), "sequences keep their beginning")),
     ("dataset_config", Key("data_config")),
     ("dataset_name", Key("data")),
     ("dataset_path", Key("data")),
@@ -224,6 +231,8 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("lr_scheduler", Key("schedule")),
     ("micro_batch_size", Key("batch_size")),
     ("num_epochs", Key("epochs")),
+    ("rl", Sets(objective)),
+    ("rl_beta", Key("beta")),
     ("sample_packing", Key("packing")),
     ("saves_per_epoch", Instead("checkpoints are counted in steps, see `save_every`")),
     ("sequence_len", Key("max_seq_length")),
@@ -248,7 +257,17 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ),
     ("mask_history", Sets(|keys, name, value| loss_if(keys, name, value, "completion"))),
     ("plot_loss", Key("plot")),
-    ("stage", Neutral(OffOr(&["sft"]), "sft, supervised fine-tuning, is the only one there is")),
+    ("kto_chosen_weight", Key("desirable_weight")),
+    ("kto_rejected_weight", Key("undesirable_weight")),
+    ("pref_beta", Key("beta")),
+    (
+        "pref_loss",
+        Sets(|keys, name, value| match value.as_str() {
+            Some("orpo" | "simpo") => keys.insert("objective", name, value.clone()),
+            _ => keys.insert("loss_type", name, value.clone()),
+        }),
+    ),
+    ("stage", Sets(objective)),
     ("train_on_prompt", Sets(|keys, name, value| loss_if(keys, name, value, "all"))),
     ("val_size", Sets(held_out)),
 ];
@@ -319,6 +338,20 @@ fn bits(keys: &mut Keys, name: &str, value: &Value, format: &str) -> Result<(), 
     match boolean(name, value)? {
         true => keys.insert("quantize", name, format.into()),
         false => Ok(()),
+    }
+}
+
+/// The objective by its name, where IPO is one of DPO's losses.
+fn objective(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    match value.as_str() {
+        Some("sft" | "dpo" | "simpo" | "orpo" | "kto") => {
+            keys.insert("objective", name, value.clone())
+        }
+        Some("ipo") => {
+            keys.insert("objective", name, "dpo".into())?;
+            keys.insert("loss_type", name, "ipo".into())
+        }
+        _ => Err(wrong(name, value, "sft, dpo, ipo, simpo, orpo or kto")),
     }
 }
 

@@ -6,6 +6,7 @@ mod common;
 mod control_characters;
 mod data;
 mod documents;
+mod preferences;
 mod runs;
 mod settings;
 mod terminal;

@@ -28,6 +28,25 @@ pub(super) fn add<T: Element>(x: &[T], y: &[T], out: &mut [T]) {
     );
 }
 
+/// Rows of `d` elements, each times its factor.
+pub(super) fn scale_rows<T: Element>(x: &[T], factors: &[T::Acc], d: usize, out: &mut [T]) {
+    for_each_chunk(
+        out,
+        d,
+        #[inline(always)]
+        |row, out| {
+            let factor = factors[row];
+            let mut wide = [T::Acc::ZERO; BLOCK];
+            for (x, out) in x[row * d..][..d].chunks(BLOCK).zip(out.chunks_mut(BLOCK)) {
+                let wide = &mut wide[..x.len()];
+                T::widen(x, wide);
+                wide.iter_mut().for_each(|x| *x *= factor);
+                T::narrow(wide, out);
+            }
+        },
+    );
+}
+
 /// What becomes of an element.
 #[derive(Clone, Copy)]
 pub(super) enum Change {

@@ -89,3 +89,32 @@ pub(super) fn scale_by(x: &Tensor, factor: &Tensor) -> Result<Tensor> {
     }
     Ok(out.tensor)
 }
+
+/// Rows of one launch.
+const ROWS: usize = 65_535;
+
+pub(super) fn scale_rows(x: &Tensor, factors: &Tensor) -> Result<Tensor> {
+    let cuda = Cuda::of(x)?;
+    let (n, d) = x.dims2()?;
+    let (x, factors) = (cuda.contiguous(x)?, cuda.contiguous(factors)?);
+    let out = cuda.empty(x.tensor.shape(), x.dtype)?;
+    let Ok(blocks) = u32::try_from(d.div_ceil(AHEAD * THREADS)) else {
+        bail!("metal-candle-kernels: {d} columns are too many for one launch")
+    };
+    let (columns, name) = (d as i64, by_dtype!("scale_rows", x.dtype)?);
+    for start in (0..n).step_by(ROWS) {
+        let rows = ROWS.min(n - start) as u32;
+        let launch = MODULE.launch(&cuda, name, (blocks, rows, 1), THREADS as u32, 0)?;
+        let of_row = (start * d * x.dtype.size_in_bytes()) as u64;
+        let of_factor = (start * size_of::<f32>()) as u64;
+        let (from, to) = (x.pointer + of_row, out.pointer + of_row);
+        let factor = factors.pointer + of_factor;
+        // SAFETY: x and the result have `n` rows of so many elements, and there are as many factors as rows.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&from).arg(&factor).arg(&to).arg(&columns);
+            })?;
+        }
+    }
+    Ok(out.tensor)
+}

@@ -101,6 +101,18 @@ __device__ __forceinline__ void scale_by_any(const T *x, const float *factor, T 
     scale_any(x, *factor, out, count);
 }
 
+/// A block has a part of the row blockIdx.y.
+template <typename T>
+__device__ __forceinline__ void scale_rows(const T *x, const float *factors, T *out, int64_t columns) {
+    const int64_t row = blockIdx.y * columns;
+    const float factor = factors[blockIdx.y];
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+        const int64_t i = (int64_t(blockIdx.x) * AHEAD + k) * THREADS + threadIdx.x;
+        if (i < columns) out[row + i] = from_float<T>(factor * to_float(x[row + i]));
+    }
+}
+
 FOR_EACH_DTYPE(add, THREADS, (const T *x, const T *y, T *out, int64_t count), (x, y, out, count))
 FOR_EACH_DTYPE(add_any, THREADS, (const T *x, const T *y, T *out, int64_t count),
                (x, y, out, count))
@@ -116,3 +128,5 @@ FOR_EACH_DTYPE(scale_by, THREADS, (const T *x, const float *factor, T *out, int6
                (x, factor, out, count))
 FOR_EACH_DTYPE(scale_by_any, THREADS, (const T *x, const float *factor, T *out, int64_t count),
                (x, factor, out, count))
+FOR_EACH_DTYPE(scale_rows, THREADS, (const T *x, const float *factors, T *out, int64_t columns),
+               (x, factors, out, columns))

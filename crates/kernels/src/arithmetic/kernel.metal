@@ -42,7 +42,21 @@ template <typename T>
     }
 }
 
+/// The threadgroups of `group.y` have row n.
+template <typename T>
+[[kernel]] void arithmetic_scale_rows(device const T *x [[buffer(0)]], device const float *factors [[buffer(1)]],
+                                      device T *out [[buffer(2)]], constant uint &columns [[buffer(3)]],
+                                      PLACE) {
+    const float factor = factors[group.y];
+    for (uint k = 0; k < AHEAD; k++) {
+        const uint i = (group.x * AHEAD + k) * threads.x + own.x;
+        const ulong place = ulong(group.y) * columns + i;
+        if (i < columns) out[place] = static_cast<T>(factor * float(x[place]));
+    }
+}
+
 FOR_EACH_DTYPE(arithmetic_add)
 FOR_EACH_DTYPE(arithmetic_scale)
 FOR_EACH_DTYPE(arithmetic_softcap)
 FOR_EACH_DTYPE(arithmetic_scale_by)
+FOR_EACH_DTYPE(arithmetic_scale_rows)

@@ -1,6 +1,6 @@
 //! Sums, multiples and caps on Metal, see `kernel.metal`.
 
-use crate::backend::metal::{Argument, Metal, by_dtype};
+use crate::backend::metal::{Argument, Metal, by_dtype, size};
 use candle_core::{Result, Tensor};
 
 pub(super) fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
@@ -23,6 +23,22 @@ pub(super) fn scale_by(x: &Tensor, factor: &Tensor) -> Result<Tensor> {
     let metal = Metal::of(x)?;
     let factor = metal.strided(factor)?;
     map(&metal, by_dtype!("arithmetic_scale_by", x.dtype())?, x, Argument::Input(&factor))
+}
+
+pub(super) fn scale_rows(x: &Tensor, factors: &Tensor) -> Result<Tensor> {
+    let metal = Metal::of(x)?;
+    let (n, d) = x.dims2()?;
+    let (x, factors) = (metal.contiguous(x)?, metal.contiguous(factors)?);
+    let out = metal.empty(x.tensor.shape(), x.dtype)?;
+    let arguments = [
+        Argument::Input(&x),
+        Argument::Input(&factors),
+        Argument::Output(&out),
+        Argument::U32(size("scale_rows", d)?),
+    ];
+    let name = by_dtype!("arithmetic_scale_rows", x.dtype)?;
+    metal.run(&[metal.by_elements(name, d, n, &arguments)?])?;
+    Ok(out.tensor)
 }
 
 fn map(metal: &Metal, name: &'static str, x: &Tensor, other: Argument) -> Result<Tensor> {

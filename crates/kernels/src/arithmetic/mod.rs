@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! add: z = x + y, dx = dy = dz        scale: z = f·x, dx = f·dz        softcap: z = c·tanh(x / c)
+//! scale_rows: z[n] = f[n]·x[n]
 //! ```
 
 mod cpu;
@@ -12,8 +13,8 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Input, dispatch, unwritten};
-use crate::backend::{on_gpu, require_dtype, require_shape, require_together};
+use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
+use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// `x + y`, of one shape and dtype.
@@ -82,6 +83,33 @@ pub fn scale_by(x: &Tensor, factor: &Tensor) -> Result<Tensor> {
     on_gpu!(x, gpu => gpu::scale_by(x, factor));
     let factor = factor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
     scale(x, factor[0])
+}
+
+/// The rows of `x (n, d)` times `factors (n)`, in the shape and dtype of `x`. The factors are in f32 (f64 for f64). A
+/// gradient whose rows depend on nothing but a factor each is brought to scale by it.
+///
+/// # Errors
+/// When shapes or dtypes don't fit, or the tensors aren't on one device.
+pub fn scale_rows(x: &Tensor, factors: &Tensor) -> Result<Tensor> {
+    const OPERATION: &str = "scale_rows";
+    require_together(OPERATION, &[x, factors])?;
+    require_rank(OPERATION, "x", x, 2, "(n, d)")?;
+    let (n, d) = x.dims2()?;
+    require_shape(OPERATION, "factors", factors, &[n])?;
+    let expected = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    require_dtype(OPERATION, "factors", factors, expected)?;
+    if x.elem_count() == 0 {
+        return Ok(x.clone());
+    }
+    on_gpu!(x, gpu => gpu::scale_rows(x, factors));
+    let (x, factors) = (Input::contiguous(x)?, Input::contiguous(factors)?);
+    let (x, factors) = (x.read(), factors.read());
+    dispatch!(OPERATION, x.dtype(), T => {
+        let (x, factors) = (x.slice::<T>()?, factors.slice::<Sum<T>>()?);
+        let mut out = unwritten::<T>(x.len());
+        cpu::scale_rows(x, factors, d, &mut out);
+        Tensor::from_vec(out, (n, d), &Device::Cpu)
+    })
 }
 
 /// Every element of `x` changed, by the CPU.

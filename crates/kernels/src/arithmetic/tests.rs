@@ -34,6 +34,27 @@ fn sums_and_multiples_are_candles_rounded_once() {
 }
 
 #[test]
+fn rows_are_multiplied_by_their_factors() {
+    for dtype in DTYPES {
+        for (n, d) in [(0, 3), (3, 0), (1, 1), (5, 7), (3, 1000)] {
+            let x = random(&[n, d], 1).to_dtype(dtype).unwrap();
+            let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+            let factors = random(&[n], 2).to_dtype(wide).unwrap();
+            let found = scale_rows(&x, &factors).unwrap();
+            let column = factors.reshape((n, 1)).unwrap();
+            let expected = x.to_dtype(wide).unwrap().broadcast_mul(&column).unwrap();
+            assert_identical(&found, &expected.to_dtype(dtype).unwrap());
+            assert_identical(&scale_rows(&strided(&x), &strided(&factors)).unwrap(), &found);
+        }
+    }
+    let x = random(&[2, 3], 1);
+    let wrong = message(scale_rows(&x, &random(&[3], 1)));
+    assert!(wrong.contains("factors has shape [3], expected [2]"), "{wrong}");
+    let single = random(&[2], 1).to_dtype(DType::F32).unwrap();
+    assert!(message(scale_rows(&x, &single)).contains("factors is F32, expected F64"));
+}
+
+#[test]
 fn threads_and_strides_do_not_change_bits() {
     for dtype in DTYPES {
         let x = random(&[40, 1000], 1).to_dtype(dtype).unwrap();
@@ -81,6 +102,12 @@ fn cuda_gives_the_bits_of_the_cpu() {
             assert_close(&back(&softcap(&x, 0.7).unwrap()), &capped, near);
             assert_identical(&back(&add(&x, &y).unwrap()), &sum);
             assert_identical(&back(&scale(&x, 0.37).unwrap()), &multiple);
+            if let Ok((n, _)) = x.dims2() {
+                let factors = random(&[n], 3).to_dtype(DType::F32).unwrap();
+                let expected = scale_rows(&back(&x), &factors).unwrap();
+                let found = scale_rows(&x, &factors.to_device(&device).unwrap()).unwrap();
+                assert_identical(&back(&found), &expected);
+            }
             let factor = Tensor::new(0.37f32, &device).unwrap();
             assert_identical(&back(&scale_by(&x, &factor).unwrap()), &multiple);
             if shape.len() == 2 {

@@ -7,7 +7,7 @@
 //! what has been summed is brought to scale when a block has a larger one. The target's term is left out of
 //! the blocks and added at the end, as exactly `p - 1` rather than `p` minus a rounded product.
 
-use super::Options;
+use super::{Counted, Options};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::{
     Disjoint, Element, Real, Values, for_each_chunk, for_each_chunk2, max, sum, unwritten,
@@ -24,9 +24,32 @@ pub(super) struct Problem<'a, T: Element> {
     /// `(n, d)`
     pub hidden: &'a [T],
     pub weight: Values<'a, T::Acc>,
-    /// Row and target of every row that counts.
-    pub counted: &'a [(usize, u32)],
+    pub counted: &'a [Counted],
     pub options: &'a Options,
+}
+
+/// What was found of the rows that count, in their order.
+pub(super) struct Found<A> {
+    /// The weighted sum of the losses.
+    pub loss: f64,
+    pub losses: Vec<A>,
+    /// Where they are asked for.
+    pub entropies: Vec<A>,
+    pub hits: Vec<A>,
+}
+
+impl<A: Real> Found<A> {
+    fn add(&mut self, rows: &[Row<A>], statistics: bool) {
+        for row in rows {
+            let loss = row.log_sum_exp() - row.target_logit;
+            self.loss += row.weight.to_f64() * loss.to_f64();
+            self.losses.push(loss);
+            if statistics {
+                self.entropies.push(row.entropy());
+                self.hits.push(row.hit());
+            }
+        }
+    }
 }
 
 /// What is known of a row's logits so far.
@@ -39,19 +62,25 @@ struct Row<A> {
     largest: A,
     /// Σ e^{logit - largest}.
     total: A,
+    /// Σ e^{logit - largest}·(logit - largest), where the entropy is asked for.
+    spread: A,
+    /// What the row's loss is multiplied by.
+    weight: A,
     /// What the sums before the latest block are multiplied by.
     rescale: A,
 }
 
 impl<A: Real> Row<A> {
-    fn new(target: usize) -> Self {
+    fn new(counted: &Counted) -> Self {
         Row {
-            target,
+            target: counted.target as usize,
+            weight: A::from_f64(f64::from(counted.weight)),
             target_logit: A::ZERO,
             target_slope: A::ONE,
             // Finite, so that a block of negative infinities adds nothing.
             largest: A::from_f64(f32::MIN as f64),
             total: A::ZERO,
+            spread: A::ZERO,
             rescale: A::ZERO,
         }
     }
@@ -63,7 +92,16 @@ impl<A: Real> Row<A> {
     /// The gradient with respect to the target's product.
     fn of_target(&self, scale: A) -> A {
         let probability = (self.target_logit - self.log_sum_exp()).exp();
-        (probability - A::ONE) * self.target_slope * scale
+        (probability - A::ONE) * self.target_slope * scale * self.weight
+    }
+
+    fn entropy(&self) -> A {
+        self.total.ln() - self.spread / self.total
+    }
+
+    /// 1 where no logit is larger than the target's.
+    fn hit(&self) -> A {
+        if self.target_logit >= self.largest { A::ONE } else { A::ZERO }
     }
 }
 
@@ -91,29 +129,29 @@ impl<A: Real> Shape<A> {
 }
 
 impl<T: Element> Problem<'_, T> {
-    /// The summed loss; gradients are written to (`dhidden`) and added to (`dweight`, of so many columns) zeroed
-    /// buffers.
+    /// The loss of each row and their weighted sum; gradients are written to (`dhidden`) and added to (`dweight`, of so
+    /// many columns) zeroed buffers.
     pub(super) fn run(
         &self,
         mut dhidden: Option<&mut [T]>,
         mut dweight: Option<(&mut [T::Acc], usize)>,
-    ) -> f64 {
+    ) -> Found<T::Acc> {
         let (d, v) = (self.d, self.v);
         let most_rows = self.options.chunk.min(self.counted.len());
         let width = (LOGITS / most_rows.max(1)).max(1).next_multiple_of(64).min(v);
         let mut hidden = unwritten::<T>(most_rows * d);
         let mut logits = Scratch::new(most_rows * width);
         let mut sums = Scratch::new(if dhidden.is_some() { most_rows * d } else { 0 });
-        let mut loss = 0.0;
+        let (losses, entropies, hits) = Default::default();
+        let mut found = Found { loss: 0.0, losses, entropies, hits };
         for counted in self.counted.chunks(self.options.chunk) {
             let count = counted.len();
             let hidden = &mut hidden[..count * d];
-            for (hidden, (row, _)) in hidden.chunks_exact_mut(d.max(1)).zip(counted) {
-                hidden.copy_from_slice(&self.hidden[row * d..][..d]);
+            for (hidden, counted) in hidden.chunks_exact_mut(d.max(1)).zip(counted) {
+                hidden.copy_from_slice(&self.hidden[counted.row * d..][..d]);
             }
             let hidden = T::values(hidden);
-            let mut rows: Vec<Row<T::Acc>> =
-                counted.iter().map(|(_, target)| Row::new(*target as usize)).collect();
+            let mut rows: Vec<Row<T::Acc>> = counted.iter().map(Row::new).collect();
             let sums = &mut sums[..if dhidden.is_some() { count * d } else { 0 }];
             for start in (0..v).step_by(width.max(1)) {
                 let (weight, logits) = self.block(hidden, count, start, width, &mut logits);
@@ -134,8 +172,7 @@ impl<T: Element> Problem<'_, T> {
                     add_input_gradient(kind, count, (of_block, d), dy, weight, before, sums);
                 }
             }
-            loss +=
-                rows.iter().map(|row| (row.log_sum_exp() - row.target_logit).to_f64()).sum::<f64>();
+            found.add(&rows, self.options.statistics);
             if let Some(dhidden) = dhidden.as_deref_mut() {
                 self.finish(counted, &rows, sums, dhidden);
             }
@@ -157,7 +194,7 @@ impl<T: Element> Problem<'_, T> {
                 }
             }
         }
-        loss
+        found
     }
 
     /// The part of the weight from row `start` on, and the products with it.
@@ -207,6 +244,16 @@ impl<T: Element> Problem<'_, T> {
         let before = row.largest;
         let of_block = max(products);
         let largest = if of_block > before { of_block } else { before };
+        let rescale = (before - largest).exp_nonpositive();
+        if self.options.statistics {
+            // A sum so far is one of no terms before the first block, when the largest is no logit.
+            let moved = if row.total == T::Acc::ZERO {
+                T::Acc::ZERO
+            } else {
+                (row.spread + (before - largest) * row.total) * rescale
+            };
+            row.spread = moved + spread(products, largest);
+        }
         let added = match shape.cap {
             Some((_, inverse)) if need_gradient => exponentials(
                 products,
@@ -226,7 +273,7 @@ impl<T: Element> Problem<'_, T> {
             ),
         };
         row.largest = largest;
-        row.rescale = (before - largest).exp_nonpositive();
+        row.rescale = rescale;
         row.total = row.total * row.rescale + added;
         if let Some(product) = products.get_mut(target) {
             *product = T::Acc::ZERO;
@@ -242,7 +289,7 @@ impl<T: Element> Problem<'_, T> {
         for product in products.iter_mut() {
             let logit = *product;
             let slope = shape.cap.map_or(T::Acc::ONE, |(_, inverse)| slope(logit, inverse));
-            *product = (logit - log_sum_exp).exp() * slope * shape.scale;
+            *product = (logit - log_sum_exp).exp() * slope * shape.scale * row.weight;
         }
         if let Some(product) = products.get_mut(row.target.wrapping_sub(start)) {
             *product = row.of_target(shape.scale);
@@ -252,7 +299,7 @@ impl<T: Element> Problem<'_, T> {
     /// The gradients of hidden rows from their sums over the blocks.
     fn finish(
         &self,
-        counted: &[(usize, u32)],
+        counted: &[Counted],
         rows: &[Row<T::Acc>],
         sums: &mut [T::Acc],
         dhidden: &mut [T],
@@ -266,11 +313,11 @@ impl<T: Element> Problem<'_, T> {
             #[inline(always)]
             |index, sums| {
                 let row = &rows[index];
-                let factor = (row.largest - row.log_sum_exp()).exp() * scale;
+                let factor = (row.largest - row.log_sum_exp()).exp() * scale * row.weight;
                 let of_target = row.of_target(scale);
                 let mut weight = vec![T::Acc::ZERO; d];
                 self.weight.read(row.target * d, &mut weight);
-                let start = counted[index].0 * d;
+                let start = counted[index].row * d;
                 // SAFETY: every row is counted once.
                 let out = unsafe { dhidden.slice(start..start + d) };
                 for (sum, weight) in sums.iter_mut().zip(&weight) {
@@ -287,6 +334,24 @@ impl<T: Element> Problem<'_, T> {
 fn slope<A: Real>(capped: A, inverse_cap: A) -> A {
     let ratio = capped * inverse_cap;
     A::ONE - ratio * ratio
+}
+
+/// Σ e^{logit - largest}·(logit - largest), where a logit of negative infinity adds nothing.
+#[inline(always)]
+fn spread<A: Real>(logits: &[A], largest: A) -> A {
+    let mut total = A::ZERO;
+    let mut block = [A::ZERO; 256];
+    let least = A::from_f64(f64::from(f32::MIN));
+    for logits in logits.chunks(256) {
+        let block = &mut block[..logits.len()];
+        for (logit, term) in logits.iter().zip(block.iter_mut()) {
+            let below = *logit - largest;
+            let below = if below < least { least } else { below };
+            *term = below.exp_nonpositive() * below;
+        }
+        total += sum(block);
+    }
+    total
 }
 
 /// Replaces every value by the second of its terms and adds up the first.

@@ -1,7 +1,7 @@
 //! The fused head and cross entropy on CUDA: the rows that count are gathered, logits are made in f32 a
 //! chunk of rows at a time, and a kernel turns them into losses and gradients.
 
-use super::{ALIGNMENT, Options, Output};
+use super::{ALIGNMENT, Counted, Options, Output, Statistics};
 use crate::backend::cuda::{
     Array, Cuda, Matrix, Module, a_block_a_row, by_dtype, module, require_floats,
 };
@@ -21,12 +21,21 @@ pub(super) struct Problem<'a> {
     pub(super) hidden: &'a Tensor,
     /// `(v, d)`
     pub(super) weight: &'a Tensor,
-    /// Row and target of every row that counts.
-    pub(super) counted: &'a [(usize, u32)],
+    pub(super) counted: &'a [Counted],
     pub(super) options: &'a Options,
     pub(super) need_dhidden: bool,
     /// Leading columns of the weight that need a gradient.
     pub(super) trained: usize,
+}
+
+/// Where a chunk's rows lie; what isn't wanted is null.
+struct Pointers {
+    products: u64,
+    gradients: u64,
+    /// Targets, rows and weights of the rows that count.
+    of_counted: [u64; 3],
+    /// Losses, entropies and hits of all rows.
+    of_rows: [u64; 3],
 }
 
 impl Problem<'_> {
@@ -39,6 +48,11 @@ impl Problem<'_> {
         let v = self.weight.dim(0)?;
         let count = self.counted.len();
         let loss = cuda.empty((), DType::F32)?;
+        let losses = cuda.zeros(n, DType::F32)?;
+        let statistics = match self.options.statistics {
+            true => Some([cuda.zeros(n, DType::F32)?, cuda.zeros(n, DType::F32)?]),
+            false => None,
+        };
         if count == 0 {
             cuda.clear(&loss)?;
             let zeros = |needed: bool, shape: (usize, usize), dtype| {
@@ -47,6 +61,8 @@ impl Problem<'_> {
             };
             return Ok(Output {
                 loss: loss.tensor,
+                losses: losses.tensor,
+                statistics: statistics.map(Statistics::of),
                 count,
                 dhidden: zeros(self.need_dhidden, (n, d), dtype)?,
                 dweight: zeros(self.trained > 0, (v, self.trained), DType::F32)?,
@@ -56,8 +72,9 @@ impl Problem<'_> {
         let all_count = count == n;
         let indices = self.upload_indices(&cuda, n, all_count)?;
         let targets = indices.pointer;
-        let rows = targets + (count * size_of::<u32>()) as u64;
-        let places = rows + (count * size_of::<u32>()) as u64;
+        let of_counted = targets + (count * size_of::<u32>()) as u64;
+        let weights = of_counted + (count * size_of::<u32>()) as u64;
+        let places = weights + (count * size_of::<f32>()) as u64;
 
         let weight = cuda.rows_as(self.weight, dtype)?;
         let hidden_rows = cuda.rows(self.hidden)?;
@@ -65,7 +82,7 @@ impl Problem<'_> {
             (hidden_rows.matrix, None)
         } else {
             let gathered = cuda.empty((count, d), dtype)?;
-            gather(&cuda, hidden_rows.matrix, rows, &gathered, (count, d))?;
+            gather(&cuda, hidden_rows.matrix, of_counted, &gathered, (count, d))?;
             (Matrix::of(&gathered, d), Some(gathered))
         };
         let chunk = chunk.min(count);
@@ -81,7 +98,6 @@ impl Problem<'_> {
             Some(gradients) => Matrix::of(gradients, stride),
             None => all_products,
         };
-        let losses = cuda.empty(count, DType::F32)?;
         let dhidden = match self.need_dhidden {
             true => Some(cuda.empty((count, d), dtype)?),
             false => None,
@@ -95,9 +111,17 @@ impl Problem<'_> {
             let hidden = hidden.at_row(start);
             cuda.gemm([rows, v, d], 1.0, (hidden, weight.matrix.t()), 0.0, all_products)?;
             let offset = (start * size_of::<u32>()) as u64;
-            let gradient = if need_gradient { all_gradients.pointer } else { 0 };
-            let places = (products.pointer, gradient, targets + offset, losses.pointer + offset);
-            self.losses(&cuda, dtype, places, stride, rows)?;
+            let [entropies, hits] = match &statistics {
+                Some([entropies, hits]) => [entropies.pointer, hits.pointer],
+                None => [0, 0],
+            };
+            let pointers = Pointers {
+                products: products.pointer,
+                gradients: if need_gradient { all_gradients.pointer } else { 0 },
+                of_counted: [targets + offset, of_counted + offset, weights + offset],
+                of_rows: [losses.pointer, entropies, hits],
+            };
+            self.losses(&cuda, dtype, &pointers, stride, rows)?;
             if let Some(dhidden) = &dhidden {
                 let to = Matrix::of(dhidden, d).at_row(start);
                 cuda.gemm([rows, d, v], 1.0, (all_gradients, weight.matrix), 0.0, to)?;
@@ -108,7 +132,7 @@ impl Problem<'_> {
                 cuda.gemm([v, self.trained, rows], 1.0, (all_gradients.t(), hidden), beta, to)?;
             }
         }
-        sum(&cuda, &losses, &loss, count)?;
+        sum(&cuda, &losses, (of_counted, weights), &loss, count)?;
         let dhidden = match dhidden {
             Some(of_counted) if !all_count => {
                 let dhidden = cuda.empty((n, d), dtype)?;
@@ -119,25 +143,28 @@ impl Problem<'_> {
         };
         Ok(Output {
             loss: loss.tensor,
+            losses: losses.tensor,
+            statistics: statistics.map(Statistics::of),
             count,
             dhidden: dhidden.map(|dhidden| dhidden.tensor),
             dweight: dweight.map(|dweight| dweight.tensor),
         })
     }
 
-    /// The targets, and where not all rows count the rows of those that do, and where each row is among
+    /// The targets of the rows that count, these rows, their weights, and where not all count where each row is among
     /// them.
     fn upload_indices(&self, cuda: &Cuda, n: usize, all_count: bool) -> Result<Array> {
         let Ok(_) = u32::try_from(n) else {
             bail!("metal-candle-kernels: cross_entropy: hidden has {n} rows, expected below 2^32")
         };
-        let mut indices: Vec<u32> = self.counted.iter().map(|(_, target)| *target).collect();
+        let mut indices: Vec<u32> = self.counted.iter().map(|counted| counted.target).collect();
+        indices.extend(self.counted.iter().map(|counted| counted.row as u32));
+        indices.extend(self.counted.iter().map(|counted| counted.weight.to_bits()));
         if !all_count {
-            indices.extend(self.counted.iter().map(|(row, _)| *row as u32));
             let first = indices.len();
             indices.resize(first + n, u32::MAX);
-            for (place, (row, _)) in (0..).zip(self.counted) {
-                indices[first + row] = place;
+            for (place, counted) in (0..).zip(self.counted) {
+                indices[first + counted.row] = place;
             }
         }
         let count = indices.len();
@@ -148,10 +175,11 @@ impl Problem<'_> {
         &self,
         cuda: &Cuda,
         dtype: DType,
-        (products, gradients, targets, losses): (u64, u64, u64, u64),
+        pointers: &Pointers,
         stride: usize,
         rows: usize,
     ) -> Result<()> {
+        let Pointers { products, gradients, of_counted, of_rows } = pointers;
         let name = by_dtype!("loss_rows", dtype)?;
         let launch = MODULE.launch(cuda, name, a_block_a_row(rows)?, THREADS, 0)?;
         let (stride, columns) = (stride as i64, self.weight.dim(0)? as i32);
@@ -161,10 +189,19 @@ impl Problem<'_> {
         // are columns.
         unsafe {
             launch.with(|arguments| {
-                arguments.arg(&products).arg(&gradients).arg(&targets).arg(&losses);
+                arguments.arg(products).arg(gradients);
+                for pointer in of_counted.iter().chain(of_rows) {
+                    arguments.arg(pointer);
+                }
                 arguments.arg(&stride).arg(&columns).arg(&scale).arg(&cap);
             })
         }
+    }
+}
+
+impl Statistics {
+    fn of([entropies, hits]: [Array; 2]) -> Self {
+        Self { entropies: entropies.tensor, hits: hits.tensor }
     }
 }
 
@@ -213,13 +250,20 @@ fn whole(elements: usize, dtype: DType) -> bool {
     (elements * dtype.size_in_bytes()).is_multiple_of(16)
 }
 
-fn sum(cuda: &Cuda, losses: &Array, loss: &Array, count: usize) -> Result<()> {
+fn sum(
+    cuda: &Cuda,
+    losses: &Array,
+    (of_counted, weights): (u64, u64),
+    loss: &Array,
+    count: usize,
+) -> Result<()> {
     let launch = MODULE.launch(cuda, "sum_losses", (1, 1, 1), THREADS, 0)?;
     let count = count as i32;
     // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
     unsafe {
         launch.with(|arguments| {
-            arguments.arg(&losses.pointer).arg(&loss.pointer).arg(&count);
+            arguments.arg(&losses.pointer).arg(&of_counted).arg(&weights);
+            arguments.arg(&loss.pointer).arg(&count);
         })
     }
 }

@@ -70,14 +70,21 @@ template <typename T> __device__ __forceinline__ void store_four(T *to, const fl
     *reinterpret_cast<uint2 *>(to) = *reinterpret_cast<const uint2 *>(four);
 }
 
-/// The loss of row blockIdx.x and, unless `gradient` is null, its gradient with respect to the products
-/// of the head. The gradient may lie where the products do. Rows of both are `stride` elements apart
+/// Where what is found of the rows goes, each in its place among all; what isn't wanted is null.
+struct OfRows {
+    float *losses, *entropies, *hits;
+};
+
+/// The loss of row blockIdx.x, which is row `rows[blockIdx.x]` of all, and, unless `gradient` is null, its gradient
+/// with respect to the products of the head, times the row's weight. The gradient may lie where the products do. Rows of both are `stride` elements apart
 /// and begin at 16 bytes.
 template <typename T>
 __device__ __forceinline__ void loss_rows(const float *products, T *gradient, const uint32_t *targets,
-                                          float *losses, int64_t stride, int columns, Logit logit) {
+                                          const uint32_t *rows, const float *weights, OfRows out,
+                                          int64_t stride, int columns, Logit logit) {
     __shared__ float scratch[WARP];
     const float *row = products + blockIdx.x * stride;
+    const float weight = weights[blockIdx.x];
     const int target = targets[blockIdx.x];
     const float target_logit = logit(row[target]);
     const int fours = columns / 4;
@@ -108,7 +115,23 @@ __device__ __forceinline__ void loss_rows(const float *products, T *gradient, co
     const float most = block_max(largest, scratch);
     const float sum = block_sum(total * __expf(largest - most), scratch);
     const float log_sum_exp = most + logf(sum);
-    if (threadIdx.x == 0) losses[blockIdx.x] = log_sum_exp - target_logit;
+    const uint32_t place = rows[blockIdx.x];
+    if (threadIdx.x == 0) out.losses[place] = log_sum_exp - target_logit;
+    if (out.entropies != nullptr) {
+        float spread = 0.0f;
+        for (int i = threadIdx.x; i < columns; i += THREADS) {
+            // Finite, so that a logit of negative infinity adds nothing.
+            const float below = fmaxf(logit(row[i]) - most, -FLT_MAX);
+            spread += __expf(below) * below;
+        }
+        spread = block_sum(spread, scratch);
+        if (threadIdx.x == 0) {
+            out.entropies[place] = logf(sum) - spread / sum;
+            out.hits[place] = target_logit >= most ? 1.0f : 0.0f;
+        }
+        // Others have read what is replaced now.
+        __syncthreads();
+    }
     if (gradient == nullptr) return;
 
     T *to = gradient + blockIdx.x * stride;
@@ -116,7 +139,7 @@ __device__ __forceinline__ void loss_rows(const float *products, T *gradient, co
         const float z = logit(product);
         const float probability = __expf(z - log_sum_exp);
         // Exactly p - 1 rather than p minus a rounded product.
-        return (column == target ? probability - 1.0f : probability) * logit.slope(z);
+        return (column == target ? probability - 1.0f : probability) * logit.slope(z) * weight;
     };
     // From the end, which was read last and may still be near.
     for (int i = fours * 4 + threadIdx.x; i < columns; i += THREADS)
@@ -139,17 +162,19 @@ FOR_EACH_DTYPE(scatter_rows, 256,
                (const T *x, const uint32_t *places, T *out, int columns, int aligned),
                (x, places, out, columns, aligned))
 FOR_EACH_DTYPE(loss_rows, THREADS,
-               (const float *products, T *gradient, const uint32_t *targets, float *losses,
-                int64_t stride, int columns, float scale, float cap),
-               (products, gradient, targets, losses, stride, columns,
-                Logit{scale, cap, cap > 0.0f ? 1.0f / cap : 0.0f}))
+               (const float *products, T *gradient, const uint32_t *targets, const uint32_t *rows,
+                const float *weights, float *losses, float *entropies, float *hits, int64_t stride,
+                int columns, float scale, float cap),
+               (products, gradient, targets, rows, weights, OfRows{losses, entropies, hits}, stride,
+                columns, Logit{scale, cap, cap > 0.0f ? 1.0f / cap : 0.0f}))
 
-/// The sum of all losses, by one block, in f64 and always in the same order.
+/// The weighted sum of the losses of `rows`, by one block, in f64 and always in the same order.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sum_losses(const float *__restrict__ losses, float *__restrict__ out, int count) {
+    sum_losses(const float *__restrict__ losses, const uint32_t *__restrict__ rows,
+               const float *__restrict__ weights, float *__restrict__ out, int count) {
     __shared__ double parts[THREADS];
     double sum = 0.0;
-    for (int i = threadIdx.x; i < count; i += THREADS) sum += losses[i];
+    for (int i = threadIdx.x; i < count; i += THREADS) sum += static_cast<double>(weights[i]) * losses[rows[i]];
     parts[threadIdx.x] = sum;
     __syncthreads();
     for (int half = THREADS / 2; half > 0; half /= 2) {

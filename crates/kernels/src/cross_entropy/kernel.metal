@@ -23,19 +23,20 @@ struct Logit {
 /// The gradient of a row with respect to the products of the head, in their place or in another.
 template <typename T>
 inline void cross_entropy_gradient(device const float *row, device T *to, uint columns, uint target,
-                                   float log_sum_exp, Logit logit, uint first, uint threads) {
+                                   float log_sum_exp, float weight, Logit logit, uint first,
+                                   uint threads) {
     for (uint i = first; i < columns; i += threads) {
         const float z = logit.of(row[i]);
         const float probability = exp(z - log_sum_exp);
         // Exactly p - 1 rather than p minus a rounded product.
         const float difference = i == target ? probability - 1.0f : probability;
-        to[i] = static_cast<T>(difference * logit.slope(z));
+        to[i] = static_cast<T>(difference * logit.slope(z) * weight);
     }
 }
 
-/// The loss of row `group.x`, and where `where` isn't 0 its gradient: in `gradient` for 1, and for 2 in
-/// place of the products, when `gradient` isn't touched. Rows of both are `stride` elements apart and
-/// begin at 16 bytes.
+/// The loss of row `group.x`, which is row `rows[group.x]` of all, and where `where` isn't 0 its gradient times the
+/// row's weight: in `gradient` for 1, and for 2 in place of the products, when `gradient` isn't touched. Rows of both
+/// are `stride` elements apart and begin at 16 bytes. Entropies and hits are written where `statistics` isn't 0.
 template <typename T>
 [[kernel]] void cross_entropy_rows(device float *products [[buffer(0)]],
                                    device T *gradient [[buffer(1)]],
@@ -45,7 +46,12 @@ template <typename T>
                                    constant uint &columns [[buffer(5)]],
                                    constant float &scale [[buffer(6)]],
                                    constant float &cap [[buffer(7)]],
-                                   constant uint &where [[buffer(8)]], PLACE, SIMD_PLACE) {
+                                   constant uint &where [[buffer(8)]],
+                                   device const uint *rows [[buffer(9)]],
+                                   device const float *weights [[buffer(10)]],
+                                   device float *entropies [[buffer(11)]],
+                                   device float *hits [[buffer(12)]],
+                                   constant uint &statistics [[buffer(13)]], PLACE, SIMD_PLACE) {
     threadgroup float scratch[SIMDGROUPS];
     const Logit logit{scale, cap, cap > 0.0f ? 1.0f / cap : 0.0f};
     device float *row = products + group.x * stride;
@@ -81,14 +87,29 @@ template <typename T>
     const float sum =
         group_sum(total * exp(largest - most), scratch, lane, simdgroup, simdgroups);
     const float log_sum_exp = most + log(sum);
-    if (own.x == 0) losses[group.x] = log_sum_exp - target_logit;
+    const uint place = rows[group.x];
+    const float weight = weights[group.x];
+    if (own.x == 0) losses[place] = log_sum_exp - target_logit;
+    if (statistics != 0) {
+        float spread = 0.0f;
+        for (uint i = own.x; i < columns; i += threads.x) {
+            // Finite, so that a logit of negative infinity adds nothing.
+            const float below = max(logit.of(row[i]) - most, -FLT_MAX);
+            spread += exp(below) * below;
+        }
+        spread = group_sum(spread, scratch, lane, simdgroup, simdgroups);
+        if (own.x == 0) {
+            entropies[place] = log(sum) - spread / sum;
+            hits[place] = target_logit >= most ? 1.0f : 0.0f;
+        }
+    }
     if (where == 1)
-        cross_entropy_gradient(row, gradient + group.x * stride, columns, target, log_sum_exp, logit,
-                               own.x, threads.x);
+        cross_entropy_gradient(row, gradient + group.x * stride, columns, target, log_sum_exp, weight,
+                               logit, own.x, threads.x);
     if (where != 2) return;
     // Others have read what is replaced now.
     threadgroup_barrier(mem_flags::mem_device);
-    cross_entropy_gradient(row, row, columns, target, log_sum_exp, logit, own.x, threads.x);
+    cross_entropy_gradient(row, row, columns, target, log_sum_exp, weight, logit, own.x, threads.x);
 }
 
 /// out[n] = x[places[n]], or zeros where that is nowhere; the threadgroups of `group.y` have row n.
@@ -107,13 +128,15 @@ template <typename T>
     }
 }
 
-/// The sum of all losses, by one threadgroup.
+/// The weighted sum of the losses of `rows`, by one threadgroup.
 [[kernel]] void cross_entropy_sum(device const float *losses [[buffer(0)]],
                                   device float *out [[buffer(1)]],
-                                  constant uint &count [[buffer(2)]], PLACE, SIMD_PLACE) {
+                                  constant uint &count [[buffer(2)]],
+                                  device const uint *rows [[buffer(3)]],
+                                  device const float *weights [[buffer(4)]], PLACE, SIMD_PLACE) {
     threadgroup float scratch[SIMDGROUPS];
     float sum = 0.0f;
-    for (uint i = own.x; i < count; i += threads.x) sum += losses[i];
+    for (uint i = own.x; i < count; i += threads.x) sum += weights[i] * losses[rows[i]];
     sum = group_sum(sum, scratch, lane, simdgroup, simdgroups);
     if (own.x == 0) out[0] = sum;
 }

@@ -1,7 +1,7 @@
 //! The fused head and cross entropy on Metal: the rows that count are gathered, logits are made in f32 a
 //! chunk of rows at a time, and a kernel turns them into losses and gradients.
 
-use super::{ALIGNMENT, Options, Output};
+use super::{ALIGNMENT, Counted, Options, Output, Statistics};
 use crate::backend::metal::product::{Finish, Matrix, Term};
 use crate::backend::metal::{Argument, Array, Metal, by_dtype, size};
 use crate::embedding;
@@ -16,8 +16,7 @@ pub(crate) struct Problem<'a> {
     pub(crate) hidden: &'a Tensor,
     /// `(v, d)`
     pub(crate) weight: &'a Tensor,
-    /// Row and target of every row that counts.
-    pub(crate) counted: &'a [(usize, u32)],
+    pub(crate) counted: &'a [Counted],
     pub(crate) options: &'a Options,
     pub(crate) need_dhidden: bool,
     /// Leading columns of the weight that need a gradient.
@@ -38,6 +37,11 @@ impl Problem<'_> {
         let count = self.counted.len();
         let needs_dweight = self.trained > 0;
         let loss = metal.empty((), DType::F32)?;
+        let losses = metal.zeros(n)?;
+        let statistics = match self.options.statistics {
+            true => Some([metal.zeros(n)?, metal.zeros(n)?]),
+            false => None,
+        };
         if count == 0 {
             metal.clear(&loss)?;
             let dhidden = match self.need_dhidden {
@@ -46,18 +50,22 @@ impl Problem<'_> {
                 false => None,
             };
             let dweight = needs_dweight.then(|| metal.zeros((v, self.trained))).transpose()?;
-            return Ok(output(loss, count, dhidden, dweight));
+            return Ok(output(loss, losses, statistics, count, dhidden, dweight));
         }
         let on_device =
             |numbers: Vec<u32>| Tensor::from_vec(numbers, (1, count), self.hidden.device());
-        let targets = on_device(self.counted.iter().map(|(_, target)| *target).collect())?;
+        let targets = on_device(self.counted.iter().map(|counted| counted.target).collect())?;
         let targets = metal.strided(&targets)?;
+        let places = on_device(self.counted.iter().map(|counted| counted.row as u32).collect())?;
+        let of_counted = metal.strided(&places)?;
+        let weights: Vec<f32> = self.counted.iter().map(|counted| counted.weight).collect();
+        let weights = Tensor::from_vec(weights, (1, count), self.hidden.device())?;
+        let weights = metal.strided(&weights)?;
         let weight = metal.collapsed_rows(self.weight)?;
         let hidden = if count == n {
             metal.collapsed_rows(self.hidden)?
         } else {
-            let rows = on_device(self.counted.iter().map(|(row, _)| *row as u32).collect())?;
-            metal.strided(&embedding::forward(self.hidden, &rows)?.squeeze(0)?)?
+            metal.strided(&embedding::forward(self.hidden, &places)?.squeeze(0)?)?
         };
         let chunk = chunk.min(count);
         let stride = v.next_multiple_of(ALIGNMENT);
@@ -68,7 +76,6 @@ impl Problem<'_> {
             (true, _) => (Some(metal.empty((chunk, stride), dtype)?), APART),
         };
         let all_gradients = Matrix::of(gradients.as_ref().unwrap_or(&products), stride);
-        let losses = metal.empty(count, DType::F32)?;
         let dhidden = self.need_dhidden.then(|| metal.empty((count, d), dtype)).transpose()?;
         let dweight =
             needs_dweight.then(|| metal.empty((v, self.trained), DType::F32)).transpose()?;
@@ -82,7 +89,13 @@ impl Problem<'_> {
             metal.product(operation, rows, v, &terms, Matrix::of(&products, stride))?;
 
             let of_chunk = |array: &Array| array.at(start * size_of::<u32>());
-            let (targets, losses) = (of_chunk(&targets), of_chunk(&losses));
+            let (targets, of_counted, weights) =
+                (of_chunk(&targets), of_chunk(&of_counted), of_chunk(&weights));
+            // What isn't wanted isn't written.
+            let [entropies, hits] = match &statistics {
+                Some([entropies, hits]) => [Argument::Output(entropies), Argument::Output(hits)],
+                None => [Argument::Input(&weights), Argument::Input(&weights)],
+            };
             let arguments = [
                 match place {
                     IN_PLACE => Argument::Output(&products),
@@ -96,6 +109,11 @@ impl Problem<'_> {
                 Argument::F32(self.options.logit_scale as f32),
                 Argument::F32(self.options.softcap.unwrap_or(0.0) as f32),
                 Argument::U32(place),
+                Argument::Input(&of_counted),
+                Argument::Input(&weights),
+                entropies,
+                hits,
+                Argument::U32(u32::from(statistics.is_some())),
             ];
             let name = by_dtype!("cross_entropy_rows", dtype)?;
             metal.run(&[metal.by_row(name, rows, v, &arguments)?])?;
@@ -116,21 +134,23 @@ impl Problem<'_> {
             Argument::Input(&losses),
             Argument::Output(&loss),
             Argument::U32(size(operation, count)?),
+            Argument::Input(&of_counted),
+            Argument::Input(&weights),
         ];
         metal.run(&[metal.by_row("cross_entropy_sum", 1, count, &arguments)?])?;
         let dhidden = match dhidden {
             Some(of_counted) if count < n => Some(self.scatter(&metal, &of_counted)?),
             other => other,
         };
-        Ok(output(loss, count, dhidden, dweight))
+        Ok(output(loss, losses, statistics, count, dhidden, dweight))
     }
 
     /// The rows of those that count in their places among all, with zeros for the others.
     fn scatter(&self, metal: &Metal, of_counted: &Array) -> Result<Array> {
         let (n, d) = self.hidden.dims2()?;
         let mut places = vec![u32::MAX; n];
-        for (place, (row, _)) in (0..).zip(self.counted) {
-            places[*row] = place;
+        for (place, counted) in (0..).zip(self.counted) {
+            places[counted.row] = place;
         }
         let places = Tensor::from_vec(places, n, self.hidden.device())?;
         let places = metal.strided(&places)?;
@@ -147,9 +167,19 @@ impl Problem<'_> {
     }
 }
 
-fn output(loss: Array, count: usize, dhidden: Option<Array>, dweight: Option<Array>) -> Output {
+fn output(
+    loss: Array,
+    losses: Array,
+    statistics: Option<[Array; 2]>,
+    count: usize,
+    dhidden: Option<Array>,
+    dweight: Option<Array>,
+) -> Output {
     Output {
         loss: loss.tensor,
+        losses: losses.tensor,
+        statistics: statistics
+            .map(|[entropies, hits]| Statistics { entropies: entropies.tensor, hits: hits.tensor }),
         count,
         dhidden: dhidden.map(|dhidden| dhidden.tensor),
         dweight: dweight.map(|dweight| dweight.tensor),

@@ -3,13 +3,15 @@
 //!
 //! ```text
 //! raw  = scale·h·Wᵀ           z = raw, or c·tanh(raw / c) with soft-capping at c
-//! loss = Σ_rows lse(z) - z[target]
-//! draw = (softmax(z) - onehot(target))·(1 - (z/c)²)
+//! loss = Σ_rows w·(lse(z) - z[target])
+//! draw = w·(softmax(z) - onehot(target))·(1 - (z/c)²)
 //! dh   = scale·draw·W         dW = scale·drawᵀ·h
 //! ```
 //!
-//! Rows whose target is [`IGNORE`] cost nothing and have a zero gradient. Targets come from the host,
-//! which knows them, so that nothing has to be read back to find those rows.
+//! Rows whose target is [`IGNORE`] cost nothing and have a zero gradient. Targets and the weights `w` come from the
+//! host, which knows them, so that nothing has to be read back to find those rows. Each row's loss is the negative
+//! log-probability of its target; where a loss of these decides about the weights, they are 1 first, and the rows of
+//! `dh` are multiplied afterwards ([`crate::arithmetic::scale_rows`]).
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -38,13 +40,36 @@ pub struct Options {
     /// Rows that share the reading of the weight, a block of whose logits exists at a time; on a GPU as many
     /// as fit half a GiB (CUDA) or 128 MiB (Metal) instead.
     pub chunk: usize,
+    /// Whether [`Statistics`] of the rows are wanted.
+    pub statistics: bool,
+}
+
+/// A row that counts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Counted {
+    pub row: usize,
+    pub target: u32,
+    pub weight: f32,
+}
+
+/// What the distributions of the rows are like, in f32 (f64 for f64), with 0 for rows that don't count.
+#[derive(Debug)]
+pub struct Statistics {
+    /// The entropy of each row's distribution, in nats, `(n)`.
+    pub entropies: Tensor,
+    /// 1 where no token is likelier than the target, else 0, `(n)`.
+    pub hits: Tensor,
 }
 
 /// What [`forward`] returns.
 #[derive(Debug)]
 pub struct Output {
-    /// A scalar: the sum over the counted rows, in nats; f32 (f64 for f64).
+    /// A scalar: the weighted sum over the counted rows, in nats; f32 (f64 for f64).
     pub loss: Tensor,
+    /// The loss of each row without its weight, 0 where it doesn't count, `(n)`; f32 (f64 for f64).
+    pub losses: Tensor,
+    /// Where [`Options::statistics`] asks for it.
+    pub statistics: Option<Statistics>,
     /// The number of counted rows.
     pub count: usize,
     /// The gradient of the sum with respect to hidden, `(n, d)` in its dtype.
@@ -55,7 +80,7 @@ pub struct Output {
 }
 
 /// The loss and, when needed, its gradients: `hidden` `(n, d)`, `weight` `(v, d)` of which the first `trained`
-/// columns need a gradient, `targets` `n` of them below `v` or [`IGNORE`].
+/// columns need a gradient, `targets` `n` of them below `v` or [`IGNORE`], and as many weights of rows, or 1 for all.
 ///
 /// # Errors
 /// When shapes or dtypes don't fit, `trained` is more than `d`, a target isn't below `v`, the chunk is 0, the softcap isn't
@@ -64,6 +89,7 @@ pub fn forward(
     hidden: &Tensor,
     weight: &Tensor,
     targets: &[u32],
+    weights: Option<&[f32]>,
     options: &Options,
     need_dhidden: bool,
     trained: usize,
@@ -77,6 +103,14 @@ pub fn forward(
         bail!(
             "metal-candle-kernels: {OPERATION}: found {} targets, expected one for each of {n} rows of hidden",
             targets.len()
+        )
+    }
+    if let Some(weights) = weights
+        && weights.len() != n
+    {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: found {} weights, expected one for each of {n} rows of hidden",
+            weights.len()
         )
     }
     if trained > d {
@@ -104,7 +138,8 @@ pub fn forward(
                 "metal-candle-kernels: {OPERATION}: target {target} of row {row} is outside the vocabulary, expected less than {v}"
             )
         }
-        counted.push((row, *target));
+        let weight = weights.map_or(1.0, |weights| weights[row]);
+        counted.push(Counted { row, target: *target, weight });
     }
     on_gpu!(hidden, gpu => {
         let counted = &counted;
@@ -126,12 +161,28 @@ pub fn forward(
         let mut dhidden = need_dhidden.then(|| zeros::<T>(n * d));
         let mut dweight = (trained > 0).then(|| zeros::<Sum<T>>(v * trained));
         let columns = dweight.as_deref_mut().map(|dweight| (dweight, trained));
-        let loss = problem.run(dhidden.as_deref_mut(), columns);
-        let loss = Tensor::from_vec(vec![Sum::<T>::from_f64(loss)], (), &Device::Cpu)?;
+        let found = problem.run(dhidden.as_deref_mut(), columns);
+        let loss = Tensor::from_vec(vec![Sum::<T>::from_f64(found.loss)], (), &Device::Cpu)?;
+        let of_rows = |of_counted: Vec<Sum<T>>| {
+            let mut rows = zeros::<Sum<T>>(n);
+            for (counted, value) in counted.iter().zip(of_counted) {
+                rows[counted.row] = value;
+            }
+            Tensor::from_vec(rows, n, &Device::Cpu)
+        };
+        let statistics = match options.statistics {
+            true => Some(Statistics {
+                entropies: of_rows(found.entropies)?,
+                hits: of_rows(found.hits)?,
+            }),
+            false => None,
+        };
         let dhidden = dhidden.map(|dhidden| Tensor::from_vec(dhidden, (n, d), &Device::Cpu));
         let dweight = dweight.map(|dweight| Tensor::from_vec(dweight, (v, trained), &Device::Cpu));
         Ok(Output {
             loss,
+            losses: of_rows(found.losses)?,
+            statistics,
             count: counted.len(),
             dhidden: dhidden.transpose()?,
             dweight: dweight.transpose()?,
@@ -167,8 +218,8 @@ pub fn differentiable(
     options: &Options,
 ) -> Result<(Tensor, usize)> {
     let trained = if weight.track_op() { weight.dim(1)? } else { 0 };
-    let output = forward(hidden, weight, targets, options, hidden.track_op(), trained)?;
-    let Output { loss, count, dhidden, dweight } = output;
+    let output = forward(hidden, weight, targets, None, options, hidden.track_op(), trained)?;
+    let Output { loss, count, dhidden, dweight, .. } = output;
     let loss = record2("cross_entropy", [hidden, weight], loss, move |[_, weight], _, dy| {
         let scaled = |gradient: &Tensor| arithmetic::scale_by(gradient, dy);
         let dweight = dweight.as_ref().map(|dweight| scaled(dweight)?.to_dtype(weight.dtype()));

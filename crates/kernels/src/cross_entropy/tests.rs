@@ -7,6 +7,7 @@ struct Case {
     hidden: Tensor,
     weight: Tensor,
     targets: Vec<u32>,
+    weights: Option<Vec<f32>>,
     options: Options,
 }
 
@@ -19,8 +20,16 @@ impl Case {
             hidden: random(&[n, d], 1),
             weight: random(&[v, d], 2),
             targets,
-            options: Options { softcap: None, logit_scale: 1.0, chunk },
+            weights: None,
+            options: Options { softcap: None, logit_scale: 1.0, chunk, statistics: true },
         }
+    }
+
+    /// With a weight for each row, of both signs and zero.
+    fn weighted(mut self) -> Case {
+        let weight = |row: usize| (row % 5) as f32 * 0.75 - 1.5;
+        self.weights = Some((0..self.targets.len()).map(weight).collect());
+        self
     }
 
     fn options(mut self, softcap: Option<f64>, logit_scale: f64) -> Case {
@@ -41,24 +50,33 @@ impl Case {
     }
 
     fn run_with(&self, hidden: &Tensor, weight: &Tensor) -> Result<Output> {
-        forward(hidden, weight, &self.targets, &self.options, true, weight.dim(1)?)
+        let weights = self.weights.as_deref();
+        forward(hidden, weight, &self.targets, weights, &self.options, true, weight.dim(1)?)
     }
 
     fn loss(&self, hidden: &Tensor, weight: &Tensor) -> Result<f64> {
-        let output = forward(hidden, weight, &self.targets, &self.options, false, 0)?;
+        let options = Options { statistics: false, ..self.options };
+        let weights = self.weights.as_deref();
+        let output = forward(hidden, weight, &self.targets, weights, &options, false, 0)?;
         assert!(output.dhidden.is_none() && output.dweight.is_none());
+        assert!(output.statistics.is_none());
         Ok(values(&output.loss)[0])
     }
 
     fn reference(&self) -> f64 {
+        let weight = |row: usize| self.weights.as_ref().map_or(1.0, |weights| weights[row].into());
+        self.rows().into_iter().enumerate().map(|(row, [loss, ..])| weight(row) * loss).sum()
+    }
+
+    /// Loss, entropy and hit of each row.
+    fn rows(&self) -> Vec<[f64; 3]> {
         let (n, d) = self.hidden.dims2().unwrap();
         let v = self.weight.dim(0).unwrap();
         let (hidden, weight) = (values(&self.hidden), values(&self.weight));
-        let targets = &self.targets;
-        let mut loss = 0.0;
-        for row in 0..n {
-            if targets[row] == IGNORE {
-                continue;
+        let of_row = |row: usize| {
+            let target = self.targets[row];
+            if target == IGNORE {
+                return [0.0; 3];
             }
             let logit = |token: usize| {
                 let product: f64 =
@@ -66,10 +84,39 @@ impl Case {
                 let raw = product * self.options.logit_scale;
                 self.options.softcap.map_or(raw, |c| c * (raw / c).tanh())
             };
-            let total: f64 = (0..v).map(|token| logit(token).exp()).sum();
-            loss += total.ln() - logit(targets[row] as usize);
+            let logits: Vec<f64> = (0..v).map(logit).collect();
+            let total: f64 = logits.iter().map(|logit| logit.exp()).sum();
+            let of_target = logits[target as usize];
+            let entropy: f64 = logits
+                .iter()
+                .map(|logit| {
+                    let log_probability = logit - total.ln();
+                    -log_probability.exp() * log_probability
+                })
+                .sum();
+            let hit = logits.iter().all(|logit| *logit <= of_target);
+            [total.ln() - of_target, entropy, f64::from(u8::from(hit))]
+        };
+        (0..n).map(of_row).collect()
+    }
+
+    /// Compares what `output` says of each row with f64.
+    fn assert_rows(&self, output: &Output, tolerance: f64) {
+        let statistics = output.statistics.as_ref().unwrap();
+        let found = [&output.losses, &statistics.entropies, &statistics.hits].map(values);
+        let rows = self.rows();
+        for found in &found {
+            assert_eq!(found.len(), rows.len());
         }
-        loss
+        for (row, expected) in rows.iter().enumerate() {
+            for (found, expected) in found.iter().zip(expected) {
+                let error = (found[row] - expected).abs();
+                assert!(
+                    error <= tolerance * (1.0 + expected.abs()),
+                    "row {row}: {found:?} {expected}"
+                );
+            }
+        }
     }
 }
 
@@ -79,6 +126,8 @@ fn cases() -> Vec<Case> {
         Case::new(5, 7, 33, 100).options(None, 0.25),
         Case::new(8, 3, 11, 3).options(Some(0.8), 1.0),
         Case::new(8, 3, 11, 1).options(Some(1.5), 3.0),
+        Case::new(9, 7, 33, 2).weighted(),
+        Case::new(8, 3, 11, 3).options(Some(0.8), 2.0).weighted(),
     ]
 }
 
@@ -93,7 +142,8 @@ fn loss_matches_reference() {
     for case in cases().into_iter().chain(larger) {
         let output = case.run();
         let expected = case.reference();
-        assert!((values(&output.loss)[0] - expected).abs() < 1e-12 * expected);
+        assert!((values(&output.loss)[0] - expected).abs() < 1e-12 * expected.abs());
+        case.assert_rows(&output, 1e-12);
         let counted = case.targets.iter().filter(|target| **target != IGNORE).count();
         assert_eq!(output.count, counted);
         assert_eq!(case.loss(&case.hidden, &case.weight).unwrap(), values(&output.loss)[0]);
@@ -114,6 +164,8 @@ fn rows_of_many_blocks_match_f64() {
         let expected = case.reference();
         assert!((values(&exact.loss)[0] - expected).abs() < 1e-12 * expected);
         assert!((values(&found.loss)[0] - expected).abs() < 1e-5 * expected);
+        case.assert_rows(&exact, 1e-11);
+        case.assert_rows(&found, 1e-5);
         assert_close(&found.dhidden.unwrap(), &exact.dhidden.unwrap(), 1e-5);
         let dweight = exact.dweight.unwrap();
         assert_close(&found.dweight.unwrap(), &dweight, 1e-5);
@@ -153,6 +205,10 @@ fn other_precisions_match_f64() {
             let low = low.run();
             assert_eq!(low.loss.dtype(), DType::F32);
             assert_close(&low.loss, &exact.loss, 2e-6);
+            let of = |output: &Output| output.statistics.as_ref().unwrap().entropies.clone();
+            assert_eq!((low.losses.dtype(), of(&low).dtype()), (DType::F32, DType::F32));
+            assert_close(&low.losses, &exact.losses, 2e-6);
+            assert_close(&of(&low), &of(&exact), 4e-6);
             let (dhidden, dweight) = (low.dhidden.unwrap(), low.dweight.unwrap());
             assert_eq!((dhidden.dtype(), dweight.dtype()), (dtype, DType::F32));
             assert_close(&dhidden, &exact.dhidden.unwrap(), tolerance);
@@ -190,6 +246,40 @@ fn nothing_counted_is_a_zero_loss() {
     assert_eq!((empty.count, values(&empty.loss)[0]), (0, 0.0));
 }
 
+/// What a loss of the rows' log-probabilities needs: rows whose gradients are brought to scale afterwards are those of
+/// rows with weights.
+#[test]
+fn gradients_of_rows_can_be_weighted_afterwards() {
+    for case in cases() {
+        let n = case.targets.len();
+        let weighted = case.clone().weighted();
+        let factors = weighted.weights.clone().unwrap();
+        let factors = Tensor::from_vec(factors, n, &Device::Cpu).unwrap();
+        let factors = factors.to_dtype(DType::F64).unwrap();
+        let plain = Case { weights: None, ..case }.run();
+        let later = arithmetic::scale_rows(&plain.dhidden.unwrap(), &factors).unwrap();
+        let at_once = weighted.run();
+        assert_close(&later, &at_once.dhidden.unwrap(), 1e-14);
+        assert_identical(&plain.losses, &at_once.losses);
+    }
+}
+
+/// Logits of negative infinity, as of tokens that are forbidden, and a certain token.
+#[test]
+fn entropies_of_extreme_distributions_are_right() {
+    let weight: Vec<f32> = (0..70).map(|i| if i == 9 { 1e4 } else { 0.0 }).collect();
+    let weight = Tensor::from_vec(weight, (70, 1), &Device::Cpu).unwrap();
+    let hidden = Tensor::from_vec(vec![0f32, 1.0, -1e35], (3, 1), &Device::Cpu).unwrap();
+    let options = Options { softcap: None, logit_scale: 1.0, chunk: 8, statistics: true };
+    let output = forward(&hidden, &weight, &[9, 3, 5], None, &options, true, 1).unwrap();
+    let statistics = output.statistics.unwrap();
+    let (entropies, hits) = (values(&statistics.entropies), values(&statistics.hits));
+    for (found, expected) in entropies.iter().zip([70f64.ln(), 0.0, 69f64.ln()]) {
+        assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+    }
+    assert_eq!(hits, [1.0, 0.0, 1.0]);
+}
+
 #[test]
 fn large_logits_do_not_overflow() {
     let case = Case::new(5, 7, 33, 2).options(None, 1e4).to_dtype(DType::F32);
@@ -216,10 +306,12 @@ fn a_nan_is_not_hidden() {
 fn a_gradient_is_the_same_without_the_other() {
     for case in cases() {
         let both = case.run();
-        let Case { hidden, weight, targets, options } = &case;
+        let Case { hidden, weight, targets, weights, options } = &case;
+        let weights = weights.as_deref();
         let d = weight.dim(1).unwrap();
         for (need_dhidden, trained) in [(true, 0), (false, d), (true, d.div_ceil(2)), (false, 1)] {
-            let one = forward(hidden, weight, targets, options, need_dhidden, trained).unwrap();
+            let one = forward(hidden, weight, targets, weights, options, need_dhidden, trained);
+            let one = one.unwrap();
             assert_identical(&one.loss, &both.loss);
             assert_eq!((one.dhidden.is_some(), one.dweight.is_some()), (need_dhidden, trained > 0));
             if let (Some(one), Some(both)) = (one.dhidden, &both.dhidden) {
@@ -230,7 +322,7 @@ fn a_gradient_is_the_same_without_the_other() {
                 assert_close(&one, &both, 1e-12);
             }
         }
-        assert!(forward(hidden, weight, targets, options, true, d + 1).is_err());
+        assert!(forward(hidden, weight, targets, weights, options, true, d + 1).is_err());
     }
 }
 
@@ -263,6 +355,9 @@ fn wrong_arguments_are_errors() {
     assert!(run(&Case { options, ..case.clone() }).contains("softcap is -1"));
     let wrong = run(&Case { targets: vec![0, 1], ..case.clone() });
     assert!(wrong.contains("found 2 targets, expected one for each of 3 rows"), "{wrong}");
+    let weights = Some(vec![1.0; 4]);
+    let wrong = run(&Case { weights, ..case.clone() });
+    assert!(wrong.contains("found 4 weights, expected one for each of 3 rows"), "{wrong}");
     let weight = random(&[33, 8], 1);
     assert!(run(&Case { weight, ..case.clone() }).contains("weight has shape [33, 8]"));
 }
@@ -293,13 +388,17 @@ mod cuda {
     }
 
     fn results(output: Output) -> Vec<Tensor> {
-        [Some(output.loss), output.dhidden, output.dweight].iter().flatten().map(here).collect()
+        let Statistics { entropies, hits } = output.statistics.unwrap();
+        let of_rows = [Some(output.losses), Some(entropies), Some(hits)];
+        let rest = [Some(output.loss), output.dhidden, output.dweight];
+        rest.iter().chain(&of_rows).flatten().map(here).collect()
     }
 
     fn in_chunks(case: &Case, chunk: usize) -> Output {
-        let rows = case.targets.iter().enumerate();
+        let rows = case.targets.iter().enumerate().filter(|(_, target)| **target != IGNORE);
+        let weight = |row: usize| case.weights.as_ref().map_or(1.0, |weights| weights[row]);
         let counted: Vec<_> =
-            rows.filter(|(_, target)| **target != IGNORE).map(|(row, id)| (row, *id)).collect();
+            rows.map(|(row, &target)| Counted { row, target, weight: weight(row) }).collect();
         let (hidden, weight, options) = (&case.hidden, &case.weight, &case.options);
         let (need_dhidden, trained) = (true, weight.dim(1).unwrap());
         let counted = &counted;
@@ -342,6 +441,12 @@ mod cuda {
                     // The gradients of the logits are rounded to the dtype.
                     let dweight = exact.dweight.as_ref().unwrap();
                     assert_close(&output[2], dweight, tolerance.max(4e-6));
+                    let statistics = exact.statistics.as_ref().unwrap();
+                    assert_close(&output[3], &exact.losses, 4e-6);
+                    assert_close(&output[4], &statistics.entropies, 8e-6);
+                    // Where two logits are nearly the same, rounding decides.
+                    let differ = &output[5].to_dtype(DType::F64).unwrap() - &statistics.hits;
+                    assert!(max_abs(&differ.unwrap()) == 0.0 || dtype != DType::F32);
                 }
             }
         }

@@ -1,6 +1,7 @@
 //! The parameters of an adapter: every trainable tensor as a view of one flat f32 buffer.
 
 use crate::autograd::ParameterId;
+use crate::hash::Hash;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use metal_candle_kernels::copy;
@@ -90,6 +91,14 @@ impl Parameters {
     /// All parameters, `(len)` in f32.
     pub fn values(&self) -> &Tensor {
         &self.values
+    }
+
+    /// A hash of all values as they are now (XXH3).
+    pub fn fingerprint(&self) -> Result<u64> {
+        let mut hash = Hash::new();
+        let values = self.values.to_device(&Device::Cpu)?.to_vec1::<f32>()?;
+        values.iter().for_each(|value| hash.add(&value.to_le_bytes()));
+        Ok(hash.finish())
     }
 
     /// A number that is another one after every change of the values, by which what follows from them is known

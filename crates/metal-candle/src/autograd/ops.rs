@@ -79,6 +79,116 @@ pub struct ProjectionValues<'a> {
     pub lora: Option<LoraValues<'a>>,
 }
 
+/// What gives logits, as values of the tape.
+#[derive(Clone, Copy)]
+pub struct HeadValues<'a> {
+    /// `(n, hidden)`
+    pub hidden: &'a Value,
+    /// `(vocabulary, hidden)`
+    pub weight: &'a Value,
+    /// `(n, rank)` and `(vocabulary, rank)`, whose products are added to those of a frozen weight.
+    pub update: Option<(&'a Value, &'a Value)>,
+}
+
+impl HeadValues<'_> {
+    fn inputs(&self) -> Vec<&Value> {
+        match self.update {
+            None => vec![self.hidden, self.weight],
+            Some((x, left)) => vec![self.hidden, x, left],
+        }
+    }
+
+    /// As one product, with an update `[x, hidden]` and `[left, weight]`.
+    fn joined(&self) -> Result<JoinedHead> {
+        // Rows that begin at whole 16 bytes are multiplied sooner.
+        const ALIGNMENT: usize = 8;
+        let (hidden, weight) = (self.hidden.tensor(), self.weight.tensor());
+        let Some((x, left)) = self.update else {
+            return Ok(JoinedHead {
+                hidden: hidden.clone(),
+                weight: weight.clone(),
+                needs_dhidden: self.hidden.needs_gradient(),
+                trained: if self.weight.needs_gradient() { weight.dim(1)? } else { 0 },
+                update: None,
+            });
+        };
+        if self.weight.needs_gradient() {
+            return Err(candle_core::Error::msg(
+                "the head has an update and is trained, expected it frozen",
+            )
+            .into());
+        }
+        let (rank, width) = (x.tensor().dim(1)?, hidden.dim(1)?);
+        let padding = (rank + width).next_multiple_of(ALIGNMENT) - rank - width;
+        let beside = |narrow: &Tensor, wide: &Tensor| -> Result<Tensor> {
+            let mut parts = vec![copy::cast(narrow, wide.dtype())?, wide.clone()];
+            // A GPU has no memory of nothing.
+            if padding > 0 {
+                let shape = (wide.dim(0)?, padding);
+                parts.push(Tensor::zeros(shape, wide.dtype(), wide.device())?);
+            }
+            Ok(Tensor::cat(&parts, 1)?)
+        };
+        Ok(JoinedHead {
+            hidden: beside(x.tensor(), hidden)?,
+            weight: beside(&left.tensor().contiguous()?, weight)?,
+            needs_dhidden: self.hidden.needs_gradient() || x.needs_gradient(),
+            trained: if left.needs_gradient() { rank } else { 0 },
+            update: Some((rank, width, x.tensor().dtype())),
+        })
+    }
+}
+
+/// A head and its update as one product.
+#[derive(Clone)]
+struct JoinedHead {
+    hidden: Tensor,
+    weight: Tensor,
+    needs_dhidden: bool,
+    /// Leading columns of the weight that need a gradient.
+    trained: usize,
+    /// The update's rank, the width of what follows it, and the dtype of its input.
+    update: Option<(usize, usize, DType)>,
+}
+
+impl JoinedHead {
+    fn forward(
+        &self,
+        targets: &[u32],
+        weights: Option<&[f32]>,
+        options: &cross_entropy::Options,
+        trained: usize,
+    ) -> Result<cross_entropy::Output> {
+        Ok(cross_entropy::forward(
+            &self.hidden,
+            &self.weight,
+            targets,
+            weights,
+            options,
+            self.needs_dhidden,
+            trained,
+        )?)
+    }
+
+    /// The gradients of [`HeadValues::inputs`].
+    fn split(
+        &self,
+        dhidden: Option<Tensor>,
+        dweight: Option<Tensor>,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let Some((rank, width, dtype)) = self.update else { return Ok(vec![dhidden, dweight]) };
+        let (dhidden, dx) = match dhidden {
+            None => (None, None),
+            Some(dboth) => {
+                let dx = dboth.narrow(1, 0, rank)?.contiguous()?;
+                let dhidden = dboth.narrow(1, rank, width)?.contiguous()?;
+                (Some(dhidden), Some(copy::cast(&dx, dtype)?))
+            }
+        };
+        Ok(vec![dhidden, dx, dweight])
+    }
+}
+
 /// What the backward pass needs of a projection.
 struct SavedProjection {
     weight: SavedMatrix,
@@ -158,6 +268,15 @@ impl Tape {
         let (ids, vocabulary) = (ids.clone(), table.tensor().dim(0)?);
         Ok(self.push(&[table], output, move |dy| {
             Ok(vec![Some(embedding::backward(&dy, &ids, vocabulary)?)])
+        }))
+    }
+
+    /// The rows of `x (n, d)` at the indices `rows`, in its dtype.
+    pub fn rows(&self, x: &Value, rows: &Tensor) -> Result<Value> {
+        let output = embedding::forward(x.tensor(), rows)?;
+        let (rows, n, dtype) = (rows.clone(), x.tensor().dim(0)?, x.tensor().dtype());
+        Ok(self.push(&[x], output, move |dy| {
+            Ok(vec![Some(copy::cast(&embedding::backward(&dy, &rows, n)?, dtype)?)])
         }))
     }
 
@@ -474,91 +593,54 @@ impl Tape {
         }
     }
 
-    /// The cross entropy of `hidden (n, hidden)` through the head `weight (vocabulary, hidden)`,
-    /// summed over the rows whose target counts. Returns the scalar sum and the number of rows.
-    /// The gradients are made in the forward pass, chunk by chunk, so that the logits of a whole
-    /// batch never exist.
+    /// The cross entropy of the logits that `head` gives for `n` targets, summed over the rows whose target counts.
+    /// Returns the scalar sum and the number of rows. The gradients are made in the forward pass, chunk by chunk, so
+    /// that the logits of a whole batch never exist.
     pub fn cross_entropy(
         &self,
-        hidden: &Value,
-        weight: &Value,
+        head: &HeadValues<'_>,
         targets: &[u32],
         options: &cross_entropy::Options,
     ) -> Result<(Value, usize)> {
-        let trained = if weight.needs_gradient() { weight.tensor().dim(1)? } else { 0 };
-        let output = cross_entropy::forward(
-            hidden.tensor(),
-            weight.tensor(),
-            targets,
-            options,
-            hidden.needs_gradient(),
-            trained,
-        )?;
+        let joined = head.joined()?;
+        let output = joined.forward(targets, None, options, joined.trained)?;
         let (dhidden, dweight) = (output.dhidden, output.dweight);
-        let loss = self.push(&[hidden, weight], output.loss, move |dy| {
+        let loss = self.push(&head.inputs(), output.loss, move |dy| {
             // Never read: on a GPU that would wait for the forward pass.
             let scaled = |gradient: Option<Tensor>| {
                 gradient.map(|gradient| arithmetic::scale_by(&gradient, &dy)).transpose()
             };
-            Ok(vec![scaled(dhidden)?, scaled(dweight)?])
+            joined.split(scaled(dhidden)?, scaled(dweight)?)
         });
         Ok((loss, output.count))
     }
 
-    /// [`Self::cross_entropy`] with the products of `x (n, rank)` and `left (vocabulary, rank)` added to those of
-    /// `hidden` and a frozen `weight`: one product, of `[x, hidden]` and `[left, weight]`.
-    pub fn cross_entropy_with(
+    /// The cross entropy of each row by itself, `(n)`, 0 where the target doesn't count: the negative log-probability
+    /// of the target, for losses that are functions of these. The logits are made once for both directions, but twice
+    /// where the head is trained, whose gradient is a sum over rows with weights that only the backward pass knows.
+    pub fn token_losses(
         &self,
-        (hidden, weight): (&Value, &Value),
-        (x, left): (&Value, &Value),
+        head: &HeadValues<'_>,
         targets: &[u32],
         options: &cross_entropy::Options,
-    ) -> Result<(Value, usize)> {
-        // Rows that begin at whole 16 bytes are multiplied sooner.
-        const ALIGNMENT: usize = 8;
-        if weight.needs_gradient() {
-            return Err(candle_core::Error::msg(
-                "the head has an update and is trained, expected it frozen",
-            )
-            .into());
-        }
-        let (rank, width) = (x.tensor().dim(1)?, hidden.tensor().dim(1)?);
-        let padding = (rank + width).next_multiple_of(ALIGNMENT) - rank - width;
-        let beside = |narrow: &Tensor, wide: &Tensor| -> Result<Tensor> {
-            let mut parts = vec![copy::cast(narrow, wide.dtype())?, wide.clone()];
-            // A GPU has no memory of nothing.
-            if padding > 0 {
-                let shape = (wide.dim(0)?, padding);
-                parts.push(Tensor::zeros(shape, wide.dtype(), wide.device())?);
-            }
-            Ok(Tensor::cat(&parts, 1)?)
-        };
-        let needs_dhidden = hidden.needs_gradient() || x.needs_gradient();
-        let trained = if left.needs_gradient() { rank } else { 0 };
-        let output = cross_entropy::forward(
-            &beside(x.tensor(), hidden.tensor())?,
-            &beside(&left.tensor().contiguous()?, weight.tensor())?,
-            targets,
-            options,
-            needs_dhidden,
-            trained,
-        )?;
-        let (dboth, dleft) = (output.dhidden, output.dweight);
-        let dtype = x.tensor().dtype();
-        let loss = self.push(&[hidden, x, left], output.loss, move |dy| {
-            let (dhidden, dx) = match dboth {
-                None => (None, None),
-                Some(dboth) => {
-                    let dboth = arithmetic::scale_by(&dboth, &dy)?;
-                    let dx = dboth.narrow(1, 0, rank)?.contiguous()?;
-                    let dhidden = dboth.narrow(1, rank, width)?.contiguous()?;
-                    (Some(dhidden), Some(copy::cast(&dx, dtype)?))
+    ) -> Result<(Value, Option<cross_entropy::Statistics>)> {
+        let joined = head.joined()?;
+        let output = joined.forward(targets, None, options, 0)?;
+        let dhidden = output.dhidden;
+        let (targets, options) = (targets.to_vec(), *options);
+        let losses = self.push(&head.inputs(), output.losses, move |dy| {
+            let dweight = match joined.trained {
+                0 => None,
+                trained => {
+                    let weights = dy.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+                    let joined = JoinedHead { needs_dhidden: false, ..joined.clone() };
+                    joined.forward(&targets, Some(&weights), &options, trained)?.dweight
                 }
             };
-            let dleft = dleft.map(|dleft| arithmetic::scale_by(&dleft, &dy)).transpose()?;
-            Ok(vec![dhidden, dx, dleft])
+            let dhidden = dhidden.map(|dhidden| arithmetic::scale_rows(&dhidden, &dy));
+            joined.split(dhidden.transpose()?, dweight)
         });
-        Ok((loss, output.count))
+        Ok((losses, output.statistics))
     }
 
     /// `x + y`, of the same shape.

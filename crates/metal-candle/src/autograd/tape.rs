@@ -445,13 +445,32 @@ impl Tape {
             ))
             .into());
         }
+        let seed = Tensor::full(seed, root.shape(), &Device::Cpu)?.to_dtype(root.tensor.dtype())?;
+        self.backward_from(root, seed.to_device(root.tensor.device())?, sink)
+    }
+
+    /// Like [`Self::backward`], from a `root` of any shape, whose own `gradient` has its shape and dtype.
+    pub fn backward_from(
+        self,
+        root: &Value,
+        gradient: Tensor,
+        sink: &mut dyn GradientSink,
+    ) -> Result<()> {
+        if gradient.shape() != root.shape() || gradient.dtype() != root.tensor.dtype() {
+            return Err(candle_core::Error::msg(format!(
+                "backward from {:?} in {:?} got a gradient {:?} in {:?}",
+                root.shape(),
+                root.tensor.dtype(),
+                gradient.shape(),
+                gradient.dtype()
+            ))
+            .into());
+        }
         let Some(slot) = root.slot else {
             return Err(
                 candle_core::Error::msg("backward from a value that no parameter feeds").into()
             );
         };
-        let seed = Tensor::full(seed, root.shape(), &Device::Cpu)?.to_dtype(root.tensor.dtype())?;
-        let gradient = seed.to_device(root.tensor.device())?;
         self.walk(vec![(slot, gradient)], sink, 0)?;
         Ok(())
     }

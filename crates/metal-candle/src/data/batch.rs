@@ -3,10 +3,15 @@
 //! An example of n tokens takes n - 1 places of a row: place i reads token i and is to predict token i + 1. In a packed
 //! row the examples stand one behind the other; positions start again at 0 with each, and `first_key` tells attention
 //! the first place a place may look back to.
+//!
+//! The two sequences of a pair stand in one row, and the places that read their common beginning are there once: `[p c r]`
+//! stands for `[p c]` and `[p r]`. Attention sees it so ([`SharedBeginnings`]); all else that a model computes for a
+//! place depends on nothing but that place.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use super::dataset::{DataOptions, Dataset};
+use super::dataset::{DataOptions, Dataset, SampleKind};
 use super::store;
 use crate::random::SplitMix64;
 use crate::{Error, Result, bounds};
@@ -35,6 +40,8 @@ pub struct BatchOptions {
     pub seed: u64,
     /// Draw a new order each epoch; otherwise every epoch is the same.
     pub shuffle: bool,
+    /// Compute the common beginning of a pair's sequences once for both.
+    pub share_prompts: bool,
 }
 
 impl Default for BatchOptions {
@@ -45,6 +52,7 @@ impl Default for BatchOptions {
             packing: false,
             seed: 0,
             shuffle: true,
+            share_prompts: true,
         }
     }
 }
@@ -67,8 +75,45 @@ pub struct BatchPlan {
     pub rows: Vec<Vec<usize>>,
 }
 
-/// A batch: arrays of `(rows, length)`, row-major.
+/// What an answer is to the loss.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// The better one of a pair; the next answer is the other.
+    Chosen,
+    /// The other one.
+    Rejected,
+    /// A good one.
+    Desirable,
+    /// One that isn't good.
+    Undesirable,
+}
+
+/// An answer whose log-probability a loss asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    /// Its example, by index in the data set.
+    pub example: usize,
+    /// What it is.
+    pub role: Role,
+    /// The places of the batch, in row-major order, that predict its tokens.
+    pub places: Vec<u32>,
+    /// The places that predict the other tokens of its sequence, where they are asked for.
+    pub prompt: Vec<u32>,
+}
+
+/// How attention sees a batch in which sequences share their beginnings: every sequence with a beginning of its own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SharedBeginnings {
+    /// Places of a row there.
+    pub length: usize,
+    /// `(rows, length)`: the place of the batch, in row-major order, that each place there is a copy of.
+    pub source: Vec<u32>,
+    /// `(rows, the batch's length)`: the place there, in row-major order, where the result of each place is read.
+    pub result: Vec<u32>,
+}
+
+/// A batch: arrays of `(rows, length)`, row-major.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Batch {
     /// Number of rows.
     pub rows: usize,
@@ -78,11 +123,15 @@ pub struct Batch {
     pub input_ids: Vec<u32>,
     /// The token to predict at each place, or [`IGNORED`].
     pub targets: Vec<u32>,
-    /// The position in its example of each place, from 0; 0 in padding.
+    /// The position in its sequence of each place, from 0; 0 in padding.
     pub positions: Vec<u32>,
-    /// The place in its row where the example of each place starts: a place attends to those from there to itself. In
-    /// padding, the place itself.
+    /// The place in its row where the sequence of each place starts: a place attends to those from there to itself. In
+    /// padding, the place itself. With shared beginnings, of the places that attention sees.
     pub first_key: Vec<u32>,
+    /// Where sequences share their beginnings.
+    pub shared: Option<SharedBeginnings>,
+    /// Answers whose log-probabilities are compared, by rows; those of a pair one behind the other.
+    pub answers: Vec<Answer>,
     /// Places that are not padding.
     pub tokens: usize,
     /// Places whose target counts.
@@ -157,6 +206,16 @@ impl Batcher {
         plans
     }
 
+    /// Every example once, by length, without chance.
+    pub(crate) fn by_length(&self) -> Vec<BatchPlan> {
+        let mut order: Vec<usize> = (0..self.dataset.len()).collect();
+        order.sort_by_key(|index| self.places_of(*index));
+        let batches = order.chunks(self.options.batch_size);
+        batches
+            .map(|rows| BatchPlan { rows: rows.iter().map(|row| vec![*row]).collect() })
+            .collect()
+    }
+
     /// First fit into rows of `max_seq_length`, the oldest row closing when too many are open.
     fn pack(&self, order: &[usize]) -> Vec<Vec<usize>> {
         let mut rows: Vec<Vec<usize>> = Vec::new();
@@ -184,8 +243,30 @@ impl Batcher {
         rows
     }
 
+    /// The places that an example takes in a row.
     fn places_of(&self, index: usize) -> usize {
-        self.dataset.length(index).saturating_sub(1)
+        if self.dataset.kind() != SampleKind::Pair {
+            return self.dataset.length(index).saturating_sub(1);
+        }
+        match self.dataset.words(index) {
+            Ok(words) => {
+                let (chosen, rejected) = (words.0.len() - 1, words.1.len() - 1);
+                chosen + rejected - self.shared(words)
+            }
+            Err(_) => 0,
+        }
+    }
+
+    /// How many places a pair's sequences have in common: those that read the same tokens and predict none of an answer.
+    fn shared(&self, (chosen, rejected): (&[u32], &[u32])) -> usize {
+        if !self.options.share_prompts {
+            return 0;
+        }
+        let same = chosen.iter().zip(rejected).take_while(|(a, b)| a == b).count();
+        let answer = |words: &[u32]| words.iter().position(|word| store::is_trainable(*word));
+        let first = answer(chosen).unwrap_or(0).min(answer(rejected).unwrap_or(0));
+        // The place that reads the last common token predicts what follows it, which isn't common.
+        same.min(first).saturating_sub(1)
     }
 
     /// The arrays of a batch. Rows are padded on the right to the longest one, rounded up to a multiple of 8 but not
@@ -194,47 +275,195 @@ impl Batcher {
     /// # Errors
     /// [`Error::Option`] when the plan is not one of this batcher's and has an index that is not in the data set.
     pub fn batch(&self, plan: &BatchPlan) -> Result<Batch> {
-        let words = |row: &Vec<usize>| row.iter().map(|&index| self.dataset.words(index)).collect();
-        let rows: Vec<Vec<&[u32]>> = plan.rows.iter().map(words).collect::<Result<_>>()?;
-        let used = |row: &Vec<&[u32]>| {
-            row.iter().map(|words| words.len().saturating_sub(1)).sum::<usize>()
-        };
-        let longest = rows.iter().map(used).max().unwrap_or(0);
-        let length =
-            longest.next_multiple_of(LENGTH_STEP).min(self.options.max_seq_length).max(longest);
-        let size = rows.len() * length;
-        let mut batch = Batch {
-            rows: rows.len(),
-            length,
-            input_ids: Vec::with_capacity(size),
-            targets: Vec::with_capacity(size),
-            positions: Vec::with_capacity(size),
-            first_key: Vec::with_capacity(size),
-            tokens: 0,
-            target_tokens: 0,
-        };
-        for (number, row) in rows.into_iter().enumerate() {
-            let mut place = 0;
-            for words in row {
-                let first = place;
-                let predicted = words.iter().skip(1);
-                for (position, (&input, &target)) in words.iter().zip(predicted).enumerate() {
-                    let trainable = store::is_trainable(target);
-                    batch.input_ids.push(store::id(input));
-                    batch.targets.push(if trainable { store::id(target) } else { IGNORED });
-                    batch.positions.push(position as u32);
-                    batch.first_key.push(first as u32);
-                    batch.target_tokens += usize::from(trainable);
-                    place += 1;
+        self.batch_with(plan, false)
+    }
+
+    /// [`Self::batch`], in which the prompts of chosen answers are predicted too where a loss learns them.
+    pub(crate) fn batch_with(&self, plan: &BatchPlan, prompts: bool) -> Result<Batch> {
+        let mut rows = Vec::with_capacity(plan.rows.len());
+        for examples in &plan.rows {
+            let mut row = Row::default();
+            for &index in examples {
+                let words = self.dataset.words(index)?;
+                match self.dataset.kind() {
+                    SampleKind::Plain => row.sequence(words.0),
+                    SampleKind::Labelled => {
+                        let role = match self.dataset.is_desirable(index) {
+                            true => Role::Desirable,
+                            false => Role::Undesirable,
+                        };
+                        row.answer(index, role, words.0, 0..0, false);
+                    }
+                    SampleKind::Pair => {
+                        let shared = row.run(words.0, 0..self.shared(words), prompts);
+                        row.answer(index, Role::Chosen, words.0, shared.clone(), prompts);
+                        row.answer(index, Role::Rejected, words.1, shared, false);
+                    }
                 }
             }
-            batch.tokens += place;
+            rows.push(row);
+        }
+        Ok(self.put_together(rows))
+    }
+
+    /// Batches for KTO's estimate of the KL divergence: of labelled answers, each one's prompt with the answer of the
+    /// one before, and the first one's with that of the last.
+    pub(crate) fn mismatched(&self, examples: &[usize]) -> Result<Vec<Batch>> {
+        let first = |words: &[u32]| {
+            words.iter().position(|word| store::is_trainable(*word)).unwrap_or(words.len())
+        };
+        let answers = examples.iter().cycle().skip(examples.len().saturating_sub(1));
+        let mut rows = Vec::with_capacity(examples.len());
+        for (&prompt, &answer) in examples.iter().zip(answers) {
+            let (prompt_words, answer_words) =
+                (self.dataset.words(prompt)?.0, self.dataset.words(answer)?.0);
+            let mut words = prompt_words[..first(prompt_words)].to_vec();
+            words.extend_from_slice(&answer_words[first(answer_words)..]);
+            words.truncate(self.options.max_seq_length);
+            let mut row = Row::default();
+            row.answer(prompt, Role::Undesirable, &words, 0..0, false);
+            rows.push(row);
+        }
+        let mut batches = Vec::new();
+        while !rows.is_empty() {
+            let rest = rows.split_off(self.options.batch_size.min(rows.len()));
+            batches.push(self.put_together(std::mem::replace(&mut rows, rest)));
+        }
+        Ok(batches)
+    }
+
+    /// Rows of one length.
+    fn put_together(&self, rows: Vec<Row>) -> Batch {
+        let padded = |longest: usize| {
+            longest.next_multiple_of(LENGTH_STEP).min(self.options.max_seq_length).max(longest)
+        };
+        let length = padded(rows.iter().map(|row| row.places.len()).max().unwrap_or(0));
+        let shares = rows.iter().any(|row| row.sequences.iter().any(|runs| runs.len() > 1));
+        let apart = |row: &Row| row.sequences.iter().flatten().map(Range::len).sum::<usize>();
+        let seen = match shares {
+            true => padded(rows.iter().map(apart).max().unwrap_or(0)),
+            false => length,
+        };
+        let mut batch = Batch { rows: rows.len(), length, ..Batch::default() };
+        let mut beginnings =
+            SharedBeginnings { length: seen, source: Vec::new(), result: Vec::new() };
+        for (number, row) in rows.into_iter().enumerate() {
+            let (first, first_seen) = ((number * length) as u32, (number * seen) as u32);
+            for place in &row.places {
+                batch.input_ids.push(place.input);
+                batch.targets.push(place.target);
+                batch.positions.push(place.position);
+                batch.target_tokens += usize::from(place.target != IGNORED);
+            }
+            batch.tokens += row.places.len();
             let end = (number + 1) * length;
             batch.input_ids.resize(end, 0);
             batch.targets.resize(end, IGNORED);
             batch.positions.resize(end, 0);
-            batch.first_key.extend((place..length).map(|place| place as u32));
+            // A place of a common beginning is read where it stands first. Padding is read from padding, or from
+            // anywhere, as nothing comes of it.
+            let mut result: Vec<u32> = vec![u32::MAX; length];
+            let mut place = 0u32;
+            for runs in row.sequences {
+                let start = place;
+                for from in runs.into_iter().flatten() {
+                    batch.first_key.push(start);
+                    beginnings.source.push(first + from as u32);
+                    if result[from] == u32::MAX {
+                        result[from] = first_seen + place;
+                    }
+                    place += 1;
+                }
+            }
+            for padding in place..seen as u32 {
+                batch.first_key.push(padding);
+                beginnings.source.push(first + padding % length as u32);
+            }
+            let unread = |place: usize, found: u32| match found {
+                u32::MAX => first_seen + (place % seen.max(1)) as u32,
+                found => found,
+            };
+            beginnings
+                .result
+                .extend(result.into_iter().enumerate().map(|(p, found)| unread(p, found)));
+            batch.answers.extend(row.answers.into_iter().map(|mut answer| {
+                let places = answer.places.iter_mut().chain(&mut answer.prompt);
+                places.for_each(|place| *place += first);
+                answer
+            }));
         }
-        Ok(batch)
+        batch.shared = shares.then_some(beginnings);
+        batch
+    }
+}
+
+/// A place of a row.
+struct Place {
+    input: u32,
+    target: u32,
+    position: u32,
+}
+
+/// A row in the making; places are counted from its beginning.
+#[derive(Default)]
+struct Row {
+    places: Vec<Place>,
+    /// The places of each sequence, in runs.
+    sequences: Vec<Vec<Range<usize>>>,
+    answers: Vec<Answer>,
+}
+
+impl Row {
+    /// Adds the places that read `words[of]` of a sequence, and gives where they stand. Untrainable tokens are predicted
+    /// where `all`.
+    fn run(&mut self, words: &[u32], of: Range<usize>, all: bool) -> Range<usize> {
+        let start = self.places.len();
+        let predicted = words.iter().skip(1).copied();
+        let pairs = words.iter().copied().zip(predicted).enumerate();
+        for (position, (input, target)) in pairs.skip(of.start).take(of.len()) {
+            self.places.push(Place {
+                input: store::id(input),
+                target: if all || store::is_trainable(target) {
+                    store::id(target)
+                } else {
+                    IGNORED
+                },
+                position: position as u32,
+            });
+        }
+        start..self.places.len()
+    }
+
+    /// Adds a sequence.
+    fn sequence(&mut self, words: &[u32]) {
+        let run = self.run(words, 0..words.len().saturating_sub(1), false);
+        self.sequences.push(vec![run]);
+    }
+
+    /// Adds a sequence with an answer, whose first places are the run `beginning`, which is there already.
+    fn answer(
+        &mut self,
+        example: usize,
+        role: Role,
+        words: &[u32],
+        beginning: Range<usize>,
+        prompts: bool,
+    ) {
+        let before = beginning.len();
+        let run = self.run(words, before..words.len().saturating_sub(1), prompts);
+        let mut answer = Answer { example, role, places: Vec::new(), prompt: Vec::new() };
+        if prompts {
+            answer.prompt.extend(beginning.clone().map(|place| place as u32));
+        }
+        for (place, target) in run.clone().zip(words.iter().skip(before + 1)) {
+            if store::is_trainable(*target) {
+                answer.places.push(place as u32);
+            } else if prompts {
+                answer.prompt.push(place as u32);
+            }
+        }
+        self.answers.push(answer);
+        let runs = [beginning, run].into_iter().filter(|run| !run.is_empty());
+        self.sequences.push(runs.collect());
     }
 }

@@ -47,6 +47,20 @@ pub enum Body {
         /// The text.
         text: String,
     },
+    /// Two answers to one prompt, the first of which is preferred.
+    Pair {
+        /// The prompt with the better answer.
+        chosen: Box<Body>,
+        /// The prompt with the other.
+        rejected: Box<Body>,
+    },
+    /// An answer of which somebody has said whether it is good.
+    Labelled {
+        /// The prompt with the answer.
+        answer: Box<Body>,
+        /// Whether it is.
+        desirable: bool,
+    },
     /// A part of a plain text file. It becomes as many examples as it takes, instead of being cut.
     Document {
         /// The text.
@@ -57,8 +71,21 @@ pub enum Body {
 }
 
 impl Body {
+    /// What is tokenized by itself: both answers of a pair with their prompt, or all of another.
+    pub fn parts(&self) -> Vec<&Self> {
+        match self {
+            Self::Pair { chosen, rejected } => vec![chosen, rejected],
+            Self::Labelled { answer, .. } => vec![answer],
+            other => vec![other],
+        }
+    }
+
     /// The texts of all its parts, in order.
     pub fn texts(&self) -> impl Iterator<Item = &str> {
+        self.parts().into_iter().flat_map(Self::own_texts)
+    }
+
+    fn own_texts(&self) -> impl Iterator<Item = &str> {
         let (messages, texts): ([&[Message]; 2], Vec<&str>) = match self {
             Self::Messages { messages, .. } => ([messages, &[]], Vec::new()),
             Self::ChatCompletion { prompt, completion, .. } => ([prompt, completion], Vec::new()),
@@ -67,6 +94,7 @@ impl Body {
             }
             Self::PromptCompletion { prompt, completion } => ([&[], &[]], vec![prompt, completion]),
             Self::Text { text } | Self::Document { text, .. } => ([&[], &[]], vec![text]),
+            Self::Pair { .. } | Self::Labelled { .. } => ([&[], &[]], Vec::new()),
         };
         messages.into_iter().flatten().flat_map(Message::texts).chain(texts)
     }
@@ -78,6 +106,9 @@ impl Body {
             Self::Instruction { output, .. } => output.is_empty(),
             Self::Text { text } | Self::Document { text, .. } => text.is_empty(),
             Self::Messages { .. } | Self::ChatCompletion { .. } => false,
+            Self::Pair { .. } | Self::Labelled { .. } => {
+                self.parts().into_iter().any(Self::is_empty)
+            }
         }
     }
 
@@ -89,6 +120,8 @@ impl Body {
             Self::ChatCompletion { .. } => "conversations with completions",
             Self::Instruction { .. } => "instructions",
             Self::Text { .. } => "texts",
+            Self::Pair { .. } => "preference pairs",
+            Self::Labelled { .. } => "labelled answers",
             Self::Document { .. } => "pieces of plain text",
         }
     }
@@ -110,6 +143,14 @@ impl Body {
                 add(&json(&|| serde_json::to_vec(&(prompt, completion, tools))));
             }
             Self::Instruction { before, .. } => add(&json(&|| serde_json::to_vec(before))),
+            Self::Pair { chosen, rejected } => {
+                add(&chosen.fingerprint().to_le_bytes());
+                add(&rejected.fingerprint().to_le_bytes());
+            }
+            Self::Labelled { answer, desirable } => {
+                add(&answer.fingerprint().to_le_bytes());
+                add(&[u8::from(*desirable)]);
+            }
             Self::PromptCompletion { .. } | Self::Text { .. } | Self::Document { .. } => {}
         }
         self.texts().for_each(|text| add(text.as_bytes()));
@@ -140,6 +181,10 @@ mod tests {
                 pair("ab", ""),
                 Body::Text { text: "ab".into() },
                 Body::Document { text: "ab".into(), last: true },
+                Body::Pair { chosen: pair("a", "b").into(), rejected: pair("a", "c").into() },
+                Body::Pair { chosen: pair("a", "c").into(), rejected: pair("a", "b").into() },
+                Body::Labelled { answer: pair("a", "b").into(), desirable: true },
+                Body::Labelled { answer: pair("a", "b").into(), desirable: false },
             ]
         };
         let prints: Vec<u64> = bodies().iter().map(Body::fingerprint).collect();

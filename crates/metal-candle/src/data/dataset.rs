@@ -87,6 +87,51 @@ pub struct Example {
     pub trainable: Vec<bool>,
 }
 
+/// What one record is to learn from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Sample {
+    /// A sequence, whose trainable tokens are learned.
+    Plain(Example),
+    /// Two answers to one prompt. Both sequences have the prompt; the trainable tokens are the answers.
+    Pair {
+        /// The sequence with the better answer.
+        chosen: Example,
+        /// The sequence with the other.
+        rejected: Example,
+    },
+    /// An answer, the trainable tokens of a sequence, and whether it is a good one.
+    Labelled {
+        /// The sequence.
+        answer: Example,
+        /// Whether it is.
+        desirable: bool,
+    },
+}
+
+/// Which of the [`Sample`]s a data set has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SampleKind {
+    /// [`Sample::Plain`].
+    #[default]
+    Plain,
+    /// [`Sample::Pair`].
+    Pair,
+    /// [`Sample::Labelled`].
+    Labelled,
+}
+
+impl SampleKind {
+    /// What people call them, in the plural.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "sequences",
+            Self::Pair => "preference pairs",
+            Self::Labelled => "labelled answers",
+        }
+    }
+}
+
 /// What became of the records.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Report {
@@ -98,15 +143,17 @@ pub struct Report {
     pub truncated: usize,
     /// Records left out because there is nothing to learn in them: an empty completion or text.
     pub dropped_empty: usize,
-    /// Records left out because no token of theirs is trainable.
+    /// Records left out because no token of theirs is trainable; of a pair, because an answer has none.
     pub dropped_untrainable: usize,
+    /// Pairs left out because both answers are the same, maybe as they were cut.
+    pub dropped_equal: usize,
     /// Tokens of all examples.
     pub tokens: usize,
     /// Trainable tokens of all examples.
     pub trainable_tokens: usize,
-    /// Tokens of the longest example.
+    /// Tokens of the longest sequence.
     pub longest: usize,
-    /// Tokens of the average example.
+    /// Tokens of the average sequence.
     pub mean_length: f64,
 }
 
@@ -132,6 +179,9 @@ impl fmt::Display for Report {
                 self.dropped_untrainable
             )?;
         }
+        if self.dropped_equal > 0 {
+            write!(f, "; {} dropped because both answers are the same", self.dropped_equal)?;
+        }
         if self.dropped_empty > 0 {
             write!(f, "; {} dropped because they are empty", self.dropped_empty)?;
         }
@@ -144,9 +194,14 @@ impl fmt::Display for Report {
 pub(super) struct Outcome {
     /// The example's tokens; 0 when the record was dropped.
     length: u32,
+    /// The tokens of a pair's other sequence.
+    rejected: u32,
+    kind: SampleKind,
+    desirable: bool,
     trainable: u32,
     truncated: bool,
     empty: bool,
+    equal: bool,
 }
 
 /// Records that have been tokenized, of which data sets are made.
@@ -186,11 +241,45 @@ impl Collector {
     }
 
     /// A whole record, or the start of one that is longer than an example can be.
-    pub fn push(&mut self, example: &Example) -> Result<()> {
-        let mut outcome =
-            Outcome { truncated: example.ids.len() > self.max_seq_length, ..Outcome::default() };
+    pub fn push(&mut self, sample: &Sample) -> Result<()> {
         self.words.clear();
+        let mut outcome = Outcome::default();
+        let [length, rejected] = match sample {
+            Sample::Plain(example) => [self.add(example, &mut outcome)?, 0],
+            Sample::Labelled { answer, desirable } => {
+                (outcome.kind, outcome.desirable) = (SampleKind::Labelled, *desirable);
+                [self.add(answer, &mut outcome)?, 0]
+            }
+            Sample::Pair { chosen, rejected } => {
+                outcome.kind = SampleKind::Pair;
+                let chosen = self.add(chosen, &mut outcome)?;
+                let of_chosen = outcome.trainable;
+                let rejected = self.add(rejected, &mut outcome)?;
+                let (first, second) = self.words.split_at(chosen as usize);
+                let of_both = [of_chosen, outcome.trainable - of_chosen];
+                let ids =
+                    |words: &[u32]| words.iter().map(|word| store::id(*word)).collect::<Vec<_>>();
+                // An answer of which nothing is left can't be compared, nor one with itself.
+                outcome.equal = !of_both.contains(&0) && ids(first) == ids(second);
+                if outcome.equal || of_both.contains(&0) {
+                    outcome.trainable = 0;
+                }
+                [chosen, rejected]
+            }
+        };
+        if outcome.trainable > 0 {
+            (outcome.length, outcome.rejected) = (length, rejected);
+            self.writer.push(&self.words)?;
+        }
+        self.outcomes.push(outcome);
+        Ok(())
+    }
+
+    /// Adds the words of a sequence, as many as it may have, and gives their number.
+    fn add(&mut self, example: &Example, outcome: &mut Outcome) -> Result<u32> {
+        outcome.truncated |= example.ids.len() > self.max_seq_length;
         let tokens = example.ids.iter().zip(&example.trainable).take(self.max_seq_length);
+        let before = self.words.len();
         for (index, (&id, &trainable)) in tokens.enumerate() {
             // Nothing predicts the first token of a row.
             let trainable = trainable && index > 0;
@@ -199,12 +288,7 @@ impl Collector {
                 Error::Tokenizer(format!("gave the token id {id}; at most 2147483647 is supported"))
             })?);
         }
-        if outcome.trainable > 0 {
-            outcome.length = self.words.len() as u32;
-            self.writer.push(&self.words)?;
-        }
-        self.outcomes.push(outcome);
-        Ok(())
+        Ok((self.words.len() - before) as u32)
     }
 
     /// Ends a source; the records from the end of the one before on are its own.
@@ -255,6 +339,9 @@ impl Tokenized {
 struct Entry {
     start: u64,
     length: u32,
+    /// The tokens of a pair's other sequence, behind the first.
+    rejected: u32,
+    desirable: bool,
 }
 
 /// A source's share of an epoch.
@@ -273,6 +360,7 @@ pub struct Dataset {
     entries: Vec<Entry>,
     /// Empty when every example is in an epoch once.
     mixture: Vec<Part>,
+    kind: SampleKind,
     /// What became of the records.
     pub report: Report,
 }
@@ -284,33 +372,54 @@ impl Dataset {
     /// [`Error::Option`] for an example with fewer than 2 tokens, without a mask value for each token, without a token
     /// to learn, or with a token id above 2³¹; and when there is none.
     pub fn from_examples(examples: &[Example]) -> Result<Self> {
-        let longest = examples.iter().map(|example| example.ids.len()).max().unwrap_or(0);
+        let samples: Vec<_> = examples.iter().cloned().map(Sample::Plain).collect();
+        Self::from_samples(&samples)
+    }
+
+    /// A data set of samples, all of one kind.
+    ///
+    /// # Errors
+    /// As [`Self::from_examples`], about any sequence of them; [`Error::Option`] also for a pair whose sequences are the
+    /// same, and for samples of several kinds.
+    pub fn from_samples(samples: &[Sample]) -> Result<Self> {
+        let lengths = samples.iter().flat_map(Sample::sequences).map(|example| example.ids.len());
+        let longest = lengths.max().unwrap_or(0);
         let memory = u64::MAX;
         let mut collector = Collector::new(&DataOptions {
             max_seq_length: longest.max(2),
             memory,
             ..DataOptions::default()
         })?;
-        for (index, example) in examples.iter().enumerate() {
-            let (ids, mask) = (example.ids.len(), example.trainable.len());
-            if ids < 2 || ids != mask {
+        for (index, sample) in samples.iter().enumerate() {
+            for example in sample.sequences() {
+                let (ids, mask) = (example.ids.len(), example.trainable.len());
+                if ids < 2 || ids != mask {
+                    return Err(Error::option(
+                        "data",
+                        format!(
+                            "example {index} has {ids} tokens and {mask} mask values, expected 2 or more of each, as \
+                             many of one as of the other"
+                        ),
+                    ));
+                }
+                if !example.trainable.iter().skip(1).any(|&trainable| trainable) {
+                    return Err(Error::option(
+                        "data",
+                        format!("example {index} has no token to learn"),
+                    ));
+                }
+            }
+            if let Sample::Pair { chosen, rejected } = sample
+                && chosen.ids == rejected.ids
+            {
                 return Err(Error::option(
                     "data",
-                    format!(
-                        "example {index} has {ids} tokens and {mask} mask values, expected 2 or more of each, as many \
-                         of one as of the other"
-                    ),
+                    format!("example {index} has the same answer twice"),
                 ));
             }
-            if !example.trainable.iter().skip(1).any(|&trainable| trainable) {
-                return Err(Error::option(
-                    "data",
-                    format!("example {index} has no token to learn"),
-                ));
-            }
-            collector.push(example)?;
+            collector.push(sample)?;
         }
-        if examples.is_empty() {
+        if samples.is_empty() {
             return Err(Error::option("data", "there are no examples"));
         }
         collector.end_source(None);
@@ -329,21 +438,36 @@ impl Dataset {
         let mut parts: Vec<(Range<usize>, Option<f64>)> = Vec::new();
         let mut sources = sources.iter().peekable();
         let (mut start, mut first) = (0, 0);
+        let mut kind = None;
         for (index, (outcome, chosen)) in outcomes.iter().zip(chosen).enumerate() {
             if *chosen {
                 report.records += 1;
                 report.truncated += usize::from(outcome.truncated);
                 report.dropped_empty += usize::from(outcome.empty);
-                report.dropped_untrainable += usize::from(outcome.length == 0 && !outcome.empty);
+                report.dropped_equal += usize::from(outcome.equal);
+                let dropped = outcome.length == 0 && !outcome.empty && !outcome.equal;
+                report.dropped_untrainable += usize::from(dropped);
                 if outcome.length > 0 {
-                    let Outcome { length, trainable, .. } = *outcome;
-                    report.tokens += length as usize;
+                    let Outcome { length, rejected, trainable, desirable, .. } = *outcome;
+                    let before = *kind.get_or_insert(outcome.kind);
+                    if before != outcome.kind {
+                        return Err(Error::option(
+                            "data",
+                            format!(
+                                "record {} is one of {}, but those before are {}; a run takes one kind",
+                                index + 1,
+                                outcome.kind.name(),
+                                before.name()
+                            ),
+                        ));
+                    }
+                    report.tokens += (length + rejected) as usize;
                     report.trainable_tokens += trainable as usize;
-                    report.longest = report.longest.max(length as usize);
-                    entries.push(Entry { start, length });
+                    report.longest = report.longest.max(length.max(rejected) as usize);
+                    entries.push(Entry { start, length, rejected, desirable });
                 }
             }
-            start += u64::from(outcome.length);
+            start += u64::from(outcome.length) + u64::from(outcome.rejected);
             while let Some((_, weight)) = sources.next_if(|(end, _)| *end <= index + 1) {
                 parts.push((first..entries.len(), *weight));
                 first = entries.len();
@@ -355,17 +479,41 @@ impl Dataset {
                 "there are no records".to_string()
             } else {
                 format!(
-                    "none of the {} records has a trainable token: {} are empty, {} were cut at max_seq_length \
-                     {max_seq_length}, and what is left holds nothing that loss_on asks for (is there an assistant's \
-                     turn in it?)",
-                    report.records, report.dropped_empty, report.truncated
+                    "none of the {} records has a trainable token: {} are empty, {} have the same answer twice, {} were \
+                     cut at max_seq_length {max_seq_length}, and what is left holds nothing that loss_on asks for (is \
+                     there an assistant's turn in it?)",
+                    report.records, report.dropped_empty, report.dropped_equal, report.truncated
                 )
             };
             return Err(Error::option("data", why));
         }
-        report.mean_length = report.tokens as f64 / report.examples as f64;
+        let kind = kind.unwrap_or_default();
+        let sequences = if kind == SampleKind::Pair { 2 } else { 1 } * report.examples;
+        report.mean_length = report.tokens as f64 / sequences as f64;
         let mixture = mixture(&parts)?;
-        Ok(Self { store: store.clone(), entries, mixture, report })
+        Ok(Self { store: store.clone(), entries, mixture, kind, report })
+    }
+
+    /// The answers of pairs one by one: each chosen one as a good one, and each rejected one as one that isn't. Other
+    /// data sets stay as they are.
+    #[must_use]
+    pub fn unpaired(mut self) -> Self {
+        if self.kind != SampleKind::Pair {
+            return self;
+        }
+        let single = |start, length, desirable| Entry { start, length, rejected: 0, desirable };
+        let answers = |entry: &Entry| {
+            let second = entry.start + u64::from(entry.length);
+            [single(entry.start, entry.length, true), single(second, entry.rejected, false)]
+        };
+        self.entries = self.entries.iter().flat_map(answers).collect();
+        for part in &mut self.mixture {
+            part.examples = 2 * part.examples.start..2 * part.examples.end;
+            part.drawn *= 2;
+        }
+        self.report.examples *= 2;
+        self.kind = SampleKind::Labelled;
+        self
     }
 
     /// The number of examples.
@@ -378,26 +526,39 @@ impl Dataset {
         self.entries.is_empty()
     }
 
-    /// The example at an index.
+    /// What its examples are.
+    pub fn kind(&self) -> SampleKind {
+        self.kind
+    }
+
+    /// The sequence of the example at an index; of a pair the chosen one.
     pub fn get(&self, index: usize) -> Option<Example> {
-        self.entries.get(index).map(|entry| self.example(entry))
+        self.entries.get(index).map(|entry| example(self.words_of(entry).0))
     }
 
-    /// The examples, in the order of their records.
+    /// The example at an index.
+    pub fn sample(&self, index: usize) -> Option<Sample> {
+        self.entries.get(index).map(|entry| {
+            let (words, rejected) = self.words_of(entry);
+            match self.kind {
+                SampleKind::Plain => Sample::Plain(example(words)),
+                SampleKind::Pair => {
+                    Sample::Pair { chosen: example(words), rejected: example(rejected) }
+                }
+                SampleKind::Labelled => {
+                    Sample::Labelled { answer: example(words), desirable: entry.desirable }
+                }
+            }
+        })
+    }
+
+    /// The sequences of the examples, of pairs the chosen ones, in the order of their records.
     pub fn iter(&self) -> impl Iterator<Item = Example> + '_ {
-        self.entries.iter().map(|entry| self.example(entry))
+        self.entries.iter().map(|entry| example(self.words_of(entry).0))
     }
 
-    fn example(&self, entry: &Entry) -> Example {
-        let words = self.words_of(entry);
-        Example {
-            ids: words.iter().map(|&word| store::id(word)).collect(),
-            trainable: words.iter().map(|&word| store::is_trainable(word)).collect(),
-        }
-    }
-
-    /// The words of an example; see [`super::store`].
-    pub(super) fn words(&self, index: usize) -> Result<&[u32]> {
+    /// The words of an example, and of a pair's other sequence; see [`super::store`].
+    pub(super) fn words(&self, index: usize) -> Result<(&[u32], &[u32])> {
         let entry = self.entries.get(index).ok_or_else(|| {
             let count = self.len();
             Error::option("data", format!("have no example {index}; there are {count}"))
@@ -405,20 +566,27 @@ impl Dataset {
         Ok(self.words_of(entry))
     }
 
-    fn words_of(&self, entry: &Entry) -> &[u32] {
+    fn words_of(&self, entry: &Entry) -> (&[u32], &[u32]) {
         // The store was written with the entries.
         let start = entry.start as usize;
-        &self.store.words()[start..start + entry.length as usize]
+        let words = &self.store.words()[start..][..(entry.length + entry.rejected) as usize];
+        words.split_at(entry.length as usize)
     }
 
-    /// The tokens of an example that there is.
+    /// Whether an answer that there is, of labelled ones, is a good one.
+    pub(super) fn is_desirable(&self, index: usize) -> bool {
+        self.entries[index].desirable
+    }
+
+    /// The tokens of an example that there is; of a pair of the longer sequence.
     pub(super) fn length(&self, index: usize) -> usize {
-        self.entries[index].length as usize
+        let entry = &self.entries[index];
+        entry.length.max(entry.rejected) as usize
     }
 
     /// How many examples have more than `limit` tokens.
     pub fn longer_than(&self, limit: usize) -> usize {
-        self.entries.iter().filter(|entry| entry.length as usize > limit).count()
+        (0..self.len()).filter(|index| self.length(*index) > limit).count()
     }
 
     /// The examples of an epoch, by index, not shuffled among each other: every one once, or of each source as many as
@@ -451,11 +619,16 @@ impl Dataset {
     /// A hash of every token and mask, and of the weights (XXH3), by which a resumed run knows its data.
     pub fn fingerprint(&self) -> u64 {
         let mut hash = Hash::new();
-        for words in self.entries.iter().map(|entry| self.words_of(entry)) {
+        for entry in &self.entries {
+            let (words, rejected) = self.words_of(entry);
             hash.add(&(words.len() as u32).to_le_bytes());
-            for &word in words {
+            for &word in words.iter().chain(rejected) {
                 hash.add(&store::id(word).to_le_bytes());
                 hash.add(&u32::from(store::is_trainable(word)).to_le_bytes());
+            }
+            if self.kind != SampleKind::Plain {
+                hash.add(&entry.rejected.to_le_bytes());
+                hash.add(&[u8::from(entry.desirable)]);
             }
         }
         for part in &self.mixture {
@@ -470,7 +643,10 @@ impl Dataset {
     /// # Errors
     /// [`Error::Option`] naming the first token that is not.
     pub fn check_vocabulary(&self, vocabulary: usize) -> Result<()> {
-        let words = self.entries.iter().flat_map(|entry| self.words_of(entry));
+        let words = self.entries.iter().flat_map(|entry| {
+            let (words, rejected) = self.words_of(entry);
+            words.iter().chain(rejected)
+        });
         let mut ids = words.map(|&word| store::id(word));
         match ids.find(|&id| id as usize >= vocabulary) {
             Some(id) => Err(Error::option(
@@ -481,6 +657,25 @@ impl Dataset {
             )),
             None => Ok(()),
         }
+    }
+}
+
+impl Sample {
+    /// Its sequences: the chosen one of a pair first.
+    pub fn sequences(&self) -> impl Iterator<Item = &Example> {
+        match self {
+            Self::Plain(example) | Self::Labelled { answer: example, .. } => [Some(example), None],
+            Self::Pair { chosen, rejected } => [Some(chosen), Some(rejected)],
+        }
+        .into_iter()
+        .flatten()
+    }
+}
+
+fn example(words: &[u32]) -> Example {
+    Example {
+        ids: words.iter().map(|&word| store::id(word)).collect(),
+        trainable: words.iter().map(|&word| store::is_trainable(word)).collect(),
     }
 }
 

@@ -18,10 +18,10 @@ mod store;
 mod survey;
 mod tokenize;
 
-pub use batch::{Batch, BatchOptions, BatchPlan, Batcher, IGNORED};
+pub use batch::{Answer, Batch, BatchOptions, BatchPlan, Batcher, IGNORED, Role, SharedBeginnings};
 pub use body::Body;
 pub use columns::{Columns, Source, Template};
-pub use dataset::{DataOptions, Dataset, Example, LossOn, Report, Tokenized};
+pub use dataset::{DataOptions, Dataset, Example, LossOn, Report, Sample, SampleKind, Tokenized};
 pub use files::{DataFiles, HeldOut, Split};
 pub use record::{KNOWN_ROLES, Origin, Record, Shape, read_records};
 pub use slice::Slice;

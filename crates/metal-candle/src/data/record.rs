@@ -7,9 +7,13 @@
 //! {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}], "system": "..."}
 //! {"instruction": "...", "input": "...", "output": "..."}
 //! {"text": "..."}
+//! {"prompt": "...", "chosen": "...", "rejected": "..."}
+//! {"prompt": "...", "completion": "...", "label": true}
+//! {"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}
 //! ```
 //! A record with keys of several shapes is taken as the first of them in this order; other keys are passed over.
-//! [`Columns`] name the keys where they are others. Preference records are recognised and refused.
+//! [`Columns`] name the keys where they are others. Preferences are as TRL or OpenAI writes them: prompt and answers are
+//! texts or lists of messages, and without a prompt it is what both answers begin with.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -143,8 +147,12 @@ pub enum Shape {
     Instruction,
     /// `text`.
     Text,
-    /// `chosen` and `rejected`, or a completion with a `label`, for preference tuning, which there isn't here.
-    Preference,
+    /// `chosen` and `rejected`, as TRL has them.
+    Pair,
+    /// `preferred_output` and `non_preferred_output`, as OpenAI has them.
+    PreferredOutput,
+    /// A completion with a `label`, as TRL has it.
+    Labelled,
 }
 
 impl Shape {
@@ -156,7 +164,9 @@ impl Shape {
             Self::Conversations => "ShareGPT conversations (messages with from and value)",
             Self::Instruction => "Alpaca instructions (instruction, input, output)",
             Self::Text => "texts",
-            Self::Preference => "preferences (chosen and rejected)",
+            Self::Pair => "preference pairs (chosen and rejected)",
+            Self::PreferredOutput => "preference pairs (preferred_output and non_preferred_output)",
+            Self::Labelled => "labelled answers (completion and label)",
         }
     }
 
@@ -172,7 +182,9 @@ impl Shape {
                 &["instruction", "input", "context", "output", "response", "system", "history"]
             }
             Self::Text => &["text"],
-            Self::Preference => &["prompt", "chosen", "rejected", "completion", "label"],
+            Self::Pair => &["prompt", "chosen", "rejected", "tools", "functions"],
+            Self::PreferredOutput => &["input", "preferred_output", "non_preferred_output"],
+            Self::Labelled => &["prompt", "completion", "label", "tools", "functions"],
         }
     }
 
@@ -183,7 +195,7 @@ impl Shape {
             Some(Self::Messages)
         } else if fields.contains_key("prompt") && fields.contains_key("completion") {
             let labelled = fields.get("label").is_some_and(Value::is_boolean);
-            Some(if labelled { Self::Preference } else { Self::PromptCompletion })
+            Some(if labelled { Self::Labelled } else { Self::PromptCompletion })
         } else if there("conversations") || there("conversation") {
             Some(Self::Conversations)
         } else if there("instruction")
@@ -193,7 +205,9 @@ impl Shape {
         } else if there("text") {
             Some(Self::Text)
         } else if there("chosen") && there("rejected") {
-            Some(Self::Preference)
+            Some(Self::Pair)
+        } else if there("preferred_output") && there("non_preferred_output") {
+            Some(Self::PreferredOutput)
         } else {
             None
         }
@@ -201,11 +215,8 @@ impl Shape {
 }
 
 const SHAPES: &str = "expected {\"messages\": [...]}, {\"prompt\": ..., \"completion\": ...}, \
-                      {\"conversations\": [...]}, {\"instruction\": ..., \"output\": ...} or {\"text\": \"...\"}";
-
-const PREFERENCE: &str = "is for preference tuning (DPO, KTO), which is not supported; supervised fine-tuning is. To \
-                          learn the chosen answers alone, name them as the completions (completion_column: \
-                          chosen), or as the messages (messages_column: chosen) where they are whole conversations";
+                      {\"conversations\": [...]}, {\"instruction\": ..., \"output\": ...}, {\"text\": \"...\"} or, \
+                      for preferences, {\"prompt\": ..., \"chosen\": ..., \"rejected\": ...}";
 
 type Parsed<T> = std::result::Result<T, String>;
 
@@ -242,7 +253,16 @@ fn body(value: Value, columns: &Columns) -> Parsed<Body> {
         }
         Some(Shape::Instruction) => instruction(fields),
         Some(Shape::Text) => text("text", fields.remove("text").unwrap_or_default()),
-        Some(Shape::Preference) => Err(format!("the record {PREFERENCE}")),
+        Some(Shape::Pair) => preference(fields),
+        Some(Shape::PreferredOutput) => preferred_output(fields),
+        Some(Shape::Labelled) => {
+            let prompt = fields.remove("prompt").unwrap_or_default();
+            let completion = fields.remove("completion").unwrap_or_default();
+            let desirable = fields.remove("label").as_ref().and_then(Value::as_bool);
+            let answer = pair(("prompt", prompt), ("completion", completion), &mut fields)?;
+            let desirable = desirable.ok_or("\"label\" is not true or false")?;
+            Ok(Body::Labelled { answer: answer.into(), desirable })
+        }
         None => Err(format!(
             "the record has {}; {SHAPES}{}",
             key_list(&fields),
@@ -332,6 +352,98 @@ fn pair(
             kind(&completion)
         )),
     }
+}
+
+/// A pair as TRL has it. Without a prompt it is what both answers have in common at their beginning.
+fn preference(mut fields: Map<String, Value>) -> Parsed<Body> {
+    let prompt = present(&mut fields, "prompt");
+    let mut take = |key: &str| unpacked(fields.remove(key).unwrap_or_default());
+    let (chosen, rejected) = (take("chosen"), take("rejected"));
+    let (prompt, chosen, rejected) = match prompt {
+        Some(prompt) => (unpacked(prompt), chosen, rejected),
+        None => without_prompt(chosen, rejected)?,
+    };
+    let tools = tools(&mut fields)?;
+    let of = |key: &str, answer: Value| {
+        let mut fields = Map::new();
+        if let Some(tools) = &tools {
+            fields.insert("tools".into(), Value::from(tools.clone()));
+        }
+        // TRL's older data sets repeat the prompt in both answers.
+        let answer = match (&prompt, answer) {
+            (Value::Array(prompt), Value::Array(answer)) if answer.starts_with(prompt) => {
+                Value::from(answer[prompt.len()..].to_vec())
+            }
+            (_, answer) => answer,
+        };
+        pair(("prompt", prompt.clone()), (key, answer), &mut fields).map(Box::new)
+    };
+    Ok(Body::Pair { chosen: of("chosen", chosen)?, rejected: of("rejected", rejected)? })
+}
+
+/// The prompt and the answers of two texts, or two conversations, that begin with the prompt.
+fn without_prompt(chosen: Value, rejected: Value) -> Parsed<(Value, Value, Value)> {
+    match (chosen, rejected) {
+        (Value::Array(chosen), Value::Array(rejected)) => {
+            let most = chosen.len().min(rejected.len()).saturating_sub(1);
+            let same = chosen.iter().zip(&rejected).take_while(|(a, b)| a == b).count();
+            // Where even the last message of one is the same, it is the answer nevertheless.
+            let (prompt, chosen_answer) = chosen.split_at(same.min(most));
+            if prompt.is_empty() {
+                return Err(
+                    "\"chosen\" and \"rejected\" begin differently and there is no \"prompt\""
+                        .into(),
+                );
+            }
+            let rejected_answer = rejected[prompt.len()..].to_vec();
+            Ok((prompt.to_vec().into(), chosen_answer.to_vec().into(), rejected_answer.into()))
+        }
+        (Value::String(chosen), Value::String(rejected)) => {
+            let pairs = chosen.char_indices().zip(rejected.chars());
+            let same = pairs.take_while(|((_, a), b)| a == b).last();
+            let mut end = same.map_or(0, |((start, found), _)| start + found.len_utf8());
+            // The space before a word is a part of it.
+            if chosen[..end].ends_with(' ') {
+                end -= 1;
+            }
+            let (prompt, chosen_answer) = chosen.split_at(end);
+            if prompt.is_empty() {
+                return Err(
+                    "\"chosen\" and \"rejected\" begin differently and there is no \"prompt\""
+                        .into(),
+                );
+            }
+            Ok((prompt.into(), chosen_answer.into(), rejected[end..].into()))
+        }
+        (chosen, rejected) => Err(format!(
+            "\"chosen\" is {} and \"rejected\" is {}, expected two strings or two lists of messages",
+            kind(&chosen),
+            kind(&rejected)
+        )),
+    }
+}
+
+/// A pair as OpenAI has it: <https://platform.openai.com/docs/guides/direct-preference-optimization>.
+fn preferred_output(mut fields: Map<String, Value>) -> Parsed<Body> {
+    let mut input = match fields.remove("input") {
+        Some(Value::Object(input)) => input,
+        Some(other) => return Err(format!("\"input\" is {}, expected an object", kind(&other))),
+        None => return Err("there is no \"input\", which has the messages of the prompt".into()),
+    };
+    let prompt = conversation("input.messages", input.remove("messages").unwrap_or_default())?;
+    let tools = tools(&mut input)?;
+    let mut answer = |key: &str| {
+        let completion = conversation(key, fields.remove(key).unwrap_or_default())?;
+        if !completion.iter().any(Message::is_from_model) {
+            return Err(format!("{key:?} has no message with the role \"assistant\""));
+        }
+        let (prompt, tools) = (prompt.clone(), tools.clone());
+        Ok(Box::new(Body::ChatCompletion { prompt, completion, tools }))
+    };
+    Ok(Body::Pair {
+        chosen: answer("preferred_output")?,
+        rejected: answer("non_preferred_output")?,
+    })
 }
 
 /// Alpaca's record, or Dolly's, where the input is called context and the output response.

@@ -208,14 +208,17 @@ fn measure(builder: Option<&Builder>, body: &Body) -> Result<Vec<Measured>> {
             .map(|example| of(hash(example), Some(example.ids.len()), learned(example, most)))
             .collect());
     }
-    let (length, learned) = match builder.write(body)? {
-        None => (None, 0),
-        Some(written) => {
-            let (example, _) = builder.encode(&written, usize::MAX)?;
-            (Some(example.ids.len()), learned(&example, most))
-        }
-    };
-    Ok(vec![of(body.fingerprint(), length, learned)])
+    // Of a pair the longer sequence is what has to fit.
+    let (mut length, mut count) = (None, 0);
+    for part in body.parts() {
+        let Some(written) = builder.write(part)? else {
+            return Ok(vec![of(body.fingerprint(), None, 0)]);
+        };
+        let (example, _) = builder.encode(&written, usize::MAX)?;
+        length = length.max(Some(example.ids.len()));
+        count += learned(&example, most);
+    }
+    Ok(vec![of(body.fingerprint(), length, count)])
 }
 
 /// How many of an example's first tokens are learned; the very first is nobody's prediction.
@@ -330,6 +333,21 @@ impl Shown {
                 shown.add(&tokenizer.decode(&example.ids, false)?, true);
             }
             return Ok(shown);
+        }
+        if let Body::Pair { chosen, rejected } = body {
+            for (name, answer) in [("chosen", chosen), ("rejected", rejected)] {
+                let of_answer = Self::of(answer, tokenizer, options)?;
+                shown.tokens += of_answer.tokens;
+                shown.learned += of_answer.learned;
+                shown.cut += of_answer.cut;
+                shown.add(&format!("[{name}]\n"), false);
+                of_answer.pieces.iter().for_each(|piece| shown.add(&piece.text, piece.learned));
+                shown.add("\n", false);
+            }
+            return Ok(shown);
+        }
+        if let Body::Labelled { answer, .. } = body {
+            return Self::of(answer, tokenizer, options);
         }
         let Some(written) = builder.write(body)? else { return Ok(shown) };
         let (example, offsets) = builder.encode(&written, usize::MAX)?;

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use serde_json::Value;
 
 use super::body::Body;
-use super::dataset::{Collector, DataOptions, Dataset, Example, LossOn, Tokenized};
+use super::dataset::{Collector, DataOptions, Dataset, Example, LossOn, Sample, Tokenized};
 use super::record::Record;
 use super::source::DataSource;
 use crate::text::{Encoded, Message, RenderOptions, Tokenizer};
@@ -63,8 +63,8 @@ impl Dataset {
 /// What a record becomes.
 enum Built {
     Empty,
-    /// One example for each, and for a text file any number.
-    Examples(Vec<Example>),
+    /// One for each record, and for a text file any number.
+    Samples(Vec<Sample>),
 }
 
 /// A record's text as the model reads it.
@@ -101,9 +101,9 @@ impl<'a> Builder<'a> {
         for built in built {
             match built? {
                 Built::Empty => collector.push_empty(),
-                Built::Examples(examples) => {
-                    for example in &examples {
-                        collector.push(example)?;
+                Built::Samples(samples) => {
+                    for sample in &samples {
+                        collector.push(sample)?;
                     }
                 }
             }
@@ -116,14 +116,36 @@ impl<'a> Builder<'a> {
         if let Body::Document { text, last } = body
             && !text.is_empty()
         {
-            return Ok(Built::Examples(self.windows(text, *last)?));
+            let examples = self.windows(text, *last)?.into_iter();
+            return Ok(Built::Samples(examples.map(Sample::Plain).collect()));
         }
         // One more token than an example keeps shows that it was cut.
         let most = self.options.max_seq_length.saturating_add(1);
-        Ok(match self.write(body)? {
-            None => Built::Empty,
-            Some(written) => Built::Examples(vec![self.encode(&written, most)?.0]),
-        })
+        if let (Body::Pair { .. } | Body::Labelled { .. }, Some(LossOn::All | LossOn::Assistant)) =
+            (body, self.options.loss_on)
+        {
+            return Err(Error::option(
+                "loss_on",
+                "is for supervised fine-tuning; of preferences the answers count: leave it out",
+            ));
+        }
+        let mut examples = Vec::new();
+        for part in body.parts() {
+            match self.write(part)? {
+                None => return Ok(Built::Empty),
+                Some(written) => examples.push(self.encode(&written, most)?.0),
+            }
+        }
+        let mut examples = examples.into_iter();
+        let sample = match (body, examples.next(), examples.next()) {
+            (Body::Labelled { desirable, .. }, Some(answer), _) => {
+                Sample::Labelled { answer, desirable: *desirable }
+            }
+            (_, Some(chosen), Some(rejected)) => Sample::Pair { chosen, rejected },
+            (_, Some(example), None) => Sample::Plain(example),
+            (_, None, _) => return Ok(Built::Empty),
+        };
+        Ok(Built::Samples(vec![sample]))
     }
 
     /// The record's text; `None` when there is nothing to learn in it.
@@ -133,6 +155,9 @@ impl<'a> Builder<'a> {
         }
         let loss_on = self.options.loss_on;
         Ok(Some(match body {
+            Body::Pair { .. } | Body::Labelled { .. } => {
+                return Err(Error::option("data", "of preferences are written answer by answer"));
+            }
             Body::Messages { messages, tools } => {
                 let first = match loss_on.unwrap_or(LossOn::Assistant) {
                     LossOn::All => None,

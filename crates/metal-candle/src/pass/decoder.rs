@@ -1,13 +1,14 @@
 //! The decoder's forward pass: one for training, evaluation and generation.
 
-use super::Pass;
 use super::adapters::RowAdapters;
 use super::cache::LayerCache;
 use super::linear::{self, forward_shared};
+use super::{Pass, Spread};
 use crate::autograd::{Tape, Value};
 use crate::model::layer::{Attention, GateUp, Layer, Mlp, Norm, QueryKeyValue};
 use crate::model::rope::Rotation;
 use crate::{Error, Result};
+use candle_core::Tensor;
 use metal_candle_kernels::attention;
 use std::sync::Arc;
 
@@ -131,7 +132,16 @@ impl Attention {
                 let (k, v) = (tape.constant(keys), tape.constant(values));
                 tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?
             }
-            (None, _) => tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?,
+            (None, _) => match &pass.spread {
+                None => tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?,
+                Some(spread) => {
+                    let [q, k, v] = [&q, &k, &v].map(|x| spread.apart(tape, x));
+                    let (q, k, v) = (q?, k?, v?);
+                    let first_key = pass.first_key.as_ref();
+                    let attended = tape.attention(&q, &k, &v, first_key, &self.options)?;
+                    spread.together(tape, &attended)?
+                }
+            },
         };
         let attended = tape.reshape(&attended, (batch, seq, query_width))?;
         linear::forward(&self.output, tape, &attended, pass)
@@ -154,6 +164,26 @@ impl Attention {
             tape.reshape(&apply(norm, tape, x, pass)?, shape)
         }
     }
+}
+
+impl Spread {
+    /// Heads `(batch, seq, heads, head_dim)` of the batch as attention reads them, with beginnings repeated.
+    fn apart(&self, tape: &Tape, x: &Value) -> Result<Value> {
+        rows_of(tape, x, &self.source)
+    }
+
+    /// What attention gives, of each place of the batch once.
+    fn together(&self, tape: &Tape, attended: &Value) -> Result<Value> {
+        rows_of(tape, attended, &self.result)
+    }
+}
+
+/// The places `(batch, length)` of `x (batch, seq, heads, head_dim)`.
+fn rows_of(tape: &Tape, x: &Value, places: &Tensor) -> Result<Value> {
+    let (batch, seq, heads, head_dim) = x.tensor().dims4()?;
+    let rows = tape.reshape(x, (batch * seq, heads * head_dim))?;
+    let rows = tape.rows(&rows, places)?;
+    tape.reshape(&rows, (batch, places.dim(1)?, heads, head_dim))
 }
 
 impl Mlp {

@@ -9,7 +9,7 @@ mod linear;
 pub use cache::KvCache;
 
 use crate::adapter::Adapter;
-use crate::autograd::{Matrix, Tape, Value};
+use crate::autograd::{HeadValues, Matrix, Tape, Value};
 use crate::data::Batch;
 use crate::model::Model;
 use crate::model::rope::Rotation;
@@ -34,6 +34,19 @@ struct Pass {
     first_key: Option<Tensor>,
     /// `(1)`: how many tokens come before the one, where only the device knows.
     before: Option<Tensor>,
+    /// Where attention reads other rows than those that the batch has.
+    spread: Option<Spread>,
+}
+
+/// How attention sees a batch whose sequences share beginnings: each with a beginning of its own.
+#[derive(Debug, Clone)]
+struct Spread {
+    /// Places of a row there.
+    length: usize,
+    /// `(rows, length)`: the place of the batch that each place there is.
+    source: Tensor,
+    /// `(rows · the batch's length)`: where the result of each place of the batch is read.
+    result: Tensor,
 }
 
 impl Pass {
@@ -100,6 +113,7 @@ pub struct Input {
     ids: Tensor,
     positions: Positions,
     first_key: Option<Tensor>,
+    spread: Option<Spread>,
     adapters: RowAdapters,
 }
 
@@ -133,15 +147,26 @@ impl Input {
     /// The rows of a batch, with attention kept inside each record.
     pub fn batch(batch: &Batch, device: &Device) -> Result<Self> {
         let shape = (batch.rows, batch.length);
-        Ok(Self::new(
-            Tensor::from_slice(&batch.input_ids, shape, device)?,
-            Positions::Known(batch.positions.clone()),
-            Some(Tensor::from_slice(&batch.first_key, shape, device)?),
-        ))
+        let spread = match &batch.shared {
+            None => None,
+            Some(shared) => {
+                let source = (batch.rows, shared.length);
+                Some(Spread {
+                    length: shared.length,
+                    source: Tensor::from_slice(&shared.source, source, device)?,
+                    result: Tensor::from_slice(&shared.result, shape, device)?,
+                })
+            }
+        };
+        let length = spread.as_ref().map_or(batch.length, |spread| spread.length);
+        let first_key = Tensor::from_slice(&batch.first_key, (batch.rows, length), device)?;
+        let ids = Tensor::from_slice(&batch.input_ids, shape, device)?;
+        let positions = Positions::Known(batch.positions.clone());
+        Ok(Self { spread, ..Self::new(ids, positions, Some(first_key)) })
     }
 
     fn new(ids: Tensor, positions: Positions, first_key: Option<Tensor>) -> Self {
-        Self { ids, positions, first_key, adapters: RowAdapters::Same(None) }
+        Self { ids, positions, first_key, spread: None, adapters: RowAdapters::Same(None) }
     }
 
     /// The same tokens, read with an adapter, or with none.
@@ -177,6 +202,15 @@ pub struct Loss {
     pub sum: Value,
     /// How many target tokens there were.
     pub tokens: usize,
+}
+
+/// The loss of each place of a batch.
+#[derive(Debug)]
+pub struct TokenLosses {
+    /// The negative log-probability of each place's target in nats, 0 where it doesn't count: `(rows · length)`.
+    pub losses: Value,
+    /// Entropies and hits of the places, where they were asked for.
+    pub statistics: Option<cross_entropy::Statistics>,
 }
 
 impl Model {
@@ -220,6 +254,7 @@ impl Model {
         let pass = Arc::new(Pass {
             ropes,
             first_key: input.first_key.clone(),
+            spread: input.spread.clone(),
             before,
             weights: self.frozen().clone(),
             adapters: input.adapters.clone(),
@@ -337,31 +372,60 @@ impl Model {
 
     /// The cross entropy of a batch with an adapter or without, summed over its target tokens.
     pub fn loss(&self, tape: &Tape, batch: &Batch, adapter: Option<&Arc<Adapter>>) -> Result<Loss> {
-        let input = Input::batch(batch, self.device())?.with_adapter(adapter);
-        let hidden = self.forward(tape, &input, None)?;
-        let rows = batch.rows * batch.length;
-        let hidden = tape.reshape(&hidden, (rows, self.config().hidden_size))?;
-        let head = match self.head_of(tape, adapter)? {
-            Matrix::Dense(head) => tape.cast(&head, self.dtype())?,
-            Matrix::Quantized(head) => tape.constant(head.dequantize(self.dtype())?),
-        };
-        let options = cross_entropy::Options {
+        let (sum, tokens) = self.map_head(tape, batch, adapter, |head| {
+            tape.cross_entropy(head, &batch.targets, &self.loss_options(false))
+        })?;
+        Ok(Loss { sum, tokens })
+    }
+
+    /// The cross entropy of each place of a batch by itself.
+    pub fn token_losses(
+        &self,
+        tape: &Tape,
+        batch: &Batch,
+        adapter: Option<&Arc<Adapter>>,
+        statistics: bool,
+    ) -> Result<TokenLosses> {
+        let (losses, statistics) = self.map_head(tape, batch, adapter, |head| {
+            tape.token_losses(head, &batch.targets, &self.loss_options(statistics))
+        })?;
+        Ok(TokenLosses { losses, statistics })
+    }
+
+    fn loss_options(&self, statistics: bool) -> cross_entropy::Options {
+        cross_entropy::Options {
             softcap: self.config().final_softcap,
             logit_scale: self.config().logits_scale,
             chunk: LOSS_CHUNK,
+            statistics,
+        }
+    }
+
+    /// What `f` makes of what gives the logits of all places of a batch.
+    fn map_head<T>(
+        &self,
+        tape: &Tape,
+        batch: &Batch,
+        adapter: Option<&Arc<Adapter>>,
+        f: impl FnOnce(&HeadValues<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let input = Input::batch(batch, self.device())?.with_adapter(adapter);
+        let hidden = self.forward(tape, &input, None)?;
+        let rows = batch.rows * batch.length;
+        let hidden = &tape.reshape(&hidden, (rows, self.config().hidden_size))?;
+        let weight = &match self.head_of(tape, adapter)? {
+            Matrix::Dense(head) => tape.cast(&head, self.dtype())?,
+            Matrix::Quantized(head) => tape.constant(head.dequantize(self.dtype())?),
         };
-        let (sum, tokens) = match adapter.and_then(|it| it.head_update()) {
-            None => tape.cross_entropy(&hidden, &head, &batch.targets, &options)?,
-            Some(update) => {
-                let x = match linear::dropout(tape, update.dropout, update.stream) {
-                    Some(dropout) => tape.dropout(&hidden, dropout)?,
-                    None => hidden.clone(),
-                };
-                let x = tape.linear(&tape.cast(&x, DType::F32)?, &update.right(tape)?, None)?;
-                let added = (&tape.scale(&x, update.scale)?, &update.left(tape)?);
-                tape.cross_entropy_with((&hidden, &head), added, &batch.targets, &options)?
-            }
+        let Some(update) = adapter.and_then(|it| it.head_update()) else {
+            return f(&HeadValues { hidden, weight, update: None });
         };
-        Ok(Loss { sum, tokens })
+        let x = match linear::dropout(tape, update.dropout, update.stream) {
+            Some(dropout) => tape.dropout(hidden, dropout)?,
+            None => hidden.clone(),
+        };
+        let x = tape.linear(&tape.cast(&x, DType::F32)?, &update.right(tape)?, None)?;
+        let update = Some((&tape.scale(&x, update.scale)?, &update.left(tape)?));
+        f(&HeadValues { hidden, weight, update })
     }
 }

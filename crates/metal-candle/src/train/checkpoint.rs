@@ -6,13 +6,16 @@
 
 use super::evaluate::Evaluation;
 use super::metrics::{Phase, Position};
+use super::objectives::{MetricSums, Objective};
 use super::optimizer::{Optimizer, OptimizerState};
+use super::options::BestBy;
 use super::schedule::LearningRate;
 use crate::adapter::{Adapter, LoraConfig, TrainedFiles, read_config};
 use crate::data::BatchOptions;
+use crate::hash::Hash;
 use crate::model::Config;
 use crate::{Error, Result, files};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -21,7 +24,7 @@ use std::path::{Path, PathBuf};
 const FOLDER: &str = "checkpoints";
 const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 
 /// Where a run stands. Together with the parameters and what the optimiser keeps it decides every later step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -43,9 +46,14 @@ pub(super) struct State {
     pub skipped_in_a_row: u64,
     /// Sums since the last report, so that the next one is the same after a resume.
     pub loss_sum: f64,
-    pub loss_tokens: u64,
+    /// What the loss is a mean over: target tokens, pairs or answers.
+    pub loss_count: u64,
+    pub report_tokens: u64,
+    pub metrics: MetricSums,
     /// The best evaluation so far.
     pub best_loss: Option<f64>,
+    /// What it is the best by; lower is better.
+    pub best_value: Option<f64>,
     pub best_step: Option<u64>,
     pub evaluations_without_gain: u64,
     pub last_evaluation: Option<Evaluation>,
@@ -57,6 +65,9 @@ pub(super) struct State {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Fingerprint {
+    pub objective: Objective,
+    /// A hash of the reference's adapter, where it has one.
+    pub reference: Option<String>,
     pub seed: u64,
     pub batch_size: usize,
     pub grad_accumulation: usize,
@@ -86,6 +97,7 @@ pub(super) struct Fingerprint {
     pub eval_every: u64,
     pub eval_batches: Option<usize>,
     pub patience: Option<u64>,
+    pub best_by: BestBy,
     pub keep_best: bool,
 }
 
@@ -102,8 +114,11 @@ impl State {
             skipped: 0,
             skipped_in_a_row: 0,
             loss_sum: 0.0,
-            loss_tokens: 0,
+            loss_count: 0,
+            report_tokens: 0,
+            metrics: MetricSums::default(),
             best_loss: None,
+            best_value: None,
             best_step: None,
             evaluations_without_gain: 0,
             last_evaluation: None,
@@ -118,6 +133,24 @@ impl State {
 }
 
 impl Fingerprint {
+    /// A hash of what the log-probabilities of answers under the reference depend on (XXH3).
+    pub fn of_references(&self, dtype: DType) -> String {
+        let mut hash = Hash::new();
+        let validation = self.validation_hash.as_deref().unwrap_or_default();
+        let reference = self.reference.as_deref().unwrap_or_default();
+        let model = [self.model_hash.as_str(), dtype.as_str(), reference];
+        for text in model.into_iter().chain([self.data_hash.as_str(), validation]) {
+            hash.add(text.as_bytes());
+            hash.add(&[0]);
+        }
+        for (name, of_file) in &self.base_files {
+            hash.add(name.as_bytes());
+            hash.add(of_file.as_bytes());
+        }
+        hash.add(&(self.batch_size as u64).to_le_bytes());
+        format!("{:016x}", hash.finish())
+    }
+
     /// Names the first thing that differs. A run that is longer now than it was is the same run.
     pub fn check(&self, saved: &Self, path: &Path) -> Result<()> {
         let mut saved = saved.clone();

@@ -1,6 +1,9 @@
 //! The loss of a model on data it does not learn from.
 
 use super::metrics::number_or_null;
+use super::objectives::{MetricSums, Objective};
+use super::references::References;
+use super::task::Task;
 use crate::adapter::Adapter;
 use crate::autograd::Tape;
 use crate::data::{BatchPlan, Batcher};
@@ -9,19 +12,23 @@ use crate::{Error, Result};
 use candle_core::DType;
 use metal_candle_kernels::devices;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// What an evaluation found.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
-    /// Mean cross entropy a target token, in nats.
+    /// Mean cross entropy a target token, in nats; of another objective its mean over pairs or answers.
     #[serde(deserialize_with = "number_or_null")]
     pub loss: f64,
-    /// `exp(loss)`.
-    #[serde(deserialize_with = "number_or_null")]
-    pub perplexity: f64,
+    /// `exp(loss)`, of a cross entropy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub perplexity: Option<f64>,
+    /// What else the objective reports, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub metrics: BTreeMap<String, f64>,
     /// Target tokens it was measured on.
     pub tokens: u64,
     /// How long it took, in seconds.
@@ -30,75 +37,116 @@ pub struct Evaluation {
 
 /// The mean loss over the target tokens of `batches`, or of the first `limit` of them; shuffled
 /// batches make those a fair sample.
+///
+/// # Errors
+/// [`Error::Option`] when the data are no sequences to learn.
 pub fn evaluate(
     model: &Model,
     adapter: Option<&Arc<Adapter>>,
     batches: &Batcher,
     limit: Option<usize>,
 ) -> Result<Evaluation> {
-    let mut sums = Sums::begin();
-    for plan in batches.epoch(0).iter().take(limit.unwrap_or(usize::MAX)) {
-        sums.add(model, adapter, batches, plan)?;
-    }
-    sums.finish()
+    Task { model, adapter, objective: &Objective::Sft, reference: None }.evaluate(batches, limit)
 }
 
-/// [`evaluate`], but `None` as soon as `stop` is true, which is looked at before every batch.
-pub(super) fn evaluate_until(
-    stop: &AtomicBool,
-    model: &Model,
-    adapter: Option<&Arc<Adapter>>,
-    batches: &Batcher,
-    limit: Option<usize>,
-) -> Result<Option<Evaluation>> {
-    let mut sums = Sums::begin();
-    for plan in batches.epoch(0).iter().take(limit.unwrap_or(usize::MAX)) {
-        if stop.load(Ordering::Relaxed) {
-            return Ok(None);
+impl Task<'_> {
+    /// What the objective comes to on `batches`, or on the first `limit` of them.
+    ///
+    /// # Errors
+    /// [`Error::Option`] when the data aren't what the objective learns from.
+    pub fn evaluate(&self, batches: &Batcher, limit: Option<usize>) -> Result<Evaluation> {
+        let go_on = AtomicBool::new(false);
+        match self.evaluate_until(&go_on, batches, limit, None)? {
+            Some(evaluation) => Ok(evaluation),
+            None => Err(Error::option("evaluation", "was given up")),
         }
-        sums.add(model, adapter, batches, plan)?;
     }
-    sums.finish().map(Some)
+
+    /// [`Self::evaluate`], but `None` as soon as `stop` is true, which is looked at before every batch.
+    pub(super) fn evaluate_until(
+        &self,
+        stop: &AtomicBool,
+        batches: &Batcher,
+        limit: Option<usize>,
+        known: Option<&References>,
+    ) -> Result<Option<Evaluation>> {
+        self.objective.check(batches.dataset().kind())?;
+        let mut sums = Sums::begin();
+        for plan in batches.epoch(0).iter().take(limit.unwrap_or(usize::MAX)) {
+            if stop.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            if *self.objective == Objective::Sft {
+                sums.add(self, batches, plan)?;
+            } else {
+                sums.compare(self, batches, plan, known)?;
+            }
+        }
+        sums.finish(*self.objective == Objective::Sft).map(Some)
+    }
 }
 
 /// What an evaluation has added up so far.
 struct Sums {
     started: Instant,
     loss: f64,
+    /// What the loss is a mean over.
+    count: u64,
     tokens: u64,
+    metrics: MetricSums,
 }
 
 impl Sums {
     fn begin() -> Self {
-        Self { started: Instant::now(), loss: 0.0, tokens: 0 }
+        let metrics = MetricSums::default();
+        Self { started: Instant::now(), loss: 0.0, count: 0, tokens: 0, metrics }
     }
 
-    fn add(
-        &mut self,
-        model: &Model,
-        adapter: Option<&Arc<Adapter>>,
-        batches: &Batcher,
-        plan: &BatchPlan,
-    ) -> Result<()> {
-        let (of_batch, targets) = devices::step(model.device(), || -> Result<_> {
+    fn add(&mut self, task: &Task, batches: &Batcher, plan: &BatchPlan) -> Result<()> {
+        let (of_batch, targets) = devices::step(task.model.device(), || -> Result<_> {
             let batch = batches.batch(plan)?;
-            let loss = model.loss(&Tape::inference(), &batch, adapter)?;
+            let loss = task.model.loss(&Tape::inference(), &batch, task.adapter)?;
             let of_batch = loss.sum.tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?;
             Ok((of_batch, loss.tokens))
         })?;
         self.loss += f64::from(of_batch);
         self.tokens += targets as u64;
+        self.count = self.tokens;
         Ok(())
     }
 
-    fn finish(self) -> Result<Evaluation> {
-        if self.tokens == 0 {
+    fn compare(
+        &mut self,
+        task: &Task,
+        batches: &Batcher,
+        plan: &BatchPlan,
+        known: Option<&References>,
+    ) -> Result<()> {
+        let batch = task.batch(batches, plan)?;
+        let references = task.references(&batch, known)?;
+        let kl = task.kl(batches, std::slice::from_ref(plan))?;
+        let totals = task.totals(std::slice::from_ref(&batch), kl);
+        let (compared, _) = devices::step(task.model.device(), || {
+            let losses =
+                task.model.token_losses(&Tape::inference(), &batch, task.adapter, false)?.losses;
+            task.compare(&batch, losses.tensor(), &references, &totals)
+        })?;
+        self.loss += compared.loss * totals.samples as f64;
+        self.count += totals.samples as u64;
+        self.tokens += batch.target_tokens as u64;
+        self.metrics.extend(&compared.metrics);
+        Ok(())
+    }
+
+    fn finish(self, is_cross_entropy: bool) -> Result<Evaluation> {
+        if self.count == 0 {
             return Err(Error::option("data", "has no token to evaluate on"));
         }
-        let loss = self.loss / self.tokens as f64;
+        let loss = self.loss / self.count as f64;
         Ok(Evaluation {
             loss,
-            perplexity: loss.exp(),
+            perplexity: is_cross_entropy.then(|| loss.exp()),
+            metrics: self.metrics.means(),
             tokens: self.tokens,
             seconds: self.started.elapsed().as_secs_f64(),
         })

@@ -4,6 +4,7 @@
 //! `tail -f`, read by any tool, and continued: [`truncate_after`] takes a file back to the position
 //! of a checkpoint, so that the log of a run is the same whether or not it was interrupted.
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -25,9 +26,12 @@ pub enum Metric {
         step: u64,
         /// Passes over the training data, with the fraction of the one under way.
         epoch: f64,
-        /// Mean cross entropy a trainable token, in nats.
+        /// Mean cross entropy a trainable token, in nats; of another objective its mean over pairs or answers.
         #[serde(deserialize_with = "number_or_null")]
         loss: f64,
+        /// What else the objective reports, by name: means over these steps.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+        metrics: BTreeMap<String, f64>,
         /// The rate of the last step.
         learning_rate: f64,
         /// L2 norm of the last step's gradient, before clipping.
@@ -53,12 +57,15 @@ pub enum Metric {
     Evaluation {
         /// Optimiser steps taken.
         step: u64,
-        /// Mean cross entropy a trainable token, in nats.
+        /// Mean cross entropy a trainable token, in nats; of another objective its mean over pairs or answers.
         #[serde(deserialize_with = "number_or_null")]
         loss: f64,
-        /// `exp(loss)`.
-        #[serde(deserialize_with = "number_or_null")]
-        perplexity: f64,
+        /// `exp(loss)`, of a cross entropy.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        perplexity: Option<f64>,
+        /// What else the objective reports, by name.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+        metrics: BTreeMap<String, f64>,
         /// Trainable tokens it was measured on.
         tokens: u64,
         /// How long it took.
@@ -331,6 +338,7 @@ mod tests {
             step,
             epoch: 0.25,
             loss,
+            metrics: BTreeMap::from([("rewards/margins".into(), 0.25)]),
             learning_rate: 1e-4,
             gradient_norm: 0.5,
             tokens: 128,
@@ -345,7 +353,14 @@ mod tests {
     fn every_kind(step: u64) -> Vec<Metric> {
         vec![
             train(step, 1.5),
-            Metric::Evaluation { step, loss: 1.0, perplexity: 2.7, tokens: 9, seconds: 0.1 },
+            Metric::Evaluation {
+                step,
+                loss: 1.0,
+                perplexity: Some(2.7),
+                metrics: BTreeMap::new(),
+                tokens: 9,
+                seconds: 0.1,
+            },
             Metric::Skipped { step, reason: "the loss is NaN".into() },
             Metric::Sample { step, prompt: "a\nb".into(), text: "\"ü\u{1f600}\"\r\n".into() },
             Metric::Checkpoint {

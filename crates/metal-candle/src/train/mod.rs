@@ -1,4 +1,4 @@
-//! Training: the loop, the optimiser's options, schedules, checkpoints and metrics.
+//! Training: the loop, objectives, the optimiser's options, schedules, checkpoints and metrics.
 
 mod base;
 mod checkpoint;
@@ -7,10 +7,13 @@ mod gradients;
 mod lock;
 pub mod memory;
 pub mod metrics;
+pub mod objectives;
 mod optimizer;
 mod options;
+mod references;
 mod saving;
 pub mod schedule;
+mod task;
 pub mod tensorboard;
 mod trainer;
 
@@ -19,10 +22,12 @@ pub use evaluate::{Evaluation, evaluate};
 pub use gradients::Gradients;
 pub use lock::FolderLock;
 pub use metrics::{FanOut, JsonLines, Metric, MetricsSink, Phase, Position};
+pub use objectives::Objective;
 pub use optimizer::{
     AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer, SgdOptions,
 };
-pub use options::{Duration, MAX_STEPS, TrainOptions, total_steps};
+pub use options::{BestBy, Duration, MAX_STEPS, TrainOptions, total_steps};
 pub use schedule::{LearningRate, MlxSchedule, Schedule, ScheduleOptions, Warmup};
+pub use task::Task;
 pub use tensorboard::TensorBoard;
 pub use trainer::{Outcome, Resumed, SampleFn, Summary, Trainer};

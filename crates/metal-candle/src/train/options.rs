@@ -1,7 +1,9 @@
 //! What a training run is told.
 
+use super::objectives::Objective;
 use super::optimizer::Optimizer;
 use super::schedule::LearningRate;
+use crate::data::SampleKind;
 use crate::{Error, Result, bounds};
 use serde::{Deserialize, Serialize};
 
@@ -17,6 +19,30 @@ pub enum Duration {
     Steps(u64),
     /// Passes over the training data; a fraction is allowed.
     Epochs(f64),
+}
+
+/// What makes an evaluation better than another.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BestBy {
+    /// A lower loss.
+    #[default]
+    Loss,
+    /// The better answer has the higher reward more often.
+    Accuracy,
+    /// The reward of the better answers is higher by more.
+    Margin,
+}
+
+impl BestBy {
+    /// The metric, where it isn't the loss.
+    pub(super) fn metric(self) -> Option<&'static str> {
+        match self {
+            Self::Loss => None,
+            Self::Accuracy => Some("rewards/accuracies"),
+            Self::Margin => Some("rewards/margins"),
+        }
+    }
 }
 
 impl Default for Duration {
@@ -41,6 +67,11 @@ impl Duration {
 /// What a training run is told, beside the model and the data.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TrainOptions {
+    /// What is minimised.
+    pub objective: Objective,
+    /// Compute the log-probabilities of all answers under the reference before the first step, and keep them in a file,
+    /// instead of in every step.
+    pub precompute_ref_log_probs: bool,
     /// Optimiser steps of the whole run; see [`total_steps`].
     pub steps: u64,
     /// Batches that are added up to one optimiser step. Every target token weighs the same,
@@ -74,8 +105,10 @@ pub struct TrainOptions {
     pub keep: usize,
     /// End with the parameters of the best evaluation instead of the last.
     pub keep_best: bool,
-    /// Evaluations in a row that may pass without a better loss before the run stops.
+    /// Evaluations in a row that may pass without a better one before the run stops.
     pub patience: Option<u64>,
+    /// Which evaluation is better.
+    pub best_by: BestBy,
     /// Steps between samples; 0 for none.
     pub sample_every: u64,
 }
@@ -84,6 +117,8 @@ impl TrainOptions {
     /// A run of `steps` optimiser steps at these rates, with the usual values for the rest.
     pub fn new(steps: u64, learning_rate: LearningRate) -> Self {
         Self {
+            objective: Objective::default(),
+            precompute_ref_log_probs: false,
             steps,
             grad_accumulation: 1,
             learning_rate,
@@ -100,6 +135,7 @@ impl TrainOptions {
             keep: 3,
             keep_best: false,
             patience: None,
+            best_by: BestBy::default(),
             sample_every: 0,
         }
     }
@@ -126,6 +162,22 @@ impl TrainOptions {
             ("eval_batches", self.eval_batches.unwrap_or(1), bounds::BATCHES),
         ] {
             bounds::check(name, value, &allowed)?;
+        }
+        self.objective.validate()?;
+        if self.precompute_ref_log_probs && !self.objective.uses_reference() {
+            return Err(Error::option(
+                "precompute_ref_log_probs",
+                format!("is set, but {} has no reference", self.objective.name()),
+            ));
+        }
+        if self.best_by != BestBy::Loss && self.objective.samples() != SampleKind::Pair {
+            return Err(Error::option(
+                "best_by",
+                format!(
+                    "is for pairs of answers; {} compares none, expected loss",
+                    self.objective.name()
+                ),
+            ));
         }
         self.optimizer.validate()?;
         bounds::positive("loraplus_lr_ratio", self.loraplus_lr_ratio, bounds::RATIO)?;

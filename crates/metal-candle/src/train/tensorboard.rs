@@ -17,6 +17,7 @@
 //!                  8 string_val: repeated bytes
 //! ```
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -103,6 +104,11 @@ impl TensorBoard {
     }
 }
 
+/// An objective's metrics under the tags of a group.
+fn tagged(group: &str, metrics: &BTreeMap<String, f64>) -> Vec<(String, f64)> {
+    metrics.iter().map(|(name, value)| (format!("{group}/{name}"), *value)).collect()
+}
+
 impl MetricsSink for TensorBoard {
     fn log(&mut self, metric: &Metric) -> Result<()> {
         match metric {
@@ -115,6 +121,7 @@ impl MetricsSink for TensorBoard {
                 tokens_per_second,
                 processed_tokens_per_second,
                 peak_memory,
+                metrics,
                 ..
             } => {
                 let mut values = vec![
@@ -129,12 +136,17 @@ impl MetricsSink for TensorBoard {
                     values
                         .push(("performance/peak_memory_gib", *bytes as f64 / (1u64 << 30) as f64));
                 }
+                let named = tagged("train", metrics);
+                values.extend(named.iter().map(|(tag, value)| (tag.as_str(), *value)));
                 self.scalars(*step, &values)
             }
-            Metric::Evaluation { step, loss, perplexity, .. } => self.scalars(
-                *step,
-                &[("evaluation/loss", *loss), ("evaluation/perplexity", *perplexity)],
-            ),
+            Metric::Evaluation { step, loss, perplexity, metrics, .. } => {
+                let mut values = vec![("evaluation/loss", *loss)];
+                values.extend(perplexity.map(|it| ("evaluation/perplexity", it)));
+                let named = tagged("evaluation", metrics);
+                values.extend(named.iter().map(|(tag, value)| (tag.as_str(), *value)));
+                self.scalars(*step, &values)
+            }
             Metric::Sample { step, prompt, text } => {
                 // Indented by four, Markdown shows a text as it is.
                 let quoted = |text: &str| format!("    {}", text.replace('\n', "\n    "));
@@ -445,6 +457,7 @@ mod tests {
                 step,
                 epoch,
                 loss: 1.25,
+                metrics: BTreeMap::from([("rewards/accuracies".to_string(), 0.5)]),
                 learning_rate: 1e-4,
                 gradient_norm: 0.75,
                 tokens: 10,
@@ -457,7 +470,16 @@ mod tests {
             .expect("logged");
         let (loss, perplexity) = (2.0, 2f64.exp());
         let (tokens, seconds) = (5, 0.5);
-        board.log(&Metric::Evaluation { step, loss, perplexity, tokens, seconds }).expect("logged");
+        let metrics = BTreeMap::from([("rewards/margins".to_string(), 0.75)]);
+        let evaluation = Metric::Evaluation {
+            step,
+            loss,
+            perplexity: Some(perplexity),
+            metrics,
+            tokens,
+            seconds,
+        };
+        board.log(&evaluation).expect("logged");
         board
             .log(&Metric::Sample { step, prompt: "a\nb".into(), text: "c".into() })
             .expect("logged");
@@ -475,8 +497,10 @@ mod tests {
             ("performance/tokens_per_second", 99.0),
             ("performance/processed_tokens_per_second", 198.0),
             ("performance/peak_memory_gib", 1.5),
+            ("train/rewards/accuracies", 0.5),
             ("evaluation/loss", 2.0),
             ("evaluation/perplexity", perplexity as f32),
+            ("evaluation/rewards/margins", 0.75),
         ];
         let expected = expected.map(|(tag, number)| (300, tag.to_owned(), number));
         assert_eq!(scalars(board.path()), expected);
@@ -502,8 +526,14 @@ mod tests {
     fn a_resumed_run_shows_no_step_twice() {
         let folder = tempfile::tempdir().expect("a folder");
         let mut board = TensorBoard::create(folder.path()).expect("created");
-        let evaluation =
-            |step| Metric::Evaluation { step, loss: 1.0, perplexity: 2.0, tokens: 5, seconds: 0.5 };
+        let evaluation = |step| Metric::Evaluation {
+            step,
+            loss: 1.0,
+            perplexity: Some(2.0),
+            metrics: BTreeMap::new(),
+            tokens: 5,
+            seconds: 0.5,
+        };
         let sample = |step| Metric::Sample { step, prompt: "a".into(), text: "b".into() };
         for step in 1..=3 {
             board.scalars(step, &[("train/loss", 1.0)]).expect("logged");

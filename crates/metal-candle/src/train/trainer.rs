@@ -3,17 +3,20 @@
 
 use super::base;
 use super::checkpoint::{self, Contents, Fingerprint, Loaded, Refused, State};
-use super::evaluate::{Evaluation, evaluate_until};
+use super::evaluate::Evaluation;
 use super::gradients::Gradients;
 use super::lock::FolderLock;
 use super::memory::peak_bytes;
 use super::metrics::{Metric, MetricsSink, Phase, Position};
+use super::objectives::{MetricSums, Objective};
 use super::optimizer::{OptimizerState, Rates};
 use super::options::TrainOptions;
+use super::references::{self, References};
 use super::saving::{Saved, Saver, SavingFn, untold};
+use super::task::Task;
 use crate::adapter::{Adapter, TrainedFiles};
 use crate::autograd::Tape;
-use crate::data::{BatchPlan, Batcher};
+use crate::data::{Batch, BatchPlan, Batcher};
 use crate::model::Model;
 use crate::random::SplitMix64;
 use crate::text::ChatTemplate;
@@ -78,6 +81,10 @@ pub type SampleFn<'a> =
 pub struct Trainer<'a> {
     model: Arc<Model>,
     adapter: Arc<Adapter>,
+    /// The reference's adapter, where it isn't the frozen model.
+    reference: Option<Arc<Adapter>>,
+    /// What was computed of the reference: of the training data, and of the validation data.
+    known: Vec<References>,
     gradients: Gradients,
     batches: &'a Batcher,
     validation: Option<&'a Batcher>,
@@ -110,11 +117,14 @@ impl<'a> Trainer<'a> {
         base_model: impl Into<String>,
     ) -> Result<Self> {
         options.validate()?;
+        options.objective.check(batches.dataset().kind())?;
         adapter.check(model)?;
         let parameters = adapter.parameters();
         let data = batches.options();
         let dataset = batches.dataset();
         let fingerprint = Fingerprint {
+            objective: options.objective,
+            reference: None,
             seed: options.seed,
             batch_size: data.batch_size,
             grad_accumulation: options.grad_accumulation,
@@ -140,6 +150,7 @@ impl<'a> Trainer<'a> {
             eval_every: options.eval_every,
             eval_batches: options.eval_batches,
             patience: options.patience,
+            best_by: options.best_by,
             keep_best: options.keep_best,
         };
         batches.dataset().check_vocabulary(model.config().vocab_size)?;
@@ -147,6 +158,8 @@ impl<'a> Trainer<'a> {
         Ok(Self {
             model: model.clone(),
             adapter: adapter.clone(),
+            reference: None,
+            known: Vec::new(),
             gradients: Gradients::new(parameters)?,
             batches,
             validation: None,
@@ -175,6 +188,22 @@ impl<'a> Trainer<'a> {
         fingerprint.validation_batches = Some(*validation.options());
         self.validation = Some(validation);
         self
+    }
+
+    /// Compares with the model and this adapter, which stays as it is, instead of the model alone: for a run that goes on
+    /// from an adapter.
+    ///
+    /// # Errors
+    /// When it is another model's, or is the one that is trained.
+    pub fn with_reference(mut self, reference: Arc<Adapter>) -> Result<Self> {
+        reference.check(&self.model)?;
+        if Arc::ptr_eq(&reference, &self.adapter) {
+            return Err(Error::option("reference", "is the adapter that is trained"));
+        }
+        let hash = reference.parameters().fingerprint()?;
+        self.state.fingerprint.reference = Some(format!("{hash:016x}"));
+        self.reference = Some(reference);
+        Ok(self)
     }
 
     /// Shows texts of the model every [`TrainOptions::sample_every`] steps. The function gets the
@@ -325,6 +354,7 @@ impl<'a> Trainer<'a> {
             }
         }
         checkpoint::remove_after(&self.output, self.state.step)?;
+        self.know_references()?;
         let (_, tensors) = self.tensors();
         self.saver = Some(Saver::new(
             &tensors,
@@ -353,7 +383,7 @@ impl<'a> Trainer<'a> {
             step: self.state.step,
             skipped_in_a_row: self.state.skipped_in_a_row,
             trained_tokens: self.state.trained_tokens,
-            evaluation: self.state.last_evaluation,
+            evaluation: self.state.last_evaluation.clone(),
             best: self.state.best_loss.zip(self.state.best_step),
             seconds,
         })
@@ -363,6 +393,7 @@ impl<'a> Trainer<'a> {
     fn check(&self) -> Result<()> {
         if let Some(validation) = self.validation {
             validation.dataset().check_vocabulary(self.model.config().vocab_size)?;
+            self.options.objective.check(validation.dataset().kind())?;
         } else {
             for (name, wanted) in [
                 ("patience", self.options.patience.is_some()),
@@ -375,6 +406,31 @@ impl<'a> Trainer<'a> {
         }
         if self.options.patience.is_some() && self.options.eval_every == 0 {
             return Err(Error::option("patience", "needs eval_every, which is 0"));
+        }
+        if self.options.objective.estimates_kl()
+            && self.batches.options().batch_size * self.options.grad_accumulation < 2
+        {
+            return Err(Error::option(
+                "batch_size",
+                "is 1 without accumulation, but kto estimates its KL divergence from the other answers of a step: take 2 \
+                 or more",
+            ));
+        }
+        if self.options.objective.uses_reference() && self.adapter.is_full() {
+            if self.options.objective.estimates_kl() {
+                return Err(Error::Unsupported(
+                    "kto in full fine-tuning, which keeps no second model as the reference; train an adapter".into(),
+                ));
+            }
+            if !self.options.precompute_ref_log_probs {
+                return Err(Error::option(
+                    "precompute_ref_log_probs",
+                    format!(
+                        "has to be set for {} in full fine-tuning, which keeps no second model as the reference",
+                        self.options.objective.name()
+                    ),
+                ));
+            }
         }
         if self.options.sample_every > 0 && self.sample.is_none() {
             return Err(Error::option(
@@ -402,6 +458,50 @@ impl<'a> Trainer<'a> {
                 "is the folder of the base model, which would be overwritten; give another output folder",
             ));
         }
+        Ok(())
+    }
+
+    fn task(&self) -> Task<'_> {
+        Task {
+            model: &self.model,
+            adapter: Some(&self.adapter),
+            objective: &self.options.objective,
+            reference: self.reference.as_ref(),
+        }
+    }
+
+    /// Reads or computes the log-probabilities under the reference, if they are to be known beforehand.
+    fn know_references(&mut self) -> Result<()> {
+        if !self.options.precompute_ref_log_probs {
+            return Ok(());
+        }
+        let data: Vec<&Batcher> = std::iter::once(self.batches).chain(self.validation).collect();
+        let lengths: Vec<usize> = data.iter().map(|batches| batches.dataset().len()).collect();
+        let hash = self.state.fingerprint.of_references(self.model.dtype());
+        if let Some(known) = references::read(&self.output, &hash, &lengths)? {
+            self.known = known;
+            return Ok(());
+        }
+        let task = match self.adapter.is_full() {
+            // What is trained is the reference until the first step.
+            true if self.state.updates == 0 => {
+                Task { reference: Some(&self.adapter), ..self.task() }
+            }
+            true => {
+                return Err(Error::file(
+                    references::path(&self.output),
+                    "is missing, or is of another run, and the weights it was computed with were trained since; \
+                     start a new run",
+                ));
+            }
+            false => self.task(),
+        };
+        let compute = |batches: &Batcher| References::compute(&task, batches);
+        let known = data.into_iter().map(compute).collect::<Result<Vec<_>>>()?;
+        let folder = checkpoint::parent(&self.output);
+        std::fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
+        references::write(&self.output, &hash, &known)?;
+        self.known = known;
         Ok(())
     }
 
@@ -446,17 +546,20 @@ impl<'a> Trainer<'a> {
                 metrics.log(&Metric::Train {
                     step: self.state.step,
                     epoch: self.epoch_progress(),
-                    loss: self.state.loss_sum / self.state.loss_tokens as f64,
+                    loss: self.state.loss_sum / self.state.loss_count as f64,
+                    metrics: self.state.metrics.means(),
                     learning_rate,
                     gradient_norm: step.norm,
-                    tokens: self.state.loss_tokens,
+                    tokens: self.state.report_tokens,
                     tokens_per_second: timed_tokens as f64 / seconds,
                     processed_tokens_per_second: timed_processed as f64 / seconds,
                     trained_tokens: self.state.trained_tokens,
                     skipped: self.state.skipped,
                     peak_memory: peak_bytes(self.model.device())?,
                 })?;
-                (self.state.loss_sum, self.state.loss_tokens) = (0.0, 0);
+                (self.state.loss_sum, self.state.loss_count) = (0.0, 0);
+                self.state.report_tokens = 0;
+                self.state.metrics = MetricSums::default();
                 (timer, timed_tokens, timed_processed) = (Instant::now(), 0, 0);
             }
         }
@@ -553,30 +656,17 @@ impl<'a> Trainer<'a> {
     }
 
     fn one_step(&mut self, learning_rate: f64) -> Result<Step> {
-        let batches: Vec<_> = self
-            .next_batches()?
+        let plans = self.next_batches()?;
+        let batches: Vec<_> = plans
             .iter()
-            .map(|plan| self.batches.batch(plan))
+            .map(|plan| self.task().batch(self.batches, plan))
             .collect::<Result<_>>()?;
         let tokens: usize = batches.iter().map(|batch| batch.target_tokens).sum();
         let processed = batches.iter().map(|batch| batch.tokens).sum();
-        let mut sums = Vec::with_capacity(batches.len());
-        for (index, batch) in batches.iter().enumerate() {
-            let seed = SplitMix64::stream(self.options.seed, self.state.step)
-                .next_u64()
-                .wrapping_add(index as u64);
-            let tape = Tape::training()
-                .with_dropout(seed)
-                .with_checkpointing(self.options.grad_checkpoint);
-            let sum = self.model.loss(&tape, batch, Some(&self.adapter))?.sum;
-            tape.backward(&sum, 1.0 / tokens as f64, &mut &self.gradients)?;
-            sums.push(sum.into_tensor());
-        }
-        // Read when everything is under way: a GPU would wait for the next pass otherwise.
-        let mut loss = 0.0;
-        for sum in sums {
-            loss += f64::from(sum.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?);
-        }
+        let Passed { loss, count, metrics } = match self.options.objective {
+            Objective::Sft => self.learn(&batches, tokens)?,
+            _ => self.compare(&plans, &batches)?,
+        };
         self.state.step += 1;
         self.state.phase = Phase::Trained;
         // Leaves the gradients zero for the next step.
@@ -605,17 +695,70 @@ impl<'a> Trainer<'a> {
         self.state.updates += 1;
         self.state.skipped_in_a_row = 0;
         self.state.loss_sum += loss;
-        self.state.loss_tokens += tokens as u64;
+        self.state.loss_count += count as u64;
+        self.state.report_tokens += tokens as u64;
+        self.state.metrics.extend(&metrics);
         self.state.trained_tokens += tokens as u64;
         Ok(Step { tokens, processed, norm, skipped: None })
+    }
+
+    /// A tape for one of a step's batches.
+    fn tape(&self, index: usize) -> Tape {
+        let seed = SplitMix64::stream(self.options.seed, self.state.step)
+            .next_u64()
+            .wrapping_add(index as u64);
+        Tape::training().with_dropout(seed).with_checkpointing(self.options.grad_checkpoint)
+    }
+
+    /// Both passes of supervised fine-tuning over the batches of a step.
+    fn learn(&self, batches: &[Batch], tokens: usize) -> Result<Passed> {
+        let mut sums = Vec::with_capacity(batches.len());
+        for (index, batch) in batches.iter().enumerate() {
+            let tape = self.tape(index);
+            let sum = self.model.loss(&tape, batch, Some(&self.adapter))?.sum;
+            tape.backward(&sum, 1.0 / tokens as f64, &mut &self.gradients)?;
+            sums.push(sum.into_tensor());
+        }
+        // Read when everything is under way: a GPU would wait for the next pass otherwise.
+        let mut loss = 0.0;
+        for sum in sums {
+            loss += f64::from(sum.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?);
+        }
+        Ok(Passed { loss, count: tokens, metrics: MetricSums::default() })
+    }
+
+    /// All passes of an objective that compares answers over the batches of a step.
+    fn compare(&self, plans: &[BatchPlan], batches: &[Batch]) -> Result<Passed> {
+        let task = self.task();
+        let known = self.known.first();
+        let references = batches
+            .iter()
+            .map(|batch| task.references(batch, known))
+            .collect::<Result<Vec<_>>>()?;
+        let totals = task.totals(batches, task.kl(self.batches, plans)?);
+        let mut passed =
+            Passed { loss: 0.0, count: totals.samples, metrics: MetricSums::default() };
+        for (index, (batch, references)) in batches.iter().zip(&references).enumerate() {
+            let tape = self.tape(index);
+            let losses = self.model.token_losses(&tape, batch, Some(&self.adapter), false)?.losses;
+            let (compared, gradient) = task.compare(batch, losses.tensor(), references, &totals)?;
+            passed.loss += compared.loss * totals.samples as f64;
+            if !passed.loss.is_finite() {
+                break;
+            }
+            passed.metrics.extend(&compared.metrics);
+            let gradient = Tensor::from_vec(gradient, losses.shape(), self.model.device())?
+                .to_dtype(losses.tensor().dtype())?;
+            tape.backward_from(&losses, gradient, &mut &self.gradients)?;
+        }
+        Ok(passed)
     }
 
     /// False when it was given up because the run is to stop.
     fn evaluate(&mut self, metrics: &mut dyn MetricsSink) -> Result<bool> {
         let Some(validation) = self.validation else { return Ok(true) };
-        let limit = self.options.eval_batches;
-        let Some(evaluation) =
-            evaluate_until(&self.stop, &self.model, Some(&self.adapter), validation, limit)?
+        let (limit, known) = (self.options.eval_batches, self.known.get(1));
+        let Some(evaluation) = self.task().evaluate_until(&self.stop, validation, limit, known)?
         else {
             return Ok(false);
         };
@@ -623,13 +766,20 @@ impl<'a> Trainer<'a> {
             step: self.state.step,
             loss: evaluation.loss,
             perplexity: evaluation.perplexity,
+            metrics: evaluation.metrics.clone(),
             tokens: evaluation.tokens,
             seconds: evaluation.seconds,
         })?;
+        let loss = evaluation.loss;
+        let value = match self.options.best_by.metric() {
+            None => loss,
+            Some(name) => -evaluation.metrics.get(name).copied().unwrap_or(f64::NAN),
+        };
         self.state.last_evaluation = Some(evaluation);
-        let better = self.state.best_loss.is_none_or(|best| evaluation.loss < best);
-        if evaluation.loss.is_finite() && better {
-            self.state.best_loss = Some(evaluation.loss);
+        let better = self.state.best_value.is_none_or(|best| value < best);
+        if loss.is_finite() && value.is_finite() && better {
+            self.state.best_loss = Some(loss);
+            self.state.best_value = Some(value);
             self.state.best_step = Some(self.state.step);
             self.state.evaluations_without_gain = 0;
         } else {
@@ -720,6 +870,15 @@ fn log(saved: Option<Saved>, metrics: &mut dyn MetricsSink) -> Result<()> {
         }
         None => Ok(()),
     }
+}
+
+/// What the passes over a step's batches came to.
+struct Passed {
+    /// The sum of the loss over what it is a mean over.
+    loss: f64,
+    /// How many that are.
+    count: usize,
+    metrics: MetricSums,
 }
 
 struct Step {

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
 use metal_candle::autograd::{
-    LoraValues, Matrix, Parameter, ParameterId, ProjectionValues, Tape, Value,
+    HeadValues, LoraValues, Matrix, Parameter, ParameterId, ProjectionValues, Tape, Value,
 };
 use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::lora_linear::{Dropout, Lora};
@@ -23,7 +23,7 @@ const EPSILON: f64 = 1e-5;
 const ATTENTION: attention::Options =
     attention::Options { scale: 0.5, softcap: Some(5.0), window: None };
 const HEAD: cross_entropy::Options =
-    cross_entropy::Options { softcap: Some(8.0), logit_scale: 1.3, chunk: 3 };
+    cross_entropy::Options { softcap: Some(8.0), logit_scale: 1.3, chunk: 3, statistics: false };
 
 fn random(shape: &[usize], seed: u64) -> Tensor {
     let mut state = seed + 1;
@@ -143,7 +143,8 @@ fn tape_loss(tape: &Tape, frozen: &Frozen, p: &[Parameter]) -> metal_candle::Res
     let x = tape.add(&x, &lora(&gated, 6)?)?;
     let x = tape.linear(&x, &value(3), Some(&value(4)))?;
     let x = tape.reshape(&x, (BATCH * SEQ, HIDDEN))?;
-    Ok(tape.cross_entropy(&x, &value(5), &frozen.targets, &HEAD)?.0)
+    let head = HeadValues { hidden: &x, weight: &value(5), update: None };
+    Ok(tape.cross_entropy(&head, &frozen.targets, &HEAD)?.0)
 }
 
 fn tape_gradients(frozen: &Frozen, parameters: &[Tensor]) -> (f64, Vec<Tensor>) {

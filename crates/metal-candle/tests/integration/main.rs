@@ -7,6 +7,7 @@ mod data;
 mod gguf;
 mod models;
 mod mutations;
+mod preferences;
 mod quantized;
 mod text;
 mod training;

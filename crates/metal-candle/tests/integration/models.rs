@@ -99,6 +99,7 @@ fn batch(ids: &[Vec<u32>], targets: &[Vec<i64>]) -> Batch {
         positions: (0..count).flat_map(|_| 0..length as u32).collect(),
         first_key: vec![0; count * length],
         tokens: count * length,
+        ..Batch::default()
     }
 }
 

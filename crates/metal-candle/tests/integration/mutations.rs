@@ -419,8 +419,14 @@ fn train(run: &Path) -> Result<()> {
     let ids: Vec<u32> = (0..12).collect();
     let example = Example { trainable: vec![true; ids.len()], ids };
     let dataset = Arc::new(Dataset::from_examples(&vec![example; 6])?);
-    let options =
-        BatchOptions { batch_size: 2, max_seq_length: 16, packing: false, seed: 1, shuffle: true };
+    let options = BatchOptions {
+        batch_size: 2,
+        max_seq_length: 16,
+        packing: false,
+        seed: 1,
+        shuffle: true,
+        ..BatchOptions::default()
+    };
     let batches = Batcher::new(dataset, options)?;
     let model = Arc::new(Model::load(fixture("models/llama"), DType::F32, &Device::Cpu)?);
     let config = LoraConfig { rank: 2, alpha: 16.0, ..LoraConfig::default() };

@@ -68,6 +68,7 @@ fn gradients(model: &Model, adapter: &Arc<Adapter>, checkpointing: bool) -> Vec<
         tokens: IDS.len(),
         targets,
         target_tokens: IDS.len() - 1,
+        ..Batch::default()
     };
     let gradients = Gradients::new(adapter.parameters()).unwrap();
     gradients.clear().unwrap();

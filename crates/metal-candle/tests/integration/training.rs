@@ -41,7 +41,14 @@ fn dataset(count: usize, seed: u64) -> Arc<Dataset> {
 }
 
 fn batcher(dataset: Arc<Dataset>, batch_size: usize, packing: bool) -> Batcher {
-    let options = BatchOptions { batch_size, max_seq_length: 32, packing, seed: 7, shuffle: true };
+    let options = BatchOptions {
+        batch_size,
+        max_seq_length: 32,
+        packing,
+        seed: 7,
+        shuffle: true,
+        ..BatchOptions::default()
+    };
     Batcher::new(dataset, options).unwrap()
 }
 

@@ -642,6 +642,17 @@ fn sums_and_multiples<T: Number>(library: &Library, seed: u64) -> Result<(), Err
             let found = run.threadgroups(grid, [threads, 1, 1])?;
             assert_near::<T>(&found, 2, &expected, name);
         }
+        let (rows, factors) = (3, [0.5f32, -2.0, 0.0]);
+        let wide = random::<T>(rows * count, 3);
+        let found = start::<T>(library, "arithmetic_scale_rows", seed)?
+            .buffer(0, &wide)
+            .buffer(1, &factors)
+            .output::<T>(2, rows * count)
+            .value(3, count as u32)
+            .threadgroups(stretches(count, rows, threads), [threads, 1, 1])?;
+        let column = tensor(&factors, &[rows, 1]);
+        let expected = tensor(&wide, &[rows, count]).broadcast_mul(&column).unwrap();
+        assert_near::<T>(&found, 2, &expected.flatten_all().unwrap(), "scale_rows");
         let found = start::<T>(library, "arithmetic_softcap", seed)?
             .buffer(0, &x)
             .value(1, 0.7f32)

@@ -130,6 +130,7 @@ fn batch(vocabulary: u32) -> Batch {
         first_key: places().map(first_key).collect(),
         targets,
         input_ids: ids,
+        ..Batch::default()
     }
 }
 
@@ -339,6 +340,7 @@ fn a_training_run_on_metal_is_that_of_the_cpu() {
             packing: true,
             seed: 7,
             shuffle: true,
+            ..BatchOptions::default()
         };
         Batcher::new(dataset, options).unwrap()
     };

@@ -236,17 +236,31 @@ fn losses<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
         // With the identity as the head, the gradient of hidden is that of the products.
         let identity = Tensor::eye(columns, DType::F64, &Device::Cpu).unwrap();
         let softcap = (cap > 0.0).then_some(f64::from(cap));
-        let options = cross_entropy::Options { softcap, logit_scale: scale.into(), chunk: 7 };
-        let hidden = tensor(&products, &[rows, stride]).narrow(1, 0, columns).unwrap();
-        let of = |row: usize, need: bool| {
-            let hidden = hidden.narrow(0, row, 1).unwrap();
-            cross_entropy::forward(&hidden, &identity, &targets[row..][..1], &options, need, 0)
-                .unwrap()
+        let options = cross_entropy::Options {
+            softcap,
+            logit_scale: scale.into(),
+            chunk: 7,
+            statistics: true,
         };
-        let loss: Vec<Tensor> = (0..rows).map(|row| of(row, false).loss).collect();
-        let loss = Tensor::stack(&loss, 0).unwrap();
-        let gradient: Vec<Tensor> = (0..rows).map(|row| of(row, true).dhidden.unwrap()).collect();
-        let gradient = Tensor::cat(&gradient, 0).unwrap();
+        let hidden = tensor(&products, &[rows, stride]).narrow(1, 0, columns).unwrap();
+        let weights: Vec<f32> = (0..rows).map(|row| 1.5 - row as f32).collect();
+        let expected = cross_entropy::forward(
+            &hidden.contiguous().unwrap(),
+            &identity,
+            &targets,
+            Some(&weights),
+            &options,
+            true,
+            0,
+        );
+        let cross_entropy::Output { losses, dhidden, statistics, .. } = expected.unwrap();
+        let (gradient, statistics) = (dhidden.unwrap(), statistics.unwrap());
+        // Each row goes to another place.
+        let places: Vec<u32> = (0..rows as u32).rev().collect();
+        let placed = |of_rows: &Tensor| {
+            let order = Tensor::new(places.as_slice(), &Device::Cpu).unwrap();
+            of_rows.index_select(&order, 0).unwrap()
+        };
         for place in 0..3u32 {
             if place == 2 && T::NAME != "f32" {
                 continue;
@@ -259,13 +273,23 @@ fn losses<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
                 .value(5, columns as u32)
                 .value(6, scale)
                 .value(7, cap)
-                .value(8, place);
+                .value(8, place)
+                .buffer(9, &places)
+                .buffer(10, &weights)
+                .output::<f32>(11, rows)
+                .output::<f32>(12, rows)
+                .value(13, u32::from(place != 2));
             let run = match place {
                 1 => run.output::<T>(1, rows * stride),
                 _ => run.buffer(1, &products),
             };
             let found = run.threadgroups([rows as u32, 1, 1], [threads, 1, 1])?;
-            assert_near::<f32>(&found, 3, &loss, "cross_entropy's loss");
+            assert_near::<f32>(&found, 3, &placed(&losses), "cross_entropy's loss");
+            if place != 2 {
+                let entropies = placed(&statistics.entropies);
+                assert_near::<f32>(&found, 11, &entropies, "cross_entropy's entropy");
+                assert_near::<f32>(&found, 12, &placed(&statistics.hits), "cross_entropy's hits");
+            }
             let after: Vec<f32> = found.read(0)?;
             let found: Vec<f64> = match place {
                 0 => Vec::new(),
@@ -317,6 +341,11 @@ fn large_logits_do_not_overflow_and_nan_shows() -> Result<(), Error> {
                 .value(6, 1.0f32)
                 .value(7, 0.0f32)
                 .value(8, 1u32)
+                .buffer(9, &[0u32])
+                .buffer(10, &[1.0f32])
+                .output::<f32>(11, 1)
+                .output::<f32>(12, 1)
+                .value(13, 0u32)
                 .threadgroups([1, 1, 1], [33, 1, 1])?;
             let found_loss = found.read::<f32>(3)?[0];
             let gradient: Vec<f32> = found.read(1)?;
@@ -358,7 +387,8 @@ fn rows_find_their_places_in_every_mode_and_order() -> Result<(), Error> {
     for_every_mode(library(), |library, seed| {
         for_every_dtype!(scattered, library, seed)?;
         for (count, threads) in [1003, 401, 1].into_iter().zip(THREADS) {
-            let losses = random::<f32>(count, 1);
+            let (losses, weights) = (random::<f32>(count, 1), random::<f32>(count, 2));
+            let rows: Vec<u32> = (0..count as u32).rev().collect();
             let found = library
                 .kernel("cross_entropy_sum")?
                 .dispatch()
@@ -366,8 +396,11 @@ fn rows_find_their_places_in_every_mode_and_order() -> Result<(), Error> {
                 .buffer(0, &losses)
                 .output::<f32>(1, 1)
                 .value(2, count as u32)
+                .buffer(3, &rows)
+                .buffer(4, &weights)
                 .threadgroups([1, 1, 1], [threads, 1, 1])?;
-            let expected = losses.iter().map(|loss| f64::from(*loss)).sum::<f64>();
+            let terms = losses.iter().rev().zip(&weights);
+            let expected = terms.map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
             let error = (f64::from(found.read::<f32>(1)?[0]) - expected).abs();
             assert!(error <= 1e-6 * (count as f64), "{error}");
         }

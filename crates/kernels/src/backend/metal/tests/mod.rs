@@ -201,11 +201,13 @@ fn metal_host_of_arithmetic_and_copies_agrees_with_the_kernels() {
     assert_same(|dtype, device| {
         let [x, y] = [1, 2].map(|seed| input(&[3, 5, 70], seed, dtype, device));
         let factor = Tensor::new(&[0.5f32, 3.0], device).unwrap().narrow(0, 1, 1).unwrap();
+        let factors = contiguous(&[15], 3, DType::F32, device);
         let mut results = vec![
             arithmetic::add(&x, &y).unwrap(),
             arithmetic::scale(&x, 0.7).unwrap(),
             arithmetic::scale_by(&x, &factor).unwrap(),
             arithmetic::softcap(&x, 0.8).unwrap(),
+            arithmetic::scale_rows(&x.reshape((15, 70)).unwrap(), &factors).unwrap(),
         ];
         results.extend([DType::F32, DType::F16, DType::BF16].map(|to| copy::cast(&x, to).unwrap()));
         for dim in 0..3 {

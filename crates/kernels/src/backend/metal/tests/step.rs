@@ -4,7 +4,7 @@ use super::{assert_same, contiguous, input};
 use crate::adamw::{self, Options};
 use crate::backend::metal::computes;
 use crate::cross_entropy::metal::Problem;
-use crate::cross_entropy::{self, IGNORE};
+use crate::cross_entropy::{self, Counted, IGNORE, Statistics};
 use crate::testing::*;
 use crate::{adafactor, adamw8bit, flat, lion, muon, sampling, sgd};
 use candle_core::{DType, Device, Tensor};
@@ -240,7 +240,13 @@ fn metal_host_of_cross_entropy_agrees_with_the_kernels() {
         (0..n).map(|row| if row % 3 == 1 { IGNORE } else { row * 7 % v }).collect();
     let all: Vec<u32> = (0..n).map(|row| row * 7 % v).collect();
     let none = vec![IGNORE; n as usize];
-    let options = |softcap, logit_scale| cross_entropy::Options { softcap, logit_scale, chunk: 64 };
+    let options = |softcap, logit_scale| cross_entropy::Options {
+        softcap,
+        logit_scale,
+        chunk: 64,
+        statistics: softcap.is_none(),
+    };
+    let weights: Vec<f32> = (0..n).map(|row| (row % 5) as f32 * 0.5 - 0.75).collect();
     for (targets, options, needs, columns) in [
         (&some, options(None, 1.0), (true, true), d),
         (&some, options(Some(1.5), 0.5), (true, false), d),
@@ -257,19 +263,32 @@ fn metal_host_of_cross_entropy_agrees_with_the_kernels() {
             let (need_dhidden, trained) = (needs.0, if needs.1 { columns } else { 0 });
             let found = if computes(&hidden) {
                 // In chunks of fewer rows than a device would take.
-                let counted = targets.iter().copied().enumerate();
-                let counted: Vec<_> = counted.filter(|(_, target)| *target != IGNORE).collect();
+                let rows = targets.iter().copied().enumerate();
+                let counted: Vec<_> = rows
+                    .filter(|(_, target)| *target != IGNORE)
+                    .map(|(row, target)| Counted { row, target, weight: weights[row] })
+                    .collect();
                 let (hidden, weight, counted) = (&hidden, &weight, &counted);
                 let options = &options;
                 Problem { hidden, weight, counted, options, need_dhidden, trained }
                     .run("cross_entropy", 64)
             } else {
-                cross_entropy::forward(&hidden, &weight, targets, &options, need_dhidden, trained)
+                let weights = Some(weights.as_slice());
+                let needs = (need_dhidden, trained);
+                cross_entropy::forward(
+                    &hidden, &weight, targets, weights, &options, needs.0, needs.1,
+                )
             };
             let found = found.unwrap();
             assert_eq!(found.count, targets.iter().filter(|target| **target != IGNORE).count());
             assert_eq!((found.dhidden.is_some(), found.dweight.is_some()), needs);
-            [Some(found.loss), found.dhidden, found.dweight].into_iter().flatten().collect()
+            assert_eq!(found.statistics.is_some(), options.statistics);
+            let mut all = vec![found.loss, found.losses];
+            all.extend([found.dhidden, found.dweight].into_iter().flatten());
+            if let Some(Statistics { entropies, .. }) = found.statistics {
+                all.push(entropies);
+            }
+            all
         });
     }
 }
@@ -287,9 +306,10 @@ fn metal_takes_the_loss_of_public_calls() {
     assert_same(|dtype, device| {
         let (hidden, weight) =
             (input(&[5, 8], 1, dtype, device), input(&[11, 8], 2, dtype, device));
-        let options = cross_entropy::Options { softcap: None, logit_scale: 1.0, chunk: 2 };
+        let options =
+            cross_entropy::Options { softcap: None, logit_scale: 1.0, chunk: 2, statistics: false };
         let targets = [3, IGNORE, 10, 0, 3];
-        let found = cross_entropy::forward(&hidden, &weight, &targets, &options, true, 8);
+        let found = cross_entropy::forward(&hidden, &weight, &targets, None, &options, true, 8);
         let found = found.unwrap();
         [Some(found.loss), found.dhidden, found.dweight].into_iter().flatten().collect()
     });

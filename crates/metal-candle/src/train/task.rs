@@ -1,0 +1,141 @@
+//! What a model is trained or measured by: an objective, with the passes that it asks for.
+
+use super::objectives::{Compared, Objective, Score, Slopes, Totals};
+use super::references::References;
+use crate::adapter::Adapter;
+use crate::autograd::Tape;
+use crate::data::{Answer, Batch, BatchPlan, Batcher, Role};
+use crate::model::Model;
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor};
+use metal_candle_kernels::devices;
+use std::sync::Arc;
+
+/// A model with an adapter, and what it is asked to do.
+#[derive(Debug, Clone, Copy)]
+pub struct Task<'a> {
+    /// The frozen model.
+    pub model: &'a Model,
+    /// What is trained or measured, the policy.
+    pub adapter: Option<&'a Arc<Adapter>>,
+    /// What it is trained or measured by.
+    pub objective: &'a Objective,
+    /// The adapter of the reference; without one the reference is the frozen model.
+    pub reference: Option<&'a Arc<Adapter>>,
+}
+
+impl Task<'_> {
+    /// The arrays of a batch, with the targets that the objective asks for.
+    pub(super) fn batch(&self, batches: &Batcher, plan: &BatchPlan) -> Result<Batch> {
+        batches.batch_with(plan, self.objective.learns_prompts())
+    }
+
+    /// The sums of the log-probabilities of a batch's answers under the reference; zeros where none is asked for.
+    pub(super) fn references(&self, batch: &Batch, known: Option<&References>) -> Result<Vec<f64>> {
+        if !self.objective.uses_reference() {
+            return Ok(vec![0.0; batch.answers.len()]);
+        }
+        if let Some(known) = known {
+            return batch.answers.iter().map(|answer| known.of(answer)).collect();
+        }
+        self.log_probabilities(batch, self.reference)
+    }
+
+    /// The sums of the log-probabilities of a batch's answers.
+    pub(super) fn log_probabilities(
+        &self,
+        batch: &Batch,
+        adapter: Option<&Arc<Adapter>>,
+    ) -> Result<Vec<f64>> {
+        let losses = devices::step(self.model.device(), || {
+            let found = self.model.token_losses(&Tape::inference(), batch, adapter, false)?;
+            host(found.losses.tensor())
+        })?;
+        batch.answers.iter().map(|answer| sum(&losses, &answer.places)).collect()
+    }
+
+    /// How far the policy is from the reference, estimated by answers that belong to other prompts of the step; 0 where
+    /// the estimate is negative, where there is one answer only, or where nobody asks.
+    pub(super) fn kl(&self, batches: &Batcher, plans: &[BatchPlan]) -> Result<f64> {
+        let examples: Vec<usize> = plans.iter().flat_map(|plan| plan.rows.concat()).collect();
+        if !self.objective.estimates_kl() || examples.len() < 2 {
+            return Ok(0.0);
+        }
+        let mut total = 0.0;
+        for batch in batches.mismatched(&examples)? {
+            let policy = self.log_probabilities(&batch, self.adapter)?;
+            let reference = self.log_probabilities(&batch, self.reference)?;
+            total += policy.iter().zip(reference).map(|(policy, it)| policy - it).sum::<f64>();
+        }
+        Ok((total / examples.len() as f64).max(0.0))
+    }
+
+    /// What the batches of a step come to.
+    pub(super) fn totals(&self, batches: &[Batch], kl: f64) -> Totals {
+        let answers = || batches.iter().flat_map(|batch| &batch.answers);
+        let learned = |answer: &Answer| answer.places.len() + answer.prompt.len();
+        Totals {
+            samples: answers().filter(|answer| answer.role != Role::Rejected).count(),
+            learned_tokens: answers()
+                .filter(|answer| answer.role == Role::Chosen)
+                .map(learned)
+                .sum(),
+            kl,
+        }
+    }
+
+    /// The objective of a batch whose places have these losses, with the gradient by them.
+    pub(super) fn compare(
+        &self,
+        batch: &Batch,
+        losses: &Tensor,
+        references: &[f64],
+        totals: &Totals,
+    ) -> Result<(Compared, Vec<f32>)> {
+        let losses = host(losses)?;
+        let mut scores = Vec::with_capacity(batch.answers.len());
+        for (answer, &reference) in batch.answers.iter().zip(references) {
+            scores.push((
+                answer.role,
+                Score {
+                    policy: sum(&losses, &answer.places)?,
+                    reference,
+                    tokens: answer.places.len(),
+                    prompt: sum(&losses, &answer.prompt)?,
+                    prompt_tokens: answer.prompt.len(),
+                },
+            ));
+        }
+        let compared = self.objective.compare(&scores, totals)?;
+        // A loss is the negative of a log-probability.
+        let mut gradient = vec![0.0; losses.len()];
+        for (answer, Slopes { answer: slope, prompt }) in batch.answers.iter().zip(&compared.slopes)
+        {
+            for (places, slope) in [(&answer.places, slope), (&answer.prompt, prompt)] {
+                for place in places {
+                    gradient[*place as usize] -= *slope as f32;
+                }
+            }
+        }
+        Ok((compared, gradient))
+    }
+}
+
+fn host(losses: &Tensor) -> Result<Vec<f32>> {
+    Ok(losses.to_dtype(DType::F32)?.to_device(&Device::Cpu)?.to_vec1()?)
+}
+
+/// The sum of the log-probabilities at these places.
+fn sum(losses: &[f32], places: &[u32]) -> Result<f64> {
+    let mut sum = 0.0;
+    for place in places {
+        match losses.get(*place as usize) {
+            Some(loss) => sum -= f64::from(*loss),
+            None => {
+                let count = losses.len();
+                return Err(Error::option("data", format!("have place {place} of {count}")));
+            }
+        }
+    }
+    Ok(sum)
+}
