@@ -1,4 +1,5 @@
-//! `demo`: teach a small model, which is part of this program, to answer questions.
+//! `demo`: teach a small model, which is part of this program, to answer questions, and if wanted to prefer one form of
+//! answer over another.
 
 use crate::errors::INTERRUPTED;
 use crate::interrupt;
@@ -24,6 +25,8 @@ use serde_json::Map;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
+
+mod preferences;
 
 macro_rules! asset {
     ($path:literal) => {
@@ -73,6 +76,9 @@ pub struct Arguments {
     /// Where the run's random numbers begin
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    /// Teach answers of two forms instead, and then by DPO to prefer one of them
+    #[arg(long)]
+    preferences: bool,
     #[command(flatten)]
     runtime: Runtime,
 }
@@ -100,6 +106,9 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     unpack(folder)?;
 
     interrupt::install()?;
+    if arguments.preferences {
+        return preferences::run(&arguments, terminal);
+    }
     let settings = settings(folder, arguments.seed, &arguments.runtime).complete(&[])?;
     let start = Start { overwrite: true, ..Start::default() };
     let run = Run::prepare(settings, start, terminal)?;
@@ -107,7 +116,9 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     terminal.note(run.plan.describe());
 
     let questions = questions(&folder.join("instructions/test.jsonl"))?;
-    let before = ask((&run.model, None), &run.tokenizer, &questions, "asking the base", terminal)?;
+    let greedy = GenerateOptions::default();
+    let before =
+        ask((&run.model, None), &run.tokenizer, &questions, "asking the base", &greedy, terminal)?;
     let summary = run.train(terminal)?;
     if summary.interrupted {
         terminal.note(summary.describe());
@@ -118,6 +129,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         &run.tokenizer,
         &questions,
         "asking again",
+        &greedy,
         terminal,
     )?;
     let (was, is) = (exact(&questions, &before), exact(&questions, &after));
@@ -221,6 +233,7 @@ fn ask(
     tokenizer: &Tokenizer,
     questions: &[Question],
     what: &'static str,
+    options: &GenerateOptions,
     terminal: Terminal,
 ) -> anyhow::Result<Vec<String>> {
     let bar = if terminal.draws_bars() {
@@ -233,11 +246,13 @@ fn ask(
         terminal.note(format!("{what} {} held-out questions", questions.len()));
         ProgressBar::hidden()
     };
-    let options = GenerateOptions { max_tokens: ANSWER_TOKENS, ..GenerateOptions::default() };
+    let options = GenerateOptions { max_tokens: ANSWER_TOKENS, ..options.clone() };
     let mut answers = Vec::with_capacity(questions.len());
-    for question in questions {
+    for (question, seed) in questions.iter().zip(0..) {
         let prompt = prompts::encode(tokenizer, &question.text, None, false, &Map::new())?;
-        answers.push(generate(model, adapter, tokenizer, &prompt, options.clone())?.0);
+        let mut options = options.clone();
+        options.sampling.seed = seed;
+        answers.push(generate(model, adapter, tokenizer, &prompt, options)?.0);
         bar.inc(1);
     }
     bar.finish_and_clear();
