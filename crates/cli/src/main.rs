@@ -1,6 +1,7 @@
 //! The `metal-candle` command.
 
 mod bounds;
+mod check;
 mod colour;
 mod commands;
 mod datasets;
@@ -59,7 +60,7 @@ enum Command {
     /// Merge an adapter into its model
     #[command(alias = "merge")]
     Fuse(commands::fuse::Arguments),
-    /// Write an adapter's files as PEFT or mlx-lm has them
+    /// Write an adapter's files as another program has them, or check an export against its source
     Convert(commands::convert::Arguments),
     /// Measure loss and perplexity on data
     #[command(alias = "eval")]

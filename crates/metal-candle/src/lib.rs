@@ -6,6 +6,7 @@
 pub mod adapter;
 pub mod autograd;
 pub mod bounds;
+pub mod compare;
 pub mod data;
 mod error;
 pub mod files;

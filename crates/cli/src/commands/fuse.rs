@@ -1,5 +1,6 @@
 //! `fuse`: merge an adapter into its model, and write a model in another format.
 
+use crate::check::{CheckFlags, Checked};
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
 use crate::models::{Source, check_adapter, device, dtype, set_threads};
@@ -21,6 +22,7 @@ const EXAMPLES: &str = "\
 Examples:
   metal-candle fuse --model model/ --adapter adapters --output fused/
   metal-candle fuse --model model/ --adapter adapters --to gguf-q4_k_m --output fused.gguf
+  metal-candle fuse --model model/ --adapter adapters --to gguf-q4_k_m --output fused.gguf --check
   metal-candle fuse --model model/ --to mlx4 --output model-mlx4/
 
 The output is a whole model: config.json, model.safetensors, the tokenizer's files and the adapter's chat \
@@ -49,6 +51,8 @@ pub struct Arguments {
     /// Report as one JSON object on stdout
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    check: CheckFlags,
 }
 
 fn formats() -> impl TypedValueParser<Value = ModelFormat> {
@@ -62,6 +66,8 @@ struct Report {
     format: String,
     /// Whether the base was in fewer bits, and was unpacked.
     dequantized: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    check: Option<Checked>,
 }
 
 /// Merges.
@@ -74,6 +80,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         ));
     }
     set_threads(arguments.threads)?;
+    let samples = arguments.check.samples()?;
     interrupt::install()?;
     let folder = arguments.source.folder(terminal)?;
     let output = &arguments.output;
@@ -119,11 +126,17 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             model.save_as(staging, format, Some(companions))
         })?;
     }
+    let parameters = model.weight_count() as u64;
+    drop(model);
+    let check = samples
+        .map(|samples| arguments.check.compare(&samples, &folder, adapter, output))
+        .transpose()?;
     let report = Report {
         output: output.clone(),
-        parameters: model.weight_count() as u64,
+        parameters,
         format: format.to_string(),
         dequantized,
+        check,
     };
     if terminal.json {
         output::json(&report)?;
@@ -137,9 +150,15 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         if report.dequantized {
             terminal.note("The weights of the base were in fewer bits, and were unpacked first.");
         }
-        let output = shell_word(&output.display().to_string());
-        terminal.note(format!("Next: metal-candle chat --model {output}"));
+        if let Some(check) = &report.check {
+            check.tell(terminal)?;
+        }
+        if report.check.as_ref().is_none_or(Checked::agrees) {
+            let output = shell_word(&output.display().to_string());
+            terminal.note(format!("Next: metal-candle chat --model {output}"));
+        }
     }
+    report.check.as_ref().map_or(Ok(()), Checked::require)?;
     Ok(SUCCESS)
 }
 

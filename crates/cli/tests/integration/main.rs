@@ -1,6 +1,7 @@
 //! The command as a person or a script uses it.
 
 mod bench;
+mod check;
 mod commands;
 mod common;
 mod control_characters;

@@ -47,6 +47,15 @@ pub fn is_gguf(path: &Path) -> bool {
         && !path.is_dir()
 }
 
+/// Whether a GGUF file holds an adapter and no model.
+///
+/// # Errors
+/// [`Error::Io`] when it cannot be read, [`Error::File`] when it isn't a GGUF file or is truncated.
+pub fn holds_adapter(path: impl AsRef<Path>) -> Result<bool> {
+    let file = Container::open(path.as_ref())?;
+    Ok(file.text("general.type")? == Some("adapter"))
+}
+
 /// A model in a GGUF file.
 ///
 /// The file must not be changed or shortened while this exists: it is mapped, not read.

@@ -3,6 +3,7 @@
 
 mod candle_autograd;
 mod common;
+mod compare;
 mod data;
 mod gguf;
 mod models;
