@@ -126,7 +126,7 @@ impl CheckFlags {
         let model = load(base)?;
         let on_it = adapter.map(|path| load_adapter(&model, path)).transpose()?;
         let source = Side { model: &model, adapter: on_it.as_ref(), tokenizer: &ours };
-        let (comparison, rounding, weights) = if whole {
+        let (comparison, rounding, mut weights) = if whole {
             let other = load(exported).with_context(named)?;
             let export = Side { model: &other, adapter: None, tokenizer: &theirs };
             let comparison = compare(source, export, samples)?;
@@ -147,7 +147,7 @@ impl CheckFlags {
         let mut limits = Limits::of(rounding);
         limits.mean_kl = self.max_kl.or(limits.mean_kl);
         let Comparison { texts, renderings, divergence, mut problems } = comparison;
-        problems.extend(weights.iter().flat_map(|it| it.problems.iter().cloned()));
+        problems.extend(weights.iter_mut().flat_map(|it| std::mem::take(&mut it.problems)));
         problems.extend(limits.problems(&divergence));
         Ok(Checked {
             source: base.to_path_buf(),

@@ -41,6 +41,15 @@ struct Found {
 
 /// Reads every sequence, of at least two tokens, with both models.
 pub(super) fn measure(source: Side, exported: Side, sequences: &[Vec<u32>]) -> Result<Divergence> {
+    measure_by(LOGITS, source, exported, sequences)
+}
+
+fn measure_by(
+    logits: usize,
+    source: Side,
+    exported: Side,
+    sequences: &[Vec<u32>],
+) -> Result<Divergence> {
     let mut found = Vec::new();
     for ids in sequences {
         // Converters add rows to a vocabulary, and take off those that no token has.
@@ -49,7 +58,7 @@ pub(super) fn measure(source: Side, exported: Side, sequences: &[Vec<u32>]) -> R
         let end = ids.iter().position(|id| *id as usize >= vocabulary).unwrap_or(ids.len());
         let Some(ids) = ids.get(..end).filter(|ids| ids.len() > 1) else { continue };
         let sides = [Read::new(source, ids)?, Read::new(exported, ids)?];
-        let rows = (LOGITS / vocabulary.max(1)).max(1);
+        let rows = (logits / vocabulary.max(1)).max(1);
         for first in (0..ids.len() - 1).step_by(rows) {
             let count = rows.min(ids.len() - 1 - first);
             let [ours, theirs] =
@@ -149,6 +158,58 @@ fn summary(found: &[Found]) -> Result<Divergence> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::{Config, Model};
+    use crate::text::Tokenizer;
+    use candle_core::Device;
+    use std::path::Path;
+
+    #[test]
+    fn every_token_after_the_first_counts_once_however_many_rows_are_read_at_a_time() {
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures");
+        let tokenizer = Tokenizer::load(&fixtures.join("tokenizer")).unwrap();
+        let config = Config::load(fixtures.join("models/llama")).unwrap();
+        let vocabulary = config.vocab_size;
+        let [ours, theirs] = [1, 2]
+            .map(|seed| Model::random(config.clone(), DType::F32, &Device::Cpu, seed).unwrap());
+        let side = |model| Side { model, adapter: None, tokenizer: &tokenizer };
+        // The last text has a token that the models don't have.
+        let sequences = [vec![5, 17, 80, 33, 9, 41, 2], vec![7, 8, 9], vec![3, 4, 1 << 20, 5]];
+        let found =
+            |rows| measure_by(rows * vocabulary, side(&ours), side(&theirs), &sequences).unwrap();
+        let whole = found(100);
+        assert_eq!(whole.tokens, 6 + 2 + 1);
+        assert!(whole.mean_kl > 1e-6 && whole.max_kl > whole.mean_kl, "{whole:?}");
+        for rows in [1, 2, 4] {
+            let part = found(rows);
+            assert_eq!((part.tokens, part.top1_agreement), (whole.tokens, whole.top1_agreement));
+            for (part, whole) in [
+                (part.mean_kl, whole.mean_kl),
+                (part.max_kl, whole.max_kl),
+                (part.source_perplexity, whole.source_perplexity),
+                (part.exported_perplexity, whole.exported_perplexity),
+            ] {
+                assert!((part - whole).abs() < 1e-4 * whole, "{part}, expected {whole}");
+            }
+        }
+        // The perplexities by what each model gives to each token.
+        for (model, found) in
+            [(&ours, whole.source_perplexity), (&theirs, whole.exported_perplexity)]
+        {
+            let mut loss = 0.0;
+            for ids in [&sequences[0][..], &sequences[1], &sequences[2][..2]] {
+                let input = Input::sequence(ids, 0, &Device::Cpu).unwrap();
+                let hidden = model.forward(&Tape::inference(), &input, None).unwrap();
+                let logits = model.logits(hidden.tensor(), &input).unwrap();
+                let logits = logits.squeeze(0).unwrap().to_vec2::<f32>().unwrap();
+                for (row, next) in logits.iter().zip(&ids[1..]) {
+                    let sum: f64 = row.iter().map(|logit| f64::from(*logit).exp()).sum();
+                    loss += sum.ln() - f64::from(row[*next as usize]);
+                }
+            }
+            let expected = (loss / 9.0).exp();
+            assert!((found - expected).abs() < 1e-5 * expected, "{found}, expected {expected}");
+        }
+    }
 
     #[test]
     fn the_divergence_of_two_distributions_is_that_of_its_formula() {

@@ -49,6 +49,7 @@ pub struct WeightErrors {
     /// The row that comes the nearest to its limit, or passes it the farthest.
     pub worst: Option<WorstRow>,
     /// Weights that are missing or are off by more than their formats explain.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<Problem>,
 }
 
