@@ -87,6 +87,8 @@ pub fn every_kind(shape: (usize, usize)) -> Vec<(String, Quantized)> {
             offsets: offsets.then(|| (bytes(groups(group), 10), large(11))),
         };
         for (name, bits, zero, group, signed, offsets) in [
+            ("q2_k", 2, 0, 16, false, true),
+            ("q3_k", 3, 4, 16, true, false),
             ("q4_k", 4, 0, 32, false, true),
             ("q5_k", 5, 0, 32, false, true),
             ("q6_k", 6, 32, 16, true, false),

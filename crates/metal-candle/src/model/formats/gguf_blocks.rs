@@ -14,6 +14,8 @@ pub(crate) enum BlockKind {
     Q5_0,
     Q5_1,
     Q8_0,
+    Q2_K,
+    Q3_K,
     Q4_K,
     Q5_K,
     Q6_K,
@@ -22,12 +24,14 @@ pub(crate) enum BlockKind {
 }
 
 impl BlockKind {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 12] = [
         Self::Q4_0,
         Self::Q4_1,
         Self::Q5_0,
         Self::Q5_1,
         Self::Q8_0,
+        Self::Q2_K,
+        Self::Q3_K,
         Self::Q4_K,
         Self::Q5_K,
         Self::Q6_K,
@@ -48,7 +52,7 @@ impl BlockKind {
     /// Elements of a block.
     pub(crate) fn elements(self) -> usize {
         match self {
-            Self::Q4_K | Self::Q5_K | Self::Q6_K | Self::IQ4_XS => 256,
+            Self::Q2_K | Self::Q3_K | Self::Q4_K | Self::Q5_K | Self::Q6_K | Self::IQ4_XS => 256,
             _ => 32,
         }
     }
@@ -61,6 +65,8 @@ impl BlockKind {
             Self::Q5_0 => 22,
             Self::Q5_1 => 24,
             Self::Q8_0 => 34,
+            Self::Q2_K => 84,
+            Self::Q3_K => 110,
             Self::Q4_K => 144,
             Self::Q5_K => 176,
             Self::Q6_K => 210,
@@ -70,7 +76,10 @@ impl BlockKind {
 
     /// Elements of a group.
     fn group(self) -> usize {
-        if self == Self::Q6_K { 16 } else { 32 }
+        match self {
+            Self::Q2_K | Self::Q3_K | Self::Q6_K => 16,
+            _ => 32,
+        }
     }
 
     fn levels(self) -> Levels {
@@ -81,6 +90,8 @@ impl BlockKind {
             Self::Q5_1 | Self::Q5_K => Levels::Integers { bits: 5, zero: 0 },
             Self::Q6_K => Levels::Integers { bits: 6, zero: 32 },
             Self::Q8_0 => Levels::Integers { bits: 8, zero: 128 },
+            Self::Q2_K => Levels::Integers { bits: 2, zero: 0 },
+            Self::Q3_K => Levels::Integers { bits: 3, zero: 4 },
             Self::IQ4_NL | Self::IQ4_XS => Levels::Table(&IQ4),
         }
     }
@@ -175,6 +186,8 @@ fn places(kind: BlockKind) -> (usize, usize) {
         BlockKind::Q4_1 => (4, 0),
         BlockKind::Q5_0 => (6, 2),
         BlockKind::Q5_1 => (8, 4),
+        BlockKind::Q2_K => (16, 0),
+        BlockKind::Q3_K => (32, 0),
         BlockKind::Q4_K => (16, 0),
         BlockKind::Q5_K => (48, 16),
         BlockKind::Q6_K => (0, 128),
@@ -191,12 +204,25 @@ fn half(kind: BlockKind) -> usize {
     }
 }
 
-/// The place of a bit or two bits above the low half of element `index`: byte and shift.
+/// Bits of an element in the bytes of low bits.
+fn low_bits(kind: BlockKind) -> usize {
+    match kind {
+        BlockKind::Q2_K | BlockKind::Q3_K => 2,
+        _ => 4,
+    }
+}
+
+/// The place of the low bits of element `index` where they are two: byte and shift.
+fn quarter(index: usize) -> (usize, usize) {
+    (index / 128 * 32 + index % 32, index % 128 / 32 * 2)
+}
+
+/// The place of a bit or two bits above the low ones of element `index`: byte and shift.
 fn high(kind: BlockKind, index: usize) -> Option<(usize, usize)> {
     match kind {
         BlockKind::Q5_0 | BlockKind::Q5_1 => Some((index / 8, index % 8)),
-        BlockKind::Q5_K => Some((index % 32, index / 32)),
-        BlockKind::Q6_K => Some((index / 128 * 32 + index % 32, index % 128 / 32 * 2)),
+        BlockKind::Q3_K | BlockKind::Q5_K => Some((index % 32, index / 32)),
+        BlockKind::Q6_K => Some(quarter(index)),
         _ => None,
     }
 }
@@ -211,15 +237,23 @@ fn unpack_block(kind: BlockKind, block: &[u8], codes: &mut [u8]) {
         return;
     }
     let (half, mask) = (half(kind), if kind == BlockKind::Q6_K { 3 } else { 1 });
-    for (codes, bytes) in codes.chunks_mut(2 * half).zip(block[low..].chunks(half)) {
-        let (first, second) = codes.split_at_mut(half);
-        for ((first, second), byte) in first.iter_mut().zip(second).zip(bytes) {
-            (*first, *second) = (byte & 15, byte >> 4);
+    let bits = low_bits(kind);
+    if bits == 2 {
+        for (index, code) in codes.iter_mut().enumerate() {
+            let (byte, shift) = quarter(index);
+            *code = block[low + byte] >> shift & 3;
+        }
+    } else {
+        for (codes, bytes) in codes.chunks_mut(2 * half).zip(block[low..].chunks(half)) {
+            let (first, second) = codes.split_at_mut(half);
+            for ((first, second), byte) in first.iter_mut().zip(second).zip(bytes) {
+                (*first, *second) = (byte & 15, byte >> 4);
+            }
         }
     }
     for (index, code) in codes.iter_mut().enumerate() {
         if let Some((byte, shift)) = high(kind, index) {
-            *code |= (block[above + byte] >> shift & mask) << 4;
+            *code |= (block[above + byte] >> shift & mask) << bits;
         }
     }
 }
@@ -233,16 +267,23 @@ fn pack_block(kind: BlockKind, codes: &[u8], block: &mut [u8]) {
         }
         return;
     }
-    let half = half(kind);
-    for (codes, bytes) in codes.chunks(2 * half).zip(block[low..].chunks_mut(half)) {
-        let (first, second) = codes.split_at(half);
-        for ((first, second), byte) in first.iter().zip(second).zip(bytes) {
-            *byte = first & 15 | second << 4;
+    let (half, bits) = (half(kind), low_bits(kind));
+    if bits == 2 {
+        for (index, code) in codes.iter().enumerate() {
+            let (byte, shift) = quarter(index);
+            block[low + byte] |= (code & 3) << shift;
+        }
+    } else {
+        for (codes, bytes) in codes.chunks(2 * half).zip(block[low..].chunks_mut(half)) {
+            let (first, second) = codes.split_at(half);
+            for ((first, second), byte) in first.iter().zip(second).zip(bytes) {
+                *byte = first & 15 | second << 4;
+            }
         }
     }
     for (index, code) in codes.iter().enumerate() {
         if let Some((byte, shift)) = high(kind, index) {
-            block[above + byte] |= code >> 4 << shift;
+            block[above + byte] |= code >> bits << shift;
         }
     }
 }
@@ -273,6 +314,32 @@ fn read_scales(kind: BlockKind, bytes: &[u8]) -> Parsed<Scales> {
                 signed: false,
                 large: floats(0)?,
                 offsets: Some((codes(1)?, floats(2)?)),
+            }
+        }
+        BlockKind::Q2_K => {
+            let codes = |shift: usize| {
+                let codes = blocks().flat_map(|block| &block[..16]);
+                bytes_tensor(codes.map(|code| code >> shift & 15).collect())
+            };
+            Scales::Blocks {
+                scales: codes(0)?,
+                signed: false,
+                large: floats(80)?,
+                offsets: Some((codes(4)?, floats(82)?)),
+            }
+        }
+        BlockKind::Q3_K => {
+            let code = |block: &[u8], index: usize| {
+                let low = block[96 + index % 8] >> (index / 8 * 4) & 15;
+                let high = block[104 + index % 4] >> (index / 4 * 2) & 3;
+                (low | high << 4).wrapping_sub(32)
+            };
+            let codes = blocks().flat_map(|block| (0..16).map(move |index| code(block, index)));
+            Scales::Blocks {
+                scales: bytes_tensor(codes.collect())?,
+                signed: true,
+                large: floats(108)?,
+                offsets: None,
             }
         }
         BlockKind::Q6_K => Scales::Blocks {
@@ -337,6 +404,40 @@ fn write_scales(kind: BlockKind, scales: &Scales, bytes: &mut [u8]) -> Parsed<()
             }
             Ok(())
         }
+        (
+            BlockKind::Q2_K,
+            Scales::Blocks {
+                scales,
+                signed: false,
+                large,
+                offsets: Some((offsets, large_offsets)),
+            },
+        ) => {
+            floats(80, large)?;
+            floats(82, large_offsets)?;
+            let (scales, offsets) = (bytes_of(scales)?, bytes_of(offsets)?);
+            if let Some(code) = scales.iter().chain(&offsets).find(|code| **code > 15) {
+                return Err(format!("a scale's code is {code}, expected at most 15 for {kind:?}"));
+            }
+            let codes = scales.chunks(16).zip(offsets.chunks(16));
+            for (block, (scales, offsets)) in bytes.chunks_exact_mut(kind.bytes()).zip(codes) {
+                for (byte, (scale, offset)) in block.iter_mut().zip(scales.iter().zip(offsets)) {
+                    *byte = scale | offset << 4;
+                }
+            }
+            Ok(())
+        }
+        (BlockKind::Q3_K, Scales::Blocks { scales, signed: true, large, offsets: None }) => {
+            floats(108, large)?;
+            let codes = signed_six_bits(kind, scales)?;
+            for (block, codes) in bytes.chunks_exact_mut(kind.bytes()).zip(codes.chunks(16)) {
+                for (index, code) in codes.iter().enumerate() {
+                    block[96 + index % 8] |= (code & 15) << (index / 8 * 4);
+                    block[104 + index % 4] |= code >> 4 << (index / 4 * 2);
+                }
+            }
+            Ok(())
+        }
         (BlockKind::Q6_K, Scales::Blocks { scales, signed: true, large, offsets: None }) => {
             floats(208, large)?;
             let codes = bytes_of(scales)?;
@@ -347,12 +448,7 @@ fn write_scales(kind: BlockKind, scales: &Scales, bytes: &mut [u8]) -> Parsed<()
         }
         (BlockKind::IQ4_XS, Scales::Blocks { scales, signed: true, large, offsets: None }) => {
             floats(0, large)?;
-            let codes: Vec<u8> =
-                bytes_of(scales)?.into_iter().map(|code| code.wrapping_add(32)).collect();
-            if let Some(code) = codes.iter().find(|code| **code > 63) {
-                let code = i16::from(code.wrapping_sub(32) as i8);
-                return Err(format!("a scale's code is {code}, expected -32 to 31 for IQ4_XS"));
-            }
+            let codes = signed_six_bits(kind, scales)?;
             for (block, codes) in bytes.chunks_exact_mut(kind.bytes()).zip(codes.chunks(8)) {
                 for (index, code) in codes.iter().enumerate() {
                     block[4 + index / 2] |= (code & 15) << (index % 2 * 4);
@@ -362,6 +458,18 @@ fn write_scales(kind: BlockKind, scales: &Scales, bytes: &mut [u8]) -> Parsed<()
             Ok(())
         }
         _ => Err(format!("a matrix of other scales, expected those of {kind:?}")),
+    }
+}
+
+/// Signed codes of scales with 32 added, as which they have 6 bits.
+fn signed_six_bits(kind: BlockKind, scales: &candle_core::Tensor) -> Parsed<Vec<u8>> {
+    let codes: Vec<u8> = bytes_of(scales)?.into_iter().map(|code| code.wrapping_add(32)).collect();
+    match codes.iter().find(|code| **code > 63) {
+        None => Ok(codes),
+        Some(code) => {
+            let code = i16::from(code.wrapping_sub(32) as i8);
+            Err(format!("a scale's code is {code}, expected -32 to 31 for {kind:?}"))
+        }
     }
 }
 

@@ -311,12 +311,14 @@ fn exponents_end_at_their_smallest() {
     assert!(found[0].iter().all(|found| *found <= 3e-39), "{found:?}");
 }
 
-const KINDS: [BlockKind; 10] = [
+const KINDS: [BlockKind; 12] = [
     BlockKind::Q4_0,
     BlockKind::Q4_1,
     BlockKind::Q5_0,
     BlockKind::Q5_1,
     BlockKind::Q8_0,
+    BlockKind::Q2_K,
+    BlockKind::Q3_K,
     BlockKind::Q4_K,
     BlockKind::Q5_K,
     BlockKind::Q6_K,
