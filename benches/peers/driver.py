@@ -34,9 +34,11 @@ from worker import Arrays, Row
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 WORK = ROOT / "target" / "peers"
-SIDES = ["metal-candle", "candle", "mlx", "torch", "torch-compiled"]
-# Compiling takes minutes, and pays on a GPU.
+SIDES = ["metal-candle", "candle", "mlx", "torch", "torch-compiled", "bitsandbytes", "llama.cpp"]
+# Compiling takes minutes, and pays on a GPU; the last two have only rows in fewer bits.
 USUAL = SIDES[:4]
+# Modes of the script for PyTorch.
+MODES = {"torch-compiled": ["compiled"], "bitsandbytes": ["bitsandbytes"]}
 SEED = 0
 
 # Seconds: of warm-up (on a GPU, which runs slowly at first) and of single calls in each round of an
@@ -115,9 +117,9 @@ class Sides:
     def command(self, side: str) -> list[str]:
         if side in ("metal-candle", "candle"):
             return [str(self.options.worker), side, self.options.device]
-        script = "side_torch.py" if side == "torch-compiled" else f"side_{side}.py"
-        command = [sys.executable, str(HERE / script), self.options.device]
-        return command + ["compiled"] * (side == "torch-compiled")
+        name = "torch" if side in MODES else side.removesuffix(".cpp")
+        command = [sys.executable, str(HERE / f"side_{name}.py"), self.options.device]
+        return command + MODES.get(side, [])
 
     def start(self, side: str) -> Process:
         return Process(side, self.command(side), self.options.threads)
@@ -261,6 +263,17 @@ def checkpoint(shape: str, sides: Sides, options: argparse.Namespace) -> Path:
     return folder
 
 
+def gguf_file(row: Row, model: Path, sides: Sides) -> Path:
+    """The model as a GGUF file, which every side reads that can. A pass reads all of it once."""
+    path = model / f"{row['file']}.gguf"
+    if not path.is_file():
+        process = sides.get("metal-candle")
+        process.ask(3600, ask="convert", model=str(model), format=row["file"], path=str(path))
+    passes = row["tokens"] if row["work"] == "decode" else 1
+    row["cost"]["bytes"] = passes * path.stat().st_size
+    return path
+
+
 def adapter(model: Path, rank: int, dora: bool) -> Path:
     """A PEFT adapter on every linear layer, with A and B random, and DoRA's lengths near those of the rows."""
     folder = model / f"adapter-r{rank}{'-dora' if dora else ''}"
@@ -323,12 +336,13 @@ def model_inputs(row: Row, model: Path) -> Path:
 def model_reference(row: Row, request: dict[str, Any], sides: Sides) -> Arrays:
     """What transformers and PEFT compute in f64, on a GPU in f32 or, of long rows, in their own dtype,
     kept for the next time."""
-    name = re.sub(r"-(bf16|f32)(-checkpointing)?$", "", row["name"])
+    name = re.sub(r"-(bf16|f32)(-checkpointing)?(?=-|$)", "", row["name"])
     # What a GPU's models need in f64 is more than it has.
     large = sides.options.device != "cpu"
     exact = row | ({"dtype": "f32", "checkpointing": True} if large else {"dtype": "f64"})
     if large and row.get("seq", 0) > LONGEST_IN_F32:
         exact["dtype"] = row["dtype"]
+    exact["exact"] = True
     path = WORK / "references" / f"{name}-{exact['dtype']}.safetensors"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -347,7 +361,7 @@ def measure_model(row: Row, sides: Sides, options: argparse.Namespace) -> Result
         "ask": "prepare",
         "row": row,
         "inputs": str(model_inputs(row, model)),
-        "model": str(model),
+        "model": str(gguf_file(row, model, sides) if row.get("file") else model),
         "adapter": str(adapter(model, row["rank"], row["dora"])) if row["work"] == "train" else None,
     }
     expected = model_reference(row, request, sides)

@@ -25,18 +25,17 @@ FEATURES = {
 }
 
 
-def environment(folder: Path) -> Path:
-    """The Python of a virtual environment that has the pinned packages."""
-    requirements = (HERE / "requirements.txt").read_bytes()
+def environment(folder: Path, files: list[Path]) -> Path:
+    """The Python of a virtual environment that has the packages pinned in these files."""
     stamp = folder / "requirements.sha256"
-    wanted = hashlib.sha256(requirements).hexdigest()
+    wanted = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     python = folder / "bin" / "python"
     if stamp.is_file() and stamp.read_text() == wanted:
         return python
     if not python.exists():
         print(f"making a virtual environment in {folder}", file=sys.stderr)
         venv.create(folder, with_pip=True)
-    packages = ["-r", str(HERE / "requirements.txt")]
+    packages = [word for file in files for word in ("-r", str(file))]
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run(command + packages, check=True)
     stamp.write_text(wanted)
@@ -58,8 +57,13 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--device", choices=list(FEATURES), default="cpu")
-    device = shared.parse_known_args(rest)[0].device
-    python = environment(options.venv.absolute())
+    shared.add_argument("--sides", default="")
+    asked = shared.parse_known_args(rest)[0]
+    device = asked.device
+    files = [HERE / "requirements.txt"]
+    if "llama.cpp" in asked.sides.split(","):
+        files.append(HERE / "requirements-llama.txt")
+    python = environment(options.venv.absolute(), files)
     worker = build(device) if not {"-h", "--help"} & set(rest) else Path("metal-candle-peers")
     arguments = [str(python), str(HERE / "driver.py"), "--worker", str(worker), *rest]
     os.execv(arguments[0], arguments)

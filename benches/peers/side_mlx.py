@@ -48,6 +48,8 @@ class Mlx:
 
     def prepare(self, row: Row, inputs: Arrays, model: str | None, adapter: str | None) -> Work:
         kind = row["work"]
+        if row.get("file") or row.get("quantization"):
+            raise Unsupported("no such quantised model here")
         if kind == "train":
             return train(row, inputs["ids"], model, adapter)
         if kind in ("prefill", "decode"):

@@ -1,4 +1,4 @@
-"""PyTorch: operations as its users write them, models with transformers and PEFT.
+"""PyTorch: operations as its users write them, models with transformers and PEFT, and those in NF4 with bitsandbytes.
 
 Backward rows time `torch.autograd.grad` on a graph that was built before.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,15 +32,16 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f64": torch.float64}
 
 
 class Torch:
-    """The side on one device: cpu, mps or cuda."""
+    """The side on one device: cpu, mps or cuda; `quantised` is that of bitsandbytes, which has rows in NF4 alone."""
 
-    def __init__(self, device: str, compiled: bool) -> None:
+    def __init__(self, device: str, compiled: bool, quantised: bool) -> None:
         self.compiled = compiled
+        self.quantised = quantised
         self.device = torch.device(device)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
 
     def version(self) -> str:
-        return torch.__version__
+        return version("bitsandbytes") if self.quantised else torch.__version__
 
     def peak(self) -> int | None:
         """The most bytes that tensors took on a GPU."""
@@ -55,6 +58,11 @@ class Torch:
 
     def prepare(self, row: Row, inputs: Arrays, model: str | None, adapter: str | None) -> Work:
         kind = row["work"]
+        # Others than the reference have to hold the weights as the row says.
+        if not row.get("exact") and row.get("file"):
+            raise Unsupported("transformers makes a dense model of it")
+        if not row.get("exact") and self.quantised != (row.get("quantization") == "nf4"):
+            raise Unsupported("only rows in NF4 here" if self.quantised else "see bitsandbytes")
         if kind == "train":
             return self.train(row, inputs["ids"], model, adapter)
         if kind in ("prefill", "decode"):
@@ -98,8 +106,16 @@ class Torch:
     def load(self, row: Row, folder: str | None) -> Any:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[row["dtype"]])
-        return model.to(self.device)
+        options: dict[str, Any] = {"dtype": DTYPES[row["dtype"]]}
+        place = Path(folder or "")
+        if row.get("file"):
+            place, options["gguf_file"] = place.parent, place.name
+        if self.quantised:
+            options |= in_nf4(options["dtype"], self.device)
+        model = AutoModelForCausalLM.from_pretrained(place, **options)
+        if row.get("exact") and row.get("quantization") == "nf4":
+            round_to_nf4(model)
+        return model if self.quantised else model.to(self.device)
 
     def train(self, row: Row, ids: np.ndarray, folder: str | None, adapter: str | None) -> Work:
         from peft import PeftModel
@@ -163,6 +179,43 @@ class Torch:
         return self.work(launch, reset)
 
 
+def in_nf4(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What a model is loaded with to be held in NF4 with double quantisation, its head and embedding not.
+
+    `prepare_model_for_kbit_training` is left out, as it makes everything else f32. On a CPU, bitsandbytes packs weights
+    anew for its bf16 kernels (`support_avx512bf16_for_cpu`) outside of training only.
+    """
+    from transformers import BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": settings, "device_map": {"": device}}
+
+
+def round_to_nf4(model: torch.nn.Module) -> None:
+    """Gives linear layers the numbers that NF4 has for their weights in bf16, which is what every side quantises.
+
+    They are unpacked here: on the CPU, bitsandbytes 0.50 unpacks rows that are no whole blocks wrongly.
+    """
+    from bitsandbytes.functional import dequantize_blockwise, quantize_4bit
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            weight = module.weight.data
+            packed, state = quantize_4bit(
+                weight.bfloat16(), blocksize=64, quant_type="nf4", compress_statistics=True
+            )
+            codes = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], dim=1).flatten()
+            scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+            scales = scales.repeat_interleave(64)[: weight.numel()]
+            numbers = state.code[codes[: weight.numel()].long()] * scales
+            module.weight.data = numbers.reshape(weight.shape).to(weight.device, weight.dtype)
+
+
 def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
@@ -201,4 +254,4 @@ def arrays(results: list[torch.Tensor]) -> list[np.ndarray]:
 
 if __name__ == "__main__":
     device = {"cpu": "cpu", "metal": "mps", "cuda": "cuda"}[sys.argv[1]]
-    serve(Torch(device, "compiled" in sys.argv[2:]))
+    serve(Torch(device, "compiled" in sys.argv[2:], "bitsandbytes" in sys.argv[2:]))

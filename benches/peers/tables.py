@@ -15,6 +15,8 @@ TITLES = {
     "mlx": "MLX",
     "torch": "PyTorch",
     "torch-compiled": "PyTorch, compiled",
+    "bitsandbytes": "PEFT, bitsandbytes",
+    "llama.cpp": "llama.cpp",
 }
 
 Report = dict[str, Any]

@@ -8,7 +8,7 @@ use anyhow::{Context, bail};
 use candle_core::{DType, Device, Tensor, safetensors};
 use metal_candle::adapter::Adapter;
 use metal_candle::devices;
-use metal_candle::model::Model;
+use metal_candle::model::{Model, ModelFormat};
 use metal_candle::train::memory::peak_resident_bytes;
 use metal_candle_bench::machine::{Machine, Peaks};
 use metal_candle_bench::rows::{self, Inputs, Precision, Row};
@@ -42,6 +42,11 @@ enum Request {
         shape: String,
         seed: u64,
         folder: PathBuf,
+    },
+    Convert {
+        model: PathBuf,
+        format: String,
+        path: PathBuf,
     },
     Prepare {
         row: Row,
@@ -113,6 +118,11 @@ fn answer(
         Request::Peaks => json!(Peaks::measure(device, 1 << 30)?),
         Request::Checkpoint { shape, seed, folder } => {
             write_checkpoint(&shape, device, seed, &folder)?;
+            json!({})
+        }
+        Request::Convert { model, format, path } => {
+            let format: ModelFormat = format.parse().map_err(anyhow::Error::msg)?;
+            Model::load(model, DType::F32, &Device::Cpu)?.save_as(path, format, None)?;
             json!({})
         }
         Request::Prepare { row: wanted, inputs, model, adapter } => {
@@ -208,8 +218,12 @@ fn on_a_model(
     folder: Option<PathBuf>,
     adapter: Option<PathBuf>,
 ) -> anyhow::Result<Box<dyn Workload>> {
-    let folder = folder.context("no model: expected its folder")?;
-    let model = Model::load(folder, work.precision().dtype(), device)?;
+    let folder = folder.context("no model: expected its folder or file")?;
+    let dtype = work.precision().dtype();
+    let model = match work.quantization() {
+        Some(quantization) => Model::load_quantized(folder, dtype, device, quantization)?,
+        None => Model::load(folder, dtype, device)?,
+    };
     let adapter = match (work, adapter) {
         (Work::Train { .. }, Some(folder)) => Some(Adapter::load(&model, folder)?),
         _ => None,

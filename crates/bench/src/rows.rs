@@ -262,6 +262,9 @@ pub struct Row {
     /// What it computes.
     #[serde(flatten)]
     pub work: Work,
+    /// The GGUF file that the model is read from, as [`ModelFormat`](metal_candle::model::ModelFormat) names it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
 }
 
 /// An input of an operation: uniform numbers around `offset`, at most `scale` away.
@@ -288,7 +291,7 @@ pub struct Cost {
 
 impl Row {
     fn new(name: String, work: Work) -> Self {
-        Self { name, work }
+        Self { name, work, file: None }
     }
 
     /// A row that unpacks a quantised matrix.
@@ -396,6 +399,14 @@ impl Row {
         self
     }
 
+    /// The same row of a model in a GGUF file.
+    #[must_use]
+    pub fn with_file(mut self, format: &str) -> Self {
+        self.name = format!("{}-{format}", self.name);
+        self.file = Some(format.to_string());
+        self
+    }
+
     /// A row of a decode.
     pub fn decode(shape: &str, prompt: usize, tokens: usize, dtype: Precision) -> Self {
         let name = format!("decode-{shape}-{tokens}-{}", dtype.name());
@@ -490,6 +501,12 @@ pub fn models(shape: &str) -> Vec<Row> {
     for dtype in [Bf16, F32] {
         rows.push(Row::prefill(shape, 512, dtype));
         rows.push(Row::decode(shape, 16, 64, dtype));
+    }
+    let nf4 = "nf4".parse().ok();
+    rows.push(Row::train(shape, (1, 512), 16, Bf16, false).with_quantization(nf4));
+    for format in ["gguf-q8_0", "gguf-q4_0", "gguf-q4_k_m"] {
+        rows.push(Row::prefill(shape, 512, Bf16).with_file(format));
+        rows.push(Row::decode(shape, 16, 64, Bf16).with_file(format));
     }
     rows
 }
@@ -628,6 +645,16 @@ impl Work {
             | Self::Decode { dtype, .. } => *dtype,
             Self::Dequantize { .. } | Self::QuantizedLinear { .. } => Precision::Bf16,
             _ => Precision::F32,
+        }
+    }
+
+    /// What the weights of a model are brought into while it is loaded.
+    pub fn quantization(&self) -> Option<Quantization> {
+        match self {
+            Self::Train { quantization, .. }
+            | Self::Prefill { quantization, .. }
+            | Self::Decode { quantization, .. } => *quantization,
+            _ => None,
         }
     }
 
@@ -890,6 +917,8 @@ pub fn random_ids(count: usize, vocabulary: usize, seed: u64) -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use metal_candle::model::ModelFormat;
+    use std::str::FromStr;
 
     #[test]
     fn rows_have_names_of_their_own_and_survive_json() {
@@ -897,7 +926,11 @@ mod tests {
         let names: std::collections::HashSet<&str> =
             rows.iter().map(|row| row.name.as_str()).collect();
         assert_eq!(names.len(), rows.len());
+        assert!(rows.iter().any(|row| row.name.ends_with("-bf16-nf4")));
         for row in rows {
+            if let Some(format) = &row.file {
+                assert!(ModelFormat::from_str(format).unwrap().is_file(), "{format}");
+            }
             let text = serde_json::to_string(&row).unwrap();
             assert_eq!(serde_json::from_str::<Row>(&text).unwrap(), row);
         }
