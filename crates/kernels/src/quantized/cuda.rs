@@ -1,7 +1,7 @@
-//! Matrices in fewer bits on CUDA, see `kernel.cu` and `few_rows.cuh`.
+//! Matrices in fewer bits on CUDA, see `kernel.cu`, `few_rows.cuh` and `streamed.cuh`.
 
 use super::{Levels, OPERATION, Quantized, Scales};
-use crate::backend::cuda::{Array, Cuda, Matrix, Module, by_dtype, module};
+use crate::backend::cuda::{Array, Cuda, Launch, Matrix, Module, by_dtype, module};
 use crate::matmul::cuda::{Adapter, sliced_adapters, takes_few_rows};
 use crate::matmul::with_last_dimension;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
@@ -107,16 +107,20 @@ pub(crate) struct Layer<'a> {
 /// A matrix as kernels take it, with what it points into, which begins at 16 bytes.
 struct Ready {
     packed: Packed,
+    /// Whether a kernel has just copied something of it.
+    is_copied: bool,
     _arrays: Vec<Array>,
 }
 
 impl Ready {
     fn new(cuda: &Cuda, matrix: &Quantized) -> Result<Self> {
         let mut arrays = Vec::with_capacity(5);
+        let mut is_copied = false;
         let mut pointer = |tensor: &Tensor| -> Result<u64> {
             let mut array = cuda.contiguous(tensor)?;
             if !array.pointer.is_multiple_of(16) {
                 array = cuda.copy(tensor)?;
+                is_copied = true;
             }
             let pointer = array.pointer;
             arrays.push(array);
@@ -178,7 +182,7 @@ impl Ready {
                 }
             }
         }
-        Ok(Ready { packed, _arrays: arrays })
+        Ok(Ready { packed, is_copied, _arrays: arrays })
     }
 
     /// Whether numbers can be written eight at a time where rows of `columns` begin.
@@ -305,8 +309,11 @@ pub(crate) fn few_rows(
     let mut outputs = Vec::with_capacity(layers.len());
     let mut rest = layers;
     while !rest.is_empty() {
-        // A launch has one kind of levels, and one table.
-        let kind = |weight: &Quantized| (unit(weight), Kind::of(weight.levels));
+        // A launch has one kind of levels, groups and scales.
+        let kind = |weight: &Quantized| {
+            let is_wide = weight.group.is_multiple_of(WIDE);
+            (unit(weight), weight.levels, is_wide, Form::of(&weight.scales))
+        };
         let first = rest.first().map(|layer| kind(layer.weight));
         let fits = |layer: &&Layer| Some(kind(layer.weight)) == first;
         let count = rest.iter().take(MOST).take_while(fits).count();
@@ -330,7 +337,7 @@ fn few_rows_at_once(
     let mut all = Projections { count: size(layers.len())?, ..Default::default() };
     let (mut tasks, mut ranks) = (0, 0);
     let mut ys = Vec::with_capacity(layers.len());
-    let mut weights = Vec::with_capacity(layers.len());
+    let mut weights: Vec<Ready> = Vec::with_capacity(layers.len());
     for (layer, place) in layers.iter().zip(&mut all.at) {
         let (outer, _) = layer.weight.shape;
         let y = cuda.empty(with_last_dimension(x, outer), dtype)?;
@@ -369,8 +376,33 @@ fn few_rows_at_once(
         }
     };
     let Some(weight) = layers.first().map(|layer| layer.weight) else { return Ok(()) };
-    let name = kernel(rows, weight, dtype)?;
-    launch_few_rows(cuda, name, matrix, (rows, inner), &all, xa.as_ref(), parts.as_ref())?;
+    let streamed = match dtype != DType::F32 && cuda.has_warpgroups()? {
+        true => Streamed::of(weight),
+        false => None,
+    };
+    let most = cuda.most_shared_memory()?;
+    let launch = match streamed.and_then(|kernel| kernel.name(rows, inner, ranks, most)) {
+        Some(name) => {
+            let blocks = (all.tasks as usize).clamp(1, cuda.multiprocessors()?);
+            let (threads, shared) = (Streamed::THREADS as u32, most as u32);
+            let launch = MODULE.launch(cuda, name, (blocks as u32, 1, 1), threads, shared)?;
+            // It reads the weights before the previous kernel ends.
+            let may_overlap = !weights.iter().any(|weight| weight.is_copied);
+            let launch = if may_overlap { launch.overlapping() } else { launch };
+            FewRows { launch, is_f16: Some(i32::from(dtype == DType::F16)) }
+        }
+        None => {
+            let name = kernel(rows, weight, dtype)?;
+            let blocks = (all.tasks as usize).clamp(1, 2 * cuda.multiprocessors()?);
+            let pairs = if all.pairs != 0 { PAIRS_SHARED } else { 0 };
+            let floats = rows * (2 * WARPS * OUTPUTS + ranks);
+            let shared = (pairs + floats * size_of::<f32>()) as u32;
+            let launch =
+                MODULE.launch(cuda, name, (blocks as u32, 1, 1), THREADS as u32, shared)?;
+            FewRows { launch: launch.overlapping(), is_f16: None }
+        }
+    };
+    launch.run(matrix, (rows, inner), &all, xa.as_ref(), parts.as_ref())?;
     let mut column = 0;
     for (layer, y) in layers.iter().zip(ys) {
         let xa = match (layer.adapter.as_ref().filter(|_| keeps_xa), &xa) {
@@ -386,21 +418,141 @@ fn few_rows_at_once(
     Ok(())
 }
 
-/// What launches don't mix.
-#[derive(PartialEq)]
-enum Kind {
-    Integers(usize),
-    Table(&'static [f32; 16]),
-    E4m3,
+/// How scales are stored, as far as the streaming kernels differ.
+#[derive(Clone, Copy, PartialEq)]
+enum Form {
+    Floats,
+    Codes,
+    Nested,
+    Blocks,
 }
 
-impl Kind {
-    fn of(levels: Levels) -> Self {
-        match levels {
-            Levels::Integers { bits, .. } => Self::Integers(bits),
-            Levels::Table(levels) => Self::Table(levels),
-            Levels::E4m3 => Self::E4m3,
+impl Form {
+    fn of(scales: &Scales) -> Self {
+        match scales {
+            Scales::Plain { .. } => Self::Floats,
+            Scales::E8m0(_) | Scales::E4m3 { .. } => Self::Codes,
+            Scales::Nested { .. } => Self::Nested,
+            Scales::Blocks { .. } => Self::Blocks,
         }
+    }
+}
+
+/// A kernel of streamed.cuh, which says what its numbers mean, for a weight in groups of 16, 32 or multiples of 64.
+struct Streamed {
+    /// For one, two and four rows.
+    names: [&'static str; 3],
+    bits: usize,
+    is_table: bool,
+    is_whole: bool,
+    group: usize,
+    chunks: usize,
+    teams: usize,
+}
+
+impl Streamed {
+    /// Threads of a block.
+    const THREADS: usize = 27 * 32;
+
+    /// The one for such weights, on Hopper.
+    fn of(weight: &Quantized) -> Option<Self> {
+        macro_rules! names {
+            ($format:literal) => {
+                [
+                    concat!("quantized_streamed_1_", $format),
+                    concat!("quantized_streamed_2_", $format),
+                    concat!("quantized_streamed_4_", $format),
+                ]
+            };
+        }
+        // Scales of a row's part are found at multiples of 256 columns.
+        unit(weight).filter(|_| weight.shape.1.is_multiple_of(256))?;
+        let group = if weight.group.is_multiple_of(WIDE) { WIDE } else { weight.group };
+        let form = Form::of(&weight.scales);
+        let (names, chunks, teams) = match (weight.levels, group, form) {
+            (Levels::Table(_), WIDE, Form::Floats) => (names!("table_64"), 2, 2),
+            (Levels::Table(_), WIDE, Form::Nested) => (names!("table_64_nested"), 2, 2),
+            (Levels::Table(_), 32, Form::Floats) => (names!("table_32"), 2, 1),
+            (Levels::Table(_), 32, Form::Codes) => (names!("table_32_coded"), 2, 2),
+            (Levels::Table(_), 16, Form::Codes) => (names!("table_16_coded"), 2, 2),
+            (Levels::E4m3, WIDE, Form::Floats) => (names!("e4m3_64"), 1, 2),
+            (Levels::E4m3, 32, Form::Codes) => (names!("e4m3_32_coded"), 1, 2),
+            (Levels::Integers { bits, .. }, WIDE, Form::Floats) => match bits {
+                2 => (names!("2_bits_64"), 2, 2),
+                3 => (names!("3_bits_64"), 2, 2),
+                4 => (names!("4_bits_64"), 2, 2),
+                5 => (names!("5_bits_64"), 2, 2),
+                6 => (names!("6_bits_64"), 1, 2),
+                _ => (names!("8_bits_64"), 1, 2),
+            },
+            (Levels::Integers { bits: 4, .. }, 32, Form::Floats) => (names!("4_bits_32"), 2, 1),
+            (Levels::Integers { bits: 5, .. }, 32, Form::Floats) => (names!("5_bits_32"), 2, 1),
+            (Levels::Integers { bits: 8, .. }, 32, Form::Floats) => (names!("8_bits_32"), 1, 2),
+            (Levels::Integers { bits, .. }, 16, Form::Blocks) => match bits {
+                2 => (names!("2_bits_16_blocks"), 2, 2),
+                3 => (names!("3_bits_16_blocks"), 2, 2),
+                6 => (names!("6_bits_16_blocks"), 1, 2),
+                _ => return None,
+            },
+            (Levels::Integers { bits, .. }, 32, Form::Blocks) => match bits {
+                4 => (names!("4_bits_32_blocks"), 2, 2),
+                5 => (names!("5_bits_32_blocks"), 2, 2),
+                _ => return None,
+            },
+            _ => return None,
+        };
+        Some(Self {
+            names,
+            bits: weight.levels.bits(),
+            is_table: matches!(weight.levels, Levels::Table(_)),
+            is_whole: matches!(weight.levels, Levels::Integers { .. }),
+            group,
+            chunks,
+            teams,
+        })
+    }
+
+    /// The kernel for so many rows, if two stages have room in so much shared memory.
+    fn name(&self, rows: usize, inner: usize, ranks: usize, most: usize) -> Option<&'static str> {
+        let (name, rows) = match (rows, self.names) {
+            (1, [one, ..]) => (one, 1),
+            (2, [_, two, _]) => (two, 2),
+            (3 | 4, [.., four]) => (four, 4),
+            _ => return None,
+        };
+        (self.bytes(rows, inner, ranks) <= most).then_some(name)
+    }
+
+    /// Bytes of shared memory with two stages, as `Places` in streamed.cuh has them.
+    fn bytes(&self, rows: usize, inner: usize, ranks: usize) -> usize {
+        const MULTIPLIERS: usize = 16;
+        const FINISHERS: usize = 2;
+        const MOST_SLOTS: usize = 16;
+        let width = 128 * MULTIPLIERS * self.chunks;
+        let pad = match self.bits {
+            4 => 64,
+            2 | 6 => 32,
+            _ => 16,
+        };
+        let slot = OUTPUTS * (width * self.bits / 8 + pad);
+        let shifts = self.is_whole && (self.group != 16 || self.bits == 2);
+        let entry = if shifts { 8 } else { 4 };
+        let of_quad = 128 / self.group * entry;
+        let scales = OUTPUTS * (width / self.group * entry + of_quad.max(16));
+        let scale_slots = self.teams + 1;
+        let table = if self.is_table { 256 * 256 } else { 0 };
+        let zeros = 256;
+        let parts = if rows == 1 { 4 } else { 1 };
+        let sums = FINISHERS * MULTIPLIERS * parts * rows * OUTPUTS * size_of::<f32>();
+        let barriers = 8 * (2 * MOST_SLOTS + 2 * scale_slots + 2 * FINISHERS + 2);
+        let unit = match (self.is_whole, self.group) {
+            (true, group) => group.min(32),
+            (false, WIDE) => 128,
+            (false, _) => 64,
+        };
+        let x = rows * (2 * inner + inner / unit * 16);
+        let xa = (rows * ranks * size_of::<f32>()).next_multiple_of(16);
+        table + scale_slots * scales + zeros + sums + barriers + x + xa + 2 * slot
     }
 }
 
@@ -463,31 +615,38 @@ fn kernel(rows: usize, weight: &Quantized, dtype: DType) -> Result<&'static str>
     }
 }
 
-fn launch_few_rows(
-    cuda: &Cuda,
-    name: &'static str,
-    x: Matrix,
-    (rows, inner): (usize, usize),
-    all: &Projections,
-    xa: Option<&Array>,
-    parts: Option<&(Array, i32)>,
-) -> Result<()> {
-    let blocks = (all.tasks as usize).clamp(1, 2 * cuda.multiprocessors()?);
-    let pairs = if all.pairs != 0 { PAIRS_SHARED } else { 0 };
-    let floats = rows * (2 * WARPS * OUTPUTS + all.ranks as usize);
-    let (grid, shared) = ((blocks as u32, 1, 1), (pairs + floats * size_of::<f32>()) as u32);
-    let launch = MODULE.launch(cuda, name, grid, THREADS as u32, shared)?.overlapping();
-    let part_rows = rows.next_power_of_two() as i32;
-    let (stride, rows, inner) = (x.stride as i64, rows as i32, size(inner)?);
-    let xa = xa.map_or(0, |xa| xa.pointer);
-    let slices = parts.map_or(0, |(_, slices)| *slices);
-    let parts = parts.map_or(0, |(parts, _)| parts.pointer);
-    // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
-    unsafe {
-        launch.with(|arguments| {
-            arguments.arg(all).arg(&x.pointer).arg(&stride).arg(&rows).arg(&inner);
-            arguments.arg(&xa).arg(&parts).arg(&slices).arg(&part_rows);
-        })
+/// A launch of a kernel for a few rows.
+struct FewRows {
+    launch: Launch,
+    /// Whether x is in f16, for the kernels that take it in f16 and bf16.
+    is_f16: Option<i32>,
+}
+
+impl FewRows {
+    fn run(
+        self,
+        x: Matrix,
+        (rows, inner): (usize, usize),
+        all: &Projections,
+        xa: Option<&Array>,
+        parts: Option<&(Array, i32)>,
+    ) -> Result<()> {
+        let part_rows = rows.next_power_of_two() as i32;
+        let (stride, rows, inner) = (x.stride as i64, rows as i32, size(inner)?);
+        let xa = xa.map_or(0, |xa| xa.pointer);
+        let slices = parts.map_or(0, |(_, slices)| *slices);
+        let parts = parts.map_or(0, |(parts, _)| parts.pointer);
+        // SAFETY: as the kernels declare them; the caller holds what the pointers point into.
+        unsafe {
+            self.launch.with(|arguments| {
+                arguments.arg(all).arg(&x.pointer);
+                if let Some(is_f16) = &self.is_f16 {
+                    arguments.arg(is_f16);
+                }
+                arguments.arg(&stride).arg(&rows).arg(&inner);
+                arguments.arg(&xa).arg(&parts).arg(&slices).arg(&part_rows);
+            })
+        }
     }
 }
 

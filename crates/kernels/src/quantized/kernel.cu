@@ -1,6 +1,7 @@
 // Matrices in fewer bits: all of their numbers, some of their rows, and products with a few rows.
 #include "few_rows.cuh"
 #include "numbers.cuh"
+#include "streamed.cuh"
 #include "vector.cuh"
 
 namespace {
@@ -126,3 +127,43 @@ FEW_ROWS(5_bits_64, 5, INTEGERS, 64)
 FEW_ROWS(6_bits_16, 6, INTEGERS, 16)
 FEW_ROWS(6_bits_64, 6, INTEGERS, 64)
 FEW_ROWS(8_bits, 8, INTEGERS, 32)
+
+#if defined(HOPPER)
+
+/// `quantized_streamed_1_format`, `_2_` and `_4_`: for so many rows at most of bf16 or f16.
+#define STREAMED_ROWS(format, ROWS, ...)                                                           \
+    extern "C" __global__ void __launch_bounds__(STREAMED_THREADS, 1)                              \
+        quantized_streamed_##ROWS##_##format(                                                      \
+            const __grid_constant__ Projections all, const void *x, int is_f16, int64_t x_stride,  \
+            int rows, int inner, void *xa, const float *parts, int slices, int part_rows) {        \
+        streamed_rows<Streamed<ROWS, __VA_ARGS__>>(all, x, is_f16, x_stride, rows, inner, xa,      \
+                                                   parts, slices, part_rows);                      \
+    }
+#define STREAMED(format, ...)                                                                      \
+    STREAMED_ROWS(format, 1, __VA_ARGS__)                                                          \
+    STREAMED_ROWS(format, 2, __VA_ARGS__)                                                          \
+    STREAMED_ROWS(format, 4, __VA_ARGS__)
+
+STREAMED(table_64, 4, TABLE, 64, IN_FLOATS, 2, 2)
+STREAMED(table_64_nested, 4, TABLE, 64, IN_NESTED, 2, 2)
+STREAMED(table_32, 4, TABLE, 32, IN_FLOATS, 2, 1)
+STREAMED(table_32_coded, 4, TABLE, 32, IN_CODES, 2, 2)
+STREAMED(table_16_coded, 4, TABLE, 16, IN_CODES, 2, 2)
+STREAMED(e4m3_64, 8, E4M3, 64, IN_FLOATS, 1, 2)
+STREAMED(e4m3_32_coded, 8, E4M3, 32, IN_CODES, 1, 2)
+STREAMED(2_bits_64, 2, INTEGERS, 64, IN_FLOATS, 2, 2)
+STREAMED(3_bits_64, 3, INTEGERS, 64, IN_FLOATS, 2, 2)
+STREAMED(4_bits_64, 4, INTEGERS, 64, IN_FLOATS, 2, 2)
+STREAMED(5_bits_64, 5, INTEGERS, 64, IN_FLOATS, 2, 2)
+STREAMED(6_bits_64, 6, INTEGERS, 64, IN_FLOATS, 1, 2)
+STREAMED(8_bits_64, 8, INTEGERS, 64, IN_FLOATS, 1, 2)
+STREAMED(4_bits_32, 4, INTEGERS, 32, IN_FLOATS, 2, 1)
+STREAMED(5_bits_32, 5, INTEGERS, 32, IN_FLOATS, 2, 1)
+STREAMED(8_bits_32, 8, INTEGERS, 32, IN_FLOATS, 1, 2)
+STREAMED(2_bits_16_blocks, 2, INTEGERS, 16, IN_BLOCKS, 2, 2)
+STREAMED(3_bits_16_blocks, 3, INTEGERS, 16, IN_BLOCKS, 2, 2)
+STREAMED(4_bits_32_blocks, 4, INTEGERS, 32, IN_BLOCKS, 2, 2)
+STREAMED(5_bits_32_blocks, 5, INTEGERS, 32, IN_BLOCKS, 2, 2)
+STREAMED(6_bits_16_blocks, 6, INTEGERS, 16, IN_BLOCKS, 1, 2)
+
+#endif
