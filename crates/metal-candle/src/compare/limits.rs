@@ -15,6 +15,11 @@ const LEAST_AGREEMENT: f64 = 0.5;
 /// ... unless their probabilities are this near: then there is no likeliest token to speak of.
 const INDIFFERENT_KL: f64 = 0.1;
 
+/// Whether a number is at most another; what is no number isn't.
+pub(super) fn is_within(number: f64, most: f64) -> bool {
+    number <= most
+}
+
 /// What happened to the numbers of a source in its export, by the types that both files have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -105,16 +110,15 @@ impl Limits {
         let mut tell =
             |message: String| problems.push(Problem::new(Aspect::Probabilities, message));
         let kl = found.mean_kl;
-        // A comparison with what is no number is false.
-        if let Some(most) = self.mean_kl.filter(|most| !(kl <= *most)) {
+        if let Some(most) = self.mean_kl.filter(|most| !is_within(kl, *most)) {
             tell(format!("the mean KL is {kl:.3e}, at most {most:.1e} was expected"));
         }
         let (ours, theirs) = (found.source_perplexity, found.exported_perplexity);
-        if !(theirs <= self.perplexity_ratio * ours) {
+        if !is_within(theirs, self.perplexity_ratio * ours) {
             tell(format!("the perplexity is {theirs:.4}, in the source {ours:.4}"));
         }
         let agreement = found.top1_agreement;
-        if !(agreement >= self.top1_agreement || kl <= INDIFFERENT_KL) {
+        if agreement < self.top1_agreement && !is_within(kl, INDIFFERENT_KL) {
             let share = 100.0 * agreement;
             tell(format!("the likeliest token is the same one at {share:.1} % of the places only"));
         }

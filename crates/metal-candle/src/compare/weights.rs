@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 use serde_json::Value;
 
+use super::limits::is_within;
 use super::{Aspect, Problem, Rounding};
 use crate::Result;
 use crate::model::Model;
@@ -93,8 +94,7 @@ pub fn compare_weights(
         let (row, error) = worst_row(&values(&expected)?, &values(&found)?, width.max(1));
         errors.weights += 1;
         let worst = WorstRow { weight: name.clone(), row, error, limit };
-        // An error that is no number passes every limit.
-        if !(worst.error <= worst.limit) {
+        if !is_within(worst.error, worst.limit) {
             let (off, most) = (100.0 * error, 100.0 * limit);
             beyond.push(format!(
                 "row {row} of {name} is off by {off:.2} %, where its format explains at most {most:.2} %"
