@@ -8,6 +8,7 @@ use crate::backend::cpu::simd::vectorize;
 use crate::backend::cpu::{
     Disjoint, Element, PARALLEL_CHUNK, Real, Values, for_each_chunk, for_each_index,
 };
+use crate::quantized::cpu as quantized;
 use std::ops::Range;
 
 /// A layer: `weight` `(outer, inner)`.
@@ -168,6 +169,11 @@ pub(crate) fn forward_few<T: Element>(
     let tasks = |layer: &Layer<T::Acc>| layer.outer.div_ceil(OUTPUTS);
     let total: usize = layers.iter().map(|layer| layer.outer).sum();
     let parallel = rows * inner * total > PARALLEL_MULTIPLICATIONS;
+    let matrices = layers.iter().filter_map(|layer| match layer.weight {
+        Values::Quantized(matrix) => Some(matrix),
+        _ => None,
+    });
+    let quantized_rows = quantized::Rows::new(rows, inner, x, matrices);
     for_each_index(
         layers.iter().map(tasks).sum(),
         parallel,
@@ -183,7 +189,10 @@ pub(crate) fn forward_few<T: Element>(
             let count = outputs.len();
             let mut sums = [T::Acc::ZERO; FEW_ROWS * OUTPUTS];
             let sums = &mut sums[..rows * count];
-            dots(rows, inner, x, layer.weight, inner, outputs.clone(), sums);
+            match layer.weight {
+                Values::Quantized(matrix) => quantized_rows.dots(matrix, outputs.clone(), sums),
+                weight => dots(rows, inner, x, weight, inner, outputs.clone(), sums),
+            }
             add(index, outputs.clone(), sums);
             for row in 0..rows {
                 let sums = &mut sums[row * count..][..count];

@@ -43,7 +43,8 @@ macro_rules! with_stored {
 }
 
 /// `out[row][line] = Σ_k x[row][k]·matrix[line][k]` for some lines of a matrix whose lines start
-/// `stride` apart: `x` `(rows, depth)`, `out` `(rows, lines.len())`.
+/// `stride` apart: `x` `(rows, depth)`, `out` `(rows, lines.len())`. Those of a matrix in fewer bits are multiplied by
+/// [`quantized::Rows`].
 #[inline(always)]
 pub(crate) fn dots<A: Real>(
     rows: usize,
@@ -54,9 +55,6 @@ pub(crate) fn dots<A: Real>(
     lines: Range<usize>,
     out: &mut [A],
 ) {
-    if let Values::Quantized(matrix) = matrix {
-        return quantized::dots(rows, depth, x, matrix, stride, lines, out);
-    }
     with_stored!(matrix, A, (matrix, widen) => {
         let first = lines.start;
         let line = |index: usize| &matrix[(first + index) * stride..][..depth];

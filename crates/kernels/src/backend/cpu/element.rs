@@ -592,7 +592,17 @@ fn widen_half<H: Element<Acc = f32>, A: Real>(source: &[H], target: &mut [A]) {
 }
 
 #[inline(always)]
-fn as_f32_mut<A: Real>(slice: &mut [A]) -> Option<&mut [f32]> {
+pub(crate) fn as_f32<A: Real>(slice: &[A]) -> Option<&[f32]> {
+    if A::DTYPE == DType::F32 {
+        // SAFETY: f32 is the only type with this DTYPE constant that implements `Real`.
+        Some(unsafe { std::slice::from_raw_parts(slice.as_ptr().cast(), slice.len()) })
+    } else {
+        None
+    }
+}
+
+#[inline(always)]
+pub(crate) fn as_f32_mut<A: Real>(slice: &mut [A]) -> Option<&mut [f32]> {
     if A::DTYPE == DType::F32 {
         // SAFETY: f32 is the only type with this DTYPE constant that implements `Real`.
         Some(unsafe { std::slice::from_raw_parts_mut(slice.as_mut_ptr().cast(), slice.len()) })

@@ -1,12 +1,14 @@
 //! Products of a few rows with a matrix in fewer bits, whose codes are read once.
 
 use super::Elements;
+#[cfg(target_arch = "x86_64")]
+use super::lines::{Lines, Ordered};
 use crate::backend::cpu::Real;
 #[cfg(target_arch = "x86_64")]
-use crate::backend::cpu::simd::{Level, level};
-use crate::matmul::few_rows::sum_lanes;
+use crate::backend::cpu::simd::vectorize;
 #[cfg(target_arch = "x86_64")]
-use candle_core::DType;
+use crate::backend::cpu::{as_f32, as_f32_mut};
+use crate::matmul::few_rows::sum_lanes;
 use std::ops::Range;
 
 /// Numbers that are unpacked at a time.
@@ -15,32 +17,60 @@ const PIECE: usize = 64;
 /// Partial sums of a dot product.
 const LANES: usize = 16;
 
-/// `out[row][line] = Σ_k x[row][k]·matrix[line][k]` for some lines of a matrix whose lines start `stride` apart:
-/// `x` `(rows, depth)`, `out` `(rows, lines.len())`.
-#[inline(always)]
-pub(crate) fn dots<A: Real>(
+/// Rows to be multiplied by matrices in fewer bits.
+pub(crate) struct Rows<'a, A> {
     rows: usize,
     depth: usize,
-    x: &[A],
-    matrix: Elements,
-    stride: usize,
-    lines: Range<usize>,
-    out: &mut [A],
-) {
+    x: &'a [A],
     #[cfg(target_arch = "x86_64")]
-    if A::DTYPE == DType::F32
-        && level() >= Level::Avx512
-        && let Some(matrix) = super::x86::Lines::of(matrix, depth, stride)
-    {
-        // SAFETY: the sums are in f32, so these are; both have as many numbers as before.
-        let (x, out) = unsafe { (as_f32(x), as_f32_mut(out)) };
-        // SAFETY: the level says that the machine has the instructions.
-        return unsafe { super::x86::dots(rows, depth, x, matrix, lines, out) };
+    ordered: Option<Ordered>,
+}
+
+impl<'a, A: Real> Rows<'a, A> {
+    /// `x` `(rows, depth)`, for products with these matrices.
+    pub(crate) fn new<'m>(
+        rows: usize,
+        depth: usize,
+        x: &'a [A],
+        matrices: impl Iterator<Item = Elements<'m>>,
+    ) -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let mut groups = matrices
+                .filter_map(|matrix| Some(Lines::of(matrix, depth)?.group_of_offsets()))
+                .peekable();
+            let lanes = groups.peek().and_then(|_| super::x86::lanes());
+            let ordered = as_f32(x).zip(lanes).map(|(x, lanes)| {
+                vectorize(
+                    #[inline(always)]
+                    || Ordered::new(rows, depth, x, lanes, groups.flatten()),
+                )
+            });
+            Rows { rows, depth, x, ordered }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            let _ = matrices;
+            Rows { rows, depth, x }
+        }
     }
-    for (index, line) in lines.clone().enumerate() {
-        for row in 0..rows {
-            let x = &x[row * depth..][..depth];
-            out[row * lines.len() + index] = dot(x, matrix, line * stride);
+
+    /// `out[row][line] = Σ_k x[row][k]·matrix[line][k]` for some lines: `out` `(rows, lines.len())`.
+    #[inline(always)]
+    pub(crate) fn dots(&self, matrix: Elements, lines: Range<usize>, out: &mut [A]) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(ordered) = &self.ordered
+            && let Some(matrix) = Lines::of(matrix, self.depth)
+            && let Some(out) = as_f32_mut(out)
+        {
+            // SAFETY: they are ordered for registers that the machine has.
+            return unsafe { super::x86::dots(ordered, matrix, lines, out) };
+        }
+        for (index, line) in lines.clone().enumerate() {
+            for row in 0..self.rows {
+                let x = &self.x[row * self.depth..][..self.depth];
+                out[row * lines.len() + index] = dot(x, matrix, line * self.depth);
+            }
         }
     }
 }
@@ -87,22 +117,4 @@ pub(crate) fn add_combinations<A: Real>(
             }
         }
     }
-}
-
-/// # Safety
-/// `A` must be f32.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-unsafe fn as_f32<A: Real>(numbers: &[A]) -> &[f32] {
-    // SAFETY: as promised by the caller.
-    unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), numbers.len()) }
-}
-
-/// # Safety
-/// `A` must be f32.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-unsafe fn as_f32_mut<A: Real>(numbers: &mut [A]) -> &mut [f32] {
-    // SAFETY: as promised by the caller.
-    unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), numbers.len()) }
 }

@@ -1,12 +1,14 @@
 //! Matrices in fewer bits on the CPU: their numbers one after the other.
 
 mod few_rows;
+#[cfg(target_arch = "x86_64")]
+mod lines;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub(crate) use few_rows::{add_combinations, dots};
+pub(crate) use few_rows::{Rows, add_combinations};
 
 use super::{BLOCK, Levels, NESTED, OPERATION, Quantized, Scales};
 use crate::backend::cpu::simd::prefetch;

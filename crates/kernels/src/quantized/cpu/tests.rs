@@ -120,6 +120,65 @@ fn products_are_those_with_the_numbers() {
     }
 }
 
+/// Lines that are whole pieces, that end within one, and that are a single group of an odd size.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn registers_of_either_size_give_the_products() {
+    use crate::backend::cpu::simd::{Level, level};
+    use crate::quantized::cpu::lines::{Lines, Ordered};
+    use crate::quantized::cpu::{Inputs, x86};
+
+    let sizes = [(8, Level::Avx2), (16, Level::Avx512)];
+    let sizes = sizes.into_iter().filter(|(_, needed)| level() >= *needed);
+    let sizes: Vec<usize> = sizes.map(|(lanes, _)| lanes).collect();
+    for (outer, inner) in [(37, 256), (64, 576), (16, 112), (9, 100), (3, 4096)] {
+        let kinds = every_kind((outer, inner));
+        let mut multiplied = 0;
+        for (name, matrix) in &kinds {
+            let inputs = Inputs::new(matrix).unwrap();
+            let reads = inputs.read();
+            let view = reads.view().unwrap();
+            let Some(lines) = Lines::of(view.elements(), inner) else { continue };
+            multiplied += 1;
+            let dense = values(&matrix.dequantize(DType::F32).unwrap());
+            for rows in 1..=4 {
+                let x = random(&[rows, inner], 7).to_dtype(DType::F32).unwrap();
+                let wide = values(&x);
+                let x = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                let part = 2..outer;
+                for lanes in sizes.iter().copied() {
+                    let groups = lines.group_of_offsets().into_iter();
+                    let ordered = Ordered::new(rows, inner, &x, lanes, groups);
+                    let mut out = vec![f32::NAN; rows * part.len()];
+                    // SAFETY: the machine has the registers.
+                    unsafe { x86::dots(&ordered, lines, part.clone(), &mut out) };
+                    for (index, found) in out.into_iter().enumerate() {
+                        let (row, line) = (index / part.len(), part.start + index % part.len());
+                        let pairs = wide[row * inner..].iter().zip(&dense[line * inner..]);
+                        let products = pairs.take(inner).map(|(x, number)| x * number);
+                        let (exact, size) = products
+                            .fold((0.0, 0.0), |(sum, size), it| (sum + it, size + f64::abs(it)));
+                        let error = (f64::from(found) - exact).abs();
+                        assert!(
+                            error <= 4e-7 * size,
+                            "{name} {outer} {inner}, {lanes} lanes, row {row} of {rows}, line {line}: \
+                             {found} for {exact}"
+                        );
+                    }
+                }
+            }
+        }
+        let expected = match inner {
+            256 | 4096 => kinds.len(),
+            // Without groups of 128; and those of 16, and the whole line.
+            576 => kinds.len() - 7,
+            112 => 3,
+            _ => 1,
+        };
+        assert_eq!(multiplied, expected, "{outer} {inner}");
+    }
+}
+
 #[test]
 fn layers_with_adapters_are_those_with_the_numbers() {
     let (inner, rank) = (256, 8);

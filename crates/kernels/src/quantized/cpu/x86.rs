@@ -1,256 +1,357 @@
-//! Dot products with codes by AVX-512: what sixteen or more of them stand for is multiplied and added up in
-//! registers, and scaled a group at a time.
+//! The registers of AVX2 and AVX-512.
 
-use super::{Elements, View};
-use crate::backend::cpu::scratch::Scratch;
-use crate::backend::cpu::simd::prefetch;
-use crate::quantized::Levels;
+use super::lines::{Lines, MOST_LANES, Ordered, Registers, dots as dots_of};
+use crate::backend::cpu::simd::{Level, level};
+use half::f16;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// Numbers of a register.
-const LANES: usize = 16;
-
-/// Bytes ahead that codes are asked for.
-const AHEAD: usize = 512;
-
-/// A matrix whose lines are whole groups.
-#[derive(Clone, Copy)]
-pub(super) struct Lines<'a> {
-    view: &'a View<'a>,
-    /// Where the first line starts, and how far lines are apart.
-    start: usize,
-    stride: usize,
-    /// Where the numbers end.
-    end: usize,
+/// Lanes of the registers that this machine has the instructions for.
+pub(super) fn lanes() -> Option<usize> {
+    match level() {
+        Level::Baseline => None,
+        Level::Avx2 => Some(Avx2::LANES),
+        Level::Avx512 | Level::Avx512Bf16 | Level::Amx => Some(Avx512::LANES),
+    }
 }
 
-impl<'a> Lines<'a> {
-    /// `None` where groups aren't whole registers or don't end with a line.
+/// As [`lines::dots`](super::lines::dots), with registers of as many lanes as `x` is ordered for.
+///
+/// # Safety
+/// The machine needs the instructions.
+#[inline(always)]
+pub(super) unsafe fn dots(x: &Ordered, matrix: Lines, lines: Range<usize>, out: &mut [f32]) {
+    // SAFETY: as promised by the caller.
+    unsafe {
+        match x.lanes() {
+            Avx2::LANES => avx2(x, matrix, lines, out),
+            _ => avx512(x, matrix, lines, out),
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+fn avx512(x: &Ordered, matrix: Lines, lines: Range<usize>, out: &mut [f32]) {
+    // SAFETY: the caller has the instructions.
+    unsafe { dots_of::<Avx512>(x, matrix, lines, out) }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn avx2(x: &Ordered, matrix: Lines, lines: Range<usize>, out: &mut [f32]) {
+    // SAFETY: the caller has the instructions.
+    unsafe { dots_of::<Avx2>(x, matrix, lines, out) }
+}
+
+/// Where the bytes of a lane's codes are in the 16 bytes of its quarter of a register, which has four lanes from
+/// byte `start` on.
+const fn bytes_of_lanes(bits: usize, start: usize) -> [u8; 16] {
+    let mut places = [0; 16];
+    let mut byte = 0;
+    while byte < 16 {
+        places[byte] = (start + byte / 4 * bits / 2 + byte % 4) as u8;
+        // Beyond the quarter, where no lane's codes are.
+        if places[byte] > 15 {
+            places[byte] = 0x80;
+        }
+        byte += 1;
+    }
+    places
+}
+
+/// By how many bits a lane's codes then begin too high.
+const fn bits_of_lanes(bits: usize) -> [u32; MOST_LANES] {
+    let mut shifts = [0; MOST_LANES];
+    let mut lane = 0;
+    while lane < MOST_LANES {
+        shifts[lane] = (lane * bits % 2 * 4) as u32;
+        lane += 1;
+    }
+    shifts
+}
+
+struct Avx512;
+
+impl Avx512 {
+    /// Pairs of bytes of each quarter's codes.
+    const fn pairs_of_quarters(bits: usize) -> [u16; 32] {
+        let mut places = [0; 32];
+        let mut pair = 0;
+        while pair < 32 {
+            places[pair] = (pair / 8 * bits + pair % 8) as u16 % 32;
+            pair += 1;
+        }
+        places
+    }
+}
+
+// SAFETY of all: as the callers of a method promise.
+impl Registers for Avx512 {
+    const LANES: usize = 16;
+    type Floats = __m512;
+    type Words = __m512i;
+    type Table = __m512;
+
     #[inline(always)]
-    pub(super) fn of(matrix: Elements<'a>, depth: usize, stride: usize) -> Option<Self> {
-        let Elements { view, start, len } = matrix;
-        let whole = [depth, stride, start].iter().all(|count| count.is_multiple_of(view.group));
-        // Codes of 4 bits come 32 at a time.
-        let unit = if view.levels.bits() == 4 { 2 * LANES } else { LANES };
-        (whole && view.group.is_multiple_of(unit)).then_some(Lines {
-            view,
-            start,
-            stride,
-            end: start + len,
-        })
+    unsafe fn zeros() -> __m512 {
+        unsafe { _mm512_setzero_ps() }
     }
-}
-
-/// As [`dots`](super::dots).
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-pub(super) fn dots(
-    rows: usize,
-    depth: usize,
-    x: &[f32],
-    matrix: Lines,
-    lines: Range<usize>,
-    out: &mut [f32],
-) {
-    let x = &x[..rows * depth];
-    let mut sorted = Scratch::new(if matrix.view.levels.bits() == 4 { x.len() } else { 0 });
-    // Numbers in the order in which codes are unpacked: of 32, those at even places first.
-    for (x, sorted) in x.chunks_exact(2 * LANES).zip(sorted.chunks_exact_mut(2 * LANES)) {
-        let (even, odd) = sorted.split_at_mut(LANES);
-        for ((x, even), odd) in x.chunks_exact(2).zip(even).zip(odd) {
-            (*even, *odd) = (x[0], x[1]);
+    #[inline(always)]
+    unsafe fn floats(number: f32) -> __m512 {
+        unsafe { _mm512_set1_ps(number) }
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> __m512 {
+        unsafe { _mm512_loadu_ps(from) }
+    }
+    #[inline(always)]
+    unsafe fn store(floats: __m512, to: *mut f32) {
+        unsafe { _mm512_storeu_ps(to, floats) }
+    }
+    #[inline(always)]
+    unsafe fn load_words(from: *const u32) -> __m512i {
+        unsafe { _mm512_loadu_si512(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_table(from: &[f32; 16]) -> __m512 {
+        unsafe { _mm512_loadu_ps(from.as_ptr()) }
+    }
+    #[inline(always)]
+    unsafe fn multiply_add(a: __m512, b: __m512, c: __m512) -> __m512 {
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn multiply(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn subtract(a: __m512, b: __m512) -> __m512 {
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sum(floats: __m512) -> f32 {
+        unsafe { _mm512_reduce_add_ps(floats) }
+    }
+    #[inline(always)]
+    unsafe fn shift_left(words: __m512i, bits: u32) -> __m512i {
+        unsafe { _mm512_sllv_epi32(words, _mm512_set1_epi32(bits as i32)) }
+    }
+    #[inline(always)]
+    unsafe fn shift_right(words: __m512i, bits: u32) -> __m512i {
+        unsafe { _mm512_srlv_epi32(words, _mm512_set1_epi32(bits as i32)) }
+    }
+    #[inline(always)]
+    unsafe fn shift_right_signed(words: __m512i, bits: u32) -> __m512i {
+        unsafe { _mm512_srav_epi32(words, _mm512_set1_epi32(bits as i32)) }
+    }
+    #[inline(always)]
+    unsafe fn mask(words: __m512i, mask: u32, with: u32) -> __m512 {
+        unsafe {
+            let (mask, with) = (_mm512_set1_epi32(mask as i32), _mm512_set1_epi32(with as i32));
+            _mm512_castsi512_ps(_mm512_or_si512(_mm512_and_si512(words, mask), with))
         }
     }
-    // What each group's offset is multiplied by.
-    let group = matrix.view.group;
-    let mut sums = Scratch::new(if matrix.view.has_offsets() { x.len() / group } else { 0 });
-    for (sum, x) in sums.iter_mut().zip(x.chunks_exact(group)) {
-        *sum = x.iter().sum();
+    #[inline(always)]
+    unsafe fn look_up(table: __m512, indices: __m512i) -> __m512 {
+        unsafe { _mm512_permutexvar_ps(indices, table) }
     }
-    let x = if sorted.is_empty() { x } else { &sorted };
-    let mut first = 0;
-    // As many rows at a time as there are registers for.
-    while first < rows {
-        let count = (rows - first).min(4);
-        let x = &x[first * depth..(first + count) * depth];
-        let sums = match sums.len() {
-            0 => &[][..],
-            _ => &sums[first * depth / group..(first + count) * depth / group],
-        };
-        let out = &mut out[first * lines.len()..(first + count) * lines.len()];
-        match count {
-            1 => by_levels::<1>(depth, x, sums, matrix, lines.clone(), out),
-            2 => by_levels::<2>(depth, x, sums, matrix, lines.clone(), out),
-            3 => by_levels::<3>(depth, x, sums, matrix, lines.clone(), out),
-            _ => by_levels::<4>(depth, x, sums, matrix, lines.clone(), out),
-        }
-        first += count;
+    #[inline(always)]
+    unsafe fn first(floats: __m512, count: usize) -> __m512 {
+        let lanes = u16::MAX >> Self::LANES.saturating_sub(count);
+        unsafe { _mm512_maskz_mov_ps(lanes, floats) }
     }
-}
-
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-fn by_levels<const ROWS: usize>(
-    depth: usize,
-    x: &[f32],
-    sums: &[f32],
-    matrix: Lines,
-    lines: Range<usize>,
-    out: &mut [f32],
-) {
-    let (bytes, group) = (matrix.view.codes, matrix.view.group);
-    let table = match matrix.view.levels {
-        Levels::Table(table) => Some(*table),
-        Levels::Integers { bits: 4, zero } => {
-            Some(std::array::from_fn(|code| code as f32 - f32::from(zero)))
-        }
-        _ => None,
-    };
-    if let Some(table) = table {
-        // SAFETY: there are sixteen numbers.
-        let table = unsafe { _mm512_loadu_ps(table.as_ptr()) };
-        let dot = |element: usize, x: [&[f32]; ROWS]| {
-            nibbles(&bytes[element / 2..][..group / 2], table, x)
-        };
-        return by_lines(depth, x, sums, matrix, lines, out, dot);
+    #[inline(always)]
+    unsafe fn permute(floats: __m512, indices: __m512i) -> __m512 {
+        unsafe { _mm512_permutexvar_ps(indices, floats) }
     }
-    macro_rules! by_code {
-        ($bits:literal, $number:expr) => {
-            by_lines(depth, x, sums, matrix, lines, out, |element, x| {
-                sixteens::<ROWS, $bits>(&bytes[element / 8 * $bits..], group, $number, x)
-            })
-        };
+    #[inline(always)]
+    unsafe fn spread(from: *const f32, places: __m512i) -> __m512 {
+        unsafe { _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(from)), places) }
     }
-    match matrix.view.levels {
-        Levels::Integers { bits, zero } => {
-            let zero = _mm512_set1_epi32(i32::from(zero));
-            let number = |codes: __m128i| {
-                _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_cvtepu8_epi32(codes), zero))
-            };
-            match bits {
-                2 => by_code!(2, number),
-                3 => by_code!(3, number),
-                5 => by_code!(5, number),
-                6 => by_code!(6, number),
-                _ => by_code!(8, number),
-            }
-        }
-        _ => by_code!(8, |codes| e4m3(codes)),
-    }
-}
-
-/// Every line's groups, whose dot products `dot(first element, rows of x)` gives unscaled.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-fn by_lines<const ROWS: usize>(
-    depth: usize,
-    x: &[f32],
-    sums: &[f32],
-    matrix: Lines,
-    lines: Range<usize>,
-    out: &mut [f32],
-    dot: impl Fn(usize, [&[f32]; ROWS]) -> [__m512; ROWS],
-) {
-    let group = matrix.view.group;
-    let groups = depth / group;
-    for (index, line) in lines.clone().enumerate() {
-        let first = matrix.start + line * matrix.stride;
-        assert!(first + depth <= matrix.end);
-        let mut total = [_mm512_setzero_ps(); ROWS];
-        let mut added = [0f32; ROWS];
-        for place in 0..groups {
-            let x = std::array::from_fn(|row| &x[row * depth + place * group..][..group]);
-            let dots = dot(first + place * group, x);
-            let (scale, offset) = matrix.view.scale(first / group + place);
-            let scale = _mm512_set1_ps(scale);
-            for (total, dot) in total.iter_mut().zip(dots) {
-                *total = _mm512_fmadd_ps(dot, scale, *total);
-            }
-            if !sums.is_empty() {
-                for (row, added) in added.iter_mut().enumerate() {
-                    *added += sums[row * groups + place] * offset;
+    #[inline(always)]
+    unsafe fn codes<const BITS: usize>(from: *const u8) -> __m512i {
+        unsafe {
+            match BITS {
+                8 => _mm512_loadu_si512(from.cast()),
+                4 => _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast())),
+                2 => _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast())),
+                _ => {
+                    let (pairs, shifts) =
+                        const { (&Self::pairs_of_quarters(BITS), &bits_of_lanes(BITS)) };
+                    let bytes = const { &bytes_of_lanes(BITS, 0) };
+                    let codes = _mm512_maskz_loadu_epi32((1 << (2 * BITS)) - 1, from.cast());
+                    let pairs = _mm512_loadu_si512(pairs.as_ptr().cast());
+                    let bytes = _mm512_broadcast_i32x4(_mm_loadu_si128(bytes.as_ptr().cast()));
+                    let codes = _mm512_permutexvar_epi16(pairs, codes);
+                    let codes = _mm512_shuffle_epi8(codes, bytes);
+                    match BITS % 2 {
+                        0 => codes,
+                        _ => _mm512_srlv_epi32(codes, Self::load_words(shifts.as_ptr())),
+                    }
                 }
             }
         }
-        for (row, (total, added)) in total.into_iter().zip(added).enumerate() {
-            out[row * lines.len() + index] = _mm512_reduce_add_ps(total) + added;
+    }
+    #[inline(always)]
+    unsafe fn halves(from: *const f16) -> __m512 {
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn bytes(from: *const u8, signed: bool) -> __m512 {
+        unsafe {
+            let bytes = _mm_loadu_si128(from.cast());
+            _mm512_cvtepi32_ps(match signed {
+                true => _mm512_cvtepi8_epi32(bytes),
+                false => _mm512_cvtepu8_epi32(bytes),
+            })
         }
     }
 }
 
-/// The dot products of rows with a group of codes of 4 bits: those at even places, and those at odd ones.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-fn nibbles<const ROWS: usize>(bytes: &[u8], table: __m512, x: [&[f32]; ROWS]) -> [__m512; ROWS] {
-    let mut dots = [_mm512_setzero_ps(); ROWS];
-    for (step, bytes) in bytes.chunks_exact(LANES).enumerate() {
-        prefetch(bytes.as_ptr().wrapping_add(AHEAD));
-        // SAFETY: there are sixteen bytes.
-        let codes = unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) };
-        let codes = _mm512_cvtepu8_epi32(codes);
-        // Only the lowest four bits of an index count.
-        let even = _mm512_permutexvar_ps(codes, table);
-        let odd = _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(codes), table);
-        for (dot, x) in dots.iter_mut().zip(x) {
-            let x = &x[2 * LANES * step..][..2 * LANES];
-            *dot = _mm512_fmadd_ps(odd, load(&x[LANES..]), _mm512_fmadd_ps(even, load(x), *dot));
+struct Avx2;
+
+// SAFETY of all: as the callers of a method promise.
+impl Registers for Avx2 {
+    const LANES: usize = 8;
+    type Floats = __m256;
+    type Words = __m256i;
+    type Table = (__m256, __m256);
+
+    #[inline(always)]
+    unsafe fn zeros() -> __m256 {
+        unsafe { _mm256_setzero_ps() }
+    }
+    #[inline(always)]
+    unsafe fn floats(number: f32) -> __m256 {
+        unsafe { _mm256_set1_ps(number) }
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> __m256 {
+        unsafe { _mm256_loadu_ps(from) }
+    }
+    #[inline(always)]
+    unsafe fn store(floats: __m256, to: *mut f32) {
+        unsafe { _mm256_storeu_ps(to, floats) }
+    }
+    #[inline(always)]
+    unsafe fn load_words(from: *const u32) -> __m256i {
+        unsafe { _mm256_loadu_si256(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn load_table(from: &[f32; 16]) -> (__m256, __m256) {
+        unsafe { (_mm256_loadu_ps(from.as_ptr()), _mm256_loadu_ps(from[8..].as_ptr())) }
+    }
+    #[inline(always)]
+    unsafe fn multiply_add(a: __m256, b: __m256, c: __m256) -> __m256 {
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn multiply(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn subtract(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sum(floats: __m256) -> f32 {
+        unsafe {
+            let four =
+                _mm_add_ps(_mm256_castps256_ps128(floats), _mm256_extractf128_ps::<1>(floats));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
         }
     }
-    dots
-}
-
-/// The dot products of rows with a group of codes of `BITS` bits, sixteen at a time.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-fn sixteens<const ROWS: usize, const BITS: usize>(
-    bytes: &[u8],
-    group: usize,
-    number: impl Fn(__m128i) -> __m512,
-    x: [&[f32]; ROWS],
-) -> [__m512; ROWS] {
-    let mut dots = [_mm512_setzero_ps(); ROWS];
-    for step in 0..group / LANES {
-        let bytes = &bytes[2 * BITS * step..];
-        prefetch(bytes.as_ptr().wrapping_add(AHEAD));
-        let codes = match BITS {
-            8 => {
-                let bytes = &bytes[..LANES];
-                // SAFETY: there are sixteen bytes.
-                unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) }
+    #[inline(always)]
+    unsafe fn shift_left(words: __m256i, bits: u32) -> __m256i {
+        unsafe { _mm256_sllv_epi32(words, _mm256_set1_epi32(bits as i32)) }
+    }
+    #[inline(always)]
+    unsafe fn shift_right(words: __m256i, bits: u32) -> __m256i {
+        unsafe { _mm256_srlv_epi32(words, _mm256_set1_epi32(bits as i32)) }
+    }
+    #[inline(always)]
+    unsafe fn shift_right_signed(words: __m256i, bits: u32) -> __m256i {
+        unsafe { _mm256_srav_epi32(words, _mm256_set1_epi32(bits as i32)) }
+    }
+    #[inline(always)]
+    unsafe fn mask(words: __m256i, mask: u32, with: u32) -> __m256 {
+        unsafe {
+            let (mask, with) = (_mm256_set1_epi32(mask as i32), _mm256_set1_epi32(with as i32));
+            _mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(words, mask), with))
+        }
+    }
+    #[inline(always)]
+    unsafe fn look_up((low, high): (__m256, __m256), indices: __m256i) -> __m256 {
+        unsafe {
+            // The fourth bit, which says which half of the table it is, where a sign would be.
+            let half = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(indices));
+            let (low, high) = (Self::permute(low, indices), Self::permute(high, indices));
+            _mm256_blendv_ps(low, high, half)
+        }
+    }
+    #[inline(always)]
+    unsafe fn first(floats: __m256, count: usize) -> __m256 {
+        const LANES: [u32; 16] = [!0, !0, !0, !0, !0, !0, !0, !0, 0, 0, 0, 0, 0, 0, 0, 0];
+        let lanes = &LANES[Self::LANES.saturating_sub(count)..][..Self::LANES];
+        unsafe { _mm256_and_ps(floats, _mm256_castsi256_ps(Self::load_words(lanes.as_ptr()))) }
+    }
+    #[inline(always)]
+    unsafe fn permute(floats: __m256, indices: __m256i) -> __m256 {
+        unsafe { _mm256_permutevar8x32_ps(floats, indices) }
+    }
+    #[inline(always)]
+    unsafe fn spread(from: *const f32, places: __m256i) -> __m256 {
+        unsafe {
+            let four = _mm_loadu_ps(from);
+            _mm256_permutevar_ps(_mm256_set_m128(four, four), places)
+        }
+    }
+    #[inline(always)]
+    unsafe fn codes<const BITS: usize>(from: *const u8) -> __m256i {
+        unsafe {
+            match BITS {
+                8 => _mm256_loadu_si256(from.cast()),
+                4 => _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast())),
+                2 => _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast())),
+                _ => {
+                    // The first and the last bytes of the piece.
+                    let (low, high) = match BITS {
+                        3 => (
+                            _mm_loadl_epi64(from.cast()),
+                            _mm_loadl_epi64(from.add(4 * BITS - 8).cast()),
+                        ),
+                        _ => (
+                            _mm_loadu_si128(from.cast()),
+                            _mm_loadu_si128(from.add(4 * BITS - 16).cast()),
+                        ),
+                    };
+                    let places = const {
+                        let loaded = if BITS == 3 { 8 } else { 16 };
+                        &[bytes_of_lanes(BITS, 0), bytes_of_lanes(BITS, loaded - 2 * BITS)]
+                    };
+                    let shifts = const { &bits_of_lanes(BITS) };
+                    let places = _mm256_loadu_si256(places.as_ptr().cast());
+                    let codes = _mm256_shuffle_epi8(_mm256_set_m128i(high, low), places);
+                    match BITS % 2 {
+                        0 => codes,
+                        _ => _mm256_srlv_epi32(codes, Self::load_words(shifts.as_ptr())),
+                    }
+                }
             }
-            _ => {
-                let [low, high] = [&bytes[..BITS], &bytes[BITS..2 * BITS]].map(|bytes| {
-                    let mut word = [0; 8];
-                    word[..BITS].copy_from_slice(bytes);
-                    let mask = u64::from_le_bytes([(1 << BITS) - 1; 8]);
-                    _pdep_u64(u64::from_le_bytes(word), mask) as i64
-                });
-                _mm_set_epi64x(high, low)
-            }
-        };
-        let numbers = number(codes);
-        for (dot, x) in dots.iter_mut().zip(x) {
-            *dot = _mm512_fmadd_ps(numbers, load(&x[LANES * step..]), *dot);
         }
     }
-    dots
-}
-
-/// 8-bit floats with 4 bits of exponent and 3 of mantissa, which aren't NaN.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-fn e4m3(codes: __m128i) -> __m512 {
-    let codes = _mm256_cvtepu8_epi16(codes);
-    let sign = _mm256_slli_epi16::<8>(_mm256_and_si256(codes, _mm256_set1_epi16(0x80)));
-    // The bits where an f16 has them, whose exponent counts from 15 and not from 7.
-    let rest = _mm256_slli_epi16::<7>(_mm256_and_si256(codes, _mm256_set1_epi16(0x7f)));
-    _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)), _mm512_set1_ps(256.0))
-}
-
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-fn load(x: &[f32]) -> __m512 {
-    let x = &x[..LANES];
-    // SAFETY: there are sixteen numbers.
-    unsafe { _mm512_loadu_ps(x.as_ptr()) }
+    #[inline(always)]
+    unsafe fn halves(from: *const f16) -> __m256 {
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn bytes(from: *const u8, signed: bool) -> __m256 {
+        unsafe {
+            let bytes = _mm_loadl_epi64(from.cast());
+            _mm256_cvtepi32_ps(match signed {
+                true => _mm256_cvtepi8_epi32(bytes),
+                false => _mm256_cvtepu8_epi32(bytes),
+            })
+        }
+    }
 }

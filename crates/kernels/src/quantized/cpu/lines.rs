@@ -1,0 +1,660 @@
+//! Dot products of a few rows with lines of codes, in registers of several numbers.
+//!
+//! Lines are read in pieces of four codes for each lane of a register: lane `l` of field `k` is element `4·l + k` of
+//! its piece, so that a register of codes, shifted, has all fields in turn. [`Ordered`] has the rows in the same
+//! order. Groups of 16 elements or more are whole lanes, so one multiplication scales a piece:
+//!
+//! ```text
+//! total[l] += scale[group of l] · Σ_k level(code[4·l + k]) · x[4·l + k]
+//! ```
+//!
+//! What groups' offsets add is `Σ offset · Σ x`, with the second sum computed once for all lines.
+
+use super::{Elements, ScalesView, View, e4m3, e8m0};
+use crate::backend::cpu::scratch::Scratch;
+use crate::backend::cpu::simd::prefetch;
+use crate::matmul::few_rows::{FEW_ROWS, sum_lanes};
+use crate::quantized::{BLOCK, Levels, NESTED};
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// Codes of a lane.
+const FIELDS: usize = 4;
+
+/// Scales of a piece at most.
+const SPREAD: usize = 4;
+
+/// Lanes of a register at most.
+pub(super) const MOST_LANES: usize = 16;
+
+/// Bytes ahead that codes are asked for: what memory takes longer for than the processor looks ahead.
+const AHEAD: usize = 2048;
+
+/// Scales and as many offsets that are made ready at a time, or those of a line where it has more.
+const READY: usize = 2048;
+
+/// What the codes are, as a constant for the compiler.
+const INTEGERS: u8 = 0;
+const TABLE: u8 = 1;
+const E4M3: u8 = 2;
+
+/// Registers of 32-bit lanes.
+///
+/// # Safety
+/// The machine needs the instructions; pointers need as many numbers behind them as are read or written.
+pub(super) trait Registers {
+    const LANES: usize;
+    type Floats: Copy;
+    type Words: Copy;
+    /// Sixteen numbers.
+    type Table: Copy;
+
+    unsafe fn zeros() -> Self::Floats;
+    unsafe fn floats(number: f32) -> Self::Floats;
+    unsafe fn load(from: *const f32) -> Self::Floats;
+    unsafe fn store(floats: Self::Floats, to: *mut f32);
+    unsafe fn load_words(from: *const u32) -> Self::Words;
+    unsafe fn load_table(from: &[f32; 16]) -> Self::Table;
+    /// `a·b + c`
+    unsafe fn multiply_add(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
+    unsafe fn multiply(a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    unsafe fn subtract(a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    unsafe fn sum(floats: Self::Floats) -> f32;
+    unsafe fn shift_left(words: Self::Words, bits: u32) -> Self::Words;
+    unsafe fn shift_right(words: Self::Words, bits: u32) -> Self::Words;
+    /// With copies of the sign.
+    unsafe fn shift_right_signed(words: Self::Words, bits: u32) -> Self::Words;
+    /// `words & mask | with`
+    unsafe fn mask(words: Self::Words, mask: u32, with: u32) -> Self::Floats;
+    /// The numbers of a table for the lowest four bits of every lane.
+    unsafe fn look_up(table: Self::Table, indices: Self::Words) -> Self::Floats;
+    /// Zeros but in the first lanes.
+    unsafe fn first(floats: Self::Floats, count: usize) -> Self::Floats;
+    /// Lane `indices[l]` in lane `l`.
+    unsafe fn permute(floats: Self::Floats, indices: Self::Words) -> Self::Floats;
+    /// Of four numbers, the one at `places[l]` in lane `l`.
+    unsafe fn spread(from: *const f32, places: Self::Words) -> Self::Floats;
+    /// Codes of `BITS` bits, four in the lowest bits of every lane; what is above them is of no account.
+    unsafe fn codes<const BITS: usize>(from: *const u8) -> Self::Words;
+    unsafe fn halves(from: *const f16) -> Self::Floats;
+    unsafe fn bytes(from: *const u8, signed: bool) -> Self::Floats;
+}
+
+/// How the lines of a matrix lie.
+#[derive(Clone, Copy)]
+pub(super) struct Lines<'a> {
+    view: &'a View<'a>,
+    /// The element that the first one starts with.
+    start: usize,
+    depth: usize,
+    /// Groups of a line.
+    groups: usize,
+    /// `log2` of the elements that a scale is for.
+    shift: u32,
+}
+
+impl<'a> Lines<'a> {
+    /// Of a matrix `depth` wide. `None` where a line isn't some whole groups and bytes, or a group isn't some whole
+    /// lanes.
+    pub(super) fn of(matrix: Elements<'a>, depth: usize) -> Option<Self> {
+        let Elements { view, start, .. } = matrix;
+        let group = view.group;
+        let whole = depth > 0
+            && depth.is_multiple_of(group)
+            && start.is_multiple_of(group)
+            && (depth * view.levels.bits()).is_multiple_of(8)
+            && (start * view.levels.bits()).is_multiple_of(8);
+        // A single group of a line may have any size.
+        let shift = match depth == group {
+            true => usize::BITS - 1,
+            false => group.trailing_zeros(),
+        };
+        let even = depth == group || group.is_power_of_two() && group >= 16;
+        let blocks =
+            !matches!(view.scales, ScalesView::Blocks { .. }) || (16..=BLOCK).contains(&group);
+        let groups = depth / group.max(1);
+        (whole && even && blocks).then_some(Lines { view, start, depth, groups, shift })
+    }
+
+    /// Elements of a group, if something is added to them.
+    pub(super) fn group_of_offsets(&self) -> Option<usize> {
+        self.view.has_offsets().then_some(self.view.group)
+    }
+}
+
+/// Rows in the order in which codes are unpacked.
+pub(super) struct Ordered {
+    rows: usize,
+    depth: usize,
+    lanes: usize,
+    /// `(rows, stride)`, whole pieces with zeros at the end.
+    x: Scratch<f32>,
+    stride: usize,
+    /// For sizes of groups, the sums of every row's groups, padded with zeros to whole registers.
+    sums: Vec<(usize, Scratch<f32>)>,
+}
+
+impl Ordered {
+    /// `x` `(rows, depth)` for registers of `lanes`, and its sums over groups of these sizes.
+    #[inline(always)]
+    pub(super) fn new(
+        rows: usize,
+        depth: usize,
+        x: &[f32],
+        lanes: usize,
+        groups: impl Iterator<Item = usize>,
+    ) -> Self {
+        assert!(rows <= FEW_ROWS && x.len() == rows * depth);
+        let piece = FIELDS * lanes;
+        let stride = depth.next_multiple_of(piece);
+        let mut ordered = Scratch::zeros(rows * stride);
+        for row in 0..rows {
+            let ordered = &mut ordered[row * stride..][..stride];
+            let pieces = x[row * depth..][..depth].chunks(piece);
+            for (x, ordered) in pieces.zip(ordered.chunks_exact_mut(piece)) {
+                for (lane, x) in x.chunks(FIELDS).enumerate() {
+                    for (field, x) in x.iter().enumerate() {
+                        ordered[field * lanes + lane] = *x;
+                    }
+                }
+            }
+        }
+        let mut sums: Vec<(usize, Scratch<f32>)> = Vec::new();
+        for group in groups {
+            if sums.iter().any(|(known, _)| *known == group) {
+                continue;
+            }
+            let padded = (depth / group).next_multiple_of(MOST_LANES);
+            let mut of_groups = Scratch::zeros(rows * padded);
+            for row in 0..rows {
+                let x = x[row * depth..][..depth].chunks_exact(group);
+                for (sum, x) in of_groups[row * padded..].iter_mut().zip(x) {
+                    let mut parts = [0f32; MOST_LANES];
+                    for x in x.chunks(MOST_LANES) {
+                        parts.iter_mut().zip(x).for_each(|(part, x)| *part += *x);
+                    }
+                    *sum = sum_lanes(parts);
+                }
+            }
+            sums.push((group, of_groups));
+        }
+        Ordered { rows, depth, lanes, x: ordered, stride, sums }
+    }
+
+    pub(super) fn lanes(&self) -> usize {
+        self.lanes
+    }
+
+    /// The sums over the groups of a matrix that has offsets.
+    fn sums(&self, matrix: Lines) -> &[f32] {
+        let Some(group) = matrix.group_of_offsets() else { return &[] };
+        let found = self.sums.iter().find(|(known, _)| *known == group);
+        found.map_or_else(|| unreachable!("summed for groups of {group}"), |(_, sums)| sums)
+    }
+}
+
+/// A product of a few rows and some lines.
+struct Task<'a> {
+    /// The rows' sums over groups; empty where nothing is added to them.
+    sums: &'a [f32],
+    matrix: Lines<'a>,
+    /// The first of all lines, and how many there are.
+    first: usize,
+    count: usize,
+    /// Of some lines' groups, with room for a register behind them.
+    scales: &'a [f32],
+    offsets: &'a [f32],
+}
+
+/// Products of a row's numbers with those of a piece.
+trait Piece<R: Registers> {
+    /// Bits of a code.
+    const BITS: usize;
+    /// Codes of a lane.
+    const LANE: usize;
+
+    /// Adds what every row has from piece `place`, whose codes are given.
+    ///
+    /// # Safety
+    /// The machine needs the registers' instructions; there are as many rows, pieces and codes.
+    unsafe fn add<const ROWS: usize>(
+        &self,
+        place: usize,
+        codes: *const u8,
+        scale: R::Floats,
+        totals: &mut [R::Floats; ROWS],
+    );
+}
+
+/// The dot products of all rows with some lines: `out` `(rows, lines.len())`.
+///
+/// # Safety
+/// The machine needs the registers' instructions.
+#[inline(always)]
+pub(super) unsafe fn dots<R: Registers>(
+    x: &Ordered,
+    matrix: Lines,
+    lines: Range<usize>,
+    out: &mut [f32],
+) {
+    assert!(x.lanes == R::LANES && x.depth == matrix.depth);
+    assert!(out.len() == x.rows * lines.len());
+    let sums = x.sums(matrix);
+    // SAFETY: as promised by the caller.
+    unsafe {
+        in_batches::<R>(
+            matrix,
+            sums,
+            lines,
+            #[inline(always)]
+            |task, some| match x.rows {
+                1 => by_levels::<R, 1>(x, task, some, out),
+                2 => by_levels::<R, 2>(x, task, some, out),
+                3 => by_levels::<R, 3>(x, task, some, out),
+                _ => by_levels::<R, FEW_ROWS>(x, task, some, out),
+            },
+        );
+    }
+}
+
+/// Makes the scales of some lines at a time ready, and calls `body` for them.
+///
+/// # Safety
+/// As of [`dots`].
+#[inline(always)]
+unsafe fn in_batches<R: Registers>(
+    matrix: Lines,
+    sums: &[f32],
+    lines: Range<usize>,
+    mut body: impl FnMut(&Task, Range<usize>),
+) {
+    let batch = (READY / matrix.groups).clamp(1, lines.len().max(1));
+    let room = (batch * matrix.groups).next_multiple_of(MOST_LANES) + MOST_LANES;
+    let mut scales = Scratch::new(room);
+    let mut offsets = Scratch::new(if sums.is_empty() { 0 } else { room });
+    for start in (0..lines.len()).step_by(batch) {
+        let some = start..(start + batch).min(lines.len());
+        let group = matrix.start / matrix.view.group + (lines.start + start) * matrix.groups;
+        let filled = (some.len() * matrix.groups).next_multiple_of(MOST_LANES);
+        let offsets_filled = if sums.is_empty() { 0 } else { filled };
+        let (now, added) = (&mut scales[..filled], &mut offsets[..offsets_filled]);
+        // SAFETY: as promised by the caller.
+        unsafe { fill::<R>(matrix.view, group, now, added) };
+        let (scales, offsets) = (&scales[..], &offsets[..]);
+        let (first, count) = (lines.start, lines.len());
+        body(&Task { sums, matrix, first, count, scales, offsets }, some);
+    }
+}
+
+/// Scales and, where the matrix has them and they are asked for, offsets from group `first` on, in whole registers:
+/// what is beyond the last group is zero or has no meaning.
+///
+/// # Safety
+/// As of [`dots`].
+#[inline(always)]
+unsafe fn fill<R: Registers>(view: &View, first: usize, scales: &mut [f32], offsets: &mut [f32]) {
+    match view.scales {
+        ScalesView::F32(from, added) => {
+            convert(
+                &from[first..],
+                scales,
+                #[inline(always)]
+                |it| it,
+            );
+            if !offsets.is_empty() {
+                convert(
+                    &added[first..],
+                    offsets,
+                    #[inline(always)]
+                    |it| it,
+                );
+            }
+        }
+        ScalesView::F16(from, added) => {
+            // SAFETY: as promised by the caller.
+            unsafe { convert_halves::<R>(&from[first..], scales) };
+            if !offsets.is_empty() {
+                // SAFETY: as above.
+                unsafe { convert_halves::<R>(&added[first..], offsets) };
+            }
+        }
+        ScalesView::Bf16(from, added) => {
+            convert(&from[first..], scales, widened);
+            if !offsets.is_empty() {
+                convert(&added[first..], offsets, widened);
+            }
+        }
+        ScalesView::E8m0(from) => convert(&from[first..], scales, e8m0),
+        ScalesView::E4m3(from, overall) => {
+            convert(
+                &from[first..],
+                scales,
+                #[inline(always)]
+                |it| e4m3(it) * overall,
+            );
+        }
+        ScalesView::Nested { codes, table, scales: outer, offset } => {
+            let codes = &codes[first..];
+            let mut done = 0;
+            while done < codes.len().min(scales.len()) {
+                let group = first + done;
+                let count = (NESTED - group % NESTED).min(scales.len() - done);
+                let outer = outer[group / NESTED];
+                convert(
+                    &codes[done..],
+                    &mut scales[done..done + count],
+                    #[inline(always)]
+                    |code| table[usize::from(code)] * outer + offset,
+                );
+                done += count;
+            }
+        }
+        ScalesView::Blocks { scales: codes, signed, large, offsets: added, large_offsets } => {
+            // SAFETY: as promised by the caller.
+            unsafe { fill_blocks::<R>(view.group, first, codes, signed, large, 1.0, scales) };
+            if !offsets.is_empty() {
+                let large = large_offsets;
+                // SAFETY: as above.
+                unsafe { fill_blocks::<R>(view.group, first, added, false, large, -1.0, offsets) };
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn widened(number: bf16) -> f32 {
+    f32::from_bits(u32::from(number.to_bits()) << 16)
+}
+
+/// `to = number(from)`, and zeros where there are no more.
+#[inline(always)]
+fn convert<T: Copy>(from: &[T], to: &mut [f32], number: impl Fn(T) -> f32) {
+    let (to, beyond) = to.split_at_mut(to.len().min(from.len()));
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = number(*from);
+    }
+    beyond.fill(0.0);
+}
+
+/// # Safety
+/// As of [`dots`].
+#[inline(always)]
+unsafe fn convert_halves<R: Registers>(from: &[f16], to: &mut [f32]) {
+    for (index, to) in to.chunks_exact_mut(R::LANES).enumerate() {
+        let mut room = None;
+        let from = register_of(from, index * R::LANES, &mut room);
+        // SAFETY: there are as many numbers as lanes.
+        unsafe { R::store(R::halves(from.as_ptr()), to.as_mut_ptr()) };
+    }
+}
+
+/// `to = sign·(large[block]·code)` from group `first` on.
+///
+/// # Safety
+/// As of [`dots`].
+#[inline(always)]
+unsafe fn fill_blocks<R: Registers>(
+    group: usize,
+    first: usize,
+    codes: &[u8],
+    signed: bool,
+    large: &[f16],
+    sign: f32,
+    to: &mut [f32],
+) {
+    const COUNTED: [u32; 2 * MOST_LANES] = {
+        let mut counted = [0; 2 * MOST_LANES];
+        let mut lane = 0;
+        while lane < counted.len() {
+            counted[lane] = lane as u32;
+            lane += 1;
+        }
+        counted
+    };
+    // At most as many groups as lanes, each of which belongs to one of as many blocks.
+    let groups = BLOCK / group;
+    let shift = groups.trailing_zeros();
+    for (index, to) in to.chunks_exact_mut(R::LANES).enumerate() {
+        let first = first + index * R::LANES;
+        let (mut room, mut large_room) = (None, None);
+        let codes = register_of(codes, first, &mut room);
+        let large = register_of(large, first >> shift, &mut large_room);
+        let counted = &COUNTED[first & (groups - 1)..][..MOST_LANES];
+        // SAFETY: there are as many numbers as lanes.
+        unsafe {
+            let block = R::shift_right(R::load_words(counted.as_ptr()), shift);
+            let large = R::permute(R::halves(large.as_ptr()), block);
+            let scale = R::multiply(large, R::bytes(codes.as_ptr(), signed));
+            R::store(R::multiply(scale, R::floats(sign)), to.as_mut_ptr());
+        }
+    }
+}
+
+/// The numbers of a register from `start` on; by way of `room`, with zeros at the end, where there aren't so many.
+#[inline(always)]
+fn register_of<'a, T: Copy + Default>(
+    from: &'a [T],
+    start: usize,
+    room: &'a mut Option<[T; MOST_LANES]>,
+) -> &'a [T; MOST_LANES] {
+    let from = from.get(start..).unwrap_or(&[]);
+    match from.first_chunk() {
+        Some(whole) => whole,
+        None => room.insert(filled_up(from)),
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn filled_up<T: Copy + Default>(from: &[T]) -> [T; MOST_LANES] {
+    let mut whole = [T::default(); MOST_LANES];
+    whole[..from.len()].copy_from_slice(from);
+    whole
+}
+
+/// # Safety
+/// As of [`dots`].
+#[inline(always)]
+unsafe fn by_levels<R: Registers, const ROWS: usize>(
+    x: &Ordered,
+    task: &Task,
+    lines: Range<usize>,
+    out: &mut [f32],
+) {
+    macro_rules! by_lines {
+        ($bits:literal, $kind:expr, $table:expr, $zero:expr) => {
+            // SAFETY: as promised by the caller.
+            unsafe {
+                let numbers = Numbers::<R, $bits, $kind>::new(x, $table, $zero);
+                by_lines::<R, _, ROWS>(task, &numbers, lines, out)
+            }
+        };
+    }
+    let none = &[0.0; 16];
+    match task.matrix.view.levels {
+        Levels::Table(table) => by_lines!(4, TABLE, table, 0),
+        Levels::E4m3 => by_lines!(8, E4M3, none, 0),
+        Levels::Integers { bits, zero } => match bits {
+            2 => by_lines!(2, INTEGERS, none, zero),
+            3 => by_lines!(3, INTEGERS, none, zero),
+            4 => by_lines!(4, INTEGERS, none, zero),
+            5 => by_lines!(5, INTEGERS, none, zero),
+            6 => by_lines!(6, INTEGERS, none, zero),
+            _ => by_lines!(8, INTEGERS, none, zero),
+        },
+    }
+}
+
+/// What codes of some bits stand for, by kind, in registers.
+struct Numbers<'a, R: Registers, const BITS: usize, const KIND: u8> {
+    x: &'a Ordered,
+    table: R::Table,
+    /// By which the fields of integers are too large.
+    zeros: [R::Floats; FIELDS],
+}
+
+/// By how many bits a field's codes are shifted, and the bit that they then begin at, so that they fit into the 23 of a
+/// float.
+const fn place(bits: usize, field: usize) -> (u32, u32) {
+    let together = if FIELDS * bits > 23 { FIELDS / 2 } else { FIELDS };
+    ((field / together * together * bits) as u32, (field % together * bits) as u32)
+}
+
+impl<'a, R: Registers, const BITS: usize, const KIND: u8> Numbers<'a, R, BITS, KIND> {
+    /// # Safety
+    /// As of [`dots`].
+    #[inline(always)]
+    unsafe fn new(x: &'a Ordered, table: &[f32; 16], zero: u8) -> Self {
+        let mut zeros = [0f32; FIELDS];
+        for (field, number) in zeros.iter_mut().enumerate() {
+            *number = (1u32 << (23 - place(BITS, field).1)) as f32 + f32::from(zero);
+        }
+        // SAFETY: as promised by the caller.
+        unsafe {
+            Numbers {
+                x,
+                table: R::load_table(table),
+                zeros: [
+                    R::floats(zeros[0]),
+                    R::floats(zeros[1]),
+                    R::floats(zeros[2]),
+                    R::floats(zeros[3]),
+                ],
+            }
+        }
+    }
+
+    /// # Safety
+    /// As of [`dots`].
+    #[inline(always)]
+    unsafe fn field<const FIELD: usize>(&self, words: R::Words) -> R::Floats {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            match KIND {
+                TABLE => {
+                    let shift = const { (FIELD * BITS) as u32 };
+                    R::look_up(self.table, R::shift_right(words, shift))
+                }
+                E4M3 => {
+                    let shift = const { 24 - 8 * FIELD as u32 };
+                    let moved = R::shift_right_signed(R::shift_left(words, shift), 4);
+                    // The sign, and the rest where an f32 has it, whose exponent counts from 127 and not from 7.
+                    let number = R::mask(moved, 0x87f0_0000, 0);
+                    R::multiply(number, R::floats(const { f32::from_bits((127 + 120) << 23) }))
+                }
+                _ => {
+                    // The low bits of a float whose lowest is worth 1 at the field's place.
+                    let (shift, bit) = const { place(BITS, FIELD) };
+                    let words = R::shift_right(words, shift);
+                    let number = R::mask(words, ((1 << BITS) - 1) << bit, (127 + 23 - bit) << 23);
+                    R::subtract(number, self.zeros[FIELD])
+                }
+            }
+        }
+    }
+}
+
+impl<R: Registers, const BITS: usize, const KIND: u8> Piece<R> for Numbers<'_, R, BITS, KIND> {
+    const BITS: usize = BITS;
+    const LANE: usize = FIELDS;
+
+    #[inline(always)]
+    unsafe fn add<const ROWS: usize>(
+        &self,
+        place: usize,
+        codes: *const u8,
+        scale: R::Floats,
+        totals: &mut [R::Floats; ROWS],
+    ) {
+        // SAFETY: as promised by the caller.
+        unsafe {
+            let words = R::codes::<BITS>(codes);
+            let fields = [
+                self.field::<0>(words),
+                self.field::<1>(words),
+                self.field::<2>(words),
+                self.field::<3>(words),
+            ];
+            for (row, total) in totals.iter_mut().enumerate() {
+                let x = self.x.x.as_ptr().add(row * self.x.stride + place * FIELDS * R::LANES);
+                let mut dot = R::multiply(fields[0], R::load(x));
+                for (field, numbers) in fields.iter().enumerate().skip(1) {
+                    dot = R::multiply_add(*numbers, R::load(x.add(field * R::LANES)), dot);
+                }
+                *total = R::multiply_add(dot, scale, *total);
+            }
+        }
+    }
+}
+
+/// The dot products of `ROWS` rows with some lines, of whose groups the scales are ready.
+///
+/// # Safety
+/// As of [`dots`], and of [`Piece::add`] for all pieces of a line.
+#[inline(always)]
+unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
+    task: &Task,
+    numbers: &P,
+    lines: Range<usize>,
+    out: &mut [f32],
+) {
+    let matrix = task.matrix;
+    let Lines { view, depth, groups, shift, .. } = matrix;
+    let piece = P::LANE * R::LANES;
+    let bytes = piece * P::BITS / 8;
+    let pieces = depth / piece;
+    let mut places = [0u32; MOST_LANES];
+    for (lane, place) in places.iter_mut().enumerate() {
+        *place = (P::LANE * lane >> shift) as u32;
+    }
+    // SAFETY: as promised by the caller; there is a number for every lane.
+    let places = unsafe { R::load_words(places.as_ptr()) };
+    for (index, line) in lines.enumerate() {
+        let start = (matrix.start + (task.first + line) * depth) * P::BITS / 8;
+        let codes = &view.codes[start..][..depth * P::BITS / 8];
+        let scales = &task.scales[index * groups..][..groups + SPREAD];
+        // SAFETY: as promised by the caller.
+        let mut totals = unsafe { [R::zeros(); ROWS] };
+        for place in 0..pieces {
+            // SAFETY: there are as many codes, of a whole piece, and four numbers from every scale on.
+            unsafe {
+                let from = codes.as_ptr().add(place * bytes);
+                prefetch(from.wrapping_add(AHEAD));
+                let scale = R::spread(scales.as_ptr().add(place * piece >> shift), places);
+                numbers.add(place, from, scale, &mut totals);
+            }
+        }
+        let rest = &codes[pieces * bytes..];
+        if !rest.is_empty() {
+            let mut whole = [0; 4 * MOST_LANES];
+            whole[..rest.len()].copy_from_slice(rest);
+            let mut last = [0f32; SPREAD];
+            let rest = &scales[pieces * piece >> shift..groups];
+            last.iter_mut().zip(rest).for_each(|(last, scale)| *last = *scale);
+            // SAFETY: there is a whole piece of codes, and the rows have zeros behind them.
+            unsafe {
+                let scale = R::spread(last.as_ptr(), places);
+                numbers.add(pieces, whole.as_ptr(), scale, &mut totals);
+            }
+        }
+        if !task.sums.is_empty() {
+            let padded = task.sums.len() / ROWS;
+            let offsets = &task.offsets[index * groups..][..groups.next_multiple_of(R::LANES)];
+            for (place, offsets) in offsets.chunks_exact(R::LANES).enumerate() {
+                let first = place * R::LANES;
+                // SAFETY: there is a number for every lane.
+                unsafe {
+                    let offsets = R::first(R::load(offsets.as_ptr()), groups - first);
+                    for (row, total) in totals.iter_mut().enumerate() {
+                        let sums = &task.sums[row * padded + first..][..R::LANES];
+                        *total = R::multiply_add(offsets, R::load(sums.as_ptr()), *total);
+                    }
+                }
+            }
+        }
+        for (row, total) in totals.into_iter().enumerate() {
+            // SAFETY: as promised by the caller.
+            out[row * task.count + line] = unsafe { R::sum(total) };
+        }
+    }
+}
