@@ -226,6 +226,18 @@ impl Scales {
     }
 }
 
+/// How products of up to four rows with a matrix are computed on the CPU, in f32, bf16 and f16.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Arithmetic {
+    /// The rows are multiplied as they are.
+    #[default]
+    Float,
+    /// Where codes are [`Levels::Integers`], the rows are rounded to 8 bits first: 32 neighbours have as their scale a
+    /// 127th of their largest magnitude, and become the nearest multiples of it, of two the even one. So does
+    /// llama.cpp. Products of integers are faster, where the processor has them, and results less exact.
+    Int8,
+}
+
 /// A matrix `(out, in)` in fewer bits.
 #[derive(Clone, Debug)]
 pub struct Quantized {
@@ -234,6 +246,7 @@ pub struct Quantized {
     group: usize,
     codes: Tensor,
     scales: Scales,
+    arithmetic: Arithmetic,
 }
 
 impl Quantized {
@@ -285,7 +298,18 @@ impl Quantized {
             require_dtype(OPERATION, "offsets", offsets, scales.dtype())?;
         }
         let (codes, scales) = (codes.contiguous()?, scales.map(Tensor::contiguous)?);
-        Ok(Self { shape, levels, group, codes, scales })
+        let arithmetic = Arithmetic::default();
+        Ok(Self { shape, levels, group, codes, scales, arithmetic })
+    }
+
+    /// The same matrix, with products of a few rows computed as said.
+    pub fn with_arithmetic(self, arithmetic: Arithmetic) -> Self {
+        Self { arithmetic, ..self }
+    }
+
+    /// How products of a few rows are computed.
+    pub fn arithmetic(&self) -> Arithmetic {
+        self.arithmetic
     }
 
     /// `(out, in)`

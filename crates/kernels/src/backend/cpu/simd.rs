@@ -46,6 +46,12 @@ pub(crate) fn prefers_bf16() -> bool {
     false
 }
 
+/// Whether the machine has AVX-512's dot products of bytes.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn has_vnni() -> bool {
+    level() >= Level::Avx512 && is_x86_feature_detected!("avx512vnni")
+}
+
 fn named(name: &str) -> Option<Level> {
     match name {
         "baseline" => Some(Level::Baseline),

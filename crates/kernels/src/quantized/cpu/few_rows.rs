@@ -3,13 +3,16 @@
 use super::Elements;
 #[cfg(target_arch = "x86_64")]
 use super::lines::{Lines, Ordered};
-use crate::backend::cpu::Real;
+use super::rounded::Rounded;
 #[cfg(target_arch = "x86_64")]
+use super::vnni::Bytes;
+#[cfg(target_arch = "x86_64")]
+use crate::backend::cpu::simd::has_vnni;
 use crate::backend::cpu::simd::vectorize;
-#[cfg(target_arch = "x86_64")]
-use crate::backend::cpu::{as_f32, as_f32_mut};
+use crate::backend::cpu::{Real, as_f32, as_f32_mut};
 use crate::matmul::few_rows::sum_lanes;
-use std::ops::Range;
+use candle_core::DType;
+use std::ops::{Deref, Range};
 
 /// Numbers that are unpacked at a time.
 const PIECE: usize = 64;
@@ -19,11 +22,25 @@ const LANES: usize = 16;
 
 /// Rows to be multiplied by matrices in fewer bits.
 pub(crate) struct Rows<'a, A> {
+    exact: Plain<&'a [A]>,
+    /// As matrices of [`Arithmetic::Int8`](crate::quantized::Arithmetic::Int8) read them.
+    rounded: Option<RoundedRows>,
+}
+
+/// Rows in f32 or f64, `(rows, depth)`.
+struct Plain<X> {
     rows: usize,
     depth: usize,
-    x: &'a [A],
+    x: X,
     #[cfg(target_arch = "x86_64")]
     ordered: Option<Ordered>,
+}
+
+struct RoundedRows {
+    /// What the integers stand for.
+    numbers: Plain<Vec<f32>>,
+    #[cfg(target_arch = "x86_64")]
+    bytes: Vec<Bytes>,
 }
 
 impl<'a, A: Real> Rows<'a, A> {
@@ -32,6 +49,35 @@ impl<'a, A: Real> Rows<'a, A> {
         rows: usize,
         depth: usize,
         x: &'a [A],
+        matrices: impl Iterator<Item = Elements<'m>> + Clone,
+    ) -> Self {
+        let rounds = |matrix: &Elements| A::DTYPE == DType::F32 && matrix.view.rounds_rows();
+        let exact = matrices.clone().filter(|matrix| !rounds(matrix));
+        let exact = Plain::new(rows, depth, x, exact);
+        let rounding = matrices.filter(rounds);
+        let rounded = as_f32(x).filter(|_| rounding.clone().next().is_some());
+        let rounded = rounded.map(|x| RoundedRows::new(rows, depth, x, rounding));
+        Rows { exact, rounded }
+    }
+
+    /// `out[row][line] = Σ_k x[row][k]·matrix[line][k]` for some lines: `out` `(rows, lines.len())`.
+    #[inline(always)]
+    pub(crate) fn dots(&self, matrix: Elements, lines: Range<usize>, out: &mut [A]) {
+        if let Some(rounded) = &self.rounded
+            && matrix.view.rounds_rows()
+            && let Some(out) = as_f32_mut(out)
+        {
+            return rounded.dots(matrix, lines, out);
+        }
+        self.exact.dots(matrix, lines, out);
+    }
+}
+
+impl<A: Real, X: Deref<Target = [A]>> Plain<X> {
+    fn new<'m>(
+        rows: usize,
+        depth: usize,
+        x: X,
         matrices: impl Iterator<Item = Elements<'m>>,
     ) -> Self {
         #[cfg(target_arch = "x86_64")]
@@ -40,24 +86,23 @@ impl<'a, A: Real> Rows<'a, A> {
                 .filter_map(|matrix| Some(Lines::of(matrix, depth)?.group_of_offsets()))
                 .peekable();
             let lanes = groups.peek().and_then(|_| super::x86::lanes());
-            let ordered = as_f32(x).zip(lanes).map(|(x, lanes)| {
+            let ordered = as_f32(&x).zip(lanes).map(|(x, lanes)| {
                 vectorize(
                     #[inline(always)]
                     || Ordered::new(rows, depth, x, lanes, groups.flatten()),
                 )
             });
-            Rows { rows, depth, x, ordered }
+            Plain { rows, depth, x, ordered }
         }
         #[cfg(not(target_arch = "x86_64"))]
         {
             let _ = matrices;
-            Rows { rows, depth, x }
+            Plain { rows, depth, x }
         }
     }
 
-    /// `out[row][line] = Σ_k x[row][k]·matrix[line][k]` for some lines: `out` `(rows, lines.len())`.
     #[inline(always)]
-    pub(crate) fn dots(&self, matrix: Elements, lines: Range<usize>, out: &mut [A]) {
+    fn dots(&self, matrix: Elements, lines: Range<usize>, out: &mut [A]) {
         #[cfg(target_arch = "x86_64")]
         if let Some(ordered) = &self.ordered
             && let Some(matrix) = Lines::of(matrix, self.depth)
@@ -72,6 +117,53 @@ impl<'a, A: Real> Rows<'a, A> {
                 out[row * lines.len() + index] = dot(x, matrix, line * self.depth);
             }
         }
+    }
+}
+
+impl RoundedRows {
+    fn new<'m>(
+        rows: usize,
+        depth: usize,
+        x: &[f32],
+        matrices: impl Iterator<Item = Elements<'m>> + Clone,
+    ) -> Self {
+        let rounded = vectorize(
+            #[inline(always)]
+            || Rounded::new(rows, depth, x),
+        );
+        #[cfg(target_arch = "x86_64")]
+        let bytes = {
+            let mut bytes: Vec<Bytes> = Vec::new();
+            let integers = matrices
+                .clone()
+                .filter(|_| has_vnni())
+                .filter_map(|matrix| Lines::of(matrix, depth)?.takes_integers());
+            for (bits, zero) in integers {
+                if !bytes.iter().any(|bytes| bytes.is_for(bits, zero)) {
+                    bytes.push(Bytes::new(&rounded, bits, zero));
+                }
+            }
+            bytes
+        };
+        RoundedRows {
+            numbers: Plain::new(rows, depth, rounded.numbers(), matrices),
+            #[cfg(target_arch = "x86_64")]
+            bytes,
+        }
+    }
+
+    #[inline(always)]
+    fn dots(&self, matrix: Elements, lines: Range<usize>, out: &mut [f32]) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(found) = Lines::of(matrix, self.numbers.depth)
+            && let Some((bits, zero)) = found.takes_integers()
+            && let Some(bytes) = self.bytes.iter().find(|bytes| bytes.is_for(bits, zero))
+            && let Some(ordered) = &self.numbers.ordered
+        {
+            // SAFETY: without the instructions there are no bytes.
+            return unsafe { super::vnni::dots(bytes, ordered.sums(found), found, lines, out) };
+        }
+        self.numbers.dots(matrix, lines, out);
     }
 }
 

@@ -116,6 +116,22 @@ impl<'a> Lines<'a> {
         (whole && even && blocks).then_some(Lines { view, start, depth, groups, shift })
     }
 
+    pub(super) fn depth(&self) -> usize {
+        self.depth
+    }
+
+    /// Bits and zero of codes that are integers of 4 or 8 bits, in groups that are whole lanes of four bytes.
+    pub(super) fn takes_integers(&self) -> Option<(usize, u8)> {
+        match self.view.levels {
+            Levels::Integers { bits: bits @ (4 | 8), zero }
+                if (MOST_LANES * 32 / bits) >> self.shift <= SPREAD =>
+            {
+                Some((bits, zero))
+            }
+            _ => None,
+        }
+    }
+
     /// Elements of a group, if something is added to them.
     pub(super) fn group_of_offsets(&self) -> Option<usize> {
         self.view.has_offsets().then_some(self.view.group)
@@ -186,7 +202,7 @@ impl Ordered {
     }
 
     /// The sums over the groups of a matrix that has offsets.
-    fn sums(&self, matrix: Lines) -> &[f32] {
+    pub(super) fn sums(&self, matrix: Lines) -> &[f32] {
         let Some(group) = matrix.group_of_offsets() else { return &[] };
         let found = self.sums.iter().find(|(known, _)| *known == group);
         found.map_or_else(|| unreachable!("summed for groups of {group}"), |(_, sums)| sums)
@@ -194,7 +210,7 @@ impl Ordered {
 }
 
 /// A product of a few rows and some lines.
-struct Task<'a> {
+pub(super) struct Task<'a> {
     /// The rows' sums over groups; empty where nothing is added to them.
     sums: &'a [f32],
     matrix: Lines<'a>,
@@ -207,7 +223,7 @@ struct Task<'a> {
 }
 
 /// Products of a row's numbers with those of a piece.
-trait Piece<R: Registers> {
+pub(super) trait Piece<R: Registers> {
     /// Bits of a code.
     const BITS: usize;
     /// Codes of a lane.
@@ -262,7 +278,7 @@ pub(super) unsafe fn dots<R: Registers>(
 /// # Safety
 /// As of [`dots`].
 #[inline(always)]
-unsafe fn in_batches<R: Registers>(
+pub(super) unsafe fn in_batches<R: Registers>(
     matrix: Lines,
     sums: &[f32],
     lines: Range<usize>,
@@ -592,7 +608,7 @@ impl<R: Registers, const BITS: usize, const KIND: u8> Piece<R> for Numbers<'_, R
 /// # Safety
 /// As of [`dots`], and of [`Piece::add`] for all pieces of a line.
 #[inline(always)]
-unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
+pub(super) unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
     task: &Task,
     numbers: &P,
     lines: Range<usize>,
@@ -605,7 +621,7 @@ unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
     let pieces = depth / piece;
     let mut places = [0u32; MOST_LANES];
     for (lane, place) in places.iter_mut().enumerate() {
-        *place = (P::LANE * lane >> shift) as u32;
+        *place = ((P::LANE * lane) >> shift) as u32;
     }
     // SAFETY: as promised by the caller; there is a number for every lane.
     let places = unsafe { R::load_words(places.as_ptr()) };
@@ -620,7 +636,7 @@ unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
             unsafe {
                 let from = codes.as_ptr().add(place * bytes);
                 prefetch(from.wrapping_add(AHEAD));
-                let scale = R::spread(scales.as_ptr().add(place * piece >> shift), places);
+                let scale = R::spread(scales.as_ptr().add((place * piece) >> shift), places);
                 numbers.add(place, from, scale, &mut totals);
             }
         }
@@ -629,7 +645,7 @@ unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
             let mut whole = [0; 4 * MOST_LANES];
             whole[..rest.len()].copy_from_slice(rest);
             let mut last = [0f32; SPREAD];
-            let rest = &scales[pieces * piece >> shift..groups];
+            let rest = &scales[(pieces * piece) >> shift..groups];
             last.iter_mut().zip(rest).for_each(|(last, scale)| *last = *scale);
             // SAFETY: there is a whole piece of codes, and the rows have zeros behind them.
             unsafe {

@@ -3,14 +3,17 @@
 mod few_rows;
 #[cfg(target_arch = "x86_64")]
 mod lines;
+mod rounded;
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 pub(crate) use few_rows::{Rows, add_combinations};
 
-use super::{BLOCK, Levels, NESTED, OPERATION, Quantized, Scales};
+use super::{Arithmetic, BLOCK, Levels, NESTED, OPERATION, Quantized, Scales};
 use crate::backend::cpu::simd::prefetch;
 use crate::backend::cpu::{
     Element, Input, PARALLEL_CHUNK, Read, Real, dispatch, for_each_chunk, unwritten,
@@ -95,6 +98,7 @@ impl Reads<'_> {
             levels: self.matrix.levels,
             group: self.matrix.group,
             scales,
+            arithmetic: self.matrix.arithmetic,
         })
     }
 }
@@ -107,6 +111,7 @@ pub(crate) struct View<'a> {
     levels: Levels,
     group: usize,
     scales: ScalesView<'a>,
+    arithmetic: Arithmetic,
 }
 
 /// As [`Scales`]; there are no offsets where their slice is empty.
@@ -172,6 +177,11 @@ impl<'a> View<'a> {
     /// All numbers.
     pub(crate) fn elements(&'a self) -> Elements<'a> {
         Elements { view: self, start: 0, len: self.len }
+    }
+
+    /// Whether rows are rounded to be multiplied by it.
+    fn rounds_rows(&self) -> bool {
+        self.arithmetic == Arithmetic::Int8 && matches!(self.levels, Levels::Integers { .. })
     }
 
     #[cfg(target_arch = "x86_64")]
