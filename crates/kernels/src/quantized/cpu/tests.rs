@@ -172,7 +172,7 @@ fn registers_of_either_size_give_the_products() {
             256 | 4096 => kinds.len(),
             // Without groups of 128; and those of 16, and the whole line.
             576 => kinds.len() - 7,
-            112 => 3,
+            112 => 5,
             _ => 1,
         };
         assert_eq!(multiplied, expected, "{outer} {inner}");
