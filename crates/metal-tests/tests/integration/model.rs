@@ -176,6 +176,8 @@ const BACKWARD: &[&str] = &[
     "cross_entropy_rows_$",
     "cross_entropy_scatter_$",
     "cross_entropy_sum",
+    // Of the losses of rows that don't count.
+    "fill_zeros",
     "glu_backward_$",
     "rms_norm_backward_$",
 ];
