@@ -21,8 +21,6 @@ pub struct Plan {
     pub batches_per_epoch: u64,
     pub tokens_per_epoch: u64,
     pub objective: String,
-    #[serde(skip)]
-    pub has_reference: bool,
     pub optimizer: String,
     pub peak_learning_rate: f64,
     pub memory: Memory,
@@ -131,7 +129,8 @@ impl Plan {
             ),
         ));
         if settings.objective != ObjectiveName::Sft {
-            let on = settings.init_adapter.as_ref().filter(|_| self.has_reference);
+            let compares = settings.objective().is_ok_and(|objective| objective.uses_reference());
+            let on = settings.init_adapter.as_ref().filter(|_| compares);
             let reference = on.map(|folder| format!("; the reference is {}", folder.display()));
             rows.push((
                 "Objective",

@@ -274,7 +274,6 @@ impl Run {
                 if dataset.kind() == SampleKind::Pair { 2 } else { 1 } * dataset.report.longest,
             ),
             objective: options.objective.describe(),
-            has_reference: options.objective.uses_reference(),
             optimizer: options.optimizer.describe(),
             compute,
             warnings,

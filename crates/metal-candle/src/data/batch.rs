@@ -193,7 +193,7 @@ impl Batcher {
         let rows = if self.options.packing {
             self.pack(&order)
         } else {
-            order.sort_by_key(|index| self.places_of(*index));
+            order.sort_by_cached_key(|index| self.places_of(*index));
             order.into_iter().map(|index| vec![index]).collect()
         };
         let mut plans: Vec<BatchPlan> = rows
@@ -209,7 +209,7 @@ impl Batcher {
     /// Every example once, by length, without chance.
     pub(crate) fn by_length(&self) -> Vec<BatchPlan> {
         let mut order: Vec<usize> = (0..self.dataset.len()).collect();
-        order.sort_by_key(|index| self.places_of(*index));
+        order.sort_by_cached_key(|index| self.places_of(*index));
         let batches = order.chunks(self.options.batch_size);
         batches
             .map(|rows| BatchPlan { rows: rows.iter().map(|row| vec![*row]).collect() })

@@ -337,12 +337,7 @@ fn pair(
         }
         (prompt @ Value::Array(_), completion @ Value::Array(_)) => {
             let prompt = conversation(prompt_key, prompt)?;
-            let completion = conversation(completion_key, completion)?;
-            if !completion.iter().any(Message::is_from_model) {
-                return Err(format!(
-                    "{completion_key:?} has no message with the role \"assistant\""
-                ));
-            }
+            let completion = answer(completion_key, completion)?;
             Ok(Body::ChatCompletion { prompt, completion, tools: tools(fields)? })
         }
         (prompt, completion) => Err(format!(
@@ -381,6 +376,8 @@ fn preference(mut fields: Map<String, Value>) -> Parsed<Body> {
     Ok(Body::Pair { chosen: of("chosen", chosen)?, rejected: of("rejected", rejected)? })
 }
 
+const NO_PROMPT: &str = "\"chosen\" and \"rejected\" begin differently and there is no \"prompt\"";
+
 /// The prompt and the answers of two texts, or two conversations, that begin with the prompt.
 fn without_prompt(chosen: Value, rejected: Value) -> Parsed<(Value, Value, Value)> {
     match (chosen, rejected) {
@@ -390,10 +387,7 @@ fn without_prompt(chosen: Value, rejected: Value) -> Parsed<(Value, Value, Value
             // Where even the last message of one is the same, it is the answer nevertheless.
             let (prompt, chosen_answer) = chosen.split_at(same.min(most));
             if prompt.is_empty() {
-                return Err(
-                    "\"chosen\" and \"rejected\" begin differently and there is no \"prompt\""
-                        .into(),
-                );
+                return Err(NO_PROMPT.into());
             }
             let rejected_answer = rejected[prompt.len()..].to_vec();
             Ok((prompt.to_vec().into(), chosen_answer.to_vec().into(), rejected_answer.into()))
@@ -408,10 +402,7 @@ fn without_prompt(chosen: Value, rejected: Value) -> Parsed<(Value, Value, Value
             }
             let (prompt, chosen_answer) = chosen.split_at(end);
             if prompt.is_empty() {
-                return Err(
-                    "\"chosen\" and \"rejected\" begin differently and there is no \"prompt\""
-                        .into(),
-                );
+                return Err(NO_PROMPT.into());
             }
             Ok((prompt.into(), chosen_answer.into(), rejected[end..].into()))
         }
@@ -432,18 +423,21 @@ fn preferred_output(mut fields: Map<String, Value>) -> Parsed<Body> {
     };
     let prompt = conversation("input.messages", input.remove("messages").unwrap_or_default())?;
     let tools = tools(&mut input)?;
-    let mut answer = |key: &str| {
-        let completion = conversation(key, fields.remove(key).unwrap_or_default())?;
-        if !completion.iter().any(Message::is_from_model) {
-            return Err(format!("{key:?} has no message with the role \"assistant\""));
-        }
+    let mut of = |key: &str| {
+        let completion = answer(key, fields.remove(key).unwrap_or_default())?;
         let (prompt, tools) = (prompt.clone(), tools.clone());
-        Ok(Box::new(Body::ChatCompletion { prompt, completion, tools }))
+        Ok::<_, String>(Box::new(Body::ChatCompletion { prompt, completion, tools }))
     };
-    Ok(Body::Pair {
-        chosen: answer("preferred_output")?,
-        rejected: answer("non_preferred_output")?,
-    })
+    Ok(Body::Pair { chosen: of("preferred_output")?, rejected: of("non_preferred_output")? })
+}
+
+/// The messages of an answer, at least one of them the model's.
+fn answer(key: &str, value: Value) -> Parsed<Vec<Message>> {
+    let messages = conversation(key, value)?;
+    match messages.iter().any(Message::is_from_model) {
+        true => Ok(messages),
+        false => Err(format!("{key:?} has no message with the role \"assistant\"")),
+    }
 }
 
 /// Alpaca's record, or Dolly's, where the input is called context and the output response.

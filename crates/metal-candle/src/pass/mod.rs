@@ -41,9 +41,7 @@ struct Pass {
 /// How attention sees a batch whose sequences share beginnings: each with a beginning of its own.
 #[derive(Debug, Clone)]
 struct Spread {
-    /// Places of a row there.
-    length: usize,
-    /// `(rows, length)`: the place of the batch that each place there is.
+    /// `(rows, places of a row there)`: the place of the batch that each place there is.
     source: Tensor,
     /// `(rows · the batch's length)`: where the result of each place of the batch is read.
     result: Tensor,
@@ -152,13 +150,12 @@ impl Input {
             Some(shared) => {
                 let source = (batch.rows, shared.length);
                 Some(Spread {
-                    length: shared.length,
                     source: Tensor::from_slice(&shared.source, source, device)?,
                     result: Tensor::from_slice(&shared.result, shape, device)?,
                 })
             }
         };
-        let length = spread.as_ref().map_or(batch.length, |spread| spread.length);
+        let length = batch.shared.as_ref().map_or(batch.length, |shared| shared.length);
         let first_key = Tensor::from_slice(&batch.first_key, (batch.rows, length), device)?;
         let ids = Tensor::from_slice(&batch.input_ids, shape, device)?;
         let positions = Positions::Known(batch.positions.clone());

@@ -69,13 +69,10 @@ pub fn run(arguments: &Arguments, terminal: Terminal) -> anyhow::Result<u8> {
         report_every: 2,
         ..both.clone()
     };
-    let (Some((first, before)), given) =
-        (train(both, &[], &questions, terminal)?, ["init_adapter"])
-    else {
+    let Some((first, before)) = train(both, &questions, terminal)? else {
         return Ok(INTERRUPTED);
     };
-    let given: Vec<String> = given.map(String::from).into();
-    let Some((second, after)) = train(preferring, &given, &questions, terminal)? else {
+    let Some((second, after)) = train(preferring, &questions, terminal)? else {
         return Ok(INTERRUPTED);
     };
 
@@ -131,12 +128,11 @@ pub fn run(arguments: &Arguments, terminal: Terminal) -> anyhow::Result<u8> {
 /// A run and the answers that are drawn from what it gave; `None` when it was interrupted.
 fn train(
     settings: Settings,
-    given: &[String],
     questions: &[Question],
     terminal: Terminal,
 ) -> anyhow::Result<Option<(Summary, Vec<String>)>> {
     let start = Start { overwrite: true, ..Start::default() };
-    let run = Run::prepare(settings.complete(given)?, start, terminal)?;
+    let run = Run::prepare(settings.complete(&[])?, start, terminal)?;
     terminal.note(run.plan.describe());
     let summary = run.train(terminal)?;
     if summary.interrupted {

@@ -328,17 +328,18 @@ fn read_scales(kind: BlockKind, bytes: &[u8]) -> Parsed<Scales> {
                 offsets: Some((codes(4)?, floats(82)?)),
             }
         }
-        BlockKind::Q3_K => {
+        BlockKind::Q3_K | BlockKind::IQ4_XS => {
+            let (place, count) = of_signed(kind);
             let code = |block: &[u8], index: usize| {
-                let low = block[96 + index % 8] >> (index / 8 * 4) & 15;
-                let high = block[104 + index % 4] >> (index / 4 * 2) & 3;
-                (low | high << 4).wrapping_sub(32)
+                let [(low, low_shift), (high, high_shift)] = signed_places(kind, index);
+                let code = block[low] >> low_shift & 15 | (block[high] >> high_shift & 3) << 4;
+                code.wrapping_sub(32)
             };
-            let codes = blocks().flat_map(|block| (0..16).map(move |index| code(block, index)));
+            let codes = blocks().flat_map(|block| (0..count).map(move |index| code(block, index)));
             Scales::Blocks {
                 scales: bytes_tensor(codes.collect())?,
                 signed: true,
-                large: floats(108)?,
+                large: floats(place)?,
                 offsets: None,
             }
         }
@@ -348,20 +349,6 @@ fn read_scales(kind: BlockKind, bytes: &[u8]) -> Parsed<Scales> {
             large: floats(208)?,
             offsets: None,
         },
-        BlockKind::IQ4_XS => {
-            let code = |block: &[u8], index: usize| {
-                let low = block[4 + index / 2] >> (index % 2 * 4) & 15;
-                let high = block[2 + index / 4] >> (index % 4 * 2) & 3;
-                (low | high << 4).wrapping_sub(32)
-            };
-            let codes = blocks().flat_map(|block| (0..8).map(move |index| code(block, index)));
-            Scales::Blocks {
-                scales: bytes_tensor(codes.collect())?,
-                signed: true,
-                large: floats(0)?,
-                offsets: None,
-            }
-        }
     })
 }
 
@@ -382,7 +369,7 @@ fn write_scales(kind: BlockKind, scales: &Scales, bytes: &mut [u8]) -> Parsed<()
             floats(2, offsets)
         }
         (
-            BlockKind::Q4_K | BlockKind::Q5_K,
+            BlockKind::Q2_K | BlockKind::Q4_K | BlockKind::Q5_K,
             Scales::Blocks {
                 scales,
                 signed: false,
@@ -390,50 +377,40 @@ fn write_scales(kind: BlockKind, scales: &Scales, bytes: &mut [u8]) -> Parsed<()
                 offsets: Some((offsets, large_offsets)),
             },
         ) => {
-            floats(0, large)?;
-            floats(2, large_offsets)?;
+            // Where the two large numbers lie, the largest code, and how many there are.
+            let (place, most, count) =
+                if kind == BlockKind::Q2_K { (80, 15, 16) } else { (0, 63, 8) };
+            floats(place, large)?;
+            floats(place + 2, large_offsets)?;
             let (scales, offsets) = (bytes_of(scales)?, bytes_of(offsets)?);
-            if let Some(code) = scales.iter().chain(&offsets).find(|code| **code > 63) {
-                return Err(format!("a scale's code is {code}, expected at most 63 for {kind:?}"));
+            if let Some(code) = scales.iter().chain(&offsets).find(|code| **code > most) {
+                return Err(format!(
+                    "a scale's code is {code}, expected at most {most} for {kind:?}"
+                ));
             }
-            let codes = scales.chunks(8).zip(offsets.chunks(8));
+            let codes = scales.chunks(count).zip(offsets.chunks(count));
             for (block, (scales, offsets)) in bytes.chunks_exact_mut(kind.bytes()).zip(codes) {
                 for (index, (scale, offset)) in scales.iter().zip(offsets).enumerate() {
-                    set_six_bits(&mut block[4..16], index, [*scale, *offset]);
+                    match kind {
+                        BlockKind::Q2_K => block[index] = scale | offset << 4,
+                        _ => set_six_bits(&mut block[4..16], index, [*scale, *offset]),
+                    }
                 }
             }
             Ok(())
         }
         (
-            BlockKind::Q2_K,
-            Scales::Blocks {
-                scales,
-                signed: false,
-                large,
-                offsets: Some((offsets, large_offsets)),
-            },
+            BlockKind::Q3_K | BlockKind::IQ4_XS,
+            Scales::Blocks { scales, signed: true, large, offsets: None },
         ) => {
-            floats(80, large)?;
-            floats(82, large_offsets)?;
-            let (scales, offsets) = (bytes_of(scales)?, bytes_of(offsets)?);
-            if let Some(code) = scales.iter().chain(&offsets).find(|code| **code > 15) {
-                return Err(format!("a scale's code is {code}, expected at most 15 for {kind:?}"));
-            }
-            let codes = scales.chunks(16).zip(offsets.chunks(16));
-            for (block, (scales, offsets)) in bytes.chunks_exact_mut(kind.bytes()).zip(codes) {
-                for (byte, (scale, offset)) in block.iter_mut().zip(scales.iter().zip(offsets)) {
-                    *byte = scale | offset << 4;
-                }
-            }
-            Ok(())
-        }
-        (BlockKind::Q3_K, Scales::Blocks { scales, signed: true, large, offsets: None }) => {
-            floats(108, large)?;
+            let (place, count) = of_signed(kind);
+            floats(place, large)?;
             let codes = signed_six_bits(kind, scales)?;
-            for (block, codes) in bytes.chunks_exact_mut(kind.bytes()).zip(codes.chunks(16)) {
+            for (block, codes) in bytes.chunks_exact_mut(kind.bytes()).zip(codes.chunks(count)) {
                 for (index, code) in codes.iter().enumerate() {
-                    block[96 + index % 8] |= (code & 15) << (index / 8 * 4);
-                    block[104 + index % 4] |= code >> 4 << (index / 4 * 2);
+                    let [(low, low_shift), (high, high_shift)] = signed_places(kind, index);
+                    block[low] |= (code & 15) << low_shift;
+                    block[high] |= code >> 4 << high_shift;
                 }
             }
             Ok(())
@@ -446,18 +423,21 @@ fn write_scales(kind: BlockKind, scales: &Scales, bytes: &mut [u8]) -> Parsed<()
             }
             Ok(())
         }
-        (BlockKind::IQ4_XS, Scales::Blocks { scales, signed: true, large, offsets: None }) => {
-            floats(0, large)?;
-            let codes = signed_six_bits(kind, scales)?;
-            for (block, codes) in bytes.chunks_exact_mut(kind.bytes()).zip(codes.chunks(8)) {
-                for (index, code) in codes.iter().enumerate() {
-                    block[4 + index / 2] |= (code & 15) << (index % 2 * 4);
-                    block[2 + index / 4] |= code >> 4 << (index % 4 * 2);
-                }
-            }
-            Ok(())
-        }
         _ => Err(format!("a matrix of other scales, expected those of {kind:?}")),
+    }
+}
+
+/// Where a block with signed scales of 6 bits has the large number, and how many of them it has.
+fn of_signed(kind: BlockKind) -> (usize, usize) {
+    if kind == BlockKind::Q3_K { (108, 16) } else { (0, 8) }
+}
+
+/// The bytes and shifts of the low four and the high two bits of such a scale.
+fn signed_places(kind: BlockKind, index: usize) -> [(usize, usize); 2] {
+    if kind == BlockKind::Q3_K {
+        [(96 + index % 8, index / 8 * 4), (104 + index % 4, index / 4 * 2)]
+    } else {
+        [(4 + index / 2, index % 2 * 4), (2 + index / 4, index % 4 * 2)]
     }
 }
 
