@@ -4,10 +4,10 @@
 //!
 //! The gradient of a hidden row is `Σ_j p_j·w_j - w_target`: attention of the row over the vocabulary, with
 //! the weight as keys and values. So it is summed as attention is: with the largest logit so far, by which
-//! what has been summed is brought to scale when a block has a larger one. The target's term is left out of
+//! what has been summed is brought to scale when a block has a larger one. The targets' terms are left out of
 //! the blocks and added at the end, as exactly `p - 1` rather than `p` minus a rounded product.
 
-use super::{Counted, Options};
+use super::{AllCounted, Counted, IGNORE, Options};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::{
     Disjoint, Element, Real, Values, for_each_chunk, for_each_chunk2, max, sum, unwritten,
@@ -24,7 +24,7 @@ pub(super) struct Problem<'a, T: Element> {
     /// `(n, d)`
     pub hidden: &'a [T],
     pub weight: Values<'a, T::Acc>,
-    pub counted: &'a [Counted],
+    pub counted: &'a AllCounted,
     pub options: &'a Options,
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Found<A> {
 impl<A: Real> Found<A> {
     fn add(&mut self, rows: &[Row<A>], statistics: bool) {
         for row in rows {
-            let loss = row.log_sum_exp() - row.target_logit;
+            let loss = row.loss();
             self.loss += row.weight.to_f64() * loss.to_f64();
             self.losses.push(loss);
             if statistics {
@@ -52,13 +52,22 @@ impl<A: Real> Found<A> {
     }
 }
 
-/// What is known of a row's logits so far.
+/// A target of a row.
 #[derive(Clone, Copy)]
+struct Target<A> {
+    token: usize,
+    share: A,
+    /// Its logit, and the derivative of that by the product.
+    logit: A,
+    slope: A,
+}
+
+/// What is known of a row's logits so far.
 struct Row<A> {
-    target: usize,
-    /// The target's logit, and its derivative by the product.
-    target_logit: A,
-    target_slope: A,
+    /// At least one.
+    targets: Vec<Target<A>>,
+    /// The sum of their shares.
+    share: A,
     largest: A,
     /// Σ e^{logit - largest}.
     total: A,
@@ -71,12 +80,19 @@ struct Row<A> {
 }
 
 impl<A: Real> Row<A> {
-    fn new(counted: &Counted) -> Self {
+    fn new(counted: &Counted, tokens: &[u32], shares: &[f32]) -> Self {
+        let number = |number: f32| A::from_f64(f64::from(number));
+        let targets = tokens.iter().zip(shares).filter(|(token, _)| **token != IGNORE);
+        let target = |(token, share): (&u32, &f32)| Target {
+            token: *token as usize,
+            share: number(*share),
+            logit: A::ZERO,
+            slope: A::ONE,
+        };
         Row {
-            target: counted.target as usize,
-            weight: A::from_f64(f64::from(counted.weight)),
-            target_logit: A::ZERO,
-            target_slope: A::ONE,
+            targets: targets.map(target).collect(),
+            share: number(counted.share),
+            weight: number(counted.weight),
             // Finite, so that a block of negative infinities adds nothing.
             largest: A::from_f64(f32::MIN as f64),
             total: A::ZERO,
@@ -89,19 +105,27 @@ impl<A: Real> Row<A> {
         self.largest + self.total.ln()
     }
 
-    /// The gradient with respect to the target's product.
-    fn of_target(&self, scale: A) -> A {
-        let probability = (self.target_logit - self.log_sum_exp()).exp();
-        (probability - A::ONE) * self.target_slope * scale * self.weight
+    fn loss(&self) -> A {
+        let mut of_targets = A::ZERO;
+        for target in &self.targets {
+            of_targets += target.share * target.logit;
+        }
+        self.share * self.log_sum_exp() - of_targets
+    }
+
+    /// The gradient with respect to a target's product.
+    fn of_target(&self, target: &Target<A>, scale: A) -> A {
+        let probability = (target.logit - self.log_sum_exp()).exp();
+        (self.share * probability - target.share) * target.slope * scale * self.weight
     }
 
     fn entropy(&self) -> A {
         self.total.ln() - self.spread / self.total
     }
 
-    /// 1 where no logit is larger than the target's.
+    /// 1 where no logit is larger than the first target's.
     fn hit(&self) -> A {
-        if self.target_logit >= self.largest { A::ONE } else { A::ZERO }
+        if self.targets[0].logit >= self.largest { A::ONE } else { A::ZERO }
     }
 }
 
@@ -137,21 +161,31 @@ impl<T: Element> Problem<'_, T> {
         mut dweight: Option<(&mut [T::Acc], usize)>,
     ) -> Found<T::Acc> {
         let (d, v) = (self.d, self.v);
-        let most_rows = self.options.chunk.min(self.counted.len());
+        let most_rows = self.options.chunk.min(self.counted.rows.len());
         let width = (LOGITS / most_rows.max(1)).max(1).next_multiple_of(64).min(v);
         let mut hidden = unwritten::<T>(most_rows * d);
         let mut logits = Scratch::new(most_rows * width);
         let mut sums = Scratch::new(if dhidden.is_some() { most_rows * d } else { 0 });
         let (losses, entropies, hits) = Default::default();
         let mut found = Found { loss: 0.0, losses, entropies, hits };
-        for counted in self.counted.chunks(self.options.chunk) {
+        let of_chunk = self.options.chunk.saturating_mul(self.counted.width);
+        let targets =
+            self.counted.tokens.chunks(of_chunk).zip(self.counted.shares.chunks(of_chunk));
+        for (counted, (tokens, shares)) in self.counted.rows.chunks(self.options.chunk).zip(targets)
+        {
             let count = counted.len();
             let hidden = &mut hidden[..count * d];
             for (hidden, counted) in hidden.chunks_exact_mut(d.max(1)).zip(counted) {
                 hidden.copy_from_slice(&self.hidden[counted.row * d..][..d]);
             }
             let hidden = T::values(hidden);
-            let mut rows: Vec<Row<T::Acc>> = counted.iter().map(Row::new).collect();
+            let of_row = self.counted.width;
+            let targets = tokens.chunks_exact(of_row).zip(shares.chunks_exact(of_row));
+            let mut rows: Vec<Row<T::Acc>> = counted
+                .iter()
+                .zip(targets)
+                .map(|(counted, (tokens, shares))| Row::new(counted, tokens, shares))
+                .collect();
             let sums = &mut sums[..if dhidden.is_some() { count * d } else { 0 }];
             for start in (0..v).step_by(width.max(1)) {
                 let (weight, logits) = self.block(hidden, count, start, width, &mut logits);
@@ -223,7 +257,7 @@ impl<T: Element> Problem<'_, T> {
     }
 
     /// Adds a block of products to what is known of the row. They become `e^{logit - largest}` times
-    /// the slope of the softcap, the target's zero.
+    /// the slope of the softcap, the targets' zero.
     #[inline(always)]
     fn add_block(
         &self,
@@ -234,11 +268,12 @@ impl<T: Element> Problem<'_, T> {
     ) {
         let shape = self.shape();
         shape.apply(products);
-        let target = row.target.wrapping_sub(start);
-        if let Some(&logit) = products.get(target) {
-            row.target_logit = logit;
-            if let Some((_, inverse)) = shape.cap {
-                row.target_slope = slope(logit, inverse);
+        for target in &mut row.targets {
+            if let Some(&logit) = products.get(target.token.wrapping_sub(start)) {
+                target.logit = logit;
+                if let Some((_, inverse)) = shape.cap {
+                    target.slope = slope(logit, inverse);
+                }
             }
         }
         let before = row.largest;
@@ -275,8 +310,10 @@ impl<T: Element> Problem<'_, T> {
         row.largest = largest;
         row.rescale = rescale;
         row.total = row.total * row.rescale + added;
-        if let Some(product) = products.get_mut(target) {
-            *product = T::Acc::ZERO;
+        for target in &row.targets {
+            if let Some(product) = products.get_mut(target.token.wrapping_sub(start)) {
+                *product = T::Acc::ZERO;
+            }
         }
     }
 
@@ -286,13 +323,16 @@ impl<T: Element> Problem<'_, T> {
         let shape = self.shape();
         shape.apply(products);
         let log_sum_exp = row.log_sum_exp();
+        let factor = shape.scale * row.weight * row.share;
         for product in products.iter_mut() {
             let logit = *product;
             let slope = shape.cap.map_or(T::Acc::ONE, |(_, inverse)| slope(logit, inverse));
-            *product = (logit - log_sum_exp).exp() * slope * shape.scale * row.weight;
+            *product = (logit - log_sum_exp).exp() * slope * factor;
         }
-        if let Some(product) = products.get_mut(row.target.wrapping_sub(start)) {
-            *product = row.of_target(shape.scale);
+        for target in &row.targets {
+            if let Some(product) = products.get_mut(target.token.wrapping_sub(start)) {
+                *product = row.of_target(target, shape.scale);
+            }
         }
     }
 
@@ -313,16 +353,20 @@ impl<T: Element> Problem<'_, T> {
             #[inline(always)]
             |index, sums| {
                 let row = &rows[index];
-                let factor = (row.largest - row.log_sum_exp()).exp() * scale * row.weight;
-                let of_target = row.of_target(scale);
+                let largest = (row.largest - row.log_sum_exp()).exp();
+                let mut factor = largest * scale * row.weight * row.share;
                 let mut weight = vec![T::Acc::ZERO; d];
-                self.weight.read(row.target * d, &mut weight);
+                for target in &row.targets {
+                    let of_target = row.of_target(target, scale);
+                    self.weight.read(target.token * d, &mut weight);
+                    for (sum, weight) in sums.iter_mut().zip(&weight) {
+                        *sum = *sum * factor + of_target * *weight;
+                    }
+                    factor = T::Acc::ONE;
+                }
                 let start = counted[index].row * d;
                 // SAFETY: every row is counted once.
                 let out = unsafe { dhidden.slice(start..start + d) };
-                for (sum, weight) in sums.iter_mut().zip(&weight) {
-                    *sum = *sum * factor + of_target * *weight;
-                }
                 T::narrow(sums, out);
             },
         );

@@ -1,7 +1,7 @@
 //! The fused head and cross entropy on CUDA: the rows that count are gathered, logits are made in f32 a
 //! chunk of rows at a time, and a kernel turns them into losses and gradients.
 
-use super::{ALIGNMENT, Counted, Options, Output, Statistics};
+use super::{ALIGNMENT, AllCounted, Options, Output, Statistics};
 use crate::backend::cuda::{
     Array, Cuda, Matrix, Module, a_block_a_row, by_dtype, module, require_floats,
 };
@@ -21,7 +21,7 @@ pub(super) struct Problem<'a> {
     pub(super) hidden: &'a Tensor,
     /// `(v, d)`
     pub(super) weight: &'a Tensor,
-    pub(super) counted: &'a [Counted],
+    pub(super) counted: &'a AllCounted,
     pub(super) options: &'a Options,
     pub(super) need_dhidden: bool,
     /// Leading columns of the weight that need a gradient.
@@ -32,7 +32,9 @@ pub(super) struct Problem<'a> {
 struct Pointers {
     products: u64,
     gradients: u64,
-    /// Targets, rows and weights of the rows that count.
+    /// Targets, their shares and room for their logits, of the rows that count.
+    of_targets: [u64; 3],
+    /// These rows, their weights and the sums of their shares.
     of_counted: [u64; 3],
     /// Losses, entropies and hits of all rows.
     of_rows: [u64; 3],
@@ -46,7 +48,7 @@ impl Problem<'_> {
         let dtype = self.hidden.dtype();
         let (n, d) = self.hidden.dims2()?;
         let v = self.weight.dim(0)?;
-        let count = self.counted.len();
+        let (count, width) = (self.counted.rows.len(), self.counted.width);
         let loss = cuda.empty((), DType::F32)?;
         let losses = cuda.zeros(n, DType::F32)?;
         let statistics = match self.options.statistics {
@@ -71,10 +73,13 @@ impl Problem<'_> {
         let need_gradient = self.need_dhidden || self.trained > 0;
         let all_count = count == n;
         let indices = self.upload_indices(&cuda, n, all_count)?;
+        let after = |pointer: u64, numbers: usize| pointer + (numbers * size_of::<u32>()) as u64;
         let targets = indices.pointer;
-        let of_counted = targets + (count * size_of::<u32>()) as u64;
-        let weights = of_counted + (count * size_of::<u32>()) as u64;
-        let places = weights + (count * size_of::<f32>()) as u64;
+        let shares = after(targets, count * width);
+        let of_counted = after(shares, count * width);
+        let weights = after(of_counted, count);
+        let sums = after(weights, count);
+        let places = after(sums, count);
 
         let weight = cuda.rows_as(self.weight, dtype)?;
         let hidden_rows = cuda.rows(self.hidden)?;
@@ -88,6 +93,7 @@ impl Problem<'_> {
         let chunk = chunk.min(count);
         let stride = v.next_multiple_of(ALIGNMENT);
         let products = cuda.empty((chunk, stride), DType::F32)?;
+        let target_logits = cuda.empty((chunk, width), DType::F32)?;
         let gradients = match need_gradient {
             true if dtype != DType::F32 => Some(cuda.empty((chunk, stride), dtype)?),
             _ => None,
@@ -110,7 +116,6 @@ impl Problem<'_> {
             let rows = chunk.min(count - start);
             let hidden = hidden.at_row(start);
             cuda.gemm([rows, v, d], 1.0, (hidden, weight.matrix.t()), 0.0, all_products)?;
-            let offset = (start * size_of::<u32>()) as u64;
             let [entropies, hits] = match &statistics {
                 Some([entropies, hits]) => [entropies.pointer, hits.pointer],
                 None => [0, 0],
@@ -118,7 +123,12 @@ impl Problem<'_> {
             let pointers = Pointers {
                 products: products.pointer,
                 gradients: if need_gradient { all_gradients.pointer } else { 0 },
-                of_counted: [targets + offset, of_counted + offset, weights + offset],
+                of_targets: [
+                    after(targets, start * width),
+                    after(shares, start * width),
+                    target_logits.pointer,
+                ],
+                of_counted: [of_counted, weights, sums].map(|pointer| after(pointer, start)),
                 of_rows: [losses.pointer, entropies, hits],
             };
             self.losses(&cuda, dtype, &pointers, stride, rows)?;
@@ -151,19 +161,22 @@ impl Problem<'_> {
         })
     }
 
-    /// The targets of the rows that count, these rows, their weights, and where not all count where each row is among
-    /// them.
+    /// The targets of the rows that count and their shares, these rows, their weights and the sums of their shares, and
+    /// where not all count where each row is among them.
     fn upload_indices(&self, cuda: &Cuda, n: usize, all_count: bool) -> Result<Array> {
         let Ok(_) = u32::try_from(n) else {
             bail!("metal-candle-kernels: cross_entropy: hidden has {n} rows, expected below 2^32")
         };
-        let mut indices: Vec<u32> = self.counted.iter().map(|counted| counted.target).collect();
-        indices.extend(self.counted.iter().map(|counted| counted.row as u32));
-        indices.extend(self.counted.iter().map(|counted| counted.weight.to_bits()));
+        let AllCounted { rows, tokens, shares, .. } = self.counted;
+        let mut indices = tokens.clone();
+        indices.extend(shares.iter().map(|share| share.to_bits()));
+        indices.extend(rows.iter().map(|counted| counted.row as u32));
+        indices.extend(rows.iter().map(|counted| counted.weight.to_bits()));
+        indices.extend(rows.iter().map(|counted| counted.share.to_bits()));
         if !all_count {
             let first = indices.len();
             indices.resize(first + n, u32::MAX);
-            for (place, counted) in (0..).zip(self.counted) {
+            for (place, counted) in (0..).zip(rows) {
                 indices[first + counted.row] = place;
             }
         }
@@ -179,10 +192,11 @@ impl Problem<'_> {
         stride: usize,
         rows: usize,
     ) -> Result<()> {
-        let Pointers { products, gradients, of_counted, of_rows } = pointers;
+        let Pointers { products, gradients, of_targets, of_counted, of_rows } = pointers;
         let name = by_dtype!("loss_rows", dtype)?;
         let launch = MODULE.launch(cuda, name, a_block_a_row(rows)?, THREADS, 0)?;
         let (stride, columns) = (stride as i64, self.weight.dim(0)? as i32);
+        let width = self.counted.width as i32;
         let scale = self.options.logit_scale as f32;
         let cap = self.options.softcap.unwrap_or(0.0) as f32;
         // SAFETY: as the kernel declares them; the caller holds what the pointers point into, and targets
@@ -190,10 +204,10 @@ impl Problem<'_> {
         unsafe {
             launch.with(|arguments| {
                 arguments.arg(products).arg(gradients);
-                for pointer in of_counted.iter().chain(of_rows) {
+                for pointer in of_targets.iter().chain(of_counted).chain(of_rows) {
                     arguments.arg(pointer);
                 }
-                arguments.arg(&stride).arg(&columns).arg(&scale).arg(&cap);
+                arguments.arg(&width).arg(&stride).arg(&columns).arg(&scale).arg(&cap);
             })
         }
     }

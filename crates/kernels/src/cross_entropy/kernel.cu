@@ -75,18 +75,43 @@ struct OfRows {
     float *losses, *entropies, *hits;
 };
 
+/// The targets of each row, `width` of them or NOWHERE, their shares, and room for their logits.
+struct Targets {
+    const uint32_t *tokens;
+    const float *shares;
+    float *logits;
+    int width;
+};
+
+/// Which of all each row is, its weight and the sum of its targets' shares.
+struct Counted {
+    const uint32_t *rows;
+    const float *weights, *shares;
+};
+
 /// The loss of row blockIdx.x, which is row `rows[blockIdx.x]` of all, and, unless `gradient` is null, its gradient
-/// with respect to the products of the head, times the row's weight. The gradient may lie where the products do. Rows of both are `stride` elements apart
-/// and begin at 16 bytes.
+/// with respect to the products of the head, times the row's weight. The gradient may lie where the products do. Rows
+/// of both are `stride` elements apart and begin at 16 bytes.
 template <typename T>
-__device__ __forceinline__ void loss_rows(const float *products, T *gradient, const uint32_t *targets,
-                                          const uint32_t *rows, const float *weights, OfRows out,
-                                          int64_t stride, int columns, Logit logit) {
+__device__ __forceinline__ void loss_rows(const float *products, T *gradient, Targets targets,
+                                          Counted counted, OfRows out, int64_t stride, int columns,
+                                          Logit logit) {
     __shared__ float scratch[WARP];
     const float *row = products + blockIdx.x * stride;
-    const float weight = weights[blockIdx.x];
-    const int target = targets[blockIdx.x];
-    const float target_logit = logit(row[target]);
+    const float weight = counted.weights[blockIdx.x], share = counted.shares[blockIdx.x];
+    const int64_t first_target = static_cast<int64_t>(blockIdx.x) * targets.width;
+    targets.tokens += first_target;
+    targets.shares += first_target;
+    targets.logits += first_target;
+    const float first_logit = logit(row[targets.tokens[0]]);
+    float of_targets = 0.0f;
+    for (int i = threadIdx.x; i < targets.width; i += THREADS) {
+        if (targets.tokens[i] == NOWHERE) continue;
+        const float z = logit(row[targets.tokens[i]]);
+        targets.logits[i] = z;
+        of_targets += targets.shares[i] * z;
+    }
+    of_targets = block_sum(of_targets, scratch);
     const int fours = columns / 4;
 
     // The largest, and the sum of e to the differences from it, so far. It starts finite, so that
@@ -115,8 +140,8 @@ __device__ __forceinline__ void loss_rows(const float *products, T *gradient, co
     const float most = block_max(largest, scratch);
     const float sum = block_sum(total * __expf(largest - most), scratch);
     const float log_sum_exp = most + logf(sum);
-    const uint32_t place = rows[blockIdx.x];
-    if (threadIdx.x == 0) out.losses[place] = log_sum_exp - target_logit;
+    const uint32_t place = counted.rows[blockIdx.x];
+    if (threadIdx.x == 0) out.losses[place] = share * log_sum_exp - of_targets;
     if (out.entropies != nullptr) {
         float spread = 0.0f;
         for (int i = threadIdx.x; i < columns; i += THREADS) {
@@ -127,7 +152,7 @@ __device__ __forceinline__ void loss_rows(const float *products, T *gradient, co
         spread = block_sum(spread, scratch);
         if (threadIdx.x == 0) {
             out.entropies[place] = logf(sum) - spread / sum;
-            out.hits[place] = target_logit >= most ? 1.0f : 0.0f;
+            out.hits[place] = first_logit >= most ? 1.0f : 0.0f;
         }
         // Others have read what is replaced now.
         __syncthreads();
@@ -135,21 +160,24 @@ __device__ __forceinline__ void loss_rows(const float *products, T *gradient, co
     if (gradient == nullptr) return;
 
     T *to = gradient + blockIdx.x * stride;
-    auto of = [&](float product, int column) {
-        const float z = logit(product);
-        const float probability = __expf(z - log_sum_exp);
-        // Exactly p - 1 rather than p minus a rounded product.
-        return (column == target ? probability - 1.0f : probability) * logit.slope(z) * weight;
+    auto of_logit = [&](float z, float of_target) {
+        return (share * __expf(z - log_sum_exp) - of_target) * logit.slope(z) * weight;
     };
+    auto of = [&](float product) { return of_logit(logit(product), 0.0f); };
     // From the end, which was read last and may still be near.
     for (int i = fours * 4 + threadIdx.x; i < columns; i += THREADS)
-        to[i] = from_float<T>(of(row[i], i));
+        to[i] = from_float<T>(of(row[i]));
 #pragma unroll 4
     for (int i = fours - 1 - threadIdx.x; i >= 0; i -= THREADS) {
         const float4 four = reinterpret_cast<const float4 *>(row)[i];
-        const float value[4] = {of(four.x, 4 * i), of(four.y, 4 * i + 1), of(four.z, 4 * i + 2),
-                                of(four.w, 4 * i + 3)};
+        const float value[4] = {of(four.x), of(four.y), of(four.z), of(four.w)};
         store_four(to + 4 * i, value);
+    }
+    // Targets last, as others wrote there: exactly p - 1 rather than p minus a rounded product.
+    __syncthreads();
+    for (int i = threadIdx.x; i < targets.width; i += THREADS) {
+        if (targets.tokens[i] == NOWHERE) continue;
+        to[targets.tokens[i]] = from_float<T>(of_logit(targets.logits[i], targets.shares[i]));
     }
 }
 
@@ -162,11 +190,13 @@ FOR_EACH_DTYPE(scatter_rows, 256,
                (const T *x, const uint32_t *places, T *out, int columns, int aligned),
                (x, places, out, columns, aligned))
 FOR_EACH_DTYPE(loss_rows, THREADS,
-               (const float *products, T *gradient, const uint32_t *targets, const uint32_t *rows,
-                const float *weights, float *losses, float *entropies, float *hits, int64_t stride,
-                int columns, float scale, float cap),
-               (products, gradient, targets, rows, weights, OfRows{losses, entropies, hits}, stride,
-                columns, Logit{scale, cap, cap > 0.0f ? 1.0f / cap : 0.0f}))
+               (const float *products, T *gradient, const uint32_t *tokens, const float *shares,
+                float *logits, const uint32_t *rows, const float *weights, const float *share_sums,
+                float *losses, float *entropies, float *hits, int width, int64_t stride, int columns,
+                float scale, float cap),
+               (products, gradient, Targets{tokens, shares, logits, width},
+                Counted{rows, weights, share_sums}, OfRows{losses, entropies, hits}, stride, columns,
+                Logit{scale, cap, cap > 0.0f ? 1.0f / cap : 0.0f}))
 
 /// The weighted sum of the losses of `rows`, by one block, in f64 and always in the same order.
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -3,6 +3,9 @@
 // count are gathered by `embedding_forward`.
 #include "common.metal.h"
 
+/// Stands in a row with fewer targets than others.
+constant constexpr uint NO_TARGET = 0xffffffffu;
+
 /// What a product of the head becomes: times the scale, then capped unless the cap is 0.
 struct Logit {
     float scale, cap, inverse;
@@ -20,23 +23,42 @@ struct Logit {
     }
 };
 
+/// What is known of a row.
+struct LossRow {
+    float log_sum_exp, weight;
+    /// The sum of its targets' shares.
+    float share;
+    Logit logit;
+
+    /// The gradient with respect to the product of a token, which has this share of the targets: exactly p - 1 for the
+    /// only one.
+    float gradient(float z, float of_target) const {
+        return (share * exp(z - log_sum_exp) - of_target) * logit.slope(z) * weight;
+    }
+};
+
 /// The gradient of a row with respect to the products of the head, in their place or in another.
 template <typename T>
-inline void cross_entropy_gradient(device const float *row, device T *to, uint columns, uint target,
-                                   float log_sum_exp, float weight, Logit logit, uint first,
-                                   uint threads) {
-    for (uint i = first; i < columns; i += threads) {
-        const float z = logit.of(row[i]);
-        const float probability = exp(z - log_sum_exp);
-        // Exactly p - 1 rather than p minus a rounded product.
-        const float difference = i == target ? probability - 1.0f : probability;
-        to[i] = static_cast<T>(difference * logit.slope(z) * weight);
-    }
+inline void cross_entropy_gradient(device const float *row, device T *to, uint columns, LossRow of,
+                                   uint first, uint threads) {
+    for (uint i = first; i < columns; i += threads)
+        to[i] = static_cast<T>(of.gradient(of.logit.of(row[i]), 0.0f));
+}
+
+/// That of its targets, last, as other threads wrote there.
+template <typename T>
+inline void cross_entropy_targets(device T *to, device const uint *tokens, device const float *shares,
+                                  device const float *logits, uint width, LossRow of, uint first,
+                                  uint threads) {
+    threadgroup_barrier(mem_flags::mem_device);
+    for (uint i = first; i < width; i += threads)
+        if (tokens[i] != NO_TARGET) to[tokens[i]] = static_cast<T>(of.gradient(logits[i], shares[i]));
 }
 
 /// The loss of row `group.x`, which is row `rows[group.x]` of all, and where `where` isn't 0 its gradient times the
 /// row's weight: in `gradient` for 1, and for 2 in place of the products, when `gradient` isn't touched. Rows of both
-/// are `stride` elements apart and begin at 16 bytes. Entropies and hits are written where `statistics` isn't 0.
+/// are `stride` elements apart and begin at 16 bytes. Entropies and hits are written where `statistics` isn't 0. A row
+/// has `width` targets, with their shares, whose sum is in `share_sums`, and room for their logits.
 template <typename T>
 [[kernel]] void cross_entropy_rows(device float *products [[buffer(0)]],
                                    device T *gradient [[buffer(1)]],
@@ -51,12 +73,27 @@ template <typename T>
                                    device const float *weights [[buffer(10)]],
                                    device float *entropies [[buffer(11)]],
                                    device float *hits [[buffer(12)]],
-                                   constant uint &statistics [[buffer(13)]], PLACE, SIMD_PLACE) {
+                                   constant uint &statistics [[buffer(13)]],
+                                   device const float *shares [[buffer(14)]],
+                                   device const float *share_sums [[buffer(15)]],
+                                   device float *target_logits [[buffer(16)]],
+                                   constant uint &width [[buffer(17)]], PLACE, SIMD_PLACE) {
     threadgroup float scratch[SIMDGROUPS];
     const Logit logit{scale, cap, cap > 0.0f ? 1.0f / cap : 0.0f};
     device float *row = products + group.x * stride;
-    const uint target = targets[group.x];
-    const float target_logit = logit.of(row[target]);
+    const ulong first_target = ulong(group.x) * width;
+    targets += first_target;
+    shares += first_target;
+    target_logits += first_target;
+    const float first_logit = logit.of(row[targets[0]]);
+    float of_targets = 0.0f;
+    for (uint i = own.x; i < width; i += threads.x) {
+        if (targets[i] == NO_TARGET) continue;
+        const float z = logit.of(row[targets[i]]);
+        target_logits[i] = z;
+        of_targets += shares[i] * z;
+    }
+    of_targets = group_sum(of_targets, scratch, lane, simdgroup, simdgroups);
 
     // The largest, and the sum of e to the differences from it, so far. It starts finite, so that
     // negative infinities add nothing.
@@ -88,8 +125,8 @@ template <typename T>
         group_sum(total * exp(largest - most), scratch, lane, simdgroup, simdgroups);
     const float log_sum_exp = most + log(sum);
     const uint place = rows[group.x];
-    const float weight = weights[group.x];
-    if (own.x == 0) losses[place] = log_sum_exp - target_logit;
+    const LossRow of{log_sum_exp, weights[group.x], share_sums[group.x], logit};
+    if (own.x == 0) losses[place] = of.share * log_sum_exp - of_targets;
     if (statistics != 0) {
         float spread = 0.0f;
         for (uint i = own.x; i < columns; i += threads.x) {
@@ -100,16 +137,19 @@ template <typename T>
         spread = group_sum(spread, scratch, lane, simdgroup, simdgroups);
         if (own.x == 0) {
             entropies[place] = log(sum) - spread / sum;
-            hits[place] = target_logit >= most ? 1.0f : 0.0f;
+            hits[place] = first_logit >= most ? 1.0f : 0.0f;
         }
     }
-    if (where == 1)
-        cross_entropy_gradient(row, gradient + group.x * stride, columns, target, log_sum_exp, weight,
-                               logit, own.x, threads.x);
+    if (where == 1) {
+        device T *to = gradient + group.x * stride;
+        cross_entropy_gradient(row, to, columns, of, own.x, threads.x);
+        cross_entropy_targets(to, targets, shares, target_logits, width, of, own.x, threads.x);
+    }
     if (where != 2) return;
     // Others have read what is replaced now.
     threadgroup_barrier(mem_flags::mem_device);
-    cross_entropy_gradient(row, row, columns, target, log_sum_exp, weight, logit, own.x, threads.x);
+    cross_entropy_gradient(row, row, columns, of, own.x, threads.x);
+    cross_entropy_targets(row, targets, shares, target_logits, width, of, own.x, threads.x);
 }
 
 /// out[n] = x[places[n]], or zeros where that is nowhere; the threadgroups of `group.y` have row n.

@@ -1,7 +1,7 @@
 //! The fused head and cross entropy on Metal: the rows that count are gathered, logits are made in f32 a
 //! chunk of rows at a time, and a kernel turns them into losses and gradients.
 
-use super::{ALIGNMENT, Counted, Options, Output, Statistics};
+use super::{ALIGNMENT, AllCounted, Options, Output, Statistics};
 use crate::backend::metal::product::{Finish, Matrix, Term};
 use crate::backend::metal::{Argument, Array, Metal, by_dtype, size};
 use crate::embedding;
@@ -16,7 +16,7 @@ pub(crate) struct Problem<'a> {
     pub(crate) hidden: &'a Tensor,
     /// `(v, d)`
     pub(crate) weight: &'a Tensor,
-    pub(crate) counted: &'a [Counted],
+    pub(crate) counted: &'a AllCounted,
     pub(crate) options: &'a Options,
     pub(crate) need_dhidden: bool,
     /// Leading columns of the weight that need a gradient.
@@ -34,7 +34,8 @@ impl Problem<'_> {
         let metal = Metal::of(self.hidden)?;
         let (n, d) = self.hidden.dims2()?;
         let (v, dtype) = (self.weight.dim(0)?, self.hidden.dtype());
-        let count = self.counted.len();
+        let AllCounted { rows: of_rows, tokens, shares, width } = self.counted;
+        let (count, width) = (of_rows.len(), *width);
         let needs_dweight = self.trained > 0;
         let loss = metal.empty((), DType::F32)?;
         let losses = metal.zeros(n)?;
@@ -52,15 +53,20 @@ impl Problem<'_> {
             let dweight = needs_dweight.then(|| metal.zeros((v, self.trained))).transpose()?;
             return Ok(output(loss, losses, statistics, count, dhidden, dweight));
         }
-        let on_device =
-            |numbers: Vec<u32>| Tensor::from_vec(numbers, (1, count), self.hidden.device());
-        let targets = on_device(self.counted.iter().map(|counted| counted.target).collect())?;
-        let targets = metal.strided(&targets)?;
-        let places = on_device(self.counted.iter().map(|counted| counted.row as u32).collect())?;
+        let device = self.hidden.device();
+        let on_device = |numbers: &[u32]| Tensor::from_slice(numbers, (1, numbers.len()), device);
+        let floats = |numbers: &[f32]| {
+            let numbers = Tensor::from_slice(numbers, (1, numbers.len()), device)?;
+            metal.strided(&numbers)
+        };
+        let targets = metal.strided(&on_device(tokens)?)?;
+        let shares = floats(shares)?;
+        let places: Vec<u32> = of_rows.iter().map(|counted| counted.row as u32).collect();
+        let places = on_device(&places)?;
         let of_counted = metal.strided(&places)?;
-        let weights: Vec<f32> = self.counted.iter().map(|counted| counted.weight).collect();
-        let weights = Tensor::from_vec(weights, (1, count), self.hidden.device())?;
-        let weights = metal.strided(&weights)?;
+        let weights: Vec<f32> = of_rows.iter().map(|counted| counted.weight).collect();
+        let share_sums: Vec<f32> = of_rows.iter().map(|counted| counted.share).collect();
+        let (weights, share_sums) = (floats(&weights)?, floats(&share_sums)?);
         let weight = metal.collapsed_rows(self.weight)?;
         let hidden = if count == n {
             metal.collapsed_rows(self.hidden)?
@@ -70,6 +76,7 @@ impl Problem<'_> {
         let chunk = chunk.min(count);
         let stride = v.next_multiple_of(ALIGNMENT);
         let products = metal.empty((chunk, stride), DType::F32)?;
+        let target_logits = metal.empty((chunk, width), DType::F32)?;
         let (gradients, place) = match (self.need_dhidden || needs_dweight, dtype) {
             (false, _) => (None, NOWHERE),
             (true, DType::F32) => (None, IN_PLACE),
@@ -89,8 +96,10 @@ impl Problem<'_> {
             metal.product(operation, rows, v, &terms, Matrix::of(&products, stride))?;
 
             let of_chunk = |array: &Array| array.at(start * size_of::<u32>());
-            let (targets, of_counted, weights) =
-                (of_chunk(&targets), of_chunk(&of_counted), of_chunk(&weights));
+            let [of_counted, weights, share_sums] =
+                [&of_counted, &weights, &share_sums].map(of_chunk);
+            let [targets, shares] =
+                [&targets, &shares].map(|array| array.at(start * width * size_of::<u32>()));
             // What isn't wanted isn't written.
             let [entropies, hits] = match &statistics {
                 Some([entropies, hits]) => [Argument::Output(entropies), Argument::Output(hits)],
@@ -114,6 +123,10 @@ impl Problem<'_> {
                 entropies,
                 hits,
                 Argument::U32(u32::from(statistics.is_some())),
+                Argument::Input(&shares),
+                Argument::Input(&share_sums),
+                Argument::Output(&target_logits),
+                Argument::U32(size(operation, width)?),
             ];
             let name = by_dtype!("cross_entropy_rows", dtype)?;
             metal.run(&[metal.by_row(name, rows, v, &arguments)?])?;
@@ -149,7 +162,7 @@ impl Problem<'_> {
     fn scatter(&self, metal: &Metal, of_counted: &Array) -> Result<Array> {
         let (n, d) = self.hidden.dims2()?;
         let mut places = vec![u32::MAX; n];
-        for (place, counted) in (0..).zip(self.counted) {
+        for (place, counted) in (0..).zip(&self.counted.rows) {
             places[counted.row] = place;
         }
         let places = Tensor::from_vec(places, n, self.hidden.device())?;

@@ -3,15 +3,16 @@
 //!
 //! ```text
 //! raw  = scale·h·Wᵀ           z = raw, or c·tanh(raw / c) with soft-capping at c
-//! loss = Σ_rows w·(lse(z) - z[target])
-//! draw = w·(softmax(z) - onehot(target))·(1 - (z/c)²)
+//! loss = Σ_rows w·Σ_t a·(lse(z) - z[t])
+//! draw = w·(Σ_t a·softmax(z) - Σ_t a·onehot(t))·(1 - (z/c)²)
 //! dh   = scale·draw·W         dW = scale·drawᵀ·h
 //! ```
 //!
-//! Rows whose target is [`IGNORE`] cost nothing and have a zero gradient. Targets and the weights `w` come from the
-//! host, which knows them, so that nothing has to be read back to find those rows. Each row's loss is the negative
-//! log-probability of its target; where a loss of these decides about the weights, they are 1 first, and the rows of
-//! `dh` are multiplied afterwards ([`crate::arithmetic::scale_rows`]).
+//! A row has one target `t` whose share `a` is 1, or several, as a teacher's likeliest tokens with their probabilities.
+//! Rows whose first target is [`IGNORE`] cost nothing and have a zero gradient. [`Targets`] come from the host, which
+//! knows them, so that nothing has to be read back to find those rows. With one target each row's loss is its negative
+//! log-probability; where a loss of these decides about the weights, they are 1 first, and the rows of `dh` are
+//! multiplied afterwards ([`crate::arithmetic::scale_rows`]).
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -27,8 +28,26 @@ use crate::backend::{on_gpu, record2, require_rank, require_together};
 use crate::matmul::output_size;
 use candle_core::{Device, Result, Tensor, WithDType, bail};
 
-/// The target of a row that doesn't count.
+/// The first target of a row that doesn't count, and what stands in a row with fewer targets than others.
 pub const IGNORE: u32 = u32::MAX;
+
+/// What the `n` rows are to predict.
+#[derive(Clone, Copy, Debug)]
+pub struct Targets<'a> {
+    /// `(n, k)`, row-major: `k` tokens below `v` a row, or [`IGNORE`]; those of a row differ.
+    pub tokens: &'a [u32],
+    /// `(n, k)`: the share of each, finite and not negative; 1 for all without.
+    pub shares: Option<&'a [f32]>,
+    /// `(n)`: what the row's loss is multiplied by; 1 for all without.
+    pub weights: Option<&'a [f32]>,
+}
+
+impl<'a> Targets<'a> {
+    /// One target a row.
+    pub fn new(tokens: &'a [u32]) -> Self {
+        Self { tokens, shares: None, weights: None }
+    }
+}
 
 /// How logits are made and how many exist at a time.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -48,8 +67,88 @@ pub struct Options {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Counted {
     pub row: usize,
-    pub target: u32,
     pub weight: f32,
+    /// The sum of its targets' shares.
+    pub share: f32,
+}
+
+/// The rows that count.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct AllCounted {
+    pub rows: Vec<Counted>,
+    /// Of each, as many as the next number says: its targets and their shares.
+    pub tokens: Vec<u32>,
+    pub shares: Vec<f32>,
+    pub width: usize,
+}
+
+impl AllCounted {
+    /// Those of `n` rows.
+    pub fn find(operation: &str, targets: &Targets, n: usize, v: usize) -> Result<Self> {
+        let Targets { tokens, shares, weights } = *targets;
+        let width = if n == 0 { 1 } else { tokens.len() / n };
+        if tokens.len() != n * width || (width == 0 && n > 0) {
+            bail!(
+                "metal-candle-kernels: {operation}: found {} targets, expected one for each of {n} rows of hidden, or as \
+                 many for each",
+                tokens.len()
+            )
+        }
+        if let Some(shares) = shares
+            && shares.len() != tokens.len()
+        {
+            bail!(
+                "metal-candle-kernels: {operation}: found {} shares, expected one for each of {} targets",
+                shares.len(),
+                tokens.len()
+            )
+        }
+        if let Some(weights) = weights
+            && weights.len() != n
+        {
+            bail!(
+                "metal-candle-kernels: {operation}: found {} weights, expected one for each of {n} rows of hidden",
+                weights.len()
+            )
+        }
+        let mut counted = Self { width, ..Self::default() };
+        let mut sorted = Vec::with_capacity(width);
+        for (row, of_row) in tokens.chunks_exact(width).enumerate() {
+            if of_row[0] == IGNORE {
+                continue;
+            }
+            sorted.clear();
+            sorted.extend(of_row.iter().copied().filter(|token| *token != IGNORE));
+            sorted.sort_unstable();
+            if let Some(token) = sorted.last().filter(|token| **token as usize >= v) {
+                bail!(
+                    "metal-candle-kernels: {operation}: target {token} of row {row} is outside the vocabulary, expected less than {v}"
+                )
+            }
+            if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+                bail!(
+                    "metal-candle-kernels: {operation}: target {} stands twice in row {row}",
+                    twice[0]
+                )
+            }
+            let first = counted.shares.len();
+            for (index, token) in of_row.iter().enumerate() {
+                let share = shares.map_or(1.0, |shares| shares[row * width + index]);
+                if !(share >= 0.0 && share.is_finite()) {
+                    bail!(
+                        "metal-candle-kernels: {operation}: the share of target {token} of row {row} is {share}, \
+                         expected a number that isn't negative"
+                    )
+                }
+                counted.shares.push(if *token == IGNORE { 0.0 } else { share });
+            }
+            counted.tokens.extend_from_slice(of_row);
+            let share = counted.shares[first..].iter().map(|share| f64::from(*share)).sum::<f64>();
+            let weight = weights.map_or(1.0, |weights| weights[row]);
+            counted.rows.push(Counted { row, weight, share: share as f32 });
+        }
+        Ok(counted)
+    }
 }
 
 /// What the distributions of the rows are like, in f32 (f64 for f64), with 0 for rows that don't count.
@@ -57,7 +156,7 @@ pub(crate) struct Counted {
 pub struct Statistics {
     /// The entropy of each row's distribution, in nats, `(n)`.
     pub entropies: Tensor,
-    /// 1 where no token is likelier than the target, else 0, `(n)`.
+    /// 1 where no token is likelier than the first target, else 0, `(n)`.
     pub hits: Tensor,
 }
 
@@ -80,16 +179,15 @@ pub struct Output {
 }
 
 /// The loss and, when needed, its gradients: `hidden` `(n, d)`, `weight` `(v, d)` of which the first `trained`
-/// columns need a gradient, `targets` `n` of them below `v` or [`IGNORE`], and as many weights of rows, or 1 for all.
+/// columns need a gradient.
 ///
 /// # Errors
-/// When shapes or dtypes don't fit, `trained` is more than `d`, a target isn't below `v`, the chunk is 0, the softcap isn't
-/// positive, or the tensors aren't on one device.
+/// When shapes or dtypes don't fit, `trained` is more than `d`, `targets` aren't what they have to be, the chunk is 0, the
+/// softcap isn't positive, or the tensors aren't on one device.
 pub fn forward(
     hidden: &Tensor,
     weight: &Tensor,
-    targets: &[u32],
-    weights: Option<&[f32]>,
+    targets: &Targets,
     options: &Options,
     need_dhidden: bool,
     trained: usize,
@@ -99,20 +197,6 @@ pub fn forward(
     require_rank(OPERATION, "hidden", hidden, 2, "(n, d)")?;
     let (n, d) = hidden.dims2()?;
     let v = output_size(OPERATION, weight.into(), d)?;
-    if targets.len() != n {
-        bail!(
-            "metal-candle-kernels: {OPERATION}: found {} targets, expected one for each of {n} rows of hidden",
-            targets.len()
-        )
-    }
-    if let Some(weights) = weights
-        && weights.len() != n
-    {
-        bail!(
-            "metal-candle-kernels: {OPERATION}: found {} weights, expected one for each of {n} rows of hidden",
-            weights.len()
-        )
-    }
     if trained > d {
         bail!(
             "metal-candle-kernels: {OPERATION}: {trained} columns of the weight are trained, expected at most {d}"
@@ -128,22 +212,10 @@ pub fn forward(
             "metal-candle-kernels: {OPERATION}: the softcap is {softcap}, expected a positive number"
         )
     }
-    let mut counted = Vec::new();
-    for (row, target) in targets.iter().enumerate() {
-        if *target == IGNORE {
-            continue;
-        }
-        if *target as usize >= v {
-            bail!(
-                "metal-candle-kernels: {OPERATION}: target {target} of row {row} is outside the vocabulary, expected less than {v}"
-            )
-        }
-        let weight = weights.map_or(1.0, |weights| weights[row]);
-        counted.push(Counted { row, target: *target, weight });
-    }
+    let counted = AllCounted::find(OPERATION, targets, n, v)?;
     on_gpu!(hidden, gpu => {
         let counted = &counted;
-        let chunk = rows_of_chunk(counted.len(), v, gpu::MEMORY);
+        let chunk = rows_of_chunk(counted.rows.len(), v, gpu::MEMORY);
         gpu::Problem { hidden, weight, counted, options, need_dhidden, trained }
             .run(OPERATION, chunk)
     });
@@ -165,7 +237,7 @@ pub fn forward(
         let loss = Tensor::from_vec(vec![Sum::<T>::from_f64(found.loss)], (), &Device::Cpu)?;
         let of_rows = |of_counted: Vec<Sum<T>>| {
             let mut rows = zeros::<Sum<T>>(n);
-            for (counted, value) in counted.iter().zip(of_counted) {
+            for (counted, value) in counted.rows.iter().zip(of_counted) {
                 rows[counted.row] = value;
             }
             Tensor::from_vec(rows, n, &Device::Cpu)
@@ -183,7 +255,7 @@ pub fn forward(
             loss,
             losses: of_rows(found.losses)?,
             statistics,
-            count: counted.len(),
+            count: counted.rows.len(),
             dhidden: dhidden.transpose()?,
             dweight: dweight.transpose()?,
         })
@@ -218,7 +290,8 @@ pub fn differentiable(
     options: &Options,
 ) -> Result<(Tensor, usize)> {
     let trained = if weight.track_op() { weight.dim(1)? } else { 0 };
-    let output = forward(hidden, weight, targets, None, options, hidden.track_op(), trained)?;
+    let needs = (hidden.track_op(), trained);
+    let output = forward(hidden, weight, &Targets::new(targets), options, needs.0, needs.1)?;
     let Output { loss, count, dhidden, dweight, .. } = output;
     let loss = record2("cross_entropy", [hidden, weight], loss, move |[_, weight], _, dy| {
         let scaled = |gradient: &Tensor| arithmetic::scale_by(gradient, dy);

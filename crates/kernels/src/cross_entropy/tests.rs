@@ -7,6 +7,7 @@ struct Case {
     hidden: Tensor,
     weight: Tensor,
     targets: Vec<u32>,
+    shares: Option<Vec<f32>>,
     weights: Option<Vec<f32>>,
     options: Options,
 }
@@ -20,6 +21,7 @@ impl Case {
             hidden: random(&[n, d], 1),
             weight: random(&[v, d], 2),
             targets,
+            shares: None,
             weights: None,
             options: Options { softcap: None, logit_scale: 1.0, chunk, statistics: true },
         }
@@ -28,8 +30,44 @@ impl Case {
     /// With a weight for each row, of both signs and zero.
     fn weighted(mut self) -> Case {
         let weight = |row: usize| (row % 5) as f32 * 0.75 - 1.5;
-        self.weights = Some((0..self.targets.len()).map(weight).collect());
+        self.weights = Some((0..self.hidden.dim(0).unwrap()).map(weight).collect());
         self
+    }
+
+    /// With `width` targets for each row, whose shares differ and whose sums do; some rows have fewer.
+    fn distributed(mut self, width: usize) -> Case {
+        let v = self.weight.dim(0).unwrap() as u32;
+        let target = |row: usize, first: u32, index: usize| match index {
+            _ if first == IGNORE => IGNORE,
+            0 => first,
+            _ if (row + index) % 4 == 3 => IGNORE,
+            _ => (first + 5 * index as u32) % v,
+        };
+        let rows = self.targets.iter().enumerate();
+        self.targets = rows
+            .flat_map(|(row, &first)| (0..width).map(move |index| target(row, first, index)))
+            .collect();
+        let share = |place: usize| (place * 37 % 11) as f32 / 16.0;
+        self.shares = Some((0..self.targets.len()).map(share).collect());
+        self
+    }
+
+    fn targets(&self) -> Targets<'_> {
+        Targets {
+            tokens: &self.targets,
+            shares: self.shares.as_deref(),
+            weights: self.weights.as_deref(),
+        }
+    }
+
+    /// The targets of a row with their shares; none where it doesn't count.
+    fn of_row(&self, row: usize) -> Vec<(usize, f64)> {
+        let width = self.targets.len() / self.hidden.dim(0).unwrap();
+        let share = |place: usize| self.shares.as_ref().map_or(1.0, |shares| shares[place].into());
+        (row * width..(row + 1) * width)
+            .filter(|place| self.targets[*place] != IGNORE)
+            .map(|place| (self.targets[place] as usize, share(place)))
+            .collect()
     }
 
     fn options(mut self, softcap: Option<f64>, logit_scale: f64) -> Case {
@@ -50,14 +88,12 @@ impl Case {
     }
 
     fn run_with(&self, hidden: &Tensor, weight: &Tensor) -> Result<Output> {
-        let weights = self.weights.as_deref();
-        forward(hidden, weight, &self.targets, weights, &self.options, true, weight.dim(1)?)
+        forward(hidden, weight, &self.targets(), &self.options, true, weight.dim(1)?)
     }
 
     fn loss(&self, hidden: &Tensor, weight: &Tensor) -> Result<f64> {
         let options = Options { statistics: false, ..self.options };
-        let weights = self.weights.as_deref();
-        let output = forward(hidden, weight, &self.targets, weights, &options, false, 0)?;
+        let output = forward(hidden, weight, &self.targets(), &options, false, 0)?;
         assert!(output.dhidden.is_none() && output.dweight.is_none());
         assert!(output.statistics.is_none());
         Ok(values(&output.loss)[0])
@@ -74,10 +110,8 @@ impl Case {
         let v = self.weight.dim(0).unwrap();
         let (hidden, weight) = (values(&self.hidden), values(&self.weight));
         let of_row = |row: usize| {
-            let target = self.targets[row];
-            if target == IGNORE {
-                return [0.0; 3];
-            }
+            let targets = self.of_row(row);
+            let Some((first, _)) = targets.first() else { return [0.0; 3] };
             let logit = |token: usize| {
                 let product: f64 =
                     (0..d).map(|i| hidden[row * d + i] * weight[token * d + i]).sum();
@@ -86,7 +120,7 @@ impl Case {
             };
             let logits: Vec<f64> = (0..v).map(logit).collect();
             let total: f64 = logits.iter().map(|logit| logit.exp()).sum();
-            let of_target = logits[target as usize];
+            let loss = targets.iter().map(|(target, share)| share * (total.ln() - logits[*target]));
             let entropy: f64 = logits
                 .iter()
                 .map(|logit| {
@@ -94,8 +128,8 @@ impl Case {
                     -log_probability.exp() * log_probability
                 })
                 .sum();
-            let hit = logits.iter().all(|logit| *logit <= of_target);
-            [total.ln() - of_target, entropy, f64::from(u8::from(hit))]
+            let hit = logits.iter().all(|logit| *logit <= logits[*first]);
+            [loss.sum(), entropy, f64::from(u8::from(hit))]
         };
         (0..n).map(of_row).collect()
     }
@@ -128,6 +162,8 @@ fn cases() -> Vec<Case> {
         Case::new(8, 3, 11, 1).options(Some(1.5), 3.0),
         Case::new(9, 7, 33, 2).weighted(),
         Case::new(8, 3, 11, 3).options(Some(0.8), 2.0).weighted(),
+        Case::new(9, 7, 33, 2).distributed(5),
+        Case::new(8, 3, 41, 3).options(Some(0.8), 2.0).weighted().distributed(7),
     ]
 }
 
@@ -144,8 +180,8 @@ fn loss_matches_reference() {
         let expected = case.reference();
         assert!((values(&output.loss)[0] - expected).abs() < 1e-12 * expected.abs());
         case.assert_rows(&output, 1e-12);
-        let counted = case.targets.iter().filter(|target| **target != IGNORE).count();
-        assert_eq!(output.count, counted);
+        let n = case.hidden.dim(0).unwrap();
+        assert_eq!(output.count, (0..n).filter(|row| !case.of_row(*row).is_empty()).count());
         assert_eq!(case.loss(&case.hidden, &case.weight).unwrap(), values(&output.loss)[0]);
     }
 }
@@ -251,7 +287,7 @@ fn nothing_counted_is_a_zero_loss() {
 #[test]
 fn gradients_of_rows_can_be_weighted_afterwards() {
     for case in cases() {
-        let n = case.targets.len();
+        let n = case.hidden.dim(0).unwrap();
         let weighted = case.clone().weighted();
         let factors = weighted.weights.clone().unwrap();
         let factors = Tensor::from_vec(factors, n, &Device::Cpu).unwrap();
@@ -271,7 +307,7 @@ fn entropies_of_extreme_distributions_are_right() {
     let weight = Tensor::from_vec(weight, (70, 1), &Device::Cpu).unwrap();
     let hidden = Tensor::from_vec(vec![0f32, 1.0, -1e35], (3, 1), &Device::Cpu).unwrap();
     let options = Options { softcap: None, logit_scale: 1.0, chunk: 8, statistics: true };
-    let output = forward(&hidden, &weight, &[9, 3, 5], None, &options, true, 1).unwrap();
+    let output = forward(&hidden, &weight, &Targets::new(&[9, 3, 5]), &options, true, 1).unwrap();
     let statistics = output.statistics.unwrap();
     let (entropies, hits) = (values(&statistics.entropies), values(&statistics.hits));
     for (found, expected) in entropies.iter().zip([70f64.ln(), 0.0, 69f64.ln()]) {
@@ -306,11 +342,11 @@ fn a_nan_is_not_hidden() {
 fn a_gradient_is_the_same_without_the_other() {
     for case in cases() {
         let both = case.run();
-        let Case { hidden, weight, targets, weights, options } = &case;
-        let weights = weights.as_deref();
+        let Case { hidden, weight, options, .. } = &case;
+        let targets = &case.targets();
         let d = weight.dim(1).unwrap();
         for (need_dhidden, trained) in [(true, 0), (false, d), (true, d.div_ceil(2)), (false, 1)] {
-            let one = forward(hidden, weight, targets, weights, options, need_dhidden, trained);
+            let one = forward(hidden, weight, targets, options, need_dhidden, trained);
             let one = one.unwrap();
             assert_identical(&one.loss, &both.loss);
             assert_eq!((one.dhidden.is_some(), one.dweight.is_some()), (need_dhidden, trained > 0));
@@ -322,7 +358,7 @@ fn a_gradient_is_the_same_without_the_other() {
                 assert_close(&one, &both, 1e-12);
             }
         }
-        assert!(forward(hidden, weight, targets, weights, options, true, d + 1).is_err());
+        assert!(forward(hidden, weight, targets, options, true, d + 1).is_err());
     }
 }
 
@@ -358,6 +394,14 @@ fn wrong_arguments_are_errors() {
     let weights = Some(vec![1.0; 4]);
     let wrong = run(&Case { weights, ..case.clone() });
     assert!(wrong.contains("found 4 weights, expected one for each of 3 rows"), "{wrong}");
+    let shares = Some(vec![1.0; 4]);
+    let wrong = run(&Case { shares, ..case.clone() });
+    assert!(wrong.contains("found 4 shares, expected one for each of 3 targets"), "{wrong}");
+    let shares = Some(vec![1.0, 1.0, f32::NAN]);
+    let wrong = run(&Case { shares, ..case.clone() });
+    assert!(wrong.contains("the share of target 14 of row 2 is NaN"), "{wrong}");
+    let wrong = run(&Case { targets: vec![0, 1, 7, 7, 2, IGNORE], ..case.clone() });
+    assert!(wrong.contains("target 7 stands twice in row 1"), "{wrong}");
     let weight = random(&[33, 8], 1);
     assert!(run(&Case { weight, ..case.clone() }).contains("weight has shape [33, 8]"));
 }
@@ -395,13 +439,10 @@ mod cuda {
     }
 
     fn in_chunks(case: &Case, chunk: usize) -> Output {
-        let rows = case.targets.iter().enumerate().filter(|(_, target)| **target != IGNORE);
-        let weight = |row: usize| case.weights.as_ref().map_or(1.0, |weights| weights[row]);
-        let counted: Vec<_> =
-            rows.map(|(row, &target)| Counted { row, target, weight: weight(row) }).collect();
-        let (hidden, weight, options) = (&case.hidden, &case.weight, &case.options);
+        let Case { hidden, weight, options, .. } = case;
+        let (n, v) = (hidden.dim(0).unwrap(), weight.dim(0).unwrap());
+        let counted = &AllCounted::find("cross_entropy", &case.targets(), n, v).unwrap();
         let (need_dhidden, trained) = (true, weight.dim(1).unwrap());
-        let counted = &counted;
         let problem =
             super::super::cuda::Problem { hidden, weight, counted, options, need_dhidden, trained };
         problem.run("cross_entropy", chunk).unwrap()
@@ -417,6 +458,9 @@ mod cuda {
             Case::new(100, 64, 7001, 32).options(Some(5.0), 4.0),
             Case::new(37, 40, 3003, 32).options(None, 0.25),
             Case::new(1, 8, 1, 1),
+            Case::new(100, 64, 7001, 32).options(Some(5.0), 4.0).distributed(9),
+            // More targets than a block has threads.
+            Case::new(40, 64, 7001, 32).weighted().distributed(700),
         ]);
         // All rows count.
         let mut whole = Case::new(70, 40, 515, 32);

@@ -4,6 +4,7 @@
 use super::{Tape, Value};
 use crate::Result;
 use candle_core::{D, DType, Shape, Tensor};
+use metal_candle_kernels::cross_entropy::Targets;
 use metal_candle_kernels::quantized::{Quantized, Weight};
 use metal_candle_kernels::{
     arithmetic, attention, copy, cross_entropy, devices, dora, embedding, glu, lora_linear, matmul,
@@ -139,6 +140,17 @@ impl HeadValues<'_> {
     }
 }
 
+/// A cross entropy of many rows.
+#[derive(Debug)]
+pub struct CrossEntropy {
+    /// The scalar sum, in nats.
+    pub sum: Value,
+    /// The number of rows that count.
+    pub count: usize,
+    /// What the rows are like, where that is asked for.
+    pub statistics: Option<cross_entropy::Statistics>,
+}
+
 /// A head and its update as one product.
 #[derive(Clone)]
 struct JoinedHead {
@@ -154,8 +166,7 @@ struct JoinedHead {
 impl JoinedHead {
     fn forward(
         &self,
-        targets: &[u32],
-        weights: Option<&[f32]>,
+        targets: &Targets,
         options: &cross_entropy::Options,
         trained: usize,
     ) -> Result<cross_entropy::Output> {
@@ -163,7 +174,6 @@ impl JoinedHead {
             &self.hidden,
             &self.weight,
             targets,
-            weights,
             options,
             self.needs_dhidden,
             trained,
@@ -593,26 +603,25 @@ impl Tape {
         }
     }
 
-    /// The cross entropy of the logits that `head` gives for `n` targets, summed over the rows whose target counts.
-    /// Returns the scalar sum and the number of rows. The gradients are made in the forward pass, chunk by chunk, so
-    /// that the logits of a whole batch never exist.
+    /// The cross entropy of the logits that `head` gives for the targets of `n` rows, summed over the rows that count.
+    /// The gradients are made in the forward pass, chunk by chunk, so that the logits of a whole batch never exist.
     pub fn cross_entropy(
         &self,
         head: &HeadValues<'_>,
-        targets: &[u32],
+        targets: &Targets,
         options: &cross_entropy::Options,
-    ) -> Result<(Value, usize)> {
+    ) -> Result<CrossEntropy> {
         let joined = head.joined()?;
-        let output = joined.forward(targets, None, options, joined.trained)?;
+        let output = joined.forward(targets, options, joined.trained)?;
         let (dhidden, dweight) = (output.dhidden, output.dweight);
-        let loss = self.push(&head.inputs(), output.loss, move |dy| {
+        let sum = self.push(&head.inputs(), output.loss, move |dy| {
             // Never read: on a GPU that would wait for the forward pass.
             let scaled = |gradient: Option<Tensor>| {
                 gradient.map(|gradient| arithmetic::scale_by(&gradient, &dy)).transpose()
             };
             joined.split(scaled(dhidden)?, scaled(dweight)?)
         });
-        Ok((loss, output.count))
+        Ok(CrossEntropy { sum, count: output.count, statistics: output.statistics })
     }
 
     /// The cross entropy of each row by itself, `(n)`, 0 where the target doesn't count: the negative log-probability
@@ -625,7 +634,7 @@ impl Tape {
         options: &cross_entropy::Options,
     ) -> Result<(Value, Option<cross_entropy::Statistics>)> {
         let joined = head.joined()?;
-        let output = joined.forward(targets, None, options, 0)?;
+        let output = joined.forward(&Targets::new(targets), options, 0)?;
         let dhidden = output.dhidden;
         let (targets, options) = (targets.to_vec(), *options);
         let losses = self.push(&head.inputs(), output.losses, move |dy| {
@@ -634,7 +643,8 @@ impl Tape {
                 trained => {
                     let weights = dy.to_dtype(DType::F32)?.to_vec1::<f32>()?;
                     let joined = JoinedHead { needs_dhidden: false, ..joined.clone() };
-                    joined.forward(&targets, Some(&weights), &options, trained)?.dweight
+                    let targets = Targets { weights: Some(&weights), ..Targets::new(&targets) };
+                    joined.forward(&targets, &options, trained)?.dweight
                 }
             };
             let dhidden = dhidden.map(|dhidden| arithmetic::scale_rows(&dhidden, &dy));

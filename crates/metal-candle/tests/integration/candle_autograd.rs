@@ -144,7 +144,8 @@ fn tape_loss(tape: &Tape, frozen: &Frozen, p: &[Parameter]) -> metal_candle::Res
     let x = tape.linear(&x, &value(3), Some(&value(4)))?;
     let x = tape.reshape(&x, (BATCH * SEQ, HIDDEN))?;
     let head = HeadValues { hidden: &x, weight: &value(5), update: None };
-    Ok(tape.cross_entropy(&head, &frozen.targets, &HEAD)?.0)
+    let targets = cross_entropy::Targets::new(&frozen.targets);
+    Ok(tape.cross_entropy(&head, &targets, &HEAD)?.sum)
 }
 
 fn tape_gradients(frozen: &Frozen, parameters: &[Tensor]) -> (f64, Vec<Tensor>) {

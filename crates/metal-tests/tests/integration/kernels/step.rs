@@ -228,11 +228,25 @@ fn greedy_choices_are_the_cpus_in_every_mode_and_order() -> Result<(), Error> {
 
 /// Rows of logits with their targets: loss and gradient apart from the products, and in their place.
 fn losses<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
-    let problems = [(3usize, 37usize, 0.0f32, 1.0f32), (2, 131, 1.5, 0.5), (1, 1, 0.0, 2.0)];
-    for ((rows, columns, cap, scale), threads) in problems.into_iter().zip(THREADS) {
+    let problems =
+        [(3usize, 37usize, 0.0f32, 1.0f32, 4usize), (2, 131, 1.5, 0.5, 40), (1, 1, 0.0, 2.0, 1)];
+    for ((rows, columns, cap, scale, width), threads) in problems.into_iter().zip(THREADS) {
         let stride = columns.next_multiple_of(8);
         let products = random::<f32>(rows * stride, 1);
-        let targets: Vec<u32> = (0..rows).map(|row| (row * 36 % columns) as u32).collect();
+        // Targets that differ, the last of some rows none.
+        let target = |row: usize, index: usize| match index {
+            3 if row == 1 => cross_entropy::IGNORE,
+            _ => ((row * 36 + index * 3) % columns) as u32,
+        };
+        let targets: Vec<u32> =
+            (0..rows).flat_map(|row| (0..width).map(move |index| target(row, index))).collect();
+        let shares: Vec<f32> =
+            (0..targets.len()).map(|place| 1.0 - (place % 4) as f32 * 0.25).collect();
+        let share = |place: usize| {
+            if targets[place] == cross_entropy::IGNORE { 0.0 } else { shares[place] }
+        };
+        let share_sums: Vec<f32> =
+            (0..rows).map(|row| (row * width..(row + 1) * width).map(share).sum()).collect();
         // With the identity as the head, the gradient of hidden is that of the products.
         let identity = Tensor::eye(columns, DType::F64, &Device::Cpu).unwrap();
         let softcap = (cap > 0.0).then_some(f64::from(cap));
@@ -247,8 +261,11 @@ fn losses<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
         let expected = cross_entropy::forward(
             &hidden.contiguous().unwrap(),
             &identity,
-            &targets,
-            Some(&weights),
+            &cross_entropy::Targets {
+                tokens: &targets,
+                shares: Some(&shares),
+                weights: Some(&weights),
+            },
             &options,
             true,
             0,
@@ -278,7 +295,11 @@ fn losses<T: Number>(library: &Library, seed: u64) -> Result<(), Error> {
                 .buffer(10, &weights)
                 .output::<f32>(11, rows)
                 .output::<f32>(12, rows)
-                .value(13, u32::from(place != 2));
+                .value(13, u32::from(place != 2))
+                .buffer(14, &shares)
+                .buffer(15, &share_sums)
+                .output::<f32>(16, rows * width)
+                .value(17, width as u32);
             let run = match place {
                 1 => run.output::<T>(1, rows * stride),
                 _ => run.buffer(1, &products),

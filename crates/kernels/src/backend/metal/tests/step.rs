@@ -4,7 +4,7 @@ use super::{assert_same, contiguous, input};
 use crate::adamw::{self, Options};
 use crate::backend::metal::computes;
 use crate::cross_entropy::metal::Problem;
-use crate::cross_entropy::{self, Counted, IGNORE, Statistics};
+use crate::cross_entropy::{self, AllCounted, IGNORE, Statistics, Targets};
 use crate::testing::*;
 use crate::{adafactor, adamw8bit, flat, lion, muon, sampling, sgd};
 use candle_core::{DType, Device, Tensor};
@@ -247,6 +247,14 @@ fn metal_host_of_cross_entropy_agrees_with_the_kernels() {
         statistics: softcap.is_none(),
     };
     let weights: Vec<f32> = (0..n).map(|row| (row % 5) as f32 * 0.5 - 0.75).collect();
+    // Three targets a row, the last of which not all rows have.
+    let several: Vec<u32> = (0..n)
+        .flat_map(|row| {
+            let last = if row % 4 == 0 { IGNORE } else { (row + 8) % v };
+            if row % 5 == 2 { [IGNORE; 3] } else { [row % v, (row + 3) % v, last] }
+        })
+        .collect();
+    let shares: Vec<f32> = (0..3 * n).map(|place| (place * 7 % 5) as f32 * 0.25).collect();
     for (targets, options, needs, columns) in [
         (&some, options(None, 1.0), (true, true), d),
         (&some, options(Some(1.5), 0.5), (true, false), d),
@@ -256,31 +264,31 @@ fn metal_host_of_cross_entropy_agrees_with_the_kernels() {
         (&some, options(Some(0.8), 1.0), (false, true), 3),
         (&all, options(None, 1.0), (false, false), d),
         (&none, options(None, 1.0), (true, true), 4),
+        (&several, options(None, 1.0), (true, true), d),
+        (&several, options(Some(0.8), 2.0), (true, true), 3),
     ] {
+        let targets = Targets {
+            tokens: targets,
+            shares: (targets.len() > n as usize).then_some(&shares),
+            weights: Some(&weights),
+        };
         assert_same(|dtype, device| {
             let hidden = strided_rows(&[n as usize, d], 1, dtype, device);
             let weight = input(&[v as usize, d], 2, dtype, device);
             let (need_dhidden, trained) = (needs.0, if needs.1 { columns } else { 0 });
             let found = if computes(&hidden) {
                 // In chunks of fewer rows than a device would take.
-                let rows = targets.iter().copied().enumerate();
-                let counted: Vec<_> = rows
-                    .filter(|(_, target)| *target != IGNORE)
-                    .map(|(row, target)| Counted { row, target, weight: weights[row] })
-                    .collect();
-                let (hidden, weight, counted) = (&hidden, &weight, &counted);
-                let options = &options;
+                let (hidden, weight, options) = (&hidden, &weight, &options);
+                let counted =
+                    &AllCounted::find("cross_entropy", &targets, n as usize, v as usize).unwrap();
                 Problem { hidden, weight, counted, options, need_dhidden, trained }
                     .run("cross_entropy", 64)
             } else {
-                let weights = Some(weights.as_slice());
-                let needs = (need_dhidden, trained);
-                cross_entropy::forward(
-                    &hidden, &weight, targets, weights, &options, needs.0, needs.1,
-                )
+                cross_entropy::forward(&hidden, &weight, &targets, &options, need_dhidden, trained)
             };
             let found = found.unwrap();
-            assert_eq!(found.count, targets.iter().filter(|target| **target != IGNORE).count());
+            let first = targets.tokens.iter().step_by(targets.tokens.len() / n as usize);
+            assert_eq!(found.count, first.filter(|target| **target != IGNORE).count());
             assert_eq!((found.dhidden.is_some(), found.dweight.is_some()), needs);
             assert_eq!(found.statistics.is_some(), options.statistics);
             let mut all = vec![found.loss, found.losses];
@@ -308,8 +316,8 @@ fn metal_takes_the_loss_of_public_calls() {
             (input(&[5, 8], 1, dtype, device), input(&[11, 8], 2, dtype, device));
         let options =
             cross_entropy::Options { softcap: None, logit_scale: 1.0, chunk: 2, statistics: false };
-        let targets = [3, IGNORE, 10, 0, 3];
-        let found = cross_entropy::forward(&hidden, &weight, &targets, None, &options, true, 8);
+        let targets = Targets::new(&[3, IGNORE, 10, 0, 3]);
+        let found = cross_entropy::forward(&hidden, &weight, &targets, &options, true, 8);
         let found = found.unwrap();
         [Some(found.loss), found.dhidden, found.dweight].into_iter().flatten().collect()
     });
