@@ -20,6 +20,7 @@ use metal_candle::text::Tokenizer;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 /// How a model computes.
 #[derive(Debug, Clone, Args)]
@@ -149,7 +150,14 @@ impl Source {
         let model = load(&folder, dtype(runtime.dtype, &device), &device, runtime.quantize)?;
         let model = Arc::new(model);
         let adapter = match &self.adapter {
-            Some(folder) => Some(Arc::new(Adapter::load(&model, folder)?)),
+            Some(folder) => {
+                let started = Instant::now();
+                let adapter = Adapter::load(&model, folder)?;
+                device.synchronize()?;
+                let milliseconds = 1e3 * started.elapsed().as_secs_f64();
+                tracing::info!("loaded the adapter in {milliseconds:.1} ms");
+                Some(Arc::new(adapter))
+            }
             None => None,
         };
         Ok(Loaded { model, adapter, tokenizer, variables: template.variables(), folder })
