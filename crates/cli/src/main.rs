@@ -8,6 +8,7 @@ mod datasets;
 mod errors;
 mod interrupt;
 mod logging;
+mod measured;
 mod models;
 mod output;
 mod plan;
@@ -65,6 +66,8 @@ enum Command {
     /// Measure loss and perplexity on data
     #[command(alias = "eval")]
     Evaluate(commands::evaluate::Arguments),
+    /// Write what a model finds likeliest in place of each token of data, to distil another from it
+    Logprobs(commands::logprobs::Arguments),
     /// Show what data are: records, lengths, duplicates, and one record as it is learned
     #[command(alias = "dataset")]
     Data(commands::data::Arguments),
@@ -164,6 +167,7 @@ fn run(cli: Cli) -> anyhow::Result<u8> {
         Command::Fuse(arguments) => commands::fuse::run(arguments, terminal),
         Command::Convert(arguments) => commands::convert::run(arguments, terminal),
         Command::Evaluate(arguments) => commands::evaluate::run(arguments, terminal),
+        Command::Logprobs(arguments) => commands::logprobs::run(arguments, terminal(false)),
         Command::Data(arguments) => commands::data::run(arguments, terminal),
         Command::Inspect(arguments) => commands::inspect::run(arguments, terminal),
         Command::Bench(arguments) => commands::bench::run(arguments, terminal),

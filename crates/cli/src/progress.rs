@@ -3,7 +3,7 @@
 use crate::output::{BARS, Terminal, grouped, say};
 use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::Result;
-use metal_candle::train::{Metric, MetricsSink};
+use metal_candle::train::{Metric, MetricsSink, TOKEN_ACCURACY};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -66,7 +66,7 @@ impl MetricsSink for Progress {
             } => {
                 let rate = |tokens: f64| grouped(tokens.max(0.0) as u64);
                 let message =
-                    format!("loss {loss:.4}{}  lr {learning_rate:.1e}", of_answers(metrics));
+                    format!("loss {loss:.4}{}  lr {learning_rate:.1e}", most_telling(metrics));
                 let (targets, read) =
                     (rate(*tokens_per_second), rate(*processed_tokens_per_second));
                 match &self.bar {
@@ -86,7 +86,7 @@ impl MetricsSink for Progress {
             Metric::Evaluation { step, loss, perplexity, metrics, .. } => say(format!(
                 "step {step}/{total}  validation loss {loss:.4}{}{}",
                 perplexity.map_or_else(String::new, |it| format!(", perplexity {it:.3}")),
-                of_answers(metrics)
+                most_telling(metrics)
             )),
             Metric::Skipped { step, reason } => {
                 say(format!("warning: step {step} changed nothing: {reason}"));
@@ -108,9 +108,15 @@ impl MetricsSink for Progress {
     }
 }
 
-/// What is most worth knowing of compared answers: how often the better one has the higher reward, and by how much.
-pub fn of_answers(metrics: &BTreeMap<String, f64>) -> String {
-    let named = [("accuracy", "rewards/accuracies"), ("margin", "rewards/margins"), ("kl", "kl")];
+/// What is most worth knowing of compared answers, how often the better one has the higher reward, and by how much; or
+/// of tokens.
+pub fn most_telling(metrics: &BTreeMap<String, f64>) -> String {
+    let named = [
+        ("accuracy", "rewards/accuracies"),
+        ("margin", "rewards/margins"),
+        ("kl", "kl"),
+        ("accuracy", TOKEN_ACCURACY),
+    ];
     let found = named.iter().filter_map(|(word, name)| Some((word, metrics.get(*name)?)));
     found.map(|(word, value)| format!("  {word} {value:.3}")).collect()
 }

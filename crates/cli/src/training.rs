@@ -18,7 +18,7 @@ use candle_core::{DType, Tensor};
 use chrono::NaiveDateTime;
 use metal_candle::adapter::Adapter;
 use metal_candle::data::{
-    BatchOptions, Batcher, DataOptions, Dataset, SampleKind, Split, Tokenized, tokenize,
+    BatchOptions, Batcher, DataOptions, Dataset, SampleKind, Split, Teacher, Tokenized, tokenize,
 };
 use metal_candle::files;
 use metal_candle::generate::{GenerateOptions, generate};
@@ -170,12 +170,20 @@ impl Run {
                 objective.name()
             )));
         }
+        let teacher = match &settings.teacher {
+            Some(path) => Some(Arc::new(Teacher::read(path)?)),
+            None => None,
+        };
         let batch = |dataset: Dataset, packing| -> anyhow::Result<Batcher> {
+            let dataset = match &teacher {
+                Some(teacher) => dataset.with_teacher(teacher)?,
+                None => dataset,
+            };
             let dataset = match objective.samples() {
                 SampleKind::Labelled => dataset.unpaired(),
                 SampleKind::Plain | SampleKind::Pair => dataset,
             };
-            objective.check(dataset.kind()).map_err(usage)?;
+            objective.check(&dataset).map_err(usage)?;
             dataset.check_vocabulary(config.vocab_size)?;
             let options = BatchOptions { packing, ..settings.batch_options() };
             Ok(Batcher::new(Arc::new(dataset), options)?)
@@ -524,7 +532,7 @@ impl Summary {
 fn described(found: &Evaluation) -> String {
     match found.perplexity {
         Some(perplexity) => format!("{:.4} (perplexity {perplexity:.3})", found.loss),
-        None => format!("{:.4}{}", found.loss, progress::of_answers(&found.metrics)),
+        None => format!("{:.4}{}", found.loss, progress::most_telling(&found.metrics)),
     }
 }
 

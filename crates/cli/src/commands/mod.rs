@@ -10,4 +10,5 @@ pub mod evaluate;
 pub mod fuse;
 pub mod generate;
 pub mod inspect;
+pub mod logprobs;
 pub mod train;

@@ -163,6 +163,12 @@ pub struct Flags {
     /// What is minimised
     #[arg(long, value_enum, help_heading = "Objective")]
     objective: Option<ObjectiveName>,
+    /// What a teacher says of the data, as `logprobs` writes it
+    #[arg(long, value_name = "FILE", help_heading = "Objective")]
+    teacher: Option<PathBuf>,
+    /// The teacher's share in distill; the rest is that of the data's own tokens [default: 1]
+    #[arg(long, value_name = "X", help_heading = "Objective")]
+    kd_alpha: Option<f64>,
     /// How much a preference counts, and in dpo and kto how strongly the model is held to the reference [default: 0.1]
     #[arg(long, value_name = "X", help_heading = "Objective")]
     beta: Option<f64>,
@@ -203,7 +209,7 @@ pub struct Flags {
     /// What turns gradients into steps
     #[arg(long, value_enum, help_heading = "Training")]
     optimizer: Option<OptimizerName>,
-    /// The highest learning rate; unless given, a tenth of this with --fine-tune-type full, and a twentieth with --objective other than sft
+    /// The highest learning rate; unless given, a tenth of this with --fine-tune-type full, and a twentieth with an --objective of preferences
     #[arg(short, long, value_name = "X", help_heading = "Training")]
     learning_rate: Option<f64>,
     /// How it moves after the warm-up

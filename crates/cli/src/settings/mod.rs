@@ -75,6 +75,8 @@ pub struct Settings {
     pub init_adapter: Option<PathBuf>,
 
     pub objective: ObjectiveName,
+    pub teacher: Option<PathBuf>,
+    pub kd_alpha: Option<f64>,
     pub beta: Option<f64>,
     pub loss_type: Option<LossType>,
     pub label_smoothing: Option<f64>,
@@ -237,6 +239,8 @@ impl Default for Settings {
             trainable_token_indices,
             init_adapter: None,
             objective: objective.into(),
+            teacher: None,
+            kd_alpha: None,
             beta: None,
             loss_type: None,
             label_smoothing: None,

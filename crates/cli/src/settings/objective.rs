@@ -3,7 +3,9 @@
 use super::Settings;
 use crate::errors::usage;
 use clap::ValueEnum;
-use metal_candle::train::objectives::{DpoLoss, DpoOptions, KtoOptions, OrpoOptions, SimPoOptions};
+use metal_candle::train::objectives::{
+    DistillOptions, DpoLoss, DpoOptions, KtoOptions, OrpoOptions, SimPoOptions,
+};
 use metal_candle::train::{BestBy, Objective};
 use serde::{Deserialize, Serialize};
 
@@ -14,6 +16,8 @@ pub enum ObjectiveName {
     /// The loss of the tokens to learn: supervised fine-tuning
     #[default]
     Sft,
+    /// The divergence from a teacher's likeliest tokens, see --teacher
+    Distill,
     /// Direct preference optimisation, of chosen and rejected answers
     Dpo,
     /// Simple preference optimisation, without a reference model
@@ -28,6 +32,7 @@ impl From<Objective> for ObjectiveName {
     fn from(objective: Objective) -> Self {
         match objective {
             Objective::Sft => Self::Sft,
+            Objective::Distill(_) => Self::Distill,
             Objective::Dpo(_) => Self::Dpo,
             Objective::SimPo(_) => Self::Simpo,
             Objective::Orpo(_) => Self::Orpo,
@@ -103,14 +108,19 @@ const RATE_DIVISOR: f64 = 20.0;
 impl Settings {
     /// What the usual learning rate is divided by.
     pub(super) fn rate_divisor(&self) -> f64 {
-        if self.objective == ObjectiveName::Sft { 1.0 } else { RATE_DIVISOR }
+        match self.objective {
+            ObjectiveName::Sft | ObjectiveName::Distill => 1.0,
+            _ => RATE_DIVISOR,
+        }
     }
 
     /// The objective with its options.
     pub fn objective(&self) -> anyhow::Result<Objective> {
-        use ObjectiveName::{Dpo, Kto, Orpo, Sft, Simpo};
+        use ObjectiveName::{Distill, Dpo, Kto, Orpo, Sft, Simpo};
         let name = self.objective;
-        let takers: [(&str, bool, &[ObjectiveName]); 7] = [
+        let takers: [(&str, bool, &[ObjectiveName]); 9] = [
+            ("teacher", self.teacher.is_some(), &[Distill]),
+            ("kd_alpha", self.kd_alpha.is_some(), &[Distill]),
             ("beta", self.beta.is_some(), &[Dpo, Simpo, Orpo, Kto]),
             ("loss_type", self.loss_type.is_some(), &[Dpo]),
             ("label_smoothing", self.label_smoothing.is_some(), &[Dpo, Simpo]),
@@ -135,6 +145,17 @@ impl Settings {
         }
         Ok(match name {
             Sft => Objective::Sft,
+            Distill => {
+                if self.teacher.is_none() {
+                    return Err(usage(
+                        "teacher: is missing, which the objective distill learns from; `logprobs` writes one",
+                    ));
+                }
+                let default = DistillOptions::default();
+                Objective::Distill(DistillOptions {
+                    kd_alpha: self.kd_alpha.unwrap_or(default.kd_alpha),
+                })
+            }
             Dpo => {
                 let default = DpoOptions::default();
                 Objective::Dpo(DpoOptions {

@@ -6,6 +6,7 @@ mod commands;
 mod common;
 mod control_characters;
 mod data;
+mod distillation;
 mod documents;
 mod preferences;
 mod runs;

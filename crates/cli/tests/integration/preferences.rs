@@ -120,7 +120,7 @@ fn what_preferences_cannot_be_learned_so_is_said() {
     let place = place();
     for (arguments, expected) in [
         (&["--data", "pairs"][..], "the data are preference pairs: dpo, simpo and orpo learn"),
-        (&["--data", "data", "--objective", "dpo"], "the data are sequences: sft learns"),
+        (&["--data", "data", "--objective", "dpo"], "the data are sequences: sft and distill"),
         (&["--data", "labelled.jsonl", "--objective", "orpo"], "kto learns from these"),
         (
             &["--data", "pairs", "--objective", "dpo", "--simpo-gamma", "1"],

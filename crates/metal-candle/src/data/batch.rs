@@ -13,8 +13,10 @@ use std::sync::Arc;
 
 use super::dataset::{DataOptions, Dataset, SampleKind};
 use super::store;
+use super::teacher::Teacher;
 use crate::random::SplitMix64;
 use crate::{Error, Result, bounds};
+use metal_candle_kernels::cross_entropy::Targets;
 use serde::{Deserialize, Serialize};
 
 /// The target of a place whose prediction the loss does not count.
@@ -112,8 +114,21 @@ pub struct SharedBeginnings {
     pub result: Vec<u32>,
 }
 
+/// Several tokens to predict at each place, with their shares, which add up to 1.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Distributions {
+    /// `(rows, length, k)`: the tokens, or [`IGNORED`] in place of one that is missing; the first one where the loss doesn't
+    /// count the place.
+    pub tokens: Vec<u32>,
+    /// `(rows, length, k)`: their shares, 0 for what is missing.
+    pub shares: Vec<f32>,
+    /// What the cross entropy of all places lacks to be the divergence from a teacher, in nats: of each place the sum of
+    /// `p·ln p` over the teacher's tokens, times the teacher's share.
+    pub offset: f64,
+}
+
 /// A batch: arrays of `(rows, length)`, row-major.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Batch {
     /// Number of rows.
     pub rows: usize,
@@ -123,6 +138,8 @@ pub struct Batch {
     pub input_ids: Vec<u32>,
     /// The token to predict at each place, or [`IGNORED`].
     pub targets: Vec<u32>,
+    /// What is to be predicted instead, where a teacher was asked for.
+    pub distributions: Option<Distributions>,
     /// The position in its sequence of each place, from 0; 0 in padding.
     pub positions: Vec<u32>,
     /// The place in its row where the sequence of each place starts: a place attends to those from there to itself. In
@@ -136,6 +153,15 @@ pub struct Batch {
     pub tokens: usize,
     /// Places whose target counts.
     pub target_tokens: usize,
+}
+
+/// What a loss asks for beside the trainable tokens.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Asked {
+    /// The prompts of chosen answers.
+    pub prompts: bool,
+    /// The teacher's distributions, with this share; the rest is the token's own.
+    pub teacher: Option<f64>,
 }
 
 /// Makes the batches of each epoch, the same from the same options on every platform.
@@ -275,18 +301,34 @@ impl Batcher {
     /// # Errors
     /// [`Error::Option`] when the plan is not one of this batcher's and has an index that is not in the data set.
     pub fn batch(&self, plan: &BatchPlan) -> Result<Batch> {
-        self.batch_with(plan, false)
+        self.batch_with(plan, Asked::default())
     }
 
-    /// [`Self::batch`], in which the prompts of chosen answers are predicted too where a loss learns them.
-    pub(crate) fn batch_with(&self, plan: &BatchPlan, prompts: bool) -> Result<Batch> {
+    /// [`Self::batch`] with what a loss asks for.
+    pub(crate) fn batch_with(&self, plan: &BatchPlan, asked: Asked) -> Result<Batch> {
+        let prompts = asked.prompts;
+        let teacher = match (asked.teacher, self.dataset.taught()) {
+            (None, _) => None,
+            (Some(share), Some(taught)) => Some((share, taught)),
+            (Some(_), None) => {
+                return Err(Error::option("data", "have no teacher, which is to be learned from"));
+            }
+        };
         let mut rows = Vec::with_capacity(plan.rows.len());
         for examples in &plan.rows {
             let mut row = Row::default();
             for &index in examples {
                 let words = self.dataset.words(index)?;
                 match self.dataset.kind() {
-                    SampleKind::Plain => row.sequence(words.0),
+                    SampleKind::Plain => {
+                        let places = row.sequence(words.0);
+                        if let Some((_, taught)) = teacher {
+                            let example = taught.examples.get(index).copied().unwrap_or(u32::MAX);
+                            for (index, place) in (1..).zip(&mut row.places[places]) {
+                                place.taught = taught.teacher.row_of(example, index);
+                            }
+                        }
+                    }
                     SampleKind::Labelled => {
                         let role = match self.dataset.is_desirable(index) {
                             true => Role::Desirable,
@@ -303,7 +345,8 @@ impl Batcher {
             }
             rows.push(row);
         }
-        Ok(self.put_together(rows))
+        let teacher = teacher.map(|(share, taught)| (share, taught.teacher.as_ref()));
+        Ok(self.put_together(rows, teacher))
     }
 
     /// Batches for KTO's estimate of the KL divergence: of labelled answers, each one's prompt with the answer of the
@@ -327,13 +370,13 @@ impl Batcher {
         let mut batches = Vec::new();
         while !rows.is_empty() {
             let rest = rows.split_off(self.options.batch_size.min(rows.len()));
-            batches.push(self.put_together(std::mem::replace(&mut rows, rest)));
+            batches.push(self.put_together(std::mem::replace(&mut rows, rest), None));
         }
         Ok(batches)
     }
 
-    /// Rows of one length.
-    fn put_together(&self, rows: Vec<Row>) -> Batch {
+    /// Rows of one length, with the distributions of a teacher that has this share.
+    fn put_together(&self, rows: Vec<Row>, teacher: Option<(f64, &Teacher)>) -> Batch {
         let padded = |longest: usize| {
             longest.next_multiple_of(LENGTH_STEP).min(self.options.max_seq_length).max(longest)
         };
@@ -345,6 +388,7 @@ impl Batcher {
             false => length,
         };
         let mut batch = Batch { rows: rows.len(), length, ..Batch::default() };
+        let mut distributions = teacher.map(|_| Distributions::default());
         let mut beginnings =
             SharedBeginnings { length: seen, source: Vec::new(), result: Vec::new() };
         for (number, row) in rows.into_iter().enumerate() {
@@ -360,6 +404,12 @@ impl Batcher {
             batch.input_ids.resize(end, 0);
             batch.targets.resize(end, IGNORED);
             batch.positions.resize(end, 0);
+            if let (Some(distributions), Some((share, teacher))) = (&mut distributions, teacher) {
+                for place in &row.places {
+                    distributions.push(place, share, teacher);
+                }
+                distributions.resize(end, share, teacher);
+            }
             // A place of a common beginning is read where it stands first. Padding is read from padding, or from
             // anywhere, as nothing comes of it.
             let mut result: Vec<u32> = vec![u32::MAX; length];
@@ -393,7 +443,63 @@ impl Batcher {
             }));
         }
         batch.shared = shares.then_some(beginnings);
+        batch.distributions = distributions;
         batch
+    }
+}
+
+impl Batch {
+    /// What a loss of all tokens is to predict.
+    pub fn loss_targets(&self) -> Targets<'_> {
+        match &self.distributions {
+            None => Targets::new(&self.targets),
+            Some(Distributions { tokens, shares, .. }) => {
+                Targets { tokens, shares: Some(shares), weights: None }
+            }
+        }
+    }
+
+    /// What the cross entropy of [`Self::loss_targets`] lacks to be the loss; see [`Distributions::offset`].
+    pub fn loss_offset(&self) -> f64 {
+        self.distributions.as_ref().map_or(0.0, |it| it.offset)
+    }
+}
+
+impl Distributions {
+    /// How many tokens there are at each place: the teacher's, and the place's own unless the teacher has all of it.
+    fn width(share: f64, teacher: &Teacher) -> usize {
+        teacher.width() + usize::from(share < 1.0)
+    }
+
+    /// Adds a place.
+    fn push(&mut self, place: &Place, share: f64, teacher: &Teacher) {
+        let end = self.tokens.len() + Self::width(share, teacher);
+        if let (true, Some(row)) = (place.target != IGNORED, place.taught) {
+            let (likeliest, negative_entropy) = teacher.distribution(row);
+            self.offset += share * negative_entropy;
+            let mut own = (share < 1.0).then_some(1.0 - share);
+            if let Some(own) = &mut own {
+                let named = likeliest.iter().find(|(token, _)| *token == place.target);
+                *own += share * named.map_or(0.0, |(_, probability)| *probability);
+            }
+            let own = own.map(|own| (place.target, own));
+            let others =
+                likeliest.into_iter().filter(|(token, _)| own.is_none_or(|own| own.0 != *token));
+            let others = others.map(|(token, probability)| (token, share * probability));
+            for (token, share) in own.into_iter().chain(others) {
+                self.tokens.push(token);
+                self.shares.push(share as f32);
+            }
+        }
+        self.tokens.resize(end, IGNORED);
+        self.shares.resize(end, 0.0);
+    }
+
+    /// Adds padding up to so many places.
+    fn resize(&mut self, places: usize, share: f64, teacher: &Teacher) {
+        let end = places * Self::width(share, teacher);
+        self.tokens.resize(end, IGNORED);
+        self.shares.resize(end, 0.0);
     }
 }
 
@@ -402,6 +508,8 @@ struct Place {
     input: u32,
     target: u32,
     position: u32,
+    /// The teacher's row about the target.
+    taught: Option<usize>,
 }
 
 /// A row in the making; places are counted from its beginning.
@@ -429,15 +537,17 @@ impl Row {
                     IGNORED
                 },
                 position: position as u32,
+                taught: None,
             });
         }
         start..self.places.len()
     }
 
-    /// Adds a sequence.
-    fn sequence(&mut self, words: &[u32]) {
+    /// Adds a sequence, and gives where it stands.
+    fn sequence(&mut self, words: &[u32]) -> Range<usize> {
         let run = self.run(words, 0..words.len().saturating_sub(1), false);
-        self.sequences.push(vec![run]);
+        self.sequences.push(vec![run.clone()]);
+        run
     }
 
     /// Adds a sequence with an answer, whose first places are the run `beginning`, which is there already.

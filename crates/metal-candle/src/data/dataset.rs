@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 
 use super::files::HeldOut;
 use super::store::{self, Store, Writer};
+use super::teacher::{Taught, Teacher};
 use crate::hash::Hash;
 use crate::random::SplitMix64;
 use crate::{Error, Result, bounds};
@@ -361,6 +362,8 @@ pub struct Dataset {
     /// Empty when every example is in an epoch once.
     mixture: Vec<Part>,
     kind: SampleKind,
+    /// What a teacher says of the examples.
+    taught: Option<Taught>,
     /// What became of the records.
     pub report: Report,
 }
@@ -491,7 +494,27 @@ impl Dataset {
         let sequences = if kind == SampleKind::Pair { 2 } else { 1 } * report.examples;
         report.mean_length = report.tokens as f64 / sequences as f64;
         let mixture = mixture(&parts)?;
-        Ok(Self { store: store.clone(), entries, mixture, kind, report })
+        Ok(Self { store: store.clone(), entries, mixture, kind, taught: None, report })
+    }
+
+    /// The data set with what a teacher says of its examples.
+    ///
+    /// # Errors
+    /// [`Error::File`] when it says nothing of one, or of a token of it that is to be learned; or when the data are no
+    /// sequences to learn.
+    pub fn with_teacher(mut self, teacher: &Arc<Teacher>) -> Result<Self> {
+        self.taught = Some(Taught::find(&self, teacher)?);
+        Ok(self)
+    }
+
+    /// What a teacher says of the examples.
+    pub(super) fn taught(&self) -> Option<&Taught> {
+        self.taught.as_ref()
+    }
+
+    /// Whether a teacher says something of the examples.
+    pub fn has_teacher(&self) -> bool {
+        self.taught.is_some()
     }
 
     /// The answers of pairs one by one: each chosen one as a good one, and each rejected one as one that isn't. Other
@@ -616,7 +639,7 @@ impl Dataset {
         drawn
     }
 
-    /// A hash of every token and mask, and of the weights (XXH3), by which a resumed run knows its data.
+    /// A hash of every token and mask, of the weights and of what a teacher says (XXH3), by which a resumed run knows its data.
     pub fn fingerprint(&self) -> u64 {
         let mut hash = Hash::new();
         for entry in &self.entries {
@@ -635,19 +658,25 @@ impl Dataset {
             hash.add(&(part.examples.end as u64).to_le_bytes());
             hash.add(&part.weight.to_le_bytes());
         }
+        if let Some(taught) = &self.taught {
+            hash.add(&taught.hash().to_le_bytes());
+        }
         hash.finish()
     }
 
     /// That every token is a row of an embedding of `vocabulary` rows.
     ///
     /// # Errors
-    /// [`Error::Option`] naming the first token that is not.
+    /// [`Error::Option`] naming the first token that is not, and [`Error::File`] about one that a teacher names.
     pub fn check_vocabulary(&self, vocabulary: usize) -> Result<()> {
         let words = self.entries.iter().flat_map(|entry| {
             let (words, rejected) = self.words_of(entry);
             words.iter().chain(rejected)
         });
         let mut ids = words.map(|&word| store::id(word));
+        if let Some(taught) = &self.taught {
+            taught.check_vocabulary(vocabulary)?;
+        }
         match ids.find(|&id| id as usize >= vocabulary) {
             Some(id) => Err(Error::option(
                 "data",

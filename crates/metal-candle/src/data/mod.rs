@@ -16,9 +16,13 @@ mod slice;
 mod source;
 mod store;
 mod survey;
+mod teacher;
 mod tokenize;
 
-pub use batch::{Answer, Batch, BatchOptions, BatchPlan, Batcher, IGNORED, Role, SharedBeginnings};
+pub(crate) use batch::Asked;
+pub use batch::{
+    Answer, Batch, BatchOptions, BatchPlan, Batcher, Distributions, IGNORED, Role, SharedBeginnings,
+};
 pub use body::Body;
 pub use columns::{Columns, Source, Template};
 pub use dataset::{DataOptions, Dataset, Example, LossOn, Report, Sample, SampleKind, Tokenized};
@@ -29,4 +33,6 @@ pub use source::DataSource;
 pub use survey::{
     Described, Lengths, Piece, Reading, Shown, Survey, TokenCounts, describe, survey,
 };
+pub(crate) use teacher::TeacherWriter;
+pub use teacher::{TOP_K, Teacher};
 pub use tokenize::tokenize;

@@ -199,6 +199,8 @@ pub struct Loss {
     pub sum: Value,
     /// How many target tokens there were.
     pub tokens: usize,
+    /// Entropies and hits of the places, where they were asked for.
+    pub statistics: Option<cross_entropy::Statistics>,
 }
 
 /// The loss of each place of a batch.
@@ -369,10 +371,21 @@ impl Model {
 
     /// The cross entropy of a batch with an adapter or without, summed over its target tokens.
     pub fn loss(&self, tape: &Tape, batch: &Batch, adapter: Option<&Arc<Adapter>>) -> Result<Loss> {
-        let (sum, tokens) = self.map_head(tape, batch, adapter, |head| {
-            tape.cross_entropy(head, &batch.targets, &self.loss_options(false))
+        self.loss_with(tape, batch, adapter, false)
+    }
+
+    /// [`Self::loss`], with the statistics of its places where they are asked for.
+    pub(crate) fn loss_with(
+        &self,
+        tape: &Tape,
+        batch: &Batch,
+        adapter: Option<&Arc<Adapter>>,
+        statistics: bool,
+    ) -> Result<Loss> {
+        let found = self.map_head(tape, batch, adapter, |head| {
+            tape.cross_entropy(head, &batch.loss_targets(), &self.loss_options(statistics))
         })?;
-        Ok(Loss { sum, tokens })
+        Ok(Loss { sum: found.sum, tokens: found.count, statistics: found.statistics })
     }
 
     /// The cross entropy of each place of a batch by itself.

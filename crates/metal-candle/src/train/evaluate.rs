@@ -10,12 +10,17 @@ use crate::data::{BatchPlan, Batcher};
 use crate::model::Model;
 use crate::{Error, Result};
 use candle_core::DType;
+use metal_candle_kernels::cross_entropy::Statistics;
 use metal_candle_kernels::devices;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
+
+/// The share of target tokens that the model finds likeliest, or for which nothing is likelier than the teacher's first,
+/// as TRL calls it.
+pub const TOKEN_ACCURACY: &str = "mean_token_accuracy";
 
 /// What an evaluation found.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -26,7 +31,8 @@ pub struct Evaluation {
     /// `exp(loss)`, of a cross entropy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub perplexity: Option<f64>,
-    /// What else the objective reports, by name.
+    /// What else is reported, by the names that TRL has: the mean entropy of the predictions in nats and
+    /// [`TOKEN_ACCURACY`], or what an objective of answers reports.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub metrics: BTreeMap<String, f64>,
     /// Target tokens it was measured on.
@@ -70,16 +76,16 @@ impl Task<'_> {
         limit: Option<usize>,
         known: Option<&References>,
     ) -> Result<Option<Evaluation>> {
-        self.objective.check(batches.dataset().kind())?;
+        self.objective.check(batches.dataset())?;
         let mut sums = Sums::begin();
         for plan in batches.epoch(0).iter().take(limit.unwrap_or(usize::MAX)) {
             if stop.load(Ordering::Relaxed) {
                 return Ok(None);
             }
-            if *self.objective == Objective::Sft {
-                sums.add(self, batches, plan)?;
-            } else {
+            if self.objective.compares_answers() {
                 sums.compare(self, batches, plan, known)?;
+            } else {
+                sums.add(self, batches, plan)?;
             }
         }
         sums.finish(*self.objective == Objective::Sft).map(Some)
@@ -103,13 +109,20 @@ impl Sums {
     }
 
     fn add(&mut self, task: &Task, batches: &Batcher, plan: &BatchPlan) -> Result<()> {
+        let batch = task.batch(batches, plan)?;
         let (of_batch, targets) = devices::step(task.model.device(), || -> Result<_> {
-            let batch = batches.batch(plan)?;
-            let loss = task.model.loss(&Tape::inference(), &batch, task.adapter)?;
+            let tape = Tape::inference();
+            let loss = task.model.loss_with(&tape, &batch, task.adapter, true)?;
+            if let Some(Statistics { entropies, hits }) = &loss.statistics {
+                for (name, of_rows) in [("entropy", entropies), (TOKEN_ACCURACY, hits)] {
+                    let sum = of_rows.sum_all()?.to_dtype(DType::F32)?.to_scalar::<f32>()?;
+                    self.metrics.add_sum(name, f64::from(sum), loss.tokens as f64);
+                }
+            }
             let of_batch = loss.sum.tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?;
             Ok((of_batch, loss.tokens))
         })?;
-        self.loss += f64::from(of_batch);
+        self.loss += f64::from(of_batch) + batch.loss_offset();
         self.tokens += targets as u64;
         self.count = self.tokens;
         Ok(())

@@ -14,11 +14,12 @@ mod references;
 mod saving;
 pub mod schedule;
 mod task;
+mod teach;
 pub mod tensorboard;
 mod trainer;
 
 pub use checkpoint::latest as latest_checkpoint;
-pub use evaluate::{Evaluation, evaluate};
+pub use evaluate::{Evaluation, TOKEN_ACCURACY, evaluate};
 pub use gradients::Gradients;
 pub use lock::FolderLock;
 pub use metrics::{FanOut, JsonLines, Metric, MetricsSink, Phase, Position};
@@ -29,5 +30,6 @@ pub use optimizer::{
 pub use options::{BestBy, Duration, MAX_STEPS, TrainOptions, total_steps};
 pub use schedule::{LearningRate, MlxSchedule, Schedule, ScheduleOptions, Warmup};
 pub use task::Task;
+pub use teach::write_teacher;
 pub use tensorboard::TensorBoard;
 pub use trainer::{Outcome, Resumed, SampleFn, Summary, Trainer};

@@ -4,7 +4,7 @@ use super::objectives::{Compared, Objective, Score, Slopes, Totals};
 use super::references::References;
 use crate::adapter::Adapter;
 use crate::autograd::Tape;
-use crate::data::{Answer, Batch, BatchPlan, Batcher, Role};
+use crate::data::{Answer, Asked, Batch, BatchPlan, Batcher, Role};
 use crate::model::Model;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
@@ -27,7 +27,10 @@ pub struct Task<'a> {
 impl Task<'_> {
     /// The arrays of a batch, with the targets that the objective asks for.
     pub(super) fn batch(&self, batches: &Batcher, plan: &BatchPlan) -> Result<Batch> {
-        batches.batch_with(plan, self.objective.learns_prompts())
+        let objective = self.objective;
+        let asked =
+            Asked { prompts: objective.learns_prompts(), teacher: objective.teacher_share() };
+        batches.batch_with(plan, asked)
     }
 
     /// The sums of the log-probabilities of a batch's answers under the reference; zeros where none is asked for.

@@ -8,7 +8,7 @@ use super::gradients::Gradients;
 use super::lock::FolderLock;
 use super::memory::peak_bytes;
 use super::metrics::{Metric, MetricsSink, Phase, Position};
-use super::objectives::{MetricSums, Objective};
+use super::objectives::MetricSums;
 use super::optimizer::{OptimizerState, Rates};
 use super::options::TrainOptions;
 use super::references::{self, References};
@@ -117,7 +117,7 @@ impl<'a> Trainer<'a> {
         base_model: impl Into<String>,
     ) -> Result<Self> {
         options.validate()?;
-        options.objective.check(batches.dataset().kind())?;
+        options.objective.check(batches.dataset())?;
         adapter.check(model)?;
         let parameters = adapter.parameters();
         let data = batches.options();
@@ -393,7 +393,7 @@ impl<'a> Trainer<'a> {
     fn check(&self) -> Result<()> {
         if let Some(validation) = self.validation {
             validation.dataset().check_vocabulary(self.model.config().vocab_size)?;
-            self.options.objective.check(validation.dataset().kind())?;
+            self.options.objective.check(validation.dataset())?;
         } else {
             for (name, wanted) in [
                 ("patience", self.options.patience.is_some()),
@@ -663,9 +663,9 @@ impl<'a> Trainer<'a> {
             .collect::<Result<_>>()?;
         let tokens: usize = batches.iter().map(|batch| batch.target_tokens).sum();
         let processed = batches.iter().map(|batch| batch.tokens).sum();
-        let Passed { loss, count, metrics } = match self.options.objective {
-            Objective::Sft => self.learn(&batches, tokens)?,
-            _ => self.compare(&plans, &batches)?,
+        let Passed { loss, count, metrics } = match self.options.objective.compares_answers() {
+            false => self.learn(&batches, tokens)?,
+            true => self.compare(&plans, &batches)?,
         };
         self.state.step += 1;
         self.state.phase = Phase::Trained;
@@ -710,7 +710,7 @@ impl<'a> Trainer<'a> {
         Tape::training().with_dropout(seed).with_checkpointing(self.options.grad_checkpoint)
     }
 
-    /// Both passes of supervised fine-tuning over the batches of a step.
+    /// Both passes of an objective of single tokens over the batches of a step.
     fn learn(&self, batches: &[Batch], tokens: usize) -> Result<Passed> {
         let mut sums = Vec::with_capacity(batches.len());
         for (index, batch) in batches.iter().enumerate() {
@@ -720,7 +720,7 @@ impl<'a> Trainer<'a> {
             sums.push(sum.into_tensor());
         }
         // Read when everything is under way: a GPU would wait for the next pass otherwise.
-        let mut loss = 0.0;
+        let mut loss: f64 = batches.iter().map(Batch::loss_offset).sum();
         for sum in sums {
             loss += f64::from(sum.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?);
         }

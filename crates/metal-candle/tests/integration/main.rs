@@ -8,7 +8,7 @@ mod data;
 mod gguf;
 mod models;
 mod mutations;
-mod preferences;
+mod objectives;
 mod quantized;
 mod text;
 mod training;

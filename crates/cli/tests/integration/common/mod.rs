@@ -94,7 +94,8 @@ impl Place {
 
     /// The program, on the CPU unless the arguments say otherwise: what tests expect is what the CPU gives.
     pub fn command(&self, arguments: &[&str]) -> Command {
-        const COMPUTING: [&str; 6] = ["train", "evaluate", "generate", "chat", "bench", "demo"];
+        const COMPUTING: [&str; 7] =
+            ["train", "evaluate", "logprobs", "generate", "chat", "bench", "demo"];
         let computes = arguments.first().is_some_and(|name| COMPUTING.contains(name));
         let cpu: &[&str] = match computes && !arguments.contains(&"--device") {
             true => &["--device", "cpu"],

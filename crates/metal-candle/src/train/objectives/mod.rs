@@ -1,11 +1,12 @@
 //! What a run minimises.
 //!
-//! Supervised fine-tuning minimises the cross entropy of target tokens. The others compare answers: their losses are
-//! functions of the log-probabilities of whole answers, under the model that is trained (the policy) and most of them
+//! Supervised fine-tuning minimises the cross entropy of target tokens, and distillation the divergence from what a
+//! teacher says in their place. The others compare answers: their losses are functions of the log-probabilities of whole answers, under the model that is trained (the policy) and most of them
 //! also under a frozen one (the reference). Names, defaults and formulas are those of TRL 1.16
 //! (<https://huggingface.co/docs/trl>), the papers' are with each. All is computed in f64, and a slope is the derivative
 //! with respect to a log-probability, from which the gradients of an answer's tokens follow.
 
+mod distill;
 mod dpo;
 mod kto;
 mod orpo;
@@ -13,12 +14,13 @@ mod simpo;
 #[cfg(test)]
 mod tests;
 
+pub use distill::DistillOptions;
 pub use dpo::{DpoLoss, DpoOptions};
 pub use kto::KtoOptions;
 pub use orpo::OrpoOptions;
 pub use simpo::SimPoOptions;
 
-use crate::data::{Role, SampleKind};
+use crate::data::{Dataset, Role, SampleKind};
 use crate::{Error, Result, bounds};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -30,6 +32,8 @@ pub enum Objective {
     /// The cross entropy of target tokens.
     #[default]
     Sft,
+    /// The divergence from a teacher's likeliest tokens.
+    Distill(DistillOptions),
     /// Direct preference optimisation.
     Dpo(DpoOptions),
     /// Simple preference optimisation, without a reference.
@@ -93,9 +97,14 @@ pub struct MetricSums(BTreeMap<String, (f64, f64)>);
 
 impl MetricSums {
     fn add(&mut self, name: &str, value: f64) {
+        self.add_sum(name, value, 1.0);
+    }
+
+    /// Adds the sum of so many values.
+    pub(super) fn add_sum(&mut self, name: &str, value: f64, of: f64) {
         let (sum, count) = self.0.entry(name.to_string()).or_default();
         *sum += value;
-        *count += 1.0;
+        *count += of;
     }
 
     /// Adds what another has.
@@ -130,6 +139,7 @@ impl Objective {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Sft => "sft",
+            Self::Distill(_) => "distill",
             Self::Dpo(_) => "dpo",
             Self::SimPo(_) => "simpo",
             Self::Orpo(_) => "orpo",
@@ -153,9 +163,22 @@ impl Objective {
     /// What examples it learns from.
     pub fn samples(&self) -> SampleKind {
         match self {
-            Self::Sft => SampleKind::Plain,
+            Self::Sft | Self::Distill(_) => SampleKind::Plain,
             Self::Dpo(_) | Self::SimPo(_) | Self::Orpo(_) => SampleKind::Pair,
             Self::Kto(_) => SampleKind::Labelled,
+        }
+    }
+
+    /// Whether it compares answers, rather than predicting one token after the other.
+    pub fn compares_answers(&self) -> bool {
+        self.samples() != SampleKind::Plain
+    }
+
+    /// How much of what is learned a teacher says, if there is one.
+    pub fn teacher_share(&self) -> Option<f64> {
+        match self {
+            Self::Distill(options) => Some(options.kd_alpha),
+            _ => None,
         }
     }
 
@@ -181,6 +204,7 @@ impl Objective {
     pub fn validate(&self) -> Result<()> {
         match self {
             Self::Sft => Ok(()),
+            Self::Distill(options) => options.validate(),
             Self::Dpo(options) => options.validate(),
             Self::SimPo(options) => options.validate(),
             Self::Orpo(options) => options.validate(),
@@ -188,18 +212,33 @@ impl Objective {
         }
     }
 
-    /// That data are what it learns from.
+    /// That data are what it learns from, with a teacher where it learns from one.
+    ///
+    /// # Errors
+    /// As [`Self::check_samples`].
+    pub fn check(&self, data: &Dataset) -> Result<()> {
+        self.check_samples(data.kind())?;
+        if self.teacher_share().is_some() && !data.has_teacher() {
+            return Err(Error::option(
+                "objective",
+                "is distill, which learns what a teacher says of the data, and there is no teacher",
+            ));
+        }
+        Ok(())
+    }
+
+    /// That examples are what it learns from.
     ///
     /// # Errors
     /// [`Error::Option`] saying what they are and what learns from them.
-    pub fn check(&self, samples: SampleKind) -> Result<()> {
+    pub fn check_samples(&self, samples: SampleKind) -> Result<()> {
         let expected = self.samples();
         if samples == expected {
             return Ok(());
         }
         let (found, wanted) = (samples.name(), expected.name());
         let advice = match samples {
-            SampleKind::Plain => "sft learns from these".to_string(),
+            SampleKind::Plain => "sft and distill learn from these".to_string(),
             SampleKind::Pair => "dpo, simpo and orpo learn from these; to learn the chosen answers alone, name them as the \
                                  completions (completion_column: chosen), or as the messages (messages_column: chosen) \
                                  where they are whole conversations"
@@ -223,7 +262,10 @@ impl Objective {
         let mut compared = Compared::default();
         match self.samples() {
             SampleKind::Plain => {
-                return Err(Error::option("objective", "is sft, which compares no answers"));
+                return Err(Error::option(
+                    "objective",
+                    format!("is {}, which compares no answers", self.name()),
+                ));
             }
             SampleKind::Pair => {
                 for pair in answers.chunks(2) {
@@ -249,7 +291,7 @@ impl Objective {
             Self::Dpo(options) => options.compare(chosen, rejected, totals, to),
             Self::SimPo(options) => options.compare(chosen, rejected, totals, to),
             Self::Orpo(options) => options.compare(chosen, rejected, totals, to),
-            Self::Sft | Self::Kto(_) => return,
+            Self::Sft | Self::Distill(_) | Self::Kto(_) => return,
         };
         let metrics = &mut to.metrics;
         metrics.add("rewards/chosen", rewards[0]);

@@ -87,11 +87,16 @@ fn what_cannot_work_is_named() {
     assert!(message(Objective::Dpo(robust)).contains("below 0.5"));
     for objective in objectives() {
         objective.validate().unwrap();
-        let text = objective.check(SampleKind::Plain).unwrap_err().to_string();
-        assert!(text.contains(objective.name()) && text.contains("sft learns"), "{text}");
-        objective.check(objective.samples()).unwrap();
+        let text = objective.check_samples(SampleKind::Plain).unwrap_err().to_string();
+        assert!(
+            text.contains(objective.name()) && text.contains("sft and distill learn"),
+            "{text}"
+        );
+        objective.check_samples(objective.samples()).unwrap();
     }
-    assert!(Objective::Sft.check(SampleKind::Pair).unwrap_err().to_string().contains("dpo"));
+    assert!(
+        Objective::Sft.check_samples(SampleKind::Pair).unwrap_err().to_string().contains("dpo")
+    );
     let dpo = Objective::Dpo(dpo);
     let alone = [(Role::Chosen, Score::default())];
     assert!(dpo.compare(&alone, &TOTALS).unwrap_err().to_string().contains("without its pair"));

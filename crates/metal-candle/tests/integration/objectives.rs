@@ -1,19 +1,22 @@
-//! Objectives that compare answers, against TRL: losses, gradients, the steps that follow; and that how batches are laid
-//! out, put together and interrupted changes nothing.
+//! Objectives that compare answers, against TRL, and distillation, against PyTorch: losses, gradients, the steps that
+//! follow; that how batches are laid out, put together and interrupted changes nothing; and what a model writes as a
+//! teacher.
 
 use crate::common::device;
 use candle_core::{DType, Device, Tensor};
 use metal_candle::adapter::Adapter;
 use metal_candle::data::{
     BatchOptions, Batcher, DataOptions, Dataset, Example, Record, Role, Sample, SampleKind,
-    read_records,
+    Teacher, read_records,
 };
 use metal_candle::model::Model;
 use metal_candle::text::Tokenizer;
-use metal_candle::train::objectives::{DpoLoss, DpoOptions, KtoOptions, OrpoOptions, SimPoOptions};
+use metal_candle::train::objectives::{
+    DistillOptions, DpoLoss, DpoOptions, KtoOptions, OrpoOptions, SimPoOptions,
+};
 use metal_candle::train::{
     AdamWOptions, LearningRate, Metric, Objective, Optimizer, Outcome, SgdOptions, TrainOptions,
-    Trainer,
+    Trainer, evaluate, write_teacher,
 };
 use serde_json::Value;
 use std::collections::HashMap;
@@ -205,32 +208,39 @@ fn losses_gradients_and_steps_are_those_of_trl() {
             .map(|loss| loss.as_f64().unwrap())
             .collect();
 
-        let (loss, found) = gradients(&batches, options(objective, 1, 1.0, adamw));
-        let first = losses_of_trl[0];
-        assert!(
-            (loss - first).abs() <= 1e-5 * (1.0 + first.abs()),
-            "{name}: {loss} is not {first}"
-        );
-        let mut compared = 0;
-        for (key, gradient) in &gradients_of_trl {
-            let Some(tensor) = key.strip_prefix(&format!("{name}.")) else { continue };
-            assert_near(&found[tensor], gradient, 1e-4, key);
-            compared += 1;
-        }
-        assert_eq!(compared, found.len(), "{name}");
-
-        let model = model();
-        let rate = document["learning_rate"].as_f64().unwrap();
-        let options = options(objective, losses_of_trl.len() as u64, rate, adamw);
-        let reports = run(&adapter(&model), &model, &batches, options);
-        for (step, (loss, expected)) in losses(&reports).iter().zip(&losses_of_trl).enumerate() {
-            let error = (loss - expected).abs();
-            assert!(
-                error <= 1e-3 * (1.0 + expected.abs()),
-                "{name}, step {step}: {loss} {expected}"
-            );
-        }
+        let options = |steps| options(objective, steps, learning_rate(&document), adamw);
+        let of_trl = (name.as_str(), losses_of_trl.as_slice(), &gradients_of_trl);
+        assert_learns_the_same(&batches, options, of_trl);
     }
+}
+
+/// The first loss and gradients, and the losses of the steps that follow, are those of a fixture.
+fn assert_learns_the_same(
+    batches: &Batcher,
+    options: impl Fn(u64) -> TrainOptions,
+    (name, expected, expected_gradients): (&str, &[f64], &HashMap<String, Tensor>),
+) {
+    let (loss, found) = gradients(batches, options(1));
+    let first = expected[0];
+    assert!((loss - first).abs() <= 1e-5 * (1.0 + first.abs()), "{name}: {loss} is not {first}");
+    let mut compared = 0;
+    for (key, gradient) in expected_gradients {
+        let Some(tensor) = key.strip_prefix(&format!("{name}.")) else { continue };
+        assert_near(&found[tensor], gradient, 1e-4, key);
+        compared += 1;
+    }
+    assert_eq!(compared, found.len(), "{name}");
+
+    let model = model();
+    let reports = run(&adapter(&model), &model, batches, options(expected.len() as u64));
+    for (step, (loss, expected)) in losses(&reports).iter().zip(expected).enumerate() {
+        let error = (loss - expected).abs();
+        assert!(error <= 1e-3 * (1.0 + expected.abs()), "{name}, step {step}: {loss} {expected}");
+    }
+}
+
+fn learning_rate(document: &Value) -> f64 {
+    document["learning_rate"].as_f64().unwrap()
 }
 
 fn some_objectives() -> Vec<Objective> {
@@ -597,4 +607,246 @@ fn pairs_that_cannot_be_compared_are_counted() {
     assert!(text.contains("1 dropped because both answers are the same"), "{text}");
     let message = Dataset::build(&read(lines[1]), &tokenizer(), &options).unwrap_err().to_string();
     assert!(message.contains("1 have the same answer twice"), "{message}");
+}
+
+/// What is distilled in the fixture: its document, and the data without what the teacher says.
+fn distilled() -> (Value, Dataset) {
+    let bytes = std::fs::read(folder().join("distillation.json")).unwrap();
+    let document: Value = serde_json::from_slice(&bytes).unwrap();
+    let example = |row: &Value| sequence(&row["prompt_ids"], &row["completion_ids"]);
+    let examples: Vec<_> = document["examples"].as_array().unwrap().iter().map(example).collect();
+    let dataset = Dataset::from_examples(&examples).unwrap();
+    (document, dataset)
+}
+
+fn teacher(path: &Path) -> Arc<Teacher> {
+    Arc::new(Teacher::read(path).unwrap())
+}
+
+fn in_batches(dataset: Dataset, options: BatchOptions) -> Batcher {
+    let options = BatchOptions { max_seq_length: 64, shuffle: false, ..options };
+    Batcher::new(Arc::new(dataset), options).unwrap()
+}
+
+/// Also with the examples packed, and in several batches.
+#[test]
+fn distillation_is_that_of_pytorch() {
+    let (document, dataset) = distilled();
+    let teacher = teacher(&folder().join("teacher.safetensors"));
+    let dataset = dataset.with_teacher(&teacher).unwrap();
+    let gradients_of_torch =
+        candle_core::safetensors::load(folder().join("distillation.safetensors"), &Device::Cpu)
+            .unwrap();
+    let adamw = Optimizer::AdamW(AdamWOptions { weight_decay: 0.01, ..AdamWOptions::default() });
+    for (name, variant) in document["variants"].as_object().unwrap() {
+        let kd_alpha = variant["kd_alpha"].as_f64().unwrap();
+        let objective = Objective::Distill(DistillOptions { kd_alpha });
+        let expected: Vec<f64> =
+            variant["losses"].as_array().unwrap().iter().map(|it| it.as_f64().unwrap()).collect();
+        let of_torch = (name.as_str(), expected.as_slice(), &gradients_of_torch);
+        for (batching, grad_accumulation) in
+            [(of_size(4), 1), (BatchOptions { packing: true, ..of_size(4) }, 1), (of_size(1), 4)]
+        {
+            let batches = in_batches(dataset.clone(), batching);
+            let options = |steps| TrainOptions {
+                grad_accumulation,
+                ..options(objective, steps, learning_rate(&document), adamw)
+            };
+            assert_learns_the_same(&batches, options, of_torch);
+        }
+    }
+}
+
+/// What the model itself writes is what PyTorch found, and of all tokens it is the model's own distribution, from which it
+/// doesn't differ.
+#[test]
+fn a_model_writes_what_it_finds_likeliest() {
+    let folder_of = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder_of.path().join(name);
+    let (_, dataset) = distilled();
+    let model = model();
+    let batches = in_batches(dataset.clone(), of_size(3));
+    let mut told = Vec::new();
+    let mut write = |name: &str, top_k| {
+        let progress = &mut |done| {
+            told.push(done);
+            true
+        };
+        assert!(write_teacher(&model, None, &batches, top_k, path(name), progress).unwrap());
+    };
+    write("some", 7);
+    let vocabulary = model.config().vocab_size;
+    write("all", vocabulary.min(1024));
+    assert_eq!(told, [3, 4, 3, 4]);
+    let of = |path: &Path| candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+    let (found, expected) = (of(&path("some")), of(&folder().join("teacher.safetensors")));
+    // Examples are written by length, here as they are in the fixture but for the last two.
+    let rows = |file: &HashMap<String, Tensor>| -> Vec<(Vec<u32>, Vec<f64>)> {
+        let ids = file["top_ids"].to_vec2::<i32>().unwrap();
+        let logprobs = file["top_logprobs"].to_dtype(DType::F64).unwrap().to_vec2::<f64>().unwrap();
+        ids.into_iter()
+            .zip(logprobs)
+            .map(|(ids, logprobs)| (ids.iter().map(|id| *id as u32).collect(), logprobs))
+            .collect()
+    };
+    let (found, expected) = (rows(&found), rows(&expected));
+    assert_eq!(found.len(), expected.len());
+    let mut matched = 0;
+    for (ids, logprobs) in &expected {
+        let named = ids.iter().filter(|id| **id != u32::MAX).count();
+        let same = found.iter().find(|(others, _)| others[..named] == ids[..named]);
+        let (_, others) = same.unwrap_or_else(|| panic!("{ids:?} isn't found"));
+        for (found, expected) in others.iter().zip(&logprobs[..named]) {
+            assert!((found - expected).abs() < 1e-4, "{found} is not {expected}");
+        }
+        matched += 1;
+    }
+    assert_eq!(matched, 29);
+
+    // A model doesn't differ from itself: the loss is 0, and of the adapter's it is not.
+    let dataset = dataset.with_teacher(&teacher(&path("all"))).unwrap();
+    let objective = &Objective::Distill(DistillOptions::default());
+    let batches = in_batches(dataset, of_size(2));
+    let adapter = adapter(&model);
+    let loss = |adapter| {
+        let task = metal_candle::train::Task { model: &model, adapter, objective, reference: None };
+        task.evaluate(&batches, None).unwrap().loss
+    };
+    let itself = loss(None);
+    assert!(itself.abs() < 1e-5, "{itself}");
+    assert!(loss(Some(&adapter)) > 0.1);
+
+    // Given up, nothing is written.
+    let given_up = write_teacher(&model, None, &batches, 2, path("none"), &mut |_| false);
+    assert!(!given_up.unwrap() && !path("none").exists());
+}
+
+/// Entropies and hits of an evaluation, against the logits.
+#[test]
+fn an_evaluation_says_how_sure_a_model_is() {
+    let (_, dataset) = distilled();
+    let model = model();
+    let found = evaluate(&model, None, &in_batches(dataset.clone(), of_size(3)), None).unwrap();
+    let (mut entropy, mut hits, mut count) = (0.0, 0.0, 0.0);
+    for example in dataset.iter() {
+        let ids = &example.ids;
+        let input = metal_candle::pass::Input::sequence(ids, 0, model.device()).unwrap();
+        let hidden =
+            model.forward(&metal_candle::autograd::Tape::inference(), &input, None).unwrap();
+        let logits = model.logits(hidden.tensor(), &input).unwrap().squeeze(0).unwrap();
+        let rows: Vec<Vec<f32>> = logits.to_vec2().unwrap();
+        for (place, row) in rows.iter().enumerate() {
+            if !example.trainable.get(place + 1).copied().unwrap_or(false) {
+                continue;
+            }
+            let total: f64 = row.iter().map(|logit| f64::from(*logit).exp()).sum();
+            let p = |logit: &f32| f64::from(*logit).exp() / total;
+            entropy -= row.iter().map(|logit| p(logit) * p(logit).ln()).sum::<f64>();
+            let target = row[ids[place + 1] as usize];
+            hits += f64::from(u8::from(row.iter().all(|logit| *logit <= target)));
+            count += 1.0;
+        }
+    }
+    assert_eq!(found.tokens as f64, count);
+    assert!((found.metrics["entropy"] - entropy / count).abs() < 1e-4);
+    assert!((found.metrics["mean_token_accuracy"] - hits / count).abs() < 1e-6);
+}
+
+#[test]
+fn what_a_teacher_cannot_say_is_refused() {
+    let folder_of = tempfile::tempdir().unwrap();
+    let good = candle_core::safetensors::load(folder().join("teacher.safetensors"), &Device::Cpu);
+    let good = good.unwrap();
+    let (document, dataset) = distilled();
+    let write = |change: &dyn Fn(&mut HashMap<String, Tensor>)| {
+        let mut tensors = good.clone();
+        change(&mut tensors);
+        let path = folder_of.path().join("teacher.safetensors");
+        candle_core::safetensors::save(&tensors, &path).unwrap();
+        Teacher::read(&path).map_err(|error| error.to_string())
+    };
+    let numbers = |name: &str| good[name].flatten_all().unwrap().to_vec1::<i32>().unwrap();
+    let with = |name: &'static str, index: usize, value: i32| {
+        let mut changed = numbers(name);
+        changed[index] = value;
+        let changed = Tensor::from_vec(changed, good[name].shape(), &Device::Cpu).unwrap();
+        move |tensors: &mut HashMap<String, Tensor>| {
+            tensors.insert(name.into(), changed.clone());
+        }
+    };
+    let logprob = |value: f32| {
+        let mut logprobs = good["top_logprobs"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        logprobs[15] = value;
+        let changed =
+            Tensor::from_vec(logprobs, good["top_logprobs"].shape(), &Device::Cpu).unwrap();
+        move |tensors: &mut HashMap<String, Tensor>| {
+            tensors.insert("top_logprobs".into(), changed.clone());
+        }
+    };
+    let missing = |tensors: &mut HashMap<String, Tensor>| {
+        tensors.remove("positions");
+    };
+    let wide = |tensors: &mut HashMap<String, Tensor>| {
+        let one = tensors["top_ids"].narrow(1, 0, 6).unwrap().contiguous().unwrap();
+        tensors.insert("top_ids".into(), one);
+    };
+    let cases: Vec<(Box<dyn Fn(&mut HashMap<String, Tensor>)>, &str)> = vec![
+        (Box::new(missing), "has no tensor \"positions\""),
+        (Box::new(wide), "top_logprobs has shape [29, 7], expected [29, 6]"),
+        (Box::new(with("lengths", 0, 7)), "lengths: found 43 in all"),
+        (Box::new(with("rows", 1, 4)), "rows: found 30 in all"),
+        (Box::new(with("lengths", 0, -7)), "lengths has -7 at 0, expected at least 2"),
+        (Box::new(with("positions", 0, 9)), "positions of example 0 aren't in order"),
+        (Box::new(with("positions", 4, 6)), "positions of example 0 aren't in order, or not below"),
+        (Box::new(with("top_ids", 7, -1)), "row 1 of top_ids and top_logprobs has no first token"),
+        (
+            Box::new(with("top_ids", 8, numbers("top_ids")[7])),
+            "row 1 of top_ids and top_logprobs have token",
+        ),
+        (Box::new(logprob(f32::NAN)), "NaN, which is no log-probability"),
+        (Box::new(logprob(0.5)), "0.5, which is no log-probability"),
+    ];
+    for (change, expected) in &cases {
+        let message = write(change).unwrap_err();
+        assert!(message.contains(expected) && message.contains("teacher.safetensors"), "{message}");
+    }
+
+    // Of other data, of other tokens than those to learn, and of another vocabulary.
+    let refused = |teacher: Teacher, dataset: &Dataset| {
+        dataset.clone().with_teacher(&Arc::new(teacher)).unwrap_err().to_string()
+    };
+    let message = refused(write(&with("input_ids", 0, 5)).unwrap(), &dataset);
+    assert!(message.contains("says nothing of example 0 of the data"), "{message}");
+    let all: Vec<Example> = dataset
+        .iter()
+        .map(|example| Example { trainable: vec![true; example.ids.len()], ..example })
+        .collect();
+    let all = Dataset::from_examples(&all).unwrap();
+    let message = refused(write(&|_| ()).unwrap(), &all);
+    assert!(message.contains("says nothing of token 1 of example 1"), "{message}");
+    let pairs = Dataset::from_samples(&pairs(&expected())).unwrap();
+    let message = refused(write(&|_| ()).unwrap(), &pairs);
+    assert!(message.contains("is about sequences, but the data are preference pairs"), "{message}");
+    let foreign = write(&with("top_ids", 3, 1_000_000)).unwrap();
+    let taught = dataset.clone().with_teacher(&Arc::new(foreign)).unwrap();
+    let message = taught.check_vocabulary(256).unwrap_err().to_string();
+    assert!(message.contains("names token 1000000"), "{message}");
+    assert_ne!(taught.fingerprint(), dataset.fingerprint());
+
+    // Without a teacher nothing is distilled, and a share has to be one.
+    let model = model();
+    let adamw = Optimizer::AdamW(AdamWOptions::default());
+    let rate = learning_rate(&document);
+    let refused = |kd_alpha: f64| {
+        let objective = Objective::Distill(DistillOptions { kd_alpha });
+        let batches = in_batches(dataset.clone(), of_size(4));
+        let options = options(objective, 1, rate, adamw);
+        let trainer = Trainer::new(&model, &adapter(&model), &batches, options, "output", "llama")
+            .map(|_| ());
+        trainer.unwrap_err().to_string()
+    };
+    assert!(refused(1.0).contains("there is no teacher"));
+    for share in [0.0, 1.5, f64::NAN] {
+        assert!(refused(share).contains("kd_alpha: is"), "{}", refused(share));
+    }
 }

@@ -1,0 +1,90 @@
+//! `logprobs`: what a model finds likeliest in place of each token of data, for another to be distilled from it.
+
+use crate::errors::{INTERRUPTED, SUCCESS, usage};
+use crate::interrupt;
+use crate::measured::Measured;
+use crate::models::{self, Runtime, Source, set_threads};
+use crate::output::{BARS, Terminal, grouped};
+use crate::template::TemplateFlags;
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use metal_candle::text::Tokenizer;
+use metal_candle::train::write_teacher;
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+
+const EXAMPLES: &str = "\
+Examples:
+  metal-candle logprobs --model teacher/ --data data/train.jsonl --student student/ -o teacher.safetensors
+  metal-candle train --model student/ --data data/train.jsonl --objective distill --teacher teacher.safetensors";
+
+/// What the command is told.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Arguments {
+    #[command(flatten)]
+    source: Source,
+    /// The model that is to learn, whose tokenizer and chat template make the tokens; it must have the teacher's
+    /// vocabulary [default: the teacher's own]
+    #[arg(long, value_name = "DIR|ID", help_heading = "Model")]
+    student: Option<String>,
+    #[command(flatten)]
+    data: Measured,
+    /// The likeliest tokens to keep in place of each
+    #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Output")]
+    top_k: usize,
+    /// The file to write; it must not exist
+    #[arg(short, long, value_name = "FILE", help_heading = "Output")]
+    output: PathBuf,
+    #[command(flatten)]
+    template: TemplateFlags,
+    #[command(flatten)]
+    runtime: Runtime,
+}
+
+/// Writes what the model says.
+pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
+    let Arguments { source, student, data, top_k, output, template, runtime } = arguments;
+    if output.exists() {
+        return Err(usage(format!("output: {} exists already; choose another", output.display())));
+    }
+    set_threads(runtime.threads)?;
+    interrupt::install()?;
+    let sources = data.find(terminal)?;
+    let student = match student {
+        None => None,
+        Some(student) => {
+            let mut tokenizer = Tokenizer::load(&models::resolve(&student, None, terminal)?)?;
+            template.apply(&mut tokenizer)?;
+            Some(tokenizer)
+        }
+    };
+    let loaded = source.load(&runtime, &template, terminal)?;
+    let reader = (student.as_ref().unwrap_or(&loaded.tokenizer), &loaded.variables);
+    let batches = data.batches(&sources, reader, loaded.model.config(), terminal)?;
+    let stop = interrupt::watch("stopping; nothing is written");
+    let bar = terminal.draws_bars().then(|| {
+        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} examples, {eta} left")
+            .unwrap_or_else(|_| ProgressStyle::default_bar());
+        BARS.add(ProgressBar::new(batches.dataset().len() as u64).with_style(style))
+    });
+    let (model, adapter) = (&loaded.model, loaded.adapter.as_ref());
+    let written = write_teacher(model, adapter, &batches, top_k, &output, &mut |done| {
+        if let Some(bar) = &bar {
+            bar.set_position(done as u64);
+        }
+        !stop.load(Ordering::Relaxed)
+    })?;
+    if let Some(bar) = bar {
+        bar.finish_and_clear();
+    }
+    if !written {
+        return Ok(INTERRUPTED);
+    }
+    terminal.note(format!(
+        "{}: the {top_k} likeliest in place of each of {} tokens",
+        output.display(),
+        grouped(batches.dataset().report.trainable_tokens as u64)
+    ));
+    Ok(SUCCESS)
+}

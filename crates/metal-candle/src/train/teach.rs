@@ -1,0 +1,93 @@
+//! What a model says of data, for others to be distilled from it.
+
+use crate::adapter::Adapter;
+use crate::autograd::Tape;
+use crate::data::{Batcher, IGNORED, SampleKind, TOP_K, TeacherWriter};
+use crate::model::Model;
+use crate::pass::Input;
+use crate::{Error, Result, bounds};
+use candle_core::Tensor;
+use metal_candle_kernels::{devices, embedding};
+use rayon::prelude::*;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Rows whose logits exist at a time.
+const ROWS: usize = 128;
+
+/// Writes the `top_k` likeliest tokens in place of each target token of all examples, with their log-probabilities, as a
+/// [`crate::data::Teacher`] reads them. `progress` is told how many examples are done; when it says false, this ends and
+/// nothing is written.
+///
+/// # Errors
+/// [`Error::Option`] when `top_k` is out of bounds or the data are no sequences; when the file cannot be written.
+pub fn write_teacher(
+    model: &Model,
+    adapter: Option<&Arc<Adapter>>,
+    batches: &Batcher,
+    top_k: usize,
+    path: impl AsRef<Path>,
+    progress: &mut dyn FnMut(usize) -> bool,
+) -> Result<bool> {
+    bounds::check("top_k", top_k, &TOP_K)?;
+    bounds::check("top_k", top_k, &(1..=model.config().vocab_size))?;
+    let data = batches.dataset();
+    if data.kind() != SampleKind::Plain {
+        let found = data.kind().name();
+        return Err(Error::option("data", format!("are {found}, expected sequences to learn")));
+    }
+    let mut writer = TeacherWriter::default();
+    let mut done = 0;
+    for plan in batches.by_length() {
+        let batch = batches.batch(&plan)?;
+        let counted = || (0..).zip(&batch.targets).filter(|(_, target)| **target != IGNORED);
+        let places: Vec<u32> = counted().map(|(place, _)| place).collect();
+        let likeliest = devices::step(model.device(), || -> Result<_> {
+            let input = Input::batch(&batch, model.device())?.with_adapter(adapter);
+            let hidden = model.forward(&Tape::inference(), &input, None)?.into_tensor();
+            let hidden = hidden.flatten_to(1)?;
+            let mut likeliest = Vec::with_capacity(places.len());
+            for places in places.chunks(ROWS) {
+                let places = Tensor::from_slice(places, (1, places.len()), model.device())?;
+                let logits = model.logits(&embedding::forward(&hidden, &places)?, &input)?;
+                let rows: Vec<Vec<f32>> = logits.squeeze(0)?.to_vec2()?;
+                likeliest.par_extend(rows.par_iter().map(|row| top(row, top_k)));
+            }
+            Ok(likeliest)
+        })?;
+        let mut found = likeliest.iter();
+        for (row, example) in plan.rows.iter().flatten().enumerate() {
+            let words = data.get(*example).map(|example| example.ids).unwrap_or_default();
+            let first = row * batch.length;
+            let positions: Vec<usize> = counted()
+                .map(|(place, _)| place as usize)
+                .filter(|place| (first..first + batch.length).contains(place))
+                .map(|place| place - first + 1)
+                .collect();
+            writer.push(&words, &positions);
+            found.by_ref().take(positions.len()).for_each(|of_token| writer.say(of_token));
+        }
+        done += plan.rows.len();
+        if !progress(done) {
+            return Ok(false);
+        }
+    }
+    writer.write(path.as_ref())?;
+    Ok(true)
+}
+
+/// The likeliest `k` of a row of logits, with their log-probabilities; of equal ones the first.
+fn top(logits: &[f32], k: usize) -> Vec<(u32, f32)> {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let total: f64 = logits.iter().map(|logit| f64::from(logit - largest).exp()).sum();
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    let by_logit =
+        |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+    if k < order.len() {
+        order.select_nth_unstable_by(k, by_logit);
+        order.truncate(k);
+    }
+    order.sort_unstable_by(by_logit);
+    let log_probability = |id: u32| (f64::from(logits[id as usize] - largest) - total.ln()) as f32;
+    order.into_iter().map(|id| (id, log_probability(id))).collect()
+}
