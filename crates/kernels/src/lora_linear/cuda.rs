@@ -2,19 +2,21 @@
 //! the activations, so that one product makes all x·A. An output is one sum of the large product and
 //! `xa·(s·B)` where the GPU has kernels for it, and so is the gradient of x; elsewhere it is first
 //! `s·xa·B`, to which the large product adds. Products with the rank as a side, and layers of a few rows,
-//! have kernels of their own.
+//! have kernels of their own. Weights whose products round rows to e4m3 are multiplied as codes in such sums,
+//! for dx transposed into memory that is given back at once.
 
 use super::skinny::Skinny;
 use super::{DenseProjection, Dropout, GatedGradients, Lora, Output, Projection, SharedGradients};
 use crate::backend::cuda::{
-    Array, Cuda, Matrix, Module, Rows, Sum, Term, by_dtype, module, require_floats,
+    Array, CodesTerm, Cuda, Matrix, Module, Rows, Sum, Term, by_dtype, module, require_floats,
 };
 use crate::backend::rows_and_columns;
 use crate::glu::Activation;
 use crate::glu::cuda::backward_again;
 use crate::matmul::cuda::{Adapter, Layer, bias_as, few_rows, takes_few_rows, write_bias};
 use crate::matmul::with_last_dimension;
-use crate::quantized::{Weight, cuda as packed};
+use crate::quantized::fp8::cuda::{Codes, codes_of, round_to_codes, transposed};
+use crate::quantized::{Quantized, Weight, cuda as packed};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{D, DType, Result, Tensor, bail};
 
@@ -24,6 +26,9 @@ const THREADS: usize = 256;
 
 /// Matrices that a launch copies.
 const MOST: usize = 8;
+
+/// Layers whose gradients are rounded at once.
+const MOST_CODES: usize = 4;
 
 /// Columns of an adapter begin at a multiple of this, so that they do at 16 bytes.
 const ALIGNMENT: usize = 8;
@@ -122,9 +127,28 @@ fn copy(cuda: &Cuda, dtype: DType, segments: &[Segment]) -> Result<()> {
     Ok(())
 }
 
+/// A frozen weight, ready for products.
+enum Frozen<'a> {
+    /// In the dtype of the activations.
+    Rows(Rows),
+    /// Multiplied as codes.
+    Codes(&'a Quantized),
+}
+
+impl Frozen<'_> {
+    fn matrix(&self) -> Result<Matrix> {
+        match self {
+            Self::Rows(rows) => Ok(rows.matrix),
+            Self::Codes(_) => bail!(
+                "metal-candle-kernels: lora_linear on CUDA: a weight in e4m3 stands in a product of numbers"
+            ),
+        }
+    }
+}
+
 /// One projection, ready for products in the dtype of the activations.
-struct Ready {
-    weight: Rows,
+struct Ready<'a> {
+    weight: Frozen<'a>,
     outer: usize,
     bias: Option<Array>,
     factors: Option<Factors>,
@@ -144,8 +168,8 @@ struct Factors {
 }
 
 /// Some projections of one input.
-struct All {
-    projections: Vec<Ready>,
+struct All<'a> {
+    projections: Vec<Ready<'a>>,
     /// The Aᵀ of all adapters, `(columns, inner)`, with zeros where one doesn't fill its place.
     a: Option<Matrix>,
     /// Of x·A.
@@ -160,28 +184,38 @@ struct All {
     _memory: Vec<Tensor>,
 }
 
-impl All {
+impl<'a> All<'a> {
     fn new(
         operation: &str,
         cuda: &Cuda,
         dtype: DType,
         inner: usize,
-        projections: &[DenseProjection],
+        projections: &[Projection<'a>],
         outputs_of: Option<(&Rows, usize)>,
     ) -> Result<Self> {
         let mut memory = Vec::new();
-        let mut weights = Vec::with_capacity(projections.len());
-        for DenseProjection { weight, .. } in projections {
-            require_floats(operation, &[*weight])?;
-            weights.push(cuda.rows_as(weight, dtype)?);
+        let (mut weights, mut outers) = (Vec::new(), Vec::new());
+        for Projection { weight, .. } in projections {
+            outers.push(weight.shape()?.0);
+            weights.push(match weight {
+                Weight::Dense(weight) => {
+                    require_floats(operation, &[*weight])?;
+                    Frozen::Rows(cuda.rows_as(weight, dtype)?)
+                }
+                Weight::Quantized(weight) => Frozen::Codes(weight),
+            });
         }
-        let outers = projections.iter().map(|projection| projection.weight.dims()[0]);
         let summed = match outputs_of {
             Some((x, rows)) => {
-                let mut all = std::iter::once(x).chain(&weights);
+                let aligned = |weight: &Frozen| match weight {
+                    Frozen::Rows(rows) => {
+                        rows.matrix.has_aligned_rows() && x.matrix.has_aligned_rows()
+                    }
+                    Frozen::Codes(_) => true,
+                };
                 inner > 0
-                    && all.all(|rows| rows.matrix.has_aligned_rows())
-                    && cuda.takes_sums_of_products(dtype, rows, outers, 2)?
+                    && weights.iter().all(aligned)
+                    && cuda.takes_sums_of_products(dtype, rows, outers.iter().copied(), 2)?
             }
             None => false,
         };
@@ -235,8 +269,8 @@ impl All {
         let mut segments = Vec::new();
         let mut column = 0;
         let mut ready = Vec::with_capacity(projections.len());
-        for (DenseProjection { weight, bias, lora }, rows) in projections.iter().zip(weights) {
-            let outer = weight.dim(0)?;
+        let projections = projections.iter().zip(weights).zip(outers);
+        for ((Projection { bias, lora, .. }, weight), outer) in projections {
             let mut factors = None;
             if let (Some(lora), Some(all_a)) = (lora, all_a) {
                 let rank = lora.a.dim(1)?;
@@ -267,7 +301,7 @@ impl All {
                 column += place(rank);
             }
             let bias = bias.map(|bias| bias_as(operation, cuda, bias, dtype)).transpose()?;
-            ready.push(Ready { weight: rows, outer, bias, factors });
+            ready.push(Ready { weight, outer, bias, factors });
         }
         copy(cuda, dtype, &segments)?;
         memory.extend(packed.map(|packed| packed.tensor));
@@ -313,12 +347,13 @@ pub(super) fn outputs(
         return forward_few_rows(operation, &cuda, x, (rows, inner), projections, keeps_xa);
     }
     let x_rows = cuda.rows(x)?;
-    let all = All::new(operation, &cuda, dtype, inner, projections, Some((&x_rows, rows)))?;
+    let projections = dense(projections);
+    let all = All::new(operation, &cuda, dtype, inner, &projections, Some((&x_rows, rows)))?;
     let mut skinny = Skinny::new(&cuda, dtype, rows)?;
     let xa = all.low_rank(&cuda, x, &x_rows, &mut skinny)?;
     let all_xa = Matrix::of(&xa, all.columns);
     if all.summed {
-        return all.outputs(&cuda, x, (x_rows.matrix, [rows, inner]), &xa);
+        return all.outputs(&cuda, x, (x_rows.matrix, [rows, inner]), None, &xa);
     }
     let mut outputs = Vec::with_capacity(projections.len());
     for ready in &all.projections {
@@ -335,7 +370,7 @@ pub(super) fn outputs(
             write_bias(&cuda, bias, &y, rows, outer)?;
             beta = 1.0;
         }
-        let product = (x_rows.matrix, weight.matrix.t());
+        let product = (x_rows.matrix, weight.matrix()?.t());
         cuda.gemm([rows, outer, inner], 1.0, product, beta, to)?;
         outputs.push(Output { y: y.tensor, xa: ready.part_of(&xa)? });
     }
@@ -355,7 +390,8 @@ pub(super) fn low_rank(
         let outputs = forward_few_rows(operation, &cuda, x, (rows, inner), projections, true)?;
         return Ok(outputs.into_iter().map(|output| output.xa).collect());
     }
-    let all = All::new(operation, &cuda, x.dtype(), inner, projections, None)?;
+    let projections = dense(projections);
+    let all = All::new(operation, &cuda, x.dtype(), inner, &projections, None)?;
     let mut skinny = Skinny::new(&cuda, x.dtype(), rows)?;
     let xa = all.low_rank(&cuda, x, &cuda.rows(x)?, &mut skinny)?;
     all.projections.iter().map(|ready| ready.part_of(&xa)).collect()
@@ -369,7 +405,17 @@ fn few(rows: usize, inner: usize, projections: &[DenseProjection]) -> bool {
     !drops && takes_few_rows(rows, inner, ranks)
 }
 
-impl Ready {
+/// The same as projections of any weight.
+pub(super) fn dense<'a>(projections: &[DenseProjection<'a>]) -> Vec<Projection<'a>> {
+    let any = |DenseProjection { weight, bias, lora }: &DenseProjection<'a>| Projection {
+        weight: Weight::Dense(weight),
+        bias: *bias,
+        lora: *lora,
+    };
+    projections.iter().map(any).collect()
+}
+
+impl Ready<'_> {
     /// The columns of this projection's adapter.
     fn part_of(&self, xa: &Array) -> Result<Option<Tensor>> {
         let narrow = |factors: &Factors| xa.tensor.narrow(D::Minus1, factors.column, factors.rank);
@@ -377,7 +423,7 @@ impl Ready {
     }
 }
 
-impl All {
+impl All<'_> {
     /// `g = s·dy·Bᵀ` of all adapters side by side, `(rows, columns)`, and the gradients of B.
     fn incoming(
         &self,
@@ -411,27 +457,43 @@ impl All {
         Ok((g, dbs))
     }
 
-    /// All outputs, each a sum of the large product and `xa·(s·B)`.
+    /// All outputs, each a sum of the large product, of `codes` of x where weights are multiplied as such, and
+    /// `xa·(s·B)`.
     fn outputs(
         &self,
         cuda: &Cuda,
         x: &Tensor,
         (x_rows, [rows, inner]): (Matrix, [usize; 2]),
+        codes: Option<&Codes>,
         xa: &Array,
     ) -> Result<Vec<Output>> {
         let dtype = x.dtype();
         let all_xa = Matrix::of(xa, self.columns);
+        let mut memory = Vec::new();
         let mut sums = Vec::with_capacity(self.projections.len());
         let mut outputs = Vec::with_capacity(self.projections.len());
         for ready in &self.projections {
             let y = cuda.empty(with_last_dimension(x, ready.outer), dtype)?;
-            let mut terms = vec![Term { a: x_rows, b: ready.weight.matrix.t(), depth: inner }];
+            let mut terms = Vec::with_capacity(2);
+            let mut of_codes = None;
+            match (&ready.weight, codes) {
+                (Frozen::Codes(weight), Some(x)) => {
+                    let weight = codes_of(cuda, weight)?;
+                    let scales = (x.scales, weight.scales);
+                    let (a, b) = (x.matrix, weight.matrix);
+                    of_codes = Some(CodesTerm { a, b, depth: inner, scales });
+                    memory.push(weight);
+                }
+                (weight, _) => {
+                    terms.push(Term { a: x_rows, b: weight.matrix()?.t(), depth: inner });
+                }
+            }
             if let Some(Factors { column, rank: rank @ 1.., b, .. }) = ready.factors {
                 terms.push(Term { a: all_xa.at_column(column), b, depth: rank });
             }
             let (to, columns) = (Matrix::of(&y, ready.outer), ready.outer);
             let bias = ready.bias.as_ref().map(|bias| bias.pointer);
-            sums.push(Sum { to, columns, bias, terms });
+            sums.push(Sum { to, columns, bias, codes: of_codes, terms });
             outputs.push(Output { y: y.tensor, xa: ready.part_of(xa)? });
         }
         cuda.sums_of_products(dtype, rows, &sums)?;
@@ -449,8 +511,17 @@ impl All {
         to: &Array,
     ) -> Result<bool> {
         let mut terms = Vec::with_capacity(dys.len() + 1);
+        let (mut quantized, mut incoming) = (Vec::new(), Vec::new());
         for (Ready { weight, outer, .. }, dy) in self.projections.iter().zip(dys) {
-            terms.push(Term { a: dy.matrix, b: weight.matrix, depth: *outer });
+            match weight {
+                Frozen::Rows(rows) => {
+                    terms.push(Term { a: dy.matrix, b: rows.matrix, depth: *outer });
+                }
+                Frozen::Codes(weight) => {
+                    quantized.push(*weight);
+                    incoming.push((dy.matrix, *outer, codes_of(cuda, weight)?));
+                }
+            }
         }
         if let (Some(a), false) = (self.a, self.dropout) {
             terms.push(Term { a: g, b: a, depth: self.columns });
@@ -459,13 +530,28 @@ impl All {
             *depth > 0 && a.has_aligned_rows() && b.has_aligned_rows()
         };
         let columns = std::iter::once(inner);
+        let count = terms.len() + usize::from(!quantized.is_empty());
         let takes = terms.iter().all(lies)
-            && cuda.takes_sums_of_products(to.dtype, rows, columns, terms.len())?;
-        if takes {
-            let sum = Sum { to: Matrix::of(to, inner), columns: inner, bias: None, terms };
-            cuda.sums_of_products(to.dtype, rows, &[sum])?;
+            && cuda.takes_sums_of_products(to.dtype, rows, columns, count)?;
+        if !takes {
+            return Ok(false);
         }
-        Ok(takes)
+        let (of_weights, of_rows);
+        let mut codes = None;
+        if !quantized.is_empty() {
+            let parts = incoming.iter().map(|(dy, outer, weight)| (*dy, *outer, weight.scales));
+            of_rows = round_to_codes(cuda, rows, &parts.collect::<Vec<_>>())?;
+            of_weights = transposed(cuda, &quantized)?;
+            codes = Some(CodesTerm {
+                a: of_rows.matrix,
+                b: of_weights.matrix,
+                depth: of_rows.columns,
+                scales: (of_rows.scales, 0),
+            });
+        }
+        let sum = Sum { to: Matrix::of(to, inner), columns: inner, bias: None, codes, terms };
+        cuda.sums_of_products(to.dtype, rows, &[sum])?;
+        Ok(true)
     }
 
     /// x·A of all adapters side by side, `(.., columns)`.
@@ -493,6 +579,82 @@ impl All {
         skinny.finish()?;
         Ok(xa)
     }
+}
+
+/// Whether all weights are multiplied as codes, by so many rows in `dtype`; `backward` for the gradient of the rows.
+pub(super) fn takes_codes(
+    x: &Tensor,
+    (rows, inner): (usize, usize),
+    projections: &[Projection],
+    backward: bool,
+) -> Result<bool> {
+    if projections.len() > MOST_CODES {
+        return Ok(false);
+    }
+    let mut outers = Vec::with_capacity(projections.len());
+    for Projection { weight, .. } in projections {
+        match weight {
+            Weight::Quantized(weight) if weight.fp8_scales().is_some() => {
+                outers.push(weight.shape().0);
+            }
+            _ => return Ok(false),
+        }
+    }
+    // Rows of codes begin at 16 bytes; and four codes are transposed at once.
+    if !inner.is_multiple_of(16) || outers.iter().any(|outer| *outer % 8 != 0 || *outer == 0) {
+        return Ok(false);
+    }
+    // Of a product of the adapters' part, and of codes.
+    let columns = if backward { vec![inner] } else { outers };
+    Cuda::of(x)?.takes_sums_of_products(x.dtype(), rows, columns.into_iter(), 2)
+}
+
+/// [`forward`] of layers that [`takes_codes`] said yes to.
+pub(super) fn forward_codes(
+    operation: &str,
+    x: &Tensor,
+    (rows, inner): (usize, usize),
+    projections: &[Projection],
+) -> Result<Vec<Output>> {
+    let cuda = Cuda::of(x)?;
+    let x_rows = cuda.rows(x)?;
+    let outputs_of = Some((&x_rows, rows));
+    let all = All::new(operation, &cuda, x.dtype(), inner, projections, outputs_of)?;
+    let mut skinny = Skinny::new(&cuda, x.dtype(), rows)?;
+    let xa = all.low_rank(&cuda, x, &x_rows, &mut skinny)?;
+    let codes = round_to_codes(&cuda, rows, &[(x_rows.matrix, inner, 0)])?;
+    all.outputs(&cuda, x, (x_rows.matrix, [rows, inner]), Some(&codes), &xa)
+}
+
+/// The `xa` of [`forward_codes`].
+pub(super) fn low_rank_codes(
+    operation: &str,
+    x: &Tensor,
+    (rows, inner): (usize, usize),
+    projections: &[Projection],
+) -> Result<Vec<Option<Tensor>>> {
+    let cuda = Cuda::of(x)?;
+    let all = All::new(operation, &cuda, x.dtype(), inner, projections, None)?;
+    let mut skinny = Skinny::new(&cuda, x.dtype(), rows)?;
+    let xa = all.low_rank(&cuda, x, &cuda.rows(x)?, &mut skinny)?;
+    all.projections.iter().map(|ready| ready.part_of(&xa)).collect()
+}
+
+/// The gradient `(.., in)` of the input of layers without adapters that [`takes_codes`] said yes to.
+pub(super) fn input_gradient_codes(
+    operation: &str,
+    dy: &Tensor,
+    (rows, inner): (usize, usize),
+    projection: Projection,
+) -> Result<Tensor> {
+    let cuda = Cuda::of(dy)?;
+    let all = All::new(operation, &cuda, dy.dtype(), inner, &[projection], None)?;
+    let dx = cuda.empty(with_last_dimension(dy, inner), dy.dtype())?;
+    let none = Matrix::of(&dx, 0);
+    if !all.sum_gradient(&cuda, [rows, inner], &[cuda.rows(dy)?], none, &dx)? {
+        bail!("metal-candle-kernels: {operation} on CUDA: a product of codes has no kernel")
+    }
+    Ok(dx.tensor)
 }
 
 /// As `outputs`.
@@ -599,11 +761,12 @@ fn bias_and_adapter(
     Ok((pointer, Some(adapter)))
 }
 
+/// Of dense weights, or of some that [`takes_codes`] said yes to.
 pub(super) fn backward(
     operation: &str,
     x: &Tensor,
     (rows, inner): (usize, usize),
-    projections: &[DenseProjection],
+    projections: &[Projection],
     xas: &[Option<&Tensor>],
     dys: &[&Tensor],
     need_dx: bool,
@@ -664,7 +827,7 @@ pub(super) fn backward(
     skinny.finish()?;
     if let (Some(dx), false) = (&mut dx, summed) {
         for (Ready { weight, outer, .. }, dy) in all.projections.iter().zip(&dys) {
-            dx.add(&cuda, [rows, inner, *outer], (dy.matrix, weight.matrix))?;
+            dx.add(&cuda, [rows, inner, *outer], (dy.matrix, weight.matrix()?))?;
         }
         if dx.beta == 0.0 {
             cuda.clear(&dx.to)?;
@@ -682,13 +845,13 @@ pub(super) struct Unit<'a> {
     pub(super) activation: Activation,
 }
 
-/// Of one projection without dropout: the unit is made while its own backward pass goes over what it is
+/// Of one projection without dropout, as [`backward`] takes it: the unit is made while its own backward pass goes over what it is
 /// made from, in the place of its gradient.
 pub(super) fn backward_gated(
     operation: &str,
     Unit { gate, up, activation }: Unit,
     (rows, inner): (usize, usize),
-    projection: DenseProjection,
+    projection: Projection,
     xa: &Tensor,
     dy: &Tensor,
 ) -> Result<GatedGradients> {
@@ -711,7 +874,7 @@ pub(super) fn backward_gated(
     let x = cuda.empty(gate.dims(), dtype)?;
     if !all.sum_gradient(&cuda, [rows, inner], &dys, all_g, &x)? {
         skinny.up(all_g, (a, all.columns), None, 1.0, (&x, [rows, inner]))?;
-        let factors = (dys[0].matrix, weight.matrix);
+        let factors = (dys[0].matrix, weight.matrix()?);
         cuda.gemm([rows, inner, *outer], 1.0, factors, 1.0, Matrix::of(&x, inner))?;
     }
     let (dgate, dup) = backward_again(&cuda, (gate, up), activation, &x)?;

@@ -16,6 +16,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+pub(crate) mod fp8;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
 #[cfg(feature = "cuda")]
@@ -168,6 +169,13 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
     const OPERATION: &str = "lora_linear::forward";
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     check(OPERATION, x, inner, projections)?;
+    if fp8::is_one_of(projections) {
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() && cuda::takes_codes(x, (rows, inner), projections, false)? {
+            return cuda::forward_codes(OPERATION, x, (rows, inner), projections);
+        }
+        return fp8::forward(x, projections);
+    }
     on_gpu!(x, gpu => match gpu::takes_packed(x, (rows, inner), projections) {
         true => gpu::forward_packed(OPERATION, x, (rows, inner), projections, true),
         false => with_dense(x.dtype(), projections, |projections| {
@@ -214,7 +222,7 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
 pub fn forward_only(x: &Tensor, projections: &[Projection]) -> Result<Vec<Tensor>> {
     let ys = |outputs: Vec<Output>| outputs.into_iter().map(|output| output.y).collect();
     #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
+    if x.device().is_cuda() && !fp8::is_one_of(projections) {
         const OPERATION: &str = "lora_linear::forward";
         let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
         check(OPERATION, x, inner, projections)?;
@@ -234,6 +242,17 @@ pub fn forward_only(x: &Tensor, projections: &[Projection]) -> Result<Vec<Tensor
 /// # Errors
 /// Like [`forward`].
 pub fn forward_again(x: &Tensor, projections: &[Projection]) -> Result<Vec<Option<Tensor>>> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() && fp8::is_one_of(projections) {
+        const OPERATION: &str = "lora_linear::forward_again";
+        let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
+        check(OPERATION, x, inner, projections)?;
+        if cuda::takes_codes(x, (rows, inner), projections, false)? {
+            return cuda::low_rank_codes(OPERATION, x, (rows, inner), projections);
+        }
+        let outputs = fp8::forward(x, projections)?;
+        return Ok(outputs.into_iter().map(|output| output.xa).collect());
+    }
     on_gpu!(x, gpu => {
         const OPERATION: &str = "lora_linear::forward_again";
         let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
@@ -322,10 +341,16 @@ pub fn backward_gated<'w>(
         let projection = Projection { weight, bias: None, lora: Some(*lora) };
         check(OPERATION, gate, inner, &[projection])?;
         check_incoming(OPERATION, gate, &[projection], &[Some(xa)], &[dy])?;
-        let unit = cuda::Unit { gate, up, activation };
-        return with_dense(gate.dtype(), &[projection], |projections| {
-            cuda::backward_gated(OPERATION, unit, (rows, inner), projections[0], xa, dy)
-        });
+        let (unit, sizes) = (cuda::Unit { gate, up, activation }, (rows, inner));
+        if !fp8::is_one_of(&[projection]) {
+            return with_dense(gate.dtype(), &[projection], |projections| {
+                let projection = cuda::dense(projections)[0];
+                cuda::backward_gated(OPERATION, unit, sizes, projection, xa, dy)
+            });
+        }
+        if cuda::takes_codes(gate, sizes, &[projection], true)? {
+            return cuda::backward_gated(OPERATION, unit, sizes, projection, xa, dy);
+        }
     }
     let x = glu::forward(gate, up, activation)?;
     let Gradients { dx: Some(dx), da, db } = backward(&x, weight, xa, lora, dy, true)? else {
@@ -353,9 +378,26 @@ pub fn backward_shared(
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     check(OPERATION, x, inner, projections)?;
     check_incoming(OPERATION, x, projections, xas, dys)?;
-    on_gpu!(x, gpu => with_dense(x.dtype(), projections, |projections| {
-        gpu::backward(OPERATION, x, (rows, inner), projections, xas, dys, need_dx)
-    }));
+    if fp8::is_one_of(projections) {
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() && cuda::takes_codes(x, (rows, inner), projections, true)? {
+            return cuda::backward(OPERATION, x, (rows, inner), projections, xas, dys, need_dx);
+        }
+        return fp8::backward(x, projections, xas, dys, need_dx);
+    }
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return with_dense(x.dtype(), projections, |projections| {
+            let projections = cuda::dense(projections);
+            cuda::backward(OPERATION, x, (rows, inner), &projections, xas, dys, need_dx)
+        });
+    }
+    #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
+    if crate::backend::metal::computes(x) {
+        return with_dense(x.dtype(), projections, |projections| {
+            metal::backward(OPERATION, x, (rows, inner), projections, xas, dys, need_dx)
+        });
+    }
     let inputs = Inputs::new(projections)?;
     let incoming = projections.iter().zip(xas).zip(dys).map(|((projection, xa), dy)| {
         let xa = xa.filter(|_| projection.lora.is_some());

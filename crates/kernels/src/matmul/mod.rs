@@ -21,6 +21,8 @@ use crate::backend::cpu::{Input, Read, Real, Sum, dispatch, unwritten, zeros};
 use crate::backend::{
     on_gpu, record2, record3, require_dtype, require_shape, require_together, rows_and_columns,
 };
+use crate::lora_linear::fp8::linear_input_gradient;
+use crate::lora_linear::{Projection, forward_shared};
 use crate::quantized::Weight;
 use candle_core::{Device, Result, Tensor, bail};
 use cpu::Layer;
@@ -54,6 +56,15 @@ pub fn linear<'w>(
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     let outer = output_size(OPERATION, weight, inner)?;
     check_bias(OPERATION, x, bias, outer)?;
+    if let Weight::Quantized(quantized) = weight
+        && quantized.fp8_scales().is_some()
+    {
+        let mut outputs = forward_shared(x, &[Projection { weight, bias, lora: None }])?;
+        return match outputs.pop() {
+            Some(output) => Ok(output.y),
+            None => bail!("metal-candle-kernels: {OPERATION}: a layer gave no output"),
+        };
+    }
     on_gpu!(x, gpu => {
         if let Weight::Quantized(weight) = weight
             && let Some(y) = gpu::packed_linear(OPERATION, x, weight, bias, rows)?
@@ -114,6 +125,11 @@ pub fn linear_backward_input<'w>(dy: &Tensor, weight: impl Into<Weight<'w>>) -> 
             "metal-candle-kernels: {OPERATION}: weight has shape {:?}, expected ({outer}, in) to fit dy's last dimension",
             [outputs, inner]
         )
+    }
+    if let Weight::Quantized(weight) = weight
+        && weight.fp8_scales().is_some()
+    {
+        return linear_input_gradient(dy, weight);
     }
     on_gpu!(dy, gpu => {
         let weight = weight.to_dense(dy.dtype())?;

@@ -15,6 +15,7 @@
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+pub(crate) mod fp8;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 pub(crate) mod metal;
 mod quantize;
@@ -226,16 +227,32 @@ impl Scales {
     }
 }
 
-/// How products of up to four rows with a matrix are computed on the CPU, in f32, bf16 and f16.
+/// What products with a matrix round besides.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Arithmetic {
     /// The rows are multiplied as they are.
     #[default]
     Float,
-    /// Where codes are [`Levels::Integers`], the rows are rounded to 8 bits first: 32 neighbours have as their scale a
-    /// 127th of their largest magnitude, and become the nearest multiples of it, of two the even one. So does
-    /// llama.cpp. Products of integers are faster, where the processor has them, and results less exact.
+    /// On the CPU, where codes are [`Levels::Integers`], products of up to four rows in f32, bf16 and f16 round the rows
+    /// to 8 bits first: 32 neighbours have as their scale a 127th of their largest magnitude, and become the nearest
+    /// multiples of it, of two the even one. So does llama.cpp. Products of integers are faster, where the processor
+    /// has them, and results less exact.
     Int8,
+    /// Where codes are [`Levels::E4m3`] with a plain f32 scale a row of the matrix and no offsets, linear layers
+    /// ([`matmul`](crate::matmul), [`lora_linear`](crate::lora_linear)) round what they multiply by it to e4m3 first,
+    /// on all devices and for any number of rows. `round` gives each row a power of two as its scale, of which its
+    /// numbers become the nearest multiples by an e4m3:
+    ///
+    /// ```text
+    /// y  = round(x)·Wᵀ + bias + s·(x̃·A)·B
+    /// dx = round(dy·diag(c))·L + ..            W = diag(c)·L: scales of rows, and what codes stand for
+    /// ```
+    ///
+    /// The gradients of several layers that read the same input are rounded as one row. What an adapter adds and its
+    /// gradients are computed as ever. With NVIDIA's Hopper, many rows in bf16 or f16 are multiplied as codes, whose
+    /// sums have about 14 bits of mantissa there; elsewhere this arithmetic is slower than [`Self::Float`], and there
+    /// is none on Metal.
+    Fp8,
 }
 
 /// A matrix `(out, in)` in fewer bits.
@@ -302,12 +319,12 @@ impl Quantized {
         Ok(Self { shape, levels, group, codes, scales, arithmetic })
     }
 
-    /// The same matrix, with products of a few rows computed as said.
+    /// The same matrix, with products computed as said.
     pub fn with_arithmetic(self, arithmetic: Arithmetic) -> Self {
         Self { arithmetic, ..self }
     }
 
-    /// How products of a few rows are computed.
+    /// How products are computed.
     pub fn arithmetic(&self) -> Arithmetic {
         self.arithmetic
     }

@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::sys::{
 use candle_core::{DType, Result, bail};
 use std::ffi::c_void;
 
-/// A TMA descriptor (`CUtensorMap`) of a tensor of 2-byte elements: where it lies, and the box of it that one copy
+/// A TMA descriptor (`CUtensorMap`) of a tensor of elements of 1 or 2 bytes: where it lies, and the box of it that one copy
 /// moves.
 #[repr(C, align(128))]
 #[derive(Clone, Copy, Default)]
@@ -18,7 +18,7 @@ pub(crate) struct TmaDescriptor {
 
 impl TmaDescriptor {
     /// The elements from `pointer` on, of `sizes`, the last dimension contiguous and the others
-    /// `strides` elements apart, in boxes of `of_box`, whose lines are of 64 elements at most. A tensor
+    /// `strides` elements apart, in boxes of `of_box`, whose lines are of 128 bytes at most. A tensor
     /// without elements has none.
     pub(crate) fn new<const N: usize>(
         dtype: DType,
@@ -31,17 +31,19 @@ impl TmaDescriptor {
             return Ok(TmaDescriptor::default());
         }
         let element = match dtype {
+            DType::U8 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
             DType::BF16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             DType::F16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             _ => bail!(
-                "metal-candle-kernels: a TMA descriptor of {dtype:?} elements on CUDA, expected BF16 or F16"
+                "metal-candle-kernels: a TMA descriptor of {dtype:?} elements on CUDA, expected U8, BF16 or F16"
             ),
         };
         let outer = 0..N.saturating_sub(1);
         // The distance of what there is one of means nothing.
-        let apart = |i: usize| if sizes[i] == 1 { 8 } else { strides[i] };
+        let size = dtype.size_in_bytes();
+        let apart = |i: usize| if sizes[i] == 1 { 16 } else { strides[i] * size };
         let aligned =
-            pointer.is_multiple_of(16) && outer.clone().all(|i| apart(i).is_multiple_of(8));
+            pointer.is_multiple_of(16) && outer.clone().all(|i| apart(i).is_multiple_of(16));
         if !aligned || strides[N - 1] != 1 {
             bail!(
                 "metal-candle-kernels: a TMA descriptor of elements with strides {strides:?} on CUDA, expected rows that begin at 16 bytes"
@@ -50,7 +52,7 @@ impl TmaDescriptor {
         let mut descriptor = CUtensorMap { opaque: [0; 16] };
         // The driver counts dimensions from the last one, and distances in bytes.
         let counts: [u64; N] = std::array::from_fn(|i| sizes[N - 1 - i] as u64);
-        let bytes: Vec<u64> = outer.rev().map(|i| 2 * apart(i) as u64).collect();
+        let bytes: Vec<u64> = outer.rev().map(|i| apart(i) as u64).collect();
         let boxes: [u32; N] = std::array::from_fn(|i| of_box[N - 1 - i]);
         let steps = [1u32; N];
         // SAFETY: it reads the arrays, which are of the numbers of dimensions it is told, and writes the

@@ -2,7 +2,7 @@
 // themselves, and moving registers between warpgroups. `HOPPER` is defined where it is there to be
 // used.
 //
-// A warpgroup, four warps, multiplies a 64 x 16 A by a 16 x N B into a 64 x N C of f32. Warp `w`
+// A warpgroup, four warps, multiplies a 64 x 16 A by a 16 x N B into a 64 x N C of f32 (32 deep for e4m3). Warp `w`
 // holds rows `16·w` to `16·w + 15` of C, and of A when that is in registers, as tensor.cuh
 // describes for one warp and every eight columns. Products run on their own: `warpgroup_fence`
 // comes before the first one, and between other uses of its registers and the next one;
@@ -17,8 +17,11 @@
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER
 
+/// An 8-bit float with 4 bits of exponent and 3 of mantissa, whose tiles have their lines along the depth.
+struct e4m3;
+
 /// Describes a tile of 2-byte elements in shared memory, in panels of 64 elements (128 bytes) a
-/// line, whose chunk `c` of line `r` lies at place `c ^ r % 8`, from a multiple of 1024 bytes on.
+/// line (or of 1-byte elements in lines of 128), whose chunk `c` of line `r` lies at place `c ^ r % 8`, from a multiple of 1024 bytes on.
 /// When lines run across the depth, there are `panel` bytes from one panel to the next; when along
 /// it, one panel is described and `panel` means nothing.
 __device__ __forceinline__ uint64_t describe_tile(uint32_t address, uint32_t panel) {
@@ -156,6 +159,17 @@ DEFINE_WARPGROUP_MULTIPLY_256(bf16, "bf16", false, "0")
 DEFINE_WARPGROUP_MULTIPLY_256(bf16, "bf16", true, "1")
 DEFINE_WARPGROUP_MULTIPLY_256(f16, "f16", false, "0")
 DEFINE_WARPGROUP_MULTIPLY_256(f16, "f16", true, "1")
+
+template <>
+__device__ __forceinline__ void warpgroup_multiply<e4m3, 256>(float (&c)[256 / 8][4], uint64_t a,
+                                                              uint64_t b, bool add) {
+    asm volatile("{\n.reg .pred p;\n"
+                 "setp.ne.b32 p, %130, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" REGISTERS_256
+                 "}, %128, %129, p, 1, 1;\n}\n"
+                 : ACCUMULATORS_8(0), ACCUMULATORS_8(8), ACCUMULATORS_8(16), ACCUMULATORS_8(24)
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
 
 /// The inverse of `load_tiles`.
 __device__ __forceinline__ void store_tiles(uint32_t address, const uint32_t (&tiles)[4]) {

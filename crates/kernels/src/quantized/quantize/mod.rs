@@ -218,7 +218,7 @@ fn largest(numbers: &[f32]) -> f32 {
 
 /// The nearest 8-bit float with 4 bits of exponent and 3 of mantissa, of two the even one; 448 beyond that.
 #[inline(always)]
-fn to_e4m3(x: f32) -> u8 {
+pub(super) fn to_e4m3(x: f32) -> u8 {
     // One unit of this number is 2^-9, the unit of e4m3's subnormal numbers.
     const ALIGN: u32 = 141 << 23;
     let bits = x.to_bits();

@@ -2,7 +2,12 @@
 //
 //   C = Σ_t A_t·B_t + bias     C (rows, columns), A_t (rows, depth_t), B_t (depth_t, columns)
 //
-// of several C of the same rows in one launch. Two blocks of a cluster, of 128 rows each, have a tile of
+// of several C of the same rows in one launch. The first term of each may be of e4m3 codes, which stand for
+// multiples of a scale for each row of A and each column of B:
+//
+//   C[n, m] = r[n]·c[m]·(A_0·B_0)[n, m] + Σ_t (A_t·B_t)[n, m] + bias[m]
+//
+// The tensor cores add up products of codes in fewer bits than an f32 has, about 14 of mantissa. Two blocks of a cluster, of 128 rows each, have a tile of
 // 256 by 256 of a C; they share its tiles of B, of which each brings one half to both. In a block, one
 // thread of the first warpgroup has the tensor memory accelerator bring tiles of A and B, 64 deep, and two
 // warpgroups multiply 64 rows each. What lies beyond a matrix is zeros when it is read, and isn't written.
@@ -18,7 +23,9 @@ struct TermDescriptors {
 };
 
 struct Output {
-    const void *bias; // (columns), or null
+    const void *bias;           // (columns), or null
+    const float *row_scales;    // of codes: as many as the rows of all tiles
+    const float *column_scales; // of codes: (columns), at 16 bytes, or null for 1
     int first_term, terms, first_tile, columns;
 };
 
@@ -39,6 +46,7 @@ struct Products {
 constexpr int ROWS = 128;
 constexpr int COLUMNS = 256;
 constexpr int DEPTH = 64;
+constexpr int CODES_DEPTH = 128;
 constexpr int STAGES = 4;
 
 constexpr int A_BYTES = ROWS * DEPTH * 2;
@@ -80,8 +88,10 @@ __device__ __forceinline__ Place place_of(const Products &p, int tile, int block
     return {(2 * down + block) * ROWS, (across - p.outputs[output].first_tile) * COLUMNS, output};
 }
 
-/// B lies in rows of columns with `ACROSS`, and else in columns, along the depth.
-template <typename T, bool ACROSS> __device__ __forceinline__ void products(const Products &p) {
+/// B lies in rows of columns with `ACROSS`, and else in columns, along the depth. With `CODES`, the first term of
+/// each C is of codes, of which both lie along the depth.
+template <typename T, bool ACROSS, bool CODES>
+__device__ __forceinline__ void products(const Products &p) {
     extern __shared__ uint4 shared[];
     const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
     const uint32_t outs = base + STAGES * STAGE;
@@ -108,14 +118,16 @@ template <typename T, bool ACROSS> __device__ __forceinline__ void products(cons
             const Output &output = p.outputs[place.output];
             for (int t = output.first_term; t < output.first_term + output.terms; t++) {
                 const TermDescriptors &term = p.terms[t];
-                for (int k = 0; k < p.depths[t]; k += DEPTH) {
+                const bool codes = CODES && t == output.first_term;
+                const int deep = codes ? CODES_DEPTH : DEPTH;
+                for (int k = 0; k < p.depths[t]; k += deep) {
                     barrier_wait(empty + 8 * stage, parity ^ 1);
                     const uint32_t to = base + stage * STAGE, barrier = full + 8 * stage;
                     barrier_expect(barrier, STAGE);
                     load_box(to, term.a, k, place.row, barrier);
                     const uint32_t half = to + A_BYTES + block * (B_BYTES / 2);
                     const int column = place.column + block * (COLUMNS / 2);
-                    if (ACROSS) {
+                    if (ACROSS && !codes) {
                         load_box_for_both(half, term.b, column, k, barrier);
                         load_box_for_both(half + B_BYTES / 4, term.b, column + 64, k, barrier);
                     } else {
@@ -157,7 +169,37 @@ template <typename T, bool ACROSS> __device__ __forceinline__ void products(cons
                 if (lane < 2) barrier_arrive_at(empty + 8 * stage, lane);
                 advance();
             };
-            for (int t = output.first_term; t < output.first_term + output.terms; t++) {
+            int t = output.first_term;
+            const int terms_end = t + output.terms;
+            if (CODES) {
+                // Beyond the depth there are zeros.
+                for (int k = 0; k < p.depths[t]; k += CODES_DEPTH) {
+                    begin();
+                    fence();
+#pragma unroll
+                    for (int i = 0; i < CODES_DEPTH / 32; i++) {
+                        warpgroup_multiply<e4m3, COLUMNS>(c, a + i * (32 >> 4), b + i * (32 >> 4), add);
+                        add = true;
+                    }
+                    end();
+                    release();
+                }
+                t++;
+                const int row = place.row + half * 64 + warp % 4 * 16 + lane / 4;
+                const float upper = __ldg(output.row_scales + row), lower = __ldg(output.row_scales + row + 8);
+#pragma unroll
+                for (int n = 0; n < COLUMNS / 8; n++) {
+                    const int column = place.column + n * 8 + lane % 4 * 2;
+                    float2 scales = make_float2(1.0f, 1.0f);
+                    if (output.column_scales != nullptr && column < output.columns)
+                        scales = __ldg(reinterpret_cast<const float2 *>(output.column_scales + column));
+                    c[n][0] *= upper * scales.x;
+                    c[n][1] *= upper * scales.y;
+                    c[n][2] *= lower * scales.x;
+                    c[n][3] *= lower * scales.y;
+                }
+            }
+            for (; t < terms_end; t++) {
                 const int depth = p.depths[t], whole = (depth + 15) / DEPTH;
                 for (int k = 0; k < whole; k++) {
                     begin();
@@ -237,13 +279,17 @@ template <typename T, bool ACROSS> __device__ __forceinline__ void products(cons
 } // namespace
 
 #ifdef HOPPER
-#define PRODUCTS(name, element, across)                                                            \
+#define PRODUCTS(name, element, across, codes)                                                     \
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                 \
         name(const __grid_constant__ Products p) {                                                 \
-        products<element, across>(p);                                                              \
+        products<element, across, codes>(p);                                                       \
     }
-PRODUCTS(products_along_bf16, bf16, false)
-PRODUCTS(products_across_bf16, bf16, true)
-PRODUCTS(products_along_f16, f16, false)
-PRODUCTS(products_across_f16, f16, true)
+PRODUCTS(products_along_bf16, bf16, false, false)
+PRODUCTS(products_across_bf16, bf16, true, false)
+PRODUCTS(products_along_f16, f16, false, false)
+PRODUCTS(products_across_f16, f16, true, false)
+PRODUCTS(products_of_codes_along_bf16, bf16, false, true)
+PRODUCTS(products_of_codes_across_bf16, bf16, true, true)
+PRODUCTS(products_of_codes_along_f16, f16, false, true)
+PRODUCTS(products_of_codes_across_f16, f16, true, true)
 #endif

@@ -13,7 +13,7 @@ const MOST_OUTPUTS: usize = 4;
 const THREADS: u32 = 384;
 
 /// A tile of a cluster of two blocks.
-const TILE: usize = 256;
+pub(crate) const TILE: usize = 256;
 
 /// Shared memory of a block, as the kernel lays it out: four stages, what is written, barriers, and what
 /// it takes to begin at a multiple of 1024 bytes.
@@ -30,12 +30,26 @@ pub(crate) struct Term {
     pub(crate) depth: usize,
 }
 
+/// A product of e4m3 codes (u8): `a` `(rows, depth)` and `b` `(columns, depth)`, which stand for multiples of a scale a
+/// row.
+#[derive(Clone, Copy)]
+pub(crate) struct CodesTerm {
+    pub(crate) a: Matrix,
+    pub(crate) b: Matrix,
+    pub(crate) depth: usize,
+    /// The addresses of f32 scales: of `a` for the rows of whole tiles, as [`TILE`] has them; of `b` at 16 bytes, or 0
+    /// for 1.
+    pub(crate) scales: (u64, u64),
+}
+
 /// A sum of products: `to` `(rows, columns)`.
 pub(crate) struct Sum {
     pub(crate) to: Matrix,
     pub(crate) columns: usize,
     /// `(columns)`, contiguous, in the dtype of the others.
     pub(crate) bias: Option<u64>,
+    /// Of all sums of a launch, or of none.
+    pub(crate) codes: Option<CodesTerm>,
     pub(crate) terms: Vec<Term>,
 }
 
@@ -50,6 +64,8 @@ struct TermDescriptors {
 #[derive(Clone, Copy, Default)]
 struct Output {
     bias: u64,
+    row_scales: u64,
+    column_scales: u64,
     first_term: i32,
     terms: i32,
     first_tile: i32,
@@ -75,7 +91,7 @@ unsafe impl DeviceRepr for Products {}
 
 impl Cuda<'_> {
     /// Whether [`Cuda::sums_of_products`] has kernels for sums of these numbers of columns, of so many
-    /// terms each, that keep the GPU busy.
+    /// terms each, that of codes included, that keep the GPU busy.
     pub(crate) fn takes_sums_of_products(
         &self,
         dtype: DType,
@@ -99,15 +115,21 @@ impl Cuda<'_> {
         Ok(fits && self.has_warpgroups()?)
     }
 
-    /// The sums, in one launch. All `b` are transposed, or none; all matrices have rows or, if transposed,
+    /// The sums, in one launch. All `b` of terms are transposed, or none; all matrices have rows or, if transposed,
     /// columns that begin at 16 bytes.
     pub(crate) fn sums_of_products(&self, dtype: DType, rows: usize, sums: &[Sum]) -> Result<()> {
         let mut all = Products { count: size(sums.len())?, ..Default::default() };
         let along = sums.iter().flat_map(|sum| &sum.terms).all(|term| term.b.is_transposed());
         let (mut terms, mut tiles) = (0, 0);
-        if sums.len() > MOST_OUTPUTS
-            || sums.iter().map(|sum| sum.terms.len()).sum::<usize>() > MOST_TERMS
-        {
+        let of_codes = sums.iter().filter(|sum| sum.codes.is_some()).count();
+        if of_codes != 0 && of_codes != sums.len() {
+            bail!(
+                "metal-candle-kernels: {of_codes} of {} sums of products in one launch on CUDA have a term of codes, expected all or none",
+                sums.len()
+            )
+        }
+        let terms_of = |sum: &Sum| sum.terms.len() + usize::from(sum.codes.is_some());
+        if sums.len() > MOST_OUTPUTS || sums.iter().map(terms_of).sum::<usize>() > MOST_TERMS {
             bail!(
                 "metal-candle-kernels: {} sums of products in one launch on CUDA, expected {MOST_OUTPUTS} of {MOST_TERMS} terms at most",
                 sums.len()
@@ -116,12 +138,20 @@ impl Cuda<'_> {
         for (index, sum) in sums.iter().enumerate() {
             all.outputs[index] = Output {
                 bias: sum.bias.unwrap_or(0),
+                row_scales: sum.codes.map_or(0, |codes| codes.scales.0),
+                column_scales: sum.codes.map_or(0, |codes| codes.scales.1),
                 first_term: size(terms)?,
-                terms: size(sum.terms.len())?,
+                terms: size(terms_of(sum))?,
                 first_tile: size(tiles)?,
                 columns: size(sum.columns)?,
             };
             all.c[index] = descriptor(sum.to, dtype, [rows, sum.columns], [64, 64])?;
+            if let Some(CodesTerm { a, b, depth, .. }) = sum.codes {
+                all.terms[terms].a = descriptor(a, DType::U8, [rows, depth], [128, 128])?;
+                all.terms[terms].b = descriptor(b, DType::U8, [sum.columns, depth], [128, 128])?;
+                all.depths[terms] = size(depth)?;
+                terms += 1;
+            }
             for Term { a, b, depth } in &sum.terms {
                 all.terms[terms].a = descriptor(*a, dtype, [rows, *depth], [128, 64])?;
                 all.terms[terms].b = match along {
@@ -135,11 +165,15 @@ impl Cuda<'_> {
         }
         let down = rows.div_ceil(TILE);
         (all.tiles_down, all.tiles_across) = (size(down)?, size(tiles)?);
-        let name = match (along, dtype) {
-            (true, DType::BF16) => "products_along_bf16",
-            (false, DType::BF16) => "products_across_bf16",
-            (true, _) => "products_along_f16",
-            (false, _) => "products_across_f16",
+        let name = match (of_codes > 0, along, dtype) {
+            (false, true, DType::BF16) => "products_along_bf16",
+            (false, false, DType::BF16) => "products_across_bf16",
+            (false, true, _) => "products_along_f16",
+            (false, false, _) => "products_across_f16",
+            (true, true, DType::BF16) => "products_of_codes_along_bf16",
+            (true, false, DType::BF16) => "products_of_codes_across_bf16",
+            (true, true, _) => "products_of_codes_along_f16",
+            (true, false, _) => "products_of_codes_across_f16",
         };
         recording::refuse_in_recording("a sum of large products")?;
         let clusters = (down * tiles).min(self.multiprocessors()? / 2).max(1);

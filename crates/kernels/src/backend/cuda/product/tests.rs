@@ -52,7 +52,7 @@ fn sums(
         }
         let y = gpu.empty((rows, *columns), dtype).unwrap();
         let to = Matrix::of(&y, *columns);
-        all.push(Sum { to, columns: *columns, bias: pointer, terms });
+        all.push(Sum { to, columns: *columns, bias: pointer, codes: None, terms });
         expected.push(exact);
         found.push(y.tensor);
     }
@@ -120,6 +120,7 @@ fn cuda_hopper_refuses_matrices_that_have_no_tma_descriptor() {
         to: whole,
         columns: 64,
         bias: None,
+        codes: None,
         terms: vec![Term { a, b: whole, depth: 32 }],
     };
     for bad in [whole.at_column(3), whole.t(), Matrix::new(array.pointer, DType::BF16, 63)] {
