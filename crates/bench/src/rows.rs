@@ -480,6 +480,8 @@ pub fn models(shape: &str) -> Vec<Row> {
     let large = match shape {
         "llama-3-8b" => vec![
             Row::train(shape, (4, 2048), 16, Bf16, false),
+            Row::train(shape, (4, 2048), 16, Bf16, false)
+                .with_quantization(Some(Quantization::FP8_COMPUTE)),
             Row::train(shape, (4, 2048), 16, Bf16, false).with_dora(),
             Row::train(shape, (4, 2048), 16, Bf16, true),
             Row::train(shape, (1, 32768), 16, Bf16, true),

@@ -4,7 +4,7 @@ use crate::bounds;
 use crate::errors::usage;
 use crate::output::{BARS, Terminal, bytes};
 use crate::run_folder::unfinished;
-use crate::settings::{Matmul, Precision, Processor};
+use crate::settings::{BaseCompute, Matmul, Precision, Processor};
 use crate::template::TemplateFlags;
 use crate::visible::visible;
 use anyhow::Context;
@@ -32,6 +32,9 @@ pub struct Runtime {
     /// Hold the weights of a dense model in fewer bits: bitsandbytes' nf4 and fp4, MLX's, GGUF's q4_0 to q8_0, ...
     #[arg(long, value_name = "FORMAT", value_parser = quantizations())]
     pub quantize: Option<Quantization>,
+    /// What the frozen linear layers of a dense model are multiplied in
+    #[arg(long, value_enum, default_value_t)]
+    pub base_compute: BaseCompute,
     /// The device that computes
     #[arg(long, value_enum, default_value_t)]
     pub device: Processor,
@@ -67,6 +70,13 @@ pub struct Loaded {
     pub variables: Map<String, Value>,
     /// Where the model's files are.
     pub folder: PathBuf,
+}
+
+impl Runtime {
+    /// What a dense model is brought into while it is loaded.
+    pub fn quantization(&self) -> anyhow::Result<Option<Quantization>> {
+        self.base_compute.quantization(self.quantize)
+    }
 }
 
 impl Source {
@@ -140,6 +150,7 @@ impl Source {
         terminal: Terminal,
     ) -> anyhow::Result<Loaded> {
         check_matmul(runtime.matmul, runtime.dtype, runtime.device, "--dtype f16 or --dtype f32")?;
+        let quantization = runtime.quantization()?;
         let device = device(runtime.device)?;
         set_matmul(runtime.matmul, &device)?;
         if let Some(folder) = &self.adapter {
@@ -147,7 +158,7 @@ impl Source {
         }
         let folder = self.folder(terminal)?;
         let tokenizer = self.tokenizer(&folder, template)?;
-        let model = load(&folder, dtype(runtime.dtype, &device), &device, runtime.quantize)?;
+        let model = load(&folder, dtype(runtime.dtype, &device), &device, quantization)?;
         let model = Arc::new(model);
         let adapter = match &self.adapter {
             Some(folder) => {
@@ -302,7 +313,7 @@ pub fn dtype(precision: Precision, device: &Device) -> DType {
 }
 
 /// What computes, and in which dtype, as a person reads it.
-pub fn describe_compute(precision: Precision, device: &Device) -> String {
+pub fn describe_compute(precision: Precision, base: BaseCompute, device: &Device) -> String {
     let place = match device {
         Device::Cpu => "the processor",
         Device::Cuda(_) => "an NVIDIA GPU",
@@ -310,7 +321,11 @@ pub fn describe_compute(precision: Precision, device: &Device) -> String {
     };
     let (dtype, reason) = dtype_and_reason(precision, device);
     let reason = reason.map_or(String::new(), |reason| format!(" ({reason}; --dtype chooses)"));
-    format!("{place}, in {}{reason}", dtype.as_str())
+    let base = match base {
+        BaseCompute::Auto => "",
+        BaseCompute::Fp8 => "; frozen linear layers are held and multiplied in e4m3",
+    };
+    format!("{place}, in {}{reason}{base}", dtype.as_str())
 }
 
 /// Sets how many threads compute. Nothing may run in another thread yet.

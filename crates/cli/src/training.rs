@@ -99,7 +99,7 @@ impl Run {
         let device = device(settings.device)?;
         models::set_matmul(settings.matmul, &device)?;
         let dtype = models::dtype(settings.dtype, &device);
-        let compute = models::describe_compute(settings.dtype, &device);
+        let compute = models::describe_compute(settings.dtype, settings.base_compute, &device);
         // What `auto` stands for here is kept with the run, which may continue on another machine.
         settings.dtype = Precision::of(dtype);
         let data = settings.data.name();
@@ -213,8 +213,8 @@ impl Run {
         options.validate().map_err(usage)?;
 
         let model = match (settings.from_config.is_some(), start.dry_run) {
-            (false, false) => models::load(&folder, dtype, &device, settings.quantize)?,
-            (false, true) => Model::outline(&folder, dtype, &device, settings.quantize)?,
+            (false, false) => models::load(&folder, dtype, &device, settings.quantization()?)?,
+            (false, true) => Model::outline(&folder, dtype, &device, settings.quantization()?)?,
             (true, false) => Model::random(config, dtype, &device, settings.seed)?,
             (true, true) => Model::from_fn(config, dtype, &device, |_, shape| {
                 Ok(Tensor::zeros((), dtype, &device)?.broadcast_as(shape)?)

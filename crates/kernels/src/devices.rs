@@ -29,6 +29,20 @@ pub fn cuda(ordinal: usize) -> Result<Device> {
     )
 }
 
+/// Whether the device multiplies e4m3 codes, as [`Arithmetic::Fp8`](crate::quantized::Arithmetic::Fp8) wants it: a CUDA
+/// device of compute capability 9.0 (Hopper), in a build with kernels for it.
+///
+/// # Errors
+/// When the driver fails.
+pub fn multiplies_fp8(device: &Device) -> Result<bool> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        return crate::backend::cuda::Cuda::on(device)?.has_warpgroups();
+    }
+    let _ = device;
+    Ok(false)
+}
+
 /// How many Metal devices there are; 0 when this build has no Metal, or macOS is older than 15.
 pub fn metal_count() -> usize {
     #[cfg(feature = "metal")]

@@ -128,6 +128,7 @@ impl Arguments {
     fn rows(&self, device: &Device) -> anyhow::Result<Vec<Row>> {
         let (shape, dtype) = (self.shape.as_str(), self.precision(device)?);
         let parts = [Part::Ops, Part::Train, Part::Prefill, Part::Decode];
+        let quantization = self.runtime.quantization()?;
         let chosen = parts.iter().filter(|part| self.only.is_empty() || self.only.contains(part));
         Ok(chosen
             .flat_map(|part| match part {
@@ -142,7 +143,7 @@ impl Arguments {
                 Part::Prefill => vec![Row::prefill(shape, self.seq, dtype)],
                 Part::Decode => vec![Row::decode(shape, PROMPT, self.tokens, dtype)],
             })
-            .map(|row| row.with_quantization(self.runtime.quantize))
+            .map(|row| row.with_quantization(quantization))
             .collect())
     }
 
@@ -223,7 +224,11 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         rows: Vec::with_capacity(rows.len()),
     };
     if !to_stdout {
-        output::write(&heading(&report, describe_compute(arguments.runtime.dtype, &device)))?;
+        let runtime = &arguments.runtime;
+        output::write(&heading(
+            &report,
+            describe_compute(runtime.dtype, runtime.base_compute, &device),
+        ))?;
     }
     for row in &rows {
         for row in arguments.ways(row, &device) {

@@ -201,6 +201,7 @@ fn settings(folder: &Path, seed: u64, runtime: &Runtime) -> Settings {
         seed,
         dtype: runtime.dtype,
         quantize: runtime.quantize,
+        base_compute: runtime.base_compute,
         device: runtime.device,
         matmul: runtime.matmul,
         threads: runtime.threads,

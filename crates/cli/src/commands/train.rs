@@ -8,8 +8,8 @@ use crate::plot::terminal_curve;
 use crate::run_folder::{CONFIG, Resume, Start};
 use crate::settings::file::File;
 use crate::settings::{
-    Best, Course, DataFlags, FineTuneType, Foreign, Loss, LossType, Matmul, ObjectiveName,
-    OptimizerName, Precision, Processor, Settings, told,
+    BaseCompute, Best, Course, DataFlags, FineTuneType, Foreign, Loss, LossType, Matmul,
+    ObjectiveName, OptimizerName, Precision, Processor, Settings, told,
 };
 use crate::template::TemplateFlags;
 use crate::training::{LAST_STEPS_SKIPPED, Run};
@@ -339,6 +339,9 @@ pub struct Flags {
     /// Hold the frozen weights of a dense model in fewer bits: QLoRA with bitsandbytes' nf4, or others' formats
     #[arg(long, value_name = "FORMAT", value_parser = quantizations(), help_heading = "Device")]
     quantize: Option<Quantization>,
+    /// What the frozen linear layers are multiplied in
+    #[arg(long, value_enum, help_heading = "Device")]
+    base_compute: Option<BaseCompute>,
     /// The device that computes
     #[arg(long, value_enum, help_heading = "Device")]
     device: Option<Processor>,

@@ -17,7 +17,7 @@ pub use defaults::told;
 pub use keys::{cut, of_kind};
 pub use objective::{Best, LossType, ObjectiveName};
 pub use optimizer::OptimizerName;
-pub use values::{Course, FineTuneType, Loss, Matmul, Precision, Processor};
+pub use values::{BaseCompute, Course, FineTuneType, Loss, Matmul, Precision, Processor};
 pub use words::Foreign;
 
 use crate::bounds;
@@ -144,6 +144,7 @@ pub struct Settings {
     pub seed: u64,
     pub dtype: Precision,
     pub quantize: Option<Quantization>,
+    pub base_compute: BaseCompute,
     pub device: Processor,
     pub matmul: Option<Matmul>,
     pub threads: Option<usize>,
@@ -303,6 +304,7 @@ impl Default for Settings {
             seed,
             dtype: Precision::default(),
             quantize: None,
+            base_compute: BaseCompute::default(),
             device: Processor::default(),
             matmul: None,
             threads: None,
@@ -450,8 +452,20 @@ impl Settings {
         Ok(())
     }
 
+    /// What a dense model is brought into while it is loaded.
+    pub fn quantization(&self) -> anyhow::Result<Option<Quantization>> {
+        self.base_compute.quantization(self.quantize)
+    }
+
     fn check(&self) -> anyhow::Result<()> {
         check_matmul(self.matmul, self.dtype, self.device, "--dtype f16 or --dtype f32")?;
+        self.quantization()?;
+        if (self.base_compute, self.fine_tune_type) == (BaseCompute::Fp8, FineTuneType::Full) {
+            return Err(usage(
+                "base_compute: is fp8, but fine_tune_type is full, which trains every weight; expected lora or dora, \
+                 whose base is frozen",
+            ));
+        }
         if let (Some(quantization), FineTuneType::Full) = (self.quantize, self.fine_tune_type) {
             return Err(usage(format!(
                 "quantize: is {quantization}, but fine_tune_type is full, which trains every weight; expected lora \

@@ -1,8 +1,10 @@
 //! The values of settings that are words.
 
+use crate::errors::usage;
 use candle_core::DType;
 use clap::ValueEnum;
 use metal_candle::data::LossOn;
+use metal_candle::model::Quantization;
 use metal_candle::train::Schedule;
 use serde::{Deserialize, Serialize};
 
@@ -86,6 +88,37 @@ impl From<Course> for Schedule {
             Course::Constant => Self::Constant,
             Course::Linear => Self::Linear,
             Course::Cosine => Self::Cosine,
+        }
+    }
+}
+
+/// What the frozen linear layers are multiplied in.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum BaseCompute {
+    /// The dtype of weights and activations
+    #[default]
+    Auto,
+    /// 8-bit floats (e4m3): weights with a scale a row, inputs and gradients rounded row by row; adapters as ever. For
+    /// NVIDIA's Hopper
+    Fp8,
+}
+
+impl BaseCompute {
+    /// What a dense model is brought into while it is loaded, by this and `quantize`, of which one may say so.
+    pub fn quantization(
+        self,
+        quantize: Option<Quantization>,
+    ) -> anyhow::Result<Option<Quantization>> {
+        match (self, quantize) {
+            (Self::Auto, Some(Quantization::FP8_COMPUTE)) => {
+                Err(usage("quantize: is fp8-compute, which is no format; say base_compute: fp8"))
+            }
+            (Self::Auto, quantize) => Ok(quantize),
+            (Self::Fp8, None) => Ok(Some(Quantization::FP8_COMPUTE)),
+            (Self::Fp8, Some(quantize)) => Err(usage(format!(
+                "base_compute: is fp8, which holds the weights in 8-bit floats, but quantize is {quantize}; keep one of them"
+            ))),
         }
     }
 }

@@ -249,10 +249,12 @@ impl<'f> Files<'f> {
         };
         if let (Some(quantization), true) = (quantization, weights.is_quantized()) {
             let path = path.display();
-            return Err(Error::option(
-                "quantize",
-                format!("is {quantization}, but the weights of {path} are quantised already"),
-            ));
+            return Err(
+                quantization.error(format!("but the weights of {path} are quantised already"))
+            );
+        }
+        if let Some(quantization) = quantization {
+            quantization.check_device(device)?;
         }
         let device = device.clone();
         Ok(Self { path, config, weights, quantization, dtype, device, outlined: None })

@@ -24,7 +24,7 @@ use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use layer::{Builder, Kind, Layer, Linear, Norm, Source};
 use metal_candle_kernels::copy;
-use metal_candle_kernels::quantized::Weight;
+use metal_candle_kernels::quantized::{Arithmetic, Weight};
 use rope::RopeTables;
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -127,6 +127,9 @@ impl Model {
         quantization: Option<Quantization>,
         source: &mut dyn Source,
     ) -> Result<Self> {
+        if let Some(quantization) = quantization {
+            quantization.check_device(device)?;
+        }
         let table = [config.vocab_size, config.hidden_size];
         let weights = FrozenWeights::new(dtype);
         let config_of = &config;
@@ -276,6 +279,9 @@ impl Model {
                 }
                 Weight::Quantized(quantized) => {
                     add(format!("{:?} {}", quantized.levels(), quantized.group()).as_bytes());
+                    if quantized.arithmetic() != Arithmetic::Float {
+                        add(format!("{:?}", quantized.arithmetic()).as_bytes());
+                    }
                     let codes = quantized.codes();
                     add(&codes.narrow(0, 0, SAMPLE.min(codes.elem_count()))?.to_vec1::<u8>()?);
                 }

@@ -3,8 +3,9 @@
 use super::layer::Kind;
 use crate::error::tensor_message;
 use crate::{Error, Result};
-use candle_core::Tensor;
-use metal_candle_kernels::quantized::{Format, Quantized, quantize};
+use candle_core::{Device, Tensor};
+use metal_candle_kernels::devices::multiplies_fp8;
+use metal_candle_kernels::quantized::{Arithmetic, Format, Quantized, quantize};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
@@ -19,13 +20,15 @@ pub struct Quantization {
     tables: bool,
     /// Bits that a weight takes with its share of the scales.
     bits: f64,
+    /// How products with such weights are computed.
+    arithmetic: Arithmetic,
 }
 
 /// Of the programs whose formats these are, bitsandbytes leaves the embedding and the head alone, MLX and llama.cpp
 /// don't.
 const ALL: &[Quantization] = {
     const fn new(name: &'static str, format: Format, tables: bool, bits: f64) -> Quantization {
-        Quantization { name, format, tables, bits }
+        Quantization { name, format, tables, bits, arithmetic: Arithmetic::Float }
     }
     const fn affine(name: &'static str, bits: usize) -> Quantization {
         new(name, Format::Affine { bits, group: 64 }, true, bits as f64 + 0.5)
@@ -53,6 +56,17 @@ const ALL: &[Quantization] = {
 };
 
 impl Quantization {
+    /// Linear layers held in e4m3 with a scale a row, which also multiply in it: their inputs and the gradients that
+    /// come back to them are rounded to e4m3, too ([`Arithmetic::Fp8`]). For NVIDIA's Hopper alone. [`Self::names`] hasn't
+    /// its word, `fp8-compute`, as it is no format.
+    pub const FP8_COMPUTE: Self = Self {
+        name: "fp8-compute",
+        format: Format::Fp8Rows,
+        tables: false,
+        bits: 8.0,
+        arithmetic: Arithmetic::Fp8,
+    };
+
     /// The words for all of them.
     pub fn names() -> impl Iterator<Item = &'static str> {
         ALL.iter().map(|quantization| quantization.name)
@@ -83,13 +97,43 @@ impl Quantization {
         self.wants(kind).then_some((elements as f64 * self.bits / 8.0) as usize)
     }
 
+    /// The setting that asks for it, and the setting's value.
+    fn setting(self) -> (&'static str, &'static str) {
+        match self.arithmetic {
+            Arithmetic::Fp8 => ("base_compute", "fp8"),
+            _ => ("quantize", self.name),
+        }
+    }
+
+    /// An error that names the setting and says what is wrong with its value.
+    pub(super) fn error(self, problem: impl fmt::Display) -> Error {
+        let (setting, value) = self.setting();
+        Error::option(setting, format!("is {value}, {problem}"))
+    }
+
+    /// An error unless products with such weights are computed on the device.
+    pub(super) fn check_device(self, device: &Device) -> Result<()> {
+        if self.arithmetic != Arithmetic::Fp8 || multiplies_fp8(device)? {
+            return Ok(());
+        }
+        let found = match device {
+            Device::Cpu => "the processor",
+            Device::Cuda(_) => "another NVIDIA GPU",
+            Device::Metal(_) => "a Metal device",
+        };
+        Err(self.error(format!(
+            "which needs an NVIDIA GPU of compute capability 9.0 (Hopper: H100, H200) and a build with kernels for it, \
+             and the device is {found}"
+        )))
+    }
+
     /// A weight of the CPU in this format.
     pub(super) fn apply(self, name: &str, weight: &Tensor) -> Result<Quantized> {
-        quantize(weight, self.format).map_err(|error| {
+        let quantized = quantize(weight, self.format).map_err(|error| {
             let why = tensor_message(&error);
-            let problem = format!("is {self}, which `{name}` can't be held in: {why}");
-            Error::option("quantize", problem)
-        })
+            self.error(format!("which `{name}` can't be held in: {why}"))
+        })?;
+        Ok(quantized.with_arithmetic(self.arithmetic))
     }
 }
 
@@ -103,7 +147,8 @@ impl FromStr for Quantization {
     type Err = String;
 
     fn from_str(word: &str) -> std::result::Result<Self, String> {
-        ALL.iter().find(|it| it.name == word).copied().ok_or_else(|| {
+        let all = ALL.iter().chain([&Self::FP8_COMPUTE]);
+        all.into_iter().find(|it| it.name == word).copied().ok_or_else(|| {
             let names: Vec<&str> = Self::names().collect();
             format!("is {word:?}, expected one of {}", names.join(", "))
         })
