@@ -28,7 +28,13 @@ MODEL_TOLERANCE = {
 }
 
 
+# Of layers that multiply in 8-bit floats, against dense ones.
+FP8_TOLERANCE = {"loss": 2e-2, "gradient_norm": 0.2}
+
+
 def tolerance(row: Row, output: str) -> float:
+    if row.get("quantization") == "fp8-compute" and output in FP8_TOLERANCE:
+        return FP8_TOLERANCE[output]
     usual = ADAMW_TOLERANCE if row["work"] == "adam_w" else OPERATION_TOLERANCE
     if row.get("dtype") == "bf16":
         usual = BF16_TOLERANCE

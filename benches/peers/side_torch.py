@@ -61,6 +61,8 @@ class Torch:
         # Others than the reference have to hold the weights as the row says.
         if not row.get("exact") and row.get("file"):
             raise Unsupported("transformers makes a dense model of it")
+        if not row.get("exact") and row.get("quantization") == "fp8-compute":
+            raise Unsupported("PEFT has no base that multiplies in FP8")
         if not row.get("exact") and self.quantised != (row.get("quantization") == "nf4"):
             raise Unsupported("only rows in NF4 here" if self.quantised else "see bitsandbytes")
         if kind == "train":

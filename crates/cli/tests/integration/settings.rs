@@ -232,6 +232,10 @@ fn words_of_other_programs_are_flags_too() {
     for (flags, expected) in [
         (&["--load-in-4bit", "--quantize", "q8_0"][..], "say the same thing"),
         (&["--quantize", "nf5"], "invalid value 'nf5' for '--quantize"),
+        (&["--base-compute", "fp8", "--quantize", "nf4"], "base_compute: is fp8, which holds"),
+        (&["--quantize", "fp8-compute"], "invalid value 'fp8-compute' for '--quantize"),
+        (&["--base-compute", "fp8", "--fine-tune-type", "full"], "base_compute: is fp8, but"),
+        (&["--base-compute", "int8"], "invalid value 'int8' for '--base-compute"),
         (&["--adapter", "x"], "--adapter: is x; `output` is the folder"),
         (&["--bf16", "--dtype", "f32"], "`--dtype` and `--bf16` say the same thing"),
         (&["--eval-strategy", "epoch"], "--eval-strategy: is epoch, expected steps or no"),
@@ -239,6 +243,22 @@ fn words_of_other_programs_are_flags_too() {
     ] {
         let stderr = place.fails(2, &[&["train", "-m", "m", "-d", "d"], flags].concat());
         assert!(stderr.contains(expected), "{flags:?}: {stderr}");
+    }
+}
+
+#[test]
+fn products_in_8_bit_floats_want_hopper() {
+    let place = Place::with_model();
+    for command in [
+        &["train", "-m", "base", "-d", "data", "--dry-run"][..],
+        &["train", "-m", "base", "-d", "data"],
+        &["generate", "-m", "base", "-p", "a"],
+        &["evaluate", "-m", "base", "-d", "data"],
+    ] {
+        let flags = [command, &["--device", "cpu", "--base-compute", "fp8"]].concat();
+        let stderr = place.fails(1, &flags);
+        assert!(stderr.contains("base_compute: is fp8, which needs an NVIDIA GPU"), "{stderr}");
+        assert!(stderr.contains("the device is the processor"), "{stderr}");
     }
 }
 
