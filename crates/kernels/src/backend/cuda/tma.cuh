@@ -39,6 +39,14 @@ __device__ __forceinline__ void load_box(uint32_t to, const TmaDescriptor &descr
                  : "memory");
 }
 
+/// Brings neighbouring bytes, a multiple of 16 at such addresses.
+__device__ __forceinline__ void load_bytes(uint32_t to, const void *from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 __device__ __forceinline__ void store_box(const TmaDescriptor &descriptor, int x, int y, uint32_t from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
                      &descriptor),

@@ -54,6 +54,7 @@ constexpr int B_BYTES = COLUMNS * DEPTH * 2;
 constexpr int STAGE = A_BYTES + B_BYTES;
 /// Of 64 rows and 128 columns of C, in two panels of 64 columns.
 constexpr int OUT_BYTES = 64 * 128 * 2;
+constexpr int SCALES_BYTES = COLUMNS * 4;
 
 /// Rows of tiles whose tiles run at a time, so that what they read is in the cache.
 constexpr int GROUP = 8;
@@ -63,6 +64,10 @@ constexpr int GROUP = 8;
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier, block))
                  : "memory");
+}
+
+__device__ __forceinline__ void load_pair(float &x, float &y, uint32_t from) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(from) : "memory");
 }
 
 __device__ __forceinline__ void cluster_barrier() {
@@ -95,21 +100,27 @@ __device__ __forceinline__ void products(const Products &p) {
     extern __shared__ uint4 shared[];
     const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
     const uint32_t outs = base + STAGES * STAGE;
-    // Barriers of each stage: its tiles are there; nobody in the cluster reads them any more.
-    const uint32_t full = outs + 2 * OUT_BYTES, empty = full + 8 * STAGES;
+    // Of a tile's columns.
+    const uint32_t scales = outs + 2 * OUT_BYTES;
+    // Barriers of each stage: its tiles are there; nobody in the cluster reads them any more. And such of scales, for
+    // this block alone.
+    const uint32_t full = scales + SCALES_BYTES, empty = full + 8 * STAGES;
+    const uint32_t scales_full = empty + 8 * STAGES, scales_empty = scales_full + 8;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, block = blockIdx.x % 2;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, 2 * 8);
         }
+        barrier_init(scales_full, 1);
+        barrier_init(scales_empty, 8);
         fence_barriers();
     }
     cluster_barrier();
     follow_previous();
 
     const int tiles = p.tiles_down * p.tiles_across, clusters = gridDim.x / 2;
-    int stage = 0, parity = 0;
+    int stage = 0, parity = 0, scales_parity = 0;
     auto advance = [&]() { next_stage<STAGES>(stage, parity); };
     if (warp < 4) {
         give_registers<40>();
@@ -134,6 +145,14 @@ __device__ __forceinline__ void products(const Products &p) {
                         load_box_for_both(half, term.b, k, column, barrier);
                     }
                     advance();
+                }
+                // Here what the tile before needs of its scales has long been read.
+                if (codes && output.column_scales != nullptr) {
+                    const int bytes = min(COLUMNS, output.columns - place.column) * 4;
+                    barrier_wait(scales_empty, scales_parity ^ 1);
+                    barrier_expect(scales_full, bytes);
+                    load_bytes(scales, output.column_scales + place.column, bytes, scales_full);
+                    scales_parity ^= 1;
                 }
             }
         }
@@ -172,6 +191,8 @@ __device__ __forceinline__ void products(const Products &p) {
             int t = output.first_term;
             const int terms_end = t + output.terms;
             if (CODES) {
+                const int row = place.row + half * 64 + warp % 4 * 16 + lane / 4;
+                const float upper = __ldg(output.row_scales + row), lower = __ldg(output.row_scales + row + 8);
                 // Beyond the depth there are zeros.
                 for (int k = 0; k < p.depths[t]; k += CODES_DEPTH) {
                     begin();
@@ -185,18 +206,22 @@ __device__ __forceinline__ void products(const Products &p) {
                     release();
                 }
                 t++;
-                const int row = place.row + half * 64 + warp % 4 * 16 + lane / 4;
-                const float upper = __ldg(output.row_scales + row), lower = __ldg(output.row_scales + row + 8);
+                const bool of_columns = output.column_scales != nullptr;
+                if (of_columns) barrier_wait(scales_full, scales_parity);
 #pragma unroll
                 for (int n = 0; n < COLUMNS / 8; n++) {
-                    const int column = place.column + n * 8 + lane % 4 * 2;
-                    float2 scales = make_float2(1.0f, 1.0f);
-                    if (output.column_scales != nullptr && column < output.columns)
-                        scales = __ldg(reinterpret_cast<const float2 *>(output.column_scales + column));
-                    c[n][0] *= upper * scales.x;
-                    c[n][1] *= upper * scales.y;
-                    c[n][2] *= lower * scales.x;
-                    c[n][3] *= lower * scales.y;
+                    // What lies beyond the columns isn't written.
+                    float left = 1.0f, right = 1.0f;
+                    if (of_columns) load_pair(left, right, scales + (n * 8 + lane % 4 * 2) * 4);
+                    c[n][0] *= upper * left;
+                    c[n][1] *= upper * right;
+                    c[n][2] *= lower * left;
+                    c[n][3] *= lower * right;
+                }
+                if (of_columns) {
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(scales_empty);
+                    scales_parity ^= 1;
                 }
             }
             for (; t < terms_end; t++) {

@@ -15,9 +15,9 @@ const THREADS: u32 = 384;
 /// A tile of a cluster of two blocks.
 pub(crate) const TILE: usize = 256;
 
-/// Shared memory of a block, as the kernel lays it out: four stages, what is written, barriers, and what
-/// it takes to begin at a multiple of 1024 bytes.
-const SHARED: u32 = 4 * (48 << 10) + (32 << 10) + 64 + 1024;
+/// Shared memory of a block, as the kernel lays it out: four stages, what is written, scales of columns, barriers, and
+/// what it takes to begin at a multiple of 1024 bytes.
+const SHARED: u32 = 4 * (48 << 10) + (32 << 10) + 1024 + 80 + 1024;
 
 /// The part of the GPU's time that has to go into elements of the outputs, in percent.
 const WORTHWHILE: usize = 75;
