@@ -57,8 +57,8 @@ const ALL: &[Quantization] = {
 
 impl Quantization {
     /// Linear layers held in e4m3 with a scale a row, which also multiply in it: their inputs and the gradients that
-    /// come back to them are rounded to e4m3, too ([`Arithmetic::Fp8`]). For NVIDIA's Hopper alone. [`Self::names`] hasn't
-    /// its word, `fp8-compute`, as it is no format.
+    /// come back to them are rounded to e4m3, too ([`Arithmetic::Fp8`]). For NVIDIA's Hopper alone. It is written as
+    /// `fp8-compute`, which is none of [`Self::names`], as it is more than a format.
     pub const FP8_COMPUTE: Self = Self {
         name: "fp8-compute",
         format: Format::Fp8Rows,
@@ -147,8 +147,7 @@ impl FromStr for Quantization {
     type Err = String;
 
     fn from_str(word: &str) -> std::result::Result<Self, String> {
-        let all = ALL.iter().chain([&Self::FP8_COMPUTE]);
-        all.into_iter().find(|it| it.name == word).copied().ok_or_else(|| {
+        ALL.iter().find(|it| it.name == word).copied().ok_or_else(|| {
             let names: Vec<&str> = Self::names().collect();
             format!("is {word:?}, expected one of {}", names.join(", "))
         })
@@ -163,6 +162,10 @@ impl Serialize for Quantization {
 
 impl<'de> Deserialize<'de> for Quantization {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
+        let word = String::deserialize(deserializer)?;
+        match word == Self::FP8_COMPUTE.name {
+            true => Ok(Self::FP8_COMPUTE),
+            false => word.parse().map_err(D::Error::custom),
+        }
     }
 }

@@ -204,3 +204,83 @@ fn what_a_format_cannot_hold_is_refused_by_name() {
     let error = quantized(&fixtures, "nf4").unwrap_err().to_string();
     assert!(error.contains("are quantised already"), "{error}");
 }
+
+#[test]
+fn products_in_8_bit_floats_are_refused_elsewhere_than_on_hopper() {
+    let folder = saved(json!({}));
+    let open = Model::load_quantized(
+        folder.path(),
+        DType::F32,
+        &candle_core::Device::Cpu,
+        Quantization::FP8_COMPUTE,
+    );
+    let error = open.unwrap_err().to_string();
+    assert!(error.contains("base_compute") && error.contains("the processor"), "{error}");
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs an NVIDIA GPU of compute capability 9.0"]
+fn cuda_models_multiply_in_8_bit_floats() {
+    use metal_candle::devices;
+
+    let folder = saved(json!({}));
+    let device = devices::cuda(0).unwrap();
+    let open = |quantization: Quantization| {
+        let model =
+            Model::load_quantized(folder.path(), DType::BF16, &device, quantization).unwrap();
+        Arc::new(model)
+    };
+    let held = open("fp8".parse().unwrap());
+    let model = open(Quantization::FP8_COMPUTE);
+    assert_eq!(model.size_in_bytes(), held.size_in_bytes());
+    assert_ne!(model.fingerprint().unwrap(), held.fingerprint().unwrap());
+    let relative = |found: &[f32], expected: &[f32]| {
+        assert_eq!(found.len(), expected.len());
+        let norm = |numbers: &mut dyn Iterator<Item = f32>| {
+            numbers.map(|number| f64::from(number).powi(2)).sum::<f64>().sqrt()
+        };
+        let pairs = found.iter().zip(expected);
+        norm(&mut pairs.map(|(found, expected)| found - expected))
+            / norm(&mut expected.iter().copied())
+    };
+    let lora = LoraConfig { rank: 4, ..LoraConfig::default() };
+    let adapters = [&model, &held].map(|model| {
+        let adapter = Adapter::new(model, &lora, 3).unwrap();
+        let count = adapter.parameters().len();
+        let numbers = (0..count).map(|index| ((index * 37 % 101) as f32 - 50.0) * 1e-3);
+        let numbers = Tensor::from_iter(numbers, &device).unwrap();
+        adapter.parameters().values().slice_set(&numbers, 0, 0).unwrap();
+        adapter.parameters().changed();
+        Arc::new(adapter)
+    });
+    let [adapter, other] = &adapters;
+    let to_f32 = |model: &Model, adapter| {
+        let tape = Tape::inference();
+        let input = Input::sequence(&IDS, 0, model.device()).unwrap().with_adapter(Some(adapter));
+        let hidden = model.forward(&tape, &input, None).unwrap();
+        let logits = model.logits(hidden.tensor(), &input).unwrap();
+        logits.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
+    };
+    // Rounded rows differ from rows, and not by much.
+    let found = to_f32(&model, adapter);
+    let difference = relative(&found, &to_f32(&held, other));
+    assert!(difference > 1e-3 && difference < 0.15, "logits are off by {difference}");
+    let expected = gradients(&held, other, false);
+    for checkpointing in [false, true] {
+        let found = gradients(&model, adapter, checkpointing);
+        let difference = relative(&found, &expected);
+        assert!(difference > 1e-3 && difference < 0.3, "gradients are off by {difference}");
+    }
+    // One token after the other is the same arithmetic.
+    let mut session = Session::new(&model, Some(adapter));
+    let mut last = Vec::new();
+    for end in 1..=IDS.len() {
+        let read = session.continue_with(&IDS[..end]).unwrap();
+        let read = read.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+        last = read.to_vec1::<f32>().unwrap();
+    }
+    let whole = &found[found.len() - last.len()..];
+    let difference = relative(&last, whole);
+    assert!(difference < 0.03, "token by token the logits are off by {difference}");
+}
