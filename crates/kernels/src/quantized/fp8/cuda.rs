@@ -18,6 +18,11 @@ const THREADS: usize = 448;
 /// Columns that a thread has in registers.
 const HELD: usize = 8 * 8;
 
+/// Of a block that rounds short rows, at most, and what a thread of it has in registers.
+const SHORT_THREADS: usize = 896;
+const SHORT_HELD: usize = 8 * EIGHTS;
+const EIGHTS: usize = 4;
+
 /// Rows and columns of a tile that is transposed.
 const SIDE: usize = 128;
 
@@ -162,15 +167,25 @@ pub(crate) fn round_to_codes(
     let scales = cuda.empty(rows.next_multiple_of(TILE), DType::F32)?;
     let mut all = rounding(rows, parts, stride)?;
     (all.codes, all.scales) = (codes.pointer, scales.pointer);
-    let name = match parts.first().map(|(matrix, ..)| matrix.dtype) {
-        Some(DType::BF16) => "round_to_codes_bf16",
-        Some(DType::F16) => "round_to_codes_f16",
-        other => bail!(
+    let is_short = all.eights == 1 && columns <= SHORT_THREADS * SHORT_HELD;
+    let dtype = parts.first().map(|(matrix, ..)| matrix.dtype);
+    let name = match (dtype, is_short, parts.len()) {
+        (Some(DType::BF16), true, 1) => "round_short_bf16",
+        (Some(DType::F16), true, 1) => "round_short_f16",
+        (Some(DType::BF16), true, _) => "round_short_parts_bf16",
+        (Some(DType::F16), true, _) => "round_short_parts_f16",
+        (Some(DType::BF16), false, _) => "round_to_codes_bf16",
+        (Some(DType::F16), false, _) => "round_to_codes_f16",
+        (other, ..) => bail!(
             "metal-candle-kernels: {OPERATION} on CUDA: rows in {other:?} to be rounded to codes, expected BF16 or F16"
         ),
     };
-    let of_thread = if all.eights == 1 { HELD } else { HELD / 8 };
-    launch(cuda, name, &all, of_thread, None)?;
+    let shape = match (is_short, all.eights) {
+        (true, _) => (SHORT_HELD, SHORT_THREADS),
+        (false, 1) => (HELD, THREADS),
+        _ => (HELD / 8, THREADS),
+    };
+    launch(cuda, name, &all, shape, None)?;
     Ok(Codes {
         matrix: Matrix::new(codes.pointer, DType::U8, stride),
         columns,
@@ -212,7 +227,7 @@ pub(super) fn round_to_numbers(parts: &[Part], dtype: DType) -> Result<Tensor> {
             "metal-candle-kernels: {OPERATION} on CUDA: rows in {from:?} to be rounded to {dtype:?}, expected F32, BF16 or F16, to that or F32"
         ),
     };
-    launch(&cuda, name, &all, HELD / 8, Some(numbers.pointer))?;
+    launch(&cuda, name, &all, (HELD / 8, THREADS), Some(numbers.pointer))?;
     Ok(numbers.tensor)
 }
 
@@ -243,16 +258,16 @@ fn rounding(rows: usize, parts: &[(Matrix, usize, u64)], stride: usize) -> Resul
     Ok(all)
 }
 
-/// A thread has so many columns in registers.
+/// A thread has so many columns in registers, and a block so many threads at most.
 fn launch(
     cuda: &Cuda,
     name: &'static str,
     all: &Rounding,
-    of_thread: usize,
+    (of_thread, most): (usize, usize),
     numbers: Option<u64>,
 ) -> Result<()> {
     let columns = all.columns as usize;
-    let threads = columns.div_ceil(of_thread).next_multiple_of(32).clamp(32, THREADS);
+    let threads = columns.div_ceil(of_thread).next_multiple_of(32).clamp(32, most);
     let at_once = 2 * THREADS / threads * cuda.multiprocessors()?;
     let blocks = (all.rows as usize).min(at_once);
     let grid = (blocks as u32, 1, 1);

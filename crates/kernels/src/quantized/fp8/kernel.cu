@@ -199,6 +199,106 @@ __device__ __forceinline__ void round_rows(const Rounding &p, To *numbers) {
     }
 }
 
+/// The codes of two numbers, as `to_e4m3` has them, the first in the lower bits.
+__device__ __forceinline__ uint32_t to_e4m3_pair(float x, float y) {
+#if __CUDA_ARCH__ >= 890
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(y), "f"(x));
+    return pair;
+#else
+    return to_e4m3(x) | to_e4m3(y) << 8;
+#endif
+}
+
+/// 16 bytes that are read once.
+__device__ __forceinline__ uint4 load_once(const void *address) {
+    uint4 bits;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+                 : "l"(address));
+    return bits;
+}
+
+/// The larger of a magnitude and that of `x`, NaN if one is.
+__device__ __forceinline__ float larger(float most, float x) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(most), "f"(fabsf(x)));
+    return larger;
+}
+
+/// Eights of columns that a thread has in registers.
+constexpr int EIGHTS = 4;
+
+/// Rows in eights that fit in a block's registers, which has them in turn: while one is rounded, the next is read.
+/// `COUNT` is no less than the number of parts.
+template <typename T, int COUNT> __device__ __forceinline__ void round_short_rows(const Rounding &p) {
+    static_assert(sizeof(T) == 2);
+    follow_previous();
+    __shared__ uint32_t largest[2][WARP];
+    const int step = blockDim.x * 8, first = threadIdx.x * 8;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    const auto part_of = [&](int column) {
+        int part = 0;
+#pragma unroll
+        for (int i = 1; i < COUNT; i++) part += i < p.count && column >= p.parts[i].first;
+        return part;
+    };
+    uint4 read[EIGHTS];
+    const auto load = [&](int row) {
+#pragma unroll
+        for (int i = 0; i < EIGHTS; i++) {
+            const int column = first + i * step;
+            if (column >= p.columns) break;
+            const RoundedPart &part = p.parts[COUNT == 1 ? 0 : part_of(column)];
+            read[i] = load_once(static_cast<const T *>(part.x) + row * part.stride + column - part.first);
+        }
+    };
+    int turn = 0;
+    if (blockIdx.x < p.rows) load(blockIdx.x);
+    for (int row = blockIdx.x; row < p.rows; row += gridDim.x, turn ^= 1) {
+        float x[EIGHTS][8];
+        float most = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EIGHTS; i++) {
+            const int column = first + i * step;
+            if (column >= p.columns) break;
+            const Vector<T, 8> eight = *reinterpret_cast<const Vector<T, 8> *>(&read[i]);
+#pragma unroll
+            for (int e = 0; e < 8; e++) x[i][e] = to_float(eight.at[e]);
+            const RoundedPart &part = p.parts[COUNT == 1 ? 0 : part_of(column)];
+            if (part.scales != nullptr) {
+                const float4 *scales = reinterpret_cast<const float4 *>(part.scales + column - part.first);
+                const float4 low = __ldg(scales), high = __ldg(scales + 1);
+                x[i][0] *= low.x, x[i][1] *= low.y, x[i][2] *= low.z, x[i][3] *= low.w;
+                x[i][4] *= high.x, x[i][5] *= high.y, x[i][6] *= high.z, x[i][7] *= high.w;
+            }
+#pragma unroll
+            for (int e = 0; e < 8; e++) most = larger(most, x[i][e]);
+        }
+        if (row + gridDim.x < p.rows) load(row + gridDim.x);
+        const uint32_t of_warp = __reduce_max_sync(FULL, __float_as_uint(most));
+        if (lane == 0) largest[turn][warp] = of_warp;
+        __syncthreads();
+        const uint32_t bits =
+            scale_bits(__reduce_max_sync(FULL, lane < warps ? largest[turn][lane] : 0));
+        // A row of which something isn't finite is NaN.
+        const float inverse = bits < 0x7f800000u ? __uint_as_float((254u << 23) - bits) : 0.0f;
+        if (threadIdx.x == 0) p.scales[row] = __uint_as_float(bits);
+        uint8_t *codes = p.codes + row * p.stride;
+#pragma unroll
+        for (int i = 0; i < EIGHTS; i++) {
+            const int column = first + i * step;
+            if (column >= p.columns) break;
+            uint32_t pairs[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                pairs[e] = to_e4m3_pair(x[i][2 * e] * inverse, x[i][2 * e + 1] * inverse);
+            *reinterpret_cast<uint2 *>(codes + column) =
+                make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+        }
+    }
+}
+
 /// Writes codes and scales.
 template <typename T> __device__ __forceinline__ void round_to_codes(const Rounding &p) {
     follow_previous();
@@ -264,11 +364,21 @@ __device__ __forceinline__ void transpose(const Transposing &p) {
 
 /// Of a block that rounds: two such have a multiprocessor's registers.
 constexpr int THREADS = 448;
+/// Of a block that rounds short rows, at most.
+constexpr int SHORT_THREADS = 896;
 
 #define CODES(suffix, element)                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                       \
         round_to_codes_##suffix(const __grid_constant__ Rounding p) {                              \
         round_to_codes<element>(p);                                                                \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(SHORT_THREADS, 1)                                 \
+        round_short_##suffix(const __grid_constant__ Rounding p) {                                 \
+        round_short_rows<element, 1>(p);                                                           \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(SHORT_THREADS, 1)                                 \
+        round_short_parts_##suffix(const __grid_constant__ Rounding p) {                           \
+        round_short_rows<element, MOST_PARTS>(p);                                                  \
     }
 #define NUMBERS(suffix, element)                                                                   \
     extern "C" __global__ void __launch_bounds__(THREADS)                                          \
