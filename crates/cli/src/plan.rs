@@ -2,7 +2,7 @@
 
 use crate::output::{are, bytes, grouped, plural, table};
 use crate::settings::{Entry, FineTuneType, ObjectiveName, Settings};
-use metal_candle::adapter::Biases;
+use metal_candle::adapter::{Biases, LoraConfig, StartFrom};
 use metal_candle::data::{Dataset, Report};
 use metal_candle::model::Model;
 use serde::Serialize;
@@ -85,10 +85,9 @@ impl Plan {
                     settings.dropout,
                     lora.modules.join(", "),
                     layers(&lora.layers),
-                    if settings.init_lora_weights.takes_from_weight() {
-                        format!(", starts as {}", settings.init_lora_weights)
-                    } else {
-                        String::new()
+                    match settings.init_lora_weights {
+                        StartFrom::Kaiming | StartFrom::Gaussian => String::new(),
+                        start => format!(", starts as {start}"),
                     },
                 ),
             ));
@@ -167,8 +166,8 @@ fn layers(layers: &[usize]) -> String {
     }
 }
 
-pub fn lora_plan(settings: &Settings, model: &Model) -> anyhow::Result<LoraPlan> {
-    let resolved = settings.lora()?.resolve(&model.target_paths(), model.config().layers.len())?;
+pub fn lora_plan(config: &LoraConfig, model: &Model) -> anyhow::Result<LoraPlan> {
+    let resolved = config.resolve(&model.target_paths(), model.config().layers.len())?;
     let (mut modules, mut layers) = (Vec::new(), Vec::new());
     for linear in &resolved {
         let name = linear.path.rsplit('.').next().unwrap_or_default().to_string();

@@ -3,7 +3,7 @@
 use crate::output::{BARS, Terminal, grouped, say};
 use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::Result;
-use metal_candle::train::{Metric, MetricsSink, TOKEN_ACCURACY};
+use metal_candle::train::{Metric, MetricsSink, TOKEN_ACCURACY, eva};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -105,6 +105,56 @@ impl MetricsSink for Progress {
             bar.set_position(step);
         }
         Ok(())
+    }
+}
+
+/// Batches between two lines about a search where no bar is drawn.
+const LINE_EVERY: usize = 10;
+
+/// Shows how far EVA's search for directions is.
+pub struct Search {
+    terminal: Terminal,
+    bar: Option<ProgressBar>,
+}
+
+impl Search {
+    pub fn new(terminal: Terminal) -> Self {
+        let bar = terminal.draws_bars().then(|| {
+            let template = "{bar:8} {pos}/{len}  {wide_msg} {elapsed}";
+            let style = ProgressStyle::with_template(template)
+                .unwrap_or_else(|_| ProgressStyle::default_bar())
+                .progress_chars("━╸─");
+            let bar = BARS.add(ProgressBar::new(0).with_style(style));
+            bar.enable_steady_tick(Duration::from_millis(500));
+            bar
+        });
+        Self { terminal, bar }
+    }
+
+    pub fn show(&mut self, progress: eva::Progress) {
+        let eva::Progress { batches, settled, inputs } = progress;
+        match &self.bar {
+            Some(bar) => {
+                bar.set_length(inputs as u64);
+                bar.set_position(settled as u64);
+                bar.set_message(format!("inputs of layers known for EVA, batch {}", batches + 1));
+            }
+            None if batches == 0 => {
+                self.terminal.note("reading data for EVA's start");
+            }
+            None if batches.is_multiple_of(LINE_EVERY) => self.terminal.note(format!(
+                "EVA: {settled} of {inputs} inputs of layers known after {batches} batches"
+            )),
+            None => {}
+        }
+    }
+}
+
+impl Drop for Search {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use crate::datasets::{self, Wanted};
 use crate::errors::usage;
 use crate::interrupt;
 use crate::models::{self, device, same_folder};
-use crate::output::{Terminal, grouped, plural, shell_word};
+use crate::output::{Terminal, are, grouped, plural, shell_word};
 use crate::plan::{self, DataPlan, Plan};
 use crate::plot::{self, LossCurve};
 use crate::progress::{self, Progress, clock};
@@ -16,7 +16,7 @@ use crate::template;
 use anyhow::Context;
 use candle_core::{DType, Tensor};
 use chrono::NaiveDateTime;
-use metal_candle::adapter::Adapter;
+use metal_candle::adapter::{Adapter, LoraConfig, StartFrom};
 use metal_candle::data::{
     BatchOptions, Batcher, DataOptions, Dataset, SampleKind, Split, Teacher, Tokenized, tokenize,
 };
@@ -26,7 +26,7 @@ use metal_candle::model::{Config, Model};
 use metal_candle::text::Tokenizer;
 use metal_candle::train::{
     Evaluation, FanOut, FolderLock, JsonLines, Metric, Outcome, Resumed, Task, TensorBoard,
-    TrainOptions, Trainer, latest_checkpoint, metrics, total_steps,
+    TrainOptions, Trainer, eva, latest_checkpoint, layer_ranks, metrics, total_steps,
 };
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -225,7 +225,7 @@ impl Run {
             (true, _) if start.dry_run => None,
             (true, _) => Some(Adapter::full(&model)?),
             (false, Some(folder)) => Some(Adapter::load(&model, folder)?),
-            (false, None) => Some(Adapter::new(&model, &settings.lora()?, settings.seed)?),
+            (false, None) => Some(new_adapter(&settings, &start, &model, &train, terminal)?),
         };
         let reference = match &settings.init_adapter {
             Some(folder) if options.objective.uses_reference() && !start.dry_run => {
@@ -234,9 +234,9 @@ impl Run {
             _ => None,
         };
         let model = Arc::new(if full && !start.dry_run { model.without_weights() } else { model });
-        let lora = match full {
-            true => None,
-            false => Some(plan::lora_plan(&settings, &model)?),
+        let lora = match adapter.as_ref().and_then(Adapter::config) {
+            Some(config) => Some(plan::lora_plan(config, &model)?),
+            None => None,
         };
         let entries = match &adapter {
             Some(adapter) => adapter.parameters().entries().to_vec(),
@@ -526,6 +526,66 @@ impl Summary {
         }
         text
     }
+}
+
+/// A new adapter as the settings describe it.
+fn new_adapter(
+    settings: &Settings,
+    start: &Start,
+    model: &Model,
+    batches: &Batcher,
+    terminal: Terminal,
+) -> anyhow::Result<Adapter> {
+    let mut config = settings.lora()?;
+    if config.start == StartFrom::Eva {
+        if start.resume.is_none() && !start.dry_run {
+            return eva_adapter(settings, &config, model, batches, terminal);
+        }
+        // Those of the run that goes on, whose A is in its checkpoint.
+        let known = match &start.resume {
+            Some(Resume::At(folder) | Resume::Newest(folder)) => layer_ranks(folder)?,
+            None => None,
+        };
+        config.layer_ranks = Some(known.unwrap_or_default());
+    }
+    Ok(Adapter::new(model, &config, settings.seed)?)
+}
+
+/// Reads batches for EVA's start, shows how far it is, and says what it has found.
+fn eva_adapter(
+    settings: &Settings,
+    config: &LoraConfig,
+    model: &Model,
+    batches: &Batcher,
+    terminal: Terminal,
+) -> anyhow::Result<Adapter> {
+    let mut search = progress::Search::new(terminal);
+    let (adapter, found) = eva::start(model, config, settings.seed, batches, &mut |it| {
+        search.show(it);
+    })?;
+    drop(search);
+    let ranks = found.ranks.values().copied();
+    let left_out: Vec<&str> = found
+        .ranks
+        .iter()
+        .filter_map(|(path, rank)| (*rank == 0).then_some(path.as_str()))
+        .collect();
+    let least = ranks.clone().filter(|rank| *rank > 0).min().unwrap_or_default();
+    terminal.note(format!(
+        "EVA: read {} ({}); ranks are {least} to {}{}",
+        plural(found.batches as u64, "batch").replace("batchs", "batches"),
+        plural(found.tokens as u64, "target token"),
+        ranks.max().unwrap_or_default(),
+        match left_out.as_slice() {
+            [] => String::new(),
+            paths => format!(
+                ", and {} left out: {}",
+                are(paths.len() as u64, "layer"),
+                paths.join(", ")
+            ),
+        }
+    ));
+    Ok(adapter)
 }
 
 /// A loss with what else is worth knowing of it.

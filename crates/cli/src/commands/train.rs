@@ -144,9 +144,21 @@ pub struct Flags {
     /// Other alphas, likewise
     #[arg(long, value_name = "NAME=X,..", value_parser = patterns::<f64>, help_heading = "LoRA")]
     alpha_pattern: Option<IndexMap<String, f64>>,
-    /// Where A and B start: kaiming, gaussian, pissa, pissa_niter_N or olora
+    /// Where A and B start: kaiming, gaussian, pissa, pissa_niter_N, olora or eva, which reads some of the data first
     #[arg(long, value_name = "START", help_heading = "LoRA")]
     init_lora_weights: Option<StartFrom>,
+    /// How many times its rank eva may give a layer, while the ranks of all layers together stay; 1 leaves them as they are
+    #[arg(long, value_name = "X", help_heading = "LoRA")]
+    eva_rho: Option<f64>,
+    /// How little eva's directions have to change by a batch, as a cosine, to be taken
+    #[arg(long, value_name = "X", help_heading = "LoRA")]
+    eva_tau: Option<f64>,
+    /// Divide eva's directions by the square roots of their singular values
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "LoRA")]
+    eva_whiten: Option<bool>,
+    /// Where eva changes a rank, change alpha with it
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", help_heading = "LoRA")]
+    eva_adjust_scaling_factors: Option<bool>,
     /// Biases that are trained too: none, lora_only or all
     #[arg(long, value_name = "WHICH", help_heading = "LoRA")]
     bias: Option<Biases>,

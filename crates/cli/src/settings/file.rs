@@ -140,6 +140,11 @@ mod tests {
         };
         assert_eq!(read(trl), read(ours));
         assert_eq!(parse("layers_to_transform: 3").unwrap().layers, Some(vec![3]));
+        let eva = parse("init_lora_weights: eva\neva_rho: 1.5\neva_whiten: true").unwrap();
+        let peft = "init_lora_weights: eva\neva_config: {rho: 1.5, tau: 0.99, use_label_mask: true, \
+                    label_mask_value: -100, whiten: true, adjust_scaling_factors: true}";
+        assert_eq!(parse(peft).unwrap(), eva);
+        assert_eq!(parse(&eva.to_yaml().unwrap()).unwrap(), eva);
         assert_eq!(parse(&own.to_yaml().unwrap()).unwrap(), own);
     }
 
@@ -195,8 +200,20 @@ mod tests {
             ("beta1: .nan", "beta1: is NaN"),
             ("fine_tune_type: vera", "fine_tune_type: is vera, expected one of lora, dora, full"),
             (
-                "init_lora_weights: eva",
-                "init_lora_weights: is eva, expected kaiming, gaussian, pissa",
+                "init_lora_weights: corda",
+                "init_lora_weights: is corda, expected kaiming, gaussian, pissa",
+            ),
+            ("eva_rho: 1.5", "eva_rho: is an option of eva, and init_lora_weights is kaiming"),
+            ("init_lora_weights: eva\neva_rho: 0.5", "eva_rho: is 0.5, expected at least 1"),
+            ("init_lora_weights: eva\neva_tau: 1", "eva_tau: is 1, expected above 0 and below 1"),
+            (
+                "init_lora_weights: eva\nfine_tune_type: full",
+                "init_lora_weights: is eva, which is a start of adapters",
+            ),
+            ("eva_config: {rhoo: 1}", "unknown key `rhoo` in eva_config; did you mean `rho`"),
+            (
+                "eva_config: {use_label_mask: false}",
+                "eva_config.use_label_mask: is false, expected true",
             ),
             ("bias: some", "bias: is some, expected none, lora_only or all"),
             ("report_to: [3]", "report_to: is [3], expected none or tensorboard"),

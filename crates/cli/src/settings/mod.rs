@@ -25,7 +25,9 @@ use crate::errors::usage;
 use crate::models::check_matmul;
 use crate::template;
 use indexmap::IndexMap;
-use metal_candle::adapter::{self, Biases, LoraConfig, StartFrom, Targets, TokenIndices};
+use metal_candle::adapter::{
+    self, Biases, EvaConfig, LoraConfig, StartFrom, Targets, TokenIndices,
+};
 use metal_candle::data::{BatchOptions, DataOptions, HeldOut};
 use metal_candle::model::Quantization;
 use metal_candle::train::{
@@ -34,6 +36,9 @@ use metal_candle::train::{
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
+
+/// The options of EVA's start.
+const EVA: &[&str] = &["eva_rho", "eva_tau", "eva_whiten", "eva_adjust_scaling_factors"];
 
 /// The settings of a training run, as the YAML file and the flags give them over the defaults.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -69,6 +74,10 @@ pub struct Settings {
     pub rank_pattern: IndexMap<String, usize>,
     pub alpha_pattern: IndexMap<String, f64>,
     pub init_lora_weights: StartFrom,
+    pub eva_rho: f64,
+    pub eva_tau: f64,
+    pub eva_whiten: bool,
+    pub eva_adjust_scaling_factors: bool,
     pub bias: Biases,
     pub modules_to_save: Option<Vec<String>>,
     pub trainable_token_indices: Option<TokenIndices>,
@@ -166,10 +175,13 @@ impl Default for Settings {
             alpha_pattern,
             dora: _,
             start,
+            eva,
+            layer_ranks: _,
             bias,
             modules_to_save,
             trainable_token_indices,
         } = LoraConfig::default();
+        let EvaConfig { rho, tau, whiten, adjust_scaling_factors } = eva;
         let TrainOptions {
             objective,
             precompute_ref_log_probs,
@@ -235,6 +247,10 @@ impl Default for Settings {
             rank_pattern,
             alpha_pattern,
             init_lora_weights: start,
+            eva_rho: rho,
+            eva_tau: tau,
+            eva_whiten: whiten,
+            eva_adjust_scaling_factors: adjust_scaling_factors,
             bias,
             modules_to_save: (!modules_to_save.is_empty()).then_some(modules_to_save),
             trainable_token_indices,
@@ -367,6 +383,19 @@ impl Settings {
         }
         if let Some(folder) = self.init_adapter.clone() {
             self.take_adapter(&folder, given)?;
+        }
+        if self.init_lora_weights != StartFrom::Eva {
+            if let Some(key) = EVA.iter().find(|key| given.iter().any(|given| given == *key)) {
+                return Err(usage(format!(
+                    "{key}: is an option of eva, and init_lora_weights is {}",
+                    self.init_lora_weights
+                )));
+            }
+        } else if self.fine_tune_type == FineTuneType::Full {
+            return Err(usage(
+                "init_lora_weights: is eva, which is a start of adapters, but fine_tune_type is full, which trains every \
+                 weight; expected lora or dora",
+            ));
         }
         if self.epochs.is_none() && self.steps.is_none() {
             match Duration::default() {
@@ -547,6 +576,13 @@ impl Settings {
             alpha_pattern: self.alpha_pattern.clone(),
             dora: self.fine_tune_type == FineTuneType::Dora,
             start: self.init_lora_weights,
+            eva: EvaConfig {
+                rho: self.eva_rho,
+                tau: self.eva_tau,
+                whiten: self.eva_whiten,
+                adjust_scaling_factors: self.eva_adjust_scaling_factors,
+            },
+            layer_ranks: None,
             bias: self.bias,
             modules_to_save: self.modules_to_save.clone().unwrap_or_default(),
             trainable_token_indices: self.trainable_token_indices.clone(),
@@ -670,6 +706,9 @@ impl Settings {
             }
             if self.lr_schedule.is_some() {
                 skipped.extend(SCHEDULE);
+            }
+            if self.init_lora_weights != StartFrom::Eva {
+                skipped.extend(EVA);
             }
             map.retain(|key, value| {
                 !value.is_null() && !key.as_str().is_some_and(|key| skipped.contains(&key))

@@ -73,7 +73,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("base_model_name_or_path", Key("model")),
     ("corda_config", Neutral(Off, LORA_KIND)),
     ("ensure_weight_tying", Neutral(Off, "it is not supported; leave it out")),
-    ("eva_config", Neutral(Off, LORA_KIND)),
+    ("eva_config", Sets(eva_config)),
     ("fan_in_fan_out", Neutral(Off, "no supported model stores its weights so; leave it out")),
     ("inference_mode", Neutral(All, "")),
     ("layer_replication", Neutral(Off, LORA_KIND)),
@@ -453,6 +453,41 @@ fn lora_parameters(keys: &mut Keys, name: &str, value: &Value) -> Result<(), Str
         }
         let key = if inner == "keys" { "target_modules" } else { inner };
         keys.insert(key, &format!("{name}.{inner}"), value.clone())?;
+    }
+    Ok(())
+}
+
+/// PEFT's options of EVA.
+fn eva_config(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    const INNER: [&str; 6] =
+        ["rho", "tau", "use_label_mask", "label_mask_value", "whiten", "adjust_scaling_factors"];
+    let Value::Mapping(options) = value else {
+        return Err(wrong(
+            name,
+            value,
+            "a mapping with rho, tau, whiten and adjust_scaling_factors",
+        ));
+    };
+    for (inner, value) in options {
+        let inner = inner.as_str().unwrap_or_default();
+        let written = format!("{name}.{inner}");
+        match inner {
+            "use_label_mask" if value.as_bool() != Some(true) => {
+                return Err(wrong(
+                    &written,
+                    value,
+                    "true: the tokens that the loss leaves out don't count",
+                ));
+            }
+            "use_label_mask" | "label_mask_value" => {}
+            _ if INNER.contains(&inner) => {
+                keys.insert(&format!("eva_{inner}"), &written, value.clone())?;
+            }
+            _ => {
+                let close = suggestion(inner, INNER.into_iter());
+                return Err(format!("unknown key `{inner}` in {name}{close}"));
+            }
+        }
     }
     Ok(())
 }

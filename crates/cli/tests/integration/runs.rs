@@ -268,3 +268,38 @@ fn in_a_terminal_ctrl_c_stops_an_answer_and_the_conversation_goes_on() {
     drop(keys);
     reader.join().unwrap();
 }
+
+#[test]
+fn a_run_from_evas_start_says_what_it_found_and_resumes_without_looking_again() {
+    let place = Place::with_model();
+    let eva = ["--init-lora-weights", "eva", "--eva-rho", "3"];
+    let planned = place.ok(&with(&[&eva[..], &["--steps", "4", "--dry-run"]].concat()));
+    assert!(planned.contains("starts as eva"), "{planned}");
+
+    let run = |output: &str, steps: &str, more: &[&str]| {
+        let steps = ["--steps", steps, "-o", output, "--save-every", "2", "--schedule", "constant"];
+        let output = place.run(&with(&[&eva[..], &steps, more].concat()));
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stderr)
+    };
+    let stderr = run("whole", "4", &[]);
+    assert!(stderr.contains("reading data for EVA's start"), "{stderr}");
+    assert!(stderr.contains("EVA: read ") && stderr.contains("ranks are 1 to "), "{stderr}");
+    run("parts", "2", &[]);
+    let stderr = run("parts", "4", &["--resume"]);
+    assert!(stderr.contains("Going on after step 2") && !stderr.contains("EVA:"), "{stderr}");
+    let result =
+        |run: &str| std::fs::read(place.path(&format!("{run}/adapter_model.safetensors"))).unwrap();
+    assert!(result("whole") == result("parts"));
+    let config = place.read("parts/adapter_config.json");
+    let config: serde_json::Value = serde_json::from_str(&config).unwrap();
+    assert!(!config["rank_pattern"].as_object().unwrap().is_empty(), "{config}");
+    assert_eq!(config["eva_config"]["rho"], 3.0);
+    assert!(place.read("parts/train_config.yaml").contains("eva_rho: 3.0"));
+
+    // What the ranks were found with is part of the run.
+    let resume = ["--steps", "4", "-o", "parts", "--schedule", "constant", "--save-every", "2"];
+    let other = ["--init-lora-weights", "eva", "--eva-rho", "2", "--resume"];
+    let stderr = place.fails(1, &with(&[&resume[..], &other].concat()));
+    assert!(stderr.contains("adapter.eva.rho was 3.0 and is now 2.0"), "{stderr}");
+}

@@ -118,6 +118,11 @@ pub struct LoraConfig {
     pub dora: bool,
     /// Where A and B start.
     pub start: StartFrom,
+    /// What EVA is told, where they start so.
+    pub eva: EvaConfig,
+    /// The ranks that EVA has found, by path, where 0 is no adapter; the layers that aren't among them have those they
+    /// were told.
+    pub layer_ranks: Option<IndexMap<String, usize>>,
     /// Which biases are trained too.
     pub bias: Biases,
     /// Other parts of the model of which all weights are trained, by name: `lm_head`, `embed_tokens`, `norm`.
@@ -140,11 +145,14 @@ pub enum StartFrom {
     PissaIterations(usize),
     /// The weight's QR factors (OLoRA).
     Olora,
+    /// A the directions in which the layer's inputs vary most over the training data, B zero (EVA).
+    Eva,
 }
 
 impl StartFrom {
     /// All words for it, in a sentence.
-    pub const WORDS: &str = "kaiming, gaussian, pissa, pissa_niter_N with N up to 1000, or olora";
+    pub const WORDS: &str =
+        "kaiming, gaussian, pissa, pissa_niter_N with N up to 1000, olora or eva";
 
     /// PEFT's word for it, which its files and this program's settings have.
     pub fn parse(word: &str) -> Option<Self> {
@@ -153,6 +161,7 @@ impl StartFrom {
             "gaussian" => Self::Gaussian,
             "pissa" => Self::Pissa,
             "olora" => Self::Olora,
+            "eva" => Self::Eva,
             _ => match word.strip_prefix("pissa_niter_")?.parse() {
                 Ok(iterations @ 1..=1000) => Self::PissaIterations(iterations),
                 _ => return None,
@@ -206,7 +215,47 @@ impl std::fmt::Display for StartFrom {
             Self::Pissa => formatter.write_str("pissa"),
             Self::PissaIterations(count) => write!(formatter, "pissa_niter_{count}"),
             Self::Olora => formatter.write_str("olora"),
+            Self::Eva => formatter.write_str("eva"),
         }
+    }
+}
+
+/// What [`StartFrom::Eva`] is told, by the names of PEFT's `EvaConfig`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct EvaConfig {
+    /// A layer's rank may become this many times what it was told, while their sum stays; 1 leaves all as they are.
+    pub rho: f64,
+    /// A direction has been found when the next batch leaves this much of it, as the cosine of both.
+    pub tau: f64,
+    /// Divide each direction by the square root of its singular value.
+    pub whiten: bool,
+    /// Where a rank changes, multiply alpha by as much.
+    pub adjust_scaling_factors: bool,
+}
+
+impl Default for EvaConfig {
+    fn default() -> Self {
+        Self { rho: 2.0, tau: 0.99, whiten: false, adjust_scaling_factors: true }
+    }
+}
+
+impl EvaConfig {
+    fn validate(&self) -> Result<()> {
+        let Self { rho, tau, .. } = *self;
+        if !(1.0..=bounds::RATIO).contains(&rho) {
+            return Err(Error::option(
+                "eva_rho",
+                format!("is {rho}, expected at least 1 and at most {}", bounds::RATIO),
+            ));
+        }
+        if !(tau > 0.0 && tau < 1.0) {
+            return Err(Error::option(
+                "eva_tau",
+                format!("is {tau}, expected above 0 and below 1"),
+            ));
+        }
+        Ok(())
     }
 }
 
@@ -257,6 +306,8 @@ impl Default for LoraConfig {
             alpha_pattern: IndexMap::new(),
             dora: false,
             start: StartFrom::default(),
+            eva: EvaConfig::default(),
+            layer_ranks: None,
             bias: Biases::default(),
             modules_to_save: Vec::new(),
             trainable_token_indices: None,
@@ -273,6 +324,13 @@ pub struct Resolved {
     pub rank: usize,
     /// What its low-rank path is multiplied by.
     pub scale: f64,
+}
+
+/// The rank and the alpha that a configuration has for a layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Told {
+    rank: usize,
+    alpha: f64,
 }
 
 impl LoraConfig {
@@ -292,6 +350,10 @@ impl LoraConfig {
             bounds::positive(&format!("alpha_pattern.{key}"), alpha, bounds::ALPHA)?;
         }
         bounds::share("dropout", self.dropout)?;
+        self.eva.validate()?;
+        for (path, rank) in self.layer_ranks.iter().flatten() {
+            bounds::check(&format!("layer_ranks.{path}"), *rank, &(0..=*bounds::RANK.end()))?;
+        }
         if let Some(tokens) = &self.trainable_token_indices {
             tokens.by_path()?;
         }
@@ -348,8 +410,7 @@ impl LoraConfig {
             .as_ref()
             .map(|exclude| Matcher::new("exclude_modules", exclude))
             .transpose()?;
-        let ranks = compile_patterns("rank_pattern", &self.rank_pattern)?;
-        let alphas = compile_patterns("alpha_pattern", &self.alpha_pattern)?;
+        let told = self.told_by_path()?;
         if let Targets::Names(names) = &self.targets
             && let Some(name) =
                 names.iter().find(|name| !paths.iter().any(|path| ends_in(path, name)))
@@ -370,8 +431,10 @@ impl LoraConfig {
                     layer_index(path).is_some_and(|index| layers.contains(&index))
                 });
             if selected {
-                let rank = first_match(&ranks, path).unwrap_or(self.rank);
-                let alpha = first_match(&alphas, path).unwrap_or(self.alpha);
+                let Told { rank, alpha } = self.found(path, told(path));
+                if rank == 0 {
+                    continue;
+                }
                 let divisor = if self.rslora { (rank as f64).sqrt() } else { rank as f64 };
                 resolved.push(Resolved { path: path.clone(), rank, scale: alpha / divisor });
             }
@@ -387,6 +450,64 @@ impl LoraConfig {
             ));
         }
         Ok(resolved)
+    }
+
+    /// The rank and the alpha of a path by the patterns.
+    fn told_by_path(&self) -> Result<impl Fn(&str) -> Told> {
+        let ranks = compile_patterns("rank_pattern", &self.rank_pattern)?;
+        let alphas = compile_patterns("alpha_pattern", &self.alpha_pattern)?;
+        let (rank, alpha) = (self.rank, self.alpha);
+        Ok(move |path: &str| Told {
+            rank: first_match(&ranks, path).unwrap_or(rank),
+            alpha: first_match(&alphas, path).unwrap_or(alpha),
+        })
+    }
+
+    /// What became of what a layer was told, if EVA has found another rank for it.
+    fn found(&self, path: &str, told: Told) -> Told {
+        match self.layer_ranks.as_ref().and_then(|found| found.get(path)) {
+            Some(&rank) if rank != told.rank => {
+                let factor = match self.eva.adjust_scaling_factors {
+                    true => rank as f64 / told.rank as f64,
+                    false => 1.0,
+                };
+                Told { rank, alpha: told.alpha * factor }
+            }
+            _ => told,
+        }
+    }
+
+    /// The same layers, ranks and scales without [`Self::layer_ranks`]: the found ranks as patterns of whole paths, as
+    /// PEFT writes them. `adapted` are the paths that have an adapter.
+    pub(super) fn with_found_as_patterns<'p>(
+        &self,
+        adapted: impl Iterator<Item = &'p str>,
+    ) -> Result<Self> {
+        let Some(found) = &self.layer_ranks else { return Ok(self.clone()) };
+        let told = self.told_by_path()?;
+        let mut plain = Self { layer_ranks: None, ..self.clone() };
+        (plain.rank_pattern, plain.alpha_pattern) = (IndexMap::new(), IndexMap::new());
+        for path in found.keys() {
+            let Told { rank, alpha } = self.found(path, told(path));
+            // Where a pattern of the user's says something else, the path has to come before it.
+            if rank > 0 && (rank != self.rank || rank != told(path).rank) {
+                plain.rank_pattern.insert(path.clone(), rank);
+            }
+            if rank > 0 && (alpha != self.alpha || alpha != told(path).alpha) {
+                plain.alpha_pattern.insert(path.clone(), alpha);
+            }
+        }
+        for (key, rank) in &self.rank_pattern {
+            plain.rank_pattern.entry(key.clone()).or_insert(*rank);
+        }
+        for (key, alpha) in &self.alpha_pattern {
+            plain.alpha_pattern.entry(key.clone()).or_insert(*alpha);
+        }
+        if found.values().any(|rank| *rank == 0) {
+            plain.targets = Targets::Names(adapted.map(String::from).collect());
+            (plain.exclude, plain.layers, plain.last_layers) = (None, None, None);
+        }
+        Ok(plain)
     }
 }
 

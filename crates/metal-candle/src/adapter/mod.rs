@@ -14,7 +14,7 @@ mod tables;
 #[cfg(test)]
 mod tests;
 
-pub use config::{Biases, LoraConfig, Resolved, StartFrom, Targets, TokenIndices};
+pub use config::{Biases, EvaConfig, LoraConfig, Resolved, StartFrom, Targets, TokenIndices};
 pub use export::TrainedFiles;
 pub use files::mlx::MLX_WEIGHTS;
 pub use files::peft::ADAPTER_WEIGHTS;
@@ -32,7 +32,7 @@ use metal_candle_kernels::copy;
 pub(crate) use methods::dora::Lengths;
 use methods::dora::Magnitude;
 use methods::lora;
-pub(crate) use methods::{LowRank, TableUpdate};
+pub(crate) use methods::{LowRank, TableUpdate, eva};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -153,8 +153,22 @@ impl Adapter {
     /// A new adapter on the layers that `config` selects, which starts where `config` says.
     ///
     /// # Errors
-    /// For a configuration that doesn't fit the model.
+    /// For a configuration that doesn't fit the model, and for EVA's start unless its ranks are known: it takes data, and
+    /// [`train::eva::start`](crate::train::eva::start).
     pub fn new(model: &Model, config: &LoraConfig, seed: u64) -> Result<Self> {
+        if config.start == StartFrom::Eva && config.layer_ranks.is_none() {
+            return Err(Error::option("init_lora_weights", "is eva, which needs training data"));
+        }
+        Self::new_with(model, config, seed, &HashMap::new())
+    }
+
+    /// [`Self::new`], with the A `(in, rank)` that these paths start from.
+    pub(crate) fn new_with(
+        model: &Model,
+        config: &LoraConfig,
+        seed: u64,
+        found: &HashMap<String, Tensor>,
+    ) -> Result<Self> {
         let adapter = Self::lora(model, config)?;
         let parameters = &adapter.parameters;
         for (index, update) in adapter.updates.iter().flatten().enumerate() {
@@ -176,6 +190,11 @@ impl Adapter {
             let random = SplitMix64::stream(seed, (layers + index) as u64);
             if let Some((id, start)) = update.start(config.start, random)? {
                 parameters.set(id, &start.to_device(model.device())?)?;
+            }
+        }
+        for part in adapter.parts.iter().filter(|part| part.kind == PartKind::A) {
+            if let Some(a) = found.get(&part.of) {
+                parameters.set(part.id, &a.to_device(model.device())?)?;
             }
         }
         adapter.set_lengths(model)?;
@@ -260,9 +279,10 @@ impl Adapter {
                 Error::option("target_modules", format!("`{path}` is no layer of this model"))
             })?;
             let Linear { input, output, .. } = *linear;
-            let most = match config.start.takes_from_weight() {
-                true => input.min(output),
-                false => input.max(output),
+            let most = match config.start {
+                StartFrom::Eva => input,
+                start if start.takes_from_weight() => input.min(output),
+                _ => input.max(output),
             };
             if *rank > most {
                 return Err(Error::option(

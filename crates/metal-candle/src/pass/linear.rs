@@ -36,12 +36,12 @@ pub(super) fn forward_gated(
     activation: Activation,
     pass: &Pass,
 ) -> Result<Value> {
-    match &pass.adapters {
-        RowAdapters::Same(adapter) => {
+    match (&pass.adapters, &pass.observer) {
+        (RowAdapters::Same(adapter), None) => {
             let read = Read::Gated(gate, up, activation);
             only(project(&[layer], tape, read, pass, adapter.as_deref())?)
         }
-        RowAdapters::Grouped(_) => forward(layer, tape, &tape.glu(gate, up, activation)?, pass),
+        _ => forward(layer, tape, &tape.glu(gate, up, activation)?, pass),
     }
 }
 
@@ -52,6 +52,9 @@ pub(super) fn forward_shared<const N: usize>(
     x: &Value,
     pass: &Pass,
 ) -> Result<[Value; N]> {
+    if let Some(observer) = &pass.observer {
+        observer.see(&layers, x.tensor())?;
+    }
     let outputs = match &pass.adapters {
         RowAdapters::Same(adapter) => {
             project(&layers, tape, Read::Value(x), pass, adapter.as_deref())?

@@ -12,6 +12,7 @@ use crate::adapter::Adapter;
 use crate::autograd::{HeadValues, Matrix, Tape, Value};
 use crate::data::Batch;
 use crate::model::Model;
+use crate::model::layer::Linear;
 use crate::model::rope::Rotation;
 use crate::model::weight::{FrozenWeights, Storage, WeightId};
 use crate::{Error, Result};
@@ -36,6 +37,13 @@ struct Pass {
     before: Option<Tensor>,
     /// Where attention reads other rows than those that the batch has.
     spread: Option<Spread>,
+    observer: Option<Arc<dyn Observer>>,
+}
+
+/// Sees what linear layers read.
+pub(crate) trait Observer: std::fmt::Debug + Send + Sync {
+    /// These layers are about to read `x (batch, seq, in)`.
+    fn see(&self, layers: &[&Linear], x: &Tensor) -> Result<()>;
 }
 
 /// How attention sees a batch whose sequences share beginnings: each with a beginning of its own.
@@ -113,6 +121,7 @@ pub struct Input {
     first_key: Option<Tensor>,
     spread: Option<Spread>,
     adapters: RowAdapters,
+    observer: Option<Arc<dyn Observer>>,
 }
 
 #[derive(Debug, Clone)]
@@ -163,7 +172,14 @@ impl Input {
     }
 
     fn new(ids: Tensor, positions: Positions, first_key: Option<Tensor>) -> Self {
-        Self { ids, positions, first_key, spread: None, adapters: RowAdapters::Same(None) }
+        let (spread, adapters) = (None, RowAdapters::Same(None));
+        Self { ids, positions, first_key, spread, adapters, observer: None }
+    }
+
+    /// The same tokens, with somebody who sees what the decoder's linear layers read of them.
+    pub(crate) fn with_observer(mut self, observer: Arc<dyn Observer>) -> Self {
+        self.observer = Some(observer);
+        self
     }
 
     /// The same tokens, read with an adapter, or with none.
@@ -257,6 +273,7 @@ impl Model {
             before,
             weights: self.frozen().clone(),
             adapters: input.adapters.clone(),
+            observer: input.observer.clone(),
         });
         let x = self.embed(tape, &input.ids, &pass)?;
         let x = if self.config().embedding_scale == 1.0 {

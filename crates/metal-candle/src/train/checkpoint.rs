@@ -16,6 +16,7 @@ use crate::hash::Hash;
 use crate::model::Config;
 use crate::{Error, Result, files};
 use candle_core::{DType, Tensor};
+use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -253,6 +254,26 @@ pub(super) fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>> {
 /// The newest complete checkpoint of a run, if there is one.
 pub fn latest(output: impl AsRef<Path>) -> Result<Option<PathBuf>> {
     Ok(list(output.as_ref())?.pop().map(|(_, path)| path))
+}
+
+/// The ranks that EVA has found for a run, by path: those of a checkpoint, or of the newest one of a run's folder that can
+/// be read. `None` where none has any.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn layer_ranks(folder: impl AsRef<Path>) -> Result<Option<IndexMap<String, usize>>> {
+    let folder = folder.as_ref();
+    let checkpoints = match folder.join(STATE).is_file() {
+        true => vec![folder.to_path_buf()],
+        false => list(folder)?.into_iter().rev().map(|(_, path)| path).collect(),
+    };
+    let read = |checkpoint: PathBuf| {
+        // What is wrong with a checkpoint is said when it is resumed.
+        let state: Value = files::read_json(&checkpoint.join(STATE)).ok()?;
+        let found = state.pointer("/fingerprint/adapter/layer_ranks")?;
+        serde_json::from_value(found.clone()).ok().flatten()
+    };
+    Ok(checkpoints.into_iter().find_map(read))
 }
 
 /// A checkpoint but for its tensors. Any thread can write it.

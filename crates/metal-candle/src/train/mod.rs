@@ -2,6 +2,7 @@
 
 mod base;
 mod checkpoint;
+pub mod eva;
 mod evaluate;
 mod gradients;
 mod lock;
@@ -18,7 +19,7 @@ mod teach;
 pub mod tensorboard;
 mod trainer;
 
-pub use checkpoint::latest as latest_checkpoint;
+pub use checkpoint::{latest as latest_checkpoint, layer_ranks};
 pub use evaluate::{Evaluation, TOKEN_ACCURACY, evaluate};
 pub use gradients::Gradients;
 pub use lock::FolderLock;

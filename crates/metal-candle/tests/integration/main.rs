@@ -5,6 +5,7 @@ mod candle_autograd;
 mod common;
 mod compare;
 mod data;
+mod eva;
 mod gguf;
 mod models;
 mod mutations;

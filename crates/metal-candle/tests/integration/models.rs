@@ -384,6 +384,7 @@ const METHODS: &[(&str, &str)] = &[
     ("gemma2", "tokens"),
     ("llama", "dora"),
     ("llama", "embedding"),
+    ("llama", "eva"),
     ("llama", "modules"),
     ("llama", "modules-norm"),
     ("llama", "olora"),

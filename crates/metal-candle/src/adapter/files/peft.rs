@@ -3,7 +3,7 @@
 
 use super::{AdapterFormat, as_usize, wrong};
 use crate::Result;
-use crate::adapter::{LoraConfig, Part, PartKind, StartFrom, Targets, TokenIndices};
+use crate::adapter::{EvaConfig, LoraConfig, Part, PartKind, StartFrom, Targets, TokenIndices};
 use crate::files::{cut, short};
 use candle_core::Tensor;
 use serde_json::{Map, Value, json};
@@ -19,6 +19,7 @@ pub(super) const PREFIX: &str = "base_model.model.";
 const IRRELEVANT: &[&str] = &[
     "auto_mapping",
     "base_model_name_or_path",
+    "eva_config",
     "inference_mode",
     "layers_pattern",
     "megatron_core",
@@ -137,7 +138,7 @@ pub(super) fn parse_config(
 
 /// Where an adapter of this `init_lora_weights` has started, so far as its files leave that open.
 fn start(value: &Value) -> Result<StartFrom, String> {
-    const EXPECTED: &str = "true, false, \"gaussian\", \"pissa\" or \"olora\"";
+    const EXPECTED: &str = "true, false, \"gaussian\", \"pissa\", \"olora\" or \"eva\"";
     match value {
         // Only a start that was taken from the weights matters to a finished adapter.
         Value::Null | Value::Bool(_) => Ok(StartFrom::Kaiming),
@@ -146,6 +147,8 @@ fn start(value: &Value) -> Result<StartFrom, String> {
                 "{EXPECTED}; what it took from the weights was drawn at random and isn't in the file, but PEFT's \
                  save_pretrained with path_initial_model_for_weight_conversion writes it"
             )),
+            // What EVA has found stands in the patterns and in A.
+            Some(StartFrom::Eva) => Ok(StartFrom::Kaiming),
             Some(start) => Ok(start),
             None => Err(EXPECTED.into()),
         },
@@ -190,8 +193,8 @@ pub(super) fn layer_of(tensor: &str) -> Option<&str> {
 }
 
 /// The configuration of what is written of the parts, with what A and B started from.
-fn as_plain(config: &LoraConfig) -> LoraConfig {
-    let mut plain = config.clone();
+fn as_plain(config: &LoraConfig, parts: &[Part]) -> Result<LoraConfig> {
+    let mut plain = config.with_found_as_patterns(updated(parts))?;
     if config.start.takes_from_weight() {
         // The scale stays: alpha / rank, or alpha / √rank.
         let factor = if config.rslora { 2f64.sqrt() } else { 2.0 };
@@ -201,7 +204,7 @@ fn as_plain(config: &LoraConfig) -> LoraConfig {
         plain.rank_pattern.values_mut().for_each(|rank| *rank *= 2);
         plain.alpha_pattern.values_mut().for_each(|alpha| *alpha *= factor);
     }
-    plain
+    Ok(plain)
 }
 
 /// Writes the adapter into the existing `folder`, each file whole or not at all. `values` are those of
@@ -214,9 +217,9 @@ pub(in crate::adapter) fn write(
     parts: &[Part],
     values: &Tensor,
 ) -> Result<()> {
+    let config = &as_plain(config, parts)?;
     super::write_weights(folder, AdapterFormat::Peft, parts, values)?;
 
-    let config = &as_plain(config);
     let layers = config.selected_layers(layer_count)?;
     let (targets, layers) = match &config.targets {
         // As PEFT does, since other readers of its files know lists only.
@@ -234,6 +237,15 @@ pub(in crate::adapter) fn write(
         whole if whole.fract() == 0.0 && whole < 1e15 => json!(whole as i64),
         other => json!(other),
     };
+    let EvaConfig { rho, tau, whiten, adjust_scaling_factors } = config.eva;
+    let eva = json!({
+        "rho": rho,
+        "tau": tau,
+        "use_label_mask": true,
+        "label_mask_value": -100,
+        "whiten": whiten,
+        "adjust_scaling_factors": adjust_scaling_factors,
+    });
     let json = json!({
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -255,6 +267,7 @@ pub(in crate::adapter) fn write(
             StartFrom::Kaiming => json!(true),
             other => json!(other.to_string()),
         },
+        "eva_config": if config.start == StartFrom::Eva { eva } else { Value::Null },
         "inference_mode": true,
         "modules_to_save": match config.modules_to_save.as_slice() {
             [] => Value::Null,

@@ -1,9 +1,11 @@
 //! What can be trained of a linear layer, and where training starts from; one file a method.
 
 pub(crate) mod dora;
+pub(crate) mod eva;
 pub(super) mod lora;
 pub(super) mod olora;
 pub(super) mod pissa;
+mod singular;
 pub(super) mod table;
 mod vectors;
 
@@ -33,7 +35,7 @@ pub(super) fn start<'w>(
     }
     let weight = &*weight()?;
     let Start { a, minus_b } = match from {
-        StartFrom::Kaiming | StartFrom::Gaussian => return Ok(None),
+        StartFrom::Kaiming | StartFrom::Gaussian | StartFrom::Eva => return Ok(None),
         StartFrom::Olora => olora::start(weight, rank)?,
         StartFrom::PissaIterations(iterations) => pissa::start(weight, rank, scale, iterations)?.0,
         StartFrom::Pissa => match pissa::start(weight, rank, scale, ITERATIONS)? {
