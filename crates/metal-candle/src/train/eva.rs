@@ -71,13 +71,13 @@ pub fn start(
     'search: for epoch in 0.. {
         for plan in batches.epoch(epoch) {
             let (settled, inputs) = watch.settled();
-            progress(Progress { batches: read, settled, inputs });
-            if inputs > 0 && settled == inputs {
-                break 'search;
-            }
             let batch = batches.batch(&plan)?;
             if batch.target_tokens == 0 {
                 continue;
+            }
+            progress(Progress { batches: read, settled, inputs });
+            if inputs > 0 && settled == inputs {
+                break 'search;
             }
             read += 1;
             tokens += batch.target_tokens;

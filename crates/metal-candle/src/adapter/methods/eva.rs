@@ -57,7 +57,7 @@ impl Directions {
         // What is rounding has no direction that could settle.
         let cosine = |((before, now), square): ((&Vec<f64>, Vec<f64>), &f64)| match *square {
             0.0 => 1.0,
-            _ => dot(before, &now).abs(),
+            _ => dot(before, &now),
         };
         Ok(pairs.map(cosine).collect())
     }
@@ -102,6 +102,13 @@ impl Directions {
         let Singular { mut right, mut squares, .. } =
             singular::largest(&stacked, self.rows()?, &search)?;
         right.truncate(self.wanted);
+        // Of v and -v the one whose largest number is positive, as in PEFT; where another number becomes the largest, the
+        // other one is another direction.
+        for row in &mut right {
+            let largest = row.iter().copied().max_by(|a, b| a.abs().total_cmp(&b.abs()));
+            let sign = largest.unwrap_or_default().signum();
+            row.iter_mut().for_each(|value| *value *= sign);
+        }
         squares.truncate(self.wanted);
         let least = NOISE * squares.first().copied().unwrap_or_default();
         let real = squares.iter().take_while(|square| **square > least).count();
@@ -128,17 +135,14 @@ impl Directions {
     }
 
     /// The first `rank` of them as an A `(in, rank)` in f32, divided by the square roots of their singular values where
-    /// `whiten`. The largest number of each is positive.
+    /// `whiten`.
     pub fn start(&self, rank: usize, whiten: bool) -> Result<Tensor> {
         let mut rows = self.rows()?;
         rows.truncate(rank);
         let least = NOISE * self.squares.first().copied().unwrap_or_default();
-        for (row, square) in rows.iter_mut().zip(&self.squares) {
-            let largest = row.iter().copied().max_by(|a, b| a.abs().total_cmp(&b.abs()));
-            let sign = largest.unwrap_or_default().signum();
+        for (row, square) in rows.iter_mut().zip(&self.squares).filter(|_| whiten) {
             let sigma = square.max(least).max(f64::MIN_POSITIVE).sqrt();
-            let factor = sign / if whiten { sigma.sqrt() } else { 1.0 };
-            row.iter_mut().for_each(|value| *value *= factor);
+            row.iter_mut().for_each(|value| *value /= sigma.sqrt());
         }
         Ok(singular::tensor(&rows, &Device::Cpu)?.t()?.contiguous()?)
     }
