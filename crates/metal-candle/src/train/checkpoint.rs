@@ -269,7 +269,7 @@ pub fn layer_ranks(folder: impl AsRef<Path>) -> Result<Option<IndexMap<String, u
     };
     let read = |checkpoint: PathBuf| {
         // What is wrong with a checkpoint is said when it is resumed.
-        let state: Value = files::read_json(&checkpoint.join(STATE)).ok()?;
+        let state: Value = files::read_json(checkpoint.join(STATE)).ok()?;
         let found = state.pointer("/fingerprint/adapter/layer_ranks")?;
         serde_json::from_value(found.clone()).ok().flatten()
     };
