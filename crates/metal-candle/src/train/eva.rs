@@ -4,10 +4,11 @@
 //! The rules are those of PEFT's `initialize_lora_eva_weights`, with two differences. Inputs count where the loss counts
 //! the prediction made of them, where PEFT looks at labels that aren't shifted, so at the tokens that are predicted. And
 //! a batch of which fewer inputs count than directions are looked for is taken in with the next one instead of skipped.
+//! Of a pair the places of both answers count, and those that stand for the beginnings of both never do.
 
 use crate::adapter::{Adapter, LoraConfig, Resolved, StartFrom, eva};
 use crate::autograd::Tape;
-use crate::data::{Batch, BatchOptions, Batcher, IGNORED};
+use crate::data::{Batch, Batcher, IGNORED};
 use crate::model::Model;
 use crate::model::layer::Linear;
 use crate::pass::{Input, Observer};
@@ -63,9 +64,6 @@ pub fn start(
         ));
     }
     let watch = Arc::new(Watch::new(model, config)?);
-    // A place that stands for two sequences would count once.
-    let options = BatchOptions { share_prompts: false, ..*batches.options() };
-    let batches = Batcher::new(batches.dataset().clone(), options)?;
     batches.dataset().check_vocabulary(model.config().vocab_size)?;
     let (mut read, mut tokens) = (0, 0);
     'search: for epoch in 0.. {
