@@ -142,9 +142,11 @@ impl Search {
             None if batches == 0 => {
                 self.terminal.note("reading data for EVA's start");
             }
-            None if batches.is_multiple_of(LINE_EVERY) => self.terminal.note(format!(
-                "EVA: {settled} of {inputs} inputs of layers known after {batches} batches"
-            )),
+            None if batches.is_multiple_of(LINE_EVERY) && settled < inputs => {
+                self.terminal.note(format!(
+                    "EVA: {settled} of {inputs} inputs of layers known after {batches} batches"
+                ))
+            }
             None => {}
         }
     }

@@ -571,11 +571,15 @@ fn eva_adapter(
         .filter_map(|(path, rank)| (*rank == 0).then_some(path.as_str()))
         .collect();
     let least = ranks.clone().filter(|rank| *rank > 0).min().unwrap_or_default();
+    let most = ranks.max().unwrap_or_default();
     terminal.note(format!(
-        "EVA: read {} ({}); ranks are {least} to {}{}",
+        "EVA: read {} ({}); {}{}",
         plural(found.batches as u64, "batch").replace("batchs", "batches"),
         plural(found.tokens as u64, "target token"),
-        ranks.max().unwrap_or_default(),
+        match least == most {
+            true => format!("all ranks are {most}"),
+            false => format!("ranks are {least} to {most}"),
+        },
         match left_out.as_slice() {
             [] => String::new(),
             paths => format!(
