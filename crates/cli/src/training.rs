@@ -34,6 +34,8 @@ use std::sync::Arc;
 
 /// The outcome of a run whose last steps changed nothing.
 pub const LAST_STEPS_SKIPPED: &str = "last_steps_skipped";
+/// How many of the layers that EVA leaves out are named.
+const NAMED: usize = 4;
 const TIME_FORMAT: &str = "%Y-%m-%dT%H:%M:%S";
 
 /// A run that is ready to train.
@@ -583,9 +585,10 @@ fn eva_adapter(
         match left_out.as_slice() {
             [] => String::new(),
             paths => format!(
-                ", and {} left out: {}",
+                ", and {} left out: {}{}",
                 are(paths.len() as u64, "layer"),
-                paths.join(", ")
+                paths[..paths.len().min(NAMED)].join(", "),
+                if paths.len() > NAMED { ", ..." } else { "" }
             ),
         }
     ));
