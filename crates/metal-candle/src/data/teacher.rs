@@ -1,17 +1,4 @@
-//! What a teacher says of the tokens of examples: its likeliest tokens in their place, with log-probabilities.
-//!
-//! A safetensors file of
-//!
-//! | tensor | shape | dtype | |
-//! |---|---|---|---|
-//! | `input_ids` | `(tokens)` | I32 | the tokens of all examples, one behind the other |
-//! | `lengths` | `(examples)` | I32 | how many tokens each example has |
-//! | `rows` | `(examples)` | I32 | of how many of them something is said |
-//! | `positions` | `(rows)` | I32 | which these are, in their example, from 1 on and in order |
-//! | `top_ids` | `(rows, k)` | I32 | the likeliest tokens there, none twice; -1 in place of one that is missing, never the first |
-//! | `top_logprobs` | `(rows, k)` | F32, F16, BF16 | their natural logarithms of probabilities |
-//!
-//! Examples are found by their tokens, in any order.
+//! What a teacher says of the tokens of examples, in a file.
 
 use super::dataset::{Dataset, SampleKind};
 use super::store;
@@ -39,7 +26,22 @@ pub const TOP_K: RangeInclusive<usize> = 1..=1024;
 /// A log-probability may be above 0 by what rounding it to bf16 does.
 const ROUNDING: f32 = 0.01;
 
-/// What a teacher says of examples, in a file that is mapped into memory.
+/// What a teacher says of the tokens of examples: its likeliest tokens in their place, with log-probabilities.
+///
+/// A safetensors file of
+///
+/// | tensor | shape | dtype | |
+/// |---|---|---|---|
+/// | `input_ids` | `(tokens)` | I32 | the tokens of all examples, one behind the other |
+/// | `lengths` | `(examples)` | I32 | how many tokens each example has |
+/// | `rows` | `(examples)` | I32 | of how many of them something is said |
+/// | `positions` | `(rows)` | I32 | which these are, in their example, from 1 on and in order |
+/// | `top_ids` | `(rows, k)` | I32 | the likeliest tokens there, none twice; -1 in place of one that is missing, never the first |
+/// | `top_logprobs` | `(rows, k)` | F32, F16, BF16 | their natural logarithms of probabilities |
+///
+/// Examples are found by their tokens, in any order.
+///
+/// The file is mapped into memory.
 #[derive(Debug)]
 pub struct Teacher {
     path: PathBuf,
