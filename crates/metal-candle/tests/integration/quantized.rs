@@ -226,13 +226,12 @@ fn cuda_models_multiply_in_8_bit_floats() {
 
     let folder = saved(json!({}));
     let device = devices::cuda(0).unwrap();
-    let open = |quantization: Quantization| {
-        let model =
-            Model::load_quantized(folder.path(), DType::BF16, &device, quantization).unwrap();
+    let open = |quantization: Quantization, dtype| {
+        let model = Model::load_quantized(folder.path(), dtype, &device, quantization).unwrap();
         Arc::new(model)
     };
-    let held = open("fp8".parse().unwrap());
-    let model = open(Quantization::FP8_COMPUTE);
+    let held = open("fp8".parse().unwrap(), DType::BF16);
+    let model = open(Quantization::FP8_COMPUTE, DType::BF16);
     assert_eq!(model.size_in_bytes(), held.size_in_bytes());
     assert_ne!(model.fingerprint().unwrap(), held.fingerprint().unwrap());
     let relative = |found: &[f32], expected: &[f32]| {
@@ -245,7 +244,7 @@ fn cuda_models_multiply_in_8_bit_floats() {
             / norm(&mut expected.iter().copied())
     };
     let lora = LoraConfig { rank: 4, ..LoraConfig::default() };
-    let adapters = [&model, &held].map(|model| {
+    let adapter_of = |model: &Model| {
         let adapter = Adapter::new(model, &lora, 3).unwrap();
         let count = adapter.parameters().len();
         let numbers = (0..count).map(|index| ((index * 37 % 101) as f32 - 50.0) * 1e-3);
@@ -253,8 +252,8 @@ fn cuda_models_multiply_in_8_bit_floats() {
         adapter.parameters().values().slice_set(&numbers, 0, 0).unwrap();
         adapter.parameters().changed();
         Arc::new(adapter)
-    });
-    let [adapter, other] = &adapters;
+    };
+    let (adapter, other) = (&adapter_of(&model), &adapter_of(&held));
     let to_f32 = |model: &Model, adapter| {
         let tape = Tape::inference();
         let input = Input::sequence(&IDS, 0, model.device()).unwrap().with_adapter(Some(adapter));
@@ -272,7 +271,11 @@ fn cuda_models_multiply_in_8_bit_floats() {
         let difference = relative(&found, &expected);
         assert!(difference > 1e-3 && difference < 0.3, "gradients are off by {difference}");
     }
-    // One token after the other is the same arithmetic.
+    // One token after the other is the same arithmetic; in f32, as in bf16 what attention rounds otherwise would be
+    // rounded to other codes.
+    let model = open(Quantization::FP8_COMPUTE, DType::F32);
+    let adapter = &adapter_of(&model);
+    let found = to_f32(&model, adapter);
     let mut session = Session::new(&model, Some(adapter));
     let mut last = Vec::new();
     for end in 1..=IDS.len() {
@@ -282,5 +285,5 @@ fn cuda_models_multiply_in_8_bit_floats() {
     }
     let whole = &found[found.len() - last.len()..];
     let difference = relative(&last, whole);
-    assert!(difference < 0.03, "token by token the logits are off by {difference}");
+    assert!(difference < 0.01, "token by token the logits are off by {difference}");
 }
