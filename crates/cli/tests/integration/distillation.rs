@@ -30,7 +30,7 @@ fn place() -> Place {
     let run = ["-m", "base", "-d", "data", "-o", "tuned", "--steps", "20", "--rank", "8", "-q"];
     place.ok(&[&["train", "--learning-rate", "2e-2", "--no-plot"], &run[..]].concat());
     let data = ["-d", "data/train.jsonl", "-d", "data/valid.jsonl", "-d", "data/test.jsonl"];
-    let output = ["--top-k", "16", "-o", "teacher.safetensors"];
+    let output = ["--top-k", "400", "-o", "teacher.safetensors"];
     place.ok(&[&["logprobs", "-a", "tuned", "-b", "2"], &data[..], &output].concat());
     place
 }
@@ -38,13 +38,13 @@ fn place() -> Place {
 #[test]
 fn a_model_learns_what_another_finds_likeliest() {
     let place = place();
-    let summary = place.json(&with(&["--steps", "120", "--eval-every", "40", "--json", "--test"]));
+    let summary = place.json(&with(&["--steps", "40", "--eval-every", "20", "--json", "--test"]));
     let loss = |part: &str| summary[part]["loss"].as_f64().unwrap();
     let log = place.read("adapters/metrics.jsonl");
     let first: serde_json::Value = serde_json::from_str(log.lines().next().unwrap()).unwrap();
     let (before, after) = (first["loss"].as_f64().unwrap(), loss("validation"));
-    assert!(before > 0.0 && after < 0.8 * before, "{before} {after}");
-    assert!(loss("test") < 0.8 * before && summary["test"]["perplexity"].is_null(), "{summary}");
+    assert!(before > 0.0 && after < 0.5 * before, "{before} {after}");
+    assert!(loss("test") < 0.5 * before && summary["test"]["perplexity"].is_null(), "{summary}");
     assert!(summary["validation"]["metrics"]["mean_token_accuracy"].as_f64().unwrap() > 0.0);
     assert!(summary["validation"]["metrics"]["entropy"].as_f64().unwrap() > 0.0);
     let settings = place.read("adapters/train_config.yaml");
