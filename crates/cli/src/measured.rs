@@ -4,6 +4,7 @@ use crate::bounds;
 use crate::datasets::{self, Wanted};
 use crate::output::{Terminal, are};
 use crate::settings::{Data, DataFlags, Loss};
+use chrono::NaiveDateTime;
 use clap::{Args, ValueEnum};
 use metal_candle::data::{self, BatchOptions, Batcher, DataOptions, DataSource, tokenize};
 use metal_candle::model::Config;
@@ -26,7 +27,7 @@ pub struct Measured {
     /// A file of data, a folder with files of the splits, or the id of a data set on the hub; may be given several times
     #[arg(short, long, value_name = "PATH|ID", required = true)]
     data: Vec<String>,
-    /// Which split of a folder or of a data set on the hub [default: test if there is one, else valid]
+    /// Which split of a folder or of a data set on the hub [default: to evaluate test if there is one, else valid; else all]
     #[arg(long, value_enum, conflicts_with = "data_split")]
     split: Option<Split>,
     #[command(flatten)]
@@ -43,8 +44,8 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// Finds the data.
-    pub fn find(&self, terminal: Terminal) -> anyhow::Result<Vec<DataSource>> {
+    /// Finds the data; all splits, or where nothing is said one to evaluate.
+    pub fn find(&self, evaluates: bool, terminal: Terminal) -> anyhow::Result<Vec<DataSource>> {
         bounds::check("batch_size", self.batch_size, &bounds::BATCH_SIZE)?;
         bounds::check("max_seq_length", self.max_seq_length, &bounds::TOKENS)?;
         let split = self.split.map(|split| match split {
@@ -53,7 +54,11 @@ impl Measured {
             Split::Test => data::Split::Test,
         });
         let data = Data::of(&self.data).without_weights()?;
-        let found = datasets::find(&data, &self.sources, Wanted::Measuring(split), terminal)?;
+        let wanted = match (split, evaluates) {
+            (None, false) => Wanted::Everything,
+            _ => Wanted::Measuring(split),
+        };
+        let found = datasets::find(&data, &self.sources, wanted, terminal)?;
         Ok(found.into_iter().map(|found| found.source).collect())
     }
 
@@ -61,7 +66,7 @@ impl Measured {
     pub fn batches(
         &self,
         sources: &[DataSource],
-        (tokenizer, variables): (&Tokenizer, &Map<String, Value>),
+        (tokenizer, variables, now): (&Tokenizer, &Map<String, Value>, NaiveDateTime),
         config: &Config,
         terminal: Terminal,
     ) -> anyhow::Result<Batcher> {
@@ -69,6 +74,7 @@ impl Measured {
             max_seq_length: self.max_seq_length,
             loss_on: self.loss_on.for_data(),
             variables: variables.clone(),
+            now: Some(now),
             ..DataOptions::default()
         };
         let dataset = tokenize(sources, tokenizer, &options)?.into_dataset()?;

@@ -36,7 +36,7 @@ use std::sync::Arc;
 pub const LAST_STEPS_SKIPPED: &str = "last_steps_skipped";
 /// How many of the layers that EVA leaves out are named.
 const NAMED: usize = 4;
-const TIME_FORMAT: &str = "%Y-%m-%dT%H:%M:%S";
+pub const TIME_FORMAT: &str = "%Y-%m-%dT%H:%M:%S";
 
 /// A run that is ready to train.
 pub struct Run {
@@ -153,6 +153,15 @@ impl Run {
         }
         template::check_variables(&tokenizer, &settings.chat_template_kwargs)?;
 
+        let teacher = match &settings.teacher {
+            Some(path) => Some(Arc::new(Teacher::read(path)?)),
+            None => None,
+        };
+        if let (None, Some(time)) =
+            (&settings.template_time, teacher.as_ref().and_then(|teacher| teacher.template_time()))
+        {
+            settings.template_time = Some(time.into());
+        }
         let now = template_time(&mut settings)?;
         let output = &settings.output;
         let data_options = DataOptions {
@@ -172,10 +181,6 @@ impl Run {
                 objective.name()
             )));
         }
-        let teacher = match &settings.teacher {
-            Some(path) => Some(Arc::new(Teacher::read(path)?)),
-            None => None,
-        };
         let batch = |dataset: Dataset, packing| -> anyhow::Result<Batcher> {
             let dataset = match &teacher {
                 Some(teacher) => dataset.with_teacher(teacher)?,

@@ -56,9 +56,9 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     }
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
-    let sources = arguments.data.find(terminal)?;
+    let sources = arguments.data.find(true, terminal)?;
     let loaded = arguments.source.load(&arguments.runtime, &arguments.template, terminal)?;
-    let reader = (&loaded.tokenizer, &loaded.variables);
+    let reader = (&loaded.tokenizer, &loaded.variables, chrono::Local::now().naive_local());
     let batches = arguments.data.batches(&sources, reader, loaded.model.config(), terminal)?;
     let limit = limit(arguments.batches);
     let evaluation = evaluate(&loaded.model, loaded.adapter.as_ref(), &batches, limit)?;

@@ -6,6 +6,8 @@ use crate::measured::Measured;
 use crate::models::{self, Runtime, Source, set_threads};
 use crate::output::{BARS, Terminal, grouped};
 use crate::template::TemplateFlags;
+use crate::training::TIME_FORMAT;
+use chrono::NaiveDateTime;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::text::Tokenizer;
@@ -48,9 +50,13 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     if output.exists() {
         return Err(usage(format!("output: {} exists already; choose another", output.display())));
     }
+    let folder = output.parent().filter(|folder| !folder.as_os_str().is_empty());
+    if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+        return Err(usage(format!("output: there is no folder {}", folder.display())));
+    }
     set_threads(runtime.threads)?;
     interrupt::install()?;
-    let sources = data.find(terminal)?;
+    let sources = data.find(false, terminal)?;
     let student = match student {
         None => None,
         Some(student) => {
@@ -59,8 +65,13 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
             Some(tokenizer)
         }
     };
-    let loaded = source.load(&runtime, &template, terminal)?;
-    let reader = (student.as_ref().unwrap_or(&loaded.tokenizer), &loaded.variables);
+    // What the template is told concerns the one that is used.
+    let of_teacher = if student.is_some() { TemplateFlags::default() } else { template.clone() };
+    let loaded = source.load(&runtime, &of_teacher, terminal)?;
+    let time = chrono::Local::now().format(TIME_FORMAT).to_string();
+    let now = NaiveDateTime::parse_from_str(&time, TIME_FORMAT)?;
+    let variables = template.variables();
+    let reader = (student.as_ref().unwrap_or(&loaded.tokenizer), &variables, now);
     let batches = data.batches(&sources, reader, loaded.model.config(), terminal)?;
     let stop = interrupt::watch("stopping; nothing is written");
     let bar = terminal.draws_bars().then(|| {
@@ -69,12 +80,13 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
         BARS.add(ProgressBar::new(batches.dataset().len() as u64).with_style(style))
     });
     let (model, adapter) = (&loaded.model, loaded.adapter.as_ref());
-    let written = write_teacher(model, adapter, &batches, top_k, &output, &mut |done| {
-        if let Some(bar) = &bar {
-            bar.set_position(done as u64);
-        }
-        !stop.load(Ordering::Relaxed)
-    })?;
+    let written =
+        write_teacher(model, adapter, &batches, (top_k, Some(&time)), &output, &mut |done| {
+            if let Some(bar) = &bar {
+                bar.set_position(done as u64);
+            }
+            !stop.load(Ordering::Relaxed)
+        })?;
     if let Some(bar) = bar {
         bar.finish_and_clear();
     }

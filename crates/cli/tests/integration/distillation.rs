@@ -29,9 +29,8 @@ fn place() -> Place {
     let place = Place::with_model();
     let run = ["-m", "base", "-d", "data", "-o", "tuned", "--steps", "20", "--rank", "8", "-q"];
     place.ok(&[&["train", "--learning-rate", "2e-2", "--no-plot"], &run[..]].concat());
-    let data = ["-d", "data/train.jsonl", "-d", "data/valid.jsonl", "-d", "data/test.jsonl"];
     let output = ["--top-k", "400", "-o", "teacher.safetensors"];
-    place.ok(&[&["logprobs", "-a", "tuned", "-b", "2"], &data[..], &output].concat());
+    place.ok(&[&["logprobs", "-a", "tuned", "-b", "2", "-d", "data"], &output[..]].concat());
     place
 }
 
@@ -81,6 +80,7 @@ fn what_cannot_be_distilled_so_is_said() {
     let train = ["train", "-m", "base", "-d", "data", "-o", "other"];
     for (arguments, code, expected) in [
         ([&logprobs[..], &["teacher.safetensors"]].concat(), 2, "exists already; choose another"),
+        ([&logprobs[..], &["missing/new"]].concat(), 2, "output: there is no folder missing"),
         ([&logprobs[..], &["new", "--top-k", "0"]].concat(), 1, "top_k: is 0, expected at least 1"),
         (
             [&logprobs[..], &["new", "--top-k", "2000"]].concat(),

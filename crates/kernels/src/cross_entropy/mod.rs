@@ -86,7 +86,7 @@ impl AllCounted {
     /// Those of `n` rows.
     pub fn find(operation: &str, targets: &Targets, n: usize, v: usize) -> Result<Self> {
         let Targets { tokens, shares, weights } = *targets;
-        let width = if n == 0 { 1 } else { tokens.len() / n };
+        let width = tokens.len().checked_div(n).unwrap_or(1);
         if tokens.len() != n * width || (width == 0 && n > 0) {
             bail!(
                 "metal-candle-kernels: {operation}: found {} targets, expected one for each of {n} rows of hidden, or as \

@@ -15,7 +15,7 @@ use crate::glu::Activation;
 use crate::glu::cuda::backward_again;
 use crate::matmul::cuda::{Adapter, Layer, bias_as, few_rows, takes_few_rows, write_bias};
 use crate::matmul::with_last_dimension;
-use crate::quantized::fp8::cuda::{Codes, codes_of, round_to_codes, transposed};
+use crate::quantized::fp8::cuda::{Codes, MOST_PARTS, codes_of, round_to_codes, transposed};
 use crate::quantized::{Quantized, Weight, cuda as packed};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{D, DType, Result, Tensor, bail};
@@ -26,9 +26,6 @@ const THREADS: usize = 256;
 
 /// Matrices that a launch copies.
 const MOST: usize = 8;
-
-/// Layers whose gradients are rounded at once.
-const MOST_CODES: usize = 4;
 
 /// Columns of an adapter begin at a multiple of this, so that they do at 16 bytes.
 const ALIGNMENT: usize = 8;
@@ -213,9 +210,11 @@ impl<'a> All<'a> {
                     }
                     Frozen::Codes(_) => true,
                 };
+                let are_codes = weights.iter().any(|it| matches!(it, Frozen::Codes(_)));
+                let columns = outers.iter().copied();
                 inner > 0
                     && weights.iter().all(aligned)
-                    && cuda.takes_sums_of_products(dtype, rows, outers.iter().copied(), 2)?
+                    && cuda.takes_sums_of_products(dtype, rows, columns, 2, are_codes)?
             }
             None => false,
         };
@@ -530,9 +529,10 @@ impl All<'_> {
             *depth > 0 && a.has_aligned_rows() && b.has_aligned_rows()
         };
         let columns = std::iter::once(inner);
-        let count = terms.len() + usize::from(!quantized.is_empty());
+        let are_codes = !quantized.is_empty();
+        let count = terms.len() + usize::from(are_codes);
         let takes = terms.iter().all(lies)
-            && cuda.takes_sums_of_products(to.dtype, rows, columns, count)?;
+            && cuda.takes_sums_of_products(to.dtype, rows, columns, count, are_codes)?;
         if !takes {
             return Ok(false);
         }
@@ -588,7 +588,7 @@ pub(super) fn takes_codes(
     projections: &[Projection],
     backward: bool,
 ) -> Result<bool> {
-    if projections.len() > MOST_CODES {
+    if projections.len() > MOST_PARTS {
         return Ok(false);
     }
     let mut outers = Vec::with_capacity(projections.len());
@@ -606,7 +606,7 @@ pub(super) fn takes_codes(
     }
     // Of a product of the adapters' part, and of codes.
     let columns = if backward { vec![inner] } else { outers };
-    Cuda::of(x)?.takes_sums_of_products(x.dtype(), rows, columns.into_iter(), 2)
+    Cuda::of(x)?.takes_sums_of_products(x.dtype(), rows, columns.into_iter(), 2, true)
 }
 
 /// [`forward`] of layers that [`takes_codes`] said yes to.

@@ -458,7 +458,8 @@ mod cuda {
     fn large_rows(device: &Device) -> usize {
         let gpu = Cuda::on(device).unwrap();
         let rows = (gpu.multiprocessors().unwrap() / 16).max(1) * 256 - 8;
-        let taken = gpu.takes_sums_of_products(DType::BF16, rows, [2024].into_iter(), 2).unwrap();
+        let columns = [2024].into_iter();
+        let taken = gpu.takes_sums_of_products(DType::BF16, rows, columns, 2, false).unwrap();
         assert_eq!(taken, gpu.has_warpgroups().unwrap());
         rows
     }

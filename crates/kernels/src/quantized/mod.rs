@@ -240,7 +240,7 @@ pub enum Arithmetic {
     Int8,
     /// Where codes are [`Levels::E4m3`] with a plain f32 scale a row of the matrix and no offsets, linear layers
     /// ([`matmul`](crate::matmul), [`lora_linear`](crate::lora_linear)) round what they multiply by it to e4m3 first,
-    /// on all devices and for any number of rows. `round` gives each row a power of two as its scale, of which its
+    /// on the CPU and on CUDA, for any number of rows. `round` gives each row a power of two as its scale, of which its
     /// numbers become the nearest multiples by an e4m3:
     ///
     /// ```text

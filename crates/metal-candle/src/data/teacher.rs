@@ -19,6 +19,8 @@ const ROWS: &str = "rows";
 const POSITIONS: &str = "positions";
 const TOP_IDS: &str = "top_ids";
 const TOP_LOGPROBS: &str = "top_logprobs";
+/// In the metadata.
+const TEMPLATE_TIME: &str = "template_time";
 
 /// How many likeliest tokens there may be for each.
 pub const TOP_K: RangeInclusive<usize> = 1..=1024;
@@ -39,7 +41,8 @@ const ROUNDING: f32 = 0.01;
 /// | `top_ids` | `(rows, k)` | I32 | the likeliest tokens there, none twice; -1 in place of one that is missing, never the first |
 /// | `top_logprobs` | `(rows, k)` | F32, F16, BF16 | their natural logarithms of probabilities |
 ///
-/// Examples are found by their tokens, in any order.
+/// Examples are found by their tokens, in any order. `template_time` in the metadata is the time that the chat template was
+/// told.
 ///
 /// The file is mapped into memory.
 #[derive(Debug)]
@@ -63,8 +66,10 @@ struct Parts {
     positions: Vec<u32>,
     /// The rows of each example.
     rows: Vec<Range<usize>>,
-    /// The example with tokens of this hash.
-    examples: HashMap<u64, u32>,
+    /// The examples with tokens of this hash.
+    examples: HashMap<u64, Vec<u32>>,
+    /// See [`Teacher::template_time`].
+    template_time: Option<String>,
 }
 
 impl Teacher {
@@ -91,6 +96,12 @@ impl Teacher {
         self.parts.width
     }
 
+    /// The time that the chat template was told, where the file says so: one that prints the date makes other tokens
+    /// another day.
+    pub fn template_time(&self) -> Option<&str> {
+        self.parts.template_time.as_deref()
+    }
+
     /// How many examples it knows.
     pub fn len(&self) -> usize {
         self.parts.rows.len()
@@ -110,9 +121,20 @@ impl Teacher {
         let mut sorted = Vec::with_capacity(self.parts.width);
         for row in 0..self.parts.positions.len() {
             let (ids, logprobs) = self.row(row);
-            if ids[0].is_none() || !logprobs[0].is_finite() {
-                return Err(wrong(row, "has no first token".into()));
+            match ids[0] {
+                None => return Err(wrong(row, "has no first token".into())),
+                Some(id) if !logprobs[0].is_finite() => {
+                    return Err(wrong(
+                        row,
+                        format!(
+                            "give the first token, {id}, {}, expected a finite log-probability",
+                            logprobs[0]
+                        ),
+                    ));
+                }
+                Some(_) => {}
             }
+            let mut total = 0.0;
             sorted.clear();
             for (id, logprob) in ids.iter().zip(&logprobs) {
                 let Some(id) = id else { continue };
@@ -122,7 +144,16 @@ impl Teacher {
                         format!("give token {id} {logprob}, which is no log-probability"),
                     ));
                 }
+                total += f64::from(*logprob).exp();
                 sorted.push(*id);
+            }
+            if !(total > 0.0 && total < 1.0 + 2.0 * f64::from(ROUNDING)) {
+                return Err(wrong(
+                    row,
+                    format!(
+                        "give probabilities that add up to {total}, expected above 0 and at most 1"
+                    ),
+                ));
             }
             sorted.sort_unstable();
             if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
@@ -241,7 +272,8 @@ impl Parts {
                 ));
             }
         }
-        let (mut rows, mut examples) = (Vec::with_capacity(lengths.len()), HashMap::new());
+        let (mut rows, mut examples) =
+            (Vec::with_capacity(lengths.len()), HashMap::<u64, Vec<u32>>::new());
         let (mut token, mut row) = (0, 0);
         for (example, (length, count)) in (0..).zip(lengths.iter().zip(&counts)) {
             let of_example = row..row + *count as usize;
@@ -253,11 +285,16 @@ impl Parts {
                 ));
             }
             let words = &ids[token..token + *length as usize];
-            examples.entry(hash_of(words.iter().copied())).or_insert(example);
+            let of_hash: &mut Vec<u32> =
+                examples.entry(hash_of(words.iter().copied())).or_default();
+            of_hash.push(example);
             token += *length as usize;
             row = of_example.end;
             rows.push(of_example);
         }
+        let metadata = SafeTensors::read_metadata(bytes).ok();
+        let template_time = metadata
+            .and_then(|(_, metadata)| metadata.metadata().as_ref()?.get(TEMPLATE_TIME).cloned());
         let within = |view: &TensorView| {
             let start = view.data().as_ptr() as usize - bytes.as_ptr() as usize;
             start..start + view.data().len()
@@ -270,6 +307,7 @@ impl Parts {
             positions,
             rows,
             examples,
+            template_time,
         })
     }
 }
@@ -307,20 +345,27 @@ impl Taught {
         for index in 0..dataset.len() {
             let words = dataset.words(index)?.0;
             let hash = hash_of(words.iter().map(|word| store::id(*word)));
-            let Some(&example) = teacher.parts.examples.get(&hash) else {
+            let found = teacher.parts.examples.get(&hash).map(Vec::as_slice).unwrap_or_default();
+            if found.is_empty() {
                 return Err(wrong(format!(
                     "says nothing of example {index} of the data; it was made of other data, with another tokenizer or \
-                     chat template, or with another max_seq_length"
+                     chat template, with another max_seq_length, or where the template prints the date, on another day"
+                )));
+            }
+            // Of the same tokens there may be several examples, of which other tokens are learned.
+            let learned = || (0..).zip(words).filter(|(_, word)| store::is_trainable(**word));
+            let missing = |example: u32| {
+                learned()
+                    .map(|(place, _)| place)
+                    .find(|place| teacher.row_of(example, *place).is_none())
+            };
+            let Some(&example) = found.iter().find(|example| missing(**example).is_none()) else {
+                let place = missing(found[0]).unwrap_or_default();
+                return Err(wrong(format!(
+                    "says nothing of token {place} of example {index} of the data, which is to be learned; it was made \
+                     with another loss_on"
                 )));
             };
-            for (place, word) in words.iter().enumerate() {
-                if store::is_trainable(*word) && teacher.row_of(example, place).is_none() {
-                    return Err(wrong(format!(
-                        "says nothing of token {place} of example {index} of the data, which is to be learned; it was made \
-                         with another loss_on"
-                    )));
-                }
-            }
             examples.push(example);
         }
         Ok(Self { teacher: teacher.clone(), examples })
@@ -344,56 +389,55 @@ impl Taught {
     }
 }
 
-/// Collects what a teacher says, for a file.
+/// Collects what a teacher says, for a file: the bytes of its tensors.
 #[derive(Debug, Default)]
 pub(crate) struct TeacherWriter {
-    ids: Vec<i32>,
-    lengths: Vec<i32>,
-    rows: Vec<i32>,
-    positions: Vec<i32>,
-    top_ids: Vec<i32>,
-    top_logprobs: Vec<f32>,
+    ids: Vec<u8>,
+    lengths: Vec<u8>,
+    rows: Vec<u8>,
+    positions: Vec<u8>,
+    top_ids: Vec<u8>,
+    top_logprobs: Vec<u8>,
 }
 
 impl TeacherWriter {
     /// Adds an example: its tokens, and for each token that something is said of its index, in order.
     pub fn push(&mut self, ids: &[u32], positions: &[usize]) {
-        self.ids.extend(ids.iter().map(|id| *id as i32));
-        self.lengths.push(ids.len() as i32);
-        self.rows.push(positions.len() as i32);
-        self.positions.extend(positions.iter().map(|position| *position as i32));
+        let whole = |number: usize| (number as i32).to_le_bytes();
+        self.ids.extend(ids.iter().flat_map(|id| whole(*id as usize)));
+        self.lengths.extend(whole(ids.len()));
+        self.rows.extend(whole(positions.len()));
+        self.positions.extend(positions.iter().flat_map(|position| whole(*position)));
     }
 
     /// Adds what is said of one of these tokens: as many likeliest tokens as of the others.
     pub fn say(&mut self, likeliest: &[(u32, f32)]) {
-        self.top_ids.extend(likeliest.iter().map(|(id, _)| *id as i32));
-        self.top_logprobs.extend(likeliest.iter().map(|(_, logprob)| *logprob));
+        self.top_ids.extend(likeliest.iter().flat_map(|(id, _)| (*id as i32).to_le_bytes()));
+        self.top_logprobs.extend(likeliest.iter().flat_map(|(_, logprob)| logprob.to_le_bytes()));
     }
 
     /// Writes the file, whole or not at all.
-    pub fn write(self, path: &Path) -> Result<()> {
-        let width = self.top_ids.len() / self.positions.len().max(1);
-        let whole = |numbers: &[i32]| -> Vec<u8> {
-            numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
-        };
-        let of_rows = vec![self.positions.len(), width];
-        let lists = [
-            (INPUT_IDS, whole(&self.ids), vec![self.ids.len()]),
-            (LENGTHS, whole(&self.lengths), vec![self.lengths.len()]),
-            (ROWS, whole(&self.rows), vec![self.rows.len()]),
-            (POSITIONS, whole(&self.positions), vec![self.positions.len()]),
-            (TOP_IDS, whole(&self.top_ids), of_rows.clone()),
-        ];
-        let logprobs: Vec<u8> =
-            self.top_logprobs.iter().flat_map(|logprob| logprob.to_le_bytes()).collect();
+    pub fn write(self, path: &Path, template_time: Option<&str>) -> Result<()> {
+        const BYTES: usize = 4;
+        let rows = self.positions.len() / BYTES;
+        let of_rows = vec![rows, self.top_ids.len() / BYTES / rows.max(1)];
         let wrong = |error: safetensors::SafeTensorError| Error::file(path, error.to_string());
-        let mut views = Vec::with_capacity(lists.len() + 1);
-        for (name, bytes, shape) in &lists {
-            let view = TensorView::new(Dtype::I32, shape.clone(), bytes).map_err(wrong)?;
-            views.push((*name, view));
-        }
-        let view = TensorView::new(Dtype::F32, of_rows, &logprobs).map_err(wrong)?;
-        views.push((TOP_LOGPROBS, view));
-        files::write_bytes_atomic(path, safetensors::serialize(views, None).map_err(wrong)?)
+        let view = |name, dtype, bytes, shape: Vec<usize>| {
+            Ok::<_, Error>((name, TensorView::new(dtype, shape, bytes).map_err(wrong)?))
+        };
+        let list = |name, bytes| {
+            let bytes: &Vec<u8> = bytes;
+            view(name, Dtype::I32, bytes, vec![bytes.len() / BYTES])
+        };
+        let views = [
+            list(INPUT_IDS, &self.ids)?,
+            list(LENGTHS, &self.lengths)?,
+            list(ROWS, &self.rows)?,
+            list(POSITIONS, &self.positions)?,
+            view(TOP_IDS, Dtype::I32, &self.top_ids, of_rows.clone())?,
+            view(TOP_LOGPROBS, Dtype::F32, &self.top_logprobs, of_rows)?,
+        ];
+        let metadata = template_time.map(|time| [(TEMPLATE_TIME.into(), time.into())].into());
+        files::write_bytes_atomic(path, safetensors::serialize(views, metadata).map_err(wrong)?)
     }
 }

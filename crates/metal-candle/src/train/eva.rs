@@ -83,8 +83,11 @@ pub fn start(
             watch.distribute();
         }
         watch.check_tokens(tokens)?;
-        if epoch == MOST_EPOCHS {
+        if epoch + 1 == MOST_EPOCHS {
             let (settled, inputs) = watch.settled();
+            if settled == inputs {
+                break;
+            }
             let tau = config.eva.tau;
             return Err(Error::option(
                 "eva_tau",
@@ -254,7 +257,17 @@ impl Watch {
         let Some(places) = places.as_ref() else { return Ok(()) };
         let (batch, length, width) = x.dims3()?;
         let rows = x.reshape((batch * length, width))?.index_select(places, 0)?;
-        seen.add(rows.to_dtype(DType::F32)?, self.tau)
+        seen.add(rows.to_dtype(DType::F32)?, self.tau)?;
+        if seen.directions.is_finite() {
+            return Ok(());
+        }
+        let path = layers.first().map_or("", |layer| &self.targets[*layer].path);
+        Err(Error::option(
+            "init_lora_weights",
+            format!(
+                "is eva, but what `{path}` reads of the training data isn't finite; --dtype f32 may help"
+            ),
+        ))
     }
 
     /// The rank of each target by what is known; `None` while some inputs have no directions yet.
@@ -265,7 +278,9 @@ impl Watch {
         let mut shares = vec![Vec::new(); self.targets.len()];
         for seen in inputs {
             for layer in &seen.layers {
-                shares[*layer] = seen.directions.shares();
+                let mut of_layer = seen.directions.shares();
+                of_layer.truncate(self.targets[*layer].directions);
+                shares[*layer] = of_layer;
             }
         }
         let shares: Vec<&[f64]> = shares.iter().map(Vec::as_slice).collect();

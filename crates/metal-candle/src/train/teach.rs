@@ -16,16 +16,17 @@ use std::sync::Arc;
 const ROWS: usize = 128;
 
 /// Writes the `top_k` likeliest tokens in place of each target token of all examples, with their log-probabilities, as a
-/// [`crate::data::Teacher`] reads them. `progress` is told how many examples are done; when it says false, this ends and
+/// [`crate::data::Teacher`] reads them, with the time that the chat template was told. `progress` is told how many examples are done; when it says false, this ends and
 /// nothing is written.
 ///
 /// # Errors
-/// [`Error::Option`] when `top_k` is out of bounds or the data are no sequences; when the file cannot be written.
+/// [`Error::Option`] when `top_k` is out of bounds, the data are no sequences, or a logit isn't finite; when the file cannot
+/// be written.
 pub fn write_teacher(
     model: &Model,
     adapter: Option<&Arc<Adapter>>,
     batches: &Batcher,
-    top_k: usize,
+    (top_k, template_time): (usize, Option<&str>),
     path: impl AsRef<Path>,
     progress: &mut dyn FnMut(usize) -> bool,
 ) -> Result<bool> {
@@ -57,7 +58,10 @@ pub fn write_teacher(
         })?;
         let mut found = likeliest.iter();
         for (row, example) in plan.rows.iter().flatten().enumerate() {
-            let words = data.get(*example).map(|example| example.ids).unwrap_or_default();
+            let words = data
+                .get(*example)
+                .map(|example| example.ids)
+                .ok_or_else(|| Error::option("data", format!("have no example {example}")))?;
             let first = row * batch.length;
             let positions: Vec<usize> = counted()
                 .map(|(place, _)| place as usize)
@@ -65,21 +69,36 @@ pub fn write_teacher(
                 .map(|place| place - first + 1)
                 .collect();
             writer.push(&words, &positions);
-            found.by_ref().take(positions.len()).for_each(|of_token| writer.say(of_token));
+            for (position, of_token) in positions.iter().zip(found.by_ref()) {
+                let of_token = of_token.as_ref().ok_or_else(|| {
+                    Error::option(
+                        "model",
+                        format!(
+                            "gives logits that aren't finite for token {position} of example {example}; --dtype f32 may \
+                             help"
+                        ),
+                    )
+                })?;
+                writer.say(of_token);
+            }
         }
         done += plan.rows.len();
         if !progress(done) {
             return Ok(false);
         }
     }
-    writer.write(path.as_ref())?;
+    writer.write(path.as_ref(), template_time)?;
     Ok(true)
 }
 
-/// The likeliest `k` of a row of logits, with their log-probabilities; of equal ones the first.
-fn top(logits: &[f32], k: usize) -> Vec<(u32, f32)> {
+/// The likeliest `k` of a row of logits, with their log-probabilities; of equal ones the first. None where a logit is NaN
+/// or positive infinity.
+fn top(logits: &[f32], k: usize) -> Option<Vec<(u32, f32)>> {
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let total: f64 = logits.iter().map(|logit| f64::from(logit - largest).exp()).sum();
+    if !total.is_finite() {
+        return None;
+    }
     let mut order: Vec<u32> = (0..logits.len() as u32).collect();
     let by_logit =
         |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
@@ -89,5 +108,5 @@ fn top(logits: &[f32], k: usize) -> Vec<(u32, f32)> {
     }
     order.sort_unstable_by(by_logit);
     let log_probability = |id: u32| (f64::from(logits[id as usize] - largest) - total.ln()) as f32;
-    order.into_iter().map(|id| (id, log_probability(id))).collect()
+    Some(order.into_iter().map(|id| (id, log_probability(id))).collect())
 }

@@ -672,7 +672,17 @@ fn a_model_writes_what_it_finds_likeliest() {
             told.push(done);
             true
         };
-        assert!(write_teacher(&model, None, &batches, top_k, path(name), progress).unwrap());
+        assert!(
+            write_teacher(
+                &model,
+                None,
+                &batches,
+                (top_k, Some("2025-01-31T12:00:00")),
+                path(name),
+                progress
+            )
+            .unwrap()
+        );
     };
     write("some", 7);
     let vocabulary = model.config().vocab_size;
@@ -717,7 +727,7 @@ fn a_model_writes_what_it_finds_likeliest() {
     assert!(loss(Some(&adapter)) > 0.1);
 
     // Given up, nothing is written.
-    let given_up = write_teacher(&model, None, &batches, 2, path("none"), &mut |_| false);
+    let given_up = write_teacher(&model, None, &batches, (2, None), path("none"), &mut |_| false);
     assert!(!given_up.unwrap() && !path("none").exists());
 }
 
@@ -751,6 +761,9 @@ fn an_evaluation_says_how_sure_a_model_is() {
     assert!((found.metrics["entropy"] - entropy / count).abs() < 1e-4);
     assert!((found.metrics["mean_token_accuracy"] - hits / count).abs() < 1e-6);
 }
+
+/// What is changed of a good file.
+type Change = Box<dyn Fn(&mut HashMap<String, Tensor>)>;
 
 #[test]
 fn what_a_teacher_cannot_say_is_refused() {
@@ -790,7 +803,7 @@ fn what_a_teacher_cannot_say_is_refused() {
         let one = tensors["top_ids"].narrow(1, 0, 6).unwrap().contiguous().unwrap();
         tensors.insert("top_ids".into(), one);
     };
-    let cases: Vec<(Box<dyn Fn(&mut HashMap<String, Tensor>)>, &str)> = vec![
+    let cases: Vec<(Change, &str)> = vec![
         (Box::new(missing), "has no tensor \"positions\""),
         (Box::new(wide), "top_logprobs has shape [29, 7], expected [29, 6]"),
         (Box::new(with("lengths", 0, 7)), "lengths: found 43 in all"),
@@ -805,6 +818,7 @@ fn what_a_teacher_cannot_say_is_refused() {
         ),
         (Box::new(logprob(f32::NAN)), "NaN, which is no log-probability"),
         (Box::new(logprob(0.5)), "0.5, which is no log-probability"),
+        (Box::new(logprob(0.0)), "give probabilities that add up to 1."),
     ];
     for (change, expected) in &cases {
         let message = write(change).unwrap_err();

@@ -10,7 +10,7 @@ use candle_core::{DType, Result, Tensor, bail};
 static MODULE: Module = module!("fp8");
 
 /// Of one launch.
-const MOST_PARTS: usize = 4;
+pub(crate) const MOST_PARTS: usize = 4;
 
 /// Of a block that rounds, at most: two such have a multiprocessor's registers.
 const THREADS: usize = 448;

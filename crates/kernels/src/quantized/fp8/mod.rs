@@ -8,7 +8,7 @@
 //! ```
 //!
 //! With a power of two nothing is rounded but to the 4 bits of e4m3, so x̂ is exact in the dtype of x, and is the same
-//! whether it is multiplied as codes or as numbers. A row of which something isn't finite becomes NaN.
+//! whether it is multiplied as codes or as numbers; but for numbers of f16 above 63488, which are nearest to 65536. A row of which something isn't finite becomes NaN.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;

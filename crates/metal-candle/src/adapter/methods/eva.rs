@@ -45,6 +45,11 @@ impl Directions {
         self.vectors.is_some()
     }
 
+    /// Whether all inputs so far were finite.
+    pub fn is_finite(&self) -> bool {
+        self.total.is_finite()
+    }
+
     /// Takes in inputs `(m, in)` in f32, and gives the cosine of each direction and the one that was there before;
     /// none where there were none.
     pub fn update(&mut self, inputs: &Tensor) -> Result<Vec<f64>> {
@@ -68,6 +73,9 @@ impl Directions {
         let centred = inputs.broadcast_sub(&mean)?;
         let of_rows = centred.sqr()?.sum(1)?.to_device(&Device::Cpu)?.to_vec1::<f32>()?;
         self.total += of_rows.into_iter().map(f64::from).sum::<f64>();
+        if !self.total.is_finite() {
+            return Ok(());
+        }
         let mean = mean.to_device(&Device::Cpu)?.to_vec1::<f32>()?;
         let mean: Vec<f64> = mean.into_iter().map(f64::from).collect();
         let (seen, new) = (self.count as f64, rows as f64);

@@ -1,10 +1,11 @@
 //! What a run minimises.
 //!
 //! Supervised fine-tuning minimises the cross entropy of target tokens, and distillation the divergence from what a
-//! teacher says in their place. The others compare answers: their losses are functions of the log-probabilities of whole answers, under the model that is trained (the policy) and most of them
-//! also under a frozen one (the reference). Names, defaults and formulas are those of TRL 1.16
-//! (<https://huggingface.co/docs/trl>), the papers' are with each. All is computed in f64, and a slope is the derivative
-//! with respect to a log-probability, from which the gradients of an answer's tokens follow.
+//! teacher says in their place. The others compare answers: their losses are functions of the log-probabilities of
+//! whole answers, under the model that is trained (the policy) and most of them also under a frozen one (the reference).
+//! Their names, defaults and formulas are those of TRL 1.16 (<https://huggingface.co/docs/trl>), the papers' are with
+//! each. They are computed in f64, and a slope is the derivative with respect to a log-probability, from which the
+//! gradients of an answer's tokens follow.
 
 mod distill;
 mod dpo;

@@ -21,6 +21,8 @@ const SHARED: u32 = 4 * (48 << 10) + (32 << 10) + 1024 + 80 + 1024;
 
 /// The part of the GPU's time that has to go into elements of the outputs, in percent.
 const WORTHWHILE: usize = 75;
+/// The same where a term is of codes: nothing else multiplies these, and unpacking them costs far more.
+const WORTHWHILE_FOR_CODES: usize = 15;
 
 /// `a·b`: `a` `(rows, depth)` in rows, `b` `(depth, columns)`.
 #[derive(Clone, Copy)]
@@ -91,26 +93,28 @@ unsafe impl DeviceRepr for Products {}
 
 impl Cuda<'_> {
     /// Whether [`Cuda::sums_of_products`] has kernels for sums of these numbers of columns, of so many
-    /// terms each, that of codes included, that keep the GPU busy.
+    /// terms each, that of codes included where there `are_codes`, that keep the GPU busy.
     pub(crate) fn takes_sums_of_products(
         &self,
         dtype: DType,
         rows: usize,
         columns: impl ExactSizeIterator<Item = usize> + Clone,
         terms: usize,
+        are_codes: bool,
     ) -> Result<bool> {
         let tiles =
             rows.div_ceil(TILE) * columns.clone().map(|it| it.div_ceil(TILE)).sum::<usize>();
         let at_once = (self.multiprocessors()? / 2).max(1);
         let there = tiles.div_ceil(at_once) * at_once * TILE * TILE;
         let used = rows * columns.clone().sum::<usize>();
+        let worthwhile = if are_codes { WORTHWHILE_FOR_CODES } else { WORTHWHILE };
         let fits = [DType::BF16, DType::F16].contains(&dtype)
             && rows > 0
             && terms > 0
             && columns.len() <= MOST_OUTPUTS
             && columns.len() * terms <= MOST_TERMS
             && columns.into_iter().all(|columns| columns > 0 && columns.is_multiple_of(8))
-            && 100 * used >= WORTHWHILE * there
+            && 100 * used >= worthwhile * there
             && i32::try_from(there).is_ok();
         Ok(fits && self.has_warpgroups()?)
     }
