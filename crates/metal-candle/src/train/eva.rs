@@ -278,9 +278,8 @@ impl Watch {
         let mut shares = vec![Vec::new(); self.targets.len()];
         for seen in inputs {
             for layer in &seen.layers {
-                let mut of_layer = seen.directions.shares();
-                of_layer.truncate(self.targets[*layer].directions);
-                shares[*layer] = of_layer;
+                // Of all that read the same as many as of the one of the highest rank, as in PEFT.
+                shares[*layer] = seen.directions.shares();
             }
         }
         let shares: Vec<&[f64]> = shares.iter().map(Vec::as_slice).collect();
