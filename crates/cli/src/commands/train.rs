@@ -147,7 +147,7 @@ pub struct Flags {
     /// Where A and B start: kaiming, gaussian, pissa, pissa_niter_N, olora or eva, which reads some of the data first
     #[arg(long, value_name = "START", help_heading = "LoRA")]
     init_lora_weights: Option<StartFrom>,
-    /// How many times its rank eva may give a layer, while the ranks of all layers together stay; 1 leaves them as they are
+    /// How many times its rank eva may give a layer, while the ranks of all layers together stay; 1 leaves them as they are, but for layers that read the same
     #[arg(long, value_name = "X", help_heading = "LoRA")]
     eva_rho: Option<f64>,
     /// How little eva's directions have to change by a batch, as a cosine, to be taken

@@ -224,7 +224,8 @@ impl std::fmt::Display for StartFrom {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EvaConfig {
-    /// A layer's rank may become this many times what it was told, while their sum stays; 1 leaves all as they are.
+    /// A layer's rank may become this many times what it was told, while their sum stays; 1 leaves them as
+    /// they are. Of layers that read the same input the highest rank counts, as in PEFT.
     pub rho: f64,
     /// A direction has been found when the next batch leaves this much of it, as the cosine of both.
     pub tau: f64,
