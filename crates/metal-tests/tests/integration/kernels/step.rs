@@ -367,6 +367,10 @@ fn large_logits_do_not_overflow_and_nan_shows() -> Result<(), Error> {
                 .output::<f32>(11, 1)
                 .output::<f32>(12, 1)
                 .value(13, 0u32)
+                .buffer(14, &[1.0f32])
+                .buffer(15, &[1.0f32])
+                .output::<f32>(16, 1)
+                .value(17, 1u32)
                 .threadgroups([1, 1, 1], [33, 1, 1])?;
             let found_loss = found.read::<f32>(3)?[0];
             let gradient: Vec<f32> = found.read(1)?;
