@@ -44,8 +44,8 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// Finds the data; all splits, or where nothing is said one to evaluate.
-    pub fn find(&self, evaluates: bool, terminal: Terminal) -> anyhow::Result<Vec<DataSource>> {
+    /// Finds the data: of the split that was named, or else what is `usual`.
+    pub fn find(&self, usual: Wanted, terminal: Terminal) -> anyhow::Result<Vec<DataSource>> {
         bounds::check("batch_size", self.batch_size, &bounds::BATCH_SIZE)?;
         bounds::check("max_seq_length", self.max_seq_length, &bounds::TOKENS)?;
         let split = self.split.map(|split| match split {
@@ -54,10 +54,7 @@ impl Measured {
             Split::Test => data::Split::Test,
         });
         let data = Data::of(&self.data).without_weights()?;
-        let wanted = match (split, evaluates) {
-            (None, false) => Wanted::Everything,
-            _ => Wanted::Measuring(split),
-        };
+        let wanted = split.map_or(usual, |split| Wanted::Measuring(Some(split)));
         let found = datasets::find(&data, &self.sources, wanted, terminal)?;
         Ok(found.into_iter().map(|found| found.source).collect())
     }
@@ -66,7 +63,7 @@ impl Measured {
     pub fn batches(
         &self,
         sources: &[DataSource],
-        (tokenizer, variables, now): (&Tokenizer, &Map<String, Value>, NaiveDateTime),
+        (tokenizer, variables, now): (&Tokenizer, &Map<String, Value>, Option<NaiveDateTime>),
         config: &Config,
         terminal: Terminal,
     ) -> anyhow::Result<Batcher> {
@@ -74,7 +71,7 @@ impl Measured {
             max_seq_length: self.max_seq_length,
             loss_on: self.loss_on.for_data(),
             variables: variables.clone(),
-            now: Some(now),
+            now,
             ..DataOptions::default()
         };
         let dataset = tokenize(sources, tokenizer, &options)?.into_dataset()?;

@@ -118,7 +118,12 @@ pub fn bytes(count: u64) -> String {
 
 /// `count` of something, in the singular or the plural.
 pub fn plural(count: u64, one: &str) -> String {
-    format!("{} {one}{}", grouped(count), if count == 1 { "" } else { "s" })
+    let ending = match count {
+        1 => "",
+        _ if one.ends_with("ch") => "es",
+        _ => "s",
+    };
+    format!("{} {one}{ending}", grouped(count))
 }
 
 /// [`plural`], and that they are: `1 record is`, `2 records are`.
@@ -149,6 +154,10 @@ mod tests {
         assert_eq!(bytes(12), "12 bytes");
         assert_eq!(plural(1, "step"), "1 step");
         assert_eq!(plural(2, "step"), "2 steps");
+        assert_eq!(
+            (plural(1, "batch"), plural(2, "batch")),
+            ("1 batch".into(), "2 batches".into())
+        );
     }
 
     #[test]

@@ -123,7 +123,7 @@ impl Plan {
                 settings.grad_accumulation,
                 settings.batch_size,
                 if settings.packing { " (packed)" } else { "" },
-                plural(self.batches_per_epoch, "batch").replace("batchs", "batches"),
+                plural(self.batches_per_epoch, "batch"),
                 grouped(self.tokens_per_epoch),
             ),
         ));

@@ -7,10 +7,40 @@ use metal_candle::train::{Metric, MetricsSink, TOKEN_ACCURACY, eva};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+/// A bar in a terminal, which goes when it is dropped; nothing elsewhere.
+pub struct Bar(Option<ProgressBar>);
+
+impl Bar {
+    pub fn new(terminal: Terminal, template: &str, length: u64) -> Self {
+        Self(terminal.draws_bars().then(|| {
+            let style = ProgressStyle::with_template(template)
+                .unwrap_or_else(|_| ProgressStyle::default_bar())
+                .progress_chars("━╸─");
+            BARS.add(ProgressBar::new(length).with_style(style))
+        }))
+    }
+
+    /// The bar, where there is one.
+    pub fn drawn(&self) -> Option<&ProgressBar> {
+        self.0.as_ref()
+    }
+}
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.0 {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// How often a bar is drawn where nothing happens.
+const TICK: Duration = Duration::from_millis(500);
+
 /// Shows a run's events.
 pub struct Progress {
     quiet: bool,
-    bar: Option<ProgressBar>,
+    bar: Bar,
     total: u64,
     first: u64,
     started: Instant,
@@ -19,16 +49,13 @@ pub struct Progress {
 impl Progress {
     /// For a run of `total` steps of which `done` are taken.
     pub fn new(terminal: Terminal, total: u64, done: u64) -> Self {
-        let bar = terminal.draws_bars().then(|| {
-            let template = "{bar:8} {pos}/{len}  {wide_msg} {elapsed}, {eta} left";
-            let style = ProgressStyle::with_template(template)
-                .unwrap_or_else(|_| ProgressStyle::default_bar())
-                .progress_chars("━╸─");
-            let bar = BARS.add(ProgressBar::new(total).with_style(style).with_position(done));
+        let template = "{bar:8} {pos}/{len}  {wide_msg} {elapsed}, {eta} left";
+        let bar = Bar::new(terminal, template, total);
+        if let Some(bar) = bar.drawn() {
+            bar.set_position(done);
             bar.reset_eta();
-            bar.enable_steady_tick(Duration::from_millis(500));
-            bar
-        });
+            bar.enable_steady_tick(TICK);
+        }
         Self { quiet: terminal.quiet, bar, total, first: done, started: Instant::now() }
     }
 
@@ -37,14 +64,6 @@ impl Progress {
         let seconds = self.started.elapsed().as_secs_f64() / done as f64
             * self.total.saturating_sub(step) as f64;
         clock(seconds)
-    }
-}
-
-impl Drop for Progress {
-    fn drop(&mut self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
     }
 }
 
@@ -69,7 +88,7 @@ impl MetricsSink for Progress {
                     format!("loss {loss:.4}{}  lr {learning_rate:.1e}", most_telling(metrics));
                 let (targets, read) =
                     (rate(*tokens_per_second), rate(*processed_tokens_per_second));
-                match &self.bar {
+                match self.bar.drawn() {
                     Some(bar) => {
                         bar.set_position(*step);
                         // Not more than 80 columns have room for.
@@ -101,7 +120,7 @@ impl MetricsSink for Progress {
     }
 
     fn step(&mut self, step: u64) -> Result<()> {
-        if let Some(bar) = &self.bar {
+        if let Some(bar) = self.bar.drawn() {
             bar.set_position(step);
         }
         Ok(())
@@ -114,26 +133,21 @@ const LINE_EVERY: usize = 10;
 /// Shows how far EVA's search for directions is.
 pub struct Search {
     terminal: Terminal,
-    bar: Option<ProgressBar>,
+    bar: Bar,
 }
 
 impl Search {
     pub fn new(terminal: Terminal) -> Self {
-        let bar = terminal.draws_bars().then(|| {
-            let template = "{bar:8} {pos}/{len}  {wide_msg} {elapsed}";
-            let style = ProgressStyle::with_template(template)
-                .unwrap_or_else(|_| ProgressStyle::default_bar())
-                .progress_chars("━╸─");
-            let bar = BARS.add(ProgressBar::new(0).with_style(style));
-            bar.enable_steady_tick(Duration::from_millis(500));
-            bar
-        });
+        let bar = Bar::new(terminal, "{bar:8} {pos}/{len}  {wide_msg} {elapsed}", 0);
+        if let Some(bar) = bar.drawn() {
+            bar.enable_steady_tick(TICK);
+        }
         Self { terminal, bar }
     }
 
     pub fn show(&mut self, progress: eva::Progress) {
         let eva::Progress { batches, settled, inputs } = progress;
-        match &self.bar {
+        match self.bar.drawn() {
             Some(bar) => {
                 bar.set_length(inputs as u64);
                 bar.set_position(settled as u64);
@@ -148,14 +162,6 @@ impl Search {
                 ))
             }
             None => {}
-        }
-    }
-}
-
-impl Drop for Search {
-    fn drop(&mut self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
         }
     }
 }
@@ -193,7 +199,7 @@ mod tests {
         let bar = ProgressBar::hidden().with_position(2);
         let mut progress = Progress {
             quiet: false,
-            bar: Some(bar.clone()),
+            bar: Bar(Some(bar.clone())),
             total: 9,
             first: 2,
             started: Instant::now(),

@@ -36,7 +36,7 @@ use std::sync::Arc;
 pub const LAST_STEPS_SKIPPED: &str = "last_steps_skipped";
 /// How many of the layers that EVA leaves out are named.
 const NAMED: usize = 4;
-pub const TIME_FORMAT: &str = "%Y-%m-%dT%H:%M:%S";
+const TIME_FORMAT: &str = "%Y-%m-%dT%H:%M:%S";
 
 /// A run that is ready to train.
 pub struct Run {
@@ -153,6 +153,7 @@ impl Run {
         }
         template::check_variables(&tokenizer, &settings.chat_template_kwargs)?;
 
+        let objective = settings.objective()?;
         let teacher = match &settings.teacher {
             Some(path) => Some(Arc::new(Teacher::read(path)?)),
             None => None,
@@ -162,7 +163,7 @@ impl Run {
         {
             settings.template_time = Some(time.into());
         }
-        let now = template_time(&mut settings)?;
+        let now = template_time(&mut settings.template_time)?;
         let output = &settings.output;
         let data_options = DataOptions {
             now: Some(now),
@@ -173,7 +174,6 @@ impl Run {
         let read = |split: Split| -> anyhow::Result<Tokenized> {
             tokenize(&sources(split), &tokenizer, &data_options).with_context(|| named(split))
         };
-        let objective = settings.objective()?;
         if full && settings.test && objective.uses_reference() {
             return Err(usage(format!(
                 "test: is not supported for {} in full fine-tuning, whose reference is gone at the end; give the data as \
@@ -581,7 +581,7 @@ fn eva_adapter(
     let most = ranks.max().unwrap_or_default();
     terminal.note(format!(
         "EVA: read {} ({}); {}{}",
-        plural(found.batches as u64, "batch").replace("batchs", "batches"),
+        plural(found.batches as u64, "batch"),
         plural(found.tokens as u64, "target token"),
         match least == most {
             true => format!("all ranks are {most}"),
@@ -608,11 +608,9 @@ fn described(found: &Evaluation) -> String {
     }
 }
 
-/// The time that chat templates are told: the one of the settings, or of now.
-fn template_time(settings: &mut Settings) -> anyhow::Result<NaiveDateTime> {
-    let text = settings
-        .template_time
-        .get_or_insert_with(|| chrono::Local::now().format(TIME_FORMAT).to_string());
+/// The time that chat templates are told: the one that is kept, or now, which is kept then.
+pub fn template_time(kept: &mut Option<String>) -> anyhow::Result<NaiveDateTime> {
+    let text = kept.get_or_insert_with(|| chrono::Local::now().format(TIME_FORMAT).to_string());
     NaiveDateTime::parse_from_str(text, TIME_FORMAT).map_err(|error| {
         usage(format!(
             "template_time: is {text:?}, expected a time such as 2025-01-31T12:00:00 ({error})"

@@ -6,6 +6,7 @@ use crate::interrupt;
 use crate::models::{Runtime, set_threads};
 use crate::output::{self, Terminal, shell_word, table};
 use crate::plot;
+use crate::progress::Bar;
 use crate::prompts;
 use crate::run_folder::Start;
 use crate::settings::{Data, Settings};
@@ -13,7 +14,6 @@ use crate::training::{Run, Summary};
 use crate::wrap::stdout_columns;
 use anyhow::{Context, bail};
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::adapter::Adapter;
 use metal_candle::data::{Body, Record, read_records};
 use metal_candle::generate::{GenerateOptions, generate};
@@ -237,16 +237,12 @@ fn ask(
     options: &GenerateOptions,
     terminal: Terminal,
 ) -> anyhow::Result<Vec<String>> {
-    let bar = if terminal.draws_bars() {
-        let style = ProgressStyle::with_template("{bar:24} {msg}: {pos}/{len} questions")
-            .unwrap_or_else(|_| ProgressStyle::default_bar())
-            .progress_chars("━╸─");
-        let bar = ProgressBar::new(questions.len() as u64).with_style(style).with_message(what);
-        output::BARS.add(bar)
-    } else {
-        terminal.note(format!("{what} {} held-out questions", questions.len()));
-        ProgressBar::hidden()
-    };
+    let template = "{bar:24} {msg}: {pos}/{len} questions";
+    let bar = Bar::new(terminal, template, questions.len() as u64);
+    match bar.drawn() {
+        Some(bar) => bar.set_message(what),
+        None => terminal.note(format!("{what} {} held-out questions", questions.len())),
+    }
     let options = GenerateOptions { max_tokens: ANSWER_TOKENS, ..options.clone() };
     let mut answers = Vec::with_capacity(questions.len());
     for (question, seed) in questions.iter().zip(0..) {
@@ -254,9 +250,10 @@ fn ask(
         let mut options = options.clone();
         options.sampling.seed = seed;
         answers.push(generate(model, adapter, tokenizer, &prompt, options)?.0);
-        bar.inc(1);
+        if let Some(bar) = bar.drawn() {
+            bar.inc(1);
+        }
     }
-    bar.finish_and_clear();
     Ok(answers)
 }
 

@@ -1,5 +1,6 @@
 //! `evaluate`: loss and perplexity of a model on data.
 
+use crate::datasets::Wanted;
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
 use crate::measured::Measured;
@@ -56,9 +57,9 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     }
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
-    let sources = arguments.data.find(true, terminal)?;
+    let sources = arguments.data.find(Wanted::Measuring(None), terminal)?;
     let loaded = arguments.source.load(&arguments.runtime, &arguments.template, terminal)?;
-    let reader = (&loaded.tokenizer, &loaded.variables, chrono::Local::now().naive_local());
+    let reader = (&loaded.tokenizer, &loaded.variables, None);
     let batches = arguments.data.batches(&sources, reader, loaded.model.config(), terminal)?;
     let limit = limit(arguments.batches);
     let evaluation = evaluate(&loaded.model, loaded.adapter.as_ref(), &batches, limit)?;

@@ -1,15 +1,15 @@
 //! `logprobs`: what a model finds likeliest in place of each token of data, for another to be distilled from it.
 
+use crate::datasets::Wanted;
 use crate::errors::{INTERRUPTED, SUCCESS, usage};
 use crate::interrupt;
 use crate::measured::Measured;
 use crate::models::{self, Runtime, Source, set_threads};
-use crate::output::{BARS, Terminal, grouped};
+use crate::output::{Terminal, grouped};
+use crate::progress::Bar;
 use crate::template::TemplateFlags;
-use crate::training::TIME_FORMAT;
-use chrono::NaiveDateTime;
+use crate::training::template_time;
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::text::Tokenizer;
 use metal_candle::train::write_teacher;
 use std::path::PathBuf;
@@ -56,7 +56,7 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     }
     set_threads(runtime.threads)?;
     interrupt::install()?;
-    let sources = data.find(false, terminal)?;
+    let sources = data.find(Wanted::Everything, terminal)?;
     let student = match student {
         None => None,
         Some(student) => {
@@ -68,28 +68,23 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     // What the template is told concerns the one that is used.
     let of_teacher = if student.is_some() { TemplateFlags::default() } else { template.clone() };
     let loaded = source.load(&runtime, &of_teacher, terminal)?;
-    let time = chrono::Local::now().format(TIME_FORMAT).to_string();
-    let now = NaiveDateTime::parse_from_str(&time, TIME_FORMAT)?;
+    let mut time = None;
+    let now = template_time(&mut time)?;
     let variables = template.variables();
-    let reader = (student.as_ref().unwrap_or(&loaded.tokenizer), &variables, now);
+    let reader = (student.as_ref().unwrap_or(&loaded.tokenizer), &variables, Some(now));
     let batches = data.batches(&sources, reader, loaded.model.config(), terminal)?;
     let stop = interrupt::watch("stopping; nothing is written");
-    let bar = terminal.draws_bars().then(|| {
-        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} examples, {eta} left")
-            .unwrap_or_else(|_| ProgressStyle::default_bar());
-        BARS.add(ProgressBar::new(batches.dataset().len() as u64).with_style(style))
-    });
+    let examples = batches.dataset().len() as u64;
+    let bar = Bar::new(terminal, "{bar:30} {pos}/{len} examples, {eta} left", examples);
     let (model, adapter) = (&loaded.model, loaded.adapter.as_ref());
     let written =
-        write_teacher(model, adapter, &batches, (top_k, Some(&time)), &output, &mut |done| {
-            if let Some(bar) = &bar {
+        write_teacher(model, adapter, &batches, (top_k, time.as_deref()), &output, &mut |done| {
+            if let Some(bar) = bar.drawn() {
                 bar.set_position(done as u64);
             }
             !stop.load(Ordering::Relaxed)
         })?;
-    if let Some(bar) = bar {
-        bar.finish_and_clear();
-    }
+    drop(bar);
     if !written {
         return Ok(INTERRUPTED);
     }

@@ -11,5 +11,5 @@ mod tape;
 #[cfg(test)]
 mod tests;
 
-pub use ops::{CrossEntropy, HeadValues, LoraValues, Matrix, ProjectionValues};
+pub use ops::{HeadValues, LoraValues, Loss, Matrix, ProjectionValues};
 pub use tape::{GradientSink, Parameter, ParameterId, Segment, Tape, Value};

@@ -140,14 +140,14 @@ impl HeadValues<'_> {
     }
 }
 
-/// A cross entropy of many rows.
+/// A cross entropy, before it is divided by the number of tokens.
 #[derive(Debug)]
-pub struct CrossEntropy {
-    /// The scalar sum, in nats.
+pub struct Loss {
+    /// The sum over the target tokens, a scalar in nats.
     pub sum: Value,
-    /// The number of rows that count.
-    pub count: usize,
-    /// What the rows are like, where that is asked for.
+    /// How many target tokens there were: rows that count.
+    pub tokens: usize,
+    /// Entropies and hits of the rows, where they were asked for.
     pub statistics: Option<cross_entropy::Statistics>,
 }
 
@@ -610,7 +610,7 @@ impl Tape {
         head: &HeadValues<'_>,
         targets: &Targets,
         options: &cross_entropy::Options,
-    ) -> Result<CrossEntropy> {
+    ) -> Result<Loss> {
         let joined = head.joined()?;
         let output = joined.forward(targets, options, joined.trained)?;
         let (dhidden, dweight) = (output.dhidden, output.dweight);
@@ -621,7 +621,7 @@ impl Tape {
             };
             joined.split(scaled(dhidden)?, scaled(dweight)?)
         });
-        Ok(CrossEntropy { sum, count: output.count, statistics: output.statistics })
+        Ok(Loss { sum, tokens: output.count, statistics: output.statistics })
     }
 
     /// The cross entropy of each row by itself, `(n)`, 0 where the target doesn't count: the negative log-probability

@@ -323,9 +323,8 @@ impl Batcher {
                     SampleKind::Plain => {
                         let places = row.sequence(words.0);
                         if let Some((_, taught)) = teacher {
-                            let example = taught.examples.get(index).copied().unwrap_or(u32::MAX);
-                            for (index, place) in (1..).zip(&mut row.places[places]) {
-                                place.taught = taught.teacher.row_of(example, index);
+                            for (token, place) in (1..).zip(&mut row.places[places]) {
+                                place.taught = taught.row_of(index, token);
                             }
                         }
                     }
@@ -449,6 +448,12 @@ impl Batcher {
 }
 
 impl Batch {
+    /// The places, in row-major order, whose target counts.
+    pub(crate) fn counted_places(&self) -> Vec<u32> {
+        let places = (0..).zip(&self.targets);
+        places.filter(|(_, target)| **target != IGNORED).map(|(place, _)| place).collect()
+    }
+
     /// What a loss of all tokens is to predict.
     pub fn loss_targets(&self) -> Targets<'_> {
         match &self.distributions {

@@ -206,7 +206,7 @@ impl Teacher {
     }
 
     /// The row about the token at an index of an example.
-    pub(super) fn row_of(&self, example: u32, index: usize) -> Option<usize> {
+    fn row_of(&self, example: u32, index: usize) -> Option<usize> {
         let rows = self.parts.rows.get(example as usize)?;
         let found = self.parts.positions[rows.clone()].binary_search(&(index as u32)).ok()?;
         Some(rows.start + found)
@@ -328,7 +328,7 @@ fn hash_of(ids: impl Iterator<Item = u32>) -> u64 {
 pub(super) struct Taught {
     pub teacher: Arc<Teacher>,
     /// The teacher's example of each of the data set's.
-    pub examples: Vec<u32>,
+    examples: Vec<u32>,
 }
 
 impl Taught {
@@ -369,6 +369,11 @@ impl Taught {
             examples.push(example);
         }
         Ok(Self { teacher: teacher.clone(), examples })
+    }
+
+    /// The teacher's row about the token at an index of an example of the data.
+    pub fn row_of(&self, example: usize, index: usize) -> Option<usize> {
+        self.teacher.row_of(*self.examples.get(example)?, index)
     }
 
     /// That every token it names is a row of an embedding of `vocabulary` rows.

@@ -6,6 +6,7 @@ mod cache;
 mod decoder;
 mod linear;
 
+pub use crate::autograd::Loss;
 pub use cache::KvCache;
 
 use crate::adapter::Adapter;
@@ -208,17 +209,6 @@ impl Input {
     }
 }
 
-/// The loss of a batch, before it is divided by the number of tokens.
-#[derive(Debug)]
-pub struct Loss {
-    /// The cross entropy summed over the target tokens, a scalar in nats.
-    pub sum: Value,
-    /// How many target tokens there were.
-    pub tokens: usize,
-    /// Entropies and hits of the places, where they were asked for.
-    pub statistics: Option<cross_entropy::Statistics>,
-}
-
 /// The loss of each place of a batch.
 #[derive(Debug)]
 pub struct TokenLosses {
@@ -399,10 +389,9 @@ impl Model {
         adapter: Option<&Arc<Adapter>>,
         statistics: bool,
     ) -> Result<Loss> {
-        let found = self.map_head(tape, batch, adapter, |head| {
+        self.map_head(tape, batch, adapter, |head| {
             tape.cross_entropy(head, &batch.loss_targets(), &self.loss_options(statistics))
-        })?;
-        Ok(Loss { sum: found.sum, tokens: found.count, statistics: found.statistics })
+        })
     }
 
     /// The cross entropy of each place of a batch by itself.

@@ -8,7 +8,7 @@
 
 use crate::adapter::{Adapter, LoraConfig, Resolved, StartFrom, eva};
 use crate::autograd::Tape;
-use crate::data::{Batch, Batcher, IGNORED};
+use crate::data::{Batch, Batcher};
 use crate::model::Model;
 use crate::model::layer::Linear;
 use crate::pass::{Input, Observer};
@@ -220,11 +220,8 @@ impl Watch {
 
     /// Reads a batch that has places which count.
     fn read(self: &Arc<Self>, model: &Model, batch: &Batch) -> Result<()> {
-        let places = batch.targets.iter().zip(0u32..);
-        let places: Vec<u32> =
-            places.filter(|(target, _)| **target != IGNORED).map(|(_, place)| place).collect();
         *self.places.lock().unwrap_or_else(PoisonError::into_inner) =
-            Some(Tensor::new(places, model.device())?);
+            Some(Tensor::new(batch.counted_places(), model.device())?);
         let input = Input::batch(batch, model.device())?.with_observer(self.clone());
         let hidden = model.forward(&Tape::inference(), &input, None)?;
         match self.head {

@@ -16,8 +16,8 @@ use std::sync::Arc;
 const ROWS: usize = 128;
 
 /// Writes the `top_k` likeliest tokens in place of each target token of all examples, with their log-probabilities, as a
-/// [`crate::data::Teacher`] reads them, with the time that the chat template was told. `progress` is told how many examples are done; when it says false, this ends and
-/// nothing is written.
+/// [`crate::data::Teacher`] reads them, with the time that the chat template was told. `progress` is told how many
+/// examples are done; when it says false, this ends and nothing is written.
 ///
 /// # Errors
 /// [`Error::Option`] when `top_k` is out of bounds, the data are no sequences, or a logit isn't finite; when the file cannot
@@ -41,8 +41,7 @@ pub fn write_teacher(
     let mut done = 0;
     for plan in batches.by_length() {
         let batch = batches.batch(&plan)?;
-        let counted = || (0..).zip(&batch.targets).filter(|(_, target)| **target != IGNORED);
-        let places: Vec<u32> = counted().map(|(place, _)| place).collect();
+        let places = batch.counted_places();
         let likeliest = devices::step(model.device(), || -> Result<_> {
             let input = Input::batch(&batch, model.device())?.with_adapter(adapter);
             let hidden = model.forward(&Tape::inference(), &input, None)?.into_tensor();
@@ -57,17 +56,14 @@ pub fn write_teacher(
             Ok(likeliest)
         })?;
         let mut found = likeliest.iter();
-        for (row, example) in plan.rows.iter().flatten().enumerate() {
+        let rows = batch.targets.chunks(batch.length.max(1));
+        for (example, targets) in plan.rows.iter().flatten().zip(rows) {
             let words = data
                 .get(*example)
                 .map(|example| example.ids)
                 .ok_or_else(|| Error::option("data", format!("have no example {example}")))?;
-            let first = row * batch.length;
-            let positions: Vec<usize> = counted()
-                .map(|(place, _)| place as usize)
-                .filter(|place| (first..first + batch.length).contains(place))
-                .map(|place| place - first + 1)
-                .collect();
+            let targets = (1..).zip(targets).filter(|(_, target)| **target != IGNORED);
+            let positions: Vec<usize> = targets.map(|(position, _)| position).collect();
             writer.push(&words, &positions);
             for (position, of_token) in positions.iter().zip(found.by_ref()) {
                 let of_token = of_token.as_ref().ok_or_else(|| {
