@@ -19,11 +19,11 @@
 //! | [`layer_norm`] | layer norm |
 //! | [`softmax`] | softmax over the last dimension |
 //! | [`rope`] | rotary position embedding |
-//! | [`attention`] | causal attention with grouped heads, windows and packed rows |
+//! | [`attention`] | causal attention with grouped heads, windows, packed rows and paged caches |
 //! | [`glu`] | gated units: SiLU, GELU |
 //! | [`embedding`] | rows of a table |
 //! | [`arithmetic`] | sums and multiples of tensors |
-//! | [`copy`] | copies in another dtype and into a part of a tensor |
+//! | [`copy`] | copies in another dtype, into a part of a tensor and into its rows |
 //! | [`cross_entropy`] | the head and its loss, in chunks |
 //! | [`flat`] | what all optimisers share: the norm of flat gradients, adding to them, clearing them |
 //! | [`adamw`] | AdamW and Adam |

@@ -12,14 +12,20 @@
 //! Query `i` of `t` stands at key position `pos = s - t + i` of `s` and sees the keys `j` with
 //! `first_key <= j <= pos`, and `pos - j < window` with a sliding window. A query that sees no key
 //! gives zeros.
+//!
+//! [`forward_paged`] is the forward pass for many sequences at once, of any lengths, whose keys and values
+//! lie in blocks of a pool.
 
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
+mod paged;
 #[cfg(test)]
 mod tests;
+
+pub use paged::{HOLE, Sequence, Sequences, forward_paged};
 
 use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
 use crate::backend::{
@@ -244,11 +250,7 @@ fn check(
     let (_, keys, kv_heads, _) = k.dims4()?;
     require_shape(operation, "k", k, &[batch, keys, kv_heads, head_dim])?;
     require_shape(operation, "v", v, &[batch, keys, kv_heads, head_dim])?;
-    if kv_heads == 0 || heads % kv_heads != 0 {
-        bail!(
-            "metal-candle-kernels: {operation}: q has {heads} heads and k has {kv_heads}, expected a multiple"
-        )
-    }
+    check_heads(operation, heads, kv_heads)?;
     if keys < queries {
         bail!(
             "metal-candle-kernels: {operation}: {queries} queries but only {keys} keys, expected at least as many keys"
@@ -259,6 +261,20 @@ fn check(
         require_shape(operation, "first_key", first_key, &[batch, queries])?;
         require_dtype(operation, "first_key", first_key, DType::U32)?;
     }
+    check_options(operation, options)?;
+    Ok(Sizes { batch, queries, keys, heads, kv_heads, head_dim })
+}
+
+fn check_heads(operation: &str, heads: usize, kv_heads: usize) -> Result<()> {
+    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        bail!(
+            "metal-candle-kernels: {operation}: q has {heads} heads and k has {kv_heads}, expected a multiple"
+        )
+    }
+    Ok(())
+}
+
+fn check_options(operation: &str, options: &Options) -> Result<()> {
     if options.window == Some(0) {
         bail!("metal-candle-kernels: {operation}: the window is 0, expected at least 1 key")
     }
@@ -269,7 +285,7 @@ fn check(
             "metal-candle-kernels: {operation}: the softcap is {softcap}, expected a positive number"
         )
     }
-    Ok(Sizes { batch, queries, keys, heads, kv_heads, head_dim })
+    Ok(())
 }
 
 /// For every query of every row, `[first, last)` of the keys it sees.

@@ -1,5 +1,6 @@
-//! Copies: in another dtype, and into a part of another tensor.
+//! Copies: in another dtype, into a part of another tensor, and into rows of one.
 
+mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
@@ -97,6 +98,49 @@ pub fn write_both_at(
     crate::backend::cuda::refuse_in_recording("a copy whose place the host reads")?;
     let start = start.to_vec1::<u32>()?.first().map_or(0, |start| *start as usize);
     write_both(wholes, parts, dim, start)
+}
+
+/// In the places of [`write_rows_both`], a row that is written nowhere.
+pub const NOWHERE: u32 = u32::MAX;
+
+/// Overwrites rows of two pools, such as those of keys and values, in place: row `n` of `rows`
+/// `(tokens, heads, head_dim)` becomes row `places[n]` (`places` `(tokens)` u32) of the pool `(blocks, block, heads,
+/// head_dim)`, seen as `(blocks·block, heads, head_dim)`. A row whose place is [`NOWHERE`] is left out. Places
+/// are expected to be different ones: where they aren't, one of the rows is there afterwards.
+///
+/// Rows may have any strides. A GPU reads the places itself, so that a
+/// [`Recording`](crate::recording::Recording) can be made of it on CUDA, and leaves out rows whose place is
+/// beyond the pool.
+///
+/// # Errors
+/// When shapes or dtypes don't fit, dtypes aren't floats, a pool isn't contiguous, or tensors aren't on one
+/// device; on the CPU also when a place is beyond the pool, and then nothing is written.
+pub fn write_rows_both(pools: [&Tensor; 2], rows: [&Tensor; 2], places: &Tensor) -> Result<()> {
+    const OPERATION: &str = "write_rows_both";
+    require_together(OPERATION, &[pools[0], pools[1], rows[0], rows[1], places])?;
+    require_rank(OPERATION, "rows", rows[0], 3, "(tokens, heads, head_dim)")?;
+    require_rank(OPERATION, "a pool", pools[0], 4, "(blocks, block, heads, head_dim)")?;
+    let (tokens, heads, head_dim) = rows[0].dims3()?;
+    let (blocks, block, ..) = pools[0].dims4()?;
+    require_shape(OPERATION, "places", places, &[tokens])?;
+    require_dtype(OPERATION, "places", places, DType::U32)?;
+    let dtype = pools[0].dtype();
+    if !dtype.is_float() {
+        bail!("metal-candle-kernels: {OPERATION}: found {dtype:?} pools, expected floats")
+    }
+    for (pool, rows) in pools.into_iter().zip(rows) {
+        require_shape(OPERATION, "a pool", pool, &[blocks, block, heads, head_dim])?;
+        require_shape(OPERATION, "rows", rows, &[tokens, heads, head_dim])?;
+        require_dtype(OPERATION, "a pool", pool, dtype)?;
+        require_dtype(OPERATION, "rows", rows, dtype)?;
+        if !pool.is_contiguous() {
+            bail!("metal-candle-kernels: {OPERATION}: a pool is not contiguous, expected it to be")
+        }
+    }
+    if rows[0].elem_count() == 0 {
+        return Ok(());
+    }
+    cpu::write_rows_both(OPERATION, pools, rows, places)
 }
 
 /// Whether both pairs are of one device, dtype and shape.

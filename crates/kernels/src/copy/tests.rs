@@ -137,3 +137,82 @@ fn assert_both_parts_are_written(device: &Device) {
 fn both_parts_are_written_as_each_alone() {
     assert_both_parts_are_written(&Device::Cpu);
 }
+
+fn assert_rows_are_written_where_they_belong(device: &Device, dtypes: &[DType]) {
+    for (dtype, head_dim) in dtypes.iter().flat_map(|dtype| [(*dtype, 8), (*dtype, 3)]) {
+        let given = |shape: &[usize], seed| {
+            let tensor = random(shape, seed).to_dtype(dtype).unwrap();
+            tensor.to_device(device).unwrap()
+        };
+        let places = [14u32, 0, NOWHERE, 7, 5];
+        // Pools of one layer of several; rows as a fused projection has them, and transposed ones.
+        let layers = [1, 2].map(|seed| given(&[2, 4, 4, 2, head_dim], seed));
+        let before = layers.clone().map(|layer| here(&layer));
+        let fused = given(&[5, 6, head_dim], 3);
+        let of_fused = [fused.narrow(1, 2, 2).unwrap(), fused.narrow(1, 4, 2).unwrap()];
+        let others = [4, 5].map(|seed| strided(&given(&[5, 2, head_dim], seed)));
+        for rows in [of_fused, others] {
+            let pools = layers.clone().map(|layer| layer.get(1).unwrap());
+            let given_places = Tensor::new(&places, device).unwrap();
+            write_rows_both([&pools[0], &pools[1]], [&rows[0], &rows[1]], &given_places).unwrap();
+            for ((found, before), rows) in layers.iter().zip(&before).zip(rows) {
+                let (found, rows) = (values(&here(found)), values(&here(&rows)));
+                let mut expected = values(before);
+                let width = 2 * head_dim;
+                for (place, row) in places.iter().zip(rows.chunks(width)) {
+                    if *place != NOWHERE {
+                        expected[(16 + *place as usize) * width..][..width].copy_from_slice(row);
+                    }
+                }
+                assert_eq!(found, expected);
+            }
+        }
+        let pools = layers.map(|layer| layer.get(0).unwrap());
+        let rows = fused.narrow(0, 0, 0).unwrap().narrow(1, 0, 2).unwrap();
+        let none = given_none(device);
+        write_rows_both([&pools[0], &pools[1]], [&rows, &rows], &none).unwrap();
+    }
+}
+
+/// No places.
+fn given_none(device: &Device) -> Tensor {
+    Tensor::new(&[0u32], device).unwrap().narrow(0, 0, 0).unwrap()
+}
+
+#[test]
+fn rows_are_written_where_they_belong() {
+    let dtypes = [DType::F64, DType::F32, DType::F16, DType::BF16];
+    assert_rows_are_written_where_they_belong(&Device::Cpu, &dtypes);
+}
+
+#[test]
+fn rows_of_the_pools_themselves_are_written() {
+    let pool = random(&[2, 2, 1, 3], 1);
+    let rows = pool.reshape((4, 1, 3)).unwrap().narrow(0, 1, 2).unwrap();
+    let expected = Tensor::cat(&[&rows, &rows], 0).unwrap().reshape((2, 2, 1, 3)).unwrap();
+    let expected = expected.narrow(0, 0, 1).unwrap().copy().unwrap();
+    let places = Tensor::new(&[0u32, 1], &Device::Cpu).unwrap();
+    let other = pool.copy().unwrap();
+    write_rows_both([&pool, &other], [&rows, &rows], &places).unwrap();
+    assert_identical(&pool.narrow(0, 0, 1).unwrap(), &expected);
+}
+
+#[test]
+fn rows_that_do_not_fit_are_named() {
+    let (pool, rows) = (random(&[3, 4, 2, 5], 1), random(&[2, 2, 5], 2));
+    let before = pool.copy().unwrap();
+    let run = |pool: &Tensor, rows: &Tensor, places: &[u32]| {
+        let (other, places) = (pool.copy().unwrap(), Tensor::new(places, &Device::Cpu).unwrap());
+        message(write_rows_both([pool, &other], [rows, rows], &places))
+    };
+    let wrong = run(&pool, &rows, &[1, 12]);
+    assert!(wrong.contains("found place 12, expected less than 12, or NOWHERE"), "{wrong}");
+    assert_identical(&pool, &before);
+    assert!(run(&pool, &rows, &[1]).contains("places has shape [1], expected [2]"));
+    let wrong = run(&pool, &rows.narrow(2, 0, 4).unwrap(), &[1, 2]);
+    assert!(wrong.contains("a pool has shape [3, 4, 2, 5], expected [3, 4, 2, 4]"), "{wrong}");
+    let wrong = run(&pool, &rows.to_dtype(DType::F32).unwrap(), &[1, 2]);
+    assert!(wrong.contains("rows is F32, expected F64"), "{wrong}");
+    let transposed = pool.transpose(0, 1).unwrap();
+    assert!(run(&transposed, &rows, &[1, 2]).contains("a pool is not contiguous"));
+}

@@ -185,7 +185,8 @@ trait Vector: Copy {
     unsafe fn multiply_add(a: Self, b: Self, sum: Self) -> Self;
 }
 
-/// The panel in tiles of `M` rows and `N` vectors, whose sums stay in registers.
+/// The panel in tiles of `M` rows and `N` vectors, whose sums stay in registers. The order of a sum is the same for
+/// all tiles.
 #[inline(always)]
 unsafe fn by_registers<V: Vector, const M: usize, const N: usize>(panel: Panel<f32>) {
     let Panel { words, rows, lhs, rhs, sums: out, stride, first } = panel;
@@ -332,13 +333,23 @@ mod x86 {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) unsafe fn avx512(panel: Panel<f32>) {
         // SAFETY: as promised by the caller.
-        unsafe { by_registers::<Wide, 12, 2>(panel) }
+        unsafe {
+            match panel.rows {
+                ..=4 => by_registers::<Wide, 4, 2>(panel),
+                _ => by_registers::<Wide, 12, 2>(panel),
+            }
+        }
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
     pub(super) unsafe fn pairs(panel: Panel<f32>) {
         // SAFETY: as promised by the caller.
-        unsafe { by_registers::<WidePairs, 12, 2>(panel) }
+        unsafe {
+            match panel.rows {
+                ..=4 => by_registers::<WidePairs, 4, 2>(panel),
+                _ => by_registers::<WidePairs, 12, 2>(panel),
+            }
+        }
     }
 
     #[target_feature(enable = "avx2,fma")]

@@ -1,0 +1,378 @@
+//! Paged attention on the CPU. A task has some queries of a sequence for all heads that share keys, which it
+//! gathers a chunk at a time. Where there are few tasks, each has a part of the chunks, and the results of
+//! chunks are joined afterwards, in the same way and order as a task of all chunks joins them.
+
+use super::{Sequences, Sizes, Span};
+use crate::backend::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, sum_stride};
+use crate::backend::cpu::scratch::Scratch;
+use crate::backend::cpu::simd::vectorize;
+use crate::backend::cpu::{
+    Disjoint, Element, Real, Values, for_each_index, max as largest_of, sum, unwritten,
+};
+use candle_core::{DType, Layout, Result, bail};
+use std::ops::Range;
+
+/// Rows of a task, queries times heads, but for a single query of more heads.
+const ROWS: usize = 128;
+/// Keys of a chunk.
+const CHUNK: usize = 128;
+/// Tasks that keep all threads busy; where there are fewer, they are cut into parts of the chunks.
+const ENOUGH_TASKS: usize = 64;
+/// Chunks of such a part at least.
+const CHUNKS: usize = 2;
+/// Scores below which threads cost more than they bring.
+const PARALLEL_SCORES: usize = 2 * 1024;
+
+/// Queries `(tokens, heads, head_dim)`, read through their strides; the last dimension is contiguous.
+pub(super) struct Queries<'a, T> {
+    storage: &'a [T],
+    start: usize,
+    strides: [usize; 2],
+}
+
+impl<'a, T> Queries<'a, T> {
+    pub(super) fn new(storage: &'a [T], layout: &Layout) -> Result<Self> {
+        match layout.stride() {
+            [token, head, _] => {
+                Ok(Queries { storage, start: layout.start_offset(), strides: [*token, *head] })
+            }
+            other => {
+                bail!("metal-candle-kernels: attention: found strides {other:?}, expected three")
+            }
+        }
+    }
+}
+
+pub(super) struct Problem<'a, T: Element> {
+    pub sizes: Sizes,
+    pub sequences: &'a Sequences,
+    pub q: Queries<'a, T>,
+    /// Pools.
+    pub keys: &'a [T],
+    pub values: &'a [T],
+    pub scale: T::Acc,
+    pub softcap: Option<T::Acc>,
+    /// Keys that a query sees at most.
+    pub window: usize,
+}
+
+/// Some queries of a sequence for the heads of a key head, and chunks of the keys that they see.
+#[derive(Clone)]
+struct Task {
+    sequence: usize,
+    kv_head: usize,
+    queries: Range<usize>,
+    chunks: Range<usize>,
+    /// Where the result of its first chunk goes, counted in numbers; `None` if the task joins them.
+    place: Option<usize>,
+}
+
+/// What a chunk gives some rows, or the chunks so far: `(rows, width)`, not yet divided by `total`.
+struct Part<'a, A> {
+    /// The largest score of every row.
+    top: &'a mut [A],
+    total: &'a mut [A],
+    values: &'a mut [A],
+}
+
+impl<T: Element> Problem<'_, T> {
+    fn group(&self) -> usize {
+        self.sizes.heads / self.sizes.kv_heads
+    }
+
+    fn kind(&self) -> Kind {
+        if T::DTYPE == DType::BF16 { Kind::for_bf16() } else { Kind::Plain }
+    }
+
+    /// Numbers from one row of a part to the next.
+    fn width(&self) -> usize {
+        sum_stride(self.sizes.head_dim)
+    }
+
+    /// Numbers of a part of so many rows, with the spare rows of a product.
+    fn part_size(&self, rows: usize) -> usize {
+        2 * rows + sum_count(rows, self.width())
+    }
+
+    fn part<'a>(&self, rows: usize, numbers: &'a mut [T::Acc]) -> Part<'a, T::Acc> {
+        let (top, rest) = numbers.split_at_mut(rows);
+        let (total, values) = rest.split_at_mut(rows);
+        Part { top, total, values }
+    }
+
+    /// The keys that query `query` of a sequence sees.
+    #[inline(always)]
+    fn seen(&self, span: &Span, query: usize) -> Range<usize> {
+        let end = span.keys - span.queries + query + 1;
+        end.saturating_sub(self.window)..end
+    }
+
+    /// The keys that any of some queries sees.
+    fn seen_by_any(&self, span: &Span, queries: &Range<usize>) -> Range<usize> {
+        self.seen(span, queries.start).start..self.seen(span, queries.end - 1).end
+    }
+
+    /// Of all sequences, with all chunks.
+    fn tasks(&self) -> Vec<Task> {
+        let step = (ROWS / self.group().max(1)).max(1);
+        let mut tasks = Vec::new();
+        for (sequence, span) in self.sequences.spans.iter().enumerate() {
+            for first in (0..span.queries).step_by(step) {
+                let queries = first..(first + step).min(span.queries);
+                let seen = self.seen_by_any(span, &queries);
+                let chunks = seen.start / CHUNK..seen.end.div_ceil(CHUNK);
+                for kv_head in 0..self.sizes.kv_heads {
+                    let (queries, chunks) = (queries.clone(), chunks.clone());
+                    tasks.push(Task { sequence, kv_head, queries, chunks, place: None });
+                }
+            }
+        }
+        tasks
+    }
+
+    pub(super) fn forward(&self, o: &mut [T]) {
+        if o.is_empty() {
+            return;
+        }
+        let whole = self.tasks();
+        let scores: usize = whole.iter().map(|task| task.queries.len() * task.chunks.len()).sum();
+        let parallel = scores * CHUNK * self.group() > PARALLEL_SCORES;
+        let o = Disjoint::new(o);
+        let all_chunks: usize = whole.iter().map(|task| task.chunks.len()).sum();
+        // As many chunks to each task, of short sequences and of long ones.
+        let most = all_chunks.div_ceil(ENOUGH_TASKS).max(CHUNKS);
+        if whole.len() >= ENOUGH_TASKS || whole.iter().all(|task| task.chunks.len() <= most) {
+            for_each_index(whole.len(), parallel, |index| {
+                let rows = whole[index].queries.len() * self.group();
+                let mut numbers = Scratch::new(self.part_size(rows));
+                let mut sums = self.part(rows, &mut numbers);
+                self.run(&whole[index], |chunk, part| {
+                    self.join(&whole[index], chunk, &mut sums, part);
+                });
+                self.write(&whole[index], &mut sums, &o);
+            });
+            return;
+        }
+        let (mut parts, mut places, mut size) = (Vec::new(), Vec::new(), 0);
+        for task in &whole {
+            places.push(size);
+            for start in task.chunks.clone().step_by(most) {
+                let chunks = start..(start + most).min(task.chunks.end);
+                let place = Some(size + (start - task.chunks.start) * self.task_size(task));
+                parts.push(Task { chunks, place, ..task.clone() });
+            }
+            size += task.chunks.len() * self.task_size(task);
+        }
+        let mut numbers = Scratch::new(size);
+        {
+            let numbers = Disjoint::new(&mut numbers);
+            for_each_index(parts.len(), parallel, |index| {
+                let task = &parts[index];
+                let mut place = task.place.unwrap_or_default();
+                let size = self.task_size(task);
+                self.run(task, |_, part| {
+                    // SAFETY: every chunk of a task has its own place.
+                    let target = unsafe { numbers.slice(place..place + size) };
+                    let rows = task.queries.len() * self.group();
+                    let target = self.part(rows, target);
+                    target.top.copy_from_slice(part.top);
+                    target.total.copy_from_slice(part.total);
+                    target.values.copy_from_slice(part.values);
+                    place += size;
+                });
+            });
+        }
+        let numbers = Disjoint::new(&mut numbers);
+        for_each_index(whole.len(), parallel, |index| {
+            let (task, size) = (&whole[index], self.task_size(&whole[index]));
+            let rows = task.queries.len() * self.group();
+            let mut sums = Scratch::new(size);
+            let mut sums = self.part(rows, &mut sums);
+            for (order, chunk) in task.chunks.clone().enumerate() {
+                let place = places[index] + order * size;
+                // SAFETY: every task reads its own parts.
+                let mut part = self.part(rows, unsafe { numbers.slice(place..place + size) });
+                self.join(task, chunk, &mut sums, &mut part);
+            }
+            self.write(task, &mut sums, &o);
+        });
+    }
+
+    /// Numbers of a part of a task.
+    fn task_size(&self, task: &Task) -> usize {
+        self.part_size(task.queries.len() * self.group())
+    }
+
+    /// Calls `take` with what each chunk gives.
+    fn run(&self, task: &Task, mut take: impl FnMut(usize, &mut Part<T::Acc>)) {
+        let Sizes { head_dim, .. } = self.sizes;
+        let span = &self.sequences.spans[task.sequence];
+        let (kind, group) = (self.kind(), self.group());
+        let rows = task.queries.len() * group;
+        let seen_by_any = self.seen_by_any(span, &task.queries);
+        // Queries, then keys and values of a chunk.
+        let mut gathered = unwritten::<T>(rows.max(CHUNK) * head_dim);
+        self.gather_queries(task, span, &mut gathered[..rows * head_dim]);
+        let q =
+            Lhs::pack_here(kind, rows, head_dim, Operand::lines(T::values(&gathered), head_dim));
+        let mut scores = Scratch::new(sum_count(rows, CHUNK));
+        let mut numbers = Scratch::new(self.part_size(rows));
+        let part = self.part(rows, &mut numbers);
+        let mut part = Part { top: part.top, total: part.total, values: part.values };
+        for chunk in task.chunks.clone() {
+            let start = chunk * CHUNK;
+            let columns = CHUNK.min(seen_by_any.end - start);
+            let seen = seen_by_any.start.max(start)..start + columns;
+            let gathered = &mut gathered[..columns * head_dim];
+            self.gather(self.keys, task, start, seen.clone(), gathered);
+            let lines = Operand::lines(T::values(gathered), head_dim);
+            let keys = Panels::pack(kind, columns, head_dim, lines);
+            multiply(&q, 0..rows, &keys, 0..columns, &mut scores, CHUNK, false);
+            self.soften(task, span, start..start + columns, &mut scores, &mut part);
+            self.gather(self.values, task, start, seen, gathered);
+            let across = Operand::columns(T::values(gathered), head_dim);
+            let values = Panels::pack(kind, head_dim, columns, across);
+            let weights = Operand::lines(Values::Native(&scores), CHUNK);
+            let weights = Lhs::pack_here(kind, rows, columns, weights);
+            multiply(&weights, 0..rows, &values, 0..head_dim, part.values, self.width(), false);
+            take(chunk, &mut part);
+        }
+    }
+
+    /// The rows of a task: those of one query lie together.
+    fn gather_queries(&self, task: &Task, span: &Span, target: &mut [T]) {
+        let head_dim = self.sizes.head_dim;
+        let [of_token, of_head] = self.q.strides;
+        let first_head = task.kv_head * self.group();
+        for (row, target) in target.chunks_exact_mut(head_dim).enumerate() {
+            let token = span.first + task.queries.start + row / self.group();
+            let head = first_head + row % self.group();
+            let from = self.q.start + token * of_token + head * of_head;
+            target.copy_from_slice(&self.q.storage[from..from + head_dim]);
+        }
+    }
+
+    /// The rows of a pool for the keys from `start` on, of which those `seen` are read and others are zeros.
+    fn gather(&self, pool: &[T], task: &Task, start: usize, seen: Range<usize>, target: &mut [T]) {
+        let Sizes { kv_heads, head_dim, .. } = self.sizes;
+        let block = self.sequences.block;
+        let table = self.sequences.table(task.sequence);
+        let (hidden, mut target) = target.split_at_mut((seen.start - start) * head_dim);
+        hidden.fill(T::from_f64(0.0));
+        let mut key = seen.start;
+        while key < seen.end {
+            let count = (block - key % block).min(seen.end - key);
+            let (rows, rest) = target.split_at_mut(count * head_dim);
+            let first = table[key / block] as usize * block + key % block;
+            let pool = &pool[(first * kv_heads + task.kv_head) * head_dim..];
+            let lines = pool.chunks(kv_heads * head_dim);
+            for (row, line) in rows.chunks_exact_mut(head_dim).zip(lines) {
+                row.copy_from_slice(&line[..head_dim]);
+            }
+            (target, key) = (rest, key + count);
+        }
+    }
+
+    /// Products become weights relative to the largest score of their row, zeros for keys that a row doesn't
+    /// see.
+    fn soften(
+        &self,
+        task: &Task,
+        span: &Span,
+        keys: Range<usize>,
+        scores: &mut [T::Acc],
+        part: &mut Part<T::Acc>,
+    ) {
+        let rows = task.queries.len() * self.group();
+        vectorize(
+            #[inline(always)]
+            || {
+                for (row, scores) in scores.chunks_exact_mut(CHUNK).take(rows).enumerate() {
+                    let seen = self.seen(span, task.queries.start + row / self.group());
+                    let seen = clip(seen, &keys);
+                    scores[..seen.start].fill(T::Acc::ZERO);
+                    scores[seen.end..keys.len()].fill(T::Acc::ZERO);
+                    let scores = &mut scores[seen];
+                    scores.iter_mut().for_each(|score| *score *= self.scale);
+                    if let Some(cap) = self.softcap {
+                        scores.iter_mut().for_each(|score| *score = cap * (*score / cap).tanh());
+                    }
+                    let top = largest_of(scores);
+                    for score in scores.iter_mut() {
+                        *score = (*score - top).exp_nonpositive();
+                    }
+                    (part.top[row], part.total[row]) = (top, sum(scores));
+                }
+            },
+        );
+    }
+
+    /// Adds what a chunk gives to what the chunks before it gave.
+    fn join(&self, task: &Task, chunk: usize, sums: &mut Part<T::Acc>, part: &mut Part<T::Acc>) {
+        let Sizes { head_dim, .. } = self.sizes;
+        let span = &self.sequences.spans[task.sequence];
+        let keys = chunk * CHUNK..(chunk + 1) * CHUNK;
+        vectorize(
+            #[inline(always)]
+            || {
+                let rows = task.queries.len() * self.group();
+                for row in 0..rows {
+                    let seen = self.seen(span, task.queries.start + row / self.group());
+                    if clip(seen.clone(), &keys).is_empty() {
+                        continue;
+                    }
+                    let start = row * self.width();
+                    let part_values = &part.values[start..start + head_dim];
+                    let values = &mut sums.values[start..start + head_dim];
+                    let (top, total) = (part.top[row], part.total[row]);
+                    if keys.contains(&seen.start) {
+                        (sums.top[row], sums.total[row]) = (top, total);
+                        values.copy_from_slice(part_values);
+                    } else if top > sums.top[row] {
+                        let shrink = (sums.top[row] - top).exp_nonpositive();
+                        (sums.top[row], sums.total[row]) = (top, sums.total[row] * shrink + total);
+                        for (value, part) in values.iter_mut().zip(part_values) {
+                            *value = *value * shrink + *part;
+                        }
+                    } else {
+                        let shrink = (top - sums.top[row]).exp_nonpositive();
+                        sums.total[row] += total * shrink;
+                        for (value, part) in values.iter_mut().zip(part_values) {
+                            *value += *part * shrink;
+                        }
+                    }
+                }
+            },
+        );
+    }
+
+    /// Writes the rows of a task.
+    fn write(&self, task: &Task, sums: &mut Part<T::Acc>, o: &Disjoint<T>) {
+        let Sizes { heads, head_dim, .. } = self.sizes;
+        let span = &self.sequences.spans[task.sequence];
+        vectorize(
+            #[inline(always)]
+            || {
+                let rows = task.queries.len() * self.group();
+                for row in 0..rows {
+                    let values = &mut sums.values[row * self.width()..][..head_dim];
+                    let inverse = T::Acc::ONE / sums.total[row];
+                    values.iter_mut().for_each(|value| *value *= inverse);
+                    let token = span.first + task.queries.start + row / self.group();
+                    let head = task.kv_head * self.group() + row % self.group();
+                    let start = (token * heads + head) * head_dim;
+                    // SAFETY: every row belongs to one task.
+                    T::narrow(values, unsafe { o.slice(start..start + head_dim) });
+                }
+            },
+        );
+    }
+}
+
+/// The part of `seen` that lies in `keys`, counted from their start.
+#[inline(always)]
+fn clip(seen: Range<usize>, keys: &Range<usize>) -> Range<usize> {
+    let begin = seen.start.clamp(keys.start, keys.end) - keys.start;
+    let end = seen.end.clamp(keys.start, keys.end) - keys.start;
+    begin..end.max(begin)
+}
