@@ -6,7 +6,7 @@ use crate::timing::{Plan, Summary, latency, queue_length, queued};
 use crate::{Workload, model, operations};
 use candle_core::Device;
 use metal_candle::Result;
-use metal_candle::train::memory::peak_resident_bytes;
+use metal_candle::memory::peak_resident_bytes;
 use metal_candle_kernels::devices;
 use serde::Serialize;
 

@@ -192,6 +192,18 @@ pub fn memory(device: &Device) -> Result<Option<MemoryUse>> {
     Ok(found.map(|(current, peak)| MemoryUse { current, peak }))
 }
 
+/// The memory of a GPU that new tensors can take, in bytes; `None` where a device has no memory of its own.
+///
+/// # Errors
+/// When the driver doesn't answer.
+pub fn free_memory(device: &Device) -> Result<Option<u64>> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => crate::backend::cuda::free_memory(device).map(Some),
+        _ => Ok(None),
+    }
+}
+
 /// Starts to look for the peak of [`memory`] anew.
 ///
 /// # Errors

@@ -1,81 +1,19 @@
 //! Text from a model: prefill the prompt, then decode a token at a time.
 
-use super::sampler::{Sampler, SamplingOptions};
-use super::stop::StopStrings;
+use super::answer::{Answer, FinishReason, GenerateOptions, Piece};
 use crate::adapter::Adapter;
 use crate::autograd::Tape;
 use crate::model::Model;
 use crate::pass::{Input, KvCache};
-use crate::text::{DecodeStream, Tokenizer};
-use crate::{Error, Result, bounds};
+use crate::text::Tokenizer;
+use crate::{Error, Result};
 use candle_core::{IndexOp, Tensor};
 use metal_candle_kernels::devices;
 use metal_candle_kernels::recording::Recording;
-use serde::Serialize;
 use std::sync::Arc;
 
 /// Tokens of the prompt that go through the model at a time, which bounds the memory it takes.
 const PREFILL: usize = 512;
-
-/// When and how a text is continued.
-#[derive(Debug, Clone, PartialEq)]
-pub struct GenerateOptions {
-    /// Tokens at most.
-    pub max_tokens: usize,
-    /// How tokens are drawn.
-    pub sampling: SamplingOptions,
-    /// The text ends before the first of these.
-    pub stop: Vec<String>,
-    /// Go on after an end-of-sequence token.
-    pub ignore_eos: bool,
-}
-
-impl Default for GenerateOptions {
-    fn default() -> Self {
-        Self {
-            max_tokens: 256,
-            sampling: SamplingOptions::default(),
-            stop: Vec::new(),
-            ignore_eos: false,
-        }
-    }
-}
-
-impl GenerateOptions {
-    /// Checks every value.
-    ///
-    /// # Errors
-    /// [`Error::Option`] about the first that cannot work.
-    pub fn validate(&self) -> Result<()> {
-        bounds::check("max_tokens", self.max_tokens, &bounds::TOKENS)?;
-        self.sampling.validate()?;
-        StopStrings::new(self.stop.iter().map(String::as_str)).map(drop)
-    }
-}
-
-/// Why a text ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FinishReason {
-    /// The model wrote an end-of-sequence token.
-    EndOfSequence,
-    /// It wrote a stop string.
-    Stop,
-    /// It wrote as many tokens as were allowed.
-    Length,
-}
-
-/// What one step of decoding gives.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Piece {
-    /// Text that is complete: never a part of a character, never a part of a stop string. Often
-    /// empty.
-    pub text: String,
-    /// The token drawn; `None` for text that was held back and came free at the end.
-    pub token: Option<u32>,
-    /// The token's log-probability, in nats.
-    pub logprob: f64,
-}
 
 /// The logits `(vocabulary)` after the last of some tokens, f32.
 fn last_logits(model: &Model, input: &Input, cache: &mut KvCache) -> Result<Tensor> {
@@ -152,7 +90,7 @@ impl Session {
     fn advance(&mut self) -> Result<Tensor> {
         // LongRoPE rotates every key differently once the text is long, dynamic rope from then on with every
         // token.
-        if self.ropes_change(self.cache.len(), self.tokens.len()) {
+        if self.model.ropes_change(self.cache.len(), self.tokens.len()) {
             self.cache.truncate(0);
         }
         let total = self.tokens.len();
@@ -192,7 +130,7 @@ impl Session {
             && !self.refused
             && Recording::is_supported(self.model.device())
             && self.cache.room() > 0
-            && !self.ropes_change(length, self.cache.room().max(length.next_power_of_two()))
+            && !self.model.ropes_change(length, self.cache.room().max(length.next_power_of_two()))
     }
 
     /// Reads a token by what was recorded of reading one; `None` if that can't be recorded, as with heads or
@@ -232,11 +170,7 @@ impl Session {
 
     /// How many tokens to read at once; all, where the positions depend on the text's length.
     fn chunk(&self, start: usize, total: usize) -> usize {
-        if self.ropes_change(start + 1, total) { total } else { PREFILL }
-    }
-
-    fn ropes_change(&self, from: usize, to: usize) -> bool {
-        self.model.config().ropes.iter().any(|rope| rope.changes_between(from, to))
+        if self.model.ropes_change(start + 1, total) { total } else { PREFILL }
     }
 
     /// Keeps only the first `length` tokens that it shares with `tokens` and reads the rest, so
@@ -244,7 +178,7 @@ impl Session {
     pub fn continue_with(&mut self, tokens: &[u32]) -> Result<Tensor> {
         let shared = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
         let mut shared = shared.min(tokens.len().saturating_sub(1)).min(self.cache.len());
-        if self.ropes_change(self.cache.len(), tokens.len()) {
+        if self.model.ropes_change(self.cache.len(), tokens.len()) {
             shared = 0;
         }
         self.cache.truncate(shared);
@@ -256,14 +190,8 @@ impl Session {
 /// An iterator over the pieces of a text that a model writes.
 pub struct Generation<'s, 'a> {
     session: &'s mut Session,
-    options: GenerateOptions,
-    eos: Vec<u32>,
-    sampler: Sampler,
-    stops: StopStrings,
-    stream: Option<DecodeStream<'a>>,
+    answer: Answer<'a>,
     logits: Tensor,
-    generated: Vec<u32>,
-    finished: Option<FinishReason>,
     failed: bool,
 }
 
@@ -276,74 +204,29 @@ impl<'s, 'a> Generation<'s, 'a> {
         prompt: &[u32],
         options: GenerateOptions,
     ) -> Result<Self> {
-        options.validate()?;
-        let sampler = Sampler::new(options.sampling.clone())?;
-        let stops = StopStrings::new(options.stop.iter().map(String::as_str))?;
-        let eos = if options.ignore_eos { Vec::new() } else { tokenizer.eos_ids().to_vec() };
+        let answer = Answer::new(Some(tokenizer), options)?;
         let logits = session.continue_with(prompt)?;
-        Ok(Self {
-            session,
-            options,
-            eos,
-            sampler,
-            stops,
-            stream: Some(tokenizer.decode_stream()),
-            logits,
-            generated: Vec::new(),
-            finished: None,
-            failed: false,
-        })
+        Ok(Self { session, answer, logits, failed: false })
     }
 
     /// Why the text ended, once it has.
     pub fn finish_reason(&self) -> Option<FinishReason> {
-        self.finished
+        self.answer.finish_reason()
     }
 
     /// The tokens written so far, without the end-of-sequence token.
     pub fn tokens(&self) -> &[u32] {
-        &self.generated
+        self.answer.tokens()
     }
 
     fn step(&mut self) -> Result<Piece> {
-        let sampled =
-            self.sampler.sample_tensor(&self.logits, self.session.tokens(), &self.generated)?;
-        if self.eos.contains(&sampled.id) {
-            self.finished = Some(FinishReason::EndOfSequence);
-            let text = self.flush()?;
-            return Ok(Piece { text, token: Some(sampled.id), logprob: sampled.logprob });
+        let piece = self.answer.take(&self.logits, self.session.tokens())?;
+        if self.answer.finish_reason().is_none()
+            && let Some(token) = piece.token
+        {
+            self.logits = self.session.read(&[token])?;
         }
-        self.generated.push(sampled.id);
-        let decoded = match &mut self.stream {
-            Some(stream) => stream.push(sampled.id)?.unwrap_or_default(),
-            None => String::new(),
-        };
-        let mut result = self.stops.push(&decoded);
-        if result.stopped {
-            self.finished = Some(FinishReason::Stop);
-        } else if self.generated.len() >= self.options.max_tokens {
-            self.finished = Some(FinishReason::Length);
-            result.emit.push_str(&self.flush()?);
-        } else {
-            self.logits = self.session.read(&[sampled.id])?;
-        }
-        Ok(Piece { text: result.emit, token: Some(sampled.id), logprob: sampled.logprob })
-    }
-
-    /// What was held back, at the end of the text.
-    fn flush(&mut self) -> Result<String> {
-        let rest = match self.stream.take() {
-            Some(stream) => stream.finish()?.unwrap_or_default(),
-            None => String::new(),
-        };
-        let result = self.stops.push(&rest);
-        let mut text = result.emit;
-        if result.stopped {
-            self.finished = Some(FinishReason::Stop);
-        } else {
-            text.push_str(&self.stops.finish());
-        }
-        Ok(text)
+        Ok(piece)
     }
 }
 
@@ -351,7 +234,7 @@ impl Iterator for Generation<'_, '_> {
     type Item = Result<Piece>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.finished.is_some() || self.failed {
+        if self.finish_reason().is_some() || self.failed {
             return None;
         }
         let piece = self.step();

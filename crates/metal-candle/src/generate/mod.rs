@@ -1,9 +1,12 @@
 //! Generation: prefill and decode over a KV cache, sampling, stop strings, streaming.
 
+mod answer;
 mod generator;
 pub mod sampler;
 pub mod stop;
 
-pub use generator::{FinishReason, GenerateOptions, Generation, Piece, Session, generate};
+pub(crate) use answer::Answer;
+pub use answer::{FinishReason, GenerateOptions, Piece};
+pub use generator::{Generation, Session, generate};
 pub use sampler::{Sampled, Sampler, SamplingOptions};
 pub use stop::{StopResult, StopStrings};

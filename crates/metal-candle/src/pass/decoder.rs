@@ -3,13 +3,14 @@
 use super::adapters::RowAdapters;
 use super::cache::LayerCache;
 use super::linear::{self, forward_shared};
+use super::paged::Paging;
 use super::{Pass, Spread};
 use crate::autograd::{Tape, Value};
 use crate::model::layer::{Attention, GateUp, Layer, Mlp, Norm, QueryKeyValue};
 use crate::model::rope::Rotation;
 use crate::{Error, Result};
 use candle_core::Tensor;
-use metal_candle_kernels::attention;
+use metal_candle_kernels::{attention, copy};
 use std::sync::Arc;
 
 impl Norm {
@@ -46,7 +47,7 @@ impl Layer {
         tape: &Tape,
         stream: Stream,
         pass: &Pass,
-        cache: Option<&mut LayerCache>,
+        cache: Option<Cached>,
     ) -> Result<Stream> {
         let (x, normed) = stream.normed(tape, self.before_attention.as_ref(), pass)?;
         let attended = self.attention.forward(tape, &normed, pass, cache)?;
@@ -81,13 +82,7 @@ fn apply(norm: Option<&Norm>, tape: &Tape, x: &Value, pass: &Pass) -> Result<Val
 }
 
 impl Attention {
-    fn forward(
-        &self,
-        tape: &Tape,
-        x: &Value,
-        pass: &Pass,
-        cache: Option<&mut LayerCache>,
-    ) -> Result<Value> {
+    fn forward(&self, tape: &Tape, x: &Value, pass: &Pass, cache: Option<Cached>) -> Result<Value> {
         let (batch, seq, _) = x.tensor().dims3()?;
         let (query_width, key_width) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let [q, k, v] = match &self.projections {
@@ -121,16 +116,23 @@ impl Attention {
         };
         let v = tape.reshape(&v, (batch, seq, self.kv_heads, self.head_dim))?;
         let attended = match (cache, &pass.before) {
-            (Some(cache), Some(before)) => {
+            (Some(Cached::Grown(cache)), Some(before)) => {
                 let (keys, values) = cache.write_at(k.tensor(), v.tensor(), before)?;
                 let q = q.tensor();
                 let options = &self.options;
                 tape.constant(attention::forward_cached(q, &keys, &values, before, options)?)
             }
-            (Some(cache), None) => {
+            (Some(Cached::Grown(cache)), None) => {
                 let (keys, values) = cache.append(k.tensor(), v.tensor())?;
                 let (k, v) = (tape.constant(keys), tape.constant(values));
                 tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?
+            }
+            (Some(Cached::Paged { pool: [keys, values], paging }), _) => {
+                let rows = |x: &Value| x.tensor().squeeze(1);
+                let (q, k, v) = (rows(&q)?, rows(&k)?, rows(&v)?);
+                copy::write_rows_both([keys, values], [&k, &v], &paging.places)?;
+                let (sequences, options) = (&paging.sequences, &self.options);
+                tape.constant(attention::forward_paged(&q, keys, values, sequences, options)?)
             }
             (None, _) => match &pass.spread {
                 None => tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?,
@@ -245,22 +247,45 @@ impl Stream {
     }
 }
 
+/// Where the keys and values of all layers are that come before those of a pass.
+pub(super) enum Caches<'a> {
+    None,
+    Grown(&'a mut [LayerCache]),
+    Paged { pools: &'a [[Tensor; 2]], paging: &'a Paging },
+}
+
+/// Those of one layer.
+enum Cached<'a> {
+    Grown(&'a mut LayerCache),
+    Paged { pool: &'a [Tensor; 2], paging: &'a Paging },
+}
+
+impl Caches<'_> {
+    fn of_layer(&mut self, index: usize) -> Result<Option<Cached<'_>>> {
+        let found = match self {
+            Self::None => return Ok(None),
+            Self::Grown(layers) => layers.get_mut(index).map(Cached::Grown),
+            Self::Paged { pools, paging } => {
+                pools.get(index).map(|pool| Cached::Paged { pool, paging })
+            }
+        };
+        found.map(Some).ok_or_else(|| {
+            Error::option("cache", format!("has no layer {index}, which the model has"))
+        })
+    }
+}
+
 /// Runs all layers.
 pub(super) fn run_layers(
     layers: &[Arc<Layer>],
     tape: &Tape,
     x: Value,
     pass: &Arc<Pass>,
-    mut caches: Option<&mut [LayerCache]>,
+    mut caches: Caches,
 ) -> Result<Stream> {
     let mut stream = Stream { x, branch: None };
     for (index, layer) in layers.iter().enumerate() {
-        let cache = match &mut caches {
-            None => None,
-            Some(caches) => Some(caches.get_mut(index).ok_or_else(|| {
-                Error::option("cache", format!("has no layer {index}, which the model has"))
-            })?),
-        };
+        let cache = caches.of_layer(index)?;
         stream = if cache.is_none() && tape.is_checkpointing() {
             let (layer, pass) = (layer.clone(), pass.clone());
             let segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {

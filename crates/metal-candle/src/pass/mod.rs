@@ -5,9 +5,11 @@ mod adapters;
 mod cache;
 mod decoder;
 mod linear;
+mod paged;
 
 pub use crate::autograd::Loss;
 pub use cache::KvCache;
+pub(crate) use paged::{PagedCache, Ragged, Stretch};
 
 use crate::adapter::Adapter;
 use crate::autograd::{HeadValues, Matrix, Tape, Value};
@@ -19,7 +21,9 @@ use crate::model::weight::{FrozenWeights, Storage, WeightId};
 use crate::{Error, Result};
 use adapters::RowAdapters;
 use candle_core::{DType, Device, Tensor};
+use decoder::Caches;
 use metal_candle_kernels::{arithmetic, copy, cross_entropy, matmul};
+use paged::Paging;
 use std::sync::Arc;
 
 /// Rows whose loss is computed at a time in training.
@@ -127,10 +131,17 @@ pub struct Input {
 
 #[derive(Debug, Clone)]
 enum Positions {
-    /// `(batch, seq)`
-    Known(Vec<u32>),
+    /// `(batch, seq)`, of texts of at most `total` tokens.
+    Known { positions: Vec<u32>, total: usize },
     /// Of one token, `(1)` u32, less than `below`.
     OnDevice { position: Tensor, below: usize },
+}
+
+impl Positions {
+    fn known(positions: Vec<u32>) -> Self {
+        let total = positions.iter().max().map_or(0, |&last| last as usize + 1);
+        Self::Known { positions, total }
+    }
 }
 
 impl Input {
@@ -139,7 +150,7 @@ impl Input {
         let positions = (start..start + ids.len())
             .map(|position| u32::try_from(position).map_err(candle_core::Error::wrap))
             .collect::<candle_core::Result<_>>()?;
-        let positions = Positions::Known(positions);
+        let positions = Positions::known(positions);
         Ok(Self::new(Tensor::new(ids, device)?.unsqueeze(0)?, positions, None))
     }
 
@@ -168,7 +179,7 @@ impl Input {
         let length = batch.shared.as_ref().map_or(batch.length, |shared| shared.length);
         let first_key = Tensor::from_slice(&batch.first_key, (batch.rows, length), device)?;
         let ids = Tensor::from_slice(&batch.input_ids, shape, device)?;
-        let positions = Positions::Known(batch.positions.clone());
+        let positions = Positions::known(batch.positions.clone());
         Ok(Self { spread, ..Self::new(ids, positions, Some(first_key)) })
     }
 
@@ -235,6 +246,22 @@ impl Model {
         if let Some(cache) = cache.as_deref() {
             self.check_cache(tape, input, cache)?;
         }
+        let caches = cache.map_or(Caches::None, |cache| Caches::Grown(&mut cache.layers));
+        self.run(tape, input, caches)
+    }
+
+    /// [`Self::forward`] of the tokens of many texts, `(tokens, 1)`.
+    fn forward_paged(
+        &self,
+        tape: &Tape,
+        input: &Input,
+        cache: &PagedCache,
+        paging: &Paging,
+    ) -> Result<Value> {
+        self.run(tape, input, Caches::Paged { pools: &cache.layers, paging })
+    }
+
+    fn run(&self, tape: &Tape, input: &Input, caches: Caches) -> Result<Value> {
         input.adapters.check(self)?;
         if tape.is_training() && matches!(input.adapters, RowAdapters::Grouped(_)) {
             return Err(Error::option(
@@ -244,9 +271,8 @@ impl Model {
         }
         let (batch, seq) = input.ids.dims2()?;
         let (positions, total, before) = match &input.positions {
-            Positions::Known(positions) => {
-                let total = positions.iter().max().map_or(0, |&last| last as usize + 1);
-                (Tensor::from_slice(positions, (batch, seq), self.device())?, total, None)
+            Positions::Known { positions, total } => {
+                (Tensor::from_slice(positions, (batch, seq), self.device())?, *total, None)
             }
             Positions::OnDevice { position, below } => {
                 (position.unsqueeze(0)?, *below, Some(position.clone()))
@@ -271,7 +297,6 @@ impl Model {
         } else {
             tape.scale(&x, self.config().embedding_scale)?
         };
-        let caches = cache.map(|cache| cache.layers.as_mut_slice());
         let stream = decoder::run_layers(&self.layers, tape, x, &pass, caches)?;
         Ok(stream.normed(tape, Some(&self.norm), &pass)?.1)
     }
@@ -313,7 +338,7 @@ impl Model {
             "cannot be used on a tape for training".into()
         } else {
             match &input.positions {
-                Positions::Known(positions)
+                Positions::Known { positions, .. }
                     if positions.first().is_some_and(|&first| first as usize != cache.len()) =>
                 {
                     format!("holds {} tokens; the input has to start at that position", cache.len())
@@ -327,6 +352,11 @@ impl Model {
     /// The logits `(batch, seq, vocabulary)` of hidden states `(batch, seq, hidden)` that [`Self::forward`] has
     /// given for `input`, or of some of their positions, in f32.
     pub fn logits(&self, hidden: &Tensor, input: &Input) -> Result<Tensor> {
+        self.logits_by(hidden, &input.adapters)
+    }
+
+    /// The logits of hidden states whose rows have these adapters.
+    fn logits_by(&self, hidden: &Tensor, adapters: &RowAdapters) -> Result<Tensor> {
         let tape = Tape::inference();
         let project = |adapter: Option<&Arc<Adapter>>, hidden: &Tensor| {
             let head = tape.cast_matrix(&self.head_of(&tape, adapter)?, hidden.dtype())?;
@@ -338,7 +368,7 @@ impl Model {
             let change = matmul::linear(&x, left.tensor(), None)?;
             Ok(arithmetic::add(&logits, &arithmetic::scale(&change, update.scale)?)?)
         };
-        let logits = match &input.adapters {
+        let logits = match adapters {
             RowAdapters::Same(adapter) => project(adapter.as_ref(), hidden)?,
             RowAdapters::Grouped(groups) if groups.adapters().any(|it| self.adapts_head(it)) => {
                 groups.map([hidden], |adapter, [hidden]| project(adapter, &hidden))?

@@ -6,7 +6,6 @@ pub mod eva;
 mod evaluate;
 mod gradients;
 mod lock;
-pub mod memory;
 pub mod metrics;
 pub mod objectives;
 mod optimizer;

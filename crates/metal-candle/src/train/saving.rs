@@ -6,7 +6,7 @@
 //! copy, training waits while the files are written from the device's tensors, one by one.
 
 use super::checkpoint::Contents;
-use super::memory::available_bytes;
+use crate::memory::available_bytes;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use metal_candle_kernels::host::HostBuffers;

@@ -5,6 +5,7 @@ mod candle_autograd;
 mod common;
 mod compare;
 mod data;
+mod engine;
 mod eva;
 mod gguf;
 mod models;

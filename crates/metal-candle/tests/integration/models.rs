@@ -19,7 +19,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-const FAMILIES: &[&str] = &[
+pub const FAMILIES: &[&str] = &[
     "gemma2",
     "gemma3-text",
     "granite",
@@ -47,12 +47,12 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures")
 }
 
-fn folder(name: &str) -> PathBuf {
+pub fn folder(name: &str) -> PathBuf {
     let place = if QUANTIZED.contains(&name) { "bases" } else { "models" };
     fixtures().join(place).join(name)
 }
 
-fn load(name: &str) -> Arc<Model> {
+pub fn load(name: &str) -> Arc<Model> {
     Arc::new(Model::load(folder(name), DType::F32, &device()).unwrap())
 }
 
@@ -68,7 +68,7 @@ fn tensors(path: impl AsRef<Path>) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(path, &Device::Cpu).unwrap()
 }
 
-fn json(path: impl AsRef<Path>) -> Value {
+pub fn json(path: impl AsRef<Path>) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
@@ -76,7 +76,7 @@ fn numbers(value: &Value) -> Vec<f64> {
     value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
 }
 
-fn tokens(value: &Value) -> Vec<u32> {
+pub fn tokens(value: &Value) -> Vec<u32> {
     numbers(value).into_iter().map(|number| number as u32).collect()
 }
 
@@ -894,7 +894,7 @@ fn an_adapter_for_another_base_is_an_error_that_says_so() {
 }
 
 /// A new adapter whose B isn't zero either.
-fn random_adapter(model: &Model, config: &LoraConfig, seed: u64) -> Arc<Adapter> {
+pub fn random_adapter(model: &Model, config: &LoraConfig, seed: u64) -> Arc<Adapter> {
     let adapter = new_adapter(model, config, seed);
     let mut random = SplitMix64::new(seed);
     let parameters = adapter.parameters();

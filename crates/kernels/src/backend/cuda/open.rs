@@ -84,6 +84,19 @@ pub(crate) fn memory(device: &Device) -> Result<(u64, u64)> {
     ))
 }
 
+/// Bytes that are free, with those that the process keeps for its next tensors.
+pub(crate) fn free_memory(device: &Device) -> Result<u64> {
+    if let Device::Cuda(device) = device {
+        // The driver tells of the device that the thread is bound to.
+        device.cuda_stream().context().bind_to_thread().w()?;
+    }
+    let pool = pool(ordinal(device)?)?;
+    let kept = get(pool, PoolAttribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?
+        .saturating_sub(get(pool, PoolAttribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?);
+    let (free, _) = result::mem_get_info().w()?;
+    Ok(free as u64 + kept)
+}
+
 /// Starts to look for the peak anew.
 pub(crate) fn reset_peak(device: &Device) -> Result<()> {
     set(pool(ordinal(device)?)?, PoolAttribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)

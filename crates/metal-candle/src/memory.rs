@@ -1,5 +1,5 @@
-//! How much memory a run takes: what tensors take on a GPU, or else what the process holds as the
-//! operating system counts it.
+//! How much memory a program takes: what tensors take on a GPU, or else what the process holds as the
+//! operating system counts it, and how much there is.
 //!
 //! Linux: `VmRSS` and `VmHWM` of `/proc/self/status` (proc_pid_status(5)) and `MemAvailable` of
 //! `/proc/meminfo` (proc_meminfo(5)). macOS: the resident

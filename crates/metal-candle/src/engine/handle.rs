@@ -1,0 +1,191 @@
+//! An engine on a thread of its own.
+
+use super::{Engine, EngineOptions, Event, Finished, Request, RequestId, Statistics, reader_of};
+use crate::generate::Piece;
+use crate::model::Model;
+use crate::text::Tokenizer;
+use crate::{Error, Result};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
+
+/// Sends requests to an engine that runs on a thread of its own, which owns the device. It runs until the last of its
+/// handles and answers are gone.
+#[derive(Debug, Clone)]
+pub struct Handle {
+    sender: Sender<Command>,
+    tickets: Arc<AtomicU64>,
+}
+
+/// What a handle and an answer tell the engine. A ticket is the number of a request before it has one there.
+enum Command {
+    Submit(u64, Request, Sender<Event>),
+    Cancel(u64),
+    Statistics(Sender<Statistics>),
+}
+
+/// The pieces of a text as they are written. Dropping it cancels the request.
+#[derive(Debug)]
+pub struct Answers {
+    ticket: u64,
+    events: Receiver<Event>,
+    sender: Sender<Command>,
+    finished: Option<Finished>,
+    failed: bool,
+}
+
+impl Handle {
+    /// Starts an engine.
+    ///
+    /// # Errors
+    /// As [`Engine::new`], and when no thread can be had.
+    pub fn start(
+        model: &Arc<Model>,
+        tokenizer: Option<Arc<Tokenizer>>,
+        options: EngineOptions,
+    ) -> Result<Self> {
+        let (reader, blocks) = reader_of(model, &options)?;
+        let (sender, commands) = mpsc::channel();
+        let run = move || {
+            Thread {
+                engine: Engine::over(reader, blocks, tokenizer.as_deref(), options),
+                callers: HashMap::new(),
+                tickets: HashMap::new(),
+            }
+            .run(&commands);
+        };
+        std::thread::Builder::new()
+            .name("engine".into())
+            .spawn(run)
+            .map_err(|error| Error::option("engine", format!("no thread for it: {error}")))?;
+        Ok(Self { sender, tickets: Arc::new(AtomicU64::new(0)) })
+    }
+
+    /// Asks for a text. What is wrong with the request is the first item of the answer.
+    pub fn submit(&self, request: Request) -> Answers {
+        let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
+        let (events, receiver) = mpsc::channel();
+        // An engine that is gone drops the other end of the events, which the answer tells.
+        let _ = self.sender.send(Command::Submit(ticket, request, events));
+        let sender = self.sender.clone();
+        Answers { ticket, events: receiver, sender, finished: None, failed: false }
+    }
+
+    /// What the engine is busy with.
+    ///
+    /// # Errors
+    /// When its thread is gone.
+    pub fn statistics(&self) -> Result<Statistics> {
+        let (sender, answer) = mpsc::channel();
+        let _ = self.sender.send(Command::Statistics(sender));
+        answer.recv().map_err(|_| gone())
+    }
+}
+
+fn gone() -> Error {
+    Error::option("engine", "its thread has ended")
+}
+
+impl Answers {
+    /// How the text ended, once it has.
+    pub fn finished(&self) -> Option<Finished> {
+        self.finished
+    }
+}
+
+impl Iterator for Answers {
+    type Item = Result<Piece>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.finished.is_some() || self.failed {
+            return None;
+        }
+        match self.events.recv() {
+            Ok(Event::Piece(piece)) => Some(Ok(piece)),
+            Ok(Event::Finished(finished)) => {
+                self.finished = Some(finished);
+                None
+            }
+            Ok(Event::Failed(error)) => {
+                self.failed = true;
+                Some(Err(error))
+            }
+            Err(_) => {
+                self.failed = true;
+                Some(Err(gone()))
+            }
+        }
+    }
+}
+
+impl Drop for Answers {
+    fn drop(&mut self) {
+        if self.finished.is_none() && !self.failed {
+            let _ = self.sender.send(Command::Cancel(self.ticket));
+        }
+    }
+}
+
+struct Thread<'t> {
+    engine: Engine<'t>,
+    callers: HashMap<RequestId, (u64, Sender<Event>)>,
+    tickets: HashMap<u64, RequestId>,
+}
+
+impl Thread<'_> {
+    fn run(mut self, commands: &Receiver<Command>) {
+        loop {
+            if self.engine.is_idle() {
+                match commands.recv() {
+                    Ok(command) => self.take(command),
+                    Err(_) => return,
+                }
+            }
+            loop {
+                match commands.try_recv() {
+                    Ok(command) => self.take(command),
+                    Err(TryRecvError::Empty) => break,
+                    Err(TryRecvError::Disconnected) => return,
+                }
+            }
+            for (id, event) in self.engine.step() {
+                let last = !matches!(event, Event::Piece(_));
+                let Some((_, caller)) = self.callers.get(&id) else { continue };
+                let heard = caller.send(event).is_ok();
+                if !heard {
+                    self.engine.cancel(id);
+                }
+                if last || !heard {
+                    self.forget(id);
+                }
+            }
+        }
+    }
+
+    fn take(&mut self, command: Command) {
+        match command {
+            Command::Submit(ticket, request, caller) => match self.engine.submit(request) {
+                Ok(id) => {
+                    self.callers.insert(id, (ticket, caller));
+                    self.tickets.insert(ticket, id);
+                }
+                // Who doesn't listen any more doesn't need to know.
+                Err(error) => drop(caller.send(Event::Failed(error))),
+            },
+            Command::Cancel(ticket) => {
+                if let Some(id) = self.tickets.get(&ticket).copied() {
+                    self.engine.cancel(id);
+                    self.forget(id);
+                }
+            }
+            Command::Statistics(caller) => drop(caller.send(self.engine.statistics())),
+        }
+    }
+
+    fn forget(&mut self, id: RequestId) {
+        if let Some((ticket, _)) = self.callers.remove(&id) {
+            self.tickets.remove(&ticket);
+        }
+    }
+}

@@ -1,0 +1,597 @@
+//! Many texts from one model at once (continuous batching, Yu et al. 2022): requests come and go at any time, each with
+//! an adapter and sampling options of its own.
+//!
+//! A step of the [`Engine`] is one forward pass over the next tokens of many texts: one of each text that is being
+//! written, and pieces of the prompts that are still read, up to a number of tokens. Keys and values lie in blocks of a
+//! pool that is made once. Texts that begin with the same full blocks, read with the same adapter, share them, also
+//! with texts that have ended, until their memory is needed. A text that finds no block is put back among the waiting:
+//! what it has written stays, and is read again when there is room.
+//!
+//! [`Handle`] runs an engine on a thread of its own, for callers on many.
+
+mod blocks;
+mod handle;
+mod reader;
+#[cfg(test)]
+mod tests;
+
+pub use handle::{Answers, Handle};
+
+use crate::adapter::Adapter;
+use crate::generate::{Answer, FinishReason, GenerateOptions, Piece};
+use crate::memory::available_bytes;
+use crate::model::Model;
+use crate::pass::{PagedCache, Stretch};
+use crate::text::Tokenizer;
+use crate::{Error, Result, bounds};
+use blocks::{Blocks, Content};
+use candle_core::{Device, IndexOp, Tensor};
+use metal_candle_kernels::devices;
+use reader::{ModelReader, Reader};
+use std::cmp::Reverse;
+use std::collections::VecDeque;
+use std::sync::{Arc, Weak};
+
+/// How much an engine does at once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineOptions {
+    /// Texts that are read and written at once, at most.
+    pub max_sequences: usize,
+    /// Tokens of a step, at most; no fewer than texts.
+    pub max_batch_tokens: usize,
+    /// Requests that wait, at most.
+    pub max_waiting: usize,
+    /// Tokens whose keys and values are kept; `None` is as many as fit into most of the GPU's free memory or a
+    /// quarter of the machine's, but no more than all texts at once can have.
+    pub cache_tokens: Option<usize>,
+    /// Tokens of a block.
+    pub block_size: usize,
+    /// Whether texts with the same beginning share its blocks.
+    pub prefix_cache: bool,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            max_sequences: 256,
+            max_batch_tokens: 2048,
+            max_waiting: 100_000,
+            cache_tokens: None,
+            block_size: 16,
+            prefix_cache: true,
+        }
+    }
+}
+
+impl EngineOptions {
+    /// Checks every value.
+    ///
+    /// # Errors
+    /// [`Error::Option`] about the first that cannot work.
+    pub fn validate(&self) -> Result<()> {
+        bounds::check("max_sequences", self.max_sequences, &bounds::BATCH_SIZE)?;
+        bounds::check(
+            "max_batch_tokens",
+            self.max_batch_tokens,
+            &(self.max_sequences..=*bounds::TOKENS.end()),
+        )?;
+        bounds::check("max_waiting", self.max_waiting, &(1..=usize::MAX))?;
+        bounds::check("block_size", self.block_size, &(1..=4096))?;
+        match self.cache_tokens {
+            Some(tokens) => bounds::check("cache_tokens", tokens, &(self.block_size..=usize::MAX)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A text to be continued.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// The tokens to continue.
+    pub prompt: Vec<u32>,
+    /// When and how.
+    pub options: GenerateOptions,
+    /// The adapter that it is read with.
+    pub adapter: Option<Arc<Adapter>>,
+    /// Those with more go first, those with the same in the order in which they came.
+    pub priority: i32,
+}
+
+/// A request's number, which an engine gives once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(u64);
+
+/// What becomes of a request.
+#[derive(Debug)]
+pub enum Event {
+    /// A token was written.
+    Piece(Piece),
+    /// The text ended; the last event of a request.
+    Finished(Finished),
+    /// It cannot be written; the last event of a request.
+    Failed(Error),
+}
+
+/// How a text ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Finished {
+    /// Why.
+    pub reason: FinishReason,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Tokens of the prompt whose keys and values were in the cache when the request began.
+    pub cached_tokens: usize,
+    /// Tokens written, without the end-of-sequence token.
+    pub tokens: usize,
+}
+
+/// What an engine is busy with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Statistics {
+    /// Requests that wait.
+    pub waiting: usize,
+    /// Texts that are read or written.
+    pub running: usize,
+    /// Blocks of the cache.
+    pub blocks: usize,
+    /// Blocks that no text is using.
+    pub available_blocks: usize,
+    /// Times that a text was put back for lack of blocks.
+    pub preemptions: u64,
+}
+
+/// A text under way.
+struct Sequence<'t> {
+    id: RequestId,
+    priority: i32,
+    adapter: Option<Arc<Adapter>>,
+    answer: Answer<'t>,
+    /// The prompt and what was written.
+    tokens: Vec<u32>,
+    prompt: usize,
+    /// How many tokens' keys and values are in the blocks, and for what length of the text its ropes rotated them.
+    cached: usize,
+    cached_for: usize,
+    table: Vec<u32>,
+    /// How many of its blocks can be found by others, and what the last of them holds.
+    remembered: usize,
+    content: Content,
+    /// What comes before its first block.
+    root: Content,
+    /// How much was found when it began.
+    found: Option<usize>,
+    /// Tokens that this step reads.
+    planned: usize,
+    ended: bool,
+}
+
+impl Sequence<'_> {
+    fn order(&self) -> (Reverse<i32>, RequestId) {
+        (Reverse(self.priority), self.id)
+    }
+
+    fn left(&self) -> usize {
+        self.tokens.len() - self.cached
+    }
+}
+
+/// Writes many texts at once; see the [module](self).
+pub struct Engine<'t> {
+    reader: Box<dyn Reader>,
+    tokenizer: Option<&'t Tokenizer>,
+    options: EngineOptions,
+    blocks: Blocks,
+    /// What comes before every text, by adapter.
+    root: Content,
+    roots: Vec<(Weak<Adapter>, Content)>,
+    /// Both in their order.
+    waiting: VecDeque<Sequence<'t>>,
+    running: VecDeque<Sequence<'t>>,
+    ids: u64,
+    preemptions: u64,
+}
+
+impl<'t> Engine<'t> {
+    /// An engine without requests, which takes the memory of its cache now. Without a tokenizer it gives tokens and no
+    /// text, and ends no text before its last token.
+    ///
+    /// # Errors
+    /// When an option cannot work, or there is no memory for the cache.
+    pub fn new(
+        model: &Arc<Model>,
+        tokenizer: Option<&'t Tokenizer>,
+        options: EngineOptions,
+    ) -> Result<Self> {
+        let (reader, blocks) = reader_of(model, &options)?;
+        Ok(Self::over(reader, blocks, tokenizer, options))
+    }
+
+    fn over(
+        reader: Box<dyn Reader>,
+        blocks: u32,
+        tokenizer: Option<&'t Tokenizer>,
+        options: EngineOptions,
+    ) -> Self {
+        let mut blocks = Blocks::new(blocks, options.block_size);
+        let root = blocks.new_content();
+        let (waiting, running) = (VecDeque::new(), VecDeque::new());
+        let (roots, ids, preemptions) = (Vec::new(), 0, 0);
+        Self { reader, tokenizer, options, blocks, root, roots, waiting, running, ids, preemptions }
+    }
+
+    /// Takes a request, whose events the following [`Engine::step`]s tell.
+    ///
+    /// # Errors
+    /// [`Error::Option`] when the request cannot be written by this engine, or too many wait.
+    pub fn submit(&mut self, request: Request) -> Result<RequestId> {
+        let Request { prompt, options, adapter, priority } = request;
+        if self.waiting.len() >= self.options.max_waiting {
+            let most = self.options.max_waiting;
+            return Err(Error::option("max_waiting", format!("{most} requests wait already")));
+        }
+        if prompt.is_empty() {
+            return Err(Error::option("prompt", "is empty; expected at least one token"));
+        }
+        let vocabulary = self.reader.vocabulary();
+        if let Some(token) = prompt.iter().find(|token| **token as usize >= vocabulary) {
+            return Err(Error::option(
+                "prompt",
+                format!(
+                    "has token {token}, but the model's vocabulary has {vocabulary}; the tokenizer is not this \
+                     model's"
+                ),
+            ));
+        }
+        if let Some(adapter) = &adapter {
+            self.reader.check(adapter)?;
+        }
+        let most = prompt.len().saturating_add(options.max_tokens);
+        let room = self.blocks.count() * self.blocks.size();
+        if most > room {
+            return Err(Error::option(
+                "max_tokens",
+                format!(
+                    "is {} after a prompt of {}, and the cache has room for {room} tokens; ask for fewer or make \
+                     cache_tokens larger",
+                    options.max_tokens,
+                    prompt.len()
+                ),
+            ));
+        }
+        let answer = Answer::new(self.tokenizer, options)?;
+        let root = self.root_of(adapter.as_ref());
+        self.ids += 1;
+        let id = RequestId(self.ids);
+        let sequence = Sequence {
+            id,
+            priority,
+            adapter,
+            answer,
+            prompt: prompt.len(),
+            tokens: prompt,
+            cached: 0,
+            cached_for: 0,
+            table: Vec::new(),
+            remembered: 0,
+            content: root,
+            root,
+            found: None,
+            planned: 0,
+            ended: false,
+        };
+        insert(&mut self.waiting, sequence);
+        Ok(id)
+    }
+
+    /// Forgets a request, of which no event is told any more; says whether there was one.
+    pub fn cancel(&mut self, id: RequestId) -> bool {
+        for sequences in [&mut self.waiting, &mut self.running] {
+            if let Some(place) = sequences.iter().position(|sequence| sequence.id == id) {
+                if let Some(mut sequence) = sequences.remove(place) {
+                    restart(&mut self.blocks, &mut sequence);
+                }
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Whether there is nothing to do.
+    pub fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.running.is_empty()
+    }
+
+    /// What it is busy with.
+    pub fn statistics(&self) -> Statistics {
+        Statistics {
+            waiting: self.waiting.len(),
+            running: self.running.len(),
+            blocks: self.blocks.count(),
+            available_blocks: self.blocks.available(),
+            preemptions: self.preemptions,
+        }
+    }
+
+    /// Reads the next tokens of the texts under way and writes a token of each that was read to its end. A pass that
+    /// fails is tried again for each text alone, so that only those end for which it fails.
+    pub fn step(&mut self) -> Vec<(RequestId, Event)> {
+        self.plan();
+        // Texts whose lengths mean other ropes cannot be read in one pass.
+        let mut groups: Vec<(usize, Vec<usize>)> = Vec::new();
+        for (index, sequence) in self.running.iter().enumerate() {
+            if sequence.planned == 0 {
+                continue;
+            }
+            let length = sequence.tokens.len();
+            let alike = groups.iter_mut().find(|(of, _)| !self.reader.ropes_change(*of, length));
+            match alike {
+                Some((of, group)) => {
+                    *of = length.max(*of);
+                    group.push(index);
+                }
+                None => groups.push((length, vec![index])),
+            }
+        }
+        let mut events = Vec::new();
+        for (total, group) in groups {
+            self.read(&group, total, &mut events);
+        }
+        self.running.retain(|sequence| !sequence.ended);
+        events
+    }
+
+    /// Says how many tokens of which texts are read next, and finds the blocks for them.
+    fn plan(&mut self) {
+        let mut budget = self.options.max_batch_tokens;
+        for sequence in &mut self.running {
+            sequence.planned = 0;
+            if self.reader.ropes_change(sequence.cached_for, sequence.tokens.len()) {
+                restart(&mut self.blocks, sequence);
+            }
+            sequence.cached_for = sequence.tokens.len();
+        }
+        let preemptions = self.preemptions;
+        // Texts that are being written first, so that they don't wait for prompts.
+        for writing in [true, false] {
+            let mut index = 0;
+            while budget > 0
+                && let Some(sequence) = self.running.get(index)
+            {
+                let count = sequence.left().min(budget);
+                if sequence.planned == 0
+                    && (sequence.left() == 1) == writing
+                    && self.make_room(index, count)
+                    && let Some(sequence) = self.running.get_mut(index)
+                {
+                    sequence.planned = count;
+                    budget -= count;
+                }
+                index += 1;
+            }
+        }
+        while self.preemptions == preemptions
+            && budget > 0
+            && self.running.len() < self.options.max_sequences
+            && let Some(count) = self.admit(budget)
+        {
+            budget -= count;
+        }
+    }
+
+    /// Finds blocks for `count` more tokens of a running text, if need be those of texts that come after it and aren't
+    /// read in this step. Without success the text waits for a step: the first in the order can always have the blocks
+    /// of all that aren't read, and those that are read end some time.
+    fn make_room(&mut self, index: usize, count: usize) -> bool {
+        loop {
+            let Some(sequence) = self.running.get_mut(index) else { return false };
+            if extend(&mut self.blocks, sequence, count) {
+                return true;
+            }
+            let after = index + 1..self.running.len();
+            let Some(victim) = after.rev().find(|&other| self.running[other].planned == 0) else {
+                return false;
+            };
+            let Some(mut sequence) = self.running.remove(victim) else { return false };
+            restart(&mut self.blocks, &mut sequence);
+            insert(&mut self.waiting, sequence);
+            self.preemptions += 1;
+        }
+    }
+
+    /// Begins the first of the waiting, if there are blocks for all of it; says how many tokens are read of it.
+    fn admit(&mut self, budget: usize) -> Option<usize> {
+        let sequence = self.waiting.front_mut()?;
+        let size = self.blocks.size();
+        let length = sequence.tokens.len();
+        if self.options.prefix_cache && !self.reader.ropes_change(1, length) {
+            // Something has to be read for the logits to follow from.
+            for tokens in sequence.tokens[..length - 1].chunks_exact(size) {
+                let Some((block, content)) = self.blocks.find(sequence.content, tokens) else {
+                    break;
+                };
+                sequence.table.push(block);
+                sequence.content = content;
+                sequence.remembered += 1;
+            }
+        }
+        sequence.cached = sequence.table.len() * size;
+        sequence.cached_for = length;
+        let count = sequence.left().min(budget);
+        let missing = length.div_ceil(size) - sequence.table.len();
+        if missing > self.blocks.available() || !extend(&mut self.blocks, sequence, count) {
+            restart(&mut self.blocks, sequence);
+            return None;
+        }
+        sequence.planned = count;
+        sequence.found.get_or_insert(sequence.cached.min(sequence.prompt));
+        insert(&mut self.running, self.waiting.pop_front()?);
+        Some(count)
+    }
+
+    /// Reads what was planned for the running texts of `group`.
+    fn read(&mut self, group: &[usize], total: usize, events: &mut Vec<(RequestId, Event)>) {
+        let stretches: Vec<Stretch> = group
+            .iter()
+            .map(|&index| {
+                let sequence = &self.running[index];
+                let end = sequence.cached + sequence.planned;
+                Stretch {
+                    tokens: &sequence.tokens[sequence.cached..end],
+                    start: sequence.cached,
+                    table: &sequence.table,
+                    adapter: sequence.adapter.as_ref(),
+                    wants_logits: end == sequence.tokens.len(),
+                }
+            })
+            .collect();
+        let read = self.reader.read(&stretches, total);
+        let wants: Vec<bool> = stretches.iter().map(|stretch| stretch.wants_logits).collect();
+        match read {
+            Ok(logits) => {
+                let mut rows = 0..;
+                for (&index, wants) in group.iter().zip(wants) {
+                    let row = if wants { rows.next() } else { None };
+                    self.advance(index, row.map(|row| logits.i(row)), events);
+                }
+            }
+            Err(error) => match group {
+                [index] => self.end(*index, Event::Failed(error), events),
+                _ => {
+                    for index in group {
+                        self.read(std::slice::from_ref(index), total, events);
+                    }
+                }
+            },
+        }
+    }
+
+    /// Counts what was read of a text, and goes on with the logits of what follows.
+    fn advance(
+        &mut self,
+        index: usize,
+        logits: Option<candle_core::Result<Tensor>>,
+        events: &mut Vec<(RequestId, Event)>,
+    ) {
+        let size = self.blocks.size();
+        let sequence = &mut self.running[index];
+        sequence.cached += sequence.planned;
+        if self.options.prefix_cache && !self.reader.ropes_change(1, sequence.tokens.len()) {
+            let full = sequence.table.iter().zip(sequence.tokens.chunks_exact(size));
+            for (block, tokens) in full.take(sequence.cached / size).skip(sequence.remembered) {
+                sequence.content = self.blocks.remember(*block, sequence.content, tokens);
+                sequence.remembered += 1;
+            }
+        }
+        let Some(logits) = logits else { return };
+        let written = logits
+            .map_err(Error::from)
+            .and_then(|logits| sequence.answer.take(&logits, &sequence.tokens));
+        let piece = match written {
+            Ok(piece) => piece,
+            Err(error) => return self.end(index, Event::Failed(error), events),
+        };
+        sequence.tokens.extend(piece.token);
+        events.push((sequence.id, Event::Piece(piece)));
+        if let Some(reason) = sequence.answer.finish_reason() {
+            let finished = Finished {
+                reason,
+                prompt_tokens: sequence.prompt,
+                cached_tokens: sequence.found.unwrap_or(0),
+                tokens: sequence.answer.tokens().len(),
+            };
+            self.end(index, Event::Finished(finished), events);
+        }
+    }
+
+    /// The last of a request.
+    fn end(&mut self, index: usize, event: Event, events: &mut Vec<(RequestId, Event)>) {
+        let sequence = &mut self.running[index];
+        restart(&mut self.blocks, sequence);
+        sequence.ended = true;
+        events.push((sequence.id, event));
+    }
+
+    /// What comes before the first block of texts that are read with `adapter`.
+    fn root_of(&mut self, adapter: Option<&Arc<Adapter>>) -> Content {
+        let Some(adapter) = adapter else { return self.root };
+        // One that is gone leaves its place in memory, but not its number, to others.
+        self.roots.retain(|(adapter, _)| adapter.strong_count() > 0);
+        let adapter = Arc::downgrade(adapter);
+        match self.roots.iter().find(|(other, _)| other.ptr_eq(&adapter)) {
+            Some((_, root)) => *root,
+            None => {
+                let root = self.blocks.new_content();
+                self.roots.push((adapter, root));
+                root
+            }
+        }
+    }
+}
+
+/// Puts a text at its place in the order.
+fn insert<'t>(sequences: &mut VecDeque<Sequence<'t>>, sequence: Sequence<'t>) {
+    let place = sequences.partition_point(|other| other.order() < sequence.order());
+    sequences.insert(place, sequence);
+}
+
+/// Finds blocks for `count` more tokens of a text: all, or none.
+fn extend(blocks: &mut Blocks, sequence: &mut Sequence, count: usize) -> bool {
+    let needed = (sequence.cached + count).div_ceil(blocks.size());
+    let missing = needed.saturating_sub(sequence.table.len());
+    if missing > blocks.available() {
+        return false;
+    }
+    sequence.table.extend((0..missing).map_while(|_| blocks.take()));
+    true
+}
+
+/// Gives a text's blocks back, the last one first, which is the least useful to others.
+fn restart(blocks: &mut Blocks, sequence: &mut Sequence) {
+    while let Some(block) = sequence.table.pop() {
+        blocks.release(block);
+    }
+    (sequence.cached, sequence.remembered, sequence.planned) = (0, 0, 0);
+    sequence.content = sequence.root;
+}
+
+/// The reader of a model, with its cache, and how many blocks that has.
+fn reader_of(model: &Arc<Model>, options: &EngineOptions) -> Result<(Box<dyn Reader>, u32)> {
+    options.validate()?;
+    let tokens = match options.cache_tokens {
+        Some(tokens) => tokens,
+        None => usual_tokens(model, options)?,
+    };
+    let blocks = tokens / options.block_size;
+    // A slot's number has 32 bits.
+    let most = u32::MAX as usize / options.block_size;
+    let blocks = u32::try_from(blocks.min(most)).map_err(candle_core::Error::wrap)?;
+    let cache = PagedCache::new(model, blocks as usize, options.block_size)?;
+    Ok((Box::new(ModelReader { model: model.clone(), cache }), blocks))
+}
+
+/// How many tokens fit, where nobody says.
+fn usual_tokens(model: &Model, options: &EngineOptions) -> Result<usize> {
+    /// What is known to fit nearly everywhere, where the system says nothing.
+    const UNKNOWN: u64 = 1 << 30;
+    /// Of what is free on a GPU the rest is for activations.
+    const OF_GPU: f64 = 0.85;
+    const OF_MACHINE: f64 = 0.25;
+    let bytes = match model.device() {
+        Device::Cpu => available_bytes().unwrap_or(UNKNOWN) as f64 * OF_MACHINE,
+        device => devices::free_memory(device)?.unwrap_or(UNKNOWN) as f64 * OF_GPU,
+    };
+    let fit = bytes as usize / PagedCache::bytes_of_token(model).max(1);
+    let context = model.config().max_position_embeddings;
+    let useful = context.next_multiple_of(options.block_size).saturating_mul(options.max_sequences);
+    let tokens = fit.min(useful);
+    if tokens < options.block_size {
+        return Err(Error::option(
+            "cache_tokens",
+            format!(
+                "{fit} tokens fit into the memory that is free, expected at least a block of {}",
+                options.block_size
+            ),
+        ));
+    }
+    Ok(tokens)
+}

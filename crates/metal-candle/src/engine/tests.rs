@@ -1,0 +1,362 @@
+//! The engine over a reader without a model: what follows a text is a function of all of its tokens, which it finds
+//! in the blocks alone, so a block that is written, shared or given away wrongly shows in the text.
+
+use super::*;
+use crate::generate::SamplingOptions;
+use crate::random::SplitMix64;
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+const VOCABULARY: usize = 40;
+const BLOCK: usize = 4;
+/// A text with this token cannot be read.
+const POISON: u32 = 39;
+
+/// What follows some tokens.
+fn next(tokens: &[u32]) -> u32 {
+    let mix = |sum: u64, token: &u32| SplitMix64::new(sum ^ u64::from(*token)).next_u64();
+    (tokens.iter().fold(7, mix) % (VOCABULARY as u64 - 1)) as u32
+}
+
+struct Reads {
+    slots: Vec<Option<u32>>,
+    /// Passes that fail, one in so many.
+    fails: Option<u64>,
+    random: SplitMix64,
+    /// Texts up to so many tokens have other ropes than longer ones.
+    short: usize,
+    passes: Arc<Mutex<Vec<usize>>>,
+}
+
+impl Reads {
+    fn new(blocks: u32) -> Self {
+        Self {
+            slots: vec![None; blocks as usize * BLOCK],
+            fails: None,
+            random: SplitMix64::new(1),
+            short: usize::MAX,
+            passes: Arc::default(),
+        }
+    }
+}
+
+impl Reader for Reads {
+    fn read(&mut self, stretches: &[Stretch], total: usize) -> Result<Tensor> {
+        self.passes.lock().unwrap().push(stretches.iter().map(|it| it.tokens.len()).sum());
+        if let Some(one_in) = self.fails
+            && stretches.len() > 1
+            && self.random.below(one_in) == 0
+        {
+            return Err(Error::option("device", "failed"));
+        }
+        let mut rows = Vec::new();
+        for stretch in stretches {
+            let end = stretch.start + stretch.tokens.len();
+            assert!((end > self.short) == (total > self.short) || !stretch.wants_logits);
+            let slot = |position: usize| {
+                stretch.table[position / BLOCK] as usize * BLOCK + position % BLOCK
+            };
+            for (position, token) in (stretch.start..).zip(stretch.tokens) {
+                if *token == POISON {
+                    return Err(Error::option("token", "is poison"));
+                }
+                // With other ropes, the same token has other keys.
+                let ropes = if total > self.short { 1000 } else { 0 };
+                self.slots[slot(position)] = Some(*token + ropes);
+            }
+            if stretch.wants_logits {
+                let found = (0..end).map(|position| self.slots[slot(position)].unwrap());
+                let found: Vec<u32> = found
+                    .map(|token| {
+                        assert_eq!(token >= 1000, total > self.short, "keys of other ropes");
+                        token % 1000
+                    })
+                    .collect();
+                let chosen = next(&found) as usize;
+                rows.extend((0..VOCABULARY).map(|token| if token == chosen { 9f32 } else { 0.0 }));
+            }
+        }
+        let count = rows.len() / VOCABULARY;
+        Ok(Tensor::from_vec(rows, (count, VOCABULARY), &Device::Cpu)?)
+    }
+
+    fn ropes_change(&self, a: usize, b: usize) -> bool {
+        (a > self.short) != (b > self.short)
+    }
+
+    fn check(&self, _: &Adapter) -> Result<()> {
+        Ok(())
+    }
+
+    fn vocabulary(&self) -> usize {
+        VOCABULARY
+    }
+}
+
+fn tokenizer() -> Tokenizer {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/tokenizer");
+    Tokenizer::load(std::path::Path::new(folder)).unwrap()
+}
+
+fn small() -> EngineOptions {
+    EngineOptions {
+        max_sequences: 6,
+        max_batch_tokens: 10,
+        max_waiting: 10_000,
+        cache_tokens: None,
+        block_size: BLOCK,
+        prefix_cache: true,
+    }
+}
+
+fn request(prompt: &[u32], max_tokens: usize) -> Request {
+    let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
+    Request { prompt: prompt.to_vec(), options, adapter: None, priority: 0 }
+}
+
+/// The tokens that follow a prompt, with the end-of-sequence token.
+fn expected(tokenizer: &Tokenizer, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
+    let mut text = prompt.to_vec();
+    while text.len() < prompt.len() + max_tokens {
+        let token = next(&text);
+        text.push(token);
+        if tokenizer.eos_ids().contains(&token) {
+            break;
+        }
+    }
+    text.split_off(prompt.len())
+}
+
+/// Runs an engine until nothing is left: the tokens of every request, and how it ended.
+fn run(engine: &mut Engine) -> HashMap<RequestId, (Vec<u32>, Option<Event>)> {
+    let mut texts: HashMap<RequestId, (Vec<u32>, Option<Event>)> = HashMap::new();
+    while !engine.is_idle() {
+        for (id, event) in engine.step() {
+            let (tokens, last) = texts.entry(id).or_default();
+            assert!(last.is_none(), "something after the end");
+            match event {
+                Event::Piece(piece) => tokens.extend(piece.token),
+                event => *last = Some(event),
+            }
+        }
+    }
+    texts
+}
+
+fn is_whole(engine: &Engine) {
+    let Statistics { waiting, running, blocks, available_blocks, .. } = engine.statistics();
+    assert_eq!((waiting, running, available_blocks), (0, 0, blocks));
+}
+
+#[test]
+fn a_thousand_requests_that_come_and_go_leave_every_text_right_and_no_block_lost() {
+    let tokenizer = tokenizer();
+    for (prefix_cache, fails, short) in
+        [(true, None, usize::MAX), (false, None, usize::MAX), (true, Some(5), 20), (false, None, 9)]
+    {
+        let blocks = 17;
+        let reader = Reads { fails, short, ..Reads::new(blocks) };
+        let passes = reader.passes.clone();
+        let options = EngineOptions { prefix_cache, ..small() };
+        let mut engine = Engine::over(Box::new(reader), blocks, Some(&tokenizer), options);
+        let mut random = SplitMix64::new(3);
+        let mut wanted: HashMap<RequestId, (Vec<u32>, usize)> = HashMap::new();
+        let mut texts: HashMap<RequestId, Vec<u32>> = HashMap::new();
+        let (mut submitted, mut ended, mut reused, mut cancelled, mut poisoned) = (0, 0, 0, 0, 0);
+        while submitted < 1000 || !engine.is_idle() {
+            while submitted < 1000 && random.below(3) > 0 {
+                // Few beginnings, of which many are shared.
+                let kind = random.below(4) as u32;
+                let mut prompt: Vec<u32> =
+                    (0..random.below(14) as u32).map(|i| (i * 5 + kind) % 30).collect();
+                prompt.extend((0..1 + random.below(12)).map(|_| random.below(38) as u32));
+                if random.below(50) == 0 {
+                    prompt.push(POISON);
+                }
+                let max_tokens = 1 + random.below(30) as usize;
+                let priority = random.below(3) as i32;
+                let request = Request { priority, ..request(&prompt, max_tokens) };
+                wanted.insert(engine.submit(request).unwrap(), (prompt, max_tokens));
+                submitted += 1;
+            }
+            if random.below(10) == 0
+                && let Some(id) = wanted.keys().min().copied()
+            {
+                assert!(engine.cancel(id) && !engine.cancel(id));
+                wanted.remove(&id);
+                cancelled += 1;
+            }
+            for (id, event) in engine.step() {
+                let (prompt, max_tokens) =
+                    wanted.get(&id).expect("an event of a request that is gone");
+                match event {
+                    Event::Piece(piece) => texts.entry(id).or_default().extend(piece.token),
+                    Event::Finished(finished) => {
+                        let text = texts.remove(&id).unwrap();
+                        assert_eq!(text, expected(&tokenizer, prompt, *max_tokens));
+                        assert_eq!(finished.prompt_tokens, prompt.len());
+                        reused += finished.cached_tokens;
+                        ended += 1;
+                        wanted.remove(&id);
+                    }
+                    Event::Failed(error) => {
+                        assert!(prompt.contains(&POISON), "{error}");
+                        assert!(error.to_string().contains("poison"), "{error}");
+                        wanted.remove(&id);
+                        poisoned += 1;
+                    }
+                }
+            }
+        }
+        is_whole(&engine);
+        assert!(wanted.is_empty());
+        assert_eq!(ended + cancelled + poisoned, 1000);
+        assert!(ended > 500 && cancelled > 50 && poisoned > 5, "{ended} {cancelled} {poisoned}");
+        assert!(engine.statistics().preemptions > 10, "{:?}", engine.statistics());
+        assert_eq!(reused > 100, prefix_cache, "{reused}");
+        assert!(passes.lock().unwrap().iter().all(|tokens| *tokens <= 10));
+    }
+}
+
+#[test]
+fn many_samples_of_one_prompt_read_its_blocks_once() {
+    let tokenizer = tokenizer();
+    let reader = Reads::new(64);
+    let passes = reader.passes.clone();
+    let mut engine = Engine::over(Box::new(reader), 64, Some(&tokenizer), small());
+    let prompt: Vec<u32> = (0..35).collect();
+    engine.submit(request(&prompt, 1)).unwrap();
+    run(&mut engine);
+    assert_eq!(passes.lock().unwrap().iter().sum::<usize>(), 35);
+    passes.lock().unwrap().clear();
+    for _ in 0..5 {
+        engine.submit(request(&prompt, 1)).unwrap();
+    }
+    for (tokens, last) in run(&mut engine).into_values() {
+        assert_eq!(tokens, expected(&tokenizer, &prompt, 1));
+        let Some(Event::Finished(finished)) = last else { panic!("{last:?}") };
+        assert_eq!(finished.cached_tokens, 32);
+    }
+    assert_eq!(passes.lock().unwrap().iter().sum::<usize>(), 5 * 3);
+}
+
+#[test]
+fn those_with_more_priority_and_those_that_came_first_go_first() {
+    let tokenizer = tokenizer();
+    let options = EngineOptions { max_sequences: 1, ..small() };
+    let mut engine = Engine::over(Box::new(Reads::new(20)), 20, Some(&tokenizer), options);
+    let ids: Vec<RequestId> = [0, 0, 5, -1, 5]
+        .into_iter()
+        .map(|priority| engine.submit(Request { priority, ..request(&[1], 1) }).unwrap())
+        .collect();
+    let mut order = Vec::new();
+    while !engine.is_idle() {
+        for (id, event) in engine.step() {
+            if let Event::Finished(_) = event {
+                order.push(ids.iter().position(|other| *other == id).unwrap());
+            }
+        }
+    }
+    assert_eq!(order, [2, 4, 0, 1, 3]);
+}
+
+#[test]
+fn a_prompt_is_read_in_pieces_beside_texts_that_are_written() {
+    let tokenizer = tokenizer();
+    let reader = Reads::new(64);
+    let passes = reader.passes.clone();
+    let mut engine = Engine::over(Box::new(reader), 64, Some(&tokenizer), small());
+    let short = engine.submit(request(&[3, 1], 12)).unwrap();
+    engine.step();
+    let long: Vec<u32> = (0..38).collect();
+    engine.submit(request(&long, 1)).unwrap();
+    for _ in 0..4 {
+        let events = engine.step();
+        assert!(events.iter().any(|(id, _)| *id == short), "the first text stood still");
+    }
+    // One token of the first text, and nine of the other.
+    assert_eq!(*passes.lock().unwrap(), [2, 10, 10, 10, 10]);
+    run(&mut engine);
+    is_whole(&engine);
+}
+
+#[test]
+fn what_cannot_be_written_is_refused_when_it_comes() {
+    let tokenizer = tokenizer();
+    let options = EngineOptions { max_waiting: 2, ..small() };
+    let mut engine = Engine::over(Box::new(Reads::new(5)), 5, Some(&tokenizer), options);
+    let mut refused = |request: Request| engine.submit(request).unwrap_err().to_string();
+    let error = refused(request(&[], 1));
+    assert!(error.contains("prompt: is empty"), "{error}");
+    let error = refused(request(&[1, 40], 1));
+    assert!(error.contains("has token 40, but the model's vocabulary has 40"), "{error}");
+    let error = refused(request(&[1], 20));
+    assert!(
+        error.contains("max_tokens: is 20 after a prompt of 1, and the cache has room for 20"),
+        "{error}"
+    );
+    let mut wrong = request(&[1], 1);
+    wrong.options.sampling = SamplingOptions { temperature: -1.0, ..SamplingOptions::default() };
+    assert!(refused(wrong).contains("temperature"));
+    for _ in 0..2 {
+        engine.submit(request(&[1], 19)).unwrap();
+    }
+    let error = engine.submit(request(&[1], 1)).unwrap_err().to_string();
+    assert!(error.contains("2 requests wait already"), "{error}");
+}
+
+#[test]
+fn options_that_cannot_work_are_refused() {
+    let check = |options: EngineOptions| options.validate().map_err(|error| error.to_string());
+    assert!(check(EngineOptions::default()).is_ok());
+    for (options, word) in [
+        (EngineOptions { max_sequences: 0, ..small() }, "max_sequences"),
+        (
+            EngineOptions { max_batch_tokens: 5, ..small() },
+            "max_batch_tokens: is 5, expected at least 6",
+        ),
+        (EngineOptions { max_waiting: 0, ..small() }, "max_waiting"),
+        (EngineOptions { block_size: 0, ..small() }, "block_size"),
+        (
+            EngineOptions { cache_tokens: Some(3), ..small() },
+            "cache_tokens: is 3, expected at least 4",
+        ),
+    ] {
+        let error = check(options).unwrap_err();
+        assert!(error.contains(word), "{error}");
+    }
+}
+
+#[test]
+fn logits_that_are_not_numbers_end_one_text_alone() {
+    struct Broken(Reads);
+    impl Reader for Broken {
+        fn read(&mut self, stretches: &[Stretch], total: usize) -> Result<Tensor> {
+            let logits = self.0.read(stretches, total)?;
+            let rows =
+                stretches.iter().map(|it| if it.tokens.contains(&17) { f32::NAN } else { 0.0 });
+            let rows = Tensor::from_iter(rows, &Device::Cpu)?.unsqueeze(1)?;
+            Ok(logits.broadcast_add(&rows)?)
+        }
+        fn ropes_change(&self, a: usize, b: usize) -> bool {
+            self.0.ropes_change(a, b)
+        }
+        fn check(&self, adapter: &Adapter) -> Result<()> {
+            self.0.check(adapter)
+        }
+        fn vocabulary(&self) -> usize {
+            VOCABULARY
+        }
+    }
+    let tokenizer = tokenizer();
+    let mut engine = Engine::over(Box::new(Broken(Reads::new(20))), 20, Some(&tokenizer), small());
+    let good = engine.submit(request(&[1, 2], 1)).unwrap();
+    let bad = engine.submit(request(&[17], 1)).unwrap();
+    let mut texts = run(&mut engine);
+    assert!(
+        matches!(texts.remove(&good), Some((tokens, Some(Event::Finished(_)))) if tokens.len() == 1)
+    );
+    let Some((_, Some(Event::Failed(error)))) = texts.remove(&bad) else { panic!("it went on") };
+    assert!(error.to_string().contains("the logit of token 0 is NaN"), "{error}");
+    is_whole(&engine);
+}

@@ -1,0 +1,144 @@
+//! Many texts in one pass, over a paged KV cache: keys and values lie in blocks of a pool, and a text has a table of
+//! its blocks (PagedAttention, Kwon et al. 2023, <https://arxiv.org/abs/2309.06180>).
+
+use super::adapters::RowAdapters;
+use super::{Input, Positions};
+use crate::adapter::Adapter;
+use crate::autograd::Tape;
+use crate::model::Model;
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor};
+use metal_candle_kernels::attention::{Sequence, Sequences};
+use std::sync::Arc;
+
+/// The keys and values of every layer, in blocks that texts share.
+#[derive(Debug)]
+pub(crate) struct PagedCache {
+    /// Keys and values, each `(blocks, block, kv_heads, head_dim)`.
+    pub(super) layers: Vec<[Tensor; 2]>,
+    blocks: usize,
+    block: usize,
+}
+
+/// The next tokens of a text.
+#[derive(Debug)]
+pub(crate) struct Stretch<'a> {
+    pub tokens: &'a [u32],
+    /// How many tokens come before them, whose keys and values are in the blocks.
+    pub start: usize,
+    /// The blocks of the text, these tokens' included.
+    pub table: &'a [u32],
+    pub adapter: Option<&'a Arc<Adapter>>,
+    /// Whether the logits of what follows are wanted.
+    pub wants_logits: bool,
+}
+
+/// The tokens of a pass, one text after the other: `(tokens, 1)`.
+pub(crate) struct Ragged {
+    input: Input,
+    paging: Paging,
+    /// The places of those whose logits are wanted, `(wanted)` u32.
+    last: Tensor,
+    last_adapters: RowAdapters,
+}
+
+/// Where the keys and values of a pass's tokens go, and which each token sees.
+pub(super) struct Paging {
+    /// The slot of each token: `block · size + place in the block`.
+    pub places: Tensor,
+    pub sequences: Sequences,
+}
+
+impl PagedCache {
+    /// Room for `blocks` blocks of `block` tokens.
+    pub fn new(model: &Model, blocks: usize, block: usize) -> Result<Self> {
+        let layers = model.layers.iter().map(|layer| {
+            let shape = (blocks, block, layer.attention.kv_heads, layer.attention.head_dim);
+            let pool = || Tensor::zeros(shape, model.dtype(), model.device());
+            Ok([pool()?, pool()?])
+        });
+        Ok(Self { layers: layers.collect::<Result<_>>()?, blocks, block })
+    }
+
+    /// What a token's keys and values take in all layers, in bytes.
+    pub fn bytes_of_token(model: &Model) -> usize {
+        let numbers = |layer: &Arc<_>| {
+            let layer: &crate::model::layer::Layer = layer;
+            2 * layer.attention.kv_heads * layer.attention.head_dim
+        };
+        model.layers.iter().map(numbers).sum::<usize>() * model.dtype().size_in_bytes()
+    }
+}
+
+impl Ragged {
+    /// `total` is the length of the longest of the texts, which says what their ropes are.
+    pub fn new(
+        stretches: &[Stretch],
+        total: usize,
+        cache: &PagedCache,
+        device: &Device,
+    ) -> Result<Self> {
+        let mut ids: Vec<u32> = Vec::new();
+        let (mut positions, mut places) = (Vec::new(), Vec::new());
+        let (mut last, mut adapters, mut last_adapters) = (Vec::new(), Vec::new(), Vec::new());
+        let mut sequences = Vec::with_capacity(stretches.len());
+        for Stretch { tokens, start, table, adapter, wants_logits } in stretches {
+            for position in *start..start + tokens.len() {
+                positions.push(u32_of(position)?);
+                let block = table.get(position / cache.block).copied().ok_or_else(|| {
+                    let blocks = table.len();
+                    Error::option(
+                        "table",
+                        format!("has {blocks} blocks, and a token stands at {position}"),
+                    )
+                })?;
+                places.push(u32_of(block as usize * cache.block + position % cache.block)?);
+            }
+            ids.extend(*tokens);
+            adapters.extend(std::iter::repeat_n(adapter.cloned(), tokens.len()));
+            if *wants_logits {
+                last.push(u32_of(ids.len().saturating_sub(1))?);
+                last_adapters.push(adapter.cloned());
+            }
+            let keys = start + tokens.len();
+            sequences.push(Sequence { queries: tokens.len(), keys, table });
+        }
+        let count = ids.len();
+        let ids = Tensor::from_vec(ids, (count, 1), device)?;
+        let input = Input::new(ids, Positions::Known { positions, total }, None);
+        let sequences = Sequences::new(&sequences, cache.block, cache.blocks, device)?;
+        let places = Tensor::from_vec(places, count, device)?;
+        Ok(Self {
+            input: input.with_row_adapters(&adapters)?,
+            paging: Paging { places, sequences },
+            last: Tensor::new(last, device)?,
+            last_adapters: RowAdapters::of_rows(&last_adapters, device)?,
+        })
+    }
+}
+
+fn u32_of(number: usize) -> Result<u32> {
+    Ok(u32::try_from(number).map_err(candle_core::Error::wrap)?)
+}
+
+impl Model {
+    /// Reads the tokens, whose keys and values go into the cache, and gives the logits `(wanted, vocabulary)` of what
+    /// follows those stretches that want them, in f32.
+    pub(crate) fn next_logits(&self, ragged: &Ragged, cache: &PagedCache) -> Result<Tensor> {
+        let tape = Tape::inference();
+        let hidden = self.forward_paged(&tape, &ragged.input, cache, &ragged.paging)?;
+        let wanted = ragged.last.elem_count();
+        if wanted == 0 {
+            let shape = (0, self.config().vocab_size);
+            return Ok(Tensor::zeros(shape, DType::F32, self.device())?);
+        }
+        let hidden = hidden.tensor().index_select(&ragged.last, 0)?;
+        let logits = self.logits_by(&hidden, &ragged.last_adapters)?;
+        Ok(logits.reshape((wanted, ()))?)
+    }
+
+    /// Whether keys of a text of `a` tokens are rotated otherwise than of one of `b`.
+    pub(crate) fn ropes_change(&self, a: usize, b: usize) -> bool {
+        self.config().ropes.iter().any(|rope| rope.changes_between(a, b))
+    }
+}

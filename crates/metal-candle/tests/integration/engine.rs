@@ -1,0 +1,255 @@
+//! The engine with models: what a request gives in company is what it gives alone.
+
+use crate::models::{FAMILIES, folder, json, load, random_adapter, tokens};
+use metal_candle::adapter::{Adapter, LoraConfig};
+use metal_candle::engine::{
+    Engine, EngineOptions, Event, Finished, Handle, Request, RequestId, Statistics,
+};
+use metal_candle::generate::{FinishReason, GenerateOptions, Generation, SamplingOptions, Session};
+use metal_candle::model::Model;
+use metal_candle::random::SplitMix64;
+use metal_candle::text::Tokenizer;
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+const BLOCK: usize = 4;
+
+fn tokenizer() -> Tokenizer {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/tokenizer");
+    Tokenizer::load(&folder).unwrap()
+}
+
+fn options(blocks: usize) -> EngineOptions {
+    EngineOptions {
+        max_sequences: 7,
+        max_batch_tokens: 12,
+        cache_tokens: Some(blocks * BLOCK),
+        block_size: BLOCK,
+        ..EngineOptions::default()
+    }
+}
+
+fn request(prompt: &[u32], max_tokens: usize) -> Request {
+    let options = GenerateOptions { max_tokens, ignore_eos: true, ..GenerateOptions::default() };
+    Request { prompt: prompt.to_vec(), options, adapter: None, priority: 0 }
+}
+
+/// What a session with nothing beside it writes.
+fn alone(model: &Arc<Model>, tokenizer: &Tokenizer, request: &Request) -> Vec<u32> {
+    let mut session = Session::new(model, request.adapter.as_ref());
+    let options = request.options.clone();
+    let mut generation =
+        Generation::new(&mut session, tokenizer, &request.prompt, options).unwrap();
+    for piece in &mut generation {
+        piece.unwrap();
+    }
+    generation.tokens().to_vec()
+}
+
+/// The tokens of all requests, in their order, and what was found in the cache.
+fn together(engine: &mut Engine, requests: &[Request]) -> (Vec<Vec<u32>>, usize) {
+    let ids: Vec<RequestId> =
+        requests.iter().map(|request| engine.submit(request.clone()).unwrap()).collect();
+    let mut texts: HashMap<RequestId, Vec<u32>> = HashMap::new();
+    let mut found = 0;
+    while !engine.is_idle() {
+        for (id, event) in engine.step() {
+            match event {
+                Event::Piece(piece) => texts.entry(id).or_default().extend(piece.token),
+                Event::Finished(Finished { cached_tokens, .. }) => found += cached_tokens,
+                Event::Failed(error) => panic!("{error}"),
+            }
+        }
+    }
+    let Statistics { blocks, available_blocks, .. } = engine.statistics();
+    assert_eq!(blocks, available_blocks, "blocks were lost");
+    (ids.iter().map(|id| texts.remove(id).unwrap()).collect(), found)
+}
+
+/// Ragged requests, of which some begin alike.
+fn requests(vocabulary: usize) -> Vec<Request> {
+    let mut random = SplitMix64::new(5);
+    let mut token = || random.below(vocabulary as u64) as u32;
+    let beginning: Vec<u32> = (0..14).map(|_| token()).collect();
+    (0..17)
+        .map(|index| {
+            let mut prompt = beginning[..[0, 14, 9, 0, 14][index % 5]].to_vec();
+            prompt.extend((0..1 + index % 7).map(|_| token()));
+            request(&prompt, 3 + index % 8)
+        })
+        .collect()
+}
+
+#[test]
+fn every_family_writes_in_company_what_it_writes_alone() {
+    let tokenizer = tokenizer();
+    for name in FAMILIES {
+        let model = load(name);
+        let requests = requests(model.config().vocab_size);
+        let expected: Vec<Vec<u32>> =
+            requests.iter().map(|request| alone(&model, &tokenizer, request)).collect();
+        for (blocks, prefix_cache) in [(200, true), (200, false), (12, true)] {
+            let options = EngineOptions { prefix_cache, ..options(blocks) };
+            let mut engine = Engine::new(&model, Some(&tokenizer), options).unwrap();
+            let (texts, found) = together(&mut engine, &requests);
+            assert_eq!(texts, expected, "{name} with {blocks} blocks, sharing: {prefix_cache}");
+            assert_eq!(engine.statistics().preemptions > 0, blocks == 12, "{name}");
+            assert!(if prefix_cache { found > 0 } else { found == 0 }, "{name}: {found}");
+        }
+    }
+}
+
+#[test]
+fn greedy_continuations_are_those_of_transformers() {
+    let tokenizer = tokenizer();
+    for name in FAMILIES {
+        let model = load(name);
+        let expected = &json(folder(name).join("expected.json"))["greedy"];
+        let (prompt, continuation) = (tokens(&expected["prompt"]), tokens(&expected["tokens"]));
+        let mut engine = Engine::new(&model, Some(&tokenizer), options(50)).unwrap();
+        let requests = [request(&prompt, continuation.len()), request(&prompt[1..], 9)];
+        assert_eq!(together(&mut engine, &requests).0[0], continuation, "{name}");
+    }
+}
+
+#[test]
+fn each_text_has_its_own_adapter() {
+    let tokenizer = tokenizer();
+    let model = load("llama");
+    let mut adapters: Vec<Option<Arc<Adapter>>> = [1, 4, 16]
+        .into_iter()
+        .map(|rank| {
+            let config = LoraConfig { rank, ..LoraConfig::default() };
+            Some(random_adapter(&model, &config, rank as u64))
+        })
+        .collect();
+    adapters.push(None);
+    // The same beginnings, whose keys differ by adapter.
+    let prompt: Vec<u32> = (0..13).map(|i| i * 7 % 50).collect();
+    let requests: Vec<Request> = (0..12)
+        .map(|index| Request {
+            adapter: adapters[index % 4].clone(),
+            ..request(&prompt[..9 + index / 4 * 2], 6)
+        })
+        .collect();
+    let expected: Vec<Vec<u32>> =
+        requests.iter().map(|request| alone(&model, &tokenizer, request)).collect();
+    assert_ne!(expected[0], expected[1]);
+    for blocks in [200, 11] {
+        let mut engine = Engine::new(&model, Some(&tokenizer), options(blocks)).unwrap();
+        let (texts, found) = together(&mut engine, &requests);
+        assert_eq!(texts, expected);
+        assert!(found > 0);
+    }
+    let other = load("qwen2");
+    let mut engine = Engine::new(&other, Some(&tokenizer), options(20)).unwrap();
+    let error = engine.submit(requests[0].clone()).unwrap_err().to_string();
+    assert!(error.contains("was made for another model"), "{error}");
+}
+
+#[test]
+fn drawn_texts_follow_from_their_seeds() {
+    let tokenizer = tokenizer();
+    let model = load("llama");
+    let requests: Vec<Request> = (0..9)
+        .map(|seed| {
+            let mut request = request(&[3, 1, 4, 1, 5], 12);
+            request.options.sampling = SamplingOptions {
+                temperature: 1.5,
+                repetition_penalty: 1.2,
+                presence_penalty: 0.3,
+                seed: seed / 2,
+                ..SamplingOptions::default()
+            };
+            request
+        })
+        .collect();
+    let mut engine = Engine::new(&model, Some(&tokenizer), options(30)).unwrap();
+    let (texts, _) = together(&mut engine, &requests);
+    for (text, request) in texts.iter().zip(&requests) {
+        assert_eq!(*text, alone(&model, &tokenizer, request));
+    }
+    assert_eq!(texts[0], texts[1]);
+    assert_ne!(texts[0], texts[2]);
+}
+
+#[test]
+fn memory_never_exceeds_the_pool() {
+    let tokenizer = tokenizer();
+    let model = load("llama");
+    let mut engine = Engine::new(&model, Some(&tokenizer), options(9)).unwrap();
+    assert_eq!(engine.statistics().blocks, 9);
+    let (texts, _) = together(&mut engine, &requests(100));
+    assert_eq!(texts.len(), 17);
+    // Without an option it follows from the memory that is free, and from what can be of use.
+    let usual = EngineOptions { cache_tokens: None, max_sequences: 3, ..options(1) };
+    let engine = Engine::new(&model, Some(&tokenizer), usual).unwrap();
+    let context = model.config().max_position_embeddings;
+    assert_eq!(engine.statistics().blocks, 3 * context.div_ceil(BLOCK));
+}
+
+#[test]
+fn a_handle_serves_many_threads() {
+    let tokenizer = Arc::new(tokenizer());
+    let model = load("llama");
+    let handle = Handle::start(&model, Some(tokenizer.clone()), options(40)).unwrap();
+    let requests = requests(100);
+    let texts: Vec<Vec<u32>> = std::thread::scope(|scope| {
+        let texts: Vec<_> = requests
+            .iter()
+            .map(|request| {
+                let handle = handle.clone();
+                scope.spawn(move || {
+                    let mut answers = handle.submit(request.clone());
+                    let tokens: Vec<u32> =
+                        answers.by_ref().filter_map(|piece| piece.unwrap().token).collect();
+                    let finished = answers.finished().unwrap();
+                    assert_eq!(finished.reason, FinishReason::Length);
+                    assert_eq!(finished.tokens, tokens.len());
+                    tokens
+                })
+            })
+            .collect();
+        texts.into_iter().map(|text| text.join().unwrap()).collect()
+    });
+    for (text, request) in texts.iter().zip(&requests) {
+        assert_eq!(*text, alone(&model, &tokenizer, request));
+    }
+    // One that is dropped gives its blocks back.
+    let mut answers = handle.submit(request(&[1, 2, 3], 40));
+    answers.next().unwrap().unwrap();
+    drop(answers);
+    let Statistics { running, waiting, blocks, available_blocks, .. } =
+        handle.statistics().unwrap();
+    assert_eq!((running, waiting, available_blocks), (0, 0, blocks));
+    let mut refused = handle.submit(request(&[], 1));
+    assert!(refused.next().unwrap().unwrap_err().to_string().contains("prompt: is empty"));
+    assert!(refused.next().is_none());
+}
+
+#[test]
+fn stop_strings_and_ends_are_those_of_a_session() {
+    let tokenizer = tokenizer();
+    let model = load("llama");
+    let prompt = [3u32, 1, 4];
+    let mut engine = Engine::new(&model, Some(&tokenizer), options(40)).unwrap();
+    let written = alone(&model, &tokenizer, &request(&prompt, 20));
+    let text = tokenizer.decode(&written, true).unwrap();
+    let stop = text.chars().skip(6).take(3).collect::<String>();
+    let mut stopped = request(&prompt, 20);
+    stopped.options.stop = vec![stop.clone()];
+    engine.submit(stopped).unwrap();
+    let (mut found, mut reason) = (String::new(), None);
+    while !engine.is_idle() {
+        for (_, event) in engine.step() {
+            match event {
+                Event::Piece(piece) => found.push_str(&piece.text),
+                Event::Finished(finished) => reason = Some(finished.reason),
+                Event::Failed(error) => panic!("{error}"),
+            }
+        }
+    }
+    assert_eq!(reason, Some(FinishReason::Stop));
+    assert_eq!(found, text[..text.find(&stop).unwrap()]);
+}
