@@ -1,5 +1,6 @@
 //! The `metal-candle` command.
 
+mod batch;
 mod bounds;
 mod check;
 mod colour;

@@ -1,5 +1,6 @@
-//! `generate`: write one text.
+//! `generate`: write a text, or many.
 
+use crate::batch::{self, Batch};
 use crate::errors::{SUCCESS, usage};
 use crate::models::{Runtime, Source, set_threads, warn_of_length};
 use crate::output::{self, Terminal};
@@ -20,6 +21,7 @@ Examples:
   metal-candle generate --model model/ --prompt 'Why is the sky blue?'
   metal-candle generate --adapter adapters --prompt-file question.txt --temperature 0
   echo 'Once upon a time' | metal-candle generate -m model/ --raw --max-tokens 50
+  metal-candle generate -m model/ --prompts questions.jsonl --output answers.jsonl
 
 With a chat template the prompt is a user's message; --raw continues the text as it is.";
 
@@ -49,6 +51,8 @@ pub struct Arguments {
     raw: bool,
     #[command(flatten)]
     template: TemplateFlags,
+    #[command(flatten)]
+    batch: Batch,
     #[command(flatten)]
     sampling: Sampling,
     #[command(flatten)]
@@ -98,14 +102,28 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     let terminal = terminal(arguments.json);
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
-    let prompt = arguments.prompt()?;
-    if prompt.trim().is_empty() {
+    // A mistake is told before the model is loaded.
+    let prompt = match &arguments.batch.prompts {
+        Some(_) => String::new(),
+        None => arguments.prompt()?,
+    };
+    if arguments.batch.prompts.is_none() && prompt.trim().is_empty() {
         return Err(usage("prompt: is empty"));
     }
     let loaded = arguments.source.load(&arguments.runtime, &arguments.template, terminal)?;
     let options = arguments.sampling.resolve(&loaded.folder)?;
     if arguments.system.is_some() && loaded.tokenizer.chat_template().is_none() {
         return Err(usage("system: this model has no chat template to put a system message in"));
+    }
+    if let (Some(prompts), Some(output)) = (&arguments.batch.prompts, &arguments.batch.output) {
+        let given = batch::Given {
+            loaded: &loaded,
+            adapter: arguments.source.adapter.as_deref(),
+            options,
+            system: arguments.system.as_deref(),
+            raw: arguments.raw,
+        };
+        return batch::run(&arguments.batch, prompts, output, &given, terminal);
     }
     let ids = prompts::encode(
         &loaded.tokenizer,

@@ -1,5 +1,6 @@
 //! The command as a person or a script uses it.
 
+mod batch;
 mod bench;
 mod check;
 mod commands;

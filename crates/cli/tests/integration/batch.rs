@@ -1,0 +1,141 @@
+//! Many prompts: each answered as it is by itself, a stopped run goes on, and what is wrong is said.
+
+use crate::common::{Place, wait};
+use serde_json::{Value, json};
+use std::fs;
+
+fn to<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let run = ["generate", "-m", "base", "--dtype", "f32", "--prompts", "prompts.jsonl"];
+    [&run[..], &["-o", output, "-t", "0"], more].concat()
+}
+
+fn lines(values: &[Value]) -> String {
+    values.iter().map(|value| format!("{value}\n")).collect()
+}
+
+fn answers(place: &Place) -> Vec<Value> {
+    let text = place.read("answers.jsonl");
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn each_prompt_is_answered_as_by_itself() {
+    let place = Place::with_model();
+    let train = ["train", "-m", "base", "-d", "data", "-o", "tuned", "--steps", "4", "-q"];
+    place.ok(&[&train[..], &["--no-plot", "--learning-rate", "2e-2"]].concat());
+    place.write(
+        "prompts.jsonl",
+        &lines(&[
+            json!({ "prompt": "What is 1?", "id": 7 }),
+            json!({ "messages": [{ "role": "user", "content": "What is 2?" }] }),
+            json!({ "prompt": "What is 3?", "adapter": "tuned", "max_tokens": 3 }),
+            json!({ "prompt": "What is 4?", "temperature": 1.5, "seed": 9, "metadata": { "a": [1] } }),
+            json!({ "prompt": "What is 5?", "stop": "e" }),
+        ]),
+    );
+    let report = place.json(&to(
+        "answers.jsonl",
+        &["-n", "6", "--json", "--max-sequences", "3", "--cache-tokens", "400"],
+    ));
+    assert_eq!((&report["answers"], &report["failed"]), (&json!(5), &json!(0)));
+    let found = answers(&place);
+    assert_eq!(found.len(), 5);
+    assert!(!place.path("answers.jsonl.partial").exists());
+    assert_eq!((&found[0]["index"], &found[0]["id"]), (&json!(0), &json!(7)));
+    assert_eq!(found[3]["metadata"], json!({ "a": [1] }));
+    let alone = |more: &[&str]| {
+        let run = ["generate", "-m", "base", "--dtype", "f32", "--json"];
+        place.json(&[&run[..], more].concat())["text"].clone()
+    };
+    let greedy = ["-n", "6", "-t", "0"];
+    assert_eq!(found[0]["text"], alone(&[&greedy[..], &["-p", "What is 1?"]].concat()));
+    assert_eq!(found[1]["text"], alone(&[&greedy[..], &["-p", "What is 2?"]].concat()));
+    let tuned = ["-n", "3", "-t", "0", "-a", "tuned", "-p", "What is 3?"];
+    assert_eq!(found[2]["text"], alone(&tuned));
+    assert_eq!(found[2]["tokens"], json!(3));
+    let drawn = ["-n", "6", "-t", "1.5", "--seed", "9", "-p", "What is 4?"];
+    assert_eq!(found[3]["text"], alone(&drawn));
+    let stopped = [&greedy[..], &["--stop", "e", "-p", "What is 5?"]].concat();
+    assert_eq!(found[4]["text"], alone(&stopped));
+    let stderr = place.fails(2, &to("answers.jsonl", &[]));
+    assert!(stderr.contains("answers.jsonl exists already"), "{stderr}");
+}
+
+#[test]
+fn the_same_prompt_is_drawn_anew_unless_a_seed_says_otherwise() {
+    let place = Place::with_model();
+    let prompt = |seed: Option<u64>| match seed {
+        None => json!({ "prompt": "What is 1?", "temperature": 2.0 }),
+        Some(seed) => json!({ "prompt": "What is 1?", "temperature": 2.0, "seed": seed }),
+    };
+    let all = [prompt(None), prompt(None), prompt(Some(4)), prompt(Some(4))];
+    place.write("prompts.jsonl", &lines(&all));
+    place.ok(&to("answers.jsonl", &["-n", "6", "--ignore-eos"]));
+    let found = answers(&place);
+    assert_ne!(found[0]["text"], found[1]["text"]);
+    assert_eq!(found[2]["text"], found[3]["text"]);
+}
+
+#[test]
+fn a_killed_run_goes_on() {
+    let place = Place::with_model();
+    let prompts: Vec<Value> =
+        (0..400).map(|number| json!({ "prompt": format!("What is {number}?") })).collect();
+    place.write("prompts.jsonl", &lines(&prompts));
+    let long = ["-n", "40", "--ignore-eos", "--max-sequences", "4"];
+    place.ok(&to("whole.jsonl", &long));
+    let mut child = place.start(&to("answers.jsonl", &long), &[]);
+    wait("no answers were written", || {
+        let written = fs::read_to_string(place.path("answers.jsonl.partial")).unwrap_or_default();
+        written.lines().count() > 20
+    });
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(!place.path("answers.jsonl").exists());
+    // In the middle of a line.
+    let partial = place.read("answers.jsonl.partial");
+    fs::write(place.path("answers.jsonl.partial"), &partial[..partial.len() - 5]).unwrap();
+    // Another run's answers are not taken over.
+    let stderr = place.fails(2, &to("answers.jsonl", &["-n", "9"]));
+    assert!(stderr.contains("answers of a run with other settings"), "{stderr}");
+    let output = place.run(&to("answers.jsonl", &long));
+    assert!(output.status.success());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("there already"), "{stderr}");
+    assert_eq!(place.read("answers.jsonl"), place.read("whole.jsonl"));
+}
+
+#[test]
+fn wrong_prompts_are_told_before_the_first_is_answered() {
+    let place = Place::with_model();
+    for (line, expected) in [
+        ("{\"prompt\": \"x\", \"max_token\": 3}", "unknown key `max_token`"),
+        ("{\"prompt\": 3}", "prompt: expected text, found 3"),
+        ("{\"prompt\": \"x\", \"max_tokens\": \"many\"}", "max_tokens: expected"),
+        ("{\"prompt\": \"\"}", "prompt: is empty"),
+        ("{}", "has neither prompt nor messages"),
+        ("{\"prompt\": \"x\", \"messages\": []}", "has both prompt and messages"),
+        ("{\"messages\": [{\"content\": \"x\"}]}", "messages[0]: no \"role\""),
+        ("{\"prompt\": \"x\", \"adapter\": \"nowhere\"}", "nowhere: not an adapter"),
+        ("{\"prompt\": \"x\", \"temperature\": -1}", "temperature: expected 0 (greedy) or more"),
+        ("{\"prompt\": \"x\", \"stop\": [\"\"]}", "stop: an empty text"),
+        ("{\"prompt\": \"x\"", ""),
+    ] {
+        place.write("prompts.jsonl", &format!("{{\"prompt\": \"fine\"}}\n\n{line}\n"));
+        let stderr = place.fails(2, &to("answers.jsonl", &[]));
+        assert!(stderr.contains("prompts.jsonl:3: ") && stderr.contains(expected), "{stderr}");
+        assert!(!place.path("answers.jsonl.partial").exists());
+    }
+    place.write("prompts.jsonl", "\n");
+    assert!(place.fails(2, &to("answers.jsonl", &[])).contains("has no prompts"));
+    let stderr = place.fails(2, &["generate", "-m", "base", "--prompts", "prompts.jsonl"]);
+    assert!(stderr.contains("--output"), "{stderr}");
+    // What is too long for the cache is told in its place, and the others are answered.
+    place.write("prompts.jsonl", "{\"prompt\": \"a\", \"max_tokens\": 500}\n{\"prompt\": \"b\"}\n");
+    let few = ["-n", "3", "--cache-tokens", "128"];
+    let stderr = place.fails(1, &to("answers.jsonl", &few));
+    assert!(stderr.contains("1 answer is an error"), "{stderr}");
+    let found = answers(&place);
+    assert!(found[0]["error"].as_str().unwrap().contains("the cache has room for 128 tokens"));
+    assert!(found[0].get("text").is_none() && found[1]["text"].is_string());
+}
