@@ -79,6 +79,7 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Option<Box<dyn Workload>>
         Work::Train { .. }
         | Work::Prefill { .. }
         | Work::Decode { .. }
+        | Work::Serve { .. }
         | Work::Dequantize { .. }
         | Work::QuantizedLinear { .. } => return Ok(None),
     }))

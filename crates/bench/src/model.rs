@@ -1,4 +1,4 @@
-//! metal-candle's side of the rows on a whole model: a LoRA training step, prefill and decode.
+//! metal-candle's side of the rows on a whole model: a LoRA training step, prefill, decode, and many requests.
 
 use crate::operations::Optimiser;
 use crate::rows::{LORA_SCALE, Precision, Work, random_ids};
@@ -7,14 +7,19 @@ use candle_core::{DType, Device, IndexOp, Tensor};
 use metal_candle::adapter::{Adapter, LoraConfig, Targets};
 use metal_candle::autograd::Tape;
 use metal_candle::data::Batch;
-use metal_candle::generate::Session;
+use metal_candle::engine::{Engine, EngineOptions, Event, Request};
+use metal_candle::generate::{GenerateOptions, Session};
 use metal_candle::model::{Model, Quantization};
 use metal_candle::pass::{Input, KvCache};
 use metal_candle::random::SplitMix64;
 use metal_candle::train::Gradients;
 use metal_candle::{Error, Result};
 use metal_candle_kernels::sampling;
+use std::collections::BTreeMap;
 use std::sync::Arc;
+
+/// Tokens of a block of the cache.
+const SERVE_BLOCK: usize = 16;
 
 /// A model of that shape with random weights.
 ///
@@ -69,6 +74,7 @@ pub fn id_count(work: &Work) -> usize {
         Work::Train { batch, seq, .. } => batch * (seq + 1),
         Work::Prefill { tokens, .. } => *tokens,
         Work::Decode { prompt, .. } => *prompt,
+        Work::Serve { requests, prompt, .. } => requests * prompt,
         _ => 0,
     }
 }
@@ -80,7 +86,8 @@ pub fn id_count(work: &Work) -> usize {
 pub fn prepare_random(work: &Work, device: &Device, seed: u64) -> Result<Box<dyn Workload>> {
     let (Work::Train { shape, dtype, quantization, .. }
     | Work::Prefill { shape, dtype, quantization, .. }
-    | Work::Decode { shape, dtype, quantization, .. }) = work
+    | Work::Decode { shape, dtype, quantization, .. }
+    | Work::Serve { shape, dtype, quantization, .. }) = work
     else {
         return Err(not_on_a_model());
     };
@@ -137,6 +144,18 @@ pub fn prepare(
             let model = Arc::new(model);
             let session = Session::new(&model, None);
             Ok(Box::new(Decode { model, prompt: ids.to_vec(), tokens, session, next: 0 }))
+        }
+        Work::Serve { requests, prompt, tokens, .. } => {
+            let options = EngineOptions {
+                max_sequences: requests.max(1),
+                cache_tokens: Some(requests * (prompt + tokens).next_multiple_of(SERVE_BLOCK)),
+                block_size: SERVE_BLOCK,
+                prefix_cache: false,
+                ..EngineOptions::default()
+            };
+            let engine = Engine::new(&Arc::new(model), None, options)?;
+            let prompts = ids.chunks(prompt).map(<[u32]>::to_vec).collect();
+            Ok(Box::new(Serve { engine, prompts, tokens }))
         }
         _ => Err(not_on_a_model()),
     }
@@ -224,6 +243,35 @@ impl Workload for Decode {
             decoded.push(self.next);
         }
         Ok(vec![Tensor::new(decoded, &Device::Cpu)?])
+    }
+}
+
+/// Greedy texts of many requests.
+struct Serve {
+    engine: Engine<'static>,
+    prompts: Vec<Vec<u32>>,
+    tokens: usize,
+}
+
+impl Workload for Serve {
+    fn call(&mut self) -> Result<Vec<Tensor>> {
+        let mut texts = BTreeMap::new();
+        for prompt in &self.prompts {
+            let options = GenerateOptions { max_tokens: self.tokens, ..GenerateOptions::default() };
+            let request = Request { prompt: prompt.clone(), options, adapter: None, priority: 0 };
+            texts.insert(self.engine.submit(request)?, Vec::with_capacity(self.tokens));
+        }
+        while !self.engine.is_idle() {
+            for (id, event) in self.engine.step() {
+                match event {
+                    Event::Piece(piece) => texts.entry(id).or_default().extend(piece.token),
+                    Event::Finished(_) => {}
+                    Event::Failed(error) => return Err(error),
+                }
+            }
+        }
+        let (count, tokens) = (texts.len(), texts.into_values().flatten());
+        Ok(vec![Tensor::from_iter(tokens, &Device::Cpu)?.reshape((count, self.tokens))?])
     }
 }
 

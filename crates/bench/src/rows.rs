@@ -252,6 +252,22 @@ pub enum Work {
         #[serde(default)]
         quantization: Option<Quantization>,
     },
+    /// Greedy texts of many requests at once, from their prompts to their last tokens, which share nothing.
+    Serve {
+        /// A name of [`shapes`].
+        shape: String,
+        /// How many there are.
+        requests: usize,
+        /// Tokens of each prompt.
+        prompt: usize,
+        /// Tokens of each text.
+        tokens: usize,
+        /// Of weights and activations.
+        dtype: Precision,
+        /// What the weights are held in, if it isn't `dtype`.
+        #[serde(default)]
+        quantization: Option<Quantization>,
+    },
 }
 
 /// A named piece of work.
@@ -389,7 +405,8 @@ impl Row {
         if let (
             Work::Train { quantization, .. }
             | Work::Prefill { quantization, .. }
-            | Work::Decode { quantization, .. },
+            | Work::Decode { quantization, .. }
+            | Work::Serve { quantization, .. },
             Some(format),
         ) = (&mut self.work, format)
         {
@@ -414,6 +431,18 @@ impl Row {
             name,
             Work::Decode { shape: shape.to_string(), prompt, tokens, dtype, quantization: None },
         )
+    }
+
+    /// A row of many requests.
+    pub fn serve(
+        shape: &str,
+        requests: usize,
+        [prompt, tokens]: [usize; 2],
+        dtype: Precision,
+    ) -> Self {
+        let name = format!("serve-{shape}-{requests}x{prompt}+{tokens}-{}", dtype.name());
+        let (shape, quantization) = (shape.to_string(), None);
+        Self::new(name, Work::Serve { shape, requests, prompt, tokens, dtype, quantization })
     }
 }
 
@@ -585,7 +614,10 @@ impl Work {
                     input("gradients", &[parameters], 1e-2),
                 ]
             }
-            Self::Train { .. } | Self::Prefill { .. } | Self::Decode { .. } => Vec::new(),
+            Self::Train { .. }
+            | Self::Prefill { .. }
+            | Self::Decode { .. }
+            | Self::Serve { .. } => Vec::new(),
         }
     }
 
@@ -607,13 +639,13 @@ impl Work {
             Self::AdamW { .. } => &["parameters"],
             Self::Train { .. } => &["loss", "gradient_norm"],
             Self::Prefill { .. } => &["logits"],
-            Self::Decode { .. } => &["tokens"],
+            Self::Decode { .. } | Self::Serve { .. } => &["tokens"],
         }
     }
 
     /// Whether the work is a single operation, which can also be timed in a queue.
     pub fn is_operation(&self) -> bool {
-        !matches!(self, Self::Train { .. } | Self::Prefill { .. } | Self::Decode { .. })
+        self.shape().is_none()
     }
 
     fn is_quantized(&self) -> bool {
@@ -626,11 +658,23 @@ impl Work {
         self.is_operation() && !matches!(self, Self::AdamW { .. })
     }
 
-    /// Tokens that one call processes, of work on a model.
+    /// Tokens that one call processes, or writes, of work on a model.
     pub fn tokens(&self) -> Option<usize> {
         match self {
             Self::Train { batch, seq, .. } => Some(batch * seq),
             Self::Prefill { tokens, .. } | Self::Decode { tokens, .. } => Some(*tokens),
+            Self::Serve { requests, tokens, .. } => Some(requests * tokens),
+            _ => None,
+        }
+    }
+
+    /// The name of the model's shape, of work on a model.
+    pub fn shape(&self) -> Option<&str> {
+        match self {
+            Self::Train { shape, .. }
+            | Self::Prefill { shape, .. }
+            | Self::Decode { shape, .. }
+            | Self::Serve { shape, .. } => Some(shape),
             _ => None,
         }
     }
@@ -644,7 +688,8 @@ impl Work {
             | Self::Attention { dtype, .. }
             | Self::Train { dtype, .. }
             | Self::Prefill { dtype, .. }
-            | Self::Decode { dtype, .. } => *dtype,
+            | Self::Decode { dtype, .. }
+            | Self::Serve { dtype, .. } => *dtype,
             Self::Dequantize { .. } | Self::QuantizedLinear { .. } => Precision::Bf16,
             _ => Precision::F32,
         }
@@ -655,7 +700,8 @@ impl Work {
         match self {
             Self::Train { quantization, .. }
             | Self::Prefill { quantization, .. }
-            | Self::Decode { quantization, .. } => *quantization,
+            | Self::Decode { quantization, .. }
+            | Self::Serve { quantization, .. } => *quantization,
             _ => None,
         }
     }
@@ -692,7 +738,10 @@ impl Work {
     /// For a shape that has no such name.
     pub fn working_set(&self) -> Result<f64> {
         // A decoded token reads every weight once.
-        let turns = if let Self::Decode { tokens, .. } = self { *tokens as f64 } else { 1.0 };
+        let turns = match self {
+            Self::Decode { tokens, .. } | Self::Serve { tokens, .. } => *tokens as f64,
+            _ => 1.0,
+        };
         // A quantised matrix has copies in turn, see `operations`.
         let copies = if self.is_quantized() { QUANTIZED_COPIES as f64 } else { 1.0 };
         Ok(self.cost()?.bytes * copies / turns.max(1.0))
@@ -797,6 +846,17 @@ impl Work {
                 Cost {
                     bytes: n * model.bytes(*dtype, *quantization),
                     operations: 2.0 * n * weights,
+                }
+            }
+            Self::Serve { shape, requests, prompt, tokens, dtype, quantization } => {
+                let model = Sizes::of(shape)?;
+                let (requests, all) = (*requests as f64, (prompt + tokens - 1) as f64);
+                // A pass for each of the texts' tokens, the first of which reads the prompts.
+                let head = model.head * *tokens as f64;
+                let each = 2.0 * (model.linears * all + head) + model.attention(all);
+                Cost {
+                    bytes: *tokens as f64 * model.bytes(*dtype, *quantization),
+                    operations: requests * each,
                 }
             }
         })

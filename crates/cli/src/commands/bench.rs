@@ -31,8 +31,6 @@ time it took. On Metal, LoRA layers are timed with each choice of --matmul, unle
 
 /// Bytes of the largest buffer that the machine's bandwidth is measured on.
 const LARGEST_BUFFER: usize = 1 << 30;
-/// Tokens of the prompt before a decode.
-const PROMPT: usize = 16;
 
 /// A part of the benchmark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -45,6 +43,8 @@ enum Part {
     Prefill,
     /// Greedy tokens, one after the other
     Decode,
+    /// Greedy texts of many requests at once
+    Serve,
 }
 
 /// What the command is told.
@@ -72,7 +72,13 @@ pub struct Arguments {
     /// Recompute activations in the backward pass instead of storing them
     #[arg(long, help_heading = "Work")]
     gradient_checkpointing: bool,
-    /// Tokens to decode
+    /// Tokens of the prompt before those that are decoded
+    #[arg(long, value_name = "N", default_value_t = 16, help_heading = "Work")]
+    prompt: usize,
+    /// Requests at once
+    #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Work")]
+    requests: usize,
+    /// Tokens to decode, of each request
     #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Work")]
     tokens: usize,
     /// Timed calls of an operation
@@ -106,6 +112,8 @@ impl Arguments {
             ("batch", self.batch, bounds::BATCH_SIZE),
             ("seq", self.seq, bounds::TOKENS),
             ("rank", self.rank, bounds::RANK),
+            ("prompt", self.prompt, bounds::TOKENS),
+            ("requests", self.requests, bounds::BATCH_SIZE),
             ("tokens", self.tokens, bounds::TOKENS),
             ("samples", self.samples, bounds::CALLS),
             ("steps", self.steps, bounds::CALLS),
@@ -127,7 +135,7 @@ impl Arguments {
 
     fn rows(&self, device: &Device) -> anyhow::Result<Vec<Row>> {
         let (shape, dtype) = (self.shape.as_str(), self.precision(device)?);
-        let parts = [Part::Ops, Part::Train, Part::Prefill, Part::Decode];
+        let parts = [Part::Ops, Part::Train, Part::Prefill, Part::Decode, Part::Serve];
         let quantization = self.runtime.quantization()?;
         let chosen = parts.iter().filter(|part| self.only.is_empty() || self.only.contains(part));
         Ok(chosen
@@ -141,7 +149,11 @@ impl Arguments {
                     vec![if self.dora { row.with_dora() } else { row }]
                 }
                 Part::Prefill => vec![Row::prefill(shape, self.seq, dtype)],
-                Part::Decode => vec![Row::decode(shape, PROMPT, self.tokens, dtype)],
+                Part::Decode => vec![Row::decode(shape, self.prompt, self.tokens, dtype)],
+                Part::Serve => {
+                    let each = [self.prompt, self.tokens];
+                    vec![Row::serve(shape, self.requests, each, dtype)]
+                }
             })
             .map(|row| row.with_quantization(quantization))
             .collect())
