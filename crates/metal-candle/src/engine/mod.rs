@@ -413,6 +413,13 @@ impl<'t> Engine<'t> {
                 sequence.content = content;
                 sequence.remembered += 1;
             }
+            let shares = |other: &&Sequence| {
+                other.root == sequence.root && !self.reader.ropes_change(1, other.tokens.len())
+            };
+            if self.running.iter().filter(shares).any(|other| fills_for(other, sequence, size)) {
+                restart(&mut self.blocks, sequence);
+                return None;
+            }
         }
         sequence.cached = sequence.table.len() * size;
         sequence.cached_for = length;
@@ -532,6 +539,16 @@ impl<'t> Engine<'t> {
 fn insert<'t>(sequences: &mut VecDeque<Sequence<'t>>, sequence: Sequence<'t>) {
     let place = sequences.partition_point(|other| other.order() < sequence.order());
     sequences.insert(place, sequence);
+}
+
+/// Whether a text is about to fill blocks that another, which waits, will find then: as where many samples of one
+/// prompt are asked for at once.
+fn fills_for(running: &Sequence, waiting: &Sequence, size: usize) -> bool {
+    // Something of it has to be read in any case.
+    let usable = waiting.tokens.len().saturating_sub(1);
+    let both = running.tokens.iter().zip(waiting.tokens.iter().take(usable));
+    let shared = both.take_while(|(a, b)| a == b).count() / size;
+    running.planned > 0 && shared > waiting.table.len().max(running.remembered)
 }
 
 /// Finds blocks for `count` more tokens of a text: all, or none.

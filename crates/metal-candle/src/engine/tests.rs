@@ -225,19 +225,20 @@ fn many_samples_of_one_prompt_read_its_blocks_once() {
     let passes = reader.passes.clone();
     let mut engine = Engine::over(Box::new(reader), 64, Some(&tokenizer), small());
     let prompt: Vec<u32> = (0..35).collect();
-    engine.submit(request(&prompt, 1)).unwrap();
-    run(&mut engine);
-    assert_eq!(passes.lock().unwrap().iter().sum::<usize>(), 35);
-    passes.lock().unwrap().clear();
-    for _ in 0..5 {
-        engine.submit(request(&prompt, 1)).unwrap();
+    // All at once, and again when all have ended.
+    for (count, read) in [(6, 35 + 5 * 3), (5, 5 * 3)] {
+        for _ in 0..count {
+            engine.submit(request(&prompt, 1)).unwrap();
+        }
+        let mut found = 0;
+        for (tokens, last) in run(&mut engine).into_values() {
+            assert_eq!(tokens, expected(&tokenizer, &prompt, 1));
+            let Some(Event::Finished(finished)) = last else { panic!("{last:?}") };
+            found += finished.cached_tokens;
+        }
+        assert_eq!(found, 5 * 32);
+        assert_eq!(passes.lock().unwrap().drain(..).sum::<usize>(), read);
     }
-    for (tokens, last) in run(&mut engine).into_values() {
-        assert_eq!(tokens, expected(&tokenizer, &prompt, 1));
-        let Some(Event::Finished(finished)) = last else { panic!("{last:?}") };
-        assert_eq!(finished.cached_tokens, 32);
-    }
-    assert_eq!(passes.lock().unwrap().iter().sum::<usize>(), 5 * 3);
 }
 
 #[test]
