@@ -11,46 +11,46 @@ static MODULE: Module = module!("attention");
 /// What every kernel is given: `Parameters` in tiles.cuh, field by field.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Parameters {
-    q: u64,
-    k: u64,
-    v: u64,
-    o: u64,
-    d_o: u64,
-    dq: u64,
-    dk: u64,
-    dv: u64,
-    first_key: u64,
-    before: u64,
-    log_sum_exp: u64,
-    scaled_sums: u64,
-    corrections: u64,
-    lowest: u64,
-    tile_lowest: u64,
-    turns: u64,
-    dq_sums: u64,
-    partial_o: u64,
-    partial_sums: u64,
-    q_strides: [i64; 3],
-    k_strides: [i64; 3],
-    v_strides: [i64; 3],
-    batch: i32,
-    queries: i32,
-    keys: i32,
-    heads: i32,
-    kv_heads: i32,
-    head_dim: i32,
-    window: i32,
-    ragged: i32,
-    mode: i32,
-    factor: f32,
-    inner: f32,
-    scale: f32,
-    splits: i32,
-    split_start: i32,
-    split_keys: i32,
-    tiles: i32,
-    stages: i32,
+pub(super) struct Parameters {
+    pub q: u64,
+    pub k: u64,
+    pub v: u64,
+    pub o: u64,
+    pub d_o: u64,
+    pub dq: u64,
+    pub dk: u64,
+    pub dv: u64,
+    pub first_key: u64,
+    pub before: u64,
+    pub log_sum_exp: u64,
+    pub scaled_sums: u64,
+    pub corrections: u64,
+    pub lowest: u64,
+    pub tile_lowest: u64,
+    pub turns: u64,
+    pub dq_sums: u64,
+    pub partial_o: u64,
+    pub partial_sums: u64,
+    pub q_strides: [i64; 3],
+    pub k_strides: [i64; 3],
+    pub v_strides: [i64; 3],
+    pub batch: i32,
+    pub queries: i32,
+    pub keys: i32,
+    pub heads: i32,
+    pub kv_heads: i32,
+    pub head_dim: i32,
+    pub window: i32,
+    pub ragged: i32,
+    pub mode: i32,
+    pub factor: f32,
+    pub inner: f32,
+    pub scale: f32,
+    pub splits: i32,
+    pub split_start: i32,
+    pub split_keys: i32,
+    pub tiles: i32,
+    pub stages: i32,
 }
 
 // SAFETY: plain numbers, laid out as in C.
@@ -76,11 +76,56 @@ const SCALED: i32 = 2;
 
 /// The kernels of an element type and a head dimension.
 #[derive(Clone, Copy, PartialEq)]
-enum Kernels {
+pub(super) enum Kernels {
     /// On tensor cores, with the head's dimension padded to this.
     Tiles(usize),
     /// Without, for all else.
     Plain,
+}
+
+impl Kernels {
+    pub(super) fn of(dtype: DType, head_dim: usize) -> Kernels {
+        match head_dim {
+            8..=256 if matches!(dtype, DType::BF16 | DType::F16) && head_dim.is_multiple_of(8) => {
+                let sizes = [64, 96, 128, 256];
+                Kernels::Tiles(sizes.into_iter().find(|size| head_dim <= *size).unwrap_or(256))
+            }
+            _ => Kernels::Plain,
+        }
+    }
+}
+
+/// How scores are made: the mode and the numbers of `Parameters`.
+pub(super) fn score_numbers(options: &Options) -> (i32, f32, f32) {
+    let (mode, factor, inner) = match options.softcap {
+        Some(softcap) => (CAPPED, softcap * LOG2_E, options.scale / softcap),
+        None if options.scale > 0.0 => (AS_IS, options.scale * LOG2_E, 1.0),
+        None => (SCALED, 1.0, options.scale * LOG2_E),
+    };
+    (mode, factor as f32, inner as f32)
+}
+
+/// Rows, warps and bytes of shared memory of a block for few queries.
+pub(super) fn few_shape(kernels: Kernels) -> (usize, usize, usize) {
+    match kernels {
+        Kernels::Tiles(size) => {
+            let (warps, stages) = (if size <= 128 { 4 } else { 2 }, if size <= 64 { 4 } else { 2 });
+            let shared = tile_bytes(16, size) * (1 + warps * stages * 2) + warps * 16 * 8;
+            (16, warps, shared)
+        }
+        Kernels::Plain => (4, 4, 4 * (4 * 256 + 4 * 4 * 32 + 4 * 4 * 256 + 2 * 4 * 4)),
+    }
+}
+
+/// Bytes of shared memory to combine so many parts. The compiler reads weights ahead, eight at a time.
+pub(super) fn combine_shared(splits: usize) -> usize {
+    4 * ((splits + 1).next_multiple_of(8) + 8)
+}
+
+/// Rows and bytes of shared memory of a block of 128 threads for many queries on tensor cores.
+pub(super) fn forward_shape(size: usize) -> (usize, usize) {
+    let rows = if size <= 128 { 128 } else { 64 };
+    (rows, tile_bytes(rows, size) + 2 * tile_bytes(64, size) + 4 * (rows + 8))
 }
 
 /// The tensor core kernel `$name` for elements `$dtype` and heads padded to `$size`.
@@ -98,6 +143,7 @@ macro_rules! tile_kernel {
         }
     };
 }
+pub(super) use tile_kernel;
 
 /// The same of a kernel for Hopper.
 macro_rules! hopper_kernel {
@@ -174,24 +220,13 @@ impl<'a> Call<'a> {
         };
         let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = sizes;
         number("heads of all rows", batch * heads)?;
-        let half = matches!(dtype, DType::BF16 | DType::F16);
-        let kernels = match head_dim {
-            8..=256 if half && head_dim % 8 == 0 => {
-                let sizes = [64, 96, 128, 256];
-                Kernels::Tiles(sizes.into_iter().find(|size| head_dim <= *size).unwrap_or(256))
-            }
-            _ => Kernels::Plain,
-        };
+        let kernels = Kernels::of(dtype, head_dim);
         let aligned = matches!(kernels, Kernels::Tiles(_));
         let [q, k, v] =
             [strided(&cuda, q, aligned)?, strided(&cuda, k, aligned)?, strided(&cuda, v, aligned)?];
         let first_key = first_key.map(|first_key| cuda.contiguous(first_key)).transpose()?;
         let strides = |array: &Array| [array.stride(0), array.stride(1), array.stride(2)];
-        let (mode, factor, inner) = match options.softcap {
-            Some(softcap) => (CAPPED, softcap * LOG2_E, options.scale / softcap),
-            None if options.scale > 0.0 => (AS_IS, options.scale * LOG2_E, 1.0),
-            None => (SCALED, 1.0, options.scale * LOG2_E),
-        };
+        let (mode, factor, inner) = score_numbers(options);
         let parameters = Parameters {
             q: q.pointer,
             k: k.pointer,
@@ -211,8 +246,8 @@ impl<'a> Call<'a> {
                 .map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX)),
             ragged: i32::from(first_key.is_some() || options.window.is_some()),
             mode,
-            factor: factor as f32,
-            inner: inner as f32,
+            factor,
+            inner,
             scale: options.scale as f32,
             splits: 1,
             ..Parameters::default()
@@ -364,8 +399,7 @@ impl<'a> Call<'a> {
                 self.run_hopper(name, grid, shared, [HOPPER_ROWS, columns])?;
             }
             Kernels::Tiles(size) => {
-                let rows = if size <= 128 { 128 } else { 64 };
-                let shared = tile_bytes(rows, size) + 2 * tile_bytes(64, size) + 4 * (rows + 8);
+                let (rows, shared) = forward_shape(size);
                 let name = tile_kernel!("forward", self.dtype, size);
                 self.run(name, (batch * heads, queries.div_ceil(rows), 1), 128, shared)?;
             }
@@ -385,17 +419,10 @@ impl<'a> Call<'a> {
 
     fn forward_few(&mut self) -> Result<()> {
         let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
-        let (name, rows, warps, shared) = match self.kernels {
-            Kernels::Tiles(size) => {
-                let (warps, stages) =
-                    (if size <= 128 { 4 } else { 2 }, if size <= 64 { 4 } else { 2 });
-                let shared = tile_bytes(16, size) * (1 + warps * stages * 2) + warps * 16 * 8;
-                (tile_kernel!("few", self.dtype, size), 16, warps, shared)
-            }
-            Kernels::Plain => {
-                let shared = 4 * (4 * 256 + 4 * 4 * 32 + 4 * 4 * 256 + 2 * 4 * 4);
-                (by_dtype!("plain_few", self.dtype)?, 4, 4, shared)
-            }
+        let (rows, warps, shared) = few_shape(self.kernels);
+        let name = match self.kernels {
+            Kernels::Tiles(size) => tile_kernel!("few", self.dtype, size),
+            Kernels::Plain => by_dtype!("plain_few", self.dtype)?,
         };
         // Keys before the first query's window are seen by none.
         let span = keys.min(self.parameters.window as usize + queries.max(1) - 1);
@@ -420,10 +447,8 @@ impl<'a> Call<'a> {
         self.parameters.partial_o = partial_o.pointer;
         self.parameters.partial_sums = partial_sums.pointer;
         self.launch(few)?;
-        // The compiler reads weights ahead, eight at a time.
-        let shared = 4 * ((splits + 1).next_multiple_of(8) + 8);
         let combine = by_dtype!("combine_parts", self.dtype)?;
-        let grid = (batch * queries * heads, 1, 1);
+        let (grid, shared) = ((batch * queries * heads, 1, 1), combine_shared(splits));
         self.launch(self.prepare(combine, grid, 128, shared as u32)?.overlapping())
     }
 
@@ -559,7 +584,7 @@ fn hopper_shared(size: usize) -> usize {
 }
 
 /// The elements by their strides; with `aligned`, rows start at multiples of 16 bytes.
-fn strided(cuda: &Cuda, tensor: &Tensor, aligned: bool) -> Result<Array> {
+pub(super) fn strided(cuda: &Cuda, tensor: &Tensor, aligned: bool) -> Result<Array> {
     let array = cuda.strided_rows(tensor)?;
     let rows = array.tensor.dims().iter().zip(array.tensor.stride()).take(3);
     let whole =

@@ -29,9 +29,9 @@ template <int STEP> __device__ __forceinline__ Parameters counted(Parameters p) 
     return p;
 }
 
-/// The keys from `x` up to `y` of this block's range that any of `rows` rows from `first` on sees.
-__device__ __forceinline__ int2 few_keys(const Parameters &p, int batch, int kv_head, int first,
-                                         int rows, int lane) {
+/// The keys from `x` up to `y` of a range that any of `rows` rows from `first` on sees.
+__device__ __forceinline__ int2 few_keys(const Parameters &p, int range, int batch, int kv_head,
+                                         int first, int rows, int lane) {
     int smallest = INT_MAX, end = 0;
     for (int row = lane; row < rows; row += WARP) {
         const FewRow mine = few_row(p, kv_head, first + row);
@@ -42,25 +42,25 @@ __device__ __forceinline__ int2 few_keys(const Parameters &p, int batch, int kv_
         smallest = min(smallest, low);
         end = max(end, position + 1);
     }
-    const int split = p.split_start + blockIdx.y * p.split_keys;
+    const int split = p.split_start + range * p.split_keys;
     return make_int2(max(warp_min(smallest), split), min(warp_max(end), split + p.split_keys));
 }
 
 /// Writes four columns of a row: the result if keys aren't split, else the part to be combined.
 /// `top` is the largest score in log2 units and `total` the sum of powers relative to it.
 template <typename T>
-__device__ __forceinline__ void store_part(const Parameters &p, int batch, const FewRow &row,
-                                           int column, int columns, const float *values, float top,
-                                           float total) {
+__device__ __forceinline__ void store_part(const Parameters &p, int range, int batch,
+                                           const FewRow &row, int column, int columns,
+                                           const float *values, float top, float total) {
     const int64_t at = query_row(p, batch, row.query, row.head);
     if (p.splits == 1) {
         const float inverse = inverse_of(total);
         T *const o = static_cast<T *>(p.o) + at * p.head_dim + column;
         for (int i = 0; i < columns; i++) o[i] = from_float<T>(values[i] * inverse);
-        if (column == 0)
+        if (column == 0 && p.log_sum_exp != nullptr)
             p.log_sum_exp[sum_row(p, batch, row.query, row.head)] = log_of_sum(top, total);
     } else {
-        const int64_t part = at * p.splits + blockIdx.y;
+        const int64_t part = at * p.splits + range;
         for (int i = 0; i < columns; i++) p.partial_o[part * p.head_dim + column + i] = values[i];
         if (column == 0) p.partial_sums[part] = make_float2(top, total);
     }
@@ -69,20 +69,17 @@ __device__ __forceinline__ void store_part(const Parameters &p, int batch, const
 constexpr int few_warps(int d) { return d <= 128 ? 4 : 2; }
 constexpr int few_stages(int d) { return d <= 64 ? 4 : 2; }
 
-/// On tensor cores, sixteen rows.
-template <typename T, int D> __device__ __forceinline__ void few_tiles(const Parameters &given) {
-    follow_previous();
+/// On tensor cores, sixteen rows from `first_row` on of a key head's, for a range of the keys, which are where
+/// `keys` says.
+template <typename T, int D, typename Keys>
+__device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_at, int range,
+                                          int batch, int kv_head, int first_row) {
     constexpr int ROWS = 16, WARPS = few_warps(D), STAGES = few_stages(D), THREADS = WARP * WARPS;
-    const Parameters p = counted<16 * WARPS>(given);
     constexpr int TILE = tile_bytes(16, D), CHUNKS = D / 8;
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t q_shared = shared_address(shared);
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int row_tiles = (p.queries * (p.heads / p.kv_heads) + ROWS - 1) / ROWS;
-    const int first_row = blockIdx.x % row_tiles * ROWS;
-    const int kv_head = blockIdx.x / row_tiles % p.kv_heads;
-    const int batch = blockIdx.x / row_tiles / p.kv_heads;
     const T *const k = head_start(static_cast<const T *>(p.k), p.k_strides, batch, kv_head);
     const T *const v = head_start(static_cast<const T *>(p.v), p.v_strides, batch, kv_head);
 
@@ -98,8 +95,9 @@ template <typename T, int D> __device__ __forceinline__ void few_tiles(const Par
     }
     copy_async_commit();
 
-    const int2 seen = few_keys(p, batch, kv_head, first_row, ROWS, lane);
-    const int steps = (max(seen.y - seen.x, 0) + 16 * WARPS - 1) / (16 * WARPS);
+    const int2 seen = few_keys(p, range, batch, kv_head, first_row, ROWS, lane);
+    const int start = keys_at.template first<16 * WARPS>(seen.x);
+    const int steps = (max(seen.y - start, 0) + 16 * WARPS - 1) / (16 * WARPS);
     int position[2], lowest[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -112,12 +110,12 @@ template <typename T, int D> __device__ __forceinline__ void few_tiles(const Par
     const uint32_t mine = q_shared + TILE * (1 + warp * STAGES * 2);
     const auto load = [&](int step) {
         if (step < steps) {
-            const int first_key = seen.x + (step * WARPS + warp) * 16;
+            const int first_key = start + (step * WARPS + warp) * 16;
             const uint32_t to = mine + step % STAGES * 2 * TILE;
-            load_tile<T, 16, D, WARP>(to, k + first_key * p.k_strides[1], p.k_strides[1],
-                                      seen.y - first_key, p.head_dim, lane);
-            load_tile<T, 16, D, WARP>(to + TILE, v + first_key * p.v_strides[1], p.v_strides[1],
-                                      seen.y - first_key, p.head_dim, lane);
+            keys_at.template load<T, 16, D, WARP>(to, k, p.k_strides[1], first_key,
+                                                  seen.y - first_key, p.head_dim, lane);
+            keys_at.template load<T, 16, D, WARP>(to + TILE, v, p.v_strides[1], first_key,
+                                                  seen.y - first_key, p.head_dim, lane);
         }
         copy_async_commit();
     };
@@ -133,7 +131,7 @@ template <typename T, int D> __device__ __forceinline__ void few_tiles(const Par
         copy_async_wait<STAGES - 1>();
         __syncwarp();
         const uint32_t keys = mine + step % STAGES * 2 * TILE;
-        const int first_key = seen.x + (step * WARPS + warp) * 16;
+        const int first_key = start + (step * WARPS + warp) * 16;
         float scores[1][2][4] = {};
         multiply_rows<T, D, ROWS, 16, 1>(scores, q_shared, 0, keys, lane);
         shape_scores<16>(p, scores[0]);
@@ -194,18 +192,26 @@ template <typename T, int D> __device__ __forceinline__ void few_tiles(const Par
             values[2] = fmaf(weight, part.z, values[2]);
             values[3] = fmaf(weight, part.w, values[3]);
         }
-        store_part<T>(p, batch, to, column, 4, values, best, sum);
+        store_part<T>(p, range, batch, to, column, 4, values, best, sum);
     }
+}
+
+template <typename T, int D> __device__ __forceinline__ void few_tiles(const Parameters &given) {
+    follow_previous();
+    const Parameters p = counted<16 * few_warps(D)>(given);
+    const int row_tiles = (p.queries * (p.heads / p.kv_heads) + 15) / 16;
+    few_block<T, D>(p, KeysInARow(), blockIdx.y, blockIdx.x / row_tiles / p.kv_heads,
+                    blockIdx.x / row_tiles % p.kv_heads, blockIdx.x % row_tiles * 16);
 }
 
 constexpr int PLAIN_FEW_ROWS = 4, PLAIN_FEW_WARPS = 4, PLAIN_FEW_COLUMNS = 256;
 
-/// For any element type and up to 256 columns, four rows: a warp takes 32 keys at a time, eight
+/// As `few_block` for any element type and up to 256 columns, four rows: a warp takes 32 keys at a time, eight
 /// lanes a key for the scores, all lanes a row of values.
-template <typename T> __device__ __forceinline__ void plain_few(const Parameters &given) {
-    follow_previous();
+template <typename T, typename Keys>
+__device__ __forceinline__ void plain_few_block(const Parameters &p, const Keys &keys_at, int range,
+                                                int batch, int kv_head, int first_row) {
     constexpr int ROWS = PLAIN_FEW_ROWS, WARPS = PLAIN_FEW_WARPS, COLUMNS = PLAIN_FEW_COLUMNS;
-    const Parameters p = counted<16 * WARPS>(given);
     constexpr int PER_LANE = COLUMNS / WARP;
     extern __shared__ __align__(1024) unsigned char shared[];
     // (ROWS, COLUMNS) queries, (WARPS, ROWS, WARP) scores, (WARPS, ROWS, COLUMNS) parts, and their
@@ -216,10 +222,6 @@ template <typename T> __device__ __forceinline__ void plain_few(const Parameters
     float *const tops = parts + WARPS * ROWS * COLUMNS, *const totals = tops + WARPS * ROWS;
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, d = p.head_dim;
-    const int row_tiles = (p.queries * (p.heads / p.kv_heads) + ROWS - 1) / ROWS;
-    const int first_row = blockIdx.x % row_tiles * ROWS;
-    const int kv_head = blockIdx.x / row_tiles % p.kv_heads;
-    const int batch = blockIdx.x / row_tiles / p.kv_heads;
     const T *const k = head_start(static_cast<const T *>(p.k), p.k_strides, batch, kv_head);
     const T *const v = head_start(static_cast<const T *>(p.v), p.v_strides, batch, kv_head);
 
@@ -231,7 +233,7 @@ template <typename T> __device__ __forceinline__ void plain_few(const Parameters
         q[row * COLUMNS + column] =
             from.inside ? to_float(start[from.query * p.q_strides[1] + column]) : 0.0f;
     }
-    const int2 seen = few_keys(p, batch, kv_head, first_row, ROWS, lane);
+    const int2 seen = few_keys(p, range, batch, kv_head, first_row, ROWS, lane);
     int position[ROWS], lowest[ROWS];
 #pragma unroll
     for (int row = 0; row < ROWS; row++) {
@@ -245,12 +247,15 @@ template <typename T> __device__ __forceinline__ void plain_few(const Parameters
 #pragma unroll
     for (int row = 0; row < ROWS; row++) top[row] = -INFINITY;
     float *const my_scores = scores + warp * ROWS * WARP;
-    for (int first_key = seen.x + warp * WARP; first_key < seen.y; first_key += WARPS * WARP) {
+    const int start_key = keys_at.template first<WARPS * WARP>(seen.x);
+    for (int first_key = start_key + warp * WARP; first_key < seen.y;
+         first_key += WARPS * WARP) {
         const int count = min(WARP, seen.y - first_key);
         for (int start = 0; start < count; start += 4) {
             // Beyond the last key, a key that exists, not to be used.
             const int key = min(first_key + start + lane / 8, seen.y - 1);
-            const T *const line = k + key * p.k_strides[1];
+            // That of a block that isn't there is hidden.
+            const T *const line = k + max(keys_at.row(key), int64_t(0)) * p.k_strides[1];
             float sum[ROWS] = {};
 #pragma unroll 8
             for (int column = lane % 8; column < d; column += 8) {
@@ -288,14 +293,15 @@ template <typename T> __device__ __forceinline__ void plain_few(const Parameters
         __syncwarp();
 #pragma unroll 4
         for (int key = 0; key < count; key++) {
-            const T *const line = v + (first_key + key) * p.v_strides[1];
+            const int64_t at = keys_at.row(first_key + key);
+            const T *const line = v + max(at, int64_t(0)) * p.v_strides[1];
             float weight[ROWS];
 #pragma unroll
             for (int row = 0; row < ROWS; row++) weight[row] = my_scores[row * WARP + key];
 #pragma unroll
             for (int i = 0; i < PER_LANE; i++) {
                 const int column = i * WARP + lane;
-                const float x = column < d ? to_float(line[column]) : 0.0f;
+                const float x = column < d && at >= 0 ? to_float(line[column]) : 0.0f;
 #pragma unroll
                 for (int row = 0; row < ROWS; row++)
                     out[row][i] = fmaf(weight[row], x, out[row][i]);
@@ -329,33 +335,42 @@ template <typename T> __device__ __forceinline__ void plain_few(const Parameters
             sum = fmaf(weight, totals[other * ROWS + row], sum);
             value = fmaf(weight, parts[(other * ROWS + row) * COLUMNS + column], value);
         }
-        store_part<T>(p, batch, to, column, d == 0 ? 0 : 1, &value, best, sum);
+        store_part<T>(p, range, batch, to, column, d == 0 ? 0 : 1, &value, best, sum);
     }
 }
 
-/// Combines the parts of a row, a block a row, with `splits + 1` floats of shared memory.
-template <typename T> __device__ __forceinline__ void combine_parts(const Parameters &p) {
+template <typename T> __device__ __forceinline__ void plain_few(const Parameters &given) {
     follow_previous();
+    constexpr int ROWS = PLAIN_FEW_ROWS;
+    const Parameters p = counted<16 * PLAIN_FEW_WARPS>(given);
+    const int row_tiles = (p.queries * (p.heads / p.kv_heads) + ROWS - 1) / ROWS;
+    plain_few_block<T>(p, KeysInARow(), blockIdx.y, blockIdx.x / row_tiles / p.kv_heads,
+                       blockIdx.x / row_tiles % p.kv_heads, blockIdx.x % row_tiles * ROWS);
+}
+
+/// Combines `count` parts of a row from part `first` on, by a block, with `count + 1` floats of shared memory.
+template <typename T>
+__device__ __forceinline__ void combine_row(const Parameters &p, int64_t row, int first,
+                                            int count) {
     extern __shared__ __align__(1024) unsigned char shared[];
     float *const weights = reinterpret_cast<float *>(shared);
-    float &total = weights[p.splits];
-    const int64_t row = blockIdx.x;
-    const float2 *const sums = p.partial_sums + row * p.splits;
+    float &total = weights[count];
+    const float2 *const sums = p.partial_sums + row * p.splits + first;
     if (threadIdx.x < WARP) {
         float best = -INFINITY;
-        for (int split = threadIdx.x; split < p.splits; split += WARP)
+        for (int split = threadIdx.x; split < count; split += WARP)
             best = fmaxf(best, sums[split].x);
         best = warp_max(best);
         const float base = best == -INFINITY ? 0.0f : best;
         float sum = 0.0f;
-        for (int split = threadIdx.x; split < p.splits; split += WARP) {
+        for (int split = threadIdx.x; split < count; split += WARP) {
             const float weight = exp2f(sums[split].x - base);
             weights[split] = weight;
             sum = fmaf(weight, sums[split].y, sum);
         }
         sum = warp_sum(sum);
-        if (threadIdx.x == 0) {
-            total = sum;
+        if (threadIdx.x == 0) total = sum;
+        if (threadIdx.x == 0 && p.log_sum_exp != nullptr) {
             const int head = row % p.heads;
             const int64_t token = row / p.heads;
             p.log_sum_exp[sum_row(p, token / p.queries, token % p.queries, head)] =
@@ -364,13 +379,18 @@ template <typename T> __device__ __forceinline__ void combine_parts(const Parame
     }
     __syncthreads();
     const float inverse = inverse_of(total);
-    const float *const parts = p.partial_o + row * p.splits * p.head_dim;
+    const float *const parts = p.partial_o + (row * p.splits + first) * p.head_dim;
     for (int column = threadIdx.x; column < p.head_dim; column += blockDim.x) {
         float value = 0.0f;
 #pragma unroll 8
-        for (int split = 0; split < p.splits; split++)
+        for (int split = 0; split < count; split++)
             value = fmaf(weights[split], parts[static_cast<int64_t>(split) * p.head_dim + column],
                          value);
         static_cast<T *>(p.o)[row * p.head_dim + column] = from_float<T>(value * inverse);
     }
+}
+
+template <typename T> __device__ __forceinline__ void combine_parts(const Parameters &p) {
+    follow_previous();
+    combine_row<T>(p, blockIdx.x, 0, p.splits);
 }

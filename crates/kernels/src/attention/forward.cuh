@@ -8,8 +8,10 @@
 /// Keys of a tile.
 constexpr int FORWARD_KEYS = 64;
 
-template <typename T, int D, int M, int WARPS>
-__device__ __forceinline__ void forward_tiles(const Parameters &p) {
+/// The queries of a head from `first_query` on, for keys that are where `keys_at` says.
+template <typename T, int D, int M, int WARPS, typename Keys>
+__device__ __forceinline__ void forward_block(const Parameters &p, const Keys &keys_at, int batch,
+                                              int head, int first_query) {
     constexpr int BM = 16 * M * WARPS, BN = FORWARD_KEYS, THREADS = WARP * WARPS;
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char *const q_tile = shared;
@@ -20,10 +22,7 @@ __device__ __forceinline__ void forward_tiles(const Parameters &p) {
     int *const lowest = reinterpret_cast<int *>(shared + tile_bytes(BM, D) + 2 * tile_bytes(BN, D));
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int batch = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
     const int kv_head = head / (p.heads / p.kv_heads);
-    // The queries that see the most keys first.
-    const int first_query = (gridDim.y - 1 - blockIdx.y) * BM;
     const int rows = min(BM, p.queries - first_query);
     const int first_position = p.keys - p.queries + first_query;
 
@@ -42,8 +41,8 @@ __device__ __forceinline__ void forward_tiles(const Parameters &p) {
     for (int m = 0; m < M; m++) top[m][0] = top[m][1] = -INFINITY;
 
     const auto load_keys = [&](int tile) {
-        load_tile<T, BN, D, THREADS>(k_shared, k + tile * BN * p.k_strides[1], p.k_strides[1],
-                                     p.keys - tile * BN, p.head_dim, threadIdx.x);
+        keys_at.template load<T, BN, D, THREADS>(k_shared, k, p.k_strides[1], tile * BN,
+                                                 p.keys - tile * BN, p.head_dim, threadIdx.x);
         copy_async_commit();
     };
     if (first_tile < end_tile) {
@@ -55,8 +54,8 @@ __device__ __forceinline__ void forward_tiles(const Parameters &p) {
         copy_async_wait<0>();
         // The keys are there, and every warp is done with the values of the tile before.
         __syncthreads();
-        load_tile<T, BN, D, THREADS>(v_shared, v + first_key * p.v_strides[1], p.v_strides[1],
-                                     p.keys - first_key, p.head_dim, threadIdx.x);
+        keys_at.template load<T, BN, D, THREADS>(v_shared, v, p.v_strides[1], first_key,
+                                                 p.keys - first_key, p.head_dim, threadIdx.x);
         copy_async_commit();
 
         float scores[M][BN / 8][4] = {};
@@ -97,7 +96,7 @@ __device__ __forceinline__ void forward_tiles(const Parameters &p) {
             const float sum = row_sum(total[m][half]);
             inverse[m][half] = inverse_of(sum);
             const int row = (warp * M + m) * 16 + half * 8 + lane / 4;
-            if (lane % 4 == 0 && row < rows)
+            if (lane % 4 == 0 && row < rows && p.log_sum_exp != nullptr)
                 p.log_sum_exp[sum_row(p, batch, first_query + row, head)] =
                     log_of_sum(top[m][half], sum);
         }
@@ -109,4 +108,11 @@ __device__ __forceinline__ void forward_tiles(const Parameters &p) {
             if (query >= p.queries) return nullptr;
             return static_cast<T *>(p.o) + query_row(p, batch, query, head) * p.head_dim;
         });
+}
+
+template <typename T, int D, int M, int WARPS>
+__device__ __forceinline__ void forward_tiles(const Parameters &p) {
+    // The queries that see the most keys first.
+    forward_block<T, D, M, WARPS>(p, KeysInARow(), blockIdx.x / p.heads, blockIdx.x % p.heads,
+                                  (gridDim.y - 1 - blockIdx.y) * (16 * M * WARPS));
 }

@@ -30,9 +30,14 @@ constant bool WINDOWED [[function_constant(2)]];
 constant bool PACKED [[function_constant(3)]];
 /// A score is `factor·x`, or `factor·tanh(inner·x)` where it is capped.
 constant bool CAPPED [[function_constant(4)]];
-/// Whether what a threadgroup of `attention_few` finds is a part of the result only.
+/// Whether what a threadgroup of `attention_few` finds is a part of the result only; of a batch of sequences,
+/// whether that is so for any of them.
 constant bool SPLIT [[function_constant(5)]];
-constant bool NOT_SPLIT = !SPLIT;
+/// Whether there is a batch of sequences, whose keys and values are in blocks of a pool.
+constant bool PAGED [[function_constant(6)]];
+constant bool GIVES_O = !SPLIT || PAGED;
+constant bool GIVES_SUM = !SPLIT && !PAGED;
+constant bool ONE_SEQUENCE = !PAGED;
 constant uint HEAD_DIM = SHORT_HEAD_DIM;
 
 /// As metal.rs fills it.
@@ -51,6 +56,51 @@ struct AttentionSizes {
 struct AttentionStrides {
     ulong q[3], k[3], v[3];
 };
+
+/// What is known of a batch of sequences, as paged/metal.rs fills it.
+struct PagedBatch {
+    /// Where among the numbers of the batch the sequences, their tables, the items of this dispatch and the
+    /// number of those are.
+    uint spans, tables, items, count;
+    /// Entries of a table, tokens of a block, and blocks of a pool.
+    uint width, block, blocks;
+};
+
+/// Keys of a range of its own, for a few queries; queries of an item where there are many.
+constant constexpr uint PAGED_SPLIT = 256, PAGED_QUERIES = 128;
+/// Numbers of a sequence.
+constant constexpr uint SPAN_NUMBERS = 4;
+
+/// A sequence, of a batch or by itself.
+struct AttentionSpan {
+    /// Its first query and its parts of results before this one's, in a batch.
+    uint first, part;
+    uint queries, keys;
+    /// Which of its items this is.
+    uint item;
+    /// Ranges of its keys.
+    uint splits;
+    device const uint *table;
+};
+
+/// The sequence of an item of a batch.
+inline AttentionSpan span_of(device const uint *numbers, constant PagedBatch &paged, uint item) {
+    device const uint *const at = numbers + paged.items + 2 * item;
+    device const uint *const span = numbers + paged.spans + SPAN_NUMBERS * at[0];
+    return {span[0],
+            span[3],
+            span[1],
+            span[2],
+            at[1],
+            (span[2] + PAGED_SPLIT - 1) / PAGED_SPLIT,
+            numbers + paged.tables + ulong(at[0]) * paged.width};
+}
+
+/// The row of a key in the pool.
+inline ulong paged_row(device const uint *table, constant PagedBatch &paged, uint key) {
+    const uint index = min(key / paged.block, paged.width - 1);
+    return ulong(min(table[index], paged.blocks - 1)) * paged.block + key % paged.block;
+}
 
 /// Where the two elements of a lane are in an 8 x 8 matrix.
 struct Lane {
@@ -137,10 +187,29 @@ inline void write_quad(device T *row, uint column, float4 x) {
 /// Quads from a row of a tile to the next.
 template <typename T, uint D> constexpr uint tile_pitch() { return D / 4 + 4 / sizeof(T); }
 
+/// Rows at one distance from each other.
+struct StridedRows {
+    ulong stride;
+
+    ulong start(uint row) const { return row * stride; }
+};
+
+/// Rows of the keys from `first` on in blocks of a pool; those before `seen` are hidden, and may not be there.
+struct PagedRows {
+    device const uint *table;
+    constant PagedBatch *paged;
+    ulong stride;
+    uint first, seen;
+
+    ulong start(uint row) const {
+        return paged_row(table, *paged, max(first + row, seen)) * stride;
+    }
+};
+
 /// The threadgroup reads `rows` rows, zeros from the row `count` on; there has to be one.
-template <typename T, uint D>
-inline void read_tile(threadgroup Quad<T> *tile, uint rows, device const T *from, ulong stride,
-                      uint count, uint thread_index, uint threads) {
+template <typename T, uint D, typename Rows>
+inline void read_tile_of(threadgroup Quad<T> *tile, uint rows, device const T *from, Rows places,
+                         uint count, uint thread_index, uint threads) {
     constexpr uint QUADS = D / 4;
     for (uint start = thread_index; start < rows * QUADS; start += AHEAD * threads) {
         Quad<T> x[AHEAD];
@@ -148,7 +217,7 @@ inline void read_tile(threadgroup Quad<T> *tile, uint rows, device const T *from
         uint columns[AHEAD];
         UNROLL for (uint a = 0; a < AHEAD; a++) {
             const uint i = start + a * threads;
-            row_starts[a] = min(i / QUADS, min(rows, count) - 1) * stride;
+            row_starts[a] = places.start(min(i / QUADS, min(rows, count) - 1));
             columns[a] = i % QUADS * 4;
         }
         read_quads<T, AHEAD>(x, from, row_starts, columns);
@@ -159,6 +228,12 @@ inline void read_tile(threadgroup Quad<T> *tile, uint rows, device const T *from
                     row < count ? x[a] : Quad<T>(static_cast<T>(0.0f));
         }
     }
+}
+
+template <typename T, uint D>
+inline void read_tile(threadgroup Quad<T> *tile, uint rows, device const T *from, ulong stride,
+                      uint count, uint thread_index, uint threads) {
+    read_tile_of<T, D>(tile, rows, from, StridedRows{stride}, count, thread_index, threads);
 }
 
 /// `sums = x·yᵀ`, 8 rows of `x` and 8·N of `y`. Product `j` takes from every quad its element `j`.
@@ -207,11 +282,15 @@ inline void write_row(device T *row, thread const float2 *sums, float factor, La
                    factor * float4(sums[i * 2], sums[i * 2 + 1]));
 }
 
+/// The first key in the window of a query that sees keys up to `end`.
+inline uint window_start(constant AttentionSizes &p, uint end) {
+    return WINDOWED && end > p.window ? end - p.window : 0;
+}
+
 /// The first key that a query sees, if it isn't beyond its position.
 inline uint lowest_key(constant AttentionSizes &p, device const uint *first_key, uint batch,
                        uint query) {
-    const uint end = p.keys - p.queries + query + 1;
-    const uint low = WINDOWED && end > p.window ? end - p.window : 0;
+    const uint low = window_start(p, p.keys - p.queries + query + 1);
     return PACKED ? max(low, first_key[ulong(batch) * p.queries + query]) : low;
 }
 
@@ -276,9 +355,11 @@ template <typename T, uint D>
     device const T *q [[buffer(0)]], device const T *k [[buffer(1)]],
     device const T *v [[buffer(2)]],
     device const uint *first_key [[buffer(3), function_constant(PACKED)]],
-    device T *o [[buffer(4)]], device float *log_sum_exp [[buffer(5)]],
+    device T *o [[buffer(4)]],
+    device float *log_sum_exp [[buffer(5), function_constant(ONE_SEQUENCE)]],
     constant AttentionSizes &p [[buffer(6)]], constant AttentionStrides &strides [[buffer(7)]],
-    PLACE, SIMD_PLACE) {
+    device const uint *numbers [[buffer(8), function_constant(PAGED)]],
+    constant PagedBatch &paged [[buffer(9), function_constant(PAGED)]], PLACE, SIMD_PLACE) {
     constexpr uint BYTES = D * sizeof(T), MOST_SIMDGROUPS = BYTES == 1024 ? 2 : 4;
     constexpr uint COLUMNS = BYTES <= 192 ? 32 : BYTES <= 512 ? 16 : 8, N = COLUMNS / 8;
     constexpr bool SHARED = BYTES >= 512;
@@ -289,11 +370,23 @@ template <typename T, uint D>
     threadgroup Quad<T> *const v_tile = SHARED ? k_tile : other_tile;
 
     const uint batch = group.x / p.heads, head = group.x % p.heads;
-    const uint kv_head = head / (p.heads / p.kv_heads);
-    const uint rows = 8 * simdgroups, before = p.keys - p.queries;
+    const uint kv_head = head / (p.heads / p.kv_heads), rows = 8 * simdgroups;
+    AttentionSpan span = {0, 0, p.queries, p.keys, 0, 1, nullptr};
     // Late queries, which see the most keys, first.
-    const uint first_query = ((p.queries + rows - 1) / rows - 1 - group.y) * rows;
-    const uint end_query = min(first_query + rows, p.queries);
+    uint first_query = ((p.queries + rows - 1) / rows - 1 - group.y) * rows;
+    uint end_query = p.queries;
+    if (PAGED) {
+        const uint tiles = (PAGED_QUERIES + rows - 1) / rows;
+        if (group.y / tiles >= numbers[paged.count]) return;
+        span = span_of(numbers, paged, group.y / tiles);
+        first_query = span.item * PAGED_QUERIES + group.y % tiles * rows;
+        end_query = min(span.queries, (span.item + 1) * PAGED_QUERIES);
+        if (first_query >= end_query) return;
+        q += span.first * strides.q[1];
+        o += ulong(span.first) * p.heads * HEAD_DIM;
+    }
+    const uint before = span.keys - span.queries;
+    end_query = min(first_query + rows, end_query);
     q += batch * strides.q[0] + head * strides.q[2];
     k += batch * strides.k[0] + kv_head * strides.k[2];
     v += batch * strides.v[0] + kv_head * strides.v[2];
@@ -303,15 +396,18 @@ template <typename T, uint D>
     // The first key that any query of the threadgroup sees.
     uint smallest = NO_KEY;
     for (uint i = first_query + lane; i < end_query; i += 32) {
-        const uint lowest = lowest_key(p, first_key, batch, i);
+        const uint lowest =
+            PAGED ? window_start(p, before + i + 1) : lowest_key(p, first_key, batch, i);
         if (lowest <= before + i) smallest = min(smallest, lowest);
     }
     smallest = simd_min(smallest);
 
     const Lane at = lane_place(lane);
     const uint query = first_query + 8 * simdgroup + at.row;
-    const bool inside = query < p.queries;
-    const uint low = inside ? lowest_key(p, first_key, batch, query) : NO_KEY;
+    const bool inside = query < end_query;
+    const uint low = !inside ? NO_KEY
+                     : PAGED ? window_start(p, before + query + 1)
+                             : lowest_key(p, first_key, batch, query);
     const uint end = inside ? before + query + 1 : 0;
     // Of the simdgroup: the keys that any query sees, and those that all do.
     const uint any_from = simd_min(low < end ? low : NO_KEY), any_to = simd_max(end);
@@ -320,13 +416,24 @@ template <typename T, uint D>
     float2 sums[D / 8];
     UNROLL for (uint i = 0; i < D / 8; i++) sums[i] = float2(0.0f);
     float top = -INFINITY, total = 0.0f;
-    for (uint first = smallest; first < before + end_query; first += COLUMNS) {
+    // Of a batch, tiles start at positions that are the same for all queries of a sequence.
+    for (uint first = PAGED ? smallest / COLUMNS * COLUMNS : smallest; first < before + end_query;
+         first += COLUMNS) {
         const uint count = before + end_query - first;
         // What was there has been read.
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        read_tile<T, D>(k_tile, COLUMNS, k + first * strides.k[1], strides.k[1], count, own.x,
-                        threads.x);
-        if (!SHARED)
+        if (PAGED)
+            read_tile_of<T, D>(k_tile, COLUMNS, k,
+                               PagedRows{span.table, &paged, strides.k[1], first, smallest}, count,
+                               own.x, threads.x);
+        else
+            read_tile<T, D>(k_tile, COLUMNS, k + first * strides.k[1], strides.k[1], count, own.x,
+                            threads.x);
+        if (!SHARED && PAGED)
+            read_tile_of<T, D>(v_tile, COLUMNS, v,
+                               PagedRows{span.table, &paged, strides.v[1], first, smallest}, count,
+                               own.x, threads.x);
+        else if (!SHARED)
             read_tile<T, D>(v_tile, COLUMNS, v + first * strides.v[1], strides.v[1], count,
                             own.x, threads.x);
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -339,15 +446,20 @@ template <typename T, uint D>
         }
         if (SHARED) {
             threadgroup_barrier(mem_flags::mem_threadgroup);
-            read_tile<T, D>(v_tile, COLUMNS, v + first * strides.v[1], strides.v[1], count,
-                            own.x, threads.x);
+            if (PAGED)
+                read_tile_of<T, D>(v_tile, COLUMNS, v,
+                                   PagedRows{span.table, &paged, strides.v[1], first, smallest},
+                                   count, own.x, threads.x);
+            else
+                read_tile<T, D>(v_tile, COLUMNS, v + first * strides.v[1], strides.v[1], count,
+                                own.x, threads.x);
             threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         if (active) multiply_columns<T, D, N>(sums, scores, v_tile, at);
     }
     total = row_sum(total);
     if (!inside) return;
-    if (at.column == 0)
+    if (ONE_SEQUENCE && at.column == 0)
         log_sum_exp[(ulong(batch) * p.heads + head) * p.queries + query] = log_of_sum(top, total);
     o += ((ulong(batch) * p.queries + query) * p.heads + head) * HEAD_DIM;
     write_row<T, D>(o, sums, inverse_of(total), at);
@@ -590,12 +702,13 @@ template <typename T, uint D>
     device const T *q [[buffer(0)]], device const T *k [[buffer(1)]],
     device const T *v [[buffer(2)]],
     device const uint *first_key [[buffer(3), function_constant(PACKED)]],
-    device T *o [[buffer(4), function_constant(NOT_SPLIT)]],
-    device float *log_sum_exp [[buffer(5), function_constant(NOT_SPLIT)]],
+    device T *o [[buffer(4), function_constant(GIVES_O)]],
+    device float *log_sum_exp [[buffer(5), function_constant(GIVES_SUM)]],
     device float *partial_o [[buffer(6), function_constant(SPLIT)]],
     device float2 *partial_sums [[buffer(7), function_constant(SPLIT)]],
     constant AttentionSizes &p [[buffer(8)]], constant AttentionStrides &strides [[buffer(9)]],
-    PLACE, SIMD_PLACE) {
+    device const uint *numbers [[buffer(10), function_constant(PAGED)]],
+    constant PagedBatch &paged [[buffer(11), function_constant(PAGED)]], PLACE, SIMD_PLACE) {
     constexpr uint N = 2, MOST_SIMDGROUPS = D <= 128 ? 4 : 2, PITCH = D / 4 + 1;
     // Of so many times 32 columns a lane reads its quads at once.
     constexpr uint BLOCKS = D == 96 ? 3 : 2, QUADS = BLOCKS * N * 2;
@@ -603,10 +716,27 @@ template <typename T, uint D>
     threadgroup float4 parts[MOST_SIMDGROUPS * 8 * PITCH];
     threadgroup float tops[MOST_SIMDGROUPS * 8], totals[MOST_SIMDGROUPS * 8];
 
-    const uint heads_of_key = p.heads / p.kv_heads, rows = p.queries * heads_of_key;
-    const uint tiles = (rows + 7) / 8, first_row = group.x % tiles * 8;
+    // Of a batch, `p.queries` are those of a sequence at most.
+    const uint heads_of_key = p.heads / p.kv_heads;
+    const uint tiles = (p.queries * heads_of_key + 7) / 8, first_row = group.x % tiles * 8;
     const uint kv_head = group.x / tiles % p.kv_heads, batch = group.x / tiles / p.kv_heads;
     const uint first_head = kv_head * heads_of_key;
+    AttentionSpan span = {0, 0, p.queries, p.keys, group.y, p.splits, nullptr};
+    uint split = p.split_start + group.y * p.split_keys, split_keys = p.split_keys;
+    if (PAGED) {
+        if (group.y >= numbers[paged.count]) return;
+        span = span_of(numbers, paged, group.y);
+        split = span.item * PAGED_SPLIT;
+        split_keys = PAGED_SPLIT;
+        q += span.first * strides.q[1];
+        o += ulong(span.first) * p.heads * HEAD_DIM;
+        if (SPLIT) {
+            partial_o += ulong(span.part) * p.heads * HEAD_DIM;
+            partial_sums += ulong(span.part) * p.heads;
+        }
+    }
+    const uint rows = span.queries * heads_of_key;
+    if (PAGED && first_row >= rows) return;
     q += batch * strides.q[0] + first_head * strides.q[2];
     k += batch * strides.k[0] + kv_head * strides.k[2];
     v += batch * strides.v[0] + kv_head * strides.v[2];
@@ -627,13 +757,17 @@ template <typename T, uint D>
     uint low = NO_KEY, end = 0;
     if (first_row + at.row < rows) {
         const uint query = (first_row + at.row) / heads_of_key;
-        low = lowest_key(p, first_key, batch, query);
-        end = p.keys - p.queries + query + 1;
+        end = span.keys - span.queries + query + 1;
+        low = PAGED ? window_start(p, end) : lowest_key(p, first_key, batch, query);
     }
-    const uint split = p.split_start + group.y * p.split_keys;
-    const uint start = max(simd_min(low < end ? low : NO_KEY), split);
-    const uint stop = min(simd_max(end), split + p.split_keys);
+    const uint seen = max(simd_min(low < end ? low : NO_KEY), split);
+    const uint stop = min(simd_max(end), split + split_keys);
     end = min(end, stop);
+    // Nobody reads what a range gives that none of the rows sees.
+    if (PAGED && seen >= stop) return;
+    // Of a batch, the position of a key alone says which simdgroup takes it.
+    const uint turns = 8 * N * simdgroups;
+    const uint start = PAGED ? split + (seen - split) / turns * turns : seen;
 
     float2 sums[D / 8];
     UNROLL for (uint i = 0; i < D / 8; i++) sums[i] = float2(0.0f);
@@ -650,7 +784,8 @@ template <typename T, uint D>
             UNROLL for (uint i = 0; i < QUADS; i++) {
                 // Beyond the last key, a key that exists, whose score doesn't count.
                 const uint key = min(first + i / 2 % N * 8 + at.column + i % 2, stop - 1);
-                row_starts[i] = key * strides.k[1];
+                row_starts[i] =
+                    (PAGED ? paged_row(span.table, paged, max(key, seen)) : key) * strides.k[1];
                 columns[i] = ((b + i / 2 / N) * 8 + at.row) * 4;
             }
             read_quads<T, QUADS>(y, k, row_starts, columns);
@@ -666,7 +801,9 @@ template <typename T, uint D>
         soften<D, N>(scores, sums, top, total, true, first + at.column, low, end, p);
         UNROLL for (uint b = 0; b < D / 32; b += BLOCKS) {
             UNROLL for (uint i = 0; i < QUADS; i++) {
-                row_starts[i] = min(first + i / 2 % N * 8 + at.row, stop - 1) * strides.v[1];
+                const uint key = min(first + i / 2 % N * 8 + at.row, stop - 1);
+                row_starts[i] =
+                    (PAGED ? paged_row(span.table, paged, max(key, seen)) : key) * strides.v[1];
                 columns[i] = ((b + i / 2 / N) * 8 + i % 2 * 4 + at.column / 2) * 4;
             }
             read_quads<T, QUADS>(y, v, row_starts, columns);
@@ -707,13 +844,13 @@ template <typename T, uint D>
         }
         const uint query = index / heads_of_key, head = first_head + index % heads_of_key;
         const ulong to = (ulong(batch) * p.queries + query) * p.heads + head;
-        if (NOT_SPLIT) {
+        if (!SPLIT || (PAGED && span.splits == 1)) {
             write_quad(o + to * HEAD_DIM, quad * 4, values * inverse_of(sum));
-            if (quad == 0)
+            if (GIVES_SUM && quad == 0)
                 log_sum_exp[(ulong(batch) * p.heads + head) * p.queries + query] =
                     log_of_sum(best, sum);
         } else {
-            const ulong part = to * p.splits + group.y;
+            const ulong part = to * span.splits + span.item;
             write_quad(partial_o + part * HEAD_DIM, quad * 4, values);
             if (quad == 0) partial_sums[part] = float2(best, sum);
         }
@@ -725,27 +862,47 @@ template <typename T>
 [[kernel]] void attention_combine(device const float *partial_o [[buffer(0)]],
                                   device const float2 *partial_sums [[buffer(1)]],
                                   device T *o [[buffer(2)]],
-                                  device float *log_sum_exp [[buffer(3)]],
-                                  constant AttentionSizes &p [[buffer(4)]], PLACE) {
-    const ulong row = group.x;
-    partial_sums += row * p.splits;
-    partial_o += row * p.splits * HEAD_DIM;
+                                  device float *log_sum_exp
+                                  [[buffer(3), function_constant(ONE_SEQUENCE)]],
+                                  constant AttentionSizes &p [[buffer(4)]],
+                                  device const uint *numbers
+                                  [[buffer(5), function_constant(PAGED)]],
+                                  constant PagedBatch &paged
+                                  [[buffer(6), function_constant(PAGED)]],
+                                  PLACE) {
+    // The row, and the ranges of keys that it sees.
+    ulong row = group.x;
+    uint first = 0, splits = p.splits, all_splits = p.splits;
+    if (PAGED) {
+        if (group.x / p.heads >= numbers[paged.count]) return;
+        const AttentionSpan span = span_of(numbers, paged, group.x / p.heads);
+        row = ulong(span.item) * p.heads + group.x % p.heads;
+        const uint end = span.keys - span.queries + span.item + 1;
+        first = window_start(p, end) / PAGED_SPLIT;
+        splits = (end - 1) / PAGED_SPLIT - first + 1;
+        all_splits = span.splits;
+        o += ulong(span.first) * p.heads * HEAD_DIM;
+        partial_o += ulong(span.part) * p.heads * HEAD_DIM;
+        partial_sums += ulong(span.part) * p.heads;
+    }
+    partial_sums += row * all_splits + first;
+    partial_o += (row * all_splits + first) * HEAD_DIM;
     float best = -INFINITY;
-    for (uint split = 0; split < p.splits; split++) best = max(best, partial_sums[split].x);
+    for (uint split = 0; split < splits; split++) best = max(best, partial_sums[split].x);
     const float base = best == -INFINITY ? 0.0f : best;
     float total = 0.0f;
-    for (uint split = 0; split < p.splits; split++)
+    for (uint split = 0; split < splits; split++)
         total += power(partial_sums[split].x - base) * partial_sums[split].y;
     for (uint column = own.x; column < HEAD_DIM; column += threads.x) {
         float value = 0.0f;
-        for (uint split = 0; split < p.splits; split++)
+        for (uint split = 0; split < splits; split++)
             value += power(partial_sums[split].x - base) *
                      partial_o[ulong(split) * HEAD_DIM + column];
         o[row * HEAD_DIM + column] = static_cast<T>(value * inverse_of(total));
     }
     const uint token = group.x / p.heads, head = group.x % p.heads;
     const uint batch = token / p.queries, query = token % p.queries;
-    if (own.x == 0)
+    if (ONE_SEQUENCE && own.x == 0)
         log_sum_exp[(ulong(batch) * p.heads + head) * p.queries + query] =
             log_of_sum(best, total);
 }

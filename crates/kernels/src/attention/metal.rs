@@ -8,7 +8,7 @@ use std::f64::consts::LOG2_E;
 /// The longest head that there is a kernel for.
 const MOST_HEAD_DIM: usize = 256;
 /// Rows of a simdgroup.
-const ROWS: usize = 8;
+pub(super) const ROWS: usize = 8;
 /// Queries up to which the keys are split.
 const FEW_QUERIES: usize = 8;
 /// Keys that are worth a threadgroup of their own.
@@ -38,6 +38,32 @@ macro_rules! by_head_dim {
         }
     };
 }
+pub(super) use by_head_dim;
+
+/// The dimension of a head with the zeros that kernels add.
+pub(super) fn padded(operation: &str, head_dim: usize) -> Result<usize> {
+    match [64, 96, 128, MOST_HEAD_DIM].into_iter().find(|size| head_dim <= *size) {
+        Some(padded) => Ok(padded),
+        None => bail!(
+            "metal-candle-kernels: {operation}: heads of {head_dim} elements are too long for Metal, expected {MOST_HEAD_DIM} at most; move the tensors to the CPU"
+        ),
+    }
+}
+
+/// `factor`, `inner` and `scale` of `AttentionSizes` in `kernel.metal`, as bits.
+pub(super) fn score_numbers(options: &Options) -> [u32; 3] {
+    let Options { scale, softcap, .. } = *options;
+    let (factor, inner) = match softcap {
+        Some(softcap) => (softcap * LOG2_E, scale / softcap),
+        None => (scale * LOG2_E, 1.0),
+    };
+    [factor, inner, scale].map(|number| (number as f32).to_bits())
+}
+
+/// Simdgroups of a threadgroup at most, for many queries and for few, of heads padded to this.
+pub(super) fn most_simdgroups(padded: usize, dtype: DType) -> (usize, usize) {
+    (if padded * dtype.size_in_bytes() == 1024 { 2 } else { 4 }, if padded <= 128 { 4 } else { 2 })
+}
 
 pub(super) struct Call {
     metal: Metal,
@@ -55,18 +81,19 @@ pub(super) struct Call {
 }
 
 /// Indices of function constants in `kernel.metal`.
-const HEAD_DIM: usize = 0;
-const WHOLE_QUADS: usize = 1;
-const WINDOWED: usize = 2;
-const PACKED: usize = 3;
-const CAPPED: usize = 4;
-const SPLIT: usize = 5;
+pub(super) const HEAD_DIM: usize = 0;
+pub(super) const WHOLE_QUADS: usize = 1;
+pub(super) const WINDOWED: usize = 2;
+pub(super) const PACKED: usize = 3;
+pub(super) const CAPPED: usize = 4;
+pub(super) const SPLIT: usize = 5;
+pub(super) const PAGED: usize = 6;
 
 /// What a call's kernels are made for.
-struct Made([(usize, Constant); 6]);
+pub(super) struct Made(pub [(usize, Constant); 7]);
 
 impl Made {
-    fn kernel(&self, name: &'static str) -> Kernel<'_> {
+    pub(super) fn kernel(&self, name: &'static str) -> Kernel<'_> {
         Kernel { name, constants: &self.0 }
     }
 }
@@ -93,13 +120,7 @@ impl Call {
         let metal = Metal::of(q)?;
         let dtype = q.dtype();
         by_dtype!("attention", dtype)?;
-        let padded = [64, 96, 128, MOST_HEAD_DIM].into_iter().find(|size| sizes.head_dim <= *size);
-        let Some(padded) = padded else {
-            bail!(
-                "metal-candle-kernels: {operation}: heads of {} elements are too long for Metal, expected {MOST_HEAD_DIM} at most; move the tensors to the CPU",
-                sizes.head_dim
-            )
-        };
+        let padded = padded(operation, sizes.head_dim)?;
         let (q, k, v) = (metal.strided_rows(q)?, metal.strided_rows(k)?, metal.strided_rows(v)?);
         let first_key = first_key.map(|first_key| metal.contiguous(first_key)).transpose()?;
         let mut strides = [0; 9];
@@ -129,6 +150,7 @@ impl Call {
             (PACKED, Constant::Bool(self.first_key.is_some())),
             (CAPPED, Constant::Bool(softcap.is_some())),
             (SPLIT, Constant::Bool(splits.count > 1)),
+            (PAGED, Constant::Bool(false)),
         ]))
     }
 
@@ -137,20 +159,17 @@ impl Call {
         const OPERATION: &str = "attention";
         let Sizes { batch, queries, keys, heads, kv_heads, .. } = self.sizes;
         size(OPERATION, batch * heads * queries)?;
-        let Options { scale, softcap, window } = self.options;
-        let (factor, inner) = match softcap {
-            Some(softcap) => (softcap * LOG2_E, scale / softcap),
-            None => (scale * LOG2_E, 1.0),
-        };
+        let window = self.options.window;
+        let [factor, inner, scale] = score_numbers(&self.options);
         Ok([
             size(OPERATION, queries)?,
             size(OPERATION, keys)?,
             size(OPERATION, heads)?,
             size(OPERATION, kv_heads)?,
             size(OPERATION, window.unwrap_or(keys).min(keys))?,
-            (factor as f32).to_bits(),
-            (inner as f32).to_bits(),
-            (scale as f32).to_bits(),
+            factor,
+            inner,
+            scale,
             size(OPERATION, splits.count)?,
             size(OPERATION, splits.start)?,
             size(OPERATION, splits.keys)?,
@@ -193,7 +212,7 @@ impl Call {
             Argument::U32s(&numbers),
             Argument::U64s(&self.strides),
         ];
-        let most = if self.row_bytes() == 1024 { 2 } else { 4 };
+        let (most, _) = most_simdgroups(self.padded, self.dtype);
         let groups = |simdgroups| [batch * heads, queries.div_ceil(ROWS * simdgroups), 1];
         let kernel = made.kernel(by_head_dim!("attention_forward", self));
         self.metal.run(&[self.metal.by_simdgroups(kernel, most, groups, &arguments)?])
@@ -246,7 +265,7 @@ impl Call {
             Argument::U32s(&numbers),
             Argument::U64s(&self.strides),
         ];
-        let most = if self.padded <= 128 { 4 } else { 2 };
+        let (_, most) = most_simdgroups(self.padded, self.dtype);
         let kernel = made.kernel(by_head_dim!("attention_few", self));
         let few = self.metal.by_simdgroups(kernel, most, |_| [blocks, count, 1], &arguments)?;
         let Some((partial_o, partial_sums)) = &parts else {

@@ -197,6 +197,22 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const T *source, int64_
     }
 }
 
+/// Keys and values that lie one after the other.
+struct KeysInARow {
+    /// Where a block starts that sees keys from `key` on, and takes STEP of them at a time.
+    template <int STEP> __device__ __forceinline__ int first(int key) const { return key; }
+
+    /// The row of a key.
+    __device__ __forceinline__ int64_t row(int key) const { return key; }
+
+    /// Starts to copy `rows` rows from that of a key on into a tile.
+    template <typename T, int ROWS, int D, int THREADS>
+    __device__ __forceinline__ void load(uint32_t tile, const T *start, int64_t stride, int key,
+                                         int rows, int head_dim, int thread) const {
+        load_tile<T, ROWS, D, THREADS>(tile, start + key * stride, stride, rows, head_dim, thread);
+    }
+};
+
 /// `scores += a·bᵀ` over D, for 16·M rows of tile `a` from `first` on and all N rows of tile `b`.
 template <typename T, int D, int ROWS, int N, int M>
 __device__ __forceinline__ void multiply_rows(float (&scores)[M][N / 8][4], uint32_t a, int first,

@@ -45,6 +45,19 @@ pub(super) fn write_both(
     unsafe { cuda.write_both(from, to, Stripes { rows, width, pitch, start }) }
 }
 
+pub(super) fn write_rows_both(
+    pools: [&Tensor; 2],
+    rows: [&Tensor; 2],
+    places: &Tensor,
+) -> Result<()> {
+    let cuda = Cuda::of(pools[0])?;
+    let room = pools[0].dim(0)? * pools[0].dim(1)?;
+    let [first, second] = rows.map(|rows| cuda.strided_rows(rows));
+    let [first_pool, second_pool] = pools.map(|pool| cuda.strided(pool));
+    let places = cuda.contiguous(places)?;
+    cuda.write_rows_both([&first?, &second?], [&first_pool?, &second_pool?], &places, room)
+}
+
 pub(super) fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<()> {
     let cuda = Cuda::of(whole)?;
     let (to, from) = (cuda.strided(whole)?, cuda.contiguous(part)?);

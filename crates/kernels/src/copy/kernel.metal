@@ -41,6 +41,26 @@ template <typename T>
     }
 }
 
+/// Row `group.y` of `(tokens, heads, head_dim)`, `width` elements, found by the strides of tokens and heads,
+/// becomes that of its place among `room` rows, if it is one of them.
+template <typename T>
+[[kernel]] void write_rows(device const T *rows [[buffer(0)]],
+                           device const uint *places [[buffer(1)]], device T *pool [[buffer(2)]],
+                           constant ulong *strides [[buffer(3)]],
+                           constant uint &head_dim [[buffer(4)]],
+                           constant uint &width [[buffer(5)]], constant uint &room [[buffer(6)]],
+                           PLACE) {
+    const uint place = places[group.y];
+    if (place >= room) return;
+    const uint start = group.x * threads.x * AHEAD + own.x;
+    for (uint k = 0; k < AHEAD; k++) {
+        const uint i = start + k * threads.x;
+        if (i < width)
+            pool[ulong(place) * width + i] =
+                rows[group.y * strides[0] + i / head_dim * strides[1] + i % head_dim];
+    }
+}
+
 #define CAST(from, From, to, To)                                                                   \
     template [[host_name("cast_" #from "_" #to)]] [[kernel]] decltype(cast_to<From, To>)           \
         cast_to<From, To>;
@@ -59,3 +79,5 @@ CAST(bf16, bfloat, f16, half)
     template [[host_name(#name "_8")]] [[kernel]] decltype(name<ulong>) name<ulong>;
 FOR_EACH_SIZE(copy_strided)
 FOR_EACH_SIZE(copy_rows)
+template [[host_name("write_rows_2")]] [[kernel]] decltype(write_rows<ushort>) write_rows<ushort>;
+template [[host_name("write_rows_4")]] [[kernel]] decltype(write_rows<uint>) write_rows<uint>;

@@ -140,6 +140,7 @@ pub fn write_rows_both(pools: [&Tensor; 2], rows: [&Tensor; 2], places: &Tensor)
     if rows[0].elem_count() == 0 {
         return Ok(());
     }
+    on_gpu!(pools[0], gpu => gpu::write_rows_both(pools, rows, places));
     cpu::write_rows_both(OPERATION, pools, rows, places)
 }
 

@@ -60,7 +60,26 @@ fn cuda_writes_and_casts_as_the_cpu_does() {
     assert_a_part_is_written(&device);
     assert_both_parts_are_written(&device);
     assert_both_parts_are_written_where_a_tensor_says(&device);
+    assert_rows_are_written_where_they_belong(&device, &[DType::F32, DType::F16, DType::BF16]);
     assert_a_cast_rounds(&device);
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn cuda_writes_no_row_beyond_the_pools() {
+    let device = cuda();
+    let given = |shape: &[usize], seed| {
+        random(shape, seed).to_dtype(DType::BF16).unwrap().to_device(&device).unwrap()
+    };
+    let pools = [1, 2].map(|seed| given(&[2, 3, 2, 8], seed));
+    let before = pools.clone().map(|pool| here(&pool));
+    let rows = given(&[3, 2, 8], 3);
+    let places = Tensor::new(&[6u32, u32::MAX, 1 << 31], &device).unwrap();
+    write_rows_both([&pools[0], &pools[1]], [&rows, &rows], &places).unwrap();
+    for (found, expected) in pools.iter().zip(&before) {
+        assert_identical(&here(found), expected);
+    }
 }
 
 #[cfg(feature = "cuda")]
@@ -215,4 +234,42 @@ fn rows_that_do_not_fit_are_named() {
     assert!(wrong.contains("rows is F32, expected F64"), "{wrong}");
     let transposed = pool.transpose(0, 1).unwrap();
     assert!(run(&transposed, &rows, &[1, 2]).contains("a pool is not contiguous"));
+}
+
+#[cfg(not(feature = "metal"))]
+mod metal {
+    use super::*;
+    use crate::backend::metal::{Emulator, emulate};
+    use metal_emulator::{Mode, SEEDS};
+
+    #[test]
+    #[ignore = "needs clang"]
+    fn metal_writes_rows_where_they_belong() {
+        for mode in Mode::ALL {
+            let emulator = Emulator::open(mode);
+            for (seed, most_threads) in SEEDS.into_iter().zip([33, 1024, 90]) {
+                let emulator = Emulator { seed, most_threads, ..emulator.clone() };
+                let dtypes = [DType::F32, DType::F16, DType::BF16];
+                emulate(emulator, || {
+                    assert_rows_are_written_where_they_belong(&Device::Cpu, &dtypes)
+                });
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs clang"]
+    fn metal_writes_no_row_beyond_the_pools() {
+        let given = |shape: &[usize], seed| random(shape, seed).to_dtype(DType::BF16).unwrap();
+        let pools = [1, 2].map(|seed| given(&[2, 3, 2, 8], seed));
+        let before = pools.clone().map(|pool| pool.copy().unwrap());
+        let rows = given(&[3, 2, 8], 3);
+        let places = Tensor::new(&[6u32, NOWHERE, 1 << 31], &Device::Cpu).unwrap();
+        emulate(Emulator::open(Mode::Asan), || {
+            write_rows_both([&pools[0], &pools[1]], [&rows, &rows], &places).unwrap();
+        });
+        for (found, expected) in pools.iter().zip(&before) {
+            assert_identical(found, expected);
+        }
+    }
 }

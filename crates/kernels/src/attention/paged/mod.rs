@@ -13,13 +13,17 @@
 //! So what a query gives follows from the query, and the keys and values it sees, alone.
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(any(feature = "metal", feature = "metal-emulation", test))]
+mod metal;
 #[cfg(test)]
 mod tests;
 
 use super::{Options, check_heads, check_options};
 use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
-use crate::backend::{require_dtype, require_rank, require_shape, require_together};
-use candle_core::{Device, Result, Tensor, WithDType, bail};
+use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
+use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 
 /// Stands in a table for a block that is not there any more.
 pub const HOLE: u32 = u32::MAX;
@@ -45,11 +49,55 @@ struct Span {
     keys: usize,
 }
 
+/// Numbers of a sequence among those of a batch: its [`Span`], and where the parts of its results begin, of
+/// which each query has one for every range of keys.
+const SPAN_NUMBERS: usize = 4;
+/// Keys of a range that a block of a GPU has, for a sequence of up to [`FEW_QUERIES`].
+const PAGED_SPLIT: usize = 256;
+const FEW_QUERIES: usize = 16;
+/// Queries of an item of a sequence with more.
+const PAGED_QUERIES: usize = 128;
+
+/// Pairs of numbers that say what blocks of a GPU do: a sequence, and which part of its work.
+#[derive(Clone, Copy, Default)]
+struct Items {
+    /// Where they are among the numbers.
+    start: usize,
+    /// How many there is room for.
+    room: usize,
+}
+
+/// The kinds of items. The number of this place says how many there are.
+const KINDS: usize = 4;
+/// Ranges of keys, of sequences with one query, and with a few.
+const SINGLE: usize = 0;
+const FEW: usize = 1;
+/// Tiles of queries, of sequences with many.
+const MANY: usize = 2;
+/// Queries whose ranges are to be combined.
+const SPLIT: usize = 3;
+
+/// Which items there are.
+#[derive(Clone, Copy, Default)]
+struct Plan {
+    /// Where sequences and tables are among the numbers.
+    spans: usize,
+    tables: usize,
+    items: [Items; KINDS],
+    /// Queries of a sequence with a few at most, ranges of a sequence at most, and parts of results.
+    most_few: usize,
+    most_ranges: usize,
+    parts: usize,
+}
+
 /// The sequences of a batch: made once a pass, for all layers.
 pub struct Sequences {
     spans: Vec<Span>,
-    /// `(sequences, width)`, filled up with [`HOLE`]s.
-    tables: Vec<u32>,
+    /// What a GPU reads: counts, spans, tables `(sequences, width)`, filled up with [`HOLE`]s, and items.
+    numbers: Vec<u32>,
+    plan: Plan,
+    /// The same on the device.
+    uploaded: Tensor,
     /// Entries of a table.
     width: usize,
     /// Tokens of a block, and blocks of a pool.
@@ -59,7 +107,6 @@ pub struct Sequences {
     tokens: usize,
     /// The longest window in which no query sees a hole, and the sequence that says so.
     longest_window: Option<(usize, usize)>,
-    device: Device,
 }
 
 impl Sequences {
@@ -76,12 +123,27 @@ impl Sequences {
         blocks: usize,
         device: &Device,
     ) -> Result<Sequences> {
+        Self::with_room(sequences, 0, block, blocks, device)
+    }
+
+    /// The same with room for `room` keys in each sequence. The numbers of batches with one room, and as many
+    /// queries in each of their sequences, may take each other's place: see [`Sequences::numbers`].
+    ///
+    /// # Errors
+    /// Like [`Sequences::new`].
+    pub fn with_room(
+        sequences: &[Sequence],
+        room: usize,
+        block: usize,
+        blocks: usize,
+        device: &Device,
+    ) -> Result<Sequences> {
         const OPERATION: &str = "attention::Sequences";
         if block == 0 {
             bail!("metal-candle-kernels: {OPERATION}: a block has 0 tokens, expected at least 1")
         }
         let needed = |sequence: &Sequence| sequence.keys.div_ceil(block);
-        let width = sequences.iter().map(needed).max().unwrap_or(0);
+        let width = sequences.iter().map(needed).max().unwrap_or(0).max(room.div_ceil(block));
         let mut tables = Vec::with_capacity(sequences.len() * width);
         let mut spans = Vec::with_capacity(sequences.len());
         let mut longest_window: Option<(usize, usize)> = None;
@@ -119,8 +181,46 @@ impl Sequences {
             spans.push(Span { first: tokens, queries, keys });
             tokens += queries;
         }
-        let device = device.clone();
-        Ok(Sequences { spans, tables, width, block, blocks, tokens, longest_window, device })
+        let (numbers, plan) = plan(&spans, &tables, room)?;
+        let uploaded = Tensor::from_slice(&numbers, numbers.len(), device)?;
+        Ok(Sequences {
+            spans,
+            numbers,
+            plan,
+            uploaded,
+            width,
+            block,
+            blocks,
+            tokens,
+            longest_window,
+        })
+    }
+
+    /// What a GPU reads of the batch.
+    ///
+    /// They may be the inputs of a [`Recording`](crate::recording::Recording), whose work makes the same
+    /// sequences read them there with [`Sequences::reading`], and which then runs on the numbers of other
+    /// batches that have the same room, and as many queries in each of their sequences.
+    pub fn numbers(&self) -> &[u32] {
+        &self.numbers
+    }
+
+    /// The same sequences, of which a GPU reads the numbers `(count)` u32 that are given here. On the CPU they
+    /// stay what they are.
+    ///
+    /// # Errors
+    /// When there are more or fewer, they are no u32, or on another device.
+    pub fn reading(&self, numbers: &Tensor) -> Result<Sequences> {
+        const OPERATION: &str = "attention::Sequences::reading";
+        require_together(OPERATION, &[&self.uploaded, numbers])?;
+        require_shape(OPERATION, "numbers", numbers, &[self.numbers.len()])?;
+        require_dtype(OPERATION, "numbers", numbers, DType::U32)?;
+        Ok(Sequences {
+            spans: self.spans.clone(),
+            numbers: self.numbers.clone(),
+            uploaded: numbers.clone(),
+            ..*self
+        })
     }
 
     /// Queries of all sequences: the rows of `q`.
@@ -130,8 +230,68 @@ impl Sequences {
 
     /// The blocks of a sequence.
     fn table(&self, sequence: usize) -> &[u32] {
-        &self.tables[sequence * self.width..][..self.width]
+        &self.numbers[self.plan.tables + sequence * self.width..][..self.width]
     }
+}
+
+/// What a GPU reads of a batch, and where it finds it.
+fn plan(spans: &[Span], tables: &[u32], room: usize) -> Result<(Vec<u32>, Plan)> {
+    let ranges_of = |keys: usize| keys.div_ceil(PAGED_SPLIT);
+    let mut plan = Plan { spans: KINDS, most_ranges: 1, ..Plan::default() };
+    plan.tables = plan.spans + spans.len() * SPAN_NUMBERS;
+    let (mut numbers, mut parts) = (vec![0usize; plan.spans], 0);
+    let (mut items, mut rooms) = ([const { Vec::new() }; KINDS], [0; KINDS]);
+    for (index, span) in spans.iter().enumerate() {
+        let Span { first, queries, keys } = *span;
+        numbers.extend([first, queries, keys, parts]);
+        let (ranges, most) = (ranges_of(keys), ranges_of(keys.max(room)));
+        if queries == 0 {
+            continue;
+        }
+        if queries > FEW_QUERIES {
+            let tiles = queries.div_ceil(PAGED_QUERIES);
+            // Those that see the most keys first.
+            items[MANY].extend((0..tiles).rev().map(|tile| (index, tile)));
+            rooms[MANY] += tiles;
+            continue;
+        }
+        let kind = if queries == 1 { SINGLE } else { FEW };
+        items[kind].extend((0..ranges).map(|range| (index, range)));
+        rooms[kind] += most;
+        if ranges > 1 {
+            items[SPLIT].extend((0..queries).map(|query| (index, query)));
+        }
+        if most > 1 {
+            rooms[SPLIT] += queries;
+            parts += queries * most;
+        }
+        if kind == FEW {
+            plan.most_few = plan.most_few.max(queries);
+        }
+        plan.most_ranges = plan.most_ranges.max(most);
+    }
+    plan.parts = parts;
+    let mut start = plan.tables + tables.len();
+    for (kind, items) in items.iter().enumerate() {
+        plan.items[kind] = Items { start, room: rooms[kind] };
+        numbers[kind] = items.len();
+        start += 2 * rooms[kind];
+    }
+    let small = |number: usize| match u32::try_from(number) {
+        Ok(number) if number <= i32::MAX as u32 => Ok(number),
+        _ => bail!(
+            "metal-candle-kernels: attention::Sequences: a batch with {number} of something is too large"
+        ),
+    };
+    let mut all = numbers.into_iter().map(small).collect::<Result<Vec<_>>>()?;
+    all.extend_from_slice(tables);
+    for (items, place) in items.into_iter().zip(&plan.items) {
+        for (sequence, part) in items {
+            all.extend([small(sequence)?, small(part)?]);
+        }
+        all.resize(small(place.start + 2 * place.room)? as usize, 0);
+    }
+    Ok((all, plan))
 }
 
 /// `o` `(tokens, heads, head_dim)`, contiguous, of the queries `q` of that shape of all sequences, one
@@ -139,14 +299,17 @@ impl Sequences {
 /// values of all tokens already, those of the queries too; what is in them beyond the tokens of the sequences
 /// doesn't matter. `q` may have any strides. Sums are made in f32 (f64 for f64).
 ///
-/// On the CPU, any size of blocks will do, and what a query gives has the same bits whatever other sequences
-/// there are, in which pieces the tokens of its sequence are computed, one by one or all at once, in which
-/// blocks their keys lie, and how many threads there are.
+/// What a query gives has the same bits whatever other sequences there are, and in which blocks its keys lie.
+/// On the CPU it has the same bits in whatever pieces the tokens of its sequence are computed, too, one by one
+/// or all at once; on a GPU, in pieces that all have up to 16 queries, or all more.
+///
+/// Blocks may have any size. On CUDA, tensor cores are used for f16 and bf16 where it is a multiple of 16 and
+/// `head_dim` is one of 8. Whatever numbers a recording is given, a GPU reads nothing beyond the pools.
 ///
 /// # Errors
 /// When shapes don't fit the sequences, `heads` isn't a multiple of `kv_heads`, the pools aren't contiguous,
 /// a query would see a [`HOLE`], the window is 0, the softcap isn't positive, dtypes differ, or the tensors
-/// and the sequences aren't on one device.
+/// and the sequences aren't on one device; on a GPU also when `head_dim` is above 256.
 pub fn forward_paged(
     q: &Tensor,
     k: &Tensor,
@@ -156,6 +319,7 @@ pub fn forward_paged(
 ) -> Result<Tensor> {
     const OPERATION: &str = "attention::forward_paged";
     let sizes = check(OPERATION, q, k, v, sequences, options)?;
+    on_gpu!(q, gpu => gpu::forward(OPERATION, sizes, q, k, v, sequences, options));
     let q = Input::strided_rows(q)?;
     let (k, v) = (Input::contiguous(k)?, Input::contiguous(v)?);
     let (q, k, v) = (q.read(), k.read(), v.read());
@@ -193,13 +357,7 @@ fn check(
     sequences: &Sequences,
     options: &Options,
 ) -> Result<Sizes> {
-    require_together(operation, &[q, k, v])?;
-    let (here, there) = (q.device().location(), sequences.device.location());
-    if here != there {
-        bail!(
-            "metal-candle-kernels: {operation}: q is on {here:?} and the sequences are on {there:?}, expected one device"
-        )
-    }
+    require_together(operation, &[q, k, v, &sequences.uploaded])?;
     require_rank(operation, "q", q, 3, "(tokens, heads, head_dim)")?;
     require_rank(operation, "k", k, 4, "(blocks, block, kv_heads, head_dim)")?;
     let (_, heads, head_dim) = q.dims3()?;

@@ -366,3 +366,451 @@ fn wrong_arguments_are_errors() {
     windowless.options.window = Some(0);
     assert!(run(&windowless).contains("window is 0"));
 }
+
+/// What the kernels of GPUs have to tell apart: heads of all sizes, ranges of keys and their ends, windows within
+/// one range and over several, few and many queries.
+fn cases_of_ranges() -> Vec<Case> {
+    vec![
+        Case::new(&[(1, 256), (1, 257), (1, 1), (1, 2000)], 16, [8, 2], 128).scale(0.09),
+        Case::new(&[(16, 600), (17, 600), (2, 300), (1, 513)], 32, [4, 2], 64).scale(0.125),
+        Case::new(&[(1, 1500), (5, 900), (40, 700)], 32, [6, 2], 128).scale(0.09).window(300),
+        Case::new(&[(1, 700), (9, 270), (130, 200)], 16, [4, 1], 72).scale(0.1).window(20),
+        Case::new(&[(1, 520), (3, 40), (70, 90)], 16, [7, 1], 256).scale(0.06).softcap(2.0),
+        Case::new(&[(1, 600), (129, 300)], 64, [3, 3], 80).scale(-0.1),
+        Case::new(&[(1, 530), (20, 280)], 5, [4, 2], 64).scale(0.125).window(270),
+        Case::new(&[(1, 300), (4, 300), (30, 31)], 16, [20, 1], 96).scale(0.1),
+    ]
+}
+
+#[test]
+fn plans_name_every_part_of_the_work_once() {
+    for case in cases().into_iter().chain(cases_of_ranges()) {
+        let sequences = case.sequences(&Device::Cpu).unwrap();
+        let Plan { items, parts, .. } = sequences.plan;
+        let of_kind = |kind: usize| -> Vec<(usize, usize)> {
+            let pairs = &sequences.numbers()[items[kind].start..][..2 * items[kind].room];
+            assert_eq!(sequences.numbers()[kind] as usize, items[kind].room);
+            pairs.chunks(2).map(|pair| (pair[0] as usize, pair[1] as usize)).collect()
+        };
+        let mut used = 0;
+        for (index, (queries, keys)) in case.sizes.iter().enumerate() {
+            let of_sequence = |kind| -> Vec<usize> {
+                let mut parts: Vec<_> = { of_kind(kind).into_iter() }
+                    .filter(|(sequence, _)| *sequence == index)
+                    .map(|(_, part)| part)
+                    .collect();
+                parts.sort();
+                parts
+            };
+            let up_to = |count: usize| (0..count).collect::<Vec<_>>();
+            let (ranges, few) = (keys.div_ceil(PAGED_SPLIT), (1..=FEW_QUERIES).contains(queries));
+            let (none, split) = (Vec::new(), few && ranges > 1);
+            let is_single = *queries == 1;
+            assert_eq!(of_sequence(SINGLE), if is_single { up_to(ranges) } else { none.clone() });
+            let expected = if few && !is_single { up_to(ranges) } else { none.clone() };
+            assert_eq!(of_sequence(FEW), expected);
+            let tiles = if *queries > FEW_QUERIES { queries.div_ceil(PAGED_QUERIES) } else { 0 };
+            assert_eq!(of_sequence(MANY), up_to(tiles));
+            assert_eq!(of_sequence(SPLIT), if split { up_to(*queries) } else { none });
+            used += if split { queries * ranges } else { 0 };
+        }
+        assert_eq!(parts, used);
+    }
+}
+
+#[test]
+fn batches_with_one_room_have_as_many_numbers() {
+    let all = Case::new(&[(1, 600), (1, 700), (3, 300)], 16, [2, 1], 8);
+    let with = |sizes: &[(usize, usize)]| {
+        let case = Case { sizes: sizes.to_vec(), ..all.clone() };
+        let sequences: Vec<_> = { case.sizes.iter().zip(&case.tables) }
+            .map(|((queries, keys), table)| Sequence { queries: *queries, keys: *keys, table })
+            .collect();
+        Sequences::with_room(&sequences, 800, 16, all.k.dim(0).unwrap(), &Device::Cpu).unwrap()
+    };
+    let (long, short) = (with(&[(1, 600), (1, 700), (3, 300)]), with(&[(1, 3), (1, 257), (3, 3)]));
+    assert_eq!(long.numbers().len(), short.numbers().len());
+    assert_eq!(short.numbers()[..KINDS], [3, 1, 0, 1]);
+    let (q, options) = (&all.q, &all.options);
+    let o = forward_paged(q, &all.k, &all.v, &short, options).unwrap();
+    let expected = Case { sizes: vec![(1, 3), (1, 257), (3, 3)], ..all.clone() }.forward();
+    assert_identical(&o, &expected);
+    let few = Tensor::new(&[1u32], &Device::Cpu).unwrap();
+    let wrong = message(short.reading(&few));
+    assert!(wrong.contains("numbers has shape [1]"), "{wrong}");
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::*;
+    use crate::backend::cuda::Cuda;
+    use crate::recording::Recording;
+    use std::time::Instant;
+
+    impl Case {
+        fn to_device(&self, device: &Device) -> Case {
+            let to = |tensor: &Tensor| there(tensor, device);
+            Case { q: to(&self.q), k: to(&self.k), v: to(&self.v), ..self.clone() }
+        }
+    }
+
+    fn all_cases() -> Vec<Case> {
+        cases().into_iter().chain(cases_of_ranges()).collect()
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_sequences_give_what_they_give_by_themselves() {
+        let device = crate::testing::cuda();
+        for (index, case) in all_cases().into_iter().enumerate() {
+            for (dtype, tolerance) in PRECISIONS {
+                eprintln!("case {index} {dtype:?}");
+                let low = case.to_dtype(dtype);
+                let o = low.to_device(&device).forward();
+                assert_eq!(o.dtype(), dtype);
+                assert_close(&here(&o), &low.expected(), tolerance);
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_company_does_not_change_bits() {
+        let device = crate::testing::cuda();
+        for case in all_cases() {
+            for (dtype, _) in PRECISIONS {
+                let case = case.to_dtype(dtype).to_device(&device);
+                let (together, mut first) = (here(&case.forward()), 0);
+                assert_identical(&here(&case.forward()), &together);
+                for (index, (queries, _)) in case.sizes.iter().enumerate() {
+                    if *queries > 0 {
+                        let alone = here(&case.only(&[index]).forward());
+                        assert_identical(&alone, &together.narrow(0, first, *queries).unwrap());
+                    }
+                    first += queries;
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_pieces_give_the_same_bits() {
+        let device = crate::testing::cuda();
+        for case in [
+            Case::new(&[(150, 690)], 16, [6, 2], 64).scale(0.125),
+            Case::new(&[(200, 850)], 16, [4, 1], 128).scale(0.09).window(300),
+            Case::new(&[(40, 340)], 16, [3, 1], 256).scale(0.06).softcap(1.5),
+        ] {
+            for (dtype, _) in PRECISIONS {
+                let case = case.to_dtype(dtype).to_device(&device);
+                let queries = case.sizes[0].0;
+                let in_pieces = |step: usize| {
+                    let starts = (0..queries).step_by(step);
+                    let pieces: Vec<_> = starts
+                        .map(|first| {
+                            // The last piece is no short one.
+                            let end =
+                                if queries - first < 2 * step { queries } else { first + step };
+                            (first, end)
+                        })
+                        .collect();
+                    let last = pieces.iter().position(|(_, end)| *end == queries).unwrap();
+                    let pieces = pieces[..=last].iter();
+                    let pieces: Vec<_> = pieces
+                        .map(|(first, end)| here(&case.piece(0, *first, *end).forward()))
+                        .collect();
+                    Tensor::cat(&pieces, 0).unwrap()
+                };
+                let one_by_one = in_pieces(1);
+                for step in [2, 5, 8] {
+                    assert_identical(&in_pieces(step), &one_by_one);
+                }
+                let whole = in_pieces(queries);
+                for step in [17, 20] {
+                    assert_identical(&in_pieces(step), &whole);
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_reads_views_of_queries() {
+        let device = crate::testing::cuda();
+        for d in [64, 9] {
+            for (dtype, _) in PRECISIONS {
+                let case = Case::new(&[(1, 20), (30, 70), (3, 33)], 16, [4, 2], d).to_dtype(dtype);
+                let case = case.to_device(&device);
+                let expected = here(&case.forward());
+                let fused = Tensor::cat(&[&case.q, &case.q, &case.q], 1).unwrap();
+                let wide = Tensor::cat(&[&case.q.narrow(2, 0, 1).unwrap(), &case.q], 2).unwrap();
+                for q in [fused.narrow(1, 4, 4).unwrap(), wide.narrow(2, 1, d).unwrap()] {
+                    assert_identical(&here(&Case { q, ..case.clone() }.forward()), &expected);
+                }
+            }
+        }
+    }
+
+    /// Room for 800 keys; sequences of so many.
+    fn sequences_of(case: &Case, keys: &[usize], device: &Device) -> Sequences {
+        let sequences: Vec<_> = { keys.iter().zip(&case.tables) }
+            .map(|(keys, table)| Sequence { queries: 1, keys: *keys, table })
+            .collect();
+        let blocks = case.k.dim(0).unwrap();
+        Sequences::with_room(&sequences, 800, case.block, blocks, device).unwrap()
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_decoding_is_recorded_once_for_batches_with_one_room() {
+        let device = crate::testing::cuda();
+        for (dtype, _) in PRECISIONS {
+            let case = Case::new(&[(1, 800); 5], 16, [8, 2], 64).scale(0.125).window(500);
+            let mut case = case.to_dtype(dtype).to_device(&device);
+            // No holes: other batches have fewer keys.
+            case.tables = Case::new(&[(1, 800); 5], 16, [8, 2], 64).tables;
+            let batches = [[800, 300, 1, 257, 512], [1, 2, 3, 4, 5], [256, 700, 799, 800, 13]];
+            let first = sequences_of(&case, &batches[0], &device);
+            let run = |sequences: &Sequences| {
+                forward_paged(&case.q, &case.k, &case.v, sequences, &case.options)
+            };
+            let mut recording =
+                Recording::new(&device, first.numbers(), |numbers| run(&first.reading(numbers)?))
+                    .unwrap();
+            assert_identical(&here(recording.output()), &here(&run(&first).unwrap()));
+            for keys in &batches {
+                let sequences = sequences_of(&case, keys, &device);
+                recording.run(sequences.numbers()).unwrap();
+                assert_identical(&here(recording.output()), &here(&run(&sequences).unwrap()));
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_reads_nothing_beyond_the_pools() {
+        let device = crate::testing::cuda();
+        for (dtype, _) in PRECISIONS {
+            for sizes in [[(1, 600), (1, 40)], [(5, 600), (3, 40)], [(150, 600), (40, 40)]] {
+                let case = Case::new(&sizes, 16, [4, 2], 64).scale(0.125);
+                let case = case.to_dtype(dtype).to_device(&device);
+                let sequences = case.sequences(&device).unwrap();
+                let mut numbers = sequences.numbers().to_vec();
+                let tables = sequences.plan.tables..sequences.plan.tables + 2 * sequences.width;
+                for (index, entry) in numbers[tables].iter_mut().enumerate() {
+                    if index % 3 == 1 {
+                        *entry = [u32::MAX, 1 << 31, case.k.dim(0).unwrap() as u32][index % 2];
+                    }
+                }
+                let numbers = Tensor::new(numbers, &device).unwrap();
+                let sequences = sequences.reading(&numbers).unwrap();
+                let o = forward_paged(&case.q, &case.k, &case.v, &sequences, &case.options);
+                assert!(values(&here(&o.unwrap())).iter().all(|value| value.is_finite()));
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_handles_empty_batches_and_refuses_long_heads() {
+        let device = crate::testing::cuda();
+        let case = Case::new(&[(1, 5)], 4, [2, 1], 257).to_dtype(DType::F32).to_device(&device);
+        let wrong = message(case.run());
+        assert!(wrong.contains("heads of 257 elements are too long for CUDA"), "{wrong}");
+        let case = Case::new(&[(0, 5), (0, 0)], 4, [2, 1], 8).to_dtype(DType::F32);
+        assert_eq!(case.to_device(&device).forward().dims(), [0, 2, 8]);
+    }
+
+    #[test]
+    #[ignore = "measures an NVIDIA GPU"]
+    fn cuda_speed() {
+        const COPIES: usize = 4;
+        let device = crate::testing::cuda();
+        let cuda = Cuda::on(&device).unwrap();
+        let ([heads, kv_heads], d, block) = ([32, 8], 128, 32);
+        for (count, queries, keys) in [
+            (1usize, 1usize, 1000usize),
+            (1, 1, 8000),
+            (1, 1, 32000),
+            (8, 1, 8000),
+            (64, 1, 320),
+            (64, 1, 1000),
+            (256, 1, 320),
+            (256, 1, 1000),
+            (32, 4, 1000),
+            (1, 512, 512),
+            (8, 512, 512),
+            (1, 512, 4096),
+            (1, 4096, 4096),
+        ] {
+            let width = keys.div_ceil(block);
+            let blocks = count * width;
+            let pool = || {
+                let shape = (blocks, block, kv_heads, d);
+                Tensor::ones(shape, DType::BF16, &device).unwrap()
+            };
+            // More than the cache holds.
+            let pools: Vec<_> = (0..COPIES).map(|_| (pool(), pool())).collect();
+            let q = Tensor::ones((count * queries, heads, d), DType::BF16, &device).unwrap();
+            // In no order.
+            let stride =
+                (blocks * 5 / 8..).find(|n| (2..=blocks).all(|d| blocks % d > 0 || n % d > 0));
+            let stride = stride.unwrap();
+            let entries: Vec<_> =
+                (0..blocks).map(|index| (index * stride % blocks) as u32).collect();
+            let sequences: Vec<_> =
+                entries.chunks(width).map(|table| Sequence { queries, keys, table }).collect();
+            let sequences = Sequences::new(&sequences, block, blocks, &device).unwrap();
+            let options = Options { scale: 0.09, softcap: None, window: None };
+            let time = |run: &dyn Fn(&(Tensor, Tensor))| {
+                let mut best = f64::INFINITY;
+                for _ in 0..8 {
+                    cuda.stream.synchronize().unwrap();
+                    let start = Instant::now();
+                    for _ in 0..4 {
+                        pools.iter().for_each(run);
+                    }
+                    cuda.stream.synchronize().unwrap();
+                    best = best.min(start.elapsed().as_secs_f64());
+                }
+                best / (4 * COPIES) as f64
+            };
+            let paged =
+                time(&|(k, v)| drop(forward_paged(&q, k, v, &sequences, &options).unwrap()));
+            let q = q.reshape((count, queries, heads, d)).unwrap();
+            let by_itself = time(&|(k, v)| {
+                let of = |pool: &Tensor| {
+                    let pool = pool.reshape((count, width * block, kv_heads, d)).unwrap();
+                    pool.narrow(1, 0, keys).unwrap()
+                };
+                drop(attention::forward(&q, &of(k), &of(v), None, &options).unwrap());
+            });
+            let bytes = (4 * count * keys * kv_heads * d) as f64;
+            println!(
+                "{count} x {queries} of {keys}: paged {:.1} us {:.0} GB/s, contiguous {:.1} us {:.0} GB/s",
+                paged * 1e6,
+                bytes / paged / 1e9,
+                by_itself * 1e6,
+                bytes / by_itself / 1e9
+            );
+        }
+    }
+}
+
+/// The Metal kernels as the host starts them, in the emulator: compiled for speed, for bounds and for races, with
+/// several orders and numbers of threads.
+#[cfg(not(feature = "metal"))]
+mod metal {
+    use super::*;
+    use crate::backend::metal::{Emulator, emulate};
+    use metal_emulator::{Mode, SEEDS};
+
+    /// Asserts that every sequence gives what it gives by itself, in every mode and several orders of threads,
+    /// and the same bits alone; with one, two or all simdgroups. Dtypes take turns.
+    fn assert_right_everywhere(cases: &[Case]) {
+        for mode in Mode::ALL {
+            let emulator = Emulator::open(mode);
+            for (index, case) in cases.iter().enumerate() {
+                for (seed, most_threads) in SEEDS.into_iter().zip([33, 1024, 90]) {
+                    let emulator = Emulator { seed, most_threads, ..emulator.clone() };
+                    let (dtype, tolerance) = PRECISIONS[(index + seed as usize) % PRECISIONS.len()];
+                    let case = case.to_dtype(dtype);
+                    let o = emulate(emulator.clone(), || case.forward());
+                    assert_eq!(o.dtype(), dtype);
+                    eprintln!("{mode} {dtype:?} {:?}", case.sizes);
+                    assert_close(&o, &case.expected(), tolerance);
+                    if mode != Mode::Plain || seed != 1 {
+                        continue;
+                    }
+                    let mut first = 0;
+                    for (index, (queries, _)) in case.sizes.iter().enumerate() {
+                        let alone = case.only(&[index]);
+                        let found = emulate(emulator.clone(), || alone.forward());
+                        assert_identical(&found, &o.narrow(0, first, *queries).unwrap());
+                        first += queries;
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs clang"]
+    fn metal_sequences_give_what_they_give_by_themselves() {
+        assert_right_everywhere(&[
+            Case::new(&[(1, 1), (3, 9), (0, 5), (1, 40)], 4, [4, 2], 7),
+            Case::new(&[(1, 300), (20, 40), (1, 257), (2, 270)], 16, [6, 2], 16).scale(0.3),
+            Case::sharing(&[(1, 40), (18, 35), (1, 33)], 2, 16, [2, 2], 64).scale(0.125),
+            Case::new(&[(1, 290), (17, 60)], 16, [3, 1], 96).scale(0.1).window(20),
+        ]);
+    }
+
+    #[test]
+    #[ignore = "needs clang"]
+    fn metal_sequences_of_long_heads_give_what_they_give_by_themselves() {
+        assert_right_everywhere(&[
+            Case::new(&[(1, 530), (4, 20)], 32, [5, 1], 80).scale(0.1).softcap(1.3).window(270),
+            Case::new(&[(1, 35), (19, 19)], 1, [9, 1], 128).scale(0.09),
+            Case::new(&[(2, 20), (18, 33)], 3, [2, 1], 256).scale(0.06).softcap(2.0).window(7),
+        ]);
+    }
+
+    #[test]
+    #[ignore = "needs clang"]
+    fn metal_pieces_give_the_same_bits() {
+        let emulator = Emulator::open(Mode::Plain);
+        for (case, sizes) in [
+            (Case::new(&[(12, 290)], 16, [6, 2], 16).scale(0.3).window(50), [1, 5]),
+            (Case::new(&[(60, 90)], 16, [2, 1], 64).scale(0.1).window(25), [20, 30]),
+        ] {
+            for (dtype, _) in PRECISIONS {
+                let case = case.to_dtype(dtype);
+                let whole = emulate(emulator.clone(), || case.forward());
+                for step in sizes {
+                    for first in (0..case.sizes[0].0).step_by(step) {
+                        let end = (first + step).min(case.sizes[0].0);
+                        let piece = case.piece(0, first, end);
+                        let piece = emulate(emulator.clone(), || piece.forward());
+                        assert_identical(&piece, &whole.narrow(0, first, end - first).unwrap());
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs clang"]
+    fn metal_reads_views_and_nothing_beyond_the_pools() {
+        let emulator = Emulator::open(Mode::Asan);
+        for (dtype, _) in PRECISIONS {
+            let case = Case::new(&[(1, 20), (20, 30), (3, 33)], 16, [4, 2], 9).to_dtype(dtype);
+            let expected = emulate(emulator.clone(), || case.forward());
+            let fused = Tensor::cat(&[&case.q, &case.q, &case.q], 1).unwrap();
+            for q in [fused.narrow(1, 4, 4).unwrap(), strided(&case.q)] {
+                let other = Case { q, ..case.clone() };
+                assert_identical(&emulate(emulator.clone(), || other.forward()), &expected);
+            }
+            let sequences = case.sequences(&Device::Cpu).unwrap();
+            let mut numbers = sequences.numbers().to_vec();
+            let tables = sequences.plan.tables..sequences.plan.tables + 3 * sequences.width;
+            numbers[tables].fill(u32::MAX);
+            let numbers = Tensor::new(numbers, &Device::Cpu).unwrap();
+            let sequences = sequences.reading(&numbers).unwrap();
+            emulate(emulator.clone(), || {
+                forward_paged(&case.q, &case.k, &case.v, &sequences, &case.options).unwrap()
+            });
+        }
+    }
+
+    #[test]
+    #[ignore = "needs clang"]
+    fn metal_handles_empty_batches_and_refuses_long_heads() {
+        let emulator = Emulator::open(Mode::Asan);
+        let case = Case::new(&[(1, 5)], 4, [2, 1], 257).to_dtype(DType::F32);
+        let wrong = message(emulate(emulator.clone(), || case.run()));
+        assert!(wrong.contains("heads of 257 elements are too long for Metal"), "{wrong}");
+        let case = Case::new(&[(0, 5), (0, 0)], 4, [2, 1], 8).to_dtype(DType::F32);
+        assert_eq!(emulate(emulator, || case.forward()).dims(), [0, 2, 8]);
+    }
+}

@@ -33,6 +33,18 @@ struct Both {
 // SAFETY: it has the layout of the kernel's struct of that name.
 unsafe impl DeviceRepr for Both {}
 
+/// Rows of two tensors as `write_rows` takes them.
+#[repr(C)]
+struct PlacedRows {
+    from: [u64; 2],
+    to: [u64; 2],
+    token_strides: [i64; 2],
+    head_strides: [i64; 2],
+}
+
+// SAFETY: it has the layout of the kernel's struct of that name.
+unsafe impl DeviceRepr for PlacedRows {}
+
 /// A dimension: its size and its stride.
 type Dimension = (usize, usize);
 
@@ -104,6 +116,53 @@ impl Cuda<'_> {
         unsafe {
             launch.with(|arguments| {
                 arguments.arg(&both).arg(&width).arg(&pitch).arg(&count).arg(&start).arg(&place);
+            })
+        }
+    }
+
+    /// Writes rows `(tokens, heads, width)` of two tensors to their places `(tokens)` u32 in two contiguous
+    /// tensors of `room` rows, all of one dtype of 2 or 4 bytes; those beyond are left out.
+    pub(crate) fn write_rows_both(
+        &self,
+        rows: [&Array; 2],
+        to: [&Array; 2],
+        places: &Array,
+        room: usize,
+    ) -> Result<()> {
+        const MOST_BLOCKS: usize = 1024;
+        let (tokens, heads, width) = rows[0].tensor.dims3()?;
+        let element = rows[0].dtype.size_in_bytes();
+        let bytes = |index| rows.map(|rows| rows.tensor.stride()[index] * element);
+        let (token_strides, head_strides) = (bytes(0), bytes(1));
+        let fits = |pack: &usize| {
+            let addresses = rows.iter().chain(&to).all(|array| array.pointer % *pack as u64 == 0);
+            let strides = token_strides.iter().chain(&head_strides);
+            addresses && strides.chain([&(width * element)]).all(|bytes| bytes % pack == 0)
+        };
+        let pack = [16, 8, 4, 2].into_iter().find(fits).unwrap_or(2);
+        let name = match pack {
+            2 => "write_rows_2",
+            4 => "write_rows_4",
+            8 => "write_rows_8",
+            _ => "write_rows_16",
+        };
+        let packs = |bytes: usize| (bytes / pack) as i64;
+        let width = packs(width * element);
+        let count = tokens * heads * width as usize;
+        let grid = (count.div_ceil(THREADS).min(MOST_BLOCKS) as u32, 2, 1);
+        let launch = MODULE.launch(self, name, grid, THREADS as u32, 0)?.overlapping();
+        let rows = PlacedRows {
+            from: rows.map(|array| array.pointer),
+            to: to.map(|array| array.pointer),
+            token_strides: token_strides.map(packs),
+            head_strides: head_strides.map(packs),
+        };
+        let (tokens, heads, room) = (tokens as i64, heads as i64, room as i64);
+        // SAFETY: the rows are found by the strides of their tensors, and the kernel leaves out what has no room.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&rows).arg(&places.pointer).arg(&tokens).arg(&heads).arg(&width);
+                arguments.arg(&room);
             })
         }
     }

@@ -101,6 +101,45 @@ WRITE_BOTH(4, unsigned)
 WRITE_BOTH(8, uint2)
 WRITE_BOTH(16, uint4)
 
+/// Rows of two tensors `(tokens, heads, width)`, found by the strides of tokens and heads, and where they go:
+/// `blockIdx.y` says which. In packs.
+struct PlacedRows {
+    const void *from[2];
+    void *to[2];
+    int64_t token_strides[2], head_strides[2];
+};
+
+/// A token's row becomes that of its place among `room` rows that lie one behind the other, if it is one of them.
+template <typename Bits>
+__device__ __forceinline__ void write_rows(const PlacedRows &rows, const uint32_t *places,
+                                           int64_t tokens, int64_t heads, int64_t width,
+                                           int64_t room) {
+    follow_previous();
+    const Bits *const from = static_cast<const Bits *>(rows.from[blockIdx.y]);
+    Bits *const to = static_cast<Bits *>(rows.to[blockIdx.y]);
+    const int64_t token_stride = rows.token_strides[blockIdx.y];
+    const int64_t head_stride = rows.head_strides[blockIdx.y];
+    const int64_t row = heads * width, step = int64_t(gridDim.x) * THREADS;
+    for (int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x; i < tokens * row; i += step) {
+        const int64_t token = i / row, rest = i % row;
+        const int64_t place = places[token];
+        if (place < room)
+            to[place * row + rest] =
+                from[token * token_stride + rest / width * head_stride + rest % width];
+    }
+}
+
+#define WRITE_ROWS(bytes, Bits)                                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                          \
+        write_rows_##bytes(const __grid_constant__ PlacedRows rows, const uint32_t *places,        \
+                           int64_t tokens, int64_t heads, int64_t width, int64_t room) {           \
+        write_rows<Bits>(rows, places, tokens, heads, width, room);                                \
+    }
+WRITE_ROWS(2, unsigned short)
+WRITE_ROWS(4, unsigned)
+WRITE_ROWS(8, uint2)
+WRITE_ROWS(16, uint4)
+
 /// Matrices `(rows, columns)` whose columns are contiguous, to be written by rows: by tiles of 32 by 32
 /// through shared memory, so that both sides are read and written in stretches. `blockIdx.z` counts
 /// matrices.

@@ -1,0 +1,189 @@
+//! Paged attention on CUDA: which kernels the items of a batch go to; see kernel.cu.
+
+use super::{FEW, MANY, PAGED_QUERIES, SINGLE, SPLIT, Sequences, Sizes};
+use crate::attention::Options;
+use crate::attention::cuda::{
+    Kernels, Parameters, combine_shared, few_shape, forward_shape, score_numbers, strided,
+    tile_kernel,
+};
+use crate::backend::cuda::{Array, Cuda, Module, by_dtype, module};
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use candle_core::{DType, Result, Tensor, bail};
+
+static MODULE: Module = module!("paged");
+
+/// The longest head that there is a kernel for.
+const MOST_HEAD_DIM: usize = 256;
+
+/// What every kernel is given beside `Parameters`: `PagedBatch` in kernel.cu, field by field.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct PagedBatch {
+    numbers: u64,
+    spans: i32,
+    tables: i32,
+    items: i32,
+    count: i32,
+    width: i32,
+    block: i32,
+    blocks: i32,
+    item_blocks: i32,
+}
+
+// SAFETY: plain numbers, laid out as in C.
+unsafe impl DeviceRepr for PagedBatch {}
+
+/// A launch: the kernel, its threads and bytes of shared memory, and how many blocks an item has.
+struct Kernel {
+    name: &'static str,
+    threads: usize,
+    shared: usize,
+    item_blocks: usize,
+}
+
+struct Call<'a> {
+    operation: &'static str,
+    cuda: Cuda<'a>,
+    sequences: &'a Sequences,
+    parameters: Parameters,
+    batch: PagedBatch,
+}
+
+impl Call<'_> {
+    /// Has a kernel do the items of a kind.
+    fn run(&self, kernel: Kernel, kind: usize) -> Result<()> {
+        let Kernel { name, threads, shared, item_blocks } = kernel;
+        let items = self.sequences.plan.items[kind];
+        let blocks = items.room * item_blocks;
+        if blocks == 0 {
+            return Ok(());
+        }
+        let Ok(grid) = i32::try_from(blocks) else {
+            bail!("metal-candle-kernels: {}: {blocks} blocks are too many on CUDA", self.operation)
+        };
+        let batch = PagedBatch {
+            items: items.start as i32,
+            count: kind as i32,
+            item_blocks: item_blocks as i32,
+            ..self.batch
+        };
+        let grid = (grid as u32, 1, 1);
+        let launch = MODULE.launch(&self.cuda, name, grid, threads as u32, shared as u32)?;
+        // SAFETY: the kernel takes these, which describe arrays that the caller holds.
+        unsafe {
+            launch.overlapping().with(|arguments| {
+                arguments.arg(&self.parameters).arg(&batch);
+            })
+        }
+    }
+}
+
+pub(super) fn forward(
+    operation: &'static str,
+    sizes: Sizes,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sequences: &Sequences,
+    options: &Options,
+) -> Result<Tensor> {
+    let cuda = Cuda::of(q)?;
+    let dtype = q.dtype();
+    by_dtype!("attention", dtype)?;
+    let Sizes { heads, kv_heads, head_dim } = sizes;
+    if head_dim > MOST_HEAD_DIM {
+        bail!(
+            "metal-candle-kernels: {operation}: heads of {head_dim} elements are too long for CUDA, expected {MOST_HEAD_DIM} at most"
+        )
+    }
+    let o = cuda.empty((sequences.tokens, heads, head_dim), dtype)?;
+    if sequences.tokens * heads * head_dim == 0 {
+        return Ok(o.tensor);
+    }
+    let number = |value: usize| match i32::try_from(value) {
+        Ok(value) => Ok(value),
+        Err(_) => {
+            bail!("metal-candle-kernels: {operation}: {value} of something are too many on CUDA")
+        }
+    };
+    let (k, v) = (cuda.strided(k)?, cuda.strided(v)?);
+    let in_tiles = sequences.block.is_multiple_of(16) && (k.pointer | v.pointer) % 16 == 0;
+    let kernels = if in_tiles { Kernels::of(dtype, head_dim) } else { Kernels::Plain };
+    let q = q.unsqueeze(0)?;
+    let q = strided(&cuda, &q, kernels != Kernels::Plain)?;
+    let numbers = cuda.contiguous(&sequences.uploaded)?;
+    // Parts of results and their sums.
+    let parts: Option<[Array; 2]> = match sequences.plan.parts {
+        0 => None,
+        parts => Some([
+            cuda.empty((parts, heads, head_dim), DType::F32)?,
+            cuda.empty((parts, heads, 2), DType::F32)?,
+        ]),
+    };
+    let (partial_o, partial_sums) =
+        parts.as_ref().map_or((0, 0), |[values, sums]| (values.pointer, sums.pointer));
+    let (mode, factor, inner) = score_numbers(options);
+    let pool_strides = [0, (kv_heads * head_dim) as i64, head_dim as i64];
+    let parameters = Parameters {
+        q: q.pointer,
+        k: k.pointer,
+        v: v.pointer,
+        o: o.pointer,
+        partial_o,
+        partial_sums,
+        q_strides: [0, 1, 2].map(|index| q.stride(index)),
+        k_strides: pool_strides,
+        v_strides: pool_strides,
+        batch: 1,
+        heads: number(heads)?,
+        kv_heads: number(kv_heads)?,
+        head_dim: number(head_dim)?,
+        window: options.window.map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX)),
+        ragged: i32::from(options.window.is_some()),
+        mode,
+        factor,
+        inner,
+        scale: options.scale as f32,
+        ..Parameters::default()
+    };
+    let batch = PagedBatch {
+        numbers: numbers.pointer,
+        spans: number(sequences.plan.spans)?,
+        tables: number(sequences.plan.tables)?,
+        items: 0,
+        count: 0,
+        width: number(sequences.width)?,
+        block: number(sequences.block)?,
+        blocks: number(sequences.blocks)?,
+        item_blocks: 0,
+    };
+    let call = Call { operation, cuda, sequences, parameters, batch };
+    let group = heads / kv_heads;
+    let (rows, warps, shared) = few_shape(kernels);
+    let blocks_for = |queries: usize| kv_heads * (queries * group).div_ceil(rows);
+    let of_many = match kernels {
+        Kernels::Tiles(size) => {
+            let name = tile_kernel!("paged_forward", dtype, size);
+            let (rows, shared) = forward_shape(size);
+            Kernel { name, threads: 128, shared, item_blocks: heads * (PAGED_QUERIES / rows) }
+        }
+        Kernels::Plain => {
+            let name = by_dtype!("paged_plain", dtype)?;
+            Kernel { name, threads: 32 * warps, shared, item_blocks: blocks_for(PAGED_QUERIES) }
+        }
+    };
+    let name = match kernels {
+        Kernels::Tiles(size) => tile_kernel!("paged_few", dtype, size),
+        Kernels::Plain => by_dtype!("paged_plain_few", dtype)?,
+    };
+    let of_few =
+        |queries| Kernel { name, threads: 32 * warps, shared, item_blocks: blocks_for(queries) };
+    let name = by_dtype!("paged_combine", dtype)?;
+    let shared = combine_shared(sequences.plan.most_ranges);
+    let combine = Kernel { name, threads: 128, shared, item_blocks: heads };
+    call.run(of_many, MANY)?;
+    call.run(of_few(sequences.plan.most_few), FEW)?;
+    call.run(of_few(1), SINGLE)?;
+    call.run(combine, SPLIT)?;
+    Ok(o.tensor)
+}

@@ -1,0 +1,194 @@
+// Attention over blocks of pools on CUDA, by the kernels of one sequence (few_queries.cuh, forward.cuh): a block
+// finds the sequence that it works for, and the rows of its keys by that one's table. Keys are split at fixed
+// positions, so that a sequence gives the same bits in any company.
+
+#include "../few_queries.cuh"
+#include "../forward.cuh"
+
+/// Keys of a range of its own, for up to 16 queries.
+constexpr int PAGED_SPLIT = 256;
+/// Queries of an item where there are more.
+constexpr int PAGED_QUERIES = 128;
+/// Numbers of a sequence.
+constexpr int SPAN_NUMBERS = 4;
+
+/// What every kernel is given beside `Parameters`, of which blocks fill in what belongs to their sequence.
+/// `PagedBatch` in cuda.rs has the same fields in the same order.
+struct PagedBatch {
+    /// `Sequences::numbers`.
+    const uint32_t *numbers;
+    /// Where among them the sequences, their tables, the items of this launch, and the number of those are.
+    int spans, tables, items, count;
+    /// Entries of a table, tokens of a block, and blocks of a pool.
+    int width, block, blocks;
+    /// Blocks of this launch for an item.
+    int item_blocks;
+};
+
+/// Keys and values in blocks of a pool.
+struct PagedKeys {
+    const uint32_t *table;
+    int width, block, blocks;
+
+    /// Positions alone say which warp takes a key.
+    template <int STEP> __device__ __forceinline__ int first(int key) const {
+        return key / STEP * STEP;
+    }
+
+    /// The row of a key in the pool, negative where the table has no block for it.
+    __device__ __forceinline__ int64_t row(int key) const {
+        const int index = key / block;
+        if (index >= width) return -1;
+        const uint32_t entry = table[index];
+        if (entry >= static_cast<uint32_t>(blocks)) return -1;
+        return static_cast<int64_t>(entry) * block + (key - index * block);
+    }
+
+    /// Starts to copy the rows of `rows` keys into a tile: sixteen at a time, which are in one block. Zeros
+    /// where there is no block.
+    template <typename T, int ROWS, int D, int THREADS>
+    __device__ __forceinline__ void load(uint32_t tile, const T *pool, int64_t stride, int key,
+                                         int rows, int head_dim, int thread) const {
+        constexpr int CHUNKS = D / 8, COPIES = 16 * CHUNKS;
+#pragma unroll
+        for (int part = 0; part < ROWS; part += 16) {
+            const int64_t at = part < rows ? row(key + part) : -1;
+            const T *const from = pool + max(at, int64_t(0)) * stride;
+            const int end = at < 0 ? 0 : rows - part;
+#pragma unroll
+            for (int start = 0; start < COPIES; start += THREADS) {
+                const int index = start + thread;
+                if (COPIES % THREADS != 0 && index >= COPIES) break;
+                const int line = index / CHUNKS, chunk = index % CHUNKS;
+                copy_async(tile + place<ROWS>(part + line, chunk),
+                           from + line * stride + chunk * 8, line < end && chunk * 8 < head_dim);
+            }
+        }
+    }
+};
+
+/// The parameters of a sequence by itself.
+template <typename T>
+__device__ __forceinline__ Parameters of_sequence(const Parameters &given, const PagedBatch &batch,
+                                                  int sequence) {
+    const uint32_t *const span = batch.numbers + batch.spans + SPAN_NUMBERS * sequence;
+    Parameters p = given;
+    const int64_t first = span[0], part = span[3];
+    p.queries = static_cast<int>(span[1]);
+    p.keys = static_cast<int>(span[2]);
+    p.q = static_cast<const T *>(p.q) + first * p.q_strides[1];
+    p.o = static_cast<T *>(p.o) + first * p.heads * p.head_dim;
+    p.partial_o += part * p.heads * p.head_dim;
+    p.partial_sums += part * p.heads;
+    p.splits = (p.keys + PAGED_SPLIT - 1) / PAGED_SPLIT;
+    p.split_keys = PAGED_SPLIT;
+    return p;
+}
+
+/// Calls `work` with the parameters and keys of the sequence that this block's item is of, the item's place in
+/// that sequence, and which of the item's blocks this is.
+template <typename T, typename Work>
+__device__ __forceinline__ void for_item(const Parameters &given, const PagedBatch &batch,
+                                         const Work &work) {
+    follow_previous();
+    const int item = blockIdx.x / batch.item_blocks;
+    if (item >= static_cast<int>(batch.numbers[batch.count])) return;
+    const uint32_t *const at = batch.numbers + batch.items + 2 * item;
+    const int sequence = at[0];
+    const uint32_t *const table =
+        batch.numbers + batch.tables + static_cast<int64_t>(sequence) * batch.width;
+    work(of_sequence<T>(given, batch, sequence),
+         PagedKeys{table, batch.width, batch.block, batch.blocks}, static_cast<int>(at[1]),
+         static_cast<int>(blockIdx.x % batch.item_blocks));
+}
+
+/// Whether any of `rows` rows from `first_row` on sees a key of a range. Otherwise nobody reads what the range
+/// gives.
+__device__ __forceinline__ bool reaches(const Parameters &p, int range, int first_row, int rows) {
+    const int group = p.heads / p.kv_heads, end = p.queries * group;
+    if (first_row >= end) return false;
+    const int before = p.keys - p.queries;
+    const int lowest = before + first_row / group - p.window + 1;
+    const int highest = before + (min(first_row + rows, end) - 1) / group;
+    return range * PAGED_SPLIT <= highest && (range + 1) * PAGED_SPLIT > lowest;
+}
+
+/// A range of a sequence's keys for 16 rows of a key head.
+template <typename T, int D>
+__device__ __forceinline__ void paged_few(const Parameters &given, const PagedBatch &batch) {
+    for_item<T>(given, batch, [](const Parameters &p, const PagedKeys &keys, int range, int block) {
+        const int first_row = block / p.kv_heads * 16;
+        if (reaches(p, range, first_row, 16))
+            few_block<T, D>(p, keys, range, 0, block % p.kv_heads, first_row);
+    });
+}
+
+/// The same without tensor cores.
+template <typename T>
+__device__ __forceinline__ void paged_plain_few(const Parameters &given, const PagedBatch &batch) {
+    for_item<T>(given, batch, [](const Parameters &p, const PagedKeys &keys, int range, int block) {
+        const int first_row = block / p.kv_heads * PLAIN_FEW_ROWS;
+        if (reaches(p, range, first_row, PLAIN_FEW_ROWS))
+            plain_few_block<T>(p, keys, range, 0, block % p.kv_heads, first_row);
+    });
+}
+
+/// Combines what the ranges that a query sees gave a head.
+template <typename T>
+__device__ __forceinline__ void paged_combine(const Parameters &given, const PagedBatch &batch) {
+    for_item<T>(given, batch, [](const Parameters &p, const PagedKeys &, int query, int head) {
+        const int position = p.keys - p.queries + query;
+        const int first = max(position - p.window + 1, 0) / PAGED_SPLIT;
+        combine_row<T>(p, static_cast<int64_t>(query) * p.heads + head, first,
+                       position / PAGED_SPLIT - first + 1);
+    });
+}
+
+/// All keys for a tile of queries of a sequence with many.
+template <typename T, int D>
+__device__ __forceinline__ void paged_forward(const Parameters &given, const PagedBatch &batch) {
+    constexpr int M = D <= 128 ? 2 : 1, WARPS = 4;
+    for_item<T>(given, batch, [](const Parameters &p, const PagedKeys &keys, int item, int block) {
+        const int first_query = item * PAGED_QUERIES + block / p.heads * (16 * M * WARPS);
+        if (first_query < p.queries)
+            forward_block<T, D, M, WARPS>(p, keys, 0, block % p.heads, first_query);
+    });
+}
+
+/// All keys for some rows of such a sequence, without tensor cores.
+template <typename T>
+__device__ __forceinline__ void paged_plain(const Parameters &given, const PagedBatch &batch) {
+    for_item<T>(given, batch, [](Parameters p, const PagedKeys &keys, int item, int block) {
+        p.splits = 1;
+        p.split_keys = INT_MAX;
+        const int group = p.heads / p.kv_heads, end = min(p.queries, (item + 1) * PAGED_QUERIES);
+        const int first_row = item * PAGED_QUERIES * group + block / p.kv_heads * PLAIN_FEW_ROWS;
+        if (first_row < end * group)
+            plain_few_block<T>(p, keys, 0, 0, block % p.kv_heads, first_row);
+    });
+}
+
+#define PAGED_ARGUMENTS                                                                            \
+    (const __grid_constant__ Parameters p, const __grid_constant__ PagedBatch batch)
+
+#define FOR_EACH_TILE_KERNEL(define)                                                               \
+    define(bf16, 64) define(bf16, 96) define(bf16, 128) define(bf16, 256) define(f16, 64)          \
+        define(f16, 96) define(f16, 128) define(f16, 256)
+
+#define FEW(element, d)                                                                            \
+    extern "C" __global__ void __launch_bounds__(few_warps(d) * WARP)                              \
+        attention_paged_few_##element##_##d PAGED_ARGUMENTS {                                        \
+        paged_few<element, d>(p, batch);                                                           \
+    }
+FOR_EACH_TILE_KERNEL(FEW)
+
+#define FORWARD(element, d)                                                                        \
+    extern "C" __global__ void __launch_bounds__(128)                                              \
+        attention_paged_forward_##element##_##d PAGED_ARGUMENTS {                                    \
+        paged_forward<element, d>(p, batch);                                                       \
+    }
+FOR_EACH_TILE_KERNEL(FORWARD)
+
+FOR_EACH_DTYPE(paged_plain_few, 128, PAGED_ARGUMENTS, (p, batch))
+FOR_EACH_DTYPE(paged_plain, 128, PAGED_ARGUMENTS, (p, batch))
+FOR_EACH_DTYPE(paged_combine, 128, PAGED_ARGUMENTS, (p, batch))
