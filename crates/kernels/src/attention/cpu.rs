@@ -2,6 +2,9 @@
 //! the forward pass is a block of queries of one head, a task of the backward pass half of one head,
 //! whose key and value gradients are then added up over the group in order. A few queries (decoding) are
 //! passes over the keys and values as they are stored.
+//!
+//! Forward, each tile of keys is softened by itself, and joined with those before it: as paged/cpu.rs does, so
+//! that more than [`FEW_ROWS`] queries give the same bits in both.
 
 use super::Sizes;
 use crate::backend::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, sum_stride};
@@ -18,7 +21,7 @@ use std::ops::Range;
 /// Queries of a tile.
 const ROWS: usize = 128;
 /// Keys of a tile.
-const COLUMNS: usize = 128;
+pub(super) const COLUMNS: usize = 128;
 /// Parts that the queries of a head are cut into in the backward pass at most.
 const PARTS: usize = 2;
 /// Score elements below which threads cost more than they bring.
@@ -259,10 +262,11 @@ impl<A: Real> Problem<'_, A> {
         let kind = self.kind();
         let q = Lhs::pack_here(kind, rows, head_dim, self.rows(self.q, batch, head, first, true));
         let ranges = &self.ranges[batch * queries + first..][..rows];
-        let mut max = [A::NEG_INFINITY; ROWS];
-        let mut total = [A::ZERO; ROWS];
+        let mut sums = [(A::NEG_INFINITY, A::ZERO); ROWS];
+        let mut of_tile = sums;
         let width = sum_stride(head_dim);
         let mut result = Scratch::zeros(sum_count(rows, width));
+        let mut part = Scratch::new(sum_count(rows, width));
         let mut scores = Scratch::new(sum_count(rows, COLUMNS));
         for tile in self.tiles(ranges) {
             let columns = tile.len();
@@ -274,32 +278,27 @@ impl<A: Real> Problem<'_, A> {
                         let seen = clip(ranges[row], tile.start, columns);
                         scores[..seen.start].fill(A::ZERO);
                         scores[seen.end..columns].fill(A::ZERO);
-                        if seen.is_empty() {
-                            continue;
-                        }
-                        let scores = &mut scores[seen];
-                        scores.iter_mut().for_each(|score| *score *= self.scale);
-                        self.cap(scores);
-                        let largest = largest_of(scores);
-                        let new_max = if largest > max[row] { largest } else { max[row] };
-                        for score in scores.iter_mut() {
-                            *score = (*score - new_max).exp_nonpositive();
-                        }
-                        let shrink = (max[row] - new_max).exp();
-                        if total[row] != A::ZERO && shrink != A::ONE {
-                            for value in &mut result[row * width..][..head_dim] {
-                                *value *= shrink;
-                            }
-                            total[row] *= shrink;
-                        }
-                        total[row] += sum(scores);
-                        max[row] = new_max;
+                        of_tile[row] = soften(&mut scores[seen], self.scale, self.softcap);
                     }
                 },
             );
             let probabilities = Lhs::pack_here(kind, rows, columns, tile_lines(&scores));
             let values = &values.across[tile.start / COLUMNS];
-            multiply(&probabilities, 0..rows, values, 0..head_dim, &mut result, width, true);
+            multiply(&probabilities, 0..rows, values, 0..head_dim, &mut part, width, false);
+            vectorize(
+                #[inline(always)]
+                || {
+                    for row in 0..rows {
+                        if clip(ranges[row], tile.start, columns).is_empty() {
+                            continue;
+                        }
+                        let is_first = ranges[row].0 >= tile.start;
+                        let place = row * width..row * width + head_dim;
+                        let part = (of_tile[row], &part[place.clone()]);
+                        sums[row] = join(is_first, sums[row], &mut result[place], part);
+                    }
+                },
+            );
         }
         vectorize(
             #[inline(always)]
@@ -307,8 +306,9 @@ impl<A: Real> Problem<'_, A> {
                 for row in 0..rows {
                     let result = &mut result[row * width..][..head_dim];
                     let seen = ranges[row].0 < ranges[row].1;
+                    let (top, total) = sums[row];
                     if seen {
-                        let inverse = A::ONE / total[row];
+                        let inverse = A::ONE / total;
                         result.iter_mut().for_each(|value| *value *= inverse);
                     }
                     let start = self.row_start(batch, first + row, head);
@@ -317,7 +317,7 @@ impl<A: Real> Problem<'_, A> {
                     unsafe {
                         T::narrow(result, o.slice(start..start + head_dim));
                         log_sum_exp.slice(index..index + 1)[0] =
-                            if seen { max[row] + total[row].ln() } else { A::NEG_INFINITY };
+                            if seen { top + total.ln() } else { A::NEG_INFINITY };
                     }
                 }
             },
@@ -512,6 +512,48 @@ impl<A: Real> Problem<'_, A> {
             }
         }
     }
+}
+
+/// Products of a query with the keys of a tile become weights relative to the largest score. Gives that and
+/// their sum.
+#[inline(always)]
+pub(super) fn soften<A: Real>(scores: &mut [A], scale: A, softcap: Option<A>) -> (A, A) {
+    scores.iter_mut().for_each(|score| *score *= scale);
+    if let Some(cap) = softcap {
+        scores.iter_mut().for_each(|score| *score = cap * (*score / cap).tanh());
+    }
+    let top = largest_of(scores);
+    for score in scores.iter_mut() {
+        *score = (*score - top).exp_nonpositive();
+    }
+    (top, sum(scores))
+}
+
+/// Adds what a tile of keys gives a query, `part`, to what the tiles before it gave: the largest score, the sum
+/// of weights, and the values by their weights. Gives the first two of the result.
+#[inline(always)]
+pub(super) fn join<A: Real>(
+    is_first: bool,
+    (top, total): (A, A),
+    values: &mut [A],
+    ((part_top, part_total), part): ((A, A), &[A]),
+) -> (A, A) {
+    if is_first {
+        values.copy_from_slice(part);
+        return (part_top, part_total);
+    }
+    if part_top > top {
+        let shrink = (top - part_top).exp_nonpositive();
+        for (value, part) in values.iter_mut().zip(part) {
+            *value = *value * shrink + *part;
+        }
+        return (part_top, total * shrink + part_total);
+    }
+    let shrink = (part_top - top).exp_nonpositive();
+    for (value, part) in values.iter_mut().zip(part) {
+        *value += *part * shrink;
+    }
+    (top, total + part_total * shrink)
 }
 
 /// The rows of a tile as lines of a left side.

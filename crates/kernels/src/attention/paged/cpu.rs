@@ -3,19 +3,16 @@
 //! chunks are joined afterwards, in the same way and order as a task of all chunks joins them.
 
 use super::{Sequences, Sizes, Span};
+use crate::attention::cpu::{COLUMNS as CHUNK, join, soften};
 use crate::backend::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, sum_stride};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::vectorize;
-use crate::backend::cpu::{
-    Disjoint, Element, Real, Values, for_each_index, max as largest_of, sum, unwritten,
-};
+use crate::backend::cpu::{Disjoint, Element, Real, Values, for_each_index, unwritten};
 use candle_core::{DType, Layout, Result, bail};
 use std::ops::Range;
 
 /// Rows of a task, queries times heads, but for a single query of more heads.
 const ROWS: usize = 128;
-/// Keys of a chunk.
-const CHUNK: usize = 128;
 /// Tasks that keep all threads busy; where there are fewer, they are cut into parts of the chunks.
 const ENOUGH_TASKS: usize = 64;
 /// Chunks of such a part at least.
@@ -67,9 +64,9 @@ struct Task {
     place: Option<usize>,
 }
 
-/// What a chunk gives some rows, or the chunks so far: `(rows, width)`, not yet divided by `total`.
+/// What a chunk gives some rows, or the chunks so far: `(rows, width)`, not yet divided by the sums of weights.
 struct Part<'a, A> {
-    /// The largest score of every row.
+    /// The largest score of every row, and its sum of weights.
     top: &'a mut [A],
     total: &'a mut [A],
     values: &'a mut [A],
@@ -147,7 +144,7 @@ impl<T: Element> Problem<'_, T> {
                 let mut numbers = Scratch::new(self.part_size(rows));
                 let mut sums = self.part(rows, &mut numbers);
                 self.run(&whole[index], |chunk, part| {
-                    self.join(&whole[index], chunk, &mut sums, part);
+                    self.join_all(&whole[index], chunk, &mut sums, part);
                 });
                 self.write(&whole[index], &mut sums, &o);
             });
@@ -192,7 +189,7 @@ impl<T: Element> Problem<'_, T> {
                 let place = places[index] + order * size;
                 // SAFETY: every task reads its own parts.
                 let mut part = self.part(rows, unsafe { numbers.slice(place..place + size) });
-                self.join(task, chunk, &mut sums, &mut part);
+                self.join_all(task, chunk, &mut sums, &mut part);
             }
             self.write(task, &mut sums, &o);
         });
@@ -217,8 +214,7 @@ impl<T: Element> Problem<'_, T> {
             Lhs::pack_here(kind, rows, head_dim, Operand::lines(T::values(&gathered), head_dim));
         let mut scores = Scratch::new(sum_count(rows, CHUNK));
         let mut numbers = Scratch::new(self.part_size(rows));
-        let part = self.part(rows, &mut numbers);
-        let mut part = Part { top: part.top, total: part.total, values: part.values };
+        let mut part = self.part(rows, &mut numbers);
         for chunk in task.chunks.clone() {
             let start = chunk * CHUNK;
             let columns = CHUNK.min(seen_by_any.end - start);
@@ -228,7 +224,7 @@ impl<T: Element> Problem<'_, T> {
             let lines = Operand::lines(T::values(gathered), head_dim);
             let keys = Panels::pack(kind, columns, head_dim, lines);
             multiply(&q, 0..rows, &keys, 0..columns, &mut scores, CHUNK, false);
-            self.soften(task, span, start..start + columns, &mut scores, &mut part);
+            self.soften_all(task, span, start..start + columns, &mut scores, &mut part);
             self.gather(self.values, task, start, seen, gathered);
             let across = Operand::columns(T::values(gathered), head_dim);
             let values = Panels::pack(kind, head_dim, columns, across);
@@ -275,7 +271,7 @@ impl<T: Element> Problem<'_, T> {
 
     /// Products become weights relative to the largest score of their row, zeros for keys that a row doesn't
     /// see.
-    fn soften(
+    fn soften_all(
         &self,
         task: &Task,
         span: &Span,
@@ -292,23 +288,21 @@ impl<T: Element> Problem<'_, T> {
                     let seen = clip(seen, &keys);
                     scores[..seen.start].fill(T::Acc::ZERO);
                     scores[seen.end..keys.len()].fill(T::Acc::ZERO);
-                    let scores = &mut scores[seen];
-                    scores.iter_mut().for_each(|score| *score *= self.scale);
-                    if let Some(cap) = self.softcap {
-                        scores.iter_mut().for_each(|score| *score = cap * (*score / cap).tanh());
-                    }
-                    let top = largest_of(scores);
-                    for score in scores.iter_mut() {
-                        *score = (*score - top).exp_nonpositive();
-                    }
-                    (part.top[row], part.total[row]) = (top, sum(scores));
+                    (part.top[row], part.total[row]) =
+                        soften(&mut scores[seen], self.scale, self.softcap);
                 }
             },
         );
     }
 
     /// Adds what a chunk gives to what the chunks before it gave.
-    fn join(&self, task: &Task, chunk: usize, sums: &mut Part<T::Acc>, part: &mut Part<T::Acc>) {
+    fn join_all(
+        &self,
+        task: &Task,
+        chunk: usize,
+        sums: &mut Part<T::Acc>,
+        part: &mut Part<T::Acc>,
+    ) {
         let Sizes { head_dim, .. } = self.sizes;
         let span = &self.sequences.spans[task.sequence];
         let keys = chunk * CHUNK..(chunk + 1) * CHUNK;
@@ -321,26 +315,13 @@ impl<T: Element> Problem<'_, T> {
                     if clip(seen.clone(), &keys).is_empty() {
                         continue;
                     }
-                    let start = row * self.width();
-                    let part_values = &part.values[start..start + head_dim];
-                    let values = &mut sums.values[start..start + head_dim];
-                    let (top, total) = (part.top[row], part.total[row]);
-                    if keys.contains(&seen.start) {
-                        (sums.top[row], sums.total[row]) = (top, total);
-                        values.copy_from_slice(part_values);
-                    } else if top > sums.top[row] {
-                        let shrink = (sums.top[row] - top).exp_nonpositive();
-                        (sums.top[row], sums.total[row]) = (top, sums.total[row] * shrink + total);
-                        for (value, part) in values.iter_mut().zip(part_values) {
-                            *value = *value * shrink + *part;
-                        }
-                    } else {
-                        let shrink = (top - sums.top[row]).exp_nonpositive();
-                        sums.total[row] += total * shrink;
-                        for (value, part) in values.iter_mut().zip(part_values) {
-                            *value += *part * shrink;
-                        }
-                    }
+                    let place = row * self.width()..row * self.width() + head_dim;
+                    let before = (sums.top[row], sums.total[row]);
+                    let of_chunk = (part.top[row], part.total[row]);
+                    let part = (of_chunk, &part.values[place.clone()]);
+                    let values = &mut sums.values[place];
+                    (sums.top[row], sums.total[row]) =
+                        join(keys.contains(&seen.start), before, values, part);
                 }
             },
         );

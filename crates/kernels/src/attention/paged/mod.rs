@@ -301,7 +301,8 @@ fn plan(spans: &[Span], tables: &[u32], room: usize) -> Result<(Vec<u32>, Plan)>
 ///
 /// What a query gives has the same bits whatever other sequences there are, and in which blocks its keys lie.
 /// On the CPU it has the same bits in whatever pieces the tokens of its sequence are computed, too, one by one
-/// or all at once; on a GPU, in pieces that all have up to 16 queries, or all more.
+/// or all at once, and those that [`forward`](super::forward) gives for more than 4 queries of the sequence by
+/// itself; on a GPU, in pieces that all have up to 16 queries, or all more.
 ///
 /// Blocks may have any size. On CUDA, tensor cores are used for f16 and bf16 where it is a multiple of 16 and
 /// `head_dim` is one of 8. Whatever numbers a recording is given, a GPU reads nothing beyond the pools.
