@@ -143,7 +143,7 @@ pub fn metal_matmul() -> MetalMatmul {
 
 /// Whether operations on this tensor are computed by a GPU.
 pub fn computes_on_gpu(tensor: &Tensor) -> bool {
-    #[cfg(all(feature = "metal-emulation", not(feature = "metal")))]
+    #[cfg(all(any(feature = "metal-emulation", test), not(feature = "metal")))]
     if crate::backend::metal::is_emulating() {
         return true;
     }

@@ -2,6 +2,7 @@
 //! in `lora_linear/cpu/`, are made of the same parts.
 
 use super::few_rows::{FEW_ROWS, add_combinations, dots};
+use crate::backend::cpu::gemm::integers::{Product, Rounded, Side};
 use crate::backend::cpu::gemm::{Block, Job, Kind, Lhs, Operand, Term, products};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::vectorize;
@@ -33,24 +34,46 @@ pub(crate) struct Packs<'a, A> {
     depth: usize,
     values: Values<'a, A>,
     packed: Vec<(Kind, Lhs<A>)>,
+    /// For layers that multiply integers.
+    rounded: Option<Rounded>,
 }
 
 impl<'a, A: Real> Packs<'a, A> {
-    /// `x` `(rows, inner)`.
+    /// `x` `(rows, inner)`. Layers that multiply integers read it as numbers, too, where `reads_numbers` says so of
+    /// them: for an adapter.
     pub(crate) fn new(
         rows: usize,
         inner: usize,
         x: Values<'a, A>,
         layers: &[Layer<'_, A>],
+        reads_numbers: impl Fn(usize) -> bool,
     ) -> Self {
         let mut packed: Vec<(Kind, Lhs<A>)> = Vec::new();
-        for layer in layers {
+        let mut rounded = None;
+        for (index, layer) in layers.iter().enumerate() {
+            if layer.weight.byte_rows().is_some() {
+                rounded.get_or_insert_with(|| Rounded::pack(rows, inner, x, None));
+                if !reads_numbers(index) {
+                    continue;
+                }
+            }
             let kind = kind_of(x, layer.weight);
             if packed.iter().all(|(packed, _)| *packed != kind) {
                 packed.push((kind, Lhs::pack(kind, rows, inner, Operand::lines(x, inner), None)));
             }
         }
-        Packs { rows, depth: inner, values: x, packed }
+        Packs { rows, depth: inner, values: x, packed, rounded }
+    }
+
+    /// The product with a layer's weight.
+    fn term<'p>(&'p self, weight: Values<'p, A>) -> Term<'p, A> {
+        match (weight.byte_rows(), &self.rounded) {
+            (Some(rhs), Some(lhs)) => Term::Integers(Product { lhs, rhs, side: Side::Lines }),
+            _ => Term::Numbers {
+                lhs: self.get(kind_of(self.values, weight)),
+                rhs: Operand::lines(weight, self.depth),
+            },
+        }
     }
 
     /// As a layer of this kind reads it.
@@ -81,7 +104,7 @@ pub(crate) fn forward<T: Element>(
             |_, _, _| {},
         );
     }
-    let packs = Packs::new(rows, inner, x, &[layer]);
+    let packs = Packs::new(rows, inner, x, &[layer], |_| false);
     forward_many(&packs, &[layer], &[None], &mut [y]);
 }
 
@@ -95,11 +118,7 @@ pub(crate) fn forward_many<T: Element>(
     let terms: Vec<Vec<Term<T::Acc>>> = layers
         .iter()
         .zip(added)
-        .map(|(layer, added)| {
-            let lhs = packs.get(kind_of(packs.values, layer.weight));
-            let large = Term { lhs, rhs: Operand::lines(layer.weight, packs.depth) };
-            [large].into_iter().chain(*added).collect()
-        })
+        .map(|(layer, added)| [packs.term(layer.weight)].into_iter().chain(*added).collect())
         .collect();
     let targets: Vec<_> = ys.iter_mut().map(|y| Disjoint::new(y)).collect();
     let finishes: Vec<_> = layers
@@ -222,7 +241,7 @@ pub(crate) fn widened<'a, A: Real>(values: Values<'a, A>, scratch: &'a mut [A]) 
 
 /// `out = x·matrix` for a few rows: `x` `(rows, depth)`, `matrix` `(depth, width)`. A task reads some
 /// lines of the matrix from end to end, as they lie in memory, and what they add to the result is
-/// summed in their order.
+/// summed in their order. A matrix that multiplies integers is packed as for many rows.
 pub(crate) fn combine<A: Real>(
     rows: usize,
     depth: usize,
@@ -231,6 +250,10 @@ pub(crate) fn combine<A: Real>(
     width: usize,
     out: &mut [A],
 ) {
+    if matrix.byte_rows().is_some() {
+        let left = Left::pack(rows, depth, Values::Native(x), matrix);
+        return multiply_across(rows, &left, matrix, width, out);
+    }
     let lines = depth.div_ceil(TASKS_ACROSS).max(LINES);
     let (tasks, count) = (depth.div_ceil(lines), rows * width);
     if tasks <= 1 || depth * count <= PARALLEL_MULTIPLICATIONS {
@@ -285,10 +308,49 @@ pub(crate) fn backward_input<T: Element>(
         combine(rows, outer, dy, weight, inner, &mut sums);
         return T::narrow(&sums, dx);
     }
-    let kind = kind_of(dy, weight);
-    let lhs = Lhs::pack(kind, rows, outer, Operand::lines(dy, outer), None);
-    let target = Disjoint::new(dx);
-    let terms = [Term { lhs: &lhs, rhs: Operand::columns(weight, inner) }];
+    multiply_across(rows, &Left::pack(rows, outer, dy, weight), weight, inner, dx);
+}
+
+/// The left side of a product with a weight's columns, packed.
+pub(crate) enum Left<A> {
+    Numbers(Lhs<A>),
+    Rounded(Rounded),
+}
+
+impl<A: Real> Left<A> {
+    /// `dy` `(rows, outer)`, with the scales of the weight's rows in it where integers are multiplied.
+    pub(crate) fn pack(rows: usize, outer: usize, dy: Values<A>, weight: Values<A>) -> Self {
+        match weight.byte_rows() {
+            Some(bytes) => Self::Rounded(Rounded::pack(rows, outer, dy, Some(bytes.scales))),
+            None => {
+                let kind = kind_of(dy, weight);
+                Self::Numbers(Lhs::pack(kind, rows, outer, Operand::lines(dy, outer), None))
+            }
+        }
+    }
+
+    /// The product with the weight `(outer, inner)` that it was packed for.
+    pub(crate) fn term<'a>(&'a self, weight: Values<'a, A>, inner: usize) -> Term<'a, A> {
+        match (self, weight.byte_rows()) {
+            (Self::Rounded(lhs), Some(rhs)) => {
+                Term::Integers(Product { lhs, rhs, side: Side::Columns })
+            }
+            (Self::Numbers(lhs), _) => Term::Numbers { lhs, rhs: Operand::columns(weight, inner) },
+            (Self::Rounded(_), None) => unreachable!("rounded for a matrix of bytes"),
+        }
+    }
+}
+
+/// `out = left·weight`, `(rows, inner)`.
+fn multiply_across<T: Element>(
+    rows: usize,
+    left: &Left<T::Acc>,
+    weight: Values<T::Acc>,
+    inner: usize,
+    out: &mut [T],
+) {
+    let target = Disjoint::new(out);
+    let terms = [left.term(weight, inner)];
     let finish = |block: Block<T::Acc>| store(block, inner, None, &target);
     products(&[Job { rows, columns: inner, terms: &terms, finish: &finish }]);
 }
@@ -317,7 +379,7 @@ pub(crate) fn add_weight_gradient<A: Real>(
 ) {
     let lhs = Lhs::pack(kind, a, rows, Operand::columns(left, a), None);
     let out = Disjoint::new(out);
-    let terms = [Term { lhs: &lhs, rhs: Operand::columns(right, width) }];
+    let terms = [Term::Numbers { lhs: &lhs, rhs: Operand::columns(right, width) }];
     let finish = |mut block: Block<A>| {
         let columns = block.columns.clone();
         for (row, sums) in block.rows_mut() {
@@ -343,7 +405,7 @@ pub(crate) fn add_input_gradient<A: Real>(
 ) {
     let lhs = Lhs::pack(kind, rows, outer, Operand::lines(x, outer), None);
     let out = Disjoint::new(out);
-    let terms = [Term { lhs: &lhs, rhs: Operand::columns(weight, inner) }];
+    let terms = [Term::Numbers { lhs: &lhs, rhs: Operand::columns(weight, inner) }];
     let finish = |mut block: Block<A>| {
         let columns = block.columns.clone();
         for (row, sums) in block.rows_mut() {

@@ -16,6 +16,7 @@ pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 pub(crate) mod fp8;
+pub(crate) mod int8;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 pub(crate) mod metal;
 mod quantize;
@@ -238,6 +239,21 @@ pub enum Arithmetic {
     /// multiples of it, of two the even one. So does llama.cpp. Products of integers are faster, where the processor
     /// has them, and results less exact.
     Int8,
+    /// On the CPU, where codes are [`Levels::Integers`] of 8 bits around 128 with a plain f32 scale a row of the matrix, no
+    /// offsets, and at most 131072 rows and columns, linear layers ([`matmul`](crate::matmul),
+    /// [`lora_linear`](crate::lora_linear)) round what they multiply by it to integers of 8 bits first, for any number of
+    /// rows. `round` gives each row a 127th of its largest magnitude as its scale, of which its numbers become the nearest
+    /// multiples:
+    ///
+    /// ```text
+    /// y  = round(x)·Wᵀ + bias + s·(x̃·A)·B
+    /// dx = round(dy·diag(c))·L + ..            W = diag(c)·L: scales of rows, and integers
+    /// ```
+    ///
+    /// Products are sums of integers, multiplied by the scales of the row and of the matrix's row, in this order, so that
+    /// their bits are the same with any instruction set. The gradients of several layers that read the same input are
+    /// rounded each for itself. What an adapter adds and its gradients are computed as ever. A GPU refuses such matrices.
+    Int8Rows,
     /// Where codes are [`Levels::E4m3`] with a plain f32 scale a row of the matrix and no offsets, linear layers
     /// ([`matmul`](crate::matmul), [`lora_linear`](crate::lora_linear)) round what they multiply by it to e4m3 first,
     /// on the CPU and on CUDA, for any number of rows. `round` gives each row a power of two as its scale, of which its

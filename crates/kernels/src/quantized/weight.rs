@@ -4,7 +4,8 @@ use super::Quantized;
 use super::cpu::{Inputs, Reads, View};
 use crate::backend::cpu::{Input, Read, Real, Values};
 use crate::backend::{require_rank, require_together};
-use candle_core::{DType, Result, Tensor};
+use crate::devices::computes_on_gpu;
+use candle_core::{DType, Result, Tensor, bail};
 use std::borrow::Cow;
 
 /// A frozen matrix `(out, in)` of a linear layer.
@@ -58,7 +59,15 @@ impl<'a> Weight<'a> {
                 require_together(operation, &[x, tensor])?;
                 require_rank(operation, "weight", tensor, 2, "(out, in)")
             }
-            Self::Quantized(quantized) => require_together(operation, &[x, quantized.codes()]),
+            Self::Quantized(quantized) => {
+                require_together(operation, &[x, quantized.codes()])?;
+                if computes_on_gpu(x) && quantized.int8_scales().is_some() {
+                    bail!(
+                        "metal-candle-kernels: {operation}: rows are to be rounded to integers of 8 bits (Arithmetic::Int8Rows) on a GPU, expected them on the CPU"
+                    )
+                }
+                Ok(())
+            }
         }
     }
 

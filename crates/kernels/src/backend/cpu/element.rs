@@ -5,6 +5,7 @@ use super::parallel::{PARALLEL_CHUNK, for_each_chunk};
 use super::simd::prefetch;
 use super::unwritten::Plain;
 use crate::quantized::Elements;
+use crate::quantized::int8::ByteRows;
 use candle_core::{CpuStorage, DType, WithDType};
 use half::{bf16, f16};
 use std::borrow::Cow;
@@ -50,6 +51,8 @@ pub(crate) trait Real: Element<Acc = Self> + Neg<Output = Self> {
     fn sqrt(self) -> Self;
     fn to_f32(self) -> f32;
     fn from_f32(value: f32) -> Self;
+    /// Rounded to the nearest, of two to the even one.
+    fn from_i32(value: i32) -> Self;
     fn from_bf16(value: bf16) -> Self;
     fn from_f16(value: f16) -> Self;
     /// The number itself: what the other conversions are for numbers that need none.
@@ -240,6 +243,10 @@ impl Real for f32 {
         value
     }
     #[inline(always)]
+    fn from_i32(value: i32) -> f32 {
+        value as f32
+    }
+    #[inline(always)]
     fn from_bf16(value: bf16) -> f32 {
         bf16_to_f32(value)
     }
@@ -299,6 +306,10 @@ impl Real for f64 {
     }
     #[inline(always)]
     fn from_f32(value: f32) -> f64 {
+        f64::from(value)
+    }
+    #[inline(always)]
+    fn from_i32(value: i32) -> f64 {
         f64::from(value)
     }
     #[inline(always)]
@@ -503,6 +514,15 @@ impl<'a, A: Real> Values<'a, A> {
             Values::Bf16(values) => values.len(),
             Values::F16(values) => values.len(),
             Values::Quantized(values) => values.len(),
+        }
+    }
+
+    /// The bytes and scales of a matrix whose products are those of
+    /// [`Arithmetic::Int8Rows`](crate::quantized::Arithmetic::Int8Rows).
+    pub(crate) fn byte_rows(self) -> Option<ByteRows<'a>> {
+        match self {
+            Values::Quantized(elements) => elements.byte_rows(),
+            _ => None,
         }
     }
 

@@ -38,7 +38,7 @@ pub(crate) struct Scratch<A> {
     element: PhantomData<A>,
 }
 
-impl<A: Real> Scratch<A> {
+impl<A: Plain> Scratch<A> {
     pub(crate) fn new(count: usize) -> Self {
         let needed = (count * size_of::<A>()).div_ceil(64);
         let kept = BUFFERS.with_borrow_mut(|buffers| {
@@ -50,7 +50,9 @@ impl<A: Real> Scratch<A> {
         spoil(&mut scratch);
         scratch
     }
+}
 
+impl<A: Real> Scratch<A> {
     pub(crate) fn zeros(count: usize) -> Self {
         let mut scratch = Self::new(count);
         scratch.fill(A::ZERO);

@@ -18,6 +18,12 @@ unsafe impl Plain for f64 {}
 unsafe impl Plain for bf16 {}
 // SAFETY: as above.
 unsafe impl Plain for f16 {}
+// SAFETY: as above.
+unsafe impl Plain for i8 {}
+// SAFETY: as above.
+unsafe impl Plain for i32 {}
+// SAFETY: as above.
+unsafe impl Plain for u32 {}
 
 /// `count` elements with whatever bits are there. What is read before it is written is some value; in tests, and
 /// where assertions are checked, it is NaN.

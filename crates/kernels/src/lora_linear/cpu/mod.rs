@@ -13,7 +13,7 @@ use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::{
     Disjoint, Element, PARALLEL_CHUNK, Real, Sum, Values, for_each_chunk, unwritten,
 };
-use crate::matmul::cpu::{self as matmul, Packs, forward_many, kind_of, store};
+use crate::matmul::cpu::{self as matmul, Left, Packs, forward_many, kind_of, store};
 use crate::matmul::few_rows::FEW_ROWS;
 use factors::{BOTH, Factor, Halves, RIGHT, add_rows_of_halves, low_rank_left, store_halves};
 
@@ -69,7 +69,11 @@ pub(super) fn forward<T: Element>(
         return few_rows::forward(rows, inner, x, layers, ys, xas);
     }
     let frozen = frozen(layers);
-    let packs = Packs::new(rows, inner, x, &frozen);
+    let reads_numbers = |index: usize| {
+        let adapter = layers[index].adapter.as_ref();
+        adapter.is_some_and(|adapter| adapter.rank > 0 && adapter.dropout.is_none())
+    };
+    let packs = Packs::new(rows, inner, x, &frozen, reads_numbers);
     project(rows, inner, x, &packs, layers, xas);
     let paths: Vec<_> = layers
         .iter()
@@ -88,7 +92,7 @@ pub(super) fn forward<T: Element>(
         .zip(&paths)
         .map(|(layer, path)| {
             let (lhs, right) = path.as_ref()?;
-            Some(Term { lhs, rhs: Operand::columns(right.values(), layer.outer) })
+            Some(Term::Numbers { lhs, rhs: Operand::columns(right.values(), layer.outer) })
         })
         .collect();
     forward_many(&packs, &frozen, &added, ys);
@@ -138,7 +142,7 @@ fn project<A: Real>(
         .map(|(prepared, _)| {
             let lhs = prepared.masked.as_ref().unwrap_or_else(|| packs.get(prepared.kind));
             let rhs = |term| prepared.halves.columns(prepared.factor.values(), term);
-            (0..prepared.halves.terms).map(|term| Term { lhs, rhs: rhs(term) }).collect()
+            (0..prepared.halves.terms).map(|term| Term::Numbers { lhs, rhs: rhs(term) }).collect()
         })
         .collect();
     let finishes: Vec<_> = prepared
@@ -196,13 +200,33 @@ pub(super) fn backward<T: Element>(
         .map(|(layer, from)| kind_of(from.dy, layer.frozen.weight))
         .collect();
     let kinds_of = || layers.iter().zip(incoming).zip(&kinds);
-    let lefts: Vec<_> = kinds_of()
-        .map(|((layer, from), kind)| {
-            let operand = Operand::lines(from.dy, layer.frozen.outer);
-            Lhs::pack(*kind, rows, layer.frozen.outer, operand, None)
+    // As the products with the weights read them, and with the adapters where that is another way.
+    let lefts: Vec<_> = layers
+        .iter()
+        .zip(incoming)
+        .map(|(layer, from)| {
+            let frozen = layer.frozen;
+            let needed = dx.is_some() || frozen.weight.byte_rows().is_none();
+            needed.then(|| Left::pack(rows, frozen.outer, from.dy, frozen.weight))
         })
         .collect();
-    let gs = project_gradients(rows, layers, &kinds, &lefts);
+    let of_adapters: Vec<_> = kinds_of()
+        .zip(&lefts)
+        .map(|(((layer, from), kind), left)| {
+            let operand = Operand::lines(from.dy, layer.frozen.outer);
+            let needed = layer.adapter.is_some() && !matches!(left, Some(Left::Numbers(_)));
+            needed.then(|| Lhs::pack(*kind, rows, layer.frozen.outer, operand, None))
+        })
+        .collect();
+    let of_adapters: Vec<Option<&Lhs<_>>> = lefts
+        .iter()
+        .zip(&of_adapters)
+        .map(|(left, own)| match left {
+            Some(Left::Numbers(left)) => Some(left),
+            _ => own.as_ref(),
+        })
+        .collect();
+    let gs = project_gradients(rows, layers, &kinds, &of_adapters);
 
     // What the products read: copies of narrow matrices, and x with its dropped elements.
     struct Prepared<'a, A> {
@@ -266,7 +290,7 @@ pub(super) fn backward<T: Element>(
     let mut masked_terms = Vec::new();
     if need_dx {
         for ((layer, left), prepared) in layers.iter().zip(&lefts).zip(&prepared) {
-            dx_terms.push(Term { lhs: left, rhs: Operand::columns(layer.frozen.weight, inner) });
+            dx_terms.extend(left.as_ref().map(|left| left.term(layer.frozen.weight, inner)));
             let adapter = layer.adapter.as_ref();
             if let Some((prepared, adapter)) = prepared.as_ref().zip(adapter)
                 && let Some(path) = &prepared.path
@@ -275,7 +299,8 @@ pub(super) fn backward<T: Element>(
                     Factor::Plain(_) => adapter.rank,
                     Factor::Split(_) => RIGHT.len() * adapter.rank,
                 };
-                let term = Term { lhs: path, rhs: Operand::lines(prepared.a.values(), width) };
+                let term =
+                    Term::Numbers { lhs: path, rhs: Operand::lines(prepared.a.values(), width) };
                 match adapter.mask() {
                     None => dx_terms.push(term),
                     Some(mask) => masked_terms.push((term, mask)),
@@ -315,7 +340,8 @@ pub(super) fn backward<T: Element>(
         };
         let (halves, rank, outer) = (prepared.halves, adapter.rank, layer.frozen.outer);
         let dy = Operand::columns(from.dy, outer);
-        terms.push(prepared.xa.iter().map(|lhs| Term { lhs, rhs: dy }).collect::<Vec<_>>());
+        terms
+            .push(prepared.xa.iter().map(|lhs| Term::Numbers { lhs, rhs: dy }).collect::<Vec<_>>());
         shapes.push((halves.width(), outer));
         let db = Disjoint::new(db);
         let scale = adapter.scale;
@@ -334,7 +360,7 @@ pub(super) fn backward<T: Element>(
             None => x,
         };
         let operand = Operand::columns(x, inner);
-        terms.push(prepared.g.iter().map(|lhs| Term { lhs, rhs: operand }).collect());
+        terms.push(prepared.g.iter().map(|lhs| Term::Numbers { lhs, rhs: operand }).collect());
         shapes.push((halves.width(), inner));
         let (da, kept) = (Disjoint::new(da), adapter.kept());
         finishes.push(Box::new(move |block| {
@@ -376,7 +402,7 @@ fn project_gradients<A: Real>(
     rows: usize,
     layers: &[Layer<A>],
     kinds: &[Kind],
-    lefts: &[Lhs<A>],
+    lefts: &[Option<&Lhs<A>>],
 ) -> Vec<Vec<A>> {
     let rank = |layer: &Layer<A>| layer.adapter.as_ref().map_or(0, |adapter| adapter.rank);
     let mut gs: Vec<_> = layers.iter().map(|layer| vec![A::ZERO; rows * rank(layer)]).collect();
@@ -394,7 +420,11 @@ fn project_gradients<A: Real>(
     let mut shapes = Vec::new();
     let mut finishes = Vec::new();
     for (index, layer) in layers.iter().enumerate() {
-        let (Some(adapter), Some(factor)) = (&layer.adapter, &factors[index]) else { continue };
+        let (Some(adapter), Some(factor), Some(lhs)) =
+            (&layer.adapter, &factors[index], lefts[index])
+        else {
+            continue;
+        };
         let halves = Halves::new(kinds[index], adapter.rank);
         let rhs = |term| Operand {
             values: factor.values(),
@@ -402,8 +432,7 @@ fn project_gradients<A: Real>(
             stride: layer.frozen.outer,
             along_depth: true,
         };
-        let lhs = &lefts[index];
-        terms.push((0..halves.terms).map(|term| Term { lhs, rhs: rhs(term) }).collect());
+        terms.push((0..halves.terms).map(|term| Term::Numbers { lhs, rhs: rhs(term) }).collect());
         shapes.push(halves.width());
         finishes.push(store_halves(halves, adapter.scale, &targets[index]));
     }

@@ -1,6 +1,7 @@
 //! Products of a few rows with a matrix in fewer bits, whose codes are read once.
 
 use super::Elements;
+use super::integers::IntegerRows;
 #[cfg(target_arch = "x86_64")]
 use super::lines::{Lines, Ordered};
 use super::rounded::Rounded;
@@ -25,6 +26,8 @@ pub(crate) struct Rows<'a, A> {
     exact: Plain<&'a [A]>,
     /// As matrices of [`Arithmetic::Int8`](crate::quantized::Arithmetic::Int8) read them.
     rounded: Option<RoundedRows>,
+    /// As those of [`Arithmetic::Int8Rows`](crate::quantized::Arithmetic::Int8Rows) do.
+    integers: Option<IntegerRows>,
 }
 
 /// Rows in f32 or f64, `(rows, depth)`.
@@ -51,18 +54,26 @@ impl<'a, A: Real> Rows<'a, A> {
         x: &'a [A],
         matrices: impl Iterator<Item = Elements<'m>> + Clone,
     ) -> Self {
+        let mut rounding_rows = matrices.clone().filter_map(Elements::byte_rows);
+        let integers = rounding_rows.next().map(|_| IntegerRows::new(rows, depth, x));
         let rounds = |matrix: &Elements| A::DTYPE == DType::F32 && matrix.view.rounds_rows();
-        let exact = matrices.clone().filter(|matrix| !rounds(matrix));
+        let exact = |matrix: &Elements| !rounds(matrix) && matrix.byte_rows().is_none();
+        let exact = matrices.clone().filter(exact);
         let exact = Plain::new(rows, depth, x, exact);
         let rounding = matrices.filter(rounds);
         let rounded = as_f32(x).filter(|_| rounding.clone().next().is_some());
         let rounded = rounded.map(|x| RoundedRows::new(rows, depth, x, rounding));
-        Rows { exact, rounded }
+        Rows { exact, rounded, integers }
     }
 
     /// `out[row][line] = Σ_k x[row][k]·matrix[line][k]` for some lines: `out` `(rows, lines.len())`.
     #[inline(always)]
     pub(crate) fn dots(&self, matrix: Elements, lines: Range<usize>, out: &mut [A]) {
+        if let Some(integers) = &self.integers
+            && let Some(matrix) = matrix.byte_rows()
+        {
+            return integers.dots(matrix, lines, out);
+        }
         if let Some(rounded) = &self.rounded
             && matrix.view.rounds_rows()
             && let Some(out) = as_f32_mut(out)

@@ -1,6 +1,7 @@
 //! Matrices in fewer bits on the CPU: their numbers one after the other.
 
 mod few_rows;
+mod integers;
 #[cfg(target_arch = "x86_64")]
 mod lines;
 mod rounded;
@@ -13,6 +14,7 @@ mod x86;
 
 pub(crate) use few_rows::{Rows, add_combinations};
 
+use super::int8::ByteRows;
 use super::{Arithmetic, BLOCK, Levels, NESTED, OPERATION, Quantized, Scales};
 use crate::backend::cpu::simd::prefetch;
 use crate::backend::cpu::{
@@ -99,6 +101,7 @@ impl Reads<'_> {
             group: self.matrix.group,
             scales,
             arithmetic: self.matrix.arithmetic,
+            multiplies_integers: self.matrix.int8_scales().is_some(),
         })
     }
 }
@@ -112,6 +115,8 @@ pub(crate) struct View<'a> {
     group: usize,
     scales: ScalesView<'a>,
     arithmetic: Arithmetic,
+    /// Whether products are those of [`Arithmetic::Int8Rows`].
+    multiplies_integers: bool,
 }
 
 /// As [`Scales`]; there are no offsets where their slice is empty.
@@ -154,6 +159,18 @@ impl<'a> Elements<'a> {
     pub(crate) fn slice(self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len);
         Self { view: self.view, start: self.start + range.start, len: range.len() }
+    }
+
+    /// The bytes and scales of whole rows that are multiplied as integers.
+    pub(crate) fn byte_rows(self) -> Option<ByteRows<'a>> {
+        let ScalesView::F32(scales, _) = self.view.scales else { return None };
+        let inner = self.view.group;
+        if !self.view.multiplies_integers || !self.start.is_multiple_of(inner) {
+            return None;
+        }
+        let codes = self.view.codes.get(self.start..self.start + self.len)?;
+        let scales = scales.get(self.start / inner..(self.start + self.len).div_ceil(inner))?;
+        Some(ByteRows { codes, scales, inner })
     }
 
     /// Writes the numbers from the one at `start` on.

@@ -7,9 +7,10 @@
 //!
 //! Left sides are packed once, whole, and may be shared by products; right sides (the weights) stay
 //! as they are stored and are packed a block at a time, next to their use. bf16 by bf16 is multiplied
-//! as such where the machine can, everything else in the type that sums are kept in. The order of a
-//! sum follows from its terms alone.
+//! as such where the machine can, everything else in the type that sums are kept in, but for products of
+//! integers (`integers/`). The order of a sum follows from its terms alone.
 
+pub(crate) mod integers;
 mod kernels;
 mod pack;
 #[cfg(test)]
@@ -36,9 +37,9 @@ const ENOUGH_TASKS: usize = 6;
 
 /// One product of a sum.
 #[derive(Clone, Copy)]
-pub(crate) struct Term<'a, A> {
-    pub lhs: &'a Lhs<A>,
-    pub rhs: Operand<'a, A>,
+pub(crate) enum Term<'a, A> {
+    Numbers { lhs: &'a Lhs<A>, rhs: Operand<'a, A> },
+    Integers(integers::Product<'a>),
 }
 
 /// A part of a result.
@@ -192,7 +193,15 @@ pub(crate) fn add_terms<A: Real>(
 ) {
     assert!(sums.len() >= sum_count(rows.len(), stride) && stride >= sum_stride(columns.len()));
     let mut first = true;
-    for Term { lhs, rhs } in terms {
+    for term in terms {
+        let (lhs, rhs) = match term {
+            Term::Numbers { lhs, rhs } => (lhs, rhs),
+            Term::Integers(product) => {
+                product.add(rows.clone(), columns.clone(), sums, stride, !first);
+                first = false;
+                continue;
+            }
+        };
         assert!(rows.end <= lhs.rows);
         for block in 0..lhs.blocks.count() {
             let words = lhs.blocks.words(block);

@@ -11,6 +11,7 @@ use crate::backend::cpu::scratch::Scratch;
 #[cfg(target_arch = "x86_64")]
 use crate::backend::cpu::simd::{Level, level};
 use crate::backend::cpu::simd::{prefetch, vectorize};
+use crate::backend::cpu::unwritten::Plain;
 #[cfg(target_arch = "x86_64")]
 use candle_core::DType;
 use half::bf16;
@@ -51,7 +52,12 @@ pub(super) struct Blocks {
 impl Blocks {
     pub(super) fn new(kind: Kind, depth: usize) -> Self {
         let words = if kind.is_bf16() { depth.div_ceil(2).next_multiple_of(16) } else { depth };
-        let count = words.div_ceil(kind.block()).max(1);
+        Self::of_words(depth, words, kind.block())
+    }
+
+    /// Of so many words, of which a block has so many at most.
+    pub(super) fn of_words(depth: usize, words: usize, most: usize) -> Self {
+        let count = words.div_ceil(most).max(1);
         Blocks { depth, words, block: words.div_ceil(count).next_multiple_of(16) }
     }
 
@@ -521,7 +527,7 @@ fn interleave<A: Real>(
 }
 
 /// Words and lines of a block that is transposed at a time.
-const SQUARE: usize = 16;
+pub(super) const SQUARE: usize = 16;
 
 /// Packs lines so that what is neighbouring in the operand is `stride` apart in `target`: columns
 /// of a right side `(words, stride)` stored along the depth, or rows of a left side `(lines,
@@ -642,7 +648,7 @@ fn words_in_place<A: Real>(
 /// The source must have [`SQUARE`] lines of as many words, `source_stride` bytes apart, and the target
 /// rows `stride` words apart.
 #[inline(always)]
-unsafe fn transpose_square<A: Real>(
+pub(super) unsafe fn transpose_square<A: Plain>(
     source: *const u8,
     source_stride: usize,
     target: *mut A,

@@ -25,7 +25,7 @@ fn product<A: Real>(
             }
         }
     };
-    products(&[Job { rows, columns, terms: &[Term { lhs: &lhs, rhs }], finish: &finish }]);
+    products(&[Job { rows, columns, terms: &[Term::Numbers { lhs: &lhs, rhs }], finish: &finish }]);
     out.into_inner().unwrap()
 }
 
@@ -105,8 +105,11 @@ fn terms_add_up_and_no_term_is_zero() {
     let (stride, mut seen) = (sum_stride(40), Vec::new());
     for terms in [
         vec![],
-        vec![Term { lhs: &lhs, rhs: operand }],
-        vec![Term { lhs: &lhs, rhs: operand }, Term { lhs: &twice, rhs: operand }],
+        vec![Term::Numbers { lhs: &lhs, rhs: operand }],
+        vec![
+            Term::Numbers { lhs: &lhs, rhs: operand },
+            Term::Numbers { lhs: &twice, rhs: operand },
+        ],
     ] {
         let mut sums = vec![f32::NAN; sum_count(40, stride)];
         add_terms(&terms, 0..40, 0..40, &mut sums, stride);

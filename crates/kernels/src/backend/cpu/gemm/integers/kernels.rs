@@ -1,0 +1,278 @@
+//! The innermost products: some rows of a packed left side by one panel of a packed right side, in integers.
+//!
+//! Words are four bytes of both sides: integers on the left, codes on the right, which are `C + 128` and have no sign; or
+//! two numbers of 16 bits, `C` on the right, for processors without products of bytes.
+
+use super::super::kernels::{PANEL, STRIDE as WORDS};
+#[cfg(target_arch = "x86_64")]
+use crate::backend::cpu::simd::{Level, has_vnni, level};
+use crate::quantized::int8::ZERO;
+
+/// Words from one row of a packed left side to the next.
+pub(super) const STRIDE: usize = WORDS;
+/// Words that are multiplied at a time at most.
+pub(super) const BLOCK: usize = 320;
+
+/// How integers are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// As four bytes with AVX-512's dot product.
+    #[cfg(target_arch = "x86_64")]
+    Bytes,
+    /// As pairs of 16 bits.
+    Pairs,
+}
+
+impl Kind {
+    /// The fastest of this machine.
+    pub(super) fn fastest() -> Kind {
+        #[cfg(target_arch = "x86_64")]
+        if has_vnni() {
+            return Kind::Bytes;
+        }
+        Kind::Pairs
+    }
+
+    /// Integers of a word.
+    pub(super) fn per_word(self) -> usize {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Bytes => 4,
+            Kind::Pairs => 2,
+        }
+    }
+
+    /// What the sums of a row whose integers have this sum begin with.
+    pub(super) fn start(self, sum: i32) -> i32 {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Bytes => -i32::from(ZERO) * sum,
+            Kind::Pairs => 0,
+        }
+    }
+}
+
+/// One product: `rows` of the left side, from `lhs` on and [`STRIDE`] words apart, by a panel `(words, PANEL)`. Sums
+/// `(rows, PANEL)` are added to, or begin with those of `starts` when `first`.
+#[derive(Clone, Copy)]
+pub(super) struct Panel {
+    pub words: usize,
+    pub rows: usize,
+    pub lhs: *const u32,
+    pub rhs: *const u32,
+    pub starts: *const i32,
+    pub sums: *mut i32,
+    pub first: bool,
+}
+
+impl Panel {
+    /// # Safety
+    /// The left side, its starts and the sums must have `rows + SPARE_ROWS` rows, the left side of `words` words, and the
+    /// right side `words` times [`PANEL`] words. No one else touches the sums. The machine has the kind.
+    #[inline(always)]
+    pub(super) unsafe fn multiply(self, kind: Kind) {
+        // SAFETY: as promised by the caller; the level says which instructions there are.
+        unsafe {
+            match kind {
+                #[cfg(target_arch = "x86_64")]
+                Kind::Bytes => x86::bytes(self),
+                Kind::Pairs => {
+                    #[cfg(target_arch = "x86_64")]
+                    match level() {
+                        Level::Baseline => portable(self),
+                        Level::Avx2 => x86::narrow_pairs(self),
+                        _ => x86::wide_pairs(self),
+                    }
+                    #[cfg(not(target_arch = "x86_64"))]
+                    portable(self);
+                }
+            }
+        }
+    }
+}
+
+/// The two numbers of a word.
+#[inline(always)]
+fn pair(word: u32) -> [i32; 2] {
+    [i32::from(word as i16), word as i32 >> 16]
+}
+
+/// # Safety
+/// As [`Panel::multiply`], for [`Kind::Pairs`].
+unsafe fn portable(panel: Panel) {
+    const ROWS: usize = 4;
+    for row in (0..panel.rows).step_by(ROWS) {
+        let mut sums = [[0; PANEL]; ROWS];
+        for word in 0..panel.words {
+            // SAFETY: inside the right side, by the caller's promise.
+            let right = unsafe { &*panel.rhs.add(word * PANEL).cast::<[u32; PANEL]>() };
+            for (offset, sums) in sums.iter_mut().enumerate() {
+                // SAFETY: inside the left side with its spare rows.
+                let left = pair(unsafe { *panel.lhs.add((row + offset) * STRIDE + word) });
+                for (sum, right) in sums.iter_mut().zip(right) {
+                    let right = pair(*right);
+                    *sum += left[0] * right[0] + left[1] * right[1];
+                }
+            }
+        }
+        for (offset, sums) in sums.iter().enumerate() {
+            // SAFETY: inside the sums and starts with their spare rows; the sums are this call's alone.
+            let (target, start) = unsafe {
+                let target = &mut *panel.sums.add((row + offset) * PANEL).cast::<[i32; PANEL]>();
+                (target, *panel.starts.add(row + offset))
+            };
+            for (target, sum) in target.iter_mut().zip(sums) {
+                let before = if panel.first { start } else { *target };
+                *target = before.wrapping_add(*sum);
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{PANEL, Panel, STRIDE};
+    use std::arch::x86_64::*;
+
+    /// Some integers in a register.
+    trait Vector: Copy {
+        /// Words of a register.
+        const LANES: usize;
+        unsafe fn splat(from: *const i32) -> Self;
+        unsafe fn load(from: *const i32) -> Self;
+        unsafe fn store(self, to: *mut i32);
+        /// `sum + right·left`, word by word.
+        unsafe fn multiply_add(sum: Self, right: Self, left: Self) -> Self;
+    }
+
+    /// The panel in tiles of `M` rows and `N` vectors, whose sums stay in registers.
+    #[inline(always)]
+    unsafe fn by_registers<V: Vector, const M: usize, const N: usize>(panel: Panel) {
+        let Panel { words, rows, lhs, rhs, starts, sums: out, first } = panel;
+        let (lhs, rhs) = (lhs.cast::<i32>(), rhs.cast::<i32>());
+        // SAFETY: offsets stay inside what the caller of `Panel::multiply` promised.
+        unsafe {
+            for row in (0..rows).step_by(M) {
+                let lhs = lhs.add(row * STRIDE);
+                for column in (0..PANEL).step_by(N * V::LANES) {
+                    let rhs = rhs.add(column);
+                    let out =
+                        |m: usize, n: usize| out.add((row + m) * PANEL + column + n * V::LANES);
+                    let mut sums = [[V::splat(starts.add(row)); N]; M];
+                    for (m, sums) in sums.iter_mut().enumerate() {
+                        for (n, sum) in sums.iter_mut().enumerate() {
+                            *sum = match first {
+                                true => V::splat(starts.add(row + m)),
+                                false => V::load(out(m, n)),
+                            };
+                        }
+                    }
+                    for word in 0..words {
+                        let mut right = [sums[0][0]; N];
+                        for (n, right) in right.iter_mut().enumerate() {
+                            *right = V::load(rhs.add(word * PANEL + n * V::LANES));
+                        }
+                        for (m, sums) in sums.iter_mut().enumerate() {
+                            let left = V::splat(lhs.add(m * STRIDE + word));
+                            for (sum, right) in sums.iter_mut().zip(right) {
+                                *sum = V::multiply_add(*sum, right, left);
+                            }
+                        }
+                    }
+                    for (m, sums) in sums.iter().enumerate() {
+                        for (n, sum) in sums.iter().enumerate() {
+                            sum.store(out(m, n));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[derive(Clone, Copy)]
+    struct Bytes(__m512i);
+
+    impl Vector for Bytes {
+        const LANES: usize = 16;
+        #[inline(always)]
+        unsafe fn splat(from: *const i32) -> Self {
+            unsafe { Bytes(_mm512_set1_epi32(*from)) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const i32) -> Self {
+            unsafe { Bytes(_mm512_loadu_si512(from.cast())) }
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut i32) {
+            unsafe { _mm512_storeu_si512(to.cast(), self.0) }
+        }
+        #[inline(always)]
+        unsafe fn multiply_add(sum: Self, right: Self, left: Self) -> Self {
+            unsafe { Bytes(_mm512_dpbusd_epi32(sum.0, right.0, left.0)) }
+        }
+    }
+
+    #[derive(Clone, Copy)]
+    struct WidePairs(__m512i);
+
+    impl Vector for WidePairs {
+        const LANES: usize = 16;
+        #[inline(always)]
+        unsafe fn splat(from: *const i32) -> Self {
+            unsafe { WidePairs(_mm512_set1_epi32(*from)) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const i32) -> Self {
+            unsafe { WidePairs(_mm512_loadu_si512(from.cast())) }
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut i32) {
+            unsafe { _mm512_storeu_si512(to.cast(), self.0) }
+        }
+        #[inline(always)]
+        unsafe fn multiply_add(sum: Self, right: Self, left: Self) -> Self {
+            unsafe { WidePairs(_mm512_add_epi32(sum.0, _mm512_madd_epi16(right.0, left.0))) }
+        }
+    }
+
+    #[derive(Clone, Copy)]
+    struct NarrowPairs(__m256i);
+
+    impl Vector for NarrowPairs {
+        const LANES: usize = 8;
+        #[inline(always)]
+        unsafe fn splat(from: *const i32) -> Self {
+            unsafe { NarrowPairs(_mm256_set1_epi32(*from)) }
+        }
+        #[inline(always)]
+        unsafe fn load(from: *const i32) -> Self {
+            unsafe { NarrowPairs(_mm256_loadu_si256(from.cast())) }
+        }
+        #[inline(always)]
+        unsafe fn store(self, to: *mut i32) {
+            unsafe { _mm256_storeu_si256(to.cast(), self.0) }
+        }
+        #[inline(always)]
+        unsafe fn multiply_add(sum: Self, right: Self, left: Self) -> Self {
+            unsafe { NarrowPairs(_mm256_add_epi32(sum.0, _mm256_madd_epi16(right.0, left.0))) }
+        }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+    pub(super) unsafe fn bytes(panel: Panel) {
+        // SAFETY: as promised by the caller.
+        unsafe { by_registers::<Bytes, 12, 2>(panel) }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) unsafe fn wide_pairs(panel: Panel) {
+        // SAFETY: as promised by the caller.
+        unsafe { by_registers::<WidePairs, 12, 2>(panel) }
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) unsafe fn narrow_pairs(panel: Panel) {
+        // SAFETY: as promised by the caller.
+        unsafe { by_registers::<NarrowPairs, 6, 2>(panel) }
+    }
+}
