@@ -321,10 +321,9 @@ pub fn describe_compute(precision: Precision, base: BaseCompute, device: &Device
     };
     let (dtype, reason) = dtype_and_reason(precision, device);
     let reason = reason.map_or(String::new(), |reason| format!(" ({reason}; --dtype chooses)"));
-    let base = match base {
-        BaseCompute::Auto => "",
-        BaseCompute::Fp8 => "; frozen linear layers are held and multiplied in e4m3",
-    };
+    let base = base.described().map_or(String::new(), |(_, _, numbers)| {
+        format!("; frozen linear layers are held and multiplied in {numbers}")
+    });
     format!("{place}, in {}{reason}{base}", dtype.as_str())
 }
 

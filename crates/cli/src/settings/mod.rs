@@ -489,11 +489,13 @@ impl Settings {
     fn check(&self) -> anyhow::Result<()> {
         check_matmul(self.matmul, self.dtype, self.device, "--dtype f16 or --dtype f32")?;
         self.quantization()?;
-        if (self.base_compute, self.fine_tune_type) == (BaseCompute::Fp8, FineTuneType::Full) {
-            return Err(usage(
-                "base_compute: is fp8, but fine_tune_type is full, which trains every weight; expected lora or dora, \
-                 whose base is frozen",
-            ));
+        if let (Some((_, word, _)), FineTuneType::Full) =
+            (self.base_compute.described(), self.fine_tune_type)
+        {
+            return Err(usage(format!(
+                "base_compute: is {word}, but fine_tune_type is full, which trains every weight; expected lora or dora, \
+                 whose base is frozen"
+            )));
         }
         if let (Some(quantization), FineTuneType::Full) = (self.quantize, self.fine_tune_type) {
             return Err(usage(format!(

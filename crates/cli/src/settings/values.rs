@@ -102,6 +102,8 @@ pub enum BaseCompute {
     /// 8-bit floats (e4m3): weights with a scale a row, inputs and gradients rounded row by row; adapters as ever. For
     /// NVIDIA's Hopper
     Fp8,
+    /// 8-bit integers, in the same way. For the processor
+    Int8,
 }
 
 impl BaseCompute {
@@ -110,15 +112,27 @@ impl BaseCompute {
         self,
         quantize: Option<Quantization>,
     ) -> anyhow::Result<Option<Quantization>> {
-        match (self, quantize) {
-            (Self::Auto, Some(Quantization::FP8_COMPUTE)) => {
+        match (self.described(), quantize) {
+            (None, Some(Quantization::FP8_COMPUTE)) => {
                 Err(usage("quantize: is fp8-compute, which is no format; say base_compute: fp8"))
             }
-            (Self::Auto, quantize) => Ok(quantize),
-            (Self::Fp8, None) => Ok(Some(Quantization::FP8_COMPUTE)),
-            (Self::Fp8, Some(quantize)) => Err(usage(format!(
-                "base_compute: is fp8, which holds the weights in 8-bit floats, but quantize is {quantize}; keep one of them"
+            (None, Some(Quantization::INT8_COMPUTE)) => {
+                Err(usage("quantize: is int8-compute, which is no format; say base_compute: int8"))
+            }
+            (None, quantize) => Ok(quantize),
+            (Some((compute, ..)), None) => Ok(Some(compute)),
+            (Some((_, word, numbers)), Some(quantize)) => Err(usage(format!(
+                "base_compute: is {word}, which holds the weights in {numbers}, but quantize is {quantize}; keep one of them"
             ))),
+        }
+    }
+
+    /// What a dense model is brought into by this alone, its word, and what that holds the weights in; `None` for `auto`.
+    pub fn described(self) -> Option<(Quantization, &'static str, &'static str)> {
+        match self {
+            Self::Auto => None,
+            Self::Fp8 => Some((Quantization::FP8_COMPUTE, "fp8", "8-bit floats (e4m3)")),
+            Self::Int8 => Some((Quantization::INT8_COMPUTE, "int8", "8-bit integers")),
         }
     }
 }

@@ -235,7 +235,10 @@ fn words_of_other_programs_are_flags_too() {
         (&["--base-compute", "fp8", "--quantize", "nf4"], "base_compute: is fp8, which holds"),
         (&["--quantize", "fp8-compute"], "invalid value 'fp8-compute' for '--quantize"),
         (&["--base-compute", "fp8", "--fine-tune-type", "full"], "base_compute: is fp8, but"),
-        (&["--base-compute", "int8"], "invalid value 'int8' for '--base-compute"),
+        (&["--base-compute", "int8", "--quantize", "int8"], "base_compute: is int8, which holds"),
+        (&["--quantize", "int8-compute"], "invalid value 'int8-compute' for '--quantize"),
+        (&["--base-compute", "int8", "--fine-tune-type", "full"], "base_compute: is int8, but"),
+        (&["--base-compute", "int4"], "invalid value 'int4' for '--base-compute"),
         (&["--adapter", "x"], "--adapter: is x; `output` is the folder"),
         (&["--bf16", "--dtype", "f32"], "`--dtype` and `--bf16` say the same thing"),
         (&["--eval-strategy", "epoch"], "--eval-strategy: is epoch, expected steps or no"),
@@ -260,6 +263,44 @@ fn products_in_8_bit_floats_want_hopper() {
         assert!(stderr.contains("base_compute: is fp8, which needs an NVIDIA GPU"), "{stderr}");
         assert!(stderr.contains("the device is the processor"), "{stderr}");
     }
+}
+
+#[test]
+fn the_processor_computes_in_8_bit_integers() {
+    let place = Place::with_model();
+    fn of<'a>(command: &[&'a str]) -> Vec<&'a str> {
+        [command, &["--device", "cpu", "--base-compute", "int8"]].concat()
+    }
+    let dry = ["train", "-m", "base", "-d", "data", "--dry-run", "--json"];
+    let memory = |plan: &serde_json::Value| plan["memory"]["weights"].as_u64().unwrap();
+    let plan = place.json(&of(&dry));
+    assert_eq!(plan["settings"]["base_compute"], "int8");
+    let (plain, int8) = (memory(&place.json(&dry)), memory(&plan));
+    assert!(int8 < plain, "{int8} of {plain}");
+    let loss = |folder: &str| {
+        let flags = ["evaluate", "-m", "base", "-d", "data", "--json", "-a", folder];
+        place.json(&of(&flags))["loss"].as_f64().unwrap()
+    };
+    for (folder, steps) in [("one", "1"), ("many", "30")] {
+        let flags = [
+            "train",
+            "-m",
+            "base",
+            "-d",
+            "data",
+            "--steps",
+            steps,
+            "-o",
+            folder,
+            "--learning-rate",
+            "3e-3",
+        ];
+        place.ok(&of(&flags));
+    }
+    let (before, after) = (loss("one"), loss("many"));
+    assert!(after < 0.98 * before, "{after} after {before}");
+    let generate = ["generate", "-m", "base", "-p", "a", "-a", "many", "--max-tokens", "4"];
+    place.ok(&of(&generate));
 }
 
 #[test]

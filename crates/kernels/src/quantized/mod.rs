@@ -340,6 +340,12 @@ impl Quantized {
         Self { arithmetic, ..self }
     }
 
+    /// Whether products with it are those of [`Arithmetic::Int8Rows`]: it is of that arithmetic, and its codes, scales and
+    /// size are such as that is for.
+    pub fn multiplies_integers(&self) -> bool {
+        self.int8_scales().is_some()
+    }
+
     /// How products are computed.
     pub fn arithmetic(&self) -> Arithmetic {
         self.arithmetic

@@ -61,7 +61,7 @@ impl<'a> Weight<'a> {
             }
             Self::Quantized(quantized) => {
                 require_together(operation, &[x, quantized.codes()])?;
-                if computes_on_gpu(x) && quantized.int8_scales().is_some() {
+                if computes_on_gpu(x) && quantized.multiplies_integers() {
                     bail!(
                         "metal-candle-kernels: {operation}: rows are to be rounded to integers of 8 bits (Arithmetic::Int8Rows) on a GPU, expected them on the CPU"
                     )

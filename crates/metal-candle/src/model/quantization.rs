@@ -67,6 +67,17 @@ impl Quantization {
         arithmetic: Arithmetic::Fp8,
     };
 
+    /// Linear layers held in integers of 8 bits with a scale a row, which also multiply them: their inputs and the
+    /// gradients that come back to them are rounded to such, too ([`Arithmetic::Int8Rows`]). For the processor alone. It
+    /// is written as `int8-compute`, which is none of [`Self::names`] either.
+    pub const INT8_COMPUTE: Self = Self {
+        name: "int8-compute",
+        format: Format::Int8Rows,
+        tables: false,
+        bits: 8.0,
+        arithmetic: Arithmetic::Int8Rows,
+    };
+
     /// The words for all of them.
     pub fn names() -> impl Iterator<Item = &'static str> {
         ALL.iter().map(|quantization| quantization.name)
@@ -101,6 +112,7 @@ impl Quantization {
     fn setting(self) -> (&'static str, &'static str) {
         match self.arithmetic {
             Arithmetic::Fp8 => ("base_compute", "fp8"),
+            Arithmetic::Int8Rows => ("base_compute", "int8"),
             _ => ("quantize", self.name),
         }
     }
@@ -113,18 +125,30 @@ impl Quantization {
 
     /// An error unless products with such weights are computed on the device.
     pub(super) fn check_device(self, device: &Device) -> Result<()> {
-        if self.arithmetic != Arithmetic::Fp8 || multiplies_fp8(device)? {
+        let fits = match self.arithmetic {
+            Arithmetic::Fp8 => multiplies_fp8(device)?,
+            Arithmetic::Int8Rows => device.is_cpu(),
+            Arithmetic::Float | Arithmetic::Int8 => true,
+        };
+        if fits {
             return Ok(());
         }
         let found = match device {
             Device::Cpu => "the processor",
-            Device::Cuda(_) => "another NVIDIA GPU",
+            Device::Cuda(_) if self.arithmetic == Arithmetic::Fp8 => "another NVIDIA GPU",
+            Device::Cuda(_) => "an NVIDIA GPU",
             Device::Metal(_) => "a Metal device",
         };
-        Err(self.error(format!(
-            "which needs an NVIDIA GPU of compute capability 9.0 (Hopper: H100, H200) and a build with kernels for it, \
-             and the device is {found}"
-        )))
+        let expected = match self.arithmetic {
+            Arithmetic::Int8Rows => {
+                "which only the processor computes in (device: cpu; NVIDIA's Hopper has base_compute: fp8)"
+            }
+            _ => {
+                "which needs an NVIDIA GPU of compute capability 9.0 (Hopper: H100, H200) and a build with kernels \
+                 for it (the processor has base_compute: int8)"
+            }
+        };
+        Err(self.error(format!("{expected}, and the device is {found}")))
     }
 
     /// A weight of the CPU in this format.
@@ -133,7 +157,14 @@ impl Quantization {
             let why = tensor_message(&error);
             self.error(format!("which `{name}` can't be held in: {why}"))
         })?;
-        Ok(quantized.with_arithmetic(self.arithmetic))
+        let quantized = quantized.with_arithmetic(self.arithmetic);
+        if self.arithmetic == Arithmetic::Int8Rows && !quantized.multiplies_integers() {
+            return Err(self.error(format!(
+                "which multiplies matrices of at most 131072 rows and columns, and `{name}` has {:?}",
+                quantized.shape()
+            )));
+        }
+        Ok(quantized)
     }
 }
 
@@ -163,9 +194,9 @@ impl Serialize for Quantization {
 impl<'de> Deserialize<'de> for Quantization {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         let word = String::deserialize(deserializer)?;
-        match word == Self::FP8_COMPUTE.name {
-            true => Ok(Self::FP8_COMPUTE),
-            false => word.parse().map_err(D::Error::custom),
+        match [Self::FP8_COMPUTE, Self::INT8_COMPUTE].into_iter().find(|it| it.name == word) {
+            Some(compute) => Ok(compute),
+            None => word.parse().map_err(D::Error::custom),
         }
     }
 }

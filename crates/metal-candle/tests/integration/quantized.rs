@@ -1,7 +1,7 @@
 //! Dense bases that are brought into fewer bits while they are loaded, on the device that tests are told.
 
 use crate::common::device;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use metal_candle::adapter::{Adapter, LoraConfig};
 use metal_candle::autograd::Tape;
 use metal_candle::data::{Batch, IGNORED};
@@ -208,30 +208,30 @@ fn what_a_format_cannot_hold_is_refused_by_name() {
 #[test]
 fn products_in_8_bit_floats_are_refused_elsewhere_than_on_hopper() {
     let folder = saved(json!({}));
-    let open = Model::load_quantized(
-        folder.path(),
-        DType::F32,
-        &candle_core::Device::Cpu,
-        Quantization::FP8_COMPUTE,
-    );
+    let open =
+        Model::load_quantized(folder.path(), DType::F32, &Device::Cpu, Quantization::FP8_COMPUTE);
     let error = open.unwrap_err().to_string();
     assert!(error.contains("base_compute") && error.contains("the processor"), "{error}");
 }
 
-#[cfg(feature = "cuda")]
-#[test]
-#[ignore = "needs an NVIDIA GPU of compute capability 9.0"]
-fn cuda_models_multiply_in_8_bit_floats() {
-    use metal_candle::devices;
+/// Limits to how far a model that multiplies rounded rows is from one that holds the same weights.
+struct Limits {
+    logits: f64,
+    gradients: f64,
+    /// Of the last logits, read token by token, from those of the whole text.
+    stepwise: f64,
+}
 
+/// Asserts that a model rounds rows, and gives nearly what one does that holds its weights as `held` does.
+#[track_caller]
+fn assert_rounds_rows(compute: Quantization, held: &str, device: &Device, limits: Limits) {
     let folder = saved(json!({}));
-    let device = devices::cuda(0).unwrap();
     let open = |quantization: Quantization, dtype| {
-        let model = Model::load_quantized(folder.path(), dtype, &device, quantization).unwrap();
+        let model = Model::load_quantized(folder.path(), dtype, device, quantization).unwrap();
         Arc::new(model)
     };
-    let held = open("fp8".parse().unwrap(), DType::BF16);
-    let model = open(Quantization::FP8_COMPUTE, DType::BF16);
+    let held = open(held.parse().unwrap(), DType::BF16);
+    let model = open(compute, DType::BF16);
     assert_eq!(model.size_in_bytes(), held.size_in_bytes());
     assert_ne!(model.fingerprint().unwrap(), held.fingerprint().unwrap());
     let relative = |found: &[f32], expected: &[f32]| {
@@ -248,7 +248,7 @@ fn cuda_models_multiply_in_8_bit_floats() {
         let adapter = Adapter::new(model, &lora, 3).unwrap();
         let count = adapter.parameters().len();
         let numbers = (0..count).map(|index| ((index * 37 % 101) as f32 - 50.0) * 1e-3);
-        let numbers = Tensor::from_iter(numbers, &device).unwrap();
+        let numbers = Tensor::from_iter(numbers, device).unwrap();
         adapter.parameters().values().slice_set(&numbers, 0, 0).unwrap();
         adapter.parameters().changed();
         Arc::new(adapter)
@@ -264,16 +264,17 @@ fn cuda_models_multiply_in_8_bit_floats() {
     // Rounded rows differ from rows, and not by much.
     let found = to_f32(&model, adapter);
     let difference = relative(&found, &to_f32(&held, other));
-    assert!(difference > 1e-3 && difference < 0.15, "logits are off by {difference}");
+    assert!(difference > 1e-3 && difference < limits.logits, "logits are off by {difference}");
     let expected = gradients(&held, other, false);
     for checkpointing in [false, true] {
         let found = gradients(&model, adapter, checkpointing);
         let difference = relative(&found, &expected);
-        assert!(difference > 1e-3 && difference < 0.3, "gradients are off by {difference}");
+        let most = limits.gradients;
+        assert!(difference > 1e-3 && difference < most, "gradients are off by {difference}");
     }
     // One token after the other is the same arithmetic; in f32, as in bf16 what attention rounds otherwise would be
     // rounded to other codes.
-    let model = open(Quantization::FP8_COMPUTE, DType::F32);
+    let model = open(compute, DType::F32);
     let adapter = &adapter_of(&model);
     let found = to_f32(&model, adapter);
     let mut session = Session::new(&model, Some(adapter));
@@ -285,5 +286,32 @@ fn cuda_models_multiply_in_8_bit_floats() {
     }
     let whole = &found[found.len() - last.len()..];
     let difference = relative(&last, whole);
-    assert!(difference < 0.01, "token by token the logits are off by {difference}");
+    assert!(difference < limits.stepwise, "token by token the logits are off by {difference}");
+}
+
+#[test]
+fn models_multiply_in_8_bit_integers_on_the_processor() {
+    let limits = Limits { logits: 0.05, gradients: 0.1, stepwise: 0.002 };
+    assert_rounds_rows(Quantization::INT8_COMPUTE, "int8", &Device::Cpu, limits);
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs an NVIDIA GPU of compute capability 9.0"]
+fn cuda_models_multiply_in_8_bit_floats() {
+    let device = metal_candle::devices::cuda(0).unwrap();
+    let limits = Limits { logits: 0.15, gradients: 0.3, stepwise: 0.01 };
+    assert_rounds_rows(Quantization::FP8_COMPUTE, "fp8", &device, limits);
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn cuda_models_do_not_multiply_in_8_bit_integers() {
+    let device = metal_candle::devices::cuda(0).unwrap();
+    let folder = saved(json!({}));
+    let open =
+        Model::load_quantized(folder.path(), DType::BF16, &device, Quantization::INT8_COMPUTE);
+    let error = open.unwrap_err().to_string();
+    assert!(error.contains("base_compute: is int8") && error.contains("device: cpu"), "{error}");
 }

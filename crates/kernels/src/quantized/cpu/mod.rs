@@ -101,7 +101,7 @@ impl Reads<'_> {
             group: self.matrix.group,
             scales,
             arithmetic: self.matrix.arithmetic,
-            multiplies_integers: self.matrix.int8_scales().is_some(),
+            multiplies_integers: self.matrix.multiplies_integers(),
         })
     }
 }
