@@ -176,7 +176,7 @@ pub fn run(
     bounds::check("max_sequences", batch.max_sequences, &bounds::BATCH_SIZE)?;
     let engine_options = EngineOptions {
         max_sequences: batch.max_sequences,
-        max_batch_tokens: batch.max_batch_tokens.max(batch.max_sequences),
+        max_batch_tokens: batch.max_batch_tokens,
         cache_tokens: batch.cache_tokens,
         ..EngineOptions::default()
     };
