@@ -110,7 +110,7 @@ fn wrong_prompts_are_told_before_the_first_is_answered() {
     let place = Place::with_model();
     for (line, expected) in [
         ("{\"prompt\": \"x\", \"max_token\": 3}", "unknown key `max_token`"),
-        ("{\"prompt\": 3}", "prompt: expected text, found 3"),
+        ("{\"prompt\": 3}", "prompt: expected a text, found 3"),
         ("{\"prompt\": \"x\", \"max_tokens\": \"many\"}", "max_tokens: expected"),
         ("{\"prompt\": \"\"}", "prompt: is empty"),
         ("{}", "has neither prompt nor messages"),
