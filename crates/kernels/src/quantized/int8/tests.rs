@@ -388,6 +388,7 @@ fn other_matrices_do_not_round_rows() {
     assert!(matrix(MOST + 1, 1, 1).int8_scales().is_none());
 }
 
+#[cfg(not(feature = "metal"))]
 #[test]
 fn gpus_refuse_them() {
     use crate::backend::metal::{Emulator, Launch, emulate};

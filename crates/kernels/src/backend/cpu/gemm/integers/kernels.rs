@@ -6,6 +6,7 @@
 use super::super::kernels::{PANEL, STRIDE as WORDS};
 #[cfg(target_arch = "x86_64")]
 use crate::backend::cpu::simd::{Level, has_vnni, level};
+#[cfg(target_arch = "x86_64")]
 use crate::quantized::int8::ZERO;
 
 /// Words from one row of a packed left side to the next.
@@ -44,11 +45,12 @@ impl Kind {
 
     /// What the sums of a row whose integers have this sum begin with.
     pub(super) fn start(self, sum: i32) -> i32 {
-        match self {
+        let zero = match self {
             #[cfg(target_arch = "x86_64")]
-            Kind::Bytes => -i32::from(ZERO) * sum,
+            Kind::Bytes => i32::from(ZERO),
             Kind::Pairs => 0,
-        }
+        };
+        -zero * sum
     }
 }
 

@@ -2,7 +2,9 @@
 //! the left, so that it is of no account what it is on the right.
 
 use super::super::kernels::PANEL;
-use super::super::pack::{SQUARE, transpose_square};
+use super::super::pack::SQUARE;
+#[cfg(target_arch = "x86_64")]
+use super::super::pack::transpose_square;
 use super::{Kind, Side};
 use crate::backend::cpu::simd::{prefetch, vectorize};
 use crate::quantized::int8::{ByteRows, ZERO};
@@ -96,7 +98,6 @@ fn pack_lines(
         let count = lines.len().saturating_sub(first_line).min(SQUARE);
         for first_word in words.clone().step_by(SQUARE) {
             let part = first_word..(first_word + SQUARE).min(words.end);
-            let start = (lines.start + first_line) * matrix.inner + first_word * per_word;
             let place = (first_word - words.start) * PANEL + first_line;
             // Straight from the matrix where it has whole words and lines.
             #[cfg(target_arch = "x86_64")]
@@ -105,6 +106,7 @@ fn pack_lines(
                 && part.len() == SQUARE
                 && part.end * per_word <= matrix.inner
             {
+                let start = (lines.start + first_line) * matrix.inner + first_word * per_word;
                 let last = start + (SQUARE - 1) * matrix.inner + SQUARE * per_word;
                 let source = matrix.codes[start..last].as_ptr();
                 let target = &mut target[place..];
