@@ -18,9 +18,6 @@ use metal_candle_kernels::sampling;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Tokens of a block of the cache.
-const SERVE_BLOCK: usize = 16;
-
 /// A model of that shape with random weights.
 ///
 /// # Errors
@@ -146,12 +143,12 @@ pub fn prepare(
             Ok(Box::new(Decode { model, prompt: ids.to_vec(), tokens, session, next: 0 }))
         }
         Work::Serve { requests, prompt, tokens, .. } => {
+            let usual = EngineOptions::default();
             let options = EngineOptions {
                 max_sequences: requests.max(1),
-                cache_tokens: Some(requests * (prompt + tokens).next_multiple_of(SERVE_BLOCK)),
-                block_size: SERVE_BLOCK,
+                cache_tokens: Some(requests * (prompt + tokens).next_multiple_of(usual.block_size)),
                 prefix_cache: false,
-                ..EngineOptions::default()
+                ..usual
             };
             let engine = Engine::new(&Arc::new(model), None, options)?;
             let prompts = ids.chunks(prompt).map(<[u32]>::to_vec).collect();

@@ -4,7 +4,6 @@
 //! goes on from there; when all are there, they are written to the output in the order of the prompts, and the file
 //! beside it goes.
 
-use crate::bounds;
 use crate::errors::{FAILURE, INTERRUPTED, SUCCESS, usage};
 use crate::interrupt;
 use crate::models::{Loaded, check_adapter};
@@ -173,7 +172,6 @@ pub fn run(
     given: &Given,
     terminal: Terminal,
 ) -> anyhow::Result<u8> {
-    bounds::check("max_sequences", batch.max_sequences, &bounds::BATCH_SIZE)?;
     let engine_options = EngineOptions {
         max_sequences: batch.max_sequences,
         max_batch_tokens: batch.max_batch_tokens,
@@ -195,12 +193,11 @@ pub fn run(
         "{bar:30} {pos}/{len} answers  {wide_msg} {elapsed}, {eta} left",
         asked.len() as u64,
     );
-    let before = partial.answers.iter().flatten().count();
     let started = Instant::now();
     let mut left: VecDeque<usize> =
         (0..asked.len()).filter(|index| partial.answers[*index].is_none()).collect();
     let mut under_way: HashMap<RequestId, (usize, String)> = HashMap::new();
-    let (mut done, mut tokens, mut prompt_tokens) = (before, 0, 0);
+    let (mut tokens, mut prompt_tokens) = (0, 0);
     while !(left.is_empty() && engine.is_idle()) {
         if stop.load(Ordering::Relaxed) {
             return Ok(INTERRUPTED);
@@ -212,10 +209,7 @@ pub fn run(
                 Ok(id) => {
                     under_way.insert(id, (index, String::new()));
                 }
-                Err(error) => {
-                    partial.add(&asked, index, Err(error.to_string()))?;
-                    done += 1;
-                }
+                Err(error) => partial.add(&asked, index, Err(error.to_string()))?,
             }
         }
         for (id, event) in engine.step() {
@@ -235,11 +229,11 @@ pub fn run(
             if let Some((index, text)) = under_way.remove(&id) {
                 let answer = answer.map(|(reason, tokens)| (text, reason, tokens));
                 partial.add(&asked, index, answer)?;
-                done += 1;
             }
         }
         if let Some(bar) = bar.drawn() {
-            bar.set_position(done as u64);
+            let open = left.len() + under_way.len();
+            bar.set_position((asked.len() - open) as u64);
             let rate = f64::from(tokens) / started.elapsed().as_secs_f64();
             bar.set_message(format!("{} tok/s", grouped(rate as u64)));
         }

@@ -403,7 +403,7 @@ impl<'t> Engine<'t> {
         let sequence = self.waiting.front_mut()?;
         let size = self.blocks.size();
         let length = sequence.tokens.len();
-        if self.options.prefix_cache && !self.reader.ropes_change(1, length) {
+        if shares_blocks(&self.options, &*self.reader, length) {
             // Something has to be read for the logits to follow from.
             for tokens in sequence.tokens[..length - 1].chunks_exact(size) {
                 let Some((block, content)) = self.blocks.find(sequence.content, tokens) else {
@@ -414,7 +414,8 @@ impl<'t> Engine<'t> {
                 sequence.remembered += 1;
             }
             let shares = |other: &&Sequence| {
-                other.root == sequence.root && !self.reader.ropes_change(1, other.tokens.len())
+                let length = other.tokens.len();
+                other.root == sequence.root && shares_blocks(&self.options, &*self.reader, length)
             };
             if self.running.iter().filter(shares).any(|other| fills_for(other, sequence, size)) {
                 restart(&mut self.blocks, sequence);
@@ -482,7 +483,7 @@ impl<'t> Engine<'t> {
         let size = self.blocks.size();
         let sequence = &mut self.running[index];
         sequence.cached += sequence.planned;
-        if self.options.prefix_cache && !self.reader.ropes_change(1, sequence.tokens.len()) {
+        if shares_blocks(&self.options, &*self.reader, sequence.tokens.len()) {
             let full = sequence.table.iter().zip(sequence.tokens.chunks_exact(size));
             for (block, tokens) in full.take(sequence.cached / size).skip(sequence.remembered) {
                 sequence.content = self.blocks.remember(*block, sequence.content, tokens);
@@ -533,6 +534,11 @@ impl<'t> Engine<'t> {
             }
         }
     }
+}
+
+/// Whether a text of so many tokens shares blocks with others: its keys are those of any beginning of it.
+fn shares_blocks(options: &EngineOptions, reader: &dyn Reader, length: usize) -> bool {
+    options.prefix_cache && !reader.ropes_change(1, length)
 }
 
 /// Puts a text at its place in the order.
