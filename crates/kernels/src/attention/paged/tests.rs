@@ -41,11 +41,12 @@ impl Case {
             used += own;
             tables.push(table);
         }
-        // A prime, so that all blocks are reached; some aren't used.
-        let blocks = (used + 3..).find(|n| *n > 7 && (2..*n).all(|d| n % d != 0)).unwrap();
+        // A prime, so that all blocks are reached. The first and the last one are nobody's, and some others.
+        let prime = (used + 3..).find(|n| *n > 7 && (2..*n).all(|d| n % d != 0)).unwrap();
         for entry in tables.iter_mut().flatten() {
-            *entry = (*entry as usize * 7 % blocks) as u32;
+            *entry = (1 + *entry as usize * 7 % prime) as u32;
         }
+        let blocks = prime + 2;
         let row = kv_heads * head_dim;
         let pool = |seed| {
             let numbers = values(&random(&[blocks, block, row], seed));
