@@ -179,8 +179,10 @@ pub(super) fn greedy<A: Real>(rows: usize, columns: usize, logits: Values<A>) ->
     ids
 }
 
-pub(super) fn log_sum_exp<A: Real + Into<f64>>(logits: &[A]) -> f64 {
-    let largest: f64 = largest(logits).into();
+/// `ln Σ e^{logits}`; not finite when a logit is NaN or positive infinity, or none is above negative
+/// infinity.
+pub(super) fn log_sum_exp(logits: &[f64]) -> f64 {
+    let largest = largest(logits);
     let mut parts = unwritten::<f64>(logits.len().div_ceil(PARALLEL_CHUNK));
     for_each_chunk(
         &mut parts,
@@ -188,16 +190,11 @@ pub(super) fn log_sum_exp<A: Real + Into<f64>>(logits: &[A]) -> f64 {
         #[inline(always)]
         |index, part| {
             let end = logits.len().min((index + 1) * PARALLEL_CHUNK);
-            let mut block = [0f64; BLOCK];
             let mut exponentials = [0f64; BLOCK];
             part[0] = 0.0;
             for logits in logits[index * PARALLEL_CHUNK..end].chunks(BLOCK) {
-                let block = &mut block[..logits.len()];
-                for (value, logit) in block.iter_mut().zip(logits) {
-                    *value = (*logit).into();
-                }
                 part[0] += map_and_sum(
-                    block,
+                    logits,
                     &mut exponentials[..logits.len()],
                     #[inline(always)]
                     |value| (value - largest).exp_nonpositive(),

@@ -1,19 +1,46 @@
 //! What the GPUs' choices share: the numbers that their kernels are given, and those that come back.
 
-use super::{Adjustment, Choice, OPERATION, Options};
+use super::{Choice, Draw, OPERATION, Options};
 use candle_core::{Result, Tensor, bail};
 
-/// The adjustments as the kernels of GPUs read them: id, bias, penalty and what is subtracted, the latter
-/// as the bits of f32.
-pub(super) fn adjustment_words(adjustments: &[Adjustment]) -> Vec<u32> {
-    let words = |adjustment: &Adjustment| {
-        let &Adjustment { id, bias, penalty, subtracted } = adjustment;
+/// Numbers that a kernel is given for a row, before those of the adjustments.
+pub(super) const DRAW_WORDS: usize = 12;
+
+/// The draws as the kernels of GPUs read them: for each row four numbers - 0, top-k, and where its adjustments
+/// begin and how many there are - and what `numbers` says; then all adjustments: id, bias, penalty and what is
+/// subtracted, the latter as the bits of f32.
+pub(super) fn draw_words(
+    draws: &[Draw],
+    vocabulary: usize,
+    numbers: impl Fn(&Draw) -> [u32; DRAW_WORDS - 4],
+) -> Result<Vec<u32>> {
+    let all: usize = draws.iter().map(|draw| draw.adjustments.len()).sum();
+    if u32::try_from(all).is_err() {
+        bail!(
+            "metal-candle-kernels: {OPERATION}: {all} adjustments on a GPU, expected fewer than 2^32"
+        )
+    }
+    let mut words = Vec::with_capacity(DRAW_WORDS * draws.len() + 4 * all);
+    let mut first = 0;
+    for draw in draws {
+        let count = draw.adjustments.len();
+        words.extend([0, draw.options.bound(vocabulary) as u32, first as u32, count as u32]);
+        words.extend(numbers(draw));
+        first += count;
+    }
+    for adjustment in draws.iter().flat_map(|draw| &draw.adjustments) {
         // A penalty that f32 can't hold would divide by zero or infinity.
-        let penalty = (penalty as f32).clamp(f32::MIN_POSITIVE, f32::MAX);
-        let [bias, subtracted] = [bias, subtracted].map(|value| clamped(value).to_bits());
-        [id, bias, penalty.to_bits(), subtracted]
-    };
-    adjustments.iter().flat_map(words).collect()
+        let penalty = (adjustment.penalty as f32).clamp(f32::MIN_POSITIVE, f32::MAX);
+        let [bias, subtracted] =
+            [adjustment.bias, adjustment.subtracted].map(|value| clamped(value).to_bits());
+        words.extend([adjustment.id, bias, penalty.to_bits(), subtracted]);
+    }
+    Ok(words)
+}
+
+/// The lower and the upper half.
+pub(super) fn halves(number: u64) -> [u32; 2] {
+    [number as u32, (number >> 32) as u32]
 }
 
 /// The nearest finite f32.
@@ -51,14 +78,18 @@ pub(super) struct Readout {
 impl Readout {
     pub(super) const WORDS: usize = 8;
 
-    pub(super) fn of(words: &Tensor) -> Result<Readout> {
-        let words = words.to_vec1::<u32>()?;
-        let &[id, logit, largest, offender, offending, _, low, high] = &words[..] else {
-            bail!("metal-candle-kernels: {OPERATION}: a result of {} words", words.len())
-        };
-        let [logit, largest, offending] = [logit, largest, offending].map(f32::from_bits);
-        let sum = u64::from(high) << 32 | u64::from(low);
-        Ok(Readout { id, logit, largest, offender, offending, sum })
+    /// Those of all rows.
+    pub(super) fn of(words: &Tensor) -> Result<Vec<Readout>> {
+        let words = words.flatten_all()?.to_vec1::<u32>()?;
+        let rows = words.chunks(Readout::WORDS).map(|words| {
+            let &[id, logit, largest, offender, offending, _, low, high] = words else {
+                bail!("metal-candle-kernels: {OPERATION}: a result of {} words", words.len())
+            };
+            let [logit, largest, offending] = [logit, largest, offending].map(f32::from_bits);
+            let sum = u64::from(high) << 32 | u64::from(low);
+            Ok(Readout { id, logit, largest, offender, offending, sum })
+        });
+        rows.collect()
     }
 
     pub(super) fn choice(&self, unit: f64) -> Choice {

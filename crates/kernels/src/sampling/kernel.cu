@@ -1,6 +1,6 @@
-// The index of the largest logit of each row, and the choice of one token from adjusted logits.
+// The index of the largest logit of each row, and the choice of a token from the adjusted logits of each row.
 //
-// The latter is made by blocks that wait for each other. They hold a logit as a key, an integer of the same
+// The latter is made by blocks that wait for the others of their row. They hold a logit as a key, an integer of the same
 // order, so what is kept follows from comparisons of the logits themselves. A weight e^{(l - max l) / t} is a
 // whole number of units: sums of those are the same in any order, so blocks can add them up by atomics and
 // still always choose the same token.
@@ -10,11 +10,7 @@
 // last 10, each time by what all blocks together have in each of the 2048 bins.
 #include "common.cuh"
 
-#include <cooperative_groups.h>
-
 namespace {
-
-namespace groups = cooperative_groups;
 
 constexpr int THREADS = 1024;
 
@@ -111,7 +107,37 @@ __device__ __forceinline__ uint32_t last_of_coarse(uint32_t prefix) {
     return prefix >> (2 * DIGIT - 1) ? 0 : LAST;
 }
 
-/// As `adjustment_words` in `gpu.rs` puts them.
+/// As `draw_words` in `gpu.rs` puts it.
+struct Draw {
+    /// How often blocks of the row have come to where they wait; 0 at first.
+    uint32_t arrived;
+    uint32_t top_k, first_adjustment, adjustment_count;
+    /// The inverse of the temperature, top-p, and the logarithm of min-p.
+    double sharpness, top_p, least;
+    uint64_t uniform;
+};
+
+/// Where the blocks of a row wait for each other.
+struct Meeting {
+    uint32_t *arrived;
+    uint32_t expected;
+
+    /// All have to call it as often. What was written before is seen by all behind it, past the first cache.
+    __device__ __forceinline__ void wait() {
+        __syncthreads();
+        if (gridDim.x == 1) return;
+        expected += gridDim.x;
+        if (threadIdx.x == 0) {
+            __threadfence();
+            atomicAdd(arrived, 1u);
+            while (*static_cast<volatile uint32_t *>(arrived) < expected) {}
+            __threadfence();
+        }
+        __syncthreads();
+    }
+};
+
+/// As `draw_words` in `gpu.rs` puts them.
 struct Adjustment {
     uint32_t id;
     float bias, penalty, subtracted;
@@ -186,6 +212,11 @@ struct Extremes {
         fine |= other.fine;
     }
 };
+
+/// A key with its place: of equals the first is the largest.
+__device__ __forceinline__ uint64_t ranked(uint32_t key, int place) {
+    return static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(place);
+}
 
 /// Those of all threads, in each of them.
 __device__ __forceinline__ Extremes block_extremes(Extremes own, Extremes *parts) {
@@ -340,7 +371,7 @@ struct Keys {
 /// The key where the count or the mass reaches the target; 0 when it doesn't. `ties` is how much of the target
 /// is left for keys that are equal to it. The first level is sorted already, into level 0; the others go to
 /// `level` and the one behind it.
-__device__ Threshold search(groups::grid_group &grid, Exchange *exchange, int level, const Keys &keys,
+__device__ Threshold search(Meeting &meeting, Exchange *exchange, int level, const Keys &keys,
                             bool by_mass, bool weighing, uint64_t target,
                             const Distribution &distribution, Shared &shared) {
     Found found;
@@ -351,7 +382,7 @@ __device__ Threshold search(groups::grid_group &grid, Exchange *exchange, int le
     uint32_t prefix = found.bin;
     sort_into(exchange, level, keys.at, keys.count, prefix, LAST_DIGIT, DIGIT, true, weighing,
               distribution, shared.bins);
-    grid.sync();
+    meeting.wait();
     find(exchange, level, by_mass, weighing, target, found, total, shared);
     mass += found.mass_above;
     target -= by_mass ? found.mass_above : found.count_above;
@@ -362,7 +393,7 @@ __device__ Threshold search(groups::grid_group &grid, Exchange *exchange, int le
     if (!keys.fine) return {prefix << LAST_DIGIT | last_of_coarse(prefix), target, mass + found.mass};
     sort_into(exchange, level + 1, keys.at, keys.count, prefix, 0, LAST_DIGIT, !by_mass, weighing,
               distribution, shared.bins);
-    grid.sync();
+    meeting.wait();
     find(exchange, level + 1, by_mass, weighing, target, found, total, shared);
     mass += found.mass_above + found.mass;
     target -= by_mass ? found.mass_above : found.count_above;
@@ -370,18 +401,18 @@ __device__ Threshold search(groups::grid_group &grid, Exchange *exchange, int le
 }
 
 /// What top-k, where it isn't 0, and top-p, where it is below 1, keep.
-__device__ Threshold truncate(groups::grid_group &grid, Exchange *exchange, const Keys &keys,
+__device__ Threshold truncate(Meeting &meeting, Exchange *exchange, const Keys &keys,
                               uint32_t top_k, double top_p, const Distribution &distribution,
                               Shared &shared) {
     const bool by_count = top_k > 0, by_mass = top_p < 1.0;
     Threshold threshold = {0, 0, 0};
     sort_into(exchange, 0, keys.at, keys.count, 0, DIGIT + LAST_DIGIT, DIGIT, by_count, by_mass,
               distribution, shared.bins);
-    grid.sync();
+    meeting.wait();
     if (by_count) {
         // Fewer may be there; then all remain.
         threshold =
-            search(grid, exchange, 1, keys, false, by_mass, top_k, distribution, shared);
+            search(meeting, exchange, 1, keys, false, by_mass, top_k, distribution, shared);
         if (threshold.ties > 0) threshold.ties = ~0ull;
     } else {
         Found found;
@@ -390,7 +421,7 @@ __device__ Threshold truncate(groups::grid_group &grid, Exchange *exchange, cons
     if (by_mass) {
         const uint64_t share = __double2ull_ru(top_p * static_cast<double>(threshold.mass));
         const uint64_t target = min(threshold.mass, share);
-        threshold = search(grid, exchange, 3, keys, true, true, target, distribution, shared);
+        threshold = search(meeting, exchange, 3, keys, true, true, target, distribution, shared);
         if (threshold.ties > 0) {
             const uint64_t weight = distribution.weight(threshold.key);
             threshold.ties = (threshold.ties + weight - 1) / weight;
@@ -405,19 +436,26 @@ __device__ __forceinline__ uint64_t kept_ties(const Threshold &threshold, uint64
 }
 
 template <typename T>
-__device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabulary, int chunk,
-                                       const Adjustment *__restrict__ adjustments, int adjustment_count,
-                                       uint32_t *keys_outside, Exchange *exchange, Result *result,
-                                       double sharpness, uint32_t top_k, double top_p, double least,
-                                       uint64_t uniform, double unit) {
+__device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabulary, int chunk, Draw *draws,
+                                       const Adjustment *__restrict__ adjustments, uint32_t *keys_outside,
+                                       Exchange *exchange, Result *result, double unit) {
     extern __shared__ uint32_t keys_inside[];
     __shared__ Shared shared;
-    groups::grid_group grid = groups::this_grid();
+    const int64_t row = blockIdx.y;
+    const Draw draw = draws[row];
+    Meeting meeting = {&draws[row].arrived, 0};
+    const double sharpness = draw.sharpness, top_p = draw.top_p;
+    const uint32_t top_k = draw.top_k;
+    adjustments += draw.first_adjustment;
+    exchange += row;
+    result += row;
     const int begin = blockIdx.x * chunk, count = max(0, min(chunk, vocabulary - begin));
-    uint32_t *keys = keys_outside ? keys_outside + begin : keys_inside;
-    logits += begin;
+    uint32_t *keys = keys_outside ? keys_outside + (row * gridDim.x + blockIdx.x) * chunk : keys_inside;
+    logits += row * vocabulary + begin;
     const bool coldest = sharpness == INFINITY;
     const bool truncating = !coldest && (top_k > 0 || top_p < 1.0);
+    // The largest logit is found without the keys.
+    const bool keeping = !coldest || draw.adjustment_count > 0;
     if (truncating) {
         for (int i = blockIdx.x * CHOICE_THREADS + threadIdx.x; i < LEVELS * BINS;
              i += gridDim.x * CHOICE_THREADS) {
@@ -432,25 +470,28 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
         if (!(logit < INFINITY)) extremes.offender = min(extremes.offender, begin + i);
         const uint32_t key = key_of(logit);
         extremes.largest = max(extremes.largest, key);
-        keys[i] = key;
+        if (keeping)
+            keys[i] = key;
+        else
+            extremes.best = max(extremes.best, ranked(key, begin + i));
     }
-    __syncthreads();
-    for (int a = threadIdx.x; a < adjustment_count; a += CHOICE_THREADS) {
-        const Adjustment adjustment = adjustments[a];
-        const int i = static_cast<int>(adjustment.id) - begin;
-        if (i >= 0 && i < count && keys[i] != 0)
-            keys[i] = key_of(adjusted(logit_of(keys[i]), adjustment));
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < count; i += CHOICE_THREADS) {
-        // Of equals the first is the largest so.
-        const uint64_t best = static_cast<uint64_t>(keys[i]) << 32 | ~static_cast<uint32_t>(begin + i);
-        extremes.best = max(extremes.best, best);
-        extremes.fine |= is_fine(keys[i]);
+    if (keeping) {
+        __syncthreads();
+        for (int a = threadIdx.x; a < draw.adjustment_count; a += CHOICE_THREADS) {
+            const Adjustment adjustment = adjustments[a];
+            const int i = static_cast<int>(adjustment.id) - begin;
+            if (i >= 0 && i < count && keys[i] != 0)
+                keys[i] = key_of(adjusted(logit_of(keys[i]), adjustment));
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < count; i += CHOICE_THREADS) {
+            extremes.best = max(extremes.best, ranked(keys[i], begin + i));
+            extremes.fine |= is_fine(keys[i]);
+        }
     }
     extremes = block_extremes(extremes, shared.extremes);
     if (threadIdx.x == 0) exchange->extremes[blockIdx.x] = extremes;
-    grid.sync();
+    meeting.wait();
 
     extremes = {0, 0, NOWHERE, 0, 0};
     if (threadIdx.x < gridDim.x) {
@@ -477,7 +518,7 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
     block_scan(raw, shared.parts, raw_sum);
     if (threadIdx.x == 0) exchange->raw[blockIdx.x] = raw_sum;
     if (coldest) {
-        grid.sync();
+        meeting.wait();
         if (blockIdx.x != 0) return;
         block_scan(threadIdx.x < gridDim.x ? __ldcg(exchange->raw + threadIdx.x) : 0, shared.parts,
                    raw_sum);
@@ -488,11 +529,11 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
         return;
     }
 
-    const Distribution distribution = {logit_of(extremes.best >> 32), sharpness, least, unit};
+    const Distribution distribution = {logit_of(extremes.best >> 32), sharpness, draw.least, unit};
     Threshold threshold = {0, 0, 0};
     if (truncating) {
         const Keys all = {keys, count, extremes.fine != 0};
-        threshold = truncate(grid, exchange, all, top_k, top_p, distribution, shared);
+        threshold = truncate(meeting, exchange, all, top_k, top_p, distribution, shared);
     }
     const bool counts_ties = threshold.ties > 0;
     const uint64_t weight_of_tie = counts_ties ? distribution.likely_weight(threshold.key) : 0;
@@ -509,7 +550,7 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
         exchange->mass[blockIdx.x] = mass_of_block;
         exchange->ties[blockIdx.x] = ties_of_block;
     }
-    grid.sync();
+    meeting.wait();
 
     // Every block looks up which of them has the token.
     mass = ties = raw = 0;
@@ -522,7 +563,7 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
     if (counts_ties) ties_before = block_scan(ties, shared.parts, unused);
     mass += kept_ties(threshold, ties_before, ties) * weight_of_tie;
     const uint64_t before = block_scan(mass, shared.parts, total);
-    const uint64_t target = __umul64hi(uniform, total);
+    const uint64_t target = __umul64hi(draw.uniform, total);
     bool own = false;
     if (threadIdx.x == blockIdx.x) {
         own = before <= target && target < before + mass;
@@ -564,9 +605,6 @@ __device__ __forceinline__ void choose(const T *__restrict__ logits, int vocabul
 } // namespace
 
 FOR_EACH_DTYPE(choose, CHOICE_THREADS,
-               (const T *logits, int vocabulary, int chunk, const Adjustment *adjustments,
-                int adjustment_count, uint32_t *keys_outside, Exchange *exchange, Result *result,
-                double sharpness, uint32_t top_k, double top_p, double least, uint64_t uniform,
-                double unit),
-               (logits, vocabulary, chunk, adjustments, adjustment_count, keys_outside, exchange, result,
-                sharpness, top_k, top_p, least, uniform, unit))
+               (const T *logits, int vocabulary, int chunk, Draw *draws, const Adjustment *adjustments,
+                uint32_t *keys_outside, Exchange *exchange, Result *result, double unit),
+               (logits, vocabulary, chunk, draws, adjustments, keys_outside, exchange, result, unit))

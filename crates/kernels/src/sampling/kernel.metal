@@ -1,5 +1,5 @@
-// The index of the largest logit of each row, where a threadgroup has a row; and the choice of one token from
-// adjusted logits, by one threadgroup.
+// The index of the largest logit of each row, and the choice of a token from the adjusted logits of each row; a
+// threadgroup has a row.
 //
 // For a choice logits are held as keys, integers of the same order, so what is kept follows from comparisons
 // of the logits themselves. A weight e^{(l - max l) / t} is a whole number of units: sums of those are the
@@ -54,6 +54,7 @@ namespace sampling {
 constant constexpr uint NOWHERE = 0xffffffffu;
 constant constexpr uint DIGIT = 11;
 constant constexpr uint BINS = 1u << DIGIT;
+constant constexpr uint DRAW_WORDS = 12;
 
 /// A thread's place, and the memory that a threadgroup adds up in.
 struct Group {
@@ -262,18 +263,16 @@ inline ulong kept_ties(Threshold threshold, ulong before, ulong ties) {
 }
 } // namespace sampling
 
-/// Chooses one token; `options` has the temperature, the logarithm of min-p and the weight of the likeliest,
-/// `sixty_fourths` top-p and the random number in units of 2^-64, top-p as 0 when it is off. `result` is as
-/// `Readout` in `mod.rs`.
+/// Chooses a token of each row. `words` and `result` are as `draw_words` and `Readout` in `gpu.rs` say, with
+/// the numbers of a draw: the temperature, the logarithm of min-p, two that mean nothing, and top-p and the random
+/// number in units of 2^-64, top-p as 0 when it is off. `unit` is the weight of the likeliest.
 template <typename T>
 [[kernel]] void sampling_choose(device const T *logits [[buffer(0)]],
-                                device const uint *adjustments [[buffer(1)]],
+                                device const uint *words [[buffer(1)]],
                                 device uint *keys [[buffer(2)]], device uint *result [[buffer(3)]],
                                 constant uint &vocabulary [[buffer(4)]],
-                                constant uint &adjustment_count [[buffer(5)]],
-                                constant uint &top_k [[buffer(6)]],
-                                constant float *options [[buffer(7)]],
-                                constant ulong *sixty_fourths [[buffer(8)]], PLACE, SIMD_PLACE) {
+                                constant uint &adjustments_at [[buffer(5)]],
+                                constant float &unit [[buffer(6)]], PLACE, SIMD_PLACE) {
     using namespace sampling;
     threadgroup ulong parts[SIMDGROUPS];
     threadgroup ulong place[4];
@@ -282,8 +281,14 @@ template <typename T>
     threadgroup atomic_uint highs[BINS];
     const Group company = {own.x, threads.x, lane, simdgroup, simdgroups, parts};
     const Bins bins = {counts, lows, highs};
-    const float temperature = options[0], least = options[1], unit = options[2];
-    const ulong top_p = sixty_fourths[0], uniform = sixty_fourths[1];
+    device const uint *draw = words + DRAW_WORDS * group.x;
+    const uint top_k = draw[1], adjustment_count = draw[3];
+    device const uint *adjustments = words + adjustments_at + 4 * draw[2];
+    const float temperature = as_type<float>(draw[4]), least = as_type<float>(draw[5]);
+    const ulong top_p = draw[8] | ulong(draw[9]) << 32, uniform = draw[10] | ulong(draw[11]) << 32;
+    logits += ulong(group.x) * vocabulary;
+    keys += ulong(group.x) * vocabulary;
+    result += 8 * group.x;
     const mem_flags everywhere = mem_flags::mem_device | mem_flags::mem_threadgroup;
 
     uint key_of_largest = 0, offender = NOWHERE;
@@ -296,7 +301,7 @@ template <typename T>
     }
     threadgroup_barrier(everywhere);
     for (uint a = own.x; a < adjustment_count; a += threads.x) {
-        const device uint *of = adjustments + 4 * a;
+        device const uint *of = adjustments + 4 * a;
         const uint4 adjustment = uint4(of[0], of[1], of[2], of[3]);
         const uint key = keys[adjustment.x];
         if (key != 0) keys[adjustment.x] = key_of(adjusted(logit_of(key), adjustment));

@@ -1,7 +1,7 @@
 //! Choices on Metal, see `kernel.metal`.
 
-use super::gpu::{Readout, adjustment_words, fixed_point};
-use super::{Adjustment, Choice, OPERATION, Options};
+use super::gpu::{DRAW_WORDS, Readout, draw_words, fixed_point, halves};
+use super::{Choice, Draw, OPERATION};
 use crate::backend::metal::{Argument, Metal, by_dtype, size};
 use candle_core::{DType, Result, Tensor};
 
@@ -20,45 +20,41 @@ pub(super) fn greedy(logits: &Tensor, (rows, columns): (usize, usize)) -> Result
     Ok(ids.tensor)
 }
 
-pub(super) fn choose(
-    logits: &Tensor,
-    adjustments: &[Adjustment],
-    options: &Options,
-    uniform: f64,
-) -> Result<Choice> {
+pub(super) fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Vec<Choice>> {
     let metal = Metal::of(logits)?;
     let device = logits.device();
-    let count = logits.elem_count();
+    let (rows, count) = logits.dims2()?;
     let logits = metal.contiguous(logits)?;
-    let words = adjustment_words(adjustments);
-    let adjusted = match words.len() {
-        // A kernel has to be given something.
-        0 => metal.empty(4, DType::U32)?,
-        count => metal.strided(&Tensor::from_vec(words, count, device)?)?,
-    };
-    let keys = metal.empty(count, DType::U32)?;
-    let result = metal.empty(Readout::WORDS, DType::U32)?;
-    let (uniform, unit) = fixed_point(uniform, count);
-    // Within what f32 divides by, where it isn't greedy.
-    let temperature = match options.temperature as f32 {
-        _ if options.temperature == 0.0 => 0.0,
-        temperature => temperature.clamp(f32::MIN_POSITIVE, f32::MAX),
-    };
-    let top_p = if options.top_p < 1.0 { fixed_point(options.top_p, count).0.max(1) } else { 0 };
-    let numbers = [temperature, options.min_p.ln() as f32, unit as f32];
-    let sixty_fourths = [top_p, uniform];
+    let (_, unit) = fixed_point(0.0, count);
+    let words = draw_words(draws, count, |draw| {
+        // Within what f32 divides by, where it isn't greedy.
+        let temperature = match draw.options.temperature {
+            0.0 => 0.0,
+            temperature => (temperature as f32).clamp(f32::MIN_POSITIVE, f32::MAX),
+        };
+        let top_p = draw.options.top_p;
+        let top_p = if top_p < 1.0 { fixed_point(top_p, count).0.max(1) } else { 0 };
+        let (uniform, _) = fixed_point(draw.uniform, count);
+        let least = draw.options.min_p.ln() as f32;
+        let ([a, b], [c, d]) = (halves(top_p), halves(uniform));
+        [temperature.to_bits(), least.to_bits(), 0, 0, a, b, c, d]
+    })?;
+    let length = words.len();
+    let words = metal.strided(&Tensor::from_vec(words, length, device)?)?;
+    let keys = metal.empty((rows, count), DType::U32)?;
+    let result = metal.empty((rows, Readout::WORDS), DType::U32)?;
+    let numbers = [unit as f32];
     let arguments = [
         Argument::Input(&logits),
-        Argument::Input(&adjusted),
+        Argument::Input(&words),
         Argument::Output(&keys),
         Argument::Output(&result),
         Argument::U32(size(OPERATION, count)?),
-        Argument::U32(size(OPERATION, adjustments.len())?),
-        Argument::U32(size(OPERATION, options.bound(count))?),
+        Argument::U32(size(OPERATION, DRAW_WORDS * rows)?),
         Argument::F32s(&numbers),
-        Argument::U64s(&sixty_fourths),
     ];
     let name = by_dtype!("sampling_choose", logits.dtype)?;
-    metal.run(&[metal.by_row(name, 1, count, &arguments)?])?;
-    Ok(Readout::of(&result.tensor)?.choice(unit as f64))
+    metal.run(&[metal.by_row(name, rows, count, &arguments)?])?;
+    let readouts = Readout::of(&result.tensor)?;
+    Ok(readouts.iter().map(|readout| readout.choice(unit as f64)).collect())
 }

@@ -12,7 +12,8 @@
 //! Nguyen et al. 2024 (<https://arxiv.org/abs/2407.01082>). The vocabulary is never sorted. On the CPU
 //! sums are in f64, and the largest of each block of logits show how small a token can be that still
 //! counts; what is above goes on. On a GPU sums are whole numbers of some fraction of the largest `w`, and
-//! the bounds of top-k and top-p are searched for bin by bin.
+//! the bounds of top-k and top-p are searched for bin by bin. Many rows are drawn from at once, each in its own
+//! way; what one gives doesn't depend on the others.
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -24,9 +25,10 @@ mod metal;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use crate::backend::cpu::{Input, Sum, dispatch};
+use crate::backend::cpu::{Input, Sum, dispatch, for_each_chunk};
 use crate::backend::{on_gpu, require_rank, require_together, rows_and_columns};
 use candle_core::{Device, Result, Tensor, bail};
+use std::cell::RefCell;
 
 const OPERATION: &str = "sampling";
 
@@ -44,8 +46,10 @@ pub struct Options {
 }
 
 /// Buffers of the vocabulary's size, kept from draw to draw.
-#[derive(Clone, Debug, Default)]
-pub struct Workspace {
+#[derive(Default)]
+struct Workspace {
+    logits: Vec<f64>,
+    scores: Vec<f64>,
     weights: Vec<f64>,
     maxima: Vec<f64>,
     ordered: Vec<f64>,
@@ -63,7 +67,7 @@ impl Workspace {
     /// The token that the number `uniform` in `[0, 1)` chooses from the logits of one position. The
     /// likeliest always remains. NaN and negative infinity are never chosen; 0 when nothing else is
     /// there.
-    pub fn draw(&mut self, logits: &[f64], options: &Options, uniform: f64) -> u32 {
+    fn draw(&mut self, logits: &[f64], options: &Options, uniform: f64) -> u32 {
         if options.temperature == 0.0 {
             return cpu::argmax(logits);
         }
@@ -148,24 +152,101 @@ pub enum Choice {
     Nothing,
 }
 
-/// The token that the number `uniform` in `[0, 1)` chooses from `logits` `(v)` after the `adjustments`, whose
-/// ids ascend; see [`Workspace::draw`]. The logits stay as they are.
+/// How the token of one row is chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Draw {
+    /// What changes the logits first; ids ascend.
+    pub adjustments: Vec<Adjustment>,
+    /// What is drawn from.
+    pub options: Options,
+    /// What chooses, in `[0, 1)`.
+    pub uniform: f64,
+}
+
+/// The token of each row of `logits` `(rows, v)` that a draw chooses: what the number `uniform` says of the
+/// logits after the adjustments. The logits stay as they are.
 ///
-/// A GPU chooses where the logits are, and only what is found comes to the host. There adjusted logits are
-/// rounded to f32, what is kept follows from the logits instead of `w`, and `w` is rounded to a fraction
-/// of the largest, so that the same logits always give the same token.
+/// A GPU chooses where the logits are, for all rows at once, and only what is found comes to the host. There
+/// adjusted logits are rounded to f32, what is kept follows from the logits instead of `w`, and `w` is rounded
+/// to a fraction of the largest, so that the same logits always give the same token.
 ///
 /// # Errors
-/// When `logits` has other than one dimension or is no float, an option is out of its range, an adjustment
+/// When `logits` isn't a matrix of floats with a row for each draw, an option is out of its range, an adjustment
 /// is for no token or isn't finite, or this build doesn't compute on its device.
-pub fn choose(
-    logits: &Tensor,
-    adjustments: &[Adjustment],
-    options: &Options,
-    uniform: f64,
-) -> Result<Choice> {
+pub fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Vec<Choice>> {
     require_together(OPERATION, &[logits])?;
-    require_rank(OPERATION, "logits", logits, 1, "(v)")?;
+    require_rank(OPERATION, "logits", logits, 2, "(rows, v)")?;
+    let (rows, vocabulary) = logits.dims2()?;
+    if rows != draws.len() {
+        let found = draws.len();
+        bail!(
+            "metal-candle-kernels: {OPERATION}: {found} draws, expected one for each of {rows} rows"
+        )
+    }
+    for Draw { adjustments, options, uniform } in draws {
+        check_options(options, *uniform)?;
+        check(adjustments, vocabulary)?;
+    }
+    if vocabulary == 0 {
+        return Ok(vec![Choice::Nothing; rows]);
+    }
+    if rows == 0 {
+        return Ok(Vec::new());
+    }
+    on_gpu!(logits, gpu => gpu::choose(logits, draws));
+    let logits = Input::contiguous(logits)?;
+    let logits = logits.read();
+    let logits = logits.values::<f64>()?;
+    let mut choices = vec![Choice::Nothing; rows];
+    for_each_chunk(&mut choices, 1, |row, choice| {
+        thread_local! {
+            static WORKSPACE: RefCell<Workspace> = RefCell::default();
+        }
+        WORKSPACE.with_borrow_mut(|workspace| {
+            let mut scratch = std::mem::take(&mut workspace.logits);
+            let range = row * vocabulary..(row + 1) * vocabulary;
+            choice[0] = workspace.choose(logits.block(range, &mut scratch), &draws[row]);
+            workspace.logits = scratch;
+        });
+    });
+    Ok(choices)
+}
+
+impl Workspace {
+    fn choose(&mut self, logits: &[f64], draw: &Draw) -> Choice {
+        let log_sum = cpu::log_sum_exp(logits);
+        if !log_sum.is_finite() {
+            let broken = |logit: &f64| logit.is_nan() || *logit == f64::INFINITY;
+            let offender = (0..).zip(logits).find(|(_, logit)| broken(logit));
+            return match offender {
+                Some((id, logit)) => Choice::Broken { id, logit: *logit as f32 },
+                None => Choice::Nothing,
+            };
+        }
+        let mut scores = std::mem::take(&mut self.scores);
+        let adjusted = if draw.adjustments.is_empty() {
+            logits
+        } else {
+            scores.clear();
+            scores.extend_from_slice(logits);
+            adjust(&mut scores, &draw.adjustments);
+            &scores
+        };
+        let id = self.draw(adjusted, &draw.options, draw.uniform);
+        self.scores = scores;
+        Choice::Token { id, logprob: logits[id as usize] - log_sum }
+    }
+}
+
+/// Applies adjustments to the logits of one position, which has them all.
+fn adjust(logits: &mut [f64], adjustments: &[Adjustment]) {
+    for adjustment in adjustments {
+        let logit = &mut logits[adjustment.id as usize];
+        *logit = adjustment.apply(*logit);
+    }
+}
+
+fn check_options(options: &Options, uniform: f64) -> Result<()> {
     for (name, value, holds, expected) in [
         ("temperature", options.temperature, options.temperature >= 0.0, "0 or more"),
         ("top_p", options.top_p, options.top_p > 0.0, "more than 0"),
@@ -176,36 +257,7 @@ pub fn choose(
             bail!("metal-candle-kernels: {OPERATION}: {name} is {value}, expected {expected}")
         }
     }
-    let vocabulary = logits.elem_count();
-    check(adjustments, vocabulary)?;
-    if vocabulary == 0 {
-        return Ok(Choice::Nothing);
-    }
-    on_gpu!(logits, gpu => gpu::choose(logits, adjustments, options, uniform));
-    let logits = Input::contiguous(logits)?;
-    let logits = logits.read().values::<f64>()?.to_vec();
-    let log_sum = cpu::log_sum_exp(&logits);
-    if !log_sum.is_finite() {
-        let broken = |logit: &f64| logit.is_nan() || *logit == f64::INFINITY;
-        let offender = (0..).zip(&logits).find(|(_, logit)| broken(logit));
-        return Ok(match offender {
-            Some((id, logit)) => Choice::Broken { id, logit: *logit as f32 },
-            None => Choice::Nothing,
-        });
-    }
-    let mut scores = logits.clone();
-    adjust(&mut scores, adjustments);
-    let id = Workspace::default().draw(&scores, options, uniform);
-    Ok(Choice::Token { id, logprob: logits[id as usize] - log_sum })
-}
-
-/// Applies adjustments to the logits of one position; those for ids that they don't have are left out.
-pub fn adjust(logits: &mut [f64], adjustments: &[Adjustment]) {
-    for adjustment in adjustments {
-        if let Some(logit) = logits.get_mut(adjustment.id as usize) {
-            *logit = adjustment.apply(*logit);
-        }
-    }
+    Ok(())
 }
 
 /// An error unless the adjustments are for tokens of the vocabulary, each for one, in their order.
@@ -227,12 +279,6 @@ fn check(adjustments: &[Adjustment], vocabulary: usize) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// `ln Σ e^{logits}`; not finite when a logit is NaN or positive infinity, or none is above negative
-/// infinity.
-pub fn log_sum_exp(logits: &[f32]) -> f64 {
-    cpu::log_sum_exp(logits)
 }
 
 /// Walks through what is kept, in the order of ids, to where the number falls.

@@ -143,7 +143,7 @@ fn greedy_takes_the_first_largest_of_every_row_in_every_dtype() {
         }
         let row = logits.get(0).unwrap();
         let options = Options { temperature: 0.0, ..OFF };
-        assert_eq!(id(choose(&row, &[], &options, 0.9).unwrap()), 1);
+        assert_eq!(id(choose_one(&row, &[], &options, 0.9)), 1);
     }
     let large = random(&[3, 20_011], 1);
     let expected = large.argmax(1).unwrap().to_vec1::<u32>().unwrap();
@@ -153,47 +153,99 @@ fn greedy_takes_the_first_largest_of_every_row_in_every_dtype() {
 #[test]
 fn log_sum_exp_matches_its_definition() {
     for count in [1, 7, 300, 40_000] {
-        let logits: Vec<f32> =
-            values(&random(&[count], 1)).iter().map(|value| *value as f32 * 30.0).collect();
-        let sum: f64 = logits.iter().map(|logit| f64::from(*logit).exp()).sum();
-        assert!((log_sum_exp(&logits) - sum.ln()).abs() < 1e-13 * (1.0 + sum.ln().abs()));
+        let logits: Vec<f64> =
+            values(&random(&[count], 1)).iter().map(|value| value * 30.0).collect();
+        let sum: f64 = logits.iter().map(|logit| logit.exp()).sum();
+        assert!((cpu::log_sum_exp(&logits) - sum.ln()).abs() < 1e-13 * (1.0 + sum.ln().abs()));
     }
-    for broken in [&[][..], &[f32::NEG_INFINITY; 3], &[0.0, f32::NAN], &[f32::INFINITY, 0.0]] {
-        assert!(!log_sum_exp(broken).is_finite());
+    for broken in [&[][..], &[f64::NEG_INFINITY; 3], &[0.0, f64::NAN], &[f64::INFINITY, 0.0]] {
+        assert!(!cpu::log_sum_exp(broken).is_finite());
     }
 }
 
 #[test]
 fn threads_do_not_change_the_choice() {
-    let logits = logits(150_000, 5);
-    let single: Vec<f32> = logits.iter().map(|logit| *logit as f32).collect();
-    assert_independent_of_threads(|| {
-        let mut workspace = Workspace::default();
-        let ids = [OFF, Options { top_k: 50, top_p: 0.9, ..OFF }, Options { top_p: 0.9, ..OFF }]
-            .map(|options| f64::from(workspace.draw(&logits, &options, 0.37)));
-        let sums = [log_sum_exp(&single)];
-        vec![
-            Tensor::new(&ids, &Device::Cpu).unwrap(),
-            Tensor::new(&workspace.weights[..], &Device::Cpu).unwrap(),
-            Tensor::new(&sums, &Device::Cpu).unwrap(),
-        ]
-    });
+    let logits = Tensor::from_vec(logits(300_000, 5), (2, 150_000), &Device::Cpu).unwrap();
+    for options in [OFF, Options { top_k: 50, top_p: 0.9, ..OFF }, Options { top_p: 0.9, ..OFF }] {
+        assert_independent_of_threads(|| {
+            let draw = Draw { adjustments: Vec::new(), options, uniform: 0.37 };
+            let found = choose(&logits, &[draw.clone(), Draw { uniform: 0.81, ..draw }]).unwrap();
+            let numbers = found.into_iter().flat_map(|choice| match choice {
+                Choice::Token { id, logprob } => [f64::from(id), logprob],
+                other => panic!("{other:?}"),
+            });
+            vec![Tensor::from_iter(numbers, &Device::Cpu).unwrap()]
+        });
+    }
+}
+
+/// The choice of one position, whose logits are `(v)`.
+pub(crate) fn choose_one(
+    logits: &Tensor,
+    adjustments: &[Adjustment],
+    options: &Options,
+    uniform: f64,
+) -> Choice {
+    let draw = Draw { adjustments: adjustments.to_vec(), options: *options, uniform };
+    let mut found = choose(&logits.unsqueeze(0).unwrap(), &[draw]).unwrap();
+    assert_eq!(found.len(), 1);
+    found.remove(0)
+}
+
+/// Asserts that many rows, each drawn from in its own way, give what each gives alone, on this device.
+pub(crate) fn assert_rows(device: &Device, rows: usize, count: usize, dtype: DType) {
+    let mut numbers: Vec<f64> = (0..rows).flat_map(|row| logits(count, 40 + row as u64)).collect();
+    // One row without a distribution among the others, and one that has a wrong number.
+    numbers[count..2 * count].fill(f64::NEG_INFINITY);
+    numbers[3 * count - 1] = f64::NAN;
+    let all = Tensor::from_vec(numbers, (rows, count), &Device::Cpu).unwrap();
+    let all = there(&all.to_dtype(dtype).unwrap(), device);
+    let options = many_options();
+    let draws: Vec<Draw> = (0..rows)
+        .map(|row| Draw {
+            adjustments: if row % 3 == 0 { adjustments(count) } else { Vec::new() },
+            options: options[(row * 7 + 40) % options.len()],
+            uniform: (0.618 * row as f64).fract(),
+        })
+        .collect();
+    let found = choose(&all, &draws).unwrap();
+    assert_eq!(found.len(), rows);
+    assert_eq!(found[1], Choice::Nothing);
+    assert!(
+        matches!(found[2], Choice::Broken { id, logit } if id as usize == count - 1 && logit.is_nan())
+    );
+    for (row, found) in found.into_iter().enumerate().filter(|(row, _)| *row != 2) {
+        let Draw { adjustments, options, uniform } = &draws[row];
+        let alone = choose_one(&all.get(row).unwrap(), adjustments, options, *uniform);
+        assert_eq!(found, alone, "row {row} of {rows} x {count}: {options:?}");
+    }
+}
+
+#[test]
+fn rows_give_what_they_give_alone() {
+    assert_rows(&Device::Cpu, 37, 301, DType::F32);
+    assert_rows(&Device::Cpu, 5, 20_011, DType::BF16);
+    let nothing = Tensor::zeros((0, 7), DType::F32, &Device::Cpu).unwrap();
+    assert_eq!(choose(&nothing, &[]).unwrap(), []);
 }
 
 #[test]
 fn wrong_arguments_are_errors() {
-    let logits = random(&[5], 1);
+    let logits = random(&[1, 5], 1);
+    let one = || Draw { adjustments: Vec::new(), options: OFF, uniform: 0.5 };
     for (options, uniform, text) in [
         (Options { temperature: -1.0, ..OFF }, 0.5, "temperature is -1, expected 0 or more"),
         (Options { top_p: 0.0, ..OFF }, 0.5, "top_p is 0, expected more than 0"),
         (Options { min_p: f64::NAN, ..OFF }, 0.5, "min_p is NaN, expected 0 to 1"),
         (OFF, 1.0, "uniform is 1, expected at least 0 and less than 1"),
     ] {
-        let wrong = message(choose(&logits, &[], &options, uniform));
+        let wrong = message(choose(&logits, &[Draw { options, uniform, ..one() }]));
         assert!(wrong.contains(text), "{wrong}");
     }
-    let wrong = message(choose(&random(&[5, 2], 1), &[], &OFF, 0.5));
-    assert!(wrong.contains("logits has shape [5, 2]"), "{wrong}");
+    let wrong = message(choose(&random(&[5], 1), &[one()]));
+    assert!(wrong.contains("logits has shape [5]"), "{wrong}");
+    let wrong = message(choose(&random(&[5, 2], 1), &[one()]));
+    assert!(wrong.contains("1 draws, expected one for each of 5 rows"), "{wrong}");
     let wrong = message(greedy(&random(&[5, 0], 1)));
     assert!(wrong.contains("no columns"), "{wrong}");
     for (adjustments, text) in [
@@ -202,7 +254,7 @@ fn wrong_arguments_are_errors() {
         (vec![Adjustment { penalty: 0.0, ..Adjustment::of(1) }], "a penalty above 0"),
         (vec![Adjustment { bias: f64::NAN, ..Adjustment::of(1) }], "finite numbers"),
     ] {
-        let wrong = message(choose(&logits, &adjustments, &OFF, 0.5));
+        let wrong = message(choose(&logits, &[Draw { adjustments, ..one() }]));
         assert!(wrong.contains(text), "{wrong}");
     }
 }
@@ -308,7 +360,7 @@ fn choices_are_draws_from_adjusted_logits_with_the_probability_of_the_raw() {
             for options in many_options() {
                 let expected = Expected::of(&logits, &adjustments, &options);
                 for uniform in [0.0, 0.3, 0.999] {
-                    let choice = choose(&tensor, &adjustments, &options, uniform).unwrap();
+                    let choice = choose_one(&tensor, &adjustments, &options, uniform);
                     expected.assert(choice, uniform, 1e-12, &format!("{options:?}"));
                 }
             }
@@ -324,10 +376,8 @@ fn adjustments_follow_their_definition() {
     let adjustments = [Adjustment { bias: 9.0, ..Adjustment::of(0) }];
     let logits = Tensor::new(&[1.0, 2.0, 3.0], &Device::Cpu).unwrap();
     let options = Options { temperature: 0.0, ..OFF };
-    let Choice::Token { id, logprob } = choose(&logits, &adjustments, &options, 0.0).unwrap()
-    else {
-        panic!("nothing is chosen")
-    };
+    let choice = choose_one(&logits, &adjustments, &options, 0.0);
+    let Choice::Token { id, logprob } = choice else { panic!("{choice:?}") };
     let sum: f64 = [1.0, 2.0, 3.0].map(f64::exp).iter().sum();
     assert_eq!(id, 0);
     assert!((logprob - (1.0 - sum.ln())).abs() < 1e-12);
@@ -340,7 +390,7 @@ pub(crate) fn assert_no_distribution(device: &Device) {
         let options = Options { temperature, top_p: 0.9, top_k: 2, ..OFF };
         let choice = |logits: &[f32], adjustments: &[Adjustment]| {
             let logits = there(&Tensor::new(logits, &Device::Cpu).unwrap(), device);
-            choose(&logits, adjustments, &options, 0.5).unwrap()
+            choose_one(&logits, adjustments, &options, 0.5)
         };
         let bias = [Adjustment { bias: 3.0, ..Adjustment::of(0) }];
         let broken = |found, expected: u32, is: fn(f32) -> bool| match found {
@@ -408,12 +458,12 @@ mod cuda {
             for options in all {
                 let expected = Expected::of(&numbers, &adjustments, options);
                 for &uniform in uniforms {
-                    let choice = choose(&there, &adjustments, options, uniform).unwrap();
+                    let choice = choose_one(&there, &adjustments, options, uniform);
                     let adjusted = adjustments.len();
                     let (dtype, count) = (logits.dtype(), numbers.len());
                     let what = format!("{count} {dtype:?}, {adjusted} adjusted, {options:?}");
                     expected.assert(choice, uniform, TOLERANCE, &what);
-                    assert_eq!(choice, choose(&there, &adjustments, options, uniform).unwrap());
+                    assert_eq!(choice, choose_one(&there, &adjustments, options, uniform));
                 }
             }
         }
@@ -489,8 +539,19 @@ mod cuda {
             let expected = Expected::of(&numbers, &adjustments, &options);
             let there = logits.to_device(&device).unwrap();
             for uniform in [0.1, 0.37, 0.77] {
-                let choice = choose(&there, &adjustments, &options, uniform).unwrap();
+                let choice = choose_one(&there, &adjustments, &options, uniform);
                 expected.assert(choice, uniform, TOLERANCE, &format!("{options:?}"));
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_draws_from_rows_what_each_gives_alone() {
+        let device = cuda();
+        for (rows, count) in [(3, 1000), (40, 5003), (64, 128_256), (133, 33), (300, 32_003)] {
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
+                assert_rows(&device, rows, count, dtype);
             }
         }
     }

@@ -18,14 +18,14 @@ mod tests;
 pub use handle::{Answers, Handle};
 
 use crate::adapter::Adapter;
-use crate::generate::{Answer, FinishReason, GenerateOptions, Piece};
+use crate::generate::{Answer, FinishReason, GenerateOptions, Piece, Sampled, sample_rows};
 use crate::memory::available_bytes;
 use crate::model::Model;
 use crate::pass::{PagedCache, Stretch};
 use crate::text::Tokenizer;
 use crate::{Error, Result, bounds};
 use blocks::{Blocks, Content};
-use candle_core::{Device, IndexOp, Tensor};
+use candle_core::{Device, Tensor};
 use metal_candle_kernels::devices;
 use reader::{ModelReader, Reader};
 use std::cmp::Reverse;
@@ -172,6 +172,11 @@ impl Sequence<'_> {
 
     fn left(&self) -> usize {
         self.tokens.len() - self.cached
+    }
+
+    /// Whether its next token follows from what this step reads.
+    fn goes_on(&self) -> bool {
+        self.planned == self.left()
     }
 }
 
@@ -448,18 +453,17 @@ impl<'t> Engine<'t> {
                     start: sequence.cached,
                     table: &sequence.table,
                     adapter: sequence.adapter.as_ref(),
-                    wants_logits: end == sequence.tokens.len(),
+                    wants_logits: sequence.goes_on(),
                 }
             })
             .collect();
         let read = self.reader.read(&stretches, total);
-        let wants: Vec<bool> = stretches.iter().map(|stretch| stretch.wants_logits).collect();
-        match read {
-            Ok(logits) => {
-                let mut rows = 0..;
-                for (&index, wants) in group.iter().zip(wants) {
-                    let row = if wants { rows.next() } else { None };
-                    self.advance(index, row.map(|row| logits.i(row)), events);
+        match read.and_then(|logits| self.sample(group, &logits)) {
+            Ok(sampled) => {
+                let mut sampled = sampled.into_iter();
+                for &index in group {
+                    let next = if self.running[index].goes_on() { sampled.next() } else { None };
+                    self.advance(index, next, events);
                 }
             }
             Err(error) => match group {
@@ -473,11 +477,24 @@ impl<'t> Engine<'t> {
         }
     }
 
-    /// Counts what was read of a text, and goes on with the logits of what follows.
+    /// The next tokens of those texts of `group` (ascending) that go on, from the logits of each.
+    fn sample(&mut self, group: &[usize], logits: &Tensor) -> Result<Vec<Result<Sampled>>> {
+        let running = self.running.iter_mut().enumerate();
+        let of_group = running
+            .filter(|(index, sequence)| sequence.goes_on() && group.binary_search(index).is_ok());
+        let mut rows: Vec<_> =
+            of_group.map(|(_, Sequence { answer, tokens, .. })| answer.row(tokens)).collect();
+        if rows.is_empty() {
+            return Ok(Vec::new());
+        }
+        sample_rows(logits, &mut rows)
+    }
+
+    /// Counts what was read of a text, and goes on with the token that follows.
     fn advance(
         &mut self,
         index: usize,
-        logits: Option<candle_core::Result<Tensor>>,
+        next: Option<Result<Sampled>>,
         events: &mut Vec<(RequestId, Event)>,
     ) {
         let size = self.blocks.size();
@@ -490,11 +507,8 @@ impl<'t> Engine<'t> {
                 sequence.remembered += 1;
             }
         }
-        let Some(logits) = logits else { return };
-        let written = logits
-            .map_err(Error::from)
-            .and_then(|logits| sequence.answer.take(&logits, &sequence.tokens));
-        let piece = match written {
+        let Some(next) = next else { return };
+        let piece = match next.and_then(|sampled| sequence.answer.take(sampled)) {
             Ok(piece) => piece,
             Err(error) => return self.end(index, Event::Failed(error), events),
         };

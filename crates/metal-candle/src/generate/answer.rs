@@ -1,10 +1,9 @@
 //! A text while it is written: from the logits of what comes next to pieces of text, until it ends.
 
-use super::sampler::{Sampler, SamplingOptions};
+use super::sampler::{Row, Sampled, Sampler, SamplingOptions};
 use super::stop::StopStrings;
 use crate::text::{DecodeStream, Tokenizer};
 use crate::{Error, Result, bounds};
-use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 /// When and how a text is continued.
@@ -108,9 +107,13 @@ impl<'t> Answer<'t> {
         &self.tokens
     }
 
-    /// Draws a token from `logits (vocabulary)`, which follow `text`, the prompt and what was written.
-    pub fn take(&mut self, logits: &Tensor, text: &[u32]) -> Result<Piece> {
-        let sampled = self.sampler.sample_tensor(logits, text, &self.tokens)?;
+    /// How the next token is drawn, which follows `text`, the prompt and what was written.
+    pub fn row<'a>(&'a mut self, text: &'a [u32]) -> Row<'a> {
+        Row { sampler: &mut self.sampler, history: text, generated: &self.tokens }
+    }
+
+    /// Goes on with the token that was drawn.
+    pub fn take(&mut self, sampled: Sampled) -> Result<Piece> {
         let (token, logprob) = (Some(sampled.id), sampled.logprob);
         if self.eos.contains(&sampled.id) {
             self.finished = Some(FinishReason::EndOfSequence);

@@ -220,7 +220,9 @@ impl<'s, 'a> Generation<'s, 'a> {
     }
 
     fn step(&mut self) -> Result<Piece> {
-        let piece = self.answer.take(&self.logits, self.session.tokens())?;
+        let row = self.answer.row(self.session.tokens());
+        let sampled = row.sampler.sample_tensor(&self.logits, row.history, row.generated)?;
+        let piece = self.answer.take(sampled)?;
         if self.answer.finish_reason().is_none()
             && let Some(token) = piece.token
         {

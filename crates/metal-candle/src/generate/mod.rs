@@ -8,5 +8,6 @@ pub mod stop;
 pub(crate) use answer::Answer;
 pub use answer::{FinishReason, GenerateOptions, Piece};
 pub use generator::{Generation, Session, generate};
+pub(crate) use sampler::sample_rows;
 pub use sampler::{Sampled, Sampler, SamplingOptions};
 pub use stop::{StopResult, StopStrings};

@@ -15,16 +15,15 @@
 //!
 //! The repetition penalty is that of CTRL (Keskar et al., 2019), presence and frequency are those
 //! of OpenAI's API, top-p is nucleus sampling (Holtzman et al., 2020) and min-p is that of Nguyen
-//! et al., 2024. Sums are in f64, or, where the logits are on a GPU, as [`sampling::choose`] makes them.
+//! et al., 2024. The choice is made where the logits are, by [`sampling::choose`].
 //!
 //! The draws are those of [`SplitMix64`], the same on every platform for a seed; the text is the
 //! same as far as the logits are.
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Tensor};
-use metal_candle_kernels::devices;
-use metal_candle_kernels::sampling::{self, Adjustment, Choice};
+use candle_core::{Device, Tensor};
+use metal_candle_kernels::sampling::{self, Adjustment, Choice, Draw};
 use serde::{Deserialize, Serialize};
 
 use crate::random::SplitMix64;
@@ -143,9 +142,14 @@ pub struct Sampled {
 pub struct Sampler {
     options: SamplingOptions,
     random: SplitMix64,
-    // Kept so that a step allocates nothing of the vocabulary's size.
-    scores: Vec<f64>,
-    workspace: sampling::Workspace,
+}
+
+/// Whose token is chosen from a row of logits.
+pub(crate) struct Row<'a> {
+    pub sampler: &'a mut Sampler,
+    /// The prompt followed by what was generated.
+    pub history: &'a [u32],
+    pub generated: &'a [u32],
 }
 
 impl Sampler {
@@ -156,8 +160,7 @@ impl Sampler {
     pub fn new(options: SamplingOptions) -> Result<Self> {
         options.validate()?;
         let random = SplitMix64::new(options.seed);
-        let workspace = sampling::Workspace::default();
-        Ok(Self { options, random, scores: Vec::new(), workspace })
+        Ok(Self { options, random })
     }
 
     /// The options this sampler was made with.
@@ -180,19 +183,8 @@ impl Sampler {
         history: &[u32],
         generated: &[u32],
     ) -> Result<Sampled> {
-        let log_sum = log_sum_exp(logits)?;
-        self.scores.clear();
-        self.scores.extend(logits.iter().map(|&logit| f64::from(logit)));
-        let adjustments = self.adjustments(logits.len(), history, generated)?;
-        sampling::adjust(&mut self.scores, &adjustments);
-        let (options, uniform, random) = self.draw();
-        self.random = random;
-        let id = self.workspace.draw(&self.scores, &options, uniform);
-        let logit = *logits.get(id as usize).ok_or_else(|| {
-            let count = logits.len();
-            candle_core::Error::msg(format!("token {id} was drawn from {count} logits"))
-        })?;
-        Ok(Sampled { id, logprob: f64::from(logit) - log_sum })
+        let logits = Tensor::from_slice(logits, logits.len(), &Device::Cpu)?;
+        self.sample_tensor(&logits, history, generated)
     }
 
     /// As [`Sampler::sample`], from `logits` `(vocabulary)` of any float type. On a GPU the choice is
@@ -207,34 +199,13 @@ impl Sampler {
         history: &[u32],
         generated: &[u32],
     ) -> Result<Sampled> {
-        if !devices::computes_on_gpu(logits) {
-            let logits = logits.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-            return self.sample(&logits, history, generated);
+        if logits.rank() != 1 {
+            let found = logits.dims();
+            return Err(broken(format!("logits have shape {found:?}, expected (vocabulary)")));
         }
-        self.sample_there(logits, history, generated)
-    }
-
-    /// By the device that has the logits.
-    fn sample_there(
-        &mut self,
-        logits: &Tensor,
-        history: &[u32],
-        generated: &[u32],
-    ) -> Result<Sampled> {
-        let vocabulary = logits.elem_count();
-        let (options, uniform, random) = self.draw();
-        let adjustments = self.adjustments(vocabulary, history, generated);
-        // Broken logits are told of before ids that are outside the vocabulary.
-        let given = adjustments.as_deref().unwrap_or_default();
-        match sampling::choose(logits, given, &options, uniform)? {
-            Choice::Token { id, logprob } => {
-                adjustments?;
-                self.random = random;
-                Ok(Sampled { id, logprob })
-            }
-            Choice::Broken { id, logit } => Err(broken_logit(id, logit)),
-            Choice::Nothing => Err(nothing(vocabulary)),
-        }
+        let row = Row { sampler: self, history, generated };
+        let sampled = sample_rows(&logits.unsqueeze(0)?, &mut [row])?.pop();
+        sampled.unwrap_or_else(|| Err(broken("a row gave no token".into())))
     }
 
     /// Bias and penalties, by ascending ids.
@@ -274,7 +245,7 @@ impl Sampler {
     }
 
     /// How the next token is drawn: the options, a number in `[0, 1)`, and the generator after it.
-    fn draw(&self) -> (sampling::Options, f64, SplitMix64) {
+    fn next_draw(&self) -> (sampling::Options, f64, SplitMix64) {
         let SamplingOptions { temperature, top_k, top_p, min_p, .. } = self.options;
         let options = sampling::Options { temperature, top_k, top_p, min_p };
         let mut random = self.random.clone();
@@ -282,6 +253,40 @@ impl Sampler {
         let uniform = if temperature == 0.0 { 0.0 } else { random.uniform() };
         (options, uniform, random)
     }
+}
+
+/// Chooses a token from each row of `logits` `(rows, vocabulary)`, of all rows at once. What a row gives
+/// follows from the row alone, and a row without a distribution is an error of that row.
+///
+/// # Errors
+/// When the device fails; nothing was drawn then.
+pub(crate) fn sample_rows(logits: &Tensor, rows: &mut [Row]) -> Result<Vec<Result<Sampled>>> {
+    let vocabulary = logits.dim(1)?;
+    let (mut draws, mut after) = (Vec::with_capacity(rows.len()), Vec::with_capacity(rows.len()));
+    for Row { sampler, history, generated } in rows.iter() {
+        let (options, uniform, random) = sampler.next_draw();
+        let (adjustments, problem) = match sampler.adjustments(vocabulary, history, generated) {
+            Ok(adjustments) => (adjustments, None),
+            Err(error) => (Vec::new(), Some(error)),
+        };
+        draws.push(Draw { adjustments, options, uniform });
+        after.push((random, problem));
+    }
+    let choices = sampling::choose(logits, &draws)?;
+    let results = choices.into_iter().zip(after).zip(rows).map(|((choice, after), row)| {
+        let (random, problem) = after;
+        // Broken logits are told of before ids that are outside the vocabulary.
+        match (choice, problem) {
+            (Choice::Broken { id, logit }, _) => Err(broken_logit(id, logit)),
+            (Choice::Nothing, _) => Err(nothing(vocabulary)),
+            (Choice::Token { .. }, Some(problem)) => Err(problem),
+            (Choice::Token { id, logprob }, None) => {
+                row.sampler.random = random;
+                Ok(Sampled { id, logprob })
+            }
+        }
+    });
+    Ok(results.collect())
 }
 
 fn bias_outside(id: u32, vocabulary: usize) -> Error {
@@ -300,18 +305,6 @@ fn counts(ids: &[u32]) -> BTreeMap<u32, usize> {
     counts
 }
 
-fn log_sum_exp(logits: &[f32]) -> Result<f64> {
-    let log_sum = sampling::log_sum_exp(logits);
-    if log_sum.is_finite() {
-        return Ok(log_sum);
-    }
-    let offender = (0..).zip(logits).find(|(_, logit)| logit.is_nan() || **logit == f32::INFINITY);
-    Err(match offender {
-        Some((id, &logit)) => broken_logit(id, logit),
-        None => nothing(logits.len()),
-    })
-}
-
 fn broken_logit(id: u32, logit: f32) -> Error {
     broken(format!("the logit of token {id} is {logit}"))
 }
@@ -327,6 +320,7 @@ fn broken(message: String) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_core::DType;
 
     fn sampler(options: SamplingOptions) -> Sampler {
         Sampler::new(options).expect("valid")
@@ -358,10 +352,13 @@ mod tests {
         // Prompt 0, 1; generated 2, 2, 3.
         let history = [0, 1, 2, 2, 3];
         let adjusted = |options: &SamplingOptions| {
-            let mut sampler = sampler(options.clone());
-            let logits = [3.0, -1.0, 4.0, -4.0, 1.0, 7.0];
-            sampler.sample(&logits, &history, &history[2..]).expect("valid");
-            sampler.scores
+            let mut logits = [3.0, -1.0, 4.0, -4.0, 1.0, 7.0];
+            let sampler = sampler(options.clone());
+            for adjustment in sampler.adjustments(6, &history, &history[2..]).expect("valid") {
+                let logit = &mut logits[adjustment.id as usize];
+                *logit = adjustment.apply(*logit);
+            }
+            logits
         };
         // Bias, then half or double, then 0.5 and 0.25 for each time it was generated.
         assert_eq!(adjusted(&options), [2.0, -2.0, 1.0, -8.75, -99.0, 7.0]);
@@ -512,10 +509,8 @@ mod tests {
         assert!(error(options, &[u32::MAX]).contains("token 4294967295 of the text"));
     }
 
-    /// What a GPU goes through, and the way of tensors on the CPU.
     #[test]
-    fn tensors_give_the_tokens_and_the_errors_of_slices() {
-        let device = candle_core::Device::Cpu;
+    fn rows_give_the_tokens_and_the_errors_of_each_alone() {
         let options = SamplingOptions {
             temperature: 0.8,
             top_p: 0.9,
@@ -530,7 +525,7 @@ mod tests {
         let (mut nan, mut infinite) = (good.clone(), good.clone());
         nan[3] = f32::NAN;
         infinite[7] = f32::INFINITY;
-        let none = vec![f32::NEG_INFINITY; 5];
+        let none = vec![f32::NEG_INFINITY; 40];
         let cases = [
             (&good[..], vec![1u32, 2, 5]),
             (&nan, vec![1]),
@@ -541,23 +536,36 @@ mod tests {
             (&none, vec![99]),
             (&good, vec![]),
         ];
-        for options in [options, SamplingOptions::default()] {
-            let [mut one, mut other, mut third] = [(); 3].map(|()| sampler(options.clone()));
-            for (logits, text) in &cases {
-                let tensor = Tensor::new(*logits, &device).expect("made");
-                let expected = one.sample(logits, text, &text[text.len() / 2..]);
+        let all: Vec<f32> = cases.iter().flat_map(|(logits, _)| logits.iter().copied()).collect();
+        let all = Tensor::from_vec(all, (cases.len(), 40), &Device::Cpu).expect("made");
+        let of_row = |row: usize| match row % 3 {
+            0 => SamplingOptions::default(),
+            _ => SamplingOptions { seed: row as u64, ..options.clone() },
+        };
+        let mut alone: Vec<Sampler> = (0..cases.len()).map(|row| sampler(of_row(row))).collect();
+        let mut together = alone.clone();
+        // More than once, as each has its random numbers.
+        for _ in 0..5 {
+            let rows = together.iter_mut().zip(&cases);
+            let mut rows: Vec<Row> = rows
+                .map(|(sampler, (_, text))| Row {
+                    sampler,
+                    history: text,
+                    generated: &text[text.len() / 2..],
+                })
+                .collect();
+            let found = sample_rows(&all, &mut rows).expect("sampled");
+            assert_eq!(found.len(), cases.len());
+            for ((found, sampler), (logits, text)) in found.into_iter().zip(&mut alone).zip(&cases)
+            {
+                let expected = sampler.sample(logits, text, &text[text.len() / 2..]);
                 let expected = expected.map_err(|error| error.to_string());
-                for found in [
-                    other.sample_tensor(&tensor, text, &text[text.len() / 2..]),
-                    third.sample_there(&tensor, text, &text[text.len() / 2..]),
-                ] {
-                    assert_eq!(found.map_err(|error| error.to_string()), expected);
-                }
+                assert_eq!(found.map_err(|error| error.to_string()), expected);
             }
         }
-        let square = Tensor::zeros((2, 3), DType::F32, &device).expect("made");
-        assert!(sampler(warm()).sample_there(&square, &[], &[]).is_err());
-        assert!(sampler(warm()).sample_tensor(&square, &[], &[]).is_err());
+        let square = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).expect("made");
+        let error = sampler(warm()).sample_tensor(&square, &[], &[]).expect_err("square");
+        assert!(error.to_string().contains("shape [2, 3]"), "{error}");
     }
 
     #[test]

@@ -2,9 +2,10 @@
 
 use super::{THOROUGH, by_kernels, input};
 use crate::sampling::tests::{
-    Expected, OFF, adjustments, assert_no_distribution, logits, many_options,
+    Expected, OFF, adjustments, assert_no_distribution, assert_rows, choose_one, logits,
+    many_options,
 };
-use crate::sampling::{Adjustment, Choice, Options, choose};
+use crate::sampling::{Adjustment, Choice, Options};
 use crate::testing::*;
 use candle_core::{DType, Device, Tensor};
 
@@ -32,7 +33,7 @@ fn assert_choices(
     let found = by_kernels(&runs, |device| {
         let logits = there(logits, device);
         let choice = |uniform: &f64| {
-            let choice = choose(&logits, adjustments, options, *uniform).unwrap();
+            let choice = choose_one(&logits, adjustments, options, *uniform);
             let what = format!("{} of {options:?}", logits.elem_count());
             expected.assert(choice, *uniform, TOLERANCE, &what);
             words(choice)
@@ -91,6 +92,16 @@ fn metal_draws_from_equal_logits_and_larger_vocabularies() {
     assert_choices(1, &skewed, &[], &Options { top_p: 0.75, ..OFF }, &[0.97]);
     let wide = input(&[301], 5, DType::F16, &Device::Cpu);
     assert_choices(0, &wide, &[], &Options { top_k: 40, ..OFF }, &[0.618]);
+}
+
+#[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
+fn metal_draws_from_rows_what_each_gives_alone() {
+    by_kernels(&THOROUGH[1..3], |device| {
+        assert_rows(device, 5, 301, DType::F32);
+        assert_rows(device, 4, 33, DType::BF16);
+        Vec::new()
+    });
 }
 
 #[test]
