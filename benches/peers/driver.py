@@ -502,7 +502,7 @@ def main() -> None:
             return
         report = about | {"results": {}}
         for row in rows:
-            on_model = row["work"] in ("train", "prefill", "decode")
+            on_model = row["work"] in ("train", "prefill", "decode", "serve")
             measure = measure_model if on_model else measure_operation
             results = measure(row, sides, options)
             report["results"][row["name"]] = {"row": row, "sides": results}

@@ -54,6 +54,8 @@ class Mlx:
             return train(row, inputs["ids"], model, adapter)
         if kind in ("prefill", "decode"):
             return generation(row, inputs["ids"], model)
+        if kind == "serve":
+            return serving(row, inputs["ids"], model)
         dtype = DTYPES[row.get("dtype", "f32")]
         tensors = {name: mx.array(array).astype(dtype) for name, array in inputs.items()}
         mx.eval(*tensors.values())
@@ -222,6 +224,29 @@ def generation(row: Row, ids: np.ndarray, folder: str | None) -> Work:
         return [mx.array(tokens)]
 
     return work(launch, reset)
+
+
+def serving(row: Row, ids: np.ndarray, folder: str | None) -> Work:
+    """Greedy texts of mlx_lm's BatchGenerator, all requests at once."""
+    from mlx_lm.generate import BatchGenerator
+
+    model = load(row, folder)
+    model.eval()
+    prompts = ids.reshape(row["requests"], row["prompt"]).tolist()
+
+    def launch() -> list[mx.array]:
+        generator = BatchGenerator(
+            model, max_tokens=row["tokens"], completion_batch_size=row["requests"]
+        )
+        uids = generator.insert(prompts)
+        texts: dict[int, list[int]] = {uid: [] for uid in uids}
+        while responses := generator.next_generated():
+            for response in responses:
+                texts[response.uid].append(response.token)
+        generator.close()
+        return [mx.array([texts[uid] for uid in uids])]
+
+    return work(launch)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ class Torch:
             return self.train(row, inputs["ids"], model, adapter)
         if kind in ("prefill", "decode"):
             return self.generation(row, inputs["ids"], model)
+        if kind == "serve":
+            return self.serving(row, inputs["ids"], model)
         dtype = DTYPES[row.get("dtype", "f32")]
         tensors = {
             name: torch.from_numpy(array).to(self.device, dtype) for name, array in inputs.items()
@@ -179,6 +181,31 @@ class Torch:
             return [torch.tensor(tokens)]
 
         return self.work(launch, reset)
+
+
+    def serving(self, row: Row, ids: np.ndarray, folder: str | None) -> Work:
+        """Greedy texts of transformers' continuous batching; as a reference, of one batch."""
+        from transformers import GenerationConfig
+
+        model = self.load(row, folder).eval()
+        prompts = ids.astype(np.int64).reshape(row["requests"], row["prompt"])
+        settings = GenerationConfig(
+            max_new_tokens=row["tokens"], do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+
+        def together() -> list[torch.Tensor]:
+            batch = torch.from_numpy(prompts).to(self.device)
+            with torch.inference_mode():
+                tokens = model.generate(batch, generation_config=settings)
+            return [tokens[:, row["prompt"] :].contiguous()]
+
+        def launch() -> list[torch.Tensor]:
+            results = model.generate_batch(inputs=prompts.tolist(), generation_config=settings)
+            if len(results) != len(prompts):
+                raise RuntimeError(f"{len(results)} of {len(prompts)} requests ended")
+            return [torch.tensor([result.generated_tokens for result in results.values()])]
+
+        return self.work(together if row.get("exact") else launch)
 
 
 def in_nf4(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

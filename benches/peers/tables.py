@@ -61,7 +61,7 @@ def gibibytes(value: float) -> str:
 def floor(report: Report, row: dict[str, Any]) -> float:
     """The seconds that the row has to take on this machine, as Peaks::floor in crates/bench."""
     peaks, cost = report["peaks"], row["cost"]
-    calls = row["tokens"] if row["work"] == "decode" else 1
+    calls = row["tokens"] if row["work"] in ("decode", "serve") else 1
     working_set = cost["bytes"] / calls
     rate = min(peaks["read"], key=lambda pair: abs(math.log(working_set / pair[0])))[1]
     linear = peaks["linear_bf16"] if row.get("dtype") == "bf16" else peaks["linear_f32"]

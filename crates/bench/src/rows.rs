@@ -519,7 +519,12 @@ pub fn models(shape: &str) -> Vec<Row> {
         _ => Vec::new(),
     };
     if !large.is_empty() {
-        let generation = [Row::prefill(shape, 2048, Bf16), Row::decode(shape, 16, 64, Bf16)];
+        let generation = [
+            Row::prefill(shape, 2048, Bf16),
+            Row::decode(shape, 16, 64, Bf16),
+            Row::serve(shape, 64, [256, 128], Bf16),
+            Row::serve(shape, 256, [256, 128], Bf16),
+        ];
         return large.into_iter().chain(generation).collect();
     }
     let mut rows = vec![
@@ -532,7 +537,9 @@ pub fn models(shape: &str) -> Vec<Row> {
     for dtype in [Bf16, F32] {
         rows.push(Row::prefill(shape, 512, dtype));
         rows.push(Row::decode(shape, 16, 64, dtype));
+        rows.push(Row::serve(shape, 8, [16, 32], dtype));
     }
+    rows.push(Row::serve(shape, 32, [16, 32], Bf16));
     let nf4 = "nf4".parse().ok();
     rows.push(Row::train(shape, (1, 512), 16, Bf16, false).with_quantization(nf4));
     for format in ["gguf-q8_0", "gguf-q4_0", "gguf-q4_k_m"] {

@@ -6,16 +6,17 @@
 
 use crate::errors::{FAILURE, INTERRUPTED, SUCCESS, usage};
 use crate::interrupt;
-use crate::models::{Loaded, check_adapter};
+use crate::models::{self, Loaded, check_adapter};
 use crate::output::{self, Terminal, are, grouped, plural};
 use crate::progress::Bar;
 use crate::prompts;
 use anyhow::Context;
 use clap::Args;
 use metal_candle::adapter::Adapter;
-use metal_candle::engine::{Engine, EngineOptions, Event, Request, RequestId};
+use metal_candle::engine::{Engine, EngineOptions, Event, Request, RequestId, Statistics};
 use metal_candle::files::{plain, write_atomic};
 use metal_candle::generate::{FinishReason, GenerateOptions};
+use metal_candle::model::Model;
 use metal_candle::text::{Message, Tokenizer};
 use metal_candle::train::FolderLock;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -49,6 +50,35 @@ pub struct Batch {
     /// the machine's]
     #[arg(long, value_name = "N")]
     pub cache_tokens: Option<usize>,
+    /// Tokens to guess after the last of an answer and to read together with it, while few answers are written; the
+    /// answers stay what they are. 0 is none
+    #[arg(long, value_name = "N", default_value_t = EngineOptions::default().draft_tokens)]
+    pub draft_tokens: usize,
+    /// A smaller model of the same vocabulary that guesses them, a folder or an id on the hub [default: what followed
+    /// the last tokens where they stood before]
+    #[arg(long, value_name = "DIR|ID", requires = "draft_tokens")]
+    pub draft_model: Option<String>,
+}
+
+impl Batch {
+    fn engine_options(&self) -> EngineOptions {
+        EngineOptions {
+            max_sequences: self.max_sequences,
+            max_batch_tokens: self.max_batch_tokens,
+            cache_tokens: self.cache_tokens,
+            draft_tokens: self.draft_tokens,
+            ..EngineOptions::default()
+        }
+    }
+
+    /// A smaller model beside this one, if one is asked for.
+    fn draft_model(&self, model: &Model, terminal: Terminal) -> anyhow::Result<Option<Arc<Model>>> {
+        let Some(name) = &self.draft_model else { return Ok(None) };
+        let folder = models::resolve(name, None, terminal)?;
+        let draft = models::load(&folder, model.dtype(), model.device(), None)
+            .with_context(|| format!("the draft model {name}"))?;
+        Ok(Some(Arc::new(draft)))
+    }
 }
 
 /// A line of the prompts.
@@ -172,12 +202,7 @@ pub fn run(
     given: &Given,
     terminal: Terminal,
 ) -> anyhow::Result<u8> {
-    let engine_options = EngineOptions {
-        max_sequences: batch.max_sequences,
-        max_batch_tokens: batch.max_batch_tokens,
-        cache_tokens: batch.cache_tokens,
-        ..EngineOptions::default()
-    };
+    let mut engine_options = batch.engine_options();
     engine_options.validate().map_err(usage)?;
     if output.exists() {
         return Err(usage(format!("output: {} exists already; choose another", output.display())));
@@ -185,6 +210,7 @@ pub fn run(
     let asked = read(prompts, given)?;
     let _lock = FolderLock::acquire_beside(output)?;
     let mut partial = Partial::open(output, given, &asked, terminal)?;
+    engine_options.draft_model = batch.draft_model(&given.loaded.model, terminal)?;
     let stop = interrupt::watch("stopping; the same command goes on from here");
     let mut engine =
         Engine::new(&given.loaded.model, Some(&given.loaded.tokenizer), engine_options)?;
@@ -241,6 +267,10 @@ pub fn run(
     drop(bar);
     interrupt::unwatch();
     let seconds = started.elapsed().as_secs_f64();
+    let Statistics { drafted, accepted, .. } = engine.statistics();
+    if drafted > 0 {
+        tracing::info!("{} of {} guessed tokens were right", grouped(accepted), grouped(drafted));
+    }
     let failed = partial.finish(output)?;
     let report = Report {
         answers: asked.len(),

@@ -59,6 +59,14 @@ fn each_prompt_is_answered_as_by_itself() {
     assert_eq!(found[4]["text"], alone(&stopped));
     let stderr = place.fails(2, &to("answers.jsonl", &[]));
     assert!(stderr.contains("answers.jsonl exists already"), "{stderr}");
+    // Guessed or not, they are the same.
+    let guessed = ["-n", "6", "--draft-tokens", "3", "--draft-model", "base"];
+    place.ok(&to("guessed.jsonl", &guessed));
+    assert_eq!(place.read("guessed.jsonl"), place.read("answers.jsonl"));
+    let stderr = place.fails(2, &to("wrong.jsonl", &["--draft-tokens", "64"]));
+    assert!(stderr.contains("draft_tokens: is 64"), "{stderr}");
+    let stderr = place.fails(2, &to("wrong.jsonl", &["--draft-model", "base"]));
+    assert!(stderr.contains("--draft-tokens"), "{stderr}");
 }
 
 #[test]

@@ -691,14 +691,18 @@ pub(super) fn takes_packed(
 ) -> bool {
     let adapters = || projections.iter().filter_map(|projection| projection.lora);
     let drops = adapters().any(|lora| lora.dropout.is_some_and(|drop| drop.probability > 0.0));
-    let ranks = adapters().map(|lora| lora.a.dims().last().copied().unwrap_or(0));
+    let ranks = || adapters().map(|lora| lora.a.dims().last().copied().unwrap_or(0));
     let weights = || {
         projections.iter().filter_map(|projection| match projection.weight {
             Weight::Quantized(weight) => Some(weight),
             Weight::Dense(_) => None,
         })
     };
-    !drops && weights().next().is_some() && packed::takes(rows, inner, weights(), ranks)
+    let dense = weights().count() < projections.len();
+    !drops
+        && weights().next().is_some()
+        && (!dense || takes_few_rows(rows, inner, ranks()))
+        && packed::takes(rows, inner, weights(), ranks())
 }
 
 /// [`forward`] of layers that [`takes_packed`] said yes to. Those that are dense are computed beside the others.

@@ -12,8 +12,8 @@ static MODULE: Module = module!("matmul");
 const THREADS: usize = 256;
 const WARPS: usize = THREADS / 32;
 
-/// Up to here the own kernels are for.
-const FEW_ROWS: usize = 8;
+/// Up to here the own kernels are for: cuBLAS takes twice as long for one row, and half as long for 8.
+const FEW_ROWS: usize = 4;
 
 /// Projections of one launch.
 const MOST: usize = 4;
@@ -84,12 +84,17 @@ struct Projections {
 // SAFETY: it is plain numbers, laid out as the kernels declare them.
 unsafe impl DeviceRepr for Projections {}
 
-/// Whether the kernels for a few rows take adapters of these ranks.
+/// Whether the kernels for a few rows take so many, and adapters of these ranks.
 pub(crate) fn takes_few_rows(
     rows: usize,
     inner: usize,
     ranks: impl Iterator<Item = usize>,
 ) -> bool {
+    (1..=FEW_ROWS).contains(&rows) && takes_ranks(rows, inner, ranks)
+}
+
+/// Whether adapters of these ranks fit beside so many rows.
+pub(crate) fn takes_ranks(rows: usize, inner: usize, ranks: impl Iterator<Item = usize>) -> bool {
     let mut total = 0;
     let mut largest = 0;
     for rank in ranks {
@@ -97,7 +102,7 @@ pub(crate) fn takes_few_rows(
         largest = largest.max(rank);
     }
     let shared = rows.next_power_of_two() * total * size_of::<f32>();
-    (1..=FEW_ROWS).contains(&rows) && inner > 0 && largest <= MOST_RANKS && shared <= SHARED
+    inner > 0 && largest <= MOST_RANKS && shared <= SHARED
 }
 
 /// `(y, x·A)` of some layers for `x` `(.., inner)` of up to [`FEW_ROWS`] rows that lie as `matrix` says;
@@ -202,8 +207,7 @@ fn launch_few_rows(
         let name = match padded {
             1 => by_dtype!("few_rows_clustered_1", x.dtype)?,
             2 => by_dtype!("few_rows_clustered_2", x.dtype)?,
-            4 => by_dtype!("few_rows_clustered_4", x.dtype)?,
-            _ => by_dtype!("few_rows_clustered_8", x.dtype)?,
+            _ => by_dtype!("few_rows_clustered_4", x.dtype)?,
         };
         let grid = ((clusters * CLUSTER) as u32, 1, 1);
         let shared = (scratch + CLUSTER * places) as u32;
@@ -224,8 +228,7 @@ fn launch_few_rows(
     let name = match padded {
         1 => by_dtype!("few_rows_1", x.dtype)?,
         2 => by_dtype!("few_rows_2", x.dtype)?,
-        4 => by_dtype!("few_rows_4", x.dtype)?,
-        _ => by_dtype!("few_rows_8", x.dtype)?,
+        _ => by_dtype!("few_rows_4", x.dtype)?,
     };
     let grid = (blocks as u32, 1, 1);
     let launch = MODULE.launch(cuda, name, grid, THREADS as u32, places as u32)?.overlapping();

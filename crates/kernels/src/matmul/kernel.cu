@@ -563,21 +563,29 @@ __device__ __forceinline__ void column_sums(const T *__restrict__ x, int64_t str
         else                                                                                       \
             few_rows<T, ROWS, true, false>(all, x, x_stride, rows, inner, xa, parts, slices);      \
     }                                                                                              \
+    }
+#define ADAPTER_SLICES(ROWS, suffix, element)                                                      \
+    namespace adapter_slices_##ROWS##_##suffix##_types {                                           \
+    using T = element;                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS, 2)                                       \
         adapter_slices_##ROWS##_##suffix(const __grid_constant__ Projections all, const T *x,      \
                                          int64_t x_stride, int rows, int inner, float *parts) {    \
         adapter_slices<T, ROWS>(all, x, x_stride, rows, inner, parts);                             \
     }                                                                                              \
     }
-#define FEW_ROWS_OF_EACH_DTYPE(ROWS)                                                               \
-    FEW_ROWS(ROWS, f32, float)                                                                     \
-    FEW_ROWS(ROWS, bf16, bf16)                                                                     \
-    FEW_ROWS(ROWS, f16, f16)
+#define OF_EACH_DTYPE(KERNELS, ROWS)                                                               \
+    KERNELS(ROWS, f32, float)                                                                      \
+    KERNELS(ROWS, bf16, bf16)                                                                      \
+    KERNELS(ROWS, f16, f16)
 
-FEW_ROWS_OF_EACH_DTYPE(1)
-FEW_ROWS_OF_EACH_DTYPE(2)
-FEW_ROWS_OF_EACH_DTYPE(4)
-FEW_ROWS_OF_EACH_DTYPE(8)
+OF_EACH_DTYPE(FEW_ROWS, 1)
+OF_EACH_DTYPE(FEW_ROWS, 2)
+OF_EACH_DTYPE(FEW_ROWS, 4)
+// Matrices in fewer bits are multiplied by up to 8 rows.
+OF_EACH_DTYPE(ADAPTER_SLICES, 1)
+OF_EACH_DTYPE(ADAPTER_SLICES, 2)
+OF_EACH_DTYPE(ADAPTER_SLICES, 4)
+OF_EACH_DTYPE(ADAPTER_SLICES, 8)
 
 FOR_EACH_DTYPE(bias_rows, THREADS, (const T *bias, T *out, int rows, int columns),
                (bias, out, rows, columns))

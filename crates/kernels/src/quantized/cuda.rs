@@ -2,12 +2,15 @@
 
 use super::{Levels, OPERATION, Quantized, Scales};
 use crate::backend::cuda::{Array, Cuda, Launch, Matrix, Module, by_dtype, module};
-use crate::matmul::cuda::{Adapter, sliced_adapters, takes_few_rows};
+use crate::matmul::cuda::{Adapter, sliced_adapters, takes_ranks};
 use crate::matmul::with_last_dimension;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{D, DType, Result, Tensor, bail};
 
 static MODULE: Module = module!("quantized");
+
+/// Rows that the own kernels multiply by matrices in fewer bits, at most.
+const FEW_ROWS: usize = 8;
 
 /// Threads of a block of every kernel here.
 const THREADS: usize = 256;
@@ -287,7 +290,9 @@ pub(crate) fn takes<'a>(
     mut weights: impl Iterator<Item = &'a Quantized>,
     ranks: impl Iterator<Item = usize>,
 ) -> bool {
-    takes_few_rows(rows, inner, ranks) && weights.all(|weight| unit(weight).is_some())
+    (1..=FEW_ROWS).contains(&rows)
+        && takes_ranks(rows, inner, ranks)
+        && weights.all(|weight| unit(weight).is_some())
 }
 
 /// `(y, x·A)` of some layers for `x` `(.., inner)` of up to eight rows that [`takes`] said yes to; without

@@ -1,6 +1,6 @@
 //! An engine on a thread of its own.
 
-use super::{Engine, EngineOptions, Event, Finished, Request, RequestId, Statistics, reader_of};
+use super::{Engine, EngineOptions, Event, Finished, Readers, Request, RequestId, Statistics};
 use crate::generate::Piece;
 use crate::model::Model;
 use crate::text::Tokenizer;
@@ -45,11 +45,11 @@ impl Handle {
         tokenizer: Option<Arc<Tokenizer>>,
         options: EngineOptions,
     ) -> Result<Self> {
-        let (reader, blocks) = reader_of(model, &options)?;
+        let readers = Readers::new(model, &options)?;
         let (sender, commands) = mpsc::channel();
         let run = move || {
             Thread {
-                engine: Engine::over(reader, blocks, tokenizer.as_deref(), options),
+                engine: Engine::over(readers, tokenizer.as_deref(), options),
                 callers: HashMap::new(),
                 tickets: HashMap::new(),
             }

@@ -7,11 +7,19 @@
 //! with texts that have ended, until their memory is needed. A text that finds no block is put back among the waiting:
 //! what it has written stays, and is read again when there is room.
 //!
+//! Where few texts are written, the device has time for more: tokens that may come next are guessed, from the text
+//! itself or by a small model, and read together with the last one (speculative decoding, Leviathan et al. 2023,
+//! <https://arxiv.org/abs/2211.17192>). A token is drawn after each of them as ever, with the random numbers that it
+//! would have been drawn with, and as long as what is drawn is what was guessed, the next one is there already. So a
+//! text is what it would be without.
+//!
 //! [`Handle`] runs an engine on a thread of its own, for callers on many.
 
 mod blocks;
+mod drafts;
 mod handle;
 mod reader;
+mod recorded;
 #[cfg(test)]
 mod tests;
 
@@ -33,7 +41,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
 /// How much an engine does at once.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct EngineOptions {
     /// Texts that are read and written at once, at most.
     pub max_sequences: usize,
@@ -48,6 +56,11 @@ pub struct EngineOptions {
     pub block_size: usize,
     /// Whether texts with the same beginning share its blocks.
     pub prefix_cache: bool,
+    /// Tokens that are guessed after the last of a text, at most, as long as few texts are written; 0 is none.
+    pub draft_tokens: usize,
+    /// What guesses them, a smaller model of the same vocabulary. Without one, what followed the text's last tokens
+    /// where they stood before is the guess (prompt lookup).
+    pub draft_model: Option<Arc<Model>>,
 }
 
 impl Default for EngineOptions {
@@ -59,6 +72,8 @@ impl Default for EngineOptions {
             cache_tokens: None,
             block_size: 16,
             prefix_cache: true,
+            draft_tokens: 0,
+            draft_model: None,
         }
     }
 }
@@ -77,6 +92,11 @@ impl EngineOptions {
         )?;
         bounds::check("max_waiting", self.max_waiting, &(1..=usize::MAX))?;
         bounds::check("block_size", self.block_size, &(1..=4096))?;
+        bounds::check("draft_tokens", self.draft_tokens, &(0..=drafts::MOST_ROWS - 1))?;
+        if self.draft_model.is_some() && self.draft_tokens == 0 {
+            let problem = "is given, but draft_tokens is 0; expected at least 1";
+            return Err(Error::option("draft_model", problem));
+        }
         match self.cache_tokens {
             Some(tokens) => bounds::check("cache_tokens", tokens, &(self.block_size..=usize::MAX)),
             None => Ok(()),
@@ -138,6 +158,10 @@ pub struct Statistics {
     pub available_blocks: usize,
     /// Times that a text was put back for lack of blocks.
     pub preemptions: u64,
+    /// Tokens that were guessed.
+    pub drafted: u64,
+    /// Those of them that were drawn then.
+    pub accepted: u64,
 }
 
 /// A text under way.
@@ -162,6 +186,10 @@ struct Sequence<'t> {
     found: Option<usize>,
     /// Tokens that this step reads.
     planned: usize,
+    /// How many tokens at the end of the text are guesses, in a step.
+    drafts: usize,
+    /// How many tokens' keys and values of the draft model are in the blocks.
+    drafter_cached: usize,
     ended: bool,
 }
 
@@ -194,6 +222,9 @@ pub struct Engine<'t> {
     running: VecDeque<Sequence<'t>>,
     ids: u64,
     preemptions: u64,
+    drafter: Option<Box<dyn Reader>>,
+    drafted: u64,
+    accepted: u64,
 }
 
 impl<'t> Engine<'t> {
@@ -207,21 +238,30 @@ impl<'t> Engine<'t> {
         tokenizer: Option<&'t Tokenizer>,
         options: EngineOptions,
     ) -> Result<Self> {
-        let (reader, blocks) = reader_of(model, &options)?;
-        Ok(Self::over(reader, blocks, tokenizer, options))
+        let readers = Readers::new(model, &options)?;
+        Ok(Self::over(readers, tokenizer, options))
     }
 
-    fn over(
-        reader: Box<dyn Reader>,
-        blocks: u32,
-        tokenizer: Option<&'t Tokenizer>,
-        options: EngineOptions,
-    ) -> Self {
+    fn over(readers: Readers, tokenizer: Option<&'t Tokenizer>, options: EngineOptions) -> Self {
+        let Readers { reader, drafter, blocks } = readers;
         let mut blocks = Blocks::new(blocks, options.block_size);
         let root = blocks.new_content();
         let (waiting, running) = (VecDeque::new(), VecDeque::new());
-        let (roots, ids, preemptions) = (Vec::new(), 0, 0);
-        Self { reader, tokenizer, options, blocks, root, roots, waiting, running, ids, preemptions }
+        Self {
+            reader,
+            tokenizer,
+            options,
+            blocks,
+            root,
+            roots: Vec::new(),
+            waiting,
+            running,
+            ids: 0,
+            preemptions: 0,
+            drafter,
+            drafted: 0,
+            accepted: 0,
+        }
     }
 
     /// Takes a request, whose events the following [`Engine::step`]s tell.
@@ -282,6 +322,8 @@ impl<'t> Engine<'t> {
             root,
             found: None,
             planned: 0,
+            drafts: 0,
+            drafter_cached: 0,
             ended: false,
         };
         insert(&mut self.waiting, sequence);
@@ -314,13 +356,17 @@ impl<'t> Engine<'t> {
             blocks: self.blocks.count(),
             available_blocks: self.blocks.available(),
             preemptions: self.preemptions,
+            drafted: self.drafted,
+            accepted: self.accepted,
         }
     }
 
     /// Reads the next tokens of the texts under way and writes a token of each that was read to its end. A pass that
     /// fails is tried again for each text alone, so that only those end for which it fails.
     pub fn step(&mut self) -> Vec<(RequestId, Event)> {
-        self.plan();
+        let mut events = Vec::new();
+        let budget = self.plan();
+        self.draft(budget, &mut events);
         // Texts whose lengths mean other ropes cannot be read in one pass.
         let mut groups: Vec<(usize, Vec<usize>)> = Vec::new();
         for (index, sequence) in self.running.iter().enumerate() {
@@ -337,7 +383,6 @@ impl<'t> Engine<'t> {
                 None => groups.push((length, vec![index])),
             }
         }
-        let mut events = Vec::new();
         for (total, group) in groups {
             self.read(&group, total, &mut events);
         }
@@ -345,8 +390,8 @@ impl<'t> Engine<'t> {
         events
     }
 
-    /// Says how many tokens of which texts are read next, and finds the blocks for them.
-    fn plan(&mut self) {
+    /// Says how many tokens of which texts are read next, and finds the blocks for them; how many more could be read.
+    fn plan(&mut self) -> usize {
         let mut budget = self.options.max_batch_tokens;
         for sequence in &mut self.running {
             sequence.planned = 0;
@@ -381,6 +426,7 @@ impl<'t> Engine<'t> {
         {
             budget -= count;
         }
+        budget
     }
 
     /// Finds blocks for `count` more tokens of a running text, if need be those of texts that come after it and aren't
@@ -453,7 +499,7 @@ impl<'t> Engine<'t> {
                     start: sequence.cached,
                     table: &sequence.table,
                     adapter: sequence.adapter.as_ref(),
-                    wants_logits: sequence.goes_on(),
+                    logits: if sequence.goes_on() { 1 + sequence.drafts } else { 0 },
                 }
             })
             .collect();
@@ -462,8 +508,9 @@ impl<'t> Engine<'t> {
             Ok(sampled) => {
                 let mut sampled = sampled.into_iter();
                 for &index in group {
-                    let next = if self.running[index].goes_on() { sampled.next() } else { None };
-                    self.advance(index, next, events);
+                    let sequence = &self.running[index];
+                    let count = if sequence.goes_on() { 1 + sequence.drafts } else { 0 };
+                    self.advance(index, sampled.by_ref().take(count).collect(), events);
                 }
             }
             Err(error) => match group {
@@ -477,29 +524,66 @@ impl<'t> Engine<'t> {
         }
     }
 
-    /// The next tokens of those texts of `group` (ascending) that go on, from the logits of each.
-    fn sample(&mut self, group: &[usize], logits: &Tensor) -> Result<Vec<Result<Sampled>>> {
-        let running = self.running.iter_mut().enumerate();
-        let of_group = running
-            .filter(|(index, sequence)| sequence.goes_on() && group.binary_search(index).is_ok());
-        let mut rows: Vec<_> =
-            of_group.map(|(_, Sequence { answer, tokens, .. })| answer.row(tokens)).collect();
+    /// What follows the tokens of `group`'s texts (ascending) of which there are logits.
+    fn sample(&self, group: &[usize], logits: &Tensor) -> Result<Vec<Result<Sampled>>> {
+        let mut rows = Vec::new();
+        for sequence in group.iter().filter_map(|&index| self.running.get(index)) {
+            if !sequence.goes_on() {
+                continue;
+            }
+            let text = sequence.tokens.len() - sequence.drafts;
+            for ahead in 0..=sequence.drafts {
+                rows.push(sequence.answer.row(&sequence.tokens[..text + ahead], ahead));
+            }
+        }
         if rows.is_empty() {
             return Ok(Vec::new());
         }
-        sample_rows(logits, &mut rows)
+        sample_rows(logits, &rows)
     }
 
-    /// Counts what was read of a text, and goes on with the token that follows.
+    /// Counts what was read of a text, and goes on with the tokens that follow: the one after its last, and as long as
+    /// they were guessed, those after the guesses.
     fn advance(
         &mut self,
         index: usize,
-        next: Option<Result<Sampled>>,
+        next: Vec<Result<Sampled>>,
         events: &mut Vec<(RequestId, Event)>,
     ) {
-        let size = self.blocks.size();
         let sequence = &mut self.running[index];
-        sequence.cached += sequence.planned;
+        let drafts = std::mem::take(&mut sequence.drafts);
+        let guessed = sequence.tokens.split_off(sequence.tokens.len() - drafts);
+        sequence.cached += sequence.planned - drafts;
+        self.drafted += drafts as u64;
+        let mut last = None;
+        for (place, next) in next.into_iter().enumerate() {
+            let piece = match next.and_then(|sampled| sequence.answer.take(sampled)) {
+                Ok(piece) => piece,
+                Err(error) => {
+                    last = Some(Event::Failed(error));
+                    break;
+                }
+            };
+            let token = piece.token;
+            sequence.tokens.extend(token);
+            events.push((sequence.id, Event::Piece(piece)));
+            if let Some(reason) = sequence.answer.finish_reason() {
+                last = Some(Event::Finished(Finished {
+                    reason,
+                    prompt_tokens: sequence.prompt,
+                    cached_tokens: sequence.found.unwrap_or(0),
+                    tokens: sequence.answer.tokens().len(),
+                }));
+                break;
+            }
+            if token.is_none() || guessed.get(place).copied() != token {
+                break;
+            }
+            sequence.cached += 1;
+            self.accepted += 1;
+        }
+        sequence.drafter_cached = sequence.drafter_cached.min(sequence.cached);
+        let size = self.blocks.size();
         if shares_blocks(&self.options, &*self.reader, sequence.tokens.len()) {
             let full = sequence.table.iter().zip(sequence.tokens.chunks_exact(size));
             for (block, tokens) in full.take(sequence.cached / size).skip(sequence.remembered) {
@@ -507,21 +591,8 @@ impl<'t> Engine<'t> {
                 sequence.remembered += 1;
             }
         }
-        let Some(next) = next else { return };
-        let piece = match next.and_then(|sampled| sequence.answer.take(sampled)) {
-            Ok(piece) => piece,
-            Err(error) => return self.end(index, Event::Failed(error), events),
-        };
-        sequence.tokens.extend(piece.token);
-        events.push((sequence.id, Event::Piece(piece)));
-        if let Some(reason) = sequence.answer.finish_reason() {
-            let finished = Finished {
-                reason,
-                prompt_tokens: sequence.prompt,
-                cached_tokens: sequence.found.unwrap_or(0),
-                tokens: sequence.answer.tokens().len(),
-            };
-            self.end(index, Event::Finished(finished), events);
+        if let Some(event) = last {
+            self.end(index, event, events);
         }
     }
 
@@ -588,22 +659,46 @@ fn restart(blocks: &mut Blocks, sequence: &mut Sequence) {
         blocks.release(block);
     }
     (sequence.cached, sequence.remembered, sequence.planned) = (0, 0, 0);
+    sequence.drafter_cached = 0;
     sequence.content = sequence.root;
 }
 
-/// The reader of a model, with its cache, and how many blocks that has.
-fn reader_of(model: &Arc<Model>, options: &EngineOptions) -> Result<(Box<dyn Reader>, u32)> {
-    options.validate()?;
-    let tokens = match options.cache_tokens {
-        Some(tokens) => tokens,
-        None => usual_tokens(model, options)?,
-    };
-    let blocks = tokens / options.block_size;
-    // A slot's number has 32 bits.
-    let most = u32::MAX as usize / options.block_size;
-    let blocks = u32::try_from(blocks.min(most)).map_err(candle_core::Error::wrap)?;
-    let cache = PagedCache::new(model, blocks as usize, options.block_size)?;
-    Ok((Box::new(ModelReader { model: model.clone(), cache }), blocks))
+/// What reads, with its cache, what guesses, with one of as many blocks, and how many those are.
+struct Readers {
+    reader: Box<dyn Reader>,
+    drafter: Option<Box<dyn Reader>>,
+    blocks: u32,
+}
+
+impl Readers {
+    fn new(model: &Arc<Model>, options: &EngineOptions) -> Result<Self> {
+        options.validate()?;
+        let draft = options.draft_model.as_ref();
+        if let Some(draft) = draft {
+            let (found, expected) = (draft.config().vocab_size, model.config().vocab_size);
+            if found != expected {
+                let problem =
+                    format!("has a vocabulary of {found} tokens, and the model one of {expected}");
+                return Err(Error::option("draft_model", problem));
+            }
+            if !draft.device().same_device(model.device()) {
+                return Err(Error::option("draft_model", "is on another device than the model"));
+            }
+        }
+        let tokens = match options.cache_tokens {
+            Some(tokens) => tokens,
+            None => usual_tokens(model, options)?,
+        };
+        let blocks = tokens / options.block_size;
+        // A slot's number has 32 bits.
+        let most = u32::MAX as usize / options.block_size;
+        let blocks = u32::try_from(blocks.min(most)).map_err(candle_core::Error::wrap)?;
+        let reader = |model: &Arc<Model>| -> Result<Box<dyn Reader>> {
+            let cache = PagedCache::new(model, blocks as usize, options.block_size)?;
+            Ok(Box::new(ModelReader::new(model, cache)))
+        };
+        Ok(Self { reader: reader(model)?, drafter: draft.map(reader).transpose()?, blocks })
+    }
 }
 
 /// How many tokens fit, where nobody says.
@@ -617,7 +712,9 @@ fn usual_tokens(model: &Model, options: &EngineOptions) -> Result<usize> {
         Device::Cpu => available_bytes().unwrap_or(UNKNOWN) as f64 * OF_MACHINE,
         device => devices::free_memory(device)?.unwrap_or(UNKNOWN) as f64 * OF_GPU,
     };
-    let fit = bytes as usize / PagedCache::bytes_of_token(model).max(1);
+    let models = [Some(model), options.draft_model.as_deref()];
+    let of_token: usize = models.into_iter().flatten().map(PagedCache::bytes_of_token).sum();
+    let fit = bytes as usize / of_token.max(1);
     let context = model.config().max_position_embeddings;
     let useful = context.next_multiple_of(options.block_size).saturating_mul(options.max_sequences);
     let tokens = fit.min(useful);

@@ -1,5 +1,6 @@
 //! What reads the tokens that a step of the engine asks for: a model over its paged cache.
 
+use super::recorded::Recordings;
 use crate::Result;
 use crate::adapter::Adapter;
 use crate::model::Model;
@@ -10,8 +11,9 @@ use std::sync::Arc;
 
 /// Reads stretches of many texts at once.
 pub(super) trait Reader: Send {
-    /// The logits `(stretches that want them, vocabulary)` of what follows each, in the order of the stretches.
-    /// `total` is the longest text's length, whose ropes are the same for all of them.
+    /// The logits `(wanted, vocabulary)` of what follows the tokens of which they are wanted, in their order.
+    /// `total` is the longest text's length, whose ropes are the same for all of them. The next call may overwrite
+    /// them.
     fn read(&mut self, stretches: &[Stretch], total: usize) -> Result<Tensor>;
 
     /// Whether keys that were computed for a text of `a` tokens are others than for one of `b`.
@@ -26,15 +28,26 @@ pub(super) trait Reader: Send {
 
 /// A model and the cache that it fills.
 pub(super) struct ModelReader {
-    pub model: Arc<Model>,
-    pub cache: PagedCache,
+    model: Arc<Model>,
+    cache: PagedCache,
+    recordings: Recordings,
+}
+
+impl ModelReader {
+    pub fn new(model: &Arc<Model>, cache: PagedCache) -> Self {
+        Self { model: model.clone(), cache, recordings: Recordings::default() }
+    }
 }
 
 impl Reader for ModelReader {
     fn read(&mut self, stretches: &[Stretch], total: usize) -> Result<Tensor> {
-        devices::step(self.model.device(), || {
-            let ragged = Ragged::new(stretches, total, &self.cache, self.model.device())?;
-            self.model.next_logits(&ragged, &self.cache)
+        let Self { model, cache, recordings } = self;
+        devices::step(model.device(), || {
+            if let Some(logits) = recordings.read(stretches, total, model, cache)? {
+                return Ok(logits);
+            }
+            let ragged = Ragged::new(stretches, total, cache, model.device())?;
+            model.next_logits(&ragged, cache)
         })
     }
 

@@ -25,6 +25,8 @@ struct Reads {
     random: SplitMix64,
     /// Texts up to so many tokens have other ropes than longer ones.
     short: usize,
+    /// Tokens that are not what follows, one in so many.
+    errs: Option<u64>,
     passes: Arc<Mutex<Vec<usize>>>,
 }
 
@@ -35,6 +37,7 @@ impl Reads {
             fails: None,
             random: SplitMix64::new(1),
             short: usize::MAX,
+            errs: None,
             passes: Arc::default(),
         }
     }
@@ -52,7 +55,7 @@ impl Reader for Reads {
         let mut rows = Vec::new();
         for stretch in stretches {
             let end = stretch.start + stretch.tokens.len();
-            assert!((end > self.short) == (total > self.short) || !stretch.wants_logits);
+            assert!((end > self.short) == (total > self.short) || stretch.logits == 0);
             let slot = |position: usize| {
                 stretch.table[position / BLOCK] as usize * BLOCK + position % BLOCK
             };
@@ -64,15 +67,20 @@ impl Reader for Reads {
                 let ropes = if total > self.short { 1000 } else { 0 };
                 self.slots[slot(position)] = Some(*token + ropes);
             }
-            if stretch.wants_logits {
-                let found = (0..end).map(|position| self.slots[slot(position)].unwrap());
+            let found = (0..end).map(|position| self.slots[slot(position)].unwrap());
+            for last in end - stretch.logits..end {
                 let found: Vec<u32> = found
+                    .clone()
+                    .take(last + 1)
                     .map(|token| {
                         assert_eq!(token >= 1000, total > self.short, "keys of other ropes");
                         token % 1000
                     })
                     .collect();
-                let chosen = next(&found) as usize;
+                let mut chosen = next(&found) as usize;
+                if self.errs.is_some_and(|one_in| self.random.below(one_in) == 0) {
+                    chosen = (chosen + 1) % POISON as usize;
+                }
                 rows.extend((0..VOCABULARY).map(|token| if token == chosen { 9f32 } else { 0.0 }));
             }
         }
@@ -106,7 +114,19 @@ fn small() -> EngineOptions {
         cache_tokens: None,
         block_size: BLOCK,
         prefix_cache: true,
+        draft_tokens: 0,
+        draft_model: None,
     }
+}
+
+fn engine<'t>(
+    reader: impl Reader + 'static,
+    blocks: u32,
+    tokenizer: &'t Tokenizer,
+    options: EngineOptions,
+) -> Engine<'t> {
+    let readers = Readers { reader: Box::new(reader), drafter: None, blocks };
+    Engine::over(readers, Some(tokenizer), options)
 }
 
 fn request(prompt: &[u32], max_tokens: usize) -> Request {
@@ -151,14 +171,24 @@ fn is_whole(engine: &Engine) {
 #[test]
 fn a_thousand_requests_that_come_and_go_leave_every_text_right_and_no_block_lost() {
     let tokenizer = tokenizer();
-    for (prefix_cache, fails, short) in
-        [(true, None, usize::MAX), (false, None, usize::MAX), (true, Some(5), 20), (false, None, 9)]
-    {
+    let long = usize::MAX;
+    for (prefix_cache, fails, short, draft_tokens) in [
+        (true, None, long, 0),
+        (false, None, long, 0),
+        (true, Some(5), 20, 0),
+        (false, None, 9, 0),
+        (true, None, long, 3),
+        (true, Some(5), 20, 4),
+        (false, Some(9), 9, 2),
+    ] {
         let blocks = 17;
         let reader = Reads { fails, short, ..Reads::new(blocks) };
         let passes = reader.passes.clone();
-        let options = EngineOptions { prefix_cache, ..small() };
-        let mut engine = Engine::over(Box::new(reader), blocks, Some(&tokenizer), options);
+        let drafter = Reads { errs: Some(4), fails, short, ..Reads::new(blocks) };
+        let drafter = (draft_tokens > 0).then(|| Box::new(drafter) as Box<dyn Reader>);
+        let options = EngineOptions { prefix_cache, draft_tokens, ..small() };
+        let readers = Readers { reader: Box::new(reader), drafter, blocks };
+        let mut engine = Engine::over(readers, Some(&tokenizer), options);
         let mut random = SplitMix64::new(3);
         let mut wanted: HashMap<RequestId, (Vec<u32>, usize)> = HashMap::new();
         let mut texts: HashMap<RequestId, Vec<u32>> = HashMap::new();
@@ -214,6 +244,9 @@ fn a_thousand_requests_that_come_and_go_leave_every_text_right_and_no_block_lost
         assert!(ended > 500 && cancelled > 50 && poisoned > 5, "{ended} {cancelled} {poisoned}");
         assert!(engine.statistics().preemptions > 10, "{:?}", engine.statistics());
         assert_eq!(reused > 100, prefix_cache, "{reused}");
+        let Statistics { drafted, accepted, .. } = engine.statistics();
+        assert_eq!(drafted > 50 && accepted > 20, draft_tokens > 0, "{accepted} of {drafted}");
+        assert!(accepted < drafted || drafted == 0);
         assert!(passes.lock().unwrap().iter().all(|tokens| *tokens <= 10));
     }
 }
@@ -223,7 +256,7 @@ fn many_samples_of_one_prompt_read_its_blocks_once() {
     let tokenizer = tokenizer();
     let reader = Reads::new(64);
     let passes = reader.passes.clone();
-    let mut engine = Engine::over(Box::new(reader), 64, Some(&tokenizer), small());
+    let mut engine = engine(reader, 64, &tokenizer, small());
     let prompt: Vec<u32> = (0..35).collect();
     // All at once, and again when all have ended.
     for (count, read) in [(6, 35 + 5 * 3), (5, 5 * 3)] {
@@ -245,7 +278,7 @@ fn many_samples_of_one_prompt_read_its_blocks_once() {
 fn those_with_more_priority_and_those_that_came_first_go_first() {
     let tokenizer = tokenizer();
     let options = EngineOptions { max_sequences: 1, ..small() };
-    let mut engine = Engine::over(Box::new(Reads::new(20)), 20, Some(&tokenizer), options);
+    let mut engine = engine(Reads::new(20), 20, &tokenizer, options);
     let ids: Vec<RequestId> = [0, 0, 5, -1, 5]
         .into_iter()
         .map(|priority| engine.submit(Request { priority, ..request(&[1], 1) }).unwrap())
@@ -266,7 +299,7 @@ fn a_prompt_is_read_in_pieces_beside_texts_that_are_written() {
     let tokenizer = tokenizer();
     let reader = Reads::new(64);
     let passes = reader.passes.clone();
-    let mut engine = Engine::over(Box::new(reader), 64, Some(&tokenizer), small());
+    let mut engine = engine(reader, 64, &tokenizer, small());
     let short = engine.submit(request(&[3, 1], 12)).unwrap();
     engine.step();
     let long: Vec<u32> = (0..38).collect();
@@ -285,7 +318,7 @@ fn a_prompt_is_read_in_pieces_beside_texts_that_are_written() {
 fn what_cannot_be_written_is_refused_when_it_comes() {
     let tokenizer = tokenizer();
     let options = EngineOptions { max_waiting: 2, ..small() };
-    let mut engine = Engine::over(Box::new(Reads::new(5)), 5, Some(&tokenizer), options);
+    let mut engine = engine(Reads::new(5), 5, &tokenizer, options);
     let mut refused = |request: Request| engine.submit(request).unwrap_err().to_string();
     let error = refused(request(&[], 1));
     assert!(error.contains("prompt: is empty"), "{error}");
@@ -307,6 +340,40 @@ fn what_cannot_be_written_is_refused_when_it_comes() {
 }
 
 #[test]
+fn guesses_that_are_right_save_passes() {
+    let tokenizer = tokenizer();
+    let prompt = [5, 3, 1];
+    let passes_with = |draft_tokens: usize, errs: Option<u64>, max_sequences: usize| {
+        let reader = Reads::new(64);
+        let passes = reader.passes.clone();
+        let drafter = Box::new(Reads { errs, ..Reads::new(64) });
+        let readers = Readers { reader: Box::new(reader), drafter: Some(drafter), blocks: 64 };
+        let options =
+            EngineOptions { draft_tokens, max_sequences, max_batch_tokens: 20, ..small() };
+        let mut engine = Engine::over(readers, Some(&tokenizer), options);
+        let mut wanted = request(&prompt, 17);
+        wanted.options.ignore_eos = true;
+        let id = engine.submit(wanted).unwrap();
+        let mut texts = run(&mut engine);
+        let (tokens, last) = texts.remove(&id).unwrap();
+        assert!(matches!(last, Some(Event::Finished(_))), "{last:?}");
+        let mut text = prompt.to_vec();
+        (0..17).for_each(|_| text.push(next(&text)));
+        assert_eq!(tokens, text[3..]);
+        is_whole(&engine);
+        let Statistics { drafted, accepted, .. } = engine.statistics();
+        let count = passes.lock().unwrap().len();
+        (count, drafted, accepted)
+    };
+    assert_eq!(passes_with(0, None, 1), (17, 0, 0));
+    // The prompt, and four passes of four tokens each.
+    assert_eq!(passes_with(3, None, 1), (5, 12, 12));
+    // No more than the text may have.
+    assert_eq!(passes_with(9, None, 1), (3, 14, 14));
+    assert_eq!(passes_with(3, Some(1), 1).0, 17);
+}
+
+#[test]
 fn options_that_cannot_work_are_refused() {
     let check = |options: EngineOptions| options.validate().map_err(|error| error.to_string());
     assert!(check(EngineOptions::default()).is_ok());
@@ -318,6 +385,7 @@ fn options_that_cannot_work_are_refused() {
         ),
         (EngineOptions { max_waiting: 0, ..small() }, "max_waiting"),
         (EngineOptions { block_size: 0, ..small() }, "block_size"),
+        (EngineOptions { draft_tokens: 64, ..small() }, "draft_tokens"),
         (
             EngineOptions { cache_tokens: Some(3), ..small() },
             "cache_tokens: is 3, expected at least 4",
@@ -350,7 +418,7 @@ fn logits_that_are_not_numbers_end_one_text_alone() {
         }
     }
     let tokenizer = tokenizer();
-    let mut engine = Engine::over(Box::new(Broken(Reads::new(20))), 20, Some(&tokenizer), small());
+    let mut engine = engine(Broken(Reads::new(20)), 20, &tokenizer, small());
     let good = engine.submit(request(&[1, 2], 1)).unwrap();
     let bad = engine.submit(request(&[17], 1)).unwrap();
     let mut texts = run(&mut engine);

@@ -107,13 +107,25 @@ impl<'t> Answer<'t> {
         &self.tokens
     }
 
-    /// How the next token is drawn, which follows `text`, the prompt and what was written.
-    pub fn row<'a>(&'a mut self, text: &'a [u32]) -> Row<'a> {
-        Row { sampler: &mut self.sampler, history: text, generated: &self.tokens }
+    /// Tokens that may still be written.
+    pub fn left(&self) -> usize {
+        self.max_tokens - self.tokens.len()
+    }
+
+    /// How the token is drawn that follows `text`: a prompt, what was written, and `ahead` tokens that may be.
+    pub fn row<'a>(&'a self, text: &'a [u32], ahead: usize) -> Row<'a> {
+        let written = self.tokens.len() + ahead;
+        Row {
+            sampler: &self.sampler,
+            ahead,
+            history: text,
+            generated: &text[text.len() - written..],
+        }
     }
 
     /// Goes on with the token that was drawn.
     pub fn take(&mut self, sampled: Sampled) -> Result<Piece> {
+        self.sampler.advance();
         let (token, logprob) = (Some(sampled.id), sampled.logprob);
         if self.eos.contains(&sampled.id) {
             self.finished = Some(FinishReason::EndOfSequence);

@@ -1,6 +1,7 @@
 //! Text from a model: prefill the prompt, then decode a token at a time.
 
 use super::answer::{Answer, FinishReason, GenerateOptions, Piece};
+use super::sampler::sample_rows;
 use crate::adapter::Adapter;
 use crate::autograd::Tape;
 use crate::model::Model;
@@ -220,8 +221,12 @@ impl<'s, 'a> Generation<'s, 'a> {
     }
 
     fn step(&mut self) -> Result<Piece> {
-        let row = self.answer.row(self.session.tokens());
-        let sampled = row.sampler.sample_tensor(&self.logits, row.history, row.generated)?;
+        let row = self.answer.row(self.session.tokens(), 0);
+        let mut sampled = sample_rows(&self.logits.unsqueeze(0)?, &[row])?;
+        let sampled = sampled
+            .pop()
+            .transpose()?
+            .ok_or_else(|| Error::from(candle_core::Error::msg("a row of logits gave no token")))?;
         let piece = self.answer.take(sampled)?;
         if self.answer.finish_reason().is_none()
             && let Some(token) = piece.token

@@ -146,7 +146,9 @@ pub struct Sampler {
 
 /// Whose token is chosen from a row of logits.
 pub(crate) struct Row<'a> {
-    pub sampler: &'a mut Sampler,
+    pub sampler: &'a Sampler,
+    /// Tokens that are drawn before this one and after the sampler's last.
+    pub ahead: usize,
     /// The prompt followed by what was generated.
     pub history: &'a [u32],
     pub generated: &'a [u32],
@@ -203,9 +205,19 @@ impl Sampler {
             let found = logits.dims();
             return Err(broken(format!("logits have shape {found:?}, expected (vocabulary)")));
         }
-        let row = Row { sampler: self, history, generated };
-        let sampled = sample_rows(&logits.unsqueeze(0)?, &mut [row])?.pop();
-        sampled.unwrap_or_else(|| Err(broken("a row gave no token".into())))
+        let row = Row { sampler: self, ahead: 0, history, generated };
+        let sampled = sample_rows(&logits.unsqueeze(0)?, &[row])?.pop();
+        let sampled = sampled.unwrap_or_else(|| Err(broken("a row gave no token".into())))?;
+        self.advance();
+        Ok(sampled)
+    }
+
+    /// Goes on to the random numbers of the next token.
+    pub(crate) fn advance(&mut self) {
+        // The greedy choice takes no number from the generator.
+        if self.options.temperature != 0.0 {
+            self.random.uniform();
+        }
     }
 
     /// Bias and penalties, by ascending ids.
@@ -244,46 +256,47 @@ impl Sampler {
         Ok(adjustments.into_values().collect())
     }
 
-    /// How the next token is drawn: the options, a number in `[0, 1)`, and the generator after it.
-    fn next_draw(&self) -> (sampling::Options, f64, SplitMix64) {
+    /// How a token is drawn before which `ahead` others are: the options, and a number in `[0, 1)`.
+    fn draw(&self, ahead: usize) -> (sampling::Options, f64) {
         let SamplingOptions { temperature, top_k, top_p, min_p, .. } = self.options;
         let options = sampling::Options { temperature, top_k, top_p, min_p };
+        if temperature == 0.0 {
+            return (options, 0.0);
+        }
         let mut random = self.random.clone();
-        // The greedy choice takes no number from the generator.
-        let uniform = if temperature == 0.0 { 0.0 } else { random.uniform() };
-        (options, uniform, random)
+        for _ in 0..ahead {
+            random.uniform();
+        }
+        (options, random.uniform())
     }
 }
 
 /// Chooses a token from each row of `logits` `(rows, vocabulary)`, of all rows at once. What a row gives
-/// follows from the row alone, and a row without a distribution is an error of that row.
+/// follows from the row alone, and a row without a distribution is an error of that row. Samplers are told of
+/// the tokens that are taken by [`Sampler::advance`].
 ///
 /// # Errors
-/// When the device fails; nothing was drawn then.
-pub(crate) fn sample_rows(logits: &Tensor, rows: &mut [Row]) -> Result<Vec<Result<Sampled>>> {
+/// When the device fails.
+pub(crate) fn sample_rows(logits: &Tensor, rows: &[Row]) -> Result<Vec<Result<Sampled>>> {
     let vocabulary = logits.dim(1)?;
-    let (mut draws, mut after) = (Vec::with_capacity(rows.len()), Vec::with_capacity(rows.len()));
-    for Row { sampler, history, generated } in rows.iter() {
-        let (options, uniform, random) = sampler.next_draw();
+    let (mut draws, mut problems) = (Vec::with_capacity(rows.len()), Vec::new());
+    for Row { sampler, ahead, history, generated } in rows {
+        let (options, uniform) = sampler.draw(*ahead);
         let (adjustments, problem) = match sampler.adjustments(vocabulary, history, generated) {
             Ok(adjustments) => (adjustments, None),
             Err(error) => (Vec::new(), Some(error)),
         };
         draws.push(Draw { adjustments, options, uniform });
-        after.push((random, problem));
+        problems.push(problem);
     }
     let choices = sampling::choose(logits, &draws)?;
-    let results = choices.into_iter().zip(after).zip(rows).map(|((choice, after), row)| {
-        let (random, problem) = after;
+    let results = choices.into_iter().zip(problems).map(|(choice, problem)| {
         // Broken logits are told of before ids that are outside the vocabulary.
         match (choice, problem) {
             (Choice::Broken { id, logit }, _) => Err(broken_logit(id, logit)),
             (Choice::Nothing, _) => Err(nothing(vocabulary)),
             (Choice::Token { .. }, Some(problem)) => Err(problem),
-            (Choice::Token { id, logprob }, None) => {
-                row.sampler.random = random;
-                Ok(Sampled { id, logprob })
-            }
+            (Choice::Token { id, logprob }, None) => Ok(Sampled { id, logprob }),
         }
     });
     Ok(results.collect())
@@ -543,18 +556,19 @@ mod tests {
             _ => SamplingOptions { seed: row as u64, ..options.clone() },
         };
         let mut alone: Vec<Sampler> = (0..cases.len()).map(|row| sampler(of_row(row))).collect();
-        let mut together = alone.clone();
+        let together = alone.clone();
         // More than once, as each has its random numbers.
-        for _ in 0..5 {
-            let rows = together.iter_mut().zip(&cases);
-            let mut rows: Vec<Row> = rows
+        for ahead in 0..5 {
+            let rows = together.iter().zip(&cases);
+            let rows: Vec<Row> = rows
                 .map(|(sampler, (_, text))| Row {
                     sampler,
+                    ahead,
                     history: text,
                     generated: &text[text.len() / 2..],
                 })
                 .collect();
-            let found = sample_rows(&all, &mut rows).expect("sampled");
+            let found = sample_rows(&all, &rows).expect("sampled");
             assert_eq!(found.len(), cases.len());
             for ((found, sampler), (logits, text)) in found.into_iter().zip(&mut alone).zip(&cases)
             {

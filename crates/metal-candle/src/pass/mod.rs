@@ -9,7 +9,7 @@ mod paged;
 
 pub use crate::autograd::Loss;
 pub use cache::KvCache;
-pub(crate) use paged::{PagedCache, Ragged, Stretch};
+pub(crate) use paged::{Next, PagedCache, Ragged, Stretch};
 
 use crate::adapter::Adapter;
 use crate::autograd::{HeadValues, Matrix, Tape, Value};
@@ -38,7 +38,7 @@ struct Pass {
     ropes: Vec<Rotation>,
     /// `(batch, seq)`: the first key each query may see; `None` is 0 for all.
     first_key: Option<Tensor>,
-    /// `(1)`: how many tokens come before the one, where only the device knows.
+    /// `(1)`: how many tokens of the cache come before the one, where only the device knows.
     before: Option<Tensor>,
     /// Where attention reads other rows than those that the batch has.
     spread: Option<Spread>,
@@ -133,8 +133,8 @@ pub struct Input {
 enum Positions {
     /// `(batch, seq)`, of texts of at most `total` tokens.
     Known { positions: Vec<u32>, total: usize },
-    /// Of one token, `(1)` u32, less than `below`.
-    OnDevice { position: Tensor, below: usize },
+    /// `(batch, seq)` u32, all less than `below`.
+    OnDevice { positions: Tensor, below: usize },
 }
 
 impl Positions {
@@ -158,8 +158,8 @@ impl Input {
     /// which it isn't counted.
     pub(crate) fn on_device(token_and_position: &Tensor, room: usize) -> Result<Self> {
         let ids = token_and_position.narrow(0, 0, 1)?.unsqueeze(0)?;
-        let position = token_and_position.narrow(0, 1, 1)?;
-        let positions = Positions::OnDevice { position, below: room };
+        let positions = token_and_position.narrow(0, 1, 1)?.unsqueeze(0)?;
+        let positions = Positions::OnDevice { positions, below: room };
         Ok(Self::new(ids, positions, None))
     }
 
@@ -274,8 +274,8 @@ impl Model {
             Positions::Known { positions, total } => {
                 (Tensor::from_slice(positions, (batch, seq), self.device())?, *total, None)
             }
-            Positions::OnDevice { position, below } => {
-                (position.unsqueeze(0)?, *below, Some(position.clone()))
+            Positions::OnDevice { positions, below } => {
+                (positions.clone(), *below, Some(positions.flatten_all()?))
             }
         };
         let ropes = self.config().ropes.iter().enumerate();

@@ -9,6 +9,7 @@ use crate::model::Model;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use metal_candle_kernels::attention::{Sequence, Sequences};
+use metal_candle_kernels::copy::NOWHERE;
 use std::sync::Arc;
 
 /// The keys and values of every layer, in blocks that texts share.
@@ -29,8 +30,8 @@ pub(crate) struct Stretch<'a> {
     /// The blocks of the text, these tokens' included.
     pub table: &'a [u32],
     pub adapter: Option<&'a Arc<Adapter>>,
-    /// Whether the logits of what follows are wanted.
-    pub wants_logits: bool,
+    /// Of how many of its last tokens the logits of what follows are wanted.
+    pub logits: usize,
 }
 
 /// The tokens of a pass, one text after the other: `(tokens, 1)`.
@@ -49,6 +50,15 @@ pub(super) struct Paging {
     pub sequences: Sequences,
 }
 
+/// One more token of each text, as numbers that a recording of the pass reads: those of any texts that have as
+/// much room.
+pub(crate) struct Next {
+    rows: usize,
+    room: usize,
+    sequences: Sequences,
+    inputs: Vec<u32>,
+}
+
 impl PagedCache {
     /// Room for `blocks` blocks of `block` tokens.
     pub fn new(model: &Model, blocks: usize, block: usize) -> Result<Self> {
@@ -60,6 +70,16 @@ impl PagedCache {
         Ok(Self { layers: layers.collect::<Result<_>>()?, blocks, block })
     }
 
+    /// The slot of a text's token.
+    fn place(&self, table: &[u32], position: usize) -> Result<u32> {
+        let block = table.get(position / self.block).copied().ok_or_else(|| {
+            let blocks = table.len();
+            let problem = format!("has {blocks} blocks, and a token stands at {position}");
+            Error::option("table", problem)
+        })?;
+        u32_of(block as usize * self.block + position % self.block)
+    }
+
     /// What a token's keys and values take in all layers, in bytes.
     pub fn bytes_of_token(model: &Model) -> usize {
         let numbers = |layer: &Arc<_>| {
@@ -67,6 +87,42 @@ impl PagedCache {
             2 * layer.attention.kv_heads * layer.attention.head_dim
         };
         model.layers.iter().map(numbers).sum::<usize>() * model.dtype().size_in_bytes()
+    }
+}
+
+impl Next {
+    /// The stretches, of one token each, followed by as many as make `rows` that nobody reads, for texts of up to
+    /// `room` tokens.
+    pub fn new(
+        stretches: &[Stretch],
+        [rows, room]: [usize; 2],
+        cache: &PagedCache,
+        device: &Device,
+    ) -> Result<Self> {
+        let mut inputs = vec![0; 3 * rows];
+        let (ids, positions_and_places) = inputs.split_at_mut(rows);
+        let (positions, places) = positions_and_places.split_at_mut(rows);
+        places.fill(NOWHERE);
+        let mut sequences = Vec::with_capacity(rows);
+        for (row, Stretch { tokens, start, table, .. }) in stretches.iter().enumerate() {
+            let ([token], true) = (tokens, row < rows) else {
+                let (count, rows) = (tokens.len(), stretches.len());
+                let problem = format!("are {rows} with {count} tokens, expected one each");
+                return Err(Error::option("stretches", problem));
+            };
+            (ids[row], positions[row]) = (*token, u32_of(*start)?);
+            places[row] = cache.place(table, *start)?;
+            sequences.push(Sequence { queries: 1, keys: start + 1, table });
+        }
+        sequences.resize(rows, Sequence { queries: 1, keys: 1, table: &[0] });
+        let sequences = Sequences::with_room(&sequences, room, cache.block, cache.blocks, device)?;
+        inputs.extend(sequences.numbers());
+        Ok(Self { rows, room, sequences, inputs })
+    }
+
+    /// What a recording of the pass reads.
+    pub fn inputs(&self) -> &[u32] {
+        &self.inputs
     }
 }
 
@@ -82,22 +138,15 @@ impl Ragged {
         let (mut positions, mut places) = (Vec::new(), Vec::new());
         let (mut last, mut adapters, mut last_adapters) = (Vec::new(), Vec::new(), Vec::new());
         let mut sequences = Vec::with_capacity(stretches.len());
-        for Stretch { tokens, start, table, adapter, wants_logits } in stretches {
+        for Stretch { tokens, start, table, adapter, logits } in stretches {
             for position in *start..start + tokens.len() {
                 positions.push(u32_of(position)?);
-                let block = table.get(position / cache.block).copied().ok_or_else(|| {
-                    let blocks = table.len();
-                    Error::option(
-                        "table",
-                        format!("has {blocks} blocks, and a token stands at {position}"),
-                    )
-                })?;
-                places.push(u32_of(block as usize * cache.block + position % cache.block)?);
+                places.push(cache.place(table, position)?);
             }
             ids.extend(*tokens);
             adapters.extend(std::iter::repeat_n(adapter.cloned(), tokens.len()));
-            if *wants_logits {
-                last.push(u32_of(ids.len().saturating_sub(1))?);
+            for place in ids.len() - logits.min(&tokens.len())..ids.len() {
+                last.push(u32_of(place)?);
                 last_adapters.push(adapter.cloned());
             }
             let keys = start + tokens.len();
@@ -123,7 +172,7 @@ fn u32_of(number: usize) -> Result<u32> {
 
 impl Model {
     /// Reads the tokens, whose keys and values go into the cache, and gives the logits `(wanted, vocabulary)` of what
-    /// follows those stretches that want them, in f32.
+    /// follows those of which they are wanted, in f32.
     pub(crate) fn next_logits(&self, ragged: &Ragged, cache: &PagedCache) -> Result<Tensor> {
         let tape = Tape::inference();
         let hidden = self.forward_paged(&tape, &ragged.input, cache, &ragged.paging)?;
@@ -135,6 +184,29 @@ impl Model {
         let hidden = hidden.tensor().index_select(&ragged.last, 0)?;
         let logits = self.logits_by(&hidden, &ragged.last_adapters)?;
         Ok(logits.reshape((wanted, ()))?)
+    }
+
+    /// The logits `(rows, vocabulary)` of what follows the tokens of texts like those of `next`, which the device
+    /// finds in `inputs`, in f32.
+    pub(crate) fn next_logits_of(
+        &self,
+        inputs: &Tensor,
+        next: &Next,
+        adapter: Option<&Arc<Adapter>>,
+        cache: &PagedCache,
+    ) -> Result<Tensor> {
+        let tape = Tape::inference();
+        let rows = next.rows;
+        let column = |index: usize| inputs.narrow(0, index * rows, rows);
+        let positions =
+            Positions::OnDevice { positions: column(1)?.unsqueeze(1)?, below: next.room };
+        let input = Input::new(column(0)?.unsqueeze(1)?, positions, None).with_adapter(adapter);
+        let numbers = inputs.narrow(0, 3 * rows, next.inputs.len() - 3 * rows)?;
+        let sequences = next.sequences.reading(&numbers)?;
+        let paging = Paging { places: column(2)?, sequences };
+        let hidden = self.forward_paged(&tape, &input, cache, &paging)?;
+        let logits = self.logits(hidden.tensor(), &input)?;
+        Ok(logits.reshape((rows, ()))?)
     }
 
     /// Whether keys of a text of `a` tokens are rotated otherwise than of one of `b`.

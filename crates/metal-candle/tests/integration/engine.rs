@@ -175,6 +175,48 @@ fn drawn_texts_follow_from_their_seeds() {
 }
 
 #[test]
+fn guessed_tokens_leave_every_text_as_it_is() {
+    let tokenizer = tokenizer();
+    for (name, other) in [("llama", "llama"), ("gemma2", "gemma2"), ("qwen3", "qwen3")] {
+        let (model, small) = (load(name), load(other));
+        let mut requests = requests(model.config().vocab_size);
+        for (index, request) in requests.iter_mut().enumerate() {
+            request.options.max_tokens = 24;
+            if index % 3 == 0 {
+                let sampling = SamplingOptions {
+                    temperature: 0.8,
+                    frequency_penalty: 0.4,
+                    seed: index as u64,
+                    ..SamplingOptions::default()
+                };
+                request.options.sampling = sampling;
+            }
+        }
+        let expected: Vec<Vec<u32>> =
+            requests.iter().map(|request| alone(&model, &tokenizer, request)).collect();
+        for (blocks, draft_model) in [(200, None), (200, Some(small.clone())), (14, Some(small))] {
+            let draft_tokens = 3;
+            let options = EngineOptions { draft_tokens, draft_model, ..options(blocks) };
+            let mut engine = Engine::new(&model, Some(&tokenizer), options).unwrap();
+            let (texts, _) = together(&mut engine, &requests);
+            assert_eq!(texts, expected, "{name}");
+            let Statistics { drafted, accepted, .. } = engine.statistics();
+            assert!(accepted > 0 && accepted < drafted, "{name}: {accepted} of {drafted}");
+        }
+    }
+    let with = |draft_tokens, draft: &str| {
+        let draft_model = Some(load(draft));
+        let options = EngineOptions { draft_tokens, draft_model, ..options(20) };
+        let engine = Engine::new(&load("llama"), Some(&tokenizer), options);
+        engine.err().expect("refused").to_string()
+    };
+    let error = with(2, "llama-odd");
+    assert!(error.contains("a vocabulary of 97 tokens, and the model one of 128"), "{error}");
+    let error = with(0, "llama");
+    assert!(error.contains("draft_model: is given, but draft_tokens is 0"), "{error}");
+}
+
+#[test]
 fn memory_never_exceeds_the_pool() {
     let tokenizer = tokenizer();
     let model = load("llama");

@@ -1,7 +1,8 @@
 //! Matrix products on the GPU, by cuBLAS, for row-major matrices.
 //!
 //! Sums are in f32 whatever the elements are, also where cuBLAS splits them, and f32 is multiplied as
-//! f32. One stream and one handle a device make the same products the same bits.
+//! f32. One stream and one handle a device make the same products the same bits; work that is recorded has
+//! a handle of its own.
 
 use super::{Array, Cuda, recording};
 use crate::backend::cpu::collapsed_rows;
@@ -114,7 +115,6 @@ impl Cuda<'_> {
         }
         let fits = a.dtype == b.dtype && (c.dtype == a.dtype || c.dtype == DType::F32);
         let types = (element_type(a.dtype), element_type(c.dtype));
-        recording::refuse_in_recording("a product by cuBLAS")?;
         let (true, false, (Some(input), Some(output))) = (fits, c.transposed, types) else {
             bail!(
                 "metal-candle-kernels: no product of {:?} with {:?} to {:?} on CUDA",
@@ -146,7 +146,7 @@ impl Cuda<'_> {
         let (lda, ldb, ldc) = (leading(a, m, k)?, leading(b, k, n)?, leading(c, m, n)?);
         let (alpha, beta) = (alpha as f32, beta as f32);
         let blas = self.device.cublas_handle();
-        let handle = *blas.handle();
+        let handle = recording::product_handle(self)?.unwrap_or(*blas.handle());
         self.stream.context().bind_to_thread().w()?;
         // SAFETY: the handle lives as long as the device. Parts of a sum are to be added in f32, instead
         // of in the output's dtype.

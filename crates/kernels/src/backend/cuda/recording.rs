@@ -2,18 +2,21 @@
 //!
 //! A graph repeats its kernels with the same addresses. So the first time, when the work runs as usual, the
 //! tensors that it makes are kept, and the second time, when its launches are captured, they are given out
-//! again in their order: nothing is allocated in the graph. It is captured on a stream of its own, so that
-//! other threads may use the device meanwhile, and is launched on the device's.
+//! again in their order: nothing is allocated in the graph. Graphs that never run at once may have the same
+//! memory. It is captured on a stream of its own, so that other threads may use the device meanwhile, and is
+//! launched on the device's.
 
 use super::{Array, Cuda};
-use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::cublas::{CudaBlas, sys as cublas};
 use candle_core::cuda_backend::cudarc::driver::sys::{
     CUgraphInstantiate_flags, CUstreamCaptureMode,
 };
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream, result};
-use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use candle_core::cuda_backend::{CudaStorage, WrapErr};
+use candle_core::{DType, Device, Layout, Result, Shape, Tensor, bail};
 use std::cell::RefCell;
 use std::collections::HashSet;
+use std::ffi::c_void;
 use std::sync::Arc;
 
 /// Whether work of the device can be recorded. With events for every tensor, as Candle's own devices have
@@ -28,13 +31,21 @@ pub(crate) fn can_record(device: &Device) -> bool {
 /// What becomes of this thread's operations while work is recorded.
 enum Phase {
     /// The work runs: what it makes is kept, and what it is given.
-    Run { made: Vec<Tensor>, given: Vec<Tensor> },
+    Run {
+        made: Vec<Tensor>,
+        given: Vec<Tensor>,
+        /// What other work has made, in whose memory this one's tensors may lie.
+        memory: Vec<Tensor>,
+        /// Where cuBLAS has a part in it.
+        products: Option<Products>,
+    },
     /// The work is captured: what it made is given out again.
     Capture {
         made: std::vec::IntoIter<Tensor>,
         /// The addresses of all that is kept.
         known: HashSet<u64>,
         stream: Arc<CudaStream>,
+        products: Option<Products>,
     },
 }
 
@@ -99,6 +110,66 @@ pub(crate) fn refuse_in_recording(what: &str) -> Result<()> {
     Ok(())
 }
 
+/// The handle for a product by cuBLAS, if it isn't the device's. Work has the same for both phases, so that what is
+/// captured is what ran, and has been loaded.
+pub(super) fn product_handle(cuda: &Cuda) -> Result<Option<cublas::cublasHandle_t>> {
+    let known = PHASE.with_borrow(|phase| match phase {
+        None => Ok(Some(None)),
+        Some(Phase::Run { products: None, .. }) => Ok(None),
+        Some(
+            Phase::Run { products: Some(products), .. }
+            | Phase::Capture { products: Some(products), .. },
+        ) => Ok(Some(Some(*products.blas.handle()))),
+        Some(Phase::Capture { products: None, .. }) => bail!(
+            "metal-candle-kernels: recording: the work had a product by cuBLAS the second time alone, expected the same"
+        ),
+    })?;
+    if let Some(known) = known {
+        return Ok(known);
+    }
+    let made = Products::new(cuda)?;
+    let handle = *made.blas.handle();
+    PHASE.with_borrow_mut(|phase| {
+        if let Some(Phase::Run { products, .. }) = phase {
+            *products = Some(made);
+        }
+    });
+    Ok(Some(handle))
+}
+
+/// A handle of cuBLAS, and the memory that it computes in, as much as it takes by itself: where it allocated that in
+/// a capture, the graph would, too.
+struct Products {
+    blas: CudaBlas,
+    memory: CudaStorage,
+    bytes: usize,
+}
+
+impl Products {
+    fn new(cuda: &Cuda) -> Result<Products> {
+        let (major, _) = cuda.stream.context().compute_capability().w()?;
+        let bytes: usize = if major >= 9 { 32 << 20 } else { 8519680 };
+        let memory = cuda.storage(bytes, DType::U8)?;
+        let products = Products { blas: CudaBlas::new(cuda.stream.clone()).w()?, memory, bytes };
+        products.compute_on(cuda, &cuda.stream)?;
+        Ok(products)
+    }
+
+    /// Sends what follows to this stream.
+    fn compute_on(&self, cuda: &Cuda, stream: &CudaStream) -> Result<()> {
+        let handle = *self.blas.handle();
+        let pointer = cuda.address(&self.memory, &Layout::contiguous(self.bytes))?;
+        // SAFETY: the stream outlives what is sent to it, and the memory is kept beside what computes in it. The
+        // handle forgets its memory with its stream.
+        unsafe {
+            cublas::cublasSetStream_v2(handle, stream.cu_stream() as cublas::cudaStream_t)
+                .result()
+                .w()?;
+            cublas::cublasSetWorkspace_v2(handle, pointer as *mut c_void, self.bytes).result().w()
+        }
+    }
+}
+
 /// Keeps a tensor that an operation makes.
 pub(super) fn note_made(tensor: &Tensor) {
     PHASE.with_borrow_mut(|phase| {
@@ -110,16 +181,24 @@ pub(super) fn note_made(tensor: &Tensor) {
 
 /// The tensor to give out instead of a new one.
 pub(super) fn made_before(shape: &Shape, dtype: DType) -> Result<Option<Tensor>> {
-    PHASE.with_borrow_mut(|phase| {
-        let Some(Phase::Capture { made, .. }) = phase else { return Ok(None) };
-        match made.next() {
+    PHASE.with_borrow_mut(|phase| match phase {
+        None => Ok(None),
+        Some(Phase::Run { made, memory, .. }) => {
+            let count = shape.elem_count();
+            let fits = |other: &&Tensor| other.dtype() == dtype && other.elem_count() >= count;
+            let Some(other) = memory.get(made.len()).filter(fits) else { return Ok(None) };
+            let tensor = other.flatten_all()?.narrow(0, 0, count)?.reshape(shape)?;
+            made.push(tensor.clone());
+            Ok(Some(tensor))
+        }
+        Some(Phase::Capture { made, .. }) => match made.next() {
             Some(tensor) if tensor.shape() == shape && tensor.dtype() == dtype => Ok(Some(tensor)),
             found => bail!(
                 "metal-candle-kernels: recording: the work made {:?} the first time and {:?} the second, expected the same",
                 found.map(|tensor| tensor.shape().clone()),
                 shape
             ),
-        }
+        },
     })
 }
 
@@ -128,7 +207,10 @@ pub(crate) struct Recorded {
     graph: CudaGraph,
     stream: Arc<CudaStream>,
     inputs: Array,
-    _memory: [Vec<Tensor>; 2],
+    made: Vec<Tensor>,
+    _given: Vec<Tensor>,
+    /// What cuBLAS computes in.
+    _workspace: Option<CudaStorage>,
 }
 
 // SAFETY: a graph belongs to no thread, and it is only touched with `&mut`.
@@ -140,16 +222,19 @@ impl Recorded {
     pub(crate) fn new<E: From<candle_core::Error>>(
         device: &Device,
         inputs: &[u32],
+        memory: Option<&Recorded>,
         mut work: impl FnMut(&Tensor) -> std::result::Result<Tensor, E>,
     ) -> std::result::Result<(Recorded, Tensor), E> {
         let tensor = Tensor::new(inputs, device)?;
         let cuda = Cuda::of(&tensor)?;
         let inputs = cuda.strided(&tensor)?;
         let device_stream = cuda.stream.clone();
-        let phase = InPhase::enter(Phase::Run { made: Vec::new(), given: Vec::new() })?;
+        let memory = memory.map(|other| other.made.clone()).unwrap_or_default();
+        let (made, given) = (Vec::new(), Vec::new());
+        let phase = InPhase::enter(Phase::Run { made, given, memory, products: None })?;
         let output = work(&inputs.tensor)?;
         let address = cuda.strided(&output)?.pointer;
-        let Some(Phase::Run { made, given }) = phase.leave() else {
+        let Some(Phase::Run { made, given, products, .. }) = phase.leave() else {
             return Err(lost().into());
         };
         let mut known = HashSet::new();
@@ -157,12 +242,16 @@ impl Recorded {
             known.insert(cuda.strided(tensor)?.pointer);
         }
         let stream = cuda.stream.context().new_stream().w()?;
+        if let Some(products) = &products {
+            products.compute_on(&cuda, &stream)?;
+        }
         let again = made.clone().into_iter();
-        let phase = InPhase::enter(Phase::Capture { made: again, known, stream: stream.clone() })?;
+        let capture = Phase::Capture { made: again, known, stream: stream.clone(), products };
+        let phase = InPhase::enter(capture)?;
         let capture = Capture::begin(&stream)?;
         let again = work(&inputs.tensor).and_then(|output| Ok(cuda.strided(&output)?.pointer));
         let graph = capture.end();
-        let Some(Phase::Capture { made: mut left, .. }) = phase.leave() else {
+        let Some(Phase::Capture { made: mut left, products, .. }) = phase.leave() else {
             return Err(lost().into());
         };
         if again? != address || left.next().is_some() {
@@ -171,7 +260,11 @@ impl Recorded {
         }
         let graph = graph?;
         graph.upload().w()?;
-        Ok((Recorded { graph, stream: device_stream, inputs, _memory: [made, given] }, output))
+        let stream = device_stream;
+        let workspace = products.map(|products| products.memory);
+        let recorded =
+            Recorded { graph, stream, inputs, made, _given: given, _workspace: workspace };
+        Ok((recorded, output))
     }
 
     pub(crate) fn run(&mut self, inputs: &[u32]) -> Result<()> {
