@@ -14,6 +14,7 @@
 //! | [`matmul`] | linear layers |
 //! | [`quantized`] | frozen matrices in 2 to 8 bits a number |
 //! | [`lora_linear`] | frozen linear layers with a low-rank adapter, and dropout |
+//! | [`lora_rows`] | low-rank adapters of rows that have different ones |
 //! | [`dora`] | weight-decomposed adapters: norms of merged rows, columns multiplied |
 //! | [`rms_norm`] | RMS norm, also of a residual sum |
 //! | [`layer_norm`] | layer norm |
@@ -58,6 +59,7 @@ pub mod host;
 pub mod layer_norm;
 pub mod lion;
 pub mod lora_linear;
+pub mod lora_rows;
 pub mod matmul;
 pub mod muon;
 pub mod quantized;

@@ -31,7 +31,7 @@ pub(crate) use launch::launch_time;
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, free_memory, memory, open, reset_peak};
 pub(crate) use product::{CodesTerm, Sum, TILE, Term};
-pub(crate) use recording::{Recorded, can_record, refuse_in_recording};
+pub(crate) use recording::{Recorded, can_record, is_recording, refuse_in_recording};
 pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, a_block_a_row, any_groups};
 pub(crate) use tma::TmaDescriptor;
 

@@ -170,6 +170,11 @@ impl Products {
     }
 }
 
+/// Whether this thread records work, so that an operation has to be given all that it reads by addresses, too.
+pub(crate) fn is_recording() -> bool {
+    PHASE.with_borrow(Option::is_some)
+}
+
 /// Keeps a tensor that an operation makes.
 pub(super) fn note_made(tensor: &Tensor) {
     PHASE.with_borrow_mut(|phase| {

@@ -2,7 +2,7 @@
 
 const HEADER: &str = include_str!("common.metal.h");
 
-const SOURCES: [&str; 24] = [
+const SOURCES: [&str; 25] = [
     include_str!("kernel.metal"),
     // What products read of matrices in fewer bits.
     include_str!("../../quantized/kernel.metal"),
@@ -22,6 +22,7 @@ const SOURCES: [&str; 24] = [
     include_str!("../../layer_norm/kernel.metal"),
     include_str!("../../lion/kernel.metal"),
     include_str!("../../lora_linear/kernel.metal"),
+    include_str!("../../lora_rows/kernel.metal"),
     include_str!("../../matmul/kernel.metal"),
     include_str!("../../muon/kernel.metal"),
     include_str!("../../rms_norm/kernel.metal"),

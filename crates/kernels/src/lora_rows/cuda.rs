@@ -1,0 +1,224 @@
+//! Low-rank adapters of rows on CUDA, see `kernel.cu`.
+
+use super::{Adapters, Factors, OPERATION, RANKS, Rows, Target};
+use crate::backend::cpu::collapsed_rows;
+use crate::backend::cuda::{Array, Cuda, Module, by_dtype, is_recording, module};
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use candle_core::{DType, Device, Result, Tensor, bail};
+use std::sync::Arc;
+
+static MODULE: Module = module!("lora_rows");
+
+/// The depth of a part of x·A.
+const SPLIT: usize = 1024;
+/// Columns that a block has.
+const UP_COLUMNS: usize = 256;
+const PLAIN_THREADS: usize = 128;
+/// Layers of a launch.
+const MOST_LAYERS: usize = 4;
+/// Numbers of 64 bits that the factors of an adapter for a layer take in the table.
+const TABLE_NUMBERS: usize = 3;
+
+/// As in `kernel.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct RowLayer {
+    adapters: u64,
+    y: u64,
+    y_stride: i64,
+    outer: i32,
+    unused: i32,
+}
+
+/// As in `kernel.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct LoraRows {
+    x: u64,
+    numbers: u64,
+    parts: u64,
+    x_stride: i64,
+    inner: i32,
+    places: i32,
+    pitch: i32,
+    order: i32,
+    adapters: i32,
+    items: i32,
+    count: i32,
+    layer_count: i32,
+    layers: [RowLayer; MOST_LAYERS],
+}
+
+// SAFETY: plain numbers, laid out as in C.
+unsafe impl DeviceRepr for LoraRows {}
+
+/// Which of the counts that `Rows::numbers` begin with a launch has.
+#[derive(Clone, Copy)]
+enum Count {
+    Items = 0,
+    LargeItems = 1,
+    Places = 2,
+}
+
+/// What `RowFactors` in `kernel.cu` says of every adapter for every layer.
+pub(super) fn table(factors: &[Option<Arc<Factors>>], device: &Device) -> Result<Tensor> {
+    let probe = Tensor::zeros(1, DType::U32, device)?;
+    let cuda = Cuda::of(&probe)?;
+    let mut numbers = Vec::with_capacity(TABLE_NUMBERS * factors.len());
+    for factors in factors {
+        let Some(factors) = factors else {
+            numbers.extend([0; TABLE_NUMBERS]);
+            continue;
+        };
+        let address = |tensor| Ok::<_, candle_core::Error>(cuda.contiguous(tensor)?.pointer as i64);
+        let scale = i64::from((factors.scale as f32).to_bits()) << 32;
+        let rank = i64::from(number(factors.rank)?);
+        numbers.extend([address(&factors.a)?, address(&factors.b)?, rank | scale]);
+    }
+    Tensor::from_slice(&numbers, numbers.len(), device)
+}
+
+pub(super) fn add_updates(
+    x: &Tensor,
+    inner: usize,
+    targets: &[Target],
+    adapters: &Adapters,
+    rows: &Rows,
+) -> Result<()> {
+    let cuda = Cuda::of(x)?;
+    let x = cuda.collapsed_rows(x)?;
+    let Some(table) = &adapters.table else {
+        bail!("metal-candle-kernels: {OPERATION}: adapters of another device than CUDA")
+    };
+    let (table, numbers) = (cuda.contiguous(table)?, cuda.contiguous(&rows.uploaded)?);
+    if is_recording() {
+        // The table has only their addresses.
+        for factors in adapters.factors.iter().flatten() {
+            cuda.strided(&factors.a)?;
+            cuda.strided(&factors.b)?;
+        }
+    }
+    for targets in targets.chunks(MOST_LAYERS) {
+        let call = Call { cuda: &cuda, x: &x, inner, targets, adapters, rows };
+        call.run(&table, &numbers)?;
+    }
+    Ok(())
+}
+
+/// Layers of a launch.
+struct Call<'a> {
+    cuda: &'a Cuda<'a>,
+    x: &'a Array,
+    inner: usize,
+    targets: &'a [Target<'a>],
+    adapters: &'a Adapters,
+    rows: &'a Rows,
+}
+
+impl Call<'_> {
+    fn run(&self, table: &Array, numbers: &Array) -> Result<()> {
+        let Call { cuda, x, inner, targets, adapters, rows } = self;
+        let dtype = x.dtype;
+        let plan = &rows.plan;
+        let most_rank = targets.iter().map(|target| target.sizes.most_rank).max().unwrap_or(0);
+        let pitch = most_rank.next_multiple_of(RANKS);
+        let splits = inner.div_ceil(SPLIT);
+        let parts = cuda.empty((splits, targets.len(), plan.places, pitch), DType::F32)?;
+        let mut layers = [RowLayer::default(); MOST_LAYERS];
+        let mut ys = Vec::with_capacity(targets.len());
+        let mut in_tiles = dtype != DType::F32 && is_aligned(x, *inner);
+        for (layer, target) in layers.iter_mut().zip(*targets) {
+            let outer = target.sizes.outer;
+            let y = cuda.strided(target.y)?;
+            in_tiles &= is_aligned(&y, outer);
+            let place = target.layer * adapters.count * TABLE_NUMBERS * size_of::<i64>();
+            *layer = RowLayer {
+                adapters: table.pointer + place as u64,
+                y: y.pointer,
+                y_stride: stride(&y, outer) as i64,
+                outer: number(outer)?,
+                unused: 0,
+            };
+            ys.push(y);
+        }
+        let all = LoraRows {
+            x: x.pointer,
+            numbers: numbers.pointer,
+            parts: parts.pointer,
+            x_stride: stride(x, *inner) as i64,
+            inner: number(*inner)?,
+            places: number(plan.places)?,
+            pitch: number(pitch)?,
+            order: number(plan.order)?,
+            adapters: number(plan.adapters)?,
+            items: 0,
+            count: 0,
+            layer_count: number(targets.len())?,
+            layers,
+        };
+        let widest = targets.iter().map(|target| target.sizes.outer).max().unwrap_or(0);
+        let launch = |name, [blocks, columns]: [usize; 2], threads, (items, count)| {
+            let given = LoraRows { items: number(items)?, count: count as i32, ..all };
+            let grid = (number(blocks)? as u32, number(columns)? as u32, targets.len() as u32);
+            let launch = MODULE.launch(cuda, name, grid, threads, 0)?.overlapping();
+            // SAFETY: as the kernel declares it; `ys`, `x`, `parts`, the table and the numbers are held here, and the
+            // adapters hold the factors.
+            unsafe {
+                launch.with(|arguments| {
+                    arguments.arg(&given);
+                })
+            }
+        };
+        let blocks_of = |room: usize| ([room, splits], [room, widest.div_ceil(UP_COLUMNS)]);
+        if in_tiles {
+            let [down, down_large, up, up_large] = match dtype {
+                DType::BF16 => [
+                    "lora_rows_down_bf16",
+                    "lora_rows_down_large_bf16",
+                    "lora_rows_up_bf16",
+                    "lora_rows_up_large_bf16",
+                ],
+                _ => [
+                    "lora_rows_down_f16",
+                    "lora_rows_down_large_f16",
+                    "lora_rows_up_f16",
+                    "lora_rows_up_large_f16",
+                ],
+            };
+            let (of_items, of_large) =
+                ((plan.items.start, Count::Items), (plan.large_items.start, Count::LargeItems));
+            let (down_blocks, up_blocks) = blocks_of(plan.items.room);
+            let (down_large_blocks, up_large_blocks) = blocks_of(plan.large_items.room);
+            launch(down, down_blocks, 256, of_items)?;
+            launch(down_large, down_large_blocks, 256, of_large)?;
+            launch(up, up_blocks, 128, of_items)?;
+            return launch(up_large, up_large_blocks, 256, of_large);
+        }
+        let of_places = (0, Count::Places);
+        let threads = PLAIN_THREADS as u32;
+        let columns = widest.div_ceil(PLAIN_THREADS);
+        launch(by_dtype!("plain_down", dtype)?, [plan.places, splits], threads, of_places)?;
+        launch(by_dtype!("plain_up", dtype)?, [plan.places, columns], threads, of_places)
+    }
+}
+
+/// Elements from one row to the next.
+fn stride(array: &Array, columns: usize) -> usize {
+    collapsed_rows(array.tensor.layout()).map_or(columns, |(_, _, stride)| stride)
+}
+
+/// Whether rows are whole packs of 16 bytes, at multiples of that.
+fn is_aligned(array: &Array, columns: usize) -> bool {
+    array.pointer.is_multiple_of(16)
+        && columns.is_multiple_of(8)
+        && stride(array, columns).is_multiple_of(8)
+}
+
+fn number(number: usize) -> Result<i32> {
+    match i32::try_from(number) {
+        Ok(number) => Ok(number),
+        Err(_) => bail!(
+            "metal-candle-kernels: {OPERATION}: {number} of something are too many on CUDA, expected less than 2^31"
+        ),
+    }
+}
