@@ -339,6 +339,7 @@ impl Adapter {
                 magnitude: m
                     .map(|part| Magnitude::new(views[part].clone(), &*weight()?))
                     .transpose()?,
+                laid_out: lora::LaidOut::default(),
             });
         }
         let (mut embedding, mut head_update) = (None, None);
@@ -472,6 +473,14 @@ impl Adapter {
     /// The update of a linear layer.
     pub(crate) fn update(&self, linear: &Linear) -> Option<&LowRank> {
         self.updates.get(linear.index)?.as_ref()
+    }
+
+    /// Whether what it makes of a linear layer is more than an update that is added to its result: the weight or the bias
+    /// is another, or the result's columns are multiplied.
+    pub(crate) fn is_apart(&self, linear: &Linear) -> bool {
+        let mut weights = [Some(linear.weight), linear.bias].into_iter().flatten();
+        weights.any(|id| self.replacement(id).is_some())
+            || self.update(linear).is_some_and(|update| update.magnitude.is_some())
     }
 
     /// What is added to the embedding.

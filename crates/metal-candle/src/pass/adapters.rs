@@ -1,11 +1,14 @@
 //! Which adapter each row of a batch has.
 
 use crate::adapter::Adapter;
+use crate::autograd::Value;
 use crate::model::Model;
+use crate::model::layer::Linear;
 use crate::model::weight::WeightId;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
-use std::sync::Arc;
+use metal_candle_kernels::lora_rows;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 /// The adapters of a batch's rows.
 #[derive(Clone, Debug)]
@@ -19,15 +22,26 @@ pub(super) enum RowAdapters {
 #[derive(Clone, Debug)]
 pub(super) struct Groups {
     groups: Vec<Group>,
-    /// Where each row of the batch stands once the groups are laid one after the other, `(batch)` u32.
-    order: Tensor,
+    /// Rows of the batch.
+    count: usize,
+    device: Device,
+    /// Made where they are first asked for.
+    on_device: Arc<OnceLock<OnDevice>>,
 }
 
 #[derive(Clone, Debug)]
 struct Group {
     adapter: Option<Arc<Adapter>>,
-    /// `(rows)` u32
-    rows: Tensor,
+    rows: Vec<u32>,
+}
+
+/// Where rows are, u32.
+#[derive(Debug)]
+struct OnDevice {
+    /// The rows of each group.
+    rows: Vec<Tensor>,
+    /// Where each row of the batch stands once the groups are laid one after the other, `(batch)`.
+    order: Tensor,
 }
 
 impl RowAdapters {
@@ -49,15 +63,9 @@ impl RowAdapters {
         if groups.len() < 2 {
             return Ok(Self::Same(groups.pop().and_then(|(adapter, _)| adapter)));
         }
-        let mut order = vec![0; adapters.len()];
-        for (place, &row) in groups.iter().flat_map(|(_, rows)| rows).enumerate() {
-            order[row as usize] = place as u32;
-        }
-        let groups = groups
-            .into_iter()
-            .map(|(adapter, rows)| Ok(Group { adapter, rows: Tensor::new(rows, device)? }))
-            .collect::<Result<_>>()?;
-        Ok(Self::Grouped(Groups { groups, order: Tensor::new(order, device)? }))
+        let groups = groups.into_iter().map(|(adapter, rows)| Group { adapter, rows }).collect();
+        let (count, device, on_device) = (adapters.len(), device.clone(), Arc::default());
+        Ok(Self::Grouped(Groups { groups, count, device, on_device }))
     }
 
     /// Each of the adapters, without those rows that have none.
@@ -72,6 +80,31 @@ impl RowAdapters {
     /// That all of them are adapters of this model.
     pub fn check(&self, model: &Model) -> Result<()> {
         self.adapters().try_for_each(|adapter| adapter.check(model))
+    }
+
+    /// What the adapters add to the results of linear layers of `model` for a batch of `seq` tokens a row, where they
+    /// differ from row to row. `known` is asked first.
+    pub fn updates(
+        &self,
+        model: &Model,
+        seq: usize,
+        known: Option<&KnownUpdates>,
+    ) -> Result<Option<RowUpdates>> {
+        let Self::Grouped(groups) = self else { return Ok(None) };
+        let adapters: Vec<_> = groups.groups.iter().filter_map(|it| it.adapter.as_ref()).collect();
+        let updates = match known {
+            Some(known) => known.of(&adapters, model)?,
+            None => Arc::new(Updates::new(&adapters, model)?),
+        };
+        let mut of_rows = vec![None; groups.count * seq];
+        for Group { adapter, rows } in &groups.groups {
+            let place = adapter.as_ref().and_then(|adapter| updates.place(adapter));
+            for row in rows {
+                of_rows[*row as usize * seq..][..seq].fill(place);
+            }
+        }
+        let rows = lora_rows::Rows::new(&of_rows, &groups.device)?;
+        Ok(Some(RowUpdates { updates, rows }))
     }
 }
 
@@ -91,8 +124,9 @@ impl Groups {
         tensors: [&Tensor; N],
         mut f: impl FnMut(Option<&Arc<Adapter>>, [Tensor; N]) -> Result<Tensor>,
     ) -> Result<Tensor> {
+        let on_device = self.on_device()?;
         let mut parts = Vec::with_capacity(self.groups.len());
-        for Group { adapter, rows } in &self.groups {
+        for (Group { adapter, .. }, rows) in self.groups.iter().zip(&on_device.rows) {
             let mut chosen = Vec::with_capacity(N);
             for tensor in tensors {
                 chosen.push(tensor.index_select(rows, 0)?);
@@ -105,6 +139,99 @@ impl Groups {
             })?;
             parts.push(f(adapter.as_ref(), chosen)?);
         }
-        Ok(Tensor::cat(&parts, 0)?.index_select(&self.order, 0)?)
+        Ok(Tensor::cat(&parts, 0)?.index_select(&on_device.order, 0)?)
+    }
+
+    fn on_device(&self) -> Result<&OnDevice> {
+        if let Some(made) = self.on_device.get() {
+            return Ok(made);
+        }
+        let mut order = vec![0u32; self.count];
+        let rows = self.groups.iter().flat_map(|group| &group.rows);
+        for (place, &row) in (0..).zip(rows) {
+            order[row as usize] = place;
+        }
+        let rows = self.groups.iter().map(|group| Tensor::new(group.rows.as_slice(), &self.device));
+        let made = OnDevice {
+            rows: rows.collect::<candle_core::Result<_>>()?,
+            order: Tensor::new(order, &self.device)?,
+        };
+        Ok(self.on_device.get_or_init(|| made))
+    }
+}
+
+/// What the adapters of a batch's rows add to the results of linear layers.
+#[derive(Debug)]
+pub(super) struct RowUpdates {
+    updates: Arc<Updates>,
+    rows: lora_rows::Rows,
+}
+
+impl RowUpdates {
+    /// Adds the updates of layers that read the same `x` to what the frozen weights gave, in place. Where an adapter's
+    /// part in a layer is more than an update, its rows stay as they are.
+    pub fn add(&self, layers: &[&Linear], x: &Tensor, outputs: &[Value]) -> Result<()> {
+        let outputs = outputs.iter().map(Value::tensor);
+        let layers: Vec<_> = layers.iter().map(|layer| layer.index).zip(outputs).collect();
+        Ok(lora_rows::add_updates(x, &layers, &self.updates.laid_out, &self.rows)?)
+    }
+}
+
+/// The updates of some adapters for all linear layers of a model, by [`Linear::index`].
+#[derive(Debug)]
+struct Updates {
+    laid_out: lora_rows::Adapters,
+    /// Which adapters they are, and the generations of their parameters.
+    adapters: Vec<(Weak<Adapter>, u64)>,
+}
+
+impl Updates {
+    fn new(adapters: &[&Arc<Adapter>], model: &Model) -> Result<Self> {
+        let (count, dtype) = (model.linears().count(), model.dtype());
+        let (mut all, mut of_adapters) = (Vec::new(), Vec::new());
+        for adapter in adapters {
+            let generation = adapter.parameters().generation();
+            let mut factors = vec![None; count];
+            for linear in model.linears().filter(|linear| !adapter.is_apart(linear)) {
+                if let Some(update) = adapter.update(linear) {
+                    factors[linear.index] = Some(update.factors(generation, dtype)?);
+                }
+            }
+            all.push(factors);
+            of_adapters.push((Arc::downgrade(adapter), generation));
+        }
+        let laid_out = lora_rows::Adapters::new(&all, dtype, model.device())?;
+        Ok(Self { laid_out, adapters: of_adapters })
+    }
+
+    /// Where an adapter is among them, as its parameters are now.
+    fn place(&self, adapter: &Arc<Adapter>) -> Option<usize> {
+        let generation = adapter.parameters().generation();
+        self.adapters.iter().position(|(other, of)| {
+            std::ptr::eq(other.as_ptr(), Arc::as_ptr(adapter)) && *of == generation
+        })
+    }
+}
+
+/// The updates that the last passes had, for those that have no other adapters.
+#[derive(Debug, Default)]
+pub(super) struct KnownUpdates(Mutex<Option<Arc<Updates>>>);
+
+impl KnownUpdates {
+    fn of(&self, adapters: &[&Arc<Adapter>], model: &Model) -> Result<Arc<Updates>> {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(updates) = known.as_ref() {
+            // The memory of adapters that are gone is given back.
+            let mut members = updates.adapters.iter();
+            let live = members.all(|(adapter, _)| adapter.strong_count() > 0);
+            if live && adapters.iter().all(|adapter| updates.place(adapter).is_some()) {
+                return Ok(updates.clone());
+            }
+        }
+        // Before memory is taken for others.
+        *known = None;
+        let updates = Arc::new(Updates::new(adapters, model)?);
+        *known = Some(updates.clone());
+        Ok(updates)
     }
 }

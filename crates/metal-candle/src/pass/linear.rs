@@ -8,10 +8,8 @@ use crate::model::layer::Linear;
 use crate::model::weight::FrozenWeights;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
-use candle_core::{DType, Tensor};
 use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::lora_linear::Dropout;
-use metal_candle_kernels::{arithmetic, copy, matmul};
 
 /// What several layers read.
 #[derive(Clone, Copy)]
@@ -62,12 +60,13 @@ pub(super) fn forward_shared<const N: usize>(
         RowAdapters::Grouped(groups) => {
             // The frozen weights are read once for all rows.
             let outputs = project(&layers, tape, Read::Value(x), pass, None)?;
-            let outputs = layers.iter().zip(outputs).map(|(layer, output)| {
-                match adapt(layer, groups, tape, x.tensor(), output.tensor(), pass)? {
-                    Some(adapted) => Ok(tape.constant(adapted)),
-                    None => Ok(output),
-                }
-            });
+            if let Some(updates) = &pass.updates {
+                updates.add(&layers, x.tensor(), &outputs)?;
+            }
+            let outputs = layers
+                .iter()
+                .zip(outputs)
+                .map(|(layer, output)| with_rows_apart(layer, groups, tape, x, output, pass));
             outputs.collect::<Result<_>>()?
         }
     };
@@ -84,47 +83,27 @@ fn only(mut outputs: Vec<Value>) -> Result<Value> {
     }
 }
 
-/// What the adapters of the rows make of the output `y` that the frozen weights have given for `x`; `None`
-/// where none of them adapts the layer.
-fn adapt(
+/// The output of a layer with the rows of those adapters whose part in it is more than an update: they are computed by
+/// themselves, frozen weights and all.
+fn with_rows_apart(
     layer: &Linear,
     groups: &Groups,
     tape: &Tape,
-    x: &Tensor,
-    y: &Tensor,
+    x: &Value,
+    output: Value,
     pass: &Pass,
-) -> Result<Option<Tensor>> {
-    // What an update is not all of is computed by itself, frozen weights and all.
-    let is_apart = |adapter: &Adapter| {
-        let mut weights = [Some(layer.weight), layer.bias].into_iter().flatten();
-        weights.any(|id| adapter.replacement(id).is_some())
-            || adapter.update(layer).is_some_and(|update| update.magnitude.is_some())
-    };
-    if !groups.adapters().any(|adapter| adapter.update(layer).is_some() || is_apart(adapter)) {
-        return Ok(None);
+) -> Result<Value> {
+    if !groups.adapters().any(|adapter| adapter.is_apart(layer)) {
+        return Ok(output);
     }
-    let adapted = groups.map([x, y], |adapter, [x, y]| match adapter {
-        None => Ok(y),
-        Some(adapter) if is_apart(adapter) => {
+    let rows = groups.map([x.tensor(), output.tensor()], |adapter, [x, y]| match adapter {
+        Some(adapter) if adapter.is_apart(layer) => {
             let x = tape.constant(x);
             Ok(only(project(&[layer], tape, Read::Value(&x), pass, Some(adapter))?)?.into_tensor())
         }
-        Some(adapter) => match adapter.update(layer) {
-            Some(update) => add_update(&x, &y, update),
-            None => Ok(y),
-        },
+        _ => Ok(y),
     })?;
-    Ok(Some(adapted))
-}
-
-/// `y + scale · (x·A)·B`, summed in f32.
-fn add_update(x: &Tensor, y: &Tensor, update: &LowRank) -> Result<Tensor> {
-    let (a, b) = update.effective()?;
-    let xa = matmul::linear(&copy::cast(x, DType::F32)?, &a.t()?.contiguous()?, None)?;
-    let change = matmul::linear(&xa, &b.t()?.contiguous()?, None)?;
-    let change = arithmetic::scale(&change, update.scale)?;
-    let sum = arithmetic::add(&copy::cast(y, DType::F32)?, &change)?;
-    Ok(copy::cast(&sum, y.dtype())?)
+    Ok(tape.constant(rows))
 }
 
 /// The update of a layer as values of a tape, as [`LowRank::effective`] gives it.

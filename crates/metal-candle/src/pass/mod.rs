@@ -19,7 +19,7 @@ use crate::model::layer::Linear;
 use crate::model::rope::Rotation;
 use crate::model::weight::{FrozenWeights, Storage, WeightId};
 use crate::{Error, Result};
-use adapters::RowAdapters;
+use adapters::{KnownUpdates, RowAdapters, RowUpdates};
 use candle_core::{DType, Device, Tensor};
 use decoder::Caches;
 use metal_candle_kernels::{arithmetic, copy, cross_entropy, matmul};
@@ -34,6 +34,8 @@ const LOSS_CHUNK: usize = 512;
 struct Pass {
     weights: Arc<FrozenWeights>,
     adapters: RowAdapters,
+    /// What is added to the results of linear layers where adapters differ from row to row.
+    updates: Option<RowUpdates>,
     /// The angles of each of the configuration's ropes.
     ropes: Vec<Rotation>,
     /// `(batch, seq)`: the first key each query may see; `None` is 0 for all.
@@ -247,7 +249,7 @@ impl Model {
             self.check_cache(tape, input, cache)?;
         }
         let caches = cache.map_or(Caches::None, |cache| Caches::Grown(&mut cache.layers));
-        self.run(tape, input, caches)
+        self.run(tape, input, caches, None)
     }
 
     /// [`Self::forward`] of the tokens of many texts, `(tokens, 1)`.
@@ -258,10 +260,18 @@ impl Model {
         cache: &PagedCache,
         paging: &Paging,
     ) -> Result<Value> {
-        self.run(tape, input, Caches::Paged { pools: &cache.layers, paging })
+        let caches = Caches::Paged { pools: &cache.layers, paging };
+        self.run(tape, input, caches, Some(&cache.updates))
     }
 
-    fn run(&self, tape: &Tape, input: &Input, caches: Caches) -> Result<Value> {
+    /// `known` keeps what adapters that differ from row to row were laid out as for the next pass.
+    fn run(
+        &self,
+        tape: &Tape,
+        input: &Input,
+        caches: Caches,
+        known: Option<&KnownUpdates>,
+    ) -> Result<Value> {
         input.adapters.check(self)?;
         if tape.is_training() && matches!(input.adapters, RowAdapters::Grouped(_)) {
             return Err(Error::option(
@@ -289,6 +299,7 @@ impl Model {
             before,
             weights: self.frozen().clone(),
             adapters: input.adapters.clone(),
+            updates: input.adapters.updates(self, seq, known)?,
             observer: input.observer.clone(),
         });
         let x = self.embed(tape, &input.ids, &pass)?;

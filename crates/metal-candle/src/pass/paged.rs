@@ -1,7 +1,7 @@
 //! Many texts in one pass, over a paged KV cache: keys and values lie in blocks of a pool, and a text has a table of
 //! its blocks (PagedAttention, Kwon et al. 2023, <https://arxiv.org/abs/2309.06180>).
 
-use super::adapters::RowAdapters;
+use super::adapters::{KnownUpdates, RowAdapters};
 use super::{Input, Positions};
 use crate::adapter::Adapter;
 use crate::autograd::Tape;
@@ -19,6 +19,8 @@ pub(crate) struct PagedCache {
     pub(super) layers: Vec<[Tensor; 2]>,
     blocks: usize,
     block: usize,
+    /// Of the adapters that texts were read with last.
+    pub(super) updates: KnownUpdates,
 }
 
 /// The next tokens of a text.
@@ -67,7 +69,8 @@ impl PagedCache {
             let pool = || Tensor::zeros(shape, model.dtype(), model.device());
             Ok([pool()?, pool()?])
         });
-        Ok(Self { layers: layers.collect::<Result<_>>()?, blocks, block })
+        let updates = KnownUpdates::default();
+        Ok(Self { layers: layers.collect::<Result<_>>()?, blocks, block, updates })
     }
 
     /// The slot of a text's token.

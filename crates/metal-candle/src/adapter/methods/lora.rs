@@ -5,7 +5,9 @@ use crate::Result;
 use crate::autograd::Parameter;
 use crate::random::SplitMix64;
 use candle_core::{DType, Device, Tensor};
+use metal_candle_kernels::lora_rows::Factors;
 use metal_candle_kernels::{copy, matmul};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The low-rank update of one linear layer.
 #[derive(Debug)]
@@ -25,7 +27,13 @@ pub(crate) struct LowRank {
     pub start: Option<Start>,
     /// Of DoRA.
     pub magnitude: Option<Magnitude>,
+    /// A and B as passes over rows with different adapters read them, for activations of a dtype.
+    pub laid_out: LaidOut,
 }
+
+/// What [`LowRank::factors`] gave last.
+#[derive(Debug, Default)]
+pub(crate) struct LaidOut(Mutex<Option<(u64, DType, Arc<Factors>)>>);
 
 /// The A₀ `(in, rank)` and B₀ `(rank, out)` that training starts from, frozen, in f32, as they act beside A and B.
 #[derive(Debug, Clone)]
@@ -44,6 +52,21 @@ impl LowRank {
             None => (a.clone(), b.clone()),
             Some(start) => (Tensor::cat(&[a, &start.a], 1)?, Tensor::cat(&[b, &start.minus_b], 0)?),
         })
+    }
+
+    /// A and B as they act, laid out for rows of activations of `dtype` that have different adapters: once for every
+    /// `generation` of the parameters.
+    pub fn factors(&self, generation: u64, dtype: DType) -> Result<Arc<Factors>> {
+        let mut laid_out = self.laid_out.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((of, for_dtype, factors)) = laid_out.as_ref()
+            && (*of, *for_dtype) == (generation, dtype)
+        {
+            return Ok(factors.clone());
+        }
+        let (a, b) = self.effective()?;
+        let factors = Arc::new(Factors::new(&a, &b, self.scale, dtype)?);
+        *laid_out = Some((generation, dtype, factors.clone()));
+        Ok(factors)
     }
 
     /// The weight `(out, in)` with the update in it, in the weight's dtype and summed in f32. `generation` is that
