@@ -1,11 +1,11 @@
 //! metal-candle's side of the rows on a whole model: a LoRA training step, prefill, decode, and many requests.
 
 use crate::operations::Optimiser;
-use crate::rows::{LORA_SCALE, Precision, Work, random_ids};
+use crate::rows::{LORA_SCALE, Precision, Work, random_ids, rank_of};
 use crate::{Workload, shapes};
 use candle_core::{DType, Device, IndexOp, Tensor};
 use metal_candle::adapter::{Adapter, LoraConfig, Targets};
-use metal_candle::autograd::Tape;
+use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::Batch;
 use metal_candle::engine::{Engine, EngineOptions, Event, Request};
 use metal_candle::generate::{GenerateOptions, Session};
@@ -62,6 +62,19 @@ pub fn adapter(rank: usize, dora: bool) -> LoraConfig {
         targets: Targets::all_linear(),
         ..LoraConfig::default()
     }
+}
+
+/// An adapter of [`rank_of`] this index, whose B isn't zero as that of a new one is.
+fn random_adapter(model: &Model, index: usize) -> Result<Arc<Adapter>> {
+    let adapter = Adapter::new(model, &adapter(rank_of(index), false), index as u64)?;
+    let parameters = adapter.parameters();
+    for (index, entry) in parameters.entries().iter().enumerate() {
+        if entry.name.ends_with("lora_B") {
+            let b = Tensor::randn(0f32, 0.02, &entry.shape, model.device())?;
+            parameters.set(ParameterId(index), &b)?;
+        }
+    }
+    Ok(Arc::new(adapter))
 }
 
 /// How many token ids the work reads.
@@ -142,7 +155,7 @@ pub fn prepare(
             let session = Session::new(&model, None);
             Ok(Box::new(Decode { model, prompt: ids.to_vec(), tokens, session, next: 0 }))
         }
-        Work::Serve { requests, prompt, tokens, .. } => {
+        Work::Serve { requests, prompt, tokens, adapters, .. } => {
             let usual = EngineOptions::default();
             let options = EngineOptions {
                 max_sequences: requests.max(1),
@@ -150,9 +163,11 @@ pub fn prepare(
                 prefix_cache: false,
                 ..usual
             };
+            let adapters = (0..adapters).map(|index| random_adapter(&model, index));
+            let adapters = adapters.collect::<Result<_>>()?;
             let engine = Engine::new(&Arc::new(model), None, options)?;
             let prompts = ids.chunks(prompt).map(<[u32]>::to_vec).collect();
-            Ok(Box::new(Serve { engine, prompts, tokens }))
+            Ok(Box::new(Serve { engine, prompts, adapters, tokens }))
         }
         _ => Err(not_on_a_model()),
     }
@@ -247,15 +262,18 @@ impl Workload for Decode {
 struct Serve {
     engine: Engine<'static>,
     prompts: Vec<Vec<u32>>,
+    /// Of the requests in turn; there may be none.
+    adapters: Vec<Arc<Adapter>>,
     tokens: usize,
 }
 
 impl Workload for Serve {
     fn call(&mut self) -> Result<Vec<Tensor>> {
         let mut texts = BTreeMap::new();
-        for prompt in &self.prompts {
+        for (index, prompt) in self.prompts.iter().enumerate() {
             let options = GenerateOptions { max_tokens: self.tokens, ..GenerateOptions::default() };
-            let request = Request { prompt: prompt.clone(), options, adapter: None, priority: 0 };
+            let adapter = self.adapters.get(index % self.adapters.len().max(1)).cloned();
+            let request = Request { prompt: prompt.clone(), options, adapter, priority: 0 };
             texts.insert(self.engine.submit(request)?, Vec::with_capacity(self.tokens));
         }
         while !self.engine.is_idle() {

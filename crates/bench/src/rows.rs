@@ -262,12 +262,20 @@ pub enum Work {
         prompt: usize,
         /// Tokens of each text.
         tokens: usize,
+        /// Adapters that the requests have in turn, on every linear layer, of the ranks of [`rank_of`].
+        #[serde(default)]
+        adapters: usize,
         /// Of weights and activations.
         dtype: Precision,
         /// What the weights are held in, if it isn't `dtype`.
         #[serde(default)]
         quantization: Option<Quantization>,
     },
+}
+
+/// The rank of the adapter of this index in a row of many requests: 8, 16, 32 and 64 in turn.
+pub fn rank_of(adapter: usize) -> usize {
+    8 << (adapter % 4)
 }
 
 /// A named piece of work.
@@ -441,8 +449,19 @@ impl Row {
         dtype: Precision,
     ) -> Self {
         let name = format!("serve-{shape}-{requests}x{prompt}+{tokens}-{}", dtype.name());
-        let (shape, quantization) = (shape.to_string(), None);
-        Self::new(name, Work::Serve { shape, requests, prompt, tokens, dtype, quantization })
+        let (shape, adapters, quantization) = (shape.to_string(), 0, None);
+        let work = Work::Serve { shape, requests, prompt, tokens, adapters, dtype, quantization };
+        Self::new(name, work)
+    }
+
+    /// The same row of requests that have so many adapters in turn.
+    #[must_use]
+    pub fn with_adapters(mut self, count: usize) -> Self {
+        if let (Work::Serve { adapters, .. }, true) = (&mut self.work, count > 0) {
+            *adapters = count;
+            self.name = format!("{}-{count}-adapters", self.name);
+        }
+        self
     }
 }
 
@@ -855,15 +874,20 @@ impl Work {
                     operations: 2.0 * n * weights,
                 }
             }
-            Self::Serve { shape, requests, prompt, tokens, dtype, quantization } => {
+            Self::Serve { shape, requests, prompt, tokens, adapters, dtype, quantization } => {
                 let model = Sizes::of(shape)?;
+                let ranks =
+                    |count: usize| (0..count).map(|it| rank_of(it % adapters)).sum::<usize>();
+                let of_requests = if *adapters > 0 { ranks(*requests) } else { 0 } as f64;
+                let read = ranks((*adapters).min(*requests)) as f64;
                 let (requests, all) = (*requests as f64, (prompt + tokens - 1) as f64);
                 // A pass for each of the texts' tokens, the first of which reads the prompts.
                 let head = model.head * *tokens as f64;
                 let each = 2.0 * (model.linears * all + head) + model.attention(all);
+                let factors = bytes_of(*dtype) * model.adapter_width * read;
                 Cost {
-                    bytes: *tokens as f64 * model.bytes(*dtype, *quantization),
-                    operations: requests * each,
+                    bytes: *tokens as f64 * (model.bytes(*dtype, *quantization) + factors),
+                    operations: requests * each + 2.0 * model.adapter_width * of_requests * all,
                 }
             }
         })

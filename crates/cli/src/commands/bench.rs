@@ -78,6 +78,9 @@ pub struct Arguments {
     /// Requests at once
     #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Work")]
     requests: usize,
+    /// Adapters of ranks 8 to 64 on every linear layer, which the requests have in turn
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Work")]
+    adapters: usize,
     /// Tokens to decode, of each request
     #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Work")]
     tokens: usize,
@@ -114,6 +117,7 @@ impl Arguments {
             ("rank", self.rank, bounds::RANK),
             ("prompt", self.prompt, bounds::TOKENS),
             ("requests", self.requests, bounds::BATCH_SIZE),
+            ("adapters", self.adapters, 0..=*bounds::BATCH_SIZE.end()),
             ("tokens", self.tokens, bounds::TOKENS),
             ("samples", self.samples, bounds::CALLS),
             ("steps", self.steps, bounds::CALLS),
@@ -152,7 +156,8 @@ impl Arguments {
                 Part::Decode => vec![Row::decode(shape, self.prompt, self.tokens, dtype)],
                 Part::Serve => {
                     let each = [self.prompt, self.tokens];
-                    vec![Row::serve(shape, self.requests, each, dtype)]
+                    let row = Row::serve(shape, self.requests, each, dtype);
+                    vec![row.with_adapters(self.adapters)]
                 }
             })
             .map(|row| row.with_quantization(quantization))
