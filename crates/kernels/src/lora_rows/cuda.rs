@@ -52,13 +52,18 @@ struct LoraRows {
 // SAFETY: plain numbers, laid out as in C.
 unsafe impl DeviceRepr for LoraRows {}
 
-/// Which of the counts that `Rows::numbers` begin with a launch has.
+/// What the blocks of a launch are of: where such items are among the numbers, and which of the counts that
+/// `Rows::numbers` begin with is theirs.
 #[derive(Clone, Copy)]
-enum Count {
-    Items = 0,
-    LargeItems = 1,
-    Places = 2,
+struct Blocks {
+    start: usize,
+    count: usize,
 }
+
+const ITEMS: usize = 0;
+const LARGE_ITEMS: usize = 1;
+/// Single rows that have an adapter.
+const PLACES: usize = 2;
 
 /// What `RowFactors` in `kernel.cu` says of every adapter for every layer.
 pub(super) fn table(factors: &[Option<Arc<Factors>>], device: &Device) -> Result<Tensor> {
@@ -117,7 +122,7 @@ struct Call<'a> {
 
 impl Call<'_> {
     fn run(&self, table: &Array, numbers: &Array) -> Result<()> {
-        let Call { cuda, x, inner, targets, adapters, rows } = self;
+        let Call { cuda, x, inner, targets, adapters, rows } = *self;
         let dtype = x.dtype;
         let plan = &rows.plan;
         let most_rank = targets.iter().map(|target| target.sizes.most_rank).max().unwrap_or(0);
@@ -126,8 +131,8 @@ impl Call<'_> {
         let parts = cuda.empty((splits, targets.len(), plan.places, pitch), DType::F32)?;
         let mut layers = [RowLayer::default(); MOST_LAYERS];
         let mut ys = Vec::with_capacity(targets.len());
-        let mut in_tiles = dtype != DType::F32 && is_aligned(x, *inner);
-        for (layer, target) in layers.iter_mut().zip(*targets) {
+        let mut in_tiles = dtype != DType::F32 && is_aligned(x, inner);
+        for (layer, target) in layers.iter_mut().zip(targets) {
             let outer = target.sizes.outer;
             let y = cuda.strided(target.y)?;
             in_tiles &= is_aligned(&y, outer);
@@ -145,8 +150,8 @@ impl Call<'_> {
             x: x.pointer,
             numbers: numbers.pointer,
             parts: parts.pointer,
-            x_stride: stride(x, *inner) as i64,
-            inner: number(*inner)?,
+            x_stride: stride(x, inner) as i64,
+            inner: number(inner)?,
             places: number(plan.places)?,
             pitch: number(pitch)?,
             order: number(plan.order)?,
@@ -157,48 +162,61 @@ impl Call<'_> {
             layers,
         };
         let widest = targets.iter().map(|target| target.sizes.outer).max().unwrap_or(0);
-        let launch = |name, [blocks, columns]: [usize; 2], threads, (items, count)| {
-            let given = LoraRows { items: number(items)?, count: count as i32, ..all };
-            let grid = (number(blocks)? as u32, number(columns)? as u32, targets.len() as u32);
-            let launch = MODULE.launch(cuda, name, grid, threads, 0)?.overlapping();
-            // SAFETY: as the kernel declares it; `ys`, `x`, `parts`, the table and the numbers are held here, and the
-            // adapters hold the factors.
-            unsafe {
-                launch.with(|arguments| {
-                    arguments.arg(&given);
-                })
-            }
-        };
-        let blocks_of = |room: usize| ([room, splits], [room, widest.div_ceil(UP_COLUMNS)]);
-        if in_tiles {
-            let [down, down_large, up, up_large] = match dtype {
-                DType::BF16 => [
-                    "lora_rows_down_bf16",
-                    "lora_rows_down_large_bf16",
-                    "lora_rows_up_bf16",
-                    "lora_rows_up_large_bf16",
-                ],
-                _ => [
-                    "lora_rows_down_f16",
-                    "lora_rows_down_large_f16",
-                    "lora_rows_up_f16",
-                    "lora_rows_up_large_f16",
-                ],
-            };
-            let (of_items, of_large) =
-                ((plan.items.start, Count::Items), (plan.large_items.start, Count::LargeItems));
-            let (down_blocks, up_blocks) = blocks_of(plan.items.room);
-            let (down_large_blocks, up_large_blocks) = blocks_of(plan.large_items.room);
-            launch(down, down_blocks, 256, of_items)?;
-            launch(down_large, down_large_blocks, 256, of_large)?;
-            launch(up, up_blocks, 128, of_items)?;
-            return launch(up_large, up_large_blocks, 256, of_large);
+        if !in_tiles {
+            let (of, threads) = (Blocks { start: 0, count: PLACES }, PLAIN_THREADS as u32);
+            let columns = widest.div_ceil(PLAIN_THREADS);
+            self.launch(&all, by_dtype!("plain_down", dtype)?, [plan.places, splits], threads, of)?;
+            return self.launch(
+                &all,
+                by_dtype!("plain_up", dtype)?,
+                [plan.places, columns],
+                threads,
+                of,
+            );
         }
-        let of_places = (0, Count::Places);
-        let threads = PLAIN_THREADS as u32;
-        let columns = widest.div_ceil(PLAIN_THREADS);
-        launch(by_dtype!("plain_down", dtype)?, [plan.places, splits], threads, of_places)?;
-        launch(by_dtype!("plain_up", dtype)?, [plan.places, columns], threads, of_places)
+        let [down, down_large, up, up_large] = match dtype {
+            DType::BF16 => [
+                "lora_rows_down_bf16",
+                "lora_rows_down_large_bf16",
+                "lora_rows_up_bf16",
+                "lora_rows_up_large_bf16",
+            ],
+            _ => [
+                "lora_rows_down_f16",
+                "lora_rows_down_large_f16",
+                "lora_rows_up_f16",
+                "lora_rows_up_large_f16",
+            ],
+        };
+        let columns = widest.div_ceil(UP_COLUMNS);
+        let (items, large) = (plan.items, plan.large_items);
+        let of_items = Blocks { start: items.start, count: ITEMS };
+        let of_large = Blocks { start: large.start, count: LARGE_ITEMS };
+        self.launch(&all, down, [items.room, splits], 256, of_items)?;
+        self.launch(&all, down_large, [large.room, splits], 256, of_large)?;
+        self.launch(&all, up, [items.room, columns], 128, of_items)?;
+        self.launch(&all, up_large, [large.room, columns], 256, of_large)
+    }
+
+    /// A kernel of items or rows, by parts or columns.
+    fn launch(
+        &self,
+        all: &LoraRows,
+        name: &'static str,
+        [x, y]: [usize; 2],
+        threads: u32,
+        of: Blocks,
+    ) -> Result<()> {
+        let given = LoraRows { items: number(of.start)?, count: of.count as i32, ..*all };
+        let grid = (number(x)? as u32, number(y)? as u32, self.targets.len() as u32);
+        let launch = MODULE.launch(self.cuda, name, grid, threads, 0)?.overlapping();
+        // SAFETY: as the kernel declares it; the caller holds what the addresses are of, and the adapters hold the
+        // factors.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&given);
+            })
+        }
     }
 }
 
