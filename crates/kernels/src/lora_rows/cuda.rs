@@ -67,8 +67,7 @@ const PLACES: usize = 2;
 
 /// What `RowFactors` in `kernel.cu` says of every adapter for every layer.
 pub(super) fn table(factors: &[Option<Arc<Factors>>], device: &Device) -> Result<Tensor> {
-    let probe = Tensor::zeros(1, DType::U32, device)?;
-    let cuda = Cuda::of(&probe)?;
+    let cuda = Cuda::on(device)?;
     let mut numbers = Vec::with_capacity(TABLE_NUMBERS * factors.len());
     for factors in factors {
         let Some(factors) = factors else {

@@ -2,6 +2,7 @@
 
 use crate::models::{FAMILIES, folder, json, load, random_adapter, tokens};
 use metal_candle::adapter::{Adapter, LoraConfig};
+use metal_candle::autograd::ParameterId;
 use metal_candle::engine::{
     Engine, EngineOptions, Event, Finished, Handle, Request, RequestId, Statistics,
 };
@@ -146,6 +147,42 @@ fn each_text_has_its_own_adapter() {
     let mut engine = Engine::new(&other, Some(&tokenizer), options(20)).unwrap();
     let error = engine.submit(requests[0].clone()).unwrap_err().to_string();
     assert!(error.contains("was made for another model"), "{error}");
+}
+
+#[test]
+fn adapters_that_have_changed_are_read_as_they_are() {
+    let tokenizer = tokenizer();
+    let model = load("llama");
+    let adapter = |rank, seed| {
+        let config = LoraConfig { rank, ..LoraConfig::default() };
+        random_adapter(&model, &config, seed)
+    };
+    let adapters = [adapter(3, 1), adapter(8, 2)];
+    let prompt: Vec<u32> = (0..11).map(|i| i * 7 % 50).collect();
+    let of = |adapter: Option<&Arc<Adapter>>| Request {
+        adapter: adapter.cloned(),
+        ..request(&prompt, 6)
+    };
+    let requests = [of(Some(&adapters[0])), of(None), of(Some(&adapters[1]))];
+    let expected = |requests: &[Request]| -> Vec<Vec<u32>> {
+        requests.iter().map(|request| alone(&model, &tokenizer, request)).collect()
+    };
+    // Keys that were computed before an adapter changed aren't found.
+    let options = EngineOptions { prefix_cache: false, ..options(200) };
+    let mut engine = Engine::new(&model, Some(&tokenizer), options).unwrap();
+    let before = expected(&requests);
+    assert_eq!(together(&mut engine, &requests).0, before);
+    let (changed, other) = (adapters[0].parameters(), adapter(3, 5));
+    for (index, entry) in changed.entries().iter().enumerate() {
+        let value = entry.of(other.parameters().values()).unwrap();
+        changed.set(ParameterId(index), &value).unwrap();
+    }
+    let after = expected(&requests);
+    assert_ne!(after[0], before[0]);
+    assert_eq!(together(&mut engine, &requests).0, after);
+    // Others among those that the last pass knew, and without one of them.
+    let requests = [of(Some(&adapters[1])), of(Some(&other)), of(None)];
+    assert_eq!(together(&mut engine, &requests).0, expected(&requests));
 }
 
 #[test]
