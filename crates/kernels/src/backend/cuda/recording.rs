@@ -78,6 +78,11 @@ impl Drop for InPhase {
     }
 }
 
+/// Whether this thread records work, so that an operation has to be given all that it reads by addresses, too.
+pub(crate) fn is_recording() -> bool {
+    PHASE.with_borrow(Option::is_some)
+}
+
 /// Keeps a tensor that an operation was given.
 pub(super) fn note_given(tensor: &Tensor, pointer: u64) -> Result<()> {
     PHASE.with_borrow_mut(|phase| match phase {
@@ -168,11 +173,6 @@ impl Products {
             cublas::cublasSetWorkspace_v2(handle, pointer as *mut c_void, self.bytes).result().w()
         }
     }
-}
-
-/// Whether this thread records work, so that an operation has to be given all that it reads by addresses, too.
-pub(crate) fn is_recording() -> bool {
-    PHASE.with_borrow(Option::is_some)
 }
 
 /// Keeps a tensor that an operation makes.
