@@ -192,22 +192,40 @@ template <typename T, int M> __device__ __forceinline__ void down(const LoraRows
 /// y += s·xa·B for columns of an item: of blocks (item, columns, layer). A warp has 8·TILES columns, 32 of which are
 /// four tiles: column `8·(n / 2) + 2·tile + n % 2` of them is column `n` of a tile, so that a thread has 8 neighbours in
 /// a row of y. x·A is multiplied as the sum of two numbers, so that little of it is lost.
+///
+/// What it begins with was there before `down`, which is the kernel before it or comes before that: the first of B are
+/// on their way while x·A is still made.
 template <typename T, int M, int WARPS, int TILES>
 __device__ __forceinline__ void up(const LoraRows &p) {
-    follow_previous();
     static_assert(WARPS * TILES * 8 == UP_COLUMNS);
     constexpr int ROWS = 16 * M;
     alignas(16) __shared__ T high[ROWS][PITCH], low[ROWS][PITCH];
     Item item;
     const RowLayer &layer = p.layers[blockIdx.z];
-    if (!find_item(p, blockIdx.x, blockIdx.z, item)) return;
+    // The same for all threads.
+    const bool exists = static_cast<int>(blockIdx.y) * UP_COLUMNS < layer.outer &&
+                        find_item(p, blockIdx.x, blockIdx.z, item);
+    if (!exists) {
+        follow_previous();
+        return;
+    }
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int group = lane / 4, own = lane % 4 * 8;
     const int first_column = blockIdx.y * UP_COLUMNS + warp * 8 * TILES;
-    // The same for all threads.
-    if (static_cast<int>(blockIdx.y) * UP_COLUMNS >= layer.outer) return;
     const int ranks = filled_up(item.factors.rank), parts = (p.inner + SPLIT - 1) / SPLIT;
     const T *const b = static_cast<const T *>(item.factors.b);
+    uint4 right[TILES];
+    auto load_right = [&](int first) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            const int column =
+                first_column + tile / 4 * 32 + group / 2 * 8 + tile % 4 * 2 + group % 2;
+            right[tile] = load_or_zero(b + static_cast<int64_t>(column) * ranks + first + own,
+                                       column < layer.outer && first + own < ranks);
+        }
+    };
+    load_right(0);
+    follow_previous();
     float c[M][TILES][4] = {};
     for (int first = 0; first < ranks; first += CHUNK) {
         __syncthreads();
@@ -226,15 +244,6 @@ __device__ __forceinline__ void up(const LoraRows &p) {
 #pragma unroll
         for (int block = 0; block < CHUNK; block += 32) {
             if (first + block >= ranks) break;
-            const int rank = first + block + own;
-            uint4 right[TILES];
-#pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
-                const int column =
-                    first_column + tile / 4 * 32 + group / 2 * 8 + tile % 4 * 2 + group % 2;
-                right[tile] = load_or_zero(b + static_cast<int64_t>(column) * ranks + rank,
-                                           column < layer.outer && rank < ranks);
-            }
 #pragma unroll
             for (int m = 0; m < M; m++) {
                 const int upper = 16 * m + group, lower = upper + 8, at = block + own;
@@ -248,6 +257,7 @@ __device__ __forceinline__ void up(const LoraRows &p) {
                     multiply_add_32<T>(c[m][tile], highs[0], highs[1], right[tile]);
                 }
             }
+            if (first + block + 32 < ranks) load_right(first + block + 32);
         }
     }
 #pragma unroll
