@@ -7,8 +7,9 @@ fn every_part_is_timed_and_reported() {
     let place = Place::new();
     let parts = ["bench", "--shape", "tiny", "--seq", "16", "--tokens", "4", "--rank", "2"];
     let few = ["--steps", "2", "--samples", "2", "--batch", "2", "--gradient-checkpointing", "-q"];
-    let only = ["--only", "train,prefill,decode", "--dtype", "f32", "--json"];
-    let report = place.json(&[&parts[..], &few, &only].concat());
+    let only = ["--only", "train,prefill,decode,serve", "--dtype", "f32", "--json"];
+    let requests = ["--requests", "3", "--adapters", "2"];
+    let report = place.json(&[&parts[..], &few, &requests, &only].concat());
     let names: Vec<&str> = report["rows"]
         .as_array()
         .unwrap()
@@ -17,7 +18,12 @@ fn every_part_is_timed_and_reported() {
         .collect();
     assert_eq!(
         names,
-        ["train-tiny-2x16-r2-f32-checkpointing", "prefill-tiny-16-f32", "decode-tiny-4-f32"]
+        [
+            "train-tiny-2x16-r2-f32-checkpointing",
+            "prefill-tiny-16-f32",
+            "decode-tiny-4-f32",
+            "serve-tiny-3x16+4-f32-2-adapters",
+        ]
     );
     for row in report["rows"].as_array().unwrap() {
         for value in ["tokens_per_second", "floor", "share_of_peak"] {
