@@ -80,6 +80,7 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Option<Box<dyn Workload>>
         | Work::Prefill { .. }
         | Work::Decode { .. }
         | Work::Serve { .. }
+        | Work::FirstToken { .. }
         | Work::Dequantize { .. }
         | Work::QuantizedLinear { .. } => return Ok(None),
     }))

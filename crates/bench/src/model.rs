@@ -1,14 +1,15 @@
-//! metal-candle's side of the rows on a whole model: a LoRA training step, prefill, decode, and many requests.
+//! metal-candle's side of the rows on a whole model: a LoRA training step, prefill, decode, many requests,
+//! and the wait for a first token.
 
 use crate::operations::Optimiser;
-use crate::rows::{LORA_SCALE, Precision, Work, random_ids, rank_of};
+use crate::rows::{LORA_SCALE, Precision, Work, lengths, random_ids, rank_of};
 use crate::{Workload, shapes};
 use candle_core::{DType, Device, IndexOp, Tensor};
 use metal_candle::adapter::{Adapter, LoraConfig, Targets};
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::Batch;
-use metal_candle::engine::{Engine, EngineOptions, Event, Request};
-use metal_candle::generate::{GenerateOptions, Session};
+use metal_candle::engine::{Engine, EngineOptions, Event, Request, RequestId};
+use metal_candle::generate::{GenerateOptions, Piece, Session};
 use metal_candle::model::{Model, Quantization};
 use metal_candle::pass::{Input, KvCache};
 use metal_candle::random::SplitMix64;
@@ -84,7 +85,10 @@ pub fn id_count(work: &Work) -> usize {
         Work::Train { batch, seq, .. } => batch * (seq + 1),
         Work::Prefill { tokens, .. } => *tokens,
         Work::Decode { prompt, .. } => *prompt,
-        Work::Serve { requests, prompt, .. } => requests * prompt,
+        &Work::Serve { requests, prompt, tokens, mixed, .. } => {
+            lengths(requests, [prompt, tokens], mixed).iter().map(|[prompt, _]| prompt).sum()
+        }
+        Work::FirstToken { busy, prompt, .. } => busy + prompt,
         _ => 0,
     }
 }
@@ -97,7 +101,8 @@ pub fn prepare_random(work: &Work, device: &Device, seed: u64) -> Result<Box<dyn
     let (Work::Train { shape, dtype, quantization, .. }
     | Work::Prefill { shape, dtype, quantization, .. }
     | Work::Decode { shape, dtype, quantization, .. }
-    | Work::Serve { shape, dtype, quantization, .. }) = work
+    | Work::Serve { shape, dtype, quantization, .. }
+    | Work::FirstToken { shape, dtype, quantization, .. }) = work
     else {
         return Err(not_on_a_model());
     };
@@ -155,19 +160,45 @@ pub fn prepare(
             let session = Session::new(&model, None);
             Ok(Box::new(Decode { model, prompt: ids.to_vec(), tokens, session, next: 0 }))
         }
-        Work::Serve { requests, prompt, tokens, adapters, .. } => {
+        Work::Serve { requests, prompt, tokens, mixed, adapters, .. } => {
+            let lengths = lengths(requests, [prompt, tokens], mixed);
             let usual = EngineOptions::default();
+            // As many at once as there are, if not so many that each has more memory than it needs.
+            let at_once = if mixed { usual.max_sequences.min(requests) } else { requests };
+            let room: usize =
+                lengths.iter().map(|of| of.iter().sum::<usize>().next_multiple_of(BLOCK)).sum();
             let options = EngineOptions {
-                max_sequences: requests.max(1),
-                cache_tokens: Some(requests * (prompt + tokens).next_multiple_of(usual.block_size)),
+                max_sequences: at_once.max(1),
+                cache_tokens: (!mixed).then_some(room),
+                block_size: BLOCK,
                 prefix_cache: false,
                 ..usual
             };
             let adapters = (0..adapters).map(|index| random_adapter(&model, index));
             let adapters = adapters.collect::<Result<_>>()?;
             let engine = Engine::new(&Arc::new(model), None, options)?;
-            let prompts = ids.chunks(prompt).map(<[u32]>::to_vec).collect();
-            Ok(Box::new(Serve { engine, prompts, adapters, tokens }))
+            let mut rest = ids;
+            let requests = lengths.into_iter().map(|[prompt, tokens]| {
+                let (own, after) = rest.split_at(prompt);
+                rest = after;
+                (own.to_vec(), tokens)
+            });
+            let requests = requests.collect();
+            Ok(Box::new(Serve { engine, requests, adapters }))
+        }
+        Work::FirstToken { busy, prompt, seen, .. } => {
+            let usual = EngineOptions::default();
+            let others = busy * (1 + BUSY_TOKENS).next_multiple_of(BLOCK);
+            let options = EngineOptions {
+                max_sequences: (busy + 1).max(usual.max_sequences),
+                cache_tokens: Some(others + 2 * (prompt + 1).next_multiple_of(BLOCK)),
+                block_size: BLOCK,
+                ..usual
+            };
+            let engine = Engine::new(&Arc::new(model), None, options)?;
+            let (others, prompt) = ids.split_at(busy);
+            let (others, prompt) = (others.to_vec(), prompt.to_vec());
+            Ok(Box::new(FirstToken { engine, others, prompt, seen, count: 0 }))
         }
         _ => Err(not_on_a_model()),
     }
@@ -261,20 +292,19 @@ impl Workload for Decode {
 /// Greedy texts of many requests.
 struct Serve {
     engine: Engine<'static>,
-    prompts: Vec<Vec<u32>>,
+    /// Prompts, and how many tokens follow each.
+    requests: Vec<(Vec<u32>, usize)>,
     /// Of the requests in turn; there may be none.
     adapters: Vec<Arc<Adapter>>,
-    tokens: usize,
 }
 
 impl Workload for Serve {
     fn call(&mut self) -> Result<Vec<Tensor>> {
         let mut texts = BTreeMap::new();
-        for (index, prompt) in self.prompts.iter().enumerate() {
-            let options = GenerateOptions { max_tokens: self.tokens, ..GenerateOptions::default() };
+        for (index, (prompt, tokens)) in self.requests.iter().enumerate() {
             let adapter = self.adapters.get(index % self.adapters.len().max(1)).cloned();
-            let request = Request { prompt: prompt.clone(), options, adapter, priority: 0 };
-            texts.insert(self.engine.submit(request)?, Vec::with_capacity(self.tokens));
+            let request = Request { adapter, ..request(prompt, *tokens) };
+            texts.insert(self.engine.submit(request)?, Vec::with_capacity(*tokens));
         }
         while !self.engine.is_idle() {
             for (id, event) in self.engine.step() {
@@ -285,8 +315,73 @@ impl Workload for Serve {
                 }
             }
         }
-        let (count, tokens) = (texts.len(), texts.into_values().flatten());
-        Ok(vec![Tensor::from_iter(tokens, &Device::Cpu)?.reshape((count, self.tokens))?])
+        let tokens = texts.into_values().flatten();
+        Ok(vec![Tensor::from_iter(tokens, &Device::Cpu)?])
+    }
+}
+
+fn request(prompt: &[u32], max_tokens: usize) -> Request {
+    let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
+    Request { prompt: prompt.to_vec(), options, adapter: None, priority: 0 }
+}
+
+/// Tokens of a block of an engine's cache here.
+const BLOCK: usize = 16;
+/// Tokens of the texts that are written while another waits for its first.
+const BUSY_TOKENS: usize = 1024;
+
+/// The first token of a request among others.
+struct FirstToken {
+    engine: Engine<'static>,
+    /// The first tokens of the others.
+    others: Vec<u32>,
+    prompt: Vec<u32>,
+    seen: bool,
+    count: u32,
+}
+
+impl FirstToken {
+    /// Steps until a request has a token.
+    fn wait(&mut self, id: RequestId) -> Result<u32> {
+        loop {
+            for (of, event) in self.engine.step() {
+                match event {
+                    Event::Piece(Piece { token: Some(token), .. }) if of == id => return Ok(token),
+                    Event::Failed(error) => return Err(error),
+                    _ => {}
+                }
+            }
+        }
+    }
+}
+
+impl Workload for FirstToken {
+    fn reset(&mut self) -> Result<()> {
+        if self.seen && self.count == 0 {
+            let id = self.engine.submit(request(&self.prompt, 1))?;
+            self.wait(id)?;
+        }
+        self.count += 1;
+        if !self.seen {
+            // A prompt that nobody has read.
+            self.prompt.rotate_left(1);
+            self.prompt[0] = (self.prompt[0] + self.count)
+                % self.prompt.iter().max().map_or(1, |most| *most).max(1);
+        }
+        while self.engine.statistics().running < self.others.len() {
+            for token in self.others.clone().iter().skip(self.engine.statistics().running) {
+                self.engine.submit(request(&[*token], BUSY_TOKENS))?;
+            }
+            self.engine.step();
+        }
+        // Their passes are recorded by then.
+        (0..4).for_each(|_| drop(self.engine.step()));
+        Ok(())
+    }
+
+    fn call(&mut self) -> Result<Vec<Tensor>> {
+        let id = self.engine.submit(request(&self.prompt, 1))?;
+        Ok(vec![Tensor::new(&[self.wait(id)?], &Device::Cpu)?])
     }
 }
 

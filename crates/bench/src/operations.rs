@@ -137,7 +137,11 @@ pub fn prepare(work: &Work, inputs: &Inputs) -> Result<Box<dyn Workload>> {
                 Ok(vec![parameters.clone()])
             })
         }
-        Work::Train { .. } | Work::Prefill { .. } | Work::Decode { .. } | Work::Serve { .. } => {
+        Work::Train { .. }
+        | Work::Prefill { .. }
+        | Work::Decode { .. }
+        | Work::Serve { .. }
+        | Work::FirstToken { .. } => {
             return Err(Error::option("row", "is work on a model, expected a single operation"));
         }
     })

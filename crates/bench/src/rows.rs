@@ -262,6 +262,9 @@ pub enum Work {
         prompt: usize,
         /// Tokens of each text.
         tokens: usize,
+        /// Whether these are the means of lengths with long tails, see [`lengths`].
+        #[serde(default)]
+        mixed: bool,
         /// Adapters that the requests have in turn, on every linear layer, of the ranks of [`rank_of`].
         #[serde(default)]
         adapters: usize,
@@ -271,6 +274,38 @@ pub enum Work {
         #[serde(default)]
         quantization: Option<Quantization>,
     },
+    /// The first token of a request that comes while others are written.
+    FirstToken {
+        /// A name of [`shapes`].
+        shape: String,
+        /// Texts that are written meanwhile.
+        busy: usize,
+        /// Tokens of its prompt.
+        prompt: usize,
+        /// Whether the same prompt was read before.
+        seen: bool,
+        /// Of weights and activations.
+        dtype: Precision,
+        /// What the weights are held in, if it isn't `dtype`.
+        #[serde(default)]
+        quantization: Option<Quantization>,
+    },
+}
+
+/// The tokens of the prompt and the text of each of some requests. Mixed ones are log-normal with these means and a
+/// deviation of 1 of their logarithms, 16 times the mean at most: about as those of conversations that people have
+/// shared (ShareGPT). They follow from a seed of their own.
+pub fn lengths(requests: usize, means: [usize; 2], mixed: bool) -> Vec<[usize; 2]> {
+    const SEED: u64 = 1;
+    if !mixed {
+        return vec![means; requests];
+    }
+    let mut random = SplitMix64::new(SEED);
+    let mut length = |mean: usize| {
+        let drawn = mean as f64 * (random.normal() - 0.5).exp();
+        (drawn.round() as usize).clamp(1, 16 * mean)
+    };
+    (0..requests).map(|_| means.map(&mut length)).collect()
 }
 
 /// The rank of the adapter of this index in a row of many requests: 8, 16, 32 and 64 in turn.
@@ -414,7 +449,8 @@ impl Row {
             Work::Train { quantization, .. }
             | Work::Prefill { quantization, .. }
             | Work::Decode { quantization, .. }
-            | Work::Serve { quantization, .. },
+            | Work::Serve { quantization, .. }
+            | Work::FirstToken { quantization, .. },
             Some(format),
         ) = (&mut self.work, format)
         {
@@ -450,8 +486,34 @@ impl Row {
     ) -> Self {
         let name = format!("serve-{shape}-{requests}x{prompt}+{tokens}-{}", dtype.name());
         let (shape, adapters, quantization) = (shape.to_string(), 0, None);
-        let work = Work::Serve { shape, requests, prompt, tokens, adapters, dtype, quantization };
+        let mixed = false;
+        let work =
+            Work::Serve { shape, requests, prompt, tokens, mixed, adapters, dtype, quantization };
         Self::new(name, work)
+    }
+
+    /// The same row of requests whose lengths differ.
+    #[must_use]
+    pub fn with_mixed_lengths(mut self) -> Self {
+        if let Work::Serve { mixed, .. } = &mut self.work {
+            *mixed = true;
+            self.name = format!("{}-mixed", self.name);
+        }
+        self
+    }
+
+    /// A row of the wait for a first token.
+    pub fn first_token(
+        shape: &str,
+        busy: usize,
+        prompt: usize,
+        seen: bool,
+        dtype: Precision,
+    ) -> Self {
+        let known = if seen { "-seen" } else { "" };
+        let name = format!("first-token-{shape}-{prompt}{known}-beside-{busy}-{}", dtype.name());
+        let (shape, quantization) = (shape.to_string(), None);
+        Self::new(name, Work::FirstToken { shape, busy, prompt, seen, dtype, quantization })
     }
 
     /// The same row of requests that have so many adapters in turn.
@@ -643,7 +705,8 @@ impl Work {
             Self::Train { .. }
             | Self::Prefill { .. }
             | Self::Decode { .. }
-            | Self::Serve { .. } => Vec::new(),
+            | Self::Serve { .. }
+            | Self::FirstToken { .. } => Vec::new(),
         }
     }
 
@@ -665,7 +728,7 @@ impl Work {
             Self::AdamW { .. } => &["parameters"],
             Self::Train { .. } => &["loss", "gradient_norm"],
             Self::Prefill { .. } => &["logits"],
-            Self::Decode { .. } | Self::Serve { .. } => &["tokens"],
+            Self::Decode { .. } | Self::Serve { .. } | Self::FirstToken { .. } => &["tokens"],
         }
     }
 
@@ -689,7 +752,10 @@ impl Work {
         match self {
             Self::Train { batch, seq, .. } => Some(batch * seq),
             Self::Prefill { tokens, .. } | Self::Decode { tokens, .. } => Some(*tokens),
-            Self::Serve { requests, tokens, .. } => Some(requests * tokens),
+            &Self::Serve { requests, prompt, tokens, mixed, .. } => {
+                let lengths = lengths(requests, [prompt, tokens], mixed);
+                Some(lengths.iter().map(|[_, tokens]| tokens).sum())
+            }
             _ => None,
         }
     }
@@ -700,7 +766,8 @@ impl Work {
             Self::Train { shape, .. }
             | Self::Prefill { shape, .. }
             | Self::Decode { shape, .. }
-            | Self::Serve { shape, .. } => Some(shape),
+            | Self::Serve { shape, .. }
+            | Self::FirstToken { shape, .. } => Some(shape),
             _ => None,
         }
     }
@@ -715,7 +782,8 @@ impl Work {
             | Self::Train { dtype, .. }
             | Self::Prefill { dtype, .. }
             | Self::Decode { dtype, .. }
-            | Self::Serve { dtype, .. } => *dtype,
+            | Self::Serve { dtype, .. }
+            | Self::FirstToken { dtype, .. } => *dtype,
             Self::Dequantize { .. } | Self::QuantizedLinear { .. } => Precision::Bf16,
             _ => Precision::F32,
         }
@@ -727,7 +795,8 @@ impl Work {
             Self::Train { quantization, .. }
             | Self::Prefill { quantization, .. }
             | Self::Decode { quantization, .. }
-            | Self::Serve { quantization, .. } => *quantization,
+            | Self::Serve { quantization, .. }
+            | Self::FirstToken { quantization, .. } => *quantization,
             _ => None,
         }
     }
@@ -874,20 +943,43 @@ impl Work {
                     operations: 2.0 * n * weights,
                 }
             }
-            Self::Serve { shape, requests, prompt, tokens, adapters, dtype, quantization } => {
+            Self::Serve {
+                shape,
+                requests,
+                prompt,
+                tokens,
+                mixed,
+                adapters,
+                dtype,
+                quantization,
+            } => {
                 let model = Sizes::of(shape)?;
-                let ranks =
-                    |count: usize| (0..count).map(|it| rank_of(it % adapters)).sum::<usize>();
-                let of_requests = if *adapters > 0 { ranks(*requests) } else { 0 } as f64;
-                let read = ranks((*adapters).min(*requests)) as f64;
-                let (requests, all) = (*requests as f64, (prompt + tokens - 1) as f64);
-                // A pass for each of the texts' tokens, the first of which reads the prompts.
-                let head = model.head * *tokens as f64;
-                let each = 2.0 * (model.linears * all + head) + model.attention(all);
-                let factors = bytes_of(*dtype) * model.adapter_width * read;
+                let lengths = lengths(*requests, [*prompt, *tokens], *mixed);
+                let adapter = |request: usize| if *adapters > 0 { request % adapters } else { 0 };
+                let rank = |request| if *adapters > 0 { rank_of(adapter(request)) } else { 0 };
+                let of_request = |(request, [prompt, tokens]): (usize, &[usize; 2])| {
+                    let (all, tokens) = ((prompt + tokens - 1) as f64, *tokens as f64);
+                    let factors = model.adapter_width * rank(request) as f64;
+                    2.0 * ((model.linears + factors) * all + model.head * tokens)
+                        + model.attention(all)
+                };
+                let read: usize = (0..(*adapters).min(*requests)).map(rank_of).sum();
+                let factors = bytes_of(*dtype) * model.adapter_width * read as f64;
+                // A pass for each token of the longest text, the first of which reads the prompts.
+                let passes = lengths.iter().map(|[_, tokens]| *tokens).max().unwrap_or(0) as f64;
                 Cost {
-                    bytes: *tokens as f64 * (model.bytes(*dtype, *quantization) + factors),
-                    operations: requests * each + 2.0 * model.adapter_width * of_requests * all,
+                    bytes: passes * (model.bytes(*dtype, *quantization) + factors),
+                    operations: lengths.iter().enumerate().map(of_request).sum(),
+                }
+            }
+            Self::FirstToken { shape, busy, prompt, seen, dtype, quantization } => {
+                let model = Sizes::of(shape)?;
+                let read = if *seen { 1.0 } else { *prompt as f64 };
+                let rows = *busy as f64;
+                Cost {
+                    bytes: model.bytes(*dtype, *quantization),
+                    operations: 2.0 * (model.linears * (read + rows) + model.head * (1.0 + rows))
+                        + if *seen { 0.0 } else { model.attention(read) },
                 }
             }
         })

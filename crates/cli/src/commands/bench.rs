@@ -45,6 +45,8 @@ enum Part {
     Decode,
     /// Greedy texts of many requests at once
     Serve,
+    /// The first token of a request that comes while others are written
+    FirstToken,
 }
 
 /// What the command is told.
@@ -75,12 +77,18 @@ pub struct Arguments {
     /// Tokens of the prompt before those that are decoded
     #[arg(long, value_name = "N", default_value_t = 16, help_heading = "Work")]
     prompt: usize,
-    /// Requests at once
+    /// Requests at once, or beside the one that waits for its first token
     #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Work")]
     requests: usize,
     /// Adapters of ranks 8 to 64 on every linear layer, which the requests have in turn
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Work")]
     adapters: usize,
+    /// Draw the requests' tokens around --prompt and --tokens, with long tails
+    #[arg(long, help_heading = "Work")]
+    mixed_lengths: bool,
+    /// Let the request that waits for its first token have a prompt that was read before
+    #[arg(long, help_heading = "Work")]
+    seen_prompt: bool,
     /// Tokens to decode, of each request
     #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Work")]
     tokens: usize,
@@ -139,7 +147,8 @@ impl Arguments {
 
     fn rows(&self, device: &Device) -> anyhow::Result<Vec<Row>> {
         let (shape, dtype) = (self.shape.as_str(), self.precision(device)?);
-        let parts = [Part::Ops, Part::Train, Part::Prefill, Part::Decode, Part::Serve];
+        let parts =
+            [Part::Ops, Part::Train, Part::Prefill, Part::Decode, Part::Serve, Part::FirstToken];
         let quantization = self.runtime.quantization()?;
         let chosen = parts.iter().filter(|part| self.only.is_empty() || self.only.contains(part));
         Ok(chosen
@@ -157,7 +166,12 @@ impl Arguments {
                 Part::Serve => {
                     let each = [self.prompt, self.tokens];
                     let row = Row::serve(shape, self.requests, each, dtype);
-                    vec![row.with_adapters(self.adapters)]
+                    let row = row.with_adapters(self.adapters);
+                    vec![if self.mixed_lengths { row.with_mixed_lengths() } else { row }]
+                }
+                Part::FirstToken => {
+                    let (busy, prompt) = (self.requests, self.prompt);
+                    vec![Row::first_token(shape, busy, prompt, self.seen_prompt, dtype)]
                 }
             })
             .map(|row| row.with_quantization(quantization))

@@ -33,6 +33,18 @@ fn every_part_is_timed_and_reported() {
     }
     assert!(report["peaks"]["fma"].as_f64().unwrap() > 0.0);
 
+    for (more, expected) in [
+        ("--mixed-lengths", ["serve-tiny-3x16+4-f32-mixed", "first-token-tiny-16-beside-3-f32"]),
+        ("--seen-prompt", ["serve-tiny-3x16+4-f32", "first-token-tiny-16-seen-beside-3-f32"]),
+    ] {
+        let only = ["--requests", "3", "--only", "serve,first-token", "--dtype", "f32", "--json"];
+        let report = place.json(&[&parts[..], &few, &only, &[more]].concat());
+        for (row, name) in report["rows"].as_array().unwrap().iter().zip(expected) {
+            assert_eq!(row["name"], name);
+            assert!(row["call"]["median"].as_f64().unwrap() > 0.0, "{row}");
+        }
+    }
+
     let ops =
         ["bench", "--only", "ops", "--samples", "1", "-q", "--threads", "1", "--json", "ops.json"];
     let table = place.ok(&ops);
