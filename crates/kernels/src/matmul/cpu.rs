@@ -3,7 +3,8 @@
 
 use super::few_rows::{FEW_ROWS, add_combinations, dots};
 use crate::backend::cpu::gemm::integers::{Product, Rounded, Side};
-use crate::backend::cpu::gemm::{Block, Job, Kind, Lhs, Operand, Term, products};
+use crate::backend::cpu::gemm::{Block, Job, Kind, Lhs, Operand, Term};
+use crate::backend::cpu::gemm::{add_terms, products, sum_count, sum_stride};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::vectorize;
 use crate::backend::cpu::{
@@ -93,11 +94,11 @@ pub(crate) fn forward<T: Element>(
 ) {
     if rows <= FEW_ROWS {
         let mut scratch = Scratch::new(rows * inner);
-        let x = widened(x, &mut scratch);
+        let wide = widened(x, &mut scratch);
         return forward_few(
             rows,
             inner,
-            x,
+            (x, wide),
             &[layer],
             &mut [y],
             #[inline(always)]
@@ -174,12 +175,13 @@ pub(crate) const OUTPUTS: usize = 32;
 const TASKS_ACROSS: usize = 16;
 const LINES: usize = 64;
 
-/// `y = x·Wᵀ + bias` for every layer and a few rows: `x` `(rows, inner)`, `ys` `(rows, outer)`. Before the bias,
-/// `add(index of the layer, outputs, sums)` is called with the sums `(rows, outputs)` of some outputs.
+/// `y = x·Wᵀ + bias` for every layer and a few rows: `x` `(rows, inner)`, as it is stored and as it is computed with,
+/// `ys` `(rows, outer)`. Before the bias, `add(index of the layer, outputs, sums)` is called with the sums
+/// `(rows, outputs)` of some outputs.
 pub(crate) fn forward_few<T: Element>(
     rows: usize,
     inner: usize,
-    x: &[T::Acc],
+    (stored, x): (Values<T::Acc>, &[T::Acc]),
     layers: &[Layer<T::Acc>],
     ys: &mut [&mut [T]],
     add: impl Fn(usize, Range<usize>, &mut [T::Acc]) + Sync,
@@ -193,6 +195,13 @@ pub(crate) fn forward_few<T: Element>(
         _ => None,
     });
     let quantized_rows = quantized::Rows::new(rows, inner, x, matrices);
+    // As more rows are multiplied, so that a row has the same bits beside any number of others.
+    let takes_lines =
+        |weight| matches!(weight, Values::Bf16(_)) && kind_of(stored, weight).takes_lines(rows);
+    let packed = layers.iter().find(|layer| takes_lines(layer.weight)).map(|layer| {
+        let operand = Operand::lines(stored, inner);
+        Lhs::pack_here(kind_of(stored, layer.weight), rows, inner, operand)
+    });
     for_each_index(
         layers.iter().map(tasks).sum(),
         parallel,
@@ -208,9 +217,20 @@ pub(crate) fn forward_few<T: Element>(
             let count = outputs.len();
             let mut sums = [T::Acc::ZERO; FEW_ROWS * OUTPUTS];
             let sums = &mut sums[..rows * count];
-            match layer.weight {
-                Values::Quantized(matrix) => quantized_rows.dots(matrix, outputs.clone(), sums),
-                weight => dots(rows, inner, x, weight, inner, outputs.clone(), sums),
+            match (layer.weight, &packed) {
+                (Values::Quantized(matrix), _) => {
+                    quantized_rows.dots(matrix, outputs.clone(), sums);
+                }
+                (weight @ Values::Bf16(_), Some(lhs)) => {
+                    let stride = sum_stride(count);
+                    let mut wide = Scratch::new(sum_count(rows, stride));
+                    let term = Term::Numbers { lhs, rhs: Operand::lines(weight, inner) };
+                    add_terms(&[term], 0..rows, outputs.clone(), &mut wide, stride);
+                    for (sums, wide) in sums.chunks_exact_mut(count).zip(wide.chunks(stride)) {
+                        sums.copy_from_slice(&wide[..count]);
+                    }
+                }
+                (weight, _) => dots(rows, inner, x, weight, inner, outputs.clone(), sums),
             }
             add(index, outputs.clone(), sums);
             for row in 0..rows {

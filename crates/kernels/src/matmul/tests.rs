@@ -51,6 +51,20 @@ fn forward_matches_reference_in_every_dtype() {
 }
 
 #[test]
+fn a_row_has_the_same_bits_beside_few_others_and_many() {
+    let kind = crate::backend::cpu::gemm::Kind::for_bf16();
+    // Where bf16 isn't multiplied by lines as they are stored, a few rows have sums of their own.
+    let first = if kind.takes_lines(1) { 1 } else { few_rows::FEW_ROWS + 1 };
+    let bf16 = |shape: &[usize], seed| random(shape, seed).to_dtype(DType::BF16).unwrap();
+    let (x, weight, bias) = (bf16(&[40, 610], 1), bf16(&[203, 610], 2), bf16(&[203], 3));
+    let all = values(&linear(&x, &weight, Some(&bias)).unwrap());
+    for rows in (first..10).chain([17, 31]) {
+        let y = linear(&x.narrow(0, 0, rows).unwrap(), &weight, Some(&bias)).unwrap();
+        assert_eq!(values(&y), all[..rows * 203], "{rows}");
+    }
+}
+
+#[test]
 fn half_precision_sums_are_kept_in_f32() {
     // In bf16 1 + 1/256 is 1: a sum kept there would stay at its first few terms.
     let x = Tensor::ones((8, 4096), DType::BF16, &Device::Cpu).unwrap();

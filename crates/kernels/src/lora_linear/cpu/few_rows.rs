@@ -19,7 +19,8 @@ pub(super) fn forward<T: Element>(
     xas: &mut [Vec<T::Acc>],
 ) {
     let mut scratch = Scratch::new(rows * inner);
-    let x = widened(x, &mut scratch);
+    let stored = x;
+    let x = widened(stored, &mut scratch);
     for (layer, xa) in layers.iter().zip(xas.iter_mut()) {
         let Some(adapter) = &layer.adapter else { continue };
         let a = Values::Native(adapter.a);
@@ -37,7 +38,7 @@ pub(super) fn forward<T: Element>(
     forward_few(
         rows,
         inner,
-        x,
+        (stored, x),
         &frozen(layers),
         ys,
         #[inline(always)]

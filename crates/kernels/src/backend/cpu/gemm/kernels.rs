@@ -8,6 +8,8 @@ use crate::backend::cpu::element::Real;
 use crate::backend::cpu::simd::Level;
 use crate::backend::cpu::simd::level;
 use candle_core::DType;
+#[cfg(target_arch = "x86_64")]
+use half::bf16;
 
 /// Columns of a panel of the right side.
 pub(super) const PANEL: usize = 32;
@@ -45,6 +47,18 @@ impl Kind {
     /// Whether operands are bf16 numbers, two to a word.
     pub(crate) fn is_bf16(self) -> bool {
         self != Kind::Plain
+    }
+
+    /// Whether so many rows are multiplied by lines of bf16 numbers as they are stored. The sums of a row are the same for
+    /// any such number of rows.
+    pub(crate) fn takes_lines(self, rows: usize) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return self == Kind::Pairs && rows <= ROWS_BY_LINES;
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            let _ = rows;
+            false
+        }
     }
 
     /// Makes this thread ready to multiply, for as long as the result lives.
@@ -123,6 +137,43 @@ impl<A: Real> Panel<A> {
                 Kind::Tiles => x86::tiles(panel),
             }
         }
+    }
+}
+
+/// Rows up to which lines of bf16 numbers are multiplied as they are stored. For more, packing them once costs less than
+/// reading the rows again for every few lines.
+#[cfg(target_arch = "x86_64")]
+const ROWS_BY_LINES: usize = 48;
+
+/// A product of bf16 pairs by lines as they are stored: `rows` of a left side of blocks, the first of which starts at
+/// `lhs`, by `columns` lines of `numbers` bf16 numbers, `line` apart. Sums are as in [`Panel`]. The order of a sum follows
+/// from `numbers` alone: every 16th pair is added up, and then these sums half to half.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(super) struct Lines {
+    pub rows: usize,
+    pub columns: usize,
+    pub numbers: usize,
+    pub lhs: *const f32,
+    /// Words of a row in a block, a multiple of 16, and from the start of a block to that of the next one.
+    pub block_words: usize,
+    pub block_stride: usize,
+    pub rhs: *const bf16,
+    pub line: usize,
+    pub sums: *mut f32,
+    pub stride: usize,
+    pub first: bool,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Lines {
+    /// # Safety
+    /// The machine must have [`Kind::Pairs`]. The left side must have `rows` rows, [`STRIDE`] words apart in each block,
+    /// with zeros from `numbers` on up to a multiple of 32, and the right side `columns` lines, one at least. The sums
+    /// must have `rows` rows that no one else touches, with room for a multiple of four columns.
+    pub(super) unsafe fn multiply(self) {
+        // SAFETY: as promised by the caller.
+        unsafe { x86::lines(self) };
     }
 }
 
@@ -226,7 +277,8 @@ unsafe fn by_registers<V: Vector, const M: usize, const N: usize>(panel: Panel<f
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{PANEL, Panel, STRIDE, Vector, by_registers};
+    use super::{Lines, PANEL, Panel, STRIDE, Vector, by_registers};
+    use half::bf16;
     use std::arch::asm;
     use std::arch::x86_64::*;
 
@@ -349,6 +401,166 @@ mod x86 {
                 ..=4 => by_registers::<WidePairs, 4, 2>(panel),
                 _ => by_registers::<WidePairs, 12, 2>(panel),
             }
+        }
+    }
+
+    /// Lines, and rows, whose sums are in registers at a time.
+    const TILE: usize = 4;
+    /// bf16 numbers of a register.
+    const NUMBERS: usize = 32;
+    /// How far ahead lines are asked for. They lie next to each other and are read as several short streams, which the
+    /// processor doesn't foresee.
+    const BYTES_AHEAD: usize = 24 * 1024;
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+    pub(super) unsafe fn lines(all: Lines) {
+        for column in (0..all.columns).step_by(TILE) {
+            for row in (0..all.rows).step_by(TILE) {
+                // SAFETY: as promised by the caller.
+                unsafe {
+                    match (all.rows - row, row == 0) {
+                        (1, true) => dots::<1, true>(all, row, column),
+                        (2, true) => dots::<2, true>(all, row, column),
+                        (3, true) => dots::<3, true>(all, row, column),
+                        (_, true) => dots::<TILE, true>(all, row, column),
+                        (1, false) => dots::<1, false>(all, row, column),
+                        (2, false) => dots::<2, false>(all, row, column),
+                        (3, false) => dots::<3, false>(all, row, column),
+                        (_, false) => dots::<TILE, false>(all, row, column),
+                    }
+                }
+            }
+        }
+    }
+
+    /// The products of `M` rows and the lines from `column` on, of which the last stands for those beyond it; with
+    /// `AHEAD`, asks for lines that will be read soon.
+    #[inline(always)]
+    unsafe fn dots<const M: usize, const AHEAD: bool>(all: Lines, row: usize, column: usize) {
+        // SAFETY: offsets stay inside what the caller of `Lines::multiply` promised; of a line's last numbers those beyond
+        // it aren't read.
+        unsafe {
+            let line = |n: usize| all.rhs.add((column + n).min(all.columns - 1) * all.line);
+            let mut lines = [line(0), line(1), line(2), line(3)];
+            let mut lhs = all.lhs.add(row * STRIDE);
+            let mut ahead = lines[0].wrapping_byte_add(BYTES_AHEAD);
+            let mut sums = [[_mm512_setzero_ps(); TILE]; TILE];
+            let mut left = all.numbers;
+            while left > 0 {
+                let count = left.min(2 * all.block_words);
+                let whole = count / NUMBERS * NUMBERS;
+                for start in (0..whole).step_by(NUMBERS) {
+                    if AHEAD {
+                        for register in 0..TILE {
+                            let place = ahead.wrapping_add(register * NUMBERS);
+                            _mm_prefetch::<_MM_HINT_T1>(place.cast());
+                        }
+                        ahead = ahead.wrapping_add(TILE * NUMBERS);
+                    }
+                    let right = load(lines, start, u32::MAX);
+                    add_pairs::<M>(&mut sums, lhs.add(start / 2), right);
+                }
+                if whole < count {
+                    let right = load(lines, whole, (1 << (count - whole)) - 1);
+                    add_pairs::<M>(&mut sums, lhs.add(whole / 2), right);
+                }
+                left -= count;
+                if left > 0 {
+                    lines = lines.map(|line| line.add(count));
+                    lhs = lhs.add(all.block_stride);
+                }
+            }
+            let sums = sum_registers(&sums);
+            let rows = [
+                _mm512_extractf32x4_ps::<0>(sums),
+                _mm512_extractf32x4_ps::<1>(sums),
+                _mm512_extractf32x4_ps::<2>(sums),
+                _mm512_extractf32x4_ps::<3>(sums),
+            ];
+            for (m, sums) in rows.into_iter().enumerate().take(M) {
+                let target = all.sums.add((row + m) * all.stride + column);
+                let before = if all.first { None } else { Some(_mm_loadu_ps(target)) };
+                _mm_storeu_ps(target, before.map_or(sums, |before| _mm_add_ps(before, sums)));
+            }
+        }
+    }
+
+    /// The numbers of some lines that a mask has, from `start` on.
+    #[inline(always)]
+    unsafe fn load(lines: [*const bf16; TILE], start: usize, mask: u32) -> [__m512; TILE] {
+        // SAFETY: as promised by the caller of `dots`.
+        unsafe {
+            let mut right = [_mm512_setzero_ps(); TILE];
+            for (right, line) in right.iter_mut().zip(lines) {
+                let numbers: *const i16 = line.add(start).cast();
+                *right = _mm512_castsi512_ps(match mask {
+                    u32::MAX => _mm512_loadu_si512(numbers.cast()),
+                    _ => _mm512_maskz_loadu_epi16(mask, numbers),
+                });
+            }
+            right
+        }
+    }
+
+    /// Adds the products of pairs of `M` rows, [`STRIDE`] words apart, and some lines.
+    #[inline(always)]
+    unsafe fn add_pairs<const M: usize>(
+        sums: &mut [[__m512; TILE]; TILE],
+        lhs: *const f32,
+        right: [__m512; TILE],
+    ) {
+        for (m, sums) in sums.iter_mut().enumerate().take(M) {
+            // SAFETY: as promised by the caller of `dots`.
+            unsafe {
+                let left = WidePairs::load(lhs.add(m * STRIDE));
+                for (sum, right) in sums.iter_mut().zip(right) {
+                    *sum = WidePairs::multiply_add(left, WidePairs(right), WidePairs(*sum)).0;
+                }
+            }
+        }
+    }
+
+    /// The sum of each register: in a quarter those of one row.
+    #[inline(always)]
+    unsafe fn sum_registers(sums: &[[__m512; TILE]; TILE]) -> __m512 {
+        // SAFETY: the caller has the instructions.
+        unsafe {
+            let mut columns = [_mm512_setzero_ps(); TILE];
+            for (n, column) in columns.iter_mut().enumerate() {
+                let (top, below) =
+                    (add_halves(sums[0][n], sums[1][n]), add_halves(sums[2][n], sums[3][n]));
+                let even = _mm512_shuffle_f32x4::<0b10_00_10_00>(top, below);
+                let odd = _mm512_shuffle_f32x4::<0b11_01_11_01>(top, below);
+                *column = _mm512_add_ps(even, odd);
+            }
+            let [a, b, c, d] = columns;
+            let (a, b) = (add_pairs_of_quarters(a, b), add_pairs_of_quarters(c, d));
+            let even = _mm512_shuffle_ps::<0b10_00_10_00>(a, b);
+            let odd = _mm512_shuffle_ps::<0b11_01_11_01>(a, b);
+            _mm512_add_ps(even, odd)
+        }
+    }
+
+    /// The halves of `a` added up, and then those of `b`.
+    #[inline(always)]
+    unsafe fn add_halves(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the caller has the instructions.
+        unsafe {
+            let low = _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b);
+            let high = _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b);
+            _mm512_add_ps(low, high)
+        }
+    }
+
+    /// In every quarter, the halves of that of `a` added up, and then those of `b`'s.
+    #[inline(always)]
+    unsafe fn add_pairs_of_quarters(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the caller has the instructions.
+        unsafe {
+            let (a, b) = (_mm512_castps_pd(a), _mm512_castps_pd(b));
+            let low = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            let high = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+            _mm512_add_ps(low, high)
         }
     }
 

@@ -7,8 +7,9 @@
 //!
 //! Left sides are packed once, whole, and may be shared by products; right sides (the weights) stay
 //! as they are stored and are packed a block at a time, next to their use. bf16 by bf16 is multiplied
-//! as such where the machine can, everything else in the type that sums are kept in, but for products of
-//! integers (`integers/`). The order of a sum follows from its terms alone.
+//! as such where the machine can, for not too many rows by lines as they are stored; everything else in the type that
+//! sums are kept in, but for products of integers (`integers/`). The order of a sum follows from its terms and from
+//! whether there are so few rows ([`Kind::takes_lines`]).
 
 pub(crate) mod integers;
 mod kernels;
@@ -17,8 +18,14 @@ mod pack;
 mod tests;
 
 use super::element::Real;
+#[cfg(target_arch = "x86_64")]
+use super::element::Values;
 use super::parallel::run;
 use super::scratch::Scratch;
+#[cfg(target_arch = "x86_64")]
+use candle_core::DType;
+#[cfg(target_arch = "x86_64")]
+use kernels::Lines;
 use kernels::{PANEL, Panel, SPARE_ROWS};
 use std::ops::Range;
 
@@ -183,6 +190,39 @@ pub(crate) fn multiply<A: Real>(
     }
 }
 
+/// A term as a product by lines as they are stored, where it is made so, but for where its sums are.
+#[cfg(target_arch = "x86_64")]
+fn lines_of<A: Real>(
+    lhs: &Lhs<A>,
+    rhs: Operand<A>,
+    rows: &Range<usize>,
+    columns: &Range<usize>,
+) -> Option<Lines> {
+    let Values::Bf16(values) = rhs.values else { return None };
+    // The number of all rows decides, so that a row's sums don't depend on how rows are cut into tasks.
+    let taken = A::DTYPE == DType::F32 && rhs.along_depth && lhs.kind.takes_lines(lhs.rows);
+    if !taken || rows.is_empty() || columns.is_empty() || lhs.depth == 0 {
+        return None;
+    }
+    let first = rhs.start + columns.start * rhs.stride;
+    let right = &values[first..first + (columns.len() - 1) * rhs.stride + lhs.depth];
+    let last_block = lhs.place(lhs.blocks.count() - 1, rows.start);
+    assert!(last_block + rows.len() * kernels::STRIDE <= lhs.data.len());
+    Some(Lines {
+        rows: rows.len(),
+        columns: columns.len(),
+        numbers: lhs.depth,
+        lhs: lhs.data[lhs.place(0, rows.start)..].as_ptr().cast(),
+        block_words: lhs.blocks.words(0).len(),
+        block_stride: lhs.place(1, 0),
+        rhs: right.as_ptr(),
+        line: rhs.stride,
+        sums: std::ptr::null_mut(),
+        stride: 0,
+        first: false,
+    })
+}
+
 /// Sets a part of the sum of the terms, on this thread. `sums` has [`sum_count`] numbers.
 pub(crate) fn add_terms<A: Real>(
     terms: &[Term<A>],
@@ -203,6 +243,15 @@ pub(crate) fn add_terms<A: Real>(
             }
         };
         assert!(rows.end <= lhs.rows);
+        #[cfg(target_arch = "x86_64")]
+        if let Some(lines) = lines_of(lhs, *rhs, &rows, &columns) {
+            let lines = Lines { sums: sums.as_mut_ptr().cast(), stride, first, ..lines };
+            // SAFETY: the left side was packed for a kind that was found on this machine, with zeros beyond its depth;
+            // `lines_of` has looked at both sides, and the sums have room for whole panels, as asserted.
+            unsafe { lines.multiply() };
+            first = false;
+            continue;
+        }
         for block in 0..lhs.blocks.count() {
             let words = lhs.blocks.words(block);
             let mut panels = Scratch::new(columns.len().next_multiple_of(PANEL) * words.len());

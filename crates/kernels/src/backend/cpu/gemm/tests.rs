@@ -54,6 +54,12 @@ fn every_kind_and_orientation_gives_the_exact_product() {
         (70, 1000, 65),
         (600, 40, 20),
         (16, 700, 600),
+        // Several rows by lines as they are stored: all remainders of rows, lines and numbers.
+        (2, 64, 6),
+        (7, 576, 70),
+        (31, 1310, 129),
+        (48, 650, 35),
+        (49, 650, 35),
     ] {
         let left: Vec<f32> = (0..rows * depth).map(number).collect();
         let right: Vec<f32> = (0..depth * columns).map(|i| number(i + 5)).collect();
@@ -116,4 +122,25 @@ fn terms_add_up_and_no_term_is_zero() {
         seen.push(sums[39 * stride + 39]);
     }
     assert_eq!(seen, [0.0, 40.0, 120.0]);
+}
+
+#[test]
+fn a_row_has_the_same_bits_beside_any_number_of_others() {
+    let (most, depth, columns) = (48, 1310, 70);
+    let numbers = |count: usize, seed: usize| -> Vec<bf16> {
+        let of = |i: usize| f64::sin((i * 7919 + seed) as f64) / ((i % 13 + 1) as f64);
+        (0..count).map(|i| bf16::from_f64(of(i))).collect()
+    };
+    let (left, right) = (numbers(most * depth, 1), numbers(columns * depth, 2));
+    for kind in kinds() {
+        let sums = |rows: usize| {
+            let lhs = Operand::lines(Values::Bf16(&left[..rows * depth]), depth);
+            let rhs = Operand::lines(Values::Bf16(&right), depth);
+            product::<f32>(kind, (rows, depth, columns), lhs, rhs)
+        };
+        let all = sums(most);
+        for rows in (1..10).chain([17, 31]) {
+            assert!(sums(rows) == all[..rows * columns], "{kind:?} {rows}");
+        }
+    }
 }
