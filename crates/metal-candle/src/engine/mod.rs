@@ -214,9 +214,9 @@ pub struct Engine<'t> {
     tokenizer: Option<&'t Tokenizer>,
     options: EngineOptions,
     blocks: Blocks,
-    /// What comes before every text, by adapter.
+    /// What comes before every text, by adapter and the generation of its parameters.
     root: Content,
-    roots: Vec<(Weak<Adapter>, Content)>,
+    roots: Vec<(Weak<Adapter>, u64, Content)>,
     /// Both in their order.
     waiting: VecDeque<Sequence<'t>>,
     running: VecDeque<Sequence<'t>>,
@@ -608,13 +608,18 @@ impl<'t> Engine<'t> {
     fn root_of(&mut self, adapter: Option<&Arc<Adapter>>) -> Content {
         let Some(adapter) = adapter else { return self.root };
         // One that is gone leaves its place in memory, but not its number, to others.
-        self.roots.retain(|(adapter, _)| adapter.strong_count() > 0);
-        let adapter = Arc::downgrade(adapter);
-        match self.roots.iter().find(|(other, _)| other.ptr_eq(&adapter)) {
-            Some((_, root)) => *root,
+        self.roots.retain(|(adapter, ..)| adapter.strong_count() > 0);
+        let (generation, adapter) = (adapter.parameters().generation(), Arc::downgrade(adapter));
+        let known = self.roots.iter_mut().find(|(other, ..)| other.ptr_eq(&adapter));
+        match known {
+            Some((_, of, root)) if *of == generation => *root,
+            Some((_, of, root)) => {
+                (*of, *root) = (generation, self.blocks.new_content());
+                *root
+            }
             None => {
                 let root = self.blocks.new_content();
-                self.roots.push((adapter, root));
+                self.roots.push((adapter, generation, root));
                 root
             }
         }
