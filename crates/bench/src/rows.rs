@@ -293,7 +293,7 @@ pub enum Work {
 }
 
 /// The tokens of the prompt and the text of each of some requests. Mixed ones are log-normal with these means and a
-/// deviation of 1 of their logarithms, 16 times the mean at most: about as those of conversations that people have
+/// deviation of 1 of their logarithms, 5 times the mean at most: about as those of conversations that people have
 /// shared (ShareGPT). They follow from a seed of their own.
 pub fn lengths(requests: usize, means: [usize; 2], mixed: bool) -> Vec<[usize; 2]> {
     const SEED: u64 = 1;
@@ -303,7 +303,7 @@ pub fn lengths(requests: usize, means: [usize; 2], mixed: bool) -> Vec<[usize; 2
     let mut random = SplitMix64::new(SEED);
     let mut length = |mean: usize| {
         let drawn = mean as f64 * (random.normal() - 0.5).exp();
-        (drawn.round() as usize).clamp(1, 16 * mean)
+        (drawn.round() as usize).clamp(1, 5 * mean)
     };
     (0..requests).map(|_| means.map(&mut length)).collect()
 }

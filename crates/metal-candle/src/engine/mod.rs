@@ -11,7 +11,7 @@
 //! itself or by a small model, and read together with the last one (speculative decoding, Leviathan et al. 2023,
 //! <https://arxiv.org/abs/2211.17192>). A token is drawn after each of them as ever, with the random numbers that it
 //! would have been drawn with, and as long as what is drawn is what was guessed, the next one is there already. So a
-//! text is what it would be without.
+//! text is what it would be without, but for roundings where a device multiplies several rows in another order than one.
 //!
 //! [`Handle`] runs an engine on a thread of its own, for callers on many.
 

@@ -168,7 +168,7 @@ fn adapters_that_have_changed_are_read_as_they_are() {
         requests.iter().map(|request| alone(&model, &tokenizer, request)).collect()
     };
     // Keys that were computed before an adapter changed aren't found.
-    let options = EngineOptions { prefix_cache: false, ..options(200) };
+    let options = options(200);
     let mut engine = Engine::new(&model, Some(&tokenizer), options).unwrap();
     let before = expected(&requests);
     assert_eq!(together(&mut engine, &requests).0, before);
