@@ -12,7 +12,8 @@ static MODULE: Module = module!("matmul");
 const THREADS: usize = 256;
 const WARPS: usize = THREADS / 32;
 
-/// Up to here the own kernels are for: cuBLAS takes twice as long for one row, and half as long for 8.
+/// Up to here the own kernels are for: with 8 rows, a step of an 8B model in bf16 takes 5.3 ms by cuBLAS on an H200,
+/// and 8.3 by them.
 const FEW_ROWS: usize = 4;
 
 /// Projections of one launch.
