@@ -182,7 +182,6 @@ class Torch:
 
         return self.work(launch, reset)
 
-
     def serving(self, row: Row, ids: np.ndarray, folder: str | None) -> Work:
         """Greedy texts of transformers' continuous batching; as a reference, of one batch."""
         from transformers import GenerationConfig

@@ -165,12 +165,12 @@ pub fn prepare(
             let usual = EngineOptions::default();
             // As many at once as there are, if not so many that each has more memory than it needs.
             let at_once = if mixed { usual.max_sequences.min(requests) } else { requests };
+            let block = usual.block_size;
             let room: usize =
-                lengths.iter().map(|of| of.iter().sum::<usize>().next_multiple_of(BLOCK)).sum();
+                lengths.iter().map(|of| of.iter().sum::<usize>().next_multiple_of(block)).sum();
             let options = EngineOptions {
                 max_sequences: at_once.max(1),
                 cache_tokens: (!mixed).then_some(room),
-                block_size: BLOCK,
                 prefix_cache: false,
                 ..usual
             };
@@ -188,11 +188,11 @@ pub fn prepare(
         }
         Work::FirstToken { busy, prompt, seen, .. } => {
             let usual = EngineOptions::default();
-            let others = busy * (1 + BUSY_TOKENS).next_multiple_of(BLOCK);
+            let of_text = |tokens: usize| tokens.next_multiple_of(usual.block_size);
+            let room = busy * of_text(1 + BUSY_TOKENS) + 2 * of_text(prompt + 1);
             let options = EngineOptions {
                 max_sequences: (busy + 1).max(usual.max_sequences),
-                cache_tokens: Some(others + 2 * (prompt + 1).next_multiple_of(BLOCK)),
-                block_size: BLOCK,
+                cache_tokens: Some(room),
                 ..usual
             };
             let engine = Engine::new(&Arc::new(model), None, options)?;
@@ -325,8 +325,6 @@ fn request(prompt: &[u32], max_tokens: usize) -> Request {
     Request { prompt: prompt.to_vec(), options, adapter: None, priority: 0 }
 }
 
-/// Tokens of a block of an engine's cache here.
-const BLOCK: usize = 16;
 /// Tokens of the texts that are written while another waits for its first.
 const BUSY_TOKENS: usize = 1024;
 

@@ -955,8 +955,7 @@ impl Work {
             } => {
                 let model = Sizes::of(shape)?;
                 let lengths = lengths(*requests, [*prompt, *tokens], *mixed);
-                let adapter = |request: usize| if *adapters > 0 { request % adapters } else { 0 };
-                let rank = |request| if *adapters > 0 { rank_of(adapter(request)) } else { 0 };
+                let rank = |request| if *adapters > 0 { rank_of(request % adapters) } else { 0 };
                 let of_request = |(request, [prompt, tokens]): (usize, &[usize; 2])| {
                     let (all, tokens) = ((prompt + tokens - 1) as f64, *tokens as f64);
                     let factors = model.adapter_width * rank(request) as f64;

@@ -13,6 +13,7 @@ mod parameters;
 mod tables;
 #[cfg(test)]
 mod tests;
+mod version;
 
 pub use config::{Biases, EvaConfig, LoraConfig, Resolved, StartFrom, Targets, TokenIndices};
 pub use export::TrainedFiles;
@@ -37,6 +38,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 use tables::PlannedTable;
+pub(crate) use version::AdapterVersion;
 
 /// What is trained of a model, or has been.
 #[derive(Debug)]

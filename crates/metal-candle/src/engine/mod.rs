@@ -25,7 +25,7 @@ mod tests;
 
 pub use handle::{Answers, Handle};
 
-use crate::adapter::Adapter;
+use crate::adapter::{Adapter, AdapterVersion};
 use crate::generate::{Answer, FinishReason, GenerateOptions, Piece, Sampled, sample_rows};
 use crate::memory::available_bytes;
 use crate::model::Model;
@@ -38,7 +38,7 @@ use metal_candle_kernels::devices;
 use reader::{ModelReader, Reader};
 use std::cmp::Reverse;
 use std::collections::VecDeque;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 /// How much an engine does at once.
 #[derive(Debug, Clone)]
@@ -214,9 +214,9 @@ pub struct Engine<'t> {
     tokenizer: Option<&'t Tokenizer>,
     options: EngineOptions,
     blocks: Blocks,
-    /// What comes before every text, by adapter and the generation of its parameters.
+    /// What comes before every text, by adapter.
     root: Content,
-    roots: Vec<(Weak<Adapter>, u64, Content)>,
+    roots: Vec<(AdapterVersion, Content)>,
     /// Both in their order.
     waiting: VecDeque<Sequence<'t>>,
     running: VecDeque<Sequence<'t>>,
@@ -608,18 +608,13 @@ impl<'t> Engine<'t> {
     fn root_of(&mut self, adapter: Option<&Arc<Adapter>>) -> Content {
         let Some(adapter) = adapter else { return self.root };
         // One that is gone leaves its place in memory, but not its number, to others.
-        self.roots.retain(|(adapter, ..)| adapter.strong_count() > 0);
-        let (generation, adapter) = (adapter.parameters().generation(), Arc::downgrade(adapter));
-        let known = self.roots.iter_mut().find(|(other, ..)| other.ptr_eq(&adapter));
-        match known {
-            Some((_, of, root)) if *of == generation => *root,
-            Some((_, of, root)) => {
-                (*of, *root) = (generation, self.blocks.new_content());
-                *root
-            }
+        self.roots.retain(|(version, _)| version.is_current());
+        let version = AdapterVersion::of(adapter);
+        match self.roots.iter().find(|(other, _)| *other == version) {
+            Some((_, root)) => *root,
             None => {
                 let root = self.blocks.new_content();
-                self.roots.push((adapter, generation, root));
+                self.roots.push((version, root));
                 root
             }
         }

@@ -2,12 +2,12 @@
 //! kernels as fast as they run.
 
 use crate::Result;
-use crate::adapter::Adapter;
+use crate::adapter::AdapterVersion;
 use crate::model::Model;
 use crate::pass::{Next, PagedCache, Stretch};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::recording::Recording;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 /// Tokens that a text has room for at least, and those whose keys a part of attention's work has.
 const LEAST_ROOM: usize = 512;
@@ -26,23 +26,11 @@ pub(super) struct Recordings {
 }
 
 /// What a recording is made for.
-#[derive(Clone)]
+#[derive(Clone, PartialEq)]
 struct Shape {
     rows: usize,
     room: usize,
-    /// With the generation of its weights.
-    adapter: Option<(Weak<Adapter>, u64)>,
-}
-
-impl PartialEq for Shape {
-    fn eq(&self, other: &Self) -> bool {
-        let same = match (&self.adapter, &other.adapter) {
-            (None, None) => true,
-            (Some((a, of_a)), Some((b, of_b))) => a.ptr_eq(b) && of_a == of_b,
-            _ => false,
-        };
-        same && (self.rows, self.room) == (other.rows, other.room)
-    }
+    adapter: Option<AdapterVersion>,
 }
 
 impl Shape {
@@ -50,11 +38,7 @@ impl Shape {
     fn of(stretches: &[Stretch], total: usize, model: &Model) -> Option<Shape> {
         let adapter = stretches.first()?.adapter;
         let alike = stretches.iter().all(|stretch| {
-            let same = match (stretch.adapter, adapter) {
-                (Some(a), Some(b)) => Arc::ptr_eq(a, b),
-                (None, None) => true,
-                _ => false,
-            };
+            let same = stretch.adapter.map(Arc::as_ptr) == adapter.map(Arc::as_ptr);
             same && stretch.logits == 1 && stretch.tokens.len() == 1
         });
         let room = total.next_power_of_two().max(LEAST_ROOM);
@@ -73,16 +57,12 @@ impl Shape {
         if rows * ranges(room) > (4 * needed).max(1024) {
             return None;
         }
-        let adapter = adapter.map(|it| (Arc::downgrade(it), it.parameters().generation()));
-        Some(Shape { rows, room, adapter })
+        Some(Shape { rows, room, adapter: adapter.map(AdapterVersion::of) })
     }
 
     /// Whether its adapter is still there, as it was.
     fn is_current(&self) -> bool {
-        self.adapter.as_ref().is_none_or(|(adapter, generation)| {
-            let current = |it: Arc<Adapter>| it.parameters().generation() == *generation;
-            adapter.upgrade().is_some_and(current)
-        })
+        self.adapter.as_ref().is_none_or(AdapterVersion::is_current)
     }
 }
 

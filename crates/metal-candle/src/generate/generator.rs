@@ -1,7 +1,6 @@
 //! Text from a model: prefill the prompt, then decode a token at a time.
 
 use super::answer::{Answer, FinishReason, GenerateOptions, Piece};
-use super::sampler::sample_rows;
 use crate::adapter::Adapter;
 use crate::autograd::Tape;
 use crate::model::Model;
@@ -221,12 +220,7 @@ impl<'s, 'a> Generation<'s, 'a> {
     }
 
     fn step(&mut self) -> Result<Piece> {
-        let row = self.answer.row(self.session.tokens(), 0);
-        let mut sampled = sample_rows(&self.logits.unsqueeze(0)?, &[row])?;
-        let sampled = sampled
-            .pop()
-            .transpose()?
-            .ok_or_else(|| Error::from(candle_core::Error::msg("a row of logits gave no token")))?;
+        let sampled = self.answer.row(self.session.tokens(), 0).sample(&self.logits)?;
         let piece = self.answer.take(sampled)?;
         if self.answer.finish_reason().is_none()
             && let Some(token) = piece.token

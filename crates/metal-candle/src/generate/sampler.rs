@@ -154,6 +154,18 @@ pub(crate) struct Row<'a> {
     pub generated: &'a [u32],
 }
 
+impl Row<'_> {
+    /// Chooses its token from `logits` `(vocabulary)`.
+    pub fn sample(self, logits: &Tensor) -> Result<Sampled> {
+        if logits.rank() != 1 {
+            let found = logits.dims();
+            return Err(broken(format!("logits have shape {found:?}, expected (vocabulary)")));
+        }
+        let sampled = sample_rows(&logits.unsqueeze(0)?, &[self])?.pop();
+        sampled.unwrap_or_else(|| Err(broken("a row gave no token".into())))
+    }
+}
+
 impl Sampler {
     /// A sampler at the start of the random draws of `options.seed`.
     ///
@@ -201,13 +213,7 @@ impl Sampler {
         history: &[u32],
         generated: &[u32],
     ) -> Result<Sampled> {
-        if logits.rank() != 1 {
-            let found = logits.dims();
-            return Err(broken(format!("logits have shape {found:?}, expected (vocabulary)")));
-        }
-        let row = Row { sampler: self, ahead: 0, history, generated };
-        let sampled = sample_rows(&logits.unsqueeze(0)?, &[row])?.pop();
-        let sampled = sampled.unwrap_or_else(|| Err(broken("a row gave no token".into())))?;
+        let sampled = Row { sampler: self, ahead: 0, history, generated }.sample(logits)?;
         self.advance();
         Ok(sampled)
     }

@@ -1,6 +1,6 @@
 //! Which adapter each row of a batch has.
 
-use crate::adapter::Adapter;
+use crate::adapter::{Adapter, AdapterVersion};
 use crate::autograd::Value;
 use crate::model::Model;
 use crate::model::layer::Linear;
@@ -8,7 +8,7 @@ use crate::model::weight::WeightId;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::lora_rows;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// The adapters of a batch's rows.
 #[derive(Clone, Debug)]
@@ -50,10 +50,8 @@ impl RowAdapters {
         let mut groups: Vec<(Option<Arc<Adapter>>, Vec<u32>)> = Vec::new();
         for (row, adapter) in adapters.iter().enumerate() {
             let row = u32::try_from(row).map_err(candle_core::Error::wrap)?;
-            let same = |other: &Option<Arc<Adapter>>| match (other, adapter) {
-                (Some(a), Some(b)) => Arc::ptr_eq(a, b),
-                (None, None) => true,
-                _ => false,
+            let same = |other: &Option<Arc<Adapter>>| {
+                other.as_ref().map(Arc::as_ptr) == adapter.as_ref().map(Arc::as_ptr)
             };
             match groups.iter_mut().find(|(other, _)| same(other)) {
                 Some((_, rows)) => rows.push(row),
@@ -181,8 +179,8 @@ impl RowUpdates {
 #[derive(Debug)]
 struct Updates {
     laid_out: lora_rows::Adapters,
-    /// Which adapters they are, and the generations of their parameters.
-    adapters: Vec<(Weak<Adapter>, u64)>,
+    /// Which adapters they are.
+    adapters: Vec<AdapterVersion>,
 }
 
 impl Updates {
@@ -198,7 +196,7 @@ impl Updates {
                 }
             }
             all.push(factors);
-            of_adapters.push((Arc::downgrade(adapter), generation));
+            of_adapters.push(AdapterVersion::of(adapter));
         }
         let laid_out = lora_rows::Adapters::new(&all, dtype, model.device())?;
         Ok(Self { laid_out, adapters: of_adapters })
@@ -206,10 +204,8 @@ impl Updates {
 
     /// Where an adapter is among them, as its parameters are now.
     fn place(&self, adapter: &Arc<Adapter>) -> Option<usize> {
-        let generation = adapter.parameters().generation();
-        self.adapters.iter().position(|(other, of)| {
-            std::ptr::eq(other.as_ptr(), Arc::as_ptr(adapter)) && *of == generation
-        })
+        let version = AdapterVersion::of(adapter);
+        self.adapters.iter().position(|other| *other == version)
     }
 }
 
@@ -222,8 +218,7 @@ impl KnownUpdates {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(updates) = known.as_ref() {
             // The memory of adapters that are gone is given back.
-            let mut members = updates.adapters.iter();
-            let live = members.all(|(adapter, _)| adapter.strong_count() > 0);
+            let live = updates.adapters.iter().all(AdapterVersion::is_live);
             if live && adapters.iter().all(|adapter| updates.place(adapter).is_some()) {
                 return Ok(updates.clone());
             }
