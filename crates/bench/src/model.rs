@@ -310,7 +310,7 @@ impl Workload for Serve {
             for (id, event) in self.engine.step() {
                 match event {
                     Event::Piece(piece) => texts.entry(id).or_default().extend(piece.token),
-                    Event::Finished(_) => {}
+                    Event::Prompt(_) | Event::Finished(_) => {}
                     Event::Failed(error) => return Err(error),
                 }
             }
@@ -322,7 +322,7 @@ impl Workload for Serve {
 
 fn request(prompt: &[u32], max_tokens: usize) -> Request {
     let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
-    Request { prompt: prompt.to_vec(), options, adapter: None, priority: 0 }
+    Request { prompt: prompt.to_vec(), options, ..Request::default() }
 }
 
 /// Tokens of the texts that are written while another waits for its first.

@@ -165,7 +165,8 @@ pub struct Given<'a> {
 impl Given<'_> {
     /// What the answers follow from beside the prompts; those of another run are not taken over.
     fn settings(&self) -> Value {
-        let GenerateOptions { max_tokens, sampling, stop, ignore_eos } = &self.options;
+        let GenerateOptions { max_tokens, sampling, stop, ignore_eos, top_logprobs: _ } =
+            &self.options;
         json!({
             "program": concat!("metal-candle ", env!("CARGO_PKG_VERSION")),
             "model": self.loaded.folder,
@@ -241,6 +242,7 @@ pub fn run(
         for (id, event) in engine.step() {
             let Some((_, text)) = under_way.get_mut(&id) else { continue };
             let answer = match event {
+                Event::Prompt(_) => continue,
                 Event::Piece(piece) => {
                     text.push_str(&piece.text);
                     tokens += 1;
@@ -361,7 +363,7 @@ fn request(
             }
         }),
     };
-    Ok((line.id, line.metadata, Request { prompt, options, adapter, priority: 0 }))
+    Ok((line.id, line.metadata, Request { prompt, options, adapter, ..Request::default() }))
 }
 
 fn tokens(line: &Line, given: &Given) -> anyhow::Result<Vec<u32>> {

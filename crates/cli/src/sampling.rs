@@ -117,6 +117,7 @@ impl Sampling {
             },
             stop: self.stop.clone(),
             ignore_eos: self.ignore_eos,
+            top_logprobs: 0,
         };
         options.validate().map_err(usage)?;
         Ok(options)

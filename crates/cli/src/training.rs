@@ -403,6 +403,7 @@ impl Run {
                     adapter: Some(adapter),
                     objective: &self.options.objective,
                     reference: self.reference.as_ref(),
+                    turns: None,
                 };
                 Some(task.evaluate(batches, limit(settings.test_batches))?)
             }

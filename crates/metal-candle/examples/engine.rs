@@ -24,8 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let request = Request {
             prompt: tokenizer.encode(&text, false)?,
             options: GenerateOptions { max_tokens: 100, ..GenerateOptions::default() },
-            adapter: None,
-            priority: 0,
+            ..Request::default()
         };
         // All are written at once from here on; a thread could listen to each.
         under_way.push((question, engine.submit(request)));

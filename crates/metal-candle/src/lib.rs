@@ -22,6 +22,7 @@ pub mod pass;
 pub mod random;
 pub mod text;
 pub mod train;
+pub mod turns;
 
 pub use candle_core::{DType, Device};
 pub use error::{Error, Result, readable, tensor_message};

@@ -43,7 +43,8 @@ impl Engine<'_> {
             let length = sequence.tokens.len();
             let count = self.options.draft_tokens.min(left).min(sequence.answer.left() - 1);
             let stays = |reader: &dyn super::Reader| !reader.ropes_change(1, length + count);
-            let useful = count > 0 && sequence.planned == 1 && sequence.goes_on();
+            let is_free = sequence.scores.is_none() && !sequence.answer.is_constrained();
+            let useful = count > 0 && sequence.planned == 1 && sequence.goes_on() && is_free;
             let can_be_read = stays(&*self.reader) && self.drafter.as_deref().is_none_or(stays);
             if !(useful && can_be_read && extend(&mut self.blocks, sequence, 1 + count)) {
                 continue;

@@ -1,9 +1,12 @@
 //! An engine on a thread of its own.
 
-use super::{Engine, EngineOptions, Event, Finished, Readers, Request, RequestId, Statistics};
+use super::{
+    Engine, EngineOptions, Event, Finished, Readers, Request, RequestId, Scored, Statistics,
+};
 use crate::generate::Piece;
 use crate::model::Model;
 use crate::text::Tokenizer;
+use crate::turns::Turns;
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,17 +23,33 @@ pub struct Handle {
 
 /// What a handle and an answer tell the engine. A ticket is the number of a request before it has one there.
 enum Command {
-    Submit(u64, Request, Sender<Event>),
+    Submit(u64, Box<Request>, Listener),
     Cancel(u64),
     Statistics(Sender<Statistics>),
+}
+
+/// What is told of a request's events; it says whether it wants more.
+type Listener = Box<dyn FnMut(Event) -> bool + Send>;
+
+/// A request under way. Dropping it cancels the request, if it hasn't ended.
+#[derive(Debug)]
+pub struct Ticket {
+    number: u64,
+    sender: Sender<Command>,
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let _ = self.sender.send(Command::Cancel(self.number));
+    }
 }
 
 /// The pieces of a text as they are written. Dropping it cancels the request.
 #[derive(Debug)]
 pub struct Answers {
-    ticket: u64,
     events: Receiver<Event>,
-    sender: Sender<Command>,
+    _ticket: Ticket,
+    prompt: Vec<Scored>,
     finished: Option<Finished>,
     failed: bool,
 }
@@ -49,6 +68,7 @@ impl Handle {
         let (sender, commands) = mpsc::channel();
         let run = move || {
             Thread {
+                turns: options.turns.clone(),
                 engine: Engine::over(readers, tokenizer.as_deref(), options),
                 callers: HashMap::new(),
                 tickets: HashMap::new(),
@@ -64,12 +84,23 @@ impl Handle {
 
     /// Asks for a text. What is wrong with the request is the first item of the answer.
     pub fn submit(&self, request: Request) -> Answers {
-        let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
-        let (events, receiver) = mpsc::channel();
+        let (sender, events) = mpsc::channel();
         // An engine that is gone drops the other end of the events, which the answer tells.
-        let _ = self.sender.send(Command::Submit(ticket, request, events));
-        let sender = self.sender.clone();
-        Answers { ticket, events: receiver, sender, finished: None, failed: false }
+        let ticket = self.submit_to(request, move |event| sender.send(event).is_ok());
+        let prompt = Vec::new();
+        Answers { events, _ticket: ticket, prompt, finished: None, failed: false }
+    }
+
+    /// Asks for a text whose events are told to `events` on the engine's thread, which must not be made to wait, until
+    /// it says false. Nothing is told if the engine's thread is gone.
+    pub fn submit_to(
+        &self,
+        request: Request,
+        events: impl FnMut(Event) -> bool + Send + 'static,
+    ) -> Ticket {
+        let number = self.tickets.fetch_add(1, Ordering::Relaxed);
+        let _ = self.sender.send(Command::Submit(number, Box::new(request), Box::new(events)));
+        Ticket { number, sender: self.sender.clone() }
     }
 
     /// What the engine is busy with.
@@ -88,6 +119,11 @@ fn gone() -> Error {
 }
 
 impl Answers {
+    /// How likely the prompt's tokens are, if that was asked for and a piece has been read.
+    pub fn prompt(&self) -> &[Scored] {
+        &self.prompt
+    }
+
     /// How the text ended, once it has.
     pub fn finished(&self) -> Option<Finished> {
         self.finished
@@ -101,7 +137,14 @@ impl Iterator for Answers {
         if self.finished.is_some() || self.failed {
             return None;
         }
-        match self.events.recv() {
+        let event = loop {
+            match self.events.recv() {
+                Ok(Event::Prompt(prompt)) => self.prompt = prompt,
+                event => break event,
+            }
+        };
+        match event {
+            Ok(Event::Prompt(_)) => None,
             Ok(Event::Piece(piece)) => Some(Ok(piece)),
             Ok(Event::Finished(finished)) => {
                 self.finished = Some(finished);
@@ -119,17 +162,10 @@ impl Iterator for Answers {
     }
 }
 
-impl Drop for Answers {
-    fn drop(&mut self) {
-        if self.finished.is_none() && !self.failed {
-            let _ = self.sender.send(Command::Cancel(self.ticket));
-        }
-    }
-}
-
 struct Thread<'t> {
     engine: Engine<'t>,
-    callers: HashMap<RequestId, (u64, Sender<Event>)>,
+    turns: Option<Arc<Turns>>,
+    callers: HashMap<RequestId, (u64, Listener)>,
     tickets: HashMap<u64, RequestId>,
 }
 
@@ -137,6 +173,9 @@ impl Thread<'_> {
     fn run(mut self, commands: &Receiver<Command>) {
         loop {
             if self.engine.is_idle() {
+                if let Some(turns) = &self.turns {
+                    turns.engine_rests();
+                }
                 match commands.recv() {
                     Ok(command) => self.take(command),
                     Err(_) => return,
@@ -149,10 +188,14 @@ impl Thread<'_> {
                     Err(TryRecvError::Disconnected) => return,
                 }
             }
-            for (id, event) in self.engine.step() {
-                let last = !matches!(event, Event::Piece(_));
-                let Some((_, caller)) = self.callers.get(&id) else { continue };
-                let heard = caller.send(event).is_ok();
+            let events = {
+                let _turn = self.turns.as_ref().map(|turns| turns.engine());
+                self.engine.step()
+            };
+            for (id, event) in events {
+                let last = matches!(event, Event::Finished(_) | Event::Failed(_));
+                let Some((_, caller)) = self.callers.get_mut(&id) else { continue };
+                let heard = caller(event);
                 if !heard {
                     self.engine.cancel(id);
                 }
@@ -165,13 +208,13 @@ impl Thread<'_> {
 
     fn take(&mut self, command: Command) {
         match command {
-            Command::Submit(ticket, request, caller) => match self.engine.submit(request) {
+            Command::Submit(ticket, request, mut caller) => match self.engine.submit(*request) {
                 Ok(id) => {
                     self.callers.insert(id, (ticket, caller));
                     self.tickets.insert(ticket, id);
                 }
                 // Who doesn't listen any more doesn't need to know.
-                Err(error) => drop(caller.send(Event::Failed(error))),
+                Err(error) => drop(caller(Event::Failed(error))),
             },
             Command::Cancel(ticket) => {
                 if let Some(id) = self.tickets.get(&ticket).copied() {

@@ -20,24 +20,30 @@ mod drafts;
 mod handle;
 mod reader;
 mod recorded;
+mod scores;
 #[cfg(test)]
 mod tests;
 
-pub use handle::{Answers, Handle};
+pub use handle::{Answers, Handle, Ticket};
+pub use scores::Scored;
 
 use crate::adapter::{Adapter, AdapterVersion};
-use crate::generate::{Answer, FinishReason, GenerateOptions, Piece, Sampled, sample_rows};
+use crate::generate::{
+    Answer, FinishReason, GenerateOptions, Grammar, Piece, Sampled, sample_rows,
+};
 use crate::memory::available_bytes;
 use crate::model::Model;
 use crate::pass::{PagedCache, Stretch};
 use crate::text::Tokenizer;
+use crate::turns::Turns;
 use crate::{Error, Result, bounds};
 use blocks::{Blocks, Content};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::devices;
+use rayon::prelude::*;
 use reader::{ModelReader, Reader};
 use std::cmp::Reverse;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 /// How much an engine does at once.
@@ -61,6 +67,8 @@ pub struct EngineOptions {
     /// What guesses them, a smaller model of the same vocabulary. Without one, what followed the text's last tokens
     /// where they stood before is the guess (prompt lookup).
     pub draft_model: Option<Arc<Model>>,
+    /// With whom a [`Handle`]'s engine shares the device; `None` is nobody.
+    pub turns: Option<Arc<Turns>>,
 }
 
 impl Default for EngineOptions {
@@ -74,6 +82,7 @@ impl Default for EngineOptions {
             prefix_cache: true,
             draft_tokens: 0,
             draft_model: None,
+            turns: None,
         }
     }
 }
@@ -105,7 +114,7 @@ impl EngineOptions {
 }
 
 /// A text to be continued.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Request {
     /// The tokens to continue.
     pub prompt: Vec<u32>,
@@ -115,6 +124,10 @@ pub struct Request {
     pub adapter: Option<Arc<Adapter>>,
     /// Those with more go first, those with the same in the order in which they came.
     pub priority: i32,
+    /// What may be written; `None` is anything.
+    pub grammar: Option<Grammar>,
+    /// Whether to tell how likely the prompt's tokens are. Then all of it is read, also what is in the cache.
+    pub score_prompt: bool,
 }
 
 /// A request's number, which an engine gives once.
@@ -124,6 +137,8 @@ pub struct RequestId(u64);
 /// What becomes of a request.
 #[derive(Debug)]
 pub enum Event {
+    /// How likely the prompt's tokens are, if that was asked for; the first event of a request.
+    Prompt(Vec<Scored>),
     /// A token was written.
     Piece(Piece),
     /// The text ended; the last event of a request.
@@ -182,6 +197,8 @@ struct Sequence<'t> {
     content: Content,
     /// What comes before its first block.
     root: Content,
+    /// How likely the tokens of the prompt are, as far as it was read, until that is told.
+    scores: Option<Vec<Scored>>,
     /// How much was found when it began.
     found: Option<usize>,
     /// Tokens that this step reads.
@@ -205,6 +222,15 @@ impl Sequence<'_> {
     /// Whether its next token follows from what this step reads.
     fn goes_on(&self) -> bool {
         self.planned == self.left()
+    }
+
+    /// Of how many of the tokens that this step reads there are to be logits.
+    fn logits(&self) -> usize {
+        match self.scores {
+            Some(_) => self.planned,
+            None if self.goes_on() => 1 + self.drafts,
+            None => 0,
+        }
     }
 }
 
@@ -269,7 +295,7 @@ impl<'t> Engine<'t> {
     /// # Errors
     /// [`Error::Option`] when the request cannot be written by this engine, or too many wait.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
-        let Request { prompt, options, adapter, priority } = request;
+        let Request { prompt, options, adapter, priority, grammar, score_prompt } = request;
         if self.waiting.len() >= self.options.max_waiting {
             let most = self.options.max_waiting;
             return Err(Error::option("max_waiting", format!("{most} requests wait already")));
@@ -303,7 +329,10 @@ impl<'t> Engine<'t> {
                 ),
             ));
         }
-        let answer = Answer::new(self.tokenizer, options)?;
+        let mut answer = Answer::new(self.tokenizer, options)?;
+        if let Some(grammar) = &grammar {
+            answer = answer.with_grammar(grammar)?;
+        }
         let root = self.root_of(adapter.as_ref());
         self.ids += 1;
         let id = RequestId(self.ids);
@@ -320,6 +349,7 @@ impl<'t> Engine<'t> {
             remembered: 0,
             content: root,
             root,
+            scores: score_prompt.then(Vec::new),
             found: None,
             planned: 0,
             drafts: 0,
@@ -401,20 +431,24 @@ impl<'t> Engine<'t> {
             sequence.cached_for = sequence.tokens.len();
         }
         let preemptions = self.preemptions;
+        let mut scored = scores::MOST_ROWS;
         // Texts that are being written first, so that they don't wait for prompts.
         for writing in [true, false] {
             let mut index = 0;
             while budget > 0
                 && let Some(sequence) = self.running.get(index)
             {
-                let count = sequence.left().min(budget);
+                let most = if sequence.scores.is_some() { budget.min(scored) } else { budget };
+                let count = sequence.left().min(most);
                 if sequence.planned == 0
+                    && count > 0
                     && (sequence.left() == 1) == writing
                     && self.make_room(index, count)
                     && let Some(sequence) = self.running.get_mut(index)
                 {
                     sequence.planned = count;
                     budget -= count;
+                    scored -= if sequence.scores.is_some() { count } else { 0 };
                 }
                 index += 1;
             }
@@ -422,7 +456,7 @@ impl<'t> Engine<'t> {
         while self.preemptions == preemptions
             && budget > 0
             && self.running.len() < self.options.max_sequences
-            && let Some(count) = self.admit(budget)
+            && let Some(count) = self.admit(budget, &mut scored)
         {
             budget -= count;
         }
@@ -450,11 +484,14 @@ impl<'t> Engine<'t> {
     }
 
     /// Begins the first of the waiting, if there are blocks for all of it; says how many tokens are read of it.
-    fn admit(&mut self, budget: usize) -> Option<usize> {
+    fn admit(&mut self, budget: usize, scored: &mut usize) -> Option<usize> {
         let sequence = self.waiting.front_mut()?;
+        if sequence.scores.is_some() && *scored == 0 {
+            return None;
+        }
         let size = self.blocks.size();
         let length = sequence.tokens.len();
-        if shares_blocks(&self.options, &*self.reader, length) {
+        if sequence.scores.is_none() && shares_blocks(&self.options, &*self.reader, length) {
             // Something has to be read for the logits to follow from.
             for tokens in sequence.tokens[..length - 1].chunks_exact(size) {
                 let Some((block, content)) = self.blocks.find(sequence.content, tokens) else {
@@ -475,12 +512,14 @@ impl<'t> Engine<'t> {
         }
         sequence.cached = sequence.table.len() * size;
         sequence.cached_for = length;
-        let count = sequence.left().min(budget);
+        let most = if sequence.scores.is_some() { budget.min(*scored) } else { budget };
+        let count = sequence.left().min(most);
         let missing = length.div_ceil(size) - sequence.table.len();
         if missing > self.blocks.available() || !extend(&mut self.blocks, sequence, count) {
             restart(&mut self.blocks, sequence);
             return None;
         }
+        *scored -= if sequence.scores.is_some() { count } else { 0 };
         sequence.planned = count;
         sequence.found.get_or_insert(sequence.cached.min(sequence.prompt));
         insert(&mut self.running, self.waiting.pop_front()?);
@@ -499,12 +538,13 @@ impl<'t> Engine<'t> {
                     start: sequence.cached,
                     table: &sequence.table,
                     adapter: sequence.adapter.as_ref(),
-                    logits: if sequence.goes_on() { 1 + sequence.drafts } else { 0 },
+                    logits: sequence.logits(),
                 }
             })
             .collect();
         let read = self.reader.read(&stretches, total);
-        match read.and_then(|logits| self.sample(group, &logits)) {
+        let chosen = read.and_then(|logits| self.score(group, logits));
+        match chosen.and_then(|logits| self.sample(group, &logits)) {
             Ok(sampled) => {
                 let mut sampled = sampled.into_iter();
                 for &index in group {
@@ -525,7 +565,8 @@ impl<'t> Engine<'t> {
     }
 
     /// What follows the tokens of `group`'s texts (ascending) of which there are logits.
-    fn sample(&self, group: &[usize], logits: &Tensor) -> Result<Vec<Result<Sampled>>> {
+    fn sample(&mut self, group: &[usize], logits: &Tensor) -> Result<Vec<Result<Sampled>>> {
+        let mut problems = self.find_allowed(group);
         let mut rows = Vec::new();
         for sequence in group.iter().filter_map(|&index| self.running.get(index)) {
             if !sequence.goes_on() {
@@ -539,7 +580,32 @@ impl<'t> Engine<'t> {
         if rows.is_empty() {
             return Ok(Vec::new());
         }
-        sample_rows(logits, &rows)
+        let mut sampled = sample_rows(logits, &rows)?;
+        // A text with a problem has one row, as no guesses are made for texts that follow a grammar.
+        let writing = group.iter().filter(|&&index| self.running[index].goes_on());
+        let mut row = 0;
+        for index in writing {
+            if let Some(problem) = problems.remove(index) {
+                sampled[row] = Err(problem);
+            }
+            row += 1 + self.running[*index].drafts;
+        }
+        Ok(sampled)
+    }
+
+    /// Finds what may come next in those of `group` that follow a grammar, while the device is busy; gives the problems
+    /// of those for which that fails.
+    fn find_allowed(&mut self, group: &[usize]) -> HashMap<usize, Error> {
+        let texts = self.running.iter_mut().enumerate();
+        let constrained: Vec<_> = texts
+            .filter(|(index, text)| {
+                text.answer.is_constrained() && text.goes_on() && group.binary_search(index).is_ok()
+            })
+            .collect();
+        constrained
+            .into_par_iter()
+            .filter_map(|(index, text)| Some((index, text.answer.find_allowed().err()?)))
+            .collect()
     }
 
     /// Counts what was read of a text, and goes on with the tokens that follow: the one after its last, and as long as
@@ -555,6 +621,11 @@ impl<'t> Engine<'t> {
         let guessed = sequence.tokens.split_off(sequence.tokens.len() - drafts);
         sequence.cached += sequence.planned - drafts;
         self.drafted += drafts as u64;
+        if sequence.cached >= sequence.prompt
+            && let Some(scores) = sequence.scores.take()
+        {
+            events.push((sequence.id, Event::Prompt(scores)));
+        }
         let mut last = None;
         for (place, next) in next.into_iter().enumerate() {
             let piece = match next.and_then(|sampled| sequence.answer.take(sampled)) {
@@ -659,6 +730,9 @@ fn restart(blocks: &mut Blocks, sequence: &mut Sequence) {
         blocks.release(block);
     }
     (sequence.cached, sequence.remembered, sequence.planned) = (0, 0, 0);
+    if let Some(scores) = &mut sequence.scores {
+        scores.clear();
+    }
     sequence.drafter_cached = 0;
     sequence.content = sequence.root;
 }

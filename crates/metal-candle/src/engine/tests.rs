@@ -55,7 +55,9 @@ impl Reader for Reads {
         let mut rows = Vec::new();
         for stretch in stretches {
             let end = stretch.start + stretch.tokens.len();
-            assert!((end > self.short) == (total > self.short) || stretch.logits == 0);
+            // A piece of a prompt that is scored has the ropes of the whole.
+            let is_piece = stretch.logits == 0 || stretch.logits == stretch.tokens.len();
+            assert!((end > self.short) == (total > self.short) || is_piece && end < total);
             let slot = |position: usize| {
                 stretch.table[position / BLOCK] as usize * BLOCK + position % BLOCK
             };
@@ -116,6 +118,7 @@ fn small() -> EngineOptions {
         prefix_cache: true,
         draft_tokens: 0,
         draft_model: None,
+        turns: None,
     }
 }
 
@@ -131,7 +134,7 @@ fn engine<'t>(
 
 fn request(prompt: &[u32], max_tokens: usize) -> Request {
     let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
-    Request { prompt: prompt.to_vec(), options, adapter: None, priority: 0 }
+    Request { prompt: prompt.to_vec(), options, ..Request::default() }
 }
 
 /// The tokens that follow a prompt, with the end-of-sequence token.
@@ -145,6 +148,23 @@ fn expected(tokenizer: &Tokenizer, prompt: &[u32], max_tokens: usize) -> Vec<u32
         }
     }
     text.split_off(prompt.len())
+}
+
+/// Checks how likely the tokens of a prompt are, by the logits that are read for them.
+fn check_scores(scores: &[Scored], prompt: &[u32]) {
+    let log_sum = (9f64.exp() + (VOCABULARY - 1) as f64).ln();
+    let is = |found: f64, logit: f64| assert!((found - (logit - log_sum)).abs() < 1e-9, "{found}");
+    assert_eq!(scores.len(), prompt.len());
+    assert_eq!((scores[0].token, scores[0].logprob), (prompt[0], None));
+    for place in 1..prompt.len() {
+        let (scored, likeliest) = (&scores[place], next(&prompt[..place]));
+        assert_eq!(scored.token, prompt[place]);
+        is(scored.logprob.unwrap(), if scored.token == likeliest { 9.0 } else { 0.0 });
+        let [(first, of_first), (second, of_second)] = scored.likeliest[..] else { panic!() };
+        assert_eq!((first, second), (likeliest, u32::from(likeliest == 0)));
+        is(of_first, 9.0);
+        is(of_second, 0.0);
+    }
 }
 
 /// Runs an engine until nothing is left: the tokens of every request, and how it ended.
@@ -193,6 +213,7 @@ fn a_thousand_requests_that_come_and_go_leave_every_text_right_and_no_block_lost
         let mut wanted: HashMap<RequestId, (Vec<u32>, usize)> = HashMap::new();
         let mut texts: HashMap<RequestId, Vec<u32>> = HashMap::new();
         let (mut submitted, mut ended, mut reused, mut cancelled, mut poisoned) = (0, 0, 0, 0, 0);
+        let mut scored = 0;
         while submitted < 1000 || !engine.is_idle() {
             while submitted < 1000 && random.below(3) > 0 {
                 // Few beginnings, of which many are shared.
@@ -205,7 +226,10 @@ fn a_thousand_requests_that_come_and_go_leave_every_text_right_and_no_block_lost
                 }
                 let max_tokens = 1 + random.below(30) as usize;
                 let priority = random.below(3) as i32;
-                let request = Request { priority, ..request(&prompt, max_tokens) };
+                let score_prompt = random.below(8) == 0;
+                let mut request =
+                    Request { priority, score_prompt, ..request(&prompt, max_tokens) };
+                request.options.top_logprobs = 2;
                 wanted.insert(engine.submit(request).unwrap(), (prompt, max_tokens));
                 submitted += 1;
             }
@@ -220,7 +244,16 @@ fn a_thousand_requests_that_come_and_go_leave_every_text_right_and_no_block_lost
                 let (prompt, max_tokens) =
                     wanted.get(&id).expect("an event of a request that is gone");
                 match event {
-                    Event::Piece(piece) => texts.entry(id).or_default().extend(piece.token),
+                    Event::Prompt(scores) => {
+                        assert!(!texts.contains_key(&id), "scores after a piece");
+                        check_scores(&scores, prompt);
+                        scored += 1;
+                    }
+                    Event::Piece(piece) => {
+                        assert_eq!(piece.likeliest[0].0, piece.token.unwrap());
+                        assert_eq!(piece.likeliest.len(), 2);
+                        texts.entry(id).or_default().extend(piece.token);
+                    }
                     Event::Finished(finished) => {
                         let text = texts.remove(&id).unwrap();
                         assert_eq!(text, expected(&tokenizer, prompt, *max_tokens));
@@ -242,6 +275,7 @@ fn a_thousand_requests_that_come_and_go_leave_every_text_right_and_no_block_lost
         assert!(wanted.is_empty());
         assert_eq!(ended + cancelled + poisoned, 1000);
         assert!(ended > 500 && cancelled > 50 && poisoned > 5, "{ended} {cancelled} {poisoned}");
+        assert!(scored > 50, "{scored}");
         assert!(engine.statistics().preemptions > 10, "{:?}", engine.statistics());
         assert_eq!(reused > 100, prefix_cache, "{reused}");
         let Statistics { drafted, accepted, .. } = engine.statistics();

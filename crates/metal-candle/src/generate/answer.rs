@@ -1,6 +1,7 @@
 //! A text while it is written: from the logits of what comes next to pieces of text, until it ends.
 
-use super::sampler::{Row, Sampled, Sampler, SamplingOptions};
+use super::grammar::{Constraint, Grammar};
+use super::sampler::{MOST_LIKELIEST, Row, Sampled, Sampler, SamplingOptions};
 use super::stop::StopStrings;
 use crate::text::{DecodeStream, Tokenizer};
 use crate::{Error, Result, bounds};
@@ -17,6 +18,8 @@ pub struct GenerateOptions {
     pub stop: Vec<String>,
     /// Go on after an end-of-sequence token.
     pub ignore_eos: bool,
+    /// How many of the likeliest tokens are told beside each that is drawn, up to 20.
+    pub top_logprobs: usize,
 }
 
 impl Default for GenerateOptions {
@@ -26,6 +29,7 @@ impl Default for GenerateOptions {
             sampling: SamplingOptions::default(),
             stop: Vec::new(),
             ignore_eos: false,
+            top_logprobs: 0,
         }
     }
 }
@@ -37,6 +41,7 @@ impl GenerateOptions {
     /// [`Error::Option`] about the first that cannot work.
     pub fn validate(&self) -> Result<()> {
         bounds::check("max_tokens", self.max_tokens, &bounds::TOKENS)?;
+        bounds::check("top_logprobs", self.top_logprobs, &(0..=MOST_LIKELIEST))?;
         self.sampling.validate()?;
         StopStrings::new(self.stop.iter().map(String::as_str)).map(drop)
     }
@@ -64,6 +69,8 @@ pub struct Piece {
     pub token: Option<u32>,
     /// The token's log-probability, in nats.
     pub logprob: f64,
+    /// The likeliest tokens of its place and their log-probabilities, the first the likeliest, if they are asked for.
+    pub likeliest: Vec<(u32, f64)>,
 }
 
 /// What was written of a text, and how it goes on.
@@ -71,6 +78,8 @@ pub(crate) struct Answer<'t> {
     max_tokens: usize,
     eos: Vec<u32>,
     sampler: Sampler,
+    top_logprobs: usize,
+    constraint: Option<Constraint>,
     stops: StopStrings,
     stream: Option<DecodeStream<'t>>,
     tokens: Vec<u32>,
@@ -81,7 +90,7 @@ impl<'t> Answer<'t> {
     /// Without a tokenizer there are tokens alone.
     pub fn new(tokenizer: Option<&'t Tokenizer>, options: GenerateOptions) -> Result<Self> {
         options.validate()?;
-        let GenerateOptions { max_tokens, sampling, stop, ignore_eos } = options;
+        let GenerateOptions { max_tokens, sampling, stop, ignore_eos, top_logprobs } = options;
         if tokenizer.is_none() && !stop.is_empty() {
             return Err(Error::option("stop", "needs a tokenizer, and there is none"));
         }
@@ -90,11 +99,34 @@ impl<'t> Answer<'t> {
             max_tokens,
             eos: eos.unwrap_or_default(),
             sampler: Sampler::new(sampling)?,
+            top_logprobs,
+            constraint: None,
             stops: StopStrings::new(stop)?,
             stream: tokenizer.map(Tokenizer::decode_stream),
             tokens: Vec::new(),
             finished: None,
         })
+    }
+
+    /// What is written follows a grammar, and ends with it.
+    pub fn with_grammar(mut self, grammar: &Grammar) -> Result<Self> {
+        self.constraint = Some(grammar.begin()?);
+        Ok(self)
+    }
+
+    /// Whether it follows a grammar.
+    pub fn is_constrained(&self) -> bool {
+        self.constraint.is_some()
+    }
+
+    /// Finds which tokens may come next, where not all may.
+    pub fn find_allowed(&mut self) -> Result<()> {
+        self.constraint.as_mut().map_or(Ok(()), Constraint::find_allowed)
+    }
+
+    /// How many of the likeliest tokens are told.
+    pub fn top_logprobs(&self) -> usize {
+        self.top_logprobs
     }
 
     /// Why the text ended, once it has.
@@ -120,30 +152,40 @@ impl<'t> Answer<'t> {
             ahead,
             history: text,
             generated: &text[text.len() - written..],
+            allowed: self.constraint.as_ref().and_then(Constraint::allowed),
+            top_logprobs: self.top_logprobs,
         }
     }
 
     /// Goes on with the token that was drawn.
     pub fn take(&mut self, sampled: Sampled) -> Result<Piece> {
         self.sampler.advance();
-        let (token, logprob) = (Some(sampled.id), sampled.logprob);
-        if self.eos.contains(&sampled.id) {
+        let Sampled { id, logprob, likeliest } = sampled;
+        let token = Some(id);
+        let is_whole = match &mut self.constraint {
+            Some(constraint) => constraint.take(id)?,
+            None => false,
+        };
+        if self.eos.contains(&id) {
             self.finished = Some(FinishReason::EndOfSequence);
-            return Ok(Piece { text: self.flush()?, token, logprob });
+            return Ok(Piece { text: self.flush()?, token, logprob, likeliest });
         }
-        self.tokens.push(sampled.id);
+        self.tokens.push(id);
         let decoded = match &mut self.stream {
-            Some(stream) => stream.push(sampled.id)?.unwrap_or_default(),
+            Some(stream) => stream.push(id)?.unwrap_or_default(),
             None => String::new(),
         };
         let mut result = self.stops.push(&decoded);
         if result.stopped {
             self.finished = Some(FinishReason::Stop);
+        } else if is_whole {
+            self.finished = Some(FinishReason::EndOfSequence);
+            result.emit.push_str(&self.flush()?);
         } else if self.tokens.len() >= self.max_tokens {
             self.finished = Some(FinishReason::Length);
             result.emit.push_str(&self.flush()?);
         }
-        Ok(Piece { text: result.emit, token, logprob })
+        Ok(Piece { text: result.emit, token, logprob, likeliest })
     }
 
     /// What was held back, at the end of the text.

@@ -2,12 +2,14 @@
 
 mod answer;
 mod generator;
+mod grammar;
 pub mod sampler;
 pub mod stop;
 
 pub(crate) use answer::Answer;
 pub use answer::{FinishReason, GenerateOptions, Piece};
 pub use generator::{Generation, Session, generate};
-pub(crate) use sampler::sample_rows;
+pub use grammar::{Grammar, Grammars};
 pub use sampler::{Sampled, Sampler, SamplingOptions};
+pub(crate) use sampler::{likeliest_of, log_sum_exp, sample_rows};
 pub use stop::{StopResult, StopStrings};

@@ -22,12 +22,17 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
+use llguidance::toktrie::SimpleVob;
 use metal_candle_kernels::sampling::{self, Adjustment, Choice, Draw};
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::random::SplitMix64;
 use crate::{Error, Result};
+
+/// How many of the likeliest tokens can be told of a place.
+pub(crate) const MOST_LIKELIEST: usize = 20;
 
 /// How the next token is chosen. The default is greedy: the most likely token, every time.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -128,13 +133,15 @@ impl SamplingOptions {
 }
 
 /// One chosen token.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Sampled {
     /// The token's id.
     pub id: u32,
     /// Its natural log probability as the model gave it: before bias, penalties, temperature and
     /// truncation.
     pub logprob: f64,
+    /// The likeliest tokens and their log probabilities, the first the likeliest, if they are asked for.
+    pub likeliest: Vec<(u32, f64)>,
 }
 
 /// Chooses tokens by [`SamplingOptions`].
@@ -152,9 +159,22 @@ pub(crate) struct Row<'a> {
     /// The prompt followed by what was generated.
     pub history: &'a [u32],
     pub generated: &'a [u32],
+    /// The tokens that may be chosen; `None` is all.
+    pub allowed: Option<&'a SimpleVob>,
+    /// How many of the likeliest are told.
+    pub top_logprobs: usize,
 }
 
 impl Row<'_> {
+    /// Whether its token comes from a part of the vocabulary, which no kernel on a GPU knows of.
+    fn is_chosen_on_the_host(&self) -> bool {
+        self.allowed.is_some()
+    }
+
+    fn is_seen_on_the_host(&self) -> bool {
+        self.is_chosen_on_the_host() || self.top_logprobs > 0
+    }
+
     /// Chooses its token from `logits` `(vocabulary)`.
     pub fn sample(self, logits: &Tensor) -> Result<Sampled> {
         if logits.rank() != 1 {
@@ -213,7 +233,9 @@ impl Sampler {
         history: &[u32],
         generated: &[u32],
     ) -> Result<Sampled> {
-        let sampled = Row { sampler: self, ahead: 0, history, generated }.sample(logits)?;
+        let row =
+            Row { sampler: self, ahead: 0, history, generated, allowed: None, top_logprobs: 0 };
+        let sampled = row.sample(logits)?;
         self.advance();
         Ok(sampled)
     }
@@ -286,7 +308,7 @@ impl Sampler {
 pub(crate) fn sample_rows(logits: &Tensor, rows: &[Row]) -> Result<Vec<Result<Sampled>>> {
     let vocabulary = logits.dim(1)?;
     let (mut draws, mut problems) = (Vec::with_capacity(rows.len()), Vec::new());
-    for Row { sampler, ahead, history, generated } in rows {
+    for Row { sampler, ahead, history, generated, .. } in rows {
         let (options, uniform) = sampler.draw(*ahead);
         let (adjustments, problem) = match sampler.adjustments(vocabulary, history, generated) {
             Ok(adjustments) => (adjustments, None),
@@ -295,17 +317,100 @@ pub(crate) fn sample_rows(logits: &Tensor, rows: &[Row]) -> Result<Vec<Result<Sa
         draws.push(Draw { adjustments, options, uniform });
         problems.push(problem);
     }
-    let choices = sampling::choose(logits, &draws)?;
-    let results = choices.into_iter().zip(problems).map(|(choice, problem)| {
+    let mut choices = if rows.iter().all(Row::is_chosen_on_the_host) {
+        vec![Choice::Nothing; rows.len()]
+    } else {
+        sampling::choose(logits, &draws)?
+    };
+    let mut likeliest = vec![Vec::new(); rows.len()];
+    let wanted: Vec<usize> =
+        (0..rows.len()).filter(|&row| rows[row].is_seen_on_the_host()).collect();
+    let seen = wanted.iter().map(|&row| host_row(logits, row)).collect::<Result<Vec<_>>>()?;
+    let found: Vec<_> = wanted
+        .par_iter()
+        .zip(&seen)
+        .map(|(&index, logits)| {
+            let row = &rows[index];
+            let choice = match row.is_chosen_on_the_host() {
+                true => choose_allowed(logits, row, &draws[index])?,
+                false => choices[index],
+            };
+            Ok((choice, likeliest_of(logits, row.top_logprobs)))
+        })
+        .collect::<Result<_>>()?;
+    for (index, found) in wanted.into_iter().zip(found) {
+        (choices[index], likeliest[index]) = found;
+    }
+    let results = choices.into_iter().zip(likeliest).zip(problems);
+    let results = results.map(|((choice, likeliest), problem)| {
         // Broken logits are told of before ids that are outside the vocabulary.
         match (choice, problem) {
             (Choice::Broken { id, logit }, _) => Err(broken_logit(id, logit)),
             (Choice::Nothing, _) => Err(nothing(vocabulary)),
             (Choice::Token { .. }, Some(problem)) => Err(problem),
-            (Choice::Token { id, logprob }, None) => Ok(Sampled { id, logprob }),
+            (Choice::Token { id, logprob }, None) => Ok(Sampled { id, logprob, likeliest }),
         }
     });
     Ok(results.collect())
+}
+
+/// The logits of one row, in f32 on the host.
+fn host_row(logits: &Tensor, row: usize) -> Result<Vec<f32>> {
+    Ok(logits.get(row)?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec1()?)
+}
+
+/// Chooses among the allowed tokens; the log probability is that of the logits as they are.
+fn choose_allowed(logits: &[f32], row: &Row, draw: &Draw) -> Result<Choice> {
+    let Some(allowed) = row.allowed else { return Ok(Choice::Nothing) };
+    let all = Tensor::from_slice(logits, (1, logits.len()), &Device::Cpu)?;
+    let greedy = sampling::Options { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
+    let as_they_are = Draw { adjustments: Vec::new(), options: greedy, uniform: 0.0 };
+    if let [broken @ (Choice::Broken { .. } | Choice::Nothing)] =
+        sampling::choose(&all, &[as_they_are])?[..]
+    {
+        return Ok(broken);
+    }
+    let masked: Vec<f32> = (0..)
+        .zip(logits)
+        .map(|(id, logit)| {
+            let may_come = (id as usize) < allowed.len() && allowed.is_allowed(id);
+            if may_come { *logit } else { f32::NEG_INFINITY }
+        })
+        .collect();
+    let masked = Tensor::from_vec(masked, (1, logits.len()), &Device::Cpu)?;
+    let choice = sampling::choose(&masked, std::slice::from_ref(draw))?.pop();
+    Ok(match choice {
+        Some(Choice::Token { id, .. }) => {
+            let logprob = f64::from(logits[id as usize]) - log_sum_exp(logits);
+            Choice::Token { id, logprob }
+        }
+        other => other.unwrap_or(Choice::Nothing),
+    })
+}
+
+/// `ln Σ e^l`, in f64.
+pub(crate) fn log_sum_exp(logits: &[f32]) -> f64 {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|logit| f64::from(logit - largest).exp()).sum();
+    f64::from(largest) + sum.ln()
+}
+
+/// The `count` likeliest tokens by the logits of one place, with their log probabilities; of equals the lowest id first.
+pub(crate) fn likeliest_of(logits: &[f32], count: usize) -> Vec<(u32, f64)> {
+    if count == 0 {
+        return Vec::new();
+    }
+    let log_sum = log_sum_exp(logits);
+    let mut ids: Vec<u32> = (0..).take(logits.len()).collect();
+    let by_logit = |a: &u32, b: &u32| {
+        logits[*b as usize].total_cmp(&logits[*a as usize]).then_with(|| a.cmp(b))
+    };
+    if count < ids.len() {
+        ids.select_nth_unstable_by(count, by_logit);
+        ids.truncate(count);
+    }
+    ids.sort_unstable_by(by_logit);
+    ids.into_iter().map(|id| (id, f64::from(logits[id as usize]) - log_sum)).collect()
 }
 
 fn bias_outside(id: u32, vocabulary: usize) -> Error {
@@ -572,6 +677,8 @@ mod tests {
                     ahead,
                     history: text,
                     generated: &text[text.len() / 2..],
+                    allowed: None,
+                    top_logprobs: 0,
                 })
                 .collect();
             let found = sample_rows(&all, &rows).expect("sampled");

@@ -160,14 +160,21 @@ impl ChatTemplate {
     /// Whether a variable of this name stands in one of the templates; a template that doesn't parse may have any.
     pub fn mentions(&self, variable: &str) -> bool {
         let is_part = |character: char| character.is_alphanumeric() || character == '_';
-        self.templates.iter().any(|template| match &template.engine {
-            Ok(engine) => engine
-                .program
-                .borrow_owner()
-                .split(|character| !is_part(character))
-                .any(|word| word == variable),
-            Err(_) => true,
+        let mut sources = self.sources();
+        sources.any(|source| {
+            source.is_none_or(|text| text.split(|it| !is_part(it)).any(|word| word == variable))
         })
+    }
+
+    /// Whether this text stands in one of the templates that parse.
+    pub fn contains(&self, text: &str) -> bool {
+        self.sources().flatten().any(|source| source.contains(text))
+    }
+
+    /// The text of each template, as far as it parses.
+    fn sources(&self) -> impl Iterator<Item = Option<&str>> {
+        let engines = self.templates.iter().map(|template| template.engine.as_ref().ok());
+        engines.map(|engine| engine.map(|it| it.program.borrow_owner().as_str()))
     }
 
     /// Renders a conversation.

@@ -10,6 +10,7 @@
 
 use std::path::{Path, PathBuf};
 
+use llguidance::toktrie::TokTrie;
 use serde_json::{Map, Value};
 use tokenizers::PostProcessorWrapper;
 
@@ -271,6 +272,27 @@ impl Tokenizer {
     /// A token as it stands in the vocabulary.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
+    }
+
+    /// The bytes that each token stands for in a text, by id; `None` for special tokens and for ids without a token.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] when the decoder is neither of bytes nor falls back to them.
+    pub(crate) fn token_bytes(&self) -> Result<Vec<Option<Vec<u8>>>> {
+        let unsupported = |reason: &dyn std::fmt::Display| {
+            let path = self.folder.join(TOKENIZER);
+            Error::Unsupported(format!("the bytes of the tokens of {}: {reason}", path.display()))
+        };
+        let text = self.call("be written", |inner| inner.to_string(false))?;
+        let json: Value = serde_json::from_str(&text).map_err(|error| unsupported(&error))?;
+        let words = contained(|| llguidance::token_bytes_from_tokenizer_json(&json));
+        let words = words.map_err(|panic| unsupported(&panic))?;
+        let words = words.map_err(|error| unsupported(&error))?;
+        let marked = |word: &[u8]| word.first() == Some(&TokTrie::SPECIAL_TOKEN_MARKER);
+        Ok(words
+            .into_iter()
+            .map(|word| (!word.is_empty() && !marked(&word)).then_some(word))
+            .collect())
     }
 
     /// How many tokens there are, added ones included. A model's embedding may have more rows.

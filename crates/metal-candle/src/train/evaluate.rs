@@ -8,6 +8,7 @@ use crate::adapter::Adapter;
 use crate::autograd::Tape;
 use crate::data::{BatchPlan, Batcher};
 use crate::model::Model;
+use crate::turns::Turns;
 use crate::{Error, Result};
 use candle_core::DType;
 use metal_candle_kernels::cross_entropy::Statistics;
@@ -52,7 +53,8 @@ pub fn evaluate(
     batches: &Batcher,
     limit: Option<usize>,
 ) -> Result<Evaluation> {
-    Task { model, adapter, objective: &Objective::Sft, reference: None }.evaluate(batches, limit)
+    Task { model, adapter, objective: &Objective::Sft, reference: None, turns: None }
+        .evaluate(batches, limit)
 }
 
 impl Task<'_> {
@@ -82,11 +84,13 @@ impl Task<'_> {
             if stop.load(Ordering::Relaxed) {
                 return Ok(None);
             }
-            if self.objective.compares_answers() {
-                sums.compare(self, batches, plan, known)?;
-            } else {
-                sums.add(self, batches, plan)?;
-            }
+            Turns::train(self.turns, self.model.device(), || {
+                if self.objective.compares_answers() {
+                    sums.compare(self, batches, plan, known)
+                } else {
+                    sums.add(self, batches, plan)
+                }
+            })?;
         }
         sums.finish(*self.objective == Objective::Sft).map(Some)
     }

@@ -4,6 +4,7 @@
 use super::checkpoint;
 use super::task::Task;
 use crate::data::{Answer, Batcher, Role};
+use crate::turns::Turns;
 use crate::{Error, Result, files};
 use std::path::{Path, PathBuf};
 
@@ -32,7 +33,9 @@ impl References {
         let mut found = vec![[0.0; 2]; batches.dataset().len()];
         for plan in batches.by_length() {
             let batch = task.batch(batches, &plan)?;
-            let sums = task.log_probabilities(&batch, task.reference)?;
+            let sums = Turns::train(task.turns, task.model.device(), || {
+                task.log_probabilities(&batch, task.reference)
+            })?;
             for (answer, sum) in batch.answers.iter().zip(sums) {
                 if let Some(of_example) = found.get_mut(answer.example) {
                     of_example[usize::from(answer.role == Role::Rejected)] = sum;

@@ -6,6 +6,7 @@ use crate::adapter::Adapter;
 use crate::autograd::Tape;
 use crate::data::{Answer, Asked, Batch, BatchPlan, Batcher, Role};
 use crate::model::Model;
+use crate::turns::Turns;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use metal_candle_kernels::devices;
@@ -22,6 +23,8 @@ pub struct Task<'a> {
     pub objective: &'a Objective,
     /// The adapter of the reference; without one the reference is the frozen model.
     pub reference: Option<&'a Arc<Adapter>>,
+    /// With whom the device is shared; `None` is nobody.
+    pub turns: Option<&'a Arc<Turns>>,
 }
 
 impl Task<'_> {

@@ -20,6 +20,7 @@ use crate::memory::peak_bytes;
 use crate::model::Model;
 use crate::random::SplitMix64;
 use crate::text::ChatTemplate;
+use crate::turns::Turns;
 use crate::{Error, Result, files};
 use candle_core::Tensor;
 use metal_candle_kernels::devices;
@@ -99,6 +100,7 @@ pub struct Trainer<'a> {
     /// While it runs.
     saver: Option<Saver>,
     lock: Option<&'a FolderLock>,
+    turns: Option<Arc<Turns>>,
     resumed: bool,
     state: State,
     optimizer: OptimizerState,
@@ -173,6 +175,7 @@ impl<'a> Trainer<'a> {
             saving: untold(),
             saver: None,
             lock: None,
+            turns: None,
             resumed: false,
             state: State::new(fingerprint),
             optimizer,
@@ -241,6 +244,13 @@ impl<'a> Trainer<'a> {
     #[must_use]
     pub fn with_lock(mut self, lock: &'a FolderLock) -> Self {
         self.lock = Some(lock);
+        self
+    }
+
+    /// Shares the device: what the run does there it does in turns, with a pass of a batch as the longest.
+    #[must_use]
+    pub fn with_turns(mut self, turns: Arc<Turns>) -> Self {
+        self.turns = Some(turns);
         self
     }
 
@@ -361,7 +371,11 @@ impl<'a> Trainer<'a> {
             self.model.device(),
             std::mem::replace(&mut self.saving, untold()),
         ));
-        let outcome = self.steps(metrics)?;
+        let outcome = self.steps(metrics);
+        if let Some(turns) = &self.turns {
+            turns.training_rests();
+        }
+        let outcome = outcome?;
         self.await_saved(metrics)?;
         self.saver = None;
         if outcome != Outcome::Interrupted {
@@ -467,7 +481,13 @@ impl<'a> Trainer<'a> {
             adapter: Some(&self.adapter),
             objective: &self.options.objective,
             reference: self.reference.as_ref(),
+            turns: self.turns.as_ref(),
         }
+    }
+
+    /// Does a part of the run in a turn of its own, where turns are taken.
+    fn in_turn<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        Turns::train(self.turns.as_ref(), self.model.device(), work)
     }
 
     /// Reads or computes the log-probabilities under the reference, if they are to be known beforehand.
@@ -675,7 +695,10 @@ impl<'a> Trainer<'a> {
             let TrainOptions { clip_norm, loraplus_lr_ratio, .. } = self.options;
             let rates = Rates { base: learning_rate, b_ratio: loraplus_lr_ratio };
             let parameters = self.adapter.parameters();
-            self.optimizer.step(parameters, &self.gradients, rates, number, clip_norm)?
+            let optimizer = &mut self.optimizer;
+            Turns::train(self.turns.as_ref(), self.model.device(), || {
+                optimizer.step(parameters, &self.gradients, rates, number, clip_norm)
+            })?
         } else {
             self.gradients.clear()?;
             f64::NAN
@@ -714,10 +737,12 @@ impl<'a> Trainer<'a> {
     fn learn(&self, batches: &[Batch], tokens: usize) -> Result<Passed> {
         let mut sums = Vec::with_capacity(batches.len());
         for (index, batch) in batches.iter().enumerate() {
-            let tape = self.tape(index);
-            let sum = self.model.loss(&tape, batch, Some(&self.adapter))?.sum;
-            tape.backward(&sum, 1.0 / tokens as f64, &mut &self.gradients)?;
-            sums.push(sum.into_tensor());
+            sums.push(self.in_turn(|| {
+                let tape = self.tape(index);
+                let sum = self.model.loss(&tape, batch, Some(&self.adapter))?.sum;
+                tape.backward(&sum, 1.0 / tokens as f64, &mut &self.gradients)?;
+                Ok(sum.into_tensor())
+            })?);
         }
         // Read when everything is under way: a GPU would wait for the next pass otherwise.
         let mut loss: f64 = batches.iter().map(Batch::loss_offset).sum();
@@ -733,23 +758,31 @@ impl<'a> Trainer<'a> {
         let known = self.known.first();
         let references = batches
             .iter()
-            .map(|batch| task.references(batch, known))
+            .map(|batch| self.in_turn(|| task.references(batch, known)))
             .collect::<Result<Vec<_>>>()?;
-        let totals = task.totals(batches, task.kl(self.batches, plans)?);
+        let kl = self.in_turn(|| task.kl(self.batches, plans))?;
+        let totals = task.totals(batches, kl);
         let mut passed =
             Passed { loss: 0.0, count: totals.samples, metrics: MetricSums::default() };
         for (index, (batch, references)) in batches.iter().zip(&references).enumerate() {
-            let tape = self.tape(index);
-            let losses = self.model.token_losses(&tape, batch, Some(&self.adapter), false)?.losses;
-            let (compared, gradient) = task.compare(batch, losses.tensor(), references, &totals)?;
-            passed.loss += compared.loss * totals.samples as f64;
+            self.in_turn(|| {
+                let tape = self.tape(index);
+                let losses =
+                    self.model.token_losses(&tape, batch, Some(&self.adapter), false)?.losses;
+                let (compared, gradient) =
+                    task.compare(batch, losses.tensor(), references, &totals)?;
+                passed.loss += compared.loss * totals.samples as f64;
+                if !passed.loss.is_finite() {
+                    return Ok(());
+                }
+                passed.metrics.extend(&compared.metrics);
+                let gradient = Tensor::from_vec(gradient, losses.shape(), self.model.device())?
+                    .to_dtype(losses.tensor().dtype())?;
+                tape.backward_from(&losses, gradient, &mut &self.gradients)
+            })?;
             if !passed.loss.is_finite() {
                 break;
             }
-            passed.metrics.extend(&compared.metrics);
-            let gradient = Tensor::from_vec(gradient, losses.shape(), self.model.device())?
-                .to_dtype(losses.tensor().dtype())?;
-            tape.backward_from(&losses, gradient, &mut &self.gradients)?;
         }
         Ok(passed)
     }

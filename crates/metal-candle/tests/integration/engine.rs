@@ -33,7 +33,7 @@ fn options(blocks: usize) -> EngineOptions {
 
 fn request(prompt: &[u32], max_tokens: usize) -> Request {
     let options = GenerateOptions { max_tokens, ignore_eos: true, ..GenerateOptions::default() };
-    Request { prompt: prompt.to_vec(), options, adapter: None, priority: 0 }
+    Request { prompt: prompt.to_vec(), options, ..Request::default() }
 }
 
 /// What a session with nothing beside it writes.
@@ -57,6 +57,7 @@ fn together(engine: &mut Engine, requests: &[Request]) -> (Vec<Vec<u32>>, usize)
     while !engine.is_idle() {
         for (id, event) in engine.step() {
             match event {
+                Event::Prompt(_) => {}
                 Event::Piece(piece) => texts.entry(id).or_default().extend(piece.token),
                 Event::Finished(Finished { cached_tokens, .. }) => found += cached_tokens,
                 Event::Failed(error) => panic!("{error}"),
@@ -323,6 +324,7 @@ fn stop_strings_and_ends_are_those_of_a_session() {
     while !engine.is_idle() {
         for (_, event) in engine.step() {
             match event {
+                Event::Prompt(_) => {}
                 Event::Piece(piece) => found.push_str(&piece.text),
                 Event::Finished(finished) => reason = Some(finished.reason),
                 Event::Failed(error) => panic!("{error}"),

@@ -8,6 +8,7 @@ mod data;
 mod engine;
 mod eva;
 mod gguf;
+mod grammar;
 mod models;
 mod mutations;
 mod objectives;

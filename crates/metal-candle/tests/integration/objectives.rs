@@ -719,7 +719,13 @@ fn a_model_writes_what_it_finds_likeliest() {
     let batches = in_batches(dataset, of_size(2));
     let adapter = adapter(&model);
     let loss = |adapter| {
-        let task = metal_candle::train::Task { model: &model, adapter, objective, reference: None };
+        let task = metal_candle::train::Task {
+            model: &model,
+            adapter,
+            objective,
+            reference: None,
+            turns: None,
+        };
         task.evaluate(&batches, None).unwrap().loss
     };
     let itself = loss(None);
