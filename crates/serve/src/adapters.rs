@@ -1,0 +1,268 @@
+//! Adapters by name: those of a watched folder, those that were loaded by request, and fine-tuned models. They are read
+//! when they are first asked for, and the least recently used go when there are too many.
+
+use crate::app::{App, Shared};
+use crate::error::{ApiError, Result};
+use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, MLX_WEIGHTS};
+use metal_candle::text::{Tokenizer, chat_template_in};
+use std::collections::BTreeMap;
+use std::path::{Component, Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Adapters that were loaded by request, at most.
+const MOST_NAMED: usize = 100_000;
+
+/// The model that a request names.
+#[derive(Clone)]
+pub struct Chosen {
+    /// Its name, as it was asked for.
+    pub name: String,
+    /// What the base is read with.
+    pub adapter: Option<Arc<Adapter>>,
+    /// The base's tokenizer with the adapter's chat template, if it has one.
+    pub tokenizer: Arc<Tokenizer>,
+}
+
+/// An adapter that can be asked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listed {
+    /// Its name.
+    pub name: String,
+    /// Where it lies.
+    pub folder: PathBuf,
+    /// Seconds since 1970.
+    pub created: i64,
+}
+
+/// The adapters that are known, and those of them that are loaded.
+#[derive(Default)]
+pub struct Adapters {
+    /// Those that were loaded by request.
+    named: Mutex<BTreeMap<String, PathBuf>>,
+    loaded: Mutex<Vec<Loaded>>,
+    /// Held while an adapter is read, so that none is read twice at once.
+    reading: Mutex<()>,
+}
+
+struct Loaded {
+    folder: PathBuf,
+    version: Version,
+    adapter: Arc<Adapter>,
+    tokenizer: Option<Arc<Tokenizer>>,
+}
+
+/// What tells a file from the one that was there before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Version {
+    bytes: u64,
+    modified: Option<SystemTime>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Every change is whole.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl App {
+    /// The model of this name.
+    ///
+    /// # Errors
+    /// A 404 when there is none, and what is wrong with an adapter's files.
+    pub async fn choose(self: &Shared, name: &str) -> Result<Chosen> {
+        if self.is_base(name) {
+            let (name, tokenizer) = (name.to_string(), self.tokenizer.clone());
+            return Ok(Chosen { name, adapter: None, tokenizer });
+        }
+        let name = name.to_string();
+        self.blocking(move |app| {
+            let folder = app.folder_of(&name)?.ok_or_else(|| ApiError::no_model(&name))?;
+            let (adapter, tokenizer) = app.loaded(&folder)?;
+            let tokenizer = tokenizer.unwrap_or_else(|| app.tokenizer.clone());
+            Ok(Chosen { name, adapter: Some(adapter), tokenizer })
+        })
+        .await
+    }
+
+    /// Whether a name is the base's.
+    pub fn is_base(&self, name: &str) -> bool {
+        self.options.model_name == name || self.options.aliases.iter().any(|alias| alias == name)
+    }
+
+    /// Where the adapter of a name lies.
+    ///
+    /// # Errors
+    /// When the database fails.
+    pub fn folder_of(&self, name: &str) -> Result<Option<PathBuf>> {
+        if let Some(folder) = locked(&self.adapters.named).get(name) {
+            return Ok(Some(folder.clone()));
+        }
+        if let Some(watched) = &self.options.adapters
+            && is_plain(name)
+            && watched.join(name).join(ADAPTER_CONFIG).is_file()
+        {
+            return Ok(Some(watched.join(name)));
+        }
+        Ok(self.store.tuned_by_name(name)?.map(|tuned| tuned.folder))
+    }
+
+    /// Every adapter that can be asked for, by name.
+    ///
+    /// # Errors
+    /// When the database fails.
+    pub fn listed(&self) -> Result<Vec<Listed>> {
+        let mut listed: Vec<Listed> = locked(&self.adapters.named)
+            .iter()
+            .map(|(name, folder)| Listed {
+                name: name.clone(),
+                folder: folder.clone(),
+                created: created(folder),
+            })
+            .collect();
+        let watched = self.options.adapters.iter().filter_map(|folder| folder.read_dir().ok());
+        for entry in watched.flatten().flatten() {
+            let folder = entry.path();
+            if let Ok(name) = entry.file_name().into_string()
+                && folder.join(ADAPTER_CONFIG).is_file()
+            {
+                let created = created(&folder);
+                listed.push(Listed { name, folder, created });
+            }
+        }
+        listed.extend(self.store.tuned()?.into_iter().map(|tuned| Listed {
+            name: tuned.name,
+            folder: tuned.folder,
+            created: tuned.created,
+        }));
+        listed.sort_by(|a, b| a.name.cmp(&b.name));
+        listed.dedup_by(|a, b| a.name == b.name);
+        Ok(listed)
+    }
+
+    /// Gives the adapter of a folder a name, once it has been read.
+    ///
+    /// # Errors
+    /// When the name is taken or the folder is no adapter of this base.
+    pub fn name_adapter(&self, name: &str, folder: &Path, replace: bool) -> Result<()> {
+        let taken = |what: &str| {
+            let message = format!("{name}: {what}; unload it, or choose another name");
+            ApiError::invalid(message).about("lora_name")
+        };
+        if self.is_base(name) {
+            return Err(taken("is the base model's name"));
+        }
+        if !replace && self.folder_of(name)?.is_some() {
+            return Err(taken("is loaded already"));
+        }
+        if !folder.join(ADAPTER_CONFIG).is_file() {
+            let message = format!("lora_path: there is no {ADAPTER_CONFIG} in that folder");
+            return Err(ApiError::invalid(message).about("lora_path"));
+        }
+        self.loaded(folder)?;
+        let mut named = locked(&self.adapters.named);
+        if named.len() >= MOST_NAMED {
+            return Err(ApiError::invalid(format!("{MOST_NAMED} adapters are loaded already")));
+        }
+        named.insert(name.into(), folder.into());
+        Ok(())
+    }
+
+    /// Forgets a name that was given by request; says whether there was one.
+    pub fn unname_adapter(&self, name: &str) -> bool {
+        let folder = locked(&self.adapters.named).remove(name);
+        if let Some(folder) = &folder {
+            locked(&self.adapters.loaded).retain(|loaded| loaded.folder != *folder);
+        }
+        folder.is_some()
+    }
+
+    /// The adapter of a folder, and a tokenizer with its chat template if it has one of its own.
+    fn loaded(&self, folder: &Path) -> Result<(Arc<Adapter>, Option<Arc<Tokenizer>>)> {
+        let version = version(folder);
+        if let Some(found) = self.adapters.find(folder, version) {
+            return Ok(found);
+        }
+        let _reading = locked(&self.adapters.reading);
+        if let Some(found) = self.adapters.find(folder, version) {
+            return Ok(found);
+        }
+        let adapter = {
+            let _turn = self.turns.hold();
+            let adapter = Adapter::load(&self.model, folder)?;
+            self.model.device().synchronize().map_err(metal_candle::Error::from)?;
+            Arc::new(adapter)
+        };
+        let tokenizer = match chat_template_in(folder)? {
+            Some(_) => {
+                let mut tokenizer = Tokenizer::load(&self.folder)?;
+                tokenizer.take_chat_template(folder)?;
+                Some(Arc::new(tokenizer))
+            }
+            None => None,
+        };
+        let mut loaded = locked(&self.adapters.loaded);
+        loaded.retain(|other| other.folder != folder);
+        let excess = (loaded.len() + 1).saturating_sub(self.options.max_adapters.max(1));
+        loaded.drain(..excess);
+        let (folder, of_text) = (folder.to_path_buf(), tokenizer.clone());
+        loaded.push(Loaded { folder, version, adapter: adapter.clone(), tokenizer: of_text });
+        Ok((adapter, tokenizer))
+    }
+}
+
+impl Adapters {
+    /// One that is loaded and whose files are the same, which becomes the most recently used.
+    fn find(
+        &self,
+        folder: &Path,
+        version: Version,
+    ) -> Option<(Arc<Adapter>, Option<Arc<Tokenizer>>)> {
+        let mut loaded = locked(&self.loaded);
+        let place = loaded.iter().position(|it| it.folder == folder && it.version == version)?;
+        let found = loaded.remove(place);
+        let result = (found.adapter.clone(), found.tokenizer.clone());
+        loaded.push(found);
+        Some(result)
+    }
+
+    /// How many are loaded.
+    pub fn count(&self) -> usize {
+        locked(&self.loaded).len()
+    }
+}
+
+/// Whether a name is one of a folder in another, and leads nowhere else.
+fn is_plain(name: &str) -> bool {
+    let mut parts = Path::new(name).components();
+    matches!(parts.next(), Some(Component::Normal(part)) if part == name) && parts.next().is_none()
+}
+
+fn version(folder: &Path) -> Version {
+    let files = [ADAPTER_WEIGHTS, MLX_WEIGHTS].map(|name| folder.join(name));
+    let found = files.iter().find_map(|file| file.metadata().ok());
+    Version {
+        bytes: found.as_ref().map_or(0, std::fs::Metadata::len),
+        modified: found.and_then(|found| found.modified().ok()),
+    }
+}
+
+fn created(folder: &Path) -> i64 {
+    let modified = version(folder).modified;
+    let since = modified.and_then(|modified| modified.duration_since(UNIX_EPOCH).ok());
+    since.map_or(0, |since| since.as_secs().try_into().unwrap_or(i64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_leads_nowhere_else() {
+        for name in ["a", "a b", "ft:x", ".hidden"] {
+            assert!(is_plain(name), "{name}");
+        }
+        for name in ["", ".", "..", "a/b", "/a", "../a", "a/", "./a", "a/.."] {
+            assert!(!is_plain(name), "{name}");
+        }
+    }
+}

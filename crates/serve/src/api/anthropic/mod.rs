@@ -1,0 +1,262 @@
+//! `POST /v1/messages` and `POST /v1/messages/count_tokens`, as Anthropic's clients send them.
+
+mod answer;
+mod blocks;
+
+use crate::app::{Shared, new_id};
+use crate::body::Body;
+use crate::constraint::Constraint;
+use crate::conversation::{Conversation, check_variables, template};
+use crate::error::{ApiError, Result};
+use crate::sampling::{Sampling, within};
+use crate::tools::{Choice, Tool, check};
+use crate::writing::{Texts, stream};
+use answer::Head;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use axum::{Json, Router};
+use metal_candle::text::Tokenizer;
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::{Map, Value, json};
+
+/// The routes.
+pub fn routes() -> Router<Shared> {
+    Router::new()
+        .route("/v1/messages", post(messages))
+        .route("/v1/messages/count_tokens", post(count_tokens))
+}
+
+/// A request to continue a conversation, or to count its tokens.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MessagesRequest {
+    model: String,
+    messages: Vec<Map<String, Value>>,
+    max_tokens: Option<usize>,
+    system: Option<Value>,
+    stop_sequences: Option<Vec<String>>,
+    stream: Option<bool>,
+    temperature: Option<f64>,
+    top_p: Option<f64>,
+    top_k: Option<i64>,
+    tools: Option<Vec<ToolField>>,
+    tool_choice: Option<ToolChoice>,
+    thinking: Option<Thinking>,
+    service_tier: Option<String>,
+    /// Who asks, which changes nothing.
+    #[serde(rename = "metadata")]
+    _metadata: Option<Metadata>,
+    container: Option<IgnoredAny>,
+    context_management: Option<IgnoredAny>,
+    mcp_servers: Option<IgnoredAny>,
+    output_config: Option<IgnoredAny>,
+    output_format: Option<IgnoredAny>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Metadata {
+    #[serde(rename = "user_id")]
+    _user_id: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ToolField {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    name: String,
+    description: Option<String>,
+    input_schema: Option<Map<String, Value>>,
+    /// Prompts are cached in any case.
+    #[serde(rename = "cache_control")]
+    _cache_control: Option<IgnoredAny>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+enum ToolChoice {
+    Auto { disable_parallel_tool_use: Option<bool> },
+    Any { disable_parallel_tool_use: Option<bool> },
+    Tool { name: String, disable_parallel_tool_use: Option<bool> },
+    None {},
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+enum Thinking {
+    Disabled {},
+    Enabled {
+        #[serde(rename = "budget_tokens")]
+        _budget_tokens: Option<u64>,
+    },
+    Adaptive {},
+}
+
+/// An error as Anthropic's clients know it.
+struct Failure(ApiError);
+
+impl From<ApiError> for Failure {
+    fn from(error: ApiError) -> Self {
+        Self(error)
+    }
+}
+
+impl Failure {
+    fn body(error: &ApiError) -> Value {
+        let kind = match error.status {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::FORBIDDEN => "permission_error",
+            StatusCode::NOT_FOUND => "not_found_error",
+            StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            status if status.is_server_error() => "api_error",
+            _ => "invalid_request_error",
+        };
+        json!({"type": "error", "error": {"type": kind, "message": error.message}})
+    }
+}
+
+impl IntoResponse for Failure {
+    fn into_response(self) -> Response {
+        let body = Json(Self::body(&self.0));
+        // Its status and headers are those of any error.
+        let (mut parts, _) = self.0.into_response().into_parts();
+        parts.headers.remove(axum::http::header::CONTENT_LENGTH);
+        (parts.status, parts.headers, body).into_response()
+    }
+}
+
+type Asked = Result<Body<MessagesRequest>, ApiError>;
+
+async fn messages(State(app): State<Shared>, request: Asked) -> Result<Response, Failure> {
+    let Body(request) = request?;
+    request.refuse()?;
+    if request.max_tokens.is_none() {
+        return Err(Failure(ApiError::field("max_tokens", "is missing")));
+    }
+    let streams = request.stream.unwrap_or(false);
+    let stop = request.stop_sequences.clone().unwrap_or_default();
+    let chosen = app.choose(&request.model).await?;
+    let model = chosen.name.clone();
+    let prepared = app
+        .blocking(move |app| {
+            let conversation = request.conversation(&chosen.tokenizer)?;
+            conversation.prepare(app, &chosen)
+        })
+        .await?;
+    let head = Head { id: new_id("msg_"), model, prompt_tokens: prepared.prompt_tokens, stop };
+    let texts = Texts::begin(&app, prepared.requests).await?;
+    let mut replies = prepared.replies;
+    // A request without a number of choices has one.
+    let reply = replies.pop().ok_or_else(|| ApiError::internal("there is no choice"))?;
+    match streams {
+        false => Ok(answer::whole(texts, reply, head).await?),
+        true => Ok(stream(&app, |out| answer::tell(out, texts, reply, head))),
+    }
+}
+
+async fn count_tokens(State(app): State<Shared>, request: Asked) -> Result<Json<Value>, Failure> {
+    let Body(request) = request?;
+    request.refuse()?;
+    let chosen = app.choose(&request.model).await?;
+    let count = app
+        .blocking(move |app| {
+            let tokenizer = &chosen.tokenizer;
+            let rendered = request.conversation(tokenizer)?.render(app, tokenizer, true)?;
+            Ok(tokenizer.encode(&rendered, false)?.len())
+        })
+        .await?;
+    Ok(Json(json!({"input_tokens": count})))
+}
+
+impl MessagesRequest {
+    /// Refuses what Anthropic's API has and this server hasn't.
+    fn refuse(&self) -> Result<()> {
+        for (field, given) in [
+            ("container", &self.container),
+            ("context_management", &self.context_management),
+            ("mcp_servers", &self.mcp_servers),
+            ("output_config", &self.output_config),
+            ("output_format", &self.output_format),
+        ] {
+            if given.is_some() {
+                return Err(ApiError::unsupported(field, "leave it out"));
+            }
+        }
+        match self.service_tier.as_deref() {
+            None | Some("auto" | "standard_only") => Ok(()),
+            Some(_) => Err(ApiError::unsupported("service_tier", "there is \"auto\" alone")),
+        }
+    }
+
+    fn conversation(self, tokenizer: &Tokenizer) -> Result<Conversation> {
+        let template = template(tokenizer)?;
+        if let Some(temperature) = self.temperature {
+            within("temperature", temperature, 0.0, 1.0)?;
+        }
+        let tools = self.tools.into_iter().flatten().enumerate().map(tool);
+        let tools = tools.collect::<Result<Vec<_>>>()?;
+        check(&tools)?;
+        let (choice, alone) = match self.tool_choice {
+            None if tools.is_empty() => (Choice::None, None),
+            None => (Choice::Auto, None),
+            Some(ToolChoice::None {}) => (Choice::None, None),
+            Some(ToolChoice::Auto { disable_parallel_tool_use: alone }) => (Choice::Auto, alone),
+            Some(ToolChoice::Any { disable_parallel_tool_use: alone }) => (Choice::Required, alone),
+            Some(ToolChoice::Tool { name, disable_parallel_tool_use: alone }) => {
+                (Choice::Named(name), alone)
+            }
+        };
+        choice.check(&tools)?;
+        let mut variables = Map::new();
+        match self.thinking {
+            None => {}
+            Some(Thinking::Disabled {}) if !template.mentions("enable_thinking") => {}
+            Some(Thinking::Disabled {}) => {
+                variables.insert("enable_thinking".into(), false.into());
+            }
+            Some(Thinking::Enabled { .. } | Thinking::Adaptive {}) => {
+                let instead = "a model that thinks does so unless the type is \"disabled\"";
+                return Err(ApiError::unsupported("thinking.type", instead));
+            }
+        }
+        check_variables("thinking", &variables, template)?;
+        let stop = self.stop_sequences.map(Value::from);
+        if let Some(stop) = &stop {
+            crate::sampling::stops("stop_sequences", stop)?;
+        }
+        Ok(Conversation {
+            messages: blocks::read(self.system, self.messages)?,
+            tools,
+            choice,
+            parallel: !alone.unwrap_or(false),
+            variables,
+            answer: Constraint::None,
+            sampling: Sampling {
+                temperature: self.temperature,
+                top_p: self.top_p,
+                top_k: self.top_k,
+                stop,
+                ..Sampling::default()
+            },
+            max_tokens: self.max_tokens.map(|most| ("max_tokens", most)),
+            logprobs: None,
+        })
+    }
+}
+
+fn tool((index, field): (usize, ToolField)) -> Result<Tool> {
+    let place = format!("tools[{index}]");
+    if field.kind.as_ref().is_some_and(|kind| kind != "custom") {
+        let instead = "there are tools with a schema of their own alone";
+        return Err(ApiError::unsupported(format!("{place}.type"), instead));
+    }
+    let Some(schema) = field.input_schema else {
+        return Err(ApiError::field(format!("{place}.input_schema"), "is missing"));
+    };
+    Tool::new(&place, field.name, field.description, Some(schema))
+}

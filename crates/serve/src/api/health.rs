@@ -1,0 +1,32 @@
+//! `/health` and `/metrics`.
+
+use crate::app::Shared;
+use crate::error::{ApiError, Result};
+use axum::Router;
+use axum::extract::State;
+use axum::http::header;
+use axum::response::IntoResponse;
+use axum::routing::get;
+
+pub fn routes() -> Router<Shared> {
+    Router::new()
+        .route("/health", get(health))
+        .route("/ping", get(health))
+        .route("/metrics", get(metrics))
+}
+
+/// That the engine's thread lives; it may be busy with a step.
+async fn health(State(app): State<Shared>) -> Result<()> {
+    app.blocking(|app| app.engine.statistics().map(drop).map_err(ApiError::internal)).await
+}
+
+async fn metrics(State(app): State<Shared>) -> Result<impl IntoResponse> {
+    let text = app
+        .blocking(|app| {
+            let statistics = app.engine.statistics().map_err(ApiError::internal)?;
+            Ok(app.metrics.text(&statistics, &app.options.model_name, app.adapters.count()))
+        })
+        .await?;
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    Ok(([(header::CONTENT_TYPE, kind)], text))
+}

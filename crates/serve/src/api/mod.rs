@@ -1,0 +1,32 @@
+//! The routes, a file for each kind of them.
+
+pub mod anthropic;
+pub mod chat;
+pub mod completions;
+pub mod embeddings;
+pub mod files;
+pub mod health;
+pub mod jobs;
+pub mod models;
+mod query;
+pub mod responses;
+mod stream;
+pub mod tokens;
+
+use crate::app::Shared;
+use axum::Router;
+
+/// Every route.
+pub fn routes() -> Router<Shared> {
+    Router::new()
+        .merge(anthropic::routes())
+        .merge(chat::routes())
+        .merge(completions::routes())
+        .merge(embeddings::routes())
+        .merge(files::routes())
+        .merge(health::routes())
+        .merge(jobs::routes())
+        .merge(models::routes())
+        .merge(responses::routes())
+        .merge(tokens::routes())
+}

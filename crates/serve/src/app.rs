@@ -1,0 +1,81 @@
+//! What all requests share.
+
+use crate::adapters::Adapters;
+use crate::error::{ApiError, Result};
+use crate::metrics::Metrics;
+use crate::options::Options;
+use crate::store::Store;
+use chrono::Utc;
+use metal_candle::engine::Handle;
+use metal_candle::generate::{GenerateOptions, Grammars};
+use metal_candle::model::Model;
+use metal_candle::text::Tokenizer;
+use metal_candle::turns::Turns;
+use serde_json::{Map, Value};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// What all requests share.
+pub struct App {
+    /// The frozen base.
+    pub model: Arc<Model>,
+    /// Where its files are.
+    pub folder: PathBuf,
+    /// When the server was started, in seconds since 1970.
+    pub started: i64,
+    /// Its tokenizer, with the chat template that is used.
+    pub tokenizer: Arc<Tokenizer>,
+    /// What the chat template is told beside the conversation.
+    pub variables: Map<String, Value>,
+    /// How texts are drawn where a request doesn't say.
+    pub defaults: GenerateOptions,
+    /// What writes texts.
+    pub engine: Handle,
+    /// Whose turn it is on the device: what computes outside of the engine holds one.
+    pub turns: Arc<Turns>,
+    /// What may be written where a request has a schema; `None` where the tokenizer doesn't allow for it.
+    pub grammars: Option<Arc<Grammars>>,
+    /// Adapters by name.
+    pub adapters: Adapters,
+    /// Files, jobs, events and keys.
+    pub store: Store,
+    /// Counts for `/metrics`.
+    pub metrics: Metrics,
+    /// How the server was started.
+    pub options: Options,
+}
+
+/// What handlers get.
+pub type Shared = Arc<App>;
+
+impl App {
+    /// Runs what waits for the disk, the database or the device on a thread where waiting holds nothing up.
+    ///
+    /// # Errors
+    /// What `work` gives, and a 500 when it panics.
+    pub async fn blocking<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&App) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let app = self.clone();
+        match tokio::task::spawn_blocking(move || work(&app)).await {
+            Ok(result) => result,
+            Err(error) => Err(ApiError::internal(error)),
+        }
+    }
+}
+
+/// Seconds since 1970, as all of OpenAI's objects have them.
+pub fn now() -> i64 {
+    Utc::now().timestamp()
+}
+
+/// A new identifier: `prefix` and 24 letters and digits, which nobody can guess.
+pub fn new_id(prefix: &str) -> String {
+    const LETTERS: &[u8; 32] = b"abcdefghijkmnpqrstuvwxyz23456789";
+    let mut bytes = [0_u8; 24];
+    // The system's source of random numbers fails on no system that this runs on.
+    getrandom::fill(&mut bytes).expect("random numbers");
+    let letters = bytes.iter().map(|byte| LETTERS[usize::from(byte % 32)] as char);
+    prefix.chars().chain(letters).collect()
+}

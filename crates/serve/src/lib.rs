@@ -1,0 +1,30 @@
+//! An OpenAI endpoint for chat and for fine-tuning, on one's own machine: one process that writes texts by
+//! [`metal_candle::engine`] and trains adapters of the same frozen base between its steps.
+//!
+//! `app.rs` is what all requests share, `api/` the routes, `adapters.rs` the adapters by name, `store/` the database
+//! and the files, `jobs/` fine-tuning, `tools/` the families' formats of tool calls, `web/` the page.
+
+pub mod adapters;
+mod api;
+mod app;
+mod body;
+mod constraint;
+mod context;
+mod conversation;
+pub mod error;
+mod jobs;
+mod keys;
+mod metrics;
+mod options;
+mod sampling;
+mod server;
+pub mod store;
+mod tls;
+mod tools;
+mod web;
+mod words;
+mod writing;
+
+pub use options::Options;
+pub use server::{Base, Server};
+pub use tls::Tls;

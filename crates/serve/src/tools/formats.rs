@@ -1,0 +1,219 @@
+//! The families' formats of tool calls and of thoughts: a table, and how a template's is found in it.
+
+use metal_candle::text::ChatTemplate;
+
+/// How a family writes tool calls.
+#[derive(Debug, PartialEq)]
+pub struct Format {
+    /// What it is called.
+    pub name: &'static str,
+    /// Chat templates of the family have one of these in them.
+    signs: &'static [&'static str],
+    /// What calls begin with.
+    pub open: &'static str,
+    /// What they end with, where they don't end with the text.
+    pub close: Option<&'static str>,
+    /// Whether a call may also be an object without anything before it, if the text is nothing else.
+    pub bare: bool,
+    /// What stands between the markers.
+    pub shape: Shape,
+    /// The key of the arguments in a call's object.
+    pub arguments: &'static str,
+    /// How the tools get into the prompt.
+    pub placement: Placement,
+    /// Whether templates want identifiers of nine letters and digits.
+    pub short_ids: bool,
+}
+
+/// What stands between the markers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Shape {
+    /// An object for each call, with these texts before and after it; several calls have markers of their own.
+    Object(&'static str, &'static str),
+    /// A list of objects.
+    List,
+    /// A tool's name, this marker and its arguments.
+    Named(&'static str),
+}
+
+/// How the tools get into the prompt.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Placement {
+    /// The chat template writes them.
+    Template,
+    /// The chat template writes them where the first message has them as a text.
+    System,
+    /// The first message is told of them, as the template knows nothing of tools.
+    Text,
+}
+
+/// The formats, of which the first counts that a template has a sign of.
+static FORMATS: &[Format] = &[
+    // Mistral's from the tokenizer of version 11 on (Mistral Small 3.1, Devstral, Ministral 3).
+    Format {
+        name: "mistral-named",
+        signs: &["[ARGS]"],
+        open: "[TOOL_CALLS]",
+        close: None,
+        bare: false,
+        shape: Shape::Named("[ARGS]"),
+        arguments: "arguments",
+        placement: Placement::Template,
+        short_ids: true,
+    },
+    Format {
+        name: "mistral",
+        signs: &["[TOOL_CALLS]"],
+        open: "[TOOL_CALLS]",
+        close: None,
+        bare: false,
+        shape: Shape::List,
+        arguments: "arguments",
+        placement: Placement::Template,
+        short_ids: true,
+    },
+    Format {
+        name: "phi4-mini",
+        signs: &["<|/tool|>"],
+        open: "<|tool_call|>",
+        close: Some("<|/tool_call|>"),
+        bare: false,
+        shape: Shape::List,
+        arguments: "arguments",
+        placement: Placement::System,
+        short_ids: false,
+    },
+    // Granite 3; its later models write as Hermes does.
+    Format {
+        name: "granite",
+        signs: &["<|tool_call|>"],
+        open: "<|tool_call|>",
+        close: None,
+        bare: false,
+        shape: Shape::List,
+        arguments: "arguments",
+        placement: Placement::Template,
+        short_ids: false,
+    },
+    // Hermes, Qwen 2.5 and 3, SmolLM3, Granite 4.
+    Format {
+        name: "hermes",
+        signs: &["<tool_call>"],
+        open: "<tool_call>",
+        close: Some("</tool_call>"),
+        bare: false,
+        shape: Shape::Object("\n", "\n"),
+        arguments: "arguments",
+        placement: Placement::Template,
+        short_ids: false,
+    },
+    // Llama 3.1 to 3.3.
+    Format {
+        name: "llama3",
+        signs: &["<|python_tag|>", "\"parameters\": dictionary of argument"],
+        open: "<|python_tag|>",
+        close: None,
+        bare: true,
+        shape: Shape::Object("", ""),
+        arguments: "parameters",
+        placement: Placement::Template,
+        short_ids: false,
+    },
+];
+
+/// For templates that know nothing of tools: the model is told how to write.
+static TOLD: Format = Format {
+    name: "told",
+    signs: &[],
+    open: "<tool_call>",
+    close: Some("</tool_call>"),
+    bare: false,
+    shape: Shape::Object("\n", "\n"),
+    arguments: "arguments",
+    placement: Placement::Text,
+    short_ids: false,
+};
+
+impl Format {
+    /// The format of models with this template.
+    pub fn of(template: &ChatTemplate) -> &'static Self {
+        let has_sign = |format: &&Self| format.signs.iter().any(|sign| template.contains(sign));
+        FORMATS.iter().find(has_sign).unwrap_or(&TOLD)
+    }
+
+    /// The texts that may be special tokens.
+    pub fn markers(&self) -> impl Iterator<Item = &'static str> {
+        let inner = match self.shape {
+            Shape::Named(marker) => Some(marker),
+            Shape::Object(..) | Shape::List => None,
+        };
+        [Some(self.open), self.close, inner].into_iter().flatten()
+    }
+
+    /// The format of a name, for tests.
+    #[cfg(test)]
+    pub fn named(name: &str) -> &'static Self {
+        FORMATS.iter().find(|format| format.name == name).unwrap_or(&TOLD)
+    }
+}
+
+/// How a family marks what it thinks before an answer.
+#[derive(Debug, PartialEq)]
+pub struct Thinking {
+    /// What it begins with.
+    pub open: &'static str,
+    /// What it ends with.
+    pub close: &'static str,
+}
+
+/// Qwen 3, SmolLM3, DeepSeek and others, and Magistral.
+static THINKING: [Thinking; 2] = [
+    Thinking { open: "<think>", close: "</think>" },
+    Thinking { open: "[THINK]", close: "[/THINK]" },
+];
+
+impl Thinking {
+    /// That of models with this template, if they think.
+    pub fn of(template: &ChatTemplate) -> Option<&'static Self> {
+        THINKING.iter().find(|it| template.contains(it.open) || template.contains(it.close))
+    }
+
+    /// Whether a prompt ends in thoughts, so that the text begins with them.
+    pub fn is_open(&self, prompt: &str) -> bool {
+        prompt.trim_end().ends_with(self.open)
+    }
+
+    /// Whether a prompt ends after thoughts, so that the text begins with the answer.
+    pub fn is_over(&self, prompt: &str) -> bool {
+        prompt.trim_end().ends_with(self.close)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn template(source: &str) -> ChatTemplate {
+        ChatTemplate::new(source, Vec::new(), Vec::new(), Vec::new()).unwrap()
+    }
+
+    #[test]
+    fn templates_show_their_format() {
+        for (source, name) in [
+            ("{{ '[TOOL_CALLS]' }}{{ name }}{{ '[ARGS]' }}", "mistral-named"),
+            ("{{ '[TOOL_CALLS] [' }}", "mistral"),
+            ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi4-mini"),
+            ("{{ '<|tool_call|>' }}", "granite"),
+            ("{{ '<tool_call>\\n' }}", "hermes"),
+            ("{{ '<|python_tag|>' }}", "llama3"),
+            ("{{ messages[0].content }}", "told"),
+        ] {
+            assert_eq!(Format::of(&template(source)).name, name, "{source}");
+        }
+        assert_eq!(Thinking::of(&template("{{ x }}")), None);
+        let thinking = Thinking::of(&template("{{ '<think>' }}")).unwrap();
+        assert!(thinking.is_open("<|assistant|>\n<think>\n"));
+        let over = "<|assistant|>\n<think>\n\n</think>\n\n";
+        assert!(!thinking.is_open(over) && thinking.is_over(over));
+    }
+}

@@ -1,0 +1,199 @@
+//! Tools, calls and their results in conversations, for the chat templates that know nothing of one or the other.
+
+use super::Tool;
+use super::formats::{Format, Placement, Shape};
+use crate::error::{ApiError, Result};
+use metal_candle::text::{ChatTemplate, Message};
+use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
+
+/// The length of identifiers that Mistral's templates want.
+const SHORT_ID: usize = 9;
+
+/// The conversation as the template can have it, and the tools that the template is given.
+///
+/// # Errors
+/// A 400 when there is no message that could tell of tools.
+pub fn fit(
+    mut messages: Vec<Message>,
+    tools: &[Tool],
+    format: &Format,
+    template: &ChatTemplate,
+) -> Result<(Vec<Message>, Option<Vec<Value>>)> {
+    let shown: Vec<Value> = tools.iter().map(Tool::for_template).collect();
+    if format.short_ids {
+        messages = messages.into_iter().map(with_short_ids).collect();
+    }
+    if !template.mentions("tool_calls") {
+        messages = messages.into_iter().map(|message| told(message, format)).collect();
+    }
+    if shown.is_empty() {
+        return Ok((messages, None));
+    }
+    match format.placement {
+        Placement::Template => Ok((messages, Some(shown))),
+        Placement::System => {
+            if messages.first().is_none_or(|message| message.role() != "system") {
+                messages.insert(0, Message::new("system", ""));
+            }
+            let tools = Value::from(Value::from(shown).to_string());
+            if let Some(first) = messages.first_mut() {
+                *first = first.clone().with("tools", tools);
+            }
+            Ok((messages, None))
+        }
+        Placement::Text => {
+            let about = description(&shown, format);
+            let first = messages.first_mut();
+            let Some(first) = first.filter(|it| matches!(it.role(), "system" | "user")) else {
+                let what = "the chat template knows nothing of tools, so a first message of the system or the user has \
+                            to tell of them, and there is none";
+                return Err(ApiError::field("messages", what));
+            };
+            let text = first.text().unwrap_or_default();
+            *first = first.clone().with("content", Value::from(format!("{about}\n\n{text}")));
+            Ok((messages, None))
+        }
+    }
+}
+
+/// What a model is told of tools whose template knows nothing of them.
+fn description(tools: &[Value], format: &Format) -> String {
+    let tools: Vec<String> = tools.iter().map(Value::to_string).collect();
+    let (open, close) = (format.open, format.close.unwrap_or_default());
+    format!(
+        "You may call these functions:\n{}\n\nTo call one, write:\n{open}\n{{\"name\": NAME, \"{}\": {{...}}}}\n{close}",
+        tools.join("\n"),
+        format.arguments
+    )
+}
+
+/// The message with its calls as text, and a tool's result as what the user says.
+fn told(message: Message, format: &Format) -> Message {
+    if message.role() == "tool" && format.placement == Placement::Text {
+        let result = message.text().unwrap_or_default();
+        return Message::new("user", format!("<tool_response>\n{result}\n</tool_response>"));
+    }
+    let Some(Value::Array(calls)) = message.get("tool_calls") else { return message };
+    let written: Vec<String> = calls
+        .iter()
+        .filter_map(|call| call.get("function"))
+        .map(|function| {
+            let given = |key: &str| function.get(key).cloned().unwrap_or_default();
+            let mut object = Map::new();
+            object.insert("name".into(), given("name"));
+            object.insert(format.arguments.into(), given("arguments"));
+            Value::Object(object).to_string()
+        })
+        .collect();
+    let (open, close) = (format.open, format.close.unwrap_or_default());
+    let calls = match format.shape {
+        Shape::Object(before, after) => {
+            let each = written.iter().map(|call| format!("{open}{before}{call}{after}{close}"));
+            each.collect::<Vec<_>>().join("\n")
+        }
+        Shape::List | Shape::Named(_) => format!("{open}[{}]{close}", written.join(", ")),
+    };
+    let text = message.text().unwrap_or_default();
+    let text = if text.is_empty() { calls } else { format!("{text}\n{calls}") };
+    let mut fields = message.fields().clone();
+    fields.shift_remove("tool_calls");
+    fields.insert("content".into(), Value::from(text));
+    // It had a role, and has it still.
+    Message::from_fields(fields).unwrap_or(message)
+}
+
+/// The message with identifiers of nine letters and digits, each for one of any length.
+fn with_short_ids(message: Message) -> Message {
+    let mut changed = message.clone();
+    if let Some(Value::String(id)) = message.get("tool_call_id") {
+        changed = changed.with("tool_call_id", Value::from(short_id(id)));
+    }
+    if let Some(Value::Array(calls)) = message.get("tool_calls") {
+        let mut calls = calls.clone();
+        for call in &mut calls {
+            if let Some(Value::String(id)) = call.get_mut("id") {
+                *id = short_id(id);
+            }
+        }
+        changed = changed.with("tool_calls", Value::Array(calls));
+    }
+    changed
+}
+
+fn short_id(id: &str) -> String {
+    if id.len() == SHORT_ID && id.chars().all(|it| it.is_ascii_alphanumeric()) {
+        return id.to_string();
+    }
+    let hash = Sha256::digest(id.as_bytes());
+    let digits: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
+    digits.chars().take(SHORT_ID).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn template(source: &str) -> ChatTemplate {
+        ChatTemplate::new(source, Vec::new(), Vec::new(), Vec::new()).unwrap()
+    }
+
+    fn messages(value: Value) -> Vec<Message> {
+        serde_json::from_value(value).unwrap()
+    }
+
+    fn tool() -> Tool {
+        Tool::new("tools[0].function", "f".into(), Some("Does it.".into()), None).unwrap()
+    }
+
+    fn conversation() -> Vec<Message> {
+        let function = json!({"name": "f", "arguments": {"a": 1}});
+        let call = json!({"id": "call_1", "type": "function", "function": function});
+        messages(json!([
+            {"role": "user", "content": "Do it."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "done", "tool_call_id": "call_1"}
+        ]))
+    }
+
+    #[test]
+    fn templates_without_tools_are_told_in_text() {
+        let plain = template("{{ messages }}");
+        let (fitted, given) = fit(conversation(), &[tool()], Format::of(&plain), &plain).unwrap();
+        assert_eq!(given, None);
+        let text = |index: usize| fitted[index].text().unwrap();
+        assert!(text(0).contains(r#""description":"Does it.""#) && text(0).ends_with("\n\nDo it."));
+        assert_eq!(text(1), "<tool_call>\n{\"name\":\"f\",\"arguments\":{\"a\":1}}\n</tool_call>");
+        assert_eq!(fitted[1].get("tool_calls"), None);
+        assert_eq!(fitted[2].role(), "user");
+        assert_eq!(text(2), "<tool_response>\ndone\n</tool_response>");
+        let assistant = messages(json!([{"role": "assistant", "content": "a"}]));
+        assert!(fit(assistant, &[tool()], Format::of(&plain), &plain).is_err());
+    }
+
+    #[test]
+    fn templates_with_tools_get_them() {
+        let hermes = template("{{ tools }}{{ message.tool_calls }}<tool_call>");
+        let (fitted, given) = fit(conversation(), &[tool()], Format::of(&hermes), &hermes).unwrap();
+        assert_eq!(fitted, conversation());
+        assert_eq!(given.unwrap()[0]["function"]["name"], "f");
+        let phi = template("{{ message['tools'] }}<|/tool|>");
+        let (fitted, given) = fit(conversation(), &[tool()], Format::of(&phi), &phi).unwrap();
+        assert_eq!((fitted[0].role(), given), ("system", None));
+        assert!(fitted[0].get("tools").unwrap().as_str().unwrap().starts_with("[{\"type\""));
+        let call = "<|tool_call|>[{\"name\":\"f\",\"arguments\":{\"a\":1}}]<|/tool_call|>";
+        assert_eq!(fitted[2].text().unwrap(), call);
+        assert_eq!(fitted[3].role(), "tool");
+    }
+
+    #[test]
+    fn mistral_gets_short_identifiers() {
+        let mistral = template("{{ tool_calls }}[TOOL_CALLS]");
+        let (fitted, _) = fit(conversation(), &[], Format::of(&mistral), &mistral).unwrap();
+        let id = fitted[2].get("tool_call_id").unwrap().as_str().unwrap();
+        assert_eq!(fitted[1].get("tool_calls").unwrap()[0]["id"], id);
+        assert!(id.len() == 9 && id.chars().all(|it| it.is_ascii_alphanumeric()));
+        assert_eq!(short_id("abcdefgh1"), "abcdefgh1");
+    }
+}

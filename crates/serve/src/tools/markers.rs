@@ -1,0 +1,156 @@
+//! Where special tokens stood in a text that was decoded without them.
+//!
+//! The engine leaves special tokens out of the text, and families mark calls and thoughts with them. A token is told as
+//! soon as it is drawn, its text perhaps later (a stop string may hold it back), so a marker's place is counted in bytes
+//! of the text that was decoded before it.
+
+use metal_candle::Result;
+use metal_candle::generate::Piece;
+use metal_candle::text::Tokenizer;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Markers of one text that are put into it, at most; finding a place may take as long as decoding the text.
+const MOST_PLACES: usize = 512;
+
+/// Puts markers back into a text.
+#[derive(Debug)]
+pub struct Markers {
+    tokenizer: Arc<Tokenizer>,
+    markers: Arc<[(u32, &'static str)]>,
+    /// Whether text may be told later than its token.
+    holds_back: bool,
+    tokens: Vec<u32>,
+    /// Bytes of the text that were told.
+    told: usize,
+    places: VecDeque<(usize, &'static str)>,
+    found: usize,
+}
+
+/// Whether texts are decoded without this token.
+///
+/// # Errors
+/// When the tokenizer fails.
+pub fn is_left_out(tokenizer: &Tokenizer, token: u32) -> Result<bool> {
+    Ok(tokenizer.decode(&[token], true)?.is_empty()
+        && !tokenizer.decode(&[token], false)?.is_empty())
+}
+
+impl Markers {
+    /// Those of `texts` that are special tokens.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn find(
+        tokenizer: &Tokenizer,
+        texts: impl Iterator<Item = &'static str>,
+    ) -> Result<Arc<[(u32, &'static str)]>> {
+        let mut markers = Vec::new();
+        for text in texts {
+            if let Some(token) = tokenizer.token_to_id(text)
+                && is_left_out(tokenizer, token)?
+            {
+                markers.push((token, text));
+            }
+        }
+        Ok(markers.into())
+    }
+
+    /// For a text; `holds_back` says whether it has stop strings.
+    pub fn new(
+        tokenizer: Arc<Tokenizer>,
+        markers: Arc<[(u32, &'static str)]>,
+        holds_back: bool,
+    ) -> Self {
+        let (tokens, places) = (Vec::new(), VecDeque::new());
+        Self { tokenizer, markers, holds_back, tokens, told: 0, places, found: 0 }
+    }
+
+    /// The text of a piece with the markers in it.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn restore(&mut self, piece: Piece) -> Result<String> {
+        if self.markers.is_empty() {
+            return Ok(piece.text);
+        }
+        if let Some(token) = piece.token {
+            self.tokens.push(token);
+            let marker = self.markers.iter().find(|(id, _)| *id == token);
+            if let Some((_, marker)) = marker
+                && self.found < MOST_PLACES
+            {
+                self.found += 1;
+                let place = match self.holds_back {
+                    true => self.tokenizer.decode(&self.tokens, true)?.len(),
+                    false => self.told + piece.text.len(),
+                };
+                self.places.push_back((place, *marker));
+            }
+        }
+        let mut text = String::with_capacity(piece.text.len());
+        let mut rest = piece.text.as_str();
+        while let Some((place, marker)) = self.places.front().copied() {
+            let ahead = place.saturating_sub(self.told);
+            if ahead > rest.len() {
+                break;
+            }
+            let (before, after) = rest.split_at(rest.floor_char_boundary(ahead));
+            text.push_str(before);
+            text.push_str(marker);
+            self.told += before.len();
+            rest = after;
+            self.places.pop_front();
+        }
+        self.told += rest.len();
+        text.push_str(rest);
+        Ok(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tools::example;
+    use metal_candle::generate::StopStrings;
+
+    /// The pieces that the engine tells of a text, held back for these stop strings.
+    fn pieces(tokenizer: &Tokenizer, text: &str, stops: &[&str]) -> Vec<Piece> {
+        let mut stops = StopStrings::new(stops.iter().copied()).unwrap();
+        let mut stream = tokenizer.decode_stream();
+        let piece =
+            |text: String, token| Piece { text, token, logprob: 0.0, likeliest: Vec::new() };
+        let mut pieces = Vec::new();
+        for token in tokenizer.encode(text, false).unwrap() {
+            let decoded = stream.push(token).unwrap().unwrap_or_default();
+            pieces.push(piece(stops.push(&decoded).emit, Some(token)));
+        }
+        let rest = stream.finish().unwrap().unwrap_or_default();
+        let rest = stops.push(&rest).emit + &stops.finish();
+        pieces.push(piece(rest, None));
+        pieces
+    }
+
+    #[test]
+    fn special_tokens_stand_where_they_stood() {
+        let special = ["<think>", "</think>", "[TOOL_CALLS]"];
+        let tokenizer = Arc::new(example::tokenizer(&special));
+        let markers =
+            Markers::find(&tokenizer, special.into_iter().chain(["<tool_call>"])).unwrap();
+        assert_eq!(markers.len(), 3);
+        for text in [
+            "<think>hm</think>Yes, é[TOOL_CALLS][]",
+            "[TOOL_CALLS][TOOL_CALLS]",
+            "no markers at all",
+            "at the end</think>",
+        ] {
+            for stops in [&[][..], &["Yes, it is", "the end of all"][..]] {
+                let mut restored =
+                    Markers::new(tokenizer.clone(), markers.clone(), !stops.is_empty());
+                let pieces = pieces(&tokenizer, text, stops).into_iter();
+                let told: String = pieces.map(|piece| restored.restore(piece).unwrap()).collect();
+                assert_eq!(told, text, "{stops:?}");
+            }
+        }
+    }
+}

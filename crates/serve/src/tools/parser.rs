@@ -1,0 +1,420 @@
+//! A text of a model, taken apart as it comes: thoughts, the answer, and calls of tools.
+//!
+//! Held back is what may still turn out to be a marker, white space that goes if a call follows, and a call until it is
+//! whole. What begins as a call and isn't one (it is not JSON, or names a tool that there isn't) remains text.
+
+use super::calls::{MOST_CALLS, Read, read};
+use super::formats::{Format, Thinking};
+use crate::app::new_id;
+
+/// A call of a tool.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Call {
+    /// What its result refers to.
+    pub id: String,
+    /// The tool's name.
+    pub name: String,
+    /// Its arguments: an object's JSON, as the model wrote it.
+    pub arguments: String,
+}
+
+/// A part of a text.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Part {
+    /// Of what the model thinks before its answer.
+    Reasoning(String),
+    /// Of the answer.
+    Text(String),
+    /// A whole call.
+    Call(Call),
+}
+
+/// Where in a text the parser is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum State {
+    /// Before the first letter, where thoughts may follow.
+    Start,
+    Reasoning,
+    /// Before the first letter of the answer.
+    Answer,
+    Text,
+    /// After the marker of calls, or in an object that stands in its place.
+    Calls {
+        bare: bool,
+    },
+}
+
+/// Takes a text apart.
+#[derive(Debug, Clone)]
+pub struct Parser {
+    format: Option<&'static Format>,
+    thinking: Option<&'static Thinking>,
+    /// The names of the tools.
+    tools: Vec<String>,
+    /// Calls that are told, at most.
+    most_calls: usize,
+    calls: usize,
+    state: State,
+    /// What has come and is not told yet.
+    held: String,
+    /// Bytes of `held` in which no end of a call is.
+    searched: usize,
+    /// Whether a part of the thoughts was told.
+    thought: bool,
+    /// Whether white space at the beginning of what comes goes.
+    trims: bool,
+}
+
+impl Parser {
+    /// For a text of a model that writes calls and thoughts so. `reasoning` says that the prompt ends in thoughts.
+    pub fn new(
+        format: Option<&'static Format>,
+        thinking: Option<&'static Thinking>,
+        reasoning: bool,
+        tools: Vec<String>,
+        parallel: bool,
+    ) -> Self {
+        let state = match (thinking, reasoning) {
+            (Some(_), true) => State::Reasoning,
+            (Some(_), false) => State::Start,
+            (None, _) => State::Answer,
+        };
+        let most_calls = if parallel { MOST_CALLS } else { 1 };
+        Self {
+            format,
+            thinking,
+            tools,
+            most_calls,
+            calls: 0,
+            state,
+            held: String::new(),
+            searched: 0,
+            thought: false,
+            trims: false,
+        }
+    }
+
+    /// Whether what comes next belongs to the thoughts, as far as is known.
+    pub fn is_reasoning(&self) -> bool {
+        self.state == State::Reasoning
+    }
+
+    /// Takes the next piece of the text; gives the parts that are certain now.
+    pub fn push(&mut self, text: &str) -> Vec<Part> {
+        self.held.push_str(text);
+        let mut parts = Vec::new();
+        while self.advance(&mut parts) {}
+        parts
+    }
+
+    /// The end of the text; gives what was held back.
+    pub fn finish(&mut self) -> Vec<Part> {
+        let mut parts = Vec::new();
+        while self.advance(&mut parts) {}
+        let held = std::mem::take(&mut self.held);
+        match self.state {
+            State::Start | State::Answer | State::Text => self.tell_text(held, &mut parts),
+            State::Reasoning => self.tell_reasoning(held.trim_end(), &mut parts),
+            State::Calls { bare } => self.end_calls(&held, bare, &mut parts),
+        }
+        parts
+    }
+
+    /// Goes as far as the state stays; says whether there is more to do.
+    fn advance(&mut self, parts: &mut Vec<Part>) -> bool {
+        match self.state {
+            State::Start => self.at_start(),
+            State::Reasoning => self.in_reasoning(parts),
+            State::Answer => self.at_answer(),
+            State::Text => self.in_text(parts),
+            State::Calls { bare } => !bare && self.in_calls(parts),
+        }
+    }
+
+    fn at_start(&mut self) -> bool {
+        let begun = self.held.trim_start();
+        let open = self.thinking.map_or("", |thinking| thinking.open);
+        if begun.is_empty() || (open.starts_with(begun) && begun.len() < open.len()) {
+            return false;
+        }
+        self.state = match begun.strip_prefix(open) {
+            Some(after) => {
+                self.held = after.to_string();
+                State::Reasoning
+            }
+            None => State::Answer,
+        };
+        true
+    }
+
+    fn in_reasoning(&mut self, parts: &mut Vec<Part>) -> bool {
+        let close = self.thinking.map_or("", |thinking| thinking.close);
+        let Some(end) = self.held.find(close) else {
+            let keep = keep_from(&self.held, close);
+            let rest = self.held.split_off(keep);
+            let thoughts = std::mem::replace(&mut self.held, rest);
+            self.tell_reasoning(&thoughts, parts);
+            return false;
+        };
+        let rest = self.held.split_off(end + close.len());
+        let thoughts = std::mem::replace(&mut self.held, rest);
+        let thoughts = thoughts.strip_suffix(close).unwrap_or(&thoughts).trim_end();
+        self.tell_reasoning(thoughts, parts);
+        self.trims = true;
+        self.state = State::Answer;
+        true
+    }
+
+    fn at_answer(&mut self) -> bool {
+        let begun = self.held.trim_start();
+        if self.trims {
+            self.held = begun.to_string();
+        }
+        let begun = self.held.trim_start();
+        let bare = self.format.is_some_and(|format| format.bare);
+        if begun.is_empty() && (self.trims || bare) {
+            return false;
+        }
+        self.trims = false;
+        self.state = match bare && begun.starts_with('{') {
+            true => State::Calls { bare: true },
+            false => State::Text,
+        };
+        true
+    }
+
+    fn in_text(&mut self, parts: &mut Vec<Part>) -> bool {
+        let Some(format) = self.format else {
+            let text = std::mem::take(&mut self.held);
+            self.tell_text(text, parts);
+            return false;
+        };
+        if let Some(start) = self.held.find(format.open) {
+            let rest = self.held.split_off(start + format.open.len());
+            let mut text = std::mem::replace(&mut self.held, rest);
+            text.truncate(text[..start].trim_end().len());
+            self.tell_text(text, parts);
+            self.searched = 0;
+            self.state = State::Calls { bare: false };
+            return true;
+        }
+        let keep = keep_from(&self.held, format.open);
+        let rest = self.held.split_off(keep);
+        let text = std::mem::replace(&mut self.held, rest);
+        self.tell_text(text, parts);
+        false
+    }
+
+    fn in_calls(&mut self, parts: &mut Vec<Part>) -> bool {
+        let Some((format, close)) = self.format.and_then(|it| Some((it, it.close?))) else {
+            return false;
+        };
+        while let Some(found) = self.held.get(self.searched..).and_then(|it| it.find(close)) {
+            let end = self.searched + found;
+            match read(format, &self.held[..end]) {
+                // The marker stands in a text of the arguments.
+                Read::Unfinished => self.searched = end + close.len(),
+                Read::Calls(calls, rest) if rest.is_empty() && self.are_tools(&calls) => {
+                    self.held.drain(..end + close.len());
+                    self.tell_calls(calls, parts);
+                    self.trims = true;
+                    self.state = State::Text;
+                    return true;
+                }
+                Read::Calls(..) | Read::Wrong => {
+                    let rest = self.held.split_off(end + close.len());
+                    let text = std::mem::replace(&mut self.held, rest);
+                    self.tell_text(format!("{}{text}", format.open), parts);
+                    self.state = State::Text;
+                    return true;
+                }
+            }
+        }
+        // What has come may end in the beginning of the marker.
+        let sure = (self.held.len() + 1).saturating_sub(close.len());
+        self.searched = self.searched.max(self.held.floor_char_boundary(sure));
+        false
+    }
+
+    /// The text ends among calls.
+    fn end_calls(&mut self, body: &str, bare: bool, parts: &mut Vec<Part>) {
+        let read = self.format.map(|format| (format, read(format, body)));
+        match read {
+            Some((_, Read::Calls(calls, rest)))
+                if self.are_tools(&calls) && (!bare || rest.is_empty()) =>
+            {
+                self.tell_calls(calls, parts);
+                self.trims = true;
+                self.tell_text(rest, parts);
+            }
+            Some((format, _)) if !bare => {
+                self.tell_text(format!("{}{body}", format.open), parts);
+            }
+            _ => self.tell_text(body.to_string(), parts),
+        }
+    }
+
+    fn are_tools(&self, calls: &[(String, String)]) -> bool {
+        calls.iter().all(|(name, _)| self.tools.contains(name))
+    }
+
+    fn tell_calls(&mut self, calls: Vec<(String, String)>, parts: &mut Vec<Part>) {
+        for (name, arguments) in calls {
+            if self.calls < self.most_calls {
+                self.calls += 1;
+                parts.push(Part::Call(Call { id: new_id("call_"), name, arguments }));
+            }
+        }
+    }
+
+    fn tell_text(&mut self, text: String, parts: &mut Vec<Part>) {
+        let text = if self.trims { text.trim_start().to_string() } else { text };
+        if !text.is_empty() {
+            self.trims = false;
+            parts.push(Part::Text(text));
+        }
+    }
+
+    fn tell_reasoning(&mut self, thoughts: &str, parts: &mut Vec<Part>) {
+        let thoughts = if self.thought { thoughts } else { thoughts.trim_start() };
+        if !thoughts.is_empty() {
+            self.thought = true;
+            parts.push(Part::Reasoning(thoughts.to_string()));
+        }
+    }
+}
+
+/// From where on a text is kept: its end may be the beginning of `marker`, with white space before that.
+fn keep_from(text: &str, marker: &str) -> usize {
+    let could_begin =
+        |start: &usize| text.is_char_boundary(*start) && marker.starts_with(&text[*start..]);
+    let shortest = text.len().saturating_sub(marker.len());
+    let start = (shortest..text.len()).find(could_begin).unwrap_or(text.len());
+    text[..start].trim_end().len()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parser(format: &str) -> Parser {
+        let tools = vec!["f".into(), "g".into()];
+        let thinking = Thinking { open: "<think>", close: "</think>" };
+        let thinking: &'static Thinking = Box::leak(Box::new(thinking));
+        Parser::new(Some(Format::named(format)), Some(thinking), false, tools, true)
+    }
+
+    /// The parts joined: thoughts in brackets, calls as `name(arguments)`.
+    fn joined(parts: Vec<Part>) -> String {
+        let (mut thoughts, mut text, mut calls) = (String::new(), String::new(), String::new());
+        for part in parts {
+            match part {
+                Part::Reasoning(more) => thoughts += &more,
+                Part::Text(more) => text += &more,
+                Part::Call(call) => {
+                    assert!(call.id.starts_with("call_"));
+                    calls += &format!("{}({})", call.name, call.arguments);
+                }
+            }
+        }
+        format!("[{thoughts}]{text}|{calls}")
+    }
+
+    /// What comes of a text at once, in two pieces split at every byte, and byte by byte, which has to be the same.
+    fn parsed(parser: &Parser, text: &str) -> String {
+        let run = |pieces: &[&str]| {
+            let mut parser = parser.clone();
+            let mut parts: Vec<Part> = pieces.iter().flat_map(|it| parser.push(it)).collect();
+            parts.extend(parser.finish());
+            joined(parts)
+        };
+        let whole = run(&[text]);
+        let places: Vec<usize> = text.char_indices().map(|(place, _)| place).collect();
+        for place in &places {
+            let (before, after) = text.split_at(*place);
+            assert_eq!(run(&[before, after]), whole, "split at {place}");
+        }
+        let characters: Vec<String> = text.chars().map(String::from).collect();
+        let characters: Vec<&str> = characters.iter().map(String::as_str).collect();
+        assert_eq!(run(&characters), whole, "by characters");
+        whole
+    }
+
+    #[test]
+    fn every_format_is_read_in_one_piece_and_in_any_two() {
+        let arguments = r#"{"a": "é </tool", "b": [1, {}]}"#;
+        let call = format!(r#"{{"name": "f", "arguments": {arguments}}}"#);
+        let both = format!("f({arguments})g({{}})");
+        let other = r#"{"name": "g", "arguments": {}}"#;
+        for (format, text) in [
+            (
+                "hermes",
+                format!("<tool_call>\n{call}\n</tool_call>\n<tool_call>\n{other}\n</tool_call>"),
+            ),
+            ("told", format!("<tool_call>{call}</tool_call><tool_call>{other}</tool_call>\n")),
+            ("granite", format!("<|tool_call|>[{call}, {other}]")),
+            ("phi4-mini", format!("<|tool_call|>[{call},{other}]<|/tool_call|>")),
+            ("mistral", format!("[TOOL_CALLS] [{call}, {other}]")),
+            ("mistral-named", format!("[TOOL_CALLS]f[ARGS]{arguments}[TOOL_CALLS]g[ARGS]{{}}")),
+            ("llama3", format!("<|python_tag|>{call}; {other}")),
+            ("llama3", format!("{call}\n{other}")),
+        ] {
+            assert_eq!(parsed(&parser(format), &text), format!("[]|{both}"), "{text}");
+            let thinking = format!("<think>\nhm <\n</think>\n\n{text}");
+            assert_eq!(parsed(&parser(format), &thinking), format!("[hm <]|{both}"), "{thinking}");
+        }
+    }
+
+    #[test]
+    fn text_around_calls_stays_and_white_space_beside_them_goes() {
+        let text =
+            "I look.\n\n<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>\nDone. ";
+        assert_eq!(parsed(&parser("hermes"), text), "[]I look.Done. |f({})");
+        let text = "So: [TOOL_CALLS]f[ARGS]{} and so";
+        assert_eq!(parsed(&parser("mistral-named"), text), "[]So:and so|f({})");
+    }
+
+    #[test]
+    fn what_is_no_call_remains_text() {
+        for (format, text) in [
+            ("hermes", "a < b <tool b\n\n"),
+            ("hermes", "<tool_call>\nf(1)\n</tool_call> x"),
+            ("hermes", "<tool_call>\n{\"name\": \"h\", \"arguments\": {}}\n</tool_call>"),
+            ("hermes", "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"b"),
+            ("mistral", "[TOOL_CALLS] [{\"name\""),
+            ("llama3", "{\"a\": 1}"),
+            ("llama3", "  {\"name\": \"f\", \"parameters\": {}} is a call"),
+            ("llama3", "<|python_tag|>print(1)"),
+        ] {
+            assert_eq!(parsed(&parser(format), text), format!("[]{text}|"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_marker_within_arguments_is_text_of_theirs() {
+        let call = r#"<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>"#;
+        let expected = r#"[]|f({"a": "</tool_call>"})"#;
+        assert_eq!(parsed(&parser("hermes"), call), expected);
+    }
+
+    #[test]
+    fn thoughts_may_begin_in_the_prompt_or_never_end() {
+        let thinking = parser("hermes").thinking;
+        let open = Parser::new(None, thinking, true, Vec::new(), true);
+        assert_eq!(parsed(&open, "\nhm\n</think>\n\nYes. "), "[hm]Yes. |");
+        assert_eq!(parsed(&open, "hm, <thi"), "[hm, <thi]|");
+        let none = Parser::new(None, thinking, false, Vec::new(), true);
+        assert_eq!(parsed(&none, " <b>"), "[] <b>|");
+        assert_eq!(parsed(&none, "<think></think>"), "[]|");
+        assert_eq!(parsed(&none, "\n<think>a\nb</think>c"), "[a\nb]c|");
+        let plain = Parser::new(None, None, false, Vec::new(), true);
+        assert_eq!(parsed(&plain, " <think>a</think> "), "[] <think>a</think> |");
+    }
+
+    #[test]
+    fn one_call_is_told_where_one_is_wanted() {
+        let call = r#"<tool_call>{"name": "f", "arguments": {}}</tool_call>"#;
+        let one = Parser::new(Some(Format::named("hermes")), None, false, vec!["f".into()], false);
+        assert_eq!(parsed(&one, &call.repeat(3)), "[]|f({})");
+    }
+}

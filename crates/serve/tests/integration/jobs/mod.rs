@@ -1,0 +1,6 @@
+//! Files and fine-tuning jobs.
+
+mod client;
+mod models;
+mod requests;
+mod runs;

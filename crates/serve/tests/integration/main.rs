@@ -1,0 +1,10 @@
+//! The server over HTTP, with the demo's model.
+
+mod asking;
+mod conversations;
+mod jobs;
+mod leaving;
+mod protocols;
+mod texts;
+mod thoughts;
+mod tokens;
