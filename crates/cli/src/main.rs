@@ -59,6 +59,8 @@ enum Command {
     Generate(commands::generate::Arguments),
     /// Talk with a model
     Chat(commands::chat::Arguments),
+    /// Answer OpenAI's clients, fine-tune for them, and show a page to do both in a browser
+    Serve(Box<commands::serve::Arguments>),
     /// Merge an adapter into its model
     #[command(alias = "merge")]
     Fuse(commands::fuse::Arguments),
@@ -165,6 +167,7 @@ fn run(cli: Cli) -> anyhow::Result<u8> {
         Command::Train(arguments) => commands::train::run(*arguments, terminal),
         Command::Generate(arguments) => commands::generate::run(arguments, terminal),
         Command::Chat(arguments) => commands::chat::run(arguments, terminal(false)),
+        Command::Serve(arguments) => commands::serve::run(*arguments, terminal(false)),
         Command::Fuse(arguments) => commands::fuse::run(arguments, terminal),
         Command::Convert(arguments) => commands::convert::run(arguments, terminal),
         Command::Evaluate(arguments) => commands::evaluate::run(arguments, terminal),

@@ -10,7 +10,7 @@ use std::path::Path;
 const DEFAULT_TEMPERATURE: f64 = 0.7;
 
 /// How tokens are drawn. What is not given comes from the model's `generation_config.json`.
-#[derive(Debug, Clone, Args)]
+#[derive(Debug, Clone, Default, Args)]
 #[command(
     next_help_heading = "Sampling (defaults are those of the model's generation_config.json)"
 )]
@@ -58,6 +58,12 @@ pub struct Sampling {
     /// Go on after an end-of-sequence token
     #[arg(long)]
     ignore_eos: bool,
+}
+
+/// How a model's texts are drawn where nothing is said.
+pub fn defaults(folder: &Path) -> anyhow::Result<GenerateOptions> {
+    let max_tokens = GenerateOptions::default().max_tokens;
+    Sampling { max_tokens, ..Sampling::default() }.resolve(folder)
 }
 
 fn bias(text: &str) -> Result<(u32, f32), String> {

@@ -11,4 +11,5 @@ pub mod fuse;
 pub mod generate;
 pub mod inspect;
 pub mod logprobs;
+pub mod serve;
 pub mod train;

@@ -1,0 +1,204 @@
+//! `serve`: an OpenAI endpoint on this machine.
+
+use crate::errors::{SUCCESS, usage};
+use crate::interrupt;
+use crate::models::{Runtime, Source, set_threads};
+use crate::output::Terminal;
+use crate::sampling;
+use crate::template::TemplateFlags;
+use anyhow::Context;
+use clap::Args;
+use metal_candle::engine::EngineOptions;
+use metal_candle_serve::{Base, Options, Server, Tls};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+const EXAMPLES: &str = "\
+Examples:
+  metal-candle serve --model model/
+  metal-candle serve --model owner/name --adapters adapters/ --port 8000
+  METAL_CANDLE_API_KEY=... metal-candle serve --model model/ --host 0.0.0.0
+
+Clients are given the address with /v1 behind it as their base URL. A browser is shown a page there.";
+
+/// How often it is looked whether to stop.
+const GLANCE: Duration = Duration::from_millis(100);
+
+/// What the command is told.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Arguments {
+    /// The model's folder, or its id on the Hugging Face hub
+    #[arg(short, long, value_name = "DIR|ID", help_heading = "Model")]
+    model: String,
+    /// The branch, tag or commit of a model on the hub [default: main]
+    #[arg(long, value_name = "REVISION", help_heading = "Model")]
+    revision: Option<String>,
+    /// What requests call the model; may be given several times, the first is the one that is listed
+    /// [default: the model as it is given]
+    #[arg(long, value_name = "NAME", help_heading = "Model")]
+    served_model_name: Vec<String>,
+    /// A folder whose folders are adapters, which requests name by theirs
+    #[arg(long, value_name = "DIR", help_heading = "Model")]
+    adapters: Option<PathBuf>,
+    /// Adapters in memory, at most; the least recently used goes first
+    #[arg(long, value_name = "N", default_value_t = usual().max_adapters, help_heading = "Model")]
+    max_adapters: usize,
+    /// Refuse to load adapters by their path on this machine, as vLLM's route does
+    #[arg(long, help_heading = "Model")]
+    no_adapters_by_path: bool,
+    /// Where files, jobs and keys are kept
+    #[arg(long, value_name = "DIR", default_value = "metal-candle-data", help_heading = "Server")]
+    data: PathBuf,
+    /// The address to listen on
+    #[arg(long, value_name = "IP", default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST), help_heading = "Server")]
+    host: IpAddr,
+    /// The port to listen on; 0 takes any that is free
+    #[arg(long, value_name = "N", default_value_t = usual().address.port(), help_heading = "Server")]
+    port: u16,
+    /// A key that requests have to bring, with which everything may be done; may be given several times, and is better
+    /// given as METAL_CANDLE_API_KEY, as others may see a command's flags
+    #[arg(
+        long,
+        value_name = "KEY",
+        env = "METAL_CANDLE_API_KEY",
+        hide_env_values = true,
+        value_delimiter = ',',
+        help_heading = "Server"
+    )]
+    api_key: Vec<String>,
+    /// Let everybody who reaches it ask, without a key
+    #[arg(long, help_heading = "Server")]
+    allow_anyone: bool,
+    /// A certificate in PEM, for TLS
+    #[arg(long, value_name = "FILE", requires = "tls_key", help_heading = "Server")]
+    tls_certificate: Option<PathBuf>,
+    /// Its private key in PEM
+    #[arg(long, value_name = "FILE", requires = "tls_certificate", help_heading = "Server")]
+    tls_key: Option<PathBuf>,
+    /// A website whose pages may ask, such as https://example.org; may be given several times
+    #[arg(long, value_name = "ORIGIN", help_heading = "Server")]
+    cors_origin: Vec<String>,
+    /// Requests under way, at most
+    #[arg(long, value_name = "N", default_value_t = usual().max_requests, help_heading = "Limits")]
+    max_requests: usize,
+    /// Seconds that an answer may take that isn't streamed
+    #[arg(long, value_name = "SECONDS", default_value_t = usual().timeout.as_secs(), help_heading = "Limits")]
+    timeout: u64,
+    /// Megabytes of an uploaded file, at most
+    #[arg(long, value_name = "MB", default_value_t = usual().max_file >> 20, help_heading = "Limits")]
+    max_file: u64,
+    /// The share of the device's time that fine-tuning gets while texts are written
+    #[arg(long, value_name = "X", default_value_t = usual().training_share, help_heading = "Limits")]
+    training_share: f64,
+    /// Texts that are read and written at once, at most
+    #[arg(long, value_name = "N", default_value_t = EngineOptions::default().max_sequences, help_heading = "Engine")]
+    max_sequences: usize,
+    /// Tokens that the model reads at once, at most
+    #[arg(long, value_name = "N", default_value_t = EngineOptions::default().max_batch_tokens, help_heading = "Engine")]
+    max_batch_tokens: usize,
+    /// Requests that wait, at most
+    #[arg(long, value_name = "N", default_value_t = usual().engine.max_waiting, help_heading = "Engine")]
+    max_waiting: usize,
+    /// Tokens that the KV cache has room for [default: what fits into most of a GPU's free memory, or a quarter of
+    /// the machine's]
+    #[arg(long, value_name = "N", help_heading = "Engine")]
+    cache_tokens: Option<usize>,
+    /// Tokens to guess after the last of a text and to read together with it, while few texts are written
+    #[arg(long, value_name = "N", default_value_t = EngineOptions::default().draft_tokens, help_heading = "Engine")]
+    draft_tokens: usize,
+    #[command(flatten)]
+    template: TemplateFlags,
+    #[command(flatten)]
+    runtime: Runtime,
+}
+
+fn usual() -> Options {
+    Options::new("", "")
+}
+
+impl Arguments {
+    fn options(&self) -> anyhow::Result<Options> {
+        let mut names = self.served_model_name.iter().cloned();
+        let options = Options {
+            address: SocketAddr::new(self.host, self.port),
+            aliases: names.clone().skip(1).collect(),
+            adapters: self.adapters.clone(),
+            max_adapters: self.max_adapters,
+            engine: EngineOptions {
+                max_sequences: self.max_sequences,
+                max_batch_tokens: self.max_batch_tokens,
+                max_waiting: self.max_waiting,
+                cache_tokens: self.cache_tokens,
+                draft_tokens: self.draft_tokens,
+                ..EngineOptions::default()
+            },
+            api_keys: self.api_key.clone(),
+            allow_anyone: self.allow_anyone,
+            max_file: self.max_file.saturating_mul(1 << 20),
+            max_requests: self.max_requests,
+            timeout: Duration::from_secs(self.timeout),
+            tls: self
+                .tls_certificate
+                .clone()
+                .zip(self.tls_key.clone())
+                .map(|(certificate, key)| Tls { certificate, key }),
+            cors_origins: self.cors_origin.clone(),
+            load_adapters_by_path: !self.no_adapters_by_path,
+            training_share: self.training_share,
+            ..Options::new(names.next().unwrap_or_else(|| name_of(&self.model)), &self.data)
+        };
+        options.validate().map_err(usage)?;
+        if let Some(folder) = &self.adapters
+            && !folder.is_dir()
+        {
+            return Err(usage(format!("adapters: {} is no folder", folder.display())));
+        }
+        Ok(options)
+    }
+}
+
+/// A model's usual name: its id on the hub, or that of its folder.
+fn name_of(model: &str) -> String {
+    let path = Path::new(model);
+    let folder = path.is_dir().then(|| path.canonicalize().ok()).flatten();
+    let name = folder.as_deref().and_then(Path::file_name).and_then(|name| name.to_str());
+    name.unwrap_or(model).to_string()
+}
+
+/// Serves until it is told to stop.
+pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
+    set_threads(arguments.runtime.threads)?;
+    interrupt::install()?;
+    let options = arguments.options()?;
+    let source = Source {
+        model: Some(arguments.model.clone()),
+        revision: arguments.revision.clone(),
+        adapter: None,
+    };
+    let loaded = source.load(&arguments.runtime, &arguments.template, terminal)?;
+    let base = Base {
+        defaults: sampling::defaults(&loaded.folder)?,
+        model: loaded.model,
+        tokenizer: loaded.tokenizer,
+        folder: loaded.folder,
+        variables: loaded.variables,
+    };
+    let (name, secure) = (options.model_name.clone(), options.tls.is_some());
+    let stop = interrupt::watch(
+        "stopping once the answers under way are written; Ctrl-C again stops at once",
+    );
+    let server = Server::start(base, options).context("cannot serve")?;
+    let scheme = if secure { "https" } else { "http" };
+    terminal.note(format!(
+        "{name} is served at {scheme}://{}, for OpenAI's clients with /v1 behind it",
+        server.address()
+    ));
+    while !stop.load(Ordering::Relaxed) {
+        std::thread::sleep(GLANCE);
+    }
+    server.stop();
+    Ok(SUCCESS)
+}
