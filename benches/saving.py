@@ -111,4 +111,5 @@ def main():
             "--model", root / "8b", "--rank", 16, "--batch-size", 4, "--max-seq-length", 2048])
 
 
-main()
+if __name__ == "__main__":
+    main()
