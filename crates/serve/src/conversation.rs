@@ -2,7 +2,7 @@
 //! are.
 
 use crate::adapters::Chosen;
-use crate::app::App;
+use crate::app::{App, Shared};
 use crate::constraint::{Constraint, about, grammars};
 use crate::context;
 use crate::error::{ApiError, Result};
@@ -111,6 +111,19 @@ impl Conversation {
             now: None,
         };
         Ok(template.render(&messages, &options)?)
+    }
+
+    /// What the engine is asked about the conversation that `read` makes of a request, with the model of this name.
+    ///
+    /// # Errors
+    /// A 404 when there is no such model, and a 400 that names what can't be done.
+    pub async fn prepared(
+        app: &Shared,
+        model: &str,
+        read: impl FnOnce(&Tokenizer) -> Result<Self> + Send + 'static,
+    ) -> Result<Prepared> {
+        let chosen = app.choose(model).await?;
+        app.blocking(move |app| read(&chosen.tokenizer)?.prepare(app, &chosen)).await
     }
 
     /// What the engine is asked. Takes as long as tokenizing and compiling a grammar take.

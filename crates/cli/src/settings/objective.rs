@@ -4,7 +4,8 @@ use super::Settings;
 use crate::errors::usage;
 use clap::ValueEnum;
 use metal_candle::train::objectives::{
-    DistillOptions, DpoLoss, DpoOptions, KtoOptions, OrpoOptions, SimPoOptions,
+    DistillOptions, DpoLoss, DpoOptions, KtoOptions, OrpoOptions, PREFERENCE_RATE_DIVISOR,
+    SimPoOptions,
 };
 use metal_candle::train::{BestBy, Objective};
 use serde::{Deserialize, Serialize};
@@ -102,15 +103,12 @@ impl From<Best> for BestBy {
     }
 }
 
-/// Preferences are learned at so much less than what fine-tuning takes, in TRL's defaults.
-const RATE_DIVISOR: f64 = 20.0;
-
 impl Settings {
     /// What the usual learning rate is divided by.
     pub(super) fn rate_divisor(&self) -> f64 {
         match self.objective {
             ObjectiveName::Sft | ObjectiveName::Distill => 1.0,
-            _ => RATE_DIVISOR,
+            _ => PREFERENCE_RATE_DIVISOR,
         }
     }
 

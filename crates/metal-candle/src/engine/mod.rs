@@ -152,6 +152,8 @@ pub enum Event {
 pub struct Finished {
     /// Why.
     pub reason: FinishReason,
+    /// Which of the request's stop strings ended it, by its place among them.
+    pub stop: Option<usize>,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
     /// Tokens of the prompt whose keys and values were in the cache when the request began.
@@ -641,6 +643,7 @@ impl<'t> Engine<'t> {
             if let Some(reason) = sequence.answer.finish_reason() {
                 last = Some(Event::Finished(Finished {
                     reason,
+                    stop: sequence.answer.stop_found(),
                     prompt_tokens: sequence.prompt,
                     cached_tokens: sequence.found.unwrap_or(0),
                     tokens: sequence.answer.tokens().len(),

@@ -134,6 +134,11 @@ impl<'t> Answer<'t> {
         self.finished
     }
 
+    /// Which of the stop strings ended the text, by its place among them.
+    pub fn stop_found(&self) -> Option<usize> {
+        self.stops.found()
+    }
+
     /// The tokens written so far, without the end-of-sequence token.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens

@@ -22,7 +22,8 @@ pub struct StopStrings {
     stops: Vec<String>,
     // The end of the text so far that may be the beginning of a stop string.
     held: String,
-    stopped: bool,
+    // Which of `stops` has ended the text.
+    found: Option<usize>,
 }
 
 impl StopStrings {
@@ -38,19 +39,19 @@ impl StopStrings {
                 "an empty text would end every text before it begins",
             ));
         }
-        Ok(Self { stops, held: String::new(), stopped: false })
+        Ok(Self { stops, held: String::new(), found: None })
     }
 
     /// Takes the next piece of text and gives what can be shown now. After a stop nothing comes.
     pub fn push(&mut self, piece: &str) -> StopResult {
-        if self.stopped {
+        if self.stopped() {
             return StopResult { emit: String::new(), stopped: true };
         }
         let seen = self.held.len();
         self.held.push_str(piece);
-        if let Some(start) = self.first_stop(seen) {
+        if let Some((start, stop)) = self.first_stop(seen) {
             self.held.truncate(start);
-            self.stopped = true;
+            self.found = Some(stop);
             return StopResult { emit: std::mem::take(&mut self.held), stopped: true };
         }
         let keep = self.held.split_off(self.held.len() - self.possible_start());
@@ -64,15 +65,21 @@ impl StopStrings {
 
     /// Whether a stop string has been found.
     pub fn stopped(&self) -> bool {
-        self.stopped
+        self.found.is_some()
     }
 
-    /// Where the stop string begins that is complete first, looking at ends after byte `seen`.
-    fn first_stop(&self, seen: usize) -> Option<usize> {
+    /// Which of the stop strings has been found, by its place among them.
+    pub fn found(&self) -> Option<usize> {
+        self.found
+    }
+
+    /// Where the stop string begins that is complete first, looking at ends after byte `seen`, and which it is.
+    fn first_stop(&self, seen: usize) -> Option<(usize, usize)> {
         let text = self.held.as_bytes();
         (seen + 1..=text.len()).find_map(|end| {
-            let ended = self.stops.iter().filter(|stop| text[..end].ends_with(stop.as_bytes()));
-            ended.map(|stop| end - stop.len()).min()
+            let ended = |(_, stop): &(usize, &String)| text[..end].ends_with(stop.as_bytes());
+            let ended = self.stops.iter().enumerate().filter(ended);
+            ended.map(|(index, stop)| (end - stop.len(), index)).min()
         })
     }
 
@@ -123,6 +130,23 @@ mod tests {
             (&[], &["any", "thing"], "anything", false),
         ] {
             assert_eq!(run(stops, pieces), (shown.to_owned(), stopped), "{stops:?} {pieces:?}");
+        }
+    }
+
+    #[test]
+    fn the_stop_that_ended_the_text_is_told() {
+        for (stops, text, found) in [
+            (&["x", "</s>"][..], "a</s>x", Some(1)),
+            (&["bc", "abc"], "zabcd", Some(1)),
+            (&["abcd", "bc"], "abcd", Some(1)),
+            (&["E", "E"], "the END", Some(0)),
+            (&["y", "z"], "abc", None),
+        ] {
+            let mut stream = StopStrings::new(stops.iter().copied()).expect("valid");
+            for letter in text.chars() {
+                stream.push(&letter.to_string());
+            }
+            assert_eq!(stream.found(), found, "{stops:?} {text}");
         }
     }
 

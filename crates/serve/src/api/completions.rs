@@ -1,7 +1,7 @@
 //! `POST /v1/completions`: texts and tokens are continued as they are, and told with their log-probabilities.
 
 use crate::adapters::Chosen;
-use crate::api::chat::FINGERPRINT;
+use crate::api::completion::Completion;
 use crate::app::{App, Shared, new_id, now};
 use crate::body::Body;
 use crate::constraint::Constraint;
@@ -26,6 +26,8 @@ const MOST_PROMPTS: usize = 2048;
 const MOST_CHOICES: usize = 4096;
 /// Tokens that are written where a request doesn't say.
 const USUAL_TOKENS: usize = 16;
+/// What all parts of an answer are called.
+const OBJECT: &str = "text_completion";
 
 /// The routes.
 pub fn routes() -> Router<Shared> {
@@ -316,31 +318,12 @@ struct Head {
     model: String,
 }
 
-#[derive(Serialize)]
-struct Completion<'a> {
-    #[serde(flatten)]
-    head: &'a Head,
-    object: &'static str,
-    system_fingerprint: &'static str,
-    choices: &'a [Choice],
-    /// Null but in a stream's last chunk, and left out of streams where nobody asks for it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Option<Usage>>,
-}
-
 #[derive(Debug, Default, Serialize)]
 struct Choice {
     index: usize,
     text: String,
     logprobs: Option<Lists>,
     finish_reason: Option<Reason>,
-}
-
-impl<'a> Completion<'a> {
-    fn new(head: &'a Head, choices: &'a [Choice], usage: Option<Option<Usage>>) -> Self {
-        let object = "text_completion";
-        Self { head, object, system_fingerprint: FINGERPRINT, choices, usage }
-    }
 }
 
 /// Counts a text that has ended.
@@ -375,7 +358,7 @@ async fn whole(
         }
         choice.finish_reason = reason.or(choice.finish_reason);
     }
-    Ok(Json(Completion::new(head, &answers, Some(Some(usage)))).into_response())
+    Ok(Json(Completion::whole(OBJECT, head, &answers, usage)).into_response())
 }
 
 async fn tell(
@@ -409,12 +392,13 @@ async fn tell(
             continue;
         }
         let choice = Choice { index, text, logprobs: waiting.take(), finish_reason: reason };
-        let chunk =
-            Completion::new(&head, std::slice::from_ref(&choice), with_usage.then_some(None));
-        out.object(&chunk).await?;
+        let usage = with_usage.then_some(None);
+        let choices = std::slice::from_ref(&choice);
+        out.object(&Completion::chunk(OBJECT, &head, choices, usage)).await?;
     }
     if with_usage {
-        out.object(&Completion::new(&head, &[], Some(Some(usage)))).await?;
+        let none: &[Choice] = &[];
+        out.object(&Completion::whole(OBJECT, &head, none, usage)).await?;
     }
     out.end(None).await
 }

@@ -2,6 +2,7 @@
 
 pub mod anthropic;
 pub mod chat;
+mod completion;
 pub mod completions;
 pub mod embeddings;
 pub mod files;

@@ -3,17 +3,19 @@
 use super::hyperparameters::Chosen;
 use chrono::NaiveDateTime;
 use metal_candle::data::{BatchOptions, DataOptions};
-use metal_candle::train::objectives::{DpoOptions, Objective};
+use metal_candle::train::objectives::{DpoOptions, Objective, PREFERENCE_RATE_DIVISOR};
 use metal_candle::train::{Duration, LearningRate, ScheduleOptions, TrainOptions, total_steps};
 use metal_candle::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// Answers are compared at a 20th of the rate at which one is learned, as the command does it.
-const PREFERENCE_DIVISOR: f64 = 20.0;
 /// Tokens of a pass at most, where an example alone doesn't have more: a pass holds up the texts that are written.
 const TOKENS_OF_A_PASS: usize = 4096;
+/// Tokens of an example at most, where the model's context isn't shorter. A pass of more tokens than the usual ones
+/// computes the layers' activations again for its backward pass, so with four times as many it still takes no more memory;
+/// but the texts that are written wait four times as long for it.
+const TOKENS_OF_AN_EXAMPLE: usize = 4 * TOKENS_OF_A_PASS;
 /// Reports and checkpoints of a run, about.
 const REPORTS: u64 = 2000;
 const CHECKPOINTS: u64 = 10;
@@ -52,6 +54,9 @@ pub(crate) struct Plan {
     pub learning_rate: f64,
     pub beta: f64,
     pub max_seq_length: usize,
+    /// Whether the longest pass has so many tokens that activations are computed again instead of kept.
+    #[serde(default)]
+    pub recompute: bool,
     /// The time that the chat template is told.
     template_time: String,
     /// What else it is told.
@@ -72,14 +77,15 @@ impl Plan {
         let base = ScheduleOptions::default().learning_rate;
         let base = match method {
             Method::Supervised => base,
-            Method::Dpo => base / PREFERENCE_DIVISOR,
+            Method::Dpo => base / PREFERENCE_RATE_DIVISOR,
         };
         let sequences = match method {
             Method::Supervised => 1,
             Method::Dpo => 2,
         };
         let batch = chosen.batch_size as usize;
-        let rows = rows_of_a_pass(batch, sequences * longest.min(max_seq_length));
+        let of_a_row = sequences * longest.min(max_seq_length);
+        let rows = rows_of_a_pass(batch, of_a_row);
         Self {
             method,
             n_epochs: chosen.n_epochs,
@@ -88,6 +94,7 @@ impl Plan {
             learning_rate: base * chosen.learning_rate_multiplier,
             beta: chosen.beta,
             max_seq_length,
+            recompute: rows * of_a_row > TOKENS_OF_A_PASS,
             template_time: now.format(TIME).to_string(),
             variables: variables.clone(),
             seed,
@@ -131,6 +138,7 @@ impl Plan {
         let options = TrainOptions {
             objective,
             grad_accumulation: self.passes,
+            grad_checkpoint: self.recompute,
             seed: self.seed,
             report_every: steps.div_ceil(REPORTS),
             eval_every: save_every,
@@ -146,6 +154,12 @@ impl Plan {
         ScheduleOptions { learning_rate: self.learning_rate, ..ScheduleOptions::default() }
             .build(steps)
     }
+}
+
+/// Tokens that an example has at most, of a model with this context: as many as that, up to
+/// [`TOKENS_OF_AN_EXAMPLE`].
+pub(super) fn most_tokens(context: usize) -> usize {
+    context.clamp(2, TOKENS_OF_AN_EXAMPLE)
 }
 
 /// The most rows of a pass that divide a batch and have no more tokens than a pass may have.
@@ -190,8 +204,25 @@ mod tests {
         assert_eq!(shape(Method::Dpo, 256, 100), (16, 16));
         assert_eq!(shape(Method::Supervised, 7, 2048), (1, 7));
         assert_eq!(shape(Method::Supervised, 8, 1_000_000), (2, 4));
+        assert!(!plan(Method::Supervised, 256, 100).recompute);
+        assert!(!plan(Method::Dpo, 1, 2048).recompute);
         let rate = |method| plan(method, 4, 40).learning_rate;
         assert_eq!((rate(Method::Supervised), rate(Method::Dpo)), (4e-4, 2e-5));
+    }
+
+    #[test]
+    fn an_example_has_as_many_tokens_as_the_model_reads_or_as_fit() {
+        for (context, most) in [(0, 2), (256, 256), (8192, 8192), (131_072, 16_384)] {
+            assert_eq!(most_tokens(context), most);
+        }
+        let chosen =
+            Chosen { n_epochs: 1, batch_size: 4, learning_rate_multiplier: 1.0, beta: 0.1 };
+        let now = NaiveDateTime::parse_from_str("2025-01-31T12:00:00", TIME).unwrap();
+        let of =
+            |longest| Plan::new(Method::Supervised, chosen, (longest, 16_384), &Map::new(), 7, now);
+        assert_eq!((of(1024).rows, of(1024).recompute), (4, false));
+        assert_eq!((of(5000).rows, of(5000).recompute), (1, true));
+        assert!(of(5000).train_options(10).unwrap().grad_checkpoint);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! A new job's files: what is wrong with them, and the numbers that follow from them.
 
 use super::check::{Report, check};
-use super::plan::{Method, Plan};
+use super::plan::{Method, Plan, most_tokens};
 use crate::app::{App, Shared};
 use crate::store::{Job, JobError, Status};
 use metal_candle::data::DataOptions;
@@ -14,15 +14,13 @@ use tokio::runtime::Handle;
 const PAIRS: &str = "preference pairs";
 const LABELLED: &str = "labelled answers";
 
-/// How records become examples: with as many tokens as the library's default says, and as the model was made for.
+/// How records become examples.
 pub(crate) fn data_options(app: &App) -> DataOptions {
-    let usual = DataOptions::default();
-    let context = app.model.config().max_position_embeddings;
     DataOptions {
-        max_seq_length: usual.max_seq_length.min(context).max(2),
+        max_seq_length: most_tokens(app.model.config().max_position_embeddings),
         variables: app.variables.clone(),
         now: Some(chrono::Local::now().naive_local()),
-        ..usual
+        ..DataOptions::default()
     }
 }
 

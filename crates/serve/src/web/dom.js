@@ -55,6 +55,22 @@ export function every(ms, work) {
   return () => (over = true);
 }
 
+// A part of the page that looks at the server again and again while it is shown: `look` as with `every`.
+export class Watching {
+  constructor(ms) {
+    this.ms = ms;
+  }
+
+  enter() {
+    this.end ??= every(this.ms, () => this.look());
+  }
+
+  leave() {
+    this.end();
+    this.end = null;
+  }
+}
+
 // Makes an element's children anew only if what they show has changed, so that focus and selection stay.
 export function update(element, shown, make) {
   const key = JSON.stringify(shown);

@@ -2,7 +2,7 @@
 
 import { ApiError, download, get, list, post } from "./api.js";
 import { Chart } from "./chart.js";
-import { attempt, count, every, h, problemLine, span, sureButton, time, update } from "./dom.js";
+import { Watching, attempt, count, h, problemLine, span, sureButton, time, update } from "./dom.js";
 
 const OVER = ["succeeded", "failed", "cancelled"];
 const WORDS = { validating_files: "checking files" };
@@ -25,10 +25,11 @@ export function jobLink(job) {
   return h("li", h("a.job", { href: `#tune/${job.id}` }, h("strong", jobName(job)), status(job), about));
 }
 
-export class Job {
+export class Job extends Watching {
   title = "Job";
 
   constructor(id) {
+    super(1000);
     this.id = id;
     this.path = `/v1/fine_tuning/jobs/${encodeURIComponent(id)}`;
     this.events = new Map();
@@ -53,15 +54,6 @@ export class Job {
       h("section.card", h("h2", "Loss"), this.progress, this.chart.element),
       h("div.columns", card("About this job", this.facts), h("div", card("Checkpoints", this.checkpoints), card("Events", this.said))),
     );
-  }
-
-  enter() {
-    this.end ??= every(1000, () => this.look());
-  }
-
-  leave() {
-    this.end();
-    this.end = null;
   }
 
   async look() {

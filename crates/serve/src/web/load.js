@@ -1,17 +1,18 @@
 // What the machine has to do, from the server's figures for Prometheus.
 
-import { get, request } from "./api.js";
+import { ApiError, get, request } from "./api.js";
 import { Chart } from "./chart.js";
-import { every, h, problemLine } from "./dom.js";
+import { Watching, h, problemLine, update } from "./dom.js";
 import { jobLink } from "./job.js";
 
 // Seconds that are shown.
 const SHOWN = 120;
 
-export class Load {
+export class Load extends Watching {
   title = "Load";
 
   constructor() {
+    super(1000);
     const ago = (x) => (x >= -0.5 ? "now" : `${Math.round(-x)} s ago`);
     const chart = (label, names, options) =>
       new Chart(label, names.map((name) => ({ name })), { tellX: ago, reachY: [0, 4], reachX: [-SHOWN, 0], empty: "Waiting for figures …", ...options });
@@ -25,43 +26,40 @@ export class Load {
     this.problem = problemLine();
     this.job = h("div");
     const card = (title, ...inside) => h("section.card", h("h2", title), inside);
-    this.element = h(
-      "div.page",
-      h("h1", "Load"),
-      this.problem,
-      h(
-        "div.tiles",
-        card("Requests", this.charts[0].element),
-        card("Tokens per second", this.charts[1].element),
-        card("Cache of keys and values", this.charts[2].element),
-        card("Fine-tuning", this.job),
-      ),
-    );
-  }
-
-  enter() {
-    this.end ??= every(1000, () => this.look());
-  }
-
-  leave() {
-    this.end();
-    this.end = null;
+    this.tiles = [
+      card("Requests", this.charts[0].element),
+      card("Tokens per second", this.charts[1].element),
+      card("Cache of keys and values", this.charts[2].element),
+    ];
+    this.closed = card("The machine's figures", h("p", "Your key may not see them: they are for keys with the scope admin."));
+    this.element = h("div.page", h("h1", "Load"), this.problem, h("div.tiles", this.tiles, this.closed, card("Fine-tuning", this.job)));
+    this.closed.hidden = true;
   }
 
   async look() {
     try {
-      const figures = read(await (await request("GET", "/metrics")).text());
-      this.samples.push({ ...figures, at: performance.now() / 1000 });
-      this.show();
-      const { data } = await get("/v1/fine_tuning/jobs?limit=20");
-      const busy = data.filter((job) => ["running", "queued", "validating_files", "paused"].includes(job.status));
-      this.job.replaceChildren(
-        busy.length ? h("ul.jobs", busy.map(jobLink)) : h("p.quiet", "No job is running or waiting. ", h("a", { href: "#tune" }, "Start one")),
-      );
+      const [maySee, mayTune] = [await allowed(() => this.measure()), await allowed(() => this.showJobs())];
+      for (const tile of this.tiles) tile.hidden = !maySee;
+      this.closed.hidden = maySee;
+      if (!mayTune) update(this.job, "closed", () => h("p", "Your key may not see jobs: they are for keys with the scope fine-tune."));
       this.problem.textContent = "";
+      return maySee || mayTune;
     } catch (error) {
       this.problem.textContent = error.message;
     }
+  }
+
+  async measure() {
+    const figures = read(await (await request("GET", "/metrics")).text());
+    this.samples.push({ ...figures, at: performance.now() / 1000 });
+    this.show();
+  }
+
+  async showJobs() {
+    const { data } = await get("/v1/fine_tuning/jobs?limit=20");
+    const busy = data.filter((job) => ["running", "queued", "validating_files"].includes(job.status));
+    const none = () => h("p.quiet", "No job is running or waiting. ", h("a", { href: "#tune" }, "Start one"));
+    update(this.job, busy, () => (busy.length ? h("ul.jobs", busy.map(jobLink)) : none()));
   }
 
   show() {
@@ -77,6 +75,17 @@ export class Load {
     this.charts[0].set([line((sample) => sample.running), line((sample) => sample.waiting)]);
     this.charts[1].set([rate("written"), rate("read")]);
     this.charts[2].set([line((sample) => sample.cache)]);
+  }
+}
+
+// Whether the key may do this; the server has a 403 for what it may not.
+async function allowed(work) {
+  try {
+    await work();
+    return true;
+  } catch (error) {
+    if (error instanceof ApiError && error.status === 403) return false;
+    throw error;
   }
 }
 

@@ -1,17 +1,18 @@
 // Fine-tuning: data and what they look like to the model, the start of a job, and all jobs.
 
 import { ApiError, list, post, remove } from "./api.js";
-import { attempt, count, every, field, h, problemLine, several, size, sureButton, time, update } from "./dom.js";
+import { Watching, attempt, count, field, h, problemLine, several, size, sureButton, time, update } from "./dom.js";
 import { jobLink } from "./job.js";
 import { ModelChoice, isBase, isTuned } from "./models.js";
 
 // Problems of a file that are shown.
 const SHOWN = 20;
 
-export class Tune {
+export class Tune extends Watching {
   title = "Fine-tune";
 
   constructor() {
+    super(3000);
     this.files = [];
     this.rows = new Map();
     // A job goes on from the base or from what another job made.
@@ -22,15 +23,6 @@ export class Tune {
       h("h1", "Fine-tune"),
       h("div.columns.tune", h("div", this.data(), this.start()), this.all()),
     );
-  }
-
-  enter() {
-    this.end ??= every(3000, () => this.look());
-  }
-
-  leave() {
-    this.end();
-    this.end = null;
   }
 
   async look() {

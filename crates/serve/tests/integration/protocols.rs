@@ -53,6 +53,8 @@ fn messages_are_answered_the_same_at_once_and_in_events() {
     let stopped = with(request.clone(), json!({"stop_sequences": ["a", "e", "i", "o"]}));
     let stopped = good(MESSAGES, &stopped);
     assert_eq!(stopped["stop_reason"], "stop_sequence");
+    let vowels = text.find(['a', 'e', 'i', 'o']).unwrap();
+    assert_eq!(stopped["stop_sequence"], text[vowels..=vowels], "{text}");
 
     let schema = json!({"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"],
         "additionalProperties": false});

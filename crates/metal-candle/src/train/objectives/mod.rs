@@ -26,6 +26,10 @@ use crate::{Error, Result, bounds};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
+/// What the usual learning rate is divided by where answers are compared: TRL's default for DPO is a 20th of its default
+/// for fine-tuning, as a loss of preferences is low long before the model is good, and larger steps unlearn what it knew.
+pub const PREFERENCE_RATE_DIVISOR: f64 = 20.0;
+
 /// What a run minimises.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(tag = "name", rename_all = "lowercase")]

@@ -46,14 +46,14 @@ impl Head {
         })
     }
 
-    /// Why the text ended, and the stop string that ended it, as far as that is known: of several it is not.
+    /// Why the text ended, and the stop string that ended it.
     fn stop(&self, reply: &Reply, finished: &Finished) -> (&'static str, Option<&str>) {
         match (reply.reason(finished), finished.reason) {
             (Reason::ToolCalls, _) => ("tool_use", None),
             (Reason::Length, _) => ("max_tokens", None),
             (Reason::Stop, FinishReason::Stop) => {
-                let only = self.stop.first().filter(|_| self.stop.len() == 1);
-                ("stop_sequence", only.map(String::as_str))
+                let found = finished.stop.and_then(|stop| self.stop.get(stop));
+                ("stop_sequence", found.map(String::as_str))
             }
             (Reason::Stop, _) => ("end_turn", None),
         }

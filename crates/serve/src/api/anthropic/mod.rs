@@ -140,14 +140,9 @@ async fn messages(State(app): State<Shared>, request: Asked) -> Result<Response,
     }
     let streams = request.stream.unwrap_or(false);
     let stop = request.stop_sequences.clone().unwrap_or_default();
-    let chosen = app.choose(&request.model).await?;
-    let model = chosen.name.clone();
-    let prepared = app
-        .blocking(move |app| {
-            let conversation = request.conversation(&chosen.tokenizer)?;
-            conversation.prepare(app, &chosen)
-        })
-        .await?;
+    let model = request.model.clone();
+    let read = move |tokenizer: &Tokenizer| request.conversation(tokenizer);
+    let prepared = Conversation::prepared(&app, &model, read).await?;
     let head = Head { id: new_id("msg_"), model, prompt_tokens: prepared.prompt_tokens, stop };
     let texts = Texts::begin(&app, prepared.requests).await?;
     let mut replies = prepared.replies;

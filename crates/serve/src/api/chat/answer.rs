@@ -1,5 +1,6 @@
 //! Answers of `/v1/chat/completions`, whole and in chunks.
 
+use crate::api::completion::Completion;
 use crate::conversation::{Reason, Reply, TokenLogprob, Whole};
 use crate::error::Result;
 use crate::tools::{Call, Part};
@@ -7,9 +8,6 @@ use crate::writing::{Gone, Out, Texts, Usage, Written};
 use axum::Json;
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
-
-/// What says which program and version answered.
-pub const FINGERPRINT: &str = concat!("metal-candle-", env!("CARGO_PKG_VERSION"));
 
 /// What all parts of an answer begin with.
 #[derive(Debug, Serialize)]
@@ -23,16 +21,6 @@ pub struct Head {
     /// Told where the request says one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub service_tier: Option<&'static str>,
-}
-
-#[derive(Serialize)]
-struct Completion<'a> {
-    #[serde(flatten)]
-    head: &'a Head,
-    object: &'static str,
-    system_fingerprint: &'static str,
-    choices: Vec<Choice>,
-    usage: Usage,
 }
 
 #[derive(Serialize)]
@@ -141,27 +129,8 @@ pub async fn whole(mut texts: Texts, mut replies: Vec<Reply>, head: Head) -> Res
         logprobs: told.then(|| Logprobs::of(logprobs)),
         finish_reason,
     };
-    let choices = choices.map(choice).collect();
-    let completion = Completion {
-        head: &head,
-        object: "chat.completion",
-        system_fingerprint: FINGERPRINT,
-        choices,
-        usage,
-    };
-    Ok(Json(completion).into_response())
-}
-
-#[derive(Serialize)]
-struct Chunk<'a> {
-    #[serde(flatten)]
-    head: &'a Head,
-    object: &'static str,
-    system_fingerprint: &'static str,
-    choices: &'a [ChunkChoice],
-    /// Null but in the last chunk, and left out where nobody asks for it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Option<Usage>>,
+    let choices: Vec<Choice> = choices.map(choice).collect();
+    Ok(Json(Completion::whole("chat.completion", &head, &choices, usage)).into_response())
 }
 
 #[derive(Serialize)]
@@ -286,13 +255,8 @@ impl Chunks {
     }
 
     async fn send(&self, choices: &[ChunkChoice], usage: Option<Usage>) -> Result<(), Gone> {
-        let chunk = Chunk {
-            head: &self.head,
-            object: "chat.completion.chunk",
-            system_fingerprint: FINGERPRINT,
-            choices,
-            usage: self.with_usage.then_some(usage),
-        };
+        let usage = self.with_usage.then_some(usage);
+        let chunk = Completion::chunk("chat.completion.chunk", &self.head, choices, usage);
         self.out.object(&chunk).await
     }
 }

@@ -1,7 +1,6 @@
 //! `POST /v1/chat/completions`.
 
 mod answer;
-pub use answer::FINGERPRINT;
 pub mod messages;
 
 use crate::app::{Shared, new_id, now};
@@ -66,14 +65,9 @@ async fn complete(State(app): State<Shared>, Body(request): Body<ChatRequest>) -
     request.refuse()?;
     let streaming = request.streaming()?;
     let service_tier = request.service_tier.as_ref().map(|_| "default");
-    let chosen = app.choose(&request.model).await?;
-    let model = chosen.name.clone();
-    let prepared = app
-        .blocking(move |app| {
-            let conversation = request.conversation(&chosen.tokenizer)?;
-            conversation.prepare(app, &chosen)
-        })
-        .await?;
+    let model = request.model.clone();
+    let read = move |tokenizer: &Tokenizer| request.conversation(tokenizer);
+    let prepared = Conversation::prepared(&app, &model, read).await?;
     let texts = Texts::begin(&app, prepared.requests).await?;
     let head = Head { id: new_id("chatcmpl-"), created: now(), model, service_tier };
     let replies = prepared.replies;
