@@ -96,6 +96,8 @@ pub(super) struct Fingerprint {
     pub loraplus_lr_ratio: f64,
     pub clip_norm: Option<f64>,
     pub eval_every: u64,
+    #[serde(default)]
+    pub epoch_ends: bool,
     pub eval_batches: Option<usize>,
     pub patience: Option<u64>,
     pub best_by: BestBy,

@@ -101,6 +101,9 @@ pub struct TrainOptions {
     pub eval_batches: Option<usize>,
     /// Steps between checkpoints; 0 for only at the end.
     pub save_every: u64,
+    /// Evaluate, show samples and save at the end of each epoch, too, where there are validation data and something to
+    /// sample.
+    pub epoch_ends: bool,
     /// Checkpoints that are kept, the newest, beside the best.
     pub keep: usize,
     /// End with the parameters of the best evaluation instead of the last.
@@ -132,6 +135,7 @@ impl TrainOptions {
             eval_every: 200,
             eval_batches: None,
             save_every: 100,
+            epoch_ends: false,
             keep: 3,
             keep_best: false,
             patience: None,

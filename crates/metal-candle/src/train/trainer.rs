@@ -150,6 +150,7 @@ impl<'a> Trainer<'a> {
             loraplus_lr_ratio: options.loraplus_lr_ratio,
             clip_norm: options.clip_norm,
             eval_every: options.eval_every,
+            epoch_ends: options.epoch_ends,
             eval_batches: options.eval_batches,
             patience: options.patience,
             best_by: options.best_by,
@@ -210,7 +211,8 @@ impl<'a> Trainer<'a> {
     }
 
     /// Shows texts of the model every [`TrainOptions::sample_every`] steps. The function gets the
-    /// model and a seed that depends on the step alone.
+    /// model and a seed that depends on the step alone. Where turns are taken, it takes its own. Once the run is to stop
+    /// it may give up: what it gives then is left out, and made by the run that continues this one.
     #[must_use]
     pub fn with_samples(mut self, sample: SampleFn<'a>) -> Self {
         self.sample = Some(sample);
@@ -418,7 +420,10 @@ impl<'a> Trainer<'a> {
                 }
             }
         }
-        if self.options.patience.is_some() && self.options.eval_every == 0 {
+        if self.options.patience.is_some()
+            && self.options.eval_every == 0
+            && !self.options.epoch_ends
+        {
             return Err(Error::option("patience", "needs eval_every, which is 0"));
         }
         if self.options.objective.estimates_kl()
@@ -596,6 +601,9 @@ impl<'a> Trainer<'a> {
                 self.state.step
             )));
         }
+        if self.options.epoch_ends {
+            self.plan_epoch();
+        }
         if self.state.phase == Phase::Trained {
             let due = last || self.is_due(self.options.eval_every);
             if due && self.validation.is_some() && !self.evaluate(metrics)? {
@@ -604,11 +612,8 @@ impl<'a> Trainer<'a> {
             self.state.phase = Phase::Evaluated;
         }
         if self.state.phase == Phase::Evaluated {
-            if self.is_due(self.options.sample_every) {
-                if self.stop.load(Ordering::Relaxed) {
-                    return Ok(Some(Outcome::Interrupted));
-                }
-                self.show_samples(metrics)?;
+            if self.is_due(self.options.sample_every) && !self.show_samples(metrics)? {
+                return Ok(Some(Outcome::Interrupted));
             }
             self.state.phase = Phase::Sampled;
         }
@@ -632,7 +637,13 @@ impl<'a> Trainer<'a> {
     }
 
     fn is_due(&self, every: u64) -> bool {
-        every > 0 && self.state.step.is_multiple_of(every)
+        (every > 0 && self.state.step.is_multiple_of(every)) || self.ends_epoch()
+    }
+
+    /// Whether the last step was an epoch's last, and something is due there. The epoch is to be planned.
+    fn ends_epoch(&self) -> bool {
+        let batches = self.plans.as_ref().map_or(usize::MAX, |(_, plans)| plans.len());
+        self.options.epoch_ends && self.state.batch > 0 && self.state.batch >= batches
     }
 
     fn patience_is_over(&self) -> bool {
@@ -821,14 +832,23 @@ impl<'a> Trainer<'a> {
         Ok(true)
     }
 
-    fn show_samples(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
+    /// False when it was given up because the run is to stop.
+    fn show_samples(&mut self, metrics: &mut dyn MetricsSink) -> Result<bool> {
         let step = self.state.step;
         let seed = SplitMix64::stream(self.options.seed, step).next_u64();
-        let Some(sample) = &mut self.sample else { return Ok(()) };
-        for (prompt, text) in sample(&self.model, &self.adapter, seed)? {
+        let Some(sample) = &mut self.sample else { return Ok(true) };
+        let is_stopped = || self.stop.load(Ordering::Relaxed);
+        if is_stopped() {
+            return Ok(false);
+        }
+        let samples = sample(&self.model, &self.adapter, seed)?;
+        if is_stopped() {
+            return Ok(false);
+        }
+        for (prompt, text) in samples {
             metrics.log(&Metric::Sample { step, prompt, text })?;
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Begins to write the checkpoint, unless it is there, as of a run that has just been resumed from it.

@@ -1034,3 +1034,71 @@ fn a_run_that_learned_nothing_has_failed() {
     );
     assert!(!output.path().join("adapter_model.safetensors").exists());
 }
+
+/// What happens between the steps of a run over epochs of 3 steps, which stops while it samples after the step
+/// `stopped_at`; and its parameters.
+fn between_steps(output: &Path, stopped_at: Option<u64>) -> (Vec<String>, Vec<f32>) {
+    let (model, adapter) = model(false);
+    let (batches, validation) =
+        (batcher(dataset(24, 1), 3, false), batcher(dataset(9, 2), 4, false));
+    let options = TrainOptions {
+        grad_accumulation: 3,
+        eval_every: 0,
+        save_every: 2,
+        epoch_ends: true,
+        keep: 100,
+        ..options()
+    };
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut shown = 0;
+    let mut trainer = Trainer::new(&model, &adapter, &batches, options, output, "llama")
+        .unwrap()
+        .with_validation(&validation)
+        .with_stop(stop.clone())
+        .with_samples(Box::new(|_, _, seed| {
+            shown += 3;
+            stop.store(stopped_at == Some(shown), Ordering::Relaxed);
+            Ok(vec![("prompt".into(), format!("text {seed}"))])
+        }));
+    trainer.resume_newest(output).unwrap();
+    let mut events = Vec::new();
+    trainer
+        .run(&mut |metric: &Metric| -> Result<()> {
+            let step = metric.step();
+            events.extend(match metric {
+                Metric::Evaluation { loss, .. } => Some(format!("{step} evaluation {loss:?}")),
+                Metric::Sample { text, .. } => Some(format!("{step} {text}")),
+                Metric::Checkpoint { .. } => Some(format!("{step} checkpoint")),
+                _ => None,
+            });
+            Ok(())
+        })
+        .unwrap();
+    drop(trainer);
+    (events, snapshot(&adapter))
+}
+
+#[test]
+fn epochs_end_with_an_evaluation_samples_and_a_checkpoint() {
+    let whole = tempfile::tempdir().unwrap();
+    let (events, parameters) = between_steps(whole.path(), None);
+    let steps_of = |word: &str| -> Vec<u64> {
+        let of = events.iter().filter(|event| event.contains(word));
+        of.map(|event| event.split(' ').next().unwrap().parse().unwrap()).collect()
+    };
+    assert_eq!(steps_of("evaluation"), [3, 6, 9, 12]);
+    assert_eq!(steps_of("text"), [3, 6, 9, 12]);
+    assert_eq!(steps_of("checkpoint"), [2, 3, 4, 6, 8, 9, 10, 12]);
+
+    let parts = tempfile::tempdir().unwrap();
+    let (first, _) = between_steps(parts.path(), Some(6));
+    let is_at_six = |event: &&String| event.starts_with("6 ");
+    let at_six: Vec<_> = first.iter().filter(is_at_six).map(|event| &event[..4]).collect();
+    assert_eq!(at_six, ["6 ev", "6 ch"], "samples under way are left out");
+    let (second, of_both) = between_steps(parts.path(), None);
+    assert!(second[0].starts_with("6 text"), "{second:?}");
+    let is_text = |event: &&String| event.contains("text");
+    let texts = |events: &[String]| events.iter().filter(is_text).cloned().collect::<Vec<_>>();
+    assert_eq!([texts(&first), texts(&second)].concat(), texts(&events));
+    assert_eq!(of_both, parameters);
+}

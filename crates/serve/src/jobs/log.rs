@@ -17,22 +17,41 @@ pub(super) const VALID_ACCURACY: &str = "valid_mean_token_accuracy";
 const FULL_VALID_LOSS: &str = "full_valid_loss";
 const FULL_VALID_ACCURACY: &str = "full_valid_mean_token_accuracy";
 
+/// How long a run is, in steps.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Length {
+    pub steps: u64,
+    /// One epoch. Each ends with a checkpoint.
+    pub of_epoch: u64,
+    /// Between the checkpoints within an epoch; 0 where there are none.
+    pub save_every: u64,
+}
+
+impl Length {
+    /// Whether the run itself makes a checkpoint after this step.
+    fn has_checkpoint(&self, step: u64) -> bool {
+        let is_multiple = |of: u64| of > 0 && step.is_multiple_of(of);
+        step > 0
+            && (is_multiple(self.save_every) || is_multiple(self.of_epoch) || step == self.steps)
+    }
+}
+
 /// Takes what a run tells.
 pub(super) struct Log<'a> {
     store: &'a Store,
     job: &'a Job,
+    length: Length,
     /// Of the whole run.
     steps: i64,
-    save_every: i64,
     /// When this part of the run began, and after which step.
     began: (Instant, i64),
 }
 
 impl<'a> Log<'a> {
-    /// That of a run of so many steps which goes on after the step `from`.
-    pub fn new(store: &'a Store, job: &'a Job, (steps, save_every): (u64, u64), from: u64) -> Self {
+    /// That of a run which goes on after the step `from`.
+    pub fn new(store: &'a Store, job: &'a Job, length: Length, from: u64) -> Self {
         let began = (Instant::now(), whole(from));
-        Self { store, job, steps: whole(steps), save_every: whole(save_every), began }
+        Self { store, job, length, steps: whole(length.steps), began }
     }
 
     fn tell(&self, message: String, data: Map<String, Value>, place: (i64, Place)) -> Result<()> {
@@ -66,8 +85,9 @@ impl<'a> Log<'a> {
         data
     }
 
-    fn checkpoint(&self, step: i64, folder: &Path) -> Result<()> {
-        let is_due = step % self.save_every == 0 || step == self.steps;
+    fn checkpoint(&self, step: u64, folder: &Path) -> Result<()> {
+        let is_due = self.length.has_checkpoint(step);
+        let step = whole(step);
         // One that is made as the server ends is only for the run that goes on.
         let status = self.store.job(&self.job.id)?.map(|job| job.status);
         let is_wanted = matches!(status, Some(Status::Paused | Status::Cancelled));
@@ -125,7 +145,7 @@ impl MetricsSink for Log<'_> {
                 let event = NewEvent::of(Level::Warn, message).at(step, Place::Skipped);
                 self.store.tell(self.job, event, None)
             }
-            Metric::Checkpoint { path, .. } => self.checkpoint(step, path),
+            Metric::Checkpoint { step, path, .. } => self.checkpoint(*step, path),
             _ => Ok(()),
         }
     }

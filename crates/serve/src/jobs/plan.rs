@@ -125,12 +125,16 @@ impl Plan {
         }
     }
 
+    /// Steps of an epoch of so many batches.
+    pub fn steps_of_epoch(&self, batches: usize) -> u64 {
+        batches.div_ceil(self.passes) as u64
+    }
+
     /// What the trainer is told, for an epoch of so many batches.
     pub fn train_options(&self, batches: usize) -> Result<TrainOptions> {
         let epochs = Duration::Epochs(f64::from(self.n_epochs));
         let steps = total_steps(epochs, batches, self.passes)?;
-        let of_epoch = batches.div_ceil(self.passes) as u64;
-        let save_every = steps_between_checkpoints(steps, of_epoch);
+        let save_every = steps_between_checkpoints(steps, self.steps_of_epoch(batches));
         let objective = match self.method {
             Method::Supervised => Objective::Sft,
             Method::Dpo => Objective::Dpo(DpoOptions { beta: self.beta, ..DpoOptions::default() }),
@@ -143,6 +147,7 @@ impl Plan {
             report_every: steps.div_ceil(REPORTS),
             eval_every: save_every,
             save_every,
+            epoch_ends: true,
             keep: KEPT,
             ..TrainOptions::new(steps, self.rate(steps)?)
         };
@@ -168,12 +173,12 @@ fn rows_of_a_pass(batch: usize, longest: usize) -> usize {
     (1..=batch.max(1)).rev().find(fits).unwrap_or(1)
 }
 
-/// Steps between two checkpoints: about a tenth of the run, and such that each epoch ends with one where its steps can
-/// be divided so. The last step has one anyway.
+/// Steps between the checkpoints beside those that each epoch ends with: about a tenth of the run, and a part of an epoch
+/// where its steps can be divided so; 0 where the epochs are as short as that.
 fn steps_between_checkpoints(steps: u64, of_epoch: u64) -> u64 {
     let wanted = steps.div_ceil(CHECKPOINTS).max(1);
     if wanted >= of_epoch {
-        return (wanted / of_epoch).max(1) * of_epoch;
+        return 0;
     }
     let near = wanted.div_ceil(3)..=2 * wanted;
     let pieces = of_epoch.div_ceil(2 * wanted)..=of_epoch / near.start();
@@ -226,15 +231,15 @@ mod tests {
     }
 
     #[test]
-    fn checkpoints_are_about_ten_and_stand_at_the_ends_of_epochs() {
+    fn checkpoints_stand_at_the_ends_of_epochs_and_are_about_ten() {
         for (steps, of_epoch, expected) in [
-            (1, 1, 1),
-            (10, 1, 1),
-            (25, 1, 3),
+            (1, 1, 0),
+            (10, 1, 0),
+            (25, 1, 0),
             (315, 105, 35),
             (1000, 1000, 100),
             (3000, 1000, 250),
-            (50, 5, 5),
+            (50, 5, 0),
             (309, 103, 31),
             (10_007, 10_007, 1001),
             (12, 4, 2),
@@ -242,10 +247,12 @@ mod tests {
         ] {
             let every = steps_between_checkpoints(steps, of_epoch);
             assert_eq!(every, expected, "{steps} of {of_epoch}");
-            assert!(steps.div_ceil(every) <= 3 * CHECKPOINTS + 1, "{steps} of {of_epoch}");
+            let between = steps.checked_div(every).unwrap_or(0);
+            assert!(between <= 3 * CHECKPOINTS + 1, "{steps} of {of_epoch}");
         }
         let options = plan(Method::Dpo, 4, 40).train_options(105).unwrap();
         assert_eq!((options.steps, options.save_every, options.report_every), (315, 35, 1));
+        assert!(options.epoch_ends);
         assert!(matches!(options.objective, Objective::Dpo(DpoOptions { beta: 0.3, .. })));
     }
 

@@ -1,6 +1,6 @@
 //! The training run of a job, on the server's own frozen base and in turns with its engine.
 
-use super::log::{Log, steps_there};
+use super::log::{Length, Log, steps_there};
 use super::plan::Plan;
 use super::results;
 use super::validate::tokenizer;
@@ -95,8 +95,13 @@ fn train(
     if stop.load(Ordering::Relaxed) {
         return Ok(Ended::Stopped);
     }
-    let options = plan.train_options(training.epoch(0).len())?;
-    let (steps, save_every) = (options.steps, options.save_every);
+    let batches_of_epoch = training.epoch(0).len();
+    let options = plan.train_options(batches_of_epoch)?;
+    let length = Length {
+        steps: options.steps,
+        of_epoch: plan.steps_of_epoch(batches_of_epoch),
+        save_every: options.save_every,
+    };
     let start = start_folder(app, job)?;
     let (mut trainer, position) = {
         let _turn = app.turns.hold();
@@ -135,7 +140,7 @@ fn train(
         (trainer, position)
     };
     app.store.rewind(job, position)?;
-    let mut log = Log::new(&app.store, job, (steps, save_every), position.step);
+    let mut log = Log::new(&app.store, job, length, position.step);
     let summary = trainer.run(&mut log)?;
     if summary.outcome == Outcome::Interrupted {
         return Ok(Ended::Stopped);
