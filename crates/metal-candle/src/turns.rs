@@ -115,8 +115,12 @@ impl Turns {
         self.rests(Kind::Engine);
     }
 
-    /// Does a part of a training run in a turn of its own, if turns are to be taken, and waits for the device.
-    pub(crate) fn train<T>(
+    /// Does a part of a training run in a turn of its own, if turns are to be taken, and waits for the device. It must
+    /// not be called by a thread that has a turn.
+    ///
+    /// # Errors
+    /// What `work` gives, and when the device fails.
+    pub fn train<T>(
         turns: Option<&Arc<Self>>,
         device: &Device,
         work: impl FnOnce() -> Result<T>,

@@ -27,7 +27,7 @@ pub use body::Body;
 pub use columns::{Columns, Source, Template};
 pub use dataset::{DataOptions, Dataset, Example, LossOn, Report, Sample, SampleKind, Tokenized};
 pub use files::{DataFiles, HeldOut, Split};
-pub use record::{KNOWN_ROLES, Origin, Record, Shape, read_records};
+pub use record::{KNOWN_ROLES, Origin, Record, Shape, read_first_records, read_records};
 pub use slice::Slice;
 pub use source::DataSource;
 pub use survey::{

@@ -97,6 +97,14 @@ pub fn read_records(path: &Path) -> Result<Vec<Record>> {
     Ok(records)
 }
 
+/// As [`read_records`], of the first records alone, at most `count`; none of an empty file.
+///
+/// # Errors
+/// Those of [`read_records`] about these records.
+pub fn read_first_records(path: &Path, count: usize) -> Result<Vec<Record>> {
+    Records::open(path, &Columns::default())?.take(count).collect()
+}
+
 /// The records of a file, one after the other.
 pub(super) struct Records<'a> {
     rows: Rows,

@@ -43,6 +43,8 @@ pub(super) struct Log<'a> {
     length: Length,
     /// Of the whole run.
     steps: i64,
+    /// The step of the last sample, and how many it has so far.
+    samples: (i64, usize),
     /// When this part of the run began, and after which step.
     began: (Instant, i64),
 }
@@ -51,7 +53,7 @@ impl<'a> Log<'a> {
     /// That of a run which goes on after the step `from`.
     pub fn new(store: &'a Store, job: &'a Job, length: Length, from: u64) -> Self {
         let began = (Instant::now(), whole(from));
-        Self { store, job, length, steps: whole(length.steps), began }
+        Self { store, job, length, steps: whole(length.steps), samples: (0, 0), began }
     }
 
     fn tell(&self, message: String, data: Map<String, Value>, place: (i64, Place)) -> Result<()> {
@@ -83,6 +85,14 @@ impl<'a> Log<'a> {
             data.insert((*name).into(), value.clone());
         }
         data
+    }
+
+    fn sample(&mut self, step: i64, prompt: &str, text: &str) -> Result<()> {
+        let number = if self.samples.0 == step { self.samples.1 + 1 } else { 1 };
+        self.samples = (step, number);
+        let data = [("step", json!(step)), ("prompt", json!(prompt)), ("text", json!(text))];
+        let data = data.map(|(name, value)| (name.to_string(), value)).into_iter().collect();
+        self.tell(format!("sample {number}"), data, (step, Place::Sampled(number)))
     }
 
     fn checkpoint(&self, step: u64, folder: &Path) -> Result<()> {
@@ -145,6 +155,7 @@ impl MetricsSink for Log<'_> {
                 let event = NewEvent::of(Level::Warn, message).at(step, Place::Skipped);
                 self.store.tell(self.job, event, None)
             }
+            Metric::Sample { prompt, text, .. } => self.sample(step, prompt, text),
             Metric::Checkpoint { step, path, .. } => self.checkpoint(*step, path),
             _ => Ok(()),
         }

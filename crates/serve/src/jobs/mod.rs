@@ -11,6 +11,7 @@ mod plan;
 mod request;
 mod results;
 mod run;
+mod samples;
 mod signals;
 mod validate;
 

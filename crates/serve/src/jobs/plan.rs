@@ -146,6 +146,7 @@ impl Plan {
             seed: self.seed,
             report_every: steps.div_ceil(REPORTS),
             eval_every: save_every,
+            sample_every: save_every,
             save_every,
             epoch_ends: true,
             keep: KEPT,

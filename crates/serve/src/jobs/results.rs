@@ -13,7 +13,7 @@ const COLUMNS: [&str; 4] = [TRAIN_LOSS, TRAIN_ACCURACY, VALID_LOSS, VALID_ACCURA
 /// The file's text: a line for each step that was reported, with nothing where there is no figure.
 pub(super) fn csv(events: &[Event]) -> String {
     let mut steps: BTreeMap<i64, [String; COLUMNS.len()]> = BTreeMap::new();
-    for event in events {
+    for event in events.iter().filter(|event| !event.is_sample()) {
         let (Some((step, _)), Some(data)) = (&event.place, &event.data) else { continue };
         let row = steps.entry(*step).or_default();
         for (cell, name) in row.iter_mut().zip(COLUMNS) {

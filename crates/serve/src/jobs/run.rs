@@ -3,6 +3,7 @@
 use super::log::{Length, Log, steps_there};
 use super::plan::Plan;
 use super::results;
+use super::samples::Samples;
 use super::validate::tokenizer;
 use crate::app::{App, Shared};
 use crate::store::{Job, JobError, Started, checkpoint_folder};
@@ -97,6 +98,7 @@ fn train(
     }
     let batches_of_epoch = training.epoch(0).len();
     let options = plan.train_options(batches_of_epoch)?;
+    let samples = samples(app, job, plan, &tokenizer, stop)?;
     let length = Length {
         steps: options.steps,
         of_epoch: plan.steps_of_epoch(batches_of_epoch),
@@ -119,7 +121,8 @@ fn train(
             &app.options.model_name,
         )?
         .with_turns(app.turns.clone())
-        .with_stop(stop.clone());
+        .with_stop(stop.clone())
+        .with_samples(Box::new(|model, adapter, _| samples.write(model, adapter)));
         if let Some(validation) = &validation {
             trainer = trainer.with_validation(validation);
         }
@@ -149,6 +152,32 @@ fn train(
     Ok(Ended::Trained(tokens.saturating_mul(i64::from(plan.n_epochs))))
 }
 
+/// What writes samples of the job: to prompts of its validation file, or of its training file where it has no other.
+fn samples(
+    app: &Shared,
+    job: &Job,
+    plan: &Plan,
+    tokenizer: &Arc<Tokenizer>,
+    stop: &Arc<AtomicBool>,
+) -> Result<Samples, Failure> {
+    let (param, file) = match &job.asked.validation_file {
+        Some(file) => ("validation_file", file),
+        None => ("training_file", &job.asked.training_file),
+    };
+    let path = stored(app, param, file)?;
+    let options = plan.data_options(&app.store.run_folder(job))?;
+    let context = app.model.config().max_position_embeddings;
+    let samples = Samples::of_file(&path, &options, tokenizer, context, &app.turns, stop);
+    samples.map_err(|error| Failure::File(param, error))
+}
+
+/// Where a file of the job lies.
+fn stored(app: &Shared, param: &'static str, file: &str) -> Result<PathBuf, Failure> {
+    let missing = || Error::option("file", format!("{file} is not there any more"));
+    let stored = app.store.file(file)?.ok_or_else(|| Failure::File(param, missing()))?;
+    Ok(app.store.file_path(&stored))
+}
+
 /// The examples of a file, in batches.
 fn batches(
     app: &Shared,
@@ -158,18 +187,14 @@ fn batches(
     param: &'static str,
     file: &str,
 ) -> Result<Batcher, Failure> {
-    let failed = |error| Failure::File(param, error);
-    let Some(stored) = app.store.file(file)? else {
-        return Err(failed(Error::option("file", format!("{file} is not there any more"))));
-    };
     let options = plan.data_options(&app.store.run_folder(job))?;
-    let source = DataSource::new([app.store.file_path(&stored)]);
+    let source = DataSource::new([stored(app, param, file)?]);
     let read = || {
         let dataset = tokenize(&[source], tokenizer, &options)?.into_dataset()?;
         dataset.check_vocabulary(app.model.config().vocab_size)?;
         Batcher::new(Arc::new(dataset), plan.batch_options())
     };
-    read().map_err(failed)
+    read().map_err(|error| Failure::File(param, error))
 }
 
 /// The folder of the model that a job goes on from, if it isn't the base.

@@ -11,6 +11,7 @@ use metal_candle::Result;
 use metal_candle::train::{Phase, Position};
 use rusqlite::{Connection, OptionalExtension, Row, Transaction, params};
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 
 const EVENT: &str = "ftevent-";
@@ -40,17 +41,23 @@ pub(crate) enum Place {
     Skipped,
     Trained,
     Evaluated,
+    /// The sample of this number.
+    Sampled(usize),
     Saved,
 }
 
+/// What the names of samples' places begin with.
+const SAMPLED: &str = "sampled-";
+
 impl Place {
-    fn name(self) -> &'static str {
-        match self {
+    fn name(self) -> Cow<'static, str> {
+        Cow::Borrowed(match self {
             Self::Skipped => "skipped",
             Self::Trained => "trained",
             Self::Evaluated => "evaluated",
+            Self::Sampled(number) => return Cow::Owned(format!("{SAMPLED}{number}")),
             Self::Saved => "saved",
-        }
+        })
     }
 }
 
@@ -118,15 +125,21 @@ impl Event {
         })
     }
 
+    /// Whether it tells of a text and not of figures.
+    pub fn is_sample(&self) -> bool {
+        self.place.as_ref().is_some_and(|(_, place)| place.starts_with(SAMPLED))
+    }
+
     /// OpenAI's object.
     pub fn object(&self) -> Value {
+        let has_figures = self.data.is_some() && !self.is_sample();
         serde_json::json!({
             "object": "fine_tuning.job.event",
             "id": self.id,
             "created_at": self.created,
             "level": self.level,
             "message": self.message,
-            "type": if self.data.is_some() { "metrics" } else { "message" },
+            "type": if has_figures { "metrics" } else { "message" },
             "data": self.data.clone().unwrap_or_default(),
         })
     }
@@ -253,8 +266,16 @@ impl Store {
         let step = i64::try_from(position.step).unwrap_or(i64::MAX);
         self.change(|transaction| {
             transaction.execute(
-                "DELETE FROM events WHERE job = ?1 AND (step > ?2 OR (step = ?2 AND place = ?3 AND ?4))",
-                params![job.id, step, Place::Evaluated.name(), position.phase < Phase::Evaluated],
+                "DELETE FROM events WHERE job = ?1 AND (step > ?2 OR (step = ?2 AND \
+                 ((place = ?3 AND ?4) OR (place LIKE ?5 AND ?6))))",
+                params![
+                    job.id,
+                    step,
+                    Place::Evaluated.name(),
+                    position.phase < Phase::Evaluated,
+                    format!("{SAMPLED}%"),
+                    position.phase < Phase::Sampled,
+                ],
             )?;
             transaction.execute(
                 "DELETE FROM checkpoints WHERE job = ?1 AND step > ?2",

@@ -329,6 +329,11 @@ fn a_run_that_goes_on_tells_again_what_came_after_its_checkpoint() {
     tell(3, Place::Evaluated);
     mark(3);
     assert_eq!(told(&store), whole);
+    tell(3, Place::Sampled(1));
+    store.rewind(&job, Position { step: 3, phase: Phase::Sampled }).unwrap();
+    assert!(told(&store).contains("step 3 Sampled(1)"));
+    store.rewind(&job, Position { step: 3, phase: Phase::Evaluated }).unwrap();
+    assert_eq!(told(&store), whole);
     store.rewind(&job, Position { step: 3, phase: Phase::Trained }).unwrap();
     assert!(!told(&store).contains("step 3 Evaluated") && told(&store).contains("step 3 Trained"));
     store.rewind(&job, Position { step: 0, phase: Phase::Sampled }).unwrap();

@@ -43,6 +43,7 @@ export class Job extends Watching {
     });
     this.facts = h("dl.facts");
     this.checkpoints = h("div");
+    this.samples = h("div.samples");
     this.said = h("ol.events", { tabindex: 0, "aria-label": "Events, the latest first" });
     const card = (title, ...inside) => h("section.card", h("h2", title), inside);
     this.element = h(
@@ -52,7 +53,7 @@ export class Job extends Watching {
       this.problem,
       this.actions,
       h("section.card", h("h2", "Loss"), this.progress, this.chart.element),
-      h("div.columns", card("About this job", this.facts), h("div", card("Checkpoints", this.checkpoints), card("Events", this.said))),
+      h("div.columns", card("About this job", this.facts), h("div", card("Samples", this.samples), card("Checkpoints", this.checkpoints), card("Events", this.said))),
     );
   }
 
@@ -98,6 +99,8 @@ export class Job extends Watching {
     };
     if (metrics.length !== this.drawn) this.chart.set([curve("train_loss"), curve("full_valid_loss", "valid_loss")]);
     this.drawn = metrics.length;
+    const samples = events.map((event) => event.data).filter((data) => data?.text != null);
+    update(this.samples, samples, () => (samples.length ? latest(samples) : h("p.quiet", "None yet: they come with the checkpoints.")));
     update(this.facts, [job, ...this.names], () => this.about(job));
     update(this.checkpoints, checkpoints, () => (checkpoints.length ? table(checkpoints) : h("p.quiet", "None yet.")));
     const told = events.filter((event) => event.type !== "metrics").slice(-200).reverse();
@@ -174,6 +177,20 @@ function table(checkpoints) {
   };
   const head = ["Step", "Training", "Validation", h("span.hidden", "Chat with it")].map((name) => h("th", { scope: "col" }, name));
   return h("table", h("thead", h("tr", head)), h("tbody", checkpoints.map(row)));
+}
+
+// What was written to each prompt after the last step, and behind it what was written before.
+function latest(samples) {
+  const prompts = new Map();
+  for (const sample of samples) {
+    if (!prompts.has(sample.prompt)) prompts.set(sample.prompt, new Map());
+    // A job that goes on after a crash writes those since its last checkpoint again.
+    prompts.get(sample.prompt).set(sample.step, sample);
+  }
+  const line = ({ step, text }) => h("p", h("span.quiet", `step ${count(step)}: `), text || "(nothing)");
+  const shown = ([prompt, [newest, ...older]]) =>
+    h("article.sample", h("h3", prompt), line(newest), older.length > 0 && h("details", h("summary.quiet", "Before"), older.map(line)));
+  return [...prompts].map(([prompt, bySteps]) => shown([prompt, [...bySteps.values()].sort((one, other) => other.step - one.step)]));
 }
 
 // An event; that of a sample has what the model was given and what it wrote.

@@ -44,6 +44,28 @@ fn a_job_makes_a_model_and_tells_of_it() {
     assert!(messages.iter().any(|message| message.starts_with("Step 20/20: validation loss=")));
     assert_eq!(messages.last().unwrap(), "The job has successfully completed");
 
+    let samples: Vec<Value> = client
+        .all(id, "events", 100)
+        .into_iter()
+        .filter(|it| it["data"]["text"].is_string())
+        .collect();
+    assert_eq!(samples.len(), 30, "3 at each checkpoint");
+    assert!(samples.iter().all(|it| it["type"] == "message" && it["data"]["prompt"].is_string()));
+    let asked = client.bytes(&format!("/v1/files/{validation}/content")).1;
+    let first = String::from_utf8(asked).unwrap().lines().next().unwrap().to_string();
+    let first: Value = serde_json::from_str(&first).unwrap();
+    let messages_of_first = first["messages"].as_array().unwrap();
+    assert_eq!(
+        samples[0]["data"]["prompt"],
+        messages_of_first[messages_of_first.len() - 2]["content"]
+    );
+    assert_eq!(samples[0]["data"]["step"], 2);
+    let prompt = &samples[27]["data"]["prompt"];
+    let chat = json!({"model": name, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
+        "max_tokens": 64});
+    let (_, answer) = client.post("/v1/chat/completions", &chat);
+    assert_eq!(samples[27]["data"]["text"], answer["choices"][0]["message"]["content"]);
+
     let checkpoints = client.all(id, "checkpoints", 3);
     let steps: Vec<i64> =
         checkpoints.iter().map(|checkpoint| checkpoint["step_number"].as_i64().unwrap()).collect();
