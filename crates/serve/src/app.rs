@@ -14,6 +14,7 @@ use metal_candle::turns::Turns;
 use serde_json::{Map, Value};
 use std::path::PathBuf;
 use std::sync::Arc;
+use tokio::sync::Semaphore;
 
 /// What all requests share.
 pub struct App {
@@ -39,6 +40,8 @@ pub struct App {
     pub adapters: Adapters,
     /// Files, jobs, events and keys.
     pub store: Store,
+    /// Who may download a merged model.
+    pub merging: Arc<Semaphore>,
     /// Counts for `/metrics`.
     pub metrics: Metrics,
     /// How the server was started.

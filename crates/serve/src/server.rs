@@ -122,6 +122,7 @@ impl Server {
             grammars: grammars.ok().map(Arc::new),
             adapters: Adapters::default(),
             store,
+            merging: Arc::new(Semaphore::new(api::MERGED_AT_ONCE)),
             metrics: Metrics::default(),
             options,
         });

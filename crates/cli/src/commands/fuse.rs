@@ -13,10 +13,10 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use metal_candle::adapter::Adapter;
 use metal_candle::files;
 use metal_candle::gguf::is_gguf;
-use metal_candle::model::{Companions, Config, Model, ModelFormat, Weights};
+use metal_candle::model::{Companions, Model, ModelFormat, stored_dtype};
 use metal_candle::text::Tokenizer;
 use serde::Serialize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -160,19 +160,4 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     }
     report.check.as_ref().map_or(Ok(()), Checked::require)?;
     Ok(SUCCESS)
-}
-
-/// The dtype of a model's files: what its configuration says, or what its first tensor has.
-fn stored_dtype(folder: &Path) -> anyhow::Result<DType> {
-    if is_gguf(folder) {
-        return Ok(DType::F32);
-    }
-    if let Some(dtype) = Config::load(folder)?.dtype {
-        return Ok(dtype);
-    }
-    let weights = Weights::open(folder)?;
-    Ok(match weights.names().next() {
-        Some(name) => weights.dtype(name)?,
-        None => DType::F32,
-    })
 }

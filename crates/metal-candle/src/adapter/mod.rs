@@ -8,6 +8,7 @@
 mod config;
 mod export;
 mod files;
+mod merged;
 mod methods;
 mod parameters;
 mod tables;
@@ -20,6 +21,7 @@ pub use export::TrainedFiles;
 pub use files::mlx::MLX_WEIGHTS;
 pub use files::peft::ADAPTER_WEIGHTS;
 pub use files::{ADAPTER_CONFIG, AdapterFormat, read_config};
+pub use merged::{Merged, MergedWeights};
 pub use parameters::{Entry, Parameters};
 
 use crate::autograd::{Parameter, ParameterId};
@@ -29,7 +31,7 @@ use crate::model::{Model, ModelId, Weights};
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
-use metal_candle_kernels::copy;
+use merged::Merging;
 pub(crate) use methods::dora::Lengths;
 use methods::dora::Magnitude;
 use methods::lora;
@@ -537,43 +539,9 @@ impl Adapter {
     /// When the adapter is another model's, or there is no memory.
     pub fn merge(&self, model: Model) -> Result<Model> {
         self.check(&model)?;
-        let embedding = model.embedding;
-        let merged_head = |table: &Tensor| match &self.head_update {
-            Some(update) => update.merged(table),
-            None => Ok(table.clone()),
-        };
-        let together = match (&self.embedding, &self.head_update) {
-            (None, None) => self.head.is_none() && self.replacement(embedding).is_none(),
-            (Some(embedding), Some(head)) => Arc::ptr_eq(embedding, head),
-            _ => false,
-        };
-        let own_head = match &self.head {
-            _ if model.head.is_some() || self.is_full() || together => None,
-            Some(head) => Some(copy::cast(head.tensor(), model.dtype())?),
-            None => Some(merged_head(&*model.dense(embedding)?)?),
-        };
-        let updates: HashMap<usize, &LowRank> = model
-            .linears()
-            .filter_map(|linear| Some((linear.weight.index(), self.update(linear)?)))
-            .collect();
-        let head = model.head;
-        let model = model.map_weights(|id, weight| {
-            if let Some(parameter) = self.replacement(id) {
-                return Ok(copy::cast(parameter.tensor(), weight.dtype())?);
-            }
-            if id == embedding
-                && let Some(update) = &self.embedding
-            {
-                return update.merged(&weight);
-            }
-            if Some(id) == head {
-                return merged_head(&weight);
-            }
-            match updates.get(&id.index()) {
-                Some(update) => update.merged(&weight, self.parameters.generation()),
-                None => Ok(weight),
-            }
-        })?;
+        let merging = Merging::new(self, &model);
+        let own_head = merging.own_head(&model)?;
+        let model = model.map_weights(|id, weight| merging.weight(id, weight))?;
         Ok(match own_head {
             Some(head) => model.with_head(head),
             None => model,

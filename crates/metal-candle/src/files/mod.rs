@@ -205,30 +205,10 @@ pub fn write_safetensors(
         y.dtype().size_in_bytes().cmp(&x.dtype().size_in_bytes()).then_with(|| a.cmp(b))
     });
 
-    let mut header = serde_json::Map::new();
-    if let Some(metadata) = metadata {
-        // Sorted, because a hash map's order changes from run to run.
-        let sorted = metadata.into_iter().collect::<BTreeMap<_, _>>();
-        header.insert("__metadata__".into(), serde_json::json!(sorted));
-    }
-    let mut offset = 0usize;
-    for (name, tensor) in &order {
-        let dtype = safetensors_dtype(name, tensor.dtype())?;
-        let end = offset + tensor.elem_count() * tensor.dtype().size_in_bytes();
-        let entry = serde_json::json!({
-            "dtype": dtype, "shape": tensor.dims(), "data_offsets": [offset, end],
-        });
-        if name == "__metadata__" || header.insert(name.clone(), entry).is_some() {
-            return Err(Error::file(path, format!("tensor name {name:?} is taken already")));
-        }
-        offset = end;
-    }
-    let mut header = serde_json::Value::Object(header).to_string().into_bytes();
-    header.resize(header.len().next_multiple_of(8), b' ');
-
+    let described = order.iter().map(|(name, it)| (name.as_str(), it.dtype(), it.dims()));
+    let header = safetensors_header(path, described, metadata)?;
     let mut tensor_error = None;
     let written = write_atomic(path, |writer| {
-        writer.write_all(&(header.len() as u64).to_le_bytes())?;
         writer.write_all(&header)?;
         for (_, tensor) in &order {
             match on_the_host(tensor) {
@@ -245,6 +225,45 @@ pub fn write_safetensors(
         Some(error) => Err(error),
         None => written,
     }
+}
+
+/// What a safetensors file at `path` begins with, before the values of these tensors in this order: names, dtypes and
+/// shapes.
+pub(crate) fn safetensors_header<'a>(
+    path: &Path,
+    tensors: impl IntoIterator<Item = (&'a str, DType, &'a [usize])>,
+    metadata: Option<HashMap<String, String>>,
+) -> Result<Vec<u8>> {
+    let mut header = serde_json::Map::new();
+    if let Some(metadata) = metadata {
+        // Sorted, because a hash map's order changes from run to run.
+        let sorted = metadata.into_iter().collect::<BTreeMap<_, _>>();
+        header.insert("__metadata__".into(), serde_json::json!(sorted));
+    }
+    let mut offset = 0usize;
+    for (name, dtype, shape) in tensors {
+        let end = offset + shape.iter().product::<usize>() * dtype.size_in_bytes();
+        let dtype = safetensors_dtype(name, dtype)?;
+        let entry = serde_json::json!({
+            "dtype": dtype, "shape": shape, "data_offsets": [offset, end],
+        });
+        if name == "__metadata__" || header.insert(name.to_string(), entry).is_some() {
+            return Err(Error::file(path, format!("tensor name {name:?} is taken already")));
+        }
+        offset = end;
+    }
+    let mut header = serde_json::Value::Object(header).to_string().into_bytes();
+    header.resize(header.len().next_multiple_of(8), b' ');
+    let mut whole = (header.len() as u64).to_le_bytes().to_vec();
+    whole.append(&mut header);
+    Ok(whole)
+}
+
+/// The values of a tensor on the CPU as a safetensors file has them.
+pub(crate) fn tensor_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
+    let mut bytes = Vec::with_capacity(tensor.elem_count() * tensor.dtype().size_in_bytes());
+    write_tensor(tensor, &mut bytes).map_err(Error::io("a tensor"))?;
+    Ok(bytes)
 }
 
 /// The format's name of a dtype.
@@ -290,7 +309,7 @@ fn write_tensor(tensor: &Tensor, writer: &mut impl Write) -> io::Result<()> {
 }
 
 /// The tensor on the CPU, contiguous.
-fn on_the_host(tensor: &Tensor) -> Result<Tensor> {
+pub(crate) fn on_the_host(tensor: &Tensor) -> Result<Tensor> {
     if tensor.device().is_cpu() {
         return Ok(tensor.contiguous()?);
     }

@@ -17,6 +17,10 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
+/// The files of a model's folder.
+pub(crate) const WEIGHTS: &str = "model.safetensors";
+pub(crate) const CONFIG: &str = "config.json";
+
 /// The files that a model is written as.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ModelFormat {
@@ -120,7 +124,11 @@ impl Companions<'_> {
         Ok(Some(files))
     }
 
-    fn copy(&self, folder: &Path) -> Result<()> {
+    /// Copies the files into a folder.
+    ///
+    /// # Errors
+    /// When a file cannot be read or written.
+    pub fn copy(&self, folder: &Path) -> Result<()> {
         copy_companions(self.from, folder)?;
         match self.chat_template {
             Some(template) => set_chat_template(folder, template),
@@ -200,15 +208,7 @@ impl Model {
 
     /// A weight in `dtype`.
     fn weight_as(&self, name: &str, id: WeightId, dtype: DType) -> Result<Tensor> {
-        dtype_name(dtype)?;
-        let tensor = copy::cast(&*self.dense(id)?, dtype)?.contiguous()?;
-        if dtype == DType::F16 && !is_finite(&tensor)? {
-            return Err(Error::option(
-                "dtype",
-                format!("f16 cannot hold the values of `{name}`; use bf16 or f32"),
-            ));
-        }
-        Ok(tensor)
+        written_as(name, &*self.dense(id)?, dtype)
     }
 
     fn save_quantized(
@@ -351,6 +351,19 @@ fn tensor_of(part: &Part) -> Result<Tensor> {
     Ok(Tensor::from_raw_buffer(&part.bytes, dtype, &part.shape, &Device::Cpu)?)
 }
 
+/// The values of the weight `name` in the dtype that is written.
+pub(crate) fn written_as(name: &str, weight: &Tensor, dtype: DType) -> Result<Tensor> {
+    dtype_name(dtype)?;
+    let tensor = copy::cast(weight, dtype)?.contiguous()?;
+    if dtype == DType::F16 && !is_finite(&tensor)? {
+        return Err(Error::option(
+            "dtype",
+            format!("f16 cannot hold the values of `{name}`; use bf16 or f32"),
+        ));
+    }
+    Ok(tensor)
+}
+
 /// Writes a model whose weights are in `dtype`, or for the most part as `quantization`, a key of `config.json`, says.
 pub(crate) fn write(
     folder: &Path,
@@ -360,6 +373,33 @@ pub(crate) fn write(
     tensors: &[(String, Tensor)],
     companions: Option<Companions>,
 ) -> Result<()> {
+    let config = config_bytes(config, dtype, quantization)?;
+    let index = folder.join("model.safetensors.index.json");
+    if index.exists() {
+        return Err(Error::file(
+            index,
+            "belongs to another model in this folder; give another one",
+        ));
+    }
+    files::write_safetensors(folder.join(WEIGHTS), tensors, Some(metadata()))?;
+    files::write_bytes_atomic(folder.join(CONFIG), &config)?;
+    match companions {
+        Some(companions) => companions.copy(folder),
+        None => Ok(()),
+    }
+}
+
+/// What a file of weights says of itself.
+pub(crate) fn metadata() -> HashMap<String, String> {
+    HashMap::from([("format".to_string(), "pt".to_string())])
+}
+
+/// The `config.json` of a model whose weights are in `dtype`, or for the most part as `quantization`, a key of it, says.
+pub(crate) fn config_bytes(
+    config: &Value,
+    dtype: DType,
+    quantization: Option<(&str, Value)>,
+) -> Result<Vec<u8>> {
     let name = dtype_name(dtype)?;
     let mut config = config.clone();
     let Some(map) = config.as_object_mut() else {
@@ -376,27 +416,12 @@ pub(crate) fn write(
     if let Some((key, said)) = quantization {
         map.insert(key.into(), said);
     }
-    let index = folder.join("model.safetensors.index.json");
-    if index.exists() {
-        return Err(Error::file(
-            index,
-            "belongs to another model in this folder; give another one",
-        ));
-    }
-    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    files::write_safetensors(folder.join("model.safetensors"), tensors, Some(metadata))?;
-    let path = folder.join("config.json");
-    let bytes = serde_json::to_vec_pretty(&config)
-        .map_err(|error| Error::file(&path, error.to_string()))?;
-    files::write_bytes_atomic(&path, &bytes)?;
-    match companions {
-        Some(companions) => companions.copy(folder),
-        None => Ok(()),
-    }
+    serde_json::to_vec_pretty(&config)
+        .map_err(|error| Error::option("config", format!("cannot be written: {error}")))
 }
 
 /// The word for a dtype in `config.json`.
-fn dtype_name(dtype: DType) -> Result<&'static str> {
+pub(crate) fn dtype_name(dtype: DType) -> Result<&'static str> {
     match dtype {
         DType::F32 => Ok("float32"),
         DType::F16 => Ok("float16"),

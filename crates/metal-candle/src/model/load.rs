@@ -55,6 +55,26 @@ impl Model {
     }
 }
 
+/// The dtype of a model's files: what its configuration says, or else what its first tensor has; f32 of a GGUF file, whose
+/// tensors have several.
+///
+/// # Errors
+/// When the files are missing or malformed.
+pub fn stored_dtype(path: impl AsRef<Path>) -> Result<DType> {
+    let path = path.as_ref();
+    if is_gguf(path) {
+        return Ok(DType::F32);
+    }
+    if let Some(dtype) = Config::load(path)?.dtype {
+        return Ok(dtype);
+    }
+    let weights = Weights::open(path)?;
+    match weights.names().next() {
+        Some(name) => weights.dtype(name),
+        None => Ok(DType::F32),
+    }
+}
+
 /// How many bytes of a model's folder or GGUF file are of each type, such as `bf16` or `Q4_K`.
 ///
 /// # Errors

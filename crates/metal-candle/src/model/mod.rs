@@ -14,7 +14,7 @@ pub mod weights;
 
 pub use config::Config;
 pub use export::{Companions, GgufFormat, ModelFormat};
-pub use load::stored_bytes;
+pub use load::{stored_bytes, stored_dtype};
 pub use quantization::Quantization;
 pub use weights::Weights;
 

@@ -4,7 +4,7 @@
 use crate::common::device;
 use candle_core::{DType, Device, Tensor};
 use metal_candle::adapter::{
-    self, Adapter, AdapterFormat, LoraConfig, Parameters, Targets, TokenIndices,
+    self, Adapter, AdapterFormat, LoraConfig, Merged, Parameters, Targets, TokenIndices,
 };
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::{Batch, IGNORED};
@@ -16,6 +16,7 @@ use metal_candle::train::Gradients;
 use metal_candle_kernels::{adamw, flat, sampling};
 use serde_json::Value;
 use std::collections::HashMap;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -436,6 +437,18 @@ fn every_method_gives_the_logits_and_gradients_of_peft_and_follows_its_steps() {
     }
 }
 
+/// What is made of a model and its adapter a weight at a time is what was written of the merged model.
+fn assert_same_files(written: &Path, (model, adapter): &(Arc<Model>, Arc<Adapter>), dtype: DType) {
+    let read = |name: &str| std::fs::read(written.join(name)).unwrap();
+    let merged = Merged::new(model, adapter, dtype).unwrap();
+    assert_eq!(merged.config().unwrap(), read(Merged::CONFIG));
+    let length = merged.length();
+    let mut bytes = Vec::new();
+    merged.weights().read_to_end(&mut bytes).unwrap();
+    assert_eq!(bytes.len() as u64, length);
+    assert!(bytes == read(Merged::WEIGHTS), "the weights differ");
+}
+
 #[test]
 fn every_method_survives_being_written_read_and_merged() {
     for (base, name) in METHODS {
@@ -463,12 +476,16 @@ fn every_method_survives_being_written_read_and_merged() {
             let key = TokenIndices::KEY;
             assert_eq!(theirs[key], ours[key], "{base} {name}");
         }
+        let unmerged = (model, adapter);
         let model = Model::load(folder(base), DType::F32, &device()).unwrap();
         let adapter = load_adapter(&model, &path);
         let was_tied = model.config().tie_word_embeddings;
         let merged = adapter.merge(model).unwrap();
         assert_close(name, &logits(&merged, &ids), &logits_before, 2e-4);
         merged.save(written.path(), DType::F32, None).unwrap();
+        if !unmerged.0.is_quantized() {
+            assert_same_files(written.path(), &unmerged, DType::F32);
+        }
         let again = Model::load(written.path(), DType::F32, &device()).unwrap();
         assert_close(name, &logits(&again, &ids), &logits(&merged, &ids), 0.0);
         let apart = ["modules-embedding", "modules-head", "embedding", "head"].contains(name);
@@ -873,6 +890,11 @@ fn merging_keeps_the_logits_and_the_merged_model_can_be_read_again() {
         let ids = rows(&expected["input_ids"]);
         let model = adapter.merge(model).unwrap();
         assert_close(name, &logits(&model, &ids), &expected["logits"], 2e-4);
+        let unmerged = load(name);
+        let unmerged = (unmerged.clone(), load_adapter(&unmerged, folder(name).join("adapter")));
+        let halves = tempfile::tempdir().unwrap();
+        model.save(halves.path(), DType::BF16, None).unwrap();
+        assert_same_files(halves.path(), &unmerged, DType::BF16);
         let written = tempfile::tempdir().unwrap();
         model.save(written.path(), DType::F32, Some(&folder(name))).unwrap();
         let again = Model::load(written.path(), DType::F32, &device()).unwrap();

@@ -2,7 +2,7 @@
 
 use crate::common::device;
 use candle_core::{DType, Device, Tensor};
-use metal_candle::adapter::{Adapter, LoraConfig};
+use metal_candle::adapter::{Adapter, LoraConfig, Merged};
 use metal_candle::autograd::Tape;
 use metal_candle::data::{Batch, IGNORED};
 use metal_candle::generate::Session;
@@ -87,6 +87,15 @@ fn assert_close(name: &str, found: &[f32], expected: &[f32]) {
         let error = (found - expected).abs();
         assert!(error <= 1e-4 * largest, "{name}: {found}, expected {expected}");
     }
+}
+
+#[test]
+fn an_adapter_is_not_merged_a_weight_at_a_time_into_a_model_in_fewer_bits() {
+    let folder = saved(json!({}));
+    let model = Arc::new(quantized(folder.path(), "nf4").unwrap());
+    let adapter = Arc::new(Adapter::new(&model, &LoraConfig::default(), 1).unwrap());
+    let error = Merged::new(&model, &adapter, DType::F32).unwrap_err().to_string();
+    assert!(error.contains("fewer bits") && error.contains("metal-candle fuse"), "{error}");
 }
 
 #[test]

@@ -221,7 +221,7 @@ async fn content(State(app): State<Shared>, Id(id): Id) -> Result<Response> {
         })
         .await?;
     let length = file.bytes.unsigned_abs();
-    Ok(download(&file.name, "application/octet-stream", length, opened.take(length)))
+    Ok(download(&app, &file.name, "application/octet-stream", length, opened.take(length)))
 }
 
 /// Is true once nobody waits for an answer any more.

@@ -1,7 +1,8 @@
 //! Fine-tuning jobs.
 
+use super::merged;
 use super::query::{Id, NoBody, Paging, Pairs, unknown};
-use super::stream::{archive, download};
+use super::stream::{Entry, archive, download};
 use crate::app::{App, Shared};
 use crate::body::{self, Body};
 use crate::error::{ApiError, Result};
@@ -18,6 +19,8 @@ use std::fs::File;
 use std::io;
 use std::ops::RangeInclusive;
 
+/// The type of an archive.
+pub(super) const TAR: &str = "application/x-tar";
 /// Items of a page, as OpenAI has them, and at most.
 const JOBS: usize = 20;
 const EVENTS: usize = 20;
@@ -35,6 +38,7 @@ pub fn routes() -> Router<Shared> {
         .route("/v1/fine_tuning/jobs/{id}/events", get(events))
         .route("/v1/fine_tuning/jobs/{id}/checkpoints", get(checkpoints))
         .route("/v1/fine_tuning/jobs/{id}/adapter", get(adapter))
+        .route("/v1/fine_tuning/jobs/{id}/merged", get(merged::download_merged))
 }
 
 /// OpenAI's object. Its clients know no status `paused`, so a job that is paused is `queued` to them, and the field
@@ -249,12 +253,8 @@ async fn checkpoints(
     .await
 }
 
-/// The adapter that a job has made, or that of the checkpoint of `step`, as a tar of its folder.
-async fn adapter(
-    State(app): State<Shared>,
-    Id(id): Id,
-    body::Asked(pairs): body::Asked<Pairs>,
-) -> Result<Response> {
+/// What of a job is downloaded: the model that it has made, or that of the checkpoint of the query's `step`.
+pub(super) fn step(pairs: Pairs) -> Result<Option<i64>> {
     let mut step = None;
     for (name, value) in pairs {
         match name.as_str() {
@@ -267,28 +267,46 @@ async fn adapter(
             _ => return Err(unknown(&name)),
         }
     }
+    Ok(step)
+}
+
+/// The model of a job or of its checkpoint, and what its archive's folder is called.
+///
+/// # Errors
+/// A 404 when there is none.
+pub(super) fn made(app: &App, id: &str, step: Option<i64>) -> Result<(Tuned, String)> {
+    let job = find(app, id)?;
+    let (name, folder) = match step {
+        Some(step) => (job.checkpoint_name(step), format!("{}-step-{step}", job.id)),
+        None => (job.tuned_name(), job.id.clone()),
+    };
+    let tuned = app.store.tuned_by_name(&name)?.ok_or_else(|| ApiError::no_model(&name))?;
+    Ok((tuned, folder))
+}
+
+/// The adapter that a job has made, or that of a checkpoint, as a tar of its folder.
+async fn adapter(
+    State(app): State<Shared>,
+    Id(id): Id,
+    body::Asked(pairs): body::Asked<Pairs>,
+) -> Result<Response> {
+    let step = step(pairs)?;
     let (folder, files) = app
         .blocking(move |app| {
-            let job = find(app, &id)?;
-            let name = match step {
-                Some(step) => job.checkpoint_name(step),
-                None => job.tuned_name(),
-            };
-            let tuned = app.store.tuned_by_name(&name)?.ok_or_else(|| ApiError::no_model(&name))?;
-            let folder = step.map_or(job.id.clone(), |step| format!("{}-step-{step}", job.id));
+            let (tuned, folder) = made(app, &id, step)?;
             Ok((folder, open(&tuned)?))
         })
         .await?;
     let (length, reader) = archive(&folder, files)?;
-    Ok(download(&format!("{folder}.tar"), "application/x-tar", length, reader))
+    Ok(download(&app, &format!("{folder}.tar"), TAR, length, reader))
 }
 
-/// The files of an adapter that are there, opened.
-fn open(tuned: &Tuned) -> Result<Vec<(&'static str, File)>> {
+/// The files of an adapter that are there.
+fn open(tuned: &Tuned) -> Result<Vec<Entry>> {
     let mut files = Vec::new();
     for name in [ADAPTER_CONFIG, ADAPTER_WEIGHTS, CHAT_TEMPLATE] {
         match File::open(tuned.folder.join(name)) {
-            Ok(file) => files.push((name, file)),
+            Ok(file) => files.push(Entry::of(name, file)?),
             // Only an adapter with a template of its own has that.
             Err(error) if error.kind() == io::ErrorKind::NotFound && name == CHAT_TEMPLATE => {}
             Err(error) => return Err(ApiError::internal(error)),

@@ -8,6 +8,7 @@ pub mod embeddings;
 pub mod files;
 pub mod health;
 pub mod jobs;
+mod merged;
 pub mod models;
 mod query;
 pub mod responses;
@@ -16,6 +17,7 @@ pub mod tokens;
 
 use crate::app::Shared;
 use axum::Router;
+pub use merged::AT_ONCE as MERGED_AT_ONCE;
 
 /// Every route.
 pub fn routes() -> Router<Shared> {

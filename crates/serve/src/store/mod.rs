@@ -4,6 +4,7 @@
 //! server.sqlite   files, jobs, events, checkpoints and keys
 //! files/ID        what was uploaded, and the results of jobs
 //! jobs/ID/        the folder of a job's training run
+//! temporary/      what is gone when the server is started again
 //! ```
 //!
 //! A path is made of an identifier only after that was found in the database, and names that users give are data. A
@@ -32,10 +33,12 @@ use metal_candle::{Error, Result};
 use rusqlite::{Connection, Transaction, TransactionBehavior};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use tempfile::TempDir;
 
 const DATABASE: &str = "server.sqlite";
 const FILES: &str = "files";
 const JOBS: &str = "jobs";
+const TEMPORARY: &str = "temporary";
 
 /// The database and the files beside it.
 #[derive(Debug)]
@@ -73,7 +76,9 @@ impl Store {
     /// without a database, and when it cannot be read or written.
     pub fn open(folder: &Path) -> Result<Self> {
         let lock = FolderLock::acquire(folder)?;
-        for name in [FILES, JOBS] {
+        metal_candle::files::remove_folder_atomic(folder.join(TEMPORARY))?;
+        metal_candle::files::remove_stale_partials(folder)?;
+        for name in [FILES, JOBS, TEMPORARY] {
             make_private(&folder.join(name))?;
         }
         let path = folder.join(DATABASE);
@@ -100,6 +105,15 @@ impl Store {
     /// The folder of a job's training run; of an identifier that the database has.
     pub(crate) fn run_folder(&self, job: &Job) -> PathBuf {
         self.folder.join(JOBS).join(&job.id)
+    }
+
+    /// A new folder for what is needed while a request is answered; it is removed when it is dropped.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub(crate) fn temporary_folder(&self) -> Result<TempDir> {
+        let folder = self.folder.join(TEMPORARY);
+        tempfile::tempdir_in(&folder).map_err(Error::io(&folder))
     }
 
     /// A message without the folder's path, which is nobody's business outside.

@@ -131,8 +131,11 @@ fn what_the_database_does_not_know_is_removed_and_nothing_else() {
         fs::write(data.join(orphan), "x").unwrap();
     }
     fs::create_dir_all(data.join("jobs/ftjob-orphan/checkpoints")).unwrap();
+    let begun = store.temporary_folder().unwrap().keep();
+    fs::write(begun.join("config.json"), "{}").unwrap();
     drop(store);
     let store = Store::open(&data).unwrap();
+    assert!(!begun.exists() && data.join("temporary").is_dir());
     let mut left = names(&data.join(FILES)).unwrap();
     left.sort();
     let mut expected = vec![file.id.clone(), kept.asked.training_file.clone(), "notes".into()];

@@ -109,16 +109,19 @@ export async function* stream(path, json, signal) {
   }
 }
 
-// Saves a file of the server under this name. With a key the browser can't fetch it by itself.
+// Saves a file of the server under this name. With a key the browser can't fetch it by itself. Why the server refuses
+// it, the browser wouldn't tell.
 export async function download(path, name) {
   const link = document.createElement("a");
   link.download = name;
+  const response = await request("GET", path);
   if (!recall(sessionStorage, KEY)) {
+    await response.body.cancel();
     link.href = path;
     link.click();
     return;
   }
-  link.href = URL.createObjectURL(await (await request("GET", path)).blob());
+  link.href = URL.createObjectURL(await response.blob());
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }

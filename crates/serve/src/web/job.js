@@ -124,6 +124,7 @@ export class Job extends Watching {
       model && h("a.button.main", { href: chatWith(model) }, "Chat with it"),
       model && h("a.button", { href: `#compare?a=${encodeURIComponent(job.model)}&b=${encodeURIComponent(model)}` }, "Compare with the base"),
       model && button("Download the adapter", saved(`${this.path}/adapter`, `${file}.tar`)),
+      model && button("Download the merged model", saved(`${this.path}/merged`, `${file}-merged.tar`)),
       (job.result_files ?? []).map((id) =>
         button("Download the figures", saved(`/v1/files/${encodeURIComponent(id)}/content`, `${file}.csv`))),
     ];

@@ -7,6 +7,7 @@ use metal_candle::{DType, Device};
 use metal_candle_serve::{Base, Options, Server};
 use serde_json::{Map, Value};
 use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -60,6 +61,13 @@ impl Client {
     pub fn bytes(&self, path: &str) -> (u16, Vec<u8>) {
         let mut answer = self.agent.get(format!("{}{path}", self.base)).call().unwrap();
         (answer.status().as_u16(), answer.body_mut().read_to_vec().unwrap())
+    }
+
+    /// Asks for a file, reads its beginning and leaves.
+    pub fn begin(&self, path: &str) {
+        let mut answer = self.agent.get(format!("{}{path}", self.base)).call().unwrap();
+        assert_eq!(answer.status().as_u16(), 200);
+        answer.body_mut().as_reader().read_exact(&mut [0; 100]).unwrap();
     }
 
     pub fn get(&self, path: &str) -> (u16, Value) {

@@ -1,8 +1,13 @@
 //! The models that jobs make.
 
-use super::client::{Client, adapter_bytes, lines, model, serve};
+use super::client::{Client, PATIENCE, adapter_bytes, demo, lines, model, serve};
+use metal_candle::DType;
 use metal_candle::adapter::Adapter;
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 #[test]
 fn a_job_makes_a_model_and_tells_of_it() {
@@ -106,6 +111,8 @@ fn a_job_makes_a_model_and_tells_of_it() {
         Adapter::load(&model, unpacked.path().join(folder_name)).unwrap();
     }
 
+    merged_models_are_downloaded(&client, folder.path(), id);
+
     // The data were needed until the end; lists know the job.
     assert_eq!(client.delete(&format!("/v1/files/{training}")).0, 200);
     let list = client.ok("/v1/fine_tuning/jobs?limit=5&metadata%5Bteam%5D=a");
@@ -117,6 +124,41 @@ fn a_job_makes_a_model_and_tells_of_it() {
         assert_eq!(answer.0, 400, "{}", answer.1);
     }
     server.stop();
+}
+
+/// What a merged model is as files, and that nothing is left of its download, whether or not it came to its end.
+fn merged_models_are_downloaded(client: &Client, data: &Path, id: &str) {
+    let path = format!("/v1/fine_tuning/jobs/{id}/merged");
+    let run = data.join("jobs").join(id);
+    for (query, of) in [("", run.clone()), ("?step=10", run.join("checkpoints/step-00000010"))] {
+        let (status, bytes) = client.bytes(&format!("{path}{query}"));
+        assert_eq!(status, 200);
+        let unpacked = tempfile::tempdir().unwrap();
+        tar::Archive::new(bytes.as_slice()).unpack(unpacked.path()).unwrap();
+        let found = unpacked.path().read_dir().unwrap().next().unwrap().unwrap().path();
+        let expected = tempfile::tempdir().unwrap();
+        let model = model();
+        let merged = Adapter::load(&model, &of).unwrap().merge(model).unwrap();
+        merged.save(expected.path(), DType::F32, Some(&demo("base"))).unwrap();
+        let names = |folder: &Path| -> BTreeSet<_> {
+            folder.read_dir().unwrap().map(|entry| entry.unwrap().file_name()).collect()
+        };
+        assert_eq!(names(&found), names(expected.path()));
+        for name in names(expected.path()) {
+            let read = |folder: &Path| fs::read(folder.join(&name)).unwrap();
+            assert!(read(&found) == read(expected.path()), "{name:?} differs");
+        }
+    }
+    assert_eq!(client.get(&format!("{path}?step=11")).0, 404);
+    assert_eq!(client.get(&format!("{path}?step=x")).0, 400);
+    assert_eq!(client.get("/v1/fine_tuning/jobs/ftjob-none/merged").0, 404);
+    let temporary = || data.join("temporary").read_dir().unwrap().count();
+    let begun = Instant::now();
+    client.begin(&path);
+    while temporary() > 0 {
+        assert!(begun.elapsed() < PATIENCE, "the files of a download stay");
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 #[test]
