@@ -61,6 +61,8 @@ pub enum Error {
         repository: String,
         /// What was missing and where it was looked for.
         message: String,
+        /// What it comes down to.
+        fault: HubFault,
     },
     /// Training stopped because losses or gradients kept being NaN or infinite.
     #[error("training diverged: {}", readable(.0))]
@@ -68,6 +70,18 @@ pub enum Error {
     /// A tensor operation failed.
     #[error("{}", tensor_message(.0))]
     Tensor(#[from] candle_core::Error),
+}
+
+/// Why something could not be had from the Hugging Face hub.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum HubFault {
+    /// There is no such repository, revision or file, or no access to it.
+    NotFound,
+    /// The hub cannot be reached, and what was downloaded before isn't it.
+    Unreachable,
+    /// What is there cannot be used, or not be kept here.
+    Unusable,
 }
 
 /// A message at a length that can be read, its middle left out: files may hold names and values of any length.

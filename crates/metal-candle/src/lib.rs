@@ -25,7 +25,7 @@ pub mod train;
 pub mod turns;
 
 pub use candle_core::{DType, Device};
-pub use error::{Error, Result, readable, tensor_message};
+pub use error::{Error, HubFault, Result, readable, tensor_message};
 pub use metal_candle_kernels::devices;
 
 /// The README's example, compiled.

@@ -3,6 +3,7 @@
 
 use crate::app::{App, Shared};
 use crate::error::{ApiError, Result};
+use crate::hub::Download;
 use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, MLX_WEIGHTS};
 use metal_candle::text::{Tokenizer, chat_template_in};
 use std::collections::BTreeMap;
@@ -43,7 +44,12 @@ pub struct Adapters {
     loaded: Mutex<Vec<Loaded>>,
     /// Held while an adapter is read, so that none is read twice at once.
     reading: Mutex<()>,
+    /// Those that are brought from the hub at the moment.
+    pub(crate) downloads: Mutex<BTreeMap<String, Download>>,
 }
+
+/// An adapter in memory, and its tokenizer if it has a chat template of its own.
+type Ready = (Arc<Adapter>, Option<Arc<Tokenizer>>);
 
 struct Loaded {
     folder: PathBuf,
@@ -59,7 +65,7 @@ struct Version {
     modified: Option<SystemTime>,
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Every change is whole.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -74,12 +80,24 @@ impl App {
             let (name, tokenizer) = (name.to_string(), self.tokenizer.clone());
             return Ok(Chosen { name, adapter: None, tokenizer });
         }
+        match self.known(name).await? {
+            Some(chosen) => Ok(chosen),
+            None => {
+                self.fetch_from_hub(name).await?;
+                // Unless somebody has unloaded it meanwhile.
+                self.known(name).await?.ok_or_else(|| ApiError::no_model(name))
+            }
+        }
+    }
+
+    /// The adapter of this name, if there is one on this machine.
+    async fn known(self: &Shared, name: &str) -> Result<Option<Chosen>> {
         let name = name.to_string();
         self.blocking(move |app| {
-            let folder = app.folder_of(&name)?.ok_or_else(|| ApiError::no_model(&name))?;
+            let Some(folder) = app.folder_of(&name)? else { return Ok(None) };
             let (adapter, tokenizer) = app.loaded(&folder)?;
             let tokenizer = tokenizer.unwrap_or_else(|| app.tokenizer.clone());
-            Ok(Chosen { name, adapter: Some(adapter), tokenizer })
+            Ok(Some(Chosen { name, adapter: Some(adapter), tokenizer }))
         })
         .await
     }
@@ -159,6 +177,14 @@ impl App {
             return Err(ApiError::invalid(message).about("lora_path"));
         }
         self.loaded(folder)?;
+        self.keep_name(name, folder)
+    }
+
+    /// Gives a folder a name.
+    ///
+    /// # Errors
+    /// When there are too many.
+    pub(crate) fn keep_name(&self, name: &str, folder: &Path) -> Result<()> {
         let mut named = locked(&self.adapters.named);
         if named.len() >= MOST_NAMED {
             return Err(ApiError::invalid(format!("{MOST_NAMED} adapters are loaded already")));
@@ -177,7 +203,10 @@ impl App {
     }
 
     /// The adapter of a folder, and a tokenizer with its chat template if it has one of its own.
-    fn loaded(&self, folder: &Path) -> Result<(Arc<Adapter>, Option<Arc<Tokenizer>>)> {
+    ///
+    /// # Errors
+    /// What is wrong with its files.
+    pub(crate) fn loaded(&self, folder: &Path) -> metal_candle::Result<Ready> {
         let version = version(folder);
         if let Some(found) = self.adapters.find(folder, version) {
             return Ok(found);
@@ -212,11 +241,7 @@ impl App {
 
 impl Adapters {
     /// One that is loaded and whose files are the same, which becomes the most recently used.
-    fn find(
-        &self,
-        folder: &Path,
-        version: Version,
-    ) -> Option<(Arc<Adapter>, Option<Arc<Tokenizer>>)> {
+    fn find(&self, folder: &Path, version: Version) -> Option<Ready> {
         let mut loaded = locked(&self.loaded);
         let place = loaded.iter().position(|it| it.folder == folder && it.version == version)?;
         let found = loaded.remove(place);

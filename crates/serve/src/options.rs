@@ -1,5 +1,6 @@
 //! How a server is started.
 
+use crate::hub::HubAdapters;
 use crate::tls::Tls;
 use metal_candle::engine::EngineOptions;
 use metal_candle::{Error, Result};
@@ -28,6 +29,9 @@ pub struct Options {
     pub api_keys: Vec<String>,
     /// Whether an address that others reach may be served without a key.
     pub allow_anyone: bool,
+    /// Where adapters are brought from that a request names by their id on the Hugging Face hub; `None` for nowhere, as
+    /// any client could make the server download then.
+    pub hub_adapters: Option<HubAdapters>,
     /// Bytes of a request, at most, but for uploaded files.
     pub max_body: usize,
     /// Bytes of an uploaded file, at most.
@@ -61,6 +65,7 @@ impl Options {
             engine: EngineOptions { max_waiting: 1024, ..EngineOptions::default() },
             api_keys: Vec::new(),
             allow_anyone: false,
+            hub_adapters: None,
             max_body: 16 << 20,
             max_file: 512 << 20,
             max_requests: 2048,
@@ -87,6 +92,7 @@ impl Options {
             ("max_file", self.max_file),
             ("max_requests", self.max_requests as u64),
             ("timeout", self.timeout.as_secs()),
+            ("hub_adapters.max_bytes", self.hub_adapters.as_ref().map_or(1, |it| it.max_bytes)),
         ];
         for (name, value) in above_zero {
             if value == 0 {

@@ -9,7 +9,8 @@ use crate::template::TemplateFlags;
 use anyhow::Context;
 use clap::Args;
 use metal_candle::engine::EngineOptions;
-use metal_candle_serve::{Base, Options, Server, Tls};
+use metal_candle::hub::HubOptions;
+use metal_candle_serve::{Base, HubAdapters, Options, Server, Tls};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -49,6 +50,10 @@ pub struct Arguments {
     /// Refuse to load adapters by their path on this machine, as vLLM's route does
     #[arg(long, help_heading = "Model")]
     no_adapters_by_path: bool,
+    /// Download adapters from the Hugging Face hub that requests name by their id, owner/name or owner/name@revision:
+    /// every client can make the server do so, with the token that it has
+    #[arg(long, help_heading = "Model")]
+    hub_adapters: bool,
     /// Where files, jobs and keys are kept
     #[arg(long, value_name = "DIR", default_value = "metal-candle-data", help_heading = "Server")]
     data: PathBuf,
@@ -137,6 +142,7 @@ impl Arguments {
             },
             api_keys: self.api_key.clone(),
             allow_anyone: self.allow_anyone,
+            hub_adapters: self.hub()?,
             max_file: self.max_file.saturating_mul(1 << 20),
             max_requests: self.max_requests,
             timeout: Duration::from_secs(self.timeout),
@@ -157,6 +163,17 @@ impl Arguments {
             return Err(usage(format!("adapters: {} is no folder", folder.display())));
         }
         Ok(options)
+    }
+}
+
+impl Arguments {
+    /// Where adapters are brought from, if they are to be. They are kept with the server's other data.
+    fn hub(&self) -> anyhow::Result<Option<HubAdapters>> {
+        if !self.hub_adapters {
+            return Ok(None);
+        }
+        let hub = HubOptions { cache: self.data.join("hub"), ..HubOptions::from_env()? };
+        Ok(Some(HubAdapters::new(hub)))
     }
 }
 

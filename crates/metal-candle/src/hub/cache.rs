@@ -18,7 +18,7 @@ use std::time::Duration;
 use super::HubOptions;
 use super::names::is_commit;
 use super::transfer::Failure;
-use crate::{Error, Result, files};
+use crate::{Error, HubFault, Result, files};
 
 /// How often a lock is tried that another process holds.
 const LOCK_PAUSE: Duration = Duration::from_millis(100);
@@ -27,6 +27,8 @@ const LOCK_PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Model,
+    /// Which lies in a repository of models.
+    Adapter,
     Dataset,
 }
 
@@ -35,6 +37,7 @@ impl Kind {
     pub(super) fn noun(self) -> &'static str {
         match self {
             Self::Model => "model",
+            Self::Adapter => "adapter",
             Self::Dataset => "data set",
         }
     }
@@ -42,7 +45,7 @@ impl Kind {
     /// In the cache's folders and in the addresses of the hub's API.
     pub(super) fn plural(self) -> &'static str {
         match self {
-            Self::Model => "models",
+            Self::Model | Self::Adapter => "models",
             Self::Dataset => "datasets",
         }
     }
@@ -50,7 +53,7 @@ impl Kind {
     /// Before the id in the addresses of files.
     pub(super) fn prefix(self) -> &'static str {
         match self {
-            Self::Model => "",
+            Self::Model | Self::Adapter => "",
             Self::Dataset => "datasets/",
         }
     }
@@ -67,7 +70,11 @@ pub(super) struct Repository<'a> {
 
 impl Repository<'_> {
     pub(super) fn error(&self, message: impl Into<String>) -> Error {
-        Error::Hub { repository: self.id.to_string(), message: message.into() }
+        self.error_of(HubFault::Unusable, message)
+    }
+
+    pub(super) fn error_of(&self, fault: HubFault, message: impl Into<String>) -> Error {
+        Error::Hub { repository: self.id.to_string(), message: message.into(), fault }
     }
 
     pub(super) fn failure(&self, message: impl Into<String>) -> Failure {
@@ -137,7 +144,8 @@ impl Repository<'_> {
     ) -> Result<T> {
         if self.options.offline {
             return cached().map_err(|missing| {
-                self.error(format!("{missing}; HF_HUB_OFFLINE is set, so nothing is downloaded"))
+                let message = format!("{missing}; HF_HUB_OFFLINE is set, so nothing is downloaded");
+                self.error_of(HubFault::Unreachable, message)
             });
         }
         if is_commit(self.revision)
@@ -153,7 +161,10 @@ impl Repository<'_> {
                     tracing::warn!("{}: {reason}; using what was downloaded before", self.id);
                     Ok(found)
                 }
-                Err(missing) => Err(self.error(format!("{reason}, and {missing}"))),
+                Err(missing) => {
+                    let message = format!("{reason}, and {missing}");
+                    Err(self.error_of(HubFault::Unreachable, message))
+                }
             },
         }
     }

@@ -12,6 +12,7 @@
 //! The file of the revision is written last. Without a network, what the cache has complete is
 //! used.
 
+mod adapters;
 mod cache;
 mod check;
 mod datasets;
@@ -23,6 +24,7 @@ mod transfer;
 #[cfg(test)]
 mod tests;
 
+pub use adapters::{parse_adapter, resolve_adapter_with};
 pub use datasets::{
     DatasetChoice, DatasetFiles, is_dataset_id, resolve_dataset, resolve_dataset_with,
 };

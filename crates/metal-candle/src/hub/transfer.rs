@@ -13,10 +13,10 @@ use serde::Deserialize;
 use ureq::http::{HeaderMap, Method, Request, Response, Uri};
 use ureq::{Agent, Body};
 
-use super::cache::{Repository, length};
+use super::cache::{Kind, Repository, length};
 use super::check::Check;
 use super::names;
-use crate::{Error, Result};
+use crate::{Error, HubFault, Result};
 
 /// How often something is tried in a row without getting any further.
 const ATTEMPTS: u32 = 5;
@@ -238,11 +238,27 @@ impl<'a> Client<'a> {
         file: &str,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<PathBuf, Failure> {
+        self.fetch_within(u64::MAX, commit, file, progress)
+    }
+
+    /// As [`Self::fetch`], of a file that has at most so many bytes.
+    pub(super) fn fetch_within(
+        &self,
+        most: u64,
+        commit: &str,
+        file: &str,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<PathBuf, Failure> {
         let pointer = self.repository.snapshot(commit).join(file);
         if pointer.exists() {
             return Ok(pointer);
         }
         let remote = self.persist(file, |_| self.describe(commit, file))?;
+        if remote.size > most {
+            return Err(self
+                .repository
+                .failure(format!("{file} has {} bytes, expected at most {most}", remote.size)));
+        }
         let blob = self.repository.blob(&remote.etag);
         let is_here = || length(&blob) == Some(remote.size);
         if !is_here() {
@@ -527,7 +543,12 @@ impl<'a> Client<'a> {
         } else {
             "no token was given; set HF_TOKEN to one that has access"
         };
-        let failure = |message: String| self.repository.failure(message);
+        let failure =
+            |message: String| Failure::Final(self.repository.error_of(HubFault::NotFound, message));
+        let here = match kind {
+            Kind::Adapter => "",
+            Kind::Model | Kind::Dataset => ", and no folder of this name here",
+        };
         match status {
             401 if file.is_none() && code != "GatedRepo" => failure(format!(
                 "{endpoint} refused access (status 401): the {noun} does not exist under this id, or \
@@ -543,14 +564,13 @@ impl<'a> Client<'a> {
             404 => match file {
                 Some(file) => failure(format!("{endpoint} does not have its file {file}")),
                 None => failure(format!(
-                    "there is no {noun} of this id at {endpoint} (revision {revision}), and no \
-                     folder of this name here"
+                    "there is no {noun} of this id at {endpoint} (revision {revision}){here}"
                 )),
             },
             408 | 429 | 500.. => {
                 Failure::Network(format!("{endpoint} answered{what} with status {status}"))
             }
-            _ => failure(format!("{endpoint} answered{what} with status {status}")),
+            _ => self.repository.failure(format!("{endpoint} answered{what} with status {status}")),
         }
     }
 

@@ -2,6 +2,7 @@
 
 mod asking;
 mod conversations;
+mod hub;
 mod jobs;
 mod leaving;
 mod protocols;

@@ -1,5 +1,6 @@
 //! Against hubs on this machine.
 
+mod adapters;
 mod datasets;
 mod models;
 mod server;

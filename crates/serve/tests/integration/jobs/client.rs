@@ -24,6 +24,11 @@ pub fn model() -> Model {
 }
 
 pub fn serve(data: &Path) -> Server {
+    serve_with(data, |_| {})
+}
+
+/// As [`serve`], with other options.
+pub fn serve_with(data: &Path, change: impl FnOnce(&mut Options)) -> Server {
     let base = Base {
         model: Arc::new(model()),
         tokenizer: Tokenizer::load(&demo("base")).unwrap(),
@@ -34,6 +39,7 @@ pub fn serve(data: &Path) -> Server {
     let mut options = Options::new("demo", data);
     options.address = "127.0.0.1:0".parse().unwrap();
     options.max_file = 1 << 20;
+    change(&mut options);
     Server::start(base, options).unwrap()
 }
 
@@ -96,6 +102,13 @@ impl Client {
 
     pub fn post(&self, path: &str, body: &Value) -> (u16, Value) {
         self.send(path, "application/json", body.to_string().as_bytes())
+    }
+
+    /// The status of an answer that need not be JSON.
+    pub fn status(&self, path: &str, body: &Value) -> u16 {
+        let request = self.agent.post(format!("{}{path}", self.base));
+        let request = request.content_type("application/json");
+        request.send(body.to_string().as_bytes()).unwrap().status().as_u16()
     }
 
     /// A form of fields, of which one with a file name is a file.

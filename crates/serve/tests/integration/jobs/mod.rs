@@ -1,6 +1,6 @@
 //! Files and fine-tuning jobs.
 
-mod client;
+pub mod client;
 mod models;
 mod requests;
 mod runs;
