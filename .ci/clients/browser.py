@@ -11,6 +11,7 @@ This needs chromium and the package `playwright`; screenshots go to FOLDER.
 import re
 import shutil
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -148,6 +149,14 @@ class Test:
         with page.expect_download() as download:
             page.get_by_role("button", name="Download the figures").click()
         assert download.value.path().read_text().startswith("step,")
+        samples = page.locator(".sample")
+        expect(samples).to_have_count(3)
+        expect(samples.first.locator("p").first).to_contain_text("step")
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Download the merged model").click()
+        with tarfile.open(download.value.path()) as merged:
+            names = [Path(name).name for name in merged.getnames()]
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names), names
         self.look("job")
 
     def uses_the_result(self):
@@ -172,8 +181,21 @@ class Test:
         self.page.wait_for_timeout(3000)
         self.look("load")
 
+    def says_who_may_see_the_load(self):
+        """With a key that may not see the figures, as the server answers it."""
+        error = {"message": "the API key laptop may chat only", "type": "permission_error", "param": None, "code": None}
+        self.page.route("**/metrics", lambda route: route.fulfill(status=403, json={"error": error}))
+        self.page.reload()
+        expect(self.page.get_by_text("for keys with the scope admin")).to_be_visible()
+        expect(self.page.get_by_role("slider")).to_have_count(0)
+        expect(self.page.get_by_text("No job is running")).to_be_visible()
+        self.look("load-closed")
+        self.page.unroute("**/metrics")
+        self.wrong = [line for line in self.wrong if "403" not in line]
+
     def run(self):
-        for part in (self.chats, self.tells_probabilities, self.uploads, self.trains, self.uses_the_result, self.shows_the_load):
+        parts = (self.chats, self.tells_probabilities, self.uploads, self.trains, self.uses_the_result)
+        for part in (*parts, self.shows_the_load, self.says_who_may_see_the_load):
             self.step(part.__name__.replace("_", " "))
             part()
             assert not self.wrong, "\n".join(self.wrong)
