@@ -1,5 +1,5 @@
 """The official `openai` client, as it is, against a server over the demo's model: texts, files, a fine-tuning job with
-all that belongs to it, and a chat with what it made."""
+all that belongs to it, and a chat with what it made. Every answer is held against the published schemas."""
 
 import base64
 import csv
@@ -13,6 +13,7 @@ import urllib.request
 
 import openai
 
+from published import Published
 from server import DEMO, Server
 
 TRAIN = DEMO / "instructions/train.jsonl"
@@ -20,9 +21,24 @@ VALID = DEMO / "instructions/valid.jsonl"
 QUESTION = [{"role": "user", "content": "What colour is the sky?"}]
 
 
-def client_of(server, key="none", strict=True):
+# What the tests must have seen an answer of.
+OPERATIONS = """
+POST /chat/completions, POST /completions, POST /embeddings, POST /responses, POST /v1/messages,
+POST /v1/messages/count_tokens, GET /models, GET /models/{model}, DELETE /models/{model}, POST /files, GET /files,
+GET /files/{file_id}, GET /files/{file_id}/content, DELETE /files/{file_id}, POST /fine_tuning/jobs,
+GET /fine_tuning/jobs, GET /fine_tuning/jobs/{fine_tuning_job_id}, GET /fine_tuning/jobs/{fine_tuning_job_id}/events,
+GET /fine_tuning/jobs/{fine_tuning_job_id}/checkpoints, POST /fine_tuning/jobs/{fine_tuning_job_id}/cancel,
+POST /fine_tuning/jobs/{fine_tuning_job_id}/pause, POST /fine_tuning/jobs/{fine_tuning_job_id}/resume
+"""
+
+
+def client_of(server, key="none", strict=True, published=None):
     return openai.OpenAI(
-        base_url=server.url + "/v1", api_key=key, _strict_response_validation=strict, max_retries=0
+        base_url=server.url + "/v1",
+        api_key=key,
+        _strict_response_validation=strict,
+        max_retries=0,
+        http_client=published and published.client(),
     )
 
 
@@ -79,6 +95,16 @@ def chat(client):
         )
         thing = json.loads(answer.choices[0].message.content)
         assert set(thing) == {"name", "size"} and thing["size"] in ("small", "large"), thing
+
+    # The demo's context has no room for a longer one.
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": [{}]}}}
+    asked = {"tools": [tool], "tool_choice": "required", "max_tokens": 60}
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, seed=1, **asked)
+    calls = answer.choices[0].message.tool_calls
+    assert calls[0].function.name == "f" and calls[0].function.arguments == "{}", calls
+    chunks = client.chat.completions.create(model="demo", messages=QUESTION, seed=1, stream=True, **asked)
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(part.function.arguments or "" for part in parts if part.index == 0) == calls[0].function.arguments
 
     refused(openai.NotFoundError, lambda: client.chat.completions.create(model="x", messages=QUESTION), "x")
     for param, value in [("temperature", 3), ("top_p", 0), ("n", 0), ("max_tokens", 0), ("stop", [1])]:
@@ -145,6 +171,39 @@ def others(client, lax):
     raw = lax.embeddings.with_raw_response.create(model="demo", input="The sky", encoding_format="base64")
     coded = json.loads(raw.text)["data"][0]["embedding"]
     assert len(struct.unpack(f"<{len(base64.b64decode(coded)) // 4}f", base64.b64decode(coded)))
+
+
+def responses(client):
+    answer = client.responses.create(model="demo", input="What colour is the sky?", max_output_tokens=8)
+    assert answer.status in ("completed", "incomplete") and answer.output[0].type == "message", answer
+    events = list(client.responses.create(model="demo", input=QUESTION, max_output_tokens=8, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == events[-1].response.output_text, events[-1]
+    refused(
+        openai.BadRequestError,
+        lambda: client.responses.create(model="demo", input="a", previous_response_id="resp_1"),
+        "previous_response_id",
+    )
+
+
+def messages(server, http):
+    """Anthropic's API, whose client is another package."""
+    body = {"model": "demo", "max_tokens": 8, "messages": QUESTION}
+    ask = lambda path, body: http.post(f"{server.url}/v1/messages{path}", json=body)
+    answer = ask("", body)
+    assert answer.status_code == 200 and answer.json()["content"][0]["type"] == "text", answer.text
+    events = ask("", body | {"stream": True})
+    assert "message_stop" in events.text, events.text
+    tool = {"name": "f", "input_schema": {"enum": [{}]}}
+    asked = {"tools": [tool], "tool_choice": {"type": "any"}, "max_tokens": 60}
+    called = ask("", body | asked).json()
+    assert called["content"][-1]["type"] == "tool_use", called
+    assert "input_json_delta" in ask("", body | asked | {"stream": True}).text
+    assert ask("/count_tokens", {"model": "demo", "messages": QUESTION}).json()["input_tokens"] > 0
+    for wrong in ({"max_tokens": 0}, {"frog": 1}, {"model": "x"}):
+        error = ask("", body | wrong)
+        assert error.status_code in (400, 404) and error.json()["type"] == "error", error.text
 
 
 def files(client):
@@ -261,26 +320,44 @@ def bad_files(client):
     )
 
 
-def keys():
+def removed(client, name):
+    """A fine-tuned model that is deleted can't be asked any more."""
+    assert client.models.delete(name).deleted
+    refused(openai.NotFoundError, lambda: client.chat.completions.create(model=name, messages=QUESTION), name)
+
+
+def unknown(server, http):
+    for method, path in [("GET", "/v1/nothing"), ("PUT", "/v1/models"), ("GET", "/v1/chat/completions")]:
+        assert http.request(method, server.url + path).status_code in (404, 405), (method, path)
+
+
+def keys(published):
     key = "a key of at least sixteen letters"
     with Server("--api-key", key) as server:
-        refused(openai.AuthenticationError, lambda: client_of(server).models.list())
+        refused(openai.AuthenticationError, lambda: client_of(server, published=published).models.list())
         assert [model.id for model in client_of(server, key).models.list()] == ["demo"]
 
 
 def main():
+    published = Published()
     with Server() as server:
-        client = client_of(server)
+        client, http = client_of(server, published=published), published.client()
         chat(client)
-        lax = client_of(server, strict=False)
+        lax = client_of(server, strict=False, published=published)
         completions(lax)
         others(client, lax)
+        responses(client)
+        messages(server, http)
+        unknown(server, http)
         file = files(client)
-        job(client, file)
+        done = job(client, file)
         pause_and_cancel(client, file)
         bad_files(client)
+        removed(client, done.fine_tuned_model)
+        client.close(), lax.close(), http.close()
         assert server.stop() == 0
-    keys()
+    keys(published)
+    published.check(*(" ".join(operation.split()) for operation in OPERATIONS.split(",")))
     print(f"openai {openai.__version__}: everything passed")
 
 

@@ -33,6 +33,8 @@ impl Head {
             "content": content,
             "stop_reason": null,
             "stop_sequence": null,
+            "stop_details": null,
+            "container": null,
             "usage": self.usage(0, 0),
         })
     }
@@ -40,9 +42,14 @@ impl Head {
     fn usage(&self, cached: usize, written: usize) -> Value {
         json!({
             "input_tokens": self.prompt_tokens.saturating_sub(cached),
+            "cache_creation": null,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": written,
+            "output_tokens_details": null,
+            "server_tool_use": null,
+            "service_tier": null,
+            "inference_geo": null,
         })
     }
 
@@ -63,7 +70,8 @@ impl Head {
 fn call_block(call: &Call) -> Value {
     // The arguments are an object: what isn't is no call.
     let input: Value = serde_json::from_str(&call.arguments).unwrap_or_else(|_| json!({}));
-    json!({"type": "tool_use", "id": call.id, "name": call.name, "input": input})
+    let caller = json!({"type": "direct"});
+    json!({"type": "tool_use", "id": call.id, "name": call.name, "input": input, "caller": caller})
 }
 
 /// Waits for the text and answers with it.
@@ -213,7 +221,8 @@ pub async fn tell(out: Out, mut texts: Texts, mut reply: Reply, head: Head) -> R
                 }
                 blocks.end().await?;
                 let (reason, sequence) = head.stop(&reply, &finished);
-                let delta = json!({"stop_reason": reason, "stop_sequence": sequence});
+                let delta = json!({"stop_reason": reason, "stop_sequence": sequence,
+                    "stop_details": null, "container": null});
                 let usage = head.usage(finished.cached_tokens, finished.tokens);
                 blocks.event("message_delta", json!({"delta": delta, "usage": usage})).await?;
             }

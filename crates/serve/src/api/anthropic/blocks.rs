@@ -160,6 +160,10 @@ fn assistant(blocks: Vec<Block>) -> Result<Message> {
             }
             "tool_use" => {
                 let (id, name) = (block.string("id")?, block.string("name")?);
+                if block.take("caller").is_some_and(|caller| caller != json!({"type": "direct"})) {
+                    let place = format!("{}.caller", block.place);
+                    return Err(ApiError::unsupported(place, "the model itself calls tools"));
+                }
                 let Some(input @ Value::Object(_)) = block.take("input") else {
                     let place = format!("{}.input", block.place);
                     return Err(ApiError::field(place, "expected an object"));
@@ -201,7 +205,8 @@ mod tests {
             {"role": "assistant", "content": [
                 {"type": "thinking", "thinking": "hm", "signature": ""},
                 {"type": "text", "text": "I do."},
-                {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}]},
+                {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1},
+                    "caller": {"type": "direct"}}]},
             {"role": "user", "content": [
                 {"type": "tool_result", "tool_use_id": "toolu_1", "content": "no", "is_error": true},
                 {"type": "text", "text": "And?"}]}

@@ -116,7 +116,8 @@ impl Failure {
             status if status.is_server_error() => "api_error",
             _ => "invalid_request_error",
         };
-        json!({"type": "error", "error": {"type": kind, "message": error.message}})
+        let what = json!({"type": kind, "message": error.message});
+        json!({"type": "error", "error": what, "request_id": null})
     }
 }
 
