@@ -143,12 +143,10 @@ impl CompletionRequest {
                 let mut options = options.clone();
                 options.max_tokens = most;
                 options.top_logprobs = logprobs.unwrap_or(0);
-                let ends = app.tokenizer.eos_ids();
                 lines.push(Line {
                     echo: text.clone(),
                     words: logprobs.map(|_| Words::of(app)),
                     writes: self.max_tokens != Some(0),
-                    ends: if options.ignore_eos { Vec::new() } else { ends.to_vec() },
                     offset: 0,
                 });
                 requests.push(Request {
@@ -206,8 +204,6 @@ struct Line {
     words: Option<Words>,
     /// Whether what is written is told.
     writes: bool,
-    /// The tokens that end a text and belong to none.
-    ends: Vec<u32>,
     /// Characters of the tokens that were told.
     offset: usize,
 }
@@ -270,9 +266,11 @@ impl Line {
         Some(lists)
     }
 
+    /// Of every token, also of the one that ends the text without being part of it: clients that score prompts take as
+    /// many entries from the end as tokens were written.
     fn logprob(&mut self, piece: &Piece) -> Option<Lists> {
         let words = self.words.clone()?;
-        let token = piece.token.filter(|token| !self.ends.contains(token))?;
+        let token = piece.token?;
         let mut lists = Lists::default();
         self.entry(&words, &mut lists, token, Some(piece.logprob), &piece.likeliest);
         Some(lists)
