@@ -12,6 +12,7 @@ mod body;
 mod constraint;
 mod context;
 mod conversation;
+mod descriptors;
 pub mod error;
 mod hub;
 mod jobs;

@@ -7,7 +7,7 @@ use crate::jobs::Jobs;
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::store::Store;
-use crate::{api, keys, tls, web};
+use crate::{api, descriptors, keys, tls, web};
 use axum::Router;
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
@@ -284,9 +284,16 @@ async fn accept(
 ) {
     let router = router(&app);
     let graceful = GracefulShutdown::new();
+    let room = descriptors::connections(app.options.max_requests).min(Semaphore::MAX_PERMITS);
+    let room = Arc::new(Semaphore::new(room));
     loop {
-        let connection = tokio::select! {
-            connection = listener.accept() => connection,
+        let next = async {
+            // What there is no room for waits in the system's queue.
+            let permit = room.clone().acquire_owned().await;
+            (listener.accept().await, permit)
+        };
+        let (connection, permit) = tokio::select! {
+            next = next => next,
             _ = stopped.changed() => break,
         };
         let stream = match connection {
@@ -306,11 +313,16 @@ async fn accept(
         match acceptor.clone() {
             None => {
                 let serving = http.serve_connection(TokioIo::new(stream), service);
-                tokio::spawn(graceful.watch(serving));
+                let serving = graceful.watch(serving);
+                tokio::spawn(async move {
+                    let _permit = permit;
+                    let _ = serving.await;
+                });
             }
             Some(acceptor) => {
                 let watcher = graceful.watcher();
                 tokio::spawn(async move {
+                    let _permit = permit;
                     let stream = tokio::time::timeout(PATIENCE, acceptor.accept(stream)).await;
                     if let Ok(Ok(stream)) = stream {
                         let serving = http.serve_connection(TokioIo::new(stream), service);
