@@ -1,7 +1,7 @@
 """lm-evaluation-harness gives the same figures through the server (`local-completions`) as by its own backend.
 
-    python3 -m venv harness && harness/bin/pip install --requirement .ci/clients/requirements-harness.txt
-    harness/bin/python .ci/clients/harness.py
+    python3 -m venv target/harness && target/harness/bin/pip install --requirement .ci/clients/requirements-harness.txt
+    target/harness/bin/python .ci/clients/harness.py
 
 Tasks of all four kinds, on data of this folder: multiple choice, likelihood, likelihood of whole texts, and generation.
 Every sample's log-likelihoods, texts and figures have to agree to 4 digits.
