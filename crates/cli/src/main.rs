@@ -16,6 +16,7 @@ mod plan;
 mod plot;
 mod progress;
 mod prompts;
+mod remote;
 mod run_folder;
 mod sampling;
 mod settings;
@@ -58,9 +59,13 @@ enum Command {
     /// Write a text
     Generate(commands::generate::Arguments),
     /// Talk with a model
-    Chat(commands::chat::Arguments),
+    Chat(Box<commands::chat::Arguments>),
     /// Answer OpenAI's clients, fine-tune for them, and show a page to do both in a browser
     Serve(Box<commands::serve::Arguments>),
+    /// Fine-tune on a server: start jobs there, follow, steer and fetch them
+    Jobs(Box<commands::jobs::Arguments>),
+    /// Make, show and remove the keys with which a server is asked
+    Keys(commands::keys::Arguments),
     /// Merge an adapter into its model
     #[command(alias = "merge")]
     Fuse(commands::fuse::Arguments),
@@ -166,8 +171,10 @@ fn run(cli: Cli) -> anyhow::Result<u8> {
     match cli.command {
         Command::Train(arguments) => commands::train::run(*arguments, terminal),
         Command::Generate(arguments) => commands::generate::run(arguments, terminal),
-        Command::Chat(arguments) => commands::chat::run(arguments, terminal(false)),
+        Command::Chat(arguments) => commands::chat::run(*arguments, terminal(false)),
         Command::Serve(arguments) => commands::serve::run(*arguments, terminal(false)),
+        Command::Jobs(arguments) => commands::jobs::run(*arguments, terminal),
+        Command::Keys(arguments) => commands::keys::run(arguments, terminal),
         Command::Fuse(arguments) => commands::fuse::run(arguments, terminal),
         Command::Convert(arguments) => commands::convert::run(arguments, terminal),
         Command::Evaluate(arguments) => commands::evaluate::run(arguments, terminal),

@@ -73,6 +73,44 @@ fn bias(text: &str) -> Result<(u32, f32), String> {
 }
 
 impl Sampling {
+    /// What a request to a server says of it and of the template's variables, and the seed; what was not given is the
+    /// server's to choose.
+    pub fn request(
+        &self,
+        variables: Option<Map<String, Value>>,
+    ) -> anyhow::Result<(Map<String, Value>, u64)> {
+        let mut request = Map::new();
+        let mut say = |key: &str, value: Option<Value>| {
+            request.extend(value.map(|value| (key.to_string(), value)));
+        };
+        say("max_tokens", Some(self.max_tokens.into()));
+        say("top_k", self.top_k.map(Value::from));
+        for (key, value) in [
+            ("temperature", self.temperature),
+            ("top_p", self.top_p),
+            ("min_p", self.min_p),
+            ("repetition_penalty", self.repetition_penalty),
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+        ] {
+            // JSON has no such numbers, and null would be the default.
+            if let Some(value) = value.filter(|value| !value.is_finite()) {
+                return Err(usage(format!("{key}: is {value}, expected a finite number")));
+            }
+            say(key, value.map(Value::from));
+        }
+        let biases: Map<String, Value> =
+            self.logit_bias.iter().map(|(id, bias)| (id.to_string(), (*bias).into())).collect();
+        if self.logit_bias.iter().any(|(_, bias)| !bias.is_finite()) {
+            return Err(usage("logit_bias: expected finite numbers"));
+        }
+        say("logit_bias", (!biases.is_empty()).then_some(Value::Object(biases)));
+        say("stop", (!self.stop.is_empty()).then(|| self.stop.clone().into()));
+        say("ignore_eos", self.ignore_eos.then_some(true.into()));
+        say("chat_template_kwargs", variables.map(Value::Object));
+        Ok((request, self.seed))
+    }
+
     /// The options for the model in `folder`.
     pub fn resolve(&self, folder: &Path) -> anyhow::Result<GenerateOptions> {
         let path = folder.join("generation_config.json");

@@ -2,6 +2,7 @@
 
 use crate::adapters::Adapters;
 use crate::error::{ApiError, Result};
+use crate::keys::Gate;
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::store::Store;
@@ -42,6 +43,8 @@ pub struct App {
     pub store: Store,
     /// Who may download a merged model.
     pub merging: Arc<Semaphore>,
+    /// Whether keys are asked for, and what was asked with those that have limits.
+    pub gate: Gate,
     /// Counts for `/metrics`.
     pub metrics: Metrics,
     /// How the server was started.

@@ -5,7 +5,7 @@
 //! of the Hugging Face hub, `store/` the database
 //! and the files, `jobs/` fine-tuning, `tools/` the families' formats of tool calls, `web/` the page.
 
-pub mod adapters;
+mod adapters;
 mod api;
 mod app;
 mod body;
@@ -13,15 +13,15 @@ mod constraint;
 mod context;
 mod conversation;
 mod descriptors;
-pub mod error;
+mod error;
 mod hub;
 mod jobs;
-mod keys;
+pub mod keys;
 mod metrics;
 mod options;
 mod sampling;
 mod server;
-pub mod store;
+mod store;
 mod tls;
 mod tools;
 mod web;

@@ -4,6 +4,7 @@ use crate::adapters::Adapters;
 use crate::app::{App, Shared, now};
 use crate::error::ApiError;
 use crate::jobs::Jobs;
+use crate::keys::Gate;
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::store::Store;
@@ -77,7 +78,7 @@ impl Server {
         options.validate()?;
         let acceptor = options.tls.as_ref().map(tls::acceptor).transpose()?;
         let store = Store::open(&options.data)?;
-        let keyless = options.api_keys.is_empty() && store.keys()?.is_empty();
+        let keyless = options.api_keys.is_empty() && !store.has_keys()?;
         if keyless && !options.address.ip().is_loopback() && !options.allow_anyone {
             return Err(Error::option(
                 "address",
@@ -123,6 +124,7 @@ impl Server {
             adapters: Adapters::default(),
             store,
             merging: Arc::new(Semaphore::new(api::MERGED_AT_ONCE)),
+            gate: Gate::new(!keyless),
             metrics: Metrics::default(),
             options,
         });
@@ -227,7 +229,7 @@ async fn limit(State(limits): State<Limits>, request: Request, next: Next) -> Re
     let under_way = UnderWay::new(app.clone(), permit);
     let response = next.run(request).await;
     app.metrics.answered(route.as_deref().unwrap_or("other"), response.status().as_u16());
-    response.map(|body| Body::new(Answer { body, _under_way: under_way }))
+    response.map(|body| Body::new(Answer::new(body, under_way)))
 }
 
 /// A request under way.
@@ -249,13 +251,20 @@ impl Drop for UnderWay {
     }
 }
 
-/// The body of an answer, with which the request ends.
-struct Answer {
+/// The body of an answer, with whose end what the request holds is given back.
+pub struct Answer<T> {
     body: Body,
-    _under_way: UnderWay,
+    _held: T,
 }
 
-impl HttpBody for Answer {
+impl<T> Answer<T> {
+    /// `held` until `body` is sent or given up.
+    pub fn new(body: Body, held: T) -> Self {
+        Self { body, _held: held }
+    }
+}
+
+impl<T: Unpin> HttpBody for Answer<T> {
     type Data = Bytes;
     type Error = axum::Error;
 

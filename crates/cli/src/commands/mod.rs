@@ -10,6 +10,8 @@ pub mod evaluate;
 pub mod fuse;
 pub mod generate;
 pub mod inspect;
+pub mod jobs;
+pub mod keys;
 pub mod logprobs;
 pub mod serve;
 pub mod train;

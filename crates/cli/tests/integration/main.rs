@@ -11,5 +11,7 @@ mod distillation;
 mod documents;
 mod preferences;
 mod runs;
+#[cfg(unix)]
+mod serving;
 mod settings;
 mod terminal;

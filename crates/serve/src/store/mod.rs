@@ -23,7 +23,7 @@ mod tuned;
 pub(crate) use events::{Event, Level, NewEvent, Place};
 pub(crate) use files::{NewFile, Purpose, Removal, StoredFile};
 pub(crate) use jobs::{Job, JobError, NewJob, ORGANIZATION, Refusal, Started, Status};
-pub use keys::Key;
+pub use keys::{Key, Keys, Limits};
 pub use tuned::Tuned;
 pub(crate) use tuned::checkpoint_folder;
 
@@ -82,14 +82,8 @@ impl Store {
             make_private(&folder.join(name))?;
         }
         let path = folder.join(DATABASE);
-        let is_new = !path.exists();
-        if is_new && let Some(lost) = without_database(folder)? {
-            return Err(Error::file(
-                path,
-                format!(
-                    "is missing, but there is {lost}, which it knew of; put the database back, or choose another folder"
-                ),
-            ));
+        if !path.exists() {
+            without_database(folder)?;
         }
         let connection = schema::open(&path)?;
         let store = Self {
@@ -193,13 +187,22 @@ fn names(folder: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// A file or run in the folder of a database that is missing.
-fn without_database(folder: &Path) -> Result<Option<String>> {
+/// That the folder of a database that is missing has no file and no run, which it would have known of.
+fn without_database(folder: &Path) -> Result<()> {
     for (part, start) in [(FILES, files::ID), (JOBS, jobs::ID)] {
+        if !folder.join(part).exists() {
+            continue;
+        }
         let found = names(&folder.join(part))?;
         if let Some(name) = found.into_iter().find(|name| name.starts_with(start)) {
-            return Ok(Some(format!("{part}/{name}")));
+            return Err(Error::file(
+                folder.join(DATABASE),
+                format!(
+                    "is missing, but there is {part}/{name}, which it knew of; put the database back, or choose another \
+                     folder"
+                ),
+            ));
         }
     }
-    Ok(None)
+    Ok(())
 }

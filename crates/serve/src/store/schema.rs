@@ -2,7 +2,7 @@
 
 use super::told;
 use metal_candle::{Error, Result};
-use rusqlite::{Connection, TransactionBehavior};
+use rusqlite::{Connection, Transaction, TransactionBehavior};
 use std::path::Path;
 use std::time::Duration;
 
@@ -10,7 +10,8 @@ use std::time::Duration;
 const APPLICATION: i32 = 0x6d63_7376;
 
 /// What each version adds to the one before. Steps that were released stay as they are.
-pub(super) const MIGRATIONS: &[&str] = &["
+pub(super) const MIGRATIONS: &[&str] = &[
+    "
     CREATE TABLE files (
         number      INTEGER PRIMARY KEY AUTOINCREMENT,
         id          TEXT NOT NULL UNIQUE,
@@ -71,33 +72,32 @@ pub(super) const MIGRATIONS: &[&str] = &["
         scopes      TEXT NOT NULL,
         created_at  INTEGER NOT NULL
     ) STRICT;
-"];
+",
+    "
+    ALTER TABLE keys ADD COLUMN at_once INTEGER;
+    ALTER TABLE keys ADD COLUMN per_minute INTEGER;
+",
+];
 
-/// Opens a database, which is made if it is missing, and brings it to the newest version.
+/// Opens a database, which is made if it is missing, and brings it to the newest version. Others may do so meanwhile.
 pub(super) fn open(path: &Path) -> Result<Connection> {
     let mut connection = Connection::open(path).map_err(|error| told(path, &error))?;
-    let (application, version, tables) =
-        identity(&connection).map_err(|error| told(path, &error))?;
-    if application != APPLICATION && (application, version, tables) != (0, 0, 0) {
-        return Err(Error::file(path, "is the database of another program; choose another folder"));
-    }
-    let newest = MIGRATIONS.len() as i64;
-    if !(0..=newest).contains(&version) {
-        return Err(Error::file(
-            path,
-            format!(
-                "has version {version}, and this program knows versions up to {newest}; it was written by a newer one, \
-                 which can open it"
-            ),
-        ));
-    }
-    prepare(&mut connection, version as usize).map_err(|error| told(path, &error))?;
+    // Nothing of another program's is changed.
+    let found = begin(&mut connection).map_err(|error| told(path, &error))?;
+    check(path, found)?;
+    set_up(&connection).map_err(|error| told(path, &error))?;
+    let transaction = connection
+        .transaction_with_behavior(TransactionBehavior::Immediate)
+        .map_err(|error| told(path, &error))?;
+    let found = identity(&transaction).map_err(|error| told(path, &error))?;
+    migrate(transaction, check(path, found)?).map_err(|error| told(path, &error))?;
     Ok(connection)
 }
 
-/// Whose it is, its version, and how many tables it has.
-fn identity(connection: &Connection) -> rusqlite::Result<(i32, i64, i64)> {
-    connection.busy_timeout(Duration::from_secs(10))?;
+/// Whose a database is, its version, and how many tables it has.
+type Identity = (i32, i64, i64);
+
+fn identity(connection: &Connection) -> rusqlite::Result<Identity> {
     Ok((
         connection.pragma_query_value(None, "application_id", |row| row.get(0))?,
         connection.pragma_query_value(None, "user_version", |row| row.get(0))?,
@@ -105,11 +105,37 @@ fn identity(connection: &Connection) -> rusqlite::Result<(i32, i64, i64)> {
     ))
 }
 
-fn prepare(connection: &mut Connection, version: usize) -> rusqlite::Result<()> {
+/// The identity before anything is done, all of one moment.
+fn begin(connection: &mut Connection) -> rusqlite::Result<Identity> {
+    connection.busy_timeout(Duration::from_secs(10))?;
+    let transaction = connection.transaction()?;
+    identity(&transaction)
+}
+
+/// The version of a database that can be used.
+fn check(path: &Path, (application, version, tables): Identity) -> Result<usize> {
+    if application != APPLICATION && (application, version, tables) != (0, 0, 0) {
+        return Err(Error::file(path, "is the database of another program; choose another folder"));
+    }
+    let newest = MIGRATIONS.len();
+    usize::try_from(version).ok().filter(|version| *version <= newest).ok_or_else(|| {
+        Error::file(
+            path,
+            format!(
+                "has version {version}, and this program knows versions up to {newest}; it was written by a newer one, \
+                 which can open it"
+            ),
+        )
+    })
+}
+
+fn set_up(connection: &Connection) -> rusqlite::Result<()> {
     connection.pragma_update_and_check(None, "journal_mode", "WAL", |_| Ok(()))?;
     connection.pragma_update(None, "synchronous", "FULL")?;
-    connection.pragma_update(None, "foreign_keys", true)?;
-    let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+    connection.pragma_update(None, "foreign_keys", true)
+}
+
+fn migrate(transaction: Transaction, version: usize) -> rusqlite::Result<()> {
     for migration in MIGRATIONS.iter().skip(version) {
         transaction.execute_batch(migration)?;
     }

@@ -1,6 +1,7 @@
 use super::schema::MIGRATIONS;
 use super::*;
 use crate::jobs::{CreateJob, Hyperparameters};
+use crate::keys::{Scope, hash};
 use metal_candle::train::{Phase, Position};
 use rusqlite::Connection;
 use serde_json::{Map, Value, json};
@@ -422,17 +423,74 @@ fn models_are_found_by_name_and_removed_with_their_files() {
 }
 
 #[test]
-fn keys_are_known_by_their_hashes() {
-    let (_folder, store) = store();
-    let scopes = ["chat".to_string(), "fine-tune".to_string()];
-    store.add_key("laptop", &[7; 32], &scopes).unwrap();
-    for (name, hash) in [("laptop", [8; 32]), ("other", [7; 32])] {
-        assert!(store.add_key(name, &hash, &scopes).is_err());
-    }
-    assert!(store.add_key("x", &[9; 32], &["a b".into()]).is_err());
-    let key = store.key_by_hash(&[7; 32]).unwrap().unwrap();
-    assert_eq!((key.name.as_str(), key.scopes.as_slice()), ("laptop", scopes.as_slice()));
+fn keys_are_changed_beside_a_server() {
+    let (folder, store) = store();
+    assert!(!store.has_keys().unwrap());
+    let keys = Keys::open(&folder.path().join("data")).unwrap();
+    let limits = Limits { at_once: Some(2), per_minute: None };
+    let scopes = [Scope::Chat, Scope::FineTune];
+    let secret = keys.add("laptop", &scopes, limits).unwrap();
+    assert!(secret.starts_with("sk-") && secret.len() == 51, "{secret}");
+    let taken = keys.add("laptop", &scopes, limits).unwrap_err().to_string();
+    assert!(taken.contains("already"), "{taken}");
+    let key = store.key_by_hash(&hash(&secret)).unwrap().unwrap();
+    assert_eq!((key.name.as_str(), &key.scopes[..], key.limits), ("laptop", &scopes[..], limits));
     assert_eq!(store.key_by_hash(&[8; 32]).unwrap(), None);
-    assert_eq!(store.keys().unwrap(), [key]);
-    assert!(store.remove_key("laptop").unwrap() && !store.remove_key("laptop").unwrap());
+    assert!(store.has_keys().unwrap());
+    assert_eq!(keys.list().unwrap(), [key]);
+    assert!(keys.remove("laptop").unwrap() && !keys.remove("laptop").unwrap());
+    assert!(!store.has_keys().unwrap());
+    let no_limits = Limits::default();
+    for (name, scopes, limits, option) in [
+        ("", &scopes[..], no_limits, "name"),
+        ("a b", &scopes, no_limits, "name"),
+        ("a\u{1b}[31m", &scopes, no_limits, "name"),
+        (&"x".repeat(65), &scopes, no_limits, "name"),
+        ("x", &[], no_limits, "scopes"),
+        ("x", &scopes, Limits { at_once: Some(0), per_minute: None }, "at_once"),
+        ("x", &scopes, Limits { at_once: None, per_minute: Some(60_001) }, "per_minute"),
+    ] {
+        let error = keys.add(name, scopes, limits).unwrap_err();
+        let is_about = matches!(&error, Error::Option { option: found, .. } if found == option);
+        assert!(is_about, "{option}: {error}");
+    }
+    assert!(keys.list().unwrap().is_empty());
+}
+
+#[test]
+fn keys_may_be_made_before_there_is_a_server_and_by_many_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("data");
+    assert!(Keys::open(&data).is_err() && !data.exists());
+    std::thread::scope(|scope| {
+        for number in 0..8 {
+            let data = &data;
+            scope.spawn(move || {
+                let keys = Keys::open_or_make(data).unwrap();
+                keys.add(&format!("key-{number}"), &[Scope::Chat], Limits::default()).unwrap();
+            });
+        }
+    });
+    assert_eq!(Keys::open(&data).unwrap().list().unwrap().len(), 8);
+    assert!(Store::open(&data).unwrap().has_keys().unwrap());
+}
+
+#[test]
+fn keys_of_the_first_version_have_no_limits() {
+    let folder = tempfile::tempdir().unwrap();
+    let old = Connection::open(folder.path().join(DATABASE)).unwrap();
+    old.execute_batch(MIGRATIONS[0]).unwrap();
+    old.execute_batch(&format!(
+        "INSERT INTO keys VALUES ('old', x'{}', 'chat admin', 5); PRAGMA application_id = 1835234166; \
+         PRAGMA user_version = 1",
+        "07".repeat(32)
+    ))
+    .unwrap();
+    // A server of that version may go on meanwhile.
+    let store = Store::open(folder.path()).unwrap();
+    let key = store.key_by_hash(&[7; 32]).unwrap().unwrap();
+    assert_eq!((key.created, key.limits), (5, Limits::default()));
+    assert_eq!(key.scopes, [Scope::Chat, Scope::Admin]);
+    let count: i64 = old.query_row("SELECT count(*) FROM keys", [], |row| row.get(0)).unwrap();
+    assert_eq!(count, 1);
 }

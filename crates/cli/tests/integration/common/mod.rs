@@ -96,7 +96,8 @@ impl Place {
     pub fn command(&self, arguments: &[&str]) -> Command {
         const COMPUTING: [&str; 7] =
             ["train", "evaluate", "logprobs", "generate", "chat", "bench", "demo"];
-        let computes = arguments.first().is_some_and(|name| COMPUTING.contains(name));
+        let computes = arguments.first().is_some_and(|name| COMPUTING.contains(name))
+            && !arguments.contains(&"--server");
         let cpu: &[&str] = match computes && !arguments.contains(&"--device") {
             true => &["--device", "cpu"],
             false => &[],
@@ -109,6 +110,8 @@ impl Place {
             .env("HF_HUB_OFFLINE", "1")
             .env("HF_HOME", self.path("hub"))
             .env_remove("METAL_CANDLE_LOG")
+            .env_remove("METAL_CANDLE_SERVER")
+            .env_remove("METAL_CANDLE_API_KEY")
             .env_remove("NO_COLOR")
             .env_remove("CLICOLOR")
             .env_remove("CLICOLOR_FORCE")
@@ -122,8 +125,13 @@ impl Place {
     /// Starts the program, which ignores these signals and no others.
     #[cfg(unix)]
     pub fn start(&self, arguments: &[&str], ignored: &'static [i32]) -> Child {
+        self.start_as(self.command(arguments), ignored)
+    }
+
+    /// Starts what ignores these signals and no others.
+    #[cfg(unix)]
+    pub fn start_as(&self, mut command: Command, ignored: &'static [i32]) -> Child {
         use std::os::unix::process::CommandExt;
-        let mut command = self.command(arguments);
         // SAFETY: `signal` may be called between fork and exec.
         unsafe {
             command.pre_exec(move || {

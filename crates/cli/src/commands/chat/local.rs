@@ -1,0 +1,52 @@
+//! A model on this machine.
+
+use super::{Answer, Partner};
+use crate::errors::usage;
+use crate::models::Loaded;
+use crate::prompts;
+use metal_candle::generate::{GenerateOptions, Generation, Session};
+use metal_candle::text::Message;
+
+/// A model, and what it has read of the conversation.
+pub struct Local<'a> {
+    loaded: &'a Loaded,
+    options: GenerateOptions,
+    session: Session,
+}
+
+impl<'a> Local<'a> {
+    /// One that has read nothing yet.
+    pub fn new(loaded: &'a Loaded, options: GenerateOptions) -> Self {
+        let session = Session::new(&loaded.model, loaded.adapter.as_ref());
+        Self { loaded, options, session }
+    }
+}
+
+impl Partner for Local<'_> {
+    fn answer(
+        &mut self,
+        messages: &[Message],
+        turn: u64,
+        answer: &mut Answer,
+    ) -> anyhow::Result<()> {
+        let Loaded { tokenizer, variables, .. } = self.loaded;
+        let ids = prompts::encode_chat(tokenizer, messages, variables)?;
+        let limit = self.loaded.model.config().max_position_embeddings;
+        if ids.len() >= limit {
+            return Err(usage(format!(
+                "the conversation has {} tokens, and this model was made for {limit}; /reset begins anew",
+                ids.len()
+            )));
+        }
+        let mut options = self.options.clone();
+        // Two turns with the same draws would tend to repeat each other.
+        options.sampling.seed = options.sampling.seed.wrapping_add(turn);
+        for piece in Generation::new(&mut self.session, tokenizer, &ids, options)? {
+            answer.push(&piece?.text)?;
+            if answer.is_stopped() {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
