@@ -186,22 +186,69 @@ pub(crate) fn forward_few<T: Element>(
     ys: &mut [&mut [T]],
     add: impl Fn(usize, Range<usize>, &mut [T::Acc]) + Sync,
 ) {
-    let targets: Vec<_> = ys.iter_mut().map(|y| Disjoint::new(y)).collect();
-    let tasks = |layer: &Layer<T::Acc>| layer.outer.div_ceil(OUTPUTS);
-    let total: usize = layers.iter().map(|layer| layer.outer).sum();
-    let parallel = rows * inner * total > PARALLEL_MULTIPLICATIONS;
     let matrices = layers.iter().filter_map(|layer| match layer.weight {
         Values::Quantized(matrix) => Some(matrix),
         _ => None,
     });
-    let quantized_rows = quantized::Rows::new(rows, inner, x, matrices);
     // As more rows are multiplied, so that a row has the same bits beside any number of others.
     let takes_lines =
         |weight| matches!(weight, Values::Bf16(_)) && kind_of(stored, weight).takes_lines(rows);
-    let packed = layers.iter().find(|layer| takes_lines(layer.weight)).map(|layer| {
+    let lines = layers.iter().find(|layer| takes_lines(layer.weight));
+    // Most layers are neither, and a loop of their own keeps to fewer registers.
+    if lines.is_none() && matrices.clone().next().is_none() {
+        return each_output(
+            rows,
+            inner,
+            layers,
+            ys,
+            #[inline(always)]
+            |weight, outputs, sums| dots(rows, inner, x, weight, inner, outputs, sums),
+            add,
+        );
+    }
+    let quantized_rows = quantized::Rows::new(rows, inner, x, matrices);
+    let packed = lines.map(|layer| {
         let operand = Operand::lines(stored, inner);
         Lhs::pack_here(kind_of(stored, layer.weight), rows, inner, operand)
     });
+    each_output(
+        rows,
+        inner,
+        layers,
+        ys,
+        #[inline(always)]
+        |weight, outputs, sums| match (weight, &packed) {
+            (Values::Quantized(matrix), _) => quantized_rows.dots(matrix, outputs, sums),
+            (weight @ Values::Bf16(_), Some(lhs)) => {
+                let (count, stride) = (outputs.len(), sum_stride(outputs.len()));
+                let mut wide = Scratch::new(sum_count(rows, stride));
+                let term = Term::Numbers { lhs, rhs: Operand::lines(weight, inner) };
+                add_terms(&[term], 0..rows, outputs, &mut wide, stride);
+                for (sums, wide) in sums.chunks_exact_mut(count).zip(wide.chunks(stride)) {
+                    sums.copy_from_slice(&wide[..count]);
+                }
+            }
+            (weight, _) => dots(rows, inner, x, weight, inner, outputs, sums),
+        },
+        add,
+    );
+}
+
+/// Writes some outputs at a time of each layer: their products with the weight, which `dots(weight, outputs, sums)`
+/// finds, what `add` adds to them, and the bias.
+#[inline(always)]
+fn each_output<T: Element>(
+    rows: usize,
+    inner: usize,
+    layers: &[Layer<T::Acc>],
+    ys: &mut [&mut [T]],
+    dots: impl Fn(Values<T::Acc>, Range<usize>, &mut [T::Acc]) + Sync,
+    add: impl Fn(usize, Range<usize>, &mut [T::Acc]) + Sync,
+) {
+    let targets: Vec<_> = ys.iter_mut().map(|y| Disjoint::new(y)).collect();
+    let tasks = |layer: &Layer<T::Acc>| layer.outer.div_ceil(OUTPUTS);
+    let total: usize = layers.iter().map(|layer| layer.outer).sum();
+    let parallel = rows * inner * total > PARALLEL_MULTIPLICATIONS;
     for_each_index(
         layers.iter().map(tasks).sum(),
         parallel,
@@ -217,21 +264,7 @@ pub(crate) fn forward_few<T: Element>(
             let count = outputs.len();
             let mut sums = [T::Acc::ZERO; FEW_ROWS * OUTPUTS];
             let sums = &mut sums[..rows * count];
-            match (layer.weight, &packed) {
-                (Values::Quantized(matrix), _) => {
-                    quantized_rows.dots(matrix, outputs.clone(), sums);
-                }
-                (weight @ Values::Bf16(_), Some(lhs)) => {
-                    let stride = sum_stride(count);
-                    let mut wide = Scratch::new(sum_count(rows, stride));
-                    let term = Term::Numbers { lhs, rhs: Operand::lines(weight, inner) };
-                    add_terms(&[term], 0..rows, outputs.clone(), &mut wide, stride);
-                    for (sums, wide) in sums.chunks_exact_mut(count).zip(wide.chunks(stride)) {
-                        sums.copy_from_slice(&wide[..count]);
-                    }
-                }
-                (weight, _) => dots(rows, inner, x, weight, inner, outputs.clone(), sums),
-            }
+            dots(layer.weight, outputs.clone(), sums);
             add(index, outputs.clone(), sums);
             for row in 0..rows {
                 let sums = &mut sums[row * count..][..count];
