@@ -170,10 +170,15 @@ mod tests {
             ("rank_pattern: 3", "rank_pattern: is 3, expected names, each with a whole number"),
             ("lr_schedule: cosine", "lr_schedule: is cosine, expected a mapping with name"),
             (
-                "eval_strategy: epoch",
-                "eval_strategy: is epoch, expected steps or no; see `eval_every`",
+                "eval_strategy: best",
+                "eval_strategy: is best, expected steps, epoch or no; see `eval_every`",
             ),
-            ("saves_per_epoch: 2", "saves_per_epoch: checkpoints are counted in steps"),
+            ("saves_per_epoch: 2", "saves_per_epoch: is 2, expected 1; more checkpoints than"),
+            (
+                "save_steps: 50\nsave_strategy: epoch",
+                "`save_steps` and `save_strategy` say the same",
+            ),
+            ("epoch_ends: 3", "epoch_ends: is 3, expected true or false"),
             ("bf16: true\ndtype: f16", "`bf16` and `dtype` say the same thing"),
             ("steps_per_report: -1", "steps_per_report: is -1, expected a whole number"),
             ("optimizer: adagrad", "optimizer: is adagrad, expected one of adam, adamw"),
@@ -345,6 +350,18 @@ mod tests {
         let settings =
             parse("eval_strategy: no\nsave_strategy: 'no'\nreport_to: [tensorboard]").unwrap();
         assert_eq!((settings.eval_every, settings.save_every), (0, 0));
+        let ends = |yaml: &str| {
+            let settings = parse(yaml).unwrap();
+            let rate = metal_candle::train::LearningRate::default();
+            let options = settings.train_options(10, rate).unwrap();
+            assert_eq!(options.epoch_ends, settings.epoch_ends);
+            (options.epoch_ends, options.eval_every, options.save_every)
+        };
+        assert_eq!(ends("save_strategy: steps"), (false, 200, 100));
+        assert_eq!(ends("save_strategy: epoch"), (true, 200, 0));
+        assert_eq!(ends("saves_per_epoch: 1\neval_strategy: no"), (true, 0, 0));
+        assert_eq!(ends("save_strategy: epoch\neval_strategy: epoch"), (true, 0, 0));
+        assert_eq!(ends("epoch_ends: true\nevals_per_epoch: 1"), (true, 0, 100));
         let settings = parse("warmup_steps: 0\nwarmup_ratio: 0.1").unwrap();
         assert_eq!((settings.warmup_steps, settings.warmup_ratio), (None, Some(0.1)));
     }

@@ -160,7 +160,7 @@ fn expected(key: &str) -> String {
             "ns_steps" => "N",
             "adamw_share" | "scale_epsilon" | "clip_threshold" | "decay_rate" => "X",
             "scale_parameter" | "relative_step" | "warmup_init" => "BOOL",
-            "tensorboard" | "plot" => "BOOL",
+            "epoch_ends" | "tensorboard" | "plot" => "BOOL",
             "lr_schedule" => "SCHEDULE",
             _ => "TEXT",
         });

@@ -219,7 +219,10 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("base_model", Key("model")),
     ("chat_template_jinja", Key("chat_template")),
     ("datasets", Sets(datasets)),
-    ("evals_per_epoch", Instead("evaluations are counted in steps, see `eval_every`")),
+    (
+        "evals_per_epoch",
+        Sets(|keys, name, value| per_epoch(keys, name, value, "eval_every", "evaluations")),
+    ),
     ("flash_attention", Neutral(All, "")),
     (
         "lora_target_linear",
@@ -234,7 +237,10 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("rl", Sets(objective)),
     ("rl_beta", Key("beta")),
     ("sample_packing", Key("packing")),
-    ("saves_per_epoch", Instead("checkpoints are counted in steps, see `save_every`")),
+    (
+        "saves_per_epoch",
+        Sets(|keys, name, value| per_epoch(keys, name, value, "save_every", "checkpoints")),
+    ),
     ("sequence_len", Key("max_seq_length")),
     ("strict", Neutral(All, "")),
     ("train_on_inputs", Sets(|keys, name, value| loss_if(keys, name, value, "all"))),
@@ -381,9 +387,14 @@ fn max_steps(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
     if value.as_i64() == Some(-1) { Ok(()) } else { keys.insert("steps", name, value.clone()) }
 }
 
+/// When to evaluate or to save. An epoch's end has both, of which neither changes what is trained.
 fn strategy(keys: &mut Keys, name: &str, value: &Value, every: &str) -> Result<(), String> {
     match value {
         Value::String(text) if text == "steps" => Ok(()),
+        Value::String(text) if text == "epoch" => {
+            keys.insert("epoch_ends", name, true.into())?;
+            keys.insert(every, name, 0.into())
+        }
         Value::String(text) if text == "no" => keys.insert(every, name, 0.into()),
         Value::Bool(false) => keys.insert(every, name, 0.into()),
         _ => {
@@ -391,9 +402,27 @@ fn strategy(keys: &mut Keys, name: &str, value: &Value, every: &str) -> Result<(
             Err(wrong(
                 name,
                 value,
-                &format!("steps or no; see `{every}`, which counts steps{best}"),
+                &format!("steps, epoch or no; see `{every}`, which counts steps{best}"),
             ))
         }
+    }
+}
+
+/// How many evaluations or checkpoints an epoch has, of which one is at its end.
+fn per_epoch(
+    keys: &mut Keys,
+    name: &str,
+    value: &Value,
+    every: &str,
+    what: &str,
+) -> Result<(), String> {
+    match value.as_u64() {
+        Some(1) => strategy(keys, name, &"epoch".into(), every),
+        _ => Err(wrong(
+            name,
+            value,
+            &format!("1; more {what} than an epoch's are counted in steps, see `{every}`"),
+        )),
     }
 }
 
@@ -665,7 +694,7 @@ mod tests {
             ("fan_in_fan_out", "false", "true"),
             ("loftq_config", "{}", "{bits: 4}"),
             ("deepspeed", "null", "{stage: 2}"),
-            ("eval_strategy", "steps", "epoch"),
+            ("eval_strategy", "steps", "best"),
             ("max_steps", "-1", "many"),
             ("train", "true", "false"),
         ] {

@@ -216,6 +216,8 @@ fn words_of_other_programs_are_flags_too() {
         "True",
         "--eval_strategy",
         "no",
+        "--save-strategy",
+        "epoch",
         "--warmup-ratio",
         "0.5",
         "--mask-prompt",
@@ -229,6 +231,7 @@ fn words_of_other_programs_are_flags_too() {
     assert_eq!((&settings["batch_size"], &settings["grad_accumulation"]), (&2.into(), &2.into()));
     assert_eq!((&settings["dtype"], &settings["loss_on"]), (&"bf16".into(), &"completion".into()));
     assert_eq!((&settings["eval_every"], &settings["output"]), (&0.into(), &"out".into()));
+    assert_eq!((&settings["save_every"], &settings["epoch_ends"]), (&0.into(), &true.into()));
     for (flags, expected) in [
         (&["--load-in-4bit", "--quantize", "q8_0"][..], "say the same thing"),
         (&["--quantize", "nf5"], "invalid value 'nf5' for '--quantize"),
@@ -241,7 +244,7 @@ fn words_of_other_programs_are_flags_too() {
         (&["--base-compute", "int4"], "invalid value 'int4' for '--base-compute"),
         (&["--adapter", "x"], "--adapter: is x; `output` is the folder"),
         (&["--bf16", "--dtype", "f32"], "`--dtype` and `--bf16` say the same thing"),
-        (&["--eval-strategy", "epoch"], "--eval-strategy: is epoch, expected steps or no"),
+        (&["--eval-strategy", "best"], "--eval-strategy: is best, expected steps, epoch or no"),
         (&["--optimizer", "adagrad"], "invalid value 'adagrad' for '--optimizer"),
     ] {
         let stderr = place.fails(2, &[&["train", "-m", "m", "-d", "d"], flags].concat());
