@@ -1,4 +1,5 @@
-"""A fine-tuning job whose server is killed at random moments gives the same adapter, log and table as one that isn't."""
+"""A fine-tuning job whose server is killed at random moments gives the same adapter, log,
+samples and table as one that isn't."""
 
 import pathlib
 import random
@@ -34,7 +35,9 @@ def result(client, job, data):
     events = list(client.fine_tuning.jobs.list_events(job.id, limit=100))
     steps = [(e.data["step"], e.data["valid_loss"] is not None) for e in events if e.type == "metrics"]
     assert len(steps) == len(set(steps)) and steps == sorted(steps, reverse=True), steps
-    return adapter, table, steps, done.trained_tokens
+    samples = [e.data for e in reversed(events) if e.data and "text" in e.data]
+    assert samples and all(set(sample) == {"step", "prompt", "text"} for sample in samples), samples
+    return adapter, table, steps, samples, done.trained_tokens
 
 
 def main():
@@ -72,9 +75,9 @@ def main():
             time.sleep(0.05)
         found = result(client, job, server.data)
         server.stop()
-    for name, a, b in zip(("adapter", "table", "steps", "tokens"), found, expected):
+    for name, a, b in zip(("adapter", "table", "steps", "samples", "tokens"), found, expected):
         assert a == b, f"the {name} differs after {kills} kills"
-    print(f"{kills} kills: the same adapter, table and events")
+    print(f"{kills} kills: the same adapter, table, events and samples")
 
 
 if __name__ == "__main__":
