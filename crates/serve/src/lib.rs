@@ -1,9 +1,14 @@
 //! An OpenAI endpoint for chat and for fine-tuning, on one's own machine: one process that writes texts by
 //! [`metal_candle::engine`] and trains adapters of the same frozen base between its steps.
 //!
-//! `app.rs` is what all requests share, `api/` the routes, `adapters.rs` the adapters by name, `hub.rs` those
-//! of the Hugging Face hub, `store/` the database
-//! and the files, `jobs/` fine-tuning, `tools/` the families' formats of tool calls, `web/` the page.
+//! - `server.rs` takes connections (`tls.rs`) within limits (`options.rs`, `descriptors.rs`) and asks who may come
+//!   in (`keys.rs`); `app.rs` is what all requests share, `metrics.rs` what is counted.
+//! - `api/` are the routes; `body.rs`, `error.rs` and `words.rs` are what comes in and goes out.
+//! - `writing.rs` goes from requests to the engine's texts; `conversation.rs`, `context.rs`, `sampling.rs` and
+//!   `constraint.rs` say what of a request means which text, `tools/` how the families write calls and thoughts.
+//! - `adapters.rs` are the adapters by name, `hub.rs` those of the Hugging Face hub.
+//! - `store/` is the database with the files beside it, `jobs/` fine-tuning.
+//! - `web/` is the page.
 
 mod adapters;
 mod api;
