@@ -1,6 +1,6 @@
 //! The calls in what stands between a format's markers, with arguments exactly as the model wrote them.
 
-use super::formats::{Format, Shape};
+use super::formats::{CALL_ID, Format, Shape};
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::{Deserializer, Value};
 
@@ -138,7 +138,7 @@ fn named<'a>(text: &'a str, marker: &str, calls: &mut Vec<Written>) -> Result<&'
         return Err(if is_name { Stop::Unfinished } else { Stop::Wrong });
     };
     // Some versions give the call's identifier after its name.
-    let name = name.split_once("[CALL_ID]").map_or(name, |(name, _)| name).trim();
+    let name = name.split_once(CALL_ID).map_or(name, |(name, _)| name).trim();
     let (arguments, rest) = value(after)?;
     if !arguments.starts_with('{') {
         return Err(Stop::Wrong);

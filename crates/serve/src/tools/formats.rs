@@ -2,6 +2,9 @@
 
 use metal_candle::text::ChatTemplate;
 
+/// What stands before a call's identifier, where names are followed by one.
+pub const CALL_ID: &str = "[CALL_ID]";
+
 /// How a family writes tool calls.
 #[derive(Debug, PartialEq)]
 pub struct Format {
@@ -144,10 +147,10 @@ impl Format {
     /// The texts that may be special tokens.
     pub fn markers(&self) -> impl Iterator<Item = &'static str> {
         let inner = match self.shape {
-            Shape::Named(marker) => Some(marker),
-            Shape::Object(..) | Shape::List => None,
+            Shape::Named(marker) => [Some(marker), Some(CALL_ID)],
+            Shape::Object(..) | Shape::List => [None, None],
         };
-        [Some(self.open), self.close, inner].into_iter().flatten()
+        [Some(self.open), self.close].into_iter().chain(inner).flatten()
     }
 
     /// The format of a name, for tests.

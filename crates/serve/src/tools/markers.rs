@@ -111,7 +111,7 @@ impl Markers {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tools::example;
+    use crate::tools::{Format, Parser, Part, Thinking, example};
     use metal_candle::generate::StopStrings;
 
     /// The pieces that the engine tells of a text, held back for these stop strings.
@@ -129,6 +129,62 @@ mod tests {
         let rest = stops.push(&rest).emit + &stops.finish();
         pieces.push(piece(rest, None));
         pieces
+    }
+
+    /// What is made of a text as it comes, token by token: the thoughts, the answer and the calls.
+    fn read(format: &'static Format, text: &str, stops: &[&str]) -> (String, String, Vec<String>) {
+        static THINKING: Thinking = Thinking { open: "<think>", close: "</think>" };
+        let texts: Vec<&str> = format.markers().chain([THINKING.open, THINKING.close]).collect();
+        let tokenizer = Arc::new(example::tokenizer(&texts));
+        let markers = Markers::find(&tokenizer, texts.iter().copied()).unwrap();
+        assert_eq!(markers.len(), texts.len());
+        let pieces = pieces(&tokenizer, text, stops);
+        let decoded: String = pieces.iter().map(|piece| piece.text.as_str()).collect();
+        assert!(texts.iter().all(|marker| !decoded.contains(marker)), "{decoded}");
+        let names = vec!["f".into(), "g".into()];
+        let mut parser = Parser::new(Some(format), Some(&THINKING), false, names, true);
+        let mut markers = Markers::new(tokenizer, markers, !stops.is_empty());
+        let mut parts = Vec::new();
+        for piece in pieces {
+            parts.extend(parser.push(&markers.restore(piece).unwrap()));
+        }
+        parts.extend(parser.finish());
+        let (mut thoughts, mut answer, mut calls) = (String::new(), String::new(), Vec::new());
+        for part in parts {
+            match part {
+                Part::Reasoning(text) => thoughts += &text,
+                Part::Text(text) => answer += &text,
+                Part::Call(call) => calls.push(format!("{}({})", call.name, call.arguments)),
+            }
+        }
+        (thoughts, answer, calls)
+    }
+
+    #[test]
+    fn calls_between_special_tokens_are_read_in_every_format() {
+        let arguments = r#"{"a": "é [b] <c", "d": [1, {}]}"#;
+        let one = |key: &str| format!(r#"{{"name": "f", "{key}": {arguments}}}"#);
+        let (f, g) = (one("arguments"), r#"{"name": "g", "arguments": {}}"#);
+        for (format, text) in [
+            ("hermes", format!("<tool_call>\n{f}\n</tool_call>\n<tool_call>\n{g}\n</tool_call>")),
+            ("told", format!("<tool_call>{f}</tool_call><tool_call>{g}</tool_call>")),
+            ("granite", format!("<|tool_call|>[{f}, {g}]")),
+            ("phi4-mini", format!("<|tool_call|>[{f},{g}]<|/tool_call|>")),
+            ("mistral", format!("[TOOL_CALLS] [{f}, {g}]")),
+            ("mistral-named", format!("[TOOL_CALLS]f[ARGS]{arguments}[TOOL_CALLS]g[ARGS]{{}}")),
+            (
+                "mistral-named",
+                format!("[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{arguments}[TOOL_CALLS]g[ARGS]{{}}"),
+            ),
+            ("llama3", format!("<|python_tag|>{}; {g}", one("parameters"))),
+        ] {
+            for stops in [&[][..], &["the end of all"][..]] {
+                let text = format!("<think>hm</think>\n\nI look.\n\n{text}");
+                let (thoughts, answer, calls) = read(Format::named(format), &text, stops);
+                assert_eq!((thoughts.as_str(), answer.as_str()), ("hm", "I look."), "{text}");
+                assert_eq!(calls, [format!("f({arguments})"), "g({})".into()], "{text}");
+            }
+        }
     }
 
     #[test]

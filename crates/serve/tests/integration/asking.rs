@@ -1,5 +1,6 @@
 //! A server of the demo's model, and what it is asked.
 
+use candle_core::Tensor;
 use metal_candle::generate::GenerateOptions;
 use metal_candle::model::Model;
 use metal_candle::text::Tokenizer;
@@ -14,26 +15,28 @@ use std::sync::{Arc, LazyLock, Mutex};
 /// The tokens of a prompt and its text.
 pub const CONTEXT: usize = 2048;
 
-/// A server that all tests ask.
-struct Running {
+/// A server, for as long as this is there.
+pub struct Running {
     address: SocketAddr,
     _server: Mutex<Server>,
     _data: tempfile::TempDir,
 }
 
 /// With the demo's template, which knows nothing of tools.
-static SERVER: LazyLock<Running> = LazyLock::new(|| Running::start(None));
+static SERVER: LazyLock<Running> = LazyLock::new(|| Running::start(None, &[]));
 
 /// With a template that knows of tools and thoughts.
 static THINKER: LazyLock<Running> = LazyLock::new(|| {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/templates/qwen-tools.jinja");
-    Running::start(Some(&std::fs::read_to_string(path).unwrap()))
+    Running::start(Some(&std::fs::read_to_string(path).unwrap()), &[])
 });
 
 impl Running {
-    fn start(template: Option<&str>) -> Self {
+    /// With this chat template in place of the demo's, and these special tokens beside the demo's.
+    pub fn start(template: Option<&str>, special: &[&str]) -> Self {
         let data = tempfile::tempdir().unwrap();
         let folder = base(data.path());
+        add_special_tokens(&folder, special);
         let mut options = Options::new("demo", data.path().join("data"));
         options.address = SocketAddr::from(([127, 0, 0, 1], 0));
         options.engine.cache_tokens = Some(16 * 1024);
@@ -51,6 +54,25 @@ impl Running {
         let server = Server::start(base, options).unwrap();
         Self { address: server.address(), _server: Mutex::new(server), _data: data }
     }
+
+    /// What it answers, which has to be good.
+    pub fn good(&self, path: &str, body: &Value) -> Value {
+        let (status, answer) = ask_at(self.address, path, body);
+        assert_eq!(status, 200, "{answer}");
+        serde_json::from_str(&answer).unwrap()
+    }
+
+    /// The events of a stream, which has to end as streams do.
+    pub fn events(&self, path: &str, body: &Value) -> Vec<Value> {
+        let mut body = body.clone();
+        body["stream"] = json!(true);
+        let (status, answer) = ask_at(self.address, path, &body);
+        assert_eq!(status, 200, "{answer}");
+        let mut events: Vec<&str> = answer.split("\n\n").filter(|it| !it.is_empty()).collect();
+        assert_eq!(events.pop(), Some("data: [DONE]"));
+        let data = |event: &&str| event.strip_prefix("data: ").map(str::to_string);
+        events.iter().filter_map(data).map(|it| serde_json::from_str(&it).unwrap()).collect()
+    }
 }
 
 /// The demo's model with a longer context.
@@ -67,6 +89,35 @@ fn base(place: &Path) -> PathBuf {
     config["max_position_embeddings"] = json!(CONTEXT);
     std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
     folder
+}
+
+/// Adds tokens to a model's tokenizer, and a row of zeros for each to its embedding.
+fn add_special_tokens(folder: &Path, special: &[&str]) {
+    if special.is_empty() {
+        return;
+    }
+    let edit = |name: &str, change: &dyn Fn(&mut Value)| {
+        let path = folder.join(name);
+        let mut value: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        change(&mut value);
+        std::fs::write(path, value.to_string()).unwrap();
+    };
+    let path = folder.join("model.safetensors");
+    let mut weights = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+    let table = weights.remove("model.embed_tokens.weight").unwrap();
+    let (first, width) = table.dims2().unwrap();
+    let rows = Tensor::zeros((special.len(), width), table.dtype(), &Device::Cpu).unwrap();
+    let table = Tensor::cat(&[&table, &rows], 0).unwrap();
+    weights.insert("model.embed_tokens.weight".into(), table);
+    candle_core::safetensors::save(&weights, path).unwrap();
+    edit("config.json", &|config| config["vocab_size"] = json!(first + special.len()));
+    edit("tokenizer.json", &|tokenizer| {
+        let added = tokenizer["added_tokens"].as_array_mut().unwrap();
+        for (index, text) in special.iter().enumerate() {
+            added.push(json!({"id": first + index, "content": text, "special": true,
+                "single_word": false, "lstrip": false, "rstrip": false, "normalized": false}));
+        }
+    });
 }
 
 /// What an answer is: its status and its body.
@@ -114,9 +165,7 @@ fn send_to(address: SocketAddr, request: &str) -> (u16, String) {
 }
 
 pub fn good(path: &str, body: &Value) -> Value {
-    let (status, answer) = ask(path, body);
-    assert_eq!(status, 200, "{answer}");
-    serde_json::from_str(&answer).unwrap()
+    SERVER.good(path, body)
 }
 
 /// The field that an error is about.
@@ -130,14 +179,7 @@ pub fn refused(path: &str, body: &Value) -> Value {
 
 /// The events of a stream, which has to end as streams do.
 pub fn events(path: &str, body: &Value) -> Vec<Value> {
-    let mut body = body.clone();
-    body["stream"] = json!(true);
-    let (status, answer) = ask(path, &body);
-    assert_eq!(status, 200, "{answer}");
-    let mut events: Vec<&str> = answer.split("\n\n").filter(|it| !it.is_empty()).collect();
-    assert_eq!(events.pop(), Some("data: [DONE]"));
-    let data = |event: &&str| event.strip_prefix("data: ").map(str::to_string);
-    events.iter().filter_map(data).map(|it| serde_json::from_str(&it).unwrap()).collect()
+    SERVER.events(path, body)
 }
 
 /// Where the server listens.
