@@ -1,6 +1,7 @@
 //! Log lines on stderr, which step around progress bars.
 
 use crate::output::BARS;
+use crate::processes;
 use crate::visible::for_stderr;
 use std::io::{self, Write};
 use tracing_subscriber::EnvFilter;
@@ -22,7 +23,7 @@ impl<'a> MakeWriter<'a> for AboveBars {
 impl Write for AboveBars {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         // A line comes whole.
-        let shown = String::from_utf8_lossy(text);
+        let shown = format!("{}{}", processes::prefix(), String::from_utf8_lossy(text));
         BARS.suspend(|| io::stderr().lock().write_all(for_stderr(&shown).as_bytes()))?;
         Ok(text.len())
     }

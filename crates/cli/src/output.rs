@@ -1,6 +1,7 @@
 //! What goes to the terminal: results on stdout, everything said along the way on stderr. All of it passes through
 //! here, so that what comes from a file or a model cannot order a terminal about.
 
+use crate::processes;
 use crate::visible::{for_stderr, for_stdout};
 use crate::wrap::{stderr_columns, stdout_columns, wrap};
 use indicatif::{HumanCount, MultiProgress};
@@ -38,7 +39,7 @@ impl Terminal {
 /// A text on stderr, at the terminal's width, above the progress bars. There is nobody to tell when
 /// stderr is closed.
 pub fn say(text: impl fmt::Display) {
-    let text = wrap(&text.to_string(), stderr_columns());
+    let text = wrap(&format!("{}{text}", processes::prefix()), stderr_columns());
     BARS.suspend(|| {
         let _ = writeln!(std::io::stderr().lock(), "{}", for_stderr(&text));
     });

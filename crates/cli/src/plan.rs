@@ -18,6 +18,8 @@ pub struct Plan {
     pub lora: Option<LoraPlan>,
     pub data: DataPlan,
     pub steps: u64,
+    /// Those that train together, each with a batch of its own.
+    pub processes: usize,
     pub batches_per_epoch: u64,
     pub tokens_per_epoch: u64,
     pub objective: String,
@@ -118,11 +120,15 @@ impl Plan {
         rows.push((
             "Run",
             format!(
-                "{} of {} x {} rows{}, {} and {} tokens an epoch",
+                "{} of {} x {} rows{}{}, {} and {} tokens an epoch",
                 plural(self.steps, "step"),
                 settings.grad_accumulation,
                 settings.batch_size,
                 if settings.packing { " (packed)" } else { "" },
+                match self.processes {
+                    1 => String::new(),
+                    processes => format!(" in each of {processes} processes"),
+                },
                 plural(self.batches_per_epoch, "batch"),
                 grouped(self.tokens_per_epoch),
             ),

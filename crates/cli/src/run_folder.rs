@@ -7,6 +7,7 @@ use crate::output::shell_word;
 use crate::settings::{FineTuneType, Settings};
 use anyhow::Context;
 use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, MLX_WEIGHTS};
+use metal_candle::parallel::Group;
 use metal_candle::text::CHAT_TEMPLATE;
 use metal_candle::train::{FolderLock, latest_checkpoint};
 use metal_candle::{Error, files};
@@ -44,6 +45,8 @@ pub struct Start {
     pub overwrite: bool,
     /// Nothing is to be written.
     pub dry_run: bool,
+    /// The processes that train together.
+    pub group: Group<'static>,
 }
 
 impl Resume {
@@ -70,6 +73,13 @@ impl Resume {
             Some(given) => {
                 Err(anyhow::anyhow!("resume: there is no checkpoint {}", given.display()))
             }
+        }
+    }
+
+    /// The checkpoint, or the run's folder where the newest one is looked for.
+    pub fn from(&self) -> &Path {
+        match self {
+            Self::At(folder) | Self::Newest(folder) => folder,
         }
     }
 

@@ -105,7 +105,7 @@ impl Run {
         // What `auto` stands for here is kept with the run, which may continue on another machine.
         settings.dtype = Precision::of(dtype);
         let data = settings.data.name();
-        let lock = match start.dry_run {
+        let lock = match start.dry_run || !start.group.is_root() {
             true => None,
             false => Some(run_folder::take(&settings, &start)?),
         };
@@ -163,6 +163,10 @@ impl Run {
         {
             settings.template_time = Some(time.into());
         }
+        // That of one process for all.
+        let now = template_time(&mut settings.template_time)?.format(TIME_FORMAT).to_string();
+        let now = start.group.of_root("the time that templates are told", now.as_bytes())?;
+        settings.template_time = Some(String::from_utf8(now)?);
         let now = template_time(&mut settings.template_time)?;
         let output = &settings.output;
         let data_options = DataOptions {
@@ -192,7 +196,10 @@ impl Run {
             };
             objective.check(&dataset).map_err(usage)?;
             dataset.check_vocabulary(config.vocab_size)?;
+            // Each process has the batch that the settings say, so this is that of all.
             let options = BatchOptions { packing, ..settings.batch_options() };
+            let batch_size = options.batch_size.saturating_mul(start.group.size());
+            let options = BatchOptions { batch_size, ..options };
             Ok(Batcher::new(Arc::new(dataset), options)?)
         };
         let whole = |split: Split| -> anyhow::Result<Dataset> {
@@ -278,6 +285,7 @@ impl Run {
                 test: test.as_ref().map(|batches| batches.dataset().report.clone()),
             },
             steps,
+            processes: start.group.size(),
             batches_per_epoch: batches as u64,
             tokens_per_epoch: dataset.report.tokens as u64,
             peak_learning_rate: options.learning_rate.peak(),
@@ -320,8 +328,10 @@ impl Run {
         let output = &settings.output;
         let adapter = self.adapter.as_ref().context("a dry run trains nothing")?;
         let (options, base_model) = (self.options.clone(), &self.base_model);
+        let group = self.start.group;
         let mut trainer =
             Trainer::new(&self.model, adapter, &self.train, options, output, base_model)?
+                .with_group(group)?
                 .with_stop(interrupt::watch(
                     "stopping after this step and saving a checkpoint; Ctrl-C again stops at once",
                 ));
@@ -356,12 +366,16 @@ impl Run {
         };
         match &resumed {
             Some(resumed) => terminal.note(self.going_on(resumed)),
-            None => run_folder::clear(output, self.start.overwrite)?,
+            None if group.is_root() => run_folder::clear(output, self.start.overwrite)?,
+            None => {}
         }
         let position = trainer.position();
-        files::write_bytes_atomic(output.join(CONFIG), settings.to_yaml()?)?;
+        if group.is_root() {
+            files::write_bytes_atomic(output.join(CONFIG), settings.to_yaml()?)?;
+        }
+        group.wait("the run's folder")?;
 
-        let outcome = {
+        let outcome = if group.is_root() {
             let mut sinks = FanOut::new();
             let path = output.join(METRICS);
             let events = output.join(EVENTS);
@@ -379,11 +393,16 @@ impl Run {
             }
             sinks.push(Progress::new(terminal, self.options.steps, position.step));
             trainer.run(&mut sinks)?
+        } else {
+            trainer.run(&mut FanOut::new())?
         };
         // The run's files are written; from here on Ctrl-C has nothing left to save.
         interrupt::unwatch();
         let interrupted = outcome.outcome == Outcome::Interrupted;
-        let events = metrics::read(output.join(METRICS))?;
+        let events = match group.is_root() {
+            true => metrics::read(output.join(METRICS))?,
+            false => Vec::new(),
+        };
         let curve = LossCurve::from_metrics(
             Path::new(&self.plan.model).file_name().map_or_else(
                 || self.plan.model.clone(),
@@ -391,7 +410,7 @@ impl Run {
             ),
             &events,
         );
-        if settings.plot {
+        if settings.plot && group.is_root() {
             let [svg, png] = PICTURES;
             files::write_bytes_atomic(output.join(svg), plot::loss_curve_svg(&curve)?)?;
             files::write_bytes_atomic(output.join(png), plot::loss_curve_png(&curve)?)?;
@@ -405,7 +424,7 @@ impl Run {
                     reference: self.reference.as_ref(),
                     turns: None,
                 };
-                Some(task.evaluate(batches, limit(settings.test_batches))?)
+                Some(task.evaluate_with(group, batches, limit(settings.test_batches))?)
             }
             _ => None,
         };

@@ -67,6 +67,14 @@ pub enum Error {
     /// Training stopped because losses or gradients kept being NaN or infinite.
     #[error("training diverged: {}", readable(.0))]
     Diverged(String),
+    /// One of several processes that train together is lost, late, or does something else.
+    #[error("rank {rank}: {}", readable(message))]
+    Rank {
+        /// Its number, from 0.
+        rank: usize,
+        /// What is wrong with it.
+        message: String,
+    },
     /// A tensor operation failed.
     #[error("{}", tensor_message(.0))]
     Tensor(#[from] candle_core::Error),

@@ -18,6 +18,7 @@ mod hash;
 pub mod hub;
 pub mod memory;
 pub mod model;
+pub mod parallel;
 pub mod pass;
 pub mod random;
 pub mod text;

@@ -6,6 +6,7 @@ use crate::interrupt;
 use crate::models::{Runtime, set_threads};
 use crate::output::{self, Terminal, shell_word, table};
 use crate::plot;
+use crate::processes;
 use crate::progress::Bar;
 use crate::prompts;
 use crate::run_folder::Start;
@@ -99,6 +100,7 @@ struct Report {
 }
 
 pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
+    processes::refuse("demo")?;
     let terminal = terminal(arguments.json);
     set_threads(arguments.runtime.threads)?;
     let started = Instant::now();

@@ -1,10 +1,11 @@
 //! `train`: fine-tune a model.
 
-use crate::errors::{FAILURE, INTERRUPTED, SUCCESS};
+use crate::errors::{self, FAILURE, INTERRUPTED, SUCCESS, usage};
 use crate::interrupt;
 use crate::models::{quantizations, set_threads};
 use crate::output::{self, Terminal, plural, say, shell_word};
 use crate::plot::terminal_curve;
+use crate::processes;
 use crate::run_folder::{CONFIG, Resume, Start};
 use crate::settings::file::File;
 use crate::settings::{
@@ -12,17 +13,21 @@ use crate::settings::{
     ObjectiveName, OptimizerName, Precision, Processor, Settings, told,
 };
 use crate::template::TemplateFlags;
-use crate::training::{LAST_STEPS_SKIPPED, Run};
+use crate::training::{LAST_STEPS_SKIPPED, Run, Summary};
 use crate::wrap::stdout_columns;
 use clap::Args;
 use clap::builder::BoolishValueParser;
 use indexmap::IndexMap;
 use metal_candle::adapter::{Biases, StartFrom};
 use metal_candle::model::Quantization;
+use metal_candle::parallel::Member;
+use metal_candle::parallel::launcher::launched;
+use metal_candle::train::batch_rows;
 use serde::Serialize;
 use serde_yaml_ng::{Mapping, Value};
 use std::io::IsTerminal;
 use std::path::PathBuf;
+use std::time::Duration;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -68,6 +73,9 @@ pub struct Arguments {
     /// Report as one JSON object on stdout
     #[arg(long, help_heading = "Output")]
     json: bool,
+    /// Seconds that a process waits for another of those that mpirun or srun have started, before it ends the run
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=604_800), help_heading = "Device")]
+    collective_timeout: u64,
     // Last, as it gives the flags above other names.
     #[command(flatten)]
     foreign: Foreign,
@@ -384,7 +392,10 @@ fn patterns<T: std::str::FromStr>(text: &str) -> Result<IndexMap<String, T>, Str
 }
 
 /// The settings, what happens to what is in the output folder, and what a person should know.
-fn settings(mut arguments: Arguments) -> anyhow::Result<(Settings, Start, Option<String>)> {
+fn settings(
+    mut arguments: Arguments,
+    processes: usize,
+) -> anyhow::Result<(Settings, Start, Option<String>)> {
     if arguments.no_tensorboard {
         arguments.flags.tensorboard = Some(false);
     }
@@ -393,7 +404,7 @@ fn settings(mut arguments: Arguments) -> anyhow::Result<(Settings, Start, Option
     }
     let mut file = arguments.config.as_deref().map(File::read).transpose()?;
     let mut start =
-        Start { resume: None, overwrite: arguments.overwrite, dry_run: arguments.dry_run };
+        Start { overwrite: arguments.overwrite, dry_run: arguments.dry_run, ..Start::default() };
     if let Some(given) = &arguments.resume {
         let in_file =
             file.as_ref().and_then(|file| file.map.get("output")?.as_str().map(PathBuf::from));
@@ -404,9 +415,18 @@ fn settings(mut arguments: Arguments) -> anyhow::Result<(Settings, Start, Option
         // Without another file, the run goes on as it was told when it began.
         let saved = run.join(CONFIG);
         if start.resume.is_some() && saved.is_file() {
-            let saved = File::read(&saved)?;
+            let mut saved = File::read(&saved)?;
             match &mut file {
-                None => file = Some(saved),
+                None => {
+                    if arguments.flags.batch_size.is_none()
+                        && let Some(resume) = &start.resume
+                        && let Some(rows) = batch_rows(resume.from())?
+                    {
+                        let rows = rows_of_each(rows, processes)?;
+                        saved.map.insert("batch_size".into(), rows.into());
+                    }
+                    file = Some(saved);
+                }
                 Some(file) => {
                     if let Some(time) = saved.map.get("template_time") {
                         file.map.insert("template_time".into(), time.clone());
@@ -429,17 +449,63 @@ fn settings(mut arguments: Arguments) -> anyhow::Result<(Settings, Start, Option
     Ok((settings, start, notice))
 }
 
-/// Trains.
+/// The part of each process of a batch whose rows are those of all processes together.
+fn rows_of_each(rows: usize, processes: usize) -> anyhow::Result<u64> {
+    if rows.is_multiple_of(processes) {
+        return Ok((rows / processes) as u64);
+    }
+    let counts: Vec<String> =
+        (1..=rows).filter(|count| rows.is_multiple_of(*count)).map(|it| it.to_string()).collect();
+    Err(usage(format!(
+        "resume: a batch of this run has {}, which {processes} processes can't share equally; start {}",
+        plural(rows as u64, "row"),
+        counts.join(" or ")
+    )))
+}
+
+/// Trains, together with the processes that a launcher has started with this one.
 pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
-    let terminal = terminal(arguments.json);
-    let dry_run = arguments.dry_run;
-    let (settings, start, notice) = settings(arguments)?;
+    let mut terminal = terminal(arguments.json);
+    let launched = launched();
+    if let Some(launched) = &launched {
+        launched.check().map_err(usage)?;
+        terminal.quiet |= launched.rank > 0;
+    }
+    let (dry_run, limit) = (arguments.dry_run, Duration::from_secs(arguments.collective_timeout));
+    let processes = launched.as_ref().map_or(1, |launched| launched.size);
+    let (settings, mut start, notice) = settings(arguments, processes)?;
     if let Some(notice) = notice {
         terminal.note(notice);
     }
-    set_threads(settings.threads)?;
+    set_threads(settings.threads.or_else(|| launched.as_ref().and_then(processes::threads)))?;
     interrupt::install()?;
+    // It lasts as long as the process.
+    let member: &'static Member = Box::leak(Box::new(Member::join(limit)?));
+    start.group = member.group();
+    let is_alone = start.group.size() == 1;
+    let done = train(settings, start, dry_run, terminal)
+        .and_then(|code| Ok(member.leave().map(|()| code)?));
+    if let Err(error) = &done
+        && !is_alone
+    {
+        // The others would wait for this one.
+        say(format!("error: {}", errors::describe(error)));
+        member.abort(errors::exit_code(error));
+    }
+    done
+}
+
+fn train(
+    settings: Settings,
+    start: Start,
+    dry_run: bool,
+    terminal: Terminal,
+) -> anyhow::Result<u8> {
+    let is_root = start.group.is_root();
     let run = Run::prepare(settings, start, terminal)?;
+    if dry_run && !is_root {
+        return Ok(SUCCESS);
+    }
     if dry_run {
         return if terminal.json {
             output::json(&run.plan)
@@ -450,6 +516,9 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     }
     terminal.note(run.plan.describe());
     let summary = run.train(terminal)?;
+    if !is_root {
+        return Ok(exit_code(&summary));
+    }
     if terminal.json {
         output::json(&summary)?;
     } else {
@@ -464,7 +533,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             "A checkpoint was saved. To continue: metal-candle train --resume --output {}",
             shell_word(&summary.output.display().to_string())
         ));
-        return Ok(INTERRUPTED);
+        return Ok(exit_code(&summary));
     }
     if summary.outcome == LAST_STEPS_SKIPPED {
         say(format!(
@@ -473,8 +542,17 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             plural(summary.skipped_in_a_row, "step"),
             summary.step - summary.skipped_in_a_row
         ));
-        return Ok(FAILURE);
+        return Ok(exit_code(&summary));
     }
     terminal.note(format!("Next: {}", run.next_command()));
-    Ok(SUCCESS)
+    Ok(exit_code(&summary))
+}
+
+/// The exit code of a run that came to this.
+fn exit_code(summary: &Summary) -> u8 {
+    match summary {
+        Summary { interrupted: true, .. } => INTERRUPTED,
+        Summary { outcome: LAST_STEPS_SKIPPED, .. } => FAILURE,
+        _ => SUCCESS,
+    }
 }

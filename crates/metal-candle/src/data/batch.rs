@@ -14,6 +14,7 @@ use std::sync::Arc;
 use super::dataset::{DataOptions, Dataset, SampleKind};
 use super::store;
 use super::teacher::Teacher;
+use crate::parallel::Group;
 use crate::random::SplitMix64;
 use crate::{Error, Result, bounds};
 use metal_candle_kernels::cross_entropy::Targets;
@@ -349,14 +350,16 @@ impl Batcher {
     }
 
     /// Batches for KTO's estimate of the KL divergence: of labelled answers, each one's prompt with the answer of the
-    /// one before, and the first one's with that of the last.
-    pub(crate) fn mismatched(&self, examples: &[usize]) -> Result<Vec<Batch>> {
+    /// one before, and the first one's with that of the last. Those of them that are this rank's.
+    pub(crate) fn mismatched(&self, examples: &[usize], group: Group<'_>) -> Result<Vec<Batch>> {
         let first = |words: &[u32]| {
             words.iter().position(|word| store::is_trainable(*word)).unwrap_or(words.len())
         };
         let answers = examples.iter().cycle().skip(examples.len().saturating_sub(1));
+        let pairs: Vec<(usize, usize)> =
+            examples.iter().zip(answers).map(|(prompt, answer)| (*prompt, *answer)).collect();
         let mut rows = Vec::with_capacity(examples.len());
-        for (&prompt, &answer) in examples.iter().zip(answers) {
+        for (prompt, answer) in group.share(&pairs) {
             let (prompt_words, answer_words) =
                 (self.dataset.words(prompt)?.0, self.dataset.words(answer)?.0);
             let mut words = prompt_words[..first(prompt_words)].to_vec();

@@ -8,15 +8,17 @@ use super::evaluate::Evaluation;
 use super::metrics::{Phase, Position};
 use super::objectives::{MetricSums, Objective};
 use super::optimizer::{Optimizer, OptimizerState};
-use super::options::BestBy;
+use super::options::{BestBy, TrainOptions};
 use super::schedule::LearningRate;
 use crate::adapter::{Adapter, LoraConfig, TrainedFiles, read_config};
 use crate::data::BatchOptions;
 use crate::hash::Hash;
 use crate::model::Config;
+use crate::parallel::{Group, elsewhere};
 use crate::{Error, Result, files};
 use candle_core::{DType, Tensor};
 use indexmap::IndexMap;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -171,10 +173,13 @@ impl Fingerprint {
             Some(("optimizer".into(), names[0].into(), names[1].into()))
         };
         let Some((key, before, now)) = found else { return Ok(()) };
-        let advice = if key == "total_steps" {
-            "a run can be made longer when it is resumed, not shorter"
-        } else {
-            "resume with the same options and data, or start a new run in another folder"
+        let advice = match key.as_str() {
+            "total_steps" => "a run can be made longer when it is resumed, not shorter",
+            "batch_size" => {
+                "it counts the rows of all processes together, each of which reads --batch-size of them; resume so that \
+                 their product is what it was"
+            }
+            _ => "resume with the same options and data, or start a new run in another folder",
         };
         Err(Error::file(
             path,
@@ -222,6 +227,44 @@ fn in_words(value: &Value) -> String {
     }
 }
 
+/// That all ranks of a group have the same state, options and parameters, of which the last are a hash.
+///
+/// # Errors
+/// [`Error::Rank`] naming the first that has others than rank 0, and what differs.
+pub(super) fn agree(
+    group: Group<'_>,
+    state: &State,
+    options: &TrainOptions,
+    parameters: u64,
+) -> Result<()> {
+    const WHAT: &str = "the options and the data";
+    let State { step, phase, epoch, batch, fingerprint, .. } = state;
+    let told = serde_json::json!({
+        "options": fingerprint,
+        "step": step,
+        "phase": phase,
+        "epoch": epoch,
+        "batch": batch,
+        "parameters": format!("{parameters:016x}"),
+        "other options": format!("{options:?}"),
+    });
+    let mut first: Option<Value> = None;
+    for (rank, text) in group.gather(WHAT, told.to_string().as_bytes())?.iter().enumerate() {
+        let found = serde_json::from_slice(text).map_err(|_| elsewhere(rank, WHAT))?;
+        let first = first.get_or_insert_with(|| Value::clone(&found));
+        if let Some((key, expected, found)) = difference("", first, &found) {
+            let key = key.trim_start_matches("options.");
+            return Err(Error::Rank {
+                rank,
+                message: format!(
+                    "{key} is {found}, and {expected} at rank 0; give all processes the same settings, files and folders"
+                ),
+            });
+        }
+    }
+    Ok(())
+}
+
 /// The folder of the checkpoint of a step.
 pub(super) fn folder(output: &Path, step: u64) -> PathBuf {
     output.join(FOLDER).join(format!("step-{step:08}"))
@@ -264,7 +307,20 @@ pub fn latest(output: impl AsRef<Path>) -> Result<Option<PathBuf>> {
 /// # Errors
 /// When the folder cannot be read.
 pub fn layer_ranks(folder: impl AsRef<Path>) -> Result<Option<IndexMap<String, usize>>> {
-    let folder = folder.as_ref();
+    Ok(in_newest(folder.as_ref(), "/fingerprint/adapter/layer_ranks")?.flatten())
+}
+
+/// The rows of a batch of a run, those of all processes together, from a checkpoint or from the newest one of a run's
+/// folder that can be read. `None` where there is none.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn batch_rows(folder: impl AsRef<Path>) -> Result<Option<usize>> {
+    in_newest(folder.as_ref(), "/fingerprint/batch_size")
+}
+
+/// What stands at a place of the state of a checkpoint, or of the newest one of a run's folder that has it.
+fn in_newest<T: DeserializeOwned>(folder: &Path, pointer: &str) -> Result<Option<T>> {
     let checkpoints = match folder.join(STATE).is_file() {
         true => vec![folder.to_path_buf()],
         false => list(folder)?.into_iter().rev().map(|(_, path)| path).collect(),
@@ -272,8 +328,7 @@ pub fn layer_ranks(folder: impl AsRef<Path>) -> Result<Option<IndexMap<String, u
     let read = |checkpoint: PathBuf| {
         // What is wrong with a checkpoint is said when it is resumed.
         let state: Value = files::read_json(checkpoint.join(STATE)).ok()?;
-        let found = state.pointer("/fingerprint/adapter/layer_ranks")?;
-        serde_json::from_value(found.clone()).ok().flatten()
+        serde_json::from_value(state.pointer(pointer)?.clone()).ok()
     };
     Ok(checkpoints.into_iter().find_map(read))
 }

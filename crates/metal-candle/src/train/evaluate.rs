@@ -3,11 +3,12 @@
 use super::metrics::number_or_null;
 use super::objectives::{MetricSums, Objective};
 use super::references::References;
-use super::task::Task;
+use super::task::{self, Task};
 use crate::adapter::Adapter;
 use crate::autograd::Tape;
 use crate::data::{BatchPlan, Batcher};
 use crate::model::Model;
+use crate::parallel::Group;
 use crate::turns::Turns;
 use crate::{Error, Result};
 use candle_core::DType;
@@ -16,7 +17,6 @@ use metal_candle_kernels::devices;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// The share of target tokens that the model finds likeliest, or for which nothing is likelier than the teacher's first,
@@ -63,17 +63,31 @@ impl Task<'_> {
     /// # Errors
     /// [`Error::Option`] when the data aren't what the objective learns from.
     pub fn evaluate(&self, batches: &Batcher, limit: Option<usize>) -> Result<Evaluation> {
-        let go_on = AtomicBool::new(false);
-        match self.evaluate_until(&go_on, batches, limit, None)? {
+        self.evaluate_with(Group::default(), batches, limit)
+    }
+
+    /// [`Self::evaluate`] by a group, each rank of which reads its rows of every batch. All get the same.
+    ///
+    /// # Errors
+    /// As [`Self::evaluate`], and when a rank is lost.
+    pub fn evaluate_with(
+        &self,
+        group: Group<'_>,
+        batches: &Batcher,
+        limit: Option<usize>,
+    ) -> Result<Evaluation> {
+        match self.evaluate_until(&|| Ok(false), group, batches, limit, None)? {
             Some(evaluation) => Ok(evaluation),
             None => Err(Error::option("evaluation", "was given up")),
         }
     }
 
-    /// [`Self::evaluate`], but `None` as soon as `stop` is true, which is looked at before every batch.
+    /// [`Self::evaluate_with`], but `None` as soon as `stop` is true, which is asked before every batch, and the same for
+    /// all ranks.
     pub(super) fn evaluate_until(
         &self,
-        stop: &AtomicBool,
+        stop: &dyn Fn() -> Result<bool>,
+        group: Group<'_>,
         batches: &Batcher,
         limit: Option<usize>,
         known: Option<&References>,
@@ -81,18 +95,21 @@ impl Task<'_> {
         self.objective.check(batches.dataset())?;
         let mut sums = Sums::begin();
         for plan in batches.epoch(0).iter().take(limit.unwrap_or(usize::MAX)) {
-            if stop.load(Ordering::Relaxed) {
+            if stop()? {
                 return Ok(None);
             }
             Turns::train(self.turns, self.model.device(), || {
                 if self.objective.compares_answers() {
-                    sums.compare(self, batches, plan, known)
+                    sums.compare(self, batches, plan, known, group)
                 } else {
-                    sums.add(self, batches, plan)
+                    match group.rows(plan) {
+                        Some(plan) => sums.add(self, batches, &plan),
+                        None => Ok(()),
+                    }
                 }
             })?;
         }
-        sums.finish(*self.objective == Objective::Sft).map(Some)
+        sums.of_all(group)?.finish(*self.objective == Objective::Sft).map(Some)
     }
 }
 
@@ -138,21 +155,39 @@ impl Sums {
         batches: &Batcher,
         plan: &BatchPlan,
         known: Option<&References>,
+        group: Group<'_>,
     ) -> Result<()> {
-        let batch = task.batch(batches, plan)?;
+        let batch = group.rows(plan).map(|plan| task.batch(batches, &plan)).transpose()?;
+        let kl = task.kl(batches, std::slice::from_ref(plan), group)?;
+        let totals = task.totals(batch.as_slice(), kl, group)?;
+        let Some(batch) = batch else { return Ok(()) };
         let references = task.references(&batch, known)?;
-        let kl = task.kl(batches, std::slice::from_ref(plan))?;
-        let totals = task.totals(std::slice::from_ref(&batch), kl);
         let (compared, _) = devices::step(task.model.device(), || {
             let losses =
                 task.model.token_losses(&Tape::inference(), &batch, task.adapter, false)?.losses;
             task.compare(&batch, losses.tensor(), &references, &totals)
         })?;
         self.loss += compared.loss * totals.samples as f64;
-        self.count += totals.samples as u64;
+        self.count += task::samples(&batch) as u64;
         self.tokens += batch.target_tokens as u64;
         self.metrics.extend(&compared.metrics);
         Ok(())
+    }
+
+    /// The sums of all ranks.
+    fn of_all(mut self, group: Group<'_>) -> Result<Self> {
+        if group.size() == 1 {
+            return Ok(self);
+        }
+        const WHAT: &str = "an evaluation";
+        let counts = [self.count as usize, self.tokens as usize];
+        let [count, tokens] = group.count(WHAT, counts)?;
+        (self.count, self.tokens) = (count as u64, tokens as u64);
+        let mut loss = [self.loss];
+        group.add_up(WHAT, &mut loss)?;
+        self.loss = loss[0];
+        self.metrics = self.metrics.of_all(group, WHAT)?;
+        Ok(self)
     }
 
     fn finish(self, is_cross_entropy: bool) -> Result<Evaluation> {

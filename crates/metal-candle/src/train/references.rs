@@ -4,6 +4,7 @@
 use super::checkpoint;
 use super::task::Task;
 use crate::data::{Answer, Batcher, Role};
+use crate::parallel::Group;
 use crate::turns::Turns;
 use crate::{Error, Result, files};
 use std::path::{Path, PathBuf};
@@ -28,10 +29,10 @@ impl References {
         Ok(of_example[usize::from(answer.role == Role::Rejected)])
     }
 
-    /// Computes those of all examples, in batches whose order is that of the data.
-    pub fn compute(task: &Task, batches: &Batcher) -> Result<Self> {
+    /// Computes those of all examples, in batches of examples by length, of which each rank computes its rows.
+    pub fn compute(task: &Task, batches: &Batcher, group: Group<'_>) -> Result<Self> {
         let mut found = vec![[0.0; 2]; batches.dataset().len()];
-        for plan in batches.by_length() {
+        for plan in batches.by_length().iter().filter_map(|plan| group.rows(plan)) {
             let batch = task.batch(batches, &plan)?;
             let sums = Turns::train(task.turns, task.model.device(), || {
                 task.log_probabilities(&batch, task.reference)
@@ -42,6 +43,8 @@ impl References {
                 }
             }
         }
+        // Of each example, one rank has the sums and all others zeros.
+        group.add_up("what the reference says", found.as_flattened_mut())?;
         Ok(Self(found))
     }
 }

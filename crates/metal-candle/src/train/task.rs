@@ -6,6 +6,7 @@ use crate::adapter::Adapter;
 use crate::autograd::Tape;
 use crate::data::{Answer, Asked, Batch, BatchPlan, Batcher, Role};
 use crate::model::Model;
+use crate::parallel::Group;
 use crate::turns::Turns;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
@@ -62,32 +63,35 @@ impl Task<'_> {
 
     /// How far the policy is from the reference, estimated by answers that belong to other prompts of the step; 0 where
     /// the estimate is negative, where there is one answer only, or where nobody asks.
-    pub(super) fn kl(&self, batches: &Batcher, plans: &[BatchPlan]) -> Result<f64> {
+    pub(super) fn kl(
+        &self,
+        batches: &Batcher,
+        plans: &[BatchPlan],
+        group: Group<'_>,
+    ) -> Result<f64> {
         let examples: Vec<usize> = plans.iter().flat_map(|plan| plan.rows.concat()).collect();
         if !self.objective.estimates_kl() || examples.len() < 2 {
             return Ok(0.0);
         }
-        let mut total = 0.0;
-        for batch in batches.mismatched(&examples)? {
+        let mut total = [0.0];
+        for batch in batches.mismatched(&examples, group)? {
             let policy = self.log_probabilities(&batch, self.adapter)?;
             let reference = self.log_probabilities(&batch, self.reference)?;
-            total += policy.iter().zip(reference).map(|(policy, it)| policy - it).sum::<f64>();
+            total[0] += policy.iter().zip(reference).map(|(policy, it)| policy - it).sum::<f64>();
         }
-        Ok((total / examples.len() as f64).max(0.0))
+        group.add_up("the divergence from the reference", &mut total)?;
+        Ok((total[0] / examples.len() as f64).max(0.0))
     }
 
-    /// What the batches of a step come to.
-    pub(super) fn totals(&self, batches: &[Batch], kl: f64) -> Totals {
+    /// What the batches of a step come to, of which `batches` are this rank's part.
+    pub(super) fn totals(&self, batches: &[Batch], kl: f64, group: Group<'_>) -> Result<Totals> {
+        let learned_tokens = |answer: &Answer| answer.places.len() + answer.prompt.len();
+        let chosen = |answer: &&Answer| answer.role == Role::Chosen;
         let answers = || batches.iter().flat_map(|batch| &batch.answers);
-        let learned = |answer: &Answer| answer.places.len() + answer.prompt.len();
-        Totals {
-            samples: answers().filter(|answer| answer.role != Role::Rejected).count(),
-            learned_tokens: answers()
-                .filter(|answer| answer.role == Role::Chosen)
-                .map(learned)
-                .sum(),
-            kl,
-        }
+        let learned = answers().filter(chosen).map(learned_tokens).sum();
+        let counts = [batches.iter().map(samples).sum(), learned];
+        let [samples, learned_tokens] = group.count("the answers of a step", counts)?;
+        Ok(Totals { samples, learned_tokens, kl })
     }
 
     /// The objective of a batch whose places have these losses, with the gradient by them.
@@ -125,6 +129,11 @@ impl Task<'_> {
         }
         Ok((compared, gradient))
     }
+}
+
+/// How many answers or pairs a batch has.
+pub(super) fn samples(batch: &Batch) -> usize {
+    batch.answers.iter().filter(|answer| answer.role != Role::Rejected).count()
 }
 
 fn host(losses: &Tensor) -> Result<Vec<f32>> {

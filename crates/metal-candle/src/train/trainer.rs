@@ -18,6 +18,7 @@ use crate::autograd::Tape;
 use crate::data::{Batch, BatchPlan, Batcher};
 use crate::memory::peak_bytes;
 use crate::model::Model;
+use crate::parallel::Group;
 use crate::random::SplitMix64;
 use crate::text::ChatTemplate;
 use crate::turns::Turns;
@@ -101,6 +102,7 @@ pub struct Trainer<'a> {
     saver: Option<Saver>,
     lock: Option<&'a FolderLock>,
     turns: Option<Arc<Turns>>,
+    group: Group<'a>,
     resumed: bool,
     state: State,
     optimizer: OptimizerState,
@@ -177,6 +179,7 @@ impl<'a> Trainer<'a> {
             saver: None,
             lock: None,
             turns: None,
+            group: Group::default(),
             resumed: false,
             state: State::new(fingerprint),
             optimizer,
@@ -256,7 +259,24 @@ impl<'a> Trainer<'a> {
         self
     }
 
-    /// Ends the run after the step under way, with a checkpoint, once this is true. An evaluation under
+    /// Trains together with other ranks, each of which has a trainer of the same model, data and options. Batches are
+    /// those of all ranks together, of which each takes its rows. The first rank alone writes files, logs metrics and
+    /// shows samples; the others read checkpoints from the same folder.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a model that isn't on the CPU.
+    pub fn with_group(mut self, group: Group<'a>) -> Result<Self> {
+        if group.size() > 1 && !self.model.device().is_cpu() {
+            return Err(Error::Unsupported(format!(
+                "{} processes on GPUs: they train together on CPUs only",
+                group.size()
+            )));
+        }
+        self.group = group;
+        Ok(self)
+    }
+
+    /// Ends the run after the step under way, with a checkpoint, once this is true for one rank. An evaluation under
     /// way is given up, and made by the run that continues this one.
     #[must_use]
     pub fn with_stop(mut self, stop: Arc<AtomicBool>) -> Self {
@@ -353,26 +373,26 @@ impl<'a> Trainer<'a> {
     /// written; [`Error::Diverged`] when too many steps in a row, or all of them, had to be skipped.
     pub fn run(&mut self, metrics: &mut dyn MetricsSink) -> Result<Summary> {
         let started = Instant::now();
+        let is_root = self.group.is_root();
+        let mut unheard = |_: &Metric| Ok(());
+        let metrics: &mut dyn MetricsSink = if is_root { metrics } else { &mut unheard };
         let _own = match self.lock {
+            _ if !is_root => None,
             Some(lock) if lock.folder() == self.output => None,
             _ => Some(FolderLock::acquire(&self.output)?),
         };
         self.check()?;
         self.know_base()?;
-        base::keep(self.model.files(), &self.state.fingerprint.base_files, &self.output)?;
-        for folder in [checkpoint::parent(&self.output), self.output.clone()] {
-            if folder.is_dir() {
-                files::remove_stale_partials(&folder)?;
-            }
+        self.agree()?;
+        if is_root {
+            self.tidy_up()?;
         }
-        checkpoint::remove_after(&self.output, self.state.step)?;
         self.know_references()?;
-        let (_, tensors) = self.tensors();
-        self.saver = Some(Saver::new(
-            &tensors,
-            self.model.device(),
-            std::mem::replace(&mut self.saving, untold()),
-        ));
+        if is_root {
+            let (_, tensors) = self.tensors();
+            let saving = std::mem::replace(&mut self.saving, untold());
+            self.saver = Some(Saver::new(&tensors, self.model.device(), saving));
+        }
         let outcome = self.steps(metrics);
         if let Some(turns) = &self.turns {
             turns.training_rests();
@@ -380,6 +400,7 @@ impl<'a> Trainer<'a> {
         let outcome = outcome?;
         self.await_saved(metrics)?;
         self.saver = None;
+        self.group.wait("the end of the run")?;
         if outcome != Outcome::Interrupted {
             self.finish()?;
         }
@@ -403,6 +424,52 @@ impl<'a> Trainer<'a> {
             best: self.state.best_loss.zip(self.state.best_step),
             seconds,
         })
+    }
+
+    /// Clears what an earlier part of the run left that isn't of this one.
+    fn tidy_up(&self) -> Result<()> {
+        base::keep(self.model.files(), &self.state.fingerprint.base_files, &self.output)?;
+        for folder in [checkpoint::parent(&self.output), self.output.clone()] {
+            if folder.is_dir() {
+                files::remove_stale_partials(&folder)?;
+            }
+        }
+        checkpoint::remove_after(&self.output, self.state.step)
+    }
+
+    /// That all ranks are at the same place of the same run.
+    fn agree(&self) -> Result<()> {
+        if self.group.size() == 1 {
+            return Ok(());
+        }
+        let parameters = self.adapter.parameters().fingerprint()?;
+        checkpoint::agree(self.group, &self.state, &self.options, parameters)
+    }
+
+    /// That the ranks' parameters are still the same, which machines that compute differently would drift from.
+    fn check_parameters(&self) -> Result<()> {
+        const WHAT: &str = "the parameters before a checkpoint";
+        if self.group.size() == 1 {
+            return Ok(());
+        }
+        let mine = self.adapter.parameters().fingerprint()?.to_le_bytes();
+        let all = self.group.gather(WHAT, &mine)?;
+        match all.iter().position(|of_rank| Some(of_rank) != all.first()) {
+            None => Ok(()),
+            Some(rank) => Err(Error::Rank {
+                rank,
+                message: format!(
+                    "has other parameters than rank 0 at step {}: its machine computes differently; train on machines of \
+                     one kind, or set METAL_CANDLE_SIMD to what all have",
+                    self.state.step
+                ),
+            }),
+        }
+    }
+
+    /// Whether the run is to stop, which is the same for all ranks.
+    fn is_stopped(&self) -> Result<bool> {
+        self.group.any("whether to stop", self.stop.load(Ordering::Relaxed))
     }
 
     /// What has to hold before the first step.
@@ -503,7 +570,9 @@ impl<'a> Trainer<'a> {
         let data: Vec<&Batcher> = std::iter::once(self.batches).chain(self.validation).collect();
         let lengths: Vec<usize> = data.iter().map(|batches| batches.dataset().len()).collect();
         let hash = self.state.fingerprint.of_references(self.model.dtype());
-        if let Some(known) = references::read(&self.output, &hash, &lengths)? {
+        let found = references::read(&self.output, &hash, &lengths)?;
+        let is_missing = self.group.any("what is known of the reference", found.is_none())?;
+        if let Some(known) = found.filter(|_| !is_missing) {
             self.known = known;
             return Ok(());
         }
@@ -521,11 +590,13 @@ impl<'a> Trainer<'a> {
             }
             false => self.task(),
         };
-        let compute = |batches: &Batcher| References::compute(&task, batches);
+        let compute = |batches: &Batcher| References::compute(&task, batches, self.group);
         let known = data.into_iter().map(compute).collect::<Result<Vec<_>>>()?;
-        let folder = checkpoint::parent(&self.output);
-        std::fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
-        references::write(&self.output, &hash, &known)?;
+        if self.group.is_root() {
+            let folder = checkpoint::parent(&self.output);
+            std::fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
+            references::write(&self.output, &hash, &known)?;
+        }
         self.known = known;
         Ok(())
     }
@@ -623,7 +694,7 @@ impl<'a> Trainer<'a> {
             Some(Outcome::Finished)
         } else if self.patience_is_over() {
             Some(Outcome::StoppedEarly)
-        } else if self.stop.load(Ordering::Relaxed) {
+        } else if self.is_stopped()? {
             Some(Outcome::Interrupted)
         } else {
             None
@@ -690,14 +761,17 @@ impl<'a> Trainer<'a> {
         let plans = self.next_batches()?;
         let batches: Vec<_> = plans
             .iter()
-            .map(|plan| self.task().batch(self.batches, plan))
+            .filter_map(|plan| self.group.rows(plan))
+            .map(|plan| self.task().batch(self.batches, &plan))
             .collect::<Result<_>>()?;
-        let tokens: usize = batches.iter().map(|batch| batch.target_tokens).sum();
+        let tokens = batches.iter().map(|batch| batch.target_tokens).sum();
         let processed = batches.iter().map(|batch| batch.tokens).sum();
-        let Passed { loss, count, metrics } = match self.options.objective.compares_answers() {
+        let [tokens, processed] = self.group.count("the tokens of a step", [tokens, processed])?;
+        let passed = match self.options.objective.compares_answers() {
             false => self.learn(&batches, tokens)?,
             true => self.compare(&plans, &batches)?,
         };
+        let Passed { loss, count, metrics } = self.of_all(passed)?;
         self.state.step += 1;
         self.state.phase = Phase::Trained;
         // Leaves the gradients zero for the next step.
@@ -736,8 +810,27 @@ impl<'a> Trainer<'a> {
         Ok(Step { tokens, processed, norm, skipped: None })
     }
 
-    /// A tape for one of a step's batches.
+    /// What the passes of all ranks came to; their gradients are added up.
+    fn of_all(&self, passed: Passed) -> Result<Passed> {
+        const LOSS: &str = "the loss of a step";
+        if self.group.size() == 1 {
+            return Ok(passed);
+        }
+        let mut loss = [passed.loss];
+        self.group.add_up(LOSS, &mut loss)?;
+        let metrics = match self.options.objective.compares_answers() {
+            true => passed.metrics.of_all(self.group, LOSS)?,
+            false => passed.metrics,
+        };
+        if loss[0].is_finite() {
+            self.group.sum("the gradients of a step", self.gradients.buffer())?;
+        }
+        Ok(Passed { loss: loss[0], count: passed.count, metrics })
+    }
+
+    /// A tape for one of a step's batches. Each rank has other random numbers.
     fn tape(&self, index: usize) -> Tape {
+        let index = index * self.group.size() + self.group.rank();
         let seed = SplitMix64::stream(self.options.seed, self.state.step)
             .next_u64()
             .wrapping_add(index as u64);
@@ -771,8 +864,8 @@ impl<'a> Trainer<'a> {
             .iter()
             .map(|batch| self.in_turn(|| task.references(batch, known)))
             .collect::<Result<Vec<_>>>()?;
-        let kl = self.in_turn(|| task.kl(self.batches, plans))?;
-        let totals = task.totals(batches, kl);
+        let kl = self.in_turn(|| task.kl(self.batches, plans, self.group))?;
+        let totals = task.totals(batches, kl, self.group)?;
         let mut passed =
             Passed { loss: 0.0, count: totals.samples, metrics: MetricSums::default() };
         for (index, (batch, references)) in batches.iter().zip(&references).enumerate() {
@@ -802,10 +895,9 @@ impl<'a> Trainer<'a> {
     fn evaluate(&mut self, metrics: &mut dyn MetricsSink) -> Result<bool> {
         let Some(validation) = self.validation else { return Ok(true) };
         let (limit, known) = (self.options.eval_batches, self.known.get(1));
-        let Some(evaluation) = self.task().evaluate_until(&self.stop, validation, limit, known)?
-        else {
-            return Ok(false);
-        };
+        let stop = || self.is_stopped();
+        let found = self.task().evaluate_until(&stop, self.group, validation, limit, known)?;
+        let Some(evaluation) = found else { return Ok(false) };
         metrics.log(&Metric::Evaluation {
             step: self.state.step,
             loss: evaluation.loss,
@@ -836,13 +928,17 @@ impl<'a> Trainer<'a> {
     fn show_samples(&mut self, metrics: &mut dyn MetricsSink) -> Result<bool> {
         let step = self.state.step;
         let seed = SplitMix64::stream(self.options.seed, step).next_u64();
-        let Some(sample) = &mut self.sample else { return Ok(true) };
-        let is_stopped = || self.stop.load(Ordering::Relaxed);
-        if is_stopped() {
+        if self.sample.is_none() {
+            return Ok(true);
+        }
+        if self.is_stopped()? {
             return Ok(false);
         }
-        let samples = sample(&self.model, &self.adapter, seed)?;
-        if is_stopped() {
+        let samples = match &mut self.sample {
+            Some(sample) if self.group.is_root() => sample(&self.model, &self.adapter, seed)?,
+            _ => Vec::new(),
+        };
+        if self.is_stopped()? {
             return Ok(false);
         }
         for (prompt, text) in samples {
@@ -853,6 +949,10 @@ impl<'a> Trainer<'a> {
 
     /// Begins to write the checkpoint, unless it is there, as of a run that has just been resumed from it.
     fn save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
+        self.check_parameters()?;
+        if !self.group.is_root() {
+            return Ok(());
+        }
         self.await_saved(metrics)?;
         let (keep, best) =
             (self.options.keep, self.state.best_step.filter(|_| self.options.keep_best));
@@ -912,7 +1012,10 @@ impl<'a> Trainer<'a> {
         {
             self.adapter.load_parameters(checkpoint::folder(&self.output, best))?;
         }
-        self.trained_files()?.write(&self.output, self.adapter.parameters().values())
+        match self.group.is_root() {
+            true => self.trained_files()?.write(&self.output, self.adapter.parameters().values()),
+            false => Ok(()),
+        }
     }
 }
 

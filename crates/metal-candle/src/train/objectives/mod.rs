@@ -22,6 +22,7 @@ pub use orpo::OrpoOptions;
 pub use simpo::SimPoOptions;
 
 use crate::data::{Dataset, Role, SampleKind};
+use crate::parallel::{self, Group};
 use crate::{Error, Result, bounds};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -119,6 +120,42 @@ impl MetricSums {
             of_all.0 += sum;
             of_all.1 += count;
         }
+    }
+
+    /// The sums of all ranks, added up in their order.
+    pub(in crate::train) fn of_all(&self, group: Group<'_>, what: &'static str) -> Result<Self> {
+        let mut all = Self::default();
+        for (rank, bytes) in group.gather(what, &self.to_bytes())?.iter().enumerate() {
+            all.extend(&Self::from_bytes(bytes).ok_or_else(|| parallel::elsewhere(rank, what))?);
+        }
+        Ok(all)
+    }
+
+    /// The sums as bytes, for another rank.
+    fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for (name, (sum, count)) in &self.0 {
+            bytes.extend((name.len() as u64).to_le_bytes());
+            bytes.extend(name.as_bytes());
+            bytes.extend(sum.to_le_bytes());
+            bytes.extend(count.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// What [`Self::to_bytes`] gave; `None` for other bytes.
+    fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
+        let mut sums = BTreeMap::new();
+        while !bytes.is_empty() {
+            let (length, rest) = bytes.split_first_chunk()?;
+            let (name, rest) = rest.split_at_checked(u64::from_le_bytes(*length) as usize)?;
+            let (sum, rest) = rest.split_first_chunk()?;
+            let (count, rest) = rest.split_first_chunk()?;
+            let of_name = (f64::from_le_bytes(*sum), f64::from_le_bytes(*count));
+            sums.insert(String::from_utf8(name.to_vec()).ok()?, of_name);
+            bytes = rest;
+        }
+        Some(Self(sums))
     }
 
     /// The means.

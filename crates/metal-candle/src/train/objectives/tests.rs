@@ -101,3 +101,17 @@ fn what_cannot_work_is_named() {
     let alone = [(Role::Chosen, Score::default())];
     assert!(dpo.compare(&alone, &TOTALS).unwrap_err().to_string().contains("without its pair"));
 }
+
+#[test]
+fn sums_of_metrics_pass_from_rank_to_rank() {
+    let mut sums = MetricSums::default();
+    assert_eq!(MetricSums::from_bytes(&sums.to_bytes()).unwrap(), sums);
+    sums.add_sum("rewards/margins", 0.1 + 0.2, 7.0);
+    sums.add("größe", -f64::INFINITY);
+    let bytes = sums.to_bytes();
+    assert_eq!(MetricSums::from_bytes(&bytes).unwrap(), sums);
+    for length in 1..bytes.len() {
+        let cut = MetricSums::from_bytes(&bytes[..length]);
+        assert!(cut.is_none_or(|cut| cut != sums), "{length}");
+    }
+}

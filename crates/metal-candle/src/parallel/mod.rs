@@ -1,0 +1,197 @@
+//! Several processes that train one adapter together: data-parallel training.
+//!
+//! Every process (a rank) has the whole model and reads all data in the same order. A batch is that of all ranks
+//! together: rank r of n takes the rows r, r + n, r + 2n of it, which differ little in length, as rows of a batch stand by
+//! length. The gradient of each row is divided by the target tokens of the whole step, as with accumulation, so what the
+//! ranks add up is the gradient of one process with the whole batch, but for the rounding of sums. Sums are made in the
+//! order of ranks, so the same number of ranks gives the same bits, and all ranks take the same step.
+//!
+//! [`Collectives`] is what a way to talk has to offer, [`Group`] what training asks of it. A group of one costs nothing.
+
+pub mod launcher;
+mod member;
+#[cfg(feature = "mpi")]
+mod mpi;
+
+pub use member::Member;
+
+use crate::data::BatchPlan;
+use crate::{Error, Result};
+use candle_core::Tensor;
+use std::fmt::Debug;
+
+/// What ranks do together. Each calls the same functions in the same order, and none waits forever for another.
+pub trait Collectives: Debug {
+    /// This process's number, from 0.
+    fn rank(&self) -> usize;
+
+    /// How many processes there are.
+    fn size(&self) -> usize;
+
+    /// What each rank has given, by rank; of any length. `what` it is goes into messages.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] naming one that is lost, late, or elsewhere in the program.
+    fn gather(&self, what: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>>;
+
+    /// Adds up the ranks' buffers `(n)` in f32, in place: each element is `((x₀ + x₁) + x₂) + …`, in the order of ranks.
+    ///
+    /// # Errors
+    /// As [`Self::gather`].
+    fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()>;
+}
+
+/// The ranks that train together, as one of them sees them; by default there is no other.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Group<'a>(Option<&'a dyn Collectives>);
+
+impl<'a> Group<'a> {
+    /// Those that these functions reach.
+    pub fn new(collectives: &'a dyn Collectives) -> Self {
+        Self((collectives.size() > 1).then_some(collectives))
+    }
+
+    /// This process's number, from 0.
+    pub fn rank(self) -> usize {
+        self.0.map_or(0, Collectives::rank)
+    }
+
+    /// How many processes there are.
+    pub fn size(self) -> usize {
+        self.0.map_or(1, Collectives::size)
+    }
+
+    /// Whether this is the rank that writes files and reports.
+    pub fn is_root(self) -> bool {
+        self.rank() == 0
+    }
+
+    /// What of a list is this rank's.
+    pub fn share<T: Clone>(self, list: &[T]) -> Vec<T> {
+        list.iter().skip(self.rank()).step_by(self.size()).cloned().collect()
+    }
+
+    /// The rows of a batch that are this rank's; `None` where the batch has too few.
+    pub(crate) fn rows(self, plan: &BatchPlan) -> Option<BatchPlan> {
+        let rows = self.share(&plan.rows);
+        (!rows.is_empty()).then_some(BatchPlan { rows })
+    }
+
+    /// What rank 0 has given.
+    ///
+    /// # Errors
+    /// As [`Collectives::gather`].
+    pub fn of_root(self, what: &'static str, mine: &[u8]) -> Result<Vec<u8>> {
+        self.gather(what, mine)?.into_iter().next().ok_or_else(|| elsewhere(0, what))
+    }
+
+    /// Waits until all ranks are here.
+    ///
+    /// # Errors
+    /// As [`Collectives::gather`].
+    pub fn wait(self, what: &'static str) -> Result<()> {
+        self.gather(what, &[]).map(drop)
+    }
+
+    /// Whether it is so for one rank at least.
+    ///
+    /// # Errors
+    /// As [`Collectives::gather`].
+    pub fn any(self, what: &'static str, mine: bool) -> Result<bool> {
+        Ok(match self.0 {
+            None => mine,
+            Some(_) => self.gather(what, &[mine.into()])?.iter().any(|it| it.first() == Some(&1)),
+        })
+    }
+
+    /// Counts of all ranks together.
+    ///
+    /// # Errors
+    /// As [`Collectives::gather`].
+    pub(crate) fn count<const N: usize>(
+        self,
+        what: &'static str,
+        mine: [usize; N],
+    ) -> Result<[usize; N]> {
+        if self.0.is_none() {
+            return Ok(mine);
+        }
+        let mine = mine.map(|count| count as u64);
+        let bytes: Vec<u8> = mine.iter().flat_map(|count| count.to_le_bytes()).collect();
+        let mut all = [0; N];
+        for (rank, counts) in self.gather(what, &bytes)?.into_iter().enumerate() {
+            let (counts, rest) = counts.as_chunks::<8>();
+            if counts.len() != N || !rest.is_empty() {
+                return Err(elsewhere(rank, what));
+            }
+            for (sum, count) in all.iter_mut().zip(counts) {
+                *sum += u64::from_le_bytes(*count) as usize;
+            }
+        }
+        Ok(all)
+    }
+
+    /// Adds up numbers of all ranks, each in the order of ranks.
+    ///
+    /// # Errors
+    /// As [`Collectives::gather`].
+    pub(crate) fn add_up(self, what: &'static str, mine: &mut [f64]) -> Result<()> {
+        if self.0.is_none() {
+            return Ok(());
+        }
+        let bytes: Vec<u8> = mine.iter().flat_map(|number| number.to_le_bytes()).collect();
+        for (rank, numbers) in self.gather(what, &bytes)?.into_iter().enumerate() {
+            let (numbers, rest) = numbers.as_chunks::<8>();
+            if numbers.len() != mine.len() || !rest.is_empty() {
+                return Err(elsewhere(rank, what));
+            }
+            for (sum, number) in mine.iter_mut().zip(numbers) {
+                let number = f64::from_le_bytes(*number);
+                *sum = if rank == 0 { number } else { *sum + number };
+            }
+        }
+        Ok(())
+    }
+
+    /// What each rank has given, by rank.
+    ///
+    /// # Errors
+    /// As [`Collectives::gather`].
+    pub(crate) fn gather(self, what: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        match self.0 {
+            None => Ok(vec![mine.to_vec()]),
+            Some(collectives) => collectives.gather(what, mine),
+        }
+    }
+
+    /// Adds up a buffer, see [`Collectives::sum`].
+    ///
+    /// # Errors
+    /// As [`Collectives::gather`].
+    pub(crate) fn sum(self, what: &'static str, buffer: &Tensor) -> Result<()> {
+        self.0.map_or(Ok(()), |collectives| collectives.sum(what, buffer))
+    }
+}
+
+/// That a rank has given what doesn't belong here.
+pub(crate) fn elsewhere(rank: usize, what: &str) -> Error {
+    Error::Rank { rank, message: format!("is at another place of the program than {what}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_group_of_one_asks_nobody() {
+        let group = Group::default();
+        assert_eq!((group.rank(), group.size(), group.is_root()), (0, 1, true));
+        assert_eq!(group.share(&[1, 2, 3]), [1, 2, 3]);
+        assert_eq!(group.count("x", [3, 4]).unwrap(), [3, 4]);
+        assert!(group.any("x", true).unwrap() && !group.any("x", false).unwrap());
+        let mut numbers = [0.1, f64::NAN];
+        group.add_up("x", &mut numbers).unwrap();
+        assert!(numbers[0] == 0.1 && numbers[1].is_nan());
+        group.wait("x").unwrap();
+    }
+}
