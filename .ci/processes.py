@@ -148,7 +148,7 @@ def until(output, step):
     raise AssertionError(f"{output}: step {step} was not reached")
 
 
-def hit(arguments, output, number, with_signal, step, limit=60):
+def hit(arguments, output, number, with_signal, step, limit=40):
     """Starts a run, sends a rank a signal after a step, and gives how it ended."""
     launcher = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     process = rank(launcher.pid, number)
@@ -222,9 +222,13 @@ def main():
         # One that stands still, of which mpirun doesn't know.
         output = folder / "stopped"
         arguments = command(3, output, *settings("--collective-timeout", "3"))
-        code, told, seconds = hit(arguments, output, 1, signal.SIGSTOP, 8)
+        code, told, seconds = hit(arguments, output, 1, signal.SIGSTOP, 9)
         assert code != 0 and "rank 1: didn't take part in" in told, told
-        print(f"rank 1 stopped: told and ended after {seconds:.1f} s", flush=True)
+        trained = max(event["step"] for event in metrics(output))
+        assert (output / f"checkpoints/step-{trained:08}").is_dir(), (trained, told)
+        print(f"rank 1 stopped: told, saved and ended after {seconds:.1f} s", flush=True)
+        run(command(3, output, "--resume", batch=0))
+        assert_same(output, folder / "of-3", "gone on with 3 processes")
 
         # One that is asked to end: all do, after the same step, with a checkpoint.
         output = folder / "ended"

@@ -18,6 +18,7 @@ use crate::wrap::stdout_columns;
 use clap::Args;
 use clap::builder::BoolishValueParser;
 use indexmap::IndexMap;
+use metal_candle::Error;
 use metal_candle::adapter::{Biases, StartFrom};
 use metal_candle::model::Quantization;
 use metal_candle::parallel::Member;
@@ -28,6 +29,9 @@ use serde_yaml_ng::{Mapping, Value};
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// How long rank 0 may take to save a checkpoint, once another rank is lost, before the rest ends the run.
+const TIME_TO_SAVE: Duration = Duration::from_secs(60);
 
 const EXAMPLES: &str = "\
 Examples:
@@ -482,14 +486,20 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     // It lasts as long as the process.
     let member: &'static Member = Box::leak(Box::new(Member::join(limit)?));
     start.group = member.group();
-    let is_alone = start.group.size() == 1;
+    let group = start.group;
     let done = train(settings, start, dry_run, terminal)
         .and_then(|code| Ok(member.leave().map(|()| code)?));
     if let Err(error) = &done
-        && !is_alone
+        && group.size() > 1
     {
-        // The others would wait for this one.
         say(format!("error: {}", errors::describe(error)));
+        let of_another =
+            matches!(error.downcast_ref(), Some(Error::Rank { rank, .. }) if *rank > 0);
+        if of_another && !group.is_root() {
+            // Rank 0 finds the same, saves a checkpoint and ends this process.
+            std::thread::sleep(TIME_TO_SAVE);
+        }
+        // The others would wait for this one.
         member.abort(errors::exit_code(error));
     }
     done

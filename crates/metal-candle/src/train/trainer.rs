@@ -620,7 +620,12 @@ impl<'a> Trainer<'a> {
 
             let learning_rate = self.options.learning_rate.at(self.state.step);
             let device = self.model.device().clone();
-            let step = devices::step(&device, || self.one_step(learning_rate))?;
+            let before = (self.group.size() > 1).then(|| self.state.clone());
+            let step = devices::step(&device, || self.one_step(learning_rate));
+            if let (Err(Error::Rank { .. }), Some(before)) = (&step, before) {
+                self.save_alone(before, metrics)?;
+            }
+            let step = step?;
             timed_tokens += step.tokens;
             timed_processed += step.processed;
             metrics.step(self.state.step)?;
@@ -950,9 +955,24 @@ impl<'a> Trainer<'a> {
     /// Begins to write the checkpoint, unless it is there, as of a run that has just been resumed from it.
     fn save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
         self.check_parameters()?;
+        match self.group.is_root() {
+            true => self.begin_to_save(metrics),
+            false => Ok(()),
+        }
+    }
+
+    /// Writes the checkpoint of the last step that all ranks took, when one of them was lost in the step after. What they
+    /// do together comes before the parameters and the optimiser change, so these are as they were.
+    fn save_alone(&mut self, before: State, metrics: &mut dyn MetricsSink) -> Result<()> {
+        self.state = before;
         if !self.group.is_root() {
             return Ok(());
         }
+        self.begin_to_save(metrics)?;
+        self.await_saved(metrics)
+    }
+
+    fn begin_to_save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
         self.await_saved(metrics)?;
         let (keep, best) =
             (self.options.keep, self.state.best_step.filter(|_| self.options.keep_best));
