@@ -148,15 +148,19 @@ def until(output, step):
     raise AssertionError(f"{output}: step {step} was not reached")
 
 
-def hit(arguments, output, number, with_signal, step, limit=40):
+def hit(arguments, output, number, with_signal, step, pause=True, limit=40):
     """Starts a run, sends a rank a signal after a step, and gives how it ended."""
     launcher = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    process = rank(launcher.pid, number)
-    until(output, step)
-    time.sleep(random.random() * 0.05)
-    begun = time.monotonic()
-    os.kill(process, with_signal)
-    told, _ = launcher.communicate(timeout=limit)
+    try:
+        process = rank(launcher.pid, number)
+        until(output, step)
+        time.sleep(random.random() * 0.05 * pause)
+        begun = time.monotonic()
+        os.kill(process, with_signal)
+        told, _ = launcher.communicate(timeout=limit)
+    finally:
+        if launcher.poll() is None:
+            launcher.terminate()
     return launcher.returncode, told, time.monotonic() - begun
 
 
@@ -219,16 +223,17 @@ def main():
             else:
                 assert_near(output, one, f"gone on with {processes} processes")
 
-        # One that stands still, of which mpirun doesn't know.
-        output = folder / "stopped"
-        arguments = command(3, output, *settings("--collective-timeout", "3"))
-        code, told, seconds = hit(arguments, output, 1, signal.SIGSTOP, 9)
-        assert code != 0 and "rank 1: didn't take part in" in told, told
-        trained = max(event["step"] for event in metrics(output))
-        assert (output / f"checkpoints/step-{trained:08}").is_dir(), (trained, told)
-        print(f"rank 1 stopped: told, saved and ended after {seconds:.1f} s", flush=True)
-        run(command(3, output, "--resume", batch=0))
-        assert_same(output, folder / "of-3", "gone on with 3 processes")
+        # One that stands still, of which mpirun doesn't know, in a step, and in an evaluation or about it.
+        for step in (random.randint(12, 17), 10):
+            output = folder / f"stopped-{step}"
+            arguments = command(3, output, *settings("--collective-timeout", "2"))
+            code, told, seconds = hit(arguments, output, 1, signal.SIGSTOP, step, pause=step != 10)
+            assert code != 0 and "rank 1: didn't take part in" in told, told
+            trained = max(event["step"] for event in metrics(output))
+            assert (output / f"checkpoints/step-{trained:08}").is_dir(), (trained, told)
+            print(f"rank 1 stopped: told, saved and ended after {seconds:.1f} s", flush=True)
+            run(command(3, output, "--resume", batch=0))
+            assert_same(output, folder / "of-3", "gone on with 3 processes")
 
         # One that is asked to end: all do, after the same step, with a checkpoint.
         output = folder / "ended"

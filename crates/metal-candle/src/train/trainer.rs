@@ -609,7 +609,8 @@ impl<'a> Trainer<'a> {
         loop {
             self.log_saved(metrics)?;
             let paused = Instant::now();
-            let ended = self.after_step(metrics)?;
+            let ended = self.after_step(metrics);
+            let ended = self.or_save_alone(ended, metrics)?;
             if ended.is_some() || self.is_save_due() {
                 self.save(metrics)?;
             }
@@ -622,10 +623,11 @@ impl<'a> Trainer<'a> {
             let device = self.model.device().clone();
             let before = (self.group.size() > 1).then(|| self.state.clone());
             let step = devices::step(&device, || self.one_step(learning_rate));
-            if let (Err(Error::Rank { .. }), Some(before)) = (&step, before) {
-                self.save_alone(before, metrics)?;
+            if let (Err(_), Some(before)) = (&step, before) {
+                // What ranks do together comes before the parameters and the optimiser change.
+                self.state = before;
             }
-            let step = step?;
+            let step = self.or_save_alone(step, metrics)?;
             timed_tokens += step.tokens;
             timed_processed += step.processed;
             metrics.step(self.state.step)?;
@@ -961,15 +963,13 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// Writes the checkpoint of the last step that all ranks took, when one of them was lost in the step after. What they
-    /// do together comes before the parameters and the optimiser change, so these are as they were.
-    fn save_alone(&mut self, before: State, metrics: &mut dyn MetricsSink) -> Result<()> {
-        self.state = before;
-        if !self.group.is_root() {
-            return Ok(());
+    /// Writes a checkpoint of what all ranks did, when one of them is lost; the error stays.
+    fn or_save_alone<T>(&mut self, outcome: Result<T>, metrics: &mut dyn MetricsSink) -> Result<T> {
+        if matches!(outcome, Err(Error::Rank { .. })) && self.group.is_root() {
+            self.begin_to_save(metrics)?;
+            self.await_saved(metrics)?;
         }
-        self.begin_to_save(metrics)?;
-        self.await_saved(metrics)
+        outcome
     }
 
     fn begin_to_save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
