@@ -51,7 +51,7 @@ from tokenizers import Tokenizer  # noqa: E402
 DEMO = ROOT / "crates/cli/demo/base"
 SIDES = ["metal-candle", "mlx", "transformers", "transformers-batching", "llama.cpp"]
 TITLES = {
-    "metal-candle": "metal-candle serve",
+    "metal-candle": "metal-candle",
     "mlx": "mlx_lm.server",
     "transformers": "transformers serve",
     "transformers-batching": "transformers serve --continuous-batching",
