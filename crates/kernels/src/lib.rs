@@ -37,6 +37,7 @@
 //! | [`recording`] | work that a GPU repeats without the host |
 //! | [`devices`] | opening devices, a step of a loop on one, its memory |
 //! | [`host`] | copies on the host, made beside other work |
+//! | `nccl` | with the feature `cuda`: sums over the GPUs of several processes |
 //!
 //! Same inputs, same build, same machine: the same bits, whatever the number of threads.
 
@@ -62,6 +63,8 @@ pub mod lora_linear;
 pub mod lora_rows;
 pub mod matmul;
 pub mod muon;
+#[cfg(feature = "cuda")]
+pub mod nccl;
 pub mod quantized;
 pub mod recording;
 pub mod rms_norm;

@@ -1,0 +1,214 @@
+//! Sums over the GPUs of several processes, by NVIDIA's NCCL.
+//!
+//! NCCL's library is looked for when a [`Communicator`] joins, by its own name `libnccl.so.2`, which is how Linux
+//! distributions and NVIDIA's Python packages have it. (cudarc looks for other names, and needs the library when a
+//! program is linked.) A communicator is one that doesn't block: its calls and the work that they put on the device's
+//! stream are looked at until they are done, so whoever waits can give up, and the work ends then.
+//!
+//! The order in which NCCL adds follows from how many GPUs there are and how they are linked: the same sums every time
+//! on the same machines.
+
+mod library;
+
+use crate::backend::cuda::{Cuda, refuse_in_recording};
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
+use candle_core::cuda_backend::cudarc::driver::sys::{CUresult, cuStreamQuery};
+use candle_core::{DType, Device, Error, Tensor, bail};
+use library::{Comm, Config, FLOAT32, IN_PROGRESS, Id, Library, SUCCESS, SUM};
+use std::cell::Cell;
+use std::ffi::c_int;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Bytes of an [`unique_id`].
+pub const ID_BYTES: usize = library::ID_BYTES;
+
+/// How long the host looks without rest whether work is done, and how long it rests then between two looks.
+const BUSY: Duration = Duration::from_millis(20);
+const REST: Duration = Duration::from_micros(50);
+
+/// What a new group of processes is known by: one of them makes it, and all join with it.
+///
+/// # Errors
+/// When NCCL's library is missing, or NCCL fails.
+pub fn unique_id() -> Result<[u8; ID_BYTES]> {
+    let library = Library::get()?;
+    let mut id = Id([0; ID_BYTES]);
+    // SAFETY: NCCL writes an id to a place for one.
+    library.check("an id for a group", unsafe { (library.get_unique_id)(&mut id) })?;
+    Ok(id.0)
+}
+
+/// One process's part in a group, each with a GPU of its own.
+#[derive(Debug)]
+pub struct Communicator {
+    library: &'static Library,
+    /// Null once it has ended.
+    comm: Cell<Comm>,
+    stream: Arc<CudaStream>,
+    device: Device,
+}
+
+impl Communicator {
+    /// Joins the group of `size` processes that `id` is of, as number `rank`, with this device. All of them do so at the
+    /// same time. `wait` is called again and again until then; its error ends the waiting.
+    ///
+    /// # Errors
+    /// That of `wait`, one that says that the device is no NVIDIA GPU or NCCL's library is missing, and NCCL's own, as
+    /// when two processes have the same GPU.
+    pub fn join<E: From<Error>>(
+        device: &Device,
+        id: [u8; ID_BYTES],
+        rank: usize,
+        size: usize,
+        wait: impl FnMut() -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let library = Library::get()?;
+        let cuda = Cuda::on(device)?;
+        cuda.stream.context().bind_to_thread().w()?;
+        let mut comm: Comm = std::ptr::null_mut();
+        let mut config = Config::without_blocking();
+        let (size, rank) = (number("processes", size)?, number("processes", rank)?);
+        // SAFETY: the id and the settings are as NCCL wants them, and the place is one for a communicator.
+        let code =
+            unsafe { (library.init_rank_config)(&mut comm, size, Id(id), rank, &mut config) };
+        if code != SUCCESS && code != IN_PROGRESS {
+            library.check("joining a group", code)?;
+        }
+        if comm.is_null() {
+            return Err(
+                Error::Msg("metal-candle-kernels: nccl: gave no communicator".into()).into()
+            );
+        }
+        let stream = cuda.stream.clone();
+        let joined = Self { library, comm: Cell::new(comm), stream, device: device.clone() };
+        joined.until("joining a group", wait, || Ok(true))?;
+        Ok(joined)
+    }
+
+    /// Adds up the processes' buffers `(n)` in f32 on the device, in place, and waits for it. `wait` as for
+    /// [`Self::join`]. After an error what is in the buffer is no sum, and the communicator has ended.
+    ///
+    /// # Errors
+    /// That of `wait`, one that says that the buffer is none of these, and NCCL's own.
+    pub fn sum<E: From<Error>>(
+        &self,
+        buffer: &Tensor,
+        wait: impl FnMut() -> Result<(), E>,
+    ) -> Result<(), E> {
+        const WHAT: &str = "a sum";
+        if buffer.dtype() != DType::F32
+            || buffer.rank() != 1
+            || !buffer.is_contiguous()
+            || !buffer.device().same_device(&self.device)
+        {
+            return Err(Error::Msg(format!(
+                "metal-candle-kernels: nccl: cannot sum {:?} in {:?} on {:?}, expected contiguous (n) in F32 on the group's \
+                 GPU",
+                buffer.shape(),
+                buffer.dtype(),
+                buffer.device().location()
+            ))
+            .into());
+        }
+        let count = buffer.elem_count();
+        if count == 0 {
+            return Ok(());
+        }
+        refuse_in_recording("a sum over processes")?;
+        if self.comm.get().is_null() {
+            return Err(Error::Msg("metal-candle-kernels: nccl: the group has ended".into()).into());
+        }
+        let cuda = Cuda::on(&self.device)?;
+        let array = cuda.strided(buffer)?;
+        self.stream.context().bind_to_thread().w()?;
+        let (address, stream) = (array.pointer, self.stream.cu_stream());
+        // SAFETY: the buffer has so many numbers and lives until the stream is done with this, which is waited for.
+        let code = unsafe {
+            (self.library.all_reduce)(
+                address as *const _,
+                address as *mut _,
+                count,
+                FLOAT32,
+                SUM,
+                self.comm.get(),
+                stream.cast(),
+            )
+        };
+        if code != SUCCESS && code != IN_PROGRESS {
+            self.abort();
+            self.library.check(WHAT, code)?;
+        }
+        self.until(WHAT, wait, || {
+            // SAFETY: the stream is the device's, which lives.
+            match unsafe { cuStreamQuery(stream) } {
+                CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+                code => code.result().w().map(|()| true),
+            }
+        })
+    }
+
+    /// Looks until NCCL's last call has ended and then until `is_done`; ends the communicator's work on an error.
+    fn until<E: From<Error>>(
+        &self,
+        what: &str,
+        mut wait: impl FnMut() -> Result<(), E>,
+        is_done: impl Fn() -> Result<bool>,
+    ) -> Result<(), E> {
+        let begun = Instant::now();
+        let mut look = || -> Result<(), E> {
+            loop {
+                let mut state: c_int = SUCCESS;
+                // SAFETY: the communicator lives, and the place is one for a code.
+                let code = unsafe { (self.library.get_async_error)(self.comm.get(), &mut state) };
+                self.library.check(what, code)?;
+                match state {
+                    SUCCESS if is_done()? => return Ok(()),
+                    SUCCESS | IN_PROGRESS => {}
+                    failed => self.library.check(what, failed)?,
+                }
+                wait()?;
+                match begun.elapsed() < BUSY {
+                    true => std::thread::yield_now(),
+                    false => std::thread::sleep(REST),
+                }
+            }
+        };
+        let done = look();
+        if done.is_err() {
+            self.abort();
+        }
+        done
+    }
+
+    /// Ends what NCCL does for this process, also what waits for others.
+    fn abort(&self) {
+        let comm = self.comm.replace(std::ptr::null_mut());
+        if !comm.is_null() {
+            // What fails here has nobody to tell: the process has an error to end with, or is done.
+            // SAFETY: this frees the communicator, which nobody finds any more.
+            let _ = unsafe { (self.library.abort)(comm) };
+        }
+    }
+}
+
+impl Drop for Communicator {
+    /// All of its work was waited for, so nobody misses it; taking leave of the others in order could wait for them.
+    fn drop(&mut self) {
+        self.abort();
+    }
+}
+
+/// A number as NCCL has it.
+fn number(what: &str, number: usize) -> Result<c_int> {
+    match c_int::try_from(number) {
+        Ok(number) => Ok(number),
+        Err(_) => bail!("metal-candle-kernels: nccl: {number} {what} are too many"),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,72 @@
+use super::*;
+use candle_core::D;
+
+/// Nobody to wait for.
+fn wait() -> Result<()> {
+    Ok(())
+}
+
+fn alone() -> (Device, Communicator) {
+    let device = crate::testing::cuda();
+    let id = unique_id().unwrap();
+    let communicator = Communicator::join(&device, id, 0, 1, wait).unwrap();
+    (device, communicator)
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU and NCCL"]
+fn cuda_a_sum_of_one_is_its_own() {
+    let (device, communicator) = alone();
+    for count in [1usize, 1000, 1 << 20] {
+        let numbers = Tensor::randn(0f32, 1.0, count, &device).unwrap();
+        let expected = numbers.copy().unwrap();
+        communicator.sum(&numbers, wait).unwrap();
+        let difference = (numbers - expected).unwrap().abs().unwrap().max(D::Minus1).unwrap();
+        assert_eq!(difference.to_scalar::<f32>().unwrap(), 0.0);
+    }
+    communicator.sum(&Tensor::zeros(0, DType::F32, &device).unwrap(), wait).unwrap();
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU and NCCL"]
+fn cuda_what_is_no_flat_buffer_of_the_gpu_is_refused() {
+    let (device, communicator) = alone();
+    let flat = Tensor::zeros(8, DType::F32, &device).unwrap();
+    for wrong in [
+        flat.to_dtype(DType::BF16).unwrap(),
+        flat.reshape((2, 4)).unwrap(),
+        flat.reshape((4, 2)).unwrap().narrow(1, 0, 1).unwrap().squeeze(1).unwrap(),
+        flat.to_device(&Device::Cpu).unwrap(),
+    ] {
+        let error = communicator.sum(&wrong, wait).unwrap_err().to_string();
+        assert!(error.contains("expected contiguous (n) in F32"), "{error}");
+    }
+    communicator.sum(&flat, wait).unwrap();
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU and NCCL"]
+fn cuda_who_gives_up_waiting_for_others_ends() {
+    let device = crate::testing::cuda();
+    let id = unique_id().unwrap();
+    let begun = Instant::now();
+    let error = Communicator::join(&device, id, 0, 2, || match begun.elapsed().as_millis() {
+        0..200 => Ok(()),
+        _ => Err(Error::Msg("nobody came".into())),
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("nobody came"), "{error}");
+    // The device goes on.
+    let sum = Tensor::ones(8, DType::F32, &device).unwrap().sum_all().unwrap();
+    assert_eq!(sum.to_scalar::<f32>().unwrap(), 8.0);
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU and NCCL"]
+fn cuda_a_group_that_has_ended_says_so() {
+    let (device, communicator) = alone();
+    let flat = Tensor::zeros(1 << 20, DType::F32, &device).unwrap();
+    communicator.abort();
+    let error = communicator.sum(&flat, wait).unwrap_err().to_string();
+    assert!(error.contains("has ended"), "{error}");
+}
