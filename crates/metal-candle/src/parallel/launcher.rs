@@ -1,6 +1,8 @@
-//! What a launcher (`mpirun`, `srun`, `torchrun`) says of the processes that it has started, in their environment.
+//! What a launcher (`torchrun`, `mpirun`, `srun`, or `train --gpus`) says of the processes that it has started, in their
+//! environment.
 
 use crate::{Error, Result};
+use candle_core::Device;
 
 /// Processes that a launcher has started together, more than one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -11,8 +13,22 @@ pub struct Launched {
     pub rank: usize,
     /// How many are on this machine, where the launcher says.
     pub on_this_machine: Option<usize>,
+    /// This process's number on this machine, from 0, where the launcher says.
+    pub number_here: Option<usize>,
     launcher: &'static Launcher,
-    variable: &'static str,
+    /// Where they can find each other without MPI, if it is said.
+    pub(super) meeting: Option<Meeting>,
+}
+
+/// Where ranks that have no MPI find rank 0.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Meeting {
+    /// A host and a port there.
+    pub address: (String, u16),
+    /// The store of `torchrun` is there, in which rank 0 says its own port; otherwise rank 0 itself is.
+    pub is_store: bool,
+    /// What the processes of one start have in common.
+    pub word: String,
 }
 
 /// A program that starts several processes.
@@ -21,21 +37,40 @@ struct Launcher {
     name: &'static str,
     /// Whether its processes talk over MPI.
     speaks_mpi: bool,
-    /// The variables with the number of processes, the own number, and the number on this machine.
+    /// The variables with the number of processes and the own number, and with both on this machine.
     size: &'static str,
     rank: &'static str,
     on_this_machine: Option<&'static str>,
+    number_here: &'static str,
 }
+
+/// The variables that `train --gpus` sets for the processes that it starts.
+pub const SIZE: &str = "METAL_CANDLE_PROCESSES";
+/// The number of such a process.
+pub const RANK: &str = "METAL_CANDLE_RANK";
+/// Where rank 0 of them is to be found: a host and a port.
+pub const ADDRESS: &str = "METAL_CANDLE_ADDRESS";
+/// What they have in common, and nobody else has.
+pub const WORD: &str = "METAL_CANDLE_WORD";
 
 /// Those that are known. The first one that is found counts, as `mpirun` may be started where Slurm has its variables.
 /// Slurm's are those of a step: outside of `srun` a script has `SLURM_NTASKS` as well, and is one process.
 const LAUNCHERS: &[Launcher] = &[
+    Launcher {
+        name: "--gpus",
+        speaks_mpi: false,
+        size: SIZE,
+        rank: RANK,
+        on_this_machine: Some(SIZE),
+        number_here: RANK,
+    },
     Launcher {
         name: "mpirun",
         speaks_mpi: true,
         size: "OMPI_COMM_WORLD_SIZE",
         rank: "OMPI_COMM_WORLD_RANK",
         on_this_machine: Some("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        number_here: "OMPI_COMM_WORLD_LOCAL_RANK",
     },
     Launcher {
         name: "mpiexec",
@@ -43,13 +78,7 @@ const LAUNCHERS: &[Launcher] = &[
         size: "PMI_SIZE",
         rank: "PMI_RANK",
         on_this_machine: Some("MPI_LOCALNRANKS"),
-    },
-    Launcher {
-        name: "srun",
-        speaks_mpi: true,
-        size: "SLURM_STEP_NUM_TASKS",
-        rank: "SLURM_PROCID",
-        on_this_machine: None,
+        number_here: "MPI_LOCALRANKID",
     },
     Launcher {
         name: "torchrun",
@@ -57,8 +86,21 @@ const LAUNCHERS: &[Launcher] = &[
         size: "WORLD_SIZE",
         rank: "RANK",
         on_this_machine: Some("LOCAL_WORLD_SIZE"),
+        number_here: "LOCAL_RANK",
+    },
+    Launcher {
+        name: "srun",
+        speaks_mpi: true,
+        size: "SLURM_STEP_NUM_TASKS",
+        rank: "SLURM_PROCID",
+        on_this_machine: None,
+        number_here: "SLURM_LOCALID",
     },
 ];
+
+/// What else tells one start of processes from another.
+const WORDS: [&str; 5] =
+    [WORD, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID"];
 
 /// The processes that a launcher has started with this one; `None` where this is the only one.
 pub fn launched() -> Option<Launched> {
@@ -74,31 +116,85 @@ fn find(variable: &dyn Fn(&str) -> Option<String>) -> Option<Launched> {
         size,
         rank,
         on_this_machine: launcher.on_this_machine.and_then(number),
+        number_here: number(launcher.number_here),
         launcher,
-        variable: launcher.size,
+        meeting: meeting(variable),
     })
 }
 
+fn meeting(variable: &dyn Fn(&str) -> Option<String>) -> Option<Meeting> {
+    let own = || {
+        let address = variable(ADDRESS)?;
+        let (host, port) = address.rsplit_once(':')?;
+        Some((host.to_string(), port.parse().ok()?))
+    };
+    let torch = || Some((variable("MASTER_ADDR")?, variable("MASTER_PORT")?.trim().parse().ok()?));
+    let found = own();
+    let is_store = found.is_none()
+        && variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|word| word.trim() == "True");
+    let address = found.or_else(torch)?;
+    let words: Vec<String> = WORDS.iter().map(|name| variable(name).unwrap_or_default()).collect();
+    Some(Meeting { address, is_store, word: words.join("/") })
+}
+
 impl Launched {
-    /// That these processes can train together in this build.
+    /// Whether `train --gpus` has started this process.
+    pub fn is_own(&self) -> bool {
+        self.launcher.size == SIZE
+    }
+
+    /// That these processes can train together on such devices in this build.
     ///
     /// # Errors
     /// [`Error::Unsupported`] saying how to build, or what to start them with.
-    pub fn check(&self) -> Result<()> {
-        let Self { size, launcher, variable, .. } = self;
-        let found =
-            format!("{} has started {size} processes ({variable} is {size})", launcher.name);
-        if !launcher.speaks_mpi {
+    pub fn check(&self, device: &Device) -> Result<()> {
+        let found = self.found();
+        if device.is_metal() {
             return Err(Error::Unsupported(format!(
-                "{found}, and processes train together over MPI only: start them with mpirun or srun"
+                "{found}, and processes train together on NVIDIA GPUs and on CPUs only"
+            )));
+        }
+        if device.is_cuda() {
+            return match &self.meeting {
+                Some(_) => Ok(()),
+                None => Err(Error::Unsupported(format!(
+                    "{found}, and on GPUs they find each other by MASTER_ADDR and MASTER_PORT, which torchrun sets; set them \
+                     to the machine of rank 0 and a free port there"
+                ))),
+            };
+        }
+        if !self.launcher.speaks_mpi {
+            return Err(Error::Unsupported(format!(
+                "{found}, and on CPUs processes train together over MPI only: start them with mpirun or srun"
             )));
         }
         if !cfg!(feature = "mpi") {
             return Err(Error::Unsupported(format!(
-                "{found}, and this build trains in one; build with --features mpi, for which Open MPI has to be installed"
+                "{found}, and this build trains on CPUs in one; build with --features mpi, for which Open MPI has to be \
+                 installed"
             )));
         }
         Ok(())
+    }
+
+    /// Which of this machine's GPUs is this process's: one each. Where each process sees one only, it is its own.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] when there are fewer than processes, or the launcher doesn't say which process this is here.
+    pub fn gpu(&self, gpus: usize) -> Result<usize> {
+        let found = self.found();
+        match (gpus, self.number_here) {
+            (1, _) => Ok(0),
+            (_, Some(number)) if number < gpus => Ok(number),
+            (_, Some(number)) => Err(Error::Unsupported(format!(
+                "{found}, of which this is number {number} on its machine, counted from 0, and {gpus} GPUs are there: one is \
+                 needed for each"
+            ))),
+            (_, None) => Err(Error::Unsupported(format!(
+                "{found} without {}, which says which of this machine's {gpus} GPUs is this process's",
+                self.launcher.number_here
+            ))),
+        }
     }
 
     /// That this is for one process.
@@ -106,11 +202,12 @@ impl Launched {
     /// # Errors
     /// [`Error::Unsupported`] naming what it is.
     pub fn refuse(&self, what: &str) -> Result<()> {
-        let Self { size, launcher, variable, .. } = self;
-        Err(Error::Unsupported(format!(
-            "{what} runs in one process, and {} has started {size} ({variable} is {size})",
-            launcher.name
-        )))
+        Err(Error::Unsupported(format!("{what} runs in one process, and {}", self.found())))
+    }
+
+    fn found(&self) -> String {
+        let Self { size, launcher, .. } = self;
+        format!("{} has started {size} processes ({} is {size})", launcher.name, launcher.size)
     }
 }
 
@@ -145,24 +242,67 @@ mod tests {
         assert_eq!(found.on_this_machine, Some(2));
         let slurm = among(&[("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_PROCID", "1")]).unwrap();
         assert_eq!((slurm.launcher.name, slurm.size, slurm.on_this_machine), ("srun", 2, None));
+        let own = among(&[
+            (SIZE, "2"),
+            (RANK, "1"),
+            (ADDRESS, "127.0.0.1:4000"),
+            (WORD, "x"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+            ("OMPI_COMM_WORLD_SIZE", "4"),
+            ("OMPI_COMM_WORLD_RANK", "3"),
+        ])
+        .unwrap();
+        assert!(own.is_own() && own.size == 2 && own.rank == 1, "{own:?}");
+        let meeting = own.meeting.unwrap();
+        assert_eq!((meeting.address, meeting.is_store), (("127.0.0.1".into(), 4000), false));
     }
 
     #[test]
     fn what_cannot_run_together_is_told() {
+        let cpu = Device::Cpu;
         let torch = among(&[("WORLD_SIZE", "2"), ("RANK", "1")]).unwrap();
-        let told = torch.check().unwrap_err().to_string();
+        let told = torch.check(&cpu).unwrap_err().to_string();
         assert!(told.contains("torchrun has started 2 processes (WORLD_SIZE is 2)"), "{told}");
         assert!(told.contains("mpirun"), "{told}");
         let open_mpi =
             among(&[("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "0")]).unwrap();
         match cfg!(feature = "mpi") {
-            true => open_mpi.check().unwrap(),
+            true => open_mpi.check(&cpu).unwrap(),
             false => {
-                let told = open_mpi.check().unwrap_err().to_string();
+                let told = open_mpi.check(&cpu).unwrap_err().to_string();
                 assert!(told.contains("--features mpi"), "{told}");
             }
         }
         let told = open_mpi.refuse("demo").unwrap_err().to_string();
         assert!(told.contains("demo runs in one process"), "{told}");
+    }
+
+    #[test]
+    fn processes_find_each_other_and_have_a_gpu_each() {
+        let torch = |others: &[(&str, &str)]| {
+            let mut all = vec![("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "1")];
+            all.extend(others);
+            among(&all).unwrap()
+        };
+        assert_eq!(torch(&[]).meeting, None);
+        assert_eq!(torch(&[("MASTER_ADDR", "a"), ("MASTER_PORT", "99999")]).meeting, None);
+        let address = [("MASTER_ADDR", "a"), ("MASTER_PORT", "29500")];
+        let found = torch(&address).meeting.unwrap();
+        assert_eq!((found.address, found.is_store), (("a".into(), 29500), false));
+        let mut stored = address.to_vec();
+        stored.push(("TORCHELASTIC_USE_AGENT_STORE", "True"));
+        assert!(torch(&stored).meeting.unwrap().is_store);
+        // Another start of the same run has another word.
+        stored.push(("TORCHELASTIC_RESTART_COUNT", "1"));
+        assert_ne!(torch(&stored).meeting.unwrap().word, torch(&address).meeting.unwrap().word);
+
+        assert_eq!(torch(&[]).gpu(2).unwrap(), 1);
+        assert_eq!(torch(&[]).gpu(1).unwrap(), 0);
+        let fourth = among(&[("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "3")]).unwrap();
+        let told = fourth.gpu(2).unwrap_err().to_string();
+        assert!(told.contains("number 3") && told.contains("2 GPUs"), "{told}");
+        let slurm = among(&[("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_PROCID", "1")]).unwrap();
+        let told = slurm.gpu(2).unwrap_err().to_string();
+        assert!(told.contains("SLURM_LOCALID"), "{told}");
     }
 }

@@ -1,42 +1,56 @@
 //! This process as a member of the group that a launcher has started.
 
-use super::Group;
 use super::launcher::launched;
+use super::{Collectives, Group};
 use crate::Result;
+use candle_core::Device;
+use std::fmt::Debug;
 use std::time::Duration;
+
+/// How a process comes to the end of its part in a group.
+pub(super) trait Part: Collectives {
+    /// Leaves, once all others do.
+    fn leave(&self) -> Result<()>;
+
+    /// Waits until rank 0 has ended, or ended this process, but no longer than the limit.
+    fn outlast_root(&self, limit: Duration);
+
+    /// Makes all others end, where they wouldn't see by themselves that this one does.
+    fn abort(&self, code: u8);
+}
 
 /// This process's part in a group. It is joined once, by the thread that trains, and lasts as long as the process.
 #[derive(Debug, Default)]
-pub struct Member {
-    #[cfg(feature = "mpi")]
-    mpi: Option<super::mpi::Mpi>,
-}
+pub struct Member(Option<Box<dyn Part>>);
 
 impl Member {
-    /// Joins the group that a launcher has started, or is alone where there is none. No rank waits longer than `limit`
-    /// for another.
+    /// Joins the group that a launcher has started, with the device that this process computes on, or is alone where
+    /// there is none. No rank waits longer than `limit` for another.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) when the launcher's processes can't train together in this build.
-    pub fn join(limit: Duration) -> Result<Self> {
+    /// [`Error::Unsupported`](crate::Error::Unsupported) when the launcher's processes can't train together in this build
+    /// or on this device, [`Error::Rank`](crate::Error::Rank) when they don't find each other.
+    pub fn join(device: &Device, limit: Duration) -> Result<Self> {
         let Some(launched) = launched() else { return Ok(Self::default()) };
-        launched.check()?;
-        #[cfg(feature = "mpi")]
-        return Ok(Self { mpi: Some(super::mpi::Mpi::join(&launched, limit)?) });
-        #[cfg(not(feature = "mpi"))]
-        {
-            let _ = limit;
-            Ok(Self::default())
+        launched.check(device)?;
+        #[cfg(feature = "cuda")]
+        if device.is_cuda() {
+            return Ok(Self(Some(Box::new(super::nccl::Gpus::join(&launched, device, limit)?))));
         }
+        #[cfg(feature = "mpi")]
+        if device.is_cpu() {
+            return Ok(Self(Some(Box::new(super::mpi::Mpi::join(&launched, limit)?))));
+        }
+        let _ = limit;
+        Ok(Self::default())
     }
 
     /// The group.
     pub fn group(&self) -> Group<'_> {
-        #[cfg(feature = "mpi")]
-        if let Some(mpi) = &self.mpi {
-            return Group::new(mpi);
+        match &self.0 {
+            Some(part) => Group::new(&**part),
+            None => Group::default(),
         }
-        Group::default()
     }
 
     /// Leaves the group, once all others leave it.
@@ -44,20 +58,21 @@ impl Member {
     /// # Errors
     /// [`Error::Rank`](crate::Error::Rank) naming a rank that is lost.
     pub fn leave(&self) -> Result<()> {
-        #[cfg(feature = "mpi")]
-        if let Some(mpi) = &self.mpi {
-            return mpi.leave();
-        }
-        Ok(())
+        self.0.as_ref().map_or(Ok(()), |part| part.leave())
     }
 
-    /// Ends all processes of the group with this exit code, where there are others.
-    pub fn abort(&self, code: u8) {
-        #[cfg(feature = "mpi")]
-        if let Some(mpi) = &self.mpi {
-            mpi.abort(code);
+    /// Waits until rank 0, which has work to finish, has ended, or has ended this process. It takes no longer than
+    /// `limit`.
+    pub fn outlast_root(&self, limit: Duration) {
+        if let Some(part) = &self.0 {
+            part.outlast_root(limit);
         }
-        #[cfg(not(feature = "mpi"))]
-        let _ = code;
+    }
+
+    /// Ends all processes of the group, with this exit code where it can be given, once this one ends.
+    pub fn abort(&self, code: u8) {
+        if let Some(part) = &self.0 {
+            part.abort(code);
+        }
     }
 }

@@ -3,22 +3,35 @@
 //! Every process (a rank) has the whole model and reads all data in the same order. A batch is that of all ranks
 //! together: rank r of n takes the rows r, r + n, r + 2n of it, which differ little in length, as rows of a batch stand by
 //! length. The gradient of each row is divided by the target tokens of the whole step, as with accumulation, so what the
-//! ranks add up is the gradient of one process with the whole batch, but for the rounding of sums. Sums are made in the
-//! order of ranks, so the same number of ranks gives the same bits, and all ranks take the same step.
+//! ranks add up is the gradient of one process with the whole batch, but for the rounding of sums. Sums are made in an
+//! order that doesn't change from run to run, so the same number of ranks gives the same bits, and all ranks take the
+//! same step.
 //!
 //! [`Collectives`] is what a way to talk has to offer, [`Group`] what training asks of it. A group of one costs nothing.
 
 pub mod launcher;
+#[cfg(any(feature = "cuda", test))]
+mod meeting;
 mod member;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "cuda")]
+mod nccl;
+#[cfg(any(feature = "cuda", test))]
+mod tcp;
+#[cfg(any(feature = "cuda", test))]
+mod torch_store;
 
 pub use member::Member;
 
 use crate::data::BatchPlan;
+#[cfg(any(feature = "cuda", feature = "mpi", test))]
+use crate::hash::Hash;
 use crate::{Error, Result};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use std::fmt::Debug;
+#[cfg(any(feature = "cuda", feature = "mpi", test))]
+use std::time::{Duration, Instant};
 
 /// What ranks do together. Each calls the same functions in the same order, and none waits forever for another.
 pub trait Collectives: Debug {
@@ -34,11 +47,15 @@ pub trait Collectives: Debug {
     /// [`Error::Rank`] naming one that is lost, late, or elsewhere in the program.
     fn gather(&self, what: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>>;
 
-    /// Adds up the ranks' buffers `(n)` in f32, in place: each element is `((x₀ + x₁) + x₂) + …`, in the order of ranks.
+    /// Adds up the ranks' buffers `(n)` in f32, in place: each element in an order that is the same in every run, over MPI
+    /// `((x₀ + x₁) + x₂) + …`.
     ///
     /// # Errors
     /// As [`Self::gather`].
     fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()>;
+
+    /// Whether [`Self::sum`] takes buffers of this device.
+    fn takes(&self, device: &Device) -> bool;
 }
 
 /// The ranks that train together, as one of them sees them; by default there is no other.
@@ -164,6 +181,11 @@ impl<'a> Group<'a> {
         }
     }
 
+    /// Whether buffers of this device can be added up.
+    pub(crate) fn takes(self, device: &Device) -> bool {
+        self.0.is_none_or(|collectives| collectives.takes(device))
+    }
+
     /// Adds up a buffer, see [`Collectives::sum`].
     ///
     /// # Errors
@@ -176,6 +198,35 @@ impl<'a> Group<'a> {
 /// That a rank has given what doesn't belong here.
 pub(crate) fn elsewhere(rank: usize, what: &str) -> Error {
     Error::Rank { rank, message: format!("is at another place of the program than {what}") }
+}
+
+/// What a place of the program is known by.
+#[cfg(any(feature = "cuda", feature = "mpi", test))]
+fn place(what: &str) -> u64 {
+    let mut hash = Hash::new();
+    hash.add(what.as_bytes());
+    hash.finish()
+}
+
+/// How somebody waits who looks again and again: at first without rest, later with some between two looks.
+#[cfg(any(feature = "cuda", feature = "mpi", test))]
+struct Pause(Instant);
+
+#[cfg(any(feature = "cuda", feature = "mpi", test))]
+impl Pause {
+    const BUSY: Duration = Duration::from_millis(50);
+    const REST: Duration = Duration::from_micros(100);
+
+    fn new() -> Self {
+        Self(Instant::now())
+    }
+
+    fn rest(&mut self) {
+        match self.0.elapsed() < Self::BUSY {
+            true => std::thread::yield_now(),
+            false => std::thread::sleep(Self::REST),
+        }
+    }
 }
 
 #[cfg(test)]

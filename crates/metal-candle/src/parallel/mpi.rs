@@ -6,8 +6,8 @@
 //! error that names it.
 
 use super::launcher::Launched;
-use super::{Collectives, elsewhere};
-use crate::hash::Hash;
+use super::member::Part;
+use super::{Collectives, Pause, elsewhere, place};
 use crate::{Error, Result};
 use ::mpi::environment::{Threading, Universe, initialize_with_threading, processor_name};
 use ::mpi::ffi;
@@ -23,9 +23,6 @@ use std::time::{Duration, Instant};
 
 /// Elements that are added up at a time, which bounds the memory for messages.
 const PIECE: usize = 16 << 20;
-/// How long a rank looks for messages without rest, and how long it rests then between two looks.
-const BUSY: Duration = Duration::from_millis(50);
-const REST: Duration = Duration::from_micros(100);
 /// The tag of all messages: those between two ranks arrive in order.
 const TAG: c_int = 1;
 
@@ -76,20 +73,6 @@ impl Mpi {
         let hosts = mpi.gather("the start", host.as_bytes())?;
         mpi.hosts = hosts.iter().map(|host| String::from_utf8_lossy(host).into_owned()).collect();
         Ok(mpi)
-    }
-
-    /// Leaves MPI, once all ranks do.
-    pub fn leave(&self) -> Result<()> {
-        self.gather("the end", &[])?;
-        drop(self.universe.borrow_mut().take());
-        Ok(())
-    }
-
-    /// Ends all ranks.
-    pub fn abort(&self, code: u8) {
-        if self.universe.borrow().is_some() {
-            self.world.abort(c_int::from(code));
-        }
     }
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
@@ -153,6 +136,7 @@ impl Mpi {
     /// Waits for all of them, but no longer than the limit.
     fn wait<T>(&self, what: &str, transfers: &mut [Transfer<T>]) -> Result<()> {
         let begun = Instant::now();
+        let mut pause = Pause::new();
         loop {
             let mut late = None;
             for transfer in transfers.iter_mut().filter(|transfer| !transfer.done) {
@@ -174,10 +158,7 @@ impl Mpi {
                     ),
                 });
             }
-            match waited < BUSY {
-                true => std::thread::yield_now(),
-                false => std::thread::sleep(REST),
-            }
+            pause.rest();
         }
     }
 
@@ -250,6 +231,25 @@ impl Mpi {
     }
 }
 
+impl Part for Mpi {
+    fn leave(&self) -> Result<()> {
+        self.gather("the end", &[])?;
+        drop(self.universe.borrow_mut().take());
+        Ok(())
+    }
+
+    /// Rank 0 ends all.
+    fn outlast_root(&self, limit: Duration) {
+        std::thread::sleep(limit);
+    }
+
+    fn abort(&self, code: u8) {
+        if self.universe.borrow().is_some() {
+            self.world.abort(c_int::from(code));
+        }
+    }
+}
+
 impl Collectives for Mpi {
     fn rank(&self) -> usize {
         self.rank
@@ -260,9 +260,7 @@ impl Collectives for Mpi {
     }
 
     fn gather(&self, what: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let mut hash = Hash::new();
-        hash.add(what.as_bytes());
-        let place = hash.finish();
+        let place = place(what);
         let headers = self.exchange(what, vec![place, mine.len() as u64], |_| 2)?;
         let mut lengths = Vec::with_capacity(self.size);
         for (rank, header) in headers.iter().enumerate() {
@@ -278,7 +276,7 @@ impl Collectives for Mpi {
     }
 
     fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {
-        if buffer.dtype() != DType::F32 || !buffer.device().is_cpu() || buffer.rank() != 1 {
+        if buffer.dtype() != DType::F32 || !self.takes(buffer.device()) || buffer.rank() != 1 {
             return Err(Error::Unsupported(format!(
                 "a sum over MPI of {:?} in {:?} on {:?}, expected (n) of F32 on the CPU",
                 buffer.shape(),
@@ -294,6 +292,10 @@ impl Collectives for Mpi {
             buffer.slice_set(&sum, 0, start)?;
         }
         Ok(())
+    }
+
+    fn takes(&self, device: &Device) -> bool {
+        device.is_cpu()
     }
 }
 

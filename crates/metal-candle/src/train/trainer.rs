@@ -264,11 +264,13 @@ impl<'a> Trainer<'a> {
     /// shows samples; the others read checkpoints from the same folder.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a model that isn't on the CPU.
+    /// [`Error::Unsupported`] for a model on a device for which this group has no sums.
     pub fn with_group(mut self, group: Group<'a>) -> Result<Self> {
-        if group.size() > 1 && !self.model.device().is_cpu() {
+        let device = self.model.device();
+        if !group.takes(device) {
             return Err(Error::Unsupported(format!(
-                "{} processes on GPUs: they train together on CPUs only",
+                "a model on {:?} with {} processes that add up on other devices",
+                device.location(),
                 group.size()
             )));
         }
