@@ -119,11 +119,6 @@ fn main() -> ExitCode {
 const ELSEWHERE: &[(&str, &str)] = &[
     ("--do-sample", "tokens are drawn unless --temperature is 0"),
     ("--export-gguf", "a fused model is written as safetensors, which other tools convert"),
-    (
-        "--gpus",
-        "a run trains on one GPU, and several processes on CPUs only: mpirun -n 2 metal-candle train, in a build with \
-         --features mpi",
-    ),
     ("--gguf-path", "a fused model is written as safetensors, which other tools convert"),
     ("--load-in-4bit", "--quantize nf4 holds the weights in 4 bits"),
     ("--load-in-8bit", "--quantize int8 or q8_0 holds the weights in 8 bits"),
@@ -266,7 +261,10 @@ mod tests {
                 "unknown flag --learning_rat; did you mean --learning-rate?",
             ),
             ("generate --max-kv-size 4", "--max-kv-size: the cache grows"),
-            ("train --gpus 4", "--gpus: a run trains on one GPU"),
+            (
+                "train --gpus some",
+                "--gpus: is some, but `some` is neither a number from 1 on nor `all`",
+            ),
             (
                 "chat --chat-template-kwargs {x",
                 "--chat-template-kwargs: is {x, expected a JSON object such as {\"enable_thinking\": false}",

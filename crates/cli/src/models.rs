@@ -16,6 +16,7 @@ use metal_candle::adapter::{self, Adapter};
 use metal_candle::devices::{self, MetalMatmul};
 use metal_candle::hub::{self, Download, HubOptions};
 use metal_candle::model::{Model, Quantization};
+use metal_candle::parallel::launcher::Launched;
 use metal_candle::text::Tokenizer;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -246,12 +247,20 @@ fn choose(processor: Processor) -> Processor {
 
 /// The device, if this build has it.
 pub fn device(processor: Processor) -> anyhow::Result<Device> {
+    device_of(processor, None)
+}
+
+/// The device of this process, which may be one of several with a GPU each.
+pub fn device_of(processor: Processor, launched: Option<&Launched>) -> anyhow::Result<Device> {
     match choose(processor) {
         Processor::Auto | Processor::Cpu => Ok(Device::Cpu),
         Processor::Cuda if !cfg!(feature = "cuda") => {
             Err(usage("device: this build has no CUDA; use --device cpu"))
         }
-        Processor::Cuda => Ok(devices::cuda(0)?),
+        Processor::Cuda => {
+            let number = launched.map_or(Ok(0), |launched| launched.gpu(devices::cuda_count()));
+            Ok(devices::cuda(number.map_err(usage)?)?)
+        }
         Processor::Metal if !cfg!(feature = "metal") => {
             Err(usage("device: this build has no Metal; use --device cpu"))
         }

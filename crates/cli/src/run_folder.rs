@@ -6,6 +6,7 @@ use crate::models::same_folder;
 use crate::output::shell_word;
 use crate::settings::{FineTuneType, Settings};
 use anyhow::Context;
+use candle_core::Device;
 use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, MLX_WEIGHTS};
 use metal_candle::parallel::Group;
 use metal_candle::text::CHAT_TEMPLATE;
@@ -45,6 +46,8 @@ pub struct Start {
     pub overwrite: bool,
     /// Nothing is to be written.
     pub dry_run: bool,
+    /// Where this process computes, if that is open already; otherwise the settings say.
+    pub device: Option<Device>,
     /// The processes that train together.
     pub group: Group<'static>,
 }

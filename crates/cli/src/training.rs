@@ -98,7 +98,10 @@ impl Run {
         start: Start,
         terminal: Terminal,
     ) -> anyhow::Result<Self> {
-        let device = device(settings.device)?;
+        let device = match &start.device {
+            Some(device) => device.clone(),
+            None => device(settings.device)?,
+        };
         models::set_matmul(settings.matmul, &device)?;
         let dtype = models::dtype(settings.dtype, &device);
         let compute = models::describe_compute(settings.dtype, settings.base_compute, &device);

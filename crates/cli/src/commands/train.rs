@@ -2,10 +2,10 @@
 
 use crate::errors::{self, FAILURE, INTERRUPTED, SUCCESS, usage};
 use crate::interrupt;
-use crate::models::{quantizations, set_threads};
+use crate::models::{self, quantizations, set_threads};
 use crate::output::{self, Terminal, plural, say, shell_word};
 use crate::plot::terminal_curve;
-use crate::processes;
+use crate::processes::{self, Gpus, TIME_TO_SAVE};
 use crate::run_folder::{CONFIG, Resume, Start};
 use crate::settings::file::File;
 use crate::settings::{
@@ -30,9 +30,6 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How long rank 0 may take to save a checkpoint, once another rank is lost, before the rest ends the run.
-const TIME_TO_SAVE: Duration = Duration::from_secs(60);
-
 const EXAMPLES: &str = "\
 Examples:
   metal-candle train --model HuggingFaceTB/SmolLM2-135M-Instruct --data data/
@@ -42,6 +39,7 @@ Examples:
   metal-candle train -m model/ -d preferences.jsonl --objective dpo
   metal-candle train --resume --output adapters
   metal-candle train -c lora_config.yaml --resume=auto    # on a machine that may be taken away
+  metal-candle train -m model/ -d data/ --gpus all
 
 Every flag is a key of the YAML file too, with _ for -; flags win over the file. There `data` is a path, or a \
 list of paths and of mappings with path, weight, config, revision, split and the columns of that source; the flags \
@@ -77,7 +75,10 @@ pub struct Arguments {
     /// Report as one JSON object on stdout
     #[arg(long, help_heading = "Output")]
     json: bool,
-    /// Seconds that a process waits for another of those that mpirun or srun have started, before it ends the run
+    /// Train on so many NVIDIA GPUs of this machine, a process each with a batch of its own
+    #[arg(long, value_name = "N|all", help_heading = "Device")]
+    gpus: Option<Gpus>,
+    /// Seconds that one of several processes waits for another before it ends the run
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=604_800), help_heading = "Device")]
     collective_timeout: u64,
     // Last, as it gives the flags above other names.
@@ -471,20 +472,44 @@ fn rows_of_each(rows: usize, processes: usize) -> anyhow::Result<u64> {
 pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow::Result<u8> {
     let mut terminal = terminal(arguments.json);
     let launched = launched();
-    if let Some(launched) = &launched {
-        launched.check().map_err(usage)?;
-        terminal.quiet |= launched.rank > 0;
-    }
+    terminal.quiet |= launched.as_ref().is_some_and(|launched| launched.rank > 0);
     let (dry_run, limit) = (arguments.dry_run, Duration::from_secs(arguments.collective_timeout));
-    let processes = launched.as_ref().map_or(1, |launched| launched.size);
-    let (settings, mut start, notice) = settings(arguments, processes)?;
+    let gpus = match (&launched, arguments.gpus) {
+        (Some(launched), Some(_)) if !launched.is_own() => {
+            launched.refuse("--gpus").map_err(usage)?;
+            None
+        }
+        (None, Some(gpus)) => Some(gpus.count()?),
+        _ => None,
+    };
+    let processes = launched.as_ref().map_or(gpus.unwrap_or(1), |launched| launched.size);
+    let on_gpus = arguments.gpus.is_some();
+    let (mut settings, mut start, notice) = settings(arguments, processes)?;
+    if on_gpus {
+        settings.device = match settings.device {
+            Processor::Auto | Processor::Cuda => Processor::Cuda,
+            Processor::Cpu | Processor::Metal => {
+                return Err(usage(
+                    "--gpus: is for NVIDIA GPUs, and --device names another device; leave one out",
+                ));
+            }
+        };
+    }
+    if let Some(count) = gpus.filter(|count| *count > 1) {
+        return processes::start(count);
+    }
     if let Some(notice) = notice {
         terminal.note(notice);
     }
     set_threads(settings.threads.or_else(|| launched.as_ref().and_then(processes::threads)))?;
     interrupt::install()?;
+    let device = models::device_of(settings.device, launched.as_ref())?;
+    if let Some(launched) = &launched {
+        launched.check(&device).map_err(usage)?;
+    }
+    start.device = Some(device.clone());
     // It lasts as long as the process.
-    let member: &'static Member = Box::leak(Box::new(Member::join(limit)?));
+    let member: &'static Member = Box::leak(Box::new(Member::join(&device, limit)?));
     start.group = member.group();
     let group = start.group;
     let done = train(settings, start, dry_run, terminal)
@@ -496,8 +521,8 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         let of_another =
             matches!(error.downcast_ref(), Some(Error::Rank { rank, .. }) if *rank > 0);
         if of_another && !group.is_root() {
-            // Rank 0 finds the same, saves a checkpoint and ends this process.
-            std::thread::sleep(TIME_TO_SAVE);
+            // Rank 0 finds the same and saves a checkpoint. Some launchers end all when one ends.
+            member.outlast_root(TIME_TO_SAVE);
         }
         // The others would wait for this one.
         member.abort(errors::exit_code(error));
