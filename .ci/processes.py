@@ -1,14 +1,17 @@
-"""Trains the demo's model with several processes over MPI: `processes.py PROGRAM`, a build with the feature `mpi`.
+"""Trains the demo's model with several processes: `processes.py PROGRAM` over MPI, in a build with the feature `mpi`, and
+`processes.py PROGRAM --gpus N` on so many GPUs of this machine, in a build with CUDA.
 
 Several processes follow one with their batches together, and give the same bits every time; a run goes on with another
 number of them; and one that is killed, or stands still, ends the run with its name and leaves a checkpoint.
 """
 
+import argparse
 import array
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,26 +21,40 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "crates/cli/demo"
-PROGRAM = str(Path(sys.argv[1]).resolve())
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-STEPS = 40
 # Rows of a batch of all processes together; an epoch's shortest batch has fewer.
 ROWS = 12
+
+
+def arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program", type=lambda path: str(Path(path).resolve()))
+    parser.add_argument("--gpus", type=int, help="train on so many GPUs instead of over MPI")
+    return parser.parse_args()
+
+
+GIVEN = arguments()
+PROGRAM, GPUS = GIVEN.program, GIVEN.gpus
+COUNTS = [count for count in (2, 3, 4) if count <= (GPUS or 4)]
+# A GPU is faster, and is to be met while it trains.
+STEPS = 120 if GPUS else 40
 NEAR = 1e-6
 # Rewards are differences of larger numbers, and norms are of sums that cancel out in part.
 METRICS_NEAR = 1e-5
+RANK = b"METAL_CANDLE_RANK" if GPUS else b"OMPI_COMM_WORLD_RANK"
 
 
 def command(processes, output, *flags, batch=None):
     batch = ["--batch-size", str(batch or ROWS // processes)] if batch != 0 else []
-    start = [*MPIRUN, "-n", str(processes)] if processes > 1 else []
-    return [*start, PROGRAM, "train", "--output", str(output), *batch, *flags]
+    start = [*MPIRUN, "-n", str(processes)] if processes > 1 and not GPUS else []
+    gpus = ["--gpus", str(processes)] if GPUS else []
+    return [*start, PROGRAM, "train", "--output", str(output), *gpus, *batch, *flags]
 
 
 def settings(*flags, steps=STEPS, data="instructions", optimizer="sgd", learning_rate=0.005):
     return [
         *("--model", str(DEMO / "base"), "--data", str(DEMO / data)),
-        *("--device", "cpu", "--dtype", "f32", "--threads", "1", "--steps", str(steps), "--optimizer", optimizer),
+        *("--device", "cuda" if GPUS else "cpu", "--dtype", "f32", "--threads", "1", "--steps", str(steps), "--optimizer", optimizer),
         *("--learning-rate", str(learning_rate)),
         *("--report-every", "1", "--eval-every", "10", "--eval-batches", "3", "--save-every", "4"),
         *("--no-plot", "--no-tensorboard", *flags),
@@ -120,8 +137,8 @@ def assert_same(output, expected, what):
 
 
 def rank(launcher, number):
-    """The process of a rank below `mpirun`, once it has started."""
-    wanted = f"OMPI_COMM_WORLD_RANK={number}".encode()
+    """The process of a rank below what starts all, once it has started."""
+    wanted = RANK + f"={number}".encode()
     end = time.monotonic() + 60
     while time.monotonic() < end:
         for folder in Path("/proc").iterdir():
@@ -149,10 +166,10 @@ def until(output, step):
 
 
 def hit(arguments, output, number, with_signal, step, pause=True, limit=40):
-    """Starts a run, sends a rank a signal after a step, and gives how it ended."""
+    """Starts a run, sends a rank, or what has started all, a signal after a step, and gives how it ended."""
     launcher = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        process = rank(launcher.pid, number)
+        process = launcher.pid if number is None else rank(launcher.pid, number)
         until(output, step)
         time.sleep(random.random() * 0.05 * pause)
         begun = time.monotonic()
@@ -164,92 +181,178 @@ def hit(arguments, output, number, with_signal, step, pause=True, limit=40):
     return launcher.returncode, told, time.monotonic() - begun
 
 
+def several_follow_one(folder):
+    run(command(1, folder / "one", *settings()))
+    for processes in COUNTS:
+        output = folder / f"of-{processes}"
+        run(command(processes, output, *settings()))
+        assert_near(output, folder / "one", f"{processes} processes beside 1")
+
+
+def the_same_number_gives_the_same_bits(folder):
+    run(command(2, folder / "again", *settings()))
+    assert_same(folder / "again", folder / "of-2", "2 processes once more")
+
+
+def all_ways_to_make_a_step(folder):
+    pairs = preferences(
+        folder / "pairs",
+        lambda prompt, right, wrong: [{"prompt": prompt, "chosen": right, "rejected": wrong}],
+    )
+    labelled = preferences(
+        folder / "labelled",
+        lambda prompt, right, wrong: [
+            {"prompt": prompt, "completion": right, "label": True},
+            {"prompt": prompt, "completion": wrong, "label": False},
+        ],
+    )
+    for name, wanted in {
+        "accumulation": settings("--grad-accumulation", "3", steps=12),
+        "packing": settings("--packing", "--max-seq-length", "96", steps=12),
+        "adamw": settings(steps=12, optimizer="adamw", learning_rate=3e-4),
+        "checkpointing": settings("--grad-checkpoint", steps=12),
+        "dpo": settings("--objective", "dpo", "--precompute-ref-log-probs", steps=12, data=pairs),
+        "kto": settings("--objective", "kto", steps=12, data=labelled),
+        "orpo": settings("--objective", "orpo", "--grad-accumulation", "2", steps=12, data=pairs),
+        "full": settings("--fine-tune-type", "full", steps=6, learning_rate=0.001),
+    }.items():
+        pair = [folder / f"{name}-{processes}" for processes in (1, 2)]
+        for processes, output in zip((1, 2), pair):
+            run(command(processes, output, *wanted))
+        assert_near(pair[1], pair[0], name)
+
+
+def one_that_is_killed(folder):
+    """The run goes on with as many, more or fewer."""
+    for processes in (2, *COUNTS[1:], 1):
+        output = folder / f"killed-{processes}"
+        number = random.randrange(2)
+        code, told, seconds = hit(
+            command(2, output, *settings()), output, number, signal.SIGKILL, random.randint(5, 20)
+        )
+        assert code != 0 and f"rank {number}" in told, told
+        assert list((output / "checkpoints").glob("step-*")), told
+        if GPUS and number > 0:
+            assert_saved(output, told)
+        print(f"rank {number} killed: told and ended after {seconds:.1f} s", flush=True)
+        run(command(processes, output, "--resume", batch=0))
+        if processes == 2:
+            assert_same(output, folder / "of-2", "gone on with 2 processes")
+        else:
+            assert_near(output, folder / "one", f"gone on with {processes} processes")
+
+
+def one_that_stands_still(folder):
+    """In a step, and in an evaluation or about it. What has started it doesn't know."""
+    count = COUNTS[min(1, len(COUNTS) - 1)]
+    for step in (random.randint(12, 17), 10):
+        output = folder / f"stopped-{step}"
+        wanted = command(count, output, *settings("--collective-timeout", "2"))
+        code, told, seconds = hit(wanted, output, 1, signal.SIGSTOP, step, pause=step != 10)
+        assert code != 0 and "rank 1: didn't take part in" in told, told
+        assert_saved(output, told)
+        print(f"rank 1 stopped: told, saved and ended after {seconds:.1f} s", flush=True)
+        run(command(count, output, "--resume", batch=0))
+        assert_same(output, folder / f"of-{count}", f"gone on with {count} processes")
+
+
+def assert_saved(output, told):
+    """Nothing that all ranks did is lost."""
+    trained = max(event["step"] for event in metrics(output))
+    assert (output / f"checkpoints/step-{trained:08}").is_dir(), (trained, told)
+
+
+def one_that_is_asked_to_end(folder):
+    """All do, after the same step, with a checkpoint."""
+    output = folder / "ended"
+    code, told, _ = hit(command(2, output, *settings()), output, 1, signal.SIGTERM, 8)
+    assert code == 130, (code, told)
+    run(command(2, output, "--resume", batch=0))
+    assert_same(output, folder / "of-2", "asked to end, and gone on")
+
+
+def the_one_that_started_all_is_asked_to_end(folder):
+    if not GPUS:
+        return
+    for with_signal in (signal.SIGINT, signal.SIGKILL):
+        output = folder / f"started-{with_signal.name}"
+        code, told, _ = hit(command(2, output, *settings()), output, None, with_signal, 8)
+        if with_signal == signal.SIGINT:
+            assert code == 130, (code, told)
+        end = time.monotonic() + 60
+        while left() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not left()
+        run(command(2, output, "--resume", batch=0))
+        assert_same(output, folder / "of-2", f"{with_signal.name}, and gone on")
+
+
+def left():
+    """Ranks that are still there."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if RANK + b"=" in (folder / "environ").read_bytes():
+                found.append(folder.name)
+        except OSError:
+            pass
+    return found
+
+
+def by_torchrun(folder):
+    torchrun = shutil.which("torchrun")
+    if not GPUS or not torchrun:
+        return
+    output = folder / "by-torchrun"
+    start = [torchrun, "--standalone", "--nproc-per-node", "2", "--no-python"]
+    own = [word for word in command(2, output, *settings()) if word not in ("--gpus", "2")]
+    run([*start, *own])
+    assert_same(output, folder / "of-2", "started by torchrun")
+
+
+def what_cannot_be(folder):
+    output = folder / "of-2"
+    if GPUS:
+        told = run(command(1000, folder / "none", *settings()), expected=2)
+        assert f"1000 are asked for, and this machine has {GPUS}" in told, told
+        torchrun = {**os.environ, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+        own = [word for word in command(2, output, *settings()) if word not in ("--gpus", "2")]
+        done = subprocess.run(own, capture_output=True, text=True, env=torchrun)
+        assert done.returncode == 2 and "MASTER_ADDR and MASTER_PORT" in done.stderr, done.stderr
+        return
+    told = run(command(5, output, "--resume", batch=0), expected=2)
+    assert "12 rows, which 5 processes can't share equally; start 1 or 2 or 3 or 4 or 6 or 12" in told, told
+    told = run(command(2, output, "--resume", batch=12), expected=1)
+    assert "batch_size was 12 and is now 24" in told, told
+    torchrun = {**os.environ, "WORLD_SIZE": "2", "RANK": "0"}
+    done = subprocess.run(command(1, output, *settings()), capture_output=True, text=True, env=torchrun)
+    assert done.returncode == 2 and "start them with mpirun or srun" in done.stderr, done.stderr
+
+
 def main():
     seed = int(os.environ.get("SEED", time.time()))
     random.seed(seed)
     print(f"SEED={seed}")
+    failed = []
     with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        one = folder / "one"
-        run(command(1, one, *settings()))
-        for processes in (2, 3, 4):
-            output = folder / f"of-{processes}"
-            run(command(processes, output, *settings()))
-            assert_near(output, one, f"{processes} processes beside 1")
-        again = folder / "again"
-        run(command(2, again, *settings()))
-        assert_same(again, folder / "of-2", "2 processes once more")
-
-        # Other ways to make a step.
-        pairs = preferences(
-            folder / "pairs",
-            lambda prompt, right, wrong: [{"prompt": prompt, "chosen": right, "rejected": wrong}],
-        )
-        labelled = preferences(
-            folder / "labelled",
-            lambda prompt, right, wrong: [
-                {"prompt": prompt, "completion": right, "label": True},
-                {"prompt": prompt, "completion": wrong, "label": False},
-            ],
-        )
-        for name, wanted in {
-            "accumulation": settings("--grad-accumulation", "3", steps=12),
-            "packing": settings("--packing", "--max-seq-length", "96", steps=12),
-            "adamw": settings(steps=12, optimizer="adamw", learning_rate=3e-4),
-            "checkpointing": settings("--grad-checkpoint", steps=12),
-            "dpo": settings("--objective", "dpo", "--precompute-ref-log-probs", steps=12, data=pairs),
-            "kto": settings("--objective", "kto", steps=12, data=labelled),
-            "orpo": settings("--objective", "orpo", "--grad-accumulation", "2", steps=12, data=pairs),
-            "full": settings("--fine-tune-type", "full", steps=6, learning_rate=0.001),
-        }.items():
-            pair = [folder / f"{name}-{processes}" for processes in (1, 2)]
-            for processes, output in zip((1, 2), pair):
-                run(command(processes, output, *wanted))
-            assert_near(pair[1], pair[0], name)
-
-        # One rank is killed at some moment; the run goes on with as many, more or fewer.
-        for processes in (2, 4, 3, 1):
-            output = folder / f"killed-{processes}"
-            number = random.randrange(2)
-            code, told, seconds = hit(
-                command(2, output, *settings()), output, number, signal.SIGKILL, random.randint(5, 20)
-            )
-            assert code != 0 and f"rank {number}" in told, told
-            assert list((output / "checkpoints").glob("step-*")), told
-            print(f"rank {number} killed: told and ended after {seconds:.1f} s", flush=True)
-            run(command(processes, output, "--resume", batch=0))
-            if processes == 2:
-                assert_same(output, folder / "of-2", "gone on with 2 processes")
-            else:
-                assert_near(output, one, f"gone on with {processes} processes")
-
-        # One that stands still, of which mpirun doesn't know, in a step, and in an evaluation or about it.
-        for step in (random.randint(12, 17), 10):
-            output = folder / f"stopped-{step}"
-            arguments = command(3, output, *settings("--collective-timeout", "2"))
-            code, told, seconds = hit(arguments, output, 1, signal.SIGSTOP, step, pause=step != 10)
-            assert code != 0 and "rank 1: didn't take part in" in told, told
-            trained = max(event["step"] for event in metrics(output))
-            assert (output / f"checkpoints/step-{trained:08}").is_dir(), (trained, told)
-            print(f"rank 1 stopped: told, saved and ended after {seconds:.1f} s", flush=True)
-            run(command(3, output, "--resume", batch=0))
-            assert_same(output, folder / "of-3", "gone on with 3 processes")
-
-        # One that is asked to end: all do, after the same step, with a checkpoint.
-        output = folder / "ended"
-        code, told, _ = hit(command(2, output, *settings()), output, 1, signal.SIGTERM, 8)
-        assert code == 130, (code, told)
-        run(command(2, output, "--resume", batch=0))
-        assert_same(output, folder / "of-2", "asked to end, and gone on")
-
-        # What cannot be.
-        told = run(command(5, output, "--resume", batch=0), expected=2)
-        assert "12 rows, which 5 processes can't share equally; start 1 or 2 or 3 or 4 or 6 or 12" in told, told
-        told = run(command(2, output, "--resume", batch=12), expected=1)
-        assert "batch_size was 12 and is now 24" in told, told
-        torchrun = {**os.environ, "WORLD_SIZE": "2", "RANK": "0"}
-        done = subprocess.run(command(1, one, *settings()), capture_output=True, text=True, env=torchrun)
-        assert done.returncode == 2 and "start them with mpirun or srun" in done.stderr, done.stderr
+        for test in (
+            several_follow_one,
+            the_same_number_gives_the_same_bits,
+            by_torchrun,
+            all_ways_to_make_a_step,
+            one_that_is_killed,
+            one_that_stands_still,
+            one_that_is_asked_to_end,
+            the_one_that_started_all_is_asked_to_end,
+            what_cannot_be,
+        ):
+            try:
+                test(Path(folder))
+            except (AssertionError, OSError, subprocess.SubprocessError) as error:
+                failed.append(test.__name__)
+                print(f"{test.__name__}: FAILED: {error}", flush=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

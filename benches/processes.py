@@ -1,44 +1,50 @@
 #!/usr/bin/env python3
-"""How much of its speed training keeps over MPI: two processes of a thread each beside one of two threads.
+"""How much of its speed training keeps by several processes. All that is compared takes turns; the figure of a round is
+the median step of its log after the first ones.
 
-    python3 benches/processes.py target/release/metal-candle FOLDER [ROUNDS]
+    python3 benches/processes.py target/release/metal-candle FOLDER [--rounds N]
 
-trains a model of SmolLM2-135M's width with 10 layers on random weights, LoRA of rank 16 on all linears, 4 x 512
-tokens a step of all processes together. The two take turns; the figure of a round is the median step of its log after
-the first ones. The program is a build with the feature `mpi`. FOLDER takes 100 MB.
+over MPI on CPUs, in a build with the feature `mpi`: two processes of a thread each beside one of two threads. A model of
+SmolLM2-135M's width with 10 layers, 4 x 512 tokens a step of all processes together. FOLDER takes 100 MB.
+
+    python3 benches/processes.py target/release/metal-candle FOLDER --gpus 2 [--rounds N]
+
+over NCCL on the first two GPUs of a machine beside the first alone, in a build with CUDA: a model of Llama-3-8B's shape in
+bf16, 4 x 2048 tokens a step of each GPU. FOLDER takes 16 GB.
+
+Both have random weights, and LoRA of rank 16 on all linears.
 """
+import argparse
 import array
 import json
 import random
 import shutil
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
 DEMO = Path(__file__).resolve().parent.parent / "crates/cli/demo"
-ROWS, LENGTH, STEPS, FIRST = 4, 512, 16, 4
+FIRST = 4
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-SIDES = {
-    "1 process of 2 threads": ([], ROWS, 2),
-    "2 processes of 1 thread": ([*MPIRUN, "-n", "2"], ROWS // 2, 1),
-}
+SMALL = dict(hidden=576, inner=1536, layers=10, heads=9, keys=3, head=64, vocabulary=None, tied=True)
+LARGE = dict(hidden=4096, inner=14336, layers=32, heads=32, keys=8, head=128, vocabulary=128256, tied=False)
 
 
-def model(folder):
+def model(folder, hidden, inner, layers, heads, keys, head, vocabulary, tied):
     folder.mkdir(parents=True)
-    hidden, inner, layers, heads, keys, head = 576, 1536, 10, 9, 3, 64
-    vocabulary = json.loads((DEMO / "base/config.json").read_text())["vocab_size"]
+    vocabulary = vocabulary or json.loads((DEMO / "base/config.json").read_text())["vocab_size"]
     config = dict(
         architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", rms_norm_eps=1e-5,
-        max_position_embeddings=2048, rope_theta=10000.0, torch_dtype="float32", vocab_size=vocabulary,
+        max_position_embeddings=8192, rope_theta=10000.0, torch_dtype="bfloat16", vocab_size=vocabulary,
         hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=keys, head_dim=head, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
+        num_key_value_heads=keys, head_dim=head, attention_bias=False, mlp_bias=False, tie_word_embeddings=tied,
     )
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / "base" / name, folder)
     shapes = {"model.norm.weight": [hidden], "model.embed_tokens.weight": [vocabulary, hidden]}
+    if not tied:
+        shapes["lm_head.weight"] = [vocabulary, hidden]
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -49,39 +55,53 @@ def model(folder):
             ("mlp.gate_proj", inner, hidden), ("mlp.up_proj", inner, hidden), ("mlp.down_proj", hidden, inner),
         ):
             shapes[f"{prefix}{name}.weight"] = [out, into]
-    draw = random.Random(1)
-    numbers = [draw.gauss(0, 0.02) for _ in range(1 << 16)]
-    header, data = {}, []
+    header, end = {}, 0
     for name, shape in shapes.items():
-        values = [1.0] * shape[0] if len(shape) == 1 else draw.choices(numbers, k=shape[0] * shape[1])
-        begin = sum(map(len, data))
-        data.append(array.array("f", values).tobytes())
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, begin + len(data[-1])]}
+        begin, end = end, end + 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
     header = json.dumps(header).encode()
     header += b" " * (-len(header) % 8)
-    (folder / "model.safetensors").write_bytes(b"".join([len(header).to_bytes(8, "little"), header, *data]))
+    # A few million numbers, begun at another one for each matrix.
+    draw = random.Random(1)
+    numbers = bfloat16(draw.gauss(0, 0.02) for _ in range(1 << 16))
+    block = b"".join(numbers[2 * start :] + numbers[: 2 * start] for start in draw.choices(range(1 << 16), k=64))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for shape in shapes.values():
+            if len(shape) == 1:
+                file.write(bfloat16([1.0]) * shape[0])
+                continue
+            left, start = 2 * shape[0] * shape[1], 2 * draw.randrange(len(block) // 2)
+            while left > 0:
+                left -= file.write(block[start : start + left])
+                start = 0
 
 
-def examples(folder):
+def bfloat16(numbers):
+    """The upper halves of f32 numbers."""
+    return b"".join(array.array("f", [number]).tobytes()[2:] for number in numbers)
+
+
+def examples(folder, words):
     """Records longer than the rows."""
     draw = random.Random(1)
     lines = (DEMO / "instructions/train.jsonl").read_text().splitlines()
     texts = [" ".join(turn["content"] for turn in json.loads(line)["messages"]) for line in lines]
     folder.mkdir()
-    records = (json.dumps({"text": " ".join(draw.choices(texts, k=100))}) + "\n" for _ in range(100))
+    records = (json.dumps({"text": " ".join(draw.choices(texts, k=words))}) + "\n" for _ in range(100))
     (folder / "train.jsonl").write_text("".join(records))
 
 
-def tokens_per_second(program, folder, start, rows, threads):
+def tokens_per_second(program, folder, length, start, *flags):
     output = folder / "run"
     subprocess.run(
         [
             *start, program, "train", "--model", folder / "model", "--data", folder / "data", "--output", output,
-            *("--overwrite", "--device", "cpu", "--rank", "16", "--target-modules", "all-linear"),
-            *("--batch-size", str(rows), "--max-seq-length", str(LENGTH), "--threads", str(threads)),
-            *("--steps", str(STEPS), "--report-every", "1", "--no-plot", "--no-tensorboard", "--quiet"),
+            *("--overwrite", "--rank", "16", "--target-modules", "all-linear", "--save-every", "0"),
+            *("--max-seq-length", str(length), "--steps", "16", "--report-every", "1"),
+            *("--no-plot", "--no-tensorboard", "--quiet", *flags),
         ],
-        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        check=True, stdout=subprocess.DEVNULL,
     )
     events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     found = [event["processed_tokens_per_second"] for event in events if event["event"] == "train"]
@@ -89,21 +109,37 @@ def tokens_per_second(program, folder, start, rows, threads):
 
 
 def main():
-    program, folder = Path(sys.argv[1]).resolve(), Path(sys.argv[2])
-    rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 5
-    if not (folder / "model").is_dir():
-        model(folder / "model")
-        examples(folder / "data")
-    found = {name: [] for name in SIDES}
-    for number in range(rounds + 1):
-        for name, side in SIDES.items():
-            speed = tokens_per_second(program, folder, *side)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program", type=lambda path: Path(path).resolve())
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gpus", type=int)
+    given = parser.parse_args()
+    if given.gpus:
+        shape, length, times = LARGE, 2048, given.gpus
+        common = ("--device", "cuda", "--dtype", "bf16", "--batch-size", "4")
+        sides = {f"{count} of the GPUs": ([], *common, "--gpus", str(count)) for count in (1, given.gpus)}
+    else:
+        shape, length, times = SMALL, 512, 1
+        sides = {
+            "1 process of 2 threads": ([], "--device", "cpu", "--batch-size", "4", "--threads", "2"),
+            "2 processes of 1 thread": (
+                [*MPIRUN, "-n", "2"], "--device", "cpu", "--batch-size", "2", "--threads", "1"
+            ),
+        }
+    if not (given.folder / "data").is_dir():
+        model(given.folder / "model", **shape)
+        examples(given.folder / "data", length // 5)
+    found = {name: [] for name in sides}
+    for number in range(given.rounds + 1):
+        for name, side in sides.items():
+            speed = tokens_per_second(given.program, given.folder, length, *side)
             # The first round warms up.
             if number > 0:
                 found[name].append(speed)
-                print(f"round {number}, {name}: {speed:.0f} tokens/s", flush=True)
-    one, two = (statistics.median(speeds) for speeds in found.values())
-    print(f"medians: {one:.0f} and {two:.0f} tokens/s; efficiency {two / one:.1%}")
+            print(f"round {number}, {name}: {speed:.0f} tokens/s", flush=True)
+    one, several = (statistics.median(speeds) for speeds in found.values())
+    print(f"medians: {one:.0f} and {several:.0f} tokens/s; efficiency {several / one / times:.1%}")
 
 
 if __name__ == "__main__":
