@@ -10,8 +10,13 @@ serves a model of Llama-3-8B's shape on random weights, which PyTorch makes, and
   each share of the time that is given to training: tokens written and steps taken a second, and the time between two
   tokens of a stream.
 
+    python3 benches/serving.py target/release/metal-candle FOLDER --gpus 2
+
+asks a server with one GPU for 256 texts at once, and one with so many for 256 texts for each of them.
+
 Prompts share nothing. FOLDER takes 20 GB. Every figure is printed, and all of them at the end as JSON.
 """
+import argparse
 import http.client
 import json
 import random
@@ -155,8 +160,13 @@ def rate_of(server, job, work):
 
 
 def main():
-    program, folder, *shares = sys.argv[1:]
-    model = Path(folder) / "8b"
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("shares", nargs="*", default=["0.25", "0.5", "0.75"])
+    parser.add_argument("--gpus", type=int)
+    given = parser.parse_args()
+    program, model = given.program, given.folder / "8b"
     make(model)
     found = {}
 
@@ -164,6 +174,15 @@ def main():
         found[name] = value
         print(f"{name}: {value}", flush=True)
 
+    if given.gpus:
+        for count in (1, given.gpus):
+            server = Server(program, model, "--gpus", count)
+            tell(f"start with {count} GPUs, s", round(server.started, 1))
+            load(server, 256 * count, False)
+            for _ in range(3):
+                tell(f"{256 * count} requests of {count} GPUs", load(server, 256 * count, False))
+            server.stop()
+        return
     bench = f"bench --only serve --shape llama-3-8b --requests 256 --prompt {TOKENS_IN} --tokens {TOKENS_OUT} --device cuda"
     output = subprocess.run([program, *bench.split(), "--dtype", "bf16", "--json"], check=True, stdout=subprocess.PIPE)
     tell("engine alone, tokens/s", round(json.loads(output.stdout)["rows"][0]["tokens_per_second"]))
@@ -177,7 +196,7 @@ def main():
     job = begin_job(server)
     tell("job alone, steps/s", rate_of(server, job, lambda: time.sleep(10)))
     server.stop()
-    for share in shares or ["0.25", "0.5", "0.75"]:
+    for share in given.shares:
         server = Server(program, model, "--training-share", share)
         load(server, STREAMS, False)
         job = begin_job(server)

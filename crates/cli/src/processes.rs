@@ -4,6 +4,7 @@
 use crate::errors::{FAILURE, SUCCESS, usage};
 use crate::interrupt;
 use crate::output::{plural, say};
+use crate::settings::Processor;
 use anyhow::Context;
 use metal_candle::devices;
 use metal_candle::parallel::launcher::{self, Launched, launched};
@@ -19,7 +20,7 @@ pub const TIME_TO_SAVE: Duration = Duration::from_secs(60);
 /// How long it may take after that to say so and to end.
 const TIME_TO_END: Duration = Duration::from_secs(10);
 
-/// How many GPUs of this machine train together.
+/// How many GPUs of this machine work together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gpus {
     All,
@@ -57,6 +58,19 @@ impl Gpus {
             Self::Count(count) => {
                 Err(usage(format!("--gpus: {count} are asked for, and this machine has {found}")))
             }
+        }
+    }
+
+    /// The device for it.
+    ///
+    /// # Errors
+    /// When another one is asked for.
+    pub fn device(self, asked: Processor) -> anyhow::Result<Processor> {
+        match asked {
+            Processor::Auto | Processor::Cuda => Ok(Processor::Cuda),
+            Processor::Cpu | Processor::Metal => Err(usage(
+                "--gpus: is for NVIDIA GPUs, and --device names another device; leave one out",
+            )),
         }
     }
 }

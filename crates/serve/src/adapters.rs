@@ -4,6 +4,7 @@
 use crate::app::{App, Shared};
 use crate::error::{ApiError, Result};
 use crate::hub::Download;
+use crate::replicas::{Place, Replica};
 use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, MLX_WEIGHTS};
 use metal_candle::text::{Tokenizer, chat_template_in};
 use std::collections::BTreeMap;
@@ -19,7 +20,9 @@ const MOST_NAMED: usize = 100_000;
 pub struct Chosen {
     /// Its name, as it was asked for.
     pub name: String,
-    /// What the base is read with.
+    /// Where its texts are written.
+    pub place: Arc<Place>,
+    /// What the base is read with there.
     pub adapter: Option<Arc<Adapter>>,
     /// The base's tokenizer with the adapter's chat template, if it has one.
     pub tokenizer: Arc<Tokenizer>,
@@ -52,6 +55,8 @@ pub struct Adapters {
 type Ready = (Arc<Adapter>, Option<Arc<Tokenizer>>);
 
 struct Loaded {
+    /// The replica that it is for.
+    replica: usize,
     folder: PathBuf,
     version: Version,
     adapter: Arc<Adapter>,
@@ -78,7 +83,7 @@ impl App {
     pub async fn choose(self: &Shared, name: &str) -> Result<Chosen> {
         if self.is_base(name) {
             let (name, tokenizer) = (name.to_string(), self.tokenizer.clone());
-            return Ok(Chosen { name, adapter: None, tokenizer });
+            return Ok(Chosen { name, place: self.replicas.place(), adapter: None, tokenizer });
         }
         match self.known(name).await? {
             Some(chosen) => Ok(chosen),
@@ -95,11 +100,20 @@ impl App {
         let name = name.to_string();
         self.blocking(move |app| {
             let Some(folder) = app.folder_of(&name)? else { return Ok(None) };
-            let (adapter, tokenizer) = app.loaded(&folder)?;
+            let place = app.replicas.place();
+            let (adapter, tokenizer) = app.loaded(&place.replica, &folder)?;
             let tokenizer = tokenizer.unwrap_or_else(|| app.tokenizer.clone());
-            Ok(Some(Chosen { name, adapter: Some(adapter), tokenizer }))
+            Ok(Some(Chosen { name, place, adapter: Some(adapter), tokenizer }))
         })
         .await
+    }
+
+    /// The adapter of a folder, read now if it wasn't.
+    ///
+    /// # Errors
+    /// What is wrong with its files.
+    pub(crate) fn read_adapter(&self, folder: &Path) -> metal_candle::Result<()> {
+        self.loaded(&self.replicas.place().replica, folder).map(drop)
     }
 
     /// Whether a name is the base's.
@@ -176,7 +190,7 @@ impl App {
             let message = format!("lora_path: there is no {ADAPTER_CONFIG} in that folder");
             return Err(ApiError::invalid(message).about("lora_path"));
         }
-        self.loaded(folder)?;
+        self.read_adapter(folder)?;
         self.keep_name(name, folder)
     }
 
@@ -202,23 +216,20 @@ impl App {
         folder.is_some()
     }
 
-    /// The adapter of a folder, and a tokenizer with its chat template if it has one of its own.
-    ///
-    /// # Errors
-    /// What is wrong with its files.
-    pub(crate) fn loaded(&self, folder: &Path) -> metal_candle::Result<Ready> {
+    /// The adapter of a folder for a replica, and a tokenizer with its chat template if it has one of its own.
+    fn loaded(&self, replica: &Replica, folder: &Path) -> metal_candle::Result<Ready> {
         let version = version(folder);
-        if let Some(found) = self.adapters.find(folder, version) {
+        if let Some(found) = self.adapters.find(replica.index, folder, version) {
             return Ok(found);
         }
         let _reading = locked(&self.adapters.reading);
-        if let Some(found) = self.adapters.find(folder, version) {
+        if let Some(found) = self.adapters.find(replica.index, folder, version) {
             return Ok(found);
         }
         let adapter = {
-            let _turn = self.turns.hold();
-            let adapter = Adapter::load(&self.model, folder)?;
-            self.model.device().synchronize().map_err(metal_candle::Error::from)?;
+            let _turn = replica.turns.hold();
+            let adapter = Adapter::load(&replica.model, folder)?;
+            replica.model.device().synchronize().map_err(metal_candle::Error::from)?;
             Arc::new(adapter)
         };
         let tokenizer = match chat_template_in(folder)? {
@@ -230,20 +241,32 @@ impl App {
             None => None,
         };
         let mut loaded = locked(&self.adapters.loaded);
-        loaded.retain(|other| other.folder != folder);
-        let excess = (loaded.len() + 1).saturating_sub(self.options.max_adapters.max(1));
-        loaded.drain(..excess);
-        let (folder, of_text) = (folder.to_path_buf(), tokenizer.clone());
-        loaded.push(Loaded { folder, version, adapter: adapter.clone(), tokenizer: of_text });
+        let is_here = |other: &Loaded| other.replica == replica.index;
+        loaded.retain(|other| !is_here(other) || other.folder != folder);
+        let here = loaded.iter().filter(|other| is_here(other)).count();
+        if here >= self.options.max_adapters.max(1)
+            && let Some(oldest) = loaded.iter().position(is_here)
+        {
+            loaded.remove(oldest);
+        }
+        loaded.push(Loaded {
+            replica: replica.index,
+            folder: folder.to_path_buf(),
+            version,
+            adapter: adapter.clone(),
+            tokenizer: tokenizer.clone(),
+        });
         Ok((adapter, tokenizer))
     }
 }
 
 impl Adapters {
     /// One that is loaded and whose files are the same, which becomes the most recently used.
-    fn find(&self, folder: &Path, version: Version) -> Option<Ready> {
+    fn find(&self, replica: usize, folder: &Path, version: Version) -> Option<Ready> {
         let mut loaded = locked(&self.loaded);
-        let place = loaded.iter().position(|it| it.folder == folder && it.version == version)?;
+        let is_it =
+            |it: &Loaded| it.replica == replica && it.folder == folder && it.version == version;
+        let place = loaded.iter().position(is_it)?;
         let found = loaded.remove(place);
         let result = (found.adapter.clone(), found.tokenizer.clone());
         loaded.push(found);

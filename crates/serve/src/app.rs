@@ -5,9 +5,9 @@ use crate::error::{ApiError, Result};
 use crate::keys::Gate;
 use crate::metrics::Metrics;
 use crate::options::Options;
+use crate::replicas::Replicas;
 use crate::store::Store;
 use chrono::Utc;
-use metal_candle::engine::Handle;
 use metal_candle::generate::{GenerateOptions, Grammars};
 use metal_candle::model::Model;
 use metal_candle::text::Tokenizer;
@@ -19,8 +19,12 @@ use tokio::sync::Semaphore;
 
 /// What all requests share.
 pub struct App {
-    /// The frozen base.
+    /// The frozen base, as the first replica has it: what isn't written as a text is computed there.
     pub model: Arc<Model>,
+    /// Whose turn it is there: what computes outside of the engine holds one.
+    pub turns: Arc<Turns>,
+    /// The base on each device, and what writes texts there.
+    pub replicas: Replicas,
     /// Where its files are.
     pub folder: PathBuf,
     /// When the server was started, in seconds since 1970.
@@ -31,10 +35,6 @@ pub struct App {
     pub variables: Map<String, Value>,
     /// How texts are drawn where a request doesn't say.
     pub defaults: GenerateOptions,
-    /// What writes texts.
-    pub engine: Handle,
-    /// Whose turn it is on the device: what computes outside of the engine holds one.
-    pub turns: Arc<Turns>,
     /// What may be written where a request has a schema; `None` where the tokenizer doesn't allow for it.
     pub grammars: Option<Arc<Grammars>>,
     /// Adapters by name.

@@ -10,7 +10,7 @@ pub fn length(app: &App) -> usize {
 }
 
 /// How many tokens are written after a prompt at most: as many as `asked` for by a field, or else as the model's context
-/// and the engine's cache have room for. Waits for the engine's step.
+/// and the engine's cache have room for.
 ///
 /// # Errors
 /// A 400 that names `prompt`, the field of the prompt, or the field that asks for too many.
@@ -39,13 +39,8 @@ pub fn room(
         }
         Some((_, most)) => Ok(most),
         None => {
-            let cache = match app.options.engine.cache_tokens {
-                Some(tokens) => tokens,
-                None => {
-                    let statistics = app.engine.statistics().map_err(ApiError::internal)?;
-                    statistics.blocks * app.options.engine.block_size
-                }
-            };
+            let cache =
+                app.options.engine.cache_tokens.unwrap_or_else(|| app.replicas.cache_tokens());
             match left.min(cache.saturating_sub(tokens)) {
                 0 => {
                     let what =

@@ -6,6 +6,7 @@ use crate::app::{App, Shared};
 use crate::constraint::{Constraint, about, grammars};
 use crate::context;
 use crate::error::{ApiError, Result};
+use crate::replicas::Place;
 use crate::sampling::Sampling;
 use crate::tools::{self, Choice, Forced, Format, Markers, Parser, Part, Thinking, Tool};
 use crate::words::{Word, Words, finite};
@@ -14,6 +15,7 @@ use metal_candle::generate::{FinishReason, Grammar, Piece};
 use metal_candle::text::{ChatTemplate, Message, RenderOptions, Tokenizer};
 use serde::Serialize;
 use serde_json::{Map, Value};
+use std::sync::Arc;
 
 /// Messages of a conversation, at most.
 pub const MOST_MESSAGES: usize = 4096;
@@ -46,6 +48,8 @@ pub struct Conversation {
 /// What the engine is asked, and how its answers are read.
 #[derive(Debug)]
 pub struct Prepared {
+    /// Where they are written.
+    pub place: Arc<Place>,
     /// A request for each choice.
     pub requests: Vec<Request>,
     /// What reads each choice.
@@ -176,7 +180,7 @@ impl Conversation {
                 ..Request::default()
             });
         }
-        Ok(Prepared { requests, replies, prompt_tokens })
+        Ok(Prepared { place: chosen.place.clone(), requests, replies, prompt_tokens })
     }
 
     fn grammar(

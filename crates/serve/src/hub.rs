@@ -78,7 +78,7 @@ fn bring(app: &App, name: &str, options: &HubAdapters) -> Result<()> {
     let (id, revision) = parse_adapter(name).ok_or_else(|| ApiError::no_model(name))?;
     let found = resolve_adapter_with(id, revision, options.max_bytes, &options.hub, &mut |_| {});
     let folder = found.map_err(|error| refusal(app, &error))?;
-    app.loaded(&folder).map_err(|error| refusal(app, &error))?;
+    app.read_adapter(&folder).map_err(|error| refusal(app, &error))?;
     app.keep_name(name, &folder)
 }
 

@@ -24,6 +24,7 @@ mod jobs;
 pub mod keys;
 mod metrics;
 mod options;
+mod replicas;
 mod sampling;
 mod server;
 mod store;

@@ -7,6 +7,7 @@ use crate::jobs::Jobs;
 use crate::keys::Gate;
 use crate::metrics::Metrics;
 use crate::options::Options;
+use crate::replicas::Replicas;
 use crate::store::Store;
 use crate::{api, descriptors, keys, tls, web};
 use axum::Router;
@@ -19,11 +20,9 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
-use metal_candle::engine::Handle;
 use metal_candle::generate::{GenerateOptions, Grammars};
 use metal_candle::model::Model;
 use metal_candle::text::Tokenizer;
-use metal_candle::turns::Turns;
 use metal_candle::{Error, Result};
 use serde_json::{Map, Value};
 use std::any::Any;
@@ -47,6 +46,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 pub struct Base {
     /// The frozen model.
     pub model: Arc<Model>,
+    /// The same model on other devices, each of which writes texts, too.
+    pub replicas: Vec<Arc<Model>>,
     /// Its tokenizer, with the chat template that is used.
     pub tokenizer: Tokenizer,
     /// Where its files are.
@@ -92,11 +93,8 @@ impl Server {
         if let Err(error) = &grammars {
             tracing::warn!("{error}; texts can't be made to follow a schema");
         }
-        let turns = Turns::new(options.training_share);
         let tokenizer = Arc::new(base.tokenizer);
-        let mut engine = options.engine.clone();
-        engine.turns = Some(turns.clone());
-        let engine = Handle::start(&base.model, Some(tokenizer.clone()), engine)?;
+        let replicas = Replicas::start(&base.model, &base.replicas, &tokenizer, &options)?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(
                 std::thread::available_parallelism().map_or(2, |cores| cores.get().min(4)),
@@ -118,8 +116,8 @@ impl Server {
             tokenizer,
             variables: base.variables,
             defaults: base.defaults,
-            engine,
-            turns,
+            turns: replicas.first.turns.clone(),
+            replicas,
             grammars: grammars.ok().map(Arc::new),
             adapters: Adapters::default(),
             store,

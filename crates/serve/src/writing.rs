@@ -6,6 +6,7 @@
 
 use crate::app::Shared;
 use crate::error::{ApiError, Result};
+use crate::replicas::Place;
 use axum::http::{HeaderName, HeaderValue};
 use axum::response::sse::{Event as ServerEvent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
@@ -17,6 +18,7 @@ use serde::Serialize;
 use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
 use std::future::Future;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
@@ -46,6 +48,7 @@ pub enum Written {
 /// The texts of some requests, told as they are written.
 pub struct Texts {
     app: Shared,
+    place: Arc<Place>,
     waiting: VecDeque<(usize, Request)>,
     under_way: HashMap<usize, UnderWay>,
     sender: UnboundedSender<(usize, Event)>,
@@ -87,14 +90,16 @@ impl Drop for Caller {
 }
 
 impl Texts {
-    /// Begins to write, and waits until the first token is there, or the engine has refused.
+    /// Begins to write at this place, and waits until the first token is there, or the engine has refused.
     ///
     /// # Errors
     /// What the engine says of a request that it can't write.
-    pub async fn begin(app: &Shared, requests: Vec<Request>) -> Result<Self> {
+    pub async fn begin(app: &Shared, place: Arc<Place>, requests: Vec<Request>) -> Result<Self> {
+        place.add(requests.len().saturating_sub(1));
         let (sender, events) = mpsc::unbounded_channel();
         let mut texts = Self {
             app: app.clone(),
+            place,
             waiting: requests.into_iter().enumerate().collect(),
             under_way: HashMap::new(),
             sender,
@@ -114,7 +119,8 @@ impl Texts {
             && let Some((index, request)) = self.waiting.pop_front()
         {
             let mut caller = Caller { index, sender: self.sender.clone(), ended: false };
-            let ticket = self.app.engine.submit_to(request, move |event| caller.tell(event));
+            let engine = &self.place.replica.engine;
+            let ticket = engine.submit_to(request, move |event| caller.tell(event));
             let begun = Instant::now();
             let under_way = UnderWay { _ticket: ticket, begun, first_token: None };
             self.under_way.insert(index, under_way);

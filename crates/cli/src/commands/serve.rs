@@ -2,17 +2,20 @@
 
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
-use crate::models::{Runtime, Source, set_threads};
+use crate::models::{self, Runtime, Source, set_threads};
 use crate::output::Terminal;
+use crate::processes::Gpus;
 use crate::sampling;
 use crate::template::TemplateFlags;
 use anyhow::Context;
 use clap::Args;
+use metal_candle::devices;
 use metal_candle::engine::EngineOptions;
 use metal_candle::hub::HubOptions;
 use metal_candle_serve::{Base, HubAdapters, Options, Server, Tls};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -21,6 +24,7 @@ Examples:
   metal-candle serve --model model/
   metal-candle serve --model owner/name --adapters adapters/ --port 8000
   METAL_CANDLE_API_KEY=... metal-candle serve --model model/ --host 0.0.0.0
+  metal-candle serve --model model/ --gpus all
 
 Clients are given the address with /v1 behind it as their base URL. A browser is shown a page there.";
 
@@ -114,6 +118,9 @@ pub struct Arguments {
     /// Tokens to guess after the last of a text and to read together with it, while few texts are written
     #[arg(long, value_name = "N", default_value_t = EngineOptions::default().draft_tokens, help_heading = "Engine")]
     draft_tokens: usize,
+    /// Write texts on so many NVIDIA GPUs of this machine, with the whole model on each; fine-tuning takes the first
+    #[arg(long, value_name = "N|all", help_heading = "Device")]
+    gpus: Option<Gpus>,
     #[command(flatten)]
     template: TemplateFlags,
     #[command(flatten)]
@@ -186,7 +193,14 @@ fn name_of(model: &str) -> String {
 }
 
 /// Serves until it is told to stop.
-pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
+pub fn run(mut arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
+    let gpus = match arguments.gpus {
+        None => 1,
+        Some(gpus) => {
+            arguments.runtime.device = gpus.device(arguments.runtime.device)?;
+            gpus.count()?
+        }
+    };
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
     let options = arguments.options()?;
@@ -196,7 +210,17 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
         adapter: None,
     };
     let loaded = source.load(&arguments.runtime, &arguments.template, terminal)?;
+    let mut replicas = Vec::new();
+    for number in 1..gpus {
+        replicas.push(Arc::new(models::load(
+            &loaded.folder,
+            loaded.model.dtype(),
+            &devices::cuda(number)?,
+            arguments.runtime.quantization()?,
+        )?));
+    }
     let base = Base {
+        replicas,
         defaults: sampling::defaults(&loaded.folder)?,
         model: loaded.model,
         tokenizer: loaded.tokenizer,

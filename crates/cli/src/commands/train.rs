@@ -483,17 +483,10 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         _ => None,
     };
     let processes = launched.as_ref().map_or(gpus.unwrap_or(1), |launched| launched.size);
-    let on_gpus = arguments.gpus.is_some();
+    let asked = arguments.gpus;
     let (mut settings, mut start, notice) = settings(arguments, processes)?;
-    if on_gpus {
-        settings.device = match settings.device {
-            Processor::Auto | Processor::Cuda => Processor::Cuda,
-            Processor::Cpu | Processor::Metal => {
-                return Err(usage(
-                    "--gpus: is for NVIDIA GPUs, and --device names another device; leave one out",
-                ));
-            }
-        };
+    if let Some(gpus) = asked {
+        settings.device = gpus.device(settings.device)?;
     }
     if let Some(count) = gpus.filter(|count| *count > 1) {
         return processes::start(count);

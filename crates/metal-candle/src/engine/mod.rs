@@ -163,7 +163,7 @@ pub struct Finished {
 }
 
 /// What an engine is busy with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Requests that wait.
     pub waiting: usize,

@@ -89,9 +89,10 @@ async fn complete(
     let streaming = request.streaming()?;
     let chosen = app.choose(&request.model).await?;
     let head = Head { id: new_id("cmpl-"), created: now(), model: chosen.name.clone() };
+    let place = chosen.place.clone();
     let Prepared { requests, lines, choices } =
         app.blocking(move |app| request.prepare(app, &chosen)).await?;
-    let texts = Texts::begin(&app, requests).await?;
+    let texts = Texts::begin(&app, place, requests).await?;
     match streaming {
         None => whole(texts, lines, choices, &head).await,
         Some(usage) => Ok(stream(&app, |out| tell(out, texts, lines, choices, head, usage))),

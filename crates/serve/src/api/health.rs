@@ -15,15 +15,15 @@ pub fn routes() -> Router<Shared> {
         .route("/metrics", get(metrics))
 }
 
-/// That the engine's thread lives; it may be busy with a step.
+/// That all engines' threads live; they may be busy with a step.
 async fn health(State(app): State<Shared>) -> Result<()> {
-    app.blocking(|app| app.engine.statistics().map(drop).map_err(ApiError::internal)).await
+    app.blocking(|app| app.replicas.statistics().map(drop).map_err(ApiError::internal)).await
 }
 
 async fn metrics(State(app): State<Shared>) -> Result<impl IntoResponse> {
     let text = app
         .blocking(|app| {
-            let statistics = app.engine.statistics().map_err(ApiError::internal)?;
+            let statistics = app.replicas.statistics().map_err(ApiError::internal)?;
             Ok(app.metrics.text(&statistics, &app.options.model_name, app.adapters.count()))
         })
         .await?;

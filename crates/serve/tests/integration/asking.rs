@@ -46,6 +46,7 @@ impl Running {
         }
         let base = Base {
             model: Arc::new(Model::load(&folder, DType::F32, &Device::Cpu).unwrap()),
+            replicas: Vec::new(),
             tokenizer,
             folder,
             variables: Map::new(),

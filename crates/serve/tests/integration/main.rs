@@ -7,6 +7,7 @@ mod jobs;
 mod leaving;
 mod markers;
 mod protocols;
+mod replicas;
 mod texts;
 mod thoughts;
 mod tokens;

@@ -145,7 +145,7 @@ async fn messages(State(app): State<Shared>, request: Asked) -> Result<Response,
     let read = move |tokenizer: &Tokenizer| request.conversation(tokenizer);
     let prepared = Conversation::prepared(&app, &model, read).await?;
     let head = Head { id: new_id("msg_"), model, prompt_tokens: prepared.prompt_tokens, stop };
-    let texts = Texts::begin(&app, prepared.requests).await?;
+    let texts = Texts::begin(&app, prepared.place, prepared.requests).await?;
     let mut replies = prepared.replies;
     // A request without a number of choices has one.
     let reply = replies.pop().ok_or_else(|| ApiError::internal("there is no choice"))?;

@@ -29,8 +29,15 @@ pub fn serve(data: &Path) -> Server {
 
 /// As [`serve`], with other options.
 pub fn serve_with(data: &Path, change: impl FnOnce(&mut Options)) -> Server {
+    serve_replicas(data, 1, change)
+}
+
+/// As [`serve_with`], with so many engines.
+pub fn serve_replicas(data: &Path, count: usize, change: impl FnOnce(&mut Options)) -> Server {
+    let model = Arc::new(model());
     let base = Base {
-        model: Arc::new(model()),
+        replicas: vec![model.clone(); count - 1],
+        model,
         tokenizer: Tokenizer::load(&demo("base")).unwrap(),
         folder: demo("base"),
         variables: Map::new(),

@@ -1,0 +1,115 @@
+//! One base with several engines behind one address.
+
+use crate::jobs::client::{Client, lines, model, serve_replicas, serve_with};
+use candle_core::Tensor;
+use metal_candle::adapter::{Adapter, LoraConfig};
+use metal_candle_serve::Options;
+use serde_json::{Value, json};
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+
+const ENGINES: usize = 3;
+
+/// A folder of adapters with one in it that changes what the model writes.
+fn adapters(place: &Path) {
+    let model = Arc::new(model());
+    let adapter = Adapter::new(&model, &LoraConfig::default(), 1).unwrap();
+    let values = adapter.parameters().values();
+    let random = Tensor::randn(0f32, 0.1, values.shape(), values.device()).unwrap();
+    adapter.files(&model, "demo", None).unwrap().write(place.join("other"), &random).unwrap();
+}
+
+fn text(client: &Client, model: &str, prompt: &str) -> Value {
+    let request = json!({"model": model, "prompt": prompt, "max_tokens": 20, "temperature": 0,
+        "logprobs": 1});
+    let (status, answer) = client.post("/v1/completions", &request);
+    assert_eq!(status, 200, "{answer}");
+    answer["choices"][0].clone()
+}
+
+fn figure(client: &Client, name: &str) -> f64 {
+    let (status, figures) = client.bytes("/metrics");
+    assert_eq!(status, 200);
+    let figures = String::from_utf8(figures).unwrap();
+    let line = figures.lines().find(|line| line.starts_with(name));
+    let line = line.unwrap_or_else(|| panic!("no {name} in {figures}"));
+    line.rsplit(' ').next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn requests_at_once_are_written_by_all_engines_with_the_same_texts() {
+    let place = tempfile::tempdir().unwrap();
+    adapters(place.path());
+    let change = |options: &mut Options| {
+        options.adapters = Some(place.path().into());
+        options.engine.cache_tokens = Some(8192);
+    };
+    let data: Vec<_> = (0..2).map(|_| tempfile::tempdir().unwrap()).collect();
+    let one = serve_with(data[0].path(), change);
+    let several = serve_replicas(data[1].path(), ENGINES, change);
+    let (one, many) = (Client::of(&one), Client::of(&several));
+
+    let prompts = ["Once", "The number of legs of a", "Please name the opposite of"];
+    let asked = || ["demo", "other"].into_iter().flat_map(|model| prompts.map(|it| (model, it)));
+    let expected: Vec<Value> = asked().map(|(model, it)| text(&one, model, it)).collect();
+    assert_ne!(expected[0]["text"], expected[3]["text"]);
+
+    // Each of these is under way until it is left, so each has an engine of its own.
+    let held: Vec<TcpStream> = (0..ENGINES)
+        .map(|_| {
+            let request = json!({"model": "other", "prompt": "Once", "max_tokens": 100,
+                "n": 128, "ignore_eos": true, "temperature": 1, "stream": true})
+            .to_string();
+            let mut stream = TcpStream::connect(several.address()).unwrap();
+            let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json";
+            write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n{request}", request.len()).unwrap();
+            stream.read_exact(&mut [0; 500]).unwrap();
+            stream
+        })
+        .collect();
+    assert_eq!(figure(&many, "adapters_loaded"), ENGINES as f64);
+    let blocks = figure(&many, "vllm:kv_cache_usage_perc");
+    assert!(blocks > 0.0 && blocks <= 1.0, "{blocks}");
+    drop(held);
+
+    thread::scope(|scope| {
+        for _ in 0..2 * ENGINES {
+            scope.spawn(|| {
+                for ((model, prompt), expected) in asked().zip(&expected) {
+                    let found = text(&many, model, prompt);
+                    assert_eq!(
+                        (&found["text"], &found["logprobs"]),
+                        (&expected["text"], &expected["logprobs"])
+                    );
+                }
+            });
+        }
+    });
+    // One that is unloaded, is so everywhere; and what changes is read again everywhere.
+    let loaded = json!({"lora_name": "named", "lora_path": place.path().join("other")});
+    assert_eq!(many.status("/v1/load_lora_adapter", &loaded), 200);
+    assert_eq!(many.status("/v1/unload_lora_adapter", &json!({"lora_name": "named"})), 200);
+    assert_eq!(figure(&many, "adapters_loaded"), 0.0);
+}
+
+#[test]
+fn jobs_train_beside_several_engines() {
+    let data = tempfile::tempdir().unwrap();
+    let server = serve_replicas(data.path(), ENGINES, |_| {});
+    let client = Client::of(&server);
+    let file = client.upload(&lines(12));
+    let job = client.job(&json!({"model": "demo", "training_file": file}));
+    let done = client.succeeded(&job);
+    let name = done["fine_tuned_model"].as_str().unwrap();
+    let texts: Vec<Value> = thread::scope(|scope| {
+        let asking: Vec<_> =
+            (0..2 * ENGINES).map(|_| scope.spawn(|| text(&client, name, "Once"))).collect();
+        asking.into_iter().map(|it| it.join().unwrap()).collect()
+    });
+    assert!(texts.iter().all(|text| text == &texts[0]));
+    fs::read_dir(data.path()).unwrap();
+}
