@@ -9,7 +9,7 @@ use crate::{Error, Result};
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 /// What a connection begins with: this protocol and its version.
@@ -133,9 +133,7 @@ impl Star {
             message: format!("cannot be reached at {host}:{port}: {error}"),
         };
         let stream = loop {
-            let found = (host.as_str(), *port).to_socket_addrs().map(Vec::from_iter);
-            let tried = found.and_then(|addresses| connect(&addresses));
-            match tried {
+            match connect(address, Duration::from_secs(5)) {
                 Ok(stream) => break stream,
                 Err(error) if begun.elapsed() > limit => return Err(failed(&error)),
                 Err(_) => std::thread::sleep(Duration::from_millis(50)),
@@ -401,10 +399,11 @@ fn told(bytes: &[u8]) -> Error {
     }
 }
 
-fn connect(addresses: &[SocketAddr]) -> std::io::Result<TcpStream> {
+/// Connects to a host by the first of its addresses that answers within `limit`.
+pub(super) fn connect((host, port): &(String, u16), limit: Duration) -> std::io::Result<TcpStream> {
     let mut failed = std::io::Error::new(ErrorKind::NotFound, "it has no address");
-    for address in addresses {
-        match TcpStream::connect_timeout(address, Duration::from_secs(5)) {
+    for address in (host.as_str(), *port).to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, limit) {
             Ok(stream) => return Ok(stream),
             Err(error) => failed = error,
         }

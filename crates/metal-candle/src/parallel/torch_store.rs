@@ -4,8 +4,9 @@
 //! A connection says a magic number first. A request is a byte that says which, and then its words; a word is its length
 //! in 64 bits and its bytes. All numbers are little-endian, as those of the machines that PyTorch runs on.
 
+use super::tcp::connect;
 use std::io::{Error, ErrorKind, Read, Result, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 const MAGIC: u32 = 0x3C85_F7CE;
@@ -27,23 +28,15 @@ pub(super) struct Store(TcpStream);
 
 impl Store {
     /// Connects to the store at this address, which answers within `limit`.
-    pub fn connect((host, port): &(String, u16), limit: Duration) -> Result<Self> {
-        let mut failed = Error::new(ErrorKind::NotFound, "it has no address");
-        for address in (host.as_str(), *port).to_socket_addrs()? {
-            match TcpStream::connect_timeout(&address, limit) {
-                Ok(mut stream) => {
-                    stream.set_nodelay(true)?;
-                    stream.set_read_timeout(Some(limit))?;
-                    stream.set_write_timeout(Some(limit))?;
-                    let mut greeting = vec![VALIDATE];
-                    greeting.extend(MAGIC.to_le_bytes());
-                    stream.write_all(&greeting)?;
-                    return Ok(Self(stream));
-                }
-                Err(error) => failed = error,
-            }
-        }
-        Err(failed)
+    pub fn connect(address: &(String, u16), limit: Duration) -> Result<Self> {
+        let mut stream = connect(address, limit)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(limit))?;
+        stream.set_write_timeout(Some(limit))?;
+        let mut greeting = vec![VALIDATE];
+        greeting.extend(MAGIC.to_le_bytes());
+        stream.write_all(&greeting)?;
+        Ok(Self(stream))
     }
 
     /// Leaves a word.

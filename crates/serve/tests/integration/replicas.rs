@@ -19,16 +19,19 @@ fn adapters(place: &Path) {
     let model = Arc::new(model());
     let adapter = Adapter::new(&model, &LoraConfig::default(), 1).unwrap();
     let values = adapter.parameters().values();
-    let random = Tensor::randn(0f32, 0.1, values.shape(), values.device()).unwrap();
-    adapter.files(&model, "demo", None).unwrap().write(place.join("other"), &random).unwrap();
+    let count = values.elem_count() as f32;
+    let scattered = Tensor::arange(0f32, count, values.device()).unwrap().affine(12.9898, 0.0);
+    let other = scattered.unwrap().sin().unwrap().affine(0.15, 0.0).unwrap();
+    let folder = place.join("other");
+    fs::create_dir(&folder).unwrap();
+    adapter.files(&model, "demo", None).unwrap().write(folder, &other).unwrap();
 }
 
 fn text(client: &Client, model: &str, prompt: &str) -> Value {
-    let request = json!({"model": model, "prompt": prompt, "max_tokens": 20, "temperature": 0,
-        "logprobs": 1});
+    let request = json!({"model": model, "prompt": prompt, "max_tokens": 20, "temperature": 0});
     let (status, answer) = client.post("/v1/completions", &request);
     assert_eq!(status, 200, "{answer}");
-    answer["choices"][0].clone()
+    answer["choices"][0]["text"].clone()
 }
 
 fn figure(client: &Client, name: &str) -> f64 {
@@ -56,7 +59,7 @@ fn requests_at_once_are_written_by_all_engines_with_the_same_texts() {
     let prompts = ["Once", "The number of legs of a", "Please name the opposite of"];
     let asked = || ["demo", "other"].into_iter().flat_map(|model| prompts.map(|it| (model, it)));
     let expected: Vec<Value> = asked().map(|(model, it)| text(&one, model, it)).collect();
-    assert_ne!(expected[0]["text"], expected[3]["text"]);
+    assert_ne!(expected[0], expected[3]);
 
     // Each of these is under way until it is left, so each has an engine of its own.
     let held: Vec<TcpStream> = (0..ENGINES)
@@ -80,11 +83,7 @@ fn requests_at_once_are_written_by_all_engines_with_the_same_texts() {
         for _ in 0..2 * ENGINES {
             scope.spawn(|| {
                 for ((model, prompt), expected) in asked().zip(&expected) {
-                    let found = text(&many, model, prompt);
-                    assert_eq!(
-                        (&found["text"], &found["logprobs"]),
-                        (&expected["text"], &expected["logprobs"])
-                    );
+                    assert_eq!(text(&many, model, prompt), *expected);
                 }
             });
         }
@@ -111,5 +110,4 @@ fn jobs_train_beside_several_engines() {
         asking.into_iter().map(|it| it.join().unwrap()).collect()
     });
     assert!(texts.iter().all(|text| text == &texts[0]));
-    fs::read_dir(data.path()).unwrap();
 }
