@@ -15,16 +15,15 @@ const DEFAULT_TEMPERATURE: f64 = 0.7;
     next_help_heading = "Sampling (defaults are those of the model's generation_config.json)"
 )]
 pub struct Sampling {
-    /// Tokens at most
+    /// Tokens at most [default: 256; of a server, what the model's context has room for]
     #[arg(
         short = 'n',
         long,
         value_name = "N",
-        default_value_t = GenerateOptions::default().max_tokens,
         alias = "max-new-tokens",
         allow_negative_numbers = true
     )]
-    max_tokens: usize,
+    max_tokens: Option<usize>,
     /// Divides the logits; 0 takes the likeliest token every time [default: 0.7 if the model doesn't say]
     #[arg(short, long, value_name = "X", alias = "temp", allow_negative_numbers = true)]
     temperature: Option<f64>,
@@ -62,8 +61,7 @@ pub struct Sampling {
 
 /// How a model's texts are drawn where nothing is said.
 pub fn defaults(folder: &Path) -> anyhow::Result<GenerateOptions> {
-    let max_tokens = GenerateOptions::default().max_tokens;
-    Sampling { max_tokens, ..Sampling::default() }.resolve(folder)
+    Sampling::default().resolve(folder)
 }
 
 fn bias(text: &str) -> Result<(u32, f32), String> {
@@ -83,7 +81,7 @@ impl Sampling {
         let mut say = |key: &str, value: Option<Value>| {
             request.extend(value.map(|value| (key.to_string(), value)));
         };
-        say("max_tokens", Some(self.max_tokens.into()));
+        say("max_tokens", self.max_tokens.map(Value::from));
         say("top_k", self.top_k.map(Value::from));
         for (key, value) in [
             ("temperature", self.temperature),
@@ -140,7 +138,7 @@ impl Sampling {
             given => drawn(given, "temperature", DEFAULT_TEMPERATURE)?,
         };
         let options = GenerateOptions {
-            max_tokens: self.max_tokens,
+            max_tokens: self.max_tokens.unwrap_or(GenerateOptions::default().max_tokens),
             sampling: SamplingOptions {
                 temperature,
                 top_k: match self.top_k {
@@ -165,5 +163,23 @@ impl Sampling {
         };
         options.validate().map_err(usage)?;
         Ok(options)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_help_tells_the_default_and_a_server_has_its_own() {
+        let command = Sampling::augment_args(clap::Command::new("x"));
+        let argument = command.get_arguments().find(|it| it.get_id() == "max_tokens").unwrap();
+        let help = argument.get_help().unwrap().to_string();
+        let default = format!("[default: {};", GenerateOptions::default().max_tokens);
+        assert!(help.contains(&default), "{help}");
+        let (request, _) = Sampling::default().request(None).unwrap();
+        assert!(!request.contains_key("max_tokens"), "{request:?}");
+        let said = Sampling { max_tokens: Some(7), ..Sampling::default() };
+        assert_eq!(said.request(None).unwrap().0["max_tokens"], 7);
     }
 }

@@ -83,6 +83,16 @@ impl Drop for Served<'_> {
 
 const LIST: &[&str] = &["jobs", "list"];
 
+/// As the README has it, with the demo's model, whose context is as long as texts are by default.
+#[test]
+fn a_chat_in_which_nothing_is_said_of_lengths_is_answered() {
+    let place = Place::new();
+    let server = Served::start(&place, &[]);
+    let output = server.run("", &["chat", "--server"], "How many legs has a beetle?\n");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(!text(&output.stdout).trim().is_empty());
+}
+
 #[test]
 fn keys_are_obeyed_as_they_come_and_go() {
     let place = Place::new();
