@@ -3,6 +3,7 @@
 use crate::jobs::client::{Client, lines, model, serve_replicas, serve_with};
 use candle_core::Tensor;
 use metal_candle::adapter::{Adapter, LoraConfig};
+use metal_candle::random::SplitMix64;
 use metal_candle_serve::Options;
 use serde_json::{Value, json};
 use std::fs;
@@ -19,9 +20,9 @@ fn adapters(place: &Path) {
     let model = Arc::new(model());
     let adapter = Adapter::new(&model, &LoraConfig::default(), 1).unwrap();
     let values = adapter.parameters().values();
-    let count = values.elem_count() as f32;
-    let scattered = Tensor::arange(0f32, count, values.device()).unwrap().affine(12.9898, 0.0);
-    let other = scattered.unwrap().sin().unwrap().affine(0.15, 0.0).unwrap();
+    let mut random = SplitMix64::stream(1, 0);
+    let other: Vec<f32> = (0..values.elem_count()).map(|_| random.uniform() as f32 - 0.5).collect();
+    let other = Tensor::from_vec(other, values.shape(), values.device()).unwrap();
     let folder = place.join("other");
     fs::create_dir(&folder).unwrap();
     adapter.files(&model, "demo", None).unwrap().write(folder, &other).unwrap();
@@ -59,7 +60,7 @@ fn requests_at_once_are_written_by_all_engines_with_the_same_texts() {
     let prompts = ["Once", "The number of legs of a", "Please name the opposite of"];
     let asked = || ["demo", "other"].into_iter().flat_map(|model| prompts.map(|it| (model, it)));
     let expected: Vec<Value> = asked().map(|(model, it)| text(&one, model, it)).collect();
-    assert_ne!(expected[0], expected[3]);
+    assert_ne!(expected[..prompts.len()], expected[prompts.len()..]);
 
     // Each of these is under way until it is left, so each has an engine of its own.
     let held: Vec<TcpStream> = (0..ENGINES)
