@@ -221,7 +221,7 @@ fn on_a_model(
     let folder = folder.context("no model: expected its folder or file")?;
     let dtype = work.precision().dtype();
     let model = match work.quantization() {
-        Some(quantization) => Model::load_quantized(folder, dtype, device, quantization)?,
+        Some(quantization) => Model::load_with(folder, dtype, device, quantization)?,
         None => Model::load(folder, dtype, device)?,
     };
     let adapter = match (work, adapter) {

@@ -49,7 +49,7 @@ pub fn random(
         Ok(Tensor::from_iter(numbers, device)?.reshape(shape)?)
     };
     match quantization {
-        Some(quantization) => Model::from_fn_quantized(config, dtype, device, quantization, weight),
+        Some(quantization) => Model::from_fn_with(config, dtype, device, quantization, weight),
         None => Model::from_fn(config, dtype, device, weight),
     }
 }

@@ -75,7 +75,7 @@ impl Batch {
     fn draft_model(&self, model: &Model, terminal: Terminal) -> anyhow::Result<Option<Arc<Model>>> {
         let Some(name) = &self.draft_model else { return Ok(None) };
         let folder = models::resolve(name, None, terminal)?;
-        let draft = models::load(&folder, model.dtype(), model.device(), None)
+        let draft = Model::load(&folder, model.dtype(), model.device())
             .with_context(|| format!("the draft model {name}"))?;
         Ok(Some(Arc::new(draft)))
     }

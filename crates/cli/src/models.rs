@@ -159,7 +159,8 @@ impl Source {
         }
         let folder = self.folder(terminal)?;
         let tokenizer = self.tokenizer(&folder, template)?;
-        let model = load(&folder, dtype(runtime.dtype, &device), &device, quantization)?;
+        let model =
+            Model::load_with(&folder, dtype(runtime.dtype, &device), &device, quantization)?;
         let model = Arc::new(model);
         let adapter = match &self.adapter {
             Some(folder) => {
@@ -179,19 +180,6 @@ impl Source {
 /// What `--quantize` takes.
 pub fn quantizations() -> impl TypedValueParser<Value = Quantization> {
     PossibleValuesParser::new(Quantization::names()).try_map(|word| word.parse::<Quantization>())
-}
-
-/// The model of a folder, brought into fewer bits if wished.
-pub fn load(
-    folder: &Path,
-    dtype: DType,
-    device: &Device,
-    quantization: Option<Quantization>,
-) -> anyhow::Result<Model> {
-    Ok(match quantization {
-        Some(quantization) => Model::load_quantized(folder, dtype, device, quantization)?,
-        None => Model::load(folder, dtype, device)?,
-    })
 }
 
 /// What an adapter's files name as its model, given as `model`: a hub id as it is, a folder by its full path, so

@@ -1,7 +1,7 @@
 //! What a run will do, before it does it.
 
 use crate::output::{are, bytes, grouped, plural, table};
-use crate::settings::{Entry, FineTuneType, ObjectiveName, Settings};
+use crate::settings::{BasePlacement, Entry, FineTuneType, ObjectiveName, Settings};
 use metal_candle::adapter::{Biases, LoraConfig, StartFrom};
 use metal_candle::data::{Dataset, Report};
 use metal_candle::model::Model;
@@ -190,7 +190,13 @@ pub fn lora_plan(config: &LoraConfig, model: &Model) -> anyhow::Result<LoraPlan>
 
 /// How much memory a step takes, from what each layer keeps for its backward pass: the inputs of
 /// two norms, of the projections and of the activation, and the attention's own.
-pub fn memory(settings: &Settings, model: &Model, training: u64, longest: usize) -> Memory {
+pub fn memory(
+    settings: &Settings,
+    model: &Model,
+    processes: u64,
+    training: u64,
+    longest: usize,
+) -> Memory {
     let config = model.config();
     let full = settings.fine_tune_type == FineTuneType::Full;
     let element = model.dtype().size_in_bytes() as u64;
@@ -206,11 +212,19 @@ pub fn memory(settings: &Settings, model: &Model, training: u64, longest: usize)
     // The loss looks at some logits at a time, on a GPU at more of them.
     let most = if model.device().is_cpu() { 1 << 20 } else { 1 << 27 };
     let logits = (tokens * config.vocab_size as u64).min(most) * size_of::<f32>() as u64;
-    Memory {
-        weights: if full { 0 } else { model.size_in_bytes() as u64 },
-        training,
-        activations: tokens * kept * element + logits,
-    }
+    let weights = model.size_in_bytes() as u64;
+    // What is always there; a layer is there beside the one before it.
+    let tables = if config.tie_word_embeddings { hidden } else { 2 * hidden } * element;
+    let resident = (tables * config.vocab_size as u64).min(weights);
+    let away = weights - resident;
+    let two_layers = (2 * away / layers.max(1)).min(away);
+    let weights = match settings.base_placement {
+        _ if full => 0,
+        BasePlacement::Device => weights,
+        BasePlacement::Host => resident + two_layers,
+        BasePlacement::Sharded => resident + two_layers + away.div_ceil(processes),
+    };
+    Memory { weights, training, activations: tokens * kept * element + logits }
 }
 
 /// Each source's share of an epoch, where they have weights.

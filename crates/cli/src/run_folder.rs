@@ -8,6 +8,7 @@ use crate::settings::{FineTuneType, Settings};
 use anyhow::Context;
 use candle_core::Device;
 use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, MLX_WEIGHTS};
+use metal_candle::model::Shards;
 use metal_candle::parallel::Group;
 use metal_candle::text::CHAT_TEMPLATE;
 use metal_candle::train::{FolderLock, latest_checkpoint};
@@ -50,6 +51,8 @@ pub struct Start {
     pub device: Option<Device>,
     /// The processes that train together.
     pub group: Group<'static>,
+    /// These processes as holders of parts of the base, where they can be that.
+    pub shards: Option<Arc<dyn Shards>>,
 }
 
 impl Resume {

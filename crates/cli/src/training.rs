@@ -11,10 +11,10 @@ use crate::plot::{self, LossCurve};
 use crate::progress::{self, Progress, clock};
 use crate::prompts;
 use crate::run_folder::{self, CONFIG, EVENTS, METRICS, PICTURES, Resume, Start};
-use crate::settings::{FineTuneType, Precision, Settings, limit};
+use crate::settings::{BasePlacement, FineTuneType, Precision, Settings, limit};
 use crate::template;
 use anyhow::Context;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use chrono::NaiveDateTime;
 use metal_candle::adapter::{Adapter, LoraConfig, StartFrom};
 use metal_candle::data::{
@@ -22,7 +22,7 @@ use metal_candle::data::{
 };
 use metal_candle::files;
 use metal_candle::generate::{GenerateOptions, generate};
-use metal_candle::model::{Config, Model};
+use metal_candle::model::{Config, Holding, Model, Placement};
 use metal_candle::text::Tokenizer;
 use metal_candle::train::{
     Evaluation, FanOut, FolderLock, JsonLines, Metric, Outcome, Resumed, Task, TensorBoard,
@@ -103,6 +103,7 @@ impl Run {
             None => device(settings.device)?,
         };
         models::set_matmul(settings.matmul, &device)?;
+        let placement = placement(settings.base_placement, &device, &start)?;
         let dtype = models::dtype(settings.dtype, &device);
         let compute = models::describe_compute(settings.dtype, settings.base_compute, &device);
         // What `auto` stands for here is kept with the run, which may continue on another machine.
@@ -230,7 +231,11 @@ impl Run {
         options.validate().map_err(usage)?;
 
         let model = match (settings.from_config.is_some(), start.dry_run) {
-            (false, false) => models::load(&folder, dtype, &device, settings.quantization()?)?,
+            (false, false) => {
+                let (quantization, placement) = (settings.quantization()?, placement);
+                let holding = Holding { quantization, placement };
+                Model::load_with(&folder, dtype, &device, holding)?
+            }
             (false, true) => Model::outline(&folder, dtype, &device, settings.quantization()?)?,
             (true, false) => Model::random(config, dtype, &device, settings.seed)?,
             (true, true) => Model::from_fn(config, dtype, &device, |_, shape| {
@@ -295,6 +300,7 @@ impl Run {
             memory: plan::memory(
                 &settings,
                 &model,
+                start.group.size() as u64,
                 2 * trainable * DType::F32.size_in_bytes() as u64 + kept,
                 // Both sequences of a pair.
                 if dataset.kind() == SampleKind::Pair { 2 } else { 1 } * dataset.report.longest,
@@ -624,6 +630,24 @@ fn eva_adapter(
 }
 
 /// A loss with what else is worth knowing of it.
+/// Where the base's weights lie, if that is possible here.
+fn placement(asked: BasePlacement, device: &Device, start: &Start) -> anyhow::Result<Placement> {
+    match asked {
+        BasePlacement::Device => Ok(Placement::Device),
+        BasePlacement::Host if device.is_cuda() => Ok(Placement::Host),
+        BasePlacement::Host => Err(usage(
+            "base_placement: is host, which is for NVIDIA GPUs; this device computes in that memory anyway",
+        )),
+        BasePlacement::Sharded => match &start.shards {
+            Some(shards) => Ok(Placement::Sharded(shards.clone())),
+            None if start.dry_run => Ok(Placement::Device),
+            None => Err(usage(
+                "base_placement: is sharded, which needs several processes with an NVIDIA GPU each: --gpus, or torchrun",
+            )),
+        },
+    }
+}
+
 fn described(found: &Evaluation) -> String {
     match found.perplexity {
         Some(perplexity) => format!("{:.4} (perplexity {perplexity:.3})", found.loss),

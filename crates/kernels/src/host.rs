@@ -1,4 +1,4 @@
-//! Copies of a device's tensors in the memory of the host, made beside the work that follows.
+//! Copies of a device's tensors in the memory of the host, made beside the work that follows, and back.
 //!
 //! On CUDA the memory is pinned, and a copy is launched behind the work that makes the tensors: nothing
 //! waits, and later work may overwrite them. On Metal a copy waits for that work; on the CPU it is a copy
@@ -97,6 +97,53 @@ impl HostBuffers {
     }
 }
 
+/// Brings what lies in the memory of the host to a device, beside its work: one transfer at a time.
+#[derive(Debug)]
+pub struct Uploads {
+    device: Device,
+    #[cfg(feature = "cuda")]
+    lane: Option<crate::backend::cuda::Lane>,
+}
+
+impl Uploads {
+    /// To this device.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn new(device: &Device) -> Result<Self> {
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            lane: device.is_cuda().then(|| crate::backend::cuda::Lane::new(device)).transpose()?,
+            device: device.clone(),
+        })
+    }
+
+    /// Begins to bring these tensors, which stay until [`Self::end`]. What is given may be used from then on. On CUDA the
+    /// transfer runs beside the work that is launched after this; elsewhere it is done at once.
+    ///
+    /// # Errors
+    /// When the device has no room, or the driver refuses.
+    pub fn begin(&self, buffers: &HostBuffers) -> Result<Vec<Tensor>> {
+        #[cfg(feature = "cuda")]
+        if let Some(lane) = &self.lane {
+            return crate::backend::cuda::launch_uploads(lane, &buffers.tensors, &self.device);
+        }
+        buffers.tensors.iter().map(|tensor| tensor.to_device(&self.device)).collect()
+    }
+
+    /// Waits until what was begun is done.
+    ///
+    /// # Errors
+    /// When the transfer, or work before it, failed.
+    pub fn end(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(lane) = &self.lane {
+            return lane.wait();
+        }
+        Ok(())
+    }
+}
+
 /// A copy under way.
 #[derive(Debug)]
 pub struct HostCopy {
@@ -162,6 +209,48 @@ mod tests {
     fn cuda_copies_hold_what_was_there() {
         let device = crate::testing::cuda();
         copies_hold_what_was_there(&device);
+    }
+
+    /// What was kept comes back as it was, beside work that fills the device.
+    fn uploads_bring_what_was_kept(device: &Device) {
+        let numbers = Tensor::arange(0f32, 70_001.0, device).unwrap();
+        let tensors = [
+            numbers.affine(1.5, -3.0).unwrap(),
+            numbers.narrow(0, 0, 255).unwrap().to_dtype(DType::U8).unwrap(),
+            Tensor::zeros((0, 3), DType::F32, device).unwrap(),
+        ];
+        let like: Vec<_> =
+            tensors.iter().map(|tensor| (tensor.dims().to_vec(), tensor.dtype())).collect();
+        let kept = HostBuffers::new(&like, device).unwrap().copy(&tensors).unwrap().wait().unwrap();
+        let uploads = Uploads::new(device).unwrap();
+        let square = Tensor::ones((1024, 1024), DType::F32, device).unwrap();
+        for _ in 0..3 {
+            let brought = uploads.begin(&kept).unwrap();
+            let product = square.matmul(&square).unwrap();
+            uploads.end().unwrap();
+            for (tensor, brought) in tensors.iter().zip(&brought) {
+                assert_eq!((tensor.dims(), tensor.dtype()), (brought.dims(), brought.dtype()));
+                assert!(brought.device().same_device(device));
+                let numbers = |x: &Tensor| {
+                    let x = x.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+                    x.to_vec1::<f32>().unwrap()
+                };
+                assert_eq!(numbers(tensor), numbers(brought));
+            }
+            drop(product);
+        }
+    }
+
+    #[test]
+    fn uploads_to_the_cpu_bring_what_was_kept() {
+        uploads_bring_what_was_kept(&Device::Cpu);
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_uploads_bring_what_was_kept() {
+        uploads_bring_what_was_kept(&crate::testing::cuda());
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
-use crate::models::{self, Runtime, Source, set_threads};
+use crate::models::{Runtime, Source, set_threads};
 use crate::output::Terminal;
 use crate::processes::Gpus;
 use crate::sampling;
@@ -12,6 +12,7 @@ use clap::Args;
 use metal_candle::devices;
 use metal_candle::engine::EngineOptions;
 use metal_candle::hub::HubOptions;
+use metal_candle::model::Model;
 use metal_candle_serve::{Base, HubAdapters, Options, Server, Tls};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -212,7 +213,7 @@ pub fn run(mut arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     let loaded = source.load(&arguments.runtime, &arguments.template, terminal)?;
     let mut replicas = Vec::new();
     for number in 1..gpus {
-        replicas.push(Arc::new(models::load(
+        replicas.push(Arc::new(Model::load_with(
             &loaded.folder,
             loaded.model.dtype(),
             &devices::cuda(number)?,

@@ -9,8 +9,8 @@ use crate::processes::{self, Gpus, TIME_TO_SAVE};
 use crate::run_folder::{CONFIG, Resume, Start};
 use crate::settings::file::File;
 use crate::settings::{
-    BaseCompute, Best, Course, DataFlags, FineTuneType, Foreign, Loss, LossType, Matmul,
-    ObjectiveName, OptimizerName, Precision, Processor, Settings, told,
+    BaseCompute, BasePlacement, Best, Course, DataFlags, FineTuneType, Foreign, Loss, LossType,
+    Matmul, ObjectiveName, OptimizerName, Precision, Processor, Settings, told,
 };
 use crate::template::TemplateFlags;
 use crate::training::{LAST_STEPS_SKIPPED, Run, Summary};
@@ -367,6 +367,9 @@ pub struct Flags {
     /// What the frozen linear layers are multiplied in
     #[arg(long, value_enum, help_heading = "Device")]
     base_compute: Option<BaseCompute>,
+    /// Where the frozen weights lie between their uses
+    #[arg(long, value_enum, help_heading = "Device")]
+    base_placement: Option<BasePlacement>,
     /// The device that computes
     #[arg(long, value_enum, help_heading = "Device")]
     device: Option<Processor>,
@@ -504,6 +507,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     // It lasts as long as the process.
     let member: &'static Member = Box::leak(Box::new(Member::join(&device, limit)?));
     start.group = member.group();
+    start.shards = member.shards();
     let group = start.group;
     let done = train(settings, start, dry_run, terminal)
         .and_then(|code| Ok(member.leave().map(|()| code)?));

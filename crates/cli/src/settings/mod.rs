@@ -17,7 +17,9 @@ pub use defaults::told;
 pub use keys::{cut, of_kind};
 pub use objective::{Best, LossType, ObjectiveName};
 pub use optimizer::OptimizerName;
-pub use values::{BaseCompute, Course, FineTuneType, Loss, Matmul, Precision, Processor};
+pub use values::{
+    BaseCompute, BasePlacement, Course, FineTuneType, Loss, Matmul, Precision, Processor,
+};
 pub use words::Foreign;
 
 use crate::bounds;
@@ -155,6 +157,7 @@ pub struct Settings {
     pub dtype: Precision,
     pub quantize: Option<Quantization>,
     pub base_compute: BaseCompute,
+    pub base_placement: BasePlacement,
     pub device: Processor,
     pub matmul: Option<Matmul>,
     pub threads: Option<usize>,
@@ -324,6 +327,7 @@ impl Default for Settings {
             dtype: Precision::default(),
             quantize: None,
             base_compute: BaseCompute::default(),
+            base_placement: BasePlacement::default(),
             device: Processor::default(),
             matmul: None,
             threads: None,
@@ -489,6 +493,27 @@ impl Settings {
         self.base_compute.quantization(self.quantize)
     }
 
+    fn check_placement(&self) -> anyhow::Result<()> {
+        let word = match self.base_placement {
+            BasePlacement::Device => return Ok(()),
+            BasePlacement::Host => "host",
+            BasePlacement::Sharded => "sharded",
+        };
+        let problem = if self.fine_tune_type == FineTuneType::Full {
+            "but fine_tune_type is full, which trains every weight; expected lora or dora, whose base is frozen"
+        } else if !self.grad_checkpoint {
+            "which needs grad_checkpoint: true, as the weights of a layer are on the GPU for its use alone"
+        } else if self.base_placement == BasePlacement::Sharded && self.objective()?.estimates_kl()
+        {
+            "but the objective is kto, whose processes make different numbers of passes; expected another, or base_placement: host"
+        } else if self.base_placement == BasePlacement::Sharded && self.sample_every > 0 {
+            "but sample_every is set, and one process alone can't write texts with its part of the base; set it to 0"
+        } else {
+            return Ok(());
+        };
+        Err(usage(format!("base_placement: is {word}, {problem}")))
+    }
+
     fn check(&self) -> anyhow::Result<()> {
         check_matmul(self.matmul, self.dtype, self.device, "--dtype f16 or --dtype f32")?;
         self.quantization()?;
@@ -506,6 +531,7 @@ impl Settings {
                  or dora, whose base is frozen"
             )));
         }
+        self.check_placement()?;
         if self.fine_tune_type != FineTuneType::Full {
             if let Some(layers) = self.num_layers.filter(|&layers| layers != -1 && layers < 1) {
                 return Err(usage(format!(

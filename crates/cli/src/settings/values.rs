@@ -137,6 +137,20 @@ impl BaseCompute {
     }
 }
 
+/// Where the matrices of a frozen base's layers lie between their uses.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum BasePlacement {
+    /// In the device's memory
+    #[default]
+    Device,
+    /// In the host's memory, from where each layer comes to the GPU for its use: for a base larger than the GPU's. Needs
+    /// --grad-checkpoint
+    Host,
+    /// A part of each layer on each of several GPUs (--gpus), which put it together for its use. Needs --grad-checkpoint
+    Sharded,
+}
+
 /// The dtype of weights and activations.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]

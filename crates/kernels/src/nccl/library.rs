@@ -8,7 +8,8 @@ use std::sync::OnceLock;
 /// Codes of `ncclResult_t`.
 pub(super) const SUCCESS: c_int = 0;
 pub(super) const IN_PROGRESS: c_int = 7;
-/// `ncclFloat32` of `ncclDataType_t`, `ncclSum` of `ncclRedOp_t`.
+/// `ncclUint8` and `ncclFloat32` of `ncclDataType_t`, `ncclSum` of `ncclRedOp_t`.
+pub(super) const BYTE: c_int = 1;
 pub(super) const FLOAT32: c_int = 7;
 pub(super) const SUM: c_int = 0;
 /// `NCCL_UNIQUE_ID_BYTES`.
@@ -81,6 +82,8 @@ pub(super) struct Library {
         Comm,
         *mut c_void,
     ) -> Code,
+    pub(super) all_gather:
+        unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, *mut c_void) -> Code,
     pub(super) abort: unsafe extern "C" fn(Comm) -> Code,
     /// The functions are in it.
     _file: libloading::Library,
@@ -131,6 +134,7 @@ impl Library {
                 init_rank_config: find(&file, c"ncclCommInitRankConfig")?,
                 get_async_error: find(&file, c"ncclCommGetAsyncError")?,
                 all_reduce: find(&file, c"ncclAllReduce")?,
+                all_gather: find(&file, c"ncclAllGather")?,
                 abort: find(&file, c"ncclCommAbort")?,
                 _file: file,
             }

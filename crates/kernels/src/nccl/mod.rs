@@ -1,4 +1,4 @@
-//! Sums over the GPUs of several processes, by NVIDIA's NCCL.
+//! Sums over the GPUs of several processes, and tensors of which each has a part, by NVIDIA's NCCL.
 //!
 //! NCCL's library is looked for when a [`Communicator`] joins, by its own name `libnccl.so.2`, which is how Linux
 //! distributions and NVIDIA's Python packages have it. (cudarc looks for other names, and needs the library when a
@@ -10,18 +10,21 @@
 
 mod library;
 
-use crate::backend::cuda::{Cuda, refuse_in_recording};
+use crate::backend::cuda::{Cuda, Lane, refuse_in_recording};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUresult, cuStreamQuery};
 use candle_core::{DType, Device, Error, Tensor, bail};
-use library::{Comm, Config, FLOAT32, IN_PROGRESS, Id, Library, SUCCESS, SUM};
-use std::cell::Cell;
+use library::{BYTE, Comm, Config, FLOAT32, IN_PROGRESS, Id, Library, SUCCESS, SUM};
+use std::cell::{Cell, OnceCell};
 use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What is done together, for messages.
+const GATHER: &str = "putting a tensor together";
 
 /// Bytes of an [`unique_id`].
 pub const ID_BYTES: usize = library::ID_BYTES;
@@ -50,7 +53,13 @@ pub struct Communicator {
     comm: Cell<Comm>,
     stream: Arc<CudaStream>,
     device: Device,
+    size: usize,
+    /// Where tensors are put together.
+    lane: OnceCell<Lane>,
 }
+
+// SAFETY: NCCL's communicators are of no thread, only of one at a time.
+unsafe impl Send for Communicator {}
 
 impl Communicator {
     /// Joins the group of `size` processes that `id` is of, as number `rank`, with this device. All of them do so at the
@@ -71,10 +80,10 @@ impl Communicator {
         cuda.stream.context().bind_to_thread().w()?;
         let mut comm: Comm = std::ptr::null_mut();
         let mut config = Config::without_blocking();
-        let (size, rank) = (number("processes", size)?, number("processes", rank)?);
+        let (count, rank) = (number("processes", size)?, number("processes", rank)?);
         // SAFETY: the id and the settings are as NCCL wants them, and the place is one for a communicator.
         let code =
-            unsafe { (library.init_rank_config)(&mut comm, size, Id(id), rank, &mut config) };
+            unsafe { (library.init_rank_config)(&mut comm, count, Id(id), rank, &mut config) };
         if code != SUCCESS && code != IN_PROGRESS {
             library.check("joining a group", code)?;
         }
@@ -84,7 +93,8 @@ impl Communicator {
             );
         }
         let stream = cuda.stream.clone();
-        let joined = Self { library, comm: Cell::new(comm), stream, device: device.clone() };
+        let (comm, device, lane) = (Cell::new(comm), device.clone(), OnceCell::new());
+        let joined = Self { library, comm, stream, device, size, lane };
         joined.until("joining a group", wait, || Ok(true))?;
         Ok(joined)
     }
@@ -119,9 +129,7 @@ impl Communicator {
             return Ok(());
         }
         refuse_in_recording("a sum over processes")?;
-        if self.comm.get().is_null() {
-            return Err(Error::Msg("metal-candle-kernels: nccl: the group has ended".into()).into());
-        }
+        self.check_alive()?;
         let cuda = Cuda::on(&self.device)?;
         let array = cuda.strided(buffer)?;
         self.stream.context().bind_to_thread().w()?;
@@ -149,6 +157,88 @@ impl Communicator {
                 code => code.result().w().map(|()| true),
             }
         })
+    }
+
+    /// Begins to put together tensors of which each process has a part: for each of `parts`, `(n)` in any dtype and of
+    /// the same size in all processes, a tensor `(processes · n)` with their parts by rank. That is done beside the work
+    /// of the device which is launched after this, and what is given may be used once [`Self::end_gather`] has seen that
+    /// it is done; until then, `parts` stay. `wait` as for [`Self::join`]; after an error the communicator has ended.
+    ///
+    /// # Errors
+    /// That of `wait`, one that says that the parts are none of these, and NCCL's own.
+    pub fn begin_gather<E: From<Error>>(
+        &self,
+        parts: &[Tensor],
+        mut wait: impl FnMut() -> Result<(), E>,
+    ) -> Result<Vec<Tensor>, E> {
+        self.check_alive()?;
+        let cuda = Cuda::on(&self.device)?;
+        let mut arrays = Vec::with_capacity(parts.len());
+        for part in parts {
+            if part.rank() != 1 || !part.is_contiguous() || !part.device().same_device(&self.device)
+            {
+                return Err(Error::Msg(format!(
+                    "metal-candle-kernels: nccl: cannot gather {:?} on {:?}, expected contiguous (n) on the group's GPU",
+                    part.shape(),
+                    part.device().location()
+                ))
+                .into());
+            }
+            let whole = cuda.empty(self.size * part.elem_count(), part.dtype())?;
+            arrays.push((cuda.strided(part)?, whole));
+        }
+        let lane = match self.lane.get() {
+            Some(lane) => lane,
+            None => self.lane.get_or_init({
+                let lane = Lane::new(&self.device)?;
+                || lane
+            }),
+        };
+        lane.follow()?;
+        for (part, whole) in &arrays {
+            let bytes = part.tensor.elem_count() * part.dtype.size_in_bytes();
+            if bytes == 0 {
+                continue;
+            }
+            // SAFETY: the second has `size` times the bytes of the first, and both live until the lane is done, which
+            // the caller waits for.
+            let code = unsafe {
+                (self.library.all_gather)(
+                    part.pointer as *const _,
+                    whole.pointer as *mut _,
+                    bytes,
+                    BYTE,
+                    self.comm.get(),
+                    lane.stream().cast(),
+                )
+            };
+            if code != SUCCESS && code != IN_PROGRESS {
+                self.abort();
+                self.library.check(GATHER, code)?;
+            }
+            // The next call may come once this one is launched.
+            self.until(GATHER, &mut wait, || Ok(true))?;
+        }
+        Ok(arrays.into_iter().map(|(_, whole)| whole.tensor).collect())
+    }
+
+    /// Waits until what [`Self::begin_gather`] began is done.
+    ///
+    /// # Errors
+    /// That of `wait`, and NCCL's own.
+    pub fn end_gather<E: From<Error>>(&self, wait: impl FnMut() -> Result<(), E>) -> Result<(), E> {
+        self.check_alive()?;
+        match self.lane.get() {
+            Some(lane) => self.until(GATHER, wait, || lane.is_done()),
+            None => Ok(()),
+        }
+    }
+
+    fn check_alive(&self) -> Result<()> {
+        match self.comm.get().is_null() {
+            true => bail!("metal-candle-kernels: nccl: the group has ended"),
+            false => Ok(()),
+        }
     }
 
     /// Looks until NCCL's last call has ended and then until `is_done`; ends the communicator's work on an error.

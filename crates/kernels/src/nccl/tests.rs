@@ -46,6 +46,32 @@ fn cuda_what_is_no_flat_buffer_of_the_gpu_is_refused() {
 
 #[test]
 #[ignore = "needs an NVIDIA GPU and NCCL"]
+fn cuda_a_tensor_of_one_part_is_that() {
+    let (device, communicator) = alone();
+    communicator.end_gather(wait).unwrap();
+    for count in [1usize, 1001, 1 << 20] {
+        let numbers = Tensor::randn(0f32, 1.0, count, &device).unwrap();
+        let parts = [
+            numbers.to_dtype(DType::BF16).unwrap(),
+            Tensor::zeros(0, DType::F32, &device).unwrap(),
+            numbers.to_dtype(DType::U8).unwrap(),
+            numbers,
+        ];
+        let wholes = communicator.begin_gather(&parts, wait).unwrap();
+        communicator.end_gather(wait).unwrap();
+        for (part, whole) in parts.iter().zip(wholes) {
+            assert_eq!((whole.dims(), whole.dtype()), (part.dims(), part.dtype()));
+            let numbers = |x: &Tensor| x.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+            assert_eq!(numbers(&whole), numbers(part));
+        }
+    }
+    let matrix = Tensor::zeros((2, 2), DType::F32, &device).unwrap();
+    let error = communicator.begin_gather(&[matrix], wait).unwrap_err().to_string();
+    assert!(error.contains("expected contiguous (n)"), "{error}");
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU and NCCL"]
 fn cuda_who_gives_up_waiting_for_others_ends() {
     let device = crate::testing::cuda();
     let id = unique_id().unwrap();

@@ -202,11 +202,12 @@ impl Scales {
         }
     }
 
-    fn map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+    fn map(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
         Ok(match self {
-            Self::Plain { scales, offsets } => {
-                Self::Plain { scales: f(scales)?, offsets: offsets.as_ref().map(&f).transpose()? }
-            }
+            Self::Plain { scales, offsets } => Self::Plain {
+                scales: f(scales)?,
+                offsets: offsets.as_ref().map(&mut f).transpose()?,
+            },
             Self::E8m0(scales) => Self::E8m0(f(scales)?),
             Self::E4m3 { scales, overall } => Self::E4m3 { scales: f(scales)?, overall: *overall },
             Self::Nested { codes, table, scales, offset } => Self::Nested {
@@ -392,11 +393,19 @@ impl Quantized {
     /// # Errors
     /// When the device has no room.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
-        Ok(Self {
-            codes: self.codes.to_device(device)?,
-            scales: self.scales.map(|tensor| tensor.to_device(device))?,
-            ..self.clone()
-        })
+        self.map(|tensor| tensor.to_device(device))
+    }
+
+    /// The same with what `f` gives for each of the tensors that it consists of, always in the same order: its codes
+    /// first. They are to have the same shapes and dtypes, and be contiguous, wherever they lie.
+    ///
+    /// # Errors
+    /// That of `f`.
+    pub fn map(&self, mut f: impl FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let codes = f(&self.codes)?;
+        let (shape, levels, group, arithmetic) =
+            (self.shape, self.levels, self.group, self.arithmetic);
+        Ok(Self { shape, levels, group, codes, scales: self.scales.map(f)?, arithmetic })
     }
 
     /// The numbers, `(out, in)` in f32, bf16 or f16, rounded from f32.

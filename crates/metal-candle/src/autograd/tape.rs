@@ -276,7 +276,7 @@ impl Tape {
     }
 
     /// Whether a segment is run again for its gradients.
-    pub(super) fn is_replaying(&self) -> bool {
+    pub(crate) fn is_replaying(&self) -> bool {
         self.replaying
     }
 

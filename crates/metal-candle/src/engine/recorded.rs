@@ -76,7 +76,7 @@ impl Recordings {
         model: &Model,
         cache: &PagedCache,
     ) -> Result<Option<Tensor>> {
-        if !Recording::is_supported(model.device()) {
+        if !Recording::is_supported(model.device()) || model.is_away() {
             return Ok(None);
         }
         let shape = Shape::of(stretches, total, model);

@@ -129,6 +129,7 @@ impl Session {
         !self.adapter.as_ref().is_some_and(|adapter| adapter.is_full())
             && !self.refused
             && Recording::is_supported(self.model.device())
+            && !self.model.is_away()
             && self.cache.room() > 0
             && !self.model.ropes_change(length, self.cache.room().max(length.next_power_of_two()))
     }

@@ -5,7 +5,7 @@ use super::formats::checkpoint::Checkpoint;
 use super::formats::gguf_blocks::{BlockKind, read_blocks};
 use super::layer::{Kind, Source};
 use super::weight::Storage;
-use super::{Config, Model, Quantization, Weights};
+use super::{Config, Holding, Model, Quantization, Weights};
 use crate::gguf::{GgmlType, GgufFile, is_gguf};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
@@ -22,34 +22,35 @@ impl Model {
     /// For a file that is missing or malformed, a tensor of another shape than the configuration
     /// asks for or with a NaN in it, and an architecture or a quantisation that is not supported.
     pub fn load(path: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Self> {
-        Files::open(path.as_ref(), dtype, device, None)?.build()
+        Files::open(path.as_ref(), dtype, device, Holding::default())?.build()
     }
 
-    /// As [`Self::load`], with dense weights brought into fewer bits, one after the other.
+    /// As [`Self::load`], with the weights held as said: dense ones brought into fewer bits, one after the other, or kept
+    /// elsewhere than on the device.
     ///
     /// # Errors
     /// As [`Self::load`], and when a weight has a size that the format can't hold, or is quantised already.
-    pub fn load_quantized(
+    pub fn load_with(
         path: impl AsRef<Path>,
         dtype: DType,
         device: &Device,
-        quantization: Quantization,
+        holding: impl Into<Holding>,
     ) -> Result<Self> {
-        Files::open(path.as_ref(), dtype, device, Some(quantization))?.build()
+        Files::open(path.as_ref(), dtype, device, holding.into())?.build()
     }
 
-    /// The model of a folder or file, dense or as [`Self::load_quantized`] gives it, without its weights, which are zero
+    /// The model of a folder or file, dense or as [`Self::load_with`] gives it, without its weights, which are zero
     /// and take no memory: for counting what it has, and for checking that its files fit its configuration.
     ///
     /// # Errors
-    /// As [`Self::load`] and [`Self::load_quantized`], but for those of the weights' values.
+    /// As [`Self::load`] and [`Self::load_with`], but for those of the weights' values.
     pub fn outline(
         path: impl AsRef<Path>,
         dtype: DType,
         device: &Device,
         quantization: Option<Quantization>,
     ) -> Result<Self> {
-        let mut files = Files::open(path.as_ref(), dtype, device, quantization)?;
+        let mut files = Files::open(path.as_ref(), dtype, device, quantization.into())?;
         files.outlined = Some(0);
         files.build()
     }
@@ -103,8 +104,7 @@ struct Files<'f> {
     path: &'f Path,
     config: Config,
     weights: Stored,
-    /// What dense matrices are brought into.
-    quantization: Option<Quantization>,
+    holding: Holding,
     dtype: DType,
     device: Device,
     /// Bytes of the weights so far, where they are only outlined.
@@ -251,12 +251,8 @@ fn read_gguf(
 }
 
 impl<'f> Files<'f> {
-    fn open(
-        path: &'f Path,
-        dtype: DType,
-        device: &Device,
-        quantization: Option<Quantization>,
-    ) -> Result<Self> {
+    fn open(path: &'f Path, dtype: DType, device: &Device, holding: Holding) -> Result<Self> {
+        let quantization = holding.quantization;
         let (config, weights) = if is_gguf(path) {
             let file = Box::new(GgufFile::open(path)?);
             (file.config().clone(), Stored::Gguf { file, read: BTreeSet::new() })
@@ -277,13 +273,16 @@ impl<'f> Files<'f> {
             quantization.check_device(device)?;
         }
         let device = device.clone();
-        Ok(Self { path, config, weights, quantization, dtype, device, outlined: None })
+        Ok(Self { path, config, weights, holding, dtype, device, outlined: None })
     }
 
     fn build(mut self) -> Result<Model> {
         let (config, dtype, device) = (self.config.clone(), self.dtype, self.device.clone());
-        let quantization = self.quantization.filter(|_| self.outlined.is_none());
-        let mut model = Model::build(config, dtype, &device, quantization, &mut self)?;
+        let holding = match self.outlined {
+            None => self.holding.clone(),
+            Some(_) => Holding::default(),
+        };
+        let mut model = Model::build(config, dtype, &device, holding, &mut self)?;
         model.files = self.weights.files();
         model.outlined = self.outlined;
         // Written by some tools although they can be derived or, with tied embeddings, are the embedding again.
@@ -309,7 +308,8 @@ impl<'f> Files<'f> {
     fn outline(&mut self, name: &str, shape: &[usize], kind: Kind) -> Result<(Storage, usize)> {
         let zeros = Tensor::zeros((), self.dtype, &self.device)?.broadcast_as(shape)?;
         let elements = shape.iter().product::<usize>();
-        let quantized = || self.quantization.and_then(|it| it.size_in_bytes(kind, elements));
+        let quantized =
+            || self.holding.quantization.and_then(|it| it.size_in_bytes(kind, elements));
         let size = match self.weights.outline(name, shape)? {
             Some(size) => size,
             None => quantized().unwrap_or(elements * self.dtype.size_in_bytes()),

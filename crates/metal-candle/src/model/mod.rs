@@ -7,6 +7,7 @@ mod families;
 pub(crate) mod formats;
 pub(crate) mod layer;
 mod load;
+mod placement;
 mod quantization;
 pub mod rope;
 pub(crate) mod weight;
@@ -15,6 +16,7 @@ pub mod weights;
 pub use config::Config;
 pub use export::{Companions, GgufFormat, ModelFormat};
 pub use load::{stored_bytes, stored_dtype};
+pub use placement::{Holding, Placement, Shards};
 pub use quantization::Quantization;
 pub use weights::Weights;
 
@@ -23,14 +25,14 @@ use crate::random::SplitMix64;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use layer::{Builder, Kind, Layer, Linear, Norm, Source};
-use metal_candle_kernels::copy;
-use metal_candle_kernels::quantized::{Arithmetic, Weight};
+use metal_candle_kernels::quantized::Weight;
+use placement::Away;
 use rope::RopeTables;
 use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use weight::{FrozenWeights, Storage, WeightId};
+use weight::{FrozenWeights, Storage, WeightId, sample};
 
 /// A decoder-only language model on a device.
 ///
@@ -88,7 +90,7 @@ impl Model {
         };
         let norm = 1.0 - config.norm_weight_offset;
         let mut source = Random { deviation, norm, dtype, seed, index: 0 };
-        Self::build(config, dtype, device, None, &mut source)
+        Self::build(config, dtype, device, Holding::default(), &mut source)
     }
 
     /// A model whose weights `weight(name, shape)` gives, under the names of a checkpoint. They are
@@ -100,31 +102,31 @@ impl Model {
     where
         F: FnMut(&str, &[usize]) -> Result<Tensor>,
     {
-        Self::build(config, dtype, device, None, &mut Given { weight, dtype })
+        Self::build(config, dtype, device, Holding::default(), &mut Given { weight, dtype })
     }
 
-    /// As [`Self::from_fn`], with the weights brought into fewer bits, one after the other.
+    /// As [`Self::from_fn`], with the weights held as said: brought into fewer bits, one after the other, or kept elsewhere.
     ///
     /// # Errors
-    /// As [`Self::from_fn`] and [`Self::load_quantized`].
-    pub fn from_fn_quantized<F>(
+    /// As [`Self::from_fn`] and [`Self::load_with`].
+    pub fn from_fn_with<F>(
         config: Config,
         dtype: DType,
         device: &Device,
-        quantization: Quantization,
+        holding: impl Into<Holding>,
         weight: F,
     ) -> Result<Self>
     where
         F: FnMut(&str, &[usize]) -> Result<Tensor>,
     {
-        Self::build(config, dtype, device, Some(quantization), &mut Given { weight, dtype })
+        Self::build(config, dtype, device, holding.into(), &mut Given { weight, dtype })
     }
 
     fn build(
         config: Config,
         dtype: DType,
         device: &Device,
-        quantization: Option<Quantization>,
+        Holding { quantization, placement }: Holding,
         source: &mut dyn Source,
     ) -> Result<Self> {
         if let Some(quantization) = quantization {
@@ -137,14 +139,24 @@ impl Model {
             Builder { config: config_of, source, device, quantization, weights, linears: 0 };
         let embedding =
             builder.weight(format!("{}.weight", Self::EMBEDDING), &table, Kind::Table)?;
-        let layers = (0..config.layers.len())
-            .map(|index| Ok(Arc::new(Layer::build(index, &mut builder)?)))
-            .collect::<Result<_>>()?;
+        let mut away = Away::new(&placement, device)?;
+        let mut layers = Vec::with_capacity(config.layers.len());
+        for index in 0..config.layers.len() {
+            let layer = Layer::build(index, &mut builder)?;
+            if let Some(away) = &mut away {
+                away.take(&layer, &mut builder.weights)?;
+            }
+            layers.push(Arc::new(layer));
+        }
         let norm = builder.norm("model.norm", config.hidden_size)?;
         let head = (!config.tie_word_embeddings)
             .then(|| builder.weight(format!("{}.weight", Self::HEAD), &table, Kind::Table))
             .transpose()?;
-        let weights = Arc::new(builder.weights);
+        let mut weights = builder.weights;
+        if let Some(away) = away {
+            weights.keep_away(away);
+        }
+        let weights = Arc::new(weights);
         Ok(Self {
             id: ModelId::new(),
             config,
@@ -216,16 +228,31 @@ impl Model {
 
     /// Whether some of its weights are held in fewer bits.
     pub fn is_quantized(&self) -> bool {
-        let mut held = self.named_weights().filter_map(|(_, id)| self.weights.storage(id).held());
-        held.any(|weight| matches!(weight, Weight::Quantized(_)))
+        self.named_weights().any(|(_, id)| match self.weights.storage(id) {
+            Storage::Quantized(_) => true,
+            Storage::Absent(absent) => absent.is_quantized,
+            Storage::Dense(_) | Storage::Moved(_) => false,
+        })
     }
 
-    /// Bytes of memory that its weights take, or would take where there is only an outline of them.
+    /// Whether matrices of its layers lie elsewhere than on its device, and come to it for their layer alone. Such a
+    /// model is trained with gradient checkpointing.
+    pub fn is_away(&self) -> bool {
+        self.weights.are_away()
+    }
+
+    /// Whether other processes have parts of its layers, and have to make each pass that this one makes.
+    pub fn is_sharded(&self) -> bool {
+        self.weights.are_sharded()
+    }
+
+    /// Bytes of memory that its weights take, wherever they lie, or would take where there is only an outline of them.
     pub fn size_in_bytes(&self) -> usize {
-        let sizes = self.named_weights().map(|(_, id)| match self.weights.storage(id).held() {
-            Some(Weight::Dense(tensor)) => tensor.elem_count() * tensor.dtype().size_in_bytes(),
-            Some(Weight::Quantized(quantized)) => quantized.size_in_bytes(),
-            None => 0,
+        let sizes = self.named_weights().map(|(_, id)| match self.weights.storage(id) {
+            Storage::Dense(tensor) => tensor.elem_count() * tensor.dtype().size_in_bytes(),
+            Storage::Quantized(quantized) => quantized.size_in_bytes(),
+            Storage::Absent(absent) => absent.bytes,
+            Storage::Moved(_) => 0,
         });
         self.outlined.unwrap_or_else(|| sizes.sum())
     }
@@ -241,6 +268,7 @@ impl Model {
             let tensor = weights.take(id)?;
             weights.set(id, Storage::Dense(map(id, tensor)?));
         }
+        weights.keep_here();
         self.id = ModelId::new();
         Ok(self)
     }
@@ -261,31 +289,18 @@ impl Model {
     /// A hash of the configuration and of the beginning of every frozen weight (XXH3), by which
     /// a resumed run knows its base.
     pub fn fingerprint(&self) -> Result<u64> {
-        const SAMPLE: usize = 256;
         let mut hash = Hash::new();
-        let mut add = |bytes: &[u8]| hash.add(bytes);
-        add(format!("{:?} {}", self.dtype, self.config.raw).as_bytes());
+        hash.add(format!("{:?} {}", self.dtype, self.config.raw).as_bytes());
         for (name, id) in self.named_weights() {
-            // What an adapter trains instead isn't part of the base.
-            let Some(weight) = self.weights.storage(id).held() else { continue };
-            add(name.as_bytes());
-            match weight {
-                Weight::Dense(tensor) => {
-                    let flat = tensor.flatten_all()?;
-                    let sample = flat.narrow(0, 0, SAMPLE.min(flat.elem_count()))?;
-                    for value in copy::cast(&sample, DType::F32)?.to_vec1::<f32>()? {
-                        add(&value.to_le_bytes());
-                    }
-                }
-                Weight::Quantized(quantized) => {
-                    add(format!("{:?} {}", quantized.levels(), quantized.group()).as_bytes());
-                    if quantized.arithmetic() != Arithmetic::Float {
-                        add(format!("{:?}", quantized.arithmetic()).as_bytes());
-                    }
-                    let codes = quantized.codes();
-                    add(&codes.narrow(0, 0, SAMPLE.min(codes.elem_count()))?.to_vec1::<u8>()?);
-                }
-            }
+            let bytes = match self.weights.storage(id) {
+                Storage::Dense(tensor) => sample(&Weight::Dense(tensor))?,
+                Storage::Quantized(quantized) => sample(&Weight::Quantized(quantized))?,
+                Storage::Absent(absent) => absent.sample.clone(),
+                // What an adapter trains instead isn't part of the base.
+                Storage::Moved(_) => continue,
+            };
+            hash.add(name.as_bytes());
+            hash.add(&bytes);
         }
         Ok(hash.finish())
     }

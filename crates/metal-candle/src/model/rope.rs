@@ -250,7 +250,7 @@ impl RopeConfig {
 }
 
 /// The angles of one rope in a forward pass, as cosines and sines of `(batch, seq, rotary_dim / 2)`.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Rotation {
     pub cos: Tensor,
     pub sin: Tensor,

@@ -1,9 +1,11 @@
 //! The frozen weights of a model, apart from the structure that uses them.
 
 use super::layer::Kind;
+use super::placement::Away;
 use crate::{Error, Result};
 use candle_core::{DType, Shape, Tensor};
-use metal_candle_kernels::quantized::{Quantized, Weight};
+use metal_candle_kernels::copy;
+use metal_candle_kernels::quantized::{Arithmetic, Quantized, Weight};
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -25,8 +27,50 @@ pub(crate) enum Storage {
     Dense(Tensor),
     /// In fewer bits.
     Quantized(Arc<Quantized>),
+    /// Elsewhere, but while their layer is computed.
+    Absent(Arc<Absent>),
     /// Not at all: they were moved into an adapter that trains every weight.
     Moved(Shape),
+}
+
+/// A matrix that is elsewhere.
+#[derive(Debug)]
+pub(crate) struct Absent {
+    /// Whose it is.
+    pub layer: usize,
+    pub shape: Shape,
+    pub is_quantized: bool,
+    /// What it takes.
+    pub bytes: usize,
+    /// What [`sample`] gives of it.
+    pub sample: Vec<u8>,
+}
+
+/// What tells a weight from others, for the fingerprint of a model: the beginning of its values.
+pub(crate) fn sample(weight: &Weight<'_>) -> Result<Vec<u8>> {
+    const SAMPLE: usize = 256;
+    let mut bytes = Vec::new();
+    match weight {
+        Weight::Dense(tensor) => {
+            let flat = tensor.flatten_all()?;
+            let sample = flat.narrow(0, 0, SAMPLE.min(flat.elem_count()))?;
+            for value in copy::cast(&sample, DType::F32)?.to_vec1::<f32>()? {
+                bytes.extend_from_slice(&value.to_le_bytes());
+            }
+        }
+        Weight::Quantized(quantized) => {
+            bytes.extend_from_slice(
+                format!("{:?} {}", quantized.levels(), quantized.group()).as_bytes(),
+            );
+            if quantized.arithmetic() != Arithmetic::Float {
+                bytes.extend_from_slice(format!("{:?}", quantized.arithmetic()).as_bytes());
+            }
+            let codes = quantized.codes();
+            let sample = codes.narrow(0, 0, SAMPLE.min(codes.elem_count()))?;
+            bytes.extend_from_slice(&sample.to_vec1::<u8>()?);
+        }
+    }
+    Ok(bytes)
 }
 
 impl Storage {
@@ -34,16 +78,17 @@ impl Storage {
         match self {
             Self::Dense(tensor) => tensor.shape().clone(),
             Self::Quantized(quantized) => quantized.shape().into(),
+            Self::Absent(absent) => absent.shape.clone(),
             Self::Moved(shape) => shape.clone(),
         }
     }
 
-    /// The values, unless they were moved into an adapter.
+    /// The values, unless they are elsewhere or were moved into an adapter.
     pub fn held(&self) -> Option<Weight<'_>> {
         match self {
             Self::Dense(tensor) => Some(Weight::Dense(tensor)),
             Self::Quantized(quantized) => Some(Weight::Quantized(quantized)),
-            Self::Moved(_) => None,
+            Self::Absent(_) | Self::Moved(_) => None,
         }
     }
 }
@@ -52,7 +97,7 @@ impl Storage {
 #[derive(Clone, Debug)]
 struct Named {
     /// In a checkpoint.
-    name: String,
+    name: Arc<str>,
     kind: Kind,
     storage: Storage,
 }
@@ -63,17 +108,19 @@ pub(crate) struct FrozenWeights {
     weights: Vec<Named>,
     /// What those in fewer bits are computed with.
     dtype: DType,
+    /// Those that are elsewhere.
+    away: Option<Arc<Away>>,
 }
 
 impl FrozenWeights {
     /// None yet, of a model in `dtype`.
     pub fn new(dtype: DType) -> Self {
-        Self { weights: Vec::new(), dtype }
+        Self { weights: Vec::new(), dtype, away: None }
     }
 
     /// Adds a weight under its name in a checkpoint.
     pub fn push(&mut self, name: String, kind: Kind, storage: Storage) -> WeightId {
-        self.weights.push(Named { name, kind, storage });
+        self.weights.push(Named { name: name.into(), kind, storage });
         WeightId(self.weights.len() - 1)
     }
 
@@ -105,23 +152,65 @@ impl FrozenWeights {
     /// Its values.
     ///
     /// # Errors
-    /// When they were moved into an adapter.
+    /// When they are elsewhere or were moved into an adapter.
     pub fn get(&self, id: WeightId) -> Result<Weight<'_>> {
-        self.storage(id).held().ok_or_else(|| {
+        let storage = self.storage(id);
+        storage.held().ok_or_else(|| {
             let name = self.name(id);
-            Error::option(
-                "adapter",
-                format!("is missing: the values of `{name}` were moved into an adapter"),
-            )
+            match storage {
+                Storage::Absent(_) => Error::option(
+                    "placement",
+                    format!(
+                        "keeps `{name}` elsewhere, and this needs all of the model on its device"
+                    ),
+                ),
+                _ => Error::option(
+                    "adapter",
+                    format!("is missing: the values of `{name}` were moved into an adapter"),
+                ),
+            }
         })
     }
 
-    /// Its values as they are, or in the model's dtype where they are held in fewer bits.
+    /// Its values as they are, or in the model's dtype where they are held in fewer bits. Those that are elsewhere are
+    /// brought, for which all processes that have parts of them call this.
     ///
     /// # Errors
-    /// As [`Self::get`], and when there is no memory.
+    /// When they were moved into an adapter, and when there is no memory.
     pub fn dense(&self, id: WeightId) -> Result<Cow<'_, Tensor>> {
+        if let (Storage::Absent(absent), Some(away)) = (self.storage(id), &self.away) {
+            let brought = away.bring(absent.layer, None)?;
+            let found = brought.iter().find(|(other, _)| *other == id);
+            if let Some(weight) = found.and_then(|(_, storage)| storage.held()) {
+                return Ok(Cow::Owned(weight.to_dense(self.dtype)?.into_owned()));
+            }
+        }
         Ok(self.get(id)?.to_dense(self.dtype)?)
+    }
+
+    /// That matrices are kept there from now on.
+    pub fn keep_away(&mut self, away: Away) {
+        self.away = Some(Arc::new(away));
+    }
+
+    /// Whether matrices are elsewhere.
+    pub fn are_away(&self) -> bool {
+        self.away.is_some()
+    }
+
+    /// Whether other processes have parts of them.
+    pub fn are_sharded(&self) -> bool {
+        self.away.as_ref().is_some_and(|away| away.is_sharded())
+    }
+
+    /// These with the matrices of a layer, where they are elsewhere; `next` is the layer that will follow.
+    pub fn with_layer(&self, layer: usize, next: Option<usize>) -> Result<Option<Self>> {
+        let Some(away) = &self.away else { return Ok(None) };
+        let mut weights = self.clone();
+        for (id, storage) in away.bring(layer, next)?.iter() {
+            weights.set(*id, storage.clone());
+        }
+        Ok(Some(weights))
     }
 
     /// Takes its values out as [`Self::dense`] gives them, until [`Self::set`] gives it others.
@@ -139,8 +228,14 @@ impl FrozenWeights {
         self.weights[id.0].storage = storage;
     }
 
+    /// That all values are here from now on, or in an adapter.
+    pub fn keep_here(&mut self) {
+        self.away = None;
+    }
+
     /// Frees all values.
     pub fn clear(&mut self) {
+        self.keep_here();
         for Named { storage, .. } in &mut self.weights {
             *storage = Storage::Moved(storage.shape());
         }

@@ -3,8 +3,10 @@
 use super::launcher::launched;
 use super::{Collectives, Group};
 use crate::Result;
+use crate::model::Shards;
 use candle_core::Device;
 use std::fmt::Debug;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How a process comes to the end of its part in a group.
@@ -17,6 +19,11 @@ pub(super) trait Part: Collectives {
 
     /// Makes all others end, where they wouldn't see by themselves that this one does.
     fn abort(&self, code: u8);
+
+    /// The ranks as holders of a part of the weights each, where they can be that.
+    fn shards(&self) -> Option<Arc<dyn Shards>> {
+        None
+    }
 }
 
 /// This process's part in a group. It is joined once, by the thread that trains, and lasts as long as the process.
@@ -51,6 +58,11 @@ impl Member {
             Some(part) => Group::new(&**part),
             None => Group::default(),
         }
+    }
+
+    /// The ranks as holders of a part of a model's weights each; `None` where there is one only, or where they have no GPUs.
+    pub fn shards(&self) -> Option<Arc<dyn Shards>> {
+        self.0.as_ref().and_then(|part| part.shards())
     }
 
     /// Leaves the group, once all others leave it.

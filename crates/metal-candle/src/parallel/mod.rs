@@ -58,6 +58,13 @@ pub trait Collectives: Debug {
     fn takes(&self, device: &Device) -> bool;
 }
 
+/// Rows of a batch that a rank reads.
+pub(crate) struct Rows {
+    pub plan: BatchPlan,
+    /// Whether they are its own.
+    pub counts: bool,
+}
+
 /// The ranks that train together, as one of them sees them; by default there is no other.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Group<'a>(Option<&'a dyn Collectives>);
@@ -88,10 +95,17 @@ impl<'a> Group<'a> {
         list.iter().skip(self.rank()).step_by(self.size()).cloned().collect()
     }
 
-    /// The rows of a batch that are this rank's; `None` where the batch has too few.
-    pub(crate) fn rows(self, plan: &BatchPlan) -> Option<BatchPlan> {
+    /// The rows of a batch that are this rank's; `None` where the batch has too few. Where all ranks have to make the same
+    /// passes, as each has a part of the weights (`together`), it reads rows of another rank then, which don't count.
+    pub(crate) fn rows(self, plan: &BatchPlan, together: bool) -> Option<Rows> {
         let rows = self.share(&plan.rows);
-        (!rows.is_empty()).then_some(BatchPlan { rows })
+        let counts = !rows.is_empty();
+        let rows = match counts {
+            true => rows,
+            false if together => plan.rows.iter().take(1).cloned().collect(),
+            false => return None,
+        };
+        Some(Rows { plan: BatchPlan { rows }, counts })
     }
 
     /// What rank 0 has given.
@@ -238,6 +252,9 @@ mod tests {
         let group = Group::default();
         assert_eq!((group.rank(), group.size(), group.is_root()), (0, 1, true));
         assert_eq!(group.share(&[1, 2, 3]), [1, 2, 3]);
+        let plan = BatchPlan { rows: vec![vec![0], vec![1]] };
+        let rows = group.rows(&plan, true).unwrap();
+        assert!(rows.counts && rows.plan.rows == plan.rows);
         assert_eq!(group.count("x", [3, 4]).unwrap(), [3, 4]);
         assert!(group.any("x", true).unwrap() && !group.any("x", false).unwrap());
         let mut numbers = [0.1, f64::NAN];

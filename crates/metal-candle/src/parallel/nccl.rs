@@ -8,17 +8,28 @@ use super::meeting::meet;
 use super::member::Part;
 use super::tcp::Star;
 use super::{Collectives, elsewhere};
+use crate::model::Shards;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::nccl::{Communicator, ID_BYTES, unique_id};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// This process and its GPU among the ranks.
 #[derive(Debug)]
-pub(super) struct Gpus {
-    messages: Star,
-    communicator: Communicator,
+pub(super) struct Gpus(Arc<Links>);
+
+/// The ways to the others, which are used for one thing at a time.
+#[derive(Debug)]
+struct Links {
+    rank: usize,
+    size: usize,
+    messages: Mutex<Star>,
+    communicator: Mutex<Communicator>,
 }
+
+/// What a part of a tensor is put together for, in messages.
+const LAYER: &str = "putting a layer's weights together";
 
 impl Gpus {
     /// Joins the processes that were started with this one, with this GPU.
@@ -42,39 +53,83 @@ impl Gpus {
         let watch = || messages.watch(WHAT, begun);
         let communicator =
             Communicator::join::<Error>(device, id, messages.rank(), messages.size(), watch)?;
-        Ok(Self { messages, communicator })
+        let (rank, size) = (messages.rank(), messages.size());
+        let (messages, communicator) = (Mutex::new(messages), Mutex::new(communicator));
+        Ok(Self(Arc::new(Links { rank, size, messages, communicator })))
+    }
+
+    fn messages(&self) -> MutexGuard<'_, Star> {
+        locked(&self.0.messages)
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Links {
+    /// Does something with NCCL while it looks whether the others live.
+    fn watching<T>(
+        &self,
+        what: &'static str,
+        work: impl FnOnce(&Communicator, &mut dyn FnMut() -> Result<()>) -> Result<T>,
+    ) -> Result<T> {
+        let (messages, communicator) = (locked(&self.messages), locked(&self.communicator));
+        let begun = Instant::now();
+        work(&communicator, &mut || messages.watch(what, begun))
+    }
+}
+
+impl Shards for Links {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn begin(&self, parts: &[Tensor]) -> Result<Vec<Tensor>> {
+        self.watching(LAYER, |communicator, wait| communicator.begin_gather(parts, wait))
+    }
+
+    fn end(&self) -> Result<()> {
+        self.watching(LAYER, |communicator, wait| communicator.end_gather(wait))
     }
 }
 
 impl Part for Gpus {
     fn leave(&self) -> Result<()> {
-        self.messages.gather("the end", &[]).map(drop)
+        self.messages().gather("the end", &[]).map(drop)
     }
 
     fn outlast_root(&self, limit: Duration) {
-        self.messages.outlast_root(limit);
+        self.messages().outlast_root(limit);
     }
 
     /// The others see that this one's connection ends.
     fn abort(&self, _: u8) {}
+
+    fn shards(&self) -> Option<Arc<dyn Shards>> {
+        Some(self.0.clone())
+    }
 }
 
 impl Collectives for Gpus {
     fn rank(&self) -> usize {
-        self.messages.rank()
+        self.0.rank
     }
 
     fn size(&self) -> usize {
-        self.messages.size()
+        self.0.size
     }
 
     fn gather(&self, what: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.messages.gather(what, mine)
+        self.messages().gather(what, mine)
     }
 
     fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {
-        let begun = Instant::now();
-        self.communicator.sum(buffer, || self.messages.watch(what, begun))
+        self.0.watching(what, |communicator, wait| communicator.sum(buffer, wait))
     }
 
     fn takes(&self, device: &Device) -> bool {

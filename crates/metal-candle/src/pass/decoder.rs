@@ -284,11 +284,13 @@ pub(super) fn run_layers(
     mut caches: Caches,
 ) -> Result<Stream> {
     let mut stream = Stream { x, branch: None };
+    let count = layers.len();
     for (index, layer) in layers.iter().enumerate() {
         let cache = caches.of_layer(index)?;
         stream = if cache.is_none() && tape.is_checkpointing() {
             let (layer, pass) = (layer.clone(), pass.clone());
             let segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
+                let pass = pass.of_layer(index, count, tape)?;
                 let layers = inputs.iter().map(|x| {
                     let stream = Stream { x: x.clone(), branch: None };
                     layer.forward(tape, stream, &pass, None)?.joined(tape)
@@ -301,7 +303,7 @@ pub(super) fn run_layers(
                 None => return Err(candle_core::Error::msg("a segment gave no output").into()),
             }
         } else {
-            layer.forward(tape, stream, pass, cache)?
+            layer.forward(tape, stream, &*pass.of_layer(index, count, tape)?, cache)?
         };
     }
     Ok(stream)

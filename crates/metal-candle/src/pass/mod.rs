@@ -30,12 +30,12 @@ use std::sync::Arc;
 const LOSS_CHUNK: usize = 512;
 
 /// What is the same for all layers in one forward pass.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Pass {
     weights: Arc<FrozenWeights>,
     adapters: RowAdapters,
     /// What is added to the results of linear layers where adapters differ from row to row.
-    updates: Option<RowUpdates>,
+    updates: Option<Arc<RowUpdates>>,
     /// The angles of each of the configuration's ropes.
     ropes: Vec<Rotation>,
     /// `(batch, seq)`: the first key each query may see; `None` is 0 for all.
@@ -63,6 +63,19 @@ struct Spread {
 }
 
 impl Pass {
+    /// This with the weights of a layer of so many, where they are elsewhere. Behind it comes the next one, or the one
+    /// before it while segments are run again.
+    fn of_layer(self: &Arc<Self>, layer: usize, count: usize, tape: &Tape) -> Result<Arc<Self>> {
+        let next = match tape.is_replaying() {
+            true => layer.checked_sub(1),
+            false => Some(layer + 1).filter(|next| *next < count),
+        };
+        Ok(match self.weights.with_layer(layer, next)? {
+            Some(weights) => Arc::new(Self { weights: Arc::new(weights), ..(**self).clone() }),
+            None => self.clone(),
+        })
+    }
+
     /// A weight, or what the adapter has in its place.
     fn weight_of(&self, tape: &Tape, id: WeightId, adapter: Option<&Adapter>) -> Result<Value> {
         weight_of(tape, &self.weights, id, adapter)
@@ -279,6 +292,12 @@ impl Model {
                 "differ from row to row, which is for inference only",
             ));
         }
+        if tape.is_training() && self.is_away() && !tape.is_checkpointing() {
+            return Err(Error::option(
+                "grad_checkpoint",
+                "is off, but weights that lie elsewhere are on the device for their layer alone; switch it on",
+            ));
+        }
         let (batch, seq) = input.ids.dims2()?;
         let (positions, total, before) = match &input.positions {
             Positions::Known { positions, total } => {
@@ -299,7 +318,7 @@ impl Model {
             before,
             weights: self.frozen().clone(),
             adapters: input.adapters.clone(),
-            updates: input.adapters.updates(self, seq, known)?,
+            updates: input.adapters.updates(self, seq, known)?.map(Arc::new),
             observer: input.observer.clone(),
         });
         let x = self.embed(tape, &input.ids, &pass)?;

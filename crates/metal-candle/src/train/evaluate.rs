@@ -3,10 +3,10 @@
 use super::metrics::number_or_null;
 use super::objectives::{MetricSums, Objective};
 use super::references::References;
-use super::task::{self, Task};
+use super::task::{self, Part, Task};
 use crate::adapter::Adapter;
 use crate::autograd::Tape;
-use crate::data::{BatchPlan, Batcher};
+use crate::data::{Batch, BatchPlan, Batcher};
 use crate::model::Model;
 use crate::parallel::Group;
 use crate::turns::Turns;
@@ -102,8 +102,9 @@ impl Task<'_> {
                 if self.objective.compares_answers() {
                     sums.compare(self, batches, plan, known, group)
                 } else {
-                    match group.rows(plan) {
-                        Some(plan) => sums.add(self, batches, &plan),
+                    match self.part(batches, plan, group)? {
+                        Some(Part { batch, counts: true }) => sums.add(self, &batch),
+                        Some(Part { batch, counts: false }) => Sums::begin().add(self, &batch),
                         None => Ok(()),
                     }
                 }
@@ -129,11 +130,10 @@ impl Sums {
         Self { started: Instant::now(), loss: 0.0, count: 0, tokens: 0, metrics }
     }
 
-    fn add(&mut self, task: &Task, batches: &Batcher, plan: &BatchPlan) -> Result<()> {
-        let batch = task.batch(batches, plan)?;
+    fn add(&mut self, task: &Task, batch: &Batch) -> Result<()> {
         let (of_batch, targets) = devices::step(task.model.device(), || -> Result<_> {
             let tape = Tape::inference();
-            let loss = task.model.loss_with(&tape, &batch, task.adapter, true)?;
+            let loss = task.model.loss_with(&tape, batch, task.adapter, true)?;
             if let Some(Statistics { entropies, hits }) = &loss.statistics {
                 for (name, of_rows) in [("entropy", entropies), (TOKEN_ACCURACY, hits)] {
                     let sum = of_rows.sum_all()?.to_dtype(DType::F32)?.to_scalar::<f32>()?;
@@ -157,16 +157,20 @@ impl Sums {
         known: Option<&References>,
         group: Group<'_>,
     ) -> Result<()> {
-        let batch = group.rows(plan).map(|plan| task.batch(batches, &plan)).transpose()?;
+        let part = task.part(batches, plan, group)?;
         let kl = task.kl(batches, std::slice::from_ref(plan), group)?;
-        let totals = task.totals(batch.as_slice(), kl, group)?;
-        let Some(batch) = batch else { return Ok(()) };
+        let counted = part.iter().filter(|part| part.counts).map(|part| &part.batch);
+        let totals = task.totals(counted, kl, group)?;
+        let Some(Part { batch, counts }) = part else { return Ok(()) };
         let references = task.references(&batch, known)?;
         let (compared, _) = devices::step(task.model.device(), || {
             let losses =
                 task.model.token_losses(&Tape::inference(), &batch, task.adapter, false)?.losses;
             task.compare(&batch, losses.tensor(), &references, &totals)
         })?;
+        if !counts {
+            return Ok(());
+        }
         self.loss += compared.loss * totals.samples as f64;
         self.count += task::samples(&batch) as u64;
         self.tokens += batch.target_tokens as u64;

@@ -32,12 +32,13 @@ impl References {
     /// Computes those of all examples, in batches of examples by length, of which each rank computes its rows.
     pub fn compute(task: &Task, batches: &Batcher, group: Group<'_>) -> Result<Self> {
         let mut found = vec![[0.0; 2]; batches.dataset().len()];
-        for plan in batches.by_length().iter().filter_map(|plan| group.rows(plan)) {
-            let batch = task.batch(batches, &plan)?;
+        let together = task.model.is_sharded();
+        for rows in batches.by_length().iter().filter_map(|plan| group.rows(plan, together)) {
+            let batch = task.batch(batches, &rows.plan)?;
             let sums = Turns::train(task.turns, task.model.device(), || {
                 task.log_probabilities(&batch, task.reference)
             })?;
-            for (answer, sum) in batch.answers.iter().zip(sums) {
+            for (answer, sum) in batch.answers.iter().zip(sums).filter(|_| rows.counts) {
                 if let Some(of_example) = found.get_mut(answer.example) {
                     of_example[usize::from(answer.role == Role::Rejected)] = sum;
                 }

@@ -28,7 +28,25 @@ pub struct Task<'a> {
     pub turns: Option<&'a Arc<Turns>>,
 }
 
+/// A batch that a rank reads.
+pub(super) struct Part {
+    pub batch: Batch,
+    /// Whether its rows are the rank's own; else it only makes the passes that the others make.
+    pub counts: bool,
+}
+
 impl Task<'_> {
+    /// This rank's part of a batch, where it has one or has to make the same passes.
+    pub(super) fn part(
+        &self,
+        batches: &Batcher,
+        plan: &BatchPlan,
+        group: Group<'_>,
+    ) -> Result<Option<Part>> {
+        let Some(rows) = group.rows(plan, self.model.is_sharded()) else { return Ok(None) };
+        Ok(Some(Part { batch: self.batch(batches, &rows.plan)?, counts: rows.counts }))
+    }
+
     /// The arrays of a batch, with the targets that the objective asks for.
     pub(super) fn batch(&self, batches: &Batcher, plan: &BatchPlan) -> Result<Batch> {
         let objective = self.objective;
@@ -84,12 +102,17 @@ impl Task<'_> {
     }
 
     /// What the batches of a step come to, of which `batches` are this rank's part.
-    pub(super) fn totals(&self, batches: &[Batch], kl: f64, group: Group<'_>) -> Result<Totals> {
+    pub(super) fn totals<'b>(
+        &self,
+        batches: impl Iterator<Item = &'b Batch> + Clone,
+        kl: f64,
+        group: Group<'_>,
+    ) -> Result<Totals> {
         let learned_tokens = |answer: &Answer| answer.places.len() + answer.prompt.len();
         let chosen = |answer: &&Answer| answer.role == Role::Chosen;
-        let answers = || batches.iter().flat_map(|batch| &batch.answers);
-        let learned = answers().filter(chosen).map(learned_tokens).sum();
-        let counts = [batches.iter().map(samples).sum(), learned];
+        let answers = batches.clone().flat_map(|batch| &batch.answers);
+        let learned = answers.filter(chosen).map(learned_tokens).sum();
+        let counts = [batches.map(samples).sum(), learned];
         let [samples, learned_tokens] = group.count("the answers of a step", counts)?;
         Ok(Totals { samples, learned_tokens, kl })
     }

@@ -12,7 +12,7 @@ use super::optimizer::{OptimizerState, Rates};
 use super::options::TrainOptions;
 use super::references::{self, References};
 use super::saving::{Saved, Saver, SavingFn, untold};
-use super::task::Task;
+use super::task::{Part, Task};
 use crate::adapter::{Adapter, TrainedFiles};
 use crate::autograd::Tape;
 use crate::data::{Batch, BatchPlan, Batcher};
@@ -520,6 +520,20 @@ impl<'a> Trainer<'a> {
                 ));
             }
         }
+        if self.model.is_sharded() {
+            if self.options.objective.estimates_kl() {
+                return Err(Error::Unsupported(
+                    "kto with a sharded base, as its ranks make different numbers of passes; keep the base on each device, or                      in fewer bits"
+                        .into(),
+                ));
+            }
+            if self.options.sample_every > 0 {
+                return Err(Error::option(
+                    "sample_every",
+                    "is set, but one process alone can't write texts with a sharded base, of which it has a part",
+                ));
+            }
+        }
         if self.options.sample_every > 0 && self.sample.is_none() {
             return Err(Error::option(
                 "sample_every",
@@ -768,17 +782,16 @@ impl<'a> Trainer<'a> {
 
     fn one_step(&mut self, learning_rate: f64) -> Result<Step> {
         let plans = self.next_batches()?;
-        let batches: Vec<_> = plans
+        let parts: Vec<Option<Part>> = plans
             .iter()
-            .filter_map(|plan| self.group.rows(plan))
-            .map(|plan| self.task().batch(self.batches, &plan))
+            .map(|plan| self.task().part(self.batches, plan, self.group))
             .collect::<Result<_>>()?;
-        let tokens = batches.iter().map(|batch| batch.target_tokens).sum();
-        let processed = batches.iter().map(|batch| batch.tokens).sum();
+        let tokens = counted(&parts).map(|batch| batch.target_tokens).sum();
+        let processed = counted(&parts).map(|batch| batch.tokens).sum();
         let [tokens, processed] = self.group.count("the tokens of a step", [tokens, processed])?;
         let passed = match self.options.objective.compares_answers() {
-            false => self.learn(&batches, tokens)?,
-            true => self.compare(&plans, &batches)?,
+            false => self.learn(&parts, tokens)?,
+            true => self.compare(&plans, &parts)?,
         };
         let Passed { loss, count, metrics } = self.of_all(passed)?;
         self.state.step += 1;
@@ -847,18 +860,21 @@ impl<'a> Trainer<'a> {
     }
 
     /// Both passes of an objective of single tokens over the batches of a step.
-    fn learn(&self, batches: &[Batch], tokens: usize) -> Result<Passed> {
-        let mut sums = Vec::with_capacity(batches.len());
-        for (index, batch) in batches.iter().enumerate() {
-            sums.push(self.in_turn(|| {
+    fn learn(&self, parts: &[Option<Part>], tokens: usize) -> Result<Passed> {
+        let mut sums = Vec::with_capacity(parts.len());
+        for (index, part) in parts.iter().enumerate() {
+            let Some(Part { batch, counts }) = part else { continue };
+            let sum = self.in_turn(|| {
                 let tape = self.tape(index);
                 let sum = self.model.loss(&tape, batch, Some(&self.adapter))?.sum;
-                tape.backward(&sum, 1.0 / tokens as f64, &mut &self.gradients)?;
+                let factor = if *counts { 1.0 / tokens as f64 } else { 0.0 };
+                tape.backward(&sum, factor, &mut &self.gradients)?;
                 Ok(sum.into_tensor())
-            })?);
+            })?;
+            sums.extend(counts.then_some(sum));
         }
         // Read when everything is under way: a GPU would wait for the next pass otherwise.
-        let mut loss: f64 = batches.iter().map(Batch::loss_offset).sum();
+        let mut loss: f64 = counted(parts).map(Batch::loss_offset).sum();
         for sum in sums {
             loss += f64::from(sum.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?);
         }
@@ -866,34 +882,44 @@ impl<'a> Trainer<'a> {
     }
 
     /// All passes of an objective that compares answers over the batches of a step.
-    fn compare(&self, plans: &[BatchPlan], batches: &[Batch]) -> Result<Passed> {
+    fn compare(&self, plans: &[BatchPlan], parts: &[Option<Part>]) -> Result<Passed> {
         let task = self.task();
         let known = self.known.first();
-        let references = batches
+        let references = parts
             .iter()
-            .map(|batch| self.in_turn(|| task.references(batch, known)))
+            .map(|part| match part {
+                Some(Part { batch, .. }) => self.in_turn(|| task.references(batch, known)),
+                None => Ok(Vec::new()),
+            })
             .collect::<Result<Vec<_>>>()?;
         let kl = self.in_turn(|| task.kl(self.batches, plans, self.group))?;
-        let totals = task.totals(batches, kl, self.group)?;
+        let totals = task.totals(counted(parts), kl, self.group)?;
+        // The step is skipped then; but others may wait for the passes that this rank makes.
+        let is_lost = |loss: f64| !loss.is_finite() && !self.model.is_sharded();
         let mut passed =
             Passed { loss: 0.0, count: totals.samples, metrics: MetricSums::default() };
-        for (index, (batch, references)) in batches.iter().zip(&references).enumerate() {
+        for (index, (part, references)) in parts.iter().zip(&references).enumerate() {
+            let Some(Part { batch, counts }) = part else { continue };
             self.in_turn(|| {
                 let tape = self.tape(index);
                 let losses =
                     self.model.token_losses(&tape, batch, Some(&self.adapter), false)?.losses;
-                let (compared, gradient) =
+                let (compared, mut gradient) =
                     task.compare(batch, losses.tensor(), references, &totals)?;
-                passed.loss += compared.loss * totals.samples as f64;
-                if !passed.loss.is_finite() {
+                if *counts {
+                    passed.loss += compared.loss * totals.samples as f64;
+                    passed.metrics.extend(&compared.metrics);
+                } else {
+                    gradient.fill(0.0);
+                }
+                if is_lost(passed.loss) {
                     return Ok(());
                 }
-                passed.metrics.extend(&compared.metrics);
                 let gradient = Tensor::from_vec(gradient, losses.shape(), self.model.device())?
                     .to_dtype(losses.tensor().dtype())?;
                 tape.backward_from(&losses, gradient, &mut &self.gradients)
             })?;
-            if !passed.loss.is_finite() {
+            if is_lost(passed.loss) {
                 break;
             }
         }
@@ -1048,6 +1074,11 @@ fn log(saved: Option<Saved>, metrics: &mut dyn MetricsSink) -> Result<()> {
         }
         None => Ok(()),
     }
+}
+
+/// The batches whose rows are this rank's own.
+fn counted(parts: &[Option<Part>]) -> impl Iterator<Item = &Batch> + Clone {
+    parts.iter().flatten().filter(|part| part.counts).map(|part| &part.batch)
 }
 
 /// What the passes over a step's batches came to.

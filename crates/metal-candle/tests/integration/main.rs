@@ -12,6 +12,7 @@ mod grammar;
 mod models;
 mod mutations;
 mod objectives;
+mod placement;
 mod quantized;
 mod text;
 mod training;

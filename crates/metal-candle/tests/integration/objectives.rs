@@ -32,7 +32,7 @@ fn folder() -> PathBuf {
     fixtures().join("models/llama")
 }
 
-fn expected() -> Value {
+pub fn expected() -> Value {
     let bytes = std::fs::read(folder().join("preferences.json")).unwrap();
     serde_json::from_slice(&bytes).unwrap()
 }
@@ -48,7 +48,7 @@ fn sequence(prompt: &Value, answer: &Value) -> Example {
     Example { ids: [prompt, answer].concat(), trainable }
 }
 
-fn pairs(document: &Value) -> Vec<Sample> {
+pub fn pairs(document: &Value) -> Vec<Sample> {
     let pair = |row: &Value| Sample::Pair {
         chosen: sequence(&row["prompt_ids"], &row["chosen_ids"]),
         rejected: sequence(&row["prompt_ids"], &row["rejected_ids"]),

@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Rows of whole blocks of 256.
-fn config(changes: Value) -> Config {
+pub fn config(changes: Value) -> Config {
     let mut config = json!({
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -35,7 +35,7 @@ fn config(changes: Value) -> Config {
 }
 
 /// A model with random weights in a folder.
-fn saved(changes: Value) -> tempfile::TempDir {
+pub fn saved(changes: Value) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let model = Model::random(config(changes), DType::F32, &device(), 7).unwrap();
     model.save(folder.path(), DType::F32, None).unwrap();
@@ -43,12 +43,12 @@ fn saved(changes: Value) -> tempfile::TempDir {
 }
 
 fn quantized(folder: &Path, word: &str) -> metal_candle::Result<Model> {
-    Model::load_quantized(folder, DType::F32, &device(), word.parse().unwrap())
+    Model::load_with(folder, DType::F32, &device(), word.parse::<Quantization>().unwrap())
 }
 
-const IDS: [u32; 12] = [5, 93, 17, 2, 44, 81, 0, 9, 33, 61, 28, 70];
+pub const IDS: [u32; 12] = [5, 93, 17, 2, 44, 81, 0, 9, 33, 61, 28, 70];
 
-fn logits(model: &Model, adapter: Option<&Arc<Adapter>>) -> Vec<f32> {
+pub fn logits(model: &Model, adapter: Option<&Arc<Adapter>>) -> Vec<f32> {
     let tape = Tape::inference();
     let input = Input::sequence(&IDS, 0, model.device()).unwrap().with_adapter(adapter);
     let hidden = model.forward(&tape, &input, None).unwrap();
@@ -56,7 +56,7 @@ fn logits(model: &Model, adapter: Option<&Arc<Adapter>>) -> Vec<f32> {
     logits.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-fn gradients(model: &Model, adapter: &Arc<Adapter>, checkpointing: bool) -> Vec<f32> {
+pub fn gradients(model: &Model, adapter: &Arc<Adapter>, checkpointing: bool) -> Vec<f32> {
     let mut targets = IDS[1..].to_vec();
     targets.push(IGNORED);
     let batch = Batch {
@@ -217,8 +217,7 @@ fn what_a_format_cannot_hold_is_refused_by_name() {
 #[test]
 fn products_in_8_bit_floats_are_refused_elsewhere_than_on_hopper() {
     let folder = saved(json!({}));
-    let open =
-        Model::load_quantized(folder.path(), DType::F32, &Device::Cpu, Quantization::FP8_COMPUTE);
+    let open = Model::load_with(folder.path(), DType::F32, &Device::Cpu, Quantization::FP8_COMPUTE);
     let error = open.unwrap_err().to_string();
     assert!(error.contains("base_compute") && error.contains("the processor"), "{error}");
 }
@@ -236,7 +235,7 @@ struct Limits {
 fn assert_rounds_rows(compute: Quantization, held: &str, device: &Device, limits: Limits) {
     let folder = saved(json!({}));
     let open = |quantization: Quantization, dtype| {
-        let model = Model::load_quantized(folder.path(), dtype, device, quantization).unwrap();
+        let model = Model::load_with(folder.path(), dtype, device, quantization).unwrap();
         Arc::new(model)
     };
     let held = open(held.parse().unwrap(), DType::BF16);
@@ -319,8 +318,7 @@ fn cuda_models_multiply_in_8_bit_floats() {
 fn cuda_models_do_not_multiply_in_8_bit_integers() {
     let device = metal_candle::devices::cuda(0).unwrap();
     let folder = saved(json!({}));
-    let open =
-        Model::load_quantized(folder.path(), DType::BF16, &device, Quantization::INT8_COMPUTE);
+    let open = Model::load_with(folder.path(), DType::BF16, &device, Quantization::INT8_COMPUTE);
     let error = open.unwrap_err().to_string();
     assert!(error.contains("base_compute: is int8") && error.contains("device: cpu"), "{error}");
 }

@@ -22,12 +22,12 @@ use std::time::Duration;
 
 const STEPS: u64 = 12;
 
-fn base() -> PathBuf {
+pub fn base() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/models/llama")
 }
 
 /// Texts over few tokens, so that there is something to learn.
-fn dataset(count: usize, seed: u64) -> Arc<Dataset> {
+pub fn dataset(count: usize, seed: u64) -> Arc<Dataset> {
     let mut random = SplitMix64::new(seed);
     let examples: Vec<_> = (0..count)
         .map(|_| {
@@ -40,7 +40,7 @@ fn dataset(count: usize, seed: u64) -> Arc<Dataset> {
     Arc::new(Dataset::from_examples(&examples).unwrap())
 }
 
-fn batcher(dataset: Arc<Dataset>, batch_size: usize, packing: bool) -> Batcher {
+pub fn batcher(dataset: Arc<Dataset>, batch_size: usize, packing: bool) -> Batcher {
     let options = BatchOptions {
         batch_size,
         max_seq_length: 32,
@@ -63,7 +63,7 @@ fn learning_rate(peak: f64, steps: u64) -> LearningRate {
     .unwrap()
 }
 
-fn options() -> TrainOptions {
+pub fn options() -> TrainOptions {
     TrainOptions {
         grad_accumulation: 2,
         report_every: 1,
@@ -88,7 +88,7 @@ fn model(full: bool) -> (Arc<Model>, Arc<Adapter>) {
 }
 
 /// The events that must be the same in every run with the same seed: all but timings and paths.
-fn steady(metric: &Metric) -> Option<String> {
+pub fn steady(metric: &Metric) -> Option<String> {
     match metric {
         Metric::Train {
             step, epoch, loss, learning_rate, gradient_norm, trained_tokens, ..

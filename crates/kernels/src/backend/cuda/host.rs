@@ -1,6 +1,6 @@
 //! Pinned memory of the host, and copies of the device's memory to it.
 
-use super::Cuda;
+use super::{Cuda, Lane};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, result, sys};
@@ -95,6 +95,30 @@ pub(crate) fn copy_to_host(device: &Device, from: &[Tensor], to: &[Tensor]) -> R
     // The thread that waits leaves its core to others.
     let event = cuda.stream.record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
     Ok(Copied { event, _sources: from.to_vec() })
+}
+
+/// Launches copies of contiguous tensors in pinned memory of the host to new ones of the device, on `lane`. Those of the
+/// host stay until the lane is done.
+pub(crate) fn launch_uploads(lane: &Lane, from: &[Tensor], device: &Device) -> Result<Vec<Tensor>> {
+    let cuda = Cuda::on(device)?;
+    let to = from
+        .iter()
+        .map(|tensor| cuda.empty(tensor.shape(), tensor.dtype()))
+        .collect::<Result<Vec<_>>>()?;
+    lane.follow()?;
+    for (from, to) in from.iter().zip(&to) {
+        if from.elem_count() == 0 {
+            continue;
+        }
+        let (address, bytes) = memory(from)?;
+        // SAFETY: both have so many bytes, and live until the lane is done, which the caller waits for.
+        unsafe {
+            sys::cuMemcpyHtoDAsync_v2(to.pointer, address as *const c_void, bytes, lane.stream())
+        }
+        .result()
+        .w()?;
+    }
+    Ok(to.into_iter().map(|array| array.tensor).collect())
 }
 
 /// Where the elements of a contiguous tensor of the host start, and their bytes.

@@ -7,6 +7,7 @@ mod blas;
 
 mod copy;
 mod host;
+mod lane;
 mod launch;
 mod module;
 mod open;
@@ -26,7 +27,8 @@ use std::sync::Arc;
 
 pub(crate) use blas::{Matrix, Rows, require_floats};
 pub(crate) use copy::Stripes;
-pub(crate) use host::{Copied, Pinned, copy_to_host};
+pub(crate) use host::{Copied, Pinned, copy_to_host, launch_uploads};
+pub(crate) use lane::Lane;
 pub(crate) use launch::launch_time;
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, free_memory, memory, open, reset_peak};

@@ -1,0 +1,73 @@
+//! A stream beside the device's own, for transfers that run while the device computes.
+
+use super::{Cuda, refuse_in_recording};
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::sys::{self, CUresult, CUstream};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream};
+use candle_core::{Device, Result};
+use std::sync::Arc;
+
+/// The stream. Memory that transfers write to is taken from the device's stream, so a transfer begins behind all that
+/// was launched there before ([`Self::follow`]); the device's stream may use what it wrote once the host has seen that
+/// it is done ([`Self::is_done`]).
+#[derive(Debug)]
+pub(crate) struct Lane {
+    stream: CUstream,
+    device: Arc<CudaStream>,
+    context: Arc<CudaContext>,
+}
+
+// SAFETY: a stream may be used from any thread.
+unsafe impl Send for Lane {}
+// SAFETY: as above, and what is done with it here changes nothing of this.
+unsafe impl Sync for Lane {}
+
+impl Lane {
+    pub(crate) fn new(device: &Device) -> Result<Self> {
+        let device = Cuda::on(device)?.stream;
+        let context = device.context().clone();
+        context.bind_to_thread().w()?;
+        let mut stream: CUstream = std::ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the place is one for a stream, of the context that is bound.
+        unsafe { sys::cuStreamCreate(&mut stream, flags) }.result().w()?;
+        Ok(Self { stream, device, context })
+    }
+
+    pub(crate) fn stream(&self) -> CUstream {
+        self.stream
+    }
+
+    /// Lets what comes next here begin behind all that was launched on the device's stream.
+    pub(crate) fn follow(&self) -> Result<()> {
+        refuse_in_recording("a transfer beside the work")?;
+        self.context.bind_to_thread().w()?;
+        let event = self.device.record_event(None).w()?;
+        // SAFETY: both live; an event may be dropped before what waits for it.
+        unsafe { sys::cuStreamWaitEvent(self.stream, event.cu_event(), 0) }.result().w()
+    }
+
+    /// Whether all that was launched here is done.
+    pub(crate) fn is_done(&self) -> Result<bool> {
+        // SAFETY: the stream lives.
+        match unsafe { sys::cuStreamQuery(self.stream) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => code.result().w().map(|()| true),
+        }
+    }
+
+    /// Waits until it is.
+    pub(crate) fn wait(&self) -> Result<()> {
+        // SAFETY: the stream lives.
+        unsafe { sys::cuStreamSynchronize(self.stream) }.result().w()
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        // What fails here has nobody to tell; the driver frees the stream once its work is done.
+        let _ = self.context.bind_to_thread();
+        // SAFETY: made by this, and nobody finds it any more.
+        let _ = unsafe { sys::cuStreamDestroy_v2(self.stream) }.result();
+    }
+}

@@ -1,0 +1,350 @@
+//! Where the matrices of a model's layers lie between their uses: on the device, in the memory of the host, or in parts
+//! on the GPUs of several processes. Those that lie elsewhere are brought to the device a layer at a time, the next one
+//! while a layer is computed (as ZeRO does with parameters; Rajbhandari et al., 2019, arXiv:1910.02054).
+
+use super::layer::Layer;
+use super::quantization::Quantization;
+use super::weight::{Absent, FrozenWeights, Storage, WeightId, sample};
+use crate::Result;
+use candle_core::{DType, Device, Shape, Tensor};
+use metal_candle_kernels::host::{HostBuffers, Uploads};
+use metal_candle_kernels::quantized::{Quantized, Weight};
+use std::fmt::{Debug, Display, Formatter};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Where the matrices of a model's layers lie. Norms, biases, the embedding and the head are always on the device.
+#[derive(Debug, Clone, Default)]
+pub enum Placement {
+    /// On the device.
+    #[default]
+    Device,
+    /// In the memory of the host, for a model that is larger than the device's; with CUDA in pinned memory.
+    Host,
+    /// Each of several processes has a part of every layer on its device. All of them make the same passes in the same
+    /// order.
+    Sharded(Arc<dyn Shards>),
+}
+
+impl Display for Placement {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Device => "device",
+            Self::Host => "host",
+            Self::Sharded(_) => "sharded",
+        })
+    }
+}
+
+/// How a model's weights are held.
+#[derive(Debug, Clone, Default)]
+pub struct Holding {
+    /// What dense matrices are brought into.
+    pub quantization: Option<Quantization>,
+    /// Where matrices lie.
+    pub placement: Placement,
+}
+
+impl From<Option<Quantization>> for Holding {
+    fn from(quantization: Option<Quantization>) -> Self {
+        Self { quantization, placement: Placement::Device }
+    }
+}
+
+impl From<Quantization> for Holding {
+    fn from(quantization: Quantization) -> Self {
+        Some(quantization).into()
+    }
+}
+
+/// Processes that put tensors together of which each has a part: one transfer at a time, which all begin and end in the
+/// same order.
+pub trait Shards: Debug + Send + Sync {
+    /// This process's number, from 0.
+    fn rank(&self) -> usize;
+
+    /// How many processes there are.
+    fn size(&self) -> usize;
+
+    /// Begins to put together the processes' `parts`, each `(n)`: for each a tensor `(size · n)` on the device with the
+    /// parts by rank, which may be used from [`Self::end`] on. The parts stay until then.
+    ///
+    /// # Errors
+    /// [`Error::Rank`](crate::Error::Rank) naming a process that is lost, and when the device has no room.
+    fn begin(&self, parts: &[Tensor]) -> Result<Vec<Tensor>>;
+
+    /// Waits until what was begun is done.
+    ///
+    /// # Errors
+    /// As [`Self::begin`].
+    fn end(&self) -> Result<()>;
+}
+
+/// Where a matrix begins in the buffer of its layer: at multiples of this many bytes, which every kernel can read from.
+const ALIGNMENT: usize = 256;
+
+/// The matrices of all layers, away from the device, and how they come to it.
+#[derive(Debug)]
+pub(crate) struct Away {
+    home: Home,
+    layers: Vec<AwayLayer>,
+    visit: Mutex<Visit>,
+}
+
+#[derive(Debug)]
+enum Home {
+    Host { uploads: Uploads, device: Device },
+    Shards(Arc<dyn Shards>),
+}
+
+#[derive(Debug)]
+struct AwayLayer {
+    kept: Kept,
+    matrices: Vec<Packed>,
+}
+
+/// A layer's buffers, one for each dtype: whole in the memory of the host, or a part of each.
+#[derive(Debug)]
+enum Kept {
+    Host(HostBuffers),
+    Parts(Vec<Tensor>),
+}
+
+/// A matrix within its layer's buffers.
+#[derive(Debug)]
+struct Packed {
+    id: WeightId,
+    form: Form,
+    pieces: Vec<Piece>,
+}
+
+#[derive(Debug)]
+enum Form {
+    Dense,
+    /// Without its numbers.
+    Quantized(Quantized),
+}
+
+/// One tensor of a matrix.
+#[derive(Debug)]
+struct Piece {
+    buffer: usize,
+    /// In elements.
+    start: usize,
+    shape: Shape,
+}
+
+/// A layer's matrices on the device.
+pub(crate) type Brought = Vec<(WeightId, Storage)>;
+
+/// What is on the device, and what is on its way there.
+#[derive(Debug, Default)]
+struct Visit {
+    here: Option<(usize, Arc<Brought>)>,
+    coming: Option<(usize, Vec<Tensor>)>,
+}
+
+impl Away {
+    /// None yet; nothing where matrices are to stay on the device.
+    pub fn new(placement: &Placement, device: &Device) -> Result<Option<Self>> {
+        let home = match placement {
+            Placement::Device => return Ok(None),
+            Placement::Host => {
+                Home::Host { uploads: Uploads::new(device)?, device: device.clone() }
+            }
+            Placement::Sharded(shards) => Home::Shards(shards.clone()),
+        };
+        Ok(Some(Self { home, layers: Vec::new(), visit: Mutex::default() }))
+    }
+
+    /// Takes the matrices of the next layer.
+    pub fn take(&mut self, layer: &Layer, weights: &mut FrozenWeights) -> Result<()> {
+        let number = self.layers.len();
+        let parts = match &self.home {
+            Home::Host { .. } => 1,
+            Home::Shards(shards) => shards.size(),
+        };
+        let mut buffers: Vec<Buffer> = Vec::new();
+        let mut matrices = Vec::new();
+        for linear in layer.linears() {
+            let id = linear.weight;
+            let held = weights.get(id)?;
+            let mut pieces = Vec::new();
+            let mut pack = |tensor: &Tensor| pieces.push(Buffer::add(&mut buffers, tensor));
+            let (form, bytes) = match held {
+                Weight::Dense(tensor) => {
+                    pack(tensor);
+                    (Form::Dense, tensor.elem_count() * tensor.dtype().size_in_bytes())
+                }
+                Weight::Quantized(quantized) => {
+                    let empty = quantized.map(|tensor| {
+                        pack(tensor);
+                        Tensor::zeros(0, tensor.dtype(), &Device::Cpu)
+                    })?;
+                    (Form::Quantized(empty), quantized.size_in_bytes())
+                }
+            };
+            let is_quantized = matches!(form, Form::Quantized(_));
+            let sample = sample(&held)?;
+            let shape = weights.shape(id);
+            matrices.push(Packed { id, form, pieces });
+            let absent = Absent { layer: number, shape, is_quantized, bytes, sample };
+            weights.set(id, Storage::Absent(Arc::new(absent)));
+        }
+        let buffers = buffers.into_iter().map(|buffer| buffer.joined(parts));
+        let buffers = buffers.collect::<candle_core::Result<Vec<_>>>()?;
+        let kept = match &self.home {
+            Home::Host { device, .. } => {
+                let like: Vec<_> =
+                    buffers.iter().map(|it| (it.dims().to_vec(), it.dtype())).collect();
+                Kept::Host(HostBuffers::new(&like, device)?.copy(&buffers)?.wait()?)
+            }
+            Home::Shards(shards) => {
+                let part = |buffer: Tensor| {
+                    let length = buffer.elem_count() / parts;
+                    buffer.narrow(0, shards.rank() * length, length)?.force_contiguous()
+                };
+                Kept::Parts(buffers.into_iter().map(part).collect::<candle_core::Result<_>>()?)
+            }
+        };
+        self.layers.push(AwayLayer { kept, matrices });
+        Ok(())
+    }
+
+    /// Whether other processes have parts.
+    pub fn is_sharded(&self) -> bool {
+        matches!(self.home, Home::Shards(_))
+    }
+
+    /// The matrices of a layer, on the device; those of `next` begin to come.
+    pub fn bring(&self, layer: usize, next: Option<usize>) -> Result<Arc<Brought>> {
+        let mut visit = self.visit.lock().unwrap_or_else(PoisonError::into_inner);
+        let here = match &visit.here {
+            Some((here, matrices)) if *here == layer => matrices.clone(),
+            _ => {
+                let tensors = self.arrive(&mut visit, layer)?;
+                let brought = Arc::new(self.unpack(layer, &tensors)?);
+                visit.here = Some((layer, brought.clone()));
+                brought
+            }
+        };
+        if let Some(next) = next
+            && visit.coming.as_ref().is_none_or(|(coming, _)| *coming != next)
+        {
+            self.settle(&mut visit)?;
+            visit.coming = Some((next, self.begin(next)?));
+        }
+        Ok(here)
+    }
+
+    /// The buffers of a layer, once they are on the device.
+    fn arrive(&self, visit: &mut MutexGuard<'_, Visit>, layer: usize) -> Result<Vec<Tensor>> {
+        // It makes room.
+        visit.here = None;
+        if visit.coming.as_ref().is_none_or(|(coming, _)| *coming != layer) {
+            self.settle(visit)?;
+            visit.coming = Some((layer, self.begin(layer)?));
+        }
+        self.settle(visit)
+    }
+
+    /// Waits for what is on its way.
+    fn settle(&self, visit: &mut MutexGuard<'_, Visit>) -> Result<Vec<Tensor>> {
+        // What is still written to stays where it is if this fails.
+        if visit.coming.is_some() {
+            match &self.home {
+                Home::Host { uploads, .. } => uploads.end()?,
+                Home::Shards(shards) => shards.end()?,
+            }
+        }
+        Ok(visit.coming.take().map(|(_, tensors)| tensors).unwrap_or_default())
+    }
+
+    fn begin(&self, layer: usize) -> Result<Vec<Tensor>> {
+        match (&self.home, &self.layer(layer)?.kept) {
+            (Home::Host { uploads, .. }, Kept::Host(buffers)) => Ok(uploads.begin(buffers)?),
+            (Home::Shards(shards), Kept::Parts(parts)) => shards.begin(parts),
+            _ => Err(candle_core::Error::msg("a layer is kept elsewhere than its model").into()),
+        }
+    }
+
+    fn unpack(&self, layer: usize, buffers: &[Tensor]) -> Result<Brought> {
+        let matrices = self.layer(layer)?.matrices.iter().map(|packed| {
+            let mut pieces = packed.pieces.iter();
+            let mut next = || match pieces.next() {
+                Some(piece) => piece.of(buffers),
+                None => Err(candle_core::Error::msg("a matrix has more tensors than were packed")),
+            };
+            let storage = match &packed.form {
+                Form::Dense => Storage::Dense(next()?),
+                Form::Quantized(form) => Storage::Quantized(Arc::new(form.map(|_| next())?)),
+            };
+            Ok((packed.id, storage))
+        });
+        matrices.collect()
+    }
+
+    fn layer(&self, layer: usize) -> Result<&AwayLayer> {
+        let missing = || candle_core::Error::msg(format!("there is no layer {layer}"));
+        Ok(self.layers.get(layer).ok_or_else(missing)?)
+    }
+}
+
+impl Drop for Away {
+    fn drop(&mut self) {
+        let mut visit = self.visit.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.settle(&mut visit).is_err() {
+            // Somebody may still write there.
+            std::mem::forget(visit.coming.take());
+        }
+    }
+}
+
+/// Tensors of one dtype that become one.
+struct Buffer {
+    dtype: DType,
+    /// In elements.
+    length: usize,
+    tensors: Vec<Tensor>,
+}
+
+impl Buffer {
+    /// Adds a tensor to the buffer of its dtype.
+    fn add(buffers: &mut Vec<Self>, tensor: &Tensor) -> Piece {
+        let dtype = tensor.dtype();
+        let index = match buffers.iter().position(|buffer| buffer.dtype == dtype) {
+            Some(index) => index,
+            None => {
+                buffers.push(Self { dtype, length: 0, tensors: Vec::new() });
+                buffers.len() - 1
+            }
+        };
+        let buffer = &mut buffers[index];
+        let piece = Piece { buffer: index, start: buffer.length, shape: tensor.shape().clone() };
+        let aligned = ALIGNMENT / dtype.size_in_bytes();
+        buffer.length += tensor.elem_count().next_multiple_of(aligned);
+        buffer.tensors.push(tensor.clone());
+        piece
+    }
+
+    /// One tensor `(n)`, which can be cut into so many parts.
+    fn joined(self, parts: usize) -> candle_core::Result<Tensor> {
+        let aligned = ALIGNMENT / self.dtype.size_in_bytes();
+        let length = self.length.next_multiple_of(aligned * parts);
+        let device = self.tensors.first().map_or(Device::Cpu, |tensor| tensor.device().clone());
+        let whole = Tensor::zeros(length, self.dtype, &device)?;
+        let mut start = 0;
+        for tensor in &self.tensors {
+            whole.slice_set(&tensor.flatten_all()?.contiguous()?, 0, start)?;
+            start += tensor.elem_count().next_multiple_of(aligned);
+        }
+        Ok(whole)
+    }
+}
+
+impl Piece {
+    fn of(&self, buffers: &[Tensor]) -> candle_core::Result<Tensor> {
+        let missing = || candle_core::Error::msg("a layer has fewer buffers than were packed");
+        let buffer = buffers.get(self.buffer).ok_or_else(missing)?;
+        buffer.narrow(0, self.start, self.shape.elem_count())?.reshape(&self.shape)
+    }
+}

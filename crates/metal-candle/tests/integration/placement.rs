@@ -1,0 +1,319 @@
+//! Bases whose matrices lie elsewhere than on their device: in the memory of the host, or in parts with several ranks,
+//! which are threads here.
+
+use crate::common::device;
+use crate::objectives;
+use crate::quantized::{IDS, config, gradients, logits, saved};
+use crate::training::{base, batcher, dataset, options, steady};
+use candle_core::{DType, Device, Tensor};
+use metal_candle::adapter::{Adapter, LoraConfig, StartFrom};
+use metal_candle::data::{BatchOptions, Batcher, Dataset};
+use metal_candle::generate::Session;
+use metal_candle::model::{Holding, Model, Placement, Shards};
+use metal_candle::parallel::{Collectives, Group};
+use metal_candle::train::objectives::{DpoOptions, KtoOptions};
+use metal_candle::train::{Metric, Objective, Outcome, TrainOptions, Trainer};
+use metal_candle::{Error, Result};
+use serde_json::json;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// One of several threads that talk as ranks do.
+#[derive(Debug)]
+struct Thread {
+    rank: usize,
+    /// To and from each rank.
+    ways: Vec<(Sender<Vec<Tensor>>, Mutex<Receiver<Vec<Tensor>>>)>,
+    gathered: AtomicU64,
+}
+
+impl Thread {
+    fn all(count: usize) -> Vec<Arc<Self>> {
+        let mut senders: Vec<Vec<_>> = (0..count).map(|_| Vec::new()).collect();
+        let mut receivers: Vec<Vec<_>> = (0..count).map(|_| Vec::new()).collect();
+        for senders in &mut senders {
+            for receivers in &mut receivers {
+                let (sender, receiver) = channel();
+                senders.push(sender);
+                receivers.push(Mutex::new(receiver));
+            }
+        }
+        let ways = senders.into_iter().zip(receivers);
+        let threads = ways.enumerate().map(|(rank, (senders, receivers))| {
+            let ways = senders.into_iter().zip(receivers).collect();
+            Arc::new(Self { rank, ways, gathered: AtomicU64::new(0) })
+        });
+        threads.collect()
+    }
+
+    /// What each rank gives.
+    fn exchange(&self, mine: Vec<Tensor>) -> Result<Vec<Vec<Tensor>>> {
+        let lost = |rank| Error::Rank { rank, message: "is lost".into() };
+        for (rank, (sender, _)) in self.ways.iter().enumerate() {
+            sender.send(mine.clone()).map_err(|_| lost(rank))?;
+        }
+        let ranks = self.ways.iter().enumerate().map(|(rank, (_, receiver))| {
+            let receiver = receiver.lock().unwrap();
+            receiver.recv_timeout(Duration::from_secs(120)).map_err(|_| lost(rank))
+        });
+        ranks.collect()
+    }
+}
+
+impl Shards for Thread {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.ways.len()
+    }
+
+    fn begin(&self, parts: &[Tensor]) -> Result<Vec<Tensor>> {
+        self.gathered.fetch_add(1, Ordering::Relaxed);
+        let ranks = self.exchange(parts.to_vec())?;
+        let whole = |index: usize| {
+            let parts: Vec<&Tensor> = ranks.iter().map(|parts| &parts[index]).collect();
+            Ok(Tensor::cat(&parts, 0)?)
+        };
+        (0..parts.len()).map(whole).collect()
+    }
+
+    fn end(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl Collectives for Thread {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.ways.len()
+    }
+
+    fn gather(&self, _: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let mine = Tensor::new(mine, &Device::Cpu)?;
+        let ranks = self.exchange(vec![mine])?;
+        ranks.iter().map(|parts| Ok(parts[0].to_vec1()?)).collect()
+    }
+
+    fn sum(&self, _: &'static str, buffer: &Tensor) -> Result<()> {
+        let mut sum: Option<Tensor> = None;
+        for parts in self.exchange(vec![buffer.copy()?])? {
+            sum = Some(match sum {
+                Some(sum) => (sum + &parts[0])?,
+                None => parts[0].clone(),
+            });
+        }
+        // Nobody writes before all have read.
+        self.exchange(Vec::new())?;
+        Ok(buffer.slice_set(&sum.unwrap(), 0, 0)?)
+    }
+
+    fn takes(&self, _: &Device) -> bool {
+        true
+    }
+}
+
+/// What `work` gives as each of so many ranks.
+fn as_ranks<T: Send>(count: usize, work: impl Fn(&Arc<Thread>) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = Thread::all(count)
+            .into_iter()
+            .map(|thread| scope.spawn(|| work(&{ thread })))
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn load(folder: &Path, word: Option<&str>, placement: Placement) -> Arc<Model> {
+    let quantization = word.map(|word| word.parse().unwrap());
+    let holding = Holding { quantization, placement };
+    Arc::new(Model::load_with(folder, DType::F32, &device(), holding).unwrap())
+}
+
+/// All that a model with an adapter computes, in bits.
+fn computed(model: &Arc<Model>, lora: &LoraConfig) -> Vec<Vec<f32>> {
+    let adapter = Arc::new(Adapter::new(model, lora, 3).unwrap());
+    let parameters = adapter.parameters();
+    let begun: Vec<f32> = parameters.values().to_vec1().unwrap();
+    let numbers = begun.iter().enumerate();
+    let numbers = numbers.map(|(index, it)| it + ((index * 37 % 101) as f32 - 50.0) * 1e-3);
+    let numbers = Tensor::from_iter(numbers, model.device()).unwrap();
+    parameters.values().slice_set(&numbers, 0, 0).unwrap();
+    parameters.changed();
+    let mut session = Session::new(model, Some(&adapter));
+    session.read(&IDS[..5]).unwrap();
+    let next = session.continue_with(&IDS[..6]).unwrap();
+    vec![
+        begun,
+        logits(model, None),
+        logits(model, Some(&adapter)),
+        gradients(model, &adapter, true),
+        next.flatten_all().unwrap().to_vec1().unwrap(),
+    ]
+}
+
+fn assert_alike(name: &str, model: &Model, plain: &Model) {
+    assert!(model.is_away() && !plain.is_away(), "{name}");
+    assert_eq!(model.fingerprint().unwrap(), plain.fingerprint().unwrap(), "{name}");
+    assert_eq!(model.size_in_bytes(), plain.size_in_bytes(), "{name}");
+    assert_eq!(model.is_quantized(), plain.is_quantized(), "{name}");
+}
+
+#[test]
+fn weights_that_come_for_their_layer_compute_the_same_bits() {
+    let folder = saved(json!({ "num_hidden_layers": 3, "attention_bias": true }));
+    let dora = LoraConfig { dora: true, ..LoraConfig::default() };
+    let pissa = LoraConfig { start: StartFrom::Pissa, ..LoraConfig::default() };
+    let cases = [
+        (None, LoraConfig::default()),
+        (None, dora),
+        (None, pissa),
+        (Some("nf4"), LoraConfig::default()),
+        (Some("mlx4"), LoraConfig::default()),
+        (Some("q4_k"), LoraConfig::default()),
+        (Some("q8_0"), LoraConfig::default()),
+        (Some("nvfp4"), LoraConfig::default()),
+    ];
+    for (word, lora) in cases {
+        let name = format!("{word:?} {:?}", lora.start);
+        let plain = load(folder.path(), word, Placement::Device);
+        let expected = computed(&plain, &lora);
+        assert!(expected.iter().flatten().any(|number| *number != 0.0));
+        let model = load(folder.path(), word, Placement::Host);
+        assert_alike(&name, &model, &plain);
+        assert!(computed(&model, &lora) == expected, "{name} in the host's memory");
+        for count in [2, 3] {
+            for (rank, found) in as_ranks(count, |thread| {
+                let model = load(folder.path(), word, Placement::Sharded(thread.clone()));
+                assert_alike(&name, &model, &plain);
+                assert!(model.is_sharded());
+                computed(&model, &lora)
+            })
+            .into_iter()
+            .enumerate()
+            {
+                assert!(found == expected, "{name}, rank {rank} of {count}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_layer_is_put_together_once_in_each_direction() {
+    let folder = saved(json!({ "num_hidden_layers": 4 }));
+    as_ranks(2, |thread| {
+        let model = load(folder.path(), None, Placement::Sharded(thread.clone()));
+        let adapter = Arc::new(Adapter::new(&model, &LoraConfig::default(), 3).unwrap());
+        let count = || thread.gathered.swap(0, Ordering::Relaxed);
+        count();
+        gradients(&model, &adapter, true);
+        // The last layer is still there when the backward pass begins.
+        assert_eq!(count(), 4 + 3);
+        gradients(&model, &adapter, true);
+        assert_eq!(count(), 3 + 3);
+    });
+}
+
+#[test]
+fn what_needs_all_weights_at_once_says_so() {
+    let folder = saved(json!({}));
+    let model = load(folder.path(), None, Placement::Host);
+    let adapter = Arc::new(Adapter::new(&model, &LoraConfig::default(), 3).unwrap());
+    let batches = batcher(dataset(8, 1), 4, false);
+    let output = tempfile::tempdir().unwrap();
+    let options = TrainOptions { grad_checkpoint: false, ..options() };
+    let mut trainer =
+        Trainer::new(&model, &adapter, &batches, options, output.path(), "llama").unwrap();
+    let error = trainer.run(&mut |_: &Metric| Ok(())).unwrap_err().to_string();
+    assert!(error.contains("grad_checkpoint: is off"), "{error}");
+    // Everything else comes for it.
+    let written = tempfile::tempdir().unwrap();
+    model.save(written.path(), DType::F32, None).unwrap();
+    let plain = load(folder.path(), None, Placement::Device);
+    let again = load(written.path(), None, Placement::Device);
+    assert_eq!(logits(&again, None), logits(&plain, None));
+    let placed = Model::from_fn_with(
+        config(json!({})),
+        DType::F32,
+        &device(),
+        Holding { quantization: None, placement: Placement::Host },
+        |_, shape| Ok(Tensor::ones(shape, DType::F32, &device())?),
+    );
+    assert!(placed.unwrap().dequantize().is_ok_and(|model| !model.is_away()));
+}
+
+/// The events and the parameters of a run of two ranks, as the first one sees them.
+fn trained(
+    is_sharded: bool,
+    batches: &Batcher,
+    validation: &Batcher,
+    options: &TrainOptions,
+) -> Result<(Vec<String>, Vec<f32>)> {
+    let output = tempfile::tempdir().unwrap();
+    let mut ranks = as_ranks(2, |thread| -> Result<_> {
+        let placement = match is_sharded {
+            true => Placement::Sharded(thread.clone()),
+            false => Placement::Device,
+        };
+        let model = load(&base(), None, placement);
+        let lora = LoraConfig { rank: 4, alpha: 16.0, dropout: 0.1, ..LoraConfig::default() };
+        let adapter = Arc::new(Adapter::new(&model, &lora, 5).unwrap());
+        let mut trainer =
+            Trainer::new(&model, &adapter, batches, options.clone(), output.path(), "llama")?
+                .with_validation(validation)
+                .with_group(Group::new(&**thread))?;
+        let mut events = Vec::new();
+        let summary = trainer.run(&mut |metric: &Metric| {
+            events.extend(steady(metric));
+            Ok(())
+        })?;
+        assert_eq!(summary.outcome, Outcome::Finished);
+        Ok((events, adapter.parameters().values().to_vec1()?))
+    });
+    let second = ranks.remove(1)?;
+    let first = ranks.remove(0)?;
+    assert!(first.1 == second.1, "the ranks have other parameters");
+    Ok(first)
+}
+
+fn assert_same(found: &(Vec<String>, Vec<f32>), expected: &(Vec<String>, Vec<f32>)) {
+    assert_eq!(found.0, expected.0);
+    assert!(found.1 == expected.1, "other parameters");
+}
+
+#[test]
+fn ranks_with_a_part_of_the_base_each_train_as_ranks_with_all_of_it() {
+    // The last batch of an epoch has one row, and the last of the validation data, too: the second rank has none of it.
+    let (batches, validation) =
+        (batcher(dataset(13, 1), 4, false), batcher(dataset(5, 2), 4, false));
+    let options = TrainOptions { grad_checkpoint: true, save_every: 0, ..options() };
+    let expected = trained(false, &batches, &validation, &options).unwrap();
+    assert!(expected.0.len() > 12, "{:?}", expected.0);
+    assert_same(&trained(true, &batches, &validation, &options).unwrap(), &expected);
+
+    let pairs = objectives::pairs(&objectives::expected());
+    let of = |count: usize| {
+        let options = BatchOptions { max_seq_length: 64, batch_size: 2, ..BatchOptions::default() };
+        Batcher::new(Arc::new(Dataset::from_samples(&pairs[..count]).unwrap()), options).unwrap()
+    };
+    let (batches, validation) = (of(3), of(3));
+    for precompute_ref_log_probs in [false, true] {
+        let objective = Objective::Dpo(DpoOptions::default());
+        let options = TrainOptions { objective, precompute_ref_log_probs, ..options.clone() };
+        let expected = trained(false, &batches, &validation, &options).unwrap();
+        assert_same(&trained(true, &batches, &validation, &options).unwrap(), &expected);
+    }
+    let objective = Objective::Kto(KtoOptions::default());
+    let options = TrainOptions { objective, ..options };
+    let labelled = batches.dataset().as_ref().clone().unpaired();
+    let batches = Batcher::new(Arc::new(labelled), *batches.options()).unwrap();
+    let error = trained(true, &batches, &batches, &options).unwrap_err().to_string();
+    assert!(error.contains("kto with a sharded base"), "{error}");
+}
