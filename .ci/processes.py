@@ -30,6 +30,7 @@ def arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("program", type=lambda path: str(Path(path).resolve()))
     parser.add_argument("--gpus", type=int, help="train on so many GPUs instead of over MPI")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEST", help="only these functions, in their order")
     return parser.parse_args()
 
 
@@ -287,6 +288,41 @@ def the_one_that_started_all_is_asked_to_end(folder):
         assert_same(output, folder / "of-2", f"{with_signal.name}, and gone on")
 
 
+def parts_of_the_base(folder):
+    """Each GPU has a part of the base, or the host has it: the same bits. One that is lost is told here, too."""
+    if not GPUS:
+        return
+    pairs = folder / "pairs"
+    # The last batch has a row for the first rank alone.
+    odd = folder / "odd"
+    odd.mkdir()
+    lines = (DEMO / "instructions/train.jsonl").read_text().splitlines(keepends=True)
+    (odd / "train.jsonl").write_text("".join(lines[: 4 * ROWS + 1]))
+    (odd / "valid.jsonl").write_text("".join(lines[-ROWS - 1 :]))
+    for name, wanted in {
+        "lora": settings("--lora-dropout", "0.1", steps=14, data=odd),
+        "dora": settings("--fine-tune-type", "dora", "--grad-accumulation", "2", steps=6),
+        "nf4": settings("--quantize", "nf4", steps=6),
+        "dpo": settings("--objective", "dpo", steps=6, data=pairs),
+    }.items():
+        for processes, places in ((1, ("device", "host")), (2, ("device", "host", "sharded"))):
+            outputs = [folder / f"{name}-{processes}-{place}" for place in places]
+            for place, output in zip(places, outputs):
+                run(command(processes, output, *wanted, "--grad-checkpoint", "--base-placement", place))
+                assert_same(output, outputs[0], f"{name}, {processes} processes, the base: {place}")
+    sharded = settings("--grad-checkpoint", "--base-placement", "sharded", "--collective-timeout", "3")
+    run(command(2, folder / "sharded", *sharded))
+    for number, with_signal in ((0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)):
+        output = folder / f"sharded-{number}-{with_signal.name}"
+        code, told, seconds = hit(command(2, output, *sharded), output, number, with_signal, random.randint(5, 20))
+        assert code != 0 and f"rank {number}" in told, told
+        print(f"rank {number} of a sharded base, {with_signal.name}: told and ended after {seconds:.1f} s", flush=True)
+        run(command(2, output, "--resume", batch=0))
+        assert_same(output, folder / "sharded", "gone on")
+    told = run(command(1, folder / "none", *sharded), expected=2)
+    assert "base_placement: is sharded, which needs several processes" in told, told
+
+
 def left():
     """Ranks that are still there."""
     found = []
@@ -340,12 +376,15 @@ def main():
             the_same_number_gives_the_same_bits,
             by_torchrun,
             all_ways_to_make_a_step,
+            parts_of_the_base,
             one_that_is_killed,
             one_that_stands_still,
             one_that_is_asked_to_end,
             the_one_that_started_all_is_asked_to_end,
             what_cannot_be,
         ):
+            if GIVEN.only and test.__name__ not in GIVEN.only:
+                continue
             try:
                 test(Path(folder))
             except (AssertionError, OSError, subprocess.SubprocessError) as error:

@@ -12,10 +12,20 @@ SmolLM2-135M's width with 10 layers, 4 x 512 tokens a step of all processes toge
 over NCCL on the first two GPUs of a machine beside the first alone, in a build with CUDA: a model of Llama-3-8B's shape in
 bf16, 4 x 2048 tokens a step of each GPU. FOLDER takes 16 GB.
 
-Both have random weights, and LoRA of rank 16 on all linears.
+    python3 benches/processes.py target/release/metal-candle FOLDER --gpus 2 --placements [--rounds N]
+
+the same on all these GPUs with gradient checkpointing, with the base on each device, in parts (sharded), and with the host.
+
+    python3 benches/processes.py target/release/metal-candle FOLDER --gpus 2 --large [--overflow FOLDER]
+
+a model of Llama-3-70B's shape in parts, 4 x 2048 tokens a step of each GPU, with checkpointing. FOLDER takes 141 GB, or what
+fits there, and the other folder the rest.
+
+All have random weights, and LoRA of rank 16 on all linears.
 """
 import argparse
 import array
+import concurrent.futures
 import json
 import random
 import shutil
@@ -24,13 +34,14 @@ import subprocess
 from pathlib import Path
 
 DEMO = Path(__file__).resolve().parent.parent / "crates/cli/demo"
-FIRST = 4
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 SMALL = dict(hidden=576, inner=1536, layers=10, heads=9, keys=3, head=64, vocabulary=None, tied=True)
 LARGE = dict(hidden=4096, inner=14336, layers=32, heads=32, keys=8, head=128, vocabulary=128256, tied=False)
 
+LARGEST = dict(hidden=8192, inner=28672, layers=80, heads=64, keys=8, head=128, vocabulary=128256, tied=False)
 
-def model(folder, hidden, inner, layers, heads, keys, head, vocabulary, tied):
+
+def model(folder, overflow, hidden, inner, layers, heads, keys, head, vocabulary, tied):
     folder.mkdir(parents=True)
     vocabulary = vocabulary or json.loads((DEMO / "base/config.json").read_text())["vocab_size"]
     config = dict(
@@ -45,27 +56,42 @@ def model(folder, hidden, inner, layers, heads, keys, head, vocabulary, tied):
     shapes = {"model.norm.weight": [hidden], "model.embed_tokens.weight": [vocabulary, hidden]}
     if not tied:
         shapes["lm_head.weight"] = [vocabulary, hidden]
+    files = {"model-tables.safetensors": shapes}
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{prefix}{norm}.weight"] = [hidden]
+        shapes = {f"{prefix}{norm}.weight": [hidden] for norm in ("input_layernorm", "post_attention_layernorm")}
         for name, out, into in (
             ("self_attn.q_proj", heads * head, hidden), ("self_attn.k_proj", keys * head, hidden),
             ("self_attn.v_proj", keys * head, hidden), ("self_attn.o_proj", hidden, heads * head),
             ("mlp.gate_proj", inner, hidden), ("mlp.up_proj", inner, hidden), ("mlp.down_proj", hidden, inner),
         ):
             shapes[f"{prefix}{name}.weight"] = [out, into]
+        files[f"model-{layer:03}.safetensors"] = shapes
+    index = {name: file for file, shapes in files.items() for name in shapes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    # A few million numbers, begun at another one for each matrix.
+    draw = random.Random(1)
+    numbers = bfloat16(draw.gauss(0, 0.02) for _ in range(1 << 16))
+    block = b"".join(numbers[2 * start :] + numbers[: 2 * start] for start in draw.choices(range(1 << 16), k=64))
+    places, room = [], shutil.disk_usage(folder).free - (4 << 30)
+    for file, shapes in files.items():
+        room -= 2 * sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values())
+        places.append(folder / file if room > 0 or not overflow else overflow / file)
+        if places[-1].parent != folder:
+            (folder / file).symlink_to(places[-1])
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, places, files.values(), [block] * len(files), range(len(files))))
+
+
+def write(path, shapes, block, seed):
     header, end = {}, 0
     for name, shape in shapes.items():
         begin, end = end, end + 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
     header = json.dumps(header).encode()
     header += b" " * (-len(header) % 8)
-    # A few million numbers, begun at another one for each matrix.
-    draw = random.Random(1)
-    numbers = bfloat16(draw.gauss(0, 0.02) for _ in range(1 << 16))
-    block = b"".join(numbers[2 * start :] + numbers[: 2 * start] for start in draw.choices(range(1 << 16), k=64))
-    with (folder / "model.safetensors").open("wb") as file:
+    draw = random.Random(seed)
+    with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for shape in shapes.values():
             if len(shape) == 1:
@@ -92,20 +118,22 @@ def examples(folder, words):
     (folder / "train.jsonl").write_text("".join(records))
 
 
-def tokens_per_second(program, folder, length, start, *flags):
+def measured(program, folder, length, steps, start, *flags):
+    """Tokens a second, and the first process's peak of the GPU's memory in GiB."""
     output = folder / "run"
     subprocess.run(
         [
             *start, program, "train", "--model", folder / "model", "--data", folder / "data", "--output", output,
             *("--overwrite", "--rank", "16", "--target-modules", "all-linear", "--save-every", "0"),
-            *("--max-seq-length", str(length), "--steps", "16", "--report-every", "1"),
+            *("--max-seq-length", str(length), "--steps", str(steps), "--report-every", "1"),
             *("--no-plot", "--no-tensorboard", "--quiet", *flags),
         ],
         check=True, stdout=subprocess.DEVNULL,
     )
     events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    found = [event["processed_tokens_per_second"] for event in events if event["event"] == "train"]
-    return statistics.median(found[FIRST:])
+    reports = [event for event in events if event["event"] == "train"][steps // 4 :]
+    speed = statistics.median(event["processed_tokens_per_second"] for event in reports)
+    return speed, max(event["peak_memory"] or 0 for event in reports) / 2**30
 
 
 def main():
@@ -114,13 +142,26 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gpus", type=int)
+    parser.add_argument("--placements", action="store_true")
+    parser.add_argument("--large", action="store_true")
+    parser.add_argument("--overflow", type=lambda path: Path(path).resolve())
     given = parser.parse_args()
-    if given.gpus:
-        shape, length, times = LARGE, 2048, given.gpus
-        common = ("--device", "cuda", "--dtype", "bf16", "--batch-size", "4")
-        sides = {f"{count} of the GPUs": ([], *common, "--gpus", str(count)) for count in (1, given.gpus)}
+    rounds, steps, length = given.rounds, 16, 2048
+    on_gpus = ("--device", "cuda", "--dtype", "bf16", "--batch-size", "4")
+    if given.large:
+        shape, rounds, steps = LARGEST, 0, 8
+        flags = (*on_gpus, "--grad-checkpoint", "--base-placement", "sharded", "--gpus", str(given.gpus))
+        sides = {f"in parts on {given.gpus} GPUs": ([], *flags)}
+    elif given.placements:
+        shape = LARGE
+        flags = (*on_gpus, "--grad-checkpoint", "--gpus", str(given.gpus))
+        places = ("device", "sharded", "host")
+        sides = {f"the base on {place}": ([], *flags, "--base-placement", place) for place in places}
+    elif given.gpus:
+        shape = LARGE
+        sides = {f"{count} of the GPUs": ([], *on_gpus, "--gpus", str(count)) for count in (1, given.gpus)}
     else:
-        shape, length, times = SMALL, 512, 1
+        shape, length = SMALL, 512
         sides = {
             "1 process of 2 threads": ([], "--device", "cpu", "--batch-size", "4", "--threads", "2"),
             "2 processes of 1 thread": (
@@ -128,18 +169,21 @@ def main():
             ),
         }
     if not (given.folder / "data").is_dir():
-        model(given.folder / "model", **shape)
+        model(given.folder / "model", given.overflow, **shape)
         examples(given.folder / "data", length // 5)
     found = {name: [] for name in sides}
-    for number in range(given.rounds + 1):
+    for number in range(rounds + 1):
         for name, side in sides.items():
-            speed = tokens_per_second(given.program, given.folder, length, *side)
-            # The first round warms up.
-            if number > 0:
+            speed, memory = measured(given.program, given.folder, length, steps, *side)
+            # The first round of several warms up.
+            if number > 0 or rounds == 0:
                 found[name].append(speed)
-            print(f"round {number}, {name}: {speed:.0f} tokens/s", flush=True)
-    one, several = (statistics.median(speeds) for speeds in found.values())
-    print(f"medians: {one:.0f} and {several:.0f} tokens/s; efficiency {several / one / times:.1%}")
+            print(f"round {number}, {name}: {speed:.0f} tokens/s, at most {memory:.1f} GiB", flush=True)
+    one, *others = (statistics.median(speeds) for speeds in found.values())
+    times = given.gpus if given.gpus and not given.placements else 1
+    print(f"medians: {', '.join(f'{speed:.0f}' for speed in (one, *others))} tokens/s")
+    for name, speed in zip(list(found)[1:], others):
+        print(f"{name}: {speed / one / times:.1%} of {times} x {list(found)[0]}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ use crate::bounds;
 use crate::errors::usage;
 use crate::output::{BARS, Terminal, bytes};
 use crate::run_folder::unfinished;
-use crate::settings::{BaseCompute, Matmul, Precision, Processor};
+use crate::settings::{BaseCompute, BasePlacement, Matmul, Precision, Processor};
 use crate::template::TemplateFlags;
 use crate::visible::visible;
 use anyhow::Context;
@@ -15,7 +15,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use metal_candle::adapter::{self, Adapter};
 use metal_candle::devices::{self, MetalMatmul};
 use metal_candle::hub::{self, Download, HubOptions};
-use metal_candle::model::{Model, Quantization};
+use metal_candle::model::{Holding, Model, Placement, Quantization};
 use metal_candle::parallel::launcher::Launched;
 use metal_candle::text::Tokenizer;
 use serde_json::{Map, Value};
@@ -36,6 +36,15 @@ pub struct Runtime {
     /// What the frozen linear layers of a dense model are multiplied in
     #[arg(long, value_enum, default_value_t)]
     pub base_compute: BaseCompute,
+    /// Where the weights lie between their uses: `host` runs a model larger than the GPU's memory, slowly
+    #[arg(
+        long,
+        value_enum,
+        default_value_t,
+        hide_possible_values = true,
+        value_name = "device|host"
+    )]
+    pub base_placement: BasePlacement,
     /// The device that computes
     #[arg(long, value_enum, default_value_t)]
     pub device: Processor,
@@ -77,6 +86,40 @@ impl Runtime {
     /// What a dense model is brought into while it is loaded.
     pub fn quantization(&self) -> anyhow::Result<Option<Quantization>> {
         self.base_compute.quantization(self.quantize)
+    }
+
+    /// How the model's weights are held.
+    fn holding(&self, device: &Device) -> anyhow::Result<Holding> {
+        let placement = match self.base_placement {
+            BasePlacement::Device => Placement::Device,
+            BasePlacement::Host => host(device)?,
+            BasePlacement::Sharded => {
+                return Err(usage(
+                    "base_placement: is sharded, which is for train; expected device or host",
+                ));
+            }
+        };
+        Ok(Holding { quantization: self.quantization()?, placement })
+    }
+
+    /// That weights lie on the device, for what has no use for others.
+    pub fn check_on_device(&self, command: &str) -> anyhow::Result<()> {
+        match self.base_placement {
+            BasePlacement::Device => Ok(()),
+            _ => Err(usage(format!(
+                "base_placement: {command} keeps weights on the device; leave it out"
+            ))),
+        }
+    }
+}
+
+/// The host's memory as the place of weights, where that isn't the device's.
+pub fn host(device: &Device) -> anyhow::Result<Placement> {
+    match device.is_cuda() {
+        true => Ok(Placement::Host),
+        false => Err(usage(
+            "base_placement: is host, which is for NVIDIA GPUs; this device computes in that memory anyway",
+        )),
     }
 }
 
@@ -151,16 +194,15 @@ impl Source {
         terminal: Terminal,
     ) -> anyhow::Result<Loaded> {
         check_matmul(runtime.matmul, runtime.dtype, runtime.device, "--dtype f16 or --dtype f32")?;
-        let quantization = runtime.quantization()?;
         let device = device(runtime.device)?;
+        let holding = runtime.holding(&device)?;
         set_matmul(runtime.matmul, &device)?;
         if let Some(folder) = &self.adapter {
             check_adapter(folder)?;
         }
         let folder = self.folder(terminal)?;
         let tokenizer = self.tokenizer(&folder, template)?;
-        let model =
-            Model::load_with(&folder, dtype(runtime.dtype, &device), &device, quantization)?;
+        let model = Model::load_with(&folder, dtype(runtime.dtype, &device), &device, holding)?;
         let model = Arc::new(model);
         let adapter = match &self.adapter {
             Some(folder) => {

@@ -634,10 +634,7 @@ fn eva_adapter(
 fn placement(asked: BasePlacement, device: &Device, start: &Start) -> anyhow::Result<Placement> {
     match asked {
         BasePlacement::Device => Ok(Placement::Device),
-        BasePlacement::Host if device.is_cuda() => Ok(Placement::Host),
-        BasePlacement::Host => Err(usage(
-            "base_placement: is host, which is for NVIDIA GPUs; this device computes in that memory anyway",
-        )),
+        BasePlacement::Host => models::host(device),
         BasePlacement::Sharded => match &start.shards {
             Some(shards) => Ok(Placement::Sharded(shards.clone())),
             None if start.dry_run => Ok(Placement::Device),

@@ -195,6 +195,7 @@ fn name_of(model: &str) -> String {
 
 /// Serves until it is told to stop.
 pub fn run(mut arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
+    arguments.runtime.check_on_device("serve")?;
     let gpus = match arguments.gpus {
         None => 1,
         Some(gpus) => {

@@ -42,7 +42,7 @@ pub struct Arguments {
         value_name = "URL",
         num_args = 0..=1,
         conflicts_with_all = [
-            "revision", "adapter", "chat_template", "dtype", "quantize", "base_compute", "device", "matmul", "threads",
+            "revision", "adapter", "chat_template", "dtype", "quantize", "base_compute", "base_placement", "device", "matmul", "threads",
         ],
         help_heading = "Server"
     )]
