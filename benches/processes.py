@@ -12,16 +12,20 @@ SmolLM2-135M's width with 10 layers, 4 x 512 tokens a step of all processes toge
 over NCCL on the first two GPUs of a machine beside the first alone, in a build with CUDA: a model of Llama-3-8B's shape in
 bf16, 4 x 2048 tokens a step of each GPU. FOLDER takes 16 GB.
 
+    python3 benches/processes.py target/release/metal-candle FOLDER --gpus 2 --full [--rounds N]
+
+every weight of a model of Llama-3.2-1B's shape in bf16, 8 x 1024 tokens a step of each GPU. FOLDER takes 2.5 GB.
+
     python3 benches/processes.py target/release/metal-candle FOLDER --gpus 2 --placements [--rounds N]
 
-the same on all these GPUs with gradient checkpointing, with the base on each device, in parts (sharded), and with the host.
+the model of 8B on all these GPUs with gradient checkpointing, with the base on each device, in parts (sharded), and with the host.
 
     python3 benches/processes.py target/release/metal-candle FOLDER --gpus 2 --large [--overflow FOLDER]
 
 a model of Llama-3-70B's shape in parts, 4 x 2048 tokens a step of each GPU, with checkpointing. FOLDER takes 141 GB, or what
 fits there, and the other folder the rest.
 
-All have random weights, and LoRA of rank 16 on all linears.
+All have random weights, and all but --full LoRA of rank 16 on all linears.
 """
 import argparse
 import array
@@ -38,6 +42,7 @@ MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none
 SMALL = dict(hidden=576, inner=1536, layers=10, heads=9, keys=3, head=64, vocabulary=None, tied=True)
 LARGE = dict(hidden=4096, inner=14336, layers=32, heads=32, keys=8, head=128, vocabulary=128256, tied=False)
 
+ONE_B = dict(hidden=2048, inner=8192, layers=16, heads=32, keys=8, head=64, vocabulary=128256, tied=True)
 LARGEST = dict(hidden=8192, inner=28672, layers=80, heads=64, keys=8, head=128, vocabulary=128256, tied=False)
 
 
@@ -124,7 +129,7 @@ def measured(program, folder, length, steps, start, *flags):
     subprocess.run(
         [
             *start, program, "train", "--model", folder / "model", "--data", folder / "data", "--output", output,
-            *("--overwrite", "--rank", "16", "--target-modules", "all-linear", "--save-every", "0"),
+            *("--overwrite", "--save-every", "0"),
             *("--max-seq-length", str(length), "--steps", str(steps), "--report-every", "1"),
             *("--no-plot", "--no-tensorboard", "--quiet", *flags),
         ],
@@ -142,11 +147,13 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gpus", type=int)
+    parser.add_argument("--full", action="store_true")
     parser.add_argument("--placements", action="store_true")
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--overflow", type=lambda path: Path(path).resolve())
     given = parser.parse_args()
     rounds, steps, length = given.rounds, 16, 2048
+    lora = ("--rank", "16", "--target-modules", "all-linear")
     on_gpus = ("--device", "cuda", "--dtype", "bf16", "--batch-size", "4")
     if given.large:
         shape, rounds, steps = LARGEST, 0, 8
@@ -157,6 +164,10 @@ def main():
         flags = (*on_gpus, "--grad-checkpoint", "--gpus", str(given.gpus))
         places = ("device", "sharded", "host")
         sides = {f"the base on {place}": ([], *flags, "--base-placement", place) for place in places}
+    elif given.full:
+        shape, length, lora = ONE_B, 1024, ("--fine-tune-type", "full")
+        flags = ("--device", "cuda", "--dtype", "bf16", "--batch-size", "8")
+        sides = {f"{count} of the GPUs": ([], *flags, "--gpus", str(count)) for count in (1, given.gpus)}
     elif given.gpus:
         shape = LARGE
         sides = {f"{count} of the GPUs": ([], *on_gpus, "--gpus", str(count)) for count in (1, given.gpus)}
@@ -174,7 +185,7 @@ def main():
     found = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, side in sides.items():
-            speed, memory = measured(given.program, given.folder, length, steps, *side)
+            speed, memory = measured(given.program, given.folder, length, steps, *side, *lora)
             # The first round of several warms up.
             if number > 0 or rounds == 0:
                 found[name].append(speed)

@@ -2,29 +2,23 @@
 //!
 //! NCCL's library is looked for when a [`Communicator`] joins, by its own name `libnccl.so.2`, which is how Linux
 //! distributions and NVIDIA's Python packages have it. (cudarc looks for other names, and needs the library when a
-//! program is linked.) A communicator is one that doesn't block: its calls and the work that they put on the device's
-//! stream are looked at until they are done, so whoever waits can give up, and the work ends then.
+//! program is linked.) A communicator is one that doesn't block: its calls and the work that they launch, beside
+//! that of the device, are looked at until they are done, so whoever waits can give up, and the work ends then.
 //!
 //! The order in which NCCL adds follows from how many GPUs there are and how they are linked: the same sums every time
 //! on the same machines.
 
 mod library;
 
-use crate::backend::cuda::{Cuda, Lane, refuse_in_recording};
+use crate::backend::cuda::{Cuda, Lane};
 use candle_core::cuda_backend::WrapErr;
-use candle_core::cuda_backend::cudarc::driver::CudaStream;
-use candle_core::cuda_backend::cudarc::driver::sys::{CUresult, cuStreamQuery};
 use candle_core::{DType, Device, Error, Tensor, bail};
 use library::{BYTE, Comm, Config, FLOAT32, IN_PROGRESS, Id, Library, SUCCESS, SUM};
 use std::cell::{Cell, OnceCell};
 use std::ffi::c_int;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 type Result<T, E = Error> = std::result::Result<T, E>;
-
-/// What is done together, for messages.
-const GATHER: &str = "putting a tensor together";
 
 /// Bytes of an [`unique_id`].
 pub const ID_BYTES: usize = library::ID_BYTES;
@@ -51,10 +45,9 @@ pub struct Communicator {
     library: &'static Library,
     /// Null once it has ended.
     comm: Cell<Comm>,
-    stream: Arc<CudaStream>,
     device: Device,
     size: usize,
-    /// Where tensors are put together.
+    /// Where all its work is done.
     lane: OnceCell<Lane>,
 }
 
@@ -92,24 +85,24 @@ impl Communicator {
                 Error::Msg("metal-candle-kernels: nccl: gave no communicator".into()).into()
             );
         }
-        let stream = cuda.stream.clone();
         let (comm, device, lane) = (Cell::new(comm), device.clone(), OnceCell::new());
-        let joined = Self { library, comm, stream, device, size, lane };
+        let joined = Self { library, comm, device, size, lane };
         joined.until("joining a group", wait, || Ok(true))?;
         Ok(joined)
     }
 
-    /// Adds up the processes' buffers `(n)` in f32 on the device, in place, and waits for it. `wait` as for
-    /// [`Self::join`]. After an error what is in the buffer is no sum, and the communicator has ended.
+    /// Begins to add up the processes' buffers `(n)` in f32 on the device, in place. That is done beside the work of the
+    /// device which is launched after this, and the sums may be read once [`Self::end`] has seen that it is done; until
+    /// then, the buffer stays, and nobody else writes to it. `wait` as for [`Self::join`]. After an error what is in the
+    /// buffer is no sum, and the communicator has ended.
     ///
     /// # Errors
     /// That of `wait`, one that says that the buffer is none of these, and NCCL's own.
-    pub fn sum<E: From<Error>>(
+    pub fn begin_sum<E: From<Error>>(
         &self,
         buffer: &Tensor,
         wait: impl FnMut() -> Result<(), E>,
     ) -> Result<(), E> {
-        const WHAT: &str = "a sum";
         if buffer.dtype() != DType::F32
             || buffer.rank() != 1
             || !buffer.is_contiguous()
@@ -128,40 +121,28 @@ impl Communicator {
         if count == 0 {
             return Ok(());
         }
-        refuse_in_recording("a sum over processes")?;
         self.check_alive()?;
         let cuda = Cuda::on(&self.device)?;
-        let array = cuda.strided(buffer)?;
-        self.stream.context().bind_to_thread().w()?;
-        let (address, stream) = (array.pointer, self.stream.cu_stream());
-        // SAFETY: the buffer has so many numbers and lives until the stream is done with this, which is waited for.
+        let (array, lane) = (cuda.strided(buffer)?, self.lane()?);
+        lane.follow()?;
+        // SAFETY: the buffer has so many numbers and lives until the lane is done with this, which the caller waits for.
         let code = unsafe {
             (self.library.all_reduce)(
-                address as *const _,
-                address as *mut _,
+                array.pointer as *const _,
+                array.pointer as *mut _,
                 count,
                 FLOAT32,
                 SUM,
                 self.comm.get(),
-                stream.cast(),
+                lane.stream().cast(),
             )
         };
-        if code != SUCCESS && code != IN_PROGRESS {
-            self.abort();
-            self.library.check(WHAT, code)?;
-        }
-        self.until(WHAT, wait, || {
-            // SAFETY: the stream is the device's, which lives.
-            match unsafe { cuStreamQuery(stream) } {
-                CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-                code => code.result().w().map(|()| true),
-            }
-        })
+        self.launched("a sum", code, wait)
     }
 
     /// Begins to put together tensors of which each process has a part: for each of `parts`, `(n)` in any dtype and of
     /// the same size in all processes, a tensor `(processes · n)` with their parts by rank. That is done beside the work
-    /// of the device which is launched after this, and what is given may be used once [`Self::end_gather`] has seen that
+    /// of the device which is launched after this, and what is given may be used once [`Self::end`] has seen that
     /// it is done; until then, `parts` stay. `wait` as for [`Self::join`]; after an error the communicator has ended.
     ///
     /// # Errors
@@ -187,13 +168,7 @@ impl Communicator {
             let whole = cuda.empty(self.size * part.elem_count(), part.dtype())?;
             arrays.push((cuda.strided(part)?, whole));
         }
-        let lane = match self.lane.get() {
-            Some(lane) => lane,
-            None => self.lane.get_or_init({
-                let lane = Lane::new(&self.device)?;
-                || lane
-            }),
-        };
+        let lane = self.lane()?;
         lane.follow()?;
         for (part, whole) in &arrays {
             let bytes = part.tensor.elem_count() * part.dtype.size_in_bytes();
@@ -212,26 +187,43 @@ impl Communicator {
                     lane.stream().cast(),
                 )
             };
-            if code != SUCCESS && code != IN_PROGRESS {
-                self.abort();
-                self.library.check(GATHER, code)?;
-            }
-            // The next call may come once this one is launched.
-            self.until(GATHER, &mut wait, || Ok(true))?;
+            self.launched("putting a tensor together", code, &mut wait)?;
         }
         Ok(arrays.into_iter().map(|(_, whole)| whole.tensor).collect())
     }
 
-    /// Waits until what [`Self::begin_gather`] began is done.
+    /// Waits until all that was begun is done.
     ///
     /// # Errors
     /// That of `wait`, and NCCL's own.
-    pub fn end_gather<E: From<Error>>(&self, wait: impl FnMut() -> Result<(), E>) -> Result<(), E> {
+    pub fn end<E: From<Error>>(&self, wait: impl FnMut() -> Result<(), E>) -> Result<(), E> {
         self.check_alive()?;
         match self.lane.get() {
-            Some(lane) => self.until(GATHER, wait, || lane.is_done()),
+            Some(lane) => self.until("work with other processes", wait, || lane.is_done()),
             None => Ok(()),
         }
+    }
+
+    fn lane(&self) -> Result<&Lane> {
+        if let Some(lane) = self.lane.get() {
+            return Ok(lane);
+        }
+        let lane = Lane::new(&self.device)?;
+        Ok(self.lane.get_or_init(|| lane))
+    }
+
+    /// Looks until a call that gave this code has launched its work, as the next call may come only then.
+    fn launched<E: From<Error>>(
+        &self,
+        what: &str,
+        code: c_int,
+        wait: impl FnMut() -> Result<(), E>,
+    ) -> Result<(), E> {
+        if code != SUCCESS && code != IN_PROGRESS {
+            self.abort();
+            self.library.check(what, code)?;
+        }
+        self.until(what, wait, || Ok(true))
     }
 
     fn check_alive(&self) -> Result<()> {

@@ -20,11 +20,12 @@ fn cuda_a_sum_of_one_is_its_own() {
     for count in [1usize, 1000, 1 << 20] {
         let numbers = Tensor::randn(0f32, 1.0, count, &device).unwrap();
         let expected = numbers.copy().unwrap();
-        communicator.sum(&numbers, wait).unwrap();
+        communicator.begin_sum(&numbers, wait).unwrap();
+        communicator.end(wait).unwrap();
         let difference = (numbers - expected).unwrap().abs().unwrap().max(D::Minus1).unwrap();
         assert_eq!(difference.to_scalar::<f32>().unwrap(), 0.0);
     }
-    communicator.sum(&Tensor::zeros(0, DType::F32, &device).unwrap(), wait).unwrap();
+    communicator.begin_sum(&Tensor::zeros(0, DType::F32, &device).unwrap(), wait).unwrap();
 }
 
 #[test]
@@ -38,17 +39,17 @@ fn cuda_what_is_no_flat_buffer_of_the_gpu_is_refused() {
         flat.reshape((4, 2)).unwrap().narrow(1, 0, 1).unwrap().squeeze(1).unwrap(),
         flat.to_device(&Device::Cpu).unwrap(),
     ] {
-        let error = communicator.sum(&wrong, wait).unwrap_err().to_string();
+        let error = communicator.begin_sum(&wrong, wait).unwrap_err().to_string();
         assert!(error.contains("expected contiguous (n) in F32"), "{error}");
     }
-    communicator.sum(&flat, wait).unwrap();
+    communicator.begin_sum(&flat, wait).unwrap();
 }
 
 #[test]
 #[ignore = "needs an NVIDIA GPU and NCCL"]
 fn cuda_a_tensor_of_one_part_is_that() {
     let (device, communicator) = alone();
-    communicator.end_gather(wait).unwrap();
+    communicator.end(wait).unwrap();
     for count in [1usize, 1001, 1 << 20] {
         let numbers = Tensor::randn(0f32, 1.0, count, &device).unwrap();
         let parts = [
@@ -58,7 +59,7 @@ fn cuda_a_tensor_of_one_part_is_that() {
             numbers,
         ];
         let wholes = communicator.begin_gather(&parts, wait).unwrap();
-        communicator.end_gather(wait).unwrap();
+        communicator.end(wait).unwrap();
         for (part, whole) in parts.iter().zip(wholes) {
             assert_eq!((whole.dims(), whole.dtype()), (part.dims(), part.dtype()));
             let numbers = |x: &Tensor| x.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
@@ -93,6 +94,6 @@ fn cuda_a_group_that_has_ended_says_so() {
     let (device, communicator) = alone();
     let flat = Tensor::zeros(1 << 20, DType::F32, &device).unwrap();
     communicator.abort();
-    let error = communicator.sum(&flat, wait).unwrap_err().to_string();
+    let error = communicator.begin_sum(&flat, wait).unwrap_err().to_string();
     assert!(error.contains("has ended"), "{error}");
 }

@@ -56,6 +56,28 @@ pub trait Collectives: Debug {
 
     /// Whether [`Self::sum`] takes buffers of this device.
     fn takes(&self, device: &Device) -> bool;
+
+    /// Whether sums can be made while the device does other work.
+    fn sums_beside_work(&self) -> bool {
+        false
+    }
+
+    /// Begins a sum as [`Self::sum`] makes it, behind the work so far. Until [`Self::end_sums`] nobody else writes there.
+    ///
+    /// # Errors
+    /// As [`Self::gather`].
+    fn begin_sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {
+        self.sum(what, buffer)
+    }
+
+    /// Waits until all sums that were begun are made.
+    ///
+    /// # Errors
+    /// As [`Self::gather`].
+    fn end_sums(&self, what: &'static str) -> Result<()> {
+        let _ = what;
+        Ok(())
+    }
 }
 
 /// Rows of a batch that a rank reads.
@@ -200,12 +222,25 @@ impl<'a> Group<'a> {
         self.0.is_none_or(|collectives| collectives.takes(device))
     }
 
-    /// Adds up a buffer, see [`Collectives::sum`].
+    /// Whether there are others, and sums with them can be made beside other work.
+    pub(crate) fn sums_beside_work(self) -> bool {
+        self.0.is_some_and(Collectives::sums_beside_work)
+    }
+
+    /// Begins to add up a buffer, see [`Collectives::begin_sum`].
     ///
     /// # Errors
     /// As [`Collectives::gather`].
-    pub(crate) fn sum(self, what: &'static str, buffer: &Tensor) -> Result<()> {
-        self.0.map_or(Ok(()), |collectives| collectives.sum(what, buffer))
+    pub(crate) fn begin_sum(self, what: &'static str, buffer: &Tensor) -> Result<()> {
+        self.0.map_or(Ok(()), |collectives| collectives.begin_sum(what, buffer))
+    }
+
+    /// Waits for the sums that were begun.
+    ///
+    /// # Errors
+    /// As [`Collectives::gather`].
+    pub(crate) fn end_sums(self, what: &'static str) -> Result<()> {
+        self.0.map_or(Ok(()), |collectives| collectives.end_sums(what))
     }
 }
 

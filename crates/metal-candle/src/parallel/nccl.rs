@@ -94,7 +94,7 @@ impl Shards for Links {
     }
 
     fn end(&self) -> Result<()> {
-        self.watching(LAYER, |communicator, wait| communicator.end_gather(wait))
+        self.watching(LAYER, |communicator, wait| communicator.end(wait))
     }
 }
 
@@ -129,7 +129,20 @@ impl Collectives for Gpus {
     }
 
     fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {
-        self.0.watching(what, |communicator, wait| communicator.sum(buffer, wait))
+        self.begin_sum(what, buffer)?;
+        self.end_sums(what)
+    }
+
+    fn sums_beside_work(&self) -> bool {
+        true
+    }
+
+    fn begin_sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {
+        self.0.watching(what, |communicator, wait| communicator.begin_sum(buffer, wait))
+    }
+
+    fn end_sums(&self, what: &'static str) -> Result<()> {
+        self.0.watching(what, |communicator, wait| communicator.end(wait))
     }
 
     fn takes(&self, device: &Device) -> bool {

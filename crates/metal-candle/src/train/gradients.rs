@@ -26,6 +26,11 @@ impl Gradients {
         &self.buffer
     }
 
+    /// What lies where in it.
+    pub(super) fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
     /// The gradient of the parameter `id`, as a view.
     pub fn view(&self, id: ParameterId) -> Result<Tensor> {
         let entry = self.entries.get(id.0).ok_or_else(|| {

@@ -13,6 +13,7 @@ mod options;
 mod references;
 mod saving;
 pub mod schedule;
+mod summing;
 mod task;
 mod teach;
 pub mod tensorboard;

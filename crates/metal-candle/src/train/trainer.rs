@@ -12,6 +12,7 @@ use super::optimizer::{OptimizerState, Rates};
 use super::options::TrainOptions;
 use super::references::{self, References};
 use super::saving::{Saved, Saver, SavingFn, untold};
+use super::summing::Summing;
 use super::task::{Part, Task};
 use crate::adapter::{Adapter, TrainedFiles};
 use crate::autograd::Tape;
@@ -789,11 +790,13 @@ impl<'a> Trainer<'a> {
         let tokens = counted(&parts).map(|batch| batch.target_tokens).sum();
         let processed = counted(&parts).map(|batch| batch.tokens).sum();
         let [tokens, processed] = self.group.count("the tokens of a step", [tokens, processed])?;
+        // With a part of the base for each rank, the ways between them are needed for that.
+        let mut sums = Summing::new(&self.gradients, self.group, !self.model.is_sharded());
         let passed = match self.options.objective.compares_answers() {
-            false => self.learn(&parts, tokens)?,
-            true => self.compare(&plans, &parts)?,
+            false => self.learn(&parts, tokens, &mut sums)?,
+            true => self.compare(&plans, &parts, &mut sums)?,
         };
-        let Passed { loss, count, metrics } = self.of_all(passed)?;
+        let Passed { loss, count, metrics } = self.of_all(passed, &mut sums)?;
         self.state.step += 1;
         self.state.phase = Phase::Trained;
         // Leaves the gradients zero for the next step.
@@ -833,7 +836,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// What the passes of all ranks came to; their gradients are added up.
-    fn of_all(&self, passed: Passed) -> Result<Passed> {
+    fn of_all(&self, passed: Passed, sums: &mut Summing) -> Result<Passed> {
         const LOSS: &str = "the loss of a step";
         if self.group.size() == 1 {
             return Ok(passed);
@@ -844,8 +847,8 @@ impl<'a> Trainer<'a> {
             true => passed.metrics.of_all(self.group, LOSS)?,
             false => passed.metrics,
         };
-        if loss[0].is_finite() {
-            self.group.sum("the gradients of a step", self.gradients.buffer())?;
+        if loss[0].is_finite() || sums.is_early() {
+            sums.finish()?;
         }
         Ok(Passed { loss: loss[0], count: passed.count, metrics })
     }
@@ -860,7 +863,13 @@ impl<'a> Trainer<'a> {
     }
 
     /// Both passes of an objective of single tokens over the batches of a step.
-    fn learn(&self, parts: &[Option<Part>], tokens: usize) -> Result<Passed> {
+    fn learn(
+        &self,
+        parts: &[Option<Part>],
+        tokens: usize,
+        gradients: &mut Summing,
+    ) -> Result<Passed> {
+        let last = parts.iter().rposition(Option::is_some);
         let mut sums = Vec::with_capacity(parts.len());
         for (index, part) in parts.iter().enumerate() {
             let Some(Part { batch, counts }) = part else { continue };
@@ -868,7 +877,10 @@ impl<'a> Trainer<'a> {
                 let tape = self.tape(index);
                 let sum = self.model.loss(&tape, batch, Some(&self.adapter))?.sum;
                 let factor = if *counts { 1.0 / tokens as f64 } else { 0.0 };
-                tape.backward(&sum, factor, &mut &self.gradients)?;
+                if Some(index) == last {
+                    gradients.last_pass();
+                }
+                tape.backward(&sum, factor, gradients)?;
                 Ok(sum.into_tensor())
             })?;
             sums.extend(counts.then_some(sum));
@@ -882,7 +894,13 @@ impl<'a> Trainer<'a> {
     }
 
     /// All passes of an objective that compares answers over the batches of a step.
-    fn compare(&self, plans: &[BatchPlan], parts: &[Option<Part>]) -> Result<Passed> {
+    fn compare(
+        &self,
+        plans: &[BatchPlan],
+        parts: &[Option<Part>],
+        gradients: &mut Summing,
+    ) -> Result<Passed> {
+        let last = parts.iter().rposition(Option::is_some);
         let task = self.task();
         let known = self.known.first();
         let references = parts
@@ -917,7 +935,10 @@ impl<'a> Trainer<'a> {
                 }
                 let gradient = Tensor::from_vec(gradient, losses.shape(), self.model.device())?
                     .to_dtype(losses.tensor().dtype())?;
-                tape.backward_from(&losses, gradient, &mut &self.gradients)
+                if Some(index) == last {
+                    gradients.last_pass();
+                }
+                tape.backward_from(&losses, gradient, gradients)
             })?;
             if is_lost(passed.loss) {
                 break;

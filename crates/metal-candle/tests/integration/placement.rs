@@ -118,6 +118,10 @@ impl Collectives for Thread {
     fn takes(&self, _: &Device) -> bool {
         true
     }
+
+    fn sums_beside_work(&self) -> bool {
+        true
+    }
 }
 
 /// What `work` gives as each of so many ranks.
