@@ -13,8 +13,9 @@ use candle_core::Tensor;
 use std::ops::Range;
 
 const WHAT: &str = "the gradients of a step";
-/// Elements that are worth a sum of their own: 16 MiB.
-const SMALLEST: usize = 4 << 20;
+/// Elements that are worth a sum of their own, 256 MiB: it takes some of the GPU from the work beside it, also while it
+/// waits for another rank.
+const SMALLEST: usize = 64 << 20;
 
 /// A part of the gradients.
 #[derive(Debug, PartialEq)]
@@ -74,11 +75,17 @@ impl<'a> Summing<'a> {
         self.group.begin_sum(WHAT, &self.gradients.buffer().narrow(0, start, end - start)?)
     }
 
-    /// The sums, once all passes are over.
-    pub fn finish(&mut self) -> Result<()> {
+    /// Begins what is left, once all passes are over.
+    pub fn begin_rest(&mut self) -> Result<()> {
         while self.begun < self.pieces.len() {
             self.begin()?;
         }
+        Ok(())
+    }
+
+    /// The sums, once all passes are over.
+    pub fn finish(&mut self) -> Result<()> {
+        self.begin_rest()?;
         self.group.end_sums(WHAT)
     }
 }

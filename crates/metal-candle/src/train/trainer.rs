@@ -885,6 +885,9 @@ impl<'a> Trainer<'a> {
             })?;
             sums.extend(counts.then_some(sum));
         }
+        if gradients.is_early() {
+            gradients.begin_rest()?;
+        }
         // Read when everything is under way: a GPU would wait for the next pass otherwise.
         let mut loss: f64 = counted(parts).map(Batch::loss_offset).sum();
         for sum in sums {
