@@ -307,6 +307,37 @@ fn the_processor_computes_in_8_bit_integers() {
 }
 
 #[test]
+fn where_a_base_may_lie() {
+    let place = Place::with_model();
+    let train = ["train", "-m", "base", "-d", "data", "--device", "cpu", "--base-placement"];
+    for (flags, expected) in [
+        (&["host"][..], "base_placement: is host, which needs grad_checkpoint: true"),
+        (&["host", "--grad-checkpoint"], "base_placement: is host, which is for NVIDIA GPUs"),
+        (&["sharded", "--grad-checkpoint"], "base_placement: is sharded, which needs several"),
+        (&["host", "--fine-tune-type", "full"], "base_placement: is host, but fine_tune_type"),
+        (&["sharded", "--grad-checkpoint", "--sample-every", "5"], "but sample_every is set"),
+        (&["sharded", "--grad-checkpoint", "--objective", "kto"], "but the objective is kto"),
+    ] {
+        let stderr = place.fails(2, &[&train[..], flags].concat());
+        assert!(stderr.contains(expected), "{flags:?}: {stderr}");
+    }
+    let weights = |flags: &[&str]| {
+        let dry = ["train", "-m", "base", "-d", "data", "--dry-run", "--json", "--grad-checkpoint"];
+        place.json(&[&dry[..], flags].concat())["memory"]["weights"].as_u64().unwrap()
+    };
+    let sharded = weights(&["--base-placement", "sharded"]);
+    assert!(sharded > 0 && sharded <= 2 * weights(&[]), "{sharded}");
+    for (command, expected) in [
+        (&["generate", "-m", "base", "-p", "a"][..], "is host, which is for NVIDIA GPUs"),
+        (&["bench"], "base_placement: bench keeps weights on the device"),
+    ] {
+        let flags = [command, &["--device", "cpu", "--base-placement", "host"]].concat();
+        let stderr = place.fails(2, &flags);
+        assert!(stderr.contains(expected), "{flags:?}: {stderr}");
+    }
+}
+
+#[test]
 fn a_dry_run_reads_no_weights() {
     let place = Place::with_model();
     let dry = ["train", "-m", "base", "-d", "data", "--dry-run", "--json"];
