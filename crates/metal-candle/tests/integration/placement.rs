@@ -21,12 +21,14 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+/// To and from a rank.
+type Way = (Sender<Vec<Tensor>>, Mutex<Receiver<Vec<Tensor>>>);
+
 /// One of several threads that talk as ranks do.
 #[derive(Debug)]
 struct Thread {
     rank: usize,
-    /// To and from each rank.
-    ways: Vec<(Sender<Vec<Tensor>>, Mutex<Receiver<Vec<Tensor>>>)>,
+    ways: Vec<Way>,
     gathered: AtomicU64,
 }
 
