@@ -291,6 +291,7 @@ def the_one_that_started_all_is_asked_to_end(folder):
 def parts_of_the_base(folder):
     """Each GPU has a part of the base, or the host has it: the same bits. One that is lost is told here, too."""
     if not GPUS:
+        print("NOT RUN: a base in parts, or with the host: it needs --gpus", flush=True)
         return
     pairs = folder / "pairs"
     # The last batch has a row for the first rank alone.

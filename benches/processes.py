@@ -35,6 +35,7 @@ import random
 import shutil
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 
 DEMO = Path(__file__).resolve().parent.parent / "crates/cli/demo"
@@ -179,6 +180,9 @@ def main():
                 [*MPIRUN, "-n", "2"], "--device", "cpu", "--batch-size", "2", "--threads", "1"
             ),
         }
+    config = given.folder / "model/config.json"
+    if config.is_file() and json.loads(config.read_text())["hidden_size"] != shape["hidden"]:
+        sys.exit(f"{given.folder} has a model of another shape; give another folder")
     if not (given.folder / "data").is_dir():
         model(given.folder / "model", given.overflow, **shape)
         examples(given.folder / "data", length // 5)

@@ -56,6 +56,33 @@ pub struct Runtime {
     pub threads: Option<usize>,
 }
 
+/// Where a model's weights lie.
+#[derive(Debug, Clone, Default, Args)]
+#[command(next_help_heading = "Device")]
+pub struct Placed {
+    /// Where the weights lie between their uses: `host` runs a model larger than the GPU's memory, slowly
+    #[arg(
+        long,
+        value_enum,
+        default_value_t,
+        hide_possible_values = true,
+        value_name = "device|host"
+    )]
+    base_placement: BasePlacement,
+}
+
+impl Placed {
+    fn on(&self, device: &Device) -> anyhow::Result<Placement> {
+        match self.base_placement {
+            BasePlacement::Device => Ok(Placement::Device),
+            BasePlacement::Host => host(device),
+            BasePlacement::Sharded => Err(usage(
+                "base_placement: is sharded, which is for train; expected device or host",
+            )),
+        }
+    }
+}
+
 /// Which model, and which adapter on it.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Model")]
@@ -86,30 +113,6 @@ impl Runtime {
     /// What a dense model is brought into while it is loaded.
     pub fn quantization(&self) -> anyhow::Result<Option<Quantization>> {
         self.base_compute.quantization(self.quantize)
-    }
-
-    /// How the model's weights are held.
-    fn holding(&self, device: &Device) -> anyhow::Result<Holding> {
-        let placement = match self.base_placement {
-            BasePlacement::Device => Placement::Device,
-            BasePlacement::Host => host(device)?,
-            BasePlacement::Sharded => {
-                return Err(usage(
-                    "base_placement: is sharded, which is for train; expected device or host",
-                ));
-            }
-        };
-        Ok(Holding { quantization: self.quantization()?, placement })
-    }
-
-    /// That weights lie on the device, for what has no use for others.
-    pub fn check_on_device(&self, command: &str) -> anyhow::Result<()> {
-        match self.base_placement {
-            BasePlacement::Device => Ok(()),
-            _ => Err(usage(format!(
-                "base_placement: {command} keeps weights on the device; leave it out"
-            ))),
-        }
     }
 }
 
@@ -190,12 +193,14 @@ impl Source {
     pub fn load(
         &self,
         runtime: &Runtime,
+        placed: &Placed,
         template: &TemplateFlags,
         terminal: Terminal,
     ) -> anyhow::Result<Loaded> {
         check_matmul(runtime.matmul, runtime.dtype, runtime.device, "--dtype f16 or --dtype f32")?;
         let device = device(runtime.device)?;
-        let holding = runtime.holding(&device)?;
+        let (quantization, placement) = (runtime.quantization()?, placed.on(&device)?);
+        let holding = Holding { quantization, placement };
         set_matmul(runtime.matmul, &device)?;
         if let Some(folder) = &self.adapter {
             check_adapter(folder)?;

@@ -58,6 +58,8 @@ pub struct Memory {
     pub training: u64,
     /// What a batch of the longest examples keeps for its backward pass.
     pub activations: u64,
+    /// Frozen weights in the memory of the machine, of each process.
+    pub host: u64,
 }
 
 impl Memory {
@@ -148,11 +150,15 @@ impl Plan {
         rows.push((
             "Memory",
             format!(
-                "about {}: weights {}, training {}, activations {}",
+                "about {}: weights {}, training {}, activations {}{}",
                 bytes(self.memory.total()),
                 bytes(self.memory.weights),
                 bytes(self.memory.training),
-                bytes(self.memory.activations)
+                bytes(self.memory.activations),
+                match self.memory.host {
+                    0 => String::new(),
+                    host => format!("; of the machine's {} for each process", bytes(host)),
+                }
             ),
         ));
         rows.push(("Output", settings.output.display().to_string()));
@@ -218,13 +224,13 @@ pub fn memory(
     let resident = (tables * config.vocab_size as u64).min(weights);
     let away = weights - resident;
     let two_layers = (2 * away / layers.max(1)).min(away);
-    let weights = match settings.base_placement {
-        _ if full => 0,
-        BasePlacement::Device => weights,
-        BasePlacement::Host => resident + two_layers,
-        BasePlacement::Sharded => resident + two_layers + away.div_ceil(processes),
+    let (weights, host) = match settings.base_placement {
+        _ if full => (0, 0),
+        BasePlacement::Device => (weights, 0),
+        BasePlacement::Host => (resident + two_layers, away),
+        BasePlacement::Sharded => (resident + two_layers + away.div_ceil(processes), 0),
     };
-    Memory { weights, training, activations: tokens * kept * element + logits }
+    Memory { weights, host, training, activations: tokens * kept * element + logits }
 }
 
 /// Each source's share of an epoch, where they have weights.

@@ -629,7 +629,6 @@ fn eva_adapter(
     Ok(adapter)
 }
 
-/// A loss with what else is worth knowing of it.
 /// Where the base's weights lie, if that is possible here.
 fn placement(asked: BasePlacement, device: &Device, start: &Start) -> anyhow::Result<Placement> {
     match asked {
@@ -637,14 +636,15 @@ fn placement(asked: BasePlacement, device: &Device, start: &Start) -> anyhow::Re
         BasePlacement::Host => models::host(device),
         BasePlacement::Sharded => match &start.shards {
             Some(shards) => Ok(Placement::Sharded(shards.clone())),
-            None if start.dry_run => Ok(Placement::Device),
             None => Err(usage(
-                "base_placement: is sharded, which needs several processes with an NVIDIA GPU each: --gpus, or torchrun",
+                "base_placement: is sharded, which needs several processes with an NVIDIA GPU each (--gpus, or torchrun); with one, \
+                 expected device or host",
             )),
         },
     }
 }
 
+/// A loss with what else is worth knowing of it.
 fn described(found: &Evaluation) -> String {
     match found.perplexity {
         Some(perplexity) => format!("{:.4} (perplexity {perplexity:.3})", found.loss),

@@ -239,7 +239,6 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         output::write(&chips::floors()?)?;
         return Ok(SUCCESS);
     }
-    arguments.runtime.check_on_device("bench")?;
     let to_stdout = arguments.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
     let terminal = terminal(to_stdout);
     arguments.check()?;

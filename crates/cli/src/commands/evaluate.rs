@@ -4,7 +4,7 @@ use crate::datasets::Wanted;
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
 use crate::measured::Measured;
-use crate::models::{Runtime, Source, set_threads};
+use crate::models::{Placed, Runtime, Source, set_threads};
 use crate::output::{self, Terminal, grouped};
 use crate::settings::limit;
 use crate::template::TemplateFlags;
@@ -34,6 +34,8 @@ pub struct Arguments {
     template: TemplateFlags,
     #[command(flatten)]
     runtime: Runtime,
+    #[command(flatten)]
+    placed: Placed,
     /// Report as one JSON object on stdout
     #[arg(long, help_heading = "Output")]
     json: bool,
@@ -58,7 +60,12 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
     let sources = arguments.data.find(Wanted::Measuring(None), terminal)?;
-    let loaded = arguments.source.load(&arguments.runtime, &arguments.template, terminal)?;
+    let loaded = arguments.source.load(
+        &arguments.runtime,
+        &arguments.placed,
+        &arguments.template,
+        terminal,
+    )?;
     let reader = (&loaded.tokenizer, &loaded.variables, None);
     let batches = arguments.data.batches(&sources, reader, loaded.model.config(), terminal)?;
     let limit = limit(arguments.batches);

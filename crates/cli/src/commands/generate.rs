@@ -2,7 +2,7 @@
 
 use crate::batch::{self, Batch};
 use crate::errors::{SUCCESS, usage};
-use crate::models::{Runtime, Source, set_threads, warn_of_length};
+use crate::models::{Placed, Runtime, Source, set_threads, warn_of_length};
 use crate::output::{self, Terminal};
 use crate::sampling::Sampling;
 use crate::template::TemplateFlags;
@@ -57,6 +57,8 @@ pub struct Arguments {
     sampling: Sampling,
     #[command(flatten)]
     runtime: Runtime,
+    #[command(flatten)]
+    placed: Placed,
     /// Show the text while it is written; --stream=false shows it at the end
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set, help_heading = "Output")]
     stream: bool,
@@ -110,7 +112,12 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     if arguments.batch.prompts.is_none() && prompt.trim().is_empty() {
         return Err(usage("prompt: is empty"));
     }
-    let loaded = arguments.source.load(&arguments.runtime, &arguments.template, terminal)?;
+    let loaded = arguments.source.load(
+        &arguments.runtime,
+        &arguments.placed,
+        &arguments.template,
+        terminal,
+    )?;
     let options = arguments.sampling.resolve(&loaded.folder)?;
     if arguments.system.is_some() && loaded.tokenizer.chat_template().is_none() {
         return Err(usage("system: this model has no chat template to put a system message in"));

@@ -4,7 +4,7 @@ use crate::datasets::Wanted;
 use crate::errors::{INTERRUPTED, SUCCESS, usage};
 use crate::interrupt;
 use crate::measured::Measured;
-use crate::models::{self, Runtime, Source, set_threads};
+use crate::models::{self, Placed, Runtime, Source, set_threads};
 use crate::output::{Terminal, grouped};
 use crate::progress::Bar;
 use crate::template::TemplateFlags;
@@ -42,11 +42,13 @@ pub struct Arguments {
     template: TemplateFlags,
     #[command(flatten)]
     runtime: Runtime,
+    #[command(flatten)]
+    placed: Placed,
 }
 
 /// Writes what the model says.
 pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
-    let Arguments { source, student, data, top_k, output, template, runtime } = arguments;
+    let Arguments { source, student, data, top_k, output, template, runtime, placed } = arguments;
     if output.exists() {
         return Err(usage(format!("output: {} exists already; choose another", output.display())));
     }
@@ -67,7 +69,7 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     };
     // What the template is told concerns the one that is used.
     let of_teacher = if student.is_some() { TemplateFlags::default() } else { template.clone() };
-    let loaded = source.load(&runtime, &of_teacher, terminal)?;
+    let loaded = source.load(&runtime, &placed, &of_teacher, terminal)?;
     let mut time = None;
     let now = template_time(&mut time)?;
     let variables = template.variables();

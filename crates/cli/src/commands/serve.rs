@@ -2,7 +2,7 @@
 
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
-use crate::models::{Runtime, Source, set_threads};
+use crate::models::{Placed, Runtime, Source, set_threads};
 use crate::output::Terminal;
 use crate::processes::Gpus;
 use crate::sampling;
@@ -195,7 +195,6 @@ fn name_of(model: &str) -> String {
 
 /// Serves until it is told to stop.
 pub fn run(mut arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
-    arguments.runtime.check_on_device("serve")?;
     let gpus = match arguments.gpus {
         None => 1,
         Some(gpus) => {
@@ -211,7 +210,8 @@ pub fn run(mut arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
         revision: arguments.revision.clone(),
         adapter: None,
     };
-    let loaded = source.load(&arguments.runtime, &arguments.template, terminal)?;
+    let loaded =
+        source.load(&arguments.runtime, &Placed::default(), &arguments.template, terminal)?;
     let mut replicas = Vec::new();
     for number in 1..gpus {
         replicas.push(Arc::new(Model::load_with(

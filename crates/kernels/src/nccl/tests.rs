@@ -43,6 +43,7 @@ fn cuda_what_is_no_flat_buffer_of_the_gpu_is_refused() {
         assert!(error.contains("expected contiguous (n) in F32"), "{error}");
     }
     communicator.begin_sum(&flat, wait).unwrap();
+    communicator.end(wait).unwrap();
 }
 
 #[test]

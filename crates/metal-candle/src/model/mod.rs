@@ -243,7 +243,12 @@ impl Model {
 
     /// Whether other processes have parts of its layers, and have to make each pass that this one makes.
     pub fn is_sharded(&self) -> bool {
-        self.weights.are_sharded()
+        self.shards().is_some()
+    }
+
+    /// How many processes have a part of its layers each, where they do.
+    pub fn shards(&self) -> Option<usize> {
+        self.weights.shards()
     }
 
     /// Bytes of memory that its weights take, wherever they lie, or would take where there is only an outline of them.

@@ -9,7 +9,7 @@ use crate::Result;
 use candle_core::{DType, Device, Shape, Tensor};
 use metal_candle_kernels::host::{HostBuffers, Uploads};
 use metal_candle_kernels::quantized::{Quantized, Weight};
-use std::fmt::{Debug, Display, Formatter};
+use std::fmt::Debug;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Where the matrices of a model's layers lie. Norms, biases, the embedding and the head are always on the device.
@@ -23,16 +23,6 @@ pub enum Placement {
     /// Each of several processes has a part of every layer on its device. All of them make the same passes in the same
     /// order.
     Sharded(Arc<dyn Shards>),
-}
-
-impl Display for Placement {
-    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Device => "device",
-            Self::Host => "host",
-            Self::Sharded(_) => "sharded",
-        })
-    }
 }
 
 /// How a model's weights are held.
@@ -210,9 +200,12 @@ impl Away {
         Ok(())
     }
 
-    /// Whether other processes have parts.
-    pub fn is_sharded(&self) -> bool {
-        matches!(self.home, Home::Shards(_))
+    /// How many processes have parts, where they do.
+    pub fn shards(&self) -> Option<usize> {
+        match &self.home {
+            Home::Host { .. } => None,
+            Home::Shards(shards) => Some(shards.size()),
+        }
     }
 
     /// The matrices of a layer, on the device; those of `next` begin to come.

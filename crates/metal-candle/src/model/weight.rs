@@ -159,7 +159,7 @@ impl FrozenWeights {
             let name = self.name(id);
             match storage {
                 Storage::Absent(_) => Error::option(
-                    "placement",
+                    "base_placement",
                     format!(
                         "keeps `{name}` elsewhere, and this needs all of the model on its device"
                     ),
@@ -198,9 +198,9 @@ impl FrozenWeights {
         self.away.is_some()
     }
 
-    /// Whether other processes have parts of them.
-    pub fn are_sharded(&self) -> bool {
-        self.away.as_ref().is_some_and(|away| away.is_sharded())
+    /// How many processes have parts of them, where they do.
+    pub fn shards(&self) -> Option<usize> {
+        self.away.as_ref()?.shards()
     }
 
     /// These with the matrices of a layer, where they are elsewhere; `next` is the layer that will follow.

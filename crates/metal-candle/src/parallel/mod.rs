@@ -1,11 +1,11 @@
 //! Several processes that train one adapter together: data-parallel training.
 //!
-//! Every process (a rank) has the whole model and reads all data in the same order. A batch is that of all ranks
-//! together: rank r of n takes the rows r, r + n, r + 2n of it, which differ little in length, as rows of a batch stand by
-//! length. The gradient of each row is divided by the target tokens of the whole step, as with accumulation, so what the
-//! ranks add up is the gradient of one process with the whole batch, but for the rounding of sums. Sums are made in an
-//! order that doesn't change from run to run, so the same number of ranks gives the same bits, and all ranks take the
-//! same step.
+//! Every process (a rank) has the whole model, or a part of each of its layers, and reads all data in the same order. A
+//! batch is that of all ranks together: rank r of n takes the rows r, r + n, r + 2n of it, which differ little in length,
+//! as rows of a batch stand by length. The gradient of each row is divided by the target tokens of the whole step, as with
+//! accumulation, so what the ranks add up is the gradient of one process with the whole batch, but for the rounding of
+//! sums. Sums are made in an order that doesn't change from run to run, so the same number of ranks gives the same bits,
+//! and all ranks take the same step.
 //!
 //! [`Collectives`] is what a way to talk has to offer, [`Group`] what training asks of it. A group of one costs nothing.
 

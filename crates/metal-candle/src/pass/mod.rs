@@ -15,7 +15,7 @@ use crate::adapter::Adapter;
 use crate::autograd::{HeadValues, Matrix, Tape, Value};
 use crate::data::Batch;
 use crate::model::Model;
-use crate::model::layer::Linear;
+use crate::model::layer::{Layer, Linear};
 use crate::model::rope::Rotation;
 use crate::model::weight::{FrozenWeights, Storage, WeightId};
 use crate::{Error, Result};
@@ -45,6 +45,8 @@ struct Pass {
     /// Where attention reads other rows than those that the batch has.
     spread: Option<Spread>,
     observer: Option<Arc<dyn Observer>>,
+    /// The first layer that the backward pass comes to, if there is one.
+    lowest: usize,
 }
 
 /// Sees what linear layers read.
@@ -67,7 +69,7 @@ impl Pass {
     /// before it while segments are run again.
     fn of_layer(self: &Arc<Self>, layer: usize, count: usize, tape: &Tape) -> Result<Arc<Self>> {
         let next = match tape.is_replaying() {
-            true => layer.checked_sub(1),
+            true => layer.checked_sub(1).filter(|next| *next >= self.lowest),
             false => Some(layer + 1).filter(|next| *next < count),
         };
         Ok(match self.weights.with_layer(layer, next)? {
@@ -320,6 +322,7 @@ impl Model {
             adapters: input.adapters.clone(),
             updates: input.adapters.updates(self, seq, known)?.map(Arc::new),
             observer: input.observer.clone(),
+            lowest: self.lowest_trained(&input.adapters),
         });
         let x = self.embed(tape, &input.ids, &pass)?;
         let x = if self.config().embedding_scale == 1.0 {
@@ -329,6 +332,24 @@ impl Model {
         };
         let stream = decoder::run_layers(&self.layers, tape, x, &pass, caches)?;
         Ok(stream.normed(tape, Some(&self.norm), &pass)?.1)
+    }
+
+    /// The first layer of which an adapter trains something, or whose input it changes.
+    fn lowest_trained(&self, adapters: &RowAdapters) -> usize {
+        let RowAdapters::Same(Some(adapter)) = adapters else { return 0 };
+        if adapter.embedding_update().is_some() || adapter.replacement(self.embedding).is_some() {
+            return 0;
+        }
+        let is_trained = |layer: &Layer| {
+            let replaced = |id| adapter.replacement(id).is_some();
+            layer.norms().any(|norm| replaced(norm.weight))
+                || layer.linears().iter().any(|linear| {
+                    adapter.update(linear).is_some()
+                        || replaced(linear.weight)
+                        || linear.bias.is_some_and(replaced)
+                })
+        };
+        self.layers.iter().position(|layer| is_trained(layer)).unwrap_or(0)
     }
 
     /// The rows of the embedding for `ids (batch, seq)`, in the model's dtype: `(batch, seq, hidden)`.

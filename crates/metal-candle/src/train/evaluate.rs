@@ -93,6 +93,7 @@ impl Task<'_> {
         known: Option<&References>,
     ) -> Result<Option<Evaluation>> {
         self.objective.check(batches.dataset())?;
+        self.check_shards(group)?;
         let mut sums = Sums::begin();
         for plan in batches.epoch(0).iter().take(limit.unwrap_or(usize::MAX)) {
             if stop()? {

@@ -33,6 +33,7 @@ pub(super) struct Summing<'a> {
     begun: usize,
     /// Whether what comes now is added to what is there for the last time in this step.
     is_last_pass: bool,
+    is_finished: bool,
 }
 
 impl<'a> Summing<'a> {
@@ -46,7 +47,7 @@ impl<'a> Summing<'a> {
     }
 
     fn of(pieces: Vec<Piece>, gradients: &'a Gradients, group: Group<'a>) -> Self {
-        Self { gradients, group, pieces, begun: 0, is_last_pass: false }
+        Self { gradients, group, pieces, begun: 0, is_last_pass: false, is_finished: false }
     }
 
     /// That the backward pass which follows is this rank's last of the step.
@@ -75,18 +76,23 @@ impl<'a> Summing<'a> {
         self.group.begin_sum(WHAT, &self.gradients.buffer().narrow(0, start, end - start)?)
     }
 
-    /// Begins what is left, once all passes are over.
-    pub fn begin_rest(&mut self) -> Result<()> {
+    /// The sums, once all passes are over.
+    pub fn finish(&mut self) -> Result<()> {
         while self.begun < self.pieces.len() {
             self.begin()?;
         }
-        Ok(())
-    }
-
-    /// The sums, once all passes are over.
-    pub fn finish(&mut self) -> Result<()> {
-        self.begin_rest()?;
+        self.is_finished = true;
         self.group.end_sums(WHAT)
+    }
+}
+
+impl Drop for Summing<'_> {
+    /// After an error of something else, nobody else writes to the gradients: what was begun is done, or, where a rank is
+    /// lost, given up. That error is told already.
+    fn drop(&mut self) {
+        if self.begun > 0 && !self.is_finished {
+            let _ = self.group.end_sums(WHAT);
+        }
     }
 }
 
@@ -122,16 +128,18 @@ fn pieces(entries: &[Entry], smallest: usize) -> Vec<Piece> {
             _ => pieces.push(Piece { range: start..end, layer }),
         }
     }
-    of_layers.sort_by_key(|piece| std::cmp::Reverse(piece.layer));
+    // From the end of each run of neighbours, which are the last layers there.
     let mut pieces: Vec<Piece> = Vec::new();
-    for piece in of_layers {
+    for piece in of_layers.into_iter().rev() {
         match pieces.last_mut() {
             Some(last) if last.range.start == piece.range.end && last.range.len() < smallest => {
-                (last.range.start, last.layer) = (piece.range.start, piece.layer);
+                last.range.start = piece.range.start;
+                last.layer = last.layer.min(piece.layer);
             }
             _ => pieces.push(piece),
         }
     }
+    pieces.sort_by_key(|piece| std::cmp::Reverse(piece.layer));
     pieces.extend(rest);
     pieces
 }
@@ -276,5 +284,21 @@ mod tests {
             [piece(18..26, Some(1)), piece(10..18, Some(0)), first, second]
         );
         assert_eq!(pieces(&entries[..0], 5), []);
+        // What is trained in the place of matrices comes behind all of LoRA's.
+        let layers = |name: &str, offset| {
+            [0usize, 1, 2].map(|layer| {
+                entry(&format!("model.layers.{layer}.{name}"), offset + 4 * layer, &[2, 2])
+            })
+        };
+        let entries = [layers("mlp.up_proj.lora_A", 0), layers("self_attn.o_proj.weight", 12)];
+        let expected = [
+            piece(16..24, Some(1)),
+            piece(4..12, Some(1)),
+            piece(12..16, Some(0)),
+            piece(0..4, Some(0)),
+        ];
+        assert_eq!(pieces(entries.as_flattened(), 5)[..2], expected[..2]);
+        let found = pieces(entries.as_flattened(), 5);
+        assert_eq!(found.iter().map(|it| it.range.len()).sum::<usize>(), 24);
     }
 }

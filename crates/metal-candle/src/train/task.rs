@@ -36,6 +36,25 @@ pub(super) struct Part {
 }
 
 impl Task<'_> {
+    /// That the ranks which have parts of the base are those of the group, and make the same passes.
+    pub(super) fn check_shards(&self, group: Group<'_>) -> Result<()> {
+        let Some(count) = self.model.shards() else { return Ok(()) };
+        if count != group.size() {
+            return Err(Error::Unsupported(format!(
+                "a base in parts with {count} processes, in a group of {}",
+                group.size()
+            )));
+        }
+        if self.objective.estimates_kl() {
+            return Err(Error::Unsupported(
+                "kto with a sharded base, as its ranks make different numbers of passes; keep the base on each device, or in \
+                 fewer bits"
+                    .into(),
+            ));
+        }
+        Ok(())
+    }
+
     /// This rank's part of a batch, where it has one or has to make the same passes.
     pub(super) fn part(
         &self,

@@ -521,19 +521,12 @@ impl<'a> Trainer<'a> {
                 ));
             }
         }
-        if self.model.is_sharded() {
-            if self.options.objective.estimates_kl() {
-                return Err(Error::Unsupported(
-                    "kto with a sharded base, as its ranks make different numbers of passes; keep the base on each device, or                      in fewer bits"
-                        .into(),
-                ));
-            }
-            if self.options.sample_every > 0 {
-                return Err(Error::option(
-                    "sample_every",
-                    "is set, but one process alone can't write texts with a sharded base, of which it has a part",
-                ));
-            }
+        self.task().check_shards(self.group)?;
+        if self.model.is_sharded() && self.sample.is_some() {
+            return Err(Error::option(
+                "sample_every",
+                "is set, but one process alone can't write texts with a sharded base, of which it has a part",
+            ));
         }
         if self.options.sample_every > 0 && self.sample.is_none() {
             return Err(Error::option(
@@ -884,9 +877,6 @@ impl<'a> Trainer<'a> {
                 Ok(sum.into_tensor())
             })?;
             sums.extend(counts.then_some(sum));
-        }
-        if gradients.is_early() {
-            gradients.begin_rest()?;
         }
         // Read when everything is under way: a GPU would wait for the next pass otherwise.
         let mut loss: f64 = counted(parts).map(Batch::loss_offset).sum();

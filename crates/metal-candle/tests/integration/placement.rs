@@ -12,7 +12,7 @@ use metal_candle::generate::Session;
 use metal_candle::model::{Holding, Model, Placement, Shards};
 use metal_candle::parallel::{Collectives, Group};
 use metal_candle::train::objectives::{DpoOptions, KtoOptions};
-use metal_candle::train::{Metric, Objective, Outcome, TrainOptions, Trainer};
+use metal_candle::train::{Metric, Objective, Outcome, TrainOptions, Trainer, evaluate};
 use metal_candle::{Error, Result};
 use serde_json::json;
 use std::path::Path;
@@ -224,6 +224,13 @@ fn a_layer_is_put_together_once_in_each_direction() {
         assert_eq!(count(), 4 + 3);
         gradients(&model, &adapter, true);
         assert_eq!(count(), 3 + 3);
+        // The backward pass ends where nothing is trained below.
+        let last = LoraConfig { last_layers: Some(2), ..LoraConfig::default() };
+        let adapter = Arc::new(Adapter::new(&model, &last, 3).unwrap());
+        gradients(&model, &adapter, true);
+        count();
+        gradients(&model, &adapter, true);
+        assert_eq!(count(), 4 + 1);
     });
 }
 
@@ -322,4 +329,10 @@ fn ranks_with_a_part_of_the_base_each_train_as_ranks_with_all_of_it() {
     let batches = Batcher::new(Arc::new(labelled), *batches.options()).unwrap();
     let error = trained(true, &batches, &batches, &options).unwrap_err().to_string();
     assert!(error.contains("kto with a sharded base"), "{error}");
+    // A rank by itself would wait for the others.
+    as_ranks(2, |thread| {
+        let model = load(&base(), None, Placement::Sharded(thread.clone()));
+        let error = evaluate(&model, None, &validation, None).unwrap_err().to_string();
+        assert!(error.contains("in parts with 2 processes, in a group of 1"), "{error}");
+    });
 }

@@ -5,7 +5,7 @@ mod remote;
 
 use crate::errors::{INTERRUPTED, SUCCESS, usage};
 use crate::interrupt;
-use crate::models::{Runtime, Source, set_threads};
+use crate::models::{Placed, Runtime, Source, set_threads};
 use crate::output::{self, Terminal, say};
 use crate::remote::{Access, Client};
 use crate::sampling::Sampling;
@@ -58,6 +58,8 @@ pub struct Arguments {
     sampling: Sampling,
     #[command(flatten)]
     runtime: Runtime,
+    #[command(flatten)]
+    placed: Placed,
 }
 
 /// Where lines come from.
@@ -158,13 +160,14 @@ impl Answer {
 /// Talks.
 pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     interrupt::install()?;
-    let Arguments { source, server, access, system, template, sampling, runtime } = arguments;
+    let Arguments { source, server, access, system, template, sampling, runtime, placed } =
+        arguments;
     let Some(server) = server else {
         if access.is_given() {
             return Err(usage("--api-key and --tls-ca are for a server, which --server names"));
         }
         set_threads(runtime.threads)?;
-        let loaded = source.load(&runtime, &template, terminal)?;
+        let loaded = source.load(&runtime, &placed, &template, terminal)?;
         loaded.tokenizer.require_chat_template()?;
         let options = sampling.resolve(&loaded.folder)?;
         return talk(local::Local::new(&loaded, options), system, terminal);

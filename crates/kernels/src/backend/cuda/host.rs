@@ -106,17 +106,24 @@ pub(crate) fn launch_uploads(lane: &Lane, from: &[Tensor], device: &Device) -> R
         .map(|tensor| cuda.empty(tensor.shape(), tensor.dtype()))
         .collect::<Result<Vec<_>>>()?;
     lane.follow()?;
-    for (from, to) in from.iter().zip(&to) {
-        if from.elem_count() == 0 {
-            continue;
+    let launch = || -> Result<()> {
+        for (from, to) in from.iter().zip(&to) {
+            if from.elem_count() == 0 {
+                continue;
+            }
+            let (address, bytes) = memory(from)?;
+            let address = address as *const c_void;
+            // SAFETY: both have so many bytes, and live until the lane is done, which is waited for below or by the caller.
+            unsafe { sys::cuMemcpyHtoDAsync_v2(to.pointer, address, bytes, lane.stream()) }
+                .result()
+                .w()?;
         }
-        let (address, bytes) = memory(from)?;
-        // SAFETY: both have so many bytes, and live until the lane is done, which the caller waits for.
-        unsafe {
-            sys::cuMemcpyHtoDAsync_v2(to.pointer, address as *const c_void, bytes, lane.stream())
-        }
-        .result()
-        .w()?;
+        Ok(())
+    };
+    if let Err(error) = launch() {
+        // Those that were launched write to memory that is given back now.
+        lane.wait()?;
+        return Err(error);
     }
     Ok(to.into_iter().map(|array| array.tensor).collect())
 }

@@ -49,6 +49,7 @@ impl Lane {
 
     /// Whether all that was launched here is done.
     pub(crate) fn is_done(&self) -> Result<bool> {
+        self.context.bind_to_thread().w()?;
         // SAFETY: the stream lives.
         match unsafe { sys::cuStreamQuery(self.stream) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
@@ -58,6 +59,7 @@ impl Lane {
 
     /// Waits until it is.
     pub(crate) fn wait(&self) -> Result<()> {
+        self.context.bind_to_thread().w()?;
         // SAFETY: the stream lives.
         unsafe { sys::cuStreamSynchronize(self.stream) }.result().w()
     }

@@ -1,7 +1,7 @@
 //! What the CUDA operations share: where the elements of a tensor lie, results, and launches.
 //!
 //! All work of a device goes to one stream, in order, and memory is given back to the stream as well,
-//! so nothing here waits for the device.
+//! so nothing here waits for the device. Transfers beside the work have a stream of their own (`lane.rs`).
 
 mod blas;
 

@@ -57,7 +57,8 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
             "metal-candle-kernels: CUDA device {ordinal} has compute capability {major}.{minor}, expected at least 8.0 (Ampere)"
         )
     }
-    // SAFETY: everything of this device is launched on its one stream.
+    // SAFETY: everything of this device is launched on its one stream, but transfers, which begin behind it and are waited
+    // for by the host before their memory is used or given back (`lane.rs`).
     unsafe { device.disable_event_tracking() };
     let pool = pool(ordinal)?;
     // What is freed is kept for the next allocation instead of going back to the system.
