@@ -36,15 +36,6 @@ pub struct Runtime {
     /// What the frozen linear layers of a dense model are multiplied in
     #[arg(long, value_enum, default_value_t)]
     pub base_compute: BaseCompute,
-    /// Where the weights lie between their uses: `host` runs a model larger than the GPU's memory, slowly
-    #[arg(
-        long,
-        value_enum,
-        default_value_t,
-        hide_possible_values = true,
-        value_name = "device|host"
-    )]
-    pub base_placement: BasePlacement,
     /// The device that computes
     #[arg(long, value_enum, default_value_t)]
     pub device: Processor,

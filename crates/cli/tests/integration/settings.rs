@@ -326,8 +326,8 @@ fn where_a_base_may_lie() {
     assert!(stderr.contains("with one, expected device or host"), "{stderr}");
     for (command, expected) in [
         (&["generate", "-m", "base", "-p", "a"][..], "is host, which is for NVIDIA GPUs"),
-        (&["bench"], "unexpected argument '--base-placement'"),
-        (&["serve", "-m", "base"], "unexpected argument '--base-placement'"),
+        (&["bench"], "unknown flag --base-placement"),
+        (&["serve", "-m", "base"], "unknown flag --base-placement"),
     ] {
         let flags = [command, &["--device", "cpu", "--base-placement", "host"]].concat();
         let stderr = place.fails(2, &flags);

@@ -330,9 +330,10 @@ fn ranks_with_a_part_of_the_base_each_train_as_ranks_with_all_of_it() {
     let error = trained(true, &batches, &batches, &options).unwrap_err().to_string();
     assert!(error.contains("kto with a sharded base"), "{error}");
     // A rank by itself would wait for the others.
+    let texts = batcher(dataset(5, 2), 4, false);
     as_ranks(2, |thread| {
         let model = load(&base(), None, Placement::Sharded(thread.clone()));
-        let error = evaluate(&model, None, &validation, None).unwrap_err().to_string();
+        let error = evaluate(&model, None, &texts, None).unwrap_err().to_string();
         assert!(error.contains("in parts with 2 processes, in a group of 1"), "{error}");
     });
 }
