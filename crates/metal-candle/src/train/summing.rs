@@ -157,12 +157,12 @@ mod tests {
     use crate::parallel::Collectives;
     use candle_core::{DType, Device};
     use serde_json::json;
-    use std::cell::RefCell;
+    use std::cell::{Cell, RefCell};
     use std::sync::Arc;
 
     /// Two ranks of which the other gives nothing: sums are what they were when they were begun.
     #[derive(Debug, Default)]
-    struct Witness(RefCell<Vec<Vec<f32>>>);
+    struct Witness(RefCell<Vec<Vec<f32>>>, Cell<usize>);
 
     impl Collectives for Witness {
         fn rank(&self) -> usize {
@@ -188,6 +188,39 @@ mod tests {
 
         fn sums_beside_work(&self) -> bool {
             true
+        }
+
+        fn end_sums(&self, _: &'static str) -> Result<()> {
+            self.1.set(self.1.get() + 1);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn sums_that_were_begun_are_waited_for_whatever_comes_between() {
+        let lora = LoraConfig { rank: 2, ..LoraConfig::default() };
+        let config = json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
+            "num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 9,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 16,
+        });
+        let config = Config::from_json(&config.to_string()).unwrap();
+        let model = Model::random(config, DType::F32, &Device::Cpu, 5).unwrap();
+        let adapter = Adapter::new(&model, &lora, 1).unwrap();
+        let gradients = Gradients::new(adapter.parameters()).unwrap();
+        for (begins, finishes, waits) in [(false, false, 0), (true, false, 1), (true, true, 1)] {
+            let witness = Witness::default();
+            let pieces = pieces(gradients.entries(), 1);
+            let mut sums = Summing::of(pieces, &gradients, Group::new(&witness));
+            if begins {
+                sums.begin_above(0).unwrap();
+                assert_eq!(witness.0.borrow().len(), 1);
+            }
+            if finishes {
+                sums.finish().unwrap();
+            }
+            drop(sums);
+            assert_eq!(witness.1.get(), waits);
         }
     }
 
