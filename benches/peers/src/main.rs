@@ -220,10 +220,7 @@ fn on_a_model(
 ) -> anyhow::Result<Box<dyn Workload>> {
     let folder = folder.context("no model: expected its folder or file")?;
     let dtype = work.precision().dtype();
-    let model = match work.quantization() {
-        Some(quantization) => Model::load_with(folder, dtype, device, quantization)?,
-        None => Model::load(folder, dtype, device)?,
-    };
+    let model = Model::load_with(folder, dtype, device, work.quantization())?;
     let adapter = match (work, adapter) {
         (Work::Train { .. }, Some(folder)) => Some(Adapter::load(&model, folder)?),
         _ => None,

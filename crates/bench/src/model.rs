@@ -48,10 +48,7 @@ pub fn random(
         let numbers = (0..shape.iter().product()).map(|_| (random.normal() * 0.02) as f32);
         Ok(Tensor::from_iter(numbers, device)?.reshape(shape)?)
     };
-    match quantization {
-        Some(quantization) => Model::from_fn_with(config, dtype, device, quantization, weight),
-        None => Model::from_fn(config, dtype, device, weight),
-    }
+    Model::from_fn_with(config, dtype, device, quantization, weight)
 }
 
 /// The adapter of a training row: on every linear layer of the decoder.

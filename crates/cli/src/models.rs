@@ -190,8 +190,8 @@ impl Source {
     ) -> anyhow::Result<Loaded> {
         check_matmul(runtime.matmul, runtime.dtype, runtime.device, "--dtype f16 or --dtype f32")?;
         let device = device(runtime.device)?;
-        let (quantization, placement) = (runtime.quantization()?, placed.on(&device)?);
-        let holding = Holding { quantization, placement };
+        let holding =
+            Holding { quantization: runtime.quantization()?, placement: placed.on(&device)? };
         set_matmul(runtime.matmul, &device)?;
         if let Some(folder) = &self.adapter {
             check_adapter(folder)?;

@@ -232,8 +232,7 @@ impl Run {
 
         let model = match (settings.from_config.is_some(), start.dry_run) {
             (false, false) => {
-                let (quantization, placement) = (settings.quantization()?, placement);
-                let holding = Holding { quantization, placement };
+                let holding = Holding { quantization: settings.quantization()?, placement };
                 Model::load_with(&folder, dtype, &device, holding)?
             }
             (false, true) => Model::outline(&folder, dtype, &device, settings.quantization()?)?,

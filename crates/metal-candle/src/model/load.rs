@@ -22,7 +22,7 @@ impl Model {
     /// For a file that is missing or malformed, a tensor of another shape than the configuration
     /// asks for or with a NaN in it, and an architecture or a quantisation that is not supported.
     pub fn load(path: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Self> {
-        Files::open(path.as_ref(), dtype, device, Holding::default())?.build()
+        Self::load_with(path, dtype, device, Holding::default())
     }
 
     /// As [`Self::load`], with the weights held as said: dense ones brought into fewer bits, one after the other, or kept

@@ -102,7 +102,7 @@ impl Model {
     where
         F: FnMut(&str, &[usize]) -> Result<Tensor>,
     {
-        Self::build(config, dtype, device, Holding::default(), &mut Given { weight, dtype })
+        Self::from_fn_with(config, dtype, device, Holding::default(), weight)
     }
 
     /// As [`Self::from_fn`], with the weights held as said: brought into fewer bits, one after the other, or kept elsewhere.

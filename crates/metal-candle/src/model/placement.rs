@@ -76,27 +76,66 @@ const ALIGNMENT: usize = 256;
 #[derive(Debug)]
 pub(crate) struct Away {
     home: Home,
-    layers: Vec<AwayLayer>,
+    /// Those of each layer.
+    matrices: Vec<Vec<Packed>>,
     visit: Mutex<Visit>,
 }
 
+/// Where each layer's buffers are, one for each dtype: whole in the memory of the host, or a part of each.
 #[derive(Debug)]
 enum Home {
-    Host { uploads: Uploads, device: Device },
-    Shards(Arc<dyn Shards>),
+    Host { uploads: Uploads, device: Device, layers: Vec<HostBuffers> },
+    Shards { shards: Arc<dyn Shards>, layers: Vec<Vec<Tensor>> },
 }
 
-#[derive(Debug)]
-struct AwayLayer {
-    kept: Kept,
-    matrices: Vec<Packed>,
+impl Home {
+    /// How many parts a buffer is cut into.
+    fn parts(&self) -> usize {
+        match self {
+            Self::Host { .. } => 1,
+            Self::Shards { shards, .. } => shards.size(),
+        }
+    }
+
+    /// Keeps the buffers of the next layer.
+    fn keep(&mut self, buffers: Vec<Tensor>) -> Result<()> {
+        match self {
+            Self::Host { device, layers, .. } => {
+                let like: Vec<_> =
+                    buffers.iter().map(|it| (it.dims().to_vec(), it.dtype())).collect();
+                layers.push(HostBuffers::new(&like, device)?.copy(&buffers)?.wait()?);
+            }
+            Self::Shards { shards, layers } => {
+                let part = |buffer: Tensor| {
+                    let length = buffer.elem_count() / shards.size();
+                    buffer.narrow(0, shards.rank() * length, length)?.force_contiguous()
+                };
+                layers.push(buffers.into_iter().map(part).collect::<candle_core::Result<_>>()?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins to bring the buffers of a layer to the device.
+    fn begin(&self, layer: usize) -> Result<Vec<Tensor>> {
+        match self {
+            Self::Host { uploads, layers, .. } => Ok(uploads.begin(of_layer(layers, layer)?)?),
+            Self::Shards { shards, layers } => shards.begin(of_layer(layers, layer)?),
+        }
+    }
+
+    /// Waits for them.
+    fn end(&self) -> Result<()> {
+        match self {
+            Self::Host { uploads, .. } => Ok(uploads.end()?),
+            Self::Shards { shards, .. } => shards.end(),
+        }
+    }
 }
 
-/// A layer's buffers, one for each dtype: whole in the memory of the host, or a part of each.
-#[derive(Debug)]
-enum Kept {
-    Host(HostBuffers),
-    Parts(Vec<Tensor>),
+fn of_layer<T>(layers: &[T], layer: usize) -> candle_core::Result<&T> {
+    let missing = || candle_core::Error::msg(format!("there is no layer {layer}"));
+    layers.get(layer).ok_or_else(missing)
 }
 
 /// A matrix within its layer's buffers.
@@ -138,21 +177,21 @@ impl Away {
     pub fn new(placement: &Placement, device: &Device) -> Result<Option<Self>> {
         let home = match placement {
             Placement::Device => return Ok(None),
-            Placement::Host => {
-                Home::Host { uploads: Uploads::new(device)?, device: device.clone() }
+            Placement::Host => Home::Host {
+                uploads: Uploads::new(device)?,
+                device: device.clone(),
+                layers: Vec::new(),
+            },
+            Placement::Sharded(shards) => {
+                Home::Shards { shards: shards.clone(), layers: Vec::new() }
             }
-            Placement::Sharded(shards) => Home::Shards(shards.clone()),
         };
-        Ok(Some(Self { home, layers: Vec::new(), visit: Mutex::default() }))
+        Ok(Some(Self { home, matrices: Vec::new(), visit: Mutex::default() }))
     }
 
     /// Takes the matrices of the next layer.
     pub fn take(&mut self, layer: &Layer, weights: &mut FrozenWeights) -> Result<()> {
-        let number = self.layers.len();
-        let parts = match &self.home {
-            Home::Host { .. } => 1,
-            Home::Shards(shards) => shards.size(),
-        };
+        let number = self.matrices.len();
         let mut buffers: Vec<Buffer> = Vec::new();
         let mut matrices = Vec::new();
         for linear in layer.linears() {
@@ -180,23 +219,10 @@ impl Away {
             let absent = Absent { layer: number, shape, is_quantized, bytes, sample };
             weights.set(id, Storage::Absent(Arc::new(absent)));
         }
-        let buffers = buffers.into_iter().map(|buffer| buffer.joined(parts));
+        let buffers = buffers.into_iter().map(|buffer| buffer.joined(self.home.parts()));
         let buffers = buffers.collect::<candle_core::Result<Vec<_>>>()?;
-        let kept = match &self.home {
-            Home::Host { device, .. } => {
-                let like: Vec<_> =
-                    buffers.iter().map(|it| (it.dims().to_vec(), it.dtype())).collect();
-                Kept::Host(HostBuffers::new(&like, device)?.copy(&buffers)?.wait()?)
-            }
-            Home::Shards(shards) => {
-                let part = |buffer: Tensor| {
-                    let length = buffer.elem_count() / parts;
-                    buffer.narrow(0, shards.rank() * length, length)?.force_contiguous()
-                };
-                Kept::Parts(buffers.into_iter().map(part).collect::<candle_core::Result<_>>()?)
-            }
-        };
-        self.layers.push(AwayLayer { kept, matrices });
+        self.home.keep(buffers)?;
+        self.matrices.push(matrices);
         Ok(())
     }
 
@@ -204,7 +230,7 @@ impl Away {
     pub fn shards(&self) -> Option<usize> {
         match &self.home {
             Home::Host { .. } => None,
-            Home::Shards(shards) => Some(shards.size()),
+            Home::Shards { shards, .. } => Some(shards.size()),
         }
     }
 
@@ -220,11 +246,8 @@ impl Away {
                 brought
             }
         };
-        if let Some(next) = next
-            && visit.coming.as_ref().is_none_or(|(coming, _)| *coming != next)
-        {
-            self.settle(&mut visit)?;
-            visit.coming = Some((next, self.begin(next)?));
+        if let Some(next) = next {
+            self.send_for(&mut visit, next)?;
         }
         Ok(here)
     }
@@ -233,35 +256,30 @@ impl Away {
     fn arrive(&self, visit: &mut MutexGuard<'_, Visit>, layer: usize) -> Result<Vec<Tensor>> {
         // It makes room.
         visit.here = None;
+        self.send_for(visit, layer)?;
+        self.settle(visit)
+    }
+
+    /// Begins to bring a layer, unless it is on its way.
+    fn send_for(&self, visit: &mut MutexGuard<'_, Visit>, layer: usize) -> Result<()> {
         if visit.coming.as_ref().is_none_or(|(coming, _)| *coming != layer) {
             self.settle(visit)?;
-            visit.coming = Some((layer, self.begin(layer)?));
+            visit.coming = Some((layer, self.home.begin(layer)?));
         }
-        self.settle(visit)
+        Ok(())
     }
 
     /// Waits for what is on its way.
     fn settle(&self, visit: &mut MutexGuard<'_, Visit>) -> Result<Vec<Tensor>> {
         // What is still written to stays where it is if this fails.
         if visit.coming.is_some() {
-            match &self.home {
-                Home::Host { uploads, .. } => uploads.end()?,
-                Home::Shards(shards) => shards.end()?,
-            }
+            self.home.end()?;
         }
         Ok(visit.coming.take().map(|(_, tensors)| tensors).unwrap_or_default())
     }
 
-    fn begin(&self, layer: usize) -> Result<Vec<Tensor>> {
-        match (&self.home, &self.layer(layer)?.kept) {
-            (Home::Host { uploads, .. }, Kept::Host(buffers)) => Ok(uploads.begin(buffers)?),
-            (Home::Shards(shards), Kept::Parts(parts)) => shards.begin(parts),
-            _ => Err(candle_core::Error::msg("a layer is kept elsewhere than its model").into()),
-        }
-    }
-
     fn unpack(&self, layer: usize, buffers: &[Tensor]) -> Result<Brought> {
-        let matrices = self.layer(layer)?.matrices.iter().map(|packed| {
+        let matrices = of_layer(&self.matrices, layer)?.iter().map(|packed| {
             let mut pieces = packed.pieces.iter();
             let mut next = || match pieces.next() {
                 Some(piece) => piece.of(buffers),
@@ -274,11 +292,6 @@ impl Away {
             Ok((packed.id, storage))
         });
         matrices.collect()
-    }
-
-    fn layer(&self, layer: usize) -> Result<&AwayLayer> {
-        let missing = || candle_core::Error::msg(format!("there is no layer {layer}"));
-        Ok(self.layers.get(layer).ok_or_else(missing)?)
     }
 }
 

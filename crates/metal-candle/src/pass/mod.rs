@@ -45,7 +45,7 @@ struct Pass {
     /// Where attention reads other rows than those that the batch has.
     spread: Option<Spread>,
     observer: Option<Arc<dyn Observer>>,
-    /// The first layer that the backward pass comes to, if there is one.
+    /// The first layer that the backward pass comes to, where weights come for it.
     lowest: usize,
 }
 
@@ -322,7 +322,7 @@ impl Model {
             adapters: input.adapters.clone(),
             updates: input.adapters.updates(self, seq, known)?.map(Arc::new),
             observer: input.observer.clone(),
-            lowest: self.lowest_trained(&input.adapters),
+            lowest: if self.is_away() { self.lowest_trained(&input.adapters) } else { 0 },
         });
         let x = self.embed(tape, &input.ids, &pass)?;
         let x = if self.config().embedding_scale == 1.0 {

@@ -62,12 +62,15 @@ impl<'a> Summing<'a> {
 
     /// Begins the parts that are complete once the backward pass is at this layer.
     fn begin_above(&mut self, layer: usize) -> Result<()> {
-        while let Some(piece) = self.pieces.get(self.begun)
-            && piece.layer.is_some_and(|complete| complete > layer)
-        {
+        while self.waits_for().is_some_and(|complete| complete > layer) {
             self.begin()?;
         }
         Ok(())
+    }
+
+    /// The layer of the next part, if that can be begun before the pass is over.
+    fn waits_for(&self) -> Option<usize> {
+        self.pieces.get(self.begun)?.layer
     }
 
     fn begin(&mut self) -> Result<()> {
@@ -99,6 +102,7 @@ impl Drop for Summing<'_> {
 impl GradientSink for Summing<'_> {
     fn accept(&mut self, id: ParameterId, gradient: Tensor) -> Result<()> {
         if self.is_last_pass
+            && self.waits_for().is_some()
             && let Some(layer) = self.gradients.entries().get(id.0).and_then(layer_of)
         {
             self.begin_above(layer)?;
