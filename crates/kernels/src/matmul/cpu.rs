@@ -194,18 +194,6 @@ pub(crate) fn forward_few<T: Element>(
     let takes_lines =
         |weight| matches!(weight, Values::Bf16(_)) && kind_of(stored, weight).takes_lines(rows);
     let lines = layers.iter().find(|layer| takes_lines(layer.weight));
-    // Most layers are neither, and a loop of their own keeps to fewer registers.
-    if lines.is_none() && matrices.clone().next().is_none() {
-        return each_output(
-            rows,
-            inner,
-            layers,
-            ys,
-            #[inline(always)]
-            |weight, outputs, sums| dots(rows, inner, x, weight, inner, outputs, sums),
-            add,
-        );
-    }
     let quantized_rows = quantized::Rows::new(rows, inner, x, matrices);
     let packed = lines.map(|layer| {
         let operand = Operand::lines(stored, inner);
@@ -311,10 +299,7 @@ pub(crate) fn combine<A: Real>(
     let (tasks, count) = (depth.div_ceil(lines), rows * width);
     if tasks <= 1 || depth * count <= PARALLEL_MULTIPLICATIONS {
         out.fill(A::ZERO);
-        vectorize(
-            #[inline(always)]
-            || add_combinations(rows, depth, depth, x, matrix, width, 0..width, out),
-        );
+        add_combinations(rows, depth, depth, x, matrix, width, 0..width, out);
         return;
     }
     let mut parts = Scratch::new(tasks * count);

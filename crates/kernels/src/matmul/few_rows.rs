@@ -1,6 +1,7 @@
-//! Products of a few rows with a matrix: one pass over the matrix, bound by memory.
+//! Products of a few rows with a matrix: one pass over the matrix, bound by memory. They are long and have many callers,
+//! so they are compiled once for all, and choose the instruction set themselves.
 
-use crate::backend::cpu::simd::prefetch;
+use crate::backend::cpu::simd::{prefetch, vectorize};
 use crate::backend::cpu::{Real, Values};
 use crate::quantized::cpu as quantized;
 use std::ops::Range;
@@ -45,7 +46,7 @@ macro_rules! with_stored {
 /// `out[row][line] = Σ_k x[row][k]·matrix[line][k]` for some lines of a matrix whose lines start
 /// `stride` apart: `x` `(rows, depth)`, `out` `(rows, lines.len())`. Those of a matrix in fewer bits are multiplied by
 /// [`quantized::Rows`].
-#[inline(always)]
+#[inline(never)]
 pub(crate) fn dots<A: Real>(
     rows: usize,
     depth: usize,
@@ -55,27 +56,33 @@ pub(crate) fn dots<A: Real>(
     lines: Range<usize>,
     out: &mut [A],
 ) {
-    with_stored!(matrix, A, (matrix, widen) => {
-        let first = lines.start;
-        let line = |index: usize| &matrix[(first + index) * stride..][..depth];
-        for row in 0..rows {
-            let x = &x[row * depth..][..depth];
-            let out = &mut out[row * lines.len()..][..lines.len()];
-            let mut fours = out.chunks_exact_mut(4);
-            let mut index = 0;
-            for out in &mut fours {
-                let lines = [line(index), line(index + 1), line(index + 2), line(index + 3)];
-                let ahead = matrix.as_ptr().wrapping_add((first + index + 4) * stride);
-                out.copy_from_slice(&dot_lines(lines, x, ahead, widen));
-                index += 4;
-            }
-            for out in fours.into_remainder() {
-                let ahead = matrix.as_ptr().wrapping_add((first + index + 1) * stride);
-                *out = dot_lines([line(index)], x, ahead, widen)[0];
-                index += 1;
-            }
-        }
-    });
+    vectorize(
+        #[inline(always)]
+        || {
+            with_stored!(matrix, A, (matrix, widen) => {
+                let first = lines.start;
+                let line = |index: usize| &matrix[(first + index) * stride..][..depth];
+                for row in 0..rows {
+                    let x = &x[row * depth..][..depth];
+                    let out = &mut out[row * lines.len()..][..lines.len()];
+                    let mut fours = out.chunks_exact_mut(4);
+                    let mut index = 0;
+                    for out in &mut fours {
+                        let lines =
+                            [line(index), line(index + 1), line(index + 2), line(index + 3)];
+                        let ahead = matrix.as_ptr().wrapping_add((first + index + 4) * stride);
+                        out.copy_from_slice(&dot_lines(lines, x, ahead, widen));
+                        index += 4;
+                    }
+                    for out in fours.into_remainder() {
+                        let ahead = matrix.as_ptr().wrapping_add((first + index + 1) * stride);
+                        *out = dot_lines([line(index)], x, ahead, widen)[0];
+                        index += 1;
+                    }
+                }
+            });
+        },
+    );
 }
 
 /// Bytes of the lines that are read together up to which the next ones are asked for ahead. They lie
@@ -137,7 +144,7 @@ pub(crate) fn sum_lanes<A: Real, const N: usize>(mut sums: [A; N]) -> A {
 
 /// `out[row][column] += Σ_k x[row][k]·matrix[k][column]` for some columns of a matrix `width` wide:
 /// the rows of `x` `(rows, depth)` start `x_stride` apart; `out` is `(rows, columns.len())`.
-#[inline(always)]
+#[inline(never)]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn add_combinations<A: Real>(
     rows: usize,
@@ -149,25 +156,33 @@ pub(crate) fn add_combinations<A: Real>(
     columns: Range<usize>,
     out: &mut [A],
 ) {
-    if let Values::Quantized(matrix) = matrix {
-        return quantized::add_combinations(x, x_stride, depth, matrix, width, columns, out);
-    }
-    with_stored!(matrix, A, (matrix, widen) => {
-        for row in 0..rows {
-            let x = &x[row * x_stride..][..depth];
-            let out = &mut out[row * columns.len()..][..columns.len()];
-            let line = |k: usize| &matrix[k * width + columns.start..k * width + columns.end];
-            match columns.len() {
-                4 => add_lines_fixed::<A, _, 4>(x, line, widen, out),
-                8 => add_lines_fixed::<A, _, 8>(x, line, widen, out),
-                16 => add_lines_fixed::<A, _, 16>(x, line, widen, out),
-                32 => add_lines_fixed::<A, _, 32>(x, line, widen, out),
-                64 => add_lines_fixed::<A, _, 64>(x, line, widen, out),
-                128 => add_lines_fixed::<A, _, 128>(x, line, widen, out),
-                _ => add_lines(x, line, widen, out),
+    vectorize(
+        #[inline(always)]
+        || {
+            if let Values::Quantized(matrix) = matrix {
+                return quantized::add_combinations(
+                    x, x_stride, depth, matrix, width, columns, out,
+                );
             }
-        }
-    });
+            with_stored!(matrix, A, (matrix, widen) => {
+                for row in 0..rows {
+                    let x = &x[row * x_stride..][..depth];
+                    let out = &mut out[row * columns.len()..][..columns.len()];
+                    let line =
+                        |k: usize| &matrix[k * width + columns.start..k * width + columns.end];
+                    match columns.len() {
+                        4 => add_lines_fixed::<A, _, 4>(x, line, widen, out),
+                        8 => add_lines_fixed::<A, _, 8>(x, line, widen, out),
+                        16 => add_lines_fixed::<A, _, 16>(x, line, widen, out),
+                        32 => add_lines_fixed::<A, _, 32>(x, line, widen, out),
+                        64 => add_lines_fixed::<A, _, 64>(x, line, widen, out),
+                        128 => add_lines_fixed::<A, _, 128>(x, line, widen, out),
+                        _ => add_lines(x, line, widen, out),
+                    }
+                }
+            });
+        },
+    );
 }
 
 #[inline(always)]

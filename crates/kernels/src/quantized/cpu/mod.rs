@@ -16,7 +16,7 @@ pub(crate) use few_rows::{Rows, add_combinations};
 
 use super::int8::ByteRows;
 use super::{Arithmetic, BLOCK, Levels, NESTED, OPERATION, Quantized, Scales};
-use crate::backend::cpu::simd::prefetch;
+use crate::backend::cpu::simd::{prefetch, vectorize};
 use crate::backend::cpu::{
     Element, Input, PARALLEL_CHUNK, Read, Real, dispatch, for_each_chunk, unwritten,
 };
@@ -248,24 +248,29 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Writes the numbers from element `start` on.
-    #[inline(always)]
+    /// Writes the numbers from element `start` on. Compiled once for all callers, for it is long.
+    #[inline(never)]
     pub(crate) fn read<A: Real>(&self, start: usize, target: &mut [A]) {
         const PIECE: usize = 64;
-        let mut levels = [0f32; PIECE];
-        let (mut element, mut rest) = (start, target);
-        while !rest.is_empty() {
-            let group = element / self.group;
-            let count = ((group + 1) * self.group - element).min(rest.len()).min(PIECE);
-            let (piece, after) = std::mem::take(&mut rest).split_at_mut(count);
-            let levels = &mut levels[..count];
-            self.read_levels(element, levels);
-            let (scale, offset) = self.scale(group);
-            for (number, level) in piece.iter_mut().zip(levels) {
-                *number = A::from_f32(*level * scale + offset);
-            }
-            (element, rest) = (element + count, after);
-        }
+        vectorize(
+            #[inline(always)]
+            || {
+                let mut levels = [0f32; PIECE];
+                let (mut element, mut rest) = (start, target);
+                while !rest.is_empty() {
+                    let group = element / self.group;
+                    let count = ((group + 1) * self.group - element).min(rest.len()).min(PIECE);
+                    let (piece, after) = std::mem::take(&mut rest).split_at_mut(count);
+                    let levels = &mut levels[..count];
+                    self.read_levels(element, levels);
+                    let (scale, offset) = self.scale(group);
+                    for (number, level) in piece.iter_mut().zip(levels) {
+                        *number = A::from_f32(*level * scale + offset);
+                    }
+                    (element, rest) = (element + count, after);
+                }
+            },
+        );
     }
 
     /// What the codes from element `start` on stand for.
