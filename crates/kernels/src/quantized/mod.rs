@@ -235,11 +235,6 @@ pub enum Arithmetic {
     /// The rows are multiplied as they are.
     #[default]
     Float,
-    /// On the CPU, where codes are [`Levels::Integers`], products of up to four rows in f32, bf16 and f16 round the rows
-    /// to 8 bits first: 32 neighbours have as their scale a 127th of their largest magnitude, and become the nearest
-    /// multiples of it, of two the even one. So does llama.cpp. Products of integers are faster, where the processor
-    /// has them, and results less exact.
-    Int8,
     /// On the CPU, where codes are [`Levels::Integers`] of 8 bits around 128 with a plain f32 scale a row of the matrix, no
     /// offsets, and at most 131072 rows and columns, linear layers ([`matmul`](crate::matmul),
     /// [`lora_linear`](crate::lora_linear)) round what they multiply by it to integers of 8 bits first, for any number of

@@ -128,7 +128,7 @@ impl Quantization {
         let fits = match self.arithmetic {
             Arithmetic::Fp8 => multiplies_fp8(device)?,
             Arithmetic::Int8Rows => device.is_cpu(),
-            Arithmetic::Float | Arithmetic::Int8 => true,
+            Arithmetic::Float => true,
         };
         if fits {
             return Ok(());

@@ -4,16 +4,11 @@ use super::Elements;
 use super::integers::IntegerRows;
 #[cfg(target_arch = "x86_64")]
 use super::lines::{Lines, Ordered};
-use super::rounded::Rounded;
+use crate::backend::cpu::Real;
 #[cfg(target_arch = "x86_64")]
-use super::vnni::Bytes;
-#[cfg(target_arch = "x86_64")]
-use crate::backend::cpu::simd::has_vnni;
-use crate::backend::cpu::simd::vectorize;
-use crate::backend::cpu::{Real, as_f32, as_f32_mut};
+use crate::backend::cpu::{as_f32, as_f32_mut, simd::vectorize};
 use crate::matmul::few_rows::sum_lanes;
-use candle_core::DType;
-use std::ops::{Deref, Range};
+use std::ops::Range;
 
 /// Numbers that are unpacked at a time.
 const PIECE: usize = 64;
@@ -21,29 +16,15 @@ const PIECE: usize = 64;
 /// Partial sums of a dot product.
 const LANES: usize = 16;
 
-/// Rows to be multiplied by matrices in fewer bits.
+/// Rows in f32 or f64, `(rows, depth)`, to be multiplied by matrices in fewer bits.
 pub(crate) struct Rows<'a, A> {
-    exact: Plain<&'a [A]>,
-    /// As matrices of [`Arithmetic::Int8`](crate::quantized::Arithmetic::Int8) read them.
-    rounded: Option<RoundedRows>,
-    /// As those of [`Arithmetic::Int8Rows`](crate::quantized::Arithmetic::Int8Rows) do.
-    integers: Option<IntegerRows>,
-}
-
-/// Rows in f32 or f64, `(rows, depth)`.
-struct Plain<X> {
     rows: usize,
     depth: usize,
-    x: X,
+    x: &'a [A],
     #[cfg(target_arch = "x86_64")]
     ordered: Option<Ordered>,
-}
-
-struct RoundedRows {
-    /// What the integers stand for.
-    numbers: Plain<Vec<f32>>,
-    #[cfg(target_arch = "x86_64")]
-    bytes: Vec<Bytes>,
+    /// As matrices of [`Arithmetic::Int8Rows`](crate::quantized::Arithmetic::Int8Rows) read them.
+    integers: Option<IntegerRows>,
 }
 
 impl<'a, A: Real> Rows<'a, A> {
@@ -54,16 +35,30 @@ impl<'a, A: Real> Rows<'a, A> {
         x: &'a [A],
         matrices: impl Iterator<Item = Elements<'m>> + Clone,
     ) -> Self {
-        let mut rounding_rows = matrices.clone().filter_map(Elements::byte_rows);
-        let integers = rounding_rows.next().map(|_| IntegerRows::new(rows, depth, x));
-        let rounds = |matrix: &Elements| A::DTYPE == DType::F32 && matrix.view.rounds_rows();
-        let exact = |matrix: &Elements| !rounds(matrix) && matrix.byte_rows().is_none();
-        let exact = matrices.clone().filter(exact);
-        let exact = Plain::new(rows, depth, x, exact);
-        let rounding = matrices.filter(rounds);
-        let rounded = as_f32(x).filter(|_| rounding.clone().next().is_some());
-        let rounded = rounded.map(|x| RoundedRows::new(rows, depth, x, rounding));
-        Rows { exact, rounded, integers }
+        let mut of_integers = matrices.clone().filter_map(Elements::byte_rows);
+        let integers = of_integers.next().map(|_| IntegerRows::new(rows, depth, x));
+        #[cfg(target_arch = "x86_64")]
+        let ordered = {
+            let mut groups = matrices
+                .filter(|matrix| matrix.byte_rows().is_none())
+                .filter_map(|matrix| Some(Lines::of(matrix, depth)?.group_of_offsets()))
+                .peekable();
+            let lanes = groups.peek().and_then(|_| super::x86::lanes());
+            as_f32(x).zip(lanes).map(|(x, lanes)| {
+                vectorize(
+                    #[inline(always)]
+                    || Ordered::new(rows, depth, x, lanes, groups.flatten()),
+                )
+            })
+        };
+        Rows {
+            rows,
+            depth,
+            x,
+            #[cfg(target_arch = "x86_64")]
+            ordered,
+            integers,
+        }
     }
 
     /// `out[row][line] = Σ_k x[row][k]·matrix[line][k]` for some lines: `out` `(rows, lines.len())`.
@@ -74,46 +69,6 @@ impl<'a, A: Real> Rows<'a, A> {
         {
             return integers.dots(matrix, lines, out);
         }
-        if let Some(rounded) = &self.rounded
-            && matrix.view.rounds_rows()
-            && let Some(out) = as_f32_mut(out)
-        {
-            return rounded.dots(matrix, lines, out);
-        }
-        self.exact.dots(matrix, lines, out);
-    }
-}
-
-impl<A: Real, X: Deref<Target = [A]>> Plain<X> {
-    fn new<'m>(
-        rows: usize,
-        depth: usize,
-        x: X,
-        matrices: impl Iterator<Item = Elements<'m>>,
-    ) -> Self {
-        #[cfg(target_arch = "x86_64")]
-        {
-            let mut groups = matrices
-                .filter_map(|matrix| Some(Lines::of(matrix, depth)?.group_of_offsets()))
-                .peekable();
-            let lanes = groups.peek().and_then(|_| super::x86::lanes());
-            let ordered = as_f32(&x).zip(lanes).map(|(x, lanes)| {
-                vectorize(
-                    #[inline(always)]
-                    || Ordered::new(rows, depth, x, lanes, groups.flatten()),
-                )
-            });
-            Plain { rows, depth, x, ordered }
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        {
-            let _ = matrices;
-            Plain { rows, depth, x }
-        }
-    }
-
-    #[inline(always)]
-    fn dots(&self, matrix: Elements, lines: Range<usize>, out: &mut [A]) {
         #[cfg(target_arch = "x86_64")]
         if let Some(ordered) = &self.ordered
             && let Some(matrix) = Lines::of(matrix, self.depth)
@@ -128,53 +83,6 @@ impl<A: Real, X: Deref<Target = [A]>> Plain<X> {
                 out[row * lines.len() + index] = dot(x, matrix, line * self.depth);
             }
         }
-    }
-}
-
-impl RoundedRows {
-    fn new<'m>(
-        rows: usize,
-        depth: usize,
-        x: &[f32],
-        matrices: impl Iterator<Item = Elements<'m>> + Clone,
-    ) -> Self {
-        let rounded = vectorize(
-            #[inline(always)]
-            || Rounded::new(rows, depth, x),
-        );
-        #[cfg(target_arch = "x86_64")]
-        let bytes = {
-            let mut bytes: Vec<Bytes> = Vec::new();
-            let integers = matrices
-                .clone()
-                .filter(|_| has_vnni())
-                .filter_map(|matrix| Lines::of(matrix, depth)?.takes_integers());
-            for (bits, zero) in integers {
-                if !bytes.iter().any(|bytes| bytes.is_for(bits, zero)) {
-                    bytes.push(Bytes::new(&rounded, bits, zero));
-                }
-            }
-            bytes
-        };
-        RoundedRows {
-            numbers: Plain::new(rows, depth, rounded.numbers(), matrices),
-            #[cfg(target_arch = "x86_64")]
-            bytes,
-        }
-    }
-
-    #[inline(always)]
-    fn dots(&self, matrix: Elements, lines: Range<usize>, out: &mut [f32]) {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(found) = Lines::of(matrix, self.numbers.depth)
-            && let Some((bits, zero)) = found.takes_integers()
-            && let Some(bytes) = self.bytes.iter().find(|bytes| bytes.is_for(bits, zero))
-            && let Some(ordered) = &self.numbers.ordered
-        {
-            // SAFETY: without the instructions there are no bytes.
-            return unsafe { super::vnni::dots(bytes, ordered.sums(found), found, lines, out) };
-        }
-        self.numbers.dots(matrix, lines, out);
     }
 }
 

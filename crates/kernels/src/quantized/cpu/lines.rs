@@ -116,22 +116,6 @@ impl<'a> Lines<'a> {
         (whole && even && blocks).then_some(Lines { view, start, depth, groups, shift })
     }
 
-    pub(super) fn depth(&self) -> usize {
-        self.depth
-    }
-
-    /// Bits and zero of codes that are integers of 4 or 8 bits, in groups that are whole lanes of four bytes.
-    pub(super) fn takes_integers(&self) -> Option<(usize, u8)> {
-        match self.view.levels {
-            Levels::Integers { bits: bits @ (4 | 8), zero }
-                if (MOST_LANES * 32 / bits) >> self.shift <= SPREAD =>
-            {
-                Some((bits, zero))
-            }
-            _ => None,
-        }
-    }
-
     /// Elements of a group, if something is added to them.
     pub(super) fn group_of_offsets(&self) -> Option<usize> {
         self.view.has_offsets().then_some(self.view.group)
@@ -210,7 +194,7 @@ impl Ordered {
 }
 
 /// A product of a few rows and some lines.
-pub(super) struct Task<'a> {
+struct Task<'a> {
     /// The rows' sums over groups; empty where nothing is added to them.
     sums: &'a [f32],
     matrix: Lines<'a>,
@@ -220,26 +204,6 @@ pub(super) struct Task<'a> {
     /// Of some lines' groups, with room for a register behind them.
     scales: &'a [f32],
     offsets: &'a [f32],
-}
-
-/// Products of a row's numbers with those of a piece.
-pub(super) trait Piece<R: Registers> {
-    /// Bits of a code.
-    const BITS: usize;
-    /// Codes of a lane.
-    const LANE: usize;
-
-    /// Adds what every row has from piece `place`, whose codes are given.
-    ///
-    /// # Safety
-    /// The machine needs the registers' instructions; there are as many rows, pieces and codes.
-    unsafe fn add<const ROWS: usize>(
-        &self,
-        place: usize,
-        codes: *const u8,
-        scale: R::Floats,
-        totals: &mut [R::Floats; ROWS],
-    );
 }
 
 /// The dot products of all rows with some lines: `out` `(rows, lines.len())`.
@@ -256,34 +220,7 @@ pub(super) unsafe fn dots<R: Registers>(
     assert!(x.lanes == R::LANES && x.depth == matrix.depth);
     assert!(out.len() == x.rows * lines.len());
     let sums = x.sums(matrix);
-    // SAFETY: as promised by the caller.
-    unsafe {
-        in_batches::<R>(
-            matrix,
-            sums,
-            lines,
-            #[inline(always)]
-            |task, some| match x.rows {
-                1 => by_levels::<R, 1>(x, task, some, out),
-                2 => by_levels::<R, 2>(x, task, some, out),
-                3 => by_levels::<R, 3>(x, task, some, out),
-                _ => by_levels::<R, FEW_ROWS>(x, task, some, out),
-            },
-        );
-    }
-}
-
-/// Makes the scales of some lines at a time ready, and calls `body` for them.
-///
-/// # Safety
-/// As of [`dots`].
-#[inline(always)]
-pub(super) unsafe fn in_batches<R: Registers>(
-    matrix: Lines,
-    sums: &[f32],
-    lines: Range<usize>,
-    mut body: impl FnMut(&Task, Range<usize>),
-) {
+    // Scales are made ready for some lines at a time.
     let batch = (READY / matrix.groups).clamp(1, lines.len().max(1));
     let room = (batch * matrix.groups).next_multiple_of(MOST_LANES) + MOST_LANES;
     let mut scales = Scratch::new(room);
@@ -298,7 +235,16 @@ pub(super) unsafe fn in_batches<R: Registers>(
         unsafe { fill::<R>(matrix.view, group, now, added) };
         let (scales, offsets) = (&scales[..], &offsets[..]);
         let (first, count) = (lines.start, lines.len());
-        body(&Task { sums, matrix, first, count, scales, offsets }, some);
+        let task = &Task { sums, matrix, first, count, scales, offsets };
+        // SAFETY: as promised by the caller.
+        unsafe {
+            match x.rows {
+                1 => by_levels::<R, 1>(x, task, some, out),
+                2 => by_levels::<R, 2>(x, task, some, out),
+                3 => by_levels::<R, 3>(x, task, some, out),
+                _ => by_levels::<R, FEW_ROWS>(x, task, some, out),
+            }
+        }
     }
 }
 
@@ -482,7 +428,7 @@ unsafe fn by_levels<R: Registers, const ROWS: usize>(
             // SAFETY: as promised by the caller.
             unsafe {
                 let numbers = Numbers::<R, $bits, $kind>::new(x, $table, $zero);
-                by_lines::<R, _, ROWS>(task, &numbers, lines, out)
+                by_lines::<R, $bits, $kind, ROWS>(task, &numbers, lines, out)
             }
         };
     }
@@ -568,12 +514,11 @@ impl<'a, R: Registers, const BITS: usize, const KIND: u8> Numbers<'a, R, BITS, K
             }
         }
     }
-}
 
-impl<R: Registers, const BITS: usize, const KIND: u8> Piece<R> for Numbers<'_, R, BITS, KIND> {
-    const BITS: usize = BITS;
-    const LANE: usize = FIELDS;
-
+    /// Adds what every row has from piece `place`, whose codes are given.
+    ///
+    /// # Safety
+    /// As of [`dots`]; there are as many rows, pieces and codes.
     #[inline(always)]
     unsafe fn add<const ROWS: usize>(
         &self,
@@ -606,28 +551,28 @@ impl<R: Registers, const BITS: usize, const KIND: u8> Piece<R> for Numbers<'_, R
 /// The dot products of `ROWS` rows with some lines, of whose groups the scales are ready.
 ///
 /// # Safety
-/// As of [`dots`], and of [`Piece::add`] for all pieces of a line.
+/// As of [`dots`], and of [`Numbers::add`] for all pieces of a line.
 #[inline(always)]
-pub(super) unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
+unsafe fn by_lines<R: Registers, const BITS: usize, const KIND: u8, const ROWS: usize>(
     task: &Task,
-    numbers: &P,
+    numbers: &Numbers<R, BITS, KIND>,
     lines: Range<usize>,
     out: &mut [f32],
 ) {
     let matrix = task.matrix;
     let Lines { view, depth, groups, shift, .. } = matrix;
-    let piece = P::LANE * R::LANES;
-    let bytes = piece * P::BITS / 8;
+    let piece = FIELDS * R::LANES;
+    let bytes = piece * BITS / 8;
     let pieces = depth / piece;
     let mut places = [0u32; MOST_LANES];
     for (lane, place) in places.iter_mut().enumerate() {
-        *place = ((P::LANE * lane) >> shift) as u32;
+        *place = ((FIELDS * lane) >> shift) as u32;
     }
     // SAFETY: as promised by the caller; there is a number for every lane.
     let places = unsafe { R::load_words(places.as_ptr()) };
     for (index, line) in lines.enumerate() {
-        let start = (matrix.start + (task.first + line) * depth) * P::BITS / 8;
-        let codes = &view.codes[start..][..depth * P::BITS / 8];
+        let start = (matrix.start + (task.first + line) * depth) * BITS / 8;
+        let codes = &view.codes[start..][..depth * BITS / 8];
         let scales = &task.scales[index * groups..][..groups + SPREAD];
         // SAFETY: as promised by the caller.
         let mut totals = unsafe { [R::zeros(); ROWS] };

@@ -4,18 +4,15 @@ mod few_rows;
 mod integers;
 #[cfg(target_arch = "x86_64")]
 mod lines;
-mod rounded;
 #[cfg(test)]
 mod tests;
-#[cfg(target_arch = "x86_64")]
-mod vnni;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 pub(crate) use few_rows::{Rows, add_combinations};
 
 use super::int8::ByteRows;
-use super::{Arithmetic, BLOCK, Levels, NESTED, OPERATION, Quantized, Scales};
+use super::{BLOCK, Levels, NESTED, OPERATION, Quantized, Scales};
 use crate::backend::cpu::simd::{prefetch, vectorize};
 use crate::backend::cpu::{
     Element, Input, PARALLEL_CHUNK, Read, Real, dispatch, for_each_chunk, unwritten,
@@ -100,7 +97,6 @@ impl Reads<'_> {
             levels: self.matrix.levels,
             group: self.matrix.group,
             scales,
-            arithmetic: self.matrix.arithmetic,
             multiplies_integers: self.matrix.multiplies_integers(),
         })
     }
@@ -114,8 +110,7 @@ pub(crate) struct View<'a> {
     levels: Levels,
     group: usize,
     scales: ScalesView<'a>,
-    arithmetic: Arithmetic,
-    /// Whether products are those of [`Arithmetic::Int8Rows`].
+    /// Whether products are those of [`Arithmetic::Int8Rows`](crate::quantized::Arithmetic::Int8Rows).
     multiplies_integers: bool,
 }
 
@@ -194,11 +189,6 @@ impl<'a> View<'a> {
     /// All numbers.
     pub(crate) fn elements(&'a self) -> Elements<'a> {
         Elements { view: self, start: 0, len: self.len }
-    }
-
-    /// Whether rows are rounded to be multiplied by it.
-    fn rounds_rows(&self) -> bool {
-        self.arithmetic == Arithmetic::Int8 && matches!(self.levels, Levels::Integers { .. })
     }
 
     #[cfg(target_arch = "x86_64")]

@@ -1,7 +1,7 @@
 use crate::lora_linear::{self, Lora, Projection};
 use crate::matmul;
 use crate::quantized::testing::{every_kind, plain};
-use crate::quantized::{Arithmetic, BLOCK, Levels, NESTED, Quantized, Scales};
+use crate::quantized::{BLOCK, Levels, NESTED, Quantized, Scales};
 use crate::testing::*;
 use candle_core::{DType, Device, Tensor};
 
@@ -179,72 +179,6 @@ fn registers_of_either_size_give_the_products() {
     }
 }
 
-/// Rows as [`Arithmetic::Int8`] rounds them, one number at a time.
-fn rounded(x: &[f32], inner: usize) -> Vec<f64> {
-    let groups = x.chunks(inner).flat_map(|row| row.chunks(32));
-    let rounded = groups.flat_map(|group| {
-        let scale = group.iter().fold(0f32, |most, x| most.max(x.abs())) / 127.0;
-        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
-        let nearest = move |x: &f32| f64::from((x * inverse).round_ties_even()) * f64::from(scale);
-        group.iter().map(nearest)
-    });
-    rounded.collect()
-}
-
-#[test]
-fn rows_rounded_to_8_bits_give_the_products_of_what_they_become() {
-    for (outer, inner) in [(37, 256), (64, 576), (16, 112), (9, 100), (5, 33), (40, 640)] {
-        for (name, matrix) in every_kind((outer, inner)) {
-            let dense = values(&matrix.dequantize(DType::F32).unwrap());
-            let integers = matches!(matrix.levels(), Levels::Integers { .. });
-            assert_eq!(matrix.arithmetic(), Arithmetic::Float);
-            let int8 = matrix.clone().with_arithmetic(Arithmetic::Int8);
-            for rows in 1..=4 {
-                // Whose groups of 32 differ in size.
-                let sizes = (0..rows * inner).map(|place| 0.01 + (place / 32 % 5) as f32);
-                let x = random(&[rows, inner], 30).to_dtype(DType::F32).unwrap();
-                let x = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-                let x: Vec<f32> = x.into_iter().zip(sizes).map(|(x, size)| x * size).collect();
-                let becomes = match integers {
-                    true => rounded(&x, inner),
-                    false => x.iter().copied().map(f64::from).collect(),
-                };
-                let x = Tensor::from_vec(x, (rows, inner), &Device::Cpu).unwrap();
-                let found = values(&matmul::linear(&x, &int8, None).unwrap());
-                let plain = values(&matmul::linear(&x, &matrix, None).unwrap());
-                assert_eq!(integers, found != plain, "{name} {outer} {inner}");
-                for (index, found) in found.into_iter().enumerate() {
-                    let (row, line) = (index / outer, index % outer);
-                    let pairs = becomes[row * inner..].iter().zip(&dense[line * inner..]);
-                    let (exact, size) =
-                        pairs.take(inner).fold((0.0, 0.0), |(sum, size), (x, it)| {
-                            (sum + x * it, size + f64::abs(x * it))
-                        });
-                    assert!(
-                        (found - exact).abs() <= 6e-7 * size,
-                        "{name} {outer} {inner}, row {row} of {rows}, line {line}: {found} for {exact}"
-                    );
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn rounded_rows_keep_zeros_and_numbers_that_are_not_finite() {
-    let matrix = plain_matrix().with_arithmetic(Arithmetic::Int8);
-    let product = |x: Vec<f32>| {
-        let x = Tensor::from_vec(x, (1, 64), &Device::Cpu).unwrap();
-        values(&matmul::linear(&x, &matrix, None).unwrap())
-    };
-    assert!(product(vec![0.0; 64]).into_iter().all(|y| y == 0.0));
-    for broken in [f32::NAN, f32::INFINITY] {
-        let mut x = vec![1.0; 64];
-        x[40] = broken;
-        assert!(product(x).into_iter().all(|y| !y.is_finite()));
-    }
-}
-
 #[test]
 fn layers_with_adapters_are_those_with_the_numbers() {
     let (inner, rank) = (256, 8);
@@ -289,13 +223,11 @@ fn products_are_independent_of_threads() {
     let matrix = plain((512, 256), Levels::Integers { bits: 4, zero: 0 }, 64, DType::F16, true);
     let x = random(&[70, 256], 1).to_dtype(DType::F32).unwrap();
     let few = random(&[3, 256], 2).to_dtype(DType::F32).unwrap();
-    let int8 = matrix.clone().with_arithmetic(Arithmetic::Int8);
     assert_independent_of_threads(|| {
         vec![
             matrix.dequantize(DType::BF16).unwrap(),
             matmul::linear(&x, &matrix, None).unwrap(),
             matmul::linear(&few, &matrix, None).unwrap(),
-            matmul::linear(&few, &int8, None).unwrap(),
         ]
     });
 }

@@ -69,7 +69,7 @@ const fn bits_of_lanes(bits: usize) -> [u32; MOST_LANES] {
     shifts
 }
 
-pub(super) struct Avx512;
+struct Avx512;
 
 impl Avx512 {
     /// Pairs of bytes of each quarter's codes.
