@@ -487,6 +487,16 @@ impl Adapter {
             || self.update(linear).is_some_and(|update| update.magnitude.is_some())
     }
 
+    /// Whether nothing is changed but by updates that are added to the results of linear layers.
+    pub(crate) fn is_updates_alone(&self) -> bool {
+        let updates = self.updates.iter().flatten();
+        self.replaced.iter().all(Option::is_none)
+            && self.head.is_none()
+            && self.head_update.is_none()
+            && self.embedding.is_none()
+            && updates.clone().all(|update| update.magnitude.is_none())
+    }
+
     /// What is added to the embedding.
     pub(crate) fn embedding_update(&self) -> Option<&TableUpdate> {
         self.embedding.as_deref()

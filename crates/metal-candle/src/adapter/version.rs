@@ -17,14 +17,14 @@ impl AdapterVersion {
         Self { adapter: Arc::downgrade(adapter), generation }
     }
 
-    /// Whether the adapter is still there.
-    pub fn is_live(&self) -> bool {
-        self.adapter.strong_count() > 0
+    /// The adapter, if it is still there, as it was.
+    pub fn current(&self) -> Option<Arc<Adapter>> {
+        self.adapter.upgrade().filter(|adapter| Self::of(adapter) == *self)
     }
 
     /// Whether it is still there, as it was.
     pub fn is_current(&self) -> bool {
-        self.adapter.upgrade().is_some_and(|adapter| Self::of(&adapter) == *self)
+        self.current().is_some()
     }
 }
 

@@ -1,13 +1,13 @@
 //! Passes that read one more token of each text, recorded on the device: the host can't launch their many short
 //! kernels as fast as they run.
 
-use crate::Result;
-use crate::adapter::AdapterVersion;
+use crate::adapter::{Adapter, AdapterVersion};
 use crate::model::Model;
-use crate::pass::{Next, PagedCache, Stretch};
+use crate::pass::{Next, PagedCache, Stretch, Updates};
+use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::recording::Recording;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// Tokens that a text has room for at least, and those whose keys a part of attention's work has.
 const LEAST_ROOM: usize = 512;
@@ -30,21 +30,68 @@ pub(super) struct Recordings {
 struct Shape {
     rows: usize,
     room: usize,
-    adapter: Option<AdapterVersion>,
+    adapters: Adapters,
+}
+
+/// The adapters of its texts.
+#[derive(Clone)]
+enum Adapters {
+    /// The same for all, or none.
+    Same(Option<AdapterVersion>),
+    /// Any of those that were laid out.
+    Any(Weak<Updates>),
+}
+
+impl PartialEq for Adapters {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Same(a), Self::Same(b)) => a == b,
+            (Self::Any(a), Self::Any(b)) => a.ptr_eq(b),
+            _ => false,
+        }
+    }
+}
+
+impl Adapters {
+    /// Those of the texts; `None` where a recording cannot have them.
+    fn of(stretches: &[Stretch], model: &Model, cache: &PagedCache) -> Result<Option<Self>> {
+        let mut adapters: Vec<Option<&Arc<Adapter>>> = Vec::new();
+        for Stretch { adapter, .. } in stretches {
+            if !adapters.iter().any(|known| known.map(Arc::as_ptr) == adapter.map(Arc::as_ptr)) {
+                adapters.push(*adapter);
+            }
+        }
+        if let [adapter] = adapters[..] {
+            // Weights that are trained are converted whenever they are read, a model's size of memory.
+            let is_possible = adapter.is_none_or(|adapter| !adapter.is_full());
+            return Ok(is_possible.then(|| Self::Same(adapter.map(AdapterVersion::of))));
+        }
+        let adapters: Vec<_> = adapters.into_iter().flatten().collect();
+        let updates = cache.updates.of(&adapters, model)?;
+        Ok(updates.are_all_of(&adapters).then(|| Self::Any(Arc::downgrade(&updates))))
+    }
+
+    /// Whether they are still there, as they were.
+    fn is_current(&self) -> bool {
+        match self {
+            Self::Same(adapter) => adapter.as_ref().is_none_or(AdapterVersion::is_current),
+            Self::Any(updates) => updates.strong_count() > 0,
+        }
+    }
 }
 
 impl Shape {
     /// For these stretches, whose longest text has `total` tokens; `None` where a recording is of no use.
-    fn of(stretches: &[Stretch], total: usize, model: &Model) -> Option<Shape> {
-        let adapter = stretches.first()?.adapter;
-        let alike = stretches.iter().all(|stretch| {
-            let same = stretch.adapter.map(Arc::as_ptr) == adapter.map(Arc::as_ptr);
-            same && stretch.logits == 1 && stretch.tokens.len() == 1
-        });
+    fn of(
+        stretches: &[Stretch],
+        total: usize,
+        model: &Model,
+        cache: &PagedCache,
+    ) -> Result<Option<Shape>> {
+        let is_next = |stretch: &Stretch| stretch.logits == 1 && stretch.tokens.len() == 1;
         let room = total.next_power_of_two().max(LEAST_ROOM);
-        // Weights that are trained are converted whenever they are read, a model's size of memory.
-        if !alike || adapter.is_some_and(|it| it.is_full()) || model.ropes_change(total, room) {
-            return None;
+        if !stretches.iter().all(is_next) || model.ropes_change(total, room) {
+            return Ok(None);
         }
         let rows = match stretches.len() {
             rows @ ..=8 => rows.next_power_of_two(),
@@ -55,14 +102,21 @@ impl Shape {
         let ranges = |keys: usize| keys.div_ceil(RANGE);
         let needed: usize = stretches.iter().map(|stretch| ranges(stretch.start + 1)).sum();
         if rows * ranges(room) > (4 * needed).max(1024) {
-            return None;
+            return Ok(None);
         }
-        Some(Shape { rows, room, adapter: adapter.map(AdapterVersion::of) })
+        let adapters = Adapters::of(stretches, model, cache)?;
+        Ok(adapters.map(|adapters| Shape { rows, room, adapters }))
     }
 
-    /// Whether its adapter is still there, as it was.
-    fn is_current(&self) -> bool {
-        self.adapter.as_ref().is_none_or(AdapterVersion::is_current)
+    /// What the texts are, as numbers that a recording of this shape reads.
+    fn next(&self, stretches: &[Stretch], cache: &PagedCache, device: &Device) -> Result<Next> {
+        let updates = match &self.adapters {
+            Adapters::Same(_) => None,
+            Adapters::Any(updates) => Some(updates.upgrade().ok_or_else(|| {
+                Error::option("adapters", "are no longer those that were laid out")
+            })?),
+        };
+        Next::new(stretches, [self.rows, self.room], updates.as_ref(), cache, device)
     }
 }
 
@@ -79,7 +133,7 @@ impl Recordings {
         if !Recording::is_supported(model.device()) || model.is_away() {
             return Ok(None);
         }
-        let shape = Shape::of(stretches, total, model);
+        let shape = Shape::of(stretches, total, model, cache)?;
         let again = shape.is_some() && self.last == shape;
         self.last.clone_from(&shape);
         let Some(shape) = shape else { return Ok(None) };
@@ -88,7 +142,7 @@ impl Recordings {
             Some(place) => {
                 let (shape, mut recording) = self.recordings.remove(place);
                 // The host reads these numbers alone.
-                let next = Next::new(stretches, [shape.rows, shape.room], cache, &Device::Cpu)?;
+                let next = shape.next(stretches, cache, &Device::Cpu)?;
                 recording.run(next.inputs())?;
                 self.recordings.push((shape, recording));
                 self.recordings.last()
@@ -109,15 +163,14 @@ impl Recordings {
         model: &Model,
         cache: &PagedCache,
     ) -> Result<Option<&(Shape, Recording)>> {
-        let adapter = stretches.first().and_then(|stretch| stretch.adapter);
-        let next = Next::new(stretches, [shape.rows, shape.room], cache, model.device())?;
-        self.recordings.retain(|(other, _)| other.is_current());
-        self.refused.retain(Shape::is_current);
+        let next = shape.next(stretches, cache, model.device())?;
+        self.recordings.retain(|(other, _)| other.adapters.is_current());
+        self.refused.retain(|other| other.adapters.is_current());
         if self.recordings.len() >= MOST {
             self.recordings.remove(0);
         }
         let largest = self.recordings.iter().max_by_key(|(other, _)| other.rows);
-        let work = |inputs: &Tensor| model.next_logits_of(inputs, &next, adapter, cache);
+        let work = |inputs: &Tensor| model.next_logits_of(inputs, &next, cache);
         let recording = match largest {
             Some((other, recording)) if other.rows >= shape.rows => {
                 Recording::in_memory_of(recording, model.device(), next.inputs(), work)

@@ -4,7 +4,6 @@ use crate::adapter::{Adapter, AdapterVersion};
 use crate::autograd::Value;
 use crate::model::Model;
 use crate::model::layer::Linear;
-use crate::model::weight::WeightId;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::lora_rows;
@@ -16,6 +15,8 @@ pub(super) enum RowAdapters {
     /// The same for all rows, or none.
     Same(Option<Arc<Adapter>>),
     Grouped(Groups),
+    /// Those of the updates, and nothing besides.
+    Updated(Arc<RowUpdates>),
 }
 
 /// The rows of a batch by adapter.
@@ -71,8 +72,23 @@ impl RowAdapters {
         let (one, groups) = match self {
             Self::Same(adapter) => (adapter.as_deref(), None),
             Self::Grouped(groups) => (None, Some(groups.adapters())),
+            // They were checked when the updates were made.
+            Self::Updated(_) => (None, None),
         };
         one.into_iter().chain(groups.into_iter().flatten())
+    }
+
+    /// The adapter that something is computed with for all rows, or none: where what they have in common changes it,
+    /// as `changes` says of each, or nothing does. Else the rows by adapter.
+    pub fn in_common(
+        &self,
+        changes: impl Fn(&Adapter) -> bool,
+    ) -> std::result::Result<Option<&Arc<Adapter>>, &Groups> {
+        match self {
+            Self::Same(adapter) => Ok(adapter.as_ref()),
+            Self::Grouped(groups) if groups.adapters().any(changes) => Err(groups),
+            Self::Grouped(_) | Self::Updated(_) => Ok(None),
+        }
     }
 
     /// That all of them are adapters of this model.
@@ -87,8 +103,12 @@ impl RowAdapters {
         model: &Model,
         seq: usize,
         known: Option<&KnownUpdates>,
-    ) -> Result<Option<RowUpdates>> {
-        let Self::Grouped(groups) = self else { return Ok(None) };
+    ) -> Result<Option<Arc<RowUpdates>>> {
+        let groups = match self {
+            Self::Same(_) => return Ok(None),
+            Self::Grouped(groups) => groups,
+            Self::Updated(updates) => return Ok(Some(updates.clone())),
+        };
         let adapters: Vec<_> = groups.groups.iter().filter_map(|it| it.adapter.as_ref()).collect();
         let updates = match known {
             Some(known) => known.of(&adapters, model)?,
@@ -102,18 +122,13 @@ impl RowAdapters {
             }
         }
         let rows = lora_rows::Rows::new(&of_rows, &groups.device)?;
-        Ok(Some(RowUpdates { updates, rows }))
+        Ok(Some(Arc::new(RowUpdates { updates, rows })))
     }
 }
 
 impl Groups {
     pub fn adapters(&self) -> impl Iterator<Item = &Adapter> {
         self.groups.iter().filter_map(|group| group.adapter.as_deref())
-    }
-
-    /// Whether an adapter has something in the place of this weight.
-    pub fn replace(&self, id: WeightId) -> bool {
-        self.adapters().any(|adapter| adapter.replacement(id).is_some())
     }
 
     /// What `f` makes of each group's rows of the tensors, `(batch, ..)`, as rows of the batch.
@@ -166,6 +181,34 @@ pub(super) struct RowUpdates {
 }
 
 impl RowUpdates {
+    /// Of rows that have any of these adapters, as numbers that others with as many rows may take the place of: see
+    /// [`lora_rows::Rows::with_room`].
+    pub fn with_room(
+        updates: &Arc<Updates>,
+        adapters: &[Option<&Arc<Adapter>>],
+        device: &Device,
+    ) -> Result<Self> {
+        let place = |adapter: &Option<&Arc<Adapter>>| {
+            let Some(adapter) = adapter else { return Ok(None) };
+            updates.place(adapter).map(Some).ok_or_else(|| {
+                Error::option("adapters", "are others than those that were laid out")
+            })
+        };
+        let of_rows = adapters.iter().map(place).collect::<Result<Vec<_>>>()?;
+        let rows = lora_rows::Rows::with_room(&of_rows, updates.adapters.len(), device)?;
+        Ok(Self { updates: updates.clone(), rows })
+    }
+
+    /// What a GPU reads of the rows.
+    pub fn numbers(&self) -> &[u32] {
+        self.rows.numbers()
+    }
+
+    /// The same, of which a GPU reads the numbers that are given here.
+    pub fn reading(&self, numbers: &Tensor) -> Result<Self> {
+        Ok(Self { updates: self.updates.clone(), rows: self.rows.reading(numbers)? })
+    }
+
     /// Adds the updates of layers that read the same `x` to what the frozen weights gave, in place. Where an adapter's
     /// part in a layer is more than an update, its rows stay as they are.
     pub fn add(&self, layers: &[&Linear], x: &Tensor, outputs: &[Value]) -> Result<()> {
@@ -177,10 +220,10 @@ impl RowUpdates {
 
 /// The updates of some adapters for all linear layers of a model, by [`Linear::index`].
 #[derive(Debug)]
-struct Updates {
+pub(crate) struct Updates {
     laid_out: lora_rows::Adapters,
-    /// Which adapters they are.
-    adapters: Vec<AdapterVersion>,
+    /// Which adapters they are, and whether their updates are all that they change.
+    adapters: Vec<(AdapterVersion, bool)>,
 }
 
 impl Updates {
@@ -196,7 +239,7 @@ impl Updates {
                 }
             }
             all.push(factors);
-            of_adapters.push(AdapterVersion::of(adapter));
+            of_adapters.push((AdapterVersion::of(adapter), adapter.is_updates_alone()));
         }
         let laid_out = lora_rows::Adapters::new(&all, dtype, model.device())?;
         Ok(Self { laid_out, adapters: of_adapters })
@@ -205,27 +248,42 @@ impl Updates {
     /// Where an adapter is among them, as its parameters are now.
     fn place(&self, adapter: &Arc<Adapter>) -> Option<usize> {
         let version = AdapterVersion::of(adapter);
-        self.adapters.iter().position(|other| *other == version)
+        self.adapters.iter().position(|(other, _)| *other == version)
+    }
+
+    /// Whether all that these adapters change are their updates.
+    pub fn are_all_of(&self, adapters: &[&Arc<Adapter>]) -> bool {
+        let is_all = |adapter| self.place(adapter).is_some_and(|place| self.adapters[place].1);
+        adapters.iter().copied().all(is_all)
     }
 }
 
-/// The updates that the last passes had, for those that have no other adapters.
+/// Adapters that are kept laid out at most, where a pass has no more.
+const MOST_KNOWN: usize = 1024;
+
+/// The updates of the adapters that passes had, as long as those are there, for the next passes.
 #[derive(Debug, Default)]
-pub(super) struct KnownUpdates(Mutex<Option<Arc<Updates>>>);
+pub(crate) struct KnownUpdates(Mutex<Option<Arc<Updates>>>);
 
 impl KnownUpdates {
-    fn of(&self, adapters: &[&Arc<Adapter>], model: &Model) -> Result<Arc<Updates>> {
+    /// Those of these adapters and others.
+    pub fn of(&self, adapters: &[&Arc<Adapter>], model: &Model) -> Result<Arc<Updates>> {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all: Vec<Arc<Adapter>> = Vec::new();
         if let Some(updates) = known.as_ref() {
             // The memory of adapters that are gone is given back.
-            let live = updates.adapters.iter().all(AdapterVersion::is_live);
+            let live = updates.adapters.iter().all(|(version, _)| version.is_current());
             if live && adapters.iter().all(|adapter| updates.place(adapter).is_some()) {
                 return Ok(updates.clone());
             }
+            let others = updates.adapters.iter().filter_map(|(version, _)| version.current());
+            all.extend(others.filter(|other| !adapters.iter().any(|new| Arc::ptr_eq(new, other))));
         }
         // Before memory is taken for others.
         *known = None;
-        let updates = Arc::new(Updates::new(adapters, model)?);
+        let others = all.len().saturating_sub(MOST_KNOWN.saturating_sub(adapters.len()));
+        let all: Vec<_> = all.iter().skip(others).chain(adapters.iter().copied()).collect();
+        let updates = Arc::new(Updates::new(&all, model)?);
         *known = Some(updates.clone());
         Ok(updates)
     }

@@ -1,10 +1,10 @@
 //! The decoder's forward pass: one for training, evaluation and generation.
 
-use super::adapters::RowAdapters;
 use super::cache::LayerCache;
 use super::linear::{self, forward_shared};
 use super::paged::Paging;
 use super::{Pass, Spread};
+use crate::adapter::Adapter;
 use crate::autograd::{Tape, Value};
 use crate::model::layer::{Attention, GateUp, Layer, Mlp, Norm, QueryKeyValue};
 use crate::model::rope::Rotation;
@@ -30,12 +30,13 @@ impl Norm {
         branch: &Value,
         pass: &Pass,
     ) -> Result<(Value, Value)> {
-        let RowAdapters::Same(adapter) = &pass.adapters else {
+        let replaces = |adapter: &Adapter| adapter.replacement(self.weight).is_some();
+        let Ok(adapter) = pass.adapters.in_common(replaces) else {
             let sum = tape.add(x, branch)?;
             let normed = self.forward(tape, &sum, pass)?;
             return Ok((sum, normed));
         };
-        let weight = pass.weight_of(tape, self.weight, adapter.as_deref())?;
+        let weight = pass.weight_of(tape, self.weight, adapter.map(|it| &**it))?;
         let weight = tape.cast(&weight, x.tensor().dtype())?;
         tape.rms_norm_residual(x, branch, &weight, self.epsilon, self.offset)
     }

@@ -57,17 +57,19 @@ pub(super) fn forward_shared<const N: usize>(
         RowAdapters::Same(adapter) => {
             project(&layers, tape, Read::Value(x), pass, adapter.as_deref())?
         }
-        RowAdapters::Grouped(groups) => {
+        adapters => {
             // The frozen weights are read once for all rows.
             let outputs = project(&layers, tape, Read::Value(x), pass, None)?;
             if let Some(updates) = &pass.updates {
                 updates.add(&layers, x.tensor(), &outputs)?;
             }
-            let outputs = layers
-                .iter()
-                .zip(outputs)
-                .map(|(layer, output)| with_rows_apart(layer, groups, tape, x, output, pass));
-            outputs.collect::<Result<_>>()?
+            let with_rows_apart = |(layer, output): (&&Linear, Value)| match adapters
+                .in_common(|adapter| adapter.is_apart(layer))
+            {
+                Ok(_) => Ok(output),
+                Err(groups) => with_rows_apart(layer, groups, tape, x, output, pass),
+            };
+            layers.iter().zip(outputs).map(with_rows_apart).collect::<Result<_>>()?
         }
     };
     outputs.try_into().map_err(|outputs: Vec<Value>| {
@@ -93,9 +95,6 @@ fn with_rows_apart(
     output: Value,
     pass: &Pass,
 ) -> Result<Value> {
-    if !groups.adapters().any(|adapter| adapter.is_apart(layer)) {
-        return Ok(output);
-    }
     let rows = groups.map([x.tensor(), output.tensor()], |adapter, [x, y]| match adapter {
         Some(adapter) if adapter.is_apart(layer) => {
             let x = tape.constant(x);

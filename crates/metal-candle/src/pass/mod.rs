@@ -8,6 +8,7 @@ mod linear;
 mod paged;
 
 pub use crate::autograd::Loss;
+pub(crate) use adapters::Updates;
 pub use cache::KvCache;
 pub(crate) use paged::{Next, PagedCache, Ragged, Stretch};
 
@@ -96,15 +97,14 @@ impl Pass {
         x: &Value,
         f: impl Fn(&Value, Option<&Adapter>) -> Result<Value>,
     ) -> Result<Value> {
-        match &self.adapters {
-            RowAdapters::Same(adapter) => f(x, adapter.as_deref()),
-            RowAdapters::Grouped(groups) if groups.replace(id) => {
+        match self.adapters.in_common(|adapter| adapter.replacement(id).is_some()) {
+            Ok(adapter) => f(x, adapter.map(|it| &**it)),
+            Err(groups) => {
                 let rows = groups.map([x.tensor()], |adapter, [x]| {
                     Ok(f(&tape.constant(x), adapter.map(|it| &**it))?.into_tensor())
                 })?;
                 Ok(tape.constant(rows))
             }
-            RowAdapters::Grouped(_) => f(x, None),
         }
     }
 }
@@ -288,7 +288,7 @@ impl Model {
         known: Option<&KnownUpdates>,
     ) -> Result<Value> {
         input.adapters.check(self)?;
-        if tape.is_training() && matches!(input.adapters, RowAdapters::Grouped(_)) {
+        if tape.is_training() && !matches!(input.adapters, RowAdapters::Same(_)) {
             return Err(Error::option(
                 "adapters",
                 "differ from row to row, which is for inference only",
@@ -320,7 +320,7 @@ impl Model {
             before,
             weights: self.frozen().clone(),
             adapters: input.adapters.clone(),
-            updates: input.adapters.updates(self, seq, known)?.map(Arc::new),
+            updates: input.adapters.updates(self, seq, known)?,
             observer: input.observer.clone(),
             lowest: if self.is_away() { self.lowest_trained(&input.adapters) } else { 0 },
         });
@@ -370,15 +370,14 @@ impl Model {
         let adapts = |adapter: &Adapter| {
             adapter.embedding_update().is_some() || adapter.replacement(self.embedding).is_some()
         };
-        match &pass.adapters {
-            RowAdapters::Same(adapter) => embed(adapter.as_deref(), ids),
-            RowAdapters::Grouped(groups) if groups.adapters().any(adapts) => {
+        match pass.adapters.in_common(adapts) {
+            Ok(adapter) => embed(adapter.map(|it| &**it), ids),
+            Err(groups) => {
                 let rows = groups.map([ids], |adapter, [ids]| {
                     Ok(embed(adapter.map(|it| &**it), &ids)?.into_tensor())
                 })?;
                 Ok(tape.constant(rows))
             }
-            RowAdapters::Grouped(_) => embed(None, ids),
         }
     }
 
@@ -419,12 +418,9 @@ impl Model {
             let change = matmul::linear(&x, left.tensor(), None)?;
             Ok(arithmetic::add(&logits, &arithmetic::scale(&change, update.scale)?)?)
         };
-        let logits = match adapters {
-            RowAdapters::Same(adapter) => project(adapter.as_ref(), hidden)?,
-            RowAdapters::Grouped(groups) if groups.adapters().any(|it| self.adapts_head(it)) => {
-                groups.map([hidden], |adapter, [hidden]| project(adapter, &hidden))?
-            }
-            RowAdapters::Grouped(_) => project(None, hidden)?,
+        let logits = match adapters.in_common(|adapter| self.adapts_head(adapter)) {
+            Ok(adapter) => project(adapter, hidden)?,
+            Err(groups) => groups.map([hidden], |adapter, [hidden]| project(adapter, &hidden))?,
         };
         let logits = match self.config().logits_scale {
             1.0 => logits,

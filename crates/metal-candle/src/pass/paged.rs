@@ -1,7 +1,7 @@
 //! Many texts in one pass, over a paged KV cache: keys and values lie in blocks of a pool, and a text has a table of
 //! its blocks (PagedAttention, Kwon et al. 2023, <https://arxiv.org/abs/2309.06180>).
 
-use super::adapters::{KnownUpdates, RowAdapters};
+use super::adapters::{KnownUpdates, RowAdapters, RowUpdates, Updates};
 use super::{Input, Positions};
 use crate::adapter::Adapter;
 use crate::autograd::Tape;
@@ -19,8 +19,8 @@ pub(crate) struct PagedCache {
     pub(super) layers: Vec<[Tensor; 2]>,
     blocks: usize,
     block: usize,
-    /// Of the adapters that texts were read with last.
-    pub(super) updates: KnownUpdates,
+    /// Of the adapters that texts were read with.
+    pub updates: KnownUpdates,
 }
 
 /// The next tokens of a text.
@@ -58,7 +58,14 @@ pub(crate) struct Next {
     rows: usize,
     room: usize,
     sequences: Sequences,
+    adapters: NextAdapters,
     inputs: Vec<u32>,
+}
+
+/// The adapters of such texts: the same for all, which the numbers don't tell, or by row, which they do.
+enum NextAdapters {
+    Same(Option<Arc<Adapter>>),
+    Rows(RowUpdates),
 }
 
 impl PagedCache {
@@ -95,10 +102,11 @@ impl PagedCache {
 
 impl Next {
     /// The stretches, of one token each, followed by as many as make `rows` that nobody reads, for texts of up to
-    /// `room` tokens.
+    /// `room` tokens. Their adapters are among those of the updates, or the same for all.
     pub fn new(
         stretches: &[Stretch],
         [rows, room]: [usize; 2],
+        updates: Option<&Arc<Updates>>,
         cache: &PagedCache,
         device: &Device,
     ) -> Result<Self> {
@@ -120,7 +128,17 @@ impl Next {
         sequences.resize(rows, Sequence { queries: 1, keys: 1, table: &[0] });
         let sequences = Sequences::with_room(&sequences, room, cache.block, cache.blocks, device)?;
         inputs.extend(sequences.numbers());
-        Ok(Self { rows, room, sequences, inputs })
+        let adapters = match updates {
+            None => NextAdapters::Same(stretches.first().and_then(|it| it.adapter.cloned())),
+            Some(updates) => {
+                let mut adapters: Vec<_> = stretches.iter().map(|it| it.adapter).collect();
+                adapters.resize(rows, None);
+                let updates = RowUpdates::with_room(updates, &adapters, device)?;
+                inputs.extend(updates.numbers());
+                NextAdapters::Rows(updates)
+            }
+        };
+        Ok(Self { rows, room, sequences, adapters, inputs })
     }
 
     /// What a recording of the pass reads.
@@ -195,7 +213,6 @@ impl Model {
         &self,
         inputs: &Tensor,
         next: &Next,
-        adapter: Option<&Arc<Adapter>>,
         cache: &PagedCache,
     ) -> Result<Tensor> {
         let tape = Tape::inference();
@@ -203,9 +220,19 @@ impl Model {
         let column = |index: usize| inputs.narrow(0, index * rows, rows);
         let positions =
             Positions::OnDevice { positions: column(1)?.unsqueeze(1)?, below: next.room };
-        let input = Input::new(column(0)?.unsqueeze(1)?, positions, None).with_adapter(adapter);
-        let numbers = inputs.narrow(0, 3 * rows, next.inputs.len() - 3 * rows)?;
+        let of_sequences = 3 * rows..3 * rows + next.sequences.numbers().len();
+        let numbers = inputs.narrow(0, of_sequences.start, of_sequences.len())?;
         let sequences = next.sequences.reading(&numbers)?;
+        let adapters = match &next.adapters {
+            NextAdapters::Same(adapter) => RowAdapters::Same(adapter.clone()),
+            NextAdapters::Rows(updates) => {
+                let numbers =
+                    inputs.narrow(0, of_sequences.end, next.inputs.len() - of_sequences.end)?;
+                RowAdapters::Updated(Arc::new(updates.reading(&numbers)?))
+            }
+        };
+        let input = Input::new(column(0)?.unsqueeze(1)?, positions, None);
+        let input = Input { adapters, ..input };
         let paging = Paging { places: column(2)?, sequences };
         let hidden = self.forward_paged(&tape, &input, cache, &paging)?;
         let logits = self.logits(hidden.tensor(), &input)?;
