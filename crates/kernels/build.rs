@@ -2,7 +2,8 @@
 //!
 //! `NVCC` names the compiler; else it is that of `CUDA_HOME` or `CUDA_PATH`, on the `PATH`, or in
 //! `/usr/local/cuda`. `METAL_CANDLE_CUDA_ARCHITECTURES` names what to compile for, by default
-//! `80,90a`: machine code for Ampere and its kin and for Hopper. Newer GPUs get PTX beside it.
+//! `80,90a`: machine code for Ampere and its kin and for Hopper. Newer GPUs get PTX beside it. With `none` nothing is
+//! compiled, for checks of the Rust code for all of them: a program so built has no kernels.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -31,7 +32,7 @@ fn compile_all() -> Result<(), String> {
     let compiler = compiler();
     let targets = targets();
     // Some kernels are only for Hopper's own instruction set.
-    if targets.iter().any(|target| target.ends_with("code=sm_90a")) {
+    if targets.is_empty() || targets.iter().any(|target| target.ends_with("code=sm_90a")) {
         println!("cargo::rustc-cfg=hopper");
     }
     let kernels = kernels(Path::new("src")).map_err(|error| format!("src: {error}"))?;
@@ -75,6 +76,9 @@ fn compile(
 ) -> Result<(), String> {
     let name = kernel.parent().and_then(Path::file_name).ok_or("a kernel has no folder")?;
     let output = out.join(name).with_extension("fatbin");
+    if targets.is_empty() {
+        return fs::write(&output, []).map_err(|error| format!("{}: {error}", output.display()));
+    }
     let result = Command::new(compiler)
         .args(["--fatbin", "-std=c++17", "-O3", "--expt-relaxed-constexpr"])
         .args(targets)
@@ -136,9 +140,12 @@ fn compiler() -> OsString {
         .map_or_else(|| "nvcc".into(), PathBuf::into_os_string)
 }
 
-/// The options of nvcc for the architectures.
+/// The options of nvcc for the architectures, of which there may be none.
 fn targets() -> Vec<String> {
     let named = env::var(ARCHITECTURES).unwrap_or_else(|_| "80,90a".into());
+    if named == "none" {
+        return Vec::new();
+    }
     let mut targets: Vec<String> = named
         .split(',')
         .map(|name| format!("-gencode=arch=compute_{name},code=sm_{name}"))

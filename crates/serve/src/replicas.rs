@@ -102,6 +102,7 @@ impl Replicas {
                 preemptions,
                 drafted,
                 accepted,
+                recorded,
             } = replica.engine.statistics()?;
             sum.waiting += waiting;
             sum.running += running;
@@ -110,6 +111,7 @@ impl Replicas {
             sum.preemptions += preemptions;
             sum.drafted += drafted;
             sum.accepted += accepted;
+            sum.recorded += recorded;
         }
         Ok(sum)
     }

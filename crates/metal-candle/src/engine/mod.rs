@@ -179,6 +179,8 @@ pub struct Statistics {
     pub drafted: u64,
     /// Those of them that were drawn then.
     pub accepted: u64,
+    /// Passes that a GPU repeated from a recording: see [`Recording`](metal_candle_kernels::recording::Recording).
+    pub recorded: u64,
 }
 
 /// A text under way.
@@ -390,6 +392,7 @@ impl<'t> Engine<'t> {
             preemptions: self.preemptions,
             drafted: self.drafted,
             accepted: self.accepted,
+            recorded: self.reader.recorded(),
         }
     }
 

@@ -22,6 +22,9 @@ pub(super) trait Reader: Send {
     /// That an adapter can be used.
     fn check(&self, adapter: &Adapter) -> Result<()>;
 
+    /// How many passes were repeated from a recording.
+    fn recorded(&self) -> u64;
+
     /// How many tokens there are.
     fn vocabulary(&self) -> usize;
 }
@@ -57,6 +60,10 @@ impl Reader for ModelReader {
 
     fn check(&self, adapter: &Adapter) -> Result<()> {
         adapter.check(&self.model)
+    }
+
+    fn recorded(&self) -> u64 {
+        self.recordings.runs()
     }
 
     fn vocabulary(&self) -> usize {

@@ -23,6 +23,7 @@ pub(super) struct Recordings {
     last: Option<Shape>,
     /// What cannot be recorded.
     refused: Vec<Shape>,
+    runs: u64,
 }
 
 /// What a recording is made for.
@@ -121,6 +122,11 @@ impl Shape {
 }
 
 impl Recordings {
+    /// How many passes were repeated.
+    pub fn runs(&self) -> u64 {
+        self.runs
+    }
+
     /// What [`Model::next_logits`] gives for the stretches, if that can be recorded and is worth it. The next pass
     /// overwrites it.
     pub fn read(
@@ -144,6 +150,7 @@ impl Recordings {
                 // The host reads these numbers alone.
                 let next = shape.next(stretches, cache, &Device::Cpu)?;
                 recording.run(next.inputs())?;
+                self.runs += 1;
                 self.recordings.push((shape, recording));
                 self.recordings.last()
             }

@@ -143,6 +143,7 @@ fn each_text_has_its_own_adapter() {
         let (texts, found) = together(&mut engine, &requests);
         assert_eq!(texts, expected);
         assert!(found > 0);
+        assert_eq!(engine.statistics().recorded > 0, model.device().is_cuda());
     }
     let other = load("qwen2");
     let mut engine = Engine::new(&other, Some(&tokenizer), options(20)).unwrap();

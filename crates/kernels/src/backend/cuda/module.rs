@@ -81,6 +81,9 @@ impl Module {
         let known = loaded.modules.iter().find(|(device, _)| *device == ordinal);
         let module = match known.map(|(_, module)| module.clone()) {
             Some(module) => module,
+            None if self.image.is_empty() => bail!(
+                "metal-candle-kernels: the program was built without kernels (METAL_CANDLE_CUDA_ARCHITECTURES=none)"
+            ),
             None => {
                 let module = context.load_module(Ptx::from_binary(self.image.to_vec())).w()?;
                 loaded.modules.push((ordinal, module.clone()));
