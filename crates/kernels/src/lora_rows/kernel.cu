@@ -22,7 +22,7 @@ constexpr int CHUNK = 64;
 /// Numbers from one row of such to the next in shared memory, against bank conflicts.
 constexpr int PITCH = 96;
 constexpr int PLAIN_THREADS = 128;
-constexpr int ITEM_NUMBERS = 3;
+constexpr int ITEM_NUMBERS = 4;
 constexpr int MOST_LAYERS = 4;
 
 /// The factors of an adapter for a layer, as `table` in cuda.rs writes them; none where the rank is 0.
@@ -63,15 +63,26 @@ struct Item {
     RowFactors factors;
 };
 
-/// Whether there is such an item, and its adapter has the layer.
+/// Whether there is such an item, and its adapter has the layer. As each read waits for the one before it, what there is
+/// room for is read before it is known to be there.
 __device__ __forceinline__ bool find_item(const LoraRows &p, int index, int layer, Item &item) {
-    if (index >= static_cast<int>(p.numbers[p.count])) return false;
     const uint32_t *const at = p.numbers + p.items + ITEM_NUMBERS * index;
+    const uint32_t count = p.numbers[p.count], adapter = at[3];
     item.first = at[0];
     item.rows = at[1];
     item.order = p.numbers + p.order + item.first;
-    item.factors = p.layers[layer].adapters[p.numbers[p.adapters + item.first]];
+    if (index >= static_cast<int>(count)) return false;
+    item.factors = p.layers[layer].adapters[adapter];
     return item.factors.rank > 0;
+}
+
+/// Brings `rows` rows of so many bytes, which begin `pitch` bytes apart, nearer: all of them at once, where registers
+/// have room for some.
+__device__ __forceinline__ void fetch_rows_ahead(const void *first, int rows, int bytes, int64_t pitch) {
+    constexpr int LINE = 128;
+    const int lines = (bytes + LINE - 1) / LINE;
+    for (int i = threadIdx.x; i < rows * lines; i += blockDim.x)
+        fetch_ahead(static_cast<const char *>(first) + i / lines * pitch + i % lines * LINE);
 }
 
 __device__ __forceinline__ int filled_up(int rank) { return (rank + 7) / 8 * 8; }
@@ -99,7 +110,7 @@ template <typename T, int M, int TILES>
 __device__ __forceinline__ void down_ranks(const LoraRows &p, const Item &item, int first_rank,
                                            float *sums) {
     // Loads that are under way at once.
-    constexpr int STEPS = TILES >= 8 ? 1 : TILES >= 4 ? 2 : 4;
+    constexpr int STEPS = M > 1 ? 1 : 4 / TILES;
     constexpr int COLUMNS = 8 * TILES;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int group = lane / 4, own = lane % 4 * 8;
@@ -169,18 +180,22 @@ __device__ __forceinline__ void down_ranks(const LoraRows &p, const Item &item, 
 
 /// A part of x·A: of blocks (item, part, layer).
 template <typename T, int M> __device__ __forceinline__ void down(const LoraRows &p) {
-    follow_previous();
-    // Sums of many rows take registers.
-    constexpr int MOST = M == 1 ? 8 : 4;
-    __shared__ float sums[DOWN_WARPS * 16 * 8 * MOST];
     Item item;
-    if (!find_item(p, blockIdx.x, blockIdx.z, item)) return;
+    const bool exists = find_item(p, blockIdx.x, blockIdx.z, item);
+    if (exists) {
+        const int begin = blockIdx.y * SPLIT, depth = min(SPLIT, p.inner - begin);
+        fetch_rows_ahead(static_cast<const T *>(item.factors.a) + begin, item.factors.rank,
+                         depth * sizeof(T), p.inner * static_cast<int64_t>(sizeof(T)));
+    }
+    follow_previous();
+    if (!exists) return;
+    // As many as leave registers for several blocks.
+    constexpr int MOST = 4;
+    __shared__ float sums[DOWN_WARPS * 16 * 8 * MOST];
     for (int first = 0; first < item.factors.rank; first += 8 * MOST) {
         const int left = item.factors.rank - first;
-        if (MOST > 4 && left > 32) {
+        if (left > 16) {
             down_ranks<T, M, MOST>(p, item, first, sums);
-        } else if (left > 16) {
-            down_ranks<T, M, 4>(p, item, first, sums);
         } else if (left > 8) {
             down_ranks<T, M, 2>(p, item, first, sums);
         } else {
@@ -214,6 +229,9 @@ __device__ __forceinline__ void up(const LoraRows &p) {
     const int first_column = blockIdx.y * UP_COLUMNS + warp * 8 * TILES;
     const int ranks = filled_up(item.factors.rank), parts = (p.inner + SPLIT - 1) / SPLIT;
     const T *const b = static_cast<const T *>(item.factors.b);
+    const int column_of_block = blockIdx.y * UP_COLUMNS;
+    fetch_rows_ahead(b + static_cast<int64_t>(column_of_block) * ranks, 1,
+                     min(UP_COLUMNS, layer.outer - column_of_block) * ranks * sizeof(T), 0);
     uint4 right[TILES];
     auto load_right = [&](int first) {
 #pragma unroll
@@ -233,6 +251,7 @@ __device__ __forceinline__ void up(const LoraRows &p) {
             const int row = i / CHUNK, rank = first + i % CHUNK;
             float sum = 0.0f;
             if (row < item.rows && rank < ranks) {
+#pragma unroll 4
                 for (int part = 0; part < parts; part++)
                     sum += part_of(p, part, blockIdx.z, item.first + row)[rank];
             }
@@ -338,11 +357,11 @@ template <typename T> __device__ __forceinline__ void plain_up(const LoraRows &p
 #define LORA_ROWS_ARGUMENTS (const __grid_constant__ LoraRows p)
 
 #define TILE_KERNELS(element)                                                                      \
-    extern "C" __global__ void __launch_bounds__(DOWN_WARPS *WARP)                                 \
+    extern "C" __global__ void __launch_bounds__(DOWN_WARPS *WARP, 3)                              \
         lora_rows_down_##element LORA_ROWS_ARGUMENTS {                                             \
         down<element, 1>(p);                                                                       \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(DOWN_WARPS *WARP)                                 \
+    extern "C" __global__ void __launch_bounds__(DOWN_WARPS *WARP, 2)                              \
         lora_rows_down_large_##element LORA_ROWS_ARGUMENTS {                                       \
         down<element, 4>(p);                                                                       \
     }                                                                                              \

@@ -194,7 +194,8 @@ impl Recordings {
                 Ok(self.recordings.last())
             }
             // As with operations that the host has a part in; what else is wrong, the usual way tells.
-            Err(_) => {
+            Err(error) => {
+                tracing::debug!("a pass of {} rows cannot be recorded: {error}", shape.rows);
                 self.refused.push(shape);
                 Ok(None)
             }

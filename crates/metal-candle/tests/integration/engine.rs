@@ -132,7 +132,7 @@ fn each_text_has_its_own_adapter() {
     let requests: Vec<Request> = (0..12)
         .map(|index| Request {
             adapter: adapters[index % 4].clone(),
-            ..request(&prompt[..9 + index / 4 * 2], 6)
+            ..request(&prompt[..9 + index / 4 * 2], 16)
         })
         .collect();
     let expected: Vec<Vec<u32>> =
