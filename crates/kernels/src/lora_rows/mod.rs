@@ -109,7 +109,7 @@ pub struct Adapters {
 
 impl Adapters {
     /// `adapters[i][l]` are the factors of adapter `i` for layer `l`, where it has some, all laid out for activations
-    /// of `dtype` on `device`.
+    /// of `dtype` on `device`. A GPU's multiprocessors are done at the same time where those of high rank come first.
     ///
     /// # Errors
     /// When adapters have different numbers of layers, or a layer different shapes, or factors were laid out for
