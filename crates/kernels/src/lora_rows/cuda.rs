@@ -11,11 +11,8 @@ static MODULE: Module = module!("lora_rows");
 
 /// The depth of a part of x·A.
 const SPLIT: usize = 1024;
-/// Columns that a block has at a time, and how often at most.
+/// Columns that a block has.
 const UP_COLUMNS: usize = 256;
-const MOST_TIMES: usize = 8;
-/// Blocks that fill a GPU.
-const ENOUGH_BLOCKS: usize = 1024;
 const PLAIN_THREADS: usize = 128;
 /// Layers of a launch.
 const MOST_LAYERS: usize = 4;
@@ -49,8 +46,6 @@ struct LoraRows {
     items: i32,
     count: i32,
     layer_count: i32,
-    blocks: i32,
-    columns: i32,
     layers: [RowLayer; MOST_LAYERS],
 }
 
@@ -163,8 +158,6 @@ impl Call<'_> {
             items: 0,
             count: 0,
             layer_count: number(targets.len())?,
-            blocks: 0,
-            columns: 0,
             layers,
         };
         let widest = targets.iter().map(|target| target.sizes.outer).max().unwrap_or(0);
@@ -194,37 +187,27 @@ impl Call<'_> {
                 "lora_rows_up_large_f16",
             ],
         };
+        let columns = widest.div_ceil(UP_COLUMNS);
         let (items, large) = (plan.items, plan.large_items);
-        // As many columns for a block as leave enough of them.
-        let columns_of = |items: usize| {
-            let blocks = items * targets.len() * widest.div_ceil(UP_COLUMNS);
-            UP_COLUMNS * (blocks / ENOUGH_BLOCKS).clamp(1, MOST_TIMES)
-        };
         let of_items = Blocks { start: items.start, count: ITEMS };
         let of_large = Blocks { start: large.start, count: LARGE_ITEMS };
         self.launch(&all, down, [items.room, splits], 256, of_items)?;
         self.launch(&all, down_large, [large.room, splits], 256, of_large)?;
-        let of_item = columns_of(items.room);
-        let all = LoraRows { columns: number(of_item)?, ..all };
-        self.launch(&all, up, [items.room, widest.div_ceil(of_item)], 128, of_items)?;
-        let of_large_item = columns_of(large.room);
-        let all = LoraRows { columns: number(of_large_item)?, ..all };
-        self.launch(&all, up_large, [large.room, widest.div_ceil(of_large_item)], 256, of_large)
+        self.launch(&all, up, [items.room, columns], 128, of_items)?;
+        self.launch(&all, up_large, [large.room, columns], 256, of_large)
     }
 
-    /// A kernel of items or rows, each with so many blocks for its parts or columns. Those of an item follow each other,
-    /// so that items that take longest begin first where they are listed first.
+    /// A kernel of items or rows, by parts or columns.
     fn launch(
         &self,
         all: &LoraRows,
         name: &'static str,
-        [items, blocks]: [usize; 2],
+        [x, y]: [usize; 2],
         threads: u32,
         of: Blocks,
     ) -> Result<()> {
-        let (start, count) = (number(of.start)?, of.count as i32);
-        let given = LoraRows { items: start, count, blocks: number(blocks)?, ..*all };
-        let grid = (number(items * blocks)? as u32, 1, self.targets.len() as u32);
+        let given = LoraRows { items: number(of.start)?, count: of.count as i32, ..*all };
+        let grid = (number(x)? as u32, number(y)? as u32, self.targets.len() as u32);
         let launch = MODULE.launch(self.cuda, name, grid, threads, 0)?.overlapping();
         // SAFETY: as the kernel declares it; the caller holds what the addresses are of, and the adapters hold the
         // factors.

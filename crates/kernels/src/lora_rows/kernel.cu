@@ -15,14 +15,14 @@ namespace {
 constexpr int SPLIT = 1024;
 constexpr int DOWN_WARPS = 8;
 constexpr int SHARE = SPLIT / DOWN_WARPS;
-/// Columns of y that a block of `up` has at a time.
+/// Columns of y that a block of `up` has.
 constexpr int UP_COLUMNS = 256;
 /// Ranks that are taken at once.
 constexpr int CHUNK = 64;
 /// Numbers from one row of such to the next in shared memory, against bank conflicts.
 constexpr int PITCH = 96;
 constexpr int PLAIN_THREADS = 128;
-constexpr int ITEM_NUMBERS = 4;
+constexpr int ITEM_NUMBERS = 3;
 constexpr int MOST_LAYERS = 4;
 
 /// The factors of an adapter for a layer, as `table` in cuda.rs writes them; none where the rank is 0.
@@ -53,8 +53,6 @@ struct LoraRows {
     /// of those.
     int order, adapters, items, count;
     int layer_count;
-    /// Blocks of an item or a row, for its parts or columns, and columns of a block of `up`.
-    int blocks, columns;
     RowLayer layers[MOST_LAYERS];
 };
 
@@ -65,26 +63,15 @@ struct Item {
     RowFactors factors;
 };
 
-/// Whether there is such an item, and its adapter has the layer. As each read waits for the one before it, what there is
-/// room for is read before it is known to be there.
+/// Whether there is such an item, and its adapter has the layer.
 __device__ __forceinline__ bool find_item(const LoraRows &p, int index, int layer, Item &item) {
+    if (index >= static_cast<int>(p.numbers[p.count])) return false;
     const uint32_t *const at = p.numbers + p.items + ITEM_NUMBERS * index;
-    const uint32_t count = p.numbers[p.count], adapter = at[3];
     item.first = at[0];
     item.rows = at[1];
     item.order = p.numbers + p.order + item.first;
-    if (index >= static_cast<int>(count)) return false;
-    item.factors = p.layers[layer].adapters[adapter];
+    item.factors = p.layers[layer].adapters[p.numbers[p.adapters + item.first]];
     return item.factors.rank > 0;
-}
-
-/// Brings `rows` rows of so many bytes, which begin `pitch` bytes apart, nearer: all of them at once, where registers
-/// have room for some.
-__device__ __forceinline__ void fetch_rows_ahead(const void *first, int rows, int bytes, int64_t pitch) {
-    constexpr int LINE = 128;
-    const int lines = (bytes + LINE - 1) / LINE;
-    for (int i = threadIdx.x; i < rows * lines; i += blockDim.x)
-        fetch_ahead(static_cast<const char *>(first) + i / lines * pitch + i % lines * LINE);
 }
 
 __device__ __forceinline__ int filled_up(int rank) { return (rank + 7) / 8 * 8; }
@@ -109,14 +96,14 @@ __device__ __forceinline__ void multiply_add_32(float (&c)[4], const uint4 &uppe
 
 /// `8·TILES` ranks of a part of x·A for 16·M rows.
 template <typename T, int M, int TILES>
-__device__ __forceinline__ void down_ranks(const LoraRows &p, const Item &item, int part,
-                                           int first_rank, float *sums) {
+__device__ __forceinline__ void down_ranks(const LoraRows &p, const Item &item, int first_rank,
+                                           float *sums) {
     // Loads that are under way at once.
-    constexpr int STEPS = M > 1 ? 1 : 4 / TILES;
+    constexpr int STEPS = TILES >= 8 ? 1 : TILES >= 4 ? 2 : 4;
     constexpr int COLUMNS = 8 * TILES;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int group = lane / 4, own = lane % 4 * 8;
-    const int begin = part * SPLIT + warp * SHARE;
+    const int begin = blockIdx.y * SPLIT + warp * SHARE;
     const int ranks = filled_up(item.factors.rank);
 
     const T *x[M][2];
@@ -175,42 +162,36 @@ __device__ __forceinline__ void down_ranks(const LoraRows &p, const Item &item, 
             float sum = 0.0f;
 #pragma unroll
             for (int other = 0; other < DOWN_WARPS; other++) sum += sums[other * 16 * COLUMNS + i];
-            part_of(p, part, blockIdx.z, item.first + row)[rank] = sum;
+            part_of(p, blockIdx.y, blockIdx.z, item.first + row)[rank] = sum;
         }
     }
 }
 
-/// A part of x·A: of blocks (item and part, layer).
+/// A part of x·A: of blocks (item, part, layer).
 template <typename T, int M> __device__ __forceinline__ void down(const LoraRows &p) {
-    Item item;
-    const int part = blockIdx.x % p.blocks;
-    const bool exists = find_item(p, blockIdx.x / p.blocks, blockIdx.z, item);
-    if (exists) {
-        const int begin = part * SPLIT, depth = min(SPLIT, p.inner - begin);
-        fetch_rows_ahead(static_cast<const T *>(item.factors.a) + begin, item.factors.rank,
-                         depth * sizeof(T), p.inner * static_cast<int64_t>(sizeof(T)));
-    }
     follow_previous();
-    if (!exists) return;
-    // As many as leave registers for several blocks.
-    constexpr int MOST = 4;
+    // Sums of many rows take registers.
+    constexpr int MOST = M == 1 ? 8 : 4;
     __shared__ float sums[DOWN_WARPS * 16 * 8 * MOST];
+    Item item;
+    if (!find_item(p, blockIdx.x, blockIdx.z, item)) return;
     for (int first = 0; first < item.factors.rank; first += 8 * MOST) {
         const int left = item.factors.rank - first;
-        if (left > 16) {
-            down_ranks<T, M, MOST>(p, item, part, first, sums);
+        if (MOST > 4 && left > 32) {
+            down_ranks<T, M, MOST>(p, item, first, sums);
+        } else if (left > 16) {
+            down_ranks<T, M, 4>(p, item, first, sums);
         } else if (left > 8) {
-            down_ranks<T, M, 2>(p, item, part, first, sums);
+            down_ranks<T, M, 2>(p, item, first, sums);
         } else {
-            down_ranks<T, M, 1>(p, item, part, first, sums);
+            down_ranks<T, M, 1>(p, item, first, sums);
         }
     }
 }
 
-/// y += s·xa·B for columns of an item: of blocks (item and columns, layer). A block goes through its columns, `UP_COLUMNS` at a
-/// time, as there is some to do before the first. A warp has 8·TILES of them, 32 of which are four tiles: column
-/// `8·(n / 2) + 2·tile + n % 2` of them is column `n` of a tile, so that a thread has 8 neighbours in a row of y. x·A is
-/// multiplied as the sum of two numbers, so that little of it is lost.
+/// y += s·xa·B for columns of an item: of blocks (item, columns, layer). A warp has 8·TILES columns, 32 of which are
+/// four tiles: column `8·(n / 2) + 2·tile + n % 2` of them is column `n` of a tile, so that a thread has 8 neighbours in
+/// a row of y. x·A is multiplied as the sum of two numbers, so that little of it is lost.
 ///
 /// What it begins with was there before `down`, which is the kernel before it or comes before that: the first of B are
 /// on their way while x·A is still made.
@@ -221,108 +202,97 @@ __device__ __forceinline__ void up(const LoraRows &p) {
     alignas(16) __shared__ T high[ROWS][PITCH], low[ROWS][PITCH];
     Item item;
     const RowLayer &layer = p.layers[blockIdx.z];
-    const int begin = blockIdx.x % p.blocks * p.columns, end = min(begin + p.columns, layer.outer);
     // The same for all threads.
-    const bool exists = begin < end && find_item(p, blockIdx.x / p.blocks, blockIdx.z, item);
+    const bool exists = static_cast<int>(blockIdx.y) * UP_COLUMNS < layer.outer &&
+                        find_item(p, blockIdx.x, blockIdx.z, item);
     if (!exists) {
         follow_previous();
         return;
     }
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int group = lane / 4, own = lane % 4 * 8;
+    const int first_column = blockIdx.y * UP_COLUMNS + warp * 8 * TILES;
     const int ranks = filled_up(item.factors.rank), parts = (p.inner + SPLIT - 1) / SPLIT;
     const T *const b = static_cast<const T *>(item.factors.b);
-    auto fetch_columns_ahead = [&](int column) {
-        if (column >= end) return;
-        const int count = min(UP_COLUMNS, end - column);
-        fetch_rows_ahead(b + static_cast<int64_t>(column) * ranks, 1, count * ranks * sizeof(T), 0);
-    };
-    fetch_columns_ahead(begin);
-    fetch_columns_ahead(begin + UP_COLUMNS);
-    follow_previous();
-    for (int columns = begin; columns < end; columns += UP_COLUMNS) {
-        fetch_columns_ahead(columns + 2 * UP_COLUMNS);
-        const int first_column = columns + warp * 8 * TILES;
-        float c[M][TILES][4] = {};
-        for (int first = 0; first < ranks; first += CHUNK) {
-            // Where all ranks are taken at once, they are there after the first columns.
-            if (columns == begin || ranks > CHUNK) {
-                __syncthreads();
-                for (int i = threadIdx.x; i < ROWS * CHUNK; i += WARPS * WARP) {
-                    const int row = i / CHUNK, rank = first + i % CHUNK;
-                    float sum = 0.0f;
-                    if (row < item.rows && rank < ranks) {
-#pragma unroll 4
-                        for (int part = 0; part < parts; part++)
-                            sum += part_of(p, part, blockIdx.z, item.first + row)[rank];
-                    }
-                    sum *= item.factors.scale;
-                    high[row][i % CHUNK] = from_float<T>(sum);
-                    low[row][i % CHUNK] = from_float<T>(sum - to_float(high[row][i % CHUNK]));
-                }
-                __syncthreads();
-            }
+    uint4 right[TILES];
+    auto load_right = [&](int first) {
 #pragma unroll
-            for (int block = 0; block < CHUNK; block += 32) {
-                if (first + block >= ranks) break;
-                uint4 right[TILES];
+        for (int tile = 0; tile < TILES; tile++) {
+            const int column =
+                first_column + tile / 4 * 32 + group / 2 * 8 + tile % 4 * 2 + group % 2;
+            right[tile] = load_or_zero(b + static_cast<int64_t>(column) * ranks + first + own,
+                                       column < layer.outer && first + own < ranks);
+        }
+    };
+    load_right(0);
+    follow_previous();
+    float c[M][TILES][4] = {};
+    for (int first = 0; first < ranks; first += CHUNK) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < ROWS * CHUNK; i += WARPS * WARP) {
+            const int row = i / CHUNK, rank = first + i % CHUNK;
+            float sum = 0.0f;
+            if (row < item.rows && rank < ranks) {
+                for (int part = 0; part < parts; part++)
+                    sum += part_of(p, part, blockIdx.z, item.first + row)[rank];
+            }
+            sum *= item.factors.scale;
+            high[row][i % CHUNK] = from_float<T>(sum);
+            low[row][i % CHUNK] = from_float<T>(sum - to_float(high[row][i % CHUNK]));
+        }
+        __syncthreads();
+#pragma unroll
+        for (int block = 0; block < CHUNK; block += 32) {
+            if (first + block >= ranks) break;
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                const int upper = 16 * m + group, lower = upper + 8, at = block + own;
+                const uint4 highs[2] = {*reinterpret_cast<const uint4 *>(&high[upper][at]),
+                                        *reinterpret_cast<const uint4 *>(&high[lower][at])};
+                const uint4 lows[2] = {*reinterpret_cast<const uint4 *>(&low[upper][at]),
+                                       *reinterpret_cast<const uint4 *>(&low[lower][at])};
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++) {
-                    const int column =
-                        first_column + tile / 4 * 32 + group / 2 * 8 + tile % 4 * 2 + group % 2;
-                    const int rank = first + block + own;
-                    right[tile] = load_or_zero(b + static_cast<int64_t>(column) * ranks + rank,
-                                               column < layer.outer && rank < ranks);
+                    multiply_add_32<T>(c[m][tile], lows[0], lows[1], right[tile]);
+                    multiply_add_32<T>(c[m][tile], highs[0], highs[1], right[tile]);
                 }
+            }
+            if (first + block + 32 < ranks) load_right(first + block + 32);
+        }
+    }
 #pragma unroll
-                for (int m = 0; m < M; m++) {
-                    const int upper = 16 * m + group, lower = upper + 8, at = block + own;
-                    const uint4 highs[2] = {*reinterpret_cast<const uint4 *>(&high[upper][at]),
-                                            *reinterpret_cast<const uint4 *>(&high[lower][at])};
-                    const uint4 lows[2] = {*reinterpret_cast<const uint4 *>(&low[upper][at]),
-                                           *reinterpret_cast<const uint4 *>(&low[lower][at])};
+    for (int m = 0; m < M; m++)
 #pragma unroll
-                    for (int tile = 0; tile < TILES; tile++) {
-                        multiply_add_32<T>(c[m][tile], lows[0], lows[1], right[tile]);
-                        multiply_add_32<T>(c[m][tile], highs[0], highs[1], right[tile]);
-                    }
-                }
+        for (int half = 0; half < 2; half++) {
+            const int row = 16 * m + 8 * half + group;
+            if (row >= item.rows) continue;
+            T *const y = static_cast<T *>(layer.y) + item.order[row] * layer.y_stride;
+#pragma unroll
+            for (int tiles = 0; tiles < TILES; tiles += 4) {
+                const int column = first_column + tiles * 8 + own;
+                if (column >= layer.outer) continue;
+                Pack<T> pack = load_pack(y + column);
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    pack.at[i] = from_float<T>(to_float(pack.at[i]) +
+                                               c[m][tiles + i / 2][2 * half + i % 2]);
+                store_pack(y + column, pack);
             }
         }
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int row = 16 * m + 8 * half + group;
-                if (row >= item.rows) continue;
-                T *const y = static_cast<T *>(layer.y) + item.order[row] * layer.y_stride;
-#pragma unroll
-                for (int tiles = 0; tiles < TILES; tiles += 4) {
-                    const int column = first_column + tiles * 8 + own;
-                    if (column >= layer.outer) continue;
-                    Pack<T> pack = load_pack(y + column);
-#pragma unroll
-                    for (int i = 0; i < 8; i++)
-                        pack.at[i] = from_float<T>(to_float(pack.at[i]) +
-                                                   c[m][tiles + i / 2][2 * half + i % 2]);
-                    store_pack(y + column, pack);
-                }
-            }
-    }
 }
 
-/// A part of x·A without tensor cores, of blocks (place and part, layer): a warp has every fourth rank.
+/// A part of x·A without tensor cores, of blocks (place, part, layer): a warp has every fourth rank.
 template <typename T> __device__ __forceinline__ void plain_down(const LoraRows &p) {
     follow_previous();
-    const int place = blockIdx.x / p.blocks, part = blockIdx.x % p.blocks;
+    const int place = blockIdx.x;
     if (place >= static_cast<int>(p.numbers[p.count])) return;
     const uint32_t adapter = p.numbers[p.adapters + place];
     const RowFactors factors = p.layers[blockIdx.z].adapters[adapter];
     const int64_t row = p.numbers[p.order + place];
     const T *const x = static_cast<const T *>(p.x) + row * p.x_stride;
-    const int lane = threadIdx.x % WARP, begin = part * SPLIT;
+    const int lane = threadIdx.x % WARP, begin = blockIdx.y * SPLIT;
     const int end = min(begin + SPLIT, p.inner);
-    float *const out = part_of(p, part, blockIdx.z, place);
+    float *const out = part_of(p, blockIdx.y, blockIdx.z, place);
     for (int rank = threadIdx.x / WARP; rank < factors.rank; rank += PLAIN_THREADS / WARP) {
         const T *const a = static_cast<const T *>(factors.a) + static_cast<int64_t>(rank) * p.inner;
         float sum = 0.0f;
@@ -332,15 +302,15 @@ template <typename T> __device__ __forceinline__ void plain_down(const LoraRows 
     }
 }
 
-/// y += s·xa·B without tensor cores, of blocks (place and columns, layer): a thread has a column.
+/// y += s·xa·B without tensor cores, of blocks (place, columns, layer): a thread has a column.
 template <typename T> __device__ __forceinline__ void plain_up(const LoraRows &p) {
     follow_previous();
     __shared__ float xa[CHUNK];
-    const int place = blockIdx.x / p.blocks;
+    const int place = blockIdx.x;
     if (place >= static_cast<int>(p.numbers[p.count])) return;
     const RowLayer &layer = p.layers[blockIdx.z];
     const RowFactors factors = layer.adapters[p.numbers[p.adapters + place]];
-    const int column = blockIdx.x % p.blocks * PLAIN_THREADS + threadIdx.x;
+    const int column = blockIdx.y * PLAIN_THREADS + threadIdx.x;
     const int ranks = filled_up(factors.rank), parts = (p.inner + SPLIT - 1) / SPLIT;
     const T *const b = static_cast<const T *>(factors.b) + static_cast<int64_t>(column) * ranks;
     float sum = 0.0f;
@@ -368,11 +338,11 @@ template <typename T> __device__ __forceinline__ void plain_up(const LoraRows &p
 #define LORA_ROWS_ARGUMENTS (const __grid_constant__ LoraRows p)
 
 #define TILE_KERNELS(element)                                                                      \
-    extern "C" __global__ void __launch_bounds__(DOWN_WARPS *WARP, 3)                              \
+    extern "C" __global__ void __launch_bounds__(DOWN_WARPS *WARP)                                 \
         lora_rows_down_##element LORA_ROWS_ARGUMENTS {                                             \
         down<element, 1>(p);                                                                       \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(DOWN_WARPS *WARP, 2)                              \
+    extern "C" __global__ void __launch_bounds__(DOWN_WARPS *WARP)                                 \
         lora_rows_down_large_##element LORA_ROWS_ARGUMENTS {                                       \
         down<element, 4>(p);                                                                       \
     }                                                                                              \

@@ -7,7 +7,6 @@ use crate::model::layer::Linear;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::lora_rows;
-use std::cmp::Reverse;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// The adapters of a batch's rows.
@@ -231,9 +230,6 @@ impl Updates {
     fn new(adapters: &[&Arc<Adapter>], model: &Model) -> Result<Self> {
         let (count, dtype) = (model.linears().count(), model.dtype());
         let (mut all, mut of_adapters) = (Vec::new(), Vec::new());
-        // Those that take longest come first.
-        let mut adapters = adapters.to_vec();
-        adapters.sort_by_key(|adapter| Reverse(adapter.config().map_or(0, |config| config.rank)));
         for adapter in adapters {
             let generation = adapter.parameters().generation();
             let mut factors = vec![None; count];
