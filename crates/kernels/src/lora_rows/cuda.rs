@@ -97,9 +97,12 @@ pub(super) fn add_updates(
     let (table, numbers) = (cuda.contiguous(table)?, cuda.contiguous(&rows.uploaded)?);
     if is_recording() {
         // The table has only their addresses.
-        for factors in adapters.factors.iter().flatten() {
-            cuda.strided(&factors.a)?;
-            cuda.strided(&factors.b)?;
+        for target in targets {
+            let of_layer = &adapters.factors[target.layer * adapters.count..][..adapters.count];
+            for factors in of_layer.iter().flatten() {
+                cuda.strided(&factors.a)?;
+                cuda.strided(&factors.b)?;
+            }
         }
     }
     for targets in targets.chunks(MOST_LAYERS) {

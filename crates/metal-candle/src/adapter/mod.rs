@@ -489,12 +489,12 @@ impl Adapter {
 
     /// Whether nothing is changed but by updates that are added to the results of linear layers.
     pub(crate) fn is_updates_alone(&self) -> bool {
-        let updates = self.updates.iter().flatten();
+        let mut updates = self.updates.iter().flatten();
         self.replaced.iter().all(Option::is_none)
             && self.head.is_none()
             && self.head_update.is_none()
             && self.embedding.is_none()
-            && updates.clone().all(|update| update.magnitude.is_none())
+            && updates.all(|update| update.magnitude.is_none())
     }
 
     /// What is added to the embedding.

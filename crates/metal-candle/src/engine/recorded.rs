@@ -140,6 +140,8 @@ impl Recordings {
             return Ok(None);
         }
         let shape = Shape::of(stretches, total, model, cache)?;
+        // Recordings hold what adapters that are gone were laid out as.
+        self.recordings.retain(|(other, _)| other.adapters.is_current());
         let again = shape.is_some() && self.last == shape;
         self.last.clone_from(&shape);
         let Some(shape) = shape else { return Ok(None) };
@@ -171,7 +173,6 @@ impl Recordings {
         cache: &PagedCache,
     ) -> Result<Option<&(Shape, Recording)>> {
         let next = shape.next(stretches, cache, model.device())?;
-        self.recordings.retain(|(other, _)| other.adapters.is_current());
         self.refused.retain(|other| other.adapters.is_current());
         if self.recordings.len() >= MOST {
             self.recordings.remove(0);

@@ -78,8 +78,8 @@ impl RowAdapters {
         one.into_iter().chain(groups.into_iter().flatten())
     }
 
-    /// The adapter that something is computed with for all rows, or none: where what they have in common changes it,
-    /// as `changes` says of each, or nothing does. Else the rows by adapter.
+    /// The adapter that something is computed with for all rows, or none where no adapter changes it, as `changes` says.
+    /// Where one of several does: the rows by adapter.
     pub fn in_common(
         &self,
         changes: impl Fn(&Adapter) -> bool,
