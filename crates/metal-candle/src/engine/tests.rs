@@ -98,10 +98,6 @@ impl Reader for Reads {
         Ok(())
     }
 
-    fn recorded(&self) -> u64 {
-        0
-    }
-
     fn vocabulary(&self) -> usize {
         VOCABULARY
     }
@@ -450,9 +446,6 @@ fn logits_that_are_not_numbers_end_one_text_alone() {
         }
         fn check(&self, adapter: &Adapter) -> Result<()> {
             self.0.check(adapter)
-        }
-        fn recorded(&self) -> u64 {
-            0
         }
         fn vocabulary(&self) -> usize {
             VOCABULARY

@@ -58,14 +58,9 @@ pub(crate) struct Next {
     rows: usize,
     room: usize,
     sequences: Sequences,
-    adapters: NextAdapters,
+    /// The same for all, which the numbers don't tell, or updates of rows, which they do.
+    adapters: RowAdapters,
     inputs: Vec<u32>,
-}
-
-/// The adapters of such texts: the same for all, which the numbers don't tell, or by row, which they do.
-enum NextAdapters {
-    Same(Option<Arc<Adapter>>),
-    Rows(RowUpdates),
 }
 
 impl PagedCache {
@@ -129,13 +124,13 @@ impl Next {
         let sequences = Sequences::with_room(&sequences, room, cache.block, cache.blocks, device)?;
         inputs.extend(sequences.numbers());
         let adapters = match updates {
-            None => NextAdapters::Same(stretches.first().and_then(|it| it.adapter.cloned())),
+            None => RowAdapters::Same(stretches.first().and_then(|it| it.adapter.cloned())),
             Some(updates) => {
                 let mut adapters: Vec<_> = stretches.iter().map(|it| it.adapter).collect();
                 adapters.resize(rows, None);
                 let updates = RowUpdates::with_room(updates, &adapters, device)?;
                 inputs.extend(updates.numbers());
-                NextAdapters::Rows(updates)
+                RowAdapters::Updated(Arc::new(updates))
             }
         };
         Ok(Self { rows, room, sequences, adapters, inputs })
@@ -224,12 +219,12 @@ impl Model {
         let numbers = inputs.narrow(0, of_sequences.start, of_sequences.len())?;
         let sequences = next.sequences.reading(&numbers)?;
         let adapters = match &next.adapters {
-            NextAdapters::Same(adapter) => RowAdapters::Same(adapter.clone()),
-            NextAdapters::Rows(updates) => {
+            RowAdapters::Updated(updates) => {
                 let numbers =
                     inputs.narrow(0, of_sequences.end, next.inputs.len() - of_sequences.end)?;
                 RowAdapters::Updated(Arc::new(updates.reading(&numbers)?))
             }
+            same => same.clone(),
         };
         let input = Input::new(column(0)?.unsqueeze(1)?, positions, None);
         let input = Input { adapters, ..input };
