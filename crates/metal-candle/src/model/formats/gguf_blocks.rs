@@ -2,7 +2,7 @@
 
 use super::{Parsed, assembled, bytes_of, bytes_tensor, elements, f16_tensor, f16s_of, on_host};
 use half::f16;
-use metal_candle_kernels::quantized::{IQ4, Levels, Quantized, Scales};
+use metal_candle_kernels::quantized::{E2M1, IQ4, Levels, Quantized, Scales};
 use rayon::prelude::*;
 
 /// A type of blocks.
@@ -21,10 +21,11 @@ pub(crate) enum BlockKind {
     Q6_K,
     IQ4_NL,
     IQ4_XS,
+    MXFP4,
 }
 
 impl BlockKind {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::Q4_0,
         Self::Q4_1,
         Self::Q5_0,
@@ -37,6 +38,7 @@ impl BlockKind {
         Self::Q6_K,
         Self::IQ4_NL,
         Self::IQ4_XS,
+        Self::MXFP4,
     ];
 
     /// The names of all of them, as ggml has them.
@@ -71,6 +73,7 @@ impl BlockKind {
             Self::Q5_K => 176,
             Self::Q6_K => 210,
             Self::IQ4_XS => 136,
+            Self::MXFP4 => 17,
         }
     }
 
@@ -93,6 +96,7 @@ impl BlockKind {
             Self::Q2_K => Levels::Integers { bits: 2, zero: 0 },
             Self::Q3_K => Levels::Integers { bits: 3, zero: 4 },
             Self::IQ4_NL | Self::IQ4_XS => Levels::Table(&IQ4),
+            Self::MXFP4 => Levels::Table(&E2M1),
         }
     }
 }
@@ -183,6 +187,7 @@ fn unpack(stream: &[u8], bits: usize, codes: &mut [u8]) {
 fn places(kind: BlockKind) -> (usize, usize) {
     match kind {
         BlockKind::Q4_0 | BlockKind::IQ4_NL | BlockKind::Q8_0 => (2, 0),
+        BlockKind::MXFP4 => (1, 0),
         BlockKind::Q4_1 => (4, 0),
         BlockKind::Q5_0 => (6, 2),
         BlockKind::Q5_1 => (8, 4),
@@ -300,6 +305,7 @@ fn read_scales(kind: BlockKind, bytes: &[u8]) -> Parsed<Scales> {
         BlockKind::Q4_0 | BlockKind::Q5_0 | BlockKind::Q8_0 | BlockKind::IQ4_NL => {
             Scales::Plain { scales: floats(0)?, offsets: None }
         }
+        BlockKind::MXFP4 => Scales::E8m0(bytes_tensor(blocks().map(|block| block[0]).collect())?),
         BlockKind::Q4_1 | BlockKind::Q5_1 => {
             Scales::Plain { scales: floats(0)?, offsets: Some(floats(2)?) }
         }
@@ -412,6 +418,13 @@ fn write_scales(kind: BlockKind, scales: &Scales, bytes: &mut [u8]) -> Parsed<()
                     block[low] |= (code & 15) << low_shift;
                     block[high] |= code >> 4 << high_shift;
                 }
+            }
+            Ok(())
+        }
+        (BlockKind::MXFP4, Scales::E8m0(exponents)) => {
+            for (block, exponent) in bytes.chunks_exact_mut(kind.bytes()).zip(bytes_of(exponents)?)
+            {
+                block[0] = exponent;
             }
             Ok(())
         }

@@ -311,7 +311,7 @@ fn exponents_end_at_their_smallest() {
     assert!(found[0].iter().all(|found| *found <= 3e-39), "{found:?}");
 }
 
-const KINDS: [BlockKind; 12] = [
+const KINDS: [BlockKind; 13] = [
     BlockKind::Q4_0,
     BlockKind::Q4_1,
     BlockKind::Q5_0,
@@ -324,6 +324,7 @@ const KINDS: [BlockKind; 12] = [
     BlockKind::Q6_K,
     BlockKind::IQ4_NL,
     BlockKind::IQ4_XS,
+    BlockKind::MXFP4,
 ];
 
 #[test]
