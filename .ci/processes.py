@@ -324,6 +324,36 @@ def parts_of_the_base(folder):
     assert "base_placement: is sharded, which needs several processes" in told, told
 
 
+def parts_of_the_optimiser(folder):
+    """Each process has a part of what the optimiser keeps, on its device or with the host: the same bits, also where a run
+    goes on with it elsewhere. One that is lost takes its part along, so the run goes on from its last checkpoint."""
+    for name, wanted in {
+        "lora": settings("--loraplus-lr-ratio", "16", "--lora-dropout", "0.1", steps=9, optimizer="adamw", learning_rate=1e-3),
+        "full": settings("--fine-tune-type", "full", steps=6, optimizer="adamw", learning_rate=1e-4),
+        "lion": settings(steps=6, optimizer="lion", learning_rate=1e-4),
+    }.items():
+        for processes in (1, *COUNTS):
+            places = ["device", *(["host"] if GPUS else []), *(["sharded"] if processes > 1 else [])]
+            outputs = [folder / f"optimiser-{name}-{processes}-{place}" for place in places]
+            for place, output in zip(places, outputs):
+                run(command(processes, output, *wanted, "--optimizer-placement", place))
+                assert_same(output, outputs[0], f"{name}, {processes} processes, the optimiser: {place}")
+    wanted = settings("--collective-timeout", "3", optimizer="adamw", learning_rate=1e-3)
+    run(command(2, folder / "optimiser", *wanted))
+    for number, place in ((0, "device"), (1, "sharded")):
+        output = folder / f"optimiser-{number}"
+        lost = command(2, output, *wanted, "--optimizer-placement", "sharded")
+        code, told, _ = hit(lost, output, number, signal.SIGKILL, random.randint(5, 20))
+        assert code != 0, (code, told)
+        assert number == 0 or not GPUS or "had a part of what the optimiser keeps" in told, told
+        run(command(2, output, "--resume", "--optimizer-placement", place, batch=0))
+        assert_same(output, folder / "optimiser", f"a sharded optimiser lost rank {number}, and gone on: {place}")
+    told = run(command(1, folder / "none", *settings("--optimizer-placement", "sharded", optimizer="adamw")), expected=2)
+    assert "optimizer_placement: is sharded, which needs several processes" in told, told
+    told = run(command(2, folder / "none", *settings("--optimizer-placement", "sharded", optimizer="muon")), expected=2)
+    assert "muon can't be in parts with several processes" in told, told
+
+
 def left():
     """Ranks that are still there."""
     found = []
@@ -378,6 +408,7 @@ def main():
             by_torchrun,
             all_ways_to_make_a_step,
             parts_of_the_base,
+            parts_of_the_optimiser,
             one_that_is_killed,
             one_that_stands_still,
             one_that_is_asked_to_end,

@@ -16,6 +16,15 @@ bf16, 4 x 2048 tokens a step of each GPU. FOLDER takes 16 GB.
 
 every weight of a model of Llama-3.2-1B's shape in bf16, 8 x 1024 tokens a step of each GPU. FOLDER takes 2.5 GB.
 
+    python3 benches/processes.py target/release/metal-candle FOLDER --gpus 2 --full --placements [--rounds N]
+
+the same on all these GPUs with what AdamW keeps on each device, in parts (sharded), and with the host; --gpus 1 leaves out
+the parts.
+
+    python3 benches/processes.py target/release/metal-candle FOLDER --gpus 1 --full --large [--rounds N]
+
+every weight of the model of 8B, 4 x 2048 tokens a step, with checkpointing and what AdamW keeps with the host.
+
     python3 benches/processes.py target/release/metal-candle FOLDER --gpus 2 --placements [--rounds N]
 
 the model of 8B on all these GPUs with gradient checkpointing, with the base on each device, in parts (sharded), and with the host.
@@ -36,6 +45,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 DEMO = Path(__file__).resolve().parent.parent / "crates/cli/demo"
@@ -127,17 +137,30 @@ def examples(folder, words):
 def measured(program, folder, length, steps, start, *flags):
     """Tokens a second, and the first process's peak of the GPU's memory in GiB."""
     output = folder / "run"
-    subprocess.run(
+    shutil.rmtree(output, ignore_errors=True)
+    run = subprocess.Popen(
         [
             *start, program, "train", "--model", folder / "model", "--data", folder / "data", "--output", output,
-            *("--overwrite", "--save-every", "0"),
-            *("--max-seq-length", str(length), "--steps", str(steps), "--report-every", "1"),
+            # What a run writes at its end may be many gigabytes: it doesn't come to that.
+            *("--save-every", "0", "--max-seq-length", str(length), "--steps", str(2 * steps), "--report-every", "1"),
             *("--no-plot", "--no-tensorboard", "--quiet", *flags),
         ],
-        check=True, stdout=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
     )
-    events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    reports = [event for event in events if event["event"] == "train"][steps // 4 :]
+    reports = []
+    while len(reports) < steps:
+        if run.poll() is not None:
+            sys.exit(f"{program} has ended with status {run.returncode}")
+        time.sleep(0.1)
+        log = output / "metrics.jsonl"
+        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+        events = [json.loads(line) for line in lines if line.endswith("\n")]
+        reports = [event for event in events if event["event"] == "train"]
+    run.kill()
+    run.wait()
+    # Those that it has started end by themselves.
+    time.sleep(2)
+    reports = reports[steps // 4 : steps]
     speed = statistics.median(event["processed_tokens_per_second"] for event in reports)
     return speed, max(event["peak_memory"] or 0 for event in reports) / 2**30
 
@@ -156,11 +179,15 @@ def main():
     rounds, steps, length = given.rounds, 16, 2048
     lora = ("--rank", "16", "--target-modules", "all-linear")
     on_gpus = ("--device", "cuda", "--dtype", "bf16", "--batch-size", "4")
-    if given.large:
+    if given.full and given.large:
+        shape, lora = LARGE, ("--fine-tune-type", "full")
+        flags = (*on_gpus, "--grad-checkpoint", "--optimizer-placement", "host", "--gpus", str(given.gpus))
+        sides = {"every weight, the optimiser with the host": ([], *flags)}
+    elif given.large:
         shape, rounds, steps = LARGEST, 0, 8
         flags = (*on_gpus, "--grad-checkpoint", "--base-placement", "sharded", "--gpus", str(given.gpus))
         sides = {f"in parts on {given.gpus} GPUs": ([], *flags)}
-    elif given.placements:
+    elif given.placements and not given.full:
         shape = LARGE
         flags = (*on_gpus, "--grad-checkpoint", "--gpus", str(given.gpus))
         places = ("device", "sharded", "host")
@@ -169,6 +196,9 @@ def main():
         shape, length, lora = ONE_B, 1024, ("--fine-tune-type", "full")
         flags = ("--device", "cuda", "--dtype", "bf16", "--batch-size", "8")
         sides = {f"{count} of the GPUs": ([], *flags, "--gpus", str(count)) for count in (1, given.gpus)}
+        if given.placements:
+            flags, places = (*flags, "--gpus", str(given.gpus)), ("device", "host", "sharded")[: 1 + given.gpus]
+            sides = {f"the optimiser on {place}": ([], *flags, "--optimizer-placement", place) for place in places}
     elif given.gpus:
         shape = LARGE
         sides = {f"{count} of the GPUs": ([], *on_gpus, "--gpus", str(count)) for count in (1, given.gpus)}

@@ -1,7 +1,9 @@
 //! What a run will do, before it does it.
 
 use crate::output::{are, bytes, grouped, plural, table};
-use crate::settings::{BasePlacement, Entry, FineTuneType, ObjectiveName, Settings};
+use crate::settings::{
+    BasePlacement, Entry, FineTuneType, ObjectiveName, OptimizerPlacement, Settings,
+};
 use metal_candle::adapter::{Biases, LoraConfig, StartFrom};
 use metal_candle::data::{Dataset, Report};
 use metal_candle::model::Model;
@@ -194,13 +196,14 @@ pub fn lora_plan(config: &LoraConfig, model: &Model) -> anyhow::Result<LoraPlan>
     Ok(LoraPlan { modules, layers, adapted: resolved.len() })
 }
 
-/// How much memory a step takes, from what each layer keeps for its backward pass: the inputs of
+/// How much memory a step takes with parameters and gradients of `training` bytes and what the optimiser keeps, from what each layer keeps for its backward pass: the inputs of
 /// two norms, of the projections and of the activation, and the attention's own.
 pub fn memory(
     settings: &Settings,
     model: &Model,
     processes: u64,
     training: u64,
+    kept_by_optimizer: u64,
     longest: usize,
 ) -> Memory {
     let config = model.config();
@@ -229,6 +232,12 @@ pub fn memory(
         BasePlacement::Device => (weights, 0),
         BasePlacement::Host => (resident + two_layers, away),
         BasePlacement::Sharded => (resident + two_layers + away.div_ceil(processes), 0),
+    };
+    let kept_here = kept_by_optimizer.div_ceil(processes);
+    let (training, host) = match settings.optimizer_placement {
+        OptimizerPlacement::Device => (training + kept_by_optimizer, host),
+        OptimizerPlacement::Host => (training, host + kept_here),
+        OptimizerPlacement::Sharded => (training + kept_here, host),
     };
     Memory { weights, host, training, activations: tokens * kept * element + logits }
 }

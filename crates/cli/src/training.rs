@@ -11,7 +11,9 @@ use crate::plot::{self, LossCurve};
 use crate::progress::{self, Progress, clock};
 use crate::prompts;
 use crate::run_folder::{self, CONFIG, EVENTS, METRICS, PICTURES, Resume, Start};
-use crate::settings::{BasePlacement, FineTuneType, Precision, Settings, limit};
+use crate::settings::{
+    BasePlacement, FineTuneType, OptimizerPlacement, Precision, Settings, limit,
+};
 use crate::template;
 use anyhow::Context;
 use candle_core::{DType, Device, Tensor};
@@ -104,6 +106,7 @@ impl Run {
         };
         models::set_matmul(settings.matmul, &device)?;
         let placement = placement(settings.base_placement, &device, &start)?;
+        check_optimizer_placement(&settings, &device, start.group.size())?;
         let dtype = models::dtype(settings.dtype, &device);
         let compute = models::describe_compute(settings.dtype, settings.base_compute, &device);
         // What `auto` stands for here is kept with the run, which may continue on another machine.
@@ -264,7 +267,6 @@ impl Run {
             None => Adapter::full_entries(&model),
         };
         let trainable = entries.iter().map(|entry| entry.shape.elem_count() as u64).sum();
-        let kept = options.optimizer.state_bytes(&entries);
         let dataset = train.dataset();
         let others = [("validation", valid.as_ref()), ("test", test.as_ref())];
         let data: Vec<(&str, &Dataset)> = std::iter::once(("training", dataset.as_ref()))
@@ -300,7 +302,8 @@ impl Run {
                 &settings,
                 &model,
                 start.group.size() as u64,
-                2 * trainable * DType::F32.size_in_bytes() as u64 + kept,
+                2 * trainable * DType::F32.size_in_bytes() as u64,
+                options.optimizer.state_bytes(&entries),
                 // Both sequences of a pair.
                 if dataset.kind() == SampleKind::Pair { 2 } else { 1 } * dataset.report.longest,
             ),
@@ -640,6 +643,24 @@ fn placement(asked: BasePlacement, device: &Device, start: &Start) -> anyhow::Re
                  expected device or host",
             )),
         },
+    }
+}
+
+/// An error unless what the optimiser keeps can lie there.
+fn check_optimizer_placement(
+    settings: &Settings,
+    device: &Device,
+    processes: usize,
+) -> anyhow::Result<()> {
+    let placement = settings.optimizer_placement;
+    metal_candle::train::OptimizerPlacement::from(placement)
+        .check(&settings.optimizer()?, processes)
+        .map_err(|error| usage(error.to_string()))?;
+    match placement {
+        OptimizerPlacement::Host if !device.is_cuda() => Err(usage(
+            "optimizer_placement: is host, which is for NVIDIA GPUs; this device computes in that memory anyway",
+        )),
+        _ => Ok(()),
     }
 }
 

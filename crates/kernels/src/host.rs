@@ -4,6 +4,7 @@
 //! waits, and later work may overwrite them. On Metal a copy waits for that work; on the CPU it is a copy
 //! in memory.
 
+use crate::backend::cpu::{Input, change_in_place, for_each_chunk};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Memory of the host for copies of certain tensors, to be used again for the next copies of them.
@@ -44,8 +45,9 @@ impl HostBuffers {
         })
     }
 
-    /// Begins to copy `tensors`, which are contiguous and of the shapes, dtypes and device that this was
-    /// made for. They may be overwritten as soon as this returns, by work on the same device.
+    /// Begins to copy `tensors`, which are contiguous, of the shapes and dtypes that this was made for, and on its device or
+    /// the host, where nothing may be at work on them. They may be overwritten as soon as this returns, by work on the
+    /// same device.
     ///
     /// # Errors
     /// When they are others, or the driver refuses.
@@ -68,33 +70,54 @@ impl HostBuffers {
                 )
             }
         }
+        // Launched first, as the others are copied meanwhile.
         #[cfg(feature = "cuda")]
-        if let Some(tensor) = tensors.iter().find(|tensor| tensor.device().is_cuda()) {
-            let copied =
-                crate::backend::cuda::copy_to_host(tensor.device(), tensors, &self.tensors)?;
-            return Ok(HostCopy { copied: Some(copied), buffers: self });
-        }
+        let copied = tensors
+            .iter()
+            .find(|tensor| tensor.device().is_cuda())
+            .map(|it| crate::backend::cuda::copy_to_host(it.device(), tensors, &self.tensors))
+            .transpose()?;
         for (from, to) in tensors.iter().zip(&self.tensors) {
-            if from.elem_count() > 0 {
-                // A view is made a tensor of its own first, as Candle copies all that it is a view of.
-                let from = match from.device() {
-                    Device::Cpu => from.clone(),
-                    _ => from.force_contiguous()?.to_device(&Device::Cpu)?,
-                };
-                to.flatten_all()?.slice_set(&from.flatten_all()?, 0, 0)?;
+            if from.elem_count() == 0 || from.device().is_cuda() {
+                continue;
+            }
+            // A view is made a tensor of its own first, as Candle copies all that it is a view of.
+            let from = match from.device() {
+                Device::Cpu => from.clone(),
+                _ => from.force_contiguous()?.to_device(&Device::Cpu)?,
+            };
+            let (from, to) = (from.flatten_all()?, to.flatten_all()?);
+            match from.dtype() {
+                DType::F32 => copy_floats(&from, &to)?,
+                _ => to.slice_set(&from, 0, 0)?,
             }
         }
         Ok(HostCopy {
             #[cfg(feature = "cuda")]
-            copied: None,
+            copied,
             buffers: self,
         })
     }
 
-    /// What was copied last. A clone of one of these sees the next copy.
+    /// What was copied last; at first zeros. A clone of one of these sees the next copy. On CUDA an optimiser may keep its
+    /// numbers here, see [`flat`](crate::flat).
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors
     }
+}
+
+/// Copies `(n)` in f32 on the host, with all threads.
+fn copy_floats(from: &Tensor, to: &Tensor) -> Result<()> {
+    const CHUNK: usize = 1 << 20;
+    let from = Input::contiguous(from)?;
+    let from = from.read();
+    let from = from.slice::<f32>()?;
+    change_in_place::<f32>("host", to, |to| {
+        for_each_chunk(to, CHUNK, |index, to| {
+            to.copy_from_slice(&from[index * CHUNK..][..to.len()])
+        });
+        Ok(())
+    })
 }
 
 /// Brings what lies in the memory of the host to a device, beside its work: one transfer at a time.

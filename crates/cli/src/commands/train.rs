@@ -10,7 +10,7 @@ use crate::run_folder::{CONFIG, Resume, Start};
 use crate::settings::file::File;
 use crate::settings::{
     BaseCompute, BasePlacement, Best, Course, DataFlags, FineTuneType, Foreign, Loss, LossType,
-    Matmul, ObjectiveName, OptimizerName, Precision, Processor, Settings, told,
+    Matmul, ObjectiveName, OptimizerName, OptimizerPlacement, Precision, Processor, Settings, told,
 };
 use crate::template::TemplateFlags;
 use crate::training::{LAST_STEPS_SKIPPED, Run, Summary};
@@ -370,6 +370,9 @@ pub struct Flags {
     /// Where the frozen weights lie between their uses
     #[arg(long, value_enum, help_heading = "Device")]
     base_placement: Option<BasePlacement>,
+    /// Where what the optimiser keeps lies
+    #[arg(long, value_enum, help_heading = "Device")]
+    optimizer_placement: Option<OptimizerPlacement>,
     /// The device that computes
     #[arg(long, value_enum, help_heading = "Device")]
     device: Option<Processor>,

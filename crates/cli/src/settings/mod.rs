@@ -18,7 +18,8 @@ pub use keys::{cut, of_kind};
 pub use objective::{Best, LossType, ObjectiveName};
 pub use optimizer::OptimizerName;
 pub use values::{
-    BaseCompute, BasePlacement, Course, FineTuneType, Loss, Matmul, Precision, Processor,
+    BaseCompute, BasePlacement, Course, FineTuneType, Loss, Matmul, OptimizerPlacement, Precision,
+    Processor,
 };
 pub use words::Foreign;
 
@@ -158,6 +159,7 @@ pub struct Settings {
     pub quantize: Option<Quantization>,
     pub base_compute: BaseCompute,
     pub base_placement: BasePlacement,
+    pub optimizer_placement: OptimizerPlacement,
     pub device: Processor,
     pub matmul: Option<Matmul>,
     pub threads: Option<usize>,
@@ -193,6 +195,7 @@ impl Default for Settings {
             grad_accumulation,
             learning_rate: _,
             optimizer,
+            optimizer_placement,
             loraplus_lr_ratio,
             clip_norm,
             skip_limit,
@@ -328,6 +331,7 @@ impl Default for Settings {
             quantize: None,
             base_compute: BaseCompute::default(),
             base_placement: BasePlacement::default(),
+            optimizer_placement: optimizer_placement.into(),
             device: Processor::default(),
             matmul: None,
             threads: None,
@@ -692,6 +696,7 @@ impl Settings {
             grad_accumulation: self.grad_accumulation,
             learning_rate,
             optimizer: self.optimizer()?,
+            optimizer_placement: self.optimizer_placement.into(),
             loraplus_lr_ratio: self.loraplus_lr_ratio,
             clip_norm: (self.clip_norm != 0.0).then_some(self.clip_norm),
             skip_limit: self.skip_limit,

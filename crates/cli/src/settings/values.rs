@@ -5,7 +5,7 @@ use candle_core::DType;
 use clap::ValueEnum;
 use metal_candle::data::LossOn;
 use metal_candle::model::Quantization;
-use metal_candle::train::Schedule;
+use metal_candle::train::{self, Schedule};
 use serde::{Deserialize, Serialize};
 
 /// What is trained.
@@ -149,6 +149,40 @@ pub enum BasePlacement {
     Host,
     /// A part of each layer on each of several GPUs (--gpus), which put it together for its use. Needs --grad-checkpoint
     Sharded,
+}
+
+/// Where what the optimiser keeps from step to step lies.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerPlacement {
+    /// In the device's memory
+    #[default]
+    Device,
+    /// In the host's memory, which the GPU reads and writes in each step: for full fine-tuning of models whose moments the
+    /// GPU has no room for. With several GPUs a part for each
+    Host,
+    /// A part on each of several GPUs (--gpus) or processes, each of which makes the step of its part
+    Sharded,
+}
+
+impl From<train::OptimizerPlacement> for OptimizerPlacement {
+    fn from(placement: train::OptimizerPlacement) -> Self {
+        match placement {
+            train::OptimizerPlacement::Device => Self::Device,
+            train::OptimizerPlacement::Host => Self::Host,
+            train::OptimizerPlacement::Sharded => Self::Sharded,
+        }
+    }
+}
+
+impl From<OptimizerPlacement> for train::OptimizerPlacement {
+    fn from(placement: OptimizerPlacement) -> Self {
+        match placement {
+            OptimizerPlacement::Device => Self::Device,
+            OptimizerPlacement::Host => Self::Host,
+            OptimizerPlacement::Sharded => Self::Sharded,
+        }
+    }
 }
 
 /// The dtype of weights and activations.

@@ -336,6 +336,25 @@ fn where_a_base_may_lie() {
 }
 
 #[test]
+fn where_the_optimizers_state_may_lie() {
+    let place = Place::with_model();
+    let train = ["train", "-m", "base", "-d", "data", "--device", "cpu", "--optimizer-placement"];
+    for (flags, expected) in [
+        (&["host"][..], "optimizer_placement: is host, which is for NVIDIA GPUs"),
+        (&["sharded"], "optimizer_placement: is sharded, which needs several processes"),
+        (&["host", "--optimizer", "adafactor"], "but adafactor keeps next to nothing"),
+        (&["host", "--optimizer", "sgd"], "but sgd without momentum keeps nothing"),
+        (&["disk"], "invalid value 'disk' for '--optimizer-placement"),
+    ] {
+        for more in [&[][..], &["--dry-run"]] {
+            let stderr = place.fails(2, &[&train[..], flags, more].concat());
+            assert!(stderr.contains(expected), "{flags:?}: {stderr}");
+        }
+    }
+    assert!(!place.path("run").exists());
+}
+
+#[test]
 fn a_dry_run_reads_no_weights() {
     let place = Place::with_model();
     let dry = ["train", "-m", "base", "-d", "data", "--dry-run", "--json"];

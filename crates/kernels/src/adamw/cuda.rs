@@ -2,8 +2,8 @@
 
 use super::cpu::Update;
 use crate::backend::cuda::{Cuda, Module, module};
-use crate::flat::Step;
 use crate::flat::cuda::{self as flat, Prepared, Rule, THREADS};
+use crate::flat::{Clip, Step};
 use candle_core::{Result, Tensor};
 
 static MODULE: Module = module!("adamw");
@@ -25,11 +25,7 @@ pub(super) fn step(step: &Step<2>, grad_scale: f32, update: &Update) -> Result<(
     }
 }
 
-pub(super) fn clipped_step(
-    step: &Step<2>,
-    max_norm: Option<f64>,
-    update: &Update,
-) -> Result<Tensor> {
+pub(super) fn clipped_step(step: &Step<2>, clip: Clip, update: &Update) -> Result<Tensor> {
     let names = ["adamw_clipped_step", "adamw_clipped_step_any"];
-    flat::clipped_step(&MODULE, names, step, max_norm, update.constants())
+    flat::clipped_step(&MODULE, names, step, clip, update.constants())
 }

@@ -2,8 +2,8 @@
 
 use super::cpu::Update;
 use crate::backend::metal::{Argument, Metal};
-use crate::flat::Step;
 use crate::flat::metal as flat;
+use crate::flat::{Clip, Step};
 use candle_core::{Result, Tensor};
 
 pub(super) fn step(step: &Step<2>, grad_scale: f32, update: &Update) -> Result<()> {
@@ -26,10 +26,6 @@ pub(super) fn step(step: &Step<2>, grad_scale: f32, update: &Update) -> Result<(
     metal.run(&[metal.by_elements("adamw_step", count, 1, &arguments)?])
 }
 
-pub(super) fn clipped_step(
-    step: &Step<2>,
-    max_norm: Option<f64>,
-    update: &Update,
-) -> Result<Tensor> {
-    flat::clipped_step("adamw_clipped_step", step, max_norm, &update.constants())
+pub(super) fn clipped_step(step: &Step<2>, clip: Clip, update: &Update) -> Result<Tensor> {
+    flat::clipped_step("adamw_clipped_step", step, clip, &update.constants())
 }

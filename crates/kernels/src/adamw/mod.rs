@@ -19,7 +19,7 @@ mod metal;
 mod tests;
 
 use crate::backend::on_gpu;
-use crate::flat::{Step, require_step};
+use crate::flat::{Clip, Step, require_step};
 use candle_core::{Device, Result, Tensor};
 use cpu::Update;
 
@@ -46,7 +46,8 @@ pub struct Options {
 ///
 /// # Errors
 /// When shapes or dtypes don't fit, `step` is 0, `decayed > n`, two of the tensors share storage,
-/// `params`, `m` or `v` isn't contiguous, or the tensors aren't on one device. Nothing is changed then.
+/// `params`, `m` or `v` isn't contiguous, or the tensors aren't on one device; on CUDA `m` and `v` may be in
+/// [pinned memory of the host](crate::flat). Nothing is changed then.
 #[allow(clippy::too_many_arguments)]
 pub fn step(
     params: &Tensor,
@@ -68,31 +69,31 @@ pub fn step(
     buffers.on_cpu(grad_scale, &update)
 }
 
-/// [`norm`](crate::flat::norm) of the gradients, then one [`step`] with them scaled to a norm of at most
-/// `max_norm`, as `torch.nn.utils.clip_grad_norm_` does it. Afterwards the gradients are zero, which is
+/// [`norm`](crate::flat::norm) of the gradients, then one [`step`] with them scaled to the norm that `clip` says, as
+/// `torch.nn.utils.clip_grad_norm_` does it. Afterwards the gradients are zero, which is
 /// cheaper here than later. Returns the norm before clipping; when that isn't finite, no step is made. On a
 /// GPU this waits for the device, and the norm is an f32: see [`clipped_step_deferred`].
 ///
 /// # Errors
 /// Like [`step`]; the gradients must be contiguous, too.
 #[allow(clippy::too_many_arguments)]
-pub fn clipped_step(
-    params: &Tensor,
-    grads: &Tensor,
-    m: &Tensor,
-    v: &Tensor,
+pub fn clipped_step<'a>(
+    params: &'a Tensor,
+    grads: &'a Tensor,
+    m: &'a Tensor,
+    v: &'a Tensor,
     step: usize,
-    max_norm: Option<f64>,
+    clip: impl Into<Clip<'a>>,
     decayed: usize,
     options: &Options,
 ) -> Result<f64> {
-    let states = [("m", m), ("v", v)];
-    let (buffers, update) = clipped([params, grads], states, step, decayed, options)?;
+    let (states, clip) = ([("m", m), ("v", v)], clip.into());
+    let (buffers, update) = clipped([params, grads], states, step, clip, decayed, options)?;
     on_gpu!(params, gpu => {
-        let norm = gpu::clipped_step(&buffers, max_norm, &update)?;
+        let norm = gpu::clipped_step(&buffers, clip, &update)?;
         Ok(f64::from(norm.to_scalar::<f32>()?))
     });
-    buffers.clipped_on_cpu(max_norm, &update)
+    buffers.clipped_on_cpu(clip, &update)
 }
 
 /// Like [`clipped_step`], with the norm as a scalar f32 tensor on the device of the parameters. On a
@@ -101,22 +102,23 @@ pub fn clipped_step(
 /// # Errors
 /// Like [`clipped_step`].
 #[allow(clippy::too_many_arguments)]
-pub fn clipped_step_deferred(
-    params: &Tensor,
-    grads: &Tensor,
-    m: &Tensor,
-    v: &Tensor,
+pub fn clipped_step_deferred<'a>(
+    params: &'a Tensor,
+    grads: &'a Tensor,
+    m: &'a Tensor,
+    v: &'a Tensor,
     step: usize,
-    max_norm: Option<f64>,
+    clip: impl Into<Clip<'a>>,
     decayed: usize,
     options: &Options,
 ) -> Result<Tensor> {
+    let clip = clip.into();
     on_gpu!(params, gpu => {
         let states = [("m", m), ("v", v)];
-        let (buffers, update) = clipped([params, grads], states, step, decayed, options)?;
-        gpu::clipped_step(&buffers, max_norm, &update)
+        let (buffers, update) = clipped([params, grads], states, step, clip, decayed, options)?;
+        gpu::clipped_step(&buffers, clip, &update)
     });
-    let norm = clipped_step(params, grads, m, v, step, max_norm, decayed, options)?;
+    let norm = clipped_step(params, grads, m, v, step, clip, decayed, options)?;
     Tensor::new(norm as f32, &Device::Cpu)
 }
 
@@ -125,12 +127,13 @@ fn clipped<'a>(
     [params, grads]: [&'a Tensor; 2],
     states: [(&'static str, &'a Tensor); 2],
     step: usize,
+    clip: Clip,
     decayed: usize,
     options: &Options,
 ) -> Result<(Step<'a, 2>, Update)> {
     const OPERATION: &str = "adamw::clipped_step";
     let buffers = Step { operation: OPERATION, params, grads, states, decayed };
-    buffers.check_clipped()?;
+    buffers.check_clipped(clip)?;
     require_step(OPERATION, step)?;
     Ok((buffers, Update::new(step, options)))
 }

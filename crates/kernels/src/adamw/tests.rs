@@ -1,5 +1,6 @@
 use super::*;
 use crate::flat::norm;
+use crate::flat::tests::{Case, assert_parts, assert_steps};
 use crate::testing::*;
 use candle_core::{DType, Device};
 
@@ -32,6 +33,29 @@ fn zeros(n: usize, dtype: DType) -> Tensor {
 /// A tensor with a storage of its own.
 fn own(tensor: &Tensor, dtype: DType) -> Tensor {
     tensor.to_dtype(dtype).unwrap().copy().unwrap()
+}
+
+fn in_general(check: impl Fn(&Case)) {
+    check(&Case {
+        states: 2,
+        undecided: 0,
+        step: &|buffers, number, clip, decayed| match buffers {
+            [params, grads, m, v] => {
+                clipped_step(params, grads, m, v, number, clip, decayed, &OPTIONS)
+            }
+            _ => unreachable!(),
+        },
+        reference: &|p, state, g, step, decays| {
+            let [m, v] = state else { unreachable!() };
+            reference(p, m, v, g, step, decays);
+        },
+    });
+}
+
+#[test]
+fn clipped_steps_are_the_papers() {
+    in_general(assert_steps);
+    in_general(assert_parts);
 }
 
 #[test]
@@ -226,6 +250,12 @@ mod cuda {
 
     #[test]
     #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_parts_are_the_whole() {
+        in_general(crate::flat::tests::assert_cuda_parts);
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_clipped_steps_match_the_cpu() {
         let device = crate::testing::cuda();
         for (n, start) in [(1, 0), (7, 4), (40_001, 0), (40_001, 3), (3_000_003, 0)] {
@@ -271,6 +301,9 @@ mod cuda {
         }
         let wrong =
             message(step(&ones(), &ones(), &zeros(3, DType::F32), &ones(), 1, 1.0, 0, &OPTIONS));
+        assert!(wrong.contains("isn't pinned"), "{wrong}");
+        let wrong =
+            message(step(&ones(), &zeros(3, DType::F32), &ones(), &ones(), 1, 1.0, 0, &OPTIONS));
         assert!(wrong.contains("on one device"), "{wrong}");
         let buffer = Tensor::ones(6, DType::F32, &device).unwrap();
         let part = |index: usize| buffer.narrow(0, 3 * index, 3).unwrap();

@@ -21,7 +21,7 @@ pub(super) fn step(buffers: &Buffers, grad_scale: f32, update: &Update) -> Resul
     }
     let arrays = [params, grads, m_codes, v_codes, m_scales, v_scales];
     let arrays =
-        arrays.into_iter().map(|tensor| cuda.strided(tensor)).collect::<Result<Vec<_>>>()?;
+        arrays.into_iter().map(|tensor| cuda.within_reach(tensor)).collect::<Result<Vec<_>>>()?;
     let grid = count.div_ceil(BLOCK).min(GRID) as u32;
     let launch = MODULE.launch(&cuda, "adamw8bit_step", (grid, 1, 1), THREADS as u32, 0)?;
     let (count, rule) = (count as i64, Rule(update.constants()));

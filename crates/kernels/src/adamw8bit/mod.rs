@@ -22,7 +22,7 @@ use crate::adamw::Options;
 use crate::adamw::cpu::Update;
 use crate::backend::cpu::require_separate;
 use crate::backend::{on_gpu, require_dtype, require_shape, require_together};
-use crate::flat::{require_contiguous, require_step};
+use crate::flat::{require_contiguous, require_step, require_within_reach};
 use candle_core::{DType, Result, Tensor};
 use std::sync::LazyLock;
 
@@ -72,7 +72,10 @@ pub fn step(
         ("m_scales", m_scales, blocks, DType::F32),
         ("v_scales", v_scales, blocks, DType::F32),
     ];
-    require_together(OPERATION, &all.map(|(_, tensor, ..)| tensor))?;
+    require_together(OPERATION, &[params, grads])?;
+    for (_, state, ..) in &all[2..] {
+        require_within_reach(OPERATION, params, state)?;
+    }
     for (name, tensor, count, dtype) in all {
         require_shape(OPERATION, name, tensor, &[count])?;
         require_dtype(OPERATION, name, tensor, dtype)?;
@@ -81,7 +84,9 @@ pub fn step(
     require_step(OPERATION, step)?;
     for (index, (a, first, ..)) in all.iter().enumerate() {
         for (b, second, ..) in &all[..index] {
-            require_separate(OPERATION, &format!("{b} and {a}"), first, second)?;
+            if first.device().same_device(second.device()) {
+                require_separate(OPERATION, &format!("{b} and {a}"), first, second)?;
+            }
         }
     }
     let update = Update::new(step, options);

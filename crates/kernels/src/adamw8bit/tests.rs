@@ -28,6 +28,20 @@ impl Kept {
         }
     }
 
+    /// Zeros in memory of the host that the device reaches, while the second lives.
+    #[cfg(feature = "cuda")]
+    fn pinned(n: usize, device: &Device) -> (Kept, crate::host::HostBuffers) {
+        let (codes, scales) = ((vec![n], DType::U8), (vec![n.div_ceil(BLOCK)], DType::F32));
+        let like = [codes.clone(), codes, scales.clone(), scales];
+        let buffers = crate::host::HostBuffers::new(&like, device).unwrap();
+        let [m_codes, v_codes, m_scales, v_scales] = buffers.tensors() else { unreachable!() };
+        let kept = Kept {
+            codes: [m_codes.clone(), v_codes.clone()],
+            scales: [m_scales.clone(), v_scales.clone()],
+        };
+        (kept, buffers)
+    }
+
     fn moments(&self) -> Moments<'_> {
         let Kept { codes: [m_codes, v_codes], scales: [m_scales, v_scales] } = self;
         Moments { m_codes, m_scales, v_codes, v_scales }
@@ -154,8 +168,11 @@ fn cuda_steps_match_the_cpu() {
     let device = crate::testing::cuda();
     for n in [1, 255, 257, 40_000, 1_000_003] {
         let (params, kept) = (own(n, 1), Kept::zeros(n, &Device::Cpu));
-        let on_device = || (params.to_device(&device).unwrap(), Kept::zeros(n, &device));
-        let [first, second] = [(); 2].map(|()| on_device());
+        let on_device = || params.to_device(&device).unwrap();
+        let first = (on_device(), Kept::zeros(n, &device));
+        // In memory of the host.
+        let (second, _pinned) = Kept::pinned(n, &device);
+        let second = (on_device(), second);
         for number in 1..=3 {
             let grads = own(n, 10 + number as u64);
             for (params, kept) in [&first, &second] {

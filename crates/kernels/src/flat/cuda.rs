@@ -1,6 +1,6 @@
 //! The passes over flat gradients on CUDA, see `kernel.cu`, and the host's side of `flat.cuh`.
 
-use super::Step;
+use super::{Clip as Clipped, Step};
 use crate::backend::cuda::{Array, Cuda, Module, by_dtype, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor, bail};
@@ -67,7 +67,7 @@ impl Prepared {
         let mut states = [0; 2];
         let mut arrays = Vec::new();
         for (state, (_, tensor)) in states.iter_mut().zip(&step.states) {
-            let array = cuda.strided(tensor)?;
+            let array = cuda.within_reach(tensor)?;
             *state = array.pointer;
             arrays.push(array);
         }
@@ -122,11 +122,11 @@ pub(crate) fn clipped_step<const STATES: usize, const COUNT: usize>(
     module: &Module,
     names: [&'static str; 2],
     step: &Step<STATES>,
-    max_norm: Option<f64>,
+    clip: Clipped,
     constants: [f32; COUNT],
 ) -> Result<Tensor> {
     let cuda = Cuda::of(step.params)?;
-    let norm = Norm::new(&cuda, step.grads, max_norm)?;
+    let norm = Norm::new(&cuda, step.clipped(clip), clip.max_norm)?;
     let prepared = Prepared::new(&cuda, step)?;
     let [vectors, any] = names;
     let name = if prepared.packed { vectors } else { any };

@@ -1,6 +1,6 @@
 //! The passes over flat gradients on Metal, and a clipped step, see `kernel.metal`. Norms are added up in f32.
 
-use super::Step;
+use super::{Clip, Step};
 use crate::backend::metal::{Argument, Array, Dispatch, Metal, by_dtype, size};
 use candle_core::{DType, Result, Tensor};
 
@@ -14,7 +14,7 @@ const SHARE: usize = 4096;
 pub(crate) fn clipped_step<const STATES: usize>(
     kernel: &'static str,
     step: &Step<STATES>,
-    max_norm: Option<f64>,
+    clip: Clip,
     constants: &[f32],
 ) -> Result<Tensor> {
     let metal = Metal::of(step.params)?;
@@ -22,7 +22,8 @@ pub(crate) fn clipped_step<const STATES: usize>(
     let states = step.states.iter().map(|(_, state)| metal.strided(state));
     let states = states.collect::<Result<Vec<Array>>>()?;
     let count = step.params.elem_count();
-    with_norm(&metal, &grads, |[squares, sum], norm| {
+    let clipped = metal.strided(step.clipped(clip))?;
+    with_norm(&metal, &clipped, |[squares, sum], norm| {
         let mut arguments = vec![Argument::Output(&params), Argument::Output(&grads)];
         arguments.extend(states.iter().map(Argument::Output));
         arguments.extend([
@@ -30,7 +31,7 @@ pub(crate) fn clipped_step<const STATES: usize>(
             Argument::U64(step.decayed as u64),
             Argument::U64(count as u64),
             Argument::Input(norm),
-            max_norm_argument(max_norm),
+            max_norm_argument(clip.max_norm),
         ]);
         metal.run(&[squares, sum, metal.by_elements(kernel, count, 1, &arguments)?])
     })

@@ -4,6 +4,10 @@
 //! A clipped step takes the norm of the gradients, scales them to a norm of at most `max_norm`, as
 //! `torch.nn.utils.clip_grad_norm_` does it, changes the parameters and leaves the gradients zero. When the
 //! norm isn't finite, only the gradients are changed.
+//!
+//! On CUDA what an optimiser keeps of each parameter may lie in pinned memory of the host
+//! ([`HostBuffers`](crate::host::HostBuffers)) instead of on the device: a step reads and writes it there over the bus,
+//! with the same result. The host may look at it once the device is done.
 
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
@@ -28,8 +32,24 @@ pub(crate) struct Step<'a, const STATES: usize> {
     pub(crate) decayed: usize,
 }
 
+/// What gradients are clipped to.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Clip<'a> {
+    /// The largest norm; any without it.
+    pub max_norm: Option<f64>,
+    /// The contiguous gradients whose norm that is, where the step is one of a part of them; by default it is that of
+    /// the step's own.
+    pub norm_of: Option<&'a Tensor>,
+}
+
+impl From<Option<f64>> for Clip<'_> {
+    fn from(max_norm: Option<f64>) -> Self {
+        Self { max_norm, norm_of: None }
+    }
+}
+
 impl<const STATES: usize> Step<'_, STATES> {
-    /// An error for shapes or dtypes that don't fit, tensors that share storage, aren't on one device or,
+    /// An error for shapes or dtypes that don't fit, tensors that share storage, aren't within reach of one device or,
     /// but for the gradients, aren't contiguous.
     pub(crate) fn check(&self) -> Result<()> {
         let operation = self.operation;
@@ -37,7 +57,10 @@ impl<const STATES: usize> Step<'_, STATES> {
             .into_iter()
             .chain(self.states)
             .collect();
-        require_together(operation, &all.iter().map(|(_, tensor)| *tensor).collect::<Vec<_>>())?;
+        require_together(operation, &[self.params, self.grads])?;
+        for (_, state) in self.states {
+            require_within_reach(operation, self.params, state)?;
+        }
         require_rank(operation, "params", self.params, 1, "(n)")?;
         let n = self.params.elem_count();
         for &(name, tensor) in &all {
@@ -64,16 +87,27 @@ impl<const STATES: usize> Step<'_, STATES> {
         let names = names.join(", ");
         for (index, (_, a)) in all.iter().enumerate() {
             for (_, b) in &all[..index] {
-                require_separate(operation, &names, a, b)?;
+                if a.device().same_device(b.device()) {
+                    require_separate(operation, &names, a, b)?;
+                }
             }
         }
         Ok(())
     }
 
-    /// [`Step::check`], and that the gradients, which are to be changed, are contiguous.
-    pub(crate) fn check_clipped(&self) -> Result<()> {
+    /// [`Step::check`], and that the gradients, which are to be changed, and those whose norm is clipped are contiguous.
+    pub(crate) fn check_clipped(&self, clip: Clip) -> Result<()> {
         self.check()?;
-        require_contiguous(self.operation, "grads", self.grads)
+        require_contiguous(self.operation, "grads", self.grads)?;
+        let Some(norm_of) = clip.norm_of else { return Ok(()) };
+        require_together(self.operation, &[self.grads, norm_of])?;
+        require_dtype(self.operation, "norm_of", norm_of, self.grads.dtype())?;
+        require_contiguous(self.operation, "norm_of", norm_of)
+    }
+
+    /// The gradients whose norm is clipped.
+    pub(crate) fn clipped<'a>(&'a self, clip: Clip<'a>) -> &'a Tensor {
+        clip.norm_of.unwrap_or(self.grads)
     }
 
     /// The step with gradients that stay as they are, on the CPU.
@@ -105,11 +139,11 @@ impl<const STATES: usize> Step<'_, STATES> {
     /// The clipped step on the CPU; gives the norm.
     pub(crate) fn clipped_on_cpu(
         &self,
-        max_norm: Option<f64>,
+        clip: Clip,
         rule: &(impl Rule<f32, STATES> + Rule<f64, STATES>),
     ) -> Result<f64> {
-        let norm = norm(self.grads)?;
-        let Some(grad_scale) = clip_scale(norm, max_norm) else {
+        let norm = norm(self.clipped(clip))?;
+        let Some(grad_scale) = clip_scale(norm, clip.max_norm) else {
             fill_zero(self.grads)?;
             return Ok(norm);
         };
@@ -152,6 +186,15 @@ pub fn clip_scale(norm: f64, max_norm: Option<f64>) -> Option<f32> {
     const CLIP_EPSILON: f64 = 1e-6;
     let scale = max_norm.map_or(1.0, |max_norm| (max_norm / (norm + CLIP_EPSILON)).min(1.0));
     norm.is_finite().then_some(scale as f32)
+}
+
+/// An error unless the device of `params` finds what an optimiser keeps: it is there, too, or, on CUDA, in the memory of
+/// the host, which the driver has to have pinned.
+pub(crate) fn require_within_reach(operation: &str, params: &Tensor, state: &Tensor) -> Result<()> {
+    match params.device().is_cuda() && state.device().is_cpu() {
+        true => Ok(()),
+        false => require_together(operation, &[params, state]),
+    }
 }
 
 /// An error unless steps count from 1.

@@ -18,10 +18,10 @@ pub(crate) struct Case<'a> {
     /// Of so many in a million elements rounding may decide the whole step, where it isn't the CPU's.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(crate) undecided: usize,
-    /// A clipped step of parameters, gradients and those buffers: its number, the largest norm, how many
+    /// A clipped step of parameters, gradients and those buffers: its number, what it clips to, how many
     /// elements decay.
     #[allow(clippy::type_complexity)]
-    pub(crate) step: &'a (dyn Fn(&[Tensor], usize, Option<f64>, usize) -> Result<f64> + Sync),
+    pub(crate) step: &'a (dyn Fn(&[Tensor], usize, Clip, usize) -> Result<f64> + Sync),
     /// The step of one element with its clipped gradient, as the paper writes it: the parameter, what is kept
     /// of it, the step's number, and whether it decays.
     #[allow(clippy::type_complexity)]
@@ -60,7 +60,7 @@ pub(crate) fn assert_steps(case: &Case) {
                 case.put_gradients(&buffers, number);
                 let grads = values(&buffers[1]);
                 let norm = grads.iter().map(|g| g * g).sum::<f64>().sqrt();
-                let found = (case.step)(&buffers, number, max_norm, decayed).unwrap();
+                let found = (case.step)(&buffers, number, max_norm.into(), decayed).unwrap();
                 assert!((found - norm).abs() < 1e-12 * norm, "{found} is not {norm}");
                 assert_eq!(max_abs(&buffers[1]), 0.0);
                 let scale = max_norm.map_or(1.0, |limit| (limit / (norm + 1e-6)).min(1.0));
@@ -82,11 +82,88 @@ pub(crate) fn assert_steps(case: &Case) {
     views_change_and_nothing_else(case);
     assert_independent_of_threads(|| {
         let buffers = case.buffers(100_000, DType::F32);
-        let norm = (case.step)(&buffers, 1, Some(1.0), 33_333).unwrap();
+        let norm = (case.step)(&buffers, 1, Some(1.0).into(), 33_333).unwrap();
         buffers.into_iter().chain([Tensor::new(norm, &Device::Cpu).unwrap()]).collect()
     });
     mistakes_are_errors(case);
-    (case.step)(&case.buffers(0, DType::F32), 1, Some(1.0), 0).unwrap();
+    (case.step)(&case.buffers(0, DType::F32), 1, Some(1.0).into(), 0).unwrap();
+}
+
+/// Steps of parts, each clipped by the norm of all gradients, are a step of the whole, wherever `place` puts what is
+/// kept.
+#[track_caller]
+fn parts_are_the_whole(case: &Case, place: impl Fn(&Tensor, bool) -> Tensor) {
+    let (n, decayed, boundary) = (100_003, 33_333, 40_064);
+    let on_device = |buffers: Vec<Tensor>| -> Vec<Tensor> {
+        buffers.iter().map(|buffer| place(buffer, false)).collect()
+    };
+    let whole = on_device(case.buffers(n, DType::F32));
+    let parts: Vec<Tensor> = case
+        .buffers(n, DType::F32)
+        .iter()
+        .enumerate()
+        .map(|(index, buffer)| place(buffer, index >= 2))
+        .collect();
+    for number in 1..=3 {
+        case.put_gradients(&whole, number);
+        case.put_gradients(&parts, number);
+        let norm = (case.step)(&whole, number, Some(0.5).into(), decayed).unwrap();
+        let all = parts[1].copy().unwrap();
+        for range in [0..boundary, boundary..n] {
+            let part: Vec<Tensor> = parts
+                .iter()
+                .map(|buffer| buffer.narrow(0, range.start, range.len()).unwrap())
+                .collect();
+            let clip = Clip { max_norm: Some(0.5), norm_of: Some(&all) };
+            let decayed = decayed.clamp(range.start, range.end) - range.start;
+            assert_eq!((case.step)(&part, number, clip, decayed).unwrap(), norm);
+        }
+        for (whole, part) in whole.iter().zip(&parts) {
+            assert_identical(&here(whole), &here(part));
+        }
+    }
+}
+
+/// [`parts_are_the_whole`] on the CPU, and what isn't a norm's is an error.
+#[track_caller]
+pub(crate) fn assert_parts(case: &Case) {
+    parts_are_the_whole(case, |buffer, _| buffer.clone());
+    let buffers = case.buffers(4, DType::F32);
+    for (norm_of, expected) in [
+        (Tensor::ones(4, DType::F64, &Device::Cpu), "norm_of is F64, expected F32"),
+        (Tensor::ones((4, 2), DType::F32, &Device::Cpu).unwrap().narrow(1, 0, 1), "contiguous"),
+    ] {
+        let clip = Clip { max_norm: None, norm_of: Some(&norm_of.unwrap()) };
+        let wrong = message((case.step)(&buffers, 1, clip, 0));
+        assert!(wrong.contains(expected), "{wrong}");
+    }
+}
+
+/// The same on a GPU, with what is kept on it and in memory of the host.
+#[cfg(feature = "cuda")]
+#[track_caller]
+pub(crate) fn assert_cuda_parts(case: &Case) {
+    let device = &cuda();
+    parts_are_the_whole(case, |buffer, _| put(buffer, 0, device));
+    let pinned = std::cell::RefCell::new(Vec::new());
+    parts_are_the_whole(case, |buffer, kept| match kept {
+        false => put(buffer, 0, device),
+        true => {
+            let like = [(buffer.dims().to_vec(), buffer.dtype())];
+            let buffers = crate::host::HostBuffers::new(&like, device).unwrap();
+            pinned.borrow_mut().push(buffers);
+            pinned.borrow().last().unwrap().tensors()[0].clone()
+        }
+    });
+    drop(pinned);
+    if case.states > 0 {
+        let mut loose = case.buffers(4, DType::F32);
+        for buffer in &mut loose[..2] {
+            *buffer = put(buffer, 0, device);
+        }
+        let wrong = message((case.step)(&loose, 1, None.into(), 0));
+        assert!(wrong.contains("isn't pinned"), "{wrong}");
+    }
 }
 
 fn broken_gradients_change_nothing(case: &Case, device: &Device) {
@@ -94,7 +171,7 @@ fn broken_gradients_change_nothing(case: &Case, device: &Device) {
         let ones = || Tensor::ones(3, DType::F32, device).unwrap();
         let mut buffers: Vec<Tensor> = (0..2 + case.states).map(|_| ones()).collect();
         buffers[1] = Tensor::new(&[1.0, bad, 2.0], device).unwrap();
-        assert!(!(case.step)(&buffers, 1, Some(1.0), 3).unwrap().is_finite());
+        assert!(!(case.step)(&buffers, 1, Some(1.0).into(), 3).unwrap().is_finite());
         for (index, buffer) in buffers.iter().enumerate() {
             let expected = if index == 1 { 0.0 } else { 1.0 };
             assert_eq!(values(&here(buffer)), [expected; 3], "buffer {index}");
@@ -106,7 +183,7 @@ fn views_change_and_nothing_else(case: &Case) {
     let whole: Vec<Tensor> =
         (0..2 + case.states).map(|_| Tensor::ones(10, DType::F32, &Device::Cpu).unwrap()).collect();
     let views: Vec<Tensor> = whole.iter().map(|buffer| buffer.narrow(0, 3, 4).unwrap()).collect();
-    (case.step)(&views, 2, Some(1.0), 0).unwrap();
+    (case.step)(&views, 2, Some(1.0).into(), 0).unwrap();
     for buffer in &whole {
         let changed: Vec<bool> = values(buffer).iter().map(|value| *value != 1.0).collect();
         assert_eq!(changed, [0, 0, 0, 1, 1, 1, 1, 0, 0, 0].map(|bit| bit == 1));
@@ -119,25 +196,25 @@ fn mistakes_are_errors(case: &Case) {
     for index in 1..2 + case.states {
         let mut short = all();
         short[index] = ones(5);
-        let wrong = message((case.step)(&short, 1, None, 0));
+        let wrong = message((case.step)(&short, 1, None.into(), 0));
         assert!(wrong.contains("has shape [5], expected [4]"), "{wrong}");
         let spread = Tensor::ones((4, 2), DType::F32, &Device::Cpu).unwrap();
         let mut strided = all();
         strided[index] = spread.narrow(1, 0, 1).unwrap().squeeze(1).unwrap();
-        let wrong = message((case.step)(&strided, 1, None, 0));
+        let wrong = message((case.step)(&strided, 1, None.into(), 0));
         assert!(wrong.contains("is not contiguous"), "{wrong}");
         // Both would be locked for ever.
         let buffer = ones(8);
         let mut shared = all();
         shared[index] = buffer.narrow(0, 0, 4).unwrap();
         shared[index - 1] = buffer.narrow(0, 4, 4).unwrap();
-        let wrong = message((case.step)(&shared, 1, None, 0));
+        let wrong = message((case.step)(&shared, 1, None.into(), 0));
         assert!(wrong.contains("must be tensors of their own"), "{wrong}");
     }
     let half: Vec<Tensor> =
         all().iter().map(|buffer| buffer.to_dtype(DType::BF16).unwrap()).collect();
-    assert!(message((case.step)(&half, 1, None, 0)).contains("params are BF16"));
-    assert!(message((case.step)(&all(), 1, None, 5)).contains("at most 4"));
+    assert!(message((case.step)(&half, 1, None.into(), 0)).contains("params are BF16"));
+    assert!(message((case.step)(&all(), 1, None.into(), 5)).contains("at most 4"));
 }
 
 /// Buffers of their own on the device, from element `start` on, so that packs fit or don't.
@@ -165,7 +242,7 @@ pub(crate) fn assert_cuda_steps(case: &Case) {
             for number in 1..=3 {
                 let run = |buffers: &[Tensor]| {
                     case.put_gradients(buffers, number);
-                    (case.step)(buffers, number, max_norm, n / 3).unwrap()
+                    (case.step)(buffers, number, max_norm.into(), n / 3).unwrap()
                 };
                 let (norm, found) = (run(&exact), run(&first));
                 assert!((found - norm).abs() <= 1e-6 * norm, "{found} is not {norm}");

@@ -15,7 +15,7 @@ mod metal;
 mod tests;
 
 use crate::backend::on_gpu;
-use crate::flat::Step;
+use crate::flat::{Clip, Step};
 use candle_core::{Result, Tensor};
 use cpu::Update;
 
@@ -32,7 +32,7 @@ pub struct Options {
     pub weight_decay: f64,
 }
 
-/// One step, in place, with gradients clipped to a norm of at most `max_norm`: `params`, `grads` and `m` are
+/// One step, in place, with gradients clipped to the norm that `clip` says: `params`, `grads` and `m` are
 /// `(n)` of one dtype, f32 or f64; `m` starts as zeros. The first `decayed` elements get weight decay.
 /// Returns the norm before clipping; when that isn't finite, no step is made. Afterwards the gradients are
 /// zero. On a GPU this waits for the device.
@@ -40,19 +40,19 @@ pub struct Options {
 /// # Errors
 /// When shapes or dtypes don't fit, `decayed > n`, two of the tensors share storage, one isn't contiguous,
 /// or they aren't on one device. Nothing is changed then.
-pub fn clipped_step(
-    params: &Tensor,
-    grads: &Tensor,
-    m: &Tensor,
-    max_norm: Option<f64>,
+pub fn clipped_step<'a>(
+    params: &'a Tensor,
+    grads: &'a Tensor,
+    m: &'a Tensor,
+    clip: impl Into<Clip<'a>>,
     decayed: usize,
     options: &Options,
 ) -> Result<f64> {
     let step = Step { operation: "lion::clipped_step", params, grads, states: [("m", m)], decayed };
-    step.check_clipped()?;
-    let update = Update::new(options);
+    let (update, clip) = (Update::new(options), clip.into());
+    step.check_clipped(clip)?;
     on_gpu!(params, gpu => {
-        Ok(f64::from(gpu::clipped_step(&step, max_norm, &update)?.to_scalar::<f32>()?))
+        Ok(f64::from(gpu::clipped_step(&step, clip, &update)?.to_scalar::<f32>()?))
     });
-    step.clipped_on_cpu(max_norm, &update)
+    step.clipped_on_cpu(clip, &update)
 }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::flat::tests::{Case, assert_steps};
+use crate::flat::tests::{Case, assert_parts, assert_steps};
 
 const OPTIONS: Options =
     Options { learning_rate: 1e-2, beta1: 0.9, beta2: 0.99, weight_decay: 0.1 };
@@ -17,8 +17,8 @@ fn in_every_case(check: impl Fn(&Case)) {
         states: 1,
         // A step is a sign.
         undecided: 2,
-        step: &|buffers, _, max_norm, decayed| match buffers {
-            [params, grads, m] => clipped_step(params, grads, m, max_norm, decayed, &OPTIONS),
+        step: &|buffers, _, clip, decayed| match buffers {
+            [params, grads, m] => clipped_step(params, grads, m, clip, decayed, &OPTIONS),
             _ => unreachable!(),
         },
         reference: &reference,
@@ -28,6 +28,7 @@ fn in_every_case(check: impl Fn(&Case)) {
 #[test]
 fn steps_are_the_papers() {
     in_every_case(assert_steps);
+    in_every_case(assert_parts);
 }
 
 #[cfg(feature = "cuda")]
@@ -35,6 +36,7 @@ fn steps_are_the_papers() {
 #[ignore = "needs an NVIDIA GPU"]
 fn cuda_steps_match_the_cpu() {
     in_every_case(crate::flat::tests::assert_cuda_steps);
+    in_every_case(crate::flat::tests::assert_cuda_parts);
 }
 
 #[test]

@@ -67,7 +67,7 @@ pub fn step(
         states: [("m", m), ("update", update)],
         decayed: params.elem_count(),
     };
-    step.check_clipped()?;
+    step.check_clipped(None.into())?;
     let rule = Update::new(options);
     on_gpu!(params, gpu => gpu::step(&step, grad_scale, &rule));
     step.cleared_on_cpu(grad_scale, &rule)

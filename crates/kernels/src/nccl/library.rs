@@ -84,6 +84,17 @@ pub(super) struct Library {
     ) -> Code,
     pub(super) all_gather:
         unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, *mut c_void) -> Code,
+    pub(super) broadcast: unsafe extern "C" fn(
+        *const c_void,
+        *mut c_void,
+        usize,
+        c_int,
+        c_int,
+        Comm,
+        *mut c_void,
+    ) -> Code,
+    pub(super) group_start: unsafe extern "C" fn() -> Code,
+    pub(super) group_end: unsafe extern "C" fn() -> Code,
     pub(super) abort: unsafe extern "C" fn(Comm) -> Code,
     /// The functions are in it.
     _file: libloading::Library,
@@ -135,6 +146,9 @@ impl Library {
                 get_async_error: find(&file, c"ncclCommGetAsyncError")?,
                 all_reduce: find(&file, c"ncclAllReduce")?,
                 all_gather: find(&file, c"ncclAllGather")?,
+                broadcast: find(&file, c"ncclBroadcast")?,
+                group_start: find(&file, c"ncclGroupStart")?,
+                group_end: find(&file, c"ncclGroupEnd")?,
                 abort: find(&file, c"ncclCommAbort")?,
                 _file: file,
             }

@@ -156,15 +156,7 @@ impl Communicator {
         let cuda = Cuda::on(&self.device)?;
         let mut arrays = Vec::with_capacity(parts.len());
         for part in parts {
-            if part.rank() != 1 || !part.is_contiguous() || !part.device().same_device(&self.device)
-            {
-                return Err(Error::Msg(format!(
-                    "metal-candle-kernels: nccl: cannot gather {:?} on {:?}, expected contiguous (n) on the group's GPU",
-                    part.shape(),
-                    part.device().location()
-                ))
-                .into());
-            }
+            self.require_flat("gather", part)?;
             let whole = cuda.empty(self.size * part.elem_count(), part.dtype())?;
             arrays.push((cuda.strided(part)?, whole));
         }
@@ -190,6 +182,74 @@ impl Communicator {
             self.launched("putting a tensor together", code, &mut wait)?;
         }
         Ok(arrays.into_iter().map(|(_, whole)| whole.tensor).collect())
+    }
+
+    /// Begins to give each process's part to all others, in place: `parts` by process, each contiguous `(n)` in any dtype
+    /// on the device, of the same sizes in all processes. That is done beside the work of the device which is launched
+    /// after this, and may be read once [`Self::end`] has seen that it is done; until then, the parts stay, and nobody else
+    /// writes to them. `wait` as for [`Self::join`]; after an error the communicator has ended.
+    ///
+    /// # Errors
+    /// That of `wait`, one that says that the parts are none of these, and NCCL's own.
+    pub fn begin_spread<E: From<Error>>(
+        &self,
+        parts: &[Tensor],
+        wait: impl FnMut() -> Result<(), E>,
+    ) -> Result<(), E> {
+        const WHAT: &str = "giving parts to others";
+        self.check_alive()?;
+        if parts.len() != self.size {
+            return Err(Error::Msg(format!(
+                "metal-candle-kernels: nccl: {} parts, expected one for each of {} processes",
+                parts.len(),
+                self.size
+            ))
+            .into());
+        }
+        let cuda = Cuda::on(&self.device)?;
+        let mut arrays = Vec::with_capacity(parts.len());
+        for part in parts {
+            self.require_flat("give", part)?;
+            arrays.push(cuda.strided(part)?);
+        }
+        let lane = self.lane()?;
+        lane.follow()?;
+        // SAFETY: NCCL's calls of this thread up to the end are launched together.
+        let mut code = unsafe { (self.library.group_start)() };
+        for (rank, array) in arrays.iter().enumerate() {
+            let bytes = array.tensor.elem_count() * array.dtype.size_in_bytes();
+            if bytes == 0 || (code != SUCCESS && code != IN_PROGRESS) {
+                continue;
+            }
+            // SAFETY: there are so many bytes, which live until the lane is done; the caller waits for that.
+            code = unsafe {
+                (self.library.broadcast)(
+                    array.pointer as *const _,
+                    array.pointer as *mut _,
+                    bytes,
+                    BYTE,
+                    rank as c_int,
+                    self.comm.get(),
+                    lane.stream().cast(),
+                )
+            };
+        }
+        // SAFETY: as above.
+        let end = unsafe { (self.library.group_end)() };
+        let code = if code == SUCCESS || code == IN_PROGRESS { end } else { code };
+        self.launched(WHAT, code, wait)
+    }
+
+    /// An error unless a tensor is contiguous `(n)` on this device.
+    fn require_flat(&self, what: &str, part: &Tensor) -> Result<()> {
+        if part.rank() == 1 && part.is_contiguous() && part.device().same_device(&self.device) {
+            return Ok(());
+        }
+        bail!(
+            "metal-candle-kernels: nccl: cannot {what} {:?} on {:?}, expected contiguous (n) on the group's GPU",
+            part.shape(),
+            part.device().location()
+        )
     }
 
     /// Waits until all that was begun is done.

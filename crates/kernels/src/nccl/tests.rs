@@ -74,6 +74,21 @@ fn cuda_a_tensor_of_one_part_is_that() {
 
 #[test]
 #[ignore = "needs an NVIDIA GPU and NCCL"]
+fn cuda_a_part_given_to_nobody_stays() {
+    let (device, communicator) = alone();
+    for count in [0usize, 1, 1000] {
+        let numbers = Tensor::arange(0f32, count as f32, &device).unwrap();
+        communicator.begin_spread(std::slice::from_ref(&numbers), wait).unwrap();
+        communicator.end(wait).unwrap();
+        let expected: Vec<f32> = (0..count).map(|index| index as f32).collect();
+        assert_eq!(numbers.to_vec1::<f32>().unwrap(), expected);
+    }
+    let error = communicator.begin_spread(&[], wait).unwrap_err().to_string();
+    assert!(error.contains("expected one for each of 1 processes"), "{error}");
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU and NCCL"]
 fn cuda_who_gives_up_waiting_for_others_ends() {
     let device = crate::testing::cuda();
     let id = unique_id().unwrap();

@@ -2,20 +2,20 @@
 
 use super::cpu::Update;
 use crate::backend::cuda::{Module, module};
-use crate::flat::Step;
 use crate::flat::cuda as flat;
+use crate::flat::{Clip, Step};
 use candle_core::{Result, Tensor};
 
 static MODULE: Module = module!("sgd");
 
 pub(super) fn clipped_step<const STATES: usize>(
     step: &Step<STATES>,
-    max_norm: Option<f64>,
+    clip: Clip,
     update: &Update,
 ) -> Result<Tensor> {
     let names = match STATES {
         0 => ["sgd_plain_clipped_step", "sgd_plain_clipped_step_any"],
         _ => ["sgd_clipped_step", "sgd_clipped_step_any"],
     };
-    flat::clipped_step(&MODULE, names, step, max_norm, update.constants())
+    flat::clipped_step(&MODULE, names, step, clip, update.constants())
 }

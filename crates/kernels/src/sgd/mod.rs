@@ -17,7 +17,7 @@ mod metal;
 mod tests;
 
 use crate::backend::on_gpu;
-use crate::flat::{Step, require_step};
+use crate::flat::{Clip, Step, require_step};
 use candle_core::{Result, Tensor, bail};
 use cpu::Update;
 
@@ -36,7 +36,7 @@ pub struct Options {
     pub weight_decay: f64,
 }
 
-/// One step, in place, with gradients clipped to a norm of at most `max_norm`: `params`, `grads` and the
+/// One step, in place, with gradients clipped to the norm that `clip` says: `params`, `grads` and the
 /// momentum `v` are `(n)` of one dtype, f32 or f64; `v` starts as zeros and is left out without momentum.
 /// `step` counts from 1. The first `decayed` elements get weight decay. Returns the norm before clipping;
 /// when that isn't finite, no step is made. Afterwards the gradients are zero. On a GPU this waits for the
@@ -45,12 +45,12 @@ pub struct Options {
 /// # Errors
 /// When `v` is given without momentum or missing with it, shapes or dtypes don't fit, `step` is 0, `decayed > n`, two of the tensors share storage, one isn't
 /// contiguous, or they aren't on one device. Nothing is changed then.
-pub fn clipped_step(
-    params: &Tensor,
-    grads: &Tensor,
-    v: Option<&Tensor>,
+pub fn clipped_step<'a>(
+    params: &'a Tensor,
+    grads: &'a Tensor,
+    v: Option<&'a Tensor>,
     step: usize,
-    max_norm: Option<f64>,
+    clip: impl Into<Clip<'a>>,
     decayed: usize,
     options: &Options,
 ) -> Result<f64> {
@@ -63,23 +63,23 @@ pub fn clipped_step(
             options.momentum
         )
     }
-    let update = Update::new(step, options);
+    let (update, clip) = (Update::new(step, options), clip.into());
     match v {
         None => {
             let step = Step { operation: OPERATION, params, grads, states: [], decayed };
-            step.check_clipped()?;
+            step.check_clipped(clip)?;
             on_gpu!(params, gpu => {
-                Ok(f64::from(gpu::clipped_step(&step, max_norm, &update)?.to_scalar::<f32>()?))
+                Ok(f64::from(gpu::clipped_step(&step, clip, &update)?.to_scalar::<f32>()?))
             });
-            step.clipped_on_cpu(max_norm, &update)
+            step.clipped_on_cpu(clip, &update)
         }
         Some(v) => {
             let step = Step { operation: OPERATION, params, grads, states: [("v", v)], decayed };
-            step.check_clipped()?;
+            step.check_clipped(clip)?;
             on_gpu!(params, gpu => {
-                Ok(f64::from(gpu::clipped_step(&step, max_norm, &update)?.to_scalar::<f32>()?))
+                Ok(f64::from(gpu::clipped_step(&step, clip, &update)?.to_scalar::<f32>()?))
             });
-            step.clipped_on_cpu(max_norm, &update)
+            step.clipped_on_cpu(clip, &update)
         }
     }
 }

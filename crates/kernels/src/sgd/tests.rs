@@ -1,5 +1,5 @@
 use super::*;
-use crate::flat::tests::{Case, assert_steps};
+use crate::flat::tests::{Case, assert_parts, assert_steps};
 use crate::testing::*;
 use candle_core::{DType, Device};
 
@@ -32,9 +32,9 @@ fn in_every_case(check: impl Fn(&Case)) {
         check(&Case {
             states: usize::from(options.momentum != 0.0),
             undecided: 0,
-            step: &|buffers, number, max_norm, decayed| {
+            step: &|buffers, number, clip, decayed| {
                 let (params, grads, v) = (&buffers[0], &buffers[1], buffers.get(2));
-                clipped_step(params, grads, v, number, max_norm, decayed, &options)
+                clipped_step(params, grads, v, number, clip, decayed, &options)
             },
             reference: &|p, state, g, step, decays| reference(&options, p, state, g, step, decays),
         });
@@ -44,6 +44,7 @@ fn in_every_case(check: impl Fn(&Case)) {
 #[test]
 fn steps_are_those_of_the_definition() {
     in_every_case(assert_steps);
+    in_every_case(assert_parts);
 }
 
 #[cfg(feature = "cuda")]
@@ -51,6 +52,7 @@ fn steps_are_those_of_the_definition() {
 #[ignore = "needs an NVIDIA GPU"]
 fn cuda_steps_match_the_cpu() {
     in_every_case(crate::flat::tests::assert_cuda_steps);
+    in_every_case(crate::flat::tests::assert_cuda_parts);
 }
 
 #[test]

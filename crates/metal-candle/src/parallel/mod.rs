@@ -30,6 +30,7 @@ use crate::hash::Hash;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use std::fmt::Debug;
+use std::ops::Range;
 #[cfg(any(feature = "cuda", feature = "mpi", test))]
 use std::time::{Duration, Instant};
 
@@ -53,6 +54,13 @@ pub trait Collectives: Debug {
     /// # Errors
     /// As [`Self::gather`].
     fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()>;
+
+    /// Gives what a rank has in its part of buffers `(n)` in f32 to all others, in place: the parts by rank, which don't
+    /// overlap and may be empty.
+    ///
+    /// # Errors
+    /// As [`Self::gather`].
+    fn spread(&self, what: &'static str, buffer: &Tensor, parts: &[Range<usize>]) -> Result<()>;
 
     /// Whether [`Self::sum`] takes buffers of this device.
     fn takes(&self, device: &Device) -> bool;
@@ -215,6 +223,19 @@ impl<'a> Group<'a> {
             None => Ok(vec![mine.to_vec()]),
             Some(collectives) => collectives.gather(what, mine),
         }
+    }
+
+    /// Gives each rank's part of a buffer to all others, see [`Collectives::spread`].
+    ///
+    /// # Errors
+    /// As [`Collectives::gather`].
+    pub(crate) fn spread(
+        self,
+        what: &'static str,
+        buffer: &Tensor,
+        parts: &[Range<usize>],
+    ) -> Result<()> {
+        self.0.map_or(Ok(()), |collectives| collectives.spread(what, buffer, parts))
     }
 
     /// Whether buffers of this device can be added up.

@@ -205,6 +205,19 @@ impl Mpi {
         Ok(sums.concat())
     }
 
+    /// An error unless a buffer is what sums and parts are of.
+    fn require_flat(&self, buffer: &Tensor) -> Result<()> {
+        if buffer.dtype() == DType::F32 && self.takes(buffer.device()) && buffer.rank() == 1 {
+            return Ok(());
+        }
+        Err(Error::Unsupported(format!(
+            "{:?} in {:?} on {:?} over MPI, expected (n) of F32 on the CPU",
+            buffer.shape(),
+            buffer.dtype(),
+            buffer.device().location()
+        )))
+    }
+
     /// What is this rank's own, among what was received from the others, by rank.
     fn by_rank<T: Clone>(&self, own: &[T], transfers: Vec<Transfer<T>>) -> Vec<Vec<T>> {
         let mut received = transfers.into_iter().map(Transfer::into_received);
@@ -276,20 +289,35 @@ impl Collectives for Mpi {
     }
 
     fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {
-        if buffer.dtype() != DType::F32 || !self.takes(buffer.device()) || buffer.rank() != 1 {
-            return Err(Error::Unsupported(format!(
-                "a sum over MPI of {:?} in {:?} on {:?}, expected (n) of F32 on the CPU",
-                buffer.shape(),
-                buffer.dtype(),
-                buffer.device().location()
-            )));
-        }
+        self.require_flat(buffer)?;
         let count = buffer.elem_count();
         for start in (0..count).step_by(PIECE) {
             let length = PIECE.min(count - start);
             let mine = buffer.narrow(0, start, length)?.to_vec1::<f32>()?;
             let sum = Tensor::from_vec(self.summed(what, mine)?, length, &Device::Cpu)?;
             buffer.slice_set(&sum, 0, start)?;
+        }
+        Ok(())
+    }
+
+    fn spread(&self, what: &'static str, buffer: &Tensor, parts: &[Range<usize>]) -> Result<()> {
+        self.require_flat(buffer)?;
+        let longest = parts.iter().map(Range::len).max().unwrap_or_default();
+        for start in (0..longest).step_by(PIECE) {
+            let piece = |rank: usize| -> Range<usize> {
+                let part = parts.get(rank).cloned().unwrap_or_default();
+                (part.start + start).min(part.end)..(part.start + start + PIECE).min(part.end)
+            };
+            let own = piece(self.rank);
+            let mine = buffer.narrow(0, own.start, own.len())?.to_vec1::<f32>()?;
+            let all = self.exchange(what, mine, |rank| piece(rank).len())?;
+            for (rank, piece_of) in all.into_iter().enumerate() {
+                if rank != self.rank && !piece_of.is_empty() {
+                    let length = piece_of.len();
+                    let piece_of = Tensor::from_vec(piece_of, length, &Device::Cpu)?;
+                    buffer.slice_set(&piece_of, 0, piece(rank).start)?;
+                }
+            }
         }
         Ok(())
     }

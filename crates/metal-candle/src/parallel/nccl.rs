@@ -12,6 +12,7 @@ use crate::model::Shards;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::nccl::{Communicator, ID_BYTES, unique_id};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -131,6 +132,15 @@ impl Collectives for Gpus {
     fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {
         self.begin_sum(what, buffer)?;
         self.end_sums(what)
+    }
+
+    fn spread(&self, what: &'static str, buffer: &Tensor, parts: &[Range<usize>]) -> Result<()> {
+        let parts = parts.iter().map(|part| buffer.narrow(0, part.start, part.len()));
+        let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
+        self.0.watching(what, |communicator, wait| {
+            communicator.begin_spread(&parts, &mut *wait)?;
+            communicator.end(wait)
+        })
     }
 
     fn sums_beside_work(&self) -> bool {

@@ -7,7 +7,7 @@
 use super::evaluate::Evaluation;
 use super::metrics::{Phase, Position};
 use super::objectives::{MetricSums, Objective};
-use super::optimizer::{Optimizer, OptimizerState};
+use super::optimizer::{Home, Optimizer, OptimizerState};
 use super::options::{BestBy, TrainOptions};
 use super::schedule::LearningRate;
 use crate::adapter::{Adapter, LoraConfig, TrainedFiles, read_config};
@@ -425,6 +425,7 @@ pub(super) fn load(
     folder: &Path,
     fingerprint: &Fingerprint,
     adapter: &Adapter,
+    home: Home,
 ) -> Result<Loaded, Refused> {
     let mut state = read_state(&folder.join(STATE), fingerprint)?;
     // What the parameters are of isn't needed here, but by whoever uses the checkpoint otherwise.
@@ -435,7 +436,7 @@ pub(super) fn load(
     .map_err(Refused::from_reading)?;
     adapter.load_parameters(folder).map_err(Refused::from_reading)?;
     let path = folder.join(OPTIMIZER);
-    let optimizer = OptimizerState::load(fingerprint.optimizer, adapter.parameters(), &path)
+    let optimizer = OptimizerState::load(fingerprint.optimizer, adapter.parameters(), home, &path)
         .map_err(Refused::from_reading)?;
     let before = std::mem::replace(&mut state.fingerprint, fingerprint.clone()).total_steps;
     let extended_from = (before < fingerprint.total_steps).then_some(before);

@@ -26,7 +26,8 @@ pub use lock::FolderLock;
 pub use metrics::{FanOut, JsonLines, Metric, MetricsSink, Phase, Position};
 pub use objectives::Objective;
 pub use optimizer::{
-    AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer, SgdOptions,
+    AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer,
+    OptimizerPlacement, SgdOptions,
 };
 pub use options::{BestBy, Duration, MAX_STEPS, TrainOptions, total_steps};
 pub use schedule::{LearningRate, MlxSchedule, Schedule, ScheduleOptions, Warmup};

@@ -1,7 +1,7 @@
 //! What a training run is told.
 
 use super::objectives::Objective;
-use super::optimizer::Optimizer;
+use super::optimizer::{Optimizer, OptimizerPlacement};
 use super::schedule::LearningRate;
 use crate::data::SampleKind;
 use crate::{Error, Result, bounds};
@@ -81,6 +81,8 @@ pub struct TrainOptions {
     pub learning_rate: LearningRate,
     /// The optimiser and its options.
     pub optimizer: Optimizer,
+    /// Where what it keeps lies.
+    pub optimizer_placement: OptimizerPlacement,
     /// What the learning rate of every B of an adapter is multiplied by: LoRA+ (Hayou et al., 2024,
     /// arXiv:2402.12354), whose authors take 16. For Adam and AdamW.
     pub loraplus_lr_ratio: f64,
@@ -126,6 +128,7 @@ impl TrainOptions {
             grad_accumulation: 1,
             learning_rate,
             optimizer: Optimizer::default(),
+            optimizer_placement: OptimizerPlacement::default(),
             loraplus_lr_ratio: 1.0,
             clip_norm: Some(1.0),
             skip_limit: 5,

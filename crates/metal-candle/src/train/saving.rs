@@ -66,12 +66,12 @@ struct Writing {
 }
 
 impl Saver {
-    /// Prepares to copy tensors like these, which are on `device`.
-    pub fn new(tensors: &[Tensor], device: &Device, saving: SavingFn) -> Self {
-        let like: Vec<(Vec<usize>, DType)> =
-            tensors.iter().map(|tensor| (tensor.dims().to_vec(), tensor.dtype())).collect();
-        let bytes: usize =
-            tensors.iter().map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum();
+    /// Prepares to copy tensors of these shapes and dtypes, on `device` or the host.
+    pub fn new(like: Vec<(Vec<usize>, DType)>, device: &Device, saving: SavingFn) -> Self {
+        let bytes: usize = like
+            .iter()
+            .map(|(shape, dtype)| shape.iter().product::<usize>() * dtype.size_in_bytes())
+            .sum();
         let memory = if bytes as u64 <= available_bytes().map_or(UNKNOWN, |bytes| bytes / SHARE) {
             let device = device.clone();
             Memory::Preparing(std::thread::spawn(move || HostBuffers::new(&like, &device)))

@@ -186,6 +186,10 @@ mod tests {
             Ok(())
         }
 
+        fn spread(&self, _: &'static str, _: &Tensor, _: &[Range<usize>]) -> Result<()> {
+            Ok(())
+        }
+
         fn takes(&self, _: &Device) -> bool {
             true
         }

@@ -8,7 +8,7 @@ use super::gradients::Gradients;
 use super::lock::FolderLock;
 use super::metrics::{Metric, MetricsSink, Phase, Position};
 use super::objectives::MetricSums;
-use super::optimizer::{OptimizerState, Rates};
+use super::optimizer::{Home, OptimizerState, Rates};
 use super::options::TrainOptions;
 use super::references::{self, References};
 use super::saving::{Saved, Saver, SavingFn, untold};
@@ -106,7 +106,8 @@ pub struct Trainer<'a> {
     group: Group<'a>,
     resumed: bool,
     state: State,
-    optimizer: OptimizerState,
+    /// From the first step, or what a checkpoint is read into.
+    optimizer: Option<OptimizerState>,
     plans: Option<(usize, Vec<BatchPlan>)>,
 }
 
@@ -160,7 +161,6 @@ impl<'a> Trainer<'a> {
             keep_best: options.keep_best,
         };
         batches.dataset().check_vocabulary(model.config().vocab_size)?;
-        let optimizer = OptimizerState::new(options.optimizer, parameters)?;
         Ok(Self {
             model: model.clone(),
             adapter: adapter.clone(),
@@ -183,7 +183,7 @@ impl<'a> Trainer<'a> {
             group: Group::default(),
             resumed: false,
             state: State::new(fingerprint),
-            optimizer,
+            optimizer: None,
             plans: None,
         })
     }
@@ -353,8 +353,8 @@ impl<'a> Trainer<'a> {
 
     fn load(&mut self, checkpoint: &Path) -> Result<Resumed, Refused> {
         let Loaded { state, optimizer, extended_from } =
-            checkpoint::load(checkpoint, &self.state.fingerprint, &self.adapter)?;
-        (self.state, self.optimizer) = (state, optimizer);
+            checkpoint::load(checkpoint, &self.state.fingerprint, &self.adapter, self.home())?;
+        (self.state, self.optimizer) = (state, Some(optimizer));
         self.plans = None;
         self.resumed = true;
         Ok(Resumed { checkpoint: checkpoint.to_path_buf(), step: self.state.step, extended_from })
@@ -391,10 +391,15 @@ impl<'a> Trainer<'a> {
             self.tidy_up()?;
         }
         self.know_references()?;
+        let (optimizer, parameters) = (&self.options.optimizer, self.adapter.parameters());
+        if self.optimizer.is_none() {
+            self.optimizer = Some(OptimizerState::new(*optimizer, parameters, self.home())?);
+        }
         if is_root {
-            let (_, tensors) = self.tensors();
+            let mut like = OptimizerState::outline(optimizer, parameters);
+            like.insert(0, (parameters.values().dims().to_vec(), parameters.values().dtype()));
             let saving = std::mem::replace(&mut self.saving, untold());
-            self.saver = Some(Saver::new(&tensors, self.model.device(), saving));
+            self.saver = Some(Saver::new(like, self.model.device(), saving));
         }
         let outcome = self.steps(metrics);
         if let Some(turns) = &self.turns {
@@ -798,9 +803,9 @@ impl<'a> Trainer<'a> {
             let TrainOptions { clip_norm, loraplus_lr_ratio, .. } = self.options;
             let rates = Rates { base: learning_rate, b_ratio: loraplus_lr_ratio };
             let parameters = self.adapter.parameters();
-            let optimizer = &mut self.optimizer;
+            let (optimizer, group) = (self.optimizer()?, self.group);
             Turns::train(self.turns.as_ref(), self.model.device(), || {
-                optimizer.step(parameters, &self.gradients, rates, number, clip_norm)
+                optimizer.step(parameters, &self.gradients, rates, number, clip_norm, group)
             })?
         } else {
             self.gradients.clear()?;
@@ -999,8 +1004,9 @@ impl<'a> Trainer<'a> {
     /// Begins to write the checkpoint, unless it is there, as of a run that has just been resumed from it.
     fn save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
         self.check_parameters()?;
+        let kept = self.optimizer()?.tensors(self.adapter.parameters(), self.group)?;
         match self.group.is_root() {
-            true => self.begin_to_save(metrics),
+            true => self.begin_to_save(kept, metrics),
             false => Ok(()),
         }
     }
@@ -1008,13 +1014,36 @@ impl<'a> Trainer<'a> {
     /// Writes a checkpoint of what all ranks did, when one of them is lost; the error stays.
     fn or_save_alone<T>(&mut self, outcome: Result<T>, metrics: &mut dyn MetricsSink) -> Result<T> {
         if matches!(outcome, Err(Error::Rank { .. })) && self.group.is_root() {
-            self.begin_to_save(metrics)?;
+            let (optimizer, parameters) = (self.optimizer()?, self.adapter.parameters());
+            if optimizer.is_shared(parameters) {
+                tracing::warn!(
+                    "no checkpoint of step {} is written: the rank that is lost had a part of what the optimiser keeps",
+                    self.state.step
+                );
+                return outcome;
+            }
+            let kept = optimizer.tensors(parameters, self.group)?;
+            self.begin_to_save(kept, metrics)?;
             self.await_saved(metrics)?;
         }
         outcome
     }
 
-    fn begin_to_save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
+    fn home(&self) -> Home<'a> {
+        Home { placement: self.options.optimizer_placement, group: self.group }
+    }
+
+    fn optimizer(&self) -> Result<&OptimizerState> {
+        let missing = || Error::option("optimizer", "keeps nothing before a run begins");
+        self.optimizer.as_ref().ok_or_else(missing)
+    }
+
+    /// `kept` is the optimiser's.
+    fn begin_to_save(
+        &mut self,
+        kept: Vec<(String, Tensor)>,
+        metrics: &mut dyn MetricsSink,
+    ) -> Result<()> {
         self.await_saved(metrics)?;
         let (keep, best) =
             (self.options.keep, self.state.best_step.filter(|_| self.options.keep_best));
@@ -1023,7 +1052,8 @@ impl<'a> Trainer<'a> {
             metrics.log(&Metric::Checkpoint { step, path, waited: 0.0, seconds: 0.0 })?;
             return checkpoint::prune(&self.output, keep, best);
         }
-        let (names, tensors) = self.tensors();
+        let (names, mut tensors): (Vec<_>, Vec<_>) = kept.into_iter().unzip();
+        tensors.insert(0, self.adapter.parameters().values().clone());
         let contents = Contents {
             output: self.output.clone(),
             state: self.state.clone(),
@@ -1036,13 +1066,6 @@ impl<'a> Trainer<'a> {
             Some(saver) => saver.begin(step, contents, &tensors),
             None => Err(Error::option("checkpoint", "can only be written by a run")),
         }
-    }
-
-    /// The names of the optimiser's tensors; the values of the parameters, and those tensors.
-    fn tensors(&self) -> (Vec<String>, Vec<Tensor>) {
-        let (names, mut tensors): (Vec<_>, Vec<_>) = self.optimizer.tensors().into_iter().unzip();
-        tensors.insert(0, self.adapter.parameters().values().clone());
-        (names, tensors)
     }
 
     fn trained_files(&self) -> Result<TrainedFiles> {

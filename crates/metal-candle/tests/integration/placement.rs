@@ -4,7 +4,7 @@
 use crate::common::device;
 use crate::objectives;
 use crate::quantized::{IDS, config, gradients, logits, saved};
-use crate::training::{base, batcher, dataset, options, steady};
+use crate::training::{base, batcher, dataset, learning_rate, options, steady};
 use candle_core::{DType, Device, Tensor};
 use metal_candle::adapter::{Adapter, LoraConfig, StartFrom};
 use metal_candle::data::{BatchOptions, Batcher, Dataset};
@@ -12,9 +12,13 @@ use metal_candle::generate::Session;
 use metal_candle::model::{Holding, Model, Placement, Shards};
 use metal_candle::parallel::{Collectives, Group};
 use metal_candle::train::objectives::{DpoOptions, KtoOptions};
-use metal_candle::train::{Metric, Objective, Outcome, TrainOptions, Trainer, evaluate};
+use metal_candle::train::{
+    AdamWOptions, LionOptions, Metric, Objective, Optimizer, OptimizerPlacement, Outcome,
+    SgdOptions, TrainOptions, Trainer, evaluate,
+};
 use metal_candle::{Error, Result};
 use serde_json::json;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -115,6 +119,17 @@ impl Collectives for Thread {
         // Nobody writes before all have read.
         self.exchange(Vec::new())?;
         Ok(buffer.slice_set(&sum.unwrap(), 0, 0)?)
+    }
+
+    fn spread(&self, _: &'static str, buffer: &Tensor, parts: &[Range<usize>]) -> Result<()> {
+        let own = &parts[self.rank];
+        let mine = buffer.narrow(0, own.start, own.len())?.force_contiguous()?;
+        for (part, given) in parts.iter().zip(self.exchange(vec![mine])?) {
+            if !part.is_empty() {
+                buffer.slice_set(&given[0], 0, part.start)?;
+            }
+        }
+        Ok(())
     }
 
     fn takes(&self, _: &Device) -> bool {
@@ -336,4 +351,66 @@ fn ranks_with_a_part_of_the_base_each_train_as_ranks_with_all_of_it() {
         let error = evaluate(&model, None, &texts, None).unwrap_err().to_string();
         assert!(error.contains("in parts with 2 processes, in a group of 1"), "{error}");
     });
+}
+
+/// The parameters after a run of so many ranks in a folder, which goes on from what is there.
+fn trained_in(output: &Path, ranks: usize, options: &TrainOptions) -> Vec<f32> {
+    let batches = batcher(dataset(13, 1), 4, false);
+    let found = as_ranks(ranks, |thread| {
+        let model = load(&base(), None, Placement::Device);
+        let lora = LoraConfig { rank: 4, alpha: 16.0, dropout: 0.1, ..LoraConfig::default() };
+        let adapter = Arc::new(Adapter::new(&model, &lora, 5).unwrap());
+        let mut trainer =
+            Trainer::new(&model, &adapter, &batches, options.clone(), output, "llama")
+                .unwrap()
+                .with_group(Group::new(&**thread))
+                .unwrap();
+        // All of them are there before one writes.
+        trainer.resume_newest(output).unwrap();
+        Group::new(&**thread).wait("the beginning").unwrap();
+        assert_eq!(trainer.run(&mut |_: &Metric| Ok(())).unwrap().outcome, Outcome::Finished);
+        adapter.parameters().values().to_vec1::<f32>().unwrap()
+    });
+    assert!(found.iter().all(|rank| *rank == found[0]), "the ranks have other parameters");
+    found[0].clone()
+}
+
+#[test]
+fn ranks_with_a_part_of_the_optimiser_each_train_and_resume_as_ranks_with_all_of_it() {
+    use OptimizerPlacement::{Device, Host, Sharded};
+    let lora_plus = 16.0;
+    for (optimizer, loraplus_lr_ratio) in [
+        (Optimizer::AdamW(AdamWOptions { weight_decay: 0.1, ..AdamWOptions::default() }), 1.0),
+        (Optimizer::AdamW(AdamWOptions::default()), lora_plus),
+        (Optimizer::Sgd(SgdOptions { momentum: 0.9, ..SgdOptions::default() }), 1.0),
+        (Optimizer::Lion(LionOptions::default()), 1.0),
+    ] {
+        let of = |steps, optimizer_placement| TrainOptions {
+            optimizer,
+            optimizer_placement,
+            loraplus_lr_ratio,
+            clip_norm: Some(0.3),
+            eval_every: 0,
+            save_every: 2,
+            ..TrainOptions::new(steps, learning_rate(1e-3, steps))
+        };
+        // Two ranks, and then another number of them.
+        let run = |first, then: usize, second| {
+            let output = tempfile::tempdir().unwrap();
+            let half = trained_in(output.path(), 2, &of(3, first));
+            (half, trained_in(output.path(), then, &of(6, second)))
+        };
+        for (then, places) in [
+            (2, vec![(Sharded, Sharded), (Host, Host)]),
+            (3, vec![(Sharded, Host), (Host, Sharded)]),
+            (1, vec![(Sharded, Host), (Host, Device)]),
+        ] {
+            let expected = run(Device, then, Device);
+            assert_ne!(expected.0, expected.1);
+            for (first, second) in places {
+                let found = run(first, then, second);
+                assert!(found == expected, "{optimizer:?}: 2 {first:?}, {then} {second:?}");
+            }
+        }
+    }
 }

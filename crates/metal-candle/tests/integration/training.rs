@@ -52,7 +52,7 @@ pub fn batcher(dataset: Arc<Dataset>, batch_size: usize, packing: bool) -> Batch
     Batcher::new(dataset, options).unwrap()
 }
 
-fn learning_rate(peak: f64, steps: u64) -> LearningRate {
+pub fn learning_rate(peak: f64, steps: u64) -> LearningRate {
     ScheduleOptions {
         schedule: Schedule::Cosine,
         learning_rate: peak,

@@ -3,7 +3,7 @@
 use super::{Cuda, Lane};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
-use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, result, sys};
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, sys};
 use candle_core::{CpuStorage, Device, Layout, Result, Storage, Tensor, bail};
 use rayon::prelude::*;
 use std::ffi::c_void;
@@ -18,12 +18,12 @@ const PAGE: usize = 4096;
 #[derive(Debug)]
 pub(crate) struct Pinned {
     address: usize,
-    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
 }
 
 impl Pinned {
     pub(crate) fn new(tensor: &Tensor, device: &Device) -> Result<Self> {
-        let context = Cuda::on(device)?.stream.context().clone();
+        let stream = Cuda::on(device)?.stream;
         let (address, bytes) = memory(tensor)?;
         // Pages come into being where they are touched first, which the driver does with one thread.
         let pages: Vec<usize> = (0..bytes).step_by(TOUCH).collect();
@@ -33,18 +33,20 @@ impl Pinned {
                 unsafe { ((address + byte) as *mut u8).write_volatile(0) };
             }
         });
-        context.bind_to_thread().w()?;
+        stream.context().bind_to_thread().w()?;
         // SAFETY: the memory is that of the tensor, and is unpinned before that is dropped.
         unsafe { sys::cuMemHostRegister_v2(address as *mut c_void, bytes, 0) }.result().w()?;
-        Ok(Self { address, context })
+        Ok(Self { address, stream })
     }
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
         // What fails here has nobody to tell; the memory then stays pinned until the process ends.
-        let _ = self.context.bind_to_thread();
-        // SAFETY: pinned by this, and copies to it were waited for.
+        let _ = self.stream.context().bind_to_thread();
+        // Kernels may be at work on it. Others' streams may be captured, which waiting for the whole device would end.
+        let _ = self.stream.synchronize();
+        // SAFETY: pinned by this, and nothing is under way that finds it.
         let _ = unsafe { sys::cuMemHostUnregister(self.address as *mut c_void) }.result();
     }
 }
@@ -70,14 +72,14 @@ impl Drop for Copied {
     }
 }
 
-/// Launches copies of contiguous tensors of the device to the memory of contiguous ones of the host, which
+/// Launches copies of those contiguous tensors that are on the device to the memory of contiguous ones of the host, which
 /// outlive what is returned.
 pub(crate) fn copy_to_host(device: &Device, from: &[Tensor], to: &[Tensor]) -> Result<Copied> {
     let cuda = Cuda::on(device)?;
     super::refuse_in_recording("a copy to the host")?;
     cuda.stream.context().bind_to_thread().w()?;
     for (from, to) in from.iter().zip(to) {
-        if from.elem_count() == 0 {
+        if from.elem_count() == 0 || from.device().is_cpu() {
             continue;
         }
         if !from.device().same_device(device) {
@@ -126,6 +128,32 @@ pub(crate) fn launch_uploads(lane: &Lane, from: &[Tensor], device: &Device) -> R
         return Err(error);
     }
     Ok(to.into_iter().map(|array| array.tensor).collect())
+}
+
+/// Where the device finds the elements of a contiguous tensor in pinned memory of the host.
+pub(super) fn mapped(cuda: &Cuda, tensor: &Tensor) -> Result<u64> {
+    let (address, bytes) = memory(tensor)?;
+    if bytes == 0 {
+        return Ok(0);
+    }
+    cuda.stream.context().bind_to_thread().w()?;
+    let mut pointer: sys::CUdeviceptr = 0;
+    // SAFETY: the place is one for an address, and the driver looks nothing up at the other.
+    let code = unsafe {
+        sys::cuPointerGetAttribute(
+            (&raw mut pointer).cast(),
+            sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+            address as sys::CUdeviceptr,
+        )
+    };
+    if code.result().is_err() {
+        bail!(
+            "metal-candle-kernels: {:?} of {:?} are in memory of the host that isn't pinned, expected HostBuffers'",
+            tensor.shape(),
+            tensor.dtype()
+        )
+    }
+    Ok(pointer)
 }
 
 /// Where the elements of a contiguous tensor of the host start, and their bytes.

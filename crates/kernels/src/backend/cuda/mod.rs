@@ -134,6 +134,17 @@ impl Cuda<'_> {
         Ok(Array { pointer, dtype, tensor })
     }
 
+    /// The elements of a tensor as they lie on the device, or of a contiguous one in pinned memory of the host, where
+    /// kernels read and write them over the bus.
+    pub(crate) fn within_reach(&self, tensor: &Tensor) -> Result<Array> {
+        if !tensor.device().is_cpu() {
+            return self.strided(tensor);
+        }
+        recording::refuse_in_recording("work on memory of the host")?;
+        let pointer = host::mapped(self, tensor)?;
+        Ok(Array { pointer, dtype: tensor.dtype(), tensor: tensor.clone() })
+    }
+
     /// The address of the first element of a layout.
     pub(crate) fn address(&self, storage: &CudaStorage, layout: &Layout) -> Result<u64> {
         fn start<T>(stream: &CudaStream, slice: &impl DevicePtr<T>) -> u64 {

@@ -4,12 +4,62 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-pub(super) use state::{OptimizerState, Rates};
+pub(super) use state::{Home, OptimizerState, Rates};
 
 use crate::adapter::Entry;
 use crate::bounds::{NORM, RATE, not_negative, positive, share};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
+
+/// Where what an optimiser keeps from step to step lies. It changes no bit of what comes out.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum OptimizerPlacement {
+    /// On the device.
+    #[default]
+    Device,
+    /// In the memory of the host, pinned with CUDA, where the step reads and writes it over the bus; with several processes
+    /// a part for each.
+    Host,
+    /// A part for each of several processes on its device, which makes the step of that part (as ZeRO's first stage does;
+    /// Rajbhandari et al., 2019, arXiv:1910.02054).
+    Sharded,
+}
+
+impl OptimizerPlacement {
+    /// Whether what this optimiser keeps can lie there, with so many processes.
+    ///
+    /// # Errors
+    /// [`Error::Option`] saying what can.
+    pub fn check(self, optimizer: &Optimizer, processes: usize) -> Result<()> {
+        let word = match self {
+            Self::Device => return Ok(()),
+            Self::Host => "host",
+            Self::Sharded => "sharded",
+        };
+        let is_by_element = matches!(
+            optimizer,
+            Optimizer::Adam(_) | Optimizer::AdamW(_) | Optimizer::Sgd(_) | Optimizer::Lion(_)
+        );
+        let problem = match optimizer {
+            Optimizer::Sgd(SgdOptions { momentum, .. }) if *momentum == 0.0 => {
+                "but sgd without momentum keeps nothing; expected device".to_string()
+            }
+            Optimizer::Adafactor(_) => {
+                "but adafactor keeps next to nothing; expected device".to_string()
+            }
+            _ if self == Self::Sharded && processes == 1 => {
+                "which needs several processes (--gpus, or torchrun); with one, expected device or host"
+                    .to_string()
+            }
+            other if processes > 1 && !is_by_element => format!(
+                "but {} can't be in parts with several processes; expected device, or adamw, adam, lion or sgd with momentum",
+                other.name()
+            ),
+            _ => return Ok(()),
+        };
+        Err(Error::option("optimizer_placement", format!("is {word}, {problem}")))
+    }
+}
 
 /// How gradients change the parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

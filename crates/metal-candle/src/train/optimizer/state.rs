@@ -1,14 +1,19 @@
 //! What an optimiser keeps from step to step, its step, and its part of a checkpoint.
 
 use super::{
-    AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer, SgdOptions,
+    AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer,
+    OptimizerPlacement, SgdOptions,
 };
 use crate::adapter::{Entry, Parameters};
 use crate::model::Weights;
+use crate::parallel::Group;
 use crate::train::Gradients;
 use crate::{Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
+use metal_candle_kernels::flat::Clip;
+use metal_candle_kernels::host::HostBuffers;
 use metal_candle_kernels::{adafactor, adamw, adamw8bit, flat, lion, muon, sgd};
+use std::ops::Range;
 use std::path::Path;
 
 /// A flat buffer that an optimiser keeps, and its name in a checkpoint.
@@ -23,8 +28,7 @@ pub(super) struct Part {
 pub(super) fn layout(optimizer: &Optimizer, entries: &[Entry]) -> Vec<Part> {
     let part = |name, count, dtype| Part { name, count, dtype };
     let floats = |name, count| part(name, count, DType::F32);
-    let all = entries.iter().map(elements).sum::<usize>();
-    let each = |name| floats(name, all);
+    let each = |name| floats(name, entries.iter().map(elements).sum());
     let mut parts = match optimizer {
         Optimizer::AdamW(_) => vec![each("first_moment"), each("second_moment")],
         Optimizer::Adam(_) => vec![each("adam.first_moment"), each("adam.second_moment")],
@@ -133,6 +137,36 @@ fn runs(entries: &[Entry]) -> Vec<Run> {
     runs
 }
 
+/// Of `count` elements, those of which each of so many ranks keeps the numbers, by rank.
+pub(super) fn shares(count: usize, ranks: usize) -> Vec<Range<usize>> {
+    /// Shares begin where vectors of any kernel may.
+    const ALIGNMENT: usize = 64;
+    let length = count.div_ceil(ranks).next_multiple_of(ALIGNMENT);
+    let place = |rank: usize| (rank * length).min(count);
+    (0..ranks).map(|rank| place(rank)..place(rank + 1)).collect()
+}
+
+/// Where a rank's part of what is kept lies.
+#[derive(Debug, Clone, Copy, Default)]
+pub(in crate::train) struct Home<'a> {
+    pub placement: OptimizerPlacement,
+    pub group: Group<'a>,
+}
+
+impl Home<'_> {
+    /// The shares of all ranks, if each keeps its own.
+    fn shares(self, parameters: &Parameters) -> Option<Vec<Range<usize>>> {
+        let is_shared = self.placement != OptimizerPlacement::Device && self.group.size() > 1;
+        is_shared.then(|| shares(parameters.len(), self.group.size()))
+    }
+
+    /// The elements whose numbers this rank keeps.
+    fn share(self, parameters: &Parameters) -> Range<usize> {
+        let mine = self.shares(parameters).map(|shares| shares[self.group.rank()].clone());
+        mine.unwrap_or(0..parameters.len())
+    }
+}
+
 /// The learning rates of a step.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::train) struct Rates {
@@ -148,34 +182,89 @@ impl From<f64> for Rates {
     }
 }
 
-/// An optimiser with what it keeps.
+/// An optimiser with what it keeps, or this rank's share of it.
 #[derive(Debug)]
 pub(in crate::train) struct OptimizerState {
     optimizer: Optimizer,
     tensors: Vec<(&'static str, Tensor)>,
+    /// The elements of all that the tensors are of.
+    share: Range<usize>,
+    /// What the tensors lie in, where that is the memory of the host.
+    host: Option<HostBuffers>,
 }
 
 impl OptimizerState {
     /// As it is before the first step.
-    pub fn new(optimizer: Optimizer, parameters: &Parameters) -> Result<Self> {
+    pub fn new(optimizer: Optimizer, parameters: &Parameters, home: Home) -> Result<Self> {
+        home.placement.check(&optimizer, home.group.size())?;
+        let (share, device) = (home.share(parameters), parameters.values().device());
+        let mut parts = layout(&optimizer, parameters.entries());
+        if share.len() < parameters.len() {
+            // All of them are of each element then. A GPU has no memory of nothing.
+            parts.iter_mut().for_each(|part| part.count = share.len());
+            parts.retain(|part| part.count > 0);
+        }
+        let names = parts.iter().map(|part| part.name);
+        if home.placement == OptimizerPlacement::Host {
+            let like: Vec<_> = parts.iter().map(|part| (vec![part.count], part.dtype)).collect();
+            let host = HostBuffers::new(&like, device)?;
+            let tensors = names.zip(host.tensors().iter().cloned()).collect();
+            return Ok(Self { optimizer, tensors, share, host: Some(host) });
+        }
+        let zeros = parts.iter().map(|part| Tensor::zeros(part.count, part.dtype, device));
+        let tensors = zeros.collect::<candle_core::Result<Vec<_>>>()?;
+        Ok(Self { optimizer, tensors: names.zip(tensors).collect(), share, host: None })
+    }
+
+    /// Whether other ranks keep a share, too.
+    pub fn is_shared(&self, parameters: &Parameters) -> bool {
+        self.share.len() < parameters.len()
+    }
+
+    /// The shapes and dtypes of what [`Self::tensors`] gives.
+    pub fn outline(optimizer: &Optimizer, parameters: &Parameters) -> Vec<(Vec<usize>, DType)> {
+        let layout = layout(optimizer, parameters.entries());
+        layout.iter().map(|part| (vec![part.count], part.dtype)).collect()
+    }
+
+    /// What a checkpoint keeps of it, by name. Where each rank has a share, all of them call this, and it is put together
+    /// in the memory of the host for the first one alone; the others get nothing.
+    ///
+    /// # Errors
+    /// As [`Collectives::spread`](crate::parallel::Collectives::spread).
+    pub fn tensors(&self, parameters: &Parameters, group: Group) -> Result<Vec<(String, Tensor)>> {
         let device = parameters.values().device();
-        let tensors = layout(&optimizer, parameters.entries())
-            .into_iter()
-            .map(|part| Ok((part.name, Tensor::zeros(part.count, part.dtype, device)?)))
-            .collect::<Result<_>>()?;
-        Ok(Self { optimizer, tensors })
+        if self.host.is_some() {
+            // The last step may be at work on it.
+            device.synchronize()?;
+        }
+        if !self.is_shared(parameters) {
+            let named = self.tensors.iter();
+            return Ok(named.map(|(name, it)| ((*name).to_string(), it.clone())).collect());
+        }
+        let shares = shares(parameters.len(), group.size());
+        let mut tensors = Vec::new();
+        for part in layout(&self.optimizer, parameters.entries()) {
+            let mine = self.tensors.iter().find(|(name, _)| *name == part.name);
+            let all = put_together(mine.map(|(_, tensor)| tensor), &shares, group, device)?;
+            if group.is_root() {
+                let tensor = Tensor::from_vec(all, part.count, &Device::Cpu)?;
+                tensors.push((part.name.to_string(), tensor));
+            }
+        }
+        Ok(tensors)
     }
 
-    /// What a checkpoint keeps of it, by name.
-    pub fn tensors(&self) -> Vec<(String, Tensor)> {
-        self.tensors.iter().map(|(name, tensor)| ((*name).to_string(), tensor.clone())).collect()
-    }
-
-    /// Reads what [`Self::tensors`] gave.
+    /// Reads what [`Self::tensors`] gave, or this rank's share of it.
     ///
     /// # Errors
     /// When the file cannot be read or is another optimiser's.
-    pub fn load(optimizer: Optimizer, parameters: &Parameters, path: &Path) -> Result<Self> {
+    pub fn load(
+        optimizer: Optimizer,
+        parameters: &Parameters,
+        home: Home,
+        path: &Path,
+    ) -> Result<Self> {
         let weights = Weights::from_files([path])?;
         let layout = layout(&optimizer, parameters.entries());
         let mut found: Vec<&str> = weights.names().collect();
@@ -197,22 +286,28 @@ impl OptimizerState {
                 ),
             ));
         }
-        let device = parameters.values().device();
-        let tensors = layout
-            .into_iter()
-            .map(|Part { name, count, dtype }| {
-                let tensor = match dtype {
-                    DType::U8 => weights.bytes(name, count, device)?,
-                    _ => weights.tensor(name, &[count], dtype, device)?,
-                };
-                Ok((name, tensor))
-            })
-            .collect::<Result<_>>()?;
-        Ok(Self { optimizer, tensors })
+        let state = Self::new(optimizer, parameters, home)?;
+        for Part { name, count, dtype } in layout {
+            let all = match dtype {
+                DType::U8 => weights.bytes(name, count, &Device::Cpu)?,
+                _ => weights.tensor(name, &[count], dtype, &Device::Cpu)?,
+            };
+            let share = if state.is_shared(parameters) { state.share.clone() } else { 0..count };
+            if share.is_empty() {
+                continue;
+            }
+            let (kept, read) = (state.kept(name)?, all.narrow(0, share.start, share.len())?);
+            kept.slice_set(&read.to_device(kept.device())?, 0, 0)?;
+        }
+        Ok(state)
     }
 
     /// Step `number`, from 1, with gradients clipped to `clip_norm`. Gives their norm before that; when it
-    /// isn't finite, no step is made. The gradients are zero afterwards.
+    /// isn't finite, no step is made. The gradients are zero afterwards. Where each rank has a share, it makes the step of
+    /// that and gives it to all others, so what comes out are the bits of a step by one of them.
+    ///
+    /// # Errors
+    /// When the device fails, and as [`Collectives::spread`](crate::parallel::Collectives::spread).
     pub fn step(
         &self,
         parameters: &Parameters,
@@ -220,8 +315,16 @@ impl OptimizerState {
         rates: impl Into<Rates>,
         number: usize,
         clip_norm: Option<f64>,
+        group: Group,
     ) -> Result<f64> {
         let norm = self.change(parameters, gradients, rates.into(), number, clip_norm);
+        if self.is_shared(parameters) {
+            flat::fill_zero(gradients.buffer())?;
+            if norm.as_ref().is_ok_and(|norm| norm.is_finite()) {
+                let shares = shares(parameters.len(), group.size());
+                group.spread("the parameters after a step", parameters.values(), &shares)?;
+            }
+        }
         parameters.changed();
         norm
     }
@@ -235,16 +338,31 @@ impl OptimizerState {
         clip_norm: Option<f64>,
     ) -> Result<f64> {
         let learning_rate = rates.base;
-        let (values, gradients) = (parameters.values(), gradients.buffer());
-        let decayed = parameters.decayed();
+        let gradients = gradients.buffer();
+        if self.share.is_empty() {
+            return Ok(flat::norm(gradients)?);
+        }
+        let of_share = |all: &Tensor| all.narrow(0, self.share.start, self.share.len());
+        let (values, own) = (&of_share(parameters.values())?, &of_share(gradients)?);
+        let decayed = parameters.decayed().clamp(self.share.start, self.share.end);
+        let decayed = decayed - self.share.start;
+        let clip =
+            Clip { max_norm: clip_norm, norm_of: self.is_shared(parameters).then_some(gradients) };
         let adam = |names: [&str; 2], options: &AdamWOptions| -> Result<f64> {
             let options = adamw_options(options, learning_rate);
             let [m, v] = [self.kept(names[0])?, self.kept(names[1])?];
             if rates.b_ratio != 1.0 {
                 let clip = (number, clip_norm);
-                return step_at_two_rates(parameters, gradients, [m, v], rates, clip, &options);
+                return self.step_at_two_rates(
+                    parameters,
+                    gradients,
+                    [m, v],
+                    rates,
+                    clip,
+                    &options,
+                );
             }
-            Ok(adamw::clipped_step(values, gradients, m, v, number, clip_norm, decayed, &options)?)
+            Ok(adamw::clipped_step(values, own, m, v, number, clip, decayed, &options)?)
         };
         match &self.optimizer {
             Optimizer::AdamW(options) => adam(["first_moment", "second_moment"], options),
@@ -259,13 +377,13 @@ impl OptimizerState {
                 let options =
                     sgd::Options { learning_rate, momentum, dampening, nesterov, weight_decay };
                 let v = (momentum != 0.0).then(|| self.kept("sgd.momentum")).transpose()?;
-                Ok(sgd::clipped_step(values, gradients, v, number, clip_norm, decayed, &options)?)
+                Ok(sgd::clipped_step(values, own, v, number, clip, decayed, &options)?)
             }
             Optimizer::Lion(options) => {
                 let LionOptions { beta1, beta2, weight_decay } = *options;
                 let options = lion::Options { learning_rate, beta1, beta2, weight_decay };
                 let m = self.kept("lion.momentum")?;
-                Ok(lion::clipped_step(values, gradients, m, clip_norm, decayed, &options)?)
+                Ok(lion::clipped_step(values, own, m, clip, decayed, &options)?)
             }
             // These go over the parameters one after the other, so the norm comes first.
             optimizer => {
@@ -414,6 +532,38 @@ impl OptimizerState {
         Ok(())
     }
 
+    /// AdamW's step, of every B at a rate of its own (LoRA+).
+    fn step_at_two_rates(
+        &self,
+        parameters: &Parameters,
+        gradients: &Tensor,
+        [m, v]: [&Tensor; 2],
+        rates: Rates,
+        (number, clip_norm): (usize, Option<f64>),
+        options: &adamw::Options,
+    ) -> Result<f64> {
+        let norm = flat::norm(gradients)?;
+        if let Some(scale) = flat::clip_scale(norm, clip_norm) {
+            for entry in parameters.entries() {
+                let start = entry.offset.max(self.share.start);
+                let end = (entry.offset + elements(entry)).min(self.share.end);
+                if start >= end {
+                    continue;
+                }
+                let count = end - start;
+                let [p, g] =
+                    [parameters.values(), gradients].map(|all| all.narrow(0, start, count));
+                let [m, v] = [m, v].map(|own| own.narrow(0, start - self.share.start, count));
+                let ratio = if entry.name.ends_with(".lora_B") { rates.b_ratio } else { 1.0 };
+                let options = adamw::Options { learning_rate: rates.base * ratio, ..*options };
+                let decayed = if entry.shape.rank() >= 2 { count } else { 0 };
+                adamw::step(&p?, &g?, &m?, &v?, number, scale, decayed, &options)?;
+            }
+        }
+        flat::fill_zero(gradients)?;
+        Ok(norm)
+    }
+
     /// What is kept under this name.
     fn kept(&self, name: &str) -> Result<&Tensor> {
         let found = self.tensors.iter().find(|(kept, _)| *kept == name);
@@ -428,29 +578,40 @@ impl OptimizerState {
     }
 }
 
-/// AdamW's step, of every B at a rate of its own (LoRA+).
-fn step_at_two_rates(
-    parameters: &Parameters,
-    gradients: &Tensor,
-    [m, v]: [&Tensor; 2],
-    rates: Rates,
-    (number, clip_norm): (usize, Option<f64>),
-    options: &adamw::Options,
-) -> Result<f64> {
-    let norm = flat::norm(gradients)?;
-    if let Some(scale) = flat::clip_scale(norm, clip_norm) {
-        for entry in parameters.entries().iter().filter(|entry| elements(entry) > 0) {
-            let count = elements(entry);
-            let part = |all: &Tensor| all.narrow(0, entry.offset, count);
-            let (p, g, m, v) = (part(parameters.values())?, part(gradients)?, part(m)?, part(v)?);
-            let ratio = if entry.name.ends_with(".lora_B") { rates.b_ratio } else { 1.0 };
-            let options = adamw::Options { learning_rate: rates.base * ratio, ..*options };
-            let decayed = if entry.shape.rank() >= 2 { count } else { 0 };
-            adamw::step(&p, &g, &m, &v, number, scale, decayed, &options)?;
+/// All elements of what each rank has a share of, for the first rank; the others get none.
+fn put_together(
+    mine: Option<&Tensor>,
+    shares: &[Range<usize>],
+    group: Group,
+    device: &Device,
+) -> Result<Vec<f32>> {
+    const WHAT: &str = "what the optimiser keeps";
+    /// Elements that are sent at a time.
+    const PIECE: usize = 16 << 20;
+    let mut all = Vec::new();
+    for (rank, share) in shares.iter().enumerate() {
+        let own = mine.filter(|_| rank == group.rank());
+        for start in (0..share.len()).step_by(PIECE) {
+            let length = PIECE.min(share.len() - start);
+            let piece = own.map(|own| own.narrow(0, start, length)).transpose()?;
+            if rank == 0 {
+                // It stays where it is.
+                all.extend(piece.map_or(Ok(Vec::new()), |piece| piece.to_vec1::<f32>())?);
+                continue;
+            }
+            let sent = match piece {
+                Some(piece) => piece.to_device(device)?.force_contiguous()?,
+                None => Tensor::zeros(length, DType::F32, device)?,
+            };
+            let of_rank = |other| if other == rank { 0..length } else { 0..0 };
+            let parts: Vec<Range<usize>> = (0..shares.len()).map(of_rank).collect();
+            group.spread(WHAT, &sent, &parts)?;
+            if group.is_root() {
+                all.extend(sent.to_vec1::<f32>()?);
+            }
         }
     }
-    flat::fill_zero(gradients)?;
-    Ok(norm)
+    Ok(all)
 }
 
 fn adamw_options(options: &AdamWOptions, learning_rate: f64) -> adamw::Options {

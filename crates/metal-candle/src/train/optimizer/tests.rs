@@ -1,6 +1,7 @@
 use super::*;
 use crate::adapter::Parameters;
 use crate::model::Weights;
+use crate::parallel::Group;
 use crate::train::Gradients;
 use candle_core::{DType, Device, Shape, Tensor};
 use metal_candle_kernels::{copy, flat};
@@ -57,17 +58,23 @@ fn a_state_that_was_saved_and_read_takes_the_same_steps() {
     for optimizer in all() {
         let (whole, parts) = (parameters(), parameters());
         let gradients = Gradients::new(&whole).unwrap();
-        let state = OptimizerState::new(optimizer, &whole).unwrap();
-        let mut part = OptimizerState::new(optimizer, &parts).unwrap();
+        let state = OptimizerState::new(optimizer, &whole, Home::default()).unwrap();
+        // What is kept lies in the memory of the host, where it may.
+        let host = OptimizerPlacement::Host;
+        let placement = host.check(&optimizer, 1).map(|()| host).unwrap_or_default();
+        let home = Home { placement, ..Home::default() };
+        let mut part = OptimizerState::new(optimizer, &parts, home).unwrap();
         for number in 1..=4 {
             for (store, state) in [(&whole, &state), (&parts, &part)] {
                 put_gradients(&gradients, number);
-                state.step(store, &gradients, 1e-2, number as usize, Some(1.0)).unwrap();
+                state
+                    .step(store, &gradients, 1e-2, number as usize, Some(1.0), Group::default())
+                    .unwrap();
             }
-            crate::files::write_safetensors(&path, &part.tensors(), None).unwrap();
-            part = OptimizerState::load(optimizer, &parts, &path).unwrap();
-            let bytes: u64 = part
-                .tensors()
+            let tensors = part.tensors(&parts, Group::default()).unwrap();
+            crate::files::write_safetensors(&path, &tensors, None).unwrap();
+            part = OptimizerState::load(optimizer, &parts, home, &path).unwrap();
+            let bytes: u64 = tensors
                 .iter()
                 .map(|(_, tensor)| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64)
                 .sum();
@@ -79,15 +86,52 @@ fn a_state_that_was_saved_and_read_takes_the_same_steps() {
 }
 
 #[test]
+fn what_cannot_lie_elsewhere_says_what_can() {
+    use OptimizerPlacement::{Device, Host, Sharded};
+    for (index, optimizer) in all().into_iter().enumerate() {
+        let told = |placement: OptimizerPlacement, processes| {
+            placement.check(&optimizer, processes).err().map(|error| error.to_string())
+        };
+        assert_eq!(told(Device, 1).or(told(Device, 2)), None);
+        let expected = match index {
+            2 => Some("keeps nothing; expected device"),
+            6 => Some("keeps next to nothing; expected device"),
+            5 | 7 => Some("can't be in parts with several processes; expected device"),
+            _ => None,
+        };
+        for placement in [Host, Sharded] {
+            let found = told(placement, 2);
+            assert_eq!(found.is_some(), expected.is_some(), "{optimizer:?}: {found:?}");
+            let found = found.unwrap_or_default();
+            assert!(found.contains(expected.unwrap_or_default()), "{optimizer:?}: {found}");
+        }
+        assert_eq!(told(Host, 1).is_some(), [2, 6].contains(&index), "{optimizer:?}");
+        assert!(told(Sharded, 1).unwrap().contains("optimizer_placement: is sharded"));
+    }
+}
+
+#[test]
+fn shares_are_all_elements_once() {
+    for (count, ranks) in [(0, 3), (1, 2), (64, 2), (65, 2), (1000, 3), (100_000, 7), (129, 4)] {
+        let shares = state::shares(count, ranks);
+        assert_eq!(shares.len(), ranks);
+        assert!(shares.iter().all(|share| share.start % 64 == 0 || share.is_empty()));
+        let all: Vec<usize> = shares.into_iter().flatten().collect();
+        assert!(all.into_iter().eq(0..count));
+    }
+}
+
+#[test]
 fn the_state_of_another_optimizer_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("optimizer.safetensors");
     let store = parameters();
     for (index, saved) in all().into_iter().enumerate() {
-        let tensors = OptimizerState::new(saved, &store).unwrap().tensors();
+        let state = OptimizerState::new(saved, &store, Home::default()).unwrap();
+        let tensors = state.tensors(&store, Group::default()).unwrap();
         crate::files::write_safetensors(&path, &tensors, None).unwrap();
         for (other, loaded) in all().into_iter().enumerate() {
-            let found = OptimizerState::load(loaded, &store, &path);
+            let found = OptimizerState::load(loaded, &store, Home::default(), &path);
             if other == index {
                 found.unwrap();
             } else {
@@ -103,9 +147,9 @@ fn the_state_of_another_optimizer_is_refused() {
 fn weight_decay_leaves_vectors_alone() {
     for optimizer in all() {
         let store = parameters();
-        let state = OptimizerState::new(optimizer, &store).unwrap();
+        let state = OptimizerState::new(optimizer, &store, Home::default()).unwrap();
         let gradients = Gradients::new(&store).unwrap();
-        let norm = state.step(&store, &gradients, 0.5, 1, Some(1.0)).unwrap();
+        let norm = state.step(&store, &gradients, 0.5, 1, Some(1.0), Group::default()).unwrap();
         assert_eq!(norm, 0.0);
         let (matrices, vectors) = (numbers(&store), store.decayed());
         let decays = optimizer.describe().contains("weight_decay 0.1");
@@ -118,23 +162,26 @@ fn weight_decay_leaves_vectors_alone() {
 fn broken_gradients_make_no_step() {
     for optimizer in all() {
         let store = parameters();
-        let state = OptimizerState::new(optimizer, &store).unwrap();
-        let before: Vec<Vec<u8>> = bytes(&state);
+        let state = OptimizerState::new(optimizer, &store, Home::default()).unwrap();
+        let before: Vec<Vec<u8>> = bytes(&store, &state);
         let all = Gradients::new(&store).unwrap();
         put_gradients(&all, 1);
         let nan = Tensor::new(&[f32::NAN], &Device::Cpu).unwrap();
         copy::write(all.buffer(), &nan, 0, 3).unwrap();
-        assert!(!state.step(&store, &all, 1e-2, 1, Some(1.0)).unwrap().is_finite());
+        assert!(
+            !state.step(&store, &all, 1e-2, 1, Some(1.0), Group::default()).unwrap().is_finite()
+        );
         assert!(numbers(&store).iter().all(|p| *p == 1.0), "{optimizer:?}");
-        assert_eq!(bytes(&state), before, "{optimizer:?}");
+        assert_eq!(bytes(&store, &state), before, "{optimizer:?}");
         let gradients: Vec<f32> = all.buffer().to_vec1().unwrap();
         assert!(gradients.iter().all(|g| *g == 0.0), "{optimizer:?}");
     }
 }
 
 /// Everything that is kept, as text of its numbers.
-fn bytes(state: &OptimizerState) -> Vec<Vec<u8>> {
-    state.tensors().iter().map(|(_, tensor)| format!("{tensor:?}{tensor}").into_bytes()).collect()
+fn bytes(store: &Parameters, state: &OptimizerState) -> Vec<Vec<u8>> {
+    let tensors = state.tensors(store, Group::default()).unwrap();
+    tensors.iter().map(|(_, tensor)| format!("{tensor:?}{tensor}").into_bytes()).collect()
 }
 
 #[test]
@@ -235,13 +282,13 @@ fn follow(prefix: &str, case: &str, names: &[&str], optimizer: Optimizer, rate: 
         store.set(*id, &read(&format!("{prefix}parameters.{name}"))).unwrap();
     }
     let all = Gradients::new(&store).unwrap();
-    let state = OptimizerState::new(optimizer, &store).unwrap();
+    let state = OptimizerState::new(optimizer, &store, Home::default()).unwrap();
     for number in 0..4 {
         for (id, name) in ids.iter().zip(names) {
             let gradient = read(&format!("{prefix}gradients.{number}.{name}"));
             flat::accumulate(&all.view(*id).unwrap(), &gradient, 1.0).unwrap();
         }
-        state.step(&store, &all, rate, number + 1, None).unwrap();
+        state.step(&store, &all, rate, number + 1, None, Group::default()).unwrap();
     }
     let mut off = Vec::new();
     for (id, name) in ids.iter().zip(names) {
@@ -330,10 +377,11 @@ fn lora_plus_moves_every_b_at_its_own_rate() {
     let steps = |rates: &[Rates]| {
         let (parameters, _) = Parameters::new(&shapes, &Device::Cpu).unwrap();
         let all = Gradients::new(&parameters).unwrap();
-        let state = OptimizerState::new(Optimizer::AdamW(options), &parameters).unwrap();
+        let state =
+            OptimizerState::new(Optimizer::AdamW(options), &parameters, Home::default()).unwrap();
         for (index, rates) in rates.iter().enumerate() {
             put_gradients(&all, 7 + index as u64);
-            state.step(&parameters, &all, *rates, index + 1, Some(0.7)).unwrap();
+            state.step(&parameters, &all, *rates, index + 1, Some(0.7), Group::default()).unwrap();
             assert!(all.buffer().to_vec1::<f32>().unwrap().iter().all(|g| *g == 0.0));
         }
         let entries = parameters.entries().to_vec();
