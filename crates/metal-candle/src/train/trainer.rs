@@ -1015,7 +1015,7 @@ impl<'a> Trainer<'a> {
     fn or_save_alone<T>(&mut self, outcome: Result<T>, metrics: &mut dyn MetricsSink) -> Result<T> {
         if matches!(outcome, Err(Error::Rank { .. })) && self.group.is_root() {
             let (optimizer, parameters) = (self.optimizer()?, self.adapter.parameters());
-            if optimizer.is_shared(parameters) {
+            if optimizer.is_shared() {
                 tracing::warn!(
                     "no checkpoint of step {} is written: the rank that is lost had a part of what the optimiser keeps",
                     self.state.step

@@ -48,6 +48,8 @@ pub(super) trait Registers {
     type Words: Copy;
     /// Sixteen numbers.
     type Table: Copy;
+    /// Whether they are looked up by one instruction, which is fewer than it takes to make floats of codes.
+    const LOOKS_UP_AT_ONCE: bool;
 
     unsafe fn zeros() -> Self::Floats;
     unsafe fn floats(number: f32) -> Self::Floats;
@@ -439,6 +441,10 @@ unsafe fn by_levels<R: Registers, const ROWS: usize>(
         Levels::Integers { bits, zero } => match bits {
             2 => by_lines!(2, INTEGERS, none, zero),
             3 => by_lines!(3, INTEGERS, none, zero),
+            4 if R::LOOKS_UP_AT_ONCE => {
+                let table = std::array::from_fn(|code| code as f32 - f32::from(zero));
+                by_lines!(4, TABLE, &table, 0)
+            }
             4 => by_lines!(4, INTEGERS, none, zero),
             5 => by_lines!(5, INTEGERS, none, zero),
             6 => by_lines!(6, INTEGERS, none, zero),

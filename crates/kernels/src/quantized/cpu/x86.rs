@@ -90,6 +90,7 @@ impl Registers for Avx512 {
     type Floats = __m512;
     type Words = __m512i;
     type Table = __m512;
+    const LOOKS_UP_AT_ONCE: bool = true;
 
     #[inline(always)]
     unsafe fn zeros() -> __m512 {
@@ -215,6 +216,7 @@ impl Registers for Avx2 {
     type Floats = __m256;
     type Words = __m256i;
     type Table = (__m256, __m256);
+    const LOOKS_UP_AT_ONCE: bool = false;
 
     #[inline(always)]
     unsafe fn zeros() -> __m256 {

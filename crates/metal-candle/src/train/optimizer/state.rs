@@ -159,12 +159,6 @@ impl Home<'_> {
         let is_shared = self.placement != OptimizerPlacement::Device && self.group.size() > 1;
         is_shared.then(|| shares(parameters.len(), self.group.size()))
     }
-
-    /// The elements whose numbers this rank keeps.
-    fn share(self, parameters: &Parameters) -> Range<usize> {
-        let mine = self.shares(parameters).map(|shares| shares[self.group.rank()].clone());
-        mine.unwrap_or(0..parameters.len())
-    }
 }
 
 /// The learning rates of a step.
@@ -187,8 +181,10 @@ impl From<f64> for Rates {
 pub(in crate::train) struct OptimizerState {
     optimizer: Optimizer,
     tensors: Vec<(&'static str, Tensor)>,
-    /// The elements of all that the tensors are of.
+    /// The elements that they are of.
     share: Range<usize>,
+    /// Those of each rank, if others keep a share, too.
+    shares: Option<Vec<Range<usize>>>,
     /// What the tensors lie in, where that is the memory of the host.
     host: Option<HostBuffers>,
 }
@@ -196,29 +192,58 @@ pub(in crate::train) struct OptimizerState {
 impl OptimizerState {
     /// As it is before the first step.
     pub fn new(optimizer: Optimizer, parameters: &Parameters, home: Home) -> Result<Self> {
+        Self::made(optimizer, parameters, home, None)
+    }
+
+    /// With what `read` gives of each part, all of it in the memory of the host, or zeros.
+    fn made(
+        optimizer: Optimizer,
+        parameters: &Parameters,
+        home: Home,
+        read: Option<&dyn Fn(&Part) -> Result<Tensor>>,
+    ) -> Result<Self> {
         home.placement.check(&optimizer, home.group.size())?;
-        let (share, device) = (home.share(parameters), parameters.values().device());
+        let device = parameters.values().device();
+        let shares = home.shares(parameters);
+        let mine = shares.as_ref().and_then(|shares| shares.get(home.group.rank()).cloned());
+        let share = mine.clone().unwrap_or(0..parameters.len());
+        // Where there are shares, all that is kept is of each element. A GPU has no memory of nothing.
+        let of_part = |part: &Part| mine.clone().unwrap_or(0..part.count);
         let mut parts = layout(&optimizer, parameters.entries());
-        if share.len() < parameters.len() {
-            // All of them are of each element then. A GPU has no memory of nothing.
-            parts.iter_mut().for_each(|part| part.count = share.len());
-            parts.retain(|part| part.count > 0);
-        }
-        let names = parts.iter().map(|part| part.name);
+        parts.retain(|part| !of_part(part).is_empty());
+        let read = |part: &Part| -> Result<Option<Tensor>> {
+            let Some(read) = read else { return Ok(None) };
+            let (all, range) = (read(part)?, of_part(part));
+            if range.len() == part.count {
+                return Ok(Some(all));
+            }
+            Ok(Some(all.narrow(0, range.start, range.len())?.force_contiguous()?))
+        };
+        let mut tensors = Vec::with_capacity(parts.len());
         if home.placement == OptimizerPlacement::Host {
-            let like: Vec<_> = parts.iter().map(|part| (vec![part.count], part.dtype)).collect();
-            let host = HostBuffers::new(&like, device)?;
-            let tensors = names.zip(host.tensors().iter().cloned()).collect();
-            return Ok(Self { optimizer, tensors, share, host: Some(host) });
+            let like = parts.iter().map(|part| (vec![of_part(part).len()], part.dtype));
+            let host = HostBuffers::new(&like.collect::<Vec<_>>(), device)?;
+            for (part, tensor) in parts.iter().zip(host.tensors()) {
+                if let Some(read) = read(part)? {
+                    tensor.slice_set(&read, 0, 0)?;
+                }
+                tensors.push((part.name, tensor.clone()));
+            }
+            return Ok(Self { optimizer, tensors, share, shares, host: Some(host) });
         }
-        let zeros = parts.iter().map(|part| Tensor::zeros(part.count, part.dtype, device));
-        let tensors = zeros.collect::<candle_core::Result<Vec<_>>>()?;
-        Ok(Self { optimizer, tensors: names.zip(tensors).collect(), share, host: None })
+        for part in &parts {
+            let tensor = match read(part)? {
+                Some(read) => read.to_device(device)?,
+                None => Tensor::zeros(of_part(part).len(), part.dtype, device)?,
+            };
+            tensors.push((part.name, tensor));
+        }
+        Ok(Self { optimizer, tensors, share, shares, host: None })
     }
 
     /// Whether other ranks keep a share, too.
-    pub fn is_shared(&self, parameters: &Parameters) -> bool {
-        self.share.len() < parameters.len()
+    pub fn is_shared(&self) -> bool {
+        self.shares.is_some()
     }
 
     /// The shapes and dtypes of what [`Self::tensors`] gives.
@@ -238,15 +263,14 @@ impl OptimizerState {
             // The last step may be at work on it.
             device.synchronize()?;
         }
-        if !self.is_shared(parameters) {
+        let Some(shares) = &self.shares else {
             let named = self.tensors.iter();
             return Ok(named.map(|(name, it)| ((*name).to_string(), it.clone())).collect());
-        }
-        let shares = shares(parameters.len(), group.size());
+        };
         let mut tensors = Vec::new();
         for part in layout(&self.optimizer, parameters.entries()) {
             let mine = self.tensors.iter().find(|(name, _)| *name == part.name);
-            let all = put_together(mine.map(|(_, tensor)| tensor), &shares, group, device)?;
+            let all = put_together(mine.map(|(_, tensor)| tensor), shares, group, device)?;
             if group.is_root() {
                 let tensor = Tensor::from_vec(all, part.count, &Device::Cpu)?;
                 tensors.push((part.name.to_string(), tensor));
@@ -286,20 +310,11 @@ impl OptimizerState {
                 ),
             ));
         }
-        let state = Self::new(optimizer, parameters, home)?;
-        for Part { name, count, dtype } in layout {
-            let all = match dtype {
-                DType::U8 => weights.bytes(name, count, &Device::Cpu)?,
-                _ => weights.tensor(name, &[count], dtype, &Device::Cpu)?,
-            };
-            let share = if state.is_shared(parameters) { state.share.clone() } else { 0..count };
-            if share.is_empty() {
-                continue;
-            }
-            let (kept, read) = (state.kept(name)?, all.narrow(0, share.start, share.len())?);
-            kept.slice_set(&read.to_device(kept.device())?, 0, 0)?;
-        }
-        Ok(state)
+        let read = |part: &Part| match part.dtype {
+            DType::U8 => weights.bytes(part.name, part.count, &Device::Cpu),
+            dtype => weights.tensor(part.name, &[part.count], dtype, &Device::Cpu),
+        };
+        Self::made(optimizer, parameters, home, Some(&read))
     }
 
     /// Step `number`, from 1, with gradients clipped to `clip_norm`. Gives their norm before that; when it
@@ -318,11 +333,10 @@ impl OptimizerState {
         group: Group,
     ) -> Result<f64> {
         let norm = self.change(parameters, gradients, rates.into(), number, clip_norm);
-        if self.is_shared(parameters) {
+        if let Some(shares) = &self.shares {
             flat::fill_zero(gradients.buffer())?;
             if norm.as_ref().is_ok_and(|norm| norm.is_finite()) {
-                let shares = shares(parameters.len(), group.size());
-                group.spread("the parameters after a step", parameters.values(), &shares)?;
+                group.spread("the parameters after a step", parameters.values(), shares)?;
             }
         }
         parameters.changed();
@@ -346,8 +360,7 @@ impl OptimizerState {
         let (values, own) = (&of_share(parameters.values())?, &of_share(gradients)?);
         let decayed = parameters.decayed().clamp(self.share.start, self.share.end);
         let decayed = decayed - self.share.start;
-        let clip =
-            Clip { max_norm: clip_norm, norm_of: self.is_shared(parameters).then_some(gradients) };
+        let clip = Clip { max_norm: clip_norm, norm_of: self.is_shared().then_some(gradients) };
         let adam = |names: [&str; 2], options: &AdamWOptions| -> Result<f64> {
             let options = adamw_options(options, learning_rate);
             let [m, v] = [self.kept(names[0])?, self.kept(names[1])?];
