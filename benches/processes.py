@@ -40,8 +40,10 @@ import argparse
 import array
 import concurrent.futures
 import json
+import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -145,7 +147,7 @@ def measured(program, folder, length, steps, start, *flags):
             *("--save-every", "0", "--max-seq-length", str(length), "--steps", str(2 * steps), "--report-every", "1"),
             *("--no-plot", "--no-tensorboard", "--quiet", *flags),
         ],
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, start_new_session=True,
     )
     reports = []
     while len(reports) < steps:
@@ -156,9 +158,9 @@ def measured(program, folder, length, steps, start, *flags):
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         events = [json.loads(line) for line in lines if line.endswith("\n")]
         reports = [event for event in events if event["event"] == "train"]
-    run.kill()
+    # With those that it has started.
+    os.killpg(run.pid, signal.SIGKILL)
     run.wait()
-    # Those that it has started end by themselves.
     time.sleep(2)
     reports = reports[steps // 4 : steps]
     speed = statistics.median(event["processed_tokens_per_second"] for event in reports)

@@ -4,7 +4,6 @@
 //! waits, and later work may overwrite them. On Metal a copy waits for that work; on the CPU it is a copy
 //! in memory.
 
-use crate::backend::cpu::{Input, change_in_place, for_each_chunk};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Memory of the host for copies of certain tensors, to be used again for the next copies of them.
@@ -86,11 +85,7 @@ impl HostBuffers {
                 Device::Cpu => from.clone(),
                 _ => from.force_contiguous()?.to_device(&Device::Cpu)?,
             };
-            let (from, to) = (from.flatten_all()?, to.flatten_all()?);
-            match from.dtype() {
-                DType::F32 => copy_floats(&from, &to)?,
-                _ => to.slice_set(&from, 0, 0)?,
-            }
+            to.flatten_all()?.slice_set(&from.flatten_all()?, 0, 0)?;
         }
         Ok(HostCopy {
             #[cfg(feature = "cuda")]
@@ -104,20 +99,6 @@ impl HostBuffers {
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors
     }
-}
-
-/// Copies `(n)` in f32 on the host, with all threads.
-fn copy_floats(from: &Tensor, to: &Tensor) -> Result<()> {
-    const CHUNK: usize = 1 << 20;
-    let from = Input::contiguous(from)?;
-    let from = from.read();
-    let from = from.slice::<f32>()?;
-    change_in_place::<f32>("host", to, |to| {
-        for_each_chunk(to, CHUNK, |index, to| {
-            to.copy_from_slice(&from[index * CHUNK..][..to.len()])
-        });
-        Ok(())
-    })
 }
 
 /// Brings what lies in the memory of the host to a device, beside its work: one transfer at a time.
