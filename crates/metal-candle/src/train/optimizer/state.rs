@@ -176,6 +176,9 @@ impl From<f64> for Rates {
     }
 }
 
+/// Gives all of a part, in the memory of the host.
+type Read<'a> = dyn Fn(&Part) -> Result<Tensor> + 'a;
+
 /// An optimiser with what it keeps, or this rank's share of it.
 #[derive(Debug)]
 pub(in crate::train) struct OptimizerState {
@@ -195,12 +198,12 @@ impl OptimizerState {
         Self::made(optimizer, parameters, home, None)
     }
 
-    /// With what `read` gives of each part, all of it in the memory of the host, or zeros.
+    /// With what `read` gives of each part, or zeros.
     fn made(
         optimizer: Optimizer,
         parameters: &Parameters,
         home: Home,
-        read: Option<&dyn Fn(&Part) -> Result<Tensor>>,
+        read: Option<&Read>,
     ) -> Result<Self> {
         home.placement.check(&optimizer, home.group.size())?;
         let device = parameters.values().device();
