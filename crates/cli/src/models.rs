@@ -109,11 +109,17 @@ impl Runtime {
 
 /// The host's memory as the place of weights, where that isn't the device's.
 pub fn host(device: &Device) -> anyhow::Result<Placement> {
+    check_host("base_placement", device)?;
+    Ok(Placement::Host)
+}
+
+/// An error about the setting that names the host's memory, unless the device has one of its own.
+pub fn check_host(key: &str, device: &Device) -> anyhow::Result<()> {
     match device.is_cuda() {
-        true => Ok(Placement::Host),
-        false => Err(usage(
-            "base_placement: is host, which is for NVIDIA GPUs; this device computes in that memory anyway",
-        )),
+        true => Ok(()),
+        false => Err(usage(format!(
+            "{key}: is host, which is for NVIDIA GPUs; this device computes in that memory anyway"
+        ))),
     }
 }
 

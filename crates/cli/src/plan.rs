@@ -196,8 +196,9 @@ pub fn lora_plan(config: &LoraConfig, model: &Model) -> anyhow::Result<LoraPlan>
     Ok(LoraPlan { modules, layers, adapted: resolved.len() })
 }
 
-/// How much memory a step takes with parameters and gradients of `training` bytes and what the optimiser keeps, from what each layer keeps for its backward pass: the inputs of
-/// two norms, of the projections and of the activation, and the attention's own.
+/// How much memory a step takes, with parameters and gradients of `training` bytes and what the optimiser keeps: from
+/// what each layer keeps for its backward pass, the inputs of two norms, of the projections and of the activation, and
+/// the attention's own.
 pub fn memory(
     settings: &Settings,
     model: &Model,

@@ -657,10 +657,8 @@ fn check_optimizer_placement(
         .check(&settings.optimizer()?, processes)
         .map_err(|error| usage(error.to_string()))?;
     match placement {
-        OptimizerPlacement::Host if !device.is_cuda() => Err(usage(
-            "optimizer_placement: is host, which is for NVIDIA GPUs; this device computes in that memory anyway",
-        )),
-        _ => Ok(()),
+        OptimizerPlacement::Host => models::check_host("optimizer_placement", device),
+        OptimizerPlacement::Device | OptimizerPlacement::Sharded => Ok(()),
     }
 }
 
