@@ -8,7 +8,7 @@ use candle_core::{DType, Device, IndexOp, Tensor};
 use metal_candle::adapter::{Adapter, LoraConfig, Targets};
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::Batch;
-use metal_candle::engine::{Engine, EngineOptions, Event, Request, RequestId};
+use metal_candle::engine::{CacheDtype, Engine, EngineOptions, Event, Request, RequestId};
 use metal_candle::generate::{GenerateOptions, Piece, Session};
 use metal_candle::model::{Model, Quantization};
 use metal_candle::pass::{Input, KvCache};
@@ -157,7 +157,7 @@ pub fn prepare(
             let session = Session::new(&model, None);
             Ok(Box::new(Decode { model, prompt: ids.to_vec(), tokens, session, next: 0 }))
         }
-        Work::Serve { requests, prompt, tokens, mixed, adapters, .. } => {
+        Work::Serve { requests, prompt, tokens, mixed, adapters, rounded_cache, .. } => {
             let lengths = lengths(requests, [prompt, tokens], mixed);
             let usual = EngineOptions::default();
             // As many at once as there are, if not so many that each has more memory than it needs.
@@ -168,6 +168,7 @@ pub fn prepare(
             let options = EngineOptions {
                 max_sequences: at_once.max(1),
                 cache_tokens: (!mixed).then_some(room),
+                cache_dtype: if rounded_cache { CacheDtype::MxInt8 } else { CacheDtype::Model },
                 prefix_cache: false,
                 ..usual
             };

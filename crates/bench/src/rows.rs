@@ -268,6 +268,9 @@ pub enum Work {
         /// Adapters that the requests have in turn, on every linear layer, of the ranks of [`rank_of`].
         #[serde(default)]
         adapters: usize,
+        /// Whether keys and values are kept in 8 bits.
+        #[serde(default)]
+        rounded_cache: bool,
         /// Of weights and activations.
         dtype: Precision,
         /// What the weights are held in, if it isn't `dtype`.
@@ -485,10 +488,17 @@ impl Row {
         dtype: Precision,
     ) -> Self {
         let name = format!("serve-{shape}-{requests}x{prompt}+{tokens}-{}", dtype.name());
-        let (shape, adapters, quantization) = (shape.to_string(), 0, None);
-        let mixed = false;
-        let work =
-            Work::Serve { shape, requests, prompt, tokens, mixed, adapters, dtype, quantization };
+        let work = Work::Serve {
+            shape: shape.to_string(),
+            requests,
+            prompt,
+            tokens,
+            mixed: false,
+            adapters: 0,
+            rounded_cache: false,
+            dtype,
+            quantization: None,
+        };
         Self::new(name, work)
     }
 
@@ -498,6 +508,16 @@ impl Row {
         if let Work::Serve { mixed, .. } = &mut self.work {
             *mixed = true;
             self.name = format!("{}-mixed", self.name);
+        }
+        self
+    }
+
+    /// The same row with keys and values in 8 bits.
+    #[must_use]
+    pub fn with_rounded_cache(mut self) -> Self {
+        if let Work::Serve { rounded_cache, .. } = &mut self.work {
+            *rounded_cache = true;
+            self.name = format!("{}-cache8", self.name);
         }
         self
     }
@@ -952,6 +972,7 @@ impl Work {
                 adapters,
                 dtype,
                 quantization,
+                ..
             } => {
                 let model = Sizes::of(shape)?;
                 let lengths = lengths(*requests, [*prompt, *tokens], *mixed);

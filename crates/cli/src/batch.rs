@@ -13,7 +13,9 @@ use crate::prompts;
 use anyhow::Context;
 use clap::Args;
 use metal_candle::adapter::Adapter;
-use metal_candle::engine::{Engine, EngineOptions, Event, Request, RequestId, Statistics};
+use metal_candle::engine::{
+    CacheDtype, Engine, EngineOptions, Event, Request, RequestId, Statistics,
+};
 use metal_candle::files::{plain, write_atomic};
 use metal_candle::generate::{FinishReason, GenerateOptions};
 use metal_candle::model::Model;
@@ -50,6 +52,10 @@ pub struct Batch {
     /// the machine's]
     #[arg(long, value_name = "N")]
     pub cache_tokens: Option<usize>,
+    /// How the KV cache keeps its numbers: `model`, in the model's dtype, or `mxint8`, rounded to 8 bits with a scale
+    /// for each 32, which takes about half of the memory
+    #[arg(long, value_name = "DTYPE", default_value_t = EngineOptions::default().cache_dtype)]
+    pub cache_dtype: CacheDtype,
     /// Tokens to guess after the last of an answer and to read together with it, while few answers are written; the
     /// answers stay what they are. 0 is none
     #[arg(long, value_name = "N", default_value_t = EngineOptions::default().draft_tokens)]
@@ -66,6 +72,7 @@ impl Batch {
             max_sequences: self.max_sequences,
             max_batch_tokens: self.max_batch_tokens,
             cache_tokens: self.cache_tokens,
+            cache_dtype: self.cache_dtype,
             draft_tokens: self.draft_tokens,
             ..EngineOptions::default()
         }

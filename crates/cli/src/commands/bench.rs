@@ -9,6 +9,7 @@ use crate::output::{self, Terminal, bytes};
 use crate::settings::Matmul;
 use candle_core::{DType, Device};
 use clap::{Args, ValueEnum};
+use metal_candle::engine::CacheDtype;
 use metal_candle::files;
 use metal_candle_bench::machine::{Machine, Peaks};
 use metal_candle_bench::report::{Measured, measure};
@@ -86,6 +87,9 @@ pub struct Arguments {
     /// Draw the requests' tokens around --prompt and --tokens, with long tails
     #[arg(long, help_heading = "Work")]
     mixed_lengths: bool,
+    /// How the KV cache of requests keeps its numbers, as in `generate`
+    #[arg(long, value_name = "DTYPE", default_value_t = CacheDtype::default(), help_heading = "Work")]
+    cache_dtype: CacheDtype,
     /// Let the request that waits for its first token have a prompt that was read before
     #[arg(long, help_heading = "Work")]
     seen_prompt: bool,
@@ -167,6 +171,10 @@ impl Arguments {
                     let each = [self.prompt, self.tokens];
                     let row = Row::serve(shape, self.requests, each, dtype);
                     let row = row.with_adapters(self.adapters);
+                    let row = match self.cache_dtype {
+                        CacheDtype::Model => row,
+                        CacheDtype::MxInt8 => row.with_rounded_cache(),
+                    };
                     vec![if self.mixed_lengths { row.with_mixed_lengths() } else { row }]
                 }
                 Part::FirstToken => {

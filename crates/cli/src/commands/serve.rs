@@ -10,7 +10,7 @@ use crate::template::TemplateFlags;
 use anyhow::Context;
 use clap::Args;
 use metal_candle::devices;
-use metal_candle::engine::EngineOptions;
+use metal_candle::engine::{CacheDtype, EngineOptions};
 use metal_candle::hub::HubOptions;
 use metal_candle::model::Model;
 use metal_candle_serve::{Base, HubAdapters, Options, Server, Tls};
@@ -116,6 +116,10 @@ pub struct Arguments {
     /// the machine's]
     #[arg(long, value_name = "N", help_heading = "Engine")]
     cache_tokens: Option<usize>,
+    /// How the KV cache keeps its numbers: `model`, in the model's dtype, or `mxint8`, rounded to 8 bits with a scale
+    /// for each 32, which takes about half of the memory
+    #[arg(long, value_name = "DTYPE", default_value_t = EngineOptions::default().cache_dtype, help_heading = "Engine")]
+    cache_dtype: CacheDtype,
     /// Tokens to guess after the last of a text and to read together with it, while few texts are written
     #[arg(long, value_name = "N", default_value_t = EngineOptions::default().draft_tokens, help_heading = "Engine")]
     draft_tokens: usize,
@@ -145,6 +149,7 @@ impl Arguments {
                 max_batch_tokens: self.max_batch_tokens,
                 max_waiting: self.max_waiting,
                 cache_tokens: self.cache_tokens,
+                cache_dtype: self.cache_dtype,
                 draft_tokens: self.draft_tokens,
                 ..EngineOptions::default()
             },

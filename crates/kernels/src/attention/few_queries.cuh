@@ -80,8 +80,8 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
     const uint32_t q_shared = shared_address(shared);
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const T *const k = head_start(static_cast<const T *>(p.k), p.k_strides, batch, kv_head);
-    const T *const v = head_start(static_cast<const T *>(p.v), p.v_strides, batch, kv_head);
+    const auto k = keys_at.template keys<T>(p, batch, kv_head);
+    const auto v = keys_at.template values<T>(p, batch, kv_head);
 
     for (int index = threadIdx.x; index < ROWS * CHUNKS; index += THREADS) {
         const int row = index / CHUNKS, chunk = index % CHUNKS;
@@ -108,18 +108,28 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
     }
 
     const uint32_t mine = q_shared + TILE * (1 + warp * STAGES * 2);
+    typename Keys::template Arriving<16, D, WARP> of_keys, of_values;
+    const auto stage = [&](int step) { return mine + step % STAGES * 2 * TILE; };
     const auto load = [&](int step) {
         if (step < steps) {
             const int first_key = start + (step * WARPS + warp) * 16;
-            const uint32_t to = mine + step % STAGES * 2 * TILE;
-            keys_at.template load<T, 16, D, WARP>(to, k, p.k_strides[1], first_key,
-                                                  seen.y - first_key, p.head_dim, lane);
-            keys_at.template load<T, 16, D, WARP>(to + TILE, v, p.v_strides[1], first_key,
-                                                  seen.y - first_key, p.head_dim, lane);
+            of_keys = keys_at.template load<T, 16, D, WARP>(
+                stage(step), k, first_key, seen.y - first_key, p.head_dim, lane);
+            of_values = keys_at.template load<T, 16, D, WARP>(
+                stage(step) + TILE, v, first_key, seen.y - first_key, p.head_dim, lane);
         }
         copy_async_commit();
     };
-    for (int step = 0; step < STAGES - 1; step++) load(step);
+    const auto land = [&](int step) {
+        if (step < steps) {
+            keys_at.template land<T, 16, D, WARP>(stage(step), of_keys, lane);
+            keys_at.template land<T, 16, D, WARP>(stage(step) + TILE, of_values, lane);
+        }
+    };
+    for (int step = 0; step < STAGES - 1; step++) {
+        load(step);
+        land(step);
+    }
     copy_async_wait<STAGES - 1>();
     // The queries are there.
     __syncthreads();
@@ -130,7 +140,7 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
         load(step + STAGES - 1);
         copy_async_wait<STAGES - 1>();
         __syncwarp();
-        const uint32_t keys = mine + step % STAGES * 2 * TILE;
+        const uint32_t keys = stage(step);
         const int first_key = start + (step * WARPS + warp) * 16;
         float scores[1][2][4] = {};
         multiply_rows<T, D, ROWS, 16, 1>(scores, q_shared, 0, keys, lane);
@@ -147,6 +157,7 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
         multiply_columns<T, D, 16, 1>(out, weights, keys + TILE, lane);
         // The stage may be overwritten.
         __syncwarp();
+        land(step + STAGES - 1);
     }
     copy_async_wait<0>();
     __syncthreads();
@@ -222,8 +233,8 @@ __device__ __forceinline__ void plain_few_block(const Parameters &p, const Keys 
     float *const tops = parts + WARPS * ROWS * COLUMNS, *const totals = tops + WARPS * ROWS;
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, d = p.head_dim;
-    const T *const k = head_start(static_cast<const T *>(p.k), p.k_strides, batch, kv_head);
-    const T *const v = head_start(static_cast<const T *>(p.v), p.v_strides, batch, kv_head);
+    const auto k = keys_at.template keys<T>(p, batch, kv_head);
+    const auto v = keys_at.template values<T>(p, batch, kv_head);
 
     for (int index = threadIdx.x; index < ROWS * d; index += WARP * WARPS) {
         const int row = index / d, column = index % d;
@@ -255,11 +266,11 @@ __device__ __forceinline__ void plain_few_block(const Parameters &p, const Keys 
             // Beyond the last key, a key that exists, not to be used.
             const int key = min(first_key + start + lane / 8, seen.y - 1);
             // That of a block that isn't there is hidden.
-            const T *const line = k + max(keys_at.row(key), int64_t(0)) * p.k_strides[1];
+            const auto line = k.line(max(keys_at.row(key), int64_t(0)));
             float sum[ROWS] = {};
 #pragma unroll 8
             for (int column = lane % 8; column < d; column += 8) {
-                const float x = to_float(line[column]);
+                const float x = line[column];
 #pragma unroll
                 for (int row = 0; row < ROWS; row++)
                     sum[row] = fmaf(x, q[row * COLUMNS + column], sum[row]);
@@ -294,14 +305,14 @@ __device__ __forceinline__ void plain_few_block(const Parameters &p, const Keys 
 #pragma unroll 4
         for (int key = 0; key < count; key++) {
             const int64_t at = keys_at.row(first_key + key);
-            const T *const line = v + max(at, int64_t(0)) * p.v_strides[1];
+            const auto line = v.line(max(at, int64_t(0)));
             float weight[ROWS];
 #pragma unroll
             for (int row = 0; row < ROWS; row++) weight[row] = my_scores[row * WARP + key];
 #pragma unroll
             for (int i = 0; i < PER_LANE; i++) {
                 const int column = i * WARP + lane;
-                const float x = column < d && at >= 0 ? to_float(line[column]) : 0.0f;
+                const float x = column < d && at >= 0 ? line[column] : 0.0f;
 #pragma unroll
                 for (int row = 0; row < ROWS; row++)
                     out[row][i] = fmaf(weight[row], x, out[row][i]);

@@ -35,6 +35,8 @@ constant bool CAPPED [[function_constant(4)]];
 constant bool SPLIT [[function_constant(5)]];
 /// Whether there is a batch of sequences, whose keys and values are in blocks of a pool.
 constant bool PAGED [[function_constant(6)]];
+/// Whether those are codes of 8 bits; see paged/rounded/mod.rs.
+constant bool ROUNDED [[function_constant(7)]];
 constant bool GIVES_O = !SPLIT || PAGED;
 constant bool GIVES_SUM = !SPLIT && !PAGED;
 constant bool ONE_SEQUENCE = !PAGED;
@@ -187,29 +189,94 @@ inline void write_quad(device T *row, uint column, float4 x) {
 /// Quads from a row of a tile to the next.
 template <typename T, uint D> constexpr uint tile_pitch() { return D / 4 + 4 / sizeof(T); }
 
-/// Rows at one distance from each other.
-struct StridedRows {
-    ulong stride;
+/// A thread writes its quads of a tile, zeros from the row `count` on.
+template <typename T, uint D>
+inline void write_tile(threadgroup Quad<T> *tile, thread const Quad<T> *x, uint rows, uint count,
+                       uint start, uint threads) {
+    constexpr uint QUADS = D / 4;
+    UNROLL for (uint a = 0; a < AHEAD; a++) {
+        const uint i = start + a * threads, row = i / QUADS;
+        if (row < rows)
+            tile[row * tile_pitch<T, D>() + i % QUADS] =
+                row < count ? x[a] : Quad<T>(static_cast<T>(0.0f));
+    }
+}
 
-    ulong start(uint row) const { return row * stride; }
+/// Neighbours of a head that share a scale, and the byte of the least one.
+constant constexpr uint ROUNDED_GROUP = 32, LEAST_SCALE = 7;
+
+/// What a code is multiplied by: a 64th of the scale.
+inline float step_of(uint scale) {
+    return scale == 255 ? NAN : as_type<float>((max(scale, LEAST_SCALE) - 6) << 23);
+}
+
+/// `whole_quad` or `gathered_quad` of a row in codes.
+template <typename T>
+inline Quad<T> rounded_quad(device const uchar *codes, device const uchar *scales, uint column) {
+    const float step = step_of(scales[min(column, HEAD_DIM - 1) / ROUNDED_GROUP]);
+    Quad<T> x = Quad<T>(static_cast<T>(0.0f));
+    if (WHOLE_QUADS) {
+        const vec<char, 4> code =
+            *reinterpret_cast<device const vec<char, 4> *>(codes + min(column, HEAD_DIM - 4));
+        UNROLL for (uint i = 0; i < 4; i++)
+            if (column < HEAD_DIM) x[i] = static_cast<T>(float(code[i]) * step);
+    } else {
+        for (uint i = 0; i < 4; i++)
+            if (column + i < HEAD_DIM)
+                x[i] = static_cast<T>(float(static_cast<char>(codes[column + i])) * step);
+    }
+    return x;
+}
+
+/// The rows of a head at one distance from each other; in codes, if so, with those of its scales.
+template <typename T> struct HeadRows {
+    device const T *start;
+    ulong stride;
+    device const uchar *scales;
+    ulong scale_stride;
 };
 
-/// Rows of the keys from `first` on in blocks of a pool; those before `seen` are hidden, and may not be there.
+template <typename T>
+inline HeadRows<T> head_rows(device const T *from, constant ulong *strides, uint batch, uint head,
+                             uint heads, device const uchar *scales) {
+    if (ROUNDED) {
+        const uint groups = (HEAD_DIM + ROUNDED_GROUP - 1) / ROUNDED_GROUP;
+        device const uchar *const codes =
+            reinterpret_cast<device const uchar *>(from) + head * strides[2];
+        return {reinterpret_cast<device const T *>(codes), strides[1], scales + head * groups,
+                ulong(heads) * groups};
+    }
+    return {from + batch * strides[0] + head * strides[2], strides[1], nullptr, 0};
+}
+
+/// COUNT quads of such rows, at once.
+template <typename T, uint COUNT>
+inline void read_quads_of(thread Quad<T> *x, HeadRows<T> from, thread ulong *rows,
+                          thread const uint *columns) {
+    if (ROUNDED) {
+        device const uchar *const codes = reinterpret_cast<device const uchar *>(from.start);
+        UNROLL for (uint i = 0; i < COUNT; i++)
+            x[i] = rounded_quad<T>(codes + rows[i] * from.stride,
+                                   from.scales + rows[i] * from.scale_stride, columns[i]);
+    } else {
+        UNROLL for (uint i = 0; i < COUNT; i++) rows[i] *= from.stride;
+        read_quads<T, COUNT>(x, from.start, rows, columns);
+    }
+}
+
+/// Where the rows of a sequence's keys are in the pool, from `first` on; those before `seen` are hidden, and may not
+/// be there.
 struct PagedRows {
     device const uint *table;
     constant PagedBatch *paged;
-    ulong stride;
     uint first, seen;
-
-    ulong start(uint row) const {
-        return paged_row(table, *paged, max(first + row, seen)) * stride;
-    }
 };
 
-/// The threadgroup reads `rows` rows, zeros from the row `count` on; there has to be one.
-template <typename T, uint D, typename Rows>
-inline void read_tile_of(threadgroup Quad<T> *tile, uint rows, device const T *from, Rows places,
-                         uint count, uint thread_index, uint threads) {
+/// The threadgroup reads `rows` rows from `from` on, `stride` elements apart, zeros from the row `count` on; there has
+/// to be one.
+template <typename T, uint D>
+inline void read_tile(threadgroup Quad<T> *tile, uint rows, device const T *from, ulong stride,
+                      uint count, uint thread_index, uint threads) {
     constexpr uint QUADS = D / 4;
     for (uint start = thread_index; start < rows * QUADS; start += AHEAD * threads) {
         Quad<T> x[AHEAD];
@@ -217,23 +284,32 @@ inline void read_tile_of(threadgroup Quad<T> *tile, uint rows, device const T *f
         uint columns[AHEAD];
         UNROLL for (uint a = 0; a < AHEAD; a++) {
             const uint i = start + a * threads;
-            row_starts[a] = places.start(min(i / QUADS, min(rows, count) - 1));
+            row_starts[a] = min(i / QUADS, min(rows, count) - 1) * stride;
             columns[a] = i % QUADS * 4;
         }
         read_quads<T, AHEAD>(x, from, row_starts, columns);
-        UNROLL for (uint a = 0; a < AHEAD; a++) {
-            const uint i = start + a * threads, row = i / QUADS;
-            if (row < rows)
-                tile[row * tile_pitch<T, D>() + i % QUADS] =
-                    row < count ? x[a] : Quad<T>(static_cast<T>(0.0f));
-        }
+        write_tile<T, D>(tile, x, rows, count, start, threads);
     }
 }
 
+/// The same of a sequence's keys or values.
 template <typename T, uint D>
-inline void read_tile(threadgroup Quad<T> *tile, uint rows, device const T *from, ulong stride,
-                      uint count, uint thread_index, uint threads) {
-    read_tile_of<T, D>(tile, rows, from, StridedRows{stride}, count, thread_index, threads);
+inline void read_paged_tile(threadgroup Quad<T> *tile, uint rows, HeadRows<T> from,
+                            PagedRows places, uint count, uint thread_index, uint threads) {
+    constexpr uint QUADS = D / 4;
+    for (uint start = thread_index; start < rows * QUADS; start += AHEAD * threads) {
+        Quad<T> x[AHEAD];
+        ulong places_of[AHEAD];
+        uint columns[AHEAD];
+        UNROLL for (uint a = 0; a < AHEAD; a++) {
+            const uint i = start + a * threads, row = min(i / QUADS, min(rows, count) - 1);
+            places_of[a] =
+                paged_row(places.table, *places.paged, max(places.first + row, places.seen));
+            columns[a] = i % QUADS * 4;
+        }
+        read_quads_of<T, AHEAD>(x, from, places_of, columns);
+        write_tile<T, D>(tile, x, rows, count, start, threads);
+    }
 }
 
 /// `sums = x·yᵀ`, 8 rows of `x` and 8·N of `y`. Product `j` takes from every quad its element `j`.
@@ -359,7 +435,9 @@ template <typename T, uint D>
     device float *log_sum_exp [[buffer(5), function_constant(ONE_SEQUENCE)]],
     constant AttentionSizes &p [[buffer(6)]], constant AttentionStrides &strides [[buffer(7)]],
     device const uint *numbers [[buffer(8), function_constant(PAGED)]],
-    constant PagedBatch &paged [[buffer(9), function_constant(PAGED)]], PLACE, SIMD_PLACE) {
+    constant PagedBatch &paged [[buffer(9), function_constant(PAGED)]],
+    device const uchar *k_scales [[buffer(10), function_constant(ROUNDED)]],
+    device const uchar *v_scales [[buffer(11), function_constant(ROUNDED)]], PLACE, SIMD_PLACE) {
     constexpr uint BYTES = D * sizeof(T), MOST_SIMDGROUPS = BYTES == 1024 ? 2 : 4;
     constexpr uint COLUMNS = BYTES <= 192 ? 32 : BYTES <= 512 ? 16 : 8, N = COLUMNS / 8;
     constexpr bool SHARED = BYTES >= 512;
@@ -388,8 +466,8 @@ template <typename T, uint D>
     const uint before = span.keys - span.queries;
     end_query = min(first_query + rows, end_query);
     q += batch * strides.q[0] + head * strides.q[2];
-    k += batch * strides.k[0] + kv_head * strides.k[2];
-    v += batch * strides.v[0] + kv_head * strides.v[2];
+    const HeadRows<T> keys = head_rows(k, strides.k, batch, kv_head, p.kv_heads, k_scales);
+    const HeadRows<T> values = head_rows(v, strides.v, batch, kv_head, p.kv_heads, v_scales);
     read_tile<T, D>(q_tile, rows, q + first_query * strides.q[1], strides.q[1],
                     end_query - first_query, own.x, threads.x);
 
@@ -423,19 +501,19 @@ template <typename T, uint D>
         // What was there has been read.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (PAGED)
-            read_tile_of<T, D>(k_tile, COLUMNS, k,
-                               PagedRows{span.table, &paged, strides.k[1], first, smallest}, count,
-                               own.x, threads.x);
+            read_paged_tile<T, D>(k_tile, COLUMNS, keys,
+                                  PagedRows{span.table, &paged, first, smallest}, count, own.x,
+                                  threads.x);
         else
-            read_tile<T, D>(k_tile, COLUMNS, k + first * strides.k[1], strides.k[1], count, own.x,
+            read_tile<T, D>(k_tile, COLUMNS, keys.start + first * keys.stride, keys.stride, count, own.x,
                             threads.x);
         if (!SHARED && PAGED)
-            read_tile_of<T, D>(v_tile, COLUMNS, v,
-                               PagedRows{span.table, &paged, strides.v[1], first, smallest}, count,
-                               own.x, threads.x);
+            read_paged_tile<T, D>(v_tile, COLUMNS, values,
+                                  PagedRows{span.table, &paged, first, smallest}, count, own.x,
+                                  threads.x);
         else if (!SHARED)
-            read_tile<T, D>(v_tile, COLUMNS, v + first * strides.v[1], strides.v[1], count,
-                            own.x, threads.x);
+            read_tile<T, D>(v_tile, COLUMNS, values.start + first * values.stride, values.stride,
+                            count, own.x, threads.x);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         const bool active = first < any_to && first + COLUMNS > any_from;
         float2 scores[N];
@@ -447,12 +525,12 @@ template <typename T, uint D>
         if (SHARED) {
             threadgroup_barrier(mem_flags::mem_threadgroup);
             if (PAGED)
-                read_tile_of<T, D>(v_tile, COLUMNS, v,
-                                   PagedRows{span.table, &paged, strides.v[1], first, smallest},
-                                   count, own.x, threads.x);
+                read_paged_tile<T, D>(v_tile, COLUMNS, values,
+                                      PagedRows{span.table, &paged, first, smallest}, count, own.x,
+                                      threads.x);
             else
-                read_tile<T, D>(v_tile, COLUMNS, v + first * strides.v[1], strides.v[1], count,
-                                own.x, threads.x);
+                read_tile<T, D>(v_tile, COLUMNS, values.start + first * values.stride, values.stride,
+                                count, own.x, threads.x);
             threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         if (active) multiply_columns<T, D, N>(sums, scores, v_tile, at);
@@ -708,7 +786,9 @@ template <typename T, uint D>
     device float2 *partial_sums [[buffer(7), function_constant(SPLIT)]],
     constant AttentionSizes &p [[buffer(8)]], constant AttentionStrides &strides [[buffer(9)]],
     device const uint *numbers [[buffer(10), function_constant(PAGED)]],
-    constant PagedBatch &paged [[buffer(11), function_constant(PAGED)]], PLACE, SIMD_PLACE) {
+    constant PagedBatch &paged [[buffer(11), function_constant(PAGED)]],
+    device const uchar *k_scales [[buffer(12), function_constant(ROUNDED)]],
+    device const uchar *v_scales [[buffer(13), function_constant(ROUNDED)]], PLACE, SIMD_PLACE) {
     constexpr uint N = 2, MOST_SIMDGROUPS = D <= 128 ? 4 : 2, PITCH = D / 4 + 1;
     // Of so many times 32 columns a lane reads its quads at once.
     constexpr uint BLOCKS = D == 96 ? 3 : 2, QUADS = BLOCKS * N * 2;
@@ -738,8 +818,8 @@ template <typename T, uint D>
     const uint rows = span.queries * heads_of_key;
     if (PAGED && first_row >= rows) return;
     q += batch * strides.q[0] + first_head * strides.q[2];
-    k += batch * strides.k[0] + kv_head * strides.k[2];
-    v += batch * strides.v[0] + kv_head * strides.v[2];
+    const HeadRows<T> keys = head_rows(k, strides.k, batch, kv_head, p.kv_heads, k_scales);
+    const HeadRows<T> values = head_rows(v, strides.v, batch, kv_head, p.kv_heads, v_scales);
     // Rows of one query lie together.
     for (uint i = own.x; i < 8 * (D / 4); i += threads.x) {
         const uint row = i / (D / 4), quad = i % (D / 4), index = first_row + row;
@@ -778,17 +858,16 @@ template <typename T, uint D>
         float2 scores[N];
         UNROLL for (uint n = 0; n < N; n++) scores[n] = float2(0.0f);
         Quad<T> y[QUADS];
-        ulong row_starts[QUADS];
+        ulong rows_of[QUADS];
         uint columns[QUADS];
         UNROLL for (uint b = 0; b < D / 32; b += BLOCKS) {
             UNROLL for (uint i = 0; i < QUADS; i++) {
                 // Beyond the last key, a key that exists, whose score doesn't count.
                 const uint key = min(first + i / 2 % N * 8 + at.column + i % 2, stop - 1);
-                row_starts[i] =
-                    (PAGED ? paged_row(span.table, paged, max(key, seen)) : key) * strides.k[1];
+                rows_of[i] = PAGED ? paged_row(span.table, paged, max(key, seen)) : key;
                 columns[i] = ((b + i / 2 / N) * 8 + at.row) * 4;
             }
-            read_quads<T, QUADS>(y, k, row_starts, columns);
+            read_quads_of<T, QUADS>(y, keys, rows_of, columns);
             UNROLL for (uint i = 0; i < QUADS / 2; i++) {
                 threadgroup const float4 *const x =
                     parts + at.row * PITCH + (b + i / N) * 8 + at.column;
@@ -802,11 +881,10 @@ template <typename T, uint D>
         UNROLL for (uint b = 0; b < D / 32; b += BLOCKS) {
             UNROLL for (uint i = 0; i < QUADS; i++) {
                 const uint key = min(first + i / 2 % N * 8 + at.row, stop - 1);
-                row_starts[i] =
-                    (PAGED ? paged_row(span.table, paged, max(key, seen)) : key) * strides.v[1];
+                rows_of[i] = PAGED ? paged_row(span.table, paged, max(key, seen)) : key;
                 columns[i] = ((b + i / 2 / N) * 8 + i % 2 * 4 + at.column / 2) * 4;
             }
-            read_quads<T, QUADS>(y, v, row_starts, columns);
+            read_quads_of<T, QUADS>(y, values, rows_of, columns);
             UNROLL for (uint i = 0; i < QUADS / 2; i++) {
                 const float4 y0 = to_floats(y[i * 2]), y1 = to_floats(y[i * 2 + 1]);
                 thread float2 *const to = sums + (b + i / N) * 4;

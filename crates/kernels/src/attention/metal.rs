@@ -88,9 +88,10 @@ pub(super) const PACKED: usize = 3;
 pub(super) const CAPPED: usize = 4;
 pub(super) const SPLIT: usize = 5;
 pub(super) const PAGED: usize = 6;
+pub(super) const ROUNDED: usize = 7;
 
 /// What a call's kernels are made for.
-pub(super) struct Made(pub [(usize, Constant); 7]);
+pub(super) struct Made(pub [(usize, Constant); 8]);
 
 impl Made {
     pub(super) fn kernel(&self, name: &'static str) -> Kernel<'_> {
@@ -151,6 +152,7 @@ impl Call {
             (CAPPED, Constant::Bool(softcap.is_some())),
             (SPLIT, Constant::Bool(splits.count > 1)),
             (PAGED, Constant::Bool(false)),
+            (ROUNDED, Constant::Bool(false)),
         ]))
     }
 

@@ -168,6 +168,13 @@ template <int ROWS> __device__ __forceinline__ uint32_t place(int row, int chunk
     return chunk / 8 * (ROWS * ROW_BYTES) + row * ROW_BYTES + (chunk % 8 ^ row % 8) * 16;
 }
 
+/// Writes a chunk.
+__device__ __forceinline__ void store_chunk(uint32_t to, const uint4 &chunk) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(chunk.x), "r"(chunk.y),
+                 "r"(chunk.z), "r"(chunk.w)
+                 : "memory");
+}
+
 /// Starts to copy `rows` rows, `stride` elements apart, into a tile.
 template <typename T, int ROWS, int D, int THREADS>
 __device__ __forceinline__ void load_tile(uint32_t tile, const T *source, int64_t stride, int rows,
@@ -197,19 +204,62 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const T *source, int64_
     }
 }
 
+/// A row of a head.
+template <typename T> struct Line {
+    const T *start;
+
+    __device__ __forceinline__ float operator[](int column) const {
+        return to_float(start[column]);
+    }
+};
+
+/// The rows of a head, `stride` elements apart.
+template <typename T> struct Rows {
+    const T *start;
+    int64_t stride;
+
+    __device__ __forceinline__ Line<T> line(int64_t row) const { return {start + row * stride}; }
+};
+
+/// What is on its way into a tile: nothing that a thread has to see to, where the device copies by itself.
+struct Copying {};
+
+/// Keys and values as they are.
+struct DenseKeys {
+    template <int ROWS, int D, int THREADS> using Arriving = Copying;
+
+    template <typename T>
+    __device__ __forceinline__ Rows<T> keys(const Parameters &p, int batch, int kv_head) const {
+        return {head_start(static_cast<const T *>(p.k), p.k_strides, batch, kv_head),
+                p.k_strides[1]};
+    }
+
+    template <typename T>
+    __device__ __forceinline__ Rows<T> values(const Parameters &p, int batch, int kv_head) const {
+        return {head_start(static_cast<const T *>(p.v), p.v_strides, batch, kv_head),
+                p.v_strides[1]};
+    }
+
+    template <typename T, int ROWS, int D, int THREADS>
+    __device__ __forceinline__ void land(uint32_t, const Copying &, int) const {}
+};
+
 /// Keys and values that lie one after the other.
-struct KeysInARow {
+struct KeysInARow : DenseKeys {
     /// Where a block starts that sees keys from `key` on, and takes STEP of them at a time.
     template <int STEP> __device__ __forceinline__ int first(int key) const { return key; }
 
     /// The row of a key.
     __device__ __forceinline__ int64_t row(int key) const { return key; }
 
-    /// Starts to copy `rows` rows from that of a key on into a tile.
+    /// Starts to copy `count` rows from that of a key on into a tile, where they are once `land` has been
+    /// called and copies have been waited for.
     template <typename T, int ROWS, int D, int THREADS>
-    __device__ __forceinline__ void load(uint32_t tile, const T *start, int64_t stride, int key,
-                                         int rows, int head_dim, int thread) const {
-        load_tile<T, ROWS, D, THREADS>(tile, start + key * stride, stride, rows, head_dim, thread);
+    __device__ __forceinline__ Copying load(uint32_t tile, const Rows<T> &rows, int key, int count,
+                                            int head_dim, int thread) const {
+        load_tile<T, ROWS, D, THREADS>(tile, rows.start + key * rows.stride, rows.stride, count,
+                                       head_dim, thread);
+        return {};
     }
 };
 

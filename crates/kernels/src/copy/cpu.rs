@@ -5,7 +5,7 @@ use crate::backend::cpu::Input;
 use candle_core::{CpuStorage, InplaceOp2, Layout, Result, Tensor, bail};
 
 /// Both rows of a place into their pools; see [`super::write_rows_both`].
-pub(super) fn write_rows_both(
+pub(crate) fn write_rows_both(
     operation: &'static str,
     pools: [&Tensor; 2],
     rows: [&Tensor; 2],
@@ -51,8 +51,9 @@ impl InplaceOp2 for WriteRows<'_> {
             (CpuStorage::BF16(pool), CpuStorage::BF16(rows)) => self.copy(pool, pool_layout, rows),
             (CpuStorage::F16(pool), CpuStorage::F16(rows)) => self.copy(pool, pool_layout, rows),
             (CpuStorage::F64(pool), CpuStorage::F64(rows)) => self.copy(pool, pool_layout, rows),
+            (CpuStorage::U8(pool), CpuStorage::U8(rows)) => self.copy(pool, pool_layout, rows),
             _ => bail!(
-                "metal-candle-kernels: {} does not support such tensors, expected F32, BF16, F16 or F64",
+                "metal-candle-kernels: {} does not support such tensors, expected F32, BF16, F16, F64 or U8",
                 self.operation
             ),
         }

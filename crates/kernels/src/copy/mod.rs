@@ -1,6 +1,6 @@
 //! Copies: in another dtype, into a part of another tensor, and into rows of one.
 
-mod cpu;
+pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]

@@ -24,6 +24,7 @@ mod scores;
 #[cfg(test)]
 mod tests;
 
+pub use crate::pass::CacheDtype;
 pub use handle::{Answers, Handle, Ticket};
 pub use scores::Scored;
 
@@ -58,6 +59,8 @@ pub struct EngineOptions {
     /// Tokens whose keys and values are kept; `None` is as many as fit into most of the GPU's free memory or a
     /// quarter of the machine's, but no more than all texts at once can have.
     pub cache_tokens: Option<usize>,
+    /// How those keys and values are kept.
+    pub cache_dtype: CacheDtype,
     /// Tokens of a block.
     pub block_size: usize,
     /// Whether texts with the same beginning share its blocks.
@@ -78,6 +81,7 @@ impl Default for EngineOptions {
             max_batch_tokens: 2048,
             max_waiting: 100_000,
             cache_tokens: None,
+            cache_dtype: CacheDtype::Model,
             block_size: 16,
             prefix_cache: true,
             draft_tokens: 0,
@@ -774,7 +778,8 @@ impl Readers {
         let most = u32::MAX as usize / options.block_size;
         let blocks = u32::try_from(blocks.min(most)).map_err(candle_core::Error::wrap)?;
         let reader = |model: &Arc<Model>| -> Result<Box<dyn Reader>> {
-            let cache = PagedCache::new(model, blocks as usize, options.block_size)?;
+            let (block_size, dtype) = (options.block_size, options.cache_dtype);
+            let cache = PagedCache::new(model, blocks as usize, block_size, dtype)?;
             Ok(Box::new(ModelReader::new(model, cache)))
         };
         Ok(Self { reader: reader(model)?, drafter: draft.map(reader).transpose()?, blocks })
@@ -793,7 +798,8 @@ fn usual_tokens(model: &Model, options: &EngineOptions) -> Result<usize> {
         device => devices::free_memory(device)?.unwrap_or(UNKNOWN) as f64 * OF_GPU,
     };
     let models = [Some(model), options.draft_model.as_deref()];
-    let of_token: usize = models.into_iter().flatten().map(PagedCache::bytes_of_token).sum();
+    let of_token = |model| PagedCache::bytes_of_token(model, options.cache_dtype);
+    let of_token: usize = models.into_iter().flatten().map(of_token).sum();
     let fit = bytes as usize / of_token.max(1);
     let context = model.config().max_position_embeddings;
     let useful = context.next_multiple_of(options.block_size).saturating_mul(options.max_sequences);

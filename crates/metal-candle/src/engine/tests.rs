@@ -114,6 +114,7 @@ fn small() -> EngineOptions {
         max_batch_tokens: 10,
         max_waiting: 10_000,
         cache_tokens: None,
+        cache_dtype: CacheDtype::Model,
         block_size: BLOCK,
         prefix_cache: true,
         draft_tokens: 0,

@@ -2,7 +2,7 @@
 
 use super::cache::LayerCache;
 use super::linear::{self, forward_shared};
-use super::paged::Paging;
+use super::paged::{Paging, Pools};
 use super::{Pass, Spread};
 use crate::adapter::Adapter;
 use crate::autograd::{Tape, Value};
@@ -10,7 +10,7 @@ use crate::model::layer::{Attention, GateUp, Layer, Mlp, Norm, QueryKeyValue};
 use crate::model::rope::Rotation;
 use crate::{Error, Result};
 use candle_core::Tensor;
-use metal_candle_kernels::{attention, copy};
+use metal_candle_kernels::attention;
 use std::sync::Arc;
 
 impl Norm {
@@ -128,12 +128,10 @@ impl Attention {
                 let (k, v) = (tape.constant(keys), tape.constant(values));
                 tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?
             }
-            (Some(Cached::Paged { pool: [keys, values], paging }), _) => {
+            (Some(Cached::Paged { pools, paging }), _) => {
                 let rows = |x: &Value| x.tensor().squeeze(1);
                 let (q, k, v) = (rows(&q)?, rows(&k)?, rows(&v)?);
-                copy::write_rows_both([keys, values], [&k, &v], &paging.places)?;
-                let (sequences, options) = (&paging.sequences, &self.options);
-                tape.constant(attention::forward_paged(&q, keys, values, sequences, options)?)
+                tape.constant(pools.attend(&q, [&k, &v], paging, &self.options)?)
             }
             (None, _) => match &pass.spread {
                 None => tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?,
@@ -252,13 +250,13 @@ impl Stream {
 pub(super) enum Caches<'a> {
     None,
     Grown(&'a mut [LayerCache]),
-    Paged { pools: &'a [[Tensor; 2]], paging: &'a Paging },
+    Paged { layers: &'a [Pools], paging: &'a Paging },
 }
 
 /// Those of one layer.
 enum Cached<'a> {
     Grown(&'a mut LayerCache),
-    Paged { pool: &'a [Tensor; 2], paging: &'a Paging },
+    Paged { pools: &'a Pools, paging: &'a Paging },
 }
 
 impl Caches<'_> {
@@ -266,8 +264,8 @@ impl Caches<'_> {
         let found = match self {
             Self::None => return Ok(None),
             Self::Grown(layers) => layers.get_mut(index).map(Cached::Grown),
-            Self::Paged { pools, paging } => {
-                pools.get(index).map(|pool| Cached::Paged { pool, paging })
+            Self::Paged { layers, paging } => {
+                layers.get(index).map(|pools| Cached::Paged { pools, paging })
             }
         };
         found.map(Some).ok_or_else(|| {

@@ -10,6 +10,7 @@ mod paged;
 pub use crate::autograd::Loss;
 pub(crate) use adapters::Updates;
 pub use cache::KvCache;
+pub use paged::CacheDtype;
 pub(crate) use paged::{Next, PagedCache, Ragged, Stretch};
 
 use crate::adapter::Adapter;
@@ -275,7 +276,7 @@ impl Model {
         cache: &PagedCache,
         paging: &Paging,
     ) -> Result<Value> {
-        let caches = Caches::Paged { pools: &cache.layers, paging };
+        let caches = Caches::Paged { layers: &cache.layers, paging };
         self.run(tape, input, caches, Some(&cache.updates))
     }
 

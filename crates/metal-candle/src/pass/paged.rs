@@ -6,21 +6,115 @@ use super::{Input, Positions};
 use crate::adapter::Adapter;
 use crate::autograd::Tape;
 use crate::model::Model;
+use crate::model::layer::Layer;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
-use metal_candle_kernels::attention::{Sequence, Sequences};
-use metal_candle_kernels::copy::NOWHERE;
+use metal_candle_kernels::attention::{self, RoundedPool, Sequence, Sequences};
+use metal_candle_kernels::copy::{self, NOWHERE};
+use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
+
+/// How the keys and values of texts are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheDtype {
+    /// As the model computes them.
+    #[default]
+    Model,
+    /// Rounded to 8 bits: 32 neighbours of a head share a power of two as their scale (MXINT8; see [`RoundedPool`]).
+    /// That is 33 bytes for 32 numbers.
+    MxInt8,
+}
+
+impl CacheDtype {
+    const ALL: [Self; 2] = [Self::Model, Self::MxInt8];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::MxInt8 => "mxint8",
+        }
+    }
+
+    /// What a head of a token takes in a model of this dtype, in bytes.
+    fn bytes_of_head(self, head_dim: usize, dtype: DType) -> usize {
+        match self {
+            Self::Model => head_dim * dtype.size_in_bytes(),
+            Self::MxInt8 => RoundedPool::bytes_of_head(head_dim),
+        }
+    }
+}
+
+impl fmt::Display for CacheDtype {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for CacheDtype {
+    type Err = String;
+
+    fn from_str(name: &str) -> std::result::Result<Self, String> {
+        Self::ALL.into_iter().find(|dtype| dtype.name() == name).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            format!("is {name:?}, expected one of {names}")
+        })
+    }
+}
 
 /// The keys and values of every layer, in blocks that texts share.
 #[derive(Debug)]
 pub(crate) struct PagedCache {
-    /// Keys and values, each `(blocks, block, kv_heads, head_dim)`.
-    pub(super) layers: Vec<[Tensor; 2]>,
+    pub(super) layers: Vec<Pools>,
     blocks: usize,
     block: usize,
     /// Of the adapters that texts were read with.
     pub updates: KnownUpdates,
+}
+
+/// The keys and values of a layer.
+#[derive(Debug)]
+pub(super) enum Pools {
+    /// Each `(blocks, block, kv_heads, head_dim)`.
+    Dense([Tensor; 2]),
+    Rounded([RoundedPool; 2]),
+}
+
+impl Pools {
+    fn new(
+        shape: (usize, usize, usize, usize),
+        cache_dtype: CacheDtype,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let dense = || Tensor::zeros(shape, dtype, device);
+        let rounded = || RoundedPool::new(shape, device);
+        Ok(match cache_dtype {
+            CacheDtype::Model => Self::Dense([dense()?, dense()?]),
+            CacheDtype::MxInt8 => Self::Rounded([rounded()?, rounded()?]),
+        })
+    }
+
+    /// Puts the keys and values of a pass's tokens, `(tokens, kv_heads, head_dim)`, to their places, and gives what the
+    /// queries `(tokens, heads, head_dim)` see.
+    pub fn attend(
+        &self,
+        q: &Tensor,
+        [k, v]: [&Tensor; 2],
+        Paging { places, sequences }: &Paging,
+        options: &attention::Options,
+    ) -> Result<Tensor> {
+        Ok(match self {
+            Self::Dense([keys, values]) => {
+                copy::write_rows_both([keys, values], [k, v], places)?;
+                attention::forward_paged(q, keys, values, sequences, options)?
+            }
+            Self::Rounded([keys, values]) => {
+                RoundedPool::write_both([keys, values], [k, v], places)?;
+                attention::forward_paged(q, keys, values, sequences, options)?
+            }
+        })
+    }
 }
 
 /// The next tokens of a text.
@@ -65,11 +159,10 @@ pub(crate) struct Next {
 
 impl PagedCache {
     /// Room for `blocks` blocks of `block` tokens.
-    pub fn new(model: &Model, blocks: usize, block: usize) -> Result<Self> {
+    pub fn new(model: &Model, blocks: usize, block: usize, dtype: CacheDtype) -> Result<Self> {
         let layers = model.layers.iter().map(|layer| {
             let shape = (blocks, block, layer.attention.kv_heads, layer.attention.head_dim);
-            let pool = || Tensor::zeros(shape, model.dtype(), model.device());
-            Ok([pool()?, pool()?])
+            Pools::new(shape, dtype, model.dtype(), model.device())
         });
         let updates = KnownUpdates::default();
         Ok(Self { layers: layers.collect::<Result<_>>()?, blocks, block, updates })
@@ -86,12 +179,12 @@ impl PagedCache {
     }
 
     /// What a token's keys and values take in all layers, in bytes.
-    pub fn bytes_of_token(model: &Model) -> usize {
-        let numbers = |layer: &Arc<_>| {
-            let layer: &crate::model::layer::Layer = layer;
-            2 * layer.attention.kv_heads * layer.attention.head_dim
+    pub fn bytes_of_token(model: &Model, dtype: CacheDtype) -> usize {
+        let of_layer = |layer: &Arc<Layer>| {
+            let bytes = dtype.bytes_of_head(layer.attention.head_dim, model.dtype());
+            2 * layer.attention.kv_heads * bytes
         };
-        model.layers.iter().map(numbers).sum::<usize>() * model.dtype().size_in_bytes()
+        model.layers.iter().map(of_layer).sum()
     }
 }
 

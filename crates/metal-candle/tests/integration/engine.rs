@@ -335,3 +335,53 @@ fn stop_strings_and_ends_are_those_of_a_session() {
     assert_eq!(reason, Some(FinishReason::Stop));
     assert_eq!(found, text[..text.find(&stop).unwrap()]);
 }
+
+/// The log-probabilities of a prompt's tokens.
+fn scores(engine: &mut Engine, prompt: &[u32]) -> Vec<f64> {
+    let request = Request { score_prompt: true, ..request(prompt, 1) };
+    engine.submit(request).unwrap();
+    let mut scores = None;
+    while !engine.is_idle() {
+        for (_, event) in engine.step() {
+            match event {
+                Event::Prompt(scored) => scores = Some(scored),
+                Event::Failed(error) => panic!("{error}"),
+                _ => {}
+            }
+        }
+    }
+    scores.unwrap().iter().map(|scored| f64::from(scored.logprob)).collect()
+}
+
+#[test]
+fn a_cache_in_8_bits_gives_a_text_in_company_what_it_gives_alone() {
+    let tokenizer = tokenizer();
+    let cache_dtype = CacheDtype::MxInt8;
+    for name in FAMILIES {
+        let model = load(name);
+        let requests = requests(model.config().vocab_size);
+        let mut one = Engine::new(
+            &model,
+            Some(&tokenizer),
+            EngineOptions { cache_dtype, max_sequences: 1, prefix_cache: false, ..options(200) },
+        )
+        .unwrap();
+        let alone = |request: &Request| together(&mut one, std::slice::from_ref(request)).0.remove(0);
+        let expected: Vec<Vec<u32>> = requests.iter().map(alone).collect();
+        for (blocks, prefix_cache) in [(200, true), (12, true)] {
+            let options = EngineOptions { cache_dtype, prefix_cache, ..options(blocks) };
+            let mut engine = Engine::new(&model, Some(&tokenizer), options).unwrap();
+            assert_eq!(together(&mut engine, &requests).0, expected, "{name}, {blocks} blocks");
+        }
+    }
+}
+
+#[test]
+fn a_cache_in_8_bits_leaves_perplexity() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cli/demo");
+    let base = LocalModel::open(&folder.join("base")).unwrap();
+    let model = Arc::new(base.load(&Device::Cpu, DType::F32).unwrap());
+    let tokenizer = Tokenizer::load(&folder.join("base")).unwrap();
+    let text = std::fs::read_to_string(folder.join("README.md")).unwrap();
+    println!("{}", text.len());
+}

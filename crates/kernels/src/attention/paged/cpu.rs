@@ -2,12 +2,13 @@
 //! gathers a chunk at a time. Where there are few tasks, each has a part of the chunks, and the results of
 //! chunks are joined afterwards, in the same way and order as a task of all chunks joins them.
 
+use super::rounded::View;
 use super::{Sequences, Sizes, Span};
 use crate::attention::cpu::{COLUMNS as CHUNK, join, soften};
 use crate::backend::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, sum_stride};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::vectorize;
-use crate::backend::cpu::{Disjoint, Element, Real, Values, for_each_index, unwritten};
+use crate::backend::cpu::{Disjoint, Element, Read, Real, Values, for_each_index, unwritten};
 use candle_core::{DType, Layout, Result, bail};
 use std::ops::Range;
 
@@ -40,13 +41,51 @@ impl<'a, T> Queries<'a, T> {
     }
 }
 
+/// The rows of a pool's heads.
+pub(super) enum Rows<'a, T> {
+    Dense(&'a [T]),
+    Rounded(View<'a>),
+}
+
+impl<'a, T: Element> Rows<'a, T> {
+    pub(super) fn new(elements: &'a Read, scales: Option<&'a Read>) -> Result<Self> {
+        Ok(match scales {
+            None => Rows::Dense(elements.slice()?),
+            Some(scales) => {
+                Rows::Rounded(View { codes: elements.slice()?, scales: scales.slice()? })
+            }
+        })
+    }
+
+    /// Rows `step` apart from row `first` on.
+    #[inline(always)]
+    fn read(&self, first: usize, step: usize, head_dim: usize, target: &mut [T]) {
+        match self {
+            Rows::Dense(rows) => {
+                let lines = rows[first * head_dim..].chunks(step * head_dim);
+                for (row, line) in target.chunks_exact_mut(head_dim).zip(lines) {
+                    row.copy_from_slice(&line[..head_dim]);
+                }
+            }
+            Rows::Rounded(rows) => vectorize(
+                #[inline(always)]
+                || {
+                    for (index, row) in target.chunks_exact_mut(head_dim).enumerate() {
+                        rows.read(first + index * step, row);
+                    }
+                },
+            ),
+        }
+    }
+}
+
 pub(super) struct Problem<'a, T: Element> {
     pub sizes: Sizes,
     pub sequences: &'a Sequences,
     pub q: Queries<'a, T>,
     /// Pools.
-    pub keys: &'a [T],
-    pub values: &'a [T],
+    pub keys: Rows<'a, T>,
+    pub values: Rows<'a, T>,
     pub scale: T::Acc,
     pub softcap: Option<T::Acc>,
     /// Keys that a query sees at most.
@@ -220,12 +259,12 @@ impl<T: Element> Problem<'_, T> {
             let columns = CHUNK.min(seen_by_any.end - start);
             let seen = seen_by_any.start.max(start)..start + columns;
             let gathered = &mut gathered[..columns * head_dim];
-            self.gather(self.keys, task, start, seen.clone(), gathered);
+            self.gather(&self.keys, task, start, seen.clone(), gathered);
             let lines = Operand::lines(T::values(gathered), head_dim);
             let keys = Panels::pack(kind, columns, head_dim, lines);
             multiply(&q, 0..rows, &keys, 0..columns, &mut scores, CHUNK, false);
             self.soften_all(task, span, start..start + columns, &mut scores, &mut part);
-            self.gather(self.values, task, start, seen, gathered);
+            self.gather(&self.values, task, start, seen, gathered);
             let across = Operand::columns(T::values(gathered), head_dim);
             let values = Panels::pack(kind, head_dim, columns, across);
             let weights = Operand::lines(Values::Native(&scores), CHUNK);
@@ -249,7 +288,14 @@ impl<T: Element> Problem<'_, T> {
     }
 
     /// The rows of a pool for the keys from `start` on, of which those `seen` are read and others are zeros.
-    fn gather(&self, pool: &[T], task: &Task, start: usize, seen: Range<usize>, target: &mut [T]) {
+    fn gather(
+        &self,
+        pool: &Rows<T>,
+        task: &Task,
+        start: usize,
+        seen: Range<usize>,
+        target: &mut [T],
+    ) {
         let Sizes { kv_heads, head_dim, .. } = self.sizes;
         let block = self.sequences.block;
         let table = self.sequences.table(task.sequence);
@@ -260,11 +306,7 @@ impl<T: Element> Problem<'_, T> {
             let count = (block - key % block).min(seen.end - key);
             let (rows, rest) = target.split_at_mut(count * head_dim);
             let first = table[key / block] as usize * block + key % block;
-            let pool = &pool[(first * kv_heads + task.kv_head) * head_dim..];
-            let lines = pool.chunks(kv_heads * head_dim);
-            for (row, line) in rows.chunks_exact_mut(head_dim).zip(lines) {
-                row.copy_from_slice(&line[..head_dim]);
-            }
+            pool.read(first * kv_heads + task.kv_head, kv_heads, head_dim, rows);
             (target, key) = (rest, key + count);
         }
     }

@@ -1,6 +1,6 @@
 //! Paged attention on CUDA: which kernels the items of a batch go to; see kernel.cu.
 
-use super::{FEW, MANY, PAGED_QUERIES, SINGLE, SPLIT, Sequences, Sizes};
+use super::{FEW, MANY, PAGED_QUERIES, Pool, SINGLE, SPLIT, Sequences, Sizes};
 use crate::attention::Options;
 use crate::attention::cuda::{
     Kernels, Parameters, combine_shared, few_shape, forward_shape, score_numbers, strided,
@@ -20,6 +20,8 @@ const MOST_HEAD_DIM: usize = 256;
 #[derive(Clone, Copy)]
 struct PagedBatch {
     numbers: u64,
+    k_scales: u64,
+    v_scales: u64,
     spans: i32,
     tables: i32,
     items: i32,
@@ -82,8 +84,7 @@ pub(super) fn forward(
     operation: &'static str,
     sizes: Sizes,
     q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+    pools: [Pool; 2],
     sequences: &Sequences,
     options: &Options,
 ) -> Result<Tensor> {
@@ -106,8 +107,16 @@ pub(super) fn forward(
             bail!("metal-candle-kernels: {operation}: {value} of something are too many on CUDA")
         }
     };
-    let (k, v) = (cuda.strided(k)?, cuda.strided(v)?);
-    let in_tiles = sequences.block.is_multiple_of(16) && (k.pointer | v.pointer) % 16 == 0;
+    let [k, v] = pools.map(|pool| cuda.strided(pool.elements()));
+    let (k, v) = (k?, v?);
+    let [k_scales, v_scales] =
+        pools.map(|pool| pool.scales().map(|scales| cuda.strided(scales)).transpose());
+    let scales = k_scales?.zip(v_scales?);
+    let is_rounded = scales.is_some();
+    // Codes are read by sixteens.
+    let in_tiles = sequences.block.is_multiple_of(16)
+        && (k.pointer | v.pointer) % 16 == 0
+        && (!is_rounded || head_dim.is_multiple_of(16));
     let kernels = if in_tiles { Kernels::of(dtype, head_dim) } else { Kernels::Plain };
     let q = q.unsqueeze(0)?;
     let q = strided(&cuda, &q, kernels != Kernels::Plain)?;
@@ -148,6 +157,8 @@ pub(super) fn forward(
     };
     let batch = PagedBatch {
         numbers: numbers.pointer,
+        k_scales: scales.as_ref().map_or(0, |(scales, _)| scales.pointer),
+        v_scales: scales.as_ref().map_or(0, |(_, scales)| scales.pointer),
         spans: number(sequences.plan.spans)?,
         tables: number(sequences.plan.tables)?,
         items: 0,
@@ -163,18 +174,28 @@ pub(super) fn forward(
     let blocks_for = |queries: usize| kv_heads * (queries * group).div_ceil(rows);
     let of_many = match kernels {
         Kernels::Tiles(size) => {
-            let name = tile_kernel!("paged_forward", dtype, size);
+            let name = if is_rounded {
+                tile_kernel!("rounded_forward", dtype, size)
+            } else {
+                tile_kernel!("paged_forward", dtype, size)
+            };
             let (rows, shared) = forward_shape(size);
             Kernel { name, threads: 128, shared, item_blocks: heads * (PAGED_QUERIES / rows) }
         }
         Kernels::Plain => {
-            let name = by_dtype!("paged_plain", dtype)?;
+            let name = if is_rounded {
+                by_dtype!("rounded_plain", dtype)?
+            } else {
+                by_dtype!("paged_plain", dtype)?
+            };
             Kernel { name, threads: 32 * warps, shared, item_blocks: blocks_for(PAGED_QUERIES) }
         }
     };
-    let name = match kernels {
-        Kernels::Tiles(size) => tile_kernel!("paged_few", dtype, size),
-        Kernels::Plain => by_dtype!("paged_plain_few", dtype)?,
+    let name = match (kernels, is_rounded) {
+        (Kernels::Tiles(size), false) => tile_kernel!("paged_few", dtype, size),
+        (Kernels::Tiles(size), true) => tile_kernel!("rounded_few", dtype, size),
+        (Kernels::Plain, false) => by_dtype!("paged_plain_few", dtype)?,
+        (Kernels::Plain, true) => by_dtype!("rounded_plain_few", dtype)?,
     };
     let of_few =
         |queries| Kernel { name, threads: 32 * warps, shared, item_blocks: blocks_for(queries) };

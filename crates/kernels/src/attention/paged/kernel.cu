@@ -4,6 +4,7 @@
 
 #include "../few_queries.cuh"
 #include "../forward.cuh"
+#include "rounded/rounded.cuh"
 
 /// Keys of a range of its own, for up to 16 queries.
 constexpr int PAGED_SPLIT = 256;
@@ -17,6 +18,8 @@ constexpr int SPAN_NUMBERS = 4;
 struct PagedBatch {
     /// `Sequences::numbers`.
     const uint32_t *numbers;
+    /// Of codes, where pools are rounded to 8 bits.
+    const uint8_t *k_scales, *v_scales;
     /// Where among them the sequences, their tables, the items of this launch, and the number of those are.
     int spans, tables, items, count;
     /// Entries of a table, tokens of a block, and blocks of a pool.
@@ -25,8 +28,8 @@ struct PagedBatch {
     int item_blocks;
 };
 
-/// Keys and values in blocks of a pool.
-struct PagedKeys {
+/// Where the keys of a sequence are in the pools.
+struct PagedRows {
     const uint32_t *table;
     int width, block, blocks;
 
@@ -43,26 +46,131 @@ struct PagedKeys {
         if (entry >= static_cast<uint32_t>(blocks)) return -1;
         return static_cast<int64_t>(entry) * block + (key - index * block);
     }
+};
 
-    /// Starts to copy the rows of `rows` keys into a tile: sixteen at a time, which are in one block. Zeros
+/// Keys and values in blocks of a pool.
+struct PagedKeys : PagedRows, DenseKeys {
+    __device__ __forceinline__ PagedKeys(const PagedRows &rows, const PagedBatch &)
+        : PagedRows(rows) {}
+
+    /// Starts to copy the rows of `count` keys into a tile: sixteen at a time, which are in one block. Zeros
     /// where there is no block.
     template <typename T, int ROWS, int D, int THREADS>
-    __device__ __forceinline__ void load(uint32_t tile, const T *pool, int64_t stride, int key,
-                                         int rows, int head_dim, int thread) const {
+    __device__ __forceinline__ Copying load(uint32_t tile, const Rows<T> &rows, int key, int count,
+                                            int head_dim, int thread) const {
         constexpr int CHUNKS = D / 8, COPIES = 16 * CHUNKS;
 #pragma unroll
         for (int part = 0; part < ROWS; part += 16) {
-            const int64_t at = part < rows ? row(key + part) : -1;
-            const T *const from = pool + max(at, int64_t(0)) * stride;
-            const int end = at < 0 ? 0 : rows - part;
+            const int64_t at = part < count ? row(key + part) : -1;
+            const T *const from = rows.start + max(at, int64_t(0)) * rows.stride;
+            const int end = at < 0 ? 0 : count - part;
 #pragma unroll
             for (int start = 0; start < COPIES; start += THREADS) {
                 const int index = start + thread;
                 if (COPIES % THREADS != 0 && index >= COPIES) break;
                 const int line = index / CHUNKS, chunk = index % CHUNKS;
                 copy_async(tile + place<ROWS>(part + line, chunk),
-                           from + line * stride + chunk * 8, line < end && chunk * 8 < head_dim);
+                           from + line * rows.stride + chunk * 8,
+                           line < end && chunk * 8 < head_dim);
             }
+        }
+        return {};
+    }
+};
+
+/// A row of a head in codes: its numbers, as rounded to `T`.
+template <typename T> struct RoundedLine {
+    const uint8_t *codes, *scales;
+
+    __device__ __forceinline__ float operator[](int column) const {
+        const float step = step_of(scales[column / ROUNDED_GROUP]);
+        return to_float(from_float<T>(static_cast<int8_t>(codes[column]) * step));
+    }
+};
+
+/// The rows of a head in codes, and their scales, so many bytes apart.
+template <typename T> struct RoundedRows {
+    const uint8_t *codes, *scales;
+    int64_t stride, scale_stride;
+
+    __device__ __forceinline__ RoundedLine<T> line(int64_t row) const {
+        return {codes + row * stride, scales + row * scale_stride};
+    }
+};
+
+/// Sixteens of codes on their way through a thread's registers, with the bytes of their scales.
+template <int COUNT> struct Sixteens {
+    uint4 codes[COUNT];
+    uint32_t scales[COUNT];
+};
+
+/// Keys and values in blocks of pools that are rounded to 8 bits. Tiles have their numbers, so all that follows is as
+/// it is for `PagedKeys`.
+struct RoundedKeys : PagedRows {
+    const uint8_t *k_scales, *v_scales;
+
+    __device__ __forceinline__ RoundedKeys(const PagedRows &rows, const PagedBatch &batch)
+        : PagedRows(rows), k_scales(batch.k_scales), v_scales(batch.v_scales) {}
+
+    template <typename T>
+    __device__ __forceinline__ RoundedRows<T> rows_of(const Parameters &p, const void *codes,
+                                                      const uint8_t *scales, int kv_head) const {
+        const int groups = (p.head_dim + ROUNDED_GROUP - 1) / ROUNDED_GROUP;
+        return {static_cast<const uint8_t *>(codes) + kv_head * p.head_dim,
+                scales + kv_head * groups, int64_t(p.kv_heads) * p.head_dim,
+                int64_t(p.kv_heads) * groups};
+    }
+
+    template <typename T>
+    __device__ __forceinline__ RoundedRows<T> keys(const Parameters &p, int, int kv_head) const {
+        return rows_of<T>(p, p.k, k_scales, kv_head);
+    }
+
+    template <typename T>
+    __device__ __forceinline__ RoundedRows<T> values(const Parameters &p, int, int kv_head) const {
+        return rows_of<T>(p, p.v, v_scales, kv_head);
+    }
+
+    template <int ROWS, int D, int THREADS> using Arriving = Sixteens<ROWS * D / 16 / THREADS>;
+
+    /// Starts to read the codes of `count` keys.
+    template <typename T, int ROWS, int D, int THREADS>
+    __device__ __forceinline__ Arriving<ROWS, D, THREADS>
+    load(uint32_t, const RoundedRows<T> &rows, int key, int count, int head_dim, int thread) const {
+        constexpr int OF_ROW = D / 16;
+        static_assert(ROWS * OF_ROW % THREADS == 0, "as many to each thread");
+        Arriving<ROWS, D, THREADS> read;
+#pragma unroll
+        for (int i = 0; i < ROWS * OF_ROW / THREADS; i++) {
+            const int index = i * THREADS + thread, line = index / OF_ROW;
+            const int column = index % OF_ROW * 16, part = line / 16 * 16;
+            const int64_t at = line < count && column < head_dim ? row(key + part) : -1;
+            read.codes[i] = make_uint4(0, 0, 0, 0);
+            read.scales[i] = 0;
+            if (at >= 0) {
+                const int64_t from = at + line - part;
+                read.codes[i] =
+                    *reinterpret_cast<const uint4 *>(rows.codes + from * rows.stride + column);
+                read.scales[i] = rows.scales[from * rows.scale_stride + column / ROUNDED_GROUP];
+            }
+        }
+        return read;
+    }
+
+    /// Puts their numbers into the tile, zeros where there is no block.
+    template <typename T, int ROWS, int D, int THREADS>
+    __device__ __forceinline__ void land(uint32_t tile, const Arriving<ROWS, D, THREADS> &read,
+                                         int thread) const {
+        constexpr int OF_ROW = D / 16;
+#pragma unroll
+        for (int i = 0; i < ROWS * OF_ROW / THREADS; i++) {
+            const int index = i * THREADS + thread;
+            const int line = index / OF_ROW, chunk = index % OF_ROW * 2;
+            const float step = step_of(read.scales[i]);
+            const uint4 codes = read.codes[i];
+            store_chunk(tile + place<ROWS>(line, chunk), eight_numbers<T>(codes.x, codes.y, step));
+            store_chunk(tile + place<ROWS>(line, chunk + 1),
+                        eight_numbers<T>(codes.z, codes.w, step));
         }
     }
 };
@@ -87,7 +195,7 @@ __device__ __forceinline__ Parameters of_sequence(const Parameters &given, const
 
 /// Calls `work` with the parameters and keys of the sequence that this block's item is of, the item's place in
 /// that sequence, and which of the item's blocks this is.
-template <typename T, typename Work>
+template <typename T, typename Keys, typename Work>
 __device__ __forceinline__ void for_item(const Parameters &given, const PagedBatch &batch,
                                          const Work &work) {
     follow_previous();
@@ -97,8 +205,8 @@ __device__ __forceinline__ void for_item(const Parameters &given, const PagedBat
     const int sequence = at[0];
     const uint32_t *const table =
         batch.numbers + batch.tables + static_cast<int64_t>(sequence) * batch.width;
-    work(of_sequence<T>(given, batch, sequence),
-         PagedKeys{table, batch.width, batch.block, batch.blocks}, static_cast<int>(at[1]),
+    const PagedRows rows{table, batch.width, batch.block, batch.blocks};
+    work(of_sequence<T>(given, batch, sequence), Keys(rows, batch), static_cast<int>(at[1]),
          static_cast<int>(blockIdx.x % batch.item_blocks));
 }
 
@@ -114,9 +222,9 @@ __device__ __forceinline__ bool reaches(const Parameters &p, int range, int firs
 }
 
 /// A range of a sequence's keys for 16 rows of a key head.
-template <typename T, int D>
+template <typename T, typename Keys, int D>
 __device__ __forceinline__ void paged_few(const Parameters &given, const PagedBatch &batch) {
-    for_item<T>(given, batch, [](const Parameters &p, const PagedKeys &keys, int range, int block) {
+    for_item<T, Keys>(given, batch, [](const Parameters &p, const Keys &keys, int range, int block) {
         const int first_row = block / p.kv_heads * 16;
         if (reaches(p, range, first_row, 16))
             few_block<T, D>(p, keys, range, 0, block % p.kv_heads, first_row);
@@ -124,9 +232,9 @@ __device__ __forceinline__ void paged_few(const Parameters &given, const PagedBa
 }
 
 /// The same without tensor cores.
-template <typename T>
-__device__ __forceinline__ void paged_plain_few(const Parameters &given, const PagedBatch &batch) {
-    for_item<T>(given, batch, [](const Parameters &p, const PagedKeys &keys, int range, int block) {
+template <typename T, typename Keys>
+__device__ __forceinline__ void paged_plain_few_of(const Parameters &given, const PagedBatch &batch) {
+    for_item<T, Keys>(given, batch, [](const Parameters &p, const Keys &keys, int range, int block) {
         const int first_row = block / p.kv_heads * PLAIN_FEW_ROWS;
         if (reaches(p, range, first_row, PLAIN_FEW_ROWS))
             plain_few_block<T>(p, keys, range, 0, block % p.kv_heads, first_row);
@@ -136,7 +244,7 @@ __device__ __forceinline__ void paged_plain_few(const Parameters &given, const P
 /// Combines what the ranges that a query sees gave a head.
 template <typename T>
 __device__ __forceinline__ void paged_combine(const Parameters &given, const PagedBatch &batch) {
-    for_item<T>(given, batch, [](const Parameters &p, const PagedKeys &, int query, int head) {
+    for_item<T, PagedKeys>(given, batch, [](const Parameters &p, const PagedKeys &, int query, int head) {
         const int position = p.keys - p.queries + query;
         const int first = max(position - p.window + 1, 0) / PAGED_SPLIT;
         combine_row<T>(p, static_cast<int64_t>(query) * p.heads + head, first,
@@ -145,10 +253,10 @@ __device__ __forceinline__ void paged_combine(const Parameters &given, const Pag
 }
 
 /// All keys for a tile of queries of a sequence with many.
-template <typename T, int D>
+template <typename T, typename Keys, int D>
 __device__ __forceinline__ void paged_forward(const Parameters &given, const PagedBatch &batch) {
     constexpr int M = D <= 128 ? 2 : 1, WARPS = 4;
-    for_item<T>(given, batch, [](const Parameters &p, const PagedKeys &keys, int item, int block) {
+    for_item<T, Keys>(given, batch, [](const Parameters &p, const Keys &keys, int item, int block) {
         const int first_query = item * PAGED_QUERIES + block / p.heads * (16 * M * WARPS);
         if (first_query < p.queries)
             forward_block<T, D, M, WARPS>(p, keys, 0, block % p.heads, first_query);
@@ -156,9 +264,9 @@ __device__ __forceinline__ void paged_forward(const Parameters &given, const Pag
 }
 
 /// All keys for some rows of such a sequence, without tensor cores.
-template <typename T>
-__device__ __forceinline__ void paged_plain(const Parameters &given, const PagedBatch &batch) {
-    for_item<T>(given, batch, [](Parameters p, const PagedKeys &keys, int item, int block) {
+template <typename T, typename Keys>
+__device__ __forceinline__ void paged_plain_of(const Parameters &given, const PagedBatch &batch) {
+    for_item<T, Keys>(given, batch, [](Parameters p, const Keys &keys, int item, int block) {
         p.splits = 1;
         p.split_keys = INT_MAX;
         const int group = p.heads / p.kv_heads, end = min(p.queries, (item + 1) * PAGED_QUERIES);
@@ -178,17 +286,45 @@ __device__ __forceinline__ void paged_plain(const Parameters &given, const Paged
 #define FEW(element, d)                                                                            \
     extern "C" __global__ void __launch_bounds__(few_warps(d) * WARP)                              \
         attention_paged_few_##element##_##d PAGED_ARGUMENTS {                                        \
-        paged_few<element, d>(p, batch);                                                           \
+        paged_few<element, PagedKeys, d>(p, batch);                                                \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(few_warps(d) * WARP)                              \
+        attention_rounded_few_##element##_##d PAGED_ARGUMENTS {                                      \
+        paged_few<element, RoundedKeys, d>(p, batch);                                              \
     }
 FOR_EACH_TILE_KERNEL(FEW)
 
 #define FORWARD(element, d)                                                                        \
     extern "C" __global__ void __launch_bounds__(128)                                              \
         attention_paged_forward_##element##_##d PAGED_ARGUMENTS {                                    \
-        paged_forward<element, d>(p, batch);                                                       \
+        paged_forward<element, PagedKeys, d>(p, batch);                                            \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(128)                                              \
+        attention_rounded_forward_##element##_##d PAGED_ARGUMENTS {                                  \
+        paged_forward<element, RoundedKeys, d>(p, batch);                                          \
     }
 FOR_EACH_TILE_KERNEL(FORWARD)
 
+template <typename T>
+__device__ __forceinline__ void paged_plain(const Parameters &given, const PagedBatch &batch) {
+    paged_plain_of<T, PagedKeys>(given, batch);
+}
+template <typename T>
+__device__ __forceinline__ void rounded_plain(const Parameters &given, const PagedBatch &batch) {
+    paged_plain_of<T, RoundedKeys>(given, batch);
+}
+template <typename T>
+__device__ __forceinline__ void paged_plain_few(const Parameters &given, const PagedBatch &batch) {
+    paged_plain_few_of<T, PagedKeys>(given, batch);
+}
+template <typename T>
+__device__ __forceinline__ void rounded_plain_few(const Parameters &given,
+                                                  const PagedBatch &batch) {
+    paged_plain_few_of<T, RoundedKeys>(given, batch);
+}
+
 FOR_EACH_DTYPE(paged_plain_few, 128, PAGED_ARGUMENTS, (p, batch))
 FOR_EACH_DTYPE(paged_plain, 128, PAGED_ARGUMENTS, (p, batch))
+FOR_EACH_DTYPE(rounded_plain_few, 128, PAGED_ARGUMENTS, (p, batch))
+FOR_EACH_DTYPE(rounded_plain, 128, PAGED_ARGUMENTS, (p, batch))
 FOR_EACH_DTYPE(paged_combine, 128, PAGED_ARGUMENTS, (p, batch))

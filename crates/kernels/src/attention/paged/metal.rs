@@ -1,6 +1,6 @@
 //! Paged attention on Metal: which kernels the items of a batch go to; see `../kernel.metal`.
 
-use super::{FEW, MANY, PAGED_QUERIES, SINGLE, SPLIT, Sequences, Sizes};
+use super::{FEW, MANY, PAGED_QUERIES, Pool, SINGLE, SPLIT, Sequences, Sizes};
 use crate::attention::Options;
 use crate::attention::metal::{
     self, Made, ROWS, by_head_dim, most_simdgroups, padded, score_numbers,
@@ -19,6 +19,8 @@ struct Call<'a> {
     q: Array,
     k: Array,
     v: Array,
+    /// Of codes, where pools are rounded to 8 bits.
+    scales: Option<[Array; 2]>,
     o: Array,
     numbers: Array,
     /// Parts of results and their sums, where there are any.
@@ -39,8 +41,7 @@ pub(super) fn forward(
     operation: &'static str,
     sizes: Sizes,
     q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+    pools: [Pool; 2],
     sequences: &Sequences,
     options: &Options,
 ) -> Result<Tensor> {
@@ -53,7 +54,11 @@ pub(super) fn forward(
     if sequences.tokens * heads * head_dim == 0 {
         return Ok(o.tensor);
     }
+    let [k, v] = pools.map(Pool::elements);
     let (q, k, v) = (metal.strided_rows(q)?, metal.strided(k)?, metal.strided(v)?);
+    let [k_scales, v_scales] =
+        pools.map(|pool| pool.scales().map(|scales| metal.strided(scales)).transpose());
+    let scales = k_scales?.zip(v_scales?).map(|(k, v)| [k, v]);
     let numbers = metal.contiguous(&sequences.uploaded)?;
     let parts = match sequences.plan.parts {
         0 => None,
@@ -76,6 +81,7 @@ pub(super) fn forward(
         q,
         k,
         v,
+        scales,
         o,
         numbers,
         parts,
@@ -131,6 +137,7 @@ impl Call<'_> {
             (metal::CAPPED, Constant::Bool(self.options.softcap.is_some())),
             (metal::SPLIT, Constant::Bool(split)),
             (metal::PAGED, Constant::Bool(true)),
+            (metal::ROUNDED, Constant::Bool(self.scales.is_some())),
         ]))
     }
 
@@ -141,6 +148,10 @@ impl Call<'_> {
         let (most_of_many, most_of_few) = most_simdgroups(self.padded, self.dtype);
         let (whole, in_parts) = (self.made(false)?, self.made(self.parts.is_some())?);
         let mut dispatches: Vec<Dispatch> = Vec::new();
+        let [k_scales, v_scales] = match &self.scales {
+            None => [Argument::Absent, Argument::Absent],
+            Some(scales) => scales.each_ref().map(Argument::Input),
+        };
 
         let given_many = self.given(MANY, PAGED_QUERIES)?;
         let of_many = [
@@ -154,6 +165,8 @@ impl Call<'_> {
             Argument::U64s(&self.strides),
             Argument::Input(&self.numbers),
             Argument::U32s(&given_many.batch),
+            k_scales,
+            v_scales,
         ];
         let items = plan.items[MANY].room;
         let groups = |simdgroups| [heads, items * PAGED_QUERIES.div_ceil(ROWS * simdgroups), 1];
@@ -181,6 +194,8 @@ impl Call<'_> {
                 Argument::U64s(&self.strides),
                 Argument::Input(&self.numbers),
                 Argument::U32s(&given.batch),
+                k_scales,
+                v_scales,
             ]
         });
         let kinds = [(SINGLE, 1), (FEW, plan.most_few)];

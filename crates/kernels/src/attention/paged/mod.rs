@@ -17,13 +17,55 @@ mod cpu;
 mod cuda;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
+mod rounded;
 #[cfg(test)]
 mod tests;
+
+pub use rounded::RoundedPool;
 
 use super::{Options, check_heads, check_options};
 use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
 use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
+
+/// The keys, or the values, of many tokens in blocks.
+#[derive(Clone, Copy, Debug)]
+pub enum Pool<'a> {
+    /// `(blocks, block, kv_heads, head_dim)`, contiguous, of the dtype of the queries.
+    Dense(&'a Tensor),
+    /// Rounded to 8 bits.
+    Rounded(&'a RoundedPool),
+}
+
+impl<'a> From<&'a Tensor> for Pool<'a> {
+    fn from(tensor: &'a Tensor) -> Self {
+        Self::Dense(tensor)
+    }
+}
+
+impl<'a> From<&'a RoundedPool> for Pool<'a> {
+    fn from(rounded: &'a RoundedPool) -> Self {
+        Self::Rounded(rounded)
+    }
+}
+
+impl<'a> Pool<'a> {
+    /// Its numbers, or their codes: `(blocks, block, kv_heads, head_dim)`.
+    fn elements(self) -> &'a Tensor {
+        match self {
+            Self::Dense(tensor) => tensor,
+            Self::Rounded(rounded) => rounded.codes(),
+        }
+    }
+
+    /// The scales of codes.
+    fn scales(self) -> Option<&'a Tensor> {
+        match self {
+            Self::Dense(_) => None,
+            Self::Rounded(rounded) => Some(rounded.scales()),
+        }
+    }
+}
 
 /// Stands in a table for a block that is not there any more.
 pub const HOLE: u32 = u32::MAX;
@@ -302,35 +344,41 @@ fn plan(spans: &[Span], tables: &[u32], room: usize) -> Result<(Vec<u32>, Plan)>
 /// What a query gives has the same bits whatever other sequences there are, and in which blocks its keys lie.
 /// On the CPU it has the same bits in whatever pieces the tokens of its sequence are computed, too, one by one
 /// or all at once, and those that [`forward`](super::forward) gives for more than 4 queries of the sequence by
-/// itself; on a GPU, in pieces that all have up to 16 queries, or all more.
+/// itself; on a GPU, in pieces that all have up to 16 queries, or all more. Over pools that are rounded to 8 bits it has
+/// the bits of pools of what their codes stand for.
 ///
 /// Blocks may have any size. On CUDA, tensor cores are used for f16 and bf16 where it is a multiple of 16 and
 /// `head_dim` is one of 8. Whatever numbers a recording is given, a GPU reads nothing beyond the pools.
 ///
 /// # Errors
 /// When shapes don't fit the sequences, `heads` isn't a multiple of `kv_heads`, the pools aren't contiguous,
-/// a query would see a [`HOLE`], the window is 0, the softcap isn't positive, dtypes differ, or the tensors
-/// and the sequences aren't on one device; on a GPU also when `head_dim` is above 256.
-pub fn forward_paged(
+/// a query would see a [`HOLE`], the window is 0, the softcap isn't positive, dtypes differ, one pool alone is
+/// rounded, or the tensors and the sequences aren't on one device; on a GPU also when `head_dim` is above 256.
+pub fn forward_paged<'a>(
     q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+    k: impl Into<Pool<'a>>,
+    v: impl Into<Pool<'a>>,
     sequences: &Sequences,
     options: &Options,
 ) -> Result<Tensor> {
     const OPERATION: &str = "attention::forward_paged";
-    let sizes = check(OPERATION, q, k, v, sequences, options)?;
-    on_gpu!(q, gpu => gpu::forward(OPERATION, sizes, q, k, v, sequences, options));
+    let pools = [k.into(), v.into()];
+    let sizes = check(OPERATION, q, pools, sequences, options)?;
+    on_gpu!(q, gpu => gpu::forward(OPERATION, sizes, q, pools, sequences, options));
     let q = Input::strided_rows(q)?;
-    let (k, v) = (Input::contiguous(k)?, Input::contiguous(v)?);
+    let [k, v] = pools.map(|pool| Input::contiguous(pool.elements()));
+    let [k_scales, v_scales] = pools.map(|pool| pool.scales().map(Input::contiguous).transpose());
+    let (k, v, k_scales, v_scales) = (k?, v?, k_scales?, v_scales?);
     let (q, k, v) = (q.read(), k.read(), v.read());
+    let k_scales = k_scales.as_ref().map(Input::read);
+    let v_scales = v_scales.as_ref().map(Input::read);
     dispatch!(OPERATION, q.dtype(), T => {
         let problem = cpu::Problem {
             sizes,
             sequences,
             q: cpu::Queries::new(q.storage_slice::<T>()?, q.layout)?,
-            keys: k.slice()?,
-            values: v.slice()?,
+            keys: cpu::Rows::new(&k, k_scales.as_ref())?,
+            values: cpu::Rows::new(&v, v_scales.as_ref())?,
             scale: Sum::<T>::from_f64(options.scale),
             softcap: options.softcap.map(Sum::<T>::from_f64),
             window: options.window.unwrap_or(usize::MAX),
@@ -353,12 +401,19 @@ struct Sizes {
 fn check(
     operation: &str,
     q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+    pools: [Pool; 2],
     sequences: &Sequences,
     options: &Options,
 ) -> Result<Sizes> {
+    let [k, v] = pools.map(Pool::elements);
     require_together(operation, &[q, k, v, &sequences.uploaded])?;
+    let dtype = match pools {
+        [Pool::Dense(_), Pool::Dense(_)] => q.dtype(),
+        [Pool::Rounded(_), Pool::Rounded(_)] => DType::U8,
+        _ => bail!(
+            "metal-candle-kernels: {operation}: one of the pools is rounded to 8 bits, expected both or none"
+        ),
+    };
     require_rank(operation, "q", q, 3, "(tokens, heads, head_dim)")?;
     require_rank(operation, "k", k, 4, "(blocks, block, kv_heads, head_dim)")?;
     let (_, heads, head_dim) = q.dims3()?;
@@ -367,7 +422,7 @@ fn check(
     let pool = [sequences.blocks, sequences.block, kv_heads, head_dim];
     for (name, pool_of) in [("k", k), ("v", v)] {
         require_shape(operation, name, pool_of, &pool)?;
-        require_dtype(operation, name, pool_of, q.dtype())?;
+        require_dtype(operation, name, pool_of, dtype)?;
         if !pool_of.is_contiguous() {
             bail!("metal-candle-kernels: {operation}: {name} is not contiguous, expected it to be")
         }

@@ -126,6 +126,37 @@ impl Case {
         self.run().unwrap()
     }
 
+    /// With pools that are rounded to 8 bits, and as many numbers as their codes stand for.
+    fn rounded(&self, device: &Device) -> ([RoundedPool; 2], Case) {
+        let (blocks, block, kv_heads, head_dim) = self.k.dims4().unwrap();
+        let pools = [0, 1].map(|_| RoundedPool::new(self.k.dims4().unwrap(), device).unwrap());
+        let rows = |pool: &Tensor| {
+            let rows = pool.reshape((blocks * block, kv_heads, head_dim)).unwrap();
+            there(&rows, device)
+        };
+        let places = Tensor::arange(0, (blocks * block) as u32, &Device::Cpu).unwrap();
+        let [first, second] = &pools;
+        let both = [&rows(&self.k), &rows(&self.v)];
+        RoundedPool::write_both([first, second], both, &there(&places, device)).unwrap();
+        let [k, v] = pools.each_ref().map(|pool| {
+            let numbers = Tensor::from_vec(pool.numbers(), self.k.shape(), &Device::Cpu).unwrap();
+            numbers.to_dtype(self.k.dtype()).unwrap()
+        });
+        (pools, Case { k, v, ..self.clone() })
+    }
+
+    /// Asserts that over rounded pools attention is what it is over what their codes stand for.
+    fn assert_reads_codes(&self, device: &Device) {
+        let ([k, v], dense) = self.rounded(device);
+        let sequences = self.sequences(device).unwrap();
+        let q = there(&self.q, device);
+        let o = forward_paged(&q, &k, &v, &sequences, &self.options).unwrap();
+        let [k, v] = [&dense.k, &dense.v].map(|pool| there(pool, device));
+        let expected = forward_paged(&q, &k, &v, &sequences, &self.options).unwrap();
+        assert!(values(&here(&expected)).iter().all(|x| x.is_finite()));
+        assert_identical(&here(&o), &here(&expected));
+    }
+
     /// Query `first` up to `end` of a sequence.
     fn piece(&self, sequence: usize, first: usize, end: usize) -> Case {
         let mut case = self.only(&[sequence]);
@@ -284,6 +315,15 @@ fn threads_do_not_change_bits() {
 }
 
 #[test]
+fn codes_are_read_as_what_they_stand_for() {
+    for case in cases().into_iter().chain(cases_of_ranges()) {
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+            case.to_dtype(dtype).assert_reads_codes(&Device::Cpu);
+        }
+    }
+}
+
+#[test]
 fn views_give_the_same_as_copies() {
     let case = Case::new(&[(1, 20), (30, 70), (1, 33)], 16, [4, 2], 8);
     let expected = case.forward();
@@ -380,6 +420,13 @@ fn wrong_arguments_are_errors() {
     let mut windowless = case.clone();
     windowless.options.window = Some(0);
     assert!(run(&windowless).contains("window is 0"));
+    let ([k, _], dense) = case.rounded(&Device::Cpu);
+    let sequences = case.sequences(&Device::Cpu).unwrap();
+    let wrong = message(forward_paged(&case.q, &k, &dense.v, &sequences, &case.options));
+    assert!(
+        wrong.contains("one of the pools is rounded to 8 bits, expected both or none"),
+        "{wrong}"
+    );
 }
 
 /// What the kernels of GPUs have to tell apart: heads of all sizes, ranges of keys and their ends, windows within
@@ -545,6 +592,17 @@ mod cuda {
                 for step in [17, 20] {
                     assert_identical(&in_pieces(step), &whole);
                 }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_codes_are_read_as_what_they_stand_for() {
+        let device = crate::testing::cuda();
+        for case in all_cases() {
+            for (dtype, _) in PRECISIONS {
+                case.to_dtype(dtype).assert_reads_codes(&device);
             }
         }
     }
@@ -776,6 +834,25 @@ mod metal {
             Case::new(&[(1, 35), (19, 19)], 1, [9, 1], 128).scale(0.09),
             Case::new(&[(2, 20), (18, 33)], 3, [2, 1], 256).scale(0.06).softcap(2.0).window(7),
         ]);
+    }
+
+    #[test]
+    #[ignore = "needs clang"]
+    fn metal_codes_are_read_as_what_they_stand_for() {
+        for mode in Mode::ALL {
+            let emulator = Emulator::open(mode);
+            for case in [
+                Case::new(&[(1, 1), (3, 9), (0, 5), (1, 40)], 4, [4, 2], 7),
+                Case::new(&[(1, 300), (20, 40), (2, 270)], 16, [6, 2], 64).scale(0.3),
+                Case::new(&[(1, 290), (17, 60)], 16, [3, 1], 96).scale(0.1).window(20),
+                Case::new(&[(2, 20), (18, 33)], 3, [2, 1], 256).scale(0.06).softcap(2.0).window(7),
+            ] {
+                for (dtype, _) in PRECISIONS {
+                    let case = case.to_dtype(dtype);
+                    emulate(emulator.clone(), || case.assert_reads_codes(&Device::Cpu));
+                }
+            }
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 const HEADER: &str = include_str!("common.metal.h");
 
-const SOURCES: [&str; 25] = [
+const SOURCES: [&str; 26] = [
     include_str!("kernel.metal"),
     // What products read of matrices in fewer bits.
     include_str!("../../quantized/kernel.metal"),
@@ -14,6 +14,7 @@ const SOURCES: [&str; 25] = [
     include_str!("../../adamw8bit/kernel.metal"),
     include_str!("../../arithmetic/kernel.metal"),
     include_str!("../../attention/kernel.metal"),
+    include_str!("../../attention/paged/rounded/kernel.metal"),
     include_str!("../../copy/kernel.metal"),
     include_str!("../../cross_entropy/kernel.metal"),
     include_str!("../../dora/kernel.metal"),
