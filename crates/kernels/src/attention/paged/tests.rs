@@ -732,6 +732,8 @@ mod cuda {
             };
             // More than the cache holds.
             let pools: Vec<_> = (0..COPIES).map(|_| (pool(), pool())).collect();
+            let rounded = || RoundedPool::new((blocks, block, kv_heads, d), &device).unwrap();
+            let in_codes: Vec<_> = (0..COPIES).map(|_| (rounded(), rounded())).collect();
             let q = Tensor::ones((count * queries, heads, d), DType::BF16, &device).unwrap();
             // In no order.
             let stride =
@@ -743,34 +745,43 @@ mod cuda {
                 entries.chunks(width).map(|table| Sequence { queries, keys, table }).collect();
             let sequences = Sequences::new(&sequences, block, blocks, &device).unwrap();
             let options = Options { scale: 0.09, softcap: None, window: None };
-            let time = |run: &dyn Fn(&(Tensor, Tensor))| {
+            let time = |run: &dyn Fn(usize)| {
                 let mut best = f64::INFINITY;
                 for _ in 0..8 {
                     cuda.stream.synchronize().unwrap();
                     let start = Instant::now();
                     for _ in 0..4 {
-                        pools.iter().for_each(run);
+                        (0..COPIES).for_each(run);
                     }
                     cuda.stream.synchronize().unwrap();
                     best = best.min(start.elapsed().as_secs_f64());
                 }
                 best / (4 * COPIES) as f64
             };
-            let paged =
-                time(&|(k, v)| drop(forward_paged(&q, k, v, &sequences, &options).unwrap()));
+            let paged = time(&|copy| {
+                let (k, v) = &pools[copy];
+                drop(forward_paged(&q, k, v, &sequences, &options).unwrap());
+            });
+            let of_codes = time(&|copy| {
+                let (k, v) = &in_codes[copy];
+                drop(forward_paged(&q, k, v, &sequences, &options).unwrap());
+            });
             let q = q.reshape((count, queries, heads, d)).unwrap();
-            let by_itself = time(&|(k, v)| {
+            let by_itself = time(&|copy| {
                 let of = |pool: &Tensor| {
                     let pool = pool.reshape((count, width * block, kv_heads, d)).unwrap();
                     pool.narrow(1, 0, keys).unwrap()
                 };
+                let (k, v) = &pools[copy];
                 drop(attention::forward(&q, &of(k), &of(v), None, &options).unwrap());
             });
             let bytes = (4 * count * keys * kv_heads * d) as f64;
             println!(
-                "{count} x {queries} of {keys}: paged {:.1} us {:.0} GB/s, contiguous {:.1} us {:.0} GB/s",
+                "{count} x {queries} of {keys}: paged {:.1} us {:.0} GB/s, in 8 bits {:.1} us {:.0} GB/s, contiguous {:.1} us {:.0} GB/s",
                 paged * 1e6,
                 bytes / paged / 1e9,
+                of_codes * 1e6,
+                bytes * 33.0 / 64.0 / of_codes / 1e9,
                 by_itself * 1e6,
                 bytes / by_itself / 1e9
             );

@@ -40,11 +40,12 @@ pub(super) fn write_both(
     let name = by_dtype!("round_rows", rows[0].dtype())?;
     let [first, second] = rows.map(|rows| cuda.strided_rows(rows));
     let rows = [first?, second?];
-    let [first, second] =
-        pools.map(|pool| Ok((cuda.strided(&pool.codes)?, cuda.strided(&pool.scales)?)));
-    let pools: [_; 2] = [first?, second?];
+    let [first, second] = pools.map(|pool| cuda.strided(&pool.codes));
+    let codes = [first?, second?];
+    let [first, second] = pools.map(|pool| cuda.strided(&pool.scales));
+    let scales = [first?, second?];
     let places = cuda.contiguous(places)?;
-    let (blocks, block, ..) = pools[0].0.tensor.dims4()?;
+    let (blocks, block, ..) = codes[0].tensor.dims4()?;
     let number = |value: usize| match i32::try_from(value) {
         Ok(value) => Ok(value),
         Err(_) => {
@@ -53,8 +54,8 @@ pub(super) fn write_both(
     };
     let rounding = Rounding {
         rows: rows.each_ref().map(|rows| rows.pointer),
-        codes: pools.each_ref().map(|(codes, _)| codes.pointer),
-        scales: pools.each_ref().map(|(_, scales)| scales.pointer),
+        codes: codes.each_ref().map(|codes| codes.pointer),
+        scales: scales.each_ref().map(|scales| scales.pointer),
         token_strides: rows.each_ref().map(|rows| rows.stride(0)),
         head_strides: rows.each_ref().map(|rows| rows.stride(1)),
         places: places.pointer,
