@@ -1,6 +1,6 @@
 //! Guesses of the tokens that come next, which are read together with a text's last one.
 
-use super::{Engine, Event, RequestId, Sequence, extend};
+use super::{Engine, Event, RequestId, Sequence};
 use crate::Result;
 use crate::pass::Stretch;
 use metal_candle_kernels::sampling;
@@ -46,7 +46,8 @@ impl Engine<'_> {
             let is_free = sequence.scores.is_none() && !sequence.answer.is_constrained();
             let useful = count > 0 && sequence.planned == 1 && sequence.goes_on() && is_free;
             let can_be_read = stays(&*self.reader) && self.drafter.as_deref().is_none_or(stays);
-            if !(useful && can_be_read && extend(&mut self.blocks, sequence, 1 + count)) {
+            let end = sequence.cached + 1 + count;
+            if !(useful && can_be_read && self.blocks.extend(&mut sequence.tables, end)) {
                 continue;
             }
             match self.drafter {
@@ -122,7 +123,7 @@ fn stretch<'a>(
     Stretch {
         start: range.start,
         tokens: &sequence.tokens[range],
-        table: &sequence.table,
+        tables: &sequence.tables,
         adapter: None,
         logits,
     }

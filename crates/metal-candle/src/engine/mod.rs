@@ -34,11 +34,11 @@ use crate::generate::{
 };
 use crate::memory::available_bytes;
 use crate::model::Model;
-use crate::pass::{PagedCache, Stretch};
+use crate::pass::{Layers, PagedCache, Stretch};
 use crate::text::Tokenizer;
 use crate::turns::Turns;
 use crate::{Error, Result, bounds};
-use blocks::{Blocks, Content};
+use blocks::{Blocks, Content, Tables};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::devices;
 use rayon::prelude::*;
@@ -199,7 +199,7 @@ struct Sequence<'t> {
     /// How many tokens' keys and values are in the blocks, and for what length of the text its ropes rotated them.
     cached: usize,
     cached_for: usize,
-    table: Vec<u32>,
+    tables: Tables,
     /// How many of its blocks can be found by others, and what the last of them holds.
     remembered: usize,
     content: Content,
@@ -221,6 +221,11 @@ struct Sequence<'t> {
 impl Sequence<'_> {
     fn order(&self) -> (Reverse<i32>, RequestId) {
         (Reverse(self.priority), self.id)
+    }
+
+    /// How many blocks it has in each table, with those that were given back.
+    fn blocks(&self) -> usize {
+        self.tables.first().map_or(0, Vec::len)
     }
 
     fn left(&self) -> usize {
@@ -277,8 +282,8 @@ impl<'t> Engine<'t> {
     }
 
     fn over(readers: Readers, tokenizer: Option<&'t Tokenizer>, options: EngineOptions) -> Self {
-        let Readers { reader, drafter, blocks } = readers;
-        let mut blocks = Blocks::new(blocks, options.block_size);
+        let Readers { reader, drafter, layers } = readers;
+        let mut blocks = Blocks::new(&layers, options.block_size);
         let root = blocks.new_content();
         let (waiting, running) = (VecDeque::new(), VecDeque::new());
         Self {
@@ -353,7 +358,7 @@ impl<'t> Engine<'t> {
             tokens: prompt,
             cached: 0,
             cached_for: 0,
-            table: Vec::new(),
+            tables: self.blocks.new_tables(),
             remembered: 0,
             content: root,
             root,
@@ -478,7 +483,7 @@ impl<'t> Engine<'t> {
     fn make_room(&mut self, index: usize, count: usize) -> bool {
         loop {
             let Some(sequence) = self.running.get_mut(index) else { return false };
-            if extend(&mut self.blocks, sequence, count) {
+            if self.blocks.extend(&mut sequence.tables, sequence.cached + count) {
                 return true;
             }
             let after = index + 1..self.running.len();
@@ -502,14 +507,9 @@ impl<'t> Engine<'t> {
         let length = sequence.tokens.len();
         if sequence.scores.is_none() && shares_blocks(&self.options, &*self.reader, length) {
             // Something has to be read for the logits to follow from.
-            for tokens in sequence.tokens[..length - 1].chunks_exact(size) {
-                let Some((block, content)) = self.blocks.find(sequence.content, tokens) else {
-                    break;
-                };
-                sequence.table.push(block);
-                sequence.content = content;
-                sequence.remembered += 1;
-            }
+            let found = self.blocks.find(sequence.content, &sequence.tokens[..length - 1]);
+            (sequence.tables, sequence.content) = (found.tables, found.content);
+            sequence.remembered = found.blocks;
             let shares = |other: &&Sequence| {
                 let length = other.tokens.len();
                 other.root == sequence.root && shares_blocks(&self.options, &*self.reader, length)
@@ -519,12 +519,13 @@ impl<'t> Engine<'t> {
                 return None;
             }
         }
-        sequence.cached = sequence.table.len() * size;
+        sequence.cached = sequence.blocks() * size;
         sequence.cached_for = length;
         let most = if sequence.scores.is_some() { budget.min(*scored) } else { budget };
         let count = sequence.left().min(most);
-        let missing = length.div_ceil(size) - sequence.table.len();
-        if missing > self.blocks.available() || !extend(&mut self.blocks, sequence, count) {
+        if !self.blocks.has_room(&sequence.tables, length)
+            || !self.blocks.extend(&mut sequence.tables, sequence.cached + count)
+        {
             restart(&mut self.blocks, sequence);
             return None;
         }
@@ -545,7 +546,7 @@ impl<'t> Engine<'t> {
                 Stretch {
                     tokens: &sequence.tokens[sequence.cached..end],
                     start: sequence.cached,
-                    table: &sequence.table,
+                    tables: &sequence.tables,
                     adapter: sequence.adapter.as_ref(),
                     logits: sequence.logits(),
                 }
@@ -666,12 +667,14 @@ impl<'t> Engine<'t> {
         sequence.drafter_cached = sequence.drafter_cached.min(sequence.cached);
         let size = self.blocks.size();
         if shares_blocks(&self.options, &*self.reader, sequence.tokens.len()) {
-            let full = sequence.table.iter().zip(sequence.tokens.chunks_exact(size));
-            for (block, tokens) in full.take(sequence.cached / size).skip(sequence.remembered) {
-                sequence.content = self.blocks.remember(*block, sequence.content, tokens);
+            let full = sequence.tokens.chunks_exact(size).take(sequence.cached / size);
+            for (index, tokens) in full.enumerate().skip(sequence.remembered) {
+                let before = sequence.content;
+                sequence.content = self.blocks.remember(&sequence.tables, index, before, tokens);
                 sequence.remembered += 1;
             }
         }
+        self.blocks.trim(&mut sequence.tables, sequence.cached);
         if let Some(event) = last {
             self.end(index, event, events);
         }
@@ -720,25 +723,12 @@ fn fills_for(running: &Sequence, waiting: &Sequence, size: usize) -> bool {
     let usable = waiting.tokens.len().saturating_sub(1);
     let both = running.tokens.iter().zip(waiting.tokens.iter().take(usable));
     let shared = both.take_while(|(a, b)| a == b).count() / size;
-    running.planned > 0 && shared > waiting.table.len().max(running.remembered)
+    running.planned > 0 && shared > waiting.blocks().max(running.remembered)
 }
 
-/// Finds blocks for `count` more tokens of a text: all, or none.
-fn extend(blocks: &mut Blocks, sequence: &mut Sequence, count: usize) -> bool {
-    let needed = (sequence.cached + count).div_ceil(blocks.size());
-    let missing = needed.saturating_sub(sequence.table.len());
-    if missing > blocks.available() {
-        return false;
-    }
-    sequence.table.extend((0..missing).map_while(|_| blocks.take()));
-    true
-}
-
-/// Gives a text's blocks back, the last one first, which is the least useful to others.
+/// Gives a text's blocks back.
 fn restart(blocks: &mut Blocks, sequence: &mut Sequence) {
-    while let Some(block) = sequence.table.pop() {
-        blocks.release(block);
-    }
+    blocks.release(&mut sequence.tables);
     (sequence.cached, sequence.remembered, sequence.planned) = (0, 0, 0);
     if let Some(scores) = &mut sequence.scores {
         scores.clear();
@@ -747,11 +737,11 @@ fn restart(blocks: &mut Blocks, sequence: &mut Sequence) {
     sequence.content = sequence.root;
 }
 
-/// What reads, with its cache, what guesses, with one of as many blocks, and how many those are.
+/// What reads, with its cache, what guesses, with one of as many blocks, and how many those are for each kind of layers.
 struct Readers {
     reader: Box<dyn Reader>,
     drafter: Option<Box<dyn Reader>>,
-    blocks: u32,
+    layers: Vec<Layers>,
 }
 
 impl Readers {
@@ -769,25 +759,59 @@ impl Readers {
                 return Err(Error::option("draft_model", "is on another device than the model"));
             }
         }
-        let tokens = match options.cache_tokens {
-            Some(tokens) => tokens,
-            None => usual_tokens(model, options)?,
+        // A draft model reads later what has been read, so then all layers keep everything.
+        let windows = match draft {
+            None => PagedCache::windows(model),
+            Some(_) => vec![None],
         };
-        let blocks = tokens / options.block_size;
-        // A slot's number has 32 bits.
-        let most = u32::MAX as usize / options.block_size;
-        let blocks = u32::try_from(blocks.min(most)).map_err(candle_core::Error::wrap)?;
+        let blocks = match options.cache_tokens {
+            Some(tokens) => tokens / options.block_size,
+            None => usual_blocks(model, &windows, options)?,
+        };
+        let layers: Vec<_> = kinds(&windows, blocks, options).collect::<Result<_>>()?;
         let reader = |model: &Arc<Model>| -> Result<Box<dyn Reader>> {
             let (block_size, dtype) = (options.block_size, options.cache_dtype);
-            let cache = PagedCache::new(model, blocks as usize, block_size, dtype)?;
+            let cache = PagedCache::new(model, &layers, block_size, dtype)?;
             Ok(Box::new(ModelReader::new(model, cache)))
         };
-        Ok(Self { reader: reader(model)?, drafter: draft.map(reader).transpose()?, blocks })
+        Ok(Self { reader: reader(model)?, drafter: draft.map(reader).transpose()?, layers })
     }
 }
 
-/// How many tokens fit, where nobody says.
-fn usual_tokens(model: &Model, options: &EngineOptions) -> Result<usize> {
+/// The kinds of layers with these windows, the first of which has `blocks`. The others have as many as texts at once
+/// can have of use, if those are fewer.
+fn kinds(
+    windows: &[Option<usize>],
+    blocks: usize,
+    options: &EngineOptions,
+) -> impl Iterator<Item = Result<Layers>> {
+    let EngineOptions { block_size: size, max_sequences, max_batch_tokens, draft_tokens, .. } =
+        *options;
+    // A slot's number has 32 bits.
+    let blocks = blocks.min(u32::MAX as usize / size);
+    windows.iter().enumerate().map(move |(kind, &window)| {
+        let useful = match window {
+            // Each has its window and guesses that were wrong, which may begin and end within a block, and what a
+            // step reads of it.
+            Some(window) if kind > 0 => {
+                let of_text = window.saturating_add(draft_tokens).div_ceil(size).saturating_add(3);
+                max_sequences
+                    .saturating_mul(of_text)
+                    .saturating_add(max_batch_tokens.div_ceil(size))
+            }
+            _ => blocks,
+        };
+        let blocks = u32::try_from(blocks.min(useful)).map_err(candle_core::Error::wrap)?;
+        Ok(Layers { window, blocks })
+    })
+}
+
+/// How many blocks fit, where nobody says.
+fn usual_blocks(
+    model: &Model,
+    windows: &[Option<usize>],
+    options: &EngineOptions,
+) -> Result<usize> {
     /// What is known to fit nearly everywhere, where the system says nothing.
     const UNKNOWN: u64 = 1 << 30;
     /// Of what is free on a GPU the rest is for activations.
@@ -797,21 +821,28 @@ fn usual_tokens(model: &Model, options: &EngineOptions) -> Result<usize> {
         Device::Cpu => available_bytes().unwrap_or(UNKNOWN) as f64 * OF_MACHINE,
         device => devices::free_memory(device)?.unwrap_or(UNKNOWN) as f64 * OF_GPU,
     };
-    let models = [Some(model), options.draft_model.as_deref()];
-    let of_token = |model| PagedCache::bytes_of_token(model, options.cache_dtype);
-    let of_token: usize = models.into_iter().flatten().map(of_token).sum();
-    let fit = bytes as usize / of_token.max(1);
+    let size = options.block_size;
+    let models = || [Some(model), options.draft_model.as_deref()].into_iter().flatten();
+    let fits = |blocks: usize| -> Result<bool> {
+        let layers: Vec<_> = kinds(windows, blocks, options).collect::<Result<_>>()?;
+        let needed = |model| PagedCache::bytes(model, &layers, size, options.cache_dtype) as f64;
+        Ok(models().map(needed).sum::<f64>() <= bytes)
+    };
     let context = model.config().max_position_embeddings;
-    let useful = context.next_multiple_of(options.block_size).saturating_mul(options.max_sequences);
-    let tokens = fit.min(useful);
-    if tokens < options.block_size {
+    let useful = context.div_ceil(size).saturating_mul(options.max_sequences);
+    // The most that fit, between `least` and `most`.
+    let (mut least, mut most) = (0, useful);
+    while least < most {
+        let middle = least + (most - least).div_ceil(2);
+        if fits(middle)? { least = middle } else { most = middle - 1 }
+    }
+    if least == 0 {
         return Err(Error::option(
             "cache_tokens",
             format!(
-                "{fit} tokens fit into the memory that is free, expected at least a block of {}",
-                options.block_size
+                "no block of {size} tokens fits into the memory that is free, expected at least one"
             ),
         ));
     }
-    Ok(tokens)
+    Ok(least)
 }

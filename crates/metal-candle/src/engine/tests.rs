@@ -4,6 +4,7 @@
 use super::*;
 use crate::generate::SamplingOptions;
 use crate::random::SplitMix64;
+use metal_candle_kernels::attention::HOLE;
 use std::collections::HashMap;
 use std::sync::Mutex;
 
@@ -20,6 +21,9 @@ fn next(tokens: &[u32]) -> u32 {
 
 struct Reads {
     slots: Vec<Option<u32>>,
+    /// Those of layers with a window, if there are any.
+    window: Option<usize>,
+    seen: Vec<Option<u32>>,
     /// Passes that fail, one in so many.
     fails: Option<u64>,
     random: SplitMix64,
@@ -34,6 +38,8 @@ impl Reads {
     fn new(blocks: u32) -> Self {
         Self {
             slots: vec![None; blocks as usize * BLOCK],
+            window: None,
+            seen: Vec::new(),
             fails: None,
             random: SplitMix64::new(1),
             short: usize::MAX,
@@ -58,9 +64,12 @@ impl Reader for Reads {
             // A piece of a prompt that is scored has the ropes of the whole.
             let is_piece = stretch.logits == 0 || stretch.logits == stretch.tokens.len();
             assert!((end > self.short) == (total > self.short) || is_piece && end < total);
-            let slot = |position: usize| {
-                stretch.table[position / BLOCK] as usize * BLOCK + position % BLOCK
+            let slot_in = |table: usize, position: usize| {
+                let block = stretch.tables[table][position / BLOCK];
+                assert_ne!(block, HOLE);
+                block as usize * BLOCK + position % BLOCK
             };
+            let slot = |position| slot_in(0, position);
             for (position, token) in (stretch.start..).zip(stretch.tokens) {
                 if *token == POISON {
                     return Err(Error::option("token", "is poison"));
@@ -68,6 +77,14 @@ impl Reader for Reads {
                 // With other ropes, the same token has other keys.
                 let ropes = if total > self.short { 1000 } else { 0 };
                 self.slots[slot(position)] = Some(*token + ropes);
+            }
+            if let Some(window) = self.window {
+                for position in stretch.start..end {
+                    self.seen[slot_in(1, position)] = self.slots[slot(position)];
+                }
+                for position in (stretch.start + 1).saturating_sub(window)..end {
+                    assert_eq!(self.seen[slot_in(1, position)], self.slots[slot(position)]);
+                }
             }
             let found = (0..end).map(|position| self.slots[slot(position)].unwrap());
             for last in end - stretch.logits..end {
@@ -129,7 +146,8 @@ fn engine<'t>(
     tokenizer: &'t Tokenizer,
     options: EngineOptions,
 ) -> Engine<'t> {
-    let readers = Readers { reader: Box::new(reader), drafter: None, blocks };
+    let layers = vec![Layers { window: None, blocks }];
+    let readers = Readers { reader: Box::new(reader), drafter: None, layers };
     Engine::over(readers, Some(tokenizer), options)
 }
 
@@ -187,28 +205,35 @@ fn run(engine: &mut Engine) -> HashMap<RequestId, (Vec<u32>, Option<Event>)> {
 fn is_whole(engine: &Engine) {
     let Statistics { waiting, running, blocks, available_blocks, .. } = engine.statistics();
     assert_eq!((waiting, running, available_blocks), (0, 0, blocks));
+    assert!(engine.blocks.is_whole());
 }
 
 #[test]
 fn a_thousand_requests_that_come_and_go_leave_every_text_right_and_no_block_lost() {
     let tokenizer = tokenizer();
     let long = usize::MAX;
-    for (prefix_cache, fails, short, draft_tokens) in [
-        (true, None, long, 0),
-        (false, None, long, 0),
-        (true, Some(5), 20, 0),
-        (false, None, 9, 0),
-        (true, None, long, 3),
-        (true, Some(5), 20, 4),
-        (false, Some(9), 9, 2),
+    for (prefix_cache, fails, short, draft_tokens, window) in [
+        (true, None, long, 0, None),
+        (false, None, long, 0, None),
+        (true, Some(5), 20, 0, None),
+        (false, None, 9, 0, None),
+        (true, None, long, 3, None),
+        (true, Some(5), 20, 4, None),
+        (false, Some(9), 9, 2, None),
+        (true, None, long, 0, Some(3)),
+        (true, Some(5), 20, 0, Some(9)),
+        (false, Some(9), 9, 0, Some(1)),
     ] {
         let blocks = 17;
-        let reader = Reads { fails, short, ..Reads::new(blocks) };
+        let seen = vec![None; if window.is_some() { blocks as usize * BLOCK } else { 0 }];
+        let reader = Reads { fails, short, window, seen, ..Reads::new(blocks) };
         let passes = reader.passes.clone();
         let drafter = Reads { errs: Some(4), fails, short, ..Reads::new(blocks) };
         let drafter = (draft_tokens > 0).then(|| Box::new(drafter) as Box<dyn Reader>);
         let options = EngineOptions { prefix_cache, draft_tokens, ..small() };
-        let readers = Readers { reader: Box::new(reader), drafter, blocks };
+        let windows = std::iter::once(None).chain(window.map(Some)).collect::<Vec<_>>();
+        let layers = kinds(&windows, blocks as usize, &options).collect::<Result<_>>().unwrap();
+        let readers = Readers { reader: Box::new(reader), drafter, layers };
         let mut engine = Engine::over(readers, Some(&tokenizer), options);
         let mut random = SplitMix64::new(3);
         let mut wanted: HashMap<RequestId, (Vec<u32>, usize)> = HashMap::new();
@@ -382,7 +407,11 @@ fn guesses_that_are_right_save_passes() {
         let reader = Reads::new(64);
         let passes = reader.passes.clone();
         let drafter = Box::new(Reads { errs, ..Reads::new(64) });
-        let readers = Readers { reader: Box::new(reader), drafter: Some(drafter), blocks: 64 };
+        let readers = Readers {
+            reader: Box::new(reader),
+            drafter: Some(drafter),
+            layers: vec![Layers { window: None, blocks: 64 }],
+        };
         let options =
             EngineOptions { draft_tokens, max_sequences, max_batch_tokens: 20, ..small() };
         let mut engine = Engine::over(readers, Some(&tokenizer), options);

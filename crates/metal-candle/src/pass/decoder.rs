@@ -250,7 +250,11 @@ impl Stream {
 pub(super) enum Caches<'a> {
     None,
     Grown(&'a mut [LayerCache]),
-    Paged { layers: &'a [Pools], paging: &'a Paging },
+    /// With the kind of each layer, and a paging for each of these.
+    Paged {
+        layers: &'a [(usize, Pools)],
+        paging: &'a [Paging],
+    },
 }
 
 /// Those of one layer.
@@ -265,7 +269,9 @@ impl Caches<'_> {
             Self::None => return Ok(None),
             Self::Grown(layers) => layers.get_mut(index).map(Cached::Grown),
             Self::Paged { layers, paging } => {
-                layers.get(index).map(|pools| Cached::Paged { pools, paging })
+                let of_layer = layers.get(index);
+                let found = of_layer.and_then(|(kind, pools)| Some((pools, paging.get(*kind)?)));
+                found.map(|(pools, paging)| Cached::Paged { pools, paging })
             }
         };
         found.map(Some).ok_or_else(|| {

@@ -11,7 +11,7 @@ pub use crate::autograd::Loss;
 pub(crate) use adapters::Updates;
 pub use cache::KvCache;
 pub use paged::CacheDtype;
-pub(crate) use paged::{Next, PagedCache, Ragged, Stretch};
+pub(crate) use paged::{Layers, Next, PagedCache, Ragged, Stretch};
 
 use crate::adapter::Adapter;
 use crate::autograd::{HeadValues, Matrix, Tape, Value};
@@ -274,7 +274,7 @@ impl Model {
         tape: &Tape,
         input: &Input,
         cache: &PagedCache,
-        paging: &Paging,
+        paging: &[Paging],
     ) -> Result<Value> {
         let caches = Caches::Paged { layers: &cache.layers, paging };
         self.run(tape, input, caches, Some(&cache.updates))

@@ -6,11 +6,12 @@ use super::{Input, Positions};
 use crate::adapter::Adapter;
 use crate::autograd::Tape;
 use crate::model::Model;
-use crate::model::layer::Layer;
+use crate::model::layer::{Attention, Layer};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
-use metal_candle_kernels::attention::{self, RoundedPool, Sequence, Sequences};
+use metal_candle_kernels::attention::{self, HOLE, RoundedPool, Sequence, Sequences};
 use metal_candle_kernels::copy::{self, NOWHERE};
+use std::cmp::Reverse;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -62,11 +63,19 @@ impl FromStr for CacheDtype {
     }
 }
 
+/// The layers whose queries see as many keys, and how many blocks they have for them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Layers {
+    pub window: Option<usize>,
+    pub blocks: u32,
+}
+
 /// The keys and values of every layer, in blocks that texts share.
 #[derive(Debug)]
 pub(crate) struct PagedCache {
-    pub(super) layers: Vec<Pools>,
-    blocks: usize,
+    /// With the kind that each layer is of.
+    pub(super) layers: Vec<(usize, Pools)>,
+    kinds: Vec<Layers>,
     block: usize,
     /// Of the adapters that texts were read with.
     pub updates: KnownUpdates,
@@ -123,8 +132,8 @@ pub(crate) struct Stretch<'a> {
     pub tokens: &'a [u32],
     /// How many tokens come before them, whose keys and values are in the blocks.
     pub start: usize,
-    /// The blocks of the text, these tokens' included.
-    pub table: &'a [u32],
+    /// The blocks of the text for each kind of layers, these tokens' included.
+    pub tables: &'a [Vec<u32>],
     pub adapter: Option<&'a Arc<Adapter>>,
     /// Of how many of its last tokens the logits of what follows are wanted.
     pub logits: usize,
@@ -133,7 +142,8 @@ pub(crate) struct Stretch<'a> {
 /// The tokens of a pass, one text after the other: `(tokens, 1)`.
 pub(crate) struct Ragged {
     input: Input,
-    paging: Paging,
+    /// For each kind of layers.
+    paging: Vec<Paging>,
     /// The places of those whose logits are wanted, `(wanted)` u32.
     last: Tensor,
     last_adapters: RowAdapters,
@@ -151,41 +161,62 @@ pub(super) struct Paging {
 pub(crate) struct Next {
     rows: usize,
     room: usize,
-    sequences: Sequences,
+    /// For each kind of layers.
+    sequences: Vec<Sequences>,
     /// The same for all, which the numbers don't tell, or updates of rows, which they do.
     adapters: RowAdapters,
     inputs: Vec<u32>,
 }
 
 impl PagedCache {
-    /// Room for `blocks` blocks of `block` tokens.
-    pub fn new(model: &Model, blocks: usize, block: usize, dtype: CacheDtype) -> Result<Self> {
+    /// Room for blocks of `block` tokens, as many as each kind of layers has.
+    pub fn new(model: &Model, kinds: &[Layers], block: usize, dtype: CacheDtype) -> Result<Self> {
         let layers = model.layers.iter().map(|layer| {
-            let shape = (blocks, block, layer.attention.kv_heads, layer.attention.head_dim);
-            Pools::new(shape, dtype, model.dtype(), model.device())
+            let Attention { kv_heads, head_dim, .. } = layer.attention;
+            let (kind, blocks) = kind_of(layer, kinds);
+            let shape = (blocks, block, kv_heads, head_dim);
+            Ok((kind, Pools::new(shape, dtype, model.dtype(), model.device())?))
         });
-        let updates = KnownUpdates::default();
-        Ok(Self { layers: layers.collect::<Result<_>>()?, blocks, block, updates })
+        let layers = layers.collect::<Result<_>>()?;
+        Ok(Self { layers, kinds: kinds.to_vec(), block, updates: KnownUpdates::default() })
     }
 
-    /// The slot of a text's token.
+    /// The bytes that this takes.
+    pub fn bytes(model: &Model, kinds: &[Layers], block: usize, dtype: CacheDtype) -> usize {
+        let of_layer = |layer: &Arc<Layer>| {
+            let Attention { kv_heads, head_dim, .. } = layer.attention;
+            let (_, blocks) = kind_of(layer, kinds);
+            2 * blocks * block * kv_heads * dtype.bytes_of_head(head_dim, model.dtype())
+        };
+        model.layers.iter().map(of_layer).sum()
+    }
+
+    /// The kinds of layers that a model has, those that see the most first.
+    pub fn windows(model: &Model) -> Vec<Option<usize>> {
+        let mut windows: Vec<_> =
+            model.layers.iter().map(|layer| layer.attention.options.window).collect();
+        windows.sort_by_key(|window| Reverse(window.unwrap_or(usize::MAX)));
+        windows.dedup();
+        windows
+    }
+
+    /// The slot of a text's token, by one of its tables.
     fn place(&self, table: &[u32], position: usize) -> Result<u32> {
-        let block = table.get(position / self.block).copied().ok_or_else(|| {
+        let block = table.get(position / self.block).copied().filter(|block| *block != HOLE);
+        let block = block.ok_or_else(|| {
             let blocks = table.len();
-            let problem = format!("has {blocks} blocks, and a token stands at {position}");
+            let problem = format!("has {blocks} blocks, of which none is that of token {position}");
             Error::option("table", problem)
         })?;
         u32_of(block as usize * self.block + position % self.block)
     }
+}
 
-    /// What a token's keys and values take in all layers, in bytes.
-    pub fn bytes_of_token(model: &Model, dtype: CacheDtype) -> usize {
-        let of_layer = |layer: &Arc<Layer>| {
-            let bytes = dtype.bytes_of_head(layer.attention.head_dim, model.dtype());
-            2 * layer.attention.kv_heads * bytes
-        };
-        model.layers.iter().map(of_layer).sum()
-    }
+/// Which kind a layer is of, the one that has its window or else the first, and how many blocks that has.
+fn kind_of(layer: &Layer, kinds: &[Layers]) -> (usize, usize) {
+    let window = layer.attention.options.window;
+    let kind = kinds.iter().position(|kind| kind.window == window).unwrap_or(0);
+    (kind, kinds.get(kind).map_or(0, |kind| kind.blocks as usize))
 }
 
 impl Next {
@@ -198,24 +229,31 @@ impl Next {
         cache: &PagedCache,
         device: &Device,
     ) -> Result<Self> {
-        let mut inputs = vec![0; 3 * rows];
-        let (ids, positions_and_places) = inputs.split_at_mut(rows);
-        let (positions, places) = positions_and_places.split_at_mut(rows);
-        places.fill(NOWHERE);
-        let mut sequences = Vec::with_capacity(rows);
-        for (row, Stretch { tokens, start, table, .. }) in stretches.iter().enumerate() {
+        let mut inputs = vec![0; 2 * rows];
+        let (ids, positions) = inputs.split_at_mut(rows);
+        for (row, Stretch { tokens, start, .. }) in stretches.iter().enumerate() {
             let ([token], true) = (tokens, row < rows) else {
                 let (count, rows) = (tokens.len(), stretches.len());
                 let problem = format!("are {rows} with {count} tokens, expected one each");
                 return Err(Error::option("stretches", problem));
             };
             (ids[row], positions[row]) = (*token, u32_of(*start)?);
-            places[row] = cache.place(table, *start)?;
-            sequences.push(Sequence { queries: 1, keys: start + 1, table });
         }
-        sequences.resize(rows, Sequence { queries: 1, keys: 1, table: &[0] });
-        let sequences = Sequences::with_room(&sequences, room, cache.block, cache.blocks, device)?;
-        inputs.extend(sequences.numbers());
+        let mut of_kinds = Vec::with_capacity(cache.kinds.len());
+        for (kind, Layers { blocks, .. }) in cache.kinds.iter().enumerate() {
+            let mut sequences = Vec::with_capacity(rows);
+            for Stretch { start, tables, .. } in stretches {
+                let table = tables.get(kind).map_or(&[][..], Vec::as_slice);
+                inputs.push(cache.place(table, *start)?);
+                sequences.push(Sequence { queries: 1, keys: start + 1, table });
+            }
+            inputs.resize(inputs.len() + rows - stretches.len(), NOWHERE);
+            sequences.resize(rows, Sequence { queries: 1, keys: 1, table: &[0] });
+            let (block, blocks) = (cache.block, *blocks as usize);
+            let sequences = Sequences::with_room(&sequences, room, block, blocks, device)?;
+            inputs.extend(sequences.numbers());
+            of_kinds.push(sequences);
+        }
         let adapters = match updates {
             None => RowAdapters::Same(stretches.first().and_then(|it| it.adapter.cloned())),
             Some(updates) => {
@@ -226,7 +264,7 @@ impl Next {
                 RowAdapters::Updated(Arc::new(updates))
             }
         };
-        Ok(Self { rows, room, sequences, adapters, inputs })
+        Ok(Self { rows, room, sequences: of_kinds, adapters, inputs })
     }
 
     /// What a recording of the pass reads.
@@ -243,35 +281,56 @@ impl Ragged {
         cache: &PagedCache,
         device: &Device,
     ) -> Result<Self> {
-        let mut ids: Vec<u32> = Vec::new();
-        let (mut positions, mut places) = (Vec::new(), Vec::new());
+        let (mut ids, mut positions) = (Vec::new(), Vec::new());
         let (mut last, mut adapters, mut last_adapters) = (Vec::new(), Vec::new(), Vec::new());
-        let mut sequences = Vec::with_capacity(stretches.len());
-        for Stretch { tokens, start, table, adapter, logits } in stretches {
+        for Stretch { tokens, start, adapter, logits, .. } in stretches {
             for position in *start..start + tokens.len() {
                 positions.push(u32_of(position)?);
-                places.push(cache.place(table, position)?);
             }
-            ids.extend(*tokens);
+            ids.extend_from_slice(tokens);
             adapters.extend(std::iter::repeat_n(adapter.cloned(), tokens.len()));
             for place in ids.len() - logits.min(&tokens.len())..ids.len() {
                 last.push(u32_of(place)?);
                 last_adapters.push(adapter.cloned());
             }
-            let keys = start + tokens.len();
-            sequences.push(Sequence { queries: tokens.len(), keys, table });
         }
+        let paging = (0..cache.kinds.len())
+            .map(|kind| Paging::new(stretches, kind, cache, device))
+            .collect::<Result<_>>()?;
         let count = ids.len();
         let ids = Tensor::from_vec(ids, (count, 1), device)?;
         let input = Input::new(ids, Positions::Known { positions, total }, None);
-        let sequences = Sequences::new(&sequences, cache.block, cache.blocks, device)?;
-        let places = Tensor::from_vec(places, count, device)?;
         Ok(Self {
             input: input.with_row_adapters(&adapters)?,
-            paging: Paging { places, sequences },
+            paging,
             last: Tensor::new(last, device)?,
             last_adapters: RowAdapters::of_rows(&last_adapters, device)?,
         })
+    }
+}
+
+impl Paging {
+    /// Of all tokens of the stretches, for a kind of layers.
+    fn new(
+        stretches: &[Stretch],
+        kind: usize,
+        cache: &PagedCache,
+        device: &Device,
+    ) -> Result<Self> {
+        let mut places = Vec::new();
+        let mut sequences = Vec::with_capacity(stretches.len());
+        for Stretch { tokens, start, tables, .. } in stretches {
+            let table = tables.get(kind).map_or(&[][..], Vec::as_slice);
+            let keys = start + tokens.len();
+            for position in *start..keys {
+                places.push(cache.place(table, position)?);
+            }
+            sequences.push(Sequence { queries: tokens.len(), keys, table });
+        }
+        let blocks = cache.kinds.get(kind).map_or(0, |kind| kind.blocks as usize);
+        let sequences = Sequences::new(&sequences, cache.block, blocks, device)?;
+        let count = places.len();
+        Ok(Self { places: Tensor::from_vec(places, count, device)?, sequences })
     }
 }
 
@@ -305,23 +364,29 @@ impl Model {
     ) -> Result<Tensor> {
         let tape = Tape::inference();
         let rows = next.rows;
-        let column = |index: usize| inputs.narrow(0, index * rows, rows);
-        let positions =
-            Positions::OnDevice { positions: column(1)?.unsqueeze(1)?, below: next.room };
-        let of_sequences = 3 * rows..3 * rows + next.sequences.numbers().len();
-        let numbers = inputs.narrow(0, of_sequences.start, of_sequences.len())?;
-        let sequences = next.sequences.reading(&numbers)?;
+        let mut read = 0;
+        let mut take = |count: usize| {
+            let taken = inputs.narrow(0, read, count);
+            read += count;
+            taken
+        };
+        let (ids, positions) = (take(rows)?.unsqueeze(1)?, take(rows)?.unsqueeze(1)?);
+        let positions = Positions::OnDevice { positions, below: next.room };
+        let mut paging = Vec::with_capacity(next.sequences.len());
+        for sequences in &next.sequences {
+            let places = take(rows)?;
+            let numbers = take(sequences.numbers().len())?;
+            paging.push(Paging { places, sequences: sequences.reading(&numbers)? });
+        }
         let adapters = match &next.adapters {
             RowAdapters::Updated(updates) => {
-                let numbers =
-                    inputs.narrow(0, of_sequences.end, next.inputs.len() - of_sequences.end)?;
+                let numbers = take(updates.numbers().len())?;
                 RowAdapters::Updated(Arc::new(updates.reading(&numbers)?))
             }
             same => same.clone(),
         };
-        let input = Input::new(column(0)?.unsqueeze(1)?, positions, None);
+        let input = Input::new(ids, positions, None);
         let input = Input { adapters, ..input };
-        let paging = Paging { places: column(2)?, sequences };
         let hidden = self.forward_paged(&tape, &input, cache, &paging)?;
         let logits = self.logits(hidden.tensor(), &input)?;
         Ok(logits.reshape((rows, ()))?)
