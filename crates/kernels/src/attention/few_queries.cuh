@@ -108,28 +108,17 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
     }
 
     const uint32_t mine = q_shared + TILE * (1 + warp * STAGES * 2);
-    typename Keys::template Arriving<16, D, WARP> of_keys, of_values;
     const auto stage = [&](int step) { return mine + step % STAGES * 2 * TILE; };
     const auto load = [&](int step) {
         if (step < steps) {
-            const int first_key = start + (step * WARPS + warp) * 16;
-            of_keys = keys_at.template load<T, 16, D, WARP>(
-                stage(step), k, first_key, seen.y - first_key, p.head_dim, lane);
-            of_values = keys_at.template load<T, 16, D, WARP>(
-                stage(step) + TILE, v, first_key, seen.y - first_key, p.head_dim, lane);
+            const int first_key = start + (step * WARPS + warp) * 16, count = seen.y - first_key;
+            const uint32_t to = stage(step);
+            keys_at.template load<T, 16, D, WARP>(to, k, first_key, count, p.head_dim, lane);
+            keys_at.template load<T, 16, D, WARP>(to + TILE, v, first_key, count, p.head_dim, lane);
         }
         copy_async_commit();
     };
-    const auto land = [&](int step) {
-        if (step < steps) {
-            keys_at.template land<T, 16, D, WARP>(stage(step), of_keys, lane);
-            keys_at.template land<T, 16, D, WARP>(stage(step) + TILE, of_values, lane);
-        }
-    };
-    for (int step = 0; step < STAGES - 1; step++) {
-        load(step);
-        land(step);
-    }
+    for (int step = 0; step < STAGES - 1; step++) load(step);
     copy_async_wait<STAGES - 1>();
     // The queries are there.
     __syncthreads();
@@ -138,9 +127,11 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
     float top[2] = {-INFINITY, -INFINITY}, total[2] = {};
     for (int step = 0; step < steps; step++) {
         load(step + STAGES - 1);
-        copy_async_wait<STAGES - 1>();
-        __syncwarp();
         const uint32_t keys = stage(step);
+        copy_async_wait<STAGES - 1>();
+        keys_at.template land<T, 16, D, WARP>(keys, k, lane);
+        keys_at.template land<T, 16, D, WARP>(keys + TILE, v, lane);
+        __syncwarp();
         const int first_key = start + (step * WARPS + warp) * 16;
         float scores[1][2][4] = {};
         multiply_rows<T, D, ROWS, 16, 1>(scores, q_shared, 0, keys, lane);
@@ -157,7 +148,6 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
         multiply_columns<T, D, 16, 1>(out, weights, keys + TILE, lane);
         // The stage may be overwritten.
         __syncwarp();
-        land(step + STAGES - 1);
     }
     copy_async_wait<0>();
     __syncthreads();

@@ -40,27 +40,23 @@ __device__ __forceinline__ void forward_block(const Parameters &p, const Keys &k
 #pragma unroll
     for (int m = 0; m < M; m++) top[m][0] = top[m][1] = -INFINITY;
 
-    typename Keys::template Arriving<BN, D, THREADS> of_keys, of_values;
     const auto load_keys = [&](int tile) {
-        of_keys = keys_at.template load<T, BN, D, THREADS>(
-            k_shared, k, tile * BN, p.keys - tile * BN, p.head_dim, threadIdx.x);
+        keys_at.template load<T, BN, D, THREADS>(k_shared, k, tile * BN, p.keys - tile * BN,
+                                                 p.head_dim, threadIdx.x);
         copy_async_commit();
-    };
-    const auto land_keys = [&] {
-        keys_at.template land<T, BN, D, THREADS>(k_shared, of_keys, threadIdx.x);
     };
     if (first_tile < end_tile) {
         load_tile<T, BM, D, THREADS>(q_shared, q, p.q_strides[1], rows, p.head_dim, threadIdx.x);
         load_keys(first_tile);
-        land_keys();
     }
     for (int tile = first_tile; tile < end_tile; tile++) {
         const int first_key = tile * BN;
         copy_async_wait<0>();
+        keys_at.template land<T, BN, D, THREADS>(k_shared, k, threadIdx.x);
         // The keys are there, and every warp is done with the values of the tile before.
         __syncthreads();
-        of_values = keys_at.template load<T, BN, D, THREADS>(
-            v_shared, v, first_key, p.keys - first_key, p.head_dim, threadIdx.x);
+        keys_at.template load<T, BN, D, THREADS>(v_shared, v, first_key, p.keys - first_key,
+                                                 p.head_dim, threadIdx.x);
         copy_async_commit();
 
         float scores[M][BN / 8][4] = {};
@@ -86,13 +82,12 @@ __device__ __forceinline__ void forward_block(const Parameters &p, const Keys &k
         uint32_t weights[M][BN / 16][4];
         pack_weights<T, BN, M>(weights, scores);
 
-        keys_at.template land<T, BN, D, THREADS>(v_shared, of_values, threadIdx.x);
         copy_async_wait<0>();
+        keys_at.template land<T, BN, D, THREADS>(v_shared, v, threadIdx.x);
         // The values are there, and every warp is done with the keys.
         __syncthreads();
         if (tile + 1 < end_tile) load_keys(tile + 1);
         multiply_columns<T, D, BN, M>(out, weights, v_shared, lane);
-        if (tile + 1 < end_tile) land_keys();
     }
 
     float inverse[M][2];

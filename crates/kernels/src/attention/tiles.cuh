@@ -168,6 +168,23 @@ template <int ROWS> __device__ __forceinline__ uint32_t place(int row, int chunk
     return chunk / 8 * (ROWS * ROW_BYTES) + row * ROW_BYTES + (chunk % 8 ^ row % 8) * 16;
 }
 
+/// Reads a chunk.
+__device__ __forceinline__ uint4 load_chunk(uint32_t from) {
+    uint4 chunk;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+                 : "r"(from)
+                 : "memory");
+    return chunk;
+}
+
+/// Reads the first four bytes of one.
+__device__ __forceinline__ uint32_t load_word(uint32_t from) {
+    uint32_t word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+    return word;
+}
+
 /// Writes a chunk.
 __device__ __forceinline__ void store_chunk(uint32_t to, const uint4 &chunk) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(chunk.x), "r"(chunk.y),
@@ -221,13 +238,8 @@ template <typename T> struct Rows {
     __device__ __forceinline__ Line<T> line(int64_t row) const { return {start + row * stride}; }
 };
 
-/// What is on its way into a tile: nothing that a thread has to see to, where the device copies by itself.
-struct Copying {};
-
 /// Keys and values as they are.
 struct DenseKeys {
-    template <int ROWS, int D, int THREADS> using Arriving = Copying;
-
     template <typename T>
     __device__ __forceinline__ Rows<T> keys(const Parameters &p, int batch, int kv_head) const {
         return {head_start(static_cast<const T *>(p.k), p.k_strides, batch, kv_head),
@@ -240,8 +252,9 @@ struct DenseKeys {
                 p.v_strides[1]};
     }
 
+    /// Makes what a thread has copied into a tile into numbers, which they are.
     template <typename T, int ROWS, int D, int THREADS>
-    __device__ __forceinline__ void land(uint32_t, const Copying &, int) const {}
+    __device__ __forceinline__ void land(uint32_t, const Rows<T> &, int) const {}
 };
 
 /// Keys and values that lie one after the other.
@@ -252,14 +265,13 @@ struct KeysInARow : DenseKeys {
     /// The row of a key.
     __device__ __forceinline__ int64_t row(int key) const { return key; }
 
-    /// Starts to copy `count` rows from that of a key on into a tile, where they are once `land` has been
-    /// called and copies have been waited for.
+    /// Starts to copy `count` rows from that of a key on into a tile. Once a thread has waited for its copies, it
+    /// calls `land`.
     template <typename T, int ROWS, int D, int THREADS>
-    __device__ __forceinline__ Copying load(uint32_t tile, const Rows<T> &rows, int key, int count,
-                                            int head_dim, int thread) const {
+    __device__ __forceinline__ void load(uint32_t tile, const Rows<T> &rows, int key, int count,
+                                         int head_dim, int thread) const {
         load_tile<T, ROWS, D, THREADS>(tile, rows.start + key * rows.stride, rows.stride, count,
                                        head_dim, thread);
-        return {};
     }
 };
 

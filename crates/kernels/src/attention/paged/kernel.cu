@@ -56,8 +56,8 @@ struct PagedKeys : PagedRows, DenseKeys {
     /// Starts to copy the rows of `count` keys into a tile: sixteen at a time, which are in one block. Zeros
     /// where there is no block.
     template <typename T, int ROWS, int D, int THREADS>
-    __device__ __forceinline__ Copying load(uint32_t tile, const Rows<T> &rows, int key, int count,
-                                            int head_dim, int thread) const {
+    __device__ __forceinline__ void load(uint32_t tile, const Rows<T> &rows, int key, int count,
+                                         int head_dim, int thread) const {
         constexpr int CHUNKS = D / 8, COPIES = 16 * CHUNKS;
 #pragma unroll
         for (int part = 0; part < ROWS; part += 16) {
@@ -74,7 +74,6 @@ struct PagedKeys : PagedRows, DenseKeys {
                            line < end && chunk * 8 < head_dim);
             }
         }
-        return {};
     }
 };
 
@@ -96,16 +95,16 @@ template <typename T> struct RoundedRows {
     __device__ __forceinline__ RoundedLine<T> line(int64_t row) const {
         return {codes + row * stride, scales + row * scale_stride};
     }
-};
 
-/// Sixteens of codes on their way through a thread's registers, with the bytes of their scales.
-template <int COUNT> struct Sixteens {
-    uint4 codes[COUNT];
-    uint32_t scales[COUNT];
+    /// Where the scale of a column of a row is.
+    __device__ __forceinline__ uint64_t scale(int64_t row, int column) const {
+        return reinterpret_cast<uint64_t>(scales + row * scale_stride + column / ROUNDED_GROUP);
+    }
 };
 
 /// Keys and values in blocks of pools that are rounded to 8 bits. Tiles have their numbers, so all that follows is as
-/// it is for `PagedKeys`.
+/// it is for `PagedKeys`: a thread copies sixteen codes to where half of their numbers will be, and four bytes with
+/// their scale to where the other half will be.
 struct RoundedKeys : PagedRows {
     const uint8_t *k_scales, *v_scales;
 
@@ -131,46 +130,46 @@ struct RoundedKeys : PagedRows {
         return rows_of<T>(p, p.v, v_scales, kv_head);
     }
 
-    template <int ROWS, int D, int THREADS> using Arriving = Sixteens<ROWS * D / 16 / THREADS>;
-
-    /// Starts to read the codes of `count` keys.
+    /// Starts to copy the codes of `count` keys and their scales; zeros where there is no block.
     template <typename T, int ROWS, int D, int THREADS>
-    __device__ __forceinline__ Arriving<ROWS, D, THREADS>
-    load(uint32_t, const RoundedRows<T> &rows, int key, int count, int head_dim, int thread) const {
+    __device__ __forceinline__ void load(uint32_t tile, const RoundedRows<T> &rows, int key,
+                                         int count, int head_dim, int thread) const {
         constexpr int OF_ROW = D / 16;
         static_assert(ROWS * OF_ROW % THREADS == 0, "as many to each thread");
-        Arriving<ROWS, D, THREADS> read;
 #pragma unroll
         for (int i = 0; i < ROWS * OF_ROW / THREADS; i++) {
-            const int index = i * THREADS + thread, line = index / OF_ROW;
-            const int column = index % OF_ROW * 16, part = line / 16 * 16;
-            const int64_t at = line < count && column < head_dim ? row(key + part) : -1;
-            read.codes[i] = make_uint4(0, 0, 0, 0);
-            read.scales[i] = 0;
-            if (at >= 0) {
-                const int64_t from = at + line - part;
-                read.codes[i] =
-                    *reinterpret_cast<const uint4 *>(rows.codes + from * rows.stride + column);
-                read.scales[i] = rows.scales[from * rows.scale_stride + column / ROUNDED_GROUP];
-            }
+            const int index = i * THREADS + thread, line = index / OF_ROW, part = line / 16 * 16;
+            const int piece = index % OF_ROW;
+            // Sixteen keys are in one block.
+            const int64_t at = part < count ? row(key + part) : -1;
+            const bool inside = at >= 0 && line < count && piece * 16 < head_dim;
+            const int64_t from = inside ? at + line - part : 0;
+            const int column = inside ? piece * 16 : 0;
+            copy_async(tile + place<ROWS>(line, piece * 2),
+                       rows.codes + from * rows.stride + column, inside);
+            copy_async_word(tile + place<ROWS>(line, piece * 2 + 1),
+                            reinterpret_cast<const uint32_t *>(rows.scale(from, column) & ~3ull),
+                            inside);
         }
-        return read;
     }
 
-    /// Puts their numbers into the tile, zeros where there is no block.
+    /// Makes what a thread has copied into numbers.
     template <typename T, int ROWS, int D, int THREADS>
-    __device__ __forceinline__ void land(uint32_t tile, const Arriving<ROWS, D, THREADS> &read,
+    __device__ __forceinline__ void land(uint32_t tile, const RoundedRows<T> &rows,
                                          int thread) const {
         constexpr int OF_ROW = D / 16;
 #pragma unroll
         for (int i = 0; i < ROWS * OF_ROW / THREADS; i++) {
-            const int index = i * THREADS + thread;
-            const int line = index / OF_ROW, chunk = index % OF_ROW * 2;
-            const float step = step_of(read.scales[i]);
-            const uint4 codes = read.codes[i];
-            store_chunk(tile + place<ROWS>(line, chunk), eight_numbers<T>(codes.x, codes.y, step));
-            store_chunk(tile + place<ROWS>(line, chunk + 1),
-                        eight_numbers<T>(codes.z, codes.w, step));
+            const int index = i * THREADS + thread, line = index / OF_ROW;
+            const int piece = index % OF_ROW;
+            const uint32_t first = tile + place<ROWS>(line, piece * 2);
+            const uint32_t second = tile + place<ROWS>(line, piece * 2 + 1);
+            const uint4 codes = load_chunk(first);
+            // Blocks begin at multiples of sixteen rows, so the line tells which of the four bytes it is.
+            const uint32_t byte = rows.scale(line % 16, piece * 16) % 4;
+            const float step = step_of(load_word(second) >> 8 * byte & 0xff);
+            store_chunk(first, eight_numbers<T>(codes.x, codes.y, step));
+            store_chunk(second, eight_numbers<T>(codes.z, codes.w, step));
         }
     }
 };

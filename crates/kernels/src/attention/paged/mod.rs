@@ -345,7 +345,7 @@ fn plan(spans: &[Span], tables: &[u32], room: usize) -> Result<(Vec<u32>, Plan)>
 /// On the CPU it has the same bits in whatever pieces the tokens of its sequence are computed, too, one by one
 /// or all at once, and those that [`forward`](super::forward) gives for more than 4 queries of the sequence by
 /// itself; on a GPU, in pieces that all have up to 16 queries, or all more. Over pools that are rounded to 8 bits it has
-/// the bits of pools of what their codes stand for.
+/// the bits of pools of what their codes stand for; on CUDA where `head_dim` is a multiple of 16.
 ///
 /// Blocks may have any size. On CUDA, tensor cores are used for f16 and bf16 where it is a multiple of 16 and
 /// `head_dim` is one of 8. Whatever numbers a recording is given, a GPU reads nothing beyond the pools.

@@ -154,6 +154,10 @@ impl Case {
         let [k, v] = [&dense.k, &dense.v].map(|pool| there(pool, device));
         let expected = forward_paged(&q, &k, &v, &sequences, &self.options).unwrap();
         assert!(values(&here(&expected)).iter().all(|x| x.is_finite()));
+        if device.is_cuda() && !self.q.dim(2).unwrap().is_multiple_of(16) {
+            let tolerance = if q.dtype() == DType::F32 { 1e-5 } else { 8e-3 };
+            return assert_close(&here(&o), &here(&expected), tolerance);
+        }
         assert_identical(&here(&o), &here(&expected));
     }
 
