@@ -173,10 +173,12 @@ pub struct Statistics {
     pub waiting: usize,
     /// Texts that are read or written.
     pub running: usize,
-    /// Blocks of the cache.
+    /// Blocks of the cache, of the layers that see the most.
     pub blocks: usize,
     /// Blocks that no text is using.
     pub available_blocks: usize,
+    /// The memory of all layers' blocks, in bytes.
+    pub cache_bytes: usize,
     /// Times that a text was put back for lack of blocks.
     pub preemptions: u64,
     /// Tokens that were guessed.
@@ -253,6 +255,7 @@ pub struct Engine<'t> {
     tokenizer: Option<&'t Tokenizer>,
     options: EngineOptions,
     blocks: Blocks,
+    cache_bytes: usize,
     /// What comes before every text, by adapter.
     root: Content,
     roots: Vec<(AdapterVersion, Content)>,
@@ -282,7 +285,7 @@ impl<'t> Engine<'t> {
     }
 
     fn over(readers: Readers, tokenizer: Option<&'t Tokenizer>, options: EngineOptions) -> Self {
-        let Readers { reader, drafter, layers } = readers;
+        let Readers { reader, drafter, layers, bytes } = readers;
         let mut blocks = Blocks::new(&layers, options.block_size);
         let root = blocks.new_content();
         let (waiting, running) = (VecDeque::new(), VecDeque::new());
@@ -291,6 +294,7 @@ impl<'t> Engine<'t> {
             tokenizer,
             options,
             blocks,
+            cache_bytes: bytes,
             root,
             roots: Vec::new(),
             waiting,
@@ -398,6 +402,7 @@ impl<'t> Engine<'t> {
             running: self.running.len(),
             blocks: self.blocks.count(),
             available_blocks: self.blocks.available(),
+            cache_bytes: self.cache_bytes,
             preemptions: self.preemptions,
             drafted: self.drafted,
             accepted: self.accepted,
@@ -742,6 +747,8 @@ struct Readers {
     reader: Box<dyn Reader>,
     drafter: Option<Box<dyn Reader>>,
     layers: Vec<Layers>,
+    /// What all blocks take.
+    bytes: usize,
 }
 
 impl Readers {
@@ -769,13 +776,22 @@ impl Readers {
             None => usual_blocks(model, &windows, options)?,
         };
         let layers: Vec<_> = kinds(&windows, blocks, options).collect::<Result<_>>()?;
+        let EngineOptions { block_size, cache_dtype, .. } = *options;
+        let bytes = models(model, options)
+            .map(|model| PagedCache::bytes(model, &layers, block_size, cache_dtype))
+            .sum();
         let reader = |model: &Arc<Model>| -> Result<Box<dyn Reader>> {
-            let (block_size, dtype) = (options.block_size, options.cache_dtype);
-            let cache = PagedCache::new(model, &layers, block_size, dtype)?;
+            let cache = PagedCache::new(model, &layers, block_size, cache_dtype)?;
             Ok(Box::new(ModelReader::new(model, cache)))
         };
-        Ok(Self { reader: reader(model)?, drafter: draft.map(reader).transpose()?, layers })
+        let (reader, drafter) = (reader(model)?, draft.map(reader).transpose()?);
+        Ok(Self { reader, drafter, layers, bytes })
     }
+}
+
+/// The model, and the one that guesses, if there is one.
+fn models<'a>(model: &'a Model, options: &'a EngineOptions) -> impl Iterator<Item = &'a Model> {
+    [Some(model), options.draft_model.as_deref()].into_iter().flatten()
 }
 
 /// The kinds of layers with these windows, the first of which has `blocks`. The others have as many as texts at once
@@ -822,11 +838,10 @@ fn usual_blocks(
         device => devices::free_memory(device)?.unwrap_or(UNKNOWN) as f64 * OF_GPU,
     };
     let size = options.block_size;
-    let models = || [Some(model), options.draft_model.as_deref()].into_iter().flatten();
     let fits = |blocks: usize| -> Result<bool> {
         let layers: Vec<_> = kinds(windows, blocks, options).collect::<Result<_>>()?;
         let needed = |model| PagedCache::bytes(model, &layers, size, options.cache_dtype) as f64;
-        Ok(models().map(needed).sum::<f64>() <= bytes)
+        Ok(models(model, options).map(needed).sum::<f64>() <= bytes)
     };
     let context = model.config().max_position_embeddings;
     let useful = context.div_ceil(size).saturating_mul(options.max_sequences);

@@ -147,7 +147,7 @@ fn engine<'t>(
     options: EngineOptions,
 ) -> Engine<'t> {
     let layers = vec![Layers { window: None, blocks }];
-    let readers = Readers { reader: Box::new(reader), drafter: None, layers };
+    let readers = Readers { reader: Box::new(reader), drafter: None, layers, bytes: 0 };
     Engine::over(readers, Some(tokenizer), options)
 }
 
@@ -233,7 +233,7 @@ fn a_thousand_requests_that_come_and_go_leave_every_text_right_and_no_block_lost
         let options = EngineOptions { prefix_cache, draft_tokens, ..small() };
         let windows = std::iter::once(None).chain(window.map(Some)).collect::<Vec<_>>();
         let layers = kinds(&windows, blocks as usize, &options).collect::<Result<_>>().unwrap();
-        let readers = Readers { reader: Box::new(reader), drafter, layers };
+        let readers = Readers { reader: Box::new(reader), drafter, layers, bytes: 0 };
         let mut engine = Engine::over(readers, Some(&tokenizer), options);
         let mut random = SplitMix64::new(3);
         let mut wanted: HashMap<RequestId, (Vec<u32>, usize)> = HashMap::new();
@@ -411,6 +411,7 @@ fn guesses_that_are_right_save_passes() {
             reader: Box::new(reader),
             drafter: Some(drafter),
             layers: vec![Layers { window: None, blocks: 64 }],
+            bytes: 0,
         };
         let options =
             EngineOptions { draft_tokens, max_sequences, max_batch_tokens: 20, ..small() };

@@ -272,6 +272,44 @@ fn memory_never_exceeds_the_pool() {
 }
 
 #[test]
+fn layers_with_a_window_keep_only_that() {
+    let tokenizer = tokenizer();
+    for (name, layers, windowed) in [("gemma3-text", 4, 3), ("gemma2", 3, 2), ("llama", 3, 0)] {
+        let model = load(name);
+        let config = model.config();
+        assert_eq!(config.layers.len(), layers, "{name}");
+        let of_token = 2 * 4 * config.kv_heads * config.head_dim;
+        for (blocks, max_sequences, cache_dtype) in
+            [(500, 3, CacheDtype::Model), (500, 3, CacheDtype::MxInt8), (10, 3, CacheDtype::Model)]
+        {
+            let options = EngineOptions { max_sequences, cache_dtype, ..options(blocks) };
+            let mut engine = Engine::new(&model, Some(&tokenizer), options).unwrap();
+            // A window of 6 tokens lies in 2 blocks and parts of others, and a step reads 12 tokens.
+            let of_window = blocks.min(max_sequences * (2 + 3) + 3);
+            let kept = ((layers - windowed) * blocks + windowed * of_window) * BLOCK;
+            let exact = kept * of_token;
+            let found = engine.statistics().cache_bytes;
+            match cache_dtype {
+                CacheDtype::Model => assert_eq!(found, exact, "{name}"),
+                // A byte instead of four, and the scales.
+                CacheDtype::MxInt8 => assert!(found > exact / 4 && found <= exact / 2, "{name}"),
+            }
+            let long: Vec<u32> = (0..60).map(|index| index * 7 % 97).collect();
+            let lengths = if blocks == 500 { vec![60, 57, 50, 60, 3] } else { vec![30, 27, 31] };
+            let requests: Vec<_> =
+                lengths.iter().map(|&length| request(&long[..length], 8)).collect();
+            let (texts, _) = together(&mut engine, &requests);
+            if cache_dtype == CacheDtype::Model {
+                let expected: Vec<_> =
+                    requests.iter().map(|request| alone(&model, &tokenizer, request)).collect();
+                assert_eq!(texts, expected, "{name} with {blocks} blocks");
+            }
+            assert_eq!(engine.statistics().preemptions > 0, blocks == 10, "{name}");
+        }
+    }
+}
+
+#[test]
 fn a_handle_serves_many_threads() {
     let tokenizer = Arc::new(tokenizer());
     let model = load("llama");
