@@ -99,6 +99,7 @@ impl Replicas {
                 running,
                 blocks,
                 available_blocks,
+                cache_bytes,
                 preemptions,
                 drafted,
                 accepted,
@@ -108,6 +109,7 @@ impl Replicas {
             sum.running += running;
             sum.blocks += blocks;
             sum.available_blocks += available_blocks;
+            sum.cache_bytes += cache_bytes;
             sum.preemptions += preemptions;
             sum.drafted += drafted;
             sum.accepted += accepted;
