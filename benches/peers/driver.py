@@ -334,13 +334,13 @@ def model_inputs(row: Row, model: Path) -> Path:
 
 
 def model_reference(row: Row, request: dict[str, Any], sides: Sides) -> Arrays:
-    """What transformers and PEFT compute in f64, on a GPU in f32 or, of long rows, in their own dtype,
+    """What transformers and PEFT compute in f64, on a GPU in f32 or, of long rows and many requests, in their own dtype,
     kept for the next time."""
     name = re.sub(r"-(bf16|f32)(-checkpointing)?(?=-|$)", "", row["name"])
     # What a GPU's models need in f64 is more than it has.
     large = sides.options.device != "cpu"
     exact = row | ({"dtype": "f32", "checkpointing": True} if large else {"dtype": "f64"})
-    if large and row.get("seq", 0) > LONGEST_IN_F32:
+    if large and (row.get("seq", 0) > LONGEST_IN_F32 or row["work"] == "serve"):
         exact["dtype"] = row["dtype"]
     exact["exact"] = True
     path = WORK / "references" / f"{name}-{exact['dtype']}.safetensors"
