@@ -157,7 +157,16 @@ pub fn prepare(
             let session = Session::new(&model, None);
             Ok(Box::new(Decode { model, prompt: ids.to_vec(), tokens, session, next: 0 }))
         }
-        Work::Serve { requests, prompt, tokens, mixed, adapters, rounded_cache, .. } => {
+        Work::Serve {
+            requests,
+            prompt,
+            tokens,
+            mixed,
+            adapters,
+            rounded_cache,
+            batch_invariant,
+            ..
+        } => {
             let lengths = lengths(requests, [prompt, tokens], mixed);
             let usual = EngineOptions::default();
             // As many at once as there are, if not so many that each has more memory than it needs.
@@ -169,6 +178,7 @@ pub fn prepare(
                 max_sequences: at_once.max(1),
                 cache_tokens: (!mixed).then_some(room),
                 cache_dtype: if rounded_cache { CacheDtype::MxInt8 } else { CacheDtype::Model },
+                batch_invariant,
                 prefix_cache: false,
                 ..usual
             };

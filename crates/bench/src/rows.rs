@@ -271,6 +271,9 @@ pub enum Work {
         /// Whether keys and values are kept in 8 bits.
         #[serde(default)]
         rounded_cache: bool,
+        /// Whether a text has the same bits in any company.
+        #[serde(default)]
+        batch_invariant: bool,
         /// Of weights and activations.
         dtype: Precision,
         /// What the weights are held in, if it isn't `dtype`.
@@ -496,6 +499,7 @@ impl Row {
             mixed: false,
             adapters: 0,
             rounded_cache: false,
+            batch_invariant: false,
             dtype,
             quantization: None,
         };
@@ -518,6 +522,16 @@ impl Row {
         if let Work::Serve { rounded_cache, .. } = &mut self.work {
             *rounded_cache = true;
             self.name = format!("{}-cache8", self.name);
+        }
+        self
+    }
+
+    /// The same row with the same bits for each text in any company.
+    #[must_use]
+    pub fn with_batch_invariance(mut self) -> Self {
+        if let Work::Serve { batch_invariant, .. } = &mut self.work {
+            *batch_invariant = true;
+            self.name = format!("{}-invariant", self.name);
         }
         self
     }

@@ -56,6 +56,10 @@ pub struct Batch {
     /// for each 32, which takes about half of the memory
     #[arg(long, value_name = "DTYPE", default_value_t = EngineOptions::default().cache_dtype)]
     pub cache_dtype: CacheDtype,
+    /// Give an answer the same bits whatever other answers are written beside it, and in whatever pieces its prompt is
+    /// read; on a GPU few answers take as long as 256 then
+    #[arg(long)]
+    pub batch_invariant: bool,
     /// Tokens to guess after the last of an answer and to read together with it, while few answers are written; the
     /// answers stay what they are. 0 is none
     #[arg(long, value_name = "N", default_value_t = EngineOptions::default().draft_tokens)]
@@ -73,6 +77,7 @@ impl Batch {
             max_batch_tokens: self.max_batch_tokens,
             cache_tokens: self.cache_tokens,
             cache_dtype: self.cache_dtype,
+            batch_invariant: self.batch_invariant,
             draft_tokens: self.draft_tokens,
             ..EngineOptions::default()
         }

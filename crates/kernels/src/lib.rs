@@ -35,6 +35,7 @@
 //! | [`adamw8bit`] | AdamW with moments of 8 bits |
 //! | [`sampling`] | from logits to a token |
 //! | [`recording`] | work that a GPU repeats without the host |
+//! | [`batch_invariance`] | rows whose bits don't depend on others |
 //! | [`devices`] | opening devices, a step of a loop on one, its memory |
 //! | [`host`] | copies on the host, made beside other work |
 //! | `nccl` | with the feature `cuda`: sums over the GPUs of several processes |
@@ -47,6 +48,7 @@ pub mod adamw8bit;
 pub mod arithmetic;
 pub mod attention;
 mod backend;
+pub mod batch_invariance;
 pub mod copy;
 pub mod cross_entropy;
 pub mod devices;

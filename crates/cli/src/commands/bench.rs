@@ -90,6 +90,9 @@ pub struct Arguments {
     /// How the KV cache of requests keeps its numbers, as in `generate`
     #[arg(long, value_name = "DTYPE", default_value_t = CacheDtype::default(), help_heading = "Work")]
     cache_dtype: CacheDtype,
+    /// Give requests the same bits in any company, as in `generate`
+    #[arg(long, help_heading = "Work")]
+    batch_invariant: bool,
     /// Let the request that waits for its first token have a prompt that was read before
     #[arg(long, help_heading = "Work")]
     seen_prompt: bool,
@@ -175,6 +178,7 @@ impl Arguments {
                         CacheDtype::Model => row,
                         CacheDtype::MxInt8 => row.with_rounded_cache(),
                     };
+                    let row = if self.batch_invariant { row.with_batch_invariance() } else { row };
                     vec![if self.mixed_lengths { row.with_mixed_lengths() } else { row }]
                 }
                 Part::FirstToken => {

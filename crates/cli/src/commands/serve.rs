@@ -120,6 +120,10 @@ pub struct Arguments {
     /// for each 32, which takes about half of the memory
     #[arg(long, value_name = "DTYPE", default_value_t = EngineOptions::default().cache_dtype, help_heading = "Engine")]
     cache_dtype: CacheDtype,
+    /// Give a text the same bits whatever other texts are written beside it, and in whatever pieces its prompt is read; on
+    /// a GPU few texts take as long as 256 then
+    #[arg(long, help_heading = "Engine")]
+    batch_invariant: bool,
     /// Tokens to guess after the last of a text and to read together with it, while few texts are written
     #[arg(long, value_name = "N", default_value_t = EngineOptions::default().draft_tokens, help_heading = "Engine")]
     draft_tokens: usize,
@@ -150,6 +154,7 @@ impl Arguments {
                 max_waiting: self.max_waiting,
                 cache_tokens: self.cache_tokens,
                 cache_dtype: self.cache_dtype,
+                batch_invariant: self.batch_invariant,
                 draft_tokens: self.draft_tokens,
                 ..EngineOptions::default()
             },

@@ -50,6 +50,15 @@ macro_rules! on_gpu {
 }
 pub(crate) use on_gpu;
 
+/// Zeros where `x` is and of its dtype.
+pub(crate) fn zeros_beside(x: &Tensor, shape: (usize, usize)) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return Ok(cuda::Cuda::of(x)?.zeros(shape, x.dtype())?.tensor);
+    }
+    Tensor::zeros(shape, x.dtype(), x.device())
+}
+
 /// An error unless all tensors are on one device, and this build has kernels for it.
 pub(crate) fn require_together(operation: &str, tensors: &[&Tensor]) -> Result<()> {
     let mut first: Option<DeviceLocation> = None;

@@ -6,7 +6,9 @@
 //! for dx transposed into memory that is given back at once.
 
 use super::skinny::Skinny;
-use super::{DenseProjection, Dropout, GatedGradients, Lora, Output, Projection, SharedGradients};
+use super::{
+    DenseProjection, Dropout, GatedGradients, Lora, Output, Projection, SharedGradients, of_any,
+};
 use crate::backend::cuda::{
     Array, CodesTerm, Cuda, Matrix, Module, Rows, Sum, Term, by_dtype, module, require_floats,
 };
@@ -346,7 +348,7 @@ pub(super) fn outputs(
         return forward_few_rows(operation, &cuda, x, (rows, inner), projections, keeps_xa);
     }
     let x_rows = cuda.rows(x)?;
-    let projections = dense(projections);
+    let projections = of_any(projections);
     let all = All::new(operation, &cuda, dtype, inner, &projections, Some((&x_rows, rows)))?;
     let mut skinny = Skinny::new(&cuda, dtype, rows)?;
     let xa = all.low_rank(&cuda, x, &x_rows, &mut skinny)?;
@@ -389,7 +391,7 @@ pub(super) fn low_rank(
         let outputs = forward_few_rows(operation, &cuda, x, (rows, inner), projections, true)?;
         return Ok(outputs.into_iter().map(|output| output.xa).collect());
     }
-    let projections = dense(projections);
+    let projections = of_any(projections);
     let all = All::new(operation, &cuda, x.dtype(), inner, &projections, None)?;
     let mut skinny = Skinny::new(&cuda, x.dtype(), rows)?;
     let xa = all.low_rank(&cuda, x, &cuda.rows(x)?, &mut skinny)?;
@@ -402,16 +404,6 @@ fn few(rows: usize, inner: usize, projections: &[DenseProjection]) -> bool {
     let drops = adapters().any(|lora| lora.dropout.is_some_and(|drop| drop.probability > 0.0));
     let ranks = adapters().map(|lora| lora.a.dims().last().copied().unwrap_or(0));
     !drops && takes_few_rows(rows, inner, ranks)
-}
-
-/// The same as projections of any weight.
-pub(super) fn dense<'a>(projections: &[DenseProjection<'a>]) -> Vec<Projection<'a>> {
-    let any = |DenseProjection { weight, bias, lora }: &DenseProjection<'a>| Projection {
-        weight: Weight::Dense(weight),
-        bias: *bias,
-        lora: *lora,
-    };
-    projections.iter().map(any).collect()
 }
 
 impl Ready<'_> {

@@ -17,6 +17,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub(crate) mod fp8;
+mod invariant;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
 #[cfg(feature = "cuda")]
@@ -28,6 +29,7 @@ use crate::backend::cpu::{Input, Read, Real, Sum, dispatch, unwritten};
 use crate::backend::{
     on_gpu, record3, require_dtype, require_shape, require_together, rows_and_columns,
 };
+use crate::batch_invariance;
 use crate::glu;
 use crate::matmul::cpu as matmul;
 use crate::matmul::{check_bias, numbers, output_size, with_last_dimension};
@@ -111,6 +113,17 @@ fn with_dense<R>(
     f(&projections.collect::<Vec<_>>())
 }
 
+/// The same as projections of any weight.
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+fn of_any<'a>(projections: &[DenseProjection<'a>]) -> Vec<Projection<'a>> {
+    let any = |DenseProjection { weight, bias, lora }: &DenseProjection<'a>| Projection {
+        weight: Weight::Dense(weight),
+        bias: *bias,
+        lora: *lora,
+    };
+    projections.iter().map(any).collect()
+}
+
 /// What [`backward`] returns.
 #[derive(Debug)]
 pub struct Gradients {
@@ -167,21 +180,31 @@ pub fn forward<'w>(
 /// Like [`forward`].
 pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Output>> {
     const OPERATION: &str = "lora_linear::forward";
-    let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
-    check(OPERATION, x, inner, projections)?;
+    let sizes = rows_and_columns(OPERATION, "x", x)?;
+    check(OPERATION, x, sizes.1, projections)?;
+    if batch_invariance::is_on() {
+        return invariant::forward(x, sizes, projections, true);
+    }
     if fp8::is_one_of(projections) {
         #[cfg(feature = "cuda")]
-        if x.device().is_cuda() && cuda::takes_codes(x, (rows, inner), projections, false)? {
-            return cuda::forward_codes(OPERATION, x, (rows, inner), projections);
+        if x.device().is_cuda() && cuda::takes_codes(x, sizes, projections, false)? {
+            return cuda::forward_codes(OPERATION, x, sizes, projections);
         }
         return fp8::forward(x, projections);
     }
-    on_gpu!(x, gpu => match gpu::takes_packed(x, (rows, inner), projections) {
-        true => gpu::forward_packed(OPERATION, x, (rows, inner), projections, true),
+    on_gpu!(x, gpu => match gpu::takes_packed(x, sizes, projections) {
+        true => gpu::forward_packed(OPERATION, x, sizes, projections, true),
         false => with_dense(x.dtype(), projections, |projections| {
-            gpu::forward(OPERATION, x, (rows, inner), projections)
+            gpu::forward(OPERATION, x, sizes, projections)
         }),
     });
+    on_cpu(x, projections, true)
+}
+
+/// [`forward_shared`] on the CPU; `few` says whether the kernels for a few rows may be used.
+fn on_cpu(x: &Tensor, projections: &[Projection], few: bool) -> Result<Vec<Output>> {
+    const OPERATION: &str = "lora_linear::forward";
+    let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     let inputs = Inputs::new(projections)?;
     let (x_input, reads) = (Input::contiguous(x)?, inputs.read());
     let x_read = x_input.read();
@@ -198,7 +221,8 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
             })
             .collect();
         let mut targets: Vec<_> = ys.iter_mut().map(|y| &mut y[..]).collect();
-        cpu::forward(rows, inner, x_read.values()?, &layers, &mut targets, &mut xas);
+        let sizes = (rows, inner);
+        cpu::forward(sizes, x_read.values()?, &layers, few, &mut targets, &mut xas);
         layers
             .iter()
             .zip(ys.into_iter().zip(xas))
@@ -220,17 +244,20 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
 /// # Errors
 /// Like [`forward`].
 pub fn forward_only(x: &Tensor, projections: &[Projection]) -> Result<Vec<Tensor>> {
+    const OPERATION: &str = "lora_linear::forward";
     let ys = |outputs: Vec<Output>| outputs.into_iter().map(|output| output.y).collect();
+    let sizes = rows_and_columns(OPERATION, "x", x)?;
+    check(OPERATION, x, sizes.1, projections)?;
+    if batch_invariance::is_on() {
+        return invariant::forward(x, sizes, projections, false).map(ys);
+    }
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() && !fp8::is_one_of(projections) {
-        const OPERATION: &str = "lora_linear::forward";
-        let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
-        check(OPERATION, x, inner, projections)?;
-        if cuda::takes_packed(x, (rows, inner), projections) {
-            return cuda::forward_packed(OPERATION, x, (rows, inner), projections, false).map(ys);
+        if cuda::takes_packed(x, sizes, projections) {
+            return cuda::forward_packed(OPERATION, x, sizes, projections, false).map(ys);
         }
         return with_dense(x.dtype(), projections, |projections| {
-            cuda::outputs(OPERATION, x, (rows, inner), projections, false).map(ys)
+            cuda::outputs(OPERATION, x, sizes, projections, false).map(ys)
         });
     }
     forward_shared(x, projections).map(ys)
@@ -242,6 +269,9 @@ pub fn forward_only(x: &Tensor, projections: &[Projection]) -> Result<Vec<Tensor
 /// # Errors
 /// Like [`forward`].
 pub fn forward_again(x: &Tensor, projections: &[Projection]) -> Result<Vec<Option<Tensor>>> {
+    if batch_invariance::is_on() {
+        return Ok(forward_shared(x, projections)?.into_iter().map(|output| output.xa).collect());
+    }
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() && fp8::is_one_of(projections) {
         const OPERATION: &str = "lora_linear::forward_again";
@@ -344,7 +374,7 @@ pub fn backward_gated<'w>(
         let (unit, sizes) = (cuda::Unit { gate, up, activation }, (rows, inner));
         if !fp8::is_one_of(&[projection]) {
             return with_dense(gate.dtype(), &[projection], |projections| {
-                let projection = cuda::dense(projections)[0];
+                let projection = of_any(projections)[0];
                 cuda::backward_gated(OPERATION, unit, sizes, projection, xa, dy)
             });
         }
@@ -388,7 +418,7 @@ pub fn backward_shared(
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         return with_dense(x.dtype(), projections, |projections| {
-            let projections = cuda::dense(projections);
+            let projections = of_any(projections);
             cuda::backward(OPERATION, x, (rows, inner), &projections, xas, dys, need_dx)
         });
     }

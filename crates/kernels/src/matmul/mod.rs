@@ -21,8 +21,9 @@ use crate::backend::cpu::{Input, Read, Real, Sum, dispatch, unwritten, zeros};
 use crate::backend::{
     on_gpu, record2, record3, require_dtype, require_shape, require_together, rows_and_columns,
 };
+use crate::batch_invariance;
 use crate::lora_linear::fp8::linear_input_gradient;
-use crate::lora_linear::{Projection, forward_shared};
+use crate::lora_linear::{Projection, forward_only};
 use crate::quantized::Weight;
 use candle_core::{Device, Result, Tensor, bail};
 use cpu::Layer;
@@ -56,12 +57,11 @@ pub fn linear<'w>(
     let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
     let outer = output_size(OPERATION, weight, inner)?;
     check_bias(OPERATION, x, bias, outer)?;
-    if let Weight::Quantized(quantized) = weight
-        && quantized.fp8_scales().is_some()
-    {
-        let mut outputs = forward_shared(x, &[Projection { weight, bias, lora: None }])?;
+    let rounds = matches!(weight, Weight::Quantized(weight) if weight.fp8_scales().is_some());
+    if rounds || batch_invariance::is_on() {
+        let mut outputs = forward_only(x, &[Projection { weight, bias, lora: None }])?;
         return match outputs.pop() {
-            Some(output) => Ok(output.y),
+            Some(output) => Ok(output),
             None => bail!("metal-candle-kernels: {OPERATION}: a layer gave no output"),
         };
     }

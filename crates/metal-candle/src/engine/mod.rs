@@ -71,6 +71,11 @@ pub struct EngineOptions {
     /// What guesses them, a smaller model of the same vocabulary. Without one, what followed the text's last tokens
     /// where they stood before is the guess (prompt lookup).
     pub draft_model: Option<Arc<Model>>,
+    /// Whether a text's logits have the same bits whatever other texts there are and in whatever pieces it is read, so
+    /// also when it is read again to be scored ("batch invariance"; see
+    /// [`batch_invariance`](metal_candle_kernels::batch_invariance)). On a GPU every product has a multiple of 256 rows
+    /// then (64 on Metal), so few texts take as long as many.
+    pub batch_invariant: bool,
     /// With whom a [`Handle`]'s engine shares the device; `None` is nobody.
     pub turns: Option<Arc<Turns>>,
 }
@@ -87,6 +92,7 @@ impl Default for EngineOptions {
             prefix_cache: true,
             draft_tokens: 0,
             draft_model: None,
+            batch_invariant: false,
             turns: None,
         }
     }
@@ -247,6 +253,51 @@ impl Sequence<'_> {
             None if self.goes_on() => 1 + self.drafts,
             None => 0,
         }
+    }
+}
+
+/// What a step may still read.
+struct Budget {
+    tokens: usize,
+    /// Tokens of prompts that are scored.
+    scored: usize,
+    /// Ranges of keys of all tokens together.
+    ranges: usize,
+}
+
+impl Budget {
+    /// Keys of a range, of which attention with batch invariance keeps on a GPU what it gives each token.
+    const RANGE: usize = 256;
+    /// 1 GiB for a model with 32 heads of 128.
+    const MOST_RANGES: usize = 1 << 16;
+
+    fn new(options: &EngineOptions) -> Self {
+        let ranges = if options.batch_invariant { Self::MOST_RANGES } else { usize::MAX };
+        Self { tokens: options.max_batch_tokens, scored: scores::MOST_ROWS, ranges }
+    }
+
+    /// How many of a text's next tokens it allows.
+    fn count_for(&self, sequence: &Sequence) -> usize {
+        let left = match sequence.left() {
+            // Texts that are written go on in every step.
+            one @ 0..=1 => one,
+            left => {
+                let ranges_of_token =
+                    (sequence.cached + left.min(self.tokens)).div_ceil(Self::RANGE);
+                left.min(self.ranges / ranges_of_token)
+            }
+        };
+        let scored = if sequence.scores.is_some() { self.scored } else { usize::MAX };
+        left.min(self.tokens).min(scored)
+    }
+
+    /// Takes off what was planned of a text.
+    fn spend(&mut self, sequence: &Sequence) {
+        let count = sequence.planned;
+        self.tokens -= count;
+        self.scored -= if sequence.scores.is_some() { count } else { 0 };
+        let ranges = count.saturating_mul((sequence.cached + count).div_ceil(Self::RANGE));
+        self.ranges = self.ranges.saturating_sub(ranges);
     }
 }
 
@@ -442,7 +493,7 @@ impl<'t> Engine<'t> {
 
     /// Says how many tokens of which texts are read next, and finds the blocks for them; how many more could be read.
     fn plan(&mut self) -> usize {
-        let mut budget = self.options.max_batch_tokens;
+        let mut budget = Budget::new(&self.options);
         for sequence in &mut self.running {
             sequence.planned = 0;
             if self.reader.ropes_change(sequence.cached_for, sequence.tokens.len()) {
@@ -451,15 +502,13 @@ impl<'t> Engine<'t> {
             sequence.cached_for = sequence.tokens.len();
         }
         let preemptions = self.preemptions;
-        let mut scored = scores::MOST_ROWS;
         // Texts that are being written first, so that they don't wait for prompts.
         for writing in [true, false] {
             let mut index = 0;
-            while budget > 0
+            while budget.tokens > 0
                 && let Some(sequence) = self.running.get(index)
             {
-                let most = if sequence.scores.is_some() { budget.min(scored) } else { budget };
-                let count = sequence.left().min(most);
+                let count = budget.count_for(sequence);
                 if sequence.planned == 0
                     && count > 0
                     && (sequence.left() == 1) == writing
@@ -467,20 +516,17 @@ impl<'t> Engine<'t> {
                     && let Some(sequence) = self.running.get_mut(index)
                 {
                     sequence.planned = count;
-                    budget -= count;
-                    scored -= if sequence.scores.is_some() { count } else { 0 };
+                    budget.spend(sequence);
                 }
                 index += 1;
             }
         }
         while self.preemptions == preemptions
-            && budget > 0
+            && budget.tokens > 0
             && self.running.len() < self.options.max_sequences
-            && let Some(count) = self.admit(budget, &mut scored)
-        {
-            budget -= count;
-        }
-        budget
+            && self.admit(&mut budget)
+        {}
+        budget.tokens
     }
 
     /// Finds blocks for `count` more tokens of a running text, if need be those of texts that come after it and aren't
@@ -503,12 +549,9 @@ impl<'t> Engine<'t> {
         }
     }
 
-    /// Begins the first of the waiting, if there are blocks for all of it; says how many tokens are read of it.
-    fn admit(&mut self, budget: usize, scored: &mut usize) -> Option<usize> {
-        let sequence = self.waiting.front_mut()?;
-        if sequence.scores.is_some() && *scored == 0 {
-            return None;
-        }
+    /// Begins the first of the waiting, if there are blocks for all of it; whether it has begun.
+    fn admit(&mut self, budget: &mut Budget) -> bool {
+        let Some(sequence) = self.waiting.front_mut() else { return false };
         let size = self.blocks.size();
         let length = sequence.tokens.len();
         if sequence.scores.is_none() && shares_blocks(&self.options, &*self.reader, length) {
@@ -522,24 +565,26 @@ impl<'t> Engine<'t> {
             };
             if self.running.iter().filter(shares).any(|other| fills_for(other, sequence, size)) {
                 restart(&mut self.blocks, sequence);
-                return None;
+                return false;
             }
         }
         sequence.cached = sequence.blocks() * size;
         sequence.cached_for = length;
-        let most = if sequence.scores.is_some() { budget.min(*scored) } else { budget };
-        let count = sequence.left().min(most);
-        if !self.blocks.has_room(&sequence.tables, length)
+        let count = budget.count_for(sequence);
+        if count == 0
+            || !self.blocks.has_room(&sequence.tables, length)
             || !self.blocks.extend(&mut sequence.tables, sequence.cached + count)
         {
             restart(&mut self.blocks, sequence);
-            return None;
+            return false;
         }
-        *scored -= if sequence.scores.is_some() { count } else { 0 };
         sequence.planned = count;
+        budget.spend(sequence);
         sequence.found.get_or_insert(sequence.cached.min(sequence.prompt));
-        insert(&mut self.running, self.waiting.pop_front()?);
-        Some(count)
+        if let Some(sequence) = self.waiting.pop_front() {
+            insert(&mut self.running, sequence);
+        }
+        true
     }
 
     /// Reads what was planned for the running texts of `group`.
@@ -783,6 +828,7 @@ impl Readers {
             .sum();
         let reader = |model: &Arc<Model>| -> Result<Box<dyn Reader>> {
             let cache = PagedCache::new(model, &layers, block_size, cache_dtype)?;
+            let cache = cache.with_batch_invariance(options.batch_invariant);
             Ok(Box::new(ModelReader::new(model, cache)))
         };
         let (reader, drafter) = (reader(model)?, draft.map(reader).transpose()?);

@@ -6,7 +6,7 @@ use crate::adapter::Adapter;
 use crate::model::Model;
 use crate::pass::{PagedCache, Ragged, Stretch};
 use candle_core::Tensor;
-use metal_candle_kernels::devices;
+use metal_candle_kernels::{batch_invariance, devices};
 use std::sync::Arc;
 
 /// Reads stretches of many texts at once.
@@ -47,13 +47,15 @@ impl ModelReader {
 impl Reader for ModelReader {
     fn read(&mut self, stretches: &[Stretch], total: usize) -> Result<Tensor> {
         let Self { model, cache, recordings } = self;
-        devices::step(model.device(), || {
+        let read = || {
             if let Some(logits) = recordings.read(stretches, total, model, cache)? {
                 return Ok(logits);
             }
             let ragged = Ragged::new(stretches, total, cache, model.device())?;
             model.next_logits(&ragged, cache)
-        })
+        };
+        let invariant = cache.batch_invariant;
+        devices::step(model.device(), || batch_invariance::within(invariant, read))
     }
 
     fn ropes_change(&self, a: usize, b: usize) -> bool {

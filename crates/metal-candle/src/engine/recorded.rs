@@ -62,7 +62,9 @@ impl Adapters {
                 adapters.push(*adapter);
             }
         }
-        if let [adapter] = adapters[..] {
+        if let [adapter] = adapters[..]
+            && !(cache.batch_invariant && adapter.is_some())
+        {
             // Weights that are trained are converted whenever they are read, a model's size of memory.
             let is_possible = adapter.is_none_or(|adapter| !adapter.is_full());
             return Ok(is_possible.then(|| Self::Same(adapter.map(AdapterVersion::of))));

@@ -136,6 +136,7 @@ fn small() -> EngineOptions {
         prefix_cache: true,
         draft_tokens: 0,
         draft_model: None,
+        batch_invariant: false,
         turns: None,
     }
 }

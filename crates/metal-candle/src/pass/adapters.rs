@@ -46,8 +46,13 @@ struct OnDevice {
 }
 
 impl RowAdapters {
-    /// One entry a row.
-    pub fn of_rows(adapters: &[Option<Arc<Adapter>>], device: &Device) -> Result<Self> {
+    /// One entry a row. An adapter that all of them have is one with the frozen weights in all products unless its rows
+    /// are `apart`: then they are computed as beside rows of others, of which a row's bits would depend otherwise.
+    pub fn of_rows(
+        adapters: &[Option<Arc<Adapter>>],
+        apart: bool,
+        device: &Device,
+    ) -> Result<Self> {
         let mut groups: Vec<(Option<Arc<Adapter>>, Vec<u32>)> = Vec::new();
         for (row, adapter) in adapters.iter().enumerate() {
             let row = u32::try_from(row).map_err(candle_core::Error::wrap)?;
@@ -59,7 +64,7 @@ impl RowAdapters {
                 None => groups.push((adapter.clone(), vec![row])),
             }
         }
-        if groups.len() < 2 {
+        if groups.len() < 2 && !(apart && groups.iter().any(|(adapter, _)| adapter.is_some())) {
             return Ok(Self::Same(groups.pop().and_then(|(adapter, _)| adapter)));
         }
         let groups = groups.into_iter().map(|(adapter, rows)| Group { adapter, rows }).collect();

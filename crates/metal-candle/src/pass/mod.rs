@@ -233,7 +233,7 @@ impl Input {
                 format!("are {found}, expected one a row of {rows}"),
             ));
         }
-        self.adapters = RowAdapters::of_rows(adapters, self.ids.device())?;
+        self.adapters = RowAdapters::of_rows(adapters, false, self.ids.device())?;
         Ok(self)
     }
 }

@@ -77,6 +77,8 @@ pub(crate) struct PagedCache {
     pub(super) layers: Vec<(usize, Pools)>,
     kinds: Vec<Layers>,
     block: usize,
+    /// Whether passes give a text the same bits whatever other texts there are, and in whatever pieces it is read.
+    pub batch_invariant: bool,
     /// Of the adapters that texts were read with.
     pub updates: KnownUpdates,
 }
@@ -177,8 +179,13 @@ impl PagedCache {
             let shape = (blocks, block, kv_heads, head_dim);
             Ok((kind, Pools::new(shape, dtype, model.dtype(), model.device())?))
         });
-        let layers = layers.collect::<Result<_>>()?;
-        Ok(Self { layers, kinds: kinds.to_vec(), block, updates: KnownUpdates::default() })
+        let (layers, updates) = (layers.collect::<Result<_>>()?, KnownUpdates::default());
+        Ok(Self { layers, kinds: kinds.to_vec(), block, batch_invariant: false, updates })
+    }
+
+    /// The same, over which passes are made with batch invariance, or without.
+    pub fn with_batch_invariance(self, batch_invariant: bool) -> Self {
+        Self { batch_invariant, ..self }
     }
 
     /// The bytes that this takes.
@@ -299,12 +306,14 @@ impl Ragged {
             .collect::<Result<_>>()?;
         let count = ids.len();
         let ids = Tensor::from_vec(ids, (count, 1), device)?;
+        let of_rows =
+            |adapters: &[_]| RowAdapters::of_rows(adapters, cache.batch_invariant, device);
         let input = Input::new(ids, Positions::Known { positions, total }, None);
         Ok(Self {
-            input: input.with_row_adapters(&adapters)?,
+            input: Input { adapters: of_rows(&adapters)?, ..input },
             paging,
             last: Tensor::new(last, device)?,
-            last_adapters: RowAdapters::of_rows(&last_adapters, device)?,
+            last_adapters: of_rows(&last_adapters)?,
         })
     }
 }

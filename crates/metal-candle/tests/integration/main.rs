@@ -1,6 +1,7 @@
 //! The library as a program uses it, in one program of tests; `frozen_base.rs`, which counts what its process
 //! allocates, is another.
 
+mod batch_invariance;
 mod candle_autograd;
 mod common;
 mod compare;

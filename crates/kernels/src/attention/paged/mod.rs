@@ -26,6 +26,7 @@ pub use rounded::RoundedPool;
 use super::{Options, check_heads, check_options};
 use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
 use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
+use crate::batch_invariance;
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 
 /// The keys, or the values, of many tokens in blocks.
@@ -132,7 +133,9 @@ struct Plan {
     parts: usize,
 }
 
-/// The sequences of a batch: made once a pass, for all layers.
+/// The sequences of a batch: made once a pass, for all layers. Those that are made with
+/// [batch invariance](crate::batch_invariance) give a query the same bits on a GPU in whatever pieces its sequence is
+/// computed; many queries of one take longer then, and memory for what each range of 256 keys gives each query.
 pub struct Sequences {
     spans: Vec<Span>,
     /// What a GPU reads: counts, spans, tables `(sequences, width)`, filled up with [`HOLE`]s, and items.
@@ -290,7 +293,7 @@ fn plan(spans: &[Span], tables: &[u32], room: usize) -> Result<(Vec<u32>, Plan)>
         if queries == 0 {
             continue;
         }
-        if queries > FEW_QUERIES {
+        if queries > FEW_QUERIES && !batch_invariance::is_on() {
             let tiles = queries.div_ceil(PAGED_QUERIES);
             // Those that see the most keys first.
             items[MANY].extend((0..tiles).rev().map(|tile| (index, tile)));

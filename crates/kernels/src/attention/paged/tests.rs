@@ -1,5 +1,6 @@
 use super::*;
 use crate::attention;
+use crate::batch_invariance::within;
 use crate::testing::*;
 use candle_core::DType;
 
@@ -14,6 +15,7 @@ struct Case {
     k: Tensor,
     v: Tensor,
     options: Options,
+    same_in_pieces: bool,
 }
 
 impl Case {
@@ -69,12 +71,17 @@ impl Case {
             k,
             v,
             options: Options { scale: 0.8, softcap: None, window: None },
+            same_in_pieces: false,
         }
     }
 
     fn scale(mut self, scale: f64) -> Case {
         self.options.scale = scale;
         self
+    }
+
+    fn same_in_pieces(self) -> Case {
+        Case { same_in_pieces: true, ..self }
     }
 
     fn softcap(mut self, softcap: f64) -> Case {
@@ -114,7 +121,9 @@ impl Case {
         let sequences: Vec<_> = { self.sizes.iter().zip(&self.tables) }
             .map(|((queries, keys), table)| Sequence { queries: *queries, keys: *keys, table })
             .collect();
-        Sequences::new(&sequences, self.block, self.k.dim(0)?, device)
+        within(self.same_in_pieces, || {
+            Sequences::new(&sequences, self.block, self.k.dim(0)?, device)
+        })
     }
 
     fn run(&self) -> Result<Tensor> {
@@ -450,7 +459,8 @@ fn cases_of_ranges() -> Vec<Case> {
 
 #[test]
 fn plans_name_every_part_of_the_work_once() {
-    for case in cases().into_iter().chain(cases_of_ranges()) {
+    let cases = || cases().into_iter().chain(cases_of_ranges());
+    for case in cases().chain(cases().map(Case::same_in_pieces)) {
         let sequences = case.sequences(&Device::Cpu).unwrap();
         let Plan { items, parts, .. } = sequences.plan;
         let of_kind = |kind: usize| -> Vec<(usize, usize)> {
@@ -469,13 +479,14 @@ fn plans_name_every_part_of_the_work_once() {
                 parts
             };
             let up_to = |count: usize| (0..count).collect::<Vec<_>>();
-            let (ranges, few) = (keys.div_ceil(PAGED_SPLIT), (1..=FEW_QUERIES).contains(queries));
+            let is_many = *queries > FEW_QUERIES && !case.same_in_pieces;
+            let (ranges, few) = (keys.div_ceil(PAGED_SPLIT), *queries > 0 && !is_many);
             let (none, split) = (Vec::new(), few && ranges > 1);
             let is_single = *queries == 1;
             assert_eq!(of_sequence(SINGLE), if is_single { up_to(ranges) } else { none.clone() });
             let expected = if few && !is_single { up_to(ranges) } else { none.clone() };
             assert_eq!(of_sequence(FEW), expected);
-            let tiles = if *queries > FEW_QUERIES { queries.div_ceil(PAGED_QUERIES) } else { 0 };
+            let tiles = if is_many { queries.div_ceil(PAGED_QUERIES) } else { 0 };
             assert_eq!(of_sequence(MANY), up_to(tiles));
             assert_eq!(of_sequence(SPLIT), if split { up_to(*queries) } else { none });
             used += if split { queries * ranges } else { 0 };
@@ -520,15 +531,16 @@ mod cuda {
         }
     }
 
-    fn all_cases() -> Vec<Case> {
-        cases().into_iter().chain(cases_of_ranges()).collect()
+    fn all_cases() -> impl Iterator<Item = Case> {
+        let cases = || cases().into_iter().chain(cases_of_ranges());
+        cases().chain(cases().map(Case::same_in_pieces))
     }
 
     #[test]
     #[ignore = "needs an NVIDIA GPU"]
     fn cuda_sequences_give_what_they_give_by_themselves() {
         let device = crate::testing::cuda();
-        for (index, case) in all_cases().into_iter().enumerate() {
+        for (index, case) in all_cases().enumerate() {
             for (dtype, tolerance) in PRECISIONS {
                 eprintln!("case {index} {dtype:?}");
                 let low = case.to_dtype(dtype);
@@ -595,6 +607,18 @@ mod cuda {
                 let whole = in_pieces(queries);
                 for step in [17, 20] {
                     assert_identical(&in_pieces(step), &whole);
+                }
+                // In pieces of any size, also over codes.
+                let case = case.clone().same_in_pieces();
+                let again = |first, end| here(&case.piece(0, first, end).forward());
+                assert_close(&one_by_one, &whole, 2e-2);
+                assert_identical(&again(0, queries), &one_by_one);
+                for first in [1, 13, 30] {
+                    let expected = one_by_one.narrow(0, first, queries - first).unwrap();
+                    assert_identical(&again(first, queries), &expected);
+                }
+                if case.q.dim(2).unwrap().is_multiple_of(16) {
+                    case.piece(0, 1, queries).assert_reads_codes(&device);
                 }
             }
         }
@@ -838,6 +862,7 @@ mod metal {
             Case::new(&[(1, 300), (20, 40), (1, 257), (2, 270)], 16, [6, 2], 16).scale(0.3),
             Case::sharing(&[(1, 40), (18, 35), (1, 33)], 2, 16, [2, 2], 64).scale(0.125),
             Case::new(&[(1, 290), (17, 60)], 16, [3, 1], 96).scale(0.1).window(20),
+            Case::new(&[(40, 300), (1, 4)], 16, [4, 2], 64).scale(0.1).same_in_pieces(),
         ]);
     }
 
@@ -877,6 +902,7 @@ mod metal {
         for (case, sizes) in [
             (Case::new(&[(12, 290)], 16, [6, 2], 16).scale(0.3).window(50), [1, 5]),
             (Case::new(&[(60, 90)], 16, [2, 1], 64).scale(0.1).window(25), [20, 30]),
+            (Case::new(&[(40, 290)], 16, [6, 2], 16).scale(0.3).same_in_pieces(), [3, 25]),
         ] {
             for (dtype, _) in PRECISIONS {
                 let case = case.to_dtype(dtype);

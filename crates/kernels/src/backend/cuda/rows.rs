@@ -1,6 +1,7 @@
 //! The host's side of `rows.cuh`: which threads have which row, and adding up what blocks have summed.
 
 use super::{Array, Cuda, Launch, Module, module};
+use crate::batch_invariance;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, bail};
 
@@ -40,7 +41,9 @@ impl RowPlan {
         let threads = |packs: usize| (columns / pack).div_ceil(packs).next_multiple_of(WARP);
         // A row alone on its multiprocessor is done sooner by more threads.
         let packs = match rows {
-            0..FEW_ROWS => (1..packs).find(|packs| threads(*packs) <= ROW_THREADS),
+            0..FEW_ROWS if !batch_invariance::is_on() => {
+                (1..packs).find(|packs| threads(*packs) <= ROW_THREADS)
+            }
             _ => None,
         }
         .unwrap_or(packs);

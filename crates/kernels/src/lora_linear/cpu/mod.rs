@@ -56,16 +56,17 @@ fn frozen<'a, A: Real>(layers: &[Layer<'a, A>]) -> Vec<matmul::Layer<'a, A>> {
 }
 
 /// `y = x·Wᵀ + bias + scale·(dropout(x)·a)·b` for every layer: `x` `(rows, inner)`, `ys`
-/// `(rows, outer)`, `xas` `(rows, rank)` where there is an adapter, else empty.
+/// `(rows, outer)`, `xas` `(rows, rank)` where there is an adapter, else empty. `few` says whether a few rows may be
+/// multiplied by a pass over each matrix as it lies.
 pub(super) fn forward<T: Element>(
-    rows: usize,
-    inner: usize,
+    (rows, inner): (usize, usize),
     x: Values<T::Acc>,
     layers: &[Layer<T::Acc>],
+    few: bool,
     ys: &mut [&mut [T]],
     xas: &mut [Vec<T::Acc>],
 ) {
-    if rows <= FEW_ROWS {
+    if few && rows <= FEW_ROWS {
         return few_rows::forward(rows, inner, x, layers, ys, xas);
     }
     let frozen = frozen(layers);

@@ -61,6 +61,15 @@ impl Kind {
         }
     }
 
+    /// Up to how many rows a row's sums are the same beside any number of others, from one on.
+    pub(crate) fn rows_alike(self) -> usize {
+        #[cfg(target_arch = "x86_64")]
+        if self == Kind::Pairs {
+            return ROWS_BY_LINES;
+        }
+        usize::MAX
+    }
+
     /// Makes this thread ready to multiply, for as long as the result lives.
     pub(super) fn prepare(self) -> Prepared {
         #[cfg(target_arch = "x86_64")]
