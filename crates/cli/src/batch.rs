@@ -57,7 +57,7 @@ pub struct Batch {
     #[arg(long, value_name = "DTYPE", default_value_t = EngineOptions::default().cache_dtype)]
     pub cache_dtype: CacheDtype,
     /// Give an answer the same bits whatever other answers are written beside it, and in whatever pieces its prompt is
-    /// read; on a GPU few answers take as long as 256 then
+    /// read; it takes a little longer, and on GPUs before Hopper and on Metal few answers take as long as many
     #[arg(long)]
     pub batch_invariant: bool,
     /// Tokens to guess after the last of an answer and to read together with it, while few answers are written; the

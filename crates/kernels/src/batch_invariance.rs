@@ -4,9 +4,10 @@
 //! Operations choose their kernels, and how a sum is cut, by the number of rows, for speed; so a row's bits differ with
 //! it by roundings. [`within`] makes them choose as if there were always as many:
 //!
-//! - linear layers ([`matmul::linear`](crate::matmul::linear), [`lora_linear`](crate::lora_linear)): a GPU gets rows by
-//!   groups of one size, the last filled up; the CPU uses the products for many rows, which give a row the same bits
-//!   beside any number of others;
+//! - linear layers ([`matmul::linear`](crate::matmul::linear), [`lora_linear`](crate::lora_linear)): Hopper has kernels
+//!   for bf16 and f16 whose sums have one order for any number of rows; other GPUs and f32 get rows by groups of one size,
+//!   the last filled up; the CPU uses the products for many rows, which give a row the same bits beside any number of
+//!   others. An adapter's part is computed as for rows that have different ones;
 //! - norms and softmax on CUDA: a row has as many threads beside few others as beside many;
 //! - attention over pools ([`attention::Sequences`](crate::attention::Sequences)): a GPU has one kernel for any number of
 //!   a sequence's queries, so a prompt gives the same bits in pieces of any size.

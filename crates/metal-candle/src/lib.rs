@@ -27,7 +27,7 @@ pub mod turns;
 
 pub use candle_core::{DType, Device};
 pub use error::{Error, HubFault, Result, readable, tensor_message};
-pub use metal_candle_kernels::devices;
+pub use metal_candle_kernels::{batch_invariance, devices};
 
 /// The README's example, compiled.
 #[cfg(doctest)]

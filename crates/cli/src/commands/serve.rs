@@ -120,8 +120,8 @@ pub struct Arguments {
     /// for each 32, which takes about half of the memory
     #[arg(long, value_name = "DTYPE", default_value_t = EngineOptions::default().cache_dtype, help_heading = "Engine")]
     cache_dtype: CacheDtype,
-    /// Give a text the same bits whatever other texts are written beside it, and in whatever pieces its prompt is read; on
-    /// a GPU few texts take as long as 256 then
+    /// Give a text the same bits whatever other texts are written beside it, and in whatever pieces its prompt is read; it
+    /// takes a little longer, and on GPUs before Hopper and on Metal few texts take as long as many
     #[arg(long, help_heading = "Engine")]
     batch_invariant: bool,
     /// Tokens to guess after the last of a text and to read together with it, while few texts are written

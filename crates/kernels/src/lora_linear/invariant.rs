@@ -1,16 +1,22 @@
 //! Layers with [batch invariance](crate::batch_invariance). What decides about the order of a sum is how many rows there
-//! are: it says which kernel multiplies, and how a product is cut.
+//! are: it says which kernel multiplies, and how a product is cut. What an adapter adds is computed as for rows that have
+//! different ones ([`lora_rows`]), so that these are no other company.
 
-use super::{Output, Projection, forward_only, forward_shared, fp8, on_cpu};
+use super::{Lora, Output, Projection, dropout, forward_again, forward_only, fp8, on_cpu};
 use crate::backend::cpu::gemm::Kind;
 use crate::backend::zeros_beside;
 use crate::batch_invariance::within;
 use crate::copy;
+use crate::lora_rows::{self, Adapters, Factors, Rows};
 use crate::matmul::with_last_dimension;
 use candle_core::{DType, Result, Tensor};
+use std::sync::Arc;
 
-/// As many as an engine's step has where it is busy. A product of so many takes an H100 about as long as reading the
-/// weight.
+#[cfg(feature = "cuda")]
+const OPERATION: &str = "lora_linear::forward";
+
+/// For what has no kernel whose sums have one order for any number of rows, as f32 has none. As many as an engine's step
+/// has where it is busy; a product of so many takes an H100 about as long as reading the weight.
 const ROWS_ON_CUDA: usize = 256;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 const ROWS_ON_METAL: usize = 64;
@@ -45,22 +51,53 @@ impl Groups {
 }
 
 /// What [`forward_shared`](super::forward_shared) gives for `x` `(.., inner)` of so many rows and projections that were
-/// checked, or [`forward_only`](super::forward_only) where x·A isn't kept.
+/// checked; x·A where it is kept.
 pub(super) fn forward(
     x: &Tensor,
     sizes: (usize, usize),
     projections: &[Projection],
     keeps_xa: bool,
 ) -> Result<Vec<Output>> {
+    let frozen: Vec<_> = projections.iter().map(|it| Projection { lora: None, ..*it }).collect();
+    let ys = of_frozen(x, sizes, &frozen)?;
+    let xas = match keeps_xa {
+        true => within(false, || forward_again(x, projections))?,
+        false => vec![None; projections.len()],
+    };
+    for (Projection { lora, .. }, y) in projections.iter().zip(&ys) {
+        if let Some(lora) = lora {
+            add_update(x, sizes.0, lora, y)?;
+        }
+    }
+    Ok(ys.into_iter().zip(xas).map(|(y, xa)| Output { y, xa }).collect())
+}
+
+/// Adds what an adapter does with `x` of so many rows to `y`, in place.
+fn add_update(x: &Tensor, rows: usize, lora: &Lora, y: &Tensor) -> Result<()> {
+    let dropped = lora.dropout.map(|with| dropout(x, with)).transpose()?;
+    let factors = Arc::new(Factors::new(lora.a, lora.b, lora.scale, x.dtype())?);
+    let adapters = Adapters::new(&[vec![Some(factors)]], x.dtype(), x.device())?;
+    let rows = Rows::new(&vec![Some(0); rows], x.device())?;
+    lora_rows::add_updates(dropped.as_ref().unwrap_or(x), &[(0, y)], &adapters, &rows)
+}
+
+/// The results of layers without adapters.
+fn of_frozen(x: &Tensor, sizes: (usize, usize), projections: &[Projection]) -> Result<Vec<Tensor>> {
     let groups = Groups::of(x, projections);
     #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
     if groups.is_filled_up && !fp8::is_one_of(projections) {
         // A matrix in fewer bits is unpacked once for all groups.
         return super::with_dense(x.dtype(), projections, |projections| {
-            in_groups(x, sizes, &groups, &super::of_any(projections), keeps_xa)
+            #[cfg(feature = "cuda")]
+            if x.device().is_cuda()
+                && let Some(ys) = super::cuda::in_one_order(OPERATION, x, sizes, projections)?
+            {
+                return Ok(ys);
+            }
+            in_groups(x, sizes, &groups, &super::of_any(projections))
         });
     }
-    in_groups(x, sizes, &groups, projections, keeps_xa)
+    in_groups(x, sizes, &groups, projections)
 }
 
 fn in_groups(
@@ -68,66 +105,40 @@ fn in_groups(
     (rows, inner): (usize, usize),
     groups: &Groups,
     projections: &[Projection],
-    keeps_xa: bool,
-) -> Result<Vec<Output>> {
+) -> Result<Vec<Tensor>> {
     let flat = x.reshape((rows, inner))?;
-    let mut outputs = Vec::new();
+    let mut ys = Vec::new();
     // Without rows there is a group without rows, which says what the results look like.
     for start in (0..rows.max(1)).step_by(groups.rows) {
         let group = flat.narrow(0, start, groups.rows.min(rows - start))?;
-        let of_group = within(false, || of_group(&group, groups, projections, keeps_xa))?;
+        let of_group = within(false, || of_group(&group, groups, projections))?;
         if rows <= groups.rows {
-            outputs = of_group;
+            ys = of_group;
             break;
         }
         if start == 0 {
-            let whole = |part: &Tensor| zeros_beside(part, (rows, part.dim(1)?));
-            let wholes = of_group.iter().map(|output| output.map(whole));
-            outputs = wholes.collect::<Result<_>>()?;
+            let wholes = of_group.iter().map(|part| zeros_beside(x, (rows, part.dim(1)?)));
+            ys = wholes.collect::<Result<_>>()?;
         }
-        for (whole, part) in outputs.iter().zip(&of_group) {
-            copy::write(&whole.y, &part.y, 0, start)?;
-            if let (Some(whole), Some(part)) = (&whole.xa, &part.xa) {
-                copy::write(whole, part, 0, start)?;
-            }
+        for (whole, part) in ys.iter().zip(&of_group) {
+            copy::write(whole, part, 0, start)?;
         }
     }
-    let shaped = |y: &Tensor| y.reshape(with_last_dimension(x, y.dim(1)?));
-    outputs.iter().map(|output| output.map(shaped)).collect()
+    ys.iter().map(|y| y.reshape(with_last_dimension(x, y.dim(1)?))).collect()
 }
 
 /// What up to a group's rows `x` `(rows, inner)` give.
-fn of_group(
-    x: &Tensor,
-    groups: &Groups,
-    projections: &[Projection],
-    keeps_xa: bool,
-) -> Result<Vec<Output>> {
+fn of_group(x: &Tensor, groups: &Groups, projections: &[Projection]) -> Result<Vec<Tensor>> {
     if !groups.is_filled_up {
-        return on_cpu(x, projections, false);
+        return Ok(on_cpu(x, projections, false)?.into_iter().map(|output| output.y).collect());
     }
     let (rows, inner) = x.dims2()?;
-    let whole = match rows == groups.rows {
-        true => x.clone(),
-        false => zeros_beside(x, (groups.rows, inner))?,
-    };
-    if rows < groups.rows {
-        copy::write(&whole, x, 0, 0)?;
+    if rows == groups.rows {
+        return forward_only(x, projections);
     }
-    let outputs = match keeps_xa {
-        true => forward_shared(&whole, projections)?,
-        false => {
-            let ys = forward_only(&whole, projections)?;
-            ys.into_iter().map(|y| Output { y, xa: None }).collect()
-        }
-    };
-    outputs.iter().map(|output| output.map(|whole| whole.narrow(0, 0, rows))).collect()
-}
-
-impl Output {
-    fn map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        Ok(Self { y: f(&self.y)?, xa: self.xa.as_ref().map(f).transpose()? })
-    }
+    let whole = zeros_beside(x, (groups.rows, inner))?;
+    copy::write(&whole, x, 0, 0)?;
+    forward_only(&whole, projections)?.iter().map(|y| y.narrow(0, 0, rows)).collect()
 }
 
 #[cfg(test)]

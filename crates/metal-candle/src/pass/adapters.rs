@@ -46,8 +46,8 @@ struct OnDevice {
 }
 
 impl RowAdapters {
-    /// One entry a row. An adapter that all of them have is one with the frozen weights in all products unless its rows
-    /// are `apart`: then they are computed as beside rows of others, of which a row's bits would depend otherwise.
+    /// One entry a row. Where all are the same, products have the adapter in them, unless its rows are `apart`: then they
+    /// are computed as beside rows of others.
     pub fn of_rows(
         adapters: &[Option<Arc<Adapter>>],
         apart: bool,

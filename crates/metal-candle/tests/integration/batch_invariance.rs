@@ -2,14 +2,17 @@
 
 use crate::common::device;
 use crate::models::{FAMILIES, folder, random_adapter};
-use metal_candle::DType;
 use metal_candle::adapter::{Adapter, LoraConfig};
+use metal_candle::autograd::Tape;
 use metal_candle::engine::{
     CacheDtype, Engine, EngineOptions, Event, Request, RequestId, Scored, Statistics,
 };
 use metal_candle::generate::{GenerateOptions, SamplingOptions};
 use metal_candle::model::Model;
+use metal_candle::pass::Input;
 use metal_candle::random::SplitMix64;
+use metal_candle::{DType, Device};
+use metal_candle_kernels::batch_invariance::within;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -100,8 +103,8 @@ fn adapters(model: &Model) -> Vec<Option<Arc<Adapter>>> {
     vec![adapter(4, false), None, adapter(9, false), adapter(2, true)]
 }
 
-fn load(name: &str, dtype: DType) -> Arc<Model> {
-    Arc::new(Model::load(folder(name), dtype, &device()).unwrap())
+fn load(name: &str, dtype: DType, device: &Device) -> Arc<Model> {
+    Arc::new(Model::load(folder(name), dtype, device).unwrap())
 }
 
 #[test]
@@ -109,7 +112,7 @@ fn company_and_pieces_do_not_change_bits() {
     let mut differs = false;
     for name in FAMILIES {
         for dtype in [DType::F32, DType::BF16] {
-            let model = load(name, dtype);
+            let model = load(name, dtype, &device());
             let adapters = adapters(&model);
             for adapters in [&adapters[..], &[None]] {
                 let requests = requests(model.config().vocab_size, adapters);
@@ -130,9 +133,45 @@ fn company_and_pieces_do_not_change_bits() {
     assert!(differs, "the option changes nothing");
 }
 
+/// On the CPU, where attention over a sequence has the bits of attention over pools.
+#[test]
+fn training_computes_what_the_engine_does() {
+    for name in ["llama", "gemma2", "phi3"] {
+        for dtype in [DType::F32, DType::BF16] {
+            let model = load(name, dtype, &Device::Cpu);
+            let mut requests = requests(model.config().vocab_size, &adapters(&model));
+            for request in &mut requests {
+                request.prompt.extend([1, 2, 3, 4]);
+                (request.options.max_tokens, request.score_prompt) = (1, true);
+            }
+            let (texts, _) = run(&model, options(200), &requests);
+            for (request, text) in requests.iter().zip(texts) {
+                let found = within(true, || {
+                    let input = Input::sequence(&request.prompt, 0, model.device()).unwrap();
+                    let input = input.with_adapter(request.adapter.as_ref());
+                    let hidden = model.forward(&Tape::training(), &input, None).unwrap();
+                    let logits = model.logits(hidden.tensor(), &input).unwrap().squeeze(0);
+                    logits.unwrap().to_vec2::<f32>().unwrap()
+                });
+                for (logits, scored) in found.iter().zip(&text.prompt[1..]) {
+                    let expected = scored.logprob.unwrap();
+                    let found = f64::from(logits[scored.token as usize]) - log_sum_exp(logits);
+                    assert!((found - expected).abs() <= 1e-12, "{name}: {found} {expected}");
+                }
+            }
+        }
+    }
+}
+
+fn log_sum_exp(logits: &[f32]) -> f64 {
+    let largest: f64 = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max).into();
+    let sum: f64 = logits.iter().map(|logit| (f64::from(*logit) - largest).exp()).sum();
+    largest + sum.ln()
+}
+
 #[test]
 fn a_cache_in_8_bits_and_scores_keep_the_bits() {
-    let model = load("llama", DType::BF16);
+    let model = load("llama", DType::BF16, &device());
     let adapters = adapters(&model);
     for cache_dtype in [CacheDtype::Model, CacheDtype::MxInt8] {
         let mut requests = requests(model.config().vocab_size, &adapters);

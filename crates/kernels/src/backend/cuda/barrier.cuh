@@ -68,6 +68,20 @@ __device__ __forceinline__ uint32_t in_block(uint32_t address, int block) {
     return there;
 }
 
+/// Arrives at the barrier at the same place of block `block` of the cluster. What the thread read before
+/// by products is read, so that it need not be fenced.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier, block))
+                 : "memory");
+}
+
+/// Waits until all warps of the cluster are here, each of whose threads calls it.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+
 /// Writes into shared memory of a block of the cluster, and tells a barrier of the same block of 4 bytes more.
 /// Both are addresses of `in_block`.
 __device__ __forceinline__ void store_and_tell(uint32_t to, float value, uint32_t barrier) {

@@ -14,6 +14,7 @@ mod open;
 mod product;
 mod recording;
 mod rows;
+mod thin_product;
 mod tma;
 
 use super::cpu::collapsed_rows;
@@ -32,9 +33,10 @@ pub(crate) use lane::Lane;
 pub(crate) use launch::launch_time;
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, free_memory, memory, open, reset_peak};
-pub(crate) use product::{CodesTerm, Sum, TILE, Term};
+pub(crate) use product::{CodesTerm, MOST_OUTPUTS as MOST_SUMS, Sum, TILE, Term};
 pub(crate) use recording::{Recorded, can_record, is_recording, refuse_in_recording};
 pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, a_block_a_row, any_groups};
+pub(crate) use thin_product::{MOST_ROWS as MOST_THIN_ROWS, ThinProduct};
 pub(crate) use tma::TmaDescriptor;
 
 /// The device of some tensors.

@@ -21,12 +21,14 @@ __device__ __forceinline__ void load_box(uint32_t to, const TmaDescriptor &descr
                  : "memory");
 }
 
-/// Brings it to the same place of both blocks of the cluster, and tells the barriers of both.
-__device__ __forceinline__ void load_box_for_both(uint32_t to, const TmaDescriptor &descriptor, int x, int y,
-                                                  uint32_t barrier) {
+/// Brings it to the same place of all `BLOCKS` blocks of the cluster, and tells the barriers of all.
+template <int BLOCKS>
+__device__ __forceinline__ void load_box_for_all(uint32_t to, const TmaDescriptor &descriptor, int x, int y,
+                                                 uint32_t barrier) {
+    constexpr uint16_t ALL = (1 << BLOCKS) - 1;
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
                  ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-                 "l"(&descriptor), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<uint16_t>(3))
+                 "l"(&descriptor), "r"(x), "r"(y), "r"(barrier), "h"(ALL)
                  : "memory");
 }
 

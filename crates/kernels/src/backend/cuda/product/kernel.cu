@@ -59,21 +59,8 @@ constexpr int SCALES_BYTES = COLUMNS * 4;
 /// Rows of tiles whose tiles run at a time, so that what they read is in the cache.
 constexpr int GROUP = 8;
 
-/// Arrives at the barrier at the same place of block `block` of the cluster. What the thread read before
-/// by products is read, so that it need not be fenced.
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier, block))
-                 : "memory");
-}
-
 __device__ __forceinline__ void load_pair(float &x, float &y, uint32_t from) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(from) : "memory");
-}
-
-__device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n"
-                 "barrier.cluster.wait.acquire.aligned;" ::
-                     : "memory");
 }
 
 /// A tile of C, of one block.
@@ -139,10 +126,10 @@ __device__ __forceinline__ void products(const Products &p) {
                     const uint32_t half = to + A_BYTES + block * (B_BYTES / 2);
                     const int column = place.column + block * (COLUMNS / 2);
                     if (ACROSS && !codes) {
-                        load_box_for_both(half, term.b, column, k, barrier);
-                        load_box_for_both(half + B_BYTES / 4, term.b, column + 64, k, barrier);
+                        load_box_for_all<2>(half, term.b, column, k, barrier);
+                        load_box_for_all<2>(half + B_BYTES / 4, term.b, column + 64, k, barrier);
                     } else {
-                        load_box_for_both(half, term.b, k, column, barrier);
+                        load_box_for_all<2>(half, term.b, k, column, barrier);
                     }
                     advance();
                 }

@@ -8,7 +8,7 @@ static MODULE: Module = module!("product");
 
 /// Of one launch.
 const MOST_TERMS: usize = 8;
-const MOST_OUTPUTS: usize = 4;
+pub(crate) const MOST_OUTPUTS: usize = 4;
 
 const THREADS: u32 = 384;
 

@@ -1,0 +1,162 @@
+// Products of up to 256 rows with several matrices in one launch, for bf16 and f16 on Hopper:
+//
+//   y = x·Wᵀ + bias     x (rows, depth), W (columns, depth), y (rows, columns)
+//
+// Each element is one sum along the depth, 16 at a time, as in product/kernel.cu, so both give the same bits, whatever
+// the number of rows. A block has all rows and 64 columns, and each warpgroup multiplies 64 of the rows; four blocks of
+// a cluster share the tiles of x, of which each brings a quarter to all. One thread has the tensor memory accelerator
+// bring tiles, 64 deep. What lies beyond a matrix is zeros when it is read.
+#include "../tma.cuh"
+
+namespace {
+
+constexpr int MOST_OUTPUTS = 4;
+
+struct Output {
+    const void *bias; // (columns), or null
+    void *y;
+    int columns, first_tile;
+};
+
+struct Products {
+    TmaDescriptor x;
+    TmaDescriptor weights[MOST_OUTPUTS];
+    Output outputs[MOST_OUTPUTS];
+    int count, rows, depth, unused;
+};
+
+#ifdef HOPPER
+
+constexpr int CLUSTER = 4;
+constexpr int COLUMNS = 64;
+constexpr int DEPTH = 64;
+
+template <typename T, int GROUPS, int STAGES>
+__device__ __forceinline__ void thin_products(const Products &p) {
+    constexpr int WARPS = 4 * GROUPS, ROWS = 64 * GROUPS;
+    constexpr int X_BYTES = ROWS * DEPTH * 2, W_BYTES = COLUMNS * DEPTH * 2;
+    constexpr int STAGE = X_BYTES + W_BYTES;
+    extern __shared__ uint4 shared[];
+    const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
+    // Barriers of each stage: its tiles are there; nobody in the cluster reads them any more.
+    const uint32_t full = base + STAGES * STAGE, empty = full + 8 * STAGES;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, CLUSTER * WARPS);
+        }
+        fence_barriers();
+    }
+    cluster_barrier();
+    follow_previous();
+
+    int output = 0;
+#pragma unroll
+    for (int i = 1; i < MOST_OUTPUTS; i++)
+        output += i < p.count && static_cast<int>(blockIdx.x) >= p.outputs[i].first_tile;
+    const Output &to = p.outputs[output];
+    const int first_column = (static_cast<int>(blockIdx.x) - to.first_tile) * COLUMNS;
+    int stage = 0, parity = 0;
+    if (warp == WARPS) {
+        const int quarter = cluster_rank();
+        for (int k = 0; lane == 0 && k < p.depth; k += DEPTH) {
+            barrier_wait(empty + 8 * stage, parity ^ 1);
+            const uint32_t place = base + stage * STAGE, barrier = full + 8 * stage;
+            barrier_expect(barrier, STAGE);
+            load_box(place + X_BYTES, p.weights[output], k, first_column, barrier);
+            load_box_for_all<CLUSTER>(place + quarter * (X_BYTES / CLUSTER), p.x, k,
+                                      quarter * (ROWS / CLUSTER), barrier);
+            next_stage<STAGES>(stage, parity);
+        }
+    } else {
+        const int group = warp / 4;
+        float c[COLUMNS / 8][4];
+        bool add = false;
+        uint64_t a, b;
+        auto begin = [&]() {
+            barrier_wait(full + 8 * stage, parity);
+            const uint32_t place = base + stage * STAGE;
+            a = describe_tile(place + group * (64 * DEPTH * 2), 0);
+            b = describe_tile(place + X_BYTES, 0);
+        };
+        auto multiply = [&](int i) {
+            warpgroup_multiply<T, COLUMNS>(c, a + i * (32 >> 4), b + i * (32 >> 4), add);
+            add = true;
+        };
+        auto fence = [&]() {
+            warpgroup_hold(c);
+            warpgroup_fence();
+        };
+        auto end = [&]() {
+            warpgroup_commit();
+            warpgroup_wait<0>();
+            warpgroup_hold(c);
+        };
+        auto release = [&]() {
+            if (lane < CLUSTER) barrier_arrive_at(empty + 8 * stage, lane);
+            next_stage<STAGES>(stage, parity);
+        };
+        const int whole = (p.depth + 15) / DEPTH, rest = p.depth - whole * DEPTH;
+        for (int step = 0; step < whole; step++) {
+            begin();
+            fence();
+#pragma unroll
+            for (int i = 0; i < DEPTH / 16; i++) multiply(i);
+            end();
+            release();
+        }
+        if (rest > 0) {
+            begin();
+            for (int i = 0; i * 16 < rest; i++) {
+                fence();
+                multiply(i);
+                end();
+            }
+            release();
+        }
+
+        const T *const bias = static_cast<const T *>(to.bias);
+        const int row = group * 64 + warp % 4 * 16 + lane / 4;
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; n++) {
+            const int column = first_column + n * 8 + lane % 4 * 2;
+            if (column >= to.columns) continue;
+            float low = 0.0f, high = 0.0f;
+            if (bias != nullptr) {
+                low = to_float(bias[column]);
+                high = to_float(bias[column + 1]);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int at = row + half * 8;
+                if (at >= p.rows) continue;
+                T *const y = static_cast<T *>(to.y) + static_cast<int64_t>(at) * to.columns + column;
+                *reinterpret_cast<uint32_t *>(y) =
+                    pack_pair<T>(c[n][2 * half] + low, c[n][2 * half + 1] + high);
+            }
+        }
+    }
+    __syncwarp();
+    // Other blocks may still write into this one's shared memory, or arrive there.
+    cluster_barrier();
+}
+
+#endif
+
+} // namespace
+
+#ifdef HOPPER
+#define THIN(element, groups, stages, at_once)                                                     \
+    extern "C" __global__ void __cluster_dims__(4, 1, 1)                                           \
+        __launch_bounds__(128 * groups + 32, at_once)                                              \
+            thin_products_##groups##_##element(const __grid_constant__ Products p) {               \
+        thin_products<element, groups, stages>(p);                                                 \
+    }
+THIN(bf16, 1, 6, 2)
+THIN(bf16, 2, 4, 2)
+THIN(bf16, 4, 5, 1)
+THIN(f16, 1, 6, 2)
+THIN(f16, 2, 4, 2)
+THIN(f16, 4, 5, 1)
+#endif
