@@ -423,7 +423,7 @@ pub(super) fn in_one_order(
     if !fits {
         return Ok(None);
     }
-    let columns = widths.iter().sum();
+    let is_thin = are_thin(rows, widths.iter().sum());
     // Which kernel it is may not depend on how x lies.
     let aligned = |tensor: &Tensor| match cuda.rows_as(tensor, dtype)? {
         rows if rows.matrix.has_aligned_rows() => Ok(rows),
@@ -437,18 +437,21 @@ pub(super) fn in_one_order(
         let bias = bias.map(|bias| bias_as(operation, &cuda, bias, dtype)).transpose()?;
         let y = cuda.empty(with_last_dimension(x, columns), dtype)?;
         let (matrix, of_bias) = (weight.matrix, bias.as_ref().map(|bias| bias.pointer));
-        thin.push(ThinProduct { weight: matrix, columns, bias: of_bias, y: y.pointer });
-        let terms = vec![Term { a: x_rows.matrix, b: matrix.t(), depth: inner }];
-        sums.push(Sum { to: Matrix::of(&y, columns), columns, bias: of_bias, codes: None, terms });
+        if is_thin {
+            thin.push(ThinProduct { weight: matrix, columns, bias: of_bias, y: y.pointer });
+        } else {
+            let terms = vec![Term { a: x_rows.matrix, b: matrix.t(), depth: inner }];
+            let to = Matrix::of(&y, columns);
+            sums.push(Sum { to, columns, bias: of_bias, codes: None, terms });
+        }
         memory.push((weight, bias));
         ys.push(y.tensor);
     }
-    if !are_thin(rows, columns) {
-        for sums in sums.chunks(MOST_SUMS) {
-            cuda.sums_of_products(dtype, rows, sums)?;
-        }
-    } else if rows > 0 {
+    if is_thin && rows > 0 {
         cuda.thin_products(x_rows.matrix, [rows, inner], &thin)?;
+    }
+    for sums in sums.chunks(MOST_SUMS) {
+        cuda.sums_of_products(dtype, rows, sums)?;
     }
     Ok(Some(ys))
 }

@@ -2,9 +2,9 @@
 //! are: it says which kernel multiplies, and how a product is cut. What an adapter adds is computed as for rows that have
 //! different ones ([`lora_rows`]), so that these are no other company.
 
-use super::{Lora, Output, Projection, dropout, forward_again, forward_only, fp8, on_cpu};
+use super::{Lora, Output, Projection, check, dropout, forward_again, forward_only, fp8, on_cpu};
 use crate::backend::cpu::gemm::Kind;
-use crate::backend::zeros_beside;
+use crate::backend::{rows_and_columns, zeros_beside};
 use crate::batch_invariance::within;
 use crate::copy;
 use crate::lora_rows::{self, Adapters, Factors, Rows};
@@ -12,7 +12,6 @@ use crate::matmul::with_last_dimension;
 use candle_core::{DType, Result, Tensor};
 use std::sync::Arc;
 
-#[cfg(feature = "cuda")]
 const OPERATION: &str = "lora_linear::forward";
 
 /// For what has no kernel whose sums have one order for any number of rows, as f32 has none. As many as an engine's step
@@ -50,18 +49,18 @@ impl Groups {
     }
 }
 
-/// What [`forward_shared`](super::forward_shared) gives for `x` `(.., inner)` of so many rows and projections that were
-/// checked; x·A where it is kept.
+/// What [`forward_shared`](super::forward_shared) gives for `x` `(.., inner)`; x·A where it is kept.
 pub(super) fn forward(
     x: &Tensor,
-    sizes: (usize, usize),
     projections: &[Projection],
     keeps_xa: bool,
 ) -> Result<Vec<Output>> {
+    let sizes = rows_and_columns(OPERATION, "x", x)?;
+    check(OPERATION, x, sizes.1, projections)?;
     let frozen: Vec<_> = projections.iter().map(|it| Projection { lora: None, ..*it }).collect();
     let ys = of_frozen(x, sizes, &frozen)?;
     let xas = match keeps_xa {
-        true => within(false, || forward_again(x, projections))?,
+        true => forward_again(x, projections)?,
         false => vec![None; projections.len()],
     };
     for (Projection { lora, .. }, y) in projections.iter().zip(&ys) {
@@ -129,10 +128,11 @@ fn in_groups(
 
 /// What up to a group's rows `x` `(rows, inner)` give.
 fn of_group(x: &Tensor, groups: &Groups, projections: &[Projection]) -> Result<Vec<Tensor>> {
+    let sizes @ (rows, inner) = x.dims2()?;
     if !groups.is_filled_up {
-        return Ok(on_cpu(x, projections, false)?.into_iter().map(|output| output.y).collect());
+        let outputs = on_cpu(OPERATION, x, sizes, projections, false)?;
+        return Ok(outputs.into_iter().map(|output| output.y).collect());
     }
-    let (rows, inner) = x.dims2()?;
     if rows == groups.rows {
         return forward_only(x, projections);
     }

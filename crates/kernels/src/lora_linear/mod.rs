@@ -180,11 +180,11 @@ pub fn forward<'w>(
 /// Like [`forward`].
 pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Output>> {
     const OPERATION: &str = "lora_linear::forward";
+    if batch_invariance::is_on() {
+        return invariant::forward(x, projections, true);
+    }
     let sizes = rows_and_columns(OPERATION, "x", x)?;
     check(OPERATION, x, sizes.1, projections)?;
-    if batch_invariance::is_on() {
-        return invariant::forward(x, sizes, projections, true);
-    }
     if fp8::is_one_of(projections) {
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() && cuda::takes_codes(x, sizes, projections, false)? {
@@ -198,17 +198,22 @@ pub fn forward_shared(x: &Tensor, projections: &[Projection]) -> Result<Vec<Outp
             gpu::forward(OPERATION, x, sizes, projections)
         }),
     });
-    on_cpu(x, projections, true)
+    on_cpu(OPERATION, x, sizes, projections, true)
 }
 
 /// [`forward_shared`] on the CPU; `few` says whether the kernels for a few rows may be used.
-fn on_cpu(x: &Tensor, projections: &[Projection], few: bool) -> Result<Vec<Output>> {
-    const OPERATION: &str = "lora_linear::forward";
-    let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
+fn on_cpu(
+    operation: &str,
+    x: &Tensor,
+    sizes: (usize, usize),
+    projections: &[Projection],
+    few: bool,
+) -> Result<Vec<Output>> {
+    let (rows, _) = sizes;
     let inputs = Inputs::new(projections)?;
     let (x_input, reads) = (Input::contiguous(x)?, inputs.read());
     let x_read = x_input.read();
-    dispatch!(OPERATION, x.dtype(), T => {
+    dispatch!(operation, x.dtype(), T => {
         let numbers = reads.iter().map(Reads::numbers::<Sum<T>>).collect::<Result<Vec<_>>>()?;
         let layers = inputs.layers(&numbers)?;
         let mut ys: Vec<_> =
@@ -221,7 +226,6 @@ fn on_cpu(x: &Tensor, projections: &[Projection], few: bool) -> Result<Vec<Outpu
             })
             .collect();
         let mut targets: Vec<_> = ys.iter_mut().map(|y| &mut y[..]).collect();
-        let sizes = (rows, inner);
         cpu::forward(sizes, x_read.values()?, &layers, few, &mut targets, &mut xas);
         layers
             .iter()
@@ -244,20 +248,20 @@ fn on_cpu(x: &Tensor, projections: &[Projection], few: bool) -> Result<Vec<Outpu
 /// # Errors
 /// Like [`forward`].
 pub fn forward_only(x: &Tensor, projections: &[Projection]) -> Result<Vec<Tensor>> {
-    const OPERATION: &str = "lora_linear::forward";
     let ys = |outputs: Vec<Output>| outputs.into_iter().map(|output| output.y).collect();
-    let sizes = rows_and_columns(OPERATION, "x", x)?;
-    check(OPERATION, x, sizes.1, projections)?;
     if batch_invariance::is_on() {
-        return invariant::forward(x, sizes, projections, false).map(ys);
+        return invariant::forward(x, projections, false).map(ys);
     }
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() && !fp8::is_one_of(projections) {
-        if cuda::takes_packed(x, sizes, projections) {
-            return cuda::forward_packed(OPERATION, x, sizes, projections, false).map(ys);
+        const OPERATION: &str = "lora_linear::forward";
+        let (rows, inner) = rows_and_columns(OPERATION, "x", x)?;
+        check(OPERATION, x, inner, projections)?;
+        if cuda::takes_packed(x, (rows, inner), projections) {
+            return cuda::forward_packed(OPERATION, x, (rows, inner), projections, false).map(ys);
         }
         return with_dense(x.dtype(), projections, |projections| {
-            cuda::outputs(OPERATION, x, sizes, projections, false).map(ys)
+            cuda::outputs(OPERATION, x, (rows, inner), projections, false).map(ys)
         });
     }
     forward_shared(x, projections).map(ys)
@@ -270,7 +274,7 @@ pub fn forward_only(x: &Tensor, projections: &[Projection]) -> Result<Vec<Tensor
 /// Like [`forward`].
 pub fn forward_again(x: &Tensor, projections: &[Projection]) -> Result<Vec<Option<Tensor>>> {
     if batch_invariance::is_on() {
-        return Ok(forward_shared(x, projections)?.into_iter().map(|output| output.xa).collect());
+        return batch_invariance::within(false, || forward_again(x, projections));
     }
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() && fp8::is_one_of(projections) {

@@ -74,8 +74,8 @@ pub struct EngineOptions {
     /// Whether a text's logits have the same bits whatever other texts there are and in whatever pieces it is read, so
     /// also when it is read again to be scored ("batch invariance"; see
     /// [`batch_invariance`](metal_candle_kernels::batch_invariance)). On the CPU these are the bits that training has
-    /// within it, too. It costs some 5 % of the time in bf16 on Hopper, and more for one text and where prompts are long; other GPUs, and
-    /// f32, multiply 256 rows at least then (64 on Metal), so few texts take as long as many.
+    /// within it, too. It costs some 5 % of the time in bf16 on Hopper, and more for one text and where prompts are long;
+    /// other GPUs, and f32, multiply 256 rows at least then (64 on Metal), so few texts take as long as many.
     pub batch_invariant: bool,
     /// With whom a [`Handle`]'s engine shares the device; `None` is nobody.
     pub turns: Option<Arc<Turns>>,
@@ -828,8 +828,8 @@ impl Readers {
             .map(|model| PagedCache::bytes(model, &layers, block_size, cache_dtype))
             .sum();
         let reader = |model: &Arc<Model>| -> Result<Box<dyn Reader>> {
-            let cache = PagedCache::new(model, &layers, block_size, cache_dtype)?;
-            let cache = cache.with_batch_invariance(options.batch_invariant);
+            let mut cache = PagedCache::new(model, &layers, block_size, cache_dtype)?;
+            cache.batch_invariant = options.batch_invariant;
             Ok(Box::new(ModelReader::new(model, cache)))
         };
         let (reader, drafter) = (reader(model)?, draft.map(reader).transpose()?);

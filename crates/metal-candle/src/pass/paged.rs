@@ -183,11 +183,6 @@ impl PagedCache {
         Ok(Self { layers, kinds: kinds.to_vec(), block, batch_invariant: false, updates })
     }
 
-    /// The same, over which passes are made with batch invariance, or without.
-    pub fn with_batch_invariance(self, batch_invariant: bool) -> Self {
-        Self { batch_invariant, ..self }
-    }
-
     /// The bytes that this takes.
     pub fn bytes(model: &Model, kinds: &[Layers], block: usize, dtype: CacheDtype) -> usize {
         let of_layer = |layer: &Arc<Layer>| {

@@ -192,7 +192,7 @@ impl Cuda<'_> {
 }
 
 /// The TMA descriptor of a matrix of `rows` by `columns`, moved in such boxes.
-fn descriptor(
+pub(super) fn descriptor(
     matrix: Matrix,
     dtype: DType,
     [rows, columns]: [usize; 2],
@@ -209,7 +209,7 @@ fn descriptor(
 }
 
 /// A size as the kernel takes it.
-fn size(size: usize) -> Result<i32> {
+pub(super) fn size(size: usize) -> Result<i32> {
     match i32::try_from(size) {
         Ok(size) => Ok(size),
         Err(_) => bail!(

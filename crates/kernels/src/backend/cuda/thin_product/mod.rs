@@ -1,5 +1,6 @@
 //! Products of a few rows in one launch, each element one sum along the depth; see `kernel.cu`.
 
+use super::product::{descriptor, size};
 use super::{Cuda, Matrix, Module, TmaDescriptor, by_dtype, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, bail};
@@ -75,12 +76,14 @@ impl Cuda<'_> {
                 "metal-candle-kernels: thin products on CUDA of {rows} rows, {depth} deep, expected 1 to {MOST_ROWS}, and columns that are multiples of 8"
             )
         }
-        let descriptor = |matrix: Matrix, sizes: [usize; 2], of_box: [u32; 2]| {
-            TmaDescriptor::new(matrix.dtype, matrix.pointer, sizes, [matrix.stride, 1], of_box)
-        };
         for products in products.chunks(MOST_OUTPUTS) {
             let mut all = Products {
-                x: descriptor(x, [rows, depth], [(64 * groups / CLUSTER) as u32, DEPTH as u32])?,
+                x: descriptor(
+                    x,
+                    x.dtype,
+                    [rows, depth],
+                    [(64 * groups / CLUSTER) as u32, DEPTH as u32],
+                )?,
                 count: products.len() as i32,
                 rows: rows as i32,
                 depth: size(depth)?,
@@ -96,7 +99,7 @@ impl Cuda<'_> {
                     )
                 }
                 let of_box = [COLUMNS as u32, DEPTH as u32];
-                all.weights[index] = descriptor(*weight, [*columns, depth], of_box)?;
+                all.weights[index] = descriptor(*weight, x.dtype, [*columns, depth], of_box)?;
                 all.outputs[index] = Output {
                     bias: bias.unwrap_or(0),
                     y: *y,
@@ -117,16 +120,6 @@ impl Cuda<'_> {
             }
         }
         Ok(())
-    }
-}
-
-/// A size as the kernel takes it.
-fn size(size: usize) -> Result<i32> {
-    match i32::try_from(size) {
-        Ok(size) => Ok(size),
-        Err(_) => bail!(
-            "metal-candle-kernels: a thin product on CUDA has a size of {size}, expected less than 2^31"
-        ),
     }
 }
 
