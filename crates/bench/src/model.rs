@@ -165,12 +165,14 @@ pub fn prepare(
             adapters,
             rounded_cache,
             batch_invariant,
+            max_sequences,
             ..
         } => {
             let lengths = lengths(requests, [prompt, tokens], mixed);
             let usual = EngineOptions::default();
             // As many at once as there are, if not so many that each has more memory than it needs.
-            let at_once = if mixed { usual.max_sequences.min(requests) } else { requests };
+            let most = max_sequences.unwrap_or(if mixed { usual.max_sequences } else { requests });
+            let at_once = most.min(requests);
             let block = usual.block_size;
             let room: usize =
                 lengths.iter().map(|of| of.iter().sum::<usize>().next_multiple_of(block)).sum();

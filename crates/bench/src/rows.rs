@@ -274,6 +274,10 @@ pub enum Work {
         /// Whether a text has the same bits in any company.
         #[serde(default)]
         batch_invariant: bool,
+        /// How many are read and written at once, at most; without it all, or where lengths are mixed as many as an
+        /// engine usually has.
+        #[serde(default)]
+        max_sequences: Option<usize>,
         /// Of weights and activations.
         dtype: Precision,
         /// What the weights are held in, if it isn't `dtype`.
@@ -500,6 +504,7 @@ impl Row {
             adapters: 0,
             rounded_cache: false,
             batch_invariant: false,
+            max_sequences: None,
             dtype,
             quantization: None,
         };
@@ -532,6 +537,16 @@ impl Row {
         if let Work::Serve { batch_invariant, .. } = &mut self.work {
             *batch_invariant = true;
             self.name = format!("{}-invariant", self.name);
+        }
+        self
+    }
+
+    /// The same row of which so many are read and written at once, at most.
+    #[must_use]
+    pub fn with_max_sequences(mut self, most: usize) -> Self {
+        if let Work::Serve { max_sequences, .. } = &mut self.work {
+            *max_sequences = Some(most);
+            self.name = format!("{}-{most}-at-once", self.name);
         }
         self
     }

@@ -84,6 +84,9 @@ pub struct Arguments {
     /// Adapters of ranks 8 to 64 on every linear layer, which the requests have in turn
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Work")]
     adapters: usize,
+    /// Requests that are read and written at once, at most; all, or with --mixed-lengths as many as `serve` has
+    #[arg(long, value_name = "N", help_heading = "Work")]
+    max_sequences: Option<usize>,
     /// Draw the requests' tokens around --prompt and --tokens, with long tails
     #[arg(long, help_heading = "Work")]
     mixed_lengths: bool,
@@ -132,6 +135,7 @@ impl Arguments {
             ("rank", self.rank, bounds::RANK),
             ("prompt", self.prompt, bounds::TOKENS),
             ("requests", self.requests, bounds::BATCH_SIZE),
+            ("max-sequences", self.max_sequences.unwrap_or(1), bounds::BATCH_SIZE),
             ("adapters", self.adapters, 0..=*bounds::BATCH_SIZE.end()),
             ("tokens", self.tokens, bounds::TOKENS),
             ("samples", self.samples, bounds::CALLS),
@@ -179,7 +183,11 @@ impl Arguments {
                         CacheDtype::MxInt8 => row.with_rounded_cache(),
                     };
                     let row = if self.batch_invariant { row.with_batch_invariance() } else { row };
-                    vec![if self.mixed_lengths { row.with_mixed_lengths() } else { row }]
+                    let row = if self.mixed_lengths { row.with_mixed_lengths() } else { row };
+                    vec![match self.max_sequences {
+                        Some(most) => row.with_max_sequences(most),
+                        None => row,
+                    }]
                 }
                 Part::FirstToken => {
                     let (busy, prompt) = (self.requests, self.prompt);
