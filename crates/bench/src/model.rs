@@ -4,14 +4,13 @@
 use crate::operations::Optimiser;
 use crate::rows::{LORA_SCALE, Precision, Work, lengths, random_ids, rank_of};
 use crate::{Workload, shapes};
-use candle_core::{DType, Device, IndexOp, Tensor};
+use candle_core::{DType, Device, Tensor};
 use metal_candle::adapter::{Adapter, LoraConfig, Targets};
 use metal_candle::autograd::{ParameterId, Tape};
 use metal_candle::data::Batch;
 use metal_candle::engine::{CacheDtype, Engine, EngineOptions, Event, Request, RequestId};
 use metal_candle::generate::{GenerateOptions, Piece, Session};
 use metal_candle::model::{Model, Quantization};
-use metal_candle::pass::{Input, KvCache};
 use metal_candle::random::SplitMix64;
 use metal_candle::train::Gradients;
 use metal_candle::{Error, Result};
@@ -146,15 +145,12 @@ pub fn prepare(
             }))
         }
         Work::Prefill { .. } => {
-            let ids = ids.to_vec();
-            Ok(Box::new(move || {
-                let mut cache = model.new_cache();
-                Ok(vec![read(&model, &mut cache, &ids)?])
-            }))
+            let (model, ids) = (Arc::new(model), ids.to_vec());
+            Ok(Box::new(move || Ok(vec![Session::new(&model, None)?.read(&ids)?])))
         }
         Work::Decode { tokens, .. } => {
             let model = Arc::new(model);
-            let session = Session::new(&model, None);
+            let session = Session::new(&model, None)?;
             Ok(Box::new(Decode { model, prompt: ids.to_vec(), tokens, session, next: 0 }))
         }
         Work::Serve {
@@ -264,15 +260,6 @@ impl Workload for TrainingStep {
     }
 }
 
-/// The logits `(vocabulary)` after tokens that follow those in the cache.
-fn read(model: &Model, cache: &mut KvCache, tokens: &[u32]) -> Result<Tensor> {
-    let input = Input::sequence(tokens, cache.len(), model.device())?;
-    let tape = Tape::inference();
-    let hidden = model.forward(&tape, &input, Some(cache))?.into_tensor();
-    let last = hidden.narrow(1, tokens.len() - 1, 1)?.contiguous()?;
-    Ok(model.logits(&last, &input)?.i((0, 0))?)
-}
-
 /// One stream of greedy tokens.
 struct Decode {
     model: Arc<Model>,
@@ -284,7 +271,7 @@ struct Decode {
 
 impl Workload for Decode {
     fn reset(&mut self) -> Result<()> {
-        self.session = Session::new(&self.model, None);
+        self.session = Session::new(&self.model, None)?;
         self.next = largest(&self.session.read(&self.prompt)?)?;
         Ok(())
     }

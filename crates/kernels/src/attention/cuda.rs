@@ -21,7 +21,6 @@ pub(super) struct Parameters {
     pub dk: u64,
     pub dv: u64,
     pub first_key: u64,
-    pub before: u64,
     pub log_sum_exp: u64,
     pub scaled_sums: u64,
     pub corrections: u64,
@@ -195,8 +194,8 @@ pub(super) struct Call<'a> {
     dtype: DType,
     kernels: Kernels,
     parameters: Parameters,
-    /// q, k, v, the first keys and how many come before: copies and views that the parameters point into.
-    inputs: [Option<Array>; 5],
+    /// q, k, v and the first keys: copies and views that the parameters point into.
+    inputs: [Option<Array>; 4],
 }
 
 impl<'a> Call<'a> {
@@ -252,7 +251,7 @@ impl<'a> Call<'a> {
             splits: 1,
             ..Parameters::default()
         };
-        let inputs = [Some(q), Some(k), Some(v), first_key, None];
+        let inputs = [Some(q), Some(k), Some(v), first_key];
         Ok(Call { cuda, sizes, dtype, kernels, parameters, inputs })
     }
 
@@ -364,18 +363,6 @@ impl<'a> Call<'a> {
             Kernels::Tiles(_) => self.sizes.queries <= FEW_QUERIES,
             Kernels::Plain => self.sizes.queries <= PLAIN_FEW_QUERIES && self.sizes.head_dim <= 256,
         }
-    }
-
-    /// The same call for keys of which there are `before` `(1)` u32 and those of the queries; `None` if
-    /// its kernels don't count on the device.
-    pub(super) fn counted(mut self, before: &Tensor) -> Result<Option<Self>> {
-        if !self.few() {
-            return Ok(None);
-        }
-        let before = self.cuda.contiguous(before)?;
-        self.parameters.before = before.pointer;
-        self.inputs[4] = Some(before);
-        Ok(Some(self))
     }
 
     pub(super) fn forward(mut self) -> Result<(Tensor, Tensor)> {

@@ -17,18 +17,6 @@ __device__ __forceinline__ FewRow few_row(const Parameters &p, int kv_head, int 
     return {index / group, kv_head * group + index % group, index < p.queries * group};
 }
 
-/// The parameters of keys that are counted on the device, where they are.
-template <int STEP> __device__ __forceinline__ Parameters counted(Parameters p) {
-    if (p.before != nullptr) {
-        const int room = p.keys - p.queries;
-        p.keys = static_cast<int>(min(*p.before, static_cast<unsigned>(room))) + p.queries;
-        const int span = min(p.window, p.keys - p.queries + 1) + p.queries - 1;
-        p.split_start = p.keys - span;
-        p.split_keys = (span + p.splits * STEP - 1) / (p.splits * STEP) * STEP;
-    }
-    return p;
-}
-
 /// The keys from `x` up to `y` of a range that any of `rows` rows from `first` on sees.
 __device__ __forceinline__ int2 few_keys(const Parameters &p, int range, int batch, int kv_head,
                                          int first, int rows, int lane) {
@@ -197,9 +185,8 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
     }
 }
 
-template <typename T, int D> __device__ __forceinline__ void few_tiles(const Parameters &given) {
+template <typename T, int D> __device__ __forceinline__ void few_tiles(const Parameters &p) {
     follow_previous();
-    const Parameters p = counted<16 * few_warps(D)>(given);
     const int row_tiles = (p.queries * (p.heads / p.kv_heads) + 15) / 16;
     few_block<T, D>(p, KeysInARow(), blockIdx.y, blockIdx.x / row_tiles / p.kv_heads,
                     blockIdx.x / row_tiles % p.kv_heads, blockIdx.x % row_tiles * 16);
@@ -340,10 +327,9 @@ __device__ __forceinline__ void plain_few_block(const Parameters &p, const Keys 
     }
 }
 
-template <typename T> __device__ __forceinline__ void plain_few(const Parameters &given) {
+template <typename T> __device__ __forceinline__ void plain_few(const Parameters &p) {
     follow_previous();
     constexpr int ROWS = PLAIN_FEW_ROWS;
-    const Parameters p = counted<16 * PLAIN_FEW_WARPS>(given);
     const int row_tiles = (p.queries * (p.heads / p.kv_heads) + ROWS - 1) / ROWS;
     plain_few_block<T>(p, KeysInARow(), blockIdx.y, blockIdx.x / row_tiles / p.kv_heads,
                        blockIdx.x / row_tiles % p.kv_heads, blockIdx.x % row_tiles * ROWS);

@@ -90,48 +90,6 @@ pub fn forward(
     })
 }
 
-/// `o` like [`forward`] over the keys and values of a cache: `k` and `v` `(batch, room, kv_heads,
-/// head_dim)` begin with those of `before + t` tokens, `before` `(1)` u32 at most `room - t`. On CUDA, for
-/// up to 16 queries (4 where no tensor core kernel takes them) and heads of up to 256, the number is read on
-/// the device, so that a [`Recording`](crate::recording::Recording) can be made of it; else the host reads
-/// it.
-///
-/// # Errors
-/// Like [`forward`], and when `before` isn't a number as described or isn't on the same device.
-pub fn forward_cached(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    before: &Tensor,
-    options: &Options,
-) -> Result<Tensor> {
-    const OPERATION: &str = "attention::forward_cached";
-    let sizes = check(OPERATION, q, k, v, None, options)?;
-    require_together(OPERATION, &[q, before])?;
-    require_shape(OPERATION, "before", before, &[1])?;
-    require_dtype(OPERATION, "before", before, DType::U32)?;
-    #[cfg(feature = "cuda")]
-    if q.device().is_cuda() {
-        let call = cuda::Call::new(OPERATION, sizes, q, k, v, None, options)?;
-        if let Some(call) = call.counted(before)? {
-            return Ok(call.forward()?.0);
-        }
-        crate::backend::cuda::refuse_in_recording("attention whose keys the host counts")?;
-    }
-    let before = before.to_vec1::<u32>()?.first().map_or(0, |before| *before as usize);
-    if before > sizes.keys - sizes.queries {
-        bail!(
-            "metal-candle-kernels: {OPERATION}: {before} keys come before the {} queries', expected at most {} in room for {}",
-            sizes.queries,
-            sizes.keys - sizes.queries,
-            sizes.keys
-        )
-    }
-    let seen = before + sizes.queries;
-    let (o, _) = forward(q, &k.narrow(1, 0, seen)?, &v.narrow(1, 0, seen)?, None, options)?;
-    Ok(o)
-}
-
 /// `o` like [`forward`], recorded in Candle's autograd for `q`, `k` and `v`.
 ///
 /// # Errors

@@ -1,22 +1,6 @@
 use super::*;
 use crate::testing::*;
 
-#[test]
-fn a_cache_is_read_up_to_the_tokens_it_holds() {
-    let case = Case::new(2, 3, 20, 4, 2, 8).window(6);
-    let cached = |before: u32| {
-        let before = Tensor::new(&[before], &Device::Cpu).unwrap();
-        forward_cached(&case.q, &case.k, &case.v, &before, &case.options)
-    };
-    for before in [0, 9, 17] {
-        let seen = |tensor: &Tensor| tensor.narrow(1, 0, before + 3).unwrap();
-        let expected = Case { k: seen(&case.k), v: seen(&case.v), ..case.clone() }.forward().0;
-        assert_identical(&cached(before as u32).unwrap(), &expected);
-    }
-    let wrong = message(cached(18));
-    assert!(wrong.contains("18 keys come before the 3 queries', expected at most 17"), "{wrong}");
-}
-
 #[derive(Clone)]
 struct Case {
     q: Tensor,
@@ -434,29 +418,6 @@ mod cuda {
                     assert_close(&on_cpu(&dk), &exact_dk, 2.0 * tolerance);
                     assert_close(&on_cpu(&dv), &exact_dv, 2.0 * tolerance);
                 });
-            }
-        }
-    }
-
-    #[test]
-    #[ignore = "needs an NVIDIA GPU"]
-    fn cuda_counts_the_keys_of_a_cache_itself() {
-        let device = crate::testing::cuda();
-        for case in few_queries().into_iter().filter(|case| case.first_key.is_none()) {
-            for (dtype, tolerance) in PRECISIONS {
-                let low = case.to_dtype(dtype);
-                let (_, queries, ..) = low.q.dims4().unwrap();
-                let room = low.k.dim(1).unwrap();
-                let there = low.to_device(&device);
-                for before in [0, 1, 37, 500, room - queries] {
-                    let before = before.min(room - queries);
-                    let seen = |tensor: &Tensor| tensor.narrow(1, 0, before + queries).unwrap();
-                    let exact = low.to_dtype(DType::F64);
-                    let exact = Case { k: seen(&exact.k), v: seen(&exact.v), ..exact.clone() };
-                    let count = Tensor::new(&[before as u32], &device).unwrap();
-                    let found = forward_cached(&there.q, &there.k, &there.v, &count, &case.options);
-                    assert_close(&on_cpu(&found.unwrap()), &exact.forward().0, tolerance);
-                }
             }
         }
     }

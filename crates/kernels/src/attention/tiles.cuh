@@ -17,9 +17,6 @@ struct Parameters {
     void *dq, *dk, *dv;
     /// (batch, queries), or null.
     const uint32_t *first_key;
-    /// For few queries, one number: the keys before the queries'. Then `keys` is how many there is room
-    /// for, and `split_start` and `split_keys` follow from the number. Or null.
-    const uint32_t *before;
     /// (batch, heads, queries), written forward and read backward.
     float *log_sum_exp;
     /// For the backward pass, (batch, heads, queries): log2(e)·log_sum_exp and Σ do·o.

@@ -1,6 +1,6 @@
 //! Copies on CUDA: its kernels are in `backend/cuda/copy`, which makes tensors contiguous, too.
 
-use crate::backend::cuda::{Cuda, Stripes};
+use crate::backend::cuda::Cuda;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::{
     CUDA_MEMCPY2D, CUmemorytype, cuMemcpy2DAsync_v2,
@@ -9,40 +9,6 @@ use candle_core::{DType, Result, Tensor};
 
 pub(super) fn cast(x: &Tensor, dtype: DType) -> Result<Tensor> {
     Ok(Cuda::of(x)?.contiguous_as(x, dtype)?.tensor)
-}
-
-/// Where a part begins in its whole.
-#[derive(Clone, Copy)]
-pub(super) enum Start<'a> {
-    Known(usize),
-    /// `(1)` u32
-    OnDevice(&'a Tensor),
-}
-
-/// Both parts, of one shape, into wholes of one shape.
-pub(super) fn write_both(
-    wholes: [&Tensor; 2],
-    parts: [&Tensor; 2],
-    dim: usize,
-    start: Start,
-) -> Result<()> {
-    let cuda = Cuda::of(wholes[0])?;
-    let [first, second] = parts.map(|part| cuda.contiguous(part));
-    let [first_whole, second_whole] = wholes.map(|whole| cuda.strided(whole));
-    let (first, second, first_whole, second_whole) = (first?, second?, first_whole?, second_whole?);
-    let inner = first.dtype.size_in_bytes() * wholes[0].dims()[dim + 1..].iter().product::<usize>();
-    let (width, pitch) = (inner * parts[0].dim(dim)?, inner * wholes[0].dim(dim)?);
-    let (offset, counted) = match start {
-        Start::Known(start) => ((inner * start) as u64, None),
-        Start::OnDevice(start) => (0, Some(cuda.contiguous(start)?)),
-    };
-    let from = [first.pointer, second.pointer];
-    let to = [first_whole.pointer + offset, second_whole.pointer + offset];
-    let rows = wholes[0].dims()[..dim].iter().product();
-    let start = counted.as_ref().map(|start| (start.pointer, inner));
-    // SAFETY: both parts have so many rows of `width` bytes, and fit into the wholes, which both live on;
-    // the kernel leaves out what a number on the device would put beyond them.
-    unsafe { cuda.write_both(from, to, Stripes { rows, width, pitch, start }) }
 }
 
 pub(super) fn write_rows_both(

@@ -46,60 +46,6 @@ pub fn write(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<
     whole.slice_set(&part.detach().contiguous()?, dim, start)
 }
 
-/// [`write()`] of two parts, such as keys and values, of one shape and dtype, into two wholes, which CUDA
-/// does at once.
-///
-/// # Errors
-/// Like [`write()`].
-pub fn write_both(
-    wholes: [&Tensor; 2],
-    parts: [&Tensor; 2],
-    dim: usize,
-    start: usize,
-) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if wholes[0].device().is_cuda() {
-        check(wholes[0], parts[0], dim, start)?;
-        check(wholes[1], parts[1], dim, start)?;
-        if are_alike(wholes, parts) && parts[0].elem_count() > 0 {
-            return cuda::write_both(wholes, parts, dim, cuda::Start::Known(start));
-        }
-    }
-    write(wholes[0], parts[0], dim, start)?;
-    write(wholes[1], parts[1], dim, start)
-}
-
-/// [`write_both()`] from the index on that `start` `(1)` u32 holds. On CUDA the device reads it, so that a
-/// [`Recording`](crate::recording::Recording) can be made of it, and nothing is written beyond the wholes;
-/// elsewhere the host does.
-///
-/// # Errors
-/// Like [`write_both()`], and when `start` isn't such a number or isn't on the same device.
-pub fn write_both_at(
-    wholes: [&Tensor; 2],
-    parts: [&Tensor; 2],
-    dim: usize,
-    start: &Tensor,
-) -> Result<()> {
-    const OPERATION: &str = "write_both_at";
-    require_together(OPERATION, &[wholes[0], wholes[1], start])?;
-    require_shape(OPERATION, "start", start, &[1])?;
-    require_dtype(OPERATION, "start", start, DType::U32)?;
-    #[cfg(feature = "cuda")]
-    if wholes[0].device().is_cuda() && are_alike(wholes, parts) {
-        check(wholes[0], parts[0], dim, 0)?;
-        check(wholes[1], parts[1], dim, 0)?;
-        if parts[0].elem_count() == 0 {
-            return Ok(());
-        }
-        return cuda::write_both(wholes, parts, dim, cuda::Start::OnDevice(start));
-    }
-    #[cfg(feature = "cuda")]
-    crate::backend::cuda::refuse_in_recording("a copy whose place the host reads")?;
-    let start = start.to_vec1::<u32>()?.first().map_or(0, |start| *start as usize);
-    write_both(wholes, parts, dim, start)
-}
-
 /// In the places of [`write_rows_both`], a row that is written nowhere.
 pub const NOWHERE: u32 = u32::MAX;
 
@@ -142,15 +88,6 @@ pub fn write_rows_both(pools: [&Tensor; 2], rows: [&Tensor; 2], places: &Tensor)
     }
     on_gpu!(pools[0], gpu => gpu::write_rows_both(pools, rows, places));
     cpu::write_rows_both(OPERATION, pools, rows, places)
-}
-
-/// Whether both pairs are of one device, dtype and shape.
-#[cfg(feature = "cuda")]
-fn are_alike(wholes: [&Tensor; 2], parts: [&Tensor; 2]) -> bool {
-    wholes[0].device().same_device(wholes[1].device())
-        && wholes[0].dtype() == wholes[1].dtype()
-        && wholes[0].dims() == wholes[1].dims()
-        && parts[0].dims() == parts[1].dims()
 }
 
 fn check(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<()> {

@@ -24,42 +24,12 @@ fn a_part_is_written_where_it_belongs_and_nothing_else_changes() {
     assert_a_part_is_written(&Device::Cpu);
 }
 
-fn assert_both_parts_are_written_where_a_tensor_says(device: &Device) {
-    for (dtype, width) in [(DType::F32, 8), (DType::BF16, 8), (DType::F16, 7), (DType::F32, 3)] {
-        let given = |shape: &[usize], seed| {
-            let tensor = random(shape, seed).to_dtype(dtype).unwrap();
-            tensor.to_device(device).unwrap()
-        };
-        for (added, start) in [(1, 4), (3, 0), (2, 2), (0, 2)] {
-            let wholes = [1, 2].map(|seed| given(&[2, 5, 3, width], seed));
-            let parts = [3, 4].map(|seed| strided(&given(&[2, added, 3, width], seed)));
-            let expected = wholes.clone().map(|whole| whole.copy().unwrap());
-            for (whole, part) in expected.iter().zip(&parts) {
-                write(whole, part, 1, start).unwrap();
-            }
-            let start = Tensor::new(&[start as u32], device).unwrap();
-            let (wholes, parts) = ([&wholes[0], &wholes[1]], [&parts[0], &parts[1]]);
-            write_both_at(wholes, parts, 1, &start).unwrap();
-            for (found, expected) in wholes.into_iter().zip(&expected) {
-                assert_identical(found, expected);
-            }
-        }
-    }
-}
-
-#[test]
-fn both_parts_are_written_where_a_tensor_says() {
-    assert_both_parts_are_written_where_a_tensor_says(&Device::Cpu);
-}
-
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs an NVIDIA GPU"]
 fn cuda_writes_and_casts_as_the_cpu_does() {
     let device = cuda();
     assert_a_part_is_written(&device);
-    assert_both_parts_are_written(&device);
-    assert_both_parts_are_written_where_a_tensor_says(&device);
     assert_rows_are_written_where_they_belong(&device, &[DType::F32, DType::F16, DType::BF16]);
     assert_a_cast_rounds(&device);
 }
@@ -79,26 +49,6 @@ fn cuda_writes_no_row_beyond_the_pools() {
     write_rows_both([&pools[0], &pools[1]], [&rows, &rows], &places).unwrap();
     for (found, expected) in pools.iter().zip(&before) {
         assert_identical(&here(found), expected);
-    }
-}
-
-#[cfg(feature = "cuda")]
-#[test]
-#[ignore = "needs an NVIDIA GPU"]
-fn cuda_writes_nothing_beyond_a_whole() {
-    let device = cuda();
-    let given = |size, seed| {
-        let tensor = random(&[2, size, 4], seed).to_dtype(DType::F32).unwrap();
-        tensor.to_device(&device).unwrap()
-    };
-    let (wholes, parts) = ([given(5, 1), given(5, 2)], [given(2, 3), given(2, 4)]);
-    let before = wholes.clone().map(|whole| whole.copy().unwrap());
-    for start in [4, 5, u32::MAX] {
-        let start = Tensor::new(&[start], &device).unwrap();
-        write_both_at([&wholes[0], &wholes[1]], [&parts[0], &parts[1]], 1, &start).unwrap();
-        for (found, expected) in wholes.iter().zip(&before) {
-            assert_identical(found, expected);
-        }
     }
 }
 
@@ -129,32 +79,6 @@ fn assert_a_cast_rounds(device: &Device) {
 #[test]
 fn a_cast_rounds_like_candle() {
     assert_a_cast_rounds(&Device::Cpu);
-}
-
-fn assert_both_parts_are_written(device: &Device) {
-    for (dtype, width) in [(DType::F32, 8), (DType::BF16, 8), (DType::F16, 7)] {
-        let given = |shape: &[usize], seed| {
-            let tensor = random(shape, seed).to_dtype(dtype).unwrap();
-            tensor.to_device(device).unwrap()
-        };
-        for (added, start) in [(1, 4), (3, 0), (0, 2)] {
-            let wholes = [1, 2].map(|seed| given(&[2, 5, 3, width], seed));
-            let parts = [3, 4].map(|seed| strided(&given(&[2, added, 3, width], seed)));
-            let expected = wholes.clone().map(|whole| whole.copy().unwrap());
-            for (whole, part) in expected.iter().zip(&parts) {
-                write(whole, part, 1, start).unwrap();
-            }
-            write_both([&wholes[0], &wholes[1]], [&parts[0], &parts[1]], 1, start).unwrap();
-            for (found, expected) in wholes.iter().zip(&expected) {
-                assert_identical(found, expected);
-            }
-        }
-    }
-}
-
-#[test]
-fn both_parts_are_written_as_each_alone() {
-    assert_both_parts_are_written(&Device::Cpu);
 }
 
 fn assert_rows_are_written_where_they_belong(device: &Device, dtypes: &[DType]) {

@@ -85,7 +85,7 @@ impl<'a> Read<'a> {
         let device = side.model.device();
         let input = Input::sequence(ids, 0, device)?.with_adapter(side.adapter);
         let hidden = devices::step(device, || -> Result<Tensor> {
-            Ok(side.model.forward(&Tape::inference(), &input, None)?.into_tensor())
+            Ok(side.model.forward(&Tape::inference(), &input)?.into_tensor())
         })?;
         Ok(Self { side, input, hidden })
     }
@@ -198,7 +198,7 @@ mod tests {
             let mut loss = 0.0;
             for ids in [&sequences[0][..], &sequences[1], &sequences[2][..2]] {
                 let input = Input::sequence(ids, 0, &Device::Cpu).unwrap();
-                let hidden = model.forward(&Tape::inference(), &input, None).unwrap();
+                let hidden = model.forward(&Tape::inference(), &input).unwrap();
                 let logits = model.logits(hidden.tensor(), &input).unwrap();
                 let logits = logits.squeeze(0).unwrap().to_vec2::<f32>().unwrap();
                 for (row, next) in logits.iter().zip(&ids[1..]) {

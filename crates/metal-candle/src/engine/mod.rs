@@ -19,7 +19,6 @@ mod blocks;
 mod drafts;
 mod handle;
 mod reader;
-mod recorded;
 mod scores;
 #[cfg(test)]
 mod tests;
@@ -34,7 +33,7 @@ use crate::generate::{
 };
 use crate::memory::available_bytes;
 use crate::model::Model;
-use crate::pass::{Layers, PagedCache, Stretch};
+use crate::pass::{Layers, ModelReader, PagedCache, Stretch};
 use crate::text::Tokenizer;
 use crate::turns::Turns;
 use crate::{Error, Result, bounds};
@@ -42,7 +41,7 @@ use blocks::{Blocks, Content, Tables};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::devices;
 use rayon::prelude::*;
-use reader::{ModelReader, Reader};
+use reader::Reader;
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

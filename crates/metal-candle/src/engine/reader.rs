@@ -1,13 +1,9 @@
-//! What reads the tokens that a step of the engine asks for: a model over its paged cache.
+//! What reads the tokens that a step of the engine asks for.
 
-use super::recorded::Recordings;
 use crate::Result;
 use crate::adapter::Adapter;
-use crate::model::Model;
-use crate::pass::{PagedCache, Ragged, Stretch};
+use crate::pass::{ModelReader, Stretch};
 use candle_core::Tensor;
-use metal_candle_kernels::{batch_invariance, devices};
-use std::sync::Arc;
 
 /// Reads stretches of many texts at once.
 pub(super) trait Reader: Send {
@@ -31,46 +27,24 @@ pub(super) trait Reader: Send {
     fn vocabulary(&self) -> usize;
 }
 
-/// A model and the cache that it fills.
-pub(super) struct ModelReader {
-    model: Arc<Model>,
-    cache: PagedCache,
-    recordings: Recordings,
-}
-
-impl ModelReader {
-    pub fn new(model: &Arc<Model>, cache: PagedCache) -> Self {
-        Self { model: model.clone(), cache, recordings: Recordings::default() }
-    }
-}
-
 impl Reader for ModelReader {
     fn read(&mut self, stretches: &[Stretch], total: usize) -> Result<Tensor> {
-        let Self { model, cache, recordings } = self;
-        let read = || {
-            if let Some(logits) = recordings.read(stretches, total, model, cache)? {
-                return Ok(logits);
-            }
-            let ragged = Ragged::new(stretches, total, cache, model.device())?;
-            model.next_logits(&ragged, cache)
-        };
-        let invariant = cache.batch_invariant;
-        devices::step(model.device(), || batch_invariance::within(invariant, read))
+        self.read(stretches, total)
     }
 
     fn ropes_change(&self, a: usize, b: usize) -> bool {
-        self.model.ropes_change(a, b)
+        self.model().ropes_change(a, b)
     }
 
     fn check(&self, adapter: &Adapter) -> Result<()> {
-        adapter.check(&self.model)
+        adapter.check(self.model())
     }
 
     fn recorded(&self) -> u64 {
-        self.recordings.runs()
+        self.recorded()
     }
 
     fn vocabulary(&self) -> usize {
-        self.model.config().vocab_size
+        self.model().config().vocab_size
     }
 }

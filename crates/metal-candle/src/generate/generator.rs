@@ -2,54 +2,46 @@
 
 use super::answer::{Answer, FinishReason, GenerateOptions, Piece};
 use crate::adapter::Adapter;
-use crate::autograd::Tape;
 use crate::model::Model;
-use crate::pass::{Input, KvCache};
+use crate::pass::{CacheDtype, Layers, ModelReader, PagedCache, Stretch};
 use crate::text::Tokenizer;
 use crate::{Error, Result};
 use candle_core::{IndexOp, Tensor};
-use metal_candle_kernels::devices;
 use metal_candle_kernels::recording::Recording;
 use std::sync::Arc;
 
 /// Tokens of the prompt that go through the model at a time, which bounds the memory it takes.
 const PREFILL: usize = 512;
+/// Tokens of a block of the cache, and the blocks that it begins with.
+const BLOCK: usize = 16;
+const FIRST_BLOCKS: u32 = 4;
 
-/// The logits `(vocabulary)` after the last of some tokens, f32.
-fn last_logits(model: &Model, input: &Input, cache: &mut KvCache) -> Result<Tensor> {
-    let tape = Tape::inference();
-    let hidden = model.forward(&tape, input, Some(cache))?;
-    let last = hidden.tensor().dim(1)? - 1;
-    let logits = model.logits(&hidden.tensor().narrow(1, last, 1)?.contiguous()?, input)?;
-    Ok(logits.i((0, 0))?)
-}
-
-/// A conversation with a model, token by token: the tokens it has read and its KV cache.
+/// A conversation with a model, token by token: the tokens it has read and its KV cache, which grows.
 pub struct Session {
-    model: Arc<Model>,
+    reader: ModelReader,
     adapter: Option<Arc<Adapter>>,
-    cache: KvCache,
+    /// All blocks of the cache in their order, as all layers' table.
+    tables: [Vec<u32>; 1],
     tokens: Vec<u32>,
-    /// How many times in a row a single token was read.
-    singles: usize,
-    /// The reading of a token, recorded on the device, with the cache's buffers as they are.
-    repeated: Option<Recording>,
-    /// Whether it could not be recorded.
-    refused: bool,
+    /// How many tokens' keys and values the cache holds.
+    cached: usize,
 }
 
 impl Session {
     /// Nothing read yet.
-    pub fn new(model: &Arc<Model>, adapter: Option<&Arc<Adapter>>) -> Self {
-        Self {
-            model: model.clone(),
+    ///
+    /// # Errors
+    /// When the device has no memory.
+    pub fn new(model: &Arc<Model>, adapter: Option<&Arc<Adapter>>) -> Result<Self> {
+        let layers = [Layers { window: None, blocks: FIRST_BLOCKS }];
+        let cache = PagedCache::new(model, &layers, BLOCK, CacheDtype::Model)?;
+        Ok(Self {
+            reader: ModelReader::new(model, cache),
             adapter: adapter.cloned(),
-            cache: model.new_cache(),
+            tables: [(0..FIRST_BLOCKS).collect()],
             tokens: Vec::new(),
-            singles: 0,
-            repeated: None,
-            refused: false,
-        }
+            cached: 0,
+        })
     }
 
     /// The tokens read so far.
@@ -58,11 +50,14 @@ impl Session {
     }
 
     /// Reads tokens and returns the logits `(vocabulary)` of what comes next, in f32 on the model's device.
+    ///
+    /// # Errors
+    /// When there are none, or the model doesn't know one of them, or the device fails; the session is then as before.
     pub fn read(&mut self, tokens: &[u32]) -> Result<Tensor> {
         if tokens.is_empty() {
             return Err(Error::option("prompt", "is empty; expected at least one token"));
         }
-        let vocabulary = self.model.config().vocab_size;
+        let vocabulary = self.reader.model().config().vocab_size;
         if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocabulary) {
             return Err(Error::option(
                 "prompt",
@@ -74,115 +69,68 @@ impl Session {
         }
         let before = self.tokens.len();
         self.tokens.extend(tokens);
-        let device = self.model.device().clone();
-        let result = devices::step(&device, || self.advance());
+        let result = self.advance();
         if result.is_err() {
-            // Layers may hold different numbers of tokens now; only whole ones are kept.
             self.tokens.truncate(before);
-            self.cache.truncate(self.cache.len().min(before));
-            // Some of the buffers that it writes to may have been replaced.
-            self.repeated = None;
+            self.cached = self.cached.min(before);
         }
         result
     }
 
-    /// Reads those of `tokens` that the cache does not hold.
+    /// Reads those tokens that the cache does not hold.
     fn advance(&mut self) -> Result<Tensor> {
+        let total = self.tokens.len();
         // LongRoPE rotates every key differently once the text is long, dynamic rope from then on with every
         // token.
-        if self.model.ropes_change(self.cache.len(), self.tokens.len()) {
-            self.cache.truncate(0);
+        if self.reader.model().ropes_change(self.cached, total) {
+            self.cached = 0;
         }
-        let total = self.tokens.len();
-        if total > self.cache.room() {
-            // It would keep the buffers that larger ones are about to replace.
-            self.repeated = None;
-        }
-        if let [token] = self.tokens[self.cache.len()..] {
-            self.singles += 1;
-            if self.singles > 1
-                && self.can_repeat()
-                && let Some(logits) = self.repeat(token)?
-            {
-                return Ok(logits);
-            }
-        } else {
-            self.singles = 0;
-        }
+        self.make_room(total)?;
         loop {
-            let start = self.cache.len();
-            let end = total.min(start + self.chunk(start, total));
-            let input = Input::sequence(&self.tokens[start..end], start, self.model.device())?
-                .with_adapter(self.adapter.as_ref());
+            let end = total.min(self.cached + PREFILL);
+            let stretch = Stretch {
+                tokens: &self.tokens[self.cached..end],
+                start: self.cached,
+                tables: &self.tables,
+                adapter: self.adapter.as_ref(),
+                logits: usize::from(end == total),
+            };
+            let logits = self.reader.read(&[stretch], total)?;
+            self.cached = end;
             if end == total {
-                return last_logits(&self.model, &input, &mut self.cache);
+                let logits = logits.i(0)?;
+                // The next recorded pass writes to the same place.
+                let stays = !Recording::is_supported(logits.device());
+                return Ok(if stays { logits } else { logits.copy()? });
             }
-            let tape = Tape::inference();
-            self.model.forward(&tape, &input, Some(&mut self.cache))?;
         }
     }
 
-    /// Whether the reading of one more token can be recorded.
-    fn can_repeat(&self) -> bool {
-        let length = self.cache.len() + 1;
-        // Weights that are trained are converted whenever they are read, a model's size of memory.
-        !self.adapter.as_ref().is_some_and(|adapter| adapter.is_full())
-            && !self.refused
-            && Recording::is_supported(self.model.device())
-            && !self.model.is_away()
-            && self.cache.room() > 0
-            && !self.model.ropes_change(length, self.cache.room().max(length.next_power_of_two()))
-    }
-
-    /// Reads a token by what was recorded of reading one; `None` if that can't be recorded, as with heads or
-    /// adapters whose operations the host has a part in.
-    fn repeat(&mut self, token: u32) -> Result<Option<Tensor>> {
-        let before = self.cache.len();
-        self.cache.reserve(before + 1)?;
-        let position = u32::try_from(before).map_err(candle_core::Error::wrap)?;
-        let inputs = [token, position];
-        let recording = match self.repeated.take() {
-            Some(mut recording) => {
-                recording.run(&inputs)?;
-                recording
-            }
-            None => {
-                let (model, cache, adapter) =
-                    (&*self.model, &mut self.cache, self.adapter.as_ref());
-                let room = cache.room();
-                let recording = Recording::new(model.device(), &inputs, |inputs| {
-                    let input = Input::on_device(inputs, room)?.with_adapter(adapter);
-                    last_logits(model, &input, cache)
-                });
-                match recording {
-                    Ok(recording) => recording,
-                    Err(_) => {
-                        self.refused = true;
-                        return Ok(None);
-                    }
-                }
-            }
-        };
-        let logits = recording.output().copy()?;
-        self.repeated = Some(recording);
-        self.cache.advance(1);
-        Ok(Some(logits))
-    }
-
-    /// How many tokens to read at once; all, where the positions depend on the text's length.
-    fn chunk(&self, start: usize, total: usize) -> usize {
-        if self.model.ropes_change(start + 1, total) { total } else { PREFILL }
+    /// Makes room for so many tokens, for at least twice as many as there was.
+    fn make_room(&mut self, tokens: usize) -> Result<()> {
+        let [table] = &mut self.tables;
+        let needed = tokens.div_ceil(BLOCK);
+        if needed <= table.len() {
+            return Ok(());
+        }
+        let blocks = u32::try_from(needed.next_power_of_two()).map_err(candle_core::Error::wrap)?;
+        self.reader.grow(blocks)?;
+        table.extend(table.len() as u32..blocks);
+        Ok(())
     }
 
     /// Keeps only the first `length` tokens that it shares with `tokens` and reads the rest, so
     /// that the next turn of a conversation pays only for what is new.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
     pub fn continue_with(&mut self, tokens: &[u32]) -> Result<Tensor> {
         let shared = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
-        let mut shared = shared.min(tokens.len().saturating_sub(1)).min(self.cache.len());
-        if self.model.ropes_change(self.cache.len(), tokens.len()) {
+        let mut shared = shared.min(tokens.len().saturating_sub(1)).min(self.cached);
+        if self.reader.model().ropes_change(self.cached, tokens.len()) {
             shared = 0;
         }
-        self.cache.truncate(shared);
+        self.cached = shared;
         self.tokens.truncate(shared);
         self.read(&tokens[shared..])
     }
@@ -253,7 +201,7 @@ pub fn generate(
     prompt: &[u32],
     options: GenerateOptions,
 ) -> Result<(String, FinishReason)> {
-    let mut session = Session::new(model, adapter);
+    let mut session = Session::new(model, adapter)?;
     let mut generation = Generation::new(&mut session, tokenizer, prompt, options)?;
     let mut text = String::new();
     for piece in &mut generation {

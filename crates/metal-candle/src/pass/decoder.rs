@@ -1,6 +1,5 @@
 //! The decoder's forward pass: one for training, evaluation and generation.
 
-use super::cache::LayerCache;
 use super::linear::{self, forward_shared};
 use super::paged::{Paging, Pools};
 use super::{Pass, Spread};
@@ -10,7 +9,6 @@ use crate::model::layer::{Attention, GateUp, Layer, Mlp, Norm, QueryKeyValue};
 use crate::model::rope::Rotation;
 use crate::{Error, Result};
 use candle_core::Tensor;
-use metal_candle_kernels::attention;
 use std::sync::Arc;
 
 impl Norm {
@@ -116,24 +114,13 @@ impl Attention {
             None => (q, k),
         };
         let v = tape.reshape(&v, (batch, seq, self.kv_heads, self.head_dim))?;
-        let attended = match (cache, &pass.before) {
-            (Some(Cached::Grown(cache)), Some(before)) => {
-                let (keys, values) = cache.write_at(k.tensor(), v.tensor(), before)?;
-                let q = q.tensor();
-                let options = &self.options;
-                tape.constant(attention::forward_cached(q, &keys, &values, before, options)?)
-            }
-            (Some(Cached::Grown(cache)), None) => {
-                let (keys, values) = cache.append(k.tensor(), v.tensor())?;
-                let (k, v) = (tape.constant(keys), tape.constant(values));
-                tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?
-            }
-            (Some(Cached::Paged { pools, paging }), _) => {
+        let attended = match cache {
+            Some(Cached { pools, paging }) => {
                 let rows = |x: &Value| x.tensor().squeeze(1);
                 let (q, k, v) = (rows(&q)?, rows(&k)?, rows(&v)?);
                 tape.constant(pools.attend(&q, [&k, &v], paging, &self.options)?)
             }
-            (None, _) => match &pass.spread {
+            None => match &pass.spread {
                 None => tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?,
                 Some(spread) => {
                     let [q, k, v] = [&q, &k, &v].map(|x| spread.apart(tape, x));
@@ -247,9 +234,9 @@ impl Stream {
 }
 
 /// Where the keys and values of all layers are that come before those of a pass.
+#[derive(Clone, Copy)]
 pub(super) enum Caches<'a> {
     None,
-    Grown(&'a mut [LayerCache]),
     /// With the kind of each layer, and a paging for each of these.
     Paged {
         layers: &'a [(usize, Pools)],
@@ -258,25 +245,20 @@ pub(super) enum Caches<'a> {
 }
 
 /// Those of one layer.
-enum Cached<'a> {
-    Grown(&'a mut LayerCache),
-    Paged { pools: &'a Pools, paging: &'a Paging },
+struct Cached<'a> {
+    pools: &'a Pools,
+    paging: &'a Paging,
 }
 
-impl Caches<'_> {
-    fn of_layer(&mut self, index: usize) -> Result<Option<Cached<'_>>> {
-        let found = match self {
-            Self::None => return Ok(None),
-            Self::Grown(layers) => layers.get_mut(index).map(Cached::Grown),
-            Self::Paged { layers, paging } => {
-                let of_layer = layers.get(index);
-                let found = of_layer.and_then(|(kind, pools)| Some((pools, paging.get(*kind)?)));
-                found.map(|(pools, paging)| Cached::Paged { pools, paging })
-            }
-        };
-        found.map(Some).ok_or_else(|| {
+impl<'a> Caches<'a> {
+    fn of_layer(self, index: usize) -> Result<Option<Cached<'a>>> {
+        let Self::Paged { layers, paging } = self else { return Ok(None) };
+        let of_layer = layers.get(index);
+        let found = of_layer.and_then(|(kind, pools)| Some((pools, paging.get(*kind)?)));
+        let (pools, paging) = found.ok_or_else(|| {
             Error::option("cache", format!("has no layer {index}, which the model has"))
-        })
+        })?;
+        Ok(Some(Cached { pools, paging }))
     }
 }
 
@@ -286,7 +268,7 @@ pub(super) fn run_layers(
     tape: &Tape,
     x: Value,
     pass: &Arc<Pass>,
-    mut caches: Caches,
+    caches: Caches,
 ) -> Result<Stream> {
     let mut stream = Stream { x, branch: None };
     let count = layers.len();

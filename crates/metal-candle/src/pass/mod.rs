@@ -2,16 +2,17 @@
 //! generation alike.
 
 mod adapters;
-mod cache;
 mod decoder;
 mod linear;
 mod paged;
+mod reader;
+mod recorded;
 
 pub use crate::autograd::Loss;
 pub(crate) use adapters::Updates;
-pub use cache::KvCache;
 pub use paged::CacheDtype;
 pub(crate) use paged::{Layers, Next, PagedCache, Ragged, Stretch};
+pub(crate) use reader::ModelReader;
 
 use crate::adapter::Adapter;
 use crate::autograd::{HeadValues, Matrix, Tape, Value};
@@ -42,8 +43,6 @@ struct Pass {
     ropes: Vec<Rotation>,
     /// `(batch, seq)`: the first key each query may see; `None` is 0 for all.
     first_key: Option<Tensor>,
-    /// `(1)`: how many tokens of the cache come before the one, where only the device knows.
-    before: Option<Tensor>,
     /// Where attention reads other rows than those that the batch has.
     spread: Option<Spread>,
     observer: Option<Arc<dyn Observer>>,
@@ -172,15 +171,6 @@ impl Input {
         Ok(Self::new(Tensor::new(ids, device)?.unsqueeze(0)?, positions, None))
     }
 
-    /// One token and its position, `(2)` u32 on the device, for a cache with room for `room` tokens, in
-    /// which it isn't counted.
-    pub(crate) fn on_device(token_and_position: &Tensor, room: usize) -> Result<Self> {
-        let ids = token_and_position.narrow(0, 0, 1)?.unsqueeze(0)?;
-        let positions = token_and_position.narrow(0, 1, 1)?.unsqueeze(0)?;
-        let positions = Positions::OnDevice { positions, below: room };
-        Ok(Self::new(ids, positions, None))
-    }
-
     /// The rows of a batch, with attention kept inside each record.
     pub fn batch(batch: &Batch, device: &Device) -> Result<Self> {
         let shape = (batch.rows, batch.length);
@@ -248,24 +238,9 @@ pub struct TokenLosses {
 }
 
 impl Model {
-    /// An empty KV cache for this model.
-    pub fn new_cache(&self) -> KvCache {
-        KvCache::new(self.layers.len())
-    }
-
-    /// The hidden states after the last norm, `(batch, seq, hidden)`. With a cache, the tokens
-    /// follow those it holds, and are added to it.
-    pub fn forward(
-        &self,
-        tape: &Tape,
-        input: &Input,
-        cache: Option<&mut KvCache>,
-    ) -> Result<Value> {
-        if let Some(cache) = cache.as_deref() {
-            self.check_cache(tape, input, cache)?;
-        }
-        let caches = cache.map_or(Caches::None, |cache| Caches::Grown(&mut cache.layers));
-        self.run(tape, input, caches, None)
+    /// The hidden states after the last norm, `(batch, seq, hidden)`.
+    pub fn forward(&self, tape: &Tape, input: &Input) -> Result<Value> {
+        self.run(tape, input, Caches::None, None)
     }
 
     /// [`Self::forward`] of the tokens of many texts, `(tokens, 1)`.
@@ -302,13 +277,11 @@ impl Model {
             ));
         }
         let (batch, seq) = input.ids.dims2()?;
-        let (positions, total, before) = match &input.positions {
+        let (positions, total) = match &input.positions {
             Positions::Known { positions, total } => {
-                (Tensor::from_slice(positions, (batch, seq), self.device())?, *total, None)
+                (Tensor::from_slice(positions, (batch, seq), self.device())?, *total)
             }
-            Positions::OnDevice { positions, below } => {
-                (positions.clone(), *below, Some(positions.flatten_all()?))
-            }
+            Positions::OnDevice { positions, below } => (positions.clone(), *below),
         };
         let ropes = self.config().ropes.iter().enumerate();
         let ropes = ropes
@@ -318,7 +291,6 @@ impl Model {
             ropes,
             first_key: input.first_key.clone(),
             spread: input.spread.clone(),
-            before,
             weights: self.frozen().clone(),
             adapters: input.adapters.clone(),
             updates: input.adapters.updates(self, seq, known)?,
@@ -380,24 +352,6 @@ impl Model {
                 Ok(tape.constant(rows))
             }
         }
-    }
-
-    fn check_cache(&self, tape: &Tape, input: &Input, cache: &KvCache) -> Result<()> {
-        let problem = if cache.layers.len() != self.layers.len() {
-            format!("has {} layers, the model has {}", cache.layers.len(), self.layers.len())
-        } else if tape.is_training() {
-            "cannot be used on a tape for training".into()
-        } else {
-            match &input.positions {
-                Positions::Known { positions, .. }
-                    if positions.first().is_some_and(|&first| first as usize != cache.len()) =>
-                {
-                    format!("holds {} tokens; the input has to start at that position", cache.len())
-                }
-                _ => return Ok(()),
-            }
-        };
-        Err(Error::option("cache", problem))
     }
 
     /// The logits `(batch, seq, vocabulary)` of hidden states `(batch, seq, hidden)` that [`Self::forward`] has
@@ -504,7 +458,7 @@ impl Model {
         f: impl FnOnce(&HeadValues<'_>) -> Result<T>,
     ) -> Result<T> {
         let input = Input::batch(batch, self.device())?.with_adapter(adapter);
-        let hidden = self.forward(tape, &input, None)?;
+        let hidden = self.forward(tape, &input)?;
         let rows = batch.rows * batch.length;
         let hidden = &tape.reshape(&hidden, (rows, self.config().hidden_size))?;
         let weight = &match self.head_of(tape, adapter)? {

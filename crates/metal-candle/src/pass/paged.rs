@@ -106,6 +106,22 @@ impl Pools {
         })
     }
 
+    /// Pools of so many blocks, no fewer, that begin with what these hold.
+    fn grown(&self, blocks: u32) -> Result<Self> {
+        let Self::Dense(pools) = self else {
+            return Err(Error::option("cache", "is rounded, and such a cache does not grow"));
+        };
+        let grown = |pool: &Tensor| -> Result<Tensor> {
+            let (_, block, heads, width) = pool.dims4()?;
+            let shape = (blocks as usize, block, heads, width);
+            let larger = Tensor::zeros(shape, pool.dtype(), pool.device())?;
+            copy::write(&larger, pool, 0, 0)?;
+            Ok(larger)
+        };
+        let [keys, values] = pools;
+        Ok(Self::Dense([grown(keys)?, grown(values)?]))
+    }
+
     /// Puts the keys and values of a pass's tokens, `(tokens, kv_heads, head_dim)`, to their places, and gives what the
     /// queries `(tokens, heads, head_dim)` see.
     pub fn attend(
@@ -181,6 +197,17 @@ impl PagedCache {
         });
         let (layers, updates) = (layers.collect::<Result<_>>()?, KnownUpdates::default());
         Ok(Self { layers, kinds: kinds.to_vec(), block, batch_invariant: false, updates })
+    }
+
+    /// Makes room for `blocks` blocks for each kind of layers; what the first ones hold stays.
+    pub fn grow(&mut self, blocks: u32) -> Result<()> {
+        let grown = self.layers.iter().map(|(kind, pools)| Ok((*kind, pools.grown(blocks)?)));
+        // Until here the old ones stay, as there may be no memory for others.
+        self.layers = grown.collect::<Result<_>>()?;
+        for kind in &mut self.kinds {
+            kind.blocks = blocks;
+        }
+        Ok(())
     }
 
     /// The bytes that this takes.

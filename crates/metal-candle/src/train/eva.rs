@@ -223,7 +223,7 @@ impl Watch {
         *self.places.lock().unwrap_or_else(PoisonError::into_inner) =
             Some(Tensor::new(batch.counted_places(), model.device())?);
         let input = Input::batch(batch, model.device())?.with_observer(self.clone());
-        let hidden = model.forward(&Tape::inference(), &input, None)?;
+        let hidden = model.forward(&Tape::inference(), &input)?;
         match self.head {
             Some(head) => self.take_in(&[head], hidden.tensor()),
             None => Ok(()),

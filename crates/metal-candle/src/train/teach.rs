@@ -44,7 +44,7 @@ pub fn write_teacher(
         let places = batch.counted_places();
         let likeliest = devices::step(model.device(), || -> Result<_> {
             let input = Input::batch(&batch, model.device())?.with_adapter(adapter);
-            let hidden = model.forward(&Tape::inference(), &input, None)?.into_tensor();
+            let hidden = model.forward(&Tape::inference(), &input)?.into_tensor();
             let hidden = hidden.flatten_to(1)?;
             let mut likeliest = Vec::with_capacity(places.len());
             for places in places.chunks(ROWS) {

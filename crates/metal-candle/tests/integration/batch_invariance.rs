@@ -149,7 +149,7 @@ fn training_computes_what_the_engine_does() {
                 let found = within(true, || {
                     let input = Input::sequence(&request.prompt, 0, model.device()).unwrap();
                     let input = input.with_adapter(request.adapter.as_ref());
-                    let hidden = model.forward(&Tape::training(), &input, None).unwrap();
+                    let hidden = model.forward(&Tape::training(), &input).unwrap();
                     let logits = model.logits(hidden.tensor(), &input).unwrap().squeeze(0);
                     logits.unwrap().to_vec2::<f32>().unwrap()
                 });

@@ -39,7 +39,7 @@ fn request(prompt: &[u32], max_tokens: usize) -> Request {
 
 /// What a session with nothing beside it writes.
 fn alone(model: &Arc<Model>, tokenizer: &Tokenizer, request: &Request) -> Vec<u32> {
-    let mut session = Session::new(model, request.adapter.as_ref());
+    let mut session = Session::new(model, request.adapter.as_ref()).unwrap();
     let options = request.options.clone();
     let mut generation =
         Generation::new(&mut session, tokenizer, &request.prompt, options).unwrap();

@@ -122,7 +122,7 @@ fn parameter(adapter: &Adapter, name: &str) -> Tensor {
 fn hidden(model: &Model, adapter: Option<&Arc<Adapter>>) -> Vec<f32> {
     let input = Input::sequence(&[5, 9, 42, 17, 3, 88], 0, model.device()).unwrap();
     let input = input.with_adapter(adapter);
-    let hidden = model.forward(&Tape::inference(), &input, None).unwrap();
+    let hidden = model.forward(&Tape::inference(), &input).unwrap();
     let logits = model.logits(hidden.tensor(), &input).unwrap();
     logits.flatten_all().unwrap().to_device(&Device::Cpu).unwrap().to_vec1().unwrap()
 }

@@ -251,7 +251,7 @@ fn model_of(out: &tempfile::TempDir, vocabulary: usize) -> PathBuf {
 fn logits(model: Model, adapter: Option<&Path>, ids: &[u32]) -> Vec<f32> {
     let model = Arc::new(model);
     let adapter = adapter.map(|folder| Arc::new(Adapter::load(&model, folder).unwrap()));
-    let logits = Session::new(&model, adapter.as_ref()).read(ids).unwrap();
+    let logits = Session::new(&model, adapter.as_ref()).unwrap().read(ids).unwrap();
     logits.flatten_all().unwrap().to_vec1().unwrap()
 }
 

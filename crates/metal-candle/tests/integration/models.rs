@@ -118,7 +118,7 @@ fn input(model: &Model, ids: &[Vec<u32>]) -> Input {
 }
 
 fn logits_of(model: &Model, input: &Input) -> Tensor {
-    let hidden = model.forward(&Tape::inference(), input, None).unwrap();
+    let hidden = model.forward(&Tape::inference(), input).unwrap();
     model.logits(hidden.tensor(), input).unwrap()
 }
 
@@ -193,7 +193,7 @@ fn greedy_continuation_equals_that_of_transformers() {
         let model = load(name);
         let expected = &json(folder(name).join("expected.json"))["greedy"];
         let (prompt, continuation) = (tokens(&expected["prompt"]), tokens(&expected["tokens"]));
-        let mut session = Session::new(&model, None);
+        let mut session = Session::new(&model, None).unwrap();
         let mut logits = session.read(&prompt).unwrap();
         let mut found = Vec::new();
         for _ in 0..continuation.len() {
@@ -211,7 +211,7 @@ fn cached_decoding_equals_a_full_forward() {
         let model = load(name);
         let expected = tensors(folder(name).join("expected.safetensors"));
         let ids = &rows(&expected["input_ids"])[0];
-        let mut session = Session::new(&model, None);
+        let mut session = Session::new(&model, None).unwrap();
         // In uneven pieces: a prompt, single tokens, of which a device may record the reading, and several
         // at once.
         let mut start = 0;
@@ -232,7 +232,7 @@ fn single_tokens_read_beyond_the_room_of_the_cache_equal_a_full_forward() {
         for name in ["llama", "gemma2", "mistral"] {
             let model = Arc::new(Model::load(folder(name), dtype, &device()).unwrap());
             let ids: Vec<u32> = (0..70).map(|index| (index * 7 + 3) % 90).collect();
-            let mut session = Session::new(&model, None);
+            let mut session = Session::new(&model, None).unwrap();
             session.read(&ids[..58]).unwrap();
             for end in 59..=ids.len() {
                 let found = session.read(&ids[end - 1..end]).unwrap();
@@ -267,7 +267,7 @@ fn what_a_device_cannot_record_is_read_all_the_same() {
         let config = LoraConfig { rank, alpha: 16.0, ..LoraConfig::default() };
         let adapter = (rank > 0).then(|| new_adapter(&model, &config, 4));
         let ids: Vec<u32> = (0..12).map(|index| (index * 7 + 3) % 90).collect();
-        let mut session = Session::new(&model, adapter.as_ref());
+        let mut session = Session::new(&model, adapter.as_ref()).unwrap();
         session.read(&ids[..5]).unwrap();
         for end in 6..=ids.len() {
             let found = session.read(&ids[end - 1..end]).unwrap();
@@ -282,14 +282,14 @@ fn a_session_keeps_what_a_new_prompt_shares_with_the_old() {
     for name in ["phi3-longrope", "llama-dynamic"] {
         let model = load(name);
         let ids: Vec<u32> = (0..30).map(|index| (index * 7 + 3) % 90).collect();
-        let mut session = Session::new(&model, None);
+        let mut session = Session::new(&model, None).unwrap();
         session.continue_with(&ids).unwrap();
         // Beyond 16 tokens the ropes are others, the dynamic one for every length, and nothing cached fits.
         for length in [9, 14, 12, 25, 27] {
             let mut prompt = ids[..length].to_vec();
             prompt[length - 1] = 5;
             let found = session.continue_with(&prompt).unwrap();
-            let fresh = Session::new(&model, None).read(&prompt).unwrap();
+            let fresh = Session::new(&model, None).unwrap().read(&prompt).unwrap();
             assert_close(name, &found, &fresh, 1e-4);
         }
     }
@@ -306,7 +306,7 @@ fn quantised_checkpoints_give_the_logits_of_the_programs_that_wrote_them() {
         let model = load(name);
         assert_close(name, &logits(&model, &ids), &expected["logits"], 1e-4);
         // One token after the other, by other kernels.
-        let mut session = Session::new(&model, None);
+        let mut session = Session::new(&model, None).unwrap();
         for end in 1..=ids[0].len() {
             let found = session.continue_with(&ids[0][..end]).unwrap();
             let wanted = expected["logits"].get(0).unwrap().get(end - 1).unwrap();
@@ -911,7 +911,7 @@ fn an_adapter_for_another_base_is_an_error_that_says_so() {
     let adapter = load_adapter(&load("llama"), folder("llama").join("adapter"));
     let model = load("llama");
     let input = input(&model, &[vec![1, 2]]).with_adapter(Some(&adapter));
-    let error = model.forward(&Tape::inference(), &input, None).unwrap_err().to_string();
+    let error = model.forward(&Tape::inference(), &input).unwrap_err().to_string();
     assert!(error.contains("another model"), "{error}");
 }
 
@@ -995,7 +995,7 @@ fn rows_with_different_adapters_give_what_each_gives_alone() {
             let moved = largest_difference(&row_of(&plain, row), &expected);
             assert_eq!(adapter.is_some(), moved > 1e-2, "{name}, row {row}: moved by {moved}");
         }
-        let error = model.forward(&Tape::training(), &input, None).unwrap_err().to_string();
+        let error = model.forward(&Tape::training(), &input).unwrap_err().to_string();
         assert!(error.contains("inference only"), "{error}");
         let too_few = self::input(&model, &ids).with_row_adapters(&adapters[1..]);
         assert!(too_few.unwrap_err().to_string().contains("one a row"));
@@ -1019,7 +1019,7 @@ fn a_model_whose_weights_were_moved_is_no_good_without_its_adapter() {
     let adapter = Arc::new(Adapter::full(&model).unwrap());
     let model = model.without_weights();
     assert_close("full", &adapted_logits(&model, &adapter, &ids), &whole, 0.0);
-    let error = model.forward(&Tape::inference(), &input(&model, &ids), None).unwrap_err();
+    let error = model.forward(&Tape::inference(), &input(&model, &ids)).unwrap_err();
     assert!(error.to_string().contains("moved into an adapter"), "{error}");
 }
 

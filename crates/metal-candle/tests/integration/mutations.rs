@@ -258,7 +258,7 @@ fn use_model(folder: &Path) -> Result<()> {
         true => Some(Arc::new(Adapter::load(&model, folder)?)),
         false => None,
     };
-    Session::new(&model, adapter.as_ref()).read(&[1, 2, 3, 0]).map(drop)
+    Session::new(&model, adapter.as_ref())?.read(&[1, 2, 3, 0]).map(drop)
 }
 
 const MODEL: &[&str] = &["config.json", "model.safetensors"];

@@ -168,7 +168,7 @@ fn computed(model: &Arc<Model>, lora: &LoraConfig) -> Vec<Vec<f32>> {
     let numbers = Tensor::from_iter(numbers, model.device()).unwrap();
     parameters.values().slice_set(&numbers, 0, 0).unwrap();
     parameters.changed();
-    let mut session = Session::new(model, Some(&adapter));
+    let mut session = Session::new(model, Some(&adapter)).unwrap();
     session.read(&IDS[..5]).unwrap();
     let next = session.continue_with(&IDS[..6]).unwrap();
     vec![

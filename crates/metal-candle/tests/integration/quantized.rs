@@ -51,7 +51,7 @@ pub const IDS: [u32; 12] = [5, 93, 17, 2, 44, 81, 0, 9, 33, 61, 28, 70];
 pub fn logits(model: &Model, adapter: Option<&Arc<Adapter>>) -> Vec<f32> {
     let tape = Tape::inference();
     let input = Input::sequence(&IDS, 0, model.device()).unwrap().with_adapter(adapter);
-    let hidden = model.forward(&tape, &input, None).unwrap();
+    let hidden = model.forward(&tape, &input).unwrap();
     let logits = model.logits(hidden.tensor(), &input).unwrap();
     logits.flatten_all().unwrap().to_vec1().unwrap()
 }
@@ -141,9 +141,9 @@ fn every_format_computes_with_the_numbers_it_holds() {
             assert_close(word, &gradients(&model, adapter, checkpointing), &expected);
         }
         // One token after the other.
-        let mut session = Session::new(&model, Some(adapter));
+        let mut session = Session::new(&model, Some(adapter)).unwrap();
         let last = session.read(&IDS).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let mut stepwise = Session::new(&model, Some(adapter));
+        let mut stepwise = Session::new(&model, Some(adapter)).unwrap();
         let mut found = Vec::new();
         for end in 1..=IDS.len() {
             let read = stepwise.continue_with(&IDS[..end]).unwrap();
@@ -265,7 +265,7 @@ fn assert_rounds_rows(compute: Quantization, held: &str, device: &Device, limits
     let to_f32 = |model: &Model, adapter| {
         let tape = Tape::inference();
         let input = Input::sequence(&IDS, 0, model.device()).unwrap().with_adapter(Some(adapter));
-        let hidden = model.forward(&tape, &input, None).unwrap();
+        let hidden = model.forward(&tape, &input).unwrap();
         let logits = model.logits(hidden.tensor(), &input).unwrap();
         logits.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()
     };
@@ -285,7 +285,7 @@ fn assert_rounds_rows(compute: Quantization, held: &str, device: &Device, limits
     let model = open(compute, DType::F32);
     let adapter = &adapter_of(&model);
     let found = to_f32(&model, adapter);
-    let mut session = Session::new(&model, Some(adapter));
+    let mut session = Session::new(&model, Some(adapter)).unwrap();
     let mut last = Vec::new();
     for end in 1..=IDS.len() {
         let read = session.continue_with(&IDS[..end]).unwrap();

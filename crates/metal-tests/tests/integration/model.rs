@@ -191,7 +191,7 @@ fn a_model_on_metal_gives_the_logits_of_the_cpu() {
         let logits = |device: &Device| {
             let model = model(dtype, device);
             let input = Input::batch(&batch(VOCABULARY), device).unwrap();
-            let hidden = model.forward(&Tape::inference(), &input, None);
+            let hidden = model.forward(&Tape::inference(), &input);
             model.logits(hidden.unwrap().tensor(), &input).unwrap()
         };
         let (found, names) = on_metal(Mode::Asan, |device| numbers(&logits(device)));
@@ -281,7 +281,7 @@ fn read(session: &mut Session, tokens: &[u32]) -> Vec<f32> {
 fn text_from_metal_is_that_of_the_cpu() {
     let write = |device: &Device| {
         let model = model(DType::F32, device);
-        let mut session = Session::new(&model, None);
+        let mut session = Session::new(&model, None).unwrap();
         // Many tokens, few, and one after another.
         let mut logits = read(&mut session, &[3, 17, 45, 9, 60, 2, 33, 70, 5, 21, 4]);
         logits.extend(read(&mut session, &[8, 30, 12]));
@@ -435,7 +435,7 @@ fn every_family_on_metal_gives_the_loss_gradients_and_logits_of_the_cpu() {
         let tape = Tape::training();
         let loss = model.loss(&tape, &batch, Some(&adapter)).unwrap();
         tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &gradients).unwrap();
-        let mut session = Session::new(&model, Some(&adapter));
+        let mut session = Session::new(&model, Some(&adapter)).unwrap();
         let mut logits = read(&mut session, &batch.input_ids[..11]);
         logits.extend(read(&mut session, &batch.input_ids[11..12]));
         (numbers(loss.sum.tensor()), numbers(gradients.buffer()), logits)

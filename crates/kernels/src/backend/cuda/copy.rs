@@ -23,16 +23,6 @@ struct Layout {
 // SAFETY: it has the layout of the kernels' struct of that name.
 unsafe impl DeviceRepr for Layout {}
 
-/// Two tensors as `write_both` takes them: where they are read and written.
-#[repr(C)]
-struct Both {
-    from: [u64; 2],
-    to: [u64; 2],
-}
-
-// SAFETY: it has the layout of the kernel's struct of that name.
-unsafe impl DeviceRepr for Both {}
-
 /// Rows of two tensors as `write_rows` takes them.
 #[repr(C)]
 struct PlacedRows {
@@ -61,17 +51,6 @@ fn collapse(tensor: &Tensor) -> Vec<Dimension> {
     out
 }
 
-/// How [`Cuda::write_both`] writes.
-pub(crate) struct Stripes {
-    pub(crate) rows: usize,
-    /// Bytes of a row, one behind the other where they are read.
-    pub(crate) width: usize,
-    /// Bytes between the starts of two rows where they are written.
-    pub(crate) pitch: usize,
-    /// The address of a number u32, and the bytes that it counts, after which a row is written.
-    pub(crate) start: Option<(u64, usize)>,
-}
-
 /// The widest numbers, in bytes, that the elements can be copied as.
 fn width(dimensions: &[Dimension], element: usize, address: u64) -> usize {
     let Some(((size, 1), outer)) = dimensions.split_last() else { return element };
@@ -84,42 +63,6 @@ fn width(dimensions: &[Dimension], element: usize, address: u64) -> usize {
 }
 
 impl Cuda<'_> {
-    /// Writes the rows of two tensors into two others.
-    ///
-    /// # Safety
-    /// From the addresses on there is so much of both.
-    pub(crate) unsafe fn write_both(
-        &self,
-        from: [u64; 2],
-        to: [u64; 2],
-        Stripes { rows, width, pitch, start }: Stripes,
-    ) -> Result<()> {
-        /// Of a tensor; threads then have several packs.
-        const MOST_BLOCKS: usize = 1024;
-        let (start, place) = start.unwrap_or((0, 0));
-        let all = [from[0], from[1], to[0], to[1], width as u64, pitch as u64, place as u64];
-        let fits = |pack: &usize| all.iter().all(|number| number % *pack as u64 == 0);
-        let pack = [16, 8, 4, 2].into_iter().find(fits).unwrap_or(1);
-        let name = match pack {
-            1 => "write_both_1",
-            2 => "write_both_2",
-            4 => "write_both_4",
-            8 => "write_both_8",
-            _ => "write_both_16",
-        };
-        let count = rows * (width / pack);
-        let grid = (count.div_ceil(THREADS).min(MOST_BLOCKS) as u32, 2, 1);
-        let launch = MODULE.launch(self, name, grid, THREADS as u32, 0)?.overlapping();
-        let [width, pitch, place] = [width, pitch, place].map(|bytes| (bytes / pack) as i64);
-        let (both, count) = (Both { from, to }, count as i64);
-        // SAFETY: as the caller promises.
-        unsafe {
-            launch.with(|arguments| {
-                arguments.arg(&both).arg(&width).arg(&pitch).arg(&count).arg(&start).arg(&place);
-            })
-        }
-    }
-
     /// Writes rows `(tokens, heads, width)` of two tensors to their places `(tokens)` u32 in two contiguous
     /// tensors of `room` rows, all of one dtype of 2 or 4 bytes; those beyond are left out.
     pub(crate) fn write_rows_both(

@@ -27,14 +27,13 @@ use half::{bf16, f16};
 use std::sync::Arc;
 
 pub(crate) use blas::{Matrix, Rows, require_floats};
-pub(crate) use copy::Stripes;
 pub(crate) use host::{Copied, Pinned, copy_to_host, launch_uploads};
 pub(crate) use lane::Lane;
 pub(crate) use launch::launch_time;
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, free_memory, memory, open, reset_peak};
 pub(crate) use product::{CodesTerm, MOST_OUTPUTS as MOST_SUMS, Sum, TILE, Term};
-pub(crate) use recording::{Recorded, can_record, is_recording, refuse_in_recording};
+pub(crate) use recording::{Recorded, can_record, is_recording, next_part, refuse_in_recording};
 pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, a_block_a_row, any_groups};
 pub(crate) use thin_product::{MOST_ROWS as MOST_THIN_ROWS, ThinProduct};
 pub(crate) use tma::TmaDescriptor;

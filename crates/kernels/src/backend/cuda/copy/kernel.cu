@@ -67,40 +67,6 @@ COPY(4, unsigned)
 COPY(8, uint2)
 COPY(16, uint4)
 
-/// Two tensors that are written at once: `blockIdx.y` says which.
-struct Both {
-    const void *from[2];
-    void *to[2];
-};
-
-/// Rows of `width` packs one behind the other become rows `pitch` packs apart, from the place on that
-/// `start` counts in places of `place` packs, if it isn't null. Nothing is written where the rows have no
-/// room for it.
-template <typename Bits>
-__device__ __forceinline__ void write_both(const Both &both, int64_t width, int64_t pitch,
-                                           int64_t count, const uint32_t *start, int64_t place) {
-    follow_previous();
-    const int64_t first = start == nullptr ? 0 : *start * place;
-    if (first + width > pitch) return;
-    const Bits *const from = static_cast<const Bits *>(both.from[blockIdx.y]);
-    Bits *const to = static_cast<Bits *>(both.to[blockIdx.y]) + first;
-    const int64_t step = int64_t(gridDim.x) * THREADS;
-    for (int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x; i < count; i += step)
-        to[i / width * pitch + i % width] = from[i];
-}
-
-#define WRITE_BOTH(bytes, Bits)                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                          \
-        write_both_##bytes(const __grid_constant__ Both both, int64_t width, int64_t pitch,        \
-                           int64_t count, const uint32_t *start, int64_t place) {                  \
-        write_both<Bits>(both, width, pitch, count, start, place);                                 \
-    }
-WRITE_BOTH(1, unsigned char)
-WRITE_BOTH(2, unsigned short)
-WRITE_BOTH(4, unsigned)
-WRITE_BOTH(8, uint2)
-WRITE_BOTH(16, uint4)
-
 /// Rows of two tensors `(tokens, heads, width)`, found by the strides of tokens and heads, and where they go:
 /// `blockIdx.y` says which. In packs.
 struct PlacedRows {

@@ -1,9 +1,9 @@
 //! Passes that read one more token of each text, recorded on the device: the host can't launch their many short
 //! kernels as fast as they run.
 
+use super::{Next, PagedCache, Stretch, Updates};
 use crate::adapter::{Adapter, AdapterVersion};
 use crate::model::Model;
-use crate::pass::{Next, PagedCache, Stretch, Updates};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::recording::Recording;
