@@ -10,6 +10,14 @@ use std::convert::Infallible as Recorded;
 
 const OPERATION: &str = "recording";
 
+/// Tells that the next one of the parts of some work begins, such as a layer of a model, and that it, and all that follows,
+/// reads nothing that operations have made in the part before the last. A [`Recording`] of the work then has memory for two
+/// of the parts. Elsewhere it means nothing.
+pub fn next_part() {
+    #[cfg(feature = "cuda")]
+    crate::backend::cuda::next_part();
+}
+
 /// Recorded work, and the memory that it reads and writes.
 pub struct Recording {
     recorded: Recorded,
@@ -212,6 +220,52 @@ mod tests {
                     assert_identical(&here(other.output()), &expected(*rows, seed + 1));
                 }
             }
+        }
+
+        #[test]
+        #[ignore = "needs an NVIDIA GPU"]
+        fn cuda_parts_have_the_memory_of_two() {
+            let device = cuda();
+            let given = |shape: &[usize], seed| {
+                random(shape, seed).to_dtype(DType::F32).unwrap().to_device(&device).unwrap()
+            };
+            let (table, norm) = (given(&[50, 24], 1), given(&[24], 2));
+            let weights: Vec<_> = (3..13).map(|seed| given(&[24, 24], seed)).collect();
+            // As layers have it: a stream, and what a part adds to it in the next one.
+            let work = |ids: &Tensor, tells: bool| -> Result<Tensor> {
+                let mut x = embedding::forward(&table, ids)?;
+                let mut branch = None;
+                for weight in &weights {
+                    if tells {
+                        next_part();
+                    }
+                    if let Some(branch) = branch {
+                        x = arithmetic::add(&x, &branch)?;
+                    }
+                    let normed = rms_norm::forward(&x, &norm, 1e-5, 0.0)?;
+                    branch = Some(arithmetic::scale(&matmul::linear(&normed, weight, None)?, 0.5)?);
+                }
+                arithmetic::scale(&x, 3.0)
+            };
+            let ids = [3u32, 17, 4, 44, 0];
+            let record = |tells| Recording::new(&device, &ids, |ids| work(ids, tells)).unwrap();
+            let (mut told, untold) = (record(true), record(false));
+            let (few, all) = (told.recorded.bytes().unwrap(), untold.recorded.bytes().unwrap());
+            assert!(3 * few < all, "{few} {all}");
+            for ids in [[9u32, 1, 1, 20, 5], ids] {
+                told.run(&ids).unwrap();
+                let expected = work(&Tensor::new(&ids, &device).unwrap(), false).unwrap();
+                assert_identical(&here(told.output()), &here(&expected));
+            }
+            // One of fewer rows in its memory, and the other as before.
+            let few = Recording::in_memory_of(&told, &device, &ids[..2], |ids| work(ids, true));
+            let mut few = few.unwrap();
+            few.run(&[7, 8]).unwrap();
+            let expected = work(&Tensor::new(&[7u32, 8], &device).unwrap(), false).unwrap();
+            assert_identical(&here(few.output()), &here(&expected));
+            told.run(&ids).unwrap();
+            let expected = work(&Tensor::new(&ids, &device).unwrap(), false).unwrap();
+            assert_identical(&here(told.output()), &here(&expected));
         }
 
         #[test]

@@ -9,6 +9,7 @@ use crate::model::layer::{Attention, GateUp, Layer, Mlp, Norm, QueryKeyValue};
 use crate::model::rope::Rotation;
 use crate::{Error, Result};
 use candle_core::Tensor;
+use metal_candle_kernels::recording;
 use std::sync::Arc;
 
 impl Norm {
@@ -273,6 +274,8 @@ pub(super) fn run_layers(
     let mut stream = Stream { x, branch: None };
     let count = layers.len();
     for (index, layer) in layers.iter().enumerate() {
+        // A layer reads the stream and the branch of the one before it.
+        recording::next_part();
         let cache = caches.of_layer(index)?;
         stream = if cache.is_none() && tape.is_checkpointing() {
             let (layer, pass) = (layer.clone(), pass.clone());

@@ -2,8 +2,8 @@
 //!
 //! A graph repeats its kernels with the same addresses. So the first time, when the work runs as usual, the
 //! tensors that it makes are kept, and the second time, when its launches are captured, they are given out
-//! again in their order: nothing is allocated in the graph. Graphs that never run at once may have the same
-//! memory. It is captured on a stream of its own, so that other threads may use the device meanwhile, and is
+//! again in their order: nothing is allocated in the graph. Work that tells its parts has the memory of two of them,
+//! in turns. Graphs that never run at once may have the same memory. It is captured on a stream of its own, so that other threads may use the device meanwhile, and is
 //! launched on the device's.
 
 use super::{Array, Cuda};
@@ -34,6 +34,8 @@ enum Phase {
     Run {
         made: Vec<Tensor>,
         given: Vec<Tensor>,
+        /// How much was made when each part began.
+        parts: Vec<usize>,
         /// What other work has made, in whose memory this one's tensors may lie.
         memory: Vec<Tensor>,
         /// Where cuBLAS has a part in it.
@@ -175,6 +177,15 @@ impl Products {
     }
 }
 
+/// Begins a part of the work, which reads nothing that the part before the last has made.
+pub(crate) fn next_part() {
+    PHASE.with_borrow_mut(|phase| {
+        if let Some(Phase::Run { made, parts, .. }) = phase {
+            parts.push(made.len());
+        }
+    });
+}
+
 /// Keeps a tensor that an operation makes.
 pub(super) fn note_made(tensor: &Tensor) {
     PHASE.with_borrow_mut(|phase| {
@@ -188,10 +199,16 @@ pub(super) fn note_made(tensor: &Tensor) {
 pub(super) fn made_before(shape: &Shape, dtype: DType) -> Result<Option<Tensor>> {
     PHASE.with_borrow_mut(|phase| match phase {
         None => Ok(None),
-        Some(Phase::Run { made, memory, .. }) => {
+        Some(Phase::Run { made, memory, parts, .. }) => {
             let count = shape.elem_count();
             let fits = |other: &&Tensor| other.dtype() == dtype && other.elem_count() >= count;
-            let Some(other) = memory.get(made.len()).filter(fits) else { return Ok(None) };
+            // What was made at the same place of the part before the last.
+            let done = match parts[..] {
+                [.., first, last, current] => made[first..last].get(made.len() - current),
+                _ => None,
+            };
+            let free = memory.get(made.len()).filter(fits).or(done.filter(fits));
+            let Some(other) = free else { return Ok(None) };
             let tensor = other.flatten_all()?.narrow(0, 0, count)?.reshape(shape)?;
             made.push(tensor.clone());
             Ok(Some(tensor))
@@ -235,8 +252,8 @@ impl Recorded {
         let inputs = cuda.strided(&tensor)?;
         let device_stream = cuda.stream.clone();
         let memory = memory.map(|other| other.made.clone()).unwrap_or_default();
-        let (made, given) = (Vec::new(), Vec::new());
-        let phase = InPhase::enter(Phase::Run { made, given, memory, products: None })?;
+        let (made, given, parts) = (Vec::new(), Vec::new(), Vec::new());
+        let phase = InPhase::enter(Phase::Run { made, given, parts, memory, products: None })?;
         let output = work(&inputs.tensor)?;
         let address = cuda.strided(&output)?.pointer;
         let Some(Phase::Run { made, given, products, .. }) = phase.leave() else {
@@ -270,6 +287,19 @@ impl Recorded {
         let recorded =
             Recorded { graph, stream, inputs, made, _given: given, _workspace: workspace };
         Ok((recorded, output))
+    }
+
+    /// The bytes of what it has made, each once.
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> Result<usize> {
+        let mut sizes = std::collections::HashMap::new();
+        for tensor in &self.made {
+            let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
+            let size: &mut usize =
+                sizes.entry(Cuda::of(tensor)?.strided(tensor)?.pointer).or_default();
+            *size = bytes.max(*size);
+        }
+        Ok(sizes.values().sum())
     }
 
     pub(crate) fn run(&mut self, inputs: &[u32]) -> Result<()> {
