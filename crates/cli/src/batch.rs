@@ -4,21 +4,19 @@
 //! goes on from there; when all are there, they are written to the output in the order of the prompts, and the file
 //! beside it goes.
 
+use crate::engine::{AtOnce, Writing, tell_guesses};
 use crate::errors::{FAILURE, INTERRUPTED, SUCCESS, usage};
 use crate::interrupt;
-use crate::models::{self, Loaded, check_adapter};
+use crate::models::{Loaded, check_adapter};
 use crate::output::{self, Terminal, are, grouped, plural};
 use crate::progress::Bar;
 use crate::prompts;
 use anyhow::Context;
 use clap::Args;
 use metal_candle::adapter::Adapter;
-use metal_candle::engine::{
-    CacheDtype, Engine, EngineOptions, Event, Request, RequestId, Statistics,
-};
+use metal_candle::engine::{Engine, Event, Request, RequestId};
 use metal_candle::files::{plain, write_atomic};
 use metal_candle::generate::{FinishReason, GenerateOptions};
-use metal_candle::model::Model;
 use metal_candle::text::{Message, Tokenizer};
 use metal_candle::train::FolderLock;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -42,55 +40,8 @@ pub struct Batch {
     /// The file of answers, in the order of the prompts; a run that was stopped goes on
     #[arg(short, long, value_name = "FILE", requires = "prompts")]
     pub output: Option<PathBuf>,
-    /// Prompts that are read or answered at once, at most
-    #[arg(long, value_name = "N", default_value_t = EngineOptions::default().max_sequences)]
-    pub max_sequences: usize,
-    /// Tokens that the model reads at once, at most
-    #[arg(long, value_name = "N", default_value_t = EngineOptions::default().max_batch_tokens)]
-    pub max_batch_tokens: usize,
-    /// Tokens that the KV cache has room for [default: what fits into most of a GPU's free memory, or a quarter of
-    /// the machine's]
-    #[arg(long, value_name = "N")]
-    pub cache_tokens: Option<usize>,
-    /// How the KV cache keeps its numbers: `model`, in the model's dtype, or `mxint8`, rounded to 8 bits with a scale
-    /// for each 32, which takes about half of the memory
-    #[arg(long, value_name = "DTYPE", default_value_t = EngineOptions::default().cache_dtype)]
-    pub cache_dtype: CacheDtype,
-    /// Give an answer the same bits whatever other answers are written beside it, and in whatever pieces its prompt is
-    /// read; it takes a little longer, and on GPUs before Hopper and on Metal few answers take as long as many
-    #[arg(long)]
-    pub batch_invariant: bool,
-    /// Tokens to guess after the last of an answer and to read together with it, while few answers are written; the
-    /// answers stay what they are. 0 is none
-    #[arg(long, value_name = "N", default_value_t = EngineOptions::default().draft_tokens)]
-    pub draft_tokens: usize,
-    /// A smaller model of the same vocabulary that guesses them, a folder or an id on the hub [default: what followed
-    /// the last tokens where they stood before]
-    #[arg(long, value_name = "DIR|ID", requires = "draft_tokens")]
-    pub draft_model: Option<String>,
-}
-
-impl Batch {
-    fn engine_options(&self) -> EngineOptions {
-        EngineOptions {
-            max_sequences: self.max_sequences,
-            max_batch_tokens: self.max_batch_tokens,
-            cache_tokens: self.cache_tokens,
-            cache_dtype: self.cache_dtype,
-            batch_invariant: self.batch_invariant,
-            draft_tokens: self.draft_tokens,
-            ..EngineOptions::default()
-        }
-    }
-
-    /// A smaller model beside this one, if one is asked for.
-    fn draft_model(&self, model: &Model, terminal: Terminal) -> anyhow::Result<Option<Arc<Model>>> {
-        let Some(name) = &self.draft_model else { return Ok(None) };
-        let folder = models::resolve(name, None, terminal)?;
-        let draft = Model::load(&folder, model.dtype(), model.device())
-            .with_context(|| format!("the draft model {name}"))?;
-        Ok(Some(Arc::new(draft)))
-    }
+    #[command(flatten)]
+    pub at_once: AtOnce,
 }
 
 /// A line of the prompts.
@@ -209,13 +160,13 @@ struct Report {
 
 /// Answers a file of prompts.
 pub fn run(
-    batch: &Batch,
+    (at_once, writing): (&AtOnce, &Writing),
     prompts: &Path,
     output: &Path,
     given: &Given,
     terminal: Terminal,
 ) -> anyhow::Result<u8> {
-    let mut engine_options = batch.engine_options();
+    let mut engine_options = writing.options_for(at_once);
     engine_options.validate().map_err(usage)?;
     if output.exists() {
         return Err(usage(format!("output: {} exists already; choose another", output.display())));
@@ -223,7 +174,7 @@ pub fn run(
     let asked = read(prompts, given)?;
     let _lock = FolderLock::acquire_beside(output)?;
     let mut partial = Partial::open(output, given, &asked, terminal)?;
-    engine_options.draft_model = batch.draft_model(&given.loaded.model, terminal)?;
+    engine_options.draft_model = writing.draft_model(&given.loaded.model, terminal)?;
     let stop = interrupt::watch("stopping; the same command goes on from here");
     let mut engine =
         Engine::new(&given.loaded.model, Some(&given.loaded.tokenizer), engine_options)?;
@@ -241,7 +192,7 @@ pub fn run(
         if stop.load(Ordering::Relaxed) {
             return Ok(INTERRUPTED);
         }
-        while engine.statistics().waiting < batch.max_sequences
+        while engine.statistics().waiting < at_once.max_sequences
             && let Some(index) = left.pop_front()
         {
             match engine.submit(asked[index].request.clone()) {
@@ -281,10 +232,7 @@ pub fn run(
     drop(bar);
     interrupt::unwatch();
     let seconds = started.elapsed().as_secs_f64();
-    let Statistics { drafted, accepted, .. } = engine.statistics();
-    if drafted > 0 {
-        tracing::info!("{} of {} guessed tokens were right", grouped(accepted), grouped(drafted));
-    }
+    tell_guesses(engine.statistics());
     let failed = partial.finish(output)?;
     let report = Report {
         answers: asked.len(),

@@ -6,6 +6,7 @@ mod check;
 mod colour;
 mod commands;
 mod datasets;
+mod engine;
 mod errors;
 mod interrupt;
 mod logging;

@@ -433,14 +433,6 @@ fn style() -> ProgressStyle {
         .progress_chars("=> ")
 }
 
-/// Says that a text is longer than the model was made for.
-pub fn warn_of_length(model: &Model, tokens: usize) {
-    let limit = model.config().max_position_embeddings;
-    if tokens > limit {
-        tracing::warn!("{tokens} tokens are more than the {limit} that this model was made for");
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,6 +1,7 @@
 //! `demo`: teach a small model, which is part of this program, to answer questions, and if wanted to prefer one form of
 //! answer over another.
 
+use crate::engine::write_all;
 use crate::errors::INTERRUPTED;
 use crate::interrupt;
 use crate::models::{Runtime, set_threads};
@@ -17,7 +18,8 @@ use anyhow::{Context, bail};
 use clap::Args;
 use metal_candle::adapter::Adapter;
 use metal_candle::data::{Body, Record, read_records};
-use metal_candle::generate::{GenerateOptions, generate};
+use metal_candle::engine::{Engine, EngineOptions, Request};
+use metal_candle::generate::GenerateOptions;
 use metal_candle::model::Model;
 use metal_candle::text::{Message, Tokenizer};
 use metal_candle::{Error, files};
@@ -46,6 +48,9 @@ const ASSETS: &[(&str, &[u8])] = &[
     asset!("instructions/valid.jsonl"),
     asset!("instructions/test.jsonl"),
 ];
+
+/// Questions that are answered at once.
+const AT_ONCE: usize = 32;
 
 /// The share of held-out questions that the adapter has to answer. Less means that this build
 /// computes something wrong.
@@ -245,18 +250,26 @@ fn ask(
         Some(bar) => bar.set_message(what),
         None => terminal.note(format!("{what} {} held-out questions", questions.len())),
     }
-    let options = GenerateOptions { max_tokens: ANSWER_TOKENS, ..options.clone() };
-    let mut answers = Vec::with_capacity(questions.len());
-    for (question, seed) in questions.iter().zip(0..) {
+    let request = |(question, seed): (&Question, u64)| -> anyhow::Result<Request> {
         let prompt = prompts::encode(tokenizer, &question.text, None, false, &Map::new())?;
-        let mut options = options.clone();
+        let mut options = GenerateOptions { max_tokens: ANSWER_TOKENS, ..options.clone() };
         options.sampling.seed = seed;
-        answers.push(generate(model, adapter, tokenizer, &prompt, options)?.0);
+        Ok(Request { prompt, options, adapter: adapter.cloned(), ..Request::default() })
+    };
+    let requests: Vec<_> = questions.iter().zip(0..).map(request).collect::<Result<_, _>>()?;
+    let most = requests.iter().map(|it| it.prompt.len() + it.options.max_tokens).max();
+    let usual = EngineOptions::default();
+    let cache_tokens = most.unwrap_or(1).next_multiple_of(usual.block_size) * AT_ONCE;
+    let options =
+        EngineOptions { max_sequences: AT_ONCE, cache_tokens: Some(cache_tokens), ..usual };
+    let mut engine = Engine::new(model, Some(tokenizer), options)?;
+    let ended = || {
         if let Some(bar) = bar.drawn() {
             bar.inc(1);
         }
-    }
-    Ok(answers)
+    };
+    let written = write_all(&mut engine, requests, ended)?;
+    Ok(written.into_iter().map(|it| it.text).collect())
 }
 
 /// The share of answers that are right to the letter.

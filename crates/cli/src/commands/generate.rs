@@ -1,8 +1,9 @@
 //! `generate`: write a text, or many.
 
 use crate::batch::{self, Batch};
+use crate::engine::{Writer, Writing};
 use crate::errors::{SUCCESS, usage};
-use crate::models::{Placed, Runtime, Source, set_threads, warn_of_length};
+use crate::models::{Placed, Runtime, Source, set_threads};
 use crate::output::{self, Terminal};
 use crate::sampling::Sampling;
 use crate::template::TemplateFlags;
@@ -10,7 +11,7 @@ use crate::wrap::{Flow, stdout_columns};
 use crate::{interrupt, prompts};
 use anyhow::Context;
 use clap::Args;
-use metal_candle::generate::{FinishReason, Generation, Session};
+use metal_candle::generate::FinishReason;
 use serde::Serialize;
 use std::io::{IsTerminal, Read};
 use std::path::PathBuf;
@@ -53,6 +54,8 @@ pub struct Arguments {
     template: TemplateFlags,
     #[command(flatten)]
     batch: Batch,
+    #[command(flatten)]
+    writing: Writing,
     #[command(flatten)]
     sampling: Sampling,
     #[command(flatten)]
@@ -130,7 +133,8 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             system: arguments.system.as_deref(),
             raw: arguments.raw,
         };
-        return batch::run(&arguments.batch, prompts, output, &given, terminal);
+        let engine = (&arguments.batch.at_once, &arguments.writing);
+        return batch::run(engine, prompts, output, &given, terminal);
     }
     let ids = prompts::encode(
         &loaded.tokenizer,
@@ -141,27 +145,31 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     )?;
 
     let stream = arguments.stream && !terminal.json;
-    let mut session = Session::new(&loaded.model, loaded.adapter.as_ref());
+    let mut writer = Writer::new(&loaded, &arguments.writing, terminal)?;
+    let prompt_tokens = ids.len();
     let started = Instant::now();
-    let mut generation = Generation::new(&mut session, &loaded.tokenizer, &ids, options)?;
-    let prefill = started.elapsed().as_secs_f64();
-    let started = Instant::now();
-    let mut text = String::new();
+    let mut prefilled = None;
+    let (mut text, mut tokens) = (String::new(), Vec::new());
     let mut flow = Flow::new(stdout_columns());
-    for piece in &mut generation {
-        let piece = piece?.text;
-        if stream && !piece.is_empty() {
-            output::write(&flow.push(&piece))?;
+    let finished = writer.write(ids, options, |piece| {
+        prefilled.get_or_insert_with(Instant::now);
+        tokens.extend(piece.token);
+        if stream && !piece.text.is_empty() {
+            output::write(&flow.push(&piece.text))?;
         }
-        text.push_str(&piece);
-    }
-    let decode = started.elapsed().as_secs_f64();
+        text.push_str(&piece.text);
+        Ok(true)
+    })?;
+    let prefilled = prefilled.unwrap_or_else(Instant::now);
+    let decode = prefilled.elapsed().as_secs_f64();
+    // Without the token that ends it.
+    tokens.truncate(finished.map_or(0, |finished| finished.tokens));
     let report = Report {
-        tokens: generation.tokens().to_vec(),
-        finish_reason: generation.finish_reason(),
-        prompt_tokens: ids.len(),
-        prefill_tokens_per_second: ids.len() as f64 / prefill,
-        decode_tokens_per_second: generation.tokens().len() as f64 / decode,
+        finish_reason: finished.map(|finished| finished.reason),
+        prompt_tokens,
+        prefill_tokens_per_second: prompt_tokens as f64 / (prefilled - started).as_secs_f64(),
+        decode_tokens_per_second: tokens.len() as f64 / decode,
+        tokens,
         text,
     };
     tracing::info!(
@@ -171,7 +179,6 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         report.tokens.len(),
         report.decode_tokens_per_second
     );
-    warn_of_length(&loaded.model, ids.len() + report.tokens.len());
     if terminal.json {
         output::json(&report)?;
     } else if stream {

@@ -1,5 +1,6 @@
 //! `serve`: an OpenAI endpoint on this machine.
 
+use crate::engine::{AtOnce, Writing};
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
 use crate::models::{Placed, Runtime, Source, set_threads};
@@ -10,7 +11,7 @@ use crate::template::TemplateFlags;
 use anyhow::Context;
 use clap::Args;
 use metal_candle::devices;
-use metal_candle::engine::{CacheDtype, EngineOptions};
+use metal_candle::engine::EngineOptions;
 use metal_candle::hub::HubOptions;
 use metal_candle::model::Model;
 use metal_candle_serve::{Base, HubAdapters, Options, Server, Tls};
@@ -103,30 +104,13 @@ pub struct Arguments {
     /// The share of the device's time that fine-tuning gets while texts are written
     #[arg(long, value_name = "X", default_value_t = usual().training_share, help_heading = "Limits")]
     training_share: f64,
-    /// Texts that are read and written at once, at most
-    #[arg(long, value_name = "N", default_value_t = EngineOptions::default().max_sequences, help_heading = "Engine")]
-    max_sequences: usize,
-    /// Tokens that the model reads at once, at most
-    #[arg(long, value_name = "N", default_value_t = EngineOptions::default().max_batch_tokens, help_heading = "Engine")]
-    max_batch_tokens: usize,
+    #[command(flatten)]
+    at_once: AtOnce,
     /// Requests that wait, at most
     #[arg(long, value_name = "N", default_value_t = usual().engine.max_waiting, help_heading = "Engine")]
     max_waiting: usize,
-    /// Tokens that the KV cache has room for [default: what fits into most of a GPU's free memory, or a quarter of
-    /// the machine's]
-    #[arg(long, value_name = "N", help_heading = "Engine")]
-    cache_tokens: Option<usize>,
-    /// How the KV cache keeps its numbers: `model`, in the model's dtype, or `mxint8`, rounded to 8 bits with a scale
-    /// for each 32, which takes about half of the memory
-    #[arg(long, value_name = "DTYPE", default_value_t = EngineOptions::default().cache_dtype, help_heading = "Engine")]
-    cache_dtype: CacheDtype,
-    /// Give a text the same bits whatever other texts are written beside it, and in whatever pieces its prompt is read; it
-    /// takes a little longer, and on GPUs before Hopper and on Metal few texts take as long as many
-    #[arg(long, help_heading = "Engine")]
-    batch_invariant: bool,
-    /// Tokens to guess after the last of a text and to read together with it, while few texts are written
-    #[arg(long, value_name = "N", default_value_t = EngineOptions::default().draft_tokens, help_heading = "Engine")]
-    draft_tokens: usize,
+    #[command(flatten)]
+    writing: Writing,
     /// Write texts on so many NVIDIA GPUs of this machine, with the whole model on each; fine-tuning takes the first
     #[arg(long, value_name = "N|all", help_heading = "Device")]
     gpus: Option<Gpus>,
@@ -149,14 +133,8 @@ impl Arguments {
             adapters: self.adapters.clone(),
             max_adapters: self.max_adapters,
             engine: EngineOptions {
-                max_sequences: self.max_sequences,
-                max_batch_tokens: self.max_batch_tokens,
                 max_waiting: self.max_waiting,
-                cache_tokens: self.cache_tokens,
-                cache_dtype: self.cache_dtype,
-                batch_invariant: self.batch_invariant,
-                draft_tokens: self.draft_tokens,
-                ..EngineOptions::default()
+                ..self.writing.options_for(&self.at_once)
             },
             api_keys: self.api_key.clone(),
             allow_anyone: self.allow_anyone,
@@ -214,7 +192,10 @@ pub fn run(mut arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     };
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
-    let options = arguments.options()?;
+    let mut options = arguments.options()?;
+    if gpus > 1 && arguments.writing.draft_model.is_some() {
+        return Err(usage("draft_model: is for one device, and gpus says more"));
+    }
     let source = Source {
         model: Some(arguments.model.clone()),
         revision: arguments.revision.clone(),
@@ -222,6 +203,7 @@ pub fn run(mut arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     };
     let loaded =
         source.load(&arguments.runtime, &Placed::default(), &arguments.template, terminal)?;
+    options.engine.draft_model = arguments.writing.draft_model(&loaded.model, terminal)?;
     let mut replicas = Vec::new();
     for number in 1..gpus {
         replicas.push(Arc::new(Model::load_with(

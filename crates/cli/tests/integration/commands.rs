@@ -270,6 +270,58 @@ fn stdin_is_a_prompt_and_a_conversation() {
         run(&chat, "What is 1?\n/reset\nWhat is 1?\n/system Be brief.\nWhat is 1?\n/exit\nno\n");
     let one = place.ok(&[&generate[..], &["--ignore-eos", "-p", "What is 1?"]].concat());
     assert!(answers.starts_with(&one.repeat(2)), "{answers:?} {one:?}");
+
+    // A conversation that outgrows the room of its first turns, and one with guesses.
+    let questions = "What is 1?\nWhat is 2?\nWhat is 3?\nWhat is 4?\n";
+    let conversation = run(&chat, questions);
+    assert!(conversation.starts_with(&one), "{conversation:?} {one:?}");
+    let guessed = ["--draft-tokens", "3", "--draft-model", "base"];
+    assert_eq!(run(&[&chat[..], &guessed].concat(), questions), conversation);
+}
+
+#[test]
+fn answers_are_compared_with_those_of_the_data() {
+    let place = Place::with_model();
+    place.ok(&[
+        "train",
+        "-m",
+        "base",
+        "-d",
+        "data",
+        "--steps",
+        "60",
+        "--learning-rate",
+        "1e-2",
+        "-q",
+    ]);
+    let evaluate = |model: [&str; 2], more: &[&str]| {
+        let run = ["evaluate", "-d", "data/test.jsonl", "--generate", "-n", "9", "--json"];
+        place.json(&[&run[..], &model, more].concat())
+    };
+    // All answers of the data are the same, so the adapter knows that of questions it never saw.
+    let tuned = evaluate(["-a", "adapters"], &["--answers", "answers.jsonl"]);
+    let answers = &tuned["answers"];
+    assert_eq!((&answers["count"], &answers["without_room"]), (&3.into(), &0.into()));
+    assert_eq!((&answers["exact"], &answers["containing"]), (&1.0.into(), &1.0.into()), "{tuned}");
+    let lines = place.read("answers.jsonl");
+    let line: serde_json::Value = serde_json::from_str(lines.lines().nth(1).unwrap()).unwrap();
+    assert!(line["prompt"].as_str().unwrap().contains("What is 31?"), "{line}");
+    assert_eq!((&line["expected"], &line["answer"]), (&"A number.".into(), &"A number.".into()));
+    assert_eq!((&line["exact"], &line["finish_reason"]), (&true.into(), &"end_of_sequence".into()));
+    let one_by_one = evaluate(["-a", "adapters"], &["--max-sequences", "1", "--draft-tokens", "3"]);
+    assert_eq!(one_by_one["answers"]["tokens"], answers["tokens"]);
+    let untaught = evaluate(["-m", "base"], &[]);
+    assert_eq!(untaught["answers"]["exact"], 0.0, "{untaught}");
+
+    let wrong = ["evaluate", "-m", "base", "-d"];
+    let fails = |more: &[&str]| place.fails(2, &[&wrong[..], more].concat());
+    let stderr = fails(&["data/test.jsonl", "--generate", "--answers", "answers.jsonl"]);
+    assert!(stderr.contains("answers.jsonl exists already"), "{stderr}");
+    let stderr = fails(&["data/test.jsonl", "--answers", "more.jsonl"]);
+    assert!(stderr.contains("--generate"), "{stderr}");
+    place.write("texts.jsonl", "{\"text\": \"A number is a number.\"}\n");
+    let stderr = fails(&["texts.jsonl", "--generate"]);
+    assert!(stderr.contains("an example without a prompt"), "{stderr}");
 }
 
 #[test]

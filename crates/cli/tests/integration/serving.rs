@@ -428,9 +428,13 @@ fn an_answer_that_stands_still_is_stopped() {
 #[test]
 fn flags_of_a_model_here_are_none_of_a_servers() {
     let place = Place::new();
-    for flag in
-        [["--adapter", "a"], ["--device", "cpu"], ["--chat-template", "x"], ["--dtype", "f32"]]
-    {
+    for flag in [
+        ["--adapter", "a"],
+        ["--device", "cpu"],
+        ["--chat-template", "x"],
+        ["--dtype", "f32"],
+        ["--cache-dtype", "mxint8"],
+    ] {
         let stderr =
             place.fails(2, &[&["chat", "--server", "http://127.0.0.1:1"][..], &flag].concat());
         assert!(stderr.contains("cannot be used with") && stderr.contains(flag[0]), "{stderr}");

@@ -1,24 +1,30 @@
 //! A model on this machine.
 
 use super::{Answer, Partner};
+use crate::engine::{Writer, Writing};
 use crate::errors::usage;
 use crate::models::Loaded;
+use crate::output::Terminal;
 use crate::prompts;
-use metal_candle::generate::{GenerateOptions, Generation, Session};
+use metal_candle::generate::GenerateOptions;
 use metal_candle::text::Message;
 
 /// A model, and what it has read of the conversation.
 pub struct Local<'a> {
     loaded: &'a Loaded,
     options: GenerateOptions,
-    session: Session,
+    writer: Writer<'a>,
 }
 
 impl<'a> Local<'a> {
     /// One that has read nothing yet.
-    pub fn new(loaded: &'a Loaded, options: GenerateOptions) -> Self {
-        let session = Session::new(&loaded.model, loaded.adapter.as_ref());
-        Self { loaded, options, session }
+    pub fn new(
+        loaded: &'a Loaded,
+        options: GenerateOptions,
+        writing: &Writing,
+        terminal: Terminal,
+    ) -> anyhow::Result<Self> {
+        Ok(Self { loaded, options, writer: Writer::new(loaded, writing, terminal)? })
     }
 }
 
@@ -41,12 +47,10 @@ impl Partner for Local<'_> {
         let mut options = self.options.clone();
         // Two turns with the same draws would tend to repeat each other.
         options.sampling.seed = options.sampling.seed.wrapping_add(turn);
-        for piece in Generation::new(&mut self.session, tokenizer, &ids, options)? {
-            answer.push(&piece?.text)?;
-            if answer.is_stopped() {
-                break;
-            }
-        }
-        Ok(())
+        let written = self.writer.write(ids, options, |piece| {
+            answer.push(&piece.text)?;
+            Ok(!answer.is_stopped())
+        });
+        written.map(drop)
     }
 }

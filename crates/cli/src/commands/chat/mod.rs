@@ -3,6 +3,7 @@
 mod local;
 mod remote;
 
+use crate::engine::Writing;
 use crate::errors::{INTERRUPTED, SUCCESS, usage};
 use crate::interrupt;
 use crate::models::{Placed, Runtime, Source, set_threads};
@@ -42,7 +43,8 @@ pub struct Arguments {
         value_name = "URL",
         num_args = 0..=1,
         conflicts_with_all = [
-            "revision", "adapter", "chat_template", "dtype", "quantize", "base_compute", "base_placement", "device", "matmul", "threads",
+            "revision", "adapter", "chat_template", "dtype", "quantize", "base_compute", "base_placement", "device", "matmul", "threads", "cache_dtype",
+            "batch_invariant", "draft_tokens", "draft_model",
         ],
         help_heading = "Server"
     )]
@@ -56,6 +58,8 @@ pub struct Arguments {
     template: TemplateFlags,
     #[command(flatten)]
     sampling: Sampling,
+    #[command(flatten)]
+    writing: Writing,
     #[command(flatten)]
     runtime: Runtime,
     #[command(flatten)]
@@ -160,7 +164,7 @@ impl Answer {
 /// Talks.
 pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     interrupt::install()?;
-    let Arguments { source, server, access, system, template, sampling, runtime, placed } =
+    let Arguments { source, server, access, system, template, sampling, writing, runtime, placed } =
         arguments;
     let Some(server) = server else {
         if access.is_given() {
@@ -170,7 +174,7 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
         let loaded = source.load(&runtime, &placed, &template, terminal)?;
         loaded.tokenizer.require_chat_template()?;
         let options = sampling.resolve(&loaded.folder)?;
-        return talk(local::Local::new(&loaded, options), system, terminal);
+        return talk(local::Local::new(&loaded, options, &writing, terminal)?, system, terminal);
     };
     let client = Client::new(server.as_deref(), &access)?;
     let request = sampling.request(template.chat_template_kwargs)?;
