@@ -282,33 +282,24 @@ fn stdin_is_a_prompt_and_a_conversation() {
 #[test]
 fn answers_are_compared_with_those_of_the_data() {
     let place = Place::with_model();
-    place.ok(&[
-        "train",
-        "-m",
-        "base",
-        "-d",
-        "data",
-        "--steps",
-        "60",
-        "--learning-rate",
-        "1e-2",
-        "-q",
-    ]);
+    let teach = ["train", "--from-config", "shape", "--fine-tune-type", "full", "-d", "data"];
+    let long_enough = ["--steps", "60", "--learning-rate", "1e-2", "-o", "taught", "-q"];
+    place.ok(&[&teach[..], &long_enough].concat());
     let evaluate = |model: [&str; 2], more: &[&str]| {
         let run = ["evaluate", "-d", "data/test.jsonl", "--generate", "-n", "9", "--json"];
         place.json(&[&run[..], &model, more].concat())
     };
-    // All answers of the data are the same, so the adapter knows that of questions it never saw.
-    let tuned = evaluate(["-a", "adapters"], &["--answers", "answers.jsonl"]);
-    let answers = &tuned["answers"];
+    // All answers of the data are the same, so the model knows that of questions it never saw.
+    let taught = evaluate(["-m", "taught"], &["--answers", "answers.jsonl"]);
+    let answers = &taught["answers"];
     assert_eq!((&answers["count"], &answers["without_room"]), (&3.into(), &0.into()));
-    assert_eq!((&answers["exact"], &answers["containing"]), (&1.0.into(), &1.0.into()), "{tuned}");
+    assert_eq!((&answers["exact"], &answers["containing"]), (&1.0.into(), &1.0.into()), "{taught}");
     let lines = place.read("answers.jsonl");
     let line: serde_json::Value = serde_json::from_str(lines.lines().nth(1).unwrap()).unwrap();
     assert!(line["prompt"].as_str().unwrap().contains("What is 31?"), "{line}");
     assert_eq!((&line["expected"], &line["answer"]), (&"A number.".into(), &"A number.".into()));
     assert_eq!((&line["exact"], &line["finish_reason"]), (&true.into(), &"end_of_sequence".into()));
-    let one_by_one = evaluate(["-a", "adapters"], &["--max-sequences", "1", "--draft-tokens", "3"]);
+    let one_by_one = evaluate(["-m", "taught"], &["--max-sequences", "1", "--draft-tokens", "3"]);
     assert_eq!(one_by_one["answers"]["tokens"], answers["tokens"]);
     let untaught = evaluate(["-m", "base"], &[]);
     assert_eq!(untaught["answers"]["exact"], 0.0, "{untaught}");
