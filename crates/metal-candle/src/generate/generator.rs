@@ -71,8 +71,10 @@ impl Session {
         self.tokens.extend(tokens);
         let result = self.advance();
         if result.is_err() {
+            // Keys that were rotated for the longer text are of no use to this one.
+            let rotated = self.reader.model().ropes_change(before, self.tokens.len());
             self.tokens.truncate(before);
-            self.cached = self.cached.min(before);
+            self.cached = if rotated { 0 } else { self.cached.min(before) };
         }
         result
     }
