@@ -49,7 +49,7 @@ impl Recording {
     /// # Errors
     /// Those of `work`, and when the device can't record, the work isn't the same the second time, or an
     /// operation is given what Candle's own operations have made in the work, or is one that the host has a
-    /// part in, as attention with heads above 256.
+    /// part in, as attention over pools with heads above 256.
     pub fn new<E: From<candle_core::Error>>(
         device: &Device,
         inputs: &[u32],
@@ -232,7 +232,7 @@ mod tests {
             let (table, norm) = (given(&[50, 24], 1), given(&[24], 2));
             let weights: Vec<_> = (3..13).map(|seed| given(&[24, 24], seed)).collect();
             // As layers have it: a stream, and what a part adds to it in the next one.
-            let work = |ids: &Tensor, tells: bool| -> Result<Tensor> {
+            let work = |ids: &Tensor, tells: bool, more: bool| -> Result<Tensor> {
                 let mut x = embedding::forward(&table, ids)?;
                 let mut branch = None;
                 for weight in &weights {
@@ -243,28 +243,38 @@ mod tests {
                         x = arithmetic::add(&x, &branch)?;
                     }
                     let normed = rms_norm::forward(&x, &norm, 1e-5, 0.0)?;
+                    let normed = match more {
+                        true => arithmetic::scale(&normed, 2.0)?,
+                        false => normed,
+                    };
                     branch = Some(arithmetic::scale(&matmul::linear(&normed, weight, None)?, 0.5)?);
                 }
                 arithmetic::scale(&x, 3.0)
             };
             let ids = [3u32, 17, 4, 44, 0];
-            let record = |tells| Recording::new(&device, &ids, |ids| work(ids, tells)).unwrap();
+            let record =
+                |tells| Recording::new(&device, &ids, |ids| work(ids, tells, false)).unwrap();
             let (mut told, untold) = (record(true), record(false));
-            let (few, all) = (told.recorded.bytes().unwrap(), untold.recorded.bytes().unwrap());
-            assert!(3 * few < all, "{few} {all}");
+            let bytes = |recording: &Recording| -> usize {
+                let memory = recording.recorded.memory().unwrap();
+                memory.iter().map(|it| it.elem_count() * it.dtype().size_in_bytes()).sum()
+            };
+            assert!(3 * bytes(&told) < bytes(&untold), "{} {}", bytes(&told), bytes(&untold));
             for ids in [[9u32, 1, 1, 20, 5], ids] {
                 told.run(&ids).unwrap();
-                let expected = work(&Tensor::new(&ids, &device).unwrap(), false).unwrap();
+                let expected = work(&Tensor::new(&ids, &device).unwrap(), false, false).unwrap();
                 assert_identical(&here(told.output()), &here(&expected));
             }
-            // One of fewer rows in its memory, and the other as before.
-            let few = Recording::in_memory_of(&told, &device, &ids[..2], |ids| work(ids, true));
-            let mut few = few.unwrap();
-            few.run(&[7, 8]).unwrap();
-            let expected = work(&Tensor::new(&[7u32, 8], &device).unwrap(), false).unwrap();
-            assert_identical(&here(few.output()), &here(&expected));
+            // Others in its memory, of fewer rows and of more operations, and it as before.
+            let longer = |ids: &Tensor| work(ids, true, true);
+            let in_it = |ids: &[u32]| Recording::in_memory_of(&told, &device, ids, longer).unwrap();
+            for (mut other, ids) in [(in_it(&ids), &ids[..]), (in_it(&ids[..2]), &ids[..2])] {
+                other.run(ids).unwrap();
+                let expected = work(&Tensor::new(ids, &device).unwrap(), false, true).unwrap();
+                assert_identical(&here(other.output()), &here(&expected));
+            }
             told.run(&ids).unwrap();
-            let expected = work(&Tensor::new(&ids, &device).unwrap(), false).unwrap();
+            let expected = work(&Tensor::new(&ids, &device).unwrap(), false, false).unwrap();
             assert_identical(&here(told.output()), &here(&expected));
         }
 

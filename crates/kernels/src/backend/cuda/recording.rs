@@ -15,7 +15,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream, result};
 use candle_core::cuda_backend::{CudaStorage, WrapErr};
 use candle_core::{DType, Device, Layout, Result, Shape, Tensor, bail};
 use std::cell::RefCell;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -36,7 +36,7 @@ enum Phase {
         given: Vec<Tensor>,
         /// How much was made when each part began.
         parts: Vec<usize>,
-        /// What other work has made, in whose memory this one's tensors may lie.
+        /// Memory that other work has for itself, in which this one's tensors may lie, each of it once.
         memory: Vec<Tensor>,
         /// Where cuBLAS has a part in it.
         products: Option<Products>,
@@ -201,14 +201,22 @@ pub(super) fn made_before(shape: &Shape, dtype: DType) -> Result<Option<Tensor>>
         None => Ok(None),
         Some(Phase::Run { made, memory, parts, .. }) => {
             let count = shape.elem_count();
-            let fits = |other: &&Tensor| other.dtype() == dtype && other.elem_count() >= count;
+            let fits = |other: &Tensor| other.dtype() == dtype && other.elem_count() >= count;
             // What was made at the same place of the part before the last.
             let done = match parts[..] {
                 [.., first, last, current] => made[first..last].get(made.len() - current),
                 _ => None,
             };
-            let free = memory.get(made.len()).filter(fits).or(done.filter(fits));
-            let Some(other) = free else { return Ok(None) };
+            let other = match done.filter(|other| fits(other)) {
+                Some(other) => other.clone(),
+                None => {
+                    let free = memory.iter().enumerate().filter(|(_, other)| fits(other));
+                    let Some((place, _)) = free.min_by_key(|(_, other)| other.elem_count()) else {
+                        return Ok(None);
+                    };
+                    memory.swap_remove(place)
+                }
+            };
             let tensor = other.flatten_all()?.narrow(0, 0, count)?.reshape(shape)?;
             made.push(tensor.clone());
             Ok(Some(tensor))
@@ -251,7 +259,7 @@ impl Recorded {
         let cuda = Cuda::of(&tensor)?;
         let inputs = cuda.strided(&tensor)?;
         let device_stream = cuda.stream.clone();
-        let memory = memory.map(|other| other.made.clone()).unwrap_or_default();
+        let memory = memory.map(Recorded::memory).transpose()?.unwrap_or_default();
         let (made, given, parts) = (Vec::new(), Vec::new(), Vec::new());
         let phase = InPhase::enter(Phase::Run { made, given, parts, memory, products: None })?;
         let output = work(&inputs.tensor)?;
@@ -289,17 +297,16 @@ impl Recorded {
         Ok((recorded, output))
     }
 
-    /// The bytes of what it has made, each once.
-    #[cfg(test)]
-    pub(crate) fn bytes(&self) -> Result<usize> {
-        let mut sizes = std::collections::HashMap::new();
+    /// What it has made, of tensors that begin at the same address the largest.
+    pub(crate) fn memory(&self) -> Result<Vec<Tensor>> {
+        let mut largest: BTreeMap<u64, &Tensor> = BTreeMap::new();
         for tensor in &self.made {
-            let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
-            let size: &mut usize =
-                sizes.entry(Cuda::of(tensor)?.strided(tensor)?.pointer).or_default();
-            *size = bytes.max(*size);
+            let known = largest.entry(Cuda::of(tensor)?.strided(tensor)?.pointer).or_insert(tensor);
+            if tensor.elem_count() > known.elem_count() {
+                *known = tensor;
+            }
         }
-        Ok(sizes.values().sum())
+        Ok(largest.into_values().cloned().collect())
     }
 
     pub(crate) fn run(&mut self, inputs: &[u32]) -> Result<()> {
