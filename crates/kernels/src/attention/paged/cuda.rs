@@ -13,7 +13,7 @@ use candle_core::{DType, Result, Tensor, bail};
 static MODULE: Module = module!("paged");
 
 /// The longest head that there is a kernel for.
-const MOST_HEAD_DIM: usize = 256;
+pub(super) const MOST_HEAD_DIM: usize = 256;
 
 /// What every kernel is given beside `Parameters`: `PagedBatch` in kernel.cu, field by field.
 #[repr(C)]

@@ -27,6 +27,8 @@ use super::{Options, check_heads, check_options};
 use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
 use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
 use crate::batch_invariance;
+#[cfg(feature = "cuda")]
+use crate::embedding;
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 
 /// The keys, or the values, of many tokens in blocks.
@@ -356,7 +358,8 @@ fn plan(spans: &[Span], tables: &[u32], room: usize) -> Result<(Vec<u32>, Plan)>
 /// # Errors
 /// When shapes don't fit the sequences, `heads` isn't a multiple of `kv_heads`, the pools aren't contiguous,
 /// a query would see a [`HOLE`], the window is 0, the softcap isn't positive, dtypes differ, one pool alone is
-/// rounded, or the tensors and the sequences aren't on one device; on a GPU also when `head_dim` is above 256.
+/// rounded, or the tensors and the sequences aren't on one device; when `head_dim` is above 256, on Metal, and on CUDA
+/// over rounded pools and in a recording: dense ones are read sequence by sequence then.
 pub fn forward_paged<'a>(
     q: &Tensor,
     k: impl Into<Pool<'a>>,
@@ -367,6 +370,14 @@ pub fn forward_paged<'a>(
     const OPERATION: &str = "attention::forward_paged";
     let pools = [k.into(), v.into()];
     let sizes = check(OPERATION, q, pools, sequences, options)?;
+    #[cfg(feature = "cuda")]
+    if q.device().is_cuda()
+        && sizes.head_dim > cuda::MOST_HEAD_DIM
+        && let [Pool::Dense(k), Pool::Dense(v)] = pools
+    {
+        crate::backend::cuda::refuse_in_recording("attention over pools with heads above 256")?;
+        return one_by_one(q, [k, v], sequences, options);
+    }
     on_gpu!(q, gpu => gpu::forward(OPERATION, sizes, q, pools, sequences, options));
     let q = Input::strided_rows(q)?;
     let [k, v] = pools.map(|pool| Input::contiguous(pool.elements()));
@@ -391,6 +402,43 @@ pub fn forward_paged<'a>(
         let shape = (sequences.tokens, sizes.heads, sizes.head_dim);
         Tensor::from_vec(o, shape, &Device::Cpu)
     })
+}
+
+/// What [`forward_paged`] gives, of each sequence by [`forward`](super::forward) over copies of its keys and values.
+#[cfg(feature = "cuda")]
+fn one_by_one(
+    q: &Tensor,
+    [k, v]: [&Tensor; 2],
+    sequences: &Sequences,
+    options: &Options,
+) -> Result<Tensor> {
+    let (blocks, block, kv_heads, head_dim) = k.dims4()?;
+    let mut parts = Vec::with_capacity(sequences.spans.len());
+    for (index, span) in sequences.spans.iter().enumerate() {
+        let Span { first, queries, keys } = *span;
+        if queries == 0 {
+            continue;
+        }
+        let table = sequences.table(index);
+        let place = |key: usize| match table[key / block] {
+            // No query sees it, so it may be any that there is.
+            HOLE => table[(keys - 1) / block] * block as u32 + ((keys - 1) % block) as u32,
+            entry => entry * block as u32 + (key % block) as u32,
+        };
+        let places: Vec<_> = (0..keys).map(place).collect();
+        let places = Tensor::from_vec(places, (1, keys), q.device())?;
+        let of_sequence = |pool: &Tensor| {
+            let rows = pool.reshape((blocks * block, kv_heads * head_dim))?;
+            embedding::forward(&rows, &places)?.reshape((1, keys, kv_heads, head_dim))
+        };
+        let (k, v) = (of_sequence(k)?, of_sequence(v)?);
+        let q = q.narrow(0, first, queries)?.unsqueeze(0)?;
+        parts.push(super::forward(&q, &k, &v, None, options)?.0.squeeze(0)?);
+    }
+    match parts.is_empty() {
+        true => Tensor::zeros(q.shape(), q.dtype(), q.device()),
+        false => Tensor::cat(&parts, 0),
+    }
 }
 
 /// The sizes of a call beside those of its sequences, checked.

@@ -721,11 +721,32 @@ mod cuda {
 
     #[test]
     #[ignore = "needs an NVIDIA GPU"]
-    fn cuda_handles_empty_batches_and_refuses_long_heads() {
+    fn cuda_handles_empty_batches_and_long_heads() {
         let device = crate::testing::cuda();
-        let case = Case::new(&[(1, 5)], 4, [2, 1], 257).to_dtype(DType::F32).to_device(&device);
-        let wrong = message(case.run());
-        assert!(wrong.contains("heads of 257 elements are too long for CUDA"), "{wrong}");
+        let sizes = [(5, 20), (0, 7), (1, 33), (40, 50)];
+        let long = Case::new(&sizes, 4, [4, 2], 264).scale(0.06);
+        for case in [long.clone(), long.window(9)] {
+            for (dtype, tolerance) in PRECISIONS {
+                let low = case.to_dtype(dtype);
+                let found = here(&low.to_device(&device).forward());
+                assert_close(&found, &low.expected(), tolerance);
+            }
+            let case = case.to_dtype(DType::F32).to_device(&device);
+            let sequences = case.sequences(&device).unwrap();
+            let recorded = Recording::new(&device, sequences.numbers(), |numbers| {
+                let sequences = sequences.reading(numbers)?;
+                forward_paged(&case.q, &case.k, &case.v, &sequences, &case.options)
+            });
+            let wrong = message::<Recording>(recorded);
+            assert!(wrong.contains("heads above 256 cannot be recorded"), "{wrong}");
+        }
+        let pool = || RoundedPool::new((4, 4, 1, 288), &device).unwrap();
+        let case = Case::new(&[(1, 5)], 4, [2, 1], 288).to_dtype(DType::F32).to_device(&device);
+        let sequence = Sequence { queries: 1, keys: 5, table: &[0, 1] };
+        let sequences = Sequences::new(&[sequence], 4, 4, &device).unwrap();
+        let wrong = forward_paged(&case.q, &pool(), &pool(), &sequences, &case.options);
+        let wrong = message(wrong);
+        assert!(wrong.contains("heads of 288 elements are too long for CUDA"), "{wrong}");
         let case = Case::new(&[(0, 5), (0, 0)], 4, [2, 1], 8).to_dtype(DType::F32);
         assert_eq!(case.to_device(&device).forward().dims(), [0, 2, 8]);
     }
