@@ -22,7 +22,7 @@ thread_local! {
 }
 
 /// Whether operations that this thread calls are to be so.
-pub(crate) fn is_on() -> bool {
+pub fn is_on() -> bool {
     IS_ON.get()
 }
 

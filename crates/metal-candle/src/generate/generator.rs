@@ -11,7 +11,7 @@ use metal_candle_kernels::recording::Recording;
 use std::sync::Arc;
 
 /// Tokens of the prompt that go through the model at a time, which bounds the memory it takes.
-const PREFILL: usize = 512;
+const PREFILL: usize = 2048;
 /// Tokens of a block of the cache, and the blocks that it begins with.
 const BLOCK: usize = 16;
 const FIRST_BLOCKS: u32 = 4;

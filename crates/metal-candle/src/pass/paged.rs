@@ -106,11 +106,25 @@ impl Pools {
         })
     }
 
+    /// Pools of numbers as they are.
+    fn dense(&self) -> Result<&[Tensor; 2]> {
+        match self {
+            Self::Dense(pools) => Ok(pools),
+            Self::Rounded(_) => {
+                Err(Error::option("cache", "is rounded, and such a cache does not grow"))
+            }
+        }
+    }
+
+    /// The first blocks of these pools.
+    fn first(&self, blocks: u32) -> Result<Self> {
+        let [keys, values] = self.dense()?;
+        let first = |pool: &Tensor| pool.narrow(0, 0, blocks as usize);
+        Ok(Self::Dense([first(keys)?, first(values)?]))
+    }
+
     /// Pools of so many blocks, no fewer, that begin with what these hold.
     fn grown(&self, blocks: u32) -> Result<Self> {
-        let Self::Dense(pools) = self else {
-            return Err(Error::option("cache", "is rounded, and such a cache does not grow"));
-        };
         let grown = |pool: &Tensor| -> Result<Tensor> {
             let (_, block, heads, width) = pool.dims4()?;
             let shape = (blocks as usize, block, heads, width);
@@ -118,7 +132,7 @@ impl Pools {
             copy::write(&larger, pool, 0, 0)?;
             Ok(larger)
         };
-        let [keys, values] = pools;
+        let [keys, values] = self.dense()?;
         Ok(Self::Dense([grown(keys)?, grown(values)?]))
     }
 
@@ -199,11 +213,22 @@ impl PagedCache {
         Ok(Self { layers, kinds: kinds.to_vec(), block, batch_invariant: false, updates })
     }
 
-    /// Makes room for `blocks` blocks for each kind of layers; what the first ones hold stays.
+    /// Makes room for `blocks` blocks for each kind of layers; what the first ones hold stays, also when there is no
+    /// memory for others.
     pub fn grow(&mut self, blocks: u32) -> Result<()> {
-        let grown = self.layers.iter().map(|(kind, pools)| Ok((*kind, pools.grown(blocks)?)));
-        // Until here the old ones stay, as there may be no memory for others.
-        self.layers = grown.collect::<Result<_>>()?;
+        // One layer after the other, so that there are both of one alone.
+        for index in 0..self.layers.len() {
+            let (kind, pools) = &self.layers[index];
+            match pools.grown(blocks) {
+                Ok(grown) => self.layers[index] = (*kind, grown),
+                Err(error) => {
+                    for (kind, pools) in &mut self.layers[..index] {
+                        *pools = pools.first(self.kinds[*kind].blocks)?;
+                    }
+                    return Err(error);
+                }
+            }
+        }
         for kind in &mut self.kinds {
             kind.blocks = blocks;
         }

@@ -36,7 +36,7 @@ impl ModelReader {
             let ragged = Ragged::new(stretches, total, cache, model.device())?;
             model.next_logits(&ragged, cache)
         };
-        let invariant = cache.batch_invariant;
+        let invariant = cache.batch_invariant || batch_invariance::is_on();
         devices::step(model.device(), || batch_invariance::within(invariant, read))
     }
 
