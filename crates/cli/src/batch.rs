@@ -4,7 +4,7 @@
 //! goes on from there; when all are there, they are written to the output in the order of the prompts, and the file
 //! beside it goes.
 
-use crate::engine::{AtOnce, Writing, tell_guesses};
+use crate::engine::{AtOnce, Writing, Written, write_all};
 use crate::errors::{FAILURE, INTERRUPTED, SUCCESS, usage};
 use crate::interrupt;
 use crate::models::{Loaded, check_adapter};
@@ -14,14 +14,15 @@ use crate::prompts;
 use anyhow::Context;
 use clap::Args;
 use metal_candle::adapter::Adapter;
-use metal_candle::engine::{Engine, Event, Request, RequestId};
+use metal_candle::engine::{Engine, Request};
 use metal_candle::files::{plain, write_atomic};
 use metal_candle::generate::{FinishReason, GenerateOptions};
 use metal_candle::text::{Message, Tokenizer};
 use metal_candle::train::FolderLock;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value, json};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::cell::Cell;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -184,55 +185,34 @@ pub fn run(
         asked.len() as u64,
     );
     let started = Instant::now();
-    let mut left: VecDeque<usize> =
+    let left: Vec<usize> =
         (0..asked.len()).filter(|index| partial.answers[*index].is_none()).collect();
-    let mut under_way: HashMap<RequestId, (usize, String)> = HashMap::new();
+    let ended = Cell::new(asked.len() - left.len());
     let (mut tokens, mut prompt_tokens) = (0, 0);
-    while !(left.is_empty() && engine.is_idle()) {
-        if stop.load(Ordering::Relaxed) {
-            return Ok(INTERRUPTED);
-        }
-        while engine.statistics().waiting < at_once.max_sequences
-            && let Some(index) = left.pop_front()
-        {
-            match engine.submit(asked[index].request.clone()) {
-                Ok(id) => {
-                    under_way.insert(id, (index, String::new()));
-                }
-                Err(error) => partial.add(&asked, index, Err(error.to_string()))?,
-            }
-        }
-        for (id, event) in engine.step() {
-            let Some((_, text)) = under_way.get_mut(&id) else { continue };
-            let answer = match event {
-                Event::Prompt(_) => continue,
-                Event::Piece(piece) => {
-                    text.push_str(&piece.text);
-                    tokens += 1;
-                    continue;
-                }
-                Event::Finished(finished) => {
-                    prompt_tokens += finished.prompt_tokens;
-                    Ok((finished.reason, finished.tokens))
-                }
-                Event::Failed(error) => Err(error.to_string()),
-            };
-            if let Some((index, text)) = under_way.remove(&id) {
-                let answer = answer.map(|(reason, tokens)| (text, reason, tokens));
-                partial.add(&asked, index, answer)?;
-            }
-        }
+    let requests = left.into_iter().map(|index| (index, asked[index].request.clone()));
+    let keep = |index: usize, written: Result<Written, String>| {
+        ended.set(ended.get() + 1);
+        let answer = written.map(|Written { text, finished }| {
+            prompt_tokens += finished.prompt_tokens;
+            (text, finished.reason, finished.tokens)
+        });
+        partial.add(&asked, index, answer)
+    };
+    let show = |so_far: u64| {
+        tokens = so_far;
         if let Some(bar) = bar.drawn() {
-            let open = left.len() + under_way.len();
-            bar.set_position((asked.len() - open) as u64);
-            let rate = f64::from(tokens) / started.elapsed().as_secs_f64();
+            bar.set_position(ended.get() as u64);
+            let rate = so_far as f64 / started.elapsed().as_secs_f64();
             bar.set_message(format!("{} tok/s", grouped(rate as u64)));
         }
+        !stop.load(Ordering::Relaxed)
+    };
+    if !write_all(&mut engine, requests, keep, show)? {
+        return Ok(INTERRUPTED);
     }
     drop(bar);
     interrupt::unwatch();
     let seconds = started.elapsed().as_secs_f64();
-    tell_guesses(engine.statistics());
     let failed = partial.finish(output)?;
     let report = Report {
         answers: asked.len(),
@@ -240,7 +220,7 @@ pub fn run(
         prompt_tokens,
         tokens: tokens as usize,
         seconds,
-        tokens_per_second: f64::from(tokens) / seconds,
+        tokens_per_second: tokens as f64 / seconds,
         output: output.into(),
     };
     if terminal.json {

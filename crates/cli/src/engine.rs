@@ -8,13 +8,15 @@ use clap::Args;
 use metal_candle::engine::{
     CacheDtype, Engine, EngineOptions, Event, Finished, Request, RequestId, Statistics,
 };
-use metal_candle::generate::{GenerateOptions, Piece};
+use metal_candle::generate::{FinishReason, GenerateOptions, Piece};
 use metal_candle::model::Model;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Requests that an engine is given before it has room for them.
 const AHEAD: usize = 256;
+/// Tokens of a text that there is room for from the beginning, if that many may be written.
+const USUAL_TOKENS: usize = 4096;
 
 /// How texts are written, one or many.
 #[derive(Debug, Clone, Args)]
@@ -54,7 +56,27 @@ pub struct AtOnce {
     pub cache_tokens: Option<usize>,
 }
 
+impl AtOnce {
+    /// Whether nothing else is asked for than usually.
+    fn is_usual(&self) -> bool {
+        let usual = EngineOptions::default();
+        self.max_sequences == usual.max_sequences
+            && self.max_batch_tokens == usual.max_batch_tokens
+            && self.cache_tokens == usual.cache_tokens
+    }
+}
+
 impl Writing {
+    /// Whether nothing else is asked for than usually, also of how many texts are written at once.
+    pub fn is_usual(&self, at_once: &AtOnce) -> bool {
+        let usual = EngineOptions::default();
+        at_once.is_usual()
+            && self.cache_dtype == usual.cache_dtype
+            && self.batch_invariant == usual.batch_invariant
+            && self.draft_tokens == usual.draft_tokens
+            && self.draft_model.is_none()
+    }
+
     /// An engine's options, but for the draft model.
     pub fn options(&self) -> EngineOptions {
         EngineOptions {
@@ -89,8 +111,9 @@ impl Writing {
     }
 }
 
-/// Says how many of the guessed tokens were right, if there were any.
-pub fn tell_guesses(Statistics { drafted, accepted, .. }: Statistics) {
+/// Says how many of the tokens that were guessed since `before` were right, if there were any.
+fn tell_guesses(now: Statistics, before: Statistics) {
+    let (drafted, accepted) = (now.drafted - before.drafted, now.accepted - before.accepted);
     if drafted > 0 {
         tracing::info!("{} of {} guessed tokens were right", grouped(accepted), grouped(drafted));
     }
@@ -102,41 +125,51 @@ pub struct Written {
     pub finished: Finished,
 }
 
-/// Writes all texts that are asked for, in their order, and calls `ended` for each that has ended.
+/// Writes the texts of numbered requests, and tells `ended` what became of each. `goes_on` hears after every step how many
+/// tokens there are; whether it has let all of them end.
 pub fn write_all(
     engine: &mut Engine,
-    requests: impl IntoIterator<Item = Request>,
-    mut ended: impl FnMut(),
-) -> anyhow::Result<Vec<Written>> {
-    let mut requests = requests.into_iter().enumerate().peekable();
+    mut requests: impl Iterator<Item = (usize, Request)>,
+    mut ended: impl FnMut(usize, Result<Written, String>) -> anyhow::Result<()>,
+    mut goes_on: impl FnMut(u64) -> bool,
+) -> anyhow::Result<bool> {
     let mut under_way: HashMap<RequestId, (usize, String)> = HashMap::new();
-    let mut written = BTreeMap::new();
-    while requests.peek().is_some() || !engine.is_idle() {
-        while engine.statistics().waiting < AHEAD
-            && let Some((index, request)) = requests.next()
-        {
-            under_way.insert(engine.submit(request)?, (index, String::new()));
-        }
-        for (id, event) in engine.step() {
-            match event {
-                Event::Prompt(_) => {}
-                Event::Piece(piece) => {
-                    if let Some((_, text)) = under_way.get_mut(&id) {
-                        text.push_str(&piece.text);
-                    }
+    let (mut more, mut tokens) = (true, 0);
+    while more || !engine.is_idle() {
+        while more && engine.statistics().waiting < AHEAD {
+            let Some((index, request)) = requests.next() else {
+                more = false;
+                break;
+            };
+            match engine.submit(request) {
+                Ok(id) => {
+                    under_way.insert(id, (index, String::new()));
                 }
-                Event::Finished(finished) => {
-                    if let Some((index, text)) = under_way.remove(&id) {
-                        written.insert(index, Written { text, finished });
-                        ended();
-                    }
-                }
-                Event::Failed(error) => return Err(error.into()),
+                Err(error) => ended(index, Err(error.to_string()))?,
             }
         }
+        for (id, event) in engine.step() {
+            let Some((_, text)) = under_way.get_mut(&id) else { continue };
+            let finished = match event {
+                Event::Prompt(_) => continue,
+                Event::Piece(piece) => {
+                    text.push_str(&piece.text);
+                    tokens += 1;
+                    continue;
+                }
+                Event::Finished(finished) => Ok(finished),
+                Event::Failed(error) => Err(error.to_string()),
+            };
+            if let Some((index, text)) = under_way.remove(&id) {
+                ended(index, finished.map(|finished| Written { text, finished }))?;
+            }
+        }
+        if !goes_on(tokens) {
+            return Ok(false);
+        }
     }
-    tell_guesses(engine.statistics());
-    Ok(written.into_values().collect())
+    tell_guesses(engine.statistics(), Statistics::default());
+    Ok(true)
 }
 
 /// Writes one text after the other. What a text has in common with those before it is not read again.
@@ -145,7 +178,6 @@ pub struct Writer<'a> {
     options: EngineOptions,
     /// Whose cache is made for as many tokens as were needed, and more when more are.
     engine: Option<Engine<'a>>,
-    room: usize,
 }
 
 impl<'a> Writer<'a> {
@@ -155,7 +187,38 @@ impl<'a> Writer<'a> {
         options.validate().map_err(usage)?;
         let draft_model = writing.draft_model(&loaded.model, terminal)?;
         let options = EngineOptions { draft_model, ..options };
-        Ok(Self { loaded, options, engine: None, room: 0 })
+        Ok(Self { loaded, options, engine: None })
+    }
+
+    /// Makes room for a text of so many tokens to be continued by so many; how many can be.
+    ///
+    /// # Errors
+    /// When none can be, as the text is as long as the model's context.
+    pub fn prepare(&mut self, prompt: usize, max_tokens: usize) -> anyhow::Result<usize> {
+        let context = self.loaded.model.config().max_position_embeddings;
+        let left = max_tokens.min(context.saturating_sub(prompt));
+        let room = |engine: &Option<Engine>| {
+            let blocks = engine.as_ref().map_or(0, |engine| engine.statistics().blocks);
+            blocks * self.options.block_size
+        };
+        let before = room(&self.engine);
+        if left > 0 && before < prompt + left {
+            // Its memory goes first.
+            self.engine = None;
+            let needed = (prompt + left).max(context.min(2 * before));
+            // More is seldom written than may be: then as much as fits.
+            let cache_tokens =
+                (left <= USUAL_TOKENS).then(|| needed.next_multiple_of(self.options.block_size));
+            let options = EngineOptions { cache_tokens, ..self.options.clone() };
+            let Loaded { model, tokenizer, .. } = self.loaded;
+            self.engine = Some(Engine::new(model, Some(tokenizer), options)?);
+        }
+        match left.min(room(&self.engine).saturating_sub(prompt)) {
+            0 => Err(usage(format!(
+                "there are {prompt} tokens to continue, and this model was made for {context}, or there is no memory for more"
+            ))),
+            left => Ok(left),
+        }
     }
 
     /// Continues `prompt` as far as the model's context goes, at most, and gives the pieces to `take` until that wants
@@ -166,17 +229,12 @@ impl<'a> Writer<'a> {
         mut options: GenerateOptions,
         mut take: impl FnMut(Piece) -> anyhow::Result<bool>,
     ) -> anyhow::Result<Option<Finished>> {
-        let context = self.loaded.model.config().max_position_embeddings;
-        let left = context.saturating_sub(prompt.len());
-        if left == 0 {
-            return Err(usage(format!(
-                "there are {} tokens to continue, and this model was made for {context}",
-                prompt.len()
-            )));
-        }
-        options.max_tokens = options.max_tokens.min(left);
+        let wanted = options.max_tokens;
+        options.max_tokens = self.prepare(prompt.len(), wanted)?;
+        let cut = options.max_tokens < wanted;
         let adapter = self.loaded.adapter.clone();
-        let engine = self.engine_for(prompt.len() + options.max_tokens)?;
+        let Some(engine) = &mut self.engine else { return Ok(None) };
+        let before = engine.statistics();
         let id = engine.submit(Request { prompt, options, adapter, ..Request::default() })?;
         while !engine.is_idle() {
             for (_, event) in engine.step() {
@@ -190,7 +248,12 @@ impl<'a> Writer<'a> {
                         }
                     },
                     Event::Finished(finished) => {
-                        tell_guesses(engine.statistics());
+                        tell_guesses(engine.statistics(), before);
+                        if cut && finished.reason == FinishReason::Length {
+                            tracing::warn!(
+                                "the text ends where the model's context or the memory for it does"
+                            );
+                        }
                         return Ok(Some(finished));
                     }
                     Event::Failed(error) => return Err(error.into()),
@@ -198,25 +261,5 @@ impl<'a> Writer<'a> {
             }
         }
         Ok(None)
-    }
-
-    /// An engine whose cache has room for so many tokens.
-    fn engine_for(&mut self, tokens: usize) -> anyhow::Result<&mut Engine<'a>> {
-        if self.room < tokens {
-            // Its memory goes first.
-            self.engine = None;
-            let context = self.loaded.model.config().max_position_embeddings;
-            let room = tokens.max((2 * self.room).min(context));
-            self.room = room.next_multiple_of(self.options.block_size);
-        }
-        let engine = match self.engine.take() {
-            Some(engine) => engine,
-            None => {
-                let options =
-                    EngineOptions { cache_tokens: Some(self.room), ..self.options.clone() };
-                Engine::new(&self.loaded.model, Some(&self.loaded.tokenizer), options)?
-            }
-        };
-        Ok(self.engine.insert(engine))
     }
 }

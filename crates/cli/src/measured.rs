@@ -59,6 +59,16 @@ impl Measured {
         Ok(found.into_iter().map(|found| found.source).collect())
     }
 
+    /// Tokens of an example, at most.
+    pub fn max_seq_length(&self) -> usize {
+        self.max_seq_length
+    }
+
+    /// Examples of so many batches.
+    pub fn examples(&self, batches: usize) -> usize {
+        batches.saturating_mul(self.batch_size)
+    }
+
     /// What was found as batches, in order, for a model.
     pub fn batches(
         &self,

@@ -1,7 +1,7 @@
 //! `demo`: teach a small model, which is part of this program, to answer questions, and if wanted to prefer one form of
 //! answer over another.
 
-use crate::engine::write_all;
+use crate::engine::{Written, write_all};
 use crate::errors::INTERRUPTED;
 use crate::interrupt;
 use crate::models::{Runtime, set_threads};
@@ -263,13 +263,16 @@ fn ask(
     let options =
         EngineOptions { max_sequences: AT_ONCE, cache_tokens: Some(cache_tokens), ..usual };
     let mut engine = Engine::new(model, Some(tokenizer), options)?;
-    let ended = || {
+    let mut answers = vec![String::new(); requests.len()];
+    let ended = |index: usize, written: Result<Written, String>| {
+        answers[index] = written.map_err(anyhow::Error::msg)?.text;
         if let Some(bar) = bar.drawn() {
             bar.inc(1);
         }
+        Ok(())
     };
-    let written = write_all(&mut engine, requests, ended)?;
-    Ok(written.into_iter().map(|it| it.text).collect())
+    write_all(&mut engine, requests.into_iter().enumerate(), ended, |_| true)?;
+    Ok(answers)
 }
 
 /// The share of answers that are right to the letter.

@@ -1,12 +1,12 @@
 //! `evaluate`: loss and perplexity of a model on data, and how many of its answers are those that the data have.
 
 use crate::datasets::Wanted;
-use crate::engine::{AtOnce, Writing, write_all};
+use crate::engine::{AtOnce, Writing, Written, write_all};
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
 use crate::measured::Measured;
 use crate::models::{Loaded, Placed, Runtime, Source, set_threads};
-use crate::output::{self, Terminal, are, grouped};
+use crate::output::{self, Terminal, are, grouped, plural};
 use crate::progress::Bar;
 use crate::settings::limit;
 use crate::template::TemplateFlags;
@@ -17,6 +17,7 @@ use metal_candle::files::write_atomic;
 use metal_candle::generate::{FinishReason, GenerateOptions, SamplingOptions};
 use metal_candle::train::{Evaluation, TOKEN_ACCURACY, evaluate};
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -36,7 +37,7 @@ pub struct Arguments {
     source: Source,
     #[command(flatten)]
     data: Measured,
-    /// Batches to read; -1 is all
+    /// Batches to read, and with --generate as many examples; -1 is all
     #[arg(long, value_name = "N", default_value_t = -1, allow_negative_numbers = true, help_heading = "Data")]
     batches: i64,
     /// Let the model write the last answer of each example, with its likeliest tokens, and compare it with the data's
@@ -81,8 +82,10 @@ struct Answers {
     exact: f64,
     /// The share in which the data's answer stands.
     containing: f64,
-    /// Examples whose prompt leaves no room for an answer in the model's context.
-    without_room: usize,
+    /// Examples that are cut, or whose prompt leaves no room for an answer in the model's context.
+    left_out: usize,
+    /// Answers that could not be written.
+    failed: usize,
     tokens: usize,
     seconds: f64,
 }
@@ -92,9 +95,12 @@ struct Answers {
 struct Answer<'a> {
     prompt: String,
     expected: &'a str,
-    answer: &'a str,
+    /// `None` where it could not be written.
+    answer: Option<&'a str>,
     exact: bool,
-    finish_reason: FinishReason,
+    finish_reason: Option<FinishReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<&'a str>,
 }
 
 /// Evaluates.
@@ -106,7 +112,11 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             arguments.batches
         )));
     }
-    let options = arguments.writing.options_for(&arguments.at_once);
+    let Arguments { generate, writing, at_once, .. } = &arguments;
+    if !generate && !writing.is_usual(at_once) {
+        return Err(usage("the engine's flags are for answers, which --generate asks for"));
+    }
+    let options = writing.options_for(at_once);
     options.validate().map_err(usage)?;
     if let Some(path) = arguments.answers.as_ref().filter(|path| path.exists()) {
         return Err(usage(format!("answers: {} exists already; choose another", path.display())));
@@ -123,26 +133,30 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     let reader = (&loaded.tokenizer, &loaded.variables, None);
     let batches = arguments.data.batches(&sources, reader, loaded.model.config(), terminal)?;
     let limit = limit(arguments.batches);
-    let evaluation = evaluate(&loaded.model, loaded.adapter.as_ref(), &batches, limit)?;
-    let answers = match arguments.generate {
-        true => Some(answers(&arguments, &loaded, batches.dataset(), options, terminal)?),
+    let asked = match generate {
+        true => Some(Asked::new(&arguments, &loaded, batches.dataset(), limit, terminal)?),
         false => None,
+    };
+    let evaluation = evaluate(&loaded.model, loaded.adapter.as_ref(), &batches, limit)?;
+    if !terminal.json {
+        let accuracy = evaluation.metrics.get(TOKEN_ACCURACY).copied().unwrap_or(f64::NAN);
+        output::line(format!(
+            "loss {:.4}, perplexity {:.4}, {:.1} % of tokens the likeliest, on {} tokens in {:.1} s",
+            evaluation.loss,
+            evaluation.perplexity.unwrap_or(f64::NAN),
+            100.0 * accuracy,
+            grouped(evaluation.tokens),
+            evaluation.seconds
+        ))?;
+    }
+    let answers = match asked {
+        Some(asked) => Some(asked.answers(&arguments, &loaded, options, terminal)?),
+        None => None,
     };
     if terminal.json {
         let data = batches.dataset().report.clone();
         output::json(&Report { evaluation, data, answers })?;
-        return Ok(SUCCESS);
-    }
-    let accuracy = evaluation.metrics.get(TOKEN_ACCURACY).copied().unwrap_or(f64::NAN);
-    output::line(format!(
-        "loss {:.4}, perplexity {:.4}, {:.1} % of tokens the likeliest, on {} tokens in {:.1} s",
-        evaluation.loss,
-        evaluation.perplexity.unwrap_or(f64::NAN),
-        100.0 * accuracy,
-        grouped(evaluation.tokens),
-        evaluation.seconds
-    ))?;
-    if let Some(Answers { count, exact, containing, tokens, seconds, .. }) = answers {
+    } else if let Some(Answers { count, exact, containing, tokens, seconds, .. }) = answers {
         output::line(format!(
             "{:.1} % of {} answers right to the letter, {:.1} % have the right one in them, {} tokens in {seconds:.1} s",
             100.0 * exact,
@@ -154,79 +168,124 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     Ok(SUCCESS)
 }
 
-/// Writes the last answer of each example, and compares.
-fn answers(
-    arguments: &Arguments,
-    loaded: &Loaded,
-    dataset: &Dataset,
-    options: EngineOptions,
-    terminal: Terminal,
-) -> anyhow::Result<Answers> {
-    let context = loaded.model.config().max_position_embeddings;
-    let (mut requests, mut expected, mut without_room) = (Vec::new(), Vec::new(), 0);
-    for example in dataset.iter() {
-        let Some((prompt, answer)) = last_answer(&example) else {
-            return Err(usage(
-                "generate: there is an example without a prompt; expected conversations or prompts with completions",
+/// The prompts of examples, and their answers.
+struct Asked {
+    requests: Vec<Request>,
+    expected: Vec<String>,
+    left_out: usize,
+}
+
+impl Asked {
+    /// Of as many examples as `limit` batches have.
+    fn new(
+        arguments: &Arguments,
+        loaded: &Loaded,
+        dataset: &Dataset,
+        limit: Option<usize>,
+        terminal: Terminal,
+    ) -> anyhow::Result<Self> {
+        let context = loaded.model.config().max_position_embeddings;
+        let most = limit.map_or(usize::MAX, |batches| arguments.data.examples(batches));
+        let mut asked = Self { requests: Vec::new(), expected: Vec::new(), left_out: 0 };
+        for example in dataset.iter().take(most) {
+            let Some((prompt, answer)) = last_answer(&example) else {
+                return Err(usage(
+                    "generate: there is an example without a prompt; expected conversations or prompts with completions",
+                ));
+            };
+            let left = context.saturating_sub(prompt.len());
+            let length = example.ids.len();
+            let is_cut =
+                length >= arguments.data.max_seq_length() && prompt.len() + answer.len() == length;
+            if left == 0 || is_cut {
+                asked.left_out += 1;
+                continue;
+            }
+            let sampling = SamplingOptions { temperature: 0.0, ..SamplingOptions::default() };
+            let max_tokens = arguments.max_tokens.min(left);
+            asked.requests.push(Request {
+                prompt: prompt.to_vec(),
+                options: GenerateOptions { max_tokens, sampling, ..GenerateOptions::default() },
+                adapter: loaded.adapter.clone(),
+                ..Request::default()
+            });
+            asked.expected.push(loaded.tokenizer.decode(answer, true)?);
+        }
+        if asked.left_out > 0 {
+            let are = are(asked.left_out as u64, "example");
+            terminal.note(format!(
+                "warning: {are} not answered, as --max-seq-length cuts the answer or the model's context ends before it"
             ));
+        }
+        Ok(asked)
+    }
+
+    /// Writes the answers, and compares.
+    fn answers(
+        self,
+        arguments: &Arguments,
+        loaded: &Loaded,
+        options: EngineOptions,
+        terminal: Terminal,
+    ) -> anyhow::Result<Answers> {
+        let Self { requests, expected, left_out } = self;
+        let prompts: Vec<_> = requests.iter().map(|request| request.prompt.clone()).collect();
+        let draft_model = arguments.writing.draft_model(&loaded.model, terminal)?;
+        let options = EngineOptions { draft_model, ..options };
+        let bar =
+            Bar::new(terminal, "{bar:30} {pos}/{len} answers {elapsed}", requests.len() as u64);
+        let started = Instant::now();
+        let mut engine = Engine::new(&loaded.model, Some(&loaded.tokenizer), options)?;
+        let mut all: BTreeMap<usize, Result<Written, String>> = BTreeMap::new();
+        let ended = |index: usize, written: Result<Written, String>| {
+            all.insert(index, written);
+            if let Some(bar) = bar.drawn() {
+                bar.inc(1);
+            }
+            Ok(())
         };
-        let left = context.saturating_sub(prompt.len());
-        if left == 0 {
-            without_room += 1;
-            continue;
+        write_all(&mut engine, requests.into_iter().enumerate(), ended, |_| true)?;
+        drop(bar);
+        let seconds = started.elapsed().as_secs_f64();
+        let (mut lines, mut failed, mut tokens) = (Vec::with_capacity(all.len()), 0, 0);
+        for (index, written) in &all {
+            let (prompt, expected) = (&prompts[*index], expected[*index].trim());
+            let prompt = loaded.tokenizer.decode(prompt, false)?;
+            let (answer, finish_reason, error) = match written {
+                Ok(Written { text, finished }) => {
+                    tokens += finished.tokens;
+                    (Some(text.trim()), Some(finished.reason), None)
+                }
+                Err(error) => {
+                    failed += 1;
+                    (None, None, Some(error.as_str()))
+                }
+            };
+            let exact = answer == Some(expected);
+            lines.push(Answer { prompt, expected, answer, exact, finish_reason, error });
         }
-        let sampling = SamplingOptions { temperature: 0.0, ..SamplingOptions::default() };
-        let max_tokens = arguments.max_tokens.min(left);
-        requests.push(Request {
-            prompt: prompt.to_vec(),
-            options: GenerateOptions { max_tokens, sampling, ..GenerateOptions::default() },
-            adapter: loaded.adapter.clone(),
-            ..Request::default()
-        });
-        expected.push(loaded.tokenizer.decode(answer, true)?);
-    }
-    if without_room > 0 {
-        let are = are(without_room as u64, "prompt");
-        terminal.note(format!("warning: {are} as long as the model's context, {context} tokens"));
-    }
-    let prompts: Vec<_> = requests.iter().map(|request| request.prompt.clone()).collect();
-    let draft_model = arguments.writing.draft_model(&loaded.model, terminal)?;
-    let options = EngineOptions { draft_model, ..options };
-    let bar = Bar::new(terminal, "{bar:30} {pos}/{len} answers {elapsed}", requests.len() as u64);
-    let started = Instant::now();
-    let mut engine = Engine::new(&loaded.model, Some(&loaded.tokenizer), options)?;
-    let written = write_all(&mut engine, requests, || {
-        if let Some(bar) = bar.drawn() {
-            bar.inc(1);
+        if let Some(Answer { error: Some(error), .. }) = lines.iter().find(|it| it.error.is_some())
+        {
+            let what = plural(failed as u64, "answer");
+            terminal.note(format!("warning: {what} could not be written, the first: {error}"));
         }
-    })?;
-    drop(bar);
-    let seconds = started.elapsed().as_secs_f64();
-    let mut lines = Vec::with_capacity(written.len());
-    for ((prompt, expected), written) in prompts.iter().zip(&expected).zip(&written) {
-        let (expected, answer) = (expected.trim(), written.text.trim());
-        lines.push(Answer {
-            prompt: loaded.tokenizer.decode(prompt, false)?,
-            expected,
-            answer,
-            exact: expected == answer,
-            finish_reason: written.finished.reason,
-        });
+        if let Some(path) = &arguments.answers {
+            write_lines(path, &lines)?;
+        }
+        let share = |holds: &dyn Fn(&Answer) -> bool| {
+            lines.iter().filter(|line| holds(line)).count() as f64 / lines.len().max(1) as f64
+        };
+        let contains = |line: &Answer| line.answer.is_some_and(|it| it.contains(line.expected));
+        Ok(Answers {
+            count: lines.len(),
+            exact: share(&|line| line.exact),
+            containing: share(&contains),
+            left_out,
+            failed,
+            tokens,
+            seconds,
+        })
     }
-    if let Some(path) = &arguments.answers {
-        write_lines(path, &lines)?;
-    }
-    let share = |holds: &dyn Fn(&Answer) -> bool| {
-        lines.iter().filter(|line| holds(line)).count() as f64 / lines.len().max(1) as f64
-    };
-    Ok(Answers {
-        count: lines.len(),
-        exact: share(&|line| line.exact),
-        containing: share(&|line| line.answer.contains(line.expected)),
-        without_room,
-        tokens: written.iter().map(|written| written.finished.tokens).sum(),
-        seconds,
-    })
 }
 
 /// The last answer that the loss counts, and what comes before it; `None` if nothing does.

@@ -147,6 +147,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     let stream = arguments.stream && !terminal.json;
     let mut writer = Writer::new(&loaded, &arguments.writing, terminal)?;
     let prompt_tokens = ids.len();
+    writer.prepare(prompt_tokens, options.max_tokens)?;
     let started = Instant::now();
     let mut prefilled = None;
     let (mut text, mut tokens) = (String::new(), Vec::new());
@@ -168,7 +169,8 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         finish_reason: finished.map(|finished| finished.reason),
         prompt_tokens,
         prefill_tokens_per_second: prompt_tokens as f64 / (prefilled - started).as_secs_f64(),
-        decode_tokens_per_second: tokens.len() as f64 / decode,
+        // The first one came with the prompt.
+        decode_tokens_per_second: tokens.len().saturating_sub(1) as f64 / decode.max(1e-9),
         tokens,
         text,
     };

@@ -292,7 +292,8 @@ fn answers_are_compared_with_those_of_the_data() {
     // All answers of the data are the same, so the model knows that of questions it never saw.
     let taught = evaluate(["-m", "taught"], &["--answers", "answers.jsonl"]);
     let answers = &taught["answers"];
-    assert_eq!((&answers["count"], &answers["without_room"]), (&3.into(), &0.into()));
+    assert_eq!((&answers["count"], &answers["left_out"]), (&3.into(), &0.into()));
+    assert_eq!(answers["failed"], 0);
     assert_eq!((&answers["exact"], &answers["containing"]), (&1.0.into(), &1.0.into()), "{taught}");
     let lines = place.read("answers.jsonl");
     let line: serde_json::Value = serde_json::from_str(lines.lines().nth(1).unwrap()).unwrap();
@@ -301,6 +302,12 @@ fn answers_are_compared_with_those_of_the_data() {
     assert_eq!((&line["exact"], &line["finish_reason"]), (&true.into(), &"end_of_sequence".into()));
     let one_by_one = evaluate(["-m", "taught"], &["--max-sequences", "1", "--draft-tokens", "3"]);
     assert_eq!(one_by_one["answers"]["tokens"], answers["tokens"]);
+    let some = evaluate(["-m", "taught"], &["--batches", "2", "-b", "1"]);
+    assert_eq!(some["answers"]["count"], 2);
+    let cut = evaluate(["-m", "taught"], &["--max-seq-length", "58"]);
+    assert_eq!((&cut["answers"]["count"], &cut["answers"]["left_out"]), (&0.into(), &3.into()));
+    let small = evaluate(["-m", "taught"], &["--cache-tokens", "32"]);
+    assert_eq!((&small["answers"]["failed"], &small["answers"]["exact"]), (&3.into(), &0.0.into()));
     let untaught = evaluate(["-m", "base"], &[]);
     assert_eq!(untaught["answers"]["exact"], 0.0, "{untaught}");
 
@@ -309,6 +316,8 @@ fn answers_are_compared_with_those_of_the_data() {
     let stderr = fails(&["data/test.jsonl", "--generate", "--answers", "answers.jsonl"]);
     assert!(stderr.contains("answers.jsonl exists already"), "{stderr}");
     let stderr = fails(&["data/test.jsonl", "--answers", "more.jsonl"]);
+    assert!(stderr.contains("--generate"), "{stderr}");
+    let stderr = fails(&["data/test.jsonl", "--batch-invariant"]);
     assert!(stderr.contains("--generate"), "{stderr}");
     place.write("texts.jsonl", "{\"text\": \"A number is a number.\"}\n");
     let stderr = fails(&["texts.jsonl", "--generate"]);
