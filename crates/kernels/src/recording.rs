@@ -233,7 +233,7 @@ mod tests {
             let weights: Vec<_> = (3..13).map(|seed| given(&[24, 24], seed)).collect();
             // As layers have it: a stream, and what a part adds to it in the next one.
             let work = |ids: &Tensor, tells: bool, more: bool| -> Result<Tensor> {
-                let mut x = embedding::forward(&table, ids)?;
+                let mut x = embedding::forward(&table, &ids.unsqueeze(0)?)?;
                 let mut branch = None;
                 for weight in &weights {
                     if tells {
