@@ -10,11 +10,16 @@ use crate::model::layer::{Attention, Layer};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use metal_candle_kernels::attention::{self, HOLE, RoundedPool, Sequence, Sequences};
+use metal_candle_kernels::batch_invariance;
 use metal_candle_kernels::copy::{self, NOWHERE};
 use std::cmp::Reverse;
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
+
+/// Queries of a text for which CUDA's kernels split its keys, at most.
+const FEW_QUERIES: usize = 16;
 
 /// How the keys and values of texts are kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -142,13 +147,25 @@ impl Pools {
         &self,
         q: &Tensor,
         [k, v]: [&Tensor; 2],
-        Paging { places, sequences }: &Paging,
+        Paging { places, sequences, alone }: &Paging,
         options: &attention::Options,
     ) -> Result<Tensor> {
         Ok(match self {
             Self::Dense([keys, values]) => {
                 copy::write_rows_both([keys, values], [k, v], places)?;
-                attention::forward_paged(q, keys, values, sequences, options)?
+                match alone {
+                    Some(slots) => {
+                        let of_text = |pool: &Tensor| -> Result<Tensor> {
+                            let (blocks, block, heads, width) = pool.dims4()?;
+                            let rows = pool.reshape((1, blocks * block, heads, width))?;
+                            Ok(rows.narrow(1, slots.start, slots.len())?)
+                        };
+                        let (keys, values) = (of_text(keys)?, of_text(values)?);
+                        let q = q.unsqueeze(0)?;
+                        attention::forward(&q, &keys, &values, None, options)?.0.squeeze(0)?
+                    }
+                    None => attention::forward_paged(q, keys, values, sequences, options)?,
+                }
             }
             Self::Rounded([keys, values]) => {
                 RoundedPool::write_both([keys, values], [k, v], places)?;
@@ -186,6 +203,9 @@ pub(super) struct Paging {
     /// The slot of each token: `block · size + place in the block`.
     pub places: Tensor,
     pub sequences: Sequences,
+    /// The slots of a prompt that is read by itself, if they lie one behind the other: CUDA has a faster kernel for keys
+    /// that do, whose roundings are others.
+    pub alone: Option<Range<usize>>,
 }
 
 /// One more token of each text, as numbers that a recording of the pass reads: those of any texts that have as
@@ -384,10 +404,27 @@ impl Paging {
             sequences.push(Sequence { queries: tokens.len(), keys, table });
         }
         let blocks = cache.kinds.get(kind).map_or(0, |kind| kind.blocks as usize);
+        let alone = match sequences[..] {
+            [Sequence { queries, keys, table }]
+                if queries > FEW_QUERIES && device.is_cuda() && !batch_invariance::is_on() =>
+            {
+                slots_in_a_row(table, keys, cache.block)
+            }
+            _ => None,
+        };
         let sequences = Sequences::new(&sequences, cache.block, blocks, device)?;
         let count = places.len();
-        Ok(Self { places: Tensor::from_vec(places, count, device)?, sequences })
+        Ok(Self { places: Tensor::from_vec(places, count, device)?, sequences, alone })
     }
+}
+
+/// The slots of so many keys, if the blocks of the table that hold them lie one behind the other.
+fn slots_in_a_row(table: &[u32], keys: usize, block: usize) -> Option<Range<usize>> {
+    let table = table.get(..keys.div_ceil(block))?;
+    let follows = |pair: &[u32]| pair[0] != HOLE && pair[0] + 1 == pair[1];
+    let first = table.first().filter(|_| table.windows(2).all(follows))?;
+    let start = *first as usize * block;
+    Some(start..start + keys)
 }
 
 fn u32_of(number: usize) -> Result<u32> {
@@ -432,7 +469,8 @@ impl Model {
         for sequences in &next.sequences {
             let places = take(rows)?;
             let numbers = take(sequences.numbers().len())?;
-            paging.push(Paging { places, sequences: sequences.reading(&numbers)? });
+            let sequences = sequences.reading(&numbers)?;
+            paging.push(Paging { places, sequences, alone: None });
         }
         let adapters = match &next.adapters {
             RowAdapters::Updated(updates) => {

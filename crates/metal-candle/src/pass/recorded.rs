@@ -9,8 +9,8 @@ use candle_core::{Device, Tensor};
 use metal_candle_kernels::recording::Recording;
 use std::sync::{Arc, Weak};
 
-/// Tokens that a text has room for at least, and those whose keys a part of attention's work has.
-const LEAST_ROOM: usize = 512;
+/// Tokens whose keys a part of attention's work has. A text has room for as many at least, so the parts of short ones need
+/// not be put together.
 const RANGE: usize = 256;
 /// Recordings that are kept.
 const MOST: usize = 48;
@@ -92,7 +92,7 @@ impl Shape {
         cache: &PagedCache,
     ) -> Result<Option<Shape>> {
         let is_next = |stretch: &Stretch| stretch.logits == 1 && stretch.tokens.len() == 1;
-        let room = total.next_power_of_two().max(LEAST_ROOM);
+        let room = total.next_power_of_two().max(RANGE);
         if !stretches.iter().all(is_next) || model.ropes_change(total, room) {
             return Ok(None);
         }
