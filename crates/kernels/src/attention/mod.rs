@@ -25,7 +25,7 @@ mod paged;
 #[cfg(test)]
 mod tests;
 
-pub use paged::{HOLE, Pool, RoundedPool, Sequence, Sequences, forward_paged};
+pub use paged::{FEW_QUERIES, HOLE, Pool, RoundedPool, Sequence, Sequences, forward_paged};
 
 use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
 use crate::backend::{

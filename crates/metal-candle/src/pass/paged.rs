@@ -9,7 +9,7 @@ use crate::model::Model;
 use crate::model::layer::{Attention, Layer};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
-use metal_candle_kernels::attention::{self, HOLE, RoundedPool, Sequence, Sequences};
+use metal_candle_kernels::attention::{self, FEW_QUERIES, HOLE, RoundedPool, Sequence, Sequences};
 use metal_candle_kernels::batch_invariance;
 use metal_candle_kernels::copy::{self, NOWHERE};
 use std::cmp::Reverse;
@@ -17,9 +17,6 @@ use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
-
-/// Queries of a text for which CUDA's kernels split its keys, at most.
-const FEW_QUERIES: usize = 16;
 
 /// How the keys and values of texts are kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
