@@ -19,7 +19,7 @@ pub(super) fn forward<T: Element>(d: usize, table: &[T], ids: &[u32], out: &mut 
     );
 }
 
-pub(super) fn backward<A: Real>(d: usize, dy: Values<A>, ids: &[u32], out: &mut [A]) {
+pub(super) fn accumulate<A: Real>(d: usize, dy: Values<A>, ids: &[u32], out: &mut [A]) {
     let mut order: Vec<(u32, usize)> =
         ids.iter().enumerate().map(|(position, id)| (*id, position)).collect();
     order.sort_unstable();
@@ -31,15 +31,18 @@ pub(super) fn backward<A: Real>(d: usize, dy: Values<A>, ids: &[u32], out: &mut 
         parallel,
         #[inline(always)]
         |index| {
-            let mut scratch = Vec::new();
+            let (mut scratch, mut sum) = (Vec::new(), vec![A::ZERO; d]);
+            for (_, position) in tokens[index] {
+                let row = dy.block(position * d..(position + 1) * d, &mut scratch);
+                for (sum, row) in sum.iter_mut().zip(row) {
+                    *sum += *row;
+                }
+            }
             let start = tokens[index][0].0 as usize * d;
             // SAFETY: every token has one task, and writes its own row.
             let out = unsafe { out.slice(start..start + d) };
-            for (_, position) in tokens[index] {
-                let row = dy.block(position * d..(position + 1) * d, &mut scratch);
-                for (out, row) in out.iter_mut().zip(row) {
-                    *out += *row;
-                }
+            for (out, sum) in out.iter_mut().zip(sum) {
+                *out += sum;
             }
         },
     );

@@ -46,17 +46,24 @@ pub(super) fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
 }
 
 pub(super) fn backward(dy: &Tensor, ids: &Tensor, vocabulary: usize) -> Result<Tensor> {
+    let gradient = Cuda::of(dy)?.zeros((vocabulary, dy.dim(2)?), DType::F32)?.tensor;
+    accumulate(&gradient, dy, ids)?;
+    Ok(gradient)
+}
+
+/// `gradient` is contiguous.
+pub(super) fn accumulate(gradient: &Tensor, dy: &Tensor, ids: &Tensor) -> Result<()> {
     let cuda = Cuda::of(dy)?;
-    let columns = dy.dim(2)?;
+    let (vocabulary, columns) = gradient.dims2()?;
     let (dy, ids) = (cuda.contiguous(dy)?, cuda.contiguous(ids)?);
     let (any, packed) = (
         by_dtype!("embedding_backward_any", dy.dtype)?,
         by_dtype!("embedding_backward", dy.dtype)?,
     );
-    let out = cuda.zeros((vocabulary, columns), DType::F32)?;
     if dy.tensor.elem_count() == 0 || vocabulary == 0 {
-        return Ok(out.tensor);
+        return Ok(());
     }
+    let gradient = cuda.strided(gradient)?;
     let count = ids.tensor.elem_count();
     let (Ok(positions), chunks) = (i32::try_from(count), columns.div_ceil(COLUMNS)) else {
         bail!("metal-candle-kernels: {OPERATION}: {count} ids are too many for one launch")
@@ -71,18 +78,18 @@ pub(super) fn backward(dy: &Tensor, ids: &Tensor, vocabulary: usize) -> Result<T
             arguments.arg(&ids.pointer).arg(&positions).arg(&vocabulary).arg(&found.pointer);
         })?;
     }
-    let vectors =
-        columns.is_multiple_of(4) && dy.pointer.is_multiple_of(4 * dy.dtype.size_in_bytes() as u64);
+    let vectors = columns.is_multiple_of(4)
+        && gradient.pointer.is_multiple_of(16)
+        && dy.pointer.is_multiple_of(4 * dy.dtype.size_in_bytes() as u64);
     let name = if vectors { packed } else { any };
     let grid = (positions, chunks as u32, 1);
     let launch = MODULE.launch(&cuda, name, grid, THREADS as u32, 0)?;
     let columns = columns as i64;
-    // SAFETY: dy has (positions, columns) elements and the result (vocabulary, columns).
+    // SAFETY: dy has (positions, columns) elements and the gradient (vocabulary, columns).
     unsafe {
         launch.with(|arguments| {
-            arguments.arg(&dy.pointer).arg(&ids.pointer).arg(&found.pointer).arg(&out.pointer);
-            arguments.arg(&positions).arg(&columns).arg(&vocabulary);
-        })?;
+            arguments.arg(&dy.pointer).arg(&ids.pointer).arg(&found.pointer);
+            arguments.arg(&gradient.pointer).arg(&positions).arg(&columns).arg(&vocabulary);
+        })
     }
-    Ok(out.tensor)
 }

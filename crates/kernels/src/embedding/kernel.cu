@@ -3,7 +3,7 @@
 // An id outside the table can't be reported from here: its row of the result is NaN, and it has no
 // gradient.
 //
-// Backward: `embedding_count` notes for every id how often and where first it occurs, which doesn't depend
+// Backward, which adds to a gradient: `embedding_count` notes for every id how often and where first it occurs, which doesn't depend
 // on the order in which threads come. The block of the first position adds up the gradients of all
 // positions with its id, in order.
 #include "vector.cuh"
@@ -120,10 +120,11 @@ __device__ __forceinline__ void add_rows(const T *dy, const unsigned *ids, const
     for (int o = 0; o < OWN; o++) {
         const int64_t column = first + o * THREADS;
         if (column < columns) {
-            Vector<float, VECTOR> values;
+            float *row = out + id * columns + column;
+            Vector<float, VECTOR> values = load_vector<VECTOR>(row);
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) values.at[i] = sum[o][i];
-            store_vector(out + id * columns + column, values);
+            for (int i = 0; i < VECTOR; i++) values.at[i] += sum[o][i];
+            store_vector(row, values);
         }
     }
 }

@@ -21,7 +21,7 @@ template <typename T>
 }
 
 /// The threadgroups of `group.y` have the id of that position, if it is the first with it, and a thread a
-/// column. It adds up the gradients of all positions with the id, in their order.
+/// column. It adds the gradients of all positions with the id, in their order, to what is there.
 template <typename T>
 [[kernel]] void embedding_backward(device const T *dy [[buffer(0)]],
                                    device const uint *ids [[buffer(1)]],
@@ -51,7 +51,7 @@ template <typename T>
         // Before the ids are overwritten.
         threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    if (column < columns) out[ulong(id) * columns + column] = sum;
+    if (column < columns) out[ulong(id) * columns + column] += sum;
 }
 
 FOR_EACH_DTYPE(embedding_forward)

@@ -23,20 +23,26 @@ pub(super) fn forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
 }
 
 pub(super) fn backward(dy: &Tensor, ids: &Tensor, vocabulary: usize) -> Result<Tensor> {
+    let gradient = Metal::of(dy)?.zeros((vocabulary, dy.dim(2)?))?.tensor;
+    accumulate(&gradient, dy, ids)?;
+    Ok(gradient)
+}
+
+/// `gradient` is contiguous.
+pub(super) fn accumulate(gradient: &Tensor, dy: &Tensor, ids: &Tensor) -> Result<()> {
     let metal = Metal::of(dy)?;
-    let columns = dy.dim(2)?;
+    let (vocabulary, columns) = gradient.dims2()?;
     let (dy, ids) = (metal.contiguous(dy)?, metal.contiguous(ids)?);
     let name = by_dtype!("embedding_backward", dy.dtype)?;
-    let out = metal.zeros((vocabulary, columns))?;
+    let gradient = metal.strided(gradient)?;
     let positions = ids.tensor.elem_count();
     let arguments = [
         Argument::Input(&dy),
         Argument::Input(&ids),
-        Argument::Output(&out),
+        Argument::Output(&gradient),
         Argument::U32(size(OPERATION, positions)?),
         Argument::U32(size(OPERATION, columns)?),
         Argument::U32(size(OPERATION, vocabulary)?),
     ];
-    metal.run(&[metal.by_thread(name, columns, positions, &arguments)?])?;
-    Ok(out.tensor)
+    metal.run(&[metal.by_thread(name, columns, positions, &arguments)?])
 }

@@ -12,10 +12,11 @@ mod metal;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::cpu::{Input, Sum, dispatch, unwritten, zeros};
+use crate::backend::cpu::{Input, Sum, change_in_place, dispatch, require_separate, unwritten};
 use crate::backend::{
     on_gpu, record1, require_dtype, require_rank, require_shape, require_together,
 };
+use crate::flat::require_contiguous;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 const OPERATION: &str = "embedding";
@@ -62,21 +63,58 @@ pub fn differentiable(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// Like [`forward`].
 pub fn backward(dy: &Tensor, ids: &Tensor, vocabulary_size: usize) -> Result<Tensor> {
+    let d = check_rows(dy, ids)?;
+    on_gpu!(dy, gpu => gpu::backward(dy, ids, vocabulary_size));
+    let gradient = Tensor::zeros((vocabulary_size, d), sum_of(dy), &Device::Cpu)?;
+    accumulate_on_cpu(&gradient, dy, ids)?;
+    Ok(gradient)
+}
+
+/// Adds what [`backward`] gives to `gradient` `(v, d)` in place, which is contiguous (a view of a flat buffer will do), in
+/// f32 (f64 for f64), and shares no storage with the others.
+///
+/// # Errors
+/// Like [`forward`].
+pub fn accumulate(gradient: &Tensor, dy: &Tensor, ids: &Tensor) -> Result<()> {
+    require_together(OPERATION, &[gradient, dy, ids])?;
+    let d = check_rows(dy, ids)?;
+    require_rank(OPERATION, "the gradient", gradient, 2, "(v, d)")?;
+    require_shape(OPERATION, "the gradient", gradient, &[gradient.dim(0)?, d])?;
+    require_dtype(OPERATION, "the gradient", gradient, sum_of(dy))?;
+    require_contiguous(OPERATION, "the gradient", gradient)?;
+    require_separate(OPERATION, "the gradient and dy", gradient, dy)?;
+    on_gpu!(dy, gpu => gpu::accumulate(gradient, dy, ids));
+    accumulate_on_cpu(gradient, dy, ids)
+}
+
+fn accumulate_on_cpu(gradient: &Tensor, dy: &Tensor, ids: &Tensor) -> Result<()> {
+    let (v, d) = gradient.dims2()?;
+    let (dy, ids) = (Input::contiguous(dy)?, Input::contiguous(ids)?);
+    let (dy, ids) = (dy.read(), ids.read());
+    let ids = ids.slice::<u32>()?;
+    check_range(ids, v)?;
+    dispatch!(OPERATION, dy.dtype(), T => {
+        let dy = dy.values::<Sum<T>>()?;
+        change_in_place(OPERATION, gradient, |gradient| {
+            cpu::accumulate(d, dy, ids, gradient);
+            Ok(())
+        })
+    })
+}
+
+/// The dtype of the table's gradient.
+fn sum_of(dy: &Tensor) -> DType {
+    if dy.dtype() == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
+/// How long a row is; an error unless the gradients are those of the ids' rows.
+fn check_rows(dy: &Tensor, ids: &Tensor) -> Result<usize> {
     require_together(OPERATION, &[dy, ids])?;
     require_rank(OPERATION, "dy", dy, 3, "(batch, seq, d)")?;
     let (batch, seq) = check_ids(ids)?;
     let d = dy.dim(2)?;
     require_shape(OPERATION, "dy", dy, &[batch, seq, d])?;
-    on_gpu!(dy, gpu => gpu::backward(dy, ids, vocabulary_size));
-    let (dy, ids) = (Input::contiguous(dy)?, Input::contiguous(ids)?);
-    let (dy, ids) = (dy.read(), ids.read());
-    let ids = ids.slice::<u32>()?;
-    check_range(ids, vocabulary_size)?;
-    dispatch!(OPERATION, dy.dtype(), T => {
-        let mut out = zeros::<Sum<T>>(vocabulary_size * d);
-        cpu::backward(d, dy.values()?, ids, &mut out);
-        Tensor::from_vec(out, (vocabulary_size, d), &Device::Cpu)
-    })
+    Ok(d)
 }
 
 fn check_ids(ids: &Tensor) -> Result<(usize, usize)> {

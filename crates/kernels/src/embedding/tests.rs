@@ -34,6 +34,35 @@ fn other_precisions_match_f64() {
 }
 
 #[test]
+fn gradients_are_added_to_what_is_there() {
+    for (dtype, sum) in
+        [(DType::F64, DType::F64), (DType::F32, DType::F32), (DType::BF16, DType::F32)]
+    {
+        let dy = random(&[2, 5, 7], 2).to_dtype(dtype).unwrap();
+        let buffer = random(&[100], 3).to_dtype(sum).unwrap();
+        let before = buffer.copy().unwrap();
+        let view = |buffer: &Tensor| buffer.narrow(0, 20, 63).unwrap().reshape((9, 7)).unwrap();
+        accumulate(&view(&buffer), &strided(&dy), &strided(&ids())).unwrap();
+        let expected = (view(&before) + backward(&dy, &ids(), 9).unwrap()).unwrap();
+        assert_identical(&view(&buffer), &expected);
+        for (start, length) in [(0, 20), (83, 17)] {
+            let beside = |buffer: &Tensor| buffer.narrow(0, start, length).unwrap();
+            assert_identical(&beside(&buffer), &beside(&before));
+        }
+    }
+    let dy = random(&[2, 5, 7], 2).to_dtype(DType::F32).unwrap();
+    let gradient = |shape: &[usize]| random(shape, 1).to_dtype(DType::F32).unwrap();
+    let wrong = message(accumulate(&gradient(&[8, 7]), &dy, &ids()));
+    assert!(wrong.contains("token id 8 at position 3"), "{wrong}");
+    let wrong = message(accumulate(&gradient(&[9, 6]), &dy, &ids()));
+    assert!(wrong.contains("the gradient has shape [9, 6], expected [9, 7]"), "{wrong}");
+    let wrong = message(accumulate(&random(&[9, 7], 1), &dy, &ids()));
+    assert!(wrong.contains("the gradient is F64, expected F32"), "{wrong}");
+    let wrong = message(accumulate(&strided(&gradient(&[9, 7])), &dy, &ids()));
+    assert!(wrong.contains("contiguous"), "{wrong}");
+}
+
+#[test]
 fn threads_do_not_change_bits() {
     let ids: Vec<u32> = (0..2000u32).map(|i| i * i % 97).collect();
     let ids = Tensor::from_vec(ids, (2, 1000), &Device::Cpu).unwrap();
@@ -91,6 +120,20 @@ mod cuda {
                     let low_dy = dy.to_device(&device).unwrap();
                     let dtable = backward(&low_dy, &low_ids, v).unwrap();
                     assert_identical(&back(&dtable), &backward(&dy, &ids, v).unwrap());
+                    // Where vectors fit, and where they don't.
+                    for start in [0, 1] {
+                        let buffer = random(&[v * d + 1], 3).to_dtype(DType::F32).unwrap();
+                        let low = buffer.to_device(&device).unwrap();
+                        let view = |buffer: &Tensor| {
+                            buffer.narrow(0, start, v * d).unwrap().reshape((v, d)).unwrap()
+                        };
+                        accumulate(&view(&low), &low_dy, &low_ids).unwrap();
+                        let sum = (view(&buffer) + backward(&dy, &ids, v).unwrap()).unwrap();
+                        assert_identical(&back(&view(&low)), &sum);
+                        let other = if start == 0 { v * d } else { 0 };
+                        let other = |buffer: &Tensor| buffer.narrow(0, other, 1).unwrap();
+                        assert_identical(&back(&other(&low)), &other(&buffer));
+                    }
                 }
             }
         }

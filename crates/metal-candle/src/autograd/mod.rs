@@ -12,4 +12,4 @@ mod tape;
 mod tests;
 
 pub use ops::{HeadValues, LoraValues, Loss, Matrix, ProjectionValues};
-pub use tape::{GradientSink, Parameter, ParameterId, Segment, Tape, Value};
+pub use tape::{GradientSink, Parameter, ParameterId, Segment, TableGradient, Tape, Value};

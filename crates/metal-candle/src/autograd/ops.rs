@@ -275,6 +275,9 @@ impl Tape {
     /// Rows of `table (vocabulary, hidden)` for `ids (batch, seq)`: `(batch, seq, hidden)`.
     pub fn embedding(&self, table: &Value, ids: &Tensor) -> Result<Value> {
         let output = embedding::forward(table.tensor(), ids)?;
+        if let Some(rows) = self.push_rows(table, &output, ids) {
+            return Ok(rows);
+        }
         let (ids, vocabulary) = (ids.clone(), table.tensor().dim(0)?);
         Ok(self.push(&[table], output, move |dy| {
             Ok(vec![Some(embedding::backward(&dy, &ids, vocabulary)?)])

@@ -2,7 +2,7 @@
 
 use crate::Result;
 use candle_core::{Device, Shape, Tensor};
-use metal_candle_kernels::{arithmetic, devices};
+use metal_candle_kernels::{arithmetic, devices, embedding};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::fmt;
@@ -41,6 +41,23 @@ impl Parameter {
 pub trait GradientSink {
     /// Takes over one contribution to the gradient of `id`.
     fn accept(&mut self, id: ParameterId, gradient: Tensor) -> Result<()>;
+
+    /// Takes over one contribution to the gradient of the table `id`, that of the rows that were looked up.
+    fn accept_rows(&mut self, id: ParameterId, gradient: TableGradient) -> Result<()> {
+        let TableGradient { rows, ids, height } = gradient;
+        self.accept(id, embedding::backward(&rows, &ids, height)?)
+    }
+}
+
+/// The gradient of a table `(height, hidden)` as that of its rows that were looked up.
+#[derive(Debug)]
+pub struct TableGradient {
+    /// That of each, `(batch, seq, hidden)`.
+    pub rows: Tensor,
+    /// Which rows they are, `(batch, seq)` in u32.
+    pub ids: Tensor,
+    /// How many rows the table has.
+    pub height: usize,
 }
 
 impl<F: FnMut(ParameterId, Tensor) -> Result<()>> GradientSink for F {
@@ -364,6 +381,23 @@ impl Tape {
             }),
         });
         Value::new(output, Some(slot))
+    }
+
+    /// Pushes the rows of a parameter, whose gradient goes to the sink as they are; `None` for what is none.
+    pub(super) fn push_rows(&self, table: &Value, rows: &Tensor, ids: &Tensor) -> Option<Value> {
+        let id = match self.nodes.borrow().get(table.slot?.node)? {
+            Node::Parameter(id) => *id,
+            Node::Operation { .. } => return None,
+        };
+        self.note_reading(&[table]);
+        let (ids, height) = (ids.clone(), *table.tensor.dims().first()?);
+        let backward = move |mut gradients: Gradients, sink: &mut dyn GradientSink| {
+            if let Some(rows) = gradients.pop().flatten() {
+                sink.accept_rows(id, TableGradient { rows, ids, height })?;
+            }
+            Ok(Vec::new())
+        };
+        self.add_operation(&[], vec![rows.clone()], Box::new(backward)).pop()
     }
 
     /// Pushes an operation with several outputs. The gradient of an output that nothing used is

@@ -3,9 +3,9 @@
 use crate::Error;
 use crate::Result;
 use crate::adapter::{Entry, Parameters};
-use crate::autograd::{GradientSink, ParameterId};
+use crate::autograd::{GradientSink, ParameterId, TableGradient};
 use candle_core::{DType, Tensor};
-use metal_candle_kernels::flat;
+use metal_candle_kernels::{embedding, flat};
 
 /// One flat f32 buffer in the layout of the [`Parameters`], to which a backward pass adds.
 #[derive(Debug)]
@@ -24,6 +24,11 @@ impl Gradients {
     /// All gradients, `(len)` in f32.
     pub fn buffer(&self) -> &Tensor {
         &self.buffer
+    }
+
+    /// How many there are.
+    pub(super) fn len(&self) -> usize {
+        self.buffer.elem_count()
     }
 
     /// What lies where in it.
@@ -49,5 +54,9 @@ impl Gradients {
 impl GradientSink for &Gradients {
     fn accept(&mut self, id: ParameterId, gradient: Tensor) -> Result<()> {
         Ok(flat::accumulate(&self.view(id)?, &gradient, 1.0)?)
+    }
+
+    fn accept_rows(&mut self, id: ParameterId, gradient: TableGradient) -> Result<()> {
+        Ok(embedding::accumulate(&self.view(id)?, &gradient.rows, &gradient.ids)?)
     }
 }
