@@ -78,7 +78,20 @@ pub trait Collectives: Debug {
         self.sum(what, buffer)
     }
 
-    /// Waits until all sums that were begun are made.
+    /// Begins what [`Self::spread`] does, as [`Self::begin_sum`] begins a sum.
+    ///
+    /// # Errors
+    /// As [`Self::gather`].
+    fn begin_spread(
+        &self,
+        what: &'static str,
+        buffer: &Tensor,
+        parts: &[Range<usize>],
+    ) -> Result<()> {
+        self.spread(what, buffer, parts)
+    }
+
+    /// Waits until all that was begun is done.
     ///
     /// # Errors
     /// As [`Self::gather`].
@@ -256,7 +269,20 @@ impl<'a> Group<'a> {
         self.0.map_or(Ok(()), |collectives| collectives.begin_sum(what, buffer))
     }
 
-    /// Waits for the sums that were begun.
+    /// Begins to give each rank's part of a buffer to all others, see [`Collectives::begin_spread`].
+    ///
+    /// # Errors
+    /// As [`Collectives::gather`].
+    pub(crate) fn begin_spread(
+        self,
+        what: &'static str,
+        buffer: &Tensor,
+        parts: &[Range<usize>],
+    ) -> Result<()> {
+        self.0.map_or(Ok(()), |collectives| collectives.begin_spread(what, buffer, parts))
+    }
+
+    /// Waits for what was begun.
     ///
     /// # Errors
     /// As [`Collectives::gather`].

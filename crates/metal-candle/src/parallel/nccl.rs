@@ -135,12 +135,8 @@ impl Collectives for Gpus {
     }
 
     fn spread(&self, what: &'static str, buffer: &Tensor, parts: &[Range<usize>]) -> Result<()> {
-        let parts = parts.iter().map(|part| buffer.narrow(0, part.start, part.len()));
-        let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
-        self.0.watching(what, |communicator, wait| {
-            communicator.begin_spread(&parts, &mut *wait)?;
-            communicator.end(wait)
-        })
+        self.begin_spread(what, buffer, parts)?;
+        self.end_sums(what)
     }
 
     fn sums_beside_work(&self) -> bool {
@@ -149,6 +145,17 @@ impl Collectives for Gpus {
 
     fn begin_sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {
         self.0.watching(what, |communicator, wait| communicator.begin_sum(buffer, wait))
+    }
+
+    fn begin_spread(
+        &self,
+        what: &'static str,
+        buffer: &Tensor,
+        parts: &[Range<usize>],
+    ) -> Result<()> {
+        let parts = parts.iter().map(|part| buffer.narrow(0, part.start, part.len()));
+        let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
+        self.0.watching(what, |communicator, wait| communicator.begin_spread(&parts, wait))
     }
 
     fn end_sums(&self, what: &'static str) -> Result<()> {

@@ -12,10 +12,10 @@ use super::optimizer::{Home, OptimizerState, Rates};
 use super::options::TrainOptions;
 use super::references::{self, References};
 use super::saving::{Saved, Saver, SavingFn, untold};
-use super::summing::Summing;
+use super::summing::{Summing, Tables};
 use super::task::{Part, Task};
 use crate::adapter::{Adapter, TrainedFiles};
-use crate::autograd::Tape;
+use crate::autograd::{Parameter, Tape};
 use crate::data::{Batch, BatchPlan, Batcher};
 use crate::memory::peak_bytes;
 use crate::model::Model;
@@ -789,7 +789,8 @@ impl<'a> Trainer<'a> {
         let processed = counted(&parts).map(|batch| batch.tokens).sum();
         let [tokens, processed] = self.group.count("the tokens of a step", [tokens, processed])?;
         // With a part of the base for each rank, the ways between them are needed for that.
-        let mut sums = Summing::new(&self.gradients, self.group, !self.model.is_sharded());
+        let (tables, beside) = (self.tables(), !self.model.is_sharded());
+        let mut sums = Summing::new(&self.gradients, self.group, tables, parts.len(), beside);
         let passed = match self.options.objective.compares_answers() {
             false => self.learn(&parts, tokens, &mut sums)?,
             true => self.compare(&plans, &parts, &mut sums)?,
@@ -851,6 +852,18 @@ impl<'a> Trainer<'a> {
         Ok(Passed { loss: loss[0], count: passed.count, metrics })
     }
 
+    /// The parameters that stand in the place of the embedding and the head.
+    fn tables(&self) -> Tables {
+        let id = |parameter: Option<&Parameter>| parameter.map(Parameter::id);
+        Tables {
+            embedding: id(self.adapter.replacement(self.model.embedding)),
+            head: id(match self.model.head {
+                Some(head) => self.adapter.replacement(head),
+                None => self.adapter.tied_head(),
+            }),
+        }
+    }
+
     /// A tape for one of a step's batches. Each rank has other random numbers.
     fn tape(&self, index: usize) -> Tape {
         let index = index * self.group.size() + self.group.rank();
@@ -876,13 +889,14 @@ impl<'a> Trainer<'a> {
                 let sum = self.model.loss(&tape, batch, Some(&self.adapter))?.sum;
                 let factor = if *counts { 1.0 / tokens as f64 } else { 0.0 };
                 if Some(index) == last {
-                    gradients.last_pass();
+                    gradients.last_pass(batch)?;
                 }
                 tape.backward(&sum, factor, gradients)?;
                 Ok(sum.into_tensor())
             })?;
             sums.extend(counts.then_some(sum));
         }
+        gradients.passes_are_over()?;
         // Read when everything is under way: a GPU would wait for the next pass otherwise.
         let mut loss: f64 = counted(parts).map(Batch::loss_offset).sum();
         for sum in sums {
@@ -934,7 +948,7 @@ impl<'a> Trainer<'a> {
                 let gradient = Tensor::from_vec(gradient, losses.shape(), self.model.device())?
                     .to_dtype(losses.tensor().dtype())?;
                 if Some(index) == last {
-                    gradients.last_pass();
+                    gradients.last_pass(batch)?;
                 }
                 tape.backward_from(&losses, gradient, gradients)
             })?;
@@ -942,6 +956,7 @@ impl<'a> Trainer<'a> {
                 break;
             }
         }
+        gradients.passes_are_over()?;
         Ok(passed)
     }
 

@@ -311,6 +311,65 @@ fn trained(
     Ok(first)
 }
 
+/// The parameters of so many ranks that train every weight of a model together.
+fn trained_whole(
+    folder: &Path,
+    count: usize,
+    batches: &Batcher,
+    options: &TrainOptions,
+) -> Vec<f32> {
+    let output = tempfile::tempdir().unwrap();
+    let mut ranks = as_ranks(count, |thread| {
+        let model = Model::load(folder, DType::F32, &device()).unwrap();
+        let adapter = Arc::new(Adapter::full(&model).unwrap());
+        let model = Arc::new(model.without_weights());
+        let options = options.clone();
+        let mut trainer = Trainer::new(&model, &adapter, batches, options, output.path(), "llama")
+            .unwrap()
+            .with_group(Group::new(&**thread))
+            .unwrap();
+        let summary = trainer.run(&mut |_: &Metric| Ok(())).unwrap();
+        assert_eq!(summary.outcome, Outcome::Finished);
+        adapter.parameters().values().to_vec1::<f32>().unwrap()
+    });
+    let first = ranks.remove(0);
+    assert!(ranks.iter().all(|other| *other == first), "the ranks have other parameters");
+    first
+}
+
+#[test]
+fn ranks_that_train_every_weight_follow_one() {
+    for tied in [false, true] {
+        let folder = saved(json!({ "tie_word_embeddings": tied }));
+        let begun = load(folder.path(), None, Placement::Device);
+        let begun = Adapter::full(&begun).unwrap().parameters().values().to_vec1::<f32>().unwrap();
+        // Of 4 rows the ranks give each other the gradients of the embedding's rows; 24 read more than it has. The last
+        // batch of an epoch has one row: the other ranks have none of it.
+        for (rows, accumulation) in [(4, 1), (4, 2), (24, 1)] {
+            let batches = batcher(dataset(6 * rows + 1, 1), rows, false);
+            let optimizer = Optimizer::Sgd(SgdOptions::default());
+            let (grad_accumulation, save_every) = (accumulation, 0);
+            let options = TrainOptions {
+                optimizer,
+                grad_accumulation,
+                save_every,
+                eval_every: 0,
+                ..options()
+            };
+            let one = trained_whole(folder.path(), 1, &batches, &options);
+            let most = |a: &[f32], b: &[f32]| {
+                a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+            };
+            assert!(most(&one, &begun) > 1e-3);
+            for count in [2, 3] {
+                let several = trained_whole(folder.path(), count, &batches, &options);
+                let apart = most(&several, &one);
+                assert!(apart <= 2e-6, "{tied} {rows} {accumulation} {count}: {apart}");
+            }
+        }
+    }
+}
+
 fn assert_same(found: &(Vec<String>, Vec<f32>), expected: &(Vec<String>, Vec<f32>)) {
     assert_eq!(found.0, expected.0);
     assert!(found.1 == expected.1, "other parameters");
