@@ -10,7 +10,8 @@ SmolLM2-135M's width with 10 layers, 4 x 512 tokens a step of all processes toge
     python3 benches/processes.py target/release/metal-candle FOLDER --gpus 2 [--rounds N]
 
 over NCCL on the first two GPUs of a machine beside the first alone, in a build with CUDA: a model of Llama-3-8B's shape in
-bf16, 4 x 2048 tokens a step of each GPU. FOLDER takes 16 GB.
+bf16, 4 x 2048 tokens a step of each GPU. FOLDER takes 16 GB. --peer adds PEFT under PyTorch's DistributedDataParallel,
+by this Python.
 
     python3 benches/processes.py target/release/metal-candle FOLDER --gpus 2 --full [--rounds N]
 
@@ -86,7 +87,7 @@ def model(folder, overflow, hidden, inner, layers, heads, keys, head, vocabulary
             shapes[f"{prefix}{name}.weight"] = [out, into]
         files[f"model-{layer:03}.safetensors"] = shapes
     index = {name: file for file, shapes in files.items() for name in shapes}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     # A few million numbers, begun at another one for each matrix.
     draw = random.Random(1)
     numbers = bfloat16(draw.gauss(0, 0.02) for _ in range(1 << 16))
@@ -167,12 +168,23 @@ def measured(program, folder, length, steps, start, *flags):
     return speed, max(event["peak_memory"] or 0 for event in reports) / 2**30
 
 
+def peer(folder, length, steps, gpus):
+    """Tokens a second of PEFT under DistributedDataParallel."""
+    program = Path(__file__).resolve().parent / "peers/distributed.py"
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), program]
+    run = subprocess.run(
+        [*start, folder / "model", "4", str(length), str(steps)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return float(run.stdout.split()[-1])
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("program", type=lambda path: Path(path).resolve())
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gpus", type=int)
+    parser.add_argument("--peer", action="store_true")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--placements", action="store_true")
     parser.add_argument("--large", action="store_true")
@@ -204,6 +216,8 @@ def main():
     elif given.gpus:
         shape = LARGE
         sides = {f"{count} of the GPUs": ([], *on_gpus, "--gpus", str(count)) for count in (1, given.gpus)}
+        if given.peer:
+            sides |= {f"PEFT on {count}": count for count in (1, given.gpus)}
     else:
         shape, length = SMALL, 512
         sides = {
@@ -221,16 +235,23 @@ def main():
     found = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, side in sides.items():
-            speed, memory = measured(given.program, given.folder, length, steps, *side, *lora)
+            if isinstance(side, int):
+                speed, taken = peer(given.folder, length, steps, side), ""
+            else:
+                speed, memory = measured(given.program, given.folder, length, steps, *side, *lora)
+                taken = f", at most {memory:.1f} GiB"
             # The first round of several warms up.
             if number > 0 or rounds == 0:
                 found[name].append(speed)
-            print(f"round {number}, {name}: {speed:.0f} tokens/s, at most {memory:.1f} GiB", flush=True)
-    one, *others = (statistics.median(speeds) for speeds in found.values())
+            print(f"round {number}, {name}: {speed:.0f} tokens/s{taken}", flush=True)
+    medians = {name: statistics.median(speeds) for name, speeds in found.items()}
+    print(f"medians: {', '.join(f'{speed:.0f}' for speed in medians.values())} tokens/s")
     times = given.gpus if given.gpus and not given.placements else 1
-    print(f"medians: {', '.join(f'{speed:.0f}' for speed in (one, *others))} tokens/s")
-    for name, speed in zip(list(found)[1:], others):
-        print(f"{name}: {speed / one / times:.1%} of {times} x {list(found)[0]}")
+    names = list(found)
+    # One and several of the same program, or all beside the first.
+    pairs = zip(names[::2], names[1::2]) if times > 1 else ((names[0], name) for name in names[1:])
+    for one, other in pairs:
+        print(f"{other}: {medians[other] / medians[one] / times:.1%} of {times} x {one}")
 
 
 if __name__ == "__main__":
