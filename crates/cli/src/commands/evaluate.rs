@@ -250,7 +250,10 @@ impl Asked {
         let (mut lines, mut failed, mut tokens) = (Vec::with_capacity(all.len()), 0, 0);
         for (index, written) in &all {
             let (prompt, expected) = (&prompts[*index], expected[*index].trim());
-            let prompt = loaded.tokenizer.decode(prompt, false)?;
+            let prompt = match arguments.answers {
+                Some(_) => loaded.tokenizer.decode(prompt, false)?,
+                None => String::new(),
+            };
             let (answer, finish_reason, error) = match written {
                 Ok(Written { text, finished }) => {
                     tokens += finished.tokens;

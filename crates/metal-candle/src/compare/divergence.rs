@@ -83,7 +83,7 @@ struct Read<'a> {
 impl<'a> Read<'a> {
     fn new(side: Side<'a>, ids: &[u32]) -> Result<Self> {
         let device = side.model.device();
-        let input = Input::sequence(ids, 0, device)?.with_adapter(side.adapter);
+        let input = Input::sequence(ids, device)?.with_adapter(side.adapter);
         let hidden = devices::step(device, || -> Result<Tensor> {
             Ok(side.model.forward(&Tape::inference(), &input)?.into_tensor())
         })?;
@@ -197,7 +197,7 @@ mod tests {
         {
             let mut loss = 0.0;
             for ids in [&sequences[0][..], &sequences[1], &sequences[2][..2]] {
-                let input = Input::sequence(ids, 0, &Device::Cpu).unwrap();
+                let input = Input::sequence(ids, &Device::Cpu).unwrap();
                 let hidden = model.forward(&Tape::inference(), &input).unwrap();
                 let logits = model.logits(hidden.tensor(), &input).unwrap();
                 let logits = logits.squeeze(0).unwrap().to_vec2::<f32>().unwrap();

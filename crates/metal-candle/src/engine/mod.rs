@@ -33,7 +33,7 @@ use crate::generate::{
 };
 use crate::memory::available_bytes;
 use crate::model::Model;
-use crate::pass::{Layers, ModelReader, PagedCache, Stretch};
+use crate::pass::{Layers, ModelReader, PagedCache, Stretch, check_prompt};
 use crate::text::Tokenizer;
 use crate::turns::Turns;
 use crate::{Error, Result, bounds};
@@ -369,19 +369,7 @@ impl<'t> Engine<'t> {
             let most = self.options.max_waiting;
             return Err(Error::option("max_waiting", format!("{most} requests wait already")));
         }
-        if prompt.is_empty() {
-            return Err(Error::option("prompt", "is empty; expected at least one token"));
-        }
-        let vocabulary = self.reader.vocabulary();
-        if let Some(token) = prompt.iter().find(|token| **token as usize >= vocabulary) {
-            return Err(Error::option(
-                "prompt",
-                format!(
-                    "has token {token}, but the model's vocabulary has {vocabulary}; the tokenizer is not this \
-                     model's"
-                ),
-            ));
-        }
+        check_prompt(&prompt, self.reader.vocabulary())?;
         if let Some(adapter) = &adapter {
             self.reader.check(adapter)?;
         }

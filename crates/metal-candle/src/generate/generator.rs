@@ -1,11 +1,11 @@
 //! Text from a model: prefill the prompt, then decode a token at a time.
 
 use super::answer::{Answer, FinishReason, GenerateOptions, Piece};
+use crate::Result;
 use crate::adapter::Adapter;
 use crate::model::Model;
-use crate::pass::{CacheDtype, Layers, ModelReader, PagedCache, Stretch};
+use crate::pass::{CacheDtype, Layers, ModelReader, PagedCache, Stretch, check_prompt};
 use crate::text::Tokenizer;
-use crate::{Error, Result};
 use candle_core::{IndexOp, Tensor};
 use metal_candle_kernels::recording::Recording;
 use std::sync::Arc;
@@ -54,19 +54,7 @@ impl Session {
     /// # Errors
     /// When there are none, or the model doesn't know one of them, or the device fails; the session is then as before.
     pub fn read(&mut self, tokens: &[u32]) -> Result<Tensor> {
-        if tokens.is_empty() {
-            return Err(Error::option("prompt", "is empty; expected at least one token"));
-        }
-        let vocabulary = self.reader.model().config().vocab_size;
-        if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocabulary) {
-            return Err(Error::option(
-                "prompt",
-                format!(
-                    "has token {token}, but the model's vocabulary has {vocabulary}; the tokenizer is \
-                 not this model's"
-                ),
-            ));
-        }
+        check_prompt(tokens, self.reader.model().config().vocab_size)?;
         let before = self.tokens.len();
         self.tokens.extend(tokens);
         let result = self.advance();

@@ -12,7 +12,7 @@ pub use crate::autograd::Loss;
 pub(crate) use adapters::Updates;
 pub use paged::CacheDtype;
 pub(crate) use paged::{Layers, Next, PagedCache, Ragged, Stretch};
-pub(crate) use reader::ModelReader;
+pub(crate) use reader::{ModelReader, check_prompt};
 
 use crate::adapter::Adapter;
 use crate::autograd::{HeadValues, Matrix, Tape, Value};
@@ -162,9 +162,9 @@ impl Positions {
 }
 
 impl Input {
-    /// One text whose first token stands at position `start`.
-    pub fn sequence(ids: &[u32], start: usize, device: &Device) -> Result<Self> {
-        let positions = (start..start + ids.len())
+    /// One text by itself, from its first token on.
+    pub fn sequence(ids: &[u32], device: &Device) -> Result<Self> {
+        let positions = (0..ids.len())
             .map(|position| u32::try_from(position).map_err(candle_core::Error::wrap))
             .collect::<candle_core::Result<_>>()?;
         let positions = Positions::known(positions);

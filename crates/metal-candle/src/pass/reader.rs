@@ -2,11 +2,27 @@
 
 use super::recorded::Recordings;
 use super::{PagedCache, Ragged, Stretch};
-use crate::Result;
 use crate::model::Model;
+use crate::{Error, Result};
 use candle_core::Tensor;
 use metal_candle_kernels::{batch_invariance, devices};
 use std::sync::Arc;
+
+/// That there are tokens, which are of a vocabulary of so many.
+pub(crate) fn check_prompt(tokens: &[u32], vocabulary: usize) -> Result<()> {
+    if tokens.is_empty() {
+        return Err(Error::option("prompt", "is empty; expected at least one token"));
+    }
+    match tokens.iter().find(|token| **token as usize >= vocabulary) {
+        None => Ok(()),
+        Some(token) => Err(Error::option(
+            "prompt",
+            format!(
+                "has token {token}, but the model's vocabulary has {vocabulary}; the tokenizer is not this model's"
+            ),
+        )),
+    }
+}
 
 /// A model and the cache that it fills.
 pub(crate) struct ModelReader {

@@ -147,7 +147,7 @@ fn training_computes_what_the_engine_does() {
             let (texts, _) = run(&model, options(200), &requests);
             for (request, text) in requests.iter().zip(texts) {
                 let found = within(true, || {
-                    let input = Input::sequence(&request.prompt, 0, model.device()).unwrap();
+                    let input = Input::sequence(&request.prompt, model.device()).unwrap();
                     let input = input.with_adapter(request.adapter.as_ref());
                     let hidden = model.forward(&Tape::training(), &input).unwrap();
                     let logits = model.logits(hidden.tensor(), &input).unwrap().squeeze(0);

@@ -120,7 +120,7 @@ fn parameter(adapter: &Adapter, name: &str) -> Tensor {
 }
 
 fn hidden(model: &Model, adapter: Option<&Arc<Adapter>>) -> Vec<f32> {
-    let input = Input::sequence(&[5, 9, 42, 17, 3, 88], 0, model.device()).unwrap();
+    let input = Input::sequence(&[5, 9, 42, 17, 3, 88], model.device()).unwrap();
     let input = input.with_adapter(adapter);
     let hidden = model.forward(&Tape::inference(), &input).unwrap();
     let logits = model.logits(hidden.tensor(), &input).unwrap();

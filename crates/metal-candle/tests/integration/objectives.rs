@@ -746,7 +746,7 @@ fn an_evaluation_says_how_sure_a_model_is() {
     let (mut entropy, mut hits, mut count) = (0.0, 0.0, 0.0);
     for example in dataset.iter() {
         let ids = &example.ids;
-        let input = metal_candle::pass::Input::sequence(ids, 0, model.device()).unwrap();
+        let input = metal_candle::pass::Input::sequence(ids, model.device()).unwrap();
         let hidden = model.forward(&metal_candle::autograd::Tape::inference(), &input).unwrap();
         let logits = model.logits(hidden.tensor(), &input).unwrap().squeeze(0).unwrap();
         let rows: Vec<Vec<f32>> = logits.to_vec2().unwrap();

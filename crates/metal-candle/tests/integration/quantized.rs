@@ -50,7 +50,7 @@ pub const IDS: [u32; 12] = [5, 93, 17, 2, 44, 81, 0, 9, 33, 61, 28, 70];
 
 pub fn logits(model: &Model, adapter: Option<&Arc<Adapter>>) -> Vec<f32> {
     let tape = Tape::inference();
-    let input = Input::sequence(&IDS, 0, model.device()).unwrap().with_adapter(adapter);
+    let input = Input::sequence(&IDS, model.device()).unwrap().with_adapter(adapter);
     let hidden = model.forward(&tape, &input).unwrap();
     let logits = model.logits(hidden.tensor(), &input).unwrap();
     logits.flatten_all().unwrap().to_vec1().unwrap()
@@ -264,7 +264,7 @@ fn assert_rounds_rows(compute: Quantization, held: &str, device: &Device, limits
     let (adapter, other) = (&adapter_of(&model), &adapter_of(&held));
     let to_f32 = |model: &Model, adapter| {
         let tape = Tape::inference();
-        let input = Input::sequence(&IDS, 0, model.device()).unwrap().with_adapter(Some(adapter));
+        let input = Input::sequence(&IDS, model.device()).unwrap().with_adapter(Some(adapter));
         let hidden = model.forward(&tape, &input).unwrap();
         let logits = model.logits(hidden.tensor(), &input).unwrap();
         logits.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap()

@@ -175,7 +175,7 @@ fn tokens(app: &App, chosen: &Chosen, index: usize, text: Text) -> Result<Vec<u3
 
 fn vector(app: &App, chosen: &Chosen, tokens: &[u32], dimensions: usize) -> Result<Vec<f32>> {
     let mean = || -> metal_candle::Result<Vec<f32>> {
-        let input = Input::sequence(tokens, 0, app.model.device())?;
+        let input = Input::sequence(tokens, app.model.device())?;
         let input = input.with_adapter(chosen.adapter.as_ref());
         let states = app.model.forward(&Tape::inference(), &input)?.into_tensor();
         Ok(states.to_dtype(DType::F32)?.mean(1)?.squeeze(0)?.to_vec1()?)

@@ -421,10 +421,11 @@ fn one_by_one(
             continue;
         }
         let table = sequences.table(index);
+        let slot = |key: usize| table[key / block] * block as u32 + (key % block) as u32;
         let place = |key: usize| match table[key / block] {
             // No query sees it, so it may be any that there is.
-            HOLE => table[(keys - 1) / block] * block as u32 + ((keys - 1) % block) as u32,
-            entry => entry * block as u32 + (key % block) as u32,
+            HOLE => slot(keys - 1),
+            _ => slot(key),
         };
         let places: Vec<_> = (0..keys).map(place).collect();
         let places = Tensor::from_vec(places, (1, keys), q.device())?;
