@@ -337,7 +337,11 @@ impl OptimizerState {
     ) -> Result<f64> {
         let norm = self.change(parameters, gradients, rates.into(), number, clip_norm);
         if let Some(shares) = &self.shares {
-            flat::fill_zero(gradients.buffer())?;
+            // Of its own share the step has done it.
+            let rests = [0..self.share.start, self.share.end..gradients.len()];
+            for rest in rests.into_iter().filter(|rest| !rest.is_empty()) {
+                flat::fill_zero(&gradients.buffer().narrow(0, rest.start, rest.len())?)?;
+            }
             if norm.as_ref().is_ok_and(|norm| norm.is_finite()) {
                 group.spread("the parameters after a step", parameters.values(), shares)?;
             }
