@@ -93,7 +93,8 @@ struct Answers {
 /// A line of the file of answers.
 #[derive(Serialize)]
 struct Answer<'a> {
-    prompt: String,
+    /// `None` where no file is written.
+    prompt: Option<String>,
     expected: &'a str,
     /// `None` where it could not be written.
     answer: Option<&'a str>,
@@ -250,10 +251,8 @@ impl Asked {
         let (mut lines, mut failed, mut tokens) = (Vec::with_capacity(all.len()), 0, 0);
         for (index, written) in &all {
             let (prompt, expected) = (&prompts[*index], expected[*index].trim());
-            let prompt = match arguments.answers {
-                Some(_) => loaded.tokenizer.decode(prompt, false)?,
-                None => String::new(),
-            };
+            let is_written = arguments.answers.is_some();
+            let prompt = is_written.then(|| loaded.tokenizer.decode(prompt, false)).transpose()?;
             let (answer, finish_reason, error) = match written {
                 Ok(Written { text, finished }) => {
                     tokens += finished.tokens;
