@@ -3,9 +3,9 @@
 // An id outside the table can't be reported from here: its row of the result is NaN, and it has no
 // gradient.
 //
-// Backward, which adds to a gradient: `embedding_count` notes for every id how often and where first it occurs, which doesn't depend
-// on the order in which threads come. The block of the first position adds up the gradients of all
-// positions with its id, in order.
+// Backward: `embedding_count` notes for every id how often and where first it occurs, which doesn't depend
+// on the order in which threads come. The block of the first position adds the gradients of all positions
+// with its id, in order, to what is there.
 #include "vector.cuh"
 
 constexpr int THREADS = 256;

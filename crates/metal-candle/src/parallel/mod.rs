@@ -70,7 +70,7 @@ pub trait Collectives: Debug {
         false
     }
 
-    /// Begins a sum as [`Self::sum`] makes it, behind the work so far. Until [`Self::end_sums`] nobody else writes there.
+    /// Begins a sum as [`Self::sum`] makes it, behind the work so far. Until [`Self::end_begun`] nobody else writes there.
     ///
     /// # Errors
     /// As [`Self::gather`].
@@ -95,7 +95,7 @@ pub trait Collectives: Debug {
     ///
     /// # Errors
     /// As [`Self::gather`].
-    fn end_sums(&self, what: &'static str) -> Result<()> {
+    fn end_begun(&self, what: &'static str) -> Result<()> {
         let _ = what;
         Ok(())
     }
@@ -286,8 +286,8 @@ impl<'a> Group<'a> {
     ///
     /// # Errors
     /// As [`Collectives::gather`].
-    pub(crate) fn end_sums(self, what: &'static str) -> Result<()> {
-        self.0.map_or(Ok(()), |collectives| collectives.end_sums(what))
+    pub(crate) fn end_begun(self, what: &'static str) -> Result<()> {
+        self.0.map_or(Ok(()), |collectives| collectives.end_begun(what))
     }
 }
 

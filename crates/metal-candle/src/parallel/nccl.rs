@@ -131,12 +131,12 @@ impl Collectives for Gpus {
 
     fn sum(&self, what: &'static str, buffer: &Tensor) -> Result<()> {
         self.begin_sum(what, buffer)?;
-        self.end_sums(what)
+        self.end_begun(what)
     }
 
     fn spread(&self, what: &'static str, buffer: &Tensor, parts: &[Range<usize>]) -> Result<()> {
         self.begin_spread(what, buffer, parts)?;
-        self.end_sums(what)
+        self.end_begun(what)
     }
 
     fn sums_beside_work(&self) -> bool {
@@ -158,7 +158,7 @@ impl Collectives for Gpus {
         self.0.watching(what, |communicator, wait| communicator.begin_spread(&parts, wait))
     }
 
-    fn end_sums(&self, what: &'static str) -> Result<()> {
+    fn end_begun(&self, what: &'static str) -> Result<()> {
         self.0.watching(what, |communicator, wait| communicator.end(wait))
     }
 

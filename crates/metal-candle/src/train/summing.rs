@@ -128,17 +128,14 @@ impl<'a> Summing<'a> {
         };
         self.rows = self.last_rows(ids)?;
         let Tables { embedding, head } = self.tables;
-        let mut place = Place { above: head.into_iter().collect(), left_out: None };
-        match (&self.rows, embedding) {
-            // Its rows come when all else is there.
-            (None, Some(embedding)) => place.above.retain(|id| *id != embedding),
-            // It has nothing but these rows.
-            (Some(_), Some(_)) if self.single_pass && head != embedding => {
-                place.left_out = embedding;
-            }
-            (Some(_), Some(embedding)) => place.above.push(embedding),
-            (_, None) => {}
-        }
+        let by_rows = self.rows.is_some();
+        let tables = [embedding, head].into_iter().flatten();
+        let place = Place {
+            // The embedding's last gradients are those of its rows.
+            above: tables.filter(|id| by_rows || Some(*id) != embedding).collect(),
+            // It may have no others.
+            left_out: embedding.filter(|_| by_rows && self.single_pass && head != embedding),
+        };
         self.pieces = pieces(entries, smallest, &place);
         Ok(())
     }
@@ -205,7 +202,7 @@ impl<'a> Summing<'a> {
     pub fn finish(&mut self) -> Result<()> {
         self.begin_all()?;
         self.is_finished = true;
-        self.group.end_sums(WHAT)?;
+        self.group.end_begun(WHAT)?;
         let Some(LastRows { id, ids, all: Some(all), .. }) = self.rows.take() else {
             return Ok(());
         };
@@ -222,7 +219,7 @@ impl Drop for Summing<'_> {
     fn drop(&mut self) {
         let rows = self.rows.as_ref().is_some_and(|rows| rows.all.is_some());
         if (rows || self.begun > 0) && !self.is_finished {
-            let _ = self.group.end_sums(WHAT);
+            let _ = self.group.end_begun(WHAT);
         }
     }
 }
@@ -354,7 +351,7 @@ mod tests {
             true
         }
 
-        fn end_sums(&self, _: &'static str) -> Result<()> {
+        fn end_begun(&self, _: &'static str) -> Result<()> {
             self.1.set(self.1.get() + 1);
             Ok(())
         }
