@@ -3,6 +3,7 @@
 use crate::bounds;
 use crate::errors::usage;
 use crate::output::{BARS, Terminal, bytes};
+use crate::processes::Gpus;
 use crate::run_folder::unfinished;
 use crate::settings::{BaseCompute, BasePlacement, Matmul, Precision, Processor};
 use crate::template::TemplateFlags;
@@ -17,6 +18,7 @@ use metal_candle::devices::{self, MetalMatmul};
 use metal_candle::hub::{self, Download, HubOptions};
 use metal_candle::model::{Holding, Model, Placement, Quantization};
 use metal_candle::parallel::launcher::Launched;
+use metal_candle::parallel::tensor;
 use metal_candle::text::Tokenizer;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -72,6 +74,60 @@ impl Placed {
             )),
         }
     }
+}
+
+/// How many devices have a part of a model each, where an engine computes all that is asked for.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Device")]
+pub struct Ranks {
+    /// Compute on so many NVIDIA GPUs of this machine together, each with a part of every layer: a model that is too large
+    /// for one, or texts sooner
+    #[arg(long, value_name = "N", default_value_t = 1, alias = "tensor-parallel-size")]
+    tensor_parallel: usize,
+}
+
+impl Ranks {
+    const FLAG: &str = "--tensor-parallel";
+
+    /// How many there are.
+    pub fn count(&self) -> anyhow::Result<usize> {
+        match self.tensor_parallel {
+            0 => Err(usage("--tensor-parallel: is 0, expected at least 1")),
+            count => Ok(count),
+        }
+    }
+
+    /// Their devices, or the only one.
+    pub fn devices(&self, processor: Processor) -> anyhow::Result<Vec<Device>> {
+        match self.count()? {
+            1 => Ok(vec![device(processor)?]),
+            count => {
+                let gpus = Gpus::Count(count);
+                gpus.device(processor, Self::FLAG)?;
+                let count = gpus.count(Self::FLAG)?;
+                Ok((0..count).map(devices::cuda).collect::<candle_core::Result<_>>()?)
+            }
+        }
+    }
+}
+
+/// The model in a folder on a device, or in parts on several.
+pub fn load_on(
+    devices: &[Device],
+    folder: &Path,
+    dtype: DType,
+    holding: Holding,
+) -> anyhow::Result<Arc<Model>> {
+    let model = match (devices, &holding.placement) {
+        ([device], _) => Model::load_with(folder, dtype, device, holding)?,
+        (devices, Placement::Device) => tensor::load(folder, dtype, devices, holding.quantization)?,
+        _ => {
+            return Err(usage(
+                "--tensor-parallel: keeps the weights on its GPUs, and --base-placement says otherwise; leave one out",
+            ));
+        }
+    };
+    Ok(Arc::new(model))
 }
 
 /// Which model, and which adapter on it.
@@ -194,18 +250,29 @@ impl Source {
         template: &TemplateFlags,
         terminal: Terminal,
     ) -> anyhow::Result<Loaded> {
+        self.load_on(&[device(runtime.device)?], runtime, placed, template, terminal)
+    }
+
+    /// As [`Self::load`], on this device, or in parts on several.
+    pub fn load_on(
+        &self,
+        devices: &[Device],
+        runtime: &Runtime,
+        placed: &Placed,
+        template: &TemplateFlags,
+        terminal: Terminal,
+    ) -> anyhow::Result<Loaded> {
         check_matmul(runtime.matmul, runtime.dtype, runtime.device, "--dtype f16 or --dtype f32")?;
-        let device = device(runtime.device)?;
+        let device = devices.first().context("no device")?;
         let holding =
-            Holding { quantization: runtime.quantization()?, placement: placed.on(&device)? };
-        set_matmul(runtime.matmul, &device)?;
+            Holding { quantization: runtime.quantization()?, placement: placed.on(device)? };
+        set_matmul(runtime.matmul, device)?;
         if let Some(folder) = &self.adapter {
             check_adapter(folder)?;
         }
         let folder = self.folder(terminal)?;
         let tokenizer = self.tokenizer(&folder, template)?;
-        let model = Model::load_with(&folder, dtype(runtime.dtype, &device), &device, holding)?;
-        let model = Arc::new(model);
+        let model = load_on(devices, &folder, dtype(runtime.dtype, device), holding)?;
         let adapter = match &self.adapter {
             Some(folder) => {
                 let started = Instant::now();

@@ -40,37 +40,40 @@ impl FromStr for Gpus {
 }
 
 impl Gpus {
-    /// How many that are here.
+    /// The flag that usually says so.
+    pub const FLAG: &str = "--gpus";
+
+    /// How many that are here, as this flag asks for.
     ///
     /// # Errors
     /// When there are fewer.
-    pub fn count(self) -> anyhow::Result<usize> {
+    pub fn count(self, flag: &str) -> anyhow::Result<usize> {
         let found = devices::cuda_count();
         if !cfg!(feature = "cuda") {
-            return Err(usage(
-                "--gpus: this build has no CUDA, and a Mac has one GPU; build it with --features cuda, see the README",
-            ));
+            return Err(usage(format!(
+                "{flag}: this build has no CUDA, and a Mac has one GPU; build it with --features cuda, see the README"
+            )));
         }
         match self {
-            _ if found == 0 => Err(usage("--gpus: there is no NVIDIA GPU here")),
+            _ if found == 0 => Err(usage(format!("{flag}: there is no NVIDIA GPU here"))),
             Self::All => Ok(found),
             Self::Count(count) if count <= found => Ok(count),
             Self::Count(count) => {
-                Err(usage(format!("--gpus: {count} are asked for, and this machine has {found}")))
+                Err(usage(format!("{flag}: {count} are asked for, and this machine has {found}")))
             }
         }
     }
 
-    /// The device for it.
+    /// The device for it, as this flag asks for.
     ///
     /// # Errors
     /// When another one is asked for.
-    pub fn device(self, asked: Processor) -> anyhow::Result<Processor> {
+    pub fn device(self, asked: Processor, flag: &str) -> anyhow::Result<Processor> {
         match asked {
             Processor::Auto | Processor::Cuda => Ok(Processor::Cuda),
-            Processor::Cpu | Processor::Metal => Err(usage(
-                "--gpus: is for NVIDIA GPUs, and --device names another device; leave one out",
-            )),
+            Processor::Cpu | Processor::Metal => Err(usage(format!(
+                "{flag}: is for NVIDIA GPUs, and --device names another device; leave one out"
+            ))),
         }
     }
 }
@@ -275,7 +278,7 @@ mod tests {
 
     #[test]
     fn more_gpus_than_there_are_is_an_error() {
-        let told = Gpus::Count(100_000).count().unwrap_err().to_string();
+        let told = Gpus::Count(100_000).count(Gpus::FLAG).unwrap_err().to_string();
         assert!(told.contains("--gpus"), "{told}");
     }
 }

@@ -55,6 +55,19 @@ pub struct App {
 pub type Shared = Arc<App>;
 
 impl App {
+    /// An error unless the model is whole on a device, which what is called so needs.
+    ///
+    /// # Errors
+    /// A 400 where it is in parts on several.
+    pub fn require_whole(&self, what: &str) -> Result<()> {
+        match self.model.is_tensor_parallel() {
+            false => Ok(()),
+            true => Err(ApiError::invalid(format!(
+                "{what} needs the model on one device, and this server has it in parts on several (--tensor-parallel)"
+            ))),
+        }
+    }
+
     /// Runs what waits for the disk, the database or the device on a thread where waiting holds nothing up.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 use crate::batch::{self, Batch};
 use crate::engine::{Writer, Writing};
 use crate::errors::{SUCCESS, usage};
-use crate::models::{Placed, Runtime, Source, set_threads};
+use crate::models::{Placed, Ranks, Runtime, Source, set_threads};
 use crate::output::{self, Terminal};
 use crate::sampling::Sampling;
 use crate::template::TemplateFlags;
@@ -62,6 +62,8 @@ pub struct Arguments {
     runtime: Runtime,
     #[command(flatten)]
     placed: Placed,
+    #[command(flatten)]
+    ranks: Ranks,
     /// Show the text while it is written; --stream=false shows it at the end
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_value_t = true, default_missing_value = "true", action = clap::ArgAction::Set, help_heading = "Output")]
     stream: bool,
@@ -115,7 +117,8 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     if arguments.batch.prompts.is_none() && prompt.trim().is_empty() {
         return Err(usage("prompt: is empty"));
     }
-    let loaded = arguments.source.load(
+    let loaded = arguments.source.load_on(
+        &arguments.ranks.devices(arguments.runtime.device)?,
         &arguments.runtime,
         &arguments.placed,
         &arguments.template,

@@ -3,21 +3,20 @@
 use crate::engine::{AtOnce, Writing};
 use crate::errors::{SUCCESS, usage};
 use crate::interrupt;
-use crate::models::{Placed, Runtime, Source, set_threads};
+use crate::models::{self, Placed, Ranks, Runtime, Source, set_threads};
 use crate::output::Terminal;
 use crate::processes::Gpus;
 use crate::sampling;
 use crate::template::TemplateFlags;
 use anyhow::Context;
+use candle_core::Device;
 use clap::Args;
 use metal_candle::devices;
 use metal_candle::engine::EngineOptions;
 use metal_candle::hub::HubOptions;
-use metal_candle::model::Model;
 use metal_candle_serve::{Base, HubAdapters, Options, Server, Tls};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -27,6 +26,7 @@ Examples:
   metal-candle serve --model owner/name --adapters adapters/ --port 8000
   METAL_CANDLE_API_KEY=... metal-candle serve --model model/ --host 0.0.0.0
   metal-candle serve --model model/ --gpus all
+  metal-candle serve --model model/ --tensor-parallel 4
 
 Clients are given the address with /v1 behind it as their base URL. A browser is shown a page there.";
 
@@ -111,9 +111,12 @@ pub struct Arguments {
     max_waiting: usize,
     #[command(flatten)]
     writing: Writing,
-    /// Write texts on so many NVIDIA GPUs of this machine, with the whole model on each; fine-tuning takes the first
+    /// Write texts on so many NVIDIA GPUs of this machine, with the whole model on each, or, with --tensor-parallel, on each
+    /// N of them; fine-tuning takes the first
     #[arg(long, value_name = "N|all", help_heading = "Device")]
     gpus: Option<Gpus>,
+    #[command(flatten)]
+    ranks: Ranks,
     #[command(flatten)]
     template: TemplateFlags,
     #[command(flatten)]
@@ -163,6 +166,21 @@ impl Arguments {
 }
 
 impl Arguments {
+    /// The device of each copy of the model, or the devices that have a part of it each.
+    fn places(&self) -> anyhow::Result<Vec<Vec<Device>>> {
+        let processor = self.runtime.device;
+        let Some(gpus) = self.gpus else { return Ok(vec![self.ranks.devices(processor)?]) };
+        gpus.device(processor, Gpus::FLAG)?;
+        let (gpus, ranks) = (gpus.count(Gpus::FLAG)?, self.ranks.count()?);
+        if !gpus.is_multiple_of(ranks) {
+            return Err(usage(format!(
+                "--gpus: are {gpus}, expected a multiple of --tensor-parallel, which is {ranks}"
+            )));
+        }
+        let all = (0..gpus).map(devices::cuda).collect::<candle_core::Result<Vec<_>>>()?;
+        Ok(all.chunks(ranks).map(<[Device]>::to_vec).collect())
+    }
+
     /// Where adapters are brought from, if they are to be. They are kept with the server's other data.
     fn hub(&self) -> anyhow::Result<Option<HubAdapters>> {
         if !self.hub_adapters {
@@ -182,36 +200,27 @@ fn name_of(model: &str) -> String {
 }
 
 /// Serves until it is told to stop.
-pub fn run(mut arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
-    let gpus = match arguments.gpus {
-        None => 1,
-        Some(gpus) => {
-            arguments.runtime.device = gpus.device(arguments.runtime.device)?;
-            gpus.count()?
-        }
-    };
+pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
+    let places = arguments.places()?;
     set_threads(arguments.runtime.threads)?;
     interrupt::install()?;
     let mut options = arguments.options()?;
-    if gpus > 1 && arguments.writing.draft_model.is_some() {
-        return Err(usage("draft_model: is for one device, and gpus says more"));
+    let Some((first, others)) = places.split_first() else { return Err(usage("--gpus: is 0")) };
+    if (first.len() > 1 || !others.is_empty()) && arguments.writing.draft_model.is_some() {
+        return Err(usage("draft_model: is for one device, and there are several"));
     }
     let source = Source {
         model: Some(arguments.model.clone()),
         revision: arguments.revision.clone(),
         adapter: None,
     };
-    let loaded =
-        source.load(&arguments.runtime, &Placed::default(), &arguments.template, terminal)?;
+    let (runtime, placed) = (&arguments.runtime, Placed::default());
+    let loaded = source.load_on(first, runtime, &placed, &arguments.template, terminal)?;
     options.engine.draft_model = arguments.writing.draft_model(&loaded.model, terminal)?;
     let mut replicas = Vec::new();
-    for number in 1..gpus {
-        replicas.push(Arc::new(Model::load_with(
-            &loaded.folder,
-            loaded.model.dtype(),
-            &devices::cuda(number)?,
-            arguments.runtime.quantization()?,
-        )?));
+    for devices in others {
+        let holding = runtime.quantization()?.into();
+        replicas.push(models::load_on(devices, &loaded.folder, loaded.model.dtype(), holding)?);
     }
     let base = Base {
         replicas,

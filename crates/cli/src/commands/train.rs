@@ -485,14 +485,14 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             launched.refuse("--gpus").map_err(usage)?;
             None
         }
-        (None, Some(gpus)) => Some(gpus.count()?),
+        (None, Some(gpus)) => Some(gpus.count(Gpus::FLAG)?),
         _ => None,
     };
     let processes = launched.as_ref().map_or(gpus.unwrap_or(1), |launched| launched.size);
     let asked = arguments.gpus;
     let (mut settings, mut start, notice) = settings(arguments, processes)?;
     if let Some(gpus) = asked {
-        settings.device = gpus.device(settings.device)?;
+        settings.device = gpus.device(settings.device, Gpus::FLAG)?;
     }
     if let Some(count) = gpus.filter(|count| *count > 1) {
         return processes::start(count);

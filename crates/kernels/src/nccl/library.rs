@@ -8,9 +8,11 @@ use std::sync::OnceLock;
 /// Codes of `ncclResult_t`.
 pub(super) const SUCCESS: c_int = 0;
 pub(super) const IN_PROGRESS: c_int = 7;
-/// `ncclUint8` and `ncclFloat32` of `ncclDataType_t`, `ncclSum` of `ncclRedOp_t`.
+/// `ncclUint8`, `ncclFloat16`, `ncclFloat32` and `ncclBfloat16` of `ncclDataType_t`, `ncclSum` of `ncclRedOp_t`.
 pub(super) const BYTE: c_int = 1;
+pub(super) const FLOAT16: c_int = 6;
 pub(super) const FLOAT32: c_int = 7;
+pub(super) const BFLOAT16: c_int = 9;
 pub(super) const SUM: c_int = 0;
 /// `NCCL_UNIQUE_ID_BYTES`.
 pub(super) const ID_BYTES: usize = 128;

@@ -13,7 +13,9 @@ mod library;
 use crate::backend::cuda::{Cuda, Lane};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::{DType, Device, Error, Tensor, bail};
-use library::{BYTE, Comm, Config, FLOAT32, IN_PROGRESS, Id, Library, SUCCESS, SUM};
+use library::{
+    BFLOAT16, BYTE, Comm, Config, FLOAT16, FLOAT32, IN_PROGRESS, Id, Library, SUCCESS, SUM,
+};
 use std::cell::{Cell, OnceCell};
 use std::ffi::c_int;
 use std::time::{Duration, Instant};
@@ -135,6 +137,56 @@ impl Communicator {
                 SUM,
                 self.comm.get(),
                 lane.stream().cast(),
+            )
+        };
+        self.launched("a sum", code, wait)
+    }
+
+    /// Adds up the members' tensors in f32, bf16 or f16 in place, each contiguous and of the same size, among the work of
+    /// the device: what is launched after this reads the sum, and a [`Recording`](crate::recording::Recording) may
+    /// have it. Sums of more than two in bf16 and f16 are rounded on their way. `wait` as for [`Self::join`]; after an error the
+    /// communicator has ended.
+    ///
+    /// # Errors
+    /// That of `wait`, one that says that the tensor is none of these, and NCCL's own.
+    pub fn sum<E: From<Error>>(
+        &self,
+        x: &Tensor,
+        wait: impl FnMut() -> Result<(), E>,
+    ) -> Result<(), E> {
+        let kind = match x.dtype() {
+            DType::F32 => Some(FLOAT32),
+            DType::BF16 => Some(BFLOAT16),
+            DType::F16 => Some(FLOAT16),
+            _ => None,
+        };
+        let fits = x.is_contiguous() && x.device().same_device(&self.device);
+        let Some(kind) = kind.filter(|_| fits) else {
+            return Err(Error::Msg(format!(
+                "metal-candle-kernels: nccl: cannot sum {:?} in {:?} on {:?}, expected contiguous in F32, BF16 or F16 on the \
+                 group's GPU",
+                x.shape(),
+                x.dtype(),
+                x.device().location()
+            ))
+            .into());
+        };
+        if x.elem_count() == 0 {
+            return Ok(());
+        }
+        self.check_alive()?;
+        let cuda = Cuda::on(&self.device)?;
+        let array = cuda.strided(x)?;
+        // SAFETY: there are so many numbers, and all that reads or frees them is launched on the same stream after this.
+        let code = unsafe {
+            (self.library.all_reduce)(
+                array.pointer as *const _,
+                array.pointer as *mut _,
+                x.elem_count(),
+                kind,
+                SUM,
+                self.comm.get(),
+                cuda.stream.cu_stream().cast(),
             )
         };
         self.launched("a sum", code, wait)
@@ -324,6 +376,17 @@ impl Communicator {
             self.abort();
         }
         done
+    }
+
+    /// Ends what NCCL does for this member, also what waits for others. It returns at once, and what NCCL has is freed as soon
+    /// as no recording has a part in it.
+    pub fn abort_beside(&self) {
+        let comm = self.comm.replace(std::ptr::null_mut());
+        if !comm.is_null() {
+            let (library, comm) = (self.library, comm as usize);
+            // SAFETY: this frees the communicator, which nobody finds any more.
+            std::thread::spawn(move || unsafe { (library.abort)(comm as Comm) });
+        }
     }
 
     /// Ends what NCCL does for this process, also what waits for others.

@@ -19,6 +19,7 @@ pub(crate) mod fp8;
 pub(crate) mod int8;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 pub(crate) mod metal;
+mod narrow;
 mod quantize;
 #[cfg(test)]
 pub(crate) mod testing;

@@ -265,10 +265,89 @@ impl Adapter {
         Parameters::layout(&Plan::full(model).parameters).0
     }
 
+    /// What of this adapter the part of a model has that is a tensor-parallel rank's, on its device.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub(crate) fn part_for(&self, part: &Model) -> Result<Self> {
+        let mut plan = Plan::default();
+        let mut planned = Vec::new();
+        for linear in part.linears() {
+            let Some(update) = self.update(linear) else { continue };
+            let (a, b) = update.effective()?;
+            let [a, b] = match &linear.cut {
+                Some(cut) => cut.factors([&a, &b])?,
+                None => [a, b],
+            };
+            let places = [(PartKind::A, &a), (PartKind::B, &b)];
+            let places = places.map(|(kind, it)| plan.add(kind, &linear.path, it.shape().clone()));
+            planned.push((linear, update, places, [a, b]));
+        }
+        let (parameters, parts, views) = plan.allocate(part.device())?;
+        let mut updates: Vec<Option<LowRank>> = part.linears().map(|_| None).collect();
+        for (linear, update, places, values) in planned {
+            let [a, b] = places.map(|place| views[place].clone());
+            for (view, value) in [&a, &b].into_iter().zip(values) {
+                parameters.set(view.id(), &value.to_device(part.device())?)?;
+            }
+            updates[linear.index] = Some(LowRank {
+                a,
+                b,
+                scale: update.scale,
+                dropout: 0.0,
+                stream: update.stream,
+                start: None,
+                magnitude: None,
+                laid_out: lora::LaidOut::default(),
+            });
+        }
+        Ok(Self {
+            model: part.id(),
+            method: self.method.clone(),
+            updates,
+            embedding: None,
+            head_update: None,
+            replaced: vec![None; part.frozen().len()],
+            head: None,
+            parts,
+            parameters,
+        })
+    }
+
+    /// An error unless ranks that have a part of a model each can have an adapter's parts, too: updates of linear layers
+    /// that don't take anything from the weights, which nobody has whole.
+    fn check_cuts(config: &LoraConfig, resolved: &[Resolved]) -> Result<()> {
+        let is_table = |path: &str| [Model::EMBEDDING, Model::HEAD].contains(&path);
+        let table = resolved.iter().any(|layer| is_table(&layer.path));
+        let has = [
+            ("DoRA", config.dora),
+            (
+                "a start that is taken from the weights (PiSSA, OLoRA)",
+                config.start.takes_from_weight(),
+            ),
+            ("biases", config.bias != Biases::None),
+            ("weights that it replaces (modules_to_save)", !config.modules_to_save.is_empty()),
+            (
+                "rows for some tokens (trainable_token_indices)",
+                config.trainable_token_indices.is_some(),
+            ),
+            ("an update of the embedding or the head", table),
+        ];
+        match has.into_iter().find(|(_, is_there)| *is_there) {
+            None => Ok(()),
+            Some((what, _)) => Err(Error::Unsupported(format!(
+                "an adapter with {what} for a model in parts on several devices (tensor parallelism); LoRA of linear layers is"
+            ))),
+        }
+    }
+
     /// An adapter as `config` describes it, whose A, B and lengths are zero.
     fn lora(model: &Model, config: &LoraConfig) -> Result<Self> {
         let layer_count = model.config().layers.len();
         let resolved = config.resolve(&model.target_paths(), layer_count)?;
+        if model.is_tensor_parallel() {
+            Self::check_cuts(config, &resolved)?;
+        }
         let linears: HashMap<&str, &Linear> =
             model.linears().map(|linear| (linear.path.as_str(), linear)).collect();
         let mut plan = Plan::default();

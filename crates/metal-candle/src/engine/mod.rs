@@ -18,6 +18,7 @@
 mod blocks;
 mod drafts;
 mod handle;
+mod ranks;
 mod reader;
 mod scores;
 #[cfg(test)]
@@ -40,6 +41,7 @@ use crate::{Error, Result, bounds};
 use blocks::{Blocks, Content, Tables};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::devices;
+use ranks::RankReader;
 use rayon::prelude::*;
 use reader::Reader;
 use std::cmp::Reverse;
@@ -788,6 +790,7 @@ struct Readers {
 impl Readers {
     fn new(model: &Arc<Model>, options: &EngineOptions) -> Result<Self> {
         options.validate()?;
+        check_ranks(model, options)?;
         let draft = options.draft_model.as_ref();
         if let Some(draft) = draft {
             let (found, expected) = (draft.config().vocab_size, model.config().vocab_size);
@@ -814,19 +817,43 @@ impl Readers {
         let bytes = models(model, options)
             .map(|model| PagedCache::bytes(model, &layers, block_size, cache_dtype))
             .sum();
+        let batch_invariant = options.batch_invariant;
+        let of_kinds = layers.clone();
+        let cache = move |model: &Model| {
+            let mut cache = PagedCache::new(model, &of_kinds, block_size, cache_dtype)?;
+            cache.batch_invariant = batch_invariant;
+            Ok(cache)
+        };
         let reader = |model: &Arc<Model>| -> Result<Box<dyn Reader>> {
-            let mut cache = PagedCache::new(model, &layers, block_size, cache_dtype)?;
-            cache.batch_invariant = options.batch_invariant;
-            Ok(Box::new(ModelReader::new(model, cache)))
+            Ok(match model.is_tensor_parallel() {
+                true => Box::new(RankReader::new(model, cache.clone())?),
+                false => Box::new(ModelReader::new(model, cache(model)?)),
+            })
         };
         let (reader, drafter) = (reader(model)?, draft.map(reader).transpose()?);
         Ok(Self { reader, drafter, layers, bytes })
     }
 }
 
-/// The model, and the one that guesses, if there is one.
+/// That an option isn't for models that lie on one device alone, where this one doesn't.
+fn check_ranks(model: &Model, options: &EngineOptions) -> Result<()> {
+    let problem =
+        "is for a model on one device, and this one is in parts on several (tensor_parallel)";
+    let alone = [
+        ("draft_model", options.draft_model.is_some()),
+        ("batch_invariant", options.batch_invariant),
+    ];
+    match alone.iter().find(|(_, is_on)| *is_on && model.is_tensor_parallel()) {
+        Some((option, _)) => Err(Error::option(*option, problem)),
+        None => Ok(()),
+    }
+}
+
+/// The model, or its parts, and the one that guesses, if there is one.
 fn models<'a>(model: &'a Model, options: &'a EngineOptions) -> impl Iterator<Item = &'a Model> {
-    [Some(model), options.draft_model.as_deref()].into_iter().flatten()
+    let whole = (!model.is_tensor_parallel()).then_some(model);
+    let parts = model.ranks().iter().map(|part| &**part);
+    parts.chain(whole).chain(options.draft_model.as_deref())
 }
 
 /// The kinds of layers with these windows, the first of which has `blocks`. The others have as many as texts at once
@@ -868,10 +895,17 @@ fn usual_blocks(
     /// Of what is free on a GPU the rest is for activations.
     const OF_GPU: f64 = 0.85;
     const OF_MACHINE: f64 = 0.25;
-    let bytes = match model.device() {
-        Device::Cpu => available_bytes().unwrap_or(UNKNOWN) as f64 * OF_MACHINE,
-        device => devices::free_memory(device)?.unwrap_or(UNKNOWN) as f64 * OF_GPU,
-    };
+    // What there is for all of them: the parts of a model have the room of the device that has the least each.
+    let mut bytes = f64::INFINITY;
+    for part in models(model, options) {
+        bytes = bytes.min(match part.device() {
+            Device::Cpu => available_bytes().unwrap_or(UNKNOWN) as f64 * OF_MACHINE,
+            device => {
+                let devices = model.ranks().len().max(1) as f64;
+                devices::free_memory(device)?.unwrap_or(UNKNOWN) as f64 * OF_GPU * devices
+            }
+        });
+    }
     let size = options.block_size;
     let fits = |blocks: usize| -> Result<bool> {
         let layers: Vec<_> = kinds(windows, blocks, options).collect::<Result<_>>()?;

@@ -2,6 +2,7 @@
 
 use super::config::{Config, NormPlacement, QueryKeyNorm};
 use super::quantization::Quantization;
+use super::tensor_parallel::{Along, Cut, TensorRank};
 use super::weight::{FrozenWeights, Storage, WeightId};
 use crate::Result;
 use candle_core::Device;
@@ -24,14 +25,16 @@ pub(crate) struct Linear {
     pub index: usize,
     /// Its path in the model, such as `model.layers.0.self_attn.q_proj`.
     pub path: String,
-    /// Inputs.
+    /// Inputs that are here.
     pub input: usize,
-    /// Outputs.
+    /// Outputs that are here.
     pub output: usize,
     /// `(out, in)`
     pub weight: WeightId,
     /// `(out)`
     pub bias: Option<WeightId>,
+    /// Which part of the layer this is, where ranks have a part each.
+    pub cut: Option<Box<Cut>>,
 }
 
 /// The projections into queries, keys and values.
@@ -91,6 +94,11 @@ pub(crate) trait Source {
         kind: Kind,
         device: &Device,
     ) -> Result<Storage>;
+
+    /// On the CPU, what of a linear layer's weight `(out, in)` is cut out.
+    fn part(&mut self, name: &str, shape: [usize; 2], cut: &Cut) -> Result<Storage> {
+        cut.weight(name, self.weight(name, &shape, Kind::Linear, &Device::Cpu)?)
+    }
 }
 
 /// What a weight is for, which decides how it starts when a model is made from nothing.
@@ -111,6 +119,8 @@ pub(crate) struct Builder<'a> {
     pub device: &'a Device,
     /// What dense matrices are brought into.
     pub quantization: Option<Quantization>,
+    /// Of which rank the layers are, where several have a part each.
+    pub rank: Option<&'a TensorRank>,
     pub weights: FrozenWeights,
     pub linears: usize,
 }
@@ -129,19 +139,53 @@ impl Builder<'_> {
         Ok(self.weights.push(name, kind, storage))
     }
 
+    /// A linear layer into parts of the layer's width or back into the residual stream, or what a rank has of it.
+    fn linear(&mut self, path: String, along: Along, has_bias: bool) -> Result<Linear> {
+        let hidden = self.config.hidden_size;
+        let (input, output) = match along {
+            Along::Outputs(widths) => (hidden, widths.iter().sum()),
+            Along::Inputs(width) => (width, hidden),
+        };
+        let index = self.linears;
+        self.linears += 1;
+        let (name, bias) = (format!("{path}.weight"), format!("{path}.bias"));
+        let Some(rank) = self.rank else {
+            let weight = self.weight(name, &[output, input], Kind::Linear)?;
+            let bias = has_bias.then(|| self.weight(bias, &[output], Kind::Bias)).transpose()?;
+            return Ok(Linear { index, path, input, output, weight, bias, cut: None });
+        };
+        let cut = Box::new(rank.cut(along));
+        let matrix = match self.quantization {
+            // Before it is cut, so that its numbers are those of the whole.
+            Some(quantization) => {
+                let shape = [output, input];
+                let whole = self.source.weight(&name, &shape, Kind::Linear, &Device::Cpu)?;
+                let whole = match whole {
+                    Storage::Dense(tensor) => {
+                        Storage::Quantized(Arc::new(quantization.apply(&name, &tensor)?))
+                    }
+                    quantized => quantized,
+                };
+                cut.weight(&name, whole)?
+            }
+            None => self.source.part(&name, [output, input], &cut)?,
+        };
+        let weight = self.weights.push(name, Kind::Linear, matrix.to_device(self.device)?);
+        let bias = match has_bias {
+            false => None,
+            true => {
+                let whole = self.source.weight(&bias, &[output], Kind::Bias, self.device)?;
+                Some(self.weights.push(bias, Kind::Bias, cut.bias(rank, whole)?))
+            }
+        };
+        let (input, output) = cut.sizes(input, output);
+        Ok(Linear { index, path, input, output, weight, bias, cut: Some(cut) })
+    }
+
     pub fn norm(&mut self, path: &str, width: usize) -> Result<Norm> {
         let weight = self.weight(format!("{path}.weight"), &[width], Kind::Norm)?;
         let (epsilon, offset) = (self.config.rms_norm_eps, self.config.norm_weight_offset);
         Ok(Norm { weight, epsilon, offset })
-    }
-
-    fn linear(&mut self, path: String, input: usize, output: usize, bias: bool) -> Result<Linear> {
-        let weight = self.weight(format!("{path}.weight"), &[output, input], Kind::Linear)?;
-        let bias =
-            bias.then(|| self.weight(format!("{path}.bias"), &[output], Kind::Bias)).transpose()?;
-        let index = self.linears;
-        self.linears += 1;
-        Ok(Linear { index, path, input, output, weight, bias })
     }
 }
 
@@ -185,31 +229,33 @@ impl Layer {
                 Some(norm("self_attn.k_norm", key_width)?),
             ),
         };
-        let mut linear = |name: &str, input, output, bias| {
-            builder.linear(format!("{path}.{name}"), input, output, bias)
-        };
+        let mut linear =
+            |name: &str, along: Along, bias| builder.linear(format!("{path}.{name}"), along, bias);
         let bias = config.attention_bias;
         let projections = if config.fused_projections {
-            let width = query_width + 2 * key_width;
-            QueryKeyValue::Fused(linear("self_attn.qkv_proj", hidden, width, bias)?)
+            let widths = [query_width, key_width, key_width];
+            QueryKeyValue::Fused(linear("self_attn.qkv_proj", Along::Outputs(&widths), bias)?)
         } else {
+            let (queries, keys) = ([query_width], [key_width]);
             QueryKeyValue::Separate {
-                q: linear("self_attn.q_proj", hidden, query_width, bias)?,
-                k: linear("self_attn.k_proj", hidden, key_width, bias)?,
-                v: linear("self_attn.v_proj", hidden, key_width, bias)?,
+                q: linear("self_attn.q_proj", Along::Outputs(&queries), bias)?,
+                k: linear("self_attn.k_proj", Along::Outputs(&keys), bias)?,
+                v: linear("self_attn.v_proj", Along::Outputs(&keys), bias)?,
             }
         };
-        let output = linear("self_attn.o_proj", query_width, hidden, config.attention_output_bias)?;
+        let bias = config.attention_output_bias;
+        let output = linear("self_attn.o_proj", Along::Inputs(query_width), bias)?;
         let (width, bias) = (config.intermediate_size, config.mlp_bias);
         let gate_up = if config.fused_projections {
-            GateUp::Fused(linear("mlp.gate_up_proj", hidden, 2 * width, bias)?)
+            GateUp::Fused(linear("mlp.gate_up_proj", Along::Outputs(&[width, width]), bias)?)
         } else {
             GateUp::Separate {
-                gate: linear("mlp.gate_proj", hidden, width, bias)?,
-                up: linear("mlp.up_proj", hidden, width, bias)?,
+                gate: linear("mlp.gate_proj", Along::Outputs(&[width]), bias)?,
+                up: linear("mlp.up_proj", Along::Outputs(&[width]), bias)?,
             }
         };
-        let down = linear("mlp.down_proj", width, hidden, bias)?;
+        let down = linear("mlp.down_proj", Along::Inputs(width), bias)?;
+        let ranks = builder.rank.map_or(1, |rank| rank.size);
         let layer = &config.layers[index];
         Ok(Self {
             before_attention,
@@ -219,8 +265,8 @@ impl Layer {
                 query_norm,
                 key_norm,
                 norm_per_head: config.query_key_norm == QueryKeyNorm::PerHead,
-                heads: config.heads,
-                kv_heads: config.kv_heads,
+                heads: config.heads / ranks,
+                kv_heads: config.kv_heads / ranks,
                 head_dim: config.head_dim,
                 rope: layer.rope,
                 options: attention::Options {
@@ -231,7 +277,12 @@ impl Layer {
             },
             after_attention,
             before_mlp,
-            mlp: Mlp { projections: gate_up, down, width, activation: config.activation },
+            mlp: Mlp {
+                projections: gate_up,
+                down,
+                width: width / ranks,
+                activation: config.activation,
+            },
             after_mlp,
             residual_multiplier: config.residual_multiplier,
         })

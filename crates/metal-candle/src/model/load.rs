@@ -4,6 +4,7 @@ use super::export::is_finite;
 use super::formats::checkpoint::Checkpoint;
 use super::formats::gguf_blocks::{BlockKind, read_blocks};
 use super::layer::{Kind, Source};
+use super::tensor_parallel::Cut;
 use super::weight::Storage;
 use super::{Config, Holding, Model, Quantization, Weights};
 use crate::gguf::{GgmlType, GgufFile, is_gguf};
@@ -167,6 +168,17 @@ impl Stored {
         }
     }
 
+    /// What of a matrix is cut out, on the CPU.
+    fn part(&mut self, name: &str, shape: [usize; 2], cut: &Cut, dtype: DType) -> Result<Storage> {
+        if let Self::Folder { weights, checkpoint } = self {
+            return match checkpoint.matrix(weights, name, shape.into())? {
+                Some(matrix) => cut.weight(name, Storage::Quantized(Arc::new(matrix))),
+                None => Ok(Storage::Dense(weights.part(name, shape, cut.of_weight(), dtype)?)),
+            };
+        }
+        cut.weight(name, self.read(name, &shape, dtype, &Device::Cpu)?)
+    }
+
     /// The bytes that a weight in fewer bits takes, of which only the shape is looked at; `None` for a dense one.
     fn outline(&mut self, name: &str, shape: &[usize]) -> Result<Option<usize>> {
         match self {
@@ -318,7 +330,20 @@ impl<'f> Files<'f> {
     }
 }
 
+impl Files<'_> {
+    /// What a weight is called there: a checkpoint of the decoder without its head has no `model.` before its names.
+    fn stored_name<'n>(&self, name: &'n str) -> &'n str {
+        let bare = name.strip_prefix("model.");
+        bare.filter(|bare| !self.weights.has(name) && self.weights.has(bare)).unwrap_or(name)
+    }
+}
+
 impl Source for Files<'_> {
+    fn part(&mut self, name: &str, shape: [usize; 2], cut: &Cut) -> Result<Storage> {
+        let name = self.stored_name(name);
+        self.weights.part(name, shape, cut, self.dtype)
+    }
+
     fn weight(
         &mut self,
         name: &str,
@@ -326,10 +351,7 @@ impl Source for Files<'_> {
         kind: Kind,
         device: &Device,
     ) -> Result<Storage> {
-        // A checkpoint of the decoder without its head has no `model.` before its names.
-        let bare = name.strip_prefix("model.");
-        let bare = bare.filter(|bare| !self.weights.has(name) && self.weights.has(bare));
-        let name = bare.unwrap_or(name);
+        let name = self.stored_name(name);
         match self.outlined {
             None => self.weights.read(name, shape, self.dtype, device),
             Some(before) => {

@@ -10,6 +10,7 @@ mod load;
 mod placement;
 mod quantization;
 pub mod rope;
+mod tensor_parallel;
 pub(crate) mod weight;
 pub mod weights;
 
@@ -18,6 +19,7 @@ pub use export::{Companions, GgufFormat, ModelFormat};
 pub use load::{stored_bytes, stored_dtype};
 pub use placement::{Holding, Placement, Shards};
 pub use quantization::Quantization;
+pub use tensor_parallel::{Sums, TensorRank};
 pub use weights::Weights;
 
 use crate::hash::Hash;
@@ -32,6 +34,7 @@ use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use tensor_parallel::Shapes;
 use weight::{FrozenWeights, Storage, WeightId, sample};
 
 /// A decoder-only language model on a device.
@@ -54,6 +57,10 @@ pub struct Model {
     files: Vec<PathBuf>,
     /// Bytes that the weights would take, if there are none.
     outlined: Option<usize>,
+    /// Whose part of every layer this has, where ranks have a part each.
+    pub(crate) rank: Option<TensorRank>,
+    /// The parts of ranks that this stands for.
+    ranks: Vec<Arc<Model>>,
 }
 
 /// Tells a model from every other one in this process.
@@ -132,11 +139,16 @@ impl Model {
         if let Some(quantization) = quantization {
             quantization.check_device(device)?;
         }
+        let rank = match &placement {
+            Placement::TensorParallel(rank) => Some(rank),
+            _ => None,
+        };
+        rank.map_or(Ok(()), |rank| rank.check(&config))?;
         let table = [config.vocab_size, config.hidden_size];
         let weights = FrozenWeights::new(dtype);
         let config_of = &config;
         let mut builder =
-            Builder { config: config_of, source, device, quantization, weights, linears: 0 };
+            Builder { config: config_of, source, device, quantization, rank, weights, linears: 0 };
         let embedding =
             builder.weight(format!("{}.weight", Self::EMBEDDING), &table, Kind::Table)?;
         let mut away = Away::new(&placement, device)?;
@@ -149,7 +161,8 @@ impl Model {
             layers.push(Arc::new(layer));
         }
         let norm = builder.norm("model.norm", config.hidden_size)?;
-        let head = (!config.tie_word_embeddings)
+        let has_head = !config.tie_word_embeddings && rank.is_none_or(TensorRank::has_head);
+        let head = has_head
             .then(|| builder.weight(format!("{}.weight", Self::HEAD), &table, Kind::Table))
             .transpose()?;
         let mut weights = builder.weights;
@@ -157,6 +170,7 @@ impl Model {
             weights.keep_away(away);
         }
         let weights = Arc::new(weights);
+        let rank = rank.cloned();
         Ok(Self {
             id: ModelId::new(),
             config,
@@ -170,7 +184,36 @@ impl Model {
             rope_tables: RopeTables::default(),
             files: Vec::new(),
             outlined: None,
+            rank,
+            ranks: Vec::new(),
         })
+    }
+
+    /// What stands for the parts that tensor-parallel ranks have, in their order. It has no weights of its own and computes
+    /// nothing; an [`Engine`](crate::engine::Engine) of it does so with all of them, and adapters for it lie in the memory
+    /// of the host.
+    pub(crate) fn over(ranks: Vec<Arc<Self>>) -> Result<Self> {
+        let Some(first) = ranks.first() else {
+            return Err(Error::option("tensor_parallel", "is 0, expected at least 1"));
+        };
+        let mut source = Shapes(first.dtype);
+        let holding = Holding::default();
+        let config = first.config.clone();
+        let mut model = Self::build(config, first.dtype, &Device::Cpu, holding, &mut source)?;
+        model.files.clone_from(&first.files);
+        model.outlined = Some(ranks.iter().map(|rank| rank.size_in_bytes()).sum());
+        model.ranks = ranks;
+        Ok(model)
+    }
+
+    /// The parts of tensor-parallel ranks that this stands for; none where it has its weights itself.
+    pub(crate) fn ranks(&self) -> &[Arc<Self>] {
+        &self.ranks
+    }
+
+    /// Whether it lies in parts on several devices, so that only an [`Engine`](crate::engine::Engine) computes with it.
+    pub fn is_tensor_parallel(&self) -> bool {
+        !self.ranks.is_empty()
     }
 
     /// The shape of the decoder.

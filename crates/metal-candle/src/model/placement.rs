@@ -4,6 +4,7 @@
 
 use super::layer::Layer;
 use super::quantization::Quantization;
+use super::tensor_parallel::TensorRank;
 use super::weight::{Absent, FrozenWeights, Storage, WeightId, sample};
 use crate::Result;
 use candle_core::{DType, Device, Shape, Tensor};
@@ -23,6 +24,9 @@ pub enum Placement {
     /// Each of several processes has a part of every layer on its device. All of them make the same passes in the same
     /// order.
     Sharded(Arc<dyn Shards>),
+    /// This is the part of a tensor-parallel rank, which an engine over all of them computes with: see
+    /// [`parallel::tensor`](crate::parallel::tensor).
+    TensorParallel(TensorRank),
 }
 
 /// How a model's weights are held.
@@ -176,7 +180,7 @@ impl Away {
     /// None yet; nothing where matrices are to stay on the device.
     pub fn new(placement: &Placement, device: &Device) -> Result<Option<Self>> {
         let home = match placement {
-            Placement::Device => return Ok(None),
+            Placement::Device | Placement::TensorParallel(_) => return Ok(None),
             Placement::Host => Home::Host {
                 uploads: Uploads::new(device)?,
                 device: device.clone(),

@@ -3,7 +3,7 @@
 use super::layer::Kind;
 use super::placement::Away;
 use crate::{Error, Result};
-use candle_core::{DType, Shape, Tensor};
+use candle_core::{DType, Device, Shape, Tensor};
 use metal_candle_kernels::copy;
 use metal_candle_kernels::quantized::{Arithmetic, Quantized, Weight};
 use std::borrow::Cow;
@@ -81,6 +81,15 @@ impl Storage {
             Self::Absent(absent) => absent.shape.clone(),
             Self::Moved(shape) => shape.clone(),
         }
+    }
+
+    /// The values on this device.
+    pub fn to_device(&self, device: &Device) -> Result<Self> {
+        Ok(match self {
+            Self::Dense(tensor) => Self::Dense(tensor.to_device(device)?),
+            Self::Quantized(quantized) => Self::Quantized(Arc::new(quantized.to_device(device)?)),
+            elsewhere => elsewhere.clone(),
+        })
     }
 
     /// The values, unless they are elsewhere or were moved into an adapter.

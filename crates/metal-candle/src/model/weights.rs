@@ -5,9 +5,11 @@
 //! files are mapped into memory, so opening a checkpoint costs its headers alone. Everything a
 //! header claims is checked against the file before a byte of data is touched or allocated for.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -242,30 +244,64 @@ impl Weights {
         let (entry, stored) = self.fitting(name, expected_shape)?;
         let path = self.path(entry);
         let bytes = self.bytes_of(name, entry)?;
-        let shape = Shape::from(expected_shape.to_vec());
-        let (tensor, all_finite) = match dtype {
-            DType::F32 => {
-                let (values, finite) = to_f32(bytes, stored);
-                (Tensor::from_vec(values, shape, &Device::Cpu)?, finite)
-            }
-            DType::F16 => {
-                let (bits, finite) = to_f16_bits(bytes, stored);
-                (Tensor::from_vec(bits.reinterpret_into::<f16>(), shape, &Device::Cpu)?, finite)
-            }
-            DType::BF16 => {
-                let (bits, finite) = to_bf16_bits(bytes, stored);
-                (Tensor::from_vec(bits.reinterpret_into::<bf16>(), shape, &Device::Cpu)?, finite)
-            }
-            other => {
-                return Err(Error::Unsupported(format!(
-                    "weights in {other:?}; f32, f16 and bf16 are supported"
-                )));
-            }
-        };
+        let (tensor, all_finite) = converted(bytes, stored, expected_shape, dtype)?;
         if self.check_finite && !all_finite {
             return Err(Error::file(path, not_finite(name, bytes, stored, dtype)));
         }
         let tensor = tensor.to_device(device)?;
+        entry.read.store(true, Ordering::Relaxed);
+        Ok(tensor)
+    }
+
+    /// As [`Self::tensor`], of a matrix `(rows, columns)` the rows (`dim` 0) or columns (`dim` 1) in these ranges, one after
+    /// the other, on the CPU. Nothing else is looked at.
+    ///
+    /// # Errors
+    /// As [`Self::tensor`].
+    pub(crate) fn part(
+        &self,
+        name: &str,
+        expected_shape: [usize; 2],
+        (dim, ranges): (usize, &[Range<usize>]),
+        dtype: DType,
+    ) -> Result<Tensor> {
+        let (entry, stored) = self.fitting(name, &expected_shape)?;
+        let bytes = self.bytes_of(name, entry)?;
+        let [mut rows, mut columns] = expected_shape;
+        let row = columns * stored.size_in_bytes();
+        let length = ranges.iter().map(ExactSizeIterator::len).sum();
+        let lies_outside = || Error::option(name, format!("has no part {ranges:?}"));
+        let part: Cow<[u8]> = if dim == 0 {
+            let parts = ranges.iter().map(|range| bytes.get(range.start * row..range.end * row));
+            let parts = parts.collect::<Option<Vec<_>>>().ok_or_else(lies_outside)?;
+            rows = length;
+            match parts[..] {
+                [part] => part.into(),
+                _ => parts.concat().into(),
+            }
+        } else {
+            let size = stored.size_in_bytes();
+            if ranges.iter().any(|range| range.end > columns) {
+                return Err(lies_outside());
+            }
+            columns = length;
+            let mut part = vec![0; rows * columns * size];
+            let targets = part.par_chunks_exact_mut((columns * size).max(1));
+            targets.zip(bytes.par_chunks_exact(row.max(1))).for_each(|(target, row)| {
+                let mut done = 0;
+                for range in ranges {
+                    let from = &row[range.start * size..range.end * size];
+                    target[done..done + from.len()].copy_from_slice(from);
+                    done += from.len();
+                }
+            });
+            part.into()
+        };
+        let (tensor, all_finite) = converted(&part, stored, &[rows, columns], dtype)?;
+        if self.check_finite && !all_finite {
+            // With its place in the whole.
+            return self.tensor(name, &expected_shape, dtype, &Device::Cpu);
+        }
         entry.read.store(true, Ordering::Relaxed);
         Ok(tensor)
     }
@@ -375,6 +411,30 @@ impl Weights {
             ))),
         }
     }
+}
+
+/// Values that are stored in a dtype, in another one, and whether all are finite.
+fn converted(bytes: &[u8], stored: DType, shape: &[usize], dtype: DType) -> Result<(Tensor, bool)> {
+    let (shape, cpu) = (Shape::from(shape.to_vec()), &Device::Cpu);
+    Ok(match dtype {
+        DType::F32 => {
+            let (values, finite) = to_f32(bytes, stored);
+            (Tensor::from_vec(values, shape, cpu)?, finite)
+        }
+        DType::F16 => {
+            let (bits, finite) = to_f16_bits(bytes, stored);
+            (Tensor::from_vec(bits.reinterpret_into::<f16>(), shape, cpu)?, finite)
+        }
+        DType::BF16 => {
+            let (bits, finite) = to_bf16_bits(bytes, stored);
+            (Tensor::from_vec(bits.reinterpret_into::<bf16>(), shape, cpu)?, finite)
+        }
+        other => {
+            return Err(Error::Unsupported(format!(
+                "weights in {other:?}; f32, f16 and bf16 are supported"
+            )));
+        }
+    })
 }
 
 /// `model.safetensors.index.json`.
@@ -728,6 +788,49 @@ mod tests {
             }
             assert_eq!(weights.unread(), ["odd"]);
         }
+    }
+
+    #[test]
+    #[allow(clippy::single_range_in_vec_init)]
+    fn parts_are_those_of_the_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let mut values = (0..12 * 10).map(|i| i as f32 - 50.5).collect::<Vec<_>>();
+        let floats = [DType::F32, DType::F16, DType::BF16];
+        let cases: [(usize, &[Range<usize>]); 5] =
+            [(0, &[0..12]), (0, &[3..7]), (0, &[0..1, 5..9]), (1, &[4..10]), (1, &[0..2, 7..8])];
+        for stored in floats {
+            let whole = named("x", &values, stored).1.reshape((12, 10)).unwrap();
+            write_safetensors(&path, &[("x".to_string(), whole)], None).unwrap();
+            let weights = Weights::open(folder.path()).unwrap();
+            let whole = weights.tensor("x", &[12, 10], DType::F32, &Device::Cpu).unwrap();
+            for (dim, ranges) in cases {
+                let expected: Vec<_> = ranges
+                    .iter()
+                    .map(|it| whole.narrow(dim, it.start, it.len()).unwrap())
+                    .collect();
+                let expected = Tensor::cat(&expected, dim).unwrap().to_vec2::<f32>().unwrap();
+                for dtype in floats {
+                    let part = weights.part("x", [12, 10], (dim, ranges), dtype).unwrap();
+                    assert_eq!(part.dtype(), dtype);
+                    let part = part.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap();
+                    assert_eq!(part, expected, "{stored:?} {dim} {ranges:?}");
+                }
+                let outside = weights.part("x", [12, 10], (dim, &[8..13]), DType::F32);
+                assert!(outside.unwrap_err().to_string().contains("8..13"));
+            }
+        }
+        values[5 * 10 + 3] = f32::NAN;
+        let whole = named("x", &values, DType::BF16).1.reshape((12, 10)).unwrap();
+        write_safetensors(&path, &[("x".to_string(), whole)], None).unwrap();
+        let weights = Weights::open(folder.path()).unwrap();
+        let part = |dim, range| weights.part("x", [12, 10], (dim, &[range]), DType::BF16);
+        for (dim, range) in [(0, 4..6), (1, 3..5)] {
+            let message = part(dim, range).unwrap_err().to_string();
+            assert!(message.contains("NaN at flat index 53"), "{message}");
+        }
+        // Whose part it is tells.
+        assert!(part(0, 0..5).is_ok() && part(1, 4..10).is_ok());
     }
 
     #[test]

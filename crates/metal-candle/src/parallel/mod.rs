@@ -19,6 +19,7 @@ mod mpi;
 mod nccl;
 #[cfg(any(feature = "cuda", test))]
 mod tcp;
+pub mod tensor;
 #[cfg(any(feature = "cuda", test))]
 mod torch_store;
 

@@ -133,7 +133,7 @@ impl Attention {
             },
         };
         let attended = tape.reshape(&attended, (batch, seq, query_width))?;
-        linear::forward(&self.output, tape, &attended, pass)
+        pass.whole(tape, linear::forward(&self.output, tape, &attended, pass)?)
     }
 
     /// Queries or keys as heads, normalised.
@@ -190,7 +190,8 @@ impl Mlp {
                 }
             }
         };
-        linear::forward_gated(&self.down, tape, (&gate, &up), self.activation, pass)
+        let read = (&gate, &up);
+        pass.whole(tape, linear::forward_gated(&self.down, tape, read, self.activation, pass)?)
     }
 }
 

@@ -17,10 +17,10 @@ pub(crate) use reader::{ModelReader, check_prompt};
 use crate::adapter::Adapter;
 use crate::autograd::{HeadValues, Matrix, Tape, Value};
 use crate::data::Batch;
-use crate::model::Model;
 use crate::model::layer::{Layer, Linear};
 use crate::model::rope::Rotation;
 use crate::model::weight::{FrozenWeights, Storage, WeightId};
+use crate::model::{Model, TensorRank};
 use crate::{Error, Result};
 use adapters::{KnownUpdates, RowAdapters, RowUpdates};
 use candle_core::{DType, Device, Tensor};
@@ -48,6 +48,8 @@ struct Pass {
     observer: Option<Arc<dyn Observer>>,
     /// The first layer that the backward pass comes to, where weights come for it.
     lowest: usize,
+    /// Where other ranks have the rest of every layer.
+    rank: Option<TensorRank>,
 }
 
 /// Sees what linear layers read.
@@ -77,6 +79,14 @@ impl Pass {
             Some(weights) => Arc::new(Self { weights: Arc::new(weights), ..(**self).clone() }),
             None => self.clone(),
         })
+    }
+
+    /// What a layer adds to the residual stream: the sum of what ranks have computed, where they have a part of it each.
+    fn whole(&self, tape: &Tape, x: Value) -> Result<Value> {
+        match &self.rank {
+            None => Ok(x),
+            Some(rank) => Ok(tape.constant(rank.sums.sum(x.tensor())?)),
+        }
     }
 
     /// A weight, or what the adapter has in its place.
@@ -270,6 +280,11 @@ impl Model {
                 "differ from row to row, which is for inference only",
             ));
         }
+        if self.is_tensor_parallel() || (tape.is_training() && self.rank.is_some()) {
+            return Err(Error::Unsupported(
+                "this with a model in parts on several devices (tensor parallelism); an engine writes texts with it".into(),
+            ));
+        }
         if tape.is_training() && self.is_away() && !tape.is_checkpointing() {
             return Err(Error::option(
                 "grad_checkpoint",
@@ -295,6 +310,7 @@ impl Model {
             adapters: input.adapters.clone(),
             updates: input.adapters.updates(self, seq, known)?,
             observer: input.observer.clone(),
+            rank: self.rank.clone(),
             lowest: if self.is_away() { self.lowest_trained(&input.adapters) } else { 0 },
         });
         let x = self.embed(tape, &input.ids, &pass)?;

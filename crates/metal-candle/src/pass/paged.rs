@@ -5,8 +5,8 @@ use super::adapters::{KnownUpdates, RowAdapters, RowUpdates, Updates};
 use super::{Input, Positions};
 use crate::adapter::Adapter;
 use crate::autograd::Tape;
-use crate::model::Model;
 use crate::model::layer::{Attention, Layer};
+use crate::model::{Model, TensorRank};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use metal_candle_kernels::attention::{self, FEW_QUERIES, HOLE, RoundedPool, Sequence, Sequences};
@@ -430,12 +430,12 @@ fn u32_of(number: usize) -> Result<u32> {
 
 impl Model {
     /// Reads the tokens, whose keys and values go into the cache, and gives the logits `(wanted, vocabulary)` of what
-    /// follows those of which they are wanted, in f32.
+    /// follows those of which they are wanted, in f32. Of tensor-parallel ranks the first gives them, and others none.
     pub(crate) fn next_logits(&self, ragged: &Ragged, cache: &PagedCache) -> Result<Tensor> {
         let tape = Tape::inference();
         let hidden = self.forward_paged(&tape, &ragged.input, cache, &ragged.paging)?;
         let wanted = ragged.last.elem_count();
-        if wanted == 0 {
+        if wanted == 0 || !self.has_head() {
             let shape = (0, self.config().vocab_size);
             return Ok(Tensor::zeros(shape, DType::F32, self.device())?);
         }
@@ -445,7 +445,7 @@ impl Model {
     }
 
     /// The logits `(rows, vocabulary)` of what follows the tokens of texts like those of `next`, which the device
-    /// finds in `inputs`, in f32.
+    /// finds in `inputs`, in f32. Of tensor-parallel ranks the first gives them, and others what nobody reads.
     pub(crate) fn next_logits_of(
         &self,
         inputs: &Tensor,
@@ -479,8 +479,15 @@ impl Model {
         let input = Input::new(ids, positions, None);
         let input = Input { adapters, ..input };
         let hidden = self.forward_paged(&tape, &input, cache, &paging)?;
-        let logits = self.logits(hidden.tensor(), &input)?;
+        let logits = match self.has_head() {
+            true => self.logits(hidden.tensor(), &input)?,
+            false => hidden.into_tensor(),
+        };
         Ok(logits.reshape((rows, ()))?)
+    }
+
+    fn has_head(&self) -> bool {
+        self.rank.as_ref().is_none_or(TensorRank::has_head)
     }
 
     /// Whether keys of a text of `a` tokens are rotated otherwise than of one of `b`.

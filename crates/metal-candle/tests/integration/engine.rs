@@ -17,12 +17,12 @@ use std::sync::Arc;
 
 const BLOCK: usize = 4;
 
-fn tokenizer() -> Tokenizer {
+pub fn tokenizer() -> Tokenizer {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/tokenizer");
     Tokenizer::load(&folder).unwrap()
 }
 
-fn options(blocks: usize) -> EngineOptions {
+pub fn options(blocks: usize) -> EngineOptions {
     EngineOptions {
         max_sequences: 7,
         max_batch_tokens: 12,
@@ -32,7 +32,7 @@ fn options(blocks: usize) -> EngineOptions {
     }
 }
 
-fn request(prompt: &[u32], max_tokens: usize) -> Request {
+pub fn request(prompt: &[u32], max_tokens: usize) -> Request {
     let options = GenerateOptions { max_tokens, ignore_eos: true, ..GenerateOptions::default() };
     Request { prompt: prompt.to_vec(), options, ..Request::default() }
 }
@@ -50,7 +50,7 @@ fn alone(model: &Arc<Model>, tokenizer: &Tokenizer, request: &Request) -> Vec<u3
 }
 
 /// The tokens of all requests, in their order, and what was found in the cache.
-fn together(engine: &mut Engine, requests: &[Request]) -> (Vec<Vec<u32>>, usize) {
+pub fn together(engine: &mut Engine, requests: &[Request]) -> (Vec<Vec<u32>>, usize) {
     let ids: Vec<RequestId> =
         requests.iter().map(|request| engine.submit(request.clone()).unwrap()).collect();
     let mut texts: HashMap<RequestId, Vec<u32>> = HashMap::new();
@@ -71,7 +71,7 @@ fn together(engine: &mut Engine, requests: &[Request]) -> (Vec<Vec<u32>>, usize)
 }
 
 /// Ragged requests, of which some begin alike.
-fn requests(vocabulary: usize) -> Vec<Request> {
+pub fn requests(vocabulary: usize) -> Vec<Request> {
     let mut random = SplitMix64::new(5);
     let mut token = || random.below(vocabulary as u64) as u32;
     let beginning: Vec<u32> = (0..14).map(|_| token()).collect();

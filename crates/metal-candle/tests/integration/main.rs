@@ -15,6 +15,7 @@ mod mutations;
 mod objectives;
 mod placement;
 mod quantized;
+mod tensor_parallel;
 mod text;
 mod training;
 mod untrusted;

@@ -111,6 +111,7 @@ async fn embed(
     State(app): State<Shared>,
     Body(request): Body<EmbeddingRequest>,
 ) -> Result<Json<Embeddings>> {
+    app.require_whole("embedding")?;
     let hidden = app.model.config().hidden_size;
     let dimensions = request.dimensions.unwrap_or(hidden);
     if !(1..=hidden).contains(&dimensions) {

@@ -74,6 +74,7 @@ fn object(job: &Job) -> Value {
 }
 
 async fn create(State(app): State<Shared>, Body(request): Body<CreateJob>) -> Result<Json<Value>> {
+    app.require_whole("fine-tuning")?;
     app.blocking(move |app| {
         request.check_integrations()?;
         let new = NewJob {

@@ -29,6 +29,7 @@ pub async fn download_merged(
     Id(id): Id,
     body::Asked(pairs): body::Asked<Pairs>,
 ) -> Result<Response> {
+    app.require_whole("merging")?;
     let step = step(pairs)?;
     let (tuned, folder) = app.blocking(move |app| made(app, &id, step)).await?;
     let permit = app.merging.clone().try_acquire_owned().map_err(|_| {

@@ -54,6 +54,10 @@ impl Jobs {
     pub fn start(app: &Shared) -> Result<Self> {
         let runtime = Handle::current();
         let mut jobs = Self { app: app.clone(), threads: Vec::new() };
+        if app.model.is_tensor_parallel() {
+            // They wait for a server that has the model on one device.
+            return Ok(jobs);
+        }
         let works: [(&str, [Status; 2], Work); 2] = [
             ("data of jobs", [Status::ValidatingFiles; 2], validate::validate),
             ("fine-tuning", [Status::Queued, Status::Running], run::work),

@@ -6,7 +6,7 @@ mod remote;
 use crate::engine::Writing;
 use crate::errors::{INTERRUPTED, SUCCESS, usage};
 use crate::interrupt;
-use crate::models::{Placed, Runtime, Source, set_threads};
+use crate::models::{Placed, Ranks, Runtime, Source, set_threads};
 use crate::output::{self, Terminal, say};
 use crate::remote::{Access, Client};
 use crate::sampling::Sampling;
@@ -64,6 +64,8 @@ pub struct Arguments {
     runtime: Runtime,
     #[command(flatten)]
     placed: Placed,
+    #[command(flatten)]
+    ranks: Ranks,
 }
 
 /// Where lines come from.
@@ -164,14 +166,25 @@ impl Answer {
 /// Talks.
 pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     interrupt::install()?;
-    let Arguments { source, server, access, system, template, sampling, writing, runtime, placed } =
-        arguments;
+    let Arguments {
+        source,
+        server,
+        access,
+        system,
+        template,
+        sampling,
+        writing,
+        runtime,
+        placed,
+        ranks,
+    } = arguments;
     let Some(server) = server else {
         if access.is_given() {
             return Err(usage("--api-key and --tls-ca are for a server, which --server names"));
         }
         set_threads(runtime.threads)?;
-        let loaded = source.load(&runtime, &placed, &template, terminal)?;
+        let devices = ranks.devices(runtime.device)?;
+        let loaded = source.load_on(&devices, &runtime, &placed, &template, terminal)?;
         loaded.tokenizer.require_chat_template()?;
         let options = sampling.resolve(&loaded.folder)?;
         return talk(local::Local::new(&loaded, options, &writing, terminal)?, system, terminal);
