@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Tokens a second of `generate --prompts` by several GPUs of a machine that have a part of every layer each, beside one GPU,
-in turns; greedy, some 256 tokens in and 256 out for each request, with the prompts' time in it.
+in turns; greedy, some 200 tokens in and 256 out for each request, or 1024 out for one alone, with the prompts' time and
+that of the first recordings in it.
 
     python3 benches/tensor_parallel.py target/release/metal-candle FOLDER --gpus 2 [--rounds N]
 
@@ -20,15 +21,15 @@ from pathlib import Path
 
 from processes import DEMO, LARGE, LARGEST, model
 
-PROMPT, TOKENS = 256, 256
+WORDS, TOKENS, ALONE = 170, 256, 1024
 
 
 def prompts(path, count):
-    """Different texts, of which most words of the demo's are a token each."""
+    """Different texts of the demo's words."""
     lines = (DEMO / "instructions/train.jsonl").read_text().splitlines()
     words = " ".join(turn["content"] for line in lines for turn in json.loads(line)["messages"]).split()
     draw = random.Random(1)
-    texts = (" ".join(draw.choices(words, k=PROMPT * 2 // 3)) for _ in range(count))
+    texts = (" ".join(draw.choices(words, k=WORDS)) for _ in range(count))
     path.write_text("".join(json.dumps({"prompt": text, "ignore_eos": True}) + "\n" for text in texts))
 
 
@@ -39,7 +40,7 @@ def measured(program, folder, count, ranks):
     answers.unlink(missing_ok=True)
     command = [
         *(program, "generate", "--model", folder / "model", "--prompts", asked, "--output", answers, "--raw", "--json"),
-        *("--temperature", "0", "--max-tokens", str(TOKENS), "--device", "cuda", "--dtype", "bf16"),
+        *("--temperature", "0", "--max-tokens", str(ALONE if count == 1 else TOKENS), "--device", "cuda", "--dtype", "bf16"),
         *("--max-sequences", str(count), "--tensor-parallel", str(ranks)),
     ]
     begun = time.time()

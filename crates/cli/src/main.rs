@@ -288,6 +288,7 @@ mod tests {
             "train -m x -d y --gradient-accumulation-steps 4 --max-steps 3 --eval_strategy steps",
             "train -m x -d y --output-dir z --logging-steps 1 --lr-scheduler-type cosine --warmup_ratio 0.1",
             "generate -m x -p y --temp 0 --max-new-tokens 3 --system-prompt z --adapter-path a",
+            "serve -m x --tensor-parallel-size 2",
             "chat -m x --system-prompt y --temp 1",
             "fuse -m x --adapter-path a --save-path b",
             "lora -c x.yaml",

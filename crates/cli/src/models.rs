@@ -1,6 +1,7 @@
 //! Models for commands: where they lie, their dtype and device, and the flags that say so.
 
 use crate::bounds;
+use crate::engine::Writing;
 use crate::errors::usage;
 use crate::output::{BARS, Terminal, bytes};
 use crate::processes::Gpus;
@@ -89,17 +90,24 @@ pub struct Ranks {
 impl Ranks {
     const FLAG: &str = "--tensor-parallel";
 
-    /// How many there are.
-    pub fn count(&self) -> anyhow::Result<usize> {
+    /// How many there are, which write in this way.
+    pub fn count(&self, writing: &Writing) -> anyhow::Result<usize> {
+        let of_one = |flag: &str| {
+            Err(usage(format!(
+                "--tensor-parallel: is for several GPUs, and {flag} for one; leave one out"
+            )))
+        };
         match self.tensor_parallel {
             0 => Err(usage("--tensor-parallel: is 0, expected at least 1")),
+            2.. if writing.batch_invariant => of_one("--batch-invariant"),
+            2.. if writing.draft_model.is_some() => of_one("--draft-model"),
             count => Ok(count),
         }
     }
 
     /// Their devices, or the only one.
-    pub fn devices(&self, processor: Processor) -> anyhow::Result<Vec<Device>> {
-        match self.count()? {
+    pub fn devices(&self, processor: Processor, writing: &Writing) -> anyhow::Result<Vec<Device>> {
+        match self.count(writing)? {
             1 => Ok(vec![device(processor)?]),
             count => {
                 let gpus = Gpus::Count(count);

@@ -204,6 +204,46 @@ pub fn free_memory(device: &Device) -> Result<Option<u64>> {
     }
 }
 
+/// A place in the work of a device, of which it can be said whether it is done.
+#[derive(Debug)]
+pub struct Mark {
+    #[cfg(feature = "cuda")]
+    event: Option<crate::backend::cuda::Event>,
+}
+
+impl Mark {
+    /// Behind all work so far that this thread hasn't recorded.
+    ///
+    /// # Errors
+    /// When the driver doesn't answer.
+    pub fn new(device: &Device) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        return Ok(Self {
+            event: device
+                .is_cuda()
+                .then(|| crate::backend::cuda::Event::new(device))
+                .transpose()?,
+        });
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = device;
+            Ok(Self {})
+        }
+    }
+
+    /// Whether the work before it is done, without waiting: at once on the CPU, and on Metal it isn't looked at.
+    ///
+    /// # Errors
+    /// That of the work.
+    pub fn is_done(&self) -> Result<bool> {
+        #[cfg(feature = "cuda")]
+        if let Some(event) = &self.event {
+            return event.is_done();
+        }
+        Ok(true)
+    }
+}
+
 /// Starts to look for the peak of [`memory`] anew.
 ///
 /// # Errors

@@ -118,7 +118,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         return Err(usage("prompt: is empty"));
     }
     let loaded = arguments.source.load_on(
-        &arguments.ranks.devices(arguments.runtime.device)?,
+        &arguments.ranks.devices(arguments.runtime.device, &arguments.writing)?,
         &arguments.runtime,
         &arguments.placed,
         &arguments.template,

@@ -111,8 +111,8 @@ pub struct Arguments {
     max_waiting: usize,
     #[command(flatten)]
     writing: Writing,
-    /// Write texts on so many NVIDIA GPUs of this machine, with the whole model on each, or, with --tensor-parallel, on each
-    /// N of them; fine-tuning takes the first
+    /// Write texts on so many NVIDIA GPUs of this machine, with the whole model on each, of which fine-tuning takes the first;
+    /// with --tensor-parallel N, on each N of them
     #[arg(long, value_name = "N|all", help_heading = "Device")]
     gpus: Option<Gpus>,
     #[command(flatten)]
@@ -169,9 +169,11 @@ impl Arguments {
     /// The device of each copy of the model, or the devices that have a part of it each.
     fn places(&self) -> anyhow::Result<Vec<Vec<Device>>> {
         let processor = self.runtime.device;
-        let Some(gpus) = self.gpus else { return Ok(vec![self.ranks.devices(processor)?]) };
+        let Some(gpus) = self.gpus else {
+            return Ok(vec![self.ranks.devices(processor, &self.writing)?]);
+        };
         gpus.device(processor, Gpus::FLAG)?;
-        let (gpus, ranks) = (gpus.count(Gpus::FLAG)?, self.ranks.count()?);
+        let (gpus, ranks) = (gpus.count(Gpus::FLAG)?, self.ranks.count(&self.writing)?);
         if !gpus.is_multiple_of(ranks) {
             return Err(usage(format!(
                 "--gpus: are {gpus}, expected a multiple of --tensor-parallel, which is {ranks}"
@@ -206,7 +208,7 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     interrupt::install()?;
     let mut options = arguments.options()?;
     let Some((first, others)) = places.split_first() else { return Err(usage("--gpus: is 0")) };
-    if (first.len() > 1 || !others.is_empty()) && arguments.writing.draft_model.is_some() {
+    if !others.is_empty() && arguments.writing.draft_model.is_some() {
         return Err(usage("draft_model: is for one device, and there are several"));
     }
     let source = Source {

@@ -10,7 +10,7 @@
 
 mod library;
 
-use crate::backend::cuda::{Cuda, Lane};
+use crate::backend::cuda::{Cuda, Lane, give_back};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::{DType, Device, Error, Tensor, bail};
 use library::{
@@ -49,8 +49,10 @@ pub struct Communicator {
     comm: Cell<Comm>,
     device: Device,
     size: usize,
-    /// Where all its work is done.
+    /// Where all its work is done, but for [`Self::sum`].
     lane: OnceCell<Lane>,
+    /// Whether there were sums among the device's work, which recordings may have.
+    is_summed_in_order: Cell<bool>,
 }
 
 // SAFETY: NCCL's communicators are of no thread, only of one at a time.
@@ -73,6 +75,8 @@ impl Communicator {
         let library = Library::get()?;
         let cuda = Cuda::on(device)?;
         cuda.stream.context().bind_to_thread().w()?;
+        // NCCL takes memory of its own.
+        give_back(device)?;
         let mut comm: Comm = std::ptr::null_mut();
         let mut config = Config::without_blocking();
         let (count, rank) = (number("processes", size)?, number("processes", rank)?);
@@ -88,7 +92,8 @@ impl Communicator {
             );
         }
         let (comm, device, lane) = (Cell::new(comm), device.clone(), OnceCell::new());
-        let joined = Self { library, comm, device, size, lane };
+        let is_summed_in_order = Cell::new(false);
+        let joined = Self { library, comm, device, size, lane, is_summed_in_order };
         joined.until("joining a group", wait, || Ok(true))?;
         Ok(joined)
     }
@@ -175,6 +180,7 @@ impl Communicator {
             return Ok(());
         }
         self.check_alive()?;
+        self.is_summed_in_order.set(true);
         let cuda = Cuda::on(&self.device)?;
         let array = cuda.strided(x)?;
         // SAFETY: there are so many numbers, and all that reads or frees them is launched on the same stream after this.
@@ -378,24 +384,22 @@ impl Communicator {
         done
     }
 
-    /// Ends what NCCL does for this member, also what waits for others. It returns at once, and what NCCL has is freed as soon
-    /// as no recording has a part in it.
-    pub fn abort_beside(&self) {
+    /// Ends what NCCL does for this process, also what waits for others. What is asked for later is an error.
+    pub fn abort(&self) {
         let comm = self.comm.replace(std::ptr::null_mut());
-        if !comm.is_null() {
-            let (library, comm) = (self.library, comm as usize);
-            // SAFETY: this frees the communicator, which nobody finds any more.
-            std::thread::spawn(move || unsafe { (library.abort)(comm as Comm) });
+        if comm.is_null() {
+            return;
         }
-    }
-
-    /// Ends what NCCL does for this process, also what waits for others.
-    fn abort(&self) {
-        let comm = self.comm.replace(std::ptr::null_mut());
-        if !comm.is_null() {
-            // What fails here has nobody to tell: the process has an error to end with, or is done.
+        let (library, address) = (self.library, comm as usize);
+        // What fails here has nobody to tell: the process has an error to end with, or is done.
+        let end = move || {
             // SAFETY: this frees the communicator, which nobody finds any more.
-            let _ = unsafe { (self.library.abort)(comm) };
+            let _ = unsafe { (library.abort)(address as Comm) };
+        };
+        match self.is_summed_in_order.get() {
+            // NCCL waits until no recording has a part in it, which may be this thread's.
+            true => drop(std::thread::spawn(end)),
+            false => end(),
         }
     }
 }

@@ -113,3 +113,41 @@ fn cuda_a_group_that_has_ended_says_so() {
     let error = communicator.begin_sum(&flat, wait).unwrap_err().to_string();
     assert!(error.contains("has ended"), "{error}");
 }
+
+#[test]
+#[ignore = "needs an NVIDIA GPU and NCCL"]
+fn cuda_a_sum_among_the_work_is_recorded() {
+    let (device, communicator) = alone();
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let weight = Tensor::ones((8, 4), dtype, &device).unwrap();
+        let work = |inputs: &Tensor| -> Result<Tensor> {
+            let x = crate::embedding::forward(&weight, &inputs.unsqueeze(0)?)?;
+            let x = crate::arithmetic::scale(&x, 3.0)?;
+            communicator.sum(&x, wait)?;
+            crate::arithmetic::scale(&x, 2.0)
+        };
+        let mut recording = crate::recording::Recording::new(&device, &[1, 2], work).unwrap();
+        recording.run(&[3, 4]).unwrap();
+        let sum = recording.output().to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+        assert_eq!(sum.to_vec1::<f32>().unwrap(), [6.0; 8]);
+    }
+    let flat = Tensor::zeros((4, 4), DType::F32, &device).unwrap();
+    for wrong in [
+        flat.to_dtype(DType::U8).unwrap(),
+        flat.narrow(1, 0, 2).unwrap(),
+        flat.to_device(&Device::Cpu).unwrap(),
+    ] {
+        let error = communicator.sum(&wrong, wait).unwrap_err().to_string();
+        assert!(error.contains("expected contiguous in F32, BF16 or F16"), "{error}");
+    }
+    // It ends while a recording has a sum of it.
+    let table = Tensor::ones((8, 4), DType::F32, &device).unwrap();
+    let kept = crate::recording::Recording::new(&device, &[1], |inputs| {
+        let x = crate::embedding::forward(&table, &inputs.unsqueeze(0)?)?;
+        communicator.sum(&x, wait)?;
+        Ok::<_, Error>(x)
+    });
+    communicator.abort();
+    assert!(communicator.sum(&flat, wait).unwrap_err().to_string().contains("has ended"));
+    assert!(kept.is_ok());
+}

@@ -237,6 +237,11 @@ impl Adapter {
     /// # Errors
     /// When the model has no weights any more, or there is no memory for another copy in f32.
     pub fn full(model: &Model) -> Result<Self> {
+        if model.is_tensor_parallel() {
+            return Err(Error::Unsupported(
+                "training a model in parts on several devices (tensor parallelism)".into(),
+            ));
+        }
         let (parameters, parts, views) = Plan::full(model).allocate(model.device())?;
         let mut replaced = vec![None; model.frozen().len()];
         for ((_, id), view) in model.named_weights().zip(views) {

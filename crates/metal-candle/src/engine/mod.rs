@@ -595,7 +595,8 @@ impl<'t> Engine<'t> {
             .collect();
         let read = self.reader.read(&stretches, total);
         let chosen = read.and_then(|logits| self.score(group, logits));
-        match chosen.and_then(|logits| self.sample(group, &logits)) {
+        let sampled = chosen.and_then(|logits| self.sample(group, &logits));
+        match sampled.and_then(|sampled| self.reader.confirm().map(|()| sampled)) {
             Ok(sampled) => {
                 let mut sampled = sampled.into_iter();
                 for &index in group {

@@ -3,23 +3,52 @@
 
 use super::reader::Reader;
 use crate::adapter::{Adapter, AdapterVersion};
-use crate::model::Model;
+use crate::foreign::contained;
+use crate::model::{Model, Sums};
 use crate::pass::{ModelReader, PagedCache, Stretch};
 use crate::{Error, Result};
 use candle_core::Tensor;
+use metal_candle_kernels::devices::Mark;
 use std::collections::HashMap;
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-/// Reads with all ranks. Once one has failed, the others can't go on without it, and what is asked later fails, too.
+/// How often a device is looked at.
+const GLANCE: Duration = Duration::from_millis(1);
+/// How long the passes before one that has failed may take.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Reads with all ranks. Where one fails, so does the pass for all, and the next one begins with finding each other anew.
 pub(super) struct RankReader {
-    model: Arc<Model>,
     first: Rank,
     others: Vec<Other>,
     /// The adapters that all ranks have their parts of, by number.
     adapters: Vec<(AdapterVersion, u64)>,
     numbers: u64,
     failure: Failure,
+    /// Why they can't go on, once that is so.
+    dead: Option<String>,
+    /// Given back once all ranks are done.
+    model: Taken,
+}
+
+/// A model whose ranks nobody else computes with.
+struct Taken(Arc<Model>);
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.0.ranks_are_taken.store(false, Ordering::Release);
+    }
+}
+
+impl Drop for RankReader {
+    /// Who comes next finds ranks that can add up, if that is possible.
+    fn drop(&mut self) {
+        let _ = self.begin_anew();
+    }
 }
 
 /// Which rank has failed first, and how.
@@ -31,12 +60,16 @@ struct Rank {
     reader: ModelReader,
     adapters: HashMap<u64, Arc<Adapter>>,
     failure: Failure,
+    /// Before its last pass, and behind it.
+    before: Option<Mark>,
+    behind: Option<Mark>,
 }
 
-/// A rank on a thread of its own, which lives as long as orders may come.
+/// A rank on a thread of its own.
 struct Other {
     orders: Sender<Order>,
     done: Receiver<Result<()>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Clone)]
@@ -45,6 +78,12 @@ enum Order {
     Keep(Arc<Vec<(u64, Arc<Adapter>)>>),
     Forget(Arc<Vec<u64>>),
     Read(Arc<Pass>),
+    /// After one has failed: wait until the device is done with the passes before that.
+    Settle,
+    /// And then begin to add up anew.
+    BeginAnew,
+    /// There is nothing more to do.
+    End,
 }
 
 /// What a pass reads.
@@ -68,12 +107,18 @@ impl RankReader {
         model: &Arc<Model>,
         cache: impl Fn(&Model) -> Result<PagedCache> + Clone + Send + 'static,
     ) -> Result<Self> {
+        if model.ranks_are_taken.swap(true, Ordering::AcqRel) {
+            let problem = "is computed by another engine, of which there may be one at a time";
+            return Err(Error::option("tensor_parallel", problem));
+        }
+        let taken = Taken(model.clone());
         let failure = Failure::default();
         let mut ranks = model.ranks().iter().enumerate().map(|(index, part)| {
             let (part, cache, failure) = (part.clone(), cache.clone(), failure.clone());
             move || {
                 let reader = ModelReader::new(&part, cache(&part)?);
-                Ok(Rank { index, reader, adapters: HashMap::new(), failure })
+                let (before, behind) = (None, None);
+                Ok(Rank { index, reader, adapters: HashMap::new(), failure, before, behind })
             }
         });
         let missing = || Error::option("tensor_parallel", "is 0, expected at least 1");
@@ -82,16 +127,16 @@ impl RankReader {
         for other in &others {
             other.wait()?;
         }
-        let (model, adapters) = (model.clone(), Vec::new());
-        Ok(Self { model, first, others, adapters, numbers: 0, failure })
+        let adapters = Vec::new();
+        let (numbers, dead) = (0, None);
+        Ok(Self { first, others, adapters, numbers, failure, dead, model: taken })
     }
 
     /// Gives the other ranks an order, follows it with `f`, and waits until all have done so. What the first of those has
     /// to say that failed is the error.
     fn all<T>(&mut self, order: &Order, f: impl FnOnce(&mut Rank) -> Result<T>) -> Result<T> {
         for other in &self.others {
-            // One that is gone doesn't answer either.
-            let _ = other.orders.send(order.clone());
+            other.orders.send(order.clone()).map_err(|_| gone())?;
         }
         let mine = f(&mut self.first);
         let others: Vec<_> = self.others.iter().map(Other::wait).collect();
@@ -154,32 +199,55 @@ impl RankReader {
         })
     }
 
-    /// The error of a rank, once one has failed.
-    fn check(&self) -> Result<()> {
-        match self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone() {
-            None => Ok(()),
-            Some((rank, message)) => Err(Error::Rank { rank, message }),
+    /// The error of a rank, if one has failed.
+    fn failed(&self) -> Option<Error> {
+        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        failure.clone().map(|(rank, message)| Error::Rank { rank, message })
+    }
+
+    /// Goes on after a rank has failed. Where that was for lack of memory, recordings may have taken it.
+    fn begin_anew(&mut self) -> Result<()> {
+        let dead = |why: &String| Err(Error::option("tensor_parallel", why));
+        self.dead.as_ref().map_or(Ok(()), dead)?;
+        let Some(failed) = self.failed() else { return Ok(()) };
+        let settled = self.all(&Order::Settle, |rank| rank.settle());
+        let begun = settled.and_then(|()| self.all(&Order::BeginAnew, Rank::begin_anew));
+        if let Err(error) = begun {
+            let why = format!("the ranks can't begin anew after `{failed}`: {error}; start again");
+            return dead(self.dead.insert(why));
         }
+        tracing::warn!("{failed}; the ranks have begun anew, and record no passes any more");
+        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        Ok(())
     }
 }
 
 impl Reader for RankReader {
     fn read(&mut self, stretches: &[Stretch], total: usize) -> Result<Tensor> {
-        self.check()?;
+        self.begin_anew()?;
         self.bring_adapters(stretches)?;
         let pieces = stretches.iter().map(|stretch| self.piece(stretch));
         let pass = Arc::new(Pass { stretches: pieces.collect::<Result<_>>()?, total });
         let read = self.all(&Order::Read(pass.clone()), |rank| rank.read(&pass));
-        self.check()?;
-        read
+        self.failed().map_or(read, Err)
     }
 
     fn ropes_change(&self, a: usize, b: usize) -> bool {
-        self.model.ropes_change(a, b)
+        self.model.0.ropes_change(a, b)
     }
 
     fn check(&self, adapter: &Adapter) -> Result<()> {
-        adapter.check(&self.model)
+        adapter.check(&self.model.0)?;
+        match adapter.is_updates_alone() {
+            true => Ok(()),
+            false => Err(Error::Unsupported(
+                "an adapter that is more than LoRA of linear layers for a model in parts on several devices".into(),
+            )),
+        }
+    }
+
+    fn confirm(&self) -> Result<()> {
+        self.failed().map_or(Ok(()), Err)
     }
 
     fn recorded(&self) -> u64 {
@@ -187,7 +255,7 @@ impl Reader for RankReader {
     }
 
     fn vocabulary(&self) -> usize {
-        self.model.config().vocab_size
+        self.model.0.config().vocab_size
     }
 }
 
@@ -208,7 +276,7 @@ impl Rank {
 
     /// What follows the pass's tokens. If it can't be computed, nobody waits for this rank any more.
     fn read(&mut self, pass: &Pass) -> Result<Tensor> {
-        let Self { index, reader, adapters, failure } = self;
+        let Self { reader, adapters, .. } = self;
         let stretches: Vec<_> = pass
             .stretches
             .iter()
@@ -220,17 +288,78 @@ impl Rank {
                 logits: piece.logits,
             })
             .collect();
-        let read = reader.read(&stretches, pass.total);
+        let sums = sums_of(reader);
+        let _panic = EndsOnPanic(sums.as_deref());
+        let device = reader.model().device().clone();
+        let read = Mark::new(&device).map_err(Error::from).and_then(|before| {
+            self.before = Some(before);
+            let logits = reader.read(&stretches, pass.total)?;
+            self.behind = Some(Mark::new(&device)?);
+            Ok(logits)
+        });
         if let Err(error) = &read {
-            let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
-            // Those that come later say that this one is missing.
-            failure.get_or_insert_with(|| (*index, format!("{error}; start again")));
-            drop(failure);
-            if let Some(rank) = &reader.model().rank {
-                rank.sums.end();
+            self.fail(error.to_string());
+            if let Some(sums) = &sums {
+                sums.end();
             }
         }
         read
+    }
+
+    /// Says why this rank has failed, if it is the first: others fail as this one is missing.
+    fn fail(&self, why: String) {
+        let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        failure.get_or_insert((self.index, why));
+    }
+
+    /// As [`Self::fail`], where the device or the host has stopped within a pass that others wait for.
+    fn abort(&self, why: String) {
+        self.fail(why);
+        if let Some(sums) = sums_of(&self.reader) {
+            sums.abort();
+        }
+    }
+
+    /// The next order. Until it comes, this looks how the device gets on with the last pass, as others' wait for it.
+    fn next(&mut self, coming: &Receiver<Order>) -> Option<Order> {
+        while let Some(behind) = &self.behind {
+            match coming.recv_timeout(GLANCE) {
+                Ok(order) => return Some(order),
+                Err(RecvTimeoutError::Disconnected) => return None,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            match behind.is_done() {
+                Ok(false) => {}
+                Ok(true) => self.behind = None,
+                Err(error) => {
+                    self.behind = None;
+                    self.abort(error.to_string());
+                }
+            }
+        }
+        coming.recv().ok()
+    }
+
+    fn settle(&mut self) -> Result<()> {
+        let begun = Instant::now();
+        while let Some(before) = &self.before {
+            if before.is_done()? {
+                self.before = None;
+            } else if begun.elapsed() > LIMIT {
+                let problem =
+                    format!("the device has not done its work within {} s", LIMIT.as_secs());
+                return Err(Error::option("device", problem));
+            } else {
+                std::thread::sleep(GLANCE);
+            }
+        }
+        Ok(())
+    }
+
+    fn begin_anew(&mut self) -> Result<()> {
+        self.behind = None;
+        self.reader.stop_recording();
+        sums_of(&self.reader).map_or(Ok(()), |sums| sums.begin_anew())
     }
 
     fn follow(&mut self, order: &Order) -> Result<()> {
@@ -241,6 +370,10 @@ impl Rank {
                 Ok(())
             }
             Order::Read(pass) => self.read(pass).map(drop),
+            Order::Settle => self.settle(),
+            Order::BeginAnew => self.begin_anew(),
+            // Nobody follows it.
+            Order::End => Ok(()),
         }
     }
 }
@@ -257,20 +390,148 @@ impl Other {
             };
             let mut so_far = Ok(());
             while says.send(std::mem::replace(&mut so_far, Ok(()))).is_ok() {
-                let Ok(order) = coming.recv() else { return };
-                so_far = rank.follow(&order);
+                so_far = match rank.next(&coming) {
+                    None | Some(Order::End) => return,
+                    Some(order) => contained(|| rank.follow(&order)).unwrap_or_else(|panic| {
+                        rank.abort(panic.clone());
+                        Err(Error::option("engine", panic))
+                    }),
+                };
             }
         };
-        std::thread::Builder::new()
+        let thread = std::thread::Builder::new()
             .name("rank".into())
             .spawn(work)
             .map_err(|error| Error::option("engine", format!("no thread for it: {error}")))?;
-        Ok(Self { orders, done })
+        Ok(Self { orders, done, thread: Some(thread) })
     }
 
     /// Waits until it has followed an order.
     fn wait(&self) -> Result<()> {
-        let gone = || Error::option("engine", "the thread of a rank has ended");
         self.done.recv().unwrap_or_else(|_| Err(gone()))
+    }
+}
+
+impl Drop for Other {
+    /// What it has taken of its device's memory is free then.
+    fn drop(&mut self) {
+        let _ = self.orders.send(Order::End);
+        if let Some(thread) = self.thread.take() {
+            // A panic was told when it was waited for.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn gone() -> Error {
+    Error::option("engine", "the thread of a rank has ended")
+}
+
+fn sums_of(reader: &ModelReader) -> Option<Arc<dyn Sums>> {
+    reader.model().rank.as_ref().map(|rank| rank.sums.clone())
+}
+
+/// Ends a rank's sums when its pass panics, so that nobody waits for it.
+struct EndsOnPanic<'a>(Option<&'a dyn Sums>);
+
+impl Drop for EndsOnPanic<'_> {
+    fn drop(&mut self) {
+        if let (Some(sums), true) = (self.0, std::thread::panicking()) {
+            sums.abort();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::adapter::LoraConfig;
+    use crate::model::{Config, Holding};
+    use crate::parallel::tensor;
+    use crate::pass::{CacheDtype, Layers};
+    use candle_core::{DType, Device};
+    use serde_json::json;
+
+    /// Two ranks of a small model.
+    fn split() -> Arc<Model> {
+        let config = json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 30,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+        });
+        let config = Config::from_json(&config.to_string()).unwrap();
+        let made = tensor::build(&[Device::Cpu, Device::Cpu], |device, placement| {
+            let holding = Holding { quantization: None, placement };
+            Model::from_fn_with(config.clone(), DType::F32, device, holding, |_, shape| {
+                Ok(Tensor::ones(shape, DType::F32, &Device::Cpu)?)
+            })
+        });
+        Arc::new(made.unwrap())
+    }
+
+    fn reader(model: &Arc<Model>) -> Result<RankReader> {
+        let kinds = [Layers { window: None, blocks: 4 }];
+        RankReader::new(model, move |part| PagedCache::new(part, &kinds, 8, CacheDtype::Model))
+    }
+
+    fn read(reader: &mut RankReader, adapter: Option<&Arc<Adapter>>) -> Result<Tensor> {
+        let (tokens, tables) = ([1, 2, 3], [vec![0]]);
+        let stretch = Stretch { tokens: &tokens, start: 0, tables: &tables, adapter, logits: 1 };
+        Reader::read(reader, &[stretch], 3)
+    }
+
+    #[test]
+    fn ranks_keep_their_parts_of_adapters_as_long_as_these_are_there() {
+        let model = split();
+        let mut reader = reader(&model).unwrap();
+        let config = LoraConfig { rank: 2, ..LoraConfig::default() };
+        let make = |seed| Arc::new(Adapter::new(&model, &config, seed).unwrap());
+        let (first, second) = (make(1), make(2));
+        for adapter in [&first, &second, &first] {
+            read(&mut reader, Some(adapter)).unwrap();
+        }
+        assert_eq!((reader.adapters.len(), reader.first.adapters.len()), (2, 2));
+        let part = Arc::downgrade(&reader.first.adapters[&1]);
+        drop(first);
+        read(&mut reader, Some(&second)).unwrap();
+        assert_eq!((reader.adapters.len(), reader.first.adapters.len()), (1, 1));
+        assert!(part.upgrade().is_none());
+        // One that has changed is another.
+        second.parameters().changed();
+        read(&mut reader, Some(&second)).unwrap();
+        assert_eq!(reader.first.adapters.keys().collect::<Vec<_>>(), [&3]);
+    }
+
+    #[test]
+    fn a_model_is_computed_by_one_at_a_time_and_after_a_failure_by_all_again() {
+        let model = split();
+        let mut one = reader(&model).unwrap();
+        assert!(reader(&model).err().unwrap().to_string().contains("another engine"));
+        let logits = read(&mut one, None).unwrap().to_vec2::<f32>().unwrap();
+        assert_eq!((logits.len(), logits[0].len()), (1, 30));
+        one.first.abort("no memory".into());
+        let failed = Reader::confirm(&one).unwrap_err().to_string();
+        assert_eq!(failed, "rank 0: no memory");
+        assert_eq!(read(&mut one, None).unwrap().to_vec2::<f32>().unwrap(), logits);
+        // Who comes next begins anew, too.
+        one.first.abort("no memory".into());
+        drop(one);
+        let mut one = reader(&model).unwrap();
+        assert_eq!(read(&mut one, None).unwrap().to_vec2::<f32>().unwrap(), logits);
+    }
+
+    #[test]
+    fn a_panic_of_another_rank_is_its_failure() {
+        let model = split();
+        let mut reader = reader(&model).unwrap();
+        let logits = read(&mut reader, None).unwrap().to_vec2::<f32>().unwrap();
+        // The end of this overflows.
+        let tables = vec![vec![0]];
+        let piece = Piece { tokens: vec![1], start: usize::MAX, tables, adapter: None, logits: 1 };
+        let pass = Arc::new(Pass { stretches: vec![piece], total: 1 });
+        assert!(reader.all(&Order::Read(pass), |_| Ok(())).is_err());
+        let failed = Reader::confirm(&reader).unwrap_err().to_string();
+        assert!(failed.starts_with("rank 1: "), "{failed}");
+        assert_eq!(read(&mut reader, None).unwrap().to_vec2::<f32>().unwrap(), logits);
     }
 }

@@ -12,6 +12,11 @@ pub(super) trait Reader: Send {
     /// them.
     fn read(&mut self, stretches: &[Stretch], total: usize) -> Result<Tensor>;
 
+    /// That what was read is right, once the device is done with it.
+    fn confirm(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Whether keys that were computed for a text of `a` tokens are others than for one of `b`.
     fn ropes_change(&self, a: usize, b: usize) -> bool;
 

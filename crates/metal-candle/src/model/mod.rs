@@ -19,7 +19,8 @@ pub use export::{Companions, GgufFormat, ModelFormat};
 pub use load::{stored_bytes, stored_dtype};
 pub use placement::{Holding, Placement, Shards};
 pub use quantization::Quantization;
-pub use tensor_parallel::{Sums, TensorRank};
+pub(crate) use tensor_parallel::Sums;
+pub use tensor_parallel::TensorRank;
 pub use weights::Weights;
 
 use crate::hash::Hash;
@@ -33,13 +34,14 @@ use rope::RopeTables;
 use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use tensor_parallel::Shapes;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use tensor_parallel::InParts;
 use weight::{FrozenWeights, Storage, WeightId, sample};
 
 /// A decoder-only language model on a device.
 ///
-/// Its weights never change, so any number of passes, sessions and adapters share one.
+/// Its weights never change, so any number of passes, sessions and adapters share one; of one that lies in parts on several
+/// devices ([`parallel::tensor`](crate::parallel::tensor)) adapters do, and one engine at a time computes with it.
 #[derive(Debug)]
 pub struct Model {
     id: ModelId,
@@ -61,6 +63,8 @@ pub struct Model {
     pub(crate) rank: Option<TensorRank>,
     /// The parts of ranks that this stands for.
     ranks: Vec<Arc<Model>>,
+    /// Whether somebody computes with them, which one alone may.
+    pub(crate) ranks_are_taken: AtomicBool,
 }
 
 /// Tells a model from every other one in this process.
@@ -186,6 +190,7 @@ impl Model {
             outlined: None,
             rank,
             ranks: Vec::new(),
+            ranks_are_taken: AtomicBool::new(false),
         })
     }
 
@@ -196,7 +201,7 @@ impl Model {
         let Some(first) = ranks.first() else {
             return Err(Error::option("tensor_parallel", "is 0, expected at least 1"));
         };
-        let mut source = Shapes(first.dtype);
+        let mut source = InParts;
         let holding = Holding::default();
         let config = first.config.clone();
         let mut model = Self::build(config, first.dtype, &Device::Cpu, holding, &mut source)?;
@@ -274,8 +279,8 @@ impl Model {
         self.named_weights().any(|(_, id)| match self.weights.storage(id) {
             Storage::Quantized(_) => true,
             Storage::Absent(absent) => absent.is_quantized,
-            Storage::Dense(_) | Storage::Moved(_) => false,
-        })
+            Storage::Dense(_) | Storage::Moved(_) | Storage::InParts(_) => false,
+        }) || self.ranks.iter().any(|rank| rank.is_quantized())
     }
 
     /// Whether matrices of its layers lie elsewhere than on its device, and come to it for their layer alone. Such a
@@ -300,7 +305,7 @@ impl Model {
             Storage::Dense(tensor) => tensor.elem_count() * tensor.dtype().size_in_bytes(),
             Storage::Quantized(quantized) => quantized.size_in_bytes(),
             Storage::Absent(absent) => absent.bytes,
-            Storage::Moved(_) => 0,
+            Storage::Moved(_) | Storage::InParts(_) => 0,
         });
         self.outlined.unwrap_or_else(|| sizes.sum())
     }
@@ -344,11 +349,14 @@ impl Model {
                 Storage::Dense(tensor) => sample(&Weight::Dense(tensor))?,
                 Storage::Quantized(quantized) => sample(&Weight::Quantized(quantized))?,
                 Storage::Absent(absent) => absent.sample.clone(),
-                // What an adapter trains instead isn't part of the base.
-                Storage::Moved(_) => continue,
+                // What an adapter trains instead isn't part of the base, and ranks have parts.
+                Storage::Moved(_) | Storage::InParts(_) => continue,
             };
             hash.add(name.as_bytes());
             hash.add(&bytes);
+        }
+        for rank in &self.ranks {
+            hash.add(&rank.fingerprint()?.to_le_bytes());
         }
         Ok(hash.finish())
     }

@@ -8,22 +8,27 @@ use super::config::{Config, QueryKeyNorm};
 use super::layer::{Kind, Source};
 use super::weight::Storage;
 use crate::{Error, Result};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Adds up what ranks have computed. All of them make the same sums in the same order.
-pub trait Sums: Debug + Send + Sync {
+pub(crate) trait Sums: Debug + Send + Sync {
     /// The sum of what the ranks give, tensors of one shape and dtype on their devices; `x`, which is this rank's, may be
-    /// overwritten.
-    ///
-    /// # Errors
-    /// When another rank has ended the work, and that of the device.
+    /// overwritten. An error when another rank has ended the work, or that of the device.
     fn sum(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Ends all sums, as this rank can't go on: those that wait for it get an error, and so does whoever asks later.
+    /// Ends all sums, as this rank can't go on: hosts that wait for it get an error, and so does whoever asks until all
+    /// [begin anew](Self::begin_anew). What devices do already goes on.
     fn end(&self);
+
+    /// As [`Self::end`], also of what devices do: they go on without a sum.
+    fn abort(&self);
+
+    /// Begins anew after an end, once no host makes a sum and no recording has one in it. All ranks do so at the same
+    /// time. An error when another rank can't, or that of the device.
+    fn begin_anew(&self) -> Result<()>;
 }
 
 /// One of several ranks that have a part of every layer each.
@@ -55,6 +60,11 @@ impl TensorRank {
     /// Its number, from 0.
     pub fn index(&self) -> usize {
         self.index
+    }
+
+    /// How many there are.
+    pub fn size(&self) -> usize {
+        self.size
     }
 
     /// Whether logits are computed here.
@@ -167,11 +177,11 @@ impl Cut {
     }
 }
 
-/// Weights of which there are only the shapes.
-pub(super) struct Shapes(pub DType);
+/// Weights that lie in parts with ranks.
+pub(super) struct InParts;
 
-impl Source for Shapes {
-    fn weight(&mut self, _: &str, shape: &[usize], _: Kind, device: &Device) -> Result<Storage> {
-        Ok(Storage::Dense(Tensor::zeros((), self.0, device)?.broadcast_as(shape)?))
+impl Source for InParts {
+    fn weight(&mut self, _: &str, shape: &[usize], _: Kind, _: &Device) -> Result<Storage> {
+        Ok(Storage::InParts(shape.into()))
     }
 }

@@ -31,6 +31,8 @@ pub(crate) enum Storage {
     Absent(Arc<Absent>),
     /// Not at all: they were moved into an adapter that trains every weight.
     Moved(Shape),
+    /// In parts, with tensor-parallel ranks.
+    InParts(Shape),
 }
 
 /// A matrix that is elsewhere.
@@ -79,7 +81,7 @@ impl Storage {
             Self::Dense(tensor) => tensor.shape().clone(),
             Self::Quantized(quantized) => quantized.shape().into(),
             Self::Absent(absent) => absent.shape.clone(),
-            Self::Moved(shape) => shape.clone(),
+            Self::Moved(shape) | Self::InParts(shape) => shape.clone(),
         }
     }
 
@@ -97,7 +99,7 @@ impl Storage {
         match self {
             Self::Dense(tensor) => Some(Weight::Dense(tensor)),
             Self::Quantized(quantized) => Some(Weight::Quantized(quantized)),
-            Self::Absent(_) | Self::Moved(_) => None,
+            Self::Absent(_) | Self::Moved(_) | Self::InParts(_) => None,
         }
     }
 }
@@ -161,7 +163,7 @@ impl FrozenWeights {
     /// Its values.
     ///
     /// # Errors
-    /// When they are elsewhere or were moved into an adapter.
+    /// When they are elsewhere, in parts, or were moved into an adapter.
     pub fn get(&self, id: WeightId) -> Result<Weight<'_>> {
         let storage = self.storage(id);
         storage.held().ok_or_else(|| {
@@ -172,6 +174,10 @@ impl FrozenWeights {
                     format!(
                         "keeps `{name}` elsewhere, and this needs all of the model on its device"
                     ),
+                ),
+                Storage::InParts(_) => Error::option(
+                    "tensor_parallel",
+                    format!("has `{name}` in parts on several devices, and this needs it whole"),
                 ),
                 _ => Error::option(
                     "adapter",

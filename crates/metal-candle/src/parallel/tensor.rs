@@ -118,7 +118,7 @@ impl Threads {
         let waits = |round: &mut Round| !round.is_over && !is_so(round);
         let waited = self.table.changed.wait_while(round, waits);
         let round = waited.unwrap_or_else(PoisonError::into_inner);
-        if is_so(&round) { Ok(round) } else { Err(ended()) }
+        if round.is_over { Err(ended()) } else { Ok(round) }
     }
 }
 
@@ -151,6 +151,16 @@ impl Sums for Threads {
         locked(&self.table.sum).is_over = true;
         self.table.changed.notify_all();
     }
+
+    fn abort(&self) {
+        self.end();
+    }
+
+    fn begin_anew(&self) -> Result<()> {
+        let mut round = locked(&self.table.sum);
+        *round = Round { given: vec![None; round.given.len()], ..Round::default() };
+        Ok(())
+    }
 }
 
 #[cfg(feature = "cuda")]
@@ -159,50 +169,79 @@ mod gpus {
     use crate::model::Sums;
     use crate::{Error, Result};
     use candle_core::{Device, Tensor};
-    use metal_candle_kernels::nccl::{Communicator, unique_id};
+    use metal_candle_kernels::nccl::{Communicator, ID_BYTES, unique_id};
     use std::sync::atomic::{AtomicBool, Ordering};
-    use std::sync::{Arc, Mutex, PoisonError};
+    use std::sync::{Arc, Mutex};
+    use std::time::{Duration, Instant};
+
+    /// How long a rank waits for the others to join.
+    const LIMIT: Duration = Duration::from_secs(60);
 
     /// A rank with a GPU.
     #[derive(Debug)]
     struct Gpu {
         index: usize,
+        device: Device,
         all: Arc<Gpus>,
     }
 
     #[derive(Debug)]
     struct Gpus {
         /// Those of all ranks, as who can't go on ends the work of all.
-        communicators: Vec<Mutex<Communicator>>,
+        communicators: Vec<Mutex<Option<Communicator>>>,
         is_over: AtomicBool,
+        meeting: Mutex<Meeting>,
+    }
+
+    /// Where ranks meet to join: what they are known by, of the first, and how many have come.
+    #[derive(Debug, Default)]
+    struct Meeting {
+        group: Option<Arc<Group>>,
+        came: usize,
+    }
+
+    #[derive(Debug)]
+    struct Group {
+        id: [u8; ID_BYTES],
+        /// Why somebody can't join.
+        failure: Mutex<Option<String>>,
     }
 
     pub(super) fn join(devices: &[Device]) -> Result<Vec<Arc<dyn Sums>>> {
-        let (id, failure) = (unique_id()?, Mutex::new(None));
-        let wait = || if locked(&failure).is_some() { Err(ended()) } else { Ok(()) };
-        let join = |index: usize, device: &Device| {
-            let joined = Communicator::join::<Error>(device, id, index, devices.len(), wait);
-            match joined {
-                Ok(communicator) => Some(Mutex::new(communicator)),
-                // What the first says that fails is why the others do.
-                Err(error) => {
-                    locked(&failure).get_or_insert(error);
-                    None
-                }
-            }
-        };
-        let communicators = std::thread::scope(|scope| {
-            let (ranks, join) = (devices.iter().enumerate(), &join);
-            let threads: Vec<_> =
-                ranks.map(|(index, device)| scope.spawn(move || join(index, device))).collect();
-            threads.into_iter().filter_map(joined).collect()
+        let all = Arc::new(Gpus {
+            communicators: devices.iter().map(|_| Mutex::default()).collect(),
+            is_over: AtomicBool::new(false),
+            meeting: Mutex::default(),
         });
-        if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            return Err(error);
+        let ranks = devices.iter().enumerate();
+        let ranks: Vec<_> = ranks
+            .map(|(index, device)| Gpu { index, device: device.clone(), all: all.clone() })
+            .collect();
+        std::thread::scope(|scope| {
+            let threads: Vec<_> =
+                ranks.iter().map(|rank| scope.spawn(|| rank.begin_anew())).collect();
+            let joined: Vec<_> = threads.into_iter().map(joined).collect();
+            joined.into_iter().collect::<Result<()>>()
+        })?;
+        Ok(ranks.into_iter().map(|rank| Arc::new(rank) as Arc<dyn Sums>).collect())
+    }
+
+    impl Gpu {
+        /// Those who join now.
+        fn group(&self) -> Result<Arc<Group>> {
+            let mut meeting = locked(&self.all.meeting);
+            let group = match meeting.group.take() {
+                Some(group) => group,
+                None => Arc::new(Group { id: unique_id()?, failure: Mutex::default() }),
+            };
+            meeting.came += 1;
+            if meeting.came == self.all.communicators.len() {
+                *meeting = Meeting::default();
+            } else {
+                meeting.group = Some(group.clone());
+            }
+            Ok(group)
         }
-        let all = Arc::new(Gpus { communicators, is_over: AtomicBool::new(false) });
-        let rank = |index| Arc::new(Gpu { index, all: all.clone() }) as Arc<dyn Sums>;
-        Ok((0..devices.len()).map(rank).collect())
     }
 
     impl Sums for Gpu {
@@ -212,14 +251,49 @@ mod gpus {
                 false => Ok(()),
             };
             wait()?;
-            locked(&self.all.communicators[self.index]).sum(x, wait)?;
+            match &*locked(&self.all.communicators[self.index]) {
+                Some(communicator) => communicator.sum(x, wait)?,
+                None => return Err(ended()),
+            }
             Ok(x.clone())
         }
 
         fn end(&self) {
             self.all.is_over.store(true, Ordering::Relaxed);
+        }
+
+        fn abort(&self) {
+            self.end();
             for communicator in &self.all.communicators {
-                locked(communicator).abort_beside();
+                *locked(communicator) = None;
+            }
+        }
+
+        fn begin_anew(&self) -> Result<()> {
+            // Work that waits for a sum which nobody makes any more.
+            *locked(&self.all.communicators[self.index]) = None;
+            let group = self.group()?;
+            let begun = Instant::now();
+            let wait = || match locked(&group.failure).as_ref() {
+                Some(failure) => Err(Error::option("tensor_parallel", failure)),
+                None if begun.elapsed() > LIMIT => Err(Error::option(
+                    "tensor_parallel",
+                    format!("the ranks have not found each other within {} s", LIMIT.as_secs()),
+                )),
+                None => Ok(()),
+            };
+            let size = self.all.communicators.len();
+            match Communicator::join(&self.device, group.id, self.index, size, wait) {
+                Ok(communicator) => {
+                    *locked(&self.all.communicators[self.index]) = Some(communicator);
+                    self.all.is_over.store(false, Ordering::Relaxed);
+                    Ok(())
+                }
+                Err(error) => {
+                    // What the first says is why the others can't.
+                    locked(&group.failure).get_or_insert_with(|| error.to_string());
+                    Err(error)
+                }
             }
         }
     }
@@ -232,12 +306,14 @@ mod tests {
     #[test]
     fn threads_add_up_and_end_together() {
         let ranks = Threads::all(3);
+        let all_are_done = std::sync::Barrier::new(3);
         let work = |index: usize, rank: &Arc<dyn Sums>| {
             let mut sums = Vec::new();
             for round in 0..50 {
                 let x = Tensor::new(&[index as f32, (round * index) as f32], &Device::Cpu).unwrap();
                 sums.push(rank.sum(&x).unwrap().to_vec1::<f32>().unwrap());
             }
+            all_are_done.wait();
             if index == 1 {
                 rank.end();
             }
@@ -247,7 +323,10 @@ mod tests {
             let threads: Vec<_> = ranks
                 .iter()
                 .enumerate()
-                .map(|(index, rank)| scope.spawn(move || work(index, rank)))
+                .map(|(index, rank)| {
+                    let work = &work;
+                    scope.spawn(move || work(index, rank))
+                })
                 .collect();
             for thread in threads {
                 let (sums, last) = thread.join().unwrap();

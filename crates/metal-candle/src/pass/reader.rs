@@ -61,6 +61,11 @@ impl ModelReader {
         self.recordings.runs()
     }
 
+    /// Forgets the passes that were recorded, and records none any more.
+    pub fn stop_recording(&mut self) {
+        self.recordings = Recordings::off();
+    }
+
     /// Makes room for `blocks` blocks for each kind of layers; what the first ones hold stays.
     pub fn grow(&mut self, blocks: u32) -> Result<()> {
         self.cache.grow(blocks)?;

@@ -24,6 +24,7 @@ pub(super) struct Recordings {
     /// What cannot be recorded.
     refused: Vec<Shape>,
     runs: u64,
+    is_off: bool,
 }
 
 /// What a recording is made for.
@@ -124,6 +125,11 @@ impl Shape {
 }
 
 impl Recordings {
+    /// None, nor any later.
+    pub fn off() -> Self {
+        Self { is_off: true, ..Self::default() }
+    }
+
     /// How many passes were repeated.
     pub fn runs(&self) -> u64 {
         self.runs
@@ -138,7 +144,7 @@ impl Recordings {
         model: &Model,
         cache: &PagedCache,
     ) -> Result<Option<Tensor>> {
-        if !Recording::is_supported(model.device()) || model.is_away() {
+        if self.is_off || !Recording::is_supported(model.device()) || model.is_away() {
             return Ok(None);
         }
         let shape = Shape::of(stretches, total, model, cache)?;
@@ -196,6 +202,8 @@ impl Recordings {
                 self.recordings.push((shape, recording));
                 Ok(self.recordings.last())
             }
+            // Other ranks have made other sums than the usual way would make again.
+            Err(error) if model.rank.is_some() => Err(error),
             // As with operations that the host has a part in; what else is wrong, the usual way tells.
             Err(error) => {
                 tracing::debug!("a pass of {} rows cannot be recorded: {error}", shape.rows);

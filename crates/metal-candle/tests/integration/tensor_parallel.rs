@@ -174,7 +174,7 @@ fn each_text_has_its_own_adapter_on_all_ranks() {
                 .collect();
             let mut engine = Engine::new(model, None, options(100)).unwrap();
             let mixed = together(&mut engine, &requests).0;
-            // One adapter alone, after others are gone.
+            // And with one adapter alone.
             (mixed, together(&mut engine, &requests[1..2]).0)
         };
         assert_eq!(write(&split, &ours), write(&model, &theirs), "{name}");
@@ -182,21 +182,6 @@ fn each_text_has_its_own_adapter_on_all_ranks() {
             let expected = scored(&model, other.as_ref());
             assert_near(&scored(&split, mine.as_ref()), &expected, name);
         }
-    }
-}
-
-#[test]
-fn an_adapter_that_is_gone_leaves_room_for_others() {
-    let (model, split) = (load("llama"), split(&folder("llama"), 2, None).unwrap());
-    let mut engine = Engine::new(&split, None, options(50)).unwrap();
-    for seed in 0..5 {
-        let config = LoraConfig { rank: 3, ..LoraConfig::default() };
-        let write = |engine: &mut Engine, model: &Arc<Model>| {
-            let adapter = Some(random_adapter(model, &config, seed));
-            together(engine, &[Request { adapter, ..request(&IDS[..7], 9) }]).0
-        };
-        let expected = write(&mut Engine::new(&model, None, options(50)).unwrap(), &model);
-        assert_eq!(write(&mut engine, &split), expected);
     }
 }
 
@@ -209,11 +194,13 @@ fn what_ranks_cannot_do_says_so() {
     assert!(split.size_in_bytes() > size && split.size_in_bytes() < 2 * size);
     let refused = |options: EngineOptions, expected: &str| {
         let wrong = Engine::new(&split, None, options).err().unwrap().to_string();
-        assert!(wrong.contains(expected) && wrong.contains("parts on several"), "{wrong}");
+        assert!(wrong.contains(expected), "{wrong}");
     };
-    refused(EngineOptions { batch_invariant: true, ..options(9) }, "batch_invariant");
-    let draft = Some(model.clone());
-    refused(EngineOptions { draft_model: draft, draft_tokens: 1, ..options(9) }, "draft_model");
+    let several = "is for a model on one device, and this one is in parts on several";
+    let invariant = EngineOptions { batch_invariant: true, ..options(9) };
+    refused(invariant, &format!("batch_invariant: {several}"));
+    let draft = EngineOptions { draft_model: Some(model.clone()), draft_tokens: 1, ..options(9) };
+    refused(draft, &format!("draft_model: {several}"));
     let input = Input::sequence(&IDS, split.device()).unwrap();
     let wrong = split.forward(&Tape::inference(), &input).unwrap_err().to_string();
     assert!(wrong.contains("tensor parallelism"), "{wrong}");
@@ -233,6 +220,7 @@ fn what_ranks_cannot_do_says_so() {
     // An adapter for the whole model.
     let adapter = Some(random_adapter(&model, &usual(), 1));
     let mut engine = Engine::new(&split, None, options(9)).unwrap();
+    refused(options(9), "is computed by another engine");
     let wrong = engine.submit(Request { adapter, ..request(&IDS, 1) }).unwrap_err().to_string();
     assert!(wrong.contains("another model"), "{wrong}");
 }
@@ -268,11 +256,9 @@ fn a_rank_that_fails_is_named_and_nobody_waits_for_it() {
             }
         }
     }
-    assert_eq!(failed.len(), 2, "{failed:?}");
-    assert!(
-        failed.iter().all(|it| it.starts_with("rank 1: ") && it.contains("start again")),
-        "{failed:?}"
-    );
+    // The text after it is written.
+    assert_eq!(failed.len(), 1, "{failed:?}");
+    assert!(failed.iter().all(|it| it.starts_with("rank 1: ")), "{failed:?}");
     let statistics = engine.statistics();
     assert_eq!(statistics.blocks, statistics.available_blocks);
 }
@@ -308,15 +294,10 @@ fn cuda_a_rank_without_memory_is_named_and_nobody_waits_for_it() {
     }
     for _ in 0..2 {
         let failed = write(&mut engine).unwrap();
-        assert!(failed.starts_with("rank 1: ") && failed.contains("start again"), "{failed}");
+        assert!(failed.starts_with("rank 1: "), "{failed}");
     }
-    drop((taken, engine));
-    // The same parts can't add up any more, and the devices go on with others' work.
-    let failed = write(&mut Engine::new(&split, None, options(20)).unwrap()).unwrap();
-    assert!(failed.contains("another rank can't go on"), "{failed}");
-    for place in &places {
-        let model = Model::load(folder.path(), DType::F32, place).unwrap();
-        let engine = Engine::new(&Arc::new(model), None, options(20));
-        assert_eq!(write(&mut engine.unwrap()), None);
-    }
+    // With room again, all go on.
+    drop(taken);
+    assert_eq!(write(&mut engine), None);
+    assert_eq!(write(&mut engine), None);
 }

@@ -55,7 +55,14 @@ impl Jobs {
         let runtime = Handle::current();
         let mut jobs = Self { app: app.clone(), threads: Vec::new() };
         if app.model.is_tensor_parallel() {
-            // They wait for a server that has the model on one device.
+            for statuses in [[Status::ValidatingFiles; 2], [Status::Queued, Status::Running]] {
+                if app.store.next_job(&app.options.model_name, statuses)?.is_some() {
+                    tracing::warn!(
+                        "fine-tuning jobs wait for a server that has the model on one device, not in parts on several"
+                    );
+                    break;
+                }
+            }
             return Ok(jobs);
         }
         let works: [(&str, [Status; 2], Work); 2] = [

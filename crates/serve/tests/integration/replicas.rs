@@ -1,9 +1,11 @@
 //! One base with several engines behind one address.
 
-use crate::jobs::client::{Client, lines, model, serve_replicas, serve_with};
+use crate::jobs::client::{Client, demo, lines, model, serve_model, serve_replicas, serve_with};
 use candle_core::Tensor;
 use metal_candle::adapter::{Adapter, LoraConfig};
+use metal_candle::parallel::tensor;
 use metal_candle::random::SplitMix64;
+use metal_candle::{DType, Device};
 use metal_candle_serve::Options;
 use serde_json::{Value, json};
 use std::fs;
@@ -111,4 +113,39 @@ fn jobs_train_beside_several_engines() {
         asking.into_iter().map(|it| it.join().unwrap()).collect()
     });
     assert!(texts.iter().all(|text| text == &texts[0]));
+}
+
+#[test]
+fn a_model_in_parts_writes_the_same_texts_and_says_what_needs_it_whole() {
+    let place = tempfile::tempdir().unwrap();
+    adapters(place.path());
+    let whole = Arc::new(model());
+    let dora = LoraConfig { dora: true, ..LoraConfig::default() };
+    let dora = Adapter::new(&whole, &dora, 1).unwrap();
+    let folder = place.path().join("dora");
+    fs::create_dir(&folder).unwrap();
+    dora.save(&folder, "demo").unwrap();
+    let change = |options: &mut Options| options.adapters = Some(place.path().into());
+    let data: Vec<_> = (0..2).map(|_| tempfile::tempdir().unwrap()).collect();
+    let one = serve_with(data[0].path(), change);
+    let split = tensor::load(demo("base"), DType::F32, &[Device::Cpu, Device::Cpu], None);
+    let several = serve_model(data[1].path(), &Arc::new(split.unwrap()), 1, change);
+    let (one, several) = (Client::of(&one), Client::of(&several));
+    for model in ["demo", "other"] {
+        for prompt in ["Once", "The number of legs of a"] {
+            assert_eq!(text(&several, model, prompt), text(&one, model, prompt));
+        }
+    }
+    let refused = |path: &str, body: Value, expected: &str| {
+        let (status, answer) = several.post(path, &body);
+        let message = answer["error"]["message"].as_str().unwrap_or_default();
+        assert!(status == 400 && message.contains(expected), "{status} {answer}");
+    };
+    let whole = "needs the model on one device";
+    refused("/v1/embeddings", json!({"model": "demo", "input": "Once"}), whole);
+    let file = several.upload(&lines(12));
+    refused("/v1/fine_tuning/jobs", json!({"model": "demo", "training_file": file}), whole);
+    let (status, answer) =
+        several.post("/v1/completions", &json!({"model": "dora", "prompt": "x"}));
+    assert!(status >= 400 && answer.to_string().contains("DoRA"), "{status} {answer}");
 }

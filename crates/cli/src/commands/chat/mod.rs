@@ -44,7 +44,7 @@ pub struct Arguments {
         num_args = 0..=1,
         conflicts_with_all = [
             "revision", "adapter", "chat_template", "dtype", "quantize", "base_compute", "base_placement", "device", "matmul", "threads", "cache_dtype",
-            "batch_invariant", "draft_tokens", "draft_model",
+            "batch_invariant", "draft_tokens", "draft_model", "tensor_parallel",
         ],
         help_heading = "Server"
     )]
@@ -183,7 +183,7 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
             return Err(usage("--api-key and --tls-ca are for a server, which --server names"));
         }
         set_threads(runtime.threads)?;
-        let devices = ranks.devices(runtime.device)?;
+        let devices = ranks.devices(runtime.device, &writing)?;
         let loaded = source.load_on(&devices, &runtime, &placed, &template, terminal)?;
         loaded.tokenizer.require_chat_template()?;
         let options = sampling.resolve(&loaded.folder)?;

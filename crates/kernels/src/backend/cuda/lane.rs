@@ -3,7 +3,7 @@
 use super::{Cuda, refuse_in_recording};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::{self, CUresult, CUstream};
-use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 use candle_core::{Device, Result};
 use std::sync::Arc;
 
@@ -71,5 +71,20 @@ impl Drop for Lane {
         let _ = self.context.bind_to_thread();
         // SAFETY: made by this, and nobody finds it any more.
         let _ = unsafe { sys::cuStreamDestroy_v2(self.stream) }.result();
+    }
+}
+
+/// A place in the work of a device's stream.
+#[derive(Debug)]
+pub(crate) struct Event(CudaEvent);
+
+impl Event {
+    pub(crate) fn new(device: &Device) -> Result<Self> {
+        Ok(Self(Cuda::on(device)?.stream.record_event(None).w()?))
+    }
+
+    /// Whether the work before it is done; an error that the device had.
+    pub(crate) fn is_done(&self) -> Result<bool> {
+        self.0.try_is_complete().w()
     }
 }

@@ -28,10 +28,10 @@ use std::sync::Arc;
 
 pub(crate) use blas::{Matrix, Rows, require_floats};
 pub(crate) use host::{Copied, Pinned, copy_to_host, launch_uploads};
-pub(crate) use lane::Lane;
+pub(crate) use lane::{Event, Lane};
 pub(crate) use launch::launch_time;
 pub(crate) use module::{Launch, Module, by_dtype, module};
-pub(crate) use open::{count, free_memory, memory, open, reset_peak};
+pub(crate) use open::{count, free_memory, give_back, memory, open, reset_peak};
 pub(crate) use product::{CodesTerm, MOST_OUTPUTS as MOST_SUMS, Sum, TILE, Term};
 pub(crate) use recording::{Recorded, can_record, is_recording, next_part, refuse_in_recording};
 pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, a_block_a_row, any_groups};

@@ -98,6 +98,13 @@ pub(crate) fn free_memory(device: &Device) -> Result<u64> {
     Ok(free as u64 + kept)
 }
 
+/// Gives what the process keeps for its next tensors back to the system, for who takes memory otherwise.
+pub(crate) fn give_back(device: &Device) -> Result<()> {
+    let pool = pool(ordinal(device)?)?;
+    // SAFETY: the pool is the device's; what is in use stays.
+    unsafe { sys::cuMemPoolTrimTo(pool, 0) }.result().w()
+}
+
 /// Starts to look for the peak anew.
 pub(crate) fn reset_peak(device: &Device) -> Result<()> {
     set(pool(ordinal(device)?)?, PoolAttribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)

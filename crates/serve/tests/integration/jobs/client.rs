@@ -34,10 +34,19 @@ pub fn serve_with(data: &Path, change: impl FnOnce(&mut Options)) -> Server {
 
 /// As [`serve_with`], with so many engines.
 pub fn serve_replicas(data: &Path, count: usize, change: impl FnOnce(&mut Options)) -> Server {
-    let model = Arc::new(model());
+    serve_model(data, &Arc::new(model()), count, change)
+}
+
+/// As [`serve_replicas`], with this model.
+pub fn serve_model(
+    data: &Path,
+    model: &Arc<Model>,
+    count: usize,
+    change: impl FnOnce(&mut Options),
+) -> Server {
     let base = Base {
         replicas: vec![model.clone(); count - 1],
-        model,
+        model: model.clone(),
         tokenizer: Tokenizer::load(&demo("base")).unwrap(),
         folder: demo("base"),
         variables: Map::new(),
