@@ -29,8 +29,6 @@ pub(super) struct RankReader {
     adapters: Vec<(AdapterVersion, u64)>,
     numbers: u64,
     failure: Failure,
-    /// Why they can't go on, once that is so.
-    dead: Option<String>,
     /// Given back once all ranks are done.
     model: Taken,
 }
@@ -128,8 +126,7 @@ impl RankReader {
             other.wait()?;
         }
         let adapters = Vec::new();
-        let (numbers, dead) = (0, None);
-        Ok(Self { first, others, adapters, numbers, failure, dead, model: taken })
+        Ok(Self { first, others, adapters, numbers: 0, failure, model: taken })
     }
 
     /// Gives the other ranks an order, follows it with `f`, and waits until all have done so. What the first of those has
@@ -207,15 +204,13 @@ impl RankReader {
 
     /// Goes on after a rank has failed. Where that was for lack of memory, recordings may have taken it.
     fn begin_anew(&mut self) -> Result<()> {
-        let dead = |why: &String| Err(Error::option("tensor_parallel", why));
-        self.dead.as_ref().map_or(Ok(()), dead)?;
         let Some(failed) = self.failed() else { return Ok(()) };
         let settled = self.all(&Order::Settle, |rank| rank.settle());
         let begun = settled.and_then(|()| self.all(&Order::BeginAnew, Rank::begin_anew));
-        if let Err(error) = begun {
-            let why = format!("the ranks can't begin anew after `{failed}`: {error}; start again");
-            return dead(self.dead.insert(why));
-        }
+        begun.map_err(|error| {
+            let why = format!("the ranks can't begin anew after `{failed}`: {error}");
+            Error::option("tensor_parallel", why)
+        })?;
         tracing::warn!("{failed}; the ranks have begun anew, and record no passes any more");
         *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = None;
         Ok(())
