@@ -16,7 +16,7 @@ use candle_core::{DType, Device, Error, Tensor, bail};
 use library::{
     BFLOAT16, BYTE, Comm, Config, FLOAT16, FLOAT32, IN_PROGRESS, Id, Library, SUCCESS, SUM,
 };
-use std::cell::{Cell, OnceCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,8 @@ pub const ID_BYTES: usize = library::ID_BYTES;
 /// How long the host looks without rest whether work is done, and how long it rests then between two looks.
 const BUSY: Duration = Duration::from_millis(20);
 const REST: Duration = Duration::from_micros(50);
+/// How long a call may go on that nobody waits for any more, before it is ended.
+const GRACE: Duration = Duration::from_secs(5);
 
 /// What a new group of processes is known by: one of them makes it, and all join with it.
 ///
@@ -53,6 +55,8 @@ pub struct Communicator {
     lane: OnceCell<Lane>,
     /// Whether there were sums among the device's work, which recordings may have.
     is_summed_in_order: Cell<bool>,
+    /// What a call that hasn't ended may still launch work on.
+    kept: RefCell<Vec<Tensor>>,
 }
 
 // SAFETY: NCCL's communicators are of no thread, only of one at a time.
@@ -93,7 +97,8 @@ impl Communicator {
         }
         let (comm, device, lane) = (Cell::new(comm), device.clone(), OnceCell::new());
         let is_summed_in_order = Cell::new(false);
-        let joined = Self { library, comm, device, size, lane, is_summed_in_order };
+        let kept = RefCell::default();
+        let joined = Self { library, comm, device, size, lane, is_summed_in_order, kept };
         joined.until("joining a group", wait, || Ok(true))?;
         Ok(joined)
     }
@@ -149,8 +154,8 @@ impl Communicator {
 
     /// Adds up the members' tensors in f32, bf16 or f16 in place, each contiguous and of the same size, among the work of
     /// the device: what is launched after this reads the sum, and a [`Recording`](crate::recording::Recording) may
-    /// have it. Sums of more than two in bf16 and f16 are rounded on their way. `wait` as for [`Self::join`]; after an error the
-    /// communicator has ended.
+    /// have it. Sums of more than two in bf16 and f16 are rounded on their way. `wait` as for [`Self::join`]; after its error
+    /// the sum may have been launched or not, and what was launched before goes on.
     ///
     /// # Errors
     /// That of `wait`, one that says that the tensor is none of these, and NCCL's own.
@@ -195,7 +200,24 @@ impl Communicator {
                 cuda.stream.cu_stream().cast(),
             )
         };
-        self.launched("a sum", code, wait)
+        let (mut given_up, mut wait) = (None, wait);
+        // NCCL may launch it as long as its call goes on, so the tensor has to be there that long.
+        let launched = self.launched("a sum", code, || {
+            let (error, since) = match given_up.take() {
+                None => match wait() {
+                    Ok(()) => return Ok(()),
+                    Err(error) => (error, Instant::now()),
+                },
+                Some(given_up) => given_up,
+            };
+            if since.elapsed() > GRACE {
+                self.kept.borrow_mut().push(x.clone());
+                return Err(error);
+            }
+            given_up = Some((error, since));
+            Ok(())
+        });
+        launched.and(given_up.map_or(Ok(()), |(error, _)| Err(error)))
     }
 
     /// Begins to put together tensors of which each process has a part: for each of `parts`, `(n)` in any dtype and of
@@ -405,7 +427,7 @@ impl Communicator {
 }
 
 impl Drop for Communicator {
-    /// All of its work was waited for, so nobody misses it; taking leave of the others in order could wait for them.
+    /// Its work was waited for, or waits itself for others who don't come. Taking leave of them in order could, too.
     fn drop(&mut self) {
         self.abort();
     }

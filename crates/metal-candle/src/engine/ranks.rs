@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 const GLANCE: Duration = Duration::from_millis(1);
 /// How long the passes before one that has failed may take.
 const LIMIT: Duration = Duration::from_secs(60);
+/// How long a host may be held up by its device, which waits for a rank that has failed.
+const GRACE: Duration = Duration::from_secs(10);
 
 /// Reads with all ranks. Where one fails, so does the pass for all, and the next one begins with finding each other anew.
 pub(super) struct RankReader {
@@ -29,6 +31,8 @@ pub(super) struct RankReader {
     adapters: Vec<(AdapterVersion, u64)>,
     numbers: u64,
     failure: Failure,
+    /// Why they can't go on any more, if that is so.
+    lost: Option<String>,
     /// Given back once all ranks are done.
     model: Taken,
 }
@@ -61,6 +65,8 @@ struct Rank {
     /// Before its last pass, and behind it.
     before: Option<Mark>,
     behind: Option<Mark>,
+    /// Whether that has failed.
+    has_failed: bool,
 }
 
 /// A rank on a thread of its own.
@@ -115,8 +121,8 @@ impl RankReader {
             let (part, cache, failure) = (part.clone(), cache.clone(), failure.clone());
             move || {
                 let reader = ModelReader::new(&part, cache(&part)?);
-                let (before, behind) = (None, None);
-                Ok(Rank { index, reader, adapters: HashMap::new(), failure, before, behind })
+                let (adapters, before, behind) = (HashMap::new(), None, None);
+                Ok(Rank { index, reader, adapters, failure, before, behind, has_failed: false })
             }
         });
         let missing = || Error::option("tensor_parallel", "is 0, expected at least 1");
@@ -126,7 +132,8 @@ impl RankReader {
             other.wait()?;
         }
         let adapters = Vec::new();
-        Ok(Self { first, others, adapters, numbers: 0, failure, model: taken })
+        let lost = None;
+        Ok(Self { first, others, adapters, numbers: 0, failure, lost, model: taken })
     }
 
     /// Gives the other ranks an order, follows it with `f`, and waits until all have done so. What the first of those has
@@ -135,9 +142,23 @@ impl RankReader {
         for other in &self.others {
             other.orders.send(order.clone()).map_err(|_| gone())?;
         }
-        let mine = f(&mut self.first);
-        let others: Vec<_> = self.others.iter().map(Other::wait).collect();
+        let mine = contained(|| f(&mut self.first)).unwrap_or_else(|panic| Err(panicked(panic)));
+        let others: Vec<_> = self.others.iter().map(|other| self.answer(other)).collect();
         others.into_iter().collect::<Result<()>>().and(mine)
+    }
+
+    /// What a rank says that follows an order.
+    fn answer(&self, other: &Other) -> Result<()> {
+        loop {
+            match other.done.recv_timeout(GRACE) {
+                Ok(said) => return said,
+                Err(RecvTimeoutError::Disconnected) => return Err(gone()),
+                Err(RecvTimeoutError::Timeout) if self.failed().is_some() => {
+                    self.first.abort_sums()
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
     }
 
     /// Brings the adapters of the stretches to all ranks, and gives back the memory of those that are gone.
@@ -204,13 +225,15 @@ impl RankReader {
 
     /// Goes on after a rank has failed. Where that was for lack of memory, recordings may have taken it.
     fn begin_anew(&mut self) -> Result<()> {
+        let lost = |why: &String| Err(Error::option("tensor_parallel", why));
+        self.lost.as_ref().map_or(Ok(()), lost)?;
         let Some(failed) = self.failed() else { return Ok(()) };
-        let settled = self.all(&Order::Settle, |rank| rank.settle());
-        let begun = settled.and_then(|()| self.all(&Order::BeginAnew, Rank::begin_anew));
-        begun.map_err(|error| {
-            let why = format!("the ranks can't begin anew after `{failed}`: {error}");
-            Error::option("tensor_parallel", why)
-        })?;
+        let why = |error| format!("the ranks can't begin anew after `{failed}`: {error}");
+        if let Err(error) = self.all(&Order::Settle, Rank::settle) {
+            return lost(self.lost.insert(format!("{}; start again", why(error))));
+        }
+        let begun = self.all(&Order::BeginAnew, Rank::begin_anew);
+        begun.map_err(|error| Error::option("tensor_parallel", why(error)))?;
         tracing::warn!("{failed}; the ranks have begun anew, and record no passes any more");
         *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = None;
         Ok(())
@@ -269,7 +292,7 @@ impl Rank {
         }
     }
 
-    /// What follows the pass's tokens. If it can't be computed, nobody waits for this rank any more.
+    /// What follows the pass's tokens. If it can't be computed, no host waits for this rank any more.
     fn read(&mut self, pass: &Pass) -> Result<Tensor> {
         let Self { reader, adapters, .. } = self;
         let stretches: Vec<_> = pass
@@ -283,18 +306,18 @@ impl Rank {
                 logits: piece.logits,
             })
             .collect();
-        let sums = sums_of(reader);
-        let _panic = EndsOnPanic(sums.as_deref());
         let device = reader.model().device().clone();
-        let read = Mark::new(&device).map_err(Error::from).and_then(|before| {
-            self.before = Some(before);
+        let read = contained(|| {
+            self.before = Some(Mark::new(&device)?);
             let logits = reader.read(&stretches, pass.total)?;
             self.behind = Some(Mark::new(&device)?);
             Ok(logits)
         });
+        let read = read.unwrap_or_else(|panic| Err(panicked(panic)));
         if let Err(error) = &read {
+            self.has_failed = true;
             self.fail(error.to_string());
-            if let Some(sums) = &sums {
+            if let Some(sums) = sums_of(&self.reader) {
                 sums.end();
             }
         }
@@ -307,9 +330,13 @@ impl Rank {
         failure.get_or_insert((self.index, why));
     }
 
-    /// As [`Self::fail`], where the device or the host has stopped within a pass that others wait for.
+    /// As [`Self::fail`], where the device has stopped within a pass that others' devices wait for.
     fn abort(&self, why: String) {
         self.fail(why);
+        self.abort_sums();
+    }
+
+    fn abort_sums(&self) {
         if let Some(sums) = sums_of(&self.reader) {
             sums.abort();
         }
@@ -332,10 +359,26 @@ impl Rank {
                 }
             }
         }
+        if self.has_failed {
+            match coming.recv_timeout(GRACE) {
+                Err(RecvTimeoutError::Timeout) => self.abort_sums(),
+                order => return order.ok(),
+            }
+        }
         coming.recv().ok()
     }
 
+    /// Waits until the device is done with the passes before one that has failed; if it can't be, the others needn't wait
+    /// for it.
     fn settle(&mut self) -> Result<()> {
+        let settled = self.wait_for_before();
+        if settled.is_err() {
+            self.abort_sums();
+        }
+        settled
+    }
+
+    fn wait_for_before(&mut self) -> Result<()> {
         let begun = Instant::now();
         while let Some(before) = &self.before {
             if before.is_done()? {
@@ -352,7 +395,7 @@ impl Rank {
     }
 
     fn begin_anew(&mut self) -> Result<()> {
-        self.behind = None;
+        (self.behind, self.has_failed) = (None, false);
         self.reader.stop_recording();
         sums_of(&self.reader).map_or(Ok(()), |sums| sums.begin_anew())
     }
@@ -387,10 +430,8 @@ impl Other {
             while says.send(std::mem::replace(&mut so_far, Ok(()))).is_ok() {
                 so_far = match rank.next(&coming) {
                     None | Some(Order::End) => return,
-                    Some(order) => contained(|| rank.follow(&order)).unwrap_or_else(|panic| {
-                        rank.abort(panic.clone());
-                        Err(Error::option("engine", panic))
-                    }),
+                    Some(order) => contained(|| rank.follow(&order))
+                        .unwrap_or_else(|panic| Err(panicked(panic))),
                 };
             }
         };
@@ -418,23 +459,16 @@ impl Drop for Other {
     }
 }
 
+fn panicked(panic: String) -> Error {
+    Error::option("engine", format!("a rank has panicked: {panic}"))
+}
+
 fn gone() -> Error {
     Error::option("engine", "the thread of a rank has ended")
 }
 
 fn sums_of(reader: &ModelReader) -> Option<Arc<dyn Sums>> {
     reader.model().rank.as_ref().map(|rank| rank.sums.clone())
-}
-
-/// Ends a rank's sums when its pass panics, so that nobody waits for it.
-struct EndsOnPanic<'a>(Option<&'a dyn Sums>);
-
-impl Drop for EndsOnPanic<'_> {
-    fn drop(&mut self) {
-        if let (Some(sums), true) = (self.0, std::thread::panicking()) {
-            sums.abort();
-        }
-    }
 }
 
 #[cfg(test)]

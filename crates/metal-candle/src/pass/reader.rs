@@ -63,7 +63,7 @@ impl ModelReader {
 
     /// Forgets the passes that were recorded, and records none any more.
     pub fn stop_recording(&mut self) {
-        self.recordings = Recordings::off();
+        self.recordings.stop();
     }
 
     /// Makes room for `blocks` blocks for each kind of layers; what the first ones hold stays.

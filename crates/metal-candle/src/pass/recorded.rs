@@ -125,9 +125,9 @@ impl Shape {
 }
 
 impl Recordings {
-    /// None, nor any later.
-    pub fn off() -> Self {
-        Self { is_off: true, ..Self::default() }
+    /// Forgets them, and makes none any more.
+    pub fn stop(&mut self) {
+        *self = Self { is_off: true, runs: self.runs, ..Self::default() };
     }
 
     /// How many passes were repeated.
