@@ -94,11 +94,12 @@ impl Ranks {
     pub fn count(&self, writing: &Writing) -> anyhow::Result<usize> {
         let of_one = |flag: &str| {
             Err(usage(format!(
-                "--tensor-parallel: is for several GPUs, and {flag} for one; leave one out"
+                "{}: is for several GPUs, and {flag} for one; leave one out",
+                Self::FLAG
             )))
         };
         match self.tensor_parallel {
-            0 => Err(usage("--tensor-parallel: is 0, expected at least 1")),
+            0 => Err(usage(format!("{}: is 0, expected at least 1", Self::FLAG))),
             2.. if writing.batch_invariant => of_one("--batch-invariant"),
             2.. if writing.draft_model.is_some() => of_one("--draft-model"),
             count => Ok(count),
@@ -109,12 +110,7 @@ impl Ranks {
     pub fn devices(&self, processor: Processor, writing: &Writing) -> anyhow::Result<Vec<Device>> {
         match self.count(writing)? {
             1 => Ok(vec![device(processor)?]),
-            count => {
-                let gpus = Gpus::Count(count);
-                gpus.device(processor, Self::FLAG)?;
-                let count = gpus.count(Self::FLAG)?;
-                Ok((0..count).map(devices::cuda).collect::<candle_core::Result<_>>()?)
-            }
+            count => Gpus::Count(count).devices(processor, Self::FLAG),
         }
     }
 }

@@ -6,6 +6,7 @@ use crate::interrupt;
 use crate::output::{plural, say};
 use crate::settings::Processor;
 use anyhow::Context;
+use candle_core::Device;
 use metal_candle::devices;
 use metal_candle::parallel::launcher::{self, Launched, launched};
 use std::net::TcpListener;
@@ -62,6 +63,15 @@ impl Gpus {
                 Err(usage(format!("{flag}: {count} are asked for, and this machine has {found}")))
             }
         }
+    }
+
+    /// These GPUs, as this flag asks for.
+    ///
+    /// # Errors
+    /// When there are fewer, or another device is asked for.
+    pub fn devices(self, asked: Processor, flag: &str) -> anyhow::Result<Vec<Device>> {
+        self.device(asked, flag)?;
+        Ok((0..self.count(flag)?).map(devices::cuda).collect::<candle_core::Result<_>>()?)
     }
 
     /// The device for it, as this flag asks for.

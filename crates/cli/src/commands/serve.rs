@@ -11,7 +11,6 @@ use crate::template::TemplateFlags;
 use anyhow::Context;
 use candle_core::Device;
 use clap::Args;
-use metal_candle::devices;
 use metal_candle::engine::EngineOptions;
 use metal_candle::hub::HubOptions;
 use metal_candle_serve::{Base, HubAdapters, Options, Server, Tls};
@@ -172,14 +171,13 @@ impl Arguments {
         let Some(gpus) = self.gpus else {
             return Ok(vec![self.ranks.devices(processor, &self.writing)?]);
         };
-        gpus.device(processor, Gpus::FLAG)?;
-        let (gpus, ranks) = (gpus.count(Gpus::FLAG)?, self.ranks.count(&self.writing)?);
-        if !gpus.is_multiple_of(ranks) {
+        let (all, ranks) = (gpus.devices(processor, Gpus::FLAG)?, self.ranks.count(&self.writing)?);
+        if !all.len().is_multiple_of(ranks) {
+            let found = all.len();
             return Err(usage(format!(
-                "--gpus: are {gpus}, expected a multiple of --tensor-parallel, which is {ranks}"
+                "--gpus: are {found}, expected a multiple of --tensor-parallel, which is {ranks}"
             )));
         }
-        let all = (0..gpus).map(devices::cuda).collect::<candle_core::Result<Vec<_>>>()?;
         Ok(all.chunks(ranks).map(<[Device]>::to_vec).collect())
     }
 

@@ -127,16 +127,20 @@ pub(crate) struct Builder<'a> {
 
 impl Builder<'_> {
     pub fn weight(&mut self, name: String, shape: &[usize], kind: Kind) -> Result<WeightId> {
+        let storage = self.read(&name, shape, kind)?.to_device(self.device)?;
+        Ok(self.weights.push(name, kind, storage))
+    }
+
+    /// A weight, which is still on the CPU if it was brought into fewer bits.
+    fn read(&mut self, name: &str, shape: &[usize], kind: Kind) -> Result<Storage> {
         let wanted = self.quantization.filter(|quantization| quantization.wants(kind));
         let first = if wanted.is_some() { &Device::Cpu } else { self.device };
-        let storage = match (self.source.weight(&name, shape, kind, first)?, wanted) {
+        Ok(match (self.source.weight(name, shape, kind, first)?, wanted) {
             (Storage::Dense(tensor), Some(quantization)) => {
-                let matrix = quantization.apply(&name, &tensor)?.to_device(self.device)?;
-                Storage::Quantized(Arc::new(matrix))
+                Storage::Quantized(Arc::new(quantization.apply(name, &tensor)?))
             }
             (storage, _) => storage,
-        };
-        Ok(self.weights.push(name, kind, storage))
+        })
     }
 
     /// A linear layer into parts of the layer's width or back into the residual stream, or what a rank has of it.
@@ -157,17 +161,7 @@ impl Builder<'_> {
         let cut = Box::new(rank.cut(along));
         let matrix = match self.quantization {
             // Before it is cut, so that its numbers are those of the whole.
-            Some(quantization) => {
-                let shape = [output, input];
-                let whole = self.source.weight(&name, &shape, Kind::Linear, &Device::Cpu)?;
-                let whole = match whole {
-                    Storage::Dense(tensor) => {
-                        Storage::Quantized(Arc::new(quantization.apply(&name, &tensor)?))
-                    }
-                    quantized => quantized,
-                };
-                cut.weight(&name, whole)?
-            }
+            Some(_) => cut.weight(&name, self.read(&name, &[output, input], Kind::Linear)?)?,
             None => self.source.part(&name, [output, input], &cut)?,
         };
         let weight = self.weights.push(name, Kind::Linear, matrix.to_device(self.device)?);

@@ -316,6 +316,12 @@ impl<'f> Files<'f> {
         Ok(model)
     }
 
+    /// What a weight is called there: a checkpoint of the decoder without its head has no `model.` before its names.
+    fn stored_name<'n>(&self, name: &'n str) -> &'n str {
+        let bare = name.strip_prefix("model.");
+        bare.filter(|bare| !self.weights.has(name) && self.weights.has(bare)).unwrap_or(name)
+    }
+
     /// In the place of a weight zeros that take no memory, and how many bytes it would take.
     fn outline(&mut self, name: &str, shape: &[usize], kind: Kind) -> Result<(Storage, usize)> {
         let zeros = Tensor::zeros((), self.dtype, &self.device)?.broadcast_as(shape)?;
@@ -327,14 +333,6 @@ impl<'f> Files<'f> {
             None => quantized().unwrap_or(elements * self.dtype.size_in_bytes()),
         };
         Ok((Storage::Dense(zeros), size))
-    }
-}
-
-impl Files<'_> {
-    /// What a weight is called there: a checkpoint of the decoder without its head has no `model.` before its names.
-    fn stored_name<'n>(&self, name: &'n str) -> &'n str {
-        let bare = name.strip_prefix("model.");
-        bare.filter(|bare| !self.weights.has(name) && self.weights.has(bare)).unwrap_or(name)
     }
 }
 

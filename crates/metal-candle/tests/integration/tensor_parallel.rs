@@ -59,6 +59,20 @@ fn scored(model: &Arc<Model>, adapter: Option<&Arc<Adapter>>) -> Vec<f64> {
     scores
 }
 
+/// Why a text can't be written, if it can't.
+fn failure(engine: &mut Engine, request: Request) -> Option<String> {
+    engine.submit(request).unwrap();
+    let mut failed = None;
+    while !engine.is_idle() {
+        for (_, event) in engine.step() {
+            if let Event::Failed(error) = event {
+                failed = Some(error.to_string());
+            }
+        }
+    }
+    failed
+}
+
 fn assert_near(a: &[f64], b: &[f64], what: &str) {
     let near = |(a, b): (&f64, &f64)| (a - b).abs() < 2e-5 * b.abs().max(1.0);
     assert!(a.len() == b.len() && a.iter().zip(b).all(near), "{what}: {a:?} and {b:?}");
@@ -245,17 +259,9 @@ fn a_rank_that_fails_is_named_and_nobody_waits_for_it() {
     });
     let split = Arc::new(split.unwrap());
     let mut engine = Engine::new(&split, None, options(20)).unwrap();
-    let mut failed = Vec::new();
-    for token in [49, 50, 49] {
-        engine.submit(request(&[1, token], 1)).unwrap();
-        while !engine.is_idle() {
-            for (_, event) in engine.step() {
-                if let Event::Failed(error) = event {
-                    failed.push(error.to_string());
-                }
-            }
-        }
-    }
+    let tokens = [49, 50, 49];
+    let failed = tokens.map(|token| failure(&mut engine, request(&[1, token], 1)));
+    let failed: Vec<String> = failed.into_iter().flatten().collect();
     // The text after it is written.
     assert_eq!(failed.len(), 1, "{failed:?}");
     assert!(failed.iter().all(|it| it.starts_with("rank 1: ")), "{failed:?}");
@@ -271,18 +277,7 @@ fn cuda_a_rank_without_memory_is_named_and_nobody_waits_for_it() {
     let folder = saved(json!({}));
     let split = Arc::new(tensor::load(folder.path(), DType::F32, &places, None).unwrap());
     let mut engine = Engine::new(&split, None, options(20)).unwrap();
-    let write = |engine: &mut Engine| {
-        engine.submit(request(&IDS, 20)).unwrap();
-        let mut failed = None;
-        while !engine.is_idle() {
-            for (_, event) in engine.step() {
-                if let Event::Failed(error) = event {
-                    failed = Some(error.to_string());
-                }
-            }
-        }
-        failed
-    };
+    let write = |engine: &mut Engine| failure(engine, request(&IDS, 20));
     // Recordings are made, too.
     assert_eq!(write(&mut engine), None);
     assert_eq!(write(&mut engine), None);
