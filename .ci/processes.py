@@ -324,6 +324,40 @@ def parts_of_the_base(folder):
     assert "base_placement: is sharded, which needs several processes" in told, told
 
 
+def parts_of_every_weight(folder):
+    """Each GPU has a part of every weight that is trained, of its gradient and of its moments."""
+    if not GPUS:
+        return
+    full = ("--fine-tune-type", "full", "--base-placement", "sharded", "--collective-timeout", "3")
+    for name, flags in {"plain": (), "checkpointing": ("--grad-checkpoint", "--grad-accumulation", "2")}.items():
+        pair = [folder / f"whole-{name}-{processes}" for processes in (1, 2)]
+        wanted = dict(steps=6, learning_rate=0.001)
+        run(command(1, pair[0], *settings("--fine-tune-type", "full", *flags, **wanted)))
+        run(command(2, pair[1], *settings(*full, *flags, **wanted)))
+        assert_near(pair[1], pair[0], f"a part of every weight each, {name}")
+    wanted = settings(*full, optimizer="adamw", learning_rate=1e-4)
+    run(command(2, folder / "whole", *wanted))
+    for place in ("device", "host"):
+        output = folder / f"whole-{place}"
+        run(command(2, output, *wanted, "--optimizer-placement", place))
+        assert_same(output, folder / "whole", f"a part of every weight each, once more, the optimiser: {place}")
+    for number, with_signal in ((0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)):
+        output = folder / f"whole-{number}-{with_signal.name}"
+        code, told, seconds = hit(command(2, output, *wanted), output, number, with_signal, random.randint(5, 20))
+        assert code != 0 and f"rank {number}" in told, told
+        assert number == 0 or "had a part of the parameters" in told, told
+        print(f"rank {number} of every weight in parts, {with_signal.name}: told and ended after {seconds:.1f} s", flush=True)
+        run(command(2, output, "--resume", batch=0))
+        assert_same(output, folder / "whole", "gone on")
+    output = folder / "whole-ended"
+    code, told, _ = hit(command(2, output, *wanted), output, 1, signal.SIGTERM, 8)
+    assert code == 130, (code, told)
+    run(command(1, output, "--resume", "--base-placement", "device", batch=0))
+    print("gone on by one with all weights", flush=True)
+    told = run(command(1, folder / "none", *wanted), expected=2)
+    assert "base_placement: is sharded, which needs several processes" in told, told
+
+
 def parts_of_the_optimiser(folder):
     """Each process has a part of what the optimiser keeps, on its device or with the host: the same bits, also where a run
     goes on with it elsewhere. One that is lost takes its part along, so the run goes on from its last checkpoint."""
@@ -408,6 +442,7 @@ def main():
             by_torchrun,
             all_ways_to_make_a_step,
             parts_of_the_base,
+            parts_of_every_weight,
             parts_of_the_optimiser,
             one_that_is_killed,
             one_that_stands_still,

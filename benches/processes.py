@@ -15,7 +15,8 @@ by this Python.
 
     python3 benches/processes.py target/release/metal-candle FOLDER --gpus 2 --full [--rounds N]
 
-every weight of a model of Llama-3.2-1B's shape in bf16, 8 x 1024 tokens a step of each GPU. FOLDER takes 2.5 GB.
+every weight of a model of Llama-3.2-1B's shape in bf16, 8 x 1024 tokens a step of each GPU, all on each of them, and in
+parts (sharded). FOLDER takes 2.5 GB.
 
     python3 benches/processes.py target/release/metal-candle FOLDER --gpus 2 --full --placements [--rounds N]
 
@@ -24,7 +25,8 @@ the parts.
 
     python3 benches/processes.py target/release/metal-candle FOLDER --gpus 1 --full --large [--rounds N]
 
-every weight of the model of 8B, 4 x 2048 tokens a step, with checkpointing and what AdamW keeps with the host.
+every weight of the model of 8B, 4 x 2048 tokens a step of each GPU, with checkpointing; by one with what AdamW keeps with the
+host, by several in parts (sharded).
 
     python3 benches/processes.py target/release/metal-candle FOLDER --gpus 2 --placements [--rounds N]
 
@@ -159,13 +161,25 @@ def measured(program, folder, length, steps, start, *flags):
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         events = [json.loads(line) for line in lines if line.endswith("\n")]
         reports = [event for event in events if event["event"] == "train"]
-    # With those that it has started.
+    # With those that it has started, which would save a checkpoint beside the next measurement.
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
+    while left := [process for process in map(int, filter(str.isdecimal, os.listdir("/proc"))) if is_of(process, output)]:
+        for process in left:
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.5)
     time.sleep(2)
     reports = reports[steps // 4 : steps]
     speed = statistics.median(event["processed_tokens_per_second"] for event in reports)
     return speed, max(event["peak_memory"] or 0 for event in reports) / 2**30
+
+
+def is_of(process, output):
+    """Whether it is one that trains into this folder."""
+    try:
+        return os.fsencode(output) in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def peer(folder, length, steps, gpus):
@@ -195,8 +209,10 @@ def main():
     on_gpus = ("--device", "cuda", "--dtype", "bf16", "--batch-size", "4")
     if given.full and given.large:
         shape, lora = LARGE, ("--fine-tune-type", "full")
-        flags = (*on_gpus, "--grad-checkpoint", "--optimizer-placement", "host", "--gpus", str(given.gpus))
-        sides = {"every weight, the optimiser with the host": ([], *flags)}
+        flags = (*on_gpus, "--grad-checkpoint", "--gpus", str(given.gpus))
+        sides = {"every weight, the optimiser with the host": ([], *flags, "--optimizer-placement", "host")}
+        if given.gpus > 1:
+            sides = {f"every weight in parts on {given.gpus} GPUs": ([], *flags, "--base-placement", "sharded")}
     elif given.large:
         shape, rounds, steps = LARGEST, 0, 8
         flags = (*on_gpus, "--grad-checkpoint", "--base-placement", "sharded", "--gpus", str(given.gpus))
@@ -210,6 +226,9 @@ def main():
         shape, length, lora = ONE_B, 1024, ("--fine-tune-type", "full")
         flags = ("--device", "cuda", "--dtype", "bf16", "--batch-size", "8")
         sides = {f"{count} of the GPUs": ([], *flags, "--gpus", str(count)) for count in (1, given.gpus)}
+        if given.gpus > 1:
+            in_parts = ("--gpus", str(given.gpus), "--base-placement", "sharded")
+            sides[f"{given.gpus} of the GPUs, in parts"] = ([], *flags, *in_parts)
         if given.placements:
             flags, places = (*flags, "--gpus", str(given.gpus)), ("device", "host", "sharded")[: 1 + given.gpus]
             sides = {f"the optimiser on {place}": ([], *flags, "--optimizer-placement", place) for place in places}
@@ -249,7 +268,7 @@ def main():
     times = given.gpus if given.gpus and not given.placements else 1
     names = list(found)
     # One and several of the same program, or all beside the first.
-    pairs = zip(names[::2], names[1::2]) if times > 1 else ((names[0], name) for name in names[1:])
+    pairs = zip(names[::2], names[1::2]) if given.peer else ((names[0], name) for name in names[1:])
     for one, other in pairs:
         print(f"{other}: {medians[other] / medians[one] / times:.1%} of {times} x {one}")
 

@@ -222,20 +222,34 @@ pub fn memory(
     // The loss looks at some logits at a time, on a GPU at more of them.
     let most = if model.device().is_cpu() { 1 << 20 } else { 1 << 27 };
     let logits = (tokens * config.vocab_size as u64).min(most) * size_of::<f32>() as u64;
-    let weights = model.size_in_bytes() as u64;
+    // Every weight that is trained was moved out of the model, and its value and gradient are f32.
+    let weights = match full {
+        true => training / (2 * size_of::<f32>() as u64) * element,
+        false => model.size_in_bytes() as u64,
+    };
     // What is always there; a layer is there beside the one before it.
     let tables = if config.tie_word_embeddings { hidden } else { 2 * hidden } * element;
     let resident = (tables * config.vocab_size as u64).min(weights);
     let away = weights - resident;
     let two_layers = (2 * away / layers.max(1)).min(away);
+    let is_sharded = settings.base_placement == BasePlacement::Sharded;
     let (weights, host) = match settings.base_placement {
+        // What is put together beside the parts: the embedding or the head and two layers, and the gradients of one of them
+        // and of what was before it. Without checkpoints all of it stays until the backward pass.
+        BasePlacement::Sharded if full => {
+            let gradients = 2 * away.div_ceil(layers.max(1)).max(resident) / element * 4;
+            let together = if settings.grad_checkpoint { resident + two_layers } else { weights };
+            (together + gradients, 0)
+        }
         _ if full => (0, 0),
         BasePlacement::Device => (weights, 0),
         BasePlacement::Host => (resident + two_layers, away),
         BasePlacement::Sharded => (resident + two_layers + away.div_ceil(processes), 0),
     };
     let kept_here = kept_by_optimizer.div_ceil(processes);
+    let training = if full && is_sharded { training.div_ceil(processes) } else { training };
     let (training, host) = match settings.optimizer_placement {
+        OptimizerPlacement::Device if full && is_sharded => (training + kept_here, host),
         OptimizerPlacement::Device => (training + kept_by_optimizer, host),
         OptimizerPlacement::Host => (training, host + kept_here),
         OptimizerPlacement::Sharded => (training + kept_here, host),

@@ -233,13 +233,11 @@ impl Run {
             settings.train_options(steps, settings.learning_rate(steps).map_err(usage)?)?;
         options.validate().map_err(usage)?;
 
+        let holding = Holding { quantization: settings.quantization()?, placement };
         let model = match (settings.from_config.is_some(), start.dry_run) {
-            (false, false) => {
-                let holding = Holding { quantization: settings.quantization()?, placement };
-                Model::load_with(&folder, dtype, &device, holding)?
-            }
+            (false, false) => Model::load_with(&folder, dtype, &device, holding)?,
             (false, true) => Model::outline(&folder, dtype, &device, settings.quantization()?)?,
-            (true, false) => Model::random(config, dtype, &device, settings.seed)?,
+            (true, false) => Model::random_with(config, dtype, &device, settings.seed, holding)?,
             (true, true) => Model::from_fn(config, dtype, &device, |_, shape| {
                 Ok(Tensor::zeros((), dtype, &device)?.broadcast_as(shape)?)
             })?,

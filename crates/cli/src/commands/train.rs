@@ -367,7 +367,7 @@ pub struct Flags {
     /// What the frozen linear layers are multiplied in
     #[arg(long, value_enum, help_heading = "Device")]
     base_compute: Option<BaseCompute>,
-    /// Where the frozen weights lie between their uses
+    /// Where the weights lie between their uses
     #[arg(long, value_enum, help_heading = "Device")]
     base_placement: Option<BasePlacement>,
     /// Where what the optimiser keeps lies

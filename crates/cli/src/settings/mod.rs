@@ -503,15 +503,21 @@ impl Settings {
             BasePlacement::Host => "host",
             BasePlacement::Sharded => "sharded",
         };
-        let problem = if self.fine_tune_type == FineTuneType::Full {
-            "but fine_tune_type is full, which trains every weight; expected lora or dora, whose base is frozen"
-        } else if !self.grad_checkpoint {
+        let is_full = self.fine_tune_type == FineTuneType::Full;
+        let problem = if is_full && self.base_placement == BasePlacement::Host {
+            "but fine_tune_type is full, which trains every weight; expected lora or dora, whose base is frozen, or \
+             base_placement: sharded"
+        } else if !is_full && !self.grad_checkpoint {
             "which needs grad_checkpoint: true, as the weights of a layer are on the GPU for its use alone"
+        } else if is_full && self.objective()?.estimates_kl() {
+            "but the objective is kto, which is for adapters; expected another"
         } else if self.base_placement == BasePlacement::Sharded && self.objective()?.estimates_kl()
         {
             "but the objective is kto, whose processes make different numbers of passes; expected another, or base_placement: host"
         } else if self.base_placement == BasePlacement::Sharded && self.sample_every > 0 {
-            "but sample_every is set, and one process alone can't write texts with its part of the base; set it to 0"
+            "but sample_every is set, and one process alone can't write texts with its part of the weights; set it to 0"
+        } else if is_full {
+            return self.optimizer()?.check_in_parts().map_err(|error| usage(error.to_string()));
         } else {
             return Ok(());
         };

@@ -137,7 +137,7 @@ impl BaseCompute {
     }
 }
 
-/// Where the matrices of a frozen base's layers lie between their uses.
+/// Where the matrices of a base's layers lie between their uses, or what is trained in their place.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum BasePlacement {
@@ -147,7 +147,8 @@ pub enum BasePlacement {
     /// In the host's memory, from where each layer comes to the GPU for its use: for a base larger than the GPU's. Needs
     /// --grad-checkpoint
     Host,
-    /// A part of each layer on each of several GPUs (--gpus), which put it together for its use. Needs --grad-checkpoint
+    /// A part of each layer on each of several GPUs (--gpus), which put it together for its use. Needs --grad-checkpoint,
+    /// unless every weight is trained (--fine-tune-type full), of which gradients and moments are in parts then, too
     Sharded,
 }
 

@@ -315,6 +315,14 @@ fn where_a_base_may_lie() {
         (&["host", "--grad-checkpoint"], "base_placement: is host, which is for NVIDIA GPUs"),
         (&["sharded", "--grad-checkpoint"], "base_placement: is sharded, which needs several"),
         (&["host", "--fine-tune-type", "full"], "base_placement: is host, but fine_tune_type"),
+        (
+            &["sharded", "--fine-tune-type", "full"],
+            "base_placement: is sharded, which needs several",
+        ),
+        (
+            &["sharded", "--fine-tune-type", "full", "--optimizer", "muon"],
+            "base_placement: is sharded, but muon makes no step of a part of every matrix",
+        ),
         (&["sharded", "--grad-checkpoint", "--sample-every", "5"], "but sample_every is set"),
         (&["sharded", "--grad-checkpoint", "--objective", "kto"], "but the objective is kto"),
     ] {

@@ -84,6 +84,15 @@ pub(super) struct Library {
         Comm,
         *mut c_void,
     ) -> Code,
+    pub(super) reduce_scatter: unsafe extern "C" fn(
+        *const c_void,
+        *mut c_void,
+        usize,
+        c_int,
+        c_int,
+        Comm,
+        *mut c_void,
+    ) -> Code,
     pub(super) all_gather:
         unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, *mut c_void) -> Code,
     pub(super) broadcast: unsafe extern "C" fn(
@@ -147,6 +156,7 @@ impl Library {
                 init_rank_config: find(&file, c"ncclCommInitRankConfig")?,
                 get_async_error: find(&file, c"ncclCommGetAsyncError")?,
                 all_reduce: find(&file, c"ncclAllReduce")?,
+                reduce_scatter: find(&file, c"ncclReduceScatter")?,
                 all_gather: find(&file, c"ncclAllGather")?,
                 broadcast: find(&file, c"ncclBroadcast")?,
                 group_start: find(&file, c"ncclGroupStart")?,

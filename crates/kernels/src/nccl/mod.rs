@@ -10,8 +10,9 @@
 
 mod library;
 
-use crate::backend::cuda::{Cuda, Lane, give_back};
+use crate::backend::cuda::{Array, Cuda, Lane, Place, give_back};
 use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::sys::CUstream;
 use candle_core::{DType, Device, Error, Tensor, bail};
 use library::{
     BFLOAT16, BYTE, Comm, Config, FLOAT16, FLOAT32, IN_PROGRESS, Id, Library, SUCCESS, SUM,
@@ -43,6 +44,10 @@ pub fn unique_id() -> Result<[u8; ID_BYTES]> {
     Ok(id.0)
 }
 
+/// A place in a communicator's work beside that of the device.
+#[derive(Debug)]
+pub struct Mark(Place);
+
 /// One process's part in a group, each with a GPU of its own.
 #[derive(Debug)]
 pub struct Communicator {
@@ -50,6 +55,7 @@ pub struct Communicator {
     /// Null once it has ended.
     comm: Cell<Comm>,
     device: Device,
+    rank: usize,
     size: usize,
     /// Where all its work is done, but for [`Self::sum`].
     lane: OnceCell<Lane>,
@@ -83,10 +89,10 @@ impl Communicator {
         give_back(device)?;
         let mut comm: Comm = std::ptr::null_mut();
         let mut config = Config::without_blocking();
-        let (count, rank) = (number("processes", size)?, number("processes", rank)?);
+        let (count, number) = (number("processes", size)?, number("processes", rank)?);
         // SAFETY: the id and the settings are as NCCL wants them, and the place is one for a communicator.
         let code =
-            unsafe { (library.init_rank_config)(&mut comm, count, Id(id), rank, &mut config) };
+            unsafe { (library.init_rank_config)(&mut comm, count, Id(id), number, &mut config) };
         if code != SUCCESS && code != IN_PROGRESS {
             library.check("joining a group", code)?;
         }
@@ -98,7 +104,7 @@ impl Communicator {
         let (comm, device, lane) = (Cell::new(comm), device.clone(), OnceCell::new());
         let is_summed_in_order = Cell::new(false);
         let kept = RefCell::default();
-        let joined = Self { library, comm, device, size, lane, is_summed_in_order, kept };
+        let joined = Self { library, comm, device, rank, size, lane, is_summed_in_order, kept };
         joined.until("joining a group", wait, || Ok(true))?;
         Ok(joined)
     }
@@ -115,33 +121,51 @@ impl Communicator {
         buffer: &Tensor,
         wait: impl FnMut() -> Result<(), E>,
     ) -> Result<(), E> {
-        if buffer.dtype() != DType::F32
-            || buffer.rank() != 1
-            || !buffer.is_contiguous()
-            || !buffer.device().same_device(&self.device)
-        {
+        self.require_numbers(buffer)?;
+        if buffer.elem_count() == 0 {
+            return Ok(());
+        }
+        self.check_alive()?;
+        let (array, lane) = (Cuda::on(&self.device)?.strided(buffer)?, self.lane()?);
+        lane.follow()?;
+        // SAFETY: the buffer lives until the lane is done with this, which the caller waits for.
+        let code = unsafe { self.add_up(&array, FLOAT32, lane.stream()) };
+        self.launched("a sum", code, wait)
+    }
+
+    /// Begins to add up the processes' buffers `(processes · n)` in f32 on the device: afterwards each has the sums of its own
+    /// part by rank in place, and anything in the rest. Else as [`Self::begin_sum`].
+    ///
+    /// # Errors
+    /// As [`Self::begin_sum`].
+    pub fn begin_sum_of_parts<E: From<Error>>(
+        &self,
+        buffer: &Tensor,
+        wait: impl FnMut() -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.require_numbers(buffer)?;
+        let (count, rest) = (buffer.elem_count() / self.size, buffer.elem_count() % self.size);
+        if rest != 0 {
             return Err(Error::Msg(format!(
-                "metal-candle-kernels: nccl: cannot sum {:?} in {:?} on {:?}, expected contiguous (n) in F32 on the group's \
-                 GPU",
-                buffer.shape(),
-                buffer.dtype(),
-                buffer.device().location()
+                "metal-candle-kernels: nccl: cannot cut {} elements into a part for each of {} processes",
+                buffer.elem_count(),
+                self.size
             ))
             .into());
         }
-        let count = buffer.elem_count();
         if count == 0 {
             return Ok(());
         }
         self.check_alive()?;
-        let cuda = Cuda::on(&self.device)?;
-        let (array, lane) = (cuda.strided(buffer)?, self.lane()?);
+        let (array, lane) = (Cuda::on(&self.device)?.strided(buffer)?, self.lane()?);
         lane.follow()?;
-        // SAFETY: the buffer has so many numbers and lives until the lane is done with this, which the caller waits for.
+        let own = array.pointer + (self.rank * count * size_of::<f32>()) as u64;
+        // SAFETY: the buffer has so many numbers for each process and lives until the lane is done with this, which the
+        // caller waits for.
         let code = unsafe {
-            (self.library.all_reduce)(
+            (self.library.reduce_scatter)(
                 array.pointer as *const _,
-                array.pointer as *mut _,
+                own as *mut _,
                 count,
                 FLOAT32,
                 SUM,
@@ -149,7 +173,44 @@ impl Communicator {
                 lane.stream().cast(),
             )
         };
-        self.launched("a sum", code, wait)
+        self.launched("a sum of parts", code, wait)
+    }
+
+    /// Adds up all elements in place.
+    ///
+    /// # Safety
+    /// They are numbers of this kind, are not freed before the stream has done this, and nobody else uses them until then.
+    unsafe fn add_up(&self, array: &Array, kind: c_int, stream: CUstream) -> c_int {
+        let address = array.pointer;
+        // SAFETY: as above.
+        unsafe {
+            (self.library.all_reduce)(
+                address as *const _,
+                address as *mut _,
+                array.tensor.elem_count(),
+                kind,
+                SUM,
+                self.comm.get(),
+                stream.cast(),
+            )
+        }
+    }
+
+    /// An error unless a tensor is contiguous `(n)` in f32 on this device.
+    fn require_numbers(&self, buffer: &Tensor) -> Result<()> {
+        if buffer.dtype() == DType::F32
+            && buffer.rank() == 1
+            && buffer.is_contiguous()
+            && buffer.device().same_device(&self.device)
+        {
+            return Ok(());
+        }
+        bail!(
+            "metal-candle-kernels: nccl: cannot sum {:?} in {:?} on {:?}, expected contiguous (n) in F32 on the group's GPU",
+            buffer.shape(),
+            buffer.dtype(),
+            buffer.device().location()
+        )
     }
 
     /// Adds up the members' tensors in f32, bf16 or f16 in place, each contiguous and of the same size, among the work of
@@ -188,18 +249,8 @@ impl Communicator {
         self.is_summed_in_order.set(true);
         let cuda = Cuda::on(&self.device)?;
         let array = cuda.strided(x)?;
-        // SAFETY: there are so many numbers, and all that reads or frees them is launched on the same stream after this.
-        let code = unsafe {
-            (self.library.all_reduce)(
-                array.pointer as *const _,
-                array.pointer as *mut _,
-                x.elem_count(),
-                kind,
-                SUM,
-                self.comm.get(),
-                cuda.stream.cu_stream().cast(),
-            )
-        };
+        // SAFETY: all that reads or frees them is launched on the same stream after this.
+        let code = unsafe { self.add_up(&array, kind, cuda.stream.cu_stream()) };
         let (mut given_up, mut wait) = (None, wait);
         // NCCL may launch it as long as its call goes on, so the tensor has to be there that long.
         let launched = self.launched("a sum", code, || {
@@ -330,6 +381,30 @@ impl Communicator {
             part.shape(),
             part.device().location()
         )
+    }
+
+    /// The place behind all that was begun; none where that is nothing.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn mark(&self) -> Result<Option<Mark>> {
+        self.lane.get().map(|lane| lane.mark().map(Mark)).transpose()
+    }
+
+    /// Waits until what was begun before `mark` is done.
+    ///
+    /// # Errors
+    /// That of `wait`, and NCCL's own.
+    pub fn until_mark<E: From<Error>>(
+        &self,
+        mark: Option<&Mark>,
+        wait: impl FnMut() -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.check_alive()?;
+        match mark {
+            Some(Mark(place)) => self.until("work with other processes", wait, || place.is_done()),
+            None => Ok(()),
+        }
     }
 
     /// Waits until all that was begun is done.

@@ -17,15 +17,21 @@ fn alone() -> (Device, Communicator) {
 #[ignore = "needs an NVIDIA GPU and NCCL"]
 fn cuda_a_sum_of_one_is_its_own() {
     let (device, communicator) = alone();
+    assert!(communicator.mark().unwrap().is_none());
     for count in [1usize, 1000, 1 << 20] {
         let numbers = Tensor::randn(0f32, 1.0, count, &device).unwrap();
         let expected = numbers.copy().unwrap();
         communicator.begin_sum(&numbers, wait).unwrap();
-        communicator.end(wait).unwrap();
+        communicator.begin_sum_of_parts(&numbers, wait).unwrap();
+        let mark = communicator.mark().unwrap();
+        communicator.until_mark(mark.as_ref(), wait).unwrap();
+        assert!(communicator.lane().unwrap().is_done().unwrap());
         let difference = (numbers - expected).unwrap().abs().unwrap().max(D::Minus1).unwrap();
         assert_eq!(difference.to_scalar::<f32>().unwrap(), 0.0);
     }
-    communicator.begin_sum(&Tensor::zeros(0, DType::F32, &device).unwrap(), wait).unwrap();
+    let nothing = Tensor::zeros(0, DType::F32, &device).unwrap();
+    communicator.begin_sum(&nothing, wait).unwrap();
+    communicator.begin_sum_of_parts(&nothing, wait).unwrap();
 }
 
 #[test]
@@ -39,8 +45,12 @@ fn cuda_what_is_no_flat_buffer_of_the_gpu_is_refused() {
         flat.reshape((4, 2)).unwrap().narrow(1, 0, 1).unwrap().squeeze(1).unwrap(),
         flat.to_device(&Device::Cpu).unwrap(),
     ] {
-        let error = communicator.begin_sum(&wrong, wait).unwrap_err().to_string();
-        assert!(error.contains("expected contiguous (n) in F32"), "{error}");
+        for error in [
+            communicator.begin_sum(&wrong, wait).unwrap_err(),
+            communicator.begin_sum_of_parts(&wrong, wait).unwrap_err(),
+        ] {
+            assert!(error.to_string().contains("expected contiguous (n) in F32"), "{error}");
+        }
     }
     communicator.begin_sum(&flat, wait).unwrap();
     communicator.end(wait).unwrap();

@@ -4,7 +4,7 @@ use super::files::peft;
 use super::{Adapter, LoraConfig, Method, Part};
 use crate::model::{Companions, Model, export};
 use crate::text::CHAT_TEMPLATE;
-use crate::{Result, files};
+use crate::{Error, Result, files};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -32,13 +32,20 @@ impl TrainedFiles {
         self
     }
 
-    /// Writes the files into the existing `folder`, each whole or not at all. `values` are those of
-    /// [`Parameters::values`](super::Parameters::values), on any device.
+    /// Writes the files into the existing `folder`, each whole or not at all. `values` are those of all parameters, as
+    /// [`Parameters::values`](super::Parameters::values) has them where they aren't in parts, on any device.
     ///
     /// # Errors
     /// When `values` are of another length, or a file cannot be written.
     pub fn write(&self, folder: impl AsRef<Path>, values: &Tensor) -> Result<()> {
         let folder = folder.as_ref();
+        let count: usize = self.parts.iter().map(|part| part.entry.shape.elem_count()).sum();
+        if values.elem_count() != count {
+            return Err(Error::option(
+                "values",
+                format!("are {}, expected {count}: those of all parameters", values.elem_count()),
+            ));
+        }
         match &self.kind {
             Kind::Lora { config, layer_count, base_model } => {
                 // An adapter that is there has its template.

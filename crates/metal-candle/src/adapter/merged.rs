@@ -116,6 +116,7 @@ impl Merged {
     /// fewer bits, whose weights before that are not known.
     pub fn new(model: &Arc<Model>, adapter: &Arc<Adapter>, dtype: DType) -> Result<Self> {
         adapter.check(model)?;
+        adapter.require_whole("merging")?;
         if model.is_quantized() {
             return Err(Error::Unsupported(
                 "merging an adapter into a model that is held in fewer bits; `metal-candle fuse` does it from the files"

@@ -11,6 +11,7 @@ mod files;
 mod merged;
 mod methods;
 mod parameters;
+mod partition;
 mod tables;
 #[cfg(test)]
 mod tests;
@@ -22,7 +23,9 @@ pub use files::mlx::MLX_WEIGHTS;
 pub use files::peft::ADAPTER_WEIGHTS;
 pub use files::{ADAPTER_CONFIG, AdapterFormat, read_config};
 pub use merged::{Merged, MergedWeights};
+pub(crate) use parameters::of_held;
 pub use parameters::{Entry, Parameters};
+pub(crate) use partition::{Partition, UnitName, Whole, put_together};
 
 use crate::autograd::{Parameter, ParameterId};
 use crate::model::layer::Linear;
@@ -36,6 +39,7 @@ pub(crate) use methods::dora::Lengths;
 use methods::dora::Magnitude;
 use methods::lora;
 pub(crate) use methods::{LowRank, TableUpdate, eva};
+use partition::Gathering;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -60,6 +64,8 @@ pub struct Adapter {
     head: Option<Parameter>,
     parts: Vec<Part>,
     parameters: Parameters,
+    /// Where several processes have a part of them each.
+    gathering: Option<Gathering>,
 }
 
 /// How a model is adapted.
@@ -142,12 +148,26 @@ impl Plan {
 
     /// Gives all of them memory, zeroed.
     fn allocate(self, device: &Device) -> Result<(Parameters, Vec<Part>, Vec<Parameter>)> {
-        let (parameters, ids) = Parameters::new(&self.parameters, device)?;
+        self.allocate_cut(device, |_| Ok(None))
+    }
+
+    /// [`Self::allocate`], cut as `partition` says for their layout. What is in parts has no view.
+    fn allocate_cut(
+        self,
+        device: &Device,
+        partition: impl FnOnce(&[Entry]) -> Result<Option<Partition>>,
+    ) -> Result<(Parameters, Vec<Part>, Vec<Parameter>)> {
+        let (parameters, ids) = Parameters::cut(&self.parameters, device, partition)?;
         let mut parts = Vec::with_capacity(ids.len());
         let mut views = Vec::with_capacity(ids.len());
         for ((kind, of), id) in self.parts.into_iter().zip(ids) {
             parts.push(Part { kind, of, id, entry: parameters.entry(id)?.clone(), start: None });
-            views.push(Parameter::new(parameters.view(id)?, id));
+            let is_cut = parameters.partition().is_some_and(|cut| cut.unit_of(id).is_some());
+            let view = match is_cut {
+                true => Tensor::zeros(0, DType::F32, &Device::Cpu)?,
+                false => parameters.view(id)?,
+            };
+            views.push(Parameter::new(view, id));
         }
         Ok((parameters, parts, views))
     }
@@ -232,7 +252,8 @@ impl Adapter {
     }
 
     /// An adapter that trains every weight of the model, from their values: full fine-tuning. It needs nothing
-    /// more of the model but its structure ([`Model::without_weights`]).
+    /// more of the model but its structure ([`Model::without_weights`]). Where several processes have a part of each of the
+    /// model's layers, they have a part of every matrix that is trained, too.
     ///
     /// # Errors
     /// When the model has no weights any more, or there is no memory for another copy in f32.
@@ -242,7 +263,13 @@ impl Adapter {
                 "training a model in parts on several devices (tensor parallelism)".into(),
             ));
         }
-        let (parameters, parts, views) = Plan::full(model).allocate(model.device())?;
+        let units = Self::units(model);
+        let cut = |entries: &[Entry]| {
+            let unit = |entry: &Entry| units.get(entry.name.as_str()).copied();
+            let cut = |shards| Partition::new(entries, unit, shards, model.fingerprint()?);
+            model.shards().map(cut).transpose()
+        };
+        let (parameters, parts, views) = Plan::full(model).allocate_cut(model.device(), cut)?;
         let mut replaced = vec![None; model.frozen().len()];
         for ((_, id), view) in model.named_weights().zip(views) {
             parameters.set(view.id(), &*model.dense(id)?)?;
@@ -251,6 +278,7 @@ impl Adapter {
         let updates = model.linears().map(|_| None).collect();
         let (embedding, head_update) = (None, None);
         let head = replaced[model.embedding.index()].clone().filter(|_| model.head.is_none());
+        let gathering = Gathering::new(&parameters, model.dtype());
         let (model, method) = (model.id(), Method::Full);
         Ok(Self {
             model,
@@ -262,7 +290,23 @@ impl Adapter {
             head,
             parts,
             parameters,
+            gathering,
         })
+    }
+
+    /// Where each matrix of a model belongs, by its name.
+    fn units(model: &Model) -> HashMap<&str, UnitName> {
+        let name = |id| model.frozen().name(id);
+        let layers = model.layers.iter().enumerate().flat_map(|(index, layer)| {
+            let linears = layer.linears();
+            linears
+                .into_iter()
+                .map(move |it| (it.weight, UnitName::Layer(index)))
+                .collect::<Vec<_>>()
+        });
+        let head = model.head.map(|head| (head, UnitName::Head));
+        let all = layers.chain([(model.embedding, UnitName::Embedding)]).chain(head);
+        all.map(|(id, unit)| (name(id), unit)).collect()
     }
 
     /// How the parameters of [`Self::full`] are laid out, without any.
@@ -316,6 +360,7 @@ impl Adapter {
             head: None,
             parts,
             parameters,
+            gathering: None,
         })
     }
 
@@ -453,6 +498,7 @@ impl Adapter {
             head,
             parts,
             parameters,
+            gathering: None,
         })
     }
 
@@ -536,6 +582,17 @@ impl Adapter {
         }
     }
 
+    /// An error where several processes have a part of its parameters each.
+    fn require_whole(&self, what: &str) -> Result<()> {
+        match self.gathering.is_some() {
+            true => Err(Error::Unsupported(format!(
+                "{what} while several processes have a part of the parameters each (base_placement: sharded); what is written \
+                 at the end of a run is whole"
+            ))),
+            false => Ok(()),
+        }
+    }
+
     /// Its trainable tensors.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
@@ -596,7 +653,27 @@ impl Adapter {
         self.head.as_ref()
     }
 
-    /// What stands in the place of a weight.
+    /// How many processes have a part of its parameters each, where they do.
+    pub(crate) fn shards(&self) -> Option<usize> {
+        self.parameters.partition().map(|partition| partition.size())
+    }
+
+    /// Parameters of which several processes have a part each, put together; `next` begins to come. Nothing where this
+    /// process has all.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] naming a process that is lost, and when the device has no room.
+    pub(crate) fn bring(
+        &self,
+        unit: UnitName,
+        next: Option<UnitName>,
+    ) -> Result<Option<Arc<Whole>>> {
+        let generation = self.parameters.generation();
+        let bring = |gathering: &Gathering| gathering.bring(unit, next, generation);
+        self.gathering.as_ref().map(bring).transpose()
+    }
+
+    /// What stands in the place of a weight; of a parameter in parts without its numbers, which [`Self::bring`] gives.
     pub(crate) fn replacement(&self, weight: WeightId) -> Option<&Parameter> {
         self.replaced.get(weight.index())?.as_ref()
     }
@@ -633,6 +710,7 @@ impl Adapter {
     /// When the adapter is another model's, or there is no memory.
     pub fn merge(&self, model: Model) -> Result<Model> {
         self.check(&model)?;
+        self.require_whole("merging")?;
         let merging = Merging::new(self, &model);
         let own_head = merging.own_head(&model)?;
         let model = model.map_weights(|id, weight| merging.weight(id, weight))?;

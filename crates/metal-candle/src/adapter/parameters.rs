@@ -1,11 +1,14 @@
 //! The parameters of an adapter: every trainable tensor as a view of one flat f32 buffer.
 
+use super::partition::{Partition, put_together};
 use crate::autograd::ParameterId;
 use crate::hash::Hash;
+use crate::parallel::Group;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use metal_candle_kernels::copy;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// One trainable tensor.
@@ -32,11 +35,16 @@ impl Entry {
 ///
 /// Tensors with two or more dimensions come first: weight decay applies to them and not to biases
 /// and norms.
+///
+/// Where several processes have a part of every matrix each (`Placement::Sharded` in full fine-tuning), the buffer has that,
+/// and then all vectors; what is said of all parameters, their number and where they lie, is as without parts.
 #[derive(Debug)]
 pub struct Parameters {
     values: Tensor,
     entries: Vec<Entry>,
+    len: usize,
     decayed: usize,
+    partition: Option<Arc<Partition>>,
     generation: AtomicU64,
 }
 
@@ -47,6 +55,15 @@ impl Parameters {
         parameters: &[(String, Shape)],
         device: &Device,
     ) -> Result<(Self, Vec<ParameterId>)> {
+        Self::cut(parameters, device, |_| Ok(None))
+    }
+
+    /// [`Self::new`], cut as `partition` says for this layout.
+    pub(super) fn cut(
+        parameters: &[(String, Shape)],
+        device: &Device,
+        partition: impl FnOnce(&[Entry]) -> Result<Option<Partition>>,
+    ) -> Result<(Self, Vec<ParameterId>)> {
         let mut names = BTreeMap::new();
         for (index, (name, _)) in parameters.iter().enumerate() {
             if names.insert(name, index).is_some() {
@@ -56,10 +73,15 @@ impl Parameters {
         let (entries, ids) = Self::layout(parameters);
         let count = |entry: &Entry| entry.shape.elem_count();
         let len = entries.iter().map(count).sum::<usize>();
-        let decayed = entries.iter().filter(|entry| entry.shape.rank() >= 2).map(count).sum();
-        let values = Tensor::zeros(len, DType::F32, device)?;
+        let matrices = entries.iter().filter(|entry| entry.shape.rank() >= 2).map(count).sum();
+        let partition = partition(&entries)?.map(Arc::new);
+        let (held, decayed) = match &partition {
+            Some(partition) => (partition.len(), partition.matrices()),
+            None => (len, matrices),
+        };
+        let values = Tensor::zeros(held, DType::F32, device)?;
         let generation = AtomicU64::new(0);
-        Ok((Self { values, entries, decayed, generation }, ids))
+        Ok((Self { values, entries, len, decayed, partition, generation }, ids))
     }
 
     /// How parameters of these names and shapes are laid out, and the id of each, in the order given.
@@ -80,7 +102,7 @@ impl Parameters {
 
     /// How many numbers are trained.
     pub fn len(&self) -> usize {
-        self.values.elem_count()
+        self.len
     }
 
     /// Whether nothing is trained.
@@ -88,15 +110,44 @@ impl Parameters {
         self.len() == 0
     }
 
-    /// All parameters, `(len)` in f32.
+    /// All parameters that this process has, in f32: `(len)`, unless they are in parts.
     pub fn values(&self) -> &Tensor {
         &self.values
     }
 
-    /// A hash of all values as they are now (XXH3).
+    /// How they are cut, where several processes have a part each.
+    pub(crate) fn partition(&self) -> Option<&Arc<Partition>> {
+        self.partition.as_ref()
+    }
+
+    /// All parameters, `(len)` in f32, where this is the first rank, and nothing otherwise. Where they are in parts, all
+    /// processes call this, and they are put together in the memory of the host.
+    ///
+    /// # Errors
+    /// As [`Collectives::spread`](crate::parallel::Collectives::spread).
+    pub(crate) fn whole(&self, group: Group) -> Result<Option<Tensor>> {
+        const WHAT: &str = "putting the parameters together";
+        let Some(partition) = &self.partition else {
+            return Ok(group.is_root().then(|| self.values.clone()));
+        };
+        let (pieces, values) = (partition.pieces(), &self.values);
+        let all = put_together(WHAT, Some(values), &pieces, group, values.device())?;
+        group.is_root().then(|| Ok(Tensor::from_vec(all, self.len, &Device::Cpu)?)).transpose()
+    }
+
+    /// A hash of all values as they are now (XXH3), or of those that every process has and of the model they are of.
     pub fn fingerprint(&self) -> Result<u64> {
         let mut hash = Hash::new();
-        let values = self.values.to_device(&Device::Cpu)?.to_vec1::<f32>()?;
+        let values = match &self.partition {
+            Some(partition) => {
+                hash.add(&partition.model.to_le_bytes());
+                let vectors = partition.len() - partition.matrices();
+                // By itself, as what lies behind a view would be copied to the host as well.
+                self.values.narrow(0, partition.matrices(), vectors)?.force_contiguous()?
+            }
+            None => self.values.clone(),
+        };
+        let values = values.to_device(&Device::Cpu)?.to_vec1::<f32>()?;
         values.iter().for_each(|value| hash.add(&value.to_le_bytes()));
         Ok(hash.finish())
     }
@@ -112,7 +163,7 @@ impl Parameters {
         self.generation.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// How many of the leading elements weight decay applies to.
+    /// How many of the leading elements of [`Self::values`] weight decay applies to.
     pub fn decayed(&self) -> usize {
         self.decayed
     }
@@ -123,8 +174,11 @@ impl Parameters {
     }
 
     /// The parameter `id` as a view: it shares the buffer and sees every later update.
+    ///
+    /// # Errors
+    /// When there is no such parameter, and for a matrix in parts.
     pub fn view(&self, id: ParameterId) -> Result<Tensor> {
-        self.entry(id)?.of(&self.values)
+        of_held(self.entry(id)?, &self.values, self.partition.as_deref())
     }
 
     /// Overwrites the parameter `id` with `value` of the same shape, in any float dtype.
@@ -136,8 +190,16 @@ impl Parameters {
                 format!("has shape {:?}, expected {:?}", value.dims(), entry.shape.dims()),
             ));
         }
-        let flat = copy::cast(value, DType::F32)?.contiguous()?.flatten_all()?;
-        copy::write(&self.values, &flat, 0, entry.offset)?;
+        match &self.partition {
+            Some(partition) => {
+                let range = entry.offset..entry.offset + entry.shape.elem_count();
+                partition.write(&self.values, &range, &value.flatten_all()?)?;
+            }
+            None => {
+                let flat = copy::cast(value, DType::F32)?.contiguous()?.flatten_all()?;
+                copy::write(&self.values, &flat, 0, entry.offset)?;
+            }
+        }
         self.changed();
         Ok(())
     }
@@ -148,4 +210,26 @@ impl Parameters {
             Error::option("parameter", format!("{} of {} does not exist", id.0, self.entries.len()))
         })
     }
+}
+
+/// A parameter's place in a buffer laid out as [`Parameters::values`], as a view.
+///
+/// # Errors
+/// For a matrix in parts.
+pub(crate) fn of_held(
+    entry: &Entry,
+    buffer: &Tensor,
+    partition: Option<&Partition>,
+) -> Result<Tensor> {
+    let Some(partition) = partition else { return entry.of(buffer) };
+    let place = partition.place(entry).ok_or_else(|| {
+        Error::option(
+            "base_placement",
+            format!(
+                "is sharded: this process has a part of `{}`, and this needs it whole",
+                entry.name
+            ),
+        )
+    })?;
+    Ok(buffer.narrow(0, place.start, place.len())?.reshape(entry.shape.clone())?)
 }

@@ -1,6 +1,7 @@
 //! Models: `config.json` becomes one decoder for all supported families, and its weights are read. A
 //! model is frozen; what can be trained is an [`Adapter`](crate::adapter::Adapter).
 
+pub(crate) mod arrivals;
 pub mod config;
 pub(crate) mod export;
 mod families;
@@ -87,6 +88,20 @@ impl Model {
     /// A model with random weights: normal with the configuration's `initializer_range` (0.02 if
     /// it has none), norms at one, biases at zero.
     pub fn random(config: Config, dtype: DType, device: &Device, seed: u64) -> Result<Self> {
+        Self::random_with(config, dtype, device, seed, Holding::default())
+    }
+
+    /// As [`Self::random`], with the weights held as said.
+    ///
+    /// # Errors
+    /// For an `initializer_range` that is no number, and as [`Self::from_fn_with`].
+    pub fn random_with(
+        config: Config,
+        dtype: DType,
+        device: &Device,
+        seed: u64,
+        holding: Holding,
+    ) -> Result<Self> {
         let deviation = match config.raw.get("initializer_range") {
             None => 0.02,
             Some(value) => value
@@ -101,7 +116,7 @@ impl Model {
         };
         let norm = 1.0 - config.norm_weight_offset;
         let mut source = Random { deviation, norm, dtype, seed, index: 0 };
-        Self::build(config, dtype, device, Holding::default(), &mut source)
+        Self::build(config, dtype, device, holding, &mut source)
     }
 
     /// A model whose weights `weight(name, shape)` gives, under the names of a checkpoint. They are
@@ -294,8 +309,8 @@ impl Model {
         self.shards().is_some()
     }
 
-    /// How many processes have a part of its layers each, where they do.
-    pub fn shards(&self) -> Option<usize> {
+    /// The processes that have a part of its layers each, where they do.
+    pub(crate) fn shards(&self) -> Option<&Arc<dyn Shards>> {
         self.weights.shards()
     }
 

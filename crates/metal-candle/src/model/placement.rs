@@ -2,6 +2,7 @@
 //! on the GPUs of several processes. Those that lie elsewhere are brought to the device a layer at a time, the next one
 //! while a layer is computed (as ZeRO does with parameters; Rajbhandari et al., 2019, arXiv:1910.02054).
 
+use super::arrivals::{Arrivals, Transfers};
 use super::layer::Layer;
 use super::quantization::Quantization;
 use super::tensor_parallel::TensorRank;
@@ -11,7 +12,7 @@ use candle_core::{DType, Device, Shape, Tensor};
 use metal_candle_kernels::host::{HostBuffers, Uploads};
 use metal_candle_kernels::quantized::{Quantized, Weight};
 use std::fmt::Debug;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Where the matrices of a model's layers lie. Norms, biases, the embedding and the head are always on the device.
 #[derive(Debug, Clone, Default)]
@@ -50,8 +51,8 @@ impl From<Quantization> for Holding {
     }
 }
 
-/// Processes that put tensors together of which each has a part: one transfer at a time, which all begin and end in the
-/// same order.
+/// Processes that put tensors together of which each has a part, and add up what belongs to such parts: one of each at a
+/// time, which all begin and end in the same order.
 pub trait Shards: Debug + Send + Sync {
     /// This process's number, from 0.
     fn rank(&self) -> usize;
@@ -66,11 +67,24 @@ pub trait Shards: Debug + Send + Sync {
     /// [`Error::Rank`](crate::Error::Rank) naming a process that is lost, and when the device has no room.
     fn begin(&self, parts: &[Tensor]) -> Result<Vec<Tensor>>;
 
-    /// Waits until what was begun is done.
+    /// Waits until the parts that were begun with last are put together.
     ///
     /// # Errors
     /// As [`Self::begin`].
     fn end(&self) -> Result<()>;
+
+    /// Begins to add up the processes' buffers `(size · n)` in f32 on the device: from [`Self::end_sum`] on the own part by
+    /// rank has the sum, and anything is in the rest. Until then the buffer stays, and nobody else writes to it.
+    ///
+    /// # Errors
+    /// As [`Self::begin`].
+    fn begin_sum(&self, buffer: &Tensor) -> Result<()>;
+
+    /// Waits until the sum that was begun last is done.
+    ///
+    /// # Errors
+    /// As [`Self::begin`].
+    fn end_sum(&self) -> Result<()>;
 }
 
 /// Where a matrix begins in the buffer of its layer: at multiples of this many bytes, which every kernel can read from.
@@ -78,11 +92,14 @@ const ALIGNMENT: usize = 256;
 
 /// The matrices of all layers, away from the device, and how they come to it.
 #[derive(Debug)]
-pub(crate) struct Away {
+pub(crate) struct Away(Arrivals<Layers>);
+
+/// Where the matrices of all layers are.
+#[derive(Debug)]
+struct Layers {
     home: Home,
     /// Those of each layer.
     matrices: Vec<Vec<Packed>>,
-    visit: Mutex<Visit>,
 }
 
 /// Where each layer's buffers are, one for each dtype: whole in the memory of the host, or a part of each.
@@ -169,13 +186,6 @@ struct Piece {
 /// A layer's matrices on the device.
 pub(crate) type Brought = Vec<(WeightId, Storage)>;
 
-/// What is on the device, and what is on its way there.
-#[derive(Debug, Default)]
-struct Visit {
-    here: Option<(usize, Arc<Brought>)>,
-    coming: Option<(usize, Vec<Tensor>)>,
-}
-
 impl Away {
     /// None yet; nothing where matrices are to stay on the device.
     pub fn new(placement: &Placement, device: &Device) -> Result<Option<Self>> {
@@ -190,12 +200,13 @@ impl Away {
                 Home::Shards { shards: shards.clone(), layers: Vec::new() }
             }
         };
-        Ok(Some(Self { home, matrices: Vec::new(), visit: Mutex::default() }))
+        Ok(Some(Self(Arrivals::new(Layers { home, matrices: Vec::new() }))))
     }
 
     /// Takes the matrices of the next layer.
     pub fn take(&mut self, layer: &Layer, weights: &mut FrozenWeights) -> Result<()> {
-        let number = self.matrices.len();
+        let Layers { home, matrices: layers } = &mut self.0.transfers;
+        let number = layers.len();
         let mut buffers: Vec<Buffer> = Vec::new();
         let mut matrices = Vec::new();
         for linear in layer.linears() {
@@ -223,70 +234,45 @@ impl Away {
             let absent = Absent { layer: number, shape, is_quantized, bytes, sample };
             weights.set(id, Storage::Absent(Arc::new(absent)));
         }
-        let buffers = buffers.into_iter().map(|buffer| buffer.joined(self.home.parts()));
+        let buffers = buffers.into_iter().map(|buffer| buffer.joined(home.parts()));
         let buffers = buffers.collect::<candle_core::Result<Vec<_>>>()?;
-        self.home.keep(buffers)?;
-        self.matrices.push(matrices);
+        home.keep(buffers)?;
+        layers.push(matrices);
         Ok(())
     }
 
-    /// How many processes have parts, where they do.
-    pub fn shards(&self) -> Option<usize> {
-        match &self.home {
+    /// The processes that have parts, where they do.
+    pub fn shards(&self) -> Option<&Arc<dyn Shards>> {
+        match &self.0.transfers.home {
             Home::Host { .. } => None,
-            Home::Shards { shards, .. } => Some(shards.size()),
+            Home::Shards { shards, .. } => Some(shards),
         }
     }
 
     /// The matrices of a layer, on the device; those of `next` begin to come.
     pub fn bring(&self, layer: usize, next: Option<usize>) -> Result<Arc<Brought>> {
-        let mut visit = self.visit.lock().unwrap_or_else(PoisonError::into_inner);
-        let here = match &visit.here {
-            Some((here, matrices)) if *here == layer => matrices.clone(),
-            _ => {
-                let tensors = self.arrive(&mut visit, layer)?;
-                let brought = Arc::new(self.unpack(layer, &tensors)?);
-                visit.here = Some((layer, brought.clone()));
-                brought
-            }
-        };
-        if let Some(next) = next {
-            self.send_for(&mut visit, next)?;
-        }
-        Ok(here)
+        self.0.bring(layer, next)
+    }
+}
+
+impl Transfers for Layers {
+    type Piece = usize;
+    type Coming = Vec<Tensor>;
+    type Here = Brought;
+
+    fn begin(&self, layer: usize) -> Result<Vec<Tensor>> {
+        self.home.begin(layer)
     }
 
-    /// The buffers of a layer, once they are on the device.
-    fn arrive(&self, visit: &mut MutexGuard<'_, Visit>, layer: usize) -> Result<Vec<Tensor>> {
-        // It makes room.
-        visit.here = None;
-        self.send_for(visit, layer)?;
-        self.settle(visit)
+    fn end(&self) -> Result<()> {
+        self.home.end()
     }
 
-    /// Begins to bring a layer, unless it is on its way.
-    fn send_for(&self, visit: &mut MutexGuard<'_, Visit>, layer: usize) -> Result<()> {
-        if visit.coming.as_ref().is_none_or(|(coming, _)| *coming != layer) {
-            self.settle(visit)?;
-            visit.coming = Some((layer, self.home.begin(layer)?));
-        }
-        Ok(())
-    }
-
-    /// Waits for what is on its way.
-    fn settle(&self, visit: &mut MutexGuard<'_, Visit>) -> Result<Vec<Tensor>> {
-        // What is still written to stays where it is if this fails.
-        if visit.coming.is_some() {
-            self.home.end()?;
-        }
-        Ok(visit.coming.take().map(|(_, tensors)| tensors).unwrap_or_default())
-    }
-
-    fn unpack(&self, layer: usize, buffers: &[Tensor]) -> Result<Brought> {
+    fn unpack(&self, layer: usize, buffers: Vec<Tensor>) -> Result<Brought> {
         let matrices = of_layer(&self.matrices, layer)?.iter().map(|packed| {
             let mut pieces = packed.pieces.iter();
             let mut next = || match pieces.next() {
-                Some(piece) => piece.of(buffers),
+                Some(piece) => piece.of(&buffers),
                 None => Err(candle_core::Error::msg("a matrix has more tensors than were packed")),
             };
             let storage = match &packed.form {
@@ -296,16 +282,6 @@ impl Away {
             Ok((packed.id, storage))
         });
         matrices.collect()
-    }
-}
-
-impl Drop for Away {
-    fn drop(&mut self) {
-        let mut visit = self.visit.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.settle(&mut visit).is_err() {
-            // Somebody may still write there.
-            std::mem::forget(visit.coming.take());
-        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The frozen weights of a model, apart from the structure that uses them.
 
 use super::layer::Kind;
-use super::placement::Away;
+use super::placement::{Away, Shards};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use metal_candle_kernels::copy;
@@ -213,8 +213,8 @@ impl FrozenWeights {
         self.away.is_some()
     }
 
-    /// How many processes have parts of them, where they do.
-    pub fn shards(&self) -> Option<usize> {
+    /// The processes that have parts of them, where they do.
+    pub fn shards(&self) -> Option<&Arc<dyn Shards>> {
         self.away.as_ref()?.shards()
     }
 

@@ -270,19 +270,13 @@ impl Weights {
         let [mut rows, mut columns] = expected_shape;
         let row = columns * stored.size_in_bytes();
         let length = ranges.iter().map(ExactSizeIterator::len).sum();
-        let lies_outside = || Error::option(name, format!("has no part {ranges:?}"));
         let part: Cow<[u8]> = if dim == 0 {
-            let parts = ranges.iter().map(|range| bytes.get(range.start * row..range.end * row));
-            let parts = parts.collect::<Option<Vec<_>>>().ok_or_else(lies_outside)?;
             rows = length;
-            match parts[..] {
-                [part] => part.into(),
-                _ => parts.concat().into(),
-            }
+            pieces(name, bytes, row, ranges)?
         } else {
             let size = stored.size_in_bytes();
             if ranges.iter().any(|range| range.end > columns) {
-                return Err(lies_outside());
+                return Err(no_part(name, ranges));
             }
             columns = length;
             let mut part = vec![0; rows * columns * size];
@@ -301,6 +295,29 @@ impl Weights {
         if self.check_finite && !all_finite {
             // With its place in the whole.
             return self.tensor(name, &expected_shape, dtype, &Device::Cpu);
+        }
+        entry.read.store(true, Ordering::Relaxed);
+        Ok(tensor)
+    }
+
+    /// As [`Self::tensor`], of `count` numbers those in these ranges, one after the other, on the CPU.
+    ///
+    /// # Errors
+    /// As [`Self::tensor`].
+    pub(crate) fn elements(
+        &self,
+        name: &str,
+        count: usize,
+        ranges: &[Range<usize>],
+        dtype: DType,
+    ) -> Result<Tensor> {
+        let (entry, stored) = self.fitting(name, &[count])?;
+        let part = pieces(name, self.bytes_of(name, entry)?, stored.size_in_bytes(), ranges)?;
+        let length = ranges.iter().map(ExactSizeIterator::len).sum();
+        let (tensor, all_finite) = converted(&part, stored, &[length], dtype)?;
+        if self.check_finite && !all_finite {
+            // With its place in the whole.
+            return self.tensor(name, &[count], dtype, &Device::Cpu);
         }
         entry.read.store(true, Ordering::Relaxed);
         Ok(tensor)
@@ -738,6 +755,25 @@ fn no_weights(folder: &Path) -> Error {
     Error::file(folder, format!("there is neither {SINGLE} nor {INDEX} here: {found}"))
 }
 
+/// The elements in these ranges, each of so many bytes.
+fn pieces<'a>(
+    name: &str,
+    bytes: &'a [u8],
+    size: usize,
+    ranges: &[Range<usize>],
+) -> Result<Cow<'a, [u8]>> {
+    let parts = ranges.iter().map(|range| bytes.get(range.start * size..range.end * size));
+    let parts = parts.collect::<Option<Vec<_>>>().ok_or_else(|| no_part(name, ranges))?;
+    Ok(match parts[..] {
+        [part] => part.into(),
+        _ => parts.concat().into(),
+    })
+}
+
+fn no_part(name: &str, ranges: &[Range<usize>]) -> Error {
+    Error::option(name, format!("has no part {ranges:?}"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -822,13 +858,18 @@ mod tests {
         }
         values[5 * 10 + 3] = f32::NAN;
         let whole = named("x", &values, DType::BF16).1.reshape((12, 10)).unwrap();
-        write_safetensors(&path, &[("x".to_string(), whole)], None).unwrap();
+        let flat = named("flat", &[1.0, 2.0, 3.0, 4.0, 5.0], DType::F32);
+        write_safetensors(&path, &[("x".to_string(), whole), flat], None).unwrap();
         let weights = Weights::open(folder.path()).unwrap();
         let part = |dim, range| weights.part("x", [12, 10], (dim, &[range]), DType::BF16);
         for (dim, range) in [(0, 4..6), (1, 3..5)] {
             let message = part(dim, range).unwrap_err().to_string();
             assert!(message.contains("NaN at flat index 53"), "{message}");
         }
+        let elements = |ranges: &[Range<usize>]| weights.elements("flat", 5, ranges, DType::F32);
+        assert_eq!(elements(&[0..2, 4..5]).unwrap().to_vec1::<f32>().unwrap(), [1.0, 2.0, 5.0]);
+        assert_eq!(elements(&[1..3]).unwrap().to_vec1::<f32>().unwrap(), [2.0, 3.0]);
+        assert!(elements(&[3..6]).unwrap_err().to_string().contains("has no part [3..6]"));
         // Whose part it is tells.
         assert!(part(0, 0..5).is_ok() && part(1, 4..10).is_ok());
     }

@@ -11,7 +11,7 @@ use super::{Collectives, elsewhere};
 use crate::model::Shards;
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
-use metal_candle_kernels::nccl::{Communicator, ID_BYTES, unique_id};
+use metal_candle_kernels::nccl::{Communicator, ID_BYTES, Mark, unique_id};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -27,10 +27,14 @@ struct Links {
     size: usize,
     messages: Mutex<Star>,
     communicator: Mutex<Communicator>,
+    /// Behind the parts that were begun with last, and behind the last sum of parts.
+    gathered: Mutex<Option<Mark>>,
+    summed: Mutex<Option<Mark>>,
 }
 
-/// What a part of a tensor is put together for, in messages.
+/// What is done with parts of tensors, in messages.
 const LAYER: &str = "putting a layer's weights together";
+const GRADIENTS: &str = "adding up a layer's gradients";
 
 impl Gpus {
     /// Joins the processes that were started with this one, with this GPU.
@@ -56,7 +60,8 @@ impl Gpus {
             Communicator::join::<Error>(device, id, messages.rank(), messages.size(), watch)?;
         let (rank, size) = (messages.rank(), messages.size());
         let (messages, communicator) = (Mutex::new(messages), Mutex::new(communicator));
-        Ok(Self(Arc::new(Links { rank, size, messages, communicator })))
+        let (gathered, summed) = (Mutex::default(), Mutex::default());
+        Ok(Self(Arc::new(Links { rank, size, messages, communicator, gathered, summed })))
     }
 
     fn messages(&self) -> MutexGuard<'_, Star> {
@@ -91,11 +96,29 @@ impl Shards for Links {
     }
 
     fn begin(&self, parts: &[Tensor]) -> Result<Vec<Tensor>> {
-        self.watching(LAYER, |communicator, wait| communicator.begin_gather(parts, wait))
+        self.watching(LAYER, |communicator, wait| {
+            let wholes = communicator.begin_gather(parts, wait)?;
+            *locked(&self.gathered) = communicator.mark()?;
+            Ok(wholes)
+        })
     }
 
     fn end(&self) -> Result<()> {
-        self.watching(LAYER, |communicator, wait| communicator.end(wait))
+        let mark = locked(&self.gathered).take();
+        self.watching(LAYER, |communicator, wait| communicator.until_mark(mark.as_ref(), wait))
+    }
+
+    fn begin_sum(&self, buffer: &Tensor) -> Result<()> {
+        self.watching(GRADIENTS, |communicator, wait| {
+            communicator.begin_sum_of_parts(buffer, wait)?;
+            *locked(&self.summed) = communicator.mark()?;
+            Ok(())
+        })
+    }
+
+    fn end_sum(&self) -> Result<()> {
+        let mark = locked(&self.summed).take();
+        self.watching(GRADIENTS, |communicator, wait| communicator.until_mark(mark.as_ref(), wait))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Which adapter each row of a batch has.
 
-use crate::adapter::{Adapter, AdapterVersion};
+use crate::adapter::{Adapter, AdapterVersion, UnitName, Whole};
 use crate::autograd::Value;
 use crate::model::Model;
 use crate::model::layer::Linear;
@@ -99,6 +99,20 @@ impl RowAdapters {
     /// That all of them are adapters of this model.
     pub fn check(&self, model: &Model) -> Result<()> {
         self.adapters().try_for_each(|adapter| adapter.check(model))
+    }
+
+    /// The parameters of a unit, where several processes have a part of them each; `next` begins to come.
+    pub fn bring(&self, unit: UnitName, next: Option<UnitName>) -> Result<Option<Arc<Whole>>> {
+        match self {
+            Self::Same(Some(adapter)) => adapter.bring(unit, next),
+            _ if self.adapters().any(|adapter| adapter.shards().is_some()) => {
+                Err(Error::Unsupported(
+                    "rows with different adapters of which several processes have a part each"
+                        .into(),
+                ))
+            }
+            _ => Ok(None),
+        }
     }
 
     /// What the adapters add to the results of linear layers of `model` for a batch of `seq` tokens a row, where they

@@ -14,8 +14,8 @@ pub use paged::CacheDtype;
 pub(crate) use paged::{Layers, Next, PagedCache, Ragged, Stretch};
 pub(crate) use reader::{ModelReader, check_prompt};
 
-use crate::adapter::Adapter;
-use crate::autograd::{HeadValues, Matrix, Tape, Value};
+use crate::adapter::{Adapter, UnitName, Whole};
+use crate::autograd::{HeadValues, Matrix, Parameter, Tape, Value};
 use crate::data::Batch;
 use crate::model::layer::{Layer, Linear};
 use crate::model::rope::Rotation;
@@ -50,6 +50,8 @@ struct Pass {
     lowest: usize,
     /// Where other ranks have the rest of every layer.
     rank: Option<TensorRank>,
+    /// The parameters of the layer, where several processes have a part of them each.
+    whole: Option<Arc<Whole>>,
 }
 
 /// Sees what linear layers read.
@@ -75,6 +77,13 @@ impl Pass {
             true => layer.checked_sub(1).filter(|next| *next >= self.lowest),
             false => Some(layer + 1).filter(|next| *next < count),
         };
+        let unit = match (next, tape.is_replaying()) {
+            (None, false) => Some(UnitName::Head),
+            (next, _) => next.map(UnitName::Layer),
+        };
+        if let Some(whole) = self.adapters.bring(UnitName::Layer(layer), unit)? {
+            return Ok(Arc::new(Self { whole: Some(whole), ..(**self).clone() }));
+        }
         Ok(match self.weights.with_layer(layer, next)? {
             Some(weights) => Arc::new(Self { weights: Arc::new(weights), ..(**self).clone() }),
             None => self.clone(),
@@ -91,12 +100,12 @@ impl Pass {
 
     /// A weight, or what the adapter has in its place.
     fn weight_of(&self, tape: &Tape, id: WeightId, adapter: Option<&Adapter>) -> Result<Value> {
-        weight_of(tape, &self.weights, id, adapter)
+        weight_of(tape, &self.weights, id, adapter, self.whole.as_deref())
     }
 
     /// As [`Self::weight_of`], of a matrix.
     fn matrix_of(&self, tape: &Tape, id: WeightId, adapter: Option<&Adapter>) -> Result<Matrix> {
-        matrix_of(tape, &self.weights, id, adapter)
+        matrix_of(tape, &self.weights, id, adapter, self.whole.as_deref())
     }
 
     /// What `f` makes of `x (batch, ..)` with the adapters of its rows, which may replace the weight `id`.
@@ -124,11 +133,20 @@ fn weight_of(
     weights: &FrozenWeights,
     id: WeightId,
     adapter: Option<&Adapter>,
+    whole: Option<&Whole>,
 ) -> Result<Value> {
     Ok(match adapter.and_then(|adapter| adapter.replacement(id)) {
-        Some(parameter) => tape.parameter(parameter),
+        Some(parameter) => parameter_of(tape, parameter, whole),
         None => tape.constant(weights.dense(id)?.into_owned()),
     })
+}
+
+/// A parameter, or what was put together in its place.
+fn parameter_of(tape: &Tape, parameter: &Parameter, whole: Option<&Whole>) -> Value {
+    match whole.and_then(|whole| whole.get(parameter.id())) {
+        Some(whole) => tape.parameter(&whole),
+        None => tape.parameter(parameter),
+    }
 }
 
 /// A matrix, or what the adapter has in its place.
@@ -137,11 +155,12 @@ fn matrix_of(
     weights: &FrozenWeights,
     id: WeightId,
     adapter: Option<&Adapter>,
+    whole: Option<&Whole>,
 ) -> Result<Matrix> {
     let replacement = adapter.and_then(|adapter| adapter.replacement(id));
     match (replacement, weights.storage(id)) {
         (None, Storage::Quantized(quantized)) => Ok(Matrix::Quantized(quantized.clone())),
-        _ => Ok(Matrix::Dense(weight_of(tape, weights, id, adapter)?)),
+        _ => Ok(Matrix::Dense(weight_of(tape, weights, id, adapter, whole)?)),
     }
 }
 
@@ -311,6 +330,7 @@ impl Model {
             updates: input.adapters.updates(self, seq, known)?,
             observer: input.observer.clone(),
             rank: self.rank.clone(),
+            whole: input.adapters.bring(UnitName::Embedding, Some(UnitName::Layer(0)))?,
             lowest: if self.is_away() { self.lowest_trained(&input.adapters) } else { 0 },
         });
         let x = self.embed(tape, &input.ids, &pass)?;
@@ -318,6 +338,11 @@ impl Model {
             x
         } else {
             tape.scale(&x, self.config().embedding_scale)?
+        };
+        // Of the embedding, which is used.
+        let pass = match &pass.whole {
+            Some(_) => Arc::new(Pass { whole: None, ..(*pass).clone() }),
+            None => pass,
         };
         let stream = decoder::run_layers(&self.layers, tape, x, &pass, caches)?;
         Ok(stream.normed(tape, Some(&self.norm), &pass)?.1)
@@ -407,10 +432,15 @@ impl Model {
     /// the adapter has a head.
     fn head_of(&self, tape: &Tape, adapter: Option<&Arc<Adapter>>) -> Result<Matrix> {
         let adapter = adapter.map(|it| &**it);
+        // The backward pass begins with the last layer, where that is computed again.
+        let last = self.layers.len().checked_sub(1).filter(|_| tape.is_checkpointing());
+        let bring = |adapter: &Adapter| adapter.bring(UnitName::Head, last.map(UnitName::Layer));
+        let whole = adapter.map(bring).transpose()?.flatten();
+        let whole = whole.as_deref();
         match (self.head, adapter.and_then(Adapter::tied_head)) {
-            (Some(head), _) => matrix_of(tape, self.frozen(), head, adapter),
-            (None, Some(head)) => Ok(Matrix::Dense(tape.parameter(head))),
-            (None, None) => matrix_of(tape, self.frozen(), self.embedding, None),
+            (Some(head), _) => matrix_of(tape, self.frozen(), head, adapter, whole),
+            (None, Some(head)) => Ok(Matrix::Dense(parameter_of(tape, head, whole))),
+            (None, None) => matrix_of(tape, self.frozen(), self.embedding, None, None),
         }
     }
 

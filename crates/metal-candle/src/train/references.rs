@@ -32,7 +32,7 @@ impl References {
     /// Computes those of all examples, in batches of examples by length, of which each rank computes its rows.
     pub fn compute(task: &Task, batches: &Batcher, group: Group<'_>) -> Result<Self> {
         let mut found = vec![[0.0; 2]; batches.dataset().len()];
-        let together = task.model.is_sharded();
+        let together = task.shards().is_some();
         for rows in batches.by_length().iter().filter_map(|plan| group.rows(plan, together)) {
             let batch = task.batch(batches, &rows.plan)?;
             let sums = Turns::train(task.turns, task.model.device(), || {

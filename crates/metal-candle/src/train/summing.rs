@@ -97,9 +97,9 @@ impl<'a> Summing<'a> {
         }
     }
 
-    /// Whether parts are begun before it is known what the step came to.
+    /// Whether sums are begun before it is known what the step came to.
     pub fn is_early(&self) -> bool {
-        self.smallest.is_some()
+        self.smallest.is_some() || self.gradients.are_in_parts()
     }
 
     /// That the backward pass which follows, over this batch, is this rank's last of the step.
@@ -115,7 +115,7 @@ impl<'a> Summing<'a> {
         if self.is_early() {
             self.begin_all()?;
         }
-        Ok(())
+        self.gradients.settle()
     }
 
     /// What is begun when, now that it is known which rows of the embedding the last pass reads.
@@ -123,7 +123,7 @@ impl<'a> Summing<'a> {
         self.is_last_pass = true;
         let entries = self.gradients.entries();
         let Some(smallest) = self.smallest else {
-            self.pieces = vec![Piece { range: 0..self.gradients.len(), layer: None }];
+            self.pieces = vec![Piece { range: self.gradients.unsummed(), layer: None }];
             return Ok(());
         };
         self.rows = self.last_rows(ids)?;

@@ -36,18 +36,25 @@ pub(super) struct Part {
 }
 
 impl Task<'_> {
-    /// That the ranks which have parts of the base are those of the group, and make the same passes.
+    /// How many processes have parts of the base, or of what is trained in its place, and have to make the same passes.
+    pub(super) fn shards(&self) -> Option<usize> {
+        let adapters = [self.adapter, self.reference].into_iter().flatten();
+        let of_model = self.model.shards().map(|shards| shards.size());
+        of_model.or_else(|| adapters.filter_map(|adapter| adapter.shards()).next())
+    }
+
+    /// That the ranks which have parts of the weights are those of the group, and make the same passes.
     pub(super) fn check_shards(&self, group: Group<'_>) -> Result<()> {
-        let Some(count) = self.model.shards() else { return Ok(()) };
+        let Some(count) = self.shards() else { return Ok(()) };
         if count != group.size() {
             return Err(Error::Unsupported(format!(
-                "a base in parts with {count} processes, in a group of {}",
+                "weights in parts with {count} processes, in a group of {}",
                 group.size()
             )));
         }
         if self.objective.estimates_kl() {
             return Err(Error::Unsupported(
-                "kto with a sharded base, as its ranks make different numbers of passes; keep the base on each device, or in \
+                "kto with sharded weights, as its ranks make different numbers of passes; keep the base on each device, or in \
                  fewer bits"
                     .into(),
             ));
@@ -62,7 +69,7 @@ impl Task<'_> {
         plan: &BatchPlan,
         group: Group<'_>,
     ) -> Result<Option<Part>> {
-        let Some(rows) = group.rows(plan, self.model.is_sharded()) else { return Ok(None) };
+        let Some(rows) = group.rows(plan, self.shards().is_some()) else { return Ok(None) };
         Ok(Some(Part { batch: self.batch(batches, &rows.plan)?, counts: rows.counts }))
     }
 

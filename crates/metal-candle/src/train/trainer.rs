@@ -397,7 +397,7 @@ impl<'a> Trainer<'a> {
         }
         if is_root {
             let mut like = OptimizerState::outline(optimizer, parameters);
-            like.insert(0, (parameters.values().dims().to_vec(), parameters.values().dtype()));
+            like.insert(0, (vec![parameters.len()], parameters.values().dtype()));
             let saving = std::mem::replace(&mut self.saving, untold());
             self.saver = Some(Saver::new(like, self.model.device(), saving));
         }
@@ -527,10 +527,10 @@ impl<'a> Trainer<'a> {
             }
         }
         self.task().check_shards(self.group)?;
-        if self.model.is_sharded() && self.sample.is_some() {
+        if self.is_sharded() && self.sample.is_some() {
             return Err(Error::option(
                 "sample_every",
-                "is set, but one process alone can't write texts with a sharded base, of which it has a part",
+                "is set, but one process alone can't write texts with a part of the weights",
             ));
         }
         if self.options.sample_every > 0 && self.sample.is_none() {
@@ -570,6 +570,11 @@ impl<'a> Trainer<'a> {
             reference: self.reference.as_ref(),
             turns: self.turns.as_ref(),
         }
+    }
+
+    /// Whether each rank has a part of the weights.
+    fn is_sharded(&self) -> bool {
+        self.task().shards().is_some()
     }
 
     /// Does a part of the run in a turn of its own, where turns are taken.
@@ -788,8 +793,8 @@ impl<'a> Trainer<'a> {
         let tokens = counted(&parts).map(|batch| batch.target_tokens).sum();
         let processed = counted(&parts).map(|batch| batch.tokens).sum();
         let [tokens, processed] = self.group.count("the tokens of a step", [tokens, processed])?;
-        // With a part of the base for each rank, the ways between them are needed for that.
-        let (tables, beside) = (self.tables(), !self.model.is_sharded());
+        // With a part of the weights for each rank, the ways between them are needed for that.
+        let (tables, beside) = (self.tables(), !self.is_sharded());
         let mut sums = Summing::new(&self.gradients, self.group, tables, parts.len(), beside);
         let passed = match self.options.objective.compares_answers() {
             false => self.learn(&parts, tokens, &mut sums)?,
@@ -925,7 +930,7 @@ impl<'a> Trainer<'a> {
         let kl = self.in_turn(|| task.kl(self.batches, plans, self.group))?;
         let totals = task.totals(counted(parts), kl, self.group)?;
         // The step is skipped then; but others may wait for the passes that this rank makes.
-        let is_lost = |loss: f64| !loss.is_finite() && !self.model.is_sharded();
+        let is_lost = |loss: f64| !loss.is_finite() && !self.is_sharded();
         let mut passed =
             Passed { loss: 0.0, count: totals.samples, metrics: MetricSums::default() };
         for (index, (part, references)) in parts.iter().zip(&references).enumerate() {
@@ -1019,10 +1024,11 @@ impl<'a> Trainer<'a> {
     /// Begins to write the checkpoint, unless it is there, as of a run that has just been resumed from it.
     fn save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
         self.check_parameters()?;
-        let kept = self.optimizer()?.tensors(self.adapter.parameters(), self.group)?;
-        match self.group.is_root() {
-            true => self.begin_to_save(kept, metrics),
-            false => Ok(()),
+        let parameters = self.adapter.parameters();
+        let kept = self.optimizer()?.tensors(parameters, self.group)?;
+        match parameters.whole(self.group)? {
+            Some(values) => self.begin_to_save(values, kept, metrics),
+            None => Ok(()),
         }
     }
 
@@ -1031,14 +1037,18 @@ impl<'a> Trainer<'a> {
         if matches!(outcome, Err(Error::Rank { .. })) && self.group.is_root() {
             let (optimizer, parameters) = (self.optimizer()?, self.adapter.parameters());
             if optimizer.is_shared() {
+                let what = match parameters.partition() {
+                    Some(_) => "the parameters",
+                    None => "what the optimiser keeps",
+                };
                 tracing::warn!(
-                    "no checkpoint of step {} is written: the rank that is lost had a part of what the optimiser keeps",
+                    "no checkpoint of step {} is written: the rank that is lost had a part of {what}",
                     self.state.step
                 );
                 return outcome;
             }
             let kept = optimizer.tensors(parameters, self.group)?;
-            self.begin_to_save(kept, metrics)?;
+            self.begin_to_save(parameters.values().clone(), kept, metrics)?;
             self.await_saved(metrics)?;
         }
         outcome
@@ -1053,9 +1063,10 @@ impl<'a> Trainer<'a> {
         self.optimizer.as_ref().ok_or_else(missing)
     }
 
-    /// `kept` is the optimiser's.
+    /// `values` are all parameters, `kept` is the optimiser's.
     fn begin_to_save(
         &mut self,
+        values: Tensor,
         kept: Vec<(String, Tensor)>,
         metrics: &mut dyn MetricsSink,
     ) -> Result<()> {
@@ -1068,7 +1079,7 @@ impl<'a> Trainer<'a> {
             return checkpoint::prune(&self.output, keep, best);
         }
         let (names, mut tensors): (Vec<_>, Vec<_>) = kept.into_iter().unzip();
-        tensors.insert(0, self.adapter.parameters().values().clone());
+        tensors.insert(0, values);
         let contents = Contents {
             output: self.output.clone(),
             state: self.state.clone(),
@@ -1112,9 +1123,9 @@ impl<'a> Trainer<'a> {
         {
             self.adapter.load_parameters(checkpoint::folder(&self.output, best))?;
         }
-        match self.group.is_root() {
-            true => self.trained_files()?.write(&self.output, self.adapter.parameters().values()),
-            false => Ok(()),
+        match self.adapter.parameters().whole(self.group)? {
+            Some(values) => self.trained_files()?.write(&self.output, &values),
+            None => Ok(()),
         }
     }
 }

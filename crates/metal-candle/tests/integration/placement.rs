@@ -6,15 +6,16 @@ use crate::objectives;
 use crate::quantized::{IDS, config, gradients, logits, saved};
 use crate::training::{base, batcher, dataset, learning_rate, options, steady};
 use candle_core::{DType, Device, Tensor};
-use metal_candle::adapter::{Adapter, LoraConfig, StartFrom};
+use metal_candle::adapter::{Adapter, LoraConfig, Merged, StartFrom};
+use metal_candle::autograd::ParameterId;
 use metal_candle::data::{BatchOptions, Batcher, Dataset};
 use metal_candle::generate::Session;
 use metal_candle::model::{Holding, Model, Placement, Shards};
 use metal_candle::parallel::{Collectives, Group};
 use metal_candle::train::objectives::{DpoOptions, KtoOptions};
 use metal_candle::train::{
-    AdamWOptions, LionOptions, Metric, Objective, Optimizer, OptimizerPlacement, Outcome,
-    SgdOptions, TrainOptions, Trainer, evaluate,
+    AdamWOptions, LionOptions, Metric, MuonOptions, Objective, Optimizer, OptimizerPlacement,
+    Outcome, SgdOptions, TrainOptions, Trainer, evaluate,
 };
 use metal_candle::{Error, Result};
 use serde_json::json;
@@ -86,6 +87,21 @@ impl Shards for Thread {
             Ok(Tensor::cat(&parts, 0)?)
         };
         (0..parts.len()).map(whole).collect()
+    }
+
+    fn begin_sum(&self, buffer: &Tensor) -> Result<()> {
+        Collectives::sum(self, "parts", buffer)?;
+        // The rest is nobody's.
+        let part = buffer.elem_count() / self.ways.len();
+        let rest = Tensor::full(f32::NAN, part, buffer.device())?;
+        for rank in (0..self.ways.len()).filter(|rank| *rank != self.rank) {
+            buffer.slice_set(&rest, 0, rank * part)?;
+        }
+        Ok(())
+    }
+
+    fn end_sum(&self) -> Result<()> {
+        Ok(())
     }
 
     fn end(&self) -> Result<()> {
@@ -246,6 +262,14 @@ fn a_layer_is_put_together_once_in_each_direction() {
         count();
         gradients(&model, &adapter, true);
         assert_eq!(count(), 4 + 1);
+        // Every weight: the embedding and the head are put together, too, and with the head the last layer is gone.
+        let adapter = Arc::new(Adapter::full(&model).unwrap());
+        let model = Arc::into_inner(model).unwrap().without_weights();
+        count();
+        gradients(&model, &adapter, true);
+        assert_eq!(count(), 6 + 4);
+        gradients(&model, &adapter, false);
+        assert_eq!(count(), 6);
     });
 }
 
@@ -311,38 +335,89 @@ fn trained(
     Ok(first)
 }
 
-/// The parameters of so many ranks that train every weight of a model together.
-fn trained_whole(
-    folder: &Path,
-    count: usize,
-    batches: &Batcher,
-    options: &TrainOptions,
-) -> Vec<f32> {
-    let output = tempfile::tempdir().unwrap();
-    let mut ranks = as_ranks(count, |thread| {
-        let model = Model::load(folder, DType::F32, &device()).unwrap();
-        let adapter = Arc::new(Adapter::full(&model).unwrap());
-        let model = Arc::new(model.without_weights());
-        let options = options.clone();
-        let mut trainer = Trainer::new(&model, &adapter, batches, options, output.path(), "llama")
-            .unwrap()
-            .with_group(Group::new(&**thread))
-            .unwrap();
-        let summary = trainer.run(&mut |_: &Metric| Ok(())).unwrap();
-        assert_eq!(summary.outcome, Outcome::Finished);
-        adapter.parameters().values().to_vec1::<f32>().unwrap()
-    });
-    let first = ranks.remove(0);
-    assert!(ranks.iter().all(|other| *other == first), "the ranks have other parameters");
-    first
+/// Every weight of a model in a folder.
+fn weights_in(folder: &Path) -> Vec<f32> {
+    let model = load(folder, None, Placement::Device);
+    Adapter::full(&model).unwrap().parameters().values().to_vec1().unwrap()
+}
+
+/// How every weight is trained.
+#[derive(Clone, Copy)]
+struct Whole<'a> {
+    folder: &'a Path,
+    batches: &'a Batcher,
+    validation: Option<&'a Batcher>,
+    options: &'a TrainOptions,
+    /// Whether each rank has a part of it.
+    is_sharded: bool,
+}
+
+impl Whole<'_> {
+    /// Trains with so many ranks in a folder, which goes on from what is there, and gives the losses that the first one
+    /// reports.
+    fn train(self, count: usize, output: &Path) -> Vec<f64> {
+        let mut ranks = as_ranks(count, |thread| {
+            let placement = match self.is_sharded {
+                true => Placement::Sharded(thread.clone()),
+                false => Placement::Device,
+            };
+            let holding = Holding { quantization: None, placement };
+            let model = Model::load_with(self.folder, DType::F32, &device(), holding).unwrap();
+            let adapter = Arc::new(Adapter::full(&model).unwrap());
+            let model = Arc::new(model.without_weights());
+            let held = adapter.parameters().values().elem_count();
+            match self.is_sharded {
+                // But for vectors, and what fills parts up.
+                true => assert!(held < adapter.parameters().len() / count + 6000, "{held}"),
+                false => assert_eq!(held, adapter.parameters().len()),
+            }
+            let options = self.options.clone();
+            let mut trainer =
+                Trainer::new(&model, &adapter, self.batches, options, output, "llama")
+                    .unwrap()
+                    .with_group(Group::new(&**thread))
+                    .unwrap();
+            if let Some(validation) = self.validation {
+                trainer = trainer.with_validation(validation);
+            }
+            // All of them are there before one writes.
+            trainer.resume_newest(output).unwrap();
+            Group::new(&**thread).wait("the beginning").unwrap();
+            let mut losses = Vec::new();
+            let summary = trainer.run(&mut |metric: &Metric| {
+                match metric {
+                    Metric::Train { loss, gradient_norm, .. } => {
+                        losses.extend([*loss, *gradient_norm]);
+                    }
+                    Metric::Evaluation { loss, .. } => losses.push(*loss),
+                    _ => {}
+                }
+                Ok(())
+            });
+            assert_eq!(summary.unwrap().outcome, Outcome::Finished);
+            losses
+        });
+        ranks.remove(0)
+    }
+
+    /// What so many ranks leave.
+    fn trained(self, count: usize) -> Vec<f32> {
+        let output = tempfile::tempdir().unwrap();
+        self.train(count, output.path());
+        weights_in(output.path())
+    }
+}
+
+fn most_apart(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
 #[test]
 fn ranks_that_train_every_weight_follow_one() {
     for tied in [false, true] {
-        let folder = saved(json!({ "tie_word_embeddings": tied }));
-        let begun = load(folder.path(), None, Placement::Device);
-        let begun = Adapter::full(&begun).unwrap().parameters().values().to_vec1::<f32>().unwrap();
+        let folder = saved(json!({ "tie_word_embeddings": tied, "attention_bias": true }));
+        let begun = weights_in(folder.path());
         // Of 4 rows the ranks give each other the gradients of the embedding's rows; 24 read more than it has. The last
         // batch of an epoch has one row: the other ranks have none of it.
         for (rows, accumulation) in [(4, 1), (4, 2), (24, 1)] {
@@ -356,18 +431,118 @@ fn ranks_that_train_every_weight_follow_one() {
                 eval_every: 0,
                 ..options()
             };
-            let one = trained_whole(folder.path(), 1, &batches, &options);
-            let most = |a: &[f32], b: &[f32]| {
-                a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+            let whole = Whole {
+                folder: folder.path(),
+                batches: &batches,
+                validation: None,
+                options: &options,
+                is_sharded: false,
             };
-            assert!(most(&one, &begun) > 1e-3);
+            let one = whole.trained(1);
+            assert!(most_apart(&one, &begun) > 1e-3);
             for count in [2, 3] {
-                let several = trained_whole(folder.path(), count, &batches, &options);
-                let apart = most(&several, &one);
-                assert!(apart <= 2e-6, "{tied} {rows} {accumulation} {count}: {apart}");
+                for (is_sharded, grad_checkpoint) in [(false, false), (true, false), (true, true)] {
+                    let options = TrainOptions { grad_checkpoint, ..options.clone() };
+                    let several = Whole { is_sharded, options: &options, ..whole }.trained(count);
+                    let apart = most_apart(&several, &one);
+                    let name = format!("{tied} {rows} {accumulation} {count} {is_sharded}");
+                    assert!(apart <= 2e-6, "{name} {grad_checkpoint}: {apart}");
+                }
             }
         }
     }
+}
+
+#[test]
+fn ranks_with_a_part_of_every_weight_train_and_resume_as_ranks_with_all_of_them() {
+    use OptimizerPlacement::{Device, Host, Sharded};
+    // A width that no number of ranks divides.
+    let folder = saved(json!({ "intermediate_size": 509, "tie_word_embeddings": true }));
+    let (batches, validation) =
+        (batcher(dataset(13, 1), 4, false), batcher(dataset(5, 2), 4, false));
+    for optimizer in [
+        Optimizer::AdamW(AdamWOptions { weight_decay: 0.1, ..AdamWOptions::default() }),
+        Optimizer::Sgd(SgdOptions { momentum: 0.9, ..SgdOptions::default() }),
+    ] {
+        let of = |steps, optimizer_placement| TrainOptions {
+            optimizer,
+            optimizer_placement,
+            clip_norm: Some(0.3),
+            eval_every: 2,
+            save_every: 2,
+            keep_best: true,
+            ..TrainOptions::new(steps, learning_rate(1e-3, steps))
+        };
+        // Two ranks, and then another number of them.
+        let run = |is_sharded: [bool; 2], then: usize, places: [OptimizerPlacement; 2]| {
+            let output = tempfile::tempdir().unwrap();
+            let mut losses = Vec::new();
+            for (is_sharded, count, options) in
+                [(is_sharded[0], 2, of(3, places[0])), (is_sharded[1], then, of(6, places[1]))]
+            {
+                let whole = Whole {
+                    folder: folder.path(),
+                    batches: &batches,
+                    validation: Some(&validation),
+                    options: &options,
+                    is_sharded,
+                };
+                losses.extend(whole.train(count, output.path()));
+            }
+            (losses, weights_in(output.path()))
+        };
+        let expected = run([false; 2], 1, [Device; 2]);
+        for (is_sharded, then, places) in [
+            ([true, true], 2, [Device, Sharded]),
+            ([true, true], 3, [Host, Device]),
+            ([true, false], 1, [Device, Device]),
+            ([false, true], 2, [Sharded, Host]),
+        ] {
+            let found = run(is_sharded, then, places);
+            let name = format!("{optimizer:?} {is_sharded:?} {then} {places:?}");
+            assert_eq!(found.0.len(), expected.0.len());
+            for (found, expected) in found.0.iter().zip(&expected.0) {
+                assert!((found - expected).abs() <= 2e-6 * expected, "{name}: {found} {expected}");
+            }
+            let apart = most_apart(&found.1, &expected.1);
+            assert!(apart <= 2e-5, "{name}: {apart}");
+            let again = run(is_sharded, then, places);
+            assert!(again == found, "{name}: other bits the second time");
+        }
+    }
+}
+
+#[test]
+fn what_ranks_with_a_part_of_every_weight_cannot_do_says_so() {
+    let folder = saved(json!({}));
+    let batches = batcher(dataset(8, 1), 4, false);
+    let output = tempfile::tempdir().unwrap();
+    as_ranks(2, |thread| {
+        let model = load(folder.path(), None, Placement::Sharded(thread.clone()));
+        let adapter = Arc::new(Adapter::full(&model).unwrap());
+        let options = TrainOptions {
+            optimizer: Optimizer::Muon(MuonOptions::default()),
+            ..TrainOptions::new(2, learning_rate(1e-3, 2))
+        };
+        let mut trainer = Trainer::new(&model, &adapter, &batches, options, output.path(), "llama")
+            .unwrap()
+            .with_group(Group::new(&**thread))
+            .unwrap();
+        let error = trainer.run(&mut |_: &Metric| Ok(())).unwrap_err().to_string();
+        assert!(error.contains("muon makes no step of a part of every matrix"), "{error}");
+        // A rank by itself would wait for the others.
+        let error = evaluate(&model, Some(&adapter), &batches, None).unwrap_err().to_string();
+        assert!(error.contains("in parts with 2 processes, in a group of 1"), "{error}");
+        let error = Merged::new(&model, &adapter, DType::F32).unwrap_err().to_string();
+        assert!(error.contains("merging while several processes have a part"), "{error}");
+        let entries = adapter.parameters().entries();
+        let matrix = entries.iter().position(|it| it.name.ends_with("q_proj.weight")).unwrap();
+        let vector = entries.iter().position(|it| it.name == "model.norm.weight").unwrap();
+        let error = adapter.parameters().view(ParameterId(matrix)).unwrap_err().to_string();
+        assert!(error.contains("this process has a part of `model.layers.0"), "{error}");
+        let norm = adapter.parameters().view(ParameterId(vector)).unwrap();
+        assert_eq!(norm.to_vec1::<f32>().unwrap(), vec![1.0; 256]);
+    });
 }
 
 fn assert_same(found: &(Vec<String>, Vec<f32>), expected: &(Vec<String>, Vec<f32>)) {
@@ -402,7 +577,7 @@ fn ranks_with_a_part_of_the_base_each_train_as_ranks_with_all_of_it() {
     let labelled = batches.dataset().as_ref().clone().unpaired();
     let batches = Batcher::new(Arc::new(labelled), *batches.options()).unwrap();
     let error = trained(true, &batches, &batches, &options).unwrap_err().to_string();
-    assert!(error.contains("kto with a sharded base"), "{error}");
+    assert!(error.contains("kto with sharded weights"), "{error}");
     // A rank by itself would wait for the others.
     let texts = batcher(dataset(5, 2), 4, false);
     as_ranks(2, |thread| {

@@ -36,10 +36,6 @@ impl OptimizerPlacement {
             Self::Host => "host",
             Self::Sharded => "sharded",
         };
-        let is_by_element = matches!(
-            optimizer,
-            Optimizer::Adam(_) | Optimizer::AdamW(_) | Optimizer::Sgd(_) | Optimizer::Lion(_)
-        );
         let problem = match optimizer {
             Optimizer::Sgd(SgdOptions { momentum, .. }) if *momentum == 0.0 => {
                 "but sgd without momentum keeps nothing; expected device".to_string()
@@ -51,7 +47,7 @@ impl OptimizerPlacement {
                 "which needs several processes (--gpus, or torchrun); with one, expected device or host"
                     .to_string()
             }
-            other if processes > 1 && !is_by_element => format!(
+            other if processes > 1 && !other.is_by_element() => format!(
                 "but {} can't be in parts with several processes; expected device, or adamw, adam, lion or sgd with momentum",
                 other.name()
             ),
@@ -350,6 +346,28 @@ impl Optimizer {
         let options: Vec<String> =
             options.iter().map(|(key, value)| format!("{key} {value}")).collect();
         format!("{} {}", self.name(), options.join(", "))
+    }
+
+    /// Whether an element's step depends on nothing of others but the norm of all gradients.
+    fn is_by_element(&self) -> bool {
+        matches!(self, Self::Adam(_) | Self::AdamW(_) | Self::Sgd(_) | Self::Lion(_))
+    }
+
+    /// Whether it makes the step of parameters of which several processes have a part each.
+    ///
+    /// # Errors
+    /// [`Error::Option`] saying what does.
+    pub fn check_in_parts(&self) -> Result<()> {
+        match self.is_by_element() {
+            true => Ok(()),
+            false => Err(Error::option(
+                "base_placement",
+                format!(
+                    "is sharded, but {} makes no step of a part of every matrix; expected adamw, adam, lion or sgd",
+                    self.name()
+                ),
+            )),
+        }
     }
 
     /// What it keeps beside these parameters and their gradients, in bytes.

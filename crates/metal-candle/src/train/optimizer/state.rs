@@ -4,7 +4,7 @@ use super::{
     AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer,
     OptimizerPlacement, SgdOptions,
 };
-use crate::adapter::{Entry, Parameters};
+use crate::adapter::{Entry, Parameters, Partition, put_together};
 use crate::model::Weights;
 use crate::parallel::Group;
 use crate::train::Gradients;
@@ -15,6 +15,7 @@ use metal_candle_kernels::host::HostBuffers;
 use metal_candle_kernels::{adafactor, adamw, adamw8bit, flat, lion, muon, sgd};
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 /// A flat buffer that an optimiser keeps, and its name in a checkpoint.
 pub(super) struct Part {
@@ -154,9 +155,11 @@ pub(in crate::train) struct Home<'a> {
 }
 
 impl Home<'_> {
-    /// The shares of all ranks, if each keeps its own.
+    /// The shares of all ranks, if each keeps its own of parameters that all have.
     fn shares(self, parameters: &Parameters) -> Option<Vec<Range<usize>>> {
-        let is_shared = self.placement != OptimizerPlacement::Device && self.group.size() > 1;
+        let is_shared = self.placement != OptimizerPlacement::Device
+            && self.group.size() > 1
+            && parameters.partition().is_none();
         is_shared.then(|| shares(parameters.len(), self.group.size()))
     }
 }
@@ -176,8 +179,8 @@ impl From<f64> for Rates {
     }
 }
 
-/// Gives all of a part, in the memory of the host.
-type Read<'a> = dyn Fn(&Part) -> Result<Tensor> + 'a;
+/// Gives what of a part lies in these ranges, one after the other, in the memory of the host.
+type Read<'a> = dyn Fn(&Part, &[Range<usize>]) -> Result<Tensor> + 'a;
 
 /// An optimiser with what it keeps, or this rank's share of it.
 #[derive(Debug)]
@@ -188,6 +191,8 @@ pub(in crate::train) struct OptimizerState {
     share: Range<usize>,
     /// Those of each rank, if others keep a share, too.
     shares: Option<Vec<Range<usize>>>,
+    /// How all that is kept is cut, if parameters are.
+    partition: Option<Arc<Partition>>,
     /// What the tensors lie in, where that is the memory of the host.
     host: Option<HostBuffers>,
 }
@@ -205,22 +210,36 @@ impl OptimizerState {
         home: Home,
         read: Option<&Read>,
     ) -> Result<Self> {
-        home.placement.check(&optimizer, home.group.size())?;
+        let partition = parameters.partition().cloned();
+        if partition.is_some() {
+            optimizer.check_in_parts()?;
+        }
+        if partition.is_none() || home.placement == OptimizerPlacement::Host {
+            home.placement.check(&optimizer, home.group.size())?;
+        }
         let device = parameters.values().device();
         let shares = home.shares(parameters);
         let mine = shares.as_ref().and_then(|shares| shares.get(home.group.rank()).cloned());
-        let share = mine.clone().unwrap_or(0..parameters.len());
+        let share = mine.clone().unwrap_or(0..parameters.values().elem_count());
         // Where there are shares, all that is kept is of each element. A GPU has no memory of nothing.
-        let of_part = |part: &Part| mine.clone().unwrap_or(0..part.count);
+        let of_part = |part: &Part| match &partition {
+            Some(_) => share.clone(),
+            None => mine.clone().unwrap_or(0..part.count),
+        };
         let mut parts = layout(&optimizer, parameters.entries());
         parts.retain(|part| !of_part(part).is_empty());
         let read = |part: &Part| -> Result<Option<Tensor>> {
             let Some(read) = read else { return Ok(None) };
-            let (all, range) = (read(part)?, of_part(part));
-            if range.len() == part.count {
-                return Ok(Some(all));
+            let Some(partition) = &partition else { return read(part, &[of_part(part)]).map(Some) };
+            let (ranges, places): (Vec<_>, Vec<_>) = partition.held().into_iter().unzip();
+            let (found, own) =
+                (read(part, &ranges)?, Tensor::zeros(partition.len(), part.dtype, &Device::Cpu)?);
+            let mut start = 0;
+            for (range, place) in ranges.iter().zip(places) {
+                own.slice_set(&found.narrow(0, start, range.len())?, 0, place)?;
+                start += range.len();
             }
-            Ok(Some(all.narrow(0, range.start, range.len())?.force_contiguous()?))
+            Ok(Some(own))
         };
         let mut tensors = Vec::with_capacity(parts.len());
         if home.placement == OptimizerPlacement::Host {
@@ -232,7 +251,8 @@ impl OptimizerState {
                 }
                 tensors.push((part.name, tensor.clone()));
             }
-            return Ok(Self { optimizer, tensors, share, shares, host: Some(host) });
+            let host = Some(host);
+            return Ok(Self { optimizer, tensors, share, shares, partition, host });
         }
         for part in &parts {
             let tensor = match read(part)? {
@@ -241,12 +261,21 @@ impl OptimizerState {
             };
             tensors.push((part.name, tensor));
         }
-        Ok(Self { optimizer, tensors, share, shares, host: None })
+        Ok(Self { optimizer, tensors, share, shares, partition, host: None })
     }
 
-    /// Whether other ranks keep a share, too.
+    /// Whether other ranks keep a part of it, too.
     pub fn is_shared(&self) -> bool {
-        self.shares.is_some()
+        self.shares.is_some() || self.partition.is_some()
+    }
+
+    /// What lies where of what is kept of each element, as [`Partition::pieces`] says it; `None` where this rank has all.
+    fn pieces(&self) -> Option<Vec<(usize, Range<usize>)>> {
+        let of_shares = |shares: &Vec<Range<usize>>| {
+            shares.iter().map(|share| 0..share.len()).enumerate().collect()
+        };
+        let of_parts = self.partition.as_ref().map(|partition| partition.pieces());
+        of_parts.or_else(|| self.shares.as_ref().map(of_shares))
     }
 
     /// The shapes and dtypes of what [`Self::tensors`] gives.
@@ -266,14 +295,16 @@ impl OptimizerState {
             // The last step may be at work on it.
             device.synchronize()?;
         }
-        let Some(shares) = &self.shares else {
+        const WHAT: &str = "what the optimiser keeps";
+        let Some(pieces) = self.pieces() else {
             let named = self.tensors.iter();
             return Ok(named.map(|(name, it)| ((*name).to_string(), it.clone())).collect());
         };
         let mut tensors = Vec::new();
         for part in layout(&self.optimizer, parameters.entries()) {
             let mine = self.tensors.iter().find(|(name, _)| *name == part.name);
-            let all = put_together(mine.map(|(_, tensor)| tensor), shares, group, device)?;
+            let mine = mine.map(|(_, tensor)| tensor);
+            let all = put_together(WHAT, mine, &pieces, group, device)?;
             if group.is_root() {
                 let tensor = Tensor::from_vec(all, part.count, &Device::Cpu)?;
                 tensors.push((part.name.to_string(), tensor));
@@ -313,9 +344,10 @@ impl OptimizerState {
                 ),
             ));
         }
-        let read = |part: &Part| match part.dtype {
+        let read = |part: &Part, ranges: &[Range<usize>]| match part.dtype {
+            // Which no other rank has a part of.
             DType::U8 => weights.bytes(part.name, part.count, &Device::Cpu),
-            dtype => weights.tensor(part.name, &[part.count], dtype, &Device::Cpu),
+            dtype => weights.elements(part.name, part.count, ranges, dtype),
         };
         Self::made(optimizer, parameters, home, Some(&read))
     }
@@ -335,10 +367,10 @@ impl OptimizerState {
         clip_norm: Option<f64>,
         group: Group,
     ) -> Result<f64> {
-        let norm = self.change(parameters, gradients, rates.into(), number, clip_norm);
+        let norm = self.change(parameters, gradients, rates.into(), number, clip_norm, group);
         if let Some(shares) = &self.shares {
             // Of its own share the step has done it.
-            let rests = [0..self.share.start, self.share.end..gradients.len()];
+            let rests = [0..self.share.start, self.share.end..gradients.buffer().elem_count()];
             for rest in rests.into_iter().filter(|rest| !rest.is_empty()) {
                 flat::fill_zero(&gradients.buffer().narrow(0, rest.start, rest.len())?)?;
             }
@@ -357,6 +389,7 @@ impl OptimizerState {
         rates: Rates,
         number: usize,
         clip_norm: Option<f64>,
+        group: Group,
     ) -> Result<f64> {
         let learning_rate = rates.base;
         let gradients = gradients.buffer();
@@ -367,11 +400,18 @@ impl OptimizerState {
         let (values, own) = (&of_share(parameters.values())?, &of_share(gradients)?);
         let decayed = parameters.decayed().clamp(self.share.start, self.share.end);
         let decayed = decayed - self.share.start;
-        let clip = Clip { max_norm: clip_norm, norm_of: self.is_shared().then_some(gradients) };
+        // A number is its own norm.
+        let norm = match &self.partition {
+            Some(partition) => Some(norm_of_parts(gradients, partition, group)?),
+            None => None,
+        };
+        let of_all = self.shares.is_some().then_some(gradients);
+        let clip = Clip { max_norm: clip_norm, norm_of: norm.as_ref().or(of_all) };
         let adam = |names: [&str; 2], options: &AdamWOptions| -> Result<f64> {
             let options = adamw_options(options, learning_rate);
             let [m, v] = [self.kept(names[0])?, self.kept(names[1])?];
-            if rates.b_ratio != 1.0 {
+            // What is in parts has no B.
+            if rates.b_ratio != 1.0 && self.partition.is_none() {
                 let clip = (number, clip_norm);
                 return self.step_at_two_rates(
                     parameters,
@@ -598,40 +638,19 @@ impl OptimizerState {
     }
 }
 
-/// All elements of what each rank has a share of, for the first rank; the others get none.
-fn put_together(
-    mine: Option<&Tensor>,
-    shares: &[Range<usize>],
-    group: Group,
-    device: &Device,
-) -> Result<Vec<f32>> {
-    const WHAT: &str = "what the optimiser keeps";
-    /// Elements that are sent at a time.
-    const PIECE: usize = 16 << 20;
-    let mut all = Vec::new();
-    for (rank, share) in shares.iter().enumerate() {
-        let own = mine.filter(|_| rank == group.rank());
-        for start in (0..share.len()).step_by(PIECE) {
-            let length = PIECE.min(share.len() - start);
-            let piece = own.map(|own| own.narrow(0, start, length)).transpose()?;
-            if rank == 0 {
-                // It stays where it is.
-                all.extend(piece.map_or(Ok(Vec::new()), |piece| piece.to_vec1::<f32>())?);
-                continue;
-            }
-            let sent = match piece {
-                Some(piece) => piece.to_device(device)?.force_contiguous()?,
-                None => Tensor::zeros(length, DType::F32, device)?,
-            };
-            let of_rank = |other| if other == rank { 0..length } else { 0..0 };
-            let parts: Vec<Range<usize>> = (0..shares.len()).map(of_rank).collect();
-            group.spread(WHAT, &sent, &parts)?;
-            if group.is_root() {
-                all.extend(sent.to_vec1::<f32>()?);
-            }
+/// The norm of gradients of which each rank has a part, `(1)`.
+fn norm_of_parts(gradients: &Tensor, partition: &Partition, group: Group) -> Result<Tensor> {
+    let square = |range: Range<usize>| -> Result<f64> {
+        match range.is_empty() {
+            true => Ok(0.0),
+            false => Ok(flat::norm(&gradients.narrow(0, range.start, range.len())?)?.powi(2)),
         }
-    }
-    Ok(all)
+    };
+    let mut matrices = [square(0..partition.matrices())?];
+    group.add_up("the norm of the gradients", &mut matrices)?;
+    let vectors = square(partition.matrices()..partition.len())?;
+    let norm = (matrices[0] + vectors).sqrt();
+    Ok(Tensor::new(&[norm as f32], gradients.device())?)
 }
 
 fn adamw_options(options: &AdamWOptions, learning_rate: f64) -> adamw::Options {
