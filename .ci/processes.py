@@ -83,6 +83,12 @@ def preferences(folder, of_pair):
     return folder
 
 
+def pairs_in(folder):
+    return preferences(
+        folder, lambda prompt, right, wrong: [{"prompt": prompt, "chosen": right, "rejected": wrong}]
+    )
+
+
 def metrics(output):
     events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     kept = {
@@ -196,10 +202,7 @@ def the_same_number_gives_the_same_bits(folder):
 
 
 def all_ways_to_make_a_step(folder):
-    pairs = preferences(
-        folder / "pairs",
-        lambda prompt, right, wrong: [{"prompt": prompt, "chosen": right, "rejected": wrong}],
-    )
+    pairs = pairs_in(folder / "pairs")
     labelled = preferences(
         folder / "labelled",
         lambda prompt, right, wrong: [
@@ -293,7 +296,7 @@ def parts_of_the_base(folder):
     if not GPUS:
         print("NOT RUN: a base in parts, or with the host: it needs --gpus", flush=True)
         return
-    pairs = folder / "pairs"
+    pairs = pairs_in(folder / "pairs-of-the-base")
     # The last batch has a row for the first rank alone.
     odd = folder / "odd"
     odd.mkdir()

@@ -94,6 +94,44 @@ impl HostBuffers {
         })
     }
 
+    /// Copies a contiguous `part` `(n)`, on the device that this was made for or the host, into the elements of a flat tensor
+    /// from `start` on, and waits for it.
+    ///
+    /// # Errors
+    /// When there are no such elements, or the driver refuses.
+    pub fn write(&self, tensor: usize, start: usize, part: &Tensor) -> Result<()> {
+        let to = self.tensors.get(tensor).filter(|to| {
+            to.rank() == 1
+                && part.rank() == 1
+                && part.is_contiguous()
+                && to.dtype() == part.dtype()
+                && start + part.elem_count() <= to.elem_count()
+        });
+        let Some(to) = to else {
+            bail!(
+                "metal-candle-kernels: host: {:?} {:?} cannot be copied into tensor {tensor} of {} from {start} on",
+                part.dims(),
+                part.dtype(),
+                self.tensors.len()
+            )
+        };
+        #[cfg(feature = "cuda")]
+        if part.device().is_cuda() {
+            let to = to.narrow(0, start, part.elem_count())?;
+            let (from, to) = (std::slice::from_ref(part), std::slice::from_ref(&to));
+            return crate::backend::cuda::copy_to_host(part.device(), from, to)?.wait();
+        }
+        // A view is made a tensor of its own first, as Candle copies all that it is a view of.
+        let part = match part.device() {
+            Device::Cpu => part.clone(),
+            _ => part.force_contiguous()?.to_device(&Device::Cpu)?,
+        };
+        match part.elem_count() {
+            0 => Ok(()),
+            _ => to.slice_set(&part, 0, start),
+        }
+    }
+
     /// What was copied last; at first zeros. A clone of one of these sees the next copy. On CUDA an optimiser may keep its
     /// numbers here, see [`flat`](crate::flat).
     pub fn tensors(&self) -> &[Tensor] {
@@ -197,6 +235,16 @@ mod tests {
             let bytes: Vec<u8> = buffers.tensors()[1].to_vec1().unwrap();
             assert_eq!(bytes, (0..255).collect::<Vec<u8>>());
             assert_eq!(buffers.tensors()[2].dims(), [0, 3]);
+        }
+        // In pieces.
+        let whole: Vec<f32> = view.force_contiguous().unwrap().to_vec1().unwrap();
+        let split = 12_345;
+        for (start, length) in [(split, 60_000 - split), (0, split)] {
+            buffers.write(0, start, &view.narrow(0, start, length).unwrap()).unwrap();
+        }
+        assert_eq!(buffers.tensors()[0].to_vec1::<f32>().unwrap(), whole);
+        for (tensor, start) in [(0, 1), (1, 0), (3, 0)] {
+            assert!(buffers.write(tensor, start, &view).is_err());
         }
         // A copy that nobody waits for ends before its memory is given back.
         drop(buffers.copy(&tensors).unwrap());

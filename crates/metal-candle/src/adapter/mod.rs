@@ -25,7 +25,7 @@ pub use files::{ADAPTER_CONFIG, AdapterFormat, read_config};
 pub use merged::{Merged, MergedWeights};
 pub(crate) use parameters::of_held;
 pub use parameters::{Entry, Parameters};
-pub(crate) use partition::{Partition, UnitName, Whole, put_together};
+pub(crate) use partition::{Kept, Partition, UnitName, Whole};
 
 use crate::autograd::{Parameter, ParameterId};
 use crate::model::layer::Linear;

@@ -1,9 +1,8 @@
 //! The parameters of an adapter: every trainable tensor as a view of one flat f32 buffer.
 
-use super::partition::{Partition, put_together};
+use super::partition::{Kept, Partition};
 use crate::autograd::ParameterId;
 use crate::hash::Hash;
-use crate::parallel::Group;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use metal_candle_kernels::copy;
@@ -120,19 +119,10 @@ impl Parameters {
         self.partition.as_ref()
     }
 
-    /// All parameters, `(len)` in f32, where this is the first rank, and nothing otherwise. Where they are in parts, all
-    /// processes call this, and they are put together in the memory of the host.
-    ///
-    /// # Errors
-    /// As [`Collectives::spread`](crate::parallel::Collectives::spread).
-    pub(crate) fn whole(&self, group: Group) -> Result<Option<Tensor>> {
-        const WHAT: &str = "putting the parameters together";
-        let Some(partition) = &self.partition else {
-            return Ok(group.is_root().then(|| self.values.clone()));
-        };
-        let (pieces, values) = (partition.pieces(), &self.values);
-        let all = put_together(WHAT, Some(values), &pieces, group, values.device())?;
-        group.is_root().then(|| Ok(Tensor::from_vec(all, self.len, &Device::Cpu)?)).transpose()
+    /// All parameters, `(len)` in f32, as a checkpoint has them.
+    pub(crate) fn kept(&self) -> Kept {
+        let pieces = self.partition.as_ref().map(|partition| partition.pieces());
+        Kept::new("putting the parameters together", Some(self.values.clone()), pieces)
     }
 
     /// A hash of all values as they are now (XXH3), or of those that every process has and of the model they are of.

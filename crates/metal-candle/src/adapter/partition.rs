@@ -21,7 +21,7 @@ use std::sync::Arc;
 const ALIGNMENT: usize = 128;
 
 /// What is put together at a time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum UnitName {
     Embedding,
     Layer(usize),
@@ -192,47 +192,99 @@ impl Partition {
     }
 }
 
-/// All elements of what each rank has pieces of, in this order, for the first rank in the memory of the host; the others
-/// get none. A piece is a rank's, and a range of the buffer that it has, `mine` on this one.
-///
-/// # Errors
-/// As [`Collectives::spread`](crate::parallel::Collectives::spread).
-pub(crate) fn put_together(
+/// A flat tensor that a checkpoint has: it is here, or each rank has pieces of it.
+#[derive(Debug)]
+pub(crate) struct Kept {
     what: &'static str,
-    mine: Option<&Tensor>,
-    pieces: &[(usize, Range<usize>)],
-    group: Group,
-    device: &Device,
-) -> Result<Vec<f32>> {
-    /// Elements that are sent at a time.
-    const PIECE: usize = 16 << 20;
-    let count = pieces.iter().map(|(_, range)| range.len()).sum();
-    let mut all = Vec::with_capacity(if group.is_root() { count } else { 0 });
-    for (rank, range) in pieces {
-        let own = mine.filter(|_| *rank == group.rank());
-        for start in (range.start..range.end).step_by(PIECE) {
-            let length = PIECE.min(range.end - start);
-            // By itself, as what lies behind a view would be copied from device to device as well.
-            let piece = own.map(|own| own.narrow(0, start, length)?.force_contiguous());
-            let piece = piece.transpose()?;
-            if *rank == 0 {
-                // It stays where it is.
-                all.extend(piece.map_or(Ok(Vec::new()), |piece| piece.to_vec1::<f32>())?);
-                continue;
-            }
-            let sent = match piece {
-                Some(piece) => piece.to_device(device)?,
-                None => Tensor::zeros(length, DType::F32, device)?,
+    /// Or this rank's pieces, if it has some.
+    tensor: Option<Tensor>,
+    /// Whose the pieces are, and where in that rank's tensor, in their order.
+    pieces: Option<Vec<(usize, Range<usize>)>>,
+}
+
+impl Kept {
+    /// `what` goes into messages.
+    pub fn new(
+        what: &'static str,
+        tensor: Option<Tensor>,
+        pieces: Option<Vec<(usize, Range<usize>)>>,
+    ) -> Self {
+        Self { what, tensor, pieces }
+    }
+
+    /// What is here.
+    pub fn tensor(&self) -> Option<&Tensor> {
+        self.tensor.as_ref()
+    }
+
+    /// Puts it together for the first rank, which gets each stretch of its elements in their order, with the place of the
+    /// first one, on a device or the host. Where ranks have pieces, all of them call this.
+    ///
+    /// # Errors
+    /// As [`Collectives::spread`](crate::parallel::Collectives::spread), and those of `take`.
+    pub fn put_together(
+        &self,
+        group: Group,
+        device: &Device,
+        mut take: impl FnMut(usize, &Tensor) -> Result<()>,
+    ) -> Result<()> {
+        /// Elements that are sent at a time.
+        const PIECE: usize = 16 << 20;
+        let Some(pieces) = &self.pieces else {
+            return match &self.tensor {
+                Some(tensor) if group.is_root() => take(0, &tensor.flatten_all()?),
+                _ => Ok(()),
             };
-            let of_rank = |other| if other == *rank { 0..length } else { 0..0 };
-            let parts: Vec<Range<usize>> = (0..group.size()).map(of_rank).collect();
-            group.spread(what, &sent, &parts)?;
-            if group.is_root() {
-                all.extend(sent.to_vec1::<f32>()?);
+        };
+        let mut place = 0;
+        for (rank, range) in pieces {
+            let own = self.tensor.as_ref().filter(|_| *rank == group.rank());
+            for start in (range.start..range.end).step_by(PIECE) {
+                let length = PIECE.min(range.end - start);
+                // By itself, as what lies behind a view would be copied from device to device as well.
+                let piece = own.map(|own| own.narrow(0, start, length)?.force_contiguous());
+                let piece = piece.transpose()?;
+                let sent = match piece {
+                    // It stays where it is.
+                    Some(piece) if *rank == 0 => Some(piece),
+                    None if *rank == 0 => None,
+                    piece => {
+                        let sent = match piece {
+                            Some(piece) => piece.to_device(device)?,
+                            None => Tensor::zeros(length, DType::F32, device)?,
+                        };
+                        let of_rank = |other| if other == *rank { 0..length } else { 0..0 };
+                        let parts: Vec<Range<usize>> = (0..group.size()).map(of_rank).collect();
+                        group.spread(self.what, &sent, &parts)?;
+                        Some(sent)
+                    }
+                };
+                if let Some(sent) = sent.filter(|_| group.is_root()) {
+                    take(place, &sent)?;
+                }
+                place += length;
             }
         }
+        Ok(())
     }
-    Ok(all)
+
+    /// All of it in the memory of the host, for the first rank; the others get nothing. What is here stays where it is.
+    ///
+    /// # Errors
+    /// As [`Self::put_together`].
+    pub fn whole(&self, group: Group, device: &Device) -> Result<Option<Tensor>> {
+        let Some(pieces) = &self.pieces else {
+            return Ok(self.tensor.clone().filter(|_| group.is_root()));
+        };
+        let count = pieces.iter().map(|(_, range)| range.len()).sum();
+        let mut all = Vec::with_capacity(if group.is_root() { count } else { 0 });
+        self.put_together(group, device, |_, piece| {
+            all.extend(piece.to_vec1::<f32>()?);
+            Ok(())
+        })?;
+        let whole = || Ok(Tensor::from_vec(all, count, &Device::Cpu)?);
+        group.is_root().then(whole).transpose()
+    }
 }
 
 /// How units come to the device.

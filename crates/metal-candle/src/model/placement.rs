@@ -22,8 +22,8 @@ pub enum Placement {
     Device,
     /// In the memory of the host, for a model that is larger than the device's; with CUDA in pinned memory.
     Host,
-    /// Each of several processes has a part of every layer on its device. All of them make the same passes in the same
-    /// order.
+    /// Each of several processes has a part of every layer on its device, and of every weight where all are trained
+    /// ([`Adapter::full`](crate::adapter::Adapter::full)). All of them make the same passes in the same order.
     Sharded(Arc<dyn Shards>),
     /// This is the part of a tensor-parallel rank, which an engine over all of them computes with: see
     /// [`parallel::tensor`](crate::parallel::tensor).

@@ -9,7 +9,7 @@ use super::checkpoint::Contents;
 use crate::memory::available_bytes;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
-use metal_candle_kernels::host::HostBuffers;
+use metal_candle_kernels::host::{HostBuffers, HostCopy};
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -58,6 +58,20 @@ enum Memory {
     InUse,
 }
 
+/// What a checkpoint holds.
+pub(super) enum Held {
+    /// Tensors that are trained on, to be copied.
+    Live(Vec<Tensor>),
+    /// What [`Saver::room`] gave, filled since then.
+    Copied(HostBuffers, Instant),
+}
+
+/// What is written.
+enum Copied {
+    UnderWay(HostCopy),
+    Done(HostBuffers),
+}
+
 struct Writing {
     step: u64,
     begun: Instant,
@@ -84,35 +98,54 @@ impl Saver {
         Self { memory, writing: None, complete: None, saving }
     }
 
-    /// Begins the checkpoint of a step: `tensors` may be changed when this returns. The one before must
-    /// have been [taken](Self::wait).
-    pub fn begin(&mut self, step: u64, contents: Contents, tensors: &[Tensor]) -> Result<()> {
-        let begun = Instant::now();
-        let buffers = match std::mem::replace(&mut self.memory, Memory::InUse) {
+    /// The memory for a copy, where the host has it: for [`Held::Copied`]. The checkpoint before must have been
+    /// [taken](Self::wait).
+    pub fn room(&mut self) -> Option<HostBuffers> {
+        match std::mem::replace(&mut self.memory, Memory::InUse) {
             Memory::Preparing(thread) => match thread.join() {
-                Ok(Ok(buffers)) => Some(buffers),
-                Ok(Err(error)) => {
-                    tracing::warn!("training waits for each checkpoint: {error}");
-                    None
-                }
-                Err(_) => None,
+                Ok(Ok(buffers)) => return Some(buffers),
+                Ok(Err(error)) => tracing::warn!("training waits for each checkpoint: {error}"),
+                Err(_) => {}
             },
-            Memory::Ready(buffers) => Some(buffers),
-            Memory::Lacking | Memory::InUse => None,
+            Memory::Ready(buffers) => return Some(buffers),
+            Memory::Lacking | Memory::InUse => {}
+        }
+        self.memory = Memory::Lacking;
+        None
+    }
+
+    /// Takes the memory of [`Self::room`] back.
+    pub fn keep(&mut self, room: HostBuffers) {
+        self.memory = Memory::Ready(room);
+    }
+
+    /// Begins the checkpoint of a step: what is live may be changed when this returns. The one before must
+    /// have been [taken](Self::wait).
+    pub fn begin(&mut self, step: u64, contents: Contents, held: Held) -> Result<()> {
+        let begun = match &held {
+            Held::Live(_) => Instant::now(),
+            Held::Copied(_, begun) => *begun,
         };
-        let Some(buffers) = buffers else {
-            self.memory = Memory::Lacking;
-            let path = contents.write(tensors, &mut *self.saving)?;
-            let seconds = begun.elapsed().as_secs_f64();
-            self.complete = Some(Saved { step, path, waited: seconds, seconds });
-            return Ok(());
+        let copy = match held {
+            Held::Live(tensors) => {
+                let Some(buffers) = self.room() else {
+                    let path = contents.write(&tensors, &mut *self.saving)?;
+                    let seconds = begun.elapsed().as_secs_f64();
+                    self.complete = Some(Saved { step, path, waited: seconds, seconds });
+                    return Ok(());
+                };
+                Copied::UnderWay(buffers.copy(&tensors)?)
+            }
+            Held::Copied(buffers, _) => Copied::Done(buffers),
         };
-        let copy = buffers.copy(tensors)?;
         let mut saving = std::mem::replace(&mut self.saving, untold());
         let thread = std::thread::spawn(move || {
-            let buffers = match copy.wait() {
-                Ok(buffers) => buffers,
-                Err(error) => return (Err(error.into()), None, saving),
+            let buffers = match copy {
+                Copied::UnderWay(copy) => match copy.wait() {
+                    Ok(buffers) => buffers,
+                    Err(error) => return (Err(error.into()), None, saving),
+                },
+                Copied::Done(buffers) => buffers,
             };
             let result = contents.write(buffers.tensors(), &mut *saving);
             (result, Some(buffers), saving)

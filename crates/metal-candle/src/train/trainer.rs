@@ -11,10 +11,10 @@ use super::objectives::MetricSums;
 use super::optimizer::{Home, OptimizerState, Rates};
 use super::options::TrainOptions;
 use super::references::{self, References};
-use super::saving::{Saved, Saver, SavingFn, untold};
+use super::saving::{Held, Saved, Saver, SavingFn, untold};
 use super::summing::{Summing, Tables};
 use super::task::{Part, Task};
-use crate::adapter::{Adapter, TrainedFiles};
+use crate::adapter::{Adapter, Kept, TrainedFiles};
 use crate::autograd::{Parameter, Tape};
 use crate::data::{Batch, BatchPlan, Batcher};
 use crate::memory::peak_bytes;
@@ -1024,12 +1024,43 @@ impl<'a> Trainer<'a> {
     /// Begins to write the checkpoint, unless it is there, as of a run that has just been resumed from it.
     fn save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
         self.check_parameters()?;
-        let parameters = self.adapter.parameters();
-        let kept = self.optimizer()?.tensors(parameters, self.group)?;
-        match parameters.whole(self.group)? {
-            Some(values) => self.begin_to_save(values, kept, metrics),
-            None => Ok(()),
+        let (names, kept) = self.kept()?;
+        let (group, device) = (self.group, self.model.device().clone());
+        if !self.optimizer()?.is_shared() {
+            return match group.is_root() {
+                true => self.begin_to_save(names, live(&kept), metrics),
+                false => Ok(()),
+            };
         }
+        self.await_saved(metrics)?;
+        let held = match self.saver.as_mut().and_then(Saver::room) {
+            Some(room) => {
+                let begun = Instant::now();
+                for (index, kept) in kept.iter().enumerate() {
+                    kept.put_together(group, &device, |start, piece| {
+                        Ok(room.write(index, start, piece)?)
+                    })?;
+                }
+                Held::Copied(room, begun)
+            }
+            None => {
+                let whole = kept.iter().map(|kept| kept.whole(group, &device));
+                Held::Live(whole.filter_map(Result::transpose).collect::<Result<_>>()?)
+            }
+        };
+        match group.is_root() {
+            true => self.begin_to_save(names, held, metrics),
+            false => Ok(()),
+        }
+    }
+
+    /// What a checkpoint has: the parameters, and what the optimiser keeps, and the names of that.
+    fn kept(&self) -> Result<(Vec<String>, Vec<Kept>)> {
+        let parameters = self.adapter.parameters();
+        let (names, mut kept): (_, Vec<_>) =
+            self.optimizer()?.all_kept(parameters)?.into_iter().unzip();
+        kept.insert(0, parameters.kept());
+        Ok((names, kept))
     }
 
     /// Writes a checkpoint of what all ranks did, when one of them is lost; the error stays.
@@ -1047,8 +1078,8 @@ impl<'a> Trainer<'a> {
                 );
                 return outcome;
             }
-            let kept = optimizer.tensors(parameters, self.group)?;
-            self.begin_to_save(parameters.values().clone(), kept, metrics)?;
+            let (names, kept) = self.kept()?;
+            self.begin_to_save(names, live(&kept), metrics)?;
             self.await_saved(metrics)?;
         }
         outcome
@@ -1063,11 +1094,11 @@ impl<'a> Trainer<'a> {
         self.optimizer.as_ref().ok_or_else(missing)
     }
 
-    /// `values` are all parameters, `kept` is the optimiser's.
+    /// `names` are those of what the optimiser keeps, which `held` has behind the parameters.
     fn begin_to_save(
         &mut self,
-        values: Tensor,
-        kept: Vec<(String, Tensor)>,
+        names: Vec<String>,
+        held: Held,
         metrics: &mut dyn MetricsSink,
     ) -> Result<()> {
         self.await_saved(metrics)?;
@@ -1075,11 +1106,12 @@ impl<'a> Trainer<'a> {
             (self.options.keep, self.state.best_step.filter(|_| self.options.keep_best));
         let (step, path) = (self.state.step, checkpoint::folder(&self.output, self.state.step));
         if path.is_dir() {
+            if let (Some(saver), Held::Copied(room, _)) = (&mut self.saver, held) {
+                saver.keep(room);
+            }
             metrics.log(&Metric::Checkpoint { step, path, waited: 0.0, seconds: 0.0 })?;
             return checkpoint::prune(&self.output, keep, best);
         }
-        let (names, mut tensors): (Vec<_>, Vec<_>) = kept.into_iter().unzip();
-        tensors.insert(0, values);
         let contents = Contents {
             output: self.output.clone(),
             state: self.state.clone(),
@@ -1089,7 +1121,7 @@ impl<'a> Trainer<'a> {
             best,
         };
         match &mut self.saver {
-            Some(saver) => saver.begin(step, contents, &tensors),
+            Some(saver) => saver.begin(step, contents, held),
             None => Err(Error::option("checkpoint", "can only be written by a run")),
         }
     }
@@ -1123,11 +1155,16 @@ impl<'a> Trainer<'a> {
         {
             self.adapter.load_parameters(checkpoint::folder(&self.output, best))?;
         }
-        match self.adapter.parameters().whole(self.group)? {
+        match self.adapter.parameters().kept().whole(self.group, self.model.device())? {
             Some(values) => self.trained_files()?.write(&self.output, &values),
             None => Ok(()),
         }
     }
+}
+
+/// What is trained on, all of which this rank has.
+fn live(kept: &[Kept]) -> Held {
+    Held::Live(kept.iter().filter_map(|kept| kept.tensor().cloned()).collect())
 }
 
 fn log(saved: Option<Saved>, metrics: &mut dyn MetricsSink) -> Result<()> {

@@ -4,7 +4,7 @@ use super::{
     AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer,
     OptimizerPlacement, SgdOptions,
 };
-use crate::adapter::{Entry, Parameters, Partition, put_together};
+use crate::adapter::{Entry, Kept, Parameters, Partition};
 use crate::model::Weights;
 use crate::parallel::Group;
 use crate::train::Gradients;
@@ -278,42 +278,30 @@ impl OptimizerState {
         of_parts.or_else(|| self.shares.as_ref().map(of_shares))
     }
 
-    /// The shapes and dtypes of what [`Self::tensors`] gives.
+    /// The shapes and dtypes of what [`Self::kept`] gives, put together.
     pub fn outline(optimizer: &Optimizer, parameters: &Parameters) -> Vec<(Vec<usize>, DType)> {
         let layout = layout(optimizer, parameters.entries());
         layout.iter().map(|part| (vec![part.count], part.dtype)).collect()
     }
 
-    /// What a checkpoint keeps of it, by name. Where each rank has a share, all of them call this, and it is put together
-    /// in the memory of the host for the first one alone; the others get nothing.
+    /// What a checkpoint has of it, by name.
     ///
     /// # Errors
-    /// As [`Collectives::spread`](crate::parallel::Collectives::spread).
-    pub fn tensors(&self, parameters: &Parameters, group: Group) -> Result<Vec<(String, Tensor)>> {
-        let device = parameters.values().device();
+    /// When the device fails.
+    pub fn all_kept(&self, parameters: &Parameters) -> Result<Vec<(String, Kept)>> {
         if self.host.is_some() {
             // The last step may be at work on it.
-            device.synchronize()?;
+            parameters.values().device().synchronize()?;
         }
-        const WHAT: &str = "what the optimiser keeps";
-        let Some(pieces) = self.pieces() else {
-            let named = self.tensors.iter();
-            return Ok(named.map(|(name, it)| ((*name).to_string(), it.clone())).collect());
-        };
-        let mut tensors = Vec::new();
-        for part in layout(&self.optimizer, parameters.entries()) {
-            let mine = self.tensors.iter().find(|(name, _)| *name == part.name);
-            let mine = mine.map(|(_, tensor)| tensor);
-            let all = put_together(WHAT, mine, &pieces, group, device)?;
-            if group.is_root() {
-                let tensor = Tensor::from_vec(all, part.count, &Device::Cpu)?;
-                tensors.push((part.name.to_string(), tensor));
-            }
-        }
-        Ok(tensors)
+        let kept = layout(&self.optimizer, parameters.entries()).into_iter().map(|part| {
+            let found = self.tensors.iter().find(|(name, _)| *name == part.name);
+            let tensor = found.map(|(_, tensor)| tensor.clone());
+            (part.name.to_string(), Kept::new("what the optimiser keeps", tensor, self.pieces()))
+        });
+        Ok(kept.collect())
     }
 
-    /// Reads what [`Self::tensors`] gave, or this rank's share of it.
+    /// Reads what [`Self::kept`] gave, or this rank's share of it.
     ///
     /// # Errors
     /// When the file cannot be read or is another optimiser's.
