@@ -245,8 +245,8 @@ impl Kept {
                 let piece = own.map(|own| own.narrow(0, start, length)?.force_contiguous());
                 let piece = piece.transpose()?;
                 let sent = match piece {
-                    // It stays where it is.
                     Some(piece) if *rank == 0 => Some(piece),
+                    // It stays where it is.
                     None if *rank == 0 => None,
                     piece => {
                         let sent = match piece {
@@ -259,8 +259,9 @@ impl Kept {
                         Some(sent)
                     }
                 };
-                if let Some(sent) = sent.filter(|_| group.is_root()) {
-                    take(place, &sent)?;
+                if group.is_root() {
+                    let missing = || Error::option("checkpoint", "lacks a part that rank 0 has");
+                    take(place, &sent.ok_or_else(missing)?)?;
                 }
                 place += length;
             }

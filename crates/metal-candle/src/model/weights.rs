@@ -300,7 +300,8 @@ impl Weights {
         Ok(tensor)
     }
 
-    /// As [`Self::tensor`], of `count` numbers those in these ranges, one after the other, on the CPU.
+    /// As [`Self::tensor`], of `count` numbers those in these ranges, one after the other, on the CPU. All are looked at, so
+    /// that whoever reads other ranges has the same error.
     ///
     /// # Errors
     /// As [`Self::tensor`].
@@ -311,14 +312,17 @@ impl Weights {
         ranges: &[Range<usize>],
         dtype: DType,
     ) -> Result<Tensor> {
+        /// Bytes that are looked at at once.
+        const LOOKED_AT: usize = 64 << 20;
         let (entry, stored) = self.fitting(name, &[count])?;
-        let part = pieces(name, self.bytes_of(name, entry)?, stored.size_in_bytes(), ranges)?;
-        let length = ranges.iter().map(ExactSizeIterator::len).sum();
-        let (tensor, all_finite) = converted(&part, stored, &[length], dtype)?;
-        if self.check_finite && !all_finite {
-            // With its place in the whole.
-            return self.tensor(name, &[count], dtype, &Device::Cpu);
+        let bytes = self.bytes_of(name, entry)?;
+        let is_finite = |bytes| to_f32(bytes, stored).1;
+        if self.check_finite && !bytes.chunks(LOOKED_AT).all(is_finite) {
+            return Err(Error::file(self.path(entry), not_finite(name, bytes, stored, dtype)));
         }
+        let part = pieces(name, bytes, stored.size_in_bytes(), ranges)?;
+        let length = ranges.iter().map(ExactSizeIterator::len).sum();
+        let (tensor, _) = converted(&part, stored, &[length], dtype)?;
         entry.read.store(true, Ordering::Relaxed);
         Ok(tensor)
     }
@@ -859,7 +863,8 @@ mod tests {
         values[5 * 10 + 3] = f32::NAN;
         let whole = named("x", &values, DType::BF16).1.reshape((12, 10)).unwrap();
         let flat = named("flat", &[1.0, 2.0, 3.0, 4.0, 5.0], DType::F32);
-        write_safetensors(&path, &[("x".to_string(), whole), flat], None).unwrap();
+        let bad = named("bad", &[1.0, f32::INFINITY], DType::F32);
+        write_safetensors(&path, &[("x".to_string(), whole), flat, bad], None).unwrap();
         let weights = Weights::open(folder.path()).unwrap();
         let part = |dim, range| weights.part("x", [12, 10], (dim, &[range]), DType::BF16);
         for (dim, range) in [(0, 4..6), (1, 3..5)] {
@@ -870,6 +875,8 @@ mod tests {
         assert_eq!(elements(&[0..2, 4..5]).unwrap().to_vec1::<f32>().unwrap(), [1.0, 2.0, 5.0]);
         assert_eq!(elements(&[1..3]).unwrap().to_vec1::<f32>().unwrap(), [2.0, 3.0]);
         assert!(elements(&[3..6]).unwrap_err().to_string().contains("has no part [3..6]"));
+        let error = weights.elements("bad", 2, &[0..1], DType::F32).unwrap_err().to_string();
+        assert!(error.contains("inf at flat index 1"), "{error}");
         // Whose part it is tells.
         assert!(part(0, 0..5).is_ok() && part(1, 4..10).is_ok());
     }

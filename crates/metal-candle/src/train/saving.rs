@@ -3,7 +3,8 @@
 //! What a checkpoint holds is copied to the host's memory behind the step that made it, and a thread
 //! writes the files from the copy while training goes on. There is one copy and one writer: a checkpoint
 //! that is due before the last one is complete waits for it. Where the host has too little memory for a
-//! copy, training waits while the files are written from the device's tensors, one by one.
+//! copy, training waits while the files are written from the device's tensors, one by one. What ranks have parts of is
+//! put together in that copy, or, where there is none, in as much memory for as long as the files are written.
 
 use super::checkpoint::Contents;
 use crate::memory::available_bytes;
@@ -62,8 +63,8 @@ enum Memory {
 pub(super) enum Held {
     /// Tensors that are trained on, to be copied.
     Live(Vec<Tensor>),
-    /// What [`Saver::room`] gave, filled since then.
-    Copied(HostBuffers, Instant),
+    /// What [`Saver::room`] gave, filled.
+    Copied(HostBuffers),
 }
 
 /// What is written.
@@ -80,15 +81,29 @@ struct Writing {
 }
 
 impl Saver {
-    /// Prepares to copy tensors of these shapes and dtypes, on `device` or the host.
-    pub fn new(like: Vec<(Vec<usize>, DType)>, device: &Device, saving: SavingFn) -> Self {
+    /// Prepares to copy tensors of these shapes and dtypes, on `device` or the host; `in_parts` says whether they are put
+    /// together from parts of several ranks.
+    pub fn new(
+        like: Vec<(Vec<usize>, DType)>,
+        device: &Device,
+        in_parts: bool,
+        saving: SavingFn,
+    ) -> Self {
         let bytes: usize = like
             .iter()
             .map(|(shape, dtype)| shape.iter().product::<usize>() * dtype.size_in_bytes())
             .sum();
-        let memory = if bytes as u64 <= available_bytes().map_or(UNKNOWN, |bytes| bytes / SHARE) {
+        let available = available_bytes();
+        let memory = if bytes as u64 <= available.map_or(UNKNOWN, |bytes| bytes / SHARE) {
             let device = device.clone();
             Memory::Preparing(std::thread::spawn(move || HostBuffers::new(&like, &device)))
+        } else if in_parts {
+            let available = available.map_or("an unknown number".into(), |bytes| bytes.to_string());
+            tracing::warn!(
+                "training waits for each checkpoint, which is put together in {bytes} bytes of this machine's memory, of \
+                 which {available} are free"
+            );
+            Memory::Lacking
         } else {
             tracing::info!(
                 "training waits for each checkpoint: a copy of {bytes} bytes would take too much of this machine's memory"
@@ -114,18 +129,15 @@ impl Saver {
         None
     }
 
-    /// Takes the memory of [`Self::room`] back.
-    pub fn keep(&mut self, room: HostBuffers) {
-        self.memory = Memory::Ready(room);
-    }
-
-    /// Begins the checkpoint of a step: what is live may be changed when this returns. The one before must
-    /// have been [taken](Self::wait).
-    pub fn begin(&mut self, step: u64, contents: Contents, held: Held) -> Result<()> {
-        let begun = match &held {
-            Held::Live(_) => Instant::now(),
-            Held::Copied(_, begun) => *begun,
-        };
+    /// Begins the checkpoint of a step, for which training has waited since `begun`: what is live may be changed when this
+    /// returns. The one before must have been [taken](Self::wait).
+    pub fn begin(
+        &mut self,
+        step: u64,
+        contents: Contents,
+        held: Held,
+        begun: Instant,
+    ) -> Result<()> {
         let copy = match held {
             Held::Live(tensors) => {
                 let Some(buffers) = self.room() else {
@@ -136,7 +148,7 @@ impl Saver {
                 };
                 Copied::UnderWay(buffers.copy(&tensors)?)
             }
-            Held::Copied(buffers, _) => Copied::Done(buffers),
+            Held::Copied(buffers) => Copied::Done(buffers),
         };
         let mut saving = std::mem::replace(&mut self.saving, untold());
         let thread = std::thread::spawn(move || {

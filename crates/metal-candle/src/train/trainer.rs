@@ -399,7 +399,8 @@ impl<'a> Trainer<'a> {
             let mut like = OptimizerState::outline(optimizer, parameters);
             like.insert(0, (vec![parameters.len()], parameters.values().dtype()));
             let saving = std::mem::replace(&mut self.saving, untold());
-            self.saver = Some(Saver::new(like, self.model.device(), saving));
+            let in_parts = self.optimizer()?.is_shared();
+            self.saver = Some(Saver::new(like, self.model.device(), in_parts, saving));
         }
         let outcome = self.steps(metrics);
         if let Some(turns) = &self.turns {
@@ -1024,24 +1025,25 @@ impl<'a> Trainer<'a> {
     /// Begins to write the checkpoint, unless it is there, as of a run that has just been resumed from it.
     fn save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
         self.check_parameters()?;
+        let is_shared = self.optimizer()?.is_shared();
+        let mut is_there = self.is_saved(metrics)?;
+        if is_shared {
+            is_there = self.group.any("whether there is a checkpoint", is_there)?;
+        }
+        if is_there {
+            return Ok(());
+        }
+        let begun = Instant::now();
         let (names, kept) = self.kept()?;
         let (group, device) = (self.group, self.model.device().clone());
-        if !self.optimizer()?.is_shared() {
-            return match group.is_root() {
-                true => self.begin_to_save(names, live(&kept), metrics),
-                false => Ok(()),
-            };
-        }
-        self.await_saved(metrics)?;
-        let held = match self.saver.as_mut().and_then(Saver::room) {
+        let held = match self.saver.as_mut().filter(|_| is_shared).and_then(Saver::room) {
             Some(room) => {
-                let begun = Instant::now();
                 for (index, kept) in kept.iter().enumerate() {
                     kept.put_together(group, &device, |start, piece| {
                         Ok(room.write(index, start, piece)?)
                     })?;
                 }
-                Held::Copied(room, begun)
+                Held::Copied(room)
             }
             None => {
                 let whole = kept.iter().map(|kept| kept.whole(group, &device));
@@ -1049,9 +1051,30 @@ impl<'a> Trainer<'a> {
             }
         };
         match group.is_root() {
-            true => self.begin_to_save(names, held, metrics),
+            true => self.begin_to_save(names, held, begun),
             false => Ok(()),
         }
+    }
+
+    /// Whether this rank, if it writes checkpoints, has written that of this step, as after a run was resumed from it. The one
+    /// before is waited for.
+    fn is_saved(&mut self, metrics: &mut dyn MetricsSink) -> Result<bool> {
+        if !self.group.is_root() {
+            return Ok(false);
+        }
+        self.await_saved(metrics)?;
+        let (step, path) = (self.state.step, checkpoint::folder(&self.output, self.state.step));
+        if !path.is_dir() {
+            return Ok(false);
+        }
+        metrics.log(&Metric::Checkpoint { step, path, waited: 0.0, seconds: 0.0 })?;
+        checkpoint::prune(&self.output, self.options.keep, self.best_to_keep())?;
+        Ok(true)
+    }
+
+    /// The step of the best evaluation, if its checkpoint is to stay.
+    fn best_to_keep(&self) -> Option<u64> {
+        self.state.best_step.filter(|_| self.options.keep_best)
     }
 
     /// What a checkpoint has: the parameters, and what the optimiser keeps, and the names of that.
@@ -1078,9 +1101,12 @@ impl<'a> Trainer<'a> {
                 );
                 return outcome;
             }
-            let (names, kept) = self.kept()?;
-            self.begin_to_save(names, live(&kept), metrics)?;
-            self.await_saved(metrics)?;
+            if !self.is_saved(metrics)? {
+                let (begun, (names, kept)) = (Instant::now(), self.kept()?);
+                let live = kept.iter().filter_map(|kept| kept.tensor().cloned()).collect();
+                self.begin_to_save(names, Held::Live(live), begun)?;
+                self.await_saved(metrics)?;
+            }
         }
         outcome
     }
@@ -1095,33 +1121,17 @@ impl<'a> Trainer<'a> {
     }
 
     /// `names` are those of what the optimiser keeps, which `held` has behind the parameters.
-    fn begin_to_save(
-        &mut self,
-        names: Vec<String>,
-        held: Held,
-        metrics: &mut dyn MetricsSink,
-    ) -> Result<()> {
-        self.await_saved(metrics)?;
-        let (keep, best) =
-            (self.options.keep, self.state.best_step.filter(|_| self.options.keep_best));
-        let (step, path) = (self.state.step, checkpoint::folder(&self.output, self.state.step));
-        if path.is_dir() {
-            if let (Some(saver), Held::Copied(room, _)) = (&mut self.saver, held) {
-                saver.keep(room);
-            }
-            metrics.log(&Metric::Checkpoint { step, path, waited: 0.0, seconds: 0.0 })?;
-            return checkpoint::prune(&self.output, keep, best);
-        }
+    fn begin_to_save(&mut self, names: Vec<String>, held: Held, begun: Instant) -> Result<()> {
         let contents = Contents {
             output: self.output.clone(),
             state: self.state.clone(),
             files: self.trained_files()?,
             optimizer: names,
-            keep,
-            best,
+            keep: self.options.keep,
+            best: self.best_to_keep(),
         };
         match &mut self.saver {
-            Some(saver) => saver.begin(step, contents, held),
+            Some(saver) => saver.begin(self.state.step, contents, held, begun),
             None => Err(Error::option("checkpoint", "can only be written by a run")),
         }
     }
@@ -1160,11 +1170,6 @@ impl<'a> Trainer<'a> {
             None => Ok(()),
         }
     }
-}
-
-/// What is trained on, all of which this rank has.
-fn live(kept: &[Kept]) -> Held {
-    Held::Live(kept.iter().filter_map(|kept| kept.tensor().cloned()).collect())
 }
 
 fn log(saved: Option<Saved>, metrics: &mut dyn MetricsSink) -> Result<()> {

@@ -478,7 +478,7 @@ fn ranks_with_a_part_of_every_weight_train_and_resume_as_ranks_with_all_of_them(
             let output = tempfile::tempdir().unwrap();
             let mut losses = Vec::new();
             for (is_sharded, count, options) in
-                [(is_sharded[0], 2, of(3, places[0])), (is_sharded[1], then, of(6, places[1]))]
+                [(is_sharded[0], 2, of(4, places[0])), (is_sharded[1], then, of(6, places[1]))]
             {
                 let whole = Whole {
                     folder: folder.path(),

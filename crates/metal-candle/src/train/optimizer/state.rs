@@ -278,7 +278,7 @@ impl OptimizerState {
         of_parts.or_else(|| self.shares.as_ref().map(of_shares))
     }
 
-    /// The shapes and dtypes of what [`Self::kept`] gives, put together.
+    /// The shapes and dtypes of what [`Self::all_kept`] gives, put together.
     pub fn outline(optimizer: &Optimizer, parameters: &Parameters) -> Vec<(Vec<usize>, DType)> {
         let layout = layout(optimizer, parameters.entries());
         layout.iter().map(|part| (vec![part.count], part.dtype)).collect()
@@ -301,7 +301,7 @@ impl OptimizerState {
         Ok(kept.collect())
     }
 
-    /// Reads what [`Self::kept`] gave, or this rank's share of it.
+    /// Reads what [`Self::all_kept`] gave, or this rank's share of it.
     ///
     /// # Errors
     /// When the file cannot be read or is another optimiser's.
