@@ -80,12 +80,7 @@ impl HostBuffers {
             if from.elem_count() == 0 || from.device().is_cuda() {
                 continue;
             }
-            // A view is made a tensor of its own first, as Candle copies all that it is a view of.
-            let from = match from.device() {
-                Device::Cpu => from.clone(),
-                _ => from.force_contiguous()?.to_device(&Device::Cpu)?,
-            };
-            to.flatten_all()?.slice_set(&from.flatten_all()?, 0, 0)?;
+            to.flatten_all()?.slice_set(&on_the_host(from)?.flatten_all()?, 0, 0)?;
         }
         Ok(HostCopy {
             #[cfg(feature = "cuda")]
@@ -121,14 +116,9 @@ impl HostBuffers {
             let (from, to) = (std::slice::from_ref(part), std::slice::from_ref(&to));
             return crate::backend::cuda::copy_to_host(part.device(), from, to)?.wait();
         }
-        // A view is made a tensor of its own first, as Candle copies all that it is a view of.
-        let part = match part.device() {
-            Device::Cpu => part.clone(),
-            _ => part.force_contiguous()?.to_device(&Device::Cpu)?,
-        };
         match part.elem_count() {
             0 => Ok(()),
-            _ => to.slice_set(&part, 0, start),
+            _ => to.slice_set(&on_the_host(part)?, 0, start),
         }
     }
 
@@ -136,6 +126,15 @@ impl HostBuffers {
     /// numbers here, see [`flat`](crate::flat).
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors
+    }
+}
+
+/// A tensor on the CPU.
+fn on_the_host(tensor: &Tensor) -> Result<Tensor> {
+    match tensor.device() {
+        Device::Cpu => Ok(tensor.clone()),
+        // A view is made a tensor of its own first, as Candle copies all that it is a view of.
+        _ => tensor.force_contiguous()?.to_device(&Device::Cpu),
     }
 }
 
@@ -206,6 +205,17 @@ impl HostCopy {
             copied.wait()?;
         }
         Ok(self.buffers)
+    }
+}
+
+/// What was written is a copy that is done.
+impl From<HostBuffers> for HostCopy {
+    fn from(buffers: HostBuffers) -> Self {
+        Self {
+            #[cfg(feature = "cuda")]
+            copied: None,
+            buffers,
+        }
     }
 }
 

@@ -10,7 +10,7 @@
 
 mod library;
 
-use crate::backend::cuda::{Array, Cuda, Lane, Place, give_back};
+use crate::backend::cuda::{Array, Cuda, Event, Lane, give_back};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUstream;
 use candle_core::{DType, Device, Error, Tensor, bail};
@@ -46,7 +46,7 @@ pub fn unique_id() -> Result<[u8; ID_BYTES]> {
 
 /// A place in a communicator's work beside that of the device.
 #[derive(Debug)]
-pub struct Mark(Place);
+pub struct Mark(Event);
 
 /// One process's part in a group, each with a GPU of its own.
 #[derive(Debug)]
@@ -125,9 +125,7 @@ impl Communicator {
         if buffer.elem_count() == 0 {
             return Ok(());
         }
-        self.check_alive()?;
-        let (array, lane) = (Cuda::on(&self.device)?.strided(buffer)?, self.lane()?);
-        lane.follow()?;
+        let (array, lane) = self.behind_the_work(buffer)?;
         // SAFETY: the buffer lives until the lane is done with this, which the caller waits for.
         let code = unsafe { self.add_up(&array, FLOAT32, lane.stream()) };
         self.launched("a sum", code, wait)
@@ -156,9 +154,7 @@ impl Communicator {
         if count == 0 {
             return Ok(());
         }
-        self.check_alive()?;
-        let (array, lane) = (Cuda::on(&self.device)?.strided(buffer)?, self.lane()?);
-        lane.follow()?;
+        let (array, lane) = self.behind_the_work(buffer)?;
         let own = array.pointer + (self.rank * count * size_of::<f32>()) as u64;
         // SAFETY: the buffer has so many numbers for each process and lives until the lane is done with this, which the
         // caller waits for.
@@ -174,6 +170,14 @@ impl Communicator {
             )
         };
         self.launched("a sum of parts", code, wait)
+    }
+
+    /// A tensor, and the lane, where what comes next begins behind the work of the device so far.
+    fn behind_the_work(&self, buffer: &Tensor) -> Result<(Array, &Lane)> {
+        self.check_alive()?;
+        let (array, lane) = (Cuda::on(&self.device)?.strided(buffer)?, self.lane()?);
+        lane.follow()?;
+        Ok((array, lane))
     }
 
     /// Adds up all elements in place.
@@ -198,11 +202,7 @@ impl Communicator {
 
     /// An error unless a tensor is contiguous `(n)` in f32 on this device.
     fn require_numbers(&self, buffer: &Tensor) -> Result<()> {
-        if buffer.dtype() == DType::F32
-            && buffer.rank() == 1
-            && buffer.is_contiguous()
-            && buffer.device().same_device(&self.device)
-        {
+        if buffer.dtype() == DType::F32 && self.is_flat(buffer) {
             return Ok(());
         }
         bail!(
@@ -371,9 +371,14 @@ impl Communicator {
         self.launched(WHAT, code, wait)
     }
 
-    /// An error unless a tensor is contiguous `(n)` on this device.
+    /// Whether a tensor is contiguous `(n)` on this device.
+    fn is_flat(&self, x: &Tensor) -> bool {
+        x.rank() == 1 && x.is_contiguous() && x.device().same_device(&self.device)
+    }
+
+    /// An error unless it is.
     fn require_flat(&self, what: &str, part: &Tensor) -> Result<()> {
-        if part.rank() == 1 && part.is_contiguous() && part.device().same_device(&self.device) {
+        if self.is_flat(part) {
             return Ok(());
         }
         bail!(
@@ -402,7 +407,7 @@ impl Communicator {
     ) -> Result<(), E> {
         self.check_alive()?;
         match mark {
-            Some(Mark(place)) => self.until("work with other processes", wait, || place.is_done()),
+            Some(Mark(event)) => self.until("work with other processes", wait, || event.is_done()),
             None => Ok(()),
         }
     }

@@ -7,6 +7,7 @@ use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use metal_candle_kernels::copy;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,6 +23,11 @@ pub struct Entry {
 }
 
 impl Entry {
+    /// Where it lies in the flat buffer, in elements.
+    pub fn range(&self) -> Range<usize> {
+        self.offset..self.offset + self.shape.elem_count()
+    }
+
     /// Its part of a flat buffer `(len)` in this layout, as a view.
     pub fn of(&self, buffer: &Tensor) -> Result<Tensor> {
         let flat = buffer.narrow(0, self.offset, self.shape.elem_count())?;
@@ -182,8 +188,7 @@ impl Parameters {
         }
         match &self.partition {
             Some(partition) => {
-                let range = entry.offset..entry.offset + entry.shape.elem_count();
-                partition.write(&self.values, &range, &value.flatten_all()?)?;
+                partition.write(&self.values, &entry.range(), &value.flatten_all()?)?;
             }
             None => {
                 let flat = copy::cast(value, DType::F32)?.contiguous()?.flatten_all()?;

@@ -65,7 +65,7 @@ impl Partition {
         model: u64,
     ) -> Result<Self> {
         let mut units: Vec<Unit> = Vec::new();
-        let end = |entry: &Entry| entry.offset + entry.shape.elem_count();
+        let end = |entry: &Entry| entry.range().end;
         let matrices = entries.iter().take_while(|entry| entry.shape.rank() >= 2).count();
         for (index, entry) in entries[..matrices].iter().enumerate() {
             let name = unit(entry).ok_or_else(|| {
@@ -212,11 +212,6 @@ impl Kept {
         Self { what, tensor, pieces }
     }
 
-    /// What is here.
-    pub fn tensor(&self) -> Option<&Tensor> {
-        self.tensor.as_ref()
-    }
-
     /// Puts it together for the first rank, which gets each stretch of its elements in their order, with the place of the
     /// first one, on a device or the host. Where ranks have pieces, all of them call this.
     ///
@@ -241,27 +236,23 @@ impl Kept {
             let own = self.tensor.as_ref().filter(|_| *rank == group.rank());
             for start in (range.start..range.end).step_by(PIECE) {
                 let length = PIECE.min(range.end - start);
-                // By itself, as what lies behind a view would be copied from device to device as well.
+                // By itself, as all that it is a view of would be copied to another device.
                 let piece = own.map(|own| own.narrow(0, start, length)?.force_contiguous());
-                let piece = piece.transpose()?;
-                let sent = match piece {
-                    Some(piece) if *rank == 0 => Some(piece),
-                    // It stays where it is.
-                    None if *rank == 0 => None,
-                    piece => {
-                        let sent = match piece {
-                            Some(piece) => piece.to_device(device)?,
-                            None => Tensor::zeros(length, DType::F32, device)?,
-                        };
-                        let of_rank = |other| if other == *rank { 0..length } else { 0..0 };
-                        let parts: Vec<Range<usize>> = (0..group.size()).map(of_rank).collect();
-                        group.spread(self.what, &sent, &parts)?;
-                        Some(sent)
-                    }
-                };
+                let mut piece = piece.transpose()?;
+                // That of the first rank stays where it is.
+                if *rank != 0 {
+                    let sent = match piece {
+                        Some(piece) => piece.to_device(device)?,
+                        None => Tensor::zeros(length, DType::F32, device)?,
+                    };
+                    let of_rank = |other| if other == *rank { 0..length } else { 0..0 };
+                    let parts: Vec<Range<usize>> = (0..group.size()).map(of_rank).collect();
+                    group.spread(self.what, &sent, &parts)?;
+                    piece = Some(sent);
+                }
                 if group.is_root() {
                     let missing = || Error::option("checkpoint", "lacks a part that rank 0 has");
-                    take(place, &sent.ok_or_else(missing)?)?;
+                    take(place, &piece.ok_or_else(missing)?)?;
                 }
                 place += length;
             }

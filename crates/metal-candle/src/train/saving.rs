@@ -67,12 +67,6 @@ pub(super) enum Held {
     Copied(HostBuffers),
 }
 
-/// What is written.
-enum Copied {
-    UnderWay(HostCopy),
-    Done(HostBuffers),
-}
-
 struct Writing {
     step: u64,
     begun: Instant,
@@ -146,18 +140,15 @@ impl Saver {
                     self.complete = Some(Saved { step, path, waited: seconds, seconds });
                     return Ok(());
                 };
-                Copied::UnderWay(buffers.copy(&tensors)?)
+                buffers.copy(&tensors)?
             }
-            Held::Copied(buffers) => Copied::Done(buffers),
+            Held::Copied(buffers) => HostCopy::from(buffers),
         };
         let mut saving = std::mem::replace(&mut self.saving, untold());
         let thread = std::thread::spawn(move || {
-            let buffers = match copy {
-                Copied::UnderWay(copy) => match copy.wait() {
-                    Ok(buffers) => buffers,
-                    Err(error) => return (Err(error.into()), None, saving),
-                },
-                Copied::Done(buffers) => buffers,
+            let buffers = match copy.wait() {
+                Ok(buffers) => buffers,
+                Err(error) => return (Err(error.into()), None, saving),
             };
             let result = contents.write(buffers.tensors(), &mut *saving);
             (result, Some(buffers), saving)

@@ -274,7 +274,7 @@ fn pieces(entries: &[Entry], smallest: usize, place: &Place) -> Vec<Piece> {
     let mut rest: Vec<Piece> = Vec::new();
     for (index, entry) in entries.iter().enumerate() {
         let id = ParameterId(index);
-        let (start, end) = (entry.offset, entry.offset + entry.shape.elem_count());
+        let Range { start, end } = entry.range();
         if start == end || place.left_out == Some(id) {
             continue;
         }
@@ -478,7 +478,7 @@ mod tests {
         }
         let of_embedding = embedding.map(|id| {
             let entry = &names[id.0];
-            entry.offset..entry.offset + entry.shape.elem_count()
+            entry.range()
         });
         let mut covered = 0;
         for (found, range) in witness.0.borrow().iter().zip(ranges) {

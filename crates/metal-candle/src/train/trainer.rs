@@ -1022,9 +1022,15 @@ impl<'a> Trainer<'a> {
         Ok(true)
     }
 
-    /// Begins to write the checkpoint, unless it is there, as of a run that has just been resumed from it.
+    /// [`Self::begin_to_save`], of parameters that are the same for all ranks.
     fn save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
         self.check_parameters()?;
+        self.begin_to_save(metrics)
+    }
+
+    /// Begins to write the checkpoint, unless it is there, as of a run that has just been resumed from it. What ranks have
+    /// parts of all of them put together; otherwise nobody is asked.
+    fn begin_to_save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
         let is_shared = self.optimizer()?.is_shared();
         let mut is_there = self.is_saved(metrics)?;
         if is_shared {
@@ -1050,9 +1056,20 @@ impl<'a> Trainer<'a> {
                 Held::Live(whole.filter_map(Result::transpose).collect::<Result<_>>()?)
             }
         };
-        match group.is_root() {
-            true => self.begin_to_save(names, held, begun),
-            false => Ok(()),
+        if !group.is_root() {
+            return Ok(());
+        }
+        let contents = Contents {
+            output: self.output.clone(),
+            state: self.state.clone(),
+            files: self.trained_files()?,
+            optimizer: names,
+            keep: self.options.keep,
+            best: self.best_to_keep(),
+        };
+        match &mut self.saver {
+            Some(saver) => saver.begin(self.state.step, contents, held, begun),
+            None => Err(Error::option("checkpoint", "can only be written by a run")),
         }
     }
 
@@ -1077,7 +1094,7 @@ impl<'a> Trainer<'a> {
         self.state.best_step.filter(|_| self.options.keep_best)
     }
 
-    /// What a checkpoint has: the parameters, and what the optimiser keeps, and the names of that.
+    /// What a checkpoint has: the parameters, and what the optimiser keeps behind them, and the names of that.
     fn kept(&self) -> Result<(Vec<String>, Vec<Kept>)> {
         let parameters = self.adapter.parameters();
         let (names, mut kept): (_, Vec<_>) =
@@ -1101,12 +1118,8 @@ impl<'a> Trainer<'a> {
                 );
                 return outcome;
             }
-            if !self.is_saved(metrics)? {
-                let (begun, (names, kept)) = (Instant::now(), self.kept()?);
-                let live = kept.iter().filter_map(|kept| kept.tensor().cloned()).collect();
-                self.begin_to_save(names, Held::Live(live), begun)?;
-                self.await_saved(metrics)?;
-            }
+            self.begin_to_save(metrics)?;
+            self.await_saved(metrics)?;
         }
         outcome
     }
@@ -1118,22 +1131,6 @@ impl<'a> Trainer<'a> {
     fn optimizer(&self) -> Result<&OptimizerState> {
         let missing = || Error::option("optimizer", "keeps nothing before a run begins");
         self.optimizer.as_ref().ok_or_else(missing)
-    }
-
-    /// `names` are those of what the optimiser keeps, which `held` has behind the parameters.
-    fn begin_to_save(&mut self, names: Vec<String>, held: Held, begun: Instant) -> Result<()> {
-        let contents = Contents {
-            output: self.output.clone(),
-            state: self.state.clone(),
-            files: self.trained_files()?,
-            optimizer: names,
-            keep: self.options.keep,
-            best: self.best_to_keep(),
-        };
-        match &mut self.saver {
-            Some(saver) => saver.begin(self.state.step, contents, held, begun),
-            None => Err(Error::option("checkpoint", "can only be written by a run")),
-        }
     }
 
     fn trained_files(&self) -> Result<TrainedFiles> {

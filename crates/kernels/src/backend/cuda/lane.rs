@@ -2,7 +2,7 @@
 
 use super::{Cuda, refuse_in_recording};
 use candle_core::cuda_backend::WrapErr;
-use candle_core::cuda_backend::cudarc::driver::sys::{self, CUevent, CUresult, CUstream};
+use candle_core::cuda_backend::cudarc::driver::sys::{self, CUresult, CUstream};
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 use candle_core::{Device, Result};
 use std::sync::Arc;
@@ -58,16 +58,11 @@ impl Lane {
     }
 
     /// The place behind all that was launched here.
-    pub(crate) fn mark(&self) -> Result<Place> {
-        self.context.bind_to_thread().w()?;
-        let mut event: CUevent = std::ptr::null_mut();
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: the place is one for an event, of the context that is bound.
-        unsafe { sys::cuEventCreate(&mut event, flags) }.result().w()?;
-        let place = Place { event, context: self.context.clone() };
+    pub(crate) fn mark(&self) -> Result<Event> {
+        let event = self.context.new_event(None).w()?;
         // SAFETY: both live.
-        unsafe { sys::cuEventRecord(event, self.stream) }.result().w()?;
-        Ok(place)
+        unsafe { sys::cuEventRecord(event.cu_event(), self.stream) }.result().w()?;
+        Ok(Event(event))
     }
 
     /// Waits until it is.
@@ -87,40 +82,7 @@ impl Drop for Lane {
     }
 }
 
-/// A place in the work of a lane.
-#[derive(Debug)]
-pub(crate) struct Place {
-    event: CUevent,
-    context: Arc<CudaContext>,
-}
-
-// SAFETY: an event may be used from any thread.
-unsafe impl Send for Place {}
-// SAFETY: as above, and it is only asked.
-unsafe impl Sync for Place {}
-
-impl Place {
-    /// Whether the work before it is done; an error that the device had.
-    pub(crate) fn is_done(&self) -> Result<bool> {
-        self.context.bind_to_thread().w()?;
-        // SAFETY: the event lives.
-        match unsafe { sys::cuEventQuery(self.event) } {
-            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            code => code.result().w().map(|()| true),
-        }
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        // What fails here has nobody to tell.
-        let _ = self.context.bind_to_thread();
-        // SAFETY: made by this, and nobody finds it any more.
-        let _ = unsafe { sys::cuEventDestroy_v2(self.event) }.result();
-    }
-}
-
-/// A place in the work of a device's stream.
+/// A place in the work of a device's stream or of a lane.
 #[derive(Debug)]
 pub(crate) struct Event(CudaEvent);
 

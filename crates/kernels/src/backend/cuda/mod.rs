@@ -28,7 +28,7 @@ use std::sync::Arc;
 
 pub(crate) use blas::{Matrix, Rows, require_floats};
 pub(crate) use host::{Copied, Pinned, copy_to_host, launch_uploads};
-pub(crate) use lane::{Event, Lane, Place};
+pub(crate) use lane::{Event, Lane};
 pub(crate) use launch::launch_time;
 pub(crate) use module::{Launch, Module, by_dtype, module};
 pub(crate) use open::{count, free_memory, give_back, memory, open, reset_peak};

@@ -1,5 +1,5 @@
 use super::*;
-use crate::adapter::Parameters;
+use crate::adapter::{Kept, Parameters};
 use crate::model::Weights;
 use crate::parallel::Group;
 use crate::train::Gradients;
@@ -181,7 +181,8 @@ fn broken_gradients_make_no_step() {
 /// Everything that is kept, by name.
 fn tensors(state: &OptimizerState, store: &Parameters) -> Vec<(String, Tensor)> {
     let kept = state.all_kept(store).unwrap().into_iter();
-    kept.filter_map(|(name, kept)| Some((name, kept.tensor()?.clone()))).collect()
+    let whole = |kept: Kept| kept.whole(Group::default(), store.values().device()).unwrap();
+    kept.filter_map(|(name, kept)| Some((name, whole(kept)?))).collect()
 }
 
 /// Everything that is kept, as text of its numbers.
