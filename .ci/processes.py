@@ -172,6 +172,11 @@ def until(output, step):
     raise AssertionError(f"{output}: step {step} was not reached")
 
 
+def under_way():
+    """A step by which a checkpoint is there: that of step 4, which that of step 8 waits for."""
+    return random.randint(9, 20)
+
+
 def hit(arguments, output, number, with_signal, step, pause=True, limit=40):
     """Starts a run, sends a rank, or what has started all, a signal after a step, and gives how it ended."""
     launcher = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -232,7 +237,7 @@ def one_that_is_killed(folder):
         output = folder / f"killed-{processes}"
         number = random.randrange(2)
         code, told, seconds = hit(
-            command(2, output, *settings()), output, number, signal.SIGKILL, random.randint(5, 20)
+            command(2, output, *settings()), output, number, signal.SIGKILL, under_way()
         )
         assert code != 0 and f"rank {number}" in told, told
         assert list((output / "checkpoints").glob("step-*")), told
@@ -318,7 +323,7 @@ def parts_of_the_base(folder):
     run(command(2, folder / "sharded", *sharded))
     for number, with_signal in ((0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)):
         output = folder / f"sharded-{number}-{with_signal.name}"
-        code, told, seconds = hit(command(2, output, *sharded), output, number, with_signal, random.randint(5, 20))
+        code, told, seconds = hit(command(2, output, *sharded), output, number, with_signal, under_way())
         assert code != 0 and f"rank {number}" in told, told
         print(f"rank {number} of a sharded base, {with_signal.name}: told and ended after {seconds:.1f} s", flush=True)
         run(command(2, output, "--resume", batch=0))
@@ -346,7 +351,7 @@ def parts_of_every_weight(folder):
         assert_same(output, folder / "whole", f"a part of every weight each, once more, the optimiser: {place}")
     for number, with_signal in ((0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)):
         output = folder / f"whole-{number}-{with_signal.name}"
-        code, told, seconds = hit(command(2, output, *wanted), output, number, with_signal, random.randint(5, 20))
+        code, told, seconds = hit(command(2, output, *wanted), output, number, with_signal, under_way())
         assert code != 0 and f"rank {number}" in told, told
         assert number == 0 or "had a part of the parameters" in told, told
         print(f"rank {number} of every weight in parts, {with_signal.name}: told and ended after {seconds:.1f} s", flush=True)
@@ -380,7 +385,7 @@ def parts_of_the_optimiser(folder):
     for number, place in ((0, "device"), (1, "sharded")):
         output = folder / f"optimiser-{number}"
         lost = command(2, output, *wanted, "--optimizer-placement", "sharded")
-        code, told, _ = hit(lost, output, number, signal.SIGKILL, random.randint(5, 20))
+        code, told, _ = hit(lost, output, number, signal.SIGKILL, under_way())
         assert code != 0, (code, told)
         assert number == 0 or not GPUS or "had a part of what the optimiser keeps" in told, told
         run(command(2, output, "--resume", "--optimizer-placement", place, batch=0))
