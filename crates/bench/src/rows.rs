@@ -648,6 +648,10 @@ pub fn models(shape: &str) -> Vec<Row> {
         "llama-3.2-1b" => vec![Row::train(shape, (8, 1024), 16, Bf16, false)],
         _ => Vec::new(),
     };
+    let files = ["gguf-q8_0", "gguf-q4_0", "gguf-q4_k_m"].into_iter().flat_map(|format| {
+        [Row::prefill(shape, 512, Bf16), Row::decode(shape, 16, 64, Bf16)]
+            .map(|row| row.with_file(format))
+    });
     if !large.is_empty() {
         let generation = [
             Row::prefill(shape, 2048, Bf16),
@@ -655,7 +659,7 @@ pub fn models(shape: &str) -> Vec<Row> {
             Row::serve(shape, 64, [256, 128], Bf16),
             Row::serve(shape, 256, [256, 128], Bf16),
         ];
-        return large.into_iter().chain(generation).collect();
+        return large.into_iter().chain(generation).chain(files).collect();
     }
     let mut rows = vec![
         Row::train(shape, (1, 512), 16, Bf16, false),
@@ -672,10 +676,7 @@ pub fn models(shape: &str) -> Vec<Row> {
     rows.push(Row::serve(shape, 32, [16, 32], Bf16));
     let nf4 = "nf4".parse().ok();
     rows.push(Row::train(shape, (1, 512), 16, Bf16, false).with_quantization(nf4));
-    for format in ["gguf-q8_0", "gguf-q4_0", "gguf-q4_k_m"] {
-        rows.push(Row::prefill(shape, 512, Bf16).with_file(format));
-        rows.push(Row::decode(shape, 16, 64, Bf16).with_file(format));
-    }
+    rows.extend(files);
     rows
 }
 
