@@ -9,11 +9,11 @@
 //!   the last filled up; the CPU uses the products for many rows, which give a row the same bits beside any number of
 //!   others. An adapter's part is computed as for rows that have different ones;
 //! - norms and softmax on CUDA: a row has as many threads beside few others as beside many;
-//! - attention over pools ([`attention::Sequences`](crate::attention::Sequences)): a GPU has one kernel for any number of
-//!   a sequence's queries, so a prompt gives the same bits in pieces of any size.
+//! - attention over pools ([`attention::Sequences`](crate::attention::Sequences)): one kernel for any number of a sequence's
+//!   queries, so a prompt gives the same bits in pieces of any size.
 //!
 //! What has one row's work in one place anyway is as ever: embeddings, rotations, units, [`lora_rows`](crate::lora_rows),
-//! the choice of tokens, and attention over pools on the CPU. Backward passes are not made for it.
+//! and the choice of tokens. Backward passes are not made for it.
 
 use std::cell::Cell;
 

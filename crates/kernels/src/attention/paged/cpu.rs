@@ -1,23 +1,40 @@
 //! Paged attention on the CPU. A task has some queries of a sequence for all heads that share keys, which it
 //! gathers a chunk at a time. Where there are few tasks, each has a part of the chunks, and the results of
 //! chunks are joined afterwards, in the same way and order as a task of all chunks joins them.
+//!
+//! Few bf16 rows, as of one query, are multiplied by keys and values where they lie (`few_rows`): packing these costs
+//! more than it brings. The sums have another order then, so it isn't done where batches are to be invariant.
 
+#[cfg(target_arch = "x86_64")]
+use super::few_rows::{self, Lines};
 use super::rounded::View;
 use super::{Sequences, Sizes, Span};
 use crate::attention::cpu::{COLUMNS as CHUNK, join, soften};
+#[cfg(target_arch = "x86_64")]
+use crate::backend::cpu::as_f32_mut;
 use crate::backend::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, sum_stride};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::vectorize;
-use crate::backend::cpu::{Disjoint, Element, Read, Real, Values, for_each_index, unwritten};
+use crate::backend::cpu::{
+    Disjoint, Element, Read, Real, Values, for_each_index, threads, unwritten,
+};
 use candle_core::{DType, Layout, Result, bail};
+#[cfg(target_arch = "x86_64")]
+use half::bf16;
+#[cfg(target_arch = "x86_64")]
+use std::array;
 use std::ops::Range;
 
 /// Rows of a task, queries times heads, but for a single query of more heads.
 const ROWS: usize = 128;
-/// Tasks that keep all threads busy; where there are fewer, they are cut into parts of the chunks.
-const ENOUGH_TASKS: usize = 64;
+/// Tasks of a thread that keep all of them busy; where there are fewer, they are cut into parts of the chunks, which changes
+/// no bits.
+const ENOUGH_TASKS: usize = 4;
 /// Chunks of such a part at least.
 const CHUNKS: usize = 2;
+/// Rows of a task up to which keys and values are multiplied where they lie.
+#[cfg(target_arch = "x86_64")]
+const FEW_ROWS: usize = 16;
 /// Scores below which threads cost more than they bring.
 const PARALLEL_SCORES: usize = 2 * 1024;
 
@@ -176,8 +193,9 @@ impl<T: Element> Problem<'_, T> {
         let o = Disjoint::new(o);
         let all_chunks: usize = whole.iter().map(|task| task.chunks.len()).sum();
         // As many chunks to each task, of short sequences and of long ones.
-        let most = all_chunks.div_ceil(ENOUGH_TASKS).max(CHUNKS);
-        if whole.len() >= ENOUGH_TASKS || whole.iter().all(|task| task.chunks.len() <= most) {
+        let enough = ENOUGH_TASKS * threads();
+        let most = all_chunks.div_ceil(enough).max(CHUNKS);
+        if whole.len() >= enough || whole.iter().all(|task| task.chunks.len() <= most) {
             for_each_index(whole.len(), parallel, |index| {
                 let rows = whole[index].queries.len() * self.group();
                 let mut numbers = Scratch::new(self.part_size(rows));
@@ -240,7 +258,123 @@ impl<T: Element> Problem<'_, T> {
     }
 
     /// Calls `take` with what each chunk gives.
-    fn run(&self, task: &Task, mut take: impl FnMut(usize, &mut Part<T::Acc>)) {
+    fn run(&self, task: &Task, take: impl FnMut(usize, &mut Part<T::Acc>)) {
+        #[cfg(target_arch = "x86_64")]
+        if T::DTYPE == DType::BF16
+            && task.queries.len() * self.group() <= FEW_ROWS
+            && !self.sequences.is_invariant
+            && few_rows::is_there()
+        {
+            return self.run_in_place(task, take);
+        }
+        self.run_packed(task, take);
+    }
+
+    /// As [`Self::run`], of keys and values where they lie, in bf16.
+    #[cfg(target_arch = "x86_64")]
+    fn run_in_place(&self, task: &Task, mut take: impl FnMut(usize, &mut Part<T::Acc>)) {
+        let head_dim = self.sizes.head_dim;
+        let width = self.width();
+        let span = &self.sequences.spans[task.sequence];
+        let rows = task.queries.len() * self.group();
+        let seen_by_any = self.seen_by_any(span, &task.queries);
+        let mut q = unwritten::<T>(rows * head_dim);
+        self.gather_queries(task, span, &mut q);
+        let mut weights = unwritten::<bf16>(rows * CHUNK);
+        let mut scores = Scratch::new(rows * CHUNK);
+        let mut numbers = Scratch::new(self.part_size(rows));
+        let mut part = self.part(rows, &mut numbers);
+        let mut copies = [Vec::new(), Vec::new()];
+        let in_copies = array::from_fn(|key| key * head_dim);
+        let mut next = self.places(task, task.chunks.start, &seen_by_any);
+        for chunk in task.chunks.clone() {
+            let here = next;
+            next = match chunk + 1 {
+                end if end == task.chunks.end => Places { starts: here.starts, count: 0 },
+                chunk => self.places(task, chunk, &seen_by_any),
+            };
+            let keys = chunk * CHUNK..chunk * CHUNK + here.count;
+            let [of_keys, of_values] = &mut copies;
+            let values = self.lines(&self.values, &here, &in_copies, of_values);
+            let lines = self.lines(&self.keys, &here, &in_copies, of_keys);
+            lines.scores(bf16s(&q), f32s(&mut scores), CHUNK, values);
+            self.soften_all(task, span, keys, &mut scores, &mut part);
+            vectorize(
+                #[inline(always)]
+                || bf16::narrow(f32s(&mut scores), &mut weights),
+            );
+            for weights in weights.chunks_exact_mut(CHUNK) {
+                weights[here.count..].fill(bf16::ZERO);
+            }
+            let next = match &self.keys {
+                Rows::Dense(rows) => Lines::new(bf16s(rows), &next.starts[..next.count], head_dim),
+                Rows::Rounded(_) => lines.none(),
+            };
+            values.sums(&weights, CHUNK, &mut f32s(part.values)[..rows * width], width, next);
+            take(chunk, &mut part);
+        }
+    }
+
+    /// The rows of a pool at these places, copied to others if the pool has codes.
+    #[cfg(target_arch = "x86_64")]
+    fn lines<'a>(
+        &self,
+        pool: &'a Rows<T>,
+        places: &'a Places,
+        in_copy: &'a [usize; CHUNK],
+        copy: &'a mut Vec<T>,
+    ) -> Lines<'a> {
+        let head_dim = self.sizes.head_dim;
+        let starts = &places.starts[..places.count];
+        match pool {
+            Rows::Dense(rows) => Lines::new(bf16s(rows), starts, head_dim),
+            Rows::Rounded(rows) => {
+                copy.resize(CHUNK * head_dim, T::from_f64(0.0));
+                vectorize(
+                    #[inline(always)]
+                    || {
+                        for (start, row) in starts.iter().zip(copy.chunks_exact_mut(head_dim)) {
+                            rows.read(start / head_dim, row);
+                        }
+                    },
+                );
+                Lines::new(bf16s(copy), &in_copy[..places.count], head_dim)
+            }
+        }
+    }
+
+    /// Where a chunk's keys are in the pools. Any stands for those that no query sees, whose weights are 0.
+    #[cfg(target_arch = "x86_64")]
+    fn places(&self, task: &Task, chunk: usize, seen_by_any: &Range<usize>) -> Places {
+        let start = chunk * CHUNK;
+        let seen = seen_by_any.start.max(start)..seen_by_any.end.min(start + CHUNK);
+        let mut places = Places { starts: [0; CHUNK], count: seen.end - start };
+        for (run, first) in self.runs(task, seen.clone()) {
+            let starts = &mut places.starts[run.start - start..run.end - start];
+            for (order, place) in starts.iter_mut().enumerate() {
+                *place = (first + order * self.sizes.kv_heads) * self.sizes.head_dim;
+            }
+        }
+        let any = places.starts[seen.start - start];
+        places.starts[..seen.start - start].fill(any);
+        places
+    }
+
+    /// The keys of a task in this range, those of a block together, with the row of the first in the pools. The others follow
+    /// `kv_heads` rows apart.
+    #[inline(always)]
+    fn runs(&self, task: &Task, keys: Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> {
+        let block = self.sequences.block;
+        let table = self.sequences.table(task.sequence);
+        (keys.start / block..keys.end.div_ceil(block)).map(move |index| {
+            let run = keys.start.max(index * block)..keys.end.min((index + 1) * block);
+            let first = table[index] as usize * block + run.start % block;
+            (run, first * self.sizes.kv_heads + task.kv_head)
+        })
+    }
+
+    /// As [`Self::run`], of keys and values that are gathered and packed.
+    fn run_packed(&self, task: &Task, mut take: impl FnMut(usize, &mut Part<T::Acc>)) {
         let Sizes { head_dim, .. } = self.sizes;
         let span = &self.sequences.spans[task.sequence];
         let (kind, group) = (self.kind(), self.group());
@@ -297,17 +431,12 @@ impl<T: Element> Problem<'_, T> {
         target: &mut [T],
     ) {
         let Sizes { kv_heads, head_dim, .. } = self.sizes;
-        let block = self.sequences.block;
-        let table = self.sequences.table(task.sequence);
         let (hidden, mut target) = target.split_at_mut((seen.start - start) * head_dim);
         hidden.fill(T::from_f64(0.0));
-        let mut key = seen.start;
-        while key < seen.end {
-            let count = (block - key % block).min(seen.end - key);
-            let (rows, rest) = target.split_at_mut(count * head_dim);
-            let first = table[key / block] as usize * block + key % block;
-            pool.read(first * kv_heads + task.kv_head, kv_heads, head_dim, rows);
-            (target, key) = (rest, key + count);
+        for (run, first) in self.runs(task, seen) {
+            let (rows, rest) = target.split_at_mut(run.len() * head_dim);
+            pool.read(first, kv_heads, head_dim, rows);
+            target = rest;
         }
     }
 
@@ -390,6 +519,28 @@ impl<T: Element> Problem<'_, T> {
             },
         );
     }
+}
+
+/// Where rows of a chunk begin in a pool.
+#[cfg(target_arch = "x86_64")]
+struct Places {
+    starts: [usize; CHUNK],
+    count: usize,
+}
+
+/// bf16 numbers as such.
+#[cfg(target_arch = "x86_64")]
+fn bf16s<T: Element>(numbers: &[T]) -> &[bf16] {
+    match T::values(numbers) {
+        Values::Bf16(numbers) => numbers,
+        _ => &[],
+    }
+}
+
+/// Sums of bf16 numbers as such.
+#[cfg(target_arch = "x86_64")]
+fn f32s<A: Real>(sums: &mut [A]) -> &mut [f32] {
+    as_f32_mut(sums).unwrap_or_default()
 }
 
 /// The part of `seen` that lies in `keys`, counted from their start.

@@ -15,6 +15,8 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(target_arch = "x86_64")]
+mod few_rows;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
 mod rounded;
@@ -137,8 +139,8 @@ struct Plan {
 }
 
 /// The sequences of a batch: made once a pass, for all layers. Those that are made with
-/// [batch invariance](crate::batch_invariance) give a query the same bits on a GPU in whatever pieces its sequence is
-/// computed; many queries of one take longer then, and memory for what each range of 256 keys gives each query.
+/// [batch invariance](crate::batch_invariance) give a query the same bits in whatever pieces its sequence is computed; few bf16
+/// queries on a CPU take longer then, and many on a GPU, which also takes memory for what each range of 256 keys gives each.
 pub struct Sequences {
     spans: Vec<Span>,
     /// What a GPU reads: counts, spans, tables `(sequences, width)`, filled up with [`HOLE`]s, and items.
@@ -155,6 +157,7 @@ pub struct Sequences {
     tokens: usize,
     /// The longest window in which no query sees a hole, and the sequence that says so.
     longest_window: Option<(usize, usize)>,
+    is_invariant: bool,
 }
 
 impl Sequences {
@@ -241,6 +244,7 @@ impl Sequences {
             blocks,
             tokens,
             longest_window,
+            is_invariant: batch_invariance::is_on(),
         })
     }
 
@@ -350,8 +354,10 @@ fn plan(spans: &[Span], tables: &[u32], room: usize) -> Result<(Vec<u32>, Plan)>
 /// What a query gives has the same bits whatever other sequences there are, and in which blocks its keys lie.
 /// On the CPU it has the same bits in whatever pieces the tokens of its sequence are computed, too, one by one
 /// or all at once, and those that [`forward`](super::forward) gives for more than 4 queries of the sequence by
-/// itself; on a GPU, in pieces that all have up to 16 queries, or all more. Over pools that are rounded to 8 bits it has
-/// the bits of pools of what their codes stand for; on CUDA where `head_dim` is a multiple of 16.
+/// itself; where the machine multiplies pairs of bf16 numbers, few such queries at once only if the sequences are made with
+/// batch invariance. On a GPU it has the same bits in pieces that all have up to 16 queries, or all more. Over pools that
+/// are rounded to 8 bits it has the bits of pools of what their codes stand for; on CUDA where `head_dim` is a multiple of
+/// 16.
 ///
 /// Blocks may have any size. On CUDA, tensor cores are used for f16 and bf16 where it is a multiple of 16 and
 /// `head_dim` is one of 8. Whatever numbers a recording is given, a GPU reads nothing beyond the pools.

@@ -21,6 +21,7 @@ pub(crate) use element::{Element, Real, Sum, Values, dot, map_and_sum, max, sum,
 pub(crate) use element::{as_f32, as_f32_mut};
 pub(crate) use parallel::{
     Disjoint, PARALLEL_CHUNK, for_each_chunk, for_each_chunk2, for_each_index, rows_per_task,
+    threads,
 };
 
 pub(crate) use unwritten::unwritten;

@@ -285,6 +285,9 @@ unsafe fn by_registers<V: Vector, const M: usize, const N: usize>(panel: Panel<f
 }
 
 #[cfg(target_arch = "x86_64")]
+pub(crate) use x86::sum_registers;
+
+#[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{Lines, PANEL, Panel, STRIDE, Vector, by_registers};
     use half::bf16;
@@ -413,65 +416,95 @@ mod x86 {
         }
     }
 
-    /// Lines, and rows, whose sums are in registers at a time.
+    /// Lines whose sums are in registers at a time, and rows at most.
     const TILE: usize = 4;
-    /// bf16 numbers of a register.
+    const TILE_ROWS: usize = 6;
+    /// Lines that all rows pass before the next ones: a tile's rows stay in the first cache for them.
+    const TURN: usize = 6 * TILE;
+    /// bf16 numbers of a register, and bytes.
     const NUMBERS: usize = 32;
+    const BYTES: usize = 64;
     /// How far ahead lines are asked for. They lie next to each other and are read as several short streams, which the
     /// processor doesn't foresee.
-    const BYTES_AHEAD: usize = 24 * 1024;
+    const BYTES_AHEAD: usize = 16 * 1024;
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
     pub(super) unsafe fn lines(all: Lines) {
-        for column in (0..all.columns).step_by(TILE) {
-            for row in (0..all.rows).step_by(TILE) {
-                // SAFETY: as promised by the caller.
-                unsafe {
-                    match (all.rows - row, row == 0) {
-                        (1, true) => dots::<1, true>(all, row, column),
-                        (2, true) => dots::<2, true>(all, row, column),
-                        (3, true) => dots::<3, true>(all, row, column),
-                        (_, true) => dots::<TILE, true>(all, row, column),
-                        (1, false) => dots::<1, false>(all, row, column),
-                        (2, false) => dots::<2, false>(all, row, column),
-                        (3, false) => dots::<3, false>(all, row, column),
-                        (_, false) => dots::<TILE, false>(all, row, column),
+        // SAFETY: as promised by the caller.
+        unsafe {
+            match all.rows.div_ceil(TILE_ROWS) {
+                ..=1 => turns::<4>(all),
+                2 | 3 => turns::<2>(all),
+                _ => turns::<1>(all),
+            }
+        }
+    }
+
+    /// All tiles, each of which asks for its share of the lines that a turn later are to be there, `AHEAD` times a step.
+    #[inline(always)]
+    unsafe fn turns<const AHEAD: usize>(all: Lines) {
+        let tiles = all.rows.div_ceil(TILE_ROWS);
+        let pace = (TILE * BYTES).div_ceil(tiles);
+        let steps = all.numbers.div_ceil(NUMBERS);
+        for turn in (0..all.columns).step_by(TURN) {
+            let first = all.rhs.wrapping_add(turn * all.line).wrapping_byte_add(BYTES_AHEAD);
+            let columns = turn..(turn + TURN).min(all.columns);
+            let share = columns.len().div_ceil(TILE) * steps * pace;
+            for tile in 0..tiles {
+                // As many rows as in the others, or one less.
+                let (row, end) = (tile * all.rows / tiles, (tile + 1) * all.rows / tiles);
+                let mut ahead = first.wrapping_byte_add(tile * share);
+                for column in columns.clone().step_by(TILE) {
+                    // SAFETY: as promised by the caller.
+                    unsafe {
+                        match end - row {
+                            1 => dots::<1, AHEAD>(all, row, column, ahead, pace),
+                            2 => dots::<2, AHEAD>(all, row, column, ahead, pace),
+                            3 => dots::<3, AHEAD>(all, row, column, ahead, pace),
+                            4 => dots::<4, AHEAD>(all, row, column, ahead, pace),
+                            5 => dots::<5, AHEAD>(all, row, column, ahead, pace),
+                            _ => dots::<TILE_ROWS, AHEAD>(all, row, column, ahead, pace),
+                        }
                     }
+                    ahead = ahead.wrapping_byte_add(steps * pace);
                 }
             }
         }
     }
 
-    /// The products of `M` rows and the lines from `column` on, of which the last stands for those beyond it; with
-    /// `AHEAD`, asks for lines that will be read soon.
+    /// The products of `M` rows and the lines from `column` on, of which the last stands for those beyond it. Every step
+    /// asks for lines that will be read soon, `pace` bytes further.
     #[inline(always)]
-    unsafe fn dots<const M: usize, const AHEAD: bool>(all: Lines, row: usize, column: usize) {
+    unsafe fn dots<const M: usize, const AHEAD: usize>(
+        all: Lines,
+        row: usize,
+        column: usize,
+        mut ahead: *const bf16,
+        pace: usize,
+    ) {
         // SAFETY: offsets stay inside what the caller of `Lines::multiply` promised; of a line's last numbers those beyond
         // it aren't read.
         unsafe {
             let line = |n: usize| all.rhs.add((column + n).min(all.columns - 1) * all.line);
             let mut lines = [line(0), line(1), line(2), line(3)];
             let mut lhs = all.lhs.add(row * STRIDE);
-            let mut ahead = lines[0].wrapping_byte_add(BYTES_AHEAD);
-            let mut sums = [[_mm512_setzero_ps(); TILE]; TILE];
+            let mut sums = [[_mm512_setzero_ps(); TILE]; M];
             let mut left = all.numbers;
             while left > 0 {
                 let count = left.min(2 * all.block_words);
                 let whole = count / NUMBERS * NUMBERS;
                 for start in (0..whole).step_by(NUMBERS) {
-                    if AHEAD {
-                        for register in 0..TILE {
-                            let place = ahead.wrapping_add(register * NUMBERS);
-                            _mm_prefetch::<_MM_HINT_T1>(place.cast());
-                        }
-                        ahead = ahead.wrapping_add(TILE * NUMBERS);
+                    for register in 0..AHEAD {
+                        let place = ahead.wrapping_byte_add(register * BYTES);
+                        _mm_prefetch::<_MM_HINT_T0>(place.cast());
                     }
+                    ahead = ahead.wrapping_byte_add(pace);
                     let right = load(lines, start, u32::MAX);
-                    add_pairs::<M>(&mut sums, lhs.add(start / 2), right);
+                    add_pairs(&mut sums, lhs.add(start / 2), right);
                 }
                 if whole < count {
                     let right = load(lines, whole, (1 << (count - whole)) - 1);
-                    add_pairs::<M>(&mut sums, lhs.add(whole / 2), right);
+                    add_pairs(&mut sums, lhs.add(whole / 2), right);
                 }
                 left -= count;
                 if left > 0 {
@@ -479,17 +512,22 @@ mod x86 {
                     lhs = lhs.add(all.block_stride);
                 }
             }
-            let sums = sum_registers(&sums);
-            let rows = [
-                _mm512_extractf32x4_ps::<0>(sums),
-                _mm512_extractf32x4_ps::<1>(sums),
-                _mm512_extractf32x4_ps::<2>(sums),
-                _mm512_extractf32x4_ps::<3>(sums),
-            ];
-            for (m, sums) in rows.into_iter().enumerate().take(M) {
-                let target = all.sums.add((row + m) * all.stride + column);
-                let before = if all.first { None } else { Some(_mm_loadu_ps(target)) };
-                _mm_storeu_ps(target, before.map_or(sums, |before| _mm_add_ps(before, sums)));
+            for (some, sums) in sums.chunks(4).enumerate() {
+                let mut four = [[_mm512_setzero_ps(); TILE]; 4];
+                four[..sums.len()].copy_from_slice(sums);
+                let four = sum_registers(&four);
+                let rows = [
+                    _mm512_extractf32x4_ps::<0>(four),
+                    _mm512_extractf32x4_ps::<1>(four),
+                    _mm512_extractf32x4_ps::<2>(four),
+                    _mm512_extractf32x4_ps::<3>(four),
+                ];
+                for (m, found) in rows.into_iter().enumerate().take(sums.len()) {
+                    let target = all.sums.add((row + 4 * some + m) * all.stride + column);
+                    let before = if all.first { None } else { Some(_mm_loadu_ps(target)) };
+                    let all = before.map_or(found, |before| _mm_add_ps(before, found));
+                    _mm_storeu_ps(target, all);
+                }
             }
         }
     }
@@ -514,11 +552,11 @@ mod x86 {
     /// Adds the products of pairs of `M` rows, [`STRIDE`] words apart, and some lines.
     #[inline(always)]
     unsafe fn add_pairs<const M: usize>(
-        sums: &mut [[__m512; TILE]; TILE],
+        sums: &mut [[__m512; TILE]; M],
         lhs: *const f32,
         right: [__m512; TILE],
     ) {
-        for (m, sums) in sums.iter_mut().enumerate().take(M) {
+        for (m, sums) in sums.iter_mut().enumerate() {
             // SAFETY: as promised by the caller of `dots`.
             unsafe {
                 let left = WidePairs::load(lhs.add(m * STRIDE));
@@ -530,8 +568,11 @@ mod x86 {
     }
 
     /// The sum of each register: in a quarter those of one row.
+    ///
+    /// # Safety
+    /// The machine must have AVX-512.
     #[inline(always)]
-    unsafe fn sum_registers(sums: &[[__m512; TILE]; TILE]) -> __m512 {
+    pub(crate) unsafe fn sum_registers(sums: &[[__m512; TILE]; 4]) -> __m512 {
         // SAFETY: the caller has the instructions.
         unsafe {
             let mut columns = [_mm512_setzero_ps(); TILE];

@@ -30,6 +30,8 @@ use kernels::{PANEL, Panel, SPARE_ROWS};
 use std::ops::Range;
 
 pub(crate) use kernels::Kind;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use kernels::sum_registers;
 pub(crate) use pack::{Change, Lhs, Operand, Panels};
 
 /// Rows of a task at most: their packed block stays in the second cache.
