@@ -4,7 +4,7 @@
 //! passes over the keys and values as they are stored.
 //!
 //! Forward, each tile of keys is softened by itself, and joined with those before it: as paged/cpu.rs does, so
-//! that more than [`FEW_ROWS`] queries give the same bits in both.
+//! that more than [`FEW_ROWS`] queries give the same bits in both, but for few bf16 rows there.
 
 use super::Sizes;
 use crate::backend::cpu::gemm::{Kind, Lhs, Operand, Panels, multiply, sum_count, sum_stride};

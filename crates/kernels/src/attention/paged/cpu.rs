@@ -2,7 +2,7 @@
 //! gathers a chunk at a time. Where there are few tasks, each has a part of the chunks, and the results of
 //! chunks are joined afterwards, in the same way and order as a task of all chunks joins them.
 //!
-//! Few bf16 rows, as of one query, are multiplied by keys and values where they lie (`few_rows`): packing these costs
+//! Few bf16 rows of a sequence, as of one query, are multiplied by keys and values where they lie (`few_rows`): packing these costs
 //! more than it brings. The sums have another order then, so it isn't done where batches are to be invariant.
 
 #[cfg(target_arch = "x86_64")]
@@ -27,12 +27,13 @@ use std::ops::Range;
 
 /// Rows of a task, queries times heads, but for a single query of more heads.
 const ROWS: usize = 128;
-/// Tasks of a thread that keep all of them busy; where there are fewer, they are cut into parts of the chunks, which changes
-/// no bits.
-const ENOUGH_TASKS: usize = 4;
+/// Tasks that keep all threads busy, so many for each and so many at most; where there are fewer, they are cut into parts of
+/// the chunks, which changes no bits.
+const TASKS_OF_A_THREAD: usize = 4;
+const ENOUGH_TASKS: usize = 64;
 /// Chunks of such a part at least.
 const CHUNKS: usize = 2;
-/// Rows of a task up to which keys and values are multiplied where they lie.
+/// Rows of a sequence for a key head up to which keys and values are multiplied where they lie.
 #[cfg(target_arch = "x86_64")]
 const FEW_ROWS: usize = 16;
 /// Scores below which threads cost more than they bring.
@@ -193,7 +194,7 @@ impl<T: Element> Problem<'_, T> {
         let o = Disjoint::new(o);
         let all_chunks: usize = whole.iter().map(|task| task.chunks.len()).sum();
         // As many chunks to each task, of short sequences and of long ones.
-        let enough = ENOUGH_TASKS * threads();
+        let enough = ENOUGH_TASKS.min(TASKS_OF_A_THREAD * threads());
         let most = all_chunks.div_ceil(enough).max(CHUNKS);
         if whole.len() >= enough || whole.iter().all(|task| task.chunks.len() <= most) {
             for_each_index(whole.len(), parallel, |index| {
@@ -261,7 +262,7 @@ impl<T: Element> Problem<'_, T> {
     fn run(&self, task: &Task, take: impl FnMut(usize, &mut Part<T::Acc>)) {
         #[cfg(target_arch = "x86_64")]
         if T::DTYPE == DType::BF16
-            && task.queries.len() * self.group() <= FEW_ROWS
+            && self.sequences.spans[task.sequence].queries * self.group() <= FEW_ROWS
             && !self.sequences.is_invariant
             && few_rows::is_there()
         {

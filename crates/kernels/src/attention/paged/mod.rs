@@ -10,7 +10,8 @@
 //! o = Σ_c e^{top_c - top}·part_c / Σ_c e^{top_c - top}·total_c      top = max_c top_c
 //! ```
 //!
-//! So what a query gives follows from the query, and the keys and values it sees, alone.
+//! So what a query gives follows from the query, and the keys and values it sees, alone, but for whether its sequence has
+//! few queries at once or many.
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -157,6 +158,7 @@ pub struct Sequences {
     tokens: usize,
     /// The longest window in which no query sees a hole, and the sequence that says so.
     longest_window: Option<(usize, usize)>,
+    #[cfg(target_arch = "x86_64")]
     is_invariant: bool,
 }
 
@@ -244,6 +246,7 @@ impl Sequences {
             blocks,
             tokens,
             longest_window,
+            #[cfg(target_arch = "x86_64")]
             is_invariant: batch_invariance::is_on(),
         })
     }
@@ -354,8 +357,8 @@ fn plan(spans: &[Span], tables: &[u32], room: usize) -> Result<(Vec<u32>, Plan)>
 /// What a query gives has the same bits whatever other sequences there are, and in which blocks its keys lie.
 /// On the CPU it has the same bits in whatever pieces the tokens of its sequence are computed, too, one by one
 /// or all at once, and those that [`forward`](super::forward) gives for more than 4 queries of the sequence by
-/// itself; where the machine multiplies pairs of bf16 numbers, few such queries at once only if the sequences are made with
-/// batch invariance. On a GPU it has the same bits in pieces that all have up to 16 queries, or all more. Over pools that
+/// itself; where the machine multiplies pairs of bf16 numbers, up to 16 such queries times heads of a key head only if the
+/// sequences are made with batch invariance. On a GPU it has the same bits in pieces that all have up to 16 queries, or all more. Over pools that
 /// are rounded to 8 bits it has the bits of pools of what their codes stand for; on CUDA where `head_dim` is a multiple of
 /// 16.
 ///

@@ -1,6 +1,6 @@
 //! Parallel loops. Bits never depend on the number of threads: work is cut by fixed sizes taken
-//! from shapes alone, every output element is written by one task, and sums run in a fixed order
-//! inside it.
+//! from shapes alone, or into parts that are joined in the same order however many they are; every
+//! output element is written by one task, and sums run in a fixed order inside it.
 //!
 //! A decoding step is hundreds of loops of a few microseconds, so threads are handed work in well
 //! under one: they wait actively for a moment before they sleep, and the caller works as well. A

@@ -2,8 +2,8 @@
 //!
 //! A closure given to [`vectorize`] is compiled for every level of the target and the best one that
 //! the machine has is called. Arithmetic is not contracted, so the levels give the same bits; only
-//! the matrix products of `gemm` and those of a few rows with a matrix in fewer bits, which use fused multiply-add,
-//! differ between machines.
+//! the matrix products of `gemm`, those of a few rows with a matrix in fewer bits and those with keys and values where they
+//! lie, which use fused instructions, differ between machines.
 
 use std::sync::OnceLock;
 

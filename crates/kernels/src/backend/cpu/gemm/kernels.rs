@@ -424,7 +424,7 @@ mod x86 {
     /// bf16 numbers of a register, and bytes.
     const NUMBERS: usize = 32;
     const BYTES: usize = 64;
-    /// How far ahead lines are asked for. They lie next to each other and are read as several short streams, which the
+    /// How far ahead of a turn's lines others are asked for. They lie next to each other and are read as several short streams, which the
     /// processor doesn't foresee.
     const BYTES_AHEAD: usize = 16 * 1024;
 
@@ -440,7 +440,7 @@ mod x86 {
         }
     }
 
-    /// All tiles, each of which asks for its share of the lines that a turn later are to be there, `AHEAD` times a step.
+    /// All tiles, each of which asks for its share of the lines ahead, `AHEAD` times a step.
     #[inline(always)]
     unsafe fn turns<const AHEAD: usize>(all: Lines) {
         let tiles = all.rows.div_ceil(TILE_ROWS);
