@@ -108,12 +108,14 @@ class Torch:
         return self.work(launch)
 
     def load(self, row: Row, folder: str | None) -> Any:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         options: dict[str, Any] = {"dtype": DTYPES[row["dtype"]]}
         place = Path(folder or "")
         if row.get("file"):
             place, options["gguf_file"] = place.parent, place.name
+            # What it makes of the file's own description lacks Llama 3's rope scaling.
+            options["config"] = AutoConfig.from_pretrained(place)
         if self.quantised:
             options |= in_nf4(options["dtype"], self.device)
         model = AutoModelForCausalLM.from_pretrained(place, **options)
