@@ -139,13 +139,7 @@ impl<'a> Lines<'a> {
                 }
             }
             // SAFETY: the machine has the instructions.
-            let sums = unsafe { sum_registers(&sums) };
-            let rows = [
-                _mm512_extractf32x4_ps::<0>(sums),
-                _mm512_extractf32x4_ps::<1>(sums),
-                _mm512_extractf32x4_ps::<2>(sums),
-                _mm512_extractf32x4_ps::<3>(sums),
-            ];
+            let rows = unsafe { sum_registers(&sums) };
             for (row, sums) in rows.into_iter().enumerate().take(M) {
                 let target = &mut scores[row * stride + first..][..TILE];
                 // SAFETY: four numbers.

@@ -515,14 +515,7 @@ mod x86 {
             for (some, sums) in sums.chunks(4).enumerate() {
                 let mut four = [[_mm512_setzero_ps(); TILE]; 4];
                 four[..sums.len()].copy_from_slice(sums);
-                let four = sum_registers(&four);
-                let rows = [
-                    _mm512_extractf32x4_ps::<0>(four),
-                    _mm512_extractf32x4_ps::<1>(four),
-                    _mm512_extractf32x4_ps::<2>(four),
-                    _mm512_extractf32x4_ps::<3>(four),
-                ];
-                for (m, found) in rows.into_iter().enumerate().take(sums.len()) {
+                for (m, found) in sum_registers(&four).into_iter().enumerate().take(sums.len()) {
                     let target = all.sums.add((row + 4 * some + m) * all.stride + column);
                     let before = if all.first { None } else { Some(_mm_loadu_ps(target)) };
                     let all = before.map_or(found, |before| _mm_add_ps(before, found));
@@ -567,12 +560,12 @@ mod x86 {
         }
     }
 
-    /// The sum of each register: in a quarter those of one row.
+    /// The sum of each register, those of a row together.
     ///
     /// # Safety
     /// The machine must have AVX-512.
     #[inline(always)]
-    pub(crate) unsafe fn sum_registers(sums: &[[__m512; TILE]; 4]) -> __m512 {
+    pub(crate) unsafe fn sum_registers(sums: &[[__m512; TILE]; 4]) -> [__m128; 4] {
         // SAFETY: the caller has the instructions.
         unsafe {
             let mut columns = [_mm512_setzero_ps(); TILE];
@@ -587,7 +580,13 @@ mod x86 {
             let (a, b) = (add_pairs_of_quarters(a, b), add_pairs_of_quarters(c, d));
             let even = _mm512_shuffle_ps::<0b10_00_10_00>(a, b);
             let odd = _mm512_shuffle_ps::<0b11_01_11_01>(a, b);
-            _mm512_add_ps(even, odd)
+            let rows = _mm512_add_ps(even, odd);
+            [
+                _mm512_extractf32x4_ps::<0>(rows),
+                _mm512_extractf32x4_ps::<1>(rows),
+                _mm512_extractf32x4_ps::<2>(rows),
+                _mm512_extractf32x4_ps::<3>(rows),
+            ]
         }
     }
 
