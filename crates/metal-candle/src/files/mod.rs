@@ -26,8 +26,10 @@ mod yaml;
 pub use companions::{companions, set_chat_template};
 pub use content::describe_content;
 pub(crate) use content::{TABLE_WITH_COMMAS, TABLE_WITH_TABS, describe_binary, describe_text};
+#[cfg(all(test, target_os = "linux"))]
+pub(crate) use read::resident_bytes;
 pub use read::{MAX_JSON_BYTES, open_regular, read_json, read_limited, read_limited_or_piped};
-pub(crate) use read::{parse_json, read_text};
+pub(crate) use read::{parse_json, read_text, release};
 pub use words::plain;
 pub(crate) use words::{cut, cut_middle, cut_to, short};
 pub use yaml::parse_yaml;

@@ -3,8 +3,10 @@
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::Read;
+use std::ops::Range;
 use std::path::Path;
 
+use memmap2::Mmap;
 use serde::de::DeserializeOwned;
 
 use super::content::describe_content;
@@ -35,6 +37,25 @@ pub fn open_regular(path: impl AsRef<Path>) -> Result<(File, Metadata)> {
     let metadata = file.metadata().map_err(Error::io(path))?;
     check_regular(path, &metadata)?;
     Ok((file, metadata))
+}
+
+/// Gives back the memory that these bytes of a file take. They come again when they are read. It is for what was copied
+/// and would count twice: once where it went, and once as a part of the mapping.
+pub(crate) fn release(map: &Mmap, bytes: Range<usize>) {
+    /// Where less is given back, telling the system costs more than it brings.
+    const LEAST: usize = 1 << 16;
+    if bytes.len() < LEAST || bytes.end > map.len() {
+        return;
+    }
+    #[cfg(unix)]
+    {
+        use memmap2::UncheckedAdvice;
+        // SAFETY: what stands behind a mapping that is shared and read-only is the file, so that its bytes stay what they
+        // are. If the system refuses, the memory is held for longer.
+        let _ = unsafe {
+            map.unchecked_advise_range(UncheckedAdvice::DontNeed, bytes.start, bytes.len())
+        };
+    }
 }
 
 fn check_regular(path: &Path, metadata: &Metadata) -> Result<()> {
@@ -141,6 +162,15 @@ fn read_at_most(path: &Path, file: File, metadata: &Metadata, limit: u64) -> Res
         return Err(too_large(bytes.len() as u64));
     }
     Ok(bytes)
+}
+
+/// How many bytes of this process's memory are pages of a file that it has mapped.
+#[cfg(all(test, target_os = "linux"))]
+pub(crate) fn resident_bytes(path: &Path) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let of_file = maps.lines().skip_while(|line| !line.ends_with(path.to_str().unwrap()));
+    let resident = of_file.into_iter().find_map(|line| line.strip_prefix("Rss:")).unwrap();
+    resident.trim().strip_suffix(" kB").unwrap().parse::<usize>().unwrap() << 10
 }
 
 #[cfg(test)]

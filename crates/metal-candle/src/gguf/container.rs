@@ -512,6 +512,13 @@ impl Container {
             .and_then(|(_, map)| map.get(info.start..info.end))
             .unwrap_or_default()
     }
+
+    /// Gives back the memory of the file's bytes that a tensor takes, when they were copied.
+    pub fn release(&self, info: &TensorInfo) {
+        if let Some((_, map)) = self.maps.get(info.part) {
+            files::release(map, info.start..info.end);
+        }
+    }
 }
 
 /// The files of a model in several, of which `path` is the first: `<name>-00001-of-00003.gguf`.
@@ -767,6 +774,23 @@ mod tests {
         ] {
             assert!(key.to_string().contains(error), "{key}");
             assert!(key.to_string().contains("a.gguf"), "{key}");
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn what_was_copied_takes_no_memory_of_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.gguf");
+        let tensors = [("large".to_string(), vec![4 << 20], GgmlType::F32)];
+        write_container(&path, &Metadata::default(), &tensors, |_| Ok(vec![7; 16 << 20])).unwrap();
+        let found = Container::open(&path).unwrap();
+        let info = found.tensor("large").unwrap();
+        for _ in 0..2 {
+            assert!(found.data(info).iter().all(|byte| *byte == 7));
+            assert!(files::resident_bytes(&path) >= 16 << 20);
+            found.release(info);
+            assert!(files::resident_bytes(&path) < 6 << 20);
         }
     }
 

@@ -252,6 +252,12 @@ impl GgufFile {
         }
         Ok(GgufTensor { kind, shape, bytes })
     }
+
+    /// Gives back the memory of the file's bytes that a tensor takes, when they were copied.
+    pub(crate) fn release(&self, name: &str) {
+        let info = self.places.get(name).and_then(|place| self.container.tensor(&place.name));
+        info.into_iter().for_each(|info| self.container.release(info));
+    }
 }
 
 /// The names of a model's weights in a checkpoint, and their shapes.

@@ -163,7 +163,9 @@ impl Stored {
             }
             Self::Gguf { file, read } => {
                 read.insert(name.to_string());
-                read_gguf(file, name, shape, dtype, device)
+                let storage = read_gguf(file, name, shape, dtype, device)?;
+                file.release(name);
+                Ok(storage)
             }
         }
     }

@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::fs;
-use std::ops::Range;
+use std::ops::{Bound, Range};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -249,7 +249,7 @@ impl Weights {
             return Err(Error::file(path, not_finite(name, bytes, stored, dtype)));
         }
         let tensor = tensor.to_device(device)?;
-        entry.read.store(true, Ordering::Relaxed);
+        self.done_with(entry);
         Ok(tensor)
     }
 
@@ -296,7 +296,7 @@ impl Weights {
             // With its place in the whole.
             return self.tensor(name, &expected_shape, dtype, &Device::Cpu);
         }
-        entry.read.store(true, Ordering::Relaxed);
+        self.done_with(entry);
         Ok(tensor)
     }
 
@@ -323,7 +323,7 @@ impl Weights {
         let part = pieces(name, bytes, stored.size_in_bytes(), ranges)?;
         let length = ranges.iter().map(ExactSizeIterator::len).sum();
         let (tensor, _) = converted(&part, stored, &[length], dtype)?;
-        entry.read.store(true, Ordering::Relaxed);
+        self.done_with(entry);
         Ok(tensor)
     }
 
@@ -368,7 +368,9 @@ impl Weights {
                 ),
             ));
         }
-        Ok(Tensor::from_slice(stored.bytes, count, device)?)
+        let tensor = Tensor::from_slice(stored.bytes, count, device)?;
+        self.release(name);
+        Ok(tensor)
     }
 
     /// A tensor of any dtype as it lies in its file.
@@ -380,6 +382,27 @@ impl Weights {
         let bytes = self.bytes_of(name, entry)?;
         entry.read.store(true, Ordering::Relaxed);
         Ok(Stored { dtype: &entry.dtype, shape: &entry.shape, bytes })
+    }
+
+    /// Gives back the memory of the file's bytes that all tensors take whose names begin so, when they were copied.
+    pub(crate) fn release(&self, beginning: &str) {
+        let from_there =
+            self.entries.range::<str, _>((Bound::Included(beginning), Bound::Unbounded));
+        for (_, entry) in from_there.take_while(|(name, _)| name.starts_with(beginning)) {
+            self.release_entry(entry);
+        }
+    }
+
+    fn release_entry(&self, entry: &Entry) {
+        if let Some((_, map)) = self.files.get(entry.file) {
+            files::release(map, entry.start..entry.end);
+        }
+    }
+
+    /// Notes that a tensor was read and copied.
+    fn done_with(&self, entry: &Entry) {
+        entry.read.store(true, Ordering::Relaxed);
+        self.release_entry(entry);
     }
 
     /// The file that has a tensor, or what stands for all files.
@@ -1025,6 +1048,44 @@ mod tests {
         let message = weights.tensor("x", &[2], DType::F16, &Device::Cpu).unwrap_err().to_string();
         assert!(message.contains("1000000 at flat index 1, which does not fit"), "{message}");
         assert!(weights.tensor("x", &[2], DType::BF16, &Device::Cpu).is_ok());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn what_was_copied_takes_no_memory_of_the_file() {
+        const SIDE: usize = 1 << 11;
+        const COUNT: usize = SIDE * SIDE;
+        // The system maps neighbours in pieces of up to 2 MB.
+        const NEIGHBOURS: usize = 6 << 20;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(SINGLE);
+        let numbers = Tensor::arange(0.0, COUNT as f32, &Device::Cpu).unwrap();
+        let bytes = Tensor::ones(4 * COUNT, DType::U8, &Device::Cpu).unwrap();
+        let square = numbers.reshape((SIDE, SIDE)).unwrap();
+        let tensors = [("line", &numbers), ("square", &square), ("bytes", &bytes)];
+        let tensors = tensors.map(|(name, tensor)| (name.to_string(), tensor.clone()));
+        write_safetensors(&path, &tensors, None).unwrap();
+        let weights = Weights::open(folder.path()).unwrap();
+        let resident = || files::resident_bytes(&path);
+        for _ in 0..2 {
+            let line = weights.tensor("line", &[COUNT], DType::F32, &Device::Cpu).unwrap();
+            assert!(resident() < NEIGHBOURS, "{}", resident());
+            assert_eq!(line.to_vec1::<f32>().unwrap(), numbers.to_vec1::<f32>().unwrap());
+            let columns = [1..2, 9..10];
+            let part = weights.part("square", [SIDE; 2], (1, &columns), DType::F32).unwrap();
+            assert!(resident() < NEIGHBOURS, "{}", resident());
+            let of_row = [3 * SIDE + 1, 3 * SIDE + 9].map(|number| number as f32);
+            assert_eq!(part.to_vec2::<f32>().unwrap()[3], of_row);
+            weights.elements("line", COUNT, &[5..9, 70..71], DType::F32).unwrap();
+            assert!(resident() < NEIGHBOURS, "{}", resident());
+            weights.bytes("bytes", 4 * COUNT, &Device::Cpu).unwrap();
+            assert!(resident() < NEIGHBOURS, "{}", resident());
+        }
+        let stored = weights.stored("line").unwrap();
+        assert_ne!(stored.bytes.iter().map(|byte| u64::from(*byte)).sum::<u64>(), 0);
+        assert!(resident() >= stored.bytes.len(), "{}", resident());
+        weights.release("li");
+        assert!(resident() < NEIGHBOURS, "{}", resident());
     }
 
     #[test]
