@@ -194,7 +194,7 @@ pub(crate) fn forward_few<T: Element>(
     let takes_lines =
         |weight| matches!(weight, Values::Bf16(_)) && kind_of(stored, weight).takes_lines(rows);
     let lines = layers.iter().find(|layer| takes_lines(layer.weight));
-    let quantized_rows = quantized::Rows::new(rows, inner, x, matrices);
+    let quantized_rows = quantized::Rows::new(rows, inner, (stored, x), matrices);
     let packed = lines.map(|layer| {
         let operand = Operand::lines(stored, inner);
         Lhs::pack_here(kind_of(stored, layer.weight), rows, inner, operand)

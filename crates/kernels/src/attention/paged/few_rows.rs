@@ -3,7 +3,7 @@
 //! don't depend on the other rows.
 
 use crate::backend::cpu::gemm::sum_registers;
-use crate::backend::cpu::simd::{Level, level, prefetch};
+use crate::backend::cpu::simd::{Level, as_pairs, level, prefetch};
 use half::bf16;
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -224,12 +224,6 @@ const HALVES: [[i32; WORDS]; 2] = [
 #[inline(always)]
 fn first_of(count: usize) -> u32 {
     if count >= NUMBERS { u32::MAX } else { (1 << count) - 1 }
-}
-
-#[inline(always)]
-fn as_pairs(register: __m512i) -> __m512bh {
-    // SAFETY: both are 64 bytes.
-    unsafe { std::mem::transmute(register) }
 }
 
 /// The numbers that a mask has; others are 0.

@@ -152,6 +152,14 @@ pub(crate) fn vectorize<R>(body: impl FnOnce() -> R) -> R {
     body()
 }
 
+/// A register of whatever kind, as pairs of bf16 numbers.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(crate) fn as_pairs(register: std::arch::x86_64::__m512i) -> std::arch::x86_64::__m512bh {
+    // SAFETY: both are 64 bytes of which every pattern is one.
+    unsafe { std::mem::transmute(register) }
+}
+
 /// Asks for the cache line at an address, which need not be one of this process.
 #[inline(always)]
 pub(crate) fn prefetch<S>(address: *const S) {

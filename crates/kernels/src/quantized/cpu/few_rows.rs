@@ -4,7 +4,7 @@ use super::Elements;
 use super::integers::IntegerRows;
 #[cfg(target_arch = "x86_64")]
 use super::lines::{Lines, Ordered};
-use crate::backend::cpu::Real;
+use crate::backend::cpu::{Real, Values};
 #[cfg(target_arch = "x86_64")]
 use crate::backend::cpu::{as_f32, as_f32_mut, simd::vectorize};
 use crate::matmul::few_rows::sum_lanes;
@@ -28,26 +28,31 @@ pub(crate) struct Rows<'a, A> {
 }
 
 impl<'a, A: Real> Rows<'a, A> {
-    /// `x` `(rows, depth)`, for products with these matrices.
+    /// `x` `(rows, depth)`, as it is stored and as it is computed with, for products with these matrices.
     pub(crate) fn new<'m>(
         rows: usize,
         depth: usize,
-        x: &'a [A],
+        (stored, x): (Values<A>, &'a [A]),
         matrices: impl Iterator<Item = Elements<'m>> + Clone,
     ) -> Self {
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = stored;
         let mut of_integers = matrices.clone().filter_map(Elements::byte_rows);
         let integers = of_integers.next().map(|_| IntegerRows::new(rows, depth, x));
         #[cfg(target_arch = "x86_64")]
         let ordered = {
-            let mut groups = matrices
+            let lines = matrices
                 .filter(|matrix| matrix.byte_rows().is_none())
-                .filter_map(|matrix| Some(Lines::of(matrix, depth)?.group_of_offsets()))
-                .peekable();
-            let lanes = groups.peek().and_then(|_| super::x86::lanes());
+                .filter_map(|matrix| Lines::of(matrix, depth));
+            let lanes = lines.clone().next().and_then(|_| super::x86::lanes());
+            let halves = match stored {
+                Values::Bf16(halves) => Some(halves),
+                _ => None,
+            };
             as_f32(x).zip(lanes).map(|(x, lanes)| {
                 vectorize(
                     #[inline(always)]
-                    || Ordered::new(rows, depth, x, lanes, groups.flatten()),
+                    || Ordered::new(rows, depth, (x, halves), lanes, lines),
                 )
             })
         };

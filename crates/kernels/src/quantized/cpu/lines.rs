@@ -10,6 +10,7 @@
 //!
 //! What groups' offsets add is `Σ offset · Σ x`, with the second sum computed once for all lines.
 
+use super::pairs::{self, OrderedPairs};
 use super::{Elements, ScalesView, View, e4m3, e8m0};
 use crate::backend::cpu::scratch::Scratch;
 use crate::backend::cpu::simd::prefetch;
@@ -28,7 +29,7 @@ const SPREAD: usize = 4;
 pub(super) const MOST_LANES: usize = 16;
 
 /// Bytes ahead that codes are asked for: what memory takes longer for than the processor looks ahead.
-const AHEAD: usize = 2048;
+const AHEAD: usize = 8192;
 
 /// Scales and as many offsets that are made ready at a time, or those of a line where it has more.
 const READY: usize = 2048;
@@ -118,6 +119,21 @@ impl<'a> Lines<'a> {
         (whole && even && blocks).then_some(Lines { view, start, depth, groups, shift })
     }
 
+    pub(super) fn levels(&self) -> Levels {
+        self.view.levels
+    }
+
+    /// The first group of a line.
+    #[inline(always)]
+    fn group(&self, line: usize) -> usize {
+        self.start / self.view.group + line * self.groups
+    }
+
+    /// Whether a register's scales are [`SPREAD`] at most, if a lane has so many codes.
+    pub(super) fn fits_fields(&self, fields: usize) -> bool {
+        (fields * MOST_LANES) >> self.shift.min(usize::BITS - 1) <= SPREAD
+    }
+
     /// Elements of a group, if something is added to them.
     pub(super) fn group_of_offsets(&self) -> Option<usize> {
         self.view.has_offsets().then_some(self.view.group)
@@ -129,28 +145,34 @@ pub(super) struct Ordered {
     rows: usize,
     depth: usize,
     lanes: usize,
-    /// `(rows, stride)`, whole pieces with zeros at the end.
+    /// `(rows, stride)`, whole pieces with zeros at the end; nothing where all matrices are multiplied by pairs.
     x: Scratch<f32>,
     stride: usize,
+    pairs: Option<OrderedPairs>,
     /// For sizes of groups, the sums of every row's groups, padded with zeros to whole registers.
     sums: Vec<(usize, Scratch<f32>)>,
 }
 
 impl Ordered {
-    /// `x` `(rows, depth)` for registers of `lanes`, and its sums over groups of these sizes.
+    /// `x` `(rows, depth)`, which may be numbers of bf16, for registers of `lanes` and products with these matrices.
     #[inline(always)]
-    pub(super) fn new(
+    pub(super) fn new<'m>(
         rows: usize,
         depth: usize,
-        x: &[f32],
+        (x, halves): (&[f32], Option<&[bf16]>),
         lanes: usize,
-        groups: impl Iterator<Item = usize>,
+        matrices: impl Iterator<Item = Lines<'m>> + Clone,
     ) -> Self {
         assert!(rows <= FEW_ROWS && x.len() == rows * depth);
+        let takes_pairs = |matrix: &Lines| halves.is_some() && pairs::takes_pairs(*matrix);
+        let mut paired = matrices.clone().filter(takes_pairs).peekable();
+        let pairs = halves.filter(|_| paired.peek().is_some());
+        let pairs = pairs.map(|halves| OrderedPairs::new(depth, halves, paired));
         let piece = FIELDS * lanes;
-        let stride = depth.next_multiple_of(piece);
+        let is_read = !matrices.clone().all(|matrix| takes_pairs(&matrix));
+        let stride = if is_read { depth.next_multiple_of(piece) } else { 0 };
         let mut ordered = Scratch::zeros(rows * stride);
-        for row in 0..rows {
+        for row in 0..if is_read { rows } else { 0 } {
             let ordered = &mut ordered[row * stride..][..stride];
             let pieces = x[row * depth..][..depth].chunks(piece);
             for (x, ordered) in pieces.zip(ordered.chunks_exact_mut(piece)) {
@@ -162,7 +184,7 @@ impl Ordered {
             }
         }
         let mut sums: Vec<(usize, Scratch<f32>)> = Vec::new();
-        for group in groups {
+        for group in matrices.filter_map(|matrix| matrix.group_of_offsets()) {
             if sums.iter().any(|(known, _)| *known == group) {
                 continue;
             }
@@ -180,11 +202,16 @@ impl Ordered {
             }
             sums.push((group, of_groups));
         }
-        Ordered { rows, depth, lanes, x: ordered, stride, sums }
+        Ordered { rows, depth, lanes, x: ordered, stride, pairs, sums }
     }
 
     pub(super) fn lanes(&self) -> usize {
         self.lanes
+    }
+
+    /// What the matrix is multiplied by, if that is by pairs.
+    pub(super) fn pairs_for(&self, matrix: Lines) -> Option<&OrderedPairs> {
+        self.pairs.as_ref().filter(|_| pairs::takes_pairs(matrix))
     }
 
     /// The sums over the groups of a matrix that has offsets.
@@ -208,6 +235,25 @@ struct Task<'a> {
     offsets: &'a [f32],
 }
 
+/// Makes the products of a piece of codes.
+pub(super) trait Piece<R: Registers> {
+    const BITS: usize;
+    /// Codes of a lane.
+    const FIELDS: usize;
+
+    /// Adds what every row has from piece `place`, whose codes are given.
+    ///
+    /// # Safety
+    /// As of [`dots`]; there are as many rows, pieces and codes.
+    unsafe fn add<const ROWS: usize>(
+        &self,
+        place: usize,
+        codes: *const u8,
+        scale: R::Floats,
+        totals: &mut [R::Floats; ROWS],
+    );
+}
+
 /// The dot products of all rows with some lines: `out` `(rows, lines.len())`.
 ///
 /// # Safety
@@ -219,17 +265,73 @@ pub(super) unsafe fn dots<R: Registers>(
     lines: Range<usize>,
     out: &mut [f32],
 ) {
+    assert!(x.x.len() == x.rows * matrix.depth.next_multiple_of(FIELDS * R::LANES));
+    // SAFETY: as promised by the caller.
+    unsafe {
+        in_batches::<R>(
+            x,
+            matrix,
+            lines,
+            #[inline(always)]
+            |task, some| match x.rows {
+                1 => by_levels::<R, 1>(x, task, some, out),
+                2 => by_levels::<R, 2>(x, task, some, out),
+                3 => by_levels::<R, 3>(x, task, some, out),
+                _ => by_levels::<R, FEW_ROWS>(x, task, some, out),
+            },
+        );
+    }
+}
+
+/// As [`dots`], by pieces that `R` alone doesn't make.
+///
+/// # Safety
+/// As of [`dots`], and of [`Piece::add`] for all pieces of a line.
+#[inline(always)]
+pub(super) unsafe fn dots_by<R: Registers>(
+    x: &Ordered,
+    pieces: &impl Piece<R>,
+    matrix: Lines,
+    lines: Range<usize>,
+    out: &mut [f32],
+) {
+    // SAFETY: as promised by the caller.
+    unsafe {
+        in_batches::<R>(
+            x,
+            matrix,
+            lines,
+            #[inline(always)]
+            |task, some| match x.rows {
+                1 => by_lines::<R, _, 1>(task, pieces, some, out),
+                2 => by_lines::<R, _, 2>(task, pieces, some, out),
+                3 => by_lines::<R, _, 3>(task, pieces, some, out),
+                _ => by_lines::<R, _, FEW_ROWS>(task, pieces, some, out),
+            },
+        );
+    }
+}
+
+/// Makes the scales of some lines ready at a time, whose products `multiply` then makes.
+///
+/// # Safety
+/// As of [`dots`].
+#[inline(always)]
+unsafe fn in_batches<R: Registers>(
+    x: &Ordered,
+    matrix: Lines,
+    lines: Range<usize>,
+    mut multiply: impl FnMut(&Task, Range<usize>),
+) {
     assert!(x.lanes == R::LANES && x.depth == matrix.depth);
-    assert!(out.len() == x.rows * lines.len());
     let sums = x.sums(matrix);
-    // Scales are made ready for some lines at a time.
     let batch = (READY / matrix.groups).clamp(1, lines.len().max(1));
     let room = (batch * matrix.groups).next_multiple_of(MOST_LANES) + MOST_LANES;
     let mut scales = Scratch::new(room);
     let mut offsets = Scratch::new(if sums.is_empty() { 0 } else { room });
     for start in (0..lines.len()).step_by(batch) {
         let some = start..(start + batch).min(lines.len());
-        let group = matrix.start / matrix.view.group + (lines.start + start) * matrix.groups;
+        let group = matrix.group(lines.start + start);
         let filled = (some.len() * matrix.groups).next_multiple_of(MOST_LANES);
         let offsets_filled = if sums.is_empty() { 0 } else { filled };
         let (now, added) = (&mut scales[..filled], &mut offsets[..offsets_filled]);
@@ -237,16 +339,7 @@ pub(super) unsafe fn dots<R: Registers>(
         unsafe { fill::<R>(matrix.view, group, now, added) };
         let (scales, offsets) = (&scales[..], &offsets[..]);
         let (first, count) = (lines.start, lines.len());
-        let task = &Task { sums, matrix, first, count, scales, offsets };
-        // SAFETY: as promised by the caller.
-        unsafe {
-            match x.rows {
-                1 => by_levels::<R, 1>(x, task, some, out),
-                2 => by_levels::<R, 2>(x, task, some, out),
-                3 => by_levels::<R, 3>(x, task, some, out),
-                _ => by_levels::<R, FEW_ROWS>(x, task, some, out),
-            }
-        }
+        multiply(&Task { sums, matrix, first, count, scales, offsets }, some);
     }
 }
 
@@ -430,7 +523,7 @@ unsafe fn by_levels<R: Registers, const ROWS: usize>(
             // SAFETY: as promised by the caller.
             unsafe {
                 let numbers = Numbers::<R, $bits, $kind>::new(x, $table, $zero);
-                by_lines::<R, $bits, $kind, ROWS>(task, &numbers, lines, out)
+                by_lines::<R, _, ROWS>(task, &numbers, lines, out)
             }
         };
     }
@@ -520,11 +613,12 @@ impl<'a, R: Registers, const BITS: usize, const KIND: u8> Numbers<'a, R, BITS, K
             }
         }
     }
+}
 
-    /// Adds what every row has from piece `place`, whose codes are given.
-    ///
-    /// # Safety
-    /// As of [`dots`]; there are as many rows, pieces and codes.
+impl<R: Registers, const BITS: usize, const KIND: u8> Piece<R> for Numbers<'_, R, BITS, KIND> {
+    const BITS: usize = BITS;
+    const FIELDS: usize = FIELDS;
+
     #[inline(always)]
     unsafe fn add<const ROWS: usize>(
         &self,
@@ -557,28 +651,31 @@ impl<'a, R: Registers, const BITS: usize, const KIND: u8> Numbers<'a, R, BITS, K
 /// The dot products of `ROWS` rows with some lines, of whose groups the scales are ready.
 ///
 /// # Safety
-/// As of [`dots`], and of [`Numbers::add`] for all pieces of a line.
+/// As of [`dots`], and of [`Piece::add`] for all pieces of a line.
 #[inline(always)]
-unsafe fn by_lines<R: Registers, const BITS: usize, const KIND: u8, const ROWS: usize>(
+unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
     task: &Task,
-    numbers: &Numbers<R, BITS, KIND>,
+    numbers: &P,
     lines: Range<usize>,
     out: &mut [f32],
 ) {
     let matrix = task.matrix;
     let Lines { view, depth, groups, shift, .. } = matrix;
-    let piece = FIELDS * R::LANES;
-    let bytes = piece * BITS / 8;
+    assert!(out.len() == ROWS * task.count);
+    let piece = P::FIELDS * R::LANES;
+    let bytes = piece * P::BITS / 8;
     let pieces = depth / piece;
     let mut places = [0u32; MOST_LANES];
     for (lane, place) in places.iter_mut().enumerate() {
-        *place = ((FIELDS * lane) >> shift) as u32;
+        *place = ((P::FIELDS * lane) >> shift) as u32;
     }
     // SAFETY: as promised by the caller; there is a number for every lane.
     let places = unsafe { R::load_words(places.as_ptr()) };
+    let following = lines.len();
     for (index, line) in lines.enumerate() {
-        let start = (matrix.start + (task.first + line) * depth) * BITS / 8;
-        let codes = &view.codes[start..][..depth * BITS / 8];
+        view.prefetch_scales(matrix.group(task.first + line + following), groups);
+        let start = (matrix.start + (task.first + line) * depth) * P::BITS / 8;
+        let codes = &view.codes[start..][..depth * P::BITS / 8];
         let scales = &task.scales[index * groups..][..groups + SPREAD];
         // SAFETY: as promised by the caller.
         let mut totals = unsafe { [R::zeros(); ROWS] };

@@ -4,6 +4,8 @@ mod few_rows;
 mod integers;
 #[cfg(target_arch = "x86_64")]
 mod lines;
+#[cfg(target_arch = "x86_64")]
+mod pairs;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]
@@ -189,6 +191,27 @@ impl<'a> View<'a> {
     /// All numbers.
     pub(crate) fn elements(&'a self) -> Elements<'a> {
         Elements { view: self, start: 0, len: self.len }
+    }
+
+    /// Asks for the scales of some groups, which may be beyond the end, ahead of their use.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn prefetch_scales(&self, first: usize, count: usize) {
+        #[inline(always)]
+        fn ask_for<S>(scales: &[S], first: usize, count: usize) {
+            let start = scales.as_ptr().wrapping_add(first).cast::<u8>();
+            for offset in (0..count * size_of::<S>()).step_by(64) {
+                prefetch(start.wrapping_add(offset));
+            }
+        }
+        match self.scales {
+            ScalesView::F32(scales, _) => ask_for(scales, first, count),
+            ScalesView::F16(scales, _) => ask_for(scales, first, count),
+            ScalesView::Bf16(scales, _) => ask_for(scales, first, count),
+            ScalesView::E8m0(scales) | ScalesView::E4m3(scales, _) => ask_for(scales, first, count),
+            ScalesView::Nested { codes, .. } => ask_for(codes, first, count),
+            ScalesView::Blocks { scales, .. } => ask_for(scales, first, count),
+        }
     }
 
     #[cfg(target_arch = "x86_64")]

@@ -4,6 +4,7 @@ use crate::quantized::testing::{every_kind, plain};
 use crate::quantized::{BLOCK, Levels, NESTED, Quantized, Scales};
 use crate::testing::*;
 use candle_core::{DType, Device, Tensor};
+use half::bf16;
 
 /// The numbers as the formats define them, one at a time.
 fn reference(matrix: &Quantized) -> Vec<f32> {
@@ -128,9 +129,10 @@ fn registers_of_either_size_give_the_products() {
     use crate::quantized::cpu::lines::{Lines, Ordered};
     use crate::quantized::cpu::{Inputs, x86};
 
-    let sizes = [(8, Level::Avx2), (16, Level::Avx512)];
-    let sizes = sizes.into_iter().filter(|(_, needed)| level() >= *needed);
-    let sizes: Vec<usize> = sizes.map(|(lanes, _)| lanes).collect();
+    // The last by pairs, where codes stand for numbers of bf16.
+    let ways = [(8, Level::Avx2, false), (16, Level::Avx512, false), (16, Level::Avx512Bf16, true)];
+    let ways = ways.into_iter().filter(|(_, needed, _)| level() >= *needed);
+    let ways: Vec<(usize, bool)> = ways.map(|(lanes, _, halves)| (lanes, halves)).collect();
     for (outer, inner) in [(37, 256), (64, 576), (16, 112), (9, 100), (3, 4096)] {
         let kinds = every_kind((outer, inner));
         let mut multiplied = 0;
@@ -142,13 +144,19 @@ fn registers_of_either_size_give_the_products() {
             multiplied += 1;
             let dense = values(&matrix.dequantize(DType::F32).unwrap());
             for rows in 1..=4 {
-                let x = random(&[rows, inner], 7).to_dtype(DType::F32).unwrap();
+                let x = random(&[rows, inner], 7).to_dtype(DType::BF16).unwrap();
                 let wide = values(&x);
-                let x = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                let halves = x.flatten_all().unwrap().to_vec1::<bf16>().unwrap();
+                let x: Vec<f32> = halves.iter().map(|x| x.to_f32()).collect();
                 let part = 2..outer;
-                for lanes in sizes.iter().copied() {
-                    let groups = lines.group_of_offsets().into_iter();
-                    let ordered = Ordered::new(rows, inner, &x, lanes, groups);
+                for (lanes, with_halves) in ways.iter().copied() {
+                    let x = (&x[..], with_halves.then_some(&halves[..]));
+                    let ordered = Ordered::new(rows, inner, x, lanes, std::iter::once(lines));
+                    let by_pairs = with_halves
+                        && level() == Level::Avx512Bf16
+                        && matrix.levels().bits() == 4
+                        && name != "nf4";
+                    assert_eq!(ordered.pairs_for(lines).is_some(), by_pairs, "{name}");
                     let mut out = vec![f32::NAN; rows * part.len()];
                     // SAFETY: the machine has the registers.
                     unsafe { x86::dots(&ordered, lines, part.clone(), &mut out) };

@@ -1,6 +1,7 @@
 //! The registers of AVX2 and AVX-512.
 
 use super::lines::{Lines, MOST_LANES, Ordered, Registers, dots as dots_of};
+use super::pairs;
 use crate::backend::cpu::simd::{Level, level};
 use half::f16;
 use std::arch::x86_64::*;
@@ -23,6 +24,9 @@ pub(super) fn lanes() -> Option<usize> {
 pub(super) unsafe fn dots(x: &Ordered, matrix: Lines, lines: Range<usize>, out: &mut [f32]) {
     // SAFETY: as promised by the caller.
     unsafe {
+        if let Some(halves) = x.pairs_for(matrix) {
+            return pairs::dots(x, halves, matrix, lines, out);
+        }
         match x.lanes() {
             Avx2::LANES => avx2(x, matrix, lines, out),
             _ => avx512(x, matrix, lines, out),
@@ -69,7 +73,7 @@ const fn bits_of_lanes(bits: usize) -> [u32; MOST_LANES] {
     shifts
 }
 
-struct Avx512;
+pub(super) struct Avx512;
 
 impl Avx512 {
     /// Pairs of bytes of each quarter's codes.
