@@ -455,15 +455,19 @@ impl<'a> Trainer<'a> {
         checkpoint::agree(self.group, &self.state, &self.options, parameters)
     }
 
-    /// That the ranks' parameters are still the same, which machines that compute differently would drift from.
-    fn check_parameters(&self) -> Result<()> {
+    /// The fingerprints of all ranks' parameters.
+    fn fingerprints(&self) -> Result<Vec<Vec<u8>>> {
         const WHAT: &str = "the parameters before a checkpoint";
         if self.group.size() == 1 {
-            return Ok(());
+            return Ok(Vec::new());
         }
         let mine = self.adapter.parameters().fingerprint()?.to_le_bytes();
-        let all = self.group.gather(WHAT, &mine)?;
-        match all.iter().position(|of_rank| Some(of_rank) != all.first()) {
+        self.group.gather(WHAT, &mine)
+    }
+
+    /// That the ranks' parameters are still the same, which machines that compute differently would drift from.
+    fn check_same(&self, fingerprints: &[Vec<u8>]) -> Result<()> {
+        match fingerprints.iter().position(|of_rank| Some(of_rank) != fingerprints.first()) {
             None => Ok(()),
             Some(rank) => Err(Error::Rank {
                 rank,
@@ -1024,8 +1028,11 @@ impl<'a> Trainer<'a> {
 
     /// [`Self::begin_to_save`], of parameters that are the same for all ranks.
     fn save(&mut self, metrics: &mut dyn MetricsSink) -> Result<()> {
-        self.check_parameters()?;
-        self.begin_to_save(metrics)
+        let of_ranks = self.fingerprints();
+        let of_ranks = self.or_save_alone(of_ranks, metrics)?;
+        self.check_same(&of_ranks)?;
+        let begun = self.begin_to_save(metrics);
+        self.or_save_alone(begun, metrics)
     }
 
     /// Begins to write the checkpoint, unless it is there, as of a run that has just been resumed from it. What ranks have
