@@ -40,7 +40,8 @@ pub fn open_regular(path: impl AsRef<Path>) -> Result<(File, Metadata)> {
 }
 
 /// Gives back the memory that these bytes of a file take. They come again when they are read. It is for what was copied
-/// and would count twice: once where it went, and once as a part of the mapping.
+/// and would count twice: once where it went, and once as a part of the mapping, which is as [`Mmap::map`] makes it. Windows keeps
+/// the memory, and macOS as long as it has enough.
 pub(crate) fn release(map: &Mmap, bytes: Range<usize>) {
     /// Where less is given back, telling the system costs more than it brings.
     const LEAST: usize = 1 << 16;
@@ -168,6 +169,7 @@ fn read_at_most(path: &Path, file: File, metadata: &Metadata, limit: u64) -> Res
 #[cfg(all(test, target_os = "linux"))]
 pub(crate) fn resident_bytes(path: &Path) -> usize {
     let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let path = path.canonicalize().unwrap();
     let of_file = maps.lines().skip_while(|line| !line.ends_with(path.to_str().unwrap()));
     let resident = of_file.into_iter().find_map(|line| line.strip_prefix("Rss:")).unwrap();
     resident.trim().strip_suffix(" kB").unwrap().parse::<usize>().unwrap() << 10

@@ -369,7 +369,7 @@ impl Weights {
             ));
         }
         let tensor = Tensor::from_slice(stored.bytes, count, device)?;
-        self.release(name);
+        self.release_entry(self.entry(name)?);
         Ok(tensor)
     }
 
@@ -385,7 +385,7 @@ impl Weights {
     }
 
     /// Gives back the memory of the file's bytes that all tensors take whose names begin so, when they were copied.
-    pub(crate) fn release(&self, beginning: &str) {
+    pub(crate) fn release_all_of(&self, beginning: &str) {
         let from_there =
             self.entries.range::<str, _>((Bound::Included(beginning), Bound::Unbounded));
         for (_, entry) in from_there.take_while(|(name, _)| name.starts_with(beginning)) {
@@ -1084,7 +1084,7 @@ mod tests {
         let stored = weights.stored("line").unwrap();
         assert_ne!(stored.bytes.iter().map(|byte| u64::from(*byte)).sum::<u64>(), 0);
         assert!(resident() >= stored.bytes.len(), "{}", resident());
-        weights.release("li");
+        weights.release_all_of("li");
         assert!(resident() < NEIGHBOURS, "{}", resident());
     }
 

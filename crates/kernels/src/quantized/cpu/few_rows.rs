@@ -45,14 +45,14 @@ impl<'a, A: Real> Rows<'a, A> {
                 .filter(|matrix| matrix.byte_rows().is_none())
                 .filter_map(|matrix| Lines::of(matrix, depth));
             let lanes = lines.clone().next().and_then(|_| super::x86::lanes());
-            let halves = match stored {
-                Values::Bf16(halves) => Some(halves),
+            let stored = match stored {
+                Values::Bf16(stored) => Some(stored),
                 _ => None,
             };
             as_f32(x).zip(lanes).map(|(x, lanes)| {
                 vectorize(
                     #[inline(always)]
-                    || Ordered::new(rows, depth, (x, halves), lanes, lines),
+                    || Ordered::new(rows, depth, (x, stored), lanes, lines),
                 )
             })
         };
@@ -69,6 +69,9 @@ impl<'a, A: Real> Rows<'a, A> {
     /// `out[row][line] = Σ_k x[row][k]·matrix[line][k]` for some lines: `out` `(rows, lines.len())`.
     #[inline(always)]
     pub(crate) fn dots(&self, matrix: Elements, lines: Range<usize>, out: &mut [A]) {
+        if self.rows == 0 {
+            return;
+        }
         if let Some(integers) = &self.integers
             && let Some(matrix) = matrix.byte_rows()
         {

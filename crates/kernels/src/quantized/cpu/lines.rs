@@ -1,7 +1,7 @@
 //! Dot products of a few rows with lines of codes, in registers of several numbers.
 //!
-//! Lines are read in pieces of four codes for each lane of a register: lane `l` of field `k` is element `4·l + k` of
-//! its piece, so that a register of codes, shifted, has all fields in turn. [`Ordered`] has the rows in the same
+//! Lines are read in pieces of four codes for each lane of a register (`pairs.rs` has eight, too): lane `l` of field `k`
+//! is element `4·l + k` of its piece, so that a register of codes, shifted, has all fields in turn. [`Ordered`] has the rows in the same
 //! order. Groups of 16 elements or more are whole lanes, so one multiplication scales a piece:
 //!
 //! ```text
@@ -123,6 +123,11 @@ impl<'a> Lines<'a> {
         self.view.levels
     }
 
+    /// Elements of a line.
+    pub(super) fn depth(&self) -> usize {
+        self.depth
+    }
+
     /// The first group of a line.
     #[inline(always)]
     fn group(&self, line: usize) -> usize {
@@ -131,7 +136,7 @@ impl<'a> Lines<'a> {
 
     /// Whether a register's scales are [`SPREAD`] at most, if a lane has so many codes.
     pub(super) fn fits_fields(&self, fields: usize) -> bool {
-        (fields * MOST_LANES) >> self.shift.min(usize::BITS - 1) <= SPREAD
+        (fields * MOST_LANES) >> self.shift <= SPREAD
     }
 
     /// Elements of a group, if something is added to them.
@@ -154,20 +159,22 @@ pub(super) struct Ordered {
 }
 
 impl Ordered {
-    /// `x` `(rows, depth)`, which may be numbers of bf16, for registers of `lanes` and products with these matrices.
+    /// `x` `(rows, depth)`, also in bf16 where that is what is stored, for registers of `lanes` and products with these
+    /// matrices.
     #[inline(always)]
     pub(super) fn new<'m>(
         rows: usize,
         depth: usize,
-        (x, halves): (&[f32], Option<&[bf16]>),
+        (x, stored): (&[f32], Option<&[bf16]>),
         lanes: usize,
         matrices: impl Iterator<Item = Lines<'m>> + Clone,
     ) -> Self {
         assert!(rows <= FEW_ROWS && x.len() == rows * depth);
-        let takes_pairs = |matrix: &Lines| halves.is_some() && pairs::takes_pairs(*matrix);
+        assert!(stored.is_none_or(|stored| stored.len() == x.len()));
+        let takes_pairs = |matrix: &Lines| stored.is_some() && pairs::takes_pairs(*matrix);
         let mut paired = matrices.clone().filter(takes_pairs).peekable();
-        let pairs = halves.filter(|_| paired.peek().is_some());
-        let pairs = pairs.map(|halves| OrderedPairs::new(depth, halves, paired));
+        let stored = stored.filter(|_| paired.peek().is_some());
+        let pairs = stored.map(|stored| OrderedPairs::new(depth, stored, paired));
         let piece = FIELDS * lanes;
         let is_read = !matrices.clone().all(|matrix| takes_pairs(&matrix));
         let stride = if is_read { depth.next_multiple_of(piece) } else { 0 };
@@ -283,7 +290,7 @@ pub(super) unsafe fn dots<R: Registers>(
     }
 }
 
-/// As [`dots`], by pieces that `R` alone doesn't make.
+/// As [`dots`], with products of pieces made in another way than [`Numbers`] has.
 ///
 /// # Safety
 /// As of [`dots`], and of [`Piece::add`] for all pieces of a line.

@@ -193,7 +193,7 @@ impl<'a> View<'a> {
         Elements { view: self, start: 0, len: self.len }
     }
 
-    /// Asks for the scales of some groups, which may be beyond the end, ahead of their use.
+    /// Asks for the scales and offsets of some groups, which may be beyond the end, ahead of their use.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     fn prefetch_scales(&self, first: usize, count: usize) {
@@ -204,13 +204,22 @@ impl<'a> View<'a> {
                 prefetch(start.wrapping_add(offset));
             }
         }
+        #[inline(always)]
+        fn ask_for_both<S>(scales: &[S], offsets: &[S], first: usize, count: usize) {
+            ask_for(scales, first, count);
+            if !offsets.is_empty() {
+                ask_for(offsets, first, count);
+            }
+        }
         match self.scales {
-            ScalesView::F32(scales, _) => ask_for(scales, first, count),
-            ScalesView::F16(scales, _) => ask_for(scales, first, count),
-            ScalesView::Bf16(scales, _) => ask_for(scales, first, count),
+            ScalesView::F32(scales, offsets) => ask_for_both(scales, offsets, first, count),
+            ScalesView::F16(scales, offsets) => ask_for_both(scales, offsets, first, count),
+            ScalesView::Bf16(scales, offsets) => ask_for_both(scales, offsets, first, count),
             ScalesView::E8m0(scales) | ScalesView::E4m3(scales, _) => ask_for(scales, first, count),
             ScalesView::Nested { codes, .. } => ask_for(codes, first, count),
-            ScalesView::Blocks { scales, .. } => ask_for(scales, first, count),
+            ScalesView::Blocks { scales, offsets, .. } => {
+                ask_for_both(scales, offsets, first, count);
+            }
         }
     }
 

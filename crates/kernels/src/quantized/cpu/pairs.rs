@@ -1,7 +1,7 @@
 //! Dot products of rows of bf16 with codes of 4 or 6 bits that stand for numbers of bf16, by AVX-512's dot products of pairs:
 //! the products are exact, and added up in f32. Numbers below 2^-126 count as zero there.
 //!
-//! Half a lane of a register has [`half`](OrderedPairs::half) neighbouring codes, so that a register of codes, shifted, has
+//! Half a lane of a register, 16 bits, has two or four neighbouring codes, so that a register of codes, shifted, has
 //! all of them in turn as indices of a table of two bytes a number. [`OrderedPairs`] has the rows in the same order.
 
 use super::lines::{Lines, MOST_LANES, Ordered, Piece, dots_by};
@@ -36,7 +36,7 @@ pub(super) fn takes_pairs(matrix: Lines) -> bool {
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn tables(levels: Levels) -> [__m512i; 2] {
     // bf16 is the upper half of f32.
-    let halves = |numbers| _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(numbers));
+    let upper = |numbers| _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(numbers));
     let both = |low, high| _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
     match levels {
         Levels::Integers { bits, zero } => {
@@ -45,17 +45,23 @@ unsafe fn tables(levels: Levels) -> [__m512i; 2] {
                 let codes = _mm512_add_epi32(counted, _mm512_set1_epi32(first));
                 let codes = _mm512_and_si512(codes, _mm512_set1_epi32((1 << bits) - 1));
                 let numbers = _mm512_sub_epi32(codes, _mm512_set1_epi32(i32::from(zero)));
-                halves(_mm512_castps_si512(_mm512_cvtepi32_ps(numbers)))
+                upper(_mm512_castps_si512(_mm512_cvtepi32_ps(numbers)))
             };
             [both(sixteen(0), sixteen(16)), both(sixteen(32), sixteen(48))]
         }
         Levels::Table(table) => {
             // SAFETY: there are sixteen.
-            let sixteen = halves(unsafe { _mm512_loadu_si512(table.as_ptr().cast()) });
+            let sixteen = upper(unsafe { _mm512_loadu_si512(table.as_ptr().cast()) });
             [both(sixteen, sixteen); 2]
         }
         Levels::E4m3 => [_mm512_setzero_si512(); 2],
     }
+}
+
+/// Codes of half a lane: four of 4 bits where a register's scales are few enough, or two.
+fn codes_of_half(matrix: Lines) -> usize {
+    let fits = matrix.levels().bits() == 4 && matrix.fits_fields(8);
+    if fits && matrix.depth().is_multiple_of(4 * HALVES) { 4 } else { 2 }
 }
 
 /// Rows of bf16 in the order in which codes are unpacked.
@@ -68,21 +74,16 @@ pub(super) struct OrderedPairs {
 }
 
 impl OrderedPairs {
-    /// `x` `(rows, depth)`, for products with these matrices.
+    /// `x` `(rows, depth)`, for products with these matrices. All of them have it in one order, so that sums depend on
+    /// which matrices are multiplied together.
     pub(super) fn new<'m>(
         depth: usize,
         x: &[bf16],
-        mut matrices: impl Iterator<Item = Lines<'m>>,
+        matrices: impl Iterator<Item = Lines<'m>>,
     ) -> Self {
-        let is_wide = |matrix: Lines| {
-            let is_narrow = matrix.levels().bits() == 4 && matrix.fits_fields(8);
-            is_narrow && depth.is_multiple_of(4 * HALVES)
-        };
-        let half = if matrices.all(is_wide) { 4 } else { 2 };
-        let piece = half * HALVES;
-        let stride = depth.next_multiple_of(piece);
-        let rows = x.len() / depth.max(1);
-        let mut ordered = Scratch::new(rows * stride);
+        let half = matrices.map(codes_of_half).min().unwrap_or(2);
+        let stride = depth.next_multiple_of(half * HALVES);
+        let mut ordered = Scratch::new(x.len() / depth * stride);
         vectorize(
             #[inline(always)]
             || {
@@ -98,29 +99,23 @@ impl OrderedPairs {
     }
 }
 
-/// A row whose pieces are `(HALVES, HALF)` as pieces `(HALF, HALVES)`, with zeros behind it.
+/// A row whose pieces are `(HALVES, HALF)` as pieces `(HALF, HALVES)`, with zeros behind it. There are a multiple of
+/// `HALF`, as a line of codes ends with a byte.
 #[inline(always)]
 fn in_order<const HALF: usize>(x: &[bf16], ordered: &mut [bf16]) {
-    let (halves, rest) = x.as_chunks::<HALF>();
+    let (of_halves, _) = x.as_chunks::<HALF>();
     let mut pieces = ordered.chunks_exact_mut(HALF * HALVES);
-    let mut put = |halves: &[[bf16; HALF]]| {
+    let mut put = |of_halves: &[[bf16; HALF]]| {
         let Some(piece) = pieces.next() else { return };
         for (field, ordered) in piece.chunks_exact_mut(HALVES).enumerate() {
-            let (now, beyond) = ordered.split_at_mut(halves.len());
-            now.iter_mut().zip(halves).for_each(|(to, half)| *to = half[field]);
+            let (now, beyond) = ordered.split_at_mut(of_halves.len());
+            now.iter_mut().zip(of_halves).for_each(|(to, of_half)| *to = of_half[field]);
             beyond.fill(bf16::ZERO);
         }
     };
-    let (whole, last) = halves.as_chunks::<HALVES>();
-    whole.iter().for_each(|halves| put(halves));
-    let mut some = [[bf16::ZERO; HALF]; HALVES];
-    some[..last.len()].copy_from_slice(last);
-    let mut count = last.len();
-    if !rest.is_empty() {
-        some[count][..rest.len()].copy_from_slice(rest);
-        count += 1;
-    }
-    put(&some[..count]);
+    let (whole, last) = of_halves.as_chunks::<HALVES>();
+    whole.iter().for_each(|of_halves| put(of_halves));
+    put(last);
 }
 
 /// What codes of `BITS` bits stand for, and what they are multiplied by, of which there are `HALF` to half a lane.
@@ -143,8 +138,10 @@ impl<const BITS: usize, const HALF: usize> Pairs<'_, BITS, HALF> {
                 (4, 4) => _mm512_loadu_si512(from.cast()),
                 (4, _) => _mm512_cvtepu8_epi16(_mm256_loadu_si256(from.cast())),
                 _ => {
-                    let quarters = _mm512_loadu_si512((&raw const SIX_BITS.quarters).cast());
-                    let bytes = _mm512_loadu_si512((&raw const SIX_BITS.bytes).cast());
+                    let quarters = const { &Avx512::pairs_of_quarters(6) };
+                    let quarters = _mm512_loadu_si512(quarters.as_ptr().cast());
+                    let bytes = const { &BYTES_OF_SIX_BITS };
+                    let bytes = _mm512_loadu_si512(bytes.as_ptr().cast());
                     let codes = _mm512_maskz_loadu_epi32((1 << 12) - 1, from.cast());
                     let codes = _mm512_permutexvar_epi16(quarters, codes);
                     let codes = _mm512_shuffle_epi8(codes, bytes);
@@ -155,22 +152,15 @@ impl<const BITS: usize, const HALF: usize> Pairs<'_, BITS, HALF> {
     }
 }
 
-/// Where two codes of 6 bits for each half of a lane are.
-struct SixBits {
-    /// The pairs of bytes of each quarter of a register.
-    quarters: [u16; HALVES],
-    /// The bytes of each half in its quarter, where every second one begins 4 bits too high.
-    bytes: [u8; 2 * HALVES],
-}
-
-const SIX_BITS: &SixBits = &{
-    let mut places = SixBits { quarters: [0; HALVES], bytes: [0; 2 * HALVES] };
+/// Where the two bytes with the two codes of 6 bits of each half of a lane are in its quarter of a register. The codes of
+/// every second half begin 4 bits too high there.
+const BYTES_OF_SIX_BITS: [u8; 2 * HALVES] = {
+    let mut places = [0; 2 * HALVES];
     let mut half = 0;
     while half < HALVES {
-        places.quarters[half] = (half / 8 * 6 + half % 8) as u16 % 32;
         let first = half % 8 * 3 / 2;
-        places.bytes[2 * half] = first as u8;
-        places.bytes[2 * half + 1] = first as u8 + 1;
+        places[2 * half] = first as u8;
+        places[2 * half + 1] = first as u8 + 1;
         half += 1;
     }
     places
@@ -216,7 +206,7 @@ impl<const BITS: usize, const HALF: usize> Piece<Avx512> for Pairs<'_, BITS, HAL
 /// As [`lines::dots`](super::lines::dots), by pairs.
 ///
 /// # Safety
-/// [`takes_pairs`] has to be true of the matrix.
+/// [`takes_pairs`] has to be true of the matrix, which is one of those that `ordered` and its `pairs` were made for.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
 pub(super) unsafe fn dots(
     ordered: &Ordered,
@@ -225,11 +215,12 @@ pub(super) unsafe fn dots(
     lines: Range<usize>,
     out: &mut [f32],
 ) {
+    assert!(pairs.half <= codes_of_half(matrix));
     // SAFETY: the machine has the instructions.
     unsafe {
         let (x, tables) = (pairs, tables(matrix.levels()));
         match (matrix.levels().bits(), pairs.half) {
-            (6, _) => dots_by(ordered, &Pairs::<6, 2> { x, tables }, matrix, lines, out),
+            (6, 2) => dots_by(ordered, &Pairs::<6, 2> { x, tables }, matrix, lines, out),
             (_, 4) => dots_by(ordered, &Pairs::<4, 4> { x, tables }, matrix, lines, out),
             _ => dots_by(ordered, &Pairs::<4, 2> { x, tables }, matrix, lines, out),
         }

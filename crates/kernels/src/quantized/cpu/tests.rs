@@ -4,7 +4,6 @@ use crate::quantized::testing::{every_kind, plain};
 use crate::quantized::{BLOCK, Levels, NESTED, Quantized, Scales};
 use crate::testing::*;
 use candle_core::{DType, Device, Tensor};
-use half::bf16;
 
 /// The numbers as the formats define them, one at a time.
 fn reference(matrix: &Quantized) -> Vec<f32> {
@@ -97,7 +96,7 @@ fn products_are_those_with_the_numbers() {
     for (outer, inner) in [(96, 256), (40, 384), (7, 33), (64, 704)] {
         for (name, matrix) in every_kind((outer, inner)) {
             let dense = matrix.dequantize(DType::F32).unwrap();
-            for rows in [1, 2, 3, 4, 5, 40] {
+            for rows in [0, 1, 2, 3, 4, 5, 40] {
                 let x = strided(&random(&[rows, inner], 20)).to_dtype(DType::F32).unwrap();
                 let dy = strided(&random(&[rows, outer], 21)).to_dtype(DType::F32).unwrap();
                 let wide = |x: &Tensor| x.to_dtype(DType::F64).unwrap();
@@ -128,13 +127,17 @@ fn registers_of_either_size_give_the_products() {
     use crate::backend::cpu::simd::{Level, level};
     use crate::quantized::cpu::lines::{Lines, Ordered};
     use crate::quantized::cpu::{Inputs, x86};
+    use half::bf16;
 
     // The last by pairs, where codes stand for numbers of bf16.
     let ways = [(8, Level::Avx2, false), (16, Level::Avx512, false), (16, Level::Avx512Bf16, true)];
     let ways = ways.into_iter().filter(|(_, needed, _)| level() >= *needed);
     let ways: Vec<(usize, bool)> = ways.map(|(lanes, _, halves)| (lanes, halves)).collect();
     for (outer, inner) in [(37, 256), (64, 576), (16, 112), (9, 100), (3, 4096)] {
-        let kinds = every_kind((outer, inner));
+        let mut kinds = every_kind((outer, inner));
+        let four_bits = Levels::Integers { bits: 4, zero: 8 };
+        let by_rows = plain((outer, inner), four_bits, inner, DType::F32, true);
+        kinds.push(("int4 by rows".into(), by_rows));
         let mut multiplied = 0;
         for (name, matrix) in &kinds {
             let inputs = Inputs::new(matrix).unwrap();
@@ -180,8 +183,8 @@ fn registers_of_either_size_give_the_products() {
             256 | 4096 => kinds.len(),
             // Without groups of 128; and those of 16, and the whole line.
             576 => kinds.len() - 7,
-            112 => 5,
-            _ => 1,
+            112 => 6,
+            _ => 2,
         };
         assert_eq!(multiplied, expected, "{outer} {inner}");
     }
@@ -222,6 +225,27 @@ fn layers_with_adapters_are_those_with_the_numbers() {
             let ((da, db), (exact_da, exact_db)) = (found.unwrap(), exact.unwrap());
             assert_close(&da, &exact_da, 1e-12);
             assert_close(&db, &exact_db, 1e-12);
+        }
+    }
+}
+
+/// Matrices of all kinds that read the same rows of bf16, some of which are multiplied by pairs.
+#[test]
+fn layers_of_different_kinds_are_computed_together() {
+    let inner = 256;
+    let kinds = every_kind((48, inner));
+    let layers: Vec<_> = kinds
+        .iter()
+        .map(|(_, matrix)| Projection { weight: matrix.into(), bias: None, lora: None })
+        .collect();
+    for rows in 1..=4 {
+        let x = random(&[1, rows, inner], 1).to_dtype(DType::BF16).unwrap();
+        let found = lora_linear::forward_shared(&x, &layers).unwrap();
+        for ((name, matrix), found) in kinds.iter().zip(found) {
+            let dense = matrix.dequantize(DType::F32).unwrap().to_dtype(DType::F64).unwrap();
+            let exact = matmul::linear(&x.to_dtype(DType::F64).unwrap(), &dense, None).unwrap();
+            eprintln!("{name} {rows}");
+            assert_close(&found.y, &exact, 1.6e-2);
         }
     }
 }

@@ -77,7 +77,7 @@ pub(super) struct Avx512;
 
 impl Avx512 {
     /// Pairs of bytes of each quarter's codes.
-    const fn pairs_of_quarters(bits: usize) -> [u16; 32] {
+    pub(super) const fn pairs_of_quarters(bits: usize) -> [u16; 32] {
         let mut places = [0; 32];
         let mut pair = 0;
         while pair < 32 {

@@ -216,7 +216,7 @@ impl Checkpoint {
         if !matrix.is_finite()? {
             return Err(fault("has scales or codes that are NaN or infinite".into()));
         }
-        weights.release(&full(""));
+        weights.release_all_of(&full(""));
         Ok(Some(matrix))
     }
 }
