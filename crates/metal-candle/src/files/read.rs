@@ -40,8 +40,8 @@ pub fn open_regular(path: impl AsRef<Path>) -> Result<(File, Metadata)> {
 }
 
 /// Gives back the memory that these bytes of a file take. They come again when they are read. It is for what was copied
-/// and would count twice: once where it went, and once as a part of the mapping, which is as [`Mmap::map`] makes it. Windows keeps
-/// the memory, and macOS as long as it has enough.
+/// and would count twice: once where it went, and once as a part of the mapping, which is as [`Mmap::map`] makes it.
+/// Windows keeps the memory, and macOS as long as it has enough.
 pub(crate) fn release(map: &Mmap, bytes: Range<usize>) {
     /// Where less is given back, telling the system costs more than it brings.
     const LEAST: usize = 1 << 16;

@@ -3,7 +3,7 @@
 //! don't depend on the other rows.
 
 use crate::backend::cpu::gemm::sum_registers;
-use crate::backend::cpu::simd::{Level, as_pairs, level, prefetch};
+use crate::backend::cpu::simd::{Level, as_pairs, level, prefetch_bytes};
 use half::bf16;
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -94,9 +94,8 @@ impl<'a> Lines<'a> {
         for start in
             &self.starts[lines.start.min(self.starts.len())..lines.end.min(self.starts.len())]
         {
-            for place in (0..self.head_dim).step_by(NUMBERS) {
-                prefetch(self.pool.as_ptr().wrapping_add(start + place));
-            }
+            let line = self.pool.as_ptr().wrapping_add(*start).cast();
+            prefetch_bytes(line, self.head_dim * size_of::<bf16>());
         }
     }
 

@@ -2,7 +2,7 @@
 //! stored in.
 
 use super::parallel::{PARALLEL_CHUNK, for_each_chunk};
-use super::simd::prefetch;
+use super::simd::prefetch_bytes;
 use super::unwritten::Plain;
 use crate::quantized::Elements;
 use crate::quantized::int8::ByteRows;
@@ -554,9 +554,7 @@ impl<'a, A: Real> Values<'a, A> {
             Values::Quantized(values) => return values.prefetch(start, count),
         };
         let first = base.wrapping_add(start * size);
-        for offset in (0..count * size).step_by(64) {
-            prefetch(first.wrapping_add(offset));
-        }
+        prefetch_bytes(first, count * size);
     }
 
     /// The numbers of `range`: borrowed when they are stored as `A`, else converted into `scratch`.

@@ -172,3 +172,11 @@ pub(crate) fn prefetch<S>(address: *const S) {
     #[cfg(not(target_arch = "x86_64"))]
     let _ = address;
 }
+
+/// [`prefetch`] of so many bytes from an address on.
+#[inline(always)]
+pub(crate) fn prefetch_bytes(first: *const u8, count: usize) {
+    for offset in (0..count).step_by(64) {
+        prefetch(first.wrapping_add(offset));
+    }
+}

@@ -1,8 +1,8 @@
 //! Dot products of a few rows with lines of codes, in registers of several numbers.
 //!
 //! Lines are read in pieces of four codes for each lane of a register (`pairs.rs` has eight, too): lane `l` of field `k`
-//! is element `4·l + k` of its piece, so that a register of codes, shifted, has all fields in turn. [`Ordered`] has the rows in the same
-//! order. Groups of 16 elements or more are whole lanes, so one multiplication scales a piece:
+//! is element `4·l + k` of its piece, so that a register of codes, shifted, has all fields in turn. [`Ordered`] has the
+//! rows in the same order. Groups of 16 elements or more are whole lanes, so one multiplication scales a piece:
 //!
 //! ```text
 //! total[l] += scale[group of l] · Σ_k level(code[4·l + k]) · x[4·l + k]
@@ -176,10 +176,11 @@ impl Ordered {
         let stored = stored.filter(|_| paired.peek().is_some());
         let pairs = stored.map(|stored| OrderedPairs::new(depth, stored, paired));
         let piece = FIELDS * lanes;
-        let is_read = !matrices.clone().all(|matrix| takes_pairs(&matrix));
-        let stride = if is_read { depth.next_multiple_of(piece) } else { 0 };
-        let mut ordered = Scratch::zeros(rows * stride);
-        for row in 0..if is_read { rows } else { 0 } {
+        let stride = depth.next_multiple_of(piece);
+        let all_by_pairs = matrices.clone().all(|matrix| takes_pairs(&matrix));
+        let read = if all_by_pairs { 0 } else { rows };
+        let mut ordered = Scratch::zeros(read * stride);
+        for row in 0..read {
             let ordered = &mut ordered[row * stride..][..stride];
             let pieces = x[row * depth..][..depth].chunks(piece);
             for (x, ordered) in pieces.zip(ordered.chunks_exact_mut(piece)) {
@@ -261,6 +262,30 @@ pub(super) trait Piece<R: Registers> {
     );
 }
 
+/// A call with the number of rows as a constant.
+macro_rules! for_rows {
+    ($rows:expr, $constant:ident => $call:expr) => {
+        match $rows {
+            1 => {
+                const $constant: usize = 1;
+                $call
+            }
+            2 => {
+                const $constant: usize = 2;
+                $call
+            }
+            3 => {
+                const $constant: usize = 3;
+                $call
+            }
+            _ => {
+                const $constant: usize = FEW_ROWS;
+                $call
+            }
+        }
+    };
+}
+
 /// The dot products of all rows with some lines: `out` `(rows, lines.len())`.
 ///
 /// # Safety
@@ -272,20 +297,16 @@ pub(super) unsafe fn dots<R: Registers>(
     lines: Range<usize>,
     out: &mut [f32],
 ) {
-    assert!(x.x.len() == x.rows * matrix.depth.next_multiple_of(FIELDS * R::LANES));
+    assert!(x.x.len() == x.rows * x.stride);
     // SAFETY: as promised by the caller.
     unsafe {
         in_batches::<R>(
             x,
             matrix,
             lines,
+            out,
             #[inline(always)]
-            |task, some| match x.rows {
-                1 => by_levels::<R, 1>(x, task, some, out),
-                2 => by_levels::<R, 2>(x, task, some, out),
-                3 => by_levels::<R, 3>(x, task, some, out),
-                _ => by_levels::<R, FEW_ROWS>(x, task, some, out),
-            },
+            |task, some, out| for_rows!(x.rows, ROWS => by_levels::<R, ROWS>(x, task, some, out)),
         );
     }
 }
@@ -308,13 +329,9 @@ pub(super) unsafe fn dots_by<R: Registers>(
             x,
             matrix,
             lines,
+            out,
             #[inline(always)]
-            |task, some| match x.rows {
-                1 => by_lines::<R, _, 1>(task, pieces, some, out),
-                2 => by_lines::<R, _, 2>(task, pieces, some, out),
-                3 => by_lines::<R, _, 3>(task, pieces, some, out),
-                _ => by_lines::<R, _, FEW_ROWS>(task, pieces, some, out),
-            },
+            |task, some, out| for_rows!(x.rows, ROWS => by_lines::<R, _, ROWS>(task, pieces, some, out)),
         );
     }
 }
@@ -328,9 +345,12 @@ unsafe fn in_batches<R: Registers>(
     x: &Ordered,
     matrix: Lines,
     lines: Range<usize>,
-    mut multiply: impl FnMut(&Task, Range<usize>),
+    out: &mut [f32],
+    multiply: impl Fn(&Task, Range<usize>, &mut [f32]),
 ) {
     assert!(x.lanes == R::LANES && x.depth == matrix.depth);
+    // As many as `for_rows` has constants for.
+    assert!((1..=FEW_ROWS).contains(&x.rows) && out.len() == x.rows * lines.len());
     let sums = x.sums(matrix);
     let batch = (READY / matrix.groups).clamp(1, lines.len().max(1));
     let room = (batch * matrix.groups).next_multiple_of(MOST_LANES) + MOST_LANES;
@@ -346,7 +366,7 @@ unsafe fn in_batches<R: Registers>(
         unsafe { fill::<R>(matrix.view, group, now, added) };
         let (scales, offsets) = (&scales[..], &offsets[..]);
         let (first, count) = (lines.start, lines.len());
-        multiply(&Task { sums, matrix, first, count, scales, offsets }, some);
+        multiply(&Task { sums, matrix, first, count, scales, offsets }, some, out);
     }
 }
 
@@ -668,7 +688,6 @@ unsafe fn by_lines<R: Registers, P: Piece<R>, const ROWS: usize>(
 ) {
     let matrix = task.matrix;
     let Lines { view, depth, groups, shift, .. } = matrix;
-    assert!(out.len() == ROWS * task.count);
     let piece = P::FIELDS * R::LANES;
     let bytes = piece * P::BITS / 8;
     let pieces = depth / piece;

@@ -15,7 +15,7 @@ pub(crate) use few_rows::{Rows, add_combinations};
 
 use super::int8::ByteRows;
 use super::{BLOCK, Levels, NESTED, OPERATION, Quantized, Scales};
-use crate::backend::cpu::simd::{prefetch, vectorize};
+use crate::backend::cpu::simd::{prefetch_bytes, vectorize};
 use crate::backend::cpu::{
     Element, Input, PARALLEL_CHUNK, Read, Real, dispatch, for_each_chunk, unwritten,
 };
@@ -181,9 +181,7 @@ impl<'a> Elements<'a> {
     pub(crate) fn prefetch(self, start: usize, count: usize) {
         let bits = self.view.levels.bits();
         let first = self.view.codes.as_ptr().wrapping_add((self.start + start) * bits / 8);
-        for offset in (0..count * bits / 8).step_by(64) {
-            prefetch(first.wrapping_add(offset));
-        }
+        prefetch_bytes(first, count * bits / 8);
     }
 }
 
@@ -199,10 +197,8 @@ impl<'a> View<'a> {
     fn prefetch_scales(&self, first: usize, count: usize) {
         #[inline(always)]
         fn ask_for<S>(scales: &[S], first: usize, count: usize) {
-            let start = scales.as_ptr().wrapping_add(first).cast::<u8>();
-            for offset in (0..count * size_of::<S>()).step_by(64) {
-                prefetch(start.wrapping_add(offset));
-            }
+            let start = scales.as_ptr().wrapping_add(first).cast();
+            prefetch_bytes(start, count * size_of::<S>());
         }
         #[inline(always)]
         fn ask_for_both<S>(scales: &[S], offsets: &[S], first: usize, count: usize) {

@@ -6,7 +6,9 @@ use super::super::pack::SQUARE;
 #[cfg(target_arch = "x86_64")]
 use super::super::pack::transpose_square;
 use super::{Kind, Side};
-use crate::backend::cpu::simd::{prefetch, vectorize};
+#[cfg(target_arch = "x86_64")]
+use crate::backend::cpu::simd::prefetch;
+use crate::backend::cpu::simd::{prefetch_bytes, vectorize};
 use crate::quantized::int8::{ByteRows, ZERO};
 use std::ops::Range;
 
@@ -165,9 +167,7 @@ fn pack_columns(
     for (index, word) in words.clone().enumerate() {
         for row in word * per_word..(word + 1) * per_word {
             let ahead = (row + AHEAD) * matrix.inner + columns.start;
-            for offset in (0..columns.len()).step_by(64) {
-                prefetch(matrix.codes.as_ptr().wrapping_add(ahead + offset));
-            }
+            prefetch_bytes(matrix.codes.as_ptr().wrapping_add(ahead), columns.len());
         }
         for (panel, first) in columns.clone().step_by(PANEL).enumerate() {
             let count = PANEL.min(columns.end - first);
