@@ -44,7 +44,7 @@ impl Recording {
     /// views of tensors, of which nothing depends on the values of `inputs` but through the tensor that it
     /// is given. Nothing may be read back in it, and what it changes beside tensors on the device (the length
     /// of a cache, say) isn't a part of the recording. All tensors that its operations are given stay alive as
-    /// long as that.
+    /// long as that. Other threads leave the device alone meanwhile.
     ///
     /// # Errors
     /// Those of `work`, and when the device can't record, the work isn't the same the second time, or an
