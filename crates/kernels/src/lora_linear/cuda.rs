@@ -349,8 +349,9 @@ pub(super) fn outputs(
         return forward_few_rows(operation, &cuda, x, (rows, inner), projections, keeps_xa);
     }
     if are_sooner_together(rows, projections)?
-        && let Some(ys) = in_one_order(operation, x, (rows, inner), projections)?
+        && has_one_order(operation, x, inner, projections)?.iter().all(|has| *has)
     {
+        let ys = in_one_order(operation, x, (rows, inner), projections)?;
         return Ok(ys.into_iter().map(|y| Output { y, xa: None }).collect());
     }
     let x_rows = cuda.rows(x)?;
@@ -403,26 +404,33 @@ fn are_thin(rows: usize, columns: usize) -> bool {
     rows <= FEW || rows <= MOST_THIN_ROWS && columns <= WIDE
 }
 
-/// The outputs of layers without adapters for `x` of any number of rows, where there are kernels whose sums have one order
-/// for all of them.
+/// Of which layers [`in_one_order`] gives the outputs.
+pub(super) fn has_one_order(
+    operation: &str,
+    x: &Tensor,
+    inner: usize,
+    projections: &[DenseProjection],
+) -> Result<Vec<bool>> {
+    require_floats(operation, &[x])?;
+    let fits = |size: usize| size > 0 && size.is_multiple_of(8);
+    let is_for_x = [DType::BF16, DType::F16].contains(&x.dtype())
+        && fits(inner)
+        && Cuda::of(x)?.has_warpgroups()?;
+    let has = |projection: &DenseProjection| Ok(is_for_x && fits(projection.weight.dim(0)?));
+    projections.iter().map(has).collect()
+}
+
+/// The outputs of layers without adapters for `x` of any number of rows, by kernels whose sums have one order for all of
+/// them.
 pub(super) fn in_one_order(
     operation: &str,
     x: &Tensor,
     (rows, inner): (usize, usize),
     projections: &[DenseProjection],
-) -> Result<Option<Vec<Tensor>>> {
-    require_floats(operation, &[x])?;
+) -> Result<Vec<Tensor>> {
     let cuda = Cuda::of(x)?;
     let dtype = x.dtype();
     let widths = projections.iter().map(|layer| layer.weight.dim(0)).collect::<Result<Vec<_>>>()?;
-    let fits = [DType::BF16, DType::F16].contains(&dtype)
-        && inner > 0
-        && inner.is_multiple_of(8)
-        && widths.iter().all(|width| *width > 0 && width.is_multiple_of(8))
-        && cuda.has_warpgroups()?;
-    if !fits {
-        return Ok(None);
-    }
     let is_thin = are_thin(rows, widths.iter().sum());
     // Which kernel it is may not depend on how x lies.
     let aligned = |tensor: &Tensor| match cuda.rows_as(tensor, dtype)? {
@@ -453,7 +461,7 @@ pub(super) fn in_one_order(
     for sums in sums.chunks(MOST_SUMS) {
         cuda.sums_of_products(dtype, rows, sums)?;
     }
-    Ok(Some(ys))
+    Ok(ys)
 }
 
 /// The `xa` of [`forward`].

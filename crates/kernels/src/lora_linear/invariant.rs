@@ -2,6 +2,8 @@
 //! are: it says which kernel multiplies, and how a product is cut. What an adapter adds is computed as for rows that have
 //! different ones ([`lora_rows`]), so that these are no other company.
 
+#[cfg(feature = "cuda")]
+use super::{DenseProjection, cuda};
 use super::{Lora, Output, Projection, check, dropout, forward_again, forward_only, fp8, on_cpu};
 use crate::backend::cpu::gemm::Kind;
 use crate::backend::{rows_and_columns, zeros_beside};
@@ -9,6 +11,8 @@ use crate::batch_invariance::within;
 use crate::copy;
 use crate::lora_rows::{self, Adapters, Factors, Rows};
 use crate::matmul::with_last_dimension;
+#[cfg(feature = "cuda")]
+use candle_core::bail;
 use candle_core::{DType, Result, Tensor};
 use std::sync::Arc;
 
@@ -88,15 +92,42 @@ fn of_frozen(x: &Tensor, sizes: (usize, usize), projections: &[Projection]) -> R
         // A matrix in fewer bits is unpacked once for all groups.
         return super::with_dense(x.dtype(), projections, |projections| {
             #[cfg(feature = "cuda")]
-            if x.device().is_cuda()
-                && let Some(ys) = super::cuda::in_one_order(OPERATION, x, sizes, projections)?
-            {
-                return Ok(ys);
+            if x.device().is_cuda() {
+                return on_cuda(x, sizes, &groups, projections);
             }
             in_groups(x, sizes, &groups, &super::of_any(projections))
         });
     }
     in_groups(x, sizes, &groups, projections)
+}
+
+/// Each layer by the kernels whose sums have one order, or in groups, whatever others there are.
+#[cfg(feature = "cuda")]
+fn on_cuda(
+    x: &Tensor,
+    sizes: (usize, usize),
+    groups: &Groups,
+    projections: &[DenseProjection],
+) -> Result<Vec<Tensor>> {
+    let has_one_order = cuda::has_one_order(OPERATION, x, sizes.1, projections)?;
+    let (mut ordered, mut others) = (Vec::new(), Vec::new());
+    for (projection, is_ordered) in projections.iter().zip(&has_one_order) {
+        if *is_ordered { &mut ordered } else { &mut others }.push(*projection);
+    }
+    let mut of_ordered = Vec::new().into_iter();
+    if !ordered.is_empty() {
+        of_ordered = cuda::in_one_order(OPERATION, x, sizes, &ordered)?.into_iter();
+    }
+    let mut of_others = Vec::new().into_iter();
+    if !others.is_empty() {
+        of_others = in_groups(x, sizes, groups, &super::of_any(&others))?.into_iter();
+    }
+    let next = |is_ordered: &bool| if *is_ordered { of_ordered.next() } else { of_others.next() };
+    let ys = has_one_order.iter().map(next);
+    match ys.collect::<Option<Vec<_>>>() {
+        Some(ys) => Ok(ys),
+        None => bail!("metal-candle-kernels: {OPERATION}: a projection gave no output"),
+    }
 }
 
 fn in_groups(
