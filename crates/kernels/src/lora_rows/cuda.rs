@@ -4,15 +4,18 @@ use super::{Adapters, Factors, OPERATION, RANKS, Rows, Target};
 use crate::backend::cpu::collapsed_rows;
 use crate::backend::cuda::{Array, Cuda, Module, by_dtype, is_recording, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use std::sync::Arc;
 
 static MODULE: Module = module!("lora_rows");
 
 /// The depth of a part of x·A.
 const SPLIT: usize = 1024;
-/// Columns that a block has.
+/// Columns that a block has at a time.
 const UP_COLUMNS: usize = 256;
+/// Blocks that keep a GPU busy; where there would be more, they have columns in turns.
+const UP_BLOCKS: usize = 1200;
+const MOST_TURNS: usize = 8;
 const PLAIN_THREADS: usize = 128;
 /// Layers of a launch.
 const MOST_LAYERS: usize = 4;
@@ -46,6 +49,8 @@ struct LoraRows {
     items: i32,
     count: i32,
     layer_count: i32,
+    turns: i32,
+    unused: i32,
     layers: [RowLayer; MOST_LAYERS],
 }
 
@@ -105,9 +110,20 @@ pub(super) fn add_updates(
             }
         }
     }
-    for targets in targets.chunks(MOST_LAYERS) {
-        let call = Call { cuda: &cuda, x: &x, inner, targets, adapters, rows };
-        call.run(&table, &numbers)?;
+    // A layer by itself, as others may not change its bits.
+    let x_fits = x.dtype != DType::F32 && is_aligned(&x, inner);
+    let fits =
+        |target: &Target| Ok::<_, Error>(is_aligned(&cuda.strided(target.y)?, target.sizes.outer));
+    let (mut of_tiles, mut others) = (Vec::new(), Vec::new());
+    for target in targets {
+        let group = if x_fits && fits(target)? { &mut of_tiles } else { &mut others };
+        group.push(*target);
+    }
+    for (targets, in_tiles) in [(of_tiles, true), (others, false)] {
+        for targets in targets.chunks(MOST_LAYERS) {
+            let call = Call { cuda: &cuda, x: &x, inner, targets, adapters, rows };
+            call.run(&table, &numbers, in_tiles)?;
+        }
     }
     Ok(())
 }
@@ -123,7 +139,8 @@ struct Call<'a> {
 }
 
 impl Call<'_> {
-    fn run(&self, table: &Array, numbers: &Array) -> Result<()> {
+    /// On tensor cores where `in_tiles`.
+    fn run(&self, table: &Array, numbers: &Array, in_tiles: bool) -> Result<()> {
         let Call { cuda, x, inner, targets, adapters, rows } = *self;
         let dtype = x.dtype;
         let plan = &rows.plan;
@@ -133,11 +150,9 @@ impl Call<'_> {
         let parts = cuda.empty((splits, targets.len(), plan.places, pitch), DType::F32)?;
         let mut layers = [RowLayer::default(); MOST_LAYERS];
         let mut ys = Vec::with_capacity(targets.len());
-        let mut in_tiles = dtype != DType::F32 && is_aligned(x, inner);
         for (layer, target) in layers.iter_mut().zip(targets) {
             let outer = target.sizes.outer;
             let y = cuda.strided(target.y)?;
-            in_tiles &= is_aligned(&y, outer);
             let place = target.layer * adapters.count * TABLE_NUMBERS * size_of::<i64>();
             *layer = RowLayer {
                 adapters: table.pointer + place as u64,
@@ -148,6 +163,10 @@ impl Call<'_> {
             };
             ys.push(y);
         }
+        let widest = targets.iter().map(|target| target.sizes.outer).max().unwrap_or(0);
+        let columns = widest.div_ceil(UP_COLUMNS);
+        let blocks = plan.items.room * columns * targets.len();
+        let turns = (blocks / UP_BLOCKS).clamp(1, MOST_TURNS);
         let all = LoraRows {
             x: x.pointer,
             numbers: numbers.pointer,
@@ -161,9 +180,10 @@ impl Call<'_> {
             items: 0,
             count: 0,
             layer_count: number(targets.len())?,
+            turns: number(turns)?,
+            unused: 0,
             layers,
         };
-        let widest = targets.iter().map(|target| target.sizes.outer).max().unwrap_or(0);
         if !in_tiles {
             let (of, threads) = (Blocks { start: 0, count: PLACES }, PLAIN_THREADS as u32);
             let columns = widest.div_ceil(PLAIN_THREADS);
@@ -190,7 +210,7 @@ impl Call<'_> {
                 "lora_rows_up_large_f16",
             ],
         };
-        let columns = widest.div_ceil(UP_COLUMNS);
+        let columns = widest.div_ceil(UP_COLUMNS * turns);
         let (items, large) = (plan.items, plan.large_items);
         let of_items = Blocks { start: items.start, count: ITEMS };
         let of_large = Blocks { start: large.start, count: LARGE_ITEMS };

@@ -15,14 +15,14 @@ namespace {
 constexpr int SPLIT = 1024;
 constexpr int DOWN_WARPS = 8;
 constexpr int SHARE = SPLIT / DOWN_WARPS;
-/// Columns of y that a block of `up` has.
+/// Columns of y that a block of `up` has at a time.
 constexpr int UP_COLUMNS = 256;
 /// Ranks that are taken at once.
 constexpr int CHUNK = 64;
 /// Numbers from one row of such to the next in shared memory, against bank conflicts.
 constexpr int PITCH = 96;
 constexpr int PLAIN_THREADS = 128;
-constexpr int ITEM_NUMBERS = 3;
+constexpr int ITEM_NUMBERS = 4;
 constexpr int MOST_LAYERS = 4;
 
 /// The factors of an adapter for a layer, as `table` in cuda.rs writes them; none where the rank is 0.
@@ -53,6 +53,8 @@ struct LoraRows {
     /// of those.
     int order, adapters, items, count;
     int layer_count;
+    /// How many times UP_COLUMNS a block of `up` has, one after the other.
+    int turns;
     RowLayer layers[MOST_LAYERS];
 };
 
@@ -65,12 +67,14 @@ struct Item {
 
 /// Whether there is such an item, and its adapter has the layer.
 __device__ __forceinline__ bool find_item(const LoraRows &p, int index, int layer, Item &item) {
-    if (index >= static_cast<int>(p.numbers[p.count])) return false;
+    // There is room for as many items as there are blocks, so all is read at once.
     const uint32_t *const at = p.numbers + p.items + ITEM_NUMBERS * index;
+    const uint32_t adapter = at[3];
     item.first = at[0];
     item.rows = at[1];
+    if (index >= static_cast<int>(p.numbers[p.count])) return false;
     item.order = p.numbers + p.order + item.first;
-    item.factors = p.layers[layer].adapters[p.numbers[p.adapters + item.first]];
+    item.factors = p.layers[layer].adapters[adapter];
     return item.factors.rank > 0;
 }
 
@@ -189,12 +193,12 @@ template <typename T, int M> __device__ __forceinline__ void down(const LoraRows
     }
 }
 
-/// y += s·xa·B for columns of an item: of blocks (item, columns, layer). A warp has 8·TILES columns, 32 of which are
-/// four tiles: column `8·(n / 2) + 2·tile + n % 2` of them is column `n` of a tile, so that a thread has 8 neighbours in
-/// a row of y. x·A is multiplied as the sum of two numbers, so that little of it is lost.
+/// y += s·xa·B for columns of an item: of blocks (item, columns, layer). A warp has 8·TILES columns at a time, 32 of
+/// which are four tiles: column `8·(n / 2) + 2·tile + n % 2` of them is column `n` of a tile, so that a thread has 8
+/// neighbours in a row of y. x·A is multiplied as the sum of two numbers, so that little of it is lost.
 ///
 /// What it begins with was there before `down`, which is the kernel before it or comes before that: the first of B are
-/// on their way while x·A is still made.
+/// on their way while x·A is still made, and the next ones while a result is written.
 template <typename T, int M, int WARPS, int TILES>
 __device__ __forceinline__ void up(const LoraRows &p) {
     static_assert(WARPS * TILES * 8 == UP_COLUMNS);
@@ -202,83 +206,90 @@ __device__ __forceinline__ void up(const LoraRows &p) {
     alignas(16) __shared__ T high[ROWS][PITCH], low[ROWS][PITCH];
     Item item;
     const RowLayer &layer = p.layers[blockIdx.z];
+    const int columns = UP_COLUMNS * p.turns, begin = static_cast<int>(blockIdx.y) * columns;
+    const int end = min(begin + columns, layer.outer);
     // The same for all threads.
-    const bool exists = static_cast<int>(blockIdx.y) * UP_COLUMNS < layer.outer &&
-                        find_item(p, blockIdx.x, blockIdx.z, item);
-    if (!exists) {
+    if (begin >= end || !find_item(p, blockIdx.x, blockIdx.z, item)) {
         follow_previous();
         return;
     }
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int group = lane / 4, own = lane % 4 * 8;
-    const int first_column = blockIdx.y * UP_COLUMNS + warp * 8 * TILES;
     const int ranks = filled_up(item.factors.rank), parts = (p.inner + SPLIT - 1) / SPLIT;
     const T *const b = static_cast<const T *>(item.factors.b);
     uint4 right[TILES];
-    auto load_right = [&](int first) {
+    auto load_right = [&](int base, int first) {
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            const int column =
-                first_column + tile / 4 * 32 + group / 2 * 8 + tile % 4 * 2 + group % 2;
+            const int column = base + warp * 8 * TILES + tile / 4 * 32 + group / 2 * 8 +
+                               tile % 4 * 2 + group % 2;
             right[tile] = load_or_zero(b + static_cast<int64_t>(column) * ranks + first + own,
                                        column < layer.outer && first + own < ranks);
         }
     };
-    load_right(0);
+    load_right(begin, 0);
     follow_previous();
-    float c[M][TILES][4] = {};
-    for (int first = 0; first < ranks; first += CHUNK) {
-        __syncthreads();
-        for (int i = threadIdx.x; i < ROWS * CHUNK; i += WARPS * WARP) {
-            const int row = i / CHUNK, rank = first + i % CHUNK;
-            float sum = 0.0f;
-            if (row < item.rows && rank < ranks) {
-                for (int part = 0; part < parts; part++)
-                    sum += part_of(p, part, blockIdx.z, item.first + row)[rank];
+    for (int base = begin; base < end; base += UP_COLUMNS) {
+        float c[M][TILES][4] = {};
+        for (int first = 0; first < ranks; first += CHUNK) {
+            // Where they are all there is, they stay for the next columns.
+            if (base == begin || ranks > CHUNK) {
+                __syncthreads();
+                for (int i = threadIdx.x; i < ROWS * CHUNK; i += WARPS * WARP) {
+                    const int row = i / CHUNK, rank = first + i % CHUNK;
+                    float sum = 0.0f;
+                    if (row < item.rows && rank < ranks) {
+                        for (int part = 0; part < parts; part++)
+                            sum += part_of(p, part, blockIdx.z, item.first + row)[rank];
+                    }
+                    sum *= item.factors.scale;
+                    high[row][i % CHUNK] = from_float<T>(sum);
+                    low[row][i % CHUNK] = from_float<T>(sum - to_float(high[row][i % CHUNK]));
+                }
+                __syncthreads();
             }
-            sum *= item.factors.scale;
-            high[row][i % CHUNK] = from_float<T>(sum);
-            low[row][i % CHUNK] = from_float<T>(sum - to_float(high[row][i % CHUNK]));
+#pragma unroll
+            for (int block = 0; block < CHUNK; block += 32) {
+                if (first + block >= ranks) break;
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    const int upper = 16 * m + group, lower = upper + 8, at = block + own;
+                    const uint4 highs[2] = {*reinterpret_cast<const uint4 *>(&high[upper][at]),
+                                            *reinterpret_cast<const uint4 *>(&high[lower][at])};
+                    const uint4 lows[2] = {*reinterpret_cast<const uint4 *>(&low[upper][at]),
+                                           *reinterpret_cast<const uint4 *>(&low[lower][at])};
+#pragma unroll
+                    for (int tile = 0; tile < TILES; tile++) {
+                        multiply_add_32<T>(c[m][tile], lows[0], lows[1], right[tile]);
+                        multiply_add_32<T>(c[m][tile], highs[0], highs[1], right[tile]);
+                    }
+                }
+                if (first + block + 32 < ranks)
+                    load_right(base, first + block + 32);
+                else if (base + UP_COLUMNS < end)
+                    load_right(base + UP_COLUMNS, 0);
+            }
         }
-        __syncthreads();
 #pragma unroll
-        for (int block = 0; block < CHUNK; block += 32) {
-            if (first + block >= ranks) break;
+        for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int m = 0; m < M; m++) {
-                const int upper = 16 * m + group, lower = upper + 8, at = block + own;
-                const uint4 highs[2] = {*reinterpret_cast<const uint4 *>(&high[upper][at]),
-                                        *reinterpret_cast<const uint4 *>(&high[lower][at])};
-                const uint4 lows[2] = {*reinterpret_cast<const uint4 *>(&low[upper][at]),
-                                       *reinterpret_cast<const uint4 *>(&low[lower][at])};
+            for (int half = 0; half < 2; half++) {
+                const int row = 16 * m + 8 * half + group;
+                if (row >= item.rows) continue;
+                T *const y = static_cast<T *>(layer.y) + item.order[row] * layer.y_stride;
 #pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
-                    multiply_add_32<T>(c[m][tile], lows[0], lows[1], right[tile]);
-                    multiply_add_32<T>(c[m][tile], highs[0], highs[1], right[tile]);
+                for (int tiles = 0; tiles < TILES; tiles += 4) {
+                    const int column = base + warp * 8 * TILES + tiles * 8 + own;
+                    if (column >= layer.outer) continue;
+                    Pack<T> pack = load_pack(y + column);
+#pragma unroll
+                    for (int i = 0; i < 8; i++)
+                        pack.at[i] = from_float<T>(to_float(pack.at[i]) +
+                                                   c[m][tiles + i / 2][2 * half + i % 2]);
+                    store_pack(y + column, pack);
                 }
             }
-            if (first + block + 32 < ranks) load_right(first + block + 32);
-        }
     }
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = 16 * m + 8 * half + group;
-            if (row >= item.rows) continue;
-            T *const y = static_cast<T *>(layer.y) + item.order[row] * layer.y_stride;
-#pragma unroll
-            for (int tiles = 0; tiles < TILES; tiles += 4) {
-                const int column = first_column + tiles * 8 + own;
-                if (column >= layer.outer) continue;
-                Pack<T> pack = load_pack(y + column);
-#pragma unroll
-                for (int i = 0; i < 8; i++)
-                    pack.at[i] = from_float<T>(to_float(pack.at[i]) +
-                                               c[m][tiles + i / 2][2 * half + i % 2]);
-                store_pack(y + column, pack);
-            }
-        }
 }
 
 /// A part of x·A without tensor cores, of blocks (place, part, layer): a warp has every fourth rank.

@@ -4,7 +4,7 @@
 
 namespace lora_rows {
 constant constexpr uint ITEM_ROWS = 16;
-constant constexpr uint ITEM_NUMBERS = 3;
+constant constexpr uint ITEM_NUMBERS = 4;
 
 /// As metal.rs fills it.
 struct Sizes {

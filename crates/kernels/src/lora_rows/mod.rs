@@ -193,8 +193,8 @@ struct Segment {
 const ITEM_ROWS: usize = 16;
 /// The same on CUDA where a segment has as many. They give the same bits.
 const LARGE_ITEM_ROWS: usize = 64;
-/// Numbers of an item: its first place in the order, how many rows, and the segment.
-const ITEM_NUMBERS: usize = 3;
+/// Numbers of an item: its first place in the order, how many rows, the segment, and the adapter.
+const ITEM_NUMBERS: usize = 4;
 /// Counts that the numbers begin with: items, large items, and rows that have an adapter.
 const COUNTS: usize = 3;
 
@@ -275,7 +275,7 @@ impl Rows {
         // Few rows are all that a recording is for.
         let has_large = device.is_cuda() && room.is_none();
         let (mut items, mut large) = (Vec::new(), Vec::new());
-        for (index, Segment { places, .. }) in segments.iter().enumerate() {
+        for (index, Segment { adapter, places }) in segments.iter().enumerate() {
             let mut first = places.start;
             while first < places.end {
                 let left = places.end - first;
@@ -284,7 +284,7 @@ impl Rows {
                     false => (&mut items, ITEM_ROWS),
                 };
                 let rows = left.min(most);
-                kind.push([first as u32, rows as u32, index as u32]);
+                kind.push([first as u32, rows as u32, index as u32, *adapter as u32]);
                 first += rows;
             }
         }
