@@ -1,5 +1,6 @@
 //! Attention on CUDA: which kernel a call goes to, and how its work is split; see kernel.cu.
 
+use super::paged::PAGED_SPLIT;
 use super::{Options, Sizes};
 use crate::backend::cuda::{Array, Cuda, Launch, Module, TmaDescriptor, by_dtype, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
@@ -104,21 +105,60 @@ pub(super) fn score_numbers(options: &Options) -> (i32, f32, f32) {
     (mode, factor as f32, inner as f32)
 }
 
-/// Rows, warps and bytes of shared memory of a block for few queries.
-pub(super) fn few_shape(kernels: Kernels) -> (usize, usize, usize) {
-    match kernels {
-        Kernels::Tiles(size) => {
-            let (warps, stages) = (if size <= 128 { 4 } else { 2 }, if size <= 64 { 4 } else { 2 });
-            let shared = tile_bytes(16, size) * (1 + warps * stages * 2) + warps * 16 * 8;
-            (16, warps, shared)
+/// Rows, warps, ranges and bytes of shared memory of a block for few queries.
+#[derive(Clone, Copy)]
+pub(super) struct FewShape {
+    pub rows: usize,
+    pub warps: usize,
+    ranges: usize,
+    pub shared: usize,
+}
+
+impl FewShape {
+    /// Of the kernel `few`, or the plain one.
+    pub(super) fn of(kernels: Kernels) -> FewShape {
+        match kernels {
+            Kernels::Tiles(size) => Self::on_tensor_cores(size, 1),
+            Kernels::Plain => {
+                let shared = 4 * (4 * 256 + 4 * 4 * 32 + 4 * 4 * 256 + 2 * 4 * 4);
+                FewShape { rows: 4, warps: 4, ranges: 1, shared }
+            }
         }
-        Kernels::Plain => (4, 4, 4 * (4 * 256 + 4 * 4 * 32 + 4 * 4 * 256 + 2 * 4 * 4)),
+    }
+
+    /// Of the kernel `few_wide`, if there is one, the device has enough shared memory, and `rows` of a key head and
+    /// `ranges` of all heads make enough blocks.
+    pub(super) fn wide(
+        cuda: &Cuda,
+        kernels: Kernels,
+        rows: usize,
+        ranges: usize,
+    ) -> Result<Option<FewShape>> {
+        match kernels {
+            Kernels::Tiles(size) if size <= 128 && rows > 32 => {
+                let shape = Self::on_tensor_cores(size, 4);
+                let blocks = rows.div_ceil(shape.rows) * (ranges / shape.ranges);
+                let fits = shape.shared <= cuda.most_shared_memory()?;
+                Ok((fits && blocks >= cuda.multiprocessors()?).then_some(shape))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// `few_block` in few_queries.cuh for so many tiles of 16 rows.
+    fn on_tensor_cores(size: usize, tiles: usize) -> FewShape {
+        let turns = if size <= 128 { 4 } else { 2 };
+        let stages = if size <= 64 || tiles > 1 { 4 } else { 2 };
+        let (rows, of_keys) = (16 * tiles, turns * stages * 2 * tile_bytes(16, size));
+        let shared = tile_bytes(rows, size) + of_keys + turns * rows * 8;
+        let ranges = if tiles > 1 { 4 } else { 1 };
+        FewShape { rows, warps: turns * tiles, ranges, shared }
     }
 }
 
-/// Bytes of shared memory to combine so many parts. The compiler reads weights ahead, eight at a time.
-pub(super) fn combine_shared(splits: usize) -> usize {
-    4 * ((splits + 1).next_multiple_of(8) + 8)
+/// Bytes of shared memory to combine so many parts, as `combine_row` in few_queries.cuh has them.
+pub(super) fn combine_shared(splits: usize, head_dim: usize) -> usize {
+    4 * ((splits + 1).next_multiple_of(4) + 4 * head_dim)
 }
 
 /// Rows and bytes of shared memory of a block of 128 threads for many queries on tensor cores.
@@ -372,6 +412,7 @@ impl<'a> Call<'a> {
         self.parameters.o = o.pointer;
         self.parameters.log_sum_exp = log_sum_exp.pointer;
         match self.kernels {
+            _ if self.sizes.are_ranges_fixed() => self.forward_in_fixed_ranges()?,
             _ if self.few() => self.forward_few()?,
             Kernels::Tiles(size) if self.hopper()? => {
                 self.make_describable()?;
@@ -404,26 +445,53 @@ impl<'a> Call<'a> {
         Ok((o.tensor, log_sum_exp.tensor))
     }
 
+    /// By the kernels for few queries, with the ranges of keys that attention over pools has.
+    fn forward_in_fixed_ranges(&mut self) -> Result<()> {
+        let Sizes { batch, queries, keys, heads, kv_heads, .. } = self.sizes;
+        let splits = keys.div_ceil(PAGED_SPLIT).max(1);
+        self.parameters.splits = splits as i32;
+        self.parameters.split_keys = PAGED_SPLIT as i32;
+        let rows = queries * (heads / kv_heads);
+        let wide = FewShape::wide(&self.cuda, self.kernels, rows, batch * kv_heads * splits)?;
+        match (self.kernels, wide) {
+            (Kernels::Tiles(size), Some(shape)) => {
+                self.run_few(tile_kernel!("few_wide", self.dtype, size), shape)
+            }
+            _ => self.run_few(self.few_kernel()?, FewShape::of(self.kernels)),
+        }
+    }
+
     fn forward_few(&mut self) -> Result<()> {
-        let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
-        let (rows, warps, shared) = few_shape(self.kernels);
-        let name = match self.kernels {
-            Kernels::Tiles(size) => tile_kernel!("few", self.dtype, size),
-            Kernels::Plain => by_dtype!("plain_few", self.dtype)?,
-        };
+        let Sizes { batch, queries, keys, heads, kv_heads, .. } = self.sizes;
+        let shape = FewShape::of(self.kernels);
         // Keys before the first query's window are seen by none.
         let span = keys.min(self.parameters.window as usize + queries.max(1) - 1);
-        let blocks = batch * kv_heads * (queries * (heads / kv_heads)).div_ceil(rows);
+        let blocks = batch * kv_heads * (queries * (heads / kv_heads)).div_ceil(shape.rows);
         // Two blocks for every multiprocessor keep it busy.
         let wanted = 2 * self.cuda.multiprocessors()?;
         let splits = wanted.div_ceil(blocks.max(1)).min(span.div_ceil(SPLIT_KEYS)).min(MOST_SPLITS);
-        let step = 16 * warps;
+        let step = 16 * shape.warps;
         let split_keys = span.div_ceil(splits.max(1)).div_ceil(step).max(1) * step;
-        let splits = span.div_ceil(split_keys).max(1);
-        self.parameters.splits = splits as i32;
+        self.parameters.splits = span.div_ceil(split_keys).max(1) as i32;
         self.parameters.split_start = (keys - span) as i32;
         self.parameters.split_keys = split_keys as i32;
-        let grid = (blocks, splits, 1);
+        self.run_few(self.few_kernel()?, shape)
+    }
+
+    fn few_kernel(&self) -> Result<&'static str> {
+        match self.kernels {
+            Kernels::Tiles(size) => Ok(tile_kernel!("few", self.dtype, size)),
+            Kernels::Plain => by_dtype!("plain_few", self.dtype),
+        }
+    }
+
+    /// Runs a kernel for few queries over the ranges of keys that the parameters have, and combines what they give.
+    fn run_few(&mut self, name: &'static str, shape: FewShape) -> Result<()> {
+        let Sizes { batch, queries, heads, kv_heads, head_dim, .. } = self.sizes;
+        let FewShape { rows, warps, ranges, shared } = shape;
+        let splits = self.parameters.splits as usize;
+        let blocks = batch * kv_heads * (queries * (heads / kv_heads)).div_ceil(rows);
+        let grid = (blocks, splits.div_ceil(ranges), 1);
         let threads = 32 * warps as u32;
         let few = self.prepare(name, grid, threads, shared as u32)?.overlapping();
         if splits == 1 {
@@ -435,7 +503,7 @@ impl<'a> Call<'a> {
         self.parameters.partial_sums = partial_sums.pointer;
         self.launch(few)?;
         let combine = by_dtype!("combine_parts", self.dtype)?;
-        let (grid, shared) = ((batch * queries * heads, 1, 1), combine_shared(splits));
+        let (grid, shared) = ((batch * queries * heads, 1, 1), combine_shared(splits, head_dim));
         self.launch(self.prepare(combine, grid, 128, shared as u32)?.overlapping())
     }
 

@@ -1,7 +1,8 @@
 // The forward pass for few queries, as in decoding, where reading keys and values is all the time:
 // a block takes the queries of all heads that share a key head, so that it reads that once, and one
 // of `splits` ranges of the keys. Each warp goes over every fourth group of keys by itself; their
-// results, and then those of the ranges, are combined in order.
+// results, and then those of the ranges, are combined in order. Positions alone say which warp takes a key, so where
+// ranges begin at fixed ones, what a query gives depends on it and the keys that it sees alone.
 #pragma once
 
 #include "tiles.cuh"
@@ -15,6 +16,11 @@ struct FewRow {
 __device__ __forceinline__ FewRow few_row(const Parameters &p, int kv_head, int index) {
     const int group = p.heads / p.kv_heads;
     return {index / group, kv_head * group + index % group, index < p.queries * group};
+}
+
+/// Where a block starts that sees keys from `key` on, and takes STEP of them at a time.
+template <int STEP> __device__ __forceinline__ int first_of_step(int key) {
+    return key / STEP * STEP;
 }
 
 /// The keys from `x` up to `y` of a range that any of `rows` rows from `first` on sees.
@@ -34,40 +40,83 @@ __device__ __forceinline__ int2 few_keys(const Parameters &p, int range, int bat
     return make_int2(max(warp_min(smallest), split), min(warp_max(end), split + p.split_keys));
 }
 
-/// Writes four columns of a row: the result if keys aren't split, else the part to be combined.
+/// Writes one or four columns of a row: the result if keys aren't split, else the part to be combined.
 /// `top` is the largest score in log2 units and `total` the sum of powers relative to it.
-template <typename T>
+template <typename T, int COLUMNS>
 __device__ __forceinline__ void store_part(const Parameters &p, int range, int batch,
-                                           const FewRow &row, int column, int columns,
-                                           const float *values, float top, float total) {
+                                           const FewRow &row, int column,
+                                           const float (&values)[COLUMNS], float top, float total) {
     const int64_t at = query_row(p, batch, row.query, row.head);
+    const bool inside = column < p.head_dim;
     if (p.splits == 1) {
         const float inverse = inverse_of(total);
         T *const o = static_cast<T *>(p.o) + at * p.head_dim + column;
-        for (int i = 0; i < columns; i++) o[i] = from_float<T>(values[i] * inverse);
+        if constexpr (COLUMNS == 4) {
+            if (inside)
+                *reinterpret_cast<uint2 *>(o) =
+                    make_uint2(pack_pair<T>(values[0] * inverse, values[1] * inverse),
+                               pack_pair<T>(values[2] * inverse, values[3] * inverse));
+        } else {
+            if (inside) *o = from_float<T>(values[0] * inverse);
+        }
         if (column == 0 && p.log_sum_exp != nullptr)
             p.log_sum_exp[sum_row(p, batch, row.query, row.head)] = log_of_sum(top, total);
     } else {
         const int64_t part = at * p.splits + range;
-        for (int i = 0; i < columns; i++) p.partial_o[part * p.head_dim + column + i] = values[i];
+        float *const o = p.partial_o + part * p.head_dim + column;
+        if constexpr (COLUMNS == 4) {
+            if (inside)
+                *reinterpret_cast<float4 *>(o) =
+                    make_float4(values[0], values[1], values[2], values[3]);
+        } else {
+            if (inside) *o = values[0];
+        }
         if (column == 0) p.partial_sums[part] = make_float2(top, total);
     }
 }
 
-constexpr int few_warps(int d) { return d <= 128 ? 4 : 2; }
-constexpr int few_stages(int d) { return d <= 64 ? 4 : 2; }
+/// Whether any of `rows` rows from `first_row` on sees a key of a range, but for the first keys of queries. Otherwise
+/// nobody reads what the range gives.
+__device__ __forceinline__ bool reaches(const Parameters &p, int range, int first_row, int rows) {
+    const int group = p.heads / p.kv_heads, end = p.queries * group;
+    if (first_row >= end) return false;
+    const int before = p.keys - p.queries - p.split_start;
+    const int lowest = before + first_row / group - p.window + 1;
+    const int highest = before + (min(first_row + rows, end) - 1) / group;
+    return range * p.split_keys <= highest && (range + 1) * p.split_keys > lowest;
+}
 
-/// On tensor cores, sixteen rows from `first_row` on of a key head's, for a range of the keys, which are where
-/// `keys` says.
-template <typename T, int D, typename Keys>
+/// Warps that take turns with groups of 16 keys, and groups that one has room for.
+constexpr int few_warps(int d) { return d <= 128 ? 4 : 2; }
+constexpr int few_stages(int d, int tiles) { return d <= 64 || tiles > 1 ? 4 : 2; }
+constexpr int few_threads(int d, int tiles) { return few_warps(d) * tiles * WARP; }
+/// Ranges that a block has, one after the other.
+constexpr int few_ranges(int tiles) { return tiles > 1 ? 4 : 1; }
+
+/// On tensor cores, 16·TILES rows from `first_row` on of a key head's, for the ranges of the keys from `range` on that
+/// a block has; the keys are where `keys` says. Warps that have the same keys for one tile of rows each share them. A row
+/// has the same bits whatever TILES is.
+template <typename T, int D, int TILES, typename Keys>
 __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_at, int range,
                                           int batch, int kv_head, int first_row) {
-    constexpr int ROWS = 16, WARPS = few_warps(D), STAGES = few_stages(D), THREADS = WARP * WARPS;
-    constexpr int TILE = tile_bytes(16, D), CHUNKS = D / 8;
+    constexpr int ROWS = 16 * TILES, WARPS = few_warps(D), STAGES = few_stages(D, TILES);
+    constexpr int THREADS = few_threads(D, TILES), SHARING = WARP * TILES, CHUNKS = D / 8;
+    constexpr int TILE = tile_bytes(16, D), QUERIES = tile_bytes(ROWS, D);
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t q_shared = shared_address(shared);
+    const int end_range = min(range + few_ranges(TILES), p.splits);
+    while (range < end_range && !reaches(p, range, first_row, ROWS)) range++;
+    if (range == end_range) return;
 
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    // Which keys this warp has, and which rows.
+    const int warp = threadIdx.x / SHARING, thread = threadIdx.x % SHARING;
+    const int lane = thread % WARP, tile = thread / WARP;
+    const auto meet = [&] {
+        if constexpr (TILES == 1)
+            __syncwarp();
+        else
+            asm volatile("bar.sync %0, %1;" ::"r"(1 + warp), "n"(SHARING) : "memory");
+    };
     const auto k = keys_at.template keys<T>(p, batch, kv_head);
     const auto v = keys_at.template values<T>(p, batch, kv_head);
 
@@ -83,115 +132,141 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
     }
     copy_async_commit();
 
-    const int2 seen = few_keys(p, range, batch, kv_head, first_row, ROWS, lane);
-    const int start = keys_at.template first<16 * WARPS>(seen.x);
-    const int steps = (max(seen.y - start, 0) + 16 * WARPS - 1) / (16 * WARPS);
-    int position[2], lowest[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const FewRow mine = few_row(p, kv_head, first_row + half * 8 + lane / 4);
-        // Rows that don't exist see nothing.
-        position[half] = mine.inside ? min(p.keys - p.queries + mine.query, seen.y - 1) : -1;
-        lowest[half] = mine.inside ? max(lowest_key(p, batch, mine.query), seen.x) : 0;
-    }
-
-    const uint32_t mine = q_shared + TILE * (1 + warp * STAGES * 2);
-    const auto stage = [&](int step) { return mine + step % STAGES * 2 * TILE; };
-    const auto load = [&](int step) {
-        if (step < steps) {
-            const int first_key = start + (step * WARPS + warp) * 16, count = seen.y - first_key;
-            const uint32_t to = stage(step);
-            keys_at.template load<T, 16, D, WARP>(to, k, first_key, count, p.head_dim, lane);
-            keys_at.template load<T, 16, D, WARP>(to + TILE, v, first_key, count, p.head_dim, lane);
-        }
-        copy_async_commit();
-    };
-    for (int step = 0; step < STAGES - 1; step++) load(step);
-    copy_async_wait<STAGES - 1>();
-    // The queries are there.
-    __syncthreads();
-
-    float out[1][D / 8][4] = {};
-    float top[2] = {-INFINITY, -INFINITY}, total[2] = {};
-    for (int step = 0; step < steps; step++) {
-        load(step + STAGES - 1);
-        const uint32_t keys = stage(step);
-        copy_async_wait<STAGES - 1>();
-        keys_at.template land<T, 16, D, WARP>(keys, k, lane);
-        keys_at.template land<T, 16, D, WARP>(keys + TILE, v, lane);
-        __syncwarp();
-        const int first_key = start + (step * WARPS + warp) * 16;
-        float scores[1][2][4] = {};
-        multiply_rows<T, D, ROWS, 16, 1>(scores, q_shared, 0, keys, lane);
-        shape_scores<16>(p, scores[0]);
+    for (; range < end_range && reaches(p, range, first_row, ROWS); range++) {
+        const int2 seen = few_keys(p, range, batch, kv_head, first_row, ROWS, lane);
+        const int start = first_of_step<16 * WARPS>(seen.x);
+        const int steps = (max(seen.y - start, 0) + 16 * WARPS - 1) / (16 * WARPS);
+        int position[2], lowest[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            hide_scores<16>(scores[0], half, first_key, lowest[half], position[half], lane);
-            const float shrink =
-                soften_scores<16>(scores[0], half, p.factor, top[half], total[half]);
-            scale_row<D>(out[0], half, shrink);
+            const FewRow mine = few_row(p, kv_head, first_row + tile * 16 + half * 8 + lane / 4);
+            // Rows that don't exist see nothing.
+            position[half] = mine.inside ? min(p.keys - p.queries + mine.query, seen.y - 1) : -1;
+            lowest[half] = mine.inside ? max(lowest_key(p, batch, mine.query), seen.x) : 0;
         }
-        uint32_t weights[1][1][4];
-        pack_weights<T, 16, 1>(weights, scores);
-        multiply_columns<T, D, 16, 1>(out, weights, keys + TILE, lane);
-        // The stage may be overwritten.
-        __syncwarp();
-    }
-    copy_async_wait<0>();
-    __syncthreads();
 
-    // The warps' parts, in the place of their keys and values: (WARPS, ROWS, D), tops and totals.
-    static_assert(ROWS * D * 4 <= STAGES * 2 * TILE, "a warp's part fits in its stages");
-    float *const parts = reinterpret_cast<float *>(shared + TILE);
-    constexpr int PART = STAGES * 2 * TILE / 4;
-    float *const tops = parts + WARPS * PART, *const totals = tops + WARPS * ROWS;
+        const int all_from = warp_max(max(lowest[0], lowest[1]));
+        const int all_to = warp_min(min(position[0], position[1]));
+
+        const uint32_t mine = q_shared + QUERIES + TILE * warp * STAGES * 2;
+        const auto stage = [&](int step) { return mine + step % STAGES * 2 * TILE; };
+        const auto load = [&](int step) {
+            if (step < steps) {
+                const int first_key = start + (step * WARPS + warp) * 16, count = seen.y - first_key;
+                const uint32_t to = stage(step);
+                keys_at.template load<T, 16, D, SHARING>(to, k, first_key, count, p.head_dim, thread);
+                keys_at.template load<T, 16, D, SHARING>(to + TILE, v, first_key, count, p.head_dim,
+                                                         thread);
+            }
+            copy_async_commit();
+        };
+        for (int step = 0; step < STAGES - 1; step++) load(step);
+        copy_async_wait<STAGES - 1>();
+        // The queries are there.
+        __syncthreads();
+
+        float out[1][D / 8][4] = {};
+        float top[2] = {-INFINITY, -INFINITY}, total[2] = {};
+        for (int step = 0; step < steps; step++) {
+            load(step + STAGES - 1);
+            const uint32_t keys = stage(step);
+            copy_async_wait<STAGES - 1>();
+            keys_at.template land<T, 16, D, SHARING>(keys, k, thread);
+            keys_at.template land<T, 16, D, SHARING>(keys + TILE, v, thread);
+            meet();
+            const int first_key = start + (step * WARPS + warp) * 16;
+            // Not every row sees all of them.
+            const bool hides = first_key < all_from || first_key + 15 > all_to;
+            float scores[1][2][4] = {};
+            multiply_rows<T, D, ROWS, 16, 1>(scores, q_shared, tile * 16, keys, lane);
+            shape_scores<16>(p, scores[0]);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = half * 8 + lane / 4;
-        const float sum = row_sum(total[half]);
-        if (lane % 4 == 0) {
-            tops[warp * ROWS + row] = top[half];
-            totals[warp * ROWS + row] = sum;
+            for (int half = 0; half < 2; half++) {
+                if (hides)
+                    hide_scores<16>(scores[0], half, first_key, lowest[half], position[half], lane);
+                const float shrink =
+                    soften_scores<16>(scores[0], half, p.factor, top[half], total[half]);
+                // Most often by 1, as the largest score is found early.
+                if (__any_sync(FULL, shrink != 1.0f)) scale_row<D>(out[0], half, shrink);
+            }
+            uint32_t weights[1][1][4];
+            pack_weights<T, 16, 1>(weights, scores);
+            multiply_columns<T, D, 16, 1>(out, weights, keys + TILE, lane);
+            // The stage may be overwritten.
+            meet();
         }
+        copy_async_wait<0>();
+        __syncthreads();
+
+        // The warps' parts, in the place of their keys and values: (WARPS, ROWS, D), tops and totals. Four neighbouring
+        // columns lie where the row says, so that rows don't share banks.
+        static_assert(ROWS * D * 4 <= STAGES * 2 * TILE, "a warp's part fits in its stages");
+        float *const parts = reinterpret_cast<float *>(shared + QUERIES);
+        constexpr int PART = STAGES * 2 * TILE / 4;
+        float *const tops = parts + WARPS * PART, *const totals = tops + WARPS * ROWS;
+        const auto part_of = [&](int of, int row, int four) {
+            return parts + of * PART + row * D + (four ^ row % 4 * 2) * 4;
+        };
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) {
-            float *const to = parts + warp * PART + row * D + n * 8 + lane % 4 * 2;
-            to[0] = out[0][n][half * 2];
-            to[1] = out[0][n][half * 2 + 1];
+        for (int half = 0; half < 2; half++) {
+            const int first = tile * 16 + half * 8, row = first + lane / 4;
+            if (!few_row(p, kv_head, first_row + first).inside) break;
+            const float sum = row_sum(total[half]);
+            if (lane % 4 == 0) {
+                tops[warp * ROWS + row] = top[half];
+                totals[warp * ROWS + row] = sum;
+            }
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) {
+                float *const to = part_of(warp, row, n * 2 + lane % 4 / 2) + lane % 2 * 2;
+                *reinterpret_cast<float2 *>(to) =
+                    make_float2(out[0][n][half * 2], out[0][n][half * 2 + 1]);
+            }
         }
-    }
-    __syncthreads();
-    for (int index = threadIdx.x; index < ROWS * (D / 4); index += THREADS) {
-        const int row = index / (D / 4), column = index % (D / 4) * 4;
-        const FewRow to = few_row(p, kv_head, first_row + row);
-        if (!to.inside || column >= p.head_dim) continue;
-        float best = -INFINITY;
+        __syncthreads();
+        for (int index = threadIdx.x; index < ROWS * (D / 4); index += THREADS) {
+            const int row = index / (D / 4), column = index % (D / 4) * 4;
+            const FewRow to = few_row(p, kv_head, first_row + row);
+            if (!to.inside || column >= p.head_dim) continue;
+            float best = -INFINITY;
 #pragma unroll
-        for (int other = 0; other < WARPS; other++) best = fmaxf(best, tops[other * ROWS + row]);
-        const float base = best == -INFINITY ? 0.0f : best;
-        float sum = 0.0f, values[4] = {};
+            for (int other = 0; other < WARPS; other++) best = fmaxf(best, tops[other * ROWS + row]);
+            const float base = best == -INFINITY ? 0.0f : best;
+            float sum = 0.0f, values[4] = {};
 #pragma unroll
-        for (int other = 0; other < WARPS; other++) {
-            const float weight = fast_exp2(tops[other * ROWS + row] - base);
-            const float4 part =
-                *reinterpret_cast<const float4 *>(parts + other * PART + row * D + column);
-            sum = fmaf(weight, totals[other * ROWS + row], sum);
-            values[0] = fmaf(weight, part.x, values[0]);
-            values[1] = fmaf(weight, part.y, values[1]);
-            values[2] = fmaf(weight, part.z, values[2]);
-            values[3] = fmaf(weight, part.w, values[3]);
+            for (int other = 0; other < WARPS; other++) {
+                const float weight = fast_exp2(tops[other * ROWS + row] - base);
+                const float4 part = *reinterpret_cast<const float4 *>(part_of(other, row, column / 4));
+                sum = fmaf(weight, totals[other * ROWS + row], sum);
+                values[0] = fmaf(weight, part.x, values[0]);
+                values[1] = fmaf(weight, part.y, values[1]);
+                values[2] = fmaf(weight, part.z, values[2]);
+                values[3] = fmaf(weight, part.w, values[3]);
+            }
+            store_part<T, 4>(p, range, batch, to, column, values, best, sum);
         }
-        store_part<T>(p, range, batch, to, column, 4, values, best, sum);
+        // What the warps had has been read.
+        if constexpr (few_ranges(TILES) > 1) __syncthreads();
     }
 }
 
-template <typename T, int D> __device__ __forceinline__ void few_tiles(const Parameters &p) {
+/// Calls `work` with the first range, the row of the batch, the key head, and the first row of it that this block has.
+template <int ROWS, int RANGES, typename Work>
+__device__ __forceinline__ void for_few(const Parameters &p, const Work &work) {
     follow_previous();
-    const int row_tiles = (p.queries * (p.heads / p.kv_heads) + 15) / 16;
-    few_block<T, D>(p, KeysInARow(), blockIdx.y, blockIdx.x / row_tiles / p.kv_heads,
-                    blockIdx.x / row_tiles % p.kv_heads, blockIdx.x % row_tiles * 16);
+    const int row_tiles = (p.queries * (p.heads / p.kv_heads) + ROWS - 1) / ROWS;
+    const int range = blockIdx.y * RANGES, head = blockIdx.x / row_tiles;
+    work(range, head / p.kv_heads, head % p.kv_heads, blockIdx.x % row_tiles * ROWS);
 }
 
+template <typename T, int D, int TILES>
+__device__ __forceinline__ void few_tiles(const Parameters &p) {
+    for_few<16 * TILES, few_ranges(TILES)>(p, [&](int range, int batch, int kv_head, int first_row) {
+        few_block<T, D, TILES>(p, KeysInARow(), range, batch, kv_head, first_row);
+    });
+}
+
+constexpr int COMBINE_WARPS = 4;
 constexpr int PLAIN_FEW_ROWS = 4, PLAIN_FEW_WARPS = 4, PLAIN_FEW_COLUMNS = 256;
 
 /// As `few_block` for any element type and up to 256 columns, four rows: a warp takes 32 keys at a time, eight
@@ -235,7 +310,7 @@ __device__ __forceinline__ void plain_few_block(const Parameters &p, const Keys 
 #pragma unroll
     for (int row = 0; row < ROWS; row++) top[row] = -INFINITY;
     float *const my_scores = scores + warp * ROWS * WARP;
-    const int start_key = keys_at.template first<WARPS * WARP>(seen.x);
+    const int start_key = first_of_step<WARPS * WARP>(seen.x);
     for (int first_key = start_key + warp * WARP; first_key < seen.y;
          first_key += WARPS * WARP) {
         const int count = min(WARP, seen.y - first_key);
@@ -317,47 +392,68 @@ __device__ __forceinline__ void plain_few_block(const Parameters &p, const Keys 
         float best = -INFINITY;
         for (int other = 0; other < WARPS; other++) best = fmaxf(best, tops[other * ROWS + row]);
         const float base = best == -INFINITY ? 0.0f : best;
-        float sum = 0.0f, value = 0.0f;
+        float sum = 0.0f, value[1] = {};
         for (int other = 0; other < WARPS; other++) {
             const float weight = exp2f(tops[other * ROWS + row] - base);
             sum = fmaf(weight, totals[other * ROWS + row], sum);
-            value = fmaf(weight, parts[(other * ROWS + row) * COLUMNS + column], value);
+            value[0] = fmaf(weight, parts[(other * ROWS + row) * COLUMNS + column], value[0]);
         }
-        store_part<T>(p, range, batch, to, column, d == 0 ? 0 : 1, &value, best, sum);
+        store_part<T, 1>(p, range, batch, to, column, value, best, sum);
     }
 }
 
 template <typename T> __device__ __forceinline__ void plain_few(const Parameters &p) {
-    follow_previous();
-    constexpr int ROWS = PLAIN_FEW_ROWS;
-    const int row_tiles = (p.queries * (p.heads / p.kv_heads) + ROWS - 1) / ROWS;
-    plain_few_block<T>(p, KeysInARow(), blockIdx.y, blockIdx.x / row_tiles / p.kv_heads,
-                       blockIdx.x / row_tiles % p.kv_heads, blockIdx.x % row_tiles * ROWS);
+    for_few<PLAIN_FEW_ROWS, 1>(p, [&](int range, int batch, int kv_head, int first_row) {
+        if (reaches(p, range, first_row, PLAIN_FEW_ROWS))
+            plain_few_block<T>(p, KeysInARow(), range, batch, kv_head, first_row);
+    });
 }
 
-/// Combines `count` parts of a row from part `first` on, by a block, with `count + 1` floats of shared memory.
+/// What COLUMNS neighbouring columns from `parts` on sum up to, of every fourth part from `first` on, `pitch` numbers
+/// apart.
+template <int COLUMNS>
+__device__ __forceinline__ void sum_parts(float (&sums)[COLUMNS], const float *parts, int pitch,
+                                          const float *weights, int first, int count) {
+#pragma unroll 4
+    for (int split = first; split < count; split += COMBINE_WARPS) {
+        const float *const part = parts + static_cast<int64_t>(split) * pitch;
+        if constexpr (COLUMNS == 4) {
+            const float4 four = *reinterpret_cast<const float4 *>(part);
+            sums[0] = fmaf(weights[split], four.x, sums[0]);
+            sums[1] = fmaf(weights[split], four.y, sums[1]);
+            sums[2] = fmaf(weights[split], four.z, sums[2]);
+            sums[3] = fmaf(weights[split], four.w, sums[3]);
+        } else {
+            sums[0] = fmaf(weights[split], *part, sums[0]);
+        }
+    }
+}
+
+/// Combines `count` parts of a row from part `first` on, by a block of COMBINE_WARPS, of which each has every fourth.
 template <typename T>
 __device__ __forceinline__ void combine_row(const Parameters &p, int64_t row, int first,
                                             int count) {
+    // Weights of the parts, their total, and (COMBINE_WARPS, head_dim) sums.
     extern __shared__ __align__(1024) unsigned char shared[];
     float *const weights = reinterpret_cast<float *>(shared);
     float &total = weights[count];
+    float *const sums_of_warps = weights + (count + 4) / 4 * 4;
     const float2 *const sums = p.partial_sums + row * p.splits + first;
-    if (threadIdx.x < WARP) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    if (warp == 0) {
         float best = -INFINITY;
-        for (int split = threadIdx.x; split < count; split += WARP)
-            best = fmaxf(best, sums[split].x);
+        for (int split = lane; split < count; split += WARP) best = fmaxf(best, sums[split].x);
         best = warp_max(best);
         const float base = best == -INFINITY ? 0.0f : best;
         float sum = 0.0f;
-        for (int split = threadIdx.x; split < count; split += WARP) {
+        for (int split = lane; split < count; split += WARP) {
             const float weight = exp2f(sums[split].x - base);
             weights[split] = weight;
             sum = fmaf(weight, sums[split].y, sum);
         }
         sum = warp_sum(sum);
-        if (threadIdx.x == 0) total = sum;
-        if (threadIdx.x == 0 && p.log_sum_exp != nullptr) {
+        if (lane == 0) total = sum;
+        if (lane == 0 && p.log_sum_exp != nullptr) {
             const int head = row % p.heads;
             const int64_t token = row / p.heads;
             p.log_sum_exp[sum_row(p, token / p.queries, token % p.queries, head)] =
@@ -365,19 +461,42 @@ __device__ __forceinline__ void combine_row(const Parameters &p, int64_t row, in
         }
     }
     __syncthreads();
-    const float inverse = inverse_of(total);
     const float *const parts = p.partial_o + (row * p.splits + first) * p.head_dim;
-    for (int column = threadIdx.x; column < p.head_dim; column += blockDim.x) {
+    float *const own_sums = sums_of_warps + warp * p.head_dim;
+    if (p.head_dim % 4 == 0) {
+        for (int column = lane * 4; column < p.head_dim; column += 4 * WARP) {
+            float four[4] = {};
+            sum_parts<4>(four, parts + column, p.head_dim, weights, warp, count);
+            *reinterpret_cast<float4 *>(own_sums + column) =
+                make_float4(four[0], four[1], four[2], four[3]);
+        }
+    } else {
+        for (int column = lane; column < p.head_dim; column += WARP) {
+            float one[1] = {};
+            sum_parts<1>(one, parts + column, p.head_dim, weights, warp, count);
+            own_sums[column] = one[0];
+        }
+    }
+    __syncthreads();
+    const float inverse = inverse_of(total);
+    for (int column = threadIdx.x; column < p.head_dim; column += COMBINE_WARPS * WARP) {
         float value = 0.0f;
-#pragma unroll 8
-        for (int split = 0; split < count; split++)
-            value = fmaf(weights[split], parts[static_cast<int64_t>(split) * p.head_dim + column],
-                         value);
+#pragma unroll
+        for (int other = 0; other < COMBINE_WARPS; other++)
+            value += sums_of_warps[other * p.head_dim + column];
         static_cast<T *>(p.o)[row * p.head_dim + column] = from_float<T>(value * inverse);
     }
 }
 
+/// Combines what the ranges that a query sees, but for its first key, gave a head.
+template <typename T>
+__device__ __forceinline__ void combine_query(const Parameters &p, int64_t row, int query) {
+    const int position = p.keys - p.queries + query - p.split_start;
+    const int first = max(position - p.window + 1, 0) / p.split_keys;
+    combine_row<T>(p, row, first, position / p.split_keys - first + 1);
+}
+
 template <typename T> __device__ __forceinline__ void combine_parts(const Parameters &p) {
     follow_previous();
-    combine_row<T>(p, blockIdx.x, 0, p.splits);
+    combine_query<T>(p, blockIdx.x, blockIdx.x / p.heads % p.queries);
 }

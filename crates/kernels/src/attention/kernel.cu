@@ -6,10 +6,6 @@
 #include "hopper_backward.cuh"
 #include "plain.cuh"
 
-#define FOR_EACH_TILE_KERNEL(define)                                                               \
-    define(bf16, 64) define(bf16, 96) define(bf16, 128) define(bf16, 256) define(f16, 64)          \
-        define(f16, 96) define(f16, 128) define(f16, 256)
-
 #define FORWARD(element, d)                                                                        \
     extern "C" __global__ void __launch_bounds__(128)                                              \
         attention_forward_##element##_##d(const __grid_constant__ Parameters p) {                  \
@@ -46,11 +42,18 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 #define FEW(element, d)                                                                            \
-    extern "C" __global__ void __launch_bounds__(few_warps(d) * WARP)                              \
+    extern "C" __global__ void __launch_bounds__(few_threads(d, 1))                                \
         attention_few_##element##_##d(const __grid_constant__ Parameters p) {                      \
-        few_tiles<element, d>(p);                                                                  \
+        few_tiles<element, d, 1>(p);                                                               \
     }
 FOR_EACH_TILE_KERNEL(FEW)
+
+#define FEW_WIDE(element, d)                                                                       \
+    extern "C" __global__ void __launch_bounds__(few_threads(d, WIDE))                             \
+        attention_few_wide_##element##_##d(const __grid_constant__ Parameters p) {                 \
+        few_tiles<element, d, WIDE>(p);                                                            \
+    }
+FOR_EACH_WIDE_KERNEL(FEW_WIDE)
 
 FOR_EACH_DTYPE(plain_few, 128, (const __grid_constant__ Parameters p), (p))
 FOR_EACH_DTYPE(combine_parts, 128, (const __grid_constant__ Parameters p), (p))

@@ -845,9 +845,8 @@ template <typename T, uint D>
     end = min(end, stop);
     // Nobody reads what a range gives that none of the rows sees.
     if (PAGED && seen >= stop) return;
-    // Of a batch, the position of a key alone says which simdgroup takes it.
-    const uint turns = 8 * N * simdgroups;
-    const uint start = PAGED ? split + (seen - split) / turns * turns : seen;
+    // The position of a key in the range alone says which simdgroup takes it.
+    const uint turns = 8 * N * simdgroups, start = split + (seen - split) / turns * turns;
 
     float2 sums[D / 8];
     UNROLL for (uint i = 0; i < D / 8; i++) sums[i] = float2(0.0f);

@@ -1,5 +1,6 @@
 //! Attention on Metal: which kernels a call goes to, and how its work is split; see `kernel.metal`.
 
+use super::paged::PAGED_SPLIT;
 use super::{Options, Sizes};
 use crate::backend::metal::{Argument, Array, Constant, Kernel, Metal, by_dtype, size};
 use candle_core::{DType, Result, Tensor, bail};
@@ -192,7 +193,7 @@ impl Call {
         let o = self.metal.empty(&self.sizes.q_shape(), self.dtype)?;
         let log_sum_exp = self.metal.empty(&self.sizes.row_shape(), DType::F32)?;
         if batch * heads * queries > 0 {
-            if queries <= FEW_QUERIES {
+            if self.sizes.are_ranges_fixed() || queries <= FEW_QUERIES {
                 self.forward_few(&o, &log_sum_exp)?;
             } else {
                 self.forward_tiles(&o, &log_sum_exp)?;
@@ -220,15 +221,24 @@ impl Call {
         self.metal.run(&[self.metal.by_simdgroups(kernel, most, groups, &arguments)?])
     }
 
-    fn forward_few(&self, o: &Array, log_sum_exp: &Array) -> Result<()> {
-        let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
+    /// How keys are split where each range has so many threadgroups.
+    fn splits(&self, blocks: usize) -> Splits {
+        let Sizes { queries, keys, .. } = self.sizes;
+        if self.sizes.are_ranges_fixed() {
+            return Splits { count: keys.div_ceil(PAGED_SPLIT), start: 0, keys: PAGED_SPLIT };
+        }
         // Keys before the first query's window are seen by none.
         let seen = self.options.window.unwrap_or(keys).saturating_add(queries - 1).min(keys);
-        let blocks = batch * kv_heads * (queries * (heads / kv_heads)).div_ceil(ROWS);
         let count = WANTED_GROUPS.div_ceil(blocks).min(seen.div_ceil(SPLIT_KEYS)).min(MOST_SPLITS);
         let split_keys = seen.div_ceil(count).next_multiple_of(SPLIT_STEP);
-        let count = seen.div_ceil(split_keys);
-        let splits = Splits { count, start: keys - seen, keys: split_keys };
+        Splits { count: seen.div_ceil(split_keys), start: keys - seen, keys: split_keys }
+    }
+
+    fn forward_few(&self, o: &Array, log_sum_exp: &Array) -> Result<()> {
+        let Sizes { batch, queries, heads, kv_heads, head_dim, .. } = self.sizes;
+        let blocks = batch * kv_heads * (queries * (heads / kv_heads)).div_ceil(ROWS);
+        let splits = self.splits(blocks);
+        let count = splits.count;
         let (made, numbers) = (self.made_for([o, o], &splits)?, self.numbers(&splits)?);
         let parts = match count {
             1 => None,

@@ -1,4 +1,5 @@
 use super::*;
+use crate::batch_invariance::within;
 use crate::testing::*;
 
 #[derive(Clone)]
@@ -409,10 +410,12 @@ mod cuda {
                 let (exact_dq, exact_dk, exact_dv) = exact.backward();
                 with_all_kernels(|| {
                     eprintln!("case {index} {dtype:?} {:?} {:?}", case.q.dims(), case.k.dims());
-                    let (o, lse) = there.forward();
-                    assert_eq!((o.dtype(), lse.dtype()), (dtype, DType::F32));
-                    assert_close(&on_cpu(&o), &exact_o, tolerance);
-                    assert_close(&on_cpu(&lse), &exact_lse, 5e-6);
+                    for is_invariant in [false, true] {
+                        let (o, lse) = within(is_invariant, || there.forward());
+                        assert_eq!((o.dtype(), lse.dtype()), (dtype, DType::F32));
+                        assert_close(&on_cpu(&o), &exact_o, tolerance);
+                        assert_close(&on_cpu(&lse), &exact_lse, 5e-6);
+                    }
                     let (dq, dk, dv) = there.backward();
                     assert_close(&on_cpu(&dq), &exact_dq, 2.0 * tolerance);
                     assert_close(&on_cpu(&dk), &exact_dk, 2.0 * tolerance);
@@ -433,6 +436,8 @@ mod cuda {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let case = case.to_dtype(dtype).to_device(&device);
                 with_all_kernels(|| {
+                    let invariant = || within(true, || case.forward()).0;
+                    assert_same(&invariant(), &invariant());
                     let ((o, lse), (dq, dk, dv)) = (case.forward(), case.backward());
                     for _ in 0..3 {
                         let (again, lse_again) = case.forward();
@@ -614,6 +619,8 @@ mod cuda {
                         d_o: part(&whole.d_o, queries, heads),
                         ..whole
                     };
+                    let invariant = || within(true, || case.forward()).0;
+                    assert_same(&invariant(), &invariant());
                     let ((o, lse), (dq, dk, dv)) = (case.forward(), case.backward());
                     assert_eq!(o.dims(), case.q.dims());
                     assert_eq!(lse.dims(), [batch, heads, queries]);

@@ -58,6 +58,18 @@ struct Parameters {
 /// is for scales that aren't positive.
 enum Scores { AS_IS, CAPPED, SCALED };
 
+/// The element types and padded head dimensions that there are kernels on tensor cores for.
+#define FOR_EACH_TILE_KERNEL(define)                                                               \
+    define(bf16, 64) define(bf16, 96) define(bf16, 128) define(bf16, 256) define(f16, 64)          \
+        define(f16, 96) define(f16, 128) define(f16, 256)
+
+/// Those that share keys among WIDE tiles of 16 rows, for which there is no room with 256 columns.
+#define FOR_EACH_WIDE_KERNEL(define)                                                               \
+    define(bf16, 64) define(bf16, 96) define(bf16, 128) define(f16, 64) define(f16, 96)            \
+        define(f16, 128)
+
+constexpr int WIDE = 4;
+
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
@@ -256,9 +268,6 @@ struct DenseKeys {
 
 /// Keys and values that lie one after the other.
 struct KeysInARow : DenseKeys {
-    /// Where a block starts that sees keys from `key` on, and takes STEP of them at a time.
-    template <int STEP> __device__ __forceinline__ int first(int key) const { return key; }
-
     /// The row of a key.
     __device__ __forceinline__ int64_t row(int key) const { return key; }
 

@@ -3,7 +3,7 @@
 use super::{FEW, MANY, PAGED_QUERIES, Pool, SINGLE, SPLIT, Sequences, Sizes};
 use crate::attention::Options;
 use crate::attention::cuda::{
-    Kernels, Parameters, combine_shared, few_shape, forward_shape, score_numbers, strided,
+    FewShape, Kernels, Parameters, combine_shared, forward_shape, score_numbers, strided,
     tile_kernel,
 };
 use crate::backend::cuda::{Array, Cuda, Module, by_dtype, module};
@@ -170,8 +170,9 @@ pub(super) fn forward(
     };
     let call = Call { operation, cuda, sequences, parameters, batch };
     let group = heads / kv_heads;
-    let (rows, warps, shared) = few_shape(kernels);
-    let blocks_for = |queries: usize| kv_heads * (queries * group).div_ceil(rows);
+    let few = FewShape::of(kernels);
+    let blocks_of =
+        |shape: FewShape, queries: usize| kv_heads * (queries * group).div_ceil(shape.rows);
     let of_many = match kernels {
         Kernels::Tiles(size) => {
             let name = if is_rounded {
@@ -188,23 +189,32 @@ pub(super) fn forward(
             } else {
                 by_dtype!("paged_plain", dtype)?
             };
-            Kernel { name, threads: 32 * warps, shared, item_blocks: blocks_for(PAGED_QUERIES) }
+            let FewShape { warps, shared, .. } = few;
+            let item_blocks = blocks_of(few, PAGED_QUERIES);
+            Kernel { name, threads: 32 * warps, shared, item_blocks }
         }
     };
-    let name = match (kernels, is_rounded) {
-        (Kernels::Tiles(size), false) => tile_kernel!("paged_few", dtype, size),
-        (Kernels::Tiles(size), true) => tile_kernel!("rounded_few", dtype, size),
-        (Kernels::Plain, false) => by_dtype!("paged_plain_few", dtype)?,
-        (Kernels::Plain, true) => by_dtype!("rounded_plain_few", dtype)?,
+    let of_few = |queries, kind: usize| -> Result<Kernel> {
+        let ranges = sequences.plan.items[kind].room * kv_heads;
+        let wide = FewShape::wide(&call.cuda, kernels, queries * group, ranges)?;
+        let name = match (kernels, wide.is_some(), is_rounded) {
+            (Kernels::Tiles(size), false, false) => tile_kernel!("paged_few", dtype, size),
+            (Kernels::Tiles(size), false, true) => tile_kernel!("rounded_few", dtype, size),
+            (Kernels::Tiles(size), true, false) => tile_kernel!("paged_few_wide", dtype, size),
+            (Kernels::Tiles(size), true, true) => tile_kernel!("rounded_few_wide", dtype, size),
+            (Kernels::Plain, _, false) => by_dtype!("paged_plain_few", dtype)?,
+            (Kernels::Plain, _, true) => by_dtype!("rounded_plain_few", dtype)?,
+        };
+        let shape = wide.unwrap_or(few);
+        let FewShape { warps, shared, .. } = shape;
+        Ok(Kernel { name, threads: 32 * warps, shared, item_blocks: blocks_of(shape, queries) })
     };
-    let of_few =
-        |queries| Kernel { name, threads: 32 * warps, shared, item_blocks: blocks_for(queries) };
     let name = by_dtype!("paged_combine", dtype)?;
-    let shared = combine_shared(sequences.plan.most_ranges);
+    let shared = combine_shared(sequences.plan.most_ranges, head_dim);
     let combine = Kernel { name, threads: 128, shared, item_blocks: heads };
     call.run(of_many, MANY)?;
-    call.run(of_few(sequences.plan.most_few), FEW)?;
-    call.run(of_few(1), SINGLE)?;
+    call.run(of_few(sequences.plan.most_few, FEW)?, FEW)?;
+    call.run(of_few(1, SINGLE)?, SINGLE)?;
     call.run(combine, SPLIT)?;
     Ok(o.tensor)
 }

@@ -33,11 +33,6 @@ struct PagedRows {
     const uint32_t *table;
     int width, block, blocks;
 
-    /// Positions alone say which warp takes a key.
-    template <int STEP> __device__ __forceinline__ int first(int key) const {
-        return key / STEP * STEP;
-    }
-
     /// The row of a key in the pool, negative where the table has no block for it.
     __device__ __forceinline__ int64_t row(int key) const {
         const int index = key / block;
@@ -134,11 +129,11 @@ struct RoundedKeys : PagedRows {
     template <typename T, int ROWS, int D, int THREADS>
     __device__ __forceinline__ void load(uint32_t tile, const RoundedRows<T> &rows, int key,
                                          int count, int head_dim, int thread) const {
-        constexpr int OF_ROW = D / 16;
-        static_assert(ROWS * OF_ROW % THREADS == 0, "as many to each thread");
+        constexpr int OF_ROW = D / 16, COPIES = ROWS * OF_ROW;
 #pragma unroll
-        for (int i = 0; i < ROWS * OF_ROW / THREADS; i++) {
-            const int index = i * THREADS + thread, line = index / OF_ROW, part = line / 16 * 16;
+        for (int start = 0; start < COPIES; start += THREADS) {
+            const int index = start + thread, line = index / OF_ROW, part = line / 16 * 16;
+            if (COPIES % THREADS != 0 && index >= COPIES) break;
             const int piece = index % OF_ROW;
             // Sixteen keys are in one block.
             const int64_t at = part < count ? row(key + part) : -1;
@@ -157,10 +152,11 @@ struct RoundedKeys : PagedRows {
     template <typename T, int ROWS, int D, int THREADS>
     __device__ __forceinline__ void land(uint32_t tile, const RoundedRows<T> &rows,
                                          int thread) const {
-        constexpr int OF_ROW = D / 16;
+        constexpr int OF_ROW = D / 16, COPIES = ROWS * OF_ROW;
 #pragma unroll
-        for (int i = 0; i < ROWS * OF_ROW / THREADS; i++) {
-            const int index = i * THREADS + thread, line = index / OF_ROW;
+        for (int start = 0; start < COPIES; start += THREADS) {
+            const int index = start + thread, line = index / OF_ROW;
+            if (COPIES % THREADS != 0 && index >= COPIES) break;
             const int piece = index % OF_ROW;
             const uint32_t first = tile + place<ROWS>(line, piece * 2);
             const uint32_t second = tile + place<ROWS>(line, piece * 2 + 1);
@@ -209,24 +205,13 @@ __device__ __forceinline__ void for_item(const Parameters &given, const PagedBat
          static_cast<int>(blockIdx.x % batch.item_blocks));
 }
 
-/// Whether any of `rows` rows from `first_row` on sees a key of a range. Otherwise nobody reads what the range
-/// gives.
-__device__ __forceinline__ bool reaches(const Parameters &p, int range, int first_row, int rows) {
-    const int group = p.heads / p.kv_heads, end = p.queries * group;
-    if (first_row >= end) return false;
-    const int before = p.keys - p.queries;
-    const int lowest = before + first_row / group - p.window + 1;
-    const int highest = before + (min(first_row + rows, end) - 1) / group;
-    return range * PAGED_SPLIT <= highest && (range + 1) * PAGED_SPLIT > lowest;
-}
-
-/// A range of a sequence's keys for 16 rows of a key head.
-template <typename T, typename Keys, int D>
+/// Ranges of a sequence's keys for 16·TILES rows of a key head. A block has several, so others have none.
+template <typename T, typename Keys, int D, int TILES>
 __device__ __forceinline__ void paged_few(const Parameters &given, const PagedBatch &batch) {
     for_item<T, Keys>(given, batch, [](const Parameters &p, const Keys &keys, int range, int block) {
-        const int first_row = block / p.kv_heads * 16;
-        if (reaches(p, range, first_row, 16))
-            few_block<T, D>(p, keys, range, 0, block % p.kv_heads, first_row);
+        if (range % few_ranges(TILES) != 0) return;
+        const int first_row = block / p.kv_heads * (16 * TILES);
+        few_block<T, D, TILES>(p, keys, range, 0, block % p.kv_heads, first_row);
     });
 }
 
@@ -244,10 +229,7 @@ __device__ __forceinline__ void paged_plain_few_of(const Parameters &given, cons
 template <typename T>
 __device__ __forceinline__ void paged_combine(const Parameters &given, const PagedBatch &batch) {
     for_item<T, PagedKeys>(given, batch, [](const Parameters &p, const PagedKeys &, int query, int head) {
-        const int position = p.keys - p.queries + query;
-        const int first = max(position - p.window + 1, 0) / PAGED_SPLIT;
-        combine_row<T>(p, static_cast<int64_t>(query) * p.heads + head, first,
-                       position / PAGED_SPLIT - first + 1);
+        combine_query<T>(p, static_cast<int64_t>(query) * p.heads + head, query);
     });
 }
 
@@ -278,20 +260,19 @@ __device__ __forceinline__ void paged_plain_of(const Parameters &given, const Pa
 #define PAGED_ARGUMENTS                                                                            \
     (const __grid_constant__ Parameters p, const __grid_constant__ PagedBatch batch)
 
-#define FOR_EACH_TILE_KERNEL(define)                                                               \
-    define(bf16, 64) define(bf16, 96) define(bf16, 128) define(bf16, 256) define(f16, 64)          \
-        define(f16, 96) define(f16, 128) define(f16, 256)
-
-#define FEW(element, d)                                                                            \
-    extern "C" __global__ void __launch_bounds__(few_warps(d) * WARP)                              \
-        attention_paged_few_##element##_##d PAGED_ARGUMENTS {                                        \
-        paged_few<element, PagedKeys, d>(p, batch);                                                \
+#define FEW_OF(name, element, d, tiles)                                                            \
+    extern "C" __global__ void __launch_bounds__(few_threads(d, tiles))                            \
+        attention_paged_##name##_##element##_##d PAGED_ARGUMENTS {                                 \
+        paged_few<element, PagedKeys, d, tiles>(p, batch);                                         \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(few_warps(d) * WARP)                              \
-        attention_rounded_few_##element##_##d PAGED_ARGUMENTS {                                      \
-        paged_few<element, RoundedKeys, d>(p, batch);                                              \
+    extern "C" __global__ void __launch_bounds__(few_threads(d, tiles))                            \
+        attention_rounded_##name##_##element##_##d PAGED_ARGUMENTS {                               \
+        paged_few<element, RoundedKeys, d, tiles>(p, batch);                                       \
     }
+#define FEW(element, d) FEW_OF(few, element, d, 1)
+#define FEW_WIDE(element, d) FEW_OF(few_wide, element, d, WIDE)
 FOR_EACH_TILE_KERNEL(FEW)
+FOR_EACH_WIDE_KERNEL(FEW_WIDE)
 
 #define FORWARD(element, d)                                                                        \
     extern "C" __global__ void __launch_bounds__(128)                                              \

@@ -101,7 +101,7 @@ struct Span {
 /// which each query has one for every range of keys.
 const SPAN_NUMBERS: usize = 4;
 /// Keys of a range that a block of a GPU has, for a sequence of up to [`FEW_QUERIES`].
-const PAGED_SPLIT: usize = 256;
+pub(super) const PAGED_SPLIT: usize = 256;
 /// Queries of a sequence of whose keys a GPU's blocks have a range each, at most.
 pub const FEW_QUERIES: usize = 16;
 /// Queries of an item of a sequence with more.

@@ -198,7 +198,7 @@ impl Case {
         let (_, heads, head_dim) = self.q.dims3().unwrap();
         let mut first = 0;
         let mut all =
-            vec![Tensor::zeros((0, heads, head_dim), self.q.dtype(), &Device::Cpu).unwrap()];
+            vec![Tensor::zeros((0, heads, head_dim), self.q.dtype(), self.q.device()).unwrap()];
         for (index, (queries, _)) in self.sizes.iter().enumerate() {
             let q = self.q.narrow(0, first, *queries).unwrap().unsqueeze(0).unwrap();
             let (k, v) = (self.gathered(&self.k, index), self.gathered(&self.v, index));
@@ -633,6 +633,27 @@ mod cuda {
 
     #[test]
     #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_batch_invariance_gives_the_bits_of_a_sequence_by_itself() {
+        let device = crate::testing::cuda();
+        for case in [
+            Case::new(&[(150, 690), (1, 700), (6, 20), (256, 256)], 16, [6, 2], 64).scale(0.125),
+            Case::new(&[(200, 850), (1, 1), (40, 600)], 16, [4, 1], 128).scale(0.09).window(300),
+            Case::new(&[(333, 9500)], 32, [2, 2], 104).scale(0.1).window(9000),
+            Case::new(&[(40, 340), (3, 3)], 16, [3, 1], 256).scale(0.06).softcap(1.5),
+            Case::new(&[(70, 600)], 16, [4, 4], 33).scale(-0.2),
+            // More than is kept of ranges at once.
+            Case::new(&[(1500, 8200)], 32, [16, 4], 96).scale(0.1),
+        ] {
+            for (dtype, _) in PRECISIONS {
+                let case = case.to_dtype(dtype).to_device(&device).same_in_pieces();
+                let expected = here(&case.forward());
+                assert_identical(&here(&within(true, || case.by_itself())), &expected);
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
     fn cuda_codes_are_read_as_what_they_stand_for() {
         let device = crate::testing::cuda();
         for case in all_cases() {
@@ -799,7 +820,7 @@ mod cuda {
                 (0..blocks).map(|index| (index * stride % blocks) as u32).collect();
             let sequences: Vec<_> =
                 entries.chunks(width).map(|table| Sequence { queries, keys, table }).collect();
-            let sequences = Sequences::new(&sequences, block, blocks, &device).unwrap();
+            let of_any = Sequences::new(&sequences, block, blocks, &device).unwrap();
             let options = Options { scale: 0.09, softcap: None, window: None };
             let time = |run: &dyn Fn(usize)| {
                 let mut best = f64::INFINITY;
@@ -816,30 +837,40 @@ mod cuda {
             };
             let paged = time(&|copy| {
                 let (k, v) = &pools[copy];
-                drop(forward_paged(&q, k, v, &sequences, &options).unwrap());
+                drop(forward_paged(&q, k, v, &of_any, &options).unwrap());
             });
             let of_codes = time(&|copy| {
                 let (k, v) = &in_codes[copy];
+                drop(forward_paged(&q, k, v, &of_any, &options).unwrap());
+            });
+            let sequences =
+                within(true, || Sequences::new(&sequences, block, blocks, &device)).unwrap();
+            let invariant = time(&|copy| {
+                let (k, v) = &pools[copy];
                 drop(forward_paged(&q, k, v, &sequences, &options).unwrap());
             });
             let q = q.reshape((count, queries, heads, d)).unwrap();
-            let by_itself = time(&|copy| {
+            let by_itself = |copy: usize| {
                 let of = |pool: &Tensor| {
                     let pool = pool.reshape((count, width * block, kv_heads, d)).unwrap();
                     pool.narrow(1, 0, keys).unwrap()
                 };
                 let (k, v) = &pools[copy];
                 drop(attention::forward(&q, &of(k), &of(v), None, &options).unwrap());
-            });
+            };
+            let invariant_by_itself = within(true, || time(&by_itself));
+            let by_itself = time(&by_itself);
             let bytes = (4 * count * keys * kv_heads * d) as f64;
             println!(
-                "{count} x {queries} of {keys}: paged {:.1} us {:.0} GB/s, in 8 bits {:.1} us {:.0} GB/s, contiguous {:.1} us {:.0} GB/s",
+                "{count} x {queries} of {keys}: paged {:.1} us {:.0} GB/s, in 8 bits {:.1} us {:.0} GB/s, contiguous {:.1} us {:.0} GB/s, batch invariant: paged {:.1} us, contiguous {:.1} us",
                 paged * 1e6,
                 bytes / paged / 1e9,
                 of_codes * 1e6,
                 bytes * 33.0 / 64.0 / of_codes / 1e9,
                 by_itself * 1e6,
-                bytes / by_itself / 1e9
+                bytes / by_itself / 1e9,
+                invariant * 1e6,
+                invariant_by_itself * 1e6
             );
         }
     }
@@ -943,6 +974,24 @@ mod metal {
                         assert_identical(&piece, &whole.narrow(0, first, end - first).unwrap());
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs clang"]
+    fn metal_batch_invariance_gives_the_bits_of_a_sequence_by_itself() {
+        let emulator = Emulator::open(Mode::Plain);
+        for case in [
+            Case::new(&[(30, 290), (1, 5), (9, 270)], 16, [6, 2], 16).scale(0.3),
+            Case::new(&[(40, 600)], 3, [2, 1], 64).scale(0.1).window(300).softcap(1.5),
+            Case::new(&[(20, 20)], 16, [4, 1], 130).scale(0.1),
+        ] {
+            for (dtype, _) in PRECISIONS {
+                let case = case.to_dtype(dtype).same_in_pieces();
+                emulate(emulator.clone(), || {
+                    within(true, || assert_identical(&case.by_itself(), &case.forward()));
+                });
             }
         }
     }

@@ -19,6 +19,22 @@ impl Case {
     }
 }
 
+/// With batch invariance, as a whole and in pieces of 7 queries, of which the bits are the same.
+fn run_invariant(case: &Case) -> Vec<Tensor> {
+    within(true, || {
+        let Case { q, k, v, first_key, options, .. } = case;
+        let first_key = first_key.as_ref();
+        let sizes = check("test", q, k, v, first_key, options).unwrap();
+        let (o, lse) = case.forward();
+        let pieces = forward_in_pieces(7, sizes, q, k, v, first_key, options).unwrap();
+        if q.dtype() != DType::F64 {
+            assert_identical(&pieces.0, &o);
+            assert_identical(&pieces.1, &lse);
+        }
+        vec![o, lse]
+    })
+}
+
 /// Asserts that what `run` gives is right in every mode and several orders of threads, and that the order
 /// doesn't change a bit; with one, two or all simdgroups. Dtypes take turns.
 fn assert_right_everywhere(cases: &[Case], run: fn(&Case) -> Vec<Tensor>) {
@@ -94,6 +110,19 @@ fn metal_few_queries_are_right_in_every_mode_and_order() {
         Case::new(1, 3, 520, 5, 1, 33).scale(0.2),
     ];
     assert_right_everywhere(&cases, Case::run_forward);
+}
+
+#[test]
+#[ignore = "needs clang"]
+fn metal_ranges_at_fixed_places_are_right_in_every_mode_and_order() {
+    assert_right_everywhere(
+        &[
+            Case::new(2, 20, 20, 4, 2, 16).scale(0.3).packed(6),
+            Case::new(1, 17, 300, 2, 1, 64).scale(0.1).window(200).softcap(1.5),
+            Case::new(1, 9, 530, 3, 3, 33).scale(-0.2),
+        ],
+        run_invariant,
+    );
 }
 
 #[test]
