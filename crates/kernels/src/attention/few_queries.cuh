@@ -145,8 +145,12 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
             lowest[half] = mine.inside ? max(lowest_key(p, batch, mine.query), seen.x) : 0;
         }
 
-        const int all_from = warp_max(max(lowest[0], lowest[1]));
-        const int all_to = warp_min(min(position[0], position[1]));
+        // The keys that all of the rows see. Few rows are seldom whole tiles.
+        int all_from = INT_MAX, all_to = -1;
+        if constexpr (TILES > 1) {
+            all_from = warp_max(max(lowest[0], lowest[1]));
+            all_to = warp_min(min(position[0], position[1]));
+        }
 
         const uint32_t mine = q_shared + QUERIES + TILE * warp * STAGES * 2;
         const auto stage = [&](int step) { return mine + step % STAGES * 2 * TILE; };
@@ -175,7 +179,6 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
             keys_at.template land<T, 16, D, SHARING>(keys + TILE, v, thread);
             meet();
             const int first_key = start + (step * WARPS + warp) * 16;
-            // Not every row sees all of them.
             const bool hides = first_key < all_from || first_key + 15 > all_to;
             float scores[1][2][4] = {};
             multiply_rows<T, D, ROWS, 16, 1>(scores, q_shared, tile * 16, keys, lane);
@@ -266,7 +269,7 @@ __device__ __forceinline__ void few_tiles(const Parameters &p) {
     });
 }
 
-constexpr int COMBINE_WARPS = 4;
+constexpr int COMBINE_WARPS = 4, FEW_PARTS = 8;
 constexpr int PLAIN_FEW_ROWS = 4, PLAIN_FEW_WARPS = 4, PLAIN_FEW_COLUMNS = 256;
 
 /// As `few_block` for any element type and up to 256 columns, four rows: a warp takes 32 keys at a time, eight
@@ -409,13 +412,13 @@ template <typename T> __device__ __forceinline__ void plain_few(const Parameters
     });
 }
 
-/// What COLUMNS neighbouring columns from `parts` on sum up to, of every fourth part from `first` on, `pitch` numbers
+/// What COLUMNS neighbouring columns from `parts` on sum up to, of every STEP-th part from `first` on, `pitch` numbers
 /// apart.
-template <int COLUMNS>
+template <int COLUMNS, int STEP>
 __device__ __forceinline__ void sum_parts(float (&sums)[COLUMNS], const float *parts, int pitch,
                                           const float *weights, int first, int count) {
 #pragma unroll 4
-    for (int split = first; split < count; split += COMBINE_WARPS) {
+    for (int split = first; split < count; split += STEP) {
         const float *const part = parts + static_cast<int64_t>(split) * pitch;
         if constexpr (COLUMNS == 4) {
             const float4 four = *reinterpret_cast<const float4 *>(part);
@@ -429,7 +432,8 @@ __device__ __forceinline__ void sum_parts(float (&sums)[COLUMNS], const float *p
     }
 }
 
-/// Combines `count` parts of a row from part `first` on, by a block of COMBINE_WARPS, of which each has every fourth.
+/// Combines `count` parts of a row from part `first` on, by a block of COMBINE_WARPS. Where there are many, each warp has
+/// every fourth: a row has always as many, so its bits stay the same.
 template <typename T>
 __device__ __forceinline__ void combine_row(const Parameters &p, int64_t row, int first,
                                             int count) {
@@ -437,7 +441,6 @@ __device__ __forceinline__ void combine_row(const Parameters &p, int64_t row, in
     extern __shared__ __align__(1024) unsigned char shared[];
     float *const weights = reinterpret_cast<float *>(shared);
     float &total = weights[count];
-    float *const sums_of_warps = weights + (count + 4) / 4 * 4;
     const float2 *const sums = p.partial_sums + row * p.splits + first;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     if (warp == 0) {
@@ -461,30 +464,31 @@ __device__ __forceinline__ void combine_row(const Parameters &p, int64_t row, in
         }
     }
     __syncthreads();
+    const float inverse = inverse_of(total);
     const float *const parts = p.partial_o + (row * p.splits + first) * p.head_dim;
-    float *const own_sums = sums_of_warps + warp * p.head_dim;
-    if (p.head_dim % 4 == 0) {
-        for (int column = lane * 4; column < p.head_dim; column += 4 * WARP) {
-            float four[4] = {};
-            sum_parts<4>(four, parts + column, p.head_dim, weights, warp, count);
-            *reinterpret_cast<float4 *>(own_sums + column) =
-                make_float4(four[0], four[1], four[2], four[3]);
-        }
-    } else {
-        for (int column = lane; column < p.head_dim; column += WARP) {
+    T *const o = static_cast<T *>(p.o) + row * p.head_dim;
+    if (count <= FEW_PARTS || p.head_dim % 4 != 0) {
+        for (int column = threadIdx.x; column < p.head_dim; column += COMBINE_WARPS * WARP) {
             float one[1] = {};
-            sum_parts<1>(one, parts + column, p.head_dim, weights, warp, count);
-            own_sums[column] = one[0];
+            sum_parts<1, 1>(one, parts + column, p.head_dim, weights, 0, count);
+            o[column] = from_float<T>(one[0] * inverse);
         }
+        return;
+    }
+    float *const sums_of_warps = weights + (count + 4) / 4 * 4;
+    for (int column = lane * 4; column < p.head_dim; column += 4 * WARP) {
+        float four[4] = {};
+        sum_parts<4, COMBINE_WARPS>(four, parts + column, p.head_dim, weights, warp, count);
+        *reinterpret_cast<float4 *>(sums_of_warps + warp * p.head_dim + column) =
+            make_float4(four[0], four[1], four[2], four[3]);
     }
     __syncthreads();
-    const float inverse = inverse_of(total);
     for (int column = threadIdx.x; column < p.head_dim; column += COMBINE_WARPS * WARP) {
         float value = 0.0f;
 #pragma unroll
         for (int other = 0; other < COMBINE_WARPS; other++)
             value += sums_of_warps[other * p.head_dim + column];
-        static_cast<T *>(p.o)[row * p.head_dim + column] = from_float<T>(value * inverse);
+        o[column] = from_float<T>(value * inverse);
     }
 }
 
