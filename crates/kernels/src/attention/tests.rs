@@ -1,5 +1,4 @@
 use super::*;
-use crate::batch_invariance::within;
 use crate::testing::*;
 
 #[derive(Clone)]
@@ -321,6 +320,7 @@ mod metal;
 #[cfg(feature = "cuda")]
 mod cuda {
     use super::*;
+    use crate::batch_invariance::within;
 
     impl Case {
         fn to_device(&self, device: &Device) -> Case {

@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::backend::metal::{Emulator, emulate};
+use crate::batch_invariance::within;
 use metal_emulator::{Mode, SEEDS};
 
 impl Case {
