@@ -55,6 +55,7 @@ struct LoraRows {
     int layer_count;
     /// How many times UP_COLUMNS a block of `up` has, one after the other.
     int turns;
+    int unused;
     RowLayer layers[MOST_LAYERS];
 };
 
