@@ -105,12 +105,11 @@ pub(super) fn score_numbers(options: &Options) -> (i32, f32, f32) {
     (mode, factor as f32, inner as f32)
 }
 
-/// Rows, warps, ranges and bytes of shared memory of a block for few queries.
+/// Rows, warps and bytes of shared memory of a block for few queries.
 #[derive(Clone, Copy)]
 pub(super) struct FewShape {
     pub rows: usize,
     pub warps: usize,
-    ranges: usize,
     pub shared: usize,
 }
 
@@ -121,7 +120,7 @@ impl FewShape {
             Kernels::Tiles(size) => Self::on_tensor_cores(size, 1),
             Kernels::Plain => {
                 let shared = 4 * (4 * 256 + 4 * 4 * 32 + 4 * 4 * 256 + 2 * 4 * 4);
-                FewShape { rows: 4, warps: 4, ranges: 1, shared }
+                FewShape { rows: 4, warps: 4, shared }
             }
         }
     }
@@ -137,7 +136,7 @@ impl FewShape {
         match kernels {
             Kernels::Tiles(size) if size <= 128 && rows > 32 => {
                 let shape = Self::on_tensor_cores(size, 4);
-                let blocks = rows.div_ceil(shape.rows) * (ranges / shape.ranges);
+                let blocks = rows.div_ceil(shape.rows) * ranges;
                 let fits = shape.shared <= cuda.most_shared_memory()?;
                 Ok((fits && blocks >= cuda.multiprocessors()?).then_some(shape))
             }
@@ -151,8 +150,7 @@ impl FewShape {
         let stages = if size <= 64 || tiles > 1 { 4 } else { 2 };
         let (rows, of_keys) = (16 * tiles, turns * stages * 2 * tile_bytes(16, size));
         let shared = tile_bytes(rows, size) + of_keys + turns * rows * 8;
-        let ranges = if tiles > 1 { 4 } else { 1 };
-        FewShape { rows, warps: turns * tiles, ranges, shared }
+        FewShape { rows, warps: turns * tiles, shared }
     }
 }
 
@@ -462,11 +460,11 @@ impl<'a> Call<'a> {
     }
 
     fn forward_few(&mut self) -> Result<()> {
-        let Sizes { batch, queries, keys, heads, kv_heads, .. } = self.sizes;
+        let Sizes { queries, keys, .. } = self.sizes;
         let shape = FewShape::of(self.kernels);
         // Keys before the first query's window are seen by none.
         let span = keys.min(self.parameters.window as usize + queries.max(1) - 1);
-        let blocks = batch * kv_heads * (queries * (heads / kv_heads)).div_ceil(shape.rows);
+        let blocks = self.few_blocks(shape);
         // Two blocks for every multiprocessor keep it busy.
         let wanted = 2 * self.cuda.multiprocessors()?;
         let splits = wanted.div_ceil(blocks.max(1)).min(span.div_ceil(SPLIT_KEYS)).min(MOST_SPLITS);
@@ -478,6 +476,12 @@ impl<'a> Call<'a> {
         self.run_few(self.few_kernel()?, shape)
     }
 
+    /// Blocks for a range of keys.
+    fn few_blocks(&self, shape: FewShape) -> usize {
+        let Sizes { batch, queries, heads, kv_heads, .. } = self.sizes;
+        batch * kv_heads * (queries * (heads / kv_heads)).div_ceil(shape.rows)
+    }
+
     fn few_kernel(&self) -> Result<&'static str> {
         match self.kernels {
             Kernels::Tiles(size) => Ok(tile_kernel!("few", self.dtype, size)),
@@ -487,11 +491,10 @@ impl<'a> Call<'a> {
 
     /// Runs a kernel for few queries over the ranges of keys that the parameters have, and combines what they give.
     fn run_few(&mut self, name: &'static str, shape: FewShape) -> Result<()> {
-        let Sizes { batch, queries, heads, kv_heads, head_dim, .. } = self.sizes;
-        let FewShape { rows, warps, ranges, shared } = shape;
+        let Sizes { batch, queries, heads, head_dim, .. } = self.sizes;
+        let FewShape { warps, shared, .. } = shape;
         let splits = self.parameters.splits as usize;
-        let blocks = batch * kv_heads * (queries * (heads / kv_heads)).div_ceil(rows);
-        let grid = (blocks, splits.div_ceil(ranges), 1);
+        let grid = (self.few_blocks(shape), splits, 1);
         let threads = 32 * warps as u32;
         let few = self.prepare(name, grid, threads, shared as u32)?.overlapping();
         if splits == 1 {

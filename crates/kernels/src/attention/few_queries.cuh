@@ -1,8 +1,8 @@
-// The forward pass for few queries, as in decoding, where reading keys and values is all the time:
-// a block takes the queries of all heads that share a key head, so that it reads that once, and one
-// of `splits` ranges of the keys. Each warp goes over every fourth group of keys by itself; their
-// results, and then those of the ranges, are combined in order. Positions alone say which warp takes a key, so where
-// ranges begin at fixed ones, what a query gives depends on it and the keys that it sees alone.
+// The forward pass for few queries, as in decoding, where reading keys and values is all the time, and for any number of
+// them with batch invariance: a block takes queries of all heads that share a key head, so that it reads that once, and
+// one of `splits` ranges of the keys. Warps take turns with groups of keys; their results, and then those of the ranges,
+// are combined in order. Positions alone say which warp takes a key, so where ranges begin at fixed ones, what a query
+// gives depends on it and the keys that it sees alone.
 #pragma once
 
 #include "tiles.cuh"
@@ -90,12 +90,10 @@ __device__ __forceinline__ bool reaches(const Parameters &p, int range, int firs
 constexpr int few_warps(int d) { return d <= 128 ? 4 : 2; }
 constexpr int few_stages(int d, int tiles) { return d <= 64 || tiles > 1 ? 4 : 2; }
 constexpr int few_threads(int d, int tiles) { return few_warps(d) * tiles * WARP; }
-/// Ranges that a block has, one after the other.
-constexpr int few_ranges(int tiles) { return tiles > 1 ? 4 : 1; }
 
-/// On tensor cores, 16·TILES rows from `first_row` on of a key head's, for the ranges of the keys from `range` on that
-/// a block has; the keys are where `keys` says. Warps that have the same keys for one tile of rows each share them. A row
-/// has the same bits whatever TILES is.
+/// On tensor cores, 16·TILES rows from `first_row` on of a key head's, for a range of the keys, which are where
+/// `keys` says. Warps that have the same keys for one tile of rows each share them. A row has the same bits whatever
+/// TILES is.
 template <typename T, int D, int TILES, typename Keys>
 __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_at, int range,
                                           int batch, int kv_head, int first_row) {
@@ -104,9 +102,6 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
     constexpr int TILE = tile_bytes(16, D), QUERIES = tile_bytes(ROWS, D);
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t q_shared = shared_address(shared);
-    const int end_range = min(range + few_ranges(TILES), p.splits);
-    while (range < end_range && !reaches(p, range, first_row, ROWS)) range++;
-    if (range == end_range) return;
 
     // Which keys this warp has, and which rows.
     const int warp = threadIdx.x / SHARING, thread = threadIdx.x % SHARING;
@@ -132,139 +127,138 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
     }
     copy_async_commit();
 
-    for (; range < end_range && reaches(p, range, first_row, ROWS); range++) {
-        const int2 seen = few_keys(p, range, batch, kv_head, first_row, ROWS, lane);
-        const int start = first_of_step<16 * WARPS>(seen.x);
-        const int steps = (max(seen.y - start, 0) + 16 * WARPS - 1) / (16 * WARPS);
-        int position[2], lowest[2];
+    const int2 seen = few_keys(p, range, batch, kv_head, first_row, ROWS, lane);
+    const int start = first_of_step<16 * WARPS>(seen.x);
+    const int steps = (max(seen.y - start, 0) + 16 * WARPS - 1) / (16 * WARPS);
+    int position[2], lowest[2];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const FewRow mine = few_row(p, kv_head, first_row + tile * 16 + half * 8 + lane / 4);
-            // Rows that don't exist see nothing.
-            position[half] = mine.inside ? min(p.keys - p.queries + mine.query, seen.y - 1) : -1;
-            lowest[half] = mine.inside ? max(lowest_key(p, batch, mine.query), seen.x) : 0;
-        }
+    for (int half = 0; half < 2; half++) {
+        const FewRow mine = few_row(p, kv_head, first_row + tile * 16 + half * 8 + lane / 4);
+        // Rows that don't exist see nothing.
+        position[half] = mine.inside ? min(p.keys - p.queries + mine.query, seen.y - 1) : -1;
+        lowest[half] = mine.inside ? max(lowest_key(p, batch, mine.query), seen.x) : 0;
+    }
 
-        // The keys that all of the rows see. Few rows are seldom whole tiles.
-        int all_from = INT_MAX, all_to = -1;
-        if constexpr (TILES > 1) {
-            all_from = warp_max(max(lowest[0], lowest[1]));
-            all_to = warp_min(min(position[0], position[1]));
-        }
+    // The keys that all of the rows see. Few rows are seldom whole tiles.
+    int all_from = INT_MAX, all_to = -1;
+    if constexpr (TILES > 1) {
+        all_from = warp_max(max(lowest[0], lowest[1]));
+        all_to = warp_min(min(position[0], position[1]));
+    }
 
-        const uint32_t mine = q_shared + QUERIES + TILE * warp * STAGES * 2;
-        const auto stage = [&](int step) { return mine + step % STAGES * 2 * TILE; };
-        const auto load = [&](int step) {
-            if (step < steps) {
-                const int first_key = start + (step * WARPS + warp) * 16, count = seen.y - first_key;
-                const uint32_t to = stage(step);
-                keys_at.template load<T, 16, D, SHARING>(to, k, first_key, count, p.head_dim, thread);
-                keys_at.template load<T, 16, D, SHARING>(to + TILE, v, first_key, count, p.head_dim,
-                                                         thread);
-            }
-            copy_async_commit();
-        };
-        for (int step = 0; step < STAGES - 1; step++) load(step);
+    const uint32_t mine = q_shared + QUERIES + TILE * warp * STAGES * 2;
+    const auto stage = [&](int step) { return mine + step % STAGES * 2 * TILE; };
+    const auto load = [&](int step) {
+        if (step < steps) {
+            const int first_key = start + (step * WARPS + warp) * 16, count = seen.y - first_key;
+            const uint32_t to = stage(step);
+            keys_at.template load<T, 16, D, SHARING>(to, k, first_key, count, p.head_dim, thread);
+            keys_at.template load<T, 16, D, SHARING>(to + TILE, v, first_key, count, p.head_dim,
+                                                     thread);
+        }
+        copy_async_commit();
+    };
+    for (int step = 0; step < STAGES - 1; step++) load(step);
+    copy_async_wait<STAGES - 1>();
+    // The queries are there.
+    __syncthreads();
+
+    float out[1][D / 8][4] = {};
+    float top[2] = {-INFINITY, -INFINITY}, total[2] = {};
+    for (int step = 0; step < steps; step++) {
+        load(step + STAGES - 1);
+        const uint32_t keys = stage(step);
         copy_async_wait<STAGES - 1>();
-        // The queries are there.
-        __syncthreads();
-
-        float out[1][D / 8][4] = {};
-        float top[2] = {-INFINITY, -INFINITY}, total[2] = {};
-        for (int step = 0; step < steps; step++) {
-            load(step + STAGES - 1);
-            const uint32_t keys = stage(step);
-            copy_async_wait<STAGES - 1>();
-            keys_at.template land<T, 16, D, SHARING>(keys, k, thread);
-            keys_at.template land<T, 16, D, SHARING>(keys + TILE, v, thread);
-            meet();
-            const int first_key = start + (step * WARPS + warp) * 16;
-            const bool hides = first_key < all_from || first_key + 15 > all_to;
-            float scores[1][2][4] = {};
-            multiply_rows<T, D, ROWS, 16, 1>(scores, q_shared, tile * 16, keys, lane);
-            shape_scores<16>(p, scores[0]);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                if (hides)
-                    hide_scores<16>(scores[0], half, first_key, lowest[half], position[half], lane);
-                const float shrink =
-                    soften_scores<16>(scores[0], half, p.factor, top[half], total[half]);
-                // Most often by 1, as the largest score is found early.
-                if (__any_sync(FULL, shrink != 1.0f)) scale_row<D>(out[0], half, shrink);
-            }
-            uint32_t weights[1][1][4];
-            pack_weights<T, 16, 1>(weights, scores);
-            multiply_columns<T, D, 16, 1>(out, weights, keys + TILE, lane);
-            // The stage may be overwritten.
-            meet();
-        }
-        copy_async_wait<0>();
-        __syncthreads();
-
-        // The warps' parts, in the place of their keys and values: (WARPS, ROWS, D), tops and totals. Four neighbouring
-        // columns lie where the row says, so that rows don't share banks.
-        static_assert(ROWS * D * 4 <= STAGES * 2 * TILE, "a warp's part fits in its stages");
-        float *const parts = reinterpret_cast<float *>(shared + QUERIES);
-        constexpr int PART = STAGES * 2 * TILE / 4;
-        float *const tops = parts + WARPS * PART, *const totals = tops + WARPS * ROWS;
-        const auto part_of = [&](int of, int row, int four) {
-            return parts + of * PART + row * D + (four ^ row % 4 * 2) * 4;
-        };
+        keys_at.template land<T, 16, D, SHARING>(keys, k, thread);
+        keys_at.template land<T, 16, D, SHARING>(keys + TILE, v, thread);
+        meet();
+        const int first_key = start + (step * WARPS + warp) * 16;
+        const bool hides = first_key < all_from || first_key + 15 > all_to;
+        float scores[1][2][4] = {};
+        multiply_rows<T, D, ROWS, 16, 1>(scores, q_shared, tile * 16, keys, lane);
+        shape_scores<16>(p, scores[0]);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int first = tile * 16 + half * 8, row = first + lane / 4;
-            if (!few_row(p, kv_head, first_row + first).inside) break;
-            const float sum = row_sum(total[half]);
-            if (lane % 4 == 0) {
-                tops[warp * ROWS + row] = top[half];
-                totals[warp * ROWS + row] = sum;
-            }
-#pragma unroll
-            for (int n = 0; n < D / 8; n++) {
-                float *const to = part_of(warp, row, n * 2 + lane % 4 / 2) + lane % 2 * 2;
-                *reinterpret_cast<float2 *>(to) =
-                    make_float2(out[0][n][half * 2], out[0][n][half * 2 + 1]);
-            }
+            if (hides)
+                hide_scores<16>(scores[0], half, first_key, lowest[half], position[half], lane);
+            const float shrink =
+                soften_scores<16>(scores[0], half, p.factor, top[half], total[half]);
+            // Most often by 1, as the largest score is found early.
+            if (__any_sync(FULL, shrink != 1.0f)) scale_row<D>(out[0], half, shrink);
         }
-        __syncthreads();
-        for (int index = threadIdx.x; index < ROWS * (D / 4); index += THREADS) {
-            const int row = index / (D / 4), column = index % (D / 4) * 4;
-            const FewRow to = few_row(p, kv_head, first_row + row);
-            if (!to.inside || column >= p.head_dim) continue;
-            float best = -INFINITY;
+        uint32_t weights[1][1][4];
+        pack_weights<T, 16, 1>(weights, scores);
+        multiply_columns<T, D, 16, 1>(out, weights, keys + TILE, lane);
+        // The stage may be overwritten.
+        meet();
+    }
+    copy_async_wait<0>();
+    __syncthreads();
+
+    // The warps' parts, in the place of their keys and values: (WARPS, ROWS, D), tops and totals. Four neighbouring
+    // columns lie where the row says, so that rows don't share banks.
+    static_assert(ROWS * D * 4 <= STAGES * 2 * TILE, "a warp's part fits in its stages");
+    float *const parts = reinterpret_cast<float *>(shared + QUERIES);
+    constexpr int PART = STAGES * 2 * TILE / 4;
+    float *const tops = parts + WARPS * PART, *const totals = tops + WARPS * ROWS;
+    const auto part_of = [&](int of, int row, int four) {
+        return parts + of * PART + row * D + (four ^ row % 4 * 2) * 4;
+    };
 #pragma unroll
-            for (int other = 0; other < WARPS; other++) best = fmaxf(best, tops[other * ROWS + row]);
-            const float base = best == -INFINITY ? 0.0f : best;
-            float sum = 0.0f, values[4] = {};
-#pragma unroll
-            for (int other = 0; other < WARPS; other++) {
-                const float weight = fast_exp2(tops[other * ROWS + row] - base);
-                const float4 part = *reinterpret_cast<const float4 *>(part_of(other, row, column / 4));
-                sum = fmaf(weight, totals[other * ROWS + row], sum);
-                values[0] = fmaf(weight, part.x, values[0]);
-                values[1] = fmaf(weight, part.y, values[1]);
-                values[2] = fmaf(weight, part.z, values[2]);
-                values[3] = fmaf(weight, part.w, values[3]);
-            }
-            store_part<T, 4>(p, range, batch, to, column, values, best, sum);
+    for (int half = 0; half < 2; half++) {
+        const int first = tile * 16 + half * 8, row = first + lane / 4;
+        if (!few_row(p, kv_head, first_row + first).inside) break;
+        const float sum = row_sum(total[half]);
+        if (lane % 4 == 0) {
+            tops[warp * ROWS + row] = top[half];
+            totals[warp * ROWS + row] = sum;
         }
-        // What the warps had has been read.
-        if constexpr (few_ranges(TILES) > 1) __syncthreads();
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) {
+            float *const to = part_of(warp, row, n * 2 + lane % 4 / 2) + lane % 2 * 2;
+            *reinterpret_cast<float2 *>(to) =
+                make_float2(out[0][n][half * 2], out[0][n][half * 2 + 1]);
+        }
+    }
+    __syncthreads();
+    for (int index = threadIdx.x; index < ROWS * (D / 4); index += THREADS) {
+        const int row = index / (D / 4), column = index % (D / 4) * 4;
+        const FewRow to = few_row(p, kv_head, first_row + row);
+        if (!to.inside || column >= p.head_dim) continue;
+        float best = -INFINITY;
+#pragma unroll
+        for (int other = 0; other < WARPS; other++) best = fmaxf(best, tops[other * ROWS + row]);
+        const float base = best == -INFINITY ? 0.0f : best;
+        float sum = 0.0f, values[4] = {};
+#pragma unroll
+        for (int other = 0; other < WARPS; other++) {
+            const float weight = fast_exp2(tops[other * ROWS + row] - base);
+            const float4 part = *reinterpret_cast<const float4 *>(part_of(other, row, column / 4));
+            sum = fmaf(weight, totals[other * ROWS + row], sum);
+            values[0] = fmaf(weight, part.x, values[0]);
+            values[1] = fmaf(weight, part.y, values[1]);
+            values[2] = fmaf(weight, part.z, values[2]);
+            values[3] = fmaf(weight, part.w, values[3]);
+        }
+        store_part<T, 4>(p, range, batch, to, column, values, best, sum);
     }
 }
 
-/// Calls `work` with the first range, the row of the batch, the key head, and the first row of it that this block has.
-template <int ROWS, int RANGES, typename Work>
+/// Calls `work` with the range, the row of the batch, the key head, and the first row of it that this block has, if any
+/// of its rows sees the range.
+template <int ROWS, typename Work>
 __device__ __forceinline__ void for_few(const Parameters &p, const Work &work) {
     follow_previous();
     const int row_tiles = (p.queries * (p.heads / p.kv_heads) + ROWS - 1) / ROWS;
-    const int range = blockIdx.y * RANGES, head = blockIdx.x / row_tiles;
-    work(range, head / p.kv_heads, head % p.kv_heads, blockIdx.x % row_tiles * ROWS);
+    const int range = blockIdx.y, head = blockIdx.x / row_tiles;
+    const int first_row = blockIdx.x % row_tiles * ROWS;
+    if (reaches(p, range, first_row, ROWS))
+        work(range, head / p.kv_heads, head % p.kv_heads, first_row);
 }
 
 template <typename T, int D, int TILES>
 __device__ __forceinline__ void few_tiles(const Parameters &p) {
-    for_few<16 * TILES, few_ranges(TILES)>(p, [&](int range, int batch, int kv_head, int first_row) {
+    for_few<16 * TILES>(p, [&](int range, int batch, int kv_head, int first_row) {
         few_block<T, D, TILES>(p, KeysInARow(), range, batch, kv_head, first_row);
     });
 }
@@ -406,9 +400,8 @@ __device__ __forceinline__ void plain_few_block(const Parameters &p, const Keys 
 }
 
 template <typename T> __device__ __forceinline__ void plain_few(const Parameters &p) {
-    for_few<PLAIN_FEW_ROWS, 1>(p, [&](int range, int batch, int kv_head, int first_row) {
-        if (reaches(p, range, first_row, PLAIN_FEW_ROWS))
-            plain_few_block<T>(p, KeysInARow(), range, batch, kv_head, first_row);
+    for_few<PLAIN_FEW_ROWS>(p, [&](int range, int batch, int kv_head, int first_row) {
+        plain_few_block<T>(p, KeysInARow(), range, batch, kv_head, first_row);
     });
 }
 

@@ -62,8 +62,8 @@ const LAYOUT: &str = "(batch, seq, heads, head_dim)";
 /// `k` and `v` may be views into a cache: they aren't copied when their last dimension is contiguous.
 ///
 /// With [batch invariance](crate::batch_invariance) a query whose first key is 0 has the bits that [`forward_paged`]
-/// gives it; on a GPU that takes longer. On CUDA heads are of up to 256 elements for that, and blocks of a multiple of
-/// 16 tokens in 16 bits.
+/// gives it over dense pools; on a GPU that takes longer. For that, calls on the CPU have more than 4 queries; on CUDA heads
+/// are of up to 256 elements, and blocks of a multiple of 16 tokens in 16 bits.
 ///
 /// # Errors
 /// When shapes don't fit, `heads` isn't a multiple of `kv_heads`, `s < t`, the window is 0, the
@@ -250,7 +250,8 @@ impl Sizes {
     fn piece(&self) -> Option<usize> {
         let of_query = self.heads * (self.head_dim + 2) * 4 * self.keys.div_ceil(PAGED_SPLIT);
         let all = (self.batch * self.queries).saturating_mul(of_query);
-        if !self.are_ranges_fixed() || all <= MOST_PART_BYTES {
+        // What a single range gives is the result.
+        if !self.are_ranges_fixed() || self.keys <= PAGED_SPLIT || all <= MOST_PART_BYTES {
             return None;
         }
         let piece = (MOST_PART_BYTES / of_query).max(FEW_QUERIES);

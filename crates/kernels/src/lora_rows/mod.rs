@@ -365,7 +365,8 @@ struct Target<'a> {
 ///
 /// On CUDA, f16 and bf16 are multiplied by tensor cores where sizes and distances of rows are multiples of 8 and they
 /// begin at multiples of 16 bytes; what `x·A` gives has 16 bits or more there. It is two launches for a batch of rows
-/// that have few others with their adapter, and up to four for others, whatever the number of adapters.
+/// that have few others with their adapter, and up to four for others, whatever the number of adapters, for each four layers
+/// that are so, and two for each four that aren't.
 ///
 /// # Errors
 /// When a shape or dtype doesn't fit, rows don't lie so, a layer or a row's adapter isn't among the adapters, or not

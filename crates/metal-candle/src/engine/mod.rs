@@ -75,7 +75,8 @@ pub struct EngineOptions {
     /// Whether a text's logits have the same bits whatever other texts there are and in whatever pieces it is read, so
     /// also when it is read again to be scored ("batch invariance"; see
     /// [`batch_invariance`](metal_candle_kernels::batch_invariance)). They are the bits that a pass for training has
-    /// within it, for texts that begin with their rows; on CUDA in blocks of a multiple of 16 tokens. It costs some 5 %
+    /// within it, for texts of more than 4 tokens that begin with their rows, over a cache in the model's dtype; on CUDA for
+    /// heads of up to 256 elements, in blocks of a multiple of 16 tokens. It costs some 5 %
     /// of the time in bf16 on Hopper, and more for one text and where prompts are long; other GPUs, and f32, multiply 256
     /// rows at least then (64 on Metal), so few texts take as long as many.
     pub batch_invariant: bool,

@@ -205,13 +205,13 @@ __device__ __forceinline__ void for_item(const Parameters &given, const PagedBat
          static_cast<int>(blockIdx.x % batch.item_blocks));
 }
 
-/// Ranges of a sequence's keys for 16·TILES rows of a key head. A block has several, so others have none.
+/// A range of a sequence's keys for 16·TILES rows of a key head.
 template <typename T, typename Keys, int D, int TILES>
 __device__ __forceinline__ void paged_few(const Parameters &given, const PagedBatch &batch) {
     for_item<T, Keys>(given, batch, [](const Parameters &p, const Keys &keys, int range, int block) {
-        if (range % few_ranges(TILES) != 0) return;
         const int first_row = block / p.kv_heads * (16 * TILES);
-        few_block<T, D, TILES>(p, keys, range, 0, block % p.kv_heads, first_row);
+        if (reaches(p, range, first_row, 16 * TILES))
+            few_block<T, D, TILES>(p, keys, range, 0, block % p.kv_heads, first_row);
     });
 }
 

@@ -641,13 +641,25 @@ mod cuda {
             Case::new(&[(333, 9500)], 32, [2, 2], 104).scale(0.1).window(9000),
             Case::new(&[(40, 340), (3, 3)], 16, [3, 1], 256).scale(0.06).softcap(1.5),
             Case::new(&[(70, 600)], 16, [4, 4], 33).scale(-0.2),
+            // Enough rows for blocks that share keys among tiles of them.
+            Case::new(&[(1100, 1400)], 16, [8, 2], 128).scale(0.09).window(700),
+            Case::new(&[(900, 1400), (40, 50)], 16, [12, 4], 64).scale(0.125).softcap(1.5),
             // More than is kept of ranges at once.
-            Case::new(&[(1500, 8200)], 32, [16, 4], 96).scale(0.1),
+            Case::new(&[(2700, 8200)], 32, [16, 4], 96).scale(0.1),
         ] {
             for (dtype, _) in PRECISIONS {
                 let case = case.to_dtype(dtype).to_device(&device).same_in_pieces();
                 let expected = here(&case.forward());
                 assert_identical(&here(&within(true, || case.by_itself())), &expected);
+                // Few queries of a sequence have kernels of their own.
+                let queries = case.sizes[0].0;
+                for first in [0, queries - 3] {
+                    let piece = here(&case.piece(0, first, first + 3).forward());
+                    assert_identical(&piece, &expected.narrow(0, first, 3).unwrap());
+                }
+                if case.q.dim(2).unwrap().is_multiple_of(16) {
+                    case.assert_reads_codes(&device);
+                }
             }
         }
     }
