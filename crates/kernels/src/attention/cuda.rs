@@ -654,7 +654,7 @@ pub(super) fn strided(cuda: &Cuda, tensor: &Tensor, aligned: bool) -> Result<Arr
 }
 
 /// Contiguous elements, starting at a multiple of 16 bytes.
-fn contiguous(cuda: &Cuda, tensor: &Tensor) -> Result<Array> {
+pub(super) fn contiguous(cuda: &Cuda, tensor: &Tensor) -> Result<Array> {
     let array = cuda.contiguous(tensor)?;
     if array.pointer % 16 == 0 || tensor.elem_count() == 0 {
         return Ok(array);

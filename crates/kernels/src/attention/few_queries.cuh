@@ -91,14 +91,35 @@ constexpr int few_warps(int d) { return d <= 128 ? 4 : 2; }
 constexpr int few_stages(int d, int tiles) { return d <= 64 || tiles > 1 ? 4 : 2; }
 constexpr int few_threads(int d, int tiles) { return few_warps(d) * tiles * WARP; }
 
-/// On tensor cores, 16·TILES rows from `first_row` on of a key head's, for a range of the keys, which are where
-/// `keys` says. Warps that have the same keys for one tile of rows each share them. A row has the same bits whatever
+/// Queries as they are.
+struct GivenQueries {
+    /// Starts to copy the rows of a key head's queries from `first_row` on into a tile.
+    template <typename T, int D, int ROWS, int THREADS>
+    __device__ __forceinline__ void bring(const Parameters &p, uint32_t tile, int, int batch, int kv_head,
+                                          int first_row) const {
+        constexpr int CHUNKS = D / 8;
+        for (int index = threadIdx.x; index < ROWS * CHUNKS; index += THREADS) {
+            const int row = index / CHUNKS, chunk = index % CHUNKS;
+            const FewRow from = few_row(p, kv_head, first_row + row);
+            const bool valid = from.inside && chunk * 8 < p.head_dim;
+            const T *q = static_cast<const T *>(p.q);
+            if (valid)
+                q = head_start(q, p.q_strides, batch, from.head) + from.query * p.q_strides[1] +
+                    chunk * 8;
+            copy_async(tile + place<ROWS>(row, chunk), q, valid);
+        }
+    }
+};
+
+/// On tensor cores, 16·TILES rows from `first_row` on of a key head's, for a range of the keys. Keys and queries
+/// are where `keys_at` and `queries_at` say. Warps that have the same keys for one tile of rows each share them. A row has the same bits whatever
 /// TILES is.
-template <typename T, int D, int TILES, typename Keys>
-__device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_at, int range,
-                                          int batch, int kv_head, int first_row) {
+template <typename T, int D, int TILES, typename Keys, typename Queries>
+__device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_at,
+                                          const Queries &queries_at, int range, int batch,
+                                          int kv_head, int first_row) {
     constexpr int ROWS = 16 * TILES, WARPS = few_warps(D), STAGES = few_stages(D, TILES);
-    constexpr int THREADS = few_threads(D, TILES), SHARING = WARP * TILES, CHUNKS = D / 8;
+    constexpr int THREADS = few_threads(D, TILES), SHARING = WARP * TILES;
     constexpr int TILE = tile_bytes(16, D), QUERIES = tile_bytes(ROWS, D);
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t q_shared = shared_address(shared);
@@ -115,16 +136,7 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
     const auto k = keys_at.template keys<T>(p, batch, kv_head);
     const auto v = keys_at.template values<T>(p, batch, kv_head);
 
-    for (int index = threadIdx.x; index < ROWS * CHUNKS; index += THREADS) {
-        const int row = index / CHUNKS, chunk = index % CHUNKS;
-        const FewRow from = few_row(p, kv_head, first_row + row);
-        const bool valid = from.inside && chunk * 8 < p.head_dim;
-        const T *q = static_cast<const T *>(p.q);
-        if (valid)
-            q = head_start(q, p.q_strides, batch, from.head) + from.query * p.q_strides[1] +
-                chunk * 8;
-        copy_async(q_shared + place<ROWS>(row, chunk), q, valid);
-    }
+    queries_at.template bring<T, D, ROWS, THREADS>(p, q_shared, range, batch, kv_head, first_row);
     copy_async_commit();
 
     const int2 seen = few_keys(p, range, batch, kv_head, first_row, ROWS, lane);
@@ -259,7 +271,7 @@ __device__ __forceinline__ void for_few(const Parameters &p, const Work &work) {
 template <typename T, int D, int TILES>
 __device__ __forceinline__ void few_tiles(const Parameters &p) {
     for_few<16 * TILES>(p, [&](int range, int batch, int kv_head, int first_row) {
-        few_block<T, D, TILES>(p, KeysInARow(), range, batch, kv_head, first_row);
+        few_block<T, D, TILES>(p, KeysInARow(), GivenQueries(), range, batch, kv_head, first_row);
     });
 }
 

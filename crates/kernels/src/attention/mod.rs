@@ -25,7 +25,10 @@ mod paged;
 #[cfg(test)]
 mod tests;
 
-pub use paged::{FEW_QUERIES, HOLE, Pool, RoundedPool, Sequence, Sequences, forward_paged};
+pub use paged::{
+    FEW_QUERIES, HOLE, NewTokens, Pool, RoundedPool, Sequence, Sequences, forward_paged,
+    forward_paged_new,
+};
 
 use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
 use crate::backend::{

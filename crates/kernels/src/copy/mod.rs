@@ -62,7 +62,23 @@ pub const NOWHERE: u32 = u32::MAX;
 /// When shapes or dtypes don't fit, dtypes aren't floats, a pool isn't contiguous, or tensors aren't on one
 /// device; on the CPU also when a place is beyond the pool, and then nothing is written.
 pub fn write_rows_both(pools: [&Tensor; 2], rows: [&Tensor; 2], places: &Tensor) -> Result<()> {
-    const OPERATION: &str = "write_rows_both";
+    check_rows_both(pools, rows, places)?;
+    if rows[0].elem_count() == 0 {
+        return Ok(());
+    }
+    on_gpu!(pools[0], gpu => gpu::write_rows_both(pools, rows, places));
+    cpu::write_rows_both(ROWS_BOTH, pools, rows, places)
+}
+
+const ROWS_BOTH: &str = "write_rows_both";
+
+/// Whether these are what [`write_rows_both`] takes.
+pub(crate) fn check_rows_both(
+    pools: [&Tensor; 2],
+    rows: [&Tensor; 2],
+    places: &Tensor,
+) -> Result<()> {
+    const OPERATION: &str = ROWS_BOTH;
     require_together(OPERATION, &[pools[0], pools[1], rows[0], rows[1], places])?;
     require_rank(OPERATION, "rows", rows[0], 3, "(tokens, heads, head_dim)")?;
     require_rank(OPERATION, "a pool", pools[0], 4, "(blocks, block, heads, head_dim)")?;
@@ -83,11 +99,7 @@ pub fn write_rows_both(pools: [&Tensor; 2], rows: [&Tensor; 2], places: &Tensor)
             bail!("metal-candle-kernels: {OPERATION}: a pool is not contiguous, expected it to be")
         }
     }
-    if rows[0].elem_count() == 0 {
-        return Ok(());
-    }
-    on_gpu!(pools[0], gpu => gpu::write_rows_both(pools, rows, places));
-    cpu::write_rows_both(OPERATION, pools, rows, places)
+    Ok(())
 }
 
 fn check(whole: &Tensor, part: &Tensor, dim: usize, start: usize) -> Result<()> {

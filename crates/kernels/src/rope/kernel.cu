@@ -3,6 +3,7 @@
 // A block has a token. A thread has `VECTOR` neighbouring angles, whose cosines and sines it reads once,
 // or `VECTOR` elements that pass through, and goes over the heads with them. x may have any strides but
 // for its last dimension, which is contiguous; y is contiguous.
+#include "rotation.cuh"
 #include "vector.cuh"
 
 constexpr int THREADS = 256;
@@ -65,9 +66,9 @@ __device__ __forceinline__ void rotate(const Both &both, const float *cosines, c
                 Vector<T, VECTOR> rotated_a, rotated_b;
 #pragma unroll
                 for (int k = 0; k < VECTOR; k++) {
-                    const float x1 = to_float(a.at[k]), x2 = to_float(b.at[k]);
-                    rotated_a.at[k] = from_float<T>(x1 * c[k] - x2 * s[k]);
-                    rotated_b.at[k] = from_float<T>(x2 * c[k] + x1 * s[k]);
+                    const float2 pair = rotated_pair(to_float(a.at[k]), to_float(b.at[k]), c[k], s[k]);
+                    rotated_a.at[k] = from_float<T>(pair.x);
+                    rotated_b.at[k] = from_float<T>(pair.y);
                 }
                 store_vector(out, rotated_a);
                 store_vector(out + half, rotated_b);

@@ -78,7 +78,7 @@ pub fn differentiable(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> 
 }
 
 /// `(heads, head_dim, half)`.
-fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(usize, usize, usize)> {
+pub(crate) fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<(usize, usize, usize)> {
     require_together(OPERATION, &[x, cos, sin])?;
     require_rank(OPERATION, "x", x, 4, "(batch, seq, heads, head_dim)")?;
     require_rank(OPERATION, "cos", cos, 3, "(batch, seq, rot / 2)")?;

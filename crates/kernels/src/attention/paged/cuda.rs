@@ -1,14 +1,14 @@
 //! Paged attention on CUDA: which kernels the items of a batch go to; see kernel.cu.
 
-use super::{FEW, MANY, PAGED_QUERIES, Pool, SINGLE, SPLIT, Sequences, Sizes};
+use super::{FEW, MANY, NewTokens, PAGED_QUERIES, Pool, SINGLE, SPLIT, Sequences, Sizes};
 use crate::attention::Options;
 use crate::attention::cuda::{
-    FewShape, Kernels, Parameters, combine_shared, forward_shape, score_numbers, strided,
-    tile_kernel,
+    FewShape, Kernels, Parameters, combine_shared, contiguous, forward_shape, score_numbers,
+    strided, tile_kernel,
 };
 use crate::backend::cuda::{Array, Cuda, Module, by_dtype, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, Tensor, bail};
 
 static MODULE: Module = module!("paged");
 
@@ -35,6 +35,53 @@ struct PagedBatch {
 // SAFETY: plain numbers, laid out as in C.
 unsafe impl DeviceRepr for PagedBatch {}
 
+/// New tokens as their kernel takes them: `NewRows` in kernel.cu, field by field.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct NewRows {
+    k: u64,
+    v: u64,
+    cosines: u64,
+    sines: u64,
+    places: u64,
+    k_strides: [i64; 2],
+    v_strides: [i64; 2],
+    half: i32,
+    unused: i32,
+}
+
+// SAFETY: plain numbers, laid out as in C.
+unsafe impl DeviceRepr for NewRows {}
+
+/// The same, with what they point into.
+struct Unwritten {
+    rows: NewRows,
+    _arrays: [Array; 5],
+}
+
+impl Unwritten {
+    fn new(cuda: &Cuda, tokens: &NewTokens) -> Result<Self> {
+        // Rows are found by strides of tokens and heads.
+        let rows = |x: &Tensor| strided(cuda, &x.transpose(0, 1)?, true);
+        let (k, v) = (rows(tokens.k)?, rows(tokens.v)?);
+        let angles = |x: &Tensor| contiguous(cuda, &cuda.contiguous_as(x, DType::F32)?.tensor);
+        let (cos, sin) = (angles(tokens.cos)?, angles(tokens.sin)?);
+        let places = cuda.contiguous(tokens.places)?;
+        let rows = NewRows {
+            k: k.pointer,
+            v: v.pointer,
+            cosines: cos.pointer,
+            sines: sin.pointer,
+            places: places.pointer,
+            k_strides: [1, 2].map(|index| k.stride(index)),
+            v_strides: [1, 2].map(|index| v.stride(index)),
+            half: tokens.cos.dim(2)? as i32,
+            unused: 0,
+        };
+        Ok(Self { rows, _arrays: [k, v, cos, sin, places] })
+    }
+}
+
 /// A launch: the kernel, its threads and bytes of shared memory, and how many blocks an item has.
 struct Kernel {
     name: &'static str,
@@ -52,8 +99,8 @@ struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// Has a kernel do the items of a kind.
-    fn run(&self, kernel: Kernel, kind: usize) -> Result<()> {
+    /// Has a kernel do the items of a kind; one for new tokens is given these, too.
+    fn run(&self, kernel: Kernel, kind: usize, new: Option<&Unwritten>) -> Result<()> {
         let Kernel { name, threads, shared, item_blocks } = kernel;
         let items = self.sequences.plan.items[kind];
         let blocks = items.room * item_blocks;
@@ -75,11 +122,53 @@ impl Call<'_> {
         unsafe {
             launch.overlapping().with(|arguments| {
                 arguments.arg(&self.parameters).arg(&batch);
+                if let Some(new) = new {
+                    arguments.arg(&new.rows);
+                }
             })
         }
     }
 }
 
+/// Whether a kernel rotates new tokens and puts them into dense pools.
+pub(super) fn takes_new(
+    sizes: Sizes,
+    tokens: &NewTokens,
+    pools: [&Tensor; 2],
+    sequences: &Sequences,
+) -> Result<bool> {
+    let items = &sequences.plan.items;
+    let Sizes { heads, kv_heads, head_dim } = sizes;
+    let fits = head_dim <= MOST_HEAD_DIM && tokens.cos.dim(2)? % 8 == 0;
+    if items[FEW].room + items[MANY].room > 0 || !fits {
+        return Ok(false);
+    }
+    let cuda = Cuda::of(tokens.q)?;
+    let [k, v] = pools.map(|pool| cuda.strided(pool));
+    let kernels = kernels_of([&k?, &v?], tokens.q.dtype(), sizes, sequences);
+    let ranges = items[SINGLE].room * kv_heads;
+    let is_wide = FewShape::wide(&cuda, kernels, heads / kv_heads, ranges)?.is_some();
+    let is_aligned = |rows: &Tensor| {
+        let stride = |index: usize| rows.stride().get(index).copied().unwrap_or(1);
+        let begins = cuda.strided(rows)?.pointer % 16 == 0;
+        Ok::<_, Error>(begins && stride(0) % 8 == 0 && stride(2) % 8 == 0 && stride(3) == 1)
+    };
+    let fits = kernels != Kernels::Plain && !is_wide && head_dim % 8 == 0;
+    Ok(fits && is_aligned(tokens.k)? && is_aligned(tokens.v)?)
+}
+
+/// The kernels for pools, whose rows those with tiles read by sixteens.
+fn kernels_of(
+    [k, v]: [&Array; 2],
+    dtype: DType,
+    Sizes { head_dim, .. }: Sizes,
+    sequences: &Sequences,
+) -> Kernels {
+    let in_tiles = sequences.block.is_multiple_of(16) && (k.pointer | v.pointer) % 16 == 0;
+    if in_tiles { Kernels::of(dtype, head_dim) } else { Kernels::Plain }
+}
+
+/// `q` may be that of new tokens that [`takes_new`] said yes to.
 pub(super) fn forward(
     operation: &'static str,
     sizes: Sizes,
@@ -87,6 +176,7 @@ pub(super) fn forward(
     pools: [Pool; 2],
     sequences: &Sequences,
     options: &Options,
+    new: Option<&NewTokens>,
 ) -> Result<Tensor> {
     let cuda = Cuda::of(q)?;
     let dtype = q.dtype();
@@ -114,13 +204,14 @@ pub(super) fn forward(
     let scales = k_scales?.zip(v_scales?);
     let is_rounded = scales.is_some();
     // Codes are read by sixteens.
-    let in_tiles = sequences.block.is_multiple_of(16)
-        && (k.pointer | v.pointer) % 16 == 0
-        && (!is_rounded || head_dim.is_multiple_of(16));
-    let kernels = if in_tiles { Kernels::of(dtype, head_dim) } else { Kernels::Plain };
+    let kernels = match is_rounded && !head_dim.is_multiple_of(16) {
+        true => Kernels::Plain,
+        false => kernels_of([&k, &v], dtype, sizes, sequences),
+    };
     let q = q.unsqueeze(0)?;
     let q = strided(&cuda, &q, kernels != Kernels::Plain)?;
     let numbers = cuda.contiguous(&sequences.uploaded)?;
+    let new = new.map(|tokens| Unwritten::new(&cuda, tokens)).transpose()?;
     // Parts of results and their sums.
     let parts: Option<[Array; 2]> = match sequences.plan.parts {
         0 => None,
@@ -194,10 +285,16 @@ pub(super) fn forward(
             Kernel { name, threads: 32 * warps, shared, item_blocks }
         }
     };
-    let of_few = |queries, kind: usize| -> Result<Kernel> {
+    let of_few = |queries, kind: usize, new: Option<&Unwritten>| -> Result<Kernel> {
         let ranges = sequences.plan.items[kind].room * kv_heads;
         let wide = FewShape::wide(&call.cuda, kernels, queries * group, ranges)?;
         let name = match (kernels, wide.is_some(), is_rounded) {
+            (Kernels::Tiles(size), false, false) if new.is_some() => {
+                tile_kernel!("paged_new", dtype, size)
+            }
+            _ if new.is_some() => bail!(
+                "metal-candle-kernels: {operation}: no kernel on CUDA puts these new tokens into the pools"
+            ),
             (Kernels::Tiles(size), false, false) => tile_kernel!("paged_few", dtype, size),
             (Kernels::Tiles(size), false, true) => tile_kernel!("rounded_few", dtype, size),
             (Kernels::Tiles(size), true, false) => tile_kernel!("paged_few_wide", dtype, size),
@@ -212,9 +309,9 @@ pub(super) fn forward(
     let name = by_dtype!("paged_combine", dtype)?;
     let shared = combine_shared(sequences.plan.most_ranges, head_dim);
     let combine = Kernel { name, threads: 128, shared, item_blocks: heads };
-    call.run(of_many, MANY)?;
-    call.run(of_few(sequences.plan.most_few, FEW)?, FEW)?;
-    call.run(of_few(1, SINGLE)?, SINGLE)?;
-    call.run(combine, SPLIT)?;
+    call.run(of_many, MANY, None)?;
+    call.run(of_few(sequences.plan.most_few, FEW, None)?, FEW, None)?;
+    call.run(of_few(1, SINGLE, new.as_ref())?, SINGLE, new.as_ref())?;
+    call.run(combine, SPLIT, None)?;
     Ok(o.tensor)
 }

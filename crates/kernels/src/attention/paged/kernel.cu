@@ -2,6 +2,7 @@
 // finds the sequence that it works for, and the rows of its keys by that one's table. Keys are split at fixed
 // positions, so that a sequence gives the same bits in any company.
 
+#include "../../rope/rotation.cuh"
 #include "../few_queries.cuh"
 #include "../forward.cuh"
 #include "rounded/rounded.cuh"
@@ -28,10 +29,25 @@ struct PagedBatch {
     int item_blocks;
 };
 
-/// Where the keys of a sequence are in the pools.
+/// New tokens, one of each sequence, whose queries, in `Parameters`, and keys aren't rotated yet, and whose keys and
+/// values aren't in the pools. `NewRows` in cuda.rs has the same fields in the same order.
+struct NewRows {
+    /// (tokens, kv_heads, head_dim), by strides of tokens and heads in elements.
+    const void *k, *v;
+    /// (tokens, half)
+    const float *cosines, *sines;
+    /// (tokens): the row of the pools that keys and values become.
+    const uint32_t *places;
+    int64_t k_strides[2], v_strides[2];
+    int half;
+    int unused;
+};
+
+/// Where a sequence is: its keys in the pools, and its first query in the batch.
 struct PagedRows {
     const uint32_t *table;
     int width, block, blocks;
+    int64_t first;
 
     /// The row of a key in the pool, negative where the table has no block for it.
     __device__ __forceinline__ int64_t row(int key) const {
@@ -94,6 +110,92 @@ template <typename T> struct RoundedRows {
     /// Where the scale of a column of a row is.
     __device__ __forceinline__ uint64_t scale(int64_t row, int column) const {
         return reinterpret_cast<uint64_t>(scales + row * scale_stride + column / ROUNDED_GROUP);
+    }
+};
+
+/// Eight neighbouring elements and those `half` behind them, rotated.
+template <typename T>
+__device__ __forceinline__ void rotate_chunks(const T *from, const float *cosines, const float *sines,
+                                              int half, uint4 &low, uint4 &high) {
+    const Pack<T> a = load_pack(from), b = load_pack(from + half);
+    Pack<T> rotated_a, rotated_b;
+#pragma unroll
+    for (int start = 0; start < 8; start += 4) {
+        const float4 c = *reinterpret_cast<const float4 *>(cosines + start);
+        const float4 s = *reinterpret_cast<const float4 *>(sines + start);
+        const float c4[4] = {c.x, c.y, c.z, c.w}, s4[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 pair = rotated_pair(to_float(a.at[start + i]), to_float(b.at[start + i]),
+                                             c4[i], s4[i]);
+            rotated_a.at[start + i] = from_float<T>(pair.x);
+            rotated_b.at[start + i] = from_float<T>(pair.y);
+        }
+    }
+    low = *reinterpret_cast<const uint4 *>(&rotated_a);
+    high = *reinterpret_cast<const uint4 *>(&rotated_b);
+}
+
+/// The query of a new token, which is rotated on the way. A block that sees its key puts this and the value into the
+/// pools first.
+struct NewQueries {
+    const NewRows &tokens;
+    const PagedRows &rows;
+
+    template <typename T, int D, int ROWS, int THREADS>
+    __device__ __forceinline__ void bring(const Parameters &p, uint32_t tile, int range, int batch,
+                                          int kv_head, int first_row) const {
+        constexpr int CHUNKS = D / 8;
+        const int chunks = p.head_dim / 8, turning = tokens.half / 8;
+        const float *const cosines = tokens.cosines + rows.first * tokens.half;
+        const float *const sines = tokens.sines + rows.first * tokens.half;
+        if (range == (p.keys - 1) / PAGED_SPLIT) write<T, THREADS>(p, kv_head, cosines, sines);
+        for (int index = threadIdx.x; index < ROWS * CHUNKS; index += THREADS) {
+            const int row = index / CHUNKS, chunk = index % CHUNKS;
+            if (chunk >= turning && chunk < 2 * turning) continue;
+            const FewRow from = few_row(p, kv_head, first_row + row);
+            const T *const q = head_start(static_cast<const T *>(p.q), p.q_strides, batch,
+                                          from.inside ? from.head : 0) +
+                               chunk * 8;
+            uint4 low = make_uint4(0, 0, 0, 0), high = low;
+            if (chunk < turning) {
+                if (from.inside)
+                    rotate_chunks(q, cosines + chunk * 8, sines + chunk * 8, tokens.half, low, high);
+                store_chunk(tile + place<ROWS>(row, chunk + turning), high);
+            } else if (from.inside && chunk < chunks) {
+                low = *reinterpret_cast<const uint4 *>(q);
+            }
+            store_chunk(tile + place<ROWS>(row, chunk), low);
+        }
+        // Other threads read the key.
+        __syncthreads();
+    }
+
+    /// Puts the key and the value into the pools.
+    template <typename T, int THREADS>
+    __device__ __forceinline__ void write(const Parameters &p, int kv_head, const float *cosines,
+                                          const float *sines) const {
+        const int64_t place = tokens.places[rows.first];
+        if (place >= static_cast<int64_t>(rows.blocks) * rows.block) return;
+        const int chunks = p.head_dim / 8, turning = tokens.half / 8;
+        const int64_t to = (place * p.kv_heads + kv_head) * p.head_dim;
+        T *const k_to = static_cast<T *>(const_cast<void *>(p.k)) + to;
+        T *const v_to = static_cast<T *>(const_cast<void *>(p.v)) + to;
+        const T *const k = static_cast<const T *>(tokens.k) + rows.first * tokens.k_strides[0] +
+                           kv_head * tokens.k_strides[1];
+        const T *const v = static_cast<const T *>(tokens.v) + rows.first * tokens.v_strides[0] +
+                           kv_head * tokens.v_strides[1];
+        for (int chunk = threadIdx.x; chunk < chunks; chunk += THREADS) {
+            store_pack(v_to + chunk * 8, load_pack(v + chunk * 8));
+            uint4 low, high;
+            if (chunk < turning) {
+                rotate_chunks(k + chunk * 8, cosines + chunk * 8, sines + chunk * 8, tokens.half, low, high);
+                *reinterpret_cast<uint4 *>(k_to + chunk * 8) = low;
+                *reinterpret_cast<uint4 *>(k_to + chunk * 8 + tokens.half) = high;
+            } else if (chunk >= 2 * turning) {
+                store_pack(k_to + chunk * 8, load_pack(k + chunk * 8));
+            }
+        }
     }
 };
 
@@ -195,13 +297,15 @@ __device__ __forceinline__ void for_item(const Parameters &given, const PagedBat
                                          const Work &work) {
     follow_previous();
     const int item = blockIdx.x / batch.item_blocks;
-    if (item >= static_cast<int>(batch.numbers[batch.count])) return;
+    // There is room for an item of every block, so it is read beside the number of those that there are.
     const uint32_t *const at = batch.numbers + batch.items + 2 * item;
-    const int sequence = at[0];
+    const int sequence = at[0], part = at[1];
+    if (item >= static_cast<int>(batch.numbers[batch.count])) return;
     const uint32_t *const table =
         batch.numbers + batch.tables + static_cast<int64_t>(sequence) * batch.width;
-    const PagedRows rows{table, batch.width, batch.block, batch.blocks};
-    work(of_sequence<T>(given, batch, sequence), Keys(rows, batch), static_cast<int>(at[1]),
+    const int64_t first = batch.numbers[batch.spans + SPAN_NUMBERS * sequence];
+    const PagedRows rows{table, batch.width, batch.block, batch.blocks, first};
+    work(of_sequence<T>(given, batch, sequence), Keys(rows, batch), part,
          static_cast<int>(blockIdx.x % batch.item_blocks));
 }
 
@@ -211,7 +315,18 @@ __device__ __forceinline__ void paged_few(const Parameters &given, const PagedBa
     for_item<T, Keys>(given, batch, [](const Parameters &p, const Keys &keys, int range, int block) {
         const int first_row = block / p.kv_heads * (16 * TILES);
         if (reaches(p, range, first_row, 16 * TILES))
-            few_block<T, D, TILES>(p, keys, range, 0, block % p.kv_heads, first_row);
+            few_block<T, D, TILES>(p, keys, GivenQueries(), range, 0, block % p.kv_heads, first_row);
+    });
+}
+
+/// The same of new tokens, for 16 rows.
+template <typename T, int D>
+__device__ __forceinline__ void paged_new(const Parameters &given, const PagedBatch &batch,
+                                          const NewRows &tokens) {
+    for_item<T, PagedKeys>(given, batch, [&](const Parameters &p, const PagedKeys &keys, int range, int block) {
+        const int first_row = block / p.kv_heads * 16;
+        if (reaches(p, range, first_row, 16))
+            few_block<T, D, 1>(p, keys, NewQueries{tokens, keys}, range, 0, block % p.kv_heads, first_row);
     });
 }
 
@@ -273,6 +388,15 @@ __device__ __forceinline__ void paged_plain_of(const Parameters &given, const Pa
 #define FEW_WIDE(element, d) FEW_OF(few_wide, element, d, WIDE)
 FOR_EACH_TILE_KERNEL(FEW)
 FOR_EACH_WIDE_KERNEL(FEW_WIDE)
+
+#define NEW(element, d)                                                                            \
+    extern "C" __global__ void __launch_bounds__(few_threads(d, 1))                                \
+        attention_paged_new_##element##_##d(const __grid_constant__ Parameters p,                  \
+                                            const __grid_constant__ PagedBatch batch,              \
+                                            const __grid_constant__ NewRows tokens) {              \
+        paged_new<element, d>(p, batch, tokens);                                                   \
+    }
+FOR_EACH_TILE_KERNEL(NEW)
 
 #define FORWARD(element, d)                                                                        \
     extern "C" __global__ void __launch_bounds__(128)                                              \
