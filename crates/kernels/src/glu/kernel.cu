@@ -3,38 +3,12 @@
 // gate, up and d_out have rows at distances of their own; results are contiguous. A block has a stretch
 // of one row: block `b` has chunk `b % chunks` of row `b / chunks`. `VECTOR` is the number of elements
 // that are loaded at once: a pack, or 1 where packs don't fit.
+#include "activation.cuh"
 #include "vector.cuh"
 
 constexpr int THREADS = 256;
 /// Vectors of a thread.
 constexpr int AHEAD = 2;
-
-constexpr int SILU = 0, GELU_TANH = 1;
-
-struct Slope {
-    float value, slope;
-};
-
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
-
-/// The activation and its derivative.
-template <int ACTIVATION> __device__ __forceinline__ Slope activate(float x) {
-    if constexpr (ACTIVATION == SILU) {
-        const float s = sigmoid(x);
-        return {x * s, s * (1.0f + x * (1.0f - s))};
-    } else if constexpr (ACTIVATION == GELU_TANH) {
-        // (1 + tanh u) / 2 = σ(2u)
-        constexpr float CUBIC = 0.044715f, FACTOR = 1.5957691216057308f;
-        const float square = x * x;
-        const float s = sigmoid(FACTOR * (x + CUBIC * square * x));
-        const float slope = FACTOR * (1.0f + 3.0f * CUBIC * square);
-        return {x * s, s + x * s * (1.0f - s) * slope};
-    } else {
-        const float cumulative = normcdff(x);
-        const float density = 0.3989422804014327f * expf(-0.5f * x * x);
-        return {x * cumulative, cumulative + x * density};
-    }
-}
 
 template <typename T, int VECTOR, int ACTIVATION>
 __device__ __forceinline__ void forward_as(const T *gate, const T *up, T *out, int64_t vectors,
@@ -90,7 +64,7 @@ __device__ __forceinline__ void forward(const T *gate, const T *up, T *out, int6
     else if (activation == GELU_TANH)
         forward_as<T, VECTOR, GELU_TANH>(gate, up, out, vectors, s.first);
     else
-        forward_as<T, VECTOR, 2>(gate, up, out, vectors, s.first);
+        forward_as<T, VECTOR, GELU>(gate, up, out, vectors, s.first);
 }
 
 /// `dgate`, `dup` or `out`, which what `forward` gives goes to and which may be `d_out`, may be null.
@@ -145,7 +119,7 @@ __device__ __forceinline__ void backward(const T *gate, const T *up, const T *d_
     else if (activation == GELU_TANH)
         backward_as<T, VECTOR, GELU_TANH>(gate, up, d_out, dgate, dup, out, vectors, s.first);
     else
-        backward_as<T, VECTOR, 2>(gate, up, d_out, dgate, dup, out, vectors, s.first);
+        backward_as<T, VECTOR, GELU>(gate, up, d_out, dgate, dup, out, vectors, s.first);
 }
 
 template <typename T>

@@ -39,7 +39,7 @@ pub enum Activation {
 #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
 impl Activation {
     /// As kernels of a GPU know it.
-    fn code(self) -> u32 {
+    pub(crate) fn code(self) -> u32 {
         match self {
             Activation::Silu => 0,
             Activation::GeluTanh => 1,

@@ -822,6 +822,29 @@ pub(super) fn forward_packed(
     Ok(outputs.collect())
 }
 
+/// The sum of x and the residual, and the outputs of layers of its norm, of so many rows and inner indices, or the gated
+/// unit of two; nothing where the norm has to be made before.
+pub(super) fn of_normed(
+    operation: &str,
+    normed: packed::Normed,
+    sizes: (usize, usize),
+    projections: &[Projection],
+    gate: Option<Activation>,
+) -> Result<Option<(Tensor, Vec<Tensor>)>> {
+    if sizes.0 > packed::MOST_STREAMED {
+        return Ok(None);
+    }
+    let (cuda, dtype) = (Cuda::of(normed.x)?, normed.x.dtype());
+    let mut arrays = Vec::new();
+    let mut layers = Vec::with_capacity(projections.len());
+    for Projection { weight, bias, lora } in projections {
+        let (Weight::Quantized(weight), None) = (weight, lora) else { return Ok(None) };
+        let (bias, adapter) = bias_and_adapter(operation, &cuda, dtype, *bias, None, &mut arrays)?;
+        layers.push(packed::Layer { weight, bias, adapter });
+    }
+    packed::of_normed(&cuda, normed, sizes, &layers, gate)
+}
+
 /// A layer's bias in the dtype of the activations, and its adapter in f32, whose memory is added to `arrays`.
 fn bias_and_adapter(
     operation: &str,

@@ -17,6 +17,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub(crate) mod fp8;
+mod fused;
 mod invariant;
 #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
 mod metal;
@@ -38,6 +39,7 @@ use crate::quantized::{Weight, WeightInput, WeightNumbers, WeightRead};
 use candle_core::DType;
 use candle_core::{Device, Result, Tensor, WithDType, bail};
 use cpu::{Adapter, Dropped, Incoming, Layer};
+pub use fused::{Norm, forward_normed, forward_normed_unit};
 use std::borrow::Cow;
 
 /// A low-rank adapter in the orientation that the forward pass reads.

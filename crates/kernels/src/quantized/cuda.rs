@@ -1,7 +1,10 @@
 //! Matrices in fewer bits on CUDA, see `kernel.cu`, `few_rows.cuh` and `streamed.cuh`.
 
+pub(crate) use super::source::Normed;
+use super::source::{NormedRows, Source};
 use super::{Levels, OPERATION, Quantized, Scales};
 use crate::backend::cuda::{Array, Cuda, Launch, Matrix, Module, by_dtype, module};
+use crate::glu::Activation;
 use crate::matmul::cuda::{Adapter, sliced_adapters, takes_ranks};
 use crate::matmul::with_last_dimension;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
@@ -11,6 +14,9 @@ static MODULE: Module = module!("quantized");
 
 /// Rows that the own kernels multiply by matrices in fewer bits, at most.
 const FEW_ROWS: usize = 8;
+
+/// Rows of a streaming kernel, at most.
+pub(crate) const MOST_STREAMED: usize = 4;
 
 /// Threads of a block of every kernel here.
 const THREADS: usize = 256;
@@ -93,6 +99,8 @@ struct Projections {
     ranks: i32,
     tasks: i32,
     pairs: i32,
+    gate: i32,
+    unused: i32,
 }
 
 // SAFETY: it is plain numbers, laid out as the kernels declare them.
@@ -300,7 +308,7 @@ pub(crate) fn takes<'a>(
 pub(crate) fn few_rows(
     cuda: &Cuda,
     x: &Tensor,
-    (rows, inner): (usize, usize),
+    sizes: (usize, usize),
     layers: &[Layer],
     keeps_xa: bool,
 ) -> Result<Vec<(Tensor, Option<Tensor>)>> {
@@ -309,43 +317,79 @@ pub(crate) fn few_rows(
     let mut matrix = x_rows.matrix;
     if !matrix.has_aligned_rows() {
         copied = cuda.copy(x)?;
-        matrix = Matrix::of(&copied, inner);
+        matrix = Matrix::of(&copied, sizes.1);
     }
     let mut outputs = Vec::with_capacity(layers.len());
-    let mut rest = layers;
-    while !rest.is_empty() {
-        // A launch has one kind of levels, groups and scales.
-        let kind = |weight: &Quantized| {
-            let is_wide = weight.group.is_multiple_of(WIDE);
-            (unit(weight), weight.levels, is_wide, Form::of(&weight.scales))
-        };
-        let first = rest.first().map(|layer| kind(layer.weight));
-        let fits = |layer: &&Layer| Some(kind(layer.weight)) == first;
-        let count = rest.iter().take(MOST).take_while(fits).count();
-        let (together, after) = rest.split_at(count.max(1));
-        few_rows_at_once(cuda, x, matrix, (rows, inner), together, keeps_xa, &mut outputs)?;
-        rest = after;
+    for together in in_launches(layers) {
+        let read = (matrix, Source::plain(matrix));
+        few_rows_at_once(cuda, x, read, sizes, (together, None), keeps_xa, &mut outputs)?;
     }
     Ok(outputs)
+}
+
+/// The layers that a launch has each: one kind of levels, groups and scales.
+fn in_launches<'l, 'w>(layers: &'l [Layer<'w>]) -> impl Iterator<Item = &'l [Layer<'w>]> {
+    let kind = |layer: &Layer| {
+        let weight = layer.weight;
+        let is_wide = weight.group.is_multiple_of(WIDE);
+        (unit(weight), weight.levels, is_wide, Form::of(&weight.scales))
+    };
+    layers.chunk_by(move |one, next| kind(one) == kind(next)).flat_map(|alike| alike.chunks(MOST))
+}
+
+/// The sum of x and the residual, and the outputs of layers without adapters of its norm, of so many rows and inner
+/// indices, or the gated unit of two; nothing where no streaming kernel makes the norm, or the unit.
+pub(crate) fn of_normed(
+    cuda: &Cuda,
+    normed: Normed,
+    sizes: (usize, usize),
+    layers: &[Layer],
+    gate: Option<Activation>,
+) -> Result<Option<(Tensor, Vec<Tensor>)>> {
+    if !cuda.has_warpgroups()? || gate.is_some() && in_launches(layers).count() != 1 {
+        return Ok(None);
+    }
+    let (rows, inner) = sizes;
+    let most = cuda.most_shared_memory()?;
+    let streams = |layer: &Layer| {
+        let kernel = Streamed::of(layer.weight)?;
+        kernel.name(rows, inner, 0, most)
+    };
+    // Without layers nothing would store the sum.
+    if layers.is_empty() || !layers.iter().all(|layer| streams(layer).is_some()) {
+        return Ok(None);
+    }
+    let Some(mut normed) = NormedRows::new(cuda, normed)? else { return Ok(None) };
+    let mut outputs = Vec::with_capacity(layers.len());
+    for together in in_launches(layers) {
+        let read = (normed.x, normed.for_launch());
+        few_rows_at_once(cuda, &normed.shaped, read, sizes, (together, gate), false, &mut outputs)?;
+    }
+    let ys = outputs.into_iter().map(|(y, _)| y).collect();
+    Ok(Some((normed.sum.tensor, ys)))
 }
 
 fn few_rows_at_once(
     cuda: &Cuda,
     x: &Tensor,
-    matrix: Matrix,
+    (matrix, source): (Matrix, Source),
     (rows, inner): (usize, usize),
-    layers: &[Layer],
+    (layers, gate): (&[Layer], Option<Activation>),
     keeps_xa: bool,
     outputs: &mut Vec<(Tensor, Option<Tensor>)>,
 ) -> Result<()> {
     let dtype = matrix.dtype;
     let mut all = Projections { count: size(layers.len())?, ..Default::default() };
+    // One more than its number, where there is one.
+    all.gate = gate.map_or(0, |activation| 1 + activation.code() as i32);
     let (mut tasks, mut ranks) = (0, 0);
     let mut ys = Vec::with_capacity(layers.len());
     let mut weights: Vec<Ready> = Vec::with_capacity(layers.len());
-    for (layer, place) in layers.iter().zip(&mut all.at) {
+    for (index, (layer, place)) in layers.iter().zip(&mut all.at).enumerate() {
         let (outer, _) = layer.weight.shape;
-        let y = cuda.empty(with_last_dimension(x, outer), dtype)?;
+        // A unit takes the place of what its second layer gives, and the first one's isn't written.
+        let is_written = gate.is_none() || index > 0;
+        let y = is_written.then(|| cuda.empty(with_last_dimension(x, outer), dtype)).transpose()?;
         let ready = Ready::new(cuda, layer.weight)?;
         if let Levels::Table(_) = layer.weight.levels {
             all.pairs = i32::from(dtype != DType::F32);
@@ -353,7 +397,7 @@ fn few_rows_at_once(
         *place = Projection {
             weight: ready.packed,
             bias: layer.bias.unwrap_or(0),
-            y: y.pointer,
+            y: y.as_ref().map_or(0, |y| y.pointer),
             outer: size(outer)?,
             first_task: size(tasks)?,
             column: size(ranks)?,
@@ -388,13 +432,14 @@ fn few_rows_at_once(
     let most = cuda.most_shared_memory()?;
     let launch = match streamed.and_then(|kernel| kernel.name(rows, inner, ranks, most)) {
         Some(name) => {
-            let blocks = (all.tasks as usize).clamp(1, cuda.multiprocessors()?);
+            let tasks = if gate.is_some() { tasks / 2 } else { tasks };
+            let blocks = tasks.clamp(1, cuda.multiprocessors()?);
             let (threads, shared) = (Streamed::THREADS as u32, most as u32);
             let launch = MODULE.launch(cuda, name, (blocks as u32, 1, 1), threads, shared)?;
             // It reads the weights before the previous kernel ends.
             let may_overlap = !weights.iter().any(|weight| weight.is_copied);
             let launch = if may_overlap { launch.overlapping() } else { launch };
-            FewRows { launch, is_f16: Some(i32::from(dtype == DType::F16)) }
+            FewRows { launch, source: Some(source) }
         }
         None => {
             let name = kernel(rows, weight, dtype)?;
@@ -404,12 +449,13 @@ fn few_rows_at_once(
             let shared = (pairs + floats * size_of::<f32>()) as u32;
             let launch =
                 MODULE.launch(cuda, name, (blocks as u32, 1, 1), THREADS as u32, shared)?;
-            FewRows { launch: launch.overlapping(), is_f16: None }
+            FewRows { launch: launch.overlapping(), source: None }
         }
     };
     launch.run(matrix, (rows, inner), &all, xa.as_ref(), parts.as_ref())?;
     let mut column = 0;
     for (layer, y) in layers.iter().zip(ys) {
+        let Some(y) = y else { continue };
         let xa = match (layer.adapter.as_ref().filter(|_| keeps_xa), &xa) {
             (Some(Adapter { rank, .. }), Some(xa)) => {
                 column += rank;
@@ -549,6 +595,7 @@ impl Streamed {
         let zeros = 256;
         let parts = if rows == 1 { 4 } else { 1 };
         let sums = FINISHERS * MULTIPLIERS * parts * rows * OUTPUTS * size_of::<f32>();
+        let gates = 2 * rows * OUTPUTS * size_of::<f32>();
         let barriers = 8 * (2 * MOST_SLOTS + 2 * scale_slots + 2 * FINISHERS + 2);
         let unit = match (self.is_whole, self.group) {
             (true, group) => group.min(32),
@@ -557,7 +604,7 @@ impl Streamed {
         };
         let x = rows * (2 * inner + inner / unit * 16);
         let xa = (rows * ranks * size_of::<f32>()).next_multiple_of(16);
-        table + scale_slots * scales + zeros + sums + barriers + x + xa + 2 * slot
+        table + scale_slots * scales + zeros + sums + gates + barriers + x + xa + 2 * slot
     }
 }
 
@@ -623,8 +670,8 @@ fn kernel(rows: usize, weight: &Quantized, dtype: DType) -> Result<&'static str>
 /// A launch of a kernel for a few rows.
 struct FewRows {
     launch: Launch,
-    /// Whether x is in f16, for the kernels that take it in f16 and bf16.
-    is_f16: Option<i32>,
+    /// For the streaming kernels.
+    source: Option<Source>,
 }
 
 impl FewRows {
@@ -644,11 +691,12 @@ impl FewRows {
         // SAFETY: as the kernels declare them; the caller holds what the pointers point into.
         unsafe {
             self.launch.with(|arguments| {
-                arguments.arg(all).arg(&x.pointer);
-                if let Some(is_f16) = &self.is_f16 {
-                    arguments.arg(is_f16);
-                }
-                arguments.arg(&stride).arg(&rows).arg(&inner);
+                arguments.arg(all);
+                match &self.source {
+                    Some(source) => arguments.arg(source),
+                    None => arguments.arg(&x.pointer).arg(&stride),
+                };
+                arguments.arg(&rows).arg(&inner);
                 arguments.arg(&xa).arg(&parts).arg(&slices).arg(&part_rows);
             })
         }

@@ -43,6 +43,8 @@ struct Projections {
     int ranks; // columns of all x·A
     int tasks;
     int pairs; // whether a table is used, by pairs of codes
+    int gate;  // of streamed.cuh
+    int unused;
 };
 
 /// What the tasks of a block share.

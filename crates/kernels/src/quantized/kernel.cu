@@ -134,10 +134,10 @@ FEW_ROWS(8_bits, 8, INTEGERS, 32)
 #define STREAMED_ROWS(format, ROWS, ...)                                                           \
     extern "C" __global__ void __launch_bounds__(STREAMED_THREADS, 1)                              \
         quantized_streamed_##ROWS##_##format(                                                      \
-            const __grid_constant__ Projections all, const void *x, int is_f16, int64_t x_stride,  \
+            const __grid_constant__ Projections all, const __grid_constant__ Source source,        \
             int rows, int inner, void *xa, const float *parts, int slices, int part_rows) {        \
-        streamed_rows<Streamed<ROWS, __VA_ARGS__>>(all, x, is_f16, x_stride, rows, inner, xa,      \
-                                                   parts, slices, part_rows);                      \
+        streamed_rows<Streamed<ROWS, __VA_ARGS__>>(all, source, rows, inner, xa, parts, slices,    \
+                                                   part_rows);                                     \
     }
 #define STREAMED(format, ...)                                                                      \
     STREAMED_ROWS(format, 1, __VA_ARGS__)                                                          \

@@ -21,6 +21,8 @@ pub(crate) mod int8;
 pub(crate) mod metal;
 mod narrow;
 mod quantize;
+#[cfg(feature = "cuda")]
+mod source;
 #[cfg(test)]
 pub(crate) mod testing;
 #[cfg(test)]

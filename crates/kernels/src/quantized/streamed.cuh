@@ -6,7 +6,7 @@
 //   one brings the codes of stages into a ring, by bulk copies, as far ahead as there is room,
 //   eight load and decode scales, into a ring of their own,
 //   sixteen multiply, each the same columns of every stage,
-//   two add up what these have of a task, with the low-rank part, and write it.
+//   two add up what these have of a task, with the low-rank part, and write it, or the gated unit of two tasks.
 // Weights aren't written by kernels, so all of it begins before the previous kernel ends, but for what reads x.
 //
 // The tensor cores multiply: W is the operand of 16 rows, x that of 8 columns. A lane has 32 codes of two rows. A
@@ -19,8 +19,10 @@
 // What isn't finite in x makes the output NaN.
 #pragma once
 
+#include "../glu/activation.cuh"
 #include "barrier.cuh"
 #include "few_rows.cuh"
+#include "source.cuh"
 #include "warpgroup.cuh"
 
 #if defined(HOPPER)
@@ -66,6 +68,8 @@ template <int ROWS_, int BITS_, int KIND_, int GROUP_, int FORM_, int CHUNKS_, i
     /// Parts of an output that a warp has.
     static constexpr int PARTS = ROWS == 1 ? 4 : 1;
     static constexpr int OF_WARP = PARTS * ROWS * OUTPUTS, SUMS = FINISHERS * MULTIPLIERS * OF_WARP * 4;
+    /// What the first finisher leaves for the other, in two rounds.
+    static constexpr int GATES = 2 * ROWS * OUTPUTS * 4;
     static constexpr int BARRIERS = 2 * MOST_SLOTS + 2 * SCALE_SLOTS + 2 * FINISHERS + 2;
 };
 
@@ -226,80 +230,148 @@ template <typename S> struct Stored {
     }
 };
 
-/// Writes x, `(rows, inner)`, and what is known of its units, into shared memory: for each 128 columns, first 16 bytes
-/// for each of four lanes, then the next ones.
+/// Where x is put, and what is known of its units.
+template <typename S> struct Staged {
+    char *x;
+    XUnit *units;
+    int inner;
+
+    /// Writes eight numbers of a row: for each 128 columns, first 16 bytes for each of four lanes, then the next ones.
+    __device__ __forceinline__ void put(int r, int i, bool valid, const float (&values)[8]) const {
+        int most = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j++) most = max(most, __float_as_int(values[j]) & 0x7fffffff);
+#pragma unroll
+        for (int lanes = 1; lanes < S::UNIT / 8; lanes *= 2) most = max(most, __shfl_xor_sync(FULL, most, lanes));
+        // The power of two by which all are below 2^14.
+        const int exponent = max(most >> 23, 27) - 13;
+        const float size = most >= 0x7f800000 ? NAN : __int_as_float(exponent << 23);
+        const float inverse = __int_as_float((254 - exponent) << 23);
+        const int element = 8 * i, within = element % 128;
+        XUnit unit{size, 0.0f, 0, 0};
+        char *row = x + r * inner * 2 + element / 128 * 256;
+        if constexpr (S::WHOLE) {
+            uint32_t high[2] = {}, low[2] = {};
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                // Added to 1.5·2^23, a number's integer is in the mantissa.
+                const int whole = __float_as_int(values[j] * inverse + 12582912.0f) - 0x4b400000;
+                const int upper = (whole + 128) >> 8;
+                unit.high += upper;
+                unit.low += whole - 256 * upper;
+                const int place = S::BITS == 2 ? j : place_of_code<S::BITS>(j);
+                high[place / 4] |= (upper & 0xff) << (8 * (place % 4));
+                low[place / 4] |= (whole & 0xff) << (8 * (place % 4));
+            }
+            row += within / 32 * 32 + within % 32 / 16 * 128;
+            if (S::BITS == 2 && valid) {
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    const int place = place_of_code<2>(within % 16 + j);
+                    row[place] = static_cast<char>(high[j / 4] >> (8 * (j % 4)));
+                    row[16 + place] = static_cast<char>(low[j / 4] >> (8 * (j % 4)));
+                }
+            } else if (valid) {
+                *reinterpret_cast<uint2 *>(row + within % 16) = make_uint2(high[0], high[1]);
+                *reinterpret_cast<uint2 *>(row + 16 + within % 16) = make_uint2(low[0], low[1]);
+            }
+#pragma unroll
+            for (int lanes = 1; lanes < S::UNIT / 8; lanes *= 2) {
+                unit.high += __shfl_xor_sync(FULL, unit.high, lanes);
+                unit.low += __shfl_xor_sync(FULL, unit.low, lanes);
+            }
+            unit.sum = size * static_cast<float>(256 * unit.high + unit.low);
+        } else if (valid) {
+            uint32_t pairs[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                pairs[j] = pack_pair<f16>(values[2 * j] * inverse, values[2 * j + 1] * inverse);
+            row += within / 32 * 16 + within % 32 / 8 * 64;
+            *reinterpret_cast<uint4 *>(row) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        }
+        if (valid && element % S::UNIT == 0) units[(r * inner + element) / S::UNIT] = unit;
+    }
+};
+
+/// The longest row that is normed on the way.
+constexpr int MOST_NORMED = 8192;
+
+/// Puts the norm of a row there, by all multipliers, for each warp of which `sums` has a float. The first block stores
+/// the sum of x and the residual. All is asked for at once, and kept in registers until the squares are added up.
 template <typename S>
-__device__ __forceinline__ void stage_x(const void *x, bool is_f16, int64_t stride, int rows, int inner, char *to,
-                                        XUnit *units) {
-    const int lane = threadIdx.x % WARP;
-    const int eights = inner / 8;
+__device__ __forceinline__ void stage_norm(const Source &source, int row, const Staged<S> &staged, float *sums) {
+    constexpr int THREADS = MULTIPLIERS * WARP, OWN = MOST_NORMED / 8 / THREADS;
+    const bool is_f16 = source.is_f16;
+    const int lane = threadIdx.x % WARP, inner = staged.inner, eights = inner / 8;
+    uint4 sum[OWN], residual[OWN], weight[OWN];
+#pragma unroll
+    for (int o = 0; o < OWN; o++) {
+        const int i = o * THREADS + threadIdx.x;
+        sum[o] = residual[o] = weight[o] = make_uint4(0, 0, 0, 0);
+        if (i < eights) {
+            sum[o] = load_eight(source.x, row * source.x_stride + 8 * i);
+            residual[o] = load_eight(source.residual, row * source.residual_stride + 8 * i);
+            weight[o] = load_eight(source.weight, 8 * i);
+        }
+    }
+    float squares = 0.0f;
+#pragma unroll
+    for (int o = 0; o < OWN; o++) {
+        Eight x = unpack_eight(sum[o], is_f16);
+        const Eight other = unpack_eight(residual[o], is_f16);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            x.at[j] = as_stored(x.at[j] + other.at[j], is_f16);
+            squares += x.at[j] * x.at[j];
+        }
+        sum[o] = pack_eight(x, is_f16);
+    }
+    squares = warp_sum(squares);
+    if (lane == 0) sums[threadIdx.x / WARP] = squares;
+    if (blockIdx.x == 0 && source.sum != nullptr) {
+#pragma unroll
+        for (int o = 0; o < OWN; o++) {
+            const int i = o * THREADS + threadIdx.x;
+            if (i < eights) store_eight(source.sum, static_cast<int64_t>(row) * inner + 8 * i, sum[o]);
+        }
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+    squares = warp_sum(lane < MULTIPLIERS ? sums[lane] : 0.0f);
+    const float inverse = rsqrtf(squares / static_cast<float>(inner) + source.eps);
+#pragma unroll
+    for (int o = 0; o < OWN; o++) {
+        if (o * THREADS >= eights) break;
+        Eight x = unpack_eight(sum[o], is_f16);
+        const Eight scale = unpack_eight(weight[o], is_f16);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            x.at[j] = as_stored(x.at[j] * inverse * (source.offset + scale.at[j]), is_f16);
+        const int i = o * THREADS + threadIdx.x;
+        staged.put(row, i, i < eights, x.at);
+    }
+}
+
+/// Writes what is multiplied, `(rows, inner)`, into shared memory, and zeros where a kernel has more rows.
+template <typename S>
+__device__ __forceinline__ void stage_x(const Source &source, int rows, int inner, char *to, XUnit *units,
+                                        float *scratch) {
+    const Staged<S> staged{to, units, inner};
+    int first = 0;
+    if (source.residual != nullptr) {
+#pragma unroll 1
+        for (; first < rows; first++) stage_norm<S>(source, first, staged, scratch + first * MULTIPLIERS);
+    }
+    const int lane = threadIdx.x % WARP, eights = inner / 8;
 #pragma unroll
     for (int r = 0; r < S::ROWS; r++) {
+        if (r < first) continue;
 #pragma unroll 2
         for (int base = threadIdx.x - lane; base < eights; base += MULTIPLIERS * WARP) {
             const int i = base + lane;
-            const bool valid = i < eights;
-            uint4 bits = make_uint4(0, 0, 0, 0);
-            if (valid && r < rows)
-                bits = *reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(x) + r * stride + 8 * i);
-            const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-            float values[8];
-            int most = 0;
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float2 both = is_f16 ? unpack_pair<f16>(words[j]) : unpack_pair<bf16>(words[j]);
-                values[2 * j] = both.x, values[2 * j + 1] = both.y;
-                most = max(most, max(__float_as_int(both.x) & 0x7fffffff, __float_as_int(both.y) & 0x7fffffff));
-            }
-#pragma unroll
-            for (int lanes = 1; lanes < S::UNIT / 8; lanes *= 2) most = max(most, __shfl_xor_sync(FULL, most, lanes));
-            // The power of two by which all are below 2^14.
-            const int exponent = max(most >> 23, 27) - 13;
-            const float size = most >= 0x7f800000 ? NAN : __int_as_float(exponent << 23);
-            const float inverse = __int_as_float((254 - exponent) << 23);
-            const int element = 8 * i, within = element % 128;
-            XUnit unit{size, 0.0f, 0, 0};
-            char *row = to + r * inner * 2 + element / 128 * 256;
-            if constexpr (S::WHOLE) {
-                uint32_t high[2] = {}, low[2] = {};
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    // Added to 1.5·2^23, a number's integer is in the mantissa.
-                    const int whole = __float_as_int(values[j] * inverse + 12582912.0f) - 0x4b400000;
-                    const int upper = (whole + 128) >> 8;
-                    unit.high += upper;
-                    unit.low += whole - 256 * upper;
-                    const int place = S::BITS == 2 ? j : place_of_code<S::BITS>(j);
-                    high[place / 4] |= (upper & 0xff) << (8 * (place % 4));
-                    low[place / 4] |= (whole & 0xff) << (8 * (place % 4));
-                }
-                row += within / 32 * 32 + within % 32 / 16 * 128;
-                if (S::BITS == 2 && valid) {
-#pragma unroll
-                    for (int j = 0; j < 8; j++) {
-                        const int place = place_of_code<2>(within % 16 + j);
-                        row[place] = static_cast<char>(high[j / 4] >> (8 * (j % 4)));
-                        row[16 + place] = static_cast<char>(low[j / 4] >> (8 * (j % 4)));
-                    }
-                } else if (valid) {
-                    *reinterpret_cast<uint2 *>(row + within % 16) = make_uint2(high[0], high[1]);
-                    *reinterpret_cast<uint2 *>(row + 16 + within % 16) = make_uint2(low[0], low[1]);
-                }
-#pragma unroll
-                for (int lanes = 1; lanes < S::UNIT / 8; lanes *= 2) {
-                    unit.high += __shfl_xor_sync(FULL, unit.high, lanes);
-                    unit.low += __shfl_xor_sync(FULL, unit.low, lanes);
-                }
-                unit.sum = size * static_cast<float>(256 * unit.high + unit.low);
-            } else if (valid) {
-                uint32_t pairs[4];
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    pairs[j] = pack_pair<f16>(values[2 * j] * inverse, values[2 * j + 1] * inverse);
-                row += within / 32 * 16 + within % 32 / 8 * 64;
-                *reinterpret_cast<uint4 *>(row) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-            }
-            if (valid && element % S::UNIT == 0) units[(r * inner + element) / S::UNIT] = unit;
+            Eight x = {};
+            if (i < eights && r < rows)
+                x = unpack_eight(load_eight(source.x, r * source.x_stride + 8 * i), source.is_f16);
+            staged.put(r, i, i < eights, x.at);
         }
     }
 }
@@ -472,20 +544,44 @@ __device__ __forceinline__ void add_floats(float (&total)[S::SETS][2], const uin
     }
 }
 
+/// What a launch makes of two projections of as many outputs, gate and up, whose tasks a block has in turn: nothing, or
+/// the gated unit, by an activation whose number is one less.
+constexpr int NO_GATE = 0;
+
+/// The block's task after this one; `tasks` and beyond are none.
+__device__ __forceinline__ int task_after(int task, int tasks, int gate) {
+    const int step = gridDim.x, half = tasks / 2;
+    if (gate == NO_GATE) return task + step;
+    if (task < half) return task + half;
+    task += step - half;
+    return task < half ? task : tasks;
+}
+
+/// The gated unit of what products give.
+__device__ __forceinline__ float gated(float gate, float up, int kind, bool is_f16) {
+    return activated(as_stored(gate, is_f16), kind - 1) * as_stored(up, is_f16);
+}
+
 /// Where in the block's work something is: a stage of a task.
 struct Cursor {
-    int task, column, projection;
+    int task = blockIdx.x, column = 0, projection = 0;
 
-    __device__ __forceinline__ void find(const Projections &all) {
+    __device__ __forceinline__ bool exists(const Projections &all) const { return task < all.tasks; }
+    /// The first output of the task.
+    __device__ __forceinline__ int find(const Projections &all) {
+        if (all.gate != NO_GATE) projection = 0;
         while (projection + 1 < all.count && task >= all.at[projection + 1].first_task) projection++;
+        return (task - all.at[projection].first_task) * OUTPUTS;
     }
-    /// To the next stage; true if it is another task's.
-    __device__ __forceinline__ bool advance(int width, int inner) {
+    __device__ __forceinline__ void next_task(const Projections &all) {
+        task = task_after(task, all.tasks, all.gate);
+    }
+    /// To the next stage.
+    __device__ __forceinline__ void advance(const Projections &all, int width, int inner) {
         column += width;
-        if (column < inner) return false;
+        if (column < inner) return;
         column = 0;
-        task += gridDim.x;
-        return true;
+        next_task(all);
     }
 };
 
@@ -512,7 +608,7 @@ __device__ __forceinline__ void store_half(void *to, int64_t index, bool is_f16,
 /// Where a block's shared memory has what.
 template <typename S> struct Places {
     char *table, *scales, *zeros, *x, *ring;
-    float *sums, *xa;
+    float *sums, *gates, *xa;
     XUnit *units;
     uint32_t full, empty, scales_full, scales_empty, sums_full, sums_empty, xa_ready;
     int slots;
@@ -528,6 +624,8 @@ template <typename S> struct Places {
         at += S::ZEROS;
         sums = reinterpret_cast<float *>(at);
         at += S::SUMS;
+        gates = reinterpret_cast<float *>(at);
+        at += S::GATES;
         full = shared_address(at), empty = full + 8 * MOST_SLOTS;
         scales_full = empty + 8 * MOST_SLOTS, scales_empty = scales_full + 8 * S::SCALE_SLOTS;
         sums_full = scales_empty + 8 * S::SCALE_SLOTS, sums_empty = sums_full + 8 * FINISHERS;
@@ -569,10 +667,9 @@ __device__ __forceinline__ void bring_codes(const Projections &all, const Places
     const int lane = threadIdx.x % WARP;
     Turn slot;
     int stage = 0;
-    for (Cursor now{static_cast<int>(blockIdx.x), 0, 0}; now.task < all.tasks; now.task += gridDim.x) {
-        now.find(all);
+    for (Cursor now; now.exists(all); now.next_task(all)) {
+        const int first = now.find(all);
         const Projection &projection = all.at[now.projection];
-        const int first = (now.task - projection.first_task) * OUTPUTS;
         const int count = min(OUTPUTS, projection.outer - first);
         const char *from = static_cast<const char *>(projection.weight.codes) +
                            static_cast<int64_t>(first + lane) * inner / 8 * S::BITS;
@@ -590,18 +687,19 @@ __device__ __forceinline__ void bring_codes(const Projections &all, const Places
     }
 }
 
-/// Adds up what the warps have, when they have all of a task, with the low-rank part: finishers have tasks in turn.
+/// Adds up what the warps have, when they have all of a task, with the low-rank part: finishers have tasks in turn, so
+/// where there is a gated unit the first has gates, and the other what they are for.
 template <typename S>
 __device__ __forceinline__ void finish_tasks(const Projections &all, const Places<S> &places, int rows, bool is_f16,
                                              int turn) {
     const int lane = threadIdx.x % WARP, half = lane / OUTPUTS;
     follow_previous();
     barrier_wait(places.xa_ready, 0);
-    Cursor now{static_cast<int>(blockIdx.x + turn * gridDim.x), 0, 0};
-    for (int round = 0; now.task < all.tasks; now.task += FINISHERS * gridDim.x, round ^= 1) {
-        now.find(all);
+    Cursor now;
+    for (int i = 0; i < turn; i++) now.next_task(all);
+    for (int round = 0; now.exists(all); round ^= 1) {
+        const int output = now.find(all) + lane % OUTPUTS;
         const Projection &projection = all.at[now.projection];
-        const int output = (now.task - projection.first_task) * OUTPUTS + lane % OUTPUTS;
         const int within = min(output, projection.outer - 1);
         const float bias = projection.bias != nullptr ? load_half(projection.bias, within, is_f16) : 0.0f;
         float low[S::ROWS] = {};
@@ -613,18 +711,33 @@ __device__ __forceinline__ void finish_tasks(const Projections &all, const Place
         }
         barrier_wait(places.sums_full + 8 * turn, round);
         const float *from = places.sums + turn * (MULTIPLIERS * S::OF_WARP) + lane % OUTPUTS;
+        float values[S::ROWS];
 #pragma unroll
         for (int r = 0; r < S::ROWS; r++) {
             float value = projection.scale * low[r];
 #pragma unroll 8
             for (int part = half; part < MULTIPLIERS * S::PARTS; part += 2)
                 value += from[(part * S::ROWS + r) * OUTPUTS];
-            value += __shfl_xor_sync(FULL, value, OUTPUTS);
-            if (half == 0 && output < projection.outer && r < rows)
-                store_half(projection.y, static_cast<int64_t>(r) * projection.outer + output, is_f16, value + bias);
+            values[r] = value + __shfl_xor_sync(FULL, value, OUTPUTS) + bias;
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(places.sums_empty + 8 * turn);
+        // The places of two rounds: that of the last but one has been read when both meet again.
+        float *const gates = places.gates + round * S::ROWS * OUTPUTS + lane % OUTPUTS;
+        const bool is_gate = all.gate != NO_GATE && turn == 0;
+        if (is_gate && half == 0) {
+#pragma unroll
+            for (int r = 0; r < S::ROWS; r++) gates[r * OUTPUTS] = values[r];
+        }
+        if (all.gate != NO_GATE) asm volatile("bar.sync 2, %0;" ::"n"(FINISHERS * WARP) : "memory");
+#pragma unroll
+        for (int r = 0; r < S::ROWS; r++) {
+            if (is_gate || half != 0 || output >= projection.outer || r >= rows) continue;
+            const float value =
+                all.gate != NO_GATE ? gated(gates[r * OUTPUTS], values[r], all.gate, is_f16) : values[r];
+            store_half(projection.y, static_cast<int64_t>(r) * projection.outer + output, is_f16, value);
+        }
+        for (int i = 0; i < FINISHERS; i++) now.next_task(all);
     }
 }
 
@@ -635,19 +748,19 @@ __device__ __forceinline__ void decode_scales(const Projections &all, const Plac
     constexpr int OWN = OUTPUTS * (S::WIDTH / 256) / MEMBERS, STEP = MEMBERS / OUTPUTS * 256;
     const int lane = threadIdx.x % WARP, team = scaler / OF_TEAM, member = scaler % OF_TEAM * WARP + lane;
     const int row = member % OUTPUTS, first_column = member / OUTPUTS * 256;
-    Cursor now{static_cast<int>(blockIdx.x), 0, 0};
+    Cursor now;
     Turn turn;
-    for (int i = 0; i < team; i++) now.advance(S::WIDTH, inner), turn.next(S::SCALE_SLOTS);
+    for (int i = 0; i < team; i++) now.advance(all, S::WIDTH, inner), turn.next(S::SCALE_SLOTS);
     Cursor next = now;
     auto skip_others = [&](Cursor &cursor) {
 #pragma unroll
-        for (int i = 0; i < S::TEAMS; i++) cursor.advance(S::WIDTH, inner);
+        for (int i = 0; i < S::TEAMS; i++) cursor.advance(all, S::WIDTH, inner);
     };
     auto load_next = [&](Stored<S> (&stored)[OWN]) {
-        if (next.task < all.tasks) {
-            next.find(all);
+        if (next.exists(all)) {
+            const int first = next.find(all);
             const Projection &projection = all.at[next.projection];
-            const int output = min((next.task - projection.first_task) * OUTPUTS + row, projection.outer - 1);
+            const int output = min(first + row, projection.outer - 1);
 #pragma unroll
             for (int o = 0; o < OWN; o++) {
                 const int column = min(next.column + first_column + o * STEP, inner - 256);
@@ -658,7 +771,7 @@ __device__ __forceinline__ void decode_scales(const Projections &all, const Plac
     };
     Stored<S> stored[OWN], following[OWN];
     load_next(stored);
-    for (int stage = team; now.task < all.tasks; stage += S::TEAMS) {
+    for (int stage = team; now.exists(all); stage += S::TEAMS) {
         load_next(following);
         if (stage >= S::SCALE_SLOTS) barrier_wait(places.scales_empty + 8 * turn.at, turn.round ^ 1);
         now.find(all);
@@ -704,7 +817,7 @@ __device__ __forceinline__ void multiply_stages(const Projections &all, const Pl
     const int minus_zero = -all.at[0].weight.zero;
     Turn slot, scales_slot, sums_slot;
     bool sums_used = false;
-    for (int task = blockIdx.x; task < all.tasks; task += gridDim.x) {
+    for (Cursor now; now.exists(all); now.next_task(all)) {
         float total[SETS][2];
 #pragma unroll
         for (int set = 0; set < SETS; set++) total[set][0] = total[set][1] = 0.0f;
@@ -765,12 +878,12 @@ __device__ __forceinline__ void multiply_stages(const Projections &all, const Pl
     }
 }
 
-/// `x` has `rows` rows of f16 or bf16, from 16 bytes on, `inner` is a multiple of 256, and all weights are as `S` has
-/// it, with the same table and zero. `parts` is as for `few_rows`, and `xa_out` may be null.
+/// All rows of the source begin at 16 bytes, `inner` is a multiple of 256, and all weights are as `S` has it, with the
+/// same table and zero. `parts` is as for `few_rows`, and `xa_out` may be null.
 template <typename S>
-__device__ __forceinline__ void streamed_rows(const Projections &all, const void *x, int is_f16, int64_t x_stride,
-                                              int rows, int inner, void *xa_out, const float *parts, int slices,
-                                              int part_rows) {
+__device__ __forceinline__ void streamed_rows(const Projections &all, const Source &source, int rows, int inner,
+                                              void *xa_out, const float *parts, int slices, int part_rows) {
+    const bool is_f16 = source.is_f16;
     const Places<S> places(inner, all.ranks);
     const int warp = threadIdx.x / WARP;
     if (threadIdx.x == 0) places.begin_barriers();
@@ -791,8 +904,10 @@ __device__ __forceinline__ void streamed_rows(const Projections &all, const void
                 make_uint4(pair, pair, pair, pair);
         }
     }
+    if (source.residual != nullptr && threadIdx.x < (inner + 63) / 64)
+        fetch_ahead(static_cast<const char *>(source.weight) + 128 * threadIdx.x);
     follow_previous();
-    stage_x<S>(x, is_f16, x_stride, rows, inner, places.x, places.units);
+    stage_x<S>(source, rows, inner, places.x, places.units, places.sums);
     for (int i = threadIdx.x; i < rows * all.ranks; i += MULTIPLIERS * WARP) {
         float total = 0.0f;
 #pragma unroll 16

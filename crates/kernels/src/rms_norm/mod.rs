@@ -72,8 +72,7 @@ pub fn forward_residual(
     eps: f64,
     weight_offset: f64,
 ) -> Result<(Tensor, Tensor)> {
-    let (rows, hidden) = check(x, weight)?;
-    check_like_x("residual", residual, x)?;
+    let (rows, hidden) = check_residual(x, residual, weight)?;
     on_gpu!(x, gpu => gpu::forward_residual(rows, hidden, x, residual, weight, eps, weight_offset));
     let shape = x.dims();
     let (x, residual) = (Input::contiguous(x)?, Input::contiguous(residual)?);
@@ -184,6 +183,17 @@ fn check(x: &Tensor, weight: &Tensor) -> Result<(usize, usize)> {
     let (rows, hidden) = rows_and_columns(OPERATION, "x", x)?;
     require_shape(OPERATION, "weight", weight, &[hidden])?;
     Ok((rows, hidden))
+}
+
+/// Rows and columns of what [`forward_residual`] takes.
+pub(crate) fn check_residual(
+    x: &Tensor,
+    residual: &Tensor,
+    weight: &Tensor,
+) -> Result<(usize, usize)> {
+    let sizes = check(x, weight)?;
+    check_like_x("residual", residual, x)?;
+    Ok(sizes)
 }
 
 fn check_like_x(name: &str, tensor: &Tensor, x: &Tensor) -> Result<()> {
