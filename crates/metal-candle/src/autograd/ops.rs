@@ -80,6 +80,24 @@ pub struct ProjectionValues<'a> {
     pub lora: Option<LoraValues<'a>>,
 }
 
+/// An RMS norm, as values of the tape.
+#[derive(Clone, Copy)]
+pub struct NormValues<'a> {
+    /// `(hidden)`
+    pub weight: &'a Value,
+    /// What is added to the mean of the squares.
+    pub epsilon: f64,
+    /// What is added to the weight.
+    pub offset: f64,
+}
+
+impl NormValues<'_> {
+    fn borrow(&self) -> lora_linear::Norm<'_> {
+        let Self { weight, epsilon, offset } = *self;
+        lora_linear::Norm { weight: weight.tensor(), eps: epsilon, weight_offset: offset }
+    }
+}
+
 /// What gives logits, as values of the tape.
 #[derive(Clone, Copy)]
 pub struct HeadValues<'a> {
@@ -597,6 +615,52 @@ impl Tape {
             )?;
             Ok(vec![Some(found.dgate), Some(found.dup), Some(found.da), Some(found.db)])
         }))
+    }
+
+    /// `x + residual`, and the projections `layers` of its norm, as [`Self::rms_norm_residual`] and
+    /// [`Self::projections`] give them. Where no backward pass follows they are one operation.
+    pub fn normed_projections(
+        &self,
+        [x, residual]: [Value; 2],
+        norm: NormValues<'_>,
+        layers: &[ProjectionValues<'_>],
+    ) -> Result<(Value, Vec<Value>)> {
+        let NormValues { weight, epsilon, offset } = norm;
+        if !self.computes_once() {
+            let (sum, normed) = self.rms_norm_residual(&x, &residual, weight, epsilon, offset)?;
+            // Their memory may be that of the outputs.
+            drop((x, residual));
+            return Ok((sum, self.projections(&normed, layers)?));
+        }
+        let saved: Vec<_> = layers.iter().map(SavedProjection::new).collect();
+        let borrowed: Vec<_> = saved.iter().map(SavedProjection::borrow).collect();
+        let (x, residual) = (x.tensor(), residual.tensor());
+        let (sum, outputs) = lora_linear::forward_normed(x, residual, &norm.borrow(), &borrowed)?;
+        let outputs = outputs.into_iter().map(|output| self.constant(output));
+        Ok((self.constant(sum), outputs.collect()))
+    }
+
+    /// `x + residual`, and the gated unit `activation(gate)·up` of two projections of its norm, as
+    /// [`Self::normed_projections`] and [`Self::glu`] give them. Where no backward pass follows they are one operation.
+    pub fn normed_unit(
+        &self,
+        [x, residual]: [Value; 2],
+        norm: NormValues<'_>,
+        [gate, up]: [ProjectionValues<'_>; 2],
+        activation: glu::Activation,
+    ) -> Result<(Value, Value)> {
+        if !self.computes_once() {
+            let (sum, outputs) = self.normed_projections([x, residual], norm, &[gate, up])?;
+            return match &outputs[..] {
+                [gate, up] => Ok((sum, self.glu(gate, up, activation)?)),
+                _ => Err(candle_core::Error::msg("2 projections gave more or fewer").into()),
+            };
+        }
+        let saved = [&gate, &up].map(SavedProjection::new);
+        let both = saved.each_ref().map(SavedProjection::borrow);
+        let (x, residual, norm) = (x.tensor(), residual.tensor(), norm.borrow());
+        let (sum, unit) = lora_linear::forward_normed_unit(x, residual, &norm, both, activation)?;
+        Ok((self.constant(sum), self.constant(unit)))
     }
 
     fn projection_of(&self, x: &Value, layer: &ProjectionValues<'_>) -> Result<Value> {

@@ -297,6 +297,11 @@ impl Tape {
         self.replaying
     }
 
+    /// Whether what is computed is neither recorded nor computed again.
+    pub(crate) fn computes_once(&self) -> bool {
+        !self.training && matches!(*self.skippable.borrow(), Skippable::None)
+    }
+
     /// Numbers an operation that may be left out, which adds up `addends` or, if there are none, computes
     /// from its inputs. Gives its number, for [`Value::skippable`], and whether to leave its result out.
     pub(super) fn skippable(&self, addends: &[&Value]) -> (Option<usize>, bool) {

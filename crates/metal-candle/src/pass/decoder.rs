@@ -1,28 +1,44 @@
 //! The decoder's forward pass: one for training, evaluation and generation.
 
-use super::linear::{self, forward_shared};
+use super::linear;
 use super::paged::{Paging, Pools};
 use super::{Pass, Spread};
 use crate::adapter::Adapter;
-use crate::autograd::{Tape, Value};
-use crate::model::layer::{Attention, GateUp, Layer, Mlp, Norm, QueryKeyValue};
+use crate::autograd::{NormValues, Tape, Value};
+use crate::model::layer::{Attention, GateUp, Layer, Linear, Mlp, Norm, QueryKeyValue};
 use crate::model::rope::Rotation;
 use crate::{Error, Result};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
+use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::recording;
 use std::sync::Arc;
 
 impl Norm {
     fn forward(&self, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
         pass.with_adapters(tape, self.weight, x, |x, adapter| {
-            let weight = pass.weight_of(tape, self.weight, adapter)?;
-            let weight = tape.cast(&weight, x.tensor().dtype())?;
+            let weight = self.weight_of(tape, pass, adapter, x.tensor().dtype())?;
             tape.rms_norm(x, &weight, self.epsilon, self.offset)
         })
     }
 
+    /// The weight, or that of an adapter which replaces it.
+    pub(super) fn weight_of(
+        &self,
+        tape: &Tape,
+        pass: &Pass,
+        adapter: Option<&Adapter>,
+        dtype: DType,
+    ) -> Result<Value> {
+        tape.cast(&pass.weight_of(tape, self.weight, adapter)?, dtype)
+    }
+
+    /// As values of the tape, with this weight.
+    pub(super) fn values<'a>(&self, weight: &'a Value) -> NormValues<'a> {
+        NormValues { weight, epsilon: self.epsilon, offset: self.offset }
+    }
+
     /// `x + branch` and its norm.
-    fn forward_residual(
+    pub(super) fn forward_residual(
         &self,
         tape: &Tape,
         x: &Value,
@@ -35,8 +51,8 @@ impl Norm {
             let normed = self.forward(tape, &sum, pass)?;
             return Ok((sum, normed));
         };
-        let weight = pass.weight_of(tape, self.weight, adapter.map(|it| &**it))?;
-        let weight = tape.cast(&weight, x.tensor().dtype())?;
+        let adapter = adapter.map(|it| &**it);
+        let weight = self.weight_of(tape, pass, adapter, x.tensor().dtype())?;
         tape.rms_norm_residual(x, branch, &weight, self.epsilon, self.offset)
     }
 }
@@ -49,13 +65,12 @@ impl Layer {
         pass: &Pass,
         cache: Option<Cached>,
     ) -> Result<Stream> {
-        let (x, normed) = stream.normed(tape, self.before_attention.as_ref(), pass)?;
-        let attended = self.attention.forward(tape, &normed, pass, cache)?;
-        drop(normed);
+        let read = Normed { stream, norm: self.before_attention.as_ref() };
+        let (x, attended) = self.attention.forward(tape, read, pass, cache)?;
         let branch = Some(self.branch(tape, self.after_attention.as_ref(), &attended, pass)?);
         drop(attended);
-        let (x, normed) = Stream { x, branch }.normed(tape, self.before_mlp.as_ref(), pass)?;
-        let output = self.mlp.forward(tape, &normed, pass)?;
+        let read = Normed { stream: Stream { x, branch }, norm: self.before_mlp.as_ref() };
+        let (x, output) = self.mlp.forward(tape, read, pass)?;
         let branch = Some(self.branch(tape, self.after_mlp.as_ref(), &output, pass)?);
         Ok(Stream { x, branch })
     }
@@ -82,17 +97,24 @@ fn apply(norm: Option<&Norm>, tape: &Tape, x: &Value, pass: &Pass) -> Result<Val
 }
 
 impl Attention {
-    fn forward(&self, tape: &Tape, x: &Value, pass: &Pass, cache: Option<Cached>) -> Result<Value> {
-        let (batch, seq, _) = x.tensor().dims3()?;
+    /// The stream, and what this adds to it.
+    fn forward(
+        &self,
+        tape: &Tape,
+        read: Normed,
+        pass: &Pass,
+        cache: Option<Cached>,
+    ) -> Result<(Value, Value)> {
+        let (batch, seq, _) = read.stream.x.tensor().dims3()?;
         let (query_width, key_width) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-        let [q, k, v] = match &self.projections {
-            QueryKeyValue::Separate { q, k, v } => forward_shared([q, k, v], tape, x, pass)?,
+        let (stream, [q, k, v]) = match &self.projections {
+            QueryKeyValue::Separate { q, k, v } => read.project([q, k, v], tape, pass)?,
             QueryKeyValue::Fused(qkv) => {
-                let fused = linear::forward(qkv, tape, x, pass)?;
+                let (stream, [fused]) = read.project([qkv], tape, pass)?;
                 let mut parts =
                     tape.split(&fused, &[query_width, key_width, key_width])?.into_iter();
                 match (parts.next(), parts.next(), parts.next()) {
-                    (Some(q), Some(k), Some(v)) => [q, k, v],
+                    (Some(q), Some(k), Some(v)) => (stream, [q, k, v]),
                     _ => {
                         return Err(candle_core::Error::msg("split gave fewer than 3 parts").into());
                     }
@@ -101,39 +123,54 @@ impl Attention {
         };
         let q = self.heads_of(tape, &q, self.query_norm.as_ref(), self.heads, pass)?;
         let k = self.heads_of(tape, &k, self.key_norm.as_ref(), self.kv_heads, pass)?;
+        let v = tape.reshape(&v, (batch, seq, self.kv_heads, self.head_dim))?;
+        let attended = self.attend(tape, [&q, &k, &v], pass, cache)?;
+        drop((q, k, v));
+        let attended = tape.reshape(&attended, (batch, seq, query_width))?;
+        let added = pass.whole(tape, linear::forward(&self.output, tape, &attended, pass)?)?;
+        Ok((stream, added))
+    }
+
+    /// What the queries see, of q and k `(batch, seq, heads, head_dim)` before their rotation.
+    fn attend(
+        &self,
+        tape: &Tape,
+        [q, k, v]: [&Value; 3],
+        pass: &Pass,
+        cache: Option<Cached>,
+    ) -> Result<Value> {
         let rotation = |index: usize| {
             pass.ropes.get(index).ok_or_else(|| {
                 let count = pass.ropes.len();
                 Error::option("rope", format!("{index} is a layer's, and the pass has {count}"))
             })
         };
-        let (q, k) = match self.rope.map(rotation).transpose()? {
-            Some(Rotation { cos, sin, queries: Some((query_cos, query_sin)) }) => {
-                (tape.rotate(&q, query_cos, query_sin)?, tape.rotate(&k, cos, sin)?)
+        let rotation = self.rope.map(rotation).transpose()?;
+        let (q, k) = match (rotation, &cache) {
+            (Some(Rotation { cos, sin, queries: None }), Some(Cached { pools, paging })) => {
+                let [q, k, v] = [q, k, v].map(Value::tensor);
+                let attended =
+                    pools.rotate_and_attend(q, [k, v], [cos, sin], paging, &self.options)?;
+                return Ok(tape.constant(attended));
             }
-            Some(Rotation { cos, sin, queries: None }) => tape.rope(&q, &k, cos, sin)?,
-            None => (q, k),
-        };
-        let v = tape.reshape(&v, (batch, seq, self.kv_heads, self.head_dim))?;
-        let attended = match cache {
-            Some(Cached { pools, paging }) => {
-                let rows = |x: &Value| x.tensor().squeeze(1);
-                let (q, k, v) = (rows(&q)?, rows(&k)?, rows(&v)?);
-                tape.constant(pools.attend(&q, [&k, &v], paging, &self.options)?)
+            (Some(Rotation { cos, sin, queries: Some((query_cos, query_sin)) }), _) => {
+                (tape.rotate(q, query_cos, query_sin)?, tape.rotate(k, cos, sin)?)
             }
-            None => match &pass.spread {
-                None => tape.attention(&q, &k, &v, pass.first_key.as_ref(), &self.options)?,
-                Some(spread) => {
-                    let [q, k, v] = [&q, &k, &v].map(|x| spread.apart(tape, x));
-                    let (q, k, v) = (q?, k?, v?);
-                    let first_key = pass.first_key.as_ref();
-                    let attended = tape.attention(&q, &k, &v, first_key, &self.options)?;
-                    spread.together(tape, &attended)?
-                }
-            },
+            (Some(Rotation { cos, sin, queries: None }), None) => tape.rope(q, k, cos, sin)?,
+            (None, _) => (q.clone(), k.clone()),
         };
-        let attended = tape.reshape(&attended, (batch, seq, query_width))?;
-        pass.whole(tape, linear::forward(&self.output, tape, &attended, pass)?)
+        if let Some(Cached { pools, paging }) = cache {
+            let rows = |x: &Value| x.tensor().squeeze(1);
+            let (q, k, v) = (rows(&q)?, rows(&k)?, rows(v)?);
+            return Ok(tape.constant(pools.attend(&q, [&k, &v], paging, &self.options)?));
+        }
+        let first_key = pass.first_key.as_ref();
+        let Some(spread) = &pass.spread else {
+            return tape.attention(&q, &k, v, first_key, &self.options);
+        };
+        let [q, k, v] = [&q, &k, v].map(|x| spread.apart(tape, x));
+        let attended = tape.attention(&q?, &k?, &v?, first_key, &self.options)?;
+        spread.together(tape, &attended)
     }
 
     /// Queries or keys as heads, normalised.
@@ -176,22 +213,32 @@ fn rows_of(tape: &Tape, x: &Value, places: &Tensor) -> Result<Value> {
 }
 
 impl Mlp {
-    fn forward(&self, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
-        let [gate, up] = match &self.projections {
-            GateUp::Separate { gate, up } => forward_shared([gate, up], tape, x, pass)?,
+    /// The stream, and what this adds to it.
+    fn forward(&self, tape: &Tape, read: Normed, pass: &Pass) -> Result<(Value, Value)> {
+        let (stream, [gate, up]) = match &self.projections {
+            GateUp::Separate { gate, up } => {
+                match read.unit([gate, up], tape, self.activation, pass)? {
+                    Ok((stream, unit)) => {
+                        let added = linear::forward(&self.down, tape, &unit, pass)?;
+                        return Ok((stream, pass.whole(tape, added)?));
+                    }
+                    Err(read) => read.project([gate, up], tape, pass)?,
+                }
+            }
             GateUp::Fused(gate_up) => {
-                let fused = linear::forward(gate_up, tape, x, pass)?;
+                let (stream, [fused]) = read.project([gate_up], tape, pass)?;
                 let mut parts = tape.split(&fused, &[self.width, self.width])?.into_iter();
                 match (parts.next(), parts.next()) {
-                    (Some(gate), Some(up)) => [gate, up],
+                    (Some(gate), Some(up)) => (stream, [gate, up]),
                     _ => {
                         return Err(candle_core::Error::msg("split gave fewer than 2 parts").into());
                     }
                 }
             }
         };
-        let read = (&gate, &up);
-        pass.whole(tape, linear::forward_gated(&self.down, tape, read, self.activation, pass)?)
+        let gated = (&gate, &up);
+        let added = linear::forward_gated(&self.down, tape, gated, self.activation, pass)?;
+        Ok((stream, pass.whole(tape, added)?))
     }
 }
 
@@ -231,6 +278,52 @@ impl Stream {
         match self.branch {
             Some(branch) => tape.add(&self.x, &branch),
             None => Ok(self.x),
+        }
+    }
+}
+
+/// What a part of the decoder reads.
+struct Normed<'a> {
+    stream: Stream,
+    norm: Option<&'a Norm>,
+}
+
+impl Normed<'_> {
+    /// The stream with the branch added, and what layers make of its norm.
+    fn project<const N: usize>(
+        self,
+        layers: [&Linear; N],
+        tape: &Tape,
+        pass: &Pass,
+    ) -> Result<(Value, [Value; N])> {
+        match self {
+            Self { stream: Stream { x, branch: Some(branch) }, norm: Some(norm) } => {
+                linear::forward_normed(layers, tape, [x, branch], norm, pass)
+            }
+            Self { stream, norm } => {
+                let (x, normed) = stream.normed(tape, norm, pass)?;
+                Ok((x, linear::forward_shared(layers, tape, &normed, pass)?))
+            }
+        }
+    }
+
+    /// The stream with the branch added, and the gated unit of two layers of its norm; itself where the unit is made of
+    /// their outputs, as these are wanted.
+    fn unit(
+        self,
+        layers: [&Linear; 2],
+        tape: &Tape,
+        activation: Activation,
+        pass: &Pass,
+    ) -> Result<std::result::Result<(Value, Value), Self>> {
+        match self {
+            Self { stream: Stream { x, branch: Some(branch) }, norm: Some(norm) }
+                if linear::make_units(tape, pass) =>
+            {
+                let norm = (norm, activation);
+                Ok(Ok(linear::forward_normed_unit(layers, tape, [x, branch], norm, pass)?))
+            }
+            read => Ok(Err(read)),
         }
     }
 }

@@ -3,22 +3,14 @@
 use super::Pass;
 use super::adapters::{Groups, RowAdapters};
 use crate::adapter::{Adapter, Lengths, LowRank};
-use crate::autograd::{LoraValues, ProjectionValues, Tape, Value};
-use crate::model::layer::Linear;
+use crate::autograd::{LoraValues, Matrix, ProjectionValues, Tape, Value};
+use crate::model::layer::{Linear, Norm};
 use crate::model::weight::FrozenWeights;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
+use candle_core::DType;
 use metal_candle_kernels::glu::Activation;
 use metal_candle_kernels::lora_linear::Dropout;
-
-/// What several layers read.
-#[derive(Clone, Copy)]
-enum Read<'a> {
-    /// x `(.., in)`
-    Value(&'a Value),
-    /// `activation(gate)·up`
-    Gated(&'a Value, &'a Value, Activation),
-}
 
 /// One layer.
 pub(super) fn forward(layer: &Linear, tape: &Tape, x: &Value, pass: &Pass) -> Result<Value> {
@@ -36,11 +28,72 @@ pub(super) fn forward_gated(
 ) -> Result<Value> {
     match (&pass.adapters, &pass.observer) {
         (RowAdapters::Same(adapter), None) => {
-            let read = Read::Gated(gate, up, activation);
-            only(project(&[layer], tape, read, pass, adapter.as_deref())?)
+            let dtype = gate.tensor().dtype();
+            let values = LayerValues::new(layer, tape, dtype, pass, adapter.as_deref())?;
+            let output = tape.gated_projection(gate, up, activation, &values.projection(tape))?;
+            values.finish(tape, output)
         }
         _ => forward(layer, tape, &tape.glu(gate, up, activation)?, pass),
     }
+}
+
+/// `x + branch`, and several layers that read its norm.
+pub(super) fn forward_normed<const N: usize>(
+    layers: [&Linear; N],
+    tape: &Tape,
+    [x, branch]: [Value; 2],
+    norm: &Norm,
+    pass: &Pass,
+) -> Result<(Value, [Value; N])> {
+    match (&pass.adapters, &pass.observer) {
+        (RowAdapters::Same(adapter), None) => {
+            let (adapter, dtype) = (adapter.as_deref(), x.tensor().dtype());
+            let weight = norm.weight_of(tape, pass, adapter, dtype)?;
+            let values = values_of(&layers, tape, dtype, pass, adapter)?;
+            let projections = projections_of(&values, tape);
+            let norm = norm.values(&weight);
+            let (sum, outputs) = tape.normed_projections([x, branch], norm, &projections)?;
+            Ok((sum, as_many(finished(&values, tape, outputs)?)?))
+        }
+        _ => {
+            let (sum, normed) = norm.forward_residual(tape, &x, &branch, pass)?;
+            Ok((sum, forward_shared(layers, tape, &normed, pass)?))
+        }
+    }
+}
+
+/// Whether a gated unit may be one operation with the layers whose outputs it is made of: nothing is recorded, and all
+/// rows have one adapter, or none.
+pub(super) fn make_units(tape: &Tape, pass: &Pass) -> bool {
+    let is_same = matches!(pass.adapters, RowAdapters::Same(_));
+    tape.computes_once() && is_same && pass.observer.is_none()
+}
+
+/// `x + branch`, and the gated unit of two layers of its norm, in a pass that [`make_units`] said yes to.
+pub(super) fn forward_normed_unit(
+    [gate, up]: [&Linear; 2],
+    tape: &Tape,
+    both: [Value; 2],
+    (norm, activation): (&Norm, Activation),
+    pass: &Pass,
+) -> Result<(Value, Value)> {
+    let adapter = match &pass.adapters {
+        RowAdapters::Same(adapter) => adapter.as_deref(),
+        _ => None,
+    };
+    let dtype = both[0].tensor().dtype();
+    let weight = norm.weight_of(tape, pass, adapter, dtype)?;
+    let values = [gate, up].map(|layer| LayerValues::new(layer, tape, dtype, pass, adapter));
+    let [gate, up] = values;
+    let (gate, up, norm) = (gate?, up?, norm.values(&weight));
+    let projections = [gate.projection(tape), up.projection(tape)];
+    if gate.is_a_product() && up.is_a_product() {
+        return tape.normed_unit(both, norm, projections, activation);
+    }
+    let (sum, outputs) = tape.normed_projections(both, norm, &projections)?;
+    let [of_gate, of_up] = as_many(outputs)?;
+    let (gate, up) = (gate.finish(tape, of_gate)?, up.finish(tape, of_up)?);
+    Ok((sum, tape.glu(&gate, &up, activation)?))
 }
 
 /// Several layers that read the same `x (batch, seq, in)`, which is read once for all.
@@ -54,12 +107,10 @@ pub(super) fn forward_shared<const N: usize>(
         observer.see(&layers, x.tensor())?;
     }
     let outputs = match &pass.adapters {
-        RowAdapters::Same(adapter) => {
-            project(&layers, tape, Read::Value(x), pass, adapter.as_deref())?
-        }
+        RowAdapters::Same(adapter) => of_value(&layers, tape, x, pass, adapter.as_deref())?,
         adapters => {
             // The frozen weights are read once for all rows.
-            let outputs = project(&layers, tape, Read::Value(x), pass, None)?;
+            let outputs = of_value(&layers, tape, x, pass, None)?;
             if let Some(updates) = &pass.updates {
                 updates.add(&layers, x.tensor(), &outputs)?;
             }
@@ -72,6 +123,10 @@ pub(super) fn forward_shared<const N: usize>(
             layers.iter().zip(outputs).map(with_rows_apart).collect::<Result<_>>()?
         }
     };
+    as_many(outputs)
+}
+
+fn as_many<const N: usize>(outputs: Vec<Value>) -> Result<[Value; N]> {
     outputs.try_into().map_err(|outputs: Vec<Value>| {
         let found = outputs.len();
         candle_core::Error::msg(format!("{N} projections gave {found} outputs")).into()
@@ -98,7 +153,7 @@ fn with_rows_apart(
     let rows = groups.map([x.tensor(), output.tensor()], |adapter, [x, y]| match adapter {
         Some(adapter) if adapter.is_apart(layer) => {
             let x = tape.constant(x);
-            Ok(only(project(&[layer], tape, Read::Value(&x), pass, Some(adapter))?)?.into_tensor())
+            Ok(only(of_value(&[layer], tape, &x, pass, Some(adapter))?)?.into_tensor())
         }
         _ => Ok(y),
     })?;
@@ -148,18 +203,36 @@ pub(super) fn dropout(tape: &Tape, probability: f32, stream: u64) -> Option<Drop
     Some(Dropout { probability, seed })
 }
 
-/// The layers with one adapter, or none.
-fn project(
+/// The layers of `x`, with one adapter, or none.
+fn of_value(
     layers: &[&Linear],
     tape: &Tape,
-    read: Read<'_>,
+    x: &Value,
     pass: &Pass,
     adapter: Option<&Adapter>,
 ) -> Result<Vec<Value>> {
-    let dtype = match read {
-        Read::Value(x) | Read::Gated(x, ..) => x.tensor().dtype(),
-    };
-    let values = layers.iter().map(|layer| {
+    let values = values_of(layers, tape, x.tensor().dtype(), pass, adapter)?;
+    let outputs = tape.projections(x, &projections_of(&values, tape))?;
+    finished(&values, tape, outputs)
+}
+
+/// A layer with one adapter, or none, as values of a tape.
+struct LayerValues<'a> {
+    weight: Matrix,
+    bias: Option<Value>,
+    update: Option<UpdateValues<'a>>,
+    /// What is added to the output afterwards.
+    bias_after: Option<Value>,
+}
+
+impl<'a> LayerValues<'a> {
+    fn new(
+        layer: &Linear,
+        tape: &Tape,
+        dtype: DType,
+        pass: &Pass,
+        adapter: Option<&'a Adapter>,
+    ) -> Result<Self> {
         let weight = tape.cast_matrix(&pass.matrix_of(tape, layer.weight, adapter)?, dtype)?;
         let bias = layer
             .bias
@@ -178,39 +251,55 @@ fn project(
         {
             bias_after = bias.take();
         }
-        Ok((weight, bias, update, bias_after))
-    });
-    let values = values.collect::<Result<Vec<_>>>()?;
-    let projections: Vec<_> = values
-        .iter()
-        .map(|(weight, bias, update, _)| ProjectionValues {
-            weight,
-            bias: bias.as_ref(),
-            lora: update.as_ref().map(|update| LoraValues {
+        Ok(Self { weight, bias, update, bias_after })
+    }
+
+    /// Its product.
+    fn projection(&self, tape: &Tape) -> ProjectionValues<'_> {
+        ProjectionValues {
+            weight: &self.weight,
+            bias: self.bias.as_ref(),
+            lora: self.update.as_ref().map(|update| LoraValues {
                 a: &update.a,
                 b: &update.b,
                 scale: update.update.scale,
                 dropout: update.dropout(tape),
             }),
-        })
-        .collect();
-    let outputs = match (read, projections.as_slice()) {
-        (Read::Value(x), layers) => tape.projections(x, layers)?,
-        (Read::Gated(gate, up, activation), [layer]) => {
-            vec![tape.gated_projection(gate, up, activation, layer)?]
         }
-        (Read::Gated(gate, up, activation), layers) => {
-            tape.projections(&tape.glu(gate, up, activation)?, layers)?
-        }
-    };
-    let outputs = outputs.into_iter().zip(&values).map(|(output, (_, _, update, bias))| {
-        match (update.as_ref().and_then(|update| update.lengths.as_ref()), bias) {
+    }
+
+    /// Whether its output is what the product gives.
+    fn is_a_product(&self) -> bool {
+        let has_lengths = self.update.as_ref().is_some_and(|update| update.lengths.is_some());
+        !has_lengths && self.bias_after.is_none()
+    }
+
+    /// Its output, of what the product gives.
+    fn finish(&self, tape: &Tape, output: Value) -> Result<Value> {
+        match (self.update.as_ref().and_then(|update| update.lengths.as_ref()), &self.bias_after) {
             (Some((m, Lengths { norms, factor })), bias) => {
                 tape.scale_columns(&output, m, (norms, factor), bias.as_ref())
             }
             (None, Some(bias)) => tape.add_bias(&output, bias),
             (None, None) => Ok(output),
         }
-    });
-    outputs.collect()
+    }
+}
+
+fn values_of<'a>(
+    layers: &[&Linear],
+    tape: &Tape,
+    dtype: DType,
+    pass: &Pass,
+    adapter: Option<&'a Adapter>,
+) -> Result<Vec<LayerValues<'a>>> {
+    layers.iter().map(|layer| LayerValues::new(layer, tape, dtype, pass, adapter)).collect()
+}
+
+fn projections_of<'v>(values: &'v [LayerValues<'_>], tape: &Tape) -> Vec<ProjectionValues<'v>> {
+    values.iter().map(|values| values.projection(tape)).collect()
+}
+
+fn finished(values: &[LayerValues<'_>], tape: &Tape, outputs: Vec<Value>) -> Result<Vec<Value>> {
+    values.iter().zip(outputs).map(|(values, output)| values.finish(tape, output)).collect()
 }

@@ -9,9 +9,11 @@ use crate::model::layer::{Attention, Layer};
 use crate::model::{Model, TensorRank};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
-use metal_candle_kernels::attention::{self, FEW_QUERIES, HOLE, RoundedPool, Sequence, Sequences};
-use metal_candle_kernels::batch_invariance;
+use metal_candle_kernels::attention::{
+    self, FEW_QUERIES, HOLE, NewTokens, RoundedPool, Sequence, Sequences,
+};
 use metal_candle_kernels::copy::{self, NOWHERE};
+use metal_candle_kernels::{batch_invariance, rope};
 use std::cmp::Reverse;
 use std::fmt;
 use std::ops::Range;
@@ -136,6 +138,26 @@ impl Pools {
         };
         let [keys, values] = self.dense()?;
         Ok(Self::Dense([grown(keys)?, grown(values)?]))
+    }
+
+    /// Rotates the queries `(tokens, 1, heads, head_dim)` and keys of a pass's tokens by the angles, puts keys and values
+    /// `(tokens, 1, kv_heads, head_dim)` to their places, and gives what the queries see, `(tokens, heads, head_dim)`.
+    pub fn rotate_and_attend(
+        &self,
+        q: &Tensor,
+        [k, v]: [&Tensor; 2],
+        [cos, sin]: [&Tensor; 2],
+        paging: &Paging,
+        options: &attention::Options,
+    ) -> Result<Tensor> {
+        if let (Self::Dense([keys, values]), Paging { places, sequences, alone: None }) =
+            (self, paging)
+        {
+            let tokens = NewTokens { q, k, v, cos, sin, places };
+            return Ok(attention::forward_paged_new(&tokens, [keys, values], sequences, options)?);
+        }
+        let (q, k) = rope::forward_both(q, k, cos, sin)?;
+        self.attend(&q.squeeze(1)?, [&k.squeeze(1)?, &v.squeeze(1)?], paging, options)
     }
 
     /// Puts the keys and values of a pass's tokens, `(tokens, kv_heads, head_dim)`, to their places, and gives what the
