@@ -22,10 +22,15 @@ impl HostBuffers {
     /// # Errors
     /// When the driver refuses to pin it.
     pub fn new(like: &[(Vec<usize>, DType)], device: &Device) -> Result<Self> {
-        let tensors = like
-            .iter()
-            .map(|(shape, dtype)| Tensor::zeros(shape.as_slice(), *dtype, &Device::Cpu))
-            .collect::<Result<Vec<_>>>()?;
+        let zeros = |shape: &[usize], dtype: DType| {
+            #[cfg(feature = "cuda")]
+            if device.is_cuda() {
+                return crate::backend::cuda::zeros_on_own_pages(shape, dtype);
+            }
+            Tensor::zeros(shape, dtype, &Device::Cpu)
+        };
+        let tensors = like.iter().map(|(shape, dtype)| zeros(shape, *dtype));
+        let tensors = tensors.collect::<Result<Vec<_>>>()?;
         #[cfg(feature = "cuda")]
         let pinned = match device {
             Device::Cuda(_) => tensors

@@ -4,7 +4,7 @@ use super::{Cuda, Lane};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, result, sys};
-use candle_core::{CpuStorage, Device, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, bail};
 use rayon::prelude::*;
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -12,8 +12,21 @@ use std::sync::Arc;
 /// Bytes that one thread touches at a time, and what the smallest page has.
 const TOUCH: usize = 16 << 20;
 const PAGE: usize = 4096;
+/// What the largest page has that isn't a huge one.
+const LARGE_PAGE: usize = 64 << 10;
 
-/// The memory of a tensor of the host, pinned so that the device writes to it at the speed of the bus, and
+/// Zeros of the host on pages that nothing else lies on. Whole pages are pinned, and copies between the device and any
+/// memory that is on these are still under way when their calls return, which those who copy what isn't pinned don't
+/// expect.
+pub(crate) fn zeros_on_own_pages(shape: &[usize], dtype: DType) -> Result<Tensor> {
+    let (count, size) = (shape.iter().product::<usize>(), dtype.size_in_bytes());
+    let zeros = Tensor::zeros(count + 2 * LARGE_PAGE / size, dtype, &Device::Cpu)?;
+    let (address, _) = memory(&zeros)?;
+    let start = (address.next_multiple_of(LARGE_PAGE) - address) / size;
+    zeros.narrow(0, start, count)?.reshape(shape)
+}
+
+/// The memory of a tensor of [`zeros_on_own_pages`], pinned so that the device writes to it at the speed of the bus, and
 /// beside other work. It is dropped before the tensor.
 #[derive(Debug)]
 pub(crate) struct Pinned {
@@ -174,4 +187,38 @@ fn memory(tensor: &Tensor) -> Result<(usize, usize)> {
 
 fn address<T>(values: &[T], layout: &Layout) -> usize {
     values[layout.start_offset()..].as_ptr() as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zeros_are_alone_on_their_pages() {
+        for (shape, dtype) in [
+            (&[1][..], DType::U32),
+            (&[3, 5], DType::U8),
+            (&[70_001], DType::BF16),
+            (&[2, 16384], DType::F64),
+        ] {
+            let zeros = zeros_on_own_pages(shape, dtype).unwrap();
+            assert_eq!((zeros.dims(), zeros.dtype(), zeros.is_contiguous()), (shape, dtype, true));
+            let (start, bytes) = memory(&zeros).unwrap();
+            let (storage, layout) = zeros.storage_and_layout();
+            let size = dtype.size_in_bytes();
+            let all = match &*storage {
+                Storage::Cpu(CpuStorage::U8(values)) => values.len(),
+                Storage::Cpu(CpuStorage::U32(values)) => values.len(),
+                Storage::Cpu(CpuStorage::BF16(values)) => values.len(),
+                Storage::Cpu(CpuStorage::F64(values)) => values.len(),
+                _ => panic!("other storage"),
+            };
+            let end = start - layout.start_offset() * size + all * size;
+            assert!(start.is_multiple_of(LARGE_PAGE), "{start:x}");
+            assert!(
+                (start + bytes).next_multiple_of(LARGE_PAGE) <= end,
+                "{start:x} {bytes} {end:x}"
+            );
+        }
+    }
 }

@@ -27,7 +27,7 @@ use half::{bf16, f16};
 use std::sync::Arc;
 
 pub(crate) use blas::{Matrix, Rows, require_floats};
-pub(crate) use host::{Copied, Pinned, copy_to_host, launch_uploads};
+pub(crate) use host::{Copied, Pinned, copy_to_host, launch_uploads, zeros_on_own_pages};
 pub(crate) use lane::{Event, Lane};
 pub(crate) use launch::launch_time;
 pub(crate) use module::{Launch, Module, by_dtype, module};
