@@ -111,9 +111,9 @@ struct GivenQueries {
     }
 };
 
-/// On tensor cores, 16·TILES rows from `first_row` on of a key head's, for a range of the keys. Keys and queries
-/// are where `keys_at` and `queries_at` say. Warps that have the same keys for one tile of rows each share them. A row has the same bits whatever
-/// TILES is.
+/// On tensor cores, 16·TILES rows from `first_row` on of a key head's, for a range of the keys. Keys and queries are
+/// where `keys_at` and `queries_at` say. Warps that have the same keys for one tile of rows each share them. A row has
+/// the same bits whatever TILES is.
 template <typename T, int D, int TILES, typename Keys, typename Queries>
 __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_at,
                                           const Queries &queries_at, int range, int batch,
