@@ -831,9 +831,6 @@ pub(super) fn of_normed(
     projections: &[Projection],
     gate: Option<Activation>,
 ) -> Result<Option<(Tensor, Vec<Tensor>)>> {
-    if sizes.0 > packed::MOST_STREAMED {
-        return Ok(None);
-    }
     let (cuda, dtype) = (Cuda::of(normed.x)?, normed.x.dtype());
     let mut arrays = Vec::new();
     let mut layers = Vec::with_capacity(projections.len());

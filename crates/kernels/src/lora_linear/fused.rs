@@ -4,10 +4,12 @@ use super::{Projection, forward_only};
 #[cfg(feature = "cuda")]
 use super::{check, cuda, fp8};
 #[cfg(feature = "cuda")]
+use crate::backend::rows_and_columns;
+#[cfg(feature = "cuda")]
 use crate::batch_invariance;
 use crate::glu::{self, Activation};
 #[cfg(feature = "cuda")]
-use crate::quantized::cuda::Normed;
+use crate::quantized::cuda::{MOST_STREAMED, Normed};
 use crate::rms_norm;
 use candle_core::{Error, Result, Tensor};
 
@@ -62,9 +64,9 @@ pub fn forward_normed_unit(
     #[cfg(feature = "cuda")]
     if gate.weight.shape()?.0 == up.weight.shape()?.0
         && let Some((sum, units)) = at_once([x, residual], norm, &projections, Some(activation))?
-        && let [unit] = &units[..]
     {
-        return Ok((sum, unit.clone()));
+        let [unit] = <[Tensor; 1]>::try_from(units).map_err(|units| wrong_count(units.len()))?;
+        return Ok((sum, unit));
     }
     let (sum, ys) = forward_normed(x, residual, norm, &projections)?;
     let [gate, up] = <[Tensor; 2]>::try_from(ys).map_err(|ys| wrong_count(ys.len()))?;
@@ -86,6 +88,10 @@ fn at_once(
     const OPERATION: &str = "lora_linear::forward_normed";
     // With batch invariance bits may not depend on how many rows there are.
     if !x.device().is_cuda() || batch_invariance::is_on() || fp8::is_one_of(projections) {
+        return Ok(None);
+    }
+    // Prompts and large batches are checked by what computes them.
+    if rows_and_columns(OPERATION, "x", x)?.0 > MOST_STREAMED {
         return Ok(None);
     }
     let Norm { weight, eps, weight_offset } = *norm;

@@ -83,9 +83,9 @@ pub(super) fn forward_normed_unit(
     };
     let dtype = both[0].tensor().dtype();
     let weight = norm.weight_of(tape, pass, adapter, dtype)?;
-    let values = [gate, up].map(|layer| LayerValues::new(layer, tape, dtype, pass, adapter));
-    let [gate, up] = values;
-    let (gate, up, norm) = (gate?, up?, norm.values(&weight));
+    let gate = LayerValues::new(gate, tape, dtype, pass, adapter)?;
+    let up = LayerValues::new(up, tape, dtype, pass, adapter)?;
+    let norm = norm.values(&weight);
     let projections = [gate.projection(tape), up.projection(tape)];
     if gate.is_a_product() && up.is_a_product() {
         return tape.normed_unit(both, norm, projections, activation);

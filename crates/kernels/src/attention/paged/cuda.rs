@@ -168,8 +168,34 @@ fn kernels_of(
     if in_tiles { Kernels::of(dtype, head_dim) } else { Kernels::Plain }
 }
 
-/// `q` may be that of new tokens that [`takes_new`] said yes to.
 pub(super) fn forward(
+    operation: &'static str,
+    sizes: Sizes,
+    q: &Tensor,
+    pools: [Pool; 2],
+    sequences: &Sequences,
+    options: &Options,
+) -> Result<Tensor> {
+    attend(operation, sizes, q, pools, sequences, options, None)
+}
+
+/// [`forward`] of new tokens, whose queries without their second dimension are `q`, if [`takes_new`] says yes to them.
+pub(super) fn forward_new(
+    operation: &'static str,
+    sizes: Sizes,
+    (tokens, q): (&NewTokens, &Tensor),
+    pools: [&Tensor; 2],
+    sequences: &Sequences,
+    options: &Options,
+) -> Result<Option<Tensor>> {
+    if !takes_new(sizes, tokens, pools, sequences)? {
+        return Ok(None);
+    }
+    let pools = pools.map(Pool::Dense);
+    attend(operation, sizes, q, pools, sequences, options, Some(tokens)).map(Some)
+}
+
+fn attend(
     operation: &'static str,
     sizes: Sizes,
     q: &Tensor,

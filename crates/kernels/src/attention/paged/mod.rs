@@ -30,7 +30,7 @@ pub use rounded::RoundedPool;
 
 use super::{Options, check_heads, check_options};
 use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
-use crate::backend::{require_dtype, require_rank, require_shape, require_together};
+use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
 use crate::batch_invariance;
 #[cfg(feature = "cuda")]
 use crate::embedding;
@@ -390,14 +390,7 @@ pub fn forward_paged<'a>(
         crate::backend::cuda::refuse_in_recording("attention over pools with heads above 256")?;
         return one_by_one(q, [k, v], sequences, options);
     }
-    #[cfg(feature = "cuda")]
-    if q.device().is_cuda() {
-        return cuda::forward(OPERATION, sizes, q, pools, sequences, options, None);
-    }
-    #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
-    if crate::backend::metal::computes(q) {
-        return metal::forward(OPERATION, sizes, q, pools, sequences, options);
-    }
+    on_gpu!(q, gpu => gpu::forward(OPERATION, sizes, q, pools, sequences, options));
     let q = Input::strided_rows(q)?;
     let [k, v] = pools.map(|pool| Input::contiguous(pool.elements()));
     let [k_scales, v_scales] = pools.map(|pool| pool.scales().map(Input::contiguous).transpose());

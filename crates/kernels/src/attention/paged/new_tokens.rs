@@ -50,11 +50,11 @@ pub fn forward_paged_new(
         rope::check(q, cos, sin)?;
         rope::check(k, cos, sin)?;
         let q = q.squeeze(1)?;
-        let of_pools = pools.map(Pool::Dense);
-        let sizes = super::check(OPERATION, &q, of_pools, sequences, options)?;
+        let sizes = super::check(OPERATION, &q, pools.map(Pool::Dense), sequences, options)?;
         copy::check_rows_both(pools, [&k.squeeze(1)?, &v.squeeze(1)?], places)?;
-        if cuda::takes_new(sizes, tokens, pools, sequences)? {
-            return cuda::forward(OPERATION, sizes, &q, of_pools, sequences, options, Some(tokens));
+        let given = (tokens, &q);
+        if let Some(o) = cuda::forward_new(OPERATION, sizes, given, pools, sequences, options)? {
+            return Ok(o);
         }
     }
     let (q, k) = rope::forward_both(q, k, cos, sin)?;
