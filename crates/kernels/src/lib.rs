@@ -67,6 +67,7 @@ pub mod matmul;
 pub mod muon;
 #[cfg(feature = "cuda")]
 pub mod nccl;
+pub mod offload;
 pub mod quantized;
 pub mod recording;
 pub mod rms_norm;

@@ -170,7 +170,7 @@ pub(super) fn mapped(cuda: &Cuda, tensor: &Tensor) -> Result<u64> {
 }
 
 /// Where the elements of a contiguous tensor of the host start, and their bytes.
-fn memory(tensor: &Tensor) -> Result<(usize, usize)> {
+pub(super) fn memory(tensor: &Tensor) -> Result<(usize, usize)> {
     let (storage, layout) = tensor.storage_and_layout();
     let start = match &*storage {
         Storage::Cpu(CpuStorage::U8(values)) => address(values, layout),

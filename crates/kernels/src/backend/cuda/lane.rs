@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 /// The stream. Memory that transfers write to is taken from the device's stream, so a transfer begins behind all that
 /// was launched there before ([`Self::follow`]); the device's stream may use what it wrote once the host has seen that
-/// it is done ([`Self::is_done`]).
+/// it is done ([`Self::is_done`]), or behind a place of it ([`Event::hold_up`]).
 #[derive(Debug)]
 pub(crate) struct Lane {
     stream: CUstream,
@@ -41,10 +41,7 @@ impl Lane {
     /// Lets what comes next here begin behind all that was launched on the device's stream.
     pub(crate) fn follow(&self) -> Result<()> {
         refuse_in_recording("a transfer beside the work")?;
-        self.context.bind_to_thread().w()?;
-        let event = self.device.record_event(None).w()?;
-        // SAFETY: both live; an event may be dropped before what waits for it.
-        unsafe { sys::cuStreamWaitEvent(self.stream, event.cu_event(), 0) }.result().w()
+        self.wait_for(&Event(self.device.record_event(None).w()?))
     }
 
     /// Whether all that was launched here is done.
@@ -63,6 +60,13 @@ impl Lane {
         // SAFETY: both live.
         unsafe { sys::cuEventRecord(event.cu_event(), self.stream) }.result().w()?;
         Ok(Event(event))
+    }
+
+    /// Lets what comes next here begin behind that place.
+    pub(crate) fn wait_for(&self, place: &Event) -> Result<()> {
+        self.context.bind_to_thread().w()?;
+        // SAFETY: both live; an event may be dropped before what waits for it.
+        unsafe { sys::cuStreamWaitEvent(self.stream, place.0.cu_event(), 0) }.result().w()
     }
 
     /// Waits until it is.
@@ -89,6 +93,11 @@ pub(crate) struct Event(CudaEvent);
 impl Event {
     pub(crate) fn new(device: &Device) -> Result<Self> {
         Ok(Self(Cuda::on(device)?.stream.record_event(None).w()?))
+    }
+
+    /// Lets what comes next on a stream begin behind it.
+    pub(crate) fn hold_up(&self, stream: &CudaStream) -> Result<()> {
+        stream.wait(&self.0).w()
     }
 
     /// Whether the work before it is done; an error that the device had.

@@ -10,6 +10,7 @@ mod host;
 mod lane;
 mod launch;
 mod module;
+mod offload;
 mod open;
 mod product;
 mod recording;
@@ -31,6 +32,7 @@ pub(crate) use host::{Copied, Pinned, copy_to_host, launch_uploads, zeros_on_own
 pub(crate) use lane::{Event, Lane};
 pub(crate) use launch::launch_time;
 pub(crate) use module::{Launch, Module, by_dtype, module};
+pub(crate) use offload::{Offload, Ticket};
 pub(crate) use open::{count, free_memory, give_back, memory, open, reset_peak};
 pub(crate) use product::{CodesTerm, MOST_OUTPUTS as MOST_SUMS, Sum, TILE, Term};
 pub(crate) use recording::{Recorded, can_record, is_recording, next_part, refuse_in_recording};

@@ -58,7 +58,7 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
         )
     }
     // SAFETY: everything of this device is launched on its one stream, but transfers, which begin behind it and are waited
-    // for by the host before their memory is used or given back (`lane.rs`).
+    // for, by the host or by that stream, before their memory is used or given back (`lane.rs`).
     unsafe { device.disable_event_tracking() };
     let pool = pool(ordinal)?;
     // What is freed is kept for the next allocation instead of going back to the system.
