@@ -14,6 +14,7 @@ use metal_candle::model::{Model, Quantization};
 use metal_candle::random::SplitMix64;
 use metal_candle::train::Gradients;
 use metal_candle::{Error, Result};
+use metal_candle_kernels::offload::Offload;
 use metal_candle_kernels::sampling;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -128,19 +129,21 @@ pub fn prepare(
         ));
     }
     match *work {
-        Work::Train { batch, seq, checkpointing, .. } => {
+        Work::Train { batch, seq, checkpointing, offload, .. } => {
             let adapter = adapter
                 .ok_or_else(|| Error::option("adapter", "is missing, expected one to train"))?;
             let optimiser = Optimiser::new(adapter.parameters().values())?;
             let gradients = Gradients::new(adapter.parameters())?;
             let batch = batch_of(ids, batch, seq);
             let adapter = Arc::new(adapter);
+            let offload = offload.then(|| Offload::new(model.device())).transpose()?;
             Ok(Box::new(TrainingStep {
                 model,
                 adapter,
                 gradients,
                 batch,
                 checkpointing,
+                offload,
                 optimiser,
             }))
         }
@@ -239,12 +242,16 @@ struct TrainingStep {
     gradients: Gradients,
     batch: Batch,
     checkpointing: bool,
+    offload: Option<Arc<Offload>>,
     optimiser: Optimiser,
 }
 
 impl Workload for TrainingStep {
     fn call(&mut self) -> Result<Vec<Tensor>> {
-        let tape = Tape::training().with_dropout(0).with_checkpointing(self.checkpointing);
+        let tape = Tape::training()
+            .with_dropout(0)
+            .with_checkpointing(self.checkpointing)
+            .with_offload(self.offload.clone());
         let loss = self.model.loss(&tape, &self.batch, Some(&self.adapter))?;
         tape.backward(&loss.sum, 1.0 / loss.tokens as f64, &mut &self.gradients)?;
         let sum = loss.sum.into_tensor().to_dtype(DType::F32)?.to_scalar::<f32>()?;

@@ -222,6 +222,9 @@ pub enum Work {
         checkpointing: bool,
         /// The adapters are DoRA's.
         dora: bool,
+        /// What only the backward pass reads waits in the memory of the host.
+        #[serde(default)]
+        offload: bool,
         /// What the weights are held in, if it isn't `dtype`.
         #[serde(default)]
         quantization: Option<Quantization>,
@@ -426,11 +429,29 @@ impl Row {
         let suffix = if checkpointing { "-checkpointing" } else { "" };
         let name = format!("train-{shape}-{batch}x{seq}-r{rank}-{}{suffix}", dtype.name());
         let shape = shape.to_string();
-        let dora = false;
-        Self::new(
-            name,
-            Work::Train { shape, batch, seq, rank, dtype, checkpointing, dora, quantization: None },
-        )
+        let (dora, offload, quantization) = (false, false, None);
+        let work = Work::Train {
+            shape,
+            batch,
+            seq,
+            rank,
+            dtype,
+            checkpointing,
+            dora,
+            offload,
+            quantization,
+        };
+        Self::new(name, work)
+    }
+
+    /// The same row of a training step whose activations wait in the memory of the host.
+    #[must_use]
+    pub fn with_offload(mut self) -> Self {
+        if let Work::Train { offload, .. } = &mut self.work {
+            *offload = true;
+            self.name += "-offload";
+        }
+        self
     }
 
     /// The same row of a training step with DoRA's adapters.

@@ -2,7 +2,8 @@
 
 use crate::output::{are, bytes, grouped, plural, table};
 use crate::settings::{
-    BasePlacement, Entry, FineTuneType, ObjectiveName, OptimizerPlacement, Settings,
+    ActivationPlacement, BasePlacement, Entry, FineTuneType, ObjectiveName, OptimizerPlacement,
+    Settings,
 };
 use metal_candle::adapter::{Biases, LoraConfig, StartFrom};
 use metal_candle::data::{Dataset, Report};
@@ -58,9 +59,9 @@ pub struct Memory {
     pub weights: u64,
     /// Trained parameters and their gradients in f32, and what the optimiser keeps.
     pub training: u64,
-    /// What a batch of the longest examples keeps for its backward pass.
+    /// What a batch of the longest examples keeps on the device for its backward pass.
     pub activations: u64,
-    /// Frozen weights in the memory of the machine, of each process.
+    /// What of all this lies in the memory of the machine instead, of each process.
     pub host: u64,
 }
 
@@ -218,7 +219,14 @@ pub fn memory(
     let layers = config.layers.len() as u64;
     // Of a layer that is computed again, what it is given and what attention gives.
     let again = hidden + (config.heads * config.head_dim) as u64;
-    let kept = if settings.grad_checkpoint { layers * again + layer } else { layers * layer };
+    // Of one that isn't, what may wait elsewhere: queries, keys and values, and the gate.
+    let apart = heads - (config.heads * config.head_dim) as u64 + config.intermediate_size as u64;
+    let (kept, elsewhere) = match settings.grad_checkpoint {
+        true => kept_and_elsewhere(settings.activation_placement, layers, [layer, 0, again]),
+        false => {
+            kept_and_elsewhere(settings.activation_placement, layers, [0, layer - apart, apart])
+        }
+    };
     // The loss looks at some logits at a time, on a GPU at more of them.
     let most = if model.device().is_cpu() { 1 << 20 } else { 1 << 27 };
     let logits = (tokens * config.vocab_size as u64).min(most) * size_of::<f32>() as u64;
@@ -254,7 +262,25 @@ pub fn memory(
         OptimizerPlacement::Host => (training, host + kept_here),
         OptimizerPlacement::Sharded => (training + kept_here, host),
     };
-    Memory { weights, host, training, activations: tokens * kept * element + logits }
+    let (activations, host) =
+        (tokens * kept * element + logits, host + tokens * elsewhere * element);
+    Memory { weights, host, training, activations }
+}
+
+/// How many elements a token has on the device, and in the memory of the machine, of layers of which one at a time has the
+/// first number of them, each has the second there, and the third where `placement` says.
+fn kept_and_elsewhere(
+    placement: ActivationPlacement,
+    layers: u64,
+    [once, each, placed]: [u64; 3],
+) -> (u64, u64) {
+    // Those of some layers are on their way.
+    const ON_THEIR_WAY: u64 = 4;
+    let here = once + layers * each;
+    match placement {
+        ActivationPlacement::Device => (here + layers * placed, 0),
+        ActivationPlacement::Host => (here + layers.min(ON_THEIR_WAY) * placed, layers * placed),
+    }
 }
 
 /// Each source's share of an epoch, where they have weights.
@@ -301,4 +327,19 @@ pub fn length_warnings(
         ));
     }
     warnings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_waits_elsewhere_is_not_on_the_device() {
+        let placed = |placement| kept_and_elsewhere(placement, 32, [7, 10, 3]);
+        assert_eq!(placed(ActivationPlacement::Device), (7 + 32 * 13, 0));
+        assert_eq!(placed(ActivationPlacement::Host), (7 + 32 * 10 + 4 * 3, 32 * 3));
+        // A small model has all of it on its way.
+        let small = kept_and_elsewhere(ActivationPlacement::Host, 2, [0, 1, 5]);
+        assert_eq!(small, (2 + 10, 10));
+    }
 }

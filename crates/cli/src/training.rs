@@ -12,7 +12,8 @@ use crate::progress::{self, Progress, clock};
 use crate::prompts;
 use crate::run_folder::{self, CONFIG, EVENTS, METRICS, PICTURES, Resume, Start};
 use crate::settings::{
-    BasePlacement, FineTuneType, OptimizerPlacement, Precision, Settings, limit,
+    ActivationPlacement, BasePlacement, FineTuneType, OptimizerPlacement, Precision, Settings,
+    limit,
 };
 use crate::template;
 use anyhow::Context;
@@ -107,6 +108,9 @@ impl Run {
         models::set_matmul(settings.matmul, &device)?;
         let placement = placement(settings.base_placement, &device, &start)?;
         check_optimizer_placement(&settings, &device, start.group.size())?;
+        if settings.activation_placement == ActivationPlacement::Host {
+            models::check_host("activation_placement", &device)?;
+        }
         let dtype = models::dtype(settings.dtype, &device);
         let compute = models::describe_compute(settings.dtype, settings.base_compute, &device);
         // What `auto` stands for here is kept with the run, which may continue on another machine.

@@ -3,10 +3,10 @@
 use crate::bounds;
 use crate::errors::{SUCCESS, usage};
 use crate::models::{
-    Runtime, check_matmul, describe_compute, device, dtype, set_matmul, set_threads,
+    Runtime, check_host, check_matmul, describe_compute, device, dtype, set_matmul, set_threads,
 };
 use crate::output::{self, Terminal, bytes};
-use crate::settings::Matmul;
+use crate::settings::{ActivationPlacement, Matmul};
 use candle_core::{DType, Device};
 use clap::{Args, ValueEnum};
 use metal_candle::engine::CacheDtype;
@@ -75,6 +75,9 @@ pub struct Arguments {
     /// Recompute activations in the backward pass instead of storing them
     #[arg(long, help_heading = "Work")]
     gradient_checkpointing: bool,
+    /// Where activations wait for the backward pass, as in `train`
+    #[arg(long, value_enum, default_value = "device", help_heading = "Work")]
+    activation_placement: ActivationPlacement,
     /// Tokens of the prompt before those that are decoded
     #[arg(long, value_name = "N", default_value_t = 16, help_heading = "Work")]
     prompt: usize,
@@ -170,7 +173,11 @@ impl Arguments {
                     let size = (self.batch, self.seq);
                     let checkpointing = self.gradient_checkpointing;
                     let row = Row::train(shape, size, self.rank, dtype, checkpointing);
-                    vec![if self.dora { row.with_dora() } else { row }]
+                    let row = if self.dora { row.with_dora() } else { row };
+                    vec![match self.activation_placement {
+                        ActivationPlacement::Device => row,
+                        ActivationPlacement::Host => row.with_offload(),
+                    }]
                 }
                 Part::Prefill => vec![Row::prefill(shape, self.seq, dtype)],
                 Part::Decode => vec![Row::decode(shape, self.prompt, self.tokens, dtype)],
@@ -264,6 +271,9 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     arguments.check()?;
     set_threads(arguments.runtime.threads)?;
     let device = device(arguments.runtime.device)?;
+    if arguments.activation_placement == ActivationPlacement::Host {
+        check_host("activation_placement", &device)?;
+    }
     // What the machine can do is measured with the default, whatever was asked for.
     set_matmul(arguments.runtime.matmul.map(|_| Matmul::Fused), &device)?;
     let rows = arguments.rows(&device)?;

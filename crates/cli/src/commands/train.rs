@@ -9,8 +9,9 @@ use crate::processes::{self, Gpus, TIME_TO_SAVE};
 use crate::run_folder::{CONFIG, Resume, Start};
 use crate::settings::file::File;
 use crate::settings::{
-    BaseCompute, BasePlacement, Best, Course, DataFlags, FineTuneType, Foreign, Loss, LossType,
-    Matmul, ObjectiveName, OptimizerName, OptimizerPlacement, Precision, Processor, Settings, told,
+    ActivationPlacement, BaseCompute, BasePlacement, Best, Course, DataFlags, FineTuneType,
+    Foreign, Loss, LossType, Matmul, ObjectiveName, OptimizerName, OptimizerPlacement, Precision,
+    Processor, Settings, told,
 };
 use crate::template::TemplateFlags;
 use crate::training::{LAST_STEPS_SKIPPED, Run, Summary};
@@ -285,6 +286,9 @@ pub struct Flags {
     /// Recompute each layer in the backward pass: less memory, more time
     #[arg(long, value_name = "BOOL", num_args = 0..=1, value_parser = BoolishValueParser::new(), default_missing_value = "true", help_heading = "Training")]
     grad_checkpoint: Option<bool>,
+    /// Where activations wait for the backward pass
+    #[arg(long, value_enum, help_heading = "Training")]
+    activation_placement: Option<ActivationPlacement>,
     /// What all random numbers follow from
     #[arg(long, value_name = "N", help_heading = "Training")]
     seed: Option<u64>,

@@ -18,8 +18,8 @@ pub use keys::{cut, of_kind};
 pub use objective::{Best, LossType, ObjectiveName};
 pub use optimizer::OptimizerName;
 pub use values::{
-    BaseCompute, BasePlacement, Course, FineTuneType, Loss, Matmul, OptimizerPlacement, Precision,
-    Processor,
+    ActivationPlacement, BaseCompute, BasePlacement, Course, FineTuneType, Loss, Matmul,
+    OptimizerPlacement, Precision, Processor,
 };
 pub use words::Foreign;
 
@@ -154,6 +154,7 @@ pub struct Settings {
     pub plot: bool,
 
     pub grad_checkpoint: bool,
+    pub activation_placement: ActivationPlacement,
     pub seed: u64,
     pub dtype: Precision,
     pub quantize: Option<Quantization>,
@@ -200,6 +201,7 @@ impl Default for Settings {
             clip_norm,
             skip_limit,
             grad_checkpoint,
+            activation_placement,
             seed,
             report_every,
             eval_every,
@@ -326,6 +328,7 @@ impl Default for Settings {
             tensorboard: true,
             plot: true,
             grad_checkpoint,
+            activation_placement: activation_placement.into(),
             seed,
             dtype: Precision::default(),
             quantize: None,
@@ -707,6 +710,7 @@ impl Settings {
             clip_norm: (self.clip_norm != 0.0).then_some(self.clip_norm),
             skip_limit: self.skip_limit,
             grad_checkpoint: self.grad_checkpoint,
+            activation_placement: self.activation_placement.into(),
             seed: self.seed,
             report_every: self.report_every,
             eval_every: self.eval_every,

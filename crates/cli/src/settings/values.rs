@@ -152,6 +152,36 @@ pub enum BasePlacement {
     Sharded,
 }
 
+/// Where activations wait for the backward pass.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum ActivationPlacement {
+    /// In the device's memory
+    #[default]
+    Device,
+    /// In the host's memory, to and from which an NVIDIA GPU copies them beside its work: with --grad-checkpoint all that is
+    /// kept of a layer, otherwise a part of it
+    Host,
+}
+
+impl From<train::ActivationPlacement> for ActivationPlacement {
+    fn from(placement: train::ActivationPlacement) -> Self {
+        match placement {
+            train::ActivationPlacement::Device => Self::Device,
+            train::ActivationPlacement::Host => Self::Host,
+        }
+    }
+}
+
+impl From<ActivationPlacement> for train::ActivationPlacement {
+    fn from(placement: ActivationPlacement) -> Self {
+        match placement {
+            ActivationPlacement::Device => Self::Device,
+            ActivationPlacement::Host => Self::Host,
+        }
+    }
+}
+
 /// Where what the optimiser keeps from step to step lies.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]

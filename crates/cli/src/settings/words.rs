@@ -107,6 +107,13 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("use_qalora", Neutral(Off, QUANTISED)),
     ("use_rslora", Key("rslora")),
     // transformers and TRL
+    (
+        "activation_offloading",
+        Sets(|keys, name, value| {
+            let place = if boolean(name, value)? { "host" } else { "device" };
+            keys.insert("activation_placement", name, place.into())
+        }),
+    ),
     ("adam_beta1", Key("beta1")),
     ("adam_beta2", Key("beta2")),
     ("adam_epsilon", Key("epsilon")),

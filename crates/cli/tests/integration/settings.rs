@@ -363,6 +363,25 @@ fn where_the_optimizers_state_may_lie() {
 }
 
 #[test]
+fn where_activations_may_wait() {
+    let place = Place::with_model();
+    let train = ["train", "-m", "base", "-d", "data", "--device", "cpu"];
+    for (flags, expected) in [
+        (&["--activation-placement", "host"][..], "activation_placement: is host, which is for"),
+        (&["--activation-offloading"], "activation_placement: is host, which is for NVIDIA GPUs"),
+        (&["--activation-placement", "disk"], "invalid value 'disk' for '--activation-placement"),
+    ] {
+        for more in [&[][..], &["--dry-run"], &["--grad-checkpoint"]] {
+            let stderr = place.fails(2, &[&train[..], flags, more].concat());
+            assert!(stderr.contains(expected), "{flags:?}: {stderr}");
+        }
+    }
+    assert!(!place.path("run").exists());
+    let bench = ["bench", "--device", "cpu", "--activation-placement", "host"];
+    assert!(place.fails(2, &bench).contains("is host, which is for NVIDIA GPUs"));
+}
+
+#[test]
 fn a_dry_run_reads_no_weights() {
     let place = Place::with_model();
     let dry = ["train", "-m", "base", "-d", "data", "--dry-run", "--json"];

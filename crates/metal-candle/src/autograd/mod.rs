@@ -4,9 +4,11 @@
 //! gradient, neither computed nor allocated. Gradients move from a node to its inputs; where two
 //! meet they are added, nothing is zero-filled first, and both a node's saved tensors and its
 //! gradient are dropped as soon as the node has run. A segment can be recomputed in the backward
-//! pass instead of stored ([`Tape::segment`]).
+//! pass instead of stored ([`Tape::segment`]), and what is stored may wait in the memory of the host
+//! ([`Tape::with_offload`]).
 
 mod ops;
+mod saved;
 mod tape;
 #[cfg(test)]
 mod tests;

@@ -546,14 +546,14 @@ impl Tape {
                 attention::forward(q.tensor(), k.tensor(), v.tensor(), first_key, options)?;
             Ok([output, log_sum_exp])
         })?;
-        let (saved_q, saved_k, saved_v) =
-            (q.tensor().clone(), k.tensor().clone(), v.tensor().clone());
+        let stored = self.store(&[q, k, v])?;
         let (first_key, options, saved_output) = (first_key.cloned(), *options, output.clone());
         Ok(self.push(&[q, k, v], output, move |dy| {
+            let [q, k, v] = stored.array()?;
             let (dq, dk, dv) = attention::backward(
-                &saved_q,
-                &saved_k,
-                &saved_v,
+                &q,
+                &k,
+                &v,
                 &saved_output,
                 &log_sum_exp,
                 first_key.as_ref(),
@@ -567,15 +567,18 @@ impl Tape {
     /// `activation(gate) · up`.
     pub fn glu(&self, gate: &Value, up: &Value, activation: glu::Activation) -> Result<Value> {
         let output = glu::forward(gate.tensor(), up.tensor(), activation)?;
-        let (saved_gate, saved_up) = (gate.tensor().clone(), up.tensor().clone());
+        let (stored_gate, saved_up) = (self.store(&[gate])?, up.tensor().clone());
         let needs = (gate.needs_gradient(), up.needs_gradient());
-        let (again_gate, again_up) = (saved_gate.clone(), saved_up.clone());
+        let (again_gate, again_up) = (stored_gate.clone(), saved_up.clone());
         let gated = self.push(&[gate, up], output, move |dy| {
-            let (dgate, dup) =
-                glu::backward(&saved_gate, &saved_up, activation, &dy, needs.0, needs.1)?;
+            let [gate] = stored_gate.array()?;
+            let (dgate, dup) = glu::backward(&gate, &saved_up, activation, &dy, needs.0, needs.1)?;
             Ok(vec![dgate, dup])
         });
-        Ok(gated.with_recipe(move || Ok(glu::forward(&again_gate, &again_up, activation)?)))
+        Ok(gated.with_recipe(move || {
+            let [gate] = again_gate.array()?;
+            Ok(glu::forward(&gate, &again_up, activation)?)
+        }))
     }
 
     /// The projection `layer` of `activation(gate) · up`, as [`Self::glu`] and [`Self::projections`] give it.
@@ -601,11 +604,12 @@ impl Tape {
         let Some(lora_linear::Output { y, xa: Some(xa) }) = output else {
             return Err(candle_core::Error::msg("a layer with an adapter gave no xa").into());
         };
-        let (saved_gate, saved_up) = (gate.tensor().clone(), up.tensor().clone());
+        let (stored_gate, saved_up) = (self.store(&[gate])?, up.tensor().clone());
         let (weight, saved_lora) = (layer.weight.save(), SavedLora::new(lora));
         Ok(self.push(&[gate, up, lora.a, lora.b], y, move |dy| {
+            let [gate] = stored_gate.array()?;
             let found = lora_linear::backward_gated(
-                &saved_gate,
+                &gate,
                 &saved_up,
                 activation,
                 weight.as_weight(),
@@ -747,8 +751,8 @@ impl Tape {
             Some(_) => (y.tensor().clone(), norms.clone()),
             None => (output.clone(), m.tensor().clone()),
         };
-        let factor = factor.clone();
-        Ok(self.push(&inputs, output, move |dz| {
+        let (factor, keeps_output) = (factor.clone(), bias.is_none());
+        let scaled = self.push(&inputs, output, move |dz| {
             let needs_dbias = needs.get(2).copied().unwrap_or(false);
             let found = dora::scale_columns_backward(&saved, &factor, &dz, needs_dbias)?;
             let dm = needs[1].then(|| found.dfactor / divisor).transpose()?;
@@ -757,7 +761,8 @@ impl Tape {
                 gradients.push(found.dbias);
             }
             Ok(gradients)
-        }))
+        });
+        Ok(scaled.kept(keeps_output))
     }
 
     /// `y + bias`, with `bias (out)` added to the columns of `y (.., out)`.
@@ -798,7 +803,8 @@ impl Tape {
     pub fn reshape(&self, x: &Value, shape: impl Into<Shape>) -> Result<Value> {
         let output = x.tensor().reshape(shape.into())?;
         let original = x.shape().clone();
-        Ok(self.push(&[x], output, move |dy| Ok(vec![Some(dy.reshape(original)?)])))
+        let reshaped = self.push(&[x], output, move |dy| Ok(vec![Some(dy.reshape(original)?)]));
+        Ok(reshaped.kept(x.is_kept()))
     }
 
     /// The same numbers in another dtype; the gradient comes back in the original one.

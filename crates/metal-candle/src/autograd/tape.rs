@@ -1,11 +1,12 @@
 //! Values, nodes and the walk back through them.
 
+use super::saved::{Recipe, Stored};
 use crate::Result;
 use candle_core::{Device, Shape, Tensor};
-use metal_candle_kernels::{arithmetic, devices, embedding};
+use metal_candle_kernels::offload::Offload;
+use metal_candle_kernels::{arithmetic, embedding};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::Arc;
 
 /// Names one trainable tensor in the parameter store.
@@ -82,42 +83,29 @@ pub struct Value {
     recipe: Option<Recipe>,
     /// Which of the tape's skippable operations gave it.
     skippable: Option<usize>,
-}
-
-/// How a value that costs little is made again from tensors that a backward pass keeps anyway.
-#[derive(Clone)]
-pub(super) struct Recipe(Arc<dyn Fn() -> Result<Tensor>>);
-
-impl fmt::Debug for Recipe {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("Recipe")
-    }
-}
-
-/// A value as a backward pass keeps it.
-pub(super) enum Saved {
-    Kept(Tensor),
-    MadeAgain(Recipe),
-}
-
-impl Saved {
-    pub(super) fn tensor(&self) -> Result<Tensor> {
-        match self {
-            Self::Kept(tensor) => Ok(tensor.clone()),
-            Self::MadeAgain(recipe) => (recipe.0)(),
-        }
-    }
+    /// Whether the operation that gave it keeps it for its own backward pass.
+    kept: bool,
 }
 
 impl Value {
     fn new(tensor: Tensor, slot: Option<Slot>) -> Self {
-        Self { tensor, slot, recipe: None, skippable: None }
+        Self { tensor, slot, recipe: None, skippable: None, kept: false }
     }
 
     /// Of the skippable operation with this number, if it has one.
     pub(super) fn numbered(mut self, skippable: Option<usize>) -> Self {
         self.skippable = skippable;
         self
+    }
+
+    /// With whether the operation that gave it, or what it is a view of, keeps it.
+    pub(super) fn kept(mut self, kept: bool) -> Self {
+        self.kept = kept;
+        self
+    }
+
+    pub(super) fn is_kept(&self) -> bool {
+        self.kept
     }
 
     /// The tensor itself. An operation that computes from it names the value among its inputs when it is
@@ -138,8 +126,12 @@ impl Value {
 
     /// Adds how the value can be made again from tensors that are kept anyway.
     pub(super) fn with_recipe(mut self, make: impl Fn() -> Result<Tensor> + 'static) -> Self {
-        self.recipe = Some(Recipe(Arc::new(make)));
+        self.recipe = Some(Recipe::new(make));
         self
+    }
+
+    pub(super) fn recipe(&self) -> Option<&Recipe> {
+        self.recipe.as_ref()
     }
 
     /// The dimensions of the tensor.
@@ -166,6 +158,8 @@ pub struct Tape {
     training: bool,
     checkpointing: bool,
     dropout_seed: Option<u64>,
+    /// Where what only the backward pass reads waits for it, off the device.
+    offload: Option<Arc<Offload>>,
     /// Set while a segment is run again for its gradients.
     replaying: bool,
     /// Set when a parameter was read, also on a tape that keeps no nodes.
@@ -238,6 +232,7 @@ impl Tape {
             training: true,
             checkpointing: false,
             dropout_seed: None,
+            offload: None,
             replaying: false,
             touched: Cell::new(false),
             kept: RefCell::new(None),
@@ -255,6 +250,14 @@ impl Tape {
     #[must_use]
     pub fn with_checkpointing(mut self, checkpointing: bool) -> Self {
         self.checkpointing = checkpointing;
+        self
+    }
+
+    /// Has activations wait for the backward pass in the memory of the host: what segments that are run again keep, and
+    /// without them queries, keys, values and gates.
+    #[must_use]
+    pub fn with_offload(mut self, offload: Option<Arc<Offload>>) -> Self {
+        self.offload = offload;
         self
     }
 
@@ -280,16 +283,9 @@ impl Tape {
         self.dropout_seed
     }
 
-    /// The value for a backward pass. On a GPU, where memory is what bounds the batch, it is made again
-    /// rather than kept if there is a way; not in a segment that is run again, as its backward pass comes
-    /// next.
-    pub(super) fn save(&self, value: &Value) -> Saved {
-        match &value.recipe {
-            Some(recipe) if devices::computes_on_gpu(&value.tensor) && !self.replaying => {
-                Saved::MadeAgain(recipe.clone())
-            }
-            _ => Saved::Kept(value.tensor.clone()),
-        }
+    /// Where what is stored waits, off the device.
+    pub(super) fn offload(&self) -> Option<&Arc<Offload>> {
+        self.offload.as_ref()
     }
 
     /// Whether a segment is run again for its gradients.
@@ -442,20 +438,33 @@ impl Tape {
         }
         let needs: Vec<bool> = inputs.iter().map(|input| input.slot.is_some()).collect();
         let (kept, skipped) = (probe.kept.take(), probe.skippable.take().skipped());
+        let stored = {
+            let (given, kept) =
+                (detached.iter().map(Value::tensor), kept.iter().flatten().flatten());
+            Stored::new(given.chain(kept).map(|tensor| (tensor, true)), self.offload.as_ref())?
+        };
+        drop((detached, kept));
         let backward = move |gradients: Gradients, sink: &mut dyn GradientSink| {
+            let mut given = stored.tensors()?;
+            drop(stored);
+            let mut kept = given.split_off(needs.len()).into_iter();
+            let mut pairs = VecDeque::new();
+            while let (Some(first), Some(second)) = (kept.next(), kept.next()) {
+                pairs.push_back([first, second]);
+            }
             let tape = Tape {
                 checkpointing,
                 dropout_seed,
                 replaying: true,
-                kept: RefCell::new(kept),
+                kept: RefCell::new(Some(pairs)),
                 skippable: RefCell::new(Skippable::Skipping(skipped, 0)),
                 ..Tape::training()
             };
-            let leaves: Vec<Value> = detached
-                .into_iter()
-                .zip(&needs)
-                .map(|(value, &needed)| if needed { tape.input(value.tensor) } else { value })
-                .collect();
+            let leaf = |(tensor, &needed)| match needed {
+                true => tape.input(tensor),
+                false => tape.constant(tensor),
+            };
+            let leaves: Vec<Value> = given.into_iter().zip(&needs).map(leaf).collect();
             let outputs = segment(&tape, &leaves)?;
             let mut seeds: Vec<(Slot, Tensor)> = Vec::with_capacity(outputs.len());
             for (output, gradient) in outputs.iter().zip(gradients) {

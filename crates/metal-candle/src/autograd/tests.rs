@@ -4,6 +4,8 @@ use super::{LoraValues, Matrix, Parameter, ParameterId, ProjectionValues, Tape, 
 use crate::Result;
 use crate::random::SplitMix64;
 use candle_core::{DType, Device, Tensor, Var};
+use metal_candle_kernels::offload::Offload;
+use metal_candle_kernels::{attention, glu};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -303,6 +305,74 @@ fn the_second_run_leaves_out_what_only_the_first_run_needs() {
         let ((stored, none), (recomputed, left_out)) = (run(false), run(true));
         assert_eq!(stored, recomputed, "{reads:?}");
         assert_eq!((none, left_out), (vec![], vec![reads.is_none()]), "{reads:?}");
+    }
+}
+
+#[test]
+// A segment stays on its thread.
+#[allow(clippy::arc_with_non_send_sync)]
+fn what_waits_elsewhere_comes_back_and_is_let_go() {
+    const LAYERS: usize = 3;
+    let weights: Vec<_> =
+        (0..2 * LAYERS).map(|id| weight(random(&[6, 6], id as u64), id)).collect();
+    // How many groups wait for the backward pass, and the gradients, of layers of which the first are frozen.
+    let run = |frozen: usize, checkpointing: bool, offload: Option<&Arc<Offload>>| {
+        let tape =
+            Tape::training().with_checkpointing(checkpointing).with_offload(offload.cloned());
+        let mut x = tape.constant(random(&[2, 5, 6], 9));
+        for layer in 0..LAYERS {
+            let both = [&weights[2 * layer], &weights[2 * layer + 1]].map(Parameter::clone);
+            let segment: super::Segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
+                let [query, other] = both.each_ref().map(|weight| match layer < frozen {
+                    true => tape.constant(weight.tensor().clone()),
+                    false => tape.parameter(weight),
+                });
+                let x = &inputs[0];
+                let heads = |x: &Value, heads| tape.reshape(x, (2, 5, heads, 6 / heads));
+                let q = heads(&tape.linear(x, &query, None)?, 3)?;
+                let k = heads(&tape.linear(x, &other, None)?, 3)?;
+                let options = attention::Options { scale: 0.7, softcap: None, window: None };
+                let attended = tape.attention(&q, &k, &heads(x, 3)?, None, &options)?;
+                let gated = tape.glu(&heads(x, 3)?, &attended, glu::Activation::Silu)?;
+                Ok(vec![tape.add(x, &tape.reshape(&gated, (2, 5, 6))?)?])
+            });
+            x = tape.segment(&[&x], segment).unwrap().remove(0);
+        }
+        let root = weighted_sum(&tape, &x);
+        // The tape has one, too.
+        let waiting = offload.map_or(0, |offload| Arc::strong_count(offload) - 2);
+        (waiting, backward(tape, &root))
+    };
+    let offload = Offload::new(&Device::Cpu).unwrap();
+    for (frozen, checkpointing, expected) in
+        [(0, false, 5), (1, false, 3), (0, true, 3), (2, true, 1)]
+    {
+        let (waiting, found) = run(frozen, checkpointing, Some(&offload));
+        assert_eq!(waiting, expected, "{frozen} {checkpointing}");
+        assert_eq!(Arc::strong_count(&offload), 1);
+        assert_eq!(found.len(), 2 * (LAYERS - frozen));
+        assert_eq!(found, run(frozen, checkpointing, None).1, "{frozen} {checkpointing}");
+    }
+}
+
+#[test]
+fn what_an_operation_keeps_anyway_stays() {
+    let numbers = |shape: &[usize], seed| random(shape, seed).to_dtype(DType::F32).unwrap();
+    let offload = Offload::new(&Device::Cpu).unwrap();
+    let tape = Tape::training().with_offload(Some(offload.clone()));
+    let waiting = || Arc::strong_count(&offload) - 2;
+    let x = tape.parameter(&weight(numbers(&[2, 6], 1), 0));
+    let m = tape.parameter(&weight(numbers(&[6], 2), 1));
+    let bias = tape.parameter(&weight(numbers(&[6], 3), 2));
+    let norms = numbers(&[6], 4);
+    let factor = (m.tensor() / &norms).unwrap();
+    // Without a bias it keeps what it gives, and with one what it was given.
+    for (bias, left) in [(None, 0), (Some(&bias), 1)] {
+        let scaled = tape.scale_columns(&x, &m, (&norms, &factor), bias).unwrap();
+        let scaled = tape.reshape(&scaled, (1, 2, 6)).unwrap();
+        let up = tape.reshape(&x, (1, 2, 6)).unwrap();
+        tape.glu(&scaled, &up, glu::Activation::Silu).unwrap();
+        assert_eq!(waiting(), left);
     }
 }
 

@@ -29,7 +29,7 @@ pub use optimizer::{
     AdafactorOptions, AdamOptions, AdamWOptions, LionOptions, MuonOptions, Optimizer,
     OptimizerPlacement, SgdOptions,
 };
-pub use options::{BestBy, Duration, MAX_STEPS, TrainOptions, total_steps};
+pub use options::{ActivationPlacement, BestBy, Duration, MAX_STEPS, TrainOptions, total_steps};
 pub use schedule::{LearningRate, MlxSchedule, Schedule, ScheduleOptions, Warmup};
 pub use task::Task;
 pub use teach::write_teacher;

@@ -21,6 +21,18 @@ pub enum Duration {
     Epochs(f64),
 }
 
+/// Where activations that only the backward pass reads wait for it. It changes no bit of what comes out.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum ActivationPlacement {
+    /// On the device.
+    #[default]
+    Device,
+    /// In the memory of the host (activation offloading), with CUDA in pinned memory, to which they are copied, and from which
+    /// they come, beside the device's work: with gradient checkpointing all that is kept of a layer, otherwise the queries,
+    /// keys and values of its attention and the gate of its MLP.
+    Host,
+}
+
 /// What makes an evaluation better than another.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -93,6 +105,8 @@ pub struct TrainOptions {
     /// Recompute each layer in the backward pass instead of storing its activations, but for what its
     /// attention gives.
     pub grad_checkpoint: bool,
+    /// Where what only the backward pass reads waits for it.
+    pub activation_placement: ActivationPlacement,
     /// Where dropout and samples get their random numbers from.
     pub seed: u64,
     /// Steps between reports.
@@ -133,6 +147,7 @@ impl TrainOptions {
             clip_norm: Some(1.0),
             skip_limit: 5,
             grad_checkpoint: false,
+            activation_placement: ActivationPlacement::default(),
             seed: 0,
             report_every: 10,
             eval_every: 200,

@@ -9,7 +9,7 @@ use super::lock::FolderLock;
 use super::metrics::{Metric, MetricsSink, Phase, Position};
 use super::objectives::MetricSums;
 use super::optimizer::{Home, OptimizerState, Rates};
-use super::options::TrainOptions;
+use super::options::{ActivationPlacement, TrainOptions};
 use super::references::{self, References};
 use super::saving::{Held, Saved, Saver, SavingFn, untold};
 use super::summing::{Summing, Tables};
@@ -26,6 +26,7 @@ use crate::turns::Turns;
 use crate::{Error, Result, files};
 use candle_core::Tensor;
 use metal_candle_kernels::devices;
+use metal_candle_kernels::offload::Offload;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -89,6 +90,8 @@ pub struct Trainer<'a> {
     /// What was computed of the reference: of the training data, and of the validation data.
     known: Vec<References>,
     gradients: Gradients,
+    /// Where activations wait, if that isn't the device.
+    offload: Option<Arc<Offload>>,
     batches: &'a Batcher,
     validation: Option<&'a Batcher>,
     options: TrainOptions,
@@ -167,6 +170,10 @@ impl<'a> Trainer<'a> {
             reference: None,
             known: Vec::new(),
             gradients: Gradients::new(parameters)?,
+            offload: match options.activation_placement {
+                ActivationPlacement::Device => None,
+                ActivationPlacement::Host => Some(Offload::new(model.device())?),
+            },
             batches,
             validation: None,
             options,
@@ -880,7 +887,10 @@ impl<'a> Trainer<'a> {
         let seed = SplitMix64::stream(self.options.seed, self.state.step)
             .next_u64()
             .wrapping_add(index as u64);
-        Tape::training().with_dropout(seed).with_checkpointing(self.options.grad_checkpoint)
+        Tape::training()
+            .with_dropout(seed)
+            .with_checkpointing(self.options.grad_checkpoint)
+            .with_offload(self.offload.clone())
     }
 
     /// Both passes of an objective of single tokens over the batches of a step.

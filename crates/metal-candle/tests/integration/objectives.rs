@@ -15,8 +15,8 @@ use metal_candle::train::objectives::{
     DistillOptions, DpoLoss, DpoOptions, KtoOptions, OrpoOptions, SimPoOptions,
 };
 use metal_candle::train::{
-    AdamWOptions, LearningRate, Metric, Objective, Optimizer, Outcome, SgdOptions, TrainOptions,
-    Trainer, evaluate, write_teacher,
+    ActivationPlacement, AdamWOptions, LearningRate, Metric, Objective, Optimizer, Outcome,
+    SgdOptions, TrainOptions, Trainer, evaluate, write_teacher,
 };
 use serde_json::Value;
 use std::collections::HashMap;
@@ -271,9 +271,13 @@ fn the_layout_of_batches_changes_nothing() {
             ("packed apart", packed_apart, options.clone()),
             ("accumulated", of_size(1), accumulated.clone()),
             (
-                "accumulated, checkpointed",
+                "accumulated, checkpointed, offloaded",
                 of_size(2),
-                TrainOptions { grad_checkpoint: true, ..accumulated },
+                TrainOptions {
+                    grad_checkpoint: true,
+                    activation_placement: ActivationPlacement::Host,
+                    ..accumulated
+                },
             ),
         ] {
             // The estimate of KTO's divergence follows the order of answers, which packing changes.

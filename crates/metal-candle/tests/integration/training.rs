@@ -9,9 +9,10 @@ use metal_candle::model::Model;
 use metal_candle::random::SplitMix64;
 use metal_candle::text::ChatTemplate;
 use metal_candle::train::{
-    AdafactorOptions, AdamOptions, AdamWOptions, FolderLock, JsonLines, LearningRate, LionOptions,
-    Metric, MetricsSink, MuonOptions, Optimizer, Outcome, Schedule, ScheduleOptions, SgdOptions,
-    Summary, TrainOptions, Trainer, Warmup, latest_checkpoint, metrics,
+    ActivationPlacement, AdafactorOptions, AdamOptions, AdamWOptions, FolderLock, JsonLines,
+    LearningRate, LionOptions, Metric, MetricsSink, MuonOptions, Optimizer, Outcome, Schedule,
+    ScheduleOptions, SgdOptions, Summary, TrainOptions, Trainer, Warmup, latest_checkpoint,
+    metrics,
 };
 use metal_candle::{Error, Result};
 use std::path::{Path, PathBuf};
@@ -675,6 +676,30 @@ fn gradient_checkpointing_changes_nothing_also_with_dropout() {
     assert!(largest_difference(&stored, &run(true, 1)) < 1e-6);
     // Another seed drops other inputs.
     assert!(largest_difference(&stored, &run(false, 2)) > 1e-4);
+}
+
+#[test]
+fn where_activations_wait_changes_no_bit() {
+    for dropout in [0.0, 0.3] {
+        let config = LoraConfig { rank: 4, alpha: 16.0, dropout, ..LoraConfig::default() };
+        // Of several lengths, and more than a batch a step.
+        let batches = batcher(dataset(24, 1), 3, true);
+        let run = |grad_checkpoint, activation_placement| {
+            let options = TrainOptions {
+                grad_checkpoint,
+                activation_placement,
+                grad_accumulation: 2,
+                save_every: 0,
+                ..options()
+            };
+            trained(options, &batches, &config)
+        };
+        for grad_checkpoint in [false, true] {
+            let [here, away] = [ActivationPlacement::Device, ActivationPlacement::Host]
+                .map(|placement| run(grad_checkpoint, placement));
+            assert_eq!(largest_difference(&here, &away), 0.0, "{dropout} {grad_checkpoint}");
+        }
+    }
 }
 
 #[test]
