@@ -10,8 +10,8 @@ use super::{
     DenseProjection, Dropout, GatedGradients, Lora, Output, Projection, SharedGradients, of_any,
 };
 use crate::backend::cuda::{
-    Array, CodesTerm, Cuda, MOST_SUMS, MOST_THIN_ROWS, Matrix, Module, Rows, Sum, Term,
-    ThinProduct, by_dtype, module, require_floats,
+    Array, CodesTerm, Cuda, MOST_SUMS, Matrix, Module, Rows, Sum, Term, ThinProduct, by_dtype,
+    module, require_floats,
 };
 use crate::backend::rows_and_columns;
 use crate::glu::Activation;
@@ -215,9 +215,11 @@ impl<'a> All<'a> {
                 };
                 let are_codes = weights.iter().any(|it| matches!(it, Frozen::Codes(_)));
                 let columns = outers.iter().copied();
+                let has_adapters = projections.iter().any(|projection| projection.lora.is_some());
+                let terms = if has_adapters { 2 } else { 1 };
                 inner > 0
                     && weights.iter().all(aligned)
-                    && cuda.takes_sums_of_products(dtype, rows, columns, 2, are_codes)?
+                    && cuda.takes_sums_of_products(dtype, rows, columns, terms, are_codes)?
             }
             None => false,
         };
@@ -348,7 +350,7 @@ pub(super) fn outputs(
     if few(rows, inner, projections) {
         return forward_few_rows(operation, &cuda, x, (rows, inner), projections, keeps_xa);
     }
-    if are_sooner_together(rows, projections)?
+    if are_sooner_together(rows, projections)
         && has_one_order(operation, x, inner, projections)?.iter().all(|has| *has)
     {
         let ys = in_one_order(operation, x, (rows, inner), projections)?;
@@ -386,22 +388,18 @@ pub(super) fn outputs(
 }
 
 /// Whether layers of few rows are computed sooner in one launch of [`Cuda::thin_products`] than by cuBLAS one after the
-/// other: on an H100, of 4096 and twice 1024 columns in 23 us instead of 57 for 64 rows, and in 32 instead of 43 for 256;
-/// of twice 14336 in 89 instead of 93 for 64, but in 131 instead of 103 for 256.
-fn are_sooner_together(rows: usize, projections: &[DenseProjection]) -> Result<bool> {
-    if projections.len() < 2 || projections.iter().any(|projection| projection.lora.is_some()) {
-        return Ok(false);
-    }
-    let widths = projections.iter().map(|projection| projection.weight.dim(0));
-    Ok(are_thin(rows, widths.sum::<Result<usize>>()?))
+/// other: on an H200, of 4096 and twice 1024 columns in 20 us instead of 54 for 64 rows, and of twice 14336 in 65 instead of
+/// 70.
+fn are_sooner_together(rows: usize, projections: &[DenseProjection]) -> bool {
+    let has_adapters = || projections.iter().any(|projection| projection.lora.is_some());
+    projections.len() > 1 && are_thin(rows) && !has_adapters()
 }
 
-/// Whether products of so many columns together are sooner by [`Cuda::thin_products`] than by
-/// [`Cuda::sums_of_products`]: those of 28672 columns take 131 and 102 us for 256 rows, and 96 and 109 for 128.
-fn are_thin(rows: usize, columns: usize) -> bool {
+/// Whether products of so many rows are sooner by [`Cuda::thin_products`] than by [`Cuda::sums_of_products`]: on an H200
+/// those of 4096 columns, 4096 deep, take 23 us by either for 128 rows, and 27 and 23 for 256.
+fn are_thin(rows: usize) -> bool {
     const FEW: usize = 128;
-    const WIDE: usize = 16384;
-    rows <= FEW || rows <= MOST_THIN_ROWS && columns <= WIDE
+    rows <= FEW
 }
 
 /// Of which layers [`in_one_order`] gives the outputs.
@@ -430,8 +428,7 @@ pub(super) fn in_one_order(
 ) -> Result<Vec<Tensor>> {
     let cuda = Cuda::of(x)?;
     let dtype = x.dtype();
-    let widths = projections.iter().map(|layer| layer.weight.dim(0)).collect::<Result<Vec<_>>>()?;
-    let is_thin = are_thin(rows, widths.iter().sum());
+    let is_thin = are_thin(rows);
     // Which kernel it is may not depend on how x lies.
     let aligned = |tensor: &Tensor| match cuda.rows_as(tensor, dtype)? {
         rows if rows.matrix.has_aligned_rows() => Ok(rows),
@@ -439,7 +436,8 @@ pub(super) fn in_one_order(
     };
     let x_rows = aligned(x)?;
     let (mut thin, mut sums, mut memory, mut ys) = (vec![], vec![], vec![], vec![]);
-    for (DenseProjection { weight, bias, .. }, columns) in projections.iter().zip(widths) {
+    for DenseProjection { weight, bias, .. } in projections {
+        let columns = weight.dim(0)?;
         require_floats(operation, &[*weight])?;
         let weight = aligned(weight)?;
         let bias = bias.map(|bias| bias_as(operation, &cuda, bias, dtype)).transpose()?;

@@ -37,7 +37,7 @@ pub(crate) use open::{count, free_memory, give_back, memory, open, reset_peak};
 pub(crate) use product::{CodesTerm, MOST_OUTPUTS as MOST_SUMS, Sum, TILE, Term};
 pub(crate) use recording::{Recorded, can_record, is_recording, next_part, refuse_in_recording};
 pub(crate) use rows::{ANY_THREADS, Parameter, RowPlan, a_block_a_row, any_groups};
-pub(crate) use thin_product::{MOST_ROWS as MOST_THIN_ROWS, ThinProduct};
+pub(crate) use thin_product::ThinProduct;
 pub(crate) use tma::TmaDescriptor;
 
 /// The device of some tensors.

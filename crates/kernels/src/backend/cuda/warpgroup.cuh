@@ -78,12 +78,16 @@ __device__ __forceinline__ void warpgroup_multiply_add(float (&c)[N / 8][4], con
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-#define REGISTERS_256                                                                              \
+#define REGISTERS_192                                                                              \
     REGISTERS_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, "  \
                   "%79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, "    \
-                  "%94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, " \
-                  "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, " \
-                  "%121, %122, %123, %124, %125, %126, %127"
+                  "%94, %95"
+#define REGISTERS_224                                                                              \
+    REGISTERS_192 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, "   \
+                  "%109, %110, %111"
+#define REGISTERS_256                                                                              \
+    REGISTERS_224 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, "     \
+                  "%124, %125, %126, %127"
 
 #define DEFINE_WARPGROUP_MULTIPLY_64(element, name)                                                \
     template <>                                                                                    \
@@ -119,17 +123,7 @@ __device__ __forceinline__ void warpgroup_multiply_add(float (&c)[N / 8][4], con
 DEFINE_WARPGROUP_MULTIPLY_64(bf16, "bf16")
 DEFINE_WARPGROUP_MULTIPLY_64(f16, "f16")
 
-#define DEFINE_WARPGROUP_MULTIPLY_128(element, name)                                               \
-    template <>                                                                                    \
-    __device__ __forceinline__ void warpgroup_multiply<element, 128>(                              \
-        float (&c)[128 / 8][4], uint64_t a, uint64_t b, bool add) {                                \
-        asm volatile("{\n.reg .pred p;\n"                                                          \
-                     "setp.ne.b32 p, %66, 0;\n"                                                    \
-                     "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name                  \
-                     " {" REGISTERS_128 "}, %64, %65, p, 1, 1, 0, 0;\n}\n"                         \
-                     : ACCUMULATORS_8(0), ACCUMULATORS_8(8)                                        \
-                     : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                \
-    }                                                                                              \
+#define DEFINE_WARPGROUP_MULTIPLY_ADD_128(element, name)                                           \
     template <>                                                                                    \
     __device__ __forceinline__ void warpgroup_multiply_add<element, 128>(                          \
         float (&c)[128 / 8][4], const uint32_t (&a)[4], uint64_t b) {                              \
@@ -140,25 +134,37 @@ DEFINE_WARPGROUP_MULTIPLY_64(f16, "f16")
                      : ACCUMULATORS_8(0), ACCUMULATORS_8(8)                                        \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                \
     }
-DEFINE_WARPGROUP_MULTIPLY_128(bf16, "bf16")
-DEFINE_WARPGROUP_MULTIPLY_128(f16, "f16")
+DEFINE_WARPGROUP_MULTIPLY_ADD_128(bf16, "bf16")
+DEFINE_WARPGROUP_MULTIPLY_ADD_128(f16, "f16")
 
-#define DEFINE_WARPGROUP_MULTIPLY_256(element, name, across, transposed)                          \
+#define ACCUMULATORS_128 ACCUMULATORS_8(0), ACCUMULATORS_8(8)
+#define ACCUMULATORS_192 ACCUMULATORS_128, ACCUMULATORS_8(16)
+#define ACCUMULATORS_224                                                                           \
+    ACCUMULATORS_192, ACCUMULATOR(24), ACCUMULATOR(25), ACCUMULATOR(26), ACCUMULATOR(27)
+#define ACCUMULATORS_256 ACCUMULATORS_192, ACCUMULATORS_8(24)
+
+/// Of `n` columns, whose accumulators are the operands before those of A and B, and `flag` comes after these.
+#define DEFINE_WARPGROUP_MULTIPLY(n, element, name, across, transposed, a_at, b_at, flag)          \
     template <>                                                                                    \
-    __device__ __forceinline__ void warpgroup_multiply<element, 256, across>(                 \
-        float (&c)[256 / 8][4], uint64_t a, uint64_t b, bool add) {                                \
+    __device__ __forceinline__ void warpgroup_multiply<element, n, across>(                        \
+        float (&c)[n / 8][4], uint64_t a, uint64_t b, bool add) {                                  \
         asm volatile("{\n.reg .pred p;\n"                                                          \
-                     "setp.ne.b32 p, %130, 0;\n"                                                   \
-                     "wgmma.mma_async.sync.aligned.m64n256k16.f32." name "." name                  \
-                     " {" REGISTERS_256 "}, %128, %129, p, 1, 1, 0, " transposed ";\n}\n"          \
-                     : ACCUMULATORS_8(0), ACCUMULATORS_8(8), ACCUMULATORS_8(16),                   \
-                       ACCUMULATORS_8(24)                                                          \
+                     "setp.ne.b32 p, %" flag ", 0;\n"                                              \
+                     "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." name "." name               \
+                     " {" REGISTERS_##n "}, %" a_at ", %" b_at ", p, 1, 1, 0, " transposed ";\n}\n" \
+                     : ACCUMULATORS_##n                                                            \
                      : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                \
     }
-DEFINE_WARPGROUP_MULTIPLY_256(bf16, "bf16", false, "0")
-DEFINE_WARPGROUP_MULTIPLY_256(bf16, "bf16", true, "1")
-DEFINE_WARPGROUP_MULTIPLY_256(f16, "f16", false, "0")
-DEFINE_WARPGROUP_MULTIPLY_256(f16, "f16", true, "1")
+#define DEFINE_WARPGROUP_MULTIPLIES(element, name)                                                 \
+    DEFINE_WARPGROUP_MULTIPLY(128, element, name, false, "0", "64", "65", "66")                    \
+    DEFINE_WARPGROUP_MULTIPLY(128, element, name, true, "1", "64", "65", "66")                     \
+    DEFINE_WARPGROUP_MULTIPLY(192, element, name, false, "0", "96", "97", "98")                    \
+    DEFINE_WARPGROUP_MULTIPLY(192, element, name, true, "1", "96", "97", "98")                     \
+    DEFINE_WARPGROUP_MULTIPLY(224, element, name, false, "0", "112", "113", "114")                 \
+    DEFINE_WARPGROUP_MULTIPLY(256, element, name, false, "0", "128", "129", "130")                 \
+    DEFINE_WARPGROUP_MULTIPLY(256, element, name, true, "1", "128", "129", "130")
+DEFINE_WARPGROUP_MULTIPLIES(bf16, "bf16")
+DEFINE_WARPGROUP_MULTIPLIES(f16, "f16")
 
 template <>
 __device__ __forceinline__ void warpgroup_multiply<e4m3, 256>(float (&c)[256 / 8][4], uint64_t a,

@@ -8,7 +8,8 @@
 //   C[n, m] = r[n]·c[m]·(A_0·B_0)[n, m] + Σ_t (A_t·B_t)[n, m] + bias[m]
 //
 // The tensor cores add up products of codes in fewer bits than an f32 has, about 14 of mantissa. Two blocks of a cluster, of 128 rows each, have a tile of
-// 256 by 256 of a C; they share its tiles of B, of which each brings one half to both. In a block, one
+// 256 by 256 of a C, or of fewer columns where tiles then come out even with the GPU's multiprocessors; they share its tiles of
+// B, of which each brings a part to both. In a block, one
 // thread of the first warpgroup has the tensor memory accelerator bring tiles of A and B, 64 deep, and two
 // warpgroups multiply 64 rows each. What lies beyond a matrix is zeros when it is read, and isn't written.
 #include "tma.cuh"
@@ -36,7 +37,7 @@ struct Products {
     int depths[MOST_TERMS];
     int count;        // of outputs
     int tiles_down;   // of 256 rows
-    int tiles_across; // of 256 columns, of all outputs
+    int tiles_across; // of all outputs
     int unused;
 };
 
@@ -44,17 +45,16 @@ struct Products {
 
 // Of a block.
 constexpr int ROWS = 128;
-constexpr int COLUMNS = 256;
 constexpr int DEPTH = 64;
 constexpr int CODES_DEPTH = 128;
-constexpr int STAGES = 4;
 
 constexpr int A_BYTES = ROWS * DEPTH * 2;
-constexpr int B_BYTES = COLUMNS * DEPTH * 2;
-constexpr int STAGE = A_BYTES + B_BYTES;
-/// Of 64 rows and 128 columns of C, in two panels of 64 columns.
-constexpr int OUT_BYTES = 64 * 128 * 2;
-constexpr int SCALES_BYTES = COLUMNS * 4;
+/// Of 64 columns of B, or of C, by 64.
+constexpr int PANEL = 64;
+constexpr int PANEL_BYTES = PANEL * 64 * 2;
+/// Of 64 rows and two panels of C.
+constexpr int OUT_BYTES = 2 * PANEL_BYTES;
+constexpr int SCALES_BYTES = 256 * 4;
 
 /// Rows of tiles whose tiles run at a time, so that what they read is in the cache.
 constexpr int GROUP = 8;
@@ -68,6 +68,7 @@ struct Place {
     int row, column, output;
 };
 
+template <int COLUMNS>
 __device__ __forceinline__ Place place_of(const Products &p, int tile, int block) {
     const int of_group = GROUP * p.tiles_across, group = tile / of_group;
     const int height = min(GROUP, p.tiles_down - group * GROUP);
@@ -80,10 +81,14 @@ __device__ __forceinline__ Place place_of(const Products &p, int tile, int block
     return {(2 * down + block) * ROWS, (across - p.outputs[output].first_tile) * COLUMNS, output};
 }
 
-/// B lies in rows of columns with `ACROSS`, and else in columns, along the depth. With `CODES`, the first term of
-/// each C is of codes, of which both lie along the depth.
-template <typename T, bool ACROSS, bool CODES>
+/// Of tiles of so many columns. B lies in rows of columns with `ACROSS`, and else in columns, along the depth. With `CODES`,
+/// the first term of each C is of codes, of which both lie along the depth.
+template <typename T, int COLUMNS, bool ACROSS, bool CODES>
 __device__ __forceinline__ void products(const Products &p) {
+    constexpr int STAGES = COLUMNS > 128 ? 4 : 6;
+    constexpr int B_BYTES = COLUMNS * DEPTH * 2, STAGE = A_BYTES + B_BYTES;
+    constexpr int PANELS = (COLUMNS + PANEL - 1) / PANEL;
+    static_assert(COLUMNS % 32 == 0 && (!ACROSS || COLUMNS % PANEL == 0) && (!CODES || COLUMNS == 256), "");
     extern __shared__ uint4 shared[];
     const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
     const uint32_t outs = base + STAGES * STAGE;
@@ -112,7 +117,7 @@ __device__ __forceinline__ void products(const Products &p) {
     if (warp < 4) {
         give_registers<40>();
         for (int tile = blockIdx.x / 2; threadIdx.x == 0 && tile < tiles; tile += clusters) {
-            const Place place = place_of(p, tile, block);
+            const Place place = place_of<COLUMNS>(p, tile, block);
             const Output &output = p.outputs[place.output];
             for (int t = output.first_term; t < output.first_term + output.terms; t++) {
                 const TermDescriptors &term = p.terms[t];
@@ -123,13 +128,19 @@ __device__ __forceinline__ void products(const Products &p) {
                     const uint32_t to = base + stage * STAGE, barrier = full + 8 * stage;
                     barrier_expect(barrier, STAGE);
                     load_box(to, term.a, k, place.row, barrier);
-                    const uint32_t half = to + A_BYTES + block * (B_BYTES / 2);
-                    const int column = place.column + block * (COLUMNS / 2);
                     if (ACROSS && !codes) {
-                        load_box_for_all<2>(half, term.b, column, k, barrier);
-                        load_box_for_all<2>(half + B_BYTES / 4, term.b, column + 64, k, barrier);
+                        constexpr int OF_FIRST = (PANELS + 1) / 2;
+                        const int end = block == 0 ? OF_FIRST : PANELS;
+#pragma unroll
+                        for (int i = 0; i < OF_FIRST; i++) {
+                            const int panel = block * OF_FIRST + i;
+                            if (panel < end)
+                                load_box_for_all<2>(to + A_BYTES + panel * PANEL_BYTES, term.b,
+                                                    place.column + panel * PANEL, k, barrier);
+                        }
                     } else {
-                        load_box_for_all<2>(half, term.b, k, column, barrier);
+                        load_box_for_all<2>(to + A_BYTES + block * (B_BYTES / 2), term.b, k,
+                                            place.column + block * (COLUMNS / 2), barrier);
                     }
                     advance();
                 }
@@ -151,7 +162,7 @@ __device__ __forceinline__ void products(const Products &p) {
         constexpr int A_STEP = 32 >> 4, B_STEP = (ACROSS ? 16 * 128 : 32) >> 4;
         float c[COLUMNS / 8][4];
         for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
-            const Place place = place_of(p, tile, block);
+            const Place place = place_of<COLUMNS>(p, tile, block);
             const Output &output = p.outputs[place.output];
             bool add = false;
             uint64_t a, b;
@@ -159,7 +170,7 @@ __device__ __forceinline__ void products(const Products &p) {
                 barrier_wait(full + 8 * stage, parity);
                 const uint32_t from = base + stage * STAGE;
                 a = describe_tile(from + half * (A_BYTES / 2), 0);
-                b = describe_tile(from + A_BYTES, B_BYTES / 4);
+                b = describe_tile(from + A_BYTES, PANEL_BYTES);
             };
             auto fence = [&]() {
                 warpgroup_hold(c);
@@ -177,7 +188,7 @@ __device__ __forceinline__ void products(const Products &p) {
             };
             int t = output.first_term;
             const int terms_end = t + output.terms;
-            if (CODES) {
+            if constexpr (CODES) {
                 const int row = place.row + half * 64 + warp % 4 * 16 + lane / 4;
                 const float upper = __ldg(output.row_scales + row), lower = __ldg(output.row_scales + row + 8);
                 // Beyond the depth there are zeros.
@@ -242,16 +253,20 @@ __device__ __forceinline__ void products(const Products &p) {
             const T *bias = static_cast<const T *>(output.bias);
             const int row = warp % 4 * 16 + lane % 16;
 #pragma unroll
-            for (int side = 0; side < 2; side++) {
+            for (int side = 0; side < (PANELS + 1) / 2; side++) {
+                // The last panel begins earlier where it wouldn't be whole; what it shares with another is the same.
+                auto start_of = [&](int panel) { return min((2 * side + panel) * PANEL, COLUMNS - PANEL); };
+                const int panels = min(2, PANELS - 2 * side);
                 // What lay there before has been read.
                 if (first) store_wait_read<0>();
                 named_barrier<128>(1 + half);
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
+                    if (j / 4 >= panels) continue;
                     uint32_t pairs[4];
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
-                        const int n = side * 16 + j * 2 + e;
+                        const int n = start_of(j / 4) / 8 + j % 4 * 2 + e;
                         const int column = place.column + n * 8 + lane % 4 * 2;
                         float low = 0.0f, high = 0.0f;
                         if (bias != nullptr && column < output.columns) {
@@ -262,7 +277,7 @@ __device__ __forceinline__ void products(const Products &p) {
                         pairs[2 * e + 1] = pack_pair<T>(c[n][2] + low, c[n][3] + high);
                     }
                     const int chunk = j % 4 * 2 + lane / 16;
-                    const uint32_t panel = out + j / 4 * (OUT_BYTES / 2);
+                    const uint32_t panel = out + j / 4 * PANEL_BYTES;
                     store_tiles(panel + row * 128 + ((chunk ^ (row & 7)) << 4), pairs);
                 }
                 fence_shared_writes();
@@ -270,9 +285,9 @@ __device__ __forceinline__ void products(const Products &p) {
                 if (first) {
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        const int column = place.column + side * 128 + i * 64;
-                        const uint32_t from = out + i * (OUT_BYTES / 2);
-                        if (column < output.columns)
+                        const int column = place.column + start_of(i);
+                        const uint32_t from = out + i * PANEL_BYTES;
+                        if (i < panels && column < output.columns)
                             store_box(p.c[place.output], column, place.row + half * 64, from);
                     }
                     store_commit();
@@ -291,17 +306,21 @@ __device__ __forceinline__ void products(const Products &p) {
 } // namespace
 
 #ifdef HOPPER
-#define PRODUCTS(name, element, across, codes)                                                     \
+#define PRODUCTS(name, element, columns, across, codes)                                            \
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                 \
         name(const __grid_constant__ Products p) {                                                 \
-        products<element, across, codes>(p);                                                       \
+        products<element, columns, across, codes>(p);                                              \
     }
-PRODUCTS(products_along_bf16, bf16, false, false)
-PRODUCTS(products_across_bf16, bf16, true, false)
-PRODUCTS(products_along_f16, f16, false, false)
-PRODUCTS(products_across_f16, f16, true, false)
-PRODUCTS(products_of_codes_along_bf16, bf16, false, true)
-PRODUCTS(products_of_codes_across_bf16, bf16, true, true)
-PRODUCTS(products_of_codes_along_f16, f16, false, true)
-PRODUCTS(products_of_codes_across_f16, f16, true, true)
+#define PRODUCTS_OF(element)                                                                       \
+    PRODUCTS(products_along_256_##element, element, 256, false, false)                             \
+    PRODUCTS(products_along_224_##element, element, 224, false, false)                             \
+    PRODUCTS(products_along_192_##element, element, 192, false, false)                             \
+    PRODUCTS(products_along_128_##element, element, 128, false, false)                             \
+    PRODUCTS(products_across_256_##element, element, 256, true, false)                             \
+    PRODUCTS(products_across_192_##element, element, 192, true, false)                             \
+    PRODUCTS(products_across_128_##element, element, 128, true, false)                             \
+    PRODUCTS(products_of_codes_along_256_##element, element, 256, false, true)                     \
+    PRODUCTS(products_of_codes_across_256_##element, element, 256, true, true)
+PRODUCTS_OF(bf16)
+PRODUCTS_OF(f16)
 #endif

@@ -1,6 +1,6 @@
 //! Sums of matrix products in one launch, where the GPU has what `kernel.cu` takes.
 
-use super::{Cuda, Matrix, Module, TmaDescriptor, module};
+use super::{Cuda, Matrix, Module, TmaDescriptor, by_dtype, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, bail};
 
@@ -12,16 +12,25 @@ pub(crate) const MOST_OUTPUTS: usize = 4;
 
 const THREADS: u32 = 384;
 
-/// A tile of a cluster of two blocks.
+/// Rows of a tile of a cluster of two blocks, and its columns at most.
 pub(crate) const TILE: usize = 256;
 
-/// Shared memory of a block, as the kernel lays it out: four stages, what is written, scales of columns, barriers, and
-/// what it takes to begin at a multiple of 1024 bytes.
-const SHARED: u32 = 4 * (48 << 10) + (32 << 10) + 1024 + 80 + 1024;
+/// Columns of a tile where B lies along the depth, and across it.
+const WIDTHS_ALONG: [usize; 4] = [256, 224, 192, 128];
+const WIDTHS_ACROSS: [usize; 3] = [256, 192, 128];
 
-/// The part of the GPU's time that has to go into elements of the outputs, in percent.
-const WORTHWHILE: usize = 75;
-/// The same where a term is of codes: nothing else multiplies these, and unpacking them costs far more.
+/// Columns that a tile could have in the time that it takes for its rows of A, and for beginning and ending: tiles of 128
+/// columns take 0.51 to 0.61 of the time of those of 256 (`cuda_speed_of_tilings`, H200).
+const OVERHEAD: usize = 24;
+
+/// What cuBLAS takes for products one after the other, measured there too: it computes so many percent of the elements that
+/// would be possible, but no product takes less than so many percent of a round of tiles, and adding to what is there takes
+/// so many.
+const OF_POSSIBLE: usize = 85;
+const LEAST_OF_ROUND: usize = 27;
+const ADDING: usize = 12;
+/// The part of the GPU's time that has to go into elements of the outputs where a term is of codes, in percent: nothing
+/// else multiplies these, and unpacking them costs far more.
 const WORTHWHILE_FOR_CODES: usize = 15;
 
 /// `a·b`: `a` `(rows, depth)` in rows, `b` `(depth, columns)`.
@@ -91,9 +100,56 @@ struct Products {
 // SAFETY: it is plain numbers, laid out as the kernel declares them.
 unsafe impl DeviceRepr for Products {}
 
+/// How outputs are cut into tiles.
+struct Tiling {
+    /// Columns of a tile.
+    width: usize,
+    /// What the GPU could compute of outputs meanwhile at best, in elements.
+    there: usize,
+}
+
+impl Tiling {
+    /// The soonest of these widths, for tiles of which so many are computed at once.
+    fn of(
+        rows: usize,
+        columns: impl Iterator<Item = usize> + Clone,
+        widths: &[usize],
+        at_once: usize,
+    ) -> Self {
+        let time = |width: usize| {
+            let across: usize = columns.clone().map(|columns| columns.div_ceil(width)).sum();
+            (rows.div_ceil(TILE) * across).div_ceil(at_once) * (width + OVERHEAD)
+        };
+        let width = widths.iter().copied().min_by_key(|width| time(*width)).unwrap_or(TILE);
+        let there = time(width) * at_once * TILE * TILE / (TILE + OVERHEAD);
+        Self { width, there }
+    }
+}
+
+/// What the GPU could compute of outputs at best, in elements, in the time in which cuBLAS gives outputs of so many terms each.
+fn one_after_the_other(
+    rows: usize,
+    columns: impl ExactSizeIterator<Item = usize>,
+    terms: usize,
+    at_once: usize,
+) -> usize {
+    let round = at_once * TILE * TILE;
+    let added = columns.len() * terms.saturating_sub(1) * round * ADDING / 100;
+    let least = round * LEAST_OF_ROUND / 100;
+    columns.map(|columns| (rows * columns * 100 / OF_POSSIBLE).max(least)).sum::<usize>() + added
+}
+
+/// Of a block, as the kernel lays it out: stages, what is written, scales of columns, barriers, and what it takes to begin
+/// at a multiple of 1024 bytes.
+fn shared_memory(width: usize) -> u32 {
+    let stages = if width > 128 { 4 } else { 6 };
+    let of_stage = (128 + width) * 64 * 2;
+    (stages * of_stage + (32 << 10) + 1024 + 16 * stages + 16 + 1024) as u32
+}
+
 impl Cuda<'_> {
     /// Whether [`Cuda::sums_of_products`] has kernels for sums of these numbers of columns, of so many
-    /// terms each, that of codes included where there `are_codes`, that keep the GPU busy.
+    /// terms each, that of codes included where there `are_codes`, that are sooner than products one after the other.
     pub(crate) fn takes_sums_of_products(
         &self,
         dtype: DType,
@@ -102,19 +158,21 @@ impl Cuda<'_> {
         terms: usize,
         are_codes: bool,
     ) -> Result<bool> {
-        let tiles =
-            rows.div_ceil(TILE) * columns.clone().map(|it| it.div_ceil(TILE)).sum::<usize>();
         let at_once = (self.multiprocessors()? / 2).max(1);
-        let there = tiles.div_ceil(at_once) * at_once * TILE * TILE;
-        let used = rows * columns.clone().sum::<usize>();
-        let worthwhile = if are_codes { WORTHWHILE_FOR_CODES } else { WORTHWHILE };
+        // A width that only one of both ways has is taken for little sooner.
+        let widths = if are_codes { &[TILE][..] } else { &WIDTHS_ACROSS };
+        let there = Tiling::of(rows, columns.clone(), widths, at_once).there;
+        let is_sooner = match are_codes {
+            true => 100 * rows * columns.clone().sum::<usize>() >= WORTHWHILE_FOR_CODES * there,
+            false => there <= one_after_the_other(rows, columns.clone(), terms, at_once),
+        };
         let fits = [DType::BF16, DType::F16].contains(&dtype)
             && rows > 0
             && terms > 0
             && columns.len() <= MOST_OUTPUTS
             && columns.len() * terms <= MOST_TERMS
             && columns.into_iter().all(|columns| columns > 0 && columns.is_multiple_of(8))
-            && 100 * used >= worthwhile * there
+            && is_sooner
             && i32::try_from(there).is_ok();
         Ok(fits && self.has_warpgroups()?)
     }
@@ -122,6 +180,17 @@ impl Cuda<'_> {
     /// The sums, in one launch. All `b` of terms are transposed, or none; all matrices have rows or, if transposed,
     /// columns that begin at 16 bytes.
     pub(crate) fn sums_of_products(&self, dtype: DType, rows: usize, sums: &[Sum]) -> Result<()> {
+        self.sums_in_tiles(dtype, rows, sums, None)
+    }
+
+    /// [`Self::sums_of_products`], in tiles of so many columns if they are given, which changes no bit.
+    fn sums_in_tiles(
+        &self,
+        dtype: DType,
+        rows: usize,
+        sums: &[Sum],
+        width: Option<usize>,
+    ) -> Result<()> {
         let mut all = Products { count: size(sums.len())?, ..Default::default() };
         let along = sums.iter().flat_map(|sum| &sum.terms).all(|term| term.b.is_transposed());
         let (mut terms, mut tiles) = (0, 0);
@@ -132,6 +201,16 @@ impl Cuda<'_> {
                 sums.len()
             )
         }
+        let at_once = (self.multiprocessors()? / 2).max(1);
+        let widths = match (of_codes > 0, along) {
+            (true, _) => &[TILE][..],
+            (false, true) => &WIDTHS_ALONG,
+            (false, false) => &WIDTHS_ACROSS,
+        };
+        let columns = sums.iter().map(|sum| sum.columns);
+        let width = width.unwrap_or_else(|| Tiling::of(rows, columns, widths, at_once).width);
+        // A block brings half of what lies along the depth, and panels of 64 columns of what lies across it.
+        let half = (width / 2) as u32;
         let terms_of = |sum: &Sum| sum.terms.len() + usize::from(sum.codes.is_some());
         if sums.len() > MOST_OUTPUTS || sums.iter().map(terms_of).sum::<usize>() > MOST_TERMS {
             bail!(
@@ -159,29 +238,20 @@ impl Cuda<'_> {
             for Term { a, b, depth } in &sum.terms {
                 all.terms[terms].a = descriptor(*a, dtype, [rows, *depth], [128, 64])?;
                 all.terms[terms].b = match along {
-                    true => descriptor(b.t(), dtype, [sum.columns, *depth], [128, 64])?,
+                    true => descriptor(b.t(), dtype, [sum.columns, *depth], [half, 64])?,
                     false => descriptor(*b, dtype, [*depth, sum.columns], [64, 64])?,
                 };
                 all.depths[terms] = size(*depth)?;
                 terms += 1;
             }
-            tiles += sum.columns.div_ceil(TILE);
+            tiles += sum.columns.div_ceil(width);
         }
         let down = rows.div_ceil(TILE);
         (all.tiles_down, all.tiles_across) = (size(down)?, size(tiles)?);
-        let name = match (of_codes > 0, along, dtype) {
-            (false, true, DType::BF16) => "products_along_bf16",
-            (false, false, DType::BF16) => "products_across_bf16",
-            (false, true, _) => "products_along_f16",
-            (false, false, _) => "products_across_f16",
-            (true, true, DType::BF16) => "products_of_codes_along_bf16",
-            (true, false, DType::BF16) => "products_of_codes_across_bf16",
-            (true, true, _) => "products_of_codes_along_f16",
-            (true, false, _) => "products_of_codes_across_f16",
-        };
-        let clusters = (down * tiles).min(self.multiprocessors()? / 2).max(1);
+        let clusters = (down * tiles).min(at_once).max(1);
         let grid = (2 * clusters as u32, 1, 1);
-        let launch = MODULE.launch(self, name, grid, THREADS, SHARED)?.overlapping();
+        let name = kernel(of_codes > 0, along, width, dtype)?;
+        let launch = MODULE.launch(self, name, grid, THREADS, shared_memory(width))?.overlapping();
         // SAFETY: as the kernel declares it; the caller holds what the pointers point into.
         unsafe {
             launch.with(|arguments| {
@@ -189,6 +259,24 @@ impl Cuda<'_> {
             })
         }
     }
+}
+
+/// The kernel for tiles of so many columns.
+fn kernel(of_codes: bool, along: bool, width: usize, dtype: DType) -> Result<&'static str> {
+    Ok(match (of_codes, along, width) {
+        (false, true, 256) => by_dtype!("products_along_256", dtype)?,
+        (false, true, 224) => by_dtype!("products_along_224", dtype)?,
+        (false, true, 192) => by_dtype!("products_along_192", dtype)?,
+        (false, true, 128) => by_dtype!("products_along_128", dtype)?,
+        (false, false, 256) => by_dtype!("products_across_256", dtype)?,
+        (false, false, 192) => by_dtype!("products_across_192", dtype)?,
+        (false, false, 128) => by_dtype!("products_across_128", dtype)?,
+        (true, true, 256) => by_dtype!("products_of_codes_along_256", dtype)?,
+        (true, false, 256) => by_dtype!("products_of_codes_across_256", dtype)?,
+        _ => {
+            bail!("metal-candle-kernels: a sum of products on CUDA has no tiles of {width} columns")
+        }
+    })
 }
 
 /// The TMA descriptor of a matrix of `rows` by `columns`, moved in such boxes.
