@@ -437,6 +437,51 @@ __device__ __forceinline__ void sum_parts(float (&sums)[COLUMNS], const float *p
     }
 }
 
+__device__ __forceinline__ void write_log_sum_exp(const Parameters &p, int64_t row, float best, float sum) {
+    if (p.log_sum_exp == nullptr) return;
+    const int head = row % p.heads;
+    const int64_t token = row / p.heads;
+    p.log_sum_exp[sum_row(p, token / p.queries, token % p.queries, head)] = log_of_sum(best, sum);
+}
+
+/// Combines up to FEW_PARTS parts of a row from part `first` on, by a warp, with the bits of combine_row; four columns
+/// are a lane's at a time.
+template <typename T>
+__device__ __forceinline__ void combine_few(const Parameters &p, int64_t row, int first, int count) {
+    const float2 *const sums = p.partial_sums + row * p.splits + first;
+    const float *const parts = p.partial_o + (row * p.splits + first) * p.head_dim;
+    const int lane = threadIdx.x % WARP;
+    const bool has_part = lane < count;
+    const float2 part = has_part ? sums[lane] : make_float2(-INFINITY, 0.0f);
+    const float best = warp_max(part.x), base = best == -INFINITY ? 0.0f : best;
+    const float weight = has_part ? exp2f(part.x - base) : 0.0f;
+    const float sum = warp_sum(weight * part.y);
+    if (lane == 0) write_log_sum_exp(p, row, best, sum);
+    const float inverse = inverse_of(sum);
+    // All lanes take part in handing weights around.
+    for (int start = 0; start < p.head_dim; start += 4 * WARP) {
+        const int column = start + lane * 4;
+        const bool inside = column < p.head_dim;
+        const float *const from = parts + (inside ? column : 0);
+        float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 2
+        for (int split = 0; split < count; split++) {
+            const float4 values = *reinterpret_cast<const float4 *>(from + split * p.head_dim);
+            const float of_part = __shfl_sync(FULL, weight, split);
+            four.x = fmaf(of_part, values.x, four.x);
+            four.y = fmaf(of_part, values.y, four.y);
+            four.z = fmaf(of_part, values.z, four.z);
+            four.w = fmaf(of_part, values.w, four.w);
+        }
+        if (!inside) continue;
+        T *const o = static_cast<T *>(p.o) + row * p.head_dim + column;
+        o[0] = from_float<T>(four.x * inverse);
+        o[1] = from_float<T>(four.y * inverse);
+        o[2] = from_float<T>(four.z * inverse);
+        o[3] = from_float<T>(four.w * inverse);
+    }
+}
+
 /// Combines `count` parts of a row from part `first` on, by a block of COMBINE_WARPS. Where there are many, each warp has
 /// every fourth: a row has always as many, so its bits stay the same.
 template <typename T>
@@ -460,12 +505,9 @@ __device__ __forceinline__ void combine_row(const Parameters &p, int64_t row, in
             sum = fmaf(weight, sums[split].y, sum);
         }
         sum = warp_sum(sum);
-        if (lane == 0) total = sum;
-        if (lane == 0 && p.log_sum_exp != nullptr) {
-            const int head = row % p.heads;
-            const int64_t token = row / p.heads;
-            p.log_sum_exp[sum_row(p, token / p.queries, token % p.queries, head)] =
-                log_of_sum(best, sum);
+        if (lane == 0) {
+            total = sum;
+            write_log_sum_exp(p, row, best, sum);
         }
     }
     __syncthreads();
@@ -497,12 +539,22 @@ __device__ __forceinline__ void combine_row(const Parameters &p, int64_t row, in
     }
 }
 
-/// Combines what the ranges that a query sees, but for its first key, gave a head.
-template <typename T>
-__device__ __forceinline__ void combine_query(const Parameters &p, int64_t row, int query) {
+/// The parts that the ranges which a query sees, but for its first key, gave.
+struct Parts {
+    int first, count;
+};
+
+__device__ __forceinline__ Parts parts_of(const Parameters &p, int query) {
     const int position = p.keys - p.queries + query - p.split_start;
     const int first = max(position - p.window + 1, 0) / p.split_keys;
-    combine_row<T>(p, row, first, position / p.split_keys - first + 1);
+    return {first, position / p.split_keys - first + 1};
+}
+
+/// Combines what they gave a head.
+template <typename T>
+__device__ __forceinline__ void combine_query(const Parameters &p, int64_t row, int query) {
+    const Parts parts = parts_of(p, query);
+    combine_row<T>(p, row, parts.first, parts.count);
 }
 
 template <typename T> __device__ __forceinline__ void combine_parts(const Parameters &p) {

@@ -12,6 +12,12 @@ use candle_core::{DType, Error, Result, Tensor, bail};
 
 static MODULE: Module = module!("paged");
 
+/// Blocks a multiprocessor, with a head each, from which on a block combines the ranges of several heads: COMBINE_WARPS in
+/// few_queries.cuh, of up to FEW_PARTS ranges.
+const MANY_COMBINED: usize = 16;
+const COMBINED_HEADS: usize = 4;
+const FEW_PARTS: usize = 8;
+
 /// The longest head that there is a kernel for.
 pub(super) const MOST_HEAD_DIM: usize = 256;
 
@@ -332,9 +338,17 @@ fn attend(
         let FewShape { warps, shared, .. } = shape;
         Ok(Kernel { name, threads: 32 * warps, shared, item_blocks: blocks_of(shape, queries) })
     };
-    let name = by_dtype!("paged_combine", dtype)?;
-    let shared = combine_shared(sequences.plan.most_ranges, head_dim);
-    let combine = Kernel { name, threads: 128, shared, item_blocks: heads };
+    let blocks = sequences.plan.items[SPLIT].room * heads;
+    let are_many = blocks >= MANY_COMBINED * call.cuda.multiprocessors()?;
+    let most_ranges = sequences.plan.most_ranges;
+    let combine = if are_many && most_ranges <= FEW_PARTS && head_dim.is_multiple_of(4) {
+        let name = by_dtype!("paged_combine_few", dtype)?;
+        Kernel { name, threads: 128, shared: 0, item_blocks: heads.div_ceil(COMBINED_HEADS) }
+    } else {
+        let name = by_dtype!("paged_combine", dtype)?;
+        let shared = combine_shared(most_ranges, head_dim);
+        Kernel { name, threads: 128, shared, item_blocks: heads }
+    };
     call.run(of_many, MANY, None)?;
     call.run(of_few(sequences.plan.most_few, FEW, None)?, FEW, None)?;
     call.run(of_few(1, SINGLE, new.as_ref())?, SINGLE, new.as_ref())?;

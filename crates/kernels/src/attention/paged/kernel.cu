@@ -348,6 +348,17 @@ __device__ __forceinline__ void paged_combine(const Parameters &given, const Pag
     });
 }
 
+/// The same of up to FEW_PARTS ranges, a head for each warp.
+template <typename T>
+__device__ __forceinline__ void paged_combine_few(const Parameters &given, const PagedBatch &batch) {
+    for_item<T, PagedKeys>(given, batch, [](const Parameters &p, const PagedKeys &, int query, int block) {
+        const int head = block * COMBINE_WARPS + threadIdx.x / WARP;
+        if (head >= p.heads) return;
+        const Parts parts = parts_of(p, query);
+        combine_few<T>(p, static_cast<int64_t>(query) * p.heads + head, parts.first, parts.count);
+    });
+}
+
 /// All keys for a tile of queries of a sequence with many.
 template <typename T, typename Keys, int D>
 __device__ __forceinline__ void paged_forward(const Parameters &given, const PagedBatch &batch) {
@@ -432,3 +443,4 @@ FOR_EACH_DTYPE(paged_plain, 128, PAGED_ARGUMENTS, (p, batch))
 FOR_EACH_DTYPE(rounded_plain_few, 128, PAGED_ARGUMENTS, (p, batch))
 FOR_EACH_DTYPE(rounded_plain, 128, PAGED_ARGUMENTS, (p, batch))
 FOR_EACH_DTYPE(paged_combine, 128, PAGED_ARGUMENTS, (p, batch))
+FOR_EACH_DTYPE(paged_combine_few, 128, PAGED_ARGUMENTS, (p, batch))

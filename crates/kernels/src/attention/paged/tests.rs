@@ -578,6 +578,39 @@ mod cuda {
         }
     }
 
+    /// Of enough sequences that blocks combine the ranges of several heads, few ranges and many.
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_many_sequences_give_the_bits_of_each_by_itself() {
+        let device = crate::testing::cuda();
+        let blocks = 20 * Cuda::on(&device).unwrap().multiprocessors().unwrap();
+        // Up to eight ranges of keys, and more.
+        for (heads, head_dim, longest) in [
+            ([24, 1], 64, 2000),
+            ([26, 2], 128, 1900),
+            ([43, 1], 80, 600),
+            ([61, 1], 33, 600),
+            ([37, 1], 256, 700),
+            ([24, 1], 64, 3000),
+        ] {
+            let length = |index: usize| (1 + index % 2, 200 + index * 61 % (longest - 200));
+            let sizes: Vec<_> = (0..blocks / heads[0]).map(length).collect();
+            let case = Case::new(&sizes, 16, heads, head_dim).scale(0.1);
+            let case = if head_dim == 80 { case.window(300) } else { case };
+            for (dtype, _) in PRECISIONS {
+                let case = case.to_dtype(dtype).to_device(&device);
+                let (together, mut first) = (here(&case.forward()), 0);
+                for (index, (queries, _)) in sizes.iter().enumerate() {
+                    if index % 7 == 0 {
+                        let alone = here(&case.only(&[index]).forward());
+                        assert_identical(&alone, &together.narrow(0, first, *queries).unwrap());
+                    }
+                    first += queries;
+                }
+            }
+        }
+    }
+
     #[test]
     #[ignore = "needs an NVIDIA GPU"]
     fn cuda_pieces_give_the_same_bits() {
