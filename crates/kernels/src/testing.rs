@@ -162,6 +162,19 @@ pub fn here(tensor: &Tensor) -> Tensor {
     tensor.to_device(&Device::Cpu).unwrap()
 }
 
+/// The least time that a round of work on the device takes, of so many, in seconds.
+#[cfg(feature = "cuda")]
+pub fn least_seconds(device: &Device, rounds: usize, work: impl Fn()) -> f64 {
+    let round = |_| {
+        device.synchronize().unwrap();
+        let start = std::time::Instant::now();
+        work();
+        device.synchronize().unwrap();
+        start.elapsed().as_secs_f64()
+    };
+    (0..rounds).map(round).fold(f64::INFINITY, f64::min)
+}
+
 /// A tensor of this shape, which has no element: a view, as Candle has no CUDA storage of nothing.
 #[cfg(feature = "cuda")]
 pub fn empty(shape: [usize; 2], dtype: DType, device: &Device) -> Tensor {

@@ -386,16 +386,12 @@ mod cuda {
                 let (adapters, of_rows) =
                     (case.adapters().unwrap(), Rows::new(&case.of_rows, &device).unwrap());
                 let layers: Vec<_> = case.ys.iter().enumerate().collect();
-                let mut best = f64::MAX;
-                for _ in 0..20 {
-                    device.synchronize().unwrap();
-                    let start = std::time::Instant::now();
+                let seconds = least_seconds(&device, 20, || {
                     for _ in 0..20 {
                         add_updates(&case.x, &layers, &adapters, &of_rows).unwrap();
                     }
-                    device.synchronize().unwrap();
-                    best = best.min(start.elapsed().as_secs_f64() / 20.0);
-                }
+                });
+                let best = seconds / 20.0;
                 let used = ranks.iter().take(rows.min(64)).sum::<usize>();
                 let bytes = outers.iter().map(|outer| 2 * used * (inner + outer)).sum::<usize>();
                 println!(

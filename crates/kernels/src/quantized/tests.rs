@@ -239,7 +239,6 @@ mod cuda {
     use crate::backend::cuda::Cuda;
     use crate::matmul::cuda::Adapter;
     use crate::quantized::cuda::{Layer, few_rows, takes};
-    use std::time::Instant;
 
     const SCALE: f64 = 1.7;
 
@@ -471,17 +470,12 @@ mod cuda {
                     (0..COPIES).map(|_| weight.to_device(&device).unwrap()).collect();
                 let size = weight.size_in_bytes() as f64;
                 let time = |run: &dyn Fn(&Quantized)| {
-                    let mut best = f64::INFINITY;
-                    for _ in 0..8 {
-                        cuda.stream.synchronize().unwrap();
-                        let start = Instant::now();
+                    let seconds = least_seconds(&device, 8, || {
                         for _ in 0..8 {
                             weights.iter().for_each(run);
                         }
-                        cuda.stream.synchronize().unwrap();
-                        best = best.min(start.elapsed().as_secs_f64());
-                    }
-                    best / (8 * COPIES) as f64
+                    });
+                    seconds / (8 * COPIES) as f64
                 };
                 let mut line = format!("{name:12} {shape:?}");
                 let dequantised = time(&|weight| drop(weight.dequantize(DType::BF16).unwrap()));

@@ -529,7 +529,6 @@ mod cuda {
     use super::*;
     use crate::backend::cuda::Cuda;
     use crate::recording::Recording;
-    use std::time::Instant;
 
     impl Case {
         fn to_device(&self, device: &Device) -> Case {
@@ -829,7 +828,6 @@ mod cuda {
     fn cuda_speed() {
         const COPIES: usize = 4;
         let device = crate::testing::cuda();
-        let cuda = Cuda::on(&device).unwrap();
         let ([heads, kv_heads], d, block) = ([32, 8], 128, 32);
         for (count, queries, keys) in [
             (1usize, 1usize, 1000usize),
@@ -868,17 +866,12 @@ mod cuda {
             let of_any = Sequences::new(&sequences, block, blocks, &device).unwrap();
             let options = Options { scale: 0.09, softcap: None, window: None };
             let time = |run: &dyn Fn(usize)| {
-                let mut best = f64::INFINITY;
-                for _ in 0..8 {
-                    cuda.stream.synchronize().unwrap();
-                    let start = Instant::now();
+                let seconds = least_seconds(&device, 8, || {
                     for _ in 0..4 {
                         (0..COPIES).for_each(run);
                     }
-                    cuda.stream.synchronize().unwrap();
-                    best = best.min(start.elapsed().as_secs_f64());
-                }
-                best / (4 * COPIES) as f64
+                });
+                seconds / (4 * COPIES) as f64
             };
             let paged = time(&|copy| {
                 let (k, v) = &pools[copy];

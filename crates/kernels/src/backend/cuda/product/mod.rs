@@ -148,6 +148,11 @@ fn shared_memory(width: usize) -> u32 {
 }
 
 impl Cuda<'_> {
+    /// A tile takes a cluster of two blocks, each of which has a multiprocessor.
+    fn tiles_at_once(&self) -> Result<usize> {
+        Ok((self.multiprocessors()? / 2).max(1))
+    }
+
     /// Whether [`Cuda::sums_of_products`] has kernels for sums of these numbers of columns, of so many
     /// terms each, that of codes included where there `are_codes`, that are sooner than products one after the other.
     pub(crate) fn takes_sums_of_products(
@@ -158,7 +163,7 @@ impl Cuda<'_> {
         terms: usize,
         are_codes: bool,
     ) -> Result<bool> {
-        let at_once = (self.multiprocessors()? / 2).max(1);
+        let at_once = self.tiles_at_once()?;
         // A width that only one of both ways has is taken for little sooner.
         let widths = if are_codes { &[TILE][..] } else { &WIDTHS_ACROSS };
         let there = Tiling::of(rows, columns.clone(), widths, at_once).there;
@@ -201,7 +206,7 @@ impl Cuda<'_> {
                 sums.len()
             )
         }
-        let at_once = (self.multiprocessors()? / 2).max(1);
+        let at_once = self.tiles_at_once()?;
         let widths = match (of_codes > 0, along) {
             (true, _) => &[TILE][..],
             (false, true) => &WIDTHS_ALONG,

@@ -1,7 +1,8 @@
 use super::*;
-use crate::testing::{assert_close, assert_identical, cuda, here, random, rounded, there};
+use crate::testing::{
+    assert_close, assert_identical, cuda, here, least_seconds, random, rounded, there,
+};
 use candle_core::{Device, Tensor};
-use std::time::Instant;
 
 /// `(columns, depths, bias)` of a sum.
 type Shape<'a> = (usize, &'a [usize], bool);
@@ -203,18 +204,13 @@ fn cuda_speed_of_tilings() {
             let gpu = Cuda::on(&device).unwrap();
             let x = gpu.rows(&x).unwrap();
             let time = |run: &dyn Fn(&[Tensor])| {
-                let mut best = f64::INFINITY;
-                let rounds = (200 / copies).max(1);
-                for _ in 0..4 {
-                    device.synchronize().unwrap();
-                    let start = Instant::now();
-                    for _ in 0..rounds {
+                let times = (200 / copies).max(1);
+                let seconds = least_seconds(&device, 4, || {
+                    for _ in 0..times {
                         weights.iter().for_each(|weights| run(weights));
                     }
-                    device.synchronize().unwrap();
-                    best = best.min(start.elapsed().as_secs_f64() / (rounds * copies) as f64);
-                }
-                best * 1e6
+                });
+                seconds / (times * copies) as f64 * 1e6
             };
             let in_tiles = |weights: &[Tensor], width: usize| {
                 let weights: Vec<_> = weights.iter().map(|it| gpu.rows(it).unwrap()).collect();
@@ -244,7 +240,7 @@ fn cuda_speed_of_tilings() {
                 format!("{width}: {time:.1}")
             });
             let all = columns.iter().copied();
-            let at_once = gpu.multiprocessors().unwrap() / 2;
+            let at_once = gpu.tiles_at_once().unwrap();
             let Tiling { width, there } = Tiling::of(rows, all.clone(), &WIDTHS_ALONG, at_once);
             let taken = match there <= one_after_the_other(rows, all, 1, at_once) {
                 true => width.to_string(),

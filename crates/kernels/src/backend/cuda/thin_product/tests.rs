@@ -1,8 +1,7 @@
 use super::super::{Sum, Term};
 use super::*;
-use crate::testing::{assert_close, assert_identical, cuda, here, random, rounded};
+use crate::testing::{assert_close, assert_identical, cuda, here, least_seconds, random, rounded};
 use candle_core::{Device, Tensor};
-use std::time::Instant;
 
 struct Case {
     x: Tensor,
@@ -143,18 +142,13 @@ fn cuda_speed_of_thin_products() {
                 }
             };
             let time = |run: &dyn Fn(&Case)| {
-                let mut best = f64::INFINITY;
-                for _ in 0..4 {
-                    device.synchronize().unwrap();
-                    let start = Instant::now();
-                    for _ in 0..(100 / copies).max(1) {
+                let times = (100 / copies).max(1);
+                let seconds = least_seconds(&device, 4, || {
+                    for _ in 0..times {
                         cases.iter().for_each(run);
                     }
-                    device.synchronize().unwrap();
-                    let calls = (100 / copies).max(1) * copies;
-                    best = best.min(start.elapsed().as_secs_f64() / calls as f64);
-                }
-                best * 1e6
+                });
+                seconds / (times * copies) as f64 * 1e6
             };
             let thin = time(&|case| drop(case.run(true)));
             let many = time(&|case| drop(case.run(false)));
