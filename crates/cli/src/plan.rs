@@ -221,12 +221,9 @@ pub fn memory(
     let again = hidden + (config.heads * config.head_dim) as u64;
     // Of one that isn't, what may wait elsewhere: queries, keys and values, and the gate.
     let apart = heads - (config.heads * config.head_dim) as u64 + config.intermediate_size as u64;
-    let (kept, elsewhere) = match settings.grad_checkpoint {
-        true => kept_and_elsewhere(settings.activation_placement, layers, [layer, 0, again]),
-        false => {
-            kept_and_elsewhere(settings.activation_placement, layers, [0, layer - apart, apart])
-        }
-    };
+    let parts =
+        if settings.grad_checkpoint { [layer, 0, again] } else { [0, layer - apart, apart] };
+    let (kept, elsewhere) = kept_and_elsewhere(settings.activation_placement, layers, parts);
     // The loss looks at some logits at a time, on a GPU at more of them.
     let most = if model.device().is_cpu() { 1 << 20 } else { 1 << 27 };
     let logits = (tokens * config.vocab_size as u64).min(most) * size_of::<f32>() as u64;

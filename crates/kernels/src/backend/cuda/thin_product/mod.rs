@@ -10,7 +10,7 @@ static MODULE: Module = module!("thin_product");
 /// Of one launch.
 const MOST_OUTPUTS: usize = 4;
 /// Rows of a launch.
-pub(crate) const MOST_ROWS: usize = 256;
+const MOST_ROWS: usize = 256;
 /// A tile, as the kernel has it.
 const COLUMNS: usize = 64;
 const DEPTH: usize = 64;
