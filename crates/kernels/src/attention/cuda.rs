@@ -31,6 +31,7 @@ pub(super) struct Parameters {
     pub dq_sums: u64,
     pub partial_o: u64,
     pub partial_sums: u64,
+    pub partial_keys: u64,
     pub q_strides: [i64; 3],
     pub k_strides: [i64; 3],
     pub v_strides: [i64; 3],
@@ -51,6 +52,7 @@ pub(super) struct Parameters {
     pub split_keys: i32,
     pub tiles: i32,
     pub stages: i32,
+    pub head_splits: i32,
 }
 
 // SAFETY: plain numbers, laid out as in C.
@@ -219,6 +221,8 @@ const HOPPER_COLUMNS: usize = 64;
 thread_local! {
     /// For tests: whether a Hopper device is used as an Ampere one.
     pub(super) static AMPERE_ONLY: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+    /// For tests: whether all heads of a group are together, however few blocks there are.
+    pub(super) static WHOLE_GROUPS: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
 /// The sizes of plain.cuh.
@@ -516,7 +520,7 @@ impl<'a> Call<'a> {
         log_sum_exp: &Tensor,
         d_o: &Tensor,
     ) -> Result<(Tensor, Tensor, Tensor)> {
-        let Sizes { batch, queries, keys, heads, kv_heads, .. } = self.sizes;
+        let Sizes { batch, queries, keys, heads, kv_heads, head_dim } = self.sizes;
         let (o, d_o) = (contiguous(&self.cuda, o)?, contiguous(&self.cuda, d_o)?);
         let log_sum_exp = self.cuda.contiguous(log_sum_exp)?;
         let dq = self.cuda.empty(&self.sizes.q_shape(), self.dtype)?;
@@ -550,11 +554,28 @@ impl<'a> Call<'a> {
                     + 4 * HOPPER_COLUMNS * 128
                     + 7 * 8
                     + 4;
+                let tiles_of_keys = keys.div_ceil(HOPPER_ROWS);
+                let splits = self.head_splits(batch * kv_heads * tiles_of_keys)?;
+                self.parameters.head_splits = splits as i32;
+                let parts = match splits {
+                    1 => None,
+                    _ => {
+                        let rows = batch * keys * kv_heads;
+                        Some(self.cuda.empty((splits, 2, rows, head_dim), DType::F32)?)
+                    }
+                };
+                self.parameters.partial_keys = parts.as_ref().map_or(0, |parts| parts.pointer);
                 let name = by_dtype!("attention_hopper_backward_at_once", self.dtype)?;
-                let grid = (batch * kv_heads, keys.div_ceil(HOPPER_ROWS), 1);
+                let grid = (splits * batch * kv_heads, tiles_of_keys, 1);
                 let shared = hopper_shared(128) + more;
                 self.run_hopper(name, grid, shared, [HOPPER_COLUMNS, HOPPER_ROWS])?;
-                drop((lowest, turns, sums));
+                if parts.is_some() {
+                    let name = by_dtype!("attention_backward_add_parts", self.dtype)?;
+                    let packs = 2 * dk.tensor.elem_count() / 4;
+                    let launch = self.prepare(name, (packs.div_ceil(256), 1, 1), 256, 0)?;
+                    self.launch(launch.overlapping())?;
+                }
+                drop((lowest, turns, sums, parts));
             }
             Kernels::Tiles(size) if size <= 128 && self.hopper()? => {
                 self.make_describable()?;
@@ -608,6 +629,19 @@ impl<'a> Call<'a> {
             }
         }
         Ok((dq.tensor, dk.tensor, dv.tensor))
+    }
+
+    /// Into how many parts the heads of a group are split, where there are `blocks` for tiles of keys: the most whose
+    /// blocks all have room on the GPU.
+    fn head_splits(&self, blocks: usize) -> Result<usize> {
+        #[cfg(test)]
+        if WHOLE_GROUPS.get() {
+            return Ok(1);
+        }
+        let Sizes { heads, kv_heads, .. } = self.sizes;
+        let (group, room) = (heads / kv_heads, self.cuda.multiprocessors()?);
+        let fits = |splits: &usize| group.is_multiple_of(*splits) && splits * blocks <= room;
+        Ok((1..=group).rev().find(fits).unwrap_or(1))
     }
 
     /// The lowest keys that queries and tiles of `size` of them see, which are written when asked for.

@@ -5,8 +5,9 @@
 // whenever blocks run. The first block writes where the others add, and the last one makes dq of the sum.
 //
 // No block waits for one that hasn't started: blocks number themselves as they start, those of early keys
-// first. All go over the queries from the last to the first, and over the heads of a group for each, so
-// that a block finds the tile that it comes to left by the one before.
+// first. All go over the queries from the last to the first, and over their heads of a group for each, so
+// that a block finds the tile that it comes to left by the one before. Where keys are too few for all
+// multiprocessors, blocks share the heads of a group, and what they give of dk and dv is added up after them.
 #pragma once
 
 #include "hopper.cuh"
@@ -41,6 +42,30 @@ __device__ __forceinline__ void start_sum(float *to, uint32_t from, int bytes, b
                      "r"(bytes)
                      : "memory");
     store_commit();
+}
+
+/// Writes a warp's rows of dk and dv of some heads, for `backward_add_parts`.
+template <typename Block, int N>
+__device__ __forceinline__ void store_part(const Block &block, int split, const float (&dk)[1][N][4],
+                                           const float (&dv)[1][N][4], int warp_row, int lane) {
+    const Parameters &p = block.p;
+    const int64_t all = static_cast<int64_t>(p.batch) * p.keys * p.kv_heads * p.head_dim;
+    float *const of_keys = p.partial_keys + 2 * split * all;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int key = block.first_row + warp_row + half * 8 + lane / 4;
+        if (key >= p.keys) continue;
+        const int64_t row = (static_cast<int64_t>(block.batch) * p.keys + key) * p.kv_heads + block.kv_head;
+        float *const to = of_keys + row * p.head_dim + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            if (n * 8 >= p.head_dim) break;
+            *reinterpret_cast<float2 *>(to + n * 8) =
+                make_float2(dk[0][n][half * 2] * p.scale, dk[0][n][half * 2 + 1] * p.scale);
+            *reinterpret_cast<float2 *>(to + all + n * 8) =
+                make_float2(dv[0][n][half * 2], dv[0][n][half * 2 + 1]);
+        }
+    }
 }
 
 template <typename T>
@@ -96,9 +121,11 @@ __device__ __forceinline__ void hopper_backward_at_once(const Parameters &p,
         *number = atomicAdd(p.turns, 1);
     }
     __syncthreads();
-    const int across = p.batch * p.kv_heads;
-    const Block block(p, *number % across, *number / across);
-    const int own = block.first_row / BM, group = block.end_head - block.first_head;
+    const int across = p.batch * p.kv_heads * p.head_splits, split = *number % p.head_splits;
+    Block block(p, *number % across / p.head_splits, *number / across);
+    const int own = block.first_row / BM, heads = (block.end_head - block.first_head) / p.head_splits;
+    block.first_head += split * heads;
+    block.end_head = block.first_head + heads;
 
     // Of the blocks that meet a tile, the first and the last. A tile that sees nothing has one, for zeros.
     const auto last_of = [&](int tile) {
@@ -112,11 +139,11 @@ __device__ __forceinline__ void hopper_backward_at_once(const Parameters &p,
         while (tile >= block.first_tile && first_of(tile) > own) tile--;
         return tile;
     };
-    // Of a step, the tile and the head of the group.
+    // Of a step, the tile, and which of the block's heads.
     int tile = met_from(block.end_tile - 1), head = 0;
-    const auto more = [&] { return head < group && tile >= block.first_tile; };
+    const auto more = [&] { return head < heads && tile >= block.first_tile; };
     const auto advance = [&] {
-        if (++head == group) {
+        if (++head == heads) {
             head = 0;
             tile = met_from(tile - 1);
         }
@@ -266,9 +293,26 @@ __device__ __forceinline__ void hopper_backward_at_once(const Parameters &p,
         if (lane == 0) barrier_arrive(empty(stage));
         next_stage<STAGES>(stage, parity);
     }
+    if (p.head_splits > 1) return store_part(block, split, dk, dv, warp_row, lane);
     // Both warpgroups have read k and v: their places serve for the results.
     named_barrier<128 * CONSUMERS>(3);
     block.store(shared, dk, dv, warp_row, lane);
+}
+
+/// Adds up the parts of dk and dv, in the order of their heads.
+template <typename T> __device__ __forceinline__ void backward_add_parts(const Parameters &p) {
+    follow_previous();
+    const int64_t packs = static_cast<int64_t>(p.batch) * p.keys * p.kv_heads * p.head_dim / 4;
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= 2 * packs) return;
+    const float4 *const parts = reinterpret_cast<const float4 *>(p.partial_keys) + i;
+    float4 sum = parts[0];
+    for (int split = 1; split < p.head_splits; split++) {
+        const float4 part = parts[split * 2 * packs];
+        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    T *const to = i < packs ? static_cast<T *>(p.dk) + 4 * i : static_cast<T *>(p.dv) + 4 * (i - packs);
+    *reinterpret_cast<uint2 *>(to) = make_uint2(pack_pair<T>(sum.x, sum.y), pack_pair<T>(sum.z, sum.w));
 }
 
 #endif

@@ -106,4 +106,12 @@ HOPPER_BACKWARD(f16, 128)
 
 HOPPER_KERNEL(backward_at_once_bf16) { hopper_backward_at_once<bf16>(p, descriptors); }
 HOPPER_KERNEL(backward_at_once_f16) { hopper_backward_at_once<f16>(p, descriptors); }
+
+#define BACKWARD_ADD_PARTS(element)                                                                \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        attention_backward_add_parts_##element(const __grid_constant__ Parameters p) {             \
+        backward_add_parts<element>(p);                                                            \
+    }
+BACKWARD_ADD_PARTS(bf16)
+BACKWARD_ADD_PARTS(f16)
 #endif

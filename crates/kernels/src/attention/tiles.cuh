@@ -34,6 +34,9 @@ struct Parameters {
     /// the last dimension: the largest score, in log2 units, and the sum.
     float *partial_o;
     float2 *partial_sums;
+    /// For hopper_backward.cuh, when head_splits isn't 1, (head_splits, 2, batch, keys, kv_heads, head_dim): the parts of
+    /// dk and dv that some of the heads give.
+    float *partial_keys;
     /// In elements, of batch, seq and heads.
     int64_t q_strides[3], k_strides[3], v_strides[3];
     int batch, queries, keys, heads, kv_heads, head_dim;
@@ -52,6 +55,8 @@ struct Parameters {
     int tiles;
     /// Tiles that the backward kernels hold at once, 1 or 2.
     int stages;
+    /// Blocks that share the heads of a group in hopper_backward.cuh: it divides how many a group has.
+    int head_splits;
 };
 
 /// How a product becomes a score, before `factor`: as it is, `tanh(inner·x)`, or `inner·x`, which
