@@ -104,8 +104,8 @@ fn with_dense<R>(
     projections: &[Projection],
     f: impl FnOnce(&[DenseProjection]) -> Result<R>,
 ) -> Result<R> {
-    let weights = projections.iter().map(|projection| projection.weight.to_dense(dtype));
-    let weights = weights.collect::<Result<Vec<_>>>()?;
+    let weights = projections.iter().map(|projection| projection.weight);
+    let weights = Weight::all_to_dense(weights, dtype)?;
     let projections = projections.iter().zip(&weights);
     let projections = projections.map(|(Projection { bias, lora, .. }, weight)| DenseProjection {
         weight,

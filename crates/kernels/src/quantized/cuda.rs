@@ -74,6 +74,26 @@ struct Packed {
 // SAFETY: it is plain numbers, laid out as the kernels declare them.
 unsafe impl DeviceRepr for Packed {}
 
+/// A matrix that is unpacked, as the kernels take it.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Unpacked {
+    weight: Packed,
+    to: u64,
+    elements: i64,
+    eights: i32,
+    unused: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct AllUnpacked {
+    at: [Unpacked; MOST],
+}
+
+// SAFETY: it is plain numbers, laid out as the kernels declare them.
+unsafe impl DeviceRepr for AllUnpacked {}
+
 /// A layer as the kernels take it.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
@@ -205,28 +225,55 @@ impl Ready {
 }
 
 pub(super) fn dequantize(matrix: &Quantized, dtype: DType) -> Result<Tensor> {
-    let cuda = Cuda::on(matrix.device())?;
-    let name = by_dtype!("dequantize", dtype)?;
-    let out = cuda.empty(matrix.shape, dtype)?;
-    let elements = matrix.elements();
-    if elements == 0 {
-        return Ok(out.tensor);
+    match dequantize_all(&[matrix], dtype)?.pop() {
+        Some(out) => Ok(out),
+        None => bail!("metal-candle-kernels: {OPERATION}: a matrix gave nothing"),
     }
-    let ready = Ready::new(&cuda, matrix)?;
-    // What remains beside whole eights is read one by one.
-    let eights = ready.in_eights(matrix, 8);
-    let threads = if eights { elements.div_ceil(8) } else { elements };
-    let blocks = threads.div_ceil(THREADS).min(16 * cuda.multiprocessors()?);
-    let launch = MODULE.launch(&cuda, name, (blocks as u32, 1, 1), THREADS as u32, 0)?;
-    let launch = launch.overlapping();
-    let (elements, eights) = (elements as i64, i32::from(eights));
-    // SAFETY: as the kernel declares them; the matrix has so many elements, and so has the result.
-    unsafe {
-        launch.with(|arguments| {
-            arguments.arg(&ready.packed).arg(&out.pointer).arg(&elements).arg(&eights);
-        })?;
+}
+
+/// The numbers of matrices on one device, of which a launch makes several.
+pub(super) fn dequantize_all(matrices: &[&Quantized], dtype: DType) -> Result<Vec<Tensor>> {
+    let mut outputs = Vec::with_capacity(matrices.len());
+    for together in matrices.chunks(MOST) {
+        let name = by_dtype!("dequantize", dtype)?;
+        let cuda = Cuda::on(together[0].device())?;
+        let (mut all, mut threads) = (AllUnpacked::default(), 0);
+        let mut weights = Vec::with_capacity(together.len());
+        for (matrix, place) in together.iter().zip(&mut all.at) {
+            let (elements, out) = (matrix.elements(), cuda.empty(matrix.shape, dtype)?);
+            if elements == 0 {
+                outputs.push(out.tensor);
+                continue;
+            }
+            let ready = Ready::new(&cuda, matrix)?;
+            // What remains beside whole eights is read one by one.
+            let eights = ready.in_eights(matrix, 8);
+            threads = threads.max(if eights { elements.div_ceil(8) } else { elements });
+            *place = Unpacked {
+                weight: ready.packed,
+                to: out.pointer,
+                elements: elements as i64,
+                eights: i32::from(eights),
+                unused: 0,
+            };
+            weights.push(ready);
+            outputs.push(out.tensor);
+        }
+        if threads == 0 {
+            continue;
+        }
+        let count = together.len();
+        let most = (16 * cuda.multiprocessors()?).div_ceil(count);
+        let grid = (threads.div_ceil(THREADS).min(most) as u32, count as u32, 1);
+        let launch = MODULE.launch(&cuda, name, grid, THREADS as u32, 0)?.overlapping();
+        // SAFETY: as the kernel declares it; each matrix has so many elements, and so has what it is written to.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&all);
+            })?;
+        }
     }
-    Ok(out.tensor)
+    Ok(outputs)
 }
 
 pub(super) fn rows(matrix: &Quantized, ids: &Tensor, dtype: DType) -> Result<Tensor> {

@@ -64,11 +64,28 @@ __device__ __forceinline__ void write_numbers(const Packed &q, int64_t first, in
         out[i] = from_float<T>(any_number(q, first + i, elements));
 }
 
-template <typename T>
-__device__ __forceinline__ void dequantize(const Packed &q, T *out, int64_t elements, int eights) {
+struct Unpacked {
+    Packed weight;
+    void *to;
+    int64_t elements;
+    int eights;
+    int unused;
+};
+
+/// Matrices of one launch, for each of which `blockIdx.y` has blocks.
+struct AllUnpacked {
+    Unpacked at[MOST];
+};
+
+template <typename T> __device__ __forceinline__ void dequantize(const AllUnpacked &all) {
+    const Unpacked &own = all.at[blockIdx.y];
+    const uint32_t start = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+    // The first codes come while the kernel before ends: the first thread with codes in a line of 128 bytes asks for it.
+    const int64_t first = static_cast<int64_t>(start) * own.weight.bits;
+    if (own.eights && first % 128 < own.weight.bits && start < own.elements / 8)
+        fetch_ahead(static_cast<const char *>(own.weight.codes) + first);
     follow_previous();
-    write_numbers(q, 0, elements, elements, out, blockIdx.x * blockDim.x + threadIdx.x,
-                  gridDim.x * blockDim.x, eights);
+    write_numbers(own.weight, 0, own.elements, own.elements, static_cast<T *>(own.to), start, step, own.eights);
 }
 
 /// A block has the row of an id; one that isn't below `outer` gives NaN.
@@ -87,9 +104,7 @@ __device__ __forceinline__ void quantized_rows(const Packed &q, const unsigned *
 
 } // namespace
 
-FOR_EACH_DTYPE(dequantize, THREADS,
-               (const __grid_constant__ Packed q, T *out, int64_t elements, int eights),
-               (q, out, elements, eights))
+FOR_EACH_DTYPE(dequantize, THREADS, (const __grid_constant__ AllUnpacked all), (all))
 FOR_EACH_DTYPE(quantized_rows, THREADS,
                (const __grid_constant__ Packed q, const unsigned *ids, T *out, int64_t outer,
                 int64_t inner, int eights),

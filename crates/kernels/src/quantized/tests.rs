@@ -255,11 +255,23 @@ mod cuda {
             sample(LEVELS[3], Kind::Plain(DType::BF16, true), (333, 1000), 1000, false),
             sample(LEVELS[6], Kind::Blocks { signed: true, offsets: false }, (512, 768), 16, false),
         ];
-        for matrix in matrices(false).chain(large) {
-            let low = matrix.to_device(&device).unwrap();
-            for (dtype, _) in PRECISIONS {
+        let all: Vec<_> = matrices(false).chain(large).collect();
+        let low: Vec<_> = all.iter().map(|matrix| matrix.to_device(&device).unwrap()).collect();
+        let dense = there(&random(&[3, 5], 1), &device);
+        for (dtype, _) in PRECISIONS {
+            for (matrix, low) in all.iter().zip(&low) {
                 let found = back(&low.dequantize(dtype).unwrap());
-                assert_same(&found, &matrix.dequantize(dtype).unwrap(), &name(&matrix));
+                assert_same(&found, &matrix.dequantize(dtype).unwrap(), &name(matrix));
+            }
+            // Several in a launch, and a dense one among them, which stays as it is.
+            let weights = || low.iter().rev().map(Weight::Quantized);
+            let with_dense =
+                weights().take(2).chain([Weight::Dense(&dense)]).chain(weights().skip(2));
+            let mut found = Weight::all_to_dense(with_dense, dtype).unwrap();
+            assert_identical(&found.remove(2), &dense);
+            assert_eq!(found.len(), all.len());
+            for (found, matrix) in found.iter().zip(all.iter().rev()) {
+                assert_same(&back(found), &matrix.dequantize(dtype).unwrap(), &name(matrix));
             }
         }
     }

@@ -52,6 +52,36 @@ impl<'a> Weight<'a> {
         }
     }
 
+    /// [`Self::to_dense`] of several, up to four on CUDA in one launch.
+    ///
+    /// # Errors
+    /// Like [`Self::to_dense`].
+    #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+    pub(crate) fn all_to_dense(
+        weights: impl Iterator<Item = Weight<'a>>,
+        dtype: DType,
+    ) -> Result<Vec<Cow<'a, Tensor>>> {
+        #[cfg(feature = "cuda")]
+        {
+            let on_cuda = |weight: &Weight<'a>| match weight {
+                Self::Quantized(packed) if packed.device().is_cuda() => Some(*packed),
+                _ => None,
+            };
+            let weights: Vec<_> = weights.collect();
+            let packed: Vec<_> = weights.iter().filter_map(on_cuda).collect();
+            let mut unpacked = super::cuda::dequantize_all(&packed, dtype)?.into_iter();
+            let dense = weights.into_iter().map(|weight| {
+                match on_cuda(&weight).and_then(|_| unpacked.next()) {
+                    Some(dense) => Ok(Cow::Owned(dense)),
+                    None => weight.to_dense(dtype),
+                }
+            });
+            dense.collect()
+        }
+        #[cfg(not(feature = "cuda"))]
+        weights.map(|weight| weight.to_dense(dtype)).collect()
+    }
+
     /// An error unless it is a matrix and where `x` is.
     pub(crate) fn require_beside(self, operation: &str, x: &Tensor) -> Result<()> {
         match self {
