@@ -557,13 +557,8 @@ impl<'a> Call<'a> {
                 let tiles_of_keys = keys.div_ceil(HOPPER_ROWS);
                 let splits = self.head_splits(batch * kv_heads * tiles_of_keys)?;
                 self.parameters.head_splits = splits as i32;
-                let parts = match splits {
-                    1 => None,
-                    _ => {
-                        let rows = batch * keys * kv_heads;
-                        Some(self.cuda.empty((splits, 2, rows, head_dim), DType::F32)?)
-                    }
-                };
+                let shape = (splits, 2, batch * keys * kv_heads, head_dim);
+                let parts = (splits > 1).then(|| self.cuda.empty(shape, DType::F32)).transpose()?;
                 self.parameters.partial_keys = parts.as_ref().map_or(0, |parts| parts.pointer);
                 let name = by_dtype!("attention_hopper_backward_at_once", self.dtype)?;
                 let grid = (splits * batch * kv_heads, tiles_of_keys, 1);

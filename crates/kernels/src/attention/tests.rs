@@ -346,7 +346,8 @@ mod cuda {
         assert_identical(&on_cpu(a), &on_cpu(b));
     }
 
-    /// Runs `task` with the kernels of the device, and with those that every device has.
+    /// Runs `task` with the kernels of the device, once more with the heads of a group together, and with those that every
+    /// device has.
     fn with_all_kernels(mut task: impl FnMut()) {
         use crate::attention::cuda::{AMPERE_ONLY, WHOLE_GROUPS};
         for (ampere, whole) in [(false, false), (false, true), (true, false)] {
