@@ -2,6 +2,7 @@
 
 use super::{Clip as Clipped, Step};
 use crate::backend::cuda::{Array, Cuda, Module, by_dtype, module};
+use crate::backend::require_dtype;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -11,6 +12,8 @@ static MODULE: Module = module!("flat");
 pub(crate) const THREADS: usize = 256;
 /// Vectors of a thread, as in `kernel.cu`.
 const AHEAD: usize = 2;
+/// Additions of a launch, as in `kernel.cu`.
+const MOST_ADDITIONS: usize = 32;
 /// Blocks that add up squares, at most: as many numbers are added up afterwards.
 const PARTS: usize = 1024;
 /// Blocks of a step, at most: what the multiprocessors of an H200 hold at once.
@@ -179,32 +182,90 @@ pub(crate) fn squares(cuda: &Cuda, grads: &Array) -> Result<(Array, i32)> {
     Ok((partial, parts as i32))
 }
 
-/// `dst` is contiguous.
-pub(super) fn accumulate(dst: &Tensor, src: &Tensor, scale: f64) -> Result<()> {
-    let cuda = Cuda::of(dst)?;
-    let (dst, src) = (cuda.strided(dst)?, cuda.contiguous(src)?);
-    let packed = dst.pointer.is_multiple_of(16)
-        && src.pointer.is_multiple_of(4 * src.dtype.size_in_bytes() as u64);
-    let name = if packed {
-        by_dtype!("accumulate", src.dtype)?
-    } else {
-        by_dtype!("accumulate_any", src.dtype)?
-    };
-    let count = dst.tensor.elem_count();
-    let vectors = count / if packed { 4 } else { 1 };
-    // The first block has what is left over, too.
-    let blocks = vectors.div_ceil(AHEAD * THREADS).max(count.min(1));
-    let Ok(blocks) = i32::try_from(blocks) else {
-        bail!("metal-candle-kernels: {count} elements are too many for one launch")
-    };
-    let launch =
-        MODULE.launch(&cuda, name, (blocks as u32, 1, 1), THREADS as u32, 0)?.overlapping();
-    let (count, scale) = (count as i64, scale as f32);
-    // SAFETY: both are contiguous and have so many elements.
-    unsafe {
-        launch.with(|arguments| {
-            arguments.arg(&dst.pointer).arg(&src.pointer).arg(&scale).arg(&count);
-        })
+/// Each `dst` is contiguous. What overlaps, and so has an order, isn't one launch.
+pub(super) fn accumulate(operation: &str, pairs: &[(&Tensor, &Tensor)], scale: f64) -> Result<()> {
+    let Some((first, _)) = pairs.first() else { return Ok(()) };
+    let cuda = Cuda::of(first)?;
+    let mut together = Additions::default();
+    for (dst, src) in pairs {
+        require_dtype(operation, "dst", dst, DType::F32)?;
+        let count = dst.elem_count();
+        let (dst, src) = (cuda.strided(dst)?, cuda.contiguous(src)?);
+        let packed = dst.pointer.is_multiple_of(16)
+            && src.pointer.is_multiple_of(4 * src.dtype.size_in_bytes() as u64);
+        let name = if packed {
+            by_dtype!("accumulate", src.dtype)?
+        } else {
+            by_dtype!("accumulate_any", src.dtype)?
+        };
+        let vectors = count.div_ceil(if packed { 4 } else { 1 });
+        let one = Addition { dst: dst.pointer, src: src.pointer, count: count as i64 };
+        if !together.takes(name, &one) {
+            std::mem::take(&mut together).launch(&cuda, scale)?;
+        }
+        together.name = name;
+        together.vectors = together.vectors.max(vectors);
+        together.at[together.arrays.len()] = one;
+        together.arrays.push([dst, src]);
+    }
+    together.launch(&cuda, scale)
+}
+
+/// A gradient and the part of a buffer that it is added to, as in `kernel.cu`.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct Addition {
+    dst: u64,
+    src: u64,
+    count: i64,
+}
+
+impl Addition {
+    fn overlaps(&self, other: &Self) -> bool {
+        let end = |one: &Self| one.dst + one.count as u64 * size_of::<f32>() as u64;
+        self.dst < end(other) && other.dst < end(self)
+    }
+}
+
+// SAFETY: it has the layout of the kernels' struct of that name.
+unsafe impl DeviceRepr for Addition {}
+
+/// What one launch adds.
+#[derive(Default)]
+struct Additions {
+    name: &'static str,
+    at: [Addition; MOST_ADDITIONS],
+    /// Vectors of the largest.
+    vectors: usize,
+    /// Holds the memory.
+    arrays: Vec<[Array; 2]>,
+}
+
+impl Additions {
+    fn takes(&self, name: &str, one: &Addition) -> bool {
+        let there = &self.at[..self.arrays.len()];
+        there.is_empty()
+            || there.len() < MOST_ADDITIONS
+                && self.name == name
+                && !there.iter().any(|other| other.overlaps(one))
+    }
+
+    fn launch(self, cuda: &Cuda, scale: f64) -> Result<()> {
+        if self.vectors == 0 {
+            return Ok(());
+        }
+        let Ok(blocks) = i32::try_from(self.vectors.div_ceil(AHEAD * THREADS)) else {
+            bail!("metal-candle-kernels: {} vectors are too many for one launch", self.vectors)
+        };
+        let grid = (blocks as u32, self.arrays.len() as u32, 1);
+        let launch = MODULE.launch(cuda, self.name, grid, THREADS as u32, 0)?.overlapping();
+        let scale = scale as f32;
+        // SAFETY: all are contiguous and have so many elements.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&self.at).arg(&scale);
+            })
+        }
     }
 }
 

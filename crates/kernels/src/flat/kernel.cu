@@ -50,6 +50,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) *out = result;
 }
 
+/// A gradient, of any dtype, and the part of a buffer that it is added to.
+struct Addition {
+    float *destination;
+    const void *source;
+    int64_t count;
+};
+
+constexpr int MOST_ADDITIONS = 32;
+
+/// Those of a launch, for each of which `blockIdx.y` has blocks.
+struct Additions {
+    Addition at[MOST_ADDITIONS];
+};
+
 /// `destination += factor·source`, by vectors of 4 or, where they don't fit, by elements.
 template <typename T, int VECTOR>
 __device__ __forceinline__ void add_to(float *destination, const T *source, float factor,
@@ -80,23 +94,22 @@ __device__ __forceinline__ void add_to(float *destination, const T *source, floa
         destination[i] += factor * to_float(source[i]);
 }
 
-template <typename T>
-__device__ __forceinline__ void accumulate(float *destination, const T *source, float factor,
-                                           int64_t count) {
+template <typename T, int VECTOR>
+__device__ __forceinline__ void add_own(const Additions &all, float factor) {
     follow_previous();
-    add_to<T, 4>(destination, source, factor, count);
+    const Addition &own = all.at[blockIdx.y];
+    add_to<T, VECTOR>(own.destination, static_cast<const T *>(own.source), factor, own.count);
 }
 
 template <typename T>
-__device__ __forceinline__ void accumulate_any(float *destination, const T *source, float factor,
-                                               int64_t count) {
-    follow_previous();
-    add_to<T, 1>(destination, source, factor, count);
+__device__ __forceinline__ void accumulate(const Additions &all, float factor) {
+    add_own<T, 4>(all, factor);
 }
 
-FOR_EACH_DTYPE(accumulate, THREADS,
-               (float *destination, const T *source, float factor, int64_t count),
-               (destination, source, factor, count))
-FOR_EACH_DTYPE(accumulate_any, THREADS,
-               (float *destination, const T *source, float factor, int64_t count),
-               (destination, source, factor, count))
+template <typename T>
+__device__ __forceinline__ void accumulate_any(const Additions &all, float factor) {
+    add_own<T, 1>(all, factor);
+}
+
+FOR_EACH_DTYPE(accumulate, THREADS, (const __grid_constant__ Additions all, float factor), (all, factor))
+FOR_EACH_DTYPE(accumulate_any, THREADS, (const __grid_constant__ Additions all, float factor), (all, factor))

@@ -232,20 +232,41 @@ pub fn norm(grads: &Tensor) -> Result<f64> {
 /// When shapes or dtypes don't fit, `dst` isn't contiguous, storage is shared, or the tensors aren't
 /// on one device.
 pub fn accumulate(dst: &Tensor, src: &Tensor, scale: f64) -> Result<()> {
+    accumulate_all(&[(dst, src)], scale)
+}
+
+/// [`accumulate`] for each `(dst, src)` in turn, with the same result, where no `src` shares storage with any `dst`; on CUDA
+/// many are one launch.
+///
+/// # Errors
+/// Like [`accumulate`], for the tensors of all pairs together.
+pub fn accumulate_all(pairs: &[(&Tensor, &Tensor)], scale: f64) -> Result<()> {
     const OPERATION: &str = "flat::accumulate";
-    require_together(OPERATION, &[dst, src])?;
-    require_shape(OPERATION, "src", src, dst.dims())?;
-    require_contiguous(OPERATION, "dst", dst)?;
-    require_separate(OPERATION, "dst and src", dst, src)?;
-    match dst.dtype() {
-        #[cfg(feature = "cuda")]
-        DType::F32 if dst.device().is_cuda() => cuda::accumulate(dst, src, scale),
-        #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
-        DType::F32 if crate::backend::metal::computes(dst) => metal::accumulate(dst, src, scale),
-        DType::F32 => accumulate_in::<f32>(OPERATION, dst, src, scale),
-        DType::F64 => accumulate_in::<f64>(OPERATION, dst, src, scale),
-        other => bail!("metal-candle-kernels: {OPERATION}: dst is {other:?}, expected F32 or F64"),
+    let all: Vec<&Tensor> = pairs.iter().flat_map(|(dst, src)| [*dst, *src]).collect();
+    require_together(OPERATION, &all)?;
+    for (dst, src) in pairs {
+        require_shape(OPERATION, "src", src, dst.dims())?;
+        require_contiguous(OPERATION, "dst", dst)?;
+        require_separate(OPERATION, "dst and src", dst, src)?;
     }
+    #[cfg(feature = "cuda")]
+    if pairs.first().is_some_and(|(dst, _)| dst.device().is_cuda()) {
+        return cuda::accumulate(OPERATION, pairs, scale);
+    }
+    for &(dst, src) in pairs {
+        match dst.dtype() {
+            #[cfg(any(feature = "metal", feature = "metal-emulation", test))]
+            DType::F32 if crate::backend::metal::computes(dst) => {
+                metal::accumulate(dst, src, scale)?;
+            }
+            DType::F32 => accumulate_in::<f32>(OPERATION, dst, src, scale)?,
+            DType::F64 => accumulate_in::<f64>(OPERATION, dst, src, scale)?,
+            other => {
+                bail!("metal-candle-kernels: {OPERATION}: dst is {other:?}, expected F32 or F64")
+            }
+        }
+    }
+    Ok(())
 }
 
 fn accumulate_in<A: Real>(

@@ -293,6 +293,42 @@ fn accumulate_adds_into_a_view() {
     }
 }
 
+/// More pairs of each dtype than a launch takes, some of which begin anywhere, and two of which overlap: the views of a
+/// buffer and what is added to them.
+fn additions(buffer: &Tensor) -> Vec<(Tensor, Tensor)> {
+    let places = (0..120).map(|i| match i {
+        20 => (20, 150, DType::BF16),
+        21 => (24, 150, DType::BF16),
+        i => {
+            let start = i * 100 + usize::from(i % 40 > 36);
+            (start, [1, 7, 64, 99][i % 4], [DType::BF16, DType::F16, DType::F32][i / 40])
+        }
+    });
+    let pair = |(i, (start, count, dtype))| {
+        let src = random(&[count, 1], i as u64).to_dtype(dtype).unwrap();
+        let dst = buffer.narrow(0, start, count).unwrap().reshape((count, 1)).unwrap();
+        (dst, src.to_device(buffer.device()).unwrap())
+    };
+    places.enumerate().map(pair).collect()
+}
+
+/// [`accumulate_all`] on this device gives what the CPU gives for one after the other.
+fn assert_adds_all(device: &Device) {
+    let [expected, found] =
+        [&Device::Cpu, device].map(|device| Tensor::ones(12_100, DType::F32, device).unwrap());
+    additions(&expected).iter().for_each(|(dst, src)| accumulate(dst, src, 0.5).unwrap());
+    let pairs = additions(&found);
+    let pairs: Vec<_> = pairs.iter().map(|(dst, src)| (dst, src)).collect();
+    accumulate_all(&pairs, 0.5).unwrap();
+    assert_eq!(values(&found.to_device(&Device::Cpu).unwrap()), values(&expected));
+}
+
+#[test]
+fn many_are_accumulated_as_one_after_the_other() {
+    assert_adds_all(&Device::Cpu);
+    accumulate_all(&[], 1.0).unwrap();
+}
+
 #[test]
 fn accumulating_what_does_not_fit_is_an_error() {
     let buffer = zeros(12, DType::F32);
@@ -348,6 +384,12 @@ mod cuda {
         let large = Tensor::new(&[3e30f32, 4e30], &device).unwrap();
         assert_eq!(norm(&large).unwrap() as f32, 5e30);
         assert_eq!(norm(&large.narrow(0, 0, 0).unwrap()).unwrap(), 0.0);
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_adds_many_as_one_after_the_other() {
+        assert_adds_all(&crate::testing::cuda());
     }
 
     #[test]

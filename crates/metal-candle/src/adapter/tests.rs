@@ -131,6 +131,10 @@ fn views_see_updates_and_gradients_add_up() {
     (&all).accept(ids[1], gradient.t().unwrap()).unwrap();
     (&all).accept(ids[1], gradient.to_dtype(DType::BF16).unwrap()).unwrap();
     assert_eq!(all.view(ids[1]).unwrap().to_vec2::<f32>().unwrap(), [[2.0, 5.0], [5.0, 8.0]]);
+    let of_bias = Tensor::new(&[1_f32, 2.0, 3.0], &device).unwrap();
+    let several = vec![(ids[1], gradient.clone()), (ids[0], of_bias), (ids[1], gradient)];
+    (&all).accept_all(several).unwrap();
+    assert_eq!(all.buffer().to_vec1::<f32>().unwrap(), [4.0, 9.0, 11.0, 16.0, 1.0, 2.0, 3.0]);
     all.clear().unwrap();
     assert_eq!(all.buffer().to_vec1::<f32>().unwrap(), [0.0; 7]);
     let wrong = Tensor::zeros(4, DType::F32, &device).unwrap();

@@ -37,11 +37,16 @@ impl Parameter {
     }
 }
 
-/// Receives the gradient of a parameter as soon as it is known, possibly in several parts that
+/// Receives the gradients of parameters in the order in which they are known, possibly in several parts that
 /// have to be added.
 pub trait GradientSink {
     /// Takes over one contribution to the gradient of `id`.
     fn accept(&mut self, id: ParameterId, gradient: Tensor) -> Result<()>;
+
+    /// Takes over several, in this order. A backward pass calls this with neighbouring small ones.
+    fn accept_all(&mut self, gradients: Vec<(ParameterId, Tensor)>) -> Result<()> {
+        gradients.into_iter().try_for_each(|(id, gradient)| self.accept(id, gradient))
+    }
 
     /// Takes over one contribution to the gradient of the table `id`, that of the rows that were looked up.
     fn accept_rows(&mut self, id: ParameterId, gradient: TableGradient) -> Result<()> {
@@ -519,8 +524,9 @@ impl Tape {
                 candle_core::Error::msg("backward from a value that no parameter feeds").into()
             );
         };
-        self.walk(vec![(slot, gradient)], sink, 0)?;
-        Ok(())
+        let mut pending = Pending::new(sink);
+        self.walk(vec![(slot, gradient)], &mut pending, 0)?;
+        pending.hand_over()
     }
 
     /// An input of a recomputed segment: a leaf whose gradient stays with the tape.
@@ -603,6 +609,50 @@ impl Tape {
             }
         }
         Ok(gradients)
+    }
+}
+
+/// Hands neighbouring small gradients over together, which takes their memory for so long.
+struct Pending<'a> {
+    sink: &'a mut dyn GradientSink,
+    gradients: Vec<(ParameterId, Tensor)>,
+    bytes: usize,
+}
+
+impl<'a> Pending<'a> {
+    const MOST: usize = 32;
+    const MOST_BYTES: usize = 8 << 20;
+
+    fn new(sink: &'a mut dyn GradientSink) -> Self {
+        Self { sink, gradients: Vec::new(), bytes: 0 }
+    }
+
+    fn hand_over(&mut self) -> Result<()> {
+        self.bytes = 0;
+        match std::mem::take(&mut self.gradients) {
+            none if none.is_empty() => Ok(()),
+            gradients => self.sink.accept_all(gradients),
+        }
+    }
+}
+
+impl GradientSink for Pending<'_> {
+    fn accept(&mut self, id: ParameterId, gradient: Tensor) -> Result<()> {
+        let bytes = gradient.elem_count() * gradient.dtype().size_in_bytes();
+        if self.gradients.len() == Self::MOST || self.bytes + bytes > Self::MOST_BYTES {
+            self.hand_over()?;
+        }
+        self.bytes += bytes;
+        self.gradients.push((id, gradient));
+        match bytes < Self::MOST_BYTES {
+            true => Ok(()),
+            false => self.hand_over(),
+        }
+    }
+
+    fn accept_rows(&mut self, id: ParameterId, gradient: TableGradient) -> Result<()> {
+        self.hand_over()?;
+        self.sink.accept_rows(id, gradient)
     }
 }
 

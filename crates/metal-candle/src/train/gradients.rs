@@ -212,6 +212,17 @@ impl GradientSink for &Gradients {
         self.add(id, |place| Ok(flat::accumulate(place, &gradient, 1.0)?))
     }
 
+    fn accept_all(&mut self, gradients: Vec<(ParameterId, Tensor)>) -> Result<()> {
+        if self.parts.is_some() {
+            return gradients.into_iter().try_for_each(|(id, gradient)| self.accept(id, gradient));
+        }
+        let places: Vec<Tensor> =
+            gradients.iter().map(|(id, _)| self.view(*id)).collect::<Result<_>>()?;
+        let gradients = gradients.iter().map(|(_, gradient)| gradient);
+        let pairs: Vec<(&Tensor, &Tensor)> = places.iter().zip(gradients).collect();
+        Ok(flat::accumulate_all(&pairs, 1.0)?)
+    }
+
     fn accept_rows(&mut self, id: ParameterId, gradient: TableGradient) -> Result<()> {
         self.add(id, |place| Ok(embedding::accumulate(place, &gradient.rows, &gradient.ids)?))
     }

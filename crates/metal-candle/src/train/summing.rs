@@ -235,6 +235,13 @@ impl GradientSink for Summing<'_> {
         (&mut &*self.gradients).accept(id, gradient)
     }
 
+    fn accept_all(&mut self, gradients: Vec<(ParameterId, Tensor)>) -> Result<()> {
+        match self.is_last_pass && self.waits_for().is_some() {
+            true => gradients.into_iter().try_for_each(|(id, gradient)| self.accept(id, gradient)),
+            false => (&mut &*self.gradients).accept_all(gradients),
+        }
+    }
+
     fn accept_rows(&mut self, id: ParameterId, gradient: TableGradient) -> Result<()> {
         let Some(rows) = self.rows.as_mut().filter(|rows| rows.id == id) else {
             return (&mut &*self.gradients).accept_rows(id, gradient);
