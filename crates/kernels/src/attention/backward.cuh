@@ -18,8 +18,9 @@ enum Role { QUERIES, KEYS, KEYS_FIRST, KEYS_SECOND };
 constexpr int backward_rows(int d) { return d <= 128 ? 128 : 64; }
 constexpr int backward_columns(int d) { return d <= 128 ? 64 : 32; }
 
-/// `scaled_sums` and `corrections`, a warp 32 neighbouring queries of a head.
+/// `scaled_sums` and `corrections`, a warp 32 neighbouring queries of a head, and zeros for `turns`, if there are such.
 template <typename T> __device__ __forceinline__ void backward_rows_sums(const Parameters &p) {
+    follow_previous();
     constexpr int N = Pack<T>::N;
     const int lane = threadIdx.x % WARP;
     const int64_t unit = static_cast<int64_t>(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
@@ -27,6 +28,10 @@ template <typename T> __device__ __forceinline__ void backward_rows_sums(const P
     const int head = unit % p.heads, tile = unit / p.heads % tiles;
     const int64_t batch = unit / p.heads / tiles;
     if (batch >= p.batch) return;
+    if (p.turns != nullptr && lane == 0) {
+        p.turns[1 + unit] = 0;
+        if (unit == 0) p.turns[0] = 0;
+    }
     const int first = tile * WARP, queries = min(p.queries - first, WARP);
     const int64_t distance = static_cast<int64_t>(p.heads) * p.head_dim;
     const int64_t start = query_row(p, batch, first, head) * p.head_dim;

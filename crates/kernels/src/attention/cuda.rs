@@ -319,7 +319,8 @@ impl<'a> Call<'a> {
                 "metal-candle-kernels: attention on CUDA: a grid of {x} x {y} x {z} blocks is too large"
             )
         }
-        MODULE.launch(&self.cuda, name, (x as u32, y as u32, z as u32), block, shared)
+        let grid = (x as u32, y as u32, z as u32);
+        Ok(MODULE.launch(&self.cuda, name, grid, block, shared)?.overlapping())
     }
 
     fn run(
@@ -500,7 +501,7 @@ impl<'a> Call<'a> {
         let splits = self.parameters.splits as usize;
         let grid = (self.few_blocks(shape), splits, 1);
         let threads = 32 * warps as u32;
-        let few = self.prepare(name, grid, threads, shared as u32)?.overlapping();
+        let few = self.prepare(name, grid, threads, shared as u32)?;
         if splits == 1 {
             return self.launch(few);
         }
@@ -511,7 +512,7 @@ impl<'a> Call<'a> {
         self.launch(few)?;
         let combine = by_dtype!("combine_parts", self.dtype)?;
         let (grid, shared) = ((batch * queries * heads, 1, 1), combine_shared(splits, head_dim));
-        self.launch(self.prepare(combine, grid, 128, shared as u32)?.overlapping())
+        self.launch(self.prepare(combine, grid, 128, shared as u32)?)
     }
 
     pub(super) fn backward(
@@ -537,17 +538,24 @@ impl<'a> Call<'a> {
         parameters.dv = dv.pointer;
         parameters.scaled_sums = sums.pointer;
         parameters.corrections = sums.pointer + 4 * rows as u64;
-        let name = by_dtype!("backward_rows_sums", self.dtype)?;
+        let at_once = matches!(self.kernels, Kernels::Tiles(96 | 128))
+            && self.parameters.mode != CAPPED
+            && self.hopper()?;
         let warps = batch * heads * queries.div_ceil(32);
+        // The kernel sets it to zero, where it has anything to do; tiles are no more than warps.
+        let turns = at_once.then(|| self.cuda.empty(1 + warps, DType::U32)).transpose()?;
+        if let (Some(turns), 0) = (&turns, warps) {
+            self.cuda.clear(turns)?;
+        }
+        self.parameters.turns = turns.as_ref().map_or(0, |turns| turns.pointer);
+        let name = by_dtype!("backward_rows_sums", self.dtype)?;
         self.run(name, (warps.div_ceil(8), 1, 1), 256, 0)?;
         match self.kernels {
-            Kernels::Tiles(96 | 128) if self.parameters.mode != CAPPED && self.hopper()? => {
+            Kernels::Tiles(_) if at_once => {
                 self.make_describable()?;
                 let lowest = self.tile_ranges(HOPPER_COLUMNS)?;
                 let tiles = batch * heads * queries.div_ceil(HOPPER_COLUMNS);
-                let turns = self.cuda.zeros(1 + tiles, DType::U32)?;
                 let sums = self.cuda.empty(tiles * HOPPER_COLUMNS * 128, DType::F32)?;
-                self.parameters.turns = turns.pointer;
                 self.parameters.dq_sums = sums.pointer;
                 // Twice the gradients of a tile's scores, its part of dq, seven barriers and a number.
                 let more = 2 * tile_bytes(HOPPER_ROWS, HOPPER_COLUMNS)
@@ -567,10 +575,9 @@ impl<'a> Call<'a> {
                 if parts.is_some() {
                     let name = by_dtype!("attention_backward_add_parts", self.dtype)?;
                     let packs = 2 * dk.tensor.elem_count() / 4;
-                    let launch = self.prepare(name, (packs.div_ceil(256), 1, 1), 256, 0)?;
-                    self.launch(launch.overlapping())?;
+                    self.run(name, (packs.div_ceil(256), 1, 1), 256, 0)?;
                 }
-                drop((lowest, turns, sums, parts));
+                drop((lowest, sums, parts));
             }
             Kernels::Tiles(size) if size <= 128 && self.hopper()? => {
                 self.make_describable()?;

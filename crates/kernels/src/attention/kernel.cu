@@ -9,6 +9,7 @@
 #define FORWARD(element, d)                                                                        \
     extern "C" __global__ void __launch_bounds__(128)                                              \
         attention_forward_##element##_##d(const __grid_constant__ Parameters p) {                  \
+        follow_previous();                                                                         \
         forward_tiles<element, d, (d) <= 128 ? 2 : 1, 4>(p);                                       \
     }
 FOR_EACH_TILE_KERNEL(FORWARD)
@@ -16,6 +17,7 @@ FOR_EACH_TILE_KERNEL(FORWARD)
 #define BACKWARD_QUERIES(element, d)                                                               \
     extern "C" __global__ void __launch_bounds__(backward_rows(d) * 2, 1)                          \
         attention_backward_queries_##element##_##d(const __grid_constant__ Parameters p) {         \
+        follow_previous();                                                                         \
         backward_tiles<element, d, QUERIES>(p);                                                    \
     }
 FOR_EACH_TILE_KERNEL(BACKWARD_QUERIES)
@@ -24,6 +26,7 @@ FOR_EACH_TILE_KERNEL(BACKWARD_QUERIES)
 #define BACKWARD_KEYS(element, d)                                                                  \
     extern "C" __global__ void __launch_bounds__(backward_rows(d) * 2, 1)                          \
         attention_backward_keys_##element##_##d(const __grid_constant__ Parameters p) {            \
+        follow_previous();                                                                         \
         if constexpr ((d) <= 128) {                                                                \
             backward_tiles<element, d, KEYS>(p);                                                   \
         } else if (blockIdx.z == 0) {                                                              \
@@ -38,6 +41,7 @@ FOR_EACH_DTYPE(backward_rows_sums, 256, (const __grid_constant__ Parameters p), 
 
 extern "C" __global__ void __launch_bounds__(256)
     attention_backward_tile_ranges(const __grid_constant__ Parameters p, int size) {
+    follow_previous();
     backward_tile_ranges(p, size);
 }
 
@@ -61,14 +65,17 @@ FOR_EACH_DTYPE(combine_parts, 128, (const __grid_constant__ Parameters p), (p))
 #define PLAIN(element, columns)                                                                    \
     extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1)                                 \
         plain_forward_##columns##_##element(const __grid_constant__ Parameters p) {                \
+        follow_previous();                                                                         \
         plain_forward<element, columns>(p);                                                        \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1)                                 \
         plain_backward_queries_##columns##_##element(const __grid_constant__ Parameters p) {       \
+        follow_previous();                                                                         \
         plain_backward<element, columns, QUERIES>(p);                                              \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 1)                                 \
         plain_backward_keys_##columns##_##element(const __grid_constant__ Parameters p) {          \
+        follow_previous();                                                                         \
         plain_backward<element, columns, KEYS>(p);                                                 \
     }
 using f32 = float;
@@ -86,7 +93,10 @@ PLAIN(f16, 128)
                                 const __grid_constant__ TmaDescriptors descriptors)
 
 #define HOPPER_FORWARD(element, d)                                                                 \
-    HOPPER_KERNEL(forward_##element##_##d) { hopper_forward<element, d>(p, descriptors); }
+    HOPPER_KERNEL(forward_##element##_##d) {                                                       \
+        follow_previous();                                                                         \
+        hopper_forward<element, d>(p, descriptors);                                                \
+    }
 HOPPER_FORWARD(bf16, 64)
 HOPPER_FORWARD(bf16, 128)
 HOPPER_FORWARD(bf16, 256)
@@ -96,16 +106,25 @@ HOPPER_FORWARD(f16, 256)
 
 #define HOPPER_BACKWARD(element, d)                                                                \
     HOPPER_KERNEL(backward_queries_##element##_##d) {                                              \
-        hopper_backward<element, d, QUERIES>(p, descriptors);                                             \
+        follow_previous();                                                                         \
+        hopper_backward<element, d, QUERIES>(p, descriptors);                                      \
     }                                                                                              \
-    HOPPER_KERNEL(backward_keys_##element##_##d) { hopper_backward<element, d, KEYS>(p, descriptors); }
+    HOPPER_KERNEL(backward_keys_##element##_##d) {                                                 \
+        follow_previous();                                                                         \
+        hopper_backward<element, d, KEYS>(p, descriptors);                                         \
+    }
 HOPPER_BACKWARD(bf16, 64)
 HOPPER_BACKWARD(bf16, 128)
 HOPPER_BACKWARD(f16, 64)
 HOPPER_BACKWARD(f16, 128)
 
-HOPPER_KERNEL(backward_at_once_bf16) { hopper_backward_at_once<bf16>(p, descriptors); }
-HOPPER_KERNEL(backward_at_once_f16) { hopper_backward_at_once<f16>(p, descriptors); }
+#define HOPPER_BACKWARD_AT_ONCE(element)                                                           \
+    HOPPER_KERNEL(backward_at_once_##element) {                                                    \
+        follow_previous();                                                                         \
+        hopper_backward_at_once<element>(p, descriptors);                                          \
+    }
+HOPPER_BACKWARD_AT_ONCE(bf16)
+HOPPER_BACKWARD_AT_ONCE(f16)
 
 #define BACKWARD_ADD_PARTS(element)                                                                \
     extern "C" __global__ void __launch_bounds__(256)                                              \

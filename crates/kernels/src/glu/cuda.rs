@@ -126,7 +126,7 @@ fn launch_backward(
     }
     let plan = Plan::new([&gate, &up, d_out])?;
     let name = if plan.packed { packed } else { any };
-    let launch = MODULE.launch(cuda, name, (plan.grid, 1, 1), plan.block, 0)?;
+    let launch = MODULE.launch(cuda, name, (plan.grid, 1, 1), plan.block, 0)?.overlapping();
     let activation = activation.code() as i32;
     let [of_gate, of_up, out] = results.map(|array| array.map_or(0, |array| array.pointer));
     // SAFETY: as in `forward`; what isn't needed is null.

@@ -106,6 +106,7 @@ __device__ __forceinline__ void backward(const T *gate, const T *up, const T *d_
                                          T *dup, T *out, int64_t columns, int64_t gate_stride,
                                          int64_t up_stride, int64_t d_out_stride, int chunks,
                                          int activation) {
+    follow_previous();
     const Stretch s = stretch(chunks);
     gate += s.row * gate_stride;
     up += s.row * up_stride;

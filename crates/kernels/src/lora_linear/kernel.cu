@@ -30,10 +30,20 @@ constexpr int AHEAD = 4;
 
 /// Block `(b, s)` copies every gridDim.x-th part of segment s.
 template <typename T> __device__ __forceinline__ void pack(const Segments &segments) {
-    follow_previous();
     const Segment &segment = segments.at[blockIdx.y];
     const int columns = segment.columns, count = segment.height * columns;
     const int step = gridDim.x * THREADS;
+    // Adapters have been there for long: their first lines come nearer while the kernel before ends.
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+        const int i = blockIdx.x * THREADS + threadIdx.x + k * step;
+        if (i >= count) break;
+        const int row = i / columns;
+        const int64_t from = row * segment.from_row + (i - row * columns) * segment.from_column;
+        if (segment.single && from % (128 / int(sizeof(float))) == 0 && row < segment.rows)
+            fetch_ahead(static_cast<const float *>(segment.from) + from);
+    }
+    follow_previous();
     for (int first = blockIdx.x * THREADS + threadIdx.x; first < count; first += AHEAD * step) {
         float values[AHEAD];
         int64_t to[AHEAD];
