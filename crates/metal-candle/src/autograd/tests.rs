@@ -1,6 +1,8 @@
 //! The tape by itself, and the whole of it against Candle's own gradients.
 
-use super::{LoraValues, Matrix, Parameter, ParameterId, ProjectionValues, Tape, Value};
+use super::{
+    GradientSink, LoraValues, Matrix, Parameter, ParameterId, ProjectionValues, Tape, Value,
+};
 use crate::Result;
 use crate::random::SplitMix64;
 use candle_core::{DType, Device, Tensor, Var};
@@ -387,6 +389,55 @@ fn a_segment_whose_parameters_are_inside_has_a_node_though_its_input_is_frozen()
     let y = tape.segment(&[&x], segment).unwrap().remove(0);
     let root = weighted_sum(&tape, &y);
     assert_eq!(backward(tape, &root).len(), 1);
+}
+
+/// What came together.
+#[derive(Default)]
+struct Arrivals(Vec<Vec<usize>>);
+
+impl GradientSink for Arrivals {
+    fn accept(&mut self, id: ParameterId, gradient: Tensor) -> Result<()> {
+        self.accept_all(vec![(id, gradient)])
+    }
+
+    fn accept_all(&mut self, gradients: Vec<(ParameterId, Tensor)>) -> Result<()> {
+        self.0.push(gradients.iter().map(|(id, _)| id.0).collect());
+        Ok(())
+    }
+}
+
+#[test]
+fn small_gradients_are_handed_over_together_and_all_in_one_order() {
+    const LARGE: usize = 75;
+    let arrivals = |checkpointing: bool| {
+        let tape = Tape::training().with_checkpointing(checkpointing);
+        let mut x = tape.constant(random(&[1, 2], 1));
+        for id in 0..80 {
+            let outer = if id == LARGE { 1 << 19 } else { 2 };
+            let parameter = weight(random(&[outer, 2], 2), id);
+            // Those within segments don't overtake those after them.
+            let segment: super::Segment = Arc::new(move |tape: &Tape, inputs: &[Value]| {
+                let y = tape.linear(&inputs[0], &tape.parameter(&parameter), None)?;
+                let first = y.tensor().narrow(1, 0, 2)?.contiguous()?;
+                let pad = move |dy: Tensor| Ok(vec![Some(dy.pad_with_zeros(1, 0, outer - 2)?)]);
+                Ok(vec![tape.push(&[&y], first, pad)])
+            });
+            x = match id % 10 < 5 {
+                true => tape.segment(&[&x], segment).unwrap().remove(0),
+                false => segment(&tape, &[x]).unwrap().remove(0),
+            };
+        }
+        let root = weighted_sum(&tape, &x);
+        let mut arrivals = Arrivals::default();
+        tape.backward(&root, 1.0, &mut arrivals).unwrap();
+        arrivals.0
+    };
+    for checkpointing in [false, true] {
+        let arrivals = arrivals(checkpointing);
+        assert!(arrivals.concat().into_iter().eq((0..80).rev()), "{arrivals:?}");
+        let counts: Vec<usize> = arrivals.iter().map(Vec::len).collect();
+        assert_eq!(counts, [80 - LARGE - 1, 1, 32, 32, LARGE - 64]);
+    }
 }
 
 #[test]
