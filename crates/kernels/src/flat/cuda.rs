@@ -199,7 +199,7 @@ pub(super) fn accumulate(operation: &str, pairs: &[(&Tensor, &Tensor)], scale: f
             by_dtype!("accumulate_any", src.dtype)?
         };
         let vectors = count.div_ceil(if packed { 4 } else { 1 });
-        let one = Addition { dst: dst.pointer, src: src.pointer, count: count as i64 };
+        let one = Addition { destination: dst.pointer, source: src.pointer, count: count as i64 };
         if !together.takes(name, &one) {
             std::mem::take(&mut together).launch(&cuda, scale)?;
         }
@@ -215,15 +215,15 @@ pub(super) fn accumulate(operation: &str, pairs: &[(&Tensor, &Tensor)], scale: f
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct Addition {
-    dst: u64,
-    src: u64,
+    destination: u64,
+    source: u64,
     count: i64,
 }
 
 impl Addition {
     fn overlaps(&self, other: &Self) -> bool {
-        let end = |one: &Self| one.dst + one.count as u64 * size_of::<f32>() as u64;
-        self.dst < end(other) && other.dst < end(self)
+        let end = |one: &Self| one.destination + one.count as u64 * size_of::<f32>() as u64;
+        self.destination < end(other) && other.destination < end(self)
     }
 }
 
