@@ -330,7 +330,13 @@ impl<'a> Call<'a> {
         block: u32,
         shared: usize,
     ) -> Result<()> {
-        self.launch(self.prepare(name, grid, block, shared as u32)?)
+        let launch = self.prepare(name, grid, block, shared as u32)?;
+        // SAFETY: the kernel takes the parameters, which describe arrays that this call holds.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&self.parameters);
+            })
+        }
     }
 
     /// Copies what is expanded, which TMA descriptors can't say.
@@ -381,15 +387,6 @@ impl<'a> Call<'a> {
         unsafe {
             launch.with(|arguments| {
                 arguments.arg(&self.parameters).arg(&descriptors);
-            })
-        }
-    }
-
-    fn launch(&self, launch: Launch) -> Result<()> {
-        // SAFETY: the kernel takes the parameters, which describe arrays that this call holds.
-        unsafe {
-            launch.with(|arguments| {
-                arguments.arg(&self.parameters);
             })
         }
     }
@@ -501,18 +498,17 @@ impl<'a> Call<'a> {
         let splits = self.parameters.splits as usize;
         let grid = (self.few_blocks(shape), splits, 1);
         let threads = 32 * warps as u32;
-        let few = self.prepare(name, grid, threads, shared as u32)?;
         if splits == 1 {
-            return self.launch(few);
+            return self.run(name, grid, threads, shared);
         }
         let partial_o = self.cuda.empty((batch, queries, heads, splits, head_dim), DType::F32)?;
         let partial_sums = self.cuda.empty((batch, queries, heads, splits, 2), DType::F32)?;
         self.parameters.partial_o = partial_o.pointer;
         self.parameters.partial_sums = partial_sums.pointer;
-        self.launch(few)?;
+        self.run(name, grid, threads, shared)?;
         let combine = by_dtype!("combine_parts", self.dtype)?;
         let (grid, shared) = ((batch * queries * heads, 1, 1), combine_shared(splits, head_dim));
-        self.launch(self.prepare(combine, grid, 128, shared as u32)?)
+        self.run(combine, grid, 128, shared)
     }
 
     pub(super) fn backward(
