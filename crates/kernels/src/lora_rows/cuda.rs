@@ -1,6 +1,6 @@
 //! Low-rank adapters of rows on CUDA, see `kernel.cu`.
 
-use super::{Adapters, Factors, OPERATION, RANKS, Rows, Target};
+use super::{Adapters, Factors, ITEM_NUMBERS, OPERATION, RANKS, Rows, Target};
 use crate::backend::cpu::collapsed_rows;
 use crate::backend::cuda::{Array, Cuda, Module, by_dtype, is_recording, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
@@ -9,12 +9,19 @@ use std::sync::Arc;
 
 static MODULE: Module = module!("lora_rows");
 
-/// The depth of a part of x·A.
-const SPLIT: usize = 1024;
-/// Columns that a block has at a time.
-const UP_COLUMNS: usize = 256;
-/// Blocks that keep a GPU busy; where there would be more, they have columns in turns.
-const UP_BLOCKS: usize = 1200;
+/// The depth of a part of x·A is at most this, and a multiple of that.
+const MOST_DEPTH: usize = 4096;
+const DEPTH: usize = 256;
+/// Ranks and threads of a block of the first product, and the bytes of its operands.
+const DOWN_RANKS: usize = 16;
+const DOWN_THREADS: u32 = 256;
+const DOWN_SHARED: u32 = 6 * 4 * 16 * DOWN_THREADS;
+/// Columns that a block of the second product has at a time, and the same of it.
+const UP_BLOCK_COLUMNS: usize = 128;
+const UP_THREADS: u32 = 128;
+const UP_SHARED: u32 = 4 * 6 * 16 * UP_THREADS;
+/// Blocks that a multiprocessor of Hopper holds of it, and how many turns they have at most.
+const UP_BLOCKS: usize = 4;
 const MOST_TURNS: usize = 8;
 const PLAIN_THREADS: usize = 128;
 /// Layers of a launch.
@@ -35,7 +42,6 @@ struct RowLayer {
 
 /// As in `kernel.cu`.
 #[repr(C)]
-#[derive(Clone, Copy, Default)]
 struct LoraRows {
     x: u64,
     numbers: u64,
@@ -49,6 +55,8 @@ struct LoraRows {
     items: i32,
     count: i32,
     layer_count: i32,
+    part_count: i32,
+    split: i32,
     turns: i32,
     unused: i32,
     layers: [RowLayer; MOST_LAYERS],
@@ -57,18 +65,10 @@ struct LoraRows {
 // SAFETY: plain numbers, laid out as in C.
 unsafe impl DeviceRepr for LoraRows {}
 
-/// What the blocks of a launch are of: where such items are among the numbers, and which of the counts that
-/// `Rows::numbers` begin with is theirs.
-#[derive(Clone, Copy)]
-struct Blocks {
-    start: usize,
-    count: usize,
-}
-
-const ITEMS: usize = 0;
-const LARGE_ITEMS: usize = 1;
+/// Which of the counts that `Rows::numbers` begin with is that of a launch's blocks.
+const ITEMS: i32 = 0;
 /// Single rows that have an adapter.
-const PLACES: usize = 2;
+const PLACES: i32 = 1;
 
 /// What `RowFactors` in `kernel.cu` says of every adapter for every layer.
 pub(super) fn table(factors: &[Option<Arc<Factors>>], device: &Device) -> Result<Tensor> {
@@ -144,10 +144,14 @@ impl Call<'_> {
         let Call { cuda, x, inner, targets, adapters, rows } = *self;
         let dtype = x.dtype;
         let plan = &rows.plan;
+        // There is room for so many.
+        let items = (rows.numbers.len() - plan.items) / ITEM_NUMBERS;
         let most_rank = targets.iter().map(|target| target.sizes.most_rank).max().unwrap_or(0);
         let pitch = most_rank.next_multiple_of(RANKS);
-        let splits = inner.div_ceil(SPLIT);
-        let parts = cuda.empty((splits, targets.len(), plan.places, pitch), DType::F32)?;
+        // They follow from the depth alone, so a row has the same sums in any company.
+        let part_count = inner.div_ceil(MOST_DEPTH).max(1);
+        let split = inner.div_ceil(part_count).next_multiple_of(DEPTH);
+        let parts = cuda.empty((part_count, targets.len(), plan.places, pitch), DType::F32)?;
         let mut layers = [RowLayer::default(); MOST_LAYERS];
         let mut ys = Vec::with_capacity(targets.len());
         for (layer, target) in layers.iter_mut().zip(targets) {
@@ -164,9 +168,11 @@ impl Call<'_> {
             ys.push(y);
         }
         let widest = targets.iter().map(|target| target.sizes.outer).max().unwrap_or(0);
-        let columns = widest.div_ceil(UP_COLUMNS);
-        let blocks = plan.items.room * columns * targets.len();
-        let turns = (blocks / UP_BLOCKS).clamp(1, MOST_TURNS);
+        let columns: usize =
+            targets.iter().map(|target| target.sizes.outer.div_ceil(UP_BLOCK_COLUMNS)).sum();
+        // Where there are more than a GPU holds at once.
+        let turns = (items * columns).div_ceil(UP_BLOCKS * cuda.multiprocessors()?);
+        let turns = turns.next_power_of_two().min(MOST_TURNS);
         let all = LoraRows {
             x: x.pointer,
             numbers: numbers.pointer,
@@ -177,47 +183,36 @@ impl Call<'_> {
             pitch: number(pitch)?,
             order: number(plan.order)?,
             adapters: number(plan.adapters)?,
-            items: 0,
-            count: 0,
+            items: number(plan.items)?,
+            count: if in_tiles { ITEMS } else { PLACES },
             layer_count: number(targets.len())?,
+            part_count: number(part_count)?,
+            split: number(split)?,
             turns: number(turns)?,
             unused: 0,
             layers,
         };
         if !in_tiles {
-            let (of, threads) = (Blocks { start: 0, count: PLACES }, PLAIN_THREADS as u32);
+            let threads = PLAIN_THREADS as u32;
             let columns = widest.div_ceil(PLAIN_THREADS);
-            self.launch(&all, by_dtype!("plain_down", dtype)?, [plan.places, splits], threads, of)?;
+            let down = by_dtype!("plain_down", dtype)?;
+            self.launch(&all, down, [plan.places, part_count], threads, 0)?;
             return self.launch(
                 &all,
                 by_dtype!("plain_up", dtype)?,
                 [plan.places, columns],
                 threads,
-                of,
+                0,
             );
         }
-        let [down, down_large, up, up_large] = match dtype {
-            DType::BF16 => [
-                "lora_rows_down_bf16",
-                "lora_rows_down_large_bf16",
-                "lora_rows_up_bf16",
-                "lora_rows_up_large_bf16",
-            ],
-            _ => [
-                "lora_rows_down_f16",
-                "lora_rows_down_large_f16",
-                "lora_rows_up_f16",
-                "lora_rows_up_large_f16",
-            ],
+        let [down, up] = match dtype {
+            DType::BF16 => ["lora_rows_down_bf16", "lora_rows_up_bf16"],
+            _ => ["lora_rows_down_f16", "lora_rows_up_f16"],
         };
-        let columns = widest.div_ceil(UP_COLUMNS * turns);
-        let (items, large) = (plan.items, plan.large_items);
-        let of_items = Blocks { start: items.start, count: ITEMS };
-        let of_large = Blocks { start: large.start, count: LARGE_ITEMS };
-        self.launch(&all, down, [items.room, splits], 256, of_items)?;
-        self.launch(&all, down_large, [large.room, splits], 256, of_large)?;
-        self.launch(&all, up, [items.room, columns], 128, of_items)?;
-        self.launch(&all, up_large, [large.room, columns], 256, of_large)
+        let of_down = [items, part_count * most_rank.div_ceil(DOWN_RANKS)];
+        let of_up = [items, widest.div_ceil(UP_BLOCK_COLUMNS * turns)];
+        self.launch(&all, down, of_down, DOWN_THREADS, DOWN_SHARED)?;
+        self.launch(&all, up, of_up, UP_THREADS, UP_SHARED)
     }
 
     /// A kernel of items or rows, by parts or columns.
@@ -227,16 +222,15 @@ impl Call<'_> {
         name: &'static str,
         [x, y]: [usize; 2],
         threads: u32,
-        of: Blocks,
+        shared: u32,
     ) -> Result<()> {
-        let given = LoraRows { items: number(of.start)?, count: of.count as i32, ..*all };
         let grid = (number(x)? as u32, number(y)? as u32, self.targets.len() as u32);
-        let launch = MODULE.launch(self.cuda, name, grid, threads, 0)?.overlapping();
+        let launch = MODULE.launch(self.cuda, name, grid, threads, shared)?.overlapping();
         // SAFETY: as the kernel declares it; the caller holds what the addresses are of, and the adapters hold the
         // factors.
         unsafe {
             launch.with(|arguments| {
-                arguments.arg(&given);
+                arguments.arg(all);
             })
         }
     }

@@ -66,7 +66,7 @@ pub(super) fn add_updates(
     let mut parts: Vec<Part> = Vec::new();
     for (index, target) in targets.iter().enumerate() {
         // Neighbouring segments whose adapters have the layer, so that the items of a part are neighbours.
-        let (mut item, mut open) = (rows.plan.items.start, false);
+        let (mut item, mut open) = (rows.plan.items, false);
         for (segment, of_segment) in rows.segments.iter().enumerate() {
             let items = of_segment.places.len().div_ceil(ITEM_ROWS);
             let first_item = item;

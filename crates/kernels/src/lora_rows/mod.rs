@@ -191,19 +191,10 @@ struct Segment {
 
 /// Some rows of a segment, which a block of a GPU takes at once.
 const ITEM_ROWS: usize = 16;
-/// The same on CUDA where a segment has as many. They give the same bits.
-const LARGE_ITEM_ROWS: usize = 64;
 /// Numbers of an item: its first place in the order, how many rows, the segment, and the adapter.
 const ITEM_NUMBERS: usize = 4;
-/// Counts that the numbers begin with: items, large items, and rows that have an adapter.
-const COUNTS: usize = 3;
-
-/// Where items are among the numbers of a batch, and how many there is room for.
-#[derive(Clone, Copy, Debug)]
-struct Items {
-    start: usize,
-    room: usize,
-}
+/// Counts that the numbers begin with: items, and rows that have an adapter.
+const COUNTS: usize = 2;
 
 /// Where the numbers of a batch are.
 #[derive(Clone, Copy, Debug)]
@@ -212,8 +203,8 @@ struct Plan {
     order: usize,
     adapters: usize,
     places: usize,
-    items: Items,
-    large_items: Items,
+    /// The items, which have the rest.
+    items: usize,
 }
 
 /// Which adapter each row of a batch has: made once a pass, for all layers.
@@ -272,20 +263,11 @@ impl Rows {
                 _ => segments.push(Segment { adapter: of_place(place), places: place..place + 1 }),
             }
         }
-        // Few rows are all that a recording is for.
-        let has_large = device.is_cuda() && room.is_none();
-        let (mut items, mut large) = (Vec::new(), Vec::new());
+        let mut items = Vec::new();
         for (index, Segment { adapter, places }) in segments.iter().enumerate() {
-            let mut first = places.start;
-            while first < places.end {
-                let left = places.end - first;
-                let (kind, most) = match has_large && left >= LARGE_ITEM_ROWS {
-                    true => (&mut large, LARGE_ITEM_ROWS),
-                    false => (&mut items, ITEM_ROWS),
-                };
-                let rows = left.min(most);
-                kind.push([first as u32, rows as u32, index as u32, *adapter as u32]);
-                first += rows;
+            for first in places.clone().step_by(ITEM_ROWS) {
+                let rows = ITEM_ROWS.min(places.end - first);
+                items.push([first as u32, rows as u32, index as u32, *adapter as u32]);
             }
         }
         let (places, item_room) = match room {
@@ -294,29 +276,15 @@ impl Rows {
             Some(adapters) => (count, count.min(adapters + count / ITEM_ROWS)),
         };
         let first_item = COUNTS + 2 * places;
-        let first_large = first_item + ITEM_NUMBERS * item_room;
-        let plan = Plan {
-            order: COUNTS,
-            adapters: COUNTS + places,
-            places,
-            items: Items { start: first_item, room: item_room },
-            large_items: Items { start: first_large, room: large.len() },
-        };
-        let end = |items: &Items| items.start + ITEM_NUMBERS * items.room;
-        let mut numbers = vec![0; end(&plan.large_items)];
-        numbers[..COUNTS].copy_from_slice(&[
-            items.len() as u32,
-            large.len() as u32,
-            order.len() as u32,
-        ]);
+        let plan = Plan { order: COUNTS, adapters: COUNTS + places, places, items: first_item };
+        let mut numbers = vec![0; first_item + ITEM_NUMBERS * item_room];
+        numbers[..COUNTS].copy_from_slice(&[items.len() as u32, order.len() as u32]);
         numbers[plan.order..][..order.len()].copy_from_slice(&order);
         for (place, number) in numbers[plan.adapters..][..order.len()].iter_mut().enumerate() {
             *number = of_place(place) as u32;
         }
-        for (Items { start, .. }, items) in [(plan.items, &items), (plan.large_items, &large)] {
-            let items = items.as_flattened();
-            numbers[start..][..items.len()].copy_from_slice(items);
-        }
+        let items = items.as_flattened();
+        numbers[plan.items..][..items.len()].copy_from_slice(items);
         let known = segments.iter().map(|segment| segment.adapter + 1).max().unwrap_or(0);
         let uploaded = Tensor::from_slice(&numbers, numbers.len(), device)?;
         let adapters = room.unwrap_or(known);
@@ -332,15 +300,18 @@ impl Rows {
         &self.numbers
     }
 
-    /// The same rows, of which a GPU reads the numbers `(count)` u32 that are given here. On the CPU they stay what
-    /// they are.
+    /// The same rows, of which a GPU reads the numbers `(count)` u32 that are given here, contiguous, and written by
+    /// the host, or by other work than what comes just before [`add_updates`]. On the CPU they stay what they are.
     ///
     /// # Errors
-    /// When there are more or fewer, they are no u32, or on another device.
+    /// When there are more or fewer, they are no u32, not contiguous, or on another device.
     pub fn reading(&self, numbers: &Tensor) -> Result<Rows> {
         require_together(OPERATION, &[&self.uploaded, numbers])?;
         require_shape(OPERATION, "numbers", numbers, &[self.numbers.len()])?;
         require_dtype(OPERATION, "numbers", numbers, DType::U32)?;
+        if !numbers.is_contiguous() {
+            bail!("metal-candle-kernels: {OPERATION}: the numbers aren't contiguous")
+        }
         Ok(Rows {
             order: self.order.clone(),
             segments: self.segments.clone(),
@@ -364,9 +335,8 @@ struct Target<'a> {
 /// many rows as `rows` has, each row contiguous and all at one distance from each other.
 ///
 /// On CUDA, f16 and bf16 are multiplied by tensor cores where sizes and distances of rows are multiples of 8 and they
-/// begin at multiples of 16 bytes; what `x·A` gives has 16 bits or more there. It is two launches for a batch of rows
-/// that have few others with their adapter, and up to four for others, whatever the number of adapters, for each four layers
-/// that are so, and two for each four that aren't.
+/// begin at multiples of 16 bytes; what `x·A` gives has 16 bits or more there. It is two launches, whatever
+/// the number of adapters, for each four layers that are so, and two for each four that aren't.
 ///
 /// # Errors
 /// When a shape or dtype doesn't fit, rows don't lie so, a layer or a row's adapter isn't among the adapters, or not

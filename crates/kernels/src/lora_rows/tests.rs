@@ -283,20 +283,29 @@ fn what_does_not_fit_is_refused() {
     let numbers = Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap();
     let wrong = message(rows(of_rows).reading(&numbers));
     assert!(wrong.contains("numbers has shape [3]"), "{wrong}");
+    let known = rows(of_rows);
+    let apart = Tensor::zeros((known.numbers().len(), 2), DType::U32, &Device::Cpu).unwrap();
+    let wrong = message(known.reading(&apart.get_on_dim(1, 0).unwrap()));
+    assert!(wrong.contains("the numbers aren't contiguous"), "{wrong}");
+}
+
+/// How many items there is room for.
+fn room_of(rows: &Rows) -> usize {
+    (rows.numbers().len() - rows.plan.items) / ITEM_NUMBERS
 }
 
 #[test]
 fn numbers_of_batches_with_one_room_have_the_same_places() {
     let numbers = |of_rows: &[Option<usize>]| {
         let rows = Rows::with_room(of_rows, 5, &Device::Cpu).unwrap();
-        (rows.numbers().len(), rows.plan.items.start, rows.plan.items.room)
+        (rows.numbers().len(), rows.plan.items, room_of(&rows))
     };
     let same = numbers(&[None; 40]);
     assert_eq!(same.2, 7);
     for of_rows in [vec![Some(3); 40], in_turn(40, 5), in_turn(40, 2)] {
         assert_eq!(numbers(&of_rows), same);
         let rows = Rows::with_room(&of_rows, 5, &Device::Cpu).unwrap();
-        assert!(rows.numbers()[0] as usize <= rows.plan.items.room);
+        assert!(rows.numbers()[0] as usize <= room_of(&rows));
     }
 }
 
@@ -320,8 +329,8 @@ mod cuda {
                 case.to_dtype(dtype, &device).assert_same_in_any_company();
             }
         }
-        // Items of many rows.
-        let case = Case::of_ranks(1032, &[520, 8], &[64, 8, 40], 700);
+        // Several items of an adapter, parts of x·A, more ranks than are taken at once, and columns in turns.
+        let case = Case::of_ranks(4360, &[6008, 8], &[64, 8, 40, 100], 200);
         for (dtype, tolerance) in PRECISIONS {
             let case = case.to_dtype(dtype, &device);
             case.assert_right(tolerance);

@@ -156,7 +156,7 @@ impl<'a> Arguments<'a> {
 }
 
 impl Launch {
-    /// The kernel, which begins with `follow_previous`, may start while what comes before it still runs
+    /// The kernel, which has a `follow_previous`, may start while what comes before it still runs
     /// (programmatic dependent launch).
     pub(crate) fn overlapping(mut self) -> Launch {
         self.overlapping = self.kernel.overlaps;
