@@ -15,11 +15,12 @@ pub fn cuda_count() -> usize {
 
 /// The CUDA device `ordinal`. Its work goes to one stream of its own, and memory that is freed is kept
 /// for the next tensor of that stream; another of the process, as a second call opens one, gets it once the
-/// first has been synchronized.
+/// first has been synchronized. It waits for work that other threads record on the GPU
+/// ([`Recording`](crate::recording::Recording)).
 ///
 /// # Errors
-/// When this build has no CUDA, NVIDIA's libraries or the device are missing, or the device is older
-/// than compute capability 8.0.
+/// When this build has no CUDA, NVIDIA's libraries or the device are missing, the device is older than compute capability
+/// 8.0, or this thread records work.
 pub fn cuda(ordinal: usize) -> Result<Device> {
     #[cfg(feature = "cuda")]
     return crate::backend::cuda::open(ordinal);

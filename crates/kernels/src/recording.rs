@@ -192,6 +192,36 @@ mod tests {
 
         #[test]
         #[ignore = "needs an NVIDIA GPU"]
+        fn cuda_devices_are_opened_beside_recordings() {
+            let device = cuda();
+            let work = Work::new(&device);
+            std::thread::scope(|scope| {
+                let opening = scope.spawn(|| {
+                    for _ in 0..20 {
+                        crate::devices::cuda(0).unwrap();
+                    }
+                });
+                // Long enough for a device to be opened in it.
+                let run = |ids: &Tensor| {
+                    for _ in 0..500 {
+                        work.run(ids)?;
+                    }
+                    work.run(ids)
+                };
+                while !opening.is_finished() {
+                    Recording::new(&device, &[1, 2], run).unwrap();
+                }
+            });
+            let within = Recording::new(&device, &[1], |ids| {
+                crate::devices::cuda(0)?;
+                work.run(ids)
+            });
+            let wrong = message::<Recording>(within);
+            assert!(wrong.contains("opening a device cannot be recorded"), "{wrong}");
+        }
+
+        #[test]
+        #[ignore = "needs an NVIDIA GPU"]
         fn cuda_recordings_share_memory() {
             let device = cuda();
             let work = Work::new(&device);

@@ -1,5 +1,6 @@
 //! Finding and opening devices, and how much memory is in use.
 
+use super::recording::Opening;
 use candle_core::cuda_backend::cudarc::driver::sys::{
     self, CUmemPool_attribute_enum as PoolAttribute, CUmemoryPool,
 };
@@ -49,6 +50,7 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
     if ordinal >= count {
         bail!("metal-candle-kernels: there is no CUDA device {ordinal}; {count} were found")
     }
+    let _opening = Opening::begin(ordinal)?;
     let device = CudaDevice::new_with_stream(ordinal)?;
     let stream = device.cuda_stream();
     let (major, minor) = stream.context().compute_capability().w()?;

@@ -17,7 +17,7 @@ use candle_core::{DType, Device, Layout, Result, Shape, Tensor, bail};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 /// Whether work of the device can be recorded. With events for every tensor, as Candle's own devices have
 /// them, a capture would wait for what came before it.
@@ -323,16 +323,76 @@ impl Recorded {
     }
 }
 
+/// What threads do on a GPU that can't be done at once: a new device waits for all that its GPU does, which ends every
+/// capture there, and fails itself.
+#[derive(Default)]
+struct Threads {
+    captures: usize,
+    is_opening: bool,
+}
+
+/// By the GPU's number: a capture on one may have to go on for work on another to end.
+static THREADS: Mutex<BTreeMap<usize, Threads>> = Mutex::new(BTreeMap::new());
+static CHANGED: Condvar = Condvar::new();
+
+/// Changes what is done on a GPU, once it `may`.
+fn change(ordinal: usize, may: impl Fn(&Threads) -> bool, to: impl FnOnce(&mut Threads)) {
+    // A panic leaves all as it was.
+    let mut known = THREADS.lock().unwrap_or_else(PoisonError::into_inner);
+    while !may(known.entry(ordinal).or_default()) {
+        known = CHANGED.wait(known).unwrap_or_else(PoisonError::into_inner);
+    }
+    to(known.entry(ordinal).or_default());
+    CHANGED.notify_all();
+}
+
+/// A device is opened, while which nothing is captured on its GPU.
+pub(super) struct Opening(usize);
+
+impl Opening {
+    /// Waits for the captures that are under way. Others may begin meanwhile: those of several GPUs may need each other.
+    pub(super) fn begin(ordinal: usize) -> Result<Opening> {
+        refuse_in_recording("opening a device")?;
+        let may = |threads: &Threads| threads.captures == 0 && !threads.is_opening;
+        change(ordinal, may, |threads| threads.is_opening = true);
+        Ok(Opening(ordinal))
+    }
+}
+
+impl Drop for Opening {
+    fn drop(&mut self) {
+        change(self.0, |_| true, |threads| threads.is_opening = false);
+    }
+}
+
+/// A capture is under way, while which no device is opened on its GPU.
+struct Capturing(usize);
+
+impl Capturing {
+    fn begin(ordinal: usize) -> Capturing {
+        change(ordinal, |threads| !threads.is_opening, |threads| threads.captures += 1);
+        Capturing(ordinal)
+    }
+}
+
+impl Drop for Capturing {
+    fn drop(&mut self) {
+        change(self.0, |_| true, |threads| threads.captures -= 1);
+    }
+}
+
 /// A capture under way, which ends whatever happens.
 struct Capture<'a> {
     stream: &'a Arc<CudaStream>,
     ended: bool,
+    _capturing: Capturing,
 }
 
 impl<'a> Capture<'a> {
     fn begin(stream: &'a Arc<CudaStream>) -> Result<Capture<'a>> {
+        let capturing = Capturing::begin(stream.context().ordinal());
         stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).w()?;
-        Ok(Capture { stream, ended: false })
+        Ok(Capture { stream, ended: false, _capturing: capturing })
     }
 
     fn end(mut self) -> Result<CudaGraph> {
