@@ -12,14 +12,18 @@ static MODULE: Module = module!("lora_rows");
 /// The depth of a part of x·A is at most this, and a multiple of that.
 const MOST_DEPTH: usize = 4096;
 const DEPTH: usize = 256;
-/// Ranks and threads of a block of the first product, and the bytes of its operands.
+/// Ranks and warps of a block of the first product, and products that are copied ahead, of DOWN_RANKS / 8 + 2 times 16 bytes
+/// for each thread.
 const DOWN_RANKS: usize = 16;
-const DOWN_THREADS: u32 = 256;
-const DOWN_SHARED: u32 = 6 * 4 * 16 * DOWN_THREADS;
-/// Columns that a block of the second product has at a time, and the same of it.
-const UP_BLOCK_COLUMNS: usize = 128;
-const UP_THREADS: u32 = 128;
-const UP_SHARED: u32 = 4 * 6 * 16 * UP_THREADS;
+const DOWN_WARPS: usize = 8;
+const DOWN_STAGES: usize = 6;
+/// Warps of a block of the second product, their columns, and products that are copied ahead, of UP_COLUMNS / 8 + 2 such.
+const UP_WARPS: usize = 4;
+const UP_COLUMNS: usize = 32;
+const UP_STAGES: usize = 4;
+/// Columns that such a block has at a time.
+const UP_STRIDE: usize = UP_WARPS * UP_COLUMNS;
+const WARP: usize = 32;
 /// Blocks that a multiprocessor of Hopper holds of it, and how many turns they have at most.
 const UP_BLOCKS: usize = 4;
 const MOST_TURNS: usize = 8;
@@ -169,7 +173,7 @@ impl Call<'_> {
         }
         let widest = targets.iter().map(|target| target.sizes.outer).max().unwrap_or(0);
         let columns: usize =
-            targets.iter().map(|target| target.sizes.outer.div_ceil(UP_BLOCK_COLUMNS)).sum();
+            targets.iter().map(|target| target.sizes.outer.div_ceil(UP_STRIDE)).sum();
         // Where there are more than a GPU holds at once.
         let turns = (items * columns).div_ceil(UP_BLOCKS * cuda.multiprocessors()?);
         let turns = turns.next_power_of_two().min(MOST_TURNS);
@@ -210,9 +214,12 @@ impl Call<'_> {
             _ => ["lora_rows_down_f16", "lora_rows_up_f16"],
         };
         let of_down = [items, part_count * most_rank.div_ceil(DOWN_RANKS)];
-        let of_up = [items, widest.div_ceil(UP_BLOCK_COLUMNS * turns)];
-        self.launch(&all, down, of_down, DOWN_THREADS, DOWN_SHARED)?;
-        self.launch(&all, up, of_up, UP_THREADS, UP_SHARED)
+        let of_up = [items, widest.div_ceil(UP_STRIDE * turns)];
+        let operands = |stages, packs, warps| (16 * stages * packs * warps * WARP) as u32;
+        let for_down = operands(DOWN_STAGES, DOWN_RANKS / 8 + 2, DOWN_WARPS);
+        let for_up = operands(UP_STAGES, UP_COLUMNS / 8 + 2, UP_WARPS);
+        self.launch(&all, down, of_down, (WARP * DOWN_WARPS) as u32, for_down)?;
+        self.launch(&all, up, of_up, (WARP * UP_WARPS) as u32, for_up)
     }
 
     /// A kernel of items or rows, by parts or columns.

@@ -276,11 +276,12 @@ template <typename T> __device__ __forceinline__ void up(const LoraRows &p) {
 #pragma unroll
     for (int stage = 0; stage < UP_STAGES - 1; stage++) copy();
     follow_previous();
-    for (int turn = 0; turn < p.turns; turn++, column += STRIDE) {
+    // As often for all threads.
+    for (int base = first_column; base < end; base += STRIDE, column += STRIDE) {
         float c[TILES][4] = {};
         for (int first = 0; first < ranks; first += CHUNK) {
             // Where they are all there is, they stay for the next columns.
-            if (turn == 0 || ranks > CHUNK) {
+            if (base == first_column || ranks > CHUNK) {
                 __syncthreads();
                 for (int i = threadIdx.x; i < ITEM_ROWS * CHUNK; i += UP_WARPS * WARP) {
                     const int row = i / CHUNK, rank = first + i % CHUNK;
