@@ -15,6 +15,8 @@ struct FewRow {
 
 __device__ __forceinline__ FewRow few_row(const Parameters &p, int kv_head, int index) {
     const int group = p.heads / p.kv_heads;
+    // Decoding has one, and divisions take long.
+    if (p.queries == 1) return {0, kv_head * group + index, index < group};
     return {index / group, kv_head * group + index % group, index < p.queries * group};
 }
 
@@ -26,6 +28,12 @@ template <int STEP> __device__ __forceinline__ int first_of_step(int key) {
 /// The keys from `x` up to `y` of a range that any of `rows` rows from `first` on sees.
 __device__ __forceinline__ int2 few_keys(const Parameters &p, int range, int batch, int kv_head,
                                          int first, int rows, int lane) {
+    const int split = p.split_start + range * p.split_keys;
+    if (p.queries == 1) {
+        const int low = lowest_key(p, batch, 0);
+        if (low >= p.keys) return make_int2(0, 0);
+        return make_int2(max(low, split), min(p.keys, split + p.split_keys));
+    }
     int smallest = INT_MAX, end = 0;
     for (int row = lane; row < rows; row += WARP) {
         const FewRow mine = few_row(p, kv_head, first + row);
@@ -36,7 +44,6 @@ __device__ __forceinline__ int2 few_keys(const Parameters &p, int range, int bat
         smallest = min(smallest, low);
         end = max(end, position + 1);
     }
-    const int split = p.split_start + range * p.split_keys;
     return make_int2(max(warp_min(smallest), split), min(warp_max(end), split + p.split_keys));
 }
 
@@ -81,8 +88,9 @@ __device__ __forceinline__ bool reaches(const Parameters &p, int range, int firs
     const int group = p.heads / p.kv_heads, end = p.queries * group;
     if (first_row >= end) return false;
     const int before = p.keys - p.queries - p.split_start;
-    const int lowest = before + first_row / group - p.window + 1;
-    const int highest = before + (min(first_row + rows, end) - 1) / group;
+    const bool is_one = p.queries == 1;
+    const int lowest = before + (is_one ? 0 : first_row / group) - p.window + 1;
+    const int highest = before + (is_one ? 0 : (min(first_row + rows, end) - 1) / group);
     return range * p.split_keys <= highest && (range + 1) * p.split_keys > lowest;
 }
 
@@ -93,6 +101,9 @@ constexpr int few_threads(int d, int tiles) { return few_warps(d) * tiles * WARP
 
 /// Queries as they are.
 struct GivenQueries {
+    /// Whether the last of the keys is there once `bring` has ended, and not before.
+    static constexpr bool BRING_A_KEY = false;
+
     /// Starts to copy the rows of a key head's queries from `first_row` on into a tile.
     template <typename T, int D, int ROWS, int THREADS>
     __device__ __forceinline__ void bring(const Parameters &p, uint32_t tile, int, int batch, int kv_head,
@@ -136,12 +147,29 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
     const auto k = keys_at.template keys<T>(p, batch, kv_head);
     const auto v = keys_at.template values<T>(p, batch, kv_head);
 
-    queries_at.template bring<T, D, ROWS, THREADS>(p, q_shared, range, batch, kv_head, first_row);
-    copy_async_commit();
-
     const int2 seen = few_keys(p, range, batch, kv_head, first_row, ROWS, lane);
     const int start = first_of_step<16 * WARPS>(seen.x);
     const int steps = (max(seen.y - start, 0) + 16 * WARPS - 1) / (16 * WARPS);
+    const uint32_t mine = q_shared + QUERIES + TILE * warp * STAGES * 2;
+    const auto stage = [&](int step) { return mine + step % STAGES * 2 * TILE; };
+    // Where the next keys are is asked for a step ahead.
+    int64_t row = steps > 0 ? keys_at.row(start + warp * 16) : -1;
+    const auto load = [&](int step) {
+        if (step < steps) {
+            const int first_key = start + (step * WARPS + warp) * 16, count = seen.y - first_key;
+            const int64_t at = count > 0 ? row : -1;
+            if (step + 1 < steps) row = keys_at.row(first_key + 16 * WARPS);
+            keys_at.template load_sixteen<T, D, SHARING>(stage(step), k, v, at, count, p.head_dim, thread);
+        }
+        copy_async_commit();
+    };
+    bool has_begun = false;
+    if constexpr (Queries::BRING_A_KEY) {
+        has_begun = start + (warp + 1) * 16 < p.keys;
+        if (has_begun) load(0);
+    }
+    queries_at.template bring<T, D, ROWS, THREADS>(p, q_shared, range, batch, kv_head, first_row);
+    copy_async_commit();
     int position[2], lowest[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -158,20 +186,8 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
         all_to = warp_min(min(position[0], position[1]));
     }
 
-    const uint32_t mine = q_shared + QUERIES + TILE * warp * STAGES * 2;
-    const auto stage = [&](int step) { return mine + step % STAGES * 2 * TILE; };
-    const auto load = [&](int step) {
-        if (step < steps) {
-            const int first_key = start + (step * WARPS + warp) * 16, count = seen.y - first_key;
-            const uint32_t to = stage(step);
-            keys_at.template load<T, 16, D, SHARING>(to, k, first_key, count, p.head_dim, thread);
-            keys_at.template load<T, 16, D, SHARING>(to + TILE, v, first_key, count, p.head_dim,
-                                                     thread);
-        }
-        copy_async_commit();
-    };
-    for (int step = 0; step < STAGES - 1; step++) load(step);
-    copy_async_wait<STAGES - 1>();
+    for (int step = has_begun; step < STAGES - 1; step++) load(step);
+    if constexpr (!Queries::BRING_A_KEY) copy_async_wait<STAGES - 1>();
     // The queries are there.
     __syncthreads();
 

@@ -1,13 +1,14 @@
 // Attention over blocks of pools on CUDA, by the kernels of one sequence (few_queries.cuh, forward.cuh): a block
 // finds the sequence that it works for, and the rows of its keys by that one's table. Keys are split at fixed
-// positions, so that a sequence gives the same bits in any company.
+// positions, so that a sequence gives the same bits in any company, but for how many others have one query, too.
 
 #include "../../rope/rotation.cuh"
 #include "../few_queries.cuh"
 #include "../forward.cuh"
 #include "rounded/rounded.cuh"
 
-/// Keys of a range of its own, for up to 16 queries.
+/// Keys of an item, for up to 16 queries. Where a block takes several items of a sequence, that of the first one does, and
+/// those of the others leave.
 constexpr int PAGED_SPLIT = 256;
 /// Queries of an item where there are more.
 constexpr int PAGED_QUERIES = 128;
@@ -51,7 +52,8 @@ struct PagedRows {
 
     /// The row of a key in the pool, negative where the table has no block for it.
     __device__ __forceinline__ int64_t row(int key) const {
-        const int index = key / block;
+        // Most blocks have sixteen, and divisions take long.
+        const int index = block == 16 ? key / 16 : key / block;
         if (index >= width) return -1;
         const uint32_t entry = table[index];
         if (entry >= static_cast<uint32_t>(blocks)) return -1;
@@ -139,6 +141,8 @@ __device__ __forceinline__ void rotate_chunks(const T *from, const float *cosine
 /// The query of a new token, which is rotated on the way. A block that sees its key puts this and the value into the
 /// pools first.
 struct NewQueries {
+    static constexpr bool BRING_A_KEY = true;
+
     const NewRows &tokens;
     const PagedRows &rows;
 
@@ -149,7 +153,7 @@ struct NewQueries {
         const int chunks = p.head_dim / 8, turning = tokens.half / 8;
         const float *const cosines = tokens.cosines + rows.first * tokens.half;
         const float *const sines = tokens.sines + rows.first * tokens.half;
-        if (range == (p.keys - 1) / PAGED_SPLIT) write<T, THREADS>(p, kv_head, cosines, sines);
+        if (range == p.splits - 1) write<T, THREADS>(p, kv_head, cosines, sines);
         for (int index = threadIdx.x; index < ROWS * CHUNKS; index += THREADS) {
             const int row = index / CHUNKS, chunk = index % CHUNKS;
             if (chunk >= turning && chunk < 2 * turning) continue;
@@ -227,20 +231,19 @@ struct RoundedKeys : PagedRows {
         return rows_of<T>(p, p.v, v_scales, kv_head);
     }
 
-    /// Starts to copy the codes of `count` keys and their scales; zeros where there is no block.
-    template <typename T, int ROWS, int D, int THREADS>
-    __device__ __forceinline__ void load(uint32_t tile, const RoundedRows<T> &rows, int key,
-                                         int count, int head_dim, int thread) const {
+    /// Starts to copy the codes of lines and their scales: `row_of` says where one lies, and is negative where there is none.
+    template <typename T, int ROWS, int D, int THREADS, typename Row>
+    __device__ __forceinline__ void copy_codes(uint32_t tile, const RoundedRows<T> &rows, const Row &row_of,
+                                               int head_dim, int thread) const {
         constexpr int OF_ROW = D / 16, COPIES = ROWS * OF_ROW;
 #pragma unroll
         for (int start = 0; start < COPIES; start += THREADS) {
-            const int index = start + thread, line = index / OF_ROW, part = line / 16 * 16;
+            const int index = start + thread, line = index / OF_ROW;
             if (COPIES % THREADS != 0 && index >= COPIES) break;
             const int piece = index % OF_ROW;
-            // Sixteen keys are in one block.
-            const int64_t at = part < count ? row(key + part) : -1;
-            const bool inside = at >= 0 && line < count && piece * 16 < head_dim;
-            const int64_t from = inside ? at + line - part : 0;
+            const int64_t at = row_of(line);
+            const bool inside = at >= 0 && piece * 16 < head_dim;
+            const int64_t from = inside ? at : 0;
             const int column = inside ? piece * 16 : 0;
             copy_async(tile + place<ROWS>(line, piece * 2),
                        rows.codes + from * rows.stride + column, inside);
@@ -248,6 +251,29 @@ struct RoundedKeys : PagedRows {
                             reinterpret_cast<const uint32_t *>(rows.scale(from, column) & ~3ull),
                             inside);
         }
+    }
+
+    /// Starts to copy the codes of `count` keys and their scales; zeros where there is no block.
+    template <typename T, int ROWS, int D, int THREADS>
+    __device__ __forceinline__ void load(uint32_t tile, const RoundedRows<T> &rows, int key,
+                                         int count, int head_dim, int thread) const {
+        const auto row_of = [&](int line) {
+            // Sixteen keys are in one block.
+            const int part = line / 16 * 16;
+            const int64_t first = line < count ? row(key + part) : -1;
+            return first < 0 ? -1 : first + line - part;
+        };
+        copy_codes<T, ROWS, D, THREADS>(tile, rows, row_of, head_dim, thread);
+    }
+
+    /// The same of 16 keys and of their values, from row `at` on, or zeros where that is negative.
+    template <typename T, int D, int THREADS>
+    __device__ __forceinline__ void load_sixteen(uint32_t tiles, const RoundedRows<T> &k, const RoundedRows<T> &v,
+                                                 int64_t at, int count, int head_dim, int thread) const {
+        const int rows = at < 0 ? 0 : count;
+        const auto row_of = [&](int line) { return line < rows ? at + line : -1; };
+        copy_codes<T, 16, D, THREADS>(tiles, k, row_of, head_dim, thread);
+        copy_codes<T, 16, D, THREADS>(tiles + tile_bytes(16, D), v, row_of, head_dim, thread);
     }
 
     /// Makes what a thread has copied into numbers.
@@ -272,7 +298,7 @@ struct RoundedKeys : PagedRows {
     }
 };
 
-/// The parameters of a sequence by itself.
+/// The parameters of a sequence by itself. What is given as `split_keys` is for those of one query.
 template <typename T>
 __device__ __forceinline__ Parameters of_sequence(const Parameters &given, const PagedBatch &batch,
                                                   int sequence) {
@@ -285,8 +311,8 @@ __device__ __forceinline__ Parameters of_sequence(const Parameters &given, const
     p.o = static_cast<T *>(p.o) + first * p.heads * p.head_dim;
     p.partial_o += part * p.heads * p.head_dim;
     p.partial_sums += part * p.heads;
-    p.splits = (p.keys + PAGED_SPLIT - 1) / PAGED_SPLIT;
-    p.split_keys = PAGED_SPLIT;
+    if (p.queries != 1) p.split_keys = PAGED_SPLIT;
+    p.splits = (p.keys + p.split_keys - 1) / p.split_keys;
     return p;
 }
 
@@ -309,13 +335,24 @@ __device__ __forceinline__ void for_item(const Parameters &given, const PagedBat
          static_cast<int>(blockIdx.x % batch.item_blocks));
 }
 
+/// Calls `work` with the sequence's parameters and keys, and with the range of keys, the key head and the first of ROWS rows
+/// of its queries that the block has, if any of these sees the range.
+template <typename T, typename Keys, int ROWS, typename Work>
+__device__ __forceinline__ void for_range(const Parameters &given, const PagedBatch &batch, const Work &work) {
+    for_item<T, Keys>(given, batch, [&](const Parameters &p, const Keys &keys, int item, int block) {
+        const int items = p.split_keys / PAGED_SPLIT;
+        const int range = item / items, first_row = block / p.kv_heads * ROWS;
+        if (item % items == 0 && reaches(p, range, first_row, ROWS))
+            work(p, keys, range, block % p.kv_heads, first_row);
+    });
+}
+
 /// A range of a sequence's keys for 16·TILES rows of a key head.
 template <typename T, typename Keys, int D, int TILES>
 __device__ __forceinline__ void paged_few(const Parameters &given, const PagedBatch &batch) {
-    for_item<T, Keys>(given, batch, [](const Parameters &p, const Keys &keys, int range, int block) {
-        const int first_row = block / p.kv_heads * (16 * TILES);
-        if (reaches(p, range, first_row, 16 * TILES))
-            few_block<T, D, TILES>(p, keys, GivenQueries(), range, 0, block % p.kv_heads, first_row);
+    constexpr int ROWS = 16 * TILES;
+    for_range<T, Keys, ROWS>(given, batch, [](const Parameters &p, const Keys &keys, int range, int head, int row) {
+        few_block<T, D, TILES>(p, keys, GivenQueries(), range, 0, head, row);
     });
 }
 
@@ -323,20 +360,19 @@ __device__ __forceinline__ void paged_few(const Parameters &given, const PagedBa
 template <typename T, int D>
 __device__ __forceinline__ void paged_new(const Parameters &given, const PagedBatch &batch,
                                           const NewRows &tokens) {
-    for_item<T, PagedKeys>(given, batch, [&](const Parameters &p, const PagedKeys &keys, int range, int block) {
-        const int first_row = block / p.kv_heads * 16;
-        if (reaches(p, range, first_row, 16))
-            few_block<T, D, 1>(p, keys, NewQueries{tokens, keys}, range, 0, block % p.kv_heads, first_row);
+    for_range<T, PagedKeys, 16>(given, batch, [&](Parameters p, const PagedKeys &keys, int range, int head, int row) {
+        // As the compiler should know.
+        p.queries = 1;
+        few_block<T, D, 1>(p, keys, NewQueries{tokens, keys}, range, 0, head, row);
     });
 }
 
 /// The same without tensor cores.
 template <typename T, typename Keys>
 __device__ __forceinline__ void paged_plain_few_of(const Parameters &given, const PagedBatch &batch) {
-    for_item<T, Keys>(given, batch, [](const Parameters &p, const Keys &keys, int range, int block) {
-        const int first_row = block / p.kv_heads * PLAIN_FEW_ROWS;
-        if (reaches(p, range, first_row, PLAIN_FEW_ROWS))
-            plain_few_block<T>(p, keys, range, 0, block % p.kv_heads, first_row);
+    constexpr int ROWS = PLAIN_FEW_ROWS;
+    for_range<T, Keys, ROWS>(given, batch, [](const Parameters &p, const Keys &keys, int range, int head, int row) {
+        plain_few_block<T>(p, keys, range, 0, head, row);
     });
 }
 
@@ -344,6 +380,7 @@ __device__ __forceinline__ void paged_plain_few_of(const Parameters &given, cons
 template <typename T>
 __device__ __forceinline__ void paged_combine(const Parameters &given, const PagedBatch &batch) {
     for_item<T, PagedKeys>(given, batch, [](const Parameters &p, const PagedKeys &, int query, int head) {
+        if (p.splits == 1) return;
         combine_query<T>(p, static_cast<int64_t>(query) * p.heads + head, query);
     });
 }
@@ -353,7 +390,7 @@ template <typename T>
 __device__ __forceinline__ void paged_combine_few(const Parameters &given, const PagedBatch &batch) {
     for_item<T, PagedKeys>(given, batch, [](const Parameters &p, const PagedKeys &, int query, int block) {
         const int head = block * COMBINE_WARPS + threadIdx.x / WARP;
-        if (head >= p.heads) return;
+        if (head >= p.heads || p.splits == 1) return;
         const Parts parts = parts_of(p, query);
         combine_few<T>(p, static_cast<int64_t>(query) * p.heads + head, parts.first, parts.count);
     });

@@ -102,7 +102,8 @@ struct Span {
 /// Numbers of a sequence among those of a batch: its [`Span`], and where the parts of its results begin, of
 /// which each query has one for every range of keys.
 const SPAN_NUMBERS: usize = 4;
-/// Keys of a range that a block of a GPU has, for a sequence of up to [`FEW_QUERIES`].
+/// Keys of an item of a sequence of up to [`FEW_QUERIES`]: what a block of a GPU has, but on CUDA, where many sequences have
+/// one query, up to four of them.
 pub(super) const PAGED_SPLIT: usize = 256;
 /// Queries of a sequence of whose keys a GPU's blocks have a range each, at most.
 pub const FEW_QUERIES: usize = 16;
@@ -135,10 +136,13 @@ struct Plan {
     spans: usize,
     tables: usize,
     items: [Items; KINDS],
-    /// Queries of a sequence with a few at most, ranges of a sequence at most, and parts of results.
+    /// Queries of a sequence with a few at most, ranges of keys at most of a sequence with a few or one, and parts of
+    /// results.
     most_few: usize,
     most_ranges: usize,
     parts: usize,
+    /// Sequences with one query.
+    singles: usize,
 }
 
 /// The sequences of a batch: made once a pass, for all layers. Those that are made with
@@ -160,7 +164,7 @@ pub struct Sequences {
     tokens: usize,
     /// The longest window in which no query sees a hole, and the sequence that says so.
     longest_window: Option<(usize, usize)>,
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", feature = "cuda"))]
     is_invariant: bool,
 }
 
@@ -248,7 +252,7 @@ impl Sequences {
             blocks,
             tokens,
             longest_window,
-            #[cfg(target_arch = "x86_64")]
+            #[cfg(any(target_arch = "x86_64", feature = "cuda"))]
             is_invariant: batch_invariance::is_on(),
         })
     }
@@ -322,7 +326,9 @@ fn plan(spans: &[Span], tables: &[u32], room: usize) -> Result<(Vec<u32>, Plan)>
             rooms[SPLIT] += queries;
             parts += queries * most;
         }
-        if kind == FEW {
+        if kind == SINGLE {
+            plan.singles += 1;
+        } else {
             plan.most_few = plan.most_few.max(queries);
         }
         plan.most_ranges = plan.most_ranges.max(most);
@@ -356,13 +362,14 @@ fn plan(spans: &[Span], tables: &[u32], room: usize) -> Result<(Vec<u32>, Plan)>
 /// values of all tokens already, those of the queries too; what is in them beyond the tokens of the sequences
 /// doesn't matter. `q` may have any strides. Sums are made in f32 (f64 for f64).
 ///
-/// What a query gives has the same bits whatever other sequences there are, and in which blocks its keys lie.
+/// What a query gives has the same bits whatever other sequences there are, and in which blocks its keys lie; on CUDA, where
+/// many sequences have one query, it may depend on how many they are, unless they are made with batch invariance.
 /// On the CPU it has the same bits in whatever pieces the tokens of its sequence are computed, too, one by one
 /// or all at once, and those that [`forward`](super::forward) gives for more than 4 queries of the sequence by
 /// itself; where the machine multiplies pairs of bf16 numbers, up to 16 such queries times heads of a key head only if the
-/// sequences are made with batch invariance. On a GPU it has the same bits in pieces that all have up to 16 queries, or all more. Over pools that
-/// are rounded to 8 bits it has the bits of pools of what their codes stand for; on CUDA where `head_dim` is a multiple of
-/// 16.
+/// sequences are made with batch invariance. On a GPU it has the same bits in pieces that all have up to 16 queries, or all
+/// more, but for how many sequences have one. Over pools that are rounded to 8 bits it has the bits of pools of what their
+/// codes stand for; on CUDA where `head_dim` is a multiple of 16.
 ///
 /// Blocks may have any size. On CUDA, tensor cores are used for f16 and bf16 where it is a multiple of 16 and
 /// `head_dim` is one of 8. Whatever numbers a recording is given, a GPU reads nothing beyond the pools.

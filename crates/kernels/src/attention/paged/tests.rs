@@ -610,6 +610,70 @@ mod cuda {
         }
     }
 
+    /// Of enough sequences with one query that a block takes two or four items together, beside others.
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_many_single_queries_give_what_they_give_by_themselves() {
+        let device = crate::testing::cuda();
+        let on = Cuda::on(&device).unwrap();
+        let multiprocessors = on.multiprocessors().unwrap();
+        for (of_multiprocessor, together) in [(2, 2), (9, 4)] {
+            for ([heads, kv_heads], head_dim, block) in [
+                ([8, 4], 128, 16),
+                ([6, 2], 64, 32),
+                ([4, 4], 96, 48),
+                ([12, 3], 33, 5),
+                ([40, 2], 120, 16),
+                ([2, 2], 256, 16),
+            ] {
+                let count = (of_multiprocessor * multiprocessors).div_ceil(kv_heads);
+                let up_to = |longest: usize, others: &[(usize, usize)]| {
+                    // Most are short, as all are computed on the CPU, too.
+                    let long = |index: usize| index.is_multiple_of(16).then_some(longest);
+                    let keys = |index| 1 + index * 167 % long(index).unwrap_or(40);
+                    let singles = (0..count).map(|index| (1, keys(index)));
+                    let sizes: Vec<_> = singles.chain(others.iter().copied()).collect();
+                    Case::new(&sizes, block, [heads, kv_heads], head_dim).scale(0.1)
+                };
+                if together == 4 && head_dim == 96 {
+                    break;
+                }
+                let ends = [(3, 700), (1, 256), (1, 512), (1, 513), (1, 1024), (1, 1025)];
+                let case = up_to(1300, &ends);
+                // Of the last two nothing is to be combined, but for what a sequence with a few queries gives.
+                let cases = [
+                    case.clone(),
+                    case.clone().window(300),
+                    case.softcap(1.5),
+                    up_to(500, &[]),
+                    up_to(500, &[(3, 400)]),
+                ];
+                for (index, case) in cases.iter().enumerate() {
+                    let (dtype, tolerance) = PRECISIONS[2 - index % 3];
+                    eprintln!("{count} of {head_dim}, case {index} {dtype:?}");
+                    let low = case.to_dtype(dtype);
+                    let there = low.to_device(&device);
+                    let sequences = there.sequences(&device).unwrap();
+                    let items = super::super::cuda::items_together(&on, &sequences, kv_heads);
+                    assert_eq!(items.unwrap(), together);
+                    let o = here(&there.forward());
+                    assert_close(&o, &low.expected(), tolerance);
+                    assert_identical(&here(&there.forward()), &o);
+                    if index == 0 {
+                        low.assert_reads_codes(&device);
+                    }
+                    // With batch invariance bits depend on nothing else.
+                    let there = there.same_in_pieces();
+                    let all = here(&there.forward());
+                    for sequence in (0..count).step_by(41) {
+                        let alone = here(&there.only(&[sequence]).forward());
+                        assert_identical(&alone, &all.narrow(0, sequence, 1).unwrap());
+                    }
+                }
+            }
+        }
+    }
+
     #[test]
     #[ignore = "needs an NVIDIA GPU"]
     fn cuda_pieces_give_the_same_bits() {
@@ -738,13 +802,23 @@ mod cuda {
     #[ignore = "needs an NVIDIA GPU"]
     fn cuda_decoding_is_recorded_once_for_batches_with_one_room() {
         let device = crate::testing::cuda();
-        for (dtype, _) in PRECISIONS {
-            let case = Case::new(&[(1, 800); 5], 16, [8, 2], 64).scale(0.125).window(500);
+        let on = Cuda::on(&device).unwrap();
+        // So few that each range has a block, and so many that a block has two of them.
+        for (dtype, count, together) in PRECISIONS
+            .into_iter()
+            .flat_map(|(dtype, _)| [(dtype, 5, 1), (dtype, on.multiprocessors().unwrap(), 2)])
+        {
+            let sizes = vec![(1, 800); count];
+            let case = Case::new(&sizes, 16, [8, 2], 64).scale(0.125).window(500);
             let mut case = case.to_dtype(dtype).to_device(&device);
             // No holes: other batches have fewer keys.
-            case.tables = Case::new(&[(1, 800); 5], 16, [8, 2], 64).tables;
+            case.tables = Case::new(&sizes, 16, [8, 2], 64).tables;
             let batches = [[800, 300, 1, 257, 512], [1, 2, 3, 4, 5], [256, 700, 799, 800, 13]];
+            let batches =
+                batches.map(|keys| keys.into_iter().cycle().take(count).collect::<Vec<usize>>());
             let first = sequences_of(&case, &batches[0], &device);
+            let items = super::super::cuda::items_together(&on, &first, 2).unwrap();
+            assert_eq!(items, together);
             let run = |sequences: &Sequences| {
                 forward_paged(&case.q, &case.k, &case.v, sequences, &case.options)
             };
@@ -838,6 +912,7 @@ mod cuda {
             (64, 1, 1000),
             (256, 1, 320),
             (256, 1, 1000),
+            (1000, 1, 300),
             (32, 4, 1000),
             (1, 512, 512),
             (8, 512, 512),

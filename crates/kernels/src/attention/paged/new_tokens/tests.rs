@@ -182,6 +182,10 @@ mod cuda {
         let device = crate::testing::cuda();
         let keys = [1, 16, 17, 255, 256, 257, 513, 900, 30];
         let many: Vec<_> = (1..=140).collect();
+        // So many that a block takes several items, of which few are long.
+        let keys_of =
+            |index: usize| 1 + index * 97 % if index.is_multiple_of(16) { 1200 } else { 40 };
+        let longer: Vec<_> = (0..160).map(keys_of).collect();
         for (keys, heads, head_dim, half, is_taken) in [
             (&keys[..], [8, 2], 128, 64, true),
             (&keys[..], [4, 4], 64, 32, true),
@@ -192,6 +196,8 @@ mod cuda {
             (&keys[..], [6, 3], 256, 128, true),
             (&many[..], [8, 2], 64, 32, true),
             (&many[..], [48, 1], 64, 32, false),
+            (&longer[..], [8, 2], 128, 64, true),
+            (&longer[..], [8, 8], 64, 32, true),
             (&keys[..], [4, 2], 128, 20, false),
             (&keys[..], [4, 2], 36, 16, false),
             (&keys[..], [2, 1], 288, 144, false),
