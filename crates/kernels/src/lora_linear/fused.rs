@@ -49,7 +49,8 @@ pub fn forward_normed(
 }
 
 /// `(sum, unit)`: [`forward_normed`] of two layers, and the gated unit `activation(gate)·up` of what they give. Where layers
-/// make the norm themselves, two of one kind make the unit, too.
+/// make the norm themselves, two of one kind make the unit, too, and so do, on Hopper, dense ones without adapters of sizes
+/// that are multiples of 8 for 5 to 128 rows of f16 or bf16, with the same bits.
 ///
 /// # Errors
 /// Like [`forward_normed`] and [`glu::forward`].
@@ -68,6 +69,10 @@ pub fn forward_normed_unit(
         let [unit] = <[Tensor; 1]>::try_from(units).map_err(|units| wrong_count(units.len()))?;
         return Ok((sum, unit));
     }
+    #[cfg(feature = "cuda")]
+    if let Some(found) = unit_of_dense([x, residual], norm, &projections, activation)? {
+        return Ok(found);
+    }
     let (sum, ys) = forward_normed(x, residual, norm, &projections)?;
     let [gate, up] = <[Tensor; 2]>::try_from(ys).map_err(|ys| wrong_count(ys.len()))?;
     Ok((sum, glu::forward(&gate, &up, activation)?))
@@ -75,6 +80,28 @@ pub fn forward_normed_unit(
 
 fn wrong_count(found: usize) -> Error {
     Error::msg(format!("metal-candle-kernels: lora_linear: two projections gave {found} outputs"))
+}
+
+/// The sum and the unit where two dense layers make this.
+#[cfg(feature = "cuda")]
+fn unit_of_dense(
+    [x, residual]: [&Tensor; 2],
+    norm: &Norm,
+    both: &[Projection; 2],
+    activation: Activation,
+) -> Result<Option<(Tensor, Tensor)>> {
+    const OPERATION: &str = "lora_linear::forward_normed_unit";
+    let Some(dense) = cuda::both_dense(both).filter(|_| x.device().is_cuda()) else {
+        return Ok(None);
+    };
+    let Norm { weight, eps, weight_offset } = *norm;
+    let sizes = rms_norm::check_residual(x, residual, weight)?;
+    check(OPERATION, x, sizes.1, both)?;
+    if !cuda::makes_unit(OPERATION, x, sizes, &dense)? {
+        return Ok(None);
+    }
+    let (sum, normed) = rms_norm::forward_residual(x, residual, weight, eps, weight_offset)?;
+    Ok(Some((sum, cuda::unit(OPERATION, &normed, sizes, &dense, activation)?)))
 }
 
 /// The sum and the outputs, or the unit, where layers make what they read.

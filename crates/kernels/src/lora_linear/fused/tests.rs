@@ -280,6 +280,72 @@ mod cuda {
     }
 
     #[test]
+    #[ignore = "needs an NVIDIA GPU of compute capability 9.0"]
+    fn cuda_hopper_makes_the_unit_of_dense_layers() {
+        let device = crate::testing::cuda();
+        assert!(
+            Cuda::on(&device).unwrap().has_warpgroups().unwrap(),
+            "this test needs a Hopper GPU"
+        );
+        let is_made = |read: &Read, layers: &Layers| {
+            let projections = layers.projections();
+            let both = [projections[0], projections[1]];
+            let x = &read.both[0];
+            let sizes = crate::backend::rows_and_columns("test", "x", x).unwrap();
+            let both = crate::lora_linear::cuda::both_dense(&both).unwrap();
+            crate::lora_linear::cuda::makes_unit("test", x, sizes, &both).unwrap()
+        };
+        let dense = |outers: [usize; 2], inner: usize| {
+            Layers::new(
+                [(outers[0], 8), (outers[1], 9)]
+                    .map(|(outer, seed)| Matrix::dense(outer, inner, seed)),
+            )
+        };
+        for (rows, outer, inner) in [
+            (1, 40, 512),
+            (17, 8, 72),
+            (64, 1000, 264),
+            (65, 200, 1000),
+            (33, 8704, 136),
+            (100, 4264, 64),
+            (128, 14336, 200),
+        ] {
+            let layers = dense([outer; 2], inner);
+            for dtype in [DType::BF16, DType::F16] {
+                let layers = layers.on(&device, dtype);
+                for read in [Read::new(rows, inner, dtype), Read::new(rows, inner, dtype).apart(3)]
+                {
+                    let read = read.on(&device, dtype);
+                    let check = || {
+                        let parts = read.normed_by_parts(&layers);
+                        for activation in ACTIVATIONS {
+                            let found = read.unit(&layers, activation).unwrap();
+                            assert_all_identical(&found, &with_unit(&parts, activation));
+                        }
+                    };
+                    assert_eq!(is_made(&read, &layers), rows > 4, "{rows}");
+                    check();
+                    within(true, || {
+                        assert!(is_made(&read, &layers), "{rows}");
+                        check();
+                    });
+                }
+            }
+        }
+        for (rows, layers, inner, dtype) in [
+            (129, dense([64; 2], 64), 64, DType::BF16),
+            (20, dense([64, 72], 64), 64, DType::BF16),
+            (20, dense([60; 2], 64), 64, DType::BF16),
+            (20, dense([64; 2], 60), 60, DType::BF16),
+            (20, dense([64; 2], 64), 64, DType::F32),
+            (20, dense([64; 2], 64).with_adapter(), 64, DType::F16),
+        ] {
+            let read = Read::new(rows, inner, dtype).on(&device, dtype);
+            assert!(!is_made(&read, &layers.on(&device, dtype)), "{rows} rows of {inner}");
+        }
+    }
+
+    #[test]
     #[ignore = "needs an NVIDIA GPU"]
     fn cuda_takes_parts_where_no_layer_norms() {
         let device = crate::testing::cuda();

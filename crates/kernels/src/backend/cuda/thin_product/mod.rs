@@ -1,7 +1,8 @@
-//! Products of a few rows in one launch, each element one sum along the depth; see `kernel.cu`.
+//! Products of a few rows in one launch, or the gated unit of two, each element one sum along the depth; see `kernel.cu`.
 
 use super::product::{descriptor, size};
-use super::{Cuda, Matrix, Module, TmaDescriptor, by_dtype, module};
+use super::{Cuda, Matrix, Module, TmaDescriptor, module};
+use crate::glu::Activation;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, bail};
 
@@ -11,7 +12,7 @@ static MODULE: Module = module!("thin_product");
 const MOST_OUTPUTS: usize = 4;
 /// Rows of a launch.
 const MOST_ROWS: usize = 256;
-/// A tile, as the kernel has it.
+/// Columns of a weight's smallest tile, and what tiles have in depth.
 const COLUMNS: usize = 64;
 const DEPTH: usize = 64;
 /// Blocks that share rows.
@@ -26,6 +27,53 @@ pub(crate) struct ThinProduct {
     pub(crate) bias: Option<u64>,
     /// `(rows, columns)`, contiguous.
     pub(crate) y: u64,
+}
+
+/// A kernel, by its names in bf16 and f16: groups of 64 rows, columns and stages of a block.
+struct Kernel {
+    names: [&'static str; 2],
+    groups: usize,
+    columns: usize,
+    stages: usize,
+}
+
+macro_rules! kernel {
+    ($groups:literal, $columns:literal, $stages:literal) => {
+        Kernel {
+            names: [
+                concat!("thin_products_", $groups, "_", $columns, "_", $stages, "_bf16"),
+                concat!("thin_products_", $groups, "_", $columns, "_", $stages, "_f16"),
+            ],
+            groups: $groups,
+            columns: $columns,
+            stages: $stages,
+        }
+    };
+}
+
+/// Those that have a multiprocessor by themselves, by the groups.
+static LONE: [Kernel; 3] = [kernel!(1, 64, 13), kernel!(2, 64, 9), kernel!(4, 64, 5)];
+/// Of two blocks for each, with 64 and 128 columns.
+static PAIRED: [[Kernel; 2]; 2] =
+    [[kernel!(1, 64, 6), kernel!(1, 128, 4)], [kernel!(2, 64, 4), kernel!(2, 128, 3)]];
+
+impl Kernel {
+    /// The one for so many rows, and for outputs that are `tiles` tiles of [`COLUMNS`]. On an H200, of 128 rows, 4096 deep:
+    /// 6144 columns take 24 us by a block for each multiprocessor and 33 by two, and 28672 columns 95, 77 with 64 columns and
+    /// 70 with 128.
+    fn of(rows: usize, tiles: usize, multiprocessors: usize) -> &'static Kernel {
+        let index = rows.div_ceil(64).next_power_of_two().trailing_zeros() as usize;
+        let Some([narrow, wide]) = PAIRED.get(index).filter(|_| tiles > multiprocessors) else {
+            return &LONE[index.min(LONE.len() - 1)];
+        };
+        // Wide ones where they don't leave more of the GPU idle at the end.
+        let turns = |tiles: usize| tiles.div_ceil(2 * multiprocessors);
+        if 2 * turns(tiles.div_ceil(2)) <= turns(tiles) { wide } else { narrow }
+    }
+
+    fn shared(&self) -> usize {
+        self.stages * (self.groups * 64 + self.columns) * DEPTH * 2 + 16 * self.stages + 1024
+    }
 }
 
 #[repr(C)]
@@ -47,7 +95,7 @@ struct Products {
     count: i32,
     rows: i32,
     depth: i32,
-    unused: i32,
+    gate: i32,
 }
 
 // SAFETY: it is plain numbers, laid out as the kernel declares them.
@@ -60,66 +108,94 @@ impl Cuda<'_> {
     pub(crate) fn thin_products(
         &self,
         x: Matrix,
-        [rows, depth]: [usize; 2],
+        sizes: [usize; 2],
         products: &[ThinProduct],
     ) -> Result<()> {
-        let groups = rows.div_ceil(64).next_power_of_two();
-        // As many stages as kernel.cu has.
-        let (name, stages) = match groups {
-            1 => (by_dtype!("thin_products_1", x.dtype)?, 6),
-            2 => (by_dtype!("thin_products_2", x.dtype)?, 4),
-            _ => (by_dtype!("thin_products_4", x.dtype)?, 5),
-        };
+        products.chunks(MOST_OUTPUTS).try_for_each(|some| self.thin_launch(x, sizes, some, None))
+    }
+
+    /// The gated unit of two such products of as many columns, gate and up, with the bits that it has by itself. It goes to
+    /// where the first one would.
+    pub(crate) fn thin_unit(
+        &self,
+        x: Matrix,
+        sizes: [usize; 2],
+        both: &[ThinProduct; 2],
+        activation: Activation,
+    ) -> Result<()> {
+        let [gate, up] = both;
+        if gate.columns != up.columns {
+            bail!(
+                "metal-candle-kernels: a thin unit on CUDA of {} and {} columns, expected as many",
+                gate.columns,
+                up.columns
+            )
+        }
+        self.thin_launch(x, sizes, both, Some(activation))
+    }
+
+    fn thin_launch(
+        &self,
+        x: Matrix,
+        [rows, depth]: [usize; 2],
+        products: &[ThinProduct],
+        unit: Option<Activation>,
+    ) -> Result<()> {
         let odd = products.iter().find(|product| !product.columns.is_multiple_of(8));
         if !(1..=MOST_ROWS).contains(&rows) || depth == 0 || odd.is_some() {
             bail!(
                 "metal-candle-kernels: thin products on CUDA of {rows} rows, {depth} deep, expected 1 to {MOST_ROWS}, and columns that are multiples of 8"
             )
         }
-        for products in products.chunks(MOST_OUTPUTS) {
-            let mut all = Products {
-                x: descriptor(
-                    x,
+        let tiles =
+            |product: &ThinProduct| product.columns.div_ceil(COLUMNS).next_multiple_of(CLUSTER);
+        let tiles = products.iter().map(tiles).sum();
+        let kernel = Kernel::of(rows, tiles, self.multiprocessors()?);
+        let [in_bf16, in_f16] = kernel.names;
+        let name = if x.dtype == DType::BF16 { in_bf16 } else { in_f16 };
+        let of_box = [(64 * kernel.groups / CLUSTER) as u32, DEPTH as u32];
+        let mut all = Products {
+            x: descriptor(x, x.dtype, [rows, depth], of_box)?,
+            count: products.len() as i32,
+            rows: rows as i32,
+            depth: size(depth)?,
+            gate: unit.map_or(0, |activation| 1 + activation.code() as i32),
+            ..Default::default()
+        };
+        let mut tiles = 0;
+        for (index, ThinProduct { weight, columns, bias, y }) in products.iter().enumerate() {
+            if weight.dtype != x.dtype || !matches!(x.dtype, DType::BF16 | DType::F16) {
+                bail!(
+                    "metal-candle-kernels: a thin product of {:?} with {:?} on CUDA, expected BF16 or F16",
                     x.dtype,
-                    [rows, depth],
-                    [(64 * groups / CLUSTER) as u32, DEPTH as u32],
-                )?,
-                count: products.len() as i32,
-                rows: rows as i32,
-                depth: size(depth)?,
-                ..Default::default()
+                    weight.dtype
+                )
+            }
+            let half = kernel.columns / 2;
+            let of_box = [half as u32, DEPTH as u32];
+            all.weights[index] = descriptor(*weight, x.dtype, [*columns, depth], of_box)?;
+            all.outputs[index] = Output {
+                bias: bias.unwrap_or(0),
+                y: *y,
+                columns: size(*columns)?,
+                first_tile: size(tiles)?,
             };
-            let mut tiles = 0;
-            for (index, ThinProduct { weight, columns, bias, y }) in products.iter().enumerate() {
-                if weight.dtype != x.dtype || !matches!(x.dtype, DType::BF16 | DType::F16) {
-                    bail!(
-                        "metal-candle-kernels: a thin product of {:?} with {:?} on CUDA, expected BF16 or F16",
-                        x.dtype,
-                        weight.dtype
-                    )
-                }
-                let of_box = [COLUMNS as u32, DEPTH as u32];
-                all.weights[index] = descriptor(*weight, x.dtype, [*columns, depth], of_box)?;
-                all.outputs[index] = Output {
-                    bias: bias.unwrap_or(0),
-                    y: *y,
-                    columns: size(*columns)?,
-                    first_tile: size(tiles)?,
-                };
-                // A cluster has tiles of one product.
-                tiles += columns.div_ceil(COLUMNS).next_multiple_of(CLUSTER);
-            }
-            let shared = stages * (groups * 64 + COLUMNS) * DEPTH * 2 + 16 * stages + 1024;
-            let (grid, threads) = ((size(tiles)? as u32, 1, 1), 128 * groups as u32 + 32);
-            let launch = MODULE.launch(self, name, grid, threads, shared as u32)?.overlapping();
-            // SAFETY: as the kernel declares it; the caller holds what the pointers point into.
-            unsafe {
-                launch.with(|arguments| {
-                    arguments.arg(&all);
-                })?;
-            }
+            // A cluster has tiles of one product.
+            tiles += match unit {
+                None => columns.div_ceil(kernel.columns).next_multiple_of(CLUSTER),
+                Some(_) if index == 0 => columns.div_ceil(half).next_multiple_of(CLUSTER),
+                Some(_) => 0,
+            };
         }
-        Ok(())
+        let (grid, threads) = ((size(tiles)? as u32, 1, 1), 128 * kernel.groups as u32 + 32);
+        let shared = kernel.shared() as u32;
+        let launch = MODULE.launch(self, name, grid, threads, shared)?.overlapping();
+        // SAFETY: as the kernel declares it; the caller holds what the pointers point into.
+        unsafe {
+            launch.with(|arguments| {
+                arguments.arg(&all);
+            })
+        }
     }
 }
 

@@ -67,6 +67,9 @@ fn cuda_hopper_thin_products_have_the_bits_of_those_of_many_rows() {
             (112, &[264, 16, 8, 520]),
             (576, &[1000, 256]),
             (4096, &[1032]),
+            // More tiles than multiprocessors, few and many.
+            (72, &[10_000, 8, 72]),
+            (200, &[28_672, 40]),
         ] {
             for dtype in [DType::BF16, DType::F16] {
                 let case = Case::new(rows, depth, columns, dtype, &device);
@@ -102,6 +105,9 @@ fn cuda_hopper_thin_products_refuse_what_they_have_no_kernel_for() {
         let error = run(sizes, weight.matrix, columns);
         assert!(error.contains("expected 1 to 256"), "{error}");
     }
+    let both = [8, 16].map(|columns| product(weight.matrix, columns));
+    let error = cuda.thin_unit(x.matrix, [3, 16], &both, Activation::Silu).unwrap_err();
+    assert!(error.to_string().contains("8 and 16 columns"), "{error}");
     let other = Matrix::new(weight.matrix.pointer, DType::F32, 16);
     assert!(run([3, 16], other, 8).contains("expected BF16 or F16"));
 }
