@@ -180,16 +180,17 @@ fn kernels_of(
 /// less often, and give fewer parts to be combined, but some of them have to be left for every multiprocessor. On an H200,
 /// 8 key heads of 128, with what combines parts, in us with one item, two and four: 103, 92 and 92 for 256 texts of 256 to
 /// 384 keys, 410, 383 and 366 for 1000 of 100 to 600, 53, 47 and 47 for 128 of 300, 50, 47 and 50 for 32 of 1000 to 1300.
-pub(super) fn items_together(cuda: &Cuda, sequences: &Sequences, kv_heads: usize) -> Result<usize> {
-    if sequences.is_invariant {
-        return Ok(1);
-    }
-    let (blocks, multiprocessors) = (sequences.plan.singles * kv_heads, cuda.multiprocessors()?);
-    Ok(match 2 * blocks / multiprocessors {
+pub(super) fn items_together(
+    multiprocessors: usize,
+    sequences: &Sequences,
+    kv_heads: usize,
+) -> usize {
+    match 2 * sequences.plan.singles * kv_heads / multiprocessors {
+        _ if sequences.is_invariant => 1,
         0..3 => 1,
         3..16 => 2,
         _ => 4,
-    })
+    }
 }
 
 pub(super) fn forward(
@@ -273,7 +274,8 @@ fn attend(
     let (partial_o, partial_sums) =
         parts.as_ref().map_or((0, 0), |[values, sums]| (values.pointer, sums.pointer));
     let (mode, factor, inner) = score_numbers(options);
-    let together = items_together(&cuda, sequences, kv_heads)?;
+    let multiprocessors = cuda.multiprocessors()?;
+    let together = items_together(multiprocessors, sequences, kv_heads);
     let pool_strides = [0, (kv_heads * head_dim) as i64, head_dim as i64];
     let parameters = Parameters {
         q: q.pointer,
@@ -359,7 +361,7 @@ fn attend(
         Ok(Kernel { name, threads: 32 * warps, shared, item_blocks: blocks_of(shape, queries) })
     };
     let blocks = sequences.plan.items[SPLIT].room * heads;
-    let are_many = blocks >= MANY_COMBINED * call.cuda.multiprocessors()?;
+    let are_many = blocks >= MANY_COMBINED * multiprocessors;
     let most_ranges = sequences.plan.most_ranges;
     let combine = if are_many && most_ranges <= FEW_PARTS && head_dim.is_multiple_of(4) {
         let name = by_dtype!("paged_combine_few", dtype)?;

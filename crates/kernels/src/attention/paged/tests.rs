@@ -527,6 +527,7 @@ fn batches_with_one_room_have_as_many_numbers() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use super::*;
+    use crate::attention::paged::cuda::items_together;
     use crate::backend::cuda::Cuda;
     use crate::recording::Recording;
 
@@ -615,8 +616,7 @@ mod cuda {
     #[ignore = "needs an NVIDIA GPU"]
     fn cuda_many_single_queries_give_what_they_give_by_themselves() {
         let device = crate::testing::cuda();
-        let on = Cuda::on(&device).unwrap();
-        let multiprocessors = on.multiprocessors().unwrap();
+        let multiprocessors = Cuda::on(&device).unwrap().multiprocessors().unwrap();
         for (of_multiprocessor, together) in [(2, 2), (9, 4)] {
             for ([heads, kv_heads], head_dim, block) in [
                 ([8, 4], 128, 16),
@@ -654,8 +654,7 @@ mod cuda {
                     let low = case.to_dtype(dtype);
                     let there = low.to_device(&device);
                     let sequences = there.sequences(&device).unwrap();
-                    let items = super::super::cuda::items_together(&on, &sequences, kv_heads);
-                    assert_eq!(items.unwrap(), together);
+                    assert_eq!(items_together(multiprocessors, &sequences, kv_heads), together);
                     let o = here(&there.forward());
                     assert_close(&o, &low.expected(), tolerance);
                     assert_identical(&here(&there.forward()), &o);
@@ -802,11 +801,11 @@ mod cuda {
     #[ignore = "needs an NVIDIA GPU"]
     fn cuda_decoding_is_recorded_once_for_batches_with_one_room() {
         let device = crate::testing::cuda();
-        let on = Cuda::on(&device).unwrap();
+        let multiprocessors = Cuda::on(&device).unwrap().multiprocessors().unwrap();
         // So few that each range has a block, and so many that a block has two of them.
         for (dtype, count, together) in PRECISIONS
             .into_iter()
-            .flat_map(|(dtype, _)| [(dtype, 5, 1), (dtype, on.multiprocessors().unwrap(), 2)])
+            .flat_map(|(dtype, _)| [(dtype, 5, 1), (dtype, multiprocessors, 2)])
         {
             let sizes = vec![(1, 800); count];
             let case = Case::new(&sizes, 16, [8, 2], 64).scale(0.125).window(500);
@@ -817,8 +816,7 @@ mod cuda {
             let batches =
                 batches.map(|keys| keys.into_iter().cycle().take(count).collect::<Vec<usize>>());
             let first = sequences_of(&case, &batches[0], &device);
-            let items = super::super::cuda::items_together(&on, &first, 2).unwrap();
-            assert_eq!(items, together);
+            assert_eq!(items_together(multiprocessors, &first, 2), together);
             let run = |sequences: &Sequences| {
                 forward_paged(&case.q, &case.k, &case.v, sequences, &case.options)
             };

@@ -162,6 +162,9 @@ impl Cuda<'_> {
             gate: unit.map_or(0, |activation| 1 + activation.code() as i32),
             ..Default::default()
         };
+        // A unit's tiles have as many columns of gate as of up.
+        let half = kernel.columns / 2;
+        let width = if unit.is_some() { half } else { kernel.columns };
         let mut tiles = 0;
         for (index, ThinProduct { weight, columns, bias, y }) in products.iter().enumerate() {
             if weight.dtype != x.dtype || !matches!(x.dtype, DType::BF16 | DType::F16) {
@@ -171,7 +174,6 @@ impl Cuda<'_> {
                     weight.dtype
                 )
             }
-            let half = kernel.columns / 2;
             let of_box = [half as u32, DEPTH as u32];
             all.weights[index] = descriptor(*weight, x.dtype, [*columns, depth], of_box)?;
             all.outputs[index] = Output {
@@ -180,12 +182,10 @@ impl Cuda<'_> {
                 columns: size(*columns)?,
                 first_tile: size(tiles)?,
             };
-            // A cluster has tiles of one product.
-            tiles += match unit {
-                None => columns.div_ceil(kernel.columns).next_multiple_of(CLUSTER),
-                Some(_) if index == 0 => columns.div_ceil(half).next_multiple_of(CLUSTER),
-                Some(_) => 0,
-            };
+            // A cluster has tiles of one product. A unit has its own once.
+            if unit.is_none() || index == 0 {
+                tiles += columns.div_ceil(width).next_multiple_of(CLUSTER);
+            }
         }
         let (grid, threads) = ((size(tiles)? as u32, 1, 1), 128 * kernel.groups as u32 + 32);
         let shared = kernel.shared() as u32;
