@@ -271,44 +271,11 @@ struct DenseKeys {
     template <typename T, int D, int THREADS>
     __device__ __forceinline__ void load_sixteen(uint32_t tiles, const Rows<T> &k, const Rows<T> &v, int64_t at,
                                                  int count, int head_dim, int thread) const {
-        constexpr int ROWS = 16, CHUNKS = D / 8, TILE = tile_bytes(ROWS, D);
         const int64_t first = max(at, int64_t(0));
         const int rows = at < 0 ? 0 : count;
-        if constexpr (THREADS % CHUNKS == 0) {
-            if (rows >= ROWS) {
-                // A thread keeps to one chunk, so there is an address of each to move on.
-                constexpr int STEP = THREADS / CHUNKS;
-                const int row = thread / CHUNKS, chunk = thread % CHUNKS;
-                const T *key = k.start + (first + row) * k.stride + chunk * 8;
-                const T *value = v.start + (first + row) * v.stride + chunk * 8;
-                const bool inside = chunk * 8 < head_dim;
-#pragma unroll
-                for (int start = 0; start < ROWS; start += STEP) {
-                    const uint32_t to = tiles + place<ROWS>(start + row, chunk);
-                    copy_async(to, key, inside);
-                    copy_async(to + TILE, value, inside);
-                    key += STEP * k.stride;
-                    value += STEP * v.stride;
-                }
-                return;
-            }
-        }
-        const auto copy = [&](int index) {
-            const int row = index / CHUNKS, chunk = index % CHUNKS;
-            const bool valid = row < rows && chunk * 8 < head_dim;
-            const uint32_t to = tiles + place<ROWS>(row, chunk);
-            copy_async(to, k.start + (first + row) * k.stride + chunk * 8, valid);
-            copy_async(to + TILE, v.start + (first + row) * v.stride + chunk * 8, valid);
-        };
-        if constexpr (THREADS % CHUNKS == 0) {
-            // For the last keys alone, so not unrolled, which would take registers from the rest.
-#pragma unroll 1
-            for (int index = thread; index < ROWS * CHUNKS; index += THREADS) copy(index);
-        } else {
-#pragma unroll
-            for (int start = 0; start < ROWS * CHUNKS; start += THREADS)
-                if (ROWS * CHUNKS % THREADS == 0 || start + thread < ROWS * CHUNKS) copy(start + thread);
-        }
+        load_tile<T, 16, D, THREADS>(tiles, k.start + first * k.stride, k.stride, rows, head_dim, thread);
+        load_tile<T, 16, D, THREADS>(tiles + tile_bytes(16, D), v.start + first * v.stride, v.stride, rows, head_dim,
+                                     thread);
     }
 
     /// Makes what a thread has copied into a tile into numbers, which they are.
