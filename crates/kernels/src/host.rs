@@ -5,6 +5,8 @@
 //! in memory.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 
 /// Memory of the host for copies of certain tensors, to be used again for the next copies of them.
 #[derive(Debug)]
@@ -131,6 +133,77 @@ impl HostBuffers {
     /// numbers here, see [`flat`](crate::flat).
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors
+    }
+}
+
+/// Brings numbers from a device to the host without waiting for the work that follows theirs.
+#[derive(Clone, Debug)]
+pub struct Downloads {
+    #[cfg(feature = "cuda")]
+    lane: Option<Arc<crate::backend::cuda::Lane>>,
+}
+
+/// Numbers that are on their way.
+#[derive(Debug)]
+pub struct Download {
+    numbers: Tensor,
+    #[cfg(feature = "cuda")]
+    lane: Option<Arc<crate::backend::cuda::Lane>>,
+}
+
+impl Downloads {
+    /// Of tensors of `device`.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn new(device: &Device) -> Result<Self> {
+        #[cfg(not(feature = "cuda"))]
+        let _ = device;
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            lane: match device {
+                Device::Cuda(_) => Some(Arc::new(crate::backend::cuda::Lane::new(device)?)),
+                _ => None,
+            },
+        })
+    }
+
+    /// Brings contiguous u32 as they are once the work that was launched before is done. Nothing may overwrite them
+    /// until [`Download::wait`] returns. Elsewhere than on CUDA, that waits for later work, too.
+    ///
+    /// # Errors
+    /// When they are others, or the driver refuses.
+    pub fn begin(&self, numbers: &Tensor) -> Result<Download> {
+        if numbers.dtype() != DType::U32 || !numbers.is_contiguous() {
+            bail!(
+                "metal-candle-kernels: host: {:?} of {:?}, expected contiguous U32",
+                numbers.dims(),
+                numbers.dtype()
+            )
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(lane) = &self.lane {
+            lane.follow()?;
+        }
+        Ok(Download {
+            numbers: numbers.clone(),
+            #[cfg(feature = "cuda")]
+            lane: self.lane.clone(),
+        })
+    }
+}
+
+impl Download {
+    /// The numbers.
+    ///
+    /// # Errors
+    /// When the work before them has failed.
+    pub fn wait(self) -> Result<Vec<u32>> {
+        #[cfg(feature = "cuda")]
+        if let Some(lane) = &self.lane {
+            return lane.read(&self.numbers);
+        }
+        self.numbers.flatten_all()?.to_vec1()
     }
 }
 

@@ -98,11 +98,24 @@ impl Recording {
     /// # Errors
     /// When there are more or fewer, or the device fails.
     pub fn run(&mut self, inputs: &[u32]) -> Result<()> {
+        self.run_with(inputs, None)
+    }
+
+    /// Like [`Recording::run`], where the first inputs are `first (n)` u32, which the device finds once it has made
+    /// them: the host needs to know nothing of them.
+    ///
+    /// # Errors
+    /// Like [`Recording::run`], and when `first` is no such tensor of the device.
+    pub fn run_after(&mut self, first: &Tensor, inputs: &[u32]) -> Result<()> {
+        self.run_with(inputs, Some(first))
+    }
+
+    fn run_with(&mut self, inputs: &[u32], first: Option<&Tensor>) -> Result<()> {
         #[cfg(feature = "cuda")]
-        return self.recorded.run(inputs);
+        return self.recorded.run(inputs, first);
         #[cfg(not(feature = "cuda"))]
         {
-            let _ = inputs;
+            let _ = (inputs, first);
             match self.recorded {}
         }
     }
@@ -187,6 +200,31 @@ mod tests {
                 drop(others);
                 let wrong = message(recording.run(&[]));
                 assert!(wrong.contains(&format!("0 inputs, expected {rows}")), "{wrong}");
+            }
+        }
+
+        #[test]
+        #[ignore = "needs an NVIDIA GPU"]
+        fn cuda_reads_first_inputs_that_the_device_has_made() {
+            let device = cuda();
+            let work = Work::new(&device);
+            let mut recording = Recording::new(&device, &[7; 8], |ids| work.run(ids)).unwrap();
+            let table: Vec<u32> = (0..5 * 6).map(|i| i * 11 % 50).collect();
+            let made = Tensor::from_vec(table.clone(), (5, 6), &device).unwrap();
+            for column in [0, 4] {
+                let first = made.narrow(1, column, 1).unwrap().squeeze(1).unwrap();
+                let mut ids: Vec<u32> = table.iter().skip(column).step_by(6).copied().collect();
+                ids.extend([1, 2, 3]);
+                let expected = work.run(&Tensor::new(&ids[..], &device).unwrap()).unwrap();
+                recording.run_after(&first, &[0, 0, 0, 0, 0, 1, 2, 3]).unwrap();
+                assert_identical(&here(recording.output()), &here(&expected));
+                // And as before without.
+                recording.run(&ids).unwrap();
+                assert_identical(&here(recording.output()), &here(&expected));
+            }
+            for wrong in [&made, &Tensor::new(&[1u32; 9], &device).unwrap()] {
+                let wrong = message(recording.run_after(wrong, &[0; 8]));
+                assert!(wrong.contains("expected up to 8 U32 in a row"), "{wrong}");
             }
         }
 

@@ -1,7 +1,7 @@
 //! Choices on CUDA, see `kernel.cu`.
 
-use super::gpu::{DRAW_WORDS, Readout, draw_words, fixed_point, halves};
-use super::{Choice, Draw, OPERATION};
+use super::gpu::{DRAW_WORDS, Launched, READOUT_WORDS, draw_words, fixed_point, halves};
+use super::{Draw, OPERATION};
 use crate::backend::cuda::{Cuda, Module, by_dtype, module, require_floats};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -47,7 +47,7 @@ pub(super) fn greedy(logits: &Tensor, (rows, columns): (usize, usize)) -> Result
     Ok(ids.tensor)
 }
 
-pub(super) fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Vec<Choice>> {
+pub(super) fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Launched> {
     require_floats(OPERATION, &[logits])?;
     let (rows, count) = logits.dims2()?;
     if rows > MOST_ROWS || count > MOST {
@@ -83,7 +83,7 @@ pub(super) fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Vec<Choice>> {
         .then(|| cuda.empty((rows, blocks * chunk), DType::U32))
         .transpose()?;
     let exchange = cuda.empty((rows, EXCHANGE / 4), DType::U32)?;
-    let result = cuda.empty((rows, Readout::WORDS), DType::U32)?;
+    let result = cuda.empty((rows, READOUT_WORDS), DType::U32)?;
     let name = by_dtype!("choose", logits.dtype)?;
     // Asked for whether or not keys are there, as the first launch decides what later ones may have.
     let inside = chunk.min(MOST_INSIDE) as u32 * 4;
@@ -101,5 +101,5 @@ pub(super) fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Vec<Choice>> {
             arguments.arg(&exchange.pointer).arg(&result.pointer).arg(&unit);
         })?;
     }
-    Ok(Readout::of(&result.tensor)?.iter().map(|readout| readout.choice(unit)).collect())
+    Ok(Launched { words: result.tensor, unit })
 }

@@ -63,8 +63,29 @@ impl Options {
     }
 }
 
+/// A choice of tokens that was launched.
+#[derive(Debug)]
+pub(super) struct Launched {
+    /// `(rows, READOUT_WORDS)`: a [`Readout`] a row.
+    pub words: Tensor,
+    /// The weight of the likeliest.
+    pub unit: f64,
+}
+
+impl Launched {
+    /// The tokens `(rows)`; 0 where there is none to choose.
+    pub fn ids(&self) -> Result<Tensor> {
+        self.words.narrow(1, 0, 1)?.squeeze(1)
+    }
+
+    /// What the words say, once they are on the host.
+    pub fn choices(&self, words: &[u32]) -> Result<Vec<Choice>> {
+        Ok(Readout::of(words)?.iter().map(|readout| readout.choice(self.unit)).collect())
+    }
+}
+
 /// What the kernels of GPUs tell of a choice.
-pub(super) struct Readout {
+struct Readout {
     id: u32,
     logit: f32,
     largest: f32,
@@ -75,13 +96,13 @@ pub(super) struct Readout {
     sum: u64,
 }
 
-impl Readout {
-    pub(super) const WORDS: usize = 8;
+/// Words of a [`Readout`].
+pub(super) const READOUT_WORDS: usize = 8;
 
+impl Readout {
     /// Those of all rows.
-    pub(super) fn of(words: &Tensor) -> Result<Vec<Readout>> {
-        let words = words.flatten_all()?.to_vec1::<u32>()?;
-        let rows = words.chunks(Readout::WORDS).map(|words| {
+    fn of(words: &[u32]) -> Result<Vec<Readout>> {
+        let rows = words.chunks(READOUT_WORDS).map(|words| {
             let &[id, logit, largest, offender, offending, _, low, high] = words else {
                 bail!("metal-candle-kernels: {OPERATION}: a result of {} words", words.len())
             };
@@ -92,7 +113,7 @@ impl Readout {
         rows.collect()
     }
 
-    pub(super) fn choice(&self, unit: f64) -> Choice {
+    fn choice(&self, unit: f64) -> Choice {
         let Readout { id, logit, largest, offender, offending, sum } = *self;
         if offender != u32::MAX {
             Choice::Broken { id: offender, logit: offending }

@@ -1,7 +1,7 @@
 //! Choices on Metal, see `kernel.metal`.
 
-use super::gpu::{DRAW_WORDS, Readout, draw_words, fixed_point, halves};
-use super::{Choice, Draw, OPERATION};
+use super::gpu::{DRAW_WORDS, Launched, READOUT_WORDS, draw_words, fixed_point, halves};
+use super::{Draw, OPERATION};
 use crate::backend::metal::{Argument, Metal, by_dtype, size};
 use candle_core::{DType, Result, Tensor};
 
@@ -20,7 +20,7 @@ pub(super) fn greedy(logits: &Tensor, (rows, columns): (usize, usize)) -> Result
     Ok(ids.tensor)
 }
 
-pub(super) fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Vec<Choice>> {
+pub(super) fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Launched> {
     let metal = Metal::of(logits)?;
     let device = logits.device();
     let (rows, count) = logits.dims2()?;
@@ -42,7 +42,7 @@ pub(super) fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Vec<Choice>> {
     let length = words.len();
     let words = metal.strided(&Tensor::from_vec(words, length, device)?)?;
     let keys = metal.empty((rows, count), DType::U32)?;
-    let result = metal.empty((rows, Readout::WORDS), DType::U32)?;
+    let result = metal.empty((rows, READOUT_WORDS), DType::U32)?;
     let numbers = [unit as f32];
     let arguments = [
         Argument::Input(&logits),
@@ -55,6 +55,5 @@ pub(super) fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Vec<Choice>> {
     ];
     let name = by_dtype!("sampling_choose", logits.dtype)?;
     metal.run(&[metal.by_row(name, rows, count, &arguments)?])?;
-    let readouts = Readout::of(&result.tensor)?;
-    Ok(readouts.iter().map(|readout| readout.choice(unit as f64)).collect())
+    Ok(Launched { words: result.tensor, unit: unit as f64 })
 }

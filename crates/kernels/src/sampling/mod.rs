@@ -27,6 +27,9 @@ pub(crate) mod tests;
 
 use crate::backend::cpu::{Input, Sum, dispatch, for_each_chunk};
 use crate::backend::{on_gpu, require_rank, require_together, rows_and_columns};
+#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+use crate::host::Download;
+use crate::host::Downloads;
 use candle_core::{Device, Result, Tensor, bail};
 use std::cell::RefCell;
 
@@ -174,6 +177,64 @@ pub struct Draw {
 /// When `logits` isn't a matrix of floats with a row for each draw, an option is out of its range, an adjustment
 /// is for no token or isn't finite, or this build doesn't compute on its device.
 pub fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Vec<Choice>> {
+    begin(logits, draws, None)?.wait()
+}
+
+/// Tokens that are being chosen.
+#[derive(Debug)]
+pub struct Choices(Under);
+
+#[derive(Debug)]
+enum Under {
+    Known(Vec<Choice>),
+    #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+    Way(gpu::Launched, Option<Download>),
+}
+
+impl Choices {
+    /// The tokens `(rows)` u32, where they are made; 0 in a row without a choice.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn ids(&self) -> Result<Tensor> {
+        match &self.0 {
+            Under::Known(choices) => {
+                let id = |choice: &Choice| match choice {
+                    Choice::Token { id, .. } => *id,
+                    Choice::Broken { .. } | Choice::Nothing => 0,
+                };
+                Tensor::from_iter(choices.iter().map(id), &Device::Cpu)
+            }
+            #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+            Under::Way(launched, _) => launched.ids(),
+        }
+    }
+
+    /// What was chosen.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn wait(self) -> Result<Vec<Choice>> {
+        match self.0 {
+            Under::Known(choices) => Ok(choices),
+            #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
+            Under::Way(launched, download) => {
+                let words = match download {
+                    Some(download) => download.wait()?,
+                    None => launched.words.flatten_all()?.to_vec1()?,
+                };
+                launched.choices(&words)
+            }
+        }
+    }
+}
+
+/// Begins what [`choose`] does. Work that is launched before [`Choices::wait`] isn't waited for there with `downloads` of
+/// the logits' device.
+///
+/// # Errors
+/// As [`choose`].
+pub fn begin(logits: &Tensor, draws: &[Draw], downloads: Option<&Downloads>) -> Result<Choices> {
     require_together(OPERATION, &[logits])?;
     require_rank(OPERATION, "logits", logits, 2, "(rows, v)")?;
     let (rows, vocabulary) = logits.dims2()?;
@@ -188,12 +249,18 @@ pub fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Vec<Choice>> {
         check(adjustments, vocabulary)?;
     }
     if vocabulary == 0 {
-        return Ok(vec![Choice::Nothing; rows]);
+        return Ok(Choices(Under::Known(vec![Choice::Nothing; rows])));
     }
     if rows == 0 {
-        return Ok(Vec::new());
+        return Ok(Choices(Under::Known(Vec::new())));
     }
-    on_gpu!(logits, gpu => gpu::choose(logits, draws));
+    on_gpu!(logits, backend => {
+        let launched = backend::choose(logits, draws)?;
+        let download = downloads.map(|it| it.begin(&launched.words)).transpose()?;
+        Ok(Choices(Under::Way(launched, download)))
+    });
+    // The CPU has no other work meanwhile.
+    let _ = downloads;
     let logits = Input::contiguous(logits)?;
     let logits = logits.read();
     let logits = logits.values::<f64>()?;
@@ -209,7 +276,7 @@ pub fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Vec<Choice>> {
             workspace.logits = scratch;
         });
     });
-    Ok(choices)
+    Ok(Choices(Under::Known(choices)))
 }
 
 impl Workspace {

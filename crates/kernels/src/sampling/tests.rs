@@ -415,6 +415,47 @@ pub(crate) fn assert_no_distribution(device: &Device) {
     }
 }
 
+/// Asserts that tokens are known to the device before they are to the host, which sees them beside later work.
+fn assert_seen_beside_work(device: &Device) {
+    let (rows, count) = (5, 3001);
+    let logits = random(&[rows, count], 11).to_dtype(DType::F32).unwrap();
+    let draw = |row: usize| Draw {
+        adjustments: Vec::new(),
+        options: Options { temperature: row as f64, ..OFF },
+        uniform: 0.2 * row as f64,
+    };
+    let draws: Vec<Draw> = (0..rows).map(draw).collect();
+    // The second has none.
+    let none = Tensor::full(f32::INFINITY, (1, count), &Device::Cpu).unwrap();
+    let logits = logits.slice_assign(&[1..2, 0..count], &none).unwrap();
+    let logits = there(&logits, device);
+    let expected = choose(&logits, &draws).unwrap();
+    let downloads = Downloads::new(device).unwrap();
+    for _ in 0..3 {
+        let choices = begin(&logits, &draws, Some(&downloads)).unwrap();
+        let ids = choices.ids().unwrap();
+        let square = Tensor::ones((1024, 1024), DType::F32, device).unwrap();
+        let product = square.matmul(&square).unwrap();
+        assert_eq!(choices.wait().unwrap(), expected);
+        let ids = ids.force_contiguous().unwrap().to_vec1::<u32>().unwrap();
+        for (id, choice) in ids.iter().zip(&expected) {
+            match choice {
+                Choice::Token { id: chosen, .. } => assert_eq!(id, chosen),
+                _ => assert_eq!(*id, 0),
+            }
+        }
+        assert_eq!(product.get(1023).unwrap().to_vec1::<f32>().unwrap(), [1024.0; 1024]);
+    }
+    assert!(matches!(expected[1], Choice::Broken { id: 0, .. }));
+    let wrong = downloads.begin(&logits).map(drop).unwrap_err().to_string();
+    assert!(wrong.contains("expected contiguous U32"), "{wrong}");
+}
+
+#[test]
+fn tokens_are_known_before_they_are_seen() {
+    assert_seen_beside_work(&Device::Cpu);
+}
+
 #[test]
 fn logits_without_a_distribution_are_told_apart() {
     assert_no_distribution(&Device::Cpu);
@@ -554,6 +595,13 @@ mod cuda {
                 assert_rows(&device, rows, count, dtype);
             }
         }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_tokens_are_seen_beside_work() {
+        let device = cuda();
+        assert_seen_beside_work(&device);
     }
 
     #[test]

@@ -3,8 +3,8 @@
 use super::{Cuda, refuse_in_recording};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::{self, CUresult, CUstream};
-use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, CudaStream};
-use candle_core::{Device, Result};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, CudaStream, result};
+use candle_core::{Device, Result, Tensor};
 use std::sync::Arc;
 
 /// The stream. Memory that transfers write to is taken from the device's stream, so a transfer begins behind all that
@@ -67,6 +67,18 @@ impl Lane {
         self.context.bind_to_thread().w()?;
         // SAFETY: both live; an event may be dropped before what waits for it.
         unsafe { sys::cuStreamWaitEvent(self.stream, place.0.cu_event(), 0) }.result().w()
+    }
+
+    /// Contiguous u32 as they are behind all that this lane follows.
+    pub(crate) fn read(&self, numbers: &Tensor) -> Result<Vec<u32>> {
+        let pointer = Cuda::of(numbers)?.strided(numbers)?.pointer;
+        let mut read = vec![0u32; numbers.elem_count()];
+        self.context.bind_to_thread().w()?;
+        // SAFETY: both have so many numbers, and both live until the lane is done.
+        let copied = unsafe { result::memcpy_dtoh_async(&mut read, pointer, self.stream) };
+        self.wait()?;
+        copied.w()?;
+        Ok(read)
     }
 
     /// Waits until it is.

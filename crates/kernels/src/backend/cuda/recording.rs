@@ -9,7 +9,7 @@
 use super::{Array, Cuda};
 use candle_core::cuda_backend::cudarc::cublas::{CudaBlas, sys as cublas};
 use candle_core::cuda_backend::cudarc::driver::sys::{
-    CUgraphInstantiate_flags, CUstreamCaptureMode,
+    self, CUgraphInstantiate_flags, CUstreamCaptureMode,
 };
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream, result};
 use candle_core::cuda_backend::{CudaStorage, WrapErr};
@@ -309,7 +309,8 @@ impl Recorded {
         Ok(largest.into_values().cloned().collect())
     }
 
-    pub(crate) fn run(&mut self, inputs: &[u32]) -> Result<()> {
+    /// `first` are what the first inputs are instead, on the device.
+    pub(crate) fn run(&mut self, inputs: &[u32], first: Option<&Tensor>) -> Result<()> {
         let count = self.inputs.tensor.elem_count();
         if inputs.len() != count {
             bail!("metal-candle-kernels: recording: {} inputs, expected {count}", inputs.len())
@@ -318,8 +319,47 @@ impl Recorded {
         let stream = self.stream.cu_stream();
         // SAFETY: the tensor has so many numbers; the driver is done with the host's when it returns.
         unsafe { result::memcpy_htod_async(self.inputs.pointer, inputs, stream) }.w()?;
+        if let Some(first) = first {
+            self.replace(first)?;
+        }
         // SAFETY: the graph lives as long as this, and what it touches is kept beside it.
         unsafe { result::graph::launch(self.graph.cu_graph_exec(), stream) }.w()
+    }
+}
+
+impl Recorded {
+    /// Puts `first (n)`, which may be strided, in the place of the first inputs.
+    fn replace(&self, first: &Tensor) -> Result<()> {
+        let (count, room) = (first.elem_count(), self.inputs.tensor.elem_count());
+        if first.rank() != 1 || first.dtype() != DType::U32 || count > room {
+            bail!(
+                "metal-candle-kernels: recording: the first inputs are {:?} of {:?}, expected up to {room} U32 in a row",
+                first.dims(),
+                first.dtype()
+            )
+        }
+        let size = DType::U32.size_in_bytes();
+        let first_inputs = Cuda::of(first)?.strided(first)?;
+        let copy = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcHost: std::ptr::null(),
+            srcArray: std::ptr::null_mut(),
+            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            srcDevice: first_inputs.pointer,
+            srcPitch: first.stride()[0] * size,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstHost: std::ptr::null_mut(),
+            dstArray: std::ptr::null_mut(),
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstDevice: self.inputs.pointer,
+            dstPitch: size,
+            WidthInBytes: size,
+            Height: count,
+        };
+        // SAFETY: both have so many numbers, as far from each other; what is freed later is freed behind this.
+        unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.stream.cu_stream()) }.result().w()
     }
 }
 
