@@ -15,6 +15,7 @@
 //!
 //! [`Handle`] runs an engine on a thread of its own, for callers on many.
 
+mod ahead;
 mod blocks;
 mod drafts;
 mod handle;
@@ -30,7 +31,7 @@ pub use scores::Scored;
 
 use crate::adapter::{Adapter, AdapterVersion};
 use crate::generate::{
-    Answer, FinishReason, GenerateOptions, Grammar, Piece, Sampled, sample_rows,
+    Answer, FinishReason, GenerateOptions, Grammar, Meanwhile, Piece, Sampled, sample_rows,
 };
 use crate::memory::available_bytes;
 use crate::model::Model;
@@ -38,6 +39,7 @@ use crate::pass::{Layers, ModelReader, PagedCache, Stretch, check_prompt};
 use crate::text::Tokenizer;
 use crate::turns::Turns;
 use crate::{Error, Result, bounds};
+use ahead::Ahead;
 use blocks::{Blocks, Content, Tables};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::devices;
@@ -323,6 +325,8 @@ pub struct Engine<'t> {
     drafter: Option<Box<dyn Reader>>,
     drafted: u64,
     accepted: u64,
+    /// What the next step reads, if that is under way.
+    ahead: Option<Ahead>,
 }
 
 impl<'t> Engine<'t> {
@@ -360,6 +364,7 @@ impl<'t> Engine<'t> {
             drafter,
             drafted: 0,
             accepted: 0,
+            ahead: None,
         }
     }
 
@@ -458,8 +463,16 @@ impl<'t> Engine<'t> {
     /// fails is tried again for each text alone, so that only those end for which it fails.
     pub fn step(&mut self) -> Vec<(RequestId, Event)> {
         let mut events = Vec::new();
+        if !self.take_up(&mut events) {
+            self.read_next(&mut events);
+        }
+        self.running.retain(|sequence| !sequence.ended);
+        events
+    }
+
+    fn read_next(&mut self, events: &mut Vec<(RequestId, Event)>) {
         let budget = self.plan();
-        self.draft(budget, &mut events);
+        self.draft(budget, events);
         // Texts whose lengths mean other ropes cannot be read in one pass.
         let mut groups: Vec<(usize, Vec<usize>)> = Vec::new();
         for (index, sequence) in self.running.iter().enumerate() {
@@ -477,10 +490,8 @@ impl<'t> Engine<'t> {
             }
         }
         for (total, group) in groups {
-            self.read(&group, total, &mut events);
+            self.read(&group, total, events);
         }
-        self.running.retain(|sequence| !sequence.ended);
-        events
     }
 
     /// Says how many tokens of which texts are read next, and finds the blocks for them; how many more could be read.
@@ -596,10 +607,24 @@ impl<'t> Engine<'t> {
             })
             .collect();
         let read = self.reader.read(&stretches, total);
+        self.go_on(group, total, read, events);
+    }
+
+    /// Goes on with the texts of `group` by the logits that were read.
+    fn go_on(
+        &mut self,
+        group: &[usize],
+        total: usize,
+        read: Result<Tensor>,
+        events: &mut Vec<(RequestId, Event)>,
+    ) {
         let chosen = read.and_then(|logits| self.score(group, logits));
-        let sampled = chosen.and_then(|logits| self.sample(group, &logits));
+        let sampled = chosen.and_then(|logits| self.sample(group, total, &logits));
         match sampled.and_then(|sampled| self.reader.confirm().map(|()| sampled)) {
-            Ok(sampled) => {
+            Ok((sampled, ahead)) => {
+                if let Some(logits) = ahead {
+                    self.keep_ahead(group, logits);
+                }
                 let mut sampled = sampled.into_iter();
                 for &index in group {
                     let sequence = &self.running[index];
@@ -618,11 +643,21 @@ impl<'t> Engine<'t> {
         }
     }
 
-    /// What follows the tokens of `group`'s texts (ascending) of which there are logits.
-    fn sample(&mut self, group: &[usize], logits: &Tensor) -> Result<Vec<Result<Sampled>>> {
+    /// What follows the tokens of `group`'s texts (ascending) of which there are logits, and the logits of what follows
+    /// that, if they were read ahead.
+    fn sample(
+        &mut self,
+        group: &[usize],
+        total: usize,
+        logits: &Tensor,
+    ) -> Result<(Vec<Result<Sampled>>, Option<Tensor>)> {
         let mut problems = self.find_allowed(group);
+        let downloads = self.reader.downloads();
+        let downloads = downloads.filter(|_| self.may_read_ahead(group, total));
+        let Self { reader, running, .. } = self;
+        let texts = || group.iter().filter_map(|&index| running.get(index));
         let mut rows = Vec::new();
-        for sequence in group.iter().filter_map(|&index| self.running.get(index)) {
+        for sequence in texts() {
             if !sequence.goes_on() {
                 continue;
             }
@@ -632,19 +667,25 @@ impl<'t> Engine<'t> {
             }
         }
         if rows.is_empty() {
-            return Ok(Vec::new());
+            return Ok((Vec::new(), None));
         }
-        let mut sampled = sample_rows(logits, &rows)?;
+        let mut ahead = None;
+        let mut launch = |tokens: &Tensor| {
+            ahead = reader.read_ahead(&ahead::stretches(texts()), total + 1, tokens);
+        };
+        let meanwhile =
+            downloads.as_ref().map(|downloads| Meanwhile { downloads, launch: &mut launch });
+        let mut sampled = sample_rows(logits, &rows, meanwhile)?;
         // A text with a problem has one row, as no guesses are made for texts that follow a grammar.
-        let writing = group.iter().filter(|&&index| self.running[index].goes_on());
+        let writing = group.iter().filter(|&&index| running[index].goes_on());
         let mut row = 0;
         for index in writing {
             if let Some(problem) = problems.remove(index) {
                 sampled[row] = Err(problem);
             }
-            row += 1 + self.running[*index].drafts;
+            row += 1 + running[*index].drafts;
         }
-        Ok(sampled)
+        Ok((sampled, ahead))
     }
 
     /// Finds what may come next in those of `group` that follow a grammar, while the device is busy; gives the problems
@@ -830,7 +871,7 @@ impl Readers {
         let reader = |model: &Arc<Model>| -> Result<Box<dyn Reader>> {
             Ok(match model.is_tensor_parallel() {
                 true => Box::new(RankReader::new(model, cache.clone())?),
-                false => Box::new(ModelReader::new(model, cache(model)?)),
+                false => Box::new(ModelReader::new(model, cache(model)?)?),
             })
         };
         let (reader, drafter) = (reader(model)?, draft.map(reader).transpose()?);

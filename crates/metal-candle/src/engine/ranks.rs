@@ -120,7 +120,7 @@ impl RankReader {
         let mut ranks = model.ranks().iter().enumerate().map(|(index, part)| {
             let (part, cache, failure) = (part.clone(), cache.clone(), failure.clone());
             move || {
-                let reader = ModelReader::new(&part, cache(&part)?);
+                let reader = ModelReader::new(&part, cache(&part)?)?;
                 let (adapters, before, behind) = (HashMap::new(), None, None);
                 Ok(Rank { index, reader, adapters, failure, before, behind, has_failed: false })
             }

@@ -83,7 +83,8 @@ impl Engine<'_> {
     }
 }
 
-fn rows(logits: &Tensor, rows: &[usize]) -> Result<Tensor> {
+/// These rows of `logits`.
+pub(super) fn rows(logits: &Tensor, rows: &[usize]) -> Result<Tensor> {
     let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
     let count = rows.len();
     if count == 0 {

@@ -5,6 +5,7 @@ use super::*;
 use crate::generate::SamplingOptions;
 use crate::random::SplitMix64;
 use metal_candle_kernels::attention::HOLE;
+use metal_candle_kernels::host::Downloads;
 use std::collections::HashMap;
 use std::sync::Mutex;
 
@@ -32,6 +33,8 @@ struct Reads {
     /// Tokens that are not what follows, one in so many.
     errs: Option<u64>,
     passes: Arc<Mutex<Vec<usize>>>,
+    /// How many passes were read ahead, where that is done.
+    ahead: Option<Arc<Mutex<usize>>>,
 }
 
 impl Reads {
@@ -45,6 +48,7 @@ impl Reads {
             short: usize::MAX,
             errs: None,
             passes: Arc::default(),
+            ahead: None,
         }
     }
 }
@@ -105,6 +109,33 @@ impl Reader for Reads {
         }
         let count = rows.len() / VOCABULARY;
         Ok(Tensor::from_vec(rows, (count, VOCABULARY), &Device::Cpu)?)
+    }
+
+    fn downloads(&self) -> Option<Downloads> {
+        self.ahead.as_ref().map(|_| Downloads::new(&Device::Cpu).unwrap())
+    }
+
+    fn read_ahead(
+        &mut self,
+        stretches: &[Stretch],
+        total: usize,
+        tokens: &Tensor,
+    ) -> Option<Tensor> {
+        let ahead = self.ahead.clone()?;
+        // As a pass that is recorded first.
+        if self.random.below(3) == 0 {
+            return None;
+        }
+        let tokens = tokens.to_vec1::<u32>().unwrap();
+        assert_eq!(tokens.len(), stretches.len());
+        let known: Vec<_> = stretches
+            .iter()
+            .zip(&tokens)
+            .map(|(stretch, token)| Stretch { tokens: std::slice::from_ref(token), ..*stretch })
+            .collect();
+        let logits = self.read(&known, total).ok()?;
+        *ahead.lock().unwrap() += 1;
+        Some(logits)
     }
 
     fn ropes_change(&self, a: usize, b: usize) -> bool {
@@ -309,6 +340,72 @@ fn a_thousand_requests_that_come_and_go_leave_every_text_right_and_no_block_lost
         assert_eq!(drafted > 50 && accepted > 20, draft_tokens > 0, "{accepted} of {drafted}");
         assert!(accepted < drafted || drafted == 0);
         assert!(passes.lock().unwrap().iter().all(|tokens| *tokens <= 10));
+    }
+}
+
+#[test]
+fn texts_whose_tokens_are_read_before_they_are_known_are_right() {
+    let tokenizer = tokenizer();
+    for (fails, short, window, prefix_cache) in [
+        (None, usize::MAX, None, true),
+        (Some(5), usize::MAX, None, false),
+        (Some(7), 20, Some(3), true),
+        (None, 9, Some(1), false),
+    ] {
+        let blocks = 17;
+        let seen = vec![None; if window.is_some() { blocks as usize * BLOCK } else { 0 }];
+        let ahead = Arc::new(Mutex::new(0));
+        let reader =
+            Reads { fails, short, window, seen, ahead: Some(ahead.clone()), ..Reads::new(blocks) };
+        let passes = reader.passes.clone();
+        let options = EngineOptions { prefix_cache, ..small() };
+        let windows = std::iter::once(None).chain(window.map(Some)).collect::<Vec<_>>();
+        let layers = kinds(&windows, blocks as usize, &options).collect::<Result<_>>().unwrap();
+        let readers = Readers { reader: Box::new(reader), drafter: None, layers, bytes: 0 };
+        let mut engine = Engine::over(readers, Some(&tokenizer), options);
+        let mut random = SplitMix64::new(9);
+        let mut wanted: HashMap<RequestId, (Vec<u32>, usize)> = HashMap::new();
+        let mut texts: HashMap<RequestId, Vec<u32>> = HashMap::new();
+        let (mut submitted, mut ended, mut cancelled) = (0, 0, 0);
+        while submitted < 400 || !engine.is_idle() {
+            // Few at once, so that most steps have none that waits, and sometimes many.
+            let count = if random.below(200) == 0 { 9 } else { u64::from(random.below(14) == 0) };
+            for _ in 0..if submitted < 400 { count } else { 0 } {
+                let prompt: Vec<u32> =
+                    (0..1 + random.below(12)).map(|_| random.below(38) as u32).collect();
+                let max_tokens = 1 + random.below(30) as usize;
+                let priority = random.below(3) as i32;
+                let request = Request { priority, ..request(&prompt, max_tokens) };
+                wanted.insert(engine.submit(request).unwrap(), (prompt, max_tokens));
+                submitted += 1;
+            }
+            if random.below(20) == 0
+                && let Some(id) = wanted.keys().min().copied()
+            {
+                assert!(engine.cancel(id));
+                wanted.remove(&id);
+                cancelled += 1;
+            }
+            for (id, event) in engine.step() {
+                let (prompt, max_tokens) =
+                    wanted.get(&id).expect("an event of a request that is gone");
+                match event {
+                    Event::Piece(piece) => texts.entry(id).or_default().extend(piece.token),
+                    Event::Finished(_) => {
+                        let text = texts.remove(&id).unwrap();
+                        assert_eq!(text, expected(&tokenizer, prompt, *max_tokens));
+                        ended += 1;
+                        wanted.remove(&id);
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+        is_whole(&engine);
+        assert_eq!(ended + cancelled, submitted);
+        assert!(cancelled > 20 && engine.statistics().preemptions > 0, "{cancelled}");
+        let (ahead, passes) = (*ahead.lock().unwrap(), passes.lock().unwrap().len());
+        assert!(ahead > 200 && 8 * ahead > passes, "{ahead} of {passes} passes");
     }
 }
 

@@ -1,6 +1,7 @@
 //! Text from a model: prefill the prompt, then decode a token at a time.
 
 use super::answer::{Answer, FinishReason, GenerateOptions, Piece};
+use super::sampler::{Meanwhile, Sampled};
 use crate::Result;
 use crate::adapter::Adapter;
 use crate::model::Model;
@@ -36,7 +37,7 @@ impl Session {
         let layers = [Layers { window: None, blocks: FIRST_BLOCKS }];
         let cache = PagedCache::new(model, &layers, BLOCK, CacheDtype::Model)?;
         Ok(Self {
-            reader: ModelReader::new(model, cache),
+            reader: ModelReader::new(model, cache)?,
             adapter: adapter.cloned(),
             tables: [(0..FIRST_BLOCKS).collect()],
             tokens: Vec::new(),
@@ -88,12 +89,16 @@ impl Session {
             let logits = self.reader.read(&[stretch], total)?;
             self.cached = end;
             if end == total {
-                let logits = logits.i(0)?;
-                // The next recorded pass writes to the same place.
-                let stays = !Recording::is_supported(logits.device());
-                return Ok(if stays { logits } else { logits.copy()? });
+                return own_logits(&logits);
             }
         }
+    }
+
+    /// Takes a token that was read ahead: the logits of what follows it.
+    fn take_ahead(&mut self, token: u32, logits: &Tensor) -> Result<Tensor> {
+        self.tokens.push(token);
+        self.cached = self.tokens.len();
+        own_logits(logits)
     }
 
     /// Makes room for so many tokens, for at least twice as many as there was.
@@ -124,6 +129,14 @@ impl Session {
         self.tokens.truncate(shared);
         self.read(&tokens[shared..])
     }
+}
+
+/// The one row of logits, which stay.
+fn own_logits(logits: &Tensor) -> Result<Tensor> {
+    let logits = logits.i(0)?;
+    // The next recorded pass writes to the same place.
+    let stays = !Recording::is_supported(logits.device());
+    Ok(if stays { logits } else { logits.copy()? })
 }
 
 /// An iterator over the pieces of a text that a model writes.
@@ -159,14 +172,44 @@ impl<'s, 'a> Generation<'s, 'a> {
     }
 
     fn step(&mut self) -> Result<Piece> {
-        let sampled = self.answer.row(self.session.tokens(), 0).sample(&self.logits)?;
+        let (sampled, ahead) = self.sample()?;
         let piece = self.answer.take(sampled)?;
         if self.answer.finish_reason().is_none()
             && let Some(token) = piece.token
         {
-            self.logits = self.session.read(&[token])?;
+            self.logits = match ahead {
+                Some(logits) => self.session.take_ahead(token, &logits)?,
+                None => self.session.read(&[token])?,
+            };
         }
         Ok(piece)
+    }
+
+    /// The next token, and the logits of what follows it, if the device goes on with it while the host doesn't know it yet.
+    fn sample(&mut self) -> Result<(Sampled, Option<Tensor>)> {
+        let length = self.session.tokens.len();
+        let reader = &self.session.reader;
+        let stays = !reader.model().ropes_change(length, length + 1);
+        let downloads = reader.downloads().filter(|_| stays && self.answer.left() > 1);
+        if downloads.is_some() {
+            self.session.make_room(length + 1)?;
+        }
+        let Session { reader, adapter, tables, tokens, .. } = &mut *self.session;
+        let mut ahead = None;
+        let mut launch = |token: &Tensor| {
+            let stretch = Stretch {
+                tokens: &[0],
+                start: length,
+                tables,
+                adapter: adapter.as_ref(),
+                logits: 1,
+            };
+            ahead = reader.read_ahead(&[stretch], length + 1, token);
+        };
+        let meanwhile =
+            downloads.as_ref().map(|downloads| Meanwhile { downloads, launch: &mut launch });
+        let sampled = self.answer.row(tokens, 0).sample(&self.logits, meanwhile)?;
+        Ok((sampled, ahead))
     }
 }
 

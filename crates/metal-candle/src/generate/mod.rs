@@ -10,6 +10,6 @@ pub(crate) use answer::Answer;
 pub use answer::{FinishReason, GenerateOptions, Piece};
 pub use generator::{Generation, Session, generate};
 pub use grammar::{Grammar, Grammars};
+pub(crate) use sampler::{Meanwhile, likeliest_of, log_sum_exp, sample_rows};
 pub use sampler::{Sampled, Sampler, SamplingOptions};
-pub(crate) use sampler::{likeliest_of, log_sum_exp, sample_rows};
 pub use stop::{StopResult, StopStrings};

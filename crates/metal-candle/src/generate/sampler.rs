@@ -24,6 +24,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 use llguidance::toktrie::SimpleVob;
+use metal_candle_kernels::host::Downloads;
 use metal_candle_kernels::sampling::{self, Adjustment, Choice, Draw};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -176,12 +177,12 @@ impl Row<'_> {
     }
 
     /// Chooses its token from `logits` `(vocabulary)`.
-    pub fn sample(self, logits: &Tensor) -> Result<Sampled> {
+    pub fn sample(self, logits: &Tensor, meanwhile: Option<Meanwhile>) -> Result<Sampled> {
         if logits.rank() != 1 {
             let found = logits.dims();
             return Err(broken(format!("logits have shape {found:?}, expected (vocabulary)")));
         }
-        let sampled = sample_rows(&logits.unsqueeze(0)?, &[self])?.pop();
+        let sampled = sample_rows(&logits.unsqueeze(0)?, &[self], meanwhile)?.pop();
         sampled.unwrap_or_else(|| Err(broken("a row gave no token".into())))
     }
 }
@@ -235,7 +236,7 @@ impl Sampler {
     ) -> Result<Sampled> {
         let row =
             Row { sampler: self, ahead: 0, history, generated, allowed: None, top_logprobs: 0 };
-        let sampled = row.sample(logits)?;
+        let sampled = row.sample(logits, None)?;
         self.advance();
         Ok(sampled)
     }
@@ -299,13 +300,24 @@ impl Sampler {
     }
 }
 
+/// What is launched while a device chooses tokens.
+pub(crate) struct Meanwhile<'a> {
+    pub downloads: &'a Downloads,
+    /// Is given the tokens `(rows)`, where the device will have them. It may overwrite the logits.
+    pub launch: &'a mut dyn FnMut(&Tensor),
+}
+
 /// Chooses a token from each row of `logits` `(rows, vocabulary)`, of all rows at once. What a row gives
 /// follows from the row alone, and a row without a distribution is an error of that row. Samplers are told of
-/// the tokens that are taken by [`Sampler::advance`].
+/// the tokens that are taken by [`Sampler::advance`]. Nothing is launched meanwhile where the host has a part in a choice.
 ///
 /// # Errors
 /// When the device fails.
-pub(crate) fn sample_rows(logits: &Tensor, rows: &[Row]) -> Result<Vec<Result<Sampled>>> {
+pub(crate) fn sample_rows(
+    logits: &Tensor,
+    rows: &[Row],
+    meanwhile: Option<Meanwhile>,
+) -> Result<Vec<Result<Sampled>>> {
     let vocabulary = logits.dim(1)?;
     let (mut draws, mut problems) = (Vec::with_capacity(rows.len()), Vec::new());
     for Row { sampler, ahead, history, generated, .. } in rows {
@@ -320,7 +332,13 @@ pub(crate) fn sample_rows(logits: &Tensor, rows: &[Row]) -> Result<Vec<Result<Sa
     let mut choices = if rows.iter().all(Row::is_chosen_on_the_host) {
         vec![Choice::Nothing; rows.len()]
     } else {
-        sampling::choose(logits, &draws)?
+        let seen = rows.iter().any(Row::is_seen_on_the_host);
+        let meanwhile = meanwhile.filter(|_| !seen);
+        let choices = sampling::begin(logits, &draws, meanwhile.as_ref().map(|it| it.downloads))?;
+        if let Some(Meanwhile { launch, .. }) = meanwhile {
+            launch(&choices.ids()?);
+        }
+        choices.wait()?
     };
     let mut likeliest = vec![Vec::new(); rows.len()];
     let wanted: Vec<usize> =
@@ -681,7 +699,7 @@ mod tests {
                     top_logprobs: 0,
                 })
                 .collect();
-            let found = sample_rows(&all, &rows).expect("sampled");
+            let found = sample_rows(&all, &rows, None).expect("sampled");
             assert_eq!(found.len(), cases.len());
             for ((found, sampler), (logits, text)) in found.into_iter().zip(&mut alone).zip(&cases)
             {

@@ -5,6 +5,8 @@ use super::{PagedCache, Ragged, Stretch};
 use crate::model::Model;
 use crate::{Error, Result};
 use candle_core::Tensor;
+use metal_candle_kernels::host::Downloads;
+use metal_candle_kernels::recording::Recording;
 use metal_candle_kernels::{batch_invariance, devices};
 use std::sync::Arc;
 
@@ -24,16 +26,25 @@ pub(crate) fn check_prompt(tokens: &[u32], vocabulary: usize) -> Result<()> {
     }
 }
 
+/// Whether passes over the cache give texts the same bits in any company.
+fn is_invariant(cache: &PagedCache) -> bool {
+    cache.batch_invariant || batch_invariance::is_on()
+}
+
 /// A model and the cache that it fills.
 pub(crate) struct ModelReader {
     model: Arc<Model>,
     cache: PagedCache,
     recordings: Recordings,
+    downloads: Option<Downloads>,
 }
 
 impl ModelReader {
-    pub fn new(model: &Arc<Model>, cache: PagedCache) -> Self {
-        Self { model: model.clone(), cache, recordings: Recordings::default() }
+    pub fn new(model: &Arc<Model>, cache: PagedCache) -> Result<Self> {
+        let device = model.device();
+        let records = Recording::is_supported(device);
+        let downloads = records.then(|| Downloads::new(device)).transpose()?;
+        Ok(Self { model: model.clone(), cache, recordings: Recordings::default(), downloads })
     }
 
     pub fn model(&self) -> &Arc<Model> {
@@ -44,7 +55,7 @@ impl ModelReader {
     /// `total` is the longest text's length, whose ropes are the same for all of them. The next call may overwrite
     /// them.
     pub fn read(&mut self, stretches: &[Stretch], total: usize) -> Result<Tensor> {
-        let Self { model, cache, recordings } = self;
+        let Self { model, cache, recordings, .. } = self;
         let read = || {
             if let Some(logits) = recordings.read(stretches, total, model, cache)? {
                 return Ok(logits);
@@ -52,8 +63,30 @@ impl ModelReader {
             let ragged = Ragged::new(stretches, total, cache, model.device())?;
             model.next_logits(&ragged, cache)
         };
-        let invariant = cache.batch_invariant || batch_invariance::is_on();
-        devices::step(model.device(), || batch_invariance::within(invariant, read))
+        devices::step(model.device(), || batch_invariance::within(is_invariant(cache), read))
+    }
+
+    /// What brings the tokens to the host that passes of [`Self::read_ahead`] read; `None` where there are none.
+    pub fn downloads(&self) -> Option<Downloads> {
+        self.downloads.clone()
+    }
+
+    /// Launches the pass over stretches of one token each, which are `tokens (n)` u32 where the device will have them,
+    /// if that pass was recorded. For the rest as [`Self::read`], which also tells what is wrong if it can't be done.
+    pub fn read_ahead(
+        &mut self,
+        stretches: &[Stretch],
+        total: usize,
+        tokens: &Tensor,
+    ) -> Option<Tensor> {
+        let Self { model, cache, recordings, .. } = self;
+        let read = batch_invariance::within(is_invariant(cache), || {
+            recordings.read_ahead(stretches, total, tokens, model, cache)
+        });
+        read.unwrap_or_else(|error| {
+            tracing::debug!("a pass cannot be read ahead: {error}");
+            None
+        })
     }
 
     /// How many passes were repeated from a recording.

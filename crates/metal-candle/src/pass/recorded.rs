@@ -124,6 +124,11 @@ impl Shape {
     }
 }
 
+/// What a recording gave for the stretches.
+fn logits_of(recording: &Recording, stretches: &[Stretch]) -> Result<Tensor> {
+    Ok(recording.output().narrow(0, 0, stretches.len())?)
+}
+
 impl Recordings {
     /// Forgets them, and makes none any more.
     pub fn stop(&mut self) {
@@ -153,24 +158,58 @@ impl Recordings {
         let again = shape.is_some() && self.last == shape;
         self.last.clone_from(&shape);
         let Some(shape) = shape else { return Ok(None) };
-        let known = self.recordings.iter().position(|(other, _)| *other == shape);
-        let recording = match known {
-            Some(place) => {
-                let (shape, mut recording) = self.recordings.remove(place);
-                // The host reads these numbers alone.
-                let next = shape.next(stretches, cache, &Device::Cpu)?;
-                recording.run(next.inputs())?;
-                self.runs += 1;
-                self.recordings.push((shape, recording));
-                self.recordings.last()
-            }
-            None if again && !self.refused.contains(&shape) => {
-                self.record(shape, stretches, model, cache)?
-            }
-            None => None,
-        };
-        let Some((_, recording)) = recording else { return Ok(None) };
-        Ok(Some(recording.output().narrow(0, 0, stretches.len())?))
+        if let Some(logits) = self.run(&shape, stretches, cache, None)? {
+            return Ok(Some(logits));
+        }
+        if !again || self.refused.contains(&shape) {
+            return Ok(None);
+        }
+        let recording = self.record(shape, stretches, model, cache)?;
+        recording.map(|(_, recording)| logits_of(recording, stretches)).transpose()
+    }
+
+    /// As [`Self::read`], of passes that were recorded before alone: for stretches whose `tokens` the device will know.
+    pub fn read_ahead(
+        &mut self,
+        stretches: &[Stretch],
+        total: usize,
+        tokens: &Tensor,
+        model: &Model,
+        cache: &PagedCache,
+    ) -> Result<Option<Tensor>> {
+        if self.recordings.is_empty() {
+            return Ok(None);
+        }
+        let Some(shape) = Shape::of(stretches, total, model, cache)? else { return Ok(None) };
+        self.recordings.retain(|(other, _)| other.adapters.is_current());
+        let logits = self.run(&shape, stretches, cache, Some(tokens))?;
+        if logits.is_some() {
+            self.last = Some(shape);
+        }
+        Ok(logits)
+    }
+
+    /// Repeats the pass of this shape, if it was recorded.
+    fn run(
+        &mut self,
+        shape: &Shape,
+        stretches: &[Stretch],
+        cache: &PagedCache,
+        tokens: Option<&Tensor>,
+    ) -> Result<Option<Tensor>> {
+        let known = self.recordings.iter().position(|(other, _)| other == shape);
+        let Some(place) = known else { return Ok(None) };
+        let (shape, mut recording) = self.recordings.remove(place);
+        // The host reads these numbers alone.
+        let next = shape.next(stretches, cache, &Device::Cpu)?;
+        match tokens {
+            None => recording.run(next.inputs())?,
+            Some(tokens) => recording.run_after(tokens, next.inputs())?,
+        }
+        self.runs += 1;
+        let logits = logits_of(&recording, stretches)?;
+        self.recordings.push((shape, recording));
+        Ok(Some(logits))
     }
 
     fn record(
