@@ -15,7 +15,6 @@ use metal_candle::random::SplitMix64;
 use metal_candle::train::Gradients;
 use metal_candle::{Error, Result};
 use metal_candle_kernels::offload::Offload;
-use metal_candle_kernels::sampling;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -152,9 +151,16 @@ pub fn prepare(
             Ok(Box::new(move || Ok(vec![Session::new(&model, None)?.read(&ids)?])))
         }
         Work::Decode { tokens, .. } => {
-            let model = Arc::new(model);
-            let session = Session::new(&model, None)?;
-            Ok(Box::new(Decode { model, prompt: ids.to_vec(), tokens, session, next: 0 }))
+            let usual = EngineOptions::default();
+            let room = (ids.len() + 1 + tokens).next_multiple_of(usual.block_size);
+            let options = EngineOptions {
+                max_sequences: 1,
+                cache_tokens: Some(room),
+                prefix_cache: false,
+                ..usual
+            };
+            let engine = Engine::new(&Arc::new(model), None, options)?;
+            Ok(Box::new(Decode { engine, prompt: ids.to_vec(), tokens }))
         }
         Work::Serve {
             requests,
@@ -269,27 +275,46 @@ impl Workload for TrainingStep {
 
 /// One stream of greedy tokens.
 struct Decode {
-    model: Arc<Model>,
+    engine: Engine<'static>,
     prompt: Vec<u32>,
     tokens: usize,
-    session: Session,
-    next: u32,
 }
 
 impl Workload for Decode {
     fn reset(&mut self) -> Result<()> {
-        self.session = Session::new(&self.model, None)?;
-        self.next = largest(&self.session.read(&self.prompt)?)?;
-        Ok(())
+        // What an earlier call has left, if it failed.
+        while !self.engine.is_idle() {
+            self.engine.step();
+        }
+        let id = self.engine.submit(request(&self.prompt, 1 + self.tokens))?;
+        first_token(&mut self.engine, id).map(drop)
     }
 
     fn call(&mut self) -> Result<Vec<Tensor>> {
         let mut decoded = Vec::with_capacity(self.tokens);
-        for _ in 0..self.tokens {
-            self.next = largest(&self.session.read(&[self.next])?)?;
-            decoded.push(self.next);
+        while !self.engine.is_idle() {
+            for (_, event) in self.engine.step() {
+                match event {
+                    Event::Piece(piece) => decoded.extend(piece.token),
+                    Event::Prompt(_) | Event::Finished(_) => {}
+                    Event::Failed(error) => return Err(error),
+                }
+            }
         }
         Ok(vec![Tensor::new(decoded, &Device::Cpu)?])
+    }
+}
+
+/// Steps until a request has a token.
+fn first_token(engine: &mut Engine, of: RequestId) -> Result<u32> {
+    loop {
+        for (id, event) in engine.step() {
+            match event {
+                Event::Piece(Piece { token: Some(token), .. }) if id == of => return Ok(token),
+                Event::Failed(error) => return Err(error),
+                _ => {}
+            }
+        }
     }
 }
 
@@ -342,26 +367,11 @@ struct FirstToken {
     count: u32,
 }
 
-impl FirstToken {
-    /// Steps until a request has a token.
-    fn wait(&mut self, id: RequestId) -> Result<u32> {
-        loop {
-            for (of, event) in self.engine.step() {
-                match event {
-                    Event::Piece(Piece { token: Some(token), .. }) if of == id => return Ok(token),
-                    Event::Failed(error) => return Err(error),
-                    _ => {}
-                }
-            }
-        }
-    }
-}
-
 impl Workload for FirstToken {
     fn reset(&mut self) -> Result<()> {
         if self.seen && self.count == 0 {
             let id = self.engine.submit(request(&self.prompt, 1))?;
-            self.wait(id)?;
+            first_token(&mut self.engine, id)?;
         }
         self.count += 1;
         if !self.seen {
@@ -383,11 +393,7 @@ impl Workload for FirstToken {
 
     fn call(&mut self) -> Result<Vec<Tensor>> {
         let id = self.engine.submit(request(&self.prompt, 1))?;
-        Ok(vec![Tensor::new(&[self.wait(id)?], &Device::Cpu)?])
+        let token = first_token(&mut self.engine, id)?;
+        Ok(vec![Tensor::new(&[token], &Device::Cpu)?])
     }
-}
-
-/// The index of the largest logit, the first of several.
-fn largest(logits: &Tensor) -> Result<u32> {
-    Ok(sampling::greedy(logits)?.to_scalar()?)
 }
