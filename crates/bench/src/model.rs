@@ -152,7 +152,7 @@ pub fn prepare(
         }
         Work::Decode { tokens, .. } => {
             let usual = EngineOptions::default();
-            let room = (ids.len() + 1 + tokens).next_multiple_of(usual.block_size);
+            let room = (ids.len() + 2 + tokens).next_multiple_of(usual.block_size);
             let options = EngineOptions {
                 max_sequences: 1,
                 cache_tokens: Some(room),
@@ -160,7 +160,7 @@ pub fn prepare(
                 ..usual
             };
             let engine = Engine::new(&Arc::new(model), None, options)?;
-            Ok(Box::new(Decode { engine, prompt: ids.to_vec(), tokens }))
+            Ok(Box::new(Decode { engine, prompt: ids.to_vec(), tokens, last: None }))
         }
         Work::Serve {
             requests,
@@ -171,6 +171,7 @@ pub fn prepare(
             rounded_cache,
             batch_invariant,
             max_sequences,
+            max_batch_tokens,
             ..
         } => {
             let lengths = lengths(requests, [prompt, tokens], mixed);
@@ -183,6 +184,7 @@ pub fn prepare(
                 lengths.iter().map(|of| of.iter().sum::<usize>().next_multiple_of(block)).sum();
             let options = EngineOptions {
                 max_sequences: at_once.max(1),
+                max_batch_tokens: max_batch_tokens.unwrap_or(usual.max_batch_tokens),
                 cache_tokens: (!mixed).then_some(room),
                 cache_dtype: if rounded_cache { CacheDtype::MxInt8 } else { CacheDtype::Model },
                 batch_invariant,
@@ -278,21 +280,23 @@ struct Decode {
     engine: Engine<'static>,
     prompt: Vec<u32>,
     tokens: usize,
+    last: Option<RequestId>,
 }
 
 impl Workload for Decode {
     fn reset(&mut self) -> Result<()> {
-        // What an earlier call has left, if it failed.
-        while !self.engine.is_idle() {
-            self.engine.step();
+        if let Some(last) = self.last.take() {
+            self.engine.cancel(last);
         }
-        let id = self.engine.submit(request(&self.prompt, 1 + self.tokens))?;
+        // One more than is timed: a pass may be under way when the time begins, and is then when it ends.
+        let id = self.engine.submit(request(&self.prompt, 2 + self.tokens))?;
+        self.last = Some(id);
         first_token(&mut self.engine, id).map(drop)
     }
 
     fn call(&mut self) -> Result<Vec<Tensor>> {
         let mut decoded = Vec::with_capacity(self.tokens);
-        while !self.engine.is_idle() {
+        while decoded.len() < self.tokens {
             for (_, event) in self.engine.step() {
                 match event {
                     Event::Piece(piece) => decoded.extend(piece.token),

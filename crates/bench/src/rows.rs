@@ -281,6 +281,9 @@ pub enum Work {
         /// engine usually has.
         #[serde(default)]
         max_sequences: Option<usize>,
+        /// Tokens that the model reads at once, at most; without it as many as an engine usually has.
+        #[serde(default)]
+        max_batch_tokens: Option<usize>,
         /// Of weights and activations.
         dtype: Precision,
         /// What the weights are held in, if it isn't `dtype`.
@@ -526,6 +529,7 @@ impl Row {
             rounded_cache: false,
             batch_invariant: false,
             max_sequences: None,
+            max_batch_tokens: None,
             dtype,
             quantization: None,
         };
@@ -568,6 +572,16 @@ impl Row {
         if let Work::Serve { max_sequences, .. } = &mut self.work {
             *max_sequences = Some(most);
             self.name = format!("{}-{most}-at-once", self.name);
+        }
+        self
+    }
+
+    /// The same row in which the model reads so many tokens at once, at most.
+    #[must_use]
+    pub fn with_max_batch_tokens(mut self, most: usize) -> Self {
+        if let Work::Serve { max_batch_tokens, .. } = &mut self.work {
+            *max_batch_tokens = Some(most);
+            self.name = format!("{}-{most}-tokens", self.name);
         }
         self
     }

@@ -9,7 +9,7 @@ use crate::output::{self, Terminal, bytes};
 use crate::settings::{ActivationPlacement, Matmul};
 use candle_core::{DType, Device};
 use clap::{Args, ValueEnum};
-use metal_candle::engine::CacheDtype;
+use metal_candle::engine::{CacheDtype, EngineOptions};
 use metal_candle::files;
 use metal_candle_bench::machine::{Machine, Peaks};
 use metal_candle_bench::report::{Measured, measure};
@@ -90,6 +90,9 @@ pub struct Arguments {
     /// Requests that are read and written at once, at most; all, or with --mixed-lengths as many as `serve` has
     #[arg(long, value_name = "N", help_heading = "Work")]
     max_sequences: Option<usize>,
+    /// Tokens of requests that the model reads at once, at most, no fewer than requests at once
+    #[arg(long, value_name = "N", help_heading = "Work")]
+    max_batch_tokens: Option<usize>,
     /// Draw the requests' tokens around --prompt and --tokens, with long tails
     #[arg(long, help_heading = "Work")]
     mixed_lengths: bool,
@@ -132,6 +135,10 @@ struct Report {
 
 impl Arguments {
     fn check(&self) -> anyhow::Result<()> {
+        let usual = EngineOptions::default();
+        let all = if self.mixed_lengths { usual.max_sequences } else { self.requests };
+        let at_once = self.max_sequences.unwrap_or(all);
+        let max_batch_tokens = self.max_batch_tokens.unwrap_or(usual.max_batch_tokens);
         for (name, value, allowed) in [
             ("batch", self.batch, bounds::BATCH_SIZE),
             ("seq", self.seq, bounds::TOKENS),
@@ -139,6 +146,11 @@ impl Arguments {
             ("prompt", self.prompt, bounds::TOKENS),
             ("requests", self.requests, bounds::BATCH_SIZE),
             ("max-sequences", self.max_sequences.unwrap_or(1), bounds::BATCH_SIZE),
+            (
+                "max-batch-tokens",
+                max_batch_tokens,
+                at_once.min(self.requests)..=*bounds::TOKENS.end(),
+            ),
             ("adapters", self.adapters, 0..=*bounds::BATCH_SIZE.end()),
             ("tokens", self.tokens, bounds::TOKENS),
             ("samples", self.samples, bounds::CALLS),
@@ -191,8 +203,12 @@ impl Arguments {
                     };
                     let row = if self.batch_invariant { row.with_batch_invariance() } else { row };
                     let row = if self.mixed_lengths { row.with_mixed_lengths() } else { row };
-                    vec![match self.max_sequences {
+                    let row = match self.max_sequences {
                         Some(most) => row.with_max_sequences(most),
+                        None => row,
+                    };
+                    vec![match self.max_batch_tokens {
+                        Some(most) => row.with_max_batch_tokens(most),
                         None => row,
                     }]
                 }
