@@ -141,7 +141,8 @@ fn likelier(a: &Candidate, b: &Candidate) -> Ordering {
     b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
 }
 
-fn largest<A: Real>(values: &[A]) -> A {
+/// The largest number of each chunk.
+fn largest_of_chunks<A: Real>(values: &[A]) -> Vec<A> {
     let mut parts = unwritten::<A>(values.len().div_ceil(PARALLEL_CHUNK));
     for_each_chunk(
         &mut parts,
@@ -152,14 +153,34 @@ fn largest<A: Real>(values: &[A]) -> A {
             part[0] = max(&values[index * PARALLEL_CHUNK..end]);
         },
     );
-    max(&parts)
+    parts
+}
+
+fn largest<A: Real>(values: &[A]) -> A {
+    max(&largest_of_chunks(values))
+}
+
+/// Where a number stands first. A search that may end at any place is slow, so it ends after blocks.
+#[inline(always)]
+fn first_of<A: Real>(values: &[A], number: A) -> Option<usize> {
+    let has_it = |block: &[A]| block.iter().fold(false, |any, value| any | (*value == number));
+    let block = values.chunks(BLOCK).position(has_it)?;
+    let start = block * BLOCK;
+    let place = values[start..].iter().position(|value| *value == number)?;
+    Some(start + place)
 }
 
 /// The index of the largest number, the first of equals; 0 when none is above negative infinity.
 pub(super) fn argmax(values: &[f64]) -> u32 {
-    let largest = largest(values);
-    let found = values.iter().position(|value| *value == largest);
-    found.filter(|_| largest > f64::NEG_INFINITY).unwrap_or(0) as u32
+    let parts = largest_of_chunks(values);
+    let largest = max(&parts);
+    let chunk = parts.iter().position(|part| *part == largest);
+    let chunk = chunk.filter(|_| largest > f64::NEG_INFINITY);
+    let found = chunk.and_then(|chunk| {
+        let start = chunk * PARALLEL_CHUNK;
+        Some(start + first_of(&values[start..], largest)?)
+    });
+    found.unwrap_or(0) as u32
 }
 
 pub(super) fn greedy<A: Real>(rows: usize, columns: usize, logits: Values<A>) -> Vec<u32> {
@@ -172,7 +193,7 @@ pub(super) fn greedy<A: Real>(rows: usize, columns: usize, logits: Values<A>) ->
             let mut scratch = Vec::new();
             let logits = logits.block(row * columns..(row + 1) * columns, &mut scratch);
             let largest = max(logits);
-            let found = logits.iter().position(|logit| *logit == largest);
+            let found = first_of(logits, largest);
             id[0] = found.filter(|_| largest > A::NEG_INFINITY).unwrap_or(0) as u32;
         },
     );
