@@ -1,6 +1,6 @@
 //! How likely the tokens of a prompt are, for those who ask: by the logits of every token of it but the last.
 
-use super::Engine;
+use super::{Engine, Sequence};
 use crate::generate::{likeliest_of, log_sum_exp};
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
@@ -37,6 +37,14 @@ impl Engine<'_> {
         if group.iter().all(|&index| self.running[index].scores.is_none()) {
             return Ok(logits);
         }
+        for &text in group {
+            let Sequence { scores, tokens, .. } = &mut self.running[text];
+            if let (Some(scores), Some(&first)) = (scores, tokens.first())
+                && scores.is_empty()
+            {
+                scores.push(Scored { token: first, logprob: None, likeliest: Vec::new() });
+            }
+        }
         let (mut targets, mut others) = (Vec::new(), Vec::new());
         let mut row = 0;
         for &text in group {
@@ -68,14 +76,9 @@ impl Engine<'_> {
             .map(|(target, logits)| score(target.token, logits, target.likeliest))
             .collect::<Result<_>>()?;
         for (target, scored) in targets.iter().zip(scored) {
-            let sequence = &mut self.running[target.text];
-            let first = sequence.tokens[0];
-            if let Some(scores) = &mut sequence.scores {
+            if let Some(scores) = &mut self.running[target.text].scores {
                 // What a pass that failed afterwards has left.
                 scores.truncate(target.place);
-                if scores.is_empty() {
-                    scores.push(Scored { token: first, logprob: None, likeliest: Vec::new() });
-                }
                 scores.push(scored);
             }
         }
