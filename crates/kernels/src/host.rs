@@ -139,6 +139,7 @@ impl HostBuffers {
 /// Brings numbers from a device to the host without waiting for the work that follows theirs.
 #[derive(Clone, Debug)]
 pub struct Downloads {
+    device: Device,
     #[cfg(feature = "cuda")]
     lane: Option<Arc<crate::backend::cuda::Lane>>,
 }
@@ -147,8 +148,9 @@ pub struct Downloads {
 #[derive(Debug)]
 pub struct Download {
     numbers: Tensor,
+    /// What brings them, and the place behind which they are there.
     #[cfg(feature = "cuda")]
-    lane: Option<Arc<crate::backend::cuda::Lane>>,
+    lane: Option<(Arc<crate::backend::cuda::Lane>, crate::backend::cuda::Event)>,
 }
 
 impl Downloads {
@@ -157,9 +159,8 @@ impl Downloads {
     /// # Errors
     /// When the driver refuses.
     pub fn new(device: &Device) -> Result<Self> {
-        #[cfg(not(feature = "cuda"))]
-        let _ = device;
         Ok(Self {
+            device: device.clone(),
             #[cfg(feature = "cuda")]
             lane: match device {
                 Device::Cuda(_) => Some(Arc::new(crate::backend::cuda::Lane::new(device)?)),
@@ -174,21 +175,23 @@ impl Downloads {
     /// # Errors
     /// When they are others, or the driver refuses.
     pub fn begin(&self, numbers: &Tensor) -> Result<Download> {
-        if numbers.dtype() != DType::U32 || !numbers.is_contiguous() {
+        let is_here = numbers.device().same_device(&self.device);
+        if numbers.dtype() != DType::U32 || !numbers.is_contiguous() || !is_here {
             bail!(
-                "metal-candle-kernels: host: {:?} of {:?}, expected contiguous U32",
+                "metal-candle-kernels: host: {:?} of {:?} on {:?}, expected contiguous U32 on {:?}",
                 numbers.dims(),
-                numbers.dtype()
+                numbers.dtype(),
+                numbers.device().location(),
+                self.device.location()
             )
-        }
-        #[cfg(feature = "cuda")]
-        if let Some(lane) = &self.lane {
-            lane.follow()?;
         }
         Ok(Download {
             numbers: numbers.clone(),
             #[cfg(feature = "cuda")]
-            lane: self.lane.clone(),
+            lane: match &self.lane {
+                Some(lane) => Some((lane.clone(), lane.device_place()?)),
+                None => None,
+            },
         })
     }
 }
@@ -200,7 +203,8 @@ impl Download {
     /// When the work before them has failed.
     pub fn wait(self) -> Result<Vec<u32>> {
         #[cfg(feature = "cuda")]
-        if let Some(lane) = &self.lane {
+        if let Some((lane, place)) = &self.lane {
+            lane.wait_for(place)?;
             return lane.read(&self.numbers);
         }
         self.numbers.flatten_all()?.to_vec1()

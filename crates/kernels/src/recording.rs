@@ -222,7 +222,12 @@ mod tests {
                 recording.run(&ids).unwrap();
                 assert_identical(&here(recording.output()), &here(&expected));
             }
-            for wrong in [&made, &Tensor::new(&[1u32; 9], &device).unwrap()] {
+            let (nine, elsewhere) = ([1u32; 9], &Device::Cpu);
+            for wrong in [
+                &made,
+                &Tensor::new(&nine, &device).unwrap(),
+                &Tensor::new(&nine[..5], elsewhere).unwrap(),
+            ] {
                 let wrong = message(recording.run_after(wrong, &[0; 8]));
                 assert!(wrong.contains("expected up to 8 U32 in a row"), "{wrong}");
             }

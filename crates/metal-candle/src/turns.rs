@@ -50,7 +50,8 @@ impl Ledger {
     }
 }
 
-/// Gives the device to one at a time.
+/// Gives the device to one at a time. All of them launch their work on the same device, so what the engine has launched
+/// when its turn ends, one pass at most, is done before theirs.
 ///
 /// While both want it, the engine and training take turns such that training gets its share of the time. Work that
 /// comes now and then ([`Turns::hold`]) goes first and counts for nobody.
@@ -74,6 +75,13 @@ struct Worker {
     /// Between its first turn and the word that there are no more for now.
     works: bool,
     released: Instant,
+}
+
+impl Worker {
+    /// Whether it wants a turn, or is about to.
+    fn comes(&self) -> bool {
+        self.waiting || (self.works && self.released.elapsed() < PAUSE)
+    }
 }
 
 impl fmt::Debug for Turns {
@@ -108,6 +116,12 @@ impl Turns {
     /// A turn of the engine.
     pub(crate) fn engine(&self) -> Turn<'_> {
         self.take(Kind::Engine)
+    }
+
+    /// Whether nobody else wants the device for now, so that the engine may launch more than it waits for in its turn.
+    pub(crate) fn engine_is_alone(&self) -> bool {
+        let state = self.state();
+        state.urgent == 0 && !state.of[Kind::Training as usize].comes()
     }
 
     /// That the engine has nothing to do.
@@ -156,8 +170,7 @@ impl Turns {
         }
         state.of[me].waiting = true;
         loop {
-            let Worker { waiting, works, released } = state.of[other];
-            let comes = waiting || (works && released.elapsed() < PAUSE);
+            let comes = state.of[other].comes();
             let may_go = state.urgent == 0 && (!comes || state.ledger.is_first(kind));
             if !state.held && may_go {
                 break;
@@ -222,6 +235,32 @@ mod tests {
         ledger.joins(Kind::Training);
         ledger.add(Kind::Training, 1.0);
         assert!(ledger.is_first(Kind::Engine) && !ledger.is_first(Kind::Training));
+    }
+
+    #[test]
+    fn the_engine_is_alone_unless_somebody_works_or_waits() {
+        let turns = Turns::new(0.5);
+        drop(turns.hold());
+        let turn = turns.engine();
+        assert!(turns.engine_is_alone());
+        std::thread::scope(|scope| {
+            scope.spawn(|| drop(turns.hold()));
+            while turns.engine_is_alone() {
+                std::thread::yield_now();
+            }
+            drop(turn);
+        });
+        assert!(turns.engine_is_alone());
+        let turn = turns.engine();
+        std::thread::scope(|scope| {
+            scope.spawn(|| drop(turns.training()));
+            while turns.engine_is_alone() {
+                std::thread::yield_now();
+            }
+            drop(turn);
+        });
+        turns.training_rests();
+        assert!(turns.engine_is_alone());
     }
 
     #[test]

@@ -104,6 +104,7 @@ impl Replicas {
                 drafted,
                 accepted,
                 recorded,
+                read_ahead,
             } = replica.engine.statistics()?;
             sum.waiting += waiting;
             sum.running += running;
@@ -114,6 +115,7 @@ impl Replicas {
             sum.drafted += drafted;
             sum.accepted += accepted;
             sum.recorded += recorded;
+            sum.read_ahead += read_ahead;
         }
         Ok(sum)
     }

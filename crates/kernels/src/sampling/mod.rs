@@ -182,13 +182,13 @@ pub fn choose(logits: &Tensor, draws: &[Draw]) -> Result<Vec<Choice>> {
 
 /// Tokens that are being chosen.
 #[derive(Debug)]
-pub struct Choices(Under);
+pub struct Choices(State);
 
 #[derive(Debug)]
-enum Under {
+enum State {
     Known(Vec<Choice>),
     #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
-    Way(gpu::Launched, Option<Download>),
+    Launched(gpu::Launched, Option<Download>),
 }
 
 impl Choices {
@@ -198,7 +198,7 @@ impl Choices {
     /// When the device fails.
     pub fn ids(&self) -> Result<Tensor> {
         match &self.0 {
-            Under::Known(choices) => {
+            State::Known(choices) => {
                 let id = |choice: &Choice| match choice {
                     Choice::Token { id, .. } => *id,
                     Choice::Broken { .. } | Choice::Nothing => 0,
@@ -206,7 +206,7 @@ impl Choices {
                 Tensor::from_iter(choices.iter().map(id), &Device::Cpu)
             }
             #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
-            Under::Way(launched, _) => launched.ids(),
+            State::Launched(launched, _) => launched.ids(),
         }
     }
 
@@ -216,9 +216,9 @@ impl Choices {
     /// When the device fails.
     pub fn wait(self) -> Result<Vec<Choice>> {
         match self.0 {
-            Under::Known(choices) => Ok(choices),
+            State::Known(choices) => Ok(choices),
             #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
-            Under::Way(launched, download) => {
+            State::Launched(launched, download) => {
                 let words = match download {
                     Some(download) => download.wait()?,
                     None => launched.words.flatten_all()?.to_vec1()?,
@@ -229,8 +229,8 @@ impl Choices {
     }
 }
 
-/// Begins what [`choose`] does. Work that is launched before [`Choices::wait`] isn't waited for there with `downloads` of
-/// the logits' device.
+/// Begins what [`choose`] does. On CUDA, work that is launched before [`Choices::wait`] isn't waited for there with
+/// `downloads` of the logits' device.
 ///
 /// # Errors
 /// As [`choose`].
@@ -249,15 +249,15 @@ pub fn begin(logits: &Tensor, draws: &[Draw], downloads: Option<&Downloads>) -> 
         check(adjustments, vocabulary)?;
     }
     if vocabulary == 0 {
-        return Ok(Choices(Under::Known(vec![Choice::Nothing; rows])));
+        return Ok(Choices(State::Known(vec![Choice::Nothing; rows])));
     }
     if rows == 0 {
-        return Ok(Choices(Under::Known(Vec::new())));
+        return Ok(Choices(State::Known(Vec::new())));
     }
     on_gpu!(logits, backend => {
         let launched = backend::choose(logits, draws)?;
         let download = downloads.map(|it| it.begin(&launched.words)).transpose()?;
-        Ok(Choices(Under::Way(launched, download)))
+        Ok(Choices(State::Launched(launched, download)))
     });
     // The CPU has no other work meanwhile.
     let _ = downloads;
@@ -276,7 +276,7 @@ pub fn begin(logits: &Tensor, draws: &[Draw], downloads: Option<&Downloads>) -> 
             workspace.logits = scratch;
         });
     });
-    Ok(Choices(Under::Known(choices)))
+    Ok(Choices(State::Known(choices)))
 }
 
 impl Workspace {

@@ -415,8 +415,8 @@ pub(crate) fn assert_no_distribution(device: &Device) {
     }
 }
 
-/// Asserts that tokens are known to the device before they are to the host, which sees them beside later work.
-fn assert_seen_beside_work(device: &Device) {
+/// Asserts that what is begun gives what is chosen at once, to the device and to the host, whatever follows.
+fn assert_begun_is_chosen(device: &Device) {
     let (rows, count) = (5, 3001);
     let logits = random(&[rows, count], 11).to_dtype(DType::F32).unwrap();
     let draw = |row: usize| Draw {
@@ -433,10 +433,12 @@ fn assert_seen_beside_work(device: &Device) {
     let downloads = Downloads::new(device).unwrap();
     for _ in 0..3 {
         let choices = begin(&logits, &draws, Some(&downloads)).unwrap();
+        let later = begin(&logits, &draws, Some(&downloads)).unwrap();
         let ids = choices.ids().unwrap();
         let square = Tensor::ones((1024, 1024), DType::F32, device).unwrap();
         let product = square.matmul(&square).unwrap();
         assert_eq!(choices.wait().unwrap(), expected);
+        assert_eq!(later.wait().unwrap(), expected);
         let ids = ids.force_contiguous().unwrap().to_vec1::<u32>().unwrap();
         for (id, choice) in ids.iter().zip(&expected) {
             match choice {
@@ -452,8 +454,8 @@ fn assert_seen_beside_work(device: &Device) {
 }
 
 #[test]
-fn tokens_are_known_before_they_are_seen() {
-    assert_seen_beside_work(&Device::Cpu);
+fn what_is_begun_is_chosen() {
+    assert_begun_is_chosen(&Device::Cpu);
 }
 
 #[test]
@@ -599,9 +601,9 @@ mod cuda {
 
     #[test]
     #[ignore = "needs an NVIDIA GPU"]
-    fn cuda_tokens_are_seen_beside_work() {
+    fn cuda_what_is_begun_is_chosen() {
         let device = cuda();
-        assert_seen_beside_work(&device);
+        assert_begun_is_chosen(&device);
     }
 
     #[test]

@@ -4,12 +4,17 @@
 
 use super::scores::rows as rows_of;
 use super::{Engine, Event, RequestId, Sequence};
+use crate::adapter::AdapterVersion;
 use crate::pass::Stretch;
 use candle_core::Tensor;
 
+/// Texts of such a pass, at most. A request that comes meanwhile waits for it, too, and of more texts it takes so long that
+/// what the host does between two passes is nothing beside it.
+const MOST_ROWS: usize = 64;
+
 /// A pass over the next token of each of some texts.
 pub(super) struct Ahead {
-    texts: Vec<RequestId>,
+    texts: Vec<(RequestId, Option<AdapterVersion>)>,
     /// `(texts, vocabulary)`.
     logits: Tensor,
 }
@@ -33,10 +38,10 @@ impl Engine<'_> {
     /// length.
     pub(super) fn may_read_ahead(&mut self, group: &[usize], total: usize) -> bool {
         let is_next = self.options.draft_tokens == 0
-            // Others may have the device between two steps.
-            && self.options.turns.is_none()
+            && self.options.turns.as_ref().is_none_or(|turns| turns.engine_is_alone())
             && self.waiting.is_empty()
             && group.len() == self.running.len()
+            && group.len() <= MOST_ROWS
             && !self.reader.ropes_change(total, total + 1);
         let mut running = self.running.iter();
         if !is_next
@@ -50,15 +55,24 @@ impl Engine<'_> {
 
     /// Keeps what such a pass gives for the texts of `group`.
     pub(super) fn keep_ahead(&mut self, group: &[usize], logits: Tensor) {
-        let texts = group.iter().map(|&index| self.running[index].id).collect();
-        self.ahead = Some(Ahead { texts, logits });
+        let text = |&index: &usize| {
+            let Sequence { id, adapter, .. } = &self.running[index];
+            (*id, adapter.as_ref().map(AdapterVersion::of))
+        };
+        self.ahead = Some(Ahead { texts: group.iter().map(text).collect(), logits });
+        self.read_ahead += 1;
     }
 
     /// Goes on with those texts whose next token was read ahead; whether there are any. No other has begun since.
     pub(super) fn take_up(&mut self, events: &mut Vec<(RequestId, Event)>) -> bool {
         let Some(Ahead { texts, logits }) = self.ahead.take() else { return false };
+        // Adapters may have changed since, and the tokens can be read again.
+        let mut adapters = texts.iter().filter_map(|(_, adapter)| adapter.as_ref());
+        if !adapters.all(AdapterVersion::is_current) {
+            return false;
+        }
         let (mut group, mut rows, mut total) = (Vec::new(), Vec::new(), 0);
-        for (row, id) in texts.iter().enumerate() {
+        for (row, (id, _)) in texts.iter().enumerate() {
             let Some(text) = self.running.get_mut(group.len()).filter(|text| text.id == *id) else {
                 continue;
             };

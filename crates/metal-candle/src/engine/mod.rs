@@ -200,6 +200,8 @@ pub struct Statistics {
     pub accepted: u64,
     /// Passes that a GPU repeated from a recording: see [`Recording`](metal_candle_kernels::recording::Recording).
     pub recorded: u64,
+    /// Those of them that were launched while the tokens that they read were still being chosen.
+    pub read_ahead: u64,
 }
 
 /// A text under way.
@@ -325,8 +327,9 @@ pub struct Engine<'t> {
     drafter: Option<Box<dyn Reader>>,
     drafted: u64,
     accepted: u64,
-    /// What the next step reads, if that is under way.
+    /// What the next step reads, if that is under way, and how often that was so.
     ahead: Option<Ahead>,
+    read_ahead: u64,
 }
 
 impl<'t> Engine<'t> {
@@ -365,6 +368,7 @@ impl<'t> Engine<'t> {
             drafted: 0,
             accepted: 0,
             ahead: None,
+            read_ahead: 0,
         }
     }
 
@@ -456,6 +460,7 @@ impl<'t> Engine<'t> {
             drafted: self.drafted,
             accepted: self.accepted,
             recorded: self.reader.recorded(),
+            read_ahead: self.read_ahead,
         }
     }
 

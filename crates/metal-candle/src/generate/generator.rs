@@ -96,9 +96,10 @@ impl Session {
 
     /// Takes a token that was read ahead: the logits of what follows it.
     fn take_ahead(&mut self, token: u32, logits: &Tensor) -> Result<Tensor> {
+        let logits = own_logits(logits)?;
         self.tokens.push(token);
         self.cached = self.tokens.len();
-        own_logits(logits)
+        Ok(logits)
     }
 
     /// Makes room for so many tokens, for at least twice as many as there was.
@@ -189,11 +190,12 @@ impl<'s, 'a> Generation<'s, 'a> {
     fn sample(&mut self) -> Result<(Sampled, Option<Tensor>)> {
         let length = self.session.tokens.len();
         let reader = &self.session.reader;
-        let stays = !reader.model().ropes_change(length, length + 1);
-        let downloads = reader.downloads().filter(|_| stays && self.answer.left() > 1);
-        if downloads.is_some() {
-            self.session.make_room(length + 1)?;
-        }
+        // Where the cache has to grow, nothing is recorded for it yet.
+        let [table] = &self.session.tables;
+        let may = self.answer.left() > 1
+            && length < table.len() * BLOCK
+            && !reader.model().ropes_change(length, length + 1);
+        let downloads = reader.downloads().filter(|_| may);
         let Session { reader, adapter, tables, tokens, .. } = &mut *self.session;
         let mut ahead = None;
         let mut launch = |token: &Tensor| {

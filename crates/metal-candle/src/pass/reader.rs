@@ -79,12 +79,13 @@ impl ModelReader {
         total: usize,
         tokens: &Tensor,
     ) -> Option<Tensor> {
-        let Self { model, cache, recordings, .. } = self;
+        let Self { model, cache, recordings, downloads } = self;
         let read = batch_invariance::within(is_invariant(cache), || {
             recordings.read_ahead(stretches, total, tokens, model, cache)
         });
         read.unwrap_or_else(|error| {
-            tracing::debug!("a pass cannot be read ahead: {error}");
+            tracing::debug!("passes are not read ahead any more: {error}");
+            *downloads = None;
             None
         })
     }

@@ -199,17 +199,17 @@ impl Recordings {
     ) -> Result<Option<Tensor>> {
         let known = self.recordings.iter().position(|(other, _)| other == shape);
         let Some(place) = known else { return Ok(None) };
-        let (shape, mut recording) = self.recordings.remove(place);
         // The host reads these numbers alone.
         let next = shape.next(stretches, cache, &Device::Cpu)?;
+        // The last used stands last.
+        self.recordings[place..].rotate_left(1);
+        let Some((_, recording)) = self.recordings.last_mut() else { return Ok(None) };
         match tokens {
             None => recording.run(next.inputs())?,
             Some(tokens) => recording.run_after(tokens, next.inputs())?,
         }
         self.runs += 1;
-        let logits = logits_of(&recording, stretches)?;
-        self.recordings.push((shape, recording));
-        Ok(Some(logits))
+        Ok(Some(logits_of(recording, stretches)?))
     }
 
     fn record(

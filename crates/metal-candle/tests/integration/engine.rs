@@ -144,7 +144,9 @@ fn each_text_has_its_own_adapter() {
         let (texts, found) = together(&mut engine, &requests);
         assert_eq!(texts, expected);
         assert!(found > 0 || blocks == 11);
-        assert_eq!(engine.statistics().recorded > 0, model.device().is_cuda());
+        let Statistics { recorded, read_ahead, .. } = engine.statistics();
+        assert_eq!(recorded > 0, model.device().is_cuda());
+        assert_eq!(read_ahead > 0, model.device().is_cuda());
     }
     let other = load("qwen2");
     let mut engine = Engine::new(&other, Some(&tokenizer), options(20)).unwrap();
@@ -186,6 +188,46 @@ fn adapters_that_have_changed_are_read_as_they_are() {
     // Others among those that the last pass knew, and without one of them.
     let requests = [of(Some(&adapters[1])), of(Some(&other)), of(None)];
     assert_eq!(together(&mut engine, &requests).0, expected(&requests));
+}
+
+#[test]
+fn an_adapter_that_changes_within_a_text_is_read_as_it_is_then() {
+    let tokenizer = tokenizer();
+    let model = load("llama");
+    let adapter = |seed| {
+        let config = LoraConfig { rank: 3, ..LoraConfig::default() };
+        random_adapter(&model, &config, seed)
+    };
+    let other = adapter(5);
+    // Where the likeliest tokens are told, no pass is launched before its tokens are known.
+    let texts = [0, 1].map(|top_logprobs| {
+        let adapter = adapter(1);
+        let mut request =
+            Request { adapter: Some(adapter.clone()), ..request(&[3, 1, 4, 1, 5], 24) };
+        request.options.top_logprobs = top_logprobs;
+        let mut engine = Engine::new(&model, Some(&tokenizer), options(50)).unwrap();
+        engine.submit(request).unwrap();
+        let mut pieces = Vec::new();
+        while !engine.is_idle() {
+            for (_, event) in engine.step() {
+                if let Event::Piece(piece) = event {
+                    pieces.push((piece.token, piece.logprob));
+                }
+            }
+            if pieces.len() == 12 {
+                let changed = adapter.parameters();
+                for (index, entry) in changed.entries().iter().enumerate() {
+                    let value = entry.of(other.parameters().values()).unwrap();
+                    changed.set(ParameterId(index), &value).unwrap();
+                }
+            }
+        }
+        let ahead = engine.statistics().read_ahead;
+        assert_eq!(ahead > 0, top_logprobs == 0 && model.device().is_cuda());
+        pieces
+    });
+    assert_eq!(texts[0].len(), 24);
+    assert_eq!(texts[0], texts[1]);
 }
 
 #[test]

@@ -40,8 +40,13 @@ impl Lane {
 
     /// Lets what comes next here begin behind all that was launched on the device's stream.
     pub(crate) fn follow(&self) -> Result<()> {
+        self.wait_for(&self.device_place()?)
+    }
+
+    /// The place behind all that was launched on the device's stream.
+    pub(crate) fn device_place(&self) -> Result<Event> {
         refuse_in_recording("a transfer beside the work")?;
-        self.wait_for(&Event(self.device.record_event(None).w()?))
+        Ok(Event(self.device.record_event(None).w()?))
     }
 
     /// Whether all that was launched here is done.
@@ -69,7 +74,7 @@ impl Lane {
         unsafe { sys::cuStreamWaitEvent(self.stream, place.0.cu_event(), 0) }.result().w()
     }
 
-    /// Contiguous u32 as they are behind all that this lane follows.
+    /// Contiguous u32 as they are behind all that this lane waits for.
     pub(crate) fn read(&self, numbers: &Tensor) -> Result<Vec<u32>> {
         let pointer = Cuda::of(numbers)?.strided(numbers)?.pointer;
         let mut read = vec![0u32; numbers.elem_count()];

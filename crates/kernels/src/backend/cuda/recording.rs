@@ -325,15 +325,14 @@ impl Recorded {
         // SAFETY: the graph lives as long as this, and what it touches is kept beside it.
         unsafe { result::graph::launch(self.graph.cu_graph_exec(), stream) }.w()
     }
-}
 
-impl Recorded {
     /// Puts `first (n)`, which may be strided, in the place of the first inputs.
     fn replace(&self, first: &Tensor) -> Result<()> {
         let (count, room) = (first.elem_count(), self.inputs.tensor.elem_count());
-        if first.rank() != 1 || first.dtype() != DType::U32 || count > room {
+        let is_here = first.device().same_device(self.inputs.tensor.device());
+        if first.rank() != 1 || first.dtype() != DType::U32 || count > room || !is_here {
             bail!(
-                "metal-candle-kernels: recording: the first inputs are {:?} of {:?}, expected up to {room} U32 in a row",
+                "metal-candle-kernels: recording: the first inputs are {:?} of {:?}, expected up to {room} U32 in a row, on the recording's device",
                 first.dims(),
                 first.dtype()
             )
