@@ -32,7 +32,7 @@ impl Session {
     /// Nothing read yet.
     ///
     /// # Errors
-    /// When the device has no memory.
+    /// When the device has no memory, or no stream for transfers.
     pub fn new(model: &Arc<Model>, adapter: Option<&Arc<Adapter>>) -> Result<Self> {
         let layers = [Layers { window: None, blocks: FIRST_BLOCKS }];
         let cache = PagedCache::new(model, &layers, BLOCK, CacheDtype::Model)?;
