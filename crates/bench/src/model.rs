@@ -2,7 +2,7 @@
 //! and the wait for a first token.
 
 use crate::operations::Optimiser;
-use crate::rows::{LORA_SCALE, Precision, Work, lengths, random_ids, rank_of};
+use crate::rows::{LORA_SCALE, Precision, Work, lengths, random_ids, rank_of, requests_at_once};
 use crate::{Workload, shapes};
 use candle_core::{DType, Device, Tensor};
 use metal_candle::adapter::{Adapter, LoraConfig, Targets};
@@ -176,14 +176,11 @@ pub fn prepare(
         } => {
             let lengths = lengths(requests, [prompt, tokens], mixed);
             let usual = EngineOptions::default();
-            // As many at once as there are, if not so many that each has more memory than it needs.
-            let most = max_sequences.unwrap_or(if mixed { usual.max_sequences } else { requests });
-            let at_once = most.min(requests);
             let block = usual.block_size;
             let room: usize =
                 lengths.iter().map(|of| of.iter().sum::<usize>().next_multiple_of(block)).sum();
             let options = EngineOptions {
-                max_sequences: at_once.max(1),
+                max_sequences: requests_at_once(requests, mixed, max_sequences).max(1),
                 max_batch_tokens: max_batch_tokens.unwrap_or(usual.max_batch_tokens),
                 cache_tokens: (!mixed).then_some(room),
                 cache_dtype: if rounded_cache { CacheDtype::MxInt8 } else { CacheDtype::Model },

@@ -2,6 +2,7 @@
 
 use crate::shapes;
 use candle_core::{DType, Device, Tensor};
+use metal_candle::engine::EngineOptions;
 use metal_candle::model::Quantization;
 use metal_candle::random::SplitMix64;
 use metal_candle::{Error, Result};
@@ -306,6 +307,13 @@ pub enum Work {
         #[serde(default)]
         quantization: Option<Quantization>,
     },
+}
+
+/// How many of some requests are read and written at once: as many as there are, if not so many that each has more memory
+/// than it needs.
+pub fn requests_at_once(requests: usize, mixed: bool, max_sequences: Option<usize>) -> usize {
+    let usual = if mixed { EngineOptions::default().max_sequences } else { requests };
+    max_sequences.unwrap_or(usual).min(requests)
 }
 
 /// The tokens of the prompt and the text of each of some requests. Mixed ones are log-normal with these means and a

@@ -9,11 +9,11 @@ use crate::output::{self, Terminal, bytes};
 use crate::settings::{ActivationPlacement, Matmul};
 use candle_core::{DType, Device};
 use clap::{Args, ValueEnum};
-use metal_candle::engine::{CacheDtype, EngineOptions};
+use metal_candle::engine::CacheDtype;
 use metal_candle::files;
 use metal_candle_bench::machine::{Machine, Peaks};
 use metal_candle_bench::report::{Measured, measure};
-use metal_candle_bench::rows::{Precision, Work, gpu_operations, operations};
+use metal_candle_bench::rows::{Precision, Work, gpu_operations, operations, requests_at_once};
 use metal_candle_bench::timing::{Plan, Summary};
 use metal_candle_bench::{Row, chips, shapes};
 use serde::Serialize;
@@ -135,10 +135,7 @@ struct Report {
 
 impl Arguments {
     fn check(&self) -> anyhow::Result<()> {
-        let usual = EngineOptions::default();
-        let all = if self.mixed_lengths { usual.max_sequences } else { self.requests };
-        let at_once = self.max_sequences.unwrap_or(all);
-        let max_batch_tokens = self.max_batch_tokens.unwrap_or(usual.max_batch_tokens);
+        let at_once = requests_at_once(self.requests, self.mixed_lengths, self.max_sequences);
         for (name, value, allowed) in [
             ("batch", self.batch, bounds::BATCH_SIZE),
             ("seq", self.seq, bounds::TOKENS),
@@ -148,8 +145,8 @@ impl Arguments {
             ("max-sequences", self.max_sequences.unwrap_or(1), bounds::BATCH_SIZE),
             (
                 "max-batch-tokens",
-                max_batch_tokens,
-                at_once.min(self.requests)..=*bounds::TOKENS.end(),
+                self.max_batch_tokens.unwrap_or(at_once),
+                at_once..=*bounds::TOKENS.end(),
             ),
             ("adapters", self.adapters, 0..=*bounds::BATCH_SIZE.end()),
             ("tokens", self.tokens, bounds::TOKENS),
