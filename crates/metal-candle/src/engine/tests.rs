@@ -183,6 +183,22 @@ fn engine<'t>(
     Engine::over(readers, Some(tokenizer), options)
 }
 
+/// One with layers of the reader's window beside others, over all blocks that the reader has.
+fn engine_with_window(
+    reader: Reads,
+    drafter: Option<Reads>,
+    tokenizer: &Tokenizer,
+    options: EngineOptions,
+) -> Engine<'_> {
+    let slots = reader.slots.len();
+    let seen = vec![None; if reader.window.is_some() { slots } else { 0 }];
+    let windows = std::iter::once(None).chain(reader.window.map(Some)).collect::<Vec<_>>();
+    let layers = kinds(&windows, slots / BLOCK, &options).collect::<Result<_>>().unwrap();
+    let reader = Box::new(Reads { seen, ..reader });
+    let drafter = drafter.map(|drafter| Box::new(drafter) as Box<dyn Reader>);
+    Engine::over(Readers { reader, drafter, layers, bytes: 0 }, Some(tokenizer), options)
+}
+
 fn request(prompt: &[u32], max_tokens: usize) -> Request {
     let options = GenerateOptions { max_tokens, ..GenerateOptions::default() };
     Request { prompt: prompt.to_vec(), options, ..Request::default() }
@@ -257,16 +273,12 @@ fn a_thousand_requests_that_come_and_go_leave_every_text_right_and_no_block_lost
         (false, Some(9), 9, 0, Some(1)),
     ] {
         let blocks = 17;
-        let seen = vec![None; if window.is_some() { blocks as usize * BLOCK } else { 0 }];
-        let reader = Reads { fails, short, window, seen, ..Reads::new(blocks) };
+        let reader = Reads { fails, short, window, ..Reads::new(blocks) };
         let passes = reader.passes.clone();
         let drafter = Reads { errs: Some(4), fails, short, ..Reads::new(blocks) };
-        let drafter = (draft_tokens > 0).then(|| Box::new(drafter) as Box<dyn Reader>);
+        let drafter = (draft_tokens > 0).then_some(drafter);
         let options = EngineOptions { prefix_cache, draft_tokens, ..small() };
-        let windows = std::iter::once(None).chain(window.map(Some)).collect::<Vec<_>>();
-        let layers = kinds(&windows, blocks as usize, &options).collect::<Result<_>>().unwrap();
-        let readers = Readers { reader: Box::new(reader), drafter, layers, bytes: 0 };
-        let mut engine = Engine::over(readers, Some(&tokenizer), options);
+        let mut engine = engine_with_window(reader, drafter, &tokenizer, options);
         let mut random = SplitMix64::new(3);
         let mut wanted: HashMap<RequestId, (Vec<u32>, usize)> = HashMap::new();
         let mut texts: HashMap<RequestId, Vec<u32>> = HashMap::new();
@@ -352,16 +364,10 @@ fn texts_whose_tokens_are_read_before_they_are_known_are_right() {
         (Some(7), 20, Some(3), true),
         (None, 9, Some(1), false),
     ] {
-        let blocks = 17;
-        let seen = vec![None; if window.is_some() { blocks as usize * BLOCK } else { 0 }];
         let ahead = Arc::new(Mutex::new(0));
-        let reader =
-            Reads { fails, short, window, seen, ahead: Some(ahead.clone()), ..Reads::new(blocks) };
+        let reader = Reads { fails, short, window, ahead: Some(ahead.clone()), ..Reads::new(17) };
         let options = EngineOptions { prefix_cache, ..small() };
-        let windows = std::iter::once(None).chain(window.map(Some)).collect::<Vec<_>>();
-        let layers = kinds(&windows, blocks as usize, &options).collect::<Result<_>>().unwrap();
-        let readers = Readers { reader: Box::new(reader), drafter: None, layers, bytes: 0 };
-        let mut engine = Engine::over(readers, Some(&tokenizer), options);
+        let mut engine = engine_with_window(reader, None, &tokenizer, options);
         let mut random = SplitMix64::new(9);
         let mut wanted: HashMap<RequestId, (Vec<u32>, usize)> = HashMap::new();
         let mut texts: HashMap<RequestId, Vec<u32>> = HashMap::new();
