@@ -5,7 +5,6 @@
 use super::scores::rows as rows_of;
 use super::{Engine, Event, RequestId, Sequence};
 use crate::adapter::AdapterVersion;
-use crate::pass::Stretch;
 use candle_core::Tensor;
 
 /// Texts of such a pass, at most. A request that comes meanwhile waits for it, too, and of more texts it takes so long that
@@ -17,19 +16,6 @@ pub(super) struct Ahead {
     texts: Vec<(RequestId, Option<AdapterVersion>)>,
     /// `(texts, vocabulary)`.
     logits: Tensor,
-}
-
-/// The next token of each of these texts, which nobody knows yet.
-pub(super) fn stretches<'a>(texts: impl Iterator<Item = &'a Sequence<'a>>) -> Vec<Stretch<'a>> {
-    texts
-        .map(|text| Stretch {
-            tokens: &[0],
-            start: text.tokens.len(),
-            tables: &text.tables,
-            adapter: text.adapter.as_ref(),
-            logits: 1,
-        })
-        .collect()
 }
 
 impl Engine<'_> {

@@ -676,7 +676,10 @@ impl<'t> Engine<'t> {
         }
         let mut ahead = None;
         let mut launch = |tokens: &Tensor| {
-            ahead = reader.read_ahead(&ahead::stretches(texts()), total + 1, tokens);
+            let next: Vec<Stretch> = texts()
+                .map(|it| Stretch::ahead(it.tokens.len(), &it.tables, it.adapter.as_ref()))
+                .collect();
+            ahead = reader.read_ahead(&next, total + 1, tokens);
         };
         let meanwhile =
             downloads.as_ref().map(|downloads| Meanwhile { downloads, launch: &mut launch });

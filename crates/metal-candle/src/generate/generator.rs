@@ -199,14 +199,8 @@ impl<'s, 'a> Generation<'s, 'a> {
         let Session { reader, adapter, tables, tokens, .. } = &mut *self.session;
         let mut ahead = None;
         let mut launch = |token: &Tensor| {
-            let stretch = Stretch {
-                tokens: &[0],
-                start: length,
-                tables,
-                adapter: adapter.as_ref(),
-                logits: 1,
-            };
-            ahead = reader.read_ahead(&[stretch], length + 1, token);
+            let next = Stretch::ahead(length, tables, adapter.as_ref());
+            ahead = reader.read_ahead(&[next], length + 1, token);
         };
         let meanwhile =
             downloads.as_ref().map(|downloads| Meanwhile { downloads, launch: &mut launch });

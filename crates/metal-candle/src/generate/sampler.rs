@@ -329,11 +329,12 @@ pub(crate) fn sample_rows(
         draws.push(Draw { adjustments, options, uniform });
         problems.push(problem);
     }
+    let wanted: Vec<usize> =
+        (0..rows.len()).filter(|&row| rows[row].is_seen_on_the_host()).collect();
     let mut choices = if rows.iter().all(Row::is_chosen_on_the_host) {
         vec![Choice::Nothing; rows.len()]
     } else {
-        let seen = rows.iter().any(Row::is_seen_on_the_host);
-        let meanwhile = meanwhile.filter(|_| !seen);
+        let meanwhile = meanwhile.filter(|_| wanted.is_empty());
         let choices = sampling::begin(logits, &draws, meanwhile.as_ref().map(|it| it.downloads))?;
         if let Some(Meanwhile { launch, .. }) = meanwhile {
             launch(&choices.ids()?);
@@ -341,8 +342,6 @@ pub(crate) fn sample_rows(
         choices.wait()?
     };
     let mut likeliest = vec![Vec::new(); rows.len()];
-    let wanted: Vec<usize> =
-        (0..rows.len()).filter(|&row| rows[row].is_seen_on_the_host()).collect();
     let seen = wanted.iter().map(|&row| host_row(logits, row)).collect::<Result<Vec<_>>>()?;
     let found: Vec<_> = wanted
         .par_iter()

@@ -207,6 +207,13 @@ pub(crate) struct Stretch<'a> {
     pub logits: usize,
 }
 
+impl<'a> Stretch<'a> {
+    /// The token after the `start` that a text has, which the device alone will know when it is read.
+    pub fn ahead(start: usize, tables: &'a [Vec<u32>], adapter: Option<&'a Arc<Adapter>>) -> Self {
+        Self { tokens: &[0], start, tables, adapter, logits: 1 }
+    }
+}
+
 /// The tokens of a pass, one text after the other: `(tokens, 1)`.
 pub(crate) struct Ragged {
     input: Input,
