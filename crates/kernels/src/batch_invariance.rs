@@ -9,9 +9,10 @@
 //!   the last filled up; the CPU uses the products for many rows, which give a row the same bits beside any number of
 //!   others. An adapter's part is computed as for rows that have different ones;
 //! - norms and softmax on CUDA: a row has as many threads beside few others as beside many;
-//! - attention over pools ([`attention::Sequences`](crate::attention::Sequences)): one kernel for any number of a sequence's
-//!   queries, so a prompt gives the same bits in pieces of any size. [`attention::forward`](crate::attention::forward), as
-//!   training has it, gives these, too, where a sequence begins with its row, but for what it says itself.
+//! - attention over pools ([`attention::Sequences`](crate::attention::Sequences)) gives the same bits for any number of a
+//!   sequence's queries, so a prompt does in pieces of any size, as it always does on CUDA.
+//!   [`attention::forward`](crate::attention::forward), as training has it, gives these, too, where a sequence begins with its
+//!   row, but for what it says itself.
 //!
 //! What has one row's work in one place anyway is as ever: embeddings, rotations, units, [`lora_rows`](crate::lora_rows),
 //! and the choice of tokens. Backward passes aren't made for it, and work with what such a forward pass gives.

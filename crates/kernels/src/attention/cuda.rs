@@ -1,6 +1,6 @@
 //! Attention on CUDA: which kernel a call goes to, and how its work is split; see kernel.cu.
 
-use super::paged::PAGED_SPLIT;
+use super::paged::{PAGED_SPLIT, SEGMENT};
 use super::{Options, Sizes};
 use crate::backend::cuda::{Array, Cuda, Launch, Module, TmaDescriptor, by_dtype, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
@@ -47,9 +47,10 @@ pub(super) struct Parameters {
     pub factor: f32,
     pub inner: f32,
     pub scale: f32,
-    pub splits: i32,
     pub split_start: i32,
     pub split_keys: i32,
+    pub part_keys: i32,
+    pub parts: i32,
     pub tiles: i32,
     pub stages: i32,
     pub head_splits: i32,
@@ -95,7 +96,32 @@ impl Kernels {
             _ => Kernels::Plain,
         }
     }
+
+    /// Keys of a part, of which one begins at every multiple of this.
+    pub(super) fn part_keys(self) -> usize {
+        match self {
+            Kernels::Tiles(_) => SEGMENT,
+            Kernels::Plain => PAGED_SPLIT,
+        }
+    }
+
+    /// Keys that a block has of a row for few queries, where there are so many blocks for a range, and up to `keys` in a
+    /// row: few blocks share the keys of a row, and many have all of them, so that no parts are left to be joined. On an
+    /// H200, 8 key heads of 128, in us with 64, 128, 256 and all: 7.6, 8.4, 11.1 and 13.3 for one text of 500 keys, 26, 22,
+    /// 19 and 32 for 8 of 1000 to 1300, 71, 58, 56 and 46 for 32, 178, 135, 119 and 93 for 256 of 256 to 384.
+    pub(super) fn block_keys(self, multiprocessors: usize, blocks: usize, keys: usize) -> usize {
+        let are_many = 2 * blocks >= 3 * multiprocessors && keys <= MOST_ALONE;
+        if blocks == 0 || are_many || keys <= PAGED_SPLIT {
+            return i32::MAX as usize;
+        }
+        let segments = blocks * keys.div_ceil(SEGMENT);
+        let wanted = segments.div_ceil(2 * multiprocessors).next_power_of_two() * SEGMENT;
+        wanted.clamp(self.part_keys(), PAGED_SPLIT)
+    }
 }
+
+/// Keys of a row that one block has all of, at most: others would be done long before it.
+const MOST_ALONE: usize = 8192;
 
 /// How scores are made: the mode and the numbers of `Parameters`.
 pub(super) fn score_numbers(options: &Options) -> (i32, f32, f32) {
@@ -116,49 +142,26 @@ pub(super) struct FewShape {
 }
 
 impl FewShape {
-    /// Of the kernel `few`, or the plain one.
+    /// `few_block` in few_queries.cuh, or the plain one.
     pub(super) fn of(kernels: Kernels) -> FewShape {
         match kernels {
-            Kernels::Tiles(size) => Self::on_tensor_cores(size, 1),
+            Kernels::Tiles(size) => {
+                let stages = if size <= 128 { 2 } else { 1 };
+                let shared = tile_bytes(16, size) + 2 * stages * tile_bytes(SEGMENT, size);
+                FewShape { rows: 16, warps: 4, shared }
+            }
             Kernels::Plain => {
                 let shared = 4 * (4 * 256 + 4 * 4 * 32 + 4 * 4 * 256 + 2 * 4 * 4);
                 FewShape { rows: 4, warps: 4, shared }
             }
         }
     }
-
-    /// Of the kernel `few_wide`, if there is one, the device has enough shared memory, and `rows` of a key head and
-    /// `ranges` of all heads make enough blocks.
-    pub(super) fn wide(
-        cuda: &Cuda,
-        kernels: Kernels,
-        rows: usize,
-        ranges: usize,
-    ) -> Result<Option<FewShape>> {
-        match kernels {
-            Kernels::Tiles(size) if size <= 128 && rows > 32 => {
-                let shape = Self::on_tensor_cores(size, 4);
-                let blocks = rows.div_ceil(shape.rows) * ranges;
-                let fits = shape.shared <= cuda.most_shared_memory()?;
-                Ok((fits && blocks >= cuda.multiprocessors()?).then_some(shape))
-            }
-            _ => Ok(None),
-        }
-    }
-
-    /// `few_block` in few_queries.cuh for so many tiles of 16 rows.
-    fn on_tensor_cores(size: usize, tiles: usize) -> FewShape {
-        let turns = if size <= 128 { 4 } else { 2 };
-        let stages = if size <= 64 || tiles > 1 { 4 } else { 2 };
-        let (rows, of_keys) = (16 * tiles, turns * stages * 2 * tile_bytes(16, size));
-        let shared = tile_bytes(rows, size) + of_keys + turns * rows * 8;
-        FewShape { rows, warps: turns * tiles, shared }
-    }
 }
 
-/// Bytes of shared memory to combine so many parts, as `combine_row` in few_queries.cuh has them.
-pub(super) fn combine_shared(splits: usize, head_dim: usize) -> usize {
-    4 * ((splits + 1).next_multiple_of(4) + 4 * head_dim)
+/// Bytes of shared memory to combine parts, as `combine_query` in few_queries.cuh has them.
+pub(super) fn combine_shared(head_dim: usize) -> usize {
+    const COMBINED_AT_ONCE: usize = 64;
+    COMBINED_AT_ONCE * 4 * (3 + head_dim)
 }
 
 /// Rows and bytes of shared memory of a block of 128 threads for many queries on tensor cores.
@@ -201,10 +204,6 @@ macro_rules! hopper_kernel {
 /// Queries up to which the keys are split, for the two kinds of kernels.
 const FEW_QUERIES: usize = 16;
 const PLAIN_FEW_QUERIES: usize = 4;
-/// Keys that are worth a block of their own.
-const SPLIT_KEYS: usize = 256;
-/// Parts that are combined at most.
-const MOST_SPLITS: usize = 128;
 
 /// The bytes of a tile in shared memory: `tile_bytes` in tiles.cuh.
 fn tile_bytes(rows: usize, size: usize) -> usize {
@@ -229,6 +228,19 @@ thread_local! {
 const PLAIN_TILE: usize = 64;
 const PLAIN_THREADS: u32 = 256;
 const PLAIN_SHARED: u32 = 4 * (2 * 32 + 64) * (64 + 4);
+
+/// [`forward`](super::forward).
+pub(super) fn forward(
+    operation: &str,
+    sizes: Sizes,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    first_key: Option<&Tensor>,
+    options: &Options,
+) -> Result<(Tensor, Tensor)> {
+    Call::new(operation, sizes, q, k, v, first_key, options)?.forward()
+}
 
 pub(super) struct Call<'a> {
     cuda: Cuda<'a>,
@@ -290,7 +302,9 @@ impl<'a> Call<'a> {
             factor,
             inner,
             scale: options.scale as f32,
-            splits: 1,
+            split_keys: i32::MAX,
+            part_keys: kernels.part_keys() as i32,
+            parts: 1,
             ..Parameters::default()
         };
         let inputs = [Some(q), Some(k), Some(v), first_key];
@@ -412,9 +426,10 @@ impl<'a> Call<'a> {
         self.parameters.o = o.pointer;
         self.parameters.log_sum_exp = log_sum_exp.pointer;
         match self.kernels {
-            _ if self.sizes.are_ranges_fixed() => self.forward_in_fixed_ranges()?,
             _ if self.few() => self.forward_few()?,
-            Kernels::Tiles(size) if self.hopper()? => {
+            // With the bits that attention over pools gives.
+            Kernels::Plain if self.sizes.are_bits_fixed() => self.run_few()?,
+            Kernels::Tiles(size) if !self.sizes.are_bits_fixed() && self.hopper()? => {
                 self.make_describable()?;
                 let size = if size == 96 { 128 } else { size };
                 let columns = if size <= 128 { 128 } else { 64 };
@@ -445,70 +460,51 @@ impl<'a> Call<'a> {
         Ok((o.tensor, log_sum_exp.tensor))
     }
 
-    /// By the kernels for few queries, with the ranges of keys that attention over pools has.
-    fn forward_in_fixed_ranges(&mut self) -> Result<()> {
-        let Sizes { batch, queries, keys, heads, kv_heads, .. } = self.sizes;
-        let splits = keys.div_ceil(PAGED_SPLIT).max(1);
-        self.parameters.splits = splits as i32;
-        self.parameters.split_keys = PAGED_SPLIT as i32;
-        let rows = queries * (heads / kv_heads);
-        let wide = FewShape::wide(&self.cuda, self.kernels, rows, batch * kv_heads * splits)?;
-        match (self.kernels, wide) {
-            (Kernels::Tiles(size), Some(shape)) => {
-                self.run_few(tile_kernel!("few_wide", self.dtype, size), shape)
-            }
-            _ => self.run_few(self.few_kernel()?, FewShape::of(self.kernels)),
-        }
-    }
-
     fn forward_few(&mut self) -> Result<()> {
         let Sizes { queries, keys, .. } = self.sizes;
-        let shape = FewShape::of(self.kernels);
         // Keys before the first query's window are seen by none.
         let span = keys.min(self.parameters.window as usize + queries.max(1) - 1);
-        let blocks = self.few_blocks(shape);
-        // Two blocks for every multiprocessor keep it busy.
-        let wanted = 2 * self.cuda.multiprocessors()?;
-        let splits = wanted.div_ceil(blocks.max(1)).min(span.div_ceil(SPLIT_KEYS)).min(MOST_SPLITS);
-        let step = 16 * shape.warps;
-        let split_keys = span.div_ceil(splits.max(1)).div_ceil(step).max(1) * step;
-        self.parameters.splits = span.div_ceil(split_keys).max(1) as i32;
-        self.parameters.split_start = (keys - span) as i32;
+        let part_keys = self.kernels.part_keys();
+        let start = (keys - span) / part_keys * part_keys;
+        let multiprocessors = self.cuda.multiprocessors()?;
+        let split_keys = self.kernels.block_keys(multiprocessors, self.few_blocks(), keys - start);
+        self.parameters.split_start = start as i32;
         self.parameters.split_keys = split_keys as i32;
-        self.run_few(self.few_kernel()?, shape)
+        if split_keys < keys - start {
+            self.parameters.parts = (keys - start).div_ceil(part_keys) as i32;
+        }
+        self.run_few()
     }
 
     /// Blocks for a range of keys.
-    fn few_blocks(&self, shape: FewShape) -> usize {
+    fn few_blocks(&self) -> usize {
         let Sizes { batch, queries, heads, kv_heads, .. } = self.sizes;
-        batch * kv_heads * (queries * (heads / kv_heads)).div_ceil(shape.rows)
+        let rows = FewShape::of(self.kernels).rows;
+        batch * kv_heads * (queries * (heads / kv_heads)).div_ceil(rows)
     }
 
-    fn few_kernel(&self) -> Result<&'static str> {
-        match self.kernels {
-            Kernels::Tiles(size) => Ok(tile_kernel!("few", self.dtype, size)),
-            Kernels::Plain => by_dtype!("plain_few", self.dtype),
-        }
-    }
-
-    /// Runs a kernel for few queries over the ranges of keys that the parameters have, and combines what they give.
-    fn run_few(&mut self, name: &'static str, shape: FewShape) -> Result<()> {
-        let Sizes { batch, queries, heads, head_dim, .. } = self.sizes;
-        let FewShape { warps, shared, .. } = shape;
-        let splits = self.parameters.splits as usize;
-        let grid = (self.few_blocks(shape), splits, 1);
-        let threads = 32 * warps as u32;
-        if splits == 1 {
+    /// Runs the kernel for few queries over the ranges of keys that the parameters have, and joins the parts that it leaves.
+    fn run_few(&mut self) -> Result<()> {
+        let Sizes { batch, queries, keys, heads, head_dim, .. } = self.sizes;
+        let FewShape { warps, shared, .. } = FewShape::of(self.kernels);
+        let name = match self.kernels {
+            Kernels::Tiles(size) => tile_kernel!("few", self.dtype, size),
+            Kernels::Plain => by_dtype!("plain_few", self.dtype)?,
+        };
+        let Parameters { split_start, split_keys, parts, .. } = self.parameters;
+        let ranges = (keys - split_start as usize).div_ceil(split_keys as usize).max(1);
+        let (grid, threads) = ((self.few_blocks(), ranges, 1), 32 * warps as u32);
+        if parts == 1 {
             return self.run(name, grid, threads, shared);
         }
-        let partial_o = self.cuda.empty((batch, queries, heads, splits, head_dim), DType::F32)?;
-        let partial_sums = self.cuda.empty((batch, queries, heads, splits, 2), DType::F32)?;
+        let parts = parts as usize;
+        let partial_o = self.cuda.empty((batch, queries, heads, parts, head_dim), DType::F32)?;
+        let partial_sums = self.cuda.empty((batch, queries, heads, parts, 2), DType::F32)?;
         self.parameters.partial_o = partial_o.pointer;
         self.parameters.partial_sums = partial_sums.pointer;
         self.run(name, grid, threads, shared)?;
         let combine = by_dtype!("combine_parts", self.dtype)?;
-        let (grid, shared) = ((batch * queries * heads, 1, 1), combine_shared(splits, head_dim));
-        self.run(combine, grid, 128, shared)
+        self.run(combine, (batch * queries * heads, 1, 1), 128, combine_shared(head_dim))
     }
 
     pub(super) fn backward(

@@ -1,8 +1,6 @@
-// The forward pass for few queries, as in decoding, where reading keys and values is all the time, and for any number of
-// them with batch invariance: a block takes queries of all heads that share a key head, so that it reads that once, and
-// one of `splits` ranges of the keys. Warps take turns with groups of keys; their results, and then those of the ranges,
-// are combined in order. Positions alone say which warp takes a key, so where ranges begin at fixed ones, what a query
-// gives depends on it and the keys that it sees alone.
+// The forward pass for few queries, as in decoding, where reading keys and values is all the time: a block takes queries
+// of all heads that share a key head, so that it reads that once, and a range of the keys. It joins what the segments of
+// that give, or, where other blocks have other ranges, leaves them as parts, which are joined later.
 #pragma once
 
 #include "tiles.cuh"
@@ -20,84 +18,61 @@ __device__ __forceinline__ FewRow few_row(const Parameters &p, int kv_head, int 
     return {index / group, kv_head * group + index % group, index < p.queries * group};
 }
 
-/// Where a block starts that sees keys from `key` on, and takes STEP of them at a time.
-template <int STEP> __device__ __forceinline__ int first_of_step(int key) {
-    return key / STEP * STEP;
-}
-
-/// The keys from `x` up to `y` of a range that any of `rows` rows from `first` on sees.
-__device__ __forceinline__ int2 few_keys(const Parameters &p, int range, int batch, int kv_head,
-                                         int first, int rows, int lane) {
-    const int split = p.split_start + range * p.split_keys;
-    if (p.queries == 1) {
-        const int low = lowest_key(p, batch, 0);
-        if (low >= p.keys) return make_int2(0, 0);
-        return make_int2(max(low, split), min(p.keys, split + p.split_keys));
-    }
-    int smallest = INT_MAX, end = 0;
-    for (int row = lane; row < rows; row += WARP) {
-        const FewRow mine = few_row(p, kv_head, first + row);
-        if (!mine.inside) continue;
-        const int position = p.keys - p.queries + mine.query;
-        const int low = lowest_key(p, batch, mine.query);
-        if (low > position) continue;
-        smallest = min(smallest, low);
-        end = max(end, position + 1);
-    }
-    return make_int2(max(warp_min(smallest), split), min(warp_max(end), split + p.split_keys));
-}
-
-/// Writes one or four columns of a row: the result if keys aren't split, else the part to be combined.
-/// `top` is the largest score in log2 units and `total` the sum of powers relative to it.
-template <typename T, int COLUMNS>
-__device__ __forceinline__ void store_part(const Parameters &p, int range, int batch,
-                                           const FewRow &row, int column,
-                                           const float (&values)[COLUMNS], float top, float total) {
-    const int64_t at = query_row(p, batch, row.query, row.head);
-    const bool inside = column < p.head_dim;
-    if (p.splits == 1) {
-        const float inverse = inverse_of(total);
-        T *const o = static_cast<T *>(p.o) + at * p.head_dim + column;
-        if constexpr (COLUMNS == 4) {
-            if (inside)
-                *reinterpret_cast<uint2 *>(o) =
-                    make_uint2(pack_pair<T>(values[0] * inverse, values[1] * inverse),
-                               pack_pair<T>(values[2] * inverse, values[3] * inverse));
-        } else {
-            if (inside) *o = from_float<T>(values[0] * inverse);
-        }
-        if (column == 0 && p.log_sum_exp != nullptr)
-            p.log_sum_exp[sum_row(p, batch, row.query, row.head)] = log_of_sum(top, total);
-    } else {
-        const int64_t part = at * p.splits + range;
-        float *const o = p.partial_o + part * p.head_dim + column;
-        if constexpr (COLUMNS == 4) {
-            if (inside)
-                *reinterpret_cast<float4 *>(o) =
-                    make_float4(values[0], values[1], values[2], values[3]);
-        } else {
-            if (inside) *o = values[0];
-        }
-        if (column == 0) p.partial_sums[part] = make_float2(top, total);
-    }
-}
-
-/// Whether any of `rows` rows from `first_row` on sees a key of a range, but for the first keys of queries. Otherwise
-/// nobody reads what the range gives.
-__device__ __forceinline__ bool reaches(const Parameters &p, int range, int first_row, int rows) {
+/// The keys of a range that any of `rows` rows from `first_row` on sees, but for the first keys of queries; none where the
+/// second number isn't larger.
+__device__ __forceinline__ int2 few_keys(const Parameters &p, int range, int first_row, int rows) {
     const int group = p.heads / p.kv_heads, end = p.queries * group;
-    if (first_row >= end) return false;
-    const int before = p.keys - p.queries - p.split_start;
+    if (first_row >= end) return make_int2(0, 0);
+    const int before = p.keys - p.queries;
     const bool is_one = p.queries == 1;
-    const int lowest = before + (is_one ? 0 : first_row / group) - p.window + 1;
-    const int highest = before + (is_one ? 0 : (min(first_row + rows, end) - 1) / group);
-    return range * p.split_keys <= highest && (range + 1) * p.split_keys > lowest;
+    const int first = before + (is_one ? 0 : first_row / group);
+    const int last = before + (is_one ? 0 : (min(first_row + rows, end) - 1) / group);
+    const int start = p.split_start + range * p.split_keys;
+    const int64_t beyond = static_cast<int64_t>(start) + p.split_keys;
+    return make_int2(max(first - p.window + 1, start), static_cast<int>(min(last + int64_t(1), beyond)));
 }
 
-/// Warps that take turns with groups of 16 keys, and groups that one has room for.
-constexpr int few_warps(int d) { return d <= 128 ? 4 : 2; }
-constexpr int few_stages(int d, int tiles) { return d <= 64 || tiles > 1 ? 4 : 2; }
-constexpr int few_threads(int d, int tiles) { return few_warps(d) * tiles * WARP; }
+/// The part that begins with a key.
+__device__ __forceinline__ int part_of(const Parameters &p, int key) { return (key - p.split_start) / p.part_keys; }
+
+/// Writes neighbouring columns of a row of the result.
+template <typename T, int COLUMNS>
+__device__ __forceinline__ void store_result(const Parameters &p, int64_t row, int column, const float (&values)[COLUMNS],
+                                             float inverse) {
+    if (column >= p.head_dim) return;
+    T *const o = static_cast<T *>(p.o) + row * p.head_dim + column;
+    if constexpr (COLUMNS == 2)
+        *reinterpret_cast<uint32_t *>(o) = pack_pair<T>(values[0] * inverse, values[1] * inverse);
+    else
+        *o = from_float<T>(values[0] * inverse);
+}
+
+/// The same of a part that is to be joined with others.
+template <int COLUMNS>
+__device__ __forceinline__ void store_part(const Parameters &p, int64_t row, int part, int column,
+                                           const float (&values)[COLUMNS]) {
+    if (column >= p.head_dim) return;
+    float *const o = p.partial_o + (row * p.parts + part) * p.head_dim + column;
+    if constexpr (COLUMNS == 2)
+        *reinterpret_cast<float2 *>(o) = make_float2(values[0], values[1]);
+    else
+        *o = values[0];
+}
+
+__device__ __forceinline__ void store_sums(const Parameters &p, int64_t row, int part, const RowSums &sums) {
+    p.partial_sums[row * p.parts + part] = make_float2(sums.top, sums.total);
+}
+
+__device__ __forceinline__ void store_log_sum_exp(const Parameters &p, int64_t row, const RowSums &sums) {
+    if (p.log_sum_exp == nullptr) return;
+    const int head = row % p.heads;
+    const int64_t token = row / p.heads;
+    p.log_sum_exp[sum_row(p, token / p.queries, token % p.queries, head)] = log_of_sum(sums.top, sums.total);
+}
+
+/// Warps of a block, each of which brings a quarter of a segment's keys and values, and segments that there is room for.
+constexpr int FEW_WARPS = 4, FEW_THREADS = FEW_WARPS * WARP, FEW_ROWS = 16;
+constexpr int few_stages(int d) { return d <= 128 ? 2 : 1; }
 
 /// Queries as they are.
 struct GivenQueries {
@@ -106,7 +81,7 @@ struct GivenQueries {
 
     /// Starts to copy the rows of a key head's queries from `first_row` on into a tile.
     template <typename T, int D, int ROWS, int THREADS>
-    __device__ __forceinline__ void bring(const Parameters &p, uint32_t tile, int, int batch, int kv_head,
+    __device__ __forceinline__ void bring(const Parameters &p, uint32_t tile, bool, int batch, int kv_head,
                                           int first_row) const {
         constexpr int CHUNKS = D / 8;
         for (int index = threadIdx.x; index < ROWS * CHUNKS; index += THREADS) {
@@ -122,198 +97,246 @@ struct GivenQueries {
     }
 };
 
-/// On tensor cores, 16·TILES rows from `first_row` on of a key head's, for a range of the keys. Keys and queries are
-/// where `keys_at` and `queries_at` say. Warps that have the same keys for one tile of rows each share them. A row has
-/// the same bits whatever TILES is.
-template <typename T, int D, int TILES, typename Keys, typename Queries>
-__device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_at,
-                                          const Queries &queries_at, int range, int batch,
-                                          int kv_head, int first_row) {
-    constexpr int ROWS = 16 * TILES, WARPS = few_warps(D), STAGES = few_stages(D, TILES);
-    constexpr int THREADS = few_threads(D, TILES), SHARING = WARP * TILES;
-    constexpr int TILE = tile_bytes(16, D), QUERIES = tile_bytes(ROWS, D);
-    extern __shared__ __align__(1024) unsigned char shared[];
-    const uint32_t q_shared = shared_address(shared);
+/// What the warps of a block tell each other of a segment: the largest score of each row, every thread's sums, and the
+/// powers as they are multiplied with values.
+struct FewExchange {
+    float tops[FEW_WARPS][FEW_ROWS];
+    float2 sums[FEW_WARPS][WARP];
+    uint4 weights[FEW_WARPS][WARP];
+};
 
-    // Which keys this warp has, and which rows.
-    const int warp = threadIdx.x / SHARING, thread = threadIdx.x % SHARING;
-    const int lane = thread % WARP, tile = thread / WARP;
-    const auto meet = [&] {
-        if constexpr (TILES == 1)
-            __syncwarp();
-        else
-            asm volatile("bar.sync %0, %1;" ::"r"(1 + warp), "n"(SHARING) : "memory");
-    };
+/// On tensor cores, FEW_ROWS rows from `first_row` on of a key head's, for the keys from `seen.x` up to `seen.y`. Keys
+/// and queries are where `keys_at` and `queries_at` say. Every warp makes the scores of sixteen keys of a segment, and
+/// gives some of the columns.
+template <typename T, int D, typename Keys, typename Queries>
+__device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_at,
+                                          const Queries &queries_at, int2 seen, int batch,
+                                          int kv_head, int first_row) {
+    constexpr int ROWS = FEW_ROWS, SIXTEENS = (D / 16 + FEW_WARPS - 1) / FEW_WARPS, STAGES = few_stages(D);
+    // Segments of keys, and then as many of values: a tile of sixteen for each warp.
+    constexpr int TILE = tile_bytes(16, D), PANEL = 16 * ROW_BYTES, OF_SEGMENT = FEW_WARPS * TILE;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    __shared__ FewExchange exchange;
+    const uint32_t q_shared = shared_address(shared), k_shared = q_shared + tile_bytes(ROWS, D);
+    const uint32_t v_shared = k_shared + STAGES * OF_SEGMENT;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const auto k = keys_at.template keys<T>(p, batch, kv_head);
     const auto v = keys_at.template values<T>(p, batch, kv_head);
 
-    const int2 seen = few_keys(p, range, batch, kv_head, first_row, ROWS, lane);
-    const int start = first_of_step<16 * WARPS>(seen.x);
-    const int steps = (max(seen.y - start, 0) + 16 * WARPS - 1) / (16 * WARPS);
-    const uint32_t mine = q_shared + QUERIES + TILE * warp * STAGES * 2;
-    const auto stage = [&](int step) { return mine + step % STAGES * 2 * TILE; };
+    const int first_segment = seen.x / SEGMENT;
+    const int segments = (seen.y + SEGMENT - 1) / SEGMENT - first_segment;
+    const int mine = first_segment * SEGMENT + warp * 16;
+    const int first_part = part_of(p, first_segment * SEGMENT);
     // Where the next keys are is asked for a step ahead.
-    int64_t row = steps > 0 ? keys_at.row(start + warp * 16) : -1;
-    const auto load = [&](int step) {
-        if (step < steps) {
-            const int first_key = start + (step * WARPS + warp) * 16, count = seen.y - first_key;
-            const int64_t at = count > 0 ? row : -1;
-            if (step + 1 < steps) row = keys_at.row(first_key + 16 * WARPS);
-            keys_at.template load_sixteen<T, D, SHARING>(stage(step), k, v, at, count, p.head_dim, thread);
+    int64_t row_of_keys = keys_at.row(mine), row_of_values = -1;
+    const auto count = [&](int step) { return seen.y - (mine + step * SEGMENT); };
+    const auto load_keys = [&](int step) {
+        if (step < segments) {
+            row_of_values = count(step) > 0 ? row_of_keys : -1;
+            if (step + 1 < segments) row_of_keys = keys_at.row(mine + (step + 1) * SEGMENT);
+            keys_at.template load_sixteen<T, D, WARP>(k_shared + step % STAGES * OF_SEGMENT + warp * TILE, k, row_of_values,
+                                                      count(step), p.head_dim, lane);
         }
+        copy_async_commit();
+    };
+    const auto load_values = [&](int step, int64_t row) {
+        if (step < segments)
+            keys_at.template load_sixteen<T, D, WARP>(v_shared + step % STAGES * OF_SEGMENT + warp * TILE, v, row, count(step),
+                                                      p.head_dim, lane);
         copy_async_commit();
     };
     bool has_begun = false;
     if constexpr (Queries::BRING_A_KEY) {
-        has_begun = start + (warp + 1) * 16 < p.keys;
-        if (has_begun) load(0);
+        has_begun = mine + 16 < p.keys;
+        if (has_begun) {
+            load_keys(0);
+            load_values(0, row_of_values);
+        }
     }
-    queries_at.template bring<T, D, ROWS, THREADS>(p, q_shared, range, batch, kv_head, first_row);
-    copy_async_commit();
+    queries_at.template bring<T, D, ROWS, FEW_THREADS>(p, q_shared, seen.y == p.keys, batch, kv_head, first_row);
+    if constexpr (!Queries::BRING_A_KEY) copy_async_commit();
     int position[2], lowest[2];
+    int64_t to[2];
+    bool inside[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const FewRow mine = few_row(p, kv_head, first_row + tile * 16 + half * 8 + lane / 4);
-        // Rows that don't exist see nothing.
-        position[half] = mine.inside ? min(p.keys - p.queries + mine.query, seen.y - 1) : -1;
-        lowest[half] = mine.inside ? max(lowest_key(p, batch, mine.query), seen.x) : 0;
+        const FewRow mine = few_row(p, kv_head, first_row + half * 8 + lane / 4);
+        // Rows that don't exist see everything, so that they hide nothing.
+        position[half] = mine.inside ? min(p.keys - p.queries + mine.query, seen.y - 1) : seen.y - 1;
+        lowest[half] = mine.inside ? max(lowest_key(p, batch, mine.query), seen.x) : seen.x;
+        to[half] = query_row(p, batch, mine.query, mine.head);
+        inside[half] = mine.inside;
     }
+    // Most often there are few heads of a key head, and one query.
+    const int halves = p.queries * (p.heads / p.kv_heads) - first_row > 8 ? 2 : 1;
+    // The keys that all of the rows see.
+    const int all_from = warp_max(max(lowest[0], lowest[1]));
+    const int all_to = warp_min(min(position[0], position[1]));
 
-    // The keys that all of the rows see. Few rows are seldom whole tiles.
-    int all_from = INT_MAX, all_to = -1;
-    if constexpr (TILES > 1) {
-        all_from = warp_max(max(lowest[0], lowest[1]));
-        all_to = warp_min(min(position[0], position[1]));
+    if (!has_begun) {
+        load_keys(0);
+        load_values(0, row_of_values);
     }
-
-    for (int step = has_begun; step < STAGES - 1; step++) load(step);
-    if constexpr (!Queries::BRING_A_KEY) copy_async_wait<STAGES - 1>();
+    if constexpr (STAGES == 2) {
+        load_keys(1);
+        copy_async_commit();
+    }
+    if constexpr (!Queries::BRING_A_KEY) copy_async_wait<STAGES == 2 ? 4 : 2>();
     // The queries are there.
     __syncthreads();
-
-    float out[1][D / 8][4] = {};
-    float top[2] = {-INFINITY, -INFINITY}, total[2] = {};
-    for (int step = 0; step < steps; step++) {
-        load(step + STAGES - 1);
-        const uint32_t keys = stage(step);
-        copy_async_wait<STAGES - 1>();
-        keys_at.template land<T, 16, D, SHARING>(keys, k, thread);
-        keys_at.template land<T, 16, D, SHARING>(keys + TILE, v, thread);
-        meet();
-        const int first_key = start + (step * WARPS + warp) * 16;
-        const bool hides = first_key < all_from || first_key + 15 > all_to;
+    const Sixteen<D> queries(q_shared, lane);
+    float out[SIXTEENS][2][4] = {};
+    RowSums sums[2];
+    for (int step = 0; step < segments; step++) {
+        const uint32_t keys = k_shared + step % STAGES * OF_SEGMENT + warp * TILE, values = v_shared + step % STAGES * OF_SEGMENT;
+        copy_async_wait<STAGES == 2 ? 3 : 1>();
+        keys_at.template land<T, 16, D, WARP>(keys, k, lane);
+        __syncwarp();
         float scores[1][2][4] = {};
-        multiply_rows<T, D, ROWS, 16, 1>(scores, q_shared, tile * 16, keys, lane);
+        multiply_sixteen<T, D>(scores[0], queries, keys, lane);
+        __syncwarp();
+        const int64_t row_of_next = row_of_values;
+        load_keys(step + STAGES);
         shape_scores<16>(p, scores[0]);
+        const int first_key = mine + step * SEGMENT;
+        const bool hides = first_key < all_from || first_key + 15 > all_to;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (hides)
-                hide_scores<16>(scores[0], half, first_key, lowest[half], position[half], lane);
-            const float shrink =
-                soften_scores<16>(scores[0], half, p.factor, top[half], total[half]);
-            // Most often by 1, as the largest score is found early.
-            if (__any_sync(FULL, shrink != 1.0f)) scale_row<D>(out[0], half, shrink);
+            if (half == halves) break;
+            if (hides) hide_scores<16>(scores[0], half, first_key, lowest[half], position[half], lane);
+            const float top = largest_score<16>(scores[0], half, p.factor);
+            if (lane % 4 == 0) exchange.tops[warp][half * 8 + lane / 4] = top;
         }
-        uint32_t weights[1][1][4];
-        pack_weights<T, 16, 1>(weights, scores);
-        multiply_columns<T, D, 16, 1>(out, weights, keys + TILE, lane);
-        // The stage may be overwritten.
-        meet();
+        // Every warp is done with the values before, too.
+        __syncthreads();
+        if constexpr (STAGES == 2) load_values(step + 1, row_of_next);
+        RowSums next[2];
+        float own_sums[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            own_sums[half] = 0.0f;
+            if (half == halves) break;
+#pragma unroll
+            for (int other = 0; other < FEW_WARPS; other++)
+                next[half].top = fmaxf(next[half].top, exchange.tops[other][half * 8 + lane / 4]);
+            own_sums[half] = raise_scores<16>(scores[0], half, p.factor, base_of(next[half].top));
+        }
+        uint32_t of_sixteen[1][1][4];
+        pack_weights<T, 16, 1>(of_sixteen, scores);
+        exchange.sums[warp][lane] = make_float2(own_sums[0], own_sums[1]);
+        const uint32_t(&own)[4] = of_sixteen[0][0];
+        exchange.weights[warp][lane] = make_uint4(own[0], own[1], own[2], own[3]);
+        copy_async_wait<STAGES == 2 ? 2 : 1>();
+        keys_at.template land<T, 16, D, WARP>(values + warp * TILE, v, lane);
+        __syncthreads();
+        uint32_t weights[1][SEGMENT / 16][4];
+#pragma unroll
+        for (int other = 0; other < FEW_WARPS; other++) {
+            const uint4 of_keys = exchange.weights[other][lane];
+            weights[0][other][0] = of_keys.x;
+            weights[0][other][1] = of_keys.y;
+            weights[0][other][2] = of_keys.z;
+            weights[0][other][3] = of_keys.w;
+            const float2 sum = exchange.sums[other][lane];
+            next[0].total += sum.x;
+            next[1].total += sum.y;
+        }
+        float after[2] = {};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (half == halves) break;
+            next[half].total = row_sum(next[half].total);
+            if (p.parts != 1) continue;
+            const Joint joint = join(sums[half], next[half]);
+#pragma unroll
+            for (int i = 0; i < SIXTEENS; i++) scale_row<16>(out[i], half, joint.before);
+            after[half] = joint.after;
+        }
+        const int at = first_part + step;
+#pragma unroll
+        for (int i = 0; i < SIXTEENS; i++) {
+            float part[1][2][4] = {};
+            if (D % 64 != 0 && i * 64 + warp * 16 >= D) break;
+            multiply_sixteen_columns<T, SEGMENT, 1, TILE, PANEL>(part, weights, values, i, warp, lane);
+            if (p.parts == 1) {
+                add_columns(after, out[i][0], out[i][1], part[0]);
+                continue;
+            }
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int column = i * 64 + warp * 16 + lane % 4 * 2;
+                if (!inside[half]) continue;
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    const float pair[2] = {part[0][n][half * 2], part[0][n][half * 2 + 1]};
+                    store_part<2>(p, to[half], at, column + n * 8, pair);
+                }
+                if (i == 0 && warp == 0 && lane % 4 == 0) store_sums(p, to[half], at, next[half]);
+            }
+        }
+        if constexpr (STAGES == 1) {
+            __syncthreads();
+            load_values(step + 1, row_of_values);
+        }
     }
-    copy_async_wait<0>();
-    __syncthreads();
-
-    // The warps' parts, in the place of their keys and values: (WARPS, ROWS, D), tops and totals. Four neighbouring
-    // columns lie where the row says, so that rows don't share banks.
-    static_assert(ROWS * D * 4 <= STAGES * 2 * TILE, "a warp's part fits in its stages");
-    float *const parts = reinterpret_cast<float *>(shared + QUERIES);
-    constexpr int PART = STAGES * 2 * TILE / 4;
-    float *const tops = parts + WARPS * PART, *const totals = tops + WARPS * ROWS;
-    const auto part_of = [&](int of, int row, int four) {
-        return parts + of * PART + row * D + (four ^ row % 4 * 2) * 4;
-    };
+    if (p.parts != 1) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int first = tile * 16 + half * 8, row = first + lane / 4;
-        if (!few_row(p, kv_head, first_row + first).inside) break;
-        const float sum = row_sum(total[half]);
-        if (lane % 4 == 0) {
-            tops[warp * ROWS + row] = top[half];
-            totals[warp * ROWS + row] = sum;
-        }
+        if (!inside[half]) continue;
+        const float inverse = inverse_of(sums[half].total);
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) {
-            float *const to = part_of(warp, row, n * 2 + lane % 4 / 2) + lane % 2 * 2;
-            *reinterpret_cast<float2 *>(to) =
-                make_float2(out[0][n][half * 2], out[0][n][half * 2 + 1]);
-        }
-    }
-    __syncthreads();
-    for (int index = threadIdx.x; index < ROWS * (D / 4); index += THREADS) {
-        const int row = index / (D / 4), column = index % (D / 4) * 4;
-        const FewRow to = few_row(p, kv_head, first_row + row);
-        if (!to.inside || column >= p.head_dim) continue;
-        float best = -INFINITY;
+        for (int i = 0; i < SIXTEENS; i++) {
+            const int column = i * 64 + warp * 16 + lane % 4 * 2;
 #pragma unroll
-        for (int other = 0; other < WARPS; other++) best = fmaxf(best, tops[other * ROWS + row]);
-        const float base = best == -INFINITY ? 0.0f : best;
-        float sum = 0.0f, values[4] = {};
-#pragma unroll
-        for (int other = 0; other < WARPS; other++) {
-            const float weight = fast_exp2(tops[other * ROWS + row] - base);
-            const float4 part = *reinterpret_cast<const float4 *>(part_of(other, row, column / 4));
-            sum = fmaf(weight, totals[other * ROWS + row], sum);
-            values[0] = fmaf(weight, part.x, values[0]);
-            values[1] = fmaf(weight, part.y, values[1]);
-            values[2] = fmaf(weight, part.z, values[2]);
-            values[3] = fmaf(weight, part.w, values[3]);
+            for (int n = 0; n < 2; n++) {
+                const float pair[2] = {out[i][n][half * 2], out[i][n][half * 2 + 1]};
+                store_result<T, 2>(p, to[half], column + n * 8, pair, inverse);
+            }
         }
-        store_part<T, 4>(p, range, batch, to, column, values, best, sum);
+        if (warp == 0 && lane % 4 == 0) store_log_sum_exp(p, to[half], sums[half]);
     }
 }
 
-/// Calls `work` with the range, the row of the batch, the key head, and the first row of it that this block has, if any
-/// of its rows sees the range.
+/// Calls `work` with the keys that this block has, the row of the batch, the key head, and the first row of it, if any of
+/// its rows sees the keys.
 template <int ROWS, typename Work>
 __device__ __forceinline__ void for_few(const Parameters &p, const Work &work) {
     follow_previous();
     const int row_tiles = (p.queries * (p.heads / p.kv_heads) + ROWS - 1) / ROWS;
-    const int range = blockIdx.y, head = blockIdx.x / row_tiles;
-    const int first_row = blockIdx.x % row_tiles * ROWS;
-    if (reaches(p, range, first_row, ROWS))
-        work(range, head / p.kv_heads, head % p.kv_heads, first_row);
+    const int head = blockIdx.x / row_tiles, first_row = blockIdx.x % row_tiles * ROWS;
+    const int2 seen = few_keys(p, blockIdx.y, first_row, ROWS);
+    if (seen.x < seen.y) work(seen, head / p.kv_heads, head % p.kv_heads, first_row);
 }
 
-template <typename T, int D, int TILES>
+template <typename T, int D>
 __device__ __forceinline__ void few_tiles(const Parameters &p) {
-    for_few<16 * TILES>(p, [&](int range, int batch, int kv_head, int first_row) {
-        few_block<T, D, TILES>(p, KeysInARow(), GivenQueries(), range, batch, kv_head, first_row);
+    for_few<FEW_ROWS>(p, [&](int2 seen, int batch, int kv_head, int first_row) {
+        few_block<T, D>(p, KeysInARow(), GivenQueries(), seen, batch, kv_head, first_row);
     });
 }
 
-constexpr int COMBINE_WARPS = 4, FEW_PARTS = 8;
 constexpr int PLAIN_FEW_ROWS = 4, PLAIN_FEW_WARPS = 4, PLAIN_FEW_COLUMNS = 256;
 
-/// As `few_block` for any element type and up to 256 columns, four rows: a warp takes 32 keys at a time, eight
+/// As `few_block` for any element type and up to 256 columns, four rows: a warp takes 32 keys of a part at a time, eight
 /// lanes a key for the scores, all lanes a row of values.
 template <typename T, typename Keys>
-__device__ __forceinline__ void plain_few_block(const Parameters &p, const Keys &keys_at, int range,
+__device__ __forceinline__ void plain_few_block(const Parameters &p, const Keys &keys_at, int2 seen,
                                                 int batch, int kv_head, int first_row) {
     constexpr int ROWS = PLAIN_FEW_ROWS, WARPS = PLAIN_FEW_WARPS, COLUMNS = PLAIN_FEW_COLUMNS;
-    constexpr int PER_LANE = COLUMNS / WARP;
+    constexpr int PER_LANE = COLUMNS / WARP, THREADS = WARP * WARPS;
     extern __shared__ __align__(1024) unsigned char shared[];
     // (ROWS, COLUMNS) queries, (WARPS, ROWS, WARP) scores, (WARPS, ROWS, COLUMNS) parts, and their
     // tops and totals.
     float *const q = reinterpret_cast<float *>(shared);
     float *const scores = q + ROWS * COLUMNS;
     float *const parts = scores + WARPS * ROWS * WARP;
-    float *const tops = parts + WARPS * ROWS * COLUMNS, *const totals = tops + WARPS * ROWS;
+    RowSums *const of_warps = reinterpret_cast<RowSums *>(parts + WARPS * ROWS * COLUMNS);
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, d = p.head_dim;
     const auto k = keys_at.template keys<T>(p, batch, kv_head);
     const auto v = keys_at.template values<T>(p, batch, kv_head);
 
-    for (int index = threadIdx.x; index < ROWS * d; index += WARP * WARPS) {
+    for (int index = threadIdx.x; index < ROWS * d; index += THREADS) {
         const int row = index / d, column = index % d;
         const FewRow from = few_row(p, kv_head, first_row + row);
         const T *const start = head_start(static_cast<const T *>(p.q), p.q_strides, batch,
@@ -321,256 +344,204 @@ __device__ __forceinline__ void plain_few_block(const Parameters &p, const Keys 
         q[row * COLUMNS + column] =
             from.inside ? to_float(start[from.query * p.q_strides[1] + column]) : 0.0f;
     }
-    const int2 seen = few_keys(p, range, batch, kv_head, first_row, ROWS, lane);
     int position[ROWS], lowest[ROWS];
+    int64_t to[ROWS];
 #pragma unroll
     for (int row = 0; row < ROWS; row++) {
         const FewRow mine = few_row(p, kv_head, first_row + row);
-        position[row] = mine.inside ? min(p.keys - p.queries + mine.query, seen.y - 1) : -1;
+        position[row] = mine.inside ? p.keys - p.queries + mine.query : -1;
         lowest[row] = mine.inside ? lowest_key(p, batch, mine.query) : 0;
+        to[row] = mine.inside ? query_row(p, batch, mine.query, mine.head) : -1;
     }
-    __syncthreads();
 
-    float out[ROWS][PER_LANE] = {}, top[ROWS], total[ROWS] = {};
-#pragma unroll
-    for (int row = 0; row < ROWS; row++) top[row] = -INFINITY;
+    float result[ROWS][COLUMNS / THREADS] = {};
+    RowSums sums[ROWS];
     float *const my_scores = scores + warp * ROWS * WARP;
-    const int start_key = first_of_step<WARPS * WARP>(seen.x);
-    for (int first_key = start_key + warp * WARP; first_key < seen.y;
-         first_key += WARPS * WARP) {
-        const int count = min(WARP, seen.y - first_key);
-        for (int start = 0; start < count; start += 4) {
-            // Beyond the last key, a key that exists, not to be used.
-            const int key = min(first_key + start + lane / 8, seen.y - 1);
-            // That of a block that isn't there is hidden.
-            const auto line = k.line(max(keys_at.row(key), int64_t(0)));
-            float sum[ROWS] = {};
-#pragma unroll 8
-            for (int column = lane % 8; column < d; column += 8) {
-                const float x = line[column];
+    for (int part = part_of(p, seen.x), end_of_parts = part_of(p, seen.y - 1); part <= end_of_parts; part++) {
+        const int part_start = p.split_start + part * p.part_keys;
+        const int from = max(part_start, seen.x), end = min(part_start + p.part_keys, seen.y);
+        // The queries are there, and nobody reads the part before any more.
+        __syncthreads();
+        float out[ROWS][PER_LANE] = {}, top[ROWS], total[ROWS] = {};
 #pragma unroll
-                for (int row = 0; row < ROWS; row++)
-                    sum[row] = fmaf(x, q[row * COLUMNS + column], sum[row]);
+        for (int row = 0; row < ROWS; row++) top[row] = -INFINITY;
+        for (int first_key = from / THREADS * THREADS + warp * WARP; first_key < end; first_key += THREADS) {
+            const int count = min(WARP, end - first_key);
+            for (int start = 0; start < count; start += 4) {
+                // Beyond the last key, a key that exists, not to be used.
+                const int key = min(first_key + start + lane / 8, end - 1);
+                // That of a block that isn't there is hidden.
+                const auto line = k.line(max(keys_at.row(key), int64_t(0)));
+                float sum[ROWS] = {};
+#pragma unroll 8
+                for (int column = lane % 8; column < d; column += 8) {
+                    const float x = line[column];
+#pragma unroll
+                    for (int row = 0; row < ROWS; row++)
+                        sum[row] = fmaf(x, q[row * COLUMNS + column], sum[row]);
+                }
+#pragma unroll
+                for (int row = 0; row < ROWS; row++) {
+#pragma unroll
+                    for (int offset = 4; offset > 0; offset /= 2)
+                        sum[row] += __shfl_xor_sync(FULL, sum[row], offset);
+                    if (lane % 8 == 0) my_scores[row * WARP + start + lane / 8] = sum[row];
+                }
             }
+            __syncwarp();
 #pragma unroll
             for (int row = 0; row < ROWS; row++) {
+                const int key = first_key + lane;
+                const bool visible = key >= max(lowest[row], from) && key <= min(position[row], end - 1);
+                float score = visible ? my_scores[row * WARP + lane] : -INFINITY;
+                if (p.mode == SCALED) score = visible ? score * p.inner : -INFINITY;
+                if (p.mode == CAPPED && visible) score = tanhf(score * p.inner);
+                const float new_top = fmaxf(top[row], warp_max(score) * p.factor);
+                const float base = base_of(new_top);
+                const float shrink = exp2f(top[row] - base);
+                const float power = exp2f(fmaf(score, p.factor, -base));
+                top[row] = new_top;
+                total[row] = fmaf(total[row], shrink, warp_sum(power));
+                my_scores[row * WARP + lane] = power;
 #pragma unroll
-                for (int offset = 4; offset > 0; offset /= 2)
-                    sum[row] += __shfl_xor_sync(FULL, sum[row], offset);
-                if (lane % 8 == 0) my_scores[row * WARP + start + lane / 8] = sum[row];
+                for (int i = 0; i < PER_LANE; i++) out[row][i] *= shrink;
             }
+            __syncwarp();
+#pragma unroll 4
+            for (int key = 0; key < count; key++) {
+                const int64_t at = keys_at.row(first_key + key);
+                const auto line = v.line(max(at, int64_t(0)));
+                float weight[ROWS];
+#pragma unroll
+                for (int row = 0; row < ROWS; row++) weight[row] = my_scores[row * WARP + key];
+#pragma unroll
+                for (int i = 0; i < PER_LANE; i++) {
+                    const int column = i * WARP + lane;
+                    const float x = column < d && at >= 0 ? line[column] : 0.0f;
+#pragma unroll
+                    for (int row = 0; row < ROWS; row++)
+                        out[row][i] = fmaf(weight[row], x, out[row][i]);
+                }
+            }
+            __syncwarp();
         }
-        __syncwarp();
 #pragma unroll
         for (int row = 0; row < ROWS; row++) {
-            const int key = first_key + lane;
-            const bool visible = key >= max(lowest[row], seen.x) && key <= position[row];
-            float score = visible ? my_scores[row * WARP + lane] : -INFINITY;
-            if (p.mode == SCALED) score = visible ? score * p.inner : -INFINITY;
-            if (p.mode == CAPPED && visible) score = tanhf(score * p.inner);
-            const float new_top = fmaxf(top[row], warp_max(score) * p.factor);
-            const float base = new_top == -INFINITY ? 0.0f : new_top;
-            const float shrink = exp2f(top[row] - base);
-            const float power = exp2f(fmaf(score, p.factor, -base));
-            top[row] = new_top;
-            total[row] = fmaf(total[row], shrink, warp_sum(power));
-            my_scores[row * WARP + lane] = power;
+            if (lane == 0) of_warps[warp * ROWS + row] = {top[row], total[row]};
 #pragma unroll
-            for (int i = 0; i < PER_LANE; i++) out[row][i] *= shrink;
+            for (int i = 0; i < PER_LANE; i++)
+                parts[(warp * ROWS + row) * COLUMNS + i * WARP + lane] = out[row][i];
         }
-        __syncwarp();
-#pragma unroll 4
-        for (int key = 0; key < count; key++) {
-            const int64_t at = keys_at.row(first_key + key);
-            const auto line = v.line(max(at, int64_t(0)));
-            float weight[ROWS];
+        __syncthreads();
 #pragma unroll
-            for (int row = 0; row < ROWS; row++) weight[row] = my_scores[row * WARP + key];
+        for (int row = 0; row < ROWS; row++) {
+            RowSums next = of_warps[row];
+            for (int other = 1; other < WARPS; other++) next.top = fmaxf(next.top, of_warps[other * ROWS + row].top);
+            float weights[WARPS];
+            next.total = 0.0f;
 #pragma unroll
-            for (int i = 0; i < PER_LANE; i++) {
-                const int column = i * WARP + lane;
-                const float x = column < d && at >= 0 ? line[column] : 0.0f;
+            for (int other = 0; other < WARPS; other++) {
+                weights[other] = exp2f(of_warps[other * ROWS + row].top - base_of(next.top));
+                next.total = fmaf(weights[other], of_warps[other * ROWS + row].total, next.total);
+            }
+            const Joint joint = join(sums[row], next);
+            if (p.parts != 1 && to[row] >= 0 && threadIdx.x == 0) store_sums(p, to[row], part, next);
 #pragma unroll
-                for (int row = 0; row < ROWS; row++)
-                    out[row][i] = fmaf(weight[row], x, out[row][i]);
+            for (int i = 0; i < COLUMNS / THREADS; i++) {
+                const int column = i * THREADS + threadIdx.x;
+                float value[1] = {};
+#pragma unroll
+                for (int other = 0; other < WARPS; other++)
+                    value[0] = fmaf(weights[other], parts[(other * ROWS + row) * COLUMNS + column], value[0]);
+                result[row][i] = joint.of(result[row][i], value[0]);
+                if (p.parts != 1 && to[row] >= 0) store_part<1>(p, to[row], part, column, value);
             }
         }
-        __syncwarp();
     }
+    if (p.parts != 1) return;
 #pragma unroll
     for (int row = 0; row < ROWS; row++) {
-        if (lane == 0) {
-            tops[warp * ROWS + row] = top[row];
-            totals[warp * ROWS + row] = total[row];
-        }
+        if (to[row] < 0) continue;
+        if (threadIdx.x == 0) store_log_sum_exp(p, to[row], sums[row]);
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++)
-            parts[(warp * ROWS + row) * COLUMNS + i * WARP + lane] = out[row][i];
-    }
-    __syncthreads();
-    // Also without columns, for the sum.
-    const int columns = max(d, 1);
-    for (int index = threadIdx.x; index < ROWS * columns; index += WARP * WARPS) {
-        const int row = index / columns, column = index % columns;
-        const FewRow to = few_row(p, kv_head, first_row + row);
-        if (!to.inside) continue;
-        float best = -INFINITY;
-        for (int other = 0; other < WARPS; other++) best = fmaxf(best, tops[other * ROWS + row]);
-        const float base = best == -INFINITY ? 0.0f : best;
-        float sum = 0.0f, value[1] = {};
-        for (int other = 0; other < WARPS; other++) {
-            const float weight = exp2f(tops[other * ROWS + row] - base);
-            sum = fmaf(weight, totals[other * ROWS + row], sum);
-            value[0] = fmaf(weight, parts[(other * ROWS + row) * COLUMNS + column], value[0]);
+        for (int i = 0; i < COLUMNS / THREADS; i++) {
+            const float value[1] = {result[row][i]};
+            store_result<T, 1>(p, to[row], i * THREADS + threadIdx.x, value, inverse_of(sums[row].total));
         }
-        store_part<T, 1>(p, range, batch, to, column, value, best, sum);
     }
 }
 
 template <typename T> __device__ __forceinline__ void plain_few(const Parameters &p) {
-    for_few<PLAIN_FEW_ROWS>(p, [&](int range, int batch, int kv_head, int first_row) {
-        plain_few_block<T>(p, KeysInARow(), range, batch, kv_head, first_row);
+    for_few<PLAIN_FEW_ROWS>(p, [&](int2 seen, int batch, int kv_head, int first_row) {
+        plain_few_block<T>(p, KeysInARow(), seen, batch, kv_head, first_row);
     });
 }
 
-/// What COLUMNS neighbouring columns from `parts` on sum up to, of every STEP-th part from `first` on, `pitch` numbers
-/// apart.
-template <int COLUMNS, int STEP>
-__device__ __forceinline__ void sum_parts(float (&sums)[COLUMNS], const float *parts, int pitch,
-                                          const float *weights, int first, int count) {
-#pragma unroll 4
-    for (int split = first; split < count; split += STEP) {
-        const float *const part = parts + static_cast<int64_t>(split) * pitch;
-        if constexpr (COLUMNS == 4) {
-            const float4 four = *reinterpret_cast<const float4 *>(part);
-            sums[0] = fmaf(weights[split], four.x, sums[0]);
-            sums[1] = fmaf(weights[split], four.y, sums[1]);
-            sums[2] = fmaf(weights[split], four.z, sums[2]);
-            sums[3] = fmaf(weights[split], four.w, sums[3]);
-        } else {
-            sums[0] = fmaf(weights[split], *part, sums[0]);
-        }
-    }
-}
+/// Threads that join the parts of a row, of up to 256 columns, and parts that they have at once.
+constexpr int COMBINE_THREADS = 128, COMBINE_COLUMNS = 2, COMBINED_AT_ONCE = 64;
 
-__device__ __forceinline__ void write_log_sum_exp(const Parameters &p, int64_t row, float best, float sum) {
-    if (p.log_sum_exp == nullptr) return;
-    const int head = row % p.heads;
-    const int64_t token = row / p.heads;
-    p.log_sum_exp[sum_row(p, token / p.queries, token % p.queries, head)] = log_of_sum(best, sum);
-}
-
-/// Combines up to FEW_PARTS parts of a row from part `first` on, by a warp, with the bits of combine_row; four columns
-/// are a lane's at a time.
-template <typename T>
-__device__ __forceinline__ void combine_few(const Parameters &p, int64_t row, int first, int count) {
-    const float2 *const sums = p.partial_sums + row * p.splits + first;
-    const float *const parts = p.partial_o + (row * p.splits + first) * p.head_dim;
-    const int lane = threadIdx.x % WARP;
-    const bool has_part = lane < count;
-    const float2 part = has_part ? sums[lane] : make_float2(-INFINITY, 0.0f);
-    const float best = warp_max(part.x), base = best == -INFINITY ? 0.0f : best;
-    const float weight = has_part ? exp2f(part.x - base) : 0.0f;
-    const float sum = warp_sum(weight * part.y);
-    if (lane == 0) write_log_sum_exp(p, row, best, sum);
-    const float inverse = inverse_of(sum);
-    // All lanes take part in handing weights around.
-    for (int start = 0; start < p.head_dim; start += 4 * WARP) {
-        const int column = start + lane * 4;
-        const bool inside = column < p.head_dim;
-        const float *const from = parts + (inside ? column : 0);
-        float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 2
-        for (int split = 0; split < count; split++) {
-            const float4 values = *reinterpret_cast<const float4 *>(from + split * p.head_dim);
-            const float of_part = __shfl_sync(FULL, weight, split);
-            four.x = fmaf(of_part, values.x, four.x);
-            four.y = fmaf(of_part, values.y, four.y);
-            four.z = fmaf(of_part, values.z, four.z);
-            four.w = fmaf(of_part, values.w, four.w);
-        }
-        if (!inside) continue;
-        T *const o = static_cast<T *>(p.o) + row * p.head_dim + column;
-        o[0] = from_float<T>(four.x * inverse);
-        o[1] = from_float<T>(four.y * inverse);
-        o[2] = from_float<T>(four.z * inverse);
-        o[3] = from_float<T>(four.w * inverse);
-    }
-}
-
-/// Combines `count` parts of a row from part `first` on, by a block of COMBINE_WARPS. Where there are many, each warp has
-/// every fourth: a row has always as many, so its bits stay the same.
-template <typename T>
-__device__ __forceinline__ void combine_row(const Parameters &p, int64_t row, int first,
-                                            int count) {
-    // Weights of the parts, their total, and (COMBINE_WARPS, head_dim) sums.
-    extern __shared__ __align__(1024) unsigned char shared[];
-    float *const weights = reinterpret_cast<float *>(shared);
-    float &total = weights[count];
-    const float2 *const sums = p.partial_sums + row * p.splits + first;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    if (warp == 0) {
-        float best = -INFINITY;
-        for (int split = lane; split < count; split += WARP) best = fmaxf(best, sums[split].x);
-        best = warp_max(best);
-        const float base = best == -INFINITY ? 0.0f : best;
-        float sum = 0.0f;
-        for (int split = lane; split < count; split += WARP) {
-            const float weight = exp2f(sums[split].x - base);
-            weights[split] = weight;
-            sum = fmaf(weight, sums[split].y, sum);
-        }
-        sum = warp_sum(sum);
-        if (lane == 0) {
-            total = sum;
-            write_log_sum_exp(p, row, best, sum);
-        }
-    }
-    __syncthreads();
-    const float inverse = inverse_of(total);
-    const float *const parts = p.partial_o + (row * p.splits + first) * p.head_dim;
-    T *const o = static_cast<T *>(p.o) + row * p.head_dim;
-    if (count <= FEW_PARTS || p.head_dim % 4 != 0) {
-        for (int column = threadIdx.x; column < p.head_dim; column += COMBINE_WARPS * WARP) {
-            float one[1] = {};
-            sum_parts<1, 1>(one, parts + column, p.head_dim, weights, 0, count);
-            o[column] = from_float<T>(one[0] * inverse);
-        }
-        return;
-    }
-    float *const sums_of_warps = weights + (count + 4) / 4 * 4;
-    for (int column = lane * 4; column < p.head_dim; column += 4 * WARP) {
-        float four[4] = {};
-        sum_parts<4, COMBINE_WARPS>(four, parts + column, p.head_dim, weights, warp, count);
-        *reinterpret_cast<float4 *>(sums_of_warps + warp * p.head_dim + column) =
-            make_float4(four[0], four[1], four[2], four[3]);
-    }
-    __syncthreads();
-    for (int column = threadIdx.x; column < p.head_dim; column += COMBINE_WARPS * WARP) {
-        float value = 0.0f;
-#pragma unroll
-        for (int other = 0; other < COMBINE_WARPS; other++)
-            value += sums_of_warps[other * p.head_dim + column];
-        o[column] = from_float<T>(value * inverse);
-    }
-}
-
-/// The parts that the ranges which a query sees, but for its first key, gave.
-struct Parts {
-    int first, count;
-};
-
-__device__ __forceinline__ Parts parts_of(const Parameters &p, int query) {
-    const int position = p.keys - p.queries + query - p.split_start;
-    const int first = max(position - p.window + 1, 0) / p.split_keys;
-    return {first, position / p.split_keys - first + 1};
-}
-
-/// Combines what they gave a head.
+/// Joins the parts of a query's head, in their order.
 template <typename T>
 __device__ __forceinline__ void combine_query(const Parameters &p, int64_t row, int query) {
-    const Parts parts = parts_of(p, query);
-    combine_row<T>(p, row, parts.first, parts.count);
+    extern __shared__ __align__(1024) unsigned char shared[];
+    // How parts are joined, their totals, and their values (COMBINED_AT_ONCE, head_dim).
+    Joint *const joints = reinterpret_cast<Joint *>(shared);
+    float *const totals = reinterpret_cast<float *>(joints + COMBINED_AT_ONCE);
+    float *const values = totals + COMBINED_AT_ONCE;
+    const int position = p.keys - p.queries + query, lane = threadIdx.x % WARP;
+    const int first = part_of(p, max(position - p.window + 1, p.split_start)), end = part_of(p, position) + 1;
+    RowSums sums;
+    float out[COMBINE_COLUMNS] = {};
+    for (int start = first; start < end; start += COMBINED_AT_ONCE) {
+        const int count = min(COMBINED_AT_ONCE, end - start);
+        const float *const from = p.partial_o + (row * p.parts + start) * p.head_dim;
+        if (p.head_dim % 4 == 0) {
+            for (int index = threadIdx.x * 4; index < count * p.head_dim; index += 4 * COMBINE_THREADS)
+                copy_async(shared_address(values + index), from + index, true);
+        } else {
+            for (int index = threadIdx.x; index < count * p.head_dim; index += COMBINE_THREADS)
+                values[index] = from[index];
+        }
+        copy_async_commit();
+        // The largest scores so far, as `join` finds them one by one.
+        for (int first_part = 0; threadIdx.x < WARP && first_part < count; first_part += WARP) {
+            const int part = first_part + lane;
+            const bool inside = part < count;
+            const float2 next = inside ? p.partial_sums[row * p.parts + start + part] : make_float2(-INFINITY, 0.0f);
+            float top = next.x;
+#pragma unroll
+            for (int offset = 1; offset < WARP; offset *= 2) {
+                const float other = __shfl_up_sync(FULL, top, offset);
+                if (lane >= offset) top = fmaxf(top, other);
+            }
+            top = fmaxf(top, sums.top);
+            const float before = __shfl_up_sync(FULL, top, 1);
+            if (inside) {
+                joints[part] = Joint::of_tops(lane == 0 ? sums.top : before, next.x);
+                totals[part] = next.y;
+            }
+            sums.top = __shfl_sync(FULL, top, WARP - 1);
+        }
+        copy_async_wait<0>();
+        __syncthreads();
+#pragma unroll 8
+        for (int part = 0; part < count; part++) {
+            const Joint joint = joints[part];
+            sums.total = joint.of(sums.total, totals[part]);
+#pragma unroll
+            for (int i = 0; i < COMBINE_COLUMNS; i++) {
+                const int column = threadIdx.x + i * COMBINE_THREADS;
+                if (column < p.head_dim) out[i] = joint.of(out[i], values[part * p.head_dim + column]);
+            }
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) store_log_sum_exp(p, row, sums);
+#pragma unroll
+    for (int i = 0; i < COMBINE_COLUMNS; i++) {
+        const float value[1] = {out[i]};
+        store_result<T, 1>(p, row, threadIdx.x + i * COMBINE_THREADS, value, inverse_of(sums.total));
+    }
 }
 
 template <typename T> __device__ __forceinline__ void combine_parts(const Parameters &p) {

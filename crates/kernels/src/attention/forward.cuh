@@ -5,14 +5,11 @@
 
 #include "tiles.cuh"
 
-/// Keys of a tile.
-constexpr int FORWARD_KEYS = 64;
-
 /// The queries of a head from `first_query` on, for keys that are where `keys_at` says.
 template <typename T, int D, int M, int WARPS, typename Keys>
 __device__ __forceinline__ void forward_block(const Parameters &p, const Keys &keys_at, int batch,
                                               int head, int first_query) {
-    constexpr int BM = 16 * M * WARPS, BN = FORWARD_KEYS, THREADS = WARP * WARPS;
+    constexpr int BM = 16 * M * WARPS, BN = SEGMENT, THREADS = WARP * WARPS;
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char *const q_tile = shared;
     const uint32_t q_shared = shared_address(q_tile);
@@ -36,9 +33,7 @@ __device__ __forceinline__ void forward_block(const Parameters &p, const Keys &k
     const int first_tile = smallest / BN, end_tile = (first_position + rows - 1) / BN + 1;
 
     float out[M][D / 8][4] = {};
-    float top[M][2], total[M][2] = {};
-#pragma unroll
-    for (int m = 0; m < M; m++) top[m][0] = top[m][1] = -INFINITY;
+    RowSums sums[M][2];
 
     const auto load_keys = [&](int tile) {
         keys_at.template load<T, BN, D, THREADS>(k_shared, k, tile * BN, p.keys - tile * BN,
@@ -64,6 +59,7 @@ __device__ __forceinline__ void forward_block(const Parameters &p, const Keys &k
 
         // Not every query sees all of the tile.
         const bool hides = first_key < largest || first_key + BN - 1 > first_position;
+        float after[M][2];
 #pragma unroll
         for (int m = 0; m < M; m++) {
             shape_scores<BN>(p, scores[m]);
@@ -74,9 +70,10 @@ __device__ __forceinline__ void forward_block(const Parameters &p, const Keys &k
                     hide_scores<BN>(scores[m], half, first_key, p.ragged ? lowest[row] : 0,
                                     first_position + row, lane);
                 }
-                const float shrink =
-                    soften_scores<BN>(scores[m], half, p.factor, top[m][half], total[m][half]);
-                scale_row<D>(out[m], half, shrink);
+                const Joint joint = join(sums[m][half], soften_segment<BN>(scores[m], half, p.factor));
+                // Most often by 1, as the largest score is found early.
+                if (__any_sync(FULL, joint.before != 1.0f)) scale_row<D>(out[m], half, joint.before);
+                after[m][half] = joint.after;
             }
         }
         uint32_t weights[M][BN / 16][4];
@@ -87,7 +84,13 @@ __device__ __forceinline__ void forward_block(const Parameters &p, const Keys &k
         // The values are there, and every warp is done with the keys.
         __syncthreads();
         if (tile + 1 < end_tile) load_keys(tile + 1);
-        multiply_columns<T, D, BN, M>(out, weights, v_shared, lane);
+#pragma unroll
+        for (int c = 0; c < D / 16; c++) {
+            float part[M][2][4] = {};
+            multiply_sixteen_columns<T, BN, M, 16 * ROW_BYTES, BN * ROW_BYTES>(part, weights, v_shared, c / 4, c % 4, lane);
+#pragma unroll
+            for (int m = 0; m < M; m++) add_columns(after[m], out[m][2 * c], out[m][2 * c + 1], part[m]);
+        }
     }
 
     float inverse[M][2];
@@ -95,12 +98,12 @@ __device__ __forceinline__ void forward_block(const Parameters &p, const Keys &k
     for (int m = 0; m < M; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const float sum = row_sum(total[m][half]);
-            inverse[m][half] = inverse_of(sum);
+            const auto [top, total] = sums[m][half];
+            inverse[m][half] = inverse_of(total);
             const int row = (warp * M + m) * 16 + half * 8 + lane / 4;
             if (lane % 4 == 0 && row < rows && p.log_sum_exp != nullptr)
                 p.log_sum_exp[sum_row(p, batch, first_query + row, head)] =
-                    log_of_sum(top[m][half], sum);
+                    log_of_sum(top, total);
         }
     }
     // A warp's queries are read by no other, so their place serves for the result.

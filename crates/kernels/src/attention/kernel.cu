@@ -46,18 +46,11 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 #define FEW(element, d)                                                                            \
-    extern "C" __global__ void __launch_bounds__(few_threads(d, 1))                                \
+    extern "C" __global__ void __launch_bounds__(FEW_THREADS)                                \
         attention_few_##element##_##d(const __grid_constant__ Parameters p) {                      \
-        few_tiles<element, d, 1>(p);                                                               \
+        few_tiles<element, d>(p);                                                               \
     }
 FOR_EACH_TILE_KERNEL(FEW)
-
-#define FEW_WIDE(element, d)                                                                       \
-    extern "C" __global__ void __launch_bounds__(few_threads(d, WIDE))                             \
-        attention_few_wide_##element##_##d(const __grid_constant__ Parameters p) {                 \
-        few_tiles<element, d, WIDE>(p);                                                            \
-    }
-FOR_EACH_WIDE_KERNEL(FEW_WIDE)
 
 FOR_EACH_DTYPE(plain_few, 128, (const __grid_constant__ Parameters p), (p))
 FOR_EACH_DTYPE(combine_parts, 128, (const __grid_constant__ Parameters p), (p))

@@ -68,8 +68,9 @@ struct PagedBatch {
     uint width, block, blocks;
 };
 
-/// Keys of a range of its own, for a few queries; queries of an item where there are many.
-constant constexpr uint PAGED_SPLIT = 256, PAGED_QUERIES = 128;
+/// Keys of a range of its own, for a few queries, and those for which the batch has room for a part; queries of an item
+/// where there are many.
+constant constexpr uint PAGED_SPLIT = 256, PAGED_SEGMENT = 64, PAGED_QUERIES = 128;
 /// Numbers of a sequence.
 constant constexpr uint SPAN_NUMBERS = 4;
 
@@ -89,8 +90,9 @@ struct AttentionSpan {
 inline AttentionSpan span_of(device const uint *numbers, constant PagedBatch &paged, uint item) {
     device const uint *const at = numbers + paged.items + 2 * item;
     device const uint *const span = numbers + paged.spans + SPAN_NUMBERS * at[0];
+    // There is room for parts of segments, and here is one of each range.
     return {span[0],
-            span[3],
+            span[3] / (PAGED_SPLIT / PAGED_SEGMENT),
             span[1],
             span[2],
             at[1],
@@ -953,6 +955,7 @@ template <typename T>
     if (PAGED) {
         if (group.x / p.heads >= numbers[paged.count]) return;
         const AttentionSpan span = span_of(numbers, paged, group.x / p.heads);
+        if (span.splits == 1) return;
         row = ulong(span.item) * p.heads + group.x % p.heads;
         const uint end = span.keys - span.queries + span.item + 1;
         first = window_start(p, end) / PAGED_SPLIT;

@@ -1,6 +1,6 @@
 //! Attention on Metal: which kernels a call goes to, and how its work is split; see `kernel.metal`.
 
-use super::paged::PAGED_SPLIT;
+use super::paged::{self, PAGED_SPLIT};
 use super::{Options, Sizes};
 use crate::backend::metal::{Argument, Array, Constant, Kernel, Metal, by_dtype, size};
 use candle_core::{DType, Result, Tensor, bail};
@@ -20,6 +20,8 @@ const SPLIT_STEP: usize = 64;
 const WANTED_GROUPS: usize = 256;
 /// Parts that are combined at most.
 const MOST_SPLITS: usize = 64;
+/// Bytes of what ranges of keys give that there are at once.
+const MOST_PART_BYTES: usize = 512 << 20;
 
 /// The kernel `$name` for a call's heads and dtype.
 macro_rules! by_head_dim {
@@ -109,6 +111,67 @@ struct Splits {
 
 const NOT_SPLIT: Splits = Splits { count: 1, start: 0, keys: 0 };
 
+/// [`forward`](super::forward).
+pub(super) fn forward(
+    operation: &str,
+    sizes: Sizes,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    first_key: Option<&Tensor>,
+    options: &Options,
+) -> Result<(Tensor, Tensor)> {
+    match piece(&sizes) {
+        Some(piece) => forward_in_pieces(piece, sizes, q, k, v, first_key, options),
+        None => Call::new(operation, sizes, q, k, v, first_key, options)?.forward(),
+    }
+}
+
+/// How many queries of a row are taken at once, where what the ranges of keys give all of them is too much to be kept.
+fn piece(sizes: &Sizes) -> Option<usize> {
+    let Sizes { batch, queries, keys, heads, head_dim, .. } = *sizes;
+    let of_query = heads * (head_dim + 2) * 4 * keys.div_ceil(PAGED_SPLIT);
+    let all = (batch * queries).saturating_mul(of_query);
+    // What a single range gives is the result.
+    if !sizes.are_bits_fixed() || keys <= PAGED_SPLIT || all <= MOST_PART_BYTES {
+        return None;
+    }
+    let piece = (MOST_PART_BYTES / of_query).max(paged::FEW_QUERIES);
+    (batch > 1 || piece < queries).then_some(piece)
+}
+
+/// What [`forward`] gives, of up to `piece` queries of a row at a time.
+pub(super) fn forward_in_pieces(
+    piece: usize,
+    sizes: Sizes,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    first_key: Option<&Tensor>,
+    options: &Options,
+) -> Result<(Tensor, Tensor)> {
+    let Sizes { batch, queries, keys, .. } = sizes;
+    let (mut os, mut log_sum_exps) = (Vec::new(), Vec::new());
+    for row in 0..batch {
+        let (mut o, mut log_sum_exp) = (Vec::new(), Vec::new());
+        for start in (0..queries).step_by(piece) {
+            let count = piece.min(queries - start);
+            let part =
+                |tensor: &Tensor, start, count| tensor.narrow(0, row, 1)?.narrow(1, start, count);
+            let of_queries = |tensor| part(tensor, start, count);
+            let seen = |tensor| part(tensor, 0, keys - queries + start + count);
+            let first_key = first_key.map(of_queries).transpose()?;
+            let found =
+                super::forward(&of_queries(q)?, &seen(k)?, &seen(v)?, first_key.as_ref(), options)?;
+            o.push(found.0);
+            log_sum_exp.push(found.1);
+        }
+        os.push(Tensor::cat(&o, 1)?);
+        log_sum_exps.push(Tensor::cat(&log_sum_exp, 2)?);
+    }
+    Ok((Tensor::cat(&os, 0)?, Tensor::cat(&log_sum_exps, 0)?))
+}
+
 impl Call {
     pub(super) fn new(
         operation: &str,
@@ -193,7 +256,7 @@ impl Call {
         let o = self.metal.empty(&self.sizes.q_shape(), self.dtype)?;
         let log_sum_exp = self.metal.empty(&self.sizes.row_shape(), DType::F32)?;
         if batch * heads * queries > 0 {
-            if self.sizes.are_ranges_fixed() || queries <= FEW_QUERIES {
+            if self.sizes.are_bits_fixed() || queries <= FEW_QUERIES {
                 self.forward_few(&o, &log_sum_exp)?;
             } else {
                 self.forward_tiles(&o, &log_sum_exp)?;
@@ -224,7 +287,7 @@ impl Call {
     /// How keys are split where each range has so many threadgroups.
     fn splits(&self, blocks: usize) -> Splits {
         let Sizes { queries, keys, .. } = self.sizes;
-        if self.sizes.are_ranges_fixed() {
+        if self.sizes.are_bits_fixed() {
             return Splits { count: keys.div_ceil(PAGED_SPLIT), start: 0, keys: PAGED_SPLIT };
         }
         // Keys before the first query's window are seen by none.

@@ -37,8 +37,6 @@ use crate::backend::{
 #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
 use crate::batch_invariance;
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
-#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
-use paged::PAGED_SPLIT;
 
 /// How scores are made and which keys are seen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -51,10 +49,6 @@ pub struct Options {
     pub window: Option<usize>,
 }
 
-/// Bytes of what ranges of keys give that there are at once.
-#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
-const MOST_PART_BYTES: usize = 512 << 20;
-
 const LAYOUT: &str = "(batch, seq, heads, head_dim)";
 
 /// `(o, log_sum_exp)`: `q` `(batch, t, heads, head_dim)`, `k` and `v` `(batch, s, kv_heads, head_dim)`
@@ -65,7 +59,7 @@ const LAYOUT: &str = "(batch, seq, heads, head_dim)";
 /// `k` and `v` may be views into a cache: they aren't copied when their last dimension is contiguous.
 ///
 /// With [batch invariance](crate::batch_invariance) a query whose first key is 0 has the bits that [`forward_paged`]
-/// gives it over dense pools; on a GPU that takes longer. For that, calls on the CPU have more than 4 queries; on CUDA heads
+/// gives it over dense pools; on a GPU that takes longer for many. For that, calls on the CPU have more than 4 queries; on CUDA heads
 /// are of up to 256 elements, and blocks of a multiple of 16 tokens in 16 bits.
 ///
 /// # Errors
@@ -81,10 +75,7 @@ pub fn forward(
 ) -> Result<(Tensor, Tensor)> {
     const OPERATION: &str = "attention::forward";
     let sizes = check(OPERATION, q, k, v, first_key, options)?;
-    on_gpu!(q, gpu => match sizes.piece() {
-        Some(piece) => forward_in_pieces(piece, sizes, q, k, v, first_key, options),
-        None => gpu::Call::new(OPERATION, sizes, q, k, v, first_key, options)?.forward(),
-    });
+    on_gpu!(q, gpu => gpu::forward(OPERATION, sizes, q, k, v, first_key, options));
     let (k, v) = (Input::strided_rows(k)?, Input::strided_rows(v)?);
     let q = Input::contiguous(q)?;
     let (q, k, v) = (q.read(), k.read(), v.read());
@@ -106,39 +97,6 @@ pub fn forward(
             Tensor::from_vec(log_sum_exp, &sizes.row_shape(), &Device::Cpu)?,
         ))
     })
-}
-
-/// What [`forward`] gives, of up to `piece` queries of a row at a time.
-#[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
-fn forward_in_pieces(
-    piece: usize,
-    sizes: Sizes,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    first_key: Option<&Tensor>,
-    options: &Options,
-) -> Result<(Tensor, Tensor)> {
-    let Sizes { batch, queries, keys, .. } = sizes;
-    let (mut os, mut log_sum_exps) = (Vec::new(), Vec::new());
-    for row in 0..batch {
-        let (mut o, mut log_sum_exp) = (Vec::new(), Vec::new());
-        for start in (0..queries).step_by(piece) {
-            let count = piece.min(queries - start);
-            let part =
-                |tensor: &Tensor, start, count| tensor.narrow(0, row, 1)?.narrow(1, start, count);
-            let of_queries = |tensor| part(tensor, start, count);
-            let seen = |tensor| part(tensor, 0, keys - queries + start + count);
-            let first_key = first_key.map(of_queries).transpose()?;
-            let found =
-                forward(&of_queries(q)?, &seen(k)?, &seen(v)?, first_key.as_ref(), options)?;
-            o.push(found.0);
-            log_sum_exp.push(found.1);
-        }
-        os.push(Tensor::cat(&o, 1)?);
-        log_sum_exps.push(Tensor::cat(&log_sum_exp, 2)?);
-    }
-    Ok((Tensor::cat(&os, 0)?, Tensor::cat(&log_sum_exps, 0)?))
 }
 
 /// `o` like [`forward`], recorded in Candle's autograd for `q`, `k` and `v`.
@@ -241,24 +199,10 @@ impl Sizes {
         self.q_shape().iter().product()
     }
 
-    /// Whether a GPU cuts keys as it does in pools, for the bits that it gives there.
+    /// Whether a GPU gives the bits that it gives over pools.
     #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
-    fn are_ranges_fixed(&self) -> bool {
+    fn are_bits_fixed(&self) -> bool {
         batch_invariance::is_on() && self.head_dim <= 256
-    }
-
-    /// How many queries of a row a GPU takes at once, where what the ranges of keys give all of them is too much to be
-    /// kept.
-    #[cfg(any(feature = "cuda", feature = "metal", feature = "metal-emulation", test))]
-    fn piece(&self) -> Option<usize> {
-        let of_query = self.heads * (self.head_dim + 2) * 4 * self.keys.div_ceil(PAGED_SPLIT);
-        let all = (self.batch * self.queries).saturating_mul(of_query);
-        // What a single range gives is the result.
-        if !self.are_ranges_fixed() || self.keys <= PAGED_SPLIT || all <= MOST_PART_BYTES {
-            return None;
-        }
-        let piece = (MOST_PART_BYTES / of_query).max(FEW_QUERIES);
-        (self.batch > 1 || piece < self.queries).then_some(piece)
     }
 }
 

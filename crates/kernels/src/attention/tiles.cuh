@@ -30,7 +30,7 @@ struct Parameters {
     /// turn it is to add to a tile of dq; and the tiles' sums in f32, as its threads hold them.
     int *turns;
     float4 *dq_sums;
-    /// For split keys, (batch, queries, heads, splits, head_dim): unnormalised outputs; and without
+    /// For split keys, (batch, queries, heads, parts, head_dim): unnormalised outputs; and without
     /// the last dimension: the largest score, in log2 units, and the sum.
     float *partial_o;
     float2 *partial_sums;
@@ -49,8 +49,9 @@ struct Parameters {
     float factor, inner;
     /// What q·k is multiplied by.
     float scale;
-    /// Keys from `split_start` on are split into this many ranges of `split_keys`.
-    int splits, split_start, split_keys;
+    /// Keys from `split_start` on are split into ranges of `split_keys`. Each `part_keys` of them give a part, of which a
+    /// query has this many; if 1, that is the result.
+    int split_start, split_keys, part_keys, parts;
     /// Tiles of queries of a head in the backward pass.
     int tiles;
     /// Tiles that the backward kernels hold at once, 1 or 2.
@@ -67,13 +68,6 @@ enum Scores { AS_IS, CAPPED, SCALED };
 #define FOR_EACH_TILE_KERNEL(define)                                                               \
     define(bf16, 64) define(bf16, 96) define(bf16, 128) define(bf16, 256) define(f16, 64)          \
         define(f16, 96) define(f16, 128) define(f16, 256)
-
-/// Those that share keys among WIDE tiles of 16 rows, for which there is no room with 256 columns.
-#define FOR_EACH_WIDE_KERNEL(define)                                                               \
-    define(bf16, 64) define(bf16, 96) define(bf16, 128) define(f16, 64) define(f16, 96)            \
-        define(f16, 128)
-
-constexpr int WIDE = 4;
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
@@ -266,16 +260,13 @@ struct DenseKeys {
                 p.v_strides[1]};
     }
 
-    /// Starts to copy `count` of 16 keys and of their values into a tile each, from row `at` on, or zeros where that is
-    /// negative. Once a thread has waited for its copies, it calls `land`.
+    /// Starts to copy `count` of 16 rows into a tile, from row `at` on, or zeros where that is negative. Once a thread has
+    /// waited for its copies, it calls `land`.
     template <typename T, int D, int THREADS>
-    __device__ __forceinline__ void load_sixteen(uint32_t tiles, const Rows<T> &k, const Rows<T> &v, int64_t at,
-                                                 int count, int head_dim, int thread) const {
-        const int64_t first = max(at, int64_t(0));
-        const int rows = at < 0 ? 0 : count;
-        load_tile<T, 16, D, THREADS>(tiles, k.start + first * k.stride, k.stride, rows, head_dim, thread);
-        load_tile<T, 16, D, THREADS>(tiles + tile_bytes(16, D), v.start + first * v.stride, v.stride, rows, head_dim,
-                                     thread);
+    __device__ __forceinline__ void load_sixteen(uint32_t tile, const Rows<T> &rows, int64_t at, int count, int head_dim,
+                                                 int thread) const {
+        const T *const from = rows.start + max(at, int64_t(0)) * rows.stride;
+        load_tile<T, 16, D, THREADS>(tile, from, rows.stride, at < 0 ? 0 : count, head_dim, thread);
     }
 
     /// Makes what a thread has copied into a tile into numbers, which they are.
@@ -328,6 +319,30 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[M][N / 8][4], uint
     }
 }
 
+/// Sixteen rows of a tile as the left side of products.
+template <int D> struct Sixteen {
+    uint32_t at[D / 16][4];
+
+    __device__ __forceinline__ Sixteen(uint32_t tile, int lane) {
+        const uint32_t row = tile + lane % 16 * ROW_BYTES, chunk = (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) load_tiles(at[k], row + k / 4 * (16 * ROW_BYTES) + (chunk ^ k % 4 * 32));
+    }
+};
+
+/// `scores += a·bᵀ` over D, for sixteen rows and the sixteen of tile `b`, as `multiply_rows` adds up.
+template <typename T, int D>
+__device__ __forceinline__ void multiply_sixteen(float (&scores)[2][4], const Sixteen<D> &a, uint32_t b, int lane) {
+    const uint32_t row = b + (lane % 8 + lane / 16 * 8) * ROW_BYTES, chunk = (lane / 8 % 2 ^ lane % 8) * 16;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+        uint32_t y[4];
+        load_tiles(y, row + k / 4 * (16 * ROW_BYTES) + (chunk ^ k % 4 * 32));
+        multiply_add<T>(scores[0], a.at[k], y[0], y[1]);
+        multiply_add<T>(scores[1], a.at[k], y[2], y[3]);
+    }
+}
+
 /// `out += weights·b` over the N rows of tile `b`.
 template <typename T, int D, int N, int M>
 __device__ __forceinline__ void multiply_columns(float (&out)[M][D / 8][4],
@@ -347,6 +362,24 @@ __device__ __forceinline__ void multiply_columns(float (&out)[M][D / 8][4],
                 multiply_add<T>(out[m][2 * c], weights[m][k], y[0], y[1]);
                 multiply_add<T>(out[m][2 * c + 1], weights[m][k], y[2], y[3]);
             }
+        }
+    }
+}
+
+/// `out += weights·b` over N rows of `b`, for the sixteen columns from 64·panel + 16·place on. Sixteens of rows are GROUP bytes
+/// apart, and panels PANEL: a tile, or several.
+template <typename T, int N, int M, int GROUP, int PANEL>
+__device__ __forceinline__ void multiply_sixteen_columns(float (&out)[M][2][4], const uint32_t (&weights)[M][N / 16][4],
+                                                         uint32_t b, int panel, int place, int lane) {
+    const uint32_t from = b + lane % 16 * ROW_BYTES + panel * PANEL + ((lane / 16 ^ lane % 8) * 16 ^ place * 32);
+#pragma unroll
+    for (int k = 0; k < N / 16; k++) {
+        uint32_t y[4];
+        load_tiles_transposed(y, from + k * GROUP);
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            multiply_add<T>(out[m][0], weights[m][k], y[0], y[1]);
+            multiply_add<T>(out[m][1], weights[m][k], y[2], y[3]);
         }
     }
 }
@@ -428,30 +461,49 @@ __device__ __forceinline__ void hide_scores(float (&scores)[N / 8][4], int half,
     }
 }
 
+/// The largest score of a thread's row `half`, in log2 units.
+template <int N>
+__device__ __forceinline__ float largest_score(const float (&scores)[N / 8][4], int half, float factor) {
+    float best = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+        best = fmaxf(best, fmaxf(scores[n][half * 2], scores[n][half * 2 + 1]));
+    return row_max(best) * factor;
+}
+
+/// What scores are taken relative to, of which `top` is the largest. Where nothing is seen yet, every power has to be zero.
+__device__ __forceinline__ float base_of(float top) { return top == -INFINITY ? 0.0f : top; }
+
+/// Scores of a thread's row `half` become powers relative to `base`. Gives the sum of the thread's: what sixteens of keys
+/// sum up to, added up.
+template <int N>
+__device__ __forceinline__ float raise_scores(float (&scores)[N / 8][4], int half, float factor, float base) {
+    float total = 0.0f;
+#pragma unroll
+    for (int first = 0; first < N / 8; first += 2) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = first; n < first + 2; n++) {
+#pragma unroll
+            for (int e = half * 2; e < half * 2 + 2; e++) {
+                scores[n][e] = fast_exp2(fmaf(scores[n][e], factor, -base));
+                sum += scores[n][e];
+            }
+        }
+        total += sum;
+    }
+    return total;
+}
+
 /// Scores of a thread's row `half` become powers relative to the new `top`, in log2 units, and are
 /// added to its part of `total`. Gives what earlier powers have to be multiplied by.
 template <int N>
 __device__ __forceinline__ float soften_scores(float (&scores)[N / 8][4], int half, float factor,
                                                float &top, float &total) {
-    float best = -INFINITY;
-#pragma unroll
-    for (int n = 0; n < N / 8; n++)
-        best = fmaxf(best, fmaxf(scores[n][half * 2], scores[n][half * 2 + 1]));
-    const float new_top = fmaxf(top, row_max(best) * factor);
-    // Nothing seen yet: every power has to be zero.
-    const float base = new_top == -INFINITY ? 0.0f : new_top;
-    const float shrink = fast_exp2(top - base);
+    const float new_top = fmaxf(top, largest_score<N>(scores, half, factor));
+    const float base = base_of(new_top), shrink = fast_exp2(top - base);
     top = new_top;
-    float sum = 0.0f;
-#pragma unroll
-    for (int n = 0; n < N / 8; n++) {
-#pragma unroll
-        for (int e = half * 2; e < half * 2 + 2; e++) {
-            scores[n][e] = fast_exp2(fmaf(scores[n][e], factor, -base));
-            sum += scores[n][e];
-        }
-    }
-    total = fmaf(total, shrink, sum);
+    total = fmaf(total, shrink, raise_scores<N>(scores, half, factor, base));
     return shrink;
 }
 
@@ -462,6 +514,56 @@ __device__ __forceinline__ void scale_row(float (&out)[COLUMNS / 8][4], int half
     for (int n = 0; n < COLUMNS / 8; n++) {
         out[n][half * 2] *= by;
         out[n][half * 2 + 1] *= by;
+    }
+}
+
+// What a query gives is made of what segments of its keys give, which begin at fixed positions, each by itself, joined in
+// their order: however its keys are shared out, it has the same bits.
+
+/// Keys of a segment.
+constexpr int SEGMENT = 64;
+
+/// Of keys, the largest score of a row in log2 units, and the sum of powers relative to it.
+struct RowSums {
+    float top = -INFINITY, total = 0.0f;
+};
+
+/// Scores of a thread's row `half` become powers relative to the largest.
+template <int N>
+__device__ __forceinline__ RowSums soften_segment(float (&scores)[N / 8][4], int half, float factor) {
+    const float top = largest_score<N>(scores, half, factor);
+    return {top, row_sum(raise_scores<N>(scores, half, factor, base_of(top)))};
+}
+
+/// What the results of earlier keys, and of those that follow, are multiplied by to be joined.
+struct Joint {
+    float before, after;
+
+    /// With the largest scores of both.
+    static __device__ __forceinline__ Joint of_tops(float earlier, float later) {
+        const float base = base_of(fmaxf(earlier, later));
+        return {fast_exp2(earlier - base), fast_exp2(later - base)};
+    }
+
+    __device__ __forceinline__ float of(float earlier, float later) const {
+        return fmaf(later, after, earlier * before);
+    }
+};
+
+/// Joins the sums of keys that follow to those of earlier ones.
+__device__ __forceinline__ Joint join(RowSums &sums, const RowSums &next) {
+    const Joint joint = Joint::of_tops(sums.top, next.top);
+    sums = {fmaxf(sums.top, next.top), joint.of(sums.total, next.total)};
+    return joint;
+}
+
+/// Adds sixteen columns of keys that follow to those of earlier ones, which are multiplied already, for a thread's two rows.
+__device__ __forceinline__ void add_columns(const float (&after)[2], float (&first)[4], float (&second)[4],
+                                            const float (&part)[2][4]) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        first[e] = fmaf(part[0][e], after[e / 2], first[e]);
+        second[e] = fmaf(part[1][e], after[e / 2], second[e]);
     }
 }
 

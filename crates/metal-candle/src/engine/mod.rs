@@ -79,7 +79,7 @@ pub struct EngineOptions {
     /// [`batch_invariance`](metal_candle_kernels::batch_invariance)). They are the bits that a pass for training has
     /// within it, for texts of more than 4 tokens that begin with their rows, over a cache in the model's dtype; on CUDA for
     /// heads of up to 256 elements, in blocks of a multiple of 16 tokens. It costs some 5 %
-    /// of the time in bf16 on Hopper, and more for one text and where prompts are long; other GPUs, and f32, multiply 256
+    /// of the time in bf16 on Hopper, and more for one text; other GPUs, and f32, multiply 256
     /// rows at least then (64 on Metal), so few texts take as long as many.
     pub batch_invariant: bool,
     /// With whom a [`Handle`]'s engine shares the device; `None` is nobody.
@@ -274,13 +274,13 @@ struct Budget {
 }
 
 impl Budget {
-    /// Keys of a range, of which attention with batch invariance keeps on a GPU what it gives each token.
+    /// Keys of a range, of which attention with batch invariance keeps on Metal what it gives each token.
     const RANGE: usize = 256;
     /// 1 GiB for a model with 32 heads of 128.
     const MOST_RANGES: usize = 1 << 16;
 
-    fn new(options: &EngineOptions) -> Self {
-        let ranges = if options.batch_invariant { Self::MOST_RANGES } else { usize::MAX };
+    fn new(options: &EngineOptions, keeps_ranges: bool) -> Self {
+        let ranges = if keeps_ranges { Self::MOST_RANGES } else { usize::MAX };
         Self { tokens: options.max_batch_tokens, scored: scores::MOST_ROWS, ranges }
     }
 
@@ -314,6 +314,7 @@ pub struct Engine<'t> {
     reader: Box<dyn Reader>,
     tokenizer: Option<&'t Tokenizer>,
     options: EngineOptions,
+    keeps_ranges: bool,
     blocks: Blocks,
     cache_bytes: usize,
     /// What comes before every text, by adapter.
@@ -348,7 +349,7 @@ impl<'t> Engine<'t> {
     }
 
     fn over(readers: Readers, tokenizer: Option<&'t Tokenizer>, options: EngineOptions) -> Self {
-        let Readers { reader, drafter, layers, bytes } = readers;
+        let Readers { reader, drafter, layers, bytes, keeps_ranges } = readers;
         let mut blocks = Blocks::new(&layers, options.block_size);
         let root = blocks.new_content();
         let (waiting, running) = (VecDeque::new(), VecDeque::new());
@@ -356,6 +357,7 @@ impl<'t> Engine<'t> {
             reader,
             tokenizer,
             options,
+            keeps_ranges,
             blocks,
             cache_bytes: bytes,
             root,
@@ -501,7 +503,7 @@ impl<'t> Engine<'t> {
 
     /// Says how many tokens of which texts are read next, and finds the blocks for them; how many more could be read.
     fn plan(&mut self) -> usize {
-        let mut budget = Budget::new(&self.options);
+        let mut budget = Budget::new(&self.options, self.keeps_ranges);
         for sequence in &mut self.running {
             sequence.planned = 0;
             if self.reader.ropes_change(sequence.cached_for, sequence.tokens.len()) {
@@ -837,6 +839,8 @@ struct Readers {
     layers: Vec<Layers>,
     /// What all blocks take.
     bytes: usize,
+    /// Whether attention keeps what ranges of keys give every token of a prompt.
+    keeps_ranges: bool,
 }
 
 impl Readers {
@@ -883,7 +887,8 @@ impl Readers {
             })
         };
         let (reader, drafter) = (reader(model)?, draft.map(reader).transpose()?);
-        Ok(Self { reader, drafter, layers, bytes })
+        let keeps_ranges = batch_invariant && model.device().is_metal();
+        Ok(Self { reader, drafter, layers, bytes, keeps_ranges })
     }
 }
 

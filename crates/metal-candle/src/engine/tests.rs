@@ -179,7 +179,8 @@ fn engine<'t>(
     options: EngineOptions,
 ) -> Engine<'t> {
     let layers = vec![Layers { window: None, blocks }];
-    let readers = Readers { reader: Box::new(reader), drafter: None, layers, bytes: 0 };
+    let readers =
+        Readers { reader: Box::new(reader), drafter: None, layers, bytes: 0, keeps_ranges: false };
     Engine::over(readers, Some(tokenizer), options)
 }
 
@@ -196,7 +197,11 @@ fn engine_with_window(
     let layers = kinds(&windows, slots / BLOCK, &options).collect::<Result<_>>().unwrap();
     let reader = Box::new(Reads { seen, ..reader });
     let drafter = drafter.map(|drafter| Box::new(drafter) as Box<dyn Reader>);
-    Engine::over(Readers { reader, drafter, layers, bytes: 0 }, Some(tokenizer), options)
+    Engine::over(
+        Readers { reader, drafter, layers, bytes: 0, keeps_ranges: false },
+        Some(tokenizer),
+        options,
+    )
 }
 
 fn request(prompt: &[u32], max_tokens: usize) -> Request {
@@ -523,6 +528,7 @@ fn guesses_that_are_right_save_passes() {
             drafter: Some(drafter),
             layers: vec![Layers { window: None, blocks: 64 }],
             bytes: 0,
+            keeps_ranges: false,
         };
         let options =
             EngineOptions { draft_tokens, max_sequences, max_batch_tokens: 20, ..small() };

@@ -9,8 +9,8 @@ use candle_core::{Device, Tensor};
 use metal_candle_kernels::recording::Recording;
 use std::sync::{Arc, Weak};
 
-/// Tokens whose keys a part of attention's work has. A text has room for as many at least, so the parts of short ones need
-/// not be put together.
+/// Tokens whose keys an item of attention's work has. A text has room for as many at least, and parts of so few need not be
+/// put together.
 const RANGE: usize = 256;
 /// Recordings that are kept.
 const MOST: usize = 48;

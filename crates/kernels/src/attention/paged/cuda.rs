@@ -14,12 +14,6 @@ use candle_core::{DType, Error, Result, Tensor, bail};
 
 static MODULE: Module = module!("paged");
 
-/// Blocks a multiprocessor, with a head each, from which on a block combines the ranges of several heads: COMBINE_WARPS in
-/// few_queries.cuh, of up to FEW_PARTS ranges.
-const MANY_COMBINED: usize = 16;
-const COMBINED_HEADS: usize = 4;
-const FEW_PARTS: usize = 8;
-
 /// The longest head that there is a kernel for.
 pub(super) const MOST_HEAD_DIM: usize = 256;
 
@@ -38,6 +32,8 @@ struct PagedBatch {
     block: i32,
     blocks: i32,
     item_blocks: i32,
+    single_keys: i32,
+    few_keys: i32,
 }
 
 // SAFETY: plain numbers, laid out as in C.
@@ -146,7 +142,7 @@ pub(super) fn takes_new(
     sequences: &Sequences,
 ) -> Result<bool> {
     let items = &sequences.plan.items;
-    let Sizes { heads, kv_heads, head_dim } = sizes;
+    let head_dim = sizes.head_dim;
     let fits = head_dim <= MOST_HEAD_DIM && tokens.cos.dim(2)? % 8 == 0;
     if items[FEW].room + items[MANY].room > 0 || !fits {
         return Ok(false);
@@ -154,14 +150,12 @@ pub(super) fn takes_new(
     let cuda = Cuda::of(tokens.q)?;
     let [k, v] = pools.map(|pool| cuda.strided(pool));
     let kernels = kernels_of([&k?, &v?], tokens.q.dtype(), sizes, sequences);
-    let ranges = items[SINGLE].room * kv_heads;
-    let is_wide = FewShape::wide(&cuda, kernels, heads / kv_heads, ranges)?.is_some();
     let is_aligned = |rows: &Tensor| {
         let stride = |index: usize| rows.stride().get(index).copied().unwrap_or(1);
         let begins = cuda.strided(rows)?.pointer % 16 == 0;
         Ok::<_, Error>(begins && stride(0) % 8 == 0 && stride(2) % 8 == 0 && stride(3) == 1)
     };
-    let fits = kernels != Kernels::Plain && !is_wide && head_dim % 8 == 0;
+    let fits = kernels != Kernels::Plain && head_dim.is_multiple_of(8);
     Ok(fits && is_aligned(tokens.k)? && is_aligned(tokens.v)?)
 }
 
@@ -174,23 +168,6 @@ fn kernels_of(
 ) -> Kernels {
     let in_tiles = sequences.block.is_multiple_of(16) && (k.pointer | v.pointer) % 16 == 0;
     if in_tiles { Kernels::of(dtype, head_dim) } else { Kernels::Plain }
-}
-
-/// Items of [`PAGED_SPLIT`] keys each that a block takes together, of sequences with one query. Fewer blocks begin and end
-/// less often, and give fewer parts to be combined, but some of them have to be left for every multiprocessor. On an H200,
-/// 8 key heads of 128, with what combines parts, in us with one item, two and four: 103, 92 and 92 for 256 texts of 256 to
-/// 384 keys, 410, 383 and 366 for 1000 of 100 to 600, 53, 47 and 47 for 128 of 300, 50, 47 and 50 for 32 of 1000 to 1300.
-pub(super) fn items_together(
-    multiprocessors: usize,
-    sequences: &Sequences,
-    kv_heads: usize,
-) -> usize {
-    match 2 * sequences.plan.singles * kv_heads / multiprocessors {
-        _ if sequences.is_invariant => 1,
-        0..3 => 1,
-        3..16 => 2,
-        _ => 4,
-    }
 }
 
 pub(super) fn forward(
@@ -263,19 +240,27 @@ fn attend(
     let q = strided(&cuda, &q, kernels != Kernels::Plain)?;
     let numbers = cuda.contiguous(&sequences.uploaded)?;
     let new = new.map(|tokens| Unwritten::new(&cuda, tokens)).transpose()?;
+    let plan = &sequences.plan;
+    let group = heads / kv_heads;
+    let multiprocessors = cuda.multiprocessors()?;
+    let few = FewShape::of(kernels);
+    let blocks_of = |queries: usize| kv_heads * (queries * group).div_ceil(few.rows);
+    let [single_keys, few_keys] =
+        [(plan.singles, 1), (plan.fews, plan.most_few)].map(|(count, queries)| {
+            kernels.block_keys(multiprocessors, count * blocks_of(queries), plan.most_keys)
+        });
     // Parts of results and their sums.
-    let parts: Option<[Array; 2]> = match sequences.plan.parts {
-        0 => None,
-        parts => Some([
-            cuda.empty((parts, heads, head_dim), DType::F32)?,
-            cuda.empty((parts, heads, 2), DType::F32)?,
-        ]),
-    };
+    let has_parts = plan.parts > 0 && single_keys.min(few_keys) < plan.most_keys;
+    let parts = has_parts.then(|| {
+        Ok::<_, Error>([
+            cuda.empty((plan.parts, heads, head_dim), DType::F32)?,
+            cuda.empty((plan.parts, heads, 2), DType::F32)?,
+        ])
+    });
+    let parts = parts.transpose()?;
     let (partial_o, partial_sums) =
         parts.as_ref().map_or((0, 0), |[values, sums]| (values.pointer, sums.pointer));
     let (mode, factor, inner) = score_numbers(options);
-    let multiprocessors = cuda.multiprocessors()?;
-    let together = items_together(multiprocessors, sequences, kv_heads);
     let pool_strides = [0, (kv_heads * head_dim) as i64, head_dim as i64];
     let parameters = Parameters {
         q: q.pointer,
@@ -297,27 +282,25 @@ fn attend(
         factor,
         inner,
         scale: options.scale as f32,
-        split_keys: number(together * PAGED_SPLIT)?,
+        part_keys: number(kernels.part_keys())?,
         ..Parameters::default()
     };
     let batch = PagedBatch {
         numbers: numbers.pointer,
         k_scales: scales.as_ref().map_or(0, |(scales, _)| scales.pointer),
         v_scales: scales.as_ref().map_or(0, |(_, scales)| scales.pointer),
-        spans: number(sequences.plan.spans)?,
-        tables: number(sequences.plan.tables)?,
+        spans: number(plan.spans)?,
+        tables: number(plan.tables)?,
         items: 0,
         count: 0,
         width: number(sequences.width)?,
         block: number(sequences.block)?,
         blocks: number(sequences.blocks)?,
         item_blocks: 0,
+        single_keys: number(single_keys)?,
+        few_keys: number(few_keys)?,
     };
     let call = Call { operation, cuda, sequences, parameters, batch };
-    let group = heads / kv_heads;
-    let few = FewShape::of(kernels);
-    let blocks_of =
-        |shape: FewShape, queries: usize| kv_heads * (queries * group).div_ceil(shape.rows);
     let of_many = match kernels {
         Kernels::Tiles(size) => {
             let name = if is_rounded {
@@ -335,47 +318,34 @@ fn attend(
                 by_dtype!("paged_plain", dtype)?
             };
             let FewShape { warps, shared, .. } = few;
-            let item_blocks = blocks_of(few, PAGED_QUERIES);
-            Kernel { name, threads: 32 * warps, shared, item_blocks }
+            Kernel { name, threads: 32 * warps, shared, item_blocks: blocks_of(PAGED_QUERIES) }
         }
     };
-    let of_few = |queries, kind: usize, new: Option<&Unwritten>| -> Result<Kernel> {
-        let ranges = sequences.plan.items[kind].room * kv_heads;
-        let wide = FewShape::wide(&call.cuda, kernels, queries * group, ranges)?;
-        let name = match (kernels, wide.is_some(), is_rounded) {
-            (Kernels::Tiles(size), false, false) if new.is_some() => {
-                tile_kernel!("paged_new", dtype, size)
-            }
-            _ if new.is_some() => bail!(
+    let of_few = |queries, keys: usize, has_new: bool| -> Result<Kernel> {
+        let name = match (kernels, is_rounded) {
+            (Kernels::Tiles(size), false) if has_new => tile_kernel!("paged_new", dtype, size),
+            _ if has_new => bail!(
                 "metal-candle-kernels: {operation}: no kernel on CUDA puts these new tokens into the pools"
             ),
-            (Kernels::Tiles(size), false, false) => tile_kernel!("paged_few", dtype, size),
-            (Kernels::Tiles(size), false, true) => tile_kernel!("rounded_few", dtype, size),
-            (Kernels::Tiles(size), true, false) => tile_kernel!("paged_few_wide", dtype, size),
-            (Kernels::Tiles(size), true, true) => tile_kernel!("rounded_few_wide", dtype, size),
-            (Kernels::Plain, _, false) => by_dtype!("paged_plain_few", dtype)?,
-            (Kernels::Plain, _, true) => by_dtype!("rounded_plain_few", dtype)?,
+            (Kernels::Tiles(size), false) => tile_kernel!("paged_few", dtype, size),
+            (Kernels::Tiles(size), true) => tile_kernel!("rounded_few", dtype, size),
+            (Kernels::Plain, false) => by_dtype!("paged_plain_few", dtype)?,
+            (Kernels::Plain, true) => by_dtype!("rounded_plain_few", dtype)?,
         };
-        let shape = wide.unwrap_or(few);
-        let FewShape { warps, shared, .. } = shape;
-        Ok(Kernel { name, threads: 32 * warps, shared, item_blocks: blocks_of(shape, queries) })
+        let FewShape { warps, shared, .. } = few;
+        let item_blocks = blocks_of(queries) * (PAGED_SPLIT / keys).max(1);
+        Ok(Kernel { name, threads: 32 * warps, shared, item_blocks })
     };
-    let blocks = sequences.plan.items[SPLIT].room * heads;
-    let are_many = blocks >= MANY_COMBINED * multiprocessors;
-    let most_ranges = sequences.plan.most_ranges;
-    let combine = if are_many && most_ranges <= FEW_PARTS && head_dim.is_multiple_of(4) {
-        let name = by_dtype!("paged_combine_few", dtype)?;
-        Kernel { name, threads: 128, shared: 0, item_blocks: heads.div_ceil(COMBINED_HEADS) }
-    } else {
-        let name = by_dtype!("paged_combine", dtype)?;
-        let shared = combine_shared(most_ranges, head_dim);
-        Kernel { name, threads: 128, shared, item_blocks: heads }
+    let combine = Kernel {
+        name: by_dtype!("paged_combine", dtype)?,
+        threads: 128,
+        shared: combine_shared(head_dim),
+        item_blocks: heads,
     };
     call.run(of_many, MANY, None)?;
-    call.run(of_few(sequences.plan.most_few, FEW, None)?, FEW, None)?;
-    call.run(of_few(1, SINGLE, new.as_ref())?, SINGLE, new.as_ref())?;
-    let has_few = sequences.plan.items[FEW].room > 0;
-    if has_few || most_ranges > together {
+    call.run(of_few(plan.most_few, few_keys, false)?, FEW, None)?;
+    call.run(of_few(1, single_keys, new.is_some())?, SINGLE, new.as_ref())?;
+    if has_parts {
         call.run(combine, SPLIT, None)?;
     }
     Ok(o.tensor)

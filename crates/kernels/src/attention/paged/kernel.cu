@@ -1,6 +1,6 @@
 // Attention over blocks of pools on CUDA, by the kernels of one sequence (few_queries.cuh, forward.cuh): a block
-// finds the sequence that it works for, and the rows of its keys by that one's table. Keys are split at fixed
-// positions, so that a sequence gives the same bits in any company, but for how many others have one query, too.
+// finds the sequence that it works for, and the rows of its keys by that one's table. What segments at fixed positions
+// give is joined in their order, so that a query gives the same bits in any company.
 
 #include "../../rope/rotation.cuh"
 #include "../few_queries.cuh"
@@ -8,7 +8,7 @@
 #include "rounded/rounded.cuh"
 
 /// Keys of an item, for up to 16 queries. Where a block takes several items of a sequence, that of the first one does, and
-/// those of the others leave.
+/// those of the others leave; or several blocks have parts of an item.
 constexpr int PAGED_SPLIT = 256;
 /// Queries of an item where there are more.
 constexpr int PAGED_QUERIES = 128;
@@ -28,6 +28,8 @@ struct PagedBatch {
     int width, block, blocks;
     /// Blocks of this launch for an item.
     int item_blocks;
+    /// Keys that a block takes of a sequence with one query, and of one with a few.
+    int single_keys, few_keys;
 };
 
 /// New tokens, one of each sequence, whose queries, in `Parameters`, and keys aren't rotated yet, and whose keys and
@@ -147,13 +149,13 @@ struct NewQueries {
     const PagedRows &rows;
 
     template <typename T, int D, int ROWS, int THREADS>
-    __device__ __forceinline__ void bring(const Parameters &p, uint32_t tile, int range, int batch,
+    __device__ __forceinline__ void bring(const Parameters &p, uint32_t tile, bool is_last, int batch,
                                           int kv_head, int first_row) const {
         constexpr int CHUNKS = D / 8;
         const int chunks = p.head_dim / 8, turning = tokens.half / 8;
         const float *const cosines = tokens.cosines + rows.first * tokens.half;
         const float *const sines = tokens.sines + rows.first * tokens.half;
-        if (range == p.splits - 1) write<T, THREADS>(p, kv_head, cosines, sines);
+        if (is_last) write<T, THREADS>(p, kv_head, cosines, sines);
         for (int index = threadIdx.x; index < ROWS * CHUNKS; index += THREADS) {
             const int row = index / CHUNKS, chunk = index % CHUNKS;
             if (chunk >= turning && chunk < 2 * turning) continue;
@@ -266,14 +268,13 @@ struct RoundedKeys : PagedRows {
         copy_codes<T, ROWS, D, THREADS>(tile, rows, row_of, head_dim, thread);
     }
 
-    /// The same of 16 keys and of their values, from row `at` on, or zeros where that is negative.
+    /// The same of 16 keys, from row `at` on, or zeros where that is negative.
     template <typename T, int D, int THREADS>
-    __device__ __forceinline__ void load_sixteen(uint32_t tiles, const RoundedRows<T> &k, const RoundedRows<T> &v,
-                                                 int64_t at, int count, int head_dim, int thread) const {
-        const int rows = at < 0 ? 0 : count;
-        const auto row_of = [&](int line) { return line < rows ? at + line : -1; };
-        copy_codes<T, 16, D, THREADS>(tiles, k, row_of, head_dim, thread);
-        copy_codes<T, 16, D, THREADS>(tiles + tile_bytes(16, D), v, row_of, head_dim, thread);
+    __device__ __forceinline__ void load_sixteen(uint32_t tile, const RoundedRows<T> &rows, int64_t at, int count,
+                                                 int head_dim, int thread) const {
+        const int end = at < 0 ? 0 : count;
+        const auto row_of = [&](int line) { return line < end ? at + line : -1; };
+        copy_codes<T, 16, D, THREADS>(tile, rows, row_of, head_dim, thread);
     }
 
     /// Makes what a thread has copied into numbers.
@@ -298,7 +299,7 @@ struct RoundedKeys : PagedRows {
     }
 };
 
-/// The parameters of a sequence by itself. What is given as `split_keys` is for those of one query.
+/// The parameters of a sequence by itself.
 template <typename T>
 __device__ __forceinline__ Parameters of_sequence(const Parameters &given, const PagedBatch &batch,
                                                   int sequence) {
@@ -311,8 +312,8 @@ __device__ __forceinline__ Parameters of_sequence(const Parameters &given, const
     p.o = static_cast<T *>(p.o) + first * p.heads * p.head_dim;
     p.partial_o += part * p.heads * p.head_dim;
     p.partial_sums += part * p.heads;
-    if (p.queries != 1) p.split_keys = PAGED_SPLIT;
-    p.splits = (p.keys + p.split_keys - 1) / p.split_keys;
+    p.split_keys = p.queries == 1 ? batch.single_keys : batch.few_keys;
+    p.parts = p.keys <= p.split_keys ? 1 : (p.keys + p.part_keys - 1) / p.part_keys;
     return p;
 }
 
@@ -340,30 +341,32 @@ __device__ __forceinline__ void for_item(const Parameters &given, const PagedBat
 template <typename T, typename Keys, int ROWS, typename Work>
 __device__ __forceinline__ void for_range(const Parameters &given, const PagedBatch &batch, const Work &work) {
     for_item<T, Keys>(given, batch, [&](const Parameters &p, const Keys &keys, int item, int block) {
-        const int items = p.split_keys / PAGED_SPLIT;
-        const int range = item / items, first_row = block / p.kv_heads * ROWS;
-        if (item % items == 0 && reaches(p, range, first_row, ROWS))
-            work(p, keys, range, block % p.kv_heads, first_row);
+        // One of these is 1.
+        const int items = max(p.split_keys / PAGED_SPLIT, 1), blocks = max(PAGED_SPLIT / p.split_keys, 1);
+        if (item % items != 0) return;
+        const int range = item / items * blocks + block / p.kv_heads % blocks;
+        const int first_row = block / p.kv_heads / blocks * ROWS;
+        const int2 seen = few_keys(p, range, first_row, ROWS);
+        if (seen.x < seen.y) work(p, keys, seen, block % p.kv_heads, first_row);
     });
 }
 
-/// A range of a sequence's keys for 16·TILES rows of a key head.
-template <typename T, typename Keys, int D, int TILES>
+/// A range of a sequence's keys for FEW_ROWS rows of a key head.
+template <typename T, typename Keys, int D>
 __device__ __forceinline__ void paged_few(const Parameters &given, const PagedBatch &batch) {
-    constexpr int ROWS = 16 * TILES;
-    for_range<T, Keys, ROWS>(given, batch, [](const Parameters &p, const Keys &keys, int range, int head, int row) {
-        few_block<T, D, TILES>(p, keys, GivenQueries(), range, 0, head, row);
+    for_range<T, Keys, FEW_ROWS>(given, batch, [](const Parameters &p, const Keys &keys, int2 seen, int head, int row) {
+        few_block<T, D>(p, keys, GivenQueries(), seen, 0, head, row);
     });
 }
 
-/// The same of new tokens, for 16 rows.
+/// The same of new tokens.
 template <typename T, int D>
 __device__ __forceinline__ void paged_new(const Parameters &given, const PagedBatch &batch,
                                           const NewRows &tokens) {
-    for_range<T, PagedKeys, 16>(given, batch, [&](Parameters p, const PagedKeys &keys, int range, int head, int row) {
+    for_range<T, PagedKeys, FEW_ROWS>(given, batch, [&](Parameters p, const PagedKeys &keys, int2 seen, int head, int row) {
         // As the compiler should know.
         p.queries = 1;
-        few_block<T, D, 1>(p, keys, NewQueries{tokens, keys}, range, 0, head, row);
+        few_block<T, D>(p, keys, NewQueries{tokens, keys}, seen, 0, head, row);
     });
 }
 
@@ -371,28 +374,17 @@ __device__ __forceinline__ void paged_new(const Parameters &given, const PagedBa
 template <typename T, typename Keys>
 __device__ __forceinline__ void paged_plain_few_of(const Parameters &given, const PagedBatch &batch) {
     constexpr int ROWS = PLAIN_FEW_ROWS;
-    for_range<T, Keys, ROWS>(given, batch, [](const Parameters &p, const Keys &keys, int range, int head, int row) {
-        plain_few_block<T>(p, keys, range, 0, head, row);
+    for_range<T, Keys, ROWS>(given, batch, [](const Parameters &p, const Keys &keys, int2 seen, int head, int row) {
+        plain_few_block<T>(p, keys, seen, 0, head, row);
     });
 }
 
-/// Combines what the ranges that a query sees gave a head.
+/// Joins the parts that a query has of a head.
 template <typename T>
 __device__ __forceinline__ void paged_combine(const Parameters &given, const PagedBatch &batch) {
     for_item<T, PagedKeys>(given, batch, [](const Parameters &p, const PagedKeys &, int query, int head) {
-        if (p.splits == 1) return;
+        if (p.parts == 1) return;
         combine_query<T>(p, static_cast<int64_t>(query) * p.heads + head, query);
-    });
-}
-
-/// The same of up to FEW_PARTS ranges, a head for each warp.
-template <typename T>
-__device__ __forceinline__ void paged_combine_few(const Parameters &given, const PagedBatch &batch) {
-    for_item<T, PagedKeys>(given, batch, [](const Parameters &p, const PagedKeys &, int query, int block) {
-        const int head = block * COMBINE_WARPS + threadIdx.x / WARP;
-        if (head >= p.heads || p.splits == 1) return;
-        const Parts parts = parts_of(p, query);
-        combine_few<T>(p, static_cast<int64_t>(query) * p.heads + head, parts.first, parts.count);
     });
 }
 
@@ -411,34 +403,32 @@ __device__ __forceinline__ void paged_forward(const Parameters &given, const Pag
 template <typename T, typename Keys>
 __device__ __forceinline__ void paged_plain_of(const Parameters &given, const PagedBatch &batch) {
     for_item<T, Keys>(given, batch, [](Parameters p, const Keys &keys, int item, int block) {
-        p.splits = 1;
+        p.parts = 1;
         p.split_keys = INT_MAX;
         const int group = p.heads / p.kv_heads, end = min(p.queries, (item + 1) * PAGED_QUERIES);
         const int first_row = item * PAGED_QUERIES * group + block / p.kv_heads * PLAIN_FEW_ROWS;
-        if (first_row < end * group)
-            plain_few_block<T>(p, keys, 0, 0, block % p.kv_heads, first_row);
+        if (first_row >= end * group) return;
+        const int2 seen = few_keys(p, 0, first_row, PLAIN_FEW_ROWS);
+        plain_few_block<T>(p, keys, seen, 0, block % p.kv_heads, first_row);
     });
 }
 
 #define PAGED_ARGUMENTS                                                                            \
     (const __grid_constant__ Parameters p, const __grid_constant__ PagedBatch batch)
 
-#define FEW_OF(name, element, d, tiles)                                                            \
-    extern "C" __global__ void __launch_bounds__(few_threads(d, tiles))                            \
-        attention_paged_##name##_##element##_##d PAGED_ARGUMENTS {                                 \
-        paged_few<element, PagedKeys, d, tiles>(p, batch);                                         \
+#define FEW(element, d)                                                                            \
+    extern "C" __global__ void __launch_bounds__(FEW_THREADS)                                      \
+        attention_paged_few_##element##_##d PAGED_ARGUMENTS {                                      \
+        paged_few<element, PagedKeys, d>(p, batch);                                                \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(few_threads(d, tiles))                            \
-        attention_rounded_##name##_##element##_##d PAGED_ARGUMENTS {                               \
-        paged_few<element, RoundedKeys, d, tiles>(p, batch);                                       \
+    extern "C" __global__ void __launch_bounds__(FEW_THREADS)                                      \
+        attention_rounded_few_##element##_##d PAGED_ARGUMENTS {                                    \
+        paged_few<element, RoundedKeys, d>(p, batch);                                              \
     }
-#define FEW(element, d) FEW_OF(few, element, d, 1)
-#define FEW_WIDE(element, d) FEW_OF(few_wide, element, d, WIDE)
 FOR_EACH_TILE_KERNEL(FEW)
-FOR_EACH_WIDE_KERNEL(FEW_WIDE)
 
 #define NEW(element, d)                                                                            \
-    extern "C" __global__ void __launch_bounds__(few_threads(d, 1))                                \
+    extern "C" __global__ void __launch_bounds__(FEW_THREADS)                                      \
         attention_paged_new_##element##_##d(const __grid_constant__ Parameters p,                  \
                                             const __grid_constant__ PagedBatch batch,              \
                                             const __grid_constant__ NewRows tokens) {              \
@@ -480,4 +470,3 @@ FOR_EACH_DTYPE(paged_plain, 128, PAGED_ARGUMENTS, (p, batch))
 FOR_EACH_DTYPE(rounded_plain_few, 128, PAGED_ARGUMENTS, (p, batch))
 FOR_EACH_DTYPE(rounded_plain, 128, PAGED_ARGUMENTS, (p, batch))
 FOR_EACH_DTYPE(paged_combine, 128, PAGED_ARGUMENTS, (p, batch))
-FOR_EACH_DTYPE(paged_combine_few, 128, PAGED_ARGUMENTS, (p, batch))

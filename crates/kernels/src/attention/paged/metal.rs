@@ -1,12 +1,14 @@
 //! Paged attention on Metal: which kernels the items of a batch go to; see `../kernel.metal`.
 
-use super::{FEW, MANY, PAGED_QUERIES, Pool, SINGLE, SPLIT, Sequences, Sizes};
+use super::{
+    FEW, MANY, PAGED_QUERIES, PAGED_SPLIT, Pool, SEGMENT, SINGLE, SPLIT, Sequences, Sizes,
+};
 use crate::attention::Options;
 use crate::attention::metal::{
     self, Made, ROWS, by_head_dim, most_simdgroups, padded, score_numbers,
 };
 use crate::backend::metal::{Argument, Array, Constant, Dispatch, Metal, by_dtype, size};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, Tensor, bail};
 
 struct Call<'a> {
     operation: &'static str,
@@ -60,13 +62,16 @@ pub(super) fn forward(
         pools.map(|pool| pool.scales().map(|scales| metal.strided(scales)).transpose());
     let scales = k_scales?.zip(v_scales?).map(|(k, v)| [k, v]);
     let numbers = metal.contiguous(&sequences.uploaded)?;
-    let parts = match sequences.plan.parts {
-        0 => None,
-        parts => Some([
+    // One of each range, where a sequence has several.
+    let plan = &sequences.plan;
+    let parts = (plan.most_keys > PAGED_SPLIT).then(|| {
+        let parts = plan.parts / (PAGED_SPLIT / SEGMENT);
+        Ok::<_, Error>([
             metal.empty((parts, heads, head_dim), DType::F32)?,
             metal.empty((parts, heads, 2), DType::F32)?,
-        ]),
-    };
+        ])
+    });
+    let parts = parts.transpose()?;
     let of_q = [0, 1].map(|index| q.tensor.stride()[index] as u64);
     let of_pool = [(kv_heads * head_dim) as u64, head_dim as u64];
     let strides = [0, of_q[0], of_q[1], 0, of_pool[0], of_pool[1], 0, of_pool[0], of_pool[1]];

@@ -10,8 +10,8 @@
 //! o = Σ_c e^{top_c - top}·part_c / Σ_c e^{top_c - top}·total_c      top = max_c top_c
 //! ```
 //!
-//! So what a query gives follows from the query, and the keys and values it sees, alone, but for whether its sequence has
-//! few queries at once or many.
+//! So what a query gives follows from the query, and the keys and values it sees, alone, but on Metal for whether its sequence
+//! has few queries at once or many.
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -35,6 +35,7 @@ use crate::batch_invariance;
 #[cfg(feature = "cuda")]
 use crate::embedding;
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
+use std::cmp::Reverse;
 
 /// The keys, or the values, of many tokens in blocks.
 #[derive(Clone, Copy, Debug)]
@@ -100,12 +101,14 @@ struct Span {
 }
 
 /// Numbers of a sequence among those of a batch: its [`Span`], and where the parts of its results begin, of
-/// which each query has one for every range of keys.
+/// which each query has room for one for every [`SEGMENT`] of the ranges of keys.
 const SPAN_NUMBERS: usize = 4;
-/// Keys of an item of a sequence of up to [`FEW_QUERIES`]: what a block of a GPU has, but on CUDA, where many sequences have
-/// one query, up to four of them.
+/// Keys of an item of a sequence of up to [`FEW_QUERIES`]: what a block of a GPU has, but on CUDA, where a block may have
+/// several, or a part of one.
 pub(super) const PAGED_SPLIT: usize = 256;
-/// Queries of a sequence of whose keys a GPU's blocks have a range each, at most.
+/// Keys of a part of what a query gives, on CUDA's tensor cores; elsewhere a part is of an item.
+pub(super) const SEGMENT: usize = 64;
+/// Queries of a sequence whose keys a GPU's blocks share, at most.
 pub const FEW_QUERIES: usize = 16;
 /// Queries of an item of a sequence with more.
 const PAGED_QUERIES: usize = 128;
@@ -126,7 +129,7 @@ const SINGLE: usize = 0;
 const FEW: usize = 1;
 /// Tiles of queries, of sequences with many.
 const MANY: usize = 2;
-/// Queries whose ranges are to be combined.
+/// Queries that may have several parts.
 const SPLIT: usize = 3;
 
 /// Which items there are.
@@ -136,18 +139,19 @@ struct Plan {
     spans: usize,
     tables: usize,
     items: [Items; KINDS],
-    /// Queries of a sequence with a few at most, ranges of keys at most of a sequence with a few or one, and parts of
-    /// results.
+    /// Queries of a sequence with a few at most, keys at most of a sequence with a few or one, and parts of results.
     most_few: usize,
-    most_ranges: usize,
+    most_keys: usize,
     parts: usize,
-    /// Sequences with one query.
+    /// Sequences with one query, and with a few.
     singles: usize,
+    fews: usize,
 }
 
 /// The sequences of a batch: made once a pass, for all layers. Those that are made with
-/// [batch invariance](crate::batch_invariance) give a query the same bits in whatever pieces its sequence is computed; few bf16
-/// queries on a CPU take longer then, and many on a GPU, which also takes memory for what each range of 256 keys gives each.
+/// [batch invariance](crate::batch_invariance) give a query the same bits in whatever pieces its sequence is computed, as all do
+/// on CUDA; few bf16 queries on a CPU take longer then, and many on Metal, which also takes memory for what each range of 256
+/// keys gives each.
 pub struct Sequences {
     spans: Vec<Span>,
     /// What a GPU reads: counts, spans, tables `(sequences, width)`, filled up with [`HOLE`]s, and items.
@@ -164,7 +168,7 @@ pub struct Sequences {
     tokens: usize,
     /// The longest window in which no query sees a hole, and the sequence that says so.
     longest_window: Option<(usize, usize)>,
-    #[cfg(any(target_arch = "x86_64", feature = "cuda"))]
+    #[cfg(target_arch = "x86_64")]
     is_invariant: bool,
 }
 
@@ -240,7 +244,7 @@ impl Sequences {
             spans.push(Span { first: tokens, queries, keys });
             tokens += queries;
         }
-        let (numbers, plan) = plan(&spans, &tables, room)?;
+        let (numbers, plan) = plan(&spans, &tables, room, device)?;
         let uploaded = Tensor::from_slice(&numbers, numbers.len(), device)?;
         Ok(Sequences {
             spans,
@@ -252,7 +256,7 @@ impl Sequences {
             blocks,
             tokens,
             longest_window,
-            #[cfg(any(target_arch = "x86_64", feature = "cuda"))]
+            #[cfg(target_arch = "x86_64")]
             is_invariant: batch_invariance::is_on(),
         })
     }
@@ -296,20 +300,26 @@ impl Sequences {
 }
 
 /// What a GPU reads of a batch, and where it finds it.
-fn plan(spans: &[Span], tables: &[u32], room: usize) -> Result<(Vec<u32>, Plan)> {
+fn plan(spans: &[Span], tables: &[u32], room: usize, device: &Device) -> Result<(Vec<u32>, Plan)> {
     let ranges_of = |keys: usize| keys.div_ceil(PAGED_SPLIT);
-    let mut plan = Plan { spans: KINDS, most_ranges: 1, ..Plan::default() };
+    // As many on every device, so that a recording takes the numbers that are made on the host.
+    let parts_of =
+        |keys: usize| if keys > SEGMENT { ranges_of(keys) * (PAGED_SPLIT / SEGMENT) } else { 1 };
+    // Elsewhere many queries have other bits.
+    let takes_many = device.is_cuda() || !batch_invariance::is_on();
+    let mut plan = Plan { spans: KINDS, ..Plan::default() };
     plan.tables = plan.spans + spans.len() * SPAN_NUMBERS;
     let (mut numbers, mut parts) = (vec![0usize; plan.spans], 0);
     let (mut items, mut rooms) = ([const { Vec::new() }; KINDS], [0; KINDS]);
+    let mut by_keys = [const { Vec::new() }; KINDS];
     for (index, span) in spans.iter().enumerate() {
         let Span { first, queries, keys } = *span;
         numbers.extend([first, queries, keys, parts]);
-        let (ranges, most) = (ranges_of(keys), ranges_of(keys.max(room)));
+        let most = keys.max(room);
         if queries == 0 {
             continue;
         }
-        if queries > FEW_QUERIES && !batch_invariance::is_on() {
+        if queries > FEW_QUERIES && takes_many {
             let tiles = queries.div_ceil(PAGED_QUERIES);
             // Those that see the most keys first.
             items[MANY].extend((0..tiles).rev().map(|tile| (index, tile)));
@@ -317,23 +327,33 @@ fn plan(spans: &[Span], tables: &[u32], room: usize) -> Result<(Vec<u32>, Plan)>
             continue;
         }
         let kind = if queries == 1 { SINGLE } else { FEW };
-        items[kind].extend((0..ranges).map(|range| (index, range)));
-        rooms[kind] += most;
-        if ranges > 1 {
+        by_keys[kind].push((index, ranges_of(keys)));
+        rooms[kind] += ranges_of(most);
+        if parts_of(keys) > 1 {
             items[SPLIT].extend((0..queries).map(|query| (index, query)));
         }
-        if most > 1 {
+        if parts_of(most) > 1 {
             rooms[SPLIT] += queries;
-            parts += queries * most;
+            parts += queries * parts_of(most);
         }
         if kind == SINGLE {
             plan.singles += 1;
         } else {
+            plan.fews += 1;
             plan.most_few = plan.most_few.max(queries);
         }
-        plan.most_ranges = plan.most_ranges.max(most);
+        plan.most_keys = plan.most_keys.max(most);
     }
     plan.parts = parts;
+    // Those with the most keys first, as a block may have all of them, and the first ranges, whose blocks have these.
+    for (items, by_keys) in items.iter_mut().zip(&mut by_keys) {
+        by_keys.sort_by_key(|(_, ranges)| Reverse(*ranges));
+        let most = by_keys.first().map_or(0, |(_, ranges)| *ranges);
+        for range in 0..most {
+            let has_it = |(_, ranges): &&(usize, usize)| range < *ranges;
+            items.extend(by_keys.iter().take_while(has_it).map(|(index, _)| (*index, range)));
+        }
+    }
     let mut start = plan.tables + tables.len();
     for (kind, items) in items.iter().enumerate() {
         plan.items[kind] = Items { start, room: rooms[kind] };
@@ -362,14 +382,13 @@ fn plan(spans: &[Span], tables: &[u32], room: usize) -> Result<(Vec<u32>, Plan)>
 /// values of all tokens already, those of the queries too; what is in them beyond the tokens of the sequences
 /// doesn't matter. `q` may have any strides. Sums are made in f32 (f64 for f64).
 ///
-/// What a query gives has the same bits whatever other sequences there are, and in which blocks its keys lie; on CUDA, where
-/// many sequences have one query, it may depend on how many they are, unless they are made with batch invariance.
-/// On the CPU it has the same bits in whatever pieces the tokens of its sequence are computed, too, one by one
-/// or all at once, and those that [`forward`](super::forward) gives for more than 4 queries of the sequence by
-/// itself; where the machine multiplies pairs of bf16 numbers, up to 16 such queries times heads of a key head only if the
-/// sequences are made with batch invariance. On a GPU it has the same bits in pieces that all have up to 16 queries, or all
-/// more, but for how many sequences have one. Over pools that are rounded to 8 bits it has the bits of pools of what their
-/// codes stand for; on CUDA where `head_dim` is a multiple of 16.
+/// What a query gives has the same bits whatever other sequences there are, and in which blocks its keys lie.
+/// On CUDA it has the same bits in whatever pieces the tokens of its sequence are computed, one by one or all at once, too. On
+/// the CPU as well, and those that [`forward`](super::forward) gives for more than 4 queries of the sequence by itself; where
+/// the machine multiplies pairs of bf16 numbers, up to 16 such queries times heads of a key head only if the sequences are made
+/// with batch invariance. On Metal only those have the same bits in pieces of any size, others in pieces that all have up to 16
+/// queries, or all more. Over pools that are rounded to 8 bits it has the bits of pools of what their codes stand for; on CUDA
+/// where `head_dim` is a multiple of 16.
 ///
 /// Blocks may have any size. On CUDA, tensor cores are used for f16 and bf16 where it is a multiple of 16 and
 /// `head_dim` is one of 8. Whatever numbers a recording is given, a GPU reads nothing beyond the pools.
