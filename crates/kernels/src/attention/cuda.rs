@@ -133,13 +133,15 @@ pub(super) fn score_numbers(options: &Options) -> (i32, f32, f32) {
     (mode, factor as f32, inner as f32)
 }
 
-/// Rows, warps and bytes of shared memory of a block for few queries.
+/// Rows and bytes of shared memory of a block for few queries.
 #[derive(Clone, Copy)]
 pub(super) struct FewShape {
     pub rows: usize,
-    pub warps: usize,
     pub shared: usize,
 }
+
+/// Threads of such a block.
+pub(super) const FEW_THREADS: usize = 128;
 
 impl FewShape {
     /// `few_block` in few_queries.cuh, or the plain one.
@@ -148,11 +150,11 @@ impl FewShape {
             Kernels::Tiles(size) => {
                 let stages = if size <= 128 { 2 } else { 1 };
                 let shared = tile_bytes(16, size) + 2 * stages * tile_bytes(SEGMENT, size);
-                FewShape { rows: 16, warps: 4, shared }
+                FewShape { rows: 16, shared }
             }
             Kernels::Plain => {
                 let shared = 4 * (4 * 256 + 4 * 4 * 32 + 4 * 4 * 256 + 2 * 4 * 4);
-                FewShape { rows: 4, warps: 4, shared }
+                FewShape { rows: 4, shared }
             }
         }
     }
@@ -228,19 +230,6 @@ thread_local! {
 const PLAIN_TILE: usize = 64;
 const PLAIN_THREADS: u32 = 256;
 const PLAIN_SHARED: u32 = 4 * (2 * 32 + 64) * (64 + 4);
-
-/// [`forward`](super::forward).
-pub(super) fn forward(
-    operation: &str,
-    sizes: Sizes,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    first_key: Option<&Tensor>,
-    options: &Options,
-) -> Result<(Tensor, Tensor)> {
-    Call::new(operation, sizes, q, k, v, first_key, options)?.forward()
-}
 
 pub(super) struct Call<'a> {
     cuda: Cuda<'a>,
@@ -486,14 +475,14 @@ impl<'a> Call<'a> {
     /// Runs the kernel for few queries over the ranges of keys that the parameters have, and joins the parts that it leaves.
     fn run_few(&mut self) -> Result<()> {
         let Sizes { batch, queries, keys, heads, head_dim, .. } = self.sizes;
-        let FewShape { warps, shared, .. } = FewShape::of(self.kernels);
+        let shared = FewShape::of(self.kernels).shared;
         let name = match self.kernels {
             Kernels::Tiles(size) => tile_kernel!("few", self.dtype, size),
             Kernels::Plain => by_dtype!("plain_few", self.dtype)?,
         };
         let Parameters { split_start, split_keys, parts, .. } = self.parameters;
         let ranges = (keys - split_start as usize).div_ceil(split_keys as usize).max(1);
-        let (grid, threads) = ((self.few_blocks(), ranges, 1), 32 * warps as u32);
+        let (grid, threads) = ((self.few_blocks(), ranges, 1), FEW_THREADS as u32);
         if parts == 1 {
             return self.run(name, grid, threads, shared);
         }

@@ -111,67 +111,6 @@ struct Splits {
 
 const NOT_SPLIT: Splits = Splits { count: 1, start: 0, keys: 0 };
 
-/// [`forward`](super::forward).
-pub(super) fn forward(
-    operation: &str,
-    sizes: Sizes,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    first_key: Option<&Tensor>,
-    options: &Options,
-) -> Result<(Tensor, Tensor)> {
-    match piece(&sizes) {
-        Some(piece) => forward_in_pieces(piece, sizes, q, k, v, first_key, options),
-        None => Call::new(operation, sizes, q, k, v, first_key, options)?.forward(),
-    }
-}
-
-/// How many queries of a row are taken at once, where what the ranges of keys give all of them is too much to be kept.
-fn piece(sizes: &Sizes) -> Option<usize> {
-    let Sizes { batch, queries, keys, heads, head_dim, .. } = *sizes;
-    let of_query = heads * (head_dim + 2) * 4 * keys.div_ceil(PAGED_SPLIT);
-    let all = (batch * queries).saturating_mul(of_query);
-    // What a single range gives is the result.
-    if !sizes.are_bits_fixed() || keys <= PAGED_SPLIT || all <= MOST_PART_BYTES {
-        return None;
-    }
-    let piece = (MOST_PART_BYTES / of_query).max(paged::FEW_QUERIES);
-    (batch > 1 || piece < queries).then_some(piece)
-}
-
-/// What [`forward`] gives, of up to `piece` queries of a row at a time.
-pub(super) fn forward_in_pieces(
-    piece: usize,
-    sizes: Sizes,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    first_key: Option<&Tensor>,
-    options: &Options,
-) -> Result<(Tensor, Tensor)> {
-    let Sizes { batch, queries, keys, .. } = sizes;
-    let (mut os, mut log_sum_exps) = (Vec::new(), Vec::new());
-    for row in 0..batch {
-        let (mut o, mut log_sum_exp) = (Vec::new(), Vec::new());
-        for start in (0..queries).step_by(piece) {
-            let count = piece.min(queries - start);
-            let part =
-                |tensor: &Tensor, start, count| tensor.narrow(0, row, 1)?.narrow(1, start, count);
-            let of_queries = |tensor| part(tensor, start, count);
-            let seen = |tensor| part(tensor, 0, keys - queries + start + count);
-            let first_key = first_key.map(of_queries).transpose()?;
-            let found =
-                super::forward(&of_queries(q)?, &seen(k)?, &seen(v)?, first_key.as_ref(), options)?;
-            o.push(found.0);
-            log_sum_exp.push(found.1);
-        }
-        os.push(Tensor::cat(&o, 1)?);
-        log_sum_exps.push(Tensor::cat(&log_sum_exp, 2)?);
-    }
-    Ok((Tensor::cat(&os, 0)?, Tensor::cat(&log_sum_exps, 0)?))
-}
-
 impl Call {
     pub(super) fn new(
         operation: &str,
@@ -251,7 +190,49 @@ impl Call {
         self.padded * self.dtype.size_in_bytes()
     }
 
+    /// How many queries of a row are taken at once, where what the ranges of keys give all of them is too much to be kept.
+    fn piece(&self) -> Option<usize> {
+        let Sizes { batch, queries, keys, heads, head_dim, .. } = self.sizes;
+        let of_query = heads * (head_dim + 2) * 4 * keys.div_ceil(PAGED_SPLIT);
+        let all = (batch * queries).saturating_mul(of_query);
+        // What a single range gives is the result.
+        if !self.sizes.are_bits_fixed() || keys <= PAGED_SPLIT || all <= MOST_PART_BYTES {
+            return None;
+        }
+        let piece = (MOST_PART_BYTES / of_query).max(paged::FEW_QUERIES);
+        (batch > 1 || piece < queries).then_some(piece)
+    }
+
+    /// What [`Self::forward`] gives, of up to `piece` queries of a row at a time.
+    pub(super) fn forward_in_pieces(self, piece: usize) -> Result<(Tensor, Tensor)> {
+        let Sizes { batch, queries, keys, .. } = self.sizes;
+        let first_key = self.first_key.as_ref().map(|first_key| &first_key.tensor);
+        let (mut os, mut log_sum_exps) = (Vec::new(), Vec::new());
+        for row in 0..batch {
+            let (mut o, mut log_sum_exp) = (Vec::new(), Vec::new());
+            for start in (0..queries).step_by(piece) {
+                let count = piece.min(queries - start);
+                let part = |tensor: &Tensor, start, count| {
+                    tensor.narrow(0, row, 1)?.narrow(1, start, count)
+                };
+                let of_queries = |tensor| part(tensor, start, count);
+                let seen = |array: &Array| part(&array.tensor, 0, keys - queries + start + count);
+                let first_key = first_key.map(of_queries).transpose()?;
+                let (q, k, v) = (of_queries(&self.q.tensor)?, seen(&self.k)?, seen(&self.v)?);
+                let found = super::forward(&q, &k, &v, first_key.as_ref(), &self.options)?;
+                o.push(found.0);
+                log_sum_exp.push(found.1);
+            }
+            os.push(Tensor::cat(&o, 1)?);
+            log_sum_exps.push(Tensor::cat(&log_sum_exp, 2)?);
+        }
+        Ok((Tensor::cat(&os, 0)?, Tensor::cat(&log_sum_exps, 0)?))
+    }
+
     pub(super) fn forward(self) -> Result<(Tensor, Tensor)> {
+        if let Some(piece) = self.piece() {
+            return self.forward_in_pieces(piece);
+        }
         let Sizes { batch, queries, heads, .. } = self.sizes;
         let o = self.metal.empty(&self.sizes.q_shape(), self.dtype)?;
         let log_sum_exp = self.metal.empty(&self.sizes.row_shape(), DType::F32)?;

@@ -59,8 +59,8 @@ const LAYOUT: &str = "(batch, seq, heads, head_dim)";
 /// `k` and `v` may be views into a cache: they aren't copied when their last dimension is contiguous.
 ///
 /// With [batch invariance](crate::batch_invariance) a query whose first key is 0 has the bits that [`forward_paged`]
-/// gives it over dense pools; on a GPU that takes longer for many. For that, calls on the CPU have more than 4 queries; on CUDA heads
-/// are of up to 256 elements, and blocks of a multiple of 16 tokens in 16 bits.
+/// gives it over dense pools; on a GPU that takes longer for many. For that, calls on the CPU have more than 4 queries; on
+/// CUDA heads are of up to 256 elements, and blocks of a multiple of 16 tokens in 16 bits.
 ///
 /// # Errors
 /// When shapes don't fit, `heads` isn't a multiple of `kv_heads`, `s < t`, the window is 0, the
@@ -75,7 +75,9 @@ pub fn forward(
 ) -> Result<(Tensor, Tensor)> {
     const OPERATION: &str = "attention::forward";
     let sizes = check(OPERATION, q, k, v, first_key, options)?;
-    on_gpu!(q, gpu => gpu::forward(OPERATION, sizes, q, k, v, first_key, options));
+    on_gpu!(q, gpu => {
+        gpu::Call::new(OPERATION, sizes, q, k, v, first_key, options)?.forward()
+    });
     let (k, v) = (Input::strided_rows(k)?, Input::strided_rows(v)?);
     let q = Input::contiguous(q)?;
     let (q, k, v) = (q.read(), k.read(), v.read());

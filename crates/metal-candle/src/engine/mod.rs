@@ -78,9 +78,8 @@ pub struct EngineOptions {
     /// also when it is read again to be scored ("batch invariance"; see
     /// [`batch_invariance`](metal_candle_kernels::batch_invariance)). They are the bits that a pass for training has
     /// within it, for texts of more than 4 tokens that begin with their rows, over a cache in the model's dtype; on CUDA for
-    /// heads of up to 256 elements, in blocks of a multiple of 16 tokens. It costs some 5 %
-    /// of the time in bf16 on Hopper, and more for one text; other GPUs, and f32, multiply 256
-    /// rows at least then (64 on Metal), so few texts take as long as many.
+    /// heads of up to 256 elements, in blocks of a multiple of 16 tokens. It costs some 5 % of the time in bf16 on Hopper, and
+    /// more for one text; other GPUs, and f32, multiply 256 rows at least then (64 on Metal), so few texts take as long as many.
     pub batch_invariant: bool,
     /// With whom a [`Handle`]'s engine shares the device; `None` is nobody.
     pub turns: Option<Arc<Turns>>,

@@ -5,8 +5,8 @@ use super::{
 };
 use crate::attention::Options;
 use crate::attention::cuda::{
-    FewShape, Kernels, Parameters, combine_shared, contiguous, forward_shape, score_numbers,
-    strided, tile_kernel,
+    FEW_THREADS, FewShape, Kernels, Parameters, combine_shared, contiguous, forward_shape,
+    score_numbers, strided, tile_kernel,
 };
 use crate::backend::cuda::{Array, Cuda, Module, by_dtype, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
@@ -317,8 +317,8 @@ fn attend(
             } else {
                 by_dtype!("paged_plain", dtype)?
             };
-            let FewShape { warps, shared, .. } = few;
-            Kernel { name, threads: 32 * warps, shared, item_blocks: blocks_of(PAGED_QUERIES) }
+            let item_blocks = blocks_of(PAGED_QUERIES);
+            Kernel { name, threads: FEW_THREADS, shared: few.shared, item_blocks }
         }
     };
     let of_few = |queries, keys: usize, has_new: bool| -> Result<Kernel> {
@@ -332,9 +332,8 @@ fn attend(
             (Kernels::Plain, false) => by_dtype!("paged_plain_few", dtype)?,
             (Kernels::Plain, true) => by_dtype!("rounded_plain_few", dtype)?,
         };
-        let FewShape { warps, shared, .. } = few;
         let item_blocks = blocks_of(queries) * (PAGED_SPLIT / keys).max(1);
-        Ok(Kernel { name, threads: 32 * warps, shared, item_blocks })
+        Ok(Kernel { name, threads: FEW_THREADS, shared: few.shared, item_blocks })
     };
     let combine = Kernel {
         name: by_dtype!("paged_combine", dtype)?,
