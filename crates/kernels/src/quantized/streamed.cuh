@@ -6,7 +6,8 @@
 //   one brings the codes of stages into a ring, by bulk copies, as far ahead as there is room,
 //   eight load and decode scales, into a ring of their own,
 //   sixteen multiply, each the same columns of every stage,
-//   two add up what these have of a task, with the low-rank part, and write it, or the gated unit of two tasks.
+//   two make the table of levels, if there is one, and then add up what these have of a task, with the low-rank part, and
+//   write it, or the gated unit of two tasks.
 // Weights aren't written by kernels, so all of it begins before the previous kernel ends, but for what reads x.
 //
 // The tensor cores multiply: W is the operand of 16 rows, x that of 8 columns. A lane has 32 codes of two rows. A
@@ -361,17 +362,27 @@ __device__ __forceinline__ void stage_x(const Source &source, int rows, int inne
 #pragma unroll 1
         for (; first < rows; first++) stage_norm<S>(source, first, staged, scratch + first * MULTIPLIERS);
     }
+    // So many are asked for before the first is put.
+    constexpr int AT_ONCE = 4, STEP = MULTIPLIERS * WARP;
     const int lane = threadIdx.x % WARP, eights = inner / 8;
 #pragma unroll
     for (int r = 0; r < S::ROWS; r++) {
         if (r < first) continue;
-#pragma unroll 2
-        for (int base = threadIdx.x - lane; base < eights; base += MULTIPLIERS * WARP) {
-            const int i = base + lane;
-            Eight x = {};
-            if (i < eights && r < rows)
-                x = unpack_eight(load_eight(source.x, r * source.x_stride + 8 * i), source.is_f16);
-            staged.put(r, i, i < eights, x.at);
+#pragma unroll 1
+        for (int base = threadIdx.x - lane; base < eights; base += AT_ONCE * STEP) {
+            uint4 x[AT_ONCE];
+#pragma unroll
+            for (int o = 0; o < AT_ONCE; o++) {
+                const int i = base + o * STEP + lane;
+                x[o] = make_uint4(0, 0, 0, 0);
+                if (i < eights && r < rows) x[o] = load_eight(source.x, r * source.x_stride + 8 * i);
+            }
+#pragma unroll
+            for (int o = 0; o < AT_ONCE; o++) {
+                const int first_eight = base + o * STEP;
+                if (first_eight >= eights) break;
+                staged.put(r, first_eight + lane, first_eight + lane < eights, unpack_eight(x[o], source.is_f16).at);
+            }
         }
     }
 }
@@ -643,20 +654,23 @@ template <typename S> struct Places {
         slots = min(static_cast<int>(bytes - (at - reinterpret_cast<char *>(shared))) / S::SLOT, MOST_SLOTS);
     }
 
+    /// By a warp, whose lanes have some each.
     __device__ __forceinline__ void begin_barriers() const {
-        for (int s = 0; s < slots; s++) {
-            barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, MULTIPLIERS);
+        static_assert(MOST_SLOTS <= WARP && S::SCALE_SLOTS <= WARP, "a lane for each of a kind");
+        const int i = threadIdx.x % WARP;
+        if (i < slots) {
+            barrier_init(full + 8 * i, 1);
+            barrier_init(empty + 8 * i, MULTIPLIERS);
         }
-        for (int s = 0; s < S::SCALE_SLOTS; s++) {
-            barrier_init(scales_full + 8 * s, SCALERS / S::TEAMS);
-            barrier_init(scales_empty + 8 * s, MULTIPLIERS);
+        if (i < S::SCALE_SLOTS) {
+            barrier_init(scales_full + 8 * i, SCALERS / S::TEAMS);
+            barrier_init(scales_empty + 8 * i, MULTIPLIERS);
         }
-        for (int s = 0; s < FINISHERS; s++) {
-            barrier_init(sums_full + 8 * s, MULTIPLIERS);
-            barrier_init(sums_empty + 8 * s, 1);
+        if (i < FINISHERS) {
+            barrier_init(sums_full + 8 * i, MULTIPLIERS);
+            barrier_init(sums_empty + 8 * i, 1);
         }
-        barrier_init(xa_ready, 1);
+        if (i == 0) barrier_init(xa_ready, 1);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
 };
@@ -878,6 +892,24 @@ __device__ __forceinline__ void multiply_stages(const Projections &all, const Pl
     }
 }
 
+/// Writes the pairs of levels of all bytes, by the finishers. A thread has four lanes' copies of every eighth byte's.
+template <int PITCH>
+__device__ __forceinline__ void fill_table(char *table, const float *levels) {
+    constexpr int QUADS = WARP / 4, BYTES = FINISHERS * WARP / QUADS;
+    const int first = threadIdx.x % (FINISHERS * WARP) / QUADS;
+    const float level = __ldg(levels + threadIdx.x % 16);
+    float low[16 / BYTES];
+#pragma unroll
+    for (int i = 0; i < 16 / BYTES; i++) low[i] = __shfl_sync(FULL, level, i * BYTES + first);
+#pragma unroll
+    for (int byte = 0; byte < 256; byte += BYTES) {
+        const float high = __shfl_sync(FULL, level, byte / 16);
+        const uint32_t pair = pack_pair<f16>(low[byte % 16 / BYTES], high);
+        *reinterpret_cast<uint4 *>(table + (byte + first) * PITCH + threadIdx.x % QUADS * 16) =
+            make_uint4(pair, pair, pair, pair);
+    }
+}
+
 /// All rows of the source begin at 16 bytes, `inner` is a multiple of 256, and all weights are as `S` has it, with the
 /// same table and zero. `parts` is as for `few_rows`, and `xa_out` may be null.
 template <typename S>
@@ -886,24 +918,18 @@ __device__ __forceinline__ void streamed_rows(const Projections &all, const Sour
     const bool is_f16 = source.is_f16;
     const Places<S> places(inner, all.ranks);
     const int warp = threadIdx.x / WARP;
-    if (threadIdx.x == 0) places.begin_barriers();
+    if (warp == 0) places.begin_barriers();
     __syncthreads();
     if (warp == MULTIPLIERS) return bring_codes<S>(all, places, inner);
     if (warp > MULTIPLIERS + FINISHERS) return decode_scales<S>(all, places, inner, warp - MULTIPLIERS - 1 - FINISHERS);
-    if (warp > MULTIPLIERS) return finish_tasks<S>(all, places, rows, is_f16, warp - MULTIPLIERS - 1);
+    if (warp > MULTIPLIERS) {
+        // The table is made by these, which have nothing to do yet, as all waits for those that multiply.
+        if constexpr (S::KIND == TABLE) fill_table<S::TABLE_PITCH>(places.table, all.at[0].weight.levels);
+        asm volatile("bar.arrive 3, %0;" ::"n"((MULTIPLIERS + FINISHERS) * WARP) : "memory");
+        return finish_tasks<S>(all, places, rows, is_f16, warp - MULTIPLIERS - 1);
+    }
 
     if (threadIdx.x < S::ZEROS / 4) reinterpret_cast<uint32_t *>(places.zeros)[threadIdx.x] = 0;
-    if constexpr (S::KIND == TABLE) {
-        const float *levels = all.at[0].weight.levels;
-        // A thread has four lanes' copies of some bytes' pairs.
-        constexpr int QUADS = WARP / 4;
-        for (int i = threadIdx.x; i < 256 * QUADS; i += MULTIPLIERS * WARP) {
-            const int byte = i / QUADS;
-            const uint32_t pair = pack_pair<f16>(levels[byte % 16], levels[byte / 16]);
-            *reinterpret_cast<uint4 *>(places.table + byte * S::TABLE_PITCH + i % QUADS * 16) =
-                make_uint4(pair, pair, pair, pair);
-        }
-    }
     if (source.residual != nullptr && threadIdx.x < (inner + 63) / 64)
         fetch_ahead(static_cast<const char *>(source.weight) + 128 * threadIdx.x);
     follow_previous();
@@ -915,7 +941,7 @@ __device__ __forceinline__ void streamed_rows(const Projections &all, const Sour
         places.xa[i] = total;
         if (blockIdx.x == 0 && xa_out != nullptr) store_half(xa_out, i, is_f16, total);
     }
-    asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS * WARP) : "memory");
+    asm volatile("bar.sync 3, %0;" ::"n"((MULTIPLIERS + FINISHERS) * WARP) : "memory");
     if (threadIdx.x == 0) barrier_arrive(places.xa_ready);
     multiply_stages<S>(all, places, inner);
 }

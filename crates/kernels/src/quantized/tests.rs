@@ -412,6 +412,30 @@ mod cuda {
         assert!(count > 200, "{count}");
     }
 
+    /// A block reads a row of x in pieces.
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_multiplies_long_rows() {
+        let device = crate::testing::cuda();
+        for inner in [8448, 14336, 17408] {
+            let cases = [
+                Case::new(sample(LEVELS[9], Kind::Nested, (40, inner), 64, true), Some(8), 1),
+                Case::new(
+                    sample(LEVELS[4], Kind::Plain(DType::BF16, true), (24, inner), 64, true),
+                    None,
+                    2,
+                ),
+            ];
+            for (dtype, tolerance) in PRECISIONS {
+                for rows in 1..=3 {
+                    let x = random(&[1, rows, inner], 9).to_dtype(dtype).unwrap();
+                    check(&device, &x, &cases[..1], tolerance);
+                    check(&device, &x, &cases[1..], tolerance);
+                }
+            }
+        }
+    }
+
     #[test]
     #[ignore = "needs an NVIDIA GPU"]
     fn cuda_adds_adapters_of_projections_in_several_formats() {
