@@ -11,6 +11,8 @@ static MODULE: Module = module!("matmul");
 /// Threads of a block of every kernel here.
 const THREADS: usize = 256;
 const WARPS: usize = THREADS / 32;
+/// Blocks that a multiprocessor has at once.
+const BLOCKS_AT_ONCE: usize = 2;
 
 /// Up to here the own kernels are for: with 8 rows, a step of an 8B model in bf16 takes 5.3 ms by cuBLAS on an H200,
 /// and 8.3 by them.
@@ -197,7 +199,7 @@ fn launch_few_rows(
     let padded = rows.next_power_of_two();
     let (tasks, ranks) = (all.tasks as usize, all.ranks as usize);
     // Not without a block: the first one writes x·A.
-    let blocks = tasks.div_ceil(WARPS).clamp(1, 2 * cuda.multiprocessors()?);
+    let blocks = tasks.div_ceil(WARPS).clamp(1, BLOCKS_AT_ONCE * cuda.multiprocessors()?);
     let (stride, rows, inner_size) = (x.stride as i64, rows as i32, size(inner)?);
     let xa = xa.map_or(0, |xa| xa.pointer);
     let places = padded * ranks * size_of::<f32>();
@@ -212,7 +214,8 @@ fn launch_few_rows(
         };
         let grid = ((clusters * CLUSTER) as u32, 1, 1);
         let shared = (scratch + CLUSTER * places) as u32;
-        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, shared)?.overlapping();
+        let launch = MODULE.launch(cuda, name, grid, THREADS as u32, shared)?;
+        let launch = launch.overlapping().preferring_cache(cuda, BLOCKS_AT_ONCE)?;
         let (parts, slices) = (0u64, 0i32);
         // SAFETY: as the kernel declares them; the caller holds what the pointers point into.
         return unsafe {
@@ -232,7 +235,8 @@ fn launch_few_rows(
         _ => by_dtype!("few_rows_4", x.dtype)?,
     };
     let grid = (blocks as u32, 1, 1);
-    let launch = MODULE.launch(cuda, name, grid, THREADS as u32, places as u32)?.overlapping();
+    let launch = MODULE.launch(cuda, name, grid, THREADS as u32, places as u32)?;
+    let launch = launch.overlapping().preferring_cache(cuda, BLOCKS_AT_ONCE)?;
     let slices = parts.as_ref().map_or(0, |(_, slices)| *slices);
     let parts = parts.as_ref().map_or(0, |(parts, _)| parts.pointer);
     // SAFETY: as the kernel declares them; the caller holds what the pointers point into, and the sums

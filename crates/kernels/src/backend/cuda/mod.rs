@@ -95,6 +95,11 @@ impl Cuda<'_> {
         Ok(cfg!(hopper) && self.stream.context().compute_capability().w()? == (9, 0))
     }
 
+    /// Bytes of shared memory that all blocks on a multiprocessor may have at most.
+    pub(crate) fn shared_memory_at_once(&self) -> Result<usize> {
+        self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)
+    }
+
     /// Bytes of shared memory that a block may have at most.
     pub(crate) fn most_shared_memory(&self) -> Result<usize> {
         self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
