@@ -123,6 +123,28 @@ impl Kernels {
 /// Keys of a row that one block has all of, at most: others would be done long before it.
 const MOST_ALONE: usize = 8192;
 
+/// Blocks of a cluster that share the keys of a row, and segments of these at most: `SHARING_BLOCKS` and `SHARED_SEGMENTS` in
+/// few_queries.cuh.
+pub(super) const SHARING_BLOCKS: usize = 8;
+const SHARED_SEGMENTS: usize = 24;
+
+/// Whether clusters share the keys of rows for single queries, where there are so many blocks for a range, and up to `keys`
+/// that a query sees: while all of these run at once, it is sooner than leaving parts in memory. On an H200, 8 key heads of
+/// 128, in us so and by [`Kernels::block_keys`]: 4.4 and 5.3 for one text of 120 keys, 4.4 and 6.8 of 500, 6.7 and 7.6 of
+/// 1000, 9.6 and 9.0 of 2000; 5.4 and 7.7 for two of 500; 11.4 and 10.3 for four.
+pub(super) fn are_shared_in_clusters(multiprocessors: usize, blocks: usize, keys: usize) -> bool {
+    // A window may begin within a segment.
+    let segments = 1 + keys.div_ceil(SEGMENT);
+    segments <= SHARED_SEGMENTS && keys > SEGMENT && blocks * SHARING_BLOCKS <= multiprocessors
+}
+
+/// Bytes of shared memory of a block of such a cluster, as `PartsInCluster` in few_queries.cuh has them behind those of
+/// [`FewShape`].
+pub(super) fn cluster_shared(size: usize) -> usize {
+    let sixteens = (size / 16).div_ceil(SHARING_BLOCKS);
+    SHARED_SEGMENTS * 16 * (sixteens * 16 * 4 + 8)
+}
+
 /// How scores are made: the mode and the numbers of `Parameters`.
 pub(super) fn score_numbers(options: &Options) -> (i32, f32, f32) {
     let (mode, factor, inner) = match options.softcap {

@@ -1,9 +1,11 @@
 // The forward pass for few queries, as in decoding, where reading keys and values is all the time: a block takes queries
 // of all heads that share a key head, so that it reads that once, and a range of the keys. It joins what the segments of
-// that give, or, where other blocks have other ranges, leaves them as parts, which are joined later.
+// that give, or, where other blocks have other ranges, leaves them as parts, which a kernel joins later, or the blocks of a
+// cluster among themselves.
 #pragma once
 
 #include "tiles.cuh"
+#include "warpgroup.cuh"
 
 /// Row `index` of a key head's queries: those of one query lie together.
 struct FewRow {
@@ -74,14 +76,26 @@ __device__ __forceinline__ void store_log_sum_exp(const Parameters &p, int64_t r
 constexpr int FEW_WARPS = 4, FEW_THREADS = FEW_WARPS * WARP, FEW_ROWS = 16;
 constexpr int few_stages(int d) { return d <= 128 ? 2 : 1; }
 
+/// The last key of a sequence and its value, in chunks, where they are brought with the queries.
+template <int CHUNKS> struct BroughtKey {
+    uint4 key[CHUNKS], value[CHUNKS];
+    bool is_there;
+
+    /// Puts a row into a tile of sixteen, by a warp.
+    __device__ __forceinline__ static void put(uint32_t tile, int row, const uint4 (&from)[CHUNKS], int chunks,
+                                               int lane) {
+        for (int chunk = lane; chunk < chunks; chunk += WARP) store_chunk(tile + place<16>(row, chunk), from[chunk]);
+    }
+};
+
 /// Queries as they are.
 struct GivenQueries {
-    /// Whether the last of the keys is there once `bring` has ended, and not before.
+    /// Whether the last of the keys comes with the queries, and is not where the others are.
     static constexpr bool BRING_A_KEY = false;
 
     /// Starts to copy the rows of a key head's queries from `first_row` on into a tile.
-    template <typename T, int D, int ROWS, int THREADS>
-    __device__ __forceinline__ void bring(const Parameters &p, uint32_t tile, bool, int batch, int kv_head,
+    template <typename T, int D, int ROWS, int THREADS, typename Key>
+    __device__ __forceinline__ void bring(const Parameters &p, uint32_t tile, bool, Key &, int batch, int kv_head,
                                           int first_row) const {
         constexpr int CHUNKS = D / 8;
         for (int index = threadIdx.x; index < ROWS * CHUNKS; index += THREADS) {
@@ -105,18 +119,41 @@ struct FewExchange {
     uint4 weights[FEW_WARPS][WARP];
 };
 
+/// Parts that are left in memory, unless a block has all keys of its rows, and joins them itself.
+struct PartsInMemory {
+    __device__ __forceinline__ static bool are_left(const Parameters &p) { return p.parts != 1; }
+    __device__ __forceinline__ void begin() const {}
+
+    template <int COLUMNS>
+    __device__ __forceinline__ void store(const Parameters &p, int64_t row, int, int segment, int column,
+                                          const float (&values)[COLUMNS]) const {
+        store_part(p, row, part_of_segment(p, segment), column, values);
+    }
+    __device__ __forceinline__ void store_sums_of(const Parameters &p, int64_t row, int, int segment, int warp, int lane,
+                                                  const RowSums &sums) const {
+        if (warp == 0 && lane % 4 == 0) store_sums(p, row, part_of_segment(p, segment), sums);
+    }
+
+  private:
+    /// On tensor cores parts are segments.
+    __device__ __forceinline__ static int part_of_segment(const Parameters &p, int segment) {
+        return segment - p.split_start / SEGMENT;
+    }
+};
+
 /// On tensor cores, FEW_ROWS rows from `first_row` on of a key head's, for the keys from `seen.x` up to `seen.y`. Keys
-/// and queries are where `keys_at` and `queries_at` say. Every warp makes the scores of sixteen keys of a segment, and
-/// gives some of the columns.
-template <typename T, int D, typename Keys, typename Queries>
+/// and queries are where `keys_at` and `queries_at` say, and `parts` is where parts are left. Every warp makes the scores
+/// of sixteen keys of a segment, and gives some of the columns.
+template <typename T, int D, typename Keys, typename Queries, typename Parts>
 __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_at,
-                                          const Queries &queries_at, int2 seen, int batch,
+                                          const Queries &queries_at, const Parts &parts, int2 seen, int batch,
                                           int kv_head, int first_row) {
     constexpr int ROWS = FEW_ROWS, SIXTEENS = (D / 16 + FEW_WARPS - 1) / FEW_WARPS, STAGES = few_stages(D);
     // Segments of keys, and then as many of values: a tile of sixteen for each warp.
     constexpr int TILE = tile_bytes(16, D), PANEL = 16 * ROW_BYTES, OF_SEGMENT = FEW_WARPS * TILE;
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ FewExchange exchange;
+    __shared__ BroughtKey<Queries::BRING_A_KEY ? D / 8 : 1> brought;
     const uint32_t q_shared = shared_address(shared), k_shared = q_shared + tile_bytes(ROWS, D);
     const uint32_t v_shared = k_shared + STAGES * OF_SEGMENT;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -126,7 +163,6 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
     const int first_segment = seen.x / SEGMENT;
     const int segments = (seen.y + SEGMENT - 1) / SEGMENT - first_segment;
     const int mine = first_segment * SEGMENT + warp * 16;
-    const int first_part = part_of(p, first_segment * SEGMENT);
     // Where the next keys are is asked for a step ahead.
     int64_t row_of_keys = keys_at.row(mine), row_of_values = -1;
     const auto count = [&](int step) { return seen.y - (mine + step * SEGMENT); };
@@ -145,15 +181,18 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
                                                       p.head_dim, lane);
         copy_async_commit();
     };
-    bool has_begun = false;
     if constexpr (Queries::BRING_A_KEY) {
-        has_begun = mine + 16 < p.keys;
-        if (has_begun) {
-            load_keys(0);
-            load_values(0, row_of_values);
+        // Whoever writes them, keys and values are asked for while the kernel before ends.
+        if (lane < 16 && row_of_keys >= 0 && lane < count(0)) {
+            k.fetch_ahead(row_of_keys + lane, p.head_dim);
+            v.fetch_ahead(row_of_keys + lane, p.head_dim);
         }
+        follow_previous();
+        load_keys(0);
+        load_values(0, row_of_values);
     }
-    queries_at.template bring<T, D, ROWS, FEW_THREADS>(p, q_shared, seen.y == p.keys, batch, kv_head, first_row);
+    const bool brings = Queries::BRING_A_KEY && seen.y == p.keys;
+    queries_at.template bring<T, D, ROWS, FEW_THREADS>(p, q_shared, brings, brought, batch, kv_head, first_row);
     if constexpr (!Queries::BRING_A_KEY) copy_async_commit();
     int position[2], lowest[2];
     int64_t to[2];
@@ -173,7 +212,7 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
     const int all_from = warp_max(max(lowest[0], lowest[1]));
     const int all_to = warp_min(min(position[0], position[1]));
 
-    if (!has_begun) {
+    if constexpr (!Queries::BRING_A_KEY) {
         load_keys(0);
         load_values(0, row_of_values);
     }
@@ -182,16 +221,27 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
         copy_async_commit();
     }
     if constexpr (!Queries::BRING_A_KEY) copy_async_wait<STAGES == 2 ? 4 : 2>();
-    // The queries are there.
+    // The queries are there, and what came with them.
     __syncthreads();
+    // The row of the key that is brought among a warp's of the last step.
+    const int brought_row = brings && brought.is_there ? p.keys - 1 - (mine + (segments - 1) * SEGMENT) : -1;
+    const auto put_brought = [&](int step, uint32_t tile, const auto &from) {
+        if (Queries::BRING_A_KEY && step == segments - 1 && brought_row >= 0 && brought_row < 16)
+            brought.put(tile, brought_row, from, p.head_dim / 8, lane);
+    };
     const Sixteen<D> queries(q_shared, lane);
     float out[SIXTEENS][2][4] = {};
     RowSums sums[2];
+    parts.begin();
     for (int step = 0; step < segments; step++) {
         const uint32_t keys = k_shared + step % STAGES * OF_SEGMENT + warp * TILE, values = v_shared + step % STAGES * OF_SEGMENT;
         copy_async_wait<STAGES == 2 ? 3 : 1>();
         keys_at.template land<T, 16, D, WARP>(keys, k, lane);
         __syncwarp();
+        if constexpr (Queries::BRING_A_KEY) {
+            put_brought(step, keys, brought.key);
+            __syncwarp();
+        }
         float scores[1][2][4] = {};
         multiply_sixteen<T, D>(scores[0], queries, keys, lane);
         __syncwarp();
@@ -228,6 +278,10 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
         exchange.weights[warp][lane] = make_uint4(own[0], own[1], own[2], own[3]);
         copy_async_wait<STAGES == 2 ? 2 : 1>();
         keys_at.template land<T, 16, D, WARP>(values + warp * TILE, v, lane);
+        if constexpr (Queries::BRING_A_KEY) {
+            __syncwarp();
+            put_brought(step, values + warp * TILE, brought.value);
+        }
         __syncthreads();
         uint32_t weights[1][SEGMENT / 16][4];
 #pragma unroll
@@ -246,32 +300,32 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
         for (int half = 0; half < 2; half++) {
             if (half == halves) break;
             next[half].total = row_sum(next[half].total);
-            if (p.parts != 1) continue;
+            if (parts.are_left(p)) continue;
             const Joint joint = join(sums[half], next[half]);
 #pragma unroll
             for (int i = 0; i < SIXTEENS; i++) scale_row<16>(out[i], half, joint.before);
             after[half] = joint.after;
         }
-        const int at = first_part + step;
 #pragma unroll
         for (int i = 0; i < SIXTEENS; i++) {
             float part[1][2][4] = {};
             if (D % 64 != 0 && i * 64 + warp * 16 >= D) break;
             multiply_sixteen_columns<T, SEGMENT, 1, TILE, PANEL>(part, weights, values, i, warp, lane);
-            if (p.parts == 1) {
+            if (!parts.are_left(p)) {
                 add_columns(after, out[i][0], out[i][1], part[0]);
                 continue;
             }
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const int column = i * 64 + warp * 16 + lane % 4 * 2;
+                const int column = i * 64 + warp * 16 + lane % 4 * 2, row = half * 8 + lane / 4;
+                const int segment = first_segment + step;
                 if (!inside[half]) continue;
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
                     const float pair[2] = {part[0][n][half * 2], part[0][n][half * 2 + 1]};
-                    store_part<2>(p, to[half], at, column + n * 8, pair);
+                    parts.store(p, to[half], row, segment, column + n * 8, pair);
                 }
-                if (i == 0 && warp == 0 && lane % 4 == 0) store_sums(p, to[half], at, next[half]);
+                if (i == 0) parts.store_sums_of(p, to[half], row, segment, warp, lane, next[half]);
             }
         }
         if constexpr (STAGES == 1) {
@@ -279,7 +333,7 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
             load_values(step + 1, row_of_values);
         }
     }
-    if (p.parts != 1) return;
+    if (parts.are_left(p)) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         if (!inside[half]) continue;
@@ -297,6 +351,106 @@ __device__ __forceinline__ void few_block(const Parameters &p, const Keys &keys_
     }
 }
 
+#if defined(HOPPER)
+
+/// Blocks of a cluster that share the keys of a query, and segments of these at most. `cluster_shared` in cuda.rs knows the
+/// sizes.
+constexpr int SHARING_BLOCKS = 8, SHARED_SEGMENTS = 24;
+
+/// Parts in the shared memory of a cluster's blocks. Each joins every SHARING_BLOCKS-th sixteen of the columns: it is given
+/// these of all segments, and the sums. Of one segment none is left.
+template <int D> struct PartsInCluster {
+    static constexpr int SIXTEENS = (D / 16 + SHARING_BLOCKS - 1) / SHARING_BLOCKS;
+    static constexpr int OF_SIXTEEN = FEW_ROWS * 16, OF_SEGMENT = SIXTEENS * OF_SIXTEEN;
+
+    /// (SHARED_SEGMENTS, SIXTEENS, FEW_ROWS, 16), and (SHARED_SEGMENTS, FEW_ROWS) sums.
+    float *values;
+    float2 *sums;
+    int first_segment, segments;
+
+    __device__ __forceinline__ PartsInCluster(unsigned char *shared, int first_segment, int segments)
+        : values(reinterpret_cast<float *>(shared)),
+          sums(reinterpret_cast<float2 *>(values + SHARED_SEGMENTS * OF_SEGMENT)), first_segment(first_segment),
+          segments(segments) {}
+
+    __device__ __forceinline__ bool are_left(const Parameters &) const { return segments > 1; }
+
+    /// Until the others have begun, nothing may be given to them.
+    __device__ __forceinline__ void begin() const {
+        if (segments > 1) cluster_wait();
+    }
+
+    __device__ __forceinline__ void store(const Parameters &, int64_t, int row, int segment, int column,
+                                          const float (&pair)[2]) const {
+        const int sixteen = column / 16;
+        const float *const to = values + (segment - first_segment) * OF_SEGMENT +
+                                sixteen / SHARING_BLOCKS * OF_SIXTEEN + row * 16 + column % 16;
+        store_in_block(in_block(shared_address(to), sixteen % SHARING_BLOCKS), make_float2(pair[0], pair[1]));
+    }
+    __device__ __forceinline__ void store_sums_of(const Parameters &, int64_t, int row, int segment, int warp, int lane,
+                                                  const RowSums &of_row) const {
+        constexpr int OF_WARP = SHARING_BLOCKS / FEW_WARPS;
+        if (lane % 4 >= OF_WARP) return;
+        const float2 *const to = sums + (segment - first_segment) * FEW_ROWS + row;
+        store_in_block(in_block(shared_address(to), warp * OF_WARP + lane % 4), make_float2(of_row.top, of_row.total));
+    }
+
+    /// Joins this block's columns.
+    template <typename T>
+    __device__ __forceinline__ void join_columns(const Parameters &p, int batch, int kv_head, int first_row) const {
+        static_assert(FEW_THREADS == FEW_ROWS * 8, "a pair of columns for each thread");
+        const int row = threadIdx.x / 8, column = threadIdx.x % 8 * 2;
+        const FewRow mine = few_row(p, kv_head, first_row + row);
+        if (!mine.inside) return;
+#pragma unroll
+        for (int i = 0; i < SIXTEENS; i++) {
+            const int first_column = (i * SHARING_BLOCKS + cluster_rank()) * 16;
+            if (first_column >= p.head_dim) return;
+            RowSums of_row;
+            float pair[2] = {};
+#pragma unroll 8
+            for (int segment = 0; segment < segments; segment++) {
+                const float2 next_sums = sums[segment * FEW_ROWS + row];
+                const float2 next = *reinterpret_cast<const float2 *>(values + segment * OF_SEGMENT +
+                                                                      i * OF_SIXTEEN + row * 16 + column);
+                const Joint joint = join(of_row, {next_sums.x, next_sums.y});
+                pair[0] = joint.of(pair[0], next.x);
+                pair[1] = joint.of(pair[1], next.y);
+            }
+            store_result<T, 2>(p, query_row(p, batch, mine.query, mine.head), first_column + column, pair,
+                               inverse_of(of_row.total));
+        }
+    }
+};
+
+/// `few_block` by the blocks of a cluster, each of which has some of the segments that are seen.
+template <typename T, int D, typename Keys, typename Queries>
+__device__ __forceinline__ void few_blocks_together(const Parameters &p, const Keys &keys_at, const Queries &queries_at,
+                                                    int2 seen, int batch, int kv_head, int first_row) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    constexpr int OF_TILES = tile_bytes(FEW_ROWS, D) + 2 * few_stages(D) * FEW_WARPS * tile_bytes(16, D);
+    const int first = seen.x / SEGMENT, segments = (seen.y + SEGMENT - 1) / SEGMENT - first;
+    // The first block waits for the kernel before.
+    if (segments == 1 && cluster_rank() > 0) return;
+    if (segments > 1) cluster_begin();
+    const int of_block = (segments + SHARING_BLOCKS - 1) / SHARING_BLOCKS;
+    const int own = (first + cluster_rank() * of_block) * SEGMENT;
+    const int2 seen_here = make_int2(max(seen.x, own), min(seen.y, own + of_block * SEGMENT));
+    const PartsInCluster<D> parts(shared + OF_TILES, first, segments);
+    if (seen_here.x < seen_here.y) {
+        few_block<T, D>(p, keys_at, queries_at, parts, seen_here, batch, kv_head, first_row);
+    } else {
+        follow_previous();
+        parts.begin();
+    }
+    if (segments == 1) return;
+    __syncwarp();
+    cluster_barrier();
+    parts.template join_columns<T>(p, batch, kv_head, first_row);
+}
+
+#endif
+
 /// Calls `work` with the keys that this block has, the row of the batch, the key head, and the first row of it, if any of
 /// its rows sees the keys.
 template <int ROWS, typename Work>
@@ -311,7 +465,7 @@ __device__ __forceinline__ void for_few(const Parameters &p, const Work &work) {
 template <typename T, int D>
 __device__ __forceinline__ void few_tiles(const Parameters &p) {
     for_few<FEW_ROWS>(p, [&](int2 seen, int batch, int kv_head, int first_row) {
-        few_block<T, D>(p, KeysInARow(), GivenQueries(), seen, batch, kv_head, first_row);
+        few_block<T, D>(p, KeysInARow(), GivenQueries(), PartsInMemory(), seen, batch, kv_head, first_row);
     });
 }
 

@@ -244,6 +244,12 @@ template <typename T> struct Rows {
     int64_t stride;
 
     __device__ __forceinline__ Line<T> line(int64_t row) const { return {start + row * stride}; }
+
+    /// Brings a row nearer, whoever writes it.
+    __device__ __forceinline__ void fetch_ahead(int64_t row, int head_dim) const {
+        constexpr int OF_LINE = 128 / sizeof(T);
+        for (int column = 0; column < head_dim; column += OF_LINE) ::fetch_ahead(start + row * stride + column);
+    }
 };
 
 /// Keys and values as they are.

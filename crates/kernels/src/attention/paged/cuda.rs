@@ -5,8 +5,8 @@ use super::{
 };
 use crate::attention::Options;
 use crate::attention::cuda::{
-    FEW_THREADS, FewShape, Kernels, Parameters, combine_shared, contiguous, forward_shape,
-    score_numbers, strided, tile_kernel,
+    FEW_THREADS, FewShape, Kernels, Parameters, SHARING_BLOCKS, are_shared_in_clusters,
+    cluster_shared, combine_shared, contiguous, forward_shape, score_numbers, strided, tile_kernel,
 };
 use crate::backend::cuda::{Array, Cuda, Module, by_dtype, module};
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
@@ -86,12 +86,14 @@ impl Unwritten {
     }
 }
 
-/// A launch: the kernel, its threads and bytes of shared memory, and how many blocks an item has.
+/// A launch: the kernel, its threads and bytes of shared memory, how many blocks an item has, and how many of the first items
+/// have them, if not all.
 struct Kernel {
     name: &'static str,
     threads: usize,
     shared: usize,
     item_blocks: usize,
+    most_items: Option<usize>,
 }
 
 struct Call<'a> {
@@ -105,9 +107,9 @@ struct Call<'a> {
 impl Call<'_> {
     /// Has a kernel do the items of a kind; one for new tokens is given these, too.
     fn run(&self, kernel: Kernel, kind: usize, new: Option<&Unwritten>) -> Result<()> {
-        let Kernel { name, threads, shared, item_blocks } = kernel;
+        let Kernel { name, threads, shared, item_blocks, most_items } = kernel;
         let items = self.sequences.plan.items[kind];
-        let blocks = items.room * item_blocks;
+        let blocks = most_items.unwrap_or(items.room) * item_blocks;
         if blocks == 0 {
             return Ok(());
         }
@@ -238,17 +240,24 @@ fn attend(
     };
     let q = q.unsqueeze(0)?;
     let q = strided(&cuda, &q, kernels != Kernels::Plain)?;
-    let numbers = cuda.contiguous(&sequences.uploaded)?;
+    let numbers = cuda.strided(&sequences.uploaded)?;
     let new = new.map(|tokens| Unwritten::new(&cuda, tokens)).transpose()?;
     let plan = &sequences.plan;
     let group = heads / kv_heads;
     let multiprocessors = cuda.multiprocessors()?;
     let few = FewShape::of(kernels);
     let blocks_of = |queries: usize| kv_heads * (queries * group).div_ceil(few.rows);
-    let [single_keys, few_keys] =
+    let seen = options.window.unwrap_or(usize::MAX).min(plan.most_keys);
+    let in_clusters = new.is_some()
+        && cuda.has_warpgroups()?
+        && are_shared_in_clusters(multiprocessors, plan.singles * blocks_of(1), seen);
+    let [mut single_keys, few_keys] =
         [(plan.singles, 1), (plan.fews, plan.most_few)].map(|(count, queries)| {
             kernels.block_keys(multiprocessors, count * blocks_of(queries), plan.most_keys)
         });
+    if in_clusters {
+        single_keys = i32::MAX as usize;
+    }
     // Parts of results and their sums.
     let has_parts = plan.parts > 0 && single_keys.min(few_keys) < plan.most_keys;
     let parts = has_parts.then(|| {
@@ -309,7 +318,8 @@ fn attend(
                 tile_kernel!("paged_forward", dtype, size)
             };
             let (rows, shared) = forward_shape(size);
-            Kernel { name, threads: 128, shared, item_blocks: heads * (PAGED_QUERIES / rows) }
+            let item_blocks = heads * (PAGED_QUERIES / rows);
+            Kernel { name, threads: 128, shared, item_blocks, most_items: None }
         }
         Kernels::Plain => {
             let name = if is_rounded {
@@ -318,10 +328,18 @@ fn attend(
                 by_dtype!("paged_plain", dtype)?
             };
             let item_blocks = blocks_of(PAGED_QUERIES);
-            Kernel { name, threads: FEW_THREADS, shared: few.shared, item_blocks }
+            Kernel { name, threads: FEW_THREADS, shared: few.shared, item_blocks, most_items: None }
         }
     };
     let of_few = |queries, keys: usize, has_new: bool| -> Result<Kernel> {
+        if let (Kernels::Tiles(size), true) = (kernels, has_new && in_clusters) {
+            let name = tile_kernel!("paged_shared", dtype, size);
+            let shared = few.shared + cluster_shared(size);
+            let item_blocks = blocks_of(1) * SHARING_BLOCKS;
+            // The first items are the first ranges of all sequences.
+            let most_items = Some(plan.singles);
+            return Ok(Kernel { name, threads: FEW_THREADS, shared, item_blocks, most_items });
+        }
         let name = match (kernels, is_rounded) {
             (Kernels::Tiles(size), false) if has_new => tile_kernel!("paged_new", dtype, size),
             _ if has_new => bail!(
@@ -333,13 +351,14 @@ fn attend(
             (Kernels::Plain, true) => by_dtype!("rounded_plain_few", dtype)?,
         };
         let item_blocks = blocks_of(queries) * (PAGED_SPLIT / keys).max(1);
-        Ok(Kernel { name, threads: FEW_THREADS, shared: few.shared, item_blocks })
+        Ok(Kernel { name, threads: FEW_THREADS, shared: few.shared, item_blocks, most_items: None })
     };
     let combine = Kernel {
         name: by_dtype!("paged_combine", dtype)?,
         threads: 128,
         shared: combine_shared(head_dim),
         item_blocks: heads,
+        most_items: None,
     };
     call.run(of_many, MANY, None)?;
     call.run(of_few(plan.most_few, few_keys, false)?, FEW, None)?;

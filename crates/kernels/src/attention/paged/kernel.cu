@@ -141,7 +141,7 @@ __device__ __forceinline__ void rotate_chunks(const T *from, const float *cosine
 }
 
 /// The query of a new token, which is rotated on the way. A block that sees its key puts this and the value into the
-/// pools first.
+/// pools, too.
 struct NewQueries {
     static constexpr bool BRING_A_KEY = true;
 
@@ -149,13 +149,13 @@ struct NewQueries {
     const PagedRows &rows;
 
     template <typename T, int D, int ROWS, int THREADS>
-    __device__ __forceinline__ void bring(const Parameters &p, uint32_t tile, bool is_last, int batch,
-                                          int kv_head, int first_row) const {
+    __device__ __forceinline__ void bring(const Parameters &p, uint32_t tile, bool is_last, BroughtKey<D / 8> &brought,
+                                          int batch, int kv_head, int first_row) const {
         constexpr int CHUNKS = D / 8;
         const int chunks = p.head_dim / 8, turning = tokens.half / 8;
         const float *const cosines = tokens.cosines + rows.first * tokens.half;
         const float *const sines = tokens.sines + rows.first * tokens.half;
-        if (is_last) write<T, THREADS>(p, kv_head, cosines, sines);
+        if (is_last) write<T, D, THREADS>(p, brought, kv_head, cosines, sines);
         for (int index = threadIdx.x; index < ROWS * CHUNKS; index += THREADS) {
             const int row = index / CHUNKS, chunk = index % CHUNKS;
             if (chunk >= turning && chunk < 2 * turning) continue;
@@ -173,16 +173,16 @@ struct NewQueries {
             }
             store_chunk(tile + place<ROWS>(row, chunk), low);
         }
-        // Other threads read the key.
-        __syncthreads();
     }
 
-    /// Puts the key and the value into the pools.
-    template <typename T, int THREADS>
-    __device__ __forceinline__ void write(const Parameters &p, int kv_head, const float *cosines,
-                                          const float *sines) const {
+    /// Brings the key and the value, and puts them into the pools, if these have a place for them.
+    template <typename T, int D, int THREADS>
+    __device__ __forceinline__ void write(const Parameters &p, BroughtKey<D / 8> &brought, int kv_head,
+                                          const float *cosines, const float *sines) const {
         const int64_t place = tokens.places[rows.first];
-        if (place >= static_cast<int64_t>(rows.blocks) * rows.block) return;
+        const bool is_there = place < static_cast<int64_t>(rows.blocks) * rows.block;
+        if (threadIdx.x == 0) brought.is_there = is_there;
+        if (!is_there) return;
         const int chunks = p.head_dim / 8, turning = tokens.half / 8;
         const int64_t to = (place * p.kv_heads + kv_head) * p.head_dim;
         T *const k_to = static_cast<T *>(const_cast<void *>(p.k)) + to;
@@ -192,14 +192,18 @@ struct NewQueries {
         const T *const v = static_cast<const T *>(tokens.v) + rows.first * tokens.v_strides[0] +
                            kv_head * tokens.v_strides[1];
         for (int chunk = threadIdx.x; chunk < chunks; chunk += THREADS) {
-            store_pack(v_to + chunk * 8, load_pack(v + chunk * 8));
+            const auto put = [&](T *to, uint4 (&here)[D / 8], int at, const uint4 &values) {
+                *reinterpret_cast<uint4 *>(to + at * 8) = values;
+                here[at] = values;
+            };
+            put(v_to, brought.value, chunk, *reinterpret_cast<const uint4 *>(v + chunk * 8));
             uint4 low, high;
             if (chunk < turning) {
                 rotate_chunks(k + chunk * 8, cosines + chunk * 8, sines + chunk * 8, tokens.half, low, high);
-                *reinterpret_cast<uint4 *>(k_to + chunk * 8) = low;
-                *reinterpret_cast<uint4 *>(k_to + chunk * 8 + tokens.half) = high;
+                put(k_to, brought.key, chunk, low);
+                put(k_to, brought.key, chunk + turning, high);
             } else if (chunk >= 2 * turning) {
-                store_pack(k_to + chunk * 8, load_pack(k + chunk * 8));
+                put(k_to, brought.key, chunk, *reinterpret_cast<const uint4 *>(k + chunk * 8));
             }
         }
     }
@@ -318,16 +322,21 @@ __device__ __forceinline__ Parameters of_sequence(const Parameters &given, const
 }
 
 /// Calls `work` with the parameters and keys of the sequence that this block's item is of, the item's place in
-/// that sequence, and which of the item's blocks this is.
-template <typename T, typename Keys, typename Work>
+/// that sequence, and which of the item's blocks this is. Where it `IS_AHEAD`, the kernel before may not have ended, for which
+/// the work waits: the numbers of a batch are copied by the host, not written by a kernel.
+template <typename T, typename Keys, bool IS_AHEAD = false, typename Work>
 __device__ __forceinline__ void for_item(const Parameters &given, const PagedBatch &batch,
                                          const Work &work) {
-    follow_previous();
+    if constexpr (!IS_AHEAD) follow_previous();
     const int item = blockIdx.x / batch.item_blocks;
     // There is room for an item of every block, so it is read beside the number of those that there are.
     const uint32_t *const at = batch.numbers + batch.items + 2 * item;
     const int sequence = at[0], part = at[1];
-    if (item >= static_cast<int>(batch.numbers[batch.count])) return;
+    if (item >= static_cast<int>(batch.numbers[batch.count])) {
+        // Those of a launch without items must not end before the kernel before.
+        if constexpr (IS_AHEAD) follow_previous();
+        return;
+    }
     const uint32_t *const table =
         batch.numbers + batch.tables + static_cast<int64_t>(sequence) * batch.width;
     const int64_t first = batch.numbers[batch.spans + SPAN_NUMBERS * sequence];
@@ -338,9 +347,9 @@ __device__ __forceinline__ void for_item(const Parameters &given, const PagedBat
 
 /// Calls `work` with the sequence's parameters and keys, and with the range of keys, the key head and the first of ROWS rows
 /// of its queries that the block has, if any of these sees the range.
-template <typename T, typename Keys, int ROWS, typename Work>
+template <typename T, typename Keys, int ROWS, bool IS_AHEAD = false, typename Work>
 __device__ __forceinline__ void for_range(const Parameters &given, const PagedBatch &batch, const Work &work) {
-    for_item<T, Keys>(given, batch, [&](const Parameters &p, const Keys &keys, int item, int block) {
+    for_item<T, Keys, IS_AHEAD>(given, batch, [&](const Parameters &p, const Keys &keys, int item, int block) {
         // One of these is 1.
         const int items = max(p.split_keys / PAGED_SPLIT, 1), blocks = max(PAGED_SPLIT / p.split_keys, 1);
         if (item % items != 0) return;
@@ -355,7 +364,7 @@ __device__ __forceinline__ void for_range(const Parameters &given, const PagedBa
 template <typename T, typename Keys, int D>
 __device__ __forceinline__ void paged_few(const Parameters &given, const PagedBatch &batch) {
     for_range<T, Keys, FEW_ROWS>(given, batch, [](const Parameters &p, const Keys &keys, int2 seen, int head, int row) {
-        few_block<T, D>(p, keys, GivenQueries(), seen, 0, head, row);
+        few_block<T, D>(p, keys, GivenQueries(), PartsInMemory(), seen, 0, head, row);
     });
 }
 
@@ -363,12 +372,27 @@ __device__ __forceinline__ void paged_few(const Parameters &given, const PagedBa
 template <typename T, int D>
 __device__ __forceinline__ void paged_new(const Parameters &given, const PagedBatch &batch,
                                           const NewRows &tokens) {
-    for_range<T, PagedKeys, FEW_ROWS>(given, batch, [&](Parameters p, const PagedKeys &keys, int2 seen, int head, int row) {
+    for_range<T, PagedKeys, FEW_ROWS, true>(given, batch, [&](Parameters p, const PagedKeys &keys, int2 seen, int head, int row) {
         // As the compiler should know.
         p.queries = 1;
-        few_block<T, D>(p, keys, NewQueries{tokens, keys}, seen, 0, head, row);
+        few_block<T, D>(p, keys, NewQueries{tokens, keys}, PartsInMemory(), seen, 0, head, row);
     });
 }
+
+#if defined(HOPPER)
+
+/// The same by clusters, each of which has all keys of a sequence, whose first item this is.
+template <typename T, int D>
+__device__ __forceinline__ void paged_shared(const Parameters &given, const PagedBatch &batch, const NewRows &tokens) {
+    for_item<T, PagedKeys, true>(given, batch, [&](Parameters p, const PagedKeys &keys, int, int block) {
+        p.queries = 1;
+        const int tile = block / SHARING_BLOCKS, head = tile % p.kv_heads, first_row = tile / p.kv_heads * FEW_ROWS;
+        const int2 seen = few_keys(p, 0, first_row, FEW_ROWS);
+        few_blocks_together<T, D>(p, keys, NewQueries{tokens, keys}, seen, 0, head, first_row);
+    });
+}
+
+#endif
 
 /// The same without tensor cores.
 template <typename T, typename Keys>
@@ -435,6 +459,17 @@ FOR_EACH_TILE_KERNEL(FEW)
         paged_new<element, d>(p, batch, tokens);                                                   \
     }
 FOR_EACH_TILE_KERNEL(NEW)
+
+#if defined(HOPPER)
+#define SHARED(element, d)                                                                         \
+    extern "C" __global__ void __cluster_dims__(SHARING_BLOCKS, 1, 1) __launch_bounds__(FEW_THREADS) \
+        attention_paged_shared_##element##_##d(const __grid_constant__ Parameters p,               \
+                                               const __grid_constant__ PagedBatch batch,           \
+                                               const __grid_constant__ NewRows tokens) {           \
+        paged_shared<element, d>(p, batch, tokens);                                                \
+    }
+FOR_EACH_TILE_KERNEL(SHARED)
+#endif
 
 #define FORWARD(element, d)                                                                        \
     extern "C" __global__ void __launch_bounds__(128)                                              \

@@ -270,16 +270,19 @@ impl Sequences {
         &self.numbers
     }
 
-    /// The same sequences, of which a GPU reads the numbers `(count)` u32 that are given here. On the CPU they
-    /// stay what they are.
+    /// The same sequences, of which a GPU reads the numbers `(count)` u32 that are given here, contiguous, and written by
+    /// the host, or by other work than what comes just before attention. On the CPU they stay what they are.
     ///
     /// # Errors
-    /// When there are more or fewer, they are no u32, or on another device.
+    /// When there are more or fewer, they are no u32, not contiguous, or on another device.
     pub fn reading(&self, numbers: &Tensor) -> Result<Sequences> {
         const OPERATION: &str = "attention::Sequences::reading";
         require_together(OPERATION, &[&self.uploaded, numbers])?;
         require_shape(OPERATION, "numbers", numbers, &[self.numbers.len()])?;
         require_dtype(OPERATION, "numbers", numbers, DType::U32)?;
+        if !numbers.is_contiguous() {
+            bail!("metal-candle-kernels: {OPERATION}: the numbers aren't contiguous")
+        }
         Ok(Sequences {
             spans: self.spans.clone(),
             numbers: self.numbers.clone(),

@@ -31,9 +31,9 @@ pub struct NewTokens<'a> {
 
 /// Rotates queries and keys ([`rope::forward_both`]), puts keys and values into the pools `(blocks, block, kv_heads,
 /// head_dim)` of keys and of values ([`copy::write_rows_both`]), and gives what the queries see, `(tokens, heads,
-/// head_dim)` ([`forward_paged`]), with the bits of these. On CUDA it is one kernel, and one more where the keys of few
-/// sequences are shared out, where each sequence has one query, [`forward_paged`] uses tensor cores, there is a multiple of 8
-/// angles, and rows begin at 16 bytes.
+/// head_dim)` ([`forward_paged`]), with the bits of these. On CUDA it is one kernel where each sequence has one query,
+/// [`forward_paged`] uses tensor cores, there is a multiple of 8 angles, and rows begin at 16 bytes; and one more where blocks
+/// share the keys of few long sequences, but that on Hopper a cluster of blocks has those of up to some 1400.
 ///
 /// # Errors
 /// Like those three.

@@ -397,7 +397,11 @@ fn wrong_sequences_are_errors() {
     assert!(wrong.contains("a block has 0 tokens"), "{wrong}");
     // What isn't needed isn't read.
     let more = Sequence { queries: 1, keys: 4, table: &[3, 99] };
-    assert_eq!(Sequences::new(&[more], 4, 10, &Device::Cpu).unwrap().tokens(), 1);
+    let known = Sequences::new(&[more], 4, 10, &Device::Cpu).unwrap();
+    assert_eq!(known.tokens(), 1);
+    let apart = Tensor::zeros((known.numbers().len(), 2), DType::U32, &Device::Cpu).unwrap();
+    let wrong = message(known.reading(&apart.get_on_dim(1, 0).unwrap()));
+    assert!(wrong.contains("the numbers aren't contiguous"), "{wrong}");
 }
 
 #[test]

@@ -82,6 +82,11 @@ __device__ __forceinline__ void cluster_barrier() {
                      : "memory");
 }
 
+/// Writes into shared memory of a block of the cluster, to an address of `in_block`.
+__device__ __forceinline__ void store_in_block(uint32_t to, float2 pair) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(pair.x), "f"(pair.y) : "memory");
+}
+
 /// Writes into shared memory of a block of the cluster, and tells a barrier of the same block of 4 bytes more.
 /// Both are addresses of `in_block`.
 __device__ __forceinline__ void store_and_tell(uint32_t to, float value, uint32_t barrier) {

@@ -5,7 +5,7 @@ use crate::rope;
 use crate::testing::*;
 use candle_core::{DType, Device, Result, Tensor};
 
-/// A new token of each of some sequences, the last of which nobody reads.
+/// A new token of each of some sequences, the last of which nobody reads if there are several.
 struct Case {
     /// Keys of each sequence, with the new one.
     keys: Vec<usize>,
@@ -45,7 +45,9 @@ impl Case {
                 table[(keys - 1) / block] * block as u32 + ((keys - 1) % block) as u32
             })
             .collect();
-        *places.last_mut().unwrap() = NOWHERE;
+        if let [_, .., last] = &mut places[..] {
+            *last = NOWHERE;
+        }
         let tokens = keys.len();
         // Parts of wider rows, as of a fused projection.
         let fused = random(&[tokens, 1, (heads + 2 * kv_heads) * head_dim], 1);
@@ -93,13 +95,18 @@ impl Case {
     }
 
     fn sequences(&self) -> Sequences {
-        let sequences: Vec<_> = self
-            .keys
+        self.sequences_of(&self.keys, 0)
+    }
+
+    /// The same sequences with other keys, and room for more.
+    fn sequences_of(&self, keys: &[usize], room: usize) -> Sequences {
+        let sequences: Vec<_> = keys
             .iter()
             .zip(&self.tables)
             .map(|(keys, table)| Sequence { queries: 1, keys: *keys, table })
             .collect();
-        Sequences::new(&sequences, self.block, self.blocks, self.places.device()).unwrap()
+        let device = self.places.device();
+        Sequences::with_room(&sequences, room, self.block, self.blocks, device).unwrap()
     }
 
     fn tokens(&self) -> NewTokens<'_> {
@@ -168,6 +175,7 @@ mod cuda {
     use super::*;
     use crate::attention::paged::{Sizes, cuda::takes_new};
     use crate::batch_invariance::within;
+    use crate::recording::Recording;
 
     /// Whether one kernel has the case.
     fn is_one(case: &Case) -> bool {
@@ -198,6 +206,13 @@ mod cuda {
             (&many[..], [48, 1], 64, 32, true),
             (&longer[..], [8, 2], 128, 64, true),
             (&longer[..], [8, 8], 64, 32, true),
+            // Few, whose keys clusters share, but all of the longest only in windows.
+            (&[500], [32, 8], 128, 64, true),
+            (&[1472], [12, 1], 128, 64, true),
+            (&[65, 1410, 1], [12, 4], 96, 32, true),
+            (&[2001, 900], [12, 4], 64, 32, true),
+            (&[300, 777], [6, 1], 256, 64, true),
+            (&[130, 640], [40, 2], 128, 64, true),
             (&keys[..], [4, 2], 128, 20, false),
             (&keys[..], [4, 2], 36, 16, false),
             (&keys[..], [2, 1], 288, 144, false),
@@ -207,6 +222,7 @@ mod cuda {
                 let cases = [
                     new(keys),
                     new(keys).options(None, Some(100)),
+                    new(keys).options(None, Some(1472)),
                     new(keys).options(Some(2.0), None),
                     new(&[20, 3]),
                 ];
@@ -225,6 +241,36 @@ mod cuda {
                         within(true, || case.check());
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_records_what_it_gives() {
+        let device = crate::testing::cuda();
+        for (most, lengths) in [
+            (&[900][..], [&[900][..], &[1], &[64], &[65], &[700]]),
+            (&[300, 200], [&[300, 1], &[1, 200], &[129, 64], &[2, 2], &[256, 65]]),
+        ] {
+            let case = Case::new(most, 16, [8, 2], 128, 64).on(&device, DType::BF16);
+            let [keys, values] = &case.pools;
+            let run = |sequences: &Sequences| {
+                // Launches that overlap.
+                for _ in 0..20 {
+                    forward_paged_new(&case.tokens(), [keys, values], sequences, &case.options)?;
+                }
+                forward_paged_new(&case.tokens(), [keys, values], sequences, &case.options)
+            };
+            let first = case.sequences_of(lengths[0], 1000);
+            let mut recording =
+                Recording::new(&device, first.numbers(), |numbers| run(&first.reading(numbers)?))
+                    .unwrap();
+            for of_keys in lengths {
+                let sequences = case.sequences_of(of_keys, 1000);
+                recording.run(sequences.numbers()).unwrap();
+                let found = here(recording.output());
+                assert_identical(&found, &here(&run(&sequences).unwrap()));
             }
         }
     }
