@@ -37,7 +37,8 @@ struct Kernel {
     function: Arc<CudaFunction>,
     /// Whether the device can start it while what comes before still runs.
     overlaps: bool,
-    /// What it prefers to have as shared memory of what this and the cache share; nothing where negative.
+    /// What it prefers to have as shared memory of what this and the cache share, for the launch that needs the most so far;
+    /// nothing where negative.
     percent: Arc<AtomicI32>,
 }
 
@@ -177,7 +178,7 @@ impl Launch {
         // Beside what a block asks for, it has a KiB.
         let needed = if self.shared == 0 { 0 } else { blocks * (self.shared as usize + 1024) };
         let percent = (100 * needed).div_ceil(cuda.shared_memory_at_once()?) as i32;
-        if self.kernel.percent.swap(percent, Ordering::Relaxed) != percent {
+        if self.kernel.percent.fetch_max(percent, Ordering::Relaxed) < percent {
             let attribute = CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
             self.kernel.function.set_attribute(attribute, percent.min(100)).w()?;
         }
