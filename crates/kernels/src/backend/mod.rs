@@ -137,6 +137,18 @@ pub(crate) fn require_rank(
     Ok(())
 }
 
+/// An error unless `numbers` can take the place of those `uploaded (count)` u32, as kernels read them where they lie, and may
+/// do so before what comes just before them has ended.
+pub(crate) fn require_numbers(operation: &str, uploaded: &Tensor, numbers: &Tensor) -> Result<()> {
+    require_together(operation, &[uploaded, numbers])?;
+    require_shape(operation, "numbers", numbers, uploaded.dims())?;
+    require_dtype(operation, "numbers", numbers, DType::U32)?;
+    if !numbers.is_contiguous() {
+        bail!("metal-candle-kernels: {operation}: the numbers aren't contiguous")
+    }
+    Ok(())
+}
+
 /// `(product of the leading dimensions, last dimension)`; an error for a scalar.
 pub(crate) fn rows_and_columns(
     operation: &str,

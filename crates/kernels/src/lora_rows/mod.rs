@@ -21,7 +21,8 @@ mod tests;
 
 use crate::backend::cpu::{collapsed_rows, dispatch};
 use crate::backend::{
-    on_gpu, require_dtype, require_rank, require_shape, require_together, rows_and_columns,
+    on_gpu, require_dtype, require_numbers, require_rank, require_shape, require_together,
+    rows_and_columns,
 };
 use crate::copy;
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -306,12 +307,7 @@ impl Rows {
     /// # Errors
     /// When there are more or fewer, they are no u32, not contiguous, or on another device.
     pub fn reading(&self, numbers: &Tensor) -> Result<Rows> {
-        require_together(OPERATION, &[&self.uploaded, numbers])?;
-        require_shape(OPERATION, "numbers", numbers, &[self.numbers.len()])?;
-        require_dtype(OPERATION, "numbers", numbers, DType::U32)?;
-        if !numbers.is_contiguous() {
-            bail!("metal-candle-kernels: {OPERATION}: the numbers aren't contiguous")
-        }
+        require_numbers(OPERATION, &self.uploaded, numbers)?;
         Ok(Rows {
             order: self.order.clone(),
             segments: self.segments.clone(),

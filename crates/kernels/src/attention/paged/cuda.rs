@@ -240,7 +240,7 @@ fn attend(
     };
     let q = q.unsqueeze(0)?;
     let q = strided(&cuda, &q, kernels != Kernels::Plain)?;
-    let numbers = cuda.strided(&sequences.uploaded)?;
+    let numbers = cuda.contiguous(&sequences.uploaded)?;
     let new = new.map(|tokens| Unwritten::new(&cuda, tokens)).transpose()?;
     let plan = &sequences.plan;
     let group = heads / kv_heads;

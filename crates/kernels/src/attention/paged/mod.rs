@@ -30,7 +30,9 @@ pub use rounded::RoundedPool;
 
 use super::{Options, check_heads, check_options};
 use crate::backend::cpu::{Input, Sum, dispatch, unwritten};
-use crate::backend::{on_gpu, require_dtype, require_rank, require_shape, require_together};
+use crate::backend::{
+    on_gpu, require_dtype, require_numbers, require_rank, require_shape, require_together,
+};
 use crate::batch_invariance;
 #[cfg(feature = "cuda")]
 use crate::embedding;
@@ -277,12 +279,7 @@ impl Sequences {
     /// When there are more or fewer, they are no u32, not contiguous, or on another device.
     pub fn reading(&self, numbers: &Tensor) -> Result<Sequences> {
         const OPERATION: &str = "attention::Sequences::reading";
-        require_together(OPERATION, &[&self.uploaded, numbers])?;
-        require_shape(OPERATION, "numbers", numbers, &[self.numbers.len()])?;
-        require_dtype(OPERATION, "numbers", numbers, DType::U32)?;
-        if !numbers.is_contiguous() {
-            bail!("metal-candle-kernels: {OPERATION}: the numbers aren't contiguous")
-        }
+        require_numbers(OPERATION, &self.uploaded, numbers)?;
         Ok(Sequences {
             spans: self.spans.clone(),
             numbers: self.numbers.clone(),
