@@ -2,6 +2,8 @@
 
 /// What [`describe_content`] says of a table whose fields have commas between.
 pub(crate) const TABLE_WITH_COMMAS: &str = "a table in text with commas between its columns (CSV)";
+/// What [`describe_content`] says of weights.
+pub(crate) const SAFETENSORS: &str = "a safetensors file";
 /// What [`describe_content`] says of a table whose fields have tabs between.
 pub(crate) const TABLE_WITH_TABS: &str = "a table in text with tabs between its columns (TSV)";
 
@@ -70,7 +72,7 @@ pub(crate) fn describe_binary(bytes: &[u8]) -> Option<&'static str> {
     }
     // The length of a header, which is far below 2^40 bytes, and the header.
     if let Some(&[_, _, _, _, _, 0, 0, 0, b'{']) = start.first_chunk() {
-        return Some("a safetensors file");
+        return Some(SAFETENSORS);
     }
     None
 }

@@ -241,6 +241,14 @@ impl Config {
         })
     }
 
+    /// Says that the head isn't the embedding.
+    pub(super) fn untie(&mut self) {
+        self.tie_word_embeddings = false;
+        if let Some(raw) = self.raw.as_object_mut() {
+            raw.insert("tie_word_embeddings".into(), false.into());
+        }
+    }
+
     /// Reads whether all of the attention's projections have a bias.
     pub(super) fn read_attention_bias(&mut self, keys: Keys) -> Result<()> {
         self.attention_bias = keys.flag("attention_bias", false)?;

@@ -239,6 +239,7 @@ impl Model {
                 tensors.push((format!("{path}.{}", part.name), tensor_of(&part)?));
             }
         }
+        let mut config = self.config.raw.clone();
         let (key, said) = match files_of {
             FilesOf::Bitsandbytes { kind, nested } => {
                 let said = json!({
@@ -253,9 +254,14 @@ impl Model {
                 });
                 ("quantization_config", said)
             }
-            FilesOf::Mlx(mode) => ("quantization", mode.config()),
+            FilesOf::Mlx(mode) => {
+                if let Some(map) = config.as_object_mut() {
+                    mlx::say_rope_outside(map);
+                }
+                ("quantization", mode.config())
+            }
         };
-        write(folder, &self.config.raw, self.dtype, Some((key, said)), &tensors, companions)
+        write(folder, &config, self.dtype, Some((key, said)), &tensors, companions)
     }
 
     fn save_gguf(

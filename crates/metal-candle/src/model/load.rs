@@ -104,6 +104,8 @@ pub fn stored_bytes(path: impl AsRef<Path>) -> Result<BTreeMap<String, u64>> {
 struct Files<'f> {
     path: &'f Path,
     config: Config,
+    /// Whether the weights have a head of their own, although the configuration's file says that it is the embedding.
+    is_untied: bool,
     weights: Stored,
     holding: Holding,
     dtype: DType,
@@ -264,17 +266,48 @@ fn read_gguf(
     Ok(Storage::Quantized(Arc::new(matrix.to_device(device)?)))
 }
 
+/// Whether a checkpoint has a head that isn't the embedding once more, of which all parts would be the same.
+fn has_own_head(weights: &Weights, checkpoint: &Checkpoint) -> Result<bool> {
+    let head = |part: &str| format!("{}.{part}", Model::HEAD);
+    if !checkpoint.has(weights, &head("weight")) {
+        return Ok(false);
+    }
+    let (full, bias) = (format!("{}.", Model::EMBEDDING), head("bias"));
+    let bare =
+        full.strip_prefix("model.").filter(|bare| weights.contains(&format!("{bare}weight")));
+    let of_head = weights.names().filter(|name| name.starts_with(&head("")) && **name != bias);
+    for name in of_head {
+        let embedding = format!("{}{}", bare.unwrap_or(&full), &name[head("").len()..]);
+        if !weights.contains(&embedding) {
+            return Ok(true);
+        }
+        let [head, embedding] = [name, &embedding].map(|name| weights.stored(name));
+        let (head, embedding) = (head?, embedding?);
+        if (head.dtype, head.shape, head.bytes)
+            != (embedding.dtype, embedding.shape, embedding.bytes)
+        {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 impl<'f> Files<'f> {
     fn open(path: &'f Path, dtype: DType, device: &Device, holding: Holding) -> Result<Self> {
         let quantization = holding.quantization;
+        let mut is_untied = false;
         let (config, weights) = if is_gguf(path) {
             let file = Box::new(GgufFile::open(path)?);
             (file.config().clone(), Stored::Gguf { file, read: BTreeSet::new() })
         } else {
-            let config = Config::load(path)?;
+            let mut config = Config::load(path)?;
             let checkpoint = Checkpoint::of(&config.raw)
                 .map_err(|problem| Error::file(path.join("config.json"), problem))?;
             let weights = Weights::open(path)?.check_finite(true);
+            is_untied = config.tie_word_embeddings && has_own_head(&weights, &checkpoint)?;
+            if is_untied {
+                config.untie();
+            }
             (config, Stored::Folder { weights, checkpoint })
         };
         if let (Some(quantization), true) = (quantization, weights.is_quantized()) {
@@ -287,7 +320,7 @@ impl<'f> Files<'f> {
             quantization.check_device(device)?;
         }
         let device = device.clone();
-        Ok(Self { path, config, weights, holding, dtype, device, outlined: None })
+        Ok(Self { path, config, is_untied, weights, holding, dtype, device, outlined: None })
     }
 
     fn build(mut self) -> Result<Model> {
@@ -296,6 +329,13 @@ impl<'f> Files<'f> {
             None => self.holding.clone(),
             Some(_) => Holding::default(),
         };
+        if self.outlined.is_none() && self.is_untied {
+            tracing::warn!(
+                "{}: the weights have a head that differs from the embedding, although config.json has \
+                 \"tie_word_embeddings\": true. The head is read, as transformers does",
+                self.path.display()
+            );
+        }
         let mut model = Model::build(config, dtype, &device, holding, &mut self)?;
         model.files = self.weights.files();
         model.outlined = self.outlined;

@@ -314,6 +314,11 @@ impl Model {
         self.weights.shards()
     }
 
+    /// Whether its weights are zeros, as only their shapes were asked for.
+    pub(crate) fn is_outline(&self) -> bool {
+        self.outlined.is_some()
+    }
+
     /// Bytes of memory that its weights take, wherever they lie, or would take where there is only an outline of them.
     pub fn size_in_bytes(&self) -> usize {
         let sizes = self.named_weights().map(|(_, id)| match self.weights.storage(id) {
@@ -346,10 +351,7 @@ impl Model {
         let name = format!("{}.weight", Self::HEAD);
         let weights = Arc::make_mut(&mut self.weights);
         self.head = Some(weights.push(name, Kind::Table, Storage::Dense(head)));
-        self.config.tie_word_embeddings = false;
-        if let Some(raw) = self.config.raw.as_object_mut() {
-            raw.insert("tie_word_embeddings".into(), false.into());
-        }
+        self.config.untie();
         self.id = ModelId::new();
         self
     }

@@ -18,6 +18,7 @@
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use metal_candle_kernels::embedding;
+use serde::Serialize;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
@@ -37,7 +38,7 @@ pub struct RopeConfig {
 
 /// What rotated queries at position `p` are multiplied with, so that attention to a long text doesn't flatten:
 /// `1 + beta · ln(1 + floor(p / original_max_position_embeddings))`, as Llama 4 and Ministral 3 have it.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct QueryScaling {
     /// How fast the factor grows.
     pub beta: f64,
@@ -53,8 +54,10 @@ impl QueryScaling {
     }
 }
 
-/// A change of the inverse frequencies for a context longer than the one first trained on.
-#[derive(Clone, Debug, PartialEq)]
+/// A change of the inverse frequencies for a context longer than the one first trained on. It is written with the names
+/// that a `config.json` has for it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
     /// None.
     Default,

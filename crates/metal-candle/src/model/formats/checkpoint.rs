@@ -9,8 +9,8 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// The keys of `config.json` that say so.
-pub(crate) const KEYS: [&str; 3] = ["quantization_config", "quantization", "compression_config"];
+/// The keys of `config.json` that say so, in which MLX's comes before what it took the place of.
+pub(crate) const KEYS: [&str; 3] = ["quantization", "quantization_config", "compression_config"];
 
 /// How the matrices of a checkpoint are stored. In each some may be dense.
 #[derive(Clone, Debug, PartialEq)]
@@ -64,11 +64,25 @@ struct Int4 {
     group_size: i64,
     #[serde(default)]
     checkpoint_format: Option<String>,
+    /// What newer programs call it.
+    #[serde(default)]
+    format: Option<String>,
     #[serde(default)]
     version: Option<String>,
 }
 
 impl Int4 {
+    /// Of GPTQ, whether zero points are stored less 1.
+    fn zeros_less_one(&self) -> Parsed<bool> {
+        match self.checkpoint_format.as_ref().or(self.format.as_ref()).map(String::as_str) {
+            None | Some("gptq") => Ok(true),
+            Some("gptq_v2") => Ok(false),
+            Some(other) => {
+                Err(format!("format is {:?}; gptq and gptq_v2 are supported", cut(other)))
+            }
+        }
+    }
+
     fn group(&self) -> Parsed<Option<usize>> {
         match self.group_size {
             -1 => Ok(None),
@@ -86,8 +100,8 @@ impl Checkpoint {
     /// # Errors
     /// The key and what is wrong with it, for what is malformed or not supported.
     pub(crate) fn of(config: &Value) -> Parsed<Self> {
-        let found = KEYS.iter().find_map(|key| Some((key, config.get(key)?)));
-        let Some((key, settings)) = found.filter(|(_, settings)| !settings.is_null()) else {
+        let said = |key| config.get(key).filter(|settings| !settings.is_null());
+        let Some((key, settings)) = KEYS.iter().find_map(|key| Some((key, said(key)?))) else {
             return Ok(Self::Dense);
         };
         let Value::Object(map) = settings else {
@@ -105,7 +119,7 @@ impl Checkpoint {
                 Ok(Self::Gptq(gptq::Config {
                     bits: it.bits,
                     group: it.group()?,
-                    zeros_less_one: it.checkpoint_format.as_deref() != Some("gptq_v2"),
+                    zeros_less_one: it.zeros_less_one()?,
                 }))
             }),
             Some("awq") => parse(settings).and_then(|it: Int4| {
@@ -151,10 +165,36 @@ impl Checkpoint {
             ));
         }
         let block = match map.get("weight_block_size") {
-            None | Some(Value::Null) => None,
+            None | Some(Value::Null) => Self::block_of_groups(map)?,
             Some(value) => Some(parse::<(usize, usize)>(value)?),
         };
         Ok(Self::Bytes { block })
+    }
+
+    /// The rows and columns that share a scale, by compressed-tensors' groups of layers.
+    fn block_of_groups(map: &Map<String, Value>) -> Parsed<Option<(usize, usize)>> {
+        let groups = map.get("config_groups").and_then(Value::as_object);
+        let mut blocks = groups.into_iter().flatten().map(|(name, group)| {
+            let weights = group.get("weights").unwrap_or(&Value::Null);
+            let key = |key: &str| weights.get(key).unwrap_or(&Value::Null);
+            let block = match key("strategy").as_str() {
+                None | Some("tensor" | "channel") => Ok(None),
+                Some("group") => parse(key("group_size")).map(|columns| Some((1, columns))),
+                Some("block") => parse(key("block_structure")).map(Some),
+                Some(other) => Err(format!(
+                    "strategy is {:?}; tensor, channel, group and block are supported",
+                    cut(other)
+                )),
+            };
+            block.map_err(|problem| format!("config_groups: {}: {problem}", cut(name)))
+        });
+        let first = blocks.next().transpose()?.flatten();
+        for block in blocks {
+            if block? != first {
+                return Err("config_groups: layers differ in what shares a scale; one way for all is supported".into());
+            }
+        }
+        Ok(first)
     }
 
     /// Whether the weights have a matrix of this name, in whatever parts.
@@ -253,6 +293,27 @@ mod tests {
             of(json!({ "quantization_config": blocks })),
             Checkpoint::Bytes { block: Some((128, 128)) }
         );
+        for (strategy, block) in [
+            (json!({ "strategy": "channel" }), None),
+            (json!({ "strategy": "group", "group_size": 64 }), Some((1, 64))),
+            (json!({ "strategy": "block", "block_structure": [128, 64] }), Some((128, 64))),
+        ] {
+            let groups = json!({ "group_0": { "targets": ["Linear"], "weights": strategy } });
+            let settings = json!({ "quant_method": "compressed-tensors", "config_groups": groups });
+            let expected = Checkpoint::Bytes { block };
+            assert_eq!(of(json!({ "quantization_config": settings })), expected);
+        }
+        for (key, name, zeros_less_one) in [
+            ("checkpoint_format", "gptq", true),
+            ("checkpoint_format", "gptq_v2", false),
+            ("format", "gptq_v2", false),
+        ] {
+            let gptq = json!({ "quant_method": "gptq", "bits": 4, "group_size": 64, key: name });
+            let config = gptq::Config { bits: 4, group: Some(64), zeros_less_one };
+            assert_eq!(of(json!({ "quantization_config": gptq })), Checkpoint::Gptq(config));
+        }
+        let both = json!({ "quantization_config": null, "quantization": { "bits": 8 } });
+        assert_eq!(of(both), Checkpoint::Mlx { mode: affine(8, 64), layers: BTreeMap::new() });
         let awq = json!({ "quant_method": "awq", "bits": 4, "group_size": -1, "version": "GEMM" });
         assert_eq!(of(json!({ "quantization_config": awq })), Checkpoint::Awq(None));
     }
@@ -267,6 +328,27 @@ mod tests {
             ),
             (json!({ "quant_method": "awq", "bits": 4, "group_size": 0 }), "group_size is 0"),
             (json!({ "quant_method": "gptq", "bits": 4 }), "group_size"),
+            (
+                json!({ "quant_method": "gptq", "bits": 4, "group_size": 64, "format": "marlin" }),
+                "format is \"marlin\"",
+            ),
+            (
+                json!({
+                    "quant_method": "compressed-tensors",
+                    "config_groups": { "a": { "weights": { "strategy": "attn_head" } } },
+                }),
+                "config_groups: a: strategy is \"attn_head\"",
+            ),
+            (
+                json!({
+                    "quant_method": "compressed-tensors",
+                    "config_groups": {
+                        "a": { "weights": { "strategy": "channel" } },
+                        "b": { "weights": { "strategy": "group", "group_size": 32 } },
+                    },
+                }),
+                "layers differ",
+            ),
             (json!({ "mode": "nf4" }), "mode is \"nf4\""),
             (json!({ "bits": "four" }), "invalid type"),
             (

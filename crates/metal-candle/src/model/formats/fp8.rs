@@ -33,7 +33,7 @@ pub(crate) fn read<'a>(
         }
         None => match scales[..] {
             [scale] => (inner, vec![scale; outer]),
-            _ if scales.len() == outer => (inner, scales),
+            _ if [&[outer][..], &[outer, 1]].contains(&stored.shape) => (inner, scales),
             _ => {
                 return Err(format!(
                     "{name} has shape {:?}, expected one number or {outer}",

@@ -6,6 +6,7 @@ use super::{
 };
 use candle_core::Tensor;
 use metal_candle_kernels::quantized::{E2M1, Levels, Quantized, Scales};
+use serde_json::{Map, Value};
 
 /// What `config.json` says of a layer under `quantization`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +29,7 @@ impl Mode {
     }
 
     /// What `config.json` says of it under `quantization`.
-    pub(crate) fn config(self) -> serde_json::Value {
+    pub(crate) fn config(self) -> Value {
         let (bits, group) = self.sizes();
         serde_json::json!({ "group_size": group, "bits": bits, "mode": self.name() })
     }
@@ -131,4 +132,30 @@ pub(crate) fn write(mode: Mode, matrix: &Quantized) -> Parsed<Vec<Part>> {
         bytes: bytes_of(matrix.codes())?,
     };
     Ok([weight].into_iter().chain(scales).collect())
+}
+
+/// Says beside transformers 5's `rope_parameters`, of which most models of mlx-lm know nothing, what they say in the keys
+/// that came before them.
+pub(crate) fn say_rope_outside(config: &mut Map<String, Value>) {
+    let Some(Value::Object(parameters)) = config.get("rope_parameters").cloned() else { return };
+    // Where the kinds of layers differ, the key `rope_scaling` was for those without a window.
+    let of = |kind: &str| parameters.get(kind).and_then(Value::as_object);
+    let mut rope = of("full_attention").unwrap_or(&parameters).clone();
+    let local = of("sliding_attention").and_then(|it| it.get("rope_theta"));
+    let mut say = |key: &str, value: Option<&Value>| {
+        if let Some(value) = value.filter(|value| !value.is_null()) {
+            config.entry(key).or_insert_with(|| value.clone());
+        }
+    };
+    say("rope_local_base_freq", local);
+    say("original_max_position_embeddings", rope.get("original_max_position_embeddings"));
+    for key in ["rope_theta", "partial_rotary_factor"] {
+        say(key, rope.remove(key).as_ref());
+    }
+    let kind = rope.get("rope_type").or(rope.get("type")).cloned();
+    if let Some(kind) = kind.filter(|kind| kind != "default") {
+        rope.insert("rope_type".into(), kind.clone());
+        rope.insert("type".into(), kind);
+        say("rope_scaling", Some(&rope.into()));
+    }
 }

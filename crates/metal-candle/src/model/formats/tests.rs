@@ -9,6 +9,7 @@ use metal_candle_kernels::quantized::{
     E2M1, FP4, Format, IQ4, Levels, NF4, Quantized, Scales, dynamic_map, quantize,
 };
 use safetensors::SafeTensors;
+use serde_json::json;
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
@@ -522,7 +523,7 @@ fn what_a_state_claims_is_checked() {
     let whole: serde_json::Value =
         serde_json::from_slice(&fixture(&format!("nf4.nested.f32.{name}")).bytes).unwrap();
     for (key, value) in [
-        ("blocksize", serde_json::json!(0)),
+        ("blocksize", json!(0)),
         ("blocksize", serde_json::json!(63)),
         ("blocksize", serde_json::json!(128)),
         ("blocksize", serde_json::json!(-64)),
@@ -597,4 +598,45 @@ fn numbers_are_rounded_from_f32() {
     let narrow = read.dequantize(DType::F16).unwrap().flatten_all().unwrap();
     let expected: Vec<f16> = wide.iter().map(|x| f16::from_f32(*x)).collect();
     assert_eq!(narrow.to_vec1::<f16>().unwrap(), expected);
+}
+
+#[test]
+fn mlx_lm_is_told_the_rope_in_its_own_keys() {
+    let told = |config: serde_json::Value| {
+        let serde_json::Value::Object(mut config) = config else { panic!("an object") };
+        mlx::say_rope_outside(&mut config);
+        config.remove("rope_parameters");
+        serde_json::Value::Object(config)
+    };
+    let default =
+        json!({ "rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5 });
+    assert_eq!(
+        told(json!({ "rope_parameters": default })),
+        json!({ "rope_theta": 5e5, "partial_rotary_factor": 0.5 })
+    );
+    let long = json!({ "rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0],
+        "original_max_position_embeddings": 64 });
+    assert_eq!(
+        told(json!({ "rope_parameters": long, "original_max_position_embeddings": 32 })),
+        json!({
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 32,
+            "rope_scaling": { "rope_type": "longrope", "type": "longrope", "long_factor": [2.0],
+                "original_max_position_embeddings": 64 },
+        })
+    );
+    let kinds = json!({
+        "full_attention": { "rope_type": "linear", "factor": 8.0, "rope_theta": 1e6 },
+        "sliding_attention": { "rope_type": "default", "rope_theta": 1e3 },
+    });
+    assert_eq!(
+        told(json!({ "rope_parameters": kinds })),
+        json!({
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e3,
+            "rope_scaling": { "rope_type": "linear", "type": "linear", "factor": 8.0 },
+        })
+    );
+    let old = json!({ "rope_theta": 1e4, "rope_scaling": { "type": "linear", "factor": 2.0 } });
+    assert_eq!(told(old.clone()), old);
 }
