@@ -424,12 +424,18 @@ impl LoraConfig {
                 ),
             ));
         }
+        // As in PEFT, a module that is named by its whole path, such as the head, needn't be in a layer.
+        let is_named = |path: &String| match &self.targets {
+            Targets::Names(names) => names.contains(path),
+            _ => false,
+        };
         let mut resolved = Vec::new();
         for path in paths {
             let selected = targets.matches(path)
                 && !exclude.as_ref().is_some_and(|exclude| exclude.matches(path))
-                && layers.as_ref().is_none_or(|layers| {
-                    layer_index(path).is_some_and(|index| layers.contains(&index))
+                && layers.as_ref().is_none_or(|layers| match layer_index(path) {
+                    Some(index) => layers.contains(&index),
+                    None => is_named(path),
                 });
             if selected {
                 let Told { rank, alpha } = self.found(path, told(path));

@@ -236,18 +236,14 @@ impl Adapter {
         let adapter = Self::lora(model, &config)
             .map_err(|error| Error::file(folder.join(ADAPTER_CONFIG), error.to_string()))?;
         // Others' files don't have what PiSSA and OLoRA took from the weights, which is found again here.
-        let head = model.head.unwrap_or(model.embedding);
-        let tables = [
-            (Model::EMBEDDING, &adapter.embedding, model.embedding),
-            (Model::HEAD, &adapter.head_update, head),
-        ];
-        let tables = tables
-            .into_iter()
-            .filter(|(_, update, _)| update.is_some())
-            .map(|(path, _, id)| Ok((path, model.dense(id)?)))
-            .collect::<Result<Vec<_>>>()?;
-        let tables: Vec<_> = tables.iter().map(|(path, table)| (*path, &**table)).collect();
-        files::read_weights(folder, format, &adapter.parts, &adapter.parameters, false, &tables)?;
+        files::read_weights(
+            folder,
+            format,
+            &adapter.parts,
+            &adapter.parameters,
+            false,
+            Some(model),
+        )?;
         Ok(adapter)
     }
 
@@ -513,7 +509,16 @@ impl Adapter {
         const HEAD: &str = Model::HEAD;
         let modules = &config.modules_to_save;
         // PEFT compares the ends of the paths as texts.
-        let saved = |path: &str| modules.iter().position(|module| path.ends_with(module.as_str()));
+        let mut used = vec![false; modules.len()];
+        let mut saved = |path: &str| {
+            let mut is_saved = false;
+            for (module, used) in modules.iter().zip(&mut used) {
+                let is_meant = path.ends_with(module.as_str());
+                *used |= is_meant;
+                is_saved |= is_meant;
+            }
+            is_saved
+        };
         let adapted = |path: &str| {
             resolved.iter().any(|layer| layer.path == path)
                 || tables.iter().any(|table| table.changes(model, path))
@@ -525,12 +530,10 @@ impl Adapter {
             ))
         };
         let mut found = Vec::new();
-        let mut used = vec![false; modules.len()];
         for (name, id) in model.named_weights() {
             let (path, tensor) = name.rsplit_once('.').unwrap_or((name, ""));
             let is_bias = config.bias == Biases::All && tensor == "bias" && !adapted(path);
-            if let Some(index) = saved(path) {
-                used[index] = true;
+            if saved(path) {
                 if adapted(path) {
                     return refuse_both(path);
                 }
@@ -540,8 +543,7 @@ impl Adapter {
             let shape = model.frozen().shape(id);
             found.push((Some(id), plan.add(PartKind::Weight, name, shape)));
         }
-        if let (None, Some(index)) = (model.head, saved(HEAD)) {
-            used[index] = true;
+        if model.head.is_none() && saved(HEAD) {
             if adapted(HEAD) {
                 return refuse_both(HEAD);
             }
@@ -688,7 +690,7 @@ impl Adapter {
         match &self.method {
             Method::Lora { .. } => {
                 let format = AdapterFormat::of(folder)?;
-                files::read_weights(folder, format, &self.parts, &self.parameters, true, &[])
+                files::read_weights(folder, format, &self.parts, &self.parameters, true, None)
             }
             Method::Full => {
                 let saved = Weights::open(folder)?;

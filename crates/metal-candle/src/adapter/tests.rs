@@ -55,6 +55,8 @@ fn names_patterns_and_layers_choose_as_in_peft() {
     assert_eq!(with_tables(&config()), 36);
     let named = LoraConfig { targets: names(&["q_proj", "lm_head", "embed_tokens"]), ..config() };
     assert_eq!(with_tables(&named), 14);
+    let in_layers = LoraConfig { layers: Some(vec![0, 3]), ..named.clone() };
+    assert_eq!(with_tables(&in_layers), 3);
     let any = LoraConfig { targets: Targets::Pattern(".*(v_proj|lm_head)".into()), ..config() };
     assert_eq!(with_tables(&any), 13);
     let listed = LoraConfig { layers: Some(vec![1]), ..config() };

@@ -508,6 +508,10 @@ fn every_method_starts_from_the_model_as_it_is() {
         ("qwen2", LoraConfig { bias: Biases::All, ..config() }),
         ("qwen2", LoraConfig { modules_to_save: modules(&["lm_head", "norm"]), ..config() }),
         (
+            "qwen2",
+            LoraConfig { modules_to_save: modules(&["norm", "input_layernorm"]), ..config() },
+        ),
+        (
             "llama",
             LoraConfig {
                 targets: Targets::Names(modules(&["q_proj"])),
@@ -1142,6 +1146,7 @@ fn only_the_adapter_gets_gradients_and_only_its_path_has_nodes() {
 #[test]
 fn a_table_that_peft_writes_beside_its_update_has_to_be_the_models() {
     let model = load("llama");
+    let outline = Model::outline(folder("llama"), DType::F32, &device(), None).unwrap();
     let original = folder("llama").join("method-embedding");
     let written = tempfile::tempdir().unwrap();
     let (weights, config) = (adapter::ADAPTER_WEIGHTS, adapter::ADAPTER_CONFIG);
@@ -1150,14 +1155,40 @@ fn a_table_that_peft_writes_beside_its_update_has_to_be_the_models() {
     let tables = tensors(folder("llama").join("model.safetensors"));
     let (of_file, of_model) =
         ("base_model.model.lm_head.base_layer.weight", tables["lm_head.weight"].clone());
-    for (table, is_read) in [(of_model.clone(), true), ((of_model * 1.5).unwrap(), false)] {
+    let rounded = of_model.to_dtype(DType::BF16).unwrap();
+    for (table, is_read) in
+        [(of_model.clone(), true), (rounded, true), ((of_model * 1.5).unwrap(), false)]
+    {
         all.insert(of_file.into(), table);
         candle_core::safetensors::save(&all, written.path().join(weights)).unwrap();
+        Adapter::load(&outline, written.path()).unwrap();
         match Adapter::load(&model, written.path()) {
             Ok(_) => assert!(is_read),
             Err(error) => assert!(!is_read && error.to_string().contains(of_file), "{error}"),
         }
     }
+}
+
+#[test]
+fn a_head_unlike_the_embedding_is_read_although_the_configuration_ties_them() {
+    let written = tempfile::tempdir().unwrap();
+    let mut config = json(folder("llama").join("config.json"));
+    config["tie_word_embeddings"] = true.into();
+    std::fs::write(written.path().join("config.json"), config.to_string()).unwrap();
+    let mut weights = tensors(folder("llama").join("model.safetensors"));
+    let mut read = || {
+        candle_core::safetensors::save(&weights, written.path().join("model.safetensors")).unwrap();
+        let model = Model::load(written.path(), DType::F32, &Device::Cpu).unwrap();
+        weights.insert("lm_head.weight".into(), weights["model.embed_tokens.weight"].clone());
+        model
+    };
+    let (own, same) = (read(), read());
+    assert!(!own.config().tie_word_embeddings && same.config().tie_word_embeddings);
+    let original = Model::load(folder("llama"), DType::F32, &Device::Cpu).unwrap();
+    let logits =
+        |model: &Model| logits(model, &[vec![1, 2, 3, 4]]).flatten_all().unwrap().to_vec1::<f32>();
+    assert_eq!(logits(&own).unwrap(), logits(&original).unwrap());
+    assert_ne!(logits(&same).unwrap(), logits(&original).unwrap());
 }
 
 #[test]

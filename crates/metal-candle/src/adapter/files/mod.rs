@@ -7,9 +7,10 @@ pub(super) mod peft;
 use super::{LoraConfig, Parameters, Part, PartKind};
 use crate::files;
 use crate::files::{cut, short};
-use crate::model::Weights;
+use crate::model::weight::Storage;
+use crate::model::{Model, Weights};
 use crate::{Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use metal_candle_kernels::copy;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -140,14 +141,14 @@ pub fn read_config(folder: &Path) -> Result<(LoraConfig, Option<String>)> {
 
 /// Reads the values of an adapter's parts. A tensor that is missing, of another shape, or left over is an
 /// error. `with_start` says that the file has what A and B started from too, as [`write_weights`] puts it there.
-/// `tables` are those weights of the model, by path, that PEFT writes beside their updates.
+/// `base` is the model whose embedding and head PEFT may have written beside them.
 pub(super) fn read_weights(
     folder: &Path,
     format: AdapterFormat,
     parts: &[Part],
     parameters: &Parameters,
     with_start: bool,
-    tables: &[(&str, &Tensor)],
+    base: Option<&Model>,
 ) -> Result<()> {
     let path = folder.join(format.weights());
     let weights = Weights::from_files([&path])?;
@@ -186,20 +187,8 @@ pub(super) fn read_weights(
         parameters.set(part.id, &value.narrow(dimension, 0, rank)?)?;
         copy::write(start, &value.narrow(dimension, rank, rank)?.contiguous()?, 0, 0)?;
     }
-    for (of, table) in tables {
-        let name = format!("{}{of}.base_layer.weight", peft::PREFIX);
-        if weights.contains(&name) {
-            let found = weights.tensor(&name, table.dims(), table.dtype(), table.device())?;
-            let difference = copy::cast(&(found - *table)?, DType::F32)?.abs()?.flatten_all()?;
-            if difference.max(0)?.to_scalar::<f32>()? != 0.0 {
-                return Err(Error::file(
-                    &path,
-                    format!(
-                        "`{name}` isn't the weight of this base model; is this an adapter for another one?"
-                    ),
-                ));
-            }
-        }
+    if let Some(base) = base {
+        check_tables(&path, &weights, base)?;
     }
     if let Some(name) = weights.unread().first() {
         return Err(Error::file(
@@ -211,6 +200,51 @@ pub(super) fn read_weights(
         ));
     }
     Ok(())
+}
+
+/// Checks that the embedding and the head beside an adapter, which PEFT reads in the place of the model's, are the model's.
+fn check_tables(path: &Path, weights: &Weights, base: &Model) -> Result<()> {
+    let head = base.head.unwrap_or(base.embedding);
+    for (of, id) in [(Model::EMBEDDING, base.embedding), (Model::HEAD, head)] {
+        for own in ["base_layer.weight", "weight"] {
+            let name = format!("{}{of}.{own}", peft::PREFIX);
+            if !weights.unread().contains(&name.as_str()) {
+                continue;
+            }
+            let shape = base.frozen().shape(id);
+            let found = weights.tensor(&name, shape.dims(), DType::F32, &Device::Cpu)?;
+            if base.is_outline() {
+                continue;
+            }
+            let table = base.dense(id)?.to_device(&Device::Cpu)?;
+            let is_quantized = matches!(base.frozen().storage(id), Storage::Quantized(_));
+            if !is_the_same(&found, &copy::cast(&table, DType::F32)?, is_quantized)? {
+                return Err(Error::file(
+                    path,
+                    format!(
+                        "`{name}` isn't the weight of this base model; is this an adapter for another \
+                         one, or one that was made with more tokens?"
+                    ),
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether a table, in f32, is the model's, but for what two roundings to bf16 change, or for what the model's lost when it
+/// was quantised.
+fn is_the_same(found: &Tensor, table: &Tensor, is_quantized: bool) -> Result<bool> {
+    let difference = (found - table)?;
+    let largest = |tensor: &Tensor| tensor.flatten_all()?.max(0)?.to_scalar::<f32>();
+    if is_quantized {
+        let sum = |tensor: &Tensor| tensor.sqr()?.sum_all()?.to_scalar::<f32>();
+        // Tables that have nothing to do with each other have a ratio of 2, those of 2 bits 0.2.
+        return Ok(sum(&difference)? <= 0.5 * sum(table)?);
+    }
+    let rounding = (table.abs()? * 2f64.powi(-7))?;
+    // Below this, f16 has fewer digits.
+    Ok(largest(&(difference.abs()? - rounding)?)? <= 1e-7)
 }
 
 /// The value of a part and what acts beside it: a plain LoRA adapter of twice the rank, whose layers are the frozen
