@@ -390,24 +390,38 @@ fn rope_scaling(
             return Err(keys.file.invalid(ROPE_SHORT, message));
         }
     };
+    // The factor holds for all frequencies, whatever divides each of them.
+    let divided = |divisors: Vec<f64>| match (kind, factor) {
+        (Some("yarn"), Some(_)) => Err(keys
+            .unsupported(TYPE, "\"yarn\", beside a tensor of divisors; one of both is supported")),
+        (Some("none"), _) | (_, None) => Ok(divisors),
+        (_, Some(factor)) => Ok(divisors.iter().map(|divisor| divisor * factor).collect()),
+    };
     if let Some((short, long)) = long {
         return dictionary(json!({
-            "rope_type": "longrope", "short_factor": short, "long_factor": long,
+            "rope_type": "longrope", "short_factor": divided(short)?, "long_factor": divided(long)?,
             "attention_factor": attention.unwrap_or(1.0),
             "original_max_position_embeddings": original.unwrap_or(context),
         }));
     }
+    // One list for short and long texts.
+    let one_list = |divisors: Vec<f64>| {
+        json!({
+            "rope_type": "longrope", "short_factor": divisors, "long_factor": divisors,
+            "attention_factor": attention.unwrap_or(1.0),
+            "original_max_position_embeddings": context,
+        })
+    };
+    let attention_is_scaled = attention.is_some_and(|attention| attention != 1.0);
     if let Some(divisors) = keys.divisors(ROPE_FREQS)? {
-        let known = llama3(&divisors, theta, rotated);
-        return dictionary(known.unwrap_or_else(|| {
-            // One list for short and long texts.
-            json!({
-                "rope_type": "longrope", "short_factor": divisors, "long_factor": divisors,
-                "attention_factor": 1.0, "original_max_position_embeddings": context,
-            })
-        }));
+        let divisors = divided(divisors)?;
+        let known = llama3(&divisors, theta, rotated).filter(|_| !attention_is_scaled);
+        return dictionary(known.unwrap_or_else(|| one_list(divisors)));
     }
     match (kind, factor) {
+        (None | Some("none" | "linear"), _) if attention_is_scaled => {
+            dictionary(one_list(divided(vec![1.0; rotated / 2])?))
+        }
         (None | Some("linear"), Some(factor)) => {
             dictionary(json!({ "rope_type": "linear", "factor": factor }))
         }
@@ -728,10 +742,16 @@ mod tests {
 
     /// What is read of what is written of a model's shape.
     fn round_trip(config: &Config) -> Result<Config> {
+        read_with(config, |_| {})
+    }
+
+    /// A configuration that was written, with more metadata, and read again.
+    fn read_with(config: &Config, more: impl FnOnce(&mut Metadata)) -> Result<Config> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.gguf");
         let mut metadata = Metadata::default();
         let extra = write(config, &mut metadata)?;
+        more(&mut metadata);
         let model = Model::random(config.clone(), DType::F32, &Device::Cpu, 1)?;
         let mut tensors: Vec<(String, Vec<usize>, GgmlType)> = model
             .named_weights()
@@ -880,6 +900,36 @@ mod tests {
         ] {
             assert!(error.contains(expected), "{error} lacks {expected}");
         }
+    }
+
+    #[test]
+    fn a_factor_beside_divisors_holds_for_all_of_them() {
+        let plain = computable("llama", fixture("llama")).unwrap();
+        let with_divisors = computable("llama3", fixture("llama3")).unwrap();
+        let read = |config: &Config, kind: &'static str, factor: f64, attention: Option<f64>| {
+            read_with(config, |metadata| {
+                metadata.text("llama.rope.scaling.type", kind);
+                metadata.float("llama.rope.scaling.factor", factor);
+                if let Some(attention) = attention {
+                    metadata.float("llama.rope.scaling.attn_factor", attention);
+                }
+            })
+        };
+        let rope = |config: Config| config.ropes[0].inverse_frequencies(1);
+        for (config, attention) in
+            [(&with_divisors, None), (&with_divisors, Some(1.25)), (&plain, Some(1.25))]
+        {
+            let (before, _) = rope(config.clone());
+            let (frequencies, scale) = rope(read(config, "linear", 4.0, attention).unwrap());
+            assert_eq!(scale, attention.unwrap_or(1.0));
+            for (before, now) in before.iter().zip(&frequencies) {
+                assert!((before / now / 4.0 - 1.0).abs() < 1e-6, "{before} and {now}");
+            }
+            let (frequencies, _) = rope(read(config, "none", 4.0, attention).unwrap());
+            assert!((frequencies[1] / before[1] - 1.0).abs() < 1e-6);
+        }
+        let error = read(&with_divisors, "yarn", 4.0, None).unwrap_err().to_string();
+        assert!(error.contains("llama.rope.scaling.type") && error.contains("divisors"), "{error}");
     }
 
     #[test]

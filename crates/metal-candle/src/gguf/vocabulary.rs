@@ -1058,15 +1058,18 @@ impl<'a> Source<'a> {
             let token = token.as_str().or_else(|| token.get("content")?.as_str())?;
             self.tokenizer.token_to_id(token)
         };
-        let first = self.tokenizer.eos_id();
-        let mut others = self.tokenizer.eos_ids().iter().copied().filter(|id| Some(*id) != first);
-        id(BOS, self.tokenizer.bos_id())?;
+        // An id that no token has, as a configuration's default may be, would make the file unreadable.
+        let is_token = |id: &u32| (*id as usize) < self.config.vocab_size;
+        let ends = self.tokenizer.eos_ids().iter().copied().filter(is_token);
+        let first = self.tokenizer.eos_id().filter(is_token).or(ends.clone().next());
+        let mut others = ends.filter(|id| Some(*id) != first);
+        id(BOS, self.tokenizer.bos_id().filter(is_token))?;
         id(EOS, first)?;
         // Said even where it is the same, as readers look for one by its text otherwise.
         id(EOT, others.next().or(first))?;
         id(EOM, others.next())?;
         id(UNK, named("unk_token"))?;
-        id(PAD, self.tokenizer.pad_id())?;
+        id(PAD, self.tokenizer.pad_id().filter(is_token))?;
         for other in others {
             let text = self.tokenizer.id_to_token(other).unwrap_or_default();
             if !ENDS.contains(&text.as_str()) {
@@ -1219,6 +1222,9 @@ mod tests {
         }
         // One that everybody knows by its text, and one that nobody does.
         assert!(write(json!([362, 360, 369, 371])).is_ok());
+        // What no token has can end nothing.
+        let read = write(json!([9999, 362, 32000])).unwrap();
+        assert_eq!(read.generation_config["eos_token_id"], json!([362]));
         let error = write(json!([362, 360, 369, 365])).unwrap_err().to_string();
         assert!(error.contains("\"<pad>\""), "{error}");
     }
