@@ -202,7 +202,7 @@ impl Shape {
         if there("messages") {
             Some(Self::Messages)
         } else if fields.contains_key("prompt") && fields.contains_key("completion") {
-            let labelled = fields.get("label").is_some_and(Value::is_boolean);
+            let labelled = fields.get("label").and_then(truth).is_some();
             Some(if labelled { Self::Labelled } else { Self::PromptCompletion })
         } else if there("conversations") || there("conversation") {
             Some(Self::Conversations)
@@ -266,16 +266,40 @@ fn body(value: Value, columns: &Columns) -> Parsed<Body> {
         Some(Shape::Labelled) => {
             let prompt = fields.remove("prompt").unwrap_or_default();
             let completion = fields.remove("completion").unwrap_or_default();
-            let desirable = fields.remove("label").as_ref().and_then(Value::as_bool);
+            let desirable = fields.remove("label").as_ref().and_then(truth);
             let answer = pair(("prompt", prompt), ("completion", completion), &mut fields)?;
             let desirable = desirable.ok_or("\"label\" is not true or false")?;
             Ok(Body::Labelled { answer: answer.into(), desirable })
         }
-        None => Err(format!(
-            "the record has {}; {SHAPES}{}",
-            key_list(&fields),
-            columns_that_fit(&fields)
-        )),
+        None => Err(match fields.iter().find(|(key, value)| value.is_null() && is_usual(key)) {
+            Some((key, _)) => format!("{key:?} is null; {SHAPES}"),
+            None => format!(
+                "the record has {}; {SHAPES}{}",
+                key_list(&fields),
+                columns_that_fit(&fields)
+            ),
+        }),
+    }
+}
+
+/// Whether a key alone tells a record's shape.
+fn is_usual(key: &str) -> bool {
+    ["messages", "conversations", "conversation", "instruction", "text", "chosen", "rejected"]
+        .contains(&key)
+}
+
+/// What a label says, also as tables and Python's numbers have it.
+fn truth(label: &Value) -> Option<bool> {
+    match label {
+        Value::Bool(label) => Some(*label),
+        Value::Number(label) if label.as_f64() == Some(0.0) => Some(false),
+        Value::Number(label) if label.as_f64() == Some(1.0) => Some(true),
+        Value::String(label) => match label.trim().to_lowercase().as_str() {
+            "true" | "1" => Some(true),
+            "false" | "0" => Some(false),
+            _ => None,
+        },
+        _ => None,
     }
 }
 
@@ -643,6 +667,26 @@ mod tests {
             matches!(&records[2].body, Body::Messages { messages, tools: Some(_) } if messages.len() == 2)
         );
         assert!(matches!(&records[3].body, Body::ChatCompletion { .. }));
+    }
+
+    #[test]
+    fn labels_are_true_or_false_in_the_words_of_tables_too() {
+        for (label, expected) in [
+            ("true", Some(true)),
+            ("1", Some(true)),
+            ("0.0", Some(false)),
+            ("\"False\"", Some(false)),
+            ("2", None),
+            ("\"good\"", None),
+        ] {
+            let record = format!(r#"{{"prompt": "a", "completion": "b", "label": {label}}}"#);
+            let found = match read(&record).unwrap().remove(0).body {
+                Body::Labelled { desirable, .. } => Some(desirable),
+                _ => None,
+            };
+            assert_eq!(found, expected, "{label}");
+        }
+        assert!(error(r#"{"text": null}"#).contains("\"text\" is null"));
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! `trainer_state.json`. The folder appears under its name only when it is complete.
 
 use super::evaluate::Evaluation;
-use super::metrics::{Phase, Position};
+use super::metrics::{Phase, Position, number_or_null};
 use super::objectives::{MetricSums, Objective};
 use super::optimizer::{Home, Optimizer, OptimizerState};
 use super::options::{BestBy, TrainOptions};
@@ -48,6 +48,7 @@ pub(super) struct State {
     pub skipped: u64,
     pub skipped_in_a_row: u64,
     /// Sums since the last report, so that the next one is the same after a resume.
+    #[serde(deserialize_with = "number_or_null")]
     pub loss_sum: f64,
     /// What the loss is a mean over: target tokens, pairs or answers.
     pub loss_count: u64,
@@ -156,9 +157,13 @@ impl Fingerprint {
         format!("{:016x}", hash.finish())
     }
 
-    /// Names the first thing that differs. A run that is longer now than it was is the same run.
+    /// Names the first thing that differs. A run that is longer now than it was is the same run, as is one that waits for
+    /// another number of evaluations without a gain: it has taken the same steps.
     pub fn check(&self, saved: &Self, path: &Path) -> Result<()> {
         let mut saved = saved.clone();
+        if let (Some(before), Some(now)) = (&mut saved.patience, self.patience) {
+            *before = now;
+        }
         if self.total_steps > saved.total_steps {
             saved.total_steps = self.total_steps;
             saved.learning_rate = saved.learning_rate.with_lengths_of(&self.learning_rate);
@@ -181,10 +186,17 @@ impl Fingerprint {
             }
             _ => "resume with the same options and data, or start a new run in another folder",
         };
-        Err(Error::file(
-            path,
-            format!("cannot be resumed: {key} was {before} and is now {now}; {advice}"),
-        ))
+        let differs = match key.as_str() {
+            "model_hash" => {
+                "the base model, its dtype or its quantisation is not what it was".to_string()
+            }
+            "data_hash" => "the training data are not what they were".into(),
+            "validation_hash" => "the validation data are not what they were".into(),
+            "chat_template" => "the chat template is not what it was".into(),
+            "reference" => "the adapter of the reference is not what it was".into(),
+            _ => format!("{key} was {before} and is now {now}"),
+        };
+        Err(Error::file(path, format!("cannot be resumed: {differs}; {advice}")))
     }
 }
 

@@ -1,6 +1,6 @@
 //! The loss of a model on data it does not learn from.
 
-use super::metrics::number_or_null;
+use super::metrics::{number_or_null, numbers_or_nulls};
 use super::objectives::{MetricSums, Objective};
 use super::references::References;
 use super::task::{self, Part, Task};
@@ -34,7 +34,11 @@ pub struct Evaluation {
     pub perplexity: Option<f64>,
     /// What else is reported, by the names that TRL has: the mean entropy of the predictions in nats and
     /// [`TOKEN_ACCURACY`], or what an objective of answers reports.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(
+        default,
+        skip_serializing_if = "BTreeMap::is_empty",
+        deserialize_with = "numbers_or_nulls"
+    )]
     pub metrics: BTreeMap<String, f64>,
     /// Target tokens it was measured on.
     pub tokens: u64,

@@ -30,7 +30,11 @@ pub enum Metric {
         #[serde(deserialize_with = "number_or_null")]
         loss: f64,
         /// What else the objective reports, by name: means over these steps.
-        #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+        #[serde(
+            default,
+            skip_serializing_if = "BTreeMap::is_empty",
+            deserialize_with = "numbers_or_nulls"
+        )]
         metrics: BTreeMap<String, f64>,
         /// The rate of the last step.
         learning_rate: f64,
@@ -64,7 +68,11 @@ pub enum Metric {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         perplexity: Option<f64>,
         /// What else the objective reports, by name.
-        #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+        #[serde(
+            default,
+            skip_serializing_if = "BTreeMap::is_empty",
+            deserialize_with = "numbers_or_nulls"
+        )]
         metrics: BTreeMap<String, f64>,
         /// Trainable tokens it was measured on.
         tokens: u64,
@@ -163,6 +171,13 @@ impl Position {
 
 pub(super) fn number_or_null<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+pub(super) fn numbers_or_nulls<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<BTreeMap<String, f64>, D::Error> {
+    let numbers = BTreeMap::<String, Option<f64>>::deserialize(deserializer)?;
+    Ok(numbers.into_iter().map(|(name, number)| (name, number.unwrap_or(f64::NAN))).collect())
 }
 
 /// Something that takes the events of a run: a file, a progress bar, a closure.
@@ -396,11 +411,24 @@ mod tests {
     fn numbers_that_json_lacks_become_null_and_then_nan() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("metrics.jsonl");
-        written(&path, &[train(1, f64::INFINITY)]);
+        let Metric::Train { mut metrics, .. } = train(1, 0.0) else { panic!("a report") };
+        metrics.insert("entropy".into(), f64::NAN);
+        let evaluation = Metric::Evaluation {
+            step: 1,
+            loss: f64::NAN,
+            perplexity: Some(f64::NAN),
+            metrics,
+            tokens: 1,
+            seconds: 0.1,
+        };
+        written(&path, &[train(1, f64::INFINITY), evaluation]);
         let text = std::fs::read_to_string(&path).expect("UTF-8");
-        assert!(text.contains(r#""loss":null"#), "{text}");
+        assert!(text.contains(r#""loss":null"#) && text.contains(r#""entropy":null"#), "{text}");
         let read = read(&path).expect("read");
-        assert!(matches!(read[..], [Metric::Train { loss, .. }] if loss.is_nan()));
+        let [Metric::Train { loss, .. }, Metric::Evaluation { metrics, .. }] = &read[..] else {
+            panic!("two events")
+        };
+        assert!(loss.is_nan() && metrics["entropy"].is_nan());
     }
 
     fn after(step: u64) -> Position {

@@ -271,12 +271,12 @@ impl Optimizer {
             Self::Adam(options) => {
                 share("beta1", options.beta1)?;
                 share("beta2", options.beta2)?;
-                positive("epsilon", options.epsilon, RATE)
+                epsilon(options.epsilon)
             }
             Self::AdamW(options) | Self::AdamW8bit(options) => {
                 share("beta1", options.beta1)?;
                 share("beta2", options.beta2)?;
-                positive("epsilon", options.epsilon, RATE)?;
+                epsilon(options.epsilon)?;
                 not_negative("weight_decay", options.weight_decay, RATE)
             }
             Self::Sgd(SgdOptions { momentum, dampening, nesterov, weight_decay }) => {
@@ -299,7 +299,7 @@ impl Optimizer {
                 not_negative("weight_decay", options.weight_decay, RATE)
             }
             Self::Adafactor(options) => {
-                positive("epsilon", options.epsilon, RATE)?;
+                epsilon(options.epsilon)?;
                 not_negative("scale_epsilon", options.scale_epsilon, RATE)?;
                 positive("clip_threshold", options.clip_threshold, NORM)?;
                 if !(-1.0..0.0).contains(&options.decay_rate) {
@@ -375,4 +375,16 @@ impl Optimizer {
         let layout = state::layout(self, parameters);
         layout.iter().map(|part| (part.count * part.dtype.size_in_bytes()) as u64).sum()
     }
+}
+
+/// Steps are computed in f32, in which a smaller one is 0 or loses its digits.
+fn epsilon(epsilon: f64) -> Result<()> {
+    positive("epsilon", epsilon, RATE)?;
+    if epsilon < f64::from(f32::MIN_POSITIVE) {
+        return Err(Error::option(
+            "epsilon",
+            format!("is {epsilon:e}, expected at least {:e}", f32::MIN_POSITIVE),
+        ));
+    }
+    Ok(())
 }

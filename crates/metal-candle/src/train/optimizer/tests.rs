@@ -199,6 +199,7 @@ fn options_that_make_no_sense_are_named() {
     for (optimizer, expected) in [
         (Optimizer::Adam(AdamOptions { beta1: 1.0, ..adam }), "beta1: is 1,"),
         (Optimizer::Adam(AdamOptions { epsilon: 0.0, ..adam }), "epsilon: is 0,"),
+        (Optimizer::Adam(AdamOptions { epsilon: 1e-46, ..adam }), "epsilon: is 1e-46, expected"),
         (Optimizer::Sgd(SgdOptions { momentum: -0.1, ..sgd }), "momentum: is -0.1,"),
         (Optimizer::Sgd(SgdOptions { nesterov: true, momentum: 0.0, ..sgd }), "nesterov: needs"),
         (Optimizer::Sgd(SgdOptions { nesterov: true, dampening: 0.1, ..sgd }), "nesterov: needs"),
