@@ -69,6 +69,8 @@ struct Row<A> {
     /// The sum of their shares.
     share: A,
     largest: A,
+    /// The first token that has it, where statistics are asked for.
+    likeliest: usize,
     /// Σ e^{logit - largest}.
     total: A,
     /// Σ e^{logit - largest}·(logit - largest), where the entropy is asked for.
@@ -95,6 +97,7 @@ impl<A: Real> Row<A> {
             weight: number(counted.weight),
             // Finite, so that a block of negative infinities adds nothing.
             largest: A::from_f64(f32::MIN as f64),
+            likeliest: usize::MAX,
             total: A::ZERO,
             spread: A::ZERO,
             rescale: A::ZERO,
@@ -123,9 +126,9 @@ impl<A: Real> Row<A> {
         self.total.ln() - self.spread / self.total
     }
 
-    /// 1 where no logit is larger than the first target's.
+    /// 1 where the first target is the likeliest token, which of several that are alike is the first, as for PyTorch's argmax.
     fn hit(&self) -> A {
-        if self.targets[0].logit >= self.largest { A::ONE } else { A::ZERO }
+        if self.targets[0].token == self.likeliest { A::ONE } else { A::ZERO }
     }
 }
 
@@ -281,6 +284,11 @@ impl<T: Element> Problem<'_, T> {
         let largest = if of_block > before { of_block } else { before };
         let rescale = (before - largest).exp_nonpositive();
         if self.options.statistics {
+            if of_block > before
+                && let Some(place) = products.iter().position(|logit| *logit == of_block)
+            {
+                row.likeliest = start + place;
+            }
             // A sum so far is one of no terms before the first block, when the largest is no logit.
             let moved = if row.total == T::Acc::ZERO {
                 T::Acc::ZERO

@@ -144,18 +144,22 @@ __device__ __forceinline__ void loss_rows(const float *products, T *gradient, Ta
     if (threadIdx.x == 0) out.losses[place] = share * log_sum_exp - of_targets;
     if (out.entropies != nullptr) {
         float spread = 0.0f;
+        // Of several logits that are the largest, the first token's counts.
+        bool is_before = false;
+        const int first_token = static_cast<int>(targets.tokens[0]);
         for (int i = threadIdx.x; i < columns; i += THREADS) {
+            const float z = logit(row[i]);
+            is_before |= z >= most && i < first_token;
             // Finite, so that a logit of negative infinity adds nothing.
-            const float below = fmaxf(logit(row[i]) - most, -FLT_MAX);
+            const float below = fmaxf(z - most, -FLT_MAX);
             spread += __expf(below) * below;
         }
         spread = block_sum(spread, scratch);
+        is_before = __syncthreads_or(is_before);
         if (threadIdx.x == 0) {
             out.entropies[place] = logf(sum) - spread / sum;
-            out.hits[place] = first_logit >= most ? 1.0f : 0.0f;
+            out.hits[place] = first_logit >= most && !is_before ? 1.0f : 0.0f;
         }
-        // Others have read what is replaced now.
-        __syncthreads();
     }
     if (gradient == nullptr) return;
 

@@ -129,15 +129,20 @@ template <typename T>
     if (own.x == 0) losses[place] = of.share * log_sum_exp - of_targets;
     if (statistics != 0) {
         float spread = 0.0f;
+        // Of several logits that are the largest, the first token's counts.
+        float before = 0.0f;
         for (uint i = own.x; i < columns; i += threads.x) {
+            const float z = logit.of(row[i]);
+            if (z >= most && i < targets[0]) before = 1.0f;
             // Finite, so that a logit of negative infinity adds nothing.
-            const float below = max(logit.of(row[i]) - most, -FLT_MAX);
+            const float below = max(z - most, -FLT_MAX);
             spread += exp(below) * below;
         }
         spread = group_sum(spread, scratch, lane, simdgroup, simdgroups);
+        before = group_sum(before, scratch, lane, simdgroup, simdgroups);
         if (own.x == 0) {
             entropies[place] = log(sum) - spread / sum;
-            hits[place] = first_logit >= most ? 1.0f : 0.0f;
+            hits[place] = first_logit >= most && before == 0.0f ? 1.0f : 0.0f;
         }
     }
     if (where == 1) {

@@ -156,7 +156,7 @@ impl AllCounted {
 pub struct Statistics {
     /// The entropy of each row's distribution, in nats, `(n)`.
     pub entropies: Tensor,
-    /// 1 where no token is likelier than the first target, else 0, `(n)`.
+    /// 1 where the first target is the likeliest token, or the first of those, else 0, `(n)`.
     pub hits: Tensor,
 }
 

@@ -128,7 +128,9 @@ impl Case {
                     -log_probability.exp() * log_probability
                 })
                 .sum();
-            let hit = logits.iter().all(|logit| *logit <= logits[*first]);
+            let (before, rest) = logits.split_at(*first);
+            let hit = before.iter().all(|logit| *logit < rest[0])
+                && rest.iter().all(|logit| *logit <= rest[0]);
             [loss.sum(), entropy, f64::from(u8::from(hit))]
         };
         (0..n).map(of_row).collect()
@@ -300,20 +302,32 @@ fn gradients_of_rows_can_be_weighted_afterwards() {
     }
 }
 
-/// Logits of negative infinity, as of tokens that are forbidden, and a certain token.
-#[test]
-fn entropies_of_extreme_distributions_are_right() {
+/// Entropies and hits of rows whose logits are all alike, of a certain token, and of one that is forbidden by a logit of
+/// negative infinity.
+fn of_extreme_rows(device: &Device, targets: &[u32; 3]) -> [Vec<f64>; 2] {
     let weight: Vec<f32> = (0..70).map(|i| if i == 9 { 1e4 } else { 0.0 }).collect();
-    let weight = Tensor::from_vec(weight, (70, 1), &Device::Cpu).unwrap();
-    let hidden = Tensor::from_vec(vec![0f32, 1.0, -1e35], (3, 1), &Device::Cpu).unwrap();
+    let weight = Tensor::from_vec(weight, (70, 1), device).unwrap();
+    let hidden = Tensor::from_vec(vec![0f32, 1.0, -1e35], (3, 1), device).unwrap();
     let options = Options { softcap: None, logit_scale: 1.0, chunk: 8, statistics: true };
-    let output = forward(&hidden, &weight, &Targets::new(&[9, 3, 5]), &options, true, 1).unwrap();
+    let output = forward(&hidden, &weight, &Targets::new(targets), &options, true, 1).unwrap();
     let statistics = output.statistics.unwrap();
-    let (entropies, hits) = (values(&statistics.entropies), values(&statistics.hits));
-    for (found, expected) in entropies.iter().zip([70f64.ln(), 0.0, 69f64.ln()]) {
-        assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+    [&statistics.entropies, &statistics.hits].map(values)
+}
+
+fn assert_extreme_rows(device: &Device) {
+    // Of tokens that are alike the first is the likeliest.
+    for (targets, expected) in [([0, 9, 0], [1.0, 1.0, 1.0]), ([9, 3, 5], [0.0, 0.0, 0.0])] {
+        let [entropies, hits] = of_extreme_rows(device, &targets);
+        for (found, expected) in entropies.iter().zip([70f64.ln(), 0.0, 69f64.ln()]) {
+            assert!((found - expected).abs() < 1e-5, "{found} {expected}");
+        }
+        assert_eq!(hits, expected);
     }
-    assert_eq!(hits, [1.0, 0.0, 1.0]);
+}
+
+#[test]
+fn entropies_and_hits_of_extreme_distributions_are_right() {
+    assert_extreme_rows(&Device::Cpu);
 }
 
 #[test]
@@ -537,6 +551,12 @@ mod cuda {
         assert!(results(nothing).iter().all(|tensor| max_abs(tensor) == 0.0));
         let empty = on(&Case::new(0, 7, 33, 2).to_dtype(DType::F32), &device).run();
         assert!(results(empty).iter().all(|tensor| max_abs(tensor) == 0.0));
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU"]
+    fn cuda_entropies_and_hits_of_extreme_distributions_are_right() {
+        assert_extreme_rows(&crate::testing::cuda());
     }
 
     #[test]

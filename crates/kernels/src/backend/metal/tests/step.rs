@@ -307,6 +307,22 @@ fn strided_rows(shape: &[usize; 2], seed: u64, dtype: DType, device: &Device) ->
     wide.narrow(1, 2, shape[1]).unwrap()
 }
 
+#[test]
+#[ignore = "needs clang, or a Mac with the feature metal"]
+fn metal_finds_the_first_of_tokens_that_are_alike() {
+    let options =
+        cross_entropy::Options { softcap: None, logit_scale: 1.0, chunk: 2, statistics: true };
+    let hits = |dtype, device: &Device| {
+        let ones = |rows: usize| Tensor::ones((rows, 8), dtype, device).unwrap();
+        let targets = Targets::new(&[0, 1, 299, 0]);
+        let found = cross_entropy::forward(&ones(4), &ones(300), &targets, &options, false, 0);
+        found.unwrap().statistics.unwrap().hits
+    };
+    let on_host = hits(DType::F32, &Device::Cpu).to_vec1::<f32>().unwrap();
+    assert_eq!(on_host, [1.0, 0.0, 0.0, 1.0]);
+    assert_same(|dtype, device| vec![hits(dtype, device)]);
+}
+
 /// The public function takes the same way, in one chunk.
 #[test]
 #[ignore = "needs clang, or a Mac with the feature metal"]
