@@ -119,6 +119,12 @@ fn of_this_machine(entry: &Entry, wanted: Wanted) -> anyhow::Result<Vec<Part>> {
                 }
                 Some(split) => split,
                 None if !is_folder => Split::Train,
+                None if files.test.is_empty() && files.valid.is_empty() => {
+                    return Err(usage(format!(
+                        "split: {path} has training data alone, neither test nor validation data; --split train measures \
+                         on these"
+                    )));
+                }
                 None if files.test.is_empty() => Split::Valid,
                 None => Split::Test,
             };
@@ -268,6 +274,20 @@ mod tests {
 
     fn entry(split: Option<&str>) -> Entry {
         Entry { split: split.map(String::from), ..Entry::at("owner/name") }
+    }
+
+    #[test]
+    fn a_folder_with_training_data_alone_needs_the_split() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("train.jsonl"), "{\"text\": \"a\"}\n").unwrap();
+        let entry = Entry { path: folder.path().display().to_string(), ..Entry::default() };
+        let find = |split| of_this_machine(&entry, Wanted::Measuring(split));
+        let error = find(None).err().unwrap().to_string();
+        assert!(
+            error.contains("training data alone") && error.contains("--split train"),
+            "{error}"
+        );
+        assert_eq!(find(Some(Split::Train)).unwrap().len(), 1);
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! How errors are told, and which exit code they have.
 
 use crate::output::StdoutClosed;
+use crate::settings::cut;
+use std::ffi::OsString;
 use std::fmt;
 
 /// 0, as programs whose reader has left.
@@ -9,7 +11,7 @@ pub const SUCCESS: u8 = 0;
 pub const FAILURE: u8 = 1;
 /// What was asked for makes no sense: an unknown flag or key, a value out of its range.
 pub const USAGE: u8 = 2;
-/// Ended by Ctrl-C.
+/// Ended by Ctrl-C, SIGTERM or SIGHUP.
 pub const INTERRUPTED: u8 = 130;
 
 /// A mistake in the flags or in the configuration file.
@@ -27,6 +29,32 @@ impl std::error::Error for Usage {}
 /// A [`Usage`] error, for `?`.
 pub fn usage(message: impl fmt::Display) -> anyhow::Error {
     Usage(message.to_string()).into()
+}
+
+/// What is wrong with an argument that is no UTF-8, as a path may be where it isn't the name of something on the hub too.
+pub fn no_text(arguments: impl Iterator<Item = OsString>) -> Option<String> {
+    let mut option = None;
+    for argument in arguments {
+        match argument.to_str() {
+            Some(text) if text.starts_with('-') => option = Some(text.to_string()),
+            Some(_) => {}
+            None => {
+                let shown = argument.to_string_lossy();
+                // As one word, `--data=...`, it has its option's name in it.
+                let named = shown.split_once('=').filter(|_| shown.starts_with('-'));
+                let (option, value) = match (named, &option) {
+                    (Some((option, value)), _) => (format!("{option}: "), value),
+                    (None, Some(option)) => (format!("{option}: "), shown.as_ref()),
+                    (None, None) => (String::new(), shown.as_ref()),
+                };
+                return Some(format!(
+                    "{option}is {}, which is no UTF-8; expected a text, or a file whose name is one",
+                    cut(value)
+                ));
+            }
+        }
+    }
+    None
 }
 
 /// The exit code of an error.
@@ -73,6 +101,20 @@ pub fn describe(error: &anyhow::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[cfg(unix)]
+    #[test]
+    fn an_argument_that_is_no_text_is_told_with_its_option() {
+        use std::os::unix::ffi::OsStringExt;
+        let told = |words: &[&[u8]]| {
+            no_text(words.iter().map(|word| OsString::from_vec(word.to_vec()))).unwrap()
+        };
+        let found = told(&[b"train", b"-m", b"base", b"--data", b"bad\xff.jsonl"]);
+        assert!(found.starts_with("--data: is bad\u{fffd}.jsonl, which is no UTF-8"), "{found}");
+        assert!(told(&[b"train", b"--data=\xff"]).starts_with("--data: is \u{fffd}, which"));
+        assert!(told(&[b"\xff"]).starts_with("is \u{fffd}, which"));
+        assert_eq!(no_text(["train", "-m"].map(OsString::from).into_iter()), None);
+    }
 
     #[test]
     fn causes_are_told_once() {

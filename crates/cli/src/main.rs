@@ -39,7 +39,7 @@ use std::process::ExitCode;
     version,
     propagate_version = true,
     max_term_width = 100,
-    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 ended by Ctrl-C.\n\
+    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 ended by Ctrl-C, SIGTERM or SIGHUP.\n\
                   METAL_CANDLE_LOG sets what is logged, such as metal_candle=debug."
 )]
 struct Cli {
@@ -136,6 +136,9 @@ fn explain(error: &clap::Error) -> Option<String> {
         Some(ContextValue::String(text)) => Some(text.as_str()),
         _ => None,
     };
+    if error.kind() == ErrorKind::InvalidUtf8 {
+        return errors::no_text(std::env::args_os().skip(1));
+    }
     let flag = context(ContextKind::InvalidArg)?;
     match error.kind() {
         ErrorKind::ValueValidation => {
@@ -155,6 +158,12 @@ fn explain(error: &clap::Error) -> Option<String> {
             let name = flag.split('=').next().unwrap_or(flag).replace('_', "-");
             if let Some((_, instead)) = ELSEWHERE.iter().find(|(other, _)| *other == name) {
                 return Some(format!("{flag}: {instead}"));
+            }
+            let key = name.trim_start_matches('-').replace('-', "_");
+            if settings::has_no_flag(&key) {
+                return Some(format!(
+                    "{flag}: is no flag; `{key}` is a key of train's file, see --config"
+                ));
             }
             // Not the name of another program's, which clap may find closer.
             let close = context(ContextKind::SuggestedArg)?.replace('_', "-");
@@ -262,6 +271,10 @@ mod tests {
                 "unknown flag --learning_rat; did you mean --learning-rate?",
             ),
             ("generate --max-kv-size 4", "--max-kv-size: the cache grows"),
+            (
+                "train --decay-rate 0.5",
+                "--decay-rate: is no flag; `decay_rate` is a key of train's",
+            ),
             (
                 "train --gpus some",
                 "--gpus: is some, but `some` is neither a number from 1 on nor `all`",

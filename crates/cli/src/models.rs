@@ -193,9 +193,10 @@ impl Source {
     pub fn config_folder(&self, terminal: Terminal) -> anyhow::Result<PathBuf> {
         self.folder_by(|model, revision| {
             let options = HubOptions::from_env()?;
-            Ok(with_progress(terminal, |progress| {
+            let folder = with_progress(terminal, |progress| {
                 hub::resolve_config_with(model, revision, &options, progress)
-            })?)
+            });
+            of_the_hub(model, folder)
         })
     }
 
@@ -325,7 +326,9 @@ fn unfinished_model(folder: &Path) -> Option<String> {
 /// That a folder looks like an adapter, before a model is loaded for it.
 pub fn check_adapter(folder: &Path) -> anyhow::Result<()> {
     if !folder.join(adapter::ADAPTER_CONFIG).is_file() {
-        let found = if !folder.is_dir() {
+        let found = if folder.is_file() {
+            "this is a file; expected a folder with adapter_config.json and its weights".into()
+        } else if !folder.is_dir() {
             "there is no such folder".into()
         } else if folder.join("config.json").is_file() {
             "this is a whole model; give it as --model".into()
@@ -458,7 +461,17 @@ pub fn resolve(model: &str, revision: Option<&str>, terminal: Terminal) -> anyho
     let options = HubOptions::from_env()?;
     let folder =
         with_progress(terminal, |progress| hub::resolve_with(model, revision, &options, progress));
-    Ok(folder?)
+    of_the_hub(model, folder)
+}
+
+/// The folder of a model, or why there is none: one that is looked for on the hub may have been meant as a path.
+fn of_the_hub(model: &str, folder: metal_candle::Result<PathBuf>) -> anyhow::Result<PathBuf> {
+    if Path::new(model).exists() || model.split('/').count() != 2 {
+        return Ok(folder?);
+    }
+    folder.with_context(|| {
+        format!("there is no file or folder {model} here, so it is a model of the hub")
+    })
 }
 
 /// Does what may download, and shows how far it is.
@@ -507,6 +520,18 @@ fn style() -> ProgressStyle {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_model_of_the_hub_may_have_been_meant_as_a_path() {
+        let failed = || Err(metal_candle::Error::option("x", "cannot reach the hub"));
+        let error = of_the_hub("no/such.gguf", failed()).unwrap_err();
+        let told = crate::errors::describe(&error);
+        let expected =
+            "there is no file or folder no/such.gguf here, so it is a model of the hub: ";
+        assert!(told.starts_with(expected) && told.contains("cannot reach"), "{told}");
+        let error = of_the_hub("./no/such/model", failed()).unwrap_err().to_string();
+        assert!(!error.contains("of the hub"), "{error}");
+    }
 
     #[test]
     fn mps_is_refused_for_bf16_on_metal_only() {

@@ -1,13 +1,16 @@
 //! What a run will do, before it does it.
 
+use crate::errors::usage;
 use crate::output::{are, bytes, grouped, plural, table};
 use crate::settings::{
     ActivationPlacement, BasePlacement, Entry, FineTuneType, ObjectiveName, OptimizerPlacement,
     Settings,
 };
+use indexmap::IndexMap;
 use metal_candle::adapter::{Biases, LoraConfig, StartFrom};
 use metal_candle::data::{Dataset, Report};
 use metal_candle::model::Model;
+use metal_candle::train::LearningRate;
 use serde::Serialize;
 
 /// What will be trained.
@@ -183,18 +186,58 @@ fn layers(layers: &[usize]) -> String {
 
 pub fn lora_plan(config: &LoraConfig, model: &Model) -> anyhow::Result<LoraPlan> {
     let resolved = config.resolve(&model.target_paths(), model.config().layers.len())?;
-    let (mut modules, mut layers) = (Vec::new(), Vec::new());
+    let modules = names(resolved.iter().map(|linear| linear.path.as_str()));
+    let mut layers = Vec::new();
     for linear in &resolved {
-        let name = linear.path.rsplit('.').next().unwrap_or_default().to_string();
-        if !modules.contains(&name) {
-            modules.push(name);
-        }
         let layer = linear.path.split('.').find_map(|part| part.parse().ok());
         if let Some(layer) = layer.filter(|layer| !layers.contains(layer)) {
             layers.push(layer);
         }
     }
     Ok(LoraPlan { modules, layers, adapted: resolved.len() })
+}
+
+/// The last parts of paths, each once.
+fn names<'a>(paths: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let mut names: Vec<String> = Vec::new();
+    for path in paths {
+        let name = path.rsplit('.').next().unwrap_or_default();
+        if !names.iter().any(|known| known == name) {
+            names.push(name.into());
+        }
+    }
+    names
+}
+
+/// That each pattern of ranks and alphas is about some layer that is adapted, of the linear layers with these paths in
+/// so many decoder layers.
+pub fn check_patterns(config: &LoraConfig, paths: &[String], layers: usize) -> anyhow::Result<()> {
+    let adapted = config.resolve(paths, layers)?;
+    let ranks = config.rank_pattern.keys().map(|pattern| ("rank_pattern", pattern));
+    let alphas = config.alpha_pattern.keys().map(|pattern| ("alpha_pattern", pattern));
+    for (key, pattern) in ranks.chain(alphas) {
+        // A rank that only it gives shows what it matches.
+        let alone = LoraConfig {
+            rank: 1,
+            rank_pattern: IndexMap::from([(pattern.clone(), 2)]),
+            alpha_pattern: IndexMap::new(),
+            ..config.clone()
+        };
+        if alone.resolve(paths, layers)?.iter().all(|linear| linear.rank == 1) {
+            let adapted = names(adapted.iter().map(|linear| linear.path.as_str()));
+            return Err(usage(format!(
+                "{key}: {pattern} matches no layer that is adapted; they are {}",
+                adapted.join(", ")
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The highest learning rate of a run of `steps` steps. It rises to the peak, or falls to it, and goes on in one
+/// direction.
+pub fn highest(rate: &LearningRate, steps: u64) -> f64 {
+    rate.peak().max(rate.at(0)).max(rate.at(steps.saturating_sub(1)))
 }
 
 /// How much memory a step takes, with parameters and gradients of `training` bytes and what the optimiser keeps: from
@@ -329,6 +372,40 @@ pub fn length_warnings(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn patterns_are_about_layers_that_are_adapted() {
+        let paths = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"];
+        let paths = paths.map(String::from);
+        let check = |ranks: &[&str], alphas: &[&str]| {
+            let config = LoraConfig {
+                rank_pattern: ranks.iter().map(|key| (key.to_string(), 4)).collect(),
+                alpha_pattern: alphas.iter().map(|key| (key.to_string(), 4.0)).collect(),
+                ..LoraConfig::default()
+            };
+            check_patterns(&config, &paths, 1).map_err(|error| error.to_string())
+        };
+        assert_eq!(check(&["q_proj", "mlp\\..*"], &["up_proj", "q_proj"]), Ok(()));
+        let expected =
+            "rank_pattern: q_prj matches no layer that is adapted; they are q_proj, up_proj";
+        assert_eq!(check(&["q_proj", "q_prj"], &[]), Err(expected.into()));
+        assert!(check(&[], &["zz"]).unwrap_err().starts_with("alpha_pattern: zz matches no layer"));
+    }
+
+    #[test]
+    fn a_rate_may_be_highest_at_the_end() {
+        use metal_candle::train::MlxSchedule;
+        let mlx = |arguments: &[f64], warmup_init| MlxSchedule {
+            name: "linear_schedule".into(),
+            warmup: 4,
+            warmup_init,
+            arguments: arguments.to_vec(),
+        };
+        let highest = |schedule: MlxSchedule| highest(&schedule.build().unwrap(), 20);
+        assert_eq!(highest(mlx(&[1e-7, 1e-4, 10.0], 0.0)), 1e-4);
+        assert_eq!(highest(mlx(&[1e-4, 1e-7, 10.0], 0.0)), 1e-4);
+        assert_eq!(highest(mlx(&[1e-5, 1e-7, 10.0], 1e-3)), 1e-3);
+    }
 
     #[test]
     fn what_waits_elsewhere_is_not_on_the_device() {

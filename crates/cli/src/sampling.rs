@@ -161,14 +161,81 @@ impl Sampling {
             ignore_eos: self.ignore_eos,
             top_logprobs: 0,
         };
-        options.validate().map_err(usage)?;
+        let is_given = |option: &str| match option {
+            "temperature" => self.temperature.is_some(),
+            "top_k" => self.top_k.is_some(),
+            "top_p" => self.top_p.is_some(),
+            "min_p" => self.min_p.is_some(),
+            "repetition_penalty" => self.repetition_penalty.is_some(),
+            _ => true,
+        };
+        match options.validate() {
+            Err(metal_candle::Error::Option { option, message }) if !is_given(&option) => {
+                return Err(metal_candle::Error::file(&path, format!("{option}: {message}")).into());
+            }
+            checked => checked.map_err(usage)?,
+        }
+        let ignored = not_applied(&config);
+        if !ignored.is_empty() {
+            tracing::warn!("{}: {} is not applied", path.display(), ignored.join(", "));
+        }
         Ok(options)
     }
+}
+
+/// The keys of a `generation_config.json` that would change what a model writes, but not here.
+fn not_applied(config: &Map<String, Value>) -> Vec<&str> {
+    // With what each has where it does nothing.
+    let keys = [
+        ("num_beams", Some(1.0)),
+        ("no_repeat_ngram_size", Some(0.0)),
+        ("min_length", Some(0.0)),
+        ("min_new_tokens", Some(0.0)),
+        ("typical_p", Some(1.0)),
+        ("epsilon_cutoff", Some(0.0)),
+        ("eta_cutoff", Some(0.0)),
+        ("penalty_alpha", Some(0.0)),
+        ("guidance_scale", Some(1.0)),
+        ("suppress_tokens", None),
+        ("begin_suppress_tokens", None),
+        ("bad_words_ids", None),
+        ("sequence_bias", None),
+        ("forced_bos_token_id", None),
+        ("forced_eos_token_id", None),
+        ("exponential_decay_length_penalty", None),
+    ];
+    let does_something = |key: &str, neutral: Option<f64>| match config.get(key) {
+        None | Some(Value::Null) => false,
+        Some(Value::Array(list)) => !list.is_empty(),
+        Some(Value::Object(map)) => !map.is_empty(),
+        Some(value) => neutral.is_none() || value.as_f64() != neutral,
+    };
+    keys.into_iter().filter(|(key, it)| does_something(key, *it)).map(|(key, _)| key).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_models_settings_are_checked_and_what_is_not_applied_is_known() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("generation_config.json");
+        std::fs::write(&path, r#"{ "top_p": 1.5 }"#).unwrap();
+        let error = |sampling: Sampling| sampling.resolve(folder.path()).unwrap_err().to_string();
+        let of_file = error(Sampling::default());
+        assert!(of_file.contains("generation_config.json") && of_file.contains("top_p"), "{of_file}");
+        let given = error(Sampling { top_p: Some(1.5), ..Sampling::default() });
+        assert!(!given.contains("generation_config.json"), "{given}");
+        let Value::Object(config) = serde_json::json!({
+            "num_beams": 1, "no_repeat_ngram_size": 3, "suppress_tokens": [], "typical_p": null,
+            "bad_words_ids": [[4]], "forced_eos_token_id": 2, "top_p": 0.9,
+        }) else {
+            panic!("an object")
+        };
+        let expected = ["no_repeat_ngram_size", "bad_words_ids", "forced_eos_token_id"];
+        assert_eq!(not_applied(&config), expected);
+    }
 
     #[test]
     fn the_help_tells_the_default_and_a_server_has_its_own() {

@@ -196,9 +196,9 @@ impl Run {
                 objective.name()
             )));
         }
-        let batch = |dataset: Dataset, packing| -> anyhow::Result<Batcher> {
+        let batch = |dataset: Dataset, split: Split, packing| -> anyhow::Result<Batcher> {
             let dataset = match &teacher {
-                Some(teacher) => dataset.with_teacher(teacher)?,
+                Some(teacher) => dataset.with_teacher(teacher).with_context(|| named(split))?,
                 None => dataset,
             };
             let dataset = match objective.samples() {
@@ -225,10 +225,10 @@ impl Run {
             None if !has_valid => (whole(Split::Train)?, None),
             None => (whole(Split::Train)?, Some(whole(Split::Valid)?)),
         };
-        let train = batch(train, settings.packing)?;
-        let valid = valid.map(|dataset| batch(dataset, false)).transpose()?;
+        let train = batch(train, Split::Train, settings.packing)?;
+        let valid = valid.map(|dataset| batch(dataset, Split::Valid, false)).transpose()?;
         let test = match settings.test {
-            true => Some(batch(whole(Split::Test)?, false)?),
+            true => Some(batch(whole(Split::Test)?, Split::Test, false)?),
             false => None,
         };
         let batches = train.epoch(0).len();
@@ -299,7 +299,7 @@ impl Run {
             processes: start.group.size(),
             batches_per_epoch: batches as u64,
             tokens_per_epoch: dataset.report.tokens as u64,
-            peak_learning_rate: options.learning_rate.peak(),
+            peak_learning_rate: plan::highest(&options.learning_rate, steps),
             memory: plan::memory(
                 &settings,
                 &model,
@@ -577,6 +577,9 @@ fn new_adapter(
     terminal: Terminal,
 ) -> anyhow::Result<Adapter> {
     let mut config = settings.lora()?;
+    if start.resume.is_none() {
+        plan::check_patterns(&config, &model.target_paths(), model.config().layers.len())?;
+    }
     if config.start == StartFrom::Eva {
         if start.resume.is_none() && !start.dry_run {
             return eva_adapter(settings, &config, model, batches, terminal);

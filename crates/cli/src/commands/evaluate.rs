@@ -1,5 +1,6 @@
 //! `evaluate`: loss and perplexity of a model on data, and how many of its answers are those that the data have.
 
+use crate::bounds;
 use crate::datasets::Wanted;
 use crate::engine::{AtOnce, Writing, Written, write_all};
 use crate::errors::{SUCCESS, usage};
@@ -11,7 +12,7 @@ use crate::progress::Bar;
 use crate::settings::limit;
 use crate::template::TemplateFlags;
 use clap::Args;
-use metal_candle::data::{Dataset, Example, Report as DataReport};
+use metal_candle::data::{Dataset, Example, Report as DataReport, SampleKind};
 use metal_candle::engine::{Engine, EngineOptions, Request};
 use metal_candle::files::write_atomic;
 use metal_candle::generate::{FinishReason, GenerateOptions, SamplingOptions};
@@ -113,6 +114,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             arguments.batches
         )));
     }
+    bounds::check("max_tokens", arguments.max_tokens, &bounds::TOKENS)?;
     let Arguments { generate, writing, at_once, .. } = &arguments;
     if !generate && !writing.is_usual(at_once) {
         return Err(usage("the engine's flags are for answers, which --generate asks for"));
@@ -133,6 +135,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     )?;
     let reader = (&loaded.tokenizer, &loaded.variables, None);
     let batches = arguments.data.batches(&sources, reader, loaded.model.config(), terminal)?;
+    check_kind(batches.dataset().kind())?;
     let limit = limit(arguments.batches);
     let asked = match generate {
         true => Some(Asked::new(&arguments, &loaded, batches.dataset(), limit, terminal)?),
@@ -167,6 +170,22 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
         ))?;
     }
     Ok(SUCCESS)
+}
+
+/// That examples are sequences.
+fn check_kind(kind: SampleKind) -> anyhow::Result<()> {
+    let instead = match kind {
+        SampleKind::Plain => return Ok(()),
+        SampleKind::Pair => {
+            "; to measure the chosen answers alone, give --completion-column chosen, or --messages-column chosen where \
+             they are whole conversations"
+        }
+        SampleKind::Labelled => "",
+    };
+    Err(usage(format!(
+        "data: are {}, and evaluate compares no answers; `train` measures them as its validation data{instead}",
+        kind.name()
+    )))
 }
 
 /// The prompts of examples, and their answers.
@@ -306,4 +325,21 @@ fn write_lines(path: &Path, lines: &[impl Serialize]) -> anyhow::Result<()> {
         }
         Ok(())
     })?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_that_are_compared_are_not_measured() {
+        assert!(check_kind(SampleKind::Plain).is_ok());
+        for (kind, expected) in [
+            (SampleKind::Pair, "data: are preference pairs, and evaluate compares no answers"),
+            (SampleKind::Labelled, "data: are labelled answers, and evaluate compares no answers"),
+        ] {
+            let error = check_kind(kind).unwrap_err().to_string();
+            assert!(error.starts_with(expected) && !error.contains("objective"), "{error}");
+        }
+    }
 }

@@ -39,7 +39,13 @@ pub struct Arguments {
     #[arg(short, long, value_name = "PATH", aliases = ["save-path", "gguf-path"])]
     output: PathBuf,
     /// The dtype to write; auto is that of the model
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(
+        long,
+        value_enum,
+        default_value_t,
+        hide_possible_values = true,
+        value_name = "auto|f32|bf16|f16"
+    )]
     dtype: Precision,
     /// The format to write: safetensors in f32, bf16 or f16, as bitsandbytes (nf4, fp4) or MLX have them, or GGUF
     /// [default: safetensors in the dtype]
@@ -160,4 +166,18 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
     }
     report.check.as_ref().map_or(Ok(()), Checked::require)?;
     Ok(SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn auto_is_told_as_the_dtype_of_the_model() {
+        let mut command = Arguments::augment_args(clap::Command::new("fuse"));
+        let help = command.render_long_help().to_string();
+        let dtype = help.split("--dtype").nth(1).unwrap().split("--to").next().unwrap();
+        assert!(dtype.contains("auto is that of the model"), "{dtype}");
+        assert!(!dtype.contains("GPU"), "{dtype}");
+    }
 }

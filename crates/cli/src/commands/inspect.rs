@@ -279,7 +279,14 @@ fn describe_model(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
         config
             .ropes
             .iter()
-            .map(|rope| json!({"theta": rope.theta, "dimensions": rope.rotary_dim, "scaling": format!("{:?}", rope.scaling), "query_scaling": rope.query_scaling.map(|scaling| format!("{scaling:?}"))}))
+            .map(|rope| {
+                json!({
+                    "theta": rope.theta,
+                    "dimensions": rope.rotary_dim,
+                    "scaling": rope.scaling,
+                    "query_scaling": rope.query_scaling,
+                })
+            })
             .collect::<Vec<_>>(),
     );
     report.set("linear_layers", serde_json::to_value(&linears)?);

@@ -562,7 +562,7 @@ fn train(
         output::json(&summary)?;
     } else {
         if !terminal.quiet && std::io::stdout().is_terminal() {
-            let columns = stdout_columns().unwrap_or(80).min(80);
+            let columns = stdout_columns().unwrap_or(80);
             output::write(&terminal_curve(&summary.curve, columns))?;
         }
         output::prose(&summary.describe())?;

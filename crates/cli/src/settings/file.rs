@@ -5,6 +5,7 @@ use super::Settings;
 use super::keys::{GROUPS, Keys, Style, kind};
 use super::mlx::{self, Unsaid};
 use super::optimizer::OPTIONS;
+use super::unused::{self, Said};
 use super::yaml;
 use crate::errors::usage;
 use serde_yaml_ng::{Mapping, Value};
@@ -18,6 +19,8 @@ pub struct File {
     path: PathBuf,
     /// What a file of mlx-lm leaves to its program.
     unsaid: Option<Unsaid>,
+    /// Whether the layers to adapt stand in `lora_parameters`.
+    has_mlx_targets: bool,
 }
 
 impl File {
@@ -40,9 +43,13 @@ impl File {
     }
 
     fn from_mapping(written: &Mapping) -> Result<Self, String> {
-        let mut map = Keys::read(written, Style::File)?.into_map();
+        let keys = Keys::read(written, Style::File)?;
+        let has_mlx_targets = keys
+            .origin("target_modules")
+            .is_some_and(|origin| origin.starts_with("lora_parameters."));
+        let mut map = keys.into_map();
         let unsaid = mlx::recognise(written, &mut map);
-        Ok(Self { map, path: PathBuf::new(), unsaid })
+        Ok(Self { map, path: PathBuf::new(), unsaid, has_mlx_targets })
     }
 
     /// The settings of the file with the flags laid over it, over the defaults; and what a person should
@@ -78,14 +85,26 @@ impl File {
         {
             *first = rate.clone();
         }
-        said.extend(flags);
-        let given: Vec<String> =
-            said.keys().filter_map(|key| key.as_str().map(String::from)).collect();
-        let notice = self.unsaid.map(|file| file.notice(&self.path, &unsaid));
-        let mut merged = unsaid;
-        merged.extend(said);
+        said.retain(|key, _| !flags.contains_key(key));
+        let given: Vec<String> = said
+            .keys()
+            .chain(flags.keys())
+            .filter_map(|key| key.as_str().map(String::from))
+            .collect();
+        let mut merged = unsaid.clone();
+        merged.extend(said.clone());
+        merged.extend(flags.clone());
         let settings: Settings =
             serde_yaml_ng::from_value(Value::Mapping(merged)).map_err(usage)?;
+        let file = Said {
+            path: &self.path,
+            map: &said,
+            is_mlx: self.unsaid.is_some(),
+            has_mlx_targets: self.has_mlx_targets,
+        };
+        let unused = unused::check(&settings, &file, &flags)?;
+        let notices = self.unsaid.map(|file| file.notice(&self.path, &unsaid)).into_iter();
+        let notice = notices.chain(unused).reduce(|all, one| format!("{all}\n{one}"));
         Ok((settings.complete(&given)?, notice))
     }
 }
@@ -125,6 +144,19 @@ mod tests {
                        lora_target: all\nlora_dropout: 0.1\nmax_steps: 10\nlr_scheduler_type: linear\n\
                        per_device_train_batch_size: 2";
         assert_eq!(parse(factory).unwrap(), own);
+        let axolotl_in_full = "model_type: AutoModelForCausalLM\ntokenizer_type: AutoTokenizer\n\
+                               dataset_prepared_path: prepared\neval_sample_packing: false\n\
+                               pad_to_sequence_len: true\nspecial_tokens: {pad_token: <pad>}\n\
+                               wandb_entity: me\nwandb_name: one\nxformers_attention: true\n\
+                               lora_fan_in_fan_out: false\npeft_use_dora: false";
+        assert_eq!(parse(&format!("{axolotl}\n{axolotl_in_full}")).unwrap(), own);
+        let factory_in_full = "run_name: one\ndataloader_num_workers: 4\nremove_unused_columns: false\n\
+                               template: null\noverwrite_cache: true\npreprocessing_num_workers: 16\n\
+                               ddp_timeout: 180000000\nbnb_4bit_quant_type: nf4\nquantization_method: bnb";
+        assert_eq!(parse(&format!("{factory}\n{factory_in_full}")).unwrap(), own);
+        let four_bits = parse("quantization_bit: 4\nlora_modules_to_save: [lm_head]").unwrap();
+        let nf4 = parse("quantize: nf4\nmodules_to_save: [lm_head]").unwrap();
+        assert_eq!(four_bits, nf4);
         let pasted = "peft_type: LORA\ntask_type: CAUSAL_LM\nbias: none\ninference_mode: false\n\
                       modules_to_save: null\ninit_lora_weights: true\nfan_in_fan_out: false\n\
                       loftq_config: {}\nmegatron_core: megatron.core\nuse_dora: false\nlayers_pattern: null\n\
@@ -173,7 +205,22 @@ mod tests {
                 "eval_strategy: best",
                 "eval_strategy: is best, expected steps, epoch or no; see `eval_every`",
             ),
-            ("saves_per_epoch: 2", "saves_per_epoch: is 2, expected 1; more checkpoints than"),
+            (
+                "saves_per_epoch: 2",
+                "saves_per_epoch: is 2, expected 1, at each epoch's end, or 0; for more checkpoints give `save_every`",
+            ),
+            ("learning_rate: '1e-4'", "learning_rate: is \"1e-4\", expected a number"),
+            ("quantization_bit: 3", "quantization_bit: is 3, expected 4 (nf4) or 8 (int8)"),
+            (
+                "schedule: constant\nmin_learning_rate: 1.0e-5",
+                "min_learning_rate: is 1e-5, but schedule is constant",
+            ),
+            ("sample_prompt: hello", "sample_prompt: nothing is sampled with it"),
+            ("test_batches: 5", "test_batches: there is no evaluation on test data"),
+            (
+                "fine_tune_type: full\ntarget_modules: q_proj",
+                "target_modules: is an option of adapters, but fine_tune_type is full",
+            ),
             (
                 "save_steps: 50\nsave_strategy: epoch",
                 "`save_steps` and `save_strategy` say the same",
@@ -254,6 +301,62 @@ mod tests {
         .unwrap();
         assert_eq!((settings.steps, settings.epochs), (Some(5), None));
         assert_eq!(settings.learning_rate(5).unwrap().peak(), 2e-3);
+    }
+
+    #[test]
+    fn what_full_fine_tuning_has_no_use_for_is_refused_as_flags_and_told_in_files() {
+        for flag in [
+            "rank: 4",
+            "alpha: 8",
+            "dropout: 0.1",
+            "rslora: true",
+            "target_modules: q_proj",
+            "rank_pattern: {q_proj: 2}",
+            "alpha_pattern: {q_proj: 2}",
+            "init_lora_weights: pissa",
+            "bias: all",
+            "loraplus_lr_ratio: 16",
+        ] {
+            let error = with_flags("{fine_tune_type: full}", flag).unwrap_err();
+            let key = flag.split(':').next().unwrap();
+            assert!(error.starts_with(&format!("{key}: is an option of adapters")), "{error}");
+        }
+        let written = "iters: 4\nfine_tune_type: full\n\
+                       lora_parameters: {rank: 8, scale: 20.0, dropout: 0.0, keys: [q_proj]}";
+        let (settings, notice) = with_flags(written, "{}").unwrap();
+        let notice = notice.unwrap();
+        assert!(notice.ends_with("every weight: rank, scale, dropout, target_modules"), "{notice}");
+        // What a run keeps says nothing of adapters.
+        let kept = settings.to_yaml().unwrap();
+        assert_eq!(with_flags(&kept, "{}").unwrap().1, None);
+    }
+
+    #[test]
+    fn what_waits_for_a_switch_needs_it() {
+        for flags in ["sample_prompt: [hi]", "test_batches: 3"] {
+            let kept = parse("steps: 3").unwrap().to_yaml().unwrap();
+            assert!(with_flags(&kept, flags).is_err(), "{flags}");
+        }
+        // Said to be off, or of mlx-lm, whose files have it always.
+        for yaml in [
+            "sample_prompt: hi\nsample_every: 0",
+            "test: false\ntest_batches: 3",
+            "iters: 3\ntest_batches: 3",
+        ] {
+            assert!(parse(yaml).is_ok(), "{yaml}");
+        }
+    }
+
+    #[test]
+    fn paged_optimizers_are_those_that_are_not() {
+        use crate::settings::OptimizerName;
+        for (name, expected) in [
+            ("paged_adamw_32bit", OptimizerName::AdamW),
+            ("paged_adamw_8bit", OptimizerName::AdamW8bit),
+            ("paged_lion_32bit", OptimizerName::Lion),
+        ] {
+            assert_eq!(parse(&format!("optim: {name}")).unwrap().optimizer, expected, "{name}");
+        }
     }
 
     #[test]

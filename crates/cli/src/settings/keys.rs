@@ -2,7 +2,7 @@
 
 use super::words::{self, Meaning, WORDS};
 use super::{Settings, data};
-use clap::{Args, Command};
+use clap::{Arg, Args, Command};
 use metal_candle::adapter::{Biases, StartFrom};
 use serde_yaml_ng::{Mapping, Value};
 
@@ -58,27 +58,36 @@ impl Keys {
         let known = known();
         let named = mapping.get("optimizer").or(mapping.get("optim")).and_then(Value::as_str);
         let mut keys = Self { optimizer: named.map(String::from), ..Self::default() };
+        let mut written = Vec::with_capacity(mapping.len());
         for (key, value) in mapping {
             let Some(key) = key.as_str() else {
                 return Err(format!("expected keys that are words, found {}", kind(key)));
             };
-            if value.is_null() || is_unset_warmup(key, value, mapping) {
-                continue;
+            if !value.is_null() && !is_unset_warmup(key, value, mapping) {
+                written.push((key, value));
             }
-            let written = style.write(key);
-            if let Some(meaning) = words::meaning(key) {
-                words::apply(meaning, &mut keys, &written, value)?;
-            } else if known.iter().any(|name| name == key) {
-                keys.insert(key, &written, value.clone())?;
-            } else {
-                let names = known.iter().map(String::as_str);
-                let words =
-                    WORDS.iter().filter(|(_, meaning)| !matches!(meaning, Meaning::Instead(_)));
-                let close = suggestion(key, names.chain(words.map(|(word, _)| *word)));
-                return Err(format!("unknown key `{}`{close}", cut(key)));
+        }
+        let is_known = |key: &str| {
+            words::meaning(key).is_some() || known.iter().any(|name| name.as_str() == key)
+        };
+        let unknown: Vec<&str> =
+            written.iter().map(|(key, _)| *key).filter(|key| !is_known(key)).collect();
+        if !unknown.is_empty() {
+            return Err(unknown_keys(&unknown, &known));
+        }
+        for (key, value) in written {
+            let name = style.write(key);
+            match words::meaning(key) {
+                Some(meaning) => words::apply(meaning, &mut keys, &name, value)?,
+                None => keys.insert(key, &name, value.clone())?,
             }
         }
         Ok(keys)
+    }
+
+    /// How a setting was written, if it was.
+    pub fn origin(&self, key: &str) -> Option<&str> {
+        self.origins.iter().find(|(name, _)| name == key).map(|(_, written)| written.as_str())
     }
 
     /// Adds a setting that came under the name `written`.
@@ -151,10 +160,20 @@ pub fn known() -> Vec<String> {
     }
 }
 
+/// The flag of a key.
+fn flag(key: &str) -> Option<Arg> {
+    let command = crate::commands::train::Flags::augment_args(Command::new("train"));
+    command.get_arguments().find(|flag| flag.get_id() == key).cloned()
+}
+
+/// Whether a key stands in files alone.
+pub fn has_no_flag(key: &str) -> bool {
+    known().iter().any(|known| known == key) && flag(key).is_none()
+}
+
 /// What the value of a key has to be, as its flag says it.
 fn expected(key: &str) -> String {
-    let command = crate::commands::train::Flags::augment_args(Command::new("train"));
-    let Some(flag) = command.get_arguments().find(|flag| flag.get_id() == key) else {
+    let Some(flag) = flag(key) else {
         return of_kind(match key {
             "scale" => "X",
             "ns_steps" => "N",
@@ -217,6 +236,7 @@ pub fn shown(value: &Value) -> String {
         Value::Bool(on) => on.to_string(),
         Value::Number(number) => number.to_string(),
         Value::String(text) if text.is_empty() => "an empty text".into(),
+        Value::String(text) if is_quoted(text) => format!("\"{text}\""),
         Value::String(text) => text.clone(),
         Value::Sequence(list) => {
             // No more than what is shown is put together.
@@ -236,6 +256,12 @@ pub fn shown(value: &Value) -> String {
     cut(&text)
 }
 
+/// Whether a text would be something else without quotes around it.
+fn is_quoted(text: &str) -> bool {
+    let value = Some(text).filter(|text| text.len() <= 24).map(serde_yaml_ng::from_str);
+    matches!(value, Some(Ok(Value::Null | Value::Bool(_) | Value::Number(_))))
+}
+
 /// The beginning of a text, at a readable length.
 pub fn cut(text: &str) -> String {
     const MOST: usize = 60;
@@ -245,8 +271,34 @@ pub fn cut(text: &str) -> String {
     }
 }
 
+const HELP: &str = "; `metal-candle train --help` lists the flags, whose names are the keys";
+
+/// That there are no such keys, with those that may be meant.
+fn unknown_keys(unknown: &[&str], known: &[String]) -> String {
+    const MOST: usize = 20;
+    let words = WORDS.iter().filter(|(_, meaning)| !matches!(meaning, Meaning::Instead(_)));
+    let names = || known.iter().map(String::as_str).chain(words.clone().map(|(word, _)| *word));
+    if let [key] = unknown {
+        return format!("unknown key `{}`{}", cut(key), suggestion(key, names()));
+    }
+    let each = unknown.iter().take(MOST).map(|key| match closest(key, names()).first() {
+        Some(close) => format!("`{}` (did you mean {close}?)", cut(key)),
+        None => format!("`{}`", cut(key)),
+    });
+    let more = if unknown.len() > MOST { ", …" } else { "" };
+    format!("unknown keys {}{more}{HELP}", each.collect::<Vec<_>>().join(", "))
+}
+
 /// `; did you mean ...?` with the names that are close to `key`.
 pub fn suggestion<'a>(key: &str, names: impl Iterator<Item = &'a str>) -> String {
+    match closest(key, names) {
+        close if close.is_empty() => HELP.into(),
+        close => format!("; did you mean {}?", close.join(" or ")),
+    }
+}
+
+/// The names that are close to `key`, the closest first, in quotes.
+fn closest<'a>(key: &str, names: impl Iterator<Item = &'a str>) -> Vec<String> {
     // What is much longer than a word is none that was mistyped.
     let is_word = key.len() <= 64;
     let mut close: Vec<(usize, &str)> = names
@@ -259,12 +311,7 @@ pub fn suggestion<'a>(key: &str, names: impl Iterator<Item = &'a str>) -> String
         .collect();
     close.sort_unstable();
     close.dedup();
-    let close: Vec<String> = close.iter().take(4).map(|(_, name)| format!("`{name}`")).collect();
-    if close.is_empty() {
-        "; `metal-candle train --help` lists the flags, whose names are the keys".into()
-    } else {
-        format!("; did you mean {}?", close.join(" or "))
-    }
+    close.iter().take(4).map(|(_, name)| format!("`{name}`")).collect()
 }
 
 #[cfg(test)]
@@ -275,7 +322,29 @@ mod tests {
     fn values_are_shown_at_a_readable_length() {
         let value: Value = serde_yaml_ng::from_str("{a: [1, x, null], b: ''}").unwrap();
         assert_eq!(shown(&value), "{a: [1, x, nothing], b: an empty text}");
+        for text in ["1e-4", "3", "true", "null"] {
+            assert_eq!(shown(&Value::from(text)), format!("\"{text}\""));
+        }
         let long = Value::Sequence(vec![Value::from(1); 100_000]);
         assert_eq!(shown(&long).chars().count(), 61);
+    }
+
+    #[test]
+    fn all_unknown_keys_are_told_at_once() {
+        let read = |yaml: &str| {
+            Keys::read(&serde_yaml_ng::from_str(yaml).unwrap(), Style::File).unwrap_err()
+        };
+        let error = read("{zzzz: 1, rank: 4, learning_rat: 1, unset: null}");
+        let expected = "unknown keys `zzzz`, `learning_rat` (did you mean `learning_rate`?); ";
+        assert!(error.starts_with(expected), "{error}");
+        assert!(read("zzzz: 1").starts_with("unknown key `zzzz`; "));
+        let many: Vec<String> = (0..1000).map(|index| format!("zzzz{index}: 1")).collect();
+        assert!(read(&many.join("\n")).chars().count() < 400);
+    }
+
+    #[test]
+    fn some_keys_stand_in_files_alone() {
+        assert!(has_no_flag("decay_rate") && has_no_flag("lr_schedule"));
+        assert!(!has_no_flag("rank") && !has_no_flag("zzzz"));
     }
 }

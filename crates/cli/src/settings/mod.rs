@@ -8,13 +8,14 @@ mod mlx;
 mod objective;
 mod optimizer;
 mod sources;
+mod unused;
 mod values;
 mod words;
 mod yaml;
 
 pub use data::{Data, DataFlags, Entry};
 pub use defaults::told;
-pub use keys::{cut, of_kind};
+pub use keys::{cut, has_no_flag, of_kind};
 pub use objective::{Best, LossType, ObjectiveName};
 pub use optimizer::OptimizerName;
 pub use values::{

@@ -16,18 +16,28 @@ pub enum OptimizerName {
     /// Adam, without weight decay
     Adam,
     /// AdamW
-    #[serde(alias = "adamw_torch", alias = "adamw_torch_fused", alias = "adamw_hf")]
-    #[value(name = "adamw", aliases = ["adamw_torch", "adamw_torch_fused", "adamw_hf"])]
+    // Whether moments are paged out where a GPU has no room changes no step.
+    #[serde(
+        alias = "adamw_torch",
+        alias = "adamw_torch_fused",
+        alias = "adamw_hf",
+        alias = "paged_adamw",
+        alias = "paged_adamw_32bit"
+    )]
+    #[value(
+        name = "adamw",
+        aliases = ["adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw", "paged_adamw_32bit"]
+    )]
     AdamW,
     /// Stochastic gradient descent
     Sgd,
     /// Lion: half of AdamW's memory
-    #[serde(alias = "lion_32bit")]
-    #[value(alias = "lion_32bit")]
+    #[serde(alias = "lion_32bit", alias = "paged_lion_32bit")]
+    #[value(aliases = ["lion_32bit", "paged_lion_32bit"])]
     Lion,
     /// AdamW with moments of 8 bits: a quarter of its memory
-    #[serde(alias = "adamw_8bit", alias = "adamw_bnb_8bit")]
-    #[value(name = "adamw8bit", aliases = ["adamw_8bit", "adamw_bnb_8bit"])]
+    #[serde(alias = "adamw_8bit", alias = "adamw_bnb_8bit", alias = "paged_adamw_8bit")]
+    #[value(name = "adamw8bit", aliases = ["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"])]
     AdamW8bit,
     /// Adafactor: next to no memory
     Adafactor,

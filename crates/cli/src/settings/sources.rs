@@ -73,6 +73,14 @@ pub fn datasets(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String
         for (key, value) in written {
             match (key.as_str().unwrap_or_default(), value) {
                 (_, Value::Null) | ("ds_type", _) => {}
+                ("message_property_mappings", Value::Mapping(names))
+                    if names.iter().all(|(theirs, ours)| theirs == ours) => {}
+                ("message_property_mappings", _) => {
+                    return Err(format!(
+                        "{name}.message_property_mappings: is {}; messages have a role and a content",
+                        shown(value)
+                    ));
+                }
                 ("type", Value::String(kind))
                     if kind == "chat_template" || kind == "completion" => {}
                 ("type", _) => {
@@ -186,7 +194,8 @@ mod tests {
     fn data_sets_of_axolotl_are_sources() {
         let found = read(
             datasets,
-            "[{path: a.jsonl, type: chat_template, field_messages: turns, ds_type: json}, \
+            "[{path: a.jsonl, type: chat_template, field_messages: turns, ds_type: json, \
+             message_property_mappings: {role: role, content: content}}, \
              {path: o/n, name: en, split: 'train[:10%]', type: completion, field: body}]",
         )
         .unwrap();
@@ -214,6 +223,11 @@ mod tests {
             ),
             (mlx, "{path: o/n, config: {data_dir: x}}", "word.config.data_dir: is not supported"),
             (mlx, "{path: o/n, name: o/m}", "word: says o/n and o/m for the same thing"),
+            (
+                datasets,
+                "[{path: a, message_property_mappings: {role: from}}]",
+                "word[0].message_property_mappings: is {role: from}; messages have a role",
+            ),
             (
                 datasets,
                 "[{path: a, type: alpaca}]",

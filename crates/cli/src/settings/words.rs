@@ -33,11 +33,15 @@ use Accepted::{All, Off, OffOr};
 use Meaning::{Instead, Key, Neutral, Sets};
 
 const QUANTISED: &str = "it is not supported; `quantize: nf4` is QLoRA's base";
-const ONE_DEVICE: &str = "training on several devices is not supported";
+const OWN_WAY: &str = "several GPUs are asked for by --gpus; `optimizer_placement` and `base_placement` say what \
+                       they share";
 const REPORTS: &str =
     "every run writes metrics.jsonl and event files for TensorBoard; leave it out";
 const DATA: &str = "data are given as `data`: a file, a folder, or the id of a data set on the hub";
 const LORA_KIND: &str = "only LoRA itself is supported; leave it out";
+const NOT_TRANSPOSED: &str = "no supported model stores its weights so; leave it out";
+const NOT_PACKED: &str = "validation data are not packed; leave it out, or false";
+const BITSANDBYTES: &str = "bitsandbytes' nf4 is meant here; `quantize` names the other formats";
 
 /// All of them.
 pub const WORDS: &[(&str, Meaning)] = &[
@@ -74,7 +78,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("corda_config", Neutral(Off, LORA_KIND)),
     ("ensure_weight_tying", Neutral(Off, "it is not supported; leave it out")),
     ("eva_config", Sets(eva_config)),
-    ("fan_in_fan_out", Neutral(Off, "no supported model stores its weights so; leave it out")),
+    ("fan_in_fan_out", Neutral(Off, NOT_TRANSPOSED)),
     ("inference_mode", Neutral(All, "")),
     ("layer_replication", Neutral(Off, LORA_KIND)),
     ("layers_pattern", Neutral(OffOr(&["layers"]), "decoder layers are called layers here")),
@@ -87,7 +91,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ),
     ("lora_dropout", Key("dropout")),
     ("lora_r", Key("rank")),
-    ("megatron_config", Neutral(Off, ONE_DEVICE)),
+    ("megatron_config", Neutral(Off, OWN_WAY)),
     ("megatron_core", Neutral(All, "")),
     ("peft_type", Neutral(OffOr(&["LORA"]), "LORA is the only one there is")),
     ("peft_version", Neutral(All, "")),
@@ -97,13 +101,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("target_parameters", Neutral(Off, "adapters are on linear layers; see `target_modules`")),
     ("task_type", Neutral(OffOr(&["CAUSAL_LM"]), "CAUSAL_LM is the only one there is")),
     ("use_bdlora", Neutral(Off, LORA_KIND)),
-    (
-        "use_dora",
-        Sets(|keys, name, value| match boolean(name, value)? {
-            true => keys.insert("fine_tune_type", name, "dora".into()),
-            false => Ok(()),
-        }),
-    ),
+    ("use_dora", Sets(dora)),
     ("use_qalora", Neutral(Off, QUANTISED)),
     ("use_rslora", Key("rslora")),
     // transformers and TRL
@@ -121,6 +119,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("attn_implementation", Neutral(All, "")),
     ("auto_find_batch_size", Neutral(Off, "give batch_size; --dry-run estimates the memory")),
     ("bf16", Sets(|keys, name, value| half(keys, name, value, "bf16"))),
+    ("bnb_4bit_quant_type", Neutral(OffOr(&["nf4"]), BITSANDBYTES)),
     ("completion_only_loss", Sets(|keys, name, value| loss_if(keys, name, value, "completion"))),
     ("chat_template_path", Key("chat_template")),
     (
@@ -130,6 +129,8 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("disable_dropout", Neutral(OffOr(&["true"]), "give `dropout`")),
     ("reference_free", Neutral(Off, "simpo and orpo have no reference, see `objective`")),
     ("truncation_mode", Neutral(OffOr(&["keep_start"]), "sequences keep their beginning")),
+    ("dataloader_num_workers", Neutral(All, "")),
+    ("dataloader_pin_memory", Neutral(All, "")),
     ("dataset_config", Key("data_config")),
     ("dataset_name", Key("data")),
     ("dataset_path", Key("data")),
@@ -142,16 +143,17 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("dataset_text_field", Key("text_column")),
     ("dataset_train_split", Key("data_split")),
     ("ddp_find_unused_parameters", Neutral(All, "")),
-    ("deepspeed", Neutral(Off, ONE_DEVICE)),
+    ("ddp_timeout", Neutral(All, "")),
+    ("deepspeed", Neutral(Off, OWN_WAY)),
     ("do_eval", Neutral(All, "")),
     ("do_train", Sets(train)),
     ("early_stopping_patience", Key("patience")),
-    ("eval_packing", Neutral(Off, "validation data are not packed; leave it out, or false")),
+    ("eval_packing", Neutral(Off, NOT_PACKED)),
     ("eval_steps", Key("eval_every")),
     ("eval_strategy", Sets(|keys, name, value| strategy(keys, name, value, "eval_every"))),
     ("evaluation_strategy", Sets(|keys, name, value| strategy(keys, name, value, "eval_every"))),
     ("fp16", Sets(|keys, name, value| half(keys, name, value, "f16"))),
-    ("fsdp", Neutral(Off, ONE_DEVICE)),
+    ("fsdp", Neutral(Off, OWN_WAY)),
     ("gradient_accumulation_steps", Key("grad_accumulation")),
     ("gradient_checkpointing", Key("grad_checkpoint")),
     ("gradient_checkpointing_kwargs", Neutral(All, "")),
@@ -187,10 +189,12 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("per_device_eval_batch_size", Instead("evaluation takes batches of batch_size; leave it out")),
     ("per_device_train_batch_size", Key("batch_size")),
     ("push_to_hub", Neutral(Off, "nothing is uploaded; leave it out, or false")),
+    ("remove_unused_columns", Neutral(All, "")),
     (
         "resume_from_checkpoint",
         Neutral(Off, "it is the flag --resume here, which a file cannot give"),
     ),
+    ("run_name", Neutral(All, "")),
     (
         "save_only_model",
         Neutral(Off, "checkpoints hold what a resume needs; leave it out, or false"),
@@ -225,12 +229,16 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("adapter", Sets(adapter)),
     ("base_model", Key("model")),
     ("chat_template_jinja", Key("chat_template")),
+    ("dataset_prepared_path", Neutral(All, "")),
     ("datasets", Sets(datasets)),
+    ("eval_sample_packing", Neutral(Off, NOT_PACKED)),
     (
         "evals_per_epoch",
         Sets(|keys, name, value| per_epoch(keys, name, value, "eval_every", "evaluations")),
     ),
     ("flash_attention", Neutral(All, "")),
+    ("lora_fan_in_fan_out", Neutral(Off, NOT_TRANSPOSED)),
+    ("lora_modules_to_save", Key("modules_to_save")),
     (
         "lora_target_linear",
         Sets(|keys, name, value| match boolean(name, value)? {
@@ -240,7 +248,11 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ),
     ("lr_scheduler", Key("schedule")),
     ("micro_batch_size", Key("batch_size")),
+    ("model_type", Sets(model_type)),
     ("num_epochs", Key("epochs")),
+    // Padding is never learned, nor attended to.
+    ("pad_to_sequence_len", Neutral(All, "")),
+    ("peft_use_dora", Sets(dora)),
     ("rl", Sets(objective)),
     ("rl_beta", Key("beta")),
     ("sample_packing", Key("packing")),
@@ -249,13 +261,21 @@ pub const WORDS: &[(&str, Meaning)] = &[
         Sets(|keys, name, value| per_epoch(keys, name, value, "save_every", "checkpoints")),
     ),
     ("sequence_len", Key("max_seq_length")),
+    ("special_tokens", Sets(special_tokens)),
     ("strict", Neutral(All, "")),
+    // The files of the tokenizer say what it is.
+    ("tokenizer_type", Neutral(All, "")),
     ("train_on_inputs", Sets(|keys, name, value| loss_if(keys, name, value, "all"))),
     ("val_set_size", Sets(held_out)),
+    // Names within the service that wandb_project asks for.
+    ("wandb_entity", Neutral(All, "")),
+    ("wandb_name", Neutral(All, "")),
+    ("xformers_attention", Neutral(All, "")),
     // LLaMA-Factory
     ("cutoff_len", Key("max_seq_length")),
     ("dataset", Neutral(Off, DATA)),
     ("finetuning_type", Key("fine_tune_type")),
+    ("flash_attn", Neutral(All, "")),
     ("lora_rank", Key("rank")),
     (
         "lora_target",
@@ -269,6 +289,14 @@ pub const WORDS: &[(&str, Meaning)] = &[
         }),
     ),
     ("mask_history", Sets(|keys, name, value| loss_if(keys, name, value, "completion"))),
+    (
+        "max_samples",
+        Instead(
+            "the number of records is not limited here; of a data set on the hub `data_split: train[:1000]` takes the \
+             first, a file has to be cut before",
+        ),
+    ),
+    ("overwrite_cache", Neutral(All, "")),
     ("plot_loss", Key("plot")),
     ("kto_chosen_weight", Key("desirable_weight")),
     ("kto_rejected_weight", Key("undesirable_weight")),
@@ -280,7 +308,18 @@ pub const WORDS: &[(&str, Meaning)] = &[
             _ => keys.insert("loss_type", name, value.clone()),
         }),
     ),
+    ("preprocessing_num_workers", Neutral(All, "")),
+    ("quantization_bit", Sets(quantization_bit)),
+    ("quantization_method", Neutral(OffOr(&["bitsandbytes", "bnb"]), BITSANDBYTES)),
+    ("quantization_type", Neutral(OffOr(&["nf4"]), BITSANDBYTES)),
     ("stage", Sets(objective)),
+    (
+        "template",
+        Instead(
+            "conversations go through the model's own chat template, or the one of `chat_template`; leave it out if \
+             that is the same",
+        ),
+    ),
     ("train_on_prompt", Sets(|keys, name, value| loss_if(keys, name, value, "all"))),
     ("val_size", Sets(held_out)),
 ];
@@ -354,6 +393,51 @@ fn bits(keys: &mut Keys, name: &str, value: &Value, format: &str) -> Result<(), 
     }
 }
 
+/// LLaMA-Factory's number of bits, of bitsandbytes' formats.
+fn quantization_bit(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    match value.as_u64() {
+        Some(4) => keys.insert("quantize", name, "nf4".into()),
+        Some(8) => keys.insert("quantize", name, "int8".into()),
+        _ => Err(wrong(name, value, "4 (nf4) or 8 (int8); `quantize` names the other formats")),
+    }
+}
+
+fn dora(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    match boolean(name, value)? {
+        true => keys.insert("fine_tune_type", name, "dora".into()),
+        false => Ok(()),
+    }
+}
+
+/// The class by which transformers loads a model, of which the model's own files decide here.
+fn model_type(_: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    let is_usual = |class: &str| {
+        ["ForCausalLM", "ForConditionalGeneration"].iter().any(|end| class.ends_with(end))
+    };
+    match value.as_str().is_some_and(is_usual) {
+        true => Ok(()),
+        false => {
+            Err(wrong(name, value, "AutoModelForCausalLM, or the like; config.json says the rest"))
+        }
+    }
+}
+
+/// Padding is never learned, so its token may be any; the others are what the tokenizer's files say.
+fn special_tokens(_: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    let Value::Mapping(tokens) = value else {
+        return Err(wrong(name, value, "a mapping such as pad_token: <pad>"));
+    };
+    match tokens.iter().find(|(key, value)| key.as_str() != Some("pad_token") && !is_off(value)) {
+        None => Ok(()),
+        Some((key, value)) => Err(format!(
+            "{name}.{}: is {}; special tokens are those of the tokenizer's files, but for pad_token, which changes \
+             nothing",
+            shown(key),
+            shown(value)
+        )),
+    }
+}
+
 /// The objective by its name, where IPO is one of DPO's losses.
 fn objective(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
     match value.as_str() {
@@ -415,7 +499,8 @@ fn strategy(keys: &mut Keys, name: &str, value: &Value, every: &str) -> Result<(
     }
 }
 
-/// How many evaluations or checkpoints an epoch has, of which one is at its end.
+/// How many evaluations or checkpoints an epoch has, of which one is at its end. How many steps it has is only known
+/// with the data.
 fn per_epoch(
     keys: &mut Keys,
     name: &str,
@@ -424,11 +509,15 @@ fn per_epoch(
     what: &str,
 ) -> Result<(), String> {
     match value.as_u64() {
+        Some(0) => strategy(keys, name, &"no".into(), every),
         Some(1) => strategy(keys, name, &"epoch".into(), every),
         _ => Err(wrong(
             name,
             value,
-            &format!("1; more {what} than an epoch's are counted in steps, see `{every}`"),
+            &format!(
+                "1, at each epoch's end, or 0; for more {what} give `{every}` the steps between them, of which --dry-run \
+                 tells how many there are"
+            ),
         )),
     }
 }
@@ -704,10 +793,23 @@ mod tests {
             ("eval_strategy", "steps", "best"),
             ("max_steps", "-1", "many"),
             ("train", "true", "false"),
+            ("model_type", "LlamaForCausalLM", "AutoModelForSequenceClassification"),
+            ("eval_sample_packing", "false", "true"),
+            ("lora_fan_in_fan_out", "false", "true"),
+            ("bnb_4bit_quant_type", "nf4", "fp4"),
+            ("quantization_method", "bnb", "gptq"),
+            ("peft_use_dora", "false", "3"),
         ] {
             assert_eq!(check(word, neutral), Ok(0), "{word}: {neutral}");
             let error = check(word, refused).unwrap_err();
             assert!(error.starts_with(&format!("{word}: is ")), "{error}");
+        }
+        assert_eq!(check("special_tokens", "{pad_token: <pad>, eos_token: null}"), Ok(0));
+        let error = check("special_tokens", "{eos_token: <end>}").unwrap_err();
+        assert!(error.starts_with("special_tokens.eos_token: is <end>; "), "{error}");
+        for word in ["template", "max_samples"] {
+            assert_eq!(check(word, "null"), Ok(0));
+            assert!(check(word, "3").unwrap_err().starts_with(&format!("{word}: ")));
         }
         let error =
             check("target_parameters", &format!("[{}]", vec!["w"; 1000].join(", "))).unwrap_err();

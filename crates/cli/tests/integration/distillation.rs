@@ -109,4 +109,9 @@ fn what_cannot_be_distilled_so_is_said() {
         assert!(stderr.contains(expected), "{arguments:?}: {stderr}");
         assert!(!place.path("new").exists() && !place.path("other").exists());
     }
+    let output = ["--split", "train", "--top-k", "8", "-o", "short.safetensors", "-q"];
+    place.ok(&[&["logprobs", "-m", "base", "-d", "data"], &output[..]].concat());
+    let short = ["-o", "other", "--teacher", "short.safetensors"];
+    let stderr = place.fails(1, &[&TRAIN[..], &short].concat());
+    assert!(stderr.contains("valid data of data: "), "{stderr}");
 }

@@ -450,6 +450,9 @@ fn values_out_of_range_are_wrong_usage() {
     }
     let stderr = place.fails(2, &["train", "-m", "m"]);
     assert!(stderr.contains("--data"), "{stderr}");
+    let none = ["evaluate", "-m", "m", "-d", "d", "--generate", "--max-tokens", "0"];
+    let stderr = place.fails(2, &none);
+    assert!(stderr.contains("max_tokens: is 0, expected at least 1"), "{stderr}");
     for arguments in [
         &["generate", "-m", "m", "-p", "x", "--threads", "99999999999"][..],
         &["chat", "-m", "m", "--threads", "99999999999"],

@@ -208,17 +208,29 @@ fn measure(builder: Option<&Builder>, body: &Body) -> Result<Vec<Measured>> {
             .map(|example| of(hash(example), Some(example.ids.len()), learned(example, most)))
             .collect());
     }
-    // Of a pair the longer sequence is what has to fit.
-    let (mut length, mut count) = (None, 0);
+    let mut examples = Vec::new();
     for part in body.parts() {
         let Some(written) = builder.write(part)? else {
             return Ok(vec![of(body.fingerprint(), None, 0)]);
         };
-        let (example, _) = builder.encode(&written, usize::MAX)?;
-        length = length.max(Some(example.ids.len()));
-        count += learned(&example, most);
+        examples.push(builder.encode(&written, usize::MAX)?.0);
     }
-    Ok(vec![of(body.fingerprint(), length, count)])
+    // Of a pair the longer sequence is what has to fit.
+    let length = examples.iter().map(|example| example.ids.len()).max();
+    Ok(vec![of(body.fingerprint(), length, learned_of_all(&examples, most))])
+}
+
+/// How many tokens of a record's examples are learned: of a pair none if its answers, as they are cut, are the same, or if
+/// nothing of one is left.
+fn learned_of_all(examples: &[Example], most: usize) -> usize {
+    let counts: Vec<usize> = examples.iter().map(|example| learned(example, most)).collect();
+    if let [chosen, rejected] = examples {
+        let are_equal = chosen.ids.iter().take(most).eq(rejected.ids.iter().take(most));
+        if are_equal || counts.contains(&0) {
+            return 0;
+        }
+    }
+    counts.iter().sum()
 }
 
 /// How many of an example's first tokens are learned; the very first is nobody's prediction.
@@ -381,5 +393,27 @@ impl Shown {
             Some(last) if last.learned == learned => last.text.push_str(text),
             _ => self.pieces.push(Piece { text: text.to_string(), learned }),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_learned_from_a_pair_of_equal_answers() {
+        let example = |ids: &[u32]| Example {
+            ids: ids.to_vec(),
+            trainable: (0..ids.len()).map(|index| index > 1).collect(),
+        };
+        let learned = |chosen: &[u32], rejected: &[u32], most| {
+            learned_of_all(&[example(chosen), example(rejected)], most)
+        };
+        assert_eq!(learned(&[1, 2, 3], &[1, 2, 4, 5], 9), 3);
+        assert_eq!(learned(&[1, 2, 3], &[1, 2, 3], 9), 0);
+        // As they are cut, too; and where nothing is left of one.
+        assert_eq!(learned(&[1, 2, 3, 4], &[1, 2, 3, 5], 3), 0);
+        assert_eq!(learned(&[1, 2], &[1, 2, 3], 9), 0);
+        assert_eq!(learned_of_all(&[example(&[1, 2, 3])], 9), 1);
     }
 }

@@ -337,6 +337,34 @@ impl RopeTables {
 mod tests {
     use super::*;
 
+    #[test]
+    fn a_scaling_is_written_as_a_config_has_it() {
+        let yarn = RopeScaling::Yarn {
+            factor: 4.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            truncate: true,
+            original_max_position_embeddings: 4096,
+            attention_factor: 1.0,
+        };
+        let json = serde_json::to_value(&yarn).unwrap();
+        assert_eq!(json["rope_type"], "yarn");
+        assert_eq!(json["factor"], 4.0);
+        assert_eq!(json["original_max_position_embeddings"], 4096);
+        let word = |scaling| serde_json::to_value(scaling).unwrap()["rope_type"].clone();
+        assert_eq!(word(RopeScaling::Default), "default");
+        let longrope = RopeScaling::LongRope {
+            short_factor: vec![1.0],
+            long_factor: vec![2.0],
+            original_max_position_embeddings: 4096,
+            attention_factor: 1.0,
+        };
+        assert_eq!(word(longrope), "longrope");
+        let queries = QueryScaling { beta: 0.1, original_max_position_embeddings: 8192 };
+        let expected = serde_json::json!({"beta": 0.1, "original_max_position_embeddings": 8192});
+        assert_eq!(serde_json::to_value(queries).unwrap(), expected);
+    }
+
     // The expected values are what transformers 5.23 computes with torch on the CPU, printed as
     // the shortest decimal of the f64 that equals the f32.
 
