@@ -290,7 +290,16 @@ fn request(
     adapters: &mut Adapters,
 ) -> anyhow::Result<(Option<Value>, Option<Value>, Request)> {
     let loaded = given.loaded;
-    let (prompt, options) = (tokens(&line, given)?, options(&line, index, given)?);
+    let (prompt, mut options) = (tokens(&line, given)?, options(&line, index, given)?);
+    // A text ends where the model's context does, and needs no more of the cache.
+    let context = loaded.model.config().max_position_embeddings;
+    let left = context.saturating_sub(prompt.len());
+    anyhow::ensure!(
+        left > 0,
+        "prompt: has {} tokens, and this model was made for {context}",
+        prompt.len()
+    );
+    options.max_tokens = options.max_tokens.min(left);
     let adapter = match line.adapter {
         None => loaded.adapter.clone(),
         Some(None) => None,

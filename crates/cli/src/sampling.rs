@@ -224,7 +224,10 @@ mod tests {
         std::fs::write(&path, r#"{ "top_p": 1.5 }"#).unwrap();
         let error = |sampling: Sampling| sampling.resolve(folder.path()).unwrap_err().to_string();
         let of_file = error(Sampling::default());
-        assert!(of_file.contains("generation_config.json") && of_file.contains("top_p"), "{of_file}");
+        assert!(
+            of_file.contains("generation_config.json") && of_file.contains("top_p"),
+            "{of_file}"
+        );
         let given = error(Sampling { top_p: Some(1.5), ..Sampling::default() });
         assert!(!given.contains("generation_config.json"), "{given}");
         let Value::Object(config) = serde_json::json!({

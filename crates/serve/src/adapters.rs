@@ -63,12 +63,18 @@ struct Loaded {
     tokenizer: Option<Arc<Tokenizer>>,
 }
 
-/// What tells a file from the one that was there before.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Version {
-    bytes: u64,
-    modified: Option<SystemTime>,
-}
+/// What tells an adapter's files from those that were there before: the length of each and when it was changed.
+type Version = Vec<Option<(u64, Option<SystemTime>)>>;
+
+/// The files that an adapter is read from, the weights last.
+const FILES: [&str; 6] = [
+    ADAPTER_CONFIG,
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer_config.json",
+    MLX_WEIGHTS,
+    ADAPTER_WEIGHTS,
+];
 
 pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Every change is whole.
@@ -101,7 +107,8 @@ impl App {
         self.blocking(move |app| {
             let Some(folder) = app.folder_of(&name)? else { return Ok(None) };
             let place = app.replicas.place();
-            let (adapter, tokenizer) = app.loaded(&place.replica, &folder)?;
+            let loaded = app.loaded(&place.replica, &folder);
+            let (adapter, tokenizer) = loaded.map_err(|error| refusal(app, &folder, &error))?;
             let tokenizer = tokenizer.unwrap_or_else(|| app.tokenizer.clone());
             Ok(Some(Chosen { name, place, adapter: Some(adapter), tokenizer }))
         })
@@ -171,7 +178,7 @@ impl App {
         Ok(listed)
     }
 
-    /// Gives the adapter of a folder a name, once it has been read.
+    /// Gives the adapter of a folder a name, once it has been read; now, where it takes the place of another.
     ///
     /// # Errors
     /// When the name is taken or the folder is no adapter of this base.
@@ -190,8 +197,16 @@ impl App {
             let message = format!("lora_path: there is no {ADAPTER_CONFIG} in that folder");
             return Err(ApiError::invalid(message).about("lora_path"));
         }
-        self.read_adapter(folder)?;
+        if replace {
+            self.forget(folder);
+        }
+        self.read_adapter(folder).map_err(|error| refusal(self, folder, &error))?;
         self.keep_name(name, folder)
+    }
+
+    /// Has the adapter of a folder read again when it is asked for next.
+    fn forget(&self, folder: &Path) {
+        locked(&self.adapters.loaded).retain(|loaded| loaded.folder != *folder);
     }
 
     /// Gives a folder a name.
@@ -211,7 +226,7 @@ impl App {
     pub fn unname_adapter(&self, name: &str) -> bool {
         let folder = locked(&self.adapters.named).remove(name);
         if let Some(folder) = &folder {
-            locked(&self.adapters.loaded).retain(|loaded| loaded.folder != *folder);
+            self.forget(folder);
         }
         folder.is_some()
     }
@@ -219,11 +234,11 @@ impl App {
     /// The adapter of a folder for a replica, and a tokenizer with its chat template if it has one of its own.
     fn loaded(&self, replica: &Replica, folder: &Path) -> metal_candle::Result<Ready> {
         let version = version(folder);
-        if let Some(found) = self.adapters.find(replica.index, folder, version) {
+        if let Some(found) = self.adapters.find(replica.index, folder, &version) {
             return Ok(found);
         }
         let _reading = locked(&self.adapters.reading);
-        if let Some(found) = self.adapters.find(replica.index, folder, version) {
+        if let Some(found) = self.adapters.find(replica.index, folder, &version) {
             return Ok(found);
         }
         let adapter = {
@@ -262,10 +277,10 @@ impl App {
 
 impl Adapters {
     /// One that is loaded and whose files are the same, which becomes the most recently used.
-    fn find(&self, replica: usize, folder: &Path, version: Version) -> Option<Ready> {
+    fn find(&self, replica: usize, folder: &Path, version: &Version) -> Option<Ready> {
         let mut loaded = locked(&self.loaded);
         let is_it =
-            |it: &Loaded| it.replica == replica && it.folder == folder && it.version == version;
+            |it: &Loaded| it.replica == replica && it.folder == folder && it.version == *version;
         let place = loaded.iter().position(is_it)?;
         let found = loaded.remove(place);
         let result = (found.adapter.clone(), found.tokenizer.clone());
@@ -285,17 +300,30 @@ fn is_plain(name: &str) -> bool {
     matches!(parts.next(), Some(Component::Normal(part)) if part == name) && parts.next().is_none()
 }
 
+/// What is said of an adapter that can't be read: without the server's paths, which its log has.
+fn refusal(app: &App, folder: &Path, error: &metal_candle::Error) -> ApiError {
+    tracing::error!("{}: {error}", folder.display());
+    let message = error.to_string().replace(&folder.join("").display().to_string(), "");
+    let message = format!("the adapter cannot be used: {}", app.store.without_paths(&message));
+    let told = match error {
+        metal_candle::Error::File { .. }
+        | metal_candle::Error::Option { .. }
+        | metal_candle::Error::Unsupported(_) => ApiError::invalid(message),
+        _ => ApiError::internal(message),
+    };
+    told.about("model")
+}
+
 fn version(folder: &Path) -> Version {
-    let files = [ADAPTER_WEIGHTS, MLX_WEIGHTS].map(|name| folder.join(name));
-    let found = files.iter().find_map(|file| file.metadata().ok());
-    Version {
-        bytes: found.as_ref().map_or(0, std::fs::Metadata::len),
-        modified: found.and_then(|found| found.modified().ok()),
-    }
+    let of = |name: &str| {
+        let found = folder.join(name).metadata().ok()?;
+        Some((found.len(), found.modified().ok()))
+    };
+    FILES.map(of).to_vec()
 }
 
 fn created(folder: &Path) -> i64 {
-    let modified = version(folder).modified;
+    let modified = version(folder).into_iter().rev().flatten().find_map(|(_, modified)| modified);
     let since = modified.and_then(|modified| modified.duration_since(UNIX_EPOCH).ok());
     since.map_or(0, |since| since.as_secs().try_into().unwrap_or(i64::MAX))
 }
@@ -303,6 +331,19 @@ fn created(folder: &Path) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_change_of_any_file_is_seen() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut seen = vec![version(folder.path())];
+        for (name, content) in FILES.iter().flat_map(|name| [(name, "1"), (name, "11")]) {
+            std::fs::write(folder.path().join(name), content).unwrap();
+            let now = version(folder.path());
+            assert!(!seen.contains(&now), "{name}");
+            seen.push(now);
+        }
+        assert!(created(folder.path()) > 0);
+    }
 
     #[test]
     fn a_name_leads_nowhere_else() {

@@ -14,7 +14,7 @@ use metal_candle::text::Tokenizer;
 use metal_candle::turns::Turns;
 use serde_json::{Map, Value};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use tokio::sync::Semaphore;
 
 /// What all requests share.
@@ -31,6 +31,10 @@ pub struct App {
     pub started: i64,
     /// Its tokenizer, with the chat template that is used.
     pub tokenizer: Arc<Tokenizer>,
+    /// The most bytes that a token of it has.
+    pub longest_token: usize,
+    /// Held while the tokens of a large text are found.
+    pub large_text: Mutex<()>,
     /// What the chat template is told beside the conversation.
     pub variables: Map<String, Value>,
     /// How texts are drawn where a request doesn't say.

@@ -40,7 +40,7 @@ impl Constraint {
         grammar: Option<String>,
     ) -> Result<Self> {
         let given = [
-            json.map(|schema| Self::Schema("guided_json", schema)),
+            json.map(schema_of).transpose()?.map(|schema| Self::Schema("guided_json", schema)),
             regex.map(Self::Regex),
             choice.map(Self::Choice),
             grammar.map(Self::Lark),
@@ -166,6 +166,16 @@ impl Constraint {
     }
 }
 
+/// A schema, which vLLM takes as the text of its JSON, too.
+fn schema_of(given: Value) -> Result<Value> {
+    match given {
+        Value::String(text) => serde_json::from_str(&text).map_err(|error| {
+            ApiError::field("guided_json", format_args!("is a text that is no JSON: {error}"))
+        }),
+        schema => Ok(schema),
+    }
+}
+
 /// The schema with the white space that may stand between two parts of its JSON, unless it says so itself: without a
 /// bound a model may write nothing else.
 fn spaced(schema: &Value) -> Value {
@@ -283,6 +293,9 @@ mod tests {
         assert_eq!(both.unwrap_err().param.as_deref(), Some("guided_regex"));
         let one = Constraint::guided(None, None, Some(vec!["a".into()]), None).unwrap();
         assert_eq!(one, Constraint::Choice(vec!["a".into()]));
+        let schema = |given: Value| Constraint::guided(Some(given), None, None, None);
+        assert_eq!(schema(json!({"a": 1})).unwrap(), schema(json!("{\"a\": 1}")).unwrap());
+        assert_eq!(schema(json!("{")).unwrap_err().param.as_deref(), Some("guided_json"));
         let format =
             Constraint::of_format("response_format", Some(json!({"type": "json_object"}))).unwrap();
         assert_eq!(format.or(one).unwrap_err().param.as_deref(), Some("guided_choice"));

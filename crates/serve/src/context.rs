@@ -3,6 +3,16 @@
 use crate::app::App;
 use crate::error::{ApiError, Result};
 use crate::writing::TOO_LONG;
+use metal_candle::text::Tokenizer;
+use std::sync::PoisonError;
+
+/// Bytes of a text whose tokens are found while those of no other such text are, as that takes a hundred times as much
+/// memory.
+const LARGE: usize = 1 << 20;
+/// Bytes of a text that is short enough for its tokens to be counted in any case.
+const LARGEST_SHORT: usize = 64 << 10;
+/// How much longer than its tokens' bytes a text may be: a tokenizer may make spaces one, or other characters of many.
+const SHORTENED: usize = 4;
 
 /// The tokens that a prompt and its text may have together.
 pub fn length(app: &App) -> usize {
@@ -51,4 +61,36 @@ pub fn room(
             }
         }
     }
+}
+
+/// The tokens of a text.
+///
+/// # Errors
+/// When the tokenizer fails.
+pub fn encode(app: &App, tokenizer: &Tokenizer, text: &str, add_special: bool) -> Result<Vec<u32>> {
+    let _alone = (text.len() >= LARGE)
+        .then(|| app.large_text.lock().unwrap_or_else(PoisonError::into_inner));
+    Ok(tokenizer.encode(text, add_special)?)
+}
+
+/// The tokens of the text that a field has, and that the model is to read.
+///
+/// # Errors
+/// A 400 that names the field, for a text that is too long in any case, whose tokens aren't even found.
+pub fn read(
+    app: &App,
+    tokenizer: &Tokenizer,
+    (field, text): (&str, &str),
+    add_special: bool,
+) -> Result<Vec<u32>> {
+    let context = length(app);
+    let most = context.saturating_mul(app.longest_token).saturating_mul(SHORTENED);
+    if text.len() > most.max(LARGEST_SHORT) {
+        let what = format!(
+            "has {} bytes, which are more tokens than the model's context of {context}",
+            text.len()
+        );
+        return Err(ApiError::field(field, what).coded(TOO_LONG));
+    }
+    encode(app, tokenizer, text, add_special)
 }

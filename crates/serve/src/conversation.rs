@@ -138,7 +138,7 @@ impl Conversation {
         let tokenizer = &chosen.tokenizer;
         let options = self.sampling.options(app)?;
         let rendered = self.render(app, tokenizer, true)?;
-        let prompt = tokenizer.encode(&rendered, false)?;
+        let prompt = context::read(app, tokenizer, ("messages", &rendered), false)?;
         let most = context::room(app, ("messages", prompt.len()), self.max_tokens)?;
         let template = template(tokenizer)?;
         let format = (self.choice != Choice::None).then(|| Format::of(template));

@@ -2,6 +2,7 @@
 
 pub use crate::store::{Key, Keys, Limits};
 
+use crate::api;
 use crate::app::{App, Shared};
 use crate::error::ApiError;
 use crate::server::Answer;
@@ -9,7 +10,7 @@ use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, Method, StatusCode, header};
 use axum::middleware::Next;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 use std::collections::{HashMap, VecDeque};
@@ -20,6 +21,8 @@ use std::time::{Duration, Instant};
 use subtle::ConstantTimeEq;
 
 const MINUTE: Duration = Duration::from_secs(60);
+/// The paths for administrators, beside all that is deleted.
+const ADMIN_PATHS: [&str; 3] = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/metrics"];
 
 /// What a key allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -57,7 +60,7 @@ impl Scope {
             None
         } else if path.starts_with("/v1/files") || path.starts_with("/v1/fine_tuning") {
             Some(Self::FineTune)
-        } else if path.contains("lora_adapter") || path == "/metrics" || *method == Method::DELETE {
+        } else if ADMIN_PATHS.contains(&path) || *method == Method::DELETE {
             Some(Self::Admin)
         } else {
             Some(Self::Chat)
@@ -75,7 +78,8 @@ pub(crate) fn hash(key: &str) -> Hash {
 
 /// Lets a request through, or says why not.
 pub(crate) async fn check(State(app): State<Shared>, request: Request, next: Next) -> Response {
-    let scope = Scope::of(request.method(), request.uri().path());
+    let path = request.uri().path().to_string();
+    let scope = Scope::of(request.method(), &path);
     let checked = match comes_from_here(&app, request.method(), request.headers()) {
         Err(error) => Err(error),
         Ok(()) => match scope {
@@ -91,7 +95,7 @@ pub(crate) async fn check(State(app): State<Shared>, request: Request, next: Nex
         Ok(Some(permit)) => {
             next.run(request).await.map(|body| Body::new(Answer::new(body, permit)))
         }
-        Err(error) => error.into_response(),
+        Err(error) => api::refusal(&path, error),
     }
 }
 
@@ -332,6 +336,8 @@ mod tests {
         assert_eq!(of(Method::DELETE, "/v1/files/x"), Some(Scope::FineTune));
         assert_eq!(of(Method::POST, "/v1/fine_tuning/jobs"), Some(Scope::FineTune));
         assert_eq!(of(Method::POST, "/v1/load_lora_adapter"), Some(Scope::Admin));
+        assert_eq!(of(Method::POST, "/v1/unload_lora_adapter"), Some(Scope::Admin));
+        assert_eq!(of(Method::GET, "/v1/models/my_lora_adapter"), Some(Scope::Chat));
         assert_eq!(of(Method::GET, "/metrics"), Some(Scope::Admin));
     }
 

@@ -1,7 +1,7 @@
 //! An OpenAI endpoint for chat and for fine-tuning, on one's own machine: one process that writes texts by
 //! [`metal_candle::engine`] and trains adapters of the same frozen base between its steps.
 //!
-//! - `server.rs` takes connections (`tls.rs`) within limits (`options.rs`, `descriptors.rs`) and asks who may come
+//! - `server.rs` takes connections (`connection.rs`, `tls.rs`) within limits (`options.rs`, `descriptors.rs`) and asks who may come
 //!   in (`keys.rs`); `app.rs` is what all requests share, `metrics.rs` what is counted.
 //! - `api/` are the routes; `body.rs`, `error.rs` and `words.rs` are what comes in and goes out.
 //! - `writing.rs` goes from requests to the engine's texts; `conversation.rs`, `context.rs`, `sampling.rs` and
@@ -14,6 +14,7 @@ mod adapters;
 mod api;
 mod app;
 mod body;
+mod connection;
 mod constraint;
 mod context;
 mod conversation;

@@ -38,7 +38,8 @@ pub struct Options {
     pub max_file: u64,
     /// Requests that are answered at once, at most; more get a 429.
     pub max_requests: usize,
-    /// How long a request that is not streamed may take, and how long a stream may stand still.
+    /// How long a request that is not streamed may take, how long a stream may stand still, and how long a client may take
+    /// nothing of what is sent.
     pub timeout: Duration,
     /// A certificate and its key, for TLS.
     pub tls: Option<Tls>,
@@ -107,9 +108,38 @@ impl Options {
         if !std::iter::once(&self.model_name).chain(&self.aliases).all(is_named) {
             return Err(Error::option("model_name", "is empty or longer than 256 characters"));
         }
+        if let Some(origin) = self.cors_origins.iter().find(|origin| !is_origin(origin)) {
+            let shown = metal_candle::readable(origin);
+            let problem = format!("is {shown:?}, expected * or one such as https://example.org");
+            return Err(Error::option("cors_origin", problem));
+        }
         if self.api_keys.iter().any(|key| key.len() < 16) {
             return Err(Error::option("api_key", "has fewer than 16 characters, which is too few"));
         }
         Ok(())
+    }
+}
+
+/// Whether a text is what browsers say of a page's site, so that it can be the same: a scheme, a host and perhaps a port.
+fn is_origin(text: &str) -> bool {
+    let site = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
+    let is_of_site =
+        |it: char| it.is_ascii_digit() || it.is_ascii_lowercase() || "-_.:[]".contains(it);
+    text == "*" || site.is_some_and(|site| !site.is_empty() && site.chars().all(is_of_site))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn origins_are_as_browsers_send_them() {
+        for origin in ["*", "https://example.org", "http://localhost:3000", "http://[::1]:80"] {
+            assert!(is_origin(origin), "{origin}");
+        }
+        for origin in ["", "foo", "example.org", "https://", "https://example.org/", "https://A.b"]
+        {
+            assert!(!is_origin(origin), "{origin}");
+        }
     }
 }

@@ -2,13 +2,14 @@
 
 use crate::adapters::Adapters;
 use crate::app::{App, Shared, now};
+use crate::connection::Patient;
 use crate::error::ApiError;
 use crate::jobs::Jobs;
 use crate::keys::Gate;
 use crate::metrics::Metrics;
 use crate::options::Options;
 use crate::replicas::Replicas;
-use crate::store::Store;
+use crate::store::{Store, identity};
 use crate::{api, descriptors, keys, tls, web};
 use axum::Router;
 use axum::body::{Body, Bytes, HttpBody};
@@ -16,6 +17,7 @@ use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
 use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
+use hyper::body::{Frame, SizeHint};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
@@ -27,21 +29,22 @@ use metal_candle::{Error, Result};
 use serde_json::{Map, Value};
 use std::any::Any;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tower_http::catch_panic::CatchPanicLayer;
-use tower_http::cors::CorsLayer;
+use tower_http::cors::{AllowHeaders, CorsLayer};
 use tower_http::timeout::RequestBodyTimeoutLayer;
 
 /// How long the head of a request may take, and each piece of its body.
 const PATIENCE: Duration = Duration::from_secs(30);
-
+/// Bytes of an answer that are handed to the connection at once. It takes no more of them while so many aren't sent.
+const PIECE: usize = 16 << 10;
 /// What is served.
 pub struct Base {
     /// The frozen model.
@@ -79,6 +82,7 @@ impl Server {
         options.validate()?;
         let acceptor = options.tls.as_ref().map(tls::acceptor).transpose()?;
         let store = Store::open(&options.data)?;
+        check_base(&store, &base.folder, &options)?;
         let keyless = options.api_keys.is_empty() && !store.has_keys()?;
         if keyless && !options.address.ip().is_loopback() && !options.allow_anyone {
             return Err(Error::option(
@@ -113,6 +117,8 @@ impl Server {
             model: base.model,
             folder: base.folder,
             started: now(),
+            longest_token: longest_token(&tokenizer),
+            large_text: Mutex::default(),
             tokenizer,
             variables: base.variables,
             defaults: base.defaults,
@@ -123,7 +129,7 @@ impl Server {
             store,
             merging: Arc::new(Semaphore::new(api::MERGED_AT_ONCE)),
             gate: Gate::new(!keyless),
-            metrics: Metrics::default(),
+            metrics: Metrics::new(&options.model_name),
             options,
         });
         let jobs = {
@@ -158,6 +164,31 @@ impl Server {
     }
 }
 
+/// The most bytes that a token has. Its name has no fewer than what it stands for.
+fn longest_token(tokenizer: &Tokenizer) -> usize {
+    let ids = 0..u32::try_from(tokenizer.vocab_size()).unwrap_or(u32::MAX);
+    ids.filter_map(|id| tokenizer.id_to_token(id)).map(|name| name.len()).max().unwrap_or(1)
+}
+
+/// That the jobs and models of the data folder are of this base. Those of others wait, which is said.
+fn check_base(store: &Store, folder: &Path, options: &Options) -> Result<()> {
+    let name = &options.model_name;
+    if !store.take_base(name, &identity(folder)?)? {
+        let data = options.data.display();
+        return Err(Error::option(
+            "model_name",
+            format!(
+                "is {name:?}, and {data} has jobs or models of another base of that name; give this one another \
+                 (--served-model-name), or another data folder"
+            ),
+        ));
+    }
+    for other in store.others_wait(name)? {
+        tracing::warn!("fine-tuning jobs of {other} wait for a server that serves it by that name");
+    }
+    Ok(())
+}
+
 /// The routes with what holds for all of them.
 fn router(app: &Shared) -> Router {
     let state =
@@ -182,9 +213,11 @@ fn cors(origins: &[String]) -> Option<CorsLayer> {
     if origins.is_empty() {
         return None;
     }
+    // Clients send headers of their own, such as OpenAI's `x-stainless-os`.
     let layer = CorsLayer::new()
         .allow_methods([Method::GET, Method::POST, Method::DELETE])
-        .allow_headers([header::AUTHORIZATION, header::CONTENT_TYPE]);
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers([header::RETRY_AFTER]);
     let all = origins.iter().any(|origin| origin == "*");
     let origins = origins.iter().filter_map(|origin| HeaderValue::from_str(origin).ok());
     Some(match all {
@@ -193,16 +226,17 @@ fn cors(origins: &[String]) -> Option<CorsLayer> {
     })
 }
 
-async fn unknown(request: Request) -> ApiError {
+async fn unknown(request: Request) -> Response {
     let (method, path) = (request.method(), request.uri().path());
     let message = format!("Unknown request URL: {method} {}", metal_candle::readable(path));
-    ApiError::not_found(message).coded("unknown_url")
+    api::refusal(path, ApiError::not_found(message).coded("unknown_url"))
 }
 
-async fn wrong_method(request: Request) -> ApiError {
+async fn wrong_method(request: Request) -> Response {
     let (method, path) = (request.method(), request.uri().path());
     let message = format!("Not allowed: {method} on {}", metal_candle::readable(path));
-    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", message)
+    let kind = "invalid_request_error";
+    api::refusal(path, ApiError::new(StatusCode::METHOD_NOT_ALLOWED, kind, message))
 }
 
 fn panicked(_: Box<dyn Any + Send + 'static>) -> Response {
@@ -222,7 +256,8 @@ async fn limit(State(limits): State<Limits>, request: Request, next: Next) -> Re
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_string());
     let Ok(permit) = permits.try_acquire_owned() else {
         let most = app.options.max_requests;
-        return ApiError::busy(format!("{most} requests are under way already")).into_response();
+        let error = ApiError::busy(format!("{most} requests are under way already"));
+        return api::refusal(request.uri().path(), error);
     };
     let under_way = UnderWay::new(app.clone(), permit);
     let response = next.run(request).await;
@@ -249,16 +284,19 @@ impl Drop for UnderWay {
     }
 }
 
-/// The body of an answer, with whose end what the request holds is given back.
+/// The body of an answer, with whose end what the request holds is given back. It is handed on in pieces, as a connection
+/// would take all of it at once otherwise, long before it is sent.
 pub struct Answer<T> {
     body: Body,
+    /// What is left of a larger piece.
+    rest: Bytes,
     _held: T,
 }
 
 impl<T> Answer<T> {
     /// `held` until `body` is sent or given up.
     pub fn new(body: Body, held: T) -> Self {
-        Self { body, _held: held }
+        Self { body, rest: Bytes::new(), _held: held }
     }
 }
 
@@ -269,16 +307,33 @@ impl<T: Unpin> HttpBody for Answer<T> {
     fn poll_frame(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<hyper::body::Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        if self.rest.is_empty() {
+            match ready!(Pin::new(&mut self.body).poll_frame(context)) {
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => self.rest = data,
+                    Err(other) => return Poll::Ready(Some(Ok(other))),
+                },
+                end => return Poll::Ready(end),
+            }
+        }
+        let piece = self.rest.len().min(PIECE);
+        Poll::Ready(Some(Ok(Frame::data(self.rest.split_to(piece)))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.rest.is_empty() && self.body.is_end_stream()
     }
 
-    fn size_hint(&self) -> hyper::body::SizeHint {
-        self.body.size_hint()
+    fn size_hint(&self) -> SizeHint {
+        let rest = self.rest.len() as u64;
+        let body = self.body.size_hint();
+        let mut hint = SizeHint::new();
+        if let Some(upper) = body.upper() {
+            hint.set_upper(upper + rest);
+        }
+        hint.set_lower(body.lower() + rest);
+        hint
     }
 }
 
@@ -314,6 +369,7 @@ async fn accept(
         };
         // Tokens are sent as they come.
         let _ = stream.set_nodelay(true);
+        let stream = Patient::new(stream, app.options.timeout);
         let service = TowerToHyperService::new(router.clone());
         let mut http = http1::Builder::new();
         http.timer(TokioTimer::new()).header_read_timeout(PATIENCE).max_buf_size(64 << 10);
@@ -341,4 +397,28 @@ async fn accept(
     }
     drop(listener);
     let _ = tokio::time::timeout(app.options.grace, graceful.shutdown()).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::future::poll_fn;
+
+    #[test]
+    fn what_a_request_holds_is_given_back_with_the_last_piece() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let held = Arc::new(());
+        let bytes: Vec<u8> = (0..2 * PIECE + 5).map(|index| index as u8).collect();
+        let mut answer = Answer::new(Body::from(bytes.clone()), held.clone());
+        let mut read = Vec::new();
+        while !answer.is_end_stream() {
+            let left = (bytes.len() - read.len()) as u64;
+            assert_eq!((answer.size_hint().exact(), Arc::strong_count(&held)), (Some(left), 2));
+            let next = poll_fn(|context| Pin::new(&mut answer).poll_frame(context));
+            let piece = runtime.block_on(next).unwrap().unwrap().into_data().unwrap();
+            assert!(piece.len() <= PIECE);
+            read.extend_from_slice(&piece);
+        }
+        assert_eq!(read, bytes);
+    }
 }

@@ -45,6 +45,14 @@ impl Words {
 }
 
 impl Word {
+    /// How many characters it adds to a text. One whose bytes are of several tokens comes with the first of them.
+    pub fn characters(&self) -> usize {
+        match &self.bytes {
+            None => self.text.chars().count(),
+            Some(bytes) => bytes.iter().filter(|byte| *byte & 0xc0 != 0x80).count(),
+        }
+    }
+
     fn of_bytes(bytes: &[u8]) -> Self {
         let text = match std::str::from_utf8(bytes) {
             Ok(text) => text.to_string(),
@@ -73,6 +81,8 @@ mod tests {
         let word = Word::of_bytes("é".as_bytes());
         assert_eq!((word.text.as_str(), word.bytes), ("é", Some(vec![0xc3, 0xa9])));
         assert_eq!(Word::of_bytes(&[0xc3]).text, "bytes:\\xc3");
+        let parts = [&[0xc3][..], &[0xa9], b"a\xf0\x9f", &[0x98], &[0x80, b'b']];
+        assert_eq!(parts.map(|part| Word::of_bytes(part).characters()), [1, 0, 2, 0, 1]);
         assert_eq!(finite(f64::NEG_INFINITY), -9999.0);
         assert_eq!(finite(f64::NAN), -9999.0);
         assert_eq!(finite(-0.5), -0.5);

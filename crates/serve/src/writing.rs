@@ -1,13 +1,14 @@
 //! From requests for the engine to what an answer is made of: all texts of the server are written through here.
 //!
 //! [`Texts`] are the events of one or many requests, as they come. Dropping them cancels what is still written, so a
-//! client that leaves frees its places. [`stream`] answers with events, which a task of their own makes: it ends when the
-//! client leaves, or reads nothing for as long as the server's options allow.
+//! client that leaves frees its places. So does one whose answer takes longer than the server's options allow: as a whole,
+//! or, of a stream, from one token to the next. [`stream`] answers with events, which a task of their own makes: it ends when
+//! the client leaves, or reads nothing for as long.
 
 use crate::app::Shared;
 use crate::error::{ApiError, Result};
 use crate::replicas::Place;
-use axum::http::{HeaderName, HeaderValue};
+use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::response::sse::{Event as ServerEvent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::stream::poll_fn;
@@ -55,6 +56,8 @@ pub struct Texts {
     events: UnboundedReceiver<(usize, Event)>,
     /// What was looked at already.
     first: Option<(usize, Event)>,
+    /// When all has to be written, unless it is streamed.
+    deadline: Option<Instant>,
 }
 
 /// A request that the engine has. Dropping the ticket cancels it.
@@ -93,8 +96,13 @@ impl Texts {
     /// Begins to write at this place, and waits until the first token is there, or the engine has refused.
     ///
     /// # Errors
-    /// What the engine says of a request that it can't write.
-    pub async fn begin(app: &Shared, place: Arc<Place>, requests: Vec<Request>) -> Result<Self> {
+    /// What the engine says of a request that it can't write, and a 504 when it takes too long.
+    pub async fn begin(
+        app: &Shared,
+        place: Arc<Place>,
+        requests: Vec<Request>,
+        streams: bool,
+    ) -> Result<Self> {
         place.add(requests.len().saturating_sub(1));
         let (sender, events) = mpsc::unbounded_channel();
         let mut texts = Self {
@@ -105,13 +113,39 @@ impl Texts {
             sender,
             events,
             first: None,
+            deadline: (!streams).then(|| Instant::now() + app.options.timeout),
         };
         texts.submit();
-        texts.first = match texts.events.recv().await {
+        texts.first = match texts.receive().await? {
             Some((_, Event::Failed(error))) => return Err(refusal(error)),
             first => first,
         };
         Ok(texts)
+    }
+
+    /// The engine's next event. One that takes too long cancels all.
+    async fn receive(&mut self) -> Result<Option<(usize, Event)>> {
+        let timeout = self.app.options.timeout;
+        let left = match self.deadline {
+            Some(deadline) => deadline.saturating_duration_since(Instant::now()),
+            None => timeout,
+        };
+        match tokio::time::timeout(left, self.events.recv()).await {
+            Ok(event) => Ok(event),
+            Err(_) => {
+                self.cancel();
+                let seconds = timeout.as_secs();
+                let message =
+                    format!("it was not written within {seconds} s, as long as it may take");
+                let status = StatusCode::GATEWAY_TIMEOUT;
+                Err(ApiError::new(status, "server_error", message).coded("timeout"))
+            }
+        }
+    }
+
+    fn cancel(&mut self) {
+        self.waiting.clear();
+        self.under_way.clear();
     }
 
     fn submit(&mut self) {
@@ -130,12 +164,12 @@ impl Texts {
     /// What happens next, and to which of the requests; `None` when all texts have ended.
     ///
     /// # Errors
-    /// When one of them cannot be written to its end; the others are cancelled.
+    /// When one of them cannot be written to its end, or all take too long; the others are cancelled.
     pub async fn next(&mut self) -> Result<Option<(usize, Written)>> {
         loop {
             let next = match self.first.take() {
                 None if self.under_way.is_empty() => return Ok(None),
-                None => self.events.recv().await,
+                None => self.receive().await?,
                 first => first,
             };
             // The sender of this struct keeps the channel open.
@@ -156,8 +190,7 @@ impl Texts {
                     return Ok(Some((index, Written::Finished(finished))));
                 }
                 Event::Failed(error) => {
-                    self.waiting.clear();
-                    self.under_way.clear();
+                    self.cancel();
                     return Err(refusal(error));
                 }
             }
@@ -169,6 +202,8 @@ impl Texts {
 fn refusal(error: Error) -> ApiError {
     match &error {
         Error::Option { option, .. } if option == ENGINE => ApiError::internal(error),
+        // No request has a field of this name.
+        Error::Option { option, .. } if option == "grammar" => ApiError::invalid(error.to_string()),
         Error::Option { option, .. } if option == "max_tokens" => {
             ApiError::from(error).coded(TOO_LONG)
         }

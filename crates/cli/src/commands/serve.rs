@@ -63,7 +63,13 @@ pub struct Arguments {
     #[arg(long, value_name = "DIR", default_value = "metal-candle-data", help_heading = "Server")]
     data: PathBuf,
     /// The address to listen on
-    #[arg(long, value_name = "IP", default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST), help_heading = "Server")]
+    #[arg(
+        long,
+        value_name = "IP",
+        default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST),
+        value_parser = host,
+        help_heading = "Server"
+    )]
     host: IpAddr,
     /// The port to listen on; 0 takes any that is free
     #[arg(long, value_name = "N", default_value_t = usual().address.port(), help_heading = "Server")]
@@ -94,7 +100,8 @@ pub struct Arguments {
     /// Requests under way, at most
     #[arg(long, value_name = "N", default_value_t = usual().max_requests, help_heading = "Limits")]
     max_requests: usize,
-    /// Seconds that an answer may take that isn't streamed
+    /// Seconds that an answer may take that isn't streamed, a stream from one token to the next, and a client until it
+    /// reads what is sent
     #[arg(long, value_name = "SECONDS", default_value_t = usual().timeout.as_secs(), help_heading = "Limits")]
     timeout: u64,
     /// Megabytes of an uploaded file, at most
@@ -191,6 +198,16 @@ impl Arguments {
     }
 }
 
+/// An address to listen on.
+fn host(text: &str) -> Result<IpAddr, String> {
+    match text {
+        "localhost" => Ok(IpAddr::V4(Ipv4Addr::LOCALHOST)),
+        _ => text.parse().map_err(|_| {
+            "expected an address of this machine, such as `127.0.0.1`, or `0.0.0.0` for all".into()
+        }),
+    }
+}
+
 /// A model's usual name: its id on the hub, or that of its folder.
 fn name_of(model: &str) -> String {
     let path = Path::new(model);
@@ -245,4 +262,16 @@ pub fn run(arguments: Arguments, terminal: Terminal) -> anyhow::Result<u8> {
     }
     server.stop();
     Ok(SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_are_addresses_of_this_machine() {
+        assert_eq!(host("localhost"), Ok(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+        assert_eq!(host("::1").map(|it| it.is_loopback()), Ok(true));
+        assert!(host("example.org").is_err_and(|error| error.contains("`0.0.0.0`")));
+    }
 }

@@ -47,7 +47,10 @@ impl Failure {
     pub(super) fn of_connection(base: &str, error: &ureq::Error) -> Self {
         let reason = reason(error);
         let is_secure = base.starts_with("https:");
-        let hint = if reason.contains("certificate") {
+        let hint = if reason.contains("CaUsedAsEndEntity") {
+            "; the server has the certificate of an authority, expected one for a server \
+             (openssl req -x509 -addext basicConstraints=critical,CA:FALSE)"
+        } else if reason.contains("certificate") {
             "; --tls-ca FILE names the certificate that it is to have, or its authority's"
         } else if is_secure
             && (reason.contains("corrupt message") || reason.contains("InvalidContentType"))
@@ -73,7 +76,15 @@ impl Failure {
     ) -> Self {
         let value: Option<Value> = serde_json::from_slice(body).ok();
         let told = value.as_ref().and_then(|value| refusal(value.get("error")?));
-        let Some(told) = told else { return Self::strange(base, status, kind) };
+        let Some(told) = told else {
+            return match status {
+                // What stands before a server answers so while that is away.
+                502..=504 => Self::Unreachable(format!(
+                    "{base} answers with status {status}: nothing is there behind what answers"
+                )),
+                _ => Self::strange(base, status, kind),
+            };
+        };
         let hint = match (status, has_key) {
             (401, false) => "; --api-key or METAL_CANDLE_API_KEY gives a key",
             _ => "",
@@ -149,6 +160,8 @@ mod tests {
             let told = told(500, kind, body);
             assert!(told.starts_with("http://a is no metal-candle server"), "{told}");
         }
+        let away = Failure::of_answer("http://a", (502, "text/html"), None, b"<html>", false);
+        assert!(away.may_pass().is_some(), "{away}");
     }
 
     #[test]

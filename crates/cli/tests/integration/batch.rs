@@ -147,3 +147,16 @@ fn wrong_prompts_are_told_before_the_first_is_answered() {
     assert!(found[0]["error"].as_str().unwrap().contains("the cache has room for 128 tokens"));
     assert!(found[0].get("text").is_none() && found[1]["text"].is_string());
 }
+
+#[test]
+fn one_text_at_once_ends_where_the_context_does() {
+    let place = Place::with_model();
+    place.write("prompts.jsonl", &lines(&[json!({ "prompt": "What is 1?", "ignore_eos": true })]));
+    let more = ["-n", "100000", "--json", "--max-sequences", "1"];
+    let report = place.json(&to("answers.jsonl", &more));
+    assert_eq!(report["failed"], json!(0));
+    let answer = &answers(&place)[0];
+    let config: Value = serde_json::from_str(&place.read("base/config.json")).unwrap();
+    let tokens = answer["prompt_tokens"].as_u64().unwrap() + answer["tokens"].as_u64().unwrap();
+    assert_eq!(config["max_position_embeddings"], json!(tokens));
+}

@@ -872,6 +872,7 @@ impl Readers {
         let bytes = models(model, options)
             .map(|model| PagedCache::bytes(model, &layers, block_size, cache_dtype))
             .sum();
+        check_memory(model, options, bytes)?;
         let batch_invariant = options.batch_invariant;
         let of_kinds = layers.clone();
         let cache = move |model: &Model| {
@@ -888,6 +889,23 @@ impl Readers {
         let (reader, drafter) = (reader(model)?, draft.map(reader).transpose()?);
         let keeps_ranges = batch_invariant && model.device().is_metal();
         Ok(Self { reader, drafter, layers, bytes, keeps_ranges })
+    }
+}
+
+/// That the machine has the memory that is asked for, as it would end the process otherwise; a GPU refuses it.
+fn check_memory(model: &Model, options: &EngineOptions, bytes: usize) -> Result<()> {
+    let free = available_bytes().filter(|_| models(model, options).any(|it| it.device().is_cpu()));
+    match (options.cache_tokens, free) {
+        (Some(tokens), Some(free)) if bytes as u64 > free => {
+            let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+            let problem = format!(
+                "is {tokens}, for which {:.1} GiB are needed, and {:.1} GiB of memory are free; expected fewer",
+                gib(bytes as u64),
+                gib(free)
+            );
+            Err(Error::option("cache_tokens", problem))
+        }
+        _ => Ok(()),
     }
 }
 

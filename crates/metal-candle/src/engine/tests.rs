@@ -611,3 +611,13 @@ fn logits_that_are_not_numbers_end_one_text_alone() {
     assert!(error.to_string().contains("the logit of token 0 is NaN"), "{error}");
     is_whole(&engine);
 }
+
+#[test]
+fn a_cache_that_is_larger_than_the_memory_is_refused() {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../cli/demo/base");
+    let model = Arc::new(Model::load(&folder, candle_core::DType::F32, &Device::Cpu).unwrap());
+    let options =
+        EngineOptions { cache_tokens: Some(99_999_999_999_999), ..EngineOptions::default() };
+    let error = Engine::new(&model, None, options).err().unwrap().to_string();
+    assert!(error.starts_with("cache_tokens: is 99999999999999, for which"), "{error}");
+}

@@ -25,7 +25,9 @@ mod yaml;
 
 pub use companions::{companions, set_chat_template};
 pub use content::describe_content;
-pub(crate) use content::{SAFETENSORS, TABLE_WITH_COMMAS, TABLE_WITH_TABS, describe_binary, describe_text};
+pub(crate) use content::{
+    SAFETENSORS, TABLE_WITH_COMMAS, TABLE_WITH_TABS, describe_binary, describe_text,
+};
 #[cfg(all(test, target_os = "linux"))]
 pub(crate) use read::resident_bytes;
 pub use read::{MAX_JSON_BYTES, open_regular, read_json, read_limited, read_limited_or_piped};

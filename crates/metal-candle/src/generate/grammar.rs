@@ -1,22 +1,41 @@
 //! What may be written: tokens are drawn from those alone with which a text can still become one of a grammar's, as a
 //! JSON schema's, by `llguidance`.
+//!
+//! Grammars come from strangers. `llguidance` goes from a rule to the next by recursion, so each is compiled on a thread whose
+//! stack has room for as many rules as its text may have; [`bounds`] refuses what would take too long, and what takes long
+//! nevertheless is given up, with few such threads at once.
+
+mod bounds;
 
 use crate::foreign::contained;
 use crate::text::Tokenizer;
 use crate::{Error, Result};
-use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
+use llguidance::api::{GrammarInit, GrammarWithLexer, TopLevelGrammar};
 use llguidance::toktrie::{SimpleVob, TokEnv, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
 use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
 
 /// The option that errors are about.
 const OPTION: &str = "grammar";
+/// Bytes of a grammar's text, at most.
+const LARGEST: usize = 1 << 20;
+/// Bytes of stack for each byte of a grammar's text, of which the shortest rules take an eighth, and for all else. What
+/// isn't used takes no memory.
+const STACK_OF_BYTE: usize = 4 << 10;
+const STACK: usize = 8 << 20;
+/// How long a grammar may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Grammars that are compiled at once.
+const AT_ONCE: usize = 4;
 
 /// Compiles grammars for the tokens of one model.
 pub struct Grammars {
-    factory: ParserFactory,
+    factory: Arc<ParserFactory>,
+    places: Arc<Places>,
 }
 
 impl fmt::Debug for Grammars {
@@ -96,7 +115,7 @@ impl Grammars {
             })
         };
         match contained(compile) {
-            Ok(Ok(factory)) => Ok(Self { factory }),
+            Ok(Ok(factory)) => Ok(Self { factory: Arc::new(factory), places: Arc::default() }),
             Ok(Err(error)) => {
                 Err(Error::Unsupported(format!("grammars of this tokenizer: {error}")))
             }
@@ -107,9 +126,9 @@ impl Grammars {
     /// Texts that are JSON of a schema (<https://json-schema.org>).
     ///
     /// # Errors
-    /// [`Error::Option`] when it is no schema, has what isn't supported, or is too large.
+    /// [`Error::Option`] when it is no schema, has what isn't supported, is too large, or takes too long.
     pub fn json_schema(&self, schema: &Value) -> Result<Grammar> {
-        self.compile(TopLevelGrammar::from_json_schema(schema.clone()))
+        self.compile(Source::Schema(schema.clone()))
     }
 
     /// Texts that are a JSON object.
@@ -125,7 +144,7 @@ impl Grammars {
     /// # Errors
     /// As [`Self::json_schema`].
     pub fn regex(&self, pattern: &str) -> Result<Grammar> {
-        self.compile(TopLevelGrammar::from_regex(pattern))
+        self.compile(Source::Regex(pattern.into()))
     }
 
     /// One of these texts.
@@ -150,7 +169,7 @@ impl Grammars {
     /// # Errors
     /// As [`Self::json_schema`].
     pub fn lark(&self, source: &str) -> Result<Grammar> {
-        self.compile(TopLevelGrammar::from_grammar(GrammarWithLexer::from_lark(source.into())))
+        self.compile(Source::Lark(source.into()))
     }
 
     /// The bytes of a token: those that it stands for in a text, or those of a special token's name. Empty for an id
@@ -163,21 +182,124 @@ impl Grammars {
         }
     }
 
-    fn compile(&self, grammar: TopLevelGrammar) -> Result<Grammar> {
-        let matcher = contained(|| {
-            let mut matcher = Matcher::new(self.factory.create_parser(grammar));
-            match matcher.get_error() {
-                Some(error) => Err(error),
-                None => {
-                    matcher.compute_mask_or_eos().map_err(|error| error.to_string())?;
-                    Ok(matcher)
-                }
-            }
-        });
-        match matcher.unwrap_or_else(Err) {
-            Ok(matcher) => Ok(Grammar { start: Arc::new(Mutex::new(matcher)) }),
-            Err(error) => Err(Error::option(OPTION, format!("cannot be followed: {error}"))),
+    fn compile(&self, source: Source) -> Result<Grammar> {
+        let wrong = |what: String| Error::option(OPTION, what);
+        let length = source.length();
+        if length > LARGEST {
+            return Err(wrong(format!("has {length} bytes, expected at most {LARGEST}")));
         }
+        let Some(place) = Places::take(&self.places) else {
+            let what = format!("has to wait for {AT_ONCE} others that take long; ask again later");
+            return Err(wrong(what));
+        };
+        let (sender, compiled) = mpsc::channel();
+        let factory = self.factory.clone();
+        let thread = std::thread::Builder::new()
+            .name("grammar".into())
+            .stack_size(STACK + STACK_OF_BYTE * length)
+            .spawn(move || {
+                let matcher = contained(|| compile(&factory, source)).unwrap_or_else(Err);
+                drop(place);
+                // Whoever has given up needs no answer.
+                let _ = sender.send(matcher);
+            });
+        thread.map_err(|error| wrong(format!("has no thread that compiles it: {error}")))?;
+        match compiled.recv_timeout(PATIENCE) {
+            Ok(Ok(matcher)) => Ok(Grammar { start: Arc::new(Mutex::new(matcher)) }),
+            Ok(Err(error)) => Err(wrong(format!("cannot be followed: {error}"))),
+            Err(RecvTimeoutError::Timeout) => {
+                let seconds = PATIENCE.as_secs();
+                Err(wrong(format!("takes more than {seconds} s to compile; make it simpler")))
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(wrong("cannot be compiled".into())),
+        }
+    }
+}
+
+/// What a grammar is compiled from.
+enum Source {
+    Schema(Value),
+    Regex(String),
+    Lark(String),
+}
+
+impl Source {
+    fn length(&self) -> usize {
+        match self {
+            Self::Schema(schema) => schema.to_string().len(),
+            Self::Regex(text) | Self::Lark(text) => text.len(),
+        }
+    }
+
+    /// The schemas in it.
+    fn check(&self) -> Result<(), String> {
+        match self {
+            Self::Schema(schema) => bounds::check_schema(schema),
+            Self::Regex(_) => Ok(()),
+            Self::Lark(source) => {
+                bounds::schemas_in(source).try_for_each(|schema| bounds::check_schema(&schema))
+            }
+        }
+    }
+
+    fn grammar(self) -> TopLevelGrammar {
+        match self {
+            Self::Schema(schema) => TopLevelGrammar::from_json_schema(schema),
+            Self::Regex(pattern) => TopLevelGrammar::from_regex(&pattern),
+            Self::Lark(source) => {
+                TopLevelGrammar::from_grammar(GrammarWithLexer::from_lark(source))
+            }
+        }
+    }
+}
+
+/// What follows a grammar, at the beginning of a text.
+fn compile(factory: &ParserFactory, source: Source) -> Result<Matcher, String> {
+    source.check()?;
+    let (limits, tokens) = (factory.limits(), factory.tok_env().clone());
+    let read = GrammarInit::Serialized(source.grammar()).to_internal(Some(tokens), limits.clone());
+    let (rules, lexer) = read.map_err(|error| error.to_string())?;
+    bounds::check_expressions(lexer.regex_builder.exprset())?;
+    bounds::check_start(&lexer, limits)?;
+    let parser = factory.create_parser_from_init_default(GrammarInit::Internal(rules, lexer));
+    let mut matcher = Matcher::new(parser);
+    match matcher.get_error() {
+        Some(error) => Err(error),
+        None => {
+            matcher.compute_mask_or_eos().map_err(|error| error.to_string())?;
+            Ok(matcher)
+        }
+    }
+}
+
+/// Places of grammars that are being compiled.
+#[derive(Default)]
+struct Places {
+    taken: Mutex<usize>,
+    changed: Condvar,
+}
+
+impl Places {
+    /// One of them, unless none is given back in time.
+    fn take(places: &Arc<Self>) -> Option<Place> {
+        let taken = places.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = places.changed.wait_timeout_while(taken, PATIENCE, |taken| *taken >= AT_ONCE);
+        let (mut taken, outcome) = waited.unwrap_or_else(PoisonError::into_inner);
+        if outcome.timed_out() {
+            return None;
+        }
+        *taken += 1;
+        Some(Place(places.clone()))
+    }
+}
+
+/// One of the [`Places`], which is given back when this is dropped.
+struct Place(Arc<Places>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        *self.0.taken.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.changed.notify_one();
     }
 }
 
@@ -185,7 +307,7 @@ impl Grammar {
     /// At the beginning of a text.
     pub(super) fn begin(&self) -> Result<Constraint> {
         // A panic while it was copied has left it as it was.
-        let start = self.start.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let start = self.start.lock().unwrap_or_else(PoisonError::into_inner);
         match contained(|| start.deep_clone()) {
             Ok(matcher) => Ok(Constraint { matcher, allowed: None }),
             Err(panic) => Err(failed(&panic)),

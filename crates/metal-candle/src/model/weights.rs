@@ -551,7 +551,9 @@ fn parse(path: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>> {
     };
     let length = u64::from_le_bytes(*length);
     let fits = length <= MAX_HEADER_BYTES && length <= rest.len() as u64;
-    if let Some(what) = files::describe_content(bytes).filter(|it| !fits && *it != files::SAFETENSORS) {
+    if let Some(what) =
+        files::describe_content(bytes).filter(|it| !fits && *it != files::SAFETENSORS)
+    {
         return Err(invalid(format!("is {what}; a safetensors file was expected")));
     }
     if length > MAX_HEADER_BYTES {

@@ -212,3 +212,42 @@ fn what_cannot_be_followed_is_an_error() {
     let alternatives: Vec<String> = (0..3000).map(|i| format!("choice {i} {}", i * i)).collect();
     let _ = demo.grammars.choice(&alternatives);
 }
+
+/// Rules, each of which is the next one.
+fn chain(rules: usize) -> String {
+    let rule = |n| format!("a{n}: a{}\n", n + 1);
+    format!("start: a0\n{}a{rules}: \"x\"", (0..rules).map(rule).collect::<String>())
+}
+
+#[test]
+fn long_chains_of_rules_and_references_are_compiled() {
+    let Demo { grammars, .. } = demo();
+    let rules = chain(5000);
+    grammars.lark(&rules).unwrap();
+    grammars.lark(&rules.to_uppercase().replace("START", "start")).unwrap();
+    let definition =
+        |n| (format!("a{n}"), json!({"allOf": [{"$ref": format!("#/$defs/a{}", n + 1)}]}));
+    let mut definitions: Map<String, Value> = (0..2000).map(definition).collect();
+    definitions.insert("a2000".into(), json!({"type": "string"}));
+    grammars.json_schema(&json!({"$defs": definitions, "$ref": "#/$defs/a0"})).unwrap();
+}
+
+#[test]
+fn grammars_that_would_take_forever_are_refused() {
+    let Demo { grammars, .. } = demo();
+    let patterns: Vec<Value> =
+        (0..30).map(|n| json!({"type": "string", "pattern": format!(".*{n}.*")})).collect();
+    let schema = json!({"allOf": patterns});
+    let intersection: Vec<String> = (0..30).map(|n| format!("/.*{n}.*/")).collect();
+    for refused in [
+        grammars.json_schema(&schema),
+        grammars.lark(&format!("start: \"a\" %json {schema}")),
+        grammars.lark(&format!("start: A\nA: {}", intersection.join(" & "))),
+        grammars.json_schema(&json!({"type": "integer", "multipleOf": 1_000_003})),
+        grammars.regex(&"(a?)".repeat(30_000)),
+        grammars.lark(&chain(100_000)),
+    ] {
+        let error = refused.unwrap_err().to_string();
+        assert!(error.starts_with("grammar: "), "{error}");
+    }
+}

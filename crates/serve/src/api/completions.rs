@@ -92,7 +92,7 @@ async fn complete(
     let place = chosen.place.clone();
     let Prepared { requests, lines, choices } =
         app.blocking(move |app| request.prepare(app, &chosen)).await?;
-    let texts = Texts::begin(&app, place, requests).await?;
+    let texts = Texts::begin(&app, place, requests, streaming.is_some()).await?;
     match streaming {
         None => whole(texts, lines, choices, &head).await,
         Some(usage) => Ok(stream(&app, |out| tell(out, texts, lines, choices, head, usage))),
@@ -138,7 +138,7 @@ impl CompletionRequest {
         }
         let (mut requests, mut lines) = (Vec::new(), Vec::new());
         for prompt in prompts {
-            let (tokens, text) = read(prompt, &chosen.tokenizer, echo)?;
+            let (tokens, text) = read(app, prompt, &chosen.tokenizer, echo)?;
             let most = most_tokens(app, tokens.len(), self.max_tokens)?;
             for options in &options {
                 let mut options = options.clone();
@@ -165,9 +165,17 @@ impl CompletionRequest {
 }
 
 /// A prompt's tokens, and its text where that is told.
-fn read(prompt: Prompt, tokenizer: &Tokenizer, echo: bool) -> Result<(Vec<u32>, Option<String>)> {
+fn read(
+    app: &App,
+    prompt: Prompt,
+    tokenizer: &Tokenizer,
+    echo: bool,
+) -> Result<(Vec<u32>, Option<String>)> {
     let (tokens, text) = match prompt {
-        Prompt::Text(text) => (tokenizer.encode(&text, true)?, echo.then_some(text)),
+        Prompt::Text(text) => {
+            let tokens = context::read(app, tokenizer, ("prompt", &text), true)?;
+            (tokens, echo.then_some(text))
+        }
         Prompt::Tokens(tokens) => {
             let text = echo.then(|| tokenizer.decode(&tokens, false)).transpose()?;
             (tokens, text)
@@ -287,7 +295,7 @@ impl Line {
     ) {
         let word = words.word(token);
         lists.text_offset.push(self.offset);
-        self.offset += word.text.chars().count();
+        self.offset += word.characters();
         lists.token_logprobs.push(logprob.map(finite));
         lists.top_logprobs.push(logprob.map(|logprob| {
             let others = likeliest.iter().filter(|(other, _)| *other != token);

@@ -152,11 +152,11 @@ async fn embed(
 
 /// The tokens of a text, which the model can read.
 fn tokens(app: &App, chosen: &Chosen, index: usize, text: Text) -> Result<Vec<u32>> {
+    let field = format!("input[{index}]");
     let tokens = match text {
-        Text::Text(text) => chosen.tokenizer.encode(&text, true)?,
+        Text::Text(text) => context::read(app, &chosen.tokenizer, (&field, &text), true)?,
         Text::Tokens(tokens) => tokens,
     };
-    let field = format!("input[{index}]");
     let (context, vocabulary) = (context::length(app), app.model.config().vocab_size);
     if tokens.is_empty() {
         return Err(ApiError::field(field, "is empty, expected at least one token"));

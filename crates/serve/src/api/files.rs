@@ -7,17 +7,22 @@ use crate::body;
 use crate::error::{ApiError, Result};
 use crate::jobs::{check, data_options};
 use crate::store::{NewFile, Purpose, Removal, StoredFile};
+use axum::body::{Body, Bytes};
 use axum::extract::multipart::{Field, MultipartError};
 use axum::extract::{DefaultBodyLimit, FromRequest, Multipart, Request, State};
 use axum::http::StatusCode;
 use axum::response::Response;
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use futures_util::StreamExt;
+use futures_util::stream::poll_fn;
 use serde_json::{Value, json};
+use std::error::Error;
 use std::fs::File;
 use std::io::Read;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::task::{Poll, ready};
 
 /// Files of a list, at most.
 const MOST: usize = 10_000;
@@ -27,6 +32,8 @@ const FIELD: usize = 4096;
 const FIELDS: usize = 16;
 /// Characters of a file's name.
 const NAME: usize = 512;
+/// Bytes of a form that aren't its fields', in a row.
+const UNREAD: usize = 512 << 10;
 /// Bytes of an upload that are written at once. Between two such pieces no thread waits for the one who sends it.
 const PIECE: usize = 1 << 20;
 
@@ -41,13 +48,13 @@ pub fn routes() -> Router<Shared> {
 }
 
 async fn upload(State(app): State<Shared>, request: Request) -> Result<Json<Value>> {
-    let mut form = Multipart::from_request(request, &app)
-        .await
-        .map_err(|error| ApiError::invalid(error.body_text()))?;
+    let (mut form, unread) = read_form(request).await?;
     let mut purpose: Option<String> = None;
     let mut file: Option<(String, NewFile)> = None;
     for _ in 0..FIELDS {
-        let Some(field) = form.next_field().await.map_err(unreadable)? else {
+        let next = form.next_field().await.map_err(unreadable)?;
+        unread.none();
+        let Some(field) = next else {
             check_purpose(purpose.as_deref())?;
             let (name, new) = file.ok_or_else(|| {
                 let expected = "expected a form with the fields file and purpose";
@@ -61,9 +68,9 @@ async fn upload(State(app): State<Shared>, request: Request) -> Result<Json<Valu
             "file" if file.is_some() => {
                 return Err(ApiError::field("file", "is there twice; one upload is one file"));
             }
-            "file" => file = Some(take_file(&app, field).await?),
+            "file" => file = Some(take_file(&app, field, &unread).await?),
             "purpose" => {
-                let found = text(field).await?;
+                let found = text(field, &unread).await?;
                 check_purpose(Some(&found))?;
                 purpose = Some(found);
             }
@@ -79,8 +86,49 @@ async fn upload(State(app): State<Shared>, request: Request) -> Result<Json<Valu
     Err(ApiError::invalid(format!("the form has more than {FIELDS} fields")))
 }
 
+/// Bytes of a form that have come and that its reader holds back, as they are what isn't told of it: all before its first
+/// field, and the head of each.
+#[derive(Clone, Default)]
+struct Unread(Arc<AtomicUsize>);
+
+impl Unread {
+    /// What has come was told.
+    fn none(&self) {
+        self.0.store(0, Ordering::Relaxed);
+    }
+
+    fn add(&self, piece: Bytes) -> Result<Bytes, axum::Error> {
+        let before = self.0.fetch_add(piece.len(), Ordering::Relaxed);
+        match before + piece.len() <= UNREAD {
+            true => Ok(piece),
+            false => Err(axum::Error::new(format!(
+                "more than {UNREAD} bytes stand before a field of the form"
+            ))),
+        }
+    }
+}
+
+/// A form whose reader holds back no more than it may.
+async fn read_form(request: Request) -> Result<(Multipart, Unread)> {
+    let unread = Unread::default();
+    let (parts, body) = request.into_parts();
+    let counted = unread.clone();
+    let mut pieces = body.into_data_stream();
+    let pieces = poll_fn(move |context| {
+        let piece = ready!(pieces.poll_next_unpin(context));
+        Poll::Ready(piece.map(|piece| counted.add(piece?)))
+    });
+    let request = Request::from_parts(parts, Body::from_stream(pieces));
+    let form = Multipart::from_request(request, &()).await;
+    Ok((form.map_err(|error| ApiError::invalid(error.body_text()))?, unread))
+}
+
 /// Writes a file's bytes; gives its name with it. What is given up leaves nothing.
-async fn take_file(app: &Shared, mut field: Field<'_>) -> Result<(String, NewFile)> {
+async fn take_file(
+    app: &Shared,
+    mut field: Field<'_>,
+    unread: &Unread,
+) -> Result<(String, NewFile)> {
     let name = field.file_name().unwrap_or_default().to_string();
     let length = name.chars().count();
     if !(1..=NAME).contains(&length) {
@@ -94,6 +142,7 @@ async fn take_file(app: &Shared, mut field: Field<'_>) -> Result<(String, NewFil
     let mut piece = Vec::new();
     loop {
         let read = field.chunk().await.map_err(unreadable)?;
+        unread.none();
         let is_last = read.is_none();
         piece.extend_from_slice(&read.unwrap_or_default());
         if new.len() + piece.len() as u64 > most {
@@ -119,10 +168,11 @@ async fn take_file(app: &Shared, mut field: Field<'_>) -> Result<(String, NewFil
 }
 
 /// A short field.
-async fn text(mut field: Field<'_>) -> Result<String> {
+async fn text(mut field: Field<'_>, unread: &Unread) -> Result<String> {
     let name = field.name().unwrap_or_default().to_string();
     let mut bytes = Vec::new();
     while let Some(piece) = field.chunk().await.map_err(unreadable)? {
+        unread.none();
         bytes.extend_from_slice(&piece);
         if bytes.len() > FIELD {
             return Err(ApiError::field(name, format_args!("is longer than {FIELD} bytes")));
@@ -133,7 +183,12 @@ async fn text(mut field: Field<'_>) -> Result<String> {
 
 /// That a form is malformed, or that its sender has left or stands still.
 fn unreadable(error: MultipartError) -> ApiError {
-    ApiError::invalid(format!("the form cannot be read: {}", error.body_text()))
+    let mut reason = error.source();
+    while let Some(cause) = reason.and_then(Error::source) {
+        reason = Some(cause);
+    }
+    let reason = reason.map_or_else(|| error.body_text(), ToString::to_string);
+    ApiError::invalid(format!("the form cannot be read: {}", metal_candle::readable(&reason)))
 }
 
 fn check_purpose(purpose: Option<&str>) -> Result<()> {
@@ -262,4 +317,45 @@ async fn look(
         serde_json::to_value(report).map(Json).map_err(ApiError::internal)
     })
     .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whether a form of these bytes, which come a kilobyte at a time, is read to the content of its first field.
+    fn is_read(form: Vec<u8>) -> bool {
+        let pieces: Vec<_> = form
+            .chunks(1024)
+            .map(|piece| Ok::<_, axum::Error>(Bytes::copy_from_slice(piece)))
+            .collect();
+        let body = Body::from_stream(futures_util::stream::iter(pieces));
+        let request = Request::post("/").header("content-type", "multipart/form-data; boundary=b");
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let (mut form, unread) = read_form(request.body(body).unwrap()).await.ok().unwrap();
+            let field = form.next_field().await;
+            unread.none();
+            match field.map_err(unreadable) {
+                Ok(Some(field)) => field.bytes().await.is_ok(),
+                Ok(None) => false,
+                Err(error) => {
+                    assert!(error.message.contains("stand before a field"), "{}", error.message);
+                    false
+                }
+            }
+        })
+    }
+
+    #[test]
+    fn what_is_no_field_of_a_form_is_bounded() {
+        let form = |before: usize, head: usize| {
+            let (before, head) = ("x".repeat(before), "x".repeat(head));
+            let disposition = "content-disposition: form-data; name=\"a\"";
+            format!("{before}\r\n--b\r\n{disposition}\r\nx: {head}\r\n\r\ncontent\r\n--b--\r\n")
+                .into_bytes()
+        };
+        assert!(is_read(form(0, 0)) && is_read(form(1000, 1000)));
+        assert!(!is_read(form(4 << 20, 0)) && !is_read(form(0, 4 << 20)));
+    }
 }

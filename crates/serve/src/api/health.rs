@@ -24,7 +24,7 @@ async fn metrics(State(app): State<Shared>) -> Result<impl IntoResponse> {
     let text = app
         .blocking(|app| {
             let statistics = app.replicas.statistics().map_err(ApiError::internal)?;
-            Ok(app.metrics.text(&statistics, &app.options.model_name, app.adapters.count()))
+            Ok(app.metrics.text(&statistics, app.adapters.count()))
         })
         .await?;
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";

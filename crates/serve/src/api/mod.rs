@@ -16,7 +16,9 @@ mod stream;
 pub mod tokens;
 
 use crate::app::Shared;
+use crate::error::ApiError;
 use axum::Router;
+use axum::response::{IntoResponse, Response};
 pub use merged::AT_ONCE as MERGED_AT_ONCE;
 
 /// Every route.
@@ -32,4 +34,12 @@ pub fn routes() -> Router<Shared> {
         .merge(models::routes())
         .merge(responses::routes())
         .merge(tokens::routes())
+}
+
+/// An error as the clients of this path know them.
+pub fn refusal(path: &str, error: ApiError) -> Response {
+    match anthropic::has(path) {
+        true => anthropic::Failure::from(error).into_response(),
+        false => error.into_response(),
+    }
 }

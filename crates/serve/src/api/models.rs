@@ -1,10 +1,11 @@
 //! `/v1/models`, and vLLM's routes that load and unload adapters.
 
+use super::query::Id;
 use crate::adapters::Listed;
 use crate::app::{App, Shared};
 use crate::body::Body;
 use crate::error::{ApiError, Result};
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde::{Deserialize, Serialize};
@@ -66,7 +67,7 @@ async fn list(State(app): State<Shared>) -> Result<Json<Value>> {
     Ok(Json(json!({"object": "list", "data": data})))
 }
 
-async fn one(State(app): State<Shared>, Path(name): Path<String>) -> Result<Json<Model>> {
+async fn one(State(app): State<Shared>, Id(name): Id) -> Result<Json<Model>> {
     if app.is_base(&name) {
         return Ok(Json(Model { id: name, ..Model::base(&app) }));
     }
@@ -79,7 +80,7 @@ async fn one(State(app): State<Shared>, Path(name): Path<String>) -> Result<Json
 }
 
 /// Forgets a fine-tuned model, with its files.
-async fn delete(State(app): State<Shared>, Path(name): Path<String>) -> Result<Json<Value>> {
+async fn delete(State(app): State<Shared>, Id(name): Id) -> Result<Json<Value>> {
     app.blocking(move |app| {
         if app.store.remove_tuned(&name)? {
             return Ok(Json(json!({"id": name, "object": "model", "deleted": true})));

@@ -61,7 +61,7 @@ async fn tokenize(
                 (text, add_special.unwrap_or(false))
             }
         };
-        let tokens = tokenizer.encode(&text, add_special)?;
+        let tokens = context::encode(app, tokenizer, &text, add_special)?;
         let name = |token: &u32| tokenizer.id_to_token(*token);
         let strings = strings.then(|| tokens.iter().map(name).collect::<Vec<_>>());
         Ok(Json(json!({

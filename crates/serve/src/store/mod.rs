@@ -1,7 +1,7 @@
 //! What the server keeps, in one folder:
 //!
 //! ```text
-//! server.sqlite   files, jobs, events, checkpoints and keys
+//! server.sqlite   files, jobs, events, checkpoints, keys and bases
 //! files/ID        what was uploaded, and the results of jobs
 //! jobs/ID/        the folder of a job's training run
 //! temporary/      what is gone when the server is started again
@@ -11,6 +11,7 @@
 //! file is complete on the disk before the database knows of it; what the database doesn't know of is removed when the
 //! folder is opened. All of it waits for the disk, so handlers call it through `App::blocking`.
 
+mod base;
 mod events;
 mod files;
 mod jobs;
@@ -20,6 +21,7 @@ mod schema;
 mod tests;
 mod tuned;
 
+pub(crate) use base::identity;
 pub(crate) use events::{Event, Level, NewEvent, Place};
 pub(crate) use files::{NewFile, Purpose, Removal, StoredFile};
 pub(crate) use jobs::{Job, JobError, NewJob, ORGANIZATION, Refusal, Started, Status};

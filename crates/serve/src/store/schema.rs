@@ -77,6 +77,12 @@ pub(super) const MIGRATIONS: &[&str] = &[
     ALTER TABLE keys ADD COLUMN at_once INTEGER;
     ALTER TABLE keys ADD COLUMN per_minute INTEGER;
 ",
+    "
+    CREATE TABLE bases (
+        name      TEXT PRIMARY KEY,
+        identity  TEXT NOT NULL
+    ) STRICT;
+",
 ];
 
 /// Opens a database, which is made if it is missing, and brings it to the newest version. Others may do so meanwhile.

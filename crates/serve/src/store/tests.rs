@@ -494,3 +494,35 @@ fn keys_of_the_first_version_have_no_limits() {
     let count: i64 = old.query_row("SELECT count(*) FROM keys", [], |row| row.get(0)).unwrap();
     assert_eq!(count, 1);
 }
+
+#[test]
+fn jobs_belong_to_the_base_of_their_name() {
+    let (_folder, store) = store();
+    assert!(store.take_base("demo", "a").unwrap() && store.take_base("demo", "b").unwrap());
+    let job = job(&store);
+    store.queue_job(&job.id, &hyperparameters(), &plan(), &[]).unwrap();
+    assert!(matches!(store.start_job(&job.id).unwrap(), Started::Yes));
+    assert!(!store.take_base("demo", "a").unwrap() && store.take_base("demo", "b").unwrap());
+    assert!(store.take_base("other", "a").unwrap());
+    // Of a server that was killed.
+    assert_eq!(store.others_wait("demo").unwrap(), [""; 0]);
+    assert_eq!(store.job(&job.id).unwrap().unwrap().status, Status::Running);
+    assert_eq!(store.others_wait("other").unwrap(), ["demo"]);
+    assert_eq!(store.job(&job.id).unwrap().unwrap().status, Status::Queued);
+}
+
+#[test]
+fn a_base_is_told_from_another_of_the_same_shape() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let of = |bytes: &[u8]| {
+        fs::write(&path, bytes).unwrap();
+        super::identity(folder.path()).unwrap()
+    };
+    let mut bytes = vec![0; 1 << 20];
+    let one = of(&bytes);
+    fs::write(folder.path().join("config.json"), "{}").unwrap();
+    assert_eq!(of(&bytes), one);
+    bytes.iter_mut().rev().take(10).for_each(|byte| *byte = 1);
+    assert_ne!(of(&bytes), one);
+}

@@ -34,12 +34,22 @@ static THINKER: LazyLock<Running> = LazyLock::new(|| {
 impl Running {
     /// With this chat template in place of the demo's, and these special tokens beside the demo's.
     pub fn start(template: Option<&str>, special: &[&str]) -> Self {
+        Self::start_with(template, special, |_| {})
+    }
+
+    /// As [`Self::start`], with options that are changed.
+    pub fn start_with(
+        template: Option<&str>,
+        special: &[&str],
+        change: impl FnOnce(&mut Options),
+    ) -> Self {
         let data = tempfile::tempdir().unwrap();
         let folder = base(data.path());
         add_special_tokens(&folder, special);
         let mut options = Options::new("demo", data.path().join("data"));
         options.address = SocketAddr::from(([127, 0, 0, 1], 0));
         options.engine.cache_tokens = Some(16 * 1024);
+        change(&mut options);
         let mut tokenizer = Tokenizer::load(&folder).unwrap();
         if let Some(template) = template {
             tokenizer.set_chat_template(template).unwrap();
@@ -54,6 +64,11 @@ impl Running {
         };
         let server = Server::start(base, options).unwrap();
         Self { address: server.address(), _server: Mutex::new(server), _data: data }
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
     }
 
     /// What it answers, which has to be good.

@@ -5,6 +5,7 @@ mod conversations;
 mod hub;
 mod jobs;
 mod leaving;
+mod limits;
 mod markers;
 mod protocols;
 mod replicas;

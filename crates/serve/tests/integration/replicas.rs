@@ -99,6 +99,29 @@ fn requests_at_once_are_written_by_all_engines_with_the_same_texts() {
 }
 
 #[test]
+fn an_adapter_whose_files_change_is_read_again() {
+    let place = tempfile::tempdir().unwrap();
+    adapters(place.path());
+    let data = tempfile::tempdir().unwrap();
+    let server = serve_with(data.path(), |options| options.adapters = Some(place.path().into()));
+    let client = Client::of(&server);
+    let before = text(&client, "other", "Once");
+    let path = place.path().join("other/adapter_config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config["lora_alpha"] = json!(config["lora_alpha"].as_f64().unwrap() * 4.0);
+    fs::write(&path, config.to_string()).unwrap();
+    assert_ne!(text(&client, "other", "Once"), before);
+
+    fs::write(&path, "{").unwrap();
+    let request = json!({"model": "other", "prompt": "Once"});
+    let (status, answer) = client.post("/v1/completions", &request);
+    assert_eq!((status, &answer["error"]["param"]), (400, &json!("model")), "{answer}");
+    let told = answer.to_string();
+    assert!(told.contains("adapter_config.json"), "{told}");
+    assert!(!told.contains(&place.path().display().to_string()), "{told}");
+}
+
+#[test]
 fn jobs_train_beside_several_engines() {
     let data = tempfile::tempdir().unwrap();
     let server = serve_replicas(data.path(), ENGINES, |_| {});

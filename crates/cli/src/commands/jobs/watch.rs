@@ -202,9 +202,14 @@ impl Shown {
             }
             return;
         }
-        match event.level.as_str() {
-            "info" => terminal.note(&event.message),
-            level => terminal.note(format!("{level}: {}", event.message)),
+        let text = event.data.as_ref().and_then(|data| data.get("text")?.as_str());
+        match (event.level.as_str(), text) {
+            // What the model writes at a checkpoint.
+            ("info", Some(text)) => {
+                terminal.note(format!("{}: {}", event.message, metal_candle::readable(text)));
+            }
+            ("info", None) => terminal.note(&event.message),
+            (level, _) => terminal.note(format!("{level}: {}", event.message)),
         }
     }
 }

@@ -6,6 +6,7 @@ mod blocks;
 use crate::app::{Shared, new_id};
 use crate::body::Body;
 use crate::constraint::Constraint;
+use crate::context;
 use crate::conversation::{Conversation, check_variables, template};
 use crate::error::{ApiError, Result};
 use crate::sampling::{Sampling, within};
@@ -27,6 +28,11 @@ pub fn routes() -> Router<Shared> {
     Router::new()
         .route("/v1/messages", post(messages))
         .route("/v1/messages/count_tokens", post(count_tokens))
+}
+
+/// Whether a path is one of these routes'.
+pub fn has(path: &str) -> bool {
+    path == "/v1/messages" || path.starts_with("/v1/messages/")
 }
 
 /// A request to continue a conversation, or to count its tokens.
@@ -97,7 +103,7 @@ enum Thinking {
 }
 
 /// An error as Anthropic's clients know it.
-struct Failure(ApiError);
+pub struct Failure(ApiError);
 
 impl From<ApiError> for Failure {
     fn from(error: ApiError) -> Self {
@@ -145,7 +151,7 @@ async fn messages(State(app): State<Shared>, request: Asked) -> Result<Response,
     let read = move |tokenizer: &Tokenizer| request.conversation(tokenizer);
     let prepared = Conversation::prepared(&app, &model, read).await?;
     let head = Head { id: new_id("msg_"), model, prompt_tokens: prepared.prompt_tokens, stop };
-    let texts = Texts::begin(&app, prepared.place, prepared.requests).await?;
+    let texts = Texts::begin(&app, prepared.place, prepared.requests, streams).await?;
     let mut replies = prepared.replies;
     // A request without a number of choices has one.
     let reply = replies.pop().ok_or_else(|| ApiError::internal("there is no choice"))?;
@@ -163,7 +169,7 @@ async fn count_tokens(State(app): State<Shared>, request: Asked) -> Result<Json<
         .blocking(move |app| {
             let tokenizer = &chosen.tokenizer;
             let rendered = request.conversation(tokenizer)?.render(app, tokenizer, true)?;
-            Ok(tokenizer.encode(&rendered, false)?.len())
+            Ok(context::encode(app, tokenizer, &rendered, false)?.len())
         })
         .await?;
     Ok(Json(json!({"input_tokens": count})))

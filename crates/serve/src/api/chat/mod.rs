@@ -68,7 +68,7 @@ async fn complete(State(app): State<Shared>, Body(request): Body<ChatRequest>) -
     let model = request.model.clone();
     let read = move |tokenizer: &Tokenizer| request.conversation(tokenizer);
     let prepared = Conversation::prepared(&app, &model, read).await?;
-    let texts = Texts::begin(&app, prepared.place, prepared.requests).await?;
+    let texts = Texts::begin(&app, prepared.place, prepared.requests, streaming.is_some()).await?;
     let head = Head { id: new_id("chatcmpl-"), created: now(), model, service_tier };
     let replies = prepared.replies;
     match streaming {

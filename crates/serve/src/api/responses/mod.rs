@@ -144,7 +144,7 @@ async fn respond(
         "error": null,
         "incomplete_details": null,
     });
-    let texts = Texts::begin(&app, prepared.place, prepared.requests).await?;
+    let texts = Texts::begin(&app, prepared.place, prepared.requests, streams).await?;
     let mut replies = prepared.replies;
     // A request without a number of choices has one.
     let reply = replies.pop().ok_or_else(|| ApiError::internal("there is no choice"))?;

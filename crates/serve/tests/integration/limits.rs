@@ -1,0 +1,103 @@
+//! What a server refuses, and gives up.
+
+use crate::asking::{Running, ask, refused};
+use serde_json::{Value, json};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::LazyLock;
+use std::time::{Duration, Instant};
+
+const KEY: &str = "a-key-of-sixteen-letters";
+const SITE: &str = "https://example.org";
+
+static STRICT: LazyLock<Running> = LazyLock::new(|| {
+    Running::start_with(None, &[], |options| {
+        options.timeout = Duration::from_secs(1);
+        options.api_keys = vec![KEY.into()];
+        options.cors_origins = vec![SITE.into()];
+    })
+});
+
+/// The head and the body of the strict server's answer.
+fn answer(method: &str, path: &str, headers: &str, body: &str) -> (String, String) {
+    let mut stream = TcpStream::connect(STRICT.address()).unwrap();
+    let length = body.len();
+    write!(
+        stream,
+        "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}\
+         content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+    )
+    .unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    (head.to_lowercase(), body.into())
+}
+
+#[test]
+fn an_answer_that_takes_too_long_is_given_up() {
+    // Minutes of work, if nobody stopped it.
+    let request = json!({"model": "demo", "prompt": "Once", "max_tokens": 2000, "n": 128, "ignore_eos": true});
+    let key = format!("authorization: Bearer {KEY}\r\n");
+    let begun = Instant::now();
+    let (head, body) = answer("POST", "/v1/completions", &key, &request.to_string());
+    assert!(head.starts_with("http/1.1 504 "), "{head}");
+    let error: Value = serde_json::from_str(&body).unwrap();
+    assert_eq!(error["error"]["code"], "timeout");
+    let is_over = || {
+        let (_, figures) = answer("GET", "/metrics", &key, "");
+        let running = "vllm:num_requests_running{model_name=\"demo\"} 0";
+        figures.lines().any(|line| line == running)
+    };
+    while !is_over() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "it is still written");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn refusals_have_the_form_of_their_protocol() {
+    for (path, is_anthropic) in [("/v1/messages", true), ("/v1/chat/completions", false)] {
+        let (head, body) = answer("POST", path, "", "{}");
+        assert!(head.starts_with("http/1.1 401 "), "{head}");
+        let error: Value = serde_json::from_str(&body).unwrap();
+        assert_eq!(error["type"] == "error", is_anthropic, "{error}");
+        assert_eq!(error["error"]["type"], "authentication_error");
+    }
+}
+
+#[test]
+fn pages_that_may_ask_may_send_what_clients_send() {
+    let headers = format!(
+        "origin: {SITE}\r\naccess-control-request-method: POST\r\n\
+         access-control-request-headers: authorization,x-api-key,x-stainless-os\r\n"
+    );
+    let (head, _) = answer("OPTIONS", "/v1/chat/completions", &headers, "");
+    let allowed = head.lines().find(|line| line.starts_with("access-control-allow-headers:"));
+    assert!(allowed.unwrap().contains("x-stainless-os"), "{head}");
+}
+
+#[test]
+fn names_that_are_no_text_are_refused_as_json() {
+    let (head, body) =
+        answer("GET", "/v1/models/%ff", &format!("authorization: Bearer {KEY}\r\n"), "");
+    assert!(head.starts_with("http/1.1 400 "), "{head}");
+    assert!(serde_json::from_str::<Value>(&body).unwrap()["error"]["message"].is_string());
+}
+
+#[test]
+fn grammars_and_texts_that_are_too_large_harm_nobody() {
+    let rules: String = (0..3000).map(|n| format!("a{n}: a{}\n", n + 1)).collect();
+    let grammar = format!("start: a0\n{rules}a3000: \"x\"");
+    let request =
+        json!({"model": "demo", "prompt": "a", "max_tokens": 3, "guided_grammar": grammar});
+    assert_eq!(ask("/v1/completions", &request).0, 200);
+    let patterns: Vec<Value> =
+        (0..30).map(|n| json!({"type": "string", "pattern": format!(".*{n}.*")})).collect();
+    let request = json!({"model": "demo", "prompt": "a", "guided_json": {"allOf": patterns}});
+    assert_eq!(refused("/v1/completions", &request), "guided_json");
+    let long = "hello world ".repeat(1_200_000);
+    let message = json!({"role": "user", "content": long});
+    let request = json!({"model": "demo", "messages": [message]});
+    assert_eq!(refused("/v1/chat/completions", &request), "messages");
+}
