@@ -122,6 +122,8 @@ pub struct Given<'a> {
     /// The folder of the adapter that is used where a line names none.
     pub adapter: Option<&'a Path>,
     pub options: GenerateOptions,
+    /// Whether somebody said how many tokens a text has at most.
+    pub says_max_tokens: bool,
     pub system: Option<&'a str>,
     pub raw: bool,
 }
@@ -291,15 +293,11 @@ fn request(
 ) -> anyhow::Result<(Option<Value>, Option<Value>, Request)> {
     let loaded = given.loaded;
     let (prompt, mut options) = (tokens(&line, given)?, options(&line, index, given)?);
-    // A text ends where the model's context does, and needs no more of the cache.
-    let context = loaded.model.config().max_position_embeddings;
-    let left = context.saturating_sub(prompt.len());
-    anyhow::ensure!(
-        left > 0,
-        "prompt: has {} tokens, and this model was made for {context}",
-        prompt.len()
-    );
-    options.max_tokens = options.max_tokens.min(left);
+    if line.max_tokens.is_none() && !given.says_max_tokens {
+        // Where nobody says, a text ends where the model's context does, for which the cache has room in any case.
+        let context = loaded.model.config().max_position_embeddings;
+        options.max_tokens = options.max_tokens.min(context.saturating_sub(prompt.len()).max(1));
+    }
     let adapter = match line.adapter {
         None => loaded.adapter.clone(),
         Some(None) => None,

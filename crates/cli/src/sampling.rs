@@ -109,6 +109,11 @@ impl Sampling {
         Ok((request, self.seed))
     }
 
+    /// Whether somebody said how many tokens a text has at most.
+    pub fn says_max_tokens(&self) -> bool {
+        self.max_tokens.is_some()
+    }
+
     /// The options for the model in `folder`.
     pub fn resolve(&self, folder: &Path) -> anyhow::Result<GenerateOptions> {
         let path = folder.join("generation_config.json");

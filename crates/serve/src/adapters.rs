@@ -6,6 +6,7 @@ use crate::error::{ApiError, Result};
 use crate::hub::Download;
 use crate::replicas::{Place, Replica};
 use metal_candle::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter, MLX_WEIGHTS};
+use metal_candle::files;
 use metal_candle::text::{Tokenizer, chat_template_in};
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
@@ -64,17 +65,7 @@ struct Loaded {
 }
 
 /// What tells an adapter's files from those that were there before: the length of each and when it was changed.
-type Version = Vec<Option<(u64, Option<SystemTime>)>>;
-
-/// The files that an adapter is read from, the weights last.
-const FILES: [&str; 6] = [
-    ADAPTER_CONFIG,
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer_config.json",
-    MLX_WEIGHTS,
-    ADAPTER_WEIGHTS,
-];
+type Version = Vec<(PathBuf, u64, Option<SystemTime>)>;
 
 pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Every change is whole.
@@ -200,7 +191,8 @@ impl App {
         if replace {
             self.forget(folder);
         }
-        self.read_adapter(folder).map_err(|error| refusal(self, folder, &error))?;
+        self.read_adapter(folder)
+            .map_err(|error| refusal(self, folder, &error).about("lora_path"))?;
         self.keep_name(name, folder)
     }
 
@@ -314,16 +306,20 @@ fn refusal(app: &App, folder: &Path, error: &metal_candle::Error) -> ApiError {
     told.about("model")
 }
 
+/// Of the files that an adapter is read from, the weights last.
 fn version(folder: &Path) -> Version {
-    let of = |name: &str| {
-        let found = folder.join(name).metadata().ok()?;
-        Some((found.len(), found.modified().ok()))
+    // What can't be looked at is told when it is read.
+    let mut paths = files::companions(folder).unwrap_or_default();
+    paths.extend([ADAPTER_CONFIG, MLX_WEIGHTS, ADAPTER_WEIGHTS].map(|name| folder.join(name)));
+    let of = |path: PathBuf| {
+        let found = path.metadata().ok()?;
+        Some((path, found.len(), found.modified().ok()))
     };
-    FILES.map(of).to_vec()
+    paths.into_iter().filter_map(of).collect()
 }
 
 fn created(folder: &Path) -> i64 {
-    let modified = version(folder).into_iter().rev().flatten().find_map(|(_, modified)| modified);
+    let modified = version(folder).into_iter().rev().find_map(|(_, _, modified)| modified);
     let since = modified.and_then(|modified| modified.duration_since(UNIX_EPOCH).ok());
     since.map_or(0, |since| since.as_secs().try_into().unwrap_or(i64::MAX))
 }
@@ -335,8 +331,13 @@ mod tests {
     #[test]
     fn a_change_of_any_file_is_seen() {
         let folder = tempfile::tempdir().unwrap();
+        let more = "additional_chat_templates";
+        std::fs::create_dir(folder.path().join(more)).unwrap();
+        let more = format!("{more}/tools.jinja");
         let mut seen = vec![version(folder.path())];
-        for (name, content) in FILES.iter().flat_map(|name| [(name, "1"), (name, "11")]) {
+        let names = [ADAPTER_CONFIG, "chat_template.jinja", &more, "tokenizer_config.json"];
+        let names = names.into_iter().chain([MLX_WEIGHTS, ADAPTER_WEIGHTS]);
+        for (name, content) in names.flat_map(|name| [(name, "1"), (name, "11")]) {
             std::fs::write(folder.path().join(name), content).unwrap();
             let now = version(folder.path());
             assert!(!seen.contains(&now), "{name}");

@@ -222,6 +222,9 @@ pub fn grammars<'a>(app: &'a App, field: &str) -> Result<&'a Grammars> {
 /// A grammar's error, which is about this field of the request.
 pub fn about(error: metal_candle::Error, field: &str) -> ApiError {
     match error {
+        metal_candle::Error::Option { option, message } if option == Grammars::BUSY => {
+            ApiError::busy(message)
+        }
         metal_candle::Error::Option { message, .. } => ApiError::field(field, message),
         other => other.into(),
     }

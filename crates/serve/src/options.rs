@@ -110,7 +110,8 @@ impl Options {
         }
         if let Some(origin) = self.cors_origins.iter().find(|origin| !is_origin(origin)) {
             let shown = metal_candle::readable(origin);
-            let problem = format!("is {shown:?}, expected * or one such as https://example.org");
+            let problem =
+                format!("is {shown:?}, expected *, null, or one such as https://example.org");
             return Err(Error::option("cors_origin", problem));
         }
         if self.api_keys.iter().any(|key| key.len() < 16) {
@@ -120,12 +121,17 @@ impl Options {
     }
 }
 
-/// Whether a text is what browsers say of a page's site, so that it can be the same: a scheme, a host and perhaps a port.
+/// Whether a text is what browsers, and programs that are pages, say of a page's site, so that it can be the same: a scheme,
+/// a host and perhaps a port.
 fn is_origin(text: &str) -> bool {
-    let site = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
-    let is_of_site =
-        |it: char| it.is_ascii_digit() || it.is_ascii_lowercase() || "-_.:[]".contains(it);
-    text == "*" || site.is_some_and(|site| !site.is_empty() && site.chars().all(is_of_site))
+    let is_in = |more: &'static str| {
+        move |it: char| it.is_ascii_digit() || it.is_ascii_lowercase() || more.contains(it)
+    };
+    let is_site = |(scheme, site): (&str, &str)| {
+        let starts = scheme.starts_with(|it: char| it.is_ascii_lowercase()) && !site.is_empty();
+        starts && scheme.chars().all(is_in("+-.")) && site.chars().all(is_in("-_.:[]"))
+    };
+    ["*", "null"].contains(&text) || text.split_once("://").is_some_and(is_site)
 }
 
 #[cfg(test)]
@@ -134,7 +140,15 @@ mod tests {
 
     #[test]
     fn origins_are_as_browsers_send_them() {
-        for origin in ["*", "https://example.org", "http://localhost:3000", "http://[::1]:80"] {
+        for origin in [
+            "*",
+            "null",
+            "https://example.org",
+            "http://localhost:3000",
+            "http://[::1]:80",
+            "chrome-extension://abcdef",
+            "tauri://localhost",
+        ] {
             assert!(is_origin(origin), "{origin}");
         }
         for origin in ["", "foo", "example.org", "https://", "https://example.org/", "https://A.b"]

@@ -29,7 +29,7 @@ use metal_candle::{Error, Result};
 use serde_json::{Map, Value};
 use std::any::Any;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, ready};
@@ -82,7 +82,7 @@ impl Server {
         options.validate()?;
         let acceptor = options.tls.as_ref().map(tls::acceptor).transpose()?;
         let store = Store::open(&options.data)?;
-        check_base(&store, &base.folder, &options)?;
+        check_base(&store, base.model.files(), &options)?;
         let keyless = options.api_keys.is_empty() && !store.has_keys()?;
         if keyless && !options.address.ip().is_loopback() && !options.allow_anyone {
             return Err(Error::option(
@@ -171,9 +171,9 @@ fn longest_token(tokenizer: &Tokenizer) -> usize {
 }
 
 /// That the jobs and models of the data folder are of this base. Those of others wait, which is said.
-fn check_base(store: &Store, folder: &Path, options: &Options) -> Result<()> {
+fn check_base(store: &Store, weights: &[PathBuf], options: &Options) -> Result<()> {
     let name = &options.model_name;
-    if !store.take_base(name, &identity(folder)?)? {
+    if !store.take_base(name, &identity(weights)?)? {
         let data = options.data.display();
         return Err(Error::option(
             "model_name",

@@ -135,8 +135,14 @@ impl Texts {
             Err(_) => {
                 self.cancel();
                 let seconds = timeout.as_secs();
-                let message =
-                    format!("it was not written within {seconds} s, as long as it may take");
+                let message = match self.deadline {
+                    Some(_) => format!(
+                        "it was not written within {seconds} s, as long as it may take; ask for less, or for a stream"
+                    ),
+                    None => {
+                        format!("nothing was written for {seconds} s, as long as that may take")
+                    }
+                };
                 let status = StatusCode::GATEWAY_TIMEOUT;
                 Err(ApiError::new(status, "server_error", message).coded("timeout"))
             }

@@ -133,6 +133,7 @@ pub fn run(arguments: Arguments, terminal: impl Fn(bool) -> Terminal) -> anyhow:
             loaded: &loaded,
             adapter: arguments.source.adapter.as_deref(),
             options,
+            says_max_tokens: arguments.sampling.says_max_tokens(),
             system: arguments.system.as_deref(),
             raw: arguments.raw,
         };

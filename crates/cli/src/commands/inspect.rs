@@ -9,7 +9,7 @@ use metal_candle::adapter::{self, AdapterFormat, Biases, Targets, TokenIndices};
 use metal_candle::files;
 use metal_candle::gguf::is_gguf;
 use metal_candle::model::rope::RopeScaling;
-use metal_candle::model::{Config, Model, Weights, stored_bytes};
+use metal_candle::model::{Model, Weights, stored_bytes};
 use metal_candle::text::{CHAT_TEMPLATE, Tokenizer};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -193,9 +193,9 @@ fn describe_adapter(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
 }
 
 fn describe_model(report: &mut Report, folder: &Path) -> anyhow::Result<()> {
-    let config = Config::load(folder)?;
-    let sizes = stored_bytes(folder)?;
     let model = Model::outline(folder, DType::F32, &Device::Cpu, None)?;
+    let config = model.config();
+    let sizes = stored_bytes(folder)?;
     let parameters = model.weight_count() as u64;
     let paths = model.linear_paths();
     let linears = linear_layers(paths.iter().map(String::as_str));

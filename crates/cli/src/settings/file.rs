@@ -211,10 +211,6 @@ mod tests {
             ),
             ("learning_rate: '1e-4'", "learning_rate: is \"1e-4\", expected a number"),
             ("quantization_bit: 3", "quantization_bit: is 3, expected 4 (nf4) or 8 (int8)"),
-            (
-                "schedule: constant\nmin_learning_rate: 1.0e-5",
-                "min_learning_rate: is 1e-5, but schedule is constant",
-            ),
             ("sample_prompt: hello", "sample_prompt: nothing is sampled with it"),
             ("test_batches: 5", "test_batches: there is no evaluation on test data"),
             (
@@ -329,6 +325,17 @@ mod tests {
         // What a run keeps says nothing of adapters.
         let kept = settings.to_yaml().unwrap();
         assert_eq!(with_flags(&kept, "{}").unwrap().1, None);
+    }
+
+    #[test]
+    fn a_rate_that_a_schedule_never_reaches_is_told_or_refused() {
+        let (_, notice) = with_flags("{min_learning_rate: 1.0e-5}", "schedule: constant").unwrap();
+        assert!(notice.unwrap().ends_with("stays at the peak: min_learning_rate"));
+        let error = with_flags("{schedule: constant}", "min_learning_rate: 1.0e-5").unwrap_err();
+        assert!(
+            error.starts_with("min_learning_rate: is 1e-5, but schedule is constant"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -37,16 +37,20 @@ pub struct Said<'a> {
 /// # Errors
 /// [`crate::errors::Usage`] for those that can't be meant.
 pub fn check(settings: &Settings, file: &Said, flags: &Mapping) -> anyhow::Result<Option<String>> {
-    if settings.schedule == Course::Constant
-        && settings.lr_schedule.is_none()
-        && settings.min_learning_rate > 0.0
-    {
+    let stays = settings.schedule == Course::Constant && settings.lr_schedule.is_none();
+    let has_unused_rate = stays && settings.min_learning_rate > 0.0;
+    if has_unused_rate && flags.contains_key("min_learning_rate") {
         return Err(usage(format!(
             "min_learning_rate: is {:e}, but schedule is constant, which stays at the peak; expected 0, or the schedule \
              linear or cosine",
             settings.min_learning_rate
         )));
     }
+    let told = |unused: &str, why: &str| {
+        format!("warning: {}: not used, as {why}: {unused}", file.path.display())
+    };
+    let rate = has_unused_rate
+        .then(|| told("min_learning_rate", "schedule is constant, which stays at the peak"));
     let is_given = |key: &str| flags.contains_key(key) || file.map.contains_key(key);
     // A switch that is written down was meant to be off.
     let lacks = |key: &str, switch: &str| {
@@ -67,7 +71,7 @@ pub fn check(settings: &Settings, file: &Said, flags: &Mapping) -> anyhow::Resul
         return Err(usage("test_batches: there is no evaluation on test data; add test"));
     }
     if settings.fine_tune_type != FineTuneType::Full {
-        return Ok(None);
+        return Ok(rate);
     }
     let is_mistake = |key: &&&str| {
         let neutral = **key == "loraplus_lr_ratio" && settings.loraplus_lr_ratio == 1.0;
@@ -88,11 +92,7 @@ pub fn check(settings: &Settings, file: &Said, flags: &Mapping) -> anyhow::Resul
         .copied()
         .filter(|key| file.map.get(*key).is_some_and(|value| !is_neutral(key, value)))
         .collect();
-    Ok((!unused.is_empty()).then(|| {
-        format!(
-            "warning: {}: not used, as fine_tune_type is full, which trains every weight: {}",
-            file.path.display(),
-            unused.join(", ")
-        )
-    }))
+    let of_adapters = (!unused.is_empty())
+        .then(|| told(&unused.join(", "), "fine_tune_type is full, which trains every weight"));
+    Ok(rate.into_iter().chain(of_adapters).reduce(|all, one| format!("{all}\n{one}")))
 }

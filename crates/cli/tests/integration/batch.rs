@@ -152,7 +152,7 @@ fn wrong_prompts_are_told_before_the_first_is_answered() {
 fn one_text_at_once_ends_where_the_context_does() {
     let place = Place::with_model();
     place.write("prompts.jsonl", &lines(&[json!({ "prompt": "What is 1?", "ignore_eos": true })]));
-    let more = ["-n", "100000", "--json", "--max-sequences", "1"];
+    let more = ["--json", "--max-sequences", "1"];
     let report = place.json(&to("answers.jsonl", &more));
     assert_eq!(report["failed"], json!(0));
     let answer = &answers(&place)[0];

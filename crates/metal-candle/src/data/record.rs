@@ -288,15 +288,13 @@ fn is_usual(key: &str) -> bool {
         .contains(&key)
 }
 
-/// What a label says, also as tables and Python's numbers have it.
+/// Whether a label says that an answer is wanted, also in the words of tables. A number may be that of a class.
 fn truth(label: &Value) -> Option<bool> {
     match label {
         Value::Bool(label) => Some(*label),
-        Value::Number(label) if label.as_f64() == Some(0.0) => Some(false),
-        Value::Number(label) if label.as_f64() == Some(1.0) => Some(true),
         Value::String(label) => match label.trim().to_lowercase().as_str() {
-            "true" | "1" => Some(true),
-            "false" | "0" => Some(false),
+            "true" => Some(true),
+            "false" => Some(false),
             _ => None,
         },
         _ => None,
@@ -673,10 +671,9 @@ mod tests {
     fn labels_are_true_or_false_in_the_words_of_tables_too() {
         for (label, expected) in [
             ("true", Some(true)),
-            ("1", Some(true)),
-            ("0.0", Some(false)),
             ("\"False\"", Some(false)),
-            ("2", None),
+            ("\" TRUE\"", Some(true)),
+            ("1", None),
             ("\"good\"", None),
         ] {
             let record = format!(r#"{{"prompt": "a", "completion": "b", "label": {label}}}"#);

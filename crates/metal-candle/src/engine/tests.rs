@@ -612,6 +612,8 @@ fn logits_that_are_not_numbers_end_one_text_alone() {
     is_whole(&engine);
 }
 
+/// Other systems don't say how much memory is free.
+#[cfg(target_os = "linux")]
 #[test]
 fn a_cache_that_is_larger_than_the_memory_is_refused() {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../cli/demo/base");

@@ -29,8 +29,9 @@ const STACK_OF_BYTE: usize = 4 << 10;
 const STACK: usize = 8 << 20;
 /// How long a grammar may take.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Grammars that are compiled at once.
+/// Grammars that are compiled at once, and how long others wait for a place among them.
 const AT_ONCE: usize = 4;
+const WAITING: Duration = Duration::from_secs(2);
 
 /// Compiles grammars for the tokens of one model.
 pub struct Grammars {
@@ -77,6 +78,9 @@ impl TokenizerEnv for Vocabulary {
 }
 
 impl Grammars {
+    /// The option that an error names when others take too long, and the same may be compiled later.
+    pub const BUSY: &str = "grammars";
+
     /// For a model whose logits are of `vocabulary` tokens.
     ///
     /// # Errors
@@ -189,8 +193,9 @@ impl Grammars {
             return Err(wrong(format!("has {length} bytes, expected at most {LARGEST}")));
         }
         let Some(place) = Places::take(&self.places) else {
-            let what = format!("has to wait for {AT_ONCE} others that take long; ask again later");
-            return Err(wrong(what));
+            let what =
+                format!("{AT_ONCE} grammars that take long are being compiled; ask again later");
+            return Err(Error::option(Grammars::BUSY, what));
         };
         let (sender, compiled) = mpsc::channel();
         let factory = self.factory.clone();
@@ -283,7 +288,7 @@ impl Places {
     /// One of them, unless none is given back in time.
     fn take(places: &Arc<Self>) -> Option<Place> {
         let taken = places.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = places.changed.wait_timeout_while(taken, PATIENCE, |taken| *taken >= AT_ONCE);
+        let waited = places.changed.wait_timeout_while(taken, WAITING, |taken| *taken >= AT_ONCE);
         let (mut taken, outcome) = waited.unwrap_or_else(PoisonError::into_inner);
         if outcome.timed_out() {
             return None;

@@ -249,5 +249,7 @@ fn grammars_that_would_take_forever_are_refused() {
     ] {
         let error = refused.unwrap_err().to_string();
         assert!(error.starts_with("grammar: "), "{error}");
+        // Before that was tried, which would go on.
+        assert!(!error.contains("takes more than") && !error.contains("ask again"), "{error}");
     }
 }

@@ -7,11 +7,9 @@ use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-/// The ends of the names of files with weights.
-const WEIGHTS: [&str; 2] = ["safetensors", "gguf"];
-/// Of each such file so many pieces of so many bytes are looked at.
+/// Of each file of weights so many pieces of so many bytes are looked at.
 const PIECES: u64 = 16;
 const PIECE: u64 = 4096;
 
@@ -19,9 +17,11 @@ const PIECE: u64 = 4096;
 ///
 /// # Errors
 /// When they cannot be read.
-pub(crate) fn identity(base: &Path) -> Result<String> {
+pub(crate) fn identity(weights: &[PathBuf]) -> Result<String> {
+    let mut weights = weights.to_vec();
+    weights.sort();
     let mut hash = Sha256::new();
-    for path in weights(base)? {
+    for path in weights {
         let read = || -> std::io::Result<Vec<u8>> {
             let mut file = File::open(&path)?;
             let length = file.metadata()?.len();
@@ -41,22 +41,6 @@ pub(crate) fn identity(base: &Path) -> Result<String> {
         let _ = write!(text, "{byte:02x}");
     }
     Ok(text)
-}
-
-fn weights(base: &Path) -> Result<Vec<PathBuf>> {
-    if base.is_file() {
-        return Ok(vec![base.to_path_buf()]);
-    }
-    let mut found = Vec::new();
-    for entry in base.read_dir().map_err(Error::io(base))? {
-        let path = entry.map_err(Error::io(base))?.path();
-        let end = path.extension().and_then(|end| end.to_str());
-        if end.is_some_and(|end| WEIGHTS.contains(&end)) {
-            found.push(path);
-        }
-    }
-    found.sort();
-    Ok(found)
 }
 
 impl Store {

@@ -517,11 +517,10 @@ fn a_base_is_told_from_another_of_the_same_shape() {
     let path = folder.path().join("model.safetensors");
     let of = |bytes: &[u8]| {
         fs::write(&path, bytes).unwrap();
-        super::identity(folder.path()).unwrap()
+        super::identity(std::slice::from_ref(&path)).unwrap()
     };
     let mut bytes = vec![0; 1 << 20];
     let one = of(&bytes);
-    fs::write(folder.path().join("config.json"), "{}").unwrap();
     assert_eq!(of(&bytes), one);
     bytes.iter_mut().rev().take(10).for_each(|byte| *byte = 1);
     assert_ne!(of(&bytes), one);

@@ -22,7 +22,12 @@ const MOST_NAME_PATTERNS: usize = 32;
 const LOOKED_AT: usize = 4096;
 /// What counts for an expression that is larger, and for a string's format.
 const MANY: u64 = 256;
-const OF_FORMAT: u64 = 8;
+const OF_FORMAT: u64 = 2;
+/// Keywords whose values have schemas by names, which may be keywords, too.
+const OF_NAMES: [&str; 5] =
+    ["properties", "patternProperties", "dependentSchemas", "$defs", "definitions"];
+/// Keywords whose values are data, not schemas.
+const DATA: [&str; 4] = ["default", "examples", "enum", "const"];
 /// Keywords of which one schema holds.
 const ALTERNATIVES: [&str; 2] = ["anyOf", "oneOf"];
 
@@ -181,7 +186,14 @@ fn has_names(schema: &Value) -> bool {
     const NAMES: [&str; 5] = ["$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"];
     let is_named =
         |part: &Value| NAMES.iter().any(|name| part.get(name).is_some_and(Value::is_string));
-    parts(schema).any(|part| is_named(part) || has_names(part))
+    let is_or_has = |part: &Value| is_named(part) || has_names(part);
+    match schema {
+        Value::Object(fields) => fields.iter().any(|(key, value)| match key.as_str() {
+            key if OF_NAMES.contains(&key) => parts(value).any(is_or_has),
+            key => !DATA.contains(&key) && is_or_has(value),
+        }),
+        _ => parts(schema).any(is_or_has),
+    }
 }
 
 /// The patterns of a schema that may hold for the same string.
@@ -213,7 +225,14 @@ impl<'a> Patterns<'a> {
                 }
                 (key, Value::Array(any)) if ALTERNATIVES.contains(&key) => self.most(any),
                 ("$ref", Value::String(reference)) => self.behind(reference),
-                ("$defs" | "definitions" | "enum" | "const", _) => continue,
+                ("$defs" | "definitions", _) => continue,
+                (key, Value::Object(named)) if OF_NAMES.contains(&key) => {
+                    for schema in named.values() {
+                        within = most(within, &self.together(schema));
+                    }
+                    continue;
+                }
+                (key, _) if DATA.contains(&key) => continue,
                 (_, other) => {
                     within = most(within, &self.together(other));
                     continue;
@@ -291,6 +310,8 @@ mod tests {
     fn patterns_of_one_string_are_counted_wherever_they_stand() {
         assert!(check_schema(&json!({"allOf": patterns(4)})).is_ok());
         assert!(check_schema(&json!({"allOf": patterns(30)})).is_err());
+        let named = json!({"properties": {"default": {"allOf": patterns(30)}}});
+        assert!(check_schema(&named).is_err());
         // Each for a string of its own.
         assert!(check_schema(&json!({"prefixItems": patterns(1000)})).is_ok());
         assert!(check_schema(&json!({"anyOf": patterns(1000)})).is_ok());
@@ -309,6 +330,25 @@ mod tests {
     }
 
     #[test]
+    fn ordinary_schemas_are_not_refused() {
+        let mixins: Vec<Value> = (0..10)
+            .map(|n| {
+                let of_mixin = (format!("at{n}"), json!({"type": "string", "format": "date-time"}));
+                json!({"properties": Map::from_iter([of_mixin])})
+            })
+            .collect();
+        let base =
+            json!({"properties": {"id": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]+$"}}});
+        assert!(
+            check_schema(&json!({
+                "$defs": {"base": base}, "default": {"id": "x"}, "examples": [{"$anchor": "y"}],
+                "allOf": mixins, "$ref": "#/$defs/base",
+            }))
+            .is_ok()
+        );
+    }
+
+    #[test]
     fn patterns_for_names_are_few() {
         let names = |count: usize| {
             let patterns = (0..count).map(|n| (format!("^a{n}"), json!({"type": "integer"})));
@@ -320,6 +360,8 @@ mod tests {
 
     #[test]
     fn references_by_name_may_lead_to_every_pattern() {
+        assert!(has_names(&json!({"properties": {"default": {"$id": "a"}}})));
+        assert!(!has_names(&json!({"$id": "a", "default": {"id": "a"}})));
         let named = |count: usize| json!({"$defs": {"a": {"$anchor": "a", "allOf": patterns(count)}}, "$ref": "#a"});
         assert!(check_schema(&named(2)).is_ok());
         assert!(check_schema(&named(30)).is_err());
