@@ -245,7 +245,7 @@ fn is_the_same(found: &Tensor, table: &Tensor, bits: Option<usize>) -> Result<bo
     let rows = found.dim(0)?;
     for start in (0..rows).step_by(ROWS) {
         let part = |tensor: &Tensor| tensor.narrow(0, start, ROWS.min(rows - start));
-        let table = copy::cast(&part(table)?.to_device(&Device::Cpu)?, DType::F32)?;
+        let table = copy::cast(&files::on_the_host(&part(table)?)?, DType::F32)?;
         let difference = (part(found)? - &table)?;
         if bits.is_some() {
             lost += f64::from(sum(&difference)?);
@@ -258,7 +258,7 @@ fn is_the_same(found: &Tensor, table: &Tensor, bits: Option<usize>) -> Result<bo
             return Ok(false);
         }
     }
-    // Numbers of 8 bits may have no more than four digits.
+    // Numbers of 8 bits may have no more than four binary digits.
     Ok(bits.is_none_or(|bits| lost <= whole * 4f64.powi(2 - bits as i32).max(4e-3)))
 }
 

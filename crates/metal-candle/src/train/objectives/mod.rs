@@ -281,7 +281,8 @@ impl Objective {
         let (found, wanted) = (samples.name(), expected.name());
         let advice = match samples {
             SampleKind::Plain if expected == SampleKind::Labelled => {
-                "each record has to have \"label\" beside its completion, true or false".to_string()
+                "sft and distill learn from these; for kto each has \"label\" beside its completion, true or false"
+                    .to_string()
             }
             SampleKind::Plain => "sft and distill learn from these".to_string(),
             SampleKind::Pair => "dpo, simpo and orpo learn from these; to learn the chosen answers alone, name them as the \
