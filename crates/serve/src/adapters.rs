@@ -99,7 +99,8 @@ impl App {
             let Some(folder) = app.folder_of(&name)? else { return Ok(None) };
             let place = app.replicas.place();
             let loaded = app.loaded(&place.replica, &folder);
-            let (adapter, tokenizer) = loaded.map_err(|error| refusal(app, &folder, &error))?;
+            let (adapter, tokenizer) =
+                loaded.map_err(|error| refusal(app, &folder, &error).about("model"))?;
             let tokenizer = tokenizer.unwrap_or_else(|| app.tokenizer.clone());
             Ok(Some(Chosen { name, place, adapter: Some(adapter), tokenizer }))
         })
@@ -297,16 +298,15 @@ fn refusal(app: &App, folder: &Path, error: &metal_candle::Error) -> ApiError {
     tracing::error!("{}: {error}", folder.display());
     let message = error.to_string().replace(&folder.join("").display().to_string(), "");
     let message = format!("the adapter cannot be used: {}", app.store.without_paths(&message));
-    let told = match error {
+    match error {
         metal_candle::Error::File { .. }
         | metal_candle::Error::Option { .. }
         | metal_candle::Error::Unsupported(_) => ApiError::invalid(message),
         _ => ApiError::internal(message),
-    };
-    told.about("model")
+    }
 }
 
-/// Of the files that an adapter is read from, the weights last.
+/// Of the files that an adapter is read from.
 fn version(folder: &Path) -> Version {
     // What can't be looked at is told when it is read.
     let mut paths = files::companions(folder).unwrap_or_default();
@@ -319,7 +319,8 @@ fn version(folder: &Path) -> Version {
 }
 
 fn created(folder: &Path) -> i64 {
-    let modified = version(folder).into_iter().rev().find_map(|(_, _, modified)| modified);
+    let weights = [ADAPTER_WEIGHTS, MLX_WEIGHTS].map(|name| folder.join(name).metadata());
+    let modified = weights.into_iter().flatten().next().and_then(|found| found.modified().ok());
     let since = modified.and_then(|modified| modified.duration_since(UNIX_EPOCH).ok());
     since.map_or(0, |since| since.as_secs().try_into().unwrap_or(i64::MAX))
 }

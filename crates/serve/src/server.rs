@@ -45,6 +45,7 @@ use tower_http::timeout::RequestBodyTimeoutLayer;
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Bytes of an answer that are handed to the connection at once. It takes no more of them while so many aren't sent.
 const PIECE: usize = 16 << 10;
+
 /// What is served.
 pub struct Base {
     /// The frozen model.

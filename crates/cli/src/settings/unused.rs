@@ -3,7 +3,7 @@
 
 use super::{Course, FineTuneType, Settings};
 use crate::errors::usage;
-use serde_yaml_ng::{Mapping, Value};
+use serde_yaml_ng::Mapping;
 use std::path::Path;
 
 /// What an adapter has, and full fine-tuning has no use for.
@@ -73,26 +73,22 @@ pub fn check(settings: &Settings, file: &Said, flags: &Mapping) -> anyhow::Resul
     if settings.fine_tune_type != FineTuneType::Full {
         return Ok(rate);
     }
+    // A ratio of 1 is none.
+    let has_ratio = settings.loraplus_lr_ratio != 1.0;
+    let of_adapters = || OF_ADAPTERS.iter().filter(|key| has_ratio || **key != "loraplus_lr_ratio");
     let is_mistake = |key: &&&str| {
-        let neutral = **key == "loraplus_lr_ratio" && settings.loraplus_lr_ratio == 1.0;
-        let by_flag = flags.contains_key(**key) && !neutral;
         let by_file = **key == "target_modules" && !file.has_mlx_targets;
-        by_flag || (by_file && file.map.contains_key(**key))
+        flags.contains_key(**key) || (by_file && file.map.contains_key(**key))
     };
-    if let Some(key) = OF_ADAPTERS.iter().find(is_mistake) {
+    if let Some(key) = of_adapters().find(is_mistake) {
         return Err(usage(format!(
             "{key}: is an option of adapters, but fine_tune_type is full, which trains every weight; leave it out, or say \
              fine_tune_type: lora"
         )));
     }
-    let is_neutral =
-        |key: &str, value: &Value| key == "loraplus_lr_ratio" && value.as_f64() == Some(1.0);
-    let unused: Vec<&str> = OF_ADAPTERS
-        .iter()
-        .copied()
-        .filter(|key| file.map.get(*key).is_some_and(|value| !is_neutral(key, value)))
-        .collect();
-    let of_adapters = (!unused.is_empty())
+    let unused: Vec<&str> =
+        of_adapters().copied().filter(|key| file.map.contains_key(*key)).collect();
+    let unused = (!unused.is_empty())
         .then(|| told(&unused.join(", "), "fine_tune_type is full, which trains every weight"));
-    Ok(rate.into_iter().chain(of_adapters).reduce(|all, one| format!("{all}\n{one}")))
+    Ok(rate.into_iter().chain(unused).reduce(|all, one| format!("{all}\n{one}")))
 }

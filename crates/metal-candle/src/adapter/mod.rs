@@ -236,14 +236,7 @@ impl Adapter {
         let adapter = Self::lora(model, &config)
             .map_err(|error| Error::file(folder.join(ADAPTER_CONFIG), error.to_string()))?;
         // Others' files don't have what PiSSA and OLoRA took from the weights, which is found again here.
-        files::read_weights(
-            folder,
-            format,
-            &adapter.parts,
-            &adapter.parameters,
-            false,
-            Some(model),
-        )?;
+        files::read_weights(folder, format, &adapter.parts, &adapter.parameters, Some(model))?;
         Ok(adapter)
     }
 
@@ -690,7 +683,7 @@ impl Adapter {
         match &self.method {
             Method::Lora { .. } => {
                 let format = AdapterFormat::of(folder)?;
-                files::read_weights(folder, format, &self.parts, &self.parameters, true, None)
+                files::read_weights(folder, format, &self.parts, &self.parameters, None)
             }
             Method::Full => {
                 let saved = Weights::open(folder)?;

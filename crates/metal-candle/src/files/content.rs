@@ -2,10 +2,10 @@
 
 /// What [`describe_content`] says of a table whose fields have commas between.
 pub(crate) const TABLE_WITH_COMMAS: &str = "a table in text with commas between its columns (CSV)";
-/// What [`describe_content`] says of weights.
-pub(crate) const SAFETENSORS: &str = "a safetensors file";
 /// What [`describe_content`] says of a table whose fields have tabs between.
 pub(crate) const TABLE_WITH_TABS: &str = "a table in text with tabs between its columns (TSV)";
+/// What [`describe_content`] says of weights.
+pub(crate) const SAFETENSORS: &str = "a safetensors file";
 
 /// What these first bytes of a file say it is, where that is something that people often have in place of a model's or
 /// a data file's content; words that follow "is".

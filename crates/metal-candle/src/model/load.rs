@@ -266,48 +266,17 @@ fn read_gguf(
     Ok(Storage::Quantized(Arc::new(matrix.to_device(device)?)))
 }
 
-/// Whether a checkpoint has a head that isn't the embedding once more, of which all parts would be the same.
-fn has_own_head(weights: &Weights, checkpoint: &Checkpoint) -> Result<bool> {
-    let head = |part: &str| format!("{}.{part}", Model::HEAD);
-    if !checkpoint.has(weights, &head("weight")) {
-        return Ok(false);
-    }
-    let (full, bias) = (format!("{}.", Model::EMBEDDING), head("bias"));
-    let bare =
-        full.strip_prefix("model.").filter(|bare| weights.contains(&format!("{bare}weight")));
-    let of_head = weights.names().filter(|name| name.starts_with(&head("")) && **name != bias);
-    for name in of_head {
-        let embedding = format!("{}{}", bare.unwrap_or(&full), &name[head("").len()..]);
-        if !weights.contains(&embedding) {
-            return Ok(true);
-        }
-        let [head, embedding] = [name, &embedding].map(|name| weights.stored(name));
-        let (head, embedding) = (head?, embedding?);
-        if (head.dtype, head.shape, head.bytes)
-            != (embedding.dtype, embedding.shape, embedding.bytes)
-        {
-            return Ok(true);
-        }
-    }
-    Ok(false)
-}
-
 impl<'f> Files<'f> {
     fn open(path: &'f Path, dtype: DType, device: &Device, holding: Holding) -> Result<Self> {
         let quantization = holding.quantization;
-        let mut is_untied = false;
         let (config, weights) = if is_gguf(path) {
             let file = Box::new(GgufFile::open(path)?);
             (file.config().clone(), Stored::Gguf { file, read: BTreeSet::new() })
         } else {
-            let mut config = Config::load(path)?;
+            let config = Config::load(path)?;
             let checkpoint = Checkpoint::of(&config.raw)
                 .map_err(|problem| Error::file(path.join("config.json"), problem))?;
             let weights = Weights::open(path)?.check_finite(true);
-            is_untied = config.tie_word_embeddings && has_own_head(&weights, &checkpoint)?;
-            if is_untied {
-                config.untie();
-            }
             (config, Stored::Folder { weights, checkpoint })
         };
         if let (Some(quantization), true) = (quantization, weights.is_quantized()) {
@@ -320,7 +289,40 @@ impl<'f> Files<'f> {
             quantization.check_device(device)?;
         }
         let device = device.clone();
-        Ok(Self { path, config, is_untied, weights, holding, dtype, device, outlined: None })
+        let (is_untied, outlined) = (false, None);
+        let mut files = Self { path, config, is_untied, weights, holding, dtype, device, outlined };
+        if files.config.tie_word_embeddings && files.has_own_head()? {
+            files.is_untied = true;
+            files.config.untie();
+        }
+        Ok(files)
+    }
+
+    /// Whether there is a head that isn't the embedding once more, of which all parts would be the same.
+    fn has_own_head(&self) -> Result<bool> {
+        let Stored::Folder { weights, .. } = &self.weights else { return Ok(false) };
+        let [head, embedding] = [Model::HEAD, Model::EMBEDDING].map(|it| format!("{it}.weight"));
+        if !self.weights.has(&head) {
+            return Ok(false);
+        }
+        let [head, embedding] =
+            [&head, self.stored_name(&embedding)].map(|name| name.trim_end_matches("weight"));
+        for name in weights.names() {
+            let Some(part) = name.strip_prefix(head).filter(|part| *part != "bias") else {
+                continue;
+            };
+            let embedding = format!("{embedding}{part}");
+            if !weights.contains(&embedding) {
+                return Ok(true);
+            }
+            let (head, embedding) = (weights.stored(name)?, weights.stored(&embedding)?);
+            if (head.dtype, head.shape, head.bytes)
+                != (embedding.dtype, embedding.shape, embedding.bytes)
+            {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     fn build(mut self) -> Result<Model> {

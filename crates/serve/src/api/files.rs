@@ -20,6 +20,7 @@ use serde_json::{Value, json};
 use std::error::Error;
 use std::fs::File;
 use std::io::Read;
+use std::iter::successors;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Poll, ready};
@@ -183,10 +184,7 @@ async fn text(mut field: Field<'_>, unread: &Unread) -> Result<String> {
 
 /// That a form is malformed, or that its sender has left or stands still.
 fn unreadable(error: MultipartError) -> ApiError {
-    let mut reason = error.source();
-    while let Some(cause) = reason.and_then(Error::source) {
-        reason = Some(cause);
-    }
+    let reason = successors(error.source(), |&cause| cause.source()).last();
     let reason = reason.map_or_else(|| error.body_text(), ToString::to_string);
     ApiError::invalid(format!("the form cannot be read: {}", metal_candle::readable(&reason)))
 }

@@ -4,7 +4,6 @@ use super::Store;
 use metal_candle::{Error, Result};
 use rusqlite::OptionalExtension;
 use sha2::{Digest, Sha256};
-use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::PathBuf;
@@ -35,12 +34,7 @@ pub(crate) fn identity(weights: &[PathBuf]) -> Result<String> {
         };
         hash.update(read().map_err(Error::io(&path))?);
     }
-    let mut text = String::new();
-    for byte in hash.finalize() {
-        // Writing to a string fails never.
-        let _ = write!(text, "{byte:02x}");
-    }
-    Ok(text)
+    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 impl Store {

@@ -140,21 +140,20 @@ pub fn read_config(folder: &Path) -> Result<(LoraConfig, Option<String>)> {
 }
 
 /// Reads the values of an adapter's parts. A tensor that is missing, of another shape, or left over is an
-/// error. `with_start` says that the file has what A and B started from too, as [`write_weights`] puts it there.
-/// `base` is the model whose embedding and head PEFT may have written beside them.
+/// error. `base` is the model whose embedding and head PEFT may have written beside them; without one, the file has what
+/// A and B started from, as [`write_weights`] puts it there.
 pub(super) fn read_weights(
     folder: &Path,
     format: AdapterFormat,
     parts: &[Part],
     parameters: &Parameters,
-    with_start: bool,
     base: Option<&Model>,
 ) -> Result<()> {
     let path = folder.join(format.weights());
     let weights = Weights::from_files([&path])?;
     let device = parameters.values().device();
     for part in parts {
-        let start = part.start.as_ref().filter(|_| with_start);
+        let start = part.start.as_ref().filter(|_| base.is_none());
         let (name, shape) = (format.tensor_name(part), format.shape(part, start.is_some()));
         match weights.shape(&name) {
             Some(found) if found == shape => {}
