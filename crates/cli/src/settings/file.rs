@@ -472,8 +472,24 @@ mod tests {
         assert_eq!(ends("saves_per_epoch: 1\neval_strategy: no"), (true, 0, 0));
         assert_eq!(ends("save_strategy: epoch\neval_strategy: epoch"), (true, 0, 0));
         assert_eq!(ends("epoch_ends: true\nevals_per_epoch: 1"), (true, 0, 100));
-        let settings = parse("warmup_steps: 0\nwarmup_ratio: 0.1").unwrap();
-        assert_eq!((settings.warmup_steps, settings.warmup_ratio), (None, Some(0.1)));
+        let warmup =
+            |yaml: &str| parse(yaml).map(|settings| (settings.warmup_steps, settings.warmup_ratio));
+        assert_eq!(warmup("warmup_steps: 0\nwarmup_ratio: 0.1").unwrap(), (None, Some(0.1)));
+        // transformers' constant rate has none.
+        assert_eq!(warmup("schedule: constant").unwrap(), (None, None));
+        assert_eq!(warmup("lr_scheduler_type: constant").unwrap(), (Some(0), None));
+        let unset = "warmup_ratio: 0.0\nlr_scheduler: constant\nwarmup_steps: 0";
+        assert_eq!(warmup(unset).unwrap(), (Some(0), None));
+        let word = "lr_scheduler_type: constant_with_warmup\n";
+        assert_eq!(warmup(word).unwrap(), (None, None));
+        assert_eq!(warmup(&format!("{word}warmup_steps: 3")).unwrap(), (Some(3), None));
+        let error = warmup("lr_scheduler_type: constant\nwarmup_steps: 3").unwrap_err();
+        assert!(error.to_string().contains("`lr_scheduler_type`"), "{error}");
+        // TRL's switch for LoRA's dropout, too.
+        assert_eq!(parse("disable_dropout: true").unwrap().dropout, 0.0);
+        assert_eq!(parse("disable_dropout: false\nlora_dropout: 0.5").unwrap().dropout, 0.5);
+        let error = parse("disable_dropout: true\nlora_dropout: 0.5").unwrap_err();
+        assert!(error.to_string().contains("`disable_dropout`"), "{error}");
     }
 
     #[test]

@@ -133,15 +133,18 @@ impl Keys {
     }
 }
 
-/// transformers lets the other of the two decide where one is 0.
+/// transformers lets the other of the two decide where one is 0, and its constant schedule where both are.
 fn is_unset_warmup(key: &str, value: &Value, mapping: &Mapping) -> bool {
     let other = match key {
         "warmup_steps" => "warmup_ratio",
         "warmup_ratio" => "warmup_steps",
         _ => return false,
     };
+    let is_constant = |word| mapping.get(word).and_then(Value::as_str) == Some("constant");
     value.as_f64() == Some(0.0)
-        && mapping.get(other).and_then(Value::as_f64).is_some_and(|other| other != 0.0)
+        && (mapping.get(other).and_then(Value::as_f64).is_some_and(|other| other != 0.0)
+            || is_constant("lr_scheduler_type")
+            || is_constant("lr_scheduler"))
 }
 
 /// The settings of which one key is given; `None` if its value is of another kind.

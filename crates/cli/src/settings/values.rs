@@ -65,6 +65,7 @@ impl Loss {
 pub enum Course {
     /// Stays at the peak
     #[serde(alias = "constant_with_warmup")]
+    #[value(alias = "constant_with_warmup")]
     Constant,
     /// Falls in a straight line
     Linear,

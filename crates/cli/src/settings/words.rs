@@ -126,7 +126,13 @@ pub const WORDS: &[(&str, Meaning)] = &[
         "ref_model",
         Neutral(Off, "the reference is the frozen model, or the adapter of `init_adapter`"),
     ),
-    ("disable_dropout", Neutral(OffOr(&["true"]), "give `dropout`")),
+    (
+        "disable_dropout",
+        Sets(|keys, name, value| match boolean(name, value)? {
+            true => keys.insert("dropout", name, 0.into()),
+            false => Ok(()),
+        }),
+    ),
     ("reference_free", Neutral(Off, "simpo and orpo have no reference, see `objective`")),
     ("truncation_mode", Neutral(OffOr(&["keep_start"]), "sequences keep their beginning")),
     ("dataloader_num_workers", Neutral(All, "")),
@@ -171,7 +177,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
     ("lora_task_type", Neutral(OffOr(&["CAUSAL_LM"]), "CAUSAL_LM is the only one there is")),
     ("lr", Key("learning_rate")),
     ("lr_scheduler_kwargs", Neutral(Off, "it is not supported; see `min_learning_rate`")),
-    ("lr_scheduler_type", Key("schedule")),
+    ("lr_scheduler_type", Sets(schedule)),
     ("max_grad_norm", Key("clip_norm")),
     ("max_length", Key("max_seq_length")),
     ("max_steps", Sets(max_steps)),
@@ -246,7 +252,7 @@ pub const WORDS: &[(&str, Meaning)] = &[
             false => Ok(()),
         }),
     ),
-    ("lr_scheduler", Key("schedule")),
+    ("lr_scheduler", Sets(schedule)),
     ("micro_batch_size", Key("batch_size")),
     ("model_type", Sets(model_type)),
     ("num_epochs", Key("epochs")),
@@ -419,6 +425,15 @@ fn model_type(_: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
         false => {
             Err(wrong(name, value, "AutoModelForCausalLM, or the like; config.json says the rest"))
         }
+    }
+}
+
+/// transformers' constant rate has no warm-up; the other of that kind is constant_with_warmup.
+fn schedule(keys: &mut Keys, name: &str, value: &Value) -> Result<(), String> {
+    keys.insert("schedule", name, value.clone())?;
+    match value.as_str() {
+        Some("constant") => keys.insert("warmup_steps", name, 0.into()),
+        _ => Ok(()),
     }
 }
 

@@ -349,24 +349,34 @@ impl Batcher {
         Ok(self.put_together(rows, teacher))
     }
 
-    /// Batches for KTO's estimate of the KL divergence: of labelled answers, each one's prompt with the answer of the
-    /// one before, and the first one's with that of the last. Those of them that are this rank's.
-    pub(crate) fn mismatched(&self, examples: &[usize], group: Group<'_>) -> Result<Vec<Batch>> {
-        let first = |words: &[u32]| {
-            words.iter().position(|word| store::is_trainable(*word)).unwrap_or(words.len())
+    /// Batches for KTO's estimate of the KL divergence: of labelled answers, each one's prompt with the nearest answer
+    /// before it, or, around the end, after it, that belongs to another prompt. How many there are, and those of them
+    /// that are this rank's.
+    pub(crate) fn mismatched(
+        &self,
+        examples: &[usize],
+        group: Group<'_>,
+    ) -> Result<(usize, Vec<Batch>)> {
+        let split = |index: &usize| {
+            let words = self.dataset.words(*index)?.0;
+            let first = words.iter().position(|word| store::is_trainable(*word));
+            Ok(words.split_at(first.unwrap_or(words.len())))
         };
-        let answers = examples.iter().cycle().skip(examples.len().saturating_sub(1));
-        let pairs: Vec<(usize, usize)> =
-            examples.iter().zip(answers).map(|(prompt, answer)| (*prompt, *answer)).collect();
-        let mut rows = Vec::with_capacity(examples.len());
-        for (prompt, answer) in group.share(&pairs) {
-            let (prompt_words, answer_words) =
-                (self.dataset.words(prompt)?.0, self.dataset.words(answer)?.0);
-            let mut words = prompt_words[..first(prompt_words)].to_vec();
-            words.extend_from_slice(&answer_words[first(answer_words)..]);
+        let texts = examples.iter().map(split).collect::<Result<Vec<_>>>()?;
+        let count = texts.len();
+        let other = |number: usize| {
+            let mut before = (1..count).map(|back| texts[(number + count - back) % count]);
+            before.find(|(prompt, _)| *prompt != texts[number].0)
+        };
+        let pairs: Vec<_> = (0..count)
+            .filter_map(|number| Some((examples[number], texts[number].0, other(number)?.1)))
+            .collect();
+        let mut rows = Vec::with_capacity(pairs.len());
+        for (index, prompt, answer) in group.share(&pairs) {
+            let mut words = [prompt, answer].concat();
             words.truncate(self.options.max_seq_length);
             let mut row = Row::default();
-            row.answer(prompt, Role::Undesirable, &words, 0..0, false);
+            row.answer(index, Role::Undesirable, &words, 0..0, false);
             rows.push(row);
         }
         let mut batches = Vec::new();
@@ -374,7 +384,7 @@ impl Batcher {
             let rest = rows.split_off(self.options.batch_size.min(rows.len()));
             batches.push(self.put_together(std::mem::replace(&mut rows, rest), None));
         }
-        Ok(batches)
+        Ok((pairs.len(), batches))
     }
 
     /// Rows of one length, with the distributions of a teacher that has this share.
@@ -583,5 +593,41 @@ impl Row {
         self.answers.push(answer);
         let runs = [beginning, run].into_iter().filter(|run| !run.is_empty());
         self.sequences.push(runs.collect());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::{Example, Sample};
+
+    #[test]
+    fn a_mismatched_answer_belongs_to_another_prompt() {
+        let answer = |(prompt, answer): (u32, u32)| Sample::Labelled {
+            answer: Example { ids: vec![prompt, answer, 9], trainable: vec![false, true, true] },
+            desirable: true,
+        };
+        let mismatched = |texts: &[(u32, u32)]| {
+            let samples: Vec<_> = texts.iter().copied().map(answer).collect();
+            let dataset = Arc::new(Dataset::from_samples(&samples).unwrap());
+            let options = BatchOptions { max_seq_length: 8, ..BatchOptions::default() };
+            let batcher = Batcher::new(dataset, options).unwrap();
+            let examples: Vec<usize> = (0..texts.len()).collect();
+            let (count, batches) = batcher.mismatched(&examples, Group::default()).unwrap();
+            let answers = batches.iter().flat_map(|batch| {
+                batch.answers.iter().map(|answer| {
+                    let first = answer.places[0] as usize;
+                    (batch.input_ids[first], batch.targets[first])
+                })
+            });
+            let answers: Vec<_> = answers.collect();
+            assert_eq!(answers.len(), count);
+            answers
+        };
+        assert_eq!(mismatched(&[(1, 5), (2, 6), (3, 7)]), [(1, 7), (2, 5), (3, 6)]);
+        // The answers of two pairs, and of one prompt alone.
+        let pairs = [(1, 5), (1, 6), (2, 7), (2, 8)];
+        assert_eq!(mismatched(&pairs), [(1, 8), (1, 8), (2, 6), (2, 6)]);
+        assert_eq!(mismatched(&[(1, 5), (1, 6)]), []);
     }
 }

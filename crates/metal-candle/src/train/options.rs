@@ -95,8 +95,9 @@ pub struct TrainOptions {
     pub optimizer: Optimizer,
     /// Where what it keeps lies.
     pub optimizer_placement: OptimizerPlacement,
-    /// What the learning rate of every B of an adapter is multiplied by: LoRA+ (Hayou et al., 2024,
-    /// arXiv:2402.12354), whose authors take 16. For Adam and AdamW.
+    /// What the learning rate of every B of a linear layer is multiplied by, and, as in PEFT, that of every vector, such
+    /// as biases and DoRA's magnitudes: LoRA+ (Hayou et al., 2024, arXiv:2402.12354), whose authors take 16. For Adam
+    /// and AdamW.
     pub loraplus_lr_ratio: f64,
     /// Gradients with a larger L2 norm are scaled down to it.
     pub clip_norm: Option<f64>,

@@ -106,25 +106,29 @@ impl Task<'_> {
     }
 
     /// How far the policy is from the reference, estimated by answers that belong to other prompts of the step; 0 where
-    /// the estimate is negative, where there is one answer only, or where nobody asks.
+    /// the estimate is negative, where there is one prompt only, or where nobody asks.
     pub(super) fn kl(
         &self,
         batches: &Batcher,
         plans: &[BatchPlan],
         group: Group<'_>,
     ) -> Result<f64> {
+        if !self.objective.estimates_kl() {
+            return Ok(0.0);
+        }
         let examples: Vec<usize> = plans.iter().flat_map(|plan| plan.rows.concat()).collect();
-        if !self.objective.estimates_kl() || examples.len() < 2 {
+        let (count, mismatched) = batches.mismatched(&examples, group)?;
+        if count == 0 {
             return Ok(0.0);
         }
         let mut total = [0.0];
-        for batch in batches.mismatched(&examples, group)? {
+        for batch in mismatched {
             let policy = self.log_probabilities(&batch, self.adapter)?;
             let reference = self.log_probabilities(&batch, self.reference)?;
             total[0] += policy.iter().zip(reference).map(|(policy, it)| policy - it).sum::<f64>();
         }
         group.add_up("the divergence from the reference", &mut total)?;
-        Ok((total[0] / examples.len() as f64).max(0.0))
+        Ok((total[0] / count as f64).max(0.0))
     }
 
     /// What the batches of a step come to, of which `batches` are this rank's part.

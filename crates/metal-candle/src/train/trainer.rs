@@ -8,7 +8,7 @@ use super::gradients::Gradients;
 use super::lock::FolderLock;
 use super::metrics::{Metric, MetricsSink, Phase, Position};
 use super::objectives::MetricSums;
-use super::optimizer::{Home, OptimizerState, Rates};
+use super::optimizer::{Home, OptimizerState, Rates, is_b};
 use super::options::{ActivationPlacement, TrainOptions};
 use super::references::{self, References};
 use super::saving::{Held, Saved, Saver, SavingFn, untold};
@@ -79,7 +79,7 @@ pub struct Resumed {
 
 /// Writes texts with the model and its adapter as it is, to be shown while it trains: pairs of prompt and text.
 pub type SampleFn<'a> =
-    Box<dyn FnMut(&Arc<Model>, &Arc<Adapter>, u64) -> Result<Vec<(String, String)>> + 'a>;
+    Box<dyn FnMut(&Arc<Model>, &Arc<Adapter>, u64) -> Result<Vec<(String, String)>> + Send + 'a>;
 
 /// One training run of an adapter. It owns the gradients and what the optimiser keeps.
 pub struct Trainer<'a> {
@@ -129,6 +129,15 @@ impl<'a> Trainer<'a> {
         options.objective.check(batches.dataset())?;
         adapter.check(model)?;
         let parameters = adapter.parameters();
+        if options.loraplus_lr_ratio != 1.0 && !parameters.entries().iter().any(is_b) {
+            return Err(Error::option(
+                "loraplus_lr_ratio",
+                format!(
+                    "is {}, but no linear layer has a B that it could be for",
+                    options.loraplus_lr_ratio
+                ),
+            ));
+        }
         let data = batches.options();
         let dataset = batches.dataset();
         let fingerprint = Fingerprint {

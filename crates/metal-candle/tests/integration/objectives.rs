@@ -873,3 +873,17 @@ fn what_a_teacher_cannot_say_is_refused() {
         assert!(refused(share).contains("kd_alpha: is"), "{}", refused(share));
     }
 }
+
+#[test]
+fn what_orpo_reports_adds_up_to_its_loss() {
+    let document = expected();
+    let model = model();
+    let batches = batcher(&pairs(&document), of_size(6));
+    let objective = Objective::Orpo(OrpoOptions { beta: 0.3 });
+    let options = options(objective, 1, 1e-3, Optimizer::default());
+    for report in run(&adapter(&model), &model, &batches, options) {
+        let Metric::Train { loss, metrics, .. } = report else { unreachable!() };
+        let sum = metrics["nll_loss"] - 0.3 * metrics["log_odds_ratio"];
+        assert!((loss - sum).abs() < 1e-9 * loss, "{loss} is not {sum}");
+    }
+}

@@ -774,6 +774,12 @@ fn options_that_cannot_work_are_refused_by_name() {
             Trainer::new(&model, &adapter, &batches, options, "nowhere", "llama").err().unwrap();
         assert!(error.to_string().contains(name), "{error}");
     }
+    // Nothing of a model that is trained whole is a B.
+    let (whole, all) = self::model(true);
+    let options_of_b = TrainOptions { loraplus_lr_ratio: 16.0, ..options() };
+    let error =
+        Trainer::new(&whole, &all, &batches, options_of_b, "nowhere", "llama").err().unwrap();
+    assert!(error.to_string().contains("loraplus_lr_ratio"), "{error}");
     let other = Arc::new(Model::load(base(), DType::F32, &device()).unwrap());
     let error =
         Trainer::new(&other, &adapter, &batches, options(), "nowhere", "llama").err().unwrap();

@@ -50,8 +50,8 @@ impl OrpoOptions {
         };
         to.slopes.push(Slopes { answer: -slope(chosen) - 1.0 / learned, prompt: -1.0 / learned });
         to.slopes.push(Slopes { answer: slope(rejected), prompt: 0.0 });
-        let tokens = (chosen.tokens + chosen.prompt_tokens).max(1) as f64;
-        to.metrics.add("nll_loss", cross_entropy / tokens);
+        let tokens = (chosen.tokens + chosen.prompt_tokens) as f64;
+        to.metrics.add_sum("nll_loss", cross_entropy, tokens);
         to.metrics.add("log_odds_ratio", log_sigmoid(ratio));
         to.metrics.add("log_odds_chosen", ratio);
         [chosen, rejected].map(|score| self.beta * score.mean())

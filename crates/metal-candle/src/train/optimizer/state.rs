@@ -169,7 +169,7 @@ impl Home<'_> {
 pub(in crate::train) struct Rates {
     /// Of all parameters.
     pub base: f64,
-    /// What that of an adapter's B is multiplied by, which only Adam and AdamW heed.
+    /// What that of an adapter's B and of what is moved with it is multiplied by, which only Adam and AdamW heed.
     pub b_ratio: f64,
 }
 
@@ -177,6 +177,17 @@ impl From<f64> for Rates {
     fn from(base: f64) -> Self {
         Self { base, b_ratio: 1.0 }
     }
+}
+
+/// Whether it is a B, or moved with it, for which PEFT's LoRA+ takes every vector: biases, and DoRA's magnitudes. The
+/// two factors of an embedding aren't.
+fn is_moved_with_b(entry: &Entry) -> bool {
+    is_b(entry) || entry.shape.rank() == 1
+}
+
+/// Whether it is the B of a linear layer's adapter.
+pub(in crate::train) fn is_b(entry: &Entry) -> bool {
+    entry.name.ends_with(".lora_B")
 }
 
 /// Gives what of a part lies in these ranges, one after the other, in the memory of the host.
@@ -580,7 +591,7 @@ impl OptimizerState {
         Ok(())
     }
 
-    /// AdamW's step, of every B at a rate of its own (LoRA+).
+    /// AdamW's step, of every B and what is moved with it at a rate of its own (LoRA+).
     fn step_at_two_rates(
         &self,
         parameters: &Parameters,
@@ -602,7 +613,7 @@ impl OptimizerState {
                 let [p, g] =
                     [parameters.values(), gradients].map(|all| all.narrow(0, start, count));
                 let [m, v] = [m, v].map(|own| own.narrow(0, start - self.share.start, count));
-                let ratio = if entry.name.ends_with(".lora_B") { rates.b_ratio } else { 1.0 };
+                let ratio = if is_moved_with_b(entry) { rates.b_ratio } else { 1.0 };
                 let options = adamw::Options { learning_rate: rates.base * ratio, ..*options };
                 let decayed = if entry.shape.rank() >= 2 { count } else { 0 };
                 adamw::step(&p?, &g?, &m?, &v?, number, scale, decayed, &options)?;

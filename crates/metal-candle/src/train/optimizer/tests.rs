@@ -378,9 +378,14 @@ fn steps_in_8_bits_are_those_of_bitsandbytes() {
 }
 
 #[test]
-fn lora_plus_moves_every_b_at_its_own_rate() {
-    let shapes = [("x.lora_A", vec![7, 5]), ("x.lora_B", vec![5, 6]), ("bias", vec![3])]
-        .map(|(name, shape)| (name.to_string(), Shape::from(shape)));
+fn lora_plus_moves_every_b_and_vector_at_its_own_rate() {
+    let shapes = [
+        ("x.lora_A", vec![7, 5]),
+        ("x.lora_B", vec![5, 6]),
+        ("bias", vec![3]),
+        ("y.lora_embedding_B", vec![4, 3]),
+    ];
+    let shapes = shapes.map(|(name, shape)| (name.to_string(), Shape::from(shape)));
     let options = AdamWOptions { weight_decay: 0.1, ..AdamWOptions::default() };
     let steps = |rates: &[Rates]| {
         let (parameters, _) = Parameters::new(&shapes, &Device::Cpu).unwrap();
@@ -410,7 +415,8 @@ fn lora_plus_moves_every_b_at_its_own_rate() {
     let (slow, fast): (Vec<_>, Vec<_>) =
         (steps(&[1e-2.into(); 3]).collect(), steps(&[(16.0 * 1e-2).into(); 3]).collect());
     for (index, (name, found)) in steps(&[plus; 3]).enumerate() {
-        let expected = if name.ends_with("lora_B") { &fast[index].1 } else { &slow[index].1 };
+        let is_fast = ["x.lora_B", "bias"].contains(&name.as_str());
+        let expected = if is_fast { &fast[index].1 } else { &slow[index].1 };
         for (found, expected) in found.iter().zip(expected) {
             assert!((found - expected).abs() <= 1e-6, "{name}: {found}, expected {expected}");
         }
