@@ -84,6 +84,16 @@ pub fn cpu_prefers_bf16() -> bool {
     crate::backend::cpu::simd::prefers_bf16()
 }
 
+/// That the variable `METAL_CANDLE_SIMD`, if it is set, names instructions of this machine's processor that the kernels can
+/// keep to: `baseline`, and on x86-64 `avx2`, `avx512`, `avx512bf16` and `amx`. For programs that begin to compute: the
+/// kernels take the best instructions if it names others.
+///
+/// # Errors
+/// When it names others, with those of this machine.
+pub fn check_cpu_instructions() -> Result<()> {
+    crate::backend::cpu::simd::check().map_err(candle_core::Error::msg)
+}
+
 /// Runs one step of a loop on a device: of training, of evaluation, of writing a text. Where the device is
 /// a Metal device, Objective-C objects that the step left behind are freed, and when it succeeds it is
 /// waited for, what failed on the device is reported, and memory goes back that the last two steps had

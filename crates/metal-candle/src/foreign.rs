@@ -30,7 +30,8 @@ pub(crate) fn contained<T>(call: impl FnOnce() -> T) -> Result<T, String> {
     outcome.map_err(|payload| message(&*payload))
 }
 
-fn message(payload: &(dyn Any + Send)) -> String {
+/// What a panic said.
+pub(crate) fn message(payload: &(dyn Any + Send)) -> String {
     let text = payload
         .downcast_ref::<&str>()
         .copied()

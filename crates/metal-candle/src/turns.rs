@@ -91,9 +91,10 @@ impl fmt::Debug for Turns {
 }
 
 impl Turns {
-    /// Training gets `share` of the time, which is brought between 0.01 and 0.99, while texts are written.
+    /// Training gets `share` of the time, which is brought between 0.01 and 0.99, while texts are written; half of it for
+    /// a `share` that is no number.
     pub fn new(share: f64) -> Arc<Self> {
-        let share = share.clamp(0.01, 0.99);
+        let share = if share.is_nan() { 0.5 } else { share.clamp(0.01, 0.99) };
         let worker = Worker { waiting: false, works: false, released: Instant::now() };
         let ledger = Ledger { shares: [1.0 - share, share], used: [0.0; 2] };
         let state = State { ledger, held: false, urgent: 0, of: [worker; 2] };
@@ -235,6 +236,15 @@ mod tests {
         ledger.joins(Kind::Training);
         ledger.add(Kind::Training, 1.0);
         assert!(ledger.is_first(Kind::Engine) && !ledger.is_first(Kind::Training));
+    }
+
+    #[test]
+    fn every_share_lets_both_go_on() {
+        let shares = [(f64::NAN, 0.5), (-1.0, 0.01), (0.3, 0.3), (f64::INFINITY, 0.99)];
+        for (given, expected) in shares {
+            let turns = Turns::new(given);
+            assert_eq!(turns.state().ledger.shares, [1.0 - expected, expected]);
+        }
     }
 
     #[test]

@@ -593,15 +593,19 @@ impl Adapter {
         &self.parameters
     }
 
-    /// Whether it was made for this model.
+    /// Whether it was made for this very model: one that was loaded from the same files is another.
     ///
     /// # Errors
-    /// When it was not.
+    /// [`Error::Option`] when it was not.
     pub(crate) fn check(&self, model: &Model) -> Result<()> {
         if self.model == model.id() {
             Ok(())
         } else {
-            Err(Error::option("adapter", "was made for another model than the one it is used with"))
+            Err(Error::option(
+                "adapter",
+                "was made for another model than the one it is used with, which may be the same files loaded again; \
+                 Adapter::load makes it for this one",
+            ))
         }
     }
 
@@ -701,8 +705,12 @@ impl Adapter {
     /// f32, and what replaces weights in their place. Where the head was the embedding and both were trained
     /// apart, it has a head of its own.
     ///
+    /// `model` is the very one that the adapter was made for: [`Arc::try_unwrap`] takes it out of the last `Arc`. For the
+    /// same files loaded again, [`Self::load`] the adapter with what was loaded. [`Merged`] leaves the model as it is.
+    ///
     /// # Errors
-    /// When the adapter is another model's, or there is no memory.
+    /// [`Error::Option`] when the adapter was made for another model, [`Error::Unsupported`] when several processes have a
+    /// part of it each; and when there is no memory.
     pub fn merge(&self, model: Model) -> Result<Model> {
         self.check(&model)?;
         self.require_whole("merging")?;

@@ -293,22 +293,22 @@ impl Tape {
     /// Rows of `table (vocabulary, hidden)` for `ids (batch, seq)`: `(batch, seq, hidden)`.
     pub fn embedding(&self, table: &Value, ids: &Tensor) -> Result<Value> {
         let output = embedding::forward(table.tensor(), ids)?;
-        if let Some(rows) = self.push_rows(table, &output, ids) {
+        if let Some(rows) = self.push_rows(table, &output, ids)? {
             return Ok(rows);
         }
         let (ids, vocabulary) = (ids.clone(), table.tensor().dim(0)?);
-        Ok(self.push(&[table], output, move |dy| {
+        self.push(&[table], output, move |dy| {
             Ok(vec![Some(embedding::backward(&dy, &ids, vocabulary)?)])
-        }))
+        })
     }
 
     /// The rows of `x (n, d)` at the indices `rows`, in its dtype.
     pub fn rows(&self, x: &Value, rows: &Tensor) -> Result<Value> {
         let output = embedding::forward(x.tensor(), rows)?;
         let (rows, n, dtype) = (rows.clone(), x.tensor().dim(0)?, x.tensor().dtype());
-        Ok(self.push(&[x], output, move |dy| {
+        self.push(&[x], output, move |dy| {
             Ok(vec![Some(copy::cast(&embedding::backward(&dy, &rows, n)?, dtype)?)])
-        }))
+        })
     }
 
     /// RMS norm over the last dimension, times `offset + weight`.
@@ -328,7 +328,7 @@ impl Tape {
                 needs.1,
             )?;
             Ok(vec![dx, dweight])
-        });
+        })?;
         Ok(normed.with_recipe(again))
     }
 
@@ -381,7 +381,7 @@ impl Tape {
                 None => (dsum, None),
             };
             Ok(vec![dx.clone(), dx, dweight])
-        });
+        })?;
         let normed = outputs.pop();
         match (outputs.pop(), normed) {
             (Some(sum), Some(normed)) => Ok((sum, normed.with_recipe(again))),
@@ -398,7 +398,7 @@ impl Tape {
         // What a gradient will not need is not kept alive.
         let saved_x = needs[1].then(|| x.tensor().clone());
         let saved_weight = needs[0].then(|| weight.tensor().clone());
-        Ok(self.push(&inputs, output, move |dy| {
+        self.push(&inputs, output, move |dy| {
             let dx = saved_weight.map(|w| matmul::linear_backward_input(&dy, &w)).transpose()?;
             let dweight = saved_x.map(|x| matmul::linear_backward_weight(&x, &dy)).transpose()?;
             let mut gradients = vec![dx, dweight];
@@ -406,7 +406,7 @@ impl Tape {
                 gradients.push(needed.then(|| matmul::linear_backward_bias(&dy)).transpose()?);
             }
             Ok(gradients)
-        }))
+        })
     }
 
     /// Several linear layers of the same `x (.., in)`, which is read once for all:
@@ -474,7 +474,7 @@ impl Tape {
             (lora_linear::forward_only(x.tensor(), &borrowed)?, Vec::new())
         };
         let (needs_dx, saved_x) = (x.needs_gradient(), self.save(x));
-        Ok(self.push_many(&inputs, outputs, move |dys| {
+        self.push_many(&inputs, outputs, move |dys| {
             // An output that nothing used adds nothing to any gradient.
             let used = || dys.iter().map(Option::is_some);
             let mut borrowed = Vec::with_capacity(dys.len());
@@ -504,7 +504,7 @@ impl Tape {
                 }
             }
             Ok(gradients)
-        }))
+        })
     }
 
     /// Rotates the heads of `queries (batch, seq, heads, head_dim)` and of
@@ -518,15 +518,15 @@ impl Tape {
         sin: &Tensor,
     ) -> Result<(Value, Value)> {
         let rotated = rope::forward_both(queries.tensor(), keys.tensor(), cos, sin)?;
-        Ok((self.rotated(queries, rotated.0, cos, sin), self.rotated(keys, rotated.1, cos, sin)))
+        Ok((self.rotated(queries, rotated.0, cos, sin)?, self.rotated(keys, rotated.1, cos, sin)?))
     }
 
     /// [`Self::rope`] of queries or keys alone.
     pub fn rotate(&self, x: &Value, cos: &Tensor, sin: &Tensor) -> Result<Value> {
-        Ok(self.rotated(x, rope::forward(x.tensor(), cos, sin)?, cos, sin))
+        self.rotated(x, rope::forward(x.tensor(), cos, sin)?, cos, sin)
     }
 
-    fn rotated(&self, x: &Value, output: Tensor, cos: &Tensor, sin: &Tensor) -> Value {
+    fn rotated(&self, x: &Value, output: Tensor, cos: &Tensor, sin: &Tensor) -> Result<Value> {
         let (cos, sin) = (cos.clone(), sin.clone());
         self.push(&[x], output, move |dy| Ok(vec![Some(rope::backward(&dy, &cos, &sin)?)]))
     }
@@ -548,7 +548,7 @@ impl Tape {
         })?;
         let stored = self.store(&[q, k, v])?;
         let (first_key, options, saved_output) = (first_key.cloned(), *options, output.clone());
-        Ok(self.push(&[q, k, v], output, move |dy| {
+        self.push(&[q, k, v], output, move |dy| {
             let [q, k, v] = stored.array()?;
             let (dq, dk, dv) = attention::backward(
                 &q,
@@ -561,7 +561,7 @@ impl Tape {
                 &dy,
             )?;
             Ok(vec![Some(dq), Some(dk), Some(dv)])
-        }))
+        })
     }
 
     /// `activation(gate) · up`.
@@ -574,7 +574,7 @@ impl Tape {
             let [gate] = stored_gate.array()?;
             let (dgate, dup) = glu::backward(&gate, &saved_up, activation, &dy, needs.0, needs.1)?;
             Ok(vec![dgate, dup])
-        });
+        })?;
         Ok(gated.with_recipe(move || {
             let [gate] = again_gate.array()?;
             Ok(glu::forward(&gate, &again_up, activation)?)
@@ -606,7 +606,7 @@ impl Tape {
         };
         let (stored_gate, saved_up) = (self.store(&[gate])?, up.tensor().clone());
         let (weight, saved_lora) = (layer.weight.save(), SavedLora::new(lora));
-        Ok(self.push(&[gate, up, lora.a, lora.b], y, move |dy| {
+        self.push(&[gate, up, lora.a, lora.b], y, move |dy| {
             let [gate] = stored_gate.array()?;
             let found = lora_linear::backward_gated(
                 &gate,
@@ -618,7 +618,7 @@ impl Tape {
                 &dy,
             )?;
             Ok(vec![Some(found.dgate), Some(found.dup), Some(found.da), Some(found.db)])
-        }))
+        })
     }
 
     /// `x + residual`, and the projections `layers` of its norm, as [`Self::rms_norm_residual`] and
@@ -691,7 +691,7 @@ impl Tape {
                 gradient.map(|gradient| arithmetic::scale_by(&gradient, &dy)).transpose()
             };
             joined.split(scaled(dhidden)?, scaled(dweight)?)
-        });
+        })?;
         Ok(Loss { sum, tokens: output.count, statistics: output.statistics })
     }
 
@@ -720,7 +720,7 @@ impl Tape {
             };
             let dhidden = dhidden.map(|dhidden| arithmetic::scale_rows(&dhidden, &dy));
             joined.split(dhidden.transpose()?, dweight)
-        });
+        })?;
         Ok((losses, output.statistics))
     }
 
@@ -729,7 +729,7 @@ impl Tape {
         let (number, skip) = self.skippable(&[x, y]);
         let output =
             if skip { x.tensor().clone() } else { arithmetic::add(x.tensor(), y.tensor())? };
-        let sum = self.push_sum(&[x, y], output, |dy| Ok(vec![Some(dy.clone()), Some(dy)]));
+        let sum = self.push_sum(&[x, y], output, |dy| Ok(vec![Some(dy.clone()), Some(dy)]))?;
         Ok(sum.numbered(number))
     }
 
@@ -761,7 +761,7 @@ impl Tape {
                 gradients.push(found.dbias);
             }
             Ok(gradients)
-        });
+        })?;
         Ok(scaled.kept(keeps_output))
     }
 
@@ -769,41 +769,41 @@ impl Tape {
     pub fn add_bias(&self, y: &Value, bias: &Value) -> Result<Value> {
         let output = y.tensor().broadcast_add(bias.tensor())?;
         let needs = bias.needs_gradient();
-        Ok(self.push(&[y, bias], output, move |dy| {
+        self.push(&[y, bias], output, move |dy| {
             let dbias = needs.then(|| matmul::linear_backward_bias(&dy)).transpose()?;
             Ok(vec![Some(dy), dbias])
-        }))
+        })
     }
 
     /// `x` and a constant, one after the other along `dimension`.
     pub fn join(&self, x: &Value, constant: &Tensor, dimension: usize) -> Result<Value> {
         let output = Tensor::cat(&[x.tensor(), constant], dimension)?;
         let length = x.tensor().dim(dimension)?;
-        Ok(self.push(&[x], output, move |dy| Ok(vec![Some(dy.narrow(dimension, 0, length)?)])))
+        self.push(&[x], output, move |dy| Ok(vec![Some(dy.narrow(dimension, 0, length)?)]))
     }
 
     /// The transpose of a matrix, as a view.
     pub fn transpose(&self, x: &Value) -> Result<Value> {
-        Ok(self.push(&[x], x.tensor().t()?, |dy| Ok(vec![Some(dy.t()?)])))
+        self.push(&[x], x.tensor().t()?, |dy| Ok(vec![Some(dy.t()?)]))
     }
 
     /// Inverted dropout.
     pub fn dropout(&self, x: &Value, dropout: lora_linear::Dropout) -> Result<Value> {
         let output = lora_linear::dropout(x.tensor(), dropout)?;
-        Ok(self.push(&[x], output, move |dy| Ok(vec![Some(lora_linear::dropout(&dy, dropout)?)])))
+        self.push(&[x], output, move |dy| Ok(vec![Some(lora_linear::dropout(&dy, dropout)?)]))
     }
 
     /// `factor · x`.
     pub fn scale(&self, x: &Value, factor: f64) -> Result<Value> {
         let output = arithmetic::scale(x.tensor(), factor)?;
-        Ok(self.push(&[x], output, move |dy| Ok(vec![Some(arithmetic::scale(&dy, factor)?)])))
+        self.push(&[x], output, move |dy| Ok(vec![Some(arithmetic::scale(&dy, factor)?)]))
     }
 
     /// The same elements in another shape.
     pub fn reshape(&self, x: &Value, shape: impl Into<Shape>) -> Result<Value> {
         let output = x.tensor().reshape(shape.into())?;
         let original = x.shape().clone();
-        let reshaped = self.push(&[x], output, move |dy| Ok(vec![Some(dy.reshape(original)?)]));
+        let reshaped = self.push(&[x], output, move |dy| Ok(vec![Some(dy.reshape(original)?)]))?;
         Ok(reshaped.kept(x.is_kept()))
     }
 
@@ -814,7 +814,7 @@ impl Tape {
             return Ok(x.clone());
         }
         let output = copy::cast(x.tensor(), dtype)?;
-        Ok(self.push(&[x], output, move |dy| Ok(vec![Some(copy::cast(&dy, original)?)])))
+        self.push(&[x], output, move |dy| Ok(vec![Some(copy::cast(&dy, original)?)]))
     }
 
     /// [`Self::cast`] of a matrix; one in fewer bits is as it is.
@@ -836,7 +836,7 @@ impl Tape {
         let whole = x.shape().clone();
         let (dtype, device) = (x.tensor().dtype(), x.tensor().device().clone());
         let sizes = sizes.to_vec();
-        Ok(self.push_many(&[x], outputs, move |gradients| {
+        self.push_many(&[x], outputs, move |gradients| {
             let mut dims = whole.dims().to_vec();
             let mut pieces = Vec::with_capacity(sizes.len());
             for (gradient, size) in gradients.into_iter().zip(sizes) {
@@ -851,6 +851,6 @@ impl Tape {
                 });
             }
             Ok(vec![Some(Tensor::cat(&pieces, D::Minus1)?)])
-        }))
+        })
     }
 }

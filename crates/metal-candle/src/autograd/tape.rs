@@ -8,6 +8,7 @@ use metal_candle_kernels::{arithmetic, embedding};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Names one trainable tensor in the parameter store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -72,9 +73,21 @@ impl<F: FnMut(ParameterId, Tensor) -> Result<()>> GradientSink for F {
     }
 }
 
-/// One output of one node.
+/// Tells a tape from every other one in this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct TapeId(u64);
+
+impl TapeId {
+    fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// One output of one node of a tape.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
+    tape: TapeId,
     node: usize,
     output: usize,
 }
@@ -159,6 +172,7 @@ pub type Segment = Arc<dyn Fn(&Tape, &[Value]) -> Result<Vec<Value>>>;
 
 /// The operations of one forward pass, for its backward pass.
 pub struct Tape {
+    id: TapeId,
     nodes: RefCell<Vec<Node>>,
     training: bool,
     checkpointing: bool,
@@ -233,6 +247,7 @@ impl Tape {
     /// A tape that keeps a node of whatever depends on a parameter.
     pub fn training() -> Self {
         Self {
+            id: TapeId::new(),
             nodes: RefCell::default(),
             training: true,
             checkpointing: false,
@@ -362,7 +377,10 @@ impl Tape {
     /// Pushes an operation with one output. `backward` turns the gradient of the output into one
     /// gradient for each of `inputs`, in order; those of inputs that need none are dropped, so it
     /// should not compute them.
-    pub fn push<F>(&self, inputs: &[&Value], output: Tensor, backward: F) -> Value
+    ///
+    /// # Errors
+    /// For an input that is a value of another tape.
+    pub fn push<F>(&self, inputs: &[&Value], output: Tensor, backward: F) -> Result<Value>
     where
         F: FnOnce(Tensor) -> Result<Gradients> + 'static,
     {
@@ -371,12 +389,18 @@ impl Tape {
     }
 
     /// Like [`Self::push`], of an operation whose backward pass reads no input.
-    pub(super) fn push_sum<F>(&self, inputs: &[&Value], output: Tensor, backward: F) -> Value
+    pub(super) fn push_sum<F>(
+        &self,
+        inputs: &[&Value],
+        output: Tensor,
+        backward: F,
+    ) -> Result<Value>
     where
         F: FnOnce(Tensor) -> Result<Gradients> + 'static,
     {
+        self.check(inputs)?;
         if inputs.iter().all(|input| input.slot.is_none()) {
-            return self.constant(output);
+            return Ok(self.constant(output));
         }
         let slot = self.add_node(Node::Operation {
             inputs: inputs.iter().map(|input| input.slot).collect(),
@@ -386,45 +410,68 @@ impl Tape {
                 None => Ok(Vec::new()),
             }),
         });
-        Value::new(output, Some(slot))
+        Ok(Value::new(output, Some(slot)))
     }
 
     /// Pushes the rows of a parameter, whose gradient goes to the sink as they are; `None` for what is none.
-    pub(super) fn push_rows(&self, table: &Value, rows: &Tensor, ids: &Tensor) -> Option<Value> {
-        let id = match self.nodes.borrow().get(table.slot?.node)? {
-            Node::Parameter(id) => *id,
-            Node::Operation { .. } => return None,
+    pub(super) fn push_rows(
+        &self,
+        table: &Value,
+        rows: &Tensor,
+        ids: &Tensor,
+    ) -> Result<Option<Value>> {
+        self.check(&[table])?;
+        let nodes = self.nodes.borrow();
+        let Some(Node::Parameter(id)) = table.slot.and_then(|slot| nodes.get(slot.node)) else {
+            return Ok(None);
         };
+        let id = *id;
+        drop(nodes);
         self.note_reading(&[table]);
-        let (ids, height) = (ids.clone(), *table.tensor.dims().first()?);
+        let (ids, height) = (ids.clone(), table.tensor.dim(0)?);
         let backward = move |mut gradients: Gradients, sink: &mut dyn GradientSink| {
             if let Some(rows) = gradients.pop().flatten() {
                 sink.accept_rows(id, TableGradient { rows, ids, height })?;
             }
             Ok(Vec::new())
         };
-        self.add_operation(&[], vec![rows.clone()], Box::new(backward)).pop()
+        Ok(self.add_operation(&[], vec![rows.clone()], Box::new(backward)).pop())
     }
 
     /// Pushes an operation with several outputs. The gradient of an output that nothing used is
     /// `None`.
-    pub fn push_many<F>(&self, inputs: &[&Value], outputs: Vec<Tensor>, backward: F) -> Vec<Value>
+    ///
+    /// # Errors
+    /// For an input that is a value of another tape.
+    pub fn push_many<F>(
+        &self,
+        inputs: &[&Value],
+        outputs: Vec<Tensor>,
+        backward: F,
+    ) -> Result<Vec<Value>>
     where
         F: FnOnce(Gradients) -> Result<Gradients> + 'static,
     {
+        self.check(inputs)?;
         self.note_reading(inputs);
         if inputs.iter().all(|input| input.slot.is_none()) {
-            return outputs.into_iter().map(|tensor| self.constant(tensor)).collect();
+            return Ok(outputs.into_iter().map(|tensor| self.constant(tensor)).collect());
         }
-        self.add_operation(inputs, outputs, Box::new(move |gradients, _| backward(gradients)))
+        let backward: Backward = Box::new(move |gradients, _| backward(gradients));
+        Ok(self.add_operation(inputs, outputs, backward))
     }
 
     /// Runs `segment`; on a tape that is checkpointing without storing its activations, and once more in the
     /// backward pass. It must give the same values both times.
+    ///
+    /// # Errors
+    /// For an input that is a value of another tape, and what `segment` gives. It is run on tapes of its own: of this
+    /// one's values it may read `inputs` alone.
     pub fn segment(&self, inputs: &[&Value], segment: Segment) -> Result<Vec<Value>> {
         if !self.checkpointing {
             return segment(self, &inputs.iter().map(|&input| input.clone()).collect::<Vec<_>>());
         }
+        self.check(inputs)?;
         self.note_reading(inputs);
         let detached: Vec<Value> =
             inputs.iter().map(|input| self.constant(input.tensor.clone())).collect();
@@ -471,6 +518,7 @@ impl Tape {
             };
             let leaves: Vec<Value> = given.into_iter().zip(&needs).map(leaf).collect();
             let outputs = segment(&tape, &leaves)?;
+            tape.check(&outputs.iter().collect::<Vec<_>>())?;
             let mut seeds: Vec<(Slot, Tensor)> = Vec::with_capacity(outputs.len());
             for (output, gradient) in outputs.iter().zip(gradients) {
                 if let (Some(slot), Some(gradient)) = (output.slot, gradient) {
@@ -490,6 +538,10 @@ impl Tape {
 
     /// Walks back from the scalar `root`, whose own gradient is `seed`, and hands every
     /// parameter's gradient to `sink`. Consumes the tape.
+    ///
+    /// # Errors
+    /// For a `root` that is no scalar, that no parameter feeds or that is a value of another tape, and when an operation
+    /// fails.
     pub fn backward(self, root: &Value, seed: f64, sink: &mut dyn GradientSink) -> Result<()> {
         if root.tensor.elem_count() != 1 {
             return Err(candle_core::Error::msg(format!(
@@ -503,6 +555,9 @@ impl Tape {
     }
 
     /// Like [`Self::backward`], from a `root` of any shape, whose own `gradient` has its shape and dtype.
+    ///
+    /// # Errors
+    /// For a `gradient` of another shape or dtype, and as [`Self::backward`].
     pub fn backward_from(
         self,
         root: &Value,
@@ -524,6 +579,7 @@ impl Tape {
                 candle_core::Error::msg("backward from a value that no parameter feeds").into()
             );
         };
+        self.check(&[root])?;
         let mut pending = Pending::new(sink);
         self.walk(vec![(slot, gradient)], &mut pending, 0)?;
         pending.hand_over()
@@ -536,10 +592,19 @@ impl Tape {
         Value::new(tensor, Some(slot))
     }
 
+    /// That none of these values has a node of another tape, whose places here are other nodes' or nobody's.
+    fn check(&self, values: &[&Value]) -> Result<()> {
+        let is_own = |value: &&Value| value.slot.is_none_or(|slot| slot.tape == self.id);
+        if values.iter().all(is_own) {
+            return Ok(());
+        }
+        Err(candle_core::Error::msg("a value of another tape than the one it is used with").into())
+    }
+
     fn add_node(&self, node: Node) -> Slot {
         let mut nodes = self.nodes.borrow_mut();
         nodes.push(node);
-        Slot { node: nodes.len() - 1, output: 0 }
+        Slot { tape: self.id, node: nodes.len() - 1, output: 0 }
     }
 
     fn add_operation(
@@ -548,7 +613,7 @@ impl Tape {
         outputs: Vec<Tensor>,
         backward: Backward,
     ) -> Vec<Value> {
-        let Slot { node, .. } = self.add_node(Node::Operation {
+        let slot = self.add_node(Node::Operation {
             inputs: inputs.iter().map(|input| input.slot).collect(),
             outputs: outputs.len(),
             backward,
@@ -556,7 +621,7 @@ impl Tape {
         outputs
             .into_iter()
             .enumerate()
-            .map(|(output, tensor)| Value::new(tensor, Some(Slot { node, output })))
+            .map(|(output, tensor)| Value::new(tensor, Some(Slot { output, ..slot })))
             .collect()
     }
 

@@ -33,7 +33,8 @@ fn weighted_sum(tape: &Tape, x: &Value) -> Value {
     let weights: Vec<f64> = (0..count).map(|index| ((index as f64) * 0.7).sin() + 0.3).collect();
     let weights = Tensor::from_vec(weights, x.shape().clone(), &Device::Cpu).unwrap();
     let sum = (x.tensor() * &weights).unwrap().sum_all().unwrap();
-    tape.push(&[x], sum, move |dy| Ok(vec![Some(weights.affine(dy.to_scalar::<f64>()?, 0.0)?)]))
+    let backward = move |dy: Tensor| Ok(vec![Some(weights.affine(dy.to_scalar::<f64>()?, 0.0)?)]);
+    tape.push(&[x], sum, backward).unwrap()
 }
 
 type Found = BTreeMap<usize, Vec<f64>>;
@@ -197,6 +198,59 @@ fn backward_starts_from_a_scalar_only() {
         .backward(&x, 1.0, &mut |_: ParameterId, _: Tensor| -> Result<()> { Ok(()) })
         .unwrap_err();
     assert!(error.to_string().contains("scalar"), "{error}");
+}
+
+#[test]
+// A segment stays on its thread.
+#[allow(clippy::arc_with_non_send_sync)]
+fn values_of_another_tape_are_refused() {
+    let own = weight(random(&[2, 2], 1), 0);
+    let ids = Tensor::new(&[[1_u32]], &Device::Cpu).unwrap();
+    let refused = |result: Result<()>| {
+        let message = result.unwrap_err().to_string();
+        assert!(message.contains("of another tape"), "{message}");
+    };
+    // Of a tape with more nodes than this one has, and with as many.
+    for count in [3, 1] {
+        let (tape, other) = (Tape::training(), Tape::training().with_checkpointing(true));
+        let x = tape.parameter(&own);
+        weighted_sum(&tape, &x);
+        let mut foreign = other.parameter(&weight(random(&[2, 2], 2), 1));
+        for _ in 1..count {
+            foreign = other.scale(&foreign, 2.0).unwrap();
+        }
+        let (root, before) = (weighted_sum(&other, &foreign), tape.len());
+        refused(tape.add(&x, &foreign).map(drop));
+        refused(tape.linear(&x, &foreign, None).map(drop));
+        refused(tape.split(&foreign, &[1, 1]).map(drop));
+        refused(tape.embedding(&foreign, &ids).map(drop));
+        refused(Tape::inference().scale(&foreign, 2.0).map(drop));
+        assert_eq!(tape.len(), before);
+        refused(
+            tape.backward(&root, 1.0, &mut |_: ParameterId, _: Tensor| -> Result<()> { Ok(()) }),
+        );
+
+        // A segment is run on tapes of its own.
+        let own_value = other.parameter(&own);
+        let captured = own_value.clone();
+        let adds: super::Segment =
+            Arc::new(move |tape, inputs| Ok(vec![tape.add(&inputs[0], &captured)?]));
+        refused(other.segment(&[&foreign], adds).map(drop));
+        let same: super::Segment = Arc::new(|_, inputs| Ok(inputs.to_vec()));
+        let third = Tape::training().with_checkpointing(true);
+        refused(third.segment(&[&foreign], same).map(drop));
+        let gives: super::Segment = Arc::new(move |_, _| Ok(vec![own_value.clone()]));
+        let root = weighted_sum(&other, &other.segment(&[&foreign], gives).unwrap()[0]);
+        refused(
+            other.backward(&root, 1.0, &mut |_: ParameterId, _: Tensor| -> Result<()> { Ok(()) }),
+        );
+        // What no parameter feeds is nobody's.
+        let constant = Tape::training().constant(random(&[2, 2], 3));
+        let tape = Tape::training();
+        let sum = tape.add(&tape.parameter(&own), &constant).unwrap();
+        let root = weighted_sum(&tape, &sum);
+        assert_eq!(backward(tape, &root).len(), 1);
+    }
 }
 
 #[test]
@@ -420,7 +474,7 @@ fn small_gradients_are_handed_over_together_and_all_in_one_order() {
                 let y = tape.linear(&inputs[0], &tape.parameter(&parameter), None)?;
                 let first = y.tensor().narrow(1, 0, 2)?.contiguous()?;
                 let pad = move |dy: Tensor| Ok(vec![Some(dy.pad_with_zeros(1, 0, outer - 2)?)]);
-                Ok(vec![tape.push(&[&y], first, pad)])
+                Ok(vec![tape.push(&[&y], first, pad)?])
             });
             x = match id % 10 < 5 {
                 true => tape.segment(&[&x], segment).unwrap().remove(0),
@@ -445,7 +499,7 @@ fn every_input_gets_a_gradient_or_none_and_is_not_passed_over() {
     let tape = Tape::training();
     let x = tape.parameter(&weight(random(&[2], 1), 0));
     let sum = x.tensor().sum_all().unwrap();
-    let root = tape.push(&[&x, &x], sum, |dy| Ok(vec![Some(dy.broadcast_as(2)?)]));
+    let root = tape.push(&[&x, &x], sum, |dy| Ok(vec![Some(dy.broadcast_as(2)?)])).unwrap();
     let refused =
         tape.backward(&root, 1.0, &mut |_: ParameterId, _: Tensor| -> Result<()> { Ok(()) });
     let message = refused.unwrap_err().to_string();
@@ -469,6 +523,7 @@ fn a_linear_chain_matches_candles_autograd() {
     let root = tape.push(&[&output], sum, move |_| {
         Ok(vec![Some(Tensor::ones(shape, DType::F64, &Device::Cpu)?)])
     });
+    let root = root.unwrap();
     let found = backward(tape, &root);
     for (a, b) in found[&0].iter().zip(&wanted) {
         assert!((a - b).abs() < 1e-12, "{a} {b}");

@@ -373,7 +373,7 @@ impl Dataset {
     ///
     /// # Errors
     /// [`Error::Option`] for an example with fewer than 2 tokens, without a mask value for each token, without a token
-    /// to learn, or with a token id above 2³¹; and when there is none.
+    /// to learn, or with a token id of 2³¹ or above; and when there is none.
     pub fn from_examples(examples: &[Example]) -> Result<Self> {
         let samples: Vec<_> = examples.iter().cloned().map(Sample::Plain).collect();
         Self::from_samples(&samples)
@@ -402,6 +402,14 @@ impl Dataset {
                         format!(
                             "example {index} has {ids} tokens and {mask} mask values, expected 2 or more of each, as \
                              many of one as of the other"
+                        ),
+                    ));
+                }
+                if let Some(id) = example.ids.iter().find(|id| store::word(**id, false).is_none()) {
+                    return Err(Error::option(
+                        "data",
+                        format!(
+                            "example {index} has the token id {id}; at most 2147483647 is supported"
                         ),
                     ));
                 }

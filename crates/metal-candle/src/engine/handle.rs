@@ -3,12 +3,14 @@
 use super::{
     Engine, EngineOptions, Event, Finished, Readers, Request, RequestId, Scored, Statistics,
 };
+use crate::foreign;
 use crate::generate::Piece;
 use crate::model::Model;
 use crate::text::Tokenizer;
 use crate::turns::Turns;
 use crate::{Error, Result};
 use std::collections::HashMap;
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
@@ -33,6 +35,7 @@ type Listener = Box<dyn FnMut(Event) -> bool + Send>;
 
 /// A request under way. Dropping it cancels the request, if it hasn't ended.
 #[derive(Debug)]
+#[must_use = "dropping it cancels the request"]
 pub struct Ticket {
     number: u64,
     sender: Sender<Command>,
@@ -46,6 +49,7 @@ impl Drop for Ticket {
 
 /// The pieces of a text as they are written. Dropping it cancels the request.
 #[derive(Debug)]
+#[must_use = "dropping it cancels the request"]
 pub struct Answers {
     events: Receiver<Event>,
     _ticket: Ticket,
@@ -92,7 +96,8 @@ impl Handle {
     }
 
     /// Asks for a text whose events are told to `events` on the engine's thread, which must not be made to wait, until
-    /// it says false. Nothing is told if the engine's thread is gone.
+    /// it says false. If it panics, that is logged, and counts as false: texts of others go on. Nothing is told if the
+    /// engine's thread is gone.
     pub fn submit_to(
         &self,
         request: Request,
@@ -162,6 +167,16 @@ impl Iterator for Answers {
     }
 }
 
+/// Tells a listener, and whether it wants more. A panic of one ends its own request alone.
+fn tell(listener: &mut Listener, event: Event) -> bool {
+    // One that has panicked isn't called again.
+    panic::catch_unwind(AssertUnwindSafe(|| listener(event))).unwrap_or_else(|payload| {
+        let reason = foreign::message(&*payload);
+        tracing::warn!("what listens to a request panicked, and is told no more: {reason}");
+        false
+    })
+}
+
 struct Thread<'t> {
     engine: Engine<'t>,
     turns: Option<Arc<Turns>>,
@@ -195,7 +210,7 @@ impl Thread<'_> {
             for (id, event) in events {
                 let last = matches!(event, Event::Finished(_) | Event::Failed(_));
                 let Some((_, caller)) = self.callers.get_mut(&id) else { continue };
-                let heard = caller(event);
+                let heard = tell(caller, event);
                 if !heard {
                     self.engine.cancel(id);
                 }
@@ -214,7 +229,7 @@ impl Thread<'_> {
                     self.tickets.insert(ticket, id);
                 }
                 // Who doesn't listen any more doesn't need to know.
-                Err(error) => drop(caller(Event::Failed(error))),
+                Err(error) => drop(tell(&mut caller, Event::Failed(error))),
             },
             Command::Cancel(ticket) => {
                 if let Some(id) = self.tickets.get(&ticket).copied() {

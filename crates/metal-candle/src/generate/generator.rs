@@ -121,14 +121,20 @@ impl Session {
     /// # Errors
     /// As [`Self::read`].
     pub fn continue_with(&mut self, tokens: &[u32]) -> Result<Tensor> {
+        check_prompt(tokens, self.reader.model().config().vocab_size)?;
         let shared = self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count();
         let mut shared = shared.min(tokens.len().saturating_sub(1)).min(self.cached);
         if self.reader.model().ropes_change(self.cached, tokens.len()) {
             shared = 0;
         }
         self.cached = shared;
-        self.tokens.truncate(shared);
-        self.read(&tokens[shared..])
+        let replaced = self.tokens.split_off(shared);
+        let result = self.read(&tokens[shared..]);
+        if result.is_err() {
+            // What the cache held of these is read again with the next tokens.
+            self.tokens.extend(replaced);
+        }
+        result
     }
 }
 

@@ -280,7 +280,9 @@ struct Table {
 
 impl Table {
     fn new(rope: &RopeConfig, positions: usize, total_len: usize, device: &Device) -> Result<Self> {
-        let places: Vec<u32> = (0..positions as u32).collect();
+        // A shorter table than asked for would be taken for a whole one ever after.
+        let end = u32::try_from(positions).map_err(candle_core::Error::wrap)?;
+        let places: Vec<u32> = (0..end).collect();
         let (cos, sin) = rope.cos_sin(&places, total_len);
         let width = cos.len() / positions;
         let tensor = |values| Tensor::from_vec(values, (positions, width), device);
@@ -336,6 +338,14 @@ impl RopeTables {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_table_has_as_many_positions_as_asked_for() {
+        let rope = rope(10_000.0, RopeScaling::Default);
+        let table = Table::new(&rope, 512, 3, &Device::Cpu).unwrap();
+        assert_eq!((table.positions, table.cos.dims()), (512, &[512, 8][..]));
+        assert!(Table::new(&rope, 1 << 32, 3, &Device::Cpu).is_err());
+    }
 
     #[test]
     fn a_scaling_is_written_as_a_config_has_it() {

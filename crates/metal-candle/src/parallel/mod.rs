@@ -36,7 +36,8 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 /// What ranks do together. Each calls the same functions in the same order, and none waits forever for another.
-pub trait Collectives: Debug {
+/// What only the thread that has joined may use is an error on any other.
+pub trait Collectives: Debug + Sync {
     /// This process's number, from 0.
     fn rank(&self) -> usize;
 

@@ -19,6 +19,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::os::raw::c_int;
 use std::rc::Rc;
+use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 /// Elements that are added up at a time, which bounds the memory for messages.
@@ -31,12 +32,18 @@ pub(super) struct Mpi {
     world: SimpleCommunicator,
     /// Until the group is left.
     universe: RefCell<Option<Universe>>,
+    /// The one that has joined, which alone may ask MPI for anything.
+    thread: ThreadId,
     rank: usize,
     size: usize,
     limit: Duration,
     /// The machines of the ranks.
     hosts: Vec<String>,
 }
+
+// SAFETY: what isn't `Sync`, MPI's communicator and the universe, is reached by the thread that has joined alone: see
+// `require_own_thread` and `abort`.
+unsafe impl Sync for Mpi {}
 
 impl std::fmt::Debug for Mpi {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -64,6 +71,7 @@ impl Mpi {
         let mut mpi = Self {
             world,
             universe: RefCell::new(Some(universe)),
+            thread: thread::current().id(),
             rank,
             size,
             limit,
@@ -73,6 +81,17 @@ impl Mpi {
         let hosts = mpi.gather("the start", host.as_bytes())?;
         mpi.hosts = hosts.iter().map(|host| String::from_utf8_lossy(host).into_owned()).collect();
         Ok(mpi)
+    }
+
+    /// An error on another thread than the one that has joined.
+    fn require_own_thread(&self) -> Result<()> {
+        if thread::current().id() == self.thread {
+            return Ok(());
+        }
+        Err(Error::Unsupported(
+            "MPI on another thread than the one that has joined the group; train on that one"
+                .into(),
+        ))
     }
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
@@ -169,6 +188,7 @@ impl Mpi {
         mine: Vec<T>,
         lengths: impl Fn(usize) -> usize,
     ) -> Result<Vec<Vec<T>>> {
+        self.require_own_thread()?;
         let mine = Rc::new(mine);
         let mut transfers = Vec::with_capacity(2 * self.size);
         for other in self.others() {
@@ -183,6 +203,7 @@ impl Mpi {
 
     /// The sum of all ranks' numbers.
     fn summed(&self, what: &str, mine: Vec<f32>) -> Result<Vec<f32>> {
+        self.require_own_thread()?;
         let part =
             |rank: usize, count: usize| rank * count / self.size..(rank + 1) * count / self.size;
         let count = mine.len();
@@ -257,7 +278,7 @@ impl Part for Mpi {
     }
 
     fn abort(&self, code: u8) {
-        if self.universe.borrow().is_some() {
+        if self.require_own_thread().is_ok() && self.universe.borrow().is_some() {
             self.world.abort(c_int::from(code));
         }
     }

@@ -21,7 +21,7 @@ use crate::model::layer::{Layer, Linear};
 use crate::model::rope::Rotation;
 use crate::model::weight::{FrozenWeights, Storage, WeightId};
 use crate::model::{Model, TensorRank};
-use crate::{Error, Result};
+use crate::{Error, Result, bounds};
 use adapters::{KnownUpdates, RowAdapters, RowUpdates};
 use candle_core::{DType, Device, Tensor};
 use decoder::Caches;
@@ -184,23 +184,37 @@ enum Positions {
 }
 
 impl Positions {
-    fn known(positions: Vec<u32>) -> Self {
-        let total = positions.iter().max().map_or(0, |&last| last as usize + 1);
-        Self::Known { positions, total }
+    fn known(positions: Vec<u32>) -> Result<Self> {
+        let total = match positions.iter().max() {
+            None => 0,
+            Some(&last) => {
+                let most = bounds::TOKENS.end() - 1;
+                bounds::check("positions", last as usize, &(0..=most))?;
+                last as usize + 1
+            }
+        };
+        Ok(Self::Known { positions, total })
     }
 }
 
 impl Input {
     /// One text by itself, from its first token on.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for more tokens than [`bounds::TOKENS`], and when the device has no memory.
     pub fn sequence(ids: &[u32], device: &Device) -> Result<Self> {
         let positions = (0..ids.len())
             .map(|position| u32::try_from(position).map_err(candle_core::Error::wrap))
             .collect::<candle_core::Result<_>>()?;
-        let positions = Positions::known(positions);
+        let positions = Positions::known(positions)?;
         Ok(Self::new(Tensor::new(ids, device)?.unsqueeze(0)?, positions, None))
     }
 
     /// The rows of a batch, with attention kept inside each record.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for a position beyond [`bounds::TOKENS`]; also when a list of the batch has another length than
+    /// its rows, or the device has no memory.
     pub fn batch(batch: &Batch, device: &Device) -> Result<Self> {
         let shape = (batch.rows, batch.length);
         let spread = match &batch.shared {
@@ -216,7 +230,7 @@ impl Input {
         let length = batch.shared.as_ref().map_or(batch.length, |shared| shared.length);
         let first_key = Tensor::from_slice(&batch.first_key, (batch.rows, length), device)?;
         let ids = Tensor::from_slice(&batch.input_ids, shape, device)?;
-        let positions = Positions::known(batch.positions.clone());
+        let positions = Positions::known(batch.positions.clone())?;
         Ok(Self { spread, ..Self::new(ids, positions, Some(first_key)) })
     }
 

@@ -321,12 +321,18 @@ mod tests {
     use crate::parallel::Collectives;
     use candle_core::{DType, Device};
     use serde_json::json;
-    use std::cell::{Cell, RefCell};
-    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::{Arc, Mutex, MutexGuard};
 
     /// Two ranks of which the other gives nothing: sums are what they were when they were begun.
     #[derive(Debug, Default)]
-    struct Witness(RefCell<Vec<Vec<f32>>>, Cell<usize>);
+    struct Witness(Mutex<Vec<Vec<f32>>>, AtomicUsize);
+
+    impl Witness {
+        fn sums(&self) -> MutexGuard<'_, Vec<Vec<f32>>> {
+            self.0.lock().unwrap()
+        }
+    }
 
     impl Collectives for Witness {
         fn rank(&self) -> usize {
@@ -342,7 +348,7 @@ mod tests {
         }
 
         fn sum(&self, _: &'static str, buffer: &Tensor) -> Result<()> {
-            self.0.borrow_mut().push(buffer.to_vec1()?);
+            self.sums().push(buffer.to_vec1()?);
             Ok(())
         }
 
@@ -359,7 +365,7 @@ mod tests {
         }
 
         fn end_begun(&self, _: &'static str) -> Result<()> {
-            self.1.set(self.1.get() + 1);
+            self.1.fetch_add(1, Ordering::Relaxed);
             Ok(())
         }
     }
@@ -401,13 +407,13 @@ mod tests {
             sums.last_pass(&batch(1)).unwrap();
             if begins {
                 sums.begin_above(2).unwrap();
-                assert_eq!(witness.0.borrow().len(), 1);
+                assert_eq!(witness.sums().len(), 1);
             }
             if finishes {
                 sums.finish().unwrap();
             }
             drop(sums);
-            assert_eq!(witness.1.get(), waits);
+            assert_eq!(witness.1.load(Ordering::Relaxed), waits);
         }
     }
 
@@ -463,7 +469,7 @@ mod tests {
         for _ in 1..passes {
             pass(&mut sums);
         }
-        assert!(witness.0.borrow().is_empty());
+        assert!(witness.sums().is_empty());
         sums.last_pass(batch).unwrap();
         pass(&mut sums);
         // All layers but the first, whose own gradients come last, the head and, where its rows come by themselves and
@@ -474,10 +480,10 @@ mod tests {
             (true, true) => usize::from(by_rows),
             (true, false) => 1 + usize::from(by_rows && passes > 1),
         };
-        assert_eq!(witness.0.borrow().len(), 3 + tables);
+        assert_eq!(witness.sums().len(), 3 + tables);
         sums.passes_are_over().unwrap();
         let ranges: Vec<Range<usize>> = sums.pieces.iter().map(|it| it.range.clone()).collect();
-        assert_eq!(witness.0.borrow().len(), ranges.len());
+        assert_eq!(witness.sums().len(), ranges.len());
         sums.finish().unwrap();
         let whole: Vec<f32> = gradients.buffer().to_vec1().unwrap();
         for (found, expected) in whole.iter().zip(&expected) {
@@ -488,7 +494,7 @@ mod tests {
             entry.range()
         });
         let mut covered = 0;
-        for (found, range) in witness.0.borrow().iter().zip(ranges) {
+        for (found, range) in witness.sums().iter().zip(ranges) {
             covered += range.len();
             let is_embedding = of_embedding.as_ref() == Some(&range);
             assert!((is_embedding && by_rows) || found == &whole[range.clone()], "{range:?}");

@@ -442,6 +442,12 @@ fn batches_that_cannot_be_are_refused() {
         refused(Dataset::from_examples(&[nothing])).contains("example 0 has no token to learn")
     );
     assert!(refused(Dataset::from_examples(&[])).contains("no examples"));
+    let with_id = |id| Example { ids: vec![1, id, 1], trainable: vec![true; 3] };
+    assert_eq!(
+        refused(Dataset::from_examples(&[with_id((1 << 31) - 1), with_id(1 << 31)])),
+        "data: example 1 has the token id 2147483648; at most 2147483647 is supported"
+    );
+    assert!(Dataset::from_examples(&[with_id((1 << 31) - 1)]).is_ok());
 }
 
 /// Conversations of many lengths, as lines of JSON.

@@ -391,6 +391,32 @@ fn a_handle_serves_many_threads() {
 }
 
 #[test]
+fn a_listener_that_panics_ends_its_own_request_alone() {
+    let model = load("llama");
+    let handle = Handle::start(&model, Some(Arc::new(tokenizer())), options(40)).unwrap();
+    let listen = |request| {
+        let (sender, told) = std::sync::mpsc::channel();
+        let ticket = handle.submit_to(request, move |_| {
+            sender.send(()).unwrap();
+            panic!("a listener that panics");
+        });
+        (told, ticket)
+    };
+    // While its text is written, and when its request is refused.
+    let (written, _first) = listen(request(&[1, 2, 3], 40));
+    let (refused, _second) = listen(request(&[], 1));
+    let mut answers = handle.submit(request(&[3, 2, 1], 5));
+    assert_eq!(
+        answers.by_ref().map(|piece| piece.unwrap()).filter(|it| it.token.is_some()).count(),
+        5
+    );
+    assert_eq!((written.iter().count(), refused.iter().count()), (1, 1));
+    let Statistics { running, waiting, blocks, available_blocks, .. } =
+        handle.statistics().unwrap();
+    assert_eq!((running, waiting, available_blocks), (0, 0, blocks));
+}
+
+#[test]
 fn stop_strings_and_ends_are_those_of_a_session() {
     let tokenizer = tokenizer();
     let model = load("llama");

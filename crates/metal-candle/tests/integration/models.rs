@@ -7,12 +7,15 @@ use metal_candle::adapter::{
     self, Adapter, AdapterFormat, LoraConfig, Merged, Parameters, Targets, TokenIndices,
 };
 use metal_candle::autograd::{ParameterId, Tape};
-use metal_candle::data::{Batch, IGNORED};
+use metal_candle::data::{Batch, Batcher, Dataset, IGNORED};
+use metal_candle::engine::{Answers, Handle, Ticket};
 use metal_candle::generate::Session;
 use metal_candle::model::{Config, Model};
 use metal_candle::pass::Input;
 use metal_candle::random::SplitMix64;
-use metal_candle::train::Gradients;
+use metal_candle::text::Tokenizer;
+use metal_candle::train::{Gradients, Trainer};
+use metal_candle::turns::Turns;
 use metal_candle_kernels::{adamw, flat, sampling};
 use serde_json::Value;
 use std::collections::HashMap;
@@ -293,6 +296,20 @@ fn a_session_keeps_what_a_new_prompt_shares_with_the_old() {
             assert_close(name, &found, &fresh, 1e-4);
         }
     }
+}
+
+#[test]
+fn a_session_is_as_before_when_a_prompt_is_refused() {
+    let model = load("llama");
+    let mut session = Session::new(&model, None).unwrap();
+    session.read(&[1, 2, 3]).unwrap();
+    for wrong in [&[9999][..], &[1, 2, 9999], &[]] {
+        let error = session.continue_with(wrong).unwrap_err().to_string();
+        assert!(error.starts_with("prompt: "), "{error}");
+        assert_eq!(session.tokens(), [1, 2, 3]);
+    }
+    let next = session.read(&[4]).unwrap();
+    assert_close("llama", &next, &logits_after(&model, None, &[1, 2, 3, 4]), 1e-4);
 }
 
 /// Checkpoints that other programs quantised.
@@ -917,6 +934,27 @@ fn an_adapter_for_another_base_is_an_error_that_says_so() {
     let input = input(&model, &[vec![1, 2]]).with_adapter(Some(&adapter));
     let error = model.forward(&Tape::inference(), &input).unwrap_err().to_string();
     assert!(error.contains("another model"), "{error}");
+    // Nor merged with that, but with its own once nobody else has it.
+    let own = load("llama");
+    let adapter = load_adapter(&own, folder("llama").join("adapter"));
+    let again = Model::load(folder("llama"), DType::F32, &device()).unwrap();
+    let error = adapter.merge(again).unwrap_err().to_string();
+    assert!(error.contains("loaded again; Adapter::load"), "{error}");
+    adapter.merge(Arc::try_unwrap(own).unwrap()).unwrap();
+}
+
+#[test]
+fn a_position_that_no_text_has_is_an_error_and_leaves_the_model_as_it_was() {
+    let model = load("llama");
+    let ids = [vec![1, 2, 3]];
+    let before = logits(&model, &ids);
+    for position in [u32::MAX, 1 << 24] {
+        let mut batch = next_token_batch(&ids);
+        batch.positions[0] = position;
+        let error = model.loss(&Tape::training(), &batch, None).unwrap_err().to_string();
+        assert_eq!(error, format!("positions: is {position}, expected at most 16777215"));
+    }
+    assert_close("llama", &logits(&model, &ids), &before, 0.0);
 }
 
 /// A new adapter whose B isn't zero either.
@@ -1032,6 +1070,20 @@ fn models_and_adapters_are_shared_between_threads() {
     fn shared<T: Send + Sync>() {}
     shared::<Model>();
     shared::<Adapter>();
+    shared::<Tokenizer>();
+    shared::<Dataset>();
+    shared::<Batcher>();
+    shared::<Handle>();
+    shared::<Turns>();
+}
+
+#[test]
+fn what_works_by_itself_may_move_to_another_thread() {
+    fn moves<T: Send>() {}
+    moves::<Trainer>();
+    moves::<Session>();
+    moves::<Ticket>();
+    moves::<Answers>();
 }
 
 fn adamw_step(

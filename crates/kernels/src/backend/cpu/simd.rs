@@ -5,7 +5,11 @@
 //! the matrix products of `gemm`, those of a few rows with a matrix in fewer bits and those with keys and values where they
 //! lie, which use fused instructions, differ between machines.
 
+use std::ffi::OsStr;
 use std::sync::OnceLock;
+
+/// The variable that names a lower level than the machine's best.
+const VARIABLE: &str = "METAL_CANDLE_SIMD";
 
 /// What the machine has beyond the target's baseline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,16 +30,48 @@ pub(crate) enum Level {
     Amx,
 }
 
+/// The levels by name, the lowest first.
+const LEVELS: &[(&str, Level)] = &[
+    ("baseline", Level::Baseline),
+    #[cfg(target_arch = "x86_64")]
+    ("avx2", Level::Avx2),
+    #[cfg(target_arch = "x86_64")]
+    ("avx512", Level::Avx512),
+    #[cfg(target_arch = "x86_64")]
+    ("avx512bf16", Level::Avx512Bf16),
+    #[cfg(target_arch = "x86_64")]
+    ("amx", Level::Amx),
+];
+
 /// The best level of this machine, or a lower one that `METAL_CANDLE_SIMD` names.
 pub(crate) fn level() -> Level {
     static LEVEL: OnceLock<Level> = OnceLock::new();
     *LEVEL.get_or_init(|| {
         let best = detect();
-        match std::env::var("METAL_CANDLE_SIMD").ok().and_then(|name| named(&name)) {
-            Some(wanted) if wanted < best => wanted,
-            _ => best,
-        }
+        // No operation can tell of a wrong name; `check` does.
+        named(std::env::var_os(VARIABLE).as_deref(), best).unwrap_or(best)
     })
+}
+
+/// That `METAL_CANDLE_SIMD` names a level of this machine, if it is set.
+pub(crate) fn check() -> Result<(), String> {
+    named(std::env::var_os(VARIABLE).as_deref(), detect()).map(drop)
+}
+
+/// The level that the variable's value names, of those up to the machine's best, which it is without one.
+fn named(value: Option<&OsStr>, best: Level) -> Result<Level, String> {
+    let Some(value) = value.filter(|value| !value.is_empty()) else { return Ok(best) };
+    let levels = || LEVELS.iter().filter(|(_, level)| *level <= best);
+    match levels().find(|(name, _)| value == *name) {
+        Some((_, level)) => Ok(*level),
+        None => {
+            let names: Vec<&str> = levels().map(|(name, _)| *name).collect();
+            Err(format!(
+                "{VARIABLE} is {value:?}, expected what this machine computes with: {}",
+                names.join(", ")
+            ))
+        }
+    }
 }
 
 /// Whether products of bf16 numbers are faster than those of f32.
@@ -50,21 +86,6 @@ pub(crate) fn prefers_bf16() -> bool {
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn has_vnni() -> bool {
     level() >= Level::Avx512 && is_x86_feature_detected!("avx512vnni")
-}
-
-fn named(name: &str) -> Option<Level> {
-    match name {
-        "baseline" => Some(Level::Baseline),
-        #[cfg(target_arch = "x86_64")]
-        "avx2" => Some(Level::Avx2),
-        #[cfg(target_arch = "x86_64")]
-        "avx512" => Some(Level::Avx512),
-        #[cfg(target_arch = "x86_64")]
-        "avx512bf16" => Some(Level::Avx512Bf16),
-        #[cfg(target_arch = "x86_64")]
-        "amx" => Some(Level::Amx),
-        _ => None,
-    }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -178,5 +199,29 @@ pub(crate) fn prefetch<S>(address: *const S) {
 pub(crate) fn prefetch_bytes(first: *const u8, count: usize) {
     for offset in (0..count).step_by(64) {
         prefetch(first.wrapping_add(offset));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_is_no_level_of_this_machine_is_told() {
+        for (name, level) in LEVELS {
+            assert_eq!(named(Some(name.as_ref()), *level), Ok(*level));
+        }
+        let (_, best) = LEVELS[LEVELS.len() - 1];
+        assert_eq!(named(None, best), Ok(best));
+        assert_eq!(named(Some("".as_ref()), best), Ok(best));
+        assert_eq!(named(Some("baseline".as_ref()), best), Ok(Level::Baseline));
+        // Of another processor, or of none.
+        for wrong in ["avx3", "AVX2", "amx"] {
+            let told = named(Some(wrong.as_ref()), Level::Baseline).unwrap_err();
+            let expected = format!(
+                "METAL_CANDLE_SIMD is \"{wrong}\", expected what this machine computes with: baseline"
+            );
+            assert_eq!(told, expected);
+        }
     }
 }
